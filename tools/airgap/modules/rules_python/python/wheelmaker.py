@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pack files as a wheel, the same bytes from the same input."""
+
+import argparse
+import base64
+import hashlib
+import pathlib
+import zipfile
+
+EPOCH = (1980, 1, 1, 0, 0, 0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--metadata", type=pathlib.Path, required=True)
+    parser.add_argument("--description", type=pathlib.Path, required=True)
+    parser.add_argument("--entry-points", type=pathlib.Path, required=True)
+    parser.add_argument("--strip-prefix", action="append", default=[])
+    parser.add_argument("--file", nargs=2, action="append", default=[])
+    parser.add_argument("--distinfo-file", nargs=2, action="append", default=[])
+    args = parser.parse_args()
+
+    name, version, python_tag, abi, platform = args.out.name.removesuffix(".whl").split("-")
+    info = f"{name}-{version}.dist-info"
+    contents = {}
+    for source, path in args.file:
+        prefix = next((p for p in args.strip_prefix if path.startswith(p)), "")
+        contents[path.removeprefix(prefix).lstrip("/")] = pathlib.Path(source).read_bytes()
+    metadata = args.metadata.read_text() + f"Version: {version}\n\n" + args.description.read_text()
+    contents[f"{info}/METADATA"] = metadata.encode()
+    contents[f"{info}/WHEEL"] = (
+        f"Wheel-Version: 1.0\nGenerator: tiercel\nRoot-Is-Purelib: {str(platform == 'any').lower()}\n"
+        f"Tag: {python_tag}-{abi}-{platform}\n"
+    ).encode()
+    if entry_points := args.entry_points.read_bytes():
+        contents[f"{info}/entry_points.txt"] = entry_points
+    for source, path in args.distinfo_file:
+        contents[f"{info}/{path}"] = pathlib.Path(source).read_bytes()
+
+    record = f"{info}/RECORD"
+    lines = []
+    for path, data in contents.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        lines.append(f"{path},sha256={digest},{len(data)}")
+    contents[record] = ("\n".join(lines) + f"\n{record},,\n").encode()
+    with zipfile.ZipFile(args.out, "w", zipfile.ZIP_DEFLATED) as wheel:
+        for path, data in contents.items():
+            entry = zipfile.ZipInfo(path, EPOCH)
+            entry.create_system = 3
+            entry.external_attr = 0o100755 << 16 if path.endswith(".so") else 0o100644 << 16
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            wheel.writestr(entry, data)
+
+
+if __name__ == "__main__":
+    main()

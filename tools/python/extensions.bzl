@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The repositories that package mirrors fill: locked Python packages, and what is made of them."""
+
+load(":buildifier.bzl", "buildifier_repository")
+load(":cuda_toolkit.bzl", "cuda_toolkit_repository")
+load(":python_packages.bzl", "python_packages")
+
+_LOCK = "//tools/python/locks:{}.lock"
+
+def _versions_repository_impl(rctx):
+    rctx.file("BUILD.bazel", "")
+    rctx.file("versions.bzl", "PYTHON_VERSIONS = {}\nDEFAULT_PYTHON_VERSION = {}\n".format(
+        repr(rctx.attr.versions),
+        repr(rctx.attr.default),
+    ))
+
+_versions_repository = repository_rule(
+    implementation = _versions_repository_impl,
+    attrs = {
+        "default": attr.string(mandatory = True),
+        "versions": attr.string_list(mandatory = True),
+    },
+)
+
+def _packages_impl(mctx):
+    pythons = mctx.modules[0].tags.pythons[0]
+    _versions_repository(
+        name = "python_versions",
+        default = pythons.default,
+        versions = pythons.versions,
+    )
+    cuda_toolkit_repository(name = "cuda_toolkit", lock = Label(_LOCK.format("cuda")))
+    for name in ["build", "lint", "release"]:
+        python_packages(
+            name = name + "_packages",
+            extract = True,
+            locks = [Label(_LOCK.format(name))],
+            python_version = pythons.default,
+        )
+    python_packages(
+        name = "test_packages",
+        locks = [Label(_LOCK.format("test"))],
+        python_version = pythons.versions[0],
+    )
+    python_packages(
+        name = "torch_packages",
+        locks = [Label(_LOCK.format("torch")), Label(_LOCK.format("torch-cuda"))],
+        python_version = pythons.default,
+    )
+    buildifier_repository(name = "buildifier")
+
+packages = module_extension(
+    implementation = _packages_impl,
+    tag_classes = {
+        "pythons": tag_class(attrs = {
+            "default": attr.string(mandatory = True),
+            "versions": attr.string_list(mandatory = True),
+        }),
+    },
+)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Locked Python packages, installed into one folder by pip."""
+
+load(":run.bzl", "TOOLCHAIN_TYPE", "python_runtime")
+load(":transitions.bzl", "ALLOWLIST", "one_python_transition")
+
+def _installed_packages_impl(ctx):
+    python = python_runtime(ctx)
+    folder = ctx.actions.declare_directory(ctx.label.name)
+    pip = [file for file in ctx.files._pip if file.basename.startswith("pip-")]
+    args = ctx.actions.args()
+    args.add_all(["-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"])
+    args.add_all(["--no-cache-dir", "--disable-pip-version-check", "--root-user-action=ignore"])
+    args.add_all(["--target", folder.path])
+    args.add_all(ctx.files.wheels)
+    ctx.actions.run(
+        executable = python.path,
+        arguments = [args],
+        inputs = depset(pip + ctx.files.wheels, transitive = [python.files]),
+        outputs = [folder],
+        env = {"PYTHONPATH": pip[0].path},
+        mnemonic = "PipInstall",
+        progress_message = "Installing %{label}",
+    )
+    return [DefaultInfo(files = depset([folder]))]
+
+installed_packages = rule(
+    doc = "A folder for PYTHONPATH with the given wheels installed.",
+    implementation = _installed_packages_impl,
+    cfg = one_python_transition,
+    attrs = ALLOWLIST | {
+        "python_version": attr.string(mandatory = True),
+        "wheels": attr.label_list(
+            mandatory = True,
+            allow_files = [".whl"],
+        ),
+        "_pip": attr.label(default = "@test_packages//:wheels"),
+    },
+    toolchains = [TOOLCHAIN_TYPE],
+)
