@@ -33,7 +33,7 @@ def _packages_impl(mctx):
     for name in ["build", "lint", "release"]:
         python_packages(
             name = name + "_packages",
-            extract = True,
+            extract = name == "build",  # for pybind11's headers
             locks = [Label(_LOCK.format(name))],
             python_version = pythons.default,
         )

