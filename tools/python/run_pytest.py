@@ -23,7 +23,8 @@ def main() -> int:
     args = parser.parse_args()
 
     scratch = pathlib.Path(os.environ.get("TEST_TMPDIR") or tempfile.mkdtemp())
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "PYTHON"))}
+    unset = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "PYTHONUSERBASE")
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PIP_") and k not in unset}
     env.update(HOME=str(scratch / "home"), PYTHONDONTWRITEBYTECODE="1")
     (scratch / "home").mkdir(exist_ok=True)
     venv = scratch / "venv"

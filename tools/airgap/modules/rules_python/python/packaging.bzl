@@ -70,7 +70,7 @@ py_wheel = rule(
         "author": attr.string(),
         "author_email": attr.string(),
         "classifiers": attr.string_list(),
-        "deps": attr.label_list(allow_files = True),
+        "deps": attr.label_list(),
         "description_content_type": attr.string(),
         "description_file": attr.label(allow_single_file = True),
         "distribution": attr.string(mandatory = True),
