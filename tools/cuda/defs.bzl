@@ -25,6 +25,8 @@ def sm90_cuda_library(name, copts = [], **kwargs):
         copts = [
             "-std=c++17",
             "--expt-relaxed-constexpr",
+            # nvcc makes names of anonymous namespaces from the source file's absolute path: say another.
+            "-Xcudafe=--orig_src_path_name=tiercel",
         ] + select({
             "//tools/cuda:with_device_debug": ["-G"],
             "//conditions:default": ["-O3"],

@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/routing/topk_softmax.h"
+
+#include <string>
+
+#include "kernels/routing/topk_softmax_kernels.h"
+#include "kernels/sm90/checks.h"
+
+namespace tiercel {
+namespace {
+
+constexpr char kOp[] = "topk_softmax";
+
+Status check(const TensorView& scores, const TensorView& weights, const TensorView& indices) {
+  const Argument scores_arg{kOp, "scores", scores};
+  const Argument weights_arg{kOp, "weights", weights};
+  const Argument indices_arg{kOp, "indices", indices};
+  TIERCEL_RETURN_IF_ERROR(check_rank(scores_arg, 2));
+  TIERCEL_RETURN_IF_ERROR(check_rank(weights_arg, 2));
+  TIERCEL_RETURN_IF_ERROR(
+      check_dtype(scores_arg, {DType::kFloat32, DType::kBFloat16, DType::kFloat16}));
+  TIERCEL_RETURN_IF_ERROR(check_dtype(weights_arg, {DType::kFloat32}));
+  TIERCEL_RETURN_IF_ERROR(check_dtype(indices_arg, {DType::kInt32, DType::kInt64}));
+
+  const int64_t rows = scores.shape[0];
+  const int64_t experts = scores.shape[1];
+  const int64_t k = weights.shape[1];
+  if (k < 1 || k > experts) {
+    return Status::InvalidArgument(
+        std::string(kOp) + ": k must be between 1 and the number of experts, got k = " +
+        std::to_string(k) + " for " + std::to_string(experts) + " experts");
+  }
+  if (experts > kTopkSoftmaxMaxExperts) {
+    return Status::Unimplemented(std::string(kOp) + ": at most " +
+                                 std::to_string(kTopkSoftmaxMaxExperts) +
+                                 " experts are supported, got " + std::to_string(experts));
+  }
+  if (k > kTopkSoftmaxMaxK) {
+    return Status::Unimplemented(std::string(kOp) + ": k is supported up to " +
+                                 std::to_string(kTopkSoftmaxMaxK) + ", got " + std::to_string(k));
+  }
+  TIERCEL_RETURN_IF_ERROR(check_shape(weights_arg, {rows, k}, "[T, k]"));
+  TIERCEL_RETURN_IF_ERROR(check_shape(indices_arg, {rows, k}, "[T, k]"));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(scores_arg));
+  TIERCEL_RETURN_IF_ERROR(check_same_device(weights_arg, scores_arg));
+  TIERCEL_RETURN_IF_ERROR(check_same_device(indices_arg, scores_arg));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(weights_arg));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(indices_arg));
+  TIERCEL_RETURN_IF_ERROR(check_contiguous(weights_arg));
+  return check_contiguous(indices_arg);
+}
+
+TopkSoftmaxChoice choose(DType dtype, int64_t rows, int experts, int k) {
+  int count = 0;
+  const TopkSoftmaxKernel* kernels = topk_softmax_kernels(&count);
+  for (int i = 0; i < count; ++i) {
+    const TopkSoftmaxKernel& kernel = kernels[i];
+    if (kernel.dtype == dtype && kernel.max_rows >= rows && kernel.max_experts >= experts &&
+        kernel.max_k >= k) {
+      return {&kernel, kTopkSoftmaxThreads, true};
+    }
+  }
+  return {nullptr, 0, false};  // not reached: the table covers all that check() lets through
+}
+
+unsigned rows_per_block(const TopkSoftmaxChoice& choice) {
+  return choice.block / choice.kernel->lanes_per_row;
+}
+
+int64_t grid_size(int64_t rows, const TopkSoftmaxChoice& choice) {
+  return (rows + rows_per_block(choice) - 1) / rows_per_block(choice);
+}
+
+// Whether the next grid may be scheduled at this one's start. Blocks that wait take room from those
+// that work: it pays where this grid is soon done (measured on an H200).
+bool launches_early(DType dtype, int64_t grid, const TopkSoftmaxChoice& choice) {
+  if (choice.kernel->lanes_per_row >= 8) return grid <= 512;
+  return grid <= 264 && dtype != DType::kFloat32 && choice.kernel->max_experts <= 128;
+}
+
+}  // namespace
+
+Status topk_softmax_prepare(const TensorView& scores, const TensorView& weights,
+                            const TensorView& indices, const TopkSoftmaxOptions& options,
+                            TopkSoftmaxArgs* args, TopkSoftmaxChoice* choice) {
+  TIERCEL_RETURN_IF_ERROR(check(scores, weights, indices));
+  const int64_t element = dtype_bytes(scores.dtype);
+  args->scores = scores.data;
+  args->row_stride = scores.strides[0] * element;
+  args->inner_stride = scores.strides[1] * element;
+  args->weights = static_cast<float*>(weights.data);
+  args->indices = indices.data;
+  args->rows = scores.shape[0];
+  args->experts = static_cast<int>(scores.shape[1]);
+  args->k = static_cast<int>(weights.shape[1]);
+  args->vector_bytes = scores.strides[1] == 1
+                           ? widest_vector_bytes(scores.data, args->rows, scores.strides[0],
+                                                 args->experts, scores.dtype)
+                           : static_cast<int>(element);
+  // Dividing the selected weights by their sum cancels the row's denominator.
+  args->all_scores = options.softmax_first && !options.renormalize;
+  args->wide_indices = indices.dtype == DType::kInt64;
+  *choice = choose(scores.dtype, args->rows, args->experts, args->k);
+  args->early_launch = launches_early(scores.dtype, grid_size(args->rows, *choice), *choice);
+  if (grid_size(args->rows, *choice) > 0x7fffffff) {
+    return Status::Unimplemented(std::string(kOp) + ": too many rows for one launch, got " +
+                                 std::to_string(args->rows));
+  }
+  return Status();
+}
+
+Status topk_softmax_launch(const TopkSoftmaxArgs& args, const TopkSoftmaxChoice& choice, int device,
+                           void* stream) {
+  LaunchConfig config;
+  config.grid.x = static_cast<uint32_t>(grid_size(args.rows, choice));
+  config.block.x = choice.block;
+  config.dependent = choice.dependent;
+  void* pointers[] = {const_cast<TopkSoftmaxArgs*>(&args)};
+  return choice.kernel->kernel.launch(config, device, stream, pointers);
+}
+
+Status topk_softmax_plan(const TensorView& scores, const TensorView& weights,
+                         const TensorView& indices, const TopkSoftmaxOptions& options,
+                         TopkSoftmaxPlan* plan) {
+  TopkSoftmaxArgs args;
+  TopkSoftmaxChoice choice;
+  TIERCEL_RETURN_IF_ERROR(topk_softmax_prepare(scores, weights, indices, options, &args, &choice));
+  *plan = {choice.kernel->kernel.name(),
+           static_cast<int>(rows_per_block(choice)),
+           choice.kernel->lanes_per_row,
+           args.vector_bytes,
+           static_cast<unsigned>(grid_size(args.rows, choice)),
+           choice.block};
+  if (args.rows == 0) *plan = {"none", 0, 0, 0, 0, 0};
+  return Status();
+}
+
+Status topk_softmax(const TensorView& scores, const TensorView& weights, const TensorView& indices,
+                    const TopkSoftmaxOptions& options, void* stream) {
+  TopkSoftmaxArgs args;
+  TopkSoftmaxChoice choice;
+  TIERCEL_RETURN_IF_ERROR(topk_softmax_prepare(scores, weights, indices, options, &args, &choice));
+  if (args.rows == 0) return Status();
+  return topk_softmax_launch(args, choice, scores.device_index, stream);
+}
+
+}  // namespace tiercel

@@ -1,0 +1,396 @@
+// SPDX-License-Identifier: Apache-2.0
+// topk_softmax: the k largest scores of each row, sorted, with softmax weights.
+//
+// The plan. A row is E scores (2 or 4 bytes each, E <= 512), read once; k weights and k indices are
+// written: at T = 8192, E = 128, k = 8 in bfloat16 that is 2 MiB in and 0.5 MiB out, so a launch is
+// bound by latency and by comparing, not by bytes. Scores become unsigned keys that hold score and
+// index (score_keys.cuh): every comparison is one min or max. L lanes of a warp share a row and
+// read interleaved 16-byte vectors. No shared memory, no barrier.
+//  - by_networks: each lane keeps the sorted top of its E / L keys by sorting networks, then
+//    log2(L) shuffle merges. 8 to 32 lanes for few rows (shortest path), 1 to 4 for many (fewest
+//    instructions).
+//  - by_vectors, many rows of more than 128 scores: the same over the vectors' largest scores
+//    first; the top k vectors hold the top k scores, so only those (read again, from L1) are
+//    sorted.
+//  - by_rounds, few rows and small k, or few rows of float32: a warp a row, k rounds of a warp-wide
+//    maximum (redux.sync).
+// Many rows of float32 are sorted by 32-bit keys that lack the scores' last bits; a row for which
+// these could matter is noticed and done again by_rounds with exact 64-bit keys.
+// All are launched as programmatic dependents: they start under the end of the grid before them.
+#include <cstdint>
+
+#include "kernels/routing/row_scores.cuh"
+#include "kernels/routing/score_keys.cuh"
+#include "kernels/routing/sorting.cuh"
+#include "kernels/routing/topk_softmax_kernels.h"
+#include "kernels/sm90/grid_dependency.cuh"
+#include "kernels/sm90/reduce.cuh"
+#include "kernels/sm90/vector.cuh"
+
+namespace tiercel {
+namespace {
+
+// exp(score - largest), to one unit in the last place; NaN when the largest is NaN or infinite.
+__device__ __forceinline__ float exp_below(float score, float largest) {
+  return expf(score - largest);
+}
+
+// The same to 2^-22 in one multiplication and one ex2, for the many terms of a row's denominator.
+__device__ __forceinline__ float quick_exp_below(float score, float largest) {
+  constexpr float kLog2E = 1.44269504f;
+  float value;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"((score - largest) * kLog2E));
+  return value;
+}
+
+// 1 / value for a normal value, correct to the last place but for rare roundings.
+__device__ __forceinline__ float reciprocal(float value) {
+  float estimate;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(value));
+  return fmaf(estimate, fmaf(-value, estimate, 1.0f), estimate);
+}
+
+// A lane's part of the denominator over the whole row; in four sums, so that rounding stays small.
+template <typename Scores>
+__device__ __forceinline__ float exp_sum(const Scores& scores, float largest) {
+  float sums[4] = {};
+  scores.for_each([&](int i, float score) { sums[i % 4] += quick_exp_below(score, largest); });
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+__device__ __forceinline__ RowOfScores row_of(const TopkSoftmaxArgs& args, int64_t row) {
+  const int experts = row < args.rows ? args.experts : 0;
+  return {static_cast<const char*>(args.scores) + row * args.row_stride, args.inner_stride, experts,
+          args.vector_bytes};
+}
+
+__device__ __forceinline__ void store_result(const TopkSoftmaxArgs& args, int64_t position,
+                                             float weight, int index) {
+  args.weights[position] = weight;
+  if (args.wide_indices) {
+    static_cast<int64_t*>(args.indices)[position] = index;
+  } else {
+    static_cast<int32_t*>(args.indices)[position] = index;
+  }
+}
+
+// The warp's largest key.
+__device__ __forceinline__ uint32_t warp_max_key(uint32_t key) { return warp_max(key); }
+__device__ __forceinline__ uint64_t warp_max_key(uint64_t key) {
+  const uint32_t score = static_cast<uint32_t>(key >> 32);
+  const uint32_t best_score = warp_max(score);
+  const uint32_t best_index = warp_max(score == best_score ? static_cast<uint32_t>(key) : 0);
+  return static_cast<uint64_t>(best_score) << 32 | best_index;
+}
+
+// One row by one whole warp, from load to store. kUnrolled rounds at a time.
+template <typename Keys, int kPerLane, int kUnrolled>
+__device__ __forceinline__ void finish_row_by_rounds(const TopkSoftmaxArgs& args, int64_t row) {
+  using Key = typename Keys::Key;
+  constexpr int kBytes = kPerLane * Keys::kBytes;
+  constexpr int kVectors = kBytes > 16 ? kBytes / 16 : 1;
+  constexpr int kWords = kBytes / kVectors / 4;
+
+  const int lane = threadIdx.x % 32;
+  LaneScores<Keys, 32, kVectors, kWords> scores;
+  scores.load(row_of(args, row), lane);
+  Key keys[kPerLane];
+  scores.keys_from(keys, 0);
+  sort_descending(keys);
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) keys[i] = Keys::add_index(keys[i], lane * scores.kPerVector);
+
+  // Round r finds the row's r-th key; every lane learns it, lane r keeps it, its owner moves on.
+  Key selected = 0;
+  float largest = 0.0f;
+  float sum = 0.0f;
+  float lost = 0.0f;  // what rounding took from the sum: exact, as the terms fall
+#pragma unroll kUnrolled
+  for (int round = 0; round < kTopkSoftmaxMaxK; ++round) {
+    if (round >= args.k) break;
+    const Key best = warp_max_key(keys[0]);
+    const bool mine = keys[0] == best;
+#pragma unroll
+    for (int i = 0; i + 1 < kPerLane; ++i) keys[i] = mine ? keys[i + 1] : keys[i];
+    keys[kPerLane - 1] = mine ? 0 : keys[kPerLane - 1];
+    if (round == 0) largest = Keys::score(best);
+    const float term = exp_below(Keys::score(best), largest);
+    const float longer = sum + term;
+    lost += term - (longer - sum);
+    sum = longer;
+    selected = lane == round ? best : selected;
+  }
+
+  sum += lost;
+  if (args.all_scores) sum = lanes_reduce<32>(exp_sum(scores, largest), Sum());
+  if (lane < args.k) {
+    const float weight = exp_below(Keys::score(selected), largest) * reciprocal(sum);
+    store_result(args, row * args.k + lane, weight, Keys::index(selected));
+  }
+}
+
+// Whether the places' scores are what exact keys would have selected, in that order: they fall, and
+// no score of the row above the last of them is missing. All lanes of a row get the same answer.
+template <int kLanes, int kPlaces, typename Scores>
+__device__ __forceinline__ bool is_exact(const Scores& scores, const float (&selected)[kPlaces],
+                                         int lane, int k) {
+  uint32_t ordered[kPlaces + 1];
+  uint32_t last = 0xffffffffu;
+#pragma unroll
+  for (int p = 0; p < kPlaces; ++p) {
+    ordered[p] = order_float(selected[p]);
+    if (p * kLanes + lane < k) last = ordered[p] < last ? ordered[p] : last;
+  }
+  ordered[kPlaces] = 0;
+  last = lanes_reduce<kLanes>(last, Min());
+
+  int missing = 0;  // scores above the last selected one that are not selected
+  const float last_score = __uint_as_float(last ^ (last & 0x80000000u ? 0x80000000u : 0xffffffffu));
+  scores.for_each([&](int, float score) { missing += score <= last_score ? 0 : 1; });
+#pragma unroll
+  for (int p = 0; p < kPlaces; ++p) {
+    const int place = p * kLanes + lane;
+    const uint32_t offered = lane == 0 ? ordered[p + 1] : ordered[p];
+    const uint32_t next =
+        __shfl_sync(kFullWarp, kLanes == 1 ? ordered[p + 1] : offered, (lane + 1) % kLanes, kLanes);
+    if (place + 1 < k && ordered[p] < next) missing += kTopkSoftmaxMaxExperts;
+    if (place < k && ordered[p] > last) --missing;
+  }
+  return lanes_reduce<kLanes>(missing, Sum()) == 0;
+}
+
+// All kLanes lanes of a row know its top keys; lane l finishes places l, l + kLanes, ...
+template <typename Keys, int kLanes, int kTop, int kMaxExperts, typename Scores>
+__device__ __forceinline__ void finish_row(const TopkSoftmaxArgs& args, int64_t row,
+                                           const RowOfScores& data, const Scores& scores,
+                                           const typename Keys::Key (&top)[kTop]) {
+  constexpr int kPlaces = (kTop + kLanes - 1) / kLanes;
+  const int lane = threadIdx.x % kLanes;
+  int index[kPlaces];
+  float score[kPlaces];
+#pragma unroll
+  for (int p = 0; p < kPlaces; ++p) {
+    const typename Keys::Key key = pick<kLanes>(top, p, lane);
+    index[p] = Keys::index(key);
+    if constexpr (Keys::kExact) {
+      score[p] = Keys::score(key);
+    } else {  // the key lacks the last bits: read the score again, from L1
+      const bool real = p * kLanes + lane < args.k && data.experts > 0;
+      const char* address = data.data + (real ? index[p] : 0) * data.inner_stride;
+      score[p] = real ? *reinterpret_cast<const float*>(address) : 0.0f;
+    }
+  }
+  float largest;
+  if constexpr (Keys::kExact) {
+    largest = Keys::score(top[0]);
+  } else {
+    largest = __shfl_sync(kFullWarp, score[0], 0, kLanes);
+  }
+  float weight[kPlaces];
+  float sum = 0.0f;
+#pragma unroll
+  for (int p = 0; p < kPlaces; ++p) {
+    weight[p] = exp_below(score[p], largest);
+    sum += p * kLanes + lane < args.k ? weight[p] : 0.0f;
+  }
+  if (args.all_scores) sum = exp_sum(scores, largest);
+  const float scale = reciprocal(lanes_reduce<kLanes>(sum, Sum()));
+
+  bool store = data.experts > 0;
+  if constexpr (!Keys::kExact) {
+    const bool exact = is_exact<kLanes>(scores, score, lane, args.k);  // by every lane: it shuffles
+    const bool again = store && !exact;
+    // Row by row, the whole warp redoes those that are not. Rare, so the code is kept small.
+    constexpr int kPerLane = (kMaxExperts < 64 ? 64 : kMaxExperts) / 32;
+    for (unsigned rows = __ballot_sync(kFullWarp, again && lane == 0); rows != 0;
+         rows &= rows - 1) {
+      const int64_t again_row = __shfl_sync(kFullWarp, row, __ffs(rows) - 1);
+      finish_row_by_rounds<KeysOfFloat32, kPerLane, 1>(args, again_row);
+    }
+    store = store && !again;
+  }
+  if (!args.early_launch) grid_dependency_launch();
+#pragma unroll
+  for (int p = 0; p < kPlaces; ++p) {
+    const int place = p * kLanes + lane;
+    if (store && place < args.k) {
+      store_result(args, row * args.k + place, weight[p] * scale, index[p]);
+    }
+  }
+}
+
+// The widest has its registers by request (at least one block a multiprocessor); without it spills.
+template <typename Keys, int kPerLane>
+__global__ void __launch_bounds__(kTopkSoftmaxThreads, kPerLane < 16 ? 0 : 1)
+    topk_softmax_by_rounds(const __grid_constant__ TopkSoftmaxArgs args) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
+  grid_dependency_wait();
+  if (args.early_launch) grid_dependency_launch();
+  if (row < args.rows) finish_row_by_rounds<Keys, kPerLane, kTopkSoftmaxMaxK>(args, row);
+}
+
+template <typename Keys, int kLanes, int kPerLane, int kTop>
+__global__ void __launch_bounds__(kTopkSoftmaxThreads)
+    topk_softmax_by_networks(const __grid_constant__ TopkSoftmaxArgs args) {
+  using Key = typename Keys::Key;
+  constexpr int kWords = 4;
+  constexpr int kPerVector = kWords * Keys::kPerWord;
+  constexpr int kVectors = kPerLane / kPerVector;
+  constexpr int kAtLeast = kTop > 8 ? kTop : 8;
+  constexpr int kGroup = kAtLeast < kPerLane ? kAtLeast : kPerLane;  // keys sorted at a time
+  constexpr int kGroupVectors = kGroup / kPerVector;
+
+  const int lane = threadIdx.x % kLanes;
+  const int64_t row =
+      static_cast<int64_t>(blockIdx.x) * (blockDim.x / kLanes) + threadIdx.x / kLanes;
+  grid_dependency_wait();
+  if (args.early_launch) grid_dependency_launch();
+
+  const RowOfScores data = row_of(args, row);
+  LaneScores<Keys, kLanes, kVectors, kWords> scores;
+  scores.load(data, lane);
+
+  Key top[kTop];
+#pragma unroll
+  for (int v = 0; v < kVectors; v += kGroupVectors) {
+    if (v > 0 && v * kLanes * kPerVector >= args.experts) break;
+    Key keys[kGroup];
+    scores.template keys_from<kGroup>(keys, v);
+    if (v == 0) {
+      select_top(top, keys);
+    } else {
+      Key group_top[kTop];
+      select_top(group_top, keys);
+      merge_top(top, group_top);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kTop; ++i) top[i] = Keys::add_index(top[i], lane * kPerVector);
+  merge_lanes<kLanes>(top);
+  finish_row<Keys, kLanes, kTop, kLanes * kPerLane>(args, row, data, scores, top);
+}
+
+template <typename Keys, int kLanes, int kPerLane, int kTop>
+__global__ void __launch_bounds__(kTopkSoftmaxThreads)
+    topk_softmax_by_vectors(const __grid_constant__ TopkSoftmaxArgs args) {
+  using Key = typename Keys::Key;
+  constexpr int kWords = 4;
+  constexpr int kPerVector = kWords * Keys::kPerWord;
+  constexpr int kVectors = kPerLane / kPerVector;
+
+  const int lane = threadIdx.x % kLanes;
+  const int64_t row =
+      static_cast<int64_t>(blockIdx.x) * (blockDim.x / kLanes) + threadIdx.x / kLanes;
+  grid_dependency_wait();
+  if (args.early_launch) grid_dependency_launch();
+
+  const RowOfScores data = row_of(args, row);
+  LaneScores<Keys, kLanes, kVectors, kWords> scores;
+  scores.load(data, lane);
+
+  // The kTop vectors with the largest scores. If a score is among the kTop largest, its vector is
+  // among them.
+  Key vectors[kVectors];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    vectors[v] = Keys::of_vector(scores.words[v], v * kLanes + lane);
+  }
+  Key top[kTop];
+  select_top(top, vectors);
+  merge_lanes<kLanes>(top);
+
+  // Shared out among the lanes, read again and sorted by score.
+  constexpr int kMine = (kTop + kLanes - 1) / kLanes;
+  Key keys[kMine * kPerVector];
+#pragma unroll
+  for (int m = 0; m < kMine; ++m) {
+    const Key vector = pick<kLanes>(top, m, lane);
+    const int first = Keys::index(vector) * kPerVector;
+    uint32_t words[kWords];
+    load_scores<Keys>(words, data, vector == 0 ? kTopkSoftmaxMaxExperts : first);
+#pragma unroll
+    for (int i = 0; i < kPerVector; i += Keys::kPerWord) {
+      Keys::make(&keys[m * kPerVector + i], words[i / Keys::kPerWord], i);
+    }
+#pragma unroll
+    for (int i = 0; i < kPerVector; ++i) {
+      Key& key = keys[m * kPerVector + i];
+      key = vector == 0 ? 0 : Keys::add_index(key, first);
+    }
+  }
+  select_top(top, keys);
+  merge_lanes<kLanes>(top);
+  finish_row<Keys, kLanes, kTop, kLanes * kPerLane>(args, row, data, scores, top);
+}
+
+using BFloat16Keys = KeysOf16Bit<BFloat16Format>;
+using Float16Keys = KeysOf16Bit<Float16Format>;
+
+#define TIERCEL_KERNEL(function, keys, dtype, max_rows, max_experts, top, lanes, name, ...) \
+  {DType::k##dtype,                                                                         \
+   max_rows,                                                                                \
+   max_experts,                                                                             \
+   top,                                                                                     \
+   lanes,                                                                                   \
+   Kernel("topk_softmax_" #function "<" #dtype name ">",                                    \
+          reinterpret_cast<const void*>(topk_softmax_##function<keys, __VA_ARGS__>))}
+#define TIERCEL_ROUNDS(keys, dtype, max_rows, top, per_lane)               \
+  TIERCEL_KERNEL(by_rounds, keys, dtype, max_rows, 32 * per_lane, top, 32, \
+                 ", per_lane=" #per_lane, per_lane)
+#define TIERCEL_SORTED(function, keys, dtype, max_rows, max_experts, lanes, per_lane, top) \
+  TIERCEL_KERNEL(function, keys, dtype, max_rows, max_experts, top, lanes,                 \
+                 ", lanes=" #lanes ", per_lane=" #per_lane ", top=" #top, lanes, per_lane, top)
+
+#define TIERCEL_ALL_ROUNDS(keys, dtype, max_rows, top)                                          \
+  TIERCEL_ROUNDS(keys, dtype, max_rows, top, 2), TIERCEL_ROUNDS(keys, dtype, max_rows, top, 4), \
+      TIERCEL_ROUNDS(keys, dtype, max_rows, top, 8),                                            \
+      TIERCEL_ROUNDS(keys, dtype, max_rows, top, 16)
+#define TIERCEL_ALL_TOPS(function, keys, dtype, max_experts, lanes, per_lane)           \
+  TIERCEL_SORTED(function, keys, dtype, kAnyRows, max_experts, lanes, per_lane, 4),     \
+      TIERCEL_SORTED(function, keys, dtype, kAnyRows, max_experts, lanes, per_lane, 8), \
+      TIERCEL_SORTED(function, keys, dtype, kAnyRows, max_experts, lanes, per_lane, 16)
+
+// keys<n>: keys whose index has n bits.
+#define TIERCEL_FEW_ROWS(dtype, keys)                                     \
+  TIERCEL_ALL_ROUNDS(keys, dtype, kFewRows, 4),                           \
+      TIERCEL_SORTED(by_networks, keys, dtype, kFewRows, 64, 8, 8, 8),    \
+      TIERCEL_SORTED(by_networks, keys, dtype, kFewRows, 128, 16, 8, 8),  \
+      TIERCEL_SORTED(by_networks, keys, dtype, kFewRows, 256, 32, 8, 8),  \
+      TIERCEL_SORTED(by_networks, keys, dtype, kFewRows, 512, 32, 16, 8), \
+      TIERCEL_ALL_ROUNDS(keys, dtype, kFewRows, 16)
+#define TIERCEL_SMALL_ROWS(dtype, keys5, keys7)           \
+  TIERCEL_ALL_TOPS(by_networks, keys5, dtype, 32, 1, 32), \
+      TIERCEL_SORTED(by_networks, keys7, dtype, kAnyRows, 128, 4, 32, 4)
+#define TIERCEL_MANY_ROWS(dtype, keys6, keys7, keys8, keys9)               \
+  TIERCEL_SORTED(by_networks, keys7, dtype, 16384, 64, 4, 32, 8),          \
+      TIERCEL_SORTED(by_networks, keys6, dtype, kAnyRows, 64, 2, 32, 8),   \
+      TIERCEL_SORTED(by_networks, keys7, dtype, kAnyRows, 128, 4, 32, 8),  \
+      TIERCEL_SORTED(by_networks, keys7, dtype, kAnyRows, 128, 4, 32, 16), \
+      TIERCEL_ALL_TOPS(by_vectors, keys8, dtype, 256, 4, 64),              \
+      TIERCEL_ALL_TOPS(by_vectors, keys9, dtype, 512, 8, 64)
+#define TIERCEL_16BIT(dtype, keys)                                      \
+  TIERCEL_FEW_ROWS(dtype, keys), TIERCEL_SMALL_ROWS(dtype, keys, keys), \
+      TIERCEL_SORTED(by_networks, keys, dtype, 4096, 64, 8, 8, 8),      \
+      TIERCEL_SORTED(by_networks, keys, dtype, 2048, 128, 16, 8, 8),    \
+      TIERCEL_MANY_ROWS(dtype, keys, keys, keys, keys)
+
+constexpr int64_t kFewRows = 1024;
+constexpr int64_t kAnyRows = INT64_MAX;
+
+// Of the entries that cover a call, the first is taken: few rows before many, small k before large.
+// The bounds are measured; some kernels stand here twice.
+const TopkSoftmaxKernel kKernels[] = {
+    TIERCEL_16BIT(BFloat16, BFloat16Keys), TIERCEL_16BIT(Float16, Float16Keys),
+    TIERCEL_ALL_ROUNDS(KeysOfFloat32, Float32, 2048, 16),
+    TIERCEL_SMALL_ROWS(Float32, RoundedKeysOfFloat32<5>, RoundedKeysOfFloat32<7>),
+    TIERCEL_MANY_ROWS(Float32, RoundedKeysOfFloat32<6>, RoundedKeysOfFloat32<7>,
+                      RoundedKeysOfFloat32<8>, RoundedKeysOfFloat32<9>)};
+
+}  // namespace
+
+const TopkSoftmaxKernel* topk_softmax_kernels(int* count) {
+  *count = sizeof(kKernels) / sizeof(kKernels[0]);
+  return kKernels;
+}
+
+}  // namespace tiercel

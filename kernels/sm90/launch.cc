@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/sm90/launch.h"
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <mutex>
+#include <string>
+
+#include "kernels/sm90/driver.h"
+
+namespace tiercel {
+namespace {
+
+constexpr int kMaxDevices = 64;
+
+std::atomic<CUcontext> g_primary_contexts[kMaxDevices];
+std::mutex g_first_use;
+
+Status device_error(int device, const char* action, CUresult result) {
+  return Status::RuntimeError("CUDA device " + std::to_string(device) + ": " + action + ": " +
+                              driver_error_text(result));
+}
+
+// The primary context, torch's own, retained once and for good.
+Status primary_context(int device, CUcontext* context) {
+  if (device < 0 || device >= kMaxDevices) {
+    return Status::RuntimeError("CUDA device " + std::to_string(device) + " is out of range");
+  }
+  *context = g_primary_contexts[device].load(std::memory_order_acquire);
+  if (*context != nullptr) return Status();
+  std::lock_guard<std::mutex> lock(g_first_use);
+  *context = g_primary_contexts[device].load(std::memory_order_acquire);
+  if (*context != nullptr) return Status();
+  const DriverApi& api = driver_api();
+  CUdevice handle = 0;
+  CUresult result = api.device_get(&handle, device);
+  if (result == CUDA_SUCCESS) result = api.primary_ctx_retain(context, handle);
+  if (result != CUDA_SUCCESS) return device_error(device, "no primary context", result);
+  g_primary_contexts[device].store(*context, std::memory_order_release);
+  return Status();
+}
+
+// Makes the device's primary context current for as long as it lives, when another or none is.
+class ContextScope {
+ public:
+  Status enter(int device) {
+    CUcontext primary = nullptr;
+    TIERCEL_RETURN_IF_ERROR(primary_context(device, &primary));
+    CUcontext current = nullptr;
+    CUresult result = driver_api().ctx_get_current(&current);
+    if (result == CUDA_SUCCESS && current != primary) {
+      result = driver_api().ctx_push_current(primary);
+      pushed_ = result == CUDA_SUCCESS;
+    }
+    return result == CUDA_SUCCESS ? Status()
+                                  : device_error(device, "its context is not usable", result);
+  }
+  ~ContextScope() {
+    CUcontext popped;
+    if (pushed_) driver_api().ctx_pop_current(&popped);
+  }
+
+ private:
+  bool pushed_ = false;
+};
+
+// Loading a module is forbidden while this thread captures a stream in the default mode.
+class RelaxedCaptureScope {
+ public:
+  RelaxedCaptureScope() { driver_api().exchange_capture_mode(&mode_); }
+  ~RelaxedCaptureScope() { driver_api().exchange_capture_mode(&mode_); }
+
+ private:
+  CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
+};
+
+Status kernel_error(const char* name, int device, const char* action, const std::string& reason) {
+  return Status::RuntimeError(std::string("kernel ") + name + " could not be " + action +
+                              " on CUDA device " + std::to_string(device) + ": " + reason);
+}
+
+Status load_error(const char* name, int device, CUresult result, const std::string& reason) {
+  int major = 0, minor = 0;
+  const bool known = device_capability(device, &major, &minor).ok();
+  if (result == CUDA_ERROR_NO_BINARY_FOR_GPU || (known && (major != 9 || minor != 0))) {
+    return kernel_error(name, device, "loaded",
+                        "it is compiled for compute capability 9.0 (H100, H200), the device has " +
+                            std::to_string(major) + "." + std::to_string(minor));
+  }
+  return kernel_error(name, device, "loaded", reason);
+}
+
+}  // namespace
+
+Status Kernel::find(int device, CUkernel* kernel) const {
+  if (cubin_ != nullptr) {
+    const CUresult result = cubin_->cubin->get_kernel(cubin_->symbol, kernel);
+    if (result != CUDA_SUCCESS) {
+      return load_error(name_, device, result, driver_error_text(result));
+    }
+    const std::string reason = parameter_mismatch(*cubin_, *kernel);
+    return reason.empty() ? Status() : kernel_error(name_, device, "loaded", reason);
+  }
+  cudaKernel_t found = nullptr;
+  const cudaError_t error = cudaGetKernel(&found, entry_);
+  if (error != cudaSuccess) {
+    const CUresult result = error == cudaErrorNoKernelImageForDevice ? CUDA_ERROR_NO_BINARY_FOR_GPU
+                                                                     : CUDA_ERROR_UNKNOWN;
+    return load_error(name_, device, result, cudaGetErrorString(error));
+  }
+  *kernel = reinterpret_cast<CUkernel>(found);
+  return Status();
+}
+
+// Once a device: module loading and the shared memory limit. The device's context is current.
+Status Kernel::prepare(int device) const {
+  std::lock_guard<std::mutex> lock(g_first_use);
+  const uint64_t bit = uint64_t{1} << device;
+  if (ready_devices_.load(std::memory_order_acquire) & bit) return Status();
+  RelaxedCaptureScope relaxed;
+  CUkernel handle = nullptr;
+  TIERCEL_RETURN_IF_ERROR(find(device, &handle));
+  const DriverApi& api = driver_api();
+  CUfunction function = nullptr;
+  CUresult result = api.kernel_get_function(&function, handle);
+  if (result == CUDA_SUCCESS && max_dynamic_smem_ > 48 * 1024) {
+    CUdevice ordinal = 0;
+    result = api.device_get(&ordinal, device);
+    if (result == CUDA_SUCCESS) {
+      result = api.kernel_set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                                        static_cast<int>(max_dynamic_smem_), handle, ordinal);
+    }
+  }
+  if (result != CUDA_SUCCESS) {
+    return load_error(name_, device, result, driver_error_text(result));
+  }
+  handle_.store(handle, std::memory_order_release);
+  ready_devices_.fetch_or(bit, std::memory_order_release);
+  return Status();
+}
+
+Status Kernel::load(int device) const {
+  TIERCEL_RETURN_IF_ERROR(driver_status());
+  ContextScope context;
+  TIERCEL_RETURN_IF_ERROR(context.enter(device));
+  return prepare(device);
+}
+
+Status Kernel::launch(const LaunchConfig& config, int device, void* stream, void** args) const {
+  TIERCEL_RETURN_IF_ERROR(driver_status());
+  ContextScope context;
+  TIERCEL_RETURN_IF_ERROR(context.enter(device));
+  if (!(ready_devices_.load(std::memory_order_acquire) >> device & 1)) {
+    TIERCEL_RETURN_IF_ERROR(prepare(device));
+  }
+
+  CUlaunchAttribute attributes[2];
+  CUlaunchConfig launch{};
+  launch.gridDimX = config.grid.x;
+  launch.gridDimY = config.grid.y;
+  launch.gridDimZ = config.grid.z;
+  launch.blockDimX = config.block.x;
+  launch.blockDimY = config.block.y;
+  launch.blockDimZ = config.block.z;
+  launch.sharedMemBytes = config.dynamic_smem;
+  launch.hStream = static_cast<CUstream>(stream);
+  launch.attrs = attributes;
+  if (config.cluster.x * config.cluster.y * config.cluster.z > 1) {
+    CUlaunchAttribute& attribute = attributes[launch.numAttrs++];
+    attribute.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+    attribute.value.clusterDim.x = config.cluster.x;
+    attribute.value.clusterDim.y = config.cluster.y;
+    attribute.value.clusterDim.z = config.cluster.z;
+  }
+  if (config.dependent) {
+    CUlaunchAttribute& attribute = attributes[launch.numAttrs++];
+    attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    attribute.value.programmaticStreamSerializationAllowed = 1;
+  }
+  const auto function = static_cast<CUfunction>(handle_.load(std::memory_order_acquire));
+  const CUresult result = driver_api().launch_kernel_ex(&launch, function, args, nullptr);
+  if (result == CUDA_SUCCESS) return Status();
+  return kernel_error(name_, device, "launched", driver_error_text(result));
+}
+
+}  // namespace tiercel
