@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the op bindings share: positional arguments in, a Status out as a Python exception.
+#ifndef PYTHON_BINDINGS_CALL_H_
+#define PYTHON_BINDINGS_CALL_H_
+
+#include <Python.h>
+
+#include "kernels/sm90/status.h"
+#include "python/bindings/tensor_from_python.h"
+
+namespace tiercel::python {
+
+// Raises the exception that a failed status stands for; returns null, as a failing function does.
+PyObject* Raise(const Status& status);
+
+// The positional arguments of one METH_FASTCALL function, taken in order. Each `Next…` returns
+// false with a Python exception. (pybind11's own dispatch costs more than everything else before a
+// launch.)
+class Arguments {
+ public:
+  Arguments(const char* op, PyObject* const* values, Py_ssize_t count)
+      : op_(op), values_(values), count_(count) {}
+
+  bool Expect(Py_ssize_t count) const;
+  bool NextTensor(const char* name, PythonTensor* tensor);
+  bool NextBool(const char* name, bool* value);
+
+ private:
+  const char* op_;
+  PyObject* const* values_;
+  Py_ssize_t count_;
+  Py_ssize_t next_ = 0;
+};
+
+// Runs a launcher without the GIL: a launch waits when the GPU's queue is full, and a host callback
+// in that queue may need Python to go on.
+template <typename Launcher>
+PyObject* Launch(const PythonTensor& first, Launcher&& launcher) {
+  void* stream = nullptr;
+  if (!first.CurrentStream(&stream)) return nullptr;
+  PyThreadState* state = PyEval_SaveThread();
+  const Status status = launcher(stream);
+  PyEval_RestoreThread(state);
+  if (!status.ok()) return Raise(status);
+  Py_RETURN_NONE;
+}
+
+// Runs a function that loads kernels on a device, without the GIL; `device` is its index.
+PyObject* Load(PyObject* device, Status (*load)(int));
+
+}  // namespace tiercel::python
+
+#endif  // PYTHON_BINDINGS_CALL_H_

@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "python/bindings/eager.h"
+
+namespace py = pybind11;
+
+namespace tiercel::python {
+namespace {
+
+// What tiercel._eager hands over once torch is there. Never freed: Python may be gone at exit.
+struct Hooks {
+  PyObject* exact_types[2];   // torch.Tensor and torch.nn.Parameter
+  PyObject* functorch_level;  // () -> None outside of every transform
+  PyObject* forward_ad;       // module whose _current_level is negative outside of forward AD
+  PyObject* dispatch_modes;   // () -> how many are active
+  PyObject* function_modes;   // () -> how many are active
+  PyObject* tracing_state;    // () -> None outside of torch.jit.trace
+  PyObject* is_grad_enabled;  // () -> bool
+  PyObject* name_level;       // "_current_level"
+  PyObject* name_needs_grad;  // "requires_grad"
+};
+Hooks* hooks = nullptr;
+
+// The checks below return 1 for yes, 0 for no, -1 with a Python exception.
+
+int Truth(PyObject* value) {
+  if (value == nullptr) return -1;
+  const int truth = PyObject_IsTrue(value);
+  Py_DECREF(value);
+  return truth;
+}
+
+int IsSomething(PyObject* value) {
+  if (value == nullptr) return -1;
+  Py_DECREF(value);
+  return value != Py_None;
+}
+
+bool ArePlain(PyObject* const* tensors, Py_ssize_t count) {
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(tensors[i]));
+    if (type != hooks->exact_types[0] && type != hooks->exact_types[1]) return false;
+  }
+  return true;
+}
+
+int IsTransformed() {
+  const int level = IsSomething(PyObject_CallNoArgs(hooks->functorch_level));
+  if (level != 0) return level;
+  PyObject* forward = PyObject_GetAttr(hooks->forward_ad, hooks->name_level);
+  if (forward == nullptr) return -1;
+  const long depth = PyLong_AsLong(forward);
+  Py_DECREF(forward);
+  return depth == -1 && PyErr_Occurred() ? -1 : depth >= 0;
+}
+
+int IsObserved() {
+  int observed = Truth(PyObject_CallNoArgs(hooks->dispatch_modes));
+  if (observed == 0) observed = Truth(PyObject_CallNoArgs(hooks->function_modes));
+  if (observed == 0) observed = IsSomething(PyObject_CallNoArgs(hooks->tracing_state));
+  return observed;
+}
+
+int NeedsGrad(PyObject* const* tensors, Py_ssize_t count) {
+  int wanted = 0;
+  for (Py_ssize_t i = 0; i < count && wanted == 0; ++i) {
+    wanted = Truth(PyObject_GetAttr(tensors[i], hooks->name_needs_grad));
+  }
+  return wanted > 0 ? Truth(PyObject_CallNoArgs(hooks->is_grad_enabled)) : wanted;
+}
+
+PyObject* Answer(Route route) { return PyLong_FromLong(static_cast<long>(route)); }
+
+// route(*tensors)
+PyObject* RouteOf(PyObject*, PyObject* const* tensors, Py_ssize_t count) {
+  if (hooks == nullptr || !ArePlain(tensors, count)) return Answer(Route::kDispatch);
+  int answer = IsTransformed();
+  if (answer == 0) {
+    answer = IsObserved();
+    if (answer > 0) return Answer(Route::kDispatch);
+  } else if (answer > 0) {
+    return Answer(Route::kTransformed);
+  }
+  if (answer == 0) answer = NeedsGrad(tensors, count);
+  if (answer < 0) return nullptr;
+  return Answer(answer > 0 ? Route::kGrad : Route::kDirect);
+}
+
+void SetRouteHooks(py::object tensor, py::object parameter, py::object functorch_level,
+                   py::object forward_ad, py::object dispatch_modes, py::object function_modes,
+                   py::object tracing_state, py::object is_grad_enabled) {
+  hooks = new Hooks{{tensor.release().ptr(), parameter.release().ptr()},
+                    functorch_level.release().ptr(),
+                    forward_ad.release().ptr(),
+                    dispatch_modes.release().ptr(),
+                    function_modes.release().ptr(),
+                    tracing_state.release().ptr(),
+                    is_grad_enabled.release().ptr(),
+                    PyUnicode_InternFromString("_current_level"),
+                    PyUnicode_InternFromString("requires_grad")};
+}
+
+PyMethodDef functions[] = {
+    {"route", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(RouteOf)), METH_FASTCALL,
+     "route(*tensors)\n--\n\nHow to run an operator on these tensors, see tiercel._eager."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace
+
+void AddEager(py::module_& module) {
+  if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
+  module.def("set_route_hooks", &SetRouteHooks);
+}
+
+}  // namespace tiercel::python

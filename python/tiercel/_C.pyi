@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+# The types of the compiled module; private, the public functions are in tiercel.ops.
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, TypedDict
+
+class _DriverInfo(TypedDict):
+    ok: bool
+    version: int
+    message: str
+
+class _TopkSoftmaxPlan(TypedDict):
+    kernel: str
+    rows_per_block: int
+    lanes_per_row: int
+    vector_bytes: int
+    grid: int
+    block: int
+
+def driver_info() -> _DriverInfo: ...
+def device_capability(device: int) -> tuple[int, int]: ...
+def route(*tensors: Any) -> int: ...
+def set_route_hooks(
+    tensor: type,
+    parameter: type,
+    functorch_level: Callable[[], object],
+    forward_ad: ModuleType,
+    dispatch_modes: Callable[[], int],
+    function_modes: Callable[[], int],
+    tracing_state: Callable[[], object],
+    is_grad_enabled: Callable[[], bool],
+) -> None: ...
+def topk_softmax(
+    scores: Any, weights: Any, indices: Any, softmax_first: bool, renormalize: bool, /
+) -> None: ...
+def topk_softmax_plan(
+    scores: Any, weights: Any, indices: Any, softmax_first: bool, renormalize: bool, /
+) -> _TopkSoftmaxPlan: ...
+def topk_softmax_load(device: int, /) -> None: ...
+def _clear_exchange_cache() -> None: ...

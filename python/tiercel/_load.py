@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tiercel import _C, _platform
+from tiercel import _needs_torch as _needs_torch
+from tiercel import ops as ops  # fills the registry
+from tiercel._explain import _find
+from tiercel._op import registry
+
+
+def load(
+    *operators: str | Callable[..., Any], device: torch.device | str | int | None = None
+) -> None:
+    """Loads operators' precompiled kernels on a GPU, so that their first calls do not have to.
+
+    Nothing needs this: a first call loads what it launches, inside a CUDA graph capture too. It
+    moves that time, some milliseconds, to where it does not matter.
+
+    Args:
+        *operators: Such as ``tiercel.topk_softmax``, or their names; by default all.
+        device: The CUDA device; by default the current one.
+
+    Raises:
+        ValueError: No such operator, or the device is no CUDA device.
+        RuntimeError: The kernels do not run there; the message says why.
+
+    Example:
+        >>> tiercel.load(tiercel.topk_softmax, device="cuda:1")
+    """
+    chosen = [_find(op) for op in operators] or list(registry.values())
+    index = _index(device)
+    reason = _platform.why_not(torch.device("cuda", index))
+    if reason is not None:
+        raise reason.error(f"tiercel.load: {reason.text}")
+    for op in chosen:
+        if op.load is not None:
+            op.load(index)
+
+
+def _index(device: torch.device | str | int | None) -> int:
+    if isinstance(device, int):
+        device = torch.device("cuda", device)
+    found = torch.device("cuda" if device is None else device)
+    if found.type != "cuda":
+        raise ValueError(f"tiercel.load: `device` must be a CUDA device, got {found}")
+    if found.index is not None:
+        return found.index
+    if not torch.cuda.is_available():
+        info = _C.driver_info()
+        problem = "this PyTorch sees no CUDA device" if info["ok"] else info["message"]
+        raise RuntimeError(f"tiercel.load: {problem}")
+    return torch.cuda.current_device()

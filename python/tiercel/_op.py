@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator layer: an operator is declared once and gets registration, autograd, backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from tiercel import _platform, backends
+from tiercel._eager import DIRECT, GRAD, TRANSFORMED, is_dynamo_compiling, route
+from tiercel._platform import Reason
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+library = torch.library.Library("tiercel", "FRAGMENT")
+
+# Public operators by name.
+registry: dict[str, Op] = {}
+
+# A public operator's name -> it and its variants, which have the same backends.
+families: dict[str, list[Op]] = {}
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation. `run` takes the operator's arguments, `why_not` says when it cannot."""
+
+    name: str
+    run: Callable[..., Any]
+    description: str
+    language: str
+    why_not: Callable[..., Reason | None] = field(default=lambda *args: None)
+
+
+@dataclass(frozen=True)
+class Autograd:
+    """The derivative: what the forward keeps, and the gradients of the tensor arguments."""
+
+    save: Callable[..., None]  # (ctx, args, outputs)
+    backward: Callable[..., tuple[Any, ...]]  # (ctx, *output gradients)
+
+
+class Op:
+    """An operator of ``torch.ops.tiercel``; calling it is the fastest way that is right.
+
+    Args:
+        name: The name in ``torch.ops.tiercel``.
+        schema: Its signature: tensors first, ``str? backend`` last.
+        check: Raises for arguments that no backend takes, with the public error texts.
+        fake: The outputs' metadata, made from the arguments.
+        sm90: The fast backend. Its ``run`` may raise NotImplementedError: ref then stands in.
+        ref: The reference backend.
+        autograd: The derivative, if there is one.
+        defaults: Defaults that a schema cannot hold as the value itself, such as a dtype's.
+        family: The public operator that this is a variant of, whose backend choice it follows.
+        describe: The configuration that sm90 would launch, for ``explain``.
+        load: Loads sm90's kernels on a CUDA device, for ``tiercel.load``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        schema: str,
+        *,
+        check: Callable[..., None],
+        fake: Callable[..., Any],
+        sm90: Backend,
+        ref: Backend,
+        autograd: Autograd | None = None,
+        defaults: dict[str, Any] | None = None,
+        family: str | None = None,
+        describe: Callable[..., dict[str, Any]] | None = None,
+        load: Callable[[int], None] | None = None,
+    ) -> None:
+        self.name = name
+        self.family = family or name
+        families.setdefault(self.family, []).append(self)
+        self.check = check
+        self.describe = describe
+        self.load = load
+        self._fake = fake
+        self.backends = {backend.name: backend for backend in (sm90, ref)}
+        self.public: Callable[..., Any] | None = None
+        self._sm90 = sm90.run
+        self._ready = _platform.ready
+
+        library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+        self.overload = getattr(torch.ops.tiercel, name).default
+        arguments = self.overload._schema.arguments
+        self.argument_names = tuple(argument.name for argument in arguments)
+        self._defaults = tuple(
+            (defaults or {}).get(argument.name, argument.default_value) for argument in arguments
+        )
+        self._tensors = sum(isinstance(a.type, torch.TensorType) for a in arguments)
+        self._mutated = tuple(i for i, a in enumerate(arguments) if a.is_write)
+        self._function = _make_function(self, autograd) if autograd is not None else None
+
+        def checked_fake(*args: Any) -> Any:
+            check(*args)
+            return fake(*args)
+
+        library.impl(name, self._filled(self._run), "CompositeExplicitAutograd")
+        library.impl(name, self._filled(self._run_autograd), "Autograd")
+        torch.library.register_fake(f"tiercel::{name}", self._filled(checked_fake), lib=library)
+
+    def export(self, public: _Function) -> _Function:
+        """Decorates the documented function, so that names lead from it to the operator."""
+        self.public = public
+        registry[self.name] = self
+        return public
+
+    def __call__(self, *args: Any) -> Any:
+        if is_dynamo_compiling():
+            return self.overload(*args)
+        how = route(*args[: self._tensors])
+        if how == DIRECT:
+            return self._run(*args)
+        if how == GRAD:
+            return self._run_grad(True, args)
+        if how == TRANSFORMED:
+            return self._run_transformed(args)
+        return self._dispatch(args)
+
+    def _dispatch(self, args: tuple[Any, ...]) -> Any:
+        for name, tensor in zip(self.argument_names, args[: self._tensors], strict=False):
+            if not isinstance(tensor, torch.Tensor) and not hasattr(tensor, "__torch_function__"):
+                raise TypeError(
+                    f"{self.family}: `{name}` must be a torch.Tensor, got {type(tensor).__name__}"
+                )
+        return self.overload(*args)
+
+    def _run(self, *args: Any) -> Any:
+        """Runs a backend on real tensors; what the dispatcher calls below autograd."""
+        name = args[-1]
+        if name is None and backends.overriding:
+            name = backends.requested(self.family)
+        if (name is None or name == "sm90") and args[0].get_device() in self._ready:
+            try:
+                outputs = self._sm90(*args)
+            except Exception as error:  # no cost when there is none
+                outputs = self._recover(error, name, args)
+        else:
+            outputs = self._run_resolved(name, args)
+        if self._mutated:
+            torch.autograd.graph.increment_version([args[i] for i in self._mutated])
+        return outputs
+
+    def _run_resolved(self, name: str | None, args: tuple[Any, ...]) -> Any:
+        self.check(*args)
+        if args[0].is_meta:
+            return self._fake(*args)
+        backend, reason = self.resolve(name, args)
+        if reason is not None:
+            backends.fall_back(self.family, *reason)
+        return backend.run(*args)
+
+    def _recover(self, error: Exception, name: str | None, args: tuple[Any, ...]) -> Any:
+        self.check(*args)  # a bad argument gets the public text
+        if name is not None or not isinstance(error, NotImplementedError):
+            raise error
+        text = str(error).removeprefix(f"{self.family}: ")
+        backends.fall_back(self.family, NotImplementedError, text)
+        return self.backends["ref"].run(*args)
+
+    def resolve(self, name: str | None, args: tuple[Any, ...]) -> tuple[Backend, Reason | None]:
+        """The backend for these arguments, and why it is ref where nobody asked for that."""
+        if name is None or name == "auto":
+            reason = self.backends["sm90"].why_not(*args)
+            return self.backends["sm90" if reason is None else "ref"], reason
+        backend = self.backends.get(name)
+        if backend is None:
+            known = ", ".join(sorted(self.backends))
+            raise ValueError(f"{self.family} has no backend {name!r}; it has {known}")
+        reason = backend.why_not(*args)
+        if reason is not None:
+            raise reason.error(f"{self.family}: backend {name!r} was asked for, but {reason.text}")
+        return backend, None
+
+    def _run_transformed(self, args: tuple[Any, ...]) -> Any:
+        """Under torch.func and forward-mode AD, torch itself differentiates and batches ref."""
+        self.check(*args)
+        if (args[-1] or backends.requested(self.family)) != "ref":
+            text = "torch.func transforms and forward-mode AD see only plain PyTorch"
+            backends.fall_back(self.family, NotImplementedError, text)
+        return self.backends["ref"].run(*args)
+
+    def _run_grad(self, direct: bool, args: tuple[Any, ...]) -> Any:
+        if self._function is None:
+            raise RuntimeError(
+                f"{self.family}: there is no derivative for `out=`, but a tensor requires grad"
+            )
+        return self._function.apply(direct, *args)
+
+    def _run_autograd(self, *args: Any) -> Any:
+        """What the dispatcher calls first."""
+        tensors = args[: self._tensors]
+        how = route(*tensors)
+        if how == DIRECT:
+            return self._run(*args)
+        if how == GRAD or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+            return self._run_grad(how == GRAD, args)
+        return self._below_autograd(args)
+
+    def _below_autograd(self, args: tuple[Any, ...]) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.overload(*args)
+
+    def _filled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """torch leaves out trailing arguments that have their default value."""
+        defaults = self._defaults
+
+        def filled(*args: Any) -> Any:
+            return function(*args, *defaults[len(args) :])
+
+        return filled
+
+
+def _make_function(op: Op, autograd: Autograd) -> Any:
+    """An autograd.Function around the operator; its first argument says: call directly."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, direct: bool, *args: Any) -> Any:
+            outputs = op._run(*args) if direct else op._below_autograd(args)
+            ctx.set_materialize_grads(False)
+            autograd.save(ctx, args, outputs)
+            return outputs
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            inputs = autograd.backward(ctx, *grads)
+            return None, *inputs, *[None] * (len(op.argument_names) - len(inputs))
+
+    Function.__name__ = Function.__qualname__ = f"{op.name}_backward"
+    return Function

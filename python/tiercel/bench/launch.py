@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an implementation hands to the runner for one case."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class Unsupported(Exception):
+    """An implementation has nothing for this case; the text says why. Not a failure."""
+
+
+class WrongResult(Exception):
+    """The answer differs from the float64 reference by more than the tolerance."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One call, ready to be made again and again.
+
+    Args:
+        run: Makes the call and returns its output tensors as a tuple.
+        host: The call as a user writes it in eager mode, where that differs from ``run``.
+        exact: Whether it computes exactly what the operator promises.
+        strict: Whether the outputs must be the reference's own where others may choose (ties).
+        slack: Relative error in the inputs that the implementation's method amounts to.
+        graph: Whether it can be captured in a CUDA graph.
+        details: What ran, for the record.
+    """
+
+    run: Callable[[], tuple[Any, ...]]
+    host: Callable[[], Any] | None = None
+    exact: bool = True
+    strict: bool = False
+    slack: float = 0.0
+    graph: bool = True
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Impl:
+    """An implementation that is installed here: ours, one of our backends, or a peer."""
+
+    name: str
+    version: str
+    prepare: Callable[[Any, dict[str, Any]], Launch]  # (case, inputs)
+    ours: bool = False

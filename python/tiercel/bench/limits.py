@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this GPU can do at best, measured in the run whose results are held against it."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from tiercel.bench.launch import Launch
+from tiercel.bench.records import NUMBERS, Record, rounded
+from tiercel.bench.timing import Clock
+
+_COPY_BYTES = (1 << 30, 2 << 30, 4 << 30, 8 << 30)  # read and written together
+_SAMPLES = 7
+_GEMM = 8192
+
+
+def measure(clock: Clock) -> list[Record]:
+    """Copy bandwidth, a launch with nothing to do, a bf16 matrix product."""
+    import torch
+
+    found = []
+    for moved in _COPY_BYTES:
+        half = moved // 2
+        if torch.cuda.mem_get_info()[0] < moved + (1 << 30):
+            continue
+        source = torch.randint(0, 127, (half,), dtype=torch.int8, device="cuda")
+        target = torch.empty_like(source)
+        ms = _ms(clock, lambda s=source, t=target: (t.copy_(s),))
+        found.append(_record("copy", f"{moved >> 30} GB", "int8", ms, gbps=moved / ms / 1e6))
+        del source, target
+    ms = _ms(clock, lambda: _empty_kernel(torch))
+    found.append(_record("launch", "one thread, nothing to do", "none", ms))
+    a, b = (torch.randn(_GEMM, _GEMM, device="cuda").bfloat16() for _ in range(2))
+    c = torch.empty_like(a)
+    ms = _ms(clock, lambda: (torch.mm(a, b, out=c),))
+    rate = 2 * _GEMM**3 / ms / 1e9
+    found.append(_record("gemm", f"M{_GEMM} N{_GEMM} K{_GEMM}", "bfloat16", ms, tflops=rate))
+    torch.cuda.empty_cache()
+    return found
+
+
+def _empty_kernel(torch: Any) -> tuple[()]:
+    torch.cuda._sleep(0)
+    return ()
+
+
+def _ms(clock: Clock, run: Any) -> float:
+    run()
+    return statistics.median(clock.prepare([Launch(run)]).sample(_SAMPLES))
+
+
+def _record(op: str, case: str, dtype: str, ms: float, **rates: float) -> Record:
+    import torch
+
+    record: Record = {"family": "limits", "op": op, "case": case, "dtype": dtype}
+    record |= {"impl": "torch", "version": str(torch.__version__)}
+    record |= {"timing": "graph", "status": "ok"} | dict.fromkeys(NUMBERS)
+    record |= {"ms_median": ms} | rates
+    return {name: rounded(value) for name, value in record.items()}
+
+
+def summary(records: list[Record]) -> dict[str, float]:
+    """The figures that results are held against; empty where none were measured."""
+    found: dict[str, float] = {}
+    for record in records:
+        if record["op"] == "copy":
+            found["copy_gbps"] = max(found.get("copy_gbps", 0.0), record["gbps"])
+        elif record["op"] == "launch":
+            found["launch_us"] = record["ms_median"] * 1e3
+        elif record["op"] == "gemm":
+            found[f"{record['dtype']}_tflops"] = record["tflops"]
+    if "bfloat16_tflops" in found:
+        found["float16_tflops"] = found["bfloat16_tflops"]  # one rate in the tensor cores
+    return found
+
+
+def as_text(found: dict[str, float]) -> str:
+    if not found:
+        return "not measured"
+    return (
+        f"copy {found['copy_gbps']:.0f} GB/s, launch {found['launch_us']:.2f} µs, "
+        f"bf16 matrix product {found['bfloat16_tflops']:.0f} TFLOP/s"
+    )

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixture-of-experts routing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tiercel.bench.launch import Launch, WrongResult
+from tiercel.bench.ops import Error, Inputs, OpBench
+
+_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
+# `weights` of a case: all = softmax over all scores; renorm = that, divided by the selected sum;
+# after = softmax of the selected scores (equal to renorm, by another option).
+OPTIONS = {
+    "all": {"softmax_first": True, "renormalize": False},
+    "renorm": {"softmax_first": True, "renormalize": True},
+    "after": {"softmax_first": False, "renormalize": False},
+}
+
+
+def _invalid(params: Mapping[str, Any]) -> str | None:
+    if params["weights"] not in OPTIONS:
+        return f"`weights` must be one of {', '.join(OPTIONS)}"
+    sizes = [params[name] for name in "TEk"]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        return "T, E and k must be positive whole numbers"
+    return "k must not exceed E" if params["k"] > params["E"] else None
+
+
+def _make(case: Any, device: str, seed: int) -> Inputs:
+    import torch
+
+    generator = torch.Generator(device=device).manual_seed(seed)
+    scores = torch.randn(case["T"], case["E"], device=device, generator=generator)
+    return {"scores": scores.to(getattr(torch, case.dtype))}
+
+
+def _call(case: Any, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (inputs["scores"], case["k"]), dict(OPTIONS[case["weights"]])
+
+
+def _out(case: Any, inputs: Inputs) -> tuple[Any, Any]:
+    import torch
+
+    shape, device = (case["T"], case["k"]), inputs["scores"].device
+    weights = torch.empty(shape, dtype=torch.float32, device=device)
+    return weights, torch.empty(shape, dtype=torch.int32, device=device)
+
+
+def _bytes(case: Any) -> int:
+    scores = case["T"] * case["E"] * _ELEMENT[case.dtype]
+    return int(scores + case["T"] * case["k"] * (4 + 4))
+
+
+def _reference(case: Any, inputs: Inputs) -> dict[str, Any]:
+    import torch
+
+    scores = inputs["scores"].double()
+    values, indices = scores.sort(dim=-1, descending=True, stable=True)
+    values, indices = values[:, : case["k"]], indices[:, : case["k"]]
+    if case["weights"] == "all":
+        weights = torch.softmax(scores, dim=-1).gather(-1, indices)
+    else:
+        weights = torch.softmax(values, dim=-1)
+    return {"values": values, "indices": indices, "weights": weights}
+
+
+def _check(inputs: Inputs, expected: dict[str, Any], outputs: Any, launch: Launch) -> Error:
+    """Among equal scores others may choose any; what they chose must be the largest all the same.
+
+    `slack` says how far apart two scores may be and still count as equal.
+    """
+    import torch
+
+    weights, indices = outputs
+    shape = expected["weights"].shape
+    if weights.shape != shape or indices.shape != shape:
+        raise WrongResult(f"shapes {tuple(weights.shape)}, {tuple(indices.shape)}")
+    indices = indices.long()
+    experts = inputs["scores"].shape[1]
+    if bool((indices < 0).any()) or bool((indices >= experts).any()):
+        raise WrongResult("an index is out of range")
+    ordered = indices.sort(dim=-1).values
+    if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
+        raise WrongResult("an expert was selected twice")
+    off = (indices != expected["indices"]).any(dim=-1)
+    if launch.strict and bool(off.any()):
+        raise WrongResult(f"{int(off.sum())} of {shape[0]} rows have other indices")
+    scores = inputs["scores"].double()
+    largest = float(scores.abs().max())
+    gaps = (expected["values"] - scores.gather(-1, indices)).abs()
+    if float(gaps.max()) > launch.slack * largest:
+        raise WrongResult(f"a selected score is {float(gaps.max()):.1e} off the one due")
+
+    errors = (weights.double() - expected["weights"]).abs()
+    if not bool(torch.isfinite(errors).all()):
+        raise WrongResult("a weight is not finite")
+    tolerance = 4 * torch.finfo(weights.dtype).eps + 2 * launch.slack * largest
+    if float(errors.max()) > tolerance:
+        raise WrongResult(f"a weight is {float(errors.max()):.1e} off, tolerance {tolerance:.1e}")
+    reference = expected["weights"]
+    return Error(
+        rms=float(errors.square().mean().sqrt() / reference.square().mean().sqrt()),
+        maximum=float(errors.max() / reference.max()),
+        differing=int((gaps > 0).any(dim=-1).sum()),
+    )
+
+
+def _torch_topk(case: Any, inputs: Inputs) -> Callable[[], Any]:
+    import torch
+
+    scores, k = inputs["scores"], case["k"]
+    return lambda: torch.topk(scores, k)
+
+
+BENCHES = [
+    OpBench(
+        family="routing",
+        op="topk_softmax",
+        params={"T": None, "E": None, "k": None, "weights": "renorm"},
+        invalid=_invalid,
+        make=_make,
+        call=_call,
+        out=_out,
+        bytes_moved=_bytes,
+        reference=_reference,
+        check=_check,
+        hot=True,  # a router's scores come from the matrix product just before
+        host_baselines={"torch.topk": _torch_topk},
+    )
+]

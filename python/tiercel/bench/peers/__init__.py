@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other implementations, one file each with a ``PEER``; none is required."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tiercel.bench import BenchError
+from tiercel.bench.launch import Impl, Launch
+
+
+class Missing(Exception):
+    """The peer is not installed here; the text says what was looked for."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another project's operators.
+
+    Args:
+        name: What the records and tables call it.
+        find: Its version; raises Missing.
+        ops: Our operator's name -> (case, inputs) -> the same call; may raise Unsupported.
+        on_request: Slow to set up: only for cases that list it, or by ``--peers NAME``.
+    """
+
+    name: str
+    find: Callable[[], str]
+    ops: Mapping[str, Callable[[Any, dict[str, Any]], Launch]]
+    on_request: bool = False
+
+
+def load() -> dict[str, Peer]:
+    found = {}
+    for module in sorted(m.name for m in pkgutil.iter_modules(__path__)):
+        peer = importlib.import_module(f"{__name__}.{module}").PEER
+        found[peer.name] = peer
+    return found
+
+
+def choose(peers: Mapping[str, Peer], wanted: str) -> list[Peer]:
+    """The peers that ``--peers`` means: ``all``, ``none`` or names."""
+    if wanted == "none":
+        return []
+    if wanted == "all":
+        return list(peers.values())
+    names = [name.strip() for name in wanted.split(",") if name.strip()]
+    unknown = [name for name in names if name not in peers]
+    if unknown:
+        raise BenchError(f"no peer {unknown[0]!r}; there are {', '.join(sorted(peers))}")
+    return [peers[name] for name in names]
+
+
+def find(peers: Sequence[Peer]) -> tuple[dict[str, str], dict[str, str]]:
+    """Which are installed, with their versions, and which are not, with the reason."""
+    versions, missing = {}, {}
+    for peer in peers:
+        try:
+            versions[peer.name] = peer.find()
+        except Missing as reason:
+            missing[peer.name] = str(reason)
+        except Exception as error:  # it is there, but does not import
+            text = str(error).strip().splitlines() or [""]
+            missing[peer.name] = f"{type(error).__name__}: {text[0]}"
+    return versions, missing
+
+
+def impls(
+    peers: Sequence[Peer], versions: Mapping[str, str], case: Any, by_name: bool
+) -> list[Impl]:
+    """The installed ones that have the case's operator."""
+    return [
+        Impl(peer.name, versions[peer.name], peer.ops[case.op])
+        for peer in peers
+        if peer.name in versions
+        and case.op in peer.ops
+        and (by_name or not peer.on_request or peer.name in case.peers)
+    ]

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The JSON Lines of results: one record a measurement."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tiercel.bench import BenchError, stats
+from tiercel.bench.cases import Case
+from tiercel.bench.ops import OpBench
+from tiercel.bench.runner import Result, Settings
+
+Record = dict[str, Any]
+
+_RUN = ("run", "date", "commit", "gpu", "driver", "torch")
+TEXT = (*_RUN, "family", "op", "case", "dtype", "impl", "version", "timing", "status")
+NUMBERS = ("ms_median", "ms_p10", "ms_p90", "gbps", "tflops", "limit_frac", "rel_err")
+TIMINGS = ("graph", "events", "host")
+
+
+def problems(record: Any) -> list[str]:
+    """What is wrong with a record; nothing if it follows the schema."""
+    if not isinstance(record, dict):
+        return ["is no JSON object"]
+    found = [f"`{name}` is no text" for name in TEXT if not isinstance(record.get(name), str)]
+    for name in NUMBERS:
+        value = record.get(name, "missing")
+        if value is not None and (isinstance(value, (str, bool)) or not math.isfinite(value)):
+            found.append(f"`{name}` is no number or null")
+    if found:
+        return found
+    if record["status"] == "ok":
+        if record["timing"] not in TIMINGS:
+            found.append(f"`timing` is {record['timing']!r}, not one of {', '.join(TIMINGS)}")
+        if record["ms_median"] is None and record["family"] != "limits":
+            found.append("`ms_median` is null though `status` is ok")
+    elif record["ms_median"] is not None:
+        found.append("`ms_median` is set though `status` is not ok")
+    return found
+
+
+def from_result(
+    common: Mapping[str, Any],
+    bench: OpBench,
+    case: Case,
+    result: Result,
+    settings: Settings,
+    limits: Mapping[str, float],
+) -> Record:
+    record: Record = {**common, "family": case.family, "op": case.op, "case": case.name}
+    record |= {"dtype": case.dtype, "impl": result.impl.name, "version": result.impl.version}
+    record |= {"timing": result.timing, "status": result.status}
+    record |= dict.fromkeys(NUMBERS)
+    if result.status != "ok":
+        return record | {"reason": result.reason}
+    times = result.summary
+    record |= {"ms_median": times.median, "ms_p10": times.p10, "ms_p90": times.p90}
+    launch = result.launch
+    if result.timing != "host":
+        work = rates(bench, case, times.median, limits)
+        record |= work | {"launches_per_graph": result.launches, "input_sets": result.sets}
+        assert result.error is not None
+        record |= {"rel_err": result.error.rms, "max_err": result.error.maximum}
+        record["differing"] = result.error.differing
+    record |= {"exact": launch.exact if launch else True, "ratio": result.ratio}
+    record["round_ms"] = stats.medians(result.rounds)
+    record |= {"rounds": settings.rounds, "iterations": settings.iterations}
+    record |= launch.details if launch else {}
+    return {name: rounded(value) for name, value in record.items()}
+
+
+def rates(bench: OpBench, case: Case, ms: float, limits: Mapping[str, float]) -> Record:
+    """GB/s, TFLOP/s, and the fraction of what the limits measured in the same run allow."""
+    moved = bench.bytes_moved(case)
+    flops = bench.flops(case) if bench.flops else None
+    floors = []
+    if "copy_gbps" in limits:
+        floors.append(moved / limits["copy_gbps"] / 1e6)
+    if flops is not None and f"{case.dtype}_tflops" in limits:
+        floors.append(flops / limits[f"{case.dtype}_tflops"] / 1e9)
+    return {
+        "gbps": moved / ms / 1e6,
+        "tflops": None if flops is None else flops / ms / 1e9,
+        "limit_frac": max(floors) / ms if floors else None,
+    }
+
+
+def rounded(value: Any) -> Any:
+    """Six digits: files stay readable, and nothing measured here is finer."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    return [rounded(v) for v in value] if isinstance(value, list) else value
+
+
+def dump(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, ensure_ascii=False)
+
+
+def read(path: Path) -> list[Record]:
+    """All records of a file; says which line is wrong."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise BenchError(f"cannot read {path}: {error.strerror}") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise BenchError(f"{path}:{number}: no JSON: {error}") from None
+        wrong = problems(record)
+        if wrong:
+            raise BenchError(f"{path}:{number}: {wrong[0]}")
+        found.append(record)
+    return found
+
+
+def read_tree(folder: Path) -> list[Record]:
+    """The records of all .jsonl files under a folder, in the order of their names."""
+    return [record for path in sorted(folder.rglob("*.jsonl")) for record in read(path)]
+
+
+def latest(records: Iterable[Record]) -> list[Record]:
+    """Of each problem, the newest run that measured ours."""
+    groups: dict[tuple[str, ...], dict[tuple[str, str], list[Record]]] = {}
+    for record in records:
+        fields = ("gpu", "family", "op", "case", "dtype", "timing")
+        if record["status"] != "ok":
+            continue
+        problem = tuple(record[field] for field in fields)
+        runs = groups.setdefault(problem, {})
+        runs.setdefault((record["date"], record["run"]), []).append(record)
+    chosen = []
+    for runs in groups.values():
+        ours = [run for run, rows in runs.items() if any(r["impl"] == "tiercel" for r in rows)]
+        if ours:
+            chosen += runs[max(ours)]
+    return chosen

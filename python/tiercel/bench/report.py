@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tiercel bench report``: the tables of benchmarks/README.md, from committed results alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tiercel.bench import BenchError, limits, records, table
+from tiercel.bench.cases import DTYPES
+from tiercel.bench.records import Record
+
+BEGIN = "<!-- results: begin (written by `tiercel bench report`; do not edit) -->"
+END = "<!-- results: end -->"
+
+
+def update(folder: Path, *, check: bool) -> bool:
+    """Renders into benchmarks/README.md; returns whether it was up to date already."""
+    readme = folder / "README.md"
+    try:
+        text = readme.read_text(encoding="utf-8")
+    except OSError as error:
+        raise BenchError(f"cannot read {readme}: {error.strerror}") from None
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise BenchError(f"{readme} lacks the lines {BEGIN!r} and {END!r}")
+    body = render(records.read_tree(folder / "results"))
+    rendered = f"{before}{BEGIN}\n\n{body}\n{END}{after}"
+    if rendered != text and not check:
+        readme.write_text(rendered, encoding="utf-8")
+    return rendered == text
+
+
+def render(found: Iterable[Record]) -> str:
+    found = sorted(found, key=records.dump)  # the files' order says nothing
+    shown = records.latest(r for r in found if r["family"] != "limits")
+    if not shown:
+        return "No results are committed yet.\n"
+    parts = []
+    for gpu in sorted({r["gpu"] for r in shown}):
+        here = [r for r in shown if r["gpu"] == gpu]
+        parts.append(f"## {gpu}\n")
+        parts.append(_summary(here))
+        for op, host in sorted({(r["op"], r["timing"] == "host") for r in here}):
+            rows = [r for r in here if r["op"] == op and (r["timing"] == "host") == host]
+            parts.append(_op(op, host, rows))
+        parts.append(_runs(here, found))
+    return "\n".join(parts)
+
+
+def _summary(rows: list[Record]) -> str:
+    text = "Peer's time over ours (above 1: ours is faster), per operator, dtype and peer:\n\n"
+    return text + _markdown(table.SUMMARY_HEAD, table.summary_rows(rows), numbers_from=4)
+
+
+def _op(op: str, host: bool, rows: list[Record]) -> str:
+    problems = table.by_problem(rows)
+    peers = sorted({name for group in problems.values() for name in group} - {"tiercel"})
+    head = ["case", "dtype", "tiercel"] + ([] if host else ["GB/s", "of limit"])
+    lines = []
+    for problem in sorted(problems, key=_order):
+        group = problems[problem]
+        ours = group["tiercel"]
+        line = [problem[1], DTYPES[problem[2]], table.microseconds(ours["ms_median"])]
+        if not host:
+            line += [f"{ours['gbps']:.0f}", _percent(ours["limit_frac"])]
+        lines.append(line + [_peer(group.get(name)) for name in peers])
+    what = "host time of an eager call" if host else "GPU time"
+    title = f"### {op}: {what}\n\n"
+    note = "Medians in µs; for a peer, in brackets, its time over ours; `~`: it is not exact.\n\n"
+    return title + note + _markdown([*head, *peers], lines, numbers_from=2)
+
+
+def _peer(record: Record | None) -> str:
+    if record is None:
+        return ""
+    ratio = f" ({record['ratio']:.2f})" if record.get("ratio") is not None else ""
+    return f"{'' if record['exact'] else '~'}{table.microseconds(record['ms_median'])}{ratio}"
+
+
+def _percent(fraction: float | None) -> str:
+    return "" if fraction is None else f"{fraction:.0%}"
+
+
+def _order(problem: table.Problem) -> tuple[Any, ...]:
+    """dtype, then the case with its numbers as numbers."""
+    words = [word for word in re.split(r"(\d+)", problem[1]) if word]
+    numbered = [(0, int(word), "") if word.isdigit() else (1, 0, word) for word in words]
+    # What comes last in a name (an option) varies slowest.
+    return list(DTYPES).index(problem[2]), numbered[-1], numbered, problem
+
+
+def _runs(shown: list[Record], found: list[Record]) -> str:
+    lines = []
+    for run in sorted({(r["date"], r["run"]) for r in shown}):
+        rows = [r for r in found if r["run"] == run[1]]
+        first = rows[0]
+        peers = {f"{r['impl']} {r['version']}" for r in rows if r["family"] != "limits"}
+        versions = ", ".join(sorted(p for p in peers if not p.startswith(("torch", "tiercel"))))
+        measured = limits.as_text(limits.summary([r for r in rows if r["family"] == "limits"]))
+        command = f"`{first.get('command', 'tiercel bench')}`"
+        facts = [first["date"][:10], first["commit"][:12], first["driver"], first["torch"]]
+        lines.append([*facts, versions, measured, command])
+    head = ["date", "commit", "driver", "torch", "peers", "limits", "command"]
+    return "### Runs\n\n" + _markdown(head, lines, numbers_from=len(head))
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]], numbers_from: int) -> str:
+    rule = ["---:" if i >= numbers_from else "---" for i in range(len(head))]
+    return "".join(f"| {' | '.join(row)} |\n" for row in (head, rule, *rows))

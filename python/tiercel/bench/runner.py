@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one case: every implementation checked first, then all of them timed in turn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tiercel.bench import stats
+from tiercel.bench.cases import Case
+from tiercel.bench.launch import Impl, Launch, Unsupported, WrongResult
+from tiercel.bench.ops import Error, OpBench
+from tiercel.bench.timing import Clock, Replay
+
+_L2_BYTES = 60e6
+_MAX_SETS = 64
+
+
+@dataclass(frozen=True)
+class Settings:
+    warmup: int = 3  # replays before each round's samples
+    iterations: int = 20  # samples in a round
+    rounds: int = 5
+
+
+@dataclass
+class Result:
+    """What became of one implementation in one case and timing."""
+
+    impl: Impl
+    status: str  # ok, wrong, error, unsupported
+    timing: str = ""
+    reason: str = ""
+    launch: Launch | None = None
+    rounds: stats.Rounds = field(default_factory=list)
+    launches: int = 0
+    sets: int = 1
+    error: Error | None = None
+    ratio: float | None = None  # this one's time over ours
+
+    @property
+    def summary(self) -> stats.Summary:
+        return stats.summarize(self.rounds)
+
+
+@dataclass
+class _Ready:
+    """An implementation that gave the right answer, also from its graph."""
+
+    launch: Launch
+    replay: Replay
+    error: Error
+
+
+def input_sets(bench: OpBench, case: Case) -> int:
+    """How many inputs to go round so that each is out of the L2 when its turn comes."""
+    if bench.hot:
+        return 1
+    return min(max(math.ceil(2 * _L2_BYTES / bench.bytes_moved(case)), 2), _MAX_SETS)
+
+
+def run_case(
+    bench: OpBench,
+    case: Case,
+    impls: Sequence[Impl],
+    clock: Clock,
+    settings: Settings,
+    device: str = "cuda",
+) -> list[Result]:
+    """The results in the order of `impls`; those of host timing follow."""
+    sets = [bench.make(case, device, seed) for seed in range(input_sets(bench, case))]
+    expected = bench.reference(case, sets[0])
+    ready: dict[str, _Ready] = {}
+    results: dict[str, Result] = {}
+    for impl in impls:
+        try:
+            ready[impl.name] = _prepare(bench, case, impl, sets, expected, clock)
+        except Unsupported as reason:
+            results[impl.name] = Result(impl, "unsupported", reason=str(reason))
+        except WrongResult as reason:
+            results[impl.name] = Result(impl, "wrong", reason=str(reason))
+        except Exception as error:
+            results[impl.name] = Result(impl, "error", reason=first_line(error))
+
+    samplers = {name: _sampler(r.replay, settings) for name, r in ready.items()}
+    taken, failed = stats.interleave(samplers, settings.rounds)
+    for impl in impls:
+        if impl.name in failed:
+            text = first_line(failed[impl.name])
+            results[impl.name] = Result(impl, "error", reason=text)
+        elif impl.name in taken:
+            made = ready[impl.name]
+            results[impl.name] = Result(
+                impl,
+                "ok",
+                made.replay.timing,
+                launch=made.launch,
+                rounds=taken[impl.name],
+                launches=made.replay.launches,
+                sets=len(sets),
+                error=made.error,
+            )
+    ordered = [results[impl.name] for impl in impls]
+    hosted = _host(bench, case, sets[0], ordered, clock, settings) if case.host else []
+    for group in (ordered, hosted):
+        _set_ratios(group)
+    return ordered + hosted
+
+
+def _prepare(
+    bench: OpBench, case: Case, impl: Impl, sets: list[Any], expected: Any, clock: Clock
+) -> _Ready:
+    launches = [impl.prepare(case, inputs) for inputs in sets]
+    for launch in launches[1:]:
+        launch.run()
+    bench.check(sets[0], expected, launches[0].run(), launches[0])
+    replay = clock.prepare(launches)
+    # Once more, from what will be timed: a graph that does nothing must not pass by old results.
+    for output in replay.outputs:
+        output.zero_()
+    clock.synchronize()
+    replay.run()
+    clock.synchronize()
+    error = bench.check(sets[0], expected, replay.outputs, launches[0])
+    return _Ready(launches[0], replay, error)
+
+
+def _sampler(replay: Replay, settings: Settings) -> Callable[[], list[float]]:
+    def sample() -> list[float]:
+        if settings.warmup:
+            replay.sample(settings.warmup)
+        return replay.sample(settings.iterations)
+
+    return sample
+
+
+def _host(
+    bench: OpBench,
+    case: Case,
+    inputs: dict[str, Any],
+    timed: Sequence[Result],
+    clock: Clock,
+    settings: Settings,
+) -> list[Result]:
+    """Eager calls as a user writes them, for what ran right, and the operator's baselines."""
+    impls: dict[str, Impl] = {}
+    launches: dict[str, Launch | None] = {}
+    calls: dict[str, Callable[[], Any]] = {}
+    for result in timed:
+        if result.launch is not None:
+            name = result.impl.name
+            impls[name], launches[name] = result.impl, result.launch
+            calls[name] = result.launch.host or result.launch.run
+    if not calls:
+        return []
+    for name, make in bench.host_baselines.items():
+        impls[name] = Impl(name, _torch_version(), lambda case, inputs: Launch(tuple))
+        launches[name], calls[name] = None, make(case, inputs)
+
+    def sampler(call: Callable[[], Any]) -> Callable[[], list[float]]:
+        return lambda: clock.host(call, 3)
+
+    for call in calls.values():
+        call()
+    taken, failed = stats.interleave({n: sampler(c) for n, c in calls.items()}, settings.rounds)
+    results = []
+    for name, impl in impls.items():
+        if name in failed:
+            results.append(Result(impl, "error", "host", reason=first_line(failed[name])))
+        else:
+            results.append(Result(impl, "ok", "host", launch=launches[name], rounds=taken[name]))
+    return results
+
+
+def _set_ratios(results: Sequence[Result]) -> None:
+    ours = next((r for r in results if r.impl.ours and r.status == "ok"), None)
+    for result in results:
+        if ours is not None and result is not ours and result.status == "ok":
+            result.ratio = stats.ratio(result.rounds, ours.rounds)
+
+
+def first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _torch_version() -> str:
+    import torch
+
+    return str(torch.__version__)

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tiercel bench``: measures operators beside their peers; ``tiercel bench report`` renders."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+HELP = "Times operators beside their peers on this GPU, correctness first."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--suite", default="smoke", help="smoke (default), full, or another of the suites file")
+    add("--suites", type=Path, metavar="FILE", help="the suites file")
+    add("--family", help="only this family's operators")
+    add("--op", help="only this operator")
+    add("--backend", nargs="+", default=["sm90"], metavar="B", help="ours to measure (sm90)")
+    add("--peers", default="all", metavar="all|none|A,B", help="others to measure (all)")
+    add("--warmup", type=_count(0), default=3, help="replays before each round (3)")
+    add("--iterations", type=_count(1), default=20, help="samples in each round (20)")
+    add("--rounds", type=_count(1), default=5, help="interleaved rounds (5)")
+    limits = argparse.BooleanOptionalAction
+    add("--limits", action=limits, default=True, help="measure the GPU's limits first")
+    add("--out", type=Path, metavar="FILE", help="write the records here (JSON Lines)")
+    add("--compare", type=Path, metavar="FILE", help="set beside earlier records; fail if slower")
+    add("--threshold", type=float, default=0.05, help="slower by this is a regression (0.05)")
+    add("--plot", type=Path, metavar="FILE", help="draw a roofline (PNG)")
+    add("--device", default="cuda", help=argparse.SUPPRESS)
+    parser.set_defaults(action="bench")
+    commands = parser.add_subparsers(metavar="")
+    text = "Renders benchmarks/README.md from the committed results."
+    report = commands.add_parser("report", help=text, description=text)
+    report.add_argument("--check", action="store_true", help="only say whether it is up to date")
+    report.add_argument("--root", type=Path, metavar="FOLDER", help="the checkout")
+    report.set_defaults(action="report")
+
+
+def _count(least: int) -> "Callable[[str], int]":
+    def count(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+        return value
+
+    return count
+
+
+def run(args: argparse.Namespace) -> int:
+    from tiercel.bench import command  # only now: it is of no use to the other commands
+
+    return command.main(getattr(command, args.action), args)

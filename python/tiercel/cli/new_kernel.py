@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tiercel new-kernel``: a file to begin a backend from."""
+
+import argparse
+import sys
+from pathlib import Path
+
+HELP = "Writes a backend of an operator that is right already, to begin your own from."
+LANGUAGES = ("torch", "triton", "cuda", "cute")
+_TEMPLATES = Path(__file__).parent.parent / "templates"
+# What the templates that there are not yet would need.
+_MISSING = {
+    "cuda": "Tiercel cannot yet compile a CUDA C++ file and launch it on PyTorch tensors",
+    "cute": "Tiercel cannot yet compile a CuTe DSL kernel and launch it on PyTorch tensors",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "A triton kernel needs Triton, which CUDA builds of PyTorch bring along, and a GPU. "
+        "There are no templates for cuda and cute yet; docs/plugins.md says how to register such a "
+        "kernel by hand."
+    )
+    parser.add_argument("name", metavar="NAME", help="the backend's name, a Python identifier")
+    parser.add_argument("--language", choices=LANGUAGES, required=True)
+    parser.add_argument("--op", default="topk_softmax", help="the operator (topk_softmax)")
+    text = "the file to write (NAME.py)"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=text)
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        path = write(args.name, args.language, args.op, args.out)
+    except (ValueError, OSError) as error:
+        print(f"tiercel new-kernel: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {path}; check it with: tiercel smoke --path {path}")
+    return 0
+
+
+def write(name: str, language: str, op: str, out: "Path | None" = None) -> Path:
+    from keyword import iskeyword
+
+    from tiercel.plugins.contracts import contract_of
+
+    contract_of(op)
+    if not (name.isidentifier() and name.isascii()) or iskeyword(name):
+        raise ValueError(f"{name!r} is no Python identifier")
+    if name in ("sm90", "ref", "auto"):
+        raise ValueError(f"the name {name!r} is Tiercel's own")
+    if language in _MISSING:
+        raise ValueError(
+            f"there is no template for --language {language} yet: {_MISSING[language]}. "
+            "Use torch or triton, or see docs/plugins.md"
+        )
+    template = _TEMPLATES / f"{op}_{language}.py"
+    path = out if out is not None else Path(f"{name}.py")
+    # The licence line is of our file, not of theirs.
+    lines = template.read_text(encoding="utf-8").split("\n", 1)[1]
+    text = lines.replace("new_kernel.py", path.name).replace("new_kernel", name)
+    with path.open("x", encoding="utf-8") as file:  # never over another
+        file.write(text)
+    return path

@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules that plug into a model."""
+
+from tiercel import _needs_torch as _needs_torch
+from tiercel.nn.routing import TopkSoftmax
+
+__all__ = ["TopkSoftmax"]

@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators; importing this registers ``torch.ops.tiercel.*``."""
+
+from tiercel import _needs_torch as _needs_torch
+from tiercel.ops.routing import topk_softmax
+
+__all__ = ["topk_softmax"]

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an operator asks of every backend, as data. Needs no torch until it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor argument or output.
+
+    Args:
+        name: Its name.
+        dims: Its dimensions, by name; a name that an int argument has is that argument's value.
+        dtypes: Allowed dtypes. One name of a dtype argument means: the dtype that it says.
+        strided: Whether any strides may come; otherwise it is contiguous.
+        rtol: As in torch.testing.assert_close, for outputs.
+        atol: The same. With both 0, outputs must be equal.
+    """
+
+    name: str
+    dims: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    strided: bool = False
+    rtol: float = 0.0
+    atol: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.name} [{', '.join(self.dims)}] {' or '.join(self.dtypes)}"
+
+
+@dataclass(frozen=True)
+class ScalarSpec:
+    """An argument that is no tensor: an int, a bool or a torch.dtype."""
+
+    name: str
+    type: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.type}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One set of arguments to try a backend on; `values` names a kind of input values."""
+
+    sizes: Mapping[str, int]
+    dtype: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    values: str = "random"
+
+    def __str__(self) -> str:
+        words = [f"{name}={value}" for name, value in {**self.sizes, **self.options}.items()]
+        return " ".join([*words, self.dtype, *([self.values] if self.values != "random" else [])])
+
+
+@dataclass(frozen=True)
+class Contract:
+    """The contract of an operator's backends.
+
+    A backend is a function of `arguments`, in this order, that returns `outputs`: a new tensor, or
+    a tuple of new tensors, contiguous and on the device of the first tensor argument.
+
+    Args:
+        family: The kernel family.
+        op: The operator.
+        arguments: What it gets.
+        outputs: What it returns.
+        cases: What `tiercel smoke` tries.
+        timing: What it times, by device type.
+        make: (case, device, seed) -> the arguments by name: the input generator.
+        from_out: The arguments of the operator's ``out=`` form -> those of a backend.
+        out: Where the output tensors are among the former.
+    """
+
+    family: str
+    op: str
+    arguments: tuple[TensorSpec | ScalarSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    cases: tuple[Case, ...]
+    timing: Mapping[str, Case]
+    make: Callable[[Case, str, int], dict[str, Any]]
+    from_out: Callable[..., tuple[Any, ...]]
+    out: tuple[int, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(argument.name for argument in self.arguments)
+
+    def spec(self, name: str) -> TensorSpec:
+        for spec in (*self.arguments, *self.outputs):
+            if spec.name == name and isinstance(spec, TensorSpec):
+                return spec
+        raise KeyError(name)
+
+    def __str__(self) -> str:
+        arguments = ", ".join(map(str, self.arguments))
+        return f"{self.op}({arguments}) -> {', '.join(map(str, self.outputs))}"
+
+    def sizes(self, values: Sequence[Any]) -> dict[str, int]:
+        """The dimensions' values in a call."""
+        found: dict[str, int] = {}
+        for spec, value in zip(self.arguments, values, strict=True):
+            if isinstance(spec, TensorSpec):
+                found |= zip(spec.dims, value.shape, strict=True)
+            elif spec.type == "int":
+                found[spec.name] = value
+        return found
+
+    def check_outputs(self, who: str, values: Sequence[Any], outputs: Any) -> tuple[Any, ...]:
+        """The outputs as a tuple.
+
+        Raises:
+            TypeError: Not that many tensors, or of other dtypes.
+            ValueError: Other shapes, device or strides.
+        """
+        import torch
+
+        results = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+        tensors = all(isinstance(result, torch.Tensor) for result in results)
+        if not tensors or len(results) != len(self.outputs):
+            names = ", ".join(spec.name for spec in self.outputs)
+            came = ", ".join(type(result).__name__ for result in results)
+            raise TypeError(f"{who} must return the tensors ({names}), got ({came})")
+        sizes = self.sizes(values)
+        device = next(value.device for value in values if isinstance(value, torch.Tensor))
+        for spec, result in zip(self.outputs, results, strict=True):
+            allowed = self._dtypes(spec, values)
+            if result.dtype not in allowed:
+                names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+                came = str(result.dtype).removeprefix("torch.")
+                raise TypeError(f"{who} must return `{spec.name}` of dtype {names}, got {came}")
+            shape = [sizes[dim] for dim in spec.dims]
+            if list(result.shape) != shape:
+                dims = f"[{', '.join(spec.dims)}]"
+                raise ValueError(
+                    f"{who} must return `{spec.name}` of shape {dims} = {shape}, "
+                    f"got {list(result.shape)}"
+                )
+            if result.device != device:
+                raise ValueError(
+                    f"{who} must return `{spec.name}` on {device}, got one on {result.device}"
+                )
+            if not result.is_contiguous():
+                raise ValueError(
+                    f"{who} must return `{spec.name}` contiguous, got strides "
+                    f"{list(result.stride())} for shape {shape}"
+                )
+        return tuple(results)
+
+    def _dtypes(self, spec: TensorSpec, values: Sequence[Any]) -> list[Any]:
+        import torch
+
+        if spec.dtypes[0] in self.names:
+            return [values[self.names.index(spec.dtypes[0])]]
+        return [getattr(torch, name) for name in spec.dtypes]

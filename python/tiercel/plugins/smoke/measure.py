@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks one backend against its operator's contract, and times it. Runs in the worker."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tiercel
+from tiercel._op import registry
+from tiercel.plugins.contract import Case, Contract
+
+_ROUNDS = 5
+_ROUND_MS = 20.0
+_SLOW_MS = 500.0  # an interpreter's, say
+_SEED = 1
+
+Report = dict[str, Any]
+
+
+def examine(contract: Contract, backend: str, device: str) -> Iterator[Report]:
+    """One report at the beginning of each step, and one with its result."""
+    timed = contract.timing[torch.device(device).type]
+    reason = _why_not(contract, backend, timed, device)
+    if reason is not None:
+        yield {"step": "skipped", "reason": reason}
+        return
+    for case in (*contract.cases, timed):
+        yield {"step": "begin", "case": str(case)}
+        result = try_case(contract, backend, case, device)
+        yield {"step": "case", "case": str(case), **result}
+    if result["status"] == "right":
+        yield {"step": "begin", "case": f"timing {timed}"}
+        ms, ref_ms = race(contract, backend, timed, device)
+        yield {"step": "time", "case": str(timed), "ms": ms, "ref_ms": ref_ms}
+
+
+def _why_not(contract: Contract, backend: str, case: Case, device: str) -> str | None:
+    op = registry[contract.op]
+    arguments = contract.make(case, device, _SEED)
+    found = op.backends[backend].why_not(*(arguments[name] for name in contract.names), backend)
+    return None if found is None else found.text
+
+
+def try_case(contract: Contract, backend: str, case: Case, device: str) -> Report:
+    """How much of one case is right: `share`, from 0 to 1."""
+    arguments = contract.make(case, device, _SEED)
+    kept = {n: v.clone() for n, v in arguments.items() if isinstance(v, Tensor)}
+    try:
+        outputs = _call(contract, arguments, backend)
+        _synchronize(device)
+    except NotImplementedError as error:
+        return {"status": "unsupported", "share": 0.0, "reason": _line(error)}
+    except Exception as error:
+        return {"status": "error", "share": 0.0, "reason": _line(error)}
+    for name, before in kept.items():
+        bits = _BITS.get(before.dtype, before.dtype)
+        if not torch.equal(arguments[name].view(bits), before.view(bits)):
+            return {"status": "wrong", "share": 0.0, "reason": f"it changed `{name}`"}
+    share, reason = compare(contract, _expected(contract, arguments), outputs)
+    return {"status": "right" if reason is None else "wrong", "share": share, "reason": reason}
+
+
+# NaN is no reason to differ.
+_BITS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+}
+
+
+def _call(contract: Contract, arguments: dict[str, Any], backend: str) -> tuple[Tensor, ...]:
+    public = registry[contract.op].public
+    assert public is not None
+    result = public(**arguments, backend=backend)
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _expected(contract: Contract, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+    """By the reference, in float64."""
+    wide = {
+        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in arguments.items()
+    }
+    result = getattr(tiercel.ref, contract.op)(**wide)
+    return result if isinstance(result, tuple) else (result,)
+
+
+def compare(
+    contract: Contract, expected: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
+) -> tuple[float, str | None]:
+    """The share of rows in which all outputs are right, and what is wrong with the others."""
+    rows = outputs[0].shape[0] if outputs[0].dim() else 1
+    right = torch.ones(rows, dtype=torch.bool, device=outputs[0].device)
+    reasons = []
+    for spec, due, got in zip(contract.outputs, expected, outputs, strict=True):
+        exact = spec.rtol == 0 and spec.atol == 0
+        if exact:
+            close = due == got
+        else:
+            close = torch.isclose(got.double(), due, spec.rtol, spec.atol, equal_nan=True)
+        close = close.reshape(rows, math.prod(close.shape[1:])).all(dim=1)
+        if not bool(close.all()):
+            text = f"{int((~close).sum())} of {rows} rows of `{spec.name}` are wrong"
+            off = (got.double() - due).abs()
+            if bool((got.isnan() != due.isnan()).any()):
+                text += ", NaN in other places than due"
+            elif not exact:
+                text += f", by up to {float(off.nan_to_num(0.0).max()):.1e}"
+            reasons.append(text)
+        right &= close
+    share = float(right.double().mean()) if rows else 1.0
+    return share, "; ".join(reasons) or None
+
+
+def race(contract: Contract, backend: str, case: Case, device: str) -> tuple[float, float]:
+    """Milliseconds of an eager call by the backend and by ref, in turn; medians."""
+    arguments = contract.make(case, device, _SEED)
+    timer = _cuda_ms if torch.device(device).type == "cuda" else _cpu_ms
+    calls = [lambda b=b: _call(contract, arguments, b) for b in (backend, "ref")]
+    once = [_once(timer, call) for call in calls]
+    counts = [min(max(math.ceil(_ROUND_MS / ms), 1), 1000) for ms in once]
+    samples: list[list[float]] = [[], []]
+    for _ in range(_ROUNDS if sum(once) < _SLOW_MS else 1):
+        for call, count, kept in zip(calls, counts, samples, strict=True):
+            kept.append(timer(call, count) / count)
+    return statistics.median(samples[0]), statistics.median(samples[1])
+
+
+_Timer = Callable[[Callable[[], Any], int], float]
+
+
+def _once(timer: _Timer, call: Callable[[], Any]) -> float:
+    """Milliseconds of one call, warm; of a slow one, the first will do."""
+    first = timer(call, 1)
+    return first if first > _SLOW_MS else max(timer(call, 3) / 3, 1e-3)
+
+
+def _cpu_ms(call: Callable[[], Any], count: int) -> float:
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    return (time.perf_counter() - start) * 1e3
+
+
+def _cuda_ms(call: Callable[[], Any], count: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(count):
+        call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
+
+
+def _synchronize(device: str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _line(error: BaseException) -> str:
+    """One line: the type where it tells something, and the message's first line."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

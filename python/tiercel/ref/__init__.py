@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The obvious PyTorch version of every operator: right, differentiable, on any device."""
+
+from tiercel import _needs_torch as _needs_torch
+from tiercel.ref.routing import topk_softmax
+
+__all__ = ["topk_softmax"]
