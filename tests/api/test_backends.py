@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choosing a backend, what happens where none applies, and what explain says of it."""
+
+import threading
+import warnings
+
+import pytest
+import torch
+
+import tiercel
+from tiercel import _eager, _op, _platform
+from tiercel._op import Backend
+
+pytestmark = pytest.mark.torch
+
+ON_CPU = "the sm90 kernels need CUDA tensors, these are on cpu"
+
+
+@pytest.fixture
+def scores():
+    return torch.randn(4, 8)
+
+
+@pytest.fixture
+def probe(monkeypatch):
+    """A third backend, with the calls that it got."""
+    calls = []
+    op = _op.registry["topk_softmax"]
+
+    def run(scores, k, *options):
+        calls.append(k)
+        return op.backends["ref"].run(scores, k, *options)
+
+    monkeypatch.setitem(op.backends, "probe", Backend("probe", run, "counts calls", "torch"))
+    return calls
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    """The fast path on the CPU: a device that counts as ready, and a launch of our own."""
+    calls = []
+    op = _op.registry["topk_softmax"]
+
+    def run(*args):
+        calls.append(args)
+        return op.backends["ref"].run(*args)
+
+    monkeypatch.setattr(op, "_sm90", run)
+    _platform.ready.add(-1)
+    yield calls
+    _platform.ready.discard(-1)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """The calls that go through the dispatcher."""
+    calls = []
+    op = _op.registry["topk_softmax"]
+    overload = op.overload
+    monkeypatch.setattr(op, "overload", lambda *args: calls.append(args) or overload(*args))
+    return calls
+
+
+def test_default_warns_once_a_reason(scores):
+    with pytest.warns(tiercel.FallbackWarning) as caught:
+        tiercel.topk_softmax(scores, 2)
+    assert len(caught) == 1
+    assert str(caught[0].message) == f"topk_softmax runs on the slower 'ref' backend: {ON_CPU}"
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tiercel.topk_softmax(scores, 2)
+        torch.ops.tiercel.topk_softmax(scores, 2)
+        tiercel.topk_softmax(scores, 2, backend="ref")
+
+
+def test_asking_for_ref_does_not_warn(scores):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tiercel.topk_softmax(scores, 2, backend="ref")
+        with tiercel.use_backend("ref"):
+            tiercel.topk_softmax(scores, 2)
+
+
+def test_strict_is_an_error(scores, monkeypatch):
+    monkeypatch.setenv("TIERCEL_STRICT", "1")
+    with pytest.raises(RuntimeError, match="TIERCEL_STRICT is set, so ref does not stand in"):
+        tiercel.topk_softmax(scores, 2)
+    tiercel.topk_softmax(scores, 2, backend="ref")
+    monkeypatch.setenv("TIERCEL_STRICT", "0")
+    with pytest.warns(tiercel.FallbackWarning):
+        tiercel.topk_softmax(scores, 2)
+
+
+def test_asking_for_sm90_is_an_error_where_it_does_not_apply(scores):
+    with pytest.raises(RuntimeError) as info:
+        tiercel.topk_softmax(scores, 2, backend="sm90")
+    assert str(info.value) == f"topk_softmax: backend 'sm90' was asked for, but {ON_CPU}"
+
+
+def test_precedence(scores, probe):
+    def chosen(**call):
+        before = len(probe)
+        tiercel.topk_softmax(scores, 2, **call)
+        return len(probe) > before
+
+    tiercel.set_backend("topk_softmax", "ref")
+    assert not chosen()
+    assert chosen(backend="probe")
+    with tiercel.use_backend("probe"):
+        assert chosen()
+        assert not chosen(backend="ref")
+        with tiercel.use_backend("ref", op="topk_softmax"):
+            assert not chosen()
+        assert chosen()
+    assert not chosen()
+    tiercel.set_backend("topk_softmax", "probe")
+    assert chosen()
+    assert chosen(out=None)
+    tiercel.set_backend("topk_softmax", None)
+    tiercel.set_backend(None, "ref")
+    assert not chosen()
+    tiercel.set_backend(None, None)
+
+
+def test_a_context_is_of_its_thread(scores, probe):
+    with tiercel.use_backend("probe"):
+        thread = threading.Thread(
+            target=tiercel.topk_softmax, args=(scores, 2), kwargs={"backend": "ref"}
+        )
+        thread.start()
+        thread.join()
+        assert probe == []
+        tiercel.set_backend(None, "ref")
+        other = threading.Thread(target=tiercel.topk_softmax, args=(scores, 3))
+        other.start()
+        other.join()
+        assert probe == []
+        tiercel.topk_softmax(scores, 4)
+    assert probe == [4]
+
+
+def test_unknown_names(scores):
+    with pytest.raises(ValueError, match="tiercel has no operator 'nope'; it has topk_softmax"):
+        tiercel.set_backend("nope", "ref")
+    with pytest.raises(ValueError, match="topk_softmax has no backend 'nope'"):
+        tiercel.set_backend("topk_softmax", "nope")
+    with pytest.raises(ValueError, match="no operator has a backend 'nope'"):
+        with tiercel.use_backend("nope"):
+            pass
+    with pytest.raises(ValueError, match="topk_softmax has no backend 'nope'; it has ref, sm90"):
+        tiercel.topk_softmax(scores, 2, backend="nope")
+
+
+@pytest.mark.parametrize("value", ["ref", "topk_softmax=ref", " topk_softmax = ref ,other=sm90"])
+def test_environment(run_python, value):
+    code = """
+import warnings, torch, tiercel
+warnings.simplefilter("error")
+tiercel.topk_softmax(torch.zeros(1, 2), 1)
+print(tiercel.explain(tiercel.topk_softmax, torch.zeros(1, 2), 1))
+"""
+    out = run_python(code, TIERCEL_BACKEND=value).stdout
+    assert out.strip() == "topk_softmax runs on ref: it was asked for"
+
+
+def test_environment_that_names_nothing(run_python):
+    code = "import torch, tiercel; tiercel.topk_softmax(torch.zeros(1, 2), 1)"
+    result = run_python(code, check=False, TIERCEL_BACKEND="nope")
+    assert "ValueError: topk_softmax has no backend 'nope'; it has ref, sm90" in result.stderr
+
+
+def test_a_compiled_graph_follows_the_choice_of_the_moment(scores, probe):
+    compiled = torch.compile(
+        lambda s: tiercel.topk_softmax(s, 2), backend="aot_eager", fullgraph=True
+    )
+    with tiercel.use_backend("ref"):
+        compiled(scores)
+    assert probe == []
+    with tiercel.use_backend("probe"):
+        compiled(scores)
+    assert probe == [2]
+
+
+def test_explain(scores):
+    told = tiercel.explain(tiercel.topk_softmax, scores, 2)
+    assert (told.op, told.backend, told.configuration) == ("topk_softmax", "ref", {})
+    assert str(told) == f"topk_softmax runs on ref: sm90 does not apply, {ON_CPU}"
+    told = tiercel.explain("topk_softmax", scores, k=2, renormalize=True, backend="ref")
+    assert str(told) == "topk_softmax runs on ref: it was asked for"
+    with pytest.raises(ValueError, match="tiercel has no operator 'nope'; it has topk_softmax"):
+        tiercel.explain("nope", scores)
+    with pytest.raises(ValueError, match="k must be between 1 and the number of experts"):
+        tiercel.explain("topk_softmax", scores, 9)
+    with pytest.raises(TypeError, match="missing a required argument: 'k'"):
+        tiercel.explain("topk_softmax", scores)
+
+
+def test_plain_calls_skip_the_dispatcher(scores, fast, counted):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tiercel.topk_softmax(scores, 2)
+        tiercel.topk_softmax(torch.nn.Parameter(scores, requires_grad=False), 2)
+        with tiercel.use_backend("sm90"):
+            tiercel.topk_softmax(scores, 2)
+        weights, _ = tiercel.topk_softmax(scores.clone().requires_grad_(), 2)
+        weights.sum().backward()
+    assert len(fast) == 4 and counted == []
+
+
+def test_watched_calls_go_through_the_dispatcher(scores, fast, counted):
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Subclass(torch.Tensor):
+        pass
+
+    class SeesFunctions(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    class SeesOps(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    for mode in (SeesFunctions, SeesOps):
+        seen = []
+        with mode():
+            tiercel.topk_softmax(scores, 2)
+        assert torch.ops.tiercel.topk_softmax.default in seen
+    assert isinstance(tiercel.topk_softmax(scores.as_subclass(Subclass), 2)[0], torch.Tensor)
+    traced = torch.jit.trace(lambda s: tiercel.topk_softmax(s, 2)[0], scores)
+    assert "tiercel::topk_softmax" in str(traced.graph)
+    assert len(counted) >= 4
+
+
+def test_routes(scores):
+    assert _eager.route(scores) == _eager.DIRECT
+    assert _eager.route(scores, scores) == _eager.DIRECT
+    assert _eager.route(scores, [1]) == _eager.DISPATCH
+    wanted = scores.clone().requires_grad_()
+    assert _eager.route(scores, wanted) == _eager.GRAD
+    with torch.no_grad():
+        assert _eager.route(wanted) == _eager.DIRECT
+    with torch.inference_mode():
+        assert _eager.route(scores) == _eager.DIRECT
+    torch.vmap(lambda s: [s, _transformed(s)][0])(scores)
+
+
+def _transformed(tensor):
+    assert _eager.route(tensor) == _eager.TRANSFORMED
+
+
+def test_a_launch_that_has_no_kernel_falls_back(scores, fast, monkeypatch):
+    def refuse(*args):
+        raise NotImplementedError("topk_softmax: at most 4 experts are supported, got 8")
+
+    monkeypatch.setattr(_op.registry["topk_softmax"], "_sm90", refuse)
+    with pytest.warns(tiercel.FallbackWarning, match="backend: at most 4 experts are supported"):
+        tiercel.topk_softmax(scores, 2)
+    with pytest.raises(NotImplementedError, match="at most 4 experts"):
+        tiercel.topk_softmax(scores, 2, backend="sm90")
+
+
+def test_a_failed_launch_is_no_fallback(scores, fast, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("launch failed")
+
+    monkeypatch.setattr(_op.registry["topk_softmax"], "_sm90", fail)
+    with pytest.raises(RuntimeError, match="launch failed"):
+        tiercel.topk_softmax(scores, 2)
+    with pytest.raises(ValueError, match="k must be between"):  # a bad argument comes first
+        tiercel.topk_softmax(scores, 9)
+
+
+def test_logging(run_python):
+    code = "import torch, tiercel; tiercel.topk_softmax(torch.zeros(1, 2), 1)"
+    err = run_python(code, TIERCEL_LOG="info").stderr
+    assert "tiercel INFO topk_softmax runs on the slower 'ref' backend" in err
+    assert "INFO" not in run_python(code).stderr
+    assert "TIERCEL_LOG=LOUD is no logging level" in run_python(code, TIERCEL_LOG="loud").stderr

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How tensors cross into tiercel._C, with producers of our own."""
+
+import ctypes
+
+import pytest
+from support.dlpack_tensor import (
+    ADDRESS,
+    AttributeTensor,
+    ExchangeTensor,
+    asked_for_streams,
+    make_api,
+    make_capsule,
+)
+
+from tiercel import _C
+
+_keep = []  # exchange tables must outlive the types that publish them
+
+
+def plan(scores):
+    rows = scores.sizes[0]
+    weights, indices = ExchangeTensor(rows, 2), ExchangeTensor(rows, 2, dtype="int32")
+    return _C.topk_softmax_plan(scores, weights, indices, True, False)
+
+
+def tensor_type(**attributes):
+    return type("Producer", (ExchangeTensor,), {"__dlpack_c_exchange_api__": None, **attributes})
+
+
+@pytest.mark.parametrize("attribute", ["__dlpack_c_exchange_api__", "__c_dlpack_exchange_api__"])
+@pytest.mark.parametrize("as_capsule", [True, False])
+def test_both_names_and_both_forms(attribute, as_capsule):
+    api = make_api()
+    _keep.append(api)
+    value = make_capsule(api) if as_capsule else ctypes.addressof(api)
+    kind = tensor_type(**{attribute: value})
+    assert plan(kind(4, 8))["vector_bytes"] == 16
+
+
+def test_an_older_table_behind_a_newer_one_is_found():
+    old = make_api()
+    new = make_api(major=2, older=ctypes.addressof(old))
+    _keep.extend([old, new])
+    assert (
+        plan(tensor_type(__dlpack_c_exchange_api__=make_capsule(new))(4, 8))["vector_bytes"] == 16
+    )
+
+
+@pytest.mark.parametrize("reason", ["major", "capsule name", "no function"])
+def test_a_table_that_does_not_fit_is_not_used(reason):
+    api = make_api(major=2 if reason == "major" else 1)
+    if reason == "no function":
+        api.from_object = type(api.from_object)()
+    _keep.append(api)
+    name = b"other" if reason == "capsule name" else b"dlpack_exchange_api"
+    _keep.append(name)
+    kind = tensor_type(__dlpack_c_exchange_api__=make_capsule(api, name))
+    with pytest.raises(TypeError, match="`scores` must be a torch.Tensor, got Producer"):
+        plan(kind(4, 8))
+
+
+def test_byte_offset_counts():
+    scores = ExchangeTensor(4, 8, dtype="bfloat16", address=ADDRESS + 2)
+    scores.byte_offset = 2
+    assert plan(scores)["vector_bytes"] == 2
+
+
+def test_missing_strides_mean_contiguous():
+    scores = ExchangeTensor(4, 8)
+    scores.omit_strides = True
+    assert plan(scores)["vector_bytes"] == 16
+
+
+def test_a_producers_exception_is_kept():
+    class Broken(AttributeTensor):
+        def data_ptr(self):
+            raise RuntimeError("no storage here\nand a long trace")
+
+    with pytest.raises(ValueError) as info:
+        plan(Broken(4, 8))
+    text = "topk_softmax: `scores` cannot be read as a tensor in memory: no storage here"
+    assert str(info.value) == text
+
+
+def test_many_types_do_not_overflow_the_cache():
+    for _ in range(50):
+        kind = tensor_type(__dlpack_c_exchange_api__=ExchangeTensor.__dlpack_c_exchange_api__)
+        assert plan(kind(4, 8))["vector_bytes"] == 16
+
+
+def test_the_stream_is_the_producers(run_python):
+    asked_for_streams.clear()
+    tensors = ExchangeTensor(0, 8), ExchangeTensor(0, 2), ExchangeTensor(0, 2, dtype="int32")
+    assert _C.topk_softmax(*tensors, True, False) is None  # empty: no launch
+    assert asked_for_streams == [(2, 0)]
+
+
+def test_the_stub_has_every_function():
+    import ast
+    from pathlib import Path
+
+    import tiercel
+
+    stub = (Path(tiercel.__file__).parent / "_C.pyi").read_text()
+    declared = {n.name for n in ast.parse(stub).body if isinstance(n, ast.FunctionDef)}
+    present = {name for name in dir(_C) if callable(getattr(_C, name)) and name[:2] != "__"}
+    assert declared == present

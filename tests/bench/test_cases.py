@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The suites file and what is read from it."""
+
+import sys
+
+import pytest
+
+from tiercel.bench import BenchError, cases, ops
+
+OPS = ops.load()
+
+
+def select(*entries, **filters):
+    return cases.select({"suites": {"s": list(entries)}}, OPS, suite="s", **filters)
+
+
+def entry(**fields):
+    return {"op": "topk_softmax", "T": 16, "E": 128, "k": 8} | fields
+
+
+def test_the_suites_are_valid(benchmarks):
+    data = cases.read(benchmarks / "suites.yaml")
+    smoke = cases.select(data, OPS, suite="smoke")
+    full = cases.select(data, OPS, suite="full")
+    assert 3 <= len(smoke) <= 12
+    assert len(full) == len({case.key for case in full}) >= 100
+    assert any(case.host for case in smoke)
+
+
+def test_the_full_suite_has_the_rows_that_the_bars_name(benchmarks):
+    full = cases.select(cases.read(benchmarks / "suites.yaml"), OPS, suite="full")
+    names = {(case.name, case.dtype) for case in full}
+    for dtype in ("float32", "bfloat16", "float16"):
+        for tokens in (1, 16, 1024, 8192):
+            for experts in (64, 128, 256):
+                assert (f"T{tokens} E{experts} k8 renorm", dtype) in names
+    assert {case["k"] for case in full} >= {1, 2, 4, 6, 8, 16}
+    assert {case["E"] for case in full} >= {8, 16, 32, 60, 96, 160, 384, 512}
+    assert {case["weights"] for case in full} == {"renorm", "all", "after"}
+    assert {min(case["T"] for case in full), max(case["T"] for case in full)} == {1, 65536}
+
+
+def test_lists_are_combined_and_names_are_stable():
+    found = select(entry(T=[1, 16], dtype=["bfloat16", "float32"], weights="all"))
+    assert [(case.name, case.dtype) for case in found] == [
+        ("T1 E128 k8 all", "bfloat16"),
+        ("T16 E128 k8 all", "bfloat16"),
+        ("T1 E128 k8 all", "float32"),
+        ("T16 E128 k8 all", "float32"),
+    ]
+    assert found[0].family == "routing"
+
+
+def test_a_case_counts_once_as_where_it_comes_first():
+    found = select(entry(host=True, peers=["torch.compile"]), entry(T=[1, 16]))
+    assert [(case["T"], case.host, set(case.peers)) for case in found] == [
+        (16, True, {"torch.compile"}),
+        (1, False, set()),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"op": "nothing"}, "`op` must be one of topk_softmax"),
+        ({"rows": 3}, "no parameter 'rows'; it has T, E, k, weights"),
+        ({"dtype": "int8"}, "no dtype 'int8'"),
+        ({"weights": "some"}, "`weights` must be one of all, renorm, after"),
+        ({"k": 129}, "k must not exceed E"),
+        ({"T": 0}, "must be positive"),
+        ({"T": "many"}, "must be positive"),
+    ],
+)
+def test_a_wrong_entry_is_named(wrong, text):
+    with pytest.raises(BenchError, match=text) as caught:
+        select(entry(), entry(**wrong))
+    assert "entry 2" in str(caught.value)
+
+
+def test_a_missing_parameter_is_named():
+    with pytest.raises(BenchError, match="needs a value for 'k'"):
+        select({"op": "topk_softmax", "T": 1, "E": 8})
+
+
+@pytest.mark.parametrize(
+    ("filters", "text"),
+    [
+        ({"family": "poetry"}, "no family 'poetry'; there are routing"),
+        ({"op": "sonnet"}, "no operator 'sonnet'; there are topk_softmax"),
+    ],
+)
+def test_filters_that_name_nothing(filters, text):
+    assert len(select(entry(), family="routing", op="topk_softmax")) == 1
+    with pytest.raises(BenchError, match=text):
+        select(entry(), **filters)
+
+
+def test_an_unknown_suite_lists_the_others():
+    with pytest.raises(BenchError, match="no suite 'huge'; there are s"):
+        cases.select({"suites": {"s": []}}, OPS, suite="huge")
+
+
+def test_without_pyyaml_the_message_says_what_to_install(monkeypatch, benchmarks):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(BenchError, match=r"PyYAML.*pip install 'tiercel\[bench\]'"):
+        cases.read(benchmarks / "suites.yaml")
+
+
+@pytest.mark.parametrize("text", ["[1, 2", "suites: 3", "- a"])
+def test_a_file_that_is_none(tmp_path, text):
+    path = tmp_path / "suites.yaml"
+    path.write_text(text)
+    with pytest.raises(BenchError, match=r"suites\.yaml"):
+        cases.read(path)

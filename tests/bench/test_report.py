@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""benchmarks/README.md comes from the committed results and from nothing else."""
+
+import random
+
+import pytest
+
+from tiercel.bench import BenchError, report
+from tiercel.bench.records import dump
+
+
+def test_the_committed_page_is_up_to_date(benchmarks):
+    assert report.update(benchmarks, check=True), "run `tiercel bench report`"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "results" / "NVIDIA_H200").mkdir(parents=True)
+    (tmp_path / "README.md").write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    return tmp_path
+
+
+def write(folder, name, rows):
+    path = folder / "results" / "NVIDIA_H200" / name
+    path.write_text("".join(dump(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def rows(record):
+    limit = {"family": "limits", "timing": "graph"}
+    return [
+        record("torch", gbps=4300.0, op="copy", case="8 GB", dtype="int8", **limit),
+        record("torch", 0.0005, op="launch", case="-", dtype="none", **limit),
+        record("torch", tflops=780.0, op="gemm", case="-", **limit),
+        record(),
+        record("quack", 0.001, exact=False, ratio=0.5),
+        record("vllm", 0.003, ratio=1.5, version="0.33.0"),
+        record("torch", 0.030, ratio=15.0),
+        record(case="T2 E128 k8 renorm"),
+        record("vllm", 0.004, ratio=2.0, case="T2 E128 k8 renorm"),
+        record(timing="host", gbps=None, limit_frac=None),
+        record("torch.topk", 0.014, timing="host", ratio=7.0, gbps=None, limit_frac=None),
+        record("vllm", dtype="float32", status="wrong", ms_median=None, timing=""),
+    ]
+
+
+def test_what_it_says(rows):
+    text = report.render(rows)
+    head = "| case | dtype | tiercel | GB/s | of limit | quack | torch | vllm |"
+    assert head in text
+    small = "| T2 E128 k8 renorm | bf16 | 2.00 | 100 | 25% |  |  | 4.00 (2.00) |"
+    large = (
+        "| T16 E128 k8 renorm | bf16 | 2.00 | 100 | 25% | ~1.00 (0.50) | 30.00 (15.00) "
+        "| 3.00 (1.50) |"
+    )
+    assert small in text and large in text
+    assert text.index(small) < text.index(large)  # by number, not by letter
+    # The fastest exact peer is vllm: quack does not count for it.
+    best = "| topk_softmax | graph | bfloat16 | fastest exact peer | 2 | 1.50 | 1.73 | 2.00 |"
+    assert best in text
+    assert "| topk_softmax | host | bfloat16 | torch.topk | 1 | 7.00 | 7.00 | 7.00 |" in text
+    assert "### topk_softmax: host time of an eager call" in text
+    assert "0123456789ab |" in text and "copy 4300 GB/s" in text and "vllm 0.33.0" in text
+    assert "`tiercel bench --suite full`" in text
+
+
+def test_no_results(folder):
+    assert report.render([]) == "No results are committed yet.\n"
+    assert not report.update(folder, check=False)
+    assert "No results are committed yet." in (folder / "README.md").read_text()
+
+
+def test_it_is_the_same_in_any_order(folder, rows, record):
+    texts = set()
+    rows.append(record("torch", 0.031, ratio=15.5))  # one that a run measured twice
+    for seed in range(5):
+        random.Random(seed).shuffle(rows)
+        cut = seed + 3
+        write(folder, "a.jsonl", rows[:cut])
+        write(folder, "b.jsonl", rows[cut:])
+        report.update(folder, check=False)
+        texts.add((folder / "README.md").read_text())
+    assert len(texts) == 1
+    (text,) = texts
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+
+
+def test_check_writes_nothing_and_tells(folder, rows, record):
+    write(folder, "a.jsonl", rows)
+    before = (folder / "README.md").read_text()
+    assert not report.update(folder, check=True)
+    assert (folder / "README.md").read_text() == before
+    assert not report.update(folder, check=False)
+    assert report.update(folder, check=True)
+    write(folder, "b.jsonl", [record(ms=0.0021, run="r2", date="2026-02-02")])
+    assert not report.update(folder, check=True)
+
+
+def test_a_page_without_markers(folder):
+    (folder / "README.md").write_text("nothing")
+    with pytest.raises(BenchError, match="lacks the lines"):
+        report.update(folder, check=False)
+    (folder / "README.md").unlink()
+    with pytest.raises(BenchError, match="cannot read"):
+        report.update(folder, check=True)

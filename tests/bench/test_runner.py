@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Correct first, then timed, in turn."""
+
+import dataclasses
+
+import pytest
+
+from tiercel.bench.launch import Unsupported
+from tiercel.bench.runner import Settings, input_sets, run_case
+
+SETTINGS = Settings(warmup=2, iterations=3, rounds=5)
+
+
+def by_name(results, timing="graph"):
+    return {r.impl.name: r for r in results if r.timing in (timing, "")}
+
+
+def test_times_and_ratios(toy, toy_case, impl, fake_clock):
+    clock = fake_clock({"tiercel": 2.0, "peer": 3.0})
+    found = run_case(
+        toy, toy_case, [impl("tiercel", ours=True), impl("peer")], clock, SETTINGS, "cpu"
+    )
+    rows = by_name(found)
+    assert rows["tiercel"].summary.median == 2.0 and rows["tiercel"].ratio is None
+    assert rows["peer"].ratio == 1.5
+    assert [len(samples) for samples in rows["peer"].rounds] == [3] * 5
+    # Warm-up before the samples of each round, the two taking turns at being first.
+    assert (
+        clock.sampled()[:8]
+        == ["tiercel", "tiercel", "peer", "peer"] + ["peer"] * 2 + ["tiercel"] * 2
+    )
+    assert [entry[2] for entry in clock.log if entry[0] == "sample"][:2] == [2, 3]
+
+
+def test_a_wrong_one_is_never_timed(toy, toy_case, impl, fake_clock):
+    clock = fake_clock({"tiercel": 2.0, "fast and wrong": 0.1})
+    impls = [impl("tiercel", ours=True), impl("fast and wrong", 2.5)]
+    rows = by_name(run_case(toy, toy_case, impls, clock, SETTINGS, "cpu"))
+    wrong = rows["fast and wrong"]
+    assert (wrong.status, wrong.reason) == ("wrong", "2.0 off")
+    assert wrong.rounds == [] and wrong.ratio is None
+    assert "fast and wrong" not in {entry[1] for entry in clock.log}
+    assert rows["tiercel"].status == "ok"
+
+
+def test_a_graph_that_does_nothing_is_wrong(toy, toy_case, impl, fake_clock):
+    clock = fake_clock({"tiercel": 2.0})
+    clock.dead_graphs.add("tiercel")
+    rows = by_name(run_case(toy, toy_case, [impl("tiercel", ours=True)], clock, SETTINGS, "cpu"))
+    assert rows["tiercel"].status == "wrong"
+    assert clock.sampled() == []
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [
+        (Unsupported("odd sizes only"), "unsupported", "odd sizes only"),
+        (RuntimeError("no kernel\nlong trace"), "error", "RuntimeError: no kernel"),
+        (ValueError(), "error", "ValueError"),
+    ],
+)
+def test_one_that_raises_does_not_stop_the_others(
+    toy, toy_case, impl, fake_clock, error, status, reason
+):
+    clock = fake_clock({"tiercel": 2.0})
+    impls = [impl("peer", error=error), impl("tiercel", ours=True)]
+    found = run_case(toy, toy_case, impls, clock, SETTINGS, "cpu")
+    assert [(r.impl.name, r.status) for r in found] == [("peer", status), ("tiercel", "ok")]
+    assert found[0].reason == reason
+
+
+def test_one_that_fails_while_timed_has_no_time(toy, toy_case, impl, fake_clock):
+    clock = fake_clock({"tiercel": 2.0, "peer": [3.0] * 7 + [RuntimeError("lost")]})
+    impls = [impl("tiercel", ours=True), impl("peer")]
+    rows = by_name(run_case(toy, toy_case, impls, clock, SETTINGS, "cpu"))
+    assert (rows["peer"].status, rows["peer"].reason) == ("error", "RuntimeError: lost")
+    assert rows["tiercel"].status == "ok"
+
+
+def test_without_ours_there_is_no_ratio(toy, toy_case, impl, fake_clock):
+    clock = fake_clock({"peer": 3.0})
+    impls = [impl("tiercel", 3.0, ours=True), impl("peer")]
+    rows = by_name(run_case(toy, toy_case, impls, clock, SETTINGS, "cpu"))
+    assert rows["tiercel"].status == "wrong" and rows["peer"].ratio is None
+
+
+def test_inputs_go_round_past_the_cache_unless_hot(toy, toy_case, impl, fake_clock):
+    cold = dataclasses.replace(toy, hot=False, bytes_moved=lambda case: 10_000_000)
+    seeds = []
+    cold = dataclasses.replace(
+        cold, make=lambda case, device, seed: seeds.append(seed) or toy.make(case, device, seed)
+    )
+    clock = fake_clock({"tiercel": 2.0})
+    found = run_case(cold, toy_case, [impl("tiercel", ours=True)], clock, SETTINGS, "cpu")
+    assert seeds == list(range(12))  # 120 MB: twice the cache
+    assert ("prepare", "tiercel", 12) in clock.log
+    assert found[0].sets == 12
+    assert input_sets(toy, toy_case) == 1
+    huge = dataclasses.replace(cold, bytes_moved=lambda case: 10**12)
+    assert input_sets(huge, toy_case) == 2
+
+
+def test_host_time_beside_the_baseline(toy, toy_case, impl, fake_clock):
+    def named(name):
+        def call():
+            return None
+
+        call.host_name = name
+        return call
+
+    bench = dataclasses.replace(
+        toy, host_baselines={"torch.double": lambda case, inputs: named("torch.double")}
+    )
+    case = dataclasses.replace(toy_case, host=True)
+    clock = fake_clock({"tiercel": 2.0}, host={"ours": 0.004, "torch.double": 0.010})
+    impls = [impl("tiercel", ours=True, host=named("ours")), impl("bad", 5.0)]
+    found = run_case(bench, case, impls, clock, SETTINGS, "cpu")
+    rows = by_name([r for r in found if r.timing == "host"], "host")
+    assert set(rows) == {"tiercel", "torch.double"}
+    assert rows["tiercel"].summary.median == 0.004
+    assert rows["torch.double"].ratio == pytest.approx(2.5)

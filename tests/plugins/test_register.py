@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A function of others as a backend: registering it, and calling it in every way."""
+
+import functools
+import typing
+import warnings
+
+import pytest
+import torch
+
+import tiercel
+from tiercel import _op, backends
+from tiercel.plugins import types
+from tiercel.plugins.contracts import CONTRACTS, contract_of
+
+pytestmark = pytest.mark.torch
+
+register = functools.partial(backends.register, op="topk_softmax")
+EXPECTED = r"Expected \(scores, k, softmax_first, renormalize, indices_dtype\)"
+
+
+def good(scores, k, softmax_first, renormalize, indices_dtype):
+    return tiercel.ref.topk_softmax(
+        scores,
+        k,
+        softmax_first=softmax_first,
+        renormalize=renormalize,
+        indices_dtype=indices_dtype,
+    )
+
+
+@pytest.fixture
+def scores():
+    return torch.randn(4, 8)
+
+
+@pytest.fixture
+def calls():
+    """The calls that the backend `mine` got."""
+    seen = []
+
+    def mine(*args):
+        seen.append(args)
+        return good(*args)
+
+    register(name="mine", fn=mine, language="torch")
+    return seen
+
+
+def test_every_way_to_ask_for_it(scores, calls, monkeypatch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tiercel.topk_softmax(scores, 2, renormalize=True, backend="mine")
+        assert calls.pop()[1:] == (2, True, True, torch.int32)
+        with tiercel.use_backend("mine"):
+            tiercel.topk_softmax(scores, 2, softmax_first=False, indices_dtype=torch.int64)
+        assert calls.pop()[1:] == (2, False, False, torch.int64)
+        tiercel.set_backend("topk_softmax", "mine")
+        torch.ops.tiercel.topk_softmax(scores, 3)
+        assert calls.pop()[1] == 3
+        tiercel.set_backend("topk_softmax", "ref")
+        tiercel.topk_softmax(scores, 2)
+        assert calls == []
+    told = tiercel.explain(tiercel.topk_softmax, scores, 2, backend="mine")
+    assert str(told) == "topk_softmax runs on mine: it was asked for"
+
+
+def test_environment(run_python):
+    code = """
+import torch, tiercel, warnings
+warnings.simplefilter("error")
+@tiercel.backends.register(op="topk_softmax", name="mine")
+def mine(scores, k, softmax_first, renormalize, indices_dtype):
+    print("mine")
+    return scores[:, :k].float(), torch.zeros(len(scores), k, dtype=indices_dtype)
+tiercel.topk_softmax(torch.zeros(1, 2), 1)
+"""
+    assert run_python(code, TIERCEL_BACKEND="topk_softmax=mine").stdout == "mine\n"
+    assert run_python(code, TIERCEL_BACKEND="mine").stdout == "mine\n"
+
+
+def test_it_is_never_a_fallback(scores, calls):
+    with pytest.warns(tiercel.FallbackWarning):
+        tiercel.topk_softmax(scores, 2)
+    assert calls == []
+
+
+def test_out_gradients_and_compile(scores, calls):
+    weights, indices = torch.empty(4, 2), torch.empty(4, 2, dtype=torch.int64)
+    tiercel.topk_softmax(scores, 2, out=(weights, indices), backend="mine")
+    due = tiercel.topk_softmax(scores, 2, indices_dtype=torch.int64, backend="ref")
+    assert torch.equal(weights, due[0]) and torch.equal(indices, due[1])
+    wanted = scores.clone().requires_grad_()
+    tiercel.topk_softmax(wanted, 2, backend="mine")[0][:, 0].sum().backward()
+    other = scores.clone().requires_grad_()
+    tiercel.ref.topk_softmax(other, 2)[0][:, 0].sum().backward()
+    torch.testing.assert_close(wanted.grad, other.grad)
+    compiled = torch.compile(
+        lambda s: tiercel.topk_softmax(s, 2, backend="mine"), backend="aot_eager", fullgraph=True
+    )
+    assert torch.equal(compiled(scores)[1], due[1])
+    assert len(calls) == 3
+
+
+def test_arguments_are_checked_before(scores, calls):
+    with pytest.raises(ValueError, match="k must be between 1 and"):
+        tiercel.topk_softmax(scores, 9, backend="mine")
+    with pytest.raises(TypeError, match="`scores` must have dtype"):
+        tiercel.topk_softmax(scores.int(), 2, backend="mine")
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda w, i: w, TypeError, r"the tensors \(weights, indices\), got \(Tensor\)"),
+        (lambda w, i: None, TypeError, r"\(weights, indices\), got \(NoneType\)"),
+        (lambda w, i: (w, [1]), TypeError, r"\(weights, indices\), got \(Tensor, list\)"),
+        (lambda w, i: (w.half(), i), TypeError, "`weights` of dtype float32, got float16"),
+        (lambda w, i: (w, i.long()), TypeError, "`indices` of dtype int32, got int64"),
+        (lambda w, i: (w[:, :1], i), ValueError, r"of shape \[T, k\] = \[4, 2\], got \[4, 1\]"),
+        (lambda w, i: (w, i[0]), ValueError, r"`indices` of shape \[T, k\] = \[4, 2\], got \[2\]"),
+        (lambda w, i: (w.t().contiguous().t(), i), ValueError, r"contiguous, got strides \[1, 4\]"),
+        (lambda w, i: (w.to("meta"), i), ValueError, "`weights` on cpu, got one on meta"),
+    ],
+)
+def test_outputs_are_checked_after(scores, change, error, message):
+    register(name="bad", fn=lambda *args: change(*good(*args)))
+    with pytest.raises(error, match=f"topk_softmax: backend 'bad' must return .*{message}"):
+        tiercel.topk_softmax(scores, 2, backend="bad")
+
+
+def test_a_list_is_a_tuple(scores):
+    register(name="mine", fn=lambda *args: list(good(*args)))
+    assert isinstance(tiercel.topk_softmax(scores, 2, backend="mine"), tuple)
+
+
+def test_gpu_languages_say_that_they_need_a_gpu(scores, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for language in ("cuda", "triton", "cute"):
+        register(name="mine", fn=good, language=language, replace=True)
+        with pytest.raises(RuntimeError, match=f"a {language} kernel and needs CUDA tensors"):
+            tiercel.topk_softmax(scores, 2, backend="mine")
+    register(name="mine", fn=good, language="triton", replace=True)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    tiercel.topk_softmax(scores, 2, backend="mine")
+
+
+def test_names():
+    register(name="mine", fn=good, description="one", language="torch")
+    with pytest.raises(ValueError, match="'mine' is registered already, from .*; replace=True"):
+        register(name="mine", fn=good)
+    register(name="mine", fn=good, description="two", replace=True)
+    assert _op.registry["topk_softmax"].backends["mine"].description == "two"
+    for name in ("sm90", "ref", "auto"):
+        with pytest.raises(ValueError, match=f"'{name}': that name is Tiercel's own"):
+            register(name=name, fn=good, replace=True)
+    for name in ("", "a b", "a=b", "a,b", "-a", "é", "a\n", 3):
+        with pytest.raises(ValueError, match="a name is made of letters"):
+            register(name=name, fn=good)
+    with pytest.raises(ValueError, match="no operator 'nope' takes backends; these do: topk"):
+        backends.register(op="nope", name="mine", fn=good)
+    backends.unregister("topk_softmax", "mine")
+    with pytest.raises(ValueError, match="topk_softmax has no registered backend 'mine'"):
+        backends.unregister("topk_softmax", "mine")
+    with pytest.raises(ValueError, match="topk_softmax has no backend 'mine'"):
+        tiercel.set_backend("topk_softmax", "mine")
+    assert set(_op.registry["topk_softmax"].backends) == {"sm90", "ref"}
+
+
+def test_decorator():
+    @register(name="mine")
+    def mine(scores, k, softmax_first, renormalize, indices_dtype):
+        return good(scores, k, softmax_first, renormalize, indices_dtype)
+
+    assert mine.__name__ == "mine"
+    tiercel.topk_softmax(torch.zeros(1, 2), 1, backend="mine")
+
+
+class Callable:
+    def __call__(self, scores, k, softmax_first, renormalize, indices_dtype):
+        return good(scores, k, softmax_first, renormalize, indices_dtype)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        good,
+        Callable(),
+        Callable().__call__,
+        functools.partial(good),
+        lambda scores, k, softmax_first, renormalize, indices_dtype, warps=4: good(
+            scores, k, softmax_first, renormalize, indices_dtype
+        ),
+        lambda scores, k, warps=4, *, softmax_first, renormalize, indices_dtype: good(
+            scores, k, softmax_first, renormalize, indices_dtype
+        ),
+        lambda scores, k, *, renormalize, indices_dtype, softmax_first: good(
+            scores, k, softmax_first, renormalize, indices_dtype
+        ),
+        lambda scores, /, k, **options: good(scores, k, **options),
+        lambda scores, *rest: good(scores, *rest),
+        lambda **arguments: good(**arguments),
+        lambda *arguments: good(*arguments),
+    ],
+)
+def test_signatures_that_fit(fn, scores):
+    register(name="mine", fn=fn)
+    got = tiercel.topk_softmax(scores, 2, softmax_first=False, backend="mine")
+    due = tiercel.topk_softmax(scores, 2, softmax_first=False, backend="ref")
+    assert torch.equal(got[0], due[0]) and torch.equal(got[1], due[1])
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (3, "must be callable, got int"),
+        (None, None),
+        (lambda scores, k, softmax_first, renormalize: 0, "`indices_dtype` is missing. Expected"),
+        (lambda scores, k: 0, "`softmax_first` is missing; `renormalize` is missing; `indices_d"),
+        (lambda: 0, "`scores` is missing"),
+        (
+            lambda logits, k, softmax_first, renormalize, indices_dtype: 0,
+            r"argument 1 is `logits`, must be `scores`\. Expected .*, got \(logits, k, ",
+        ),
+        (
+            lambda scores, topk, softmax_first, renormalize, indices_dtype: 0,
+            r"argument 2 is `topk`, must be `k`\.",
+        ),
+        (
+            lambda scores, k, softmax_first, renormalize, indices_dtype, warps: 0,
+            r"`warps` is extra and has no default\.",
+        ),
+        (
+            lambda k, scores, softmax_first, renormalize, indices_dtype: 0,
+            r"the order is k, scores, softmax_first, renormalize, indices_dtype\.",
+        ),
+        (
+            lambda scores, k, renormalize, softmax_first, indices_dtype: 0,
+            "the order is scores, k, renormalize, softmax_first, indices_dtype",
+        ),
+    ],
+)
+def test_signatures_that_do_not_fit(fn, message):
+    if message is None:  # a decorator then, and nothing is registered
+        assert callable(register(name="mine", fn=fn))
+    else:
+        with pytest.raises(TypeError, match=f"topk_softmax: backend 'mine' .*{message}") as info:
+            register(name="mine", fn=fn)
+        assert "callable" in message or "Expected (scores, k, softmax_first" in str(info.value)
+    assert set(_op.registry["topk_softmax"].backends) == {"sm90", "ref"}
+
+
+def test_contracts_are_those_of_the_operators():
+    assert set(CONTRACTS) == set(_op.registry) == set(_op.families)
+    for op, contract in CONTRACTS.items():
+        assert contract.names == _op.registry[op].argument_names[:-1]
+        assert {v.name for v in _op.families[op]} <= {op, f"{op}_out"}
+    assert str(contract_of("topk_softmax")).startswith(
+        "topk_softmax(scores [T, E] float32 or bfloat16 or float16, k: int, softmax_first: bool,"
+    )
+
+
+def test_typed_aliases():
+    contract = contract_of("topk_softmax")
+    base, spec = typing.get_args(types.Weights)
+    assert base is torch.Tensor and spec == contract.spec("weights")
+    import inspect
+
+    names = tuple(inspect.signature(types.TopkSoftmax.__call__).parameters)[1:]
+    assert names == contract.names
+
+
+def test_the_input_generator_gives_what_the_case_says():
+    contract = contract_of("topk_softmax")
+    kinds = set()
+    for case in (*contract.cases, *contract.timing.values()):
+        arguments = contract.make(case, "cpu", 1)
+        again = contract.make(case, "cpu", 1)
+        assert tuple(arguments) == contract.names
+        scores = arguments["scores"]
+        assert scores.shape == (case.sizes["T"], case.sizes["E"])
+        assert str(scores.dtype) == f"torch.{case.dtype}"
+        assert torch.equal(scores.nan_to_num(9), again["scores"].nan_to_num(9))
+        assert scores.is_contiguous() == (case.values != "strided")
+        kinds.add(case.values)
+    assert kinds == {"random", "ties", "strided", "special"}

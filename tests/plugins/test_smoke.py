@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tiercel smoke``: what each kind of backend gets, and that none stops the others."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tiercel.plugins.smoke import table
+
+pytestmark = pytest.mark.torch
+
+KERNEL = """
+import os, time, ctypes, torch, tiercel
+from tiercel.ref import topk_softmax as ref
+def right(scores, k, softmax_first, renormalize, indices_dtype):
+    return ref(scores, k, softmax_first=softmax_first, renormalize=renormalize,
+               indices_dtype=indices_dtype)
+@tiercel.backends.register(op="topk_softmax", name="{name}", language="torch")
+def kernel(scores, *rest):
+    weights, indices = right(scores, *rest)
+    {body}
+    return weights, indices
+"""
+# name -> what it does, status, part of the reason
+KERNELS = {
+    "right": ("pass", "right", None),
+    "loud": ("print('x' * 100000)", "right", None),
+    "dtype": ("weights = weights.double()", "error", "`weights` of dtype float32, got float64"),
+    "shape": ("indices = indices[:, :1]", "error", r"`indices` of shape [T, k] = [1, 2], got"),
+    "raises": ("raise KeyError('x')", "error", "KeyError: 'x' (T=1 E=8 k=2"),
+    "values": ("weights = weights * 1.001", "wrong", "by up to"),
+    "ties": ("if rest[0] == 8: indices = indices.flip(1)", "wrong", "of `indices` are wrong"),
+    "changes": ("scores += 1", "wrong", "it changed `scores`"),
+    "segfault": (
+        "if len(scores) == 7: ctypes.string_at(0)",
+        "crash",
+        "killed by SIGSEGV at T=7",
+    ),
+    "exits": ("os._exit(3)", "crash", "ended with exit code 3 at T=1 E=8"),
+    "hangs": ("if len(scores) == 33: time.sleep(1000)", "hang", "no end after 30 s at T=33 E=64"),
+    "some": (
+        "if scores.dtype == torch.bfloat16: raise NotImplementedError('no bfloat16')",
+        "right",
+        "cases not supported: NotImplementedError: no bfloat16",
+    ),
+    "none": ("raise NotImplementedError", "error", "it takes none of the cases"),
+}
+
+
+def smoke(*args, cwd, env=None):
+    return subprocess.run(
+        [sys.executable, "-m", "tiercel", "smoke", "--device", "cpu", *map(str, args)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=600,
+        env=env,
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("smoke")
+    kernels = folder / "kernels"
+    kernels.mkdir()
+    for name, (body, *_) in KERNELS.items():
+        (kernels / f"{name}.py").write_text(KERNEL.format(name=name, body=body))
+    (kernels / "broken.py").write_text("import no_such_module")
+    (kernels / "nothing.py").write_text("x = 1")
+    result = smoke("--path", "kernels", "--timeout", 30, "--save", "out.jsonl", cwd=folder)
+    records = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+    return result, records
+
+
+def test_each_backend_gets_its_own_result(run):
+    _, records = run
+    found = {record["backend"]: record for record in records if record["backend"] != "-"}
+    assert set(found) == set(KERNELS)
+    for name, (_, status, reason) in KERNELS.items():
+        record = found[name]
+        assert record["status"] == status, record
+        assert (record["reason"] is None) == (reason is None), record
+        assert reason is None or reason in record["reason"], record
+    for name in ("right", "loud", "some"):
+        assert found[name]["correct"] == 1 and found[name]["ms"] > 0
+        assert found[name]["speedup"] == found[name]["ref_ms"] / found[name]["ms"]
+    assert found["dtype"]["correct"] == 0 and found["values"]["ms"] is None
+    assert 0 < found["ties"]["correct"] < 1
+    assert 0 < found["segfault"]["correct"] < 1  # what came before it counts
+    assert found["hangs"]["cases"][0]["status"] == "right"
+
+
+def test_files_that_do_not_load_have_a_row(run):
+    _, records = run
+    failed = {record["origin"].rpartition("/")[2]: record for record in records}
+    assert failed["broken.py"]["status"] == "error"
+    assert failed["broken.py"]["reason"] == (
+        "ModuleNotFoundError: No module named 'no_such_module'"
+    )
+    assert "registers no backend" in failed["nothing.py"]["reason"]
+
+
+def test_table_and_exit_code(run):
+    result, records = run
+    assert result.returncode == 1 and result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert len(lines) == 1 + len(records)
+    assert lines[0].split() == ["op", "backend", "language", "correct", "time", "speed-up"]
+    row = next(line for line in lines if " right " in line)
+    assert re.search(r"torch +100\.0 % +[\d.]+ (us|ms) +[\d.]+x$", row)
+    row = next(line for line in lines if " segfault " in line)
+    assert re.search(r"torch +\d\d\.\d % +crash: killed by SIGSEGV", row)
+    assert any(" broken.py " in line and "no_such_module" in line for line in lines)
+
+
+def test_versions_of_one_kernel_side_by_side(tmp_path):
+    (tmp_path / "v1.py").write_text(KERNEL.format(name="mine", body="pass"))
+    (tmp_path / "v2.py").write_text(KERNEL.format(name="mine", body="pass"))
+    result = smoke("--path", "v1.py", "--path", "v2.py", "ref", "mine", cwd=tmp_path)
+    assert result.returncode == 0, result.stdout
+    names = [line.split("torch")[0].split(maxsplit=1)[1].strip() for line in lines_of(result)]
+    assert names == ["ref", "mine (v1.py)", "mine (v2.py)"]
+
+
+def lines_of(result):
+    return result.stdout.splitlines()[1:]
+
+
+def test_everything_that_is_registered(tmp_path):
+    (tmp_path / "kernels_of_others.py").write_text(KERNEL.format(name="theirs", body="pass"))
+    info = tmp_path / "others-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: others\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[tiercel.backends]\nothers = kernels_of_others\n")
+    import os
+
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    result = smoke(cwd=tmp_path, env=env)
+    assert result.returncode == 0, result.stdout + result.stderr
+    text = result.stdout
+    assert re.search(r"ref +torch +100\.0 %", text) and re.search(r"theirs +torch +100\.0 %", text)
+    # On the CPU, sm90 has nothing to show; but it fails where it was named.
+    assert re.search(r"sm90 +cuda +skipped: the sm90 kernels need CUDA tensors", text)
+    assert smoke("sm90", cwd=tmp_path, env=env).returncode == 1
+
+
+def test_what_cannot_be_run(tmp_path):
+    for arguments, message in [
+        (["nope"], "no backend nope; there is ref, sm90"),
+        (["--op", "nope"], "no operator 'nope' takes backends; these do: topk_softmax"),
+        (["--path", "nope.py"], "there is no file or folder nope.py"),
+        (["--timeout", "0"], "must be positive"),
+    ]:
+        result = smoke(*arguments, cwd=tmp_path)
+        assert result.returncode == 2 and message in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+def test_percent_is_rounded_down():
+    assert table.percent(1.0) == "100.0 %"
+    assert table.percent(0.99999) == "99.9 %"
+    assert table.percent(0.0) == "0.0 %" and table.percent(None) == ""

@@ -1,0 +1,431 @@
+# SPDX-License-Identifier: Apache-2.0
+"""topk_softmax with PyTorch and without a GPU: reference, public function, registration."""
+
+import math
+import warnings
+
+import pytest
+import torch
+
+import tiercel
+
+pytestmark = pytest.mark.torch
+
+OPTIONS = [(first, renormalize) for first in (True, False) for renormalize in (True, False)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+INF, NAN = math.inf, math.nan
+
+
+@pytest.fixture(autouse=True)
+def _on_ref():
+    with tiercel.use_backend("ref"):
+        yield
+
+
+def brute_force(row, k, softmax_first, renormalize):
+    """One row of Python floats, by the definition."""
+    # NaN first, then descending; sorted() keeps ties in index order.
+    order = sorted(range(len(row)), key=lambda i: (0, 0) if math.isnan(row[i]) else (1, -row[i]))
+    order = order[:k]
+    if softmax_first:
+        all_weights = softmax(row)
+        weights = [all_weights[i] for i in order]
+    else:
+        weights = softmax([row[i] for i in order])
+    if renormalize:
+        total = sum(weights)
+        weights = [w / total for w in weights]
+    return weights, order
+
+
+def softmax(values):
+    top = max(values, key=lambda v: (math.isnan(v), v))
+    if math.isnan(top) or math.isinf(top):
+        return [NAN] * len(values)
+    exps = [math.exp(v - top) for v in values]
+    return [e / sum(exps) for e in exps]
+
+
+def assert_matches(scores, k, softmax_first, renormalize, **kwargs):
+    weights, indices = tiercel.topk_softmax(
+        scores, k, softmax_first=softmax_first, renormalize=renormalize, **kwargs
+    )
+    expected = [brute_force(row, k, softmax_first, renormalize) for row in scores.double().tolist()]
+    assert indices.tolist() == [order for _, order in expected]
+    # float32 arithmetic: a few roundings of 2**-24 each.
+    truth = torch.tensor([w for w, _ in expected], dtype=torch.float64).reshape(weights.shape)
+    torch.testing.assert_close(weights.double(), truth, rtol=1e-5, atol=1e-7, equal_nan=True)
+    assert weights.dtype == torch.float32 and weights.is_contiguous() and indices.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("softmax_first", "renormalize"), OPTIONS)
+def test_random_scores(dtype, softmax_first, renormalize):
+    generator = torch.Generator().manual_seed(1)
+    for experts, k in [(1, 1), (2, 2), (7, 3), (8, 8), (64, 8), (127, 16), (512, 5), (600, 20)]:
+        scores = torch.randn(5, experts, generator=generator).to(dtype)
+        assert_matches(scores, k, softmax_first, renormalize)
+
+
+@pytest.mark.parametrize(("softmax_first", "renormalize"), OPTIONS)
+@pytest.mark.parametrize(
+    "row",
+    [
+        [0.0, 0.0, 0.0, 0.0],
+        [-0.0, 0.0, -0.0, 0.0],
+        [0.0, -0.0, 1.0, -1.0],
+        [1.0, 2.0, 2.0, 1.0],
+        [-INF, 1.0, -INF, 0.0],
+        [-INF, -INF, -INF, -INF],
+        [INF, 1.0, 2.0, 3.0],
+        [INF, -INF, INF, 0.0],
+        [NAN, 1.0, 2.0, 3.0],
+        [1.0, NAN, INF, NAN],
+        [NAN, NAN, NAN, NAN],
+        [-NAN, NAN, 5.0, -NAN],
+        [1e4, -1e4, 0.0, 88.0],
+    ],
+)
+def test_special_values(row, softmax_first, renormalize):
+    for dtype in DTYPES:
+        for k in (1, 2, 4):
+            scores = torch.tensor([row, row[::-1]], dtype=dtype)
+            assert_matches(scores, k, softmax_first, renormalize)
+
+
+def test_ties_take_the_lowest_index():
+    generator = torch.Generator().manual_seed(2)
+    scores = torch.randint(-2, 3, (50, 96), generator=generator).bfloat16()
+    assert_matches(scores, 16, True, False)
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_empty_and_single(rows):
+    weights, indices = tiercel.topk_softmax(torch.randn(rows, 8), 3)
+    assert weights.shape == indices.shape == (rows, 3)
+
+
+def test_strided_scores():
+    base = torch.randn(12, 20)
+    for scores in (base.t(), base[:, ::2], base[::3, 1:], base[:1].expand(4, 20)):
+        assert_matches(scores, 4, True, False)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_indices_dtype(dtype):
+    scores = torch.randn(3, 8)
+    assert tiercel.topk_softmax(scores, 2, indices_dtype=dtype)[1].dtype == dtype
+    assert tiercel.topk_softmax(scores, 2)[1].dtype == torch.int32
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_out(dtype):
+    scores = torch.randn(3, 8)
+    out = torch.full((3, 2), 9.0), torch.full((3, 2), 9, dtype=dtype)
+    versions = [t._version for t in out]
+    result = tiercel.topk_softmax(scores, 2, out=out)
+    assert result[0] is out[0] and result[1] is out[1]
+    assert all(t._version > v for t, v in zip(out, versions, strict=True))
+    expected = tiercel.topk_softmax(scores, 2, indices_dtype=dtype)
+    assert torch.equal(out[0], expected[0]) and torch.equal(out[1], expected[1])
+
+
+def bad(**changes):
+    arguments = {"scores": torch.randn(4, 8), "k": 2} | changes
+    return tiercel.topk_softmax(**arguments)
+
+
+def out(weights=None, indices=None):
+    return (
+        torch.empty(4, 2) if weights is None else weights,
+        torch.empty(4, 2, dtype=torch.int32) if indices is None else indices,
+    )
+
+
+BAD = [
+    (
+        {"scores": torch.zeros(4, 8, dtype=torch.int64)},
+        TypeError,
+        "`scores` must have dtype float32, bfloat16 or float16, got int64",
+    ),
+    (
+        {"scores": torch.zeros(4, 8, dtype=torch.float64)},
+        TypeError,
+        "`scores` must have dtype float32, bfloat16 or float16, got float64",
+    ),
+    ({"scores": [[1.0, 2.0]]}, TypeError, "`scores` must be a torch.Tensor, got list"),
+    (
+        {"scores": torch.zeros(8)},
+        ValueError,
+        "`scores` must have 2 dimensions, got 1 (shape [8])",
+    ),
+    (
+        {"scores": torch.tensor(1.0)},
+        ValueError,
+        "`scores` must have 2 dimensions, got 0 (shape [])",
+    ),
+    (
+        {"k": 9},
+        ValueError,
+        "k must be between 1 and the number of experts, got k = 9 for 8 experts",
+    ),
+    (
+        {"k": 0},
+        ValueError,
+        "k must be between 1 and the number of experts, got k = 0 for 8 experts",
+    ),
+    (
+        {"k": -1},
+        ValueError,
+        "k must be between 1 and the number of experts, got k = -1 for 8 experts",
+    ),
+    (
+        {"scores": torch.zeros(4, 0), "k": 1},
+        ValueError,
+        "k must be between 1 and the number of experts, got k = 1 for 0 experts",
+    ),
+    ({"k": 2.0}, TypeError, "`k` must be an int, got float"),
+    ({"renormalize": 1}, TypeError, "`renormalize` must be a bool, got int"),
+    ({"softmax_first": None}, TypeError, "`softmax_first` must be a bool, got NoneType"),
+    (
+        {"indices_dtype": torch.int16},
+        TypeError,
+        "`indices_dtype` must have dtype int32 or int64, got int16",
+    ),
+    (
+        {"out": out(torch.empty(4, 2, dtype=torch.float16))},
+        TypeError,
+        "`weights` must have dtype float32, got float16",
+    ),
+    (
+        {"out": out(indices=torch.empty(4, 2))},
+        TypeError,
+        "`indices` must have dtype int32 or int64, got float32",
+    ),
+    ({"out": out(torch.empty(4, 3))}, ValueError, "`out` has 3 columns, but `k` is 2"),
+    (
+        {"out": out(torch.empty(3, 2))},
+        ValueError,
+        "`weights` must have shape [T, k] = [4, 2], got [3, 2]",
+    ),
+    (
+        {"out": out(indices=torch.empty(4, 3, dtype=torch.int32))},
+        ValueError,
+        "`indices` must have shape [T, k] = [4, 2], got [4, 3]",
+    ),
+    (
+        {"out": out(torch.empty(2, 4).t())},
+        ValueError,
+        "`weights` must be contiguous, got strides [1, 4] for shape [4, 2]",
+    ),
+    (
+        {"out": out(torch.empty(4, 2, device="meta"))},
+        ValueError,
+        "`weights` must be on the device of `scores`, a CPU tensor, got a tensor on meta",
+    ),
+    ({"out": out([1.0])}, TypeError, "`weights` must be a torch.Tensor, got list"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "text"), BAD)
+def test_bad_arguments_are_named(changes, error, text):
+    with pytest.raises(error) as info:
+        bad(**changes)
+    assert str(info.value) == f"topk_softmax: {text}"
+
+
+def test_out_takes_no_gradient():
+    with pytest.raises(RuntimeError, match="topk_softmax: there is no derivative for `out=`"):
+        bad(scores=torch.randn(4, 8, requires_grad=True), out=out())
+    with torch.no_grad():
+        bad(scores=torch.randn(4, 8, requires_grad=True), out=out())
+
+
+@pytest.mark.parametrize(("softmax_first", "renormalize"), OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_are_those_of_ref(dtype, softmax_first, renormalize):
+    generator = torch.Generator().manual_seed(3)
+    scores = torch.randn(6, 12, generator=generator).to(dtype).requires_grad_()
+    pull = torch.randn(6, 4, generator=generator)
+    options = {"softmax_first": softmax_first, "renormalize": renormalize}
+    weights, indices = tiercel.topk_softmax(scores, 4, **options)
+    assert weights.requires_grad and not indices.requires_grad
+    (ours,) = torch.autograd.grad((weights * pull).sum(), scores)
+    expected, _ = tiercel.ref.topk_softmax(scores, 4, **options)
+    (theirs,) = torch.autograd.grad((expected * pull).sum(), scores)
+    assert ours.dtype == dtype
+    torch.testing.assert_close(
+        ours, theirs, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(("softmax_first", "renormalize"), OPTIONS)
+def test_ref_passes_gradcheck(softmax_first, renormalize):
+    scores = torch.randperm(40, generator=torch.Generator().manual_seed(4)).reshape(5, 8) / 10
+    scores = scores.double().requires_grad_()
+
+    def weights(s):
+        return tiercel.ref.topk_softmax(s, 3, softmax_first=softmax_first, renormalize=renormalize)[
+            0
+        ]
+
+    assert torch.autograd.gradcheck(weights, scores)
+
+
+@pytest.mark.parametrize(("softmax_first", "renormalize"), OPTIONS)
+def test_second_derivatives_are_those_of_ref(softmax_first, renormalize):
+    options = {"softmax_first": softmax_first, "renormalize": renormalize}
+    scores = torch.randn(3, 6, requires_grad=True)
+    results = []
+    for function in (tiercel.topk_softmax, tiercel.ref.topk_softmax):
+        (first,) = torch.autograd.grad(
+            function(scores, 2, **options)[0].square().sum(), scores, create_graph=True
+        )
+        results.append(torch.autograd.grad(first.square().sum(), scores)[0])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
+
+
+def test_transforms():
+    scores = torch.randn(2, 4, 8)
+    batched = torch.vmap(lambda s: tiercel.topk_softmax(s, 2)[0])(scores)
+    assert torch.equal(batched[1], tiercel.topk_softmax(scores[1], 2)[0])
+    tangent = torch.randn(4, 8)
+    _, out_tangent = torch.func.jvp(
+        lambda s: tiercel.topk_softmax(s, 2)[0], (scores[0],), (tangent,)
+    )
+    jacobian = torch.func.jacrev(lambda s: tiercel.topk_softmax(s, 2)[0])(scores[0])
+    expected = torch.einsum("tkab,ab->tk", jacobian, tangent)
+    torch.testing.assert_close(out_tangent, expected)
+
+
+def test_transforms_warn_when_ref_was_not_asked_for():
+    with tiercel.use_backend("auto"), pytest.warns(tiercel.FallbackWarning, match="torch.func"):
+        torch.vmap(lambda s: tiercel.topk_softmax(s, 2)[0])(torch.randn(2, 4, 8))
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize(
+    "args", [(3,), (3, False), (3, True, True, torch.int64), (2, True, False, torch.int32, "ref")]
+)
+def test_opcheck(args, requires_grad):
+    scores = torch.randn(6, 16, requires_grad=requires_grad)
+    torch.library.opcheck(torch.ops.tiercel.topk_softmax.default, (scores, *args))
+
+
+def test_opcheck_out():
+    weights, indices = torch.empty(6, 3), torch.empty(6, 3, dtype=torch.int64)
+    for dtype in DTYPES:
+        scores = torch.randn(6, 16).to(dtype)
+        torch.library.opcheck(
+            torch.ops.tiercel.topk_softmax_out.default, (scores, weights, indices)
+        )
+
+
+def test_fake_tensors():
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        scores = torch.empty(5, 16, device="cuda", dtype=torch.bfloat16)
+        weights, indices = tiercel.topk_softmax(scores, 4, indices_dtype=torch.int64)
+        assert (weights.shape, weights.dtype) == ((5, 4), torch.float32)
+        assert (indices.shape, indices.dtype) == ((5, 4), torch.int64)
+        assert weights.device == indices.device == scores.device
+        with pytest.raises(Exception, match="k must be between 1 and the number of experts"):
+            tiercel.topk_softmax(scores, 17)
+
+
+def test_the_compiled_module_refuses_fake_tensors():
+    from torch._subclasses import FakeTensorMode
+
+    from tiercel import _C
+
+    with FakeTensorMode():
+        scores = torch.empty(5, 16, device="cuda")
+        weights, indices = tiercel.topk_softmax(scores, 4)
+        for function in (_C.topk_softmax, _C.topk_softmax_plan):
+            with pytest.raises(ValueError, match=r"`scores` must have memory, got a tensor with"):
+                function(scores, weights, indices, True, False)
+
+
+def test_meta_tensors():
+    with warnings.catch_warnings(), tiercel.use_backend("auto"):
+        warnings.simplefilter("error")
+        weights, indices = tiercel.topk_softmax(torch.empty(5, 16, device="meta"), 4)
+    assert weights.is_meta and weights.shape == indices.shape == (5, 4)
+
+
+def model(scores):
+    weights, indices = tiercel.topk_softmax(
+        scores * 2, 3, renormalize=True, indices_dtype=torch.int64
+    )
+    return weights * 2, indices + 1
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(backend, dynamic):
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
+    for rows in (4, 7):
+        scores = torch.randn(rows, 8, requires_grad=True)
+        results = []
+        for function in (model, compiled):
+            weights, indices = function(scores)
+            (grad,) = torch.autograd.grad(weights.square().sum(), scores)
+            results.append((weights, indices, grad))
+        for expected, got in zip(*results, strict=True):
+            torch.testing.assert_close(got, expected)
+
+
+def test_compile_out():
+    torch._dynamo.reset()
+
+    def fill(scores, weights, indices):
+        tiercel.topk_softmax(scores, 2, out=(weights, indices))
+        return weights + 1
+
+    scores = torch.randn(4, 8)
+    compiled = torch.compile(fill, backend="aot_eager", fullgraph=True)
+    ours, theirs = out(), out()
+    assert torch.equal(compiled(scores, *ours), fill(scores, *theirs))
+    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict):
+    rows = torch.export.Dim("rows")
+    program = torch.export.export(
+        tiercel.nn.TopkSoftmax(2, renormalize=True),
+        (torch.randn(4, 8),),
+        dynamic_shapes=({0: rows},),
+        strict=strict,
+    )
+    assert "tiercel.topk_softmax.default" in str(program.graph)
+    scores = torch.randn(9, 8)
+    expected = tiercel.topk_softmax(scores, 2, renormalize=True)
+    got = program.module()(scores)
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+
+
+def test_module():
+    module = tiercel.nn.TopkSoftmax(2, softmax_first=False, indices_dtype=torch.int64)
+    scores = torch.randn(3, 4, 8)
+    weights, indices = module(scores)
+    expected = tiercel.topk_softmax(
+        scores.view(-1, 8), 2, softmax_first=False, indices_dtype=torch.int64
+    )
+    assert torch.equal(weights, expected[0].view(3, 4, 2))
+    assert torch.equal(indices, expected[1].view(3, 4, 2))
+    assert repr(module) == (
+        "TopkSoftmax(k=2, softmax_first=False, renormalize=False, indices_dtype=torch.int64)"
+    )
+
+
+def test_inference_mode_and_autocast():
+    scores = torch.randn(4, 8, requires_grad=True)
+    expected = tiercel.topk_softmax(scores.detach(), 2)[0]
+    with torch.inference_mode():
+        assert torch.equal(tiercel.topk_softmax(scores, 2)[0], expected)
+        tiercel.topk_softmax(scores, 2, out=out())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert tiercel.topk_softmax(scores, 2)[0].dtype == torch.float32
