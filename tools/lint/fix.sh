@@ -1,0 +1,4 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# bazel run //tools/lint:fix
+exec python3 "$@"
