@@ -43,6 +43,11 @@ def _packages_impl(mctx):
         python_version = pythons.versions[0],
     )
     python_packages(
+        name = "cute_packages",
+        locks = [Label(_LOCK.format("cute"))],
+        python_version = pythons.default,
+    )
+    python_packages(
         name = "torch_packages",
         locks = [Label(_LOCK.format("torch")), Label(_LOCK.format("torch-cuda"))],
         python_version = pythons.default,

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles a family's CuTe DSL kernels ahead of time: no GPU, no driver.
+
+One process for the whole family: a process costs seconds before its first kernel. Writes the
+cubins, a manifest and the C++ source that embeds them, all of them a function of the sources.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import os
+import pathlib
+import sys
+import tempfile
+
+_TRIPLE = "x86_64-unknown-linux-gnu"  # the host code runs in this build only, on any x86-64
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--packages", action="append", default=[], help="folder with the DSL")
+    parser.add_argument("--arch", required=True)
+    parser.add_argument("--main", required=True, help="the file that defines functions()")
+    parser.add_argument("--cc", required=True, help="a C compiler, to link the checks")
+    parser.add_argument("--header", required=True, help="what the C++ source includes")
+    parser.add_argument("--variant", required=True, help="the struct of a kernel's attributes")
+    parser.add_argument("--table", required=True, help="the function that returns the kernels")
+    parser.add_argument("--source", required=True, type=pathlib.Path)
+    parser.add_argument("--manifest", required=True, type=pathlib.Path)
+    parser.add_argument("--cubins", required=True, type=pathlib.Path, help="a folder")
+    parser.add_argument("--only", default="", help="compile only names with this in them")
+    return parser.parse_args()
+
+
+@dataclasses.dataclass
+class Compiled:
+    function: object
+    image: bytes
+    kernels: list
+    symbols: list[str]
+
+
+def compile_all(functions, arch: str, cc: str, folder: pathlib.Path) -> list[Compiled]:
+    import cubin
+    import cutlass.cute as cute
+    import oracle
+    from cutlass.cute.runtime import make_fake_stream, make_ptr
+    from declaration import Pointer
+
+    options = f"--gpu-arch {arch} --keep-cubin --host-target 'llvm -mtriple={_TRIPLE} -mcpu=x86-64'"
+    images, objects = [], {}
+    for i, function in enumerate(functions):
+        arguments = [
+            make_ptr(argument.dtype, 0, cute.AddressSpace.gmem, assumed_align=argument.align)
+            if isinstance(argument, Pointer)
+            else 1
+            for argument in function.arguments
+        ]
+        built = cute.compile(function.function, *arguments, make_fake_stream(), options=options)
+        images.append(built.__cubin__)
+        objects[f"function{i}"] = built.dump_to_object(f"function{i}")
+
+    compiled, errors = [], []
+    host = oracle.HostCode(objects, folder, cc)
+    for i, (function, image) in enumerate(zip(functions, images, strict=True)):
+        kernels = cubin.kernels(image)
+        symbols, wrong = oracle.check(function, f"function{i}", host, kernels)
+        compiled.append(Compiled(function, image, kernels, symbols))
+        errors += wrong
+    if errors:
+        sys.exit("\n".join(["the declaration does not fit the compiled kernels:", *errors]))
+    return compiled
+
+
+def main() -> None:
+    options = _options()
+    for name in ("source", "manifest", "cubins"):
+        setattr(options, name, getattr(options, name).absolute())
+    os.environ["CUTE_DSL_ARCH"] = options.arch  # before the import: else another target is built
+    os.environ.setdefault("HOME", tempfile.gettempdir())
+    for folder in reversed([pathlib.Path(folder).absolute() for folder in options.packages]):
+        # The second is what the package's .pth file would add.
+        sys.path[:0] = [str(folder / "nvidia_cutlass_dsl" / "dsl_packages"), str(folder)]
+    sys.path.insert(0, str(pathlib.Path(options.main).parent.absolute()))
+
+    folder = tempfile.TemporaryDirectory()
+    os.chdir(folder.name)  # the DSL leaves copies of its cubins in the folder it is imported in
+    import cutlass
+    import emit
+
+    family = importlib.import_module(pathlib.Path(options.main).stem)
+    functions = [f for f in family.functions() if options.only in f.name]
+    names = [function.name for function in functions]
+    if len(set(names)) != len(names):
+        sys.exit("two functions have the same name")
+    compiled = compile_all(functions, options.arch, options.cc, pathlib.Path(folder.name))
+
+    versions = {"dsl": cutlass.__version__, "ptxas": f"{cutlass.CUDA_VERSION.major}.{cutlass.CUDA_VERSION.minor}"}
+    options.cubins.mkdir(parents=True, exist_ok=True)
+    for item in compiled:
+        (options.cubins / f"{item.function.name}.cubin").write_bytes(item.image)
+    options.manifest.write_text(emit.manifest(compiled, options.arch, versions))
+    source = emit.source(compiled, options.header, options.variant, options.table)
+    options.source.write_text(source)
+
+
+if __name__ == "__main__":
+    main()

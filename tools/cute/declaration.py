@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a family declares its CuTe DSL kernels: what compile.py builds and checks.
+
+A family's main file defines `functions()`, a list of Function. Sizes that depend on the problem are
+expressions in the names of the function's scalars, such as "(m + 127) // 128".
+"""
+
+import dataclasses
+
+Expression = int | str
+
+
+@dataclasses.dataclass(frozen=True)
+class Pointer:
+    """A host argument that is an address; with a kernel parameter of the same name, passed on."""
+
+    name: str
+    dtype: type  # a Numeric type of the DSL
+    align: int = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Scalar:
+    """A 32-bit integer host argument, and the kernel parameter of the same name."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorMap:
+    """A kernel parameter that describes a tensor to the copy engine."""
+
+    tensor: str  # the Pointer that it starts at
+    shape: tuple[Expression, ...]  # row-major, as in torch
+    box: tuple[int, ...]  # in the same order
+    swizzle: str = "128B"
+    l2_promotion: str = "128B"
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One kernel that a function launches."""
+
+    parameters: tuple[Pointer | Scalar | TensorMap, ...]  # in the kernel's order
+    grid: tuple[Expression, Expression, Expression]
+    block: tuple[int, int, int]
+    smem: int  # dynamic shared memory, bytes
+    cluster: tuple[Expression, Expression, Expression] = (1, 1, 1)
+    dependent: bool = False  # programmatic dependent launch: the kernel waits for its predecessor
+
+
+@dataclasses.dataclass(frozen=True)
+class Function:
+    """One host function of the DSL, compiled to one cubin."""
+
+    name: str  # what explain and error messages call it
+    function: object  # what cute.compile takes
+    arguments: tuple[Pointer | Scalar, ...]  # of the host function, before the stream
+    launches: tuple[Launch, ...]
+    attributes: tuple[str, ...]  # C++ initialisers of the family's variant struct
+    problems: tuple[dict[str, int], ...]  # scalar values at which the build runs the host code
+
+
+def evaluate(expression: Expression, scalars: dict[str, int]) -> int:
+    """The value of an expression for a problem."""
+    if isinstance(expression, int):
+        return expression
+    return int(eval(expression, {"__builtins__": {}, "min": min, "max": max}, dict(scalars)))

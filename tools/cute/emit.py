@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the C++ source that embeds a family's cubins, and their manifest."""
+
+import hashlib
+import json
+
+from declaration import Launch, Pointer, TensorMap
+
+_SWIZZLES = {name: f"CU_TENSOR_MAP_SWIZZLE_{name.upper()}" for name in ("none", "32B", "64B", "128B")}
+_L2_PROMOTIONS = {
+    "none": "CU_TENSOR_MAP_L2_PROMOTION_NONE",
+    "64B": "CU_TENSOR_MAP_L2_PROMOTION_L2_64B",
+    "128B": "CU_TENSOR_MAP_L2_PROMOTION_L2_128B",
+    "256B": "CU_TENSOR_MAP_L2_PROMOTION_L2_256B",
+}
+
+# A string literal compiles far faster than a list of numbers; octal escapes end after three digits.
+_ESCAPES = [f"\\{byte:03o}" for byte in range(256)]
+_LINE = 24
+
+
+def kernel_name(function, index: int) -> str:
+    return function.name if len(function.launches) == 1 else f"{function.name}.{index}"
+
+
+def _literal(data: bytes) -> str:
+    lines = ("".join(_ESCAPES[b] for b in data[i : i + _LINE]) for i in range(0, len(data), _LINE))
+    return "\n".join(f'    "{line}"' for line in lines)
+
+
+def _maps(launch: Launch) -> str:
+    specs = []
+    for parameter in launch.parameters:
+        if isinstance(parameter, TensorMap):
+            box = ", ".join(str(side) for side in parameter.box)
+            swizzle = _SWIZZLES[parameter.swizzle]
+            promotion = _L2_PROMOTIONS[parameter.l2_promotion]
+            specs.append(f"{{{len(parameter.box)}, {{{box}}}, {swizzle}, {promotion}}}")
+    return "{" + ", ".join(specs) + "}"
+
+
+def source(compiled, header: str, variant: str, table: str) -> str:
+    """The C++ source: images, parameter layouts and the table of kernels."""
+    images, layouts, rows = [], [], []
+    for i, item in enumerate(compiled):
+        images.append(
+            f"alignas(64) const char kImage{i}[] =\n{_literal(item.image)};\n"
+            f"const Cubin kCubin{i}(kImage{i});\n"
+        )
+        by_symbol = {kernel.symbol: kernel for kernel in item.kernels}
+        for j, launch in enumerate(item.function.launches):
+            symbol = item.symbols[j]
+            parameters = by_symbol[symbol].parameters
+            values = ", ".join(f"{{{offset}, {size}}}" for offset, size in parameters)
+            layouts.append(
+                f"const CubinParameter kParameters{i}_{j}[] = {{{values}}};\n"
+                f'const CubinSymbol kSymbol{i}_{j} = {{&kCubin{i}, "{symbol}", '
+                f"kParameters{i}_{j}, {len(parameters)}}};\n"
+            )
+            block = launch.block[0] * launch.block[1] * launch.block[2]
+            rows.append(
+                f"    {{{{{', '.join(item.function.attributes)}}}, {_maps(launch)}, {block}, "
+                f'{launch.smem}, {str(launch.dependent).lower()}, Kernel("{kernel_name(item.function, j)}", '
+                f"&kSymbol{i}_{j}, {launch.smem})}},\n"
+            )
+    return (
+        "// SPDX-License-Identifier: Apache-2.0\n"
+        "// Generated from the family's CuTe DSL kernels; do not edit.\n"
+        f'#include "{header}"\n\n'
+        "namespace tiercel {\nnamespace {\n\n"
+        + "\n".join(images + layouts)
+        + f"\nconst CubinKernel<{variant}> kKernels[] = {{\n{''.join(rows)}}};\n\n"
+        "}  // namespace\n\n"
+        f"const CubinKernel<{variant}>* {table}(int* count) {{\n"
+        "  *count = sizeof(kKernels) / sizeof(kKernels[0]);\n"
+        "  return kKernels;\n}\n\n}  // namespace tiercel\n"
+    )
+
+
+def _parameter_record(parameter, layout: tuple[int, int]) -> dict:
+    record = {"offset": layout[0], "size": layout[1]}
+    if isinstance(parameter, TensorMap):
+        return record | {
+            "kind": "tensor map",
+            "tensor": parameter.tensor,
+            "shape": list(parameter.shape),
+            "box": list(parameter.box),
+            "swizzle": parameter.swizzle,
+            "l2_promotion": parameter.l2_promotion,
+            "alignment": 16,
+        }
+    kind = "pointer" if isinstance(parameter, Pointer) else "int32"
+    record |= {"kind": kind, "name": parameter.name}
+    return record | ({"alignment": parameter.align} if kind == "pointer" else {})
+
+
+def manifest(compiled, arch: str, versions: dict[str, str]) -> str:
+    """The manifest: what was declared and checked, by kernel."""
+    records = []
+    for item in compiled:
+        by_symbol = {kernel.symbol: kernel for kernel in item.kernels}
+        for j, launch in enumerate(item.function.launches):
+            layout = by_symbol[item.symbols[j]].parameters
+            records.append(
+                {
+                    "name": kernel_name(item.function, j),
+                    "symbol": item.symbols[j],
+                    "cubin": f"{item.function.name}.cubin",
+                    "sha256": hashlib.sha256(item.image).hexdigest(),
+                    "bytes": len(item.image),
+                    "attributes": list(item.function.attributes),
+                    "dtypes": {
+                        argument.name: argument.dtype.__name__
+                        for argument in item.function.arguments
+                        if isinstance(argument, Pointer)
+                    },
+                    "grid": list(launch.grid),
+                    "block": list(launch.block),
+                    "cluster": list(launch.cluster),
+                    "dynamic_smem": launch.smem,
+                    "dependent": launch.dependent,
+                    "parameters": [
+                        _parameter_record(parameter, place)
+                        for parameter, place in zip(launch.parameters, layout, strict=True)
+                    ],
+                }
+            )
+    head = {"schema": 1, "arch": arch, **versions}
+    return json.dumps(head | {"kernels": records}, indent=1) + "\n"
