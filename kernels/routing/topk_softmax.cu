@@ -358,11 +358,15 @@ using Float16Keys = KeysOf16Bit<Float16Format>;
       TIERCEL_SORTED(by_networks, keys, dtype, kFewRows, 256, 32, 8, 8),  \
       TIERCEL_SORTED(by_networks, keys, dtype, kFewRows, 512, 32, 16, 8), \
       TIERCEL_ALL_ROUNDS(keys, dtype, kFewRows, 16)
-#define TIERCEL_SMALL_ROWS(dtype, keys5, keys7)           \
-  TIERCEL_ALL_TOPS(by_networks, keys5, dtype, 32, 1, 32), \
+#define TIERCEL_SMALL_ROWS(dtype, keys5, keys7)                           \
+  TIERCEL_SORTED(by_networks, keys5, dtype, kAnyRows, 32, 1, 32, 4),      \
+      TIERCEL_SORTED(by_networks, keys5, dtype, kOneWave, 32, 4, 8, 8),   \
+      TIERCEL_SORTED(by_networks, keys5, dtype, kAnyRows, 32, 1, 32, 8),  \
+      TIERCEL_SORTED(by_networks, keys5, dtype, kOneWave, 32, 2, 16, 16), \
+      TIERCEL_SORTED(by_networks, keys5, dtype, kAnyRows, 32, 1, 32, 16), \
       TIERCEL_SORTED(by_networks, keys7, dtype, kAnyRows, 128, 4, 32, 4)
 #define TIERCEL_MANY_ROWS(dtype, keys6, keys7, keys8, keys9)               \
-  TIERCEL_SORTED(by_networks, keys7, dtype, 16384, 64, 4, 32, 8),          \
+  TIERCEL_SORTED(by_networks, keys7, dtype, kOneWave, 64, 4, 32, 8),       \
       TIERCEL_SORTED(by_networks, keys6, dtype, kAnyRows, 64, 2, 32, 8),   \
       TIERCEL_SORTED(by_networks, keys7, dtype, kAnyRows, 128, 4, 32, 8),  \
       TIERCEL_SORTED(by_networks, keys7, dtype, kAnyRows, 128, 4, 32, 16), \
@@ -375,6 +379,7 @@ using Float16Keys = KeysOf16Bit<Float16Format>;
       TIERCEL_MANY_ROWS(dtype, keys, keys, keys, keys)
 
 constexpr int64_t kFewRows = 1024;
+constexpr int64_t kOneWave = 16384;  // so few that one lane a row would leave the SMs half empty
 constexpr int64_t kAnyRows = INT64_MAX;
 
 // Of the entries that cover a call, the first is taken: few rows before many, small k before large.

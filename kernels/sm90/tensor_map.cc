@@ -40,27 +40,26 @@ Status check_tensor_map(const TensorMapSpec& spec, const TensorView& view, const
   TIERCEL_RETURN_IF_ERROR(check_rank(argument, spec.rank));
   const int64_t element = dtype_bytes(view.dtype);
   if (reinterpret_cast<uintptr_t>(view.data) % kAlignment != 0) {
-    return Status::Unimplemented(
-        mismatch(argument, "start at a multiple of 16 bytes",
-                 "an address that is " +
-                     std::to_string(reinterpret_cast<uintptr_t>(view.data) % kAlignment) +
-                     " bytes off"));
+    return Status::Unimplemented(mismatch(
+        argument, "start at a multiple of 16 bytes",
+        "an address that is " +
+            std::to_string(reinterpret_cast<uintptr_t>(view.data) % kAlignment) + " bytes off"));
   }
   for (int i = 0; i < spec.rank; ++i) {
     if (view.shape[i] < 1 || view.shape[i] > INT32_MAX) {
       return Status::Unimplemented(mismatch(argument, "have dimensions from 1 to 2^31 - 1",
-                                              "shape " + shape_text(view.shape, view.ndim)));
+                                            "shape " + shape_text(view.shape, view.ndim)));
     }
     const bool last = i == spec.rank - 1;
     const int64_t stride = view.strides[i];
     if (last ? stride != 1 && view.shape[i] != 1
              : view.shape[i] != 1 && (stride < 1 || stride * element % kAlignment != 0)) {
-      return Status::Unimplemented(mismatch(
-          argument,
-          last ? "be contiguous in its last dimension"
-               : "have row strides that are multiples of 16 bytes",
-          "strides " + shape_text(view.strides, view.ndim) + " of " +
-              std::to_string(element) + "-byte elements"));
+      return Status::Unimplemented(
+          mismatch(argument,
+                   last ? "be contiguous in its last dimension"
+                        : "have row strides that are multiples of 16 bytes",
+                   "strides " + shape_text(view.strides, view.ndim) + " of " +
+                       std::to_string(element) + "-byte elements"));
     }
   }
   return Status();

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/routing/topk_softmax.h"
-
 #include "kernels/routing/topk_softmax_kernels.h"
 #include "python/bindings/call.h"
 #include "python/bindings/families.h"
@@ -56,9 +55,7 @@ Status LoadTopkSoftmax(int device) {
   return Status();
 }
 
-PyObject* TopkSoftmaxLoad(PyObject*, PyObject* device) {
-  return Load(device, LoadTopkSoftmax);
-}
+PyObject* TopkSoftmaxLoad(PyObject*, PyObject* device) { return Load(device, LoadTopkSoftmax); }
 
 PyMethodDef functions[] = {
     {"topk_softmax", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(TopkSoftmax)),

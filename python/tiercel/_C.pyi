@@ -17,6 +17,17 @@ class _TopkSoftmaxPlan(TypedDict):
     grid: int
     block: int
 
+class _LinearActPlan(TypedDict):
+    kernel: str
+    tile_m: int
+    tile_n: int
+    pingpong: bool
+    cluster: int
+    splits: int
+    grid: int
+    block: int
+    dynamic_smem: int
+
 def driver_info() -> _DriverInfo: ...
 def device_capability(device: int) -> tuple[int, int]: ...
 def route(*tensors: Any) -> int: ...
@@ -30,6 +41,11 @@ def set_route_hooks(
     tracing_state: Callable[[], object],
     is_grad_enabled: Callable[[], bool],
 ) -> None: ...
+def linear_act(x: Any, weight: Any, bias: Any, out: Any, activation: int, /) -> None: ...
+def linear_act_plan(
+    x: Any, weight: Any, bias: Any, out: Any, activation: int, /
+) -> _LinearActPlan: ...
+def linear_act_load(device: int, /) -> None: ...
 def topk_softmax(
     scores: Any, weights: Any, indices: Any, softmax_first: bool, renormalize: bool, /
 ) -> None: ...

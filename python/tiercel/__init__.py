@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from tiercel.backends import FallbackWarning as FallbackWarning
     from tiercel.backends import set_backend as set_backend
     from tiercel.backends import use_backend as use_backend
+    from tiercel.ops.linear import linear_act as linear_act
     from tiercel.ops.routing import topk_softmax as topk_softmax
 
 # Public name -> the module that defines it, imported when the name is first used.
 _LAZY = {
     "FallbackWarning": "tiercel.backends",
     "explain": "tiercel._explain",
+    "linear_act": "tiercel.ops.linear",
     "load": "tiercel._load",
     "set_backend": "tiercel.backends",
     "topk_softmax": "tiercel.ops.routing",
@@ -39,6 +41,7 @@ __all__ = [
     "__version__",
     "backends",
     "explain",
+    "linear_act",
     "load",
     "nn",
     "ops",

@@ -141,7 +141,7 @@ def test_a_context_is_of_its_thread(scores, probe):
 
 
 def test_unknown_names(scores):
-    with pytest.raises(ValueError, match="tiercel has no operator 'nope'; it has topk_softmax"):
+    with pytest.raises(ValueError, match="tiercel has no operator 'nope'; it has .*topk_softmax"):
         tiercel.set_backend("nope", "ref")
     with pytest.raises(ValueError, match="topk_softmax has no backend 'nope'"):
         tiercel.set_backend("topk_softmax", "nope")
@@ -188,7 +188,7 @@ def test_explain(scores):
     assert str(told) == f"topk_softmax runs on ref: sm90 does not apply, {ON_CPU}"
     told = tiercel.explain("topk_softmax", scores, k=2, renormalize=True, backend="ref")
     assert str(told) == "topk_softmax runs on ref: it was asked for"
-    with pytest.raises(ValueError, match="tiercel has no operator 'nope'; it has topk_softmax"):
+    with pytest.raises(ValueError, match="tiercel has no operator 'nope'; it has .*topk_softmax"):
         tiercel.explain("nope", scores)
     with pytest.raises(ValueError, match="k must be between 1 and the number of experts"):
         tiercel.explain("topk_softmax", scores, 9)

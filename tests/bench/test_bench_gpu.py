@@ -19,7 +19,7 @@ def test_a_short_run(benchmarks, tmp_path, capfd):
     found = limits.summary([r for r in rows if r["family"] == "limits"])
     assert 1500 < found["copy_gbps"] < 6000 and 0.1 < found["launch_us"] < 5
     graphs = [r for r in rows if r["impl"] == "tiercel" and r["timing"] == "graph"]
-    assert graphs and all(0.0005 < r["ms_median"] < 0.05 for r in graphs)
+    assert graphs and all(0.0005 < r["ms_median"] < 0.2 for r in graphs)
     assert all(r["kernel"] not in ("", "ref") for r in graphs)
 
 

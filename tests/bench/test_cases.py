@@ -28,7 +28,8 @@ def test_the_suites_are_valid(benchmarks):
 
 
 def test_the_full_suite_has_the_rows_that_the_bars_name(benchmarks):
-    full = cases.select(cases.read(benchmarks / "suites.yaml"), OPS, suite="full")
+    data = cases.read(benchmarks / "suites.yaml")
+    full = cases.select(data, OPS, suite="full", op="topk_softmax")
     names = {(case.name, case.dtype) for case in full}
     for dtype in ("float32", "bfloat16", "float16"):
         for tokens in (1, 16, 1024, 8192):
@@ -38,6 +39,21 @@ def test_the_full_suite_has_the_rows_that_the_bars_name(benchmarks):
     assert {case["E"] for case in full} >= {8, 16, 32, 60, 96, 160, 384, 512}
     assert {case["weights"] for case in full} == {"renorm", "all", "after"}
     assert {min(case["T"] for case in full), max(case["T"] for case in full)} == {1, 65536}
+
+
+def test_the_full_suite_has_the_linear_layers_that_the_bars_name(benchmarks):
+    data = cases.read(benchmarks / "suites.yaml")
+    full = cases.select(data, OPS, suite="full", family="linear")
+    names = {(case.name, case.dtype) for case in full}
+    for rows in (1, 16, 128, 1024, 8192):
+        for sizes in ("N4096 K4096", "N14336 K4096", "N4096 K14336"):
+            assert (f"M{rows} {sizes} gelu_tanh bias", "bfloat16") in names
+            assert (f"M{rows} {sizes} none", "bfloat16") in names
+        for act in ("silu", "relu", "gelu"):
+            assert (f"M{rows} N14336 K4096 {act} bias", "bfloat16") in names
+    assert {case.dtype for case in full} == {"bfloat16", "float16"}
+    assert any(case.host for case in full) and len(full) <= 60  # three minutes
+    assert {peer for case in full for peer in case.peers} == {"quack.tuned", "torch.compile"}
 
 
 def test_lists_are_combined_and_names_are_stable():
@@ -62,7 +78,7 @@ def test_a_case_counts_once_as_where_it_comes_first():
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        ({"op": "nothing"}, "`op` must be one of topk_softmax"),
+        ({"op": "nothing"}, "`op` must be one of linear_act, topk_softmax"),
         ({"rows": 3}, "no parameter 'rows'; it has T, E, k, weights"),
         ({"dtype": "int8"}, "no dtype 'int8'"),
         ({"weights": "some"}, "`weights` must be one of all, renorm, after"),
@@ -85,8 +101,8 @@ def test_a_missing_parameter_is_named():
 @pytest.mark.parametrize(
     ("filters", "text"),
     [
-        ({"family": "poetry"}, "no family 'poetry'; there are routing"),
-        ({"op": "sonnet"}, "no operator 'sonnet'; there are topk_softmax"),
+        ({"family": "poetry"}, "no family 'poetry'; there are linear, routing"),
+        ({"op": "sonnet"}, "no operator 'sonnet'; there are linear_act, topk_softmax"),
     ],
 )
 def test_filters_that_name_nothing(filters, text):

@@ -64,6 +64,13 @@ def test_what_it_says(rows):
     assert "`tiercel bench --suite full`" in text
 
 
+def test_an_operator_that_computes_has_tflops(record):
+    fields = {"family": "linear", "op": "linear_act", "case": "M16 N64 K64 none", "tflops": 750.0}
+    text = report.render([record(**fields), record("cublaslt", 0.003, ratio=1.5, **fields)])
+    assert "| case | dtype | tiercel | TFLOP/s | of limit | cublaslt |" in text
+    assert "| M16 N64 K64 none | bf16 | 2.00 | 750 | 25% | 3.00 (1.50) |" in text
+
+
 def test_no_results(folder):
     assert report.render([]) == "No results are committed yet.\n"
     assert not report.update(folder, check=False)

@@ -163,8 +163,13 @@ def test_peers_that_are_not_here_say_why(monkeypatch, tmp_path):
     )
     monkeypatch.delenv("TIERCEL_BENCH_VLLM", raising=False)
     versions, missing = peers.find(list(peers.load().values()))
-    assert versions == {"torch": torch.__version__, "torch.compile": torch.__version__}
-    assert "quack-kernels is not installed" in missing["quack"]
+    assert versions == {
+        "cublaslt": f"of torch {torch.__version__}",
+        "torch": torch.__version__,
+        "torch.compile": torch.__version__,
+    }
+    for name in ("quack", "quack.tuned"):
+        assert "quack-kernels is not installed" in missing[name]
     assert "TIERCEL_BENCH_VLLM" in missing["vllm"]
     monkeypatch.setenv("TIERCEL_BENCH_VLLM", str(tmp_path / "none.so"))
     assert "none.so is no file" in peers.find([vllm.PEER])[1]["vllm"]
@@ -177,7 +182,7 @@ def test_which_peers_are_meant():
     assert [p.name for p in peers.choose(found, "torch, quack")] == ["torch", "quack"]
     assert peers.choose(found, "none") == []
     assert {p.name for p in peers.choose(found, "all")} == set(found)
-    with pytest.raises(Exception, match="no peer 'cudnn'; there are quack, torch"):
+    with pytest.raises(Exception, match="no peer 'cudnn'; there are cublaslt, quack, "):
         peers.choose(found, "torch,cudnn")
 
 

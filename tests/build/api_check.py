@@ -26,6 +26,9 @@ DIFFERENT = {
 
 LABEL = re.compile(r"@(rules_cuda|rules_python|cuda)//([\w/.-]*):([\w.*-]+)")
 
+# Of our own rules.
+OWN_OUTPUT_GROUPS = {"manifest"}
+
 
 def different(problems: list[tuple[str, str]]) -> list[str]:
     return [f"{where}: {what}" for where, what in problems if where not in DIFFERENT]
@@ -144,12 +147,8 @@ def file_problems(reader: Reader, path: str, api: dict) -> list[str]:
             problems += _call_problems(reader, module, node)
         if call_name(node) == "filegroup" and "output_group" in keywords(node):
             group = keywords(node)["output_group"].value
-            if (
-                group
-                not in api["rules_cuda"]["symbols"]["cuda/defs.bzl"]["cuda_library"][
-                    "output_groups"
-                ]
-            ):
+            cuda_library = api["rules_cuda"]["symbols"]["cuda/defs.bzl"]["cuda_library"]
+            if group not in cuda_library["output_groups"] and group not in OWN_OUTPUT_GROUPS:
                 problems.append(f"{path}: output group {group} is not described")
         if isinstance(node, ast.FunctionDef):
             problems += _runtime_problems(node, path, api)

@@ -30,7 +30,11 @@ sys.path.insert(0, str(pathlib.Path("tests/build").absolute()))
 import cubin
 
 CONTRACT = json.loads(pathlib.Path(os.environ["CONTRACT"]).read_text())["kernels"]
-OBJECTS = [pathlib.Path(path) for path in os.environ["OBJECTS"].split()]
+OBJECTS = [
+    file
+    for path in map(pathlib.Path, os.environ["OBJECTS"].split())
+    for file in (sorted(path.glob("*.cubin")) if path.is_dir() else [path])
+]
 TOOLS = cubin.Cuobjdump(pathlib.Path(os.environ["BINUTILS"].split()[0]).absolute().parent)
 ARCHITECTURES = {"sm_90a"}
 LOCAL_MEMORY = re.compile(r"(LDL|STL)\b.*")

@@ -2,6 +2,7 @@
 """A function of others as a backend: registering it, and calling it in every way."""
 
 import functools
+import inspect
 import typing
 import warnings
 
@@ -158,7 +159,7 @@ def test_names():
     for name in ("", "a b", "a=b", "a,b", "-a", "é", "a\n", 3):
         with pytest.raises(ValueError, match="a name is made of letters"):
             register(name=name, fn=good)
-    with pytest.raises(ValueError, match="no operator 'nope' takes backends; these do: topk"):
+    with pytest.raises(ValueError, match="no operator 'nope' takes backends; these do: linear_act"):
         backends.register(op="nope", name="mine", fn=good)
     backends.unregister("topk_softmax", "mine")
     with pytest.raises(ValueError, match="topk_softmax has no registered backend 'mine'"):
@@ -255,33 +256,62 @@ def test_contracts_are_those_of_the_operators():
     assert set(CONTRACTS) == set(_op.registry) == set(_op.families)
     for op, contract in CONTRACTS.items():
         assert contract.names == _op.registry[op].argument_names[:-1]
-        assert {v.name for v in _op.families[op]} <= {op, f"{op}_out"}
-    assert str(contract_of("topk_softmax")).startswith(
-        "topk_softmax(scores [T, E] float32 or bfloat16 or float16, k: int, softmax_first: bool,"
+        assert set(contract.variants) == {v.name for v in _op.families[op]}
+        assert set(contract.timing) == {"cpu", "cuda"}
+    assert str(contract_of("topk_softmax")) == (
+        "topk_softmax(scores [T, E] float32 or bfloat16 or float16, k: int, softmax_first: bool, "
+        "renormalize: bool, indices_dtype: dtype) -> weights [T, k] float32, "
+        "indices [T, k] indices_dtype"
     )
+    assert "bias [N] x or None, activation: str) -> out [M, N] x" in str(contract_of("linear_act"))
+
+
+def test_a_backend_of_linear_act():
+    seen = []
+
+    @backends.register(op="linear_act", name="mine")
+    def mine(x, weight, bias, activation):
+        seen.append((tuple(x.shape), bias is None))
+        return tiercel.ref.linear_act(x, weight, bias, activation=activation)
+
+    x, weight = torch.randn(2, 3, 8).bfloat16(), torch.randn(16, 8).bfloat16()
+    bias, out = torch.randn(16).bfloat16(), torch.empty(2, 3, 16).bfloat16()
+    for b in (bias, None):
+        due = tiercel.linear_act(x, weight, b, activation="silu", backend="ref")
+        got = tiercel.linear_act(x, weight, b, activation="silu", backend="mine")
+        assert torch.equal(got, due)
+        tiercel.linear_act(x, weight, b, activation="silu", out=out, backend="mine")
+        assert torch.equal(out, due)
+        told = tiercel.explain(tiercel.linear_act, x, weight, b, backend="mine")
+        assert told.backend == "mine"
+    assert seen == [((6, 8), False)] * 2 + [((6, 8), True)] * 2
+    backends.register(op="linear_act", name="bad", fn=lambda x, weight, bias, activation: x.float())
+    with pytest.raises(TypeError, match="must return `out` of dtype bfloat16, got float32"):
+        tiercel.linear_act(x, weight, backend="bad")
 
 
 def test_typed_aliases():
-    contract = contract_of("topk_softmax")
     base, spec = typing.get_args(types.Weights)
-    assert base is torch.Tensor and spec == contract.spec("weights")
-    import inspect
+    assert base is torch.Tensor and spec == contract_of("topk_softmax").spec("weights")
+    for protocol, op in ((types.TopkSoftmax, "topk_softmax"), (types.LinearAct, "linear_act")):
+        names = tuple(inspect.signature(protocol.__call__).parameters)[1:]
+        assert names == contract_of(op).names
 
-    names = tuple(inspect.signature(types.TopkSoftmax.__call__).parameters)[1:]
-    assert names == contract.names
 
-
-def test_the_input_generator_gives_what_the_case_says():
-    contract = contract_of("topk_softmax")
-    kinds = set()
-    for case in (*contract.cases, *contract.timing.values()):
+@pytest.mark.parametrize("op", CONTRACTS)
+def test_the_input_generator_gives_what_the_case_says(op):
+    contract = contract_of(op)
+    first = contract.arguments[0]
+    strided = []
+    for case in (*contract.cases, contract.timing["cpu"]):
         arguments = contract.make(case, "cpu", 1)
         again = contract.make(case, "cpu", 1)
         assert tuple(arguments) == contract.names
-        scores = arguments["scores"]
-        assert scores.shape == (case.sizes["T"], case.sizes["E"])
-        assert str(scores.dtype) == f"torch.{case.dtype}"
-        assert torch.equal(scores.nan_to_num(9), again["scores"].nan_to_num(9))
-        assert scores.is_contiguous() == (case.values != "strided")
-        kinds.add(case.values)
-    assert kinds == {"random", "ties", "strided", "special"}
+        tensor = arguments[first.name]
+        assert str(tensor.dtype) == f"torch.{case.dtype}"
+        assert contract.sizes(list(arguments.values())) == case.sizes
+        assert torch.equal(tensor.nan_to_num(9), again[first.name].nan_to_num(9))
+        strided.append(not tensor.is_contiguous())
+    assert any(strided) and not all(strided)
+    assert any(0 in case.sizes.values() for case in contract.cases)
+    assert {case.dtype for case in contract.cases} == set(first.dtypes)

@@ -105,7 +105,7 @@ def test_files_that_do_not_load_have_a_row(run):
 
 def test_table_and_exit_code(run):
     result, records = run
-    assert result.returncode == 1 and result.stderr == ""
+    assert result.returncode == 1 and "Traceback" not in result.stderr
     lines = result.stdout.splitlines()
     assert len(lines) == 1 + len(records)
     assert lines[0].split() == ["op", "backend", "language", "correct", "time", "speed-up"]
@@ -119,7 +119,9 @@ def test_table_and_exit_code(run):
 def test_versions_of_one_kernel_side_by_side(tmp_path):
     (tmp_path / "v1.py").write_text(KERNEL.format(name="mine", body="pass"))
     (tmp_path / "v2.py").write_text(KERNEL.format(name="mine", body="pass"))
-    result = smoke("--path", "v1.py", "--path", "v2.py", "ref", "mine", cwd=tmp_path)
+    result = smoke(
+        "--path", "v1.py", "--path", "v2.py", "--op", "topk_softmax", "ref", "mine", cwd=tmp_path
+    )
     assert result.returncode == 0, result.stdout
     names = [line.split("torch")[0].split(maxsplit=1)[1].strip() for line in lines_of(result)]
     assert names == ["ref", "mine (v1.py)", "mine (v2.py)"]
@@ -142,16 +144,38 @@ def test_everything_that_is_registered(tmp_path):
     result = smoke(cwd=tmp_path, env=env)
     assert result.returncode == 0, result.stdout + result.stderr
     text = result.stdout
-    assert re.search(r"ref +torch +100\.0 %", text) and re.search(r"theirs +torch +100\.0 %", text)
+    assert len(re.findall(r"ref +torch +100\.0 %", text)) == 2  # two operators
+    assert re.search(r"theirs +torch +100\.0 %", text)
     # On the CPU, sm90 has nothing to show; but it fails where it was named.
-    assert re.search(r"sm90 +cuda +skipped: the sm90 kernels need CUDA tensors", text)
+    assert re.search(r"topk_softmax +sm90 +cuda +skipped: the sm90 kernels need CUDA tensors", text)
     assert smoke("sm90", cwd=tmp_path, env=env).returncode == 1
+
+
+def test_files_in_the_current_folder_hide_nothing(tmp_path):
+    for name in ("json", "tempfile", "run", "measure"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong one')")
+    code = """
+import sys
+sys.path.remove("")
+from tiercel.cli import main
+sys.exit(main(["smoke", "ref", "--op", "topk_softmax", "--device", "cpu"]))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.gpu
+def test_ours_on_a_gpu(tmp_path):
+    command = [sys.executable, "-m", "tiercel", "smoke", "sm90", "ref"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=280)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert len(re.findall(r"sm90 +\w+ +100\.0 % +[\d.]+ .s +[\d.]+x$", result.stdout, re.M)) >= 2
 
 
 def test_what_cannot_be_run(tmp_path):
     for arguments, message in [
         (["nope"], "no backend nope; there is ref, sm90"),
-        (["--op", "nope"], "no operator 'nope' takes backends; these do: topk_softmax"),
+        (["--op", "nope"], "no operator 'nope' takes backends; these do: linear_act, topk_softmax"),
         (["--path", "nope.py"], "there is no file or folder nope.py"),
         (["--timeout", "0"], "must be positive"),
     ]:

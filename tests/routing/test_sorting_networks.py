@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sorting networks of kernels/routing/sorting.cuh sort: by the 0-1 principle, over all inputs."""
+"""The sorting networks of kernels/routing/sorting.cuh sort: all inputs, by the 0-1 principle."""
 
 import itertools
 import pathlib

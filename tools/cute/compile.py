@@ -95,7 +95,10 @@ def main() -> None:
         sys.exit("two functions have the same name")
     compiled = compile_all(functions, options.arch, options.cc, pathlib.Path(folder.name))
 
-    versions = {"dsl": cutlass.__version__, "ptxas": f"{cutlass.CUDA_VERSION.major}.{cutlass.CUDA_VERSION.minor}"}
+    versions = {
+        "dsl": cutlass.__version__,
+        "ptxas": f"{cutlass.CUDA_VERSION.major}.{cutlass.CUDA_VERSION.minor}",
+    }
     options.cubins.mkdir(parents=True, exist_ok=True)
     for item in compiled:
         (options.cubins / f"{item.function.name}.cubin").write_bytes(item.image)

@@ -6,7 +6,9 @@ import json
 
 from declaration import Launch, Pointer, TensorMap
 
-_SWIZZLES = {name: f"CU_TENSOR_MAP_SWIZZLE_{name.upper()}" for name in ("none", "32B", "64B", "128B")}
+_SWIZZLES = {
+    name: f"CU_TENSOR_MAP_SWIZZLE_{name.upper()}" for name in ("none", "32B", "64B", "128B")
+}
 _L2_PROMOTIONS = {
     "none": "CU_TENSOR_MAP_L2_PROMOTION_NONE",
     "64B": "CU_TENSOR_MAP_L2_PROMOTION_L2_64B",
@@ -58,10 +60,10 @@ def source(compiled, header: str, variant: str, table: str) -> str:
                 f"kParameters{i}_{j}, {len(parameters)}}};\n"
             )
             block = launch.block[0] * launch.block[1] * launch.block[2]
+            name, dependent = kernel_name(item.function, j), str(launch.dependent).lower()
             rows.append(
                 f"    {{{{{', '.join(item.function.attributes)}}}, {_maps(launch)}, {block}, "
-                f'{launch.smem}, {str(launch.dependent).lower()}, Kernel("{kernel_name(item.function, j)}", '
-                f"&kSymbol{i}_{j}, {launch.smem})}},\n"
+                f'{launch.smem}, {dependent}, Kernel("{name}", &kSymbol{i}_{j}, {launch.smem})}},\n'
             )
     return (
         "// SPDX-License-Identifier: Apache-2.0\n"

@@ -13,7 +13,7 @@ import struct
 import subprocess
 
 import cubin
-from declaration import Function, Launch, Pointer, Scalar, TensorMap, evaluate
+from declaration import Function, Launch, Pointer, TensorMap, evaluate
 
 _CLUSTER_ATTRIBUTE, _COOPERATIVE_ATTRIBUTE, _DEPENDENT_ATTRIBUTE = 4, 2, 6
 _SWIZZLES = ("none", "32B", "64B", "128B")

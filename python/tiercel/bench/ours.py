@@ -37,10 +37,10 @@ def _preparer(bench: OpBench, backend: str) -> Any:
         out = bench.out(case, inputs)
 
         def into_out() -> Any:
-            return function(*args, **options, out=out, backend=backend)
+            return _as_tuple(function(*args, **options, out=out, backend=backend))
 
         def allocating() -> Any:
-            return function(*args, **options, backend=backend)
+            return _as_tuple(function(*args, **options, backend=backend))
 
         return Launch(
             run=allocating if out is None else into_out,
@@ -50,3 +50,7 @@ def _preparer(bench: OpBench, backend: str) -> Any:
         )
 
     return prepare
+
+
+def _as_tuple(outputs: Any) -> tuple[Any, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)

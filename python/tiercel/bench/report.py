@@ -59,14 +59,16 @@ def _summary(rows: list[Record]) -> str:
 def _op(op: str, host: bool, rows: list[Record]) -> str:
     problems = table.by_problem(rows)
     peers = sorted({name for group in problems.values() for name in group} - {"tiercel"})
-    head = ["case", "dtype", "tiercel"] + ([] if host else ["GB/s", "of limit"])
+    flops = all(group["tiercel"].get("tflops") is not None for group in problems.values())
+    rate, unit = ("tflops", "TFLOP/s") if flops else ("gbps", "GB/s")
+    head = ["case", "dtype", "tiercel"] + ([] if host else [unit, "of limit"])
     lines = []
     for problem in sorted(problems, key=_order):
         group = problems[problem]
         ours = group["tiercel"]
         line = [problem[1], DTYPES[problem[2]], table.microseconds(ours["ms_median"])]
         if not host:
-            line += [f"{ours['gbps']:.0f}", _percent(ours["limit_frac"])]
+            line += [f"{ours[rate]:.0f}", _percent(ours["limit_frac"])]
         lines.append(line + [_peer(group.get(name)) for name in peers])
     what = "host time of an eager call" if host else "GPU time"
     title = f"### {op}: {what}\n\n"

@@ -8,18 +8,12 @@ from pathlib import Path
 HELP = "Writes a backend of an operator that is right already, to begin your own from."
 LANGUAGES = ("torch", "triton", "cuda", "cute")
 _TEMPLATES = Path(__file__).parent.parent / "templates"
-# What the templates that there are not yet would need.
-_MISSING = {
-    "cuda": "Tiercel cannot yet compile a CUDA C++ file and launch it on PyTorch tensors",
-    "cute": "Tiercel cannot yet compile a CuTe DSL kernel and launch it on PyTorch tensors",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "A triton kernel needs Triton, which CUDA builds of PyTorch bring along, and a GPU. "
-        "There are no templates for cuda and cute yet; docs/plugins.md says how to register such a "
-        "kernel by hand."
+        "A triton kernel needs a GPU and Triton, which CUDA builds of PyTorch bring along; a cuda "
+        "kernel a GPU and nvcc (CUDA_HOME, CUDACXX or PATH). There are no templates for cute yet."
     )
     parser.add_argument("name", metavar="NAME", help="the backend's name, a Python identifier")
     parser.add_argument("--language", choices=LANGUAGES, required=True)
@@ -48,12 +42,13 @@ def write(name: str, language: str, op: str, out: "Path | None" = None) -> Path:
         raise ValueError(f"{name!r} is no Python identifier")
     if name in ("sm90", "ref", "auto"):
         raise ValueError(f"the name {name!r} is Tiercel's own")
-    if language in _MISSING:
-        raise ValueError(
-            f"there is no template for --language {language} yet: {_MISSING[language]}. "
-            "Use torch or triton, or see docs/plugins.md"
-        )
     template = _TEMPLATES / f"{op}_{language}.py"
+    if not template.exists():
+        there = ", ".join(n for n in LANGUAGES if (_TEMPLATES / f"{op}_{n}.py").exists())
+        raise ValueError(
+            f"there is no template for {op} in {language} yet, only in {there}; docs/plugins.md "
+            "says how to register a kernel without one"
+        )
     path = out if out is not None else Path(f"{name}.py")
     # The licence line is of our file, not of theirs.
     lines = template.read_text(encoding="utf-8").split("\n", 1)[1]

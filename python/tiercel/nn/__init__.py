@@ -2,6 +2,7 @@
 """Modules that plug into a model."""
 
 from tiercel import _needs_torch as _needs_torch
+from tiercel.nn.linear import LinearAct
 from tiercel.nn.routing import TopkSoftmax
 
-__all__ = ["TopkSoftmax"]
+__all__ = ["LinearAct", "TopkSoftmax"]

@@ -2,6 +2,7 @@
 """The operators; importing this registers ``torch.ops.tiercel.*``."""
 
 from tiercel import _needs_torch as _needs_torch
+from tiercel.ops.linear import linear_act
 from tiercel.ops.routing import topk_softmax
 
-__all__ = ["topk_softmax"]
+__all__ = ["linear_act", "topk_softmax"]

@@ -15,8 +15,9 @@ class TensorSpec:
     Args:
         name: Its name.
         dims: Its dimensions, by name; a name that an int argument has is that argument's value.
-        dtypes: Allowed dtypes. One name of a dtype argument means: the dtype that it says.
+        dtypes: Allowed dtypes. The name of an argument means: its dtype, or the dtype that it is.
         strided: Whether any strides may come; otherwise it is contiguous.
+        optional: Whether None may come instead.
         rtol: As in torch.testing.assert_close, for outputs.
         atol: The same. With both 0, outputs must be equal.
     """
@@ -25,16 +26,18 @@ class TensorSpec:
     dims: tuple[str, ...]
     dtypes: tuple[str, ...]
     strided: bool = False
+    optional: bool = False
     rtol: float = 0.0
     atol: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.name} [{', '.join(self.dims)}] {' or '.join(self.dtypes)}"
+        text = f"{self.name} [{', '.join(self.dims)}] {' or '.join(self.dtypes)}"
+        return f"{text} or None" if self.optional else text
 
 
 @dataclass(frozen=True)
 class ScalarSpec:
-    """An argument that is no tensor: an int, a bool or a torch.dtype."""
+    """An argument that is no tensor: an int, a bool, a str or a torch.dtype."""
 
     name: str
     type: str
@@ -72,8 +75,8 @@ class Contract:
         cases: What `tiercel smoke` tries.
         timing: What it times, by device type.
         make: (case, device, seed) -> the arguments by name: the input generator.
-        from_out: The arguments of the operator's ``out=`` form -> those of a backend.
-        out: Where the output tensors are among the former.
+        variants: By name of a variant of the operator: a function of ``call``, which runs a
+            backend and checks its outputs, and of the variant's arguments without ``backend``.
     """
 
     family: str
@@ -83,8 +86,7 @@ class Contract:
     cases: tuple[Case, ...]
     timing: Mapping[str, Case]
     make: Callable[[Case, str, int], dict[str, Any]]
-    from_out: Callable[..., tuple[Any, ...]]
-    out: tuple[int, ...]
+    variants: Mapping[str, Callable[..., Any]]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -104,9 +106,9 @@ class Contract:
         """The dimensions' values in a call."""
         found: dict[str, int] = {}
         for spec, value in zip(self.arguments, values, strict=True):
-            if isinstance(spec, TensorSpec):
+            if isinstance(spec, TensorSpec) and value is not None:
                 found |= zip(spec.dims, value.shape, strict=True)
-            elif spec.type == "int":
+            elif isinstance(spec, ScalarSpec) and spec.type == "int":
                 found[spec.name] = value
         return found
 
@@ -155,5 +157,6 @@ class Contract:
         import torch
 
         if spec.dtypes[0] in self.names:
-            return [values[self.names.index(spec.dtypes[0])]]
+            value = values[self.names.index(spec.dtypes[0])]
+            return [value.dtype if isinstance(value, torch.Tensor) else value]
         return [getattr(torch, name) for name in spec.dtypes]

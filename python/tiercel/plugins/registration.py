@@ -140,7 +140,7 @@ def _add(op: str, name: str, fn: Any, description: str, language: str, replace: 
         plugin = Plugin(op, name, fn, description, language, origin)
         undo = []
         for variant in families[op]:
-            run = (_run_plain if variant.name == op else _run_out)(contract, who, call)
+            run = _runner(contract, variant.name, who, call)
             backend = Backend(name, run, description, language, _why_not(language))
             undo.append(_put(variant.backends, name, backend))
         undo.append(_put(registered, (op, name), plugin))
@@ -198,25 +198,13 @@ def _defined_in(fn: Any) -> str:
     return getattr(fn, "__module__", None) or "code"
 
 
-def _run_plain(contract: Any, who: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    single = len(contract.outputs) == 1
+def _runner(contract: Any, variant: str, who: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*values: Any) -> tuple[Any, ...]:
+        checked: tuple[Any, ...] = contract.check_outputs(who, values, fn(*values))
+        return checked
 
-    def run(*args: Any) -> Any:
-        values = args[:-1]  # without `backend`
-        outputs = contract.check_outputs(who, values, call(*values))
-        return outputs[0] if single else outputs
-
-    return run
-
-
-def _run_out(contract: Any, who: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any) -> None:
-        values = contract.from_out(*args[:-1])
-        outputs = contract.check_outputs(who, values, call(*values))
-        for place, output in zip(contract.out, outputs, strict=True):
-            args[place].copy_(output)
-
-    return run
+    run = contract.variants[variant]
+    return lambda *args: run(call, *args[:-1])  # without `backend`
 
 
 def _why_not(language: str) -> Callable[..., Any]:

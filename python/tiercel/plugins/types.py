@@ -8,9 +8,20 @@ from typing import Annotated, Protocol
 import torch
 from torch import Tensor
 
+from tiercel.plugins.contracts.linear import LINEAR_ACT
 from tiercel.plugins.contracts.routing import TOPK_SOFTMAX
 
-__all__ = ["Indices", "Scores", "TopkSoftmax", "Weights"]
+__all__ = [
+    "Activated",
+    "Bias",
+    "Features",
+    "Indices",
+    "LinearAct",
+    "Scores",
+    "TopkSoftmax",
+    "Weight",
+    "Weights",
+]
 
 # Routing: scores [T, E] float32, bfloat16 or float16, any strides; weights [T, k] float32;
 # indices [T, k] of the dtype `indices_dtype`.
@@ -30,3 +41,16 @@ class TopkSoftmax(Protocol):
         renormalize: bool,
         indices_dtype: torch.dtype,
     ) -> tuple[Weights, Indices]: ...
+
+
+# Linear: x [M, K] bfloat16 or float16, weight [N, K], bias [N] or None, any strides; out [M, N].
+Features = Annotated[Tensor, LINEAR_ACT.spec("x")]
+Weight = Annotated[Tensor, LINEAR_ACT.spec("weight")]
+Bias = Annotated["Tensor | None", LINEAR_ACT.spec("bias")]
+Activated = Annotated[Tensor, LINEAR_ACT.spec("out")]
+
+
+class LinearAct(Protocol):
+    """A backend of linear_act; leading dimensions of ``x`` are made one before it."""
+
+    def __call__(self, x: Features, weight: Weight, bias: Bias, activation: str) -> Activated: ...

@@ -2,6 +2,7 @@
 """The obvious PyTorch version of every operator: right, differentiable, on any device."""
 
 from tiercel import _needs_torch as _needs_torch
+from tiercel.ref.linear import linear_act
 from tiercel.ref.routing import topk_softmax
 
-__all__ = ["topk_softmax"]
+__all__ = ["linear_act", "topk_softmax"]

@@ -11,10 +11,13 @@ import os
 from typing import Any
 
 from tiercel.bench.launch import Launch, Unsupported
+from tiercel.bench.ops.linear import empty_output
 from tiercel.bench.peers import Missing, Peer
 
+_ACTIVATIONS = {"none": None, "gelu": "gelu_erf", "gelu_tanh": "gelu_tanh_approx"}
 
-def _find() -> str:
+
+def find() -> str:
     if importlib.util.find_spec("quack") is None:
         raise Missing("the package quack-kernels is not installed")
     # Without it the DSL may build for another target.
@@ -52,4 +55,22 @@ def _topk_softmax(case: Any, inputs: dict[str, Any]) -> Launch:
     return Launch(run, host=lambda: topk.topk_fwd(scores, k, True), exact=exact, slack=slack)
 
 
-PEER = Peer("quack", _find, {"topk_softmax": _topk_softmax})
+def linear_act(case: Any, inputs: dict[str, Any], tuned: bool) -> Launch:
+    """`tuned` searches its configurations; otherwise it has one for all sizes."""
+    gemm_act: Any = importlib.import_module("quack.gemm_interface").gemm_act
+    x, weight, out = inputs["x"], inputs["weight"], empty_output(case, inputs)
+    options: dict[str, Any] = {"bias": inputs["bias"], "store_preact": False, "tuned": tuned}
+    options["activation"] = _ACTIVATIONS.get(case["act"], case["act"])
+
+    def run() -> tuple[Any, ...]:
+        gemm_act(x, weight.t(), postact_out=out, **options)
+        return (out,)
+
+    return Launch(run, host=lambda: gemm_act(x, weight.t(), **options))
+
+
+def _linear_act(case: Any, inputs: dict[str, Any]) -> Launch:
+    return linear_act(case, inputs, tuned=False)
+
+
+PEER = Peer("quack", find, {"topk_softmax": _topk_softmax, "linear_act": _linear_act})

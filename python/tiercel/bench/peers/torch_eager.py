@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from tiercel.bench.launch import Launch
+from tiercel.bench.ops.linear import activate
 from tiercel.bench.peers import Peer
 
 
@@ -32,4 +33,15 @@ def _topk_softmax(case: Any, inputs: dict[str, Any]) -> Launch:
     return Launch(run=lambda: topk_softmax(scores, k, weights))
 
 
-PEER = Peer("torch", version, {"topk_softmax": _topk_softmax})
+def linear_act(x: Any, weight: Any, bias: Any, activation: str) -> Any:
+    import torch
+
+    return activate(activation, torch.nn.functional.linear(x, weight, bias))
+
+
+def _linear_act(case: Any, inputs: dict[str, Any]) -> Launch:
+    arguments = (inputs["x"], inputs["weight"], inputs["bias"], case["act"])
+    return Launch(run=lambda: (linear_act(*arguments),))
+
+
+PEER = Peer("torch", version, {"topk_softmax": _topk_softmax, "linear_act": _linear_act})

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from tiercel.plugins.contract import Contract
-from tiercel.plugins.contracts import routing
+from tiercel.plugins.contracts import linear, routing
 
-CONTRACTS: dict[str, Contract] = {c.op: c for c in (routing.TOPK_SOFTMAX,)}
+CONTRACTS: dict[str, Contract] = {c.op: c for c in (linear.LINEAR_ACT, routing.TOPK_SOFTMAX)}
 
 
 def contract_of(op: str) -> Contract:

@@ -54,6 +54,14 @@ def _make(case: Case, device: str, seed: int) -> dict[str, Any]:
     return {"scores": scores, "k": case.sizes["k"], **options}
 
 
+def _into(
+    call: Any, scores: Any, weights: Any, indices: Any, softmax_first: bool, renormalize: bool
+) -> None:
+    results = call(scores, weights.shape[1], softmax_first, renormalize, indices.dtype)
+    weights.copy_(results[0])
+    indices.copy_(results[1])
+
+
 TOPK_SOFTMAX = Contract(
     family="routing",
     op="topk_softmax",
@@ -75,12 +83,8 @@ TOPK_SOFTMAX = Contract(
         "cuda": _case(8192, 128, 8, "bfloat16", renormalize=True),
     },
     make=_make,
-    from_out=lambda scores, weights, indices, softmax_first, renormalize: (
-        scores,
-        weights.shape[1],
-        softmax_first,
-        renormalize,
-        indices.dtype,
-    ),
-    out=(1, 2),
+    variants={
+        "topk_softmax": lambda call, *values: call(*values),
+        "topk_softmax_out": _into,
+    },
 )

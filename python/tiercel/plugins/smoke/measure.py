@@ -151,7 +151,8 @@ def _cpu_ms(call: Callable[[], Any], count: int) -> float:
 
 
 def _cuda_ms(call: Callable[[], Any], count: int) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    event: Any = torch.cuda.Event
+    start, end = (event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
     for _ in range(count):

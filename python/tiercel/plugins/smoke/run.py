@@ -147,13 +147,22 @@ class _End:
         return f"{self.how} at {at}" + "".join(f": {line.strip()[:200]}" for line in last)
 
 
+# Without the current folder on the path, where a file of the user's could hide a module; with the
+# folder that this package is in, however it got here.
+_START = (
+    "import sys; sys.path[:] = [*filter(None, sys.path), sys.argv.pop(1)]; "
+    "from tiercel.plugins.smoke.worker import main; sys.exit(main(*sys.argv[1:]))"
+)
+_PACKAGES = Path(__file__).parents[3]
+
+
 def _ask(request: dict[str, Any], timeout: float) -> tuple[list[dict[str, Any]], _End]:
     with tempfile.TemporaryDirectory(prefix="tiercel-smoke-") as folder:
         asked, reports = Path(folder, "request.json"), Path(folder, "reports.jsonl")
         output = Path(folder, "output.txt")
         asked.write_text(json.dumps(request))
         with output.open("wb") as sink:
-            command = [sys.executable, "-m", "tiercel.plugins.smoke.worker"]
+            command = [sys.executable, "-c", _START, str(_PACKAGES)]
             # A session of its own: what the worker starts ends with it.
             process = subprocess.Popen(
                 [*command, str(asked), str(reports)],
@@ -176,9 +185,9 @@ def _ending(process: subprocess.Popen[bytes]) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(ProcessLookupError):
+        if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            process.wait()
 
 
 def _end(code: int | None, timeout: float, output: str) -> _End:

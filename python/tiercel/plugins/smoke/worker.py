@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of one backend: ``python -m tiercel.plugins.smoke.worker REQUEST REPORTS``.
+"""What runs in the process of one backend: ``main(REQUEST, REPORTS)``.
 
 REQUEST is a JSON file: ``source`` (a path, an entry point or neither), and for a check ``op``,
 ``backend`` and ``device``; without these it only lists what the source registers. REPORTS gets a
@@ -9,7 +9,6 @@ line of JSON as each thing is known.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,7 +52,3 @@ def _load(source: dict[str, str]) -> list[dict[str, str]]:
     import tiercel.ops  # noqa: F401
 
     return []
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

@@ -29,10 +29,13 @@ def main() -> None:
         contents[path.removeprefix(prefix).lstrip("/")] = pathlib.Path(source).read_bytes()
     metadata = args.metadata.read_text() + f"Version: {version}\n\n" + args.description.read_text()
     contents[f"{info}/METADATA"] = metadata.encode()
-    contents[f"{info}/WHEEL"] = (
-        f"Wheel-Version: 1.0\nGenerator: tiercel\nRoot-Is-Purelib: {str(platform == 'any').lower()}\n"
-        f"Tag: {python_tag}-{abi}-{platform}\n"
-    ).encode()
+    wheel_lines = [
+        "Wheel-Version: 1.0",
+        "Generator: tiercel",
+        f"Root-Is-Purelib: {str(platform == 'any').lower()}",
+        f"Tag: {python_tag}-{abi}-{platform}",
+    ]
+    contents[f"{info}/WHEEL"] = ("\n".join(wheel_lines) + "\n").encode()
     if entry_points := args.entry_points.read_bytes():
         contents[f"{info}/entry_points.txt"] = entry_points
     for source, path in args.distinfo_file:

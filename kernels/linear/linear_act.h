@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+// A linear layer with its activation in one kernel.
+#ifndef KERNELS_LINEAR_LINEAR_ACT_H_
+#define KERNELS_LINEAR_LINEAR_ACT_H_
+
+#include "kernels/sm90/status.h"
+#include "kernels/sm90/tensor_view.h"
+
+namespace tiercel {
+
+enum class Activation { kNone, kRelu, kSilu, kGelu, kGeluTanh };
+
+// What a call would launch.
+struct LinearActPlan {
+  const char* kernel;  // "none" for an empty batch
+  int tile_m;
+  int tile_n;
+  bool pingpong;  // two warpgroups take turns with tiles instead of sharing them
+  int cluster;    // blocks; in a split-K kernel they share a tile, a slice of K each
+  int splits;     // of K
+  unsigned grid;
+  unsigned block;
+  unsigned dynamic_smem;
+};
+
+// y[M, N] = act(x[M, K] @ w[N, K]^T + bias[N]), float32 sums. x, w and y have one dtype, bfloat16
+// or float16, and are contiguous in their last dimension; x's and w's rows may have any distance
+// that is a multiple of 16 bytes; y is contiguous. N and K are multiples of 8. `bias` may be null.
+
+// All checks and the choice of kernel for a device with that many multiprocessors; needs no GPU and
+// no driver.
+Status linear_act_plan(const TensorView& x, const TensorView& w, const TensorView* bias,
+                       const TensorView& y, Activation activation, int multiprocessors,
+                       LinearActPlan* plan);
+
+// The same for the tensors' device, then the launch on `stream` (a CUstream).
+Status linear_act(const TensorView& x, const TensorView& w, const TensorView* bias,
+                  const TensorView& y, Activation activation, void* stream);
+
+}  // namespace tiercel
+
+#endif  // KERNELS_LINEAR_LINEAR_ACT_H_

@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which kernel for which problem: the one with the least expected time.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "kernels/linear/linear_act_kernels.h"
+
+namespace tiercel {
+namespace {
+
+constexpr int64_t kTileK = 64;
+
+// Measured on an H200. Times are in microseconds, rates per microsecond.
+constexpr double kFlops = 820e6;
+constexpr double kDramBytes = 4.4e6;
+constexpr double kL2Bytes = 11e6;  // of w, read again for another row of tiles
+constexpr double kXBytes = 60e6;   // of x, read again for every tile of w
+constexpr double kSmBytes = 62e3;  // of w, into one multiprocessor
+constexpr double kCycles = 1900.0;
+constexpr double kLaunch = 3.0;      // first loads and last stores included
+constexpr double kEpilogue = 1.5;    // of a 128x256 tile, where nothing hides it
+constexpr double kTurn = 0.015;      // part of its time that a kernel of two turns loses
+constexpr double kSplit = 0.3;       // for each more block that adds to a tile,
+constexpr double kSplitRows = 0.1;   // and for each more 64 rows of it
+constexpr double kNextBlock = 2.0;   // until a block that waited for another one's end streams
+constexpr double kFewBlocks = 0.95;  // rate with less than three blocks for two multiprocessors
+constexpr double kWide = 0.93;       // rate with clusters of more than two
+
+constexpr int64_t kBand = 2048;  // rows of x that stay in the L2 together
+constexpr int kMaxSplits = 8;    // the largest cluster that every H100 and H200 can place
+
+// Clusters are placed within a GPC, and not all GPCs have as many multiprocessors.
+constexpr double kPlaceable[kMaxSplits + 1] = {0, 1, 1, 0.9, 0.85, 0.75, 0.75, 0.75, 0.75};
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+double dram_time(int64_t m, int64_t n, int64_t k) {
+  const double elements = static_cast<double>(m) * static_cast<double>(k) +
+                          static_cast<double>(n) * static_cast<double>(k) +
+                          static_cast<double>(m) * static_cast<double>(n);
+  return 2.0 * elements / kDramBytes;
+}
+
+double large_estimate(const LinearActKernel& kernel, int64_t m, int64_t n, int64_t k,
+                      int multiprocessors, LinearActChoice* choice) {
+  const LinearActVariant& v = kernel.variant;
+  const int64_t clusters = multiprocessors / v.cluster;
+  const int64_t tiles =
+      ceil_div(m, static_cast<int64_t>(v.tile_m) * v.cluster) * ceil_div(n, v.tile_n);
+  choice->splits = 1;
+  choice->rows = 0;
+  choice->group = static_cast<int>(std::max<int64_t>(1, kBand / (v.tile_m * v.cluster)));
+  choice->blocks = static_cast<unsigned>(std::min(tiles, clusters) * v.cluster);
+  const double rounds = static_cast<double>(ceil_div(tiles, clusters));
+  const double depth = static_cast<double>(ceil_div(k, kTileK) * kTileK);
+  const double tile = 2.0 * v.tile_m * v.tile_n * depth * multiprocessors / kFlops;
+  const double missing = 1.0 - static_cast<double>(std::min<int64_t>(m, v.tile_m)) / v.tile_m;
+  const double epilogue = kEpilogue * v.tile_m * v.tile_n / (128.0 * 256.0);
+  const double compute =
+      v.pingpong ? rounds * tile * (1.0 + kTurn) + 2.0 * epilogue : rounds * (tile + epilogue);
+  return kLaunch + std::max(compute, dram_time(m, n, k)) * (1.0 + missing);
+}
+
+double small_estimate(const LinearActKernel& kernel, int64_t m, int64_t n, int64_t k,
+                      int multiprocessors, LinearActChoice* choice) {
+  const LinearActVariant& v = kernel.variant;
+  const int64_t row_tiles = ceil_div(m, v.tile_m);
+  const int64_t rows = ceil_div(ceil_div(m, row_tiles), 8) * 8;
+  const int64_t tiles = row_tiles * ceil_div(n, v.tile_n);
+  const int64_t k_tiles = ceil_div(k, kTileK);
+  const double sm_count = multiprocessors;
+  const double per_sm = kernel.dynamic_smem <= 113 * 1024 ? 2 : 1;
+  const double step_bytes = 2.0 * kTileK * static_cast<double>(v.tile_n + rows);
+  // The ring's stages are what the shared memory holds of whole tiles.
+  const double stage_bytes = 2.0 * kTileK * (v.tile_m + v.tile_n);
+  const double in_flight = step_bytes * std::floor(kernel.dynamic_smem / stage_bytes);
+  const double again =
+      2.0 * static_cast<double>(tiles * rows) * static_cast<double>(k) / kXBytes +
+      2.0 * static_cast<double>((row_tiles - 1) * n) * static_cast<double>(k) / kL2Bytes;
+  // Shared memory feeds the tensor cores 128 bytes a cycle, and takes what is loaded.
+  const double step_cycles =
+      v.tile_m + v.tile_n * v.tile_m / 64.0 + static_cast<double>(rows) + v.tile_n;
+  double best = std::numeric_limits<double>::infinity();
+  for (int splits = 1; splits <= kMaxSplits && splits <= k_tiles; ++splits) {
+    const double blocks = static_cast<double>(tiles * splits);
+    const double steps = static_cast<double>(ceil_div(k_tiles, splits));
+    const double slots = per_sm * sm_count * kPlaceable[splits];
+    const double waves = std::ceil(blocks / slots);
+    const double flying = std::min(blocks, slots) * in_flight / 1e6;  // megabytes
+    const double rate = std::min(1.0, 0.7 + 0.03 * flying) *          // of the memory's
+                        (blocks < 1.5 * sm_count ? kFewBlocks : 1.0) * (splits > 2 ? kWide : 1.0);
+    const double stream = dram_time(m, n, k) / rate + again;
+    const double block_load = steps * 2.0 * kTileK * v.tile_n / kSmBytes;
+    const double busiest = std::ceil(blocks / sm_count);
+    const double multiply = busiest * steps * step_cycles / kCycles;
+    const double wait = (waves - 1.0) * kNextBlock / per_sm +
+                        (waves > 1.0 ? block_load * (waves - blocks / slots) : 0.0);
+    const double adding = (splits - 1) * (kSplit + kSplitRows * static_cast<double>(rows) / 64.0);
+    const double time =
+        kLaunch + adding + std::max({stream, busiest * block_load, multiply}) + wait;
+    if (time < best) {
+      best = time;
+      choice->splits = splits;
+      choice->rows = static_cast<int>(rows);
+      choice->group = 0;
+      choice->blocks = static_cast<unsigned>(tiles * splits);
+    }
+  }
+  return best;
+}
+
+}  // namespace
+
+double linear_act_estimate(const LinearActKernel& kernel, int64_t m, int64_t n, int64_t k,
+                           int multiprocessors, LinearActChoice* choice) {
+  choice->kernel = &kernel;
+  const auto estimate = kernel.variant.split_k ? small_estimate : large_estimate;
+  return estimate(kernel, m, n, k, multiprocessors, choice);
+}
+
+LinearActChoice linear_act_choose(DType dtype, Activation activation, int64_t m, int64_t n,
+                                  int64_t k, int multiprocessors) {
+  int count = 0;
+  const LinearActKernel* kernels = linear_act_kernels(&count);
+  LinearActChoice best{nullptr, 1, 0, 1, 0};
+  double best_time = std::numeric_limits<double>::infinity();
+  for (int i = 0; i < count; ++i) {
+    const LinearActVariant& variant = kernels[i].variant;
+    if (variant.dtype != dtype || variant.activation != activation) continue;
+    LinearActChoice choice;
+    const double time = linear_act_estimate(kernels[i], m, n, k, multiprocessors, &choice);
+    if (time < best_time) {
+      best_time = time;
+      best = choice;
+    }
+  }
+  return best;
+}
+
+}  // namespace tiercel

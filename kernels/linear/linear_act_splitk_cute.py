@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""y[M, N] = act(x[M, K] @ w[N, K]^T + bias[N]) for small M, where reading w is all that costs.
+
+The blocks of a cluster share one tile of the output, a slice of K each, and add their partial sums
+through distributed shared memory: no workspace, no second kernel. One warp loads, one warpgroup
+multiplies. A tile may have fewer rows than the multiplication takes, so that M divides evenly: what
+lies in the others spoils rows of the product that nobody reads.
+"""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as hopper
+from activations_cute import ACTIVATIONS
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from linear_act_cute import TILE_K, WARPGROUP, coordinates, round_up
+
+VECTOR = 4  # columns that a thread reduces at a time
+PAD = 8  # floats a row, so that a warp's stores of partial sums meet no bank twice
+
+
+class LinearActSplitK:
+    def __init__(self, name, dtype, act, tile_m, tile_n, stages):
+        self.name = name
+        self.dtype = dtype
+        self.act = ACTIVATIONS[act]
+        self.tile_m, self.tile_n = tile_m, tile_n
+        self.stages = stages
+        self.threads = 2 * WARPGROUP
+
+    def smem_layouts(self):
+        def layout(rows):
+            atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
+            return cute.tile_to_shape(atom, (rows, TILE_K, self.stages), order=(0, 1, 2))
+
+        return layout(self.tile_m), layout(self.tile_n)
+
+    def storage(self):
+        x_layout, w_layout = self.smem_layouts()
+
+        @cute.struct
+        class Storage:
+            # Also the partial sums, once the ring is drained.
+            x: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(x_layout)], 1024]
+            w: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(w_layout)], 1024]
+            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages]
+
+        return Storage
+
+    def smem_bytes(self):
+        """What the storage takes, as the launch asks for it."""
+        ring = self.stages * (self.tile_m + self.tile_n) * TILE_K * 2
+        assert ring >= self.tile_m * (self.tile_n + PAD) * 4, "no room for the partial sums"
+        return round_up(ring + self.stages * 16)
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Pointer,
+        w: cute.Pointer,
+        bias: cute.Pointer,
+        y: cute.Pointer,
+        m: Int32,
+        n: Int32,
+        k: Int32,
+        rows: Int32,
+        splits: Int32,
+        blocks: Int32,
+        stream,
+    ):
+        n8, k8 = cute.assume(n, divby=8), cute.assume(k, divby=8)
+        x_layout, w_layout = self.smem_layouts()
+        tma_x, _ = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(),
+            cute.make_tensor(x, cute.make_layout((m, k8), stride=(k8, 1))),
+            cute.slice_(x_layout, (None, None, 0)),
+            (self.tile_m, TILE_K),
+        )
+        tma_w, _ = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(),
+            cute.make_tensor(w, cute.make_layout((n8, k8), stride=(k8, 1))),
+            cute.slice_(w_layout, (None, None, 0)),
+            (self.tile_n, TILE_K),
+        )
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(tma_x, tma_w, bias, y, m, n, k, rows).launch(
+            grid=(blocks, 1, 1),
+            block=(self.threads, 1, 1),
+            cluster=(splits, 1, 1),
+            min_blocks_per_mp=1,
+            use_pdl=True,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_x: cute.CopyAtom,
+        tma_w: cute.CopyAtom,
+        bias: cute.Pointer,
+        y: cute.Pointer,
+        m: Int32,
+        n: Int32,
+        k: Int32,
+        rows: Int32,  # of a tile
+    ):
+        x_layout, w_layout = self.smem_layouts()
+        thread = cute.arch.thread_idx()[0]
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        splits = cute.arch.cluster_size()
+        if warp_index == 0:
+            cpasync.prefetch_descriptor(tma_x)
+            cpasync.prefetch_descriptor(tma_w)
+
+        storage = cutlass.utils.SmemAllocator().allocate(self.storage())
+        sx = storage.x.get_tensor(x_layout.outer, swizzle=x_layout.inner)
+        sw = storage.w.get_tensor(w_layout.outer, swizzle=w_layout.inner)
+        ring = pipeline.PipelineTmaAsync.create(
+            barrier_storage=storage.barriers.data_ptr(),
+            num_stages=self.stages,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 4),
+            tx_count=self.tile_n * TILE_K * 2,  # w's; the loader adds x's
+            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+        )
+
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+
+        # My tile of the output and my slice of K, which may be empty.
+        tile = cute.arch.block_idx()[0] // splits
+        columns = cute.ceil_div(n, self.tile_n)
+        row = tile // columns
+        column = tile - row * columns
+        k_tiles = cute.ceil_div(k, TILE_K)
+        share = cute.ceil_div(k_tiles, splits)
+        first = rank * share
+        last = cutlass.min(first + share, k_tiles)
+
+        sums_pointer = cute.recast_ptr(storage.x.data_ptr(), dtype=Float32)
+        sums = cute.make_tensor(
+            sums_pointer,
+            cute.make_layout((self.tile_m, self.tile_n), stride=(self.tile_n + PAD, 1)),
+        )
+        valid_rows = cutlass.min(m - row * rows, rows)
+
+        if warp_index == 0:
+            mine = cute.domain_offset((row * rows, 0), coordinates(m, k))
+            gx = cute.local_tile(mine, (self.tile_m, TILE_K), (0, None))
+            gw = cute.local_tile(coordinates(n, k), (self.tile_n, TILE_K), (None, None))
+            one = cute.make_layout(1)
+            to_x, from_x = cpasync.tma_partition(
+                tma_x, 0, one, cute.group_modes(sx, 0, 2), cute.group_modes(gx, 0, 2)
+            )
+            to_w, from_w = cpasync.tma_partition(
+                tma_w, 0, one, cute.group_modes(sw, 0, 2), cute.group_modes(gw, 0, 2)
+            )
+            write = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
+            for step in cutlass.range(first, last, unroll=1):
+                ring.producer_acquire(write)
+                barrier = ring.producer_get_barrier(write)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_expect_tx(barrier, rows * TILE_K * 2)
+                cute.copy(
+                    tma_w,
+                    from_w[None, column, step],
+                    to_w[None, write.index],
+                    tma_bar_ptr=barrier,
+                )
+                cute.copy(tma_x, from_x[None, step], to_x[None, write.index], tma_bar_ptr=barrier)
+                write.advance()
+            ring.producer_tail(write)
+        elif warp_index >= 4:
+            mma = hopper.make_trivial_tiled_mma(
+                self.dtype,
+                self.dtype,
+                warpgroup.OperandMajorMode.K,
+                warpgroup.OperandMajorMode.K,
+                Float32,
+                (1, 1, 1),
+                (64, self.tile_n),
+            )
+            part = mma.get_slice(thread - WARPGROUP)
+            rx = mma.make_fragment_A(part.partition_A(sx))
+            rw = mma.make_fragment_B(part.partition_B(sw))
+            acc = cute.make_rmem_tensor(mma.partition_shape_C((self.tile_m, self.tile_n)), Float32)
+            acc.fill(0.0)
+            mma.set(warpgroup.Field.ACCUMULATE, True)
+            read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+            release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+            warpgroup.fence()
+            for step in cutlass.range(first, last, unroll=1):
+                ring.consumer_wait(read)
+                for block in cutlass.range_constexpr(TILE_K // 16):
+                    at = (None, None, block, read.index)
+                    cute.gemm(mma, acc, rx[at], rw[at], acc)
+                warpgroup.commit_group()
+                warpgroup.wait_group(1)
+                if step > first:
+                    ring.consumer_release(release)
+                    release.advance()
+                read.advance()
+            warpgroup.wait_group(0)
+            if last > first:
+                ring.consumer_release(release)
+            # All four warps are done with the ring before its memory is written.
+            cute.arch.barrier(barrier_id=1, number_of_threads=WARPGROUP)
+            own = part.partition_C(sums)
+            places = part.partition_C(cute.make_identity_tensor((self.tile_m, self.tile_n)))
+            for i in cutlass.range_constexpr(cute.size(acc) // 2):
+                if places[2 * i][0] < valid_rows:
+                    own[2 * i] = acc[2 * i]
+                    own[2 * i + 1] = acc[2 * i + 1]
+
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+        # The cluster's threads add up its tile, four columns at a time.
+        vectors = self.tile_n // VECTOR
+        layout = cute.make_layout(VECTOR)
+        for i in cutlass.range(
+            rank * self.threads + thread, valid_rows * vectors, splits * self.threads, unroll=1
+        ):
+            in_row = i // vectors
+            in_column = i % vectors * VECTOR
+            at = column * self.tile_n + in_column
+            if at < n:
+                total = cute.make_rmem_tensor(layout, Float32)
+                total.fill(0.0)
+                if bias.toint() != 0:
+                    total.store(cute.make_tensor((bias + at).align(8), layout).load().to(Float32))
+                offset = in_row * (self.tile_n + PAD) + in_column
+                mine = (sums_pointer + offset).align(16)
+                for peer in cutlass.range(splits, unroll=1):
+                    theirs = _load_remote(cute.arch.map_dsmem_ptr(mine, peer))
+                    for v in cutlass.range_constexpr(VECTOR):
+                        total[v] += theirs[v]
+                out = cute.make_rmem_tensor(layout, self.dtype)
+                for v in cutlass.range_constexpr(VECTOR):
+                    out[v] = self.act(total[v]).to(self.dtype)
+                to = y + (cutlass.Int64(row * rows + in_row) * n + at)
+                cute.make_tensor(to.align(8), layout).store(out.load())
+
+        # Nobody leaves while others read from it.
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+
+def _load_remote(pointer):
+    """Four floats of another block of the cluster."""
+    return cute.arch.inline_ptx(
+        "ld.shared::cluster.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Float32] * VECTOR,
+        read_only_args=[pointer.toint()],
+    )

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/linear/linear_act_kernels.h"
+#include "kernels/sm90/driver.h"
+#include "python/bindings/call.h"
+#include "python/bindings/families.h"
+
+namespace py = pybind11;
+
+namespace tiercel::python {
+namespace {
+
+constexpr char kLinearAct[] = "linear_act";
+
+// Of an H100 SXM or H200, for plans where there is no device to ask.
+constexpr int kMultiprocessors = 132;
+
+// What both functions below take: (x, weight, bias or None, out, activation's index).
+struct LinearActCall {
+  PythonTensor x, weight, bias, out;
+  const TensorView* bias_view = nullptr;
+  Activation activation = Activation::kNone;
+
+  bool Parse(PyObject* const* values, Py_ssize_t count) {
+    if (!Arguments(kLinearAct, values, count).Expect(5)) return false;
+    if (!x.Read(values[0], kLinearAct, "x") || !weight.Read(values[1], kLinearAct, "weight") ||
+        !out.Read(values[3], kLinearAct, "out")) {
+      return false;
+    }
+    if (values[2] != Py_None) {
+      if (!bias.Read(values[2], kLinearAct, "bias")) return false;
+      bias_view = &bias.view();
+    }
+    const long index = PyLong_AsLong(values[4]);
+    if (index == -1 && PyErr_Occurred()) return false;
+    if (index < 0 || index > static_cast<long>(Activation::kGeluTanh)) {
+      PyErr_Format(PyExc_ValueError, "%s: no activation has the index %ld", kLinearAct, index);
+      return false;
+    }
+    activation = static_cast<Activation>(index);
+    return true;
+  }
+};
+
+PyObject* LinearAct(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  LinearActCall call;
+  if (!call.Parse(values, count)) return nullptr;
+  return Launch(call.x, [&](void* stream) {
+    return linear_act(call.x.view(), call.weight.view(), call.bias_view, call.out.view(),
+                      call.activation, stream);
+  });
+}
+
+PyObject* LinearActPlanOf(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  LinearActCall call;
+  if (!call.Parse(values, count)) return nullptr;
+  int multiprocessors = 0;
+  if (call.x.view().device_type != DeviceType::kCUDA ||
+      !multiprocessor_count(call.x.view().device_index, &multiprocessors).ok()) {
+    multiprocessors = kMultiprocessors;
+  }
+  LinearActPlan plan{};
+  const Status status = linear_act_plan(call.x.view(), call.weight.view(), call.bias_view,
+                                        call.out.view(), call.activation, multiprocessors, &plan);
+  if (!status.ok()) return Raise(status);
+  return Py_BuildValue("{s:s, s:i, s:i, s:O, s:i, s:i, s:I, s:I, s:I}", "kernel", plan.kernel,
+                       "tile_m", plan.tile_m, "tile_n", plan.tile_n, "pingpong",
+                       plan.pingpong ? Py_True : Py_False, "cluster", plan.cluster, "splits",
+                       plan.splits, "grid", plan.grid, "block", plan.block, "dynamic_smem",
+                       plan.dynamic_smem);
+}
+
+Status LoadLinearAct(int device) {
+  int count = 0;
+  const LinearActKernel* kernels = linear_act_kernels(&count);
+  for (int i = 0; i < count; ++i) {
+    TIERCEL_RETURN_IF_ERROR(kernels[i].kernel.load(device));
+  }
+  return Status();
+}
+
+PyObject* LinearActLoad(PyObject*, PyObject* device) { return Load(device, LoadLinearAct); }
+
+PyMethodDef functions[] = {
+    {"linear_act", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(LinearAct)),
+     METH_FASTCALL,
+     "linear_act(x, weight, bias, out, activation, /)\n--\n\n"
+     "Launches the kernel on the current stream; fills `out`. `activation` is its index."},
+    {"linear_act_plan",
+     reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(LinearActPlanOf)), METH_FASTCALL,
+     "linear_act_plan(x, weight, bias, out, activation, /)\n--\n\n"
+     "Checks the arguments as a launch does and returns the configuration. Needs no GPU."},
+    {"linear_act_load", LinearActLoad, METH_O,
+     "linear_act_load(device, /)\n--\n\nLoads the kernels on a CUDA device, by its index."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace
+
+void AddLinear(py::module_& module) {
+  if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
+}
+
+}  // namespace tiercel::python

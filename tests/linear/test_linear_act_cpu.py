@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""linear_act with PyTorch and without a GPU: reference, public function, registration."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+import tiercel
+
+pytestmark = pytest.mark.torch
+
+ACTIVATIONS = {
+    "none": lambda x: x,
+    "relu": functional.relu,
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+}
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def _on_ref():
+    with tiercel.use_backend("ref"):
+        yield
+
+
+def make(*shape, dtype=torch.bfloat16, seed=0, grad=False):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=generator) / 2).to(dtype).requires_grad_(grad)
+
+
+def arguments(dtype=torch.bfloat16, grad=False):
+    return (
+        make(5, 16, dtype=dtype, seed=1, grad=grad),
+        make(24, 16, dtype=dtype, seed=2, grad=grad),
+        make(24, dtype=dtype, seed=3, grad=grad),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_values(dtype, activation, with_bias):
+    x, weight, bias = arguments(dtype)
+    bias = bias if with_bias else None
+    result = tiercel.linear_act(x, weight, bias, activation=activation)
+    truth = x.double() @ weight.double().T
+    if with_bias:
+        truth = truth + bias.double()
+    truth = ACTIVATIONS[activation](truth)
+    # Rounded to the dtype twice, before and after the activation (of slope at most 1.13).
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(result.double(), truth, rtol=2 * eps, atol=2 * eps)
+    assert result.dtype == dtype and result.is_contiguous()
+
+
+def test_leading_dimensions():
+    x, weight, bias = make(2, 3, 4, 16), make(24, 16), make(24)
+    result = tiercel.linear_act(x, weight, bias)
+    assert result.shape == (2, 3, 4, 24)
+    flat = tiercel.linear_act(x.view(-1, 16), weight, bias)
+    torch.testing.assert_close(result.view(-1, 24), flat)
+    assert tiercel.linear_act(x[0, 0, 0], weight, bias).shape == (24,)
+    assert tiercel.linear_act(x[:, :0], weight, bias).shape == (2, 0, 4, 24)
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_out(with_bias):
+    x, weight, bias = arguments()
+    bias = bias if with_bias else None
+    out = torch.empty(5, 24, dtype=x.dtype)
+    version = out._version
+    assert tiercel.linear_act(x, weight, bias, out=out) is out
+    assert out._version > version
+    assert torch.equal(out, tiercel.linear_act(x, weight, bias))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_gradients(activation, with_bias):
+    tensors = arguments(grad=True)[: 3 if with_bias else 2]
+    grad = make(5, 24, seed=4)
+    tiercel.linear_act(*tensors, activation=activation).backward(grad)
+    doubles = [t.detach().double().requires_grad_() for t in tensors]
+    ACTIVATIONS[activation](functional.linear(*doubles)).backward(grad.double())
+    for tensor, double in zip(tensors, doubles, strict=True):
+        assert tensor.grad.dtype == tensor.dtype
+        torch.testing.assert_close(tensor.grad.double(), double.grad, rtol=0.05, atol=0.05)
+
+
+def test_only_the_gradients_that_are_asked_for():
+    x, weight, bias = arguments()
+    weight.requires_grad_()
+    tiercel.linear_act(x, weight, bias).sum().backward()
+    assert weight.grad is not None and x.grad is None and bias.grad is None
+
+
+def test_no_gradient_through_out():
+    x, weight, bias = arguments(grad=True)
+    with pytest.raises(RuntimeError, match="no derivative for `out=`"):
+        tiercel.linear_act(x, weight, bias, out=torch.empty(5, 24, dtype=x.dtype))
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "changes"),
+    [
+        (
+            TypeError,
+            "`x` must have dtype bfloat16 or float16, got float32",
+            {"x": torch.ones(5, 16)},
+        ),
+        (
+            TypeError,
+            "`weight` must have dtype bfloat16, got float32",
+            {"weight": torch.ones(24, 16)},
+        ),
+        (TypeError, "`bias` must have dtype bfloat16, got float32", {"bias": torch.ones(24)}),
+        (
+            ValueError,
+            r"`weight` must have shape \[N, K\] = \[24, 16\], got",
+            {"weight": make(24, 8)},
+        ),
+        (ValueError, r"`bias` must have shape \[N\] = \[24\], got \[8\]", {"bias": make(8)}),
+        (ValueError, r"`out` must have shape \[\.\.\., N\] = \[5, 24\]", {"out": make(5, 8)}),
+        (
+            ValueError,
+            "`activation` must be one of none, relu, .*got 'tanh'",
+            {"activation": "tanh"},
+        ),
+    ],
+)
+def test_bad_arguments(error, text, changes):
+    x, weight, bias = arguments()
+    with pytest.raises(error, match=f"^linear_act: {text}"):
+        tiercel.linear_act(**({"x": x, "weight": weight, "bias": bias} | changes))
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_opcheck(with_bias):
+    tensors = arguments(grad=True)[: 3 if with_bias else 2]
+    ops = torch.ops.tiercel
+    op = ops.linear_act if with_bias else ops.linear_act_no_bias
+    for activation in ACTIVATIONS:
+        torch.library.opcheck(op.default, tensors, {"activation": activation})
+    out = torch.empty(5, 24, dtype=torch.bfloat16)
+    op_out = ops.linear_act_out if with_bias else ops.linear_act_no_bias_out
+    torch.library.opcheck(op_out.default, (*[t.detach() for t in tensors], out))
+
+
+def test_compile():
+    x, weight, bias = arguments()
+    function = torch.compile(
+        lambda *args: tiercel.linear_act(*args, activation="silu"),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    expected = tiercel.linear_act(x, weight, bias, activation="silu")
+    torch.testing.assert_close(function(x, weight, bias), expected)
+
+
+def test_fake_tensors():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x = torch.empty(7, 3, 16, dtype=torch.float16, device="cuda")
+        weight = torch.empty(24, 16, dtype=torch.float16, device="cuda")
+        result = tiercel.linear_act(x, weight)
+    assert result.shape == (7, 3, 24) and result.dtype == torch.float16
+
+
+def test_module():
+    module = tiercel.nn.LinearAct(16, 24, activation="relu", dtype=torch.bfloat16)
+    linear = torch.nn.Linear(16, 24, dtype=torch.bfloat16)
+    module.load_state_dict(linear.state_dict())
+    x = make(2, 5, 16)
+    torch.testing.assert_close(module(x), functional.relu(linear(x)))
+    assert "activation='relu'" in repr(module)
+    with pytest.raises(ValueError, match="`activation` must be one of"):
+        tiercel.nn.LinearAct(16, 24, activation="tanh")

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""linear_act's checks and its choice of kernel: neither needs PyTorch or a GPU."""
+
+import pytest
+from support.dlpack_tensor import ADDRESS, AttributeTensor, ExchangeTensor
+
+from tiercel import _C
+
+NONE, RELU, SILU, GELU, GELU_TANH = range(5)
+
+
+@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
+def make(request):
+    return request.param
+
+
+def plan(make, m, n, k, *, bias=True, activation=GELU, dtype="bfloat16", **x):
+    return _C.linear_act_plan(
+        make(m, k, dtype=dtype, **x),
+        make(n, k, dtype=dtype),
+        make(n, dtype=dtype) if bias else None,
+        make(m, n, dtype=dtype),
+        activation,
+    )
+
+
+SIZES = [1, 2, 7, 8, 16, 63, 64, 65, 128, 129, 192, 256, 500, 1000, 1024, 3001, 8192, 100_003]
+
+
+@pytest.mark.parametrize("m", SIZES)
+def test_every_size_has_a_plan_that_covers_it(m):
+    for n in (8, 64, 72, 256, 1032, 4096, 14336):
+        for k in (8, 64, 200, 4096, 14336):
+            got = plan(ExchangeTensor, m, n, k)
+            assert got["block"] in (256, 384)
+            assert got["dynamic_smem"] <= 232448  # what a block may have on Hopper
+            assert got["grid"] % got["cluster"] == 0  # else the launch fails
+            assert 1 <= got["cluster"] <= 8
+            if "split_k" in got["kernel"]:
+                row_tiles = -(-m // got["tile_m"])
+                assert got["grid"] == row_tiles * -(-n // got["tile_n"]) * got["splits"]
+                assert got["splits"] == got["cluster"] <= -(-k // 64)
+            else:
+                assert got["splits"] == 1
+                assert 1 <= got["grid"] <= 132  # persistent: at most a block a multiprocessor
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("activation", range(5))
+def test_kernels_are_the_ones_asked_for(dtype, activation):
+    names = ["none", "relu", "silu", "gelu", "gelu_tanh"]
+    short = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
+    for m in (1, 128, 1024):
+        kernel = plan(ExchangeTensor, m, 4096, 4096, dtype=dtype, activation=activation)["kernel"]
+        tile = kernel.removeprefix(f"linear_act_{short}_{names[activation]}_")
+        assert tile[0].isdigit(), kernel
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "kernel"),
+    [
+        (1, 4096, 4096, "64x32_split_k"),
+        (128, 4096, 14336, "128x64_split_k"),
+        (768, 4096, 4096, "128x192"),
+        (1024, 4096, 4096, "128x256"),
+        (1024, 14336, 4096, "128x128_pingpong"),
+        (8192, 4096, 4096, "128x128_pingpong"),
+    ],
+)
+def test_choices_that_were_measured(m, n, k, kernel):
+    assert plan(ExchangeTensor, m, n, k)["kernel"] == "linear_act_bf16_gelu_" + kernel
+
+
+def test_small_batches_use_the_whole_chip():
+    for m in (1, 16, 64):
+        for n, k in ((4096, 4096), (14336, 4096), (4096, 14336)):
+            assert plan(ExchangeTensor, m, n, k)["grid"] >= 112
+
+
+def test_bias_and_rows_apart(make):
+    assert plan(make, 64, 64, 64, bias=False)["grid"] >= 1
+    assert plan(make, 64, 64, 64, strides=(128, 1))["grid"] >= 1
+
+
+def test_empty_batch_launches_nothing(make):
+    got = plan(make, 0, 64, 64, address=0)
+    assert (got["kernel"], got["grid"]) == ("none", 0)
+
+
+def call(make, x=None, weight=None, bias=None, out=None, activation=GELU):
+    bf16 = {"dtype": "bfloat16"}
+    return _C.linear_act_plan(
+        make(4, 16, **bf16) if x is None else x,
+        make(8, 16, **bf16) if weight is None else weight,
+        make(8, **bf16) if bias is None else bias,
+        make(4, 8, **bf16) if out is None else out,
+        activation,
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "arguments"),
+    [
+        (TypeError, "`x` must have dtype bfloat16 or float16, got float32", {"x": (4, 16)}),
+        (TypeError, "`weight` must have dtype bfloat16, got float32", {"weight": (8, 16)}),
+        (TypeError, "`bias` must have dtype bfloat16, got float32", {"bias": (8,)}),
+        (TypeError, "`out` must have dtype bfloat16, got float32", {"out": (4, 8)}),
+    ],
+)
+def test_wrong_dtypes(make, error, text, arguments):
+    tensors = {name: make(*shape) for name, shape in arguments.items()}
+    with pytest.raises(error, match=f"^linear_act: {text}"):
+        call(make, **tensors)
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "name", "shape"),
+    [
+        (ValueError, r"`x` must have 2 dimensions, got 1 \(shape \[16\]\)", "x", (16,)),
+        (
+            ValueError,
+            r"`weight` must have shape \[N, K\] = \[8, 16\], got \[8, 24\]",
+            "weight",
+            (8, 24),
+        ),
+        (ValueError, r"`bias` must have shape \[N\] = \[8\], got \[9\]", "bias", (9,)),
+        (ValueError, r"`out` must have shape \[M, N\] = \[4, 8\], got \[4, 9\]", "out", (4, 9)),
+    ],
+)
+def test_wrong_shapes(make, error, text, name, shape):
+    with pytest.raises(error, match=f"^linear_act: {text}"):
+        call(make, **{name: make(*shape, dtype="bfloat16")})
+
+
+def test_what_the_copy_engine_cannot_do(make):
+    for n, k, text in ((12, 16, "`weight`.* N, got 12"), (8, 20, "`x`.* K, got 20")):
+        with pytest.raises(NotImplementedError, match=f"^linear_act: {text}"):
+            plan(make, 4, n, k)
+    with pytest.raises(NotImplementedError, match="`x` must start at a multiple of 16 bytes"):
+        plan(make, 4, 8, 16, address=ADDRESS + 8)
+    with pytest.raises(NotImplementedError, match="`x` must have row strides"):
+        plan(make, 4, 8, 16, strides=(18, 1))
+    with pytest.raises(NotImplementedError, match="`x` must be contiguous in its last"):
+        plan(make, 4, 8, 16, strides=(128, 8))
+
+
+def test_unknown_activation(make):
+    with pytest.raises(ValueError, match="no activation has the index 5"):
+        call(make, activation=5)
