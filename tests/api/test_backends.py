@@ -240,6 +240,8 @@ def test_routes(scores):
     assert _eager.route(scores) == _eager.DIRECT
     assert _eager.route(scores, scores) == _eager.DIRECT
     assert _eager.route(scores, [1]) == _eager.DISPATCH
+    negated = torch.view_as_complex(torch.ones(4, 8, 2)).conj().imag
+    assert negated.is_neg() and _eager.route(negated) == _eager.DISPATCH
     wanted = scores.clone().requires_grad_()
     assert _eager.route(scores, wanted) == _eager.GRAD
     with torch.no_grad():

@@ -224,6 +224,19 @@ BAD = [
         "`weights` must be on the device of `scores`, a CPU tensor, got a tensor on meta",
     ),
     ({"out": out([1.0])}, TypeError, "`weights` must be a torch.Tensor, got list"),
+    ({"out": torch.empty(4, 2)}, TypeError, "`out` must be a pair (weights, indices), got Tensor"),
+    ({"out": ()}, TypeError, "`out` must be a pair (weights, indices), got 0 values"),
+    ({"k": 2.0, "out": out()}, TypeError, "`k` must be an int, got float"),
+    (
+        {"scores": torch.eye(4).to_sparse()},
+        TypeError,
+        "`scores` must be a dense tensor, got layout torch.sparse_coo",
+    ),
+    (
+        {"scores": torch.nested.nested_tensor([torch.ones(3), torch.ones(2)])},
+        TypeError,
+        "`scores` must be a dense tensor, got a nested tensor",
+    ),
 ]
 
 
