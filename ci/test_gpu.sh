@@ -74,7 +74,8 @@ last_line() { tail -n 1 "$1" | sed -E 's/^=+ *| *=+$//g'; }
 
 run_pytest() {
   "$@" "$venv" -m pytest -c tests/pytest.ini --rootdir tests --import-mode=importlib \
-    -p no:cacheprovider --ignore=tests/build --ignore=tests/packaging "${pytest_args[@]}" tests
+    -p no:cacheprovider --ignore=tests/build --ignore=tests/cute --ignore=tests/packaging \
+    "${pytest_args[@]}" tests
 }
 
 read -ra extra <<<"${PYTEST_ARGS:-}"
