@@ -17,6 +17,7 @@ struct Hooks {
   PyObject* is_grad_enabled;  // () -> bool
   PyObject* name_level;       // "_current_level"
   PyObject* name_needs_grad;  // "requires_grad"
+  PyObject* name_is_neg;      // "is_neg"
 };
 Hooks* hooks = nullptr;
 
@@ -60,6 +61,15 @@ int IsObserved() {
   return observed;
 }
 
+// Views like z.conj().imag hold the negative of what is in memory; the dispatcher resolves them.
+int IsNegated(PyObject* const* tensors, Py_ssize_t count) {
+  int negated = 0;
+  for (Py_ssize_t i = 0; i < count && negated == 0; ++i) {
+    negated = Truth(PyObject_CallMethodNoArgs(tensors[i], hooks->name_is_neg));
+  }
+  return negated;
+}
+
 int NeedsGrad(PyObject* const* tensors, Py_ssize_t count) {
   int wanted = 0;
   for (Py_ssize_t i = 0; i < count && wanted == 0; ++i) {
@@ -76,6 +86,7 @@ PyObject* RouteOf(PyObject*, PyObject* const* tensors, Py_ssize_t count) {
   int answer = IsTransformed();
   if (answer == 0) {
     answer = IsObserved();
+    if (answer == 0) answer = IsNegated(tensors, count);
     if (answer > 0) return Answer(Route::kDispatch);
   } else if (answer > 0) {
     return Answer(Route::kTransformed);
@@ -96,7 +107,8 @@ void SetRouteHooks(py::object tensor, py::object parameter, py::object functorch
                     tracing_state.release().ptr(),
                     is_grad_enabled.release().ptr(),
                     PyUnicode_InternFromString("_current_level"),
-                    PyUnicode_InternFromString("requires_grad")};
+                    PyUnicode_InternFromString("requires_grad"),
+                    PyUnicode_InternFromString("is_neg")};
 }
 
 PyMethodDef functions[] = {

@@ -30,6 +30,10 @@ def check_bool(op: str, name: str, value: object) -> None:
 
 
 def check_rank(op: str, name: str, tensor: Tensor, rank: int) -> None:
+    # First of all: other layouts lack sizes and strides, or fail deep inside torch.
+    if tensor.layout != torch.strided or tensor.is_nested:
+        layout = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+        raise TypeError(f"{op}: `{name}` must be a dense tensor, got {layout}")
     if tensor.dim() != rank:
         raise ValueError(
             f"{op}: `{name}` must have {rank} dimensions, got {tensor.dim()} "

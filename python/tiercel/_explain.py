@@ -46,6 +46,7 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     bound = inspect.signature(found.public).bind(*args, **kwargs)
     bound.apply_defaults()
     values = tuple(bound.arguments[name] for name in found.argument_names)
+    found.check_tensors(values[:1])  # others may be optional, and are compared with it
     found.check(*values)
     name = values[-1] or requested(found.family)
     backend, fallback = found.resolve(name, values)

@@ -124,11 +124,22 @@ class Op:
             return self._run_transformed(args)
         return self._dispatch(args)
 
-    def _dispatch(self, args: tuple[Any, ...]) -> Any:
+    def check_tensors(self, args: tuple[Any, ...]) -> None:
+        """Raises where a tensor argument is no tensor."""
         for name, tensor in zip(self.argument_names, args[: self._tensors], strict=False):
             if not isinstance(tensor, torch.Tensor) and not hasattr(tensor, "__torch_function__"):
                 raise TypeError(
                     f"{self.family}: `{name}` must be a torch.Tensor, got {type(tensor).__name__}"
+                )
+
+    def _dispatch(self, args: tuple[Any, ...]) -> Any:
+        self.check_tensors(args)
+        # torch negates what is read of such a view, but cannot do so with what is written to it.
+        for i in self._mutated:
+            if args[i].is_neg():
+                raise ValueError(
+                    f"{self.family}: `{self.argument_names[i]}` must hold its own values, got a "
+                    "negated view (Tensor.resolve_neg() makes a copy)"
                 )
         return self.overload(*args)
 

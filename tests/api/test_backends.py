@@ -194,6 +194,8 @@ def test_explain(scores):
         tiercel.explain("topk_softmax", scores, 9)
     with pytest.raises(TypeError, match="missing a required argument: 'k'"):
         tiercel.explain("topk_softmax", scores)
+    with pytest.raises(TypeError, match="topk_softmax: `scores` must be a torch.Tensor, got list"):
+        tiercel.explain("topk_softmax", [1.0], 1)
 
 
 def test_plain_calls_skip_the_dispatcher(scores, fast, counted):

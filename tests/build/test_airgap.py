@@ -3,6 +3,7 @@
 
 import http.server
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ import mode
 import modules
 import preflight
 import pythons
+import rcfile
 import recipe
 import runtimes
 import wheel
@@ -191,6 +193,12 @@ def test_command_line_names_what_is_missing(bin_folder):
     assert result.stderr.count("\n") == 1
 
 
+def test_folders_may_have_blanks():
+    word = rcfile._word("--override_module=a=/my code/it's #1")
+    assert word == r"--override_module=a=/my\ code/it\'s\ \#1"
+    assert shlex.split(f"common {word}") == ["common", "--override_module=a=/my code/it's #1"]
+
+
 def test_real_rules_python_gets_the_machines_interpreters(tmp_path, bin_folder, monkeypatch):
     interpreter(bin_folder / "python3.77", "3.77", full_version="3.77.1", include=str(bin_folder))
     monkeypatch.setattr(pythons, "wanted_versions", lambda: ["3.77", "3.78"])
@@ -203,8 +211,8 @@ def test_real_rules_python_gets_the_machines_interpreters(tmp_path, bin_folder, 
     folder = tmp_path / "s/runtimes/3.77"
     name = "rules_python~~python~python_3_77_x86_64-unknown-linux-gnu"
     assert options == [
-        f"common --override_repository={name}={folder}",
-        f"common --distdir={tmp_path}/s/distfiles",
+        f"--override_repository={name}={folder}",
+        f"--distdir={tmp_path}/s/distfiles",
     ]
     assert asked == [f"packaging==26.0 --hash=sha256:{'a' * 64}"]
     assert f'interpreter_path = "{bin_folder}/python3.77"' in (folder / "BUILD.bazel").read_text()

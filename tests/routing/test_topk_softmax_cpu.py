@@ -434,6 +434,28 @@ def test_module():
     )
 
 
+def test_module_with_odd_shapes():
+    module = tiercel.nn.TopkSoftmax(2)
+    assert [t.shape for t in module(torch.randn(8))] == [(2,), (2,)]
+    assert [t.shape for t in module(torch.randn(3, 0, 8))] == [(3, 0, 2), (3, 0, 2)]
+    with pytest.raises(ValueError, match="got k = 2 for 0 experts"):
+        module(torch.randn(3, 4, 0))
+    with pytest.raises(ValueError, match="`scores` must have 2 dimensions, got 0"):
+        module(torch.tensor(1.0))
+
+
+def test_negated_views():
+    scores = torch.randn(4, 8, dtype=torch.complex64, generator=torch.Generator().manual_seed(5))
+    view = scores.conj().imag
+    assert view.is_neg()
+    assert torch.equal(tiercel.topk_softmax(view, 2)[1], tiercel.topk_softmax(-scores.imag, 2)[1])
+    weights, indices = out()
+    tiercel.topk_softmax(view, 2, out=(weights, indices))
+    assert torch.equal(weights, tiercel.topk_softmax(-scores.imag, 2)[0])
+    with pytest.raises(ValueError, match="`weights` must hold its own values, got a negated view"):
+        tiercel.topk_softmax(view, 2, out=(torch._neg_view(weights), indices))
+
+
 def test_inference_mode_and_autocast():
     scores = torch.randn(4, 8, requires_grad=True)
     expected = tiercel.topk_softmax(scores.detach(), 2)[0]

@@ -310,3 +310,14 @@ def test_host_time_is_at_most_topks(rand):
     ours, theirs = (sorted(times)[len(times) // 2] for times in zip(*pairs, strict=True))
     print(f"host time: topk_softmax {ours:.1f} us, torch.topk {theirs:.1f} us")
     assert ours <= theirs
+
+
+def test_negated_views(rand):
+    scores = torch.complex(rand(64, 128), rand(64, 128))
+    view = scores.conj().imag  # its memory holds the opposite
+    expected = run(-scores.imag, 8)
+    weights, indices = run(view, 8)
+    assert torch.equal(indices, expected[1]) and torch.equal(weights, expected[0])
+    weights, indices = torch.empty_like(weights), torch.empty_like(indices)
+    run(view, 8, out=(weights, indices))
+    assert torch.equal(indices, expected[1]) and torch.equal(weights, expected[0])

@@ -192,7 +192,7 @@ def mirrors() -> list:
 
 
 def fetch(apt_folder: Path, target: Path) -> dict:
-    """Fetches all packages into `target`; returns {"bazel": version, "suite": …, "mirror": …}."""
+    """Fetches all packages into `target`; returns {"bazel": version, "suite": …, "package": …}."""
     apt = Apt(apt_folder)
     apt.prepare()
     rejected, failures = [], []

@@ -64,7 +64,7 @@ py_exec_tools_toolchain(
 
 
 def options(store, rules_python: Path) -> list:
-    """The rc lines that put all of it in place."""
+    """Bazel's options that put all of it in place."""
     lines = []
     for version, info in pythons.find_all().items():
         if info is None:
@@ -73,12 +73,12 @@ def options(store, rules_python: Path) -> list:
         folder = store.base / "runtimes" / version
         _write(folder, info)
         name = f"python_{version.replace('.', '_')}_x86_64-unknown-linux-gnu"
-        lines.append(f"common --override_repository=rules_python~~python~{name}={folder}")
+        lines.append(f"--override_repository=rules_python~~python~{name}={folder}")
     requirement = _packaging(rules_python)
     if requirement:
         distfiles = store.base / "distfiles"
         wheel.fetch(distfiles, requirement)
-        lines.append(f"common --distdir={distfiles}")
+        lines.append(f"--distdir={distfiles}")
     return lines
 
 

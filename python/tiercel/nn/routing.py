@@ -32,8 +32,10 @@ class TopkSoftmax(torch.nn.Module):
         self.backend = backend
 
     def forward(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        # Not reshape(-1, E), which refuses E = 0; a scalar is the op's to refuse.
+        rows = scores.flatten(0, -2) if scores.dim() > 1 else scores
         weights, indices = topk_softmax(
-            scores.reshape(-1, scores.shape[-1]),
+            rows[None] if scores.dim() == 1 else rows,
             self.k,
             softmax_first=self.softmax_first,
             renormalize=self.renormalize,

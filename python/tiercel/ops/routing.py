@@ -29,9 +29,13 @@ _SCORES = (torch.float32, torch.bfloat16, torch.float16)
 _INDICES = (torch.int32, torch.int64)
 
 
-def _check_k(k: int, experts: int) -> None:
+def _check_is_int(k: int) -> None:
     if not hasattr(k, "__index__"):
         raise TypeError(f"{_NAME}: `k` must be an int, got {type(k).__name__}")
+
+
+def _check_k(k: int, experts: int) -> None:
+    _check_is_int(k)
     if k < 1 or k > experts:
         raise ValueError(
             f"{_NAME}: k must be between 1 and the number of experts, got k = {k} "
@@ -281,7 +285,11 @@ def topk_softmax(
             scores, k, softmax_first, renormalize, indices_dtype, backend
         )
         return result
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        got = f"{len(out)} values" if isinstance(out, (tuple, list)) else type(out).__name__
+        raise TypeError(f"{_NAME}: `out` must be a pair (weights, indices), got {got}")
     weights, indices = out
+    _check_is_int(k)
     if isinstance(weights, Tensor) and weights.dim() == 2 and weights.shape[1] != operator.index(k):
         raise ValueError(f"{_NAME}: `out` has {weights.shape[1]} columns, but `k` is {k}")
     _TOPK_SOFTMAX_OUT(scores, weights, indices, softmax_first, renormalize, backend)
