@@ -54,9 +54,7 @@ PyObject* Load(PyObject* device, Status (*load)(int)) {
     PyErr_Format(PyExc_ValueError, "a CUDA device's index is expected, got %ld", index);
     return nullptr;
   }
-  PyThreadState* state = PyEval_SaveThread();
-  const Status status = load(static_cast<int>(index));
-  PyEval_RestoreThread(state);
+  const Status status = WithoutGil([&] { return load(static_cast<int>(index)); });
   if (!status.ok()) return Raise(status);
   Py_RETURN_NONE;
 }

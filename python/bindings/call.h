@@ -5,6 +5,8 @@
 
 #include <Python.h>
 
+#include <exception>
+
 #include "kernels/sm90/status.h"
 #include "python/bindings/tensor_from_python.h"
 
@@ -32,15 +34,27 @@ class Arguments {
   Py_ssize_t next_ = 0;
 };
 
+// Runs `work` without the GIL. No exception leaves it: the GIL would not be held again.
+template <typename Work>
+Status WithoutGil(Work&& work) {
+  PyThreadState* state = PyEval_SaveThread();
+  Status status;
+  try {
+    status = work();
+  } catch (const std::exception& error) {
+    status = Status::RuntimeError(error.what());
+  }
+  PyEval_RestoreThread(state);
+  return status;
+}
+
 // Runs a launcher without the GIL: a launch waits when the GPU's queue is full, and a host callback
 // in that queue may need Python to go on.
 template <typename Launcher>
 PyObject* Launch(const PythonTensor& first, Launcher&& launcher) {
   void* stream = nullptr;
   if (!first.CurrentStream(&stream)) return nullptr;
-  PyThreadState* state = PyEval_SaveThread();
-  const Status status = launcher(stream);
-  PyEval_RestoreThread(state);
+  const Status status = WithoutGil([&] { return launcher(stream); });
   if (!status.ok()) return Raise(status);
   Py_RETURN_NONE;
 }

@@ -20,7 +20,7 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from tiercel._log import logger
 from tiercel.plugins.loading import load_entry_points, load_folder, load_path
@@ -76,9 +76,18 @@ def requested(op: str) -> str | None:
     for choices in (_context.get(), _process, _environment):
         if choices:
             name = choices.get(op) or choices.get(None)
-            if name is not None and name != "auto":
-                return name
+            if name is not None:
+                return None if name == "auto" else name
     return None
+
+
+def warn_of_unknown_names(known: Iterable[str]) -> None:
+    """Logs what TIERCEL_BACKEND says of operators that there are none of."""
+    for op, name in _environment.items():
+        if not name or op not in (None, *known):
+            logger.warning(
+                "TIERCEL_BACKEND: %r=%r is ignored: no such operator or backend", op, name
+            )
 
 
 def set_backend(op: str | None, name: str | None) -> None:
@@ -141,7 +150,7 @@ _warned: set[str] = set()
 
 def fall_back(op: str, error: type[Exception], text: str) -> None:
     """Warns, once a reason, that an operator runs on ref; raises under TIERCEL_STRICT=1."""
-    if os.environ.get("TIERCEL_STRICT", "0") not in ("", "0"):
+    if os.environ.get("TIERCEL_STRICT", "0").lower() not in ("", "0", "false", "no", "off"):
         raise error(f"{op}: {text} (TIERCEL_STRICT is set, so ref does not stand in)")
     # Sizes in the sentence do not make it another reason.
     key = re.sub(r"\d+", "#", f"{op}: {text}")

@@ -285,3 +285,24 @@ def test_logging(run_python):
     assert "tiercel INFO topk_softmax runs on the slower 'ref' backend" in err
     assert "INFO" not in run_python(code).stderr
     assert "TIERCEL_LOG=LOUD is no logging level" in run_python(code, TIERCEL_LOG="loud").stderr
+
+
+def test_auto_overrides_what_is_set_further_out(scores, probe):
+    with tiercel.use_backend("probe"), tiercel.use_backend("auto"):
+        tiercel.topk_softmax(scores, 2)
+    assert probe == []
+
+
+@pytest.mark.parametrize("value", ["0", "false", "no", "OFF", ""])
+def test_strict_can_be_said_off(monkeypatch, scores, value):
+    monkeypatch.setenv("TIERCEL_STRICT", value)
+    tiercel.topk_softmax(scores, 2)
+
+
+def test_environment_that_names_no_operator_is_logged(monkeypatch, caplog):
+    monkeypatch.setattr(
+        tiercel.backends, "_environment", {"topk_sofmax": "ref", "topk_softmax": "", None: "ref"}
+    )
+    with caplog.at_level("WARNING", logger="tiercel"):
+        tiercel.backends.warn_of_unknown_names(_op.registry)
+    assert ["topk_sofmax" in r.getMessage() for r in caplog.records] == [True, False]

@@ -31,7 +31,8 @@ def versioned_symbols(library: bytes) -> list[str]:
 def too_new(symbol: str, platform: str) -> bool:
     _, _, version = symbol.partition("@GLIBC_")
     newest = tuple(map(int, platform.split("_")[1:3]))
-    return bool(version) and tuple(map(int, version.split(".")))[:2] > newest
+    numbers = tuple(map(int, version.split("."))) if version[:1].isdigit() else ()
+    return version == "PRIVATE" or numbers[:2] > newest
 
 
 def main() -> int:

@@ -2,7 +2,11 @@
 """The operators; importing this registers ``torch.ops.tiercel.*``."""
 
 from tiercel import _needs_torch as _needs_torch
+from tiercel import backends
+from tiercel._op import registry
 from tiercel.ops.linear import linear_act
 from tiercel.ops.routing import topk_softmax
+
+backends.warn_of_unknown_names(registry)
 
 __all__ = ["linear_act", "topk_softmax"]
