@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tarfile
 import tempfile
@@ -290,6 +291,14 @@ def test_export_and_import_round_trip(machine):
     assert result.returncode == 0, result.stderr
     assert machine.run("build").stdout == "fake bazel 7.7.1: build\n"
     assert "already set up" in machine.run("--import-toolchain", str(source)).stderr
+
+
+def test_export_goes_by_the_folder_that_bazelw_is_called_in(machine):
+    machine.run("build")
+    environment = f"env -i PATH={machine.bin} TIERCEL_CACHE={machine.cache}"
+    command = f"cd {machine.folder} && {environment} {machine.workspace}/bazelw"
+    subprocess.run(["/bin/sh", "-c", f"{command} --export-toolchain here.tar"], check=True)
+    assert (machine.folder / "here.tar").exists()
 
 
 def test_import_and_build_in_one(machine):

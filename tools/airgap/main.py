@@ -96,6 +96,11 @@ def take_flag(arguments: list, flag: str):
     return None
 
 
+def path_of(text: str) -> Path:
+    """A path that the command line gave, from the folder that bazelw was called in."""
+    return Path(os.environ.get("BAZELW_INVOKED_FROM", "."), text)
+
+
 def start(program: str, arguments: list, **environment: str) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
@@ -110,16 +115,16 @@ def run(arguments: list) -> int:
     import_from = take_flag(arguments, "--import-toolchain")
     modules_dir = take_flag(arguments, "--modules-dir")
     if modules_dir is not None:
-        modules_dir = Path(modules_dir).absolute()
+        modules_dir = path_of(modules_dir).absolute()
         if not modules_dir.is_dir():
             raise SetupError(f"--modules-dir: {modules_dir} is no folder")
     root = stores.cache_root()
     store = stores.Store(root)
     if export_to or import_from:
-        set_up(store, Path(import_from) if import_from else None)
+        set_up(store, path_of(import_from) if import_from else None)
         if export_to:
             with store.lock():
-                archive.export(store.fetched, Path(export_to))
+                archive.export(store.fetched, path_of(export_to))
         if not arguments:
             return 0
     if modules_dir is None and not import_from:
