@@ -10,7 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # The output of every kernel compile below the wheels, without the folder of its configuration.
 kernel_objects() {
   ./bazelw aquery --ui_event_filters=-info,-warning --noshow_progress --output=text "$@" \
-    'mnemonic("CudaCompile", deps(//python:wheels))' |
+    'mnemonic("CudaCompile|CuteCompile", deps(//python:wheels))' |
     sed -nE 's|^ *Outputs: \[bazel-out/[^/]+/bin/([^],]+).*|\1|p' | sort
 }
 
@@ -27,7 +27,7 @@ check() {
     echo "graph: $title: compiled more than once:" "$twice" >&2
     return 1
   fi
-  echo "graph: $title: $(wc -l <<<"$objects") kernel file(s), each compiled once"
+  echo "graph: $title: $(wc -l <<<"$objects") kernel compile(s), each once"
 }
 
 # The default goes last: Bazel then keeps the analysis that the next build wants.

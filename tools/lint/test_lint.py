@@ -50,7 +50,10 @@ def test_clang_format(tools: programs.Programs) -> None:
 
 
 def test_buildifier(tools: programs.Programs) -> None:
-    passes(tools.buildifier_all())
+    result = tools.buildifier_all()
+    if "npm is not installed" in result.stderr:
+        pytest.skip(result.stderr.strip())
+    passes(result)
 
 
 def test_licence_header() -> None:

@@ -43,7 +43,9 @@ def _cuda_library_impl(ctx):
         ))
         args.add("-x", "cu")
         args.add_all([_gencode(spec) for spec in ctx.attr.archs])
-        args.add_all(["-Xcompiler", "-fPIC", "-DNDEBUG"])
+        args.add_all(["-Xcompiler", "-fPIC"])
+        if ctx.var["COMPILATION_MODE"] == "opt":
+            args.add("-DNDEBUG")
         args.add_all(["-I", "."])
         args.add_all(includes, before_each = "-I")
         args.add_all(ctx.attr.copts)
