@@ -11,7 +11,7 @@ def test_a_short_run(benchmarks, tmp_path, capfd):
     from tiercel.cli import main
 
     out = tmp_path / "results.jsonl"
-    words = ["bench", "--suites", str(benchmarks / "suites.yaml"), "--peers", "torch"]
+    words = ["bench", "--suites", str(benchmarks / "suites"), "--peers", "torch"]
     words += ["--iterations", "5", "--out", str(out)]
     assert main(words) == 0, capfd.readouterr().out
     rows = records.read(out)

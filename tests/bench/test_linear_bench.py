@@ -7,13 +7,14 @@ import sys
 import pytest
 import torch
 
-from tiercel.bench import ops, ours, peers, runner
+from tiercel.bench import adapters, ops, ours, peers, runner
 from tiercel.bench.cases import Case
 from tiercel.bench.launch import Launch, Unsupported, WrongResult
 from tiercel.bench.ops.linear import ACTIVATIONS, activate
 
 BENCH = ops.load()["linear_act"]
 PEERS = peers.load()
+ADAPTERS = adapters.load()
 ANY = Launch(run=tuple)
 
 
@@ -37,7 +38,7 @@ def test_torch_and_our_reference_agree_with_float64(act, dtype, bias):
     inputs = BENCH.make(problem, "cpu", 3)
     expected = BENCH.reference(problem, inputs)
     launches = [impl.prepare(problem, inputs) for impl in ours.impls(BENCH, ["ref"])]
-    launches.append(PEERS["torch"].ops["linear_act"](problem, inputs))
+    launches.append(ADAPTERS["torch"]["linear_act"](problem, inputs))
     unit = torch.finfo(getattr(torch, dtype)).eps / 2
     for launch in launches:
         error = BENCH.check(inputs, expected, launch.run(), launch)
@@ -193,7 +194,7 @@ def test_a_case_from_end_to_end(fake_clock):
 
 
 def test_cublaslt_declines_what_torch_does_not_offer():
-    prepare = PEERS["cublaslt"].ops["linear_act"]
+    prepare = ADAPTERS["cublaslt"]["linear_act"]
     for problem in (case("silu"), case("gelu"), case("none"), case("relu", bias=False)):
         with pytest.raises(Unsupported, match="relu and gelu_tanh, with a bias"):
             prepare(problem, BENCH.make(problem, "cpu", 0))
@@ -225,7 +226,7 @@ def test_how_quack_is_called(monkeypatch, name, act, theirs):
     monkeypatch.setitem(sys.modules, "quack", type(sys)("quack"))
     monkeypatch.setitem(sys.modules, "quack.gemm_interface", module)
     inputs, expected, _ = solved(case(act))
-    launch = PEERS[name].ops["linear_act"](case(act), inputs)
+    launch = ADAPTERS[name]["linear_act"](case(act), inputs)
     BENCH.check(inputs, expected, launch.run(), launch)
     launch.host()
     assert calls == [(theirs, False, name == "quack.tuned")] * 2
@@ -239,7 +240,7 @@ def test_compiled_code_is_compiled_once_a_case(monkeypatch):
         return function
 
     monkeypatch.setattr(torch, "compile", compile_)
-    prepare = PEERS["torch.compile"].ops["linear_act"]
+    prepare = ADAPTERS["torch.compile"]["linear_act"]
     for problem in (case("relu", M=3), case("relu", M=4)):
         for seed in range(3):
             inputs = BENCH.make(problem, "cpu", seed)

@@ -8,10 +8,10 @@ import sys
 import pytest
 import torch
 
-from tiercel.bench import ops, ours, peers
+from tiercel.bench import adapters, ops, ours, peers
 from tiercel.bench.cases import Case
 from tiercel.bench.launch import Launch, Unsupported, WrongResult
-from tiercel.bench.peers import quack, torch_eager, vllm
+from tiercel.bench.peers import vllm
 
 BENCH = ops.load()["topk_softmax"]
 
@@ -41,7 +41,7 @@ def test_torch_and_our_reference_agree_with_float64(weights, dtype):
     inputs = BENCH.make(problem, "cpu", 3)
     expected = BENCH.reference(problem, inputs)
     launches = [impl.prepare(problem, inputs) for impl in ours.impls(BENCH, ["ref"])]
-    launches.append(torch_eager.PEER.ops["topk_softmax"](problem, inputs))
+    launches.append(adapters.load()["torch"]["topk_softmax"](problem, inputs))
     for launch in launches:
         error = BENCH.check(inputs, expected, launch.run(), launch)
         assert error.rms < 1e-6 and error.maximum < 1e-6 and error.differing == 0
@@ -141,7 +141,7 @@ def test_slack_admits_what_it_says_and_counts_it():
 def test_quack_declines_what_it_cannot_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "quack", type(sys)("quack"))
     monkeypatch.setitem(sys.modules, "quack.topk", type(sys)("quack.topk"))
-    prepare = quack.PEER.ops["topk_softmax"]
+    prepare = adapters.load()["quack"]["topk_softmax"]
     inputs = BENCH.make(case(E=64, k=8), "cpu", 0)
     with pytest.raises(Unsupported, match="selected scores only"):
         prepare(case("all", E=64, k=8), inputs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases and the suites file that lists them."""
+"""Cases and the suites files that list them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,17 @@ class Case:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The suites file as plain data."""
+    """A suites file, or all of a folder one after the other, as plain data."""
+    if not path.is_dir():
+        return _read_file(path)
+    suites: dict[str, list[Any]] = {}
+    for file in sorted(path.glob("*.yaml")):
+        for suite, entries in _read_file(file)["suites"].items():
+            suites.setdefault(suite, []).extend(entries or ())
+    return {"suites": suites}
+
+
+def _read_file(path: Path) -> dict[str, Any]:
     try:
         import yaml
     except ModuleNotFoundError:

@@ -35,7 +35,7 @@ def report(args: argparse.Namespace) -> int:
 def bench(args: argparse.Namespace, clock: Clock | None = None) -> int:
     """0 when all of ours was measured; 1 for a wrong or failed one, or a regression."""
     benches = ops.load()
-    data = cases_.read(environment.suites_file(args.suites))
+    data = cases_.read(environment.suites_path(args.suites))
     chosen = cases_.select(data, benches, suite=args.suite, family=args.family, op=args.op)
     wanted = peers.choose(peers.load(), args.peers)
     old = read(args.compare) if args.compare else None

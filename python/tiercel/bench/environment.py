@@ -14,29 +14,29 @@ from typing import Any
 
 from tiercel.bench import BenchError
 
-SUITES = Path("benchmarks") / "suites.yaml"
+SUITES = Path("benchmarks") / "suites"
 
 
 def checkout(start: Path | None = None) -> Path | None:
     """The checkout that a folder (default: the current one) lies in."""
     here = (start or Path.cwd()).resolve()
     for folder in (here, *here.parents):
-        if (folder / SUITES).is_file():
+        if (folder / SUITES).is_dir():
             return folder
     return None
 
 
-def suites_file(named: Path | None = None) -> Path:
+def suites_path(named: Path | None = None) -> Path:
     """The named one, else the checkout's, else the copy in the wheel."""
     if named is not None:
         return named
     root = checkout()
     candidates = [root / SUITES] if root else []
-    candidates.append(Path(__file__).with_name("suites.yaml"))
+    candidates.append(Path(__file__).with_name("suites"))
     for path in candidates:
-        if path.is_file():
+        if path.is_dir():
             return path
-    raise BenchError(f"found no {SUITES}: run in a checkout, or name one with --suites FILE")
+    raise BenchError(f"found no {SUITES}: run in a checkout, or name one with --suites PATH")
 
 
 def commit(root: Path | None = None) -> str:

@@ -10,8 +10,8 @@ HELP = "Times operators beside their peers on this GPU, correctness first."
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--suite", default="smoke", help="smoke (default), full, or another of the suites file")
-    add("--suites", type=Path, metavar="FILE", help="the suites file")
+    add("--suite", default="smoke", help="smoke (default), full, or another of the suites")
+    add("--suites", type=Path, metavar="PATH", help="a suites file, or a folder of them")
     add("--family", help="only this family's operators")
     add("--op", help="only this operator")
     add("--backend", nargs="+", default=["sm90"], metavar="B", help="ours to measure (sm90)")

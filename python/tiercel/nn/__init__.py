@@ -5,4 +5,7 @@ from tiercel import _needs_torch as _needs_torch
 from tiercel.nn.linear import LinearAct
 from tiercel.nn.routing import TopkSoftmax
 
-__all__ = ["LinearAct", "TopkSoftmax"]
+__all__ = [
+    "LinearAct",
+    "TopkSoftmax",
+]

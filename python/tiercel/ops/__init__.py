@@ -9,4 +9,7 @@ from tiercel.ops.routing import topk_softmax
 
 backends.warn_of_unknown_names(registry)
 
-__all__ = ["linear_act", "topk_softmax"]
+__all__ = [
+    "linear_act",
+    "topk_softmax",
+]

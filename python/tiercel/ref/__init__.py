@@ -5,4 +5,7 @@ from tiercel import _needs_torch as _needs_torch
 from tiercel.ref.linear import linear_act
 from tiercel.ref.routing import topk_softmax
 
-__all__ = ["linear_act", "topk_softmax"]
+__all__ = [
+    "linear_act",
+    "topk_softmax",
+]

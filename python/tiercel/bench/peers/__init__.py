@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiercel.bench import BenchError
-from tiercel.bench.launch import Impl, Launch
+from tiercel.bench import BenchError, adapters
+from tiercel.bench.launch import Impl
 
 
 class Missing(Exception):
@@ -19,18 +19,16 @@ class Missing(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """Another project's operators.
+    """Another project.
 
     Args:
         name: What the records and tables call it.
         find: Its version; raises Missing.
-        ops: Our operator's name -> (case, inputs) -> the same call; may raise Unsupported.
         on_request: Slow to set up: only for cases that list it, or by ``--peers NAME``.
     """
 
     name: str
     find: Callable[[], str]
-    ops: Mapping[str, Callable[[Any, dict[str, Any]], Launch]]
     on_request: bool = False
 
 
@@ -73,10 +71,11 @@ def impls(
     peers: Sequence[Peer], versions: Mapping[str, str], case: Any, by_name: bool
 ) -> list[Impl]:
     """The installed ones that have the case's operator."""
+    known = adapters.load()
     return [
-        Impl(peer.name, versions[peer.name], peer.ops[case.op])
+        Impl(peer.name, versions[peer.name], known[peer.name][case.op])
         for peer in peers
         if peer.name in versions
-        and case.op in peer.ops
+        and case.op in known.get(peer.name, ())
         and (by_name or not peer.on_request or peer.name in case.peers)
     ]

@@ -13,7 +13,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tiercel.bench.launch import Launch
 from tiercel.bench.peers import Missing, Peer
 
 
@@ -46,24 +45,4 @@ def _find() -> str:
         return os.environ.get("TIERCEL_BENCH_VLLM_VERSION", "unknown")
 
 
-def _topk_softmax(case: Any, inputs: dict[str, Any]) -> Launch:
-    import torch
-
-    scores, shape = inputs["scores"], (case["T"], case["k"])
-    weights = torch.empty(shape, dtype=torch.float32, device=scores.device)
-    indices = torch.empty(shape, dtype=torch.int32, device=scores.device)
-    sources = torch.empty_like(indices)  # an output for its own use
-    renormalize = case["weights"] != "all"
-    function = torch.ops._moe_C.topk_softmax
-    # Arguments that newer versions added (a bias and the like) are None here.
-    extra = [None] * (len(function.default._schema.arguments) - 5)
-
-    def run() -> tuple[Any, Any]:
-        function(weights, indices, sources, scores, renormalize, *extra)
-        return weights, indices
-
-    # It selects by float32 probabilities: scores that round to the same one tie.
-    return Launch(run, slack=2.0**-20)
-
-
-PEER = Peer("vllm", _find, {"topk_softmax": _topk_softmax})
+PEER = Peer("vllm", _find)

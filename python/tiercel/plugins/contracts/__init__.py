@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contracts of all operators; one module a family."""
+"""The contracts of all operators; one module a family, each with a list ``CONTRACTS``."""
 
 from __future__ import annotations
 
-from tiercel.plugins.contract import Contract
-from tiercel.plugins.contracts import linear, routing
+import importlib
+import pkgutil
 
-CONTRACTS: dict[str, Contract] = {c.op: c for c in (linear.LINEAR_ACT, routing.TOPK_SOFTMAX)}
+from tiercel.plugins.contract import Contract
+
+CONTRACTS: dict[str, Contract] = {
+    contract.op: contract
+    for module in sorted(m.name for m in pkgutil.iter_modules(__path__))
+    for contract in importlib.import_module(f"{__name__}.{module}").CONTRACTS
+}
 
 
 def contract_of(op: str) -> Contract:

@@ -87,3 +87,5 @@ LINEAR_ACT = Contract(
         "linear_act_no_bias_out": _into_without_bias,
     },
 )
+
+CONTRACTS = (LINEAR_ACT,)

@@ -88,3 +88,5 @@ TOPK_SOFTMAX = Contract(
         "topk_softmax_out": _into,
     },
 )
+
+CONTRACTS = (TOPK_SOFTMAX,)

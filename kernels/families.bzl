@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel families: kernels/<family>, benchmarks/suites/<family>.yaml."""
+
+FAMILIES = [
+    "linear",
+    "routing",
+]

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixture-of-experts routing."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from typing import Any
+
+from tiercel.bench.launch import Launch, Unsupported
+
+
+def topk_softmax(scores: Any, k: int, weights: str) -> tuple[Any, Any]:
+    """The fewest kernels of PyTorch that give float32 weights for an exact selection."""
+    import torch
+
+    if weights == "all":
+        indices = torch.topk(scores, k, dim=-1).indices
+        probabilities = torch.softmax(scores, dim=-1, dtype=torch.float32)
+        return probabilities.gather(-1, indices), indices
+    values, indices = torch.topk(scores, k, dim=-1)
+    return torch.softmax(values, dim=-1, dtype=torch.float32), indices
+
+
+def _topk_torch(case: Any, inputs: dict[str, Any]) -> Launch:
+    scores, k, weights = inputs["scores"], case["k"], case["weights"]
+    return Launch(run=lambda: topk_softmax(scores, k, weights))
+
+
+def _topk_compiled(case: Any, inputs: dict[str, Any]) -> Launch:
+    import torch
+
+    torch._dynamo.reset()  # every case is a new shape: without this the compile limit is soon met
+    compiled = torch.compile(topk_softmax, dynamic=False, fullgraph=True)
+    scores, k, weights = inputs["scores"], case["k"], case["weights"]
+    return Launch(run=lambda: compiled(scores, k, weights))
+
+
+def topk_quack(case: Any, inputs: dict[str, Any]) -> Launch:
+    import torch
+
+    topk: Any = importlib.import_module("quack.topk")
+    experts, k = case["E"], case["k"]
+    if case["weights"] == "all":
+        raise Unsupported("its softmax is over the selected scores only")
+    if experts & (experts - 1) or k & (k - 1):
+        raise Unsupported("E and k must be powers of 2")
+    scores = inputs["scores"]
+    shape = (case["T"], k)
+    values = torch.empty(shape, dtype=scores.dtype, device=scores.device)
+    indices = torch.empty(shape, dtype=torch.int32, device=scores.device)
+
+    def run() -> tuple[Any, Any]:
+        topk._topk_fwd(scores, k, True, values, indices)
+        return values, indices
+
+    # The index replaces the low log2(E) bits of the score as float32: bits that 16-bit scores do
+    # not have, but float32 ones do.
+    exact = scores.dtype != torch.float32
+    slack = 0.0 if exact else 2.0 ** (math.log2(experts) - 23)
+    return Launch(run, host=lambda: topk.topk_fwd(scores, k, True), exact=exact, slack=slack)
+
+
+def topk_vllm(case: Any, inputs: dict[str, Any]) -> Launch:
+    import torch
+
+    scores, shape = inputs["scores"], (case["T"], case["k"])
+    weights = torch.empty(shape, dtype=torch.float32, device=scores.device)
+    indices = torch.empty(shape, dtype=torch.int32, device=scores.device)
+    sources = torch.empty_like(indices)  # an output for its own use
+    renormalize = case["weights"] != "all"
+    function = torch.ops._moe_C.topk_softmax
+    # Arguments that newer versions added (a bias and the like) are None here.
+    extra = [None] * (len(function.default._schema.arguments) - 5)
+
+    def run() -> tuple[Any, Any]:
+        function(weights, indices, sources, scores, renormalize, *extra)
+        return weights, indices
+
+    # It selects by float32 probabilities: scores that round to the same one tie.
+    return Launch(run, slack=2.0**-20)
+
+
+ADAPTERS = {
+    "quack": {"topk_softmax": topk_quack},
+    "torch": {"topk_softmax": _topk_torch},
+    "torch.compile": {"topk_softmax": _topk_compiled},
+    "vllm": {"topk_softmax": topk_vllm},
+}
