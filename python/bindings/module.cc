@@ -3,7 +3,9 @@
 #include <pybind11/pybind11.h>
 
 #include "kernels/sm90/driver.h"
+#include "python/bindings/allocate.h"
 #include "python/bindings/call.h"
+#include "python/bindings/direct.h"
 #include "python/bindings/eager.h"
 #include "python/bindings/exchange_cache.h"
 #include "python/bindings/families.h"
@@ -43,6 +45,8 @@ PYBIND11_MODULE(_C, module) {
   module.def("device_capability", &tiercel::python::DeviceCapability, py::arg("device"),
              "The (major, minor) compute capability of a device.");
   module.def("_clear_exchange_cache", &tiercel::python::ClearExchangeCache);
+  tiercel::python::AddAllocate(module);
+  tiercel::python::AddDirect(module);
   tiercel::python::AddEager(module);
   tiercel::python::AddLinear(module);
   tiercel::python::AddRouting(module);

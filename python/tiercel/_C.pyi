@@ -41,6 +41,31 @@ def set_route_hooks(
     tracing_state: Callable[[], object],
     is_grad_enabled: Callable[[], bool],
 ) -> None: ...
+def set_allocation_hooks(
+    empty: Callable[..., Any],
+    on_current_gpu: Callable[..., Any] | None,
+    current_gpu: Callable[[], int] | None,
+) -> None: ...
+def empty(like: Any, sizes: tuple[int, ...], dtype: Any, /) -> Any: ...
+
+class Direct:
+    run: Callable[..., Any]
+    def __init__(
+        self,
+        *,
+        count: int,
+        tensors: int,
+        mutated: tuple[int, ...],
+        ready: set[int],
+        overrides: dict[str, Any],
+        run: Callable[..., Any],
+        recover: Callable[..., Any],
+        otherwise: Callable[..., Any],
+        increment_version: Callable[..., Any],
+        without_backend: bool,
+    ) -> None: ...
+    def __call__(self, *args: Any) -> Any: ...
+
 def linear_act(x: Any, weight: Any, bias: Any, out: Any, activation: int, /) -> None: ...
 def linear_act_plan(
     x: Any, weight: Any, bias: Any, out: Any, activation: int, /
