@@ -9,6 +9,7 @@
 #include "python/bindings/eager.h"
 #include "python/bindings/exchange_cache.h"
 #include "python/bindings/families.h"
+#include "python/bindings/jit.h"
 
 namespace py = pybind11;
 
@@ -48,6 +49,7 @@ PYBIND11_MODULE(_C, module) {
   tiercel::python::AddAllocate(module);
   tiercel::python::AddDirect(module);
   tiercel::python::AddEager(module);
+  tiercel::python::AddJit(module);
   tiercel::python::AddLinear(module);
   tiercel::python::AddRouting(module);
 }

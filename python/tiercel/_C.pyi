@@ -47,6 +47,28 @@ def set_allocation_hooks(
     current_gpu: Callable[[], int] | None,
 ) -> None: ...
 def empty(like: Any, sizes: tuple[int, ...], dtype: Any, /) -> Any: ...
+def demangle(symbol: str) -> str: ...
+
+class JitKernel:
+    def __init__(
+        self,
+        image: bytes,
+        symbol: str,
+        name: str,
+        parameters: list[tuple[int, int]],
+        max_dynamic_smem: int,
+    ) -> None: ...
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        cluster: tuple[int, int, int],
+        dynamic_smem: int,
+        dependent: bool,
+        labels: tuple[str, ...],
+        arguments: tuple[Any, ...],
+    ) -> None: ...
+    def load(self, device: int) -> None: ...
 
 class Direct:
     run: Callable[..., Any]

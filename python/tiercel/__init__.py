@@ -13,6 +13,7 @@ from tiercel._version import __version__ as __version__
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from tiercel import backends as backends
+    from tiercel import jit as jit
     from tiercel import nn as nn
     from tiercel import ops as ops
     from tiercel import ref as ref
@@ -34,13 +35,14 @@ _LAZY = {
     "topk_softmax": "tiercel.ops.routing",
     "use_backend": "tiercel.backends",
 }
-_SUBMODULES = ("backends", "nn", "ops", "ref")
+_SUBMODULES = ("backends", "jit", "nn", "ops", "ref")
 
 __all__ = [
     "FallbackWarning",
     "__version__",
     "backends",
     "explain",
+    "jit",
     "linear_act",
     "load",
     "nn",
