@@ -264,7 +264,7 @@ def test_with_the_real_compiler(real, tmp_path):
     assert first.compile().symbol != second.compile().symbol
     report = first.compile()
     assert report.registers > 0 and report.spilled == report.stack == report.shared == 0
-    kernel_, convert_, labels = second._prepare("sm_90a")
+    _, convert_, labels = second._prepare("sm_90a")
     assert len(convert_) == 1 and labels == ("argument 1",)
     assert jit.load(tmp_path / "saved", "add<2>").compile("sm_90a") == second.compile()
     with pytest.raises(jit.CompileError, match=r'source.cu\(1\): error: identifier "y" is undefin'):

@@ -85,7 +85,7 @@ def same_name(given: str, name: str) -> bool:
 
 
 def converters(kernel: str, signature: Signature, sizes: Sequence[int]) -> list[Convert]:
-    """One function a parameter: a value to a tensor or to bytes; they raise for what does not fit."""
+    """One function a parameter: a value to a tensor or bytes; raises for what does not fit."""
     types = signature.types or ("",) * len(sizes)
     return [
         _converter(f"kernel {kernel}: argument {place}", text, size)
@@ -94,7 +94,7 @@ def converters(kernel: str, signature: Signature, sizes: Sequence[int]) -> list[
 
 
 def _converter(where: str, text: str, size: int) -> Convert:
-    if text.endswith("*") or text.endswith("* restrict"):
+    if text.endswith(("*", "* restrict")):
         return _pointer(where, text)
     if text == "bool":
         return _number(where, text, "?", (bool,))

@@ -91,10 +91,7 @@ def _written(source: SourceFile, instances: Sequence[str], folder: Path) -> Path
     if source.path is not None and not instances:
         return source.path
     file = folder / "source.cu"
-    if source.path is not None:
-        text = f'#include "{source.path}"\n'
-    else:
-        text = source.text + "\n"
+    text = source.text + "\n" if source.path is None else f'#include "{source.path}"\n'
     for i, name in enumerate(instances):
         text += f"[[maybe_unused]] static auto* const tiercel_instance_{i} = &{name};\n"
     file.write_text(text, encoding="utf-8")
