@@ -38,11 +38,11 @@ class TensorReader {
 // What tiercel._eager hands over once torch is there. Never freed: Python may be gone at exit.
 struct Hooks {
   PyObject* exact_types[2];   // torch.Tensor and torch.nn.Parameter
-  PyObject* functorch_level;  // () -> None outside of every transform
+  PyObject* transforms;       // () -> whether a functorch transform is active
   PyObject* forward_ad;       // module whose _current_level is negative outside of forward AD
   PyObject* dispatch_modes;   // () -> how many are active
   PyObject* function_modes;   // () -> how many are active
-  PyObject* tracing_state;    // () -> None outside of torch.jit.trace
+  PyObject* is_tracing;       // () -> whether torch.jit.trace runs
   PyObject* is_grad_enabled;  // () -> bool
   PyObject* name_level;       // "_current_level"
   TensorReader needs_grad;
@@ -60,14 +60,8 @@ int Truth(PyObject* value) {
   return truth;
 }
 
-int IsSomething(PyObject* value) {
-  if (value == nullptr) return -1;
-  Py_DECREF(value);
-  return value != Py_None;
-}
-
 int IsTransformed() {
-  const int level = IsSomething(PyObject_CallNoArgs(hooks->functorch_level));
+  const int level = Truth(PyObject_CallNoArgs(hooks->transforms));
   if (level != 0) return level;
   PyObject* forward = PyObject_GetAttr(hooks->forward_ad, hooks->name_level);
   if (forward == nullptr) return -1;
@@ -79,7 +73,7 @@ int IsTransformed() {
 int IsObserved() {
   int observed = Truth(PyObject_CallNoArgs(hooks->dispatch_modes));
   if (observed == 0) observed = Truth(PyObject_CallNoArgs(hooks->function_modes));
-  if (observed == 0) observed = IsSomething(PyObject_CallNoArgs(hooks->tracing_state));
+  if (observed == 0) observed = Truth(PyObject_CallNoArgs(hooks->is_tracing));
   return observed;
 }
 
@@ -106,18 +100,18 @@ PyObject* RouteOf(PyObject*, PyObject* const* tensors, Py_ssize_t count) {
   return FindRoute(tensors, count, &route) ? PyLong_FromLong(static_cast<long>(route)) : nullptr;
 }
 
-void SetRouteHooks(py::object tensor, py::object parameter, py::object functorch_level,
+void SetRouteHooks(py::object tensor, py::object parameter, py::object transforms,
                    py::object forward_ad, py::object dispatch_modes, py::object function_modes,
-                   py::object tracing_state, py::object is_grad_enabled) {
+                   py::object is_tracing, py::object is_grad_enabled) {
   const TensorReader needs_grad(tensor.ptr(), "requires_grad");
   const TensorReader is_neg(tensor.ptr(), "is_neg");
   const TensorReader device(tensor.ptr(), "get_device");
   hooks = new Hooks{{tensor.release().ptr(), parameter.release().ptr()},
-                    functorch_level.release().ptr(),
+                    transforms.release().ptr(),
                     forward_ad.release().ptr(),
                     dispatch_modes.release().ptr(),
                     function_modes.release().ptr(),
-                    tracing_state.release().ptr(),
+                    is_tracing.release().ptr(),
                     is_grad_enabled.release().ptr(),
                     PyUnicode_InternFromString("_current_level"),
                     needs_grad,

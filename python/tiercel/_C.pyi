@@ -24,6 +24,8 @@ class _LinearActPlan(TypedDict):
     pingpong: bool
     cluster: int
     splits: int
+    group: int
+    rows: int
     grid: int
     block: int
     dynamic_smem: int
@@ -34,11 +36,11 @@ def route(*tensors: Any) -> int: ...
 def set_route_hooks(
     tensor: type,
     parameter: type,
-    functorch_level: Callable[[], object],
+    transforms: Callable[[], bool],
     forward_ad: ModuleType,
     dispatch_modes: Callable[[], int],
     function_modes: Callable[[], int],
-    tracing_state: Callable[[], object],
+    is_tracing: Callable[[], bool],
     is_grad_enabled: Callable[[], bool],
 ) -> None: ...
 def set_allocation_hooks(

@@ -17,11 +17,11 @@ TRANSFORMED = 3  # inside a functorch transform (vmap, grad, jvp) or forward-mod
 _C.set_route_hooks(
     torch.Tensor,
     torch.nn.Parameter,
-    torch._C._functorch.peek_interpreter_stack,
+    torch._C._are_functorch_transforms_active,
     forward_ad,
     torch._C._len_torch_dispatch_stack,
     torch._C._len_torch_function_stack,
-    torch._C._get_tracing_state,
+    torch._C._is_tracing,
     torch.is_grad_enabled,
 )
 route = _C.route

@@ -43,6 +43,26 @@ class Autograd:
     backward: Callable[..., tuple[Any, ...]]  # (ctx, *output gradients)
 
 
+class Probe(str):
+    """As ``backend``, it stops a call where the operator is reached: for ``explain``."""
+
+    def __new__(cls, asked: str | None) -> Probe:
+        probe = super().__new__(cls, "probe")
+        probe.asked = asked
+        return probe
+
+    asked: str | None
+
+
+class Reached(BaseException):
+    """A Probe got to this operator with these arguments."""
+
+    def __init__(self, op: Op, args: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.op = op
+        self.args = args
+
+
 class Op:
     """An operator of ``torch.ops.tiercel``; calling it is the fastest way that is right.
 
@@ -132,6 +152,8 @@ class Op:
 
     def _call(self, *args: Any) -> Any:
         """A call that is not the plain case: see `_C.Direct`."""
+        if type(args[-1]) is Probe:
+            raise Reached(self, (*args[:-1], args[-1].asked))
         how = route(*args[: self._tensors])
         if how == DIRECT:
             return self._run(*args)
@@ -201,10 +223,14 @@ class Op:
         backend = self.backends.get(name)
         if backend is None:
             known = ", ".join(sorted(self.backends))
-            raise ValueError(f"{self.family} has no backend {name!r}; it has {known}")
+            where = "" if args[-1] == name else f" ({backends.named_in(self.family)} asks for it)"
+            raise ValueError(f"{self.family} has no backend {name!r}{where}; it has {known}")
         reason = backend.why_not(*args)
         if reason is not None:
-            raise reason.error(f"{self.family}: backend {name!r} was asked for, but {reason.text}")
+            by = "" if args[-1] == name else f" by {backends.named_in(self.family)}"
+            raise reason.error(
+                f"{self.family}: backend {name!r} was asked for{by}, but {reason.text}"
+            )
         return backend, None
 
     def _run_transformed(self, args: tuple[Any, ...]) -> Any:

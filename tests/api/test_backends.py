@@ -173,7 +173,10 @@ print(tiercel.explain(tiercel.topk_softmax, torch.zeros(1, 2), 1))
 def test_environment_that_names_nothing(run_python):
     code = "import torch, tiercel; tiercel.topk_softmax(torch.zeros(1, 2), 1)"
     result = run_python(code, check=False, TIERCEL_BACKEND="nope")
-    assert "ValueError: topk_softmax has no backend 'nope'; it has ref, sm90" in result.stderr
+    assert (
+        "ValueError: topk_softmax has no backend 'nope' (TIERCEL_BACKEND asks for it); it has ref, "
+        "sm90" in result.stderr
+    )
 
 
 def test_a_compiled_graph_follows_the_choice_of_the_moment(scores, probe):
@@ -312,3 +315,22 @@ def test_environment_that_names_no_operator_is_logged(monkeypatch, caplog):
     with caplog.at_level("WARNING", logger="tiercel"):
         tiercel.backends.warn_of_unknown_names(_op.registry)
     assert ["topk_sofmax" in r.getMessage() for r in caplog.records] == [True, False]
+
+
+def test_explain_checks_out(scores):
+    good = (torch.empty(4, 2), torch.empty(4, 2, dtype=torch.int32))
+    assert tiercel.explain(tiercel.topk_softmax, scores, 2, out=good).backend == "ref"
+    bad = (torch.empty(4, 2), torch.empty(4, 2, dtype=torch.int16))
+    with pytest.raises(TypeError, match="`indices` must have dtype int32 or int64, got int16"):
+        tiercel.explain(tiercel.topk_softmax, scores, 2, out=bad)
+    with pytest.raises(ValueError, match="`out` has 2 columns, but `k` is 3"):
+        tiercel.explain(tiercel.topk_softmax, scores, 3, out=good)
+
+
+def test_who_asked_for_it(scores, monkeypatch):
+    monkeypatch.setattr(tiercel.backends, "_environment", {None: "sm90"})
+    monkeypatch.setattr(tiercel.backends, "overriding", True)
+    with pytest.raises(RuntimeError, match="backend 'sm90' was asked for by TIERCEL_BACKEND, but"):
+        tiercel.topk_softmax(scores, 2)
+    with tiercel.use_backend("sm90"), pytest.raises(RuntimeError, match="asked for by use_backend"):
+        tiercel.topk_softmax(scores, 2)

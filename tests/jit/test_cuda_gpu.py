@@ -78,6 +78,7 @@ def test_first_launch_inside_a_graph_capture():
 def test_the_callers_stream():
     x = torch.zeros(64, device="cuda")
     fill = tiercel.jit.cuda(SCALE, "fill")
+    fill.compile()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(20_000_000)

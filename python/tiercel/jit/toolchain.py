@@ -13,8 +13,8 @@ from pathlib import Path
 
 _MISSING = (
     "no CUDA compiler: pip install 'tiercel[jit]', or install the CUDA toolkit 13 and set "
-    "CUDA_HOME to its folder or CUDACXX to its nvcc (neither is set, PATH has no nvcc, and NVIDIA's Python "
-    "packages are not installed)"
+    "CUDA_HOME to its folder or CUDACXX to its nvcc (neither is set, PATH has no nvcc, and "
+    "NVIDIA's Python packages are not installed)"
 )
 
 
