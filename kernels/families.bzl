@@ -4,4 +4,5 @@
 FAMILIES = [
     "linear",
     "routing",
+    "transpose",
 ]

@@ -9,6 +9,7 @@ namespace tiercel::python {
 
 void AddLinear(pybind11::module_& module);
 void AddRouting(pybind11::module_& module);
+void AddTranspose(pybind11::module_& module);
 
 }  // namespace tiercel::python
 

@@ -46,4 +46,5 @@ PYBIND11_MODULE(_C, module) {
   tiercel::python::AddEager(module);
   tiercel::python::AddLinear(module);
   tiercel::python::AddRouting(module);
+  tiercel::python::AddTranspose(module);
 }

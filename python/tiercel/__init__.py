@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     from tiercel.backends import use_backend as use_backend
     from tiercel.ops.linear import linear_act as linear_act
     from tiercel.ops.routing import topk_softmax as topk_softmax
+    from tiercel.ops.transpose import copy_transpose as copy_transpose
 
 # Public name -> the module that defines it, imported when the name is first used.
 _LAZY = {
     "FallbackWarning": "tiercel.backends",
+    "copy_transpose": "tiercel.ops.transpose",
     "explain": "tiercel._explain",
     "linear_act": "tiercel.ops.linear",
     "load": "tiercel._load",
@@ -40,6 +42,7 @@ __all__ = [
     "FallbackWarning",
     "__version__",
     "backends",
+    "copy_transpose",
     "explain",
     "linear_act",
     "load",

@@ -6,10 +6,12 @@ from tiercel import backends
 from tiercel._op import registry
 from tiercel.ops.linear import linear_act
 from tiercel.ops.routing import topk_softmax
+from tiercel.ops.transpose import copy_transpose
 
 backends.warn_of_unknown_names(registry)
 
 __all__ = [
+    "copy_transpose",
     "linear_act",
     "topk_softmax",
 ]

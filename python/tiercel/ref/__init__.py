@@ -4,8 +4,10 @@
 from tiercel import _needs_torch as _needs_torch
 from tiercel.ref.linear import linear_act
 from tiercel.ref.routing import topk_softmax
+from tiercel.ref.transpose import copy_transpose
 
 __all__ = [
+    "copy_transpose",
     "linear_act",
     "topk_softmax",
 ]
