@@ -122,14 +122,22 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-@pytest.mark.parametrize("function", [_C.copy_transpose_plan, _C.copy_transpose])
-def test_bad_arguments_are_named(make, name, function):
+def check_bad(make, name, function):
     changed, error, text = BAD[name]
     given = {"x": make(4, 8, dtype="bfloat16"), "out": make(8, 4, dtype="bfloat16"), "tile": 0}
     with pytest.raises(error) as info:
         function(*(given | changed(make)).values())
     assert str(info.value) == f"copy_transpose: {text}"
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_named(make, name):
+    check_bad(make, name, _C.copy_transpose_plan)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_launch_checks_the_same(name):
+    check_bad(ExchangeTensor, name, _C.copy_transpose)
 
 
 def test_wrong_arguments():
