@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     from tiercel.ops.activation import silu_and_mul as silu_and_mul
     from tiercel.ops.linear import linear_act as linear_act
     from tiercel.ops.routing import topk_softmax as topk_softmax
+    from tiercel.ops.transpose import copy_transpose as copy_transpose
 
 # Public name -> the module that defines it, imported when the name is first used.
 _LAZY = {
     "FallbackWarning": "tiercel.backends",
+    "copy_transpose": "tiercel.ops.transpose",
     "explain": "tiercel._explain",
     "gelu": "tiercel.ops.activation",
     "gelu_and_mul": "tiercel.ops.activation",
@@ -52,6 +54,7 @@ __all__ = [
     "FallbackWarning",
     "__version__",
     "backends",
+    "copy_transpose",
     "explain",
     "gelu",
     "gelu_and_mul",

@@ -14,12 +14,14 @@ from tiercel.ops.activation import (
 )
 from tiercel.ops.linear import linear_act
 from tiercel.ops.routing import topk_softmax
+from tiercel.ops.transpose import copy_transpose
 
 backends.warn_of_unknown_names(registry)
 
 __all__ = [
     "gelu",
     "gelu_and_mul",
+    "copy_transpose",
     "linear_act",
     "relu",
     "relu_and_mul",

@@ -12,10 +12,12 @@ from tiercel.ref.activation import (
 )
 from tiercel.ref.linear import linear_act
 from tiercel.ref.routing import topk_softmax
+from tiercel.ref.transpose import copy_transpose
 
 __all__ = [
     "gelu",
     "gelu_and_mul",
+    "copy_transpose",
     "linear_act",
     "relu",
     "relu_and_mul",
