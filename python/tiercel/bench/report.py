@@ -66,8 +66,8 @@ def _overview(rows: list[Record]) -> str:
             figures = [f"{f(best):.2f}" for f in (min, geometric_mean, max)]
             lines.append([f"[{op}](#{family})", met, *figures])
     text = (
-        "The fastest exact peer's time over ours, GPU time, over an operator's cases (above 1: ours "
-        f"is faster; even means at least {BAR}):\n\n"
+        "The fastest exact peer's time over ours, GPU time, over an operator's cases (above 1: "
+        f"ours is faster; even means at least {BAR}):\n\n"
     )
     return text + _markdown(OVERVIEW_HEAD, lines, numbers_from=1)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's compiled operators, from its wheel or from the libraries of it alone.
 
-TIERCEL_BENCH_VLLM names the folder that holds them (``_moe_C*.so`` and ``_C_stable*.so``), or one of
-them, whose neighbours are loaded too; several of either kind with ``:`` between. They load without
-the rest of vLLM. TIERCEL_BENCH_VLLM_VERSION says which version they are from.
+TIERCEL_BENCH_VLLM names the folder that holds them (``_moe_C*.so`` and ``_C*.so``), or one of them,
+whose neighbours are loaded too; several of either kind with ``:`` between. They load without the
+rest of vLLM. TIERCEL_BENCH_VLLM_VERSION says which version they are from.
 """
 
 from __future__ import annotations
