@@ -30,7 +30,7 @@ _LN2 = 0.6931471805599453
 
 
 class Attention:
-    def __init__(self, name, dtype, d, warpgroups, tile_n, causal, stages=2):
+    def __init__(self, name, dtype, d, warpgroups, tile_n, causal, stages=2, q_stages=1):
         self.name = name
         self.dtype = dtype
         self.d = d
@@ -39,6 +39,7 @@ class Attention:
         self.tile_n = tile_n
         self.causal = causal
         self.stages = stages
+        self.q_stages = q_stages
         self.threads = (1 + warpgroups) * WARPGROUP
         self.loader_registers, self.registers = {2: (24, 240), 3: (32, 160)}[warpgroups]
 
@@ -73,7 +74,7 @@ class Attention:
             return cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))
 
         return (
-            layout(self.tile_m, self.d, 1),
+            layout(self.tile_m, self.d, self.q_stages),
             layout(self.tile_n, self.d, self.stages),
             layout(ROWS, PIECE, self.warpgroups * (self.d // PIECE)),
         )
@@ -87,7 +88,7 @@ class Attention:
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(kv_layout)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(kv_layout)], 1024]
             o: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(o_layout)], 1024]
-            q_barriers: cute.struct.MemRange[cutlass.Int64, 2]
+            q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.q_stages]
             k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages]
             v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages]
 
@@ -95,8 +96,8 @@ class Attention:
 
     def smem_bytes(self):
         """What the storage takes, as the launch asks for it."""
-        tiles = 2 * self.d * (2 * self.tile_m + 2 * self.stages * self.tile_n)
-        return (tiles + 16 * (1 + 2 * self.stages) + 1023) // 1024 * 1024
+        tiles = 2 * self.d * ((1 + self.q_stages) * self.tile_m + 2 * self.stages * self.tile_n)
+        return (tiles + 16 * (self.q_stages + 2 * self.stages) + 1023) // 1024 * 1024
 
     @cute.jit
     def __call__(
@@ -202,7 +203,7 @@ class Attention:
                 defer_sync=True,
             )
 
-        q_ring = ring(storage.q_barriers, 1, self.tile_m)
+        q_ring = ring(storage.q_barriers, self.q_stages, self.tile_m)
         k_ring = ring(storage.k_barriers, self.stages, self.tile_n)
         v_ring = ring(storage.v_barriers, self.stages, self.tile_n)
         pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
@@ -229,7 +230,7 @@ class Attention:
                 to_q, from_q = cpasync.tma_partition(tma_q, 0, one, cute.group_modes(sq, 0, 2), gq)
                 to_k, from_k = cpasync.tma_partition(tma_k, 0, one, cute.group_modes(sk, 0, 2), gk)
                 to_v, from_v = cpasync.tma_partition(tma_v, 0, one, cute.group_modes(sv, 0, 2), gk)
-                q_write = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
+                q_write = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.q_stages)
                 k_write = pipeline.make_pipeline_state(
                     pipeline.PipelineUserType.Producer, self.stages
                 )
@@ -252,7 +253,7 @@ class Attention:
                     cute.copy(
                         tma_q,
                         from_q[None, (row, 0, head, entry)],
-                        to_q[None, 0],
+                        to_q[None, q_write.index],
                         tma_bar_ptr=q_ring.producer_get_barrier(q_write),
                     )
                     q_write.advance()
@@ -323,7 +324,7 @@ class Attention:
             go = cute.zipped_divide(coordinates(self.d, seq_q, heads, batch), (ROWS, PIECE))
             from_so, to_o = cpasync.tma_partition(tma_o, 0, one, cute.group_modes(so, 0, 2), go)
 
-            q_read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+            q_read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.q_stages)
             k_read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
             v_read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
             # The first row's place in a tile, and the first column's in a block of keys.
@@ -334,44 +335,57 @@ class Attention:
             if wg == self.warpgroups - 1:
                 _arrive(_TURN + 0, 2 * WARPGROUP)
 
-            for tile in cutlass.range(first, tiles, every, unroll=1):
-                row, head, entry = tile_position(tile, q_tiles, heads, batch, band, self.causal)
-                last = self.last_block(row, seq_q, seq_k, k_blocks)
+            # The first tile's first block of keys: scores and softmax alone.
+            row, head, entry = tile_position(first, q_tiles, heads, batch, band, self.causal)
+            last = self.last_block(row, seq_q, seq_k, k_blocks)
+            q_ring.consumer_wait(q_read)
+            k_ring.consumer_wait(k_read)
+            warpgroup.fence()
+            self.multiply_qk(s, rq, rk, q_read.index, k_read.index)
+            sums.fill(0.0)
+            warpgroup.wait_group(0)
+            k_ring.consumer_release(k_read)
+            k_read.advance()
+            if self.needs_mask(last, seq_k):
                 at_row = row * self.tile_m + my_row
-
-                # The first block of keys: scores and softmax alone.
-                q_ring.consumer_wait(q_read)
-                k_ring.consumer_wait(k_read)
-                warpgroup.fence()
-                self.multiply_qk(s, rq, rk, k_read.index)
-                sums.fill(0.0)
-                warpgroup.wait_group(0)
-                k_ring.consumer_release(k_read)
-                k_read.advance()
                 self.mask(s, (last - 1) * self.tile_n + my_column, at_row, offset, seq_k)
-                self.softmax(s, row_max, row_sum, rescale, scale_log2, True, True)
-                self.to_p(s, p)
+            self.softmax(s, row_max, row_sum, rescale, scale_log2, True, True)
+            self.to_p(s, p)
 
-                # Blocks that need a mask: those of the diagonal, and all rows' last one above.
+            for tile in cutlass.range(first, tiles, every, unroll=1):
+                # Blocks that need a mask: those of the diagonal.
+                at_row = row * self.tile_m + my_row
                 free = last - 1
                 if const_expr(self.causal):
                     free = cutlass.min(
                         free, cutlass.max(row * self.tile_m + offset + 1, 0) // self.tile_n
                     )
-                for step in cutlass.range(last - 1 - free, unroll=1):
-                    block = last - 2 - step
-                    self.start_block(
-                        s, p, sums, rq, rk, rv, k_ring, v_ring, k_read, v_read, wg
-                    )
-                    self.mask(s, block * self.tile_n + my_column, at_row, offset, seq_k)
-                    self.softmax(s, row_max, row_sum, rescale, scale_log2, False, True)
-                    self.finish_block(s, p, sums, rescale, v_ring, v_read)
-                    k_read.advance()
-                    v_read.advance()
+                    for step in cutlass.range(last - 1 - free, unroll=1):
+                        block = last - 2 - step
+                        k_ring.consumer_wait(k_read)
+                        _sync_turn(wg)
+                        warpgroup.fence()
+                        self.multiply_qk(s, rq, rk, q_read.index, k_read.index)
+                        v_ring.consumer_wait(v_read)
+                        self.multiply_pv(sums, p, rv, v_read.index)
+                        self.pass_turn(wg)
+                        warpgroup.wait_group(1)
+                        k_ring.consumer_release(k_read)
+                        self.mask(s, block * self.tile_n + my_column, at_row, offset, seq_k)
+                        self.softmax(s, row_max, row_sum, rescale, scale_log2, False, True)
+                        self.finish_block(s, p, sums, rescale, v_ring, v_read)
+                        k_read.advance()
+                        v_read.advance()
                 for _ in cutlass.range(free, unroll=1):
-                    self.start_block(
-                        s, p, sums, rq, rk, rv, k_ring, v_ring, k_read, v_read, wg
-                    )
+                    k_ring.consumer_wait(k_read)
+                    _sync_turn(wg)
+                    warpgroup.fence()
+                    self.multiply_qk(s, rq, rk, q_read.index, k_read.index)
+                    v_ring.consumer_wait(v_read)
+                    self.multiply_pv(sums, p, rv, v_read.index)
+                    self.pass_turn(wg)
+                    warpgroup.wait_group(1)
+                    k_ring.consumer_release(k_read)
                     self.softmax(s, row_max, row_sum, rescale, scale_log2, False, False)
                     self.finish_block(s, p, sums, rescale, v_ring, v_read)
                     k_read.advance()
@@ -379,10 +393,23 @@ class Attention:
                 q_ring.consumer_release(q_read)
                 q_read.advance()
 
-                # The last block's values.
-                v_ring.consumer_wait(v_read)
+                # The last block's values, and the next tile's first scores. After the last tile
+                # they are of whatever lies there, and nobody looks.
+                more = tile + every < tiles
+                next_row, next_head, next_entry = tile_position(
+                    tile + every, q_tiles, heads, batch, band, self.causal
+                )
+                next_last = self.last_block(next_row, seq_q, seq_k, k_blocks)
+                if more:
+                    q_ring.consumer_wait(q_read)
+                    k_ring.consumer_wait(k_read)
+                _sync_turn(wg)
                 warpgroup.fence()
+                self.multiply_qk(s, rq, rk, q_read.index, k_read.index)
+                v_ring.consumer_wait(v_read)
                 self.multiply_pv(sums, p, rv, v_read.index)
+                self.pass_turn(wg)
+
                 for r in cutlass.range_constexpr(2):
                     total = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=4)
                     rescale[r] = inverse(total)
@@ -394,12 +421,24 @@ class Attention:
                             if at_row + 8 * r < seq_q:
                                 value = row_max[r] * scale_log2 + cute.math.log2(row_sum[r])
                                 (to_lse + (at_row + 8 * r)).store(value * _LN2)
+
+                warpgroup.wait_group(1)
+                if more:
+                    k_ring.consumer_release(k_read)
+                k_read.advance()
+                if self.needs_mask(next_last, seq_k):
+                    next_at = next_row * self.tile_m + my_row
+                    column = (next_last - 1) * self.tile_n + my_column
+                    self.mask(s, column, next_at, offset, seq_k)
+                self.softmax(s, row_max, row_sum, rescale, scale_log2, True, True)
+
                 if warp_index % 4 == 0:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                 _sync(_WARPGROUP + wg, WARPGROUP)
                 warpgroup.wait_group(0)
                 v_ring.consumer_release(v_read)
                 v_read.advance()
+                self.to_p(s, p)
                 for chunk in cutlass.range_constexpr(self.d // PIECE):
                     values = cute.size(piece)
                     for i in cutlass.range_constexpr(values):
@@ -418,6 +457,8 @@ class Attention:
                             to_o[None, (row * self.warpgroups + wg, chunk, head, entry)],
                         )
                     cute.arch.cp_async_bulk_commit_group()
+                sums.fill(0.0)
+                row, head, entry, last = next_row, next_head, next_entry, next_last
             if warp_index % 4 == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -430,11 +471,11 @@ class Attention:
             last = cutlass.max(1, cutlass.min(k_blocks, cute.ceil_div(seen, self.tile_n)))
         return last
 
-    def multiply_qk(self, s, rq, rk, stage):
+    def multiply_qk(self, s, rq, rk, q_stage, stage):
         mma = self.mma_qk()
         for block in range(self.d // 16):
             mma.set(warpgroup.Field.ACCUMULATE, block != 0)
-            cute.gemm(mma, s, rq[None, None, block, 0], rk[None, None, block, stage], s)
+            cute.gemm(mma, s, rq[None, None, block, q_stage], rk[None, None, block, stage], s)
         warpgroup.commit_group()
 
     def multiply_pv(self, sums, p, rv, stage):
@@ -444,23 +485,16 @@ class Attention:
             cute.gemm(mma, sums, p[None, None, block], rv[None, None, block, stage], sums)
         warpgroup.commit_group()
 
+    def needs_mask(self, last, seq_k):
+        """Whether a tile's first block has keys that some row does not see."""
+        return True if self.causal else last * self.tile_n > seq_k
+
     @cute.jit
-    def start_block(
-        self, s, p, sums, rq, rk, rv, k_ring, v_ring, k_read, v_read, wg
-    ):
-        """Starts the next scores and the last ones' values; returns when the scores are there."""
-        k_ring.consumer_wait(k_read)
-        _sync(_TURN + wg, 2 * WARPGROUP)
-        warpgroup.fence()
-        self.multiply_qk(s, rq, rk, k_read.index)
-        v_ring.consumer_wait(v_read)
-        self.multiply_pv(sums, p, rv, v_read.index)
+    def pass_turn(self, wg):
         next_wg = wg + 1
         if next_wg == self.warpgroups:
             next_wg = Int32(0)
         _arrive(_TURN + next_wg, 2 * WARPGROUP)
-        warpgroup.wait_group(1)
-        k_ring.consumer_release(k_read)
 
     @cute.jit
     def finish_block(self, s, p, sums, rescale, v_ring, v_read):
@@ -530,6 +564,10 @@ def tree(values, combine):
 
 def _sync(barrier, threads):
     cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
+
+
+def _sync_turn(wg):
+    _sync(_TURN + wg, 2 * WARPGROUP)
 
 
 def _arrive(barrier, threads):

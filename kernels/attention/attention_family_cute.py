@@ -7,10 +7,10 @@ from declaration import Function, Launch, Pointer, Scalar, TensorMap
 
 _DTYPES = {"bf16": (cutlass.BFloat16, "kBFloat16"), "fp16": (cutlass.Float16, "kFloat16")}
 
-# Head dimension, warpgroups, keys a block, stages.
+# Head dimension, warpgroups, keys a block, stages of k and v, and of q.
 _TILES = (
-    (128, 2, 128, 2),
-    (64, 3, 128, 2),
+    (128, 2, 128, 2, 2),
+    (64, 3, 128, 2, 2),
 )
 
 _ONE = 0x3F800000
@@ -21,10 +21,10 @@ _PROBLEMS = (
 )
 
 
-def _function(dtype, d, warpgroups, tile_n, stages, causal):
+def _function(dtype, d, warpgroups, tile_n, stages, q_stages, causal):
     element = _DTYPES[dtype][0]
     name = f"attention_{dtype}_d{d}_{ROWS * warpgroups}x{tile_n}" + ("_causal" if causal else "")
-    kernel = Attention(name, element, d, warpgroups, tile_n, causal, stages)
+    kernel = Attention(name, element, d, warpgroups, tile_n, causal, stages, q_stages)
     q, k, v, o = (Pointer(name, element) for name in ("q", "k", "v", "o"))
     lse = Pointer("lse", cutlass.Float32, align=4)
     names = ("batch", "seq_q", "seq_k", "heads", "kv_heads", "scale", "band", "blocks")
