@@ -7,6 +7,7 @@
 
 namespace tiercel::python {
 
+void AddAttention(pybind11::module_& module);
 void AddLinear(pybind11::module_& module);
 void AddRouting(pybind11::module_& module);
 

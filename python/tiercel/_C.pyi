@@ -17,6 +17,15 @@ class _TopkSoftmaxPlan(TypedDict):
     grid: int
     block: int
 
+class _AttentionPlan(TypedDict):
+    kernel: str
+    tile_m: int
+    tile_n: int
+    band: int
+    grid: int
+    block: int
+    dynamic_smem: int
+
 class _LinearActPlan(TypedDict):
     kernel: str
     tile_m: int
@@ -41,6 +50,31 @@ def set_route_hooks(
     tracing_state: Callable[[], object],
     is_grad_enabled: Callable[[], bool],
 ) -> None: ...
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    /,
+) -> None: ...
+def attention_plan(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    /,
+) -> _AttentionPlan: ...
+def attention_load(device: int, /) -> None: ...
 def linear_act(x: Any, weight: Any, bias: Any, out: Any, activation: int, /) -> None: ...
 def linear_act_plan(
     x: Any, weight: Any, bias: Any, out: Any, activation: int, /

@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from tiercel.backends import FallbackWarning as FallbackWarning
     from tiercel.backends import set_backend as set_backend
     from tiercel.backends import use_backend as use_backend
+    from tiercel.ops.attention import attention as attention
     from tiercel.ops.linear import linear_act as linear_act
     from tiercel.ops.routing import topk_softmax as topk_softmax
 
 # Public name -> the module that defines it, imported when the name is first used.
 _LAZY = {
     "FallbackWarning": "tiercel.backends",
+    "attention": "tiercel.ops.attention",
     "explain": "tiercel._explain",
     "linear_act": "tiercel.ops.linear",
     "load": "tiercel._load",
@@ -39,6 +41,7 @@ _SUBMODULES = ("backends", "nn", "ops", "ref")
 __all__ = [
     "FallbackWarning",
     "__version__",
+    "attention",
     "backends",
     "explain",
     "linear_act",

@@ -4,12 +4,14 @@
 from tiercel import _needs_torch as _needs_torch
 from tiercel import backends
 from tiercel._op import registry
+from tiercel.ops.attention import attention
 from tiercel.ops.linear import linear_act
 from tiercel.ops.routing import topk_softmax
 
 backends.warn_of_unknown_names(registry)
 
 __all__ = [
+    "attention",
     "linear_act",
     "topk_softmax",
 ]
