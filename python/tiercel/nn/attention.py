@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ class Attention(torch.nn.Module):
         self,
         *,
         causal: bool = False,
-        window: tuple[int | None, int | None] | None = None,
+        window: Sequence[int | None] | None = None,
         scale: float | None = None,
         softcap: float | None = None,
         backend: str | None = None,

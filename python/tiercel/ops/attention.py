@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,41 +27,38 @@ __all__ = ["attention"]
 
 _NAME = "attention"
 _DTYPES = (torch.bfloat16, torch.float16)
-_Window = tuple["int | None", "int | None"]
+_Window = Sequence["int | None"]
 
-# Below, `options` is (left, right, scale, softcap), as in kernels/attention/attention.h.
+# Below, `options` is (causal, window, scale, softcap) as in the operators' schemas: a window is None
+# or two numbers, of which a negative one is no limit.
 
 
 def _limit(value: object) -> int:
     if value is None:
         return -1
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(
-            f"{_NAME}: `window` must be None or two numbers of keys, each None or at least 0, "
-            f"got {value!r} in it"
-        )
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{_NAME}: `window` must hold whole numbers or None, got {value!r}")
     return value
 
 
-def _positive(name: str, value: float) -> float:
+def _check_positive(name: str, value: float) -> None:
     if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
         raise ValueError(f"{_NAME}: `{name}` must be None or positive and finite, got {value!r}")
-    return float(value)
 
 
 def check_options(
     causal: bool, window: _Window | None, scale: float | None, softcap: float | None
-) -> tuple[int, int, float]:
-    """`left`, `right` and `softcap` as the operator takes them."""
+) -> list[int] | None:
+    """Raises for a wrong one; the window as the operators take it."""
     check_bool(_NAME, "causal", causal)
-    left = right = -1
-    if window is not None:
-        if not isinstance(window, (tuple, list)) or len(window) != 2:
-            raise ValueError(f"{_NAME}: `window` must be None or (left, right), got {window!r}")
-        left, right = _limit(window[0]), _limit(window[1])
-    if scale is not None:
-        _positive("scale", scale)
-    return left, 0 if causal else right, 0.0 if softcap is None else _positive("softcap", softcap)
+    for name, value in (("scale", scale), ("softcap", softcap)):
+        if value is not None:
+            _check_positive(name, value)
+    if window is None:
+        return None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(f"{_NAME}: `window` must be None or (left, right), got {window!r}")
+    return [_limit(window[0]), _limit(window[1])]
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> None:
@@ -111,14 +109,26 @@ def _launch(
         if lse is not None:
             lse.fill_(-math.inf)
         return
-    _C.attention(q, k, v, out, lse, *options)
+    _C.attention(q, k, v, out, lse, *_native(q, *options))
 
 
-def _sm90(
-    q: Tensor, k: Tensor, v: Tensor, left: int, right: int, scale: float, softcap: float, _: Any
-) -> Tensor:
+def _native(
+    q: Tensor,
+    causal: bool,
+    window: Sequence[int] | None,
+    scale: float | None,
+    softcap: float | None,
+) -> tuple[int, int, float, float]:
+    """(left, right, scale, softcap) as in kernels/attention/attention.h."""
+    left, right = (-1, -1) if window is None else window
+    if scale is None:
+        scale = float(max(q.shape[-1], 1)) ** -0.5
+    return left, 0 if causal else right, scale, softcap or 0.0
+
+
+def _sm90(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     out = q.new_empty(q.shape)
-    _launch(q, k, v, out, None, left, right, scale, softcap)
+    _launch(q, k, v, out, None, *rest[:-1])
     return out
 
 
@@ -129,15 +139,13 @@ def _sm90_lse(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tens
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, *options: Any) -> Any:
-    left, right, scale, softcap = options
-    window = (None if left < 0 else left, None if right < 0 else right)
-    return ref.attention(
-        q, k, v, window=window, scale=scale, softcap=softcap or None, return_lse=return_lse
-    )
+    names = ("causal", "window", "scale", "softcap")
+    named = dict(zip(names, options, strict=True))
+    return ref.attention(q, k, v, **named, return_lse=return_lse)
 
 
 def _plan(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> dict[str, Any]:
-    return dict(_C.attention_plan(q, k, v, _empty_out(q), None, *options))
+    return dict(_C.attention_plan(q, k, v, _empty_out(q), None, *_native(q, *options)))
 
 
 def _why_not(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Reason | None:
@@ -146,7 +154,7 @@ def _why_not(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Reason | None:
         return reason
     try:
         # One query shows the strides.
-        _C.attention_plan(q[:, :1], k, v, _empty_out(q[:, :1]), None, *options)
+        _plan(q[:, :1], k, v, *options)
     except NotImplementedError as error:
         return Reason(NotImplementedError, str(error).removeprefix(f"{_NAME}: "))
     return None
@@ -157,28 +165,28 @@ def _save(ctx: Any, args: tuple[Any, ...], outputs: Any) -> None:
     ctx.save_for_backward(*args[:3])
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, right: int, scale: float) -> Tensor:
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
     out = torch.nn.functional.scaled_dot_product_attention(
-        *heads_first, is_causal=right == 0, scale=scale, enable_gqa=q.shape[2] != k.shape[2]
+        *heads_first, is_causal=causal, scale=scale, enable_gqa=q.shape[2] != k.shape[2]
     )
     return out.transpose(1, 2)
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     """torch's: its flash kernels where they know the mask, else from all scores."""
-    left, right, scale, softcap = ctx.options
+    causal, window, scale, softcap = ctx.options
     wanted = [(grad, i) for i, grad in enumerate(grads) if grad is not None]
     if not wanted:
         return None, None, None
     inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
     q, k, _ = inputs
-    masked = left >= 0 or right > 0 or (right == 0 and q.shape[1] != k.shape[1])
+    known = window is None and softcap is None and (not causal or q.shape[1] == k.shape[1])
     with torch.enable_grad():
-        if masked or softcap != 0 or len(grads) > 1 or 0 in q.shape or 0 in k.shape:
-            results = _reference(*inputs, True, *ctx.options)
+        if known and len(grads) == 1 and 0 not in q.shape and 0 not in k.shape:
+            results = (_flash(*inputs, causal, scale),)
         else:
-            results = (_flash(*inputs, right, scale),)
+            results = _reference(*inputs, True, *ctx.options)
         outputs = [results[i] for _, i in wanted]
         found = torch.autograd.grad(outputs, inputs, [g for g, _ in wanted], allow_unused=True)
     wants = ctx.needs_input_grad[1:]  # after the flag that says how to run
@@ -187,7 +195,10 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 
 _CUTE = ("TMA, wgmma, persistent blocks; softmax overlaps products", "cute")
 _TORCH = ("all scores in memory, float32", "torch")
-_OPTIONS = "int left=-1, int right=-1, float scale=1.0, float softcap=0.0, str? backend=None"
+_OPTIONS = (
+    "bool causal=False, int[]? window=None, float? scale=None, float? softcap=None, "
+    "str? backend=None"
+)
 
 
 def _operator(lse: bool) -> Op:
@@ -295,8 +306,8 @@ def attention(
             h // (H // Hk).
         v: The shape, dtype and device of ``k``.
         causal: Whether a query sees no key after its own.
-        window: ``(left, right)``: how many keys before and after its own a query sees; None is no
-            limit. The precompiled kernels do not take it yet; ref does.
+        window: ``(left, right)``: how many keys before and after its own a query sees; None or -1 is
+            no limit. The precompiled kernels do not take it yet; ref does.
         scale: What scores are multiplied by, positive; ``D ** -0.5`` by default.
         softcap: Scores s become ``softcap * tanh(s / softcap)``. The precompiled kernels do not
             take it yet; ref does.
@@ -318,10 +329,8 @@ def attention(
     Example:
         >>> out = tiercel.attention(q, k, v, causal=True)
     """
-    left, right, cap = check_options(causal, window, scale, softcap)
-    if scale is None:
-        scale = float(q.shape[-1]) ** -0.5 if q.shape[-1] else 1.0
-    options = (left, right, float(scale), cap, backend)
+    limits = check_options(causal, window, scale, softcap)
+    options = (causal, limits, scale, softcap, backend)
     if out is None:
         result: Tensor | tuple[Tensor, Tensor] = (_ATTENTION_LSE if return_lse else _ATTENTION)(
             q, k, v, *options

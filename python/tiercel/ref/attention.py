@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ def attention(
     v: Tensor,
     *,
     causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
+    window: Sequence[int | None] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
@@ -28,15 +30,14 @@ def attention(
         scores = softcap * torch.tanh(scores / softcap)
 
     # The last query is aligned with the last key.
-    left, right = window or (None, None)
-    if causal:
-        right = 0 if right is None else min(right, 0)
+    left, right = (-1 if limit is None else limit for limit in window or (-1, -1))
+    right = 0 if causal else right
     own = torch.arange(q.shape[1], device=q.device)[:, None] + k.shape[1] - q.shape[1]
     key = torch.arange(k.shape[1], device=q.device)
     hidden = torch.zeros(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
-    if left is not None:
+    if left >= 0:
         hidden = hidden | (key < own - left)
-    if right is not None:
+    if right >= 0:
         hidden = hidden | (key > own + right)
     scores = scores.masked_fill(hidden, -torch.inf)
 

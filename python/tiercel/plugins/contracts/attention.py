@@ -19,9 +19,7 @@ def _case(
     values: str = "random",
 ) -> Case:
     sizes = {"B": batch, "Sq": queries, "Sk": keys, "H": heads[0], "Hk": heads[1], "D": d}
-    right = 0 if causal else -1
-    options = {"left": -1, "right": right, "scale": d**-0.5, "softcap": 0.0}
-    return Case(sizes, dtype, options, values)
+    return Case(sizes, dtype, {"causal": causal}, values)
 
 
 _CASES = (
@@ -50,19 +48,24 @@ def _make(case: Case, device: str, seed: int) -> dict[str, Any]:
         return torch.cat([drawn, -drawn], dim=2)[:, :, : shape[2]]
 
     tensors = {"q": random("Sq", "H"), "k": random("Sk", "Hk"), "v": random("Sk", "Hk")}
-    return {**tensors, **case.options}
+    options = {"window": None, "scale": None, "softcap": None, "return_lse": True}
+    return {**tensors, **options, **case.options}
+
+
+def _both(call: Any, *args: Any) -> Any:
+    return call(*args, True)
 
 
 def _out(call: Any, *args: Any) -> Any:
-    return call(*args)[0]
+    return _both(call, *args)[0]
 
 
 def _into(call: Any, q: Any, k: Any, v: Any, out: Any, *options: Any) -> None:
-    out.copy_(call(q, k, v, *options)[0])
+    out.copy_(_out(call, q, k, v, *options))
 
 
 def _both_into(call: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *options: Any) -> None:
-    results = call(q, k, v, *options)
+    results = _both(call, q, k, v, *options)
     out.copy_(results[0])
     lse.copy_(results[1])
 
@@ -74,10 +77,11 @@ ATTENTION = Contract(
         TensorSpec("q", ("B", "Sq", "H", "D"), ("bfloat16", "float16"), strided=True),
         TensorSpec("k", ("B", "Sk", "Hk", "D"), ("q",), strided=True),
         TensorSpec("v", ("B", "Sk", "Hk", "D"), ("q",), strided=True),
-        ScalarSpec("left", "int"),
-        ScalarSpec("right", "int"),
-        ScalarSpec("scale", "float"),
-        ScalarSpec("softcap", "float"),
+        ScalarSpec("causal", "bool"),
+        ScalarSpec("window", "(int, int) or None"),
+        ScalarSpec("scale", "float or None"),
+        ScalarSpec("softcap", "float or None"),
+        ScalarSpec("return_lse", "bool"),  # always true: both outputs are due
     ),
     # Probabilities and results are rounded to bfloat16, 2**-9 each; values are about 1.
     outputs=(
@@ -92,7 +96,7 @@ ATTENTION = Contract(
     make=_make,
     variants={
         "attention": _out,
-        "attention_lse": lambda call, *args: call(*args),
+        "attention_lse": _both,
         "attention_out": _into,
         "attention_lse_out": _both_into,
     },
