@@ -3,6 +3,7 @@
 
 FAMILIES = [
     "activation",
+    "attention",
     "linear",
     "routing",
     "transpose",

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tiercel.ops.activation import relu_and_mul as relu_and_mul
     from tiercel.ops.activation import silu as silu
     from tiercel.ops.activation import silu_and_mul as silu_and_mul
+    from tiercel.ops.attention import attention as attention
     from tiercel.ops.linear import linear_act as linear_act
     from tiercel.ops.routing import topk_softmax as topk_softmax
     from tiercel.ops.transpose import copy_transpose as copy_transpose
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "FallbackWarning": "tiercel.backends",
     "copy_transpose": "tiercel.ops.transpose",
+    "attention": "tiercel.ops.attention",
     "explain": "tiercel._explain",
     "gelu": "tiercel.ops.activation",
     "gelu_and_mul": "tiercel.ops.activation",
@@ -53,6 +55,7 @@ _SUBMODULES = ("backends", "nn", "ops", "ref")
 __all__ = [
     "FallbackWarning",
     "__version__",
+    "attention",
     "backends",
     "copy_transpose",
     "explain",

@@ -12,6 +12,7 @@ from tiercel.ops.activation import (
     silu,
     silu_and_mul,
 )
+from tiercel.ops.attention import attention
 from tiercel.ops.linear import linear_act
 from tiercel.ops.routing import topk_softmax
 from tiercel.ops.transpose import copy_transpose
@@ -22,6 +23,7 @@ __all__ = [
     "gelu",
     "gelu_and_mul",
     "copy_transpose",
+    "attention",
     "linear_act",
     "relu",
     "relu_and_mul",

@@ -8,21 +8,30 @@ from typing import Annotated, Protocol
 import torch
 from torch import Tensor
 
+from tiercel.plugins.contracts.attention import ATTENTION
 from tiercel.plugins.contracts.linear import LINEAR_ACT
 from tiercel.plugins.contracts.routing import TOPK_SOFTMAX
 from tiercel.plugins.contracts.transpose import COPY_TRANSPOSE
 
 __all__ = [
     "Activated",
+    "Attended",
+    "Attention",
     "Bias",
     "CopyTranspose",
     "Features",
     "Indices",
+    "Keys",
     "LinearAct",
     "Matrices",
     "Scores",
     "TopkSoftmax",
     "Transposed",
+    "LogSums",
+    "Queries",
+    "Scores",
+    "TopkSoftmax",
+    "Values",
     "Weight",
     "Weights",
 ]
@@ -69,3 +78,26 @@ class CopyTranspose(Protocol):
     """A backend of copy_transpose; a single matrix comes as a batch of one."""
 
     def __call__(self, x: Matrices) -> Transposed: ...
+# Attention: q [B, Sq, H, D] bfloat16 or float16, k and v [B, Sk, Hk, D], any strides; out as q, and
+# lse [B, H, Sq] float32.
+Queries = Annotated[Tensor, ATTENTION.spec("q")]
+Keys = Annotated[Tensor, ATTENTION.spec("k")]
+Values = Annotated[Tensor, ATTENTION.spec("v")]
+Attended = Annotated[Tensor, ATTENTION.spec("out")]
+LogSums = Annotated[Tensor, ATTENTION.spec("lse")]
+
+
+class Attention(Protocol):
+    """A backend of attention. A window is None or (left, right), where -1 is no limit."""
+
+    def __call__(
+        self,
+        q: Queries,
+        k: Keys,
+        v: Values,
+        causal: bool,
+        window: tuple[int, int] | None,
+        scale: float | None,
+        softcap: float | None,
+        return_lse: bool,
+    ) -> tuple[Attended, LogSums]: ...

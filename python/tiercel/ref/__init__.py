@@ -10,6 +10,7 @@ from tiercel.ref.activation import (
     silu,
     silu_and_mul,
 )
+from tiercel.ref.attention import attention
 from tiercel.ref.linear import linear_act
 from tiercel.ref.routing import topk_softmax
 from tiercel.ref.transpose import copy_transpose
@@ -18,6 +19,7 @@ __all__ = [
     "gelu",
     "gelu_and_mul",
     "copy_transpose",
+    "attention",
     "linear_act",
     "relu",
     "relu_and_mul",
