@@ -108,6 +108,53 @@ def attention_plan(
     /,
 ) -> _AttentionPlan: ...
 def attention_load(device: int, /) -> None: ...
+def set_allocation_hooks(
+    empty: Callable[..., Any],
+    on_current_gpu: Callable[..., Any] | None,
+    current_gpu: Callable[[], int] | None,
+) -> None: ...
+def empty(like: Any, sizes: tuple[int, ...], dtype: Any, /) -> Any: ...
+def demangle(symbol: str) -> str: ...
+
+class JitKernel:
+    def __init__(
+        self,
+        image: bytes,
+        symbol: str,
+        name: str,
+        parameters: list[tuple[int, int]],
+        max_dynamic_smem: int,
+    ) -> None: ...
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        cluster: tuple[int, int, int],
+        dynamic_smem: int,
+        dependent: bool,
+        labels: tuple[str, ...],
+        arguments: tuple[Any, ...],
+    ) -> None: ...
+    def load(self, device: int) -> None: ...
+
+class Direct:
+    run: Callable[..., Any]
+    def __init__(
+        self,
+        *,
+        count: int,
+        tensors: int,
+        mutated: tuple[int, ...],
+        ready: set[int],
+        overrides: dict[str, Any],
+        run: Callable[..., Any],
+        recover: Callable[..., Any],
+        otherwise: Callable[..., Any],
+        increment_version: Callable[..., Any],
+        without_backend: bool,
+    ) -> None: ...
+    def __call__(self, *args: Any) -> Any: ...
+
 def linear_act(x: Any, weight: Any, bias: Any, out: Any, activation: int, /) -> None: ...
 def linear_act_plan(
     x: Any, weight: Any, bias: Any, out: Any, activation: int, /

@@ -13,6 +13,7 @@ from tiercel._version import __version__ as __version__
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from tiercel import backends as backends
+    from tiercel import jit as jit
     from tiercel import nn as nn
     from tiercel import ops as ops
     from tiercel import ref as ref
@@ -50,7 +51,7 @@ _LAZY = {
     "topk_softmax": "tiercel.ops.routing",
     "use_backend": "tiercel.backends",
 }
-_SUBMODULES = ("backends", "nn", "ops", "ref")
+_SUBMODULES = ("backends", "jit", "nn", "ops", "ref")
 
 __all__ = [
     "FallbackWarning",
@@ -61,6 +62,7 @@ __all__ = [
     "explain",
     "gelu",
     "gelu_and_mul",
+    "jit",
     "linear_act",
     "load",
     "nn",

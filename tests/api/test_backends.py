@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choosing a backend, what happens where none applies, and what explain says of it."""
 
+import dataclasses
 import threading
 import warnings
 
@@ -35,6 +36,11 @@ def probe(monkeypatch):
     return calls
 
 
+def _launches(monkeypatch, op, run):
+    monkeypatch.setattr(op.direct, "run", run)
+    monkeypatch.setitem(op.backends, "sm90", dataclasses.replace(op.backends["sm90"], run=run))
+
+
 @pytest.fixture
 def fast(monkeypatch):
     """The fast path on the CPU: a device that counts as ready, and a launch of our own."""
@@ -45,7 +51,7 @@ def fast(monkeypatch):
         calls.append(args)
         return op.backends["ref"].run(*args)
 
-    monkeypatch.setattr(op, "_sm90", run)
+    _launches(monkeypatch, op, run)
     _platform.ready.add(-1)
     yield calls
     _platform.ready.discard(-1)
@@ -261,7 +267,7 @@ def test_a_launch_that_has_no_kernel_falls_back(scores, fast, monkeypatch):
     def refuse(*args):
         raise NotImplementedError("topk_softmax: at most 4 experts are supported, got 8")
 
-    monkeypatch.setattr(_op.registry["topk_softmax"], "_sm90", refuse)
+    _launches(monkeypatch, _op.registry["topk_softmax"], refuse)
     with pytest.warns(tiercel.FallbackWarning, match="backend: at most 4 experts are supported"):
         tiercel.topk_softmax(scores, 2)
     with pytest.raises(NotImplementedError, match="at most 4 experts"):
@@ -272,7 +278,7 @@ def test_a_failed_launch_is_no_fallback(scores, fast, monkeypatch):
     def fail(*args):
         raise RuntimeError("launch failed")
 
-    monkeypatch.setattr(_op.registry["topk_softmax"], "_sm90", fail)
+    _launches(monkeypatch, _op.registry["topk_softmax"], fail)
     with pytest.raises(RuntimeError, match="launch failed"):
         tiercel.topk_softmax(scores, 2)
     with pytest.raises(ValueError, match="k must be between"):  # a bad argument comes first

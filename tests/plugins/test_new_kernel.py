@@ -47,10 +47,10 @@ def test_without_a_gpu_the_others_say_so(tmp_path, language):
 )
 def test_they_pass_smoke_on_a_gpu(tmp_path, op, language):
     if language == "cuda":
-        from tiercel.plugins import cuda
+        from tiercel.jit import toolchain
 
         try:
-            cuda.find_nvcc()
+            toolchain.find_nvcc()
         except RuntimeError as error:
             pytest.skip(str(error))
     run("new-kernel", "mine", "--op", op, "--language", language, cwd=tmp_path, check=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tiercel import _C, _platform
 from tiercel._checks import check_contiguous, check_dtype, check_same_device, check_shape
+from tiercel._eager import empty
 from tiercel._op import Autograd, Backend, Op
 from tiercel._platform import Reason
 from tiercel.ref import linear as ref
@@ -74,7 +75,7 @@ def _launch(
 
 # The fast paths: kept flat, each line costs host time.
 def _sm90(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, _: Any) -> Tensor:
-    out = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    out: Tensor = empty(x, (*x.shape[:-1], weight.shape[0]), x.dtype)
     _launch(x, weight, bias, out, activation)
     return out
 

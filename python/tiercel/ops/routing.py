@@ -18,6 +18,7 @@ from tiercel._checks import (
     check_same_device,
     check_shape,
 )
+from tiercel._eager import empty
 from tiercel._op import Autograd, Backend, Op
 from tiercel._platform import Reason
 from tiercel.ref import routing as ref
@@ -101,14 +102,13 @@ def _sm90(
     indices_dtype: torch.dtype,
     backend: str | None,
     *,
-    empty: Any = torch.empty,
+    empty: Any = empty,
     float32: torch.dtype = torch.float32,
     launch: Any = _C.topk_softmax,
 ) -> tuple[Tensor, Tensor]:
-    rows = scores.shape[0]
-    device = scores.device
-    weights = empty(rows, k, dtype=float32, device=device)
-    indices = empty(rows, k, dtype=indices_dtype, device=device)
+    shape = (scores.shape[0], k)
+    weights = empty(scores, shape, float32)
+    indices = empty(scores, shape, indices_dtype)
     launch(scores, weights, indices, softmax_first, renormalize)
     return weights, indices
 
@@ -228,6 +228,7 @@ _TOPK_SOFTMAX_OUT = Op(
     sm90=Backend("sm90", _sm90_out, *_CUDA, why_not=_why_not_out),
     ref=Backend("ref", _ref_out, *_TORCH),
     family=_NAME,
+    launch=_C.topk_softmax,
 )
 
 
@@ -289,8 +290,11 @@ def topk_softmax(
         got = f"{len(out)} values" if isinstance(out, (tuple, list)) else type(out).__name__
         raise TypeError(f"{_NAME}: `out` must be a pair (weights, indices), got {got}")
     weights, indices = out
-    _check_is_int(k)
-    if isinstance(weights, Tensor) and weights.dim() == 2 and weights.shape[1] != operator.index(k):
-        raise ValueError(f"{_NAME}: `out` has {weights.shape[1]} columns, but `k` is {k}")
+    if type(k) is not int:  # host time: the common case is one comparison
+        _check_is_int(k)
+        k = operator.index(k)
+    shape = getattr(weights, "shape", ())
+    if len(shape) == 2 and shape[1] != k:
+        raise ValueError(f"{_NAME}: `out` has {shape[1]} columns, but `k` is {k}")
     _TOPK_SOFTMAX_OUT(scores, weights, indices, softmax_first, renormalize, backend)
     return weights, indices
