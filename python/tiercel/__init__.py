@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from tiercel.backends import use_backend as use_backend
     from tiercel.ops.linear import linear_act as linear_act
     from tiercel.ops.routing import topk_softmax as topk_softmax
+    from tiercel.ops.routing_align import moe_align_block_size as moe_align_block_size
+    from tiercel.ops.routing_fused import topk_softmax_align as topk_softmax_align
+    from tiercel.ops.routing_sum import moe_sum as moe_sum
 
 # Public name -> the module that defines it, imported when the name is first used.
 _LAZY = {
@@ -30,8 +33,11 @@ _LAZY = {
     "explain": "tiercel._explain",
     "linear_act": "tiercel.ops.linear",
     "load": "tiercel._load",
+    "moe_align_block_size": "tiercel.ops.routing_align",
+    "moe_sum": "tiercel.ops.routing_sum",
     "set_backend": "tiercel.backends",
     "topk_softmax": "tiercel.ops.routing",
+    "topk_softmax_align": "tiercel.ops.routing_fused",
     "use_backend": "tiercel.backends",
 }
 _SUBMODULES = ("backends", "nn", "ops", "ref")
@@ -43,11 +49,14 @@ __all__ = [
     "explain",
     "linear_act",
     "load",
+    "moe_align_block_size",
+    "moe_sum",
     "nn",
     "ops",
     "ref",
     "set_backend",
     "topk_softmax",
+    "topk_softmax_align",
     "use_backend",
 ]
 

@@ -6,10 +6,16 @@ from tiercel import backends
 from tiercel._op import registry
 from tiercel.ops.linear import linear_act
 from tiercel.ops.routing import topk_softmax
+from tiercel.ops.routing_align import moe_align_block_size
+from tiercel.ops.routing_fused import topk_softmax_align
+from tiercel.ops.routing_sum import moe_sum
 
 backends.warn_of_unknown_names(registry)
 
 __all__ = [
     "linear_act",
+    "moe_align_block_size",
+    "moe_sum",
     "topk_softmax",
+    "topk_softmax_align",
 ]
