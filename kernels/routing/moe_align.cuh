@@ -9,10 +9,6 @@
 #include "kernels/sm90/cluster.cuh"
 #include "kernels/sm90/reduce.cuh"
 
-#ifndef TIERCEL_MATCH
-#define TIERCEL_MATCH 1
-#endif
-
 namespace tiercel {
 
 // The block's shared memory (moe_align_shared_bytes), cut up.
@@ -61,11 +57,11 @@ __device__ __forceinline__ uint32_t expert_at(const MoeAlignArgs& args, uint32_t
   return local_expert(args, expert);
 }
 
-// The lanes that hold the same expert.
+// The lanes that hold the same expert. The instruction for that is the shortest way for one warp,
+// ballots for many.
+template <bool kOnce>
 __device__ __forceinline__ uint32_t lanes_alike(uint32_t expert, int bits) {
-#if TIERCEL_MATCH == 0
-  return __match_any_sync(kFullWarp, expert);
-#else
+  if constexpr (kOnce) return __match_any_sync(kFullWarp, expert);
   uint32_t alike = kFullWarp;
 #pragma unroll 4
   for (int bit = 0; bit < bits; ++bit) {
@@ -74,7 +70,6 @@ __device__ __forceinline__ uint32_t lanes_alike(uint32_t expert, int bits) {
     alike &= set ? lanes : ~lanes;
   }
   return alike;
-#endif
 }
 
 __device__ __forceinline__ uint32_t lanes_below() {
@@ -89,7 +84,7 @@ __device__ __forceinline__ void rank_warp(uint32_t* counts, const uint32_t (&exp
                                           uint32_t (&rank)[kItems], int bits) {
   uint32_t alike[kItems];
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) alike[i] = lanes_alike(expert[i], bits);
+  for (int i = 0; i < kItems; ++i) alike[i] = lanes_alike<kItems == 1>(expert[i], bits);
   const uint32_t below = lanes_below();
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
@@ -159,9 +154,19 @@ __device__ __forceinline__ void store_slot(const MoeAlignArgs& args, uint32_t sl
 __device__ __forceinline__ void store_padding(const MoeAlignArgs& args, const AlignShared& shared,
                                               uint32_t padded, uint32_t part, uint32_t parts) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  for (int e = part * warps + warp; e < args.experts; e += parts * warps) {
-    const uint32_t end = shared.end[e];
-    for (uint32_t s = shared.begin[e] + lane; s < end; s += 32) args.sorted_ids[s] = args.numel;
+  // A warp looks at many experts at once; few of them may have padding.
+  const int each = min((args.experts + static_cast<int>(parts) * warps - 1) /
+                           (static_cast<int>(parts) * warps), 32);
+  for (int first = (part * warps + warp) * each; first < args.experts;
+       first += parts * warps * each) {
+    const int e = first + lane;
+    const bool mine = lane < each && e < args.experts;
+    const uint32_t begin = mine ? shared.begin[e] : 0, end = mine ? shared.end[e] : 0;
+    for (uint32_t left = __ballot_sync(kFullWarp, begin < end); left != 0; left &= left - 1) {
+      const uint32_t from = __shfl_sync(kFullWarp, begin, __ffs(left) - 1);
+      const uint32_t to = __shfl_sync(kFullWarp, end, __ffs(left) - 1);
+      for (uint32_t s = from + lane; s < to; s += 32) args.sorted_ids[s] = args.numel;
+    }
   }
   const uint32_t thread = part * blockDim.x + threadIdx.x, threads = parts * blockDim.x;
   for (uint32_t s = padded + thread; s < args.slots; s += threads) args.sorted_ids[s] = args.numel;
@@ -233,14 +238,13 @@ __device__ __forceinline__ void align_block(const MoeAlignArgs& args, const Alig
     cluster_arrive();
   }
 
-  uint32_t ids;
-  const uint32_t first = scan_block(mine, shared.sums, &ids);
-  if (real) shared.first[e] = first;
-  __syncthreads();
-  sort_block(args, shared, expert, rank, active_warps);
-
-  uint32_t before = 0, total = mine;
+  // Sorted on chip while the cluster's counts are on their way.
+  uint32_t ids = 0, first = 0, before = 0, total = mine;
   if constexpr (kCluster) {
+    first = scan_block(mine, shared.sums, &ids);
+    if (real) shared.first[e] = first;
+    __syncthreads();
+    sort_block(args, shared, expert, rank, active_warps);
     cluster_wait();
     total = 0;
 #pragma unroll 8
@@ -259,7 +263,19 @@ __device__ __forceinline__ void align_block(const MoeAlignArgs& args, const Alig
     shared.end[e] = begin + blocks * args.block_size;
   }
   __syncthreads();
-  store_block(args, shared, ids, first_id);
+  if constexpr (kCluster) {
+    store_block(args, shared, ids, first_id);
+  } else {  // so few that sorting them first would take longer
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const uint32_t* counts = shared.counts + warp * (args.experts + 1);
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (warp < active_warps && expert[i] < static_cast<uint32_t>(args.experts)) {
+        const uint32_t slot = shared.base[expert[i]] + counts[expert[i]] + rank[i];
+        store_slot(args, slot, first_id + (warp * kItems + i) * 32 + lane, expert[i]);
+      }
+    }
+  }
   store_padding(args, shared, all_blocks * args.block_size, part, parts);
 }
 

@@ -111,9 +111,8 @@ def _operator(weighted: bool, into: bool) -> Op:
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         return _backward(ctx, grad)[: 2 if weighted else 1]
 
-    first = not weighted and not into
     return Op(
-        f"{_NAME}{'_weighted' if weighted else ''}{'_out' if into else ''}",
+        f"{_NAME}{'' if weighted else '_no_weights'}{'_out' if into else ''}",
         f"(Tensor x{', Tensor weights' if weighted else ''}{', Tensor(a!) out' if into else ''},"
         f" str? backend=None) -> {'()' if into else 'Tensor'}",
         check=lambda *args: _check(*split(args)),
@@ -123,14 +122,14 @@ def _operator(weighted: bool, into: bool) -> Op:
         autograd=None if into else Autograd(save, backward),
         family=_NAME,
         describe=lambda *args: _plan(*split(args)[:2]),
-        load=_C.moe_sum_load if first else None,
+        load=_C.moe_sum_load if weighted and not into else None,
     )
 
 
-_SUM = _operator(weighted=False, into=False)
-_WEIGHTED = _operator(weighted=True, into=False)
-_SUM_OUT = _operator(weighted=False, into=True)
-_WEIGHTED_OUT = _operator(weighted=True, into=True)
+_SUM = _operator(weighted=True, into=False)
+_PLAIN = _operator(weighted=False, into=False)
+_SUM_OUT = _operator(weighted=True, into=True)
+_PLAIN_OUT = _operator(weighted=False, into=True)
 
 
 @_SUM.export
@@ -169,10 +168,10 @@ def moe_sum(
         >>> hidden = tiercel.moe_sum(expert_outputs, weights)
     """
     if out is None:
-        result: Tensor = _SUM(x, backend) if weights is None else _WEIGHTED(x, weights, backend)
+        result: Tensor = _PLAIN(x, backend) if weights is None else _SUM(x, weights, backend)
         return result
     if weights is None:
-        _SUM_OUT(x, out, backend)
+        _PLAIN_OUT(x, out, backend)
     else:
-        _WEIGHTED_OUT(x, weights, out, backend)
+        _SUM_OUT(x, weights, out, backend)
     return out

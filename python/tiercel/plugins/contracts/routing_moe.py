@@ -130,7 +130,8 @@ MOE_ALIGN_BLOCK_SIZE = _AlignContract(
 
 def _fused_case(rows: int, experts: int, k: int, block: int, dtype: str, **options: Any) -> Case:
     sizes = {"T": rows, "E": experts, "k": k, "block_size": block}
-    return Case(sizes, dtype, {n: v for n, v in options.items() if n != "values"})
+    values = options.pop("values", "random")
+    return Case(sizes, dtype, options, values)
 
 
 _FUSED_CASES = (
@@ -140,6 +141,7 @@ _FUSED_CASES = (
     _fused_case(128, 512, 16, 128, "float16"),
     _fused_case(300, 128, 8, 32, "bfloat16"),
     _fused_case(0, 64, 8, 16, "bfloat16"),
+    _fused_case(20, 32, 8, 16, "float32", values="strided"),
 )
 
 
@@ -148,6 +150,8 @@ def _make_fused(case: Case, device: str, seed: int) -> dict[str, Any]:
 
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn(case.sizes["T"], case.sizes["E"], generator=generator)
+    if case.values == "strided":
+        scores = scores.t().contiguous().t()
     options = {"softmax_first": True, "renormalize": False} | dict(case.options)
     return {
         "scores": scores.to(device=device, dtype=getattr(torch, case.dtype)),
@@ -249,10 +253,10 @@ MOE_SUM = Contract(
     },
     make=_make_sum,
     variants={
-        "moe_sum": lambda call, x: call(x, None)[0],
-        "moe_sum_weighted": lambda call, x, weights: call(x, weights)[0],
+        "moe_sum": lambda call, x, weights: call(x, weights)[0],
+        "moe_sum_no_weights": lambda call, x: call(x, None)[0],
         "moe_sum_out": _sum_into,
-        "moe_sum_weighted_out": _sum_into,
+        "moe_sum_no_weights_out": _sum_into,
     },
 )
 
