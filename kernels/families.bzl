@@ -2,6 +2,9 @@
 """The kernel families: kernels/<family>, benchmarks/suites/<family>.yaml."""
 
 FAMILIES = [
+    "activation",
+    "attention",
     "linear",
     "routing",
+    "transpose",
 ]
