@@ -25,6 +25,26 @@ class _TopkSoftmaxPlan(TypedDict):
     grid: int
     block: int
 
+class _MoeAlignPlan(TypedDict):
+    kernel: str
+    items: int
+    cluster: int
+    grid: int
+    block: int
+    dynamic_smem: int
+    launches: int
+
+class _MoeSumPlan(TypedDict):
+    kernel: str
+    vector_bytes: int
+    grid: tuple[int, int]
+    block: tuple[int, int]
+
+class _TopkAlignPlan(TypedDict):
+    kernel: str
+    cluster: int
+    block: int
+    dynamic_smem: int
 class _AttentionPlan(TypedDict):
     kernel: str
     tile_m: int
@@ -160,6 +180,35 @@ def linear_act_plan(
     x: Any, weight: Any, bias: Any, out: Any, activation: int, /
 ) -> _LinearActPlan: ...
 def linear_act_load(device: int, /) -> None: ...
+def moe_align_block_size(
+    topk_ids: Any,
+    expert_map: Any,
+    sorted_token_ids: Any,
+    expert_ids: Any,
+    num_tokens_post_padded: Any,
+    workspace: Any,
+    block_size: int,
+    num_experts: int,
+    ignore_invalid_experts: bool,
+    /,
+) -> None: ...
+def moe_align_block_size_plan(
+    topk_ids: Any,
+    expert_map: Any,
+    sorted_token_ids: Any,
+    expert_ids: Any,
+    num_tokens_post_padded: Any,
+    workspace: Any,
+    block_size: int,
+    num_experts: int,
+    ignore_invalid_experts: bool,
+    /,
+) -> _MoeAlignPlan: ...
+def moe_align_block_size_workspace(numel: int, num_experts: int, /) -> int: ...
+def moe_align_block_size_load(device: int, /) -> None: ...
+def moe_sum(x: Any, weights: Any, out: Any, /) -> None: ...
+def moe_sum_plan(x: Any, weights: Any, out: Any, /) -> _MoeSumPlan: ...
+def moe_sum_load(device: int, /) -> None: ...
 def topk_softmax(
     scores: Any, weights: Any, indices: Any, softmax_first: bool, renormalize: bool, /
 ) -> None: ...
@@ -167,4 +216,33 @@ def topk_softmax_plan(
     scores: Any, weights: Any, indices: Any, softmax_first: bool, renormalize: bool, /
 ) -> _TopkSoftmaxPlan: ...
 def topk_softmax_load(device: int, /) -> None: ...
+def topk_softmax_align(
+    scores: Any,
+    weights: Any,
+    indices: Any,
+    expert_map: Any,
+    sorted_token_ids: Any,
+    expert_ids: Any,
+    num_tokens_post_padded: Any,
+    block_size: int,
+    softmax_first: bool,
+    renormalize: bool,
+    ignore_invalid_experts: bool,
+    /,
+) -> None: ...
+def topk_softmax_align_plan(
+    scores: Any,
+    weights: Any,
+    indices: Any,
+    expert_map: Any,
+    sorted_token_ids: Any,
+    expert_ids: Any,
+    num_tokens_post_padded: Any,
+    block_size: int,
+    softmax_first: bool,
+    renormalize: bool,
+    ignore_invalid_experts: bool,
+    /,
+) -> _TopkAlignPlan: ...
+def topk_softmax_align_load(device: int, /) -> None: ...
 def _clear_exchange_cache() -> None: ...

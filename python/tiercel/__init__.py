@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from tiercel.ops.attention import attention as attention
     from tiercel.ops.linear import linear_act as linear_act
     from tiercel.ops.routing import topk_softmax as topk_softmax
+    from tiercel.ops.routing_align import moe_align_block_size as moe_align_block_size
+    from tiercel.ops.routing_fused import topk_softmax_align as topk_softmax_align
+    from tiercel.ops.routing_sum import moe_sum as moe_sum
     from tiercel.ops.transpose import copy_transpose as copy_transpose
 
 # Public name -> the module that defines it, imported when the name is first used.
@@ -43,12 +46,15 @@ _LAZY = {
     "gelu_and_mul": "tiercel.ops.activation",
     "linear_act": "tiercel.ops.linear",
     "load": "tiercel._load",
+    "moe_align_block_size": "tiercel.ops.routing_align",
+    "moe_sum": "tiercel.ops.routing_sum",
     "relu": "tiercel.ops.activation",
     "relu_and_mul": "tiercel.ops.activation",
     "set_backend": "tiercel.backends",
     "silu": "tiercel.ops.activation",
     "silu_and_mul": "tiercel.ops.activation",
     "topk_softmax": "tiercel.ops.routing",
+    "topk_softmax_align": "tiercel.ops.routing_fused",
     "use_backend": "tiercel.backends",
 }
 _SUBMODULES = ("backends", "jit", "nn", "ops", "ref")
@@ -65,6 +71,8 @@ __all__ = [
     "jit",
     "linear_act",
     "load",
+    "moe_align_block_size",
+    "moe_sum",
     "nn",
     "ops",
     "ref",
@@ -74,6 +82,7 @@ __all__ = [
     "silu",
     "silu_and_mul",
     "topk_softmax",
+    "topk_softmax_align",
     "use_backend",
 ]
 

@@ -15,6 +15,9 @@ from tiercel.ops.activation import (
 from tiercel.ops.attention import attention
 from tiercel.ops.linear import linear_act
 from tiercel.ops.routing import topk_softmax
+from tiercel.ops.routing_align import moe_align_block_size
+from tiercel.ops.routing_fused import topk_softmax_align
+from tiercel.ops.routing_sum import moe_sum
 from tiercel.ops.transpose import copy_transpose
 
 backends.warn_of_unknown_names(registry)
@@ -25,9 +28,12 @@ __all__ = [
     "copy_transpose",
     "attention",
     "linear_act",
+    "moe_align_block_size",
+    "moe_sum",
     "relu",
     "relu_and_mul",
     "silu",
     "silu_and_mul",
     "topk_softmax",
+    "topk_softmax_align",
 ]

@@ -12,6 +12,7 @@ from tiercel.ref.activation import (
 )
 from tiercel.ref.attention import attention
 from tiercel.ref.linear import linear_act
+from tiercel.ref.routing import moe_align_block_size, moe_sum, topk_softmax, topk_softmax_align
 from tiercel.ref.routing import topk_softmax
 from tiercel.ref.transpose import copy_transpose
 
@@ -21,9 +22,12 @@ __all__ = [
     "copy_transpose",
     "attention",
     "linear_act",
+    "moe_align_block_size",
+    "moe_sum",
     "relu",
     "relu_and_mul",
     "silu",
     "silu_and_mul",
     "topk_softmax",
+    "topk_softmax_align",
 ]
