@@ -5,4 +5,5 @@ FAMILIES = [
     "activation",
     "linear",
     "routing",
+    "softmax",
 ]

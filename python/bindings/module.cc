@@ -47,4 +47,5 @@ PYBIND11_MODULE(_C, module) {
   tiercel::python::AddActivation(module);
   tiercel::python::AddLinear(module);
   tiercel::python::AddRouting(module);
+  tiercel::python::AddSoftmax(module);
 }

@@ -17,6 +17,14 @@ class _ActivationPlan(TypedDict):
     grid: int
     block: int
 
+class _SoftmaxPlan(TypedDict):
+    kernel: str
+    threads_per_row: int
+    blocks_per_row: int
+    vectors: bool
+    grid: int
+    block: int
+
 class _TopkSoftmaxPlan(TypedDict):
     kernel: str
     rows_per_block: int
@@ -67,6 +75,15 @@ def linear_act_plan(
     x: Any, weight: Any, bias: Any, out: Any, activation: int, /
 ) -> _LinearActPlan: ...
 def linear_act_load(device: int, /) -> None: ...
+def softmax(x: Any, mask: Any, out: Any, scale: float, log: bool, /) -> None: ...
+def softmax_plan(x: Any, mask: Any, out: Any, scale: float, log: bool, /) -> _SoftmaxPlan: ...
+def softmax_backward(
+    grad: Any, y: Any, mask: Any, x_grad: Any, scale: float, log: bool, /
+) -> None: ...
+def softmax_backward_plan(
+    grad: Any, y: Any, mask: Any, x_grad: Any, scale: float, log: bool, /
+) -> _SoftmaxPlan: ...
+def softmax_load(device: int, /) -> None: ...
 def topk_softmax(
     scores: Any, weights: Any, indices: Any, softmax_first: bool, renormalize: bool, /
 ) -> None: ...

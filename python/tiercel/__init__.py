@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from tiercel.ops.activation import silu_and_mul as silu_and_mul
     from tiercel.ops.linear import linear_act as linear_act
     from tiercel.ops.routing import topk_softmax as topk_softmax
+    from tiercel.ops.softmax import log_softmax as log_softmax
+    from tiercel.ops.softmax import softmax_online as softmax_online
 
 # Public name -> the module that defines it, imported when the name is first used.
 _LAZY = {
@@ -38,11 +40,13 @@ _LAZY = {
     "gelu_and_mul": "tiercel.ops.activation",
     "linear_act": "tiercel.ops.linear",
     "load": "tiercel._load",
+    "log_softmax": "tiercel.ops.softmax",
     "relu": "tiercel.ops.activation",
     "relu_and_mul": "tiercel.ops.activation",
     "set_backend": "tiercel.backends",
     "silu": "tiercel.ops.activation",
     "silu_and_mul": "tiercel.ops.activation",
+    "softmax_online": "tiercel.ops.softmax",
     "topk_softmax": "tiercel.ops.routing",
     "use_backend": "tiercel.backends",
 }
@@ -57,6 +61,7 @@ __all__ = [
     "gelu_and_mul",
     "linear_act",
     "load",
+    "log_softmax",
     "nn",
     "ops",
     "ref",
@@ -65,6 +70,7 @@ __all__ = [
     "set_backend",
     "silu",
     "silu_and_mul",
+    "softmax_online",
     "topk_softmax",
     "use_backend",
 ]

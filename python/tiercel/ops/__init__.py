@@ -14,6 +14,7 @@ from tiercel.ops.activation import (
 )
 from tiercel.ops.linear import linear_act
 from tiercel.ops.routing import topk_softmax
+from tiercel.ops.softmax import log_softmax, softmax_online
 
 backends.warn_of_unknown_names(registry)
 
@@ -21,9 +22,11 @@ __all__ = [
     "gelu",
     "gelu_and_mul",
     "linear_act",
+    "log_softmax",
     "relu",
     "relu_and_mul",
     "silu",
     "silu_and_mul",
+    "softmax_online",
     "topk_softmax",
 ]

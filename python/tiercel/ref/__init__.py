@@ -12,14 +12,17 @@ from tiercel.ref.activation import (
 )
 from tiercel.ref.linear import linear_act
 from tiercel.ref.routing import topk_softmax
+from tiercel.ref.softmax import log_softmax, softmax_online
 
 __all__ = [
     "gelu",
     "gelu_and_mul",
     "linear_act",
+    "log_softmax",
     "relu",
     "relu_and_mul",
     "silu",
     "silu_and_mul",
+    "softmax_online",
     "topk_softmax",
 ]
