@@ -160,9 +160,9 @@ class _Softmax:
             ctx.save_for_backward(output, mask)
 
         names = ["Tensor x"] + ["Tensor mask"] * masked + ["Tensor(a!) out"] * into_out
-        plain = not masked and not into_out
+        main = masked and not into_out  # stands for all: its mask may be None in `explain`
         return Op(
-            "_".join([self.name, *["masked"] * masked, *["out"] * into_out]),
+            "_".join([self.name, *["no_mask"] * (not masked), *["out"] * into_out]),
             f"({', '.join(names)}, int dim=-1, float? scale=None, str? backend=None) -> "
             + ("()" if into_out else "Tensor"),
             check=lambda *args: self._check(*split(args)),
@@ -171,8 +171,8 @@ class _Softmax:
             ref=Backend("ref", reference, *_TORCH),
             autograd=None if into_out else Autograd(save, self._gradients),
             family=self.name,
-            describe=(lambda *args: self._plan(*without_out(args))) if plain else None,
-            load=_C.softmax_load if plain else None,
+            describe=(lambda *args: self._plan(*without_out(args))) if main else None,
+            load=_C.softmax_load if main else None,
         )
 
     def _gradients(self, ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -230,7 +230,7 @@ class _Softmax:
             return self._why_not(y, mask, dim, scale)
 
         return Op(
-            f"{self.name}{'_masked' * masked}_backward",
+            f"{self.name}{'_no_mask' * (not masked)}_backward",
             f"(Tensor grad, Tensor y{', Tensor mask' * masked}, int dim=-1, float? scale=None, "
             "str? backend=None) -> Tensor",
             check=check,
@@ -252,7 +252,7 @@ _SOFTMAX = _Softmax("softmax_online", False, ref.softmax_online)
 _LOG_SOFTMAX = _Softmax("log_softmax", True, ref.log_softmax)
 
 
-@_SOFTMAX.forward[False, False].export
+@_SOFTMAX.forward[True, False].export
 def softmax_online(
     x: Tensor,
     dim: int = -1,
@@ -300,7 +300,7 @@ def softmax_online(
     return _SOFTMAX(x, mask, out, dim, scale, backend)
 
 
-@_LOG_SOFTMAX.forward[False, False].export
+@_LOG_SOFTMAX.forward[True, False].export
 def log_softmax(
     x: Tensor,
     dim: int = -1,
