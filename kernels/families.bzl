@@ -3,7 +3,9 @@
 
 FAMILIES = [
     "activation",
+    "attention",
     "linear",
     "routing",
     "softmax",
+    "transpose",
 ]

@@ -45,7 +45,9 @@ PYBIND11_MODULE(_C, module) {
   module.def("_clear_exchange_cache", &tiercel::python::ClearExchangeCache);
   tiercel::python::AddEager(module);
   tiercel::python::AddActivation(module);
+  tiercel::python::AddAttention(module);
   tiercel::python::AddLinear(module);
   tiercel::python::AddRouting(module);
   tiercel::python::AddSoftmax(module);
+  tiercel::python::AddTranspose(module);
 }

@@ -33,6 +33,15 @@ class _TopkSoftmaxPlan(TypedDict):
     grid: int
     block: int
 
+class _AttentionPlan(TypedDict):
+    kernel: str
+    tile_m: int
+    tile_n: int
+    band: int
+    grid: int
+    block: int
+    dynamic_smem: int
+
 class _LinearActPlan(TypedDict):
     kernel: str
     tile_m: int
@@ -43,6 +52,15 @@ class _LinearActPlan(TypedDict):
     grid: int
     block: int
     dynamic_smem: int
+
+class _CopyTransposePlan(TypedDict):
+    kernel: str
+    tile_rows: int
+    tile_columns: int
+    vector_bytes: int
+    grid_x: int
+    grid_y: int
+    block: int
 
 def driver_info() -> _DriverInfo: ...
 def device_capability(device: int) -> tuple[int, int]: ...
@@ -70,6 +88,34 @@ def activation_backward_plan(
     grad: Any, x: Any, up: Any, x_grad: Any, up_grad: Any, function: int, gated: bool, /
 ) -> _ActivationPlan: ...
 def activation_load(device: int, function: int, gated: bool, /) -> None: ...
+def copy_transpose(x: Any, out: Any, tile_size: int, /) -> None: ...
+def copy_transpose_plan(x: Any, out: Any, tile_size: int, /) -> _CopyTransposePlan: ...
+def copy_transpose_load(device: int, /) -> None: ...
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    /,
+) -> None: ...
+def attention_plan(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    /,
+) -> _AttentionPlan: ...
+def attention_load(device: int, /) -> None: ...
 def linear_act(x: Any, weight: Any, bias: Any, out: Any, activation: int, /) -> None: ...
 def linear_act_plan(
     x: Any, weight: Any, bias: Any, out: Any, activation: int, /

@@ -27,14 +27,18 @@ if TYPE_CHECKING:
     from tiercel.ops.activation import relu_and_mul as relu_and_mul
     from tiercel.ops.activation import silu as silu
     from tiercel.ops.activation import silu_and_mul as silu_and_mul
+    from tiercel.ops.attention import attention as attention
     from tiercel.ops.linear import linear_act as linear_act
     from tiercel.ops.routing import topk_softmax as topk_softmax
     from tiercel.ops.softmax import log_softmax as log_softmax
     from tiercel.ops.softmax import softmax_online as softmax_online
+    from tiercel.ops.transpose import copy_transpose as copy_transpose
 
 # Public name -> the module that defines it, imported when the name is first used.
 _LAZY = {
     "FallbackWarning": "tiercel.backends",
+    "copy_transpose": "tiercel.ops.transpose",
+    "attention": "tiercel.ops.attention",
     "explain": "tiercel._explain",
     "gelu": "tiercel.ops.activation",
     "gelu_and_mul": "tiercel.ops.activation",
@@ -55,7 +59,9 @@ _SUBMODULES = ("backends", "nn", "ops", "ref")
 __all__ = [
     "FallbackWarning",
     "__version__",
+    "attention",
     "backends",
+    "copy_transpose",
     "explain",
     "gelu",
     "gelu_and_mul",

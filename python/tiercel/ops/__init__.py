@@ -12,15 +12,19 @@ from tiercel.ops.activation import (
     silu,
     silu_and_mul,
 )
+from tiercel.ops.attention import attention
 from tiercel.ops.linear import linear_act
 from tiercel.ops.routing import topk_softmax
 from tiercel.ops.softmax import log_softmax, softmax_online
+from tiercel.ops.transpose import copy_transpose
 
 backends.warn_of_unknown_names(registry)
 
 __all__ = [
     "gelu",
     "gelu_and_mul",
+    "copy_transpose",
+    "attention",
     "linear_act",
     "log_softmax",
     "relu",

@@ -8,17 +8,30 @@ from typing import Annotated, Protocol
 import torch
 from torch import Tensor
 
+from tiercel.plugins.contracts.attention import ATTENTION
 from tiercel.plugins.contracts.linear import LINEAR_ACT
 from tiercel.plugins.contracts.routing import TOPK_SOFTMAX
+from tiercel.plugins.contracts.transpose import COPY_TRANSPOSE
 
 __all__ = [
     "Activated",
+    "Attended",
+    "Attention",
     "Bias",
+    "CopyTranspose",
     "Features",
     "Indices",
+    "Keys",
     "LinearAct",
+    "Matrices",
     "Scores",
     "TopkSoftmax",
+    "Transposed",
+    "LogSums",
+    "Queries",
+    "Scores",
+    "TopkSoftmax",
+    "Values",
     "Weight",
     "Weights",
 ]
@@ -54,3 +67,37 @@ class LinearAct(Protocol):
     """A backend of linear_act; leading dimensions of ``x`` are made one before it."""
 
     def __call__(self, x: Features, weight: Weight, bias: Bias, activation: str) -> Activated: ...
+
+
+# Transpose: x [B, M, N] of 1-, 2- or 4-byte elements, any strides; out [B, N, M].
+Matrices = Annotated[Tensor, COPY_TRANSPOSE.spec("x")]
+Transposed = Annotated[Tensor, COPY_TRANSPOSE.spec("out")]
+
+
+class CopyTranspose(Protocol):
+    """A backend of copy_transpose; a single matrix comes as a batch of one."""
+
+    def __call__(self, x: Matrices) -> Transposed: ...
+# Attention: q [B, Sq, H, D] bfloat16 or float16, k and v [B, Sk, Hk, D], any strides; out as q, and
+# lse [B, H, Sq] float32.
+Queries = Annotated[Tensor, ATTENTION.spec("q")]
+Keys = Annotated[Tensor, ATTENTION.spec("k")]
+Values = Annotated[Tensor, ATTENTION.spec("v")]
+Attended = Annotated[Tensor, ATTENTION.spec("out")]
+LogSums = Annotated[Tensor, ATTENTION.spec("lse")]
+
+
+class Attention(Protocol):
+    """A backend of attention. A window is None or (left, right), where -1 is no limit."""
+
+    def __call__(
+        self,
+        q: Queries,
+        k: Keys,
+        v: Values,
+        causal: bool,
+        window: tuple[int, int] | None,
+        scale: float | None,
+        softcap: float | None,
+        return_lse: bool,
+    ) -> tuple[Attended, LogSums]: ...

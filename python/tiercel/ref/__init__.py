@@ -10,13 +10,17 @@ from tiercel.ref.activation import (
     silu,
     silu_and_mul,
 )
+from tiercel.ref.attention import attention
 from tiercel.ref.linear import linear_act
 from tiercel.ref.routing import topk_softmax
 from tiercel.ref.softmax import log_softmax, softmax_online
+from tiercel.ref.transpose import copy_transpose
 
 __all__ = [
     "gelu",
     "gelu_and_mul",
+    "copy_transpose",
+    "attention",
     "linear_act",
     "log_softmax",
     "relu",
