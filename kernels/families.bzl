@@ -6,5 +6,6 @@ FAMILIES = [
     "attention",
     "linear",
     "routing",
+    "softmax",
     "transpose",
 ]

@@ -11,6 +11,7 @@ void AddActivation(pybind11::module_& module);
 void AddAttention(pybind11::module_& module);
 void AddLinear(pybind11::module_& module);
 void AddRouting(pybind11::module_& module);
+void AddSoftmax(pybind11::module_& module);
 void AddTranspose(pybind11::module_& module);
 
 }  // namespace tiercel::python

@@ -54,5 +54,6 @@ PYBIND11_MODULE(_C, module) {
   tiercel::python::AddJit(module);
   tiercel::python::AddLinear(module);
   tiercel::python::AddRouting(module);
+  tiercel::python::AddSoftmax(module);
   tiercel::python::AddTranspose(module);
 }

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from tiercel.ops.routing_align import moe_align_block_size as moe_align_block_size
     from tiercel.ops.routing_fused import topk_softmax_align as topk_softmax_align
     from tiercel.ops.routing_sum import moe_sum as moe_sum
+    from tiercel.ops.softmax import log_softmax as log_softmax
+    from tiercel.ops.softmax import softmax_online as softmax_online
     from tiercel.ops.transpose import copy_transpose as copy_transpose
 
 # Public name -> the module that defines it, imported when the name is first used.
@@ -48,11 +50,13 @@ _LAZY = {
     "load": "tiercel._load",
     "moe_align_block_size": "tiercel.ops.routing_align",
     "moe_sum": "tiercel.ops.routing_sum",
+    "log_softmax": "tiercel.ops.softmax",
     "relu": "tiercel.ops.activation",
     "relu_and_mul": "tiercel.ops.activation",
     "set_backend": "tiercel.backends",
     "silu": "tiercel.ops.activation",
     "silu_and_mul": "tiercel.ops.activation",
+    "softmax_online": "tiercel.ops.softmax",
     "topk_softmax": "tiercel.ops.routing",
     "topk_softmax_align": "tiercel.ops.routing_fused",
     "use_backend": "tiercel.backends",
@@ -73,6 +77,7 @@ __all__ = [
     "load",
     "moe_align_block_size",
     "moe_sum",
+    "log_softmax",
     "nn",
     "ops",
     "ref",
@@ -81,6 +86,7 @@ __all__ = [
     "set_backend",
     "silu",
     "silu_and_mul",
+    "softmax_online",
     "topk_softmax",
     "topk_softmax_align",
     "use_backend",

@@ -18,6 +18,7 @@ from tiercel.ops.routing import topk_softmax
 from tiercel.ops.routing_align import moe_align_block_size
 from tiercel.ops.routing_fused import topk_softmax_align
 from tiercel.ops.routing_sum import moe_sum
+from tiercel.ops.softmax import log_softmax, softmax_online
 from tiercel.ops.transpose import copy_transpose
 
 backends.warn_of_unknown_names(registry)
@@ -30,10 +31,12 @@ __all__ = [
     "linear_act",
     "moe_align_block_size",
     "moe_sum",
+    "log_softmax",
     "relu",
     "relu_and_mul",
     "silu",
     "silu_and_mul",
+    "softmax_online",
     "topk_softmax",
     "topk_softmax_align",
 ]
