@@ -2,6 +2,7 @@
 """The kernel families: kernels/<family>, benchmarks/suites/<family>.yaml."""
 
 FAMILIES = [
+    "gemv",
     "linear",
     "quant",
     "routing",

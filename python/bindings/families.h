@@ -7,6 +7,7 @@
 
 namespace tiercel::python {
 
+void AddGemv(pybind11::module_& module);
 void AddLinear(pybind11::module_& module);
 void AddQuant(pybind11::module_& module);
 void AddRouting(pybind11::module_& module);

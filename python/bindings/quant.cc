@@ -3,6 +3,7 @@
 #include "kernels/quant/nvfp4.h"
 #include "python/bindings/call.h"
 #include "python/bindings/families.h"
+#include "python/bindings/optional_tensor.h"
 
 namespace py = pybind11;
 
@@ -12,19 +13,6 @@ namespace {
 constexpr char kFp8Quantize[] = "fp8_quantize";
 constexpr char kNvfp4Quantize[] = "nvfp4_quantize";
 constexpr char kNvfp4Dequantize[] = "nvfp4_dequantize";
-
-// A tensor or None.
-struct OptionalTensor {
-  PythonTensor tensor;
-  const TensorView* view = nullptr;
-
-  bool Read(PyObject* object, const char* op, const char* name) {
-    if (object == Py_None) return true;
-    if (!tensor.Read(object, op, name)) return false;
-    view = &tensor.view();
-    return true;
-  }
-};
 
 // (x, q, scale, partial or None, granularity's index)
 struct Fp8QuantizeCall {
@@ -55,7 +43,7 @@ PyObject* Fp8Quantize(PyObject*, PyObject* const* values, Py_ssize_t count) {
   if (!call.Parse(values, count)) return nullptr;
   // An empty x has no memory and so no stream, yet its scale is written.
   return Launch(call.scale, [&](void* stream) {
-    return fp8_quantize(call.x.view(), call.q.view(), call.scale.view(), call.partial.view,
+    return fp8_quantize(call.x.view(), call.q.view(), call.scale.view(), call.partial.view(),
                         call.granularity, stream);
   });
 }
@@ -65,7 +53,7 @@ PyObject* Fp8QuantizePlanOf(PyObject*, PyObject* const* values, Py_ssize_t count
   if (!call.Parse(values, count)) return nullptr;
   Fp8QuantizePlan plan{};
   const Status status = fp8_quantize_plan(call.x.view(), call.q.view(), call.scale.view(),
-                                          call.partial.view, call.granularity, &plan);
+                                          call.partial.view(), call.granularity, &plan);
   if (!status.ok()) return Raise(status);
   return Py_BuildValue("{s:s, s:i, s:i, s:L, s:I}", "kernel", plan.kernel, "launches",
                        plan.launches, "vectors", plan.vectors, "grid",
@@ -116,7 +104,7 @@ PyObject* Nvfp4Quantize(PyObject*, PyObject* const* objects, Py_ssize_t count) {
   Nvfp4Call call;
   if (!call.ParseQuantize(objects, count)) return nullptr;
   return Launch(call.values, [&](void* stream) {
-    return nvfp4_quantize(call.values.view(), call.global_scale.view, call.q.view(),
+    return nvfp4_quantize(call.values.view(), call.global_scale.view(), call.q.view(),
                           call.scale.view(), stream);
   });
 }
@@ -125,7 +113,7 @@ PyObject* Nvfp4QuantizePlanOf(PyObject*, PyObject* const* objects, Py_ssize_t co
   Nvfp4Call call;
   if (!call.ParseQuantize(objects, count)) return nullptr;
   Nvfp4Plan plan{};
-  const Status status = nvfp4_quantize_plan(call.values.view(), call.global_scale.view,
+  const Status status = nvfp4_quantize_plan(call.values.view(), call.global_scale.view(),
                                             call.q.view(), call.scale.view(), &plan);
   return PlanDict(status, plan);
 }
@@ -134,7 +122,7 @@ PyObject* Nvfp4Dequantize(PyObject*, PyObject* const* objects, Py_ssize_t count)
   Nvfp4Call call;
   if (!call.ParseDequantize(objects, count)) return nullptr;
   return Launch(call.values, [&](void* stream) {
-    return nvfp4_dequantize(call.q.view(), call.scale.view(), call.global_scale.view,
+    return nvfp4_dequantize(call.q.view(), call.scale.view(), call.global_scale.view(),
                             call.values.view(), stream);
   });
 }
@@ -144,7 +132,7 @@ PyObject* Nvfp4DequantizePlanOf(PyObject*, PyObject* const* objects, Py_ssize_t 
   if (!call.ParseDequantize(objects, count)) return nullptr;
   Nvfp4Plan plan{};
   const Status status = nvfp4_dequantize_plan(call.q.view(), call.scale.view(),
-                                              call.global_scale.view, call.values.view(), &plan);
+                                              call.global_scale.view(), call.values.view(), &plan);
   return PlanDict(status, plan);
 }
 
