@@ -4,7 +4,9 @@
 FAMILIES = [
     "activation",
     "attention",
+    "gemv",
     "linear",
+    "quant",
     "routing",
     "softmax",
     "transpose",

@@ -52,7 +52,9 @@ PYBIND11_MODULE(_C, module) {
   tiercel::python::AddActivation(module);
   tiercel::python::AddAttention(module);
   tiercel::python::AddJit(module);
+  tiercel::python::AddGemv(module);
   tiercel::python::AddLinear(module);
+  tiercel::python::AddQuant(module);
   tiercel::python::AddRouting(module);
   tiercel::python::AddSoftmax(module);
   tiercel::python::AddTranspose(module);
