@@ -2,6 +2,8 @@
 """The kernel families: kernels/<family>, benchmarks/suites/<family>.yaml."""
 
 FAMILIES = [
+    "activation",
     "linear",
     "routing",
+    "transpose",
 ]

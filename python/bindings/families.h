@@ -7,8 +7,10 @@
 
 namespace tiercel::python {
 
+void AddActivation(pybind11::module_& module);
 void AddLinear(pybind11::module_& module);
 void AddRouting(pybind11::module_& module);
+void AddTranspose(pybind11::module_& module);
 
 }  // namespace tiercel::python
 

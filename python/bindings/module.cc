@@ -44,6 +44,8 @@ PYBIND11_MODULE(_C, module) {
              "The (major, minor) compute capability of a device.");
   module.def("_clear_exchange_cache", &tiercel::python::ClearExchangeCache);
   tiercel::python::AddEager(module);
+  tiercel::python::AddActivation(module);
   tiercel::python::AddLinear(module);
   tiercel::python::AddRouting(module);
+  tiercel::python::AddTranspose(module);
 }

@@ -9,6 +9,14 @@ class _DriverInfo(TypedDict):
     version: int
     message: str
 
+class _ActivationPlan(TypedDict):
+    kernel: str
+    rows: int
+    columns: int
+    aligned: bool
+    grid: int
+    block: int
+
 class _TopkSoftmaxPlan(TypedDict):
     kernel: str
     rows_per_block: int
@@ -28,6 +36,15 @@ class _LinearActPlan(TypedDict):
     block: int
     dynamic_smem: int
 
+class _CopyTransposePlan(TypedDict):
+    kernel: str
+    tile_rows: int
+    tile_columns: int
+    vector_bytes: int
+    grid_x: int
+    grid_y: int
+    block: int
+
 def driver_info() -> _DriverInfo: ...
 def device_capability(device: int) -> tuple[int, int]: ...
 def route(*tensors: Any) -> int: ...
@@ -41,6 +58,22 @@ def set_route_hooks(
     tracing_state: Callable[[], object],
     is_grad_enabled: Callable[[], bool],
 ) -> None: ...
+def activation(
+    x: Any, up: Any, scale: Any, out: Any, function: int, gated: bool, /
+) -> None: ...
+def activation_plan(
+    x: Any, up: Any, scale: Any, out: Any, function: int, gated: bool, /
+) -> _ActivationPlan: ...
+def activation_backward(
+    grad: Any, x: Any, up: Any, x_grad: Any, up_grad: Any, function: int, gated: bool, /
+) -> None: ...
+def activation_backward_plan(
+    grad: Any, x: Any, up: Any, x_grad: Any, up_grad: Any, function: int, gated: bool, /
+) -> _ActivationPlan: ...
+def activation_load(device: int, function: int, gated: bool, /) -> None: ...
+def copy_transpose(x: Any, out: Any, tile_size: int, /) -> None: ...
+def copy_transpose_plan(x: Any, out: Any, tile_size: int, /) -> _CopyTransposePlan: ...
+def copy_transpose_load(device: int, /) -> None: ...
 def linear_act(x: Any, weight: Any, bias: Any, out: Any, activation: int, /) -> None: ...
 def linear_act_plan(
     x: Any, weight: Any, bias: Any, out: Any, activation: int, /

@@ -21,16 +21,30 @@ if TYPE_CHECKING:
     from tiercel.backends import FallbackWarning as FallbackWarning
     from tiercel.backends import set_backend as set_backend
     from tiercel.backends import use_backend as use_backend
+    from tiercel.ops.activation import gelu as gelu
+    from tiercel.ops.activation import gelu_and_mul as gelu_and_mul
+    from tiercel.ops.activation import relu as relu
+    from tiercel.ops.activation import relu_and_mul as relu_and_mul
+    from tiercel.ops.activation import silu as silu
+    from tiercel.ops.activation import silu_and_mul as silu_and_mul
     from tiercel.ops.linear import linear_act as linear_act
     from tiercel.ops.routing import topk_softmax as topk_softmax
+    from tiercel.ops.transpose import copy_transpose as copy_transpose
 
 # Public name -> the module that defines it, imported when the name is first used.
 _LAZY = {
     "FallbackWarning": "tiercel.backends",
+    "copy_transpose": "tiercel.ops.transpose",
     "explain": "tiercel._explain",
+    "gelu": "tiercel.ops.activation",
+    "gelu_and_mul": "tiercel.ops.activation",
     "linear_act": "tiercel.ops.linear",
     "load": "tiercel._load",
+    "relu": "tiercel.ops.activation",
+    "relu_and_mul": "tiercel.ops.activation",
     "set_backend": "tiercel.backends",
+    "silu": "tiercel.ops.activation",
+    "silu_and_mul": "tiercel.ops.activation",
     "topk_softmax": "tiercel.ops.routing",
     "use_backend": "tiercel.backends",
 }
@@ -40,13 +54,20 @@ __all__ = [
     "FallbackWarning",
     "__version__",
     "backends",
+    "copy_transpose",
     "explain",
+    "gelu",
+    "gelu_and_mul",
     "linear_act",
     "load",
     "nn",
     "ops",
     "ref",
+    "relu",
+    "relu_and_mul",
     "set_backend",
+    "silu",
+    "silu_and_mul",
     "topk_softmax",
     "use_backend",
 ]

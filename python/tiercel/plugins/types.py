@@ -10,15 +10,19 @@ from torch import Tensor
 
 from tiercel.plugins.contracts.linear import LINEAR_ACT
 from tiercel.plugins.contracts.routing import TOPK_SOFTMAX
+from tiercel.plugins.contracts.transpose import COPY_TRANSPOSE
 
 __all__ = [
     "Activated",
     "Bias",
+    "CopyTranspose",
     "Features",
     "Indices",
     "LinearAct",
+    "Matrices",
     "Scores",
     "TopkSoftmax",
+    "Transposed",
     "Weight",
     "Weights",
 ]
@@ -54,3 +58,14 @@ class LinearAct(Protocol):
     """A backend of linear_act; leading dimensions of ``x`` are made one before it."""
 
     def __call__(self, x: Features, weight: Weight, bias: Bias, activation: str) -> Activated: ...
+
+
+# Transpose: x [B, M, N] of 1-, 2- or 4-byte elements, any strides; out [B, N, M].
+Matrices = Annotated[Tensor, COPY_TRANSPOSE.spec("x")]
+Transposed = Annotated[Tensor, COPY_TRANSPOSE.spec("out")]
+
+
+class CopyTranspose(Protocol):
+    """A backend of copy_transpose; a single matrix comes as a batch of one."""
+
+    def __call__(self, x: Matrices) -> Transposed: ...
