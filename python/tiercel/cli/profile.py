@@ -18,17 +18,25 @@ The tool's own options pass through, for example
 """
 
 
+_TOOLS = ("ncu", "nsys", "sanitizer")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = _USAGE
-    parser.add_argument("tool", choices=("ncu", "nsys", "sanitizer", "extract"), help=argparse.SUPPRESS)
+    # All words, `--` among them: a positional before them would swallow it.
     parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
     from tiercel.profiling import ProfileError
 
+    tool, words = (args.words or [""])[0], args.words[1:]
     try:
-        return _extract(args.words) if args.tool == "extract" else _profile(args.tool, args.words)
+        if tool == "extract":
+            return _extract(words)
+        if tool in _TOOLS:
+            return _profile(tool, words)
+        raise ProfileError(f"choose one of {', '.join(_TOOLS)} and extract, got {tool!r}")
     except ProfileError as error:
         print(f"tiercel profile: {error}", file=sys.stderr)
         return 2
