@@ -2,6 +2,12 @@
 """The kernel families: kernels/<family>, benchmarks/suites/<family>.yaml."""
 
 FAMILIES = [
+    "activation",
+    "attention",
+    "gemv",
     "linear",
+    "quant",
     "routing",
+    "softmax",
+    "transpose",
 ]

@@ -49,7 +49,13 @@ PYBIND11_MODULE(_C, module) {
   tiercel::python::AddAllocate(module);
   tiercel::python::AddDirect(module);
   tiercel::python::AddEager(module);
+  tiercel::python::AddActivation(module);
+  tiercel::python::AddAttention(module);
   tiercel::python::AddJit(module);
+  tiercel::python::AddGemv(module);
   tiercel::python::AddLinear(module);
+  tiercel::python::AddQuant(module);
   tiercel::python::AddRouting(module);
+  tiercel::python::AddSoftmax(module);
+  tiercel::python::AddTranspose(module);
 }

@@ -9,6 +9,22 @@ class _DriverInfo(TypedDict):
     version: int
     message: str
 
+class _ActivationPlan(TypedDict):
+    kernel: str
+    rows: int
+    columns: int
+    aligned: bool
+    grid: int
+    block: int
+
+class _SoftmaxPlan(TypedDict):
+    kernel: str
+    threads_per_row: int
+    blocks_per_row: int
+    vectors: bool
+    grid: int
+    block: int
+
 class _TopkSoftmaxPlan(TypedDict):
     kernel: str
     rows_per_block: int
@@ -16,6 +32,35 @@ class _TopkSoftmaxPlan(TypedDict):
     vector_bytes: int
     grid: int
     block: int
+
+class _MoeAlignPlan(TypedDict):
+    kernel: str
+    items: int
+    cluster: int
+    grid: int
+    block: int
+    dynamic_smem: int
+    launches: int
+
+class _MoeSumPlan(TypedDict):
+    kernel: str
+    vector_bytes: int
+    grid: tuple[int, int]
+    block: tuple[int, int]
+
+class _TopkAlignPlan(TypedDict):
+    kernel: str
+    cluster: int
+    block: int
+    dynamic_smem: int
+class _AttentionPlan(TypedDict):
+    kernel: str
+    tile_m: int
+    tile_n: int
+    band: int
+    grid: int
+    block: int
+    dynamic_smem: int
 
 class _LinearActPlan(TypedDict):
     kernel: str
@@ -30,6 +75,15 @@ class _LinearActPlan(TypedDict):
     block: int
     dynamic_smem: int
 
+class _CopyTransposePlan(TypedDict):
+    kernel: str
+    tile_rows: int
+    tile_columns: int
+    vector_bytes: int
+    grid_x: int
+    grid_y: int
+    block: int
+
 def driver_info() -> _DriverInfo: ...
 def device_capability(device: int) -> tuple[int, int]: ...
 def route(*tensors: Any) -> int: ...
@@ -43,6 +97,47 @@ def set_route_hooks(
     is_tracing: Callable[[], bool],
     is_grad_enabled: Callable[[], bool],
 ) -> None: ...
+def activation(
+    x: Any, up: Any, scale: Any, out: Any, function: int, gated: bool, /
+) -> None: ...
+def activation_plan(
+    x: Any, up: Any, scale: Any, out: Any, function: int, gated: bool, /
+) -> _ActivationPlan: ...
+def activation_backward(
+    grad: Any, x: Any, up: Any, x_grad: Any, up_grad: Any, function: int, gated: bool, /
+) -> None: ...
+def activation_backward_plan(
+    grad: Any, x: Any, up: Any, x_grad: Any, up_grad: Any, function: int, gated: bool, /
+) -> _ActivationPlan: ...
+def activation_load(device: int, function: int, gated: bool, /) -> None: ...
+def copy_transpose(x: Any, out: Any, tile_size: int, /) -> None: ...
+def copy_transpose_plan(x: Any, out: Any, tile_size: int, /) -> _CopyTransposePlan: ...
+def copy_transpose_load(device: int, /) -> None: ...
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    /,
+) -> None: ...
+def attention_plan(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    /,
+) -> _AttentionPlan: ...
+def attention_load(device: int, /) -> None: ...
 def set_allocation_hooks(
     empty: Callable[..., Any],
     on_current_gpu: Callable[..., Any] | None,
@@ -95,6 +190,44 @@ def linear_act_plan(
     x: Any, weight: Any, bias: Any, out: Any, activation: int, /
 ) -> _LinearActPlan: ...
 def linear_act_load(device: int, /) -> None: ...
+def moe_align_block_size(
+    topk_ids: Any,
+    expert_map: Any,
+    sorted_token_ids: Any,
+    expert_ids: Any,
+    num_tokens_post_padded: Any,
+    workspace: Any,
+    block_size: int,
+    num_experts: int,
+    ignore_invalid_experts: bool,
+    /,
+) -> None: ...
+def moe_align_block_size_plan(
+    topk_ids: Any,
+    expert_map: Any,
+    sorted_token_ids: Any,
+    expert_ids: Any,
+    num_tokens_post_padded: Any,
+    workspace: Any,
+    block_size: int,
+    num_experts: int,
+    ignore_invalid_experts: bool,
+    /,
+) -> _MoeAlignPlan: ...
+def moe_align_block_size_workspace(numel: int, num_experts: int, /) -> int: ...
+def moe_align_block_size_load(device: int, /) -> None: ...
+def moe_sum(x: Any, weights: Any, out: Any, /) -> None: ...
+def moe_sum_plan(x: Any, weights: Any, out: Any, /) -> _MoeSumPlan: ...
+def moe_sum_load(device: int, /) -> None: ...
+def softmax(x: Any, mask: Any, out: Any, scale: float, log: bool, /) -> None: ...
+def softmax_plan(x: Any, mask: Any, out: Any, scale: float, log: bool, /) -> _SoftmaxPlan: ...
+def softmax_backward(
+    grad: Any, y: Any, mask: Any, x_grad: Any, scale: float, log: bool, /
+) -> None: ...
+def softmax_backward_plan(
+    grad: Any, y: Any, mask: Any, x_grad: Any, scale: float, log: bool, /
+) -> _SoftmaxPlan: ...
+def softmax_load(device: int, /) -> None: ...
 def topk_softmax(
     scores: Any, weights: Any, indices: Any, softmax_first: bool, renormalize: bool, /
 ) -> None: ...
@@ -102,4 +235,33 @@ def topk_softmax_plan(
     scores: Any, weights: Any, indices: Any, softmax_first: bool, renormalize: bool, /
 ) -> _TopkSoftmaxPlan: ...
 def topk_softmax_load(device: int, /) -> None: ...
+def topk_softmax_align(
+    scores: Any,
+    weights: Any,
+    indices: Any,
+    expert_map: Any,
+    sorted_token_ids: Any,
+    expert_ids: Any,
+    num_tokens_post_padded: Any,
+    block_size: int,
+    softmax_first: bool,
+    renormalize: bool,
+    ignore_invalid_experts: bool,
+    /,
+) -> None: ...
+def topk_softmax_align_plan(
+    scores: Any,
+    weights: Any,
+    indices: Any,
+    expert_map: Any,
+    sorted_token_ids: Any,
+    expert_ids: Any,
+    num_tokens_post_padded: Any,
+    block_size: int,
+    softmax_first: bool,
+    renormalize: bool,
+    ignore_invalid_experts: bool,
+    /,
+) -> _TopkAlignPlan: ...
+def topk_softmax_align_load(device: int, /) -> None: ...
 def _clear_exchange_cache() -> None: ...

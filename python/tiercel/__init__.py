@@ -22,17 +22,43 @@ if TYPE_CHECKING:
     from tiercel.backends import FallbackWarning as FallbackWarning
     from tiercel.backends import set_backend as set_backend
     from tiercel.backends import use_backend as use_backend
+    from tiercel.ops.activation import gelu as gelu
+    from tiercel.ops.activation import gelu_and_mul as gelu_and_mul
+    from tiercel.ops.activation import relu as relu
+    from tiercel.ops.activation import relu_and_mul as relu_and_mul
+    from tiercel.ops.activation import silu as silu
+    from tiercel.ops.activation import silu_and_mul as silu_and_mul
+    from tiercel.ops.attention import attention as attention
     from tiercel.ops.linear import linear_act as linear_act
     from tiercel.ops.routing import topk_softmax as topk_softmax
+    from tiercel.ops.routing_align import moe_align_block_size as moe_align_block_size
+    from tiercel.ops.routing_fused import topk_softmax_align as topk_softmax_align
+    from tiercel.ops.routing_sum import moe_sum as moe_sum
+    from tiercel.ops.softmax import log_softmax as log_softmax
+    from tiercel.ops.softmax import softmax_online as softmax_online
+    from tiercel.ops.transpose import copy_transpose as copy_transpose
 
 # Public name -> the module that defines it, imported when the name is first used.
 _LAZY = {
     "FallbackWarning": "tiercel.backends",
+    "copy_transpose": "tiercel.ops.transpose",
+    "attention": "tiercel.ops.attention",
     "explain": "tiercel._explain",
+    "gelu": "tiercel.ops.activation",
+    "gelu_and_mul": "tiercel.ops.activation",
     "linear_act": "tiercel.ops.linear",
     "load": "tiercel._load",
+    "moe_align_block_size": "tiercel.ops.routing_align",
+    "moe_sum": "tiercel.ops.routing_sum",
+    "log_softmax": "tiercel.ops.softmax",
+    "relu": "tiercel.ops.activation",
+    "relu_and_mul": "tiercel.ops.activation",
     "set_backend": "tiercel.backends",
+    "silu": "tiercel.ops.activation",
+    "silu_and_mul": "tiercel.ops.activation",
+    "softmax_online": "tiercel.ops.softmax",
     "topk_softmax": "tiercel.ops.routing",
+    "topk_softmax_align": "tiercel.ops.routing_fused",
     "use_backend": "tiercel.backends",
 }
 _SUBMODULES = ("backends", "jit", "nn", "ops", "ref")
@@ -40,16 +66,29 @@ _SUBMODULES = ("backends", "jit", "nn", "ops", "ref")
 __all__ = [
     "FallbackWarning",
     "__version__",
+    "attention",
     "backends",
+    "copy_transpose",
     "explain",
+    "gelu",
+    "gelu_and_mul",
     "jit",
     "linear_act",
     "load",
+    "moe_align_block_size",
+    "moe_sum",
+    "log_softmax",
     "nn",
     "ops",
     "ref",
+    "relu",
+    "relu_and_mul",
     "set_backend",
+    "silu",
+    "silu_and_mul",
+    "softmax_online",
     "topk_softmax",
+    "topk_softmax_align",
     "use_backend",
 ]
 
