@@ -3,6 +3,7 @@
 
 FAMILIES = [
     "linear",
+    "reduce",
     "routing",
     "transpose",
 ]

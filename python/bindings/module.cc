@@ -45,6 +45,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("_clear_exchange_cache", &tiercel::python::ClearExchangeCache);
   tiercel::python::AddEager(module);
   tiercel::python::AddLinear(module);
+  tiercel::python::AddReduce(module);
   tiercel::python::AddRouting(module);
   tiercel::python::AddTranspose(module);
 }

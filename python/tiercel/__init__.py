@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from tiercel.backends import set_backend as set_backend
     from tiercel.backends import use_backend as use_backend
     from tiercel.ops.linear import linear_act as linear_act
+    from tiercel.ops.reduce import reduce as reduce
+    from tiercel.ops.reduce import reduce_sum as reduce_sum
     from tiercel.ops.routing import topk_softmax as topk_softmax
     from tiercel.ops.transpose import copy_transpose as copy_transpose
 
@@ -32,6 +34,8 @@ _LAZY = {
     "explain": "tiercel._explain",
     "linear_act": "tiercel.ops.linear",
     "load": "tiercel._load",
+    "reduce": "tiercel.ops.reduce",
+    "reduce_sum": "tiercel.ops.reduce",
     "set_backend": "tiercel.backends",
     "topk_softmax": "tiercel.ops.routing",
     "use_backend": "tiercel.backends",
@@ -48,6 +52,8 @@ __all__ = [
     "load",
     "nn",
     "ops",
+    "reduce",
+    "reduce_sum",
     "ref",
     "set_backend",
     "topk_softmax",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tiercel.plugins.contracts.linear import LINEAR_ACT
+from tiercel.plugins.contracts.reduce import REDUCE
 from tiercel.plugins.contracts.routing import TOPK_SOFTMAX
 from tiercel.plugins.contracts.transpose import COPY_TRANSPOSE
 
@@ -20,9 +21,12 @@ __all__ = [
     "Indices",
     "LinearAct",
     "Matrices",
+    "Reduce",
+    "Reduced",
     "Scores",
     "TopkSoftmax",
     "Transposed",
+    "Unreduced",
     "Weight",
     "Weights",
 ]
@@ -69,3 +73,15 @@ class CopyTranspose(Protocol):
     """A backend of copy_transpose; a single matrix comes as a batch of one."""
 
     def __call__(self, x: Matrices) -> Transposed: ...
+
+
+# Reduce: x [A, N, B] float32, bfloat16 or float16, any strides, over dimension 1; out [A, B] of the
+# dtype `dtype`, that of x or float32.
+Unreduced = Annotated[Tensor, REDUCE.spec("x")]
+Reduced = Annotated[Tensor, REDUCE.spec("out")]
+
+
+class Reduce(Protocol):
+    """A backend of reduce; other shapes are made this one before it, so `dim` is always 1."""
+
+    def __call__(self, x: Unreduced, dim: int, op: str, dtype: torch.dtype) -> Reduced: ...

@@ -3,11 +3,13 @@
 
 from tiercel import _needs_torch as _needs_torch
 from tiercel.ref.linear import linear_act
+from tiercel.ref.reduce import reduce
 from tiercel.ref.routing import topk_softmax
 from tiercel.ref.transpose import copy_transpose
 
 __all__ = [
     "copy_transpose",
     "linear_act",
+    "reduce",
     "topk_softmax",
 ]
