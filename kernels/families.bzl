@@ -7,6 +7,7 @@ FAMILIES = [
     "gemv",
     "linear",
     "quant",
+    "reduce",
     "routing",
     "softmax",
     "transpose",

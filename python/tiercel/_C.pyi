@@ -80,9 +80,18 @@ class _CopyTransposePlan(TypedDict):
     tile_rows: int
     tile_columns: int
     vector_bytes: int
-    grid_x: int
-    grid_y: int
+    grid: int
     block: int
+
+class _ReducePlan(TypedDict):
+    kernel: str
+    second: str
+    vector_bytes: int
+    parts: int
+    cluster: int
+    grid: int
+    block: int
+    workspace: int
 
 def driver_info() -> _DriverInfo: ...
 def device_capability(device: int) -> tuple[int, int]: ...
@@ -228,6 +237,9 @@ def softmax_backward_plan(
     grad: Any, y: Any, mask: Any, x_grad: Any, scale: float, log: bool, /
 ) -> _SoftmaxPlan: ...
 def softmax_load(device: int, /) -> None: ...
+def reduce(x: Any, out: Any, workspace: Any, dim: int, op: int, /) -> int: ...
+def reduce_plan(x: Any, out: Any, workspace: Any, dim: int, op: int, /) -> _ReducePlan: ...
+def reduce_load(device: int, /) -> None: ...
 def topk_softmax(
     scores: Any, weights: Any, indices: Any, softmax_first: bool, renormalize: bool, /
 ) -> None: ...

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from tiercel.ops.activation import silu_and_mul as silu_and_mul
     from tiercel.ops.attention import attention as attention
     from tiercel.ops.linear import linear_act as linear_act
+    from tiercel.ops.reduce import reduce as reduce
+    from tiercel.ops.reduce import reduce_sum as reduce_sum
     from tiercel.ops.routing import topk_softmax as topk_softmax
     from tiercel.ops.routing_align import moe_align_block_size as moe_align_block_size
     from tiercel.ops.routing_fused import topk_softmax_align as topk_softmax_align
@@ -53,6 +55,8 @@ _LAZY = {
     "log_softmax": "tiercel.ops.softmax",
     "relu": "tiercel.ops.activation",
     "relu_and_mul": "tiercel.ops.activation",
+    "reduce": "tiercel.ops.reduce",
+    "reduce_sum": "tiercel.ops.reduce",
     "set_backend": "tiercel.backends",
     "silu": "tiercel.ops.activation",
     "silu_and_mul": "tiercel.ops.activation",
@@ -80,6 +84,8 @@ __all__ = [
     "log_softmax",
     "nn",
     "ops",
+    "reduce",
+    "reduce_sum",
     "ref",
     "relu",
     "relu_and_mul",

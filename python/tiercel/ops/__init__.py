@@ -14,6 +14,7 @@ from tiercel.ops.activation import (
 )
 from tiercel.ops.attention import attention
 from tiercel.ops.linear import linear_act
+from tiercel.ops.reduce import reduce, reduce_sum
 from tiercel.ops.routing import topk_softmax
 from tiercel.ops.routing_align import moe_align_block_size
 from tiercel.ops.routing_fused import topk_softmax_align
@@ -37,6 +38,8 @@ __all__ = [
     "silu",
     "silu_and_mul",
     "softmax_online",
+    "reduce",
+    "reduce_sum",
     "topk_softmax",
     "topk_softmax_align",
 ]

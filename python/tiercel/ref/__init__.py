@@ -13,6 +13,7 @@ from tiercel.ref.activation import (
 from tiercel.ref.attention import attention
 from tiercel.ref.linear import linear_act
 from tiercel.ref.routing import moe_align_block_size, moe_sum, topk_softmax, topk_softmax_align
+from tiercel.ref.reduce import reduce
 from tiercel.ref.routing import topk_softmax
 from tiercel.ref.softmax import log_softmax, softmax_online
 from tiercel.ref.transpose import copy_transpose
@@ -31,6 +32,7 @@ __all__ = [
     "silu",
     "silu_and_mul",
     "softmax_online",
+    "reduce",
     "topk_softmax",
     "topk_softmax_align",
 ]
