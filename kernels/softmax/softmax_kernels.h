@@ -41,11 +41,13 @@ struct SoftmaxArgs {
   SoftmaxMaskRows mask;
   int64_t rows;
   int columns;
-  float scale;      // not 0
-  float pad;        // the infinity that the scale makes -inf
-  uint32_t blocks;  // a row, where it has whole ones
-  bool log;         // log_softmax
-  bool vectors;     // all matrices' rows start at the same distance from a multiple of 16 bytes
+  float scale;       // not 0
+  float pad;         // the infinity that the scale makes -inf
+  uint32_t blocks;   // a row, where it has whole ones
+  uint32_t vectors_per_block;  // of a row, where rows go through a ring
+  uint32_t stages;   // of the ring
+  bool log;          // log_softmax
+  bool vectors;      // all matrices' rows start at the same distance from a multiple of 16 bytes
 };
 
 // A kernel; it takes rows of up to lanes or threads * vectors vectors of 16 bytes.
@@ -55,6 +57,7 @@ struct SoftmaxKernel {
   bool masked;
   int lanes;    // of a warp that share a row; 0: whole blocks do
   int vectors;  // a thread holds; 0: it goes through the row twice, however long that is
+  bool ring;    // rows come through shared memory
   Kernel kernel;
 };
 
