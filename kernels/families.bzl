@@ -4,7 +4,10 @@
 FAMILIES = [
     "activation",
     "attention",
+    "gemv",
     "linear",
+    "quant",
+    "reduce",
     "routing",
     "softmax",
     "transpose",

@@ -9,8 +9,8 @@ _DTYPES = {"bf16": (cutlass.BFloat16, "kBFloat16"), "fp16": (cutlass.Float16, "k
 
 # Head dimension, warpgroups, keys a block, stages of k and v, and of q.
 _TILES = (
-    (128, 2, 128, 2, 2),
-    (64, 3, 128, 2, 2),
+    (128, 2, 128, 2, 2, 0),
+    (64, 3, 128, 2, 2, 0),
 )
 
 _ONE = 0x3F800000
@@ -21,10 +21,10 @@ _PROBLEMS = (
 )
 
 
-def _function(dtype, d, warpgroups, tile_n, stages, q_stages, causal):
+def _function(dtype, d, warpgroups, tile_n, stages, q_stages, by_polynomial, causal):
     element = _DTYPES[dtype][0]
     name = f"attention_{dtype}_d{d}_{ROWS * warpgroups}x{tile_n}" + ("_causal" if causal else "")
-    kernel = Attention(name, element, d, warpgroups, tile_n, causal, stages, q_stages)
+    kernel = Attention(name, element, d, warpgroups, tile_n, causal, stages, q_stages, by_polynomial)
     q, k, v, o = (Pointer(name, element) for name in ("q", "k", "v", "o"))
     lse = Pointer("lse", cutlass.Float32, align=4)
     names = ("batch", "seq_q", "seq_k", "heads", "kv_heads", "scale", "band", "blocks")
