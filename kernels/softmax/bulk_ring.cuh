@@ -7,8 +7,6 @@
 
 namespace tiercel {
 
-inline constexpr uint32_t kMaxStages = 16;
-
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }

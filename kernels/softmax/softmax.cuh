@@ -51,6 +51,13 @@ __device__ __forceinline__ float sum_of(const float (&sums)[kCount]) {
   return sum;
 }
 
+// x / sum; exact: but for rare last places.
+template <bool kExact>
+__device__ __forceinline__ float share_of(float x, float sum, float inverse) {
+  const float share = x * inverse;
+  return kExact ? fmaf(fmaf(-sum, share, x), inverse, share) : share;
+}
+
 // A row's scores in registers to its results, in their place: `x` are scores or, where they were
 // masked, scores times the scale, and `factor` what they are still to be multiplied by, above 0.
 // `loaded` is called when every thread has its scores.
@@ -95,9 +102,7 @@ __device__ __forceinline__ void softmax_of(float (&x)[kVectors][kPerVector], con
   for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
     for (int i = 0; i < kPerVector; ++i) {
-      const float share = x[v][i] * inverse;
-      // As exact as division but for rare last places.
-      x[v][i] = kExact ? fmaf(fmaf(-sum, share, x[v][i]), inverse, share) : share;
+      x[v][i] = share_of<kExact>(x[v][i], sum, inverse);
     }
   }
 }
@@ -108,11 +113,41 @@ __device__ __forceinline__ uint32_t sign_flip(float scale) {
   return scale < 0.0f ? (Format::kBytes == 4 ? 0x80000000u : 0x80008000u) : 0u;
 }
 
+// Makes a vector's words the scores that softmax_of wants.
+template <typename Format, bool kMasked>
+struct ScoreReader {
+  const SoftmaxArgs& args;
+  const char* mask;
+  uint32_t flip;
+  float factor;
+
+  __device__ __forceinline__ ScoreReader(const SoftmaxArgs& args, int64_t row)
+      : args(args),
+        mask(kMasked ? mask_row(args.mask, row) : nullptr),
+        flip(sign_flip<Format>(args.scale)),
+        factor(kMasked ? 1.0f : fabsf(args.scale)) {}
+
+  template <typename Place>
+  __device__ __forceinline__ void operator()(const uint32_t (&words)[4],
+                                             float (&x)[Place::kPerVector], const Place& place,
+                                             int v) const {
+    if constexpr (kMasked) {
+      unpack<Format>(words, x);
+#pragma unroll
+      for (int i = 0; i < Place::kPerVector; ++i) x[i] *= args.scale;
+      apply_mask<Format>(x, args.mask, mask, place, v);
+    } else {
+      uint32_t flipped[4];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) flipped[w] = words[w] ^ flip;
+      unpack<Format>(flipped, x);
+    }
+  }
+};
+
 template <typename Format, typename Group, int kVectors, bool kMasked, int kMaxThreads>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     softmax_forward(const __grid_constant__ SoftmaxArgs args) {
-  constexpr bool kExact = Format::kBytes == 4;
-  constexpr int kPerVector = RowPlace<Format, Group>::kPerVector;
   const Group group(args.blocks);
   grid_dependency_wait();
 
@@ -120,24 +155,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   uint32_t words[kVectors][4];
   load_row(words, place, args.x, args.pad);
   grid_dependency_launch();
-  const char* mask = kMasked ? mask_row(args.mask, place.row) : nullptr;
-  const uint32_t flip = sign_flip<Format>(args.scale);
-  float x[kVectors][kPerVector];
+  const ScoreReader<Format, kMasked> read(args, place.row);
+  float x[kVectors][RowPlace<Format, Group>::kPerVector];
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    if constexpr (kMasked) {
-      unpack<Format>(words[v], x[v]);
-#pragma unroll
-      for (int i = 0; i < kPerVector; ++i) x[v][i] *= args.scale;
-      apply_mask<Format>(x[v], args.mask, mask, place, v);
-    } else {
-#pragma unroll
-      for (int w = 0; w < 4; ++w) words[v][w] ^= flip;
-      unpack<Format>(words[v], x[v]);
-    }
-  }
+  for (int v = 0; v < kVectors; ++v) read(words[v], x[v], place, v);
   group.meet();
-  softmax_of<kExact>(x, group, kMasked ? 1.0f : fabsf(args.scale), args.log, [] {});
+  softmax_of<Format::kBytes == 4>(x, group, read.factor, args.log, [] {});
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) store_row<Format>(x[v], place, args.out, v);
 }

@@ -53,7 +53,6 @@ struct SoftmaxArgs {
 // A kernel; it takes rows of up to lanes or threads * vectors vectors of 16 bytes.
 struct SoftmaxKernel {
   DType dtype;
-  bool backward;
   bool masked;
   int lanes;    // of a warp that share a row; 0: whole blocks do
   int vectors;  // a thread holds; 0: it goes through the row twice, however long that is
@@ -64,6 +63,8 @@ struct SoftmaxKernel {
 inline constexpr int kSoftmaxVectorBytes = 16;
 inline constexpr int kSoftmaxThreads = 512;      // at most, a block
 inline constexpr int kSoftmaxLaneThreads = 256;  // at most, where lanes share a row
+inline constexpr uint32_t kSoftmaxRingBytes = 220 * 1024;  // at most, a multiprocessor
+inline constexpr int kSoftmaxStages = 8;         // at most, a block
 inline constexpr int kSoftmaxBlocks = 8;         // at most, a row: what every GPU can place
 
 const SoftmaxKernel* softmax_forward_kernels(int* count);

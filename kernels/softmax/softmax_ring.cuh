@@ -36,7 +36,7 @@ __device__ __forceinline__ void for_each_row(const SoftmaxArgs& args, const Ring
                                              const SoftmaxRows* (&matrices)[kMatrices],
                                              uint32_t pad, Body body) {
   extern __shared__ __align__(128) char ring_stages[];
-  __shared__ uint64_t full[kMaxStages];
+  __shared__ uint64_t full[kSoftmaxStages];
   const uint32_t matrix_bytes = args.vectors_per_block * kSoftmaxVectorBytes;
   const BulkRing ring{full, ring_stages, kMatrices * matrix_bytes, args.stages};
   ring.start();
