@@ -21,15 +21,25 @@ if TYPE_CHECKING:
     from tiercel.backends import FallbackWarning as FallbackWarning
     from tiercel.backends import set_backend as set_backend
     from tiercel.backends import use_backend as use_backend
+    from tiercel.ops.gemv import nvfp4_gemv as nvfp4_gemv
+    from tiercel.ops.gemv import nvfp4_linear as nvfp4_linear
     from tiercel.ops.linear import linear_act as linear_act
+    from tiercel.ops.quant import fp8_quantize as fp8_quantize
+    from tiercel.ops.quant import nvfp4_dequantize as nvfp4_dequantize
+    from tiercel.ops.quant import nvfp4_quantize as nvfp4_quantize
     from tiercel.ops.routing import topk_softmax as topk_softmax
 
 # Public name -> the module that defines it, imported when the name is first used.
 _LAZY = {
     "FallbackWarning": "tiercel.backends",
     "explain": "tiercel._explain",
+    "fp8_quantize": "tiercel.ops.quant",
     "linear_act": "tiercel.ops.linear",
     "load": "tiercel._load",
+    "nvfp4_dequantize": "tiercel.ops.quant",
+    "nvfp4_gemv": "tiercel.ops.gemv",
+    "nvfp4_linear": "tiercel.ops.gemv",
+    "nvfp4_quantize": "tiercel.ops.quant",
     "set_backend": "tiercel.backends",
     "topk_softmax": "tiercel.ops.routing",
     "use_backend": "tiercel.backends",
@@ -41,9 +51,14 @@ __all__ = [
     "__version__",
     "backends",
     "explain",
+    "fp8_quantize",
     "linear_act",
     "load",
     "nn",
+    "nvfp4_dequantize",
+    "nvfp4_gemv",
+    "nvfp4_linear",
+    "nvfp4_quantize",
     "ops",
     "ref",
     "set_backend",
