@@ -110,6 +110,10 @@ def _check_gemv(
         check_same_device(_GEMV, name, tensor, "a", a)
 
 
+def _gemv_ref(*args: Any) -> None:
+    ref.nvfp4_gemv(*args[:7])
+
+
 def _gemv_plan(*args: Any) -> dict[str, Any]:
     return dict(_C.nvfp4_gemv_plan(*args[:7]))
 
@@ -129,7 +133,7 @@ _NVFP4_GEMV = Op(
     ),
     ref=Backend(
         "ref",
-        lambda *args: ref.nvfp4_gemv(*args[:7]) and None,
+        _gemv_ref,
         "a look-up, the scales and torch.matmul in float32",
         "torch",
     ),
@@ -267,6 +271,9 @@ def _linear_operators(with_global: bool) -> tuple[Op, Op]:
         x, weight, scale, global_scale = split(args)[:4]
         return ref.nvfp4_linear(x, weight, scale, global_scale=global_scale)
 
+    def reference_out(*args: Any) -> None:
+        split(args)[4].copy_(reference(*args))
+
     cuda = ("tensor cores on weights decoded in registers, K split over a cluster", "cuda")
     plain = ("a look-up, the scales and torch.matmul in float32", "torch")
     new = Op(
@@ -286,7 +293,7 @@ def _linear_operators(with_global: bool) -> tuple[Op, Op]:
         check=lambda *args: _check_linear(*split(args)),
         fake=lambda *args: None,
         sm90=Backend("sm90", lambda *args: _C.nvfp4_linear(*split(args)), *cuda, why_not=why_not),
-        ref=Backend("ref", lambda *args: split(args)[4].copy_(reference(*args)) and None, *plain),
+        ref=Backend("ref", reference_out, *plain),
         family=_LINEAR,
     )
     return new, into
