@@ -15,6 +15,8 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as hopper
+from attention_softmax_cute import cap, float_from_bits, hide_outside, inverse, softmax, to_operand
+from attention_tiles_cute import free_blocks, key_blocks, place, rounds_of_block, tile_position
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
@@ -26,30 +28,40 @@ PIECE = 64  # columns of a 128-byte swizzle row
 _WARPGROUP = 1  # and up: within one warpgroup
 _TURN = 4  # and up: whose turn it is to start multiplying
 
+# Where a mask hides something of blocks other than the first: at 0, its upper edge, or 2, its lower.
+_EDGES = (("causal", 0), ("window", 0), ("window", 2))
+
 _LN2 = 0.6931471805599453
-
-# Powers of 2 by which a row's maximum may grow before what was summed so far is scaled anew: the
-# probabilities are up to 2**8 then, which costs no precision in either dtype.
-_SLACK = 8.0
-
-# 2**f for f in [-0.5, 0.5], lowest power first: relative error 7.5e-5, a 26th of bfloat16's rounding.
-_POLYNOMIAL = (0.9999280571937561, 0.6932609677314758, 0.2426111251115799, 0.05517164245247841)
-_ROUND = 12582912.0  # 1.5 * 2**23: added, it leaves a whole number in the low bits
 
 
 class Attention:
-    def __init__(self, name, dtype, d, warpgroups, tile_n, causal, stages=2, q_stages=1, by_polynomial=0, turns=True):
+    """`mask` is "none", "causal" or "window"; `capped`: scores go through tanh; o_stages: 64x64
+    pieces of the output that a warpgroup has room for."""
+
+    def __init__(
+        self,
+        name,
+        dtype,
+        d,
+        warpgroups,
+        tile_n,
+        mask,
+        capped=False,
+        stages=2,
+        q_stages=1,
+        o_stages=None,
+    ):
         self.name = name
         self.dtype = dtype
         self.d = d
         self.warpgroups = warpgroups
         self.tile_m = ROWS * warpgroups
         self.tile_n = tile_n
-        self.causal = causal
+        self.mask = mask
+        self.capped = capped
+        self.o_stages = o_stages or d // PIECE
         self.stages = stages
         self.q_stages = q_stages
-        self.turns = turns
-        self.by_polynomial = by_polynomial  # of 16 exponentials
         self.threads = (1 + warpgroups) * WARPGROUP
         self.loader_registers, self.registers = {2: (24, 240), 3: (32, 160)}[warpgroups]
 
@@ -86,7 +98,7 @@ class Attention:
         return (
             layout(self.tile_m, self.d, self.q_stages),
             layout(self.tile_n, self.d, self.stages),
-            layout(ROWS, PIECE, self.warpgroups * (self.d // PIECE)),
+            layout(ROWS, PIECE, self.warpgroups * self.o_stages),
         )
 
     def storage(self):
@@ -106,7 +118,8 @@ class Attention:
 
     def smem_bytes(self):
         """What the storage takes, as the launch asks for it."""
-        tiles = 2 * self.d * ((1 + self.q_stages) * self.tile_m + 2 * self.stages * self.tile_n)
+        tiles = 2 * self.d * (self.q_stages * self.tile_m + 2 * self.stages * self.tile_n)
+        tiles += 2 * PIECE * self.o_stages * self.tile_m
         return (tiles + 16 * (self.q_stages + 2 * self.stages) + 1023) // 1024 * 1024
 
     @cute.jit
@@ -123,6 +136,9 @@ class Attention:
         heads: Int32,
         kv_heads: Int32,
         scale: Int32,
+        slope: Int32,
+        left: Int32,
+        right: Int32,
         band: Int32,
         blocks: Int32,
         stream,
@@ -161,7 +177,8 @@ class Attention:
         )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
-            tma_q, tma_k, tma_v, tma_o, lse, batch, seq_q, seq_k, heads, kv_heads, scale, band
+            *(tma_q, tma_k, tma_v, tma_o, lse),
+            *(batch, seq_q, seq_k, heads, kv_heads, scale, slope, left, right, band),
         ).launch(
             grid=(blocks, 1, 1),
             block=(self.threads, 1, 1),
@@ -184,6 +201,9 @@ class Attention:
         heads: Int32,
         kv_heads: Int32,
         scale: Int32,
+        slope: Int32,
+        left: Int32,
+        right: Int32,
         band: Int32,
     ):
         thread = cute.arch.thread_idx()[0]
@@ -223,8 +243,7 @@ class Attention:
 
         q_tiles = cute.ceil_div(seq_q, self.tile_m)
         tiles = q_tiles * heads * batch
-        k_blocks = cute.ceil_div(seq_k, self.tile_n)
-        mine = self.tiles_of_block(tiles)
+        mine = rounds_of_block(tiles, self.mask != "none")
         one = cute.make_layout(1)
 
         if warp_index < 4:
@@ -239,7 +258,9 @@ class Attention:
                 to_q, from_q = cpasync.tma_partition(tma_q, 0, one, cute.group_modes(sq, 0, 2), gq)
                 to_k, from_k = cpasync.tma_partition(tma_k, 0, one, cute.group_modes(sk, 0, 2), gk)
                 to_v, from_v = cpasync.tma_partition(tma_v, 0, one, cute.group_modes(sv, 0, 2), gk)
-                q_write = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.q_stages)
+                q_write = pipeline.make_pipeline_state(
+                    pipeline.PipelineUserType.Producer, self.q_stages
+                )
                 k_write = pipeline.make_pipeline_state(
                     pipeline.PipelineUserType.Producer, self.stages
                 )
@@ -247,9 +268,9 @@ class Attention:
                     pipeline.PipelineUserType.Producer, self.stages
                 )
                 for turn in cutlass.range(mine, unroll=1):
-                    row, head, entry = self.tile_position(turn, q_tiles, heads, batch, band)
+                    row, head, entry = self.tile(turn, q_tiles, heads, batch, band)
                     kv_head = head // (heads // kv_heads)
-                    last = self.last_block(row, seq_q, seq_k, k_blocks)
+                    low, last = self.key_blocks(row, seq_q, seq_k, left, right)
                     k_ring.producer_acquire(k_write)
                     cute.copy(
                         tma_k,
@@ -266,7 +287,7 @@ class Attention:
                         tma_bar_ptr=q_ring.producer_get_barrier(q_write),
                     )
                     q_write.advance()
-                    for step in cutlass.range(last - 1, unroll=1):
+                    for step in cutlass.range(last - 1 - low, unroll=1):
                         block = last - 1 - step
                         k_ring.producer_acquire(k_write)
                         cute.copy(
@@ -287,7 +308,7 @@ class Attention:
                     v_ring.producer_acquire(v_write)
                     cute.copy(
                         tma_v,
-                        from_v[None, (0, 0, kv_head, entry)],
+                        from_v[None, (low, 0, kv_head, entry)],
                         to_v[None, v_write.index],
                         tma_bar_ptr=v_ring.producer_get_barrier(v_write),
                     )
@@ -298,8 +319,6 @@ class Attention:
             wg = cute.arch.make_warp_uniform(thread // WARPGROUP) - 1
             lane = thread % 32
             wg_thread = thread % WARPGROUP
-            scale_log2 = float_from_bits(scale)
-
             mma_qk, mma_pv = self.mma_qk(), self.mma_pv()
             qk_part = mma_qk.get_slice(wg * WARPGROUP)
             pv_part = mma_pv.get_slice(wg * WARPGROUP)
@@ -315,6 +334,7 @@ class Attention:
             row_max = cute.make_rmem_tensor(2, Float32)
             row_sum = cute.make_rmem_tensor(2, Float32)
             rescale = cute.make_rmem_tensor(2, Float32)
+            unused = cute.make_rmem_tensor(2, Float32)
 
             # The output's way: registers, stmatrix, 64x64 pieces in shared memory, TMA stores.
             epi_mma = hopper.make_trivial_tiled_mma(
@@ -333,20 +353,23 @@ class Attention:
             go = cute.zipped_divide(coordinates(self.d, seq_q, heads, batch), (ROWS, PIECE))
             from_so, to_o = cpasync.tma_partition(tma_o, 0, one, cute.group_modes(so, 0, 2), go)
 
-            q_read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.q_stages)
+            q_read = pipeline.make_pipeline_state(
+                pipeline.PipelineUserType.Consumer, self.q_stages
+            )
             k_read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
             v_read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
             # The first row's place in a tile, and the first column's in a block of keys.
             my_row = wg * ROWS + wg_thread // 32 * 16 + lane // 4
             my_column = lane % 4 * 2
             offset = seq_k - seq_q
-
+            rows = (row_max, row_sum, rescale)
+            scale_log2, slope_float = float_from_bits(scale), float_from_bits(slope)
             if wg == self.warpgroups - 1:
                 _arrive(_TURN + 0, 2 * WARPGROUP)
 
             # The first tile's first block of keys: scores and softmax alone.
-            row, head, entry = self.tile_position(Int32(0), q_tiles, heads, batch, band)
-            last = self.last_block(row, seq_q, seq_k, k_blocks)
+            row, head, entry = self.tile(Int32(0), q_tiles, heads, batch, band)
+            low, last = self.key_blocks(row, seq_q, seq_k, left, right)
             q_ring.consumer_wait(q_read)
             k_ring.consumer_wait(k_read)
             warpgroup.fence()
@@ -355,69 +378,53 @@ class Attention:
             warpgroup.wait_group(0)
             k_ring.consumer_release(k_read)
             k_read.advance()
+            if const_expr(self.capped):
+                cap(s, slope_float)
             if self.needs_mask(last, seq_k):
-                at_row = row * self.tile_m + my_row
-                self.mask(s, (last - 1) * self.tile_n + my_column, at_row, offset, seq_k)
-            self.softmax(s, row_max, row_sum, rescale, scale_log2, True, True)
-            self.to_p(s, p)
+                own = row * self.tile_m + my_row + offset
+                self.hide(s, (last - 1) * self.tile_n + my_column, own, seq_k, left, right)
+            self.soften(s, rows, scale_log2, True, True)
+            to_operand(s, p, self.dtype)
 
             for turn in cutlass.range(mine, unroll=1):
-                # Blocks that need a mask: those of the diagonal.
                 at_row = row * self.tile_m + my_row
-                free = last - 1
-                if const_expr(self.causal):
-                    free = cutlass.min(
-                        free, cutlass.max(row * self.tile_m + offset + 1, 0) // self.tile_n
-                    )
-                    for step in cutlass.range(last - 1 - free, unroll=1):
-                        block = last - 2 - step
-                        k_ring.consumer_wait(k_read)
-                        self.wait_for_turn(wg)
-                        warpgroup.fence()
-                        self.multiply_qk(s, rq, rk, q_read.index, k_read.index)
-                        v_ring.consumer_wait(v_read)
-                        self.multiply_pv(sums, p, rv, v_read.index)
-                        self.pass_turn(wg)
-                        warpgroup.wait_group(1)
-                        k_ring.consumer_release(k_read)
-                        self.mask(s, block * self.tile_n + my_column, at_row, offset, seq_k)
-                        self.softmax(s, row_max, row_sum, rescale, scale_log2, False, True)
-                        self.finish_block(s, p, sums, rescale, v_ring, v_read)
-                        k_read.advance()
-                        v_read.advance()
-                for _ in cutlass.range(free, unroll=1):
-                    k_ring.consumer_wait(k_read)
-                    self.wait_for_turn(wg)
-                    warpgroup.fence()
-                    self.multiply_qk(s, rq, rk, q_read.index, k_read.index)
-                    v_ring.consumer_wait(v_read)
-                    self.multiply_pv(sums, p, rv, v_read.index)
-                    self.pass_turn(wg)
-                    warpgroup.wait_group(1)
-                    k_ring.consumer_release(k_read)
-                    self.softmax(s, row_max, row_sum, rescale, scale_log2, False, False)
-                    self.finish_block(s, p, sums, rescale, v_ring, v_read)
-                    k_read.advance()
-                    v_read.advance()
+                bottom, top = free_blocks(
+                    row * self.tile_m + offset,
+                    *(self.tile_m, self.tile_n, low, last, left, right, self.mask),
+                )
+                # Blocks at the upper edge of the mask, then free ones, then those at its lower edge.
+                for part in cutlass.range_constexpr(3):
+                    masked = part != 1
+                    begin, end = ((top, last - 1), (bottom, top), (low, bottom))[part]
+                    if const_expr(part == 1 or (self.mask, part) in _EDGES):
+                        for step in cutlass.range(end - begin, unroll=1):
+                            k_ring.consumer_wait(k_read)
+                            self.start(
+                                s, sums, p, rq, rk, rv, q_read, k_read, v_read, v_ring, wg
+                            )
+                            warpgroup.wait_group(1)
+                            k_ring.consumer_release(k_read)
+                            if const_expr(self.capped):
+                                cap(s, slope_float)
+                            if const_expr(masked):
+                                column = (end - 1 - step) * self.tile_n + my_column
+                                self.hide(s, column, at_row + offset, seq_k, left, right)
+                            self.soften(s, rows, scale_log2, False, masked)
+                            self.finish(s, sums, p, rescale, v_read, v_ring)
+                            k_read.advance()
+                            v_read.advance()
                 q_ring.consumer_release(q_read)
                 q_read.advance()
 
                 # The last block's values, and the next tile's first scores. After the last tile
                 # they are of whatever lies there, and nobody looks.
                 more = turn + 1 < mine
-                next_row, next_head, next_entry = self.tile_position(
-                    turn + 1, q_tiles, heads, batch, band
-                )
-                next_last = self.last_block(next_row, seq_q, seq_k, k_blocks)
+                next_row, next_head, next_entry = self.tile(turn + 1, q_tiles, heads, batch, band)
+                next_low, next_last = self.key_blocks(next_row, seq_q, seq_k, left, right)
                 if more:
                     q_ring.consumer_wait(q_read)
                     k_ring.consumer_wait(k_read)
-                self.wait_for_turn(wg)
-                warpgroup.fence()
-                self.multiply_qk(s, rq, rk, q_read.index, k_read.index)
-                v_ring.consumer_wait(v_read)
-                self.multiply_pv(sums, p, rv, v_read.index)
-                self.pass_turn(wg)
+                self.start(s, sums, p, rq, rk, rv, q_read, k_read, v_read, v_ring, wg)
 
                 for r in cutlass.range_constexpr(2):
                     total = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=4)
@@ -435,83 +442,70 @@ class Attention:
                 if more:
                     k_ring.consumer_release(k_read)
                 k_read.advance()
+                if const_expr(self.capped):
+                    cap(s, slope_float)
                 if self.needs_mask(next_last, seq_k):
-                    next_at = next_row * self.tile_m + my_row
+                    own = next_row * self.tile_m + my_row + offset
                     column = (next_last - 1) * self.tile_n + my_column
-                    self.mask(s, column, next_at, offset, seq_k)
-                self.softmax(s, row_max, row_sum, rescale, scale_log2, True, True)
+                    self.hide(s, column, own, seq_k, left, right)
+                self.soften(s, rows[:2] + (unused,), scale_log2, True, True)
 
-                if warp_index % 4 == 0:
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-                _sync(_WARPGROUP + wg, WARPGROUP)
                 warpgroup.wait_group(0)
                 v_ring.consumer_release(v_read)
                 v_read.advance()
-                self.to_p(s, p)
+                to_operand(s, p, self.dtype)
+                values = cute.size(piece)
                 for chunk in cutlass.range_constexpr(self.d // PIECE):
-                    values = cute.size(piece)
+                    stage = chunk % self.o_stages
+                    if const_expr(stage == 0):
+                        if warp_index % 4 == 0:
+                            cute.arch.cp_async_bulk_wait_group(0, read=True)
+                        _sync(_WARPGROUP + wg, WARPGROUP)
                     for i in cutlass.range_constexpr(values):
                         value = sums[chunk * values + i] * rescale[i // 2 % 2]
                         piece[i] = value.to(self.dtype)
-                    cute.copy(
-                        r2s, piece, to_so[None, None, None, wg * (self.d // PIECE) + chunk]
-                    )
-                cute.arch.fence_proxy("async.shared", space="cta")
-                _sync(_WARPGROUP + wg, WARPGROUP)
-                if warp_index % 4 == 0:
-                    for chunk in cutlass.range_constexpr(self.d // PIECE):
-                        cute.copy(
-                            tma_o,
-                            from_so[None, wg * (self.d // PIECE) + chunk],
-                            to_o[None, (row * self.warpgroups + wg, chunk, head, entry)],
-                        )
-                    cute.arch.cp_async_bulk_commit_group()
+                    cute.copy(r2s, piece, to_so[None, None, None, wg * self.o_stages + stage])
+                    if const_expr(stage == self.o_stages - 1):
+                        cute.arch.fence_proxy("async.shared", space="cta")
+                        _sync(_WARPGROUP + wg, WARPGROUP)
+                        if warp_index % 4 == 0:
+                            for i in cutlass.range_constexpr(self.o_stages):
+                                column = chunk - stage + i
+                                cute.copy(
+                                    tma_o,
+                                    from_so[None, wg * self.o_stages + i],
+                                    to_o[None, (row * self.warpgroups + wg, column, head, entry)],
+                                )
+                            cute.arch.cp_async_bulk_commit_group()
                 sums.fill(0.0)
-                row, head, entry, last = next_row, next_head, next_entry, next_last
+                row, head, entry = next_row, next_head, next_entry
+                low, last = next_low, next_last
             if warp_index % 4 == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    @cute.jit
-    def tiles_of_block(self, tiles):
-        blocks = cute.arch.grid_dim()[0]
-        rounds = tiles // blocks
-        if self.place(rounds) < tiles:
-            rounds += 1
-        return rounds
+    def tile(self, turn, q_tiles, heads, batch, band):
+        at = place(turn, self.mask != "none")
+        return tile_position(at, q_tiles, heads, batch, band, self.mask != "none")
 
-    @cute.jit
-    def place(self, turn):
-        """The block's tile in a round. With tiles of falling length, rounds alternate in direction,
-        so that all blocks get the same length in two."""
-        block = cute.arch.block_idx()[0]
-        blocks = cute.arch.grid_dim()[0]
-        if const_expr(self.causal):
-            block = blocks - 1 - block if turn % 2 == 1 else block
-        return turn * blocks + block
+    def key_blocks(self, row, seq_q, seq_k, left, right):
+        own = row * self.tile_m + seq_k - seq_q
+        return key_blocks(own, self.tile_m, self.tile_n, seq_k, left, right, self.mask)
 
-    @cute.jit
-    def tile_position(self, turn, q_tiles, heads, batch, band):
-        """Row of tiles, head and batch entry: bands of heads, longest tiles first in each."""
-        tile = self.place(turn)
-        section = tile // (band * q_tiles)
-        height = cutlass.min(heads * batch - section * band, band)
-        height = cutlass.max(height, 1)  # of a tile after the last one
-        within = tile - section * band * q_tiles
-        row = within // height
-        pair = section * band + within - row * height
-        if const_expr(self.causal):
-            row = q_tiles - 1 - row
-        entry = pair // heads
-        return row, pair - entry * heads, entry
+    def needs_mask(self, last, seq_k):
+        """Whether a tile's first block has keys that some row does not see."""
+        return True if self.mask != "none" else last * self.tile_n > seq_k
 
-    @cute.jit
-    def last_block(self, row, seq_q, seq_k, k_blocks):
-        """One more than the last block of keys that a tile of rows sees; at least one."""
-        last = k_blocks
-        if const_expr(self.causal):
-            seen = (row + 1) * self.tile_m + seq_k - seq_q
-            last = cutlass.max(1, cutlass.min(k_blocks, cute.ceil_div(seen, self.tile_n)))
-        return last
+    def hide(self, s, column, own, seq_k, left, right):
+        """Minus infinity for keys that a row does not see: own is what the first row stands at."""
+        begin, end = None, (seq_k - column,) * 2
+        if self.mask != "none":
+            end = [cutlass.min(end[r], own + 8 * r + right + 1 - column) for r in range(2)]
+        if self.mask == "window":
+            begin = [own + 8 * r - left - column for r in range(2)]
+        hide_outside(s, begin, end)
+
+    def soften(self, s, rows, scale, first, masked):
+        softmax(s, *rows, scale, first, masked)
 
     def multiply_qk(self, s, rq, rk, q_stage, stage):
         mma = self.mma_qk()
@@ -527,93 +521,26 @@ class Attention:
             cute.gemm(mma, sums, p[None, None, block], rv[None, None, block, stage], sums)
         warpgroup.commit_group()
 
-    def needs_mask(self, last, seq_k):
-        """Whether a tile's first block has keys that some row does not see."""
-        return True if self.causal else last * self.tile_n > seq_k
+    @cute.jit
+    def start(self, s, sums, p, rq, rk, rv, q_read, k_read, v_read, v_ring, wg):
+        """Starts a block's scores and the values of the one before it, in this warpgroup's turn."""
+        _sync(_TURN + wg, 2 * WARPGROUP)
+        warpgroup.fence()
+        self.multiply_qk(s, rq, rk, q_read.index, k_read.index)
+        v_ring.consumer_wait(v_read)
+        self.multiply_pv(sums, p, rv, v_read.index)
+        next_wg = wg + 1
+        if next_wg == self.warpgroups:
+            next_wg = Int32(0)
+        _arrive(_TURN + next_wg, 2 * WARPGROUP)
 
     @cute.jit
-    def pass_turn(self, wg):
-        if const_expr(self.turns):
-            next_wg = wg + 1
-            if next_wg == self.warpgroups:
-                next_wg = Int32(0)
-            _arrive(_TURN + next_wg, 2 * WARPGROUP)
-
-    def wait_for_turn(self, wg):
-        if self.turns:
-            _sync(_TURN + wg, 2 * WARPGROUP)
-
-    @cute.jit
-    def finish_block(self, s, p, sums, rescale, v_ring, v_read):
+    def finish(self, s, sums, p, rescale, v_read, v_ring):
         warpgroup.wait_group(0)
         v_ring.consumer_release(v_read)
-        self.to_p(s, p)
-        if cute.arch.vote_any_sync(rescale[0] * rescale[1] != 1.0):
-            for i in cutlass.range_constexpr(cute.size(sums)):
-                sums[i] = sums[i] * rescale[i // 2 % 2]
-
-    def to_p(self, s, p):
-        pairs = cute.recast_tensor(p, Int32)
-        for i in range(cute.size(s) // 2):
-            pairs[i] = pack(s[2 * i], s[2 * i + 1], self.dtype)
-
-    @cute.jit
-    def mask(self, s, column, row, offset, seq_k):
-        """Minus infinity for keys after the last one or, if causal, after the row's own."""
-        for r in cutlass.range_constexpr(2):
-            end = seq_k - column
-            if const_expr(self.causal):
-                end = cutlass.min(end, row + 8 * r + offset + 1 - column)
-            for i in cutlass.range_constexpr(self.tile_n // 8):
-                for e in cutlass.range_constexpr(2):
-                    at = 4 * i + 2 * r + e
-                    s[at] = s[at] if end > 8 * i + e else -Float32.inf
-
-    @cute.jit
-    def softmax(
-        self,
-        s,
-        row_max,
-        row_sum,
-        rescale,
-        scale,
-        first: cutlass.Constexpr[bool],
-        masked: cutlass.Constexpr[bool],
-    ):
-        """Scores become probabilities up to a factor; updates the rows' maxima and sums."""
-        for r in cutlass.range_constexpr(2):
-            places = [4 * i + 2 * r + e for i in range(self.tile_n // 8) for e in range(2)]
-            best = tree([s[at] for at in places], cute.arch.fmax)
-            best = cute.arch.warp_reduction_max(best, threads_in_group=4)
-            if const_expr(not first):
-                best = cute.arch.fmax(best, row_max[r])
-                # Any maximum near the true one will do: keep it, and what it scaled, for long.
-                best = row_max[r] if (best - row_max[r]) * scale <= _SLACK else best
-            safe = best
-            if const_expr(masked):
-                safe = best if best != -Float32.inf else Float32(0.0)
-            shift = safe * scale
-            for j in cutlass.range_constexpr(len(places)):
-                power = s[places[j]] * scale - shift
-                if const_expr(not masked and j % 16 < self.by_polynomial):
-                    s[places[j]] = exp2_polynomial(power)
-                else:
-                    s[places[j]] = cute.math.exp2(power, fastmath=True)
-            total = tree([s[at] for at in places], lambda a, b: a + b)
-            if const_expr(first):
-                row_sum[r] = total
-            else:
-                rescale[r] = cute.math.exp2(row_max[r] * scale - shift, fastmath=True)
-                row_sum[r] = row_sum[r] * rescale[r] + total
-            row_max[r] = best
-
-
-def tree(values, combine):
-    """All values combined, in four chains."""
-    chains = values[:4]
-    for i, value in enumerate(values[4:]):
-        chains[i % 4] = combine(chains[i % 4], value)
-    return combine(combine(chains[0], chains[1]), combine(chains[2], chains[3]))
+        to_operand(s, p, self.dtype)
+        for i in cutlass.range_constexpr(cute.size(sums)):
+            sums[i] = sums[i] * rescale[i // 2 % 2]
 
 
 def _sync(barrier, threads):
@@ -622,44 +549,6 @@ def _sync(barrier, threads):
 
 def _arrive(barrier, threads):
     cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=threads)
-
-
-@cute.jit
-def inverse(total):
-    """1 / total; 0 of a row without keys."""
-    return cute.arch.rcp_approx(total) if total != 0.0 else Float32(0.0)
-
-
-def pack(low, high, dtype):
-    """Two values in one register."""
-    kind = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
-    return cute.arch.inline_ptx(
-        f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
-        write_only_types=[Int32],
-        read_only_args=[high, low],
-    )
-
-
-def exp2_polynomial(x):
-    """2**x for x <= 0, below 2**-126 something as small, without the unit for special functions."""
-    x = cute.arch.fmax(x, -127.0, nan=True)
-    shifted = x + _ROUND
-    f = x - (shifted - _ROUND)
-    power = Float32(_POLYNOMIAL[-1])
-    for coefficient in reversed(_POLYNOMIAL[:-1]):
-        power = power * f + coefficient
-    return cute.arch.inline_ptx(
-        "{ .reg .b32 n, p; mov.b32 n, {$r0}; mov.b32 p, {$r1}; shl.b32 n, n, 23; add.s32 p, p, n; "
-        "mov.b32 {$w0}, p; }",
-        write_only_types=[Float32],
-        read_only_args=[shifted, power],
-    )
-
-
-def float_from_bits(bits):
-    return cute.arch.inline_ptx(
-        "mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits]
-    )
 
 
 def coordinates(d, rows, heads, batch):

@@ -7,27 +7,36 @@ from declaration import Function, Launch, Pointer, Scalar, TensorMap
 
 _DTYPES = {"bf16": (cutlass.BFloat16, "kBFloat16"), "fp16": (cutlass.Float16, "kFloat16")}
 
-# Head dimension, warpgroups, keys a block, stages of k and v, and of q.
+# Head dimension, warpgroups, keys a block, stages of k and v, of q, and pieces of o.
 _TILES = (
-    (128, 2, 128, 2, 2, 0),
-    (64, 3, 128, 2, 2, 0),
+    (64, 3, 128, 3, 2, 1),
+    (64, 2, 128, 3, 2, 1),
+    (128, 2, 128, 2, 2, 2),
+    (192, 2, 96, 2, 1, 1),
+    (256, 2, 64, 2, 1, 1),
 )
+_NOT = ((64, 2, "none"),)  # where another tile is always better
+_MASKS = {"none": "kNone", "causal": "kCausal", "window": "kWindow"}
 
 _ONE = 0x3F800000
+_REST = {"scale": _ONE, "slope": _ONE, "left": 5, "right": 0}
 _PROBLEMS = (
-    dict(batch=2, seq_q=1000, seq_k=777, heads=8, kv_heads=2, scale=_ONE, band=3, blocks=132),
-    dict(batch=1, seq_q=64, seq_k=128, heads=1, kv_heads=1, scale=_ONE, band=1, blocks=1),
-    dict(batch=3, seq_q=1, seq_k=1, heads=2, kv_heads=1, scale=_ONE, band=4, blocks=6),
+    dict(batch=2, seq_q=1000, seq_k=777, heads=8, kv_heads=2, **_REST, band=3, blocks=132),
+    dict(batch=1, seq_q=64, seq_k=128, heads=1, kv_heads=1, **_REST, band=1, blocks=1),
+    dict(batch=3, seq_q=1, seq_k=1, heads=2, kv_heads=1, **_REST, band=4, blocks=6),
 )
 
 
-def _function(dtype, d, warpgroups, tile_n, stages, q_stages, by_polynomial, causal):
+def function(dtype, tile, mask, capped=False):
     element = _DTYPES[dtype][0]
-    name = f"attention_{dtype}_d{d}_{ROWS * warpgroups}x{tile_n}" + ("_causal" if causal else "")
-    kernel = Attention(name, element, d, warpgroups, tile_n, causal, stages, q_stages, by_polynomial)
+    d, warpgroups, tile_n, stages, q_stages, o_stages = tile
+    name = f"attention_{dtype}_d{d}_{ROWS * warpgroups}x{tile_n}"
+    name += ("" if mask == "none" else f"_{mask}") + ("_capped" if capped else "")
+    options = {"stages": stages, "q_stages": q_stages, "o_stages": o_stages}
+    kernel = Attention(name, element, d, warpgroups, tile_n, mask, capped, **options)
     q, k, v, o = (Pointer(name, element) for name in ("q", "k", "v", "o"))
     lse = Pointer("lse", cutlass.Float32, align=4)
-    names = ("batch", "seq_q", "seq_k", "heads", "kv_heads", "scale", "band", "blocks")
+    names = ("batch", "seq_q", "seq_k", "heads", "kv_heads", *_REST, "band", "blocks")
     scalars = [Scalar(name) for name in names]
     q_shape, k_shape = ("batch", "heads", "seq_q", d), ("batch", "kv_heads", "seq_k", d)
     launch = Launch(
@@ -49,15 +58,18 @@ def _function(dtype, d, warpgroups, tile_n, stages, q_stages, by_polynomial, cau
         str(d),
         str(kernel.tile_m),
         str(tile_n),
-        str(causal).lower(),
+        f"AttentionMask::{_MASKS[mask]}",
+        str(capped).lower(),
     )
     return Function(name, kernel, (q, k, v, o, lse, *scalars), (launch,), attributes, _PROBLEMS)
 
 
 def functions():
-    return [
-        _function(dtype, *tile, causal)
-        for dtype in _DTYPES
-        for tile in _TILES
-        for causal in (False, True)
-    ]
+    built = []
+    for dtype in _DTYPES:
+        for tile in _TILES:
+            built += [function(dtype, tile, mask) for mask in _MASKS if (*tile[:2], mask) not in _NOT]
+            # A window without limits is no mask.
+            if tile[1] == 2:
+                built.append(function(dtype, tile, "window", capped=True))
+    return built

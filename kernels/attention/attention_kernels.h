@@ -8,12 +8,15 @@
 
 namespace tiercel {
 
+enum class AttentionMask { kNone, kCausal, kWindow };
+
 struct AttentionVariant {
   DType dtype;
-  int d;
+  int d;  // of the tiles; smaller head dimensions are filled up with zeros
   int tile_m;
   int tile_n;
-  bool causal;
+  AttentionMask mask;
+  bool capped;
 };
 
 using AttentionKernel = CubinKernel<AttentionVariant>;
