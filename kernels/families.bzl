@@ -2,7 +2,13 @@
 """The kernel families: kernels/<family>, benchmarks/suites/<family>.yaml."""
 
 FAMILIES = [
+    "activation",
     "attention",
+    "gemv",
     "linear",
+    "quant",
+    "reduce",
     "routing",
+    "softmax",
+    "transpose",
 ]

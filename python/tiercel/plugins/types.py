@@ -10,22 +10,45 @@ from torch import Tensor
 
 from tiercel.plugins.contracts.attention import ATTENTION
 from tiercel.plugins.contracts.linear import LINEAR_ACT
+from tiercel.plugins.contracts.reduce import REDUCE
 from tiercel.plugins.contracts.routing import TOPK_SOFTMAX
+from tiercel.plugins.contracts.routing_moe import MOE_ALIGN_BLOCK_SIZE, MOE_SUM, TOPK_SOFTMAX_ALIGN
+from tiercel.plugins.contracts.transpose import COPY_TRANSPOSE
 
 __all__ = [
     "Activated",
     "Attended",
     "Attention",
     "Bias",
+    "BlockExperts",
+    "ChosenExperts",
+    "ExpertMap",
+    "ExpertOutputs",
+    "ExpertWeights",
+    "CopyTranspose",
     "Features",
     "Indices",
     "Keys",
     "LinearAct",
+    "MoeAlignBlockSize",
+    "MoeSum",
+    "NumSlots",
+    "Matrices",
+    "Reduce",
+    "Reduced",
+    "Scores",
+    "ScoresMap",
+    "SortedTokens",
+    "SummedOutputs",
+    "TopkSoftmax",
+    "TopkSoftmaxAlign",
+    "Transposed",
     "LogSums",
     "Queries",
     "Scores",
     "TopkSoftmax",
     "Values",
+    "Unreduced",
     "Weight",
     "Weights",
 ]
@@ -50,6 +73,60 @@ class TopkSoftmax(Protocol):
     ) -> tuple[Weights, Indices]: ...
 
 
+# Routing, sorted by expert: topk_ids [T, k] int32 or int64, expert_map [num_experts] int32 or None;
+# sorted_token_ids [slots], expert_ids [blocks] and num_tokens_post_padded [1], all int32.
+ChosenExperts = Annotated[Tensor, MOE_ALIGN_BLOCK_SIZE.spec("topk_ids")]
+ExpertMap = Annotated["Tensor | None", MOE_ALIGN_BLOCK_SIZE.spec("expert_map")]
+ScoresMap = Annotated["Tensor | None", TOPK_SOFTMAX_ALIGN.spec("expert_map")]
+SortedTokens = Annotated[Tensor, MOE_ALIGN_BLOCK_SIZE.spec("sorted_token_ids")]
+BlockExperts = Annotated[Tensor, MOE_ALIGN_BLOCK_SIZE.spec("expert_ids")]
+NumSlots = Annotated[Tensor, MOE_ALIGN_BLOCK_SIZE.spec("num_tokens_post_padded")]
+
+
+class MoeAlignBlockSize(Protocol):
+    """A backend of moe_align_block_size."""
+
+    def __call__(
+        self,
+        topk_ids: ChosenExperts,
+        block_size: int,
+        num_experts: int,
+        expert_map: ExpertMap,
+        pad_sorted_ids: bool,
+        ignore_invalid_experts: bool,
+    ) -> tuple[SortedTokens, BlockExperts, NumSlots]: ...
+
+
+class TopkSoftmaxAlign(Protocol):
+    """A backend of topk_softmax_align."""
+
+    def __call__(
+        self,
+        scores: Scores,
+        k: int,
+        block_size: int,
+        expert_map: ScoresMap,
+        softmax_first: bool,
+        renormalize: bool,
+        indices_dtype: torch.dtype,
+        pad_sorted_ids: bool,
+        ignore_invalid_experts: bool,
+    ) -> tuple[Weights, Indices, SortedTokens, BlockExperts, NumSlots]: ...
+
+
+# Routing, added up: x [T, k, H] float32, bfloat16 or float16, any strides, weights [T, k] float32
+# or None; out [T, H].
+ExpertOutputs = Annotated[Tensor, MOE_SUM.spec("x")]
+ExpertWeights = Annotated["Tensor | None", MOE_SUM.spec("weights")]
+SummedOutputs = Annotated[Tensor, MOE_SUM.spec("out")]
+
+
+class MoeSum(Protocol):
+    """A backend of moe_sum."""
+
+    def __call__(self, x: ExpertOutputs, weights: ExpertWeights) -> SummedOutputs: ...
+
+
 # Linear: x [M, K] bfloat16 or float16, weight [N, K], bias [N] or None, any strides; out [M, N].
 Features = Annotated[Tensor, LINEAR_ACT.spec("x")]
 Weight = Annotated[Tensor, LINEAR_ACT.spec("weight")]
@@ -63,6 +140,15 @@ class LinearAct(Protocol):
     def __call__(self, x: Features, weight: Weight, bias: Bias, activation: str) -> Activated: ...
 
 
+# Transpose: x [B, M, N] of 1-, 2- or 4-byte elements, any strides; out [B, N, M].
+Matrices = Annotated[Tensor, COPY_TRANSPOSE.spec("x")]
+Transposed = Annotated[Tensor, COPY_TRANSPOSE.spec("out")]
+
+
+class CopyTranspose(Protocol):
+    """A backend of copy_transpose; a single matrix comes as a batch of one."""
+
+    def __call__(self, x: Matrices) -> Transposed: ...
 # Attention: q [B, Sq, H, D] bfloat16 or float16, k and v [B, Sk, Hk, D], any strides; out as q, and
 # lse [B, H, Sq] float32.
 Queries = Annotated[Tensor, ATTENTION.spec("q")]
@@ -86,3 +172,15 @@ class Attention(Protocol):
         softcap: float | None,
         return_lse: bool,
     ) -> tuple[Attended, LogSums]: ...
+
+
+# Reduce: x [A, N, B] float32, bfloat16 or float16, any strides, over dimension 1; out [A, B] of the
+# dtype `dtype`, that of x or float32.
+Unreduced = Annotated[Tensor, REDUCE.spec("x")]
+Reduced = Annotated[Tensor, REDUCE.spec("out")]
+
+
+class Reduce(Protocol):
+    """A backend of reduce; other shapes are made this one before it, so `dim` is always 1."""
+
+    def __call__(self, x: Unreduced, dim: int, op: str, dtype: torch.dtype) -> Reduced: ...
