@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What attention's launcher and its compiled kernels (attention_family_cute.py) agree on.
+// What attention's launcher and its compiled kernels (attention_cute.py) agree on.
 #ifndef KERNELS_ATTENTION_ATTENTION_KERNELS_H_
 #define KERNELS_ATTENTION_ATTENTION_KERNELS_H_
 
