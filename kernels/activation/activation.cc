@@ -34,17 +34,15 @@ Status join_rows(const Argument& argument, Matrix* matrix) {
     if (matrix->rows == 1) {
       matrix->row_stride = view.strides[i];
     } else if (view.strides[i] != matrix->row_stride * matrix->rows) {
-      return Status::Unimplemented(mismatch(
-          argument, "have rows at one distance",
-          "strides " + shape_text(view.strides, view.ndim) + " for shape " +
-              shape_text(view.shape, view.ndim)));
+      return Status::Unimplemented(mismatch(argument, "have rows at one distance",
+                                            "strides " + shape_text(view.strides, view.ndim) +
+                                                " for shape " + shape_text(view.shape, view.ndim)));
     }
     matrix->rows *= view.shape[i];
   }
   if (matrix->inner_stride != 1) {
-    return Status::Unimplemented(
-        mismatch(argument, "be contiguous in its last dimension",
-                 "strides " + shape_text(view.strides, view.ndim)));
+    return Status::Unimplemented(mismatch(argument, "be contiguous in its last dimension",
+                                          "strides " + shape_text(view.strides, view.ndim)));
   }
   return Status();
 }
@@ -69,9 +67,7 @@ Status check_shape_like(const Argument& argument, const TensorView& like, int64_
                shape_text(view.shape, view.ndim)));
 }
 
-int64_t last_size(const TensorView& view) {
-  return view.ndim == 0 ? 1 : view.shape[view.ndim - 1];
-}
+int64_t last_size(const TensorView& view) { return view.ndim == 0 ? 1 : view.shape[view.ndim - 1]; }
 
 Status check_on_device(const Argument& argument, const Argument& reference) {
   TIERCEL_RETURN_IF_ERROR(check_same_device(argument, reference));
@@ -82,8 +78,7 @@ Status check_on_device(const Argument& argument, const Argument& reference) {
 Status check_inputs(const char* op, bool gated, const TensorView& x, const TensorView* up,
                     int64_t* columns) {
   const Argument x_arg{op, "x", x};
-  TIERCEL_RETURN_IF_ERROR(
-      check_dtype(x_arg, {DType::kFloat32, DType::kBFloat16, DType::kFloat16}));
+  TIERCEL_RETURN_IF_ERROR(check_dtype(x_arg, {DType::kFloat32, DType::kBFloat16, DType::kFloat16}));
   *columns = last_size(x);
   if (gated && up == nullptr) {
     if (x.ndim == 0 || *columns % 2 != 0) {
@@ -132,8 +127,8 @@ Status lay_out(const char* op, int64_t columns, Operand (&operands)[kCount], DTy
     if (operand.view == nullptr) continue;
     TIERCEL_RETURN_IF_ERROR(join_rows({op, "x", *operand.view}, &operand.matrix));
     rows = operand.matrix.rows;
-    flat &= operand.matrix.columns == columns &&
-            (rows == 1 || operand.matrix.row_stride == columns);
+    flat &=
+        operand.matrix.columns == columns && (rows == 1 || operand.matrix.row_stride == columns);
   }
   if (flat) {
     columns *= rows;

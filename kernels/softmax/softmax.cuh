@@ -4,13 +4,13 @@
 // The plan. Bound by bytes: forward reads and writes a row once, backward reads two and writes one.
 // A group of threads holds a row in registers, kVectors 16-byte vectors a thread, so that nothing
 // is read twice: 1 to 32 lanes of a warp (rows of up to 1024 16-bit scores), a block (32768), or a
-// cluster of up to 8 blocks (262144). All loads are issued at once. Each warp takes the maximum m of
-// its part and the sum s of exp(x - m) by shuffles; the pairs (m, s) of the warps are merged through
-// shared memory and those of the blocks through distributed shared memory, one barrier each:
-// (m, s) + (m', s') = (M, s exp(m - M) + s' exp(m' - M)), M = max(m, m'), Milakov and Gimelshein's
-// online softmax (arXiv:1805.02867). Then exp(x - M) / S from the registers.
-// Rows that do not start at a multiple of 16 bytes are read from the multiple before, their first
-// and last vector element by element. Longer rows: softmax_long.cuh.
+// cluster of up to 8 blocks (262144). All loads are issued at once. Each warp takes the maximum m
+// of its part and the sum s of exp(x - m) by shuffles; the pairs (m, s) of the warps are merged
+// through shared memory and those of the blocks through distributed shared memory, one barrier
+// each: (m, s) + (m', s') = (M, s exp(m - M) + s' exp(m' - M)), M = max(m, m'), Milakov and
+// Gimelshein's online softmax (arXiv:1805.02867). Then exp(x - M) / S from the registers. Rows that
+// do not start at a multiple of 16 bytes are read from the multiple before, their first and last
+// vector element by element. Longer rows: softmax_long.cuh.
 #ifndef KERNELS_SOFTMAX_SOFTMAX_CUH_
 #define KERNELS_SOFTMAX_SOFTMAX_CUH_
 
@@ -263,7 +263,8 @@ __global__ void __launch_bounds__(kMaxThreads)
           args.log ? fmaf(-exp_of<kExact>(y[i]), total, grad[i]) : y[i] * (grad[i] - total);
       y[i] = score_grad * args.scale;
       if constexpr (kMasked) {  // a score that the mask took out has no gradient, not even NaN
-        if (place.has(v, i) && !mask_row(args.mask, place.row)[(place.column(v) + i) * args.mask.step]) {
+        if (place.has(v, i) &&
+            !mask_row(args.mask, place.row)[(place.column(v) + i) * args.mask.step]) {
           y[i] = 0.0f;
         }
       }

@@ -18,17 +18,17 @@ struct SoftmaxRows {
 
 enum class SoftmaxMask : int {
   kNone = 0,
-  kKeep,         // bool: false makes the score -inf
-  kAdd,          // of the scores' dtype, added after scaling
-  kAddFloat32,   // the same in float32
+  kKeep,        // bool: false makes the score -inf
+  kAdd,         // of the scores' dtype, added after scaling
+  kAddFloat32,  // the same in float32
 };
 
 // A mask broadcast over some of the leading dimensions: row -> (row / inner, row % inner), and the
 // former again.
 struct SoftmaxMaskRows {
   const char* data = nullptr;
-  int64_t strides[3] = {};  // bytes: outer, middle, inner dimension of the rows
-  int64_t step = 0;         // bytes between a row's elements
+  int64_t strides[3] = {};     // bytes: outer, middle, inner dimension of the rows
+  int64_t step = 0;            // bytes between a row's elements
   uint32_t sizes[2] = {1, 1};  // of the middle and the inner dimension
   SoftmaxMask kind = SoftmaxMask::kNone;
 };

@@ -28,9 +28,9 @@ Status check(const TensorView& x, const TensorView& out, int64_t tile_size) {
                  std::to_string(x.ndim) + " (shape " + shape_text(x.shape, x.ndim) + ")"));
   }
   TIERCEL_RETURN_IF_ERROR(check_dtype(
-      x_arg, {DType::kBFloat16, DType::kFloat16, DType::kFloat32, DType::kFloat8E4M3,
-              DType::kFloat8E5M2, DType::kInt8, DType::kUInt8, DType::kBool, DType::kInt16,
-              DType::kInt32}));
+      x_arg,
+      {DType::kBFloat16, DType::kFloat16, DType::kFloat32, DType::kFloat8E4M3, DType::kFloat8E5M2,
+       DType::kInt8, DType::kUInt8, DType::kBool, DType::kInt16, DType::kInt32}));
   TIERCEL_RETURN_IF_ERROR(check_dtype(out_arg, {x.dtype}));
   if (x.ndim == 2) {
     TIERCEL_RETURN_IF_ERROR(check_shape(out_arg, {x.shape[1], x.shape[0]}, "[N, M]"));
@@ -130,8 +130,8 @@ Status copy_transpose_plan(const TensorView& x, const TensorView& out, int64_t t
   *plan = {"none", 0, 0, 0, 0, 0, 0};
   if (choice.kernel != nullptr) {
     const CopyTransposeKernel& kernel = *choice.kernel;
-    *plan = {kernel.kernel.name(),  kernel.tile_rows, kernel.tile_columns, kernel.vector_bytes,
-             choice.grid_x,    choice.grid_y,       kernel.block};
+    *plan = {kernel.kernel.name(), kernel.tile_rows, kernel.tile_columns, kernel.vector_bytes,
+             choice.grid_x,        choice.grid_y,    kernel.block};
   }
   return Status();
 }

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // copy_transpose: out[b][j][i] = x[b][i][j] for elements of 1, 2 or 4 bytes.
 //
-// The plan. Every byte is read once and written once; at 4.2 TB/s a 16384x4096 bfloat16 matrix takes
-// 64 us, and nothing but the pattern of accesses decides how near one gets. Neighbouring lanes read
-// neighbouring vectors of a row, and must write neighbouring vectors of a column.
+// The plan. Every byte is read once and written once; at 4.2 TB/s a 16384x4096 bfloat16 matrix
+// takes 64 us, and nothing but the pattern of accesses decides how near one gets. Neighbouring
+// lanes read neighbouring vectors of a row, and must write neighbouring vectors of a column.
 //  - in_registers, where both sides allow 16-byte (8-, 4-byte) vectors: a lane reads a square of
-//    16 / element-size vectors, one a row, turns it by byte permutations and writes as many. A warp's
-//    lanes are kLanesAcross by 32 / kLanesAcross squares, so reads are segments of
-//    16 * kLanesAcross bytes and writes of 512 / kLanesAcross; both are whole sectors, and the L2
-//    joins those of a block's warps. No shared memory, no barrier: up to 16 loads a lane in flight.
+//    16 / element-size vectors, one a row, turns it by byte permutations and writes as many. A
+//    warp's lanes are kLanesAcross by 32 / kLanesAcross squares, so reads are segments of 16 *
+//    kLanesAcross bytes and writes of 512 / kLanesAcross; both are whole sectors, and the L2 joins
+//    those of a block's warps. No shared memory, no barrier: up to 16 loads a lane in flight.
 //  - realigned, where a row of x or of out does not begin on 16 bytes: 16-byte chunks, aligned as
 //    memory is, go into shared memory as they are, each row with its own shift; chunks of out are
 //    collected from there, element by element, aligned as out is. A row's chunks are swizzled by
@@ -41,19 +41,19 @@ __device__ __forceinline__ Tile tile_of(const CopyTransposeArgs& args, unsigned 
 }
 
 template <int kBytes, int kVector, int kLanesAcross, int kWarpsAcross, int kWarpsDown>
-__global__ void __launch_bounds__(32 * kWarpsAcross* kWarpsDown)
+__global__ void __launch_bounds__(32 * kWarpsAcross * kWarpsDown)
     copy_transpose_in_registers(const __grid_constant__ CopyTransposeArgs args) {
   constexpr int kEdge = kVector / kBytes;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Tile tile = tile_of(args, blockIdx.x);
-  const int64_t row = (static_cast<int64_t>(tile.row * kWarpsDown + warp / kWarpsAcross) *
-                           (32 / kLanesAcross) +
-                       lane / kLanesAcross) *
-                      kEdge;
-  const int64_t column = (static_cast<int64_t>(tile.column * kWarpsAcross + warp % kWarpsAcross) *
-                              kLanesAcross +
-                          lane % kLanesAcross) *
-                         kEdge;
+  const int64_t row =
+      (static_cast<int64_t>(tile.row * kWarpsDown + warp / kWarpsAcross) * (32 / kLanesAcross) +
+       lane / kLanesAcross) *
+      kEdge;
+  const int64_t column =
+      (static_cast<int64_t>(tile.column * kWarpsAcross + warp % kWarpsAcross) * kLanesAcross +
+       lane % kLanesAcross) *
+      kEdge;
   grid_dependency_wait();
   grid_dependency_launch();
   if (row >= args.rows || column >= args.columns) return;  // both are whole squares
@@ -128,9 +128,9 @@ __global__ void __launch_bounds__(kRealignedThreads<kBytes, kEdge>)
     const char* end =
         matrix + (args.rows - 1) * args.row_stride + (args.columns - 1) * kBytes + kBytes;
     const auto shift_of = [&](int row) {
-      return gathers ? 0
-                     : static_cast<int>(reinterpret_cast<uintptr_t>(from + row * args.row_stride) %
-                                        16);
+      return gathers
+                 ? 0
+                 : static_cast<int>(reinterpret_cast<uintptr_t>(from + row * args.row_stride) % 16);
     };
 
 #pragma unroll 4
@@ -192,39 +192,39 @@ __global__ void __launch_bounds__(kRealignedThreads<kBytes, kEdge>)
   }
 }
 
-#define TIERCEL_IN_REGISTERS(bytes, vector, lanes, across, down)                                 \
-  {bytes,                                                                                        \
-   down * (32 / lanes) * (vector / bytes),                                                       \
-   across * lanes * (vector / bytes),                                                            \
-   vector,                                                                                       \
-   32 * across * down,                                                                           \
-   0,                                                                                            \
-   Kernel("copy_transpose_in_registers<bytes=" #bytes ", vector=" #vector ", lanes=" #lanes      \
-          ", warps=" #across "x" #down ">",                                                      \
-          reinterpret_cast<const void*>(                                                         \
+#define TIERCEL_IN_REGISTERS(bytes, vector, lanes, across, down)                            \
+  {bytes,                                                                                   \
+   down * (32 / lanes) * (vector / bytes),                                                  \
+   across * lanes * (vector / bytes),                                                       \
+   vector,                                                                                  \
+   32 * across * down,                                                                      \
+   0,                                                                                       \
+   Kernel("copy_transpose_in_registers<bytes=" #bytes ", vector=" #vector ", lanes=" #lanes \
+          ", warps=" #across "x" #down ">",                                                 \
+          reinterpret_cast<const void*>(                                                    \
               copy_transpose_in_registers<bytes, vector, lanes, across, down>))}
-#define TIERCEL_REALIGNED(bytes, edge)                                                           \
-  {bytes,                                                                                        \
-   edge,                                                                                         \
-   edge,                                                                                         \
-   bytes,                                                                                        \
-   kRealignedThreads<bytes, edge>,                                                               \
-   Staging<bytes, edge>::kSize,                                                                  \
-   Kernel("copy_transpose_realigned<bytes=" #bytes ", edge=" #edge ">",                          \
-          reinterpret_cast<const void*>(copy_transpose_realigned<bytes, edge>),                  \
+#define TIERCEL_REALIGNED(bytes, edge)                                          \
+  {bytes,                                                                       \
+   edge,                                                                        \
+   edge,                                                                        \
+   bytes,                                                                       \
+   kRealignedThreads<bytes, edge>,                                              \
+   Staging<bytes, edge>::kSize,                                                 \
+   Kernel("copy_transpose_realigned<bytes=" #bytes ", edge=" #edge ">",         \
+          reinterpret_cast<const void*>(copy_transpose_realigned<bytes, edge>), \
           Staging<bytes, edge>::kSize)}
 
 // By element, then tile; of each tile first the one that needs alignment.
 const CopyTransposeKernel kKernels[] = {
-    TIERCEL_IN_REGISTERS(1, 4, 8, 1, 2),   TIERCEL_REALIGNED(1, 32),
-    TIERCEL_IN_REGISTERS(1, 8, 8, 1, 2),   TIERCEL_REALIGNED(1, 64),
-    TIERCEL_IN_REGISTERS(1, 16, 8, 1, 2),  TIERCEL_REALIGNED(1, 128),
-    TIERCEL_IN_REGISTERS(2, 8, 8, 1, 2),   TIERCEL_REALIGNED(2, 32),
-    TIERCEL_IN_REGISTERS(2, 16, 8, 1, 2),  TIERCEL_REALIGNED(2, 64),
-    TIERCEL_IN_REGISTERS(2, 16, 8, 2, 4),  TIERCEL_REALIGNED(2, 128),
-    TIERCEL_IN_REGISTERS(4, 16, 8, 1, 2),  TIERCEL_REALIGNED(4, 32),
-    TIERCEL_IN_REGISTERS(4, 16, 8, 2, 4),  TIERCEL_REALIGNED(4, 64),
-    TIERCEL_IN_REGISTERS(4, 16, 8, 4, 8),  TIERCEL_REALIGNED(4, 128),
+    TIERCEL_IN_REGISTERS(1, 4, 8, 1, 2),  TIERCEL_REALIGNED(1, 32),
+    TIERCEL_IN_REGISTERS(1, 8, 8, 1, 2),  TIERCEL_REALIGNED(1, 64),
+    TIERCEL_IN_REGISTERS(1, 16, 8, 1, 2), TIERCEL_REALIGNED(1, 128),
+    TIERCEL_IN_REGISTERS(2, 8, 8, 1, 2),  TIERCEL_REALIGNED(2, 32),
+    TIERCEL_IN_REGISTERS(2, 16, 8, 1, 2), TIERCEL_REALIGNED(2, 64),
+    TIERCEL_IN_REGISTERS(2, 16, 8, 2, 4), TIERCEL_REALIGNED(2, 128),
+    TIERCEL_IN_REGISTERS(4, 16, 8, 1, 2), TIERCEL_REALIGNED(4, 32),
+    TIERCEL_IN_REGISTERS(4, 16, 8, 2, 4), TIERCEL_REALIGNED(4, 64),
+    TIERCEL_IN_REGISTERS(4, 16, 8, 4, 8), TIERCEL_REALIGNED(4, 128),
 };
 
 }  // namespace

@@ -19,9 +19,9 @@ from tiercel.ops.transpose import copy_transpose
 backends.warn_of_unknown_names(registry)
 
 __all__ = [
+    "copy_transpose",
     "gelu",
     "gelu_and_mul",
-    "copy_transpose",
     "linear_act",
     "relu",
     "relu_and_mul",

@@ -15,9 +15,9 @@ from tiercel.ref.routing import topk_softmax
 from tiercel.ref.transpose import copy_transpose
 
 __all__ = [
+    "copy_transpose",
     "gelu",
     "gelu_and_mul",
-    "copy_transpose",
     "linear_act",
     "relu",
     "relu_and_mul",
