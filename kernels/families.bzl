@@ -3,7 +3,12 @@
 
 FAMILIES = [
     "activation",
+    "attention",
+    "gemv",
     "linear",
+    "quant",
+    "reduce",
     "routing",
+    "softmax",
     "transpose",
 ]

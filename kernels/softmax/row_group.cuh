@@ -90,7 +90,7 @@ struct BlockGroup {
     return all_lanes(lane < blocks_ ? of_blocks[lane] : neutral, merge);
   }
 
- private:
+  // Of a warp's pairs.
   template <typename Merge>
   static __device__ __forceinline__ float2 all_lanes(float2 pair, Merge merge) {
 #pragma unroll
@@ -103,6 +103,7 @@ struct BlockGroup {
     return pair;
   }
 
+ private:
   uint32_t blocks_;
 };
 

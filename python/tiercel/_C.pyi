@@ -17,6 +17,14 @@ class _ActivationPlan(TypedDict):
     grid: int
     block: int
 
+class _SoftmaxPlan(TypedDict):
+    kernel: str
+    threads_per_row: int
+    blocks_per_row: int
+    vectors: bool
+    grid: int
+    block: int
+
 class _TopkSoftmaxPlan(TypedDict):
     kernel: str
     rows_per_block: int
@@ -25,6 +33,35 @@ class _TopkSoftmaxPlan(TypedDict):
     grid: int
     block: int
 
+class _MoeAlignPlan(TypedDict):
+    kernel: str
+    items: int
+    cluster: int
+    grid: int
+    block: int
+    dynamic_smem: int
+    launches: int
+
+class _MoeSumPlan(TypedDict):
+    kernel: str
+    vector_bytes: int
+    grid: tuple[int, int]
+    block: tuple[int, int]
+
+class _TopkAlignPlan(TypedDict):
+    kernel: str
+    cluster: int
+    block: int
+    dynamic_smem: int
+class _AttentionPlan(TypedDict):
+    kernel: str
+    tile_m: int
+    tile_n: int
+    band: int
+    grid: int
+    block: int
+    dynamic_smem: int
+
 class _LinearActPlan(TypedDict):
     kernel: str
     tile_m: int
@@ -32,6 +69,8 @@ class _LinearActPlan(TypedDict):
     pingpong: bool
     cluster: int
     splits: int
+    group: int
+    rows: int
     grid: int
     block: int
     dynamic_smem: int
@@ -41,9 +80,18 @@ class _CopyTransposePlan(TypedDict):
     tile_rows: int
     tile_columns: int
     vector_bytes: int
-    grid_x: int
-    grid_y: int
+    grid: int
     block: int
+
+class _ReducePlan(TypedDict):
+    kernel: str
+    second: str
+    vector_bytes: int
+    parts: int
+    cluster: int
+    grid: int
+    block: int
+    workspace: int
 
 def driver_info() -> _DriverInfo: ...
 def device_capability(device: int) -> tuple[int, int]: ...
@@ -51,14 +99,16 @@ def route(*tensors: Any) -> int: ...
 def set_route_hooks(
     tensor: type,
     parameter: type,
-    functorch_level: Callable[[], object],
+    transforms: Callable[[], bool],
     forward_ad: ModuleType,
     dispatch_modes: Callable[[], int],
     function_modes: Callable[[], int],
-    tracing_state: Callable[[], object],
+    is_tracing: Callable[[], bool],
     is_grad_enabled: Callable[[], bool],
 ) -> None: ...
-def activation(x: Any, up: Any, scale: Any, out: Any, function: int, gated: bool, /) -> None: ...
+def activation(
+    x: Any, up: Any, scale: Any, out: Any, function: int, gated: bool, /
+) -> None: ...
 def activation_plan(
     x: Any, up: Any, scale: Any, out: Any, function: int, gated: bool, /
 ) -> _ActivationPlan: ...
@@ -72,11 +122,124 @@ def activation_load(device: int, function: int, gated: bool, /) -> None: ...
 def copy_transpose(x: Any, out: Any, tile_size: int, /) -> None: ...
 def copy_transpose_plan(x: Any, out: Any, tile_size: int, /) -> _CopyTransposePlan: ...
 def copy_transpose_load(device: int, /) -> None: ...
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    /,
+) -> None: ...
+def attention_plan(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    /,
+) -> _AttentionPlan: ...
+def attention_load(device: int, /) -> None: ...
+def set_allocation_hooks(
+    empty: Callable[..., Any],
+    on_current_gpu: Callable[..., Any] | None,
+    current_gpu: Callable[[], int] | None,
+) -> None: ...
+def empty(like: Any, sizes: tuple[int, ...], dtype: Any, /) -> Any: ...
+def demangle(symbol: str) -> str: ...
+
+class JitKernel:
+    def __init__(
+        self,
+        image: bytes,
+        symbol: str,
+        name: str,
+        parameters: list[tuple[int, int]],
+        max_dynamic_smem: int,
+    ) -> None: ...
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        cluster: tuple[int, int, int],
+        dynamic_smem: int,
+        dependent: bool,
+        labels: tuple[str, ...],
+        arguments: tuple[Any, ...],
+    ) -> None: ...
+    def load(self, device: int) -> None: ...
+
+class Direct:
+    run: Callable[..., Any]
+    def __init__(
+        self,
+        *,
+        count: int,
+        tensors: int,
+        mutated: tuple[int, ...],
+        ready: set[int],
+        overrides: dict[str, Any],
+        run: Callable[..., Any],
+        recover: Callable[..., Any],
+        otherwise: Callable[..., Any],
+        increment_version: Callable[..., Any],
+        without_backend: bool,
+    ) -> None: ...
+    def __call__(self, *args: Any) -> Any: ...
+
 def linear_act(x: Any, weight: Any, bias: Any, out: Any, activation: int, /) -> None: ...
 def linear_act_plan(
     x: Any, weight: Any, bias: Any, out: Any, activation: int, /
 ) -> _LinearActPlan: ...
 def linear_act_load(device: int, /) -> None: ...
+def moe_align_block_size(
+    topk_ids: Any,
+    expert_map: Any,
+    sorted_token_ids: Any,
+    expert_ids: Any,
+    num_tokens_post_padded: Any,
+    workspace: Any,
+    block_size: int,
+    num_experts: int,
+    ignore_invalid_experts: bool,
+    /,
+) -> None: ...
+def moe_align_block_size_plan(
+    topk_ids: Any,
+    expert_map: Any,
+    sorted_token_ids: Any,
+    expert_ids: Any,
+    num_tokens_post_padded: Any,
+    workspace: Any,
+    block_size: int,
+    num_experts: int,
+    ignore_invalid_experts: bool,
+    /,
+) -> _MoeAlignPlan: ...
+def moe_align_block_size_workspace(numel: int, num_experts: int, /) -> int: ...
+def moe_align_block_size_load(device: int, /) -> None: ...
+def moe_sum(x: Any, weights: Any, out: Any, /) -> None: ...
+def moe_sum_plan(x: Any, weights: Any, out: Any, /) -> _MoeSumPlan: ...
+def moe_sum_load(device: int, /) -> None: ...
+def softmax(x: Any, mask: Any, out: Any, scale: float, log: bool, /) -> None: ...
+def softmax_plan(x: Any, mask: Any, out: Any, scale: float, log: bool, /) -> _SoftmaxPlan: ...
+def softmax_backward(
+    grad: Any, y: Any, mask: Any, x_grad: Any, scale: float, log: bool, /
+) -> None: ...
+def softmax_backward_plan(
+    grad: Any, y: Any, mask: Any, x_grad: Any, scale: float, log: bool, /
+) -> _SoftmaxPlan: ...
+def softmax_load(device: int, /) -> None: ...
+def reduce(x: Any, out: Any, workspace: Any, dim: int, op: int, /) -> int: ...
+def reduce_plan(x: Any, out: Any, workspace: Any, dim: int, op: int, /) -> _ReducePlan: ...
+def reduce_load(device: int, /) -> None: ...
 def topk_softmax(
     scores: Any, weights: Any, indices: Any, softmax_first: bool, renormalize: bool, /
 ) -> None: ...
@@ -84,4 +247,33 @@ def topk_softmax_plan(
     scores: Any, weights: Any, indices: Any, softmax_first: bool, renormalize: bool, /
 ) -> _TopkSoftmaxPlan: ...
 def topk_softmax_load(device: int, /) -> None: ...
+def topk_softmax_align(
+    scores: Any,
+    weights: Any,
+    indices: Any,
+    expert_map: Any,
+    sorted_token_ids: Any,
+    expert_ids: Any,
+    num_tokens_post_padded: Any,
+    block_size: int,
+    softmax_first: bool,
+    renormalize: bool,
+    ignore_invalid_experts: bool,
+    /,
+) -> None: ...
+def topk_softmax_align_plan(
+    scores: Any,
+    weights: Any,
+    indices: Any,
+    expert_map: Any,
+    sorted_token_ids: Any,
+    expert_ids: Any,
+    num_tokens_post_padded: Any,
+    block_size: int,
+    softmax_first: bool,
+    renormalize: bool,
+    ignore_invalid_experts: bool,
+    /,
+) -> _TopkAlignPlan: ...
+def topk_softmax_align_load(device: int, /) -> None: ...
 def _clear_exchange_cache() -> None: ...

@@ -2,10 +2,12 @@
 """Modules that plug into a model."""
 
 from tiercel import _needs_torch as _needs_torch
+from tiercel.nn.attention import Attention
 from tiercel.nn.linear import LinearAct
 from tiercel.nn.routing import TopkSoftmax
 
 __all__ = [
+    "Attention",
     "LinearAct",
     "TopkSoftmax",
 ]

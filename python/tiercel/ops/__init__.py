@@ -12,20 +12,34 @@ from tiercel.ops.activation import (
     silu,
     silu_and_mul,
 )
+from tiercel.ops.attention import attention
 from tiercel.ops.linear import linear_act
+from tiercel.ops.reduce import reduce, reduce_sum
 from tiercel.ops.routing import topk_softmax
+from tiercel.ops.routing_align import moe_align_block_size
+from tiercel.ops.routing_fused import topk_softmax_align
+from tiercel.ops.routing_sum import moe_sum
+from tiercel.ops.softmax import log_softmax, softmax_online
 from tiercel.ops.transpose import copy_transpose
 
 backends.warn_of_unknown_names(registry)
 
 __all__ = [
-    "copy_transpose",
     "gelu",
     "gelu_and_mul",
+    "copy_transpose",
+    "attention",
     "linear_act",
+    "moe_align_block_size",
+    "moe_sum",
+    "log_softmax",
     "relu",
     "relu_and_mul",
     "silu",
     "silu_and_mul",
+    "softmax_online",
+    "reduce",
+    "reduce_sum",
     "topk_softmax",
+    "topk_softmax_align",
 ]

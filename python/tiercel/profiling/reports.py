@@ -79,7 +79,7 @@ def from_ncu(text: str) -> list[dict[str, Any]]:
     for row in rows[2:]:
         if len(row) != len(names):
             continue
-        values = {n: v for n, v in zip(names, row, strict=True)}
+        values = dict(zip(names, row, strict=True))
         figures = {
             name: number * factor
             for name, value, factor in zip(names, row, scale, strict=True)

@@ -10,18 +10,29 @@ from tiercel.ref.activation import (
     silu,
     silu_and_mul,
 )
+from tiercel.ref.attention import attention
 from tiercel.ref.linear import linear_act
+from tiercel.ref.routing import moe_align_block_size, moe_sum, topk_softmax, topk_softmax_align
+from tiercel.ref.reduce import reduce
 from tiercel.ref.routing import topk_softmax
+from tiercel.ref.softmax import log_softmax, softmax_online
 from tiercel.ref.transpose import copy_transpose
 
 __all__ = [
-    "copy_transpose",
     "gelu",
     "gelu_and_mul",
+    "copy_transpose",
+    "attention",
     "linear_act",
+    "moe_align_block_size",
+    "moe_sum",
+    "log_softmax",
     "relu",
     "relu_and_mul",
     "silu",
     "silu_and_mul",
+    "softmax_online",
+    "reduce",
     "topk_softmax",
+    "topk_softmax_align",
 ]
