@@ -4,7 +4,11 @@
 FAMILIES = [
     "activation",
     "attention",
+    "gemv",
     "linear",
+    "quant",
+    "reduce",
     "routing",
+    "softmax",
     "transpose",
 ]

@@ -6,6 +6,7 @@
 
 #include "kernels/activation/activation_kernels.h"
 #include "kernels/sm90/checks.h"
+#include "kernels/sm90/row_matrix.h"
 
 namespace tiercel {
 namespace {
@@ -14,64 +15,6 @@ constexpr const char* kNames[2][4] = {
     {"silu", "gelu", "gelu", "relu"},
     {"silu_and_mul", "gelu_and_mul", "gelu_and_mul", "relu_and_mul"},
 };
-
-// A tensor as rows at one distance: the leading dimensions, joined.
-struct Matrix {
-  int64_t rows = 1;
-  int64_t columns = 1;
-  int64_t row_stride = 0;  // elements
-  int64_t inner_stride = 1;
-};
-
-Status join_rows(const Argument& argument, Matrix* matrix) {
-  const TensorView& view = argument.view;
-  if (view.ndim == 0) return Status();
-  const int last = view.ndim - 1;
-  matrix->columns = view.shape[last];
-  matrix->inner_stride = view.shape[last] > 1 ? view.strides[last] : 1;
-  for (int i = last - 1; i >= 0; --i) {
-    if (view.shape[i] == 1) continue;
-    if (matrix->rows == 1) {
-      matrix->row_stride = view.strides[i];
-    } else if (view.strides[i] != matrix->row_stride * matrix->rows) {
-      return Status::Unimplemented(mismatch(
-          argument, "have rows at one distance",
-          "strides " + shape_text(view.strides, view.ndim) + " for shape " +
-              shape_text(view.shape, view.ndim)));
-    }
-    matrix->rows *= view.shape[i];
-  }
-  if (matrix->inner_stride != 1) {
-    return Status::Unimplemented(
-        mismatch(argument, "be contiguous in its last dimension",
-                 "strides " + shape_text(view.strides, view.ndim)));
-  }
-  return Status();
-}
-
-std::string expected_shape(const TensorView& like, int64_t last) {
-  std::string text = "[";
-  for (int i = 0; i + 1 < like.ndim; ++i) text += std::to_string(like.shape[i]) + ", ";
-  return like.ndim == 0 ? "[]" : text + std::to_string(last) + "]";
-}
-
-// `like`'s shape, but with `last` in the last dimension.
-Status check_shape_like(const Argument& argument, const TensorView& like, int64_t last,
-                        const char* why) {
-  const TensorView& view = argument.view;
-  bool same = view.ndim == like.ndim;
-  for (int i = 0; same && i < view.ndim; ++i) {
-    same = view.shape[i] == (i == view.ndim - 1 ? last : like.shape[i]);
-  }
-  if (same) return Status();
-  return Status::InvalidArgument(
-      mismatch(argument, std::string("have shape ") + why + " = " + expected_shape(like, last),
-               shape_text(view.shape, view.ndim)));
-}
-
-int64_t last_size(const TensorView& view) {
-  return view.ndim == 0 ? 1 : view.shape[view.ndim - 1];
-}
 
 Status check_on_device(const Argument& argument, const Argument& reference) {
   TIERCEL_RETURN_IF_ERROR(check_same_device(argument, reference));
@@ -118,7 +61,7 @@ struct Operand {
   const TensorView* view;
   ActivationRows* rows;
   int64_t offset;  // elements, from the view's start
-  Matrix matrix;
+  RowMatrix matrix;
 };
 
 // Fills in everything but the kernel. Operands with a null view are left alone.

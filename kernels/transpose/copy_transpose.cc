@@ -11,12 +11,10 @@ namespace tiercel {
 namespace {
 
 constexpr char kOp[] = "copy_transpose";
-constexpr int kGroup = 8;
 
 struct Choice {
   const CopyTransposeKernel* kernel = nullptr;
-  unsigned grid_x = 0;
-  unsigned grid_y = 0;
+  unsigned grid = 0;
 };
 
 Status check(const TensorView& x, const TensorView& out, int64_t tile_size) {
@@ -63,27 +61,35 @@ int widest_vector(const CopyTransposeArgs& args, int element) {
 int64_t tiles(int64_t size, int tile) { return (size + tile - 1) / tile; }
 
 // Of the kernels of this element size and tile, the first that the alignment allows.
-const CopyTransposeKernel* find(int element, int tile, int vector) {
+const CopyTransposeKernel* find(int element, int rows, int columns, int vector) {
   int count = 0;
   const CopyTransposeKernel* kernels = copy_transpose_kernels(&count);
   for (int i = 0; i < count; ++i) {
     const CopyTransposeKernel& kernel = kernels[i];
-    if (kernel.element_bytes == element && kernel.tile_rows == tile &&
-        kernel.tile_columns == tile && kernel.vector_bytes <= vector) {
+    if (kernel.element_bytes == element && kernel.tile_rows == rows &&
+        kernel.tile_columns == columns && kernel.vector_bytes <= vector) {
       return &kernel;
     }
   }
   return nullptr;
 }
 
-// Large tiles read and write longer runs, small ones fill the multiprocessors sooner.
-int choose_tile(const CopyTransposeArgs& args, int element) {
-  const int64_t elements = args.rows * args.columns * args.batch;
-  for (const int tile : {128, 64}) {
-    if (element * tile > 256) continue;
-    if (elements / (tile * tile) >= 132 * 4) return tile;
+// Large tiles read and write longer runs, small ones fill the multiprocessors sooner. Measured on an
+// H200.
+const CopyTransposeKernel* choose(const CopyTransposeArgs& args, int64_t batch, int element,
+                                  int vector) {
+  const int64_t bytes = args.rows * args.columns * batch * element;
+  const bool large = bytes > (int64_t{12} << 20);
+  // A tile that is mostly outside costs more than its runs gain.
+  const int64_t shorter = std::min(args.rows, args.columns);
+  if (vector == 16 && large && shorter >= 96) {
+    if (element == 1) return find(1, args.rows >= 192 ? 256 : 128, 128, vector);
+    return element == 2 ? find(2, 128, 128, vector) : find(4, 64, 64, vector);
   }
-  return 32;
+  int tile = element == 4 ? 32 : 64;
+  if (vector != 16 && element == 4 && large) tile = 64;
+  if (shorter <= 32 || bytes < 132 * tile * tile * element / 2) tile = 32;
+  return find(element, tile, tile, vector);
 }
 
 Status prepare(const TensorView& x, const TensorView& out, int64_t tile_size,
@@ -93,30 +99,28 @@ Status prepare(const TensorView& x, const TensorView& out, int64_t tile_size,
   const int first = x.ndim - 2;
   args->x = static_cast<const char*>(x.data);
   args->out = static_cast<char*>(out.data);
-  args->batch = x.ndim == 3 ? x.shape[0] : 1;
+  const int64_t batch = x.ndim == 3 ? x.shape[0] : 1;
   args->rows = x.shape[first];
   args->columns = x.shape[first + 1];
   // Strides along what has one entry do not count.
-  args->batch_stride = args->batch > 1 ? x.strides[0] * element : 0;
+  args->batch_stride = batch > 1 ? x.strides[0] * element : 0;
   args->row_stride = args->rows > 1 ? x.strides[first] * element : 0;
   args->column_stride = args->columns > 1 ? x.strides[first + 1] * element : element;
-  if (args->batch == 0 || args->rows == 0 || args->columns == 0) return Status();
+  if (batch == 0 || args->rows == 0 || args->columns == 0) return Status();
 
-  const int tile = tile_size != 0 ? static_cast<int>(tile_size) : choose_tile(*args, element);
-  choice->kernel = find(element, tile, widest_vector(*args, element));
+  const int tile = static_cast<int>(tile_size);
+  const int vector = widest_vector(*args, element);
+  choice->kernel =
+      tile != 0 ? find(element, tile, tile, vector) : choose(*args, batch, element, vector);
   const int64_t down = tiles(args->rows, choice->kernel->tile_rows);
   const int64_t across = tiles(args->columns, choice->kernel->tile_columns);
-  if (down > 0x7fffffff / across) {
-    return Status::Unimplemented(std::string(kOp) + ": too large a matrix for one launch, got " +
-                                 std::to_string(args->rows) + " x " +
-                                 std::to_string(args->columns));
+  if (down > 0x7fffffff / across / batch) {
+    return Status::Unimplemented(std::string(kOp) + ": too large for one launch, got shape " +
+                                 shape_text(x.shape, x.ndim));
   }
   args->tile_rows = static_cast<int>(down);
   args->tile_columns = static_cast<int>(across);
-  // No wider than the index of a block allows: a group's tiles are counted in 32 bits.
-  args->group = static_cast<int>(std::min<int64_t>({kGroup, down, 0x7fffffff / across}));
-  choice->grid_x = static_cast<unsigned>(down * across);
-  choice->grid_y = static_cast<unsigned>(std::min<int64_t>(args->batch, 65535));
+  choice->grid = static_cast<unsigned>(down * across * batch);
   return Status();
 }
 
@@ -127,11 +131,11 @@ Status copy_transpose_plan(const TensorView& x, const TensorView& out, int64_t t
   CopyTransposeArgs args{};
   Choice choice;
   TIERCEL_RETURN_IF_ERROR(prepare(x, out, tile_size, &args, &choice));
-  *plan = {"none", 0, 0, 0, 0, 0, 0};
+  *plan = {"none", 0, 0, 0, 0, 0};
   if (choice.kernel != nullptr) {
     const CopyTransposeKernel& kernel = *choice.kernel;
     *plan = {kernel.kernel.name(),  kernel.tile_rows, kernel.tile_columns, kernel.vector_bytes,
-             choice.grid_x,    choice.grid_y,       kernel.block};
+             choice.grid, kernel.block};
   }
   return Status();
 }
@@ -142,7 +146,7 @@ Status copy_transpose(const TensorView& x, const TensorView& out, int64_t tile_s
   TIERCEL_RETURN_IF_ERROR(prepare(x, out, tile_size, &args, &choice));
   if (choice.kernel == nullptr) return Status();
   LaunchConfig config;
-  config.grid = {choice.grid_x, choice.grid_y, 1};
+  config.grid.x = choice.grid;
   config.block.x = choice.kernel->block;
   config.dynamic_smem = choice.kernel->dynamic_smem;
   config.dependent = true;

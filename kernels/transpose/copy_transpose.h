@@ -14,8 +14,7 @@ struct CopyTransposePlan {
   int tile_rows;
   int tile_columns;
   int vector_bytes;  // what both sides must be aligned to; an element's size: nothing
-  unsigned grid_x;   // tiles of a matrix
-  unsigned grid_y;   // matrices
+  unsigned grid;
   unsigned block;
 };
 

@@ -15,13 +15,11 @@ struct CopyTransposeArgs {
   char* out;
   int64_t rows;
   int64_t columns;
-  int64_t batch;
   int64_t row_stride;     // bytes, of x
   int64_t column_stride;  // bytes, of x; an element's size in kernels that read vectors
   int64_t batch_stride;   // bytes, of x
   int tile_rows;          // tiles of a matrix, down and across
   int tile_columns;
-  int group;  // so many rows of tiles are done together, down first
 };
 
 struct CopyTransposeKernel {

@@ -17,6 +17,14 @@ class _ActivationPlan(TypedDict):
     grid: int
     block: int
 
+class _SoftmaxPlan(TypedDict):
+    kernel: str
+    threads_per_row: int
+    blocks_per_row: int
+    vectors: bool
+    grid: int
+    block: int
+
 class _TopkSoftmaxPlan(TypedDict):
     kernel: str
     rows_per_block: int
@@ -61,18 +69,56 @@ class _LinearActPlan(TypedDict):
     pingpong: bool
     cluster: int
     splits: int
+    group: int
+    rows: int
     grid: int
     block: int
     dynamic_smem: int
 
+class _Fp8QuantizePlan(TypedDict):
+    kernel: str
+    launches: int
+    vectors: int
+    grid: int
+    block: int
+
+class _Nvfp4Plan(TypedDict):
+    kernel: str
+    grid: int
+    block: int
+
+class _Nvfp4GemvPlan(TypedDict):
+    kernel: str
+    rows_per_block: int
+    parts: int
+    grid: int
+    block: int
+    dynamic_smem: int
+
+class _Nvfp4LinearPlan(TypedDict):
+    kernel: str
+    cluster: int
+    parts: int
+    grid: int
+    block: int
+    dynamic_smem: int
 class _CopyTransposePlan(TypedDict):
     kernel: str
     tile_rows: int
     tile_columns: int
     vector_bytes: int
-    grid_x: int
-    grid_y: int
+    grid: int
     block: int
+
+class _ReducePlan(TypedDict):
+    kernel: str
+    second: str
+    vector_bytes: int
+    parts: int
+    cluster: int
+    grid: int
+    block: int
+    workspace: int
 
 def driver_info() -> _DriverInfo: ...
 def device_capability(device: int) -> tuple[int, int]: ...
@@ -80,13 +126,19 @@ def route(*tensors: Any) -> int: ...
 def set_route_hooks(
     tensor: type,
     parameter: type,
-    functorch_level: Callable[[], object],
+    transforms: Callable[[], bool],
     forward_ad: ModuleType,
     dispatch_modes: Callable[[], int],
     function_modes: Callable[[], int],
-    tracing_state: Callable[[], object],
+    is_tracing: Callable[[], bool],
     is_grad_enabled: Callable[[], bool],
 ) -> None: ...
+def fp8_quantize(x: Any, q: Any, scale: Any, partial: Any, granularity: int, /) -> None: ...
+def fp8_quantize_plan(
+    x: Any, q: Any, scale: Any, partial: Any, granularity: int, /
+) -> _Fp8QuantizePlan: ...
+def fp8_quantize_static(x: Any, scale: Any, q: Any, /) -> None: ...
+def fp8_quantize_load(device: int, /) -> None: ...
 def activation(
     x: Any, up: Any, scale: Any, out: Any, function: int, gated: bool, /
 ) -> None: ...
@@ -128,11 +180,90 @@ def attention_plan(
     /,
 ) -> _AttentionPlan: ...
 def attention_load(device: int, /) -> None: ...
+def set_allocation_hooks(
+    empty: Callable[..., Any],
+    on_current_gpu: Callable[..., Any] | None,
+    current_gpu: Callable[[], int] | None,
+) -> None: ...
+def empty(like: Any, sizes: tuple[int, ...], dtype: Any, /) -> Any: ...
+def demangle(symbol: str) -> str: ...
+
+class JitKernel:
+    def __init__(
+        self,
+        image: bytes,
+        symbol: str,
+        name: str,
+        parameters: list[tuple[int, int]],
+        max_dynamic_smem: int,
+    ) -> None: ...
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        cluster: tuple[int, int, int],
+        dynamic_smem: int,
+        dependent: bool,
+        labels: tuple[str, ...],
+        arguments: tuple[Any, ...],
+    ) -> None: ...
+    def load(self, device: int) -> None: ...
+
+class Direct:
+    run: Callable[..., Any]
+    def __init__(
+        self,
+        *,
+        count: int,
+        tensors: int,
+        mutated: tuple[int, ...],
+        ready: set[int],
+        overrides: dict[str, Any],
+        run: Callable[..., Any],
+        recover: Callable[..., Any],
+        otherwise: Callable[..., Any],
+        increment_version: Callable[..., Any],
+        without_backend: bool,
+    ) -> None: ...
+    def __call__(self, *args: Any) -> Any: ...
+
 def linear_act(x: Any, weight: Any, bias: Any, out: Any, activation: int, /) -> None: ...
 def linear_act_plan(
     x: Any, weight: Any, bias: Any, out: Any, activation: int, /
 ) -> _LinearActPlan: ...
 def linear_act_load(device: int, /) -> None: ...
+def nvfp4_dequantize(q: Any, scale: Any, global_scale: Any, out: Any, /) -> None: ...
+def nvfp4_dequantize_plan(q: Any, scale: Any, global_scale: Any, out: Any, /) -> _Nvfp4Plan: ...
+def nvfp4_dequantize_load(device: int, /) -> None: ...
+def nvfp4_gemv(
+    a: Any,
+    b: Any,
+    scale_a: Any,
+    scale_b: Any,
+    scale_a_permuted: Any,
+    scale_b_permuted: Any,
+    c: Any,
+    /,
+) -> None: ...
+def nvfp4_gemv_plan(
+    a: Any,
+    b: Any,
+    scale_a: Any,
+    scale_b: Any,
+    scale_a_permuted: Any,
+    scale_b_permuted: Any,
+    c: Any,
+    /,
+) -> _Nvfp4GemvPlan: ...
+def nvfp4_gemv_load(device: int, /) -> None: ...
+def nvfp4_linear(x: Any, weight: Any, scale: Any, global_scale: Any, out: Any, /) -> None: ...
+def nvfp4_linear_plan(
+    x: Any, weight: Any, scale: Any, global_scale: Any, out: Any, /
+) -> _Nvfp4LinearPlan: ...
+def nvfp4_linear_load(device: int, /) -> None: ...
+def nvfp4_quantize(x: Any, global_scale: Any, q: Any, scale: Any, /) -> None: ...
+def nvfp4_quantize_plan(x: Any, global_scale: Any, q: Any, scale: Any, /) -> _Nvfp4Plan: ...
+def nvfp4_quantize_load(device: int, /) -> None: ...
 def moe_align_block_size(
     topk_ids: Any,
     expert_map: Any,
@@ -162,6 +293,18 @@ def moe_align_block_size_load(device: int, /) -> None: ...
 def moe_sum(x: Any, weights: Any, out: Any, /) -> None: ...
 def moe_sum_plan(x: Any, weights: Any, out: Any, /) -> _MoeSumPlan: ...
 def moe_sum_load(device: int, /) -> None: ...
+def softmax(x: Any, mask: Any, out: Any, scale: float, log: bool, /) -> None: ...
+def softmax_plan(x: Any, mask: Any, out: Any, scale: float, log: bool, /) -> _SoftmaxPlan: ...
+def softmax_backward(
+    grad: Any, y: Any, mask: Any, x_grad: Any, scale: float, log: bool, /
+) -> None: ...
+def softmax_backward_plan(
+    grad: Any, y: Any, mask: Any, x_grad: Any, scale: float, log: bool, /
+) -> _SoftmaxPlan: ...
+def softmax_load(device: int, /) -> None: ...
+def reduce(x: Any, out: Any, workspace: Any, dim: int, op: int, /) -> int: ...
+def reduce_plan(x: Any, out: Any, workspace: Any, dim: int, op: int, /) -> _ReducePlan: ...
+def reduce_load(device: int, /) -> None: ...
 def topk_softmax(
     scores: Any, weights: Any, indices: Any, softmax_first: bool, renormalize: bool, /
 ) -> None: ...

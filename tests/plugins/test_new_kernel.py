@@ -43,16 +43,24 @@ def test_without_a_gpu_the_others_say_so(tmp_path, language):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("op", "language"),
-    [("topk_softmax", "triton"), ("topk_softmax", "cuda"), ("linear_act", "triton")],
+    [
+        ("topk_softmax", "triton"),
+        ("topk_softmax", "cuda"),
+        ("linear_act", "triton"),
+        ("linear_act", "cuda"),
+        ("linear_act", "cute"),
+    ],
 )
 def test_they_pass_smoke_on_a_gpu(tmp_path, op, language):
     if language == "cuda":
-        from tiercel.plugins import cuda
+        from tiercel.jit import toolchain
 
         try:
-            cuda.find_nvcc()
+            toolchain.find_nvcc()
         except RuntimeError as error:
             pytest.skip(str(error))
+    if language == "cute":
+        pytest.importorskip("cutlass")
     run("new-kernel", "mine", "--op", op, "--language", language, cwd=tmp_path, check=True)
     result = run("smoke", "--path", "mine.py", cwd=tmp_path)
     assert result.returncode == 0, result.stdout

@@ -17,6 +17,7 @@ from tiercel import _C, _platform
 from tiercel._checks import check_contiguous, check_dtype, check_same_device, check_shape
 from tiercel._op import Autograd, Backend, Op
 from tiercel._platform import Reason
+from tiercel.ops._rows import rows
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = torch.float8_e4m3fn
@@ -308,17 +309,6 @@ class Activation:
             ref=Backend("ref", reference, *_TORCH),
             family=self.name,
         )
-
-
-def rows(x: Tensor) -> Tensor:
-    """x, or a copy where its rows are not at one distance, or its elements not neighbours."""
-    if x.is_contiguous():
-        return x
-    steps = x.stride()
-    regular = steps[-1] == 1 and all(
-        steps[i] == steps[i + 1] * x.shape[i + 1] for i in range(x.dim() - 2)
-    )
-    return x if regular else x.contiguous()
 
 
 def _why_not(x: Tensor) -> Reason | None:

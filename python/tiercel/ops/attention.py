@@ -21,7 +21,7 @@ from tiercel._checks import (
 )
 from tiercel._op import Autograd, Backend, Op
 from tiercel._platform import Reason
-from tiercel.ref import attention as ref
+from tiercel.ref.attention import attention as reference
 
 __all__ = ["attention"]
 
@@ -141,7 +141,7 @@ def _sm90_lse(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tens
 def _reference(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, *options: Any) -> Any:
     names = ("causal", "window", "scale", "softcap")
     named = dict(zip(names, options, strict=True))
-    return ref.attention(q, k, v, **named, return_lse=return_lse)
+    return reference(q, k, v, **named, return_lse=return_lse)
 
 
 def _plan(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def _save(ctx: Any, args: tuple[Any, ...], outputs: Any) -> None:
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
     out = torch.nn.functional.scaled_dot_product_attention(
-        *heads_first, is_causal=causal, scale=scale, enable_gqa=q.shape[2] != k.shape[2]
+        *heads_first, is_causal=causal, scale=scale, enable_gqa=bool(q.shape[2] != k.shape[2])
     )
     return out.transpose(1, 2)
 
@@ -241,7 +241,7 @@ def _out_operator(lse: bool) -> Op:
         inputs, outputs, options = split(args)
         _launch(*inputs, *outputs, *options)
 
-    def reference(*args: Any) -> None:
+    def run_reference(*args: Any) -> None:
         inputs, (out, sums), options = split(args)
         results = _reference(*inputs, True, *options)
         out.copy_(results[0])
@@ -259,7 +259,7 @@ def _out_operator(lse: bool) -> Op:
         check=check,
         fake=lambda *args: None,
         sm90=Backend("sm90", run, *_CUTE, why_not=why_not),
-        ref=Backend("ref", reference, *_TORCH),
+        ref=Backend("ref", run_reference, *_TORCH),
         family=_NAME,
     )
 
@@ -307,7 +307,7 @@ def attention(
         v: The shape, dtype and device of ``k``.
         causal: Whether a query sees no key after its own.
         window: ``(left, right)``: how many keys before and after its own a query sees; None or -1 is
-            no limit. The precompiled kernels do not take it yet; ref does.
+            no limit.
         scale: What scores are multiplied by, positive; ``D ** -0.5`` by default.
         softcap: Scores s become ``softcap * tanh(s / softcap)``. The precompiled kernels do not
             take it yet; ref does.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tiercel.plugins.contracts.attention import ATTENTION
 from tiercel.plugins.contracts.linear import LINEAR_ACT
+from tiercel.plugins.contracts.reduce import REDUCE
 from tiercel.plugins.contracts.routing import TOPK_SOFTMAX
 from tiercel.plugins.contracts.routing_moe import MOE_ALIGN_BLOCK_SIZE, MOE_SUM, TOPK_SOFTMAX_ALIGN
 from tiercel.plugins.contracts.transpose import COPY_TRANSPOSE
@@ -33,6 +34,8 @@ __all__ = [
     "MoeSum",
     "NumSlots",
     "Matrices",
+    "Reduce",
+    "Reduced",
     "Scores",
     "ScoresMap",
     "SortedTokens",
@@ -45,6 +48,7 @@ __all__ = [
     "Scores",
     "TopkSoftmax",
     "Values",
+    "Unreduced",
     "Weight",
     "Weights",
 ]
@@ -168,3 +172,15 @@ class Attention(Protocol):
         softcap: float | None,
         return_lse: bool,
     ) -> tuple[Attended, LogSums]: ...
+
+
+# Reduce: x [A, N, B] float32, bfloat16 or float16, any strides, over dimension 1; out [A, B] of the
+# dtype `dtype`, that of x or float32.
+Unreduced = Annotated[Tensor, REDUCE.spec("x")]
+Reduced = Annotated[Tensor, REDUCE.spec("out")]
+
+
+class Reduce(Protocol):
+    """A backend of reduce; other shapes are made this one before it, so `dim` is always 1."""
+
+    def __call__(self, x: Unreduced, dim: int, op: str, dtype: torch.dtype) -> Reduced: ...
