@@ -3,5 +3,6 @@
 
 FAMILIES = [
     "linear",
+    "norm",
     "routing",
 ]

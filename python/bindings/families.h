@@ -8,6 +8,7 @@
 namespace tiercel::python {
 
 void AddLinear(pybind11::module_& module);
+void AddNorm(pybind11::module_& module);
 void AddRouting(pybind11::module_& module);
 
 }  // namespace tiercel::python

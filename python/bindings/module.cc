@@ -45,5 +45,6 @@ PYBIND11_MODULE(_C, module) {
   module.def("_clear_exchange_cache", &tiercel::python::ClearExchangeCache);
   tiercel::python::AddEager(module);
   tiercel::python::AddLinear(module);
+  tiercel::python::AddNorm(module);
   tiercel::python::AddRouting(module);
 }

@@ -28,6 +28,17 @@ class _LinearActPlan(TypedDict):
     block: int
     dynamic_smem: int
 
+class _NormPlan(TypedDict):
+    kernel: str
+    vector_bytes: int
+    threads_per_row: int
+    cluster: int
+    grid: int
+    block: int
+    dynamic_smem: int
+    stages: int
+    parts: int
+
 def driver_info() -> _DriverInfo: ...
 def device_capability(device: int) -> tuple[int, int]: ...
 def route(*tensors: Any) -> int: ...
@@ -46,6 +57,67 @@ def linear_act_plan(
     x: Any, weight: Any, bias: Any, out: Any, activation: int, /
 ) -> _LinearActPlan: ...
 def linear_act_load(device: int, /) -> None: ...
+def layer_norm(
+    x: Any, weight: Any, bias: Any, residual: Any, out: Any, residual_out: Any, eps: float, /
+) -> None: ...
+def layer_norm_plan(
+    x: Any, weight: Any, bias: Any, residual: Any, out: Any, residual_out: Any, eps: float, /
+) -> _NormPlan: ...
+def layer_norm_backward(
+    x: Any,
+    weight: Any,
+    grad: Any,
+    grad_residual: Any,
+    grad_x: Any,
+    grad_weight: Any,
+    grad_bias: Any,
+    workspace: Any,
+    eps: float,
+    /,
+) -> None: ...
+def layer_norm_backward_plan(
+    x: Any,
+    weight: Any,
+    grad: Any,
+    grad_residual: Any,
+    grad_x: Any,
+    grad_weight: Any,
+    grad_bias: Any,
+    workspace: Any,
+    eps: float,
+    /,
+) -> _NormPlan: ...
+def rms_norm(
+    x: Any, weight: Any, bias: Any, residual: Any, out: Any, residual_out: Any, eps: float, /
+) -> None: ...
+def rms_norm_plan(
+    x: Any, weight: Any, bias: Any, residual: Any, out: Any, residual_out: Any, eps: float, /
+) -> _NormPlan: ...
+def rms_norm_backward(
+    x: Any,
+    weight: Any,
+    grad: Any,
+    grad_residual: Any,
+    grad_x: Any,
+    grad_weight: Any,
+    grad_bias: Any,
+    workspace: Any,
+    eps: float,
+    /,
+) -> None: ...
+def rms_norm_backward_plan(
+    x: Any,
+    weight: Any,
+    grad: Any,
+    grad_residual: Any,
+    grad_x: Any,
+    grad_weight: Any,
+    grad_bias: Any,
+    workspace: Any,
+    eps: float,
+    /,
+) -> _NormPlan: ...
+def norm_load(device: int, /) -> None: ...
 def topk_softmax(
     scores: Any, weights: Any, indices: Any, softmax_first: bool, renormalize: bool, /
 ) -> None: ...

@@ -22,14 +22,18 @@ if TYPE_CHECKING:
     from tiercel.backends import set_backend as set_backend
     from tiercel.backends import use_backend as use_backend
     from tiercel.ops.linear import linear_act as linear_act
+    from tiercel.ops.norm import layer_norm as layer_norm
+    from tiercel.ops.norm import rms_norm as rms_norm
     from tiercel.ops.routing import topk_softmax as topk_softmax
 
 # Public name -> the module that defines it, imported when the name is first used.
 _LAZY = {
     "FallbackWarning": "tiercel.backends",
     "explain": "tiercel._explain",
+    "layer_norm": "tiercel.ops.norm",
     "linear_act": "tiercel.ops.linear",
     "load": "tiercel._load",
+    "rms_norm": "tiercel.ops.norm",
     "set_backend": "tiercel.backends",
     "topk_softmax": "tiercel.ops.routing",
     "use_backend": "tiercel.backends",
@@ -41,11 +45,13 @@ __all__ = [
     "__version__",
     "backends",
     "explain",
+    "layer_norm",
     "linear_act",
     "load",
     "nn",
     "ops",
     "ref",
+    "rms_norm",
     "set_backend",
     "topk_softmax",
     "use_backend",

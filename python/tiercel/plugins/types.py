@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tiercel.plugins.contracts.linear import LINEAR_ACT
+from tiercel.plugins.contracts.norm import RMS_NORM
 from tiercel.plugins.contracts.routing import TOPK_SOFTMAX
 
 __all__ = [
@@ -17,6 +18,13 @@ __all__ = [
     "Features",
     "Indices",
     "LinearAct",
+    "Norm",
+    "NormBias",
+    "NormWeight",
+    "Normalised",
+    "Residual",
+    "ResidualSum",
+    "Rows",
     "Scores",
     "TopkSoftmax",
     "Weight",
@@ -54,3 +62,21 @@ class LinearAct(Protocol):
     """A backend of linear_act; leading dimensions of ``x`` are made one before it."""
 
     def __call__(self, x: Features, weight: Weight, bias: Bias, activation: str) -> Activated: ...
+
+
+# Norms: x [M, N] float32, bfloat16 or float16, any strides, residual the same; weight and bias [N]
+# of its dtype or float32.
+Rows = Annotated[Tensor, RMS_NORM.spec("x")]
+NormWeight = Annotated["Tensor | None", RMS_NORM.spec("weight")]
+NormBias = Annotated["Tensor | None", RMS_NORM.spec("bias")]
+Residual = Annotated["Tensor | None", RMS_NORM.spec("residual")]
+Normalised = Annotated[Tensor, RMS_NORM.spec("out")]
+ResidualSum = Annotated[Tensor, RMS_NORM.spec("residual_out")]
+
+
+class Norm(Protocol):
+    """A backend of rms_norm or layer_norm; it returns the pair where there is a residual."""
+
+    def __call__(
+        self, x: Rows, weight: NormWeight, bias: NormBias, residual: Residual, eps: float
+    ) -> Normalised | tuple[Normalised, ResidualSum]: ...
