@@ -27,6 +27,25 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// Says that this block runs, nothing more.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+// Stores as below and counts the bytes at the mbarrier that lies where `barrier` does in that
+// block: no fence is due.
+__device__ __forceinline__ void send_remote(uint32_t address, uint32_t barrier, uint32_t rank,
+                                            float4 v) {
+  uint32_t remote, remote_barrier;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_barrier) : "r"(barrier), "r"(rank));
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(remote),
+      "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(remote_barrier)
+      : "memory");
+}
+
 // Stores to where `address`, of this block's shared memory, lies in that of block `rank`.
 __device__ __forceinline__ void store_remote(uint32_t address, uint32_t rank, float4 v) {
   uint32_t remote;

@@ -121,6 +121,12 @@ bool is_float32(const TensorView* view) {
   return view != nullptr && view->dtype == DType::kFloat32;
 }
 
+int log2_of(int value) {
+  int log2 = 0;
+  while (value >> (log2 + 1)) ++log2;
+  return log2;
+}
+
 Status no_kernel(const char* op, int columns, bool wide) {
   return Status::Unimplemented(std::string(op) + ": no kernel for rows of " +
                                std::to_string(columns) + " columns" +
@@ -153,9 +159,7 @@ Status prepare(const NormForward& call, int multiprocessors, NormForwardArgs* ar
 
   const int columns = static_cast<int>(call.x->shape[call.x->ndim - 1]);
   *choice = choose_norm_forward({call.kind, call.x->dtype, rows.count, columns, wide,
-                                 call.residual ? 2 : 1,
-                                 (call.weight != nullptr) + (call.bias != nullptr),
-                                 multiprocessors});
+                                 call.residual ? 2 : 1, multiprocessors});
   if (choice->kernel == nullptr) return no_kernel(op, columns, wide);
   *args = {};
   args->x = rows.data;
@@ -172,8 +176,8 @@ Status prepare(const NormForward& call, int multiprocessors, NormForwardArgs* ar
   args->residual_inner = residual.inner;
   args->columns = columns;
   args->slice = choice->slice;
-  args->threads_per_row = choice->threads_per_row;
-  args->bias_slots = call.weight ? choice->dynamic_smem / (call.bias ? 2 : 1) : 0;
+  args->cluster_log2 = log2_of(choice->cluster);
+  args->lanes_log2 = log2_of(choice->threads_per_row);
   args->inverse_columns = 1.0f / static_cast<float>(columns);
   args->eps = call.eps;
   args->layer_norm = call.kind == NormKind::kLayer;
@@ -219,7 +223,7 @@ Status prepare(const NormBackward& call, int multiprocessors, NormBackwardArgs* 
 
   const int columns = static_cast<int>(call.x->shape[call.x->ndim - 1]);
   *choice = choose_norm_backward({call.kind, call.x->dtype, grad_x.count, columns, wide,
-                                  args->stream_count, 0, multiprocessors});
+                                  args->stream_count, multiprocessors});
   if (choice->kernel == nullptr) return no_kernel(op, columns, wide);
   args->weight = data_of(call.weight);
   args->grad_x = grad_x.data;

@@ -189,8 +189,8 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
         for (int p = 0; p < kParts; ++p) {
           const float4 part =
               reinterpret_cast<const float4*>(weight)[p * (last + 1) + min(chunk, last)];
-          ws[4 * p] = part.x * gs[4 * p], ws[4 * p + 1] = part.y * gs[4 * p + 1];
-          ws[4 * p + 2] = part.z * gs[4 * p + 2], ws[4 * p + 3] = part.w * gs[4 * p + 3];
+          ws[4 * p] = part.x, ws[4 * p + 1] = part.y;
+          ws[4 * p + 2] = part.z, ws[4 * p + 3] = part.w;
         }
         visit(v, chunk, xs, ws, gs);
       }
@@ -199,33 +199,34 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
     float mean = 0.0f, square = 0.0f;  // of x; the sum of its squared distances from the mean
     float dot = 0.0f, total = 0.0f;    // of weighted gradient with those distances; of the former
     if constexpr (!kLayerNorm) {
-      visit_all(false, [&](int, int, const auto& xs, const auto& ws, const auto&) {
+      visit_all(false, [&](int, int, const auto& xs, const auto& ws, const auto& gs) {
 #pragma unroll
         for (int i = 0; i < kElements; ++i) {
           square += xs[i] * xs[i];
-          dot += xs[i] * ws[i];
+          dot += xs[i] * (ws[i] * gs[i]);
         }
       });
       const float2 sums = team.sum(scratch, parity, square, dot);
       square = sums.x;
       dot = sums.y;
     } else {
-      visit_all(false, [&](int, int, const auto& xs, const auto& ws, const auto&) {
+      visit_all(false, [&](int, int, const auto& xs, const auto& ws, const auto& gs) {
 #pragma unroll
         for (int i = 0; i < kElements; ++i) {
           mean += xs[i];
-          total += ws[i];
+          total += ws[i] * gs[i];
         }
       });
       mean = lanes_sum(mean, team.lanes) * inverse_warp_columns;
       total = lanes_sum(total, team.lanes);
-      visit_all(true, [&](int, int chunk, const auto& xs, const auto& ws, const auto&) {
+      visit_all(true, [&](int, int chunk, const auto& xs, const auto& ws, const auto& gs) {
         const int left = columns - chunk * kElements;
+        if (left <= 0) return;
 #pragma unroll
         for (int i = 0; i < kElements; ++i) {
-          const float distance = i < left ? xs[i] - mean : 0.0f;
+          const float distance = kWide || i < left ? xs[i] - mean : 0.0f;
           square += distance * distance;
-          dot += distance * ws[i];
+          dot += distance * (ws[i] * gs[i]);
         }
       });
       square = lanes_sum(square, team.lanes);
@@ -261,16 +262,18 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
     if (kWide && read_all && lane == 0) mbarrier_arrive(&empty[stage]);
 
     const float rstd = real ? reciprocal_root(fmaf(square, args.inverse_columns, args.eps)) : 0.0f;
-    dot *= rstd * args.inverse_columns;
-    total *= args.inverse_columns;
+    // grad_x = rstd * (w g - mean(w g) - n mean(w g n)), n = (x - mean) rstd.
+    const float slope = dot * args.inverse_columns * rstd * rstd * rstd;
+    const float offset = total * args.inverse_columns * rstd;
     char* const out = args.grad_x + int64_t{row} * args.grad_x_stride + first * Format::kBytes;
     visit_all(true, [&](int v, int chunk, auto& xs, const auto& ws, const auto& gs) {
 #pragma unroll
       for (int i = 0; i < kElements; ++i) {
-        const float normal = (xs[i] - mean) * rstd;
-        sum_weight[v][i] += gs[i] * normal;
+        const float distance = kLayerNorm ? xs[i] - mean : xs[i];
+        const float scaled = gs[i] * rstd;
+        sum_weight[v][i] += scaled * distance;
         if constexpr (kLayerNorm) sum_bias[v][i] += gs[i];
-        xs[i] = (ws[i] - total - normal * dot) * rstd;
+        xs[i] = ws[i] * scaled - (kLayerNorm ? distance * slope + offset : distance * slope);
       }
       if (chunk < chunks && real) {
         if (args.stream_count == 3) {

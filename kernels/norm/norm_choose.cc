@@ -20,22 +20,19 @@ int threads_for(int64_t vectors, int per_thread) {
   return lanes;
 }
 
-int elements_of(const NormProblem& problem) {
-  return problem.wide ? static_cast<int>(16 / dtype_bytes(problem.dtype)) : 1;
-}
-
 template <typename Kernel, typename Fits>
 const Kernel* find(const Kernel* kernels, int count, Fits fits) {
   const Kernel* found = std::find_if(kernels, kernels + count, fits);
   return found == kernels + count ? nullptr : found;
 }
 
-const NormForwardKernel* forward_kernel(const NormProblem& problem, int vectors) {
+const NormForwardKernel* forward_kernel(const NormProblem& problem, bool block_row, int vectors) {
   int count = 0;
   const NormForwardKernel* kernels = norm_forward_kernels(&count);
   return find(kernels, count, [&](const NormForwardKernel& kernel) {
     return kernel.dtype == problem.dtype && kernel.wide == problem.wide &&
-           kernel.residual == (problem.streams == 2) && kernel.vectors == vectors;
+           kernel.residual == (problem.streams == 2) && kernel.block_row == block_row &&
+           kernel.vectors == vectors;
   });
 }
 
@@ -52,36 +49,36 @@ const NormBackwardKernel* backward_kernel(const NormProblem& problem, int vector
 
 NormChoice<NormForwardKernel> choose_norm_forward(const NormProblem& problem) {
   NormChoice<NormForwardKernel> choice;
-  const int elements = elements_of(problem);
+  const int elements = problem.wide ? static_cast<int>(16 / dtype_bytes(problem.dtype)) : 1;
   const int64_t vectors = ceil_div(problem.columns, elements);
-  int per_thread = problem.wide ? 4 : 32;
-  if (problem.wide) {
-    if (vectors <= 64) per_thread = 1;
-    else if (vectors <= 256) per_thread = 2;
-    else if (vectors > 2048) per_thread = 8;
-  } else if (vectors <= 512) {
-    per_thread = 4;
-  }
-  for (; choice.cluster <= kNormMaxCluster; choice.cluster *= 2) {
-    const int64_t part = ceil_div(vectors, choice.cluster);
-    choice.threads_per_row = threads_for(part, per_thread);
-    choice.block = std::max(choice.threads_per_row, 32);
-    if (choice.threads_per_row <= 32) choice.block = 128;
-    choice.slice = static_cast<int>(part) * elements;
-    // The slots of weight and bias: float32 each.
-    choice.dynamic_smem =
-        problem.wide ? problem.parameters * per_thread * choice.block * elements * 4 : 0;
-    if (choice.threads_per_row <= kNormMaxThreads && choice.dynamic_smem <= kNormMaxDynamicSmem) {
-      break;
+  const int64_t few_rows = 2 * problem.multiprocessors;
+  int64_t grid = 0;
+  int per_thread = 0;
+  if (vectors <= 128) {  // a warp or less a row
+    per_thread = !problem.wide ? 4 : vectors <= 8 ? 1 : vectors <= 64 ? 2 : 4;
+    choice.threads_per_row = threads_for(vectors, per_thread);
+    choice.slice = problem.columns;
+    choice.block = 128;
+    grid = ceil_div(problem.rows, choice.block / choice.threads_per_row);
+  } else {
+    per_thread = problem.wide ? 4 : 32;
+    if (problem.wide && vectors > 1024) per_thread = 8;
+    if (problem.wide && problem.rows <= few_rows && vectors <= 1024) per_thread = 2;
+    if (!problem.wide && vectors <= 2048) per_thread = 4;
+    const int max_threads = norm_forward_threads(problem.wide, per_thread, true);
+    while (threads_for(ceil_div(vectors, choice.cluster), per_thread) > max_threads) {
+      choice.cluster *= 2;
     }
+    if (choice.cluster > kNormMaxCluster) return choice;
+    const int64_t part = ceil_div(vectors, choice.cluster);
+    choice.threads_per_row = choice.block = std::max(32, threads_for(part, per_thread));
+    choice.slice = static_cast<int>(part) * elements;
+    grid = problem.rows * choice.cluster;
   }
-  if (choice.cluster > kNormMaxCluster) return choice;
-  choice.kernel = forward_kernel(problem, per_thread);
-  const int rows_per_block = choice.block / choice.threads_per_row;
-  const int64_t grid = ceil_div(problem.rows, rows_per_block) * choice.cluster;
-  if (grid > 0x7fffffff) choice.kernel = nullptr;
+  if (grid > 0x7fffffff) return choice;
+  choice.kernel = forward_kernel(problem, vectors > 128, per_thread);
   choice.grid = static_cast<int>(grid);
-  choice.early_launch = grid <= 2 * problem.multiprocessors;
+  choice.early_launch = grid <= few_rows;
   return choice;
 }
 

@@ -14,9 +14,8 @@ struct NormProblem {
   DType dtype;
   int64_t rows;
   int columns;
-  bool wide;       // rows begin and end on 16 bytes
-  int streams;     // tensors of [rows, columns] that are read
-  int parameters;  // how many of weight and bias there are
+  bool wide;    // rows begin and end on 16 bytes
+  int streams;  // tensors of [rows, columns] that are read
   int multiprocessors;
 };
 

@@ -1,4 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
+// rms_norm and layer_norm. Each thread holds kVectors vectors of a row in registers, so x is read
+// once; a row belongs to 8 to 32 lanes, to a block, or to the blocks of a cluster. One row a team,
+// blocks in the order of rows: what the memory likes best. Bytes: x (and residual) read once, out
+// (and residual_out) written once; the floor is those at the speed of a copy, or for small inputs
+// the latency of a load, a reduction and a store: addresses need few instructions for that reason.
 #ifndef KERNELS_NORM_NORM_FORWARD_CUH_
 #define KERNELS_NORM_NORM_FORWARD_CUH_
 
@@ -11,233 +16,209 @@
 
 namespace tiercel {
 
-// A weight or bias as float32: what a thread needs of it lies in slots of shared memory that no
-// other thread reads, so that no barrier is due.
+// A vector of weight or bias as float32.
 template <typename Format, bool kWide>
-struct Parameter {
-  using Values = Chunk<Format, kWide>;
-  static constexpr int kElements = Values::kElements;
-  static constexpr int kParts = kElements * 4 / 16;
-
-  const char* data;
-  bool float32;  // whatever Format is
-
-  static __device__ __forceinline__ char* slot(char* slots, int v, int part) {
-    return slots + ((v * kParts + part) * blockDim.x + threadIdx.x) * 16;
-  }
-
-  __device__ __forceinline__ void read(float (&values)[kElements], int column) const {
-    if (float32) {
-      const float* from = reinterpret_cast<const float*>(data) + column;
-      if constexpr (kWide) {
-#pragma unroll
-        for (int p = 0; p < kParts; ++p) {
-          const float4 part = reinterpret_cast<const float4*>(from)[p];
-          values[4 * p] = part.x, values[4 * p + 1] = part.y;
-          values[4 * p + 2] = part.z, values[4 * p + 3] = part.w;
-        }
-      } else {
-        values[0] = *from;
-      }
-    } else {
-      Values chunk;
-      chunk.load_any(data + column * Format::kBytes);
-      chunk.unpack(values);
-    }
-  }
-
-  __device__ __forceinline__ void stage(char* slots, int v, int column) const {
-    if constexpr (kWide) {
-      float values[kElements];
-      read(values, column);
-#pragma unroll
-      for (int p = 0; p < kParts; ++p) {
-        *reinterpret_cast<float4*>(slot(slots, v, p)) = make_float4(
-            values[4 * p], values[4 * p + 1], values[4 * p + 2], values[4 * p + 3]);
-      }
-    }
-  }
-
-  __device__ __forceinline__ void get(float (&values)[kElements], char* slots, int v,
-                                      int column) const {
+__device__ __forceinline__ void read_parameter(float (&values)[Chunk<Format, kWide>::kElements],
+                                               const char* data, bool float32, int column) {
+  if (float32) {
+    const float* const from = reinterpret_cast<const float*>(data) + column;
     if constexpr (kWide) {
 #pragma unroll
-      for (int p = 0; p < kParts; ++p) {
-        const float4 part = *reinterpret_cast<const float4*>(slot(slots, v, p));
+      for (int p = 0; p < Chunk<Format, kWide>::kElements / 4; ++p) {
+        const float4 part = reinterpret_cast<const float4*>(from)[p];
         values[4 * p] = part.x, values[4 * p + 1] = part.y;
         values[4 * p + 2] = part.z, values[4 * p + 3] = part.w;
       }
     } else {
-      read(values, column);
+      values[0] = *from;
     }
+  } else {
+    Chunk<Format, kWide> chunk;
+    chunk.load_any(data + column * Format::kBytes);
+    chunk.unpack(values);
   }
-};
+}
 
-template <typename Format, bool kWide, int kVectors, bool kResidual, bool kPrefetch>
-__global__ void __launch_bounds__(kPrefetch && kVectors == 4 ? 256 : kNormMaxThreads, kPrefetch && kVectors == 4 ? 3 : kVectors * (kResidual ? 2 : 1) <= 4 ? 2 : 1)
+template <typename Format, bool kWide, int kVectors, bool kResidual, bool kBlockRow>
+__global__ void __launch_bounds__(norm_forward_threads(kWide, kVectors, kBlockRow),
+                                  norm_forward_blocks(kWide, kVectors, kBlockRow, kResidual))
     norm_forward(const __grid_constant__ NormForwardArgs args) {
   using Values = Chunk<Format, kWide>;
   constexpr int kElements = Values::kElements;
-  extern __shared__ __align__(16) char slots[];
-  __shared__ Team<true>::Scratch scratch;
+  // Few vectors mean small inputs: then a weight that is asked for late costs time of its own.
+  constexpr bool kEarly = kWide && kVectors <= (kBlockRow ? 2 : 1);
 
-  const Team<true> team(args.threads_per_row);
-  const int in_warp = threadIdx.x % 32 / team.lanes;  // which of the warp's rows
-  const int rows_per_warp = 32 / team.lanes;
-  const int teams = blockDim.x / 32 / team.warps;
-  const int first = team.rank * args.slice;
-  const int columns = min(args.slice, args.columns - first);  // of this block; may be negative
-  const int step = gridDim.x / team.blocks * teams * rows_per_warp;
-  int row = (blockIdx.x / team.blocks * teams + team.index) * rows_per_warp + in_warp;
-  int place = team.place, places = team.places;
+  int place, places, row, first = 0, rank = 0;
+  if constexpr (kBlockRow) {
+    place = threadIdx.x;
+    places = blockDim.x;
+    row = blockIdx.x >> args.cluster_log2;
+    rank = blockIdx.x & ((1 << args.cluster_log2) - 1);
+    first = rank * args.slice;
+  } else {
+    place = threadIdx.x & ((1 << args.lanes_log2) - 1);
+    places = 1 << args.lanes_log2;
+    row = (blockIdx.x * blockDim.x + threadIdx.x) >> args.lanes_log2;
+  }
+  const int columns = kBlockRow ? min(args.slice, args.columns - first) : args.columns;
+  const bool real = kBlockRow || row < args.rows;
   const auto local = [&](int v) { return (v * places + place) * kElements; };
-  const auto valid = [&](int v) { return local(v) < columns; };
+  const auto valid = [&](int v) { return local(v) < columns && real; };
 
-  if (team.blocks > 1) cluster_arrive();
   grid_dependency_wait();
   if (args.early_launch) grid_dependency_launch();
 
-  const Parameter<Format, kWide> weight{args.weight, args.weight_float32};
-  const Parameter<Format, kWide> bias{args.bias, args.bias_float32};
-  char* const bias_slots = slots + args.bias_slots;
-  Values next[kVectors];
-  Values next_residual[kResidual ? kVectors : 1];
-  const auto load = [&](int r) {
-    const bool real = r < args.rows;
-    const char* const x = args.x + int64_t{r} * args.x_stride;
-    const char* const residual = args.residual + int64_t{r} * args.residual_stride;
+  Values values[kVectors];
+  {
+    const char* const x = args.x + int64_t{row} * args.x_stride;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      next[v].clear();
-      if constexpr (kResidual) next_residual[v].clear();
-      if (valid(v) && real) {
-        next[v].load(x + (first + local(v)) * (kWide ? Format::kBytes : args.x_inner));
-        if constexpr (kResidual) {
-          next_residual[v].load(residual + (first + local(v)) *
-                                               (kWide ? Format::kBytes : args.residual_inner));
-        }
+      values[v].clear();
+      if (valid(v)) {
+        values[v].load(x + (first + local(v)) * (kWide ? Format::kBytes : args.x_inner));
       }
     }
-  };
-  load(row);
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    if (valid(v) && args.weight) weight.stage(slots, v, first + local(v));
-    if (valid(v) && args.bias) bias.stage(bias_slots, v, first + local(v));
   }
-  const bool alone = team.entries() == 1;
-  const float inverse_warp_columns =
-      alone ? args.inverse_columns
-            : 1.0f / fmaxf(team.warp_columns(kVectors, kElements, columns), 1.0f);
-  if (team.blocks > 1) cluster_wait();
-  if (args.layer_norm && !alone) {
-    team.publish(scratch, team.warp_columns(kVectors, kElements, columns));
-  }
-
-  for (int parity = 0; row - in_warp < args.rows; row += step, parity ^= 1) {
-    asm volatile("" : "+r"(place), "+r"(places));  // offsets are cheaper made again than kept
-    Values values[kVectors];
+  float weights[kEarly ? kVectors : 1][kElements], biases[kEarly ? kVectors : 1][kElements];
+  if constexpr (kEarly) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      values[v] = next[v];
-      if constexpr (kResidual) {
+      if (args.weight != nullptr && valid(v)) {
+        read_parameter<Format, kWide>(weights[v], args.weight, args.weight_float32,
+                                      first + local(v));
+      }
+      if (args.bias != nullptr && valid(v)) {
+        read_parameter<Format, kWide>(biases[v], args.bias, args.bias_float32, first + local(v));
+      }
+    }
+  }
+  __shared__ BlockScratch scratch;
+  const BlockTeam team(rank, 1 << args.cluster_log2);
+  if constexpr (kBlockRow) team.start(scratch);
+  if constexpr (kResidual) {
+    const char* const residual = args.residual + int64_t{row} * args.residual_stride;
+    char* const sum = args.residual_out + int64_t{row} * args.out_stride;
+    constexpr int kMost = kWide ? 8 : 4;  // so many are loaded at a time
+    constexpr int kGroup = kVectors < kMost ? kVectors : kMost;
+#pragma unroll
+    for (int group = 0; group < kVectors; group += kGroup) {
+      Values others[kGroup];
+#pragma unroll
+      for (int g = 0; g < kGroup; ++g) {
+        const int v = group + g;
+        others[g].clear();
+        if (valid(v)) {
+          others[g].load(residual +
+                         (first + local(v)) * (kWide ? Format::kBytes : args.residual_inner));
+        }
+      }
+#pragma unroll
+      for (int g = 0; g < kGroup; ++g) {
+        const int v = group + g;
         float a[kElements], b[kElements];
-        next[v].unpack(a);
-        next_residual[v].unpack(b);
+        values[v].unpack(a);
+        others[g].unpack(b);
 #pragma unroll
         for (int i = 0; i < kElements; ++i) a[i] += b[i];
         values[v].pack(a);
-        if (valid(v) && row < args.rows) {
-          values[v].store(args.residual_out + int64_t{row} * args.out_stride +
-                          (first + local(v)) * Format::kBytes);
-        }
+        if (valid(v)) values[v].store(sum + (first + local(v)) * Format::kBytes);
       }
+      if (kGroup < kVectors) asm volatile("" ::: "memory");
     }
-    if constexpr (kPrefetch) load(row + step);
+  }
 
-    float mean = 0.0f, square = 0.0f;
-    if (!args.layer_norm) {
+  float mean = 0.0f, square = 0.0f;
+  if (!args.layer_norm) {
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        float x[kElements];
-        values[v].unpack(x);
+    for (int v = 0; v < kVectors; ++v) {
+      float x[kElements];
+      values[v].unpack(x);
 #pragma unroll
-        for (int i = 0; i < kElements; ++i) square += x[i] * x[i];
-      }
-      square = team.sum(scratch, parity, square, 0.0f).x;
+      for (int i = 0; i < kElements; ++i) square += x[i] * x[i];
+    }
+    if constexpr (kBlockRow) {
+      square = team.sum(scratch, lanes_reduce<32>(square, Sum()));
     } else {
-      float sum = 0.0f;
+      square = lanes_sum(square, places);
+    }
+  } else {
+    float sum = 0.0f;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      float x[kElements];
+      values[v].unpack(x);
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) sum += x[i];
+    }
+    // Squares are of distances from the mean of the warp's part, then, by Chan's formula, from
+    // that of the row: nothing cancels, and one barrier does.
+    float count = static_cast<float>(args.columns);
+    if constexpr (kBlockRow) {
+      sum = lanes_reduce<32>(sum, Sum());
+      int warp_columns = 0;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        float x[kElements];
-        values[v].unpack(x);
-#pragma unroll
-        for (int i = 0; i < kElements; ++i) sum += x[i];
+        const int left = columns - (v * places + (place & ~31)) * kElements;
+        warp_columns += max(0, min(left, 32 * kElements));
       }
-      // Squares are of distances from the mean of the warp's part, then, by Chan's formula, from
-      // that of the row: nothing cancels, and one barrier does.
-      sum = lanes_sum(sum, team.lanes);
-      mean = sum * inverse_warp_columns;
+      count = static_cast<float>(warp_columns);
+      mean = sum / fmaxf(count, 1.0f);
+    } else {
+      sum = lanes_sum(sum, places);
+      mean = sum * args.inverse_columns;
+    }
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        if (!valid(v)) continue;
-        float x[kElements];
-        values[v].forget();
-        values[v].unpack(x);
+    for (int v = 0; v < kVectors; ++v) {
+      if (!valid(v)) continue;
+      float x[kElements];
+      values[v].forget();
+      values[v].unpack(x);
 #pragma unroll
-        for (int i = 0; i < kElements; ++i) {
-          const float distance = x[i] - mean;
-          square += distance * distance;
-        }
-      }
-      square = lanes_sum(square, team.lanes);
-      if (!alone) {
-        team.exchange(scratch, parity, make_float4(sum, square, mean, 0.0f));
-        sum = 0.0f;
-#pragma unroll 1
-        for (int i = threadIdx.x % 32; i < team.entries(); i += 32) {
-          sum += team.entry(scratch, parity, i).x;
-        }
-        mean = lanes_reduce<32>(sum, Sum()) * args.inverse_columns;
-        square = 0.0f;
-#pragma unroll 1
-        for (int i = threadIdx.x % 32; i < team.entries(); i += 32) {
-          const float4 part = team.entry(scratch, parity, i);
-          const float distance = part.z - mean;
-          square += part.y + team.count(scratch, i) * distance * distance;
-        }
-        square = lanes_reduce<32>(square, Sum());
+      for (int i = 0; i < kElements; ++i) {
+        const float distance = x[i] - mean;
+        square += distance * distance;
       }
     }
-    const float rstd = reciprocal_root(fmaf(square, args.inverse_columns, args.eps));
-    if (row < args.rows) {
-      char* const out = args.out + int64_t{row} * args.out_stride;
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        if (!valid(v)) continue;
-        float x[kElements];
-        values[v].forget();
-        values[v].unpack(x);
-#pragma unroll
-        for (int i = 0; i < kElements; ++i) x[i] = (x[i] - mean) * rstd;
-        if (args.weight) {
-          float w[kElements];
-          weight.get(w, slots, v, first + local(v));
-#pragma unroll
-          for (int i = 0; i < kElements; ++i) x[i] *= w[i];
-        }
-        if (args.bias) {
-          float b[kElements];
-          bias.get(b, bias_slots, v, first + local(v));
-#pragma unroll
-          for (int i = 0; i < kElements; ++i) x[i] += b[i];
-        }
-        Values result;
-        result.pack(x);
-        result.store(out + (first + local(v)) * Format::kBytes);
-      }
+    if constexpr (kBlockRow) {
+      square = lanes_reduce<32>(square, Sum());
+      const float2 joined = team.join(scratch, make_float4(sum, square, mean, count),
+                                      args.inverse_columns);
+      mean = joined.x;
+      square = joined.y;
+    } else {
+      square = lanes_sum(square, places);
     }
-    if constexpr (!kPrefetch) load(row + step);
+  }
+  const float rstd = reciprocal_root(fmaf(square, args.inverse_columns, args.eps));
+
+  char* const out = args.out + int64_t{row} * args.out_stride;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (!valid(v)) continue;
+    float x[kElements];
+    values[v].forget();
+    values[v].unpack(x);
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) x[i] = (x[i] - mean) * rstd;
+    if (args.weight != nullptr) {
+      float w[kElements];
+      if constexpr (!kEarly) {
+        read_parameter<Format, kWide>(w, args.weight, args.weight_float32, first + local(v));
+      }
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) x[i] *= kEarly ? weights[kEarly ? v : 0][i] : w[i];
+    }
+    if (args.bias != nullptr) {
+      float b[kElements];
+      if constexpr (!kEarly) {
+        read_parameter<Format, kWide>(b, args.bias, args.bias_float32, first + local(v));
+      }
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) x[i] += kEarly ? biases[kEarly ? v : 0][i] : b[i];
+    }
+    Values result;
+    result.pack(x);
+    result.store(out + (first + local(v)) * Format::kBytes);
   }
 }
 

@@ -19,6 +19,19 @@ inline constexpr int64_t kNormMaxRows = int64_t{1} << 30;
 inline constexpr int kNormMaxStages = 8;
 inline constexpr int kNormReduceThreads = 256;
 
+// The most threads of a block of norm_forward, and how many such blocks registers must leave room
+// for on a multiprocessor.
+constexpr int norm_forward_threads(bool wide, int vectors, bool block_row) {
+  if (!block_row) return 128;
+  return !wide || vectors != 4 ? kNormMaxThreads : kNormMaxThreads / 2;
+}
+constexpr int norm_forward_blocks(bool wide, int vectors, bool block_row, bool residual) {
+  if (!wide) return 1;
+  const int words = vectors * 4 * (residual ? 2 : 1);
+  const int registers = words <= 16 && block_row ? 48 : words <= 32 ? 64 : 128;
+  return 65536 / registers / norm_forward_threads(wide, vectors, block_row);
+}
+
 // All strides and offsets are in bytes.
 struct NormForwardArgs {
   const char* x;
@@ -34,9 +47,9 @@ struct NormForwardArgs {
   int64_t residual_inner;
   int rows;
   int columns;
-  int slice;            // columns a block
-  int threads_per_row;  // of a block
-  int bias_slots;       // where those of the bias begin in shared memory
+  int slice;        // columns a block, where a row has one or more
+  int cluster_log2;  // of how many it has
+  int lanes_log2;   // of how many lanes it has otherwise
   float inverse_columns;
   float eps;
   bool layer_norm;
@@ -78,6 +91,7 @@ struct NormForwardKernel {
   DType dtype;
   bool wide;
   bool residual;
+  bool block_row;  // a row has a block or more
   int vectors;  // a thread
   Kernel kernel;
 };

@@ -30,6 +30,77 @@ __device__ __forceinline__ float reciprocal_root(float value) {
   return value > 0.0f && value < __int_as_float(0x7f800000) ? better : root;
 }
 
+// What the warps of a block, or of a cluster's blocks, leave for each other, once.
+struct BlockScratch {
+  float4 values[kNormMaxCluster * kNormMaxWarps];
+  uint64_t arrived;  // an mbarrier: all of a cluster's values are there
+};
+
+// A row that belongs to a whole block, or to all blocks of a cluster.
+struct BlockTeam {
+  int rank;
+  int blocks;
+
+  __device__ __forceinline__ BlockTeam(int rank, int blocks) : rank(rank), blocks(blocks) {}
+
+  __device__ __forceinline__ int warps() const { return blockDim.x / 32; }
+
+  // Before anything of a cluster's is sent: all blocks run, and have a barrier to count it.
+  __device__ __forceinline__ void start(BlockScratch& scratch) const {
+    if (blocks == 1) return;
+    if (threadIdx.x == 0) {
+      mbarrier_init(&scratch.arrived, 1);
+      mbarrier_init_fence();
+      mbarrier_expect(&scratch.arrived, warps() * blocks * sizeof(float4));
+    }
+    cluster_arrive_relaxed();
+    cluster_wait();
+  }
+
+  // Gives a warp's value to all, and waits for theirs.
+  __device__ __forceinline__ void exchange(BlockScratch& scratch, float4 value) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    if (blocks == 1) {
+      if (lane == 0) scratch.values[warp] = value;
+      __syncthreads();
+      return;
+    }
+    if (lane < blocks) {
+      send_remote(shared_address(&scratch.values[rank * warps() + warp]),
+                  shared_address(&scratch.arrived), lane, value);
+    }
+    mbarrier_wait_cluster(&scratch.arrived, 0);
+  }
+
+  // The sum of all warps' values.
+  __device__ __forceinline__ float sum(BlockScratch& scratch, float value) const {
+    const int entries = warps() * blocks;
+    exchange(scratch, make_float4(value, 0.0f, 0.0f, 0.0f));
+    value = 0.0f;
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < entries; i += 32) value += scratch.values[i].x;
+    return lanes_reduce<32>(value, Sum());
+  }
+
+  // Of the warps' (sum, squares about its mean, mean, count): mean and squares of all.
+  __device__ __forceinline__ float2 join(BlockScratch& scratch, float4 value,
+                                         float inverse_columns) const {
+    const int entries = warps() * blocks;
+    exchange(scratch, value);
+    float sum = 0.0f, square = 0.0f;
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < entries; i += 32) sum += scratch.values[i].x;
+    const float mean = lanes_reduce<32>(sum, Sum()) * inverse_columns;
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < entries; i += 32) {
+      const float4 part = scratch.values[i];
+      const float distance = part.z - mean;
+      square += part.y + part.w * distance * distance;
+    }
+    return make_float2(mean, lanes_reduce<32>(square, Sum()));
+  }
+};
+
 // A block's threads by rows: less than a warp a row (`lanes` < 32, several rows a warp), whole
 // warps, the whole block, or all blocks of a cluster. kBlock: where it is more than a warp it is the
 // whole block, and that has no barriers but its own: of those a multiprocessor has 64 in all.
