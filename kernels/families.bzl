@@ -2,7 +2,14 @@
 """The kernel families: kernels/<family>, benchmarks/suites/<family>.yaml."""
 
 FAMILIES = [
+    "activation",
+    "attention",
+    "gemv",
     "linear",
     "norm",
+    "quant",
+    "reduce",
     "routing",
+    "softmax",
+    "transpose",
 ]

@@ -54,10 +54,16 @@ def gelu_tanh(x):
     return _times_sigmoid(x, x * (x * x * (scale * 0.044715) + scale))
 
 
+def relu_squared(x):
+    positive = relu(x)
+    return positive * positive
+
+
 ACTIVATIONS = {
     "none": none,
     "relu": relu,
     "silu": silu,
     "gelu": gelu,
     "gelu_tanh": gelu_tanh,
+    "relu_squared": relu_squared,
 }

@@ -106,7 +106,7 @@ Status linear_act_plan(const TensorView& x, const TensorView& w, const TensorVie
                        const TensorView& y, Activation activation, int multiprocessors,
                        LinearActPlan* plan) {
   TIERCEL_RETURN_IF_ERROR(check(x, w, bias, y));
-  *plan = {"none", 0, 0, false, 0, 0, 0, 0, 0};
+  *plan = {"none", 0, 0, false, 0, 0, 0, 0, 0, 0, 0};
   if (x.shape[0] == 0) return Status();
   const LinearActChoice choice =
       linear_act_choose(x.dtype, activation, x.shape[0], w.shape[0], x.shape[1], multiprocessors);
@@ -117,6 +117,8 @@ Status linear_act_plan(const TensorView& x, const TensorView& w, const TensorVie
            kernel.variant.pingpong,
            kernel.variant.split_k ? choice.splits : kernel.variant.cluster,
            choice.splits,
+           choice.group,
+           choice.rows,
            choice.blocks,
            kernel.block,
            kernel.dynamic_smem};

@@ -18,6 +18,8 @@ struct LinearActPlan {
   bool pingpong;  // two warpgroups take turns with tiles instead of sharing them
   int cluster;    // blocks; in a split-K kernel they share a tile, a slice of K each
   int splits;     // of K
+  int group;      // rows of clusters that are worked on together
+  int rows;       // of a split-K kernel's tile; 0 for the others
   unsigned grid;
   unsigned block;
   unsigned dynamic_smem;

@@ -2,12 +2,12 @@
 """The kernels of linear_act that are compiled ahead of time."""
 
 import cutlass
-from activations_cute import ACTIVATIONS
 from declaration import Function, Launch, Pointer, Scalar, TensorMap
 from linear_act_cute import EPI, TILE_K, LinearAct
 from linear_act_splitk_cute import LinearActSplitK
 
 _DTYPES = {"bf16": (cutlass.BFloat16, "kBFloat16"), "fp16": (cutlass.Float16, "kFloat16")}
+# Of the precompiled ones; others are compiled where they are used (variant below).
 _ENUMERATORS = {
     "none": "kNone",
     "relu": "kRelu",
@@ -43,7 +43,7 @@ def _attributes(dtype, act, tile_m, tile_n, pingpong, cluster, split_k):
     flags = [str(flag).lower() for flag in (pingpong, split_k)]
     return (
         f"DType::{_DTYPES[dtype][1]}",
-        f"Activation::{_ENUMERATORS[act]}",
+        f"Activation::{_ENUMERATORS.get(act, 'kNone')}",
         str(tile_m),
         str(tile_n),
         flags[0],
@@ -102,10 +102,18 @@ def _small(dtype, act, tile_m, tile_n, stages):
     return Function(name, kernel, arguments, (launch,), attributes, _PROBLEMS)
 
 
+def variant(dtype, act, tile_m, tile_n, pingpong, split_k):
+    """One that the precompiled set lacks; tiercel.jit compiles it on the user's machine."""
+    for shape in _SMALL if split_k else _LARGE:
+        if shape[:2] == (tile_m, tile_n) and (split_k or shape[2] == pingpong):
+            return (_small if split_k else _large)(dtype, act, *shape)
+    raise ValueError(f"no kernel has tiles of {tile_m}x{tile_n}")
+
+
 def functions():
     built = []
     for dtype in _DTYPES:
-        for act in ACTIVATIONS:
+        for act in _ENUMERATORS:
             built += [_large(dtype, act, *shape) for shape in _LARGE]
             built += [_small(dtype, act, *shape) for shape in _SMALL]
     return built

@@ -11,10 +11,11 @@ namespace {
 
 constexpr char kOp[] = "topk_softmax";
 
-Status check(const TensorView& scores, const TensorView& weights, const TensorView& indices) {
-  const Argument scores_arg{kOp, "scores", scores};
-  const Argument weights_arg{kOp, "weights", weights};
-  const Argument indices_arg{kOp, "indices", indices};
+Status check(const char* op, const TensorView& scores, const TensorView& weights,
+             const TensorView& indices) {
+  const Argument scores_arg{op, "scores", scores};
+  const Argument weights_arg{op, "weights", weights};
+  const Argument indices_arg{op, "indices", indices};
   TIERCEL_RETURN_IF_ERROR(check_rank(scores_arg, 2));
   TIERCEL_RETURN_IF_ERROR(check_rank(weights_arg, 2));
   TIERCEL_RETURN_IF_ERROR(
@@ -27,16 +28,16 @@ Status check(const TensorView& scores, const TensorView& weights, const TensorVi
   const int64_t k = weights.shape[1];
   if (k < 1 || k > experts) {
     return Status::InvalidArgument(
-        std::string(kOp) + ": k must be between 1 and the number of experts, got k = " +
+        std::string(op) + ": k must be between 1 and the number of experts, got k = " +
         std::to_string(k) + " for " + std::to_string(experts) + " experts");
   }
   if (experts > kTopkSoftmaxMaxExperts) {
-    return Status::Unimplemented(std::string(kOp) + ": at most " +
+    return Status::Unimplemented(std::string(op) + ": at most " +
                                  std::to_string(kTopkSoftmaxMaxExperts) +
                                  " experts are supported, got " + std::to_string(experts));
   }
   if (k > kTopkSoftmaxMaxK) {
-    return Status::Unimplemented(std::string(kOp) + ": k is supported up to " +
+    return Status::Unimplemented(std::string(op) + ": k is supported up to " +
                                  std::to_string(kTopkSoftmaxMaxK) + ", got " + std::to_string(k));
   }
   TIERCEL_RETURN_IF_ERROR(check_shape(weights_arg, {rows, k}, "[T, k]"));
@@ -80,10 +81,10 @@ bool launches_early(DType dtype, int64_t grid, const TopkSoftmaxChoice& choice) 
 
 }  // namespace
 
-Status topk_softmax_prepare(const TensorView& scores, const TensorView& weights,
+Status topk_softmax_prepare(const char* op, const TensorView& scores, const TensorView& weights,
                             const TensorView& indices, const TopkSoftmaxOptions& options,
                             TopkSoftmaxArgs* args, TopkSoftmaxChoice* choice) {
-  TIERCEL_RETURN_IF_ERROR(check(scores, weights, indices));
+  TIERCEL_RETURN_IF_ERROR(check(op, scores, weights, indices));
   const int64_t element = dtype_bytes(scores.dtype);
   args->scores = scores.data;
   args->row_stride = scores.strides[0] * element;
@@ -103,7 +104,7 @@ Status topk_softmax_prepare(const TensorView& scores, const TensorView& weights,
   *choice = choose(scores.dtype, args->rows, args->experts, args->k);
   args->early_launch = launches_early(scores.dtype, grid_size(args->rows, *choice), *choice);
   if (grid_size(args->rows, *choice) > 0x7fffffff) {
-    return Status::Unimplemented(std::string(kOp) + ": too many rows for one launch, got " +
+    return Status::Unimplemented(std::string(op) + ": too many rows for one launch, got " +
                                  std::to_string(args->rows));
   }
   return Status();
@@ -124,7 +125,7 @@ Status topk_softmax_plan(const TensorView& scores, const TensorView& weights,
                          TopkSoftmaxPlan* plan) {
   TopkSoftmaxArgs args;
   TopkSoftmaxChoice choice;
-  TIERCEL_RETURN_IF_ERROR(topk_softmax_prepare(scores, weights, indices, options, &args, &choice));
+  TIERCEL_RETURN_IF_ERROR(topk_softmax_prepare(kOp, scores, weights, indices, options, &args, &choice));
   *plan = {choice.kernel->kernel.name(),
            static_cast<int>(rows_per_block(choice)),
            choice.kernel->lanes_per_row,
@@ -139,7 +140,7 @@ Status topk_softmax(const TensorView& scores, const TensorView& weights, const T
                     const TopkSoftmaxOptions& options, void* stream) {
   TopkSoftmaxArgs args;
   TopkSoftmaxChoice choice;
-  TIERCEL_RETURN_IF_ERROR(topk_softmax_prepare(scores, weights, indices, options, &args, &choice));
+  TIERCEL_RETURN_IF_ERROR(topk_softmax_prepare(kOp, scores, weights, indices, options, &args, &choice));
   if (args.rows == 0) return Status();
   return topk_softmax_launch(args, choice, scores.device_index, stream);
 }

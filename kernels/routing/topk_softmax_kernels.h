@@ -48,8 +48,9 @@ struct TopkSoftmaxChoice {
   bool dependent;
 };
 
-// The checks of topk_softmax(), its arguments and the choice that it makes for them.
-Status topk_softmax_prepare(const TensorView& scores, const TensorView& weights,
+// The checks of topk_softmax(), in the name of `op`, its arguments and the choice that it makes for
+// them.
+Status topk_softmax_prepare(const char* op, const TensorView& scores, const TensorView& weights,
                             const TensorView& indices, const TopkSoftmaxOptions& options,
                             TopkSoftmaxArgs* args, TopkSoftmaxChoice* choice);
 

@@ -20,6 +20,7 @@ enum class DType : uint8_t {
   kFloat64,
   kFloat8E4M3,
   kFloat8E5M2,
+  kFloat4E2M1x2,  // two values a byte; shapes and strides count bytes, as torch's do
   kUnknown,
 };
 
@@ -82,6 +83,8 @@ constexpr const char* dtype_name(DType dtype) {
       return "float8_e4m3fn";
     case DType::kFloat8E5M2:
       return "float8_e5m2";
+    case DType::kFloat4E2M1x2:
+      return "float4_e2m1fn_x2";
     case DType::kUnknown:
       break;
   }

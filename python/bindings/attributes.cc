@@ -71,6 +71,7 @@ DType ParseDType(const char* text) {
       {"torch.float64", DType::kFloat64},
       {"torch.float8_e4m3fn", DType::kFloat8E4M3},
       {"torch.float8_e5m2", DType::kFloat8E5M2},
+      {"torch.float4_e2m1fn_x2", DType::kFloat4E2M1x2},
   };
   for (const auto& entry : kTable) {
     if (std::strcmp(text, entry.name) == 0) return entry.dtype;

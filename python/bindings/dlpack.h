@@ -23,6 +23,7 @@ enum TypeCode : uint8_t {
   kBool = 6,
   kFloat8E4M3FN = 10,
   kFloat8E5M2 = 12,
+  kFloat4E2M1FN = 17,
 };
 
 struct Version {

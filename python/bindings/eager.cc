@@ -6,18 +6,48 @@ namespace py = pybind11;
 namespace tiercel::python {
 namespace {
 
+// A property or a method without arguments of torch.Tensor, called without looking it up: that
+// would take longer than what it does. Only for tensors whose type is torch's own.
+class TensorReader {
+ public:
+  TensorReader(PyObject* type, const char* name) : name_(PyUnicode_InternFromString(name)) {
+    PyObject* found = PyObject_GetAttr(type, name_);  // kept: torch's types live as long as we do
+    if (found == nullptr) throw py::error_already_set();
+    if (Py_IS_TYPE(found, &PyMethodDescr_Type)) {
+      const PyMethodDef* method = reinterpret_cast<PyMethodDescrObject*>(found)->d_method;
+      if (method->ml_flags == METH_NOARGS) method_ = method->ml_meth;
+      is_method_ = true;
+    } else if (Py_IS_TYPE(found, &PyGetSetDescr_Type)) {
+      property_ = reinterpret_cast<PyGetSetDescrObject*>(found)->d_getset;
+    }
+  }
+
+  PyObject* Read(PyObject* tensor) const {
+    if (method_ != nullptr) return method_(tensor, nullptr);
+    if (property_ != nullptr) return property_->get(tensor, property_->closure);
+    return is_method_ ? PyObject_CallMethodNoArgs(tensor, name_) : PyObject_GetAttr(tensor, name_);
+  }
+
+ private:
+  PyObject* name_;
+  PyCFunction method_ = nullptr;
+  const PyGetSetDef* property_ = nullptr;
+  bool is_method_ = false;
+};
+
 // What tiercel._eager hands over once torch is there. Never freed: Python may be gone at exit.
 struct Hooks {
   PyObject* exact_types[2];   // torch.Tensor and torch.nn.Parameter
-  PyObject* functorch_level;  // () -> None outside of every transform
+  PyObject* transforms;       // () -> whether a functorch transform is active
   PyObject* forward_ad;       // module whose _current_level is negative outside of forward AD
   PyObject* dispatch_modes;   // () -> how many are active
   PyObject* function_modes;   // () -> how many are active
-  PyObject* tracing_state;    // () -> None outside of torch.jit.trace
+  PyObject* is_tracing;       // () -> whether torch.jit.trace runs
   PyObject* is_grad_enabled;  // () -> bool
   PyObject* name_level;       // "_current_level"
-  PyObject* name_needs_grad;  // "requires_grad"
-  PyObject* name_is_neg;      // "is_neg"
+  TensorReader needs_grad;
+  TensorReader is_neg;
+  TensorReader device;
 };
 Hooks* hooks = nullptr;
 
@@ -30,22 +60,8 @@ int Truth(PyObject* value) {
   return truth;
 }
 
-int IsSomething(PyObject* value) {
-  if (value == nullptr) return -1;
-  Py_DECREF(value);
-  return value != Py_None;
-}
-
-bool ArePlain(PyObject* const* tensors, Py_ssize_t count) {
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(tensors[i]));
-    if (type != hooks->exact_types[0] && type != hooks->exact_types[1]) return false;
-  }
-  return true;
-}
-
 int IsTransformed() {
-  const int level = IsSomething(PyObject_CallNoArgs(hooks->functorch_level));
+  const int level = Truth(PyObject_CallNoArgs(hooks->transforms));
   if (level != 0) return level;
   PyObject* forward = PyObject_GetAttr(hooks->forward_ad, hooks->name_level);
   if (forward == nullptr) return -1;
@@ -57,7 +73,7 @@ int IsTransformed() {
 int IsObserved() {
   int observed = Truth(PyObject_CallNoArgs(hooks->dispatch_modes));
   if (observed == 0) observed = Truth(PyObject_CallNoArgs(hooks->function_modes));
-  if (observed == 0) observed = IsSomething(PyObject_CallNoArgs(hooks->tracing_state));
+  if (observed == 0) observed = Truth(PyObject_CallNoArgs(hooks->is_tracing));
   return observed;
 }
 
@@ -65,7 +81,7 @@ int IsObserved() {
 int IsNegated(PyObject* const* tensors, Py_ssize_t count) {
   int negated = 0;
   for (Py_ssize_t i = 0; i < count && negated == 0; ++i) {
-    negated = Truth(PyObject_CallMethodNoArgs(tensors[i], hooks->name_is_neg));
+    negated = Truth(hooks->is_neg.Read(tensors[i]));
   }
   return negated;
 }
@@ -73,42 +89,34 @@ int IsNegated(PyObject* const* tensors, Py_ssize_t count) {
 int NeedsGrad(PyObject* const* tensors, Py_ssize_t count) {
   int wanted = 0;
   for (Py_ssize_t i = 0; i < count && wanted == 0; ++i) {
-    wanted = Truth(PyObject_GetAttr(tensors[i], hooks->name_needs_grad));
+    wanted = Truth(hooks->needs_grad.Read(tensors[i]));
   }
   return wanted > 0 ? Truth(PyObject_CallNoArgs(hooks->is_grad_enabled)) : wanted;
 }
 
-PyObject* Answer(Route route) { return PyLong_FromLong(static_cast<long>(route)); }
-
 // route(*tensors)
 PyObject* RouteOf(PyObject*, PyObject* const* tensors, Py_ssize_t count) {
-  if (hooks == nullptr || !ArePlain(tensors, count)) return Answer(Route::kDispatch);
-  int answer = IsTransformed();
-  if (answer == 0) {
-    answer = IsObserved();
-    if (answer == 0) answer = IsNegated(tensors, count);
-    if (answer > 0) return Answer(Route::kDispatch);
-  } else if (answer > 0) {
-    return Answer(Route::kTransformed);
-  }
-  if (answer == 0) answer = NeedsGrad(tensors, count);
-  if (answer < 0) return nullptr;
-  return Answer(answer > 0 ? Route::kGrad : Route::kDirect);
+  Route route;
+  return FindRoute(tensors, count, &route) ? PyLong_FromLong(static_cast<long>(route)) : nullptr;
 }
 
-void SetRouteHooks(py::object tensor, py::object parameter, py::object functorch_level,
+void SetRouteHooks(py::object tensor, py::object parameter, py::object transforms,
                    py::object forward_ad, py::object dispatch_modes, py::object function_modes,
-                   py::object tracing_state, py::object is_grad_enabled) {
+                   py::object is_tracing, py::object is_grad_enabled) {
+  const TensorReader needs_grad(tensor.ptr(), "requires_grad");
+  const TensorReader is_neg(tensor.ptr(), "is_neg");
+  const TensorReader device(tensor.ptr(), "get_device");
   hooks = new Hooks{{tensor.release().ptr(), parameter.release().ptr()},
-                    functorch_level.release().ptr(),
+                    transforms.release().ptr(),
                     forward_ad.release().ptr(),
                     dispatch_modes.release().ptr(),
                     function_modes.release().ptr(),
-                    tracing_state.release().ptr(),
+                    is_tracing.release().ptr(),
                     is_grad_enabled.release().ptr(),
                     PyUnicode_InternFromString("_current_level"),
-                    PyUnicode_InternFromString("requires_grad"),
-                    PyUnicode_InternFromString("is_neg")};
+                    needs_grad,
+                    is_neg,
+                    device};
 }
 
 PyMethodDef functions[] = {
@@ -118,6 +126,31 @@ PyMethodDef functions[] = {
 };
 
 }  // namespace
+
+bool ArePlainTensors(PyObject* const* tensors, Py_ssize_t count) {
+  if (hooks == nullptr) return false;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(tensors[i]));
+    if (type != hooks->exact_types[0] && type != hooks->exact_types[1]) return false;
+  }
+  return true;
+}
+
+bool FindRoute(PyObject* const* tensors, Py_ssize_t count, Route* route) {
+  *route = Route::kDispatch;
+  if (!ArePlainTensors(tensors, count)) return true;
+  int answer = IsTransformed();
+  if (answer > 0) *route = Route::kTransformed;
+  if (answer != 0) return answer > 0;
+  answer = IsObserved();
+  if (answer == 0) answer = IsNegated(tensors, count);
+  if (answer != 0) return answer > 0;
+  answer = NeedsGrad(tensors, count);
+  *route = answer > 0 ? Route::kGrad : Route::kDirect;
+  return answer >= 0;
+}
+
+PyObject* DeviceOf(PyObject* tensor) { return hooks->device.Read(tensor); }
 
 void AddEager(py::module_& module) {
   if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();

@@ -15,6 +15,15 @@ enum class Route : long {
   kTransformed = 3,  // inside a functorch transform or forward-mode AD
 };
 
+// Whether all are exactly torch.Tensor or Parameter.
+bool ArePlainTensors(PyObject* const* tensors, Py_ssize_t count);
+
+// How to run an operator on these tensors. False with a Python exception. Wants the GIL.
+bool FindRoute(PyObject* const* tensors, Py_ssize_t count, Route* route);
+
+// The index of a plain tensor's device, as Python's int; -1 on the CPU.
+PyObject* DeviceOf(PyObject* tensor);
+
 void AddEager(pybind11::module_& module);
 
 }  // namespace tiercel::python

@@ -7,9 +7,16 @@
 
 namespace tiercel::python {
 
+void AddActivation(pybind11::module_& module);
+void AddAttention(pybind11::module_& module);
+void AddGemv(pybind11::module_& module);
 void AddLinear(pybind11::module_& module);
 void AddNorm(pybind11::module_& module);
+void AddQuant(pybind11::module_& module);
+void AddReduce(pybind11::module_& module);
 void AddRouting(pybind11::module_& module);
+void AddSoftmax(pybind11::module_& module);
+void AddTranspose(pybind11::module_& module);
 
 }  // namespace tiercel::python
 

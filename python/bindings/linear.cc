@@ -62,11 +62,11 @@ PyObject* LinearActPlanOf(PyObject*, PyObject* const* values, Py_ssize_t count) 
   const Status status = linear_act_plan(call.x.view(), call.weight.view(), call.bias_view,
                                         call.out.view(), call.activation, multiprocessors, &plan);
   if (!status.ok()) return Raise(status);
-  return Py_BuildValue("{s:s, s:i, s:i, s:O, s:i, s:i, s:I, s:I, s:I}", "kernel", plan.kernel,
-                       "tile_m", plan.tile_m, "tile_n", plan.tile_n, "pingpong",
+  return Py_BuildValue("{s:s, s:i, s:i, s:O, s:i, s:i, s:i, s:i, s:I, s:I, s:I}", "kernel",
+                       plan.kernel, "tile_m", plan.tile_m, "tile_n", plan.tile_n, "pingpong",
                        plan.pingpong ? Py_True : Py_False, "cluster", plan.cluster, "splits",
-                       plan.splits, "grid", plan.grid, "block", plan.block, "dynamic_smem",
-                       plan.dynamic_smem);
+                       plan.splits, "group", plan.group, "rows", plan.rows, "grid", plan.grid,
+                       "block", plan.block, "dynamic_smem", plan.dynamic_smem);
 }
 
 Status LoadLinearAct(int device) {

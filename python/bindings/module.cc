@@ -3,10 +3,13 @@
 #include <pybind11/pybind11.h>
 
 #include "kernels/sm90/driver.h"
+#include "python/bindings/allocate.h"
 #include "python/bindings/call.h"
+#include "python/bindings/direct.h"
 #include "python/bindings/eager.h"
 #include "python/bindings/exchange_cache.h"
 #include "python/bindings/families.h"
+#include "python/bindings/jit.h"
 
 namespace py = pybind11;
 
@@ -43,8 +46,18 @@ PYBIND11_MODULE(_C, module) {
   module.def("device_capability", &tiercel::python::DeviceCapability, py::arg("device"),
              "The (major, minor) compute capability of a device.");
   module.def("_clear_exchange_cache", &tiercel::python::ClearExchangeCache);
+  tiercel::python::AddAllocate(module);
+  tiercel::python::AddDirect(module);
   tiercel::python::AddEager(module);
+  tiercel::python::AddActivation(module);
+  tiercel::python::AddAttention(module);
+  tiercel::python::AddJit(module);
+  tiercel::python::AddGemv(module);
   tiercel::python::AddLinear(module);
   tiercel::python::AddNorm(module);
+  tiercel::python::AddQuant(module);
+  tiercel::python::AddReduce(module);
   tiercel::python::AddRouting(module);
+  tiercel::python::AddSoftmax(module);
+  tiercel::python::AddTranspose(module);
 }

@@ -12,6 +12,9 @@ namespace tiercel::python {
 namespace {
 
 DType DTypeOf(dlpack::DataType type) {
+  if (type.code == dlpack::kFloat4E2M1FN && type.bits == 4 && type.lanes == 2) {
+    return DType::kFloat4E2M1x2;
+  }
   if (type.lanes != 1) return DType::kUnknown;
   switch (type.code) {
     case dlpack::kFloat:

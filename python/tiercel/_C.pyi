@@ -9,6 +9,22 @@ class _DriverInfo(TypedDict):
     version: int
     message: str
 
+class _ActivationPlan(TypedDict):
+    kernel: str
+    rows: int
+    columns: int
+    aligned: bool
+    grid: int
+    block: int
+
+class _SoftmaxPlan(TypedDict):
+    kernel: str
+    threads_per_row: int
+    blocks_per_row: int
+    vectors: bool
+    grid: int
+    block: int
+
 class _TopkSoftmaxPlan(TypedDict):
     kernel: str
     rows_per_block: int
@@ -17,6 +33,35 @@ class _TopkSoftmaxPlan(TypedDict):
     grid: int
     block: int
 
+class _MoeAlignPlan(TypedDict):
+    kernel: str
+    items: int
+    cluster: int
+    grid: int
+    block: int
+    dynamic_smem: int
+    launches: int
+
+class _MoeSumPlan(TypedDict):
+    kernel: str
+    vector_bytes: int
+    grid: tuple[int, int]
+    block: tuple[int, int]
+
+class _TopkAlignPlan(TypedDict):
+    kernel: str
+    cluster: int
+    block: int
+    dynamic_smem: int
+class _AttentionPlan(TypedDict):
+    kernel: str
+    tile_m: int
+    tile_n: int
+    band: int
+    grid: int
+    block: int
+    dynamic_smem: int
+
 class _LinearActPlan(TypedDict):
     kernel: str
     tile_m: int
@@ -24,6 +69,8 @@ class _LinearActPlan(TypedDict):
     pingpong: bool
     cluster: int
     splits: int
+    group: int
+    rows: int
     grid: int
     block: int
     dynamic_smem: int
@@ -38,6 +85,50 @@ class _NormPlan(TypedDict):
     dynamic_smem: int
     stages: int
     parts: int
+class _Fp8QuantizePlan(TypedDict):
+    kernel: str
+    launches: int
+    vectors: int
+    grid: int
+    block: int
+
+class _Nvfp4Plan(TypedDict):
+    kernel: str
+    grid: int
+    block: int
+
+class _Nvfp4GemvPlan(TypedDict):
+    kernel: str
+    rows_per_block: int
+    parts: int
+    grid: int
+    block: int
+    dynamic_smem: int
+
+class _Nvfp4LinearPlan(TypedDict):
+    kernel: str
+    cluster: int
+    parts: int
+    grid: int
+    block: int
+    dynamic_smem: int
+class _CopyTransposePlan(TypedDict):
+    kernel: str
+    tile_rows: int
+    tile_columns: int
+    vector_bytes: int
+    grid: int
+    block: int
+
+class _ReducePlan(TypedDict):
+    kernel: str
+    second: str
+    vector_bytes: int
+    parts: int
+    cluster: int
+    grid: int
+    block: int
+    workspace: int
 
 def driver_info() -> _DriverInfo: ...
 def device_capability(device: int) -> tuple[int, int]: ...
@@ -45,13 +136,107 @@ def route(*tensors: Any) -> int: ...
 def set_route_hooks(
     tensor: type,
     parameter: type,
-    functorch_level: Callable[[], object],
+    transforms: Callable[[], bool],
     forward_ad: ModuleType,
     dispatch_modes: Callable[[], int],
     function_modes: Callable[[], int],
-    tracing_state: Callable[[], object],
+    is_tracing: Callable[[], bool],
     is_grad_enabled: Callable[[], bool],
 ) -> None: ...
+def fp8_quantize(x: Any, q: Any, scale: Any, partial: Any, granularity: int, /) -> None: ...
+def fp8_quantize_plan(
+    x: Any, q: Any, scale: Any, partial: Any, granularity: int, /
+) -> _Fp8QuantizePlan: ...
+def fp8_quantize_static(x: Any, scale: Any, q: Any, /) -> None: ...
+def fp8_quantize_load(device: int, /) -> None: ...
+def activation(
+    x: Any, up: Any, scale: Any, out: Any, function: int, gated: bool, /
+) -> None: ...
+def activation_plan(
+    x: Any, up: Any, scale: Any, out: Any, function: int, gated: bool, /
+) -> _ActivationPlan: ...
+def activation_backward(
+    grad: Any, x: Any, up: Any, x_grad: Any, up_grad: Any, function: int, gated: bool, /
+) -> None: ...
+def activation_backward_plan(
+    grad: Any, x: Any, up: Any, x_grad: Any, up_grad: Any, function: int, gated: bool, /
+) -> _ActivationPlan: ...
+def activation_load(device: int, function: int, gated: bool, /) -> None: ...
+def copy_transpose(x: Any, out: Any, tile_size: int, /) -> None: ...
+def copy_transpose_plan(x: Any, out: Any, tile_size: int, /) -> _CopyTransposePlan: ...
+def copy_transpose_load(device: int, /) -> None: ...
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    /,
+) -> None: ...
+def attention_plan(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    /,
+) -> _AttentionPlan: ...
+def attention_load(device: int, /) -> None: ...
+def set_allocation_hooks(
+    empty: Callable[..., Any],
+    on_current_gpu: Callable[..., Any] | None,
+    current_gpu: Callable[[], int] | None,
+) -> None: ...
+def empty(like: Any, sizes: tuple[int, ...], dtype: Any, /) -> Any: ...
+def demangle(symbol: str) -> str: ...
+
+class JitKernel:
+    def __init__(
+        self,
+        image: bytes,
+        symbol: str,
+        name: str,
+        parameters: list[tuple[int, int]],
+        max_dynamic_smem: int,
+    ) -> None: ...
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        cluster: tuple[int, int, int],
+        dynamic_smem: int,
+        dependent: bool,
+        labels: tuple[str, ...],
+        arguments: tuple[Any, ...],
+    ) -> None: ...
+    def load(self, device: int) -> None: ...
+
+class Direct:
+    run: Callable[..., Any]
+    def __init__(
+        self,
+        *,
+        count: int,
+        tensors: int,
+        mutated: tuple[int, ...],
+        ready: set[int],
+        overrides: dict[str, Any],
+        run: Callable[..., Any],
+        recover: Callable[..., Any],
+        otherwise: Callable[..., Any],
+        increment_version: Callable[..., Any],
+        without_backend: bool,
+    ) -> None: ...
+    def __call__(self, *args: Any) -> Any: ...
+
 def linear_act(x: Any, weight: Any, bias: Any, out: Any, activation: int, /) -> None: ...
 def linear_act_plan(
     x: Any, weight: Any, bias: Any, out: Any, activation: int, /
@@ -118,6 +303,79 @@ def rms_norm_backward_plan(
     /,
 ) -> _NormPlan: ...
 def norm_load(device: int, /) -> None: ...
+def nvfp4_dequantize(q: Any, scale: Any, global_scale: Any, out: Any, /) -> None: ...
+def nvfp4_dequantize_plan(q: Any, scale: Any, global_scale: Any, out: Any, /) -> _Nvfp4Plan: ...
+def nvfp4_dequantize_load(device: int, /) -> None: ...
+def nvfp4_gemv(
+    a: Any,
+    b: Any,
+    scale_a: Any,
+    scale_b: Any,
+    scale_a_permuted: Any,
+    scale_b_permuted: Any,
+    c: Any,
+    /,
+) -> None: ...
+def nvfp4_gemv_plan(
+    a: Any,
+    b: Any,
+    scale_a: Any,
+    scale_b: Any,
+    scale_a_permuted: Any,
+    scale_b_permuted: Any,
+    c: Any,
+    /,
+) -> _Nvfp4GemvPlan: ...
+def nvfp4_gemv_load(device: int, /) -> None: ...
+def nvfp4_linear(x: Any, weight: Any, scale: Any, global_scale: Any, out: Any, /) -> None: ...
+def nvfp4_linear_plan(
+    x: Any, weight: Any, scale: Any, global_scale: Any, out: Any, /
+) -> _Nvfp4LinearPlan: ...
+def nvfp4_linear_load(device: int, /) -> None: ...
+def nvfp4_quantize(x: Any, global_scale: Any, q: Any, scale: Any, /) -> None: ...
+def nvfp4_quantize_plan(x: Any, global_scale: Any, q: Any, scale: Any, /) -> _Nvfp4Plan: ...
+def nvfp4_quantize_load(device: int, /) -> None: ...
+def moe_align_block_size(
+    topk_ids: Any,
+    expert_map: Any,
+    sorted_token_ids: Any,
+    expert_ids: Any,
+    num_tokens_post_padded: Any,
+    workspace: Any,
+    block_size: int,
+    num_experts: int,
+    ignore_invalid_experts: bool,
+    /,
+) -> None: ...
+def moe_align_block_size_plan(
+    topk_ids: Any,
+    expert_map: Any,
+    sorted_token_ids: Any,
+    expert_ids: Any,
+    num_tokens_post_padded: Any,
+    workspace: Any,
+    block_size: int,
+    num_experts: int,
+    ignore_invalid_experts: bool,
+    /,
+) -> _MoeAlignPlan: ...
+def moe_align_block_size_workspace(numel: int, num_experts: int, /) -> int: ...
+def moe_align_block_size_load(device: int, /) -> None: ...
+def moe_sum(x: Any, weights: Any, out: Any, /) -> None: ...
+def moe_sum_plan(x: Any, weights: Any, out: Any, /) -> _MoeSumPlan: ...
+def moe_sum_load(device: int, /) -> None: ...
+def softmax(x: Any, mask: Any, out: Any, scale: float, log: bool, /) -> None: ...
+def softmax_plan(x: Any, mask: Any, out: Any, scale: float, log: bool, /) -> _SoftmaxPlan: ...
+def softmax_backward(
+    grad: Any, y: Any, mask: Any, x_grad: Any, scale: float, log: bool, /
+) -> None: ...
+def softmax_backward_plan(
+    grad: Any, y: Any, mask: Any, x_grad: Any, scale: float, log: bool, /
+) -> _SoftmaxPlan: ...
+def softmax_load(device: int, /) -> None: ...
+def reduce(x: Any, out: Any, workspace: Any, dim: int, op: int, /) -> int: ...
+def reduce_plan(x: Any, out: Any, workspace: Any, dim: int, op: int, /) -> _ReducePlan: ...
+def reduce_load(device: int, /) -> None: ...
 def topk_softmax(
     scores: Any, weights: Any, indices: Any, softmax_first: bool, renormalize: bool, /
 ) -> None: ...
@@ -125,4 +383,33 @@ def topk_softmax_plan(
     scores: Any, weights: Any, indices: Any, softmax_first: bool, renormalize: bool, /
 ) -> _TopkSoftmaxPlan: ...
 def topk_softmax_load(device: int, /) -> None: ...
+def topk_softmax_align(
+    scores: Any,
+    weights: Any,
+    indices: Any,
+    expert_map: Any,
+    sorted_token_ids: Any,
+    expert_ids: Any,
+    num_tokens_post_padded: Any,
+    block_size: int,
+    softmax_first: bool,
+    renormalize: bool,
+    ignore_invalid_experts: bool,
+    /,
+) -> None: ...
+def topk_softmax_align_plan(
+    scores: Any,
+    weights: Any,
+    indices: Any,
+    expert_map: Any,
+    sorted_token_ids: Any,
+    expert_ids: Any,
+    num_tokens_post_padded: Any,
+    block_size: int,
+    softmax_first: bool,
+    renormalize: bool,
+    ignore_invalid_experts: bool,
+    /,
+) -> _TopkAlignPlan: ...
+def topk_softmax_align_load(device: int, /) -> None: ...
 def _clear_exchange_cache() -> None: ...

@@ -13,6 +13,7 @@ from tiercel._version import __version__ as __version__
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from tiercel import backends as backends
+    from tiercel import jit as jit
     from tiercel import nn as nn
     from tiercel import ops as ops
     from tiercel import ref as ref
@@ -21,39 +22,105 @@ if TYPE_CHECKING:
     from tiercel.backends import FallbackWarning as FallbackWarning
     from tiercel.backends import set_backend as set_backend
     from tiercel.backends import use_backend as use_backend
+    from tiercel.ops.gemv import nvfp4_gemv as nvfp4_gemv
+    from tiercel.ops.gemv import nvfp4_linear as nvfp4_linear
     from tiercel.ops.linear import linear_act as linear_act
     from tiercel.ops.norm import layer_norm as layer_norm
     from tiercel.ops.norm import rms_norm as rms_norm
+    from tiercel.ops.quant import fp8_quantize as fp8_quantize
+    from tiercel.ops.quant import nvfp4_dequantize as nvfp4_dequantize
+    from tiercel.ops.quant import nvfp4_quantize as nvfp4_quantize
+    from tiercel.ops.activation import gelu as gelu
+    from tiercel.ops.activation import gelu_and_mul as gelu_and_mul
+    from tiercel.ops.activation import relu as relu
+    from tiercel.ops.activation import relu_and_mul as relu_and_mul
+    from tiercel.ops.activation import silu as silu
+    from tiercel.ops.activation import silu_and_mul as silu_and_mul
+    from tiercel.ops.attention import attention as attention
+    from tiercel.ops.linear import linear_act as linear_act
+    from tiercel.ops.reduce import reduce as reduce
+    from tiercel.ops.reduce import reduce_sum as reduce_sum
     from tiercel.ops.routing import topk_softmax as topk_softmax
+    from tiercel.ops.routing_align import moe_align_block_size as moe_align_block_size
+    from tiercel.ops.routing_fused import topk_softmax_align as topk_softmax_align
+    from tiercel.ops.routing_sum import moe_sum as moe_sum
+    from tiercel.ops.softmax import log_softmax as log_softmax
+    from tiercel.ops.softmax import softmax_online as softmax_online
+    from tiercel.ops.transpose import copy_transpose as copy_transpose
 
 # Public name -> the module that defines it, imported when the name is first used.
 _LAZY = {
     "FallbackWarning": "tiercel.backends",
+    "copy_transpose": "tiercel.ops.transpose",
+    "attention": "tiercel.ops.attention",
     "explain": "tiercel._explain",
     "layer_norm": "tiercel.ops.norm",
     "linear_act": "tiercel.ops.linear",
     "load": "tiercel._load",
     "rms_norm": "tiercel.ops.norm",
+    "fp8_quantize": "tiercel.ops.quant",
+    "linear_act": "tiercel.ops.linear",
+    "load": "tiercel._load",
+    "nvfp4_dequantize": "tiercel.ops.quant",
+    "nvfp4_gemv": "tiercel.ops.gemv",
+    "nvfp4_linear": "tiercel.ops.gemv",
+    "nvfp4_quantize": "tiercel.ops.quant",
+    "gelu": "tiercel.ops.activation",
+    "gelu_and_mul": "tiercel.ops.activation",
+    "linear_act": "tiercel.ops.linear",
+    "load": "tiercel._load",
+    "moe_align_block_size": "tiercel.ops.routing_align",
+    "moe_sum": "tiercel.ops.routing_sum",
+    "log_softmax": "tiercel.ops.softmax",
+    "relu": "tiercel.ops.activation",
+    "relu_and_mul": "tiercel.ops.activation",
+    "reduce": "tiercel.ops.reduce",
+    "reduce_sum": "tiercel.ops.reduce",
     "set_backend": "tiercel.backends",
+    "silu": "tiercel.ops.activation",
+    "silu_and_mul": "tiercel.ops.activation",
+    "softmax_online": "tiercel.ops.softmax",
     "topk_softmax": "tiercel.ops.routing",
+    "topk_softmax_align": "tiercel.ops.routing_fused",
     "use_backend": "tiercel.backends",
 }
-_SUBMODULES = ("backends", "nn", "ops", "ref")
+_SUBMODULES = ("backends", "jit", "nn", "ops", "ref")
 
 __all__ = [
     "FallbackWarning",
     "__version__",
+    "attention",
     "backends",
+    "copy_transpose",
     "explain",
     "layer_norm",
+    "fp8_quantize",
+    "gelu",
+    "gelu_and_mul",
+    "jit",
     "linear_act",
     "load",
+    "moe_align_block_size",
+    "moe_sum",
+    "log_softmax",
     "nn",
+    "nvfp4_dequantize",
+    "nvfp4_gemv",
+    "nvfp4_linear",
+    "nvfp4_quantize",
     "ops",
+    "reduce",
+    "reduce_sum",
     "ref",
     "rms_norm",
+    "relu",
+    "relu_and_mul",
     "set_backend",
+    "silu",
+    "silu_and_mul",
+    "softmax_online",
     "topk_softmax",
+    "topk_softmax_align",
     "use_backend",
 ]
 

@@ -17,14 +17,23 @@ TRANSFORMED = 3  # inside a functorch transform (vmap, grad, jvp) or forward-mod
 _C.set_route_hooks(
     torch.Tensor,
     torch.nn.Parameter,
-    torch._C._functorch.peek_interpreter_stack,
+    torch._C._are_functorch_transforms_active,
     forward_ad,
     torch._C._len_torch_dispatch_stack,
     torch._C._len_torch_function_stack,
-    torch._C._get_tracing_state,
+    torch._C._is_tracing,
     torch.is_grad_enabled,
 )
 route = _C.route
+
+# Inductor's own allocation on the current GPU saves a microsecond a tensor; elsewhere and where a
+# torch lacks it, torch.empty.
+_C.set_allocation_hooks(
+    torch.empty,
+    getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", None),
+    getattr(torch._C, "_cuda_getDevice", None),
+)
+empty = _C.empty
 
 # Dynamo takes this for a constant, so it never gets to `route`.
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling

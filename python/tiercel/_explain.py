@@ -8,7 +8,7 @@ from typing import Any
 
 from tiercel import _needs_torch as _needs_torch
 from tiercel import ops as ops  # fills the registry
-from tiercel._op import Op, registry
+from tiercel._op import Op, Probe, Reached, registry
 from tiercel.backends import requested
 
 
@@ -45,11 +45,14 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     assert found.public is not None
     bound = inspect.signature(found.public).bind(*args, **kwargs)
     bound.apply_defaults()
-    values = tuple(bound.arguments[name] for name in found.argument_names)
-    found.check_tensors(values[:1])  # others may be optional, and are compared with it
-    found.check(*values)
+    variant, values = _reach(found.public, bound)
+    if variant.family != found.family:  # one that it is made of
+        variant = found
+        values = tuple(bound.arguments[argument] for argument in found.argument_names)
+    variant.check_tensors(values[:1])  # others may be optional, and are compared with it
+    variant.check(*values)
     name = values[-1] or requested(found.family)
-    backend, fallback = found.resolve(name, values)
+    backend, fallback = variant.resolve(name, values)
     if fallback is not None:
         reason = f"sm90 does not apply, {fallback.text}"
     elif name is None or name == "auto":
@@ -58,8 +61,26 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         reason = "it was asked for"
     configuration = {}
     if backend.name == "sm90" and found.describe is not None:
-        configuration = found.describe(*values)
+        if variant.describe is None:  # of one with `out`: as without it
+            values = tuple(bound.arguments[argument] for argument in found.argument_names)
+            configuration = found.describe(*values)
+        else:
+            configuration = variant.describe(*values)
     return Explanation(found.name, backend.name, reason, configuration)
+
+
+def _reach(public: Callable[..., Any], bound: inspect.BoundArguments) -> tuple[Op, tuple[Any, ...]]:
+    """Which variant of an operator a call gets to, and its arguments."""
+    arguments = dict(bound.arguments)
+    arguments["backend"] = Probe(arguments["backend"])
+    parameters = inspect.signature(public).parameters.values()
+    by_place = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    first = [arguments.pop(name) for name in by_place]
+    try:
+        public(*first, **arguments)
+    except Reached as reached:
+        return reached.op, reached.args
+    raise AssertionError("the operator was not called")
 
 
 def _find(op: str | Callable[..., Any]) -> Op:

@@ -43,9 +43,20 @@ def load(
 
 
 def _index(device: torch.device | str | int | None) -> int:
+    if isinstance(device, bool) or not isinstance(device, (torch.device, str, int, type(None))):
+        raise TypeError(
+            "tiercel.load: `device` must be a torch.device, a str or an int, got "
+            f"{type(device).__name__}"
+        )
     if isinstance(device, int):
+        if device < 0:
+            raise ValueError(f"tiercel.load: `device` must be a CUDA device's index, got {device}")
         device = torch.device("cuda", device)
-    found = torch.device("cuda" if device is None else device)
+    try:
+        found = torch.device("cuda" if device is None else device)
+    except RuntimeError as error:
+        said = str(error).partition("\n")[0]
+        raise ValueError(f"tiercel.load: `device` must be a CUDA device: {said}") from None
     if found.type != "cuda":
         raise ValueError(f"tiercel.load: `device` must be a CUDA device, got {found}")
     if found.index is not None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tiercel import _platform, backends
+from tiercel import _C, _platform, backends
 from tiercel._eager import DIRECT, GRAD, TRANSFORMED, is_dynamo_compiling, route
 from tiercel._platform import Reason
 
@@ -43,6 +43,26 @@ class Autograd:
     backward: Callable[..., tuple[Any, ...]]  # (ctx, *output gradients)
 
 
+class Probe(str):
+    """As ``backend``, it stops a call where the operator is reached: for ``explain``."""
+
+    def __new__(cls, asked: str | None) -> Probe:
+        probe = super().__new__(cls, "probe")
+        probe.asked = asked
+        return probe
+
+    asked: str | None
+
+
+class Reached(BaseException):
+    """A Probe got to this operator with these arguments."""
+
+    def __init__(self, op: Op, args: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.op = op
+        self.args = args
+
+
 class Op:
     """An operator of ``torch.ops.tiercel``; calling it is the fastest way that is right.
 
@@ -58,6 +78,8 @@ class Op:
         family: The public operator that this is a variant of, whose backend choice it follows.
         describe: The configuration that sm90 would launch, for ``explain``.
         load: Loads sm90's kernels on a CUDA device, for ``tiercel.load``.
+        launch: sm90's ``run`` as one function of ``_C``, which takes all arguments but ``backend``:
+            a call then goes to it without Python in between.
     """
 
     def __init__(
@@ -74,6 +96,7 @@ class Op:
         family: str | None = None,
         describe: Callable[..., dict[str, Any]] | None = None,
         load: Callable[[int], None] | None = None,
+        launch: Callable[..., Any] | None = None,
     ) -> None:
         self.name = name
         self.family = family or name
@@ -84,8 +107,6 @@ class Op:
         self._fake = fake
         self.backends = {backend.name: backend for backend in (sm90, ref)}
         self.public: Callable[..., Any] | None = None
-        self._sm90 = sm90.run
-        self._ready = _platform.ready
 
         library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
         self.overload = getattr(torch.ops.tiercel, name).default
@@ -96,6 +117,18 @@ class Op:
         )
         self._tensors = sum(isinstance(a.type, torch.TensorType) for a in arguments)
         self._mutated = tuple(i for i, a in enumerate(arguments) if a.is_write)
+        self.direct = _C.Direct(
+            count=len(arguments),
+            tensors=self._tensors,
+            mutated=self._mutated,
+            ready=_platform.ready,
+            overrides=vars(backends),
+            run=launch or sm90.run,
+            recover=self._recover,
+            otherwise=self._call,
+            increment_version=torch._C._increment_version,
+            without_backend=launch is not None,
+        )
         self._function = _make_function(self, autograd) if autograd is not None else None
 
         def checked_fake(*args: Any) -> Any:
@@ -115,6 +148,12 @@ class Op:
     def __call__(self, *args: Any) -> Any:
         if is_dynamo_compiling():
             return self.overload(*args)
+        return self.direct(*args)
+
+    def _call(self, *args: Any) -> Any:
+        """A call that is not the plain case: see `_C.Direct`."""
+        if type(args[-1]) is Probe:
+            raise Reached(self, (*args[:-1], args[-1].asked))
         how = route(*args[: self._tensors])
         if how == DIRECT:
             return self._run(*args)
@@ -148,15 +187,15 @@ class Op:
         name = args[-1]
         if name is None and backends.overriding:
             name = backends.requested(self.family)
-        if (name is None or name == "sm90") and args[0].get_device() in self._ready:
+        if (name is None or name == "sm90") and args[0].get_device() in _platform.ready:
             try:
-                outputs = self._sm90(*args)
+                outputs = self.backends["sm90"].run(*args)
             except Exception as error:  # no cost when there is none
                 outputs = self._recover(error, name, args)
         else:
             outputs = self._run_resolved(name, args)
         if self._mutated:
-            torch.autograd.graph.increment_version([args[i] for i in self._mutated])
+            torch._C._increment_version([args[i] for i in self._mutated])
         return outputs
 
     def _run_resolved(self, name: str | None, args: tuple[Any, ...]) -> Any:
@@ -184,10 +223,14 @@ class Op:
         backend = self.backends.get(name)
         if backend is None:
             known = ", ".join(sorted(self.backends))
-            raise ValueError(f"{self.family} has no backend {name!r}; it has {known}")
+            where = "" if args[-1] == name else f" ({backends.named_in(self.family)} asks for it)"
+            raise ValueError(f"{self.family} has no backend {name!r}{where}; it has {known}")
         reason = backend.why_not(*args)
         if reason is not None:
-            raise reason.error(f"{self.family}: backend {name!r} was asked for, but {reason.text}")
+            by = "" if args[-1] == name else f" by {backends.named_in(self.family)}"
+            raise reason.error(
+                f"{self.family}: backend {name!r} was asked for{by}, but {reason.text}"
+            )
         return backend, None
 
     def _run_transformed(self, args: tuple[Any, ...]) -> Any:

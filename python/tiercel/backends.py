@@ -81,6 +81,18 @@ def requested(op: str) -> str | None:
     return None
 
 
+def named_in(op: str) -> str:
+    """Where an operator's backend was named outside of the call, for messages."""
+    for choices, where in (
+        (_context.get(), "use_backend"),
+        (_process, "set_backend"),
+        (_environment, "TIERCEL_BACKEND"),
+    ):
+        if choices and (choices.get(op) or choices.get(None)) is not None:
+            return where
+    return "backend="
+
+
 def warn_of_unknown_names(known: Iterable[str]) -> None:
     """Logs what TIERCEL_BACKEND says of operators that there are none of."""
     for op, name in _environment.items():

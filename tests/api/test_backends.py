@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choosing a backend, what happens where none applies, and what explain says of it."""
 
+import dataclasses
 import threading
 import warnings
 
@@ -35,6 +36,11 @@ def probe(monkeypatch):
     return calls
 
 
+def _launches(monkeypatch, op, run):
+    monkeypatch.setattr(op.direct, "run", run)
+    monkeypatch.setitem(op.backends, "sm90", dataclasses.replace(op.backends["sm90"], run=run))
+
+
 @pytest.fixture
 def fast(monkeypatch):
     """The fast path on the CPU: a device that counts as ready, and a launch of our own."""
@@ -45,7 +51,7 @@ def fast(monkeypatch):
         calls.append(args)
         return op.backends["ref"].run(*args)
 
-    monkeypatch.setattr(op, "_sm90", run)
+    _launches(monkeypatch, op, run)
     _platform.ready.add(-1)
     yield calls
     _platform.ready.discard(-1)
@@ -167,7 +173,10 @@ print(tiercel.explain(tiercel.topk_softmax, torch.zeros(1, 2), 1))
 def test_environment_that_names_nothing(run_python):
     code = "import torch, tiercel; tiercel.topk_softmax(torch.zeros(1, 2), 1)"
     result = run_python(code, check=False, TIERCEL_BACKEND="nope")
-    assert "ValueError: topk_softmax has no backend 'nope'; it has ref, sm90" in result.stderr
+    assert (
+        "ValueError: topk_softmax has no backend 'nope' (TIERCEL_BACKEND asks for it); it has ref, "
+        "sm90" in result.stderr
+    )
 
 
 def test_a_compiled_graph_follows_the_choice_of_the_moment(scores, probe):
@@ -261,7 +270,7 @@ def test_a_launch_that_has_no_kernel_falls_back(scores, fast, monkeypatch):
     def refuse(*args):
         raise NotImplementedError("topk_softmax: at most 4 experts are supported, got 8")
 
-    monkeypatch.setattr(_op.registry["topk_softmax"], "_sm90", refuse)
+    _launches(monkeypatch, _op.registry["topk_softmax"], refuse)
     with pytest.warns(tiercel.FallbackWarning, match="backend: at most 4 experts are supported"):
         tiercel.topk_softmax(scores, 2)
     with pytest.raises(NotImplementedError, match="at most 4 experts"):
@@ -272,7 +281,7 @@ def test_a_failed_launch_is_no_fallback(scores, fast, monkeypatch):
     def fail(*args):
         raise RuntimeError("launch failed")
 
-    monkeypatch.setattr(_op.registry["topk_softmax"], "_sm90", fail)
+    _launches(monkeypatch, _op.registry["topk_softmax"], fail)
     with pytest.raises(RuntimeError, match="launch failed"):
         tiercel.topk_softmax(scores, 2)
     with pytest.raises(ValueError, match="k must be between"):  # a bad argument comes first
@@ -306,3 +315,22 @@ def test_environment_that_names_no_operator_is_logged(monkeypatch, caplog):
     with caplog.at_level("WARNING", logger="tiercel"):
         tiercel.backends.warn_of_unknown_names(_op.registry)
     assert ["topk_sofmax" in r.getMessage() for r in caplog.records] == [True, False]
+
+
+def test_explain_checks_out(scores):
+    good = (torch.empty(4, 2), torch.empty(4, 2, dtype=torch.int32))
+    assert tiercel.explain(tiercel.topk_softmax, scores, 2, out=good).backend == "ref"
+    bad = (torch.empty(4, 2), torch.empty(4, 2, dtype=torch.int16))
+    with pytest.raises(TypeError, match="`indices` must have dtype int32 or int64, got int16"):
+        tiercel.explain(tiercel.topk_softmax, scores, 2, out=bad)
+    with pytest.raises(ValueError, match="`out` has 2 columns, but `k` is 3"):
+        tiercel.explain(tiercel.topk_softmax, scores, 3, out=good)
+
+
+def test_who_asked_for_it(scores, monkeypatch):
+    monkeypatch.setattr(tiercel.backends, "_environment", {None: "sm90"})
+    monkeypatch.setattr(tiercel.backends, "overriding", True)
+    with pytest.raises(RuntimeError, match="backend 'sm90' was asked for by TIERCEL_BACKEND, but"):
+        tiercel.topk_softmax(scores, 2)
+    with tiercel.use_backend("sm90"), pytest.raises(RuntimeError, match="asked for by use_backend"):
+        tiercel.topk_softmax(scores, 2)

@@ -86,9 +86,9 @@ def test_a_case_counts_once_as_where_it_comes_first():
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        ({"op": "nothing"}, "`op` must be one of linear_act, topk_softmax"),
+        ({"op": "nothing"}, "`op` must be one of .*linear_act, .*topk_softmax"),
         ({"rows": 3}, "no parameter 'rows'; it has T, E, k, weights"),
-        ({"dtype": "int8"}, "no dtype 'int8'"),
+        ({"dtype": "int7"}, "no dtype 'int7'"),
         ({"weights": "some"}, "`weights` must be one of all, renorm, after"),
         ({"k": 129}, "k must not exceed E"),
         ({"T": 0}, "must be positive"),
@@ -109,8 +109,8 @@ def test_a_missing_parameter_is_named():
 @pytest.mark.parametrize(
     ("filters", "text"),
     [
-        ({"family": "poetry"}, "no family 'poetry'; there are linear, routing"),
-        ({"op": "sonnet"}, "no operator 'sonnet'; there are linear_act, topk_softmax"),
+        ({"family": "poetry"}, "no family 'poetry'; there are .*linear, .*routing"),
+        ({"op": "sonnet"}, "no operator 'sonnet'; there are .*linear_act, .*topk_softmax"),
     ],
 )
 def test_filters_that_name_nothing(filters, text):

@@ -135,7 +135,7 @@ def test_a_missing_peer_is_left_out_with_the_reason(bench, capsys, monkeypatch):
     [
         (["--suite", "huge"], "no suite 'huge'; there are smoke"),
         (["--op", "sonnet"], "no operator 'sonnet'"),
-        (["--peers", "cudnn"], "no peer 'cudnn'; there are"),
+        (["--peers", "apex"], "no peer 'apex'; there are"),
         (["--compare", "none.jsonl"], "cannot read none.jsonl"),
     ],
 )

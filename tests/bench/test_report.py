@@ -59,7 +59,7 @@ def test_what_it_says(rows):
     best = "| topk_softmax | graph | bfloat16 | fastest exact peer | 2 | 1.50 | 1.73 | 2.00 |"
     assert best in text
     assert "| topk_softmax | host | bfloat16 | torch.topk | 1 | 7.00 | 7.00 | 7.00 |" in text
-    assert "### topk_softmax: host time of an eager call" in text
+    assert "#### topk_softmax: host time of an eager call" in text
     assert "0123456789ab |" in text and "copy 4300 GB/s" in text and "vllm 0.33.0" in text
     assert "`tiercel bench --suite full`" in text
 
@@ -69,6 +69,30 @@ def test_an_operator_that_computes_has_tflops(record):
     text = report.render([record(**fields), record("cublaslt", 0.003, ratio=1.5, **fields)])
     assert "| case | dtype | tiercel | TFLOP/s | of limit | cublaslt |" in text
     assert "| M16 N64 K64 none | bf16 | 2.00 | 750 | 25% | 3.00 (1.50) |" in text
+
+
+def test_a_section_for_each_family_a_table_for_each_operator(record):
+    rows = []
+    for family, op in (("norm", "rms_norm"), ("activation", "swiglu"), ("norm", "layer_norm")):
+        fields = {"family": family, "op": op, "case": "M16 N64"}
+        rows += [record(**fields), record("torch", 0.001, ratio=0.5, **fields)]
+        rows += [record(**fields | {"case": "M1 N64"})]
+        rows += [record("torch", 0.004, ratio=2.0, **fields | {"case": "M1 N64"})]
+    rows += [record("quack", 0.003, ratio=1.5, family="norm", op="rms_norm", case="M16 N64")]
+    text = report.render(rows)
+    heads = [line for line in text.splitlines() if line.startswith("#")]
+    assert heads == [
+        "## NVIDIA H200",
+        "### activation",
+        "#### swiglu: GPU time",
+        "### norm",
+        "#### layer_norm: GPU time",
+        "#### rms_norm: GPU time",
+        "### Runs",
+    ]
+    assert "| [rms_norm](#norm) | 1 of 2 | 0.50 | 1.00 | 2.00 |" in text
+    layer_norm = text[text.index("#### layer_norm") : text.index("#### rms_norm")]
+    assert "quack" not in layer_norm  # only the peers that an operator has
 
 
 def test_no_results(folder):

@@ -2,7 +2,6 @@
 """topk_softmax's benchmark: what its check lets through, and the peers that run anywhere."""
 
 import dataclasses
-import importlib.util
 import sys
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from tiercel.bench import adapters, ops, ours, peers
 from tiercel.bench.cases import Case
 from tiercel.bench.launch import Launch, Unsupported, WrongResult
-from tiercel.bench.peers import vllm
 
 BENCH = ops.load()["topk_softmax"]
 
@@ -152,38 +150,6 @@ def test_quack_declines_what_it_cannot_do(monkeypatch):
     inputs = BENCH.make(case(E=64, k=8, dtype="float32"), "cpu", 0)
     launch = prepare(case(E=64, k=8, dtype="float32"), inputs)
     assert not launch.exact and launch.slack == 2.0**-17
-
-
-def test_peers_that_are_not_here_say_why(monkeypatch, tmp_path):
-    real = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name: None if name in ("quack", "vllm") else real(name),
-    )
-    monkeypatch.delenv("TIERCEL_BENCH_VLLM", raising=False)
-    versions, missing = peers.find(list(peers.load().values()))
-    assert versions == {
-        "cublaslt": f"of torch {torch.__version__}",
-        "torch": torch.__version__,
-        "torch.compile": torch.__version__,
-    }
-    for name in ("quack", "quack.tuned"):
-        assert "quack-kernels is not installed" in missing[name]
-    assert "TIERCEL_BENCH_VLLM" in missing["vllm"]
-    monkeypatch.setenv("TIERCEL_BENCH_VLLM", str(tmp_path / "none.so"))
-    assert "none.so is no file" in peers.find([vllm.PEER])[1]["vllm"]
-    (tmp_path / "none.so").write_bytes(b"no library")
-    assert peers.find([vllm.PEER])[1]["vllm"].startswith("OSError")
-
-
-def test_which_peers_are_meant():
-    found = peers.load()
-    assert [p.name for p in peers.choose(found, "torch, quack")] == ["torch", "quack"]
-    assert peers.choose(found, "none") == []
-    assert {p.name for p in peers.choose(found, "all")} == set(found)
-    with pytest.raises(Exception, match="no peer 'cudnn'; there are cublaslt, quack, "):
-        peers.choose(found, "torch,cudnn")
 
 
 def test_a_slow_peer_comes_only_where_it_is_asked_for():

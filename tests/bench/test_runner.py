@@ -96,8 +96,18 @@ def test_inputs_go_round_past_the_cache_unless_hot(toy, toy_case, impl, fake_clo
     assert ("prepare", "tiercel", 12) in clock.log
     assert found[0].sets == 12
     assert input_sets(toy, toy_case) == 1
-    huge = dataclasses.replace(cold, bytes_moved=lambda case: 10**12)
-    assert input_sets(huge, toy_case) == 2
+    for moved, sets in ((200 * 10**6, 2), (2 * 10**9, 1)):
+        large = dataclasses.replace(cold, bytes_moved=lambda case, moved=moved: moved)
+        assert input_sets(large, toy_case) == sets
+
+
+@pytest.mark.parametrize(("ms", "samples", "warmup"), [(0.5, 20, 3), (10.0, 6, 2), (50.0, 3, 1)])
+def test_a_slow_operator_is_sampled_less(toy, toy_case, impl, fake_clock, ms, samples, warmup):
+    clock = fake_clock({"tiercel": ms})
+    found = run_case(toy, toy_case, [impl("tiercel", ours=True)], clock, Settings(), "cpu")
+    assert [len(r) for r in found[0].rounds] == [samples] * 5
+    taken = [entry[2] for entry in clock.log if entry[0] == "sample"]
+    assert taken == [1] + [warmup, samples] * 5
 
 
 def test_host_time_beside_the_baseline(toy, toy_case, impl, fake_clock):

@@ -57,7 +57,9 @@ def test_one_that_fails_half_way_does_not_stop_the_others():
     [
         (0.002, 1, 250),  # half a millisecond of work
         (0.0001, 1, 400),  # not more
-        (1.0, 1, 4),  # not fewer
+        (0.3, 1, 4),  # not fewer
+        (1.5, 1, 2),  # but for what takes long
+        (9.0, 1, 1),
         (1.0, 5, 5),  # whole turns through the inputs
         (0.002, 64, 256),
     ],

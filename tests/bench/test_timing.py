@@ -39,7 +39,7 @@ class Cuda:
         self.Stream = lambda: SimpleNamespace(wait_stream=lambda other: None)
         self.current_stream = self.Stream
         self.stream = lambda stream: contextlib.nullcontext()
-        self.synchronize = lambda: None
+        self.synchronize = self.empty_cache = lambda: None
 
     @contextlib.contextmanager
     def graph(self, graph):

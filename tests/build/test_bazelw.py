@@ -106,6 +106,22 @@ def test_prefix_is_private_and_complete(machine):
         assert "update" in line or "--download-only" in line or "--print-uris" in line
 
 
+def test_nothing_of_path_is_needed_but_what_it_says(machine):
+    machine.run("build")
+    for program in ("dirname", "readlink", "sed"):
+        (machine.bin / program).unlink(missing_ok=True)
+    result = machine.run("build")
+    assert result.stdout == "fake bazel 7.7.1: build\n" and result.stderr == ""
+    inside = subprocess.run(
+        ["/bin/bash", "bazelw", "build"],
+        cwd=machine.workspace,
+        env={"PATH": str(machine.bin), "TIERCEL_CACHE": str(machine.cache)},
+        capture_output=True,
+        text=True,
+    )
+    assert inside.stdout == "fake bazel 7.7.1: build\n" and inside.stderr == ""
+
+
 def test_sub_folder_is_kept_and_outside_goes_to_the_root(machine):
     machine.run("build")
     fake = machine.store / "prefix/usr/bin/bazel"
@@ -336,9 +352,26 @@ def _headless(name, data):
     return [] if name == "manifest.json" else [(name, data)]
 
 
+def _scrambled(**fields):
+    """The manifest with other values: still JSON, no manifest any more."""
+
+    def change(name, data):
+        if name == "manifest.json":
+            data = json.dumps(json.loads(data) | fields).encode()
+        return [(name, data)]
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [
+        (_scrambled(files=["wheel/x"]), "its manifest is damaged"),
+        (_scrambled(files={"wheel/x": "0123"}), "its manifest is damaged"),
+        (_scrambled(files={"wheel/x": {"size": 1}}), "its manifest is damaged"),
+        (_scrambled(files=None), "its manifest is damaged"),
+        (_scrambled(bazel=7.7), "its manifest is damaged"),
+        (_scrambled(recipe={}), "exported for another set-up"),
         (_damage, "another hash"),
         (_cut, "1 of its 3 files are missing"),
         (_escape, "outside of its folders"),

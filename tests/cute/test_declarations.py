@@ -19,6 +19,7 @@ ROOT = pathlib.Path.cwd()
 SITE = (ROOT / os.environ["CUTE_SITE"]).absolute()
 sys.path[:0] = [
     str(ROOT / "tools" / "cute"),
+    str(ROOT / "python" / "tiercel" / "jit" / "dsl"),
     str(ROOT / "kernels" / "linear"),
     str(SITE / "nvidia_cutlass_dsl" / "dsl_packages"),
     str(SITE),

@@ -33,6 +33,12 @@ def test_bad_arguments(loaded):
         tiercel.load("nope", device=0)
     with pytest.raises(ValueError, match="`device` must be a CUDA device, got cpu"):
         tiercel.load(device="cpu")
+    with pytest.raises(ValueError, match="must be a CUDA device's index, got -1"):
+        tiercel.load(device=-1)
+    with pytest.raises(TypeError, match="must be a torch.device, a str or an int, got bool"):
+        tiercel.load(device=True)
+    with pytest.raises(ValueError, match="`device` must be a CUDA device: .*nonsense"):
+        tiercel.load(device="nonsense")
     assert loaded == []
 
 

@@ -4,11 +4,10 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-import tiercel.templates
+from tiercel.plugins import rendering
 from tiercel.plugins.contracts import CONTRACTS
 
 pytestmark = pytest.mark.torch
@@ -44,16 +43,24 @@ def test_without_a_gpu_the_others_say_so(tmp_path, language):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("op", "language"),
-    [("topk_softmax", "triton"), ("topk_softmax", "cuda"), ("linear_act", "triton")],
+    [
+        ("topk_softmax", "triton"),
+        ("topk_softmax", "cuda"),
+        ("linear_act", "triton"),
+        ("linear_act", "cuda"),
+        ("linear_act", "cute"),
+    ],
 )
 def test_they_pass_smoke_on_a_gpu(tmp_path, op, language):
     if language == "cuda":
-        from tiercel.plugins import cuda
+        from tiercel.jit import toolchain
 
         try:
-            cuda.find_nvcc()
+            toolchain.find_nvcc()
         except RuntimeError as error:
             pytest.skip(str(error))
+    if language == "cute":
+        pytest.importorskip("cutlass")
     run("new-kernel", "mine", "--op", op, "--language", language, cwd=tmp_path, check=True)
     result = run("smoke", "--path", "mine.py", cwd=tmp_path)
     assert result.returncode == 0, result.stdout
@@ -85,7 +92,73 @@ def test_what_cannot_be_written(tmp_path, arguments, message):
     assert (tmp_path / "there.py").read_text() == "mine"
 
 
-def test_every_operator_has_a_template():
-    folder = Path(tiercel.templates.__file__).parent
-    for op in CONTRACTS:
-        assert (folder / f"{op}_torch.py").exists()
+REFERENCE = """
+from __future__ import annotations
+
+import math
+import os
+from functools import partial as bind
+
+import torch
+from torch import Tensor
+
+SCALE, SHIFT = 2.0, 1.0  # both
+# Of what is unused here.
+OTHER = os.name
+
+
+def _helper(x: Tensor) -> Tensor:
+    return bind(torch.mul, SCALE)(x) if x.dim() else linear_act(x, x, None)
+
+
+def linear_act(
+    x: Tensor, weight: Tensor, b: None = None, *, extra: float = math.pi, activation="gelu"
+) -> Tensor:
+    # First.
+    return _helper(x)
+"""
+RENDERED = """
+from __future__ import annotations
+
+import math
+from functools import partial as bind
+
+import torch
+from torch import Tensor
+
+import tiercel
+
+SCALE, SHIFT = 2.0, 1.0  # both
+
+
+def _helper(x: Tensor) -> Tensor:
+    return bind(torch.mul, SCALE)(x) if x.dim() else mine(x, x, None)
+
+
+@tiercel.backends.register(
+    op="linear_act",
+    name="mine",
+    language="torch",
+    description="the reference's own steps",
+)
+def mine(
+    x: Tensor,  # [M, K] bfloat16 or float16, any strides
+    weight: Tensor,  # [N, K] the dtype of x, any strides
+    bias: Tensor | None,  # [N] the dtype of x, any strides, or None
+    activation: str,
+    b: None = None,
+    extra: float = math.pi,
+) -> Tensor:  # [M, N] the dtype of x
+    # First.
+    return _helper(x)
+"""
+
+
+def test_what_is_taken_of_a_reference(tmp_path, monkeypatch):
+    (tmp_path / "linear.py").write_text("from tiercel.ref.other import linear_act")
+    (tmp_path / "other.py").write_text(REFERENCE)
+    monkeypatch.setattr(rendering, "_REFERENCES", tmp_path)
+    assert rendering.render(CONTRACTS["linear_act"], "mine").endswith(f'"""\n{RENDERED}')
+    for name in ("torch", "_helper", "x", "tiercel"):
+        with pytest.raises(ValueError, match=f"uses the name {name!r} itself"):
+            rendering.render(CONTRACTS["linear_act"], name)

@@ -293,7 +293,14 @@ def test_a_backend_of_linear_act():
 def test_typed_aliases():
     base, spec = typing.get_args(types.Weights)
     assert base is torch.Tensor and spec == contract_of("topk_softmax").spec("weights")
-    for protocol, op in ((types.TopkSoftmax, "topk_softmax"), (types.LinearAct, "linear_act")):
+    protocols = {
+        "linear_act": types.LinearAct,
+        "moe_align_block_size": types.MoeAlignBlockSize,
+        "moe_sum": types.MoeSum,
+        "topk_softmax": types.TopkSoftmax,
+        "topk_softmax_align": types.TopkSoftmaxAlign,
+    }
+    for op, protocol in protocols.items():
         names = tuple(inspect.signature(protocol.__call__).parameters)[1:]
         assert names == contract_of(op).names
 
@@ -309,9 +316,9 @@ def test_the_input_generator_gives_what_the_case_says(op):
         assert tuple(arguments) == contract.names
         tensor = arguments[first.name]
         assert str(tensor.dtype) == f"torch.{case.dtype}"
-        assert contract.sizes(list(arguments.values())) == case.sizes
+        assert contract.sizes(list(arguments.values())).items() >= case.sizes.items()
         assert torch.equal(tensor.nan_to_num(9), again[first.name].nan_to_num(9))
         strided.append(not tensor.is_contiguous())
-    assert any(strided) and not all(strided)
+    assert any(strided) == first.strided and not all(strided)
     assert any(0 in case.sizes.values() for case in contract.cases)
     assert {case.dtype for case in contract.cases} == set(first.dtypes)

@@ -9,8 +9,8 @@ int cuInit(unsigned flags) { (void)flags; return INIT; }
 int cuDriverGetVersion(int* version) { *version = VERSION; return 0; }
 int cuGetErrorName(int error, const char** text) { (void)error; *text = "FAKE_ERROR"; return 0; }
 int cuGetErrorString(int error, const char** text) { (void)error; *text = "made up"; return 0; }
-int cuDeviceGetCount(int* count) { *count = 1; return 0; }
-int cuDeviceGet(int* device, int index) { *device = index; return index == 0 ? 0 : 101; }
+int cuDeviceGetCount(int* count) { *count = COUNT; return 0; }
+int cuDeviceGet(int* device, int index) { *device = index; return index < COUNT ? 0 : 101; }
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
   (void)device;
   *value = attribute == 75 ? MAJOR : attribute == 76 ? MINOR : 0;
@@ -33,11 +33,17 @@ NOTHING(cuLaunchKernelEx)
 """
 
 
-def build(folder, version=13000, capability=(9, 0), init=0, no_launch=False):
+def build(folder, version=13000, capability=(9, 0), init=0, no_launch=False, count=1):
     """Compiles the library in a folder and returns its path."""
     source, library = folder / "fake_cuda.c", folder / "libfakecuda.so"
     source.write_text(SOURCE)
-    values = {"VERSION": version, "MAJOR": capability[0], "MINOR": capability[1], "INIT": init}
+    values = {
+        "VERSION": version,
+        "MAJOR": capability[0],
+        "MINOR": capability[1],
+        "INIT": init,
+        "COUNT": count,
+    }
     defines = [f"-D{name}={value}" for name, value in values.items()]
     if no_launch:
         defines.append("-DNO_LAUNCH")

@@ -94,7 +94,11 @@ def _manifest_of(tar: tarfile.TarFile, source: Path) -> dict:
         manifest = json.load(tar.extractfile(first))
         known = (manifest["format"], manifest["recipe"]) == (_FORMAT, recipe.RECIPE)
         version, files = manifest["bazel"], manifest["files"]
-    except (ValueError, KeyError, TypeError) as error:
+        if not isinstance(version, str) or not all(
+            isinstance(entry["sha256"], str) for entry in files.values()
+        ):
+            raise TypeError
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SetupError(f"{source} is no exported toolchain: its manifest is damaged") from error
     if not known:
         raise SetupError(

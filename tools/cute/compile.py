@@ -13,6 +13,9 @@ import pathlib
 import sys
 import tempfile
 
+# What the package has of its own, to compile on a user's machine: declarations and the like.
+_SHARED = pathlib.Path(__file__).absolute().parents[2] / "python" / "tiercel" / "jit" / "dsl"
+
 _TRIPLE = "x86_64-unknown-linux-gnu"  # the host code runs in this build only, on any x86-64
 
 
@@ -42,21 +45,13 @@ class Compiled:
 
 def compile_all(functions, arch: str, cc: str, folder: pathlib.Path) -> list[Compiled]:
     import cubin
-    import cutlass.cute as cute
     import oracle
-    from cutlass.cute.runtime import make_fake_stream, make_ptr
-    from declaration import Pointer
+    from build import compile_function
 
-    options = f"--gpu-arch {arch} --keep-cubin --host-target 'llvm -mtriple={_TRIPLE} -mcpu=x86-64'"
+    options = f"--host-target 'llvm -mtriple={_TRIPLE} -mcpu=x86-64'"
     images, objects = [], {}
     for i, function in enumerate(functions):
-        arguments = [
-            make_ptr(argument.dtype, 0, cute.AddressSpace.gmem, assumed_align=argument.align)
-            if isinstance(argument, Pointer)
-            else 1
-            for argument in function.arguments
-        ]
-        built = cute.compile(function.function, *arguments, make_fake_stream(), options=options)
+        built = compile_function(function, arch, options)
         images.append(built.__cubin__)
         objects[f"function{i}"] = built.dump_to_object(f"function{i}")
 
@@ -82,6 +77,7 @@ def main() -> None:
         # The second is what the package's .pth file would add.
         sys.path[:0] = [str(folder / "nvidia_cutlass_dsl" / "dsl_packages"), str(folder)]
     sys.path.insert(0, str(pathlib.Path(options.main).parent.absolute()))
+    sys.path.insert(0, str(_SHARED))
 
     folder = tempfile.TemporaryDirectory()
     os.chdir(folder.name)  # the DSL leaves copies of its cubins in the folder it is imported in

@@ -76,7 +76,7 @@ def cute_kernels(name, main, header, variant, table, srcs = [], deps = [], **kwa
 
     Args:
       name: the library; NAME_compiled has the manifest and the cubins as output groups.
-      main: the Python file whose functions() says what to compile (tools/cute/declaration.py).
+      main: the Python file whose functions() says what to compile (python/tiercel/jit/dsl/declaration.py).
       header: what the generated source includes; it declares `table` and `variant`.
       variant: the struct of a kernel's attributes.
       table: the generated function that returns all kernels.

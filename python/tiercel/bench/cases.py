@@ -12,7 +12,15 @@ from typing import Any
 from tiercel.bench import BenchError
 from tiercel.bench.ops import OpBench
 
-DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}
+DTYPES = {
+    "float32": "f32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float8_e4m3fn": "fp8",
+    "float8_e5m2": "fp8 e5m2",
+    "nvfp4": "nvfp4",
+    "int8": "int8",
+}
 # What an entry may hold beside the operator's own parameters.
 _OPTIONS = ("dtype", "host", "peers")
 

@@ -16,7 +16,7 @@ _GEMM = 8192
 
 
 def measure(clock: Clock) -> list[Record]:
-    """Copy bandwidth, a launch with nothing to do, a bf16 matrix product."""
+    """Copy bandwidth, a launch with nothing to do, matrix products in bf16 and fp8."""
     import torch
 
     found = []
@@ -35,10 +35,23 @@ def measure(clock: Clock) -> list[Record]:
     a, b = (torch.randn(_GEMM, _GEMM, device="cuda").bfloat16() for _ in range(2))
     c = torch.empty_like(a)
     ms = _ms(clock, lambda: (torch.mm(a, b, out=c),))
-    rate = 2 * _GEMM**3 / ms / 1e9
-    found.append(_record("gemm", f"M{_GEMM} N{_GEMM} K{_GEMM}", "bfloat16", ms, tflops=rate))
+    found.append(_gemm("bfloat16", ms))
+    ms = _ms(clock, _fp8_product(torch, a, b))
+    found.append(_gemm("float8_e4m3fn", ms))
     torch.cuda.empty_cache()
     return found
+
+
+def _gemm(dtype: str, ms: float) -> Record:
+    rate = 2 * _GEMM**3 / ms / 1e9
+    return _record("gemm", f"M{_GEMM} N{_GEMM} K{_GEMM}", dtype, ms, tflops=rate)
+
+
+def _fp8_product(torch: Any, a: Any, b: Any) -> Any:
+    a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+    one = torch.ones((), device=a.device)
+    options = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16}
+    return lambda: (torch._scaled_mm(a, b.t(), use_fast_accum=True, **options),)
 
 
 def _empty_kernel(torch: Any) -> tuple[()]:
@@ -73,13 +86,17 @@ def summary(records: list[Record]) -> dict[str, float]:
             found[f"{record['dtype']}_tflops"] = record["tflops"]
     if "bfloat16_tflops" in found:
         found["float16_tflops"] = found["bfloat16_tflops"]  # one rate in the tensor cores
+    if "float8_e4m3fn_tflops" in found:
+        found["float8_e5m2_tflops"] = found["float8_e4m3fn_tflops"]
     return found
 
 
 def as_text(found: dict[str, float]) -> str:
     if not found:
         return "not measured"
-    return (
+    text = (
         f"copy {found['copy_gbps']:.0f} GB/s, launch {found['launch_us']:.2f} µs, "
         f"bf16 matrix product {found['bfloat16_tflops']:.0f} TFLOP/s"
     )
+    fp8 = found.get("float8_e4m3fn_tflops")
+    return text if fp8 is None else f"{text}, fp8 {fp8:.0f}"

@@ -68,7 +68,7 @@ def from_result(
         record["differing"] = result.error.differing
     record |= {"exact": launch.exact if launch else True, "ratio": result.ratio}
     record["round_ms"] = stats.medians(result.rounds)
-    record |= {"rounds": settings.rounds, "iterations": settings.iterations}
+    record |= {"rounds": settings.rounds, "iterations": len(result.rounds[0])}
     record |= launch.details if launch else {}
     return {name: rounded(value) for name, value in record.items()}
 

@@ -11,9 +11,12 @@ from typing import Any
 from tiercel.bench import BenchError, limits, records, table
 from tiercel.bench.cases import DTYPES
 from tiercel.bench.records import Record
+from tiercel.bench.stats import geometric_mean
 
 BEGIN = "<!-- results: begin (written by `tiercel bench report`; do not edit) -->"
 END = "<!-- results: end -->"
+BAR = 0.98  # what a ratio of one is met at
+OVERVIEW_HEAD = ("operator", "even or faster", "least", "geomean", "most")
 
 
 def update(folder: Path, *, check: bool) -> bool:
@@ -43,11 +46,37 @@ def render(found: Iterable[Record]) -> str:
     for gpu in sorted({r["gpu"] for r in shown}):
         here = [r for r in shown if r["gpu"] == gpu]
         parts.append(f"## {gpu}\n")
-        parts.append(_summary(here))
-        for op, host in sorted({(r["op"], r["timing"] == "host") for r in here}):
-            rows = [r for r in here if r["op"] == op and (r["timing"] == "host") == host]
-            parts.append(_op(op, host, rows))
+        parts.append(_overview(here))
+        for family in sorted({r["family"] for r in here}):
+            parts.append(_family(family, [r for r in here if r["family"] == family]))
         parts.append(_runs(here, found))
+    return "\n".join(parts)
+
+
+def _overview(rows: list[Record]) -> str:
+    """An operator's line: ours against the fastest exact peer of each case."""
+    lines = []
+    for op in sorted({r["op"] for r in rows}):
+        mine = [r for r in rows if r["op"] == op]
+        problems = table.by_problem(r for r in mine if r["timing"] != "host")
+        best = [best["ratio"] for best in map(table.best_peer, problems.values()) if best]
+        if best:
+            met = f"{sum(ratio >= BAR for ratio in best)} of {len(best)}"
+            family = mine[0]["family"]
+            figures = [f"{f(best):.2f}" for f in (min, geometric_mean, max)]
+            lines.append([f"[{op}](#{family})", met, *figures])
+    text = (
+        "The fastest exact peer's time over ours, GPU time, over an operator's cases (above 1: "
+        f"ours is faster; even means at least {BAR}):\n\n"
+    )
+    return text + _markdown(OVERVIEW_HEAD, lines, numbers_from=1)
+
+
+def _family(family: str, rows: list[Record]) -> str:
+    parts = [f"### {family}\n", _summary(rows)]
+    for op, host in sorted({(r["op"], r["timing"] == "host") for r in rows}):
+        of = [r for r in rows if r["op"] == op and (r["timing"] == "host") == host]
+        parts.append(_op(op, host, of))
     return "\n".join(parts)
 
 
@@ -71,7 +100,7 @@ def _op(op: str, host: bool, rows: list[Record]) -> str:
             line += [f"{ours[rate]:.0f}", _percent(ours["limit_frac"])]
         lines.append(line + [_peer(group.get(name)) for name in peers])
     what = "host time of an eager call" if host else "GPU time"
-    title = f"### {op}: {what}\n\n"
+    title = f"#### {op}: {what}\n\n"
     note = "Medians in µs; for a peer, in brackets, its time over ours; `~`: it is not exact.\n\n"
     return title + note + _markdown([*head, *peers], lines, numbers_from=2)
 

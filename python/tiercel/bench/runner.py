@@ -16,6 +16,11 @@ from tiercel.bench.timing import Clock, Replay
 
 _L2_BYTES = 60e6
 _MAX_SETS = 64
+# From here on an input pushes its own beginning out of the L2: one of them is enough, and several
+# implementations with their outputs fit into the GPU's memory.
+_ALONE_BYTES = 16 * _L2_BYTES
+# A slow operator needs fewer samples: this long in a round, and at least so many of them.
+_ROUND_MS, _LEAST = 60.0, 3
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,10 @@ def input_sets(bench: OpBench, case: Case) -> int:
     """How many inputs to go round so that each is out of the L2 when its turn comes."""
     if bench.hot:
         return 1
-    return min(max(math.ceil(2 * _L2_BYTES / bench.bytes_moved(case)), 2), _MAX_SETS)
+    moved = bench.bytes_moved(case)
+    if moved >= _ALONE_BYTES:
+        return 1
+    return min(max(math.ceil(2 * _L2_BYTES / moved), 2), _MAX_SETS)
 
 
 def run_case(
@@ -84,6 +92,7 @@ def run_case(
         except Exception as error:
             results[impl.name] = Result(impl, "error", reason=first_line(error))
 
+    del expected  # in float64: the largest thing in memory
     samplers = {name: _sampler(r.replay, settings) for name, r in ready.items()}
     taken, failed = stats.interleave(samplers, settings.rounds)
     for impl in impls:
@@ -128,12 +137,25 @@ def _prepare(
 
 
 def _sampler(replay: Replay, settings: Settings) -> Callable[[], list[float]]:
+    fitting: list[tuple[int, int]] = []  # warm-up and samples, known once one has been taken
+
     def sample() -> list[float]:
-        if settings.warmup:
-            replay.sample(settings.warmup)
-        return replay.sample(settings.iterations)
+        if not fitting:
+            fitting.append(_fit(replay, settings))
+        warmup, iterations = fitting[0]
+        if warmup:
+            replay.sample(warmup)
+        return replay.sample(iterations)
 
     return sample
+
+
+def _fit(replay: Replay, settings: Settings) -> tuple[int, int]:
+    if settings.iterations <= _LEAST:
+        return settings.warmup, settings.iterations
+    ms = replay.sample(1)[0] * replay.launches
+    iterations = min(settings.iterations, max(math.ceil(_ROUND_MS / max(ms, 1e-6)), _LEAST))
+    return min(settings.warmup, iterations // _LEAST), iterations
 
 
 def _host(

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from tiercel.bench.launch import Launch
 
 # A replay costs a few microseconds by itself: it holds launches for this long, within these
-# numbers, so that a launch's share of that cost vanishes.
-_TARGET_MS = 0.5
+# numbers, so that a launch's share of that cost vanishes; beyond _LONG_MS one launch is enough.
+_TARGET_MS, _LONG_MS = 0.5, 2.0
 _MIN_LAUNCHES, _MAX_LAUNCHES = 4, 400
 _HOST_CALLS = 400  # below the driver's queue depth: the loop never waits for the GPU
 
@@ -54,11 +54,22 @@ class CudaClock:
         graph = all(launch.graph for launch in launches)
         runs = [launch.run for launch in launches]
         make = _GraphReplay if graph else _EventReplay
-        pilot = make(self._torch, runs, _rounded(20, len(runs)))
+        # What a check in float64 left in the allocator is out of a graph's reach.
+        self._torch.cuda.empty_cache()
+        pilot = make(self._torch, runs, self._pilot(runs))
         pilot.sample(2)
         per_launch = min(pilot.sample(3))
         count = launches_for(per_launch, len(runs))
         return pilot if count == pilot.launches else make(self._torch, runs, count)
+
+    def _pilot(self, runs: Sequence[Callable[[], Any]]) -> int:
+        """Launches to time first: 20, or one turn of what takes a millisecond."""
+        start, end = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        runs[0]()
+        end.record()
+        self.synchronize()
+        return _rounded(20 if start.elapsed_time(end) < 1.0 else 1, len(runs))
 
     def host(self, call: Callable[[], Any], count: int) -> list[float]:
         """Milliseconds a call that the CPU is busy with it; the GPU's queue never fills."""
@@ -82,7 +93,8 @@ class CudaClock:
 def launches_for(ms: float, sets: int) -> int:
     """How many launches of `ms` a sample holds: whole turns through the sets of inputs."""
     wanted = math.ceil(_TARGET_MS / max(ms, 1e-6))
-    return _rounded(min(max(wanted, _MIN_LAUNCHES), _MAX_LAUNCHES), sets)
+    least = min(math.ceil(_LONG_MS / max(ms, 1e-6)), _MIN_LAUNCHES)
+    return _rounded(min(max(wanted, least), _MAX_LAUNCHES), sets)
 
 
 def _rounded(count: int, sets: int) -> int:

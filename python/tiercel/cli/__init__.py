@@ -5,14 +5,16 @@ import argparse
 from collections.abc import Sequence
 
 from tiercel._version import __version__
-from tiercel.cli import bench, cache, doctor, new_kernel, smoke
+from tiercel.cli import bench, cache, demo, deploy, doctor, kernels, new_kernel, profile, smoke
+
+COMMANDS = (bench, cache, demo, deploy, doctor, kernels, new_kernel, profile, smoke)
 
 
 def main(argv: "Sequence[str] | None" = None) -> int:
     parser = argparse.ArgumentParser(prog="tiercel", description="Hopper kernels for PyTorch.")
     parser.add_argument("--version", action="version", version=f"tiercel {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (bench, cache, doctor, new_kernel, smoke):
+    for command in COMMANDS:
         name = command.__name__.rpartition(".")[2].replace("_", "-")
         sub = commands.add_parser(name, help=command.HELP, description=command.HELP)
         command.add_arguments(sub)

@@ -1,140 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tiercel doctor``: what is installed here, and whether the precompiled kernels run."""
+"""``tiercel doctor``: what is installed here, whether the kernels run, and what mends the rest."""
 
 import argparse
+import dataclasses
 import json
-import platform
 import sys
-from typing import Any
+from pathlib import Path
 
-HELP = "Reports versions, driver and GPUs, and whether the sm90 kernels run here; changes nothing."
+HELP = "Checks Python, PyTorch, driver, GPUs and build tools; says what to mend, changes nothing."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
+    what = parser.add_mutually_exclusive_group()
+    text = "print the exports that make PyTorch's extension builds fast, to be sourced"
+    what.add_argument("--shell", action="store_true", help=text)
+    text = "explain the log of a build or a run that failed or was slow (- reads stdin)"
+    what.add_argument("--log", metavar="FILE", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
-    report = examine()
-    print(json.dumps(report, indent=2) if args.json else as_text(report))
+    if args.log is not None:
+        return _log(args.log, args.json)
+    from tiercel.doctor import checks, facts, shell, show, tools
+
+    found, made = facts.examine(), tools.examine()
+    if args.shell:
+        print(shell.exports(found, made), end="")
+        return 0
+    needed, wanted = checks.runtime(found), checks.development(found, made)
+    if args.json:
+        listed = [dataclasses.asdict(check) for check in (*needed, *wanted)]
+        print(json.dumps(found | {"tools": made, "checks": listed}, indent=2))
+        return 0
+    colours = show.coloured()
+    print(f"tiercel {found['tiercel']} on {found['platform']}\n")
+    print("To run the precompiled kernels:")
+    print(show.as_text(needed, colours))
+    print("\nTo compile kernels of your own:")
+    print(show.as_text(wanted, colours))
+    print(f"\n{show.conclusion((*needed, *wanted))}")
     return 0
 
 
-def examine() -> dict[str, Any]:
-    """Every fact on its own: one that cannot be had does not hide the others."""
-    from tiercel._version import __version__
+def _log(name: str, as_json: bool) -> int:
+    from tiercel.doctor import logs
 
-    report: dict[str, Any] = {
-        "tiercel": __version__,
-        "python": f"{platform.python_version()} ({sys.executable})",
-        "platform": platform.platform(),
-        "libc": " ".join(platform.libc_ver()),
-    }
-    report |= _torch()
-    report |= _driver()
-    report["gpus"] = _gpus(report)
-    problems = [p for p in (report["torch_problem"], report["driver_problem"]) if p]
-    if not problems:
-        problems = [_try_a_kernel(report["gpus"])]
-    report["sm90_kernels_run"] = not any(problems)
-    report["why_not"] = "; ".join(filter(None, problems)) or None
-    return report
-
-
-def _torch() -> dict[str, Any]:
-    facts: dict[str, Any] = {"torch": None, "torch_cuda": None, "torch_problem": None}
     try:
-        from tiercel._torch import missing_torch
-
-        facts["torch_problem"] = missing_torch()
-        import torch
-
-        facts["torch"] = torch.__version__
-        facts["torch_cuda"] = torch.version.cuda
-    except Exception as error:
-        facts["torch_problem"] = facts["torch_problem"] or f"PyTorch does not import: {error}"
-    return facts
-
-
-def _driver() -> dict[str, Any]:
-    try:
-        from tiercel import _C
-
-        info = _C.driver_info()
-    except Exception as error:
-        return {"driver_cuda": None, "driver_problem": f"tiercel._C does not import: {error}"}
-    version = info["version"]
-    return {
-        "driver_cuda": f"{version // 1000}.{version % 1000 // 10}" if version else None,
-        "driver_problem": None if info["ok"] else info["message"],
-    }
-
-
-def _gpus(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """By the driver where it is open, with torch's names where torch sees them."""
-    gpus: list[dict[str, Any]] = []
-    if report["driver_problem"] is not None:
-        return gpus
-    from tiercel import _C
-
-    for index in range(64):
-        try:
-            major, minor = _C.device_capability(index)
-        except RuntimeError:
-            break
-        gpus.append({"index": index, "capability": f"{major}.{minor}", "name": _gpu_name(index)})
-    return gpus
-
-
-def _gpu_name(index: int) -> "str | None":
-    try:
-        import torch
-
-        return torch.cuda.get_device_name(index)
-    except Exception:  # no torch, a CPU build of it, or one that does not like this driver
-        return None
-
-
-def _try_a_kernel(gpus: list[dict[str, Any]]) -> "str | None":
-    """Runs one small kernel on the first GPU that has kernels; None when its answer is right."""
-    import torch
-
-    import tiercel
-
-    if not torch.cuda.is_available():
-        return "this PyTorch sees no CUDA device (a CPU build of it, or CUDA_VISIBLE_DEVICES)"
-    fitting = [gpu["index"] for gpu in gpus if gpu["capability"] == "9.0"]
-    if not fitting:
-        return (
-            "no GPU here has compute capability 9.0 (H100, H200), which the kernels are built for"
-        )
-    try:
-        scores = torch.randn(64, 32, device=f"cuda:{fitting[0]}")
-        ours = tiercel.topk_softmax(scores, 4, backend="sm90")
-        theirs = tiercel.topk_softmax(scores, 4, backend="ref")
-        if not torch.allclose(ours[0], theirs[0]) or not torch.equal(ours[1], theirs[1]):
-            return "a test kernel ran and gave a wrong answer: please report this"
-    except Exception as error:
-        return f"a test kernel failed: {error}"
-    return None
-
-
-def as_text(report: dict[str, Any]) -> str:
-    driver = report["driver_cuda"]
-    lines = [
-        ("tiercel", report["tiercel"]),
-        ("Python", report["python"]),
-        ("platform", f"{report['platform']}, {report['libc']}"),
-        ("PyTorch", report["torch"] or "not installed"),
-        ("CUDA of PyTorch", report["torch_cuda"] or "none"),
-        ("driver", f"supports CUDA {driver}" if driver else "none"),
-    ]
-    for gpu in report["gpus"]:
-        name = gpu["name"] or "name unknown to PyTorch"
-        lines.append((f"GPU {gpu['index']}", f"{name}, compute capability {gpu['capability']}"))
-    if not report["gpus"]:
-        lines.append(("GPU", "none found"))
-    lines.append(("sm90 kernels", "run here" if report["sm90_kernels_run"] else "do not run here"))
-    if report["why_not"]:
-        lines.append(("because", report["why_not"]))
-    return "\n".join(f"{name + ':':<17}{value}" for name, value in lines)
+        if name == "-":
+            found = logs.diagnose(sys.stdin)
+        else:
+            with Path(name).open(encoding="utf-8", errors="replace") as lines:
+                found = logs.diagnose(lines)
+    except OSError as error:
+        print(f"tiercel doctor: cannot read {name}: {error.strerror}", file=sys.stderr)
+        return 2
+    if as_json:
+        print(json.dumps([dataclasses.asdict(finding) for finding in found], indent=2))
+    else:
+        print(logs.as_text(found, name))
+    return 0

@@ -5,6 +5,10 @@ import argparse
 import sys
 from pathlib import Path
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from tiercel.plugins.contract import Contract
+
 HELP = "Writes a backend of an operator that is right already, to begin your own from."
 LANGUAGES = ("torch", "triton", "cuda", "cute")
 _TEMPLATES = Path(__file__).parent.parent / "templates"
@@ -37,22 +41,33 @@ def write(name: str, language: str, op: str, out: "Path | None" = None) -> Path:
 
     from tiercel.plugins.contracts import contract_of
 
-    contract_of(op)
+    contract = contract_of(op)
     if not (name.isidentifier() and name.isascii()) or iskeyword(name):
         raise ValueError(f"{name!r} is no Python identifier")
     if name in ("sm90", "ref", "auto"):
         raise ValueError(f"the name {name!r} is Tiercel's own")
-    template = _TEMPLATES / f"{op}_{language}.py"
-    if not template.exists():
-        there = ", ".join(n for n in LANGUAGES if (_TEMPLATES / f"{op}_{n}.py").exists())
-        raise ValueError(
-            f"there is no template for {op} in {language} yet, only in {there}; docs/plugins.md "
-            "says how to register a kernel without one"
-        )
     path = out if out is not None else Path(f"{name}.py")
-    # The licence line is of our file, not of theirs.
-    lines = template.read_text(encoding="utf-8").split("\n", 1)[1]
-    text = lines.replace("new_kernel.py", path.name).replace("new_kernel", name)
+    text = _text(contract, name, language).replace(f"{name}.py", path.name)
     with path.open("x", encoding="utf-8") as file:  # never over another
         file.write(text)
     return path
+
+
+def _text(contract: "Contract", name: str, language: str) -> str:
+    if language == "torch":
+        from tiercel.plugins.rendering import render
+
+        return render(contract, name)
+    template = _template(contract.op, language)
+    if not template.exists():
+        there = ", ".join(["torch", *(n for n in LANGUAGES if _template(contract.op, n).exists())])
+        raise ValueError(
+            f"there is no template for {contract.op} in {language} yet, only in {there}; "
+            "docs/plugins.md says how to register a kernel without one"
+        )
+    # The licence line is of our file, not of theirs.
+    return template.read_text(encoding="utf-8").split("\n", 1)[1].replace("new_kernel", name)
+
+
+def _template(op: str, language: str) -> Path:
+    return _TEMPLATES / f"{op}_{language}.py"

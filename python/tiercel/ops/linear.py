@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tiercel import _C, _platform
 from tiercel._checks import check_contiguous, check_dtype, check_same_device, check_shape
+from tiercel._eager import empty
 from tiercel._op import Autograd, Backend, Op
 from tiercel._platform import Reason
 from tiercel.ref import linear as ref
@@ -18,12 +19,14 @@ __all__ = ["linear_act"]
 
 _NAME = "linear_act"
 _DTYPES = (torch.bfloat16, torch.float16)
-_INDEX = {name: index for index, name in enumerate(ref.ACTIVATIONS)}  # Activation in linear_act.h
+# Precompiled, as Activation in linear_act.h counts; the reference's others are compiled where they
+# are used, if TIERCEL_JIT=1 allows that.
+_INDEX = {"none": 0, "relu": 1, "silu": 2, "gelu": 3, "gelu_tanh": 4}
 
 
 def check_activation(activation: str) -> None:
-    if activation not in _INDEX:
-        known = ", ".join(_INDEX)
+    if activation not in ref.ACTIVATIONS:
+        known = ", ".join(ref.ACTIVATIONS)
         raise ValueError(f"{_NAME}: `activation` must be one of {known}, got {activation!r}")
 
 
@@ -65,16 +68,55 @@ def _launch(
     *,
     launch: Any = _C.linear_act,
 ) -> None:
-    index = _INDEX.get(activation, -1)
-    if x.dim() == 2:
+    index = _INDEX.get(activation)
+    if index is None:
+        _launch_compiled(_rows(x), weight, bias, _rows(out), activation)
+    elif x.dim() == 2:
         launch(x, weight, bias, out, index)
     else:
         launch(_rows(x), weight, bias, _rows(out), index)
 
 
+def _launch_compiled(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, activation: str
+) -> None:
+    """An activation that is not precompiled, with the tiles that another one would have."""
+    from tiercel.jit.cute_kernel import variant
+
+    check_activation(activation)
+    plan = _C.linear_act_plan(x, weight, bias, out, 0)
+    if plan["kernel"] == "none":
+        return
+    kernel = variant(
+        "linear",
+        "linear_cute",
+        dtype="bf16" if x.dtype == torch.bfloat16 else "fp16",
+        act=activation,
+        tile_m=plan["tile_m"],
+        tile_n=plan["tile_n"],
+        pingpong=plan["pingpong"],
+        split_k=plan["rows"] > 0,
+    )
+    kernel(
+        # A split-K kernel loads only the rows of its tile.
+        boxes={"x": (plan["rows"], 64)} if plan["rows"] else None,
+        x=x,
+        w=weight,
+        y=out,
+        bias=bias,
+        m=x.shape[0],
+        n=weight.shape[0],
+        k=x.shape[1],
+        group=plan["group"],
+        rows=plan["rows"],
+        splits=plan["splits"],
+        blocks=plan["grid"],
+    )
+
+
 # The fast paths: kept flat, each line costs host time.
 def _sm90(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, _: Any) -> Tensor:
-    out = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    out: Tensor = empty(x, (*x.shape[:-1], weight.shape[0]), x.dtype)
     _launch(x, weight, bias, out, activation)
     return out
 
@@ -86,13 +128,22 @@ def _sm90_no_bias(x: Tensor, weight: Tensor, activation: str, _: Any) -> Tensor:
 def _plan(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> dict[str, Any]:
     rows = _rows(x)
     out = torch.empty(rows.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
-    return dict(_C.linear_act_plan(rows, weight, bias, out, _INDEX[activation]))
+    index = _INDEX.get(activation)
+    plan = dict(_C.linear_act_plan(rows, weight, bias, out, index or 0))
+    return plan if index is not None else plan | {"kernel": "compiled here (TIERCEL_JIT)"}
 
 
 def _why_not(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Reason | None:
     reason = _platform.why_not(x.device)
     if reason is not None:
         return reason
+    if activation not in _INDEX:
+        from tiercel.jit.cute_kernel import why_not
+
+        missing = why_not()
+        if missing is not None:
+            text = f"`activation` {activation!r}: {missing}"
+            return Reason(NotImplementedError, text)
     try:
         _plan(_rows(x)[:2], weight, bias, activation)  # two rows show the stride
     except NotImplementedError as error:
@@ -222,8 +273,8 @@ def linear_act(
             that is a multiple of 16 bytes, and K and N that are multiples of 8; ref takes others.
         weight: ``[N, K]``, the dtype and device of ``x``.
         bias: ``[N]``, or None.
-        activation: ``"none"``, ``"relu"``, ``"silu"``, ``"gelu"`` (by the error function) or
-            ``"gelu_tanh"``.
+        activation: ``"none"``, ``"relu"``, ``"silu"``, ``"gelu"`` (by the error function),
+            ``"gelu_tanh"`` or ``"relu_squared"``; the last one is not precompiled (TIERCEL_JIT).
         out: ``[..., N]`` to write to, contiguous, of the dtype and on the device of ``x``. Then no
             gradient flows.
         backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.

@@ -18,6 +18,7 @@ from tiercel._checks import (
     check_same_device,
     check_shape,
 )
+from tiercel._eager import empty
 from tiercel._op import Autograd, Backend, Op
 from tiercel._platform import Reason
 from tiercel.ref import routing as ref
@@ -25,22 +26,31 @@ from tiercel.ref import routing as ref
 __all__ = ["topk_softmax"]
 
 _NAME = "topk_softmax"
-_SCORES = (torch.float32, torch.bfloat16, torch.float16)
-_INDICES = (torch.int32, torch.int64)
+SCORES = (torch.float32, torch.bfloat16, torch.float16)
+INDICES = (torch.int32, torch.int64)
 
 
-def _check_is_int(k: int) -> None:
+def _check_is_int(op: str, k: int) -> None:
     if not hasattr(k, "__index__"):
-        raise TypeError(f"{_NAME}: `k` must be an int, got {type(k).__name__}")
+        raise TypeError(f"{op}: `k` must be an int, got {type(k).__name__}")
 
 
-def _check_k(k: int, experts: int) -> None:
-    _check_is_int(k)
+def check_k(op: str, k: int, experts: int) -> None:
+    _check_is_int(op, k)
     if k < 1 or k > experts:
         raise ValueError(
-            f"{_NAME}: k must be between 1 and the number of experts, got k = {k} "
+            f"{op}: k must be between 1 and the number of experts, got k = {k} "
             f"for {experts} experts"
         )
+
+
+def check_columns(op: str, weights: object, k: int) -> None:
+    """That ``out=`` is made for k."""
+    if type(k) is not int:  # host time: the common case is one comparison
+        _check_is_int(op, k)
+    shape = getattr(weights, "shape", ())
+    if len(shape) == 2 and shape[1] != operator.index(k):
+        raise ValueError(f"{op}: `out` has {shape[1]} columns, but `k` is {k}")
 
 
 def _check(
@@ -52,11 +62,11 @@ def _check(
     backend: str | None,
 ) -> None:
     check_rank(_NAME, "scores", scores, 2)
-    check_dtype(_NAME, "scores", scores.dtype, _SCORES)
-    check_dtype(_NAME, "indices_dtype", indices_dtype, _INDICES)
+    check_dtype(_NAME, "scores", scores.dtype, SCORES)
+    check_dtype(_NAME, "indices_dtype", indices_dtype, INDICES)
     check_bool(_NAME, "softmax_first", softmax_first)
     check_bool(_NAME, "renormalize", renormalize)
-    _check_k(k, scores.shape[1])
+    check_k(_NAME, k, scores.shape[1])
 
 
 def _check_out(
@@ -69,13 +79,13 @@ def _check_out(
 ) -> None:
     check_rank(_NAME, "scores", scores, 2)
     check_rank(_NAME, "weights", weights, 2)
-    check_dtype(_NAME, "scores", scores.dtype, _SCORES)
+    check_dtype(_NAME, "scores", scores.dtype, SCORES)
     check_dtype(_NAME, "weights", weights.dtype, (torch.float32,))
-    check_dtype(_NAME, "indices", indices.dtype, _INDICES)
+    check_dtype(_NAME, "indices", indices.dtype, INDICES)
     check_bool(_NAME, "softmax_first", softmax_first)
     check_bool(_NAME, "renormalize", renormalize)
     k = weights.shape[1]
-    _check_k(k, scores.shape[1])
+    check_k(_NAME, k, scores.shape[1])
     for name, tensor in (("weights", weights), ("indices", indices)):
         check_shape(_NAME, name, tensor, (scores.shape[0], k), "[T, k]")
         check_same_device(_NAME, name, tensor, "scores", scores)
@@ -93,7 +103,7 @@ def _outputs(scores: Tensor, k: int, *options: Any) -> tuple[Tensor, Tensor]:
 
 
 # The fast path: kept flat, each line costs host time.
-def _sm90(
+def topk_sm90(
     scores: Tensor,
     k: int,
     softmax_first: bool,
@@ -101,14 +111,13 @@ def _sm90(
     indices_dtype: torch.dtype,
     backend: str | None,
     *,
-    empty: Any = torch.empty,
+    empty: Any = empty,
     float32: torch.dtype = torch.float32,
     launch: Any = _C.topk_softmax,
 ) -> tuple[Tensor, Tensor]:
-    rows = scores.shape[0]
-    device = scores.device
-    weights = empty(rows, k, dtype=float32, device=device)
-    indices = empty(rows, k, dtype=indices_dtype, device=device)
+    shape = (scores.shape[0], k)
+    weights = empty(scores, shape, float32)
+    indices = empty(scores, shape, indices_dtype)
     launch(scores, weights, indices, softmax_first, renormalize)
     return weights, indices
 
@@ -175,7 +184,7 @@ def _why_not_out(scores: Tensor, weights: Tensor, indices: Tensor, *options: Any
     return _why_not(scores, weights.shape[1], *options[:2], indices.dtype, None)
 
 
-def _save(ctx: Any, args: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
+def save(ctx: Any, args: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
     scores, _, softmax_first, renormalize = args[:4]
     weights, indices = outputs
     ctx.mark_non_differentiable(indices)
@@ -186,7 +195,7 @@ def _save(ctx: Any, args: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> No
     ctx.save_for_backward(scores if ctx.full_softmax else None, weights, indices)
 
 
-def _backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None]:
+def backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None]:
     if grad is None:
         return (None,)
     scores, weights, indices = ctx.saved_tensors
@@ -211,9 +220,9 @@ _TOPK_SOFTMAX = Op(
     " ScalarType indices_dtype=int, str? backend=None) -> (Tensor weights, Tensor indices)",
     check=_check,
     fake=_outputs,
-    sm90=Backend("sm90", _sm90, *_CUDA, why_not=_why_not),
+    sm90=Backend("sm90", topk_sm90, *_CUDA, why_not=_why_not),
     ref=Backend("ref", _ref, *_TORCH),
-    autograd=Autograd(_save, _backward),
+    autograd=Autograd(save, backward),
     defaults={"indices_dtype": torch.int32},
     describe=_plan,
     load=_C.topk_softmax_load,
@@ -228,6 +237,7 @@ _TOPK_SOFTMAX_OUT = Op(
     sm90=Backend("sm90", _sm90_out, *_CUDA, why_not=_why_not_out),
     ref=Backend("ref", _ref_out, *_TORCH),
     family=_NAME,
+    launch=_C.topk_softmax,
 )
 
 
@@ -289,8 +299,6 @@ def topk_softmax(
         got = f"{len(out)} values" if isinstance(out, (tuple, list)) else type(out).__name__
         raise TypeError(f"{_NAME}: `out` must be a pair (weights, indices), got {got}")
     weights, indices = out
-    _check_is_int(k)
-    if isinstance(weights, Tensor) and weights.dim() == 2 and weights.shape[1] != operator.index(k):
-        raise ValueError(f"{_NAME}: `out` has {weights.shape[1]} columns, but `k` is {k}")
+    check_columns(_NAME, weights, k)
     _TOPK_SOFTMAX_OUT(scores, weights, indices, softmax_first, renormalize, backend)
     return weights, indices

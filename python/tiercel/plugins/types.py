@@ -8,15 +8,28 @@ from typing import Annotated, Protocol
 import torch
 from torch import Tensor
 
+from tiercel.plugins.contracts.attention import ATTENTION
 from tiercel.plugins.contracts.linear import LINEAR_ACT
 from tiercel.plugins.contracts.norm import RMS_NORM
+from tiercel.plugins.contracts.reduce import REDUCE
 from tiercel.plugins.contracts.routing import TOPK_SOFTMAX
+from tiercel.plugins.contracts.routing_moe import MOE_ALIGN_BLOCK_SIZE, MOE_SUM, TOPK_SOFTMAX_ALIGN
+from tiercel.plugins.contracts.transpose import COPY_TRANSPOSE
 
 __all__ = [
     "Activated",
+    "Attended",
+    "Attention",
     "Bias",
+    "BlockExperts",
+    "ChosenExperts",
+    "ExpertMap",
+    "ExpertOutputs",
+    "ExpertWeights",
+    "CopyTranspose",
     "Features",
     "Indices",
+    "Keys",
     "LinearAct",
     "Norm",
     "NormBias",
@@ -25,8 +38,25 @@ __all__ = [
     "Residual",
     "ResidualSum",
     "Rows",
+    "MoeAlignBlockSize",
+    "MoeSum",
+    "NumSlots",
+    "Matrices",
+    "Reduce",
+    "Reduced",
+    "Scores",
+    "ScoresMap",
+    "SortedTokens",
+    "SummedOutputs",
+    "TopkSoftmax",
+    "TopkSoftmaxAlign",
+    "Transposed",
+    "LogSums",
+    "Queries",
     "Scores",
     "TopkSoftmax",
+    "Values",
+    "Unreduced",
     "Weight",
     "Weights",
 ]
@@ -49,6 +79,60 @@ class TopkSoftmax(Protocol):
         renormalize: bool,
         indices_dtype: torch.dtype,
     ) -> tuple[Weights, Indices]: ...
+
+
+# Routing, sorted by expert: topk_ids [T, k] int32 or int64, expert_map [num_experts] int32 or None;
+# sorted_token_ids [slots], expert_ids [blocks] and num_tokens_post_padded [1], all int32.
+ChosenExperts = Annotated[Tensor, MOE_ALIGN_BLOCK_SIZE.spec("topk_ids")]
+ExpertMap = Annotated["Tensor | None", MOE_ALIGN_BLOCK_SIZE.spec("expert_map")]
+ScoresMap = Annotated["Tensor | None", TOPK_SOFTMAX_ALIGN.spec("expert_map")]
+SortedTokens = Annotated[Tensor, MOE_ALIGN_BLOCK_SIZE.spec("sorted_token_ids")]
+BlockExperts = Annotated[Tensor, MOE_ALIGN_BLOCK_SIZE.spec("expert_ids")]
+NumSlots = Annotated[Tensor, MOE_ALIGN_BLOCK_SIZE.spec("num_tokens_post_padded")]
+
+
+class MoeAlignBlockSize(Protocol):
+    """A backend of moe_align_block_size."""
+
+    def __call__(
+        self,
+        topk_ids: ChosenExperts,
+        block_size: int,
+        num_experts: int,
+        expert_map: ExpertMap,
+        pad_sorted_ids: bool,
+        ignore_invalid_experts: bool,
+    ) -> tuple[SortedTokens, BlockExperts, NumSlots]: ...
+
+
+class TopkSoftmaxAlign(Protocol):
+    """A backend of topk_softmax_align."""
+
+    def __call__(
+        self,
+        scores: Scores,
+        k: int,
+        block_size: int,
+        expert_map: ScoresMap,
+        softmax_first: bool,
+        renormalize: bool,
+        indices_dtype: torch.dtype,
+        pad_sorted_ids: bool,
+        ignore_invalid_experts: bool,
+    ) -> tuple[Weights, Indices, SortedTokens, BlockExperts, NumSlots]: ...
+
+
+# Routing, added up: x [T, k, H] float32, bfloat16 or float16, any strides, weights [T, k] float32
+# or None; out [T, H].
+ExpertOutputs = Annotated[Tensor, MOE_SUM.spec("x")]
+ExpertWeights = Annotated["Tensor | None", MOE_SUM.spec("weights")]
+SummedOutputs = Annotated[Tensor, MOE_SUM.spec("out")]
+
+
+class MoeSum(Protocol):
+    """A backend of moe_sum."""
+
+    def __call__(self, x: ExpertOutputs, weights: ExpertWeights) -> SummedOutputs: ...
 
 
 # Linear: x [M, K] bfloat16 or float16, weight [N, K], bias [N] or None, any strides; out [M, N].
@@ -80,3 +164,47 @@ class Norm(Protocol):
     def __call__(
         self, x: Rows, weight: NormWeight, bias: NormBias, residual: Residual, eps: float
     ) -> Normalised | tuple[Normalised, ResidualSum]: ...
+# Transpose: x [B, M, N] of 1-, 2- or 4-byte elements, any strides; out [B, N, M].
+Matrices = Annotated[Tensor, COPY_TRANSPOSE.spec("x")]
+Transposed = Annotated[Tensor, COPY_TRANSPOSE.spec("out")]
+
+
+class CopyTranspose(Protocol):
+    """A backend of copy_transpose; a single matrix comes as a batch of one."""
+
+    def __call__(self, x: Matrices) -> Transposed: ...
+# Attention: q [B, Sq, H, D] bfloat16 or float16, k and v [B, Sk, Hk, D], any strides; out as q, and
+# lse [B, H, Sq] float32.
+Queries = Annotated[Tensor, ATTENTION.spec("q")]
+Keys = Annotated[Tensor, ATTENTION.spec("k")]
+Values = Annotated[Tensor, ATTENTION.spec("v")]
+Attended = Annotated[Tensor, ATTENTION.spec("out")]
+LogSums = Annotated[Tensor, ATTENTION.spec("lse")]
+
+
+class Attention(Protocol):
+    """A backend of attention. A window is None or (left, right), where -1 is no limit."""
+
+    def __call__(
+        self,
+        q: Queries,
+        k: Keys,
+        v: Values,
+        causal: bool,
+        window: tuple[int, int] | None,
+        scale: float | None,
+        softcap: float | None,
+        return_lse: bool,
+    ) -> tuple[Attended, LogSums]: ...
+
+
+# Reduce: x [A, N, B] float32, bfloat16 or float16, any strides, over dimension 1; out [A, B] of the
+# dtype `dtype`, that of x or float32.
+Unreduced = Annotated[Tensor, REDUCE.spec("x")]
+Reduced = Annotated[Tensor, REDUCE.spec("out")]
+
+
+class Reduce(Protocol):
+    """A backend of reduce; other shapes are made this one before it, so `dim` is always 1."""
+
+    def __call__(self, x: Unreduced, dim: int, op: str, dtype: torch.dtype) -> Reduced: ...

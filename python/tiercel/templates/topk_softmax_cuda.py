@@ -6,15 +6,12 @@ tiercel smoke --path new_kernel.py      check it and time it against the referen
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 
 import tiercel
-from tiercel.plugins import cuda
 from tiercel.plugins.types import Indices, Scores, Weights
 
-CODE = cuda.Source(r"""
+CODE = r"""
 #include <cstdint>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -31,7 +28,7 @@ __device__ int64_t key_of(float score, int index) {
 
 // One thread a row: k times, take the largest score below the last one.
 template <typename Score, typename Index>
-__device__ void choose(const Score* scores, float* weights, Index* indices, int64_t rows,
+__global__ void choose(const Score* scores, float* weights, Index* indices, int64_t rows,
                        int64_t row_stride, int64_t column_stride, int experts, int k,
                        bool all_scores) {
   const int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -66,21 +63,21 @@ __device__ void choose(const Score* scores, float* weights, Index* indices, int6
   for (int i = 0; i < k; ++i) weights[i] /= total;
 }
 
-#define KERNEL(name, Score, Index)                                                           \
-  extern "C" __global__ void name(const Score* scores, float* weights, Index* indices,       \
-                                  int64_t rows, int64_t row_stride, int64_t column_stride,   \
-                                  int experts, int k, bool all_scores) {                     \
-    choose(scores, weights, indices, rows, row_stride, column_stride, experts, k, all_scores); \
-  }
-KERNEL(float32_int32, float, int32_t)
-KERNEL(float32_int64, float, int64_t)
-KERNEL(bfloat16_int32, __nv_bfloat16, int32_t)
-KERNEL(bfloat16_int64, __nv_bfloat16, int64_t)
-KERNEL(float16_int32, __half, int32_t)
-KERNEL(float16_int64, __half, int64_t)
-""")
+"""
 
 THREADS = 64
+
+CPP = {
+    torch.float32: "float",
+    torch.bfloat16: "__nv_bfloat16",
+    torch.float16: "__half",
+    torch.int32: "int",
+    torch.int64: "long",
+}
+# All instances are compiled together, at the first launch.
+DTYPES = [(score, index) for score in list(CPP)[:3] for index in list(CPP)[3:]]
+NAMES = [f"choose<{CPP[score]}, {CPP[index]}>" for score, index in DTYPES]
+KERNELS = dict(zip(DTYPES, tiercel.jit.cuda(CODE, NAMES), strict=True))
 
 
 @tiercel.backends.register(
@@ -101,18 +98,17 @@ def new_kernel(
     indices = torch.empty(rows, k, dtype=indices_dtype, device=scores.device)
     if rows == 0:
         return weights, indices
-    CODE.launch(
-        f"{scores.dtype}_{indices_dtype}".replace("torch.", ""),
-        [(rows + THREADS - 1) // THREADS],
-        [THREADS],
+    KERNELS[scores.dtype, indices_dtype](
+        (rows + THREADS - 1) // THREADS,
+        THREADS,
         scores,
         weights,
         indices,
-        ctypes.c_int64(rows),
-        ctypes.c_int64(scores.stride(0)),
-        ctypes.c_int64(scores.stride(1)),
-        ctypes.c_int(experts),
-        ctypes.c_int(k),
-        ctypes.c_bool(softmax_first and not renormalize),
+        rows,
+        scores.stride(0),
+        scores.stride(1),
+        experts,
+        k,
+        softmax_first and not renormalize,
     )
     return weights, indices

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import importlib.util
+import os
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +33,26 @@ class Peer:
     name: str
     find: Callable[[], str]
     on_request: bool = False
+
+
+def package(distribution: str, module: str, **environment: str) -> Callable[[], str]:
+    """A `find` for what pip installs as `distribution`: it imports `module`.
+
+    `environment` is set first where it is not set yet: what the package wants to know by then.
+    """
+
+    def find() -> str:
+        if importlib.util.find_spec(module.partition(".")[0]) is None:
+            raise Missing(f"the package {distribution} is not installed")
+        for name, value in environment.items():
+            os.environ.setdefault(name, value)
+        importlib.import_module(module)
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            return "unknown"
+
+    return find
 
 
 def load() -> dict[str, Peer]:

@@ -3,25 +3,9 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
-import importlib.util
-import os
+from tiercel.bench.peers import Peer, package
 
-from tiercel.bench.peers import Missing, Peer
-
-
-def find() -> str:
-    if importlib.util.find_spec("quack") is None:
-        raise Missing("the package quack-kernels is not installed")
-    # Without it the DSL may build for another target.
-    os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
-    importlib.import_module("quack.topk")
-
-    try:
-        return importlib.metadata.version("quack-kernels")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
+# Without the target the DSL may build for another one.
+find = package("quack-kernels", "quack.topk", CUTE_DSL_ARCH="sm_90a")
 
 PEER = Peer("quack", find)

@@ -1,0 +1,137 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Where the host time of one eager call goes, on this machine's GPU, for an installed Tiercel.
+
+python benchmarks/host_time.py [--out FILE]
+
+Each row is a median over samples of 400 calls; the GPU's queue never fills. "no launch" is the same
+call with a driver whose cuLaunchKernelEx does nothing: what is left is ours.
+"""
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+# The real driver, but for its launch.
+_DRIVER = "int cuLaunchKernelEx(void) { return 0; }"
+
+
+def build_driver(folder):
+    """The library; its other functions are found in what it is linked to, libcuda.so.1."""
+    stub, library = folder / "stub.so", folder / "driver.so"
+    (folder / "empty.c").write_text("")
+    (folder / "driver.c").write_text(_DRIVER)
+    compile_ = ["gcc", "-shared", "-fPIC", "-Wl,--no-as-needed"]
+    soname = "-Wl,-soname,libcuda.so.1"
+    subprocess.run([*compile_, soname, folder / "empty.c", "-o", stub], check=True)
+    subprocess.run([*compile_, folder / "driver.c", stub, "-o", library], check=True)
+    return library
+
+
+def rows(op):
+    """(what, a call) of an operator."""
+    import torch
+
+    import tiercel
+    from tiercel import _C
+
+    if op == "topk_softmax":
+        scores = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16)
+        out = tiercel.topk_softmax(scores, 8)
+        registered = torch.ops.tiercel.topk_softmax
+        return [
+            ("C only", functools.partial(_C.topk_softmax, scores, *out, True, False)),
+            ("out=", functools.partial(tiercel.topk_softmax, scores, 8, out=out)),
+            ("allocating", functools.partial(tiercel.topk_softmax, scores, 8)),
+            ("registered", functools.partial(registered, scores, 8)),
+            (
+                "registered, out",
+                functools.partial(torch.ops.tiercel.topk_softmax_out, scores, *out),
+            ),
+            ("torch.topk", functools.partial(torch.topk, scores, 8)),
+        ]
+    x, w, b = (
+        torch.randn(*s, device="cuda", dtype=torch.bfloat16)
+        for s in ((64, 128), (128, 128), (128,))
+    )
+    out = tiercel.linear_act(x, w, b)
+    return [
+        ("C only", functools.partial(_C.linear_act, x, w, b, out, 3)),
+        ("out=", functools.partial(tiercel.linear_act, x, w, b, out=out)),
+        ("allocating", functools.partial(tiercel.linear_act, x, w, b)),
+        ("registered", functools.partial(torch.ops.tiercel.linear_act, x, w, b)),
+        ("torch linear", functools.partial(torch.nn.functional.linear, x, w, b)),
+    ]
+
+
+def parts():
+    """(what, a call): pieces that calls are made of."""
+    import torch
+
+    from tiercel import _C
+
+    scores = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16)
+    weights = torch.randn(64, 8, device="cuda")
+    return [
+        ("nothing", functools.partial(bool, 0)),
+        ("route of three", functools.partial(_C.route, scores, weights, weights)),
+        ("versions of two", functools.partial(torch._C._increment_version, (weights, scores))),
+        (
+            "torch.empty",
+            functools.partial(torch.empty, (64, 8), dtype=torch.float32, device="cuda:0"),
+        ),
+        ("_C.empty", functools.partial(_C.empty, scores, (64, 8), torch.float32)),
+        ("current stream", functools.partial(torch._C._cuda_getCurrentRawStream, 0)),
+    ]
+
+
+def measure(fake_driver):
+    from tiercel.bench.timing import CudaClock
+
+    clock, found = CudaClock(), {}
+    groups = {"topk_softmax": rows("topk_softmax"), "linear_act": rows("linear_act")}
+    if not fake_driver:
+        groups["parts"] = parts()
+    for group, calls in groups.items():
+        for what, call in calls:
+            if fake_driver and what.startswith("torch"):
+                continue
+            call()
+            found[f"{group}: {what}"] = statistics.median(clock.host(call, 25)) * 1e3
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, help="write JSON there")
+    parser.add_argument("--measure", choices=("real", "fake"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        print(json.dumps(measure(args.measure == "fake")))
+        return 0
+    command = [sys.executable, __file__, "--measure"]
+    with tempfile.TemporaryDirectory() as folder:
+        library = build_driver(Path(folder))
+        env = os.environ | {"TIERCEL_LIBCUDA": str(library)}
+        results = []
+        for kind, environment in (("real", os.environ), ("fake", env)):
+            text = subprocess.check_output([*command, kind], env=environment, text=True)
+            results.append(json.loads(text))
+    real, fake = results
+    print(f"{'microseconds a call':34}{'':>8}{'no launch':>11}")
+    for what, value in real.items():
+        ours = f"{fake[what]:11.2f}" if what in fake else ""
+        print(f"{what:34}{value:8.2f}{ours}")
+    if args.out:
+        args.out.write_text(json.dumps({"real": real, "no launch": fake}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

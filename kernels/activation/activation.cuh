@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0
+// Activations and gated activations, forward and backward: out = f(x), out = f(gate) * up.
+//
+// The plan. Bound by bytes: each element is read once and written once (gated: two reads and a
+// write forward, three and two backward), so the floor is bytes / copy bandwidth, and a launch
+// where that is below it. Rows are cut into 16-byte vectors, numbered through all rows; a block of
+// 128 to 256 threads takes kUnrolled * threads neighbouring ones, each thread kUnrolled of them a
+// block apart: it issues all its loads first (2 to 6 in flight), then computes and stores. No
+// shared memory, no barrier. Contiguous matrices arrive as one long row, so a vector's row costs a
+// multiplication; rows that are not aligned for vectors, and the end of a row that is no multiple,
+// go element by element. Launched as a programmatic dependent.
+#ifndef KERNELS_ACTIVATION_ACTIVATION_CUH_
+#define KERNELS_ACTIVATION_ACTIVATION_CUH_
+
+#include <cstdint>
+
+#include "kernels/activation/activation_kernels.h"
+#include "kernels/activation/functions.cuh"
+#include "kernels/sm90/float_format.cuh"
+#include "kernels/sm90/grid_dependency.cuh"
+
+namespace tiercel {
+
+// Where a vector is.
+template <int kPerVector>
+struct VectorPlace {
+  int64_t row;
+  int64_t column;
+  bool there;  // not behind the last
+  bool whole;  // by vector accesses
+
+  __device__ __forceinline__ VectorPlace(const ActivationArgs& args, uint32_t vector) {
+    // One too small at most: the quotient's estimate is below by less than 1 + vector / 2^32.
+    uint32_t quotient = __umulhi(vector, args.row_vectors_inv);
+    uint32_t rest = vector - quotient * args.row_vectors;
+    if (rest >= args.row_vectors) {
+      ++quotient;
+      rest -= args.row_vectors;
+    }
+    row = quotient;
+    column = static_cast<int64_t>(rest) * kPerVector;
+    there = vector < args.vectors;
+    whole = there && args.aligned && column + kPerVector <= args.columns;
+  }
+
+  template <typename Format>
+  __device__ __forceinline__ char* in(const ActivationRows& rows, int element = 0) const {
+    return rows.data + row * rows.row_stride + (column + element) * Format::kBytes;
+  }
+
+  // The elements of a vector that is not whole.
+  __device__ __forceinline__ int count(const ActivationArgs& args) const {
+    if (!there) return 0;
+    const int64_t rest = args.columns - column;
+    return rest < kPerVector ? static_cast<int>(rest) : kPerVector;
+  }
+};
+
+template <typename Function, typename Format, typename OutFormat, bool kGated, int kUnrolled>
+__global__ void __launch_bounds__(kActivationThreads)
+    activation_forward(const __grid_constant__ ActivationArgs args) {
+  constexpr int kPerVector = kActivationVectorBytes / Format::kBytes;
+  constexpr int kOutWords = kPerVector * OutFormat::kBytes / 4;
+  constexpr bool kScaled = OutFormat::kBytes == 1;
+  const uint32_t first = blockIdx.x * (blockDim.x * kUnrolled) + threadIdx.x;
+  grid_dependency_wait();
+
+  uint32_t x[kUnrolled][4], up[kUnrolled][4];
+#pragma unroll
+  for (int u = 0; u < kUnrolled; ++u) {
+    const VectorPlace<kPerVector> place(args, first + u * blockDim.x);
+    if (place.whole) {
+      load_vector_once(x[u], place.template in<Format>(args.x));
+      if (kGated) load_vector_once(up[u], place.template in<Format>(args.up));
+    }
+  }
+  const float inverse = kScaled ? 1.0f / *args.scale : 1.0f;
+  grid_dependency_launch();
+  const auto compute = [&](float x, float up) {
+    float value = Function::value(x);
+    if (kGated) value *= up;
+    return kScaled ? value * inverse : value;
+  };
+#pragma unroll
+  for (int u = 0; u < kUnrolled; ++u) {
+    const VectorPlace<kPerVector> place(args, first + u * blockDim.x);
+    if (place.whole) {
+      float values[kPerVector], factors[kPerVector];
+      unpack<Format>(x[u], values);
+      if (kGated) unpack<Format>(up[u], factors);
+#pragma unroll
+      for (int i = 0; i < kPerVector; ++i) values[i] = compute(values[i], factors[i]);
+      uint32_t out[kOutWords];
+      pack<OutFormat>(values, out);
+      store_vector(place.template in<OutFormat>(args.out), out);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < place.count(args); ++i) {
+        const float value = load_element<Format>(place.template in<Format>(args.x, i));
+        const float factor =
+            kGated ? load_element<Format>(place.template in<Format>(args.up, i)) : 1.0f;
+        store_element<OutFormat>(place.template in<OutFormat>(args.out, i), compute(value, factor));
+      }
+    }
+  }
+}
+
+template <typename Function, typename Format, bool kGated, int kUnrolled>
+__global__ void __launch_bounds__(kActivationThreads)
+    activation_backward(const __grid_constant__ ActivationArgs args) {
+  constexpr int kPerVector = kActivationVectorBytes / Format::kBytes;
+  const uint32_t first = blockIdx.x * (blockDim.x * kUnrolled) + threadIdx.x;
+  grid_dependency_wait();
+
+  uint32_t grad[kUnrolled][4], x[kUnrolled][4], up[kUnrolled][4];
+#pragma unroll
+  for (int u = 0; u < kUnrolled; ++u) {
+    const VectorPlace<kPerVector> place(args, first + u * blockDim.x);
+    if (place.whole) {
+      load_vector_once(grad[u], place.template in<Format>(args.grad));
+      load_vector_once(x[u], place.template in<Format>(args.x));
+      if (kGated) load_vector_once(up[u], place.template in<Format>(args.up));
+    }
+  }
+  grid_dependency_launch();
+  // x becomes its gradient, up becomes its own.
+  const auto compute = [&](float grad, float* x, float* up) {
+    float value;
+    const float slope = Function::slope(*x, &value);
+    *x = kGated ? grad * *up * slope : grad * slope;
+    if (kGated) *up = grad * value;
+  };
+#pragma unroll
+  for (int u = 0; u < kUnrolled; ++u) {
+    const VectorPlace<kPerVector> place(args, first + u * blockDim.x);
+    if (place.whole) {
+      float grads[kPerVector], values[kPerVector], factors[kPerVector];
+      unpack<Format>(grad[u], grads);
+      unpack<Format>(x[u], values);
+      if (kGated) unpack<Format>(up[u], factors);
+#pragma unroll
+      for (int i = 0; i < kPerVector; ++i) compute(grads[i], &values[i], &factors[i]);
+      pack<Format>(values, x[u]);
+      store_vector(place.template in<Format>(args.out), x[u]);
+      if (kGated) {
+        pack<Format>(factors, up[u]);
+        store_vector(place.template in<Format>(args.up_grad), up[u]);
+      }
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < place.count(args); ++i) {
+        const float grad_i = load_element<Format>(place.template in<Format>(args.grad, i));
+        float value = load_element<Format>(place.template in<Format>(args.x, i));
+        float factor = kGated ? load_element<Format>(place.template in<Format>(args.up, i)) : 1.0f;
+        compute(grad_i, &value, &factor);
+        store_element<Format>(place.template in<Format>(args.out, i), value);
+        if (kGated) store_element<Format>(place.template in<Format>(args.up_grad, i), factor);
+      }
+    }
+  }
+}
+
+}  // namespace tiercel
+
+#endif  // KERNELS_ACTIVATION_ACTIVATION_CUH_

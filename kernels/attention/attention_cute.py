@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of attention that are compiled ahead of time."""
+
+import cutlass
+from attention_forward_cute import Attention
+from attention_layouts_cute import PIECE, ROWS
+from declaration import Function, Launch, Pointer, Scalar, TensorMap
+
+_DTYPES = {"bf16": (cutlass.BFloat16, "kBFloat16"), "fp16": (cutlass.Float16, "kFloat16")}
+
+# Head dimension, warpgroups, keys a block, stages of k and v, of q, and pieces of o.
+_TILES = (
+    (64, 3, 128, 3, 2, 1),
+    (64, 2, 128, 3, 2, 1),
+    (128, 2, 128, 2, 2, 2),
+    (192, 2, 96, 2, 1, 1),
+    (256, 2, 64, 2, 1, 1),
+)
+_NOT = ((64, 2, "none"),)  # where another tile is always better
+_MASKS = {"none": "kNone", "causal": "kCausal", "window": "kWindow"}
+
+_ONE = 0x3F800000
+_REST = {"scale": _ONE, "slope": _ONE, "left": 5, "right": 0}
+_PROBLEMS = (
+    dict(batch=2, seq_q=1000, seq_k=777, heads=8, kv_heads=2, **_REST, band=3, blocks=132),
+    dict(batch=1, seq_q=64, seq_k=128, heads=1, kv_heads=1, **_REST, band=1, blocks=1),
+    dict(batch=3, seq_q=1, seq_k=1, heads=2, kv_heads=1, **_REST, band=4, blocks=6),
+)
+
+
+def function(dtype, tile, mask, capped=False):
+    element = _DTYPES[dtype][0]
+    d, warpgroups, tile_n, stages, q_stages, o_stages = tile
+    name = f"attention_{dtype}_d{d}_{ROWS * warpgroups}x{tile_n}"
+    name += ("" if mask == "none" else f"_{mask}") + ("_capped" if capped else "")
+    options = {"stages": stages, "q_stages": q_stages, "o_stages": o_stages}
+    kernel = Attention(name, element, d, warpgroups, tile_n, mask, capped, **options)
+    q, k, v, o = (Pointer(name, element) for name in ("q", "k", "v", "o"))
+    lse = Pointer("lse", cutlass.Float32, align=4)
+    names = ("batch", "seq_q", "seq_k", "heads", "kv_heads", *_REST, "band", "blocks")
+    scalars = [Scalar(name) for name in names]
+    q_shape, k_shape = ("batch", "heads", "seq_q", d), ("batch", "kv_heads", "seq_k", d)
+    launch = Launch(
+        parameters=(
+            TensorMap("q", q_shape, (1, 1, kernel.tile_m, PIECE)),
+            TensorMap("k", k_shape, (1, 1, tile_n, PIECE)),
+            TensorMap("v", k_shape, (1, 1, tile_n, PIECE)),
+            TensorMap("o", q_shape, (1, 1, ROWS, PIECE)),
+            lse,
+            *scalars[:-1],
+        ),
+        grid=("blocks", 1, 1),
+        block=(kernel.threads, 1, 1),
+        smem=kernel.smem_bytes(),
+        dependent=True,
+    )
+    attributes = (
+        f"DType::{_DTYPES[dtype][1]}",
+        str(d),
+        str(kernel.tile_m),
+        str(tile_n),
+        f"AttentionMask::{_MASKS[mask]}",
+        str(capped).lower(),
+    )
+    return Function(name, kernel, (q, k, v, o, lse, *scalars), (launch,), attributes, _PROBLEMS)
+
+
+def functions():
+    built = []
+    for dtype in _DTYPES:
+        for tile in _TILES:
+            built += [function(dtype, tile, mask) for mask in _MASKS if (*tile[:2], mask) not in _NOT]
+            # A window without limits is no mask.
+            if tile[1] == 2:
+                built.append(function(dtype, tile, "window", capped=True))
+    return built

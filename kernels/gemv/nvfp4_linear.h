@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// A linear layer with NVFP4 weights for a few tokens.
+#ifndef KERNELS_GEMV_NVFP4_LINEAR_H_
+#define KERNELS_GEMV_NVFP4_LINEAR_H_
+
+#include "kernels/sm90/status.h"
+#include "kernels/sm90/tensor_view.h"
+
+namespace tiercel {
+
+// What a call would launch.
+struct Nvfp4LinearPlan {
+  const char* kernel;  // "none" for an empty batch
+  int cluster;         // blocks that share rows of the weight, along K
+  int parts;           // warps of a block that do
+  unsigned grid;
+  unsigned block;
+  unsigned dynamic_smem;
+};
+
+// x [T, K] bfloat16, T up to 16, rows at multiples of 16 bytes; weight [N, K / 2] pairs of e2m1;
+// scale [N, K / 16] e4m3; global_scale float32 with one element, or null for 1; out [T, N]
+// bfloat16, contiguous.
+//   out = global * (x @ (weight * scale).T)
+
+// All checks and the choice of configuration; needs no GPU and no driver.
+Status nvfp4_linear_plan(const TensorView& x, const TensorView& weight, const TensorView& scale,
+                         const TensorView* global_scale, const TensorView& out,
+                         Nvfp4LinearPlan* plan);
+
+// The same, then the launch.
+Status nvfp4_linear(const TensorView& x, const TensorView& weight, const TensorView& scale,
+                    const TensorView* global_scale, const TensorView& out, void* stream);
+
+Status nvfp4_linear_load(int device);
+
+}  // namespace tiercel
+
+#endif  // KERNELS_GEMV_NVFP4_LINEAR_H_

@@ -1,0 +1,320 @@
+// SPDX-License-Identifier: Apache-2.0
+// fp8_quantize: q = e4m3(x / scale), scale = amax / 448 of each tensor, row, 1x128 group or 128x128
+// tile.
+//
+// The plan. Bytes alone bind it: at [8192, 8192] in bfloat16, 128 MiB are read and 64 MiB written,
+// so 47 us at 4.3 TB/s. Every thread works on eights of neighbouring values: 16 bytes in (32 in
+// float32), 8 out. What shares a scale stays in registers between finding it and using it, so x is
+// read once; only a whole tensor that does not fit a cluster of 8 blocks is read twice, by two
+// kernels with a maximum a block between them.
+//  - rows: a block a row, up to 8 eights a thread; longer rows are read twice, the second time from
+//    the L2.
+//  - groups: 16 lanes a group, four eights in flight a thread, no shared memory.
+//  - tiles: 512 threads, 4 eights each.
+// The arithmetic is the reference's, bit for bit: scale = max(amax / 448, 2^-126) and
+// q = x * (1 / scale), each rounded to nearest even, then saturated.
+#include <cstdint>
+
+#include "kernels/quant/eight.cuh"
+#include "kernels/quant/fp8_quantize_kernels.h"
+#include "kernels/sm90/grid_dependency.cuh"
+#include "kernels/sm90/narrow_floats.cuh"
+#include "kernels/sm90/reduce.cuh"
+
+namespace tiercel {
+namespace {
+
+__device__ __forceinline__ float scale_of(uint32_t largest) {
+  const float scale = __fdiv_rn(__uint_as_float(largest), kE4M3Max);
+  return scale < 0x1p-126f ? 0x1p-126f : scale;  // NaN stays
+}
+
+template <typename Source>
+__device__ __forceinline__ void store_scaled(char* q, const Eight<Source>& x, float inverse) {
+  float scaled[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) scaled[i] = x[i] * inverse;
+  __stcs(reinterpret_cast<uint2*>(q),
+         make_uint2(float4_to_e4m3x4(scaled), float4_to_e4m3x4(scaled + 4)));
+}
+
+// Over the block, whose size is a multiple of 32; `scratch` holds one word a warp.
+__device__ __forceinline__ uint32_t block_max(uint32_t value, uint32_t* scratch) {
+  value = warp_max(value);
+  const int warps = blockDim.x / 32;
+  if (warps == 1) return value;
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;
+  __syncthreads();
+  const int lane = threadIdx.x % 32;
+  return warp_max(lane < warps ? scratch[lane] : 0);
+}
+
+template <typename Source, int kVectors>
+__global__ void __launch_bounds__(kFp8RowMaxThreads)
+    fp8_quantize_row(const __grid_constant__ Fp8QuantizeArgs args) {
+  __shared__ uint32_t scratch[32];
+  const int64_t row = blockIdx.x;
+  grid_dependency_wait();
+  const char* x = args.x + row * args.row_bytes;
+  Eight<Source> values[kVectors];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const int index = v * blockDim.x + threadIdx.x;
+    values[v].clear();
+    if (index < args.eights) values[v].load(x + index * 8 * Source::kBytes);
+  }
+  uint32_t largest = 0;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) largest = max(largest, values[v].largest());
+  const float scale = scale_of(block_max(largest, scratch));
+  const float inverse = __frcp_rn(scale);
+  grid_dependency_launch();
+  char* q = args.q + row * args.columns;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const int index = v * blockDim.x + threadIdx.x;
+    if (index < args.eights) store_scaled(q + index * 8, values[v], inverse);
+  }
+  if (threadIdx.x == 0) args.scale[row] = scale;
+}
+
+template <typename Source>
+__global__ void __launch_bounds__(kFp8RowMaxThreads)
+    fp8_quantize_long_row(const __grid_constant__ Fp8QuantizeArgs args) {
+  __shared__ uint32_t scratch[32];
+  const int64_t row = blockIdx.x;
+  grid_dependency_wait();
+  const char* x = args.x + row * args.row_bytes;
+  uint32_t largest = 0;
+#pragma unroll 4
+  for (int index = threadIdx.x; index < args.eights; index += blockDim.x) {
+    Eight<Source> values;
+    values.load(x + static_cast<int64_t>(index) * 8 * Source::kBytes);
+    largest = max(largest, values.largest());
+  }
+  const float scale = scale_of(block_max(largest, scratch));
+  const float inverse = __frcp_rn(scale);
+  grid_dependency_launch();
+  char* q = args.q + row * args.columns;
+#pragma unroll 4
+  for (int index = threadIdx.x; index < args.eights; index += blockDim.x) {
+    Eight<Source> values;
+    values.load(x + static_cast<int64_t>(index) * 8 * Source::kBytes);
+    store_scaled(q + static_cast<int64_t>(index) * 8, values, inverse);
+  }
+  if (threadIdx.x == 0) args.scale[row] = scale;
+}
+
+// A block has part of one row; or of all rows, where they follow each other in whole groups.
+template <typename Source>
+__global__ void __launch_bounds__(kFp8GroupThreads)
+    fp8_quantize_group(const __grid_constant__ Fp8QuantizeArgs args) {
+  const int64_t row = args.flat ? 0 : blockIdx.x / args.row_blocks;
+  const int64_t part = blockIdx.x - row * args.row_blocks;
+  const int64_t eights = args.flat ? args.rows * args.eights : args.eights;
+  const int64_t first = part * kFp8GroupThreads * kFp8GroupVectors + threadIdx.x;
+  grid_dependency_wait();
+  const char* x = args.x + row * args.row_bytes;
+  Eight<Source> values[kFp8GroupVectors];
+#pragma unroll
+  for (int v = 0; v < kFp8GroupVectors; ++v) {
+    const int64_t index = first + v * kFp8GroupThreads;
+    values[v].clear();
+    if (index < eights) values[v].load(x + index * 8 * Source::kBytes);
+  }
+  char* q = args.q + row * args.columns;
+  float* scales = args.scale + row * ((args.eights + 15) / 16);
+#pragma unroll
+  for (int v = 0; v < kFp8GroupVectors; ++v) {
+    const int64_t index = first + v * kFp8GroupThreads;
+    const float scale = scale_of(lanes_reduce<16>(values[v].largest(), Max()));
+    const float inverse = __frcp_rn(scale);
+    if (v + 1 == kFp8GroupVectors) grid_dependency_launch();
+    if (index >= eights) continue;
+    store_scaled(q + index * 8, values[v], inverse);
+    if (threadIdx.x % 16 == 0) scales[index / 16] = scale;
+  }
+}
+
+template <typename Source>
+__global__ void __launch_bounds__(kFp8BlockThreads)
+    fp8_quantize_block(const __grid_constant__ Fp8QuantizeArgs args) {
+  constexpr int kVectors = 128 * 16 / kFp8BlockThreads;
+  __shared__ uint32_t scratch[32];
+  const int64_t row = static_cast<int64_t>(blockIdx.y) * 128 + threadIdx.x / 16;
+  const int column = blockIdx.x * 16 + threadIdx.x % 16;
+  grid_dependency_wait();
+  Eight<Source> values[kVectors];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    values[v].clear();
+    if (row + v * (128 / kVectors) < args.rows && column < args.eights) {
+      values[v].load(args.x + (row + v * (128 / kVectors)) * args.row_bytes +
+                     static_cast<int64_t>(column) * 8 * Source::kBytes);
+    }
+  }
+  uint32_t largest = 0;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) largest = max(largest, values[v].largest());
+  const float scale = scale_of(block_max(largest, scratch));
+  const float inverse = __frcp_rn(scale);
+  grid_dependency_launch();
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const int64_t r = row + v * (128 / kVectors);
+    if (r < args.rows && column < args.eights) {
+      store_scaled(args.q + r * args.columns + static_cast<int64_t>(column) * 8, values[v],
+                   inverse);
+    }
+  }
+  if (threadIdx.x == 0) {
+    args.scale[static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x] = scale;
+  }
+}
+
+// Where eight number `index` of a tensor lies.
+template <typename Source>
+__device__ __forceinline__ const char* eight_at(const Fp8QuantizeArgs& args, int64_t index) {
+  if (args.flat) return args.x + index * 8 * Source::kBytes;
+  const int64_t row = index / args.eights;
+  return args.x + row * args.row_bytes + (index - row * args.eights) * 8 * Source::kBytes;
+}
+
+template <typename Source>
+__global__ void __launch_bounds__(kFp8LargestThreads)
+    fp8_quantize_largest(const __grid_constant__ Fp8QuantizeArgs args) {
+  __shared__ uint32_t scratch[32];
+  const int64_t eights = args.rows * args.eights;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kFp8LargestThreads;
+  grid_dependency_wait();
+  grid_dependency_launch();
+  uint32_t largest = 0;
+#pragma unroll 4
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kFp8LargestThreads + threadIdx.x; i < eights;
+       i += step) {
+    Eight<Source> values;
+    values.load(eight_at<Source>(args, i));
+    largest = max(largest, values.largest());
+  }
+  largest = block_max(largest, scratch);
+  if (threadIdx.x == 0) args.partial[blockIdx.x] = __uint_as_float(largest);
+}
+
+template <typename Source>
+__global__ void __launch_bounds__(kFp8TensorThreads)
+    fp8_quantize_tensor(const __grid_constant__ Fp8QuantizeArgs args) {
+  __shared__ uint32_t scratch[32];
+  const int64_t eights = args.rows * args.eights;
+  // From the end: what the kernel before this one read last is still in the L2.
+  const int64_t block = args.given != nullptr ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
+  const int64_t first = block * kFp8TensorThreads * kFp8TensorVectors + threadIdx.x;
+  Eight<Source> values[kFp8TensorVectors];
+  grid_dependency_wait();
+#pragma unroll
+  for (int v = 0; v < kFp8TensorVectors; ++v) {
+    values[v].clear();
+    const int64_t index = first + v * kFp8TensorThreads;
+    if (index < eights) values[v].load(eight_at<Source>(args, index));
+  }
+  float scale;
+  if (args.given != nullptr) {
+    scale = *args.given;
+  } else {
+    uint32_t largest = 0;
+    for (int i = threadIdx.x; i < args.partials; i += kFp8TensorThreads) {
+      largest = max(largest, __float_as_uint(args.partial[i]));
+    }
+    scale = scale_of(block_max(largest, scratch));
+    if (blockIdx.x == 0 && threadIdx.x == 0) *args.scale = scale;
+  }
+  const float inverse = __frcp_rn(scale);
+  grid_dependency_launch();
+#pragma unroll
+  for (int v = 0; v < kFp8TensorVectors; ++v) {
+    const int64_t index = first + v * kFp8TensorThreads;
+    if (index < eights) store_scaled(args.q + index * 8, values[v], inverse);
+  }
+}
+
+template <typename Source, int kVectors>
+__global__ void __launch_bounds__(kFp8SmallThreads)
+    fp8_quantize_small_tensor(const __grid_constant__ Fp8QuantizeArgs args) {
+  __shared__ uint32_t scratch[32];
+  __shared__ uint32_t block_largest[kFp8SmallCluster];
+  const int64_t eights = args.rows * args.eights;
+  const int first = blockIdx.x * kFp8SmallThreads + threadIdx.x;
+  grid_dependency_wait();
+  Eight<Source> values[kVectors];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const int64_t index = first + v * kFp8SmallCluster * kFp8SmallThreads;
+    values[v].clear();
+    if (index < eights) values[v].load(eight_at<Source>(args, index));
+  }
+  uint32_t largest = 0;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) largest = max(largest, values[v].largest());
+  largest = block_max(largest, scratch);
+  // Every block tells every other.
+  if (threadIdx.x < kFp8SmallCluster) {
+    uint32_t here = static_cast<uint32_t>(__cvta_generic_to_shared(&block_largest[blockIdx.x]));
+    asm volatile(
+        "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
+        "st.shared::cluster.u32 [there], %2; }" ::"r"(here),
+        "r"(threadIdx.x), "r"(largest)
+        : "memory");
+  }
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
+#pragma unroll
+  for (int i = 0; i < kFp8SmallCluster; ++i) largest = max(largest, block_largest[i]);
+  const float scale = scale_of(largest);
+  const float inverse = __frcp_rn(scale);
+  grid_dependency_launch();
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const int64_t index = first + v * kFp8SmallCluster * kFp8SmallThreads;
+    if (index < eights) store_scaled(args.q + index * 8, values[v], inverse);
+  }
+  if (blockIdx.x == 0 && threadIdx.x == 0) *args.scale = scale;
+}
+
+struct Entry {
+  Fp8Kernel kind;
+  DType dtype;
+  int vectors;
+  Kernel kernel;
+};
+
+#define TIERCEL_KERNEL(kind, function, dtype, vectors, name, ...) \
+  {Fp8Kernel::kind, DType::k##dtype, vectors,                     \
+   Kernel("fp8_quantize_" #function "<" #dtype name ">",          \
+          reinterpret_cast<const void*>(fp8_quantize_##function<dtype##Source __VA_ARGS__>))}
+#define TIERCEL_HELD(kind, function, dtype, vectors) \
+  TIERCEL_KERNEL(kind, function, dtype, vectors, ", vectors=" #vectors, , vectors)
+#define TIERCEL_KERNELS(dtype, small, large)                                                  \
+  TIERCEL_HELD(kRow, row, dtype, 1), TIERCEL_HELD(kRow, row, dtype, 2),                       \
+      TIERCEL_HELD(kRow, row, dtype, large), TIERCEL_KERNEL(kLongRow, long_row, dtype, 0, "", ), \
+      TIERCEL_KERNEL(kGroup, group, dtype, 0, "", ),                                          \
+      TIERCEL_KERNEL(kBlock, block, dtype, 0, "", ),                                          \
+      TIERCEL_KERNEL(kLargest, largest, dtype, 0, "", ),                                      \
+      TIERCEL_KERNEL(kTensor, tensor, dtype, 0, "", ),                                        \
+      TIERCEL_HELD(kSmallTensor, small_tensor, dtype, small),                                 \
+      TIERCEL_HELD(kSmallTensor, small_tensor, dtype, large)
+
+// By kind and dtype, fewer vectors first.
+const Entry kKernels[] = {TIERCEL_KERNELS(BFloat16, 2, 8), TIERCEL_KERNELS(Float16, 2, 8),
+                          TIERCEL_KERNELS(Float32, 1, 4)};
+
+}  // namespace
+
+const Kernel* fp8_quantize_kernel(Fp8Kernel kind, DType dtype, int vectors) {
+  for (const Entry& entry : kKernels) {
+    if (entry.kind == kind && entry.dtype == dtype && entry.vectors >= vectors) {
+      return &entry.kernel;
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace tiercel

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+// To e4m3, with float32 scales found on the way or given.
+#ifndef KERNELS_QUANT_FP8_QUANTIZE_H_
+#define KERNELS_QUANT_FP8_QUANTIZE_H_
+
+#include "kernels/sm90/status.h"
+#include "kernels/sm90/tensor_view.h"
+
+namespace tiercel {
+
+// What shares a scale.
+enum class Fp8Granularity { kTensor, kRow, kGroup, kBlock };
+
+inline constexpr int kFp8MaxPartials = 1024;
+
+// What a call would launch.
+struct Fp8QuantizePlan {
+  const char* kernel;  // "none" for an empty tensor
+  int launches;
+  int vectors;  // eights of values that a thread keeps
+  int64_t grid;
+  unsigned block;
+};
+
+// x [T, K] float32, bfloat16 or float16, rows of K neighbouring values at any distance; q [T, K]
+// e4m3, contiguous; scale float32, contiguous: [1, 1] of the tensor, [T, 1] of each row,
+// [T, ceil(K / 128)] of each 1x128 group or [ceil(T / 128), ceil(K / 128)] of each 128x128 tile.
+// `partial` [kFp8MaxPartials] float32 is memory to work in, asked for with kTensor only; what it
+// holds does not matter.
+//   scale = max(amax / 448, 2^-126), q = e4m3(x * (1 / scale))
+Status fp8_quantize_plan(const TensorView& x, const TensorView& q, const TensorView& scale,
+                         const TensorView* partial, Fp8Granularity granularity,
+                         Fp8QuantizePlan* plan);
+Status fp8_quantize(const TensorView& x, const TensorView& q, const TensorView& scale,
+                    const TensorView* partial, Fp8Granularity granularity, void* stream);
+
+// The same with a scale [1, 1] that is given: q = e4m3(x * (1 / scale)).
+Status fp8_quantize_static(const TensorView& x, const TensorView& scale, const TensorView& q,
+                           void* stream);
+
+// Loads all of its kernels on a device.
+Status fp8_quantize_load(int device);
+
+}  // namespace tiercel
+
+#endif  // KERNELS_QUANT_FP8_QUANTIZE_H_

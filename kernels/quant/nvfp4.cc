@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/quant/nvfp4.h"
+
+#include <algorithm>
+#include <string>
+
+#include "kernels/quant/nvfp4_kernels.h"
+#include "kernels/quant/quant_checks.h"
+
+namespace tiercel {
+namespace {
+
+constexpr int64_t kMaxGrid = 0x7fffffff;
+
+// `values` is the one that is not narrow; `values_name` and the others' names are the ops'.
+struct Call {
+  const char* op;
+  const char* values_name;
+  const TensorView& values;
+  const TensorView& q;
+  const TensorView& scale;
+  const TensorView* global_scale;
+};
+
+Status check(const Call& call) {
+  const Argument values{call.op, call.values_name, call.values};
+  const Argument q{call.op, "q", call.q};
+  const Argument scale{call.op, "scale", call.scale};
+  TIERCEL_RETURN_IF_ERROR(check_rank(values, 2));
+  TIERCEL_RETURN_IF_ERROR(
+      check_dtype(values, {DType::kFloat32, DType::kBFloat16, DType::kFloat16}));
+  TIERCEL_RETURN_IF_ERROR(check_dtype(q, {DType::kFloat4E2M1x2}));
+  TIERCEL_RETURN_IF_ERROR(check_dtype(scale, {DType::kFloat8E4M3}));
+  const int64_t rows = call.values.shape[0];
+  const int64_t columns = call.values.shape[1];
+  if (columns % 16 != 0) {
+    return Status::InvalidArgument(mismatch(
+        values, "have a multiple of 16 columns", shape_text(call.values.shape, 2)));
+  }
+  TIERCEL_RETURN_IF_ERROR(check_shape(q, {rows, columns / 2}, "[T, K / 2]"));
+  TIERCEL_RETURN_IF_ERROR(check_shape(scale, {rows, columns / 16}, "[T, K / 16]"));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(values));
+  TIERCEL_RETURN_IF_ERROR(check_same_device(q, values));
+  TIERCEL_RETURN_IF_ERROR(check_same_device(scale, values));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(q));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(scale));
+  if (call.global_scale != nullptr) {
+    const Argument global{call.op, "global_scale", *call.global_scale};
+    TIERCEL_RETURN_IF_ERROR(check_dtype(global, {DType::kFloat32}));
+    TIERCEL_RETURN_IF_ERROR(check_shape(global, {1}, "[1]"));
+    TIERCEL_RETURN_IF_ERROR(check_same_device(global, values));
+    TIERCEL_RETURN_IF_ERROR(check_cuda(global));
+  }
+  TIERCEL_RETURN_IF_ERROR(check_rows_of_vectors(values));
+  TIERCEL_RETURN_IF_ERROR(check_aligned(q, 8));
+  return check_contiguous(scale);
+}
+
+Status prepare(const Call& call, Nvfp4Args* args, LaunchConfig* config) {
+  TIERCEL_RETURN_IF_ERROR(check(call));
+  const int64_t row_groups = call.values.shape[1] / 16;
+  args->values = static_cast<char*>(call.values.data);
+  args->row_bytes = call.values.strides[0] * dtype_bytes(call.values.dtype);
+  args->q = static_cast<char*>(call.q.data);
+  args->scale = static_cast<char*>(call.scale.data);
+  args->global_scale =
+      call.global_scale != nullptr ? static_cast<const float*>(call.global_scale->data) : nullptr;
+  args->groups = call.values.shape[0] * row_groups;
+  args->row_groups = static_cast<int>(std::min(row_groups, kMaxGrid / 2));
+  args->flat = is_flat(call.values);
+  const int64_t per_block = kNvfp4Threads * kNvfp4Groups;
+  const int64_t grid = (args->groups + per_block - 1) / per_block;
+  if (grid > kMaxGrid || row_groups > kMaxGrid / 2) {
+    return Status::Unimplemented(std::string(call.op) + ": too large for one launch, got shape " +
+                                 shape_text(call.values.shape, 2));
+  }
+  config->grid.x = static_cast<uint32_t>(grid);
+  config->block.x = kNvfp4Threads;
+  config->dependent = true;
+  return Status();
+}
+
+Status plan_of(const Call& call, const Kernel* (*find)(DType), Nvfp4Plan* plan) {
+  Nvfp4Args args{};
+  LaunchConfig config;
+  TIERCEL_RETURN_IF_ERROR(prepare(call, &args, &config));
+  *plan = {"none", 0, 0};
+  if (args.groups > 0) {
+    *plan = {find(call.values.dtype)->name(), int64_t{config.grid.x}, config.block.x};
+  }
+  return Status();
+}
+
+Status launch(const Call& call, const Kernel* (*find)(DType), void* stream) {
+  Nvfp4Args args{};
+  LaunchConfig config;
+  TIERCEL_RETURN_IF_ERROR(prepare(call, &args, &config));
+  if (args.groups == 0) return Status();
+  void* pointers[] = {&args};
+  return find(call.values.dtype)->launch(config, call.values.device_index, stream, pointers);
+}
+
+Status load_all(const Kernel* (*find)(DType), int device) {
+  for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    TIERCEL_RETURN_IF_ERROR(find(dtype)->load(device));
+  }
+  return Status();
+}
+
+}  // namespace
+
+Status nvfp4_quantize_plan(const TensorView& x, const TensorView* global_scale,
+                           const TensorView& q, const TensorView& scale, Nvfp4Plan* plan) {
+  return plan_of({"nvfp4_quantize", "x", x, q, scale, global_scale}, nvfp4_quantize_kernel, plan);
+}
+
+Status nvfp4_quantize(const TensorView& x, const TensorView* global_scale, const TensorView& q,
+                      const TensorView& scale, void* stream) {
+  return launch({"nvfp4_quantize", "x", x, q, scale, global_scale}, nvfp4_quantize_kernel, stream);
+}
+
+Status nvfp4_dequantize_plan(const TensorView& q, const TensorView& scale,
+                             const TensorView* global_scale, const TensorView& out,
+                             Nvfp4Plan* plan) {
+  return plan_of({"nvfp4_dequantize", "out", out, q, scale, global_scale},
+                 nvfp4_dequantize_kernel, plan);
+}
+
+Status nvfp4_dequantize(const TensorView& q, const TensorView& scale,
+                        const TensorView* global_scale, const TensorView& out, void* stream) {
+  return launch({"nvfp4_dequantize", "out", out, q, scale, global_scale}, nvfp4_dequantize_kernel,
+                stream);
+}
+
+Status nvfp4_quantize_load(int device) { return load_all(nvfp4_quantize_kernel, device); }
+
+Status nvfp4_dequantize_load(int device) { return load_all(nvfp4_dequantize_kernel, device); }
+
+}  // namespace tiercel

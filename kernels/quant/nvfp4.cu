@@ -1,0 +1,211 @@
+// SPDX-License-Identifier: Apache-2.0
+// nvfp4_quantize: 16 neighbouring values become 16 e2m1 and one e4m3 scale; nvfp4_dequantize: back.
+//
+// The plan. A thread has whole groups of 16, two at a time: 32 bytes of 16-bit values in, 8 bytes of
+// codes and 1 of scale out, so nothing is exchanged between threads and nothing waits. At
+// [8192, 8192] in bfloat16 these are 128 MiB and 36 MiB, 40 us at 4.3 TB/s. At that rate an SM has
+// some 17 instructions a value: the rounding to e2m1 is six float additions (narrow_floats.cuh),
+// and a word of eight codes is put together by multiplications and the signs by bytes.
+// The arithmetic is the reference's, bit for bit: scale = e4m3(min(amax / 6 / global, 448)) and
+// q = e2m1(x * (1 / (scale * global))), every operation rounded to nearest even.
+#include <cstdint>
+
+#include "kernels/quant/eight.cuh"
+#include "kernels/quant/nvfp4_kernels.h"
+#include "kernels/sm90/grid_dependency.cuh"
+#include "kernels/sm90/narrow_floats.cuh"
+
+namespace tiercel {
+namespace {
+
+__device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
+  return __byte_perm(a, b, selector);
+}
+
+// The sign bits of eight values, each at its code's highest bit.
+template <typename Source>
+__device__ __forceinline__ uint32_t signs_of(const Eight<Source>& x) {
+  if constexpr (Source::kBytes == 2) {
+    // The upper bytes of the even values, and of the odd ones.
+    const uint32_t even = permute(permute(x.words[0], x.words[1], 0x0051),
+                                  permute(x.words[2], x.words[3], 0x0051), 0x5410);
+    const uint32_t odd = permute(permute(x.words[0], x.words[1], 0x0073),
+                                 permute(x.words[2], x.words[3], 0x0073), 0x5410);
+    return (even >> 4 & 0x08080808u) | (odd & 0x80808080u);
+  } else {
+    uint32_t signs = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) signs |= x.words[i] >> (28 - 4 * i) & 0x8u << 4 * i;
+    return signs;
+  }
+}
+
+// The codes of eight values, value i at bits [4i, 4i + 4). `inverse_half` is half of 1 / scale.
+template <typename Source>
+__device__ __forceinline__ uint32_t codes_of(const Eight<Source>& x, float inverse_half) {
+  uint32_t codes = 0;
+  uint32_t magic = 0;  // what the additions below bring along
+#pragma unroll
+  for (int i = 7; i >= 0; --i) {
+    codes = codes * 16 + half_magnitude_to_e2m1(fabsf(x[i]) * inverse_half);
+    magic = magic * 16 + kE2M1Magic;
+  }
+  return (codes - magic) | signs_of(x);
+}
+
+template <typename Source>
+__global__ void __launch_bounds__(kNvfp4Threads)
+    nvfp4_quantize(const __grid_constant__ Nvfp4Args args) {
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kNvfp4Threads * kNvfp4Groups + threadIdx.x;
+  grid_dependency_wait();
+  Eight<Source> x[kNvfp4Groups][2];
+#pragma unroll
+  for (int g = 0; g < kNvfp4Groups; ++g) {
+    const int64_t group = first + g * kNvfp4Threads;
+    x[g][0].clear();
+    x[g][1].clear();
+    if (group >= args.groups) continue;
+    const int64_t row = args.flat ? 0 : group / args.row_groups;
+    const char* address = args.values + row * args.row_bytes +
+                          (group - row * args.row_groups) * 16 * Source::kBytes;
+    x[g][0].load(address);
+    x[g][1].load(address + 8 * Source::kBytes);
+  }
+  const float global = args.global_scale != nullptr ? *args.global_scale : 1.0f;
+#pragma unroll
+  for (int g = 0; g < kNvfp4Groups; ++g) {
+    const int64_t group = first + g * kNvfp4Threads;
+    const float largest = __uint_as_float(max(x[g][0].largest(), x[g][1].largest()));
+    float wanted = __fdiv_rn(largest, kE2M1Max);
+    if (args.global_scale != nullptr) wanted = __fdiv_rn(wanted, global);
+    const uint32_t scale = float2_to_e4m3x2(wanted, 0.0f);
+    float total = e4m3_to_float(scale);
+    if (args.global_scale != nullptr) total *= global;
+    const float inverse = total == 0.0f ? 0.0f : __frcp_rn(total);
+    if (g + 1 == kNvfp4Groups) grid_dependency_launch();
+    if (group >= args.groups) continue;
+    // Half of it is exact unless it falls below the normal floats, where every product is 0.
+    const uint32_t low = codes_of(x[g][0], inverse * 0.5f);
+    const uint32_t high = codes_of(x[g][1], inverse * 0.5f);
+    __stcs(reinterpret_cast<uint2*>(args.q) + group, make_uint2(low, high));
+    args.scale[group] = static_cast<char>(scale);
+  }
+}
+
+// float32 pairs to 16-bit ones.
+struct BFloat16Target {
+  static constexpr int kBytes = 2;
+  static __device__ __forceinline__ uint32_t pair(float low, float high) {
+    uint32_t both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+  }
+};
+struct Float16Target {
+  static constexpr int kBytes = 2;
+  static __device__ __forceinline__ uint32_t pair(float low, float high) {
+    uint32_t both;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+  }
+};
+struct Float32Target {
+  static constexpr int kBytes = 4;
+};
+
+template <typename Target>
+__device__ __forceinline__ void store_eight(char* address, const float (&values)[8]) {
+  uint32_t words[2 * Target::kBytes];
+  if constexpr (Target::kBytes == 2) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = Target::pair(values[2 * i], values[2 * i + 1]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) words[i] = __float_as_uint(values[i]);
+  }
+#pragma unroll
+  for (int w = 0; w < 2 * Target::kBytes; w += 4) {
+    __stcs(reinterpret_cast<uint4*>(address) + w / 4,
+           make_uint4(words[w], words[w + 1], words[w + 2], words[w + 3]));
+  }
+}
+
+template <int i>
+__device__ __forceinline__ void decode_pair(float (&values)[8], uint32_t word, float scale) {
+  const uint32_t halves = e2m1_pair_to_half2<i>(word);
+  values[i] = float16_bits_to_float(halves & 0xffffu) * 16384.0f * scale;
+  values[i + 4] = float16_bits_to_float(halves >> 16) * 16384.0f * scale;
+}
+
+template <typename Target>
+__global__ void __launch_bounds__(kNvfp4Threads)
+    nvfp4_dequantize(const __grid_constant__ Nvfp4Args args) {
+  // A thread has half a group, so that a warp's stores lie side by side.
+  const int64_t first =
+      static_cast<int64_t>(blockIdx.x) * kNvfp4Threads * kNvfp4Groups * 2 + threadIdx.x;
+  grid_dependency_wait();
+  uint32_t codes[kNvfp4Groups * 2];
+  uint32_t scales[kNvfp4Groups * 2];
+#pragma unroll
+  for (int g = 0; g < kNvfp4Groups * 2; ++g) {
+    const int64_t half = first + g * kNvfp4Threads;
+    codes[g] = scales[g] = 0;
+    if (half / 2 >= args.groups) continue;
+    codes[g] = __ldcs(reinterpret_cast<const uint32_t*>(args.q) + half);
+    scales[g] = static_cast<uint8_t>(args.scale[half / 2]);
+  }
+  const float global = args.global_scale != nullptr ? *args.global_scale : 1.0f;
+  grid_dependency_launch();
+#pragma unroll
+  for (int g = 0; g < kNvfp4Groups * 2; ++g) {
+    const int64_t half = first + g * kNvfp4Threads;
+    if (half / 2 >= args.groups) continue;
+    const float scale = e4m3_to_float(scales[g]) * global;
+    float values[8];
+    decode_pair<0>(values, codes[g], scale);
+    decode_pair<1>(values, codes[g], scale);
+    decode_pair<2>(values, codes[g], scale);
+    decode_pair<3>(values, codes[g], scale);
+    const int64_t row = args.flat ? 0 : half / (2 * args.row_groups);
+    store_eight<Target>(args.values + row * args.row_bytes +
+                            (half - row * 2 * args.row_groups) * 8 * Target::kBytes,
+                        values);
+  }
+}
+
+struct Entry {
+  DType dtype;
+  Kernel quantize;
+  Kernel dequantize;
+};
+
+#define TIERCEL_KERNELS(dtype)                                              \
+  {DType::k##dtype,                                                         \
+   Kernel("nvfp4_quantize<" #dtype ">",                                     \
+          reinterpret_cast<const void*>(nvfp4_quantize<dtype##Source>)),    \
+   Kernel("nvfp4_dequantize<" #dtype ">",                                   \
+          reinterpret_cast<const void*>(nvfp4_dequantize<dtype##Target>))}
+
+const Entry kKernels[] = {TIERCEL_KERNELS(BFloat16), TIERCEL_KERNELS(Float16),
+                          TIERCEL_KERNELS(Float32)};
+
+const Entry* find(DType dtype) {
+  for (const Entry& entry : kKernels) {
+    if (entry.dtype == dtype) return &entry;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+const Kernel* nvfp4_quantize_kernel(DType dtype) {
+  const Entry* entry = find(dtype);
+  return entry == nullptr ? nullptr : &entry->quantize;
+}
+
+const Kernel* nvfp4_dequantize_kernel(DType dtype) {
+  const Entry* entry = find(dtype);
+  return entry == nullptr ? nullptr : &entry->dequantize;
+}
+
+}  // namespace tiercel

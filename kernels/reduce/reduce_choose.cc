@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: Apache-2.0
+// The bounds below are measured on an H200 (132 multiprocessors, 2048 threads each). They hold for
+// an H100 too, and the order of a sum shall not depend on the device.
+#include "kernels/reduce/reduce_choose.h"
+
+#include <algorithm>
+#include <string>
+
+namespace tiercel {
+namespace {
+
+constexpr int64_t kMultiprocessors = 132;
+constexpr int64_t kMostBlocks = 0x7fffffff;
+constexpr int64_t kLongestPart = int64_t{1} << 30;  // elements; places in a part are 32 bits
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+const ReduceKernel* find(const ReduceKernel* kernels, int count, DType dtype, bool max, int lanes,
+                         int per_thread, int vector_bytes, unsigned block) {
+  for (int i = 0; i < count; ++i) {
+    const ReduceKernel& kernel = kernels[i];
+    if (kernel.dtype == dtype && kernel.max == max && kernel.lanes == lanes &&
+        (per_thread == 0 || kernel.per_thread == per_thread) &&
+        kernel.vector_bytes == vector_bytes && (block == 0 || kernel.block == block)) {
+      return &kernel;
+    }
+  }
+  return nullptr;
+}
+
+const ReduceKernel* find_rows(DType dtype, bool max, int lanes, int rows) {
+  int count = 0;
+  const ReduceKernel* kernels = reduce_rows_kernels(&count);
+  return find(kernels, count, dtype, max, lanes, rows, 16, 0);
+}
+
+const ReduceKernel* find_columns(DType dtype, bool max, int vector_bytes, int lanes,
+                                 unsigned block) {
+  int count = 0;
+  const ReduceKernel* kernels = reduce_columns_kernels(&count);
+  return find(kernels, count, dtype, max, lanes, 0, vector_bytes, block);
+}
+
+// At most `wanted` parts, each a multiple of `step` long.
+void split(ReduceArgs* args, int64_t wanted, int64_t step) {
+  wanted = std::max(wanted, ceil_div(args->length, kLongestPart));
+  args->part = ceil_div(ceil_div(std::max<int64_t>(args->length, 1), wanted), step) * step;
+  args->parts = static_cast<int>(std::max<int64_t>(ceil_div(args->length, args->part), 1));
+}
+
+// Rows that share a block: groups of lanes, each with one row or some.
+void choose_short_rows(DType dtype, bool max, int64_t row_bytes, ReduceLaunch* launch) {
+  const int64_t outputs = launch->args.outer * launch->args.inner;
+  int lanes = 1, rows = 4;
+  if (row_bytes > 1024) {
+    lanes = 32, rows = 1;
+  } else if (row_bytes > 256) {
+    lanes = 32, rows = 2;
+  } else if (row_bytes > 128) {
+    lanes = 16;
+  } else if (row_bytes > 64) {
+    lanes = 8;
+  } else if (row_bytes > 32) {
+    lanes = 4;
+  }
+  // Few rows: as many lanes as there is room for.
+  if (rows == 2 && outputs < kMultiprocessors * 16) rows = 1;
+  launch->kernel = find_rows(dtype, max, lanes, rows);
+  launch->block = 256;
+  const auto blocks = [&] { return ceil_div(outputs, launch->block / lanes * rows); };
+  while (launch->block > 64 && blocks() < kMultiprocessors * 2) launch->block /= 2;
+  launch->grid = static_cast<unsigned>(std::min(blocks(), kMostBlocks + 1));
+}
+
+// Rows of a block each, or of several.
+void choose_long_rows(DType dtype, bool max, int64_t row_bytes, ReduceLaunch* launch) {
+  constexpr int64_t kRoomFor = kMultiprocessors * 4;  // blocks of 512 threads
+  ReduceArgs& args = launch->args;
+  const int64_t outputs = args.outer * args.inner;
+  const int64_t element = dtype_bytes(dtype);
+  int64_t parts = 1;
+  if (outputs < kRoomFor / 2) parts = std::min(kRoomFor / outputs, row_bytes / 8192);
+  bool cluster = false;
+  if (parts > 1) {
+    const int64_t of_eight = row_bytes / kReduceMaxCluster;
+    cluster = parts <= kReduceMaxCluster || of_eight <= 32 * 1024 ||
+              outputs * kReduceMaxCluster >= 128;
+    if (cluster) {
+      parts = parts >= 8 ? 8 : parts >= 4 ? 4 : 2;
+    }
+  }
+  split(&args, std::max<int64_t>(parts, 1), 16 / element);
+  args.cluster = cluster ? args.parts : 1;
+  const int lanes = row_bytes / args.parts >= 64 * 1024 || (parts > 1 && row_bytes / parts > 8192)
+                        ? 512
+                        : 256;
+  launch->kernel = find_rows(dtype, max, lanes, 1);
+  launch->block = lanes;
+  launch->grid = static_cast<unsigned>(std::min(outputs * args.parts, kMostBlocks + 1));
+}
+
+void choose_columns(DType dtype, bool max, int vector_bytes, bool may_split, ReduceLaunch* launch) {
+  ReduceArgs& args = launch->args;
+  const int64_t element = dtype_bytes(dtype);
+  const int64_t bytes = args.outer * args.inner * args.length * element;
+  const int64_t vectors = ceil_div(args.inner * element, vector_bytes);
+  const auto strips = [&](int lanes) { return ceil_div(vectors, lanes) * args.outer; };
+  int lanes = 8;
+  unsigned block = 256;
+  int64_t parts = 1;
+  bool cluster = false;
+  if (vector_bytes != 16) {
+    lanes = 32;
+    if (strips(32) < kMultiprocessors * 2) {
+      parts = std::min(ceil_div(kMultiprocessors * 8, strips(32)), args.length / 64);
+    }
+  } else if (args.length <= 128 || strips(8) >= 1024) {
+    // A block a strip.
+  } else if (bytes <= (4 << 20) && args.length <= 2048) {
+    lanes = 1, block = 512;  // narrow strips are on more multiprocessors
+  } else if (strips(8) >= 256) {
+    block = 512;
+    parts = 2;
+    cluster = true;
+  } else if (vectors >= 64) {
+    lanes = 16, block = 128;
+    parts = std::min(1024 / strips(16), args.length / 64);
+  } else {
+    block = 512;
+    lanes = vectors >= 8 ? 8 : vectors >= 4 ? 4 : vectors >= 2 ? 2 : 1;
+    parts = std::min((vectors > 8 ? 512 : 256) / strips(lanes), args.length / (512 / lanes * 4));
+  }
+  if (!may_split) parts = 1;
+  split(&args, std::max<int64_t>(parts, 1), 1);
+  args.cluster = cluster && args.parts == 2 ? 2 : 1;
+  launch->kernel = find_columns(dtype, max, vector_bytes, lanes, block);
+  launch->block = block;
+  launch->grid = static_cast<unsigned>(std::min(strips(lanes) * args.parts, kMostBlocks + 1));
+}
+
+bool multiple_of(int64_t bytes, int64_t size) { return bytes % size == 0; }
+
+bool down_columns(const ReduceArgs& args, int64_t element) {
+  return args.inner > 1 && args.inner_stride == element && args.length_stride != element;
+}
+
+void choose_one(const ReduceArgs& args, DType dtype, bool max, bool may_split,
+                ReduceLaunch* launch) {
+  launch->args = args;
+  launch->args.parts = launch->args.cluster = 1;
+  launch->args.part = args.length;
+  const int element = static_cast<int>(dtype_bytes(dtype));
+  if (down_columns(args, element)) {
+    const bool vectors = multiple_of(reinterpret_cast<uintptr_t>(args.x), 16) &&
+                         multiple_of(args.length_stride, 16) &&
+                         multiple_of(args.outer_stride, 16) && multiple_of(args.inner * element, 16);
+    launch->vector_bytes = vectors ? 16 : element;
+    choose_columns(dtype, max, launch->vector_bytes, may_split, launch);
+    return;
+  }
+  launch->vector_bytes = args.length_stride == element ? 16 : element;
+  const int64_t row_bytes = args.length * element;
+  if (row_bytes <= 4096 || !may_split) {
+    choose_short_rows(dtype, max, row_bytes, launch);
+  } else {
+    choose_long_rows(dtype, max, row_bytes, launch);
+  }
+}
+
+}  // namespace
+
+Status reduce_choose(const ReduceArgs& args, DType dtype, bool max, ReduceChoice* choice) {
+  ReduceLaunch& first = choice->first;
+  choose_one(args, dtype, max, true, &first);
+  const int64_t outputs = args.outer * args.inner;
+  if (first.grid > kMostBlocks) {
+    return Status::Unimplemented("reduce: too many results for one launch, got " +
+                                 std::to_string(outputs));
+  }
+  if (first.args.parts == 1 || first.args.cluster > 1) return Status();
+
+  // The parts' results once more, in the layout that the first kernel leaves them in.
+  const int64_t parts = first.args.parts;
+  choice->workspace = outputs * parts;
+  ReduceArgs again = args;
+  again.x = nullptr;
+  again.outer = 1;
+  again.outer_stride = 0;
+  again.inner = outputs;
+  again.length = parts;
+  const bool columns = down_columns(args, dtype_bytes(dtype));
+  again.inner_stride = columns ? 4 : parts * 4;
+  again.length_stride = columns ? outputs * 4 : 4;
+  choose_one(again, DType::kFloat32, max, false, &choice->second);
+  first.args.out_dtype = DType::kFloat32;
+  first.args.divisor = 1.0f;
+  return Status();
+}
+
+}  // namespace tiercel

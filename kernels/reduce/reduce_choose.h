@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which kernels a reduction takes.
+#ifndef KERNELS_REDUCE_REDUCE_CHOOSE_H_
+#define KERNELS_REDUCE_REDUCE_CHOOSE_H_
+
+#include <cstdint>
+
+#include "kernels/reduce/reduce_kernels.h"
+#include "kernels/sm90/status.h"
+
+namespace tiercel {
+
+struct ReduceLaunch {
+  const ReduceKernel* kernel = nullptr;
+  ReduceArgs args{};
+  unsigned grid = 0;
+  unsigned block = 0;
+  int vector_bytes = 0;  // of most loads of x
+};
+
+// One kernel, or one that writes partial results to a workspace and one that combines them.
+struct ReduceChoice {
+  ReduceLaunch first;
+  ReduceLaunch second;
+  int64_t workspace = 0;  // floats
+};
+
+// `args` describes the problem: its parts and cluster are still open. There is an output at least.
+// The caller sets the workspace's address in `first.args.out` and `second.args.x`.
+Status reduce_choose(const ReduceArgs& args, DType dtype, bool max, ReduceChoice* choice);
+
+}  // namespace tiercel
+
+#endif  // KERNELS_REDUCE_REDUCE_CHOOSE_H_

@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0
+// reduce down columns: the reduced dimension is not the contiguous one.
+//
+// The plan. As along rows, each element is read once. A block has a strip of columns, kLanes vectors
+// wide, and its kThreads / kLanes rows of threads go down it, kUnroll loads in flight each; a thread
+// keeps a float32 value for each place in its vectors. The block's threads above each other combine
+// theirs by shuffles and shared memory; where there are few strips, the blocks of a cluster go down
+// one strip, a part of the rows each, and combine theirs through distributed shared memory, each
+// finishing some of the columns. Where even that does not fill the GPU, parts go to a workspace and
+// through this kernel once more. The order is fixed, whatever the timing.
+#include <cooperative_groups.h>
+
+#include <cstdint>
+
+#include "kernels/reduce/accumulate.cuh"
+#include "kernels/reduce/reduce_kernels.h"
+#include "kernels/sm90/grid_dependency.cuh"
+#include "kernels/sm90/reduce.cuh"
+
+namespace tiercel {
+namespace {
+
+namespace cg = cooperative_groups;
+
+template <typename Format, typename Op, int kVector, int kLanes, int kUnroll, int kThreads>
+__global__ void __launch_bounds__(kThreads)
+    reduce_columns(const __grid_constant__ ReduceArgs args) {
+  constexpr int kWords = kVector < 4 ? 1 : kVector / 4;  // half a word leaves one place unused
+  constexpr int kPlaces = kVector / Format::kBytes;
+  using Seen = Accumulator<Format, Op, kWords * 4>;
+  constexpr int kWidth = kLanes * kPlaces;  // columns of a strip
+  constexpr int kDown = kThreads / kLanes;
+  constexpr int kWarps = kThreads / 32;
+  constexpr int kWarpLanes = kLanes < 32 ? kLanes : 32;
+  static_assert(kLanes <= 32, "a warp is at most one row of threads");
+  __shared__ float of_warps[kWarps][kWidth];
+  __shared__ float of_block[kWidth];
+
+  const int across = threadIdx.x % kLanes, down = threadIdx.x / kLanes;
+  // Blocks of one strip (and of one cluster) are next to each other.
+  const unsigned strips = static_cast<unsigned>((args.inner + kWidth - 1) / kWidth);
+  const unsigned split = blockIdx.x % args.parts, rest = blockIdx.x / args.parts;
+  const int64_t strip = static_cast<int64_t>(rest % strips) * kWidth;
+  const int64_t i = rest / strips;
+  const int64_t column = strip + across * kPlaces;
+  const int64_t first = static_cast<int64_t>(split) * args.part;
+  const int rows = static_cast<int>(min(args.length - first, args.part));
+  const int64_t down_stride = kDown * args.length_stride;
+  grid_dependency_wait();
+  grid_dependency_launch();
+
+  Seen seen;
+  seen.clear();
+  if (column < args.inner) {
+    const char* from = args.x + i * args.outer_stride + column * Format::kBytes +
+                       (first + down) * args.length_stride;
+    for (int r = down; r < rows; r += kDown * kUnroll) {
+      uint32_t words[kUnroll][kWords];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) words[u][w] = none_of<Format, Op>();
+        if (r + u * kDown < rows) {
+          const char* address = from + u * down_stride;
+          if constexpr (kVector == 2) {
+            words[u][0] = __byte_perm(words[u][0], *reinterpret_cast<const uint16_t*>(address),
+                                      0x3254);
+          } else {
+            load_once(words[u], address);
+          }
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) seen.add(words[u]);
+      from += kUnroll * down_stride;
+    }
+  }
+#pragma unroll
+  for (int offset = 16; offset >= kWarpLanes; offset /= 2) {
+#pragma unroll
+    for (int p = 0; p < kPlaces; ++p) {
+      seen.values[p] =
+          Op()(seen.values[p], __shfl_xor_sync(kFullWarp, seen.values[p], offset));
+    }
+  }
+  if (threadIdx.x % 32 < kLanes) {
+#pragma unroll
+    for (int p = 0; p < kPlaces; ++p) {
+      of_warps[threadIdx.x / 32][across * kPlaces + p] = seen.values[p];
+    }
+  }
+  __syncthreads();
+
+  const int64_t row = (args.cluster > 1 ? 0 : split) * args.outer + i;  // of the output
+  for (int c = threadIdx.x; c < kWidth; c += kThreads) {
+    float value = of_warps[0][c];
+#pragma unroll
+    for (int w = 1; w < kWarps; ++w) value = Op()(value, of_warps[w][c]);
+    if (args.cluster > 1) {
+      of_block[c] = value;
+    } else if (strip + c < args.inner) {
+      store_result(args.out, args.out_dtype, row * args.inner + strip + c,
+                   value / args.divisor);
+    }
+  }
+  if (args.cluster > 1) {
+    const cg::cluster_group cluster = cg::this_cluster();
+    cluster.sync();
+    const int rank = cluster.block_rank();
+    for (int c = threadIdx.x * args.cluster + rank; c < kWidth; c += kThreads * args.cluster) {
+      float value = Op::none();
+      for (int b = 0; b < args.cluster; ++b) {
+        value = Op()(value, cluster.map_shared_rank(of_block, b)[c]);
+      }
+      if (strip + c < args.inner) {
+        store_result(args.out, args.out_dtype, row * args.inner + strip + c,
+                     value / args.divisor);
+      }
+    }
+    cluster.sync();  // others read this block's until here
+  }
+}
+
+#define TIERCEL_COLUMNS(dtype, op, vector, lanes, unroll, threads)                      \
+  {DType::k##dtype,                                                                     \
+   op##Of::kMax,                                                                        \
+   lanes,                                                                               \
+   unroll,                                                                              \
+   vector,                                                                              \
+   threads,                                                                             \
+   Kernel("reduce_columns<" #dtype ", " #op ", vector=" #vector ", lanes=" #lanes       \
+          ", unroll=" #unroll ", threads=" #threads ">",                                \
+          reinterpret_cast<const void*>(                                                \
+              reduce_columns<dtype##Format, op##Of, vector, lanes, unroll, threads>))}
+#define TIERCEL_ALL_COLUMNS(dtype, op, element)                                                  \
+  TIERCEL_COLUMNS(dtype, op, 16, 1, 4, 512), TIERCEL_COLUMNS(dtype, op, 16, 2, 4, 512),          \
+      TIERCEL_COLUMNS(dtype, op, 16, 4, 4, 512), TIERCEL_COLUMNS(dtype, op, 16, 8, 4, 512),      \
+      TIERCEL_COLUMNS(dtype, op, 16, 8, 4, 256), TIERCEL_COLUMNS(dtype, op, 16, 16, 8, 128),     \
+      TIERCEL_COLUMNS(dtype, op, element, 32, 8, 256)
+
+// By dtype and operation, then by width.
+const ReduceKernel kKernels[] = {
+    TIERCEL_ALL_COLUMNS(Float32, Sum, 4),  TIERCEL_ALL_COLUMNS(Float32, Max, 4),
+    TIERCEL_ALL_COLUMNS(BFloat16, Sum, 2), TIERCEL_ALL_COLUMNS(BFloat16, Max, 2),
+    TIERCEL_ALL_COLUMNS(Float16, Sum, 2),  TIERCEL_ALL_COLUMNS(Float16, Max, 2),
+};
+
+}  // namespace
+
+const ReduceKernel* reduce_columns_kernels(int* count) {
+  *count = sizeof(kKernels) / sizeof(kKernels[0]);
+  return kKernels;
+}
+
+}  // namespace tiercel

@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// topk_softmax_align: topk_softmax and moe_align_block_size in one launch, for few tokens.
+//
+// The plan. One warp a row selects as topk_softmax_by_rounds does and writes weights and indices;
+// the indices of a block's rows stay in its shared memory, and the cluster's blocks then sort them
+// as moe_align_small does. Up to 8 blocks of 16 rows; the floor is the latency of the two chains
+// without the second launch and without the way of the indices through global memory.
+#include <cstdint>
+
+#include "kernels/routing/moe_align.cuh"
+#include "kernels/routing/topk_align_kernels.h"
+#include "kernels/routing/topk_rounds.cuh"
+#include "kernels/sm90/grid_dependency.cuh"
+
+namespace tiercel {
+namespace {
+
+template <typename Keys, int kPerLane>
+__global__ void __launch_bounds__(kTopkAlignThreads, 1)
+    topk_softmax_align(const __grid_constant__ TopkSoftmaxArgs topk,
+                       const __grid_constant__ MoeAlignArgs align) {
+  extern __shared__ uint32_t words[];
+  cluster_arrive_relaxed();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const AlignShared shared =
+      cut_shared(words, align.experts, kTopkAlignRows, cluster_blocks());
+  clear_counts(shared, align.experts);
+  grid_dependency_wait();
+  grid_dependency_launch();
+
+  fill_outputs(align, cluster_rank(), cluster_blocks());
+  const uint32_t first_row = cluster_rank() * kTopkAlignRows;
+  const int64_t row = first_row + warp;
+  if (row < topk.rows) {
+    const int index = finish_row_by_rounds<Keys, kPerLane, kTopkSoftmaxMaxK>(topk, row);
+    if (lane < topk.k) shared.sorted[warp * topk.k + lane] = index;
+  }
+  __syncthreads();
+  const uint32_t first_id = first_row * topk.k;
+  const uint32_t ids = first_id < align.numel ? min(align.span, align.numel - first_id) : 0;
+  uint32_t expert[1] = {static_cast<uint32_t>(align.experts)};
+  if (threadIdx.x < ids) expert[0] = shared.sorted[threadIdx.x];
+  to_local_experts(align, expert);
+  align_block<9, true>(align, shared, expert, first_id, (ids + 31) / 32);
+}
+
+#define TIERCEL_FUSED(keys, dtype, per_lane)                                             \
+  {DType::k##dtype, 32 * per_lane,                                                       \
+   Kernel("topk_softmax_align<" #dtype ", per_lane=" #per_lane ">",                      \
+          reinterpret_cast<const void*>(topk_softmax_align<keys, per_lane>),             \
+          kTopkAlignMaxSharedBytes)}
+#define TIERCEL_ALL_FUSED(keys, dtype)                                    \
+  TIERCEL_FUSED(keys, dtype, 2), TIERCEL_FUSED(keys, dtype, 4),           \
+      TIERCEL_FUSED(keys, dtype, 8), TIERCEL_FUSED(keys, dtype, 16)
+
+const TopkAlignKernel kKernels[] = {TIERCEL_ALL_FUSED(KeysOf16Bit<BFloat16Format>, BFloat16),
+                                    TIERCEL_ALL_FUSED(KeysOf16Bit<Float16Format>, Float16),
+                                    TIERCEL_ALL_FUSED(KeysOfFloat32, Float32)};
+
+}  // namespace
+
+const TopkAlignKernel* topk_align_kernels(int* count) {
+  *count = sizeof(kKernels) / sizeof(kKernels[0]);
+  return kKernels;
+}
+
+}  // namespace tiercel

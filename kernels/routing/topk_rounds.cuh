@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+// The k largest scores of a row by one warp, in k rounds, and the arithmetic of softmax weights.
+#ifndef KERNELS_ROUTING_TOPK_ROUNDS_CUH_
+#define KERNELS_ROUTING_TOPK_ROUNDS_CUH_
+
+#include <cstdint>
+
+#include "kernels/routing/row_scores.cuh"
+#include "kernels/routing/score_keys.cuh"
+#include "kernels/routing/sorting.cuh"
+#include "kernels/routing/topk_softmax_kernels.h"
+#include "kernels/sm90/reduce.cuh"
+
+namespace tiercel {
+
+// exp(score - largest), to one unit in the last place; NaN when the largest is NaN or infinite.
+__device__ __forceinline__ float exp_below(float score, float largest) {
+  return expf(score - largest);
+}
+
+// The same to 2^-22 in one multiplication and one ex2, for the many terms of a row's denominator.
+__device__ __forceinline__ float quick_exp_below(float score, float largest) {
+  constexpr float kLog2E = 1.44269504f;
+  float value;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"((score - largest) * kLog2E));
+  return value;
+}
+
+// 1 / value for a normal value, correct to the last place but for rare roundings.
+__device__ __forceinline__ float reciprocal(float value) {
+  float estimate;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(value));
+  return fmaf(estimate, fmaf(-value, estimate, 1.0f), estimate);
+}
+
+// A lane's part of the denominator over the whole row; in four sums, so that rounding stays small.
+template <typename Scores>
+__device__ __forceinline__ float exp_sum(const Scores& scores, float largest) {
+  float sums[4] = {};
+  scores.for_each([&](int i, float score) { sums[i % 4] += quick_exp_below(score, largest); });
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+__device__ __forceinline__ RowOfScores row_of(const TopkSoftmaxArgs& args, int64_t row) {
+  const int experts = row < args.rows ? args.experts : 0;
+  return {static_cast<const char*>(args.scores) + row * args.row_stride, args.inner_stride, experts,
+          args.vector_bytes};
+}
+
+__device__ __forceinline__ void store_result(const TopkSoftmaxArgs& args, int64_t position,
+                                             float weight, int index) {
+  args.weights[position] = weight;
+  if (args.wide_indices) {
+    static_cast<int64_t*>(args.indices)[position] = index;
+  } else {
+    static_cast<int32_t*>(args.indices)[position] = index;
+  }
+}
+
+// The warp's largest key.
+__device__ __forceinline__ uint32_t warp_max_key(uint32_t key) { return warp_max(key); }
+__device__ __forceinline__ uint64_t warp_max_key(uint64_t key) {
+  const uint32_t score = static_cast<uint32_t>(key >> 32);
+  const uint32_t best_score = warp_max(score);
+  const uint32_t best_index = warp_max(score == best_score ? static_cast<uint32_t>(key) : 0);
+  return static_cast<uint64_t>(best_score) << 32 | best_index;
+}
+
+// One row by one whole warp, from load to store. kUnrolled rounds at a time. Lane l < k gets the
+// l-th index.
+template <typename Keys, int kPerLane, int kUnrolled>
+__device__ __forceinline__ int finish_row_by_rounds(const TopkSoftmaxArgs& args, int64_t row) {
+  using Key = typename Keys::Key;
+  constexpr int kBytes = kPerLane * Keys::kBytes;
+  constexpr int kVectors = kBytes > 16 ? kBytes / 16 : 1;
+  constexpr int kWords = kBytes / kVectors / 4;
+
+  const int lane = threadIdx.x % 32;
+  LaneScores<Keys, 32, kVectors, kWords> scores;
+  scores.load(row_of(args, row), lane);
+  Key keys[kPerLane];
+  scores.keys_from(keys, 0);
+  sort_descending(keys);
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) keys[i] = Keys::add_index(keys[i], lane * scores.kPerVector);
+
+  // Round r finds the row's r-th key; every lane learns it, lane r keeps it, its owner moves on.
+  Key selected = 0;
+  float largest = 0.0f;
+  float sum = 0.0f;
+  float lost = 0.0f;  // what rounding took from the sum: exact, as the terms fall
+#pragma unroll kUnrolled
+  for (int round = 0; round < kTopkSoftmaxMaxK; ++round) {
+    if (round >= args.k) break;
+    const Key best = warp_max_key(keys[0]);
+    const bool mine = keys[0] == best;
+#pragma unroll
+    for (int i = 0; i + 1 < kPerLane; ++i) keys[i] = mine ? keys[i + 1] : keys[i];
+    keys[kPerLane - 1] = mine ? 0 : keys[kPerLane - 1];
+    if (round == 0) largest = Keys::score(best);
+    const float term = exp_below(Keys::score(best), largest);
+    const float longer = sum + term;
+    lost += term - (longer - sum);
+    sum = longer;
+    selected = lane == round ? best : selected;
+  }
+
+  sum += lost;
+  if (args.all_scores) sum = lanes_reduce<32>(exp_sum(scores, largest), Sum());
+  if (lane < args.k) {
+    const float weight = exp_below(Keys::score(selected), largest) * reciprocal(sum);
+    store_result(args, row * args.k + lane, weight, Keys::index(selected));
+  }
+  return Keys::index(selected);
+}
+
+}  // namespace tiercel
+
+#endif  // KERNELS_ROUTING_TOPK_ROUNDS_CUH_

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// Thread block clusters: barriers and stores to the shared memory of the cluster's other blocks.
+#ifndef KERNELS_SM90_CLUSTER_CUH_
+#define KERNELS_SM90_CLUSTER_CUH_
+
+#include <cstdint>
+
+namespace tiercel {
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ uint32_t cluster_blocks() {
+  uint32_t blocks;
+  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+  return blocks;
+}
+
+// Says that this block runs, nothing more; paired with cluster_wait().
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+// What this thread wrote before is visible to whoever returns from the paired cluster_wait().
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Writes to the place that `address` (in this block's shared memory) is in block `rank`'s. That
+// block must run (a first barrier) and must not end before it (a last one).
+__device__ __forceinline__ void store_remote(uint32_t* address, uint32_t rank, uint32_t value) {
+  const uint32_t local = static_cast<uint32_t>(__cvta_generic_to_shared(address));
+  asm volatile(
+      "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
+      " st.shared::cluster.u32 [remote], %2; }" ::"r"(local),
+      "r"(rank), "r"(value)
+      : "memory");
+}
+
+}  // namespace tiercel
+
+#endif  // KERNELS_SM90_CLUSTER_CUH_

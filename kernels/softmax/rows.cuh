@@ -1,0 +1,213 @@
+// SPDX-License-Identifier: Apache-2.0
+// Reading and writing a row by a group of threads: 16-byte vectors whatever the row's alignment,
+// and the mask's part of each.
+#ifndef KERNELS_SOFTMAX_ROWS_CUH_
+#define KERNELS_SOFTMAX_ROWS_CUH_
+
+#include <cstdint>
+
+#include "kernels/sm90/float_format.cuh"
+#include "kernels/softmax/row_group.cuh"
+#include "kernels/softmax/softmax_kernels.h"
+
+namespace tiercel {
+
+// A row's place in its matrices, as a group's thread sees it. A row that starts between two
+// multiples of 16 bytes is numbered from the one before; its first and last vector, which hold
+// elements of other rows, are not whole and go element by element.
+template <typename Format, typename Group>
+struct RowPlace {
+  static constexpr int kPerVector = kSoftmaxVectorBytes / Format::kBytes;
+
+  int64_t row;
+  int first;    // column of the thread's first vector, perhaps negative
+  int stride;   // columns to its next one
+  int columns;  // 0 behind the last row
+  bool vectors;
+
+  __device__ __forceinline__ RowPlace(const SoftmaxArgs& args, const Group& group)
+      : row(group.row()),
+        stride(group.size() * kPerVector),
+        columns(row < args.rows ? args.columns : 0),
+        vectors(args.vectors) {
+    const uint64_t address = reinterpret_cast<uint64_t>(args.x.data + row * args.x.row_stride);
+    const int shift = static_cast<int>(address % kSoftmaxVectorBytes) / Format::kBytes;
+    first = group.rank() * kPerVector - (vectors ? shift : 0);
+  }
+
+  __device__ __forceinline__ int column(int v) const { return first + v * stride; }
+  __device__ __forceinline__ bool whole(int v) const {
+    return vectors && column(v) >= 0 && column(v) <= columns - kPerVector;
+  }
+  __device__ __forceinline__ bool has(int v, int i) const {
+    return static_cast<unsigned>(column(v) + i) < static_cast<unsigned>(columns);
+  }
+  // The thread's first vector in a matrix; its next ones are `stride` columns apart.
+  __device__ __forceinline__ char* base(const SoftmaxRows& rows) const {
+    return rows.data + row * rows.row_stride + static_cast<int64_t>(first) * Format::kBytes;
+  }
+  __device__ __forceinline__ int offset(int v, int i = 0) const {
+    return (v * stride + i) * Format::kBytes;
+  }
+};
+
+// The element-by-element ways below are loops on purpose: unrolled for every vector they would need
+// more registers than the vectors themselves. They shift elements through a vector's 16 bytes.
+struct VectorBits {
+  uint64_t low, high;
+
+  __device__ __forceinline__ VectorBits() : low(0), high(0) {}
+  __device__ __forceinline__ explicit VectorBits(const uint32_t (&words)[4])
+      : low(words[0] | static_cast<uint64_t>(words[1]) << 32),
+        high(words[2] | static_cast<uint64_t>(words[3]) << 32) {}
+  __device__ __forceinline__ void get(uint32_t (&words)[4]) const {
+    words[0] = static_cast<uint32_t>(low), words[1] = static_cast<uint32_t>(low >> 32);
+    words[2] = static_cast<uint32_t>(high), words[3] = static_cast<uint32_t>(high >> 32);
+  }
+  // A new first element; the last one drops out.
+  template <int kBits>
+  __device__ __forceinline__ void push(uint32_t element) {
+    high = high << kBits | low >> (64 - kBits);
+    low = low << kBits | element;
+  }
+  // The first element; the others move up.
+  template <int kBits>
+  __device__ __forceinline__ uint32_t pop() {
+    const uint32_t element = static_cast<uint32_t>(low);
+    low = low >> kBits | high << (64 - kBits);
+    high >>= kBits;
+    return element;
+  }
+};
+
+// A vector's elements one by one, from `address` on, `step` bytes apart; `pad` where the row, at its
+// column `column`, has none.
+template <typename Format>
+__device__ __forceinline__ void load_elements(uint32_t (&words)[4], const char* address,
+                                              int64_t step, int column, int columns, float pad) {
+  constexpr int kPerVector = kSoftmaxVectorBytes / Format::kBytes;
+  VectorBits bits;
+#pragma unroll 1
+  for (int i = kPerVector - 1; i >= 0; --i) {
+    uint32_t element = Format::to_bits(pad);
+    if (static_cast<unsigned>(column + i) < static_cast<unsigned>(columns)) {
+      element = *reinterpret_cast<const typename Format::Storage*>(address + i * step);
+    }
+    bits.push<8 * Format::kBytes>(element);
+  }
+  bits.get(words);
+}
+
+// A thread's vectors of a row, as words; `pad` stands where the row has no element.
+template <typename Format, typename Group, int kVectors>
+__device__ __forceinline__ void load_row(uint32_t (&words)[kVectors][4],
+                                         const RowPlace<Format, Group>& place,
+                                         const SoftmaxRows& rows, float pad) {
+  const char* base = place.base(rows);
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (place.whole(v)) {
+      load_vector_once(words[v], base + place.offset(v));
+    } else {
+      load_elements<Format>(words[v], base + place.offset(v), Format::kBytes, place.column(v),
+                            place.columns, pad);
+    }
+  }
+}
+
+template <typename Format, typename Group>
+__device__ __forceinline__ void store_row(
+    const float (&values)[RowPlace<Format, Group>::kPerVector],
+    const RowPlace<Format, Group>& place, const SoftmaxRows& rows, int v) {
+  char* address = place.base(rows) + place.offset(v);
+  uint32_t words[4];
+  pack<Format>(values, words);
+  if (place.whole(v)) {
+    store_vector(address, words);
+    return;
+  }
+  VectorBits bits(words);
+#pragma unroll 1
+  for (int i = 0; i < place.kPerVector; ++i, address += Format::kBytes) {
+    const uint32_t element = bits.pop<8 * Format::kBytes>();
+    if (!place.has(v, i)) continue;
+    *reinterpret_cast<typename Format::Storage*>(address) =
+        static_cast<typename Format::Storage>(element);
+  }
+}
+
+// Where a row's mask begins.
+__device__ __forceinline__ const char* mask_row(const SoftmaxMaskRows& mask, int64_t row) {
+  const int64_t middle = row / mask.sizes[1];
+  const int64_t outer = middle / mask.sizes[0];
+  return mask.data + outer * mask.strides[0] + (middle - outer * mask.sizes[0]) * mask.strides[1] +
+         (row - middle * mask.sizes[1]) * mask.strides[2];
+}
+
+// Bit i: whether a bool mask is true at the vector's element i.
+template <typename Format, typename Group>
+__device__ __forceinline__ uint32_t mask_bits(const SoftmaxMaskRows& mask, const char* mask_row,
+                                              const RowPlace<Format, Group>& place, int v) {
+  constexpr int kPerVector = RowPlace<Format, Group>::kPerVector;
+  uint32_t bits = 0;
+  if (mask.vectors && place.whole(v)) {
+    uint32_t words[kPerVector / 4];
+    load_vector(words, mask_row + place.column(v));
+#pragma unroll
+    for (int i = 0; i < kPerVector; ++i) {
+      bits |= (words[i / 4] >> (8 * (i % 4)) & 0xff) != 0 ? 1u << i : 0u;
+    }
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < kPerVector; ++i) {
+      const char* address = mask_row + (place.column(v) + i) * mask.step;
+      if (place.has(v, i) && *address != 0) bits |= 1u << i;
+    }
+  }
+  return bits;
+}
+
+// Applies the mask to a vector's scaled scores; -inf where the row has none.
+template <typename Format, typename Group>
+__device__ __forceinline__ void apply_mask(float (&x)[RowPlace<Format, Group>::kPerVector],
+                                           const SoftmaxMaskRows& mask, const char* mask_row,
+                                           const RowPlace<Format, Group>& place, int v) {
+  constexpr int kPerVector = RowPlace<Format, Group>::kPerVector;
+  if (mask.kind == SoftmaxMask::kKeep) {
+    const uint32_t bits = mask_bits(mask, mask_row, place, v);
+#pragma unroll
+    for (int i = 0; i < kPerVector; ++i) x[i] = bits >> i & 1 ? x[i] : -kInfinity;
+    return;
+  }
+  float added[kPerVector];
+  const bool fast = mask.vectors && place.whole(v);
+  const char* address = mask_row + place.column(v) * mask.step;
+  if (mask.kind == SoftmaxMask::kAddFloat32) {
+#pragma unroll
+    for (int i = 0; i < kPerVector; i += 4) {
+      uint32_t words[4];
+      if (fast) {
+        load_vector(words, address + 4 * i);
+      } else {
+        load_elements<Float32>(words, address + i * mask.step, mask.step, place.column(v) + i,
+                               place.columns, 0.0f);
+      }
+#pragma unroll
+      for (int w = 0; w < 4; ++w) added[i + w] = __uint_as_float(words[w]);
+    }
+  } else {
+    uint32_t words[4];
+    if (fast) {
+      load_vector(words, address);
+    } else {
+      load_elements<Format>(words, address, mask.step, place.column(v), place.columns, 0.0f);
+    }
+    unpack<Format>(words, added);
+  }
+#pragma unroll
+  for (int i = 0; i < kPerVector; ++i) x[i] += added[i];
+}
+
+}  // namespace tiercel
+
+#endif  // KERNELS_SOFTMAX_ROWS_CUH_

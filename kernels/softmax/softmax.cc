@@ -1,0 +1,333 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/softmax/softmax.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "kernels/sm90/checks.h"
+#include "kernels/sm90/row_matrix.h"
+#include "kernels/softmax/softmax_kernels.h"
+
+namespace tiercel {
+namespace {
+
+const char* op_name(bool log) { return log ? "log_softmax" : "softmax_online"; }
+
+Status check_matrix(const Argument& argument, const Argument& like) {
+  TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {like.view.dtype}));
+  TIERCEL_RETURN_IF_ERROR(check_shape_like(argument, like.view, last_size(like.view), "that of `x`"));
+  TIERCEL_RETURN_IF_ERROR(check_same_device(argument, like));
+  return check_cuda(argument);
+}
+
+Status check_scores(const Argument& argument) {
+  TIERCEL_RETURN_IF_ERROR(
+      check_dtype(argument, {DType::kFloat32, DType::kBFloat16, DType::kFloat16}));
+  if (argument.view.ndim == 0) {
+    return Status::InvalidArgument(
+        mismatch(argument, "have at least 1 dimension", "0 (shape [])"));
+  }
+  return check_cuda(argument);
+}
+
+// The distance of rows from a multiple of 16 bytes, when all rows have the same or when they all
+// move alike; see the use.
+uint64_t row_bits(const SoftmaxRows& rows) {
+  return reinterpret_cast<uintptr_t>(rows.data) % kSoftmaxVectorBytes;
+}
+
+// One of a call's matrices and what it is in the kernel's arguments; `view` may be null.
+struct Operand {
+  const char* name;
+  const TensorView* view;
+  SoftmaxRows* rows;
+};
+
+template <int kCount>
+Status lay_out(const char* op, const Operand (&operands)[kCount], SoftmaxArgs* args) {
+  bool first = true;
+  args->vectors = true;
+  for (const Operand& operand : operands) {
+    if (operand.view == nullptr) continue;
+    RowMatrix matrix;
+    TIERCEL_RETURN_IF_ERROR(join_rows({op, operand.name, *operand.view}, &matrix));
+    if (matrix.columns > INT32_MAX / 2) {
+      return Status::Unimplemented(std::string(op) + ": rows of up to " +
+                                   std::to_string(INT32_MAX / 2) + " elements are supported, got " +
+                                   std::to_string(matrix.columns));
+    }
+    args->rows = matrix.rows;
+    args->columns = static_cast<int>(matrix.columns);
+    const int64_t bytes = dtype_bytes(operand.view->dtype);
+    *operand.rows = {static_cast<char*>(operand.view->data),
+                     matrix.rows == 1 ? 0 : matrix.row_stride * bytes};
+    // Vectors work where all matrices' rows are equally far from a multiple of 16 bytes.
+    args->vectors &= first || (row_bits(*operand.rows) == row_bits(args->x) &&
+                               (operand.rows->row_stride - args->x.row_stride) %
+                                       kSoftmaxVectorBytes == 0);
+    first = false;
+  }
+  return Status();
+}
+
+// Every row of every matrix starts at a multiple of 16 bytes.
+bool all_aligned(const SoftmaxArgs& args) {
+  return args.vectors && row_bits(args.x) == 0 && args.x.row_stride % kSoftmaxVectorBytes == 0;
+}
+
+Status lay_out_mask(const char* op, const TensorView& mask, const Argument& x, bool backward,
+                    SoftmaxArgs* args) {
+  const Argument argument{op, "mask", mask};
+  if (backward) {
+    TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {DType::kBool}));
+  } else if (mask.dtype != DType::kBool && mask.dtype != x.view.dtype &&
+             mask.dtype != DType::kFloat32) {
+    return Status::TypeError(mismatch(argument, "have dtype bool, float32 or that of `x`",
+                                      dtype_name(mask.dtype)));
+  }
+  TIERCEL_RETURN_IF_ERROR(check_shape_like(argument, x.view, last_size(x.view), "that of `x`"));
+  TIERCEL_RETURN_IF_ERROR(check_same_device(argument, x));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(argument));
+  if (args->rows == 0) return Status();
+  SoftmaxMaskRows& rows = args->mask;
+  const int64_t bytes = dtype_bytes(mask.dtype);
+  rows.data = static_cast<const char*>(mask.data);
+  rows.kind = mask.dtype == DType::kBool      ? SoftmaxMask::kKeep
+              : mask.dtype == x.view.dtype    ? SoftmaxMask::kAdd
+                                              : SoftmaxMask::kAddFloat32;
+  rows.step = last_size(mask) > 1 ? mask.strides[mask.ndim - 1] * bytes : bytes;
+  rows.sizes[0] = rows.sizes[1] = 1;
+  int64_t sizes[3] = {1, 1, 1};
+  int place = 3;  // of the dimension that is being joined, from the innermost
+  for (int i = mask.ndim - 2; i >= 0; --i) {
+    if (mask.shape[i] == 1) continue;
+    const int64_t stride = mask.strides[i] * bytes;
+    if (place == 3 || stride != rows.strides[place] * sizes[place]) {
+      if (--place < 0) {
+        return Status::Unimplemented(
+            mismatch(argument, "be broadcast over dimensions that leave at most three",
+                     "strides " + shape_text(mask.strides, mask.ndim) + " for shape " +
+                         shape_text(mask.shape, mask.ndim)));
+      }
+      rows.strides[place] = stride;
+    }
+    sizes[place] *= mask.shape[i];
+  }
+  if (sizes[1] > UINT32_MAX || sizes[2] > UINT32_MAX) {
+    return Status::Unimplemented(std::string(op) + ": too many rows for a mask, got " +
+                                 std::to_string(args->rows));
+  }
+  rows.sizes[0] = static_cast<uint32_t>(sizes[1]);
+  rows.sizes[1] = static_cast<uint32_t>(sizes[2]);
+  // A vector's part of the mask, in loads of at most 16 bytes.
+  const int64_t part = std::min<int64_t>(
+      bytes * kSoftmaxVectorBytes / dtype_bytes(x.view.dtype), kSoftmaxVectorBytes);
+  uint64_t bits = reinterpret_cast<uintptr_t>(rows.data);
+  for (const int64_t stride : rows.strides) bits |= static_cast<uint64_t>(stride);
+  rows.vectors = all_aligned(*args) && rows.step == bytes && bits % part == 0;
+  return Status();
+}
+
+struct Choice {
+  const SoftmaxKernel* kernel = nullptr;
+  unsigned block = 0;
+  unsigned blocks = 1;  // a row
+  unsigned stages = 0;
+  int64_t grid = 0;
+  uint32_t smem = 0;
+};
+
+constexpr int kMultiprocessors = 132;  // of an H100 SXM or H200
+
+// The smallest block, a power of two of warps, that holds `vectors` with so many a thread.
+unsigned block_for(int64_t vectors, int per_thread) {
+  unsigned block = 64;
+  while (block < kSoftmaxThreads && static_cast<int64_t>(block) * per_thread < vectors) block *= 2;
+  return block;
+}
+
+// Blocks that stay and take row after row; null where there are too few rows for that.
+bool choose_ring(const SoftmaxKernel& kernel, bool backward, int64_t vectors,
+                 const SoftmaxArgs& args, Choice* choice) {
+  unsigned blocks = 1;
+  while (static_cast<int64_t>(blocks) * kSoftmaxThreads * kernel.vectors < vectors) blocks *= 2;
+  if (blocks > kSoftmaxBlocks) return false;
+  const int64_t part = (vectors + blocks - 1) / blocks;
+  const unsigned block = block_for(part, kernel.vectors);
+  const unsigned resident = std::max(1u, kSoftmaxThreads / block);
+  if (args.rows * blocks < 2 * kMultiprocessors * resident) return false;
+  const int64_t stage = part * kSoftmaxVectorBytes * (backward ? 2 : 1);
+  const int64_t stages = std::min<int64_t>(kSoftmaxStages, kSoftmaxRingBytes / resident / stage);
+  if (stages < 2) return false;
+  const int64_t clusters = kMultiprocessors / blocks * resident;
+  *choice = {&kernel,
+             block,
+             blocks,
+             static_cast<unsigned>(stages),
+             std::min(args.rows, clusters) * blocks,
+             static_cast<uint32_t>(stages * stage)};
+  return true;
+}
+
+// Who shares a row. `vectors`: of a row, one more where it may begin between two.
+Choice choose(DType dtype, bool backward, bool masked, int64_t vectors, const SoftmaxArgs& args) {
+  int count = 0;
+  const SoftmaxKernel* kernels =
+      backward ? softmax_backward_kernels(&count) : softmax_forward_kernels(&count);
+  Choice best;
+  for (int i = 0; i < count; ++i) {
+    const SoftmaxKernel& kernel = kernels[i];
+    if (kernel.dtype != dtype || kernel.masked != masked) continue;
+    if (kernel.lanes > 0) {
+      if (static_cast<int64_t>(kernel.lanes) * kernel.vectors < vectors) continue;
+      const unsigned block = kSoftmaxLaneThreads;
+      const int64_t rows = block / kernel.lanes;
+      return {&kernel, block, 1, 0, (args.rows + rows - 1) / rows, 0};
+    }
+    if (kernel.ring) {
+      Choice ring;
+      const int64_t per_vector = kSoftmaxVectorBytes / dtype_bytes(dtype);
+      const bool whole = all_aligned(args) && args.columns % per_vector == 0;
+      if (whole && choose_ring(kernel, backward, vectors, args, &ring)) return ring;
+      continue;
+    }
+    if (kernel.vectors == 0) {  // takes any row
+      if (best.kernel == nullptr) {
+        best = {&kernel, kSoftmaxThreads, kSoftmaxBlocks, 0, args.rows * kSoftmaxBlocks, 0};
+      }
+      continue;
+    }
+    // As few vectors a thread and as many blocks as there is room for.
+    for (unsigned blocks = 1; best.kernel == nullptr && blocks <= kSoftmaxBlocks; blocks *= 2) {
+      const int64_t part = (vectors + blocks - 1) / blocks;
+      if (part > static_cast<int64_t>(kSoftmaxThreads) * kernel.vectors) continue;
+      const unsigned block = block_for(part, kernel.vectors);
+      best = {&kernel, block, blocks, 0, args.rows * blocks, 0};
+    }
+  }
+  return best;
+}
+
+Status finish(const char* op, DType dtype, bool backward, bool masked, SoftmaxArgs* args,
+              Choice* choice, SoftmaxPlan* plan) {
+  *plan = {"none", 0, 0, args->vectors, 0, 0};
+  if (args->rows == 0 || args->columns == 0) return Status();
+  const int64_t per_vector = kSoftmaxVectorBytes / dtype_bytes(dtype);
+  const int64_t columns = args->columns + (all_aligned(*args) ? 0 : per_vector - 1);
+  const int64_t vectors = (columns + per_vector - 1) / per_vector;
+  *choice = choose(dtype, backward, masked, vectors, *args);
+  args->blocks = choice->blocks;
+  args->stages = choice->stages;
+  args->vectors_per_block = static_cast<uint32_t>((vectors + choice->blocks - 1) / choice->blocks);
+  if (choice->grid > INT32_MAX) {
+    return Status::Unimplemented(std::string(op) + ": too many rows for one launch, got " +
+                                 std::to_string(args->rows));
+  }
+  const int lanes = choice->kernel->lanes;
+  plan->kernel = choice->kernel->kernel.name();
+  plan->threads_per_row = lanes > 0 ? lanes : static_cast<int>(choice->block * choice->blocks);
+  plan->blocks_per_row = lanes > 0 ? 0 : static_cast<int>(choice->blocks);
+  plan->grid = static_cast<unsigned>(choice->grid);
+  plan->block = choice->block;
+  return Status();
+}
+
+Status set_scale(const char* op, float scale, SoftmaxArgs* args) {
+  if (scale == 0.0f) {
+    return Status::Unimplemented(std::string(op) + ": a scale other than 0 is supported, got 0");
+  }
+  args->scale = scale;
+  args->pad = scale < 0.0f ? INFINITY : -INFINITY;
+  return Status();
+}
+
+Status prepare(const SoftmaxCall& call, SoftmaxArgs* args, Choice* choice, SoftmaxPlan* plan) {
+  const char* op = op_name(call.log);
+  const Argument x{op, "x", *call.x};
+  const Argument out{op, "out", *call.out};
+  TIERCEL_RETURN_IF_ERROR(check_scores(x));
+  TIERCEL_RETURN_IF_ERROR(check_matrix(out, x));
+  TIERCEL_RETURN_IF_ERROR(check_contiguous(out));
+  args->log = call.log;
+  TIERCEL_RETURN_IF_ERROR(set_scale(op, call.scale, args));
+  const Operand operands[] = {{"x", call.x, &args->x}, {"out", call.out, &args->out}};
+  TIERCEL_RETURN_IF_ERROR(lay_out(op, operands, args));
+  if (call.mask != nullptr) {
+    TIERCEL_RETURN_IF_ERROR(lay_out_mask(op, *call.mask, x, false, args));
+  }
+  return finish(op, call.x->dtype, false, call.mask != nullptr, args, choice, plan);
+}
+
+Status prepare(const SoftmaxBackwardCall& call, SoftmaxArgs* args, Choice* choice,
+               SoftmaxPlan* plan) {
+  const char* op = op_name(call.log);
+  const Argument y{op, "y", *call.y};
+  const Argument grad{op, "grad", *call.grad};
+  const Argument x_grad{op, "x_grad", *call.x_grad};
+  TIERCEL_RETURN_IF_ERROR(check_scores(y));
+  TIERCEL_RETURN_IF_ERROR(check_matrix(grad, y));
+  TIERCEL_RETURN_IF_ERROR(check_matrix(x_grad, y));
+  TIERCEL_RETURN_IF_ERROR(check_contiguous(x_grad));
+  args->log = call.log;
+  args->scale = call.scale;
+  const Operand operands[] = {{"y", call.y, &args->x},
+                              {"grad", call.grad, &args->grad},
+                              {"x_grad", call.x_grad, &args->out}};
+  TIERCEL_RETURN_IF_ERROR(lay_out(op, operands, args));
+  if (call.mask != nullptr) {
+    TIERCEL_RETURN_IF_ERROR(lay_out_mask(op, *call.mask, y, true, args));
+  }
+  return finish(op, call.y->dtype, true, call.mask != nullptr, args, choice, plan);
+}
+
+template <typename Call>
+Status run(const Call& call, int device, void* stream) {
+  SoftmaxArgs args{};
+  Choice choice;
+  SoftmaxPlan plan;
+  TIERCEL_RETURN_IF_ERROR(prepare(call, &args, &choice, &plan));
+  if (choice.kernel == nullptr) return Status();
+  LaunchConfig config;
+  config.grid.x = static_cast<uint32_t>(choice.grid);
+  config.block.x = choice.block;
+  config.cluster.x = choice.blocks;
+  config.dynamic_smem = choice.smem;
+  config.dependent = true;
+  void* pointers[] = {&args};
+  return choice.kernel->kernel.launch(config, device, stream, pointers);
+}
+
+template <typename Call>
+Status plan_of(const Call& call, SoftmaxPlan* plan) {
+  SoftmaxArgs args{};
+  Choice choice;
+  return prepare(call, &args, &choice, plan);
+}
+
+}  // namespace
+
+Status softmax_plan(const SoftmaxCall& call, SoftmaxPlan* plan) { return plan_of(call, plan); }
+
+Status softmax_backward_plan(const SoftmaxBackwardCall& call, SoftmaxPlan* plan) {
+  return plan_of(call, plan);
+}
+
+Status softmax(const SoftmaxCall& call, void* stream) {
+  return run(call, call.x->device_index, stream);
+}
+
+Status softmax_backward(const SoftmaxBackwardCall& call, void* stream) {
+  return run(call, call.y->device_index, stream);
+}
+
+Status softmax_load(int device) {
+  for (const auto kernels : {softmax_forward_kernels, softmax_backward_kernels}) {
+    int count = 0;
+    const SoftmaxKernel* table = kernels(&count);
+    for (int i = 0; i < count; ++i) TIERCEL_RETURN_IF_ERROR(table[i].kernel.load(device));
+  }
+  return Status();
+}
+
+}  // namespace tiercel

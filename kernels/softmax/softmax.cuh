@@ -1,0 +1,227 @@
+// SPDX-License-Identifier: Apache-2.0
+// softmax and log_softmax over rows, forward and backward, with scale and mask.
+//
+// The plan. Bound by bytes: forward reads and writes a row once, backward reads two and writes one.
+// A group of threads holds a row in registers, kVectors 16-byte vectors a thread, so that nothing
+// is read twice: 2 to 32 lanes of a warp (rows of up to 1024 16-bit scores), a block (32768), or a
+// cluster of up to 8 blocks (262144). All loads are issued at once. The maximum M and the sum of
+// exp(x - M) are reduced by shuffles, then through shared memory between warps and through
+// distributed shared memory between blocks. One exponential an element.
+// Rows that do not start at a multiple of 16 bytes are read from the multiple before, their first
+// and last vector element by element (rows.cuh). Rows of thousands of scores that do come through a
+// ring in shared memory (softmax_ring.cuh), longer ones than fit are read twice (softmax_long.cuh).
+#ifndef KERNELS_SOFTMAX_SOFTMAX_CUH_
+#define KERNELS_SOFTMAX_SOFTMAX_CUH_
+
+#include <cstdint>
+
+#include "kernels/sm90/float_format.cuh"
+#include "kernels/sm90/grid_dependency.cuh"
+#include "kernels/softmax/row_group.cuh"
+#include "kernels/softmax/rows.cuh"
+#include "kernels/softmax/softmax_kernels.h"
+
+namespace tiercel {
+
+// exp(factor * (x - largest)). Exact: to a unit in the last place. Otherwise to about 2^-20, in two
+// instructions. NaN for a largest of -inf or +inf as it has to be: such rows are NaN.
+template <bool kExact>
+struct ExpBelow {
+  float largest, factor, offset;
+  __device__ __forceinline__ ExpBelow(float largest, float factor)
+      : largest(largest), factor(factor * kLog2E), offset(-largest * factor * kLog2E) {
+    if (kExact) this->factor = factor;
+  }
+  __device__ __forceinline__ float operator()(float x) const {
+    if constexpr (kExact) return expf((x - largest) * factor);
+    float value;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(fmaf(x, factor, offset)));
+    return value;
+  }
+
+ private:
+  static constexpr float kLog2E = 1.44269504f;
+};
+
+template <int kCount>
+__device__ __forceinline__ float sum_of(const float (&sums)[kCount]) {
+  float sum = sums[0];
+#pragma unroll
+  for (int i = 1; i < kCount; ++i) sum += sums[i];
+  return sum;
+}
+
+// x / sum; exact: but for rare last places.
+template <bool kExact>
+__device__ __forceinline__ float share_of(float x, float sum, float inverse) {
+  const float share = x * inverse;
+  return kExact ? fmaf(fmaf(-sum, share, x), inverse, share) : share;
+}
+
+// A row's scores in registers to its results, in their place: `x` are scores or, where they were
+// masked, scores times the scale, and `factor` what they are still to be multiplied by, above 0.
+// `loaded` is called when every thread has its scores.
+template <bool kExact, typename Group, int kVectors, int kPerVector, typename Loaded>
+__device__ __forceinline__ void softmax_of(float (&x)[kVectors][kPerVector], const Group& group,
+                                           float factor, bool log, Loaded loaded) {
+  float largest = -kInfinity;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+    for (int i = 0; i < kPerVector; ++i) largest = fmaxf(largest, x[v][i]);
+  }
+  largest = group.reduce(largest, MaxOf(), 0);
+  loaded();
+  const ExpBelow<kExact> exp_below(largest, factor);
+  float sums[4] = {};
+  if (log) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int i = 0; i < kPerVector; ++i) sums[i % 4] += exp_below(x[v][i]);
+    }
+    const float log_sum = logf(group.reduce(sum_of(sums), SumOf(), 1));
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int i = 0; i < kPerVector; ++i) x[v][i] = fmaf(x[v][i] - largest, factor, -log_sum);
+    }
+    return;
+  }
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+    for (int i = 0; i < kPerVector; ++i) {
+      x[v][i] = exp_below(x[v][i]);
+      sums[i % 4] += x[v][i];
+    }
+  }
+  const float sum = group.reduce(sum_of(sums), SumOf(), 1);
+  const float inverse = 1.0f / sum;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+    for (int i = 0; i < kPerVector; ++i) {
+      x[v][i] = share_of<kExact>(x[v][i], sum, inverse);
+    }
+  }
+}
+
+// A negative scale is taken out of the scores as their sign, two to a word.
+template <typename Format>
+__device__ __forceinline__ uint32_t sign_flip(float scale) {
+  return scale < 0.0f ? (Format::kBytes == 4 ? 0x80000000u : 0x80008000u) : 0u;
+}
+
+// Makes a vector's words the scores that softmax_of wants.
+template <typename Format, bool kMasked>
+struct ScoreReader {
+  const SoftmaxArgs& args;
+  const char* mask;
+  uint32_t flip;
+  float factor;
+
+  __device__ __forceinline__ ScoreReader(const SoftmaxArgs& args, int64_t row)
+      : args(args),
+        mask(kMasked ? mask_row(args.mask, row) : nullptr),
+        flip(sign_flip<Format>(args.scale)),
+        factor(kMasked ? 1.0f : fabsf(args.scale)) {}
+
+  template <typename Place>
+  __device__ __forceinline__ void operator()(const uint32_t (&words)[4],
+                                             float (&x)[Place::kPerVector], const Place& place,
+                                             int v) const {
+    if constexpr (kMasked) {
+      unpack<Format>(words, x);
+#pragma unroll
+      for (int i = 0; i < Place::kPerVector; ++i) x[i] *= args.scale;
+      apply_mask<Format>(x, args.mask, mask, place, v);
+    } else {
+      uint32_t flipped[4];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) flipped[w] = words[w] ^ flip;
+      unpack<Format>(flipped, x);
+    }
+  }
+};
+
+template <typename Format, typename Group, int kVectors, bool kMasked, int kMaxThreads>
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    softmax_forward(const __grid_constant__ SoftmaxArgs args) {
+  const Group group(args.blocks);
+  grid_dependency_wait();
+
+  const RowPlace<Format, Group> place(args, group);
+  uint32_t words[kVectors][4];
+  load_row(words, place, args.x, args.pad);
+  grid_dependency_launch();
+  const ScoreReader<Format, kMasked> read(args, place.row);
+  float x[kVectors][RowPlace<Format, Group>::kPerVector];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) read(words[v], x[v], place, v);
+  group.meet();
+  softmax_of<Format::kBytes == 4>(x, group, read.factor, args.log, [] {});
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) store_row<Format>(x[v], place, args.out, v);
+}
+
+// A vector's gradients, in the place of its results y, from the row's sum. A score that the mask
+// took out has none, not even NaN.
+//   softmax: y (g - sum(g y)); log_softmax: g - exp(y) sum(g); times the scale.
+template <bool kExact, int kPerVector>
+__device__ __forceinline__ void gradients(float (&y)[kPerVector], const float (&grad)[kPerVector],
+                                          float total, const SoftmaxArgs& args, uint32_t keep) {
+  const ExpBelow<kExact> exponential(0.0f, 1.0f);
+#pragma unroll
+  for (int i = 0; i < kPerVector; ++i) {
+    const float score_grad =
+        args.log ? fmaf(-exponential(y[i]), total, grad[i]) : y[i] * (grad[i] - total);
+    y[i] = keep >> i & 1 ? score_grad * args.scale : 0.0f;
+  }
+}
+
+// Adds what a vector gives to the row's sum.
+template <typename Format, int kPerVector>
+__device__ __forceinline__ void add_products(float (&sums)[4], const uint32_t (&y_words)[4],
+                                             const uint32_t (&grad_words)[4], bool log) {
+  float y[kPerVector], grad[kPerVector];
+  unpack<Format>(y_words, y);
+  unpack<Format>(grad_words, grad);
+#pragma unroll
+  for (int i = 0; i < kPerVector; ++i) sums[i % 4] = fmaf(grad[i], log ? 1.0f : y[i], sums[i % 4]);
+}
+
+template <typename Format, typename Group, int kVectors, bool kMasked, int kMaxThreads>
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    softmax_backward(const __grid_constant__ SoftmaxArgs args) {
+  constexpr int kPerVector = RowPlace<Format, Group>::kPerVector;
+  const Group group(args.blocks);
+  grid_dependency_wait();
+
+  const RowPlace<Format, Group> place(args, group);
+  uint32_t y_words[kVectors][4], grad_words[kVectors][4];
+  load_row(y_words, place, args.x, 0.0f);
+  load_row(grad_words, place, args.grad, 0.0f);
+  grid_dependency_launch();
+  float sums[4] = {};
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    add_products<Format, kPerVector>(sums, y_words[v], grad_words[v], args.log);
+  }
+  group.meet();
+  const float total = group.reduce(sum_of(sums), SumOf(), 0);
+  const char* mask = kMasked ? mask_row(args.mask, place.row) : nullptr;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    float y[kPerVector], grad[kPerVector];
+    unpack<Format>(y_words[v], y);
+    unpack<Format>(grad_words[v], grad);
+    const uint32_t keep = kMasked ? mask_bits(args.mask, mask, place, v) : ~0u;
+    gradients<Format::kBytes == 4>(y, grad, total, args, keep);
+    store_row<Format>(y, place, args.out, v);
+  }
+}
+
+}  // namespace tiercel
+
+#endif  // KERNELS_SOFTMAX_SOFTMAX_CUH_

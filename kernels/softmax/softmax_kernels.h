@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the softmax launcher and its device code agree on: the kernels' arguments and tables.
+#ifndef KERNELS_SOFTMAX_SOFTMAX_KERNELS_H_
+#define KERNELS_SOFTMAX_SOFTMAX_KERNELS_H_
+
+#include <cstdint>
+
+#include "kernels/sm90/launch.h"
+#include "kernels/sm90/tensor_view.h"
+
+namespace tiercel {
+
+// Rows at one distance; elements of a row are neighbours.
+struct SoftmaxRows {
+  char* data;
+  int64_t row_stride;  // bytes
+};
+
+enum class SoftmaxMask : int {
+  kNone = 0,
+  kKeep,        // bool: false makes the score -inf
+  kAdd,         // of the scores' dtype, added after scaling
+  kAddFloat32,  // the same in float32
+};
+
+// A mask broadcast over some of the leading dimensions. Row r's is at r's place in the dimensions
+// (any, sizes[0], sizes[1]), from the outermost.
+struct SoftmaxMaskRows {
+  const char* data;
+  int64_t strides[3];  // bytes
+  uint32_t sizes[2];
+  int64_t step;  // bytes between a row's elements
+  SoftmaxMask kind;
+  bool vectors;  // a vector's part of it is one aligned piece
+};
+
+struct SoftmaxArgs {
+  SoftmaxRows grad;  // backward: of the result
+  SoftmaxRows x;     // the scores; backward: the result
+  SoftmaxRows out;   // the result; backward: the scores' gradient
+  SoftmaxMaskRows mask;
+  int64_t rows;
+  int columns;
+  float scale;       // not 0
+  float pad;         // the infinity that the scale makes -inf
+  uint32_t blocks;   // a row, where it has whole ones
+  uint32_t vectors_per_block;  // of a row, where rows go through a ring
+  uint32_t stages;   // of the ring
+  bool log;          // log_softmax
+  bool vectors;      // all matrices' rows start at the same distance from a multiple of 16 bytes
+};
+
+// A kernel; it takes rows of up to lanes or threads * vectors vectors of 16 bytes.
+struct SoftmaxKernel {
+  DType dtype;
+  bool masked;
+  int lanes;    // of a warp that share a row; 0: whole blocks do
+  int vectors;  // a thread holds; 0: it goes through the row twice, however long that is
+  bool ring;    // rows come through shared memory
+  Kernel kernel;
+};
+
+inline constexpr int kSoftmaxVectorBytes = 16;
+inline constexpr int kSoftmaxThreads = 512;      // at most, a block
+inline constexpr int kSoftmaxLaneThreads = 256;  // at most, where lanes share a row
+inline constexpr uint32_t kSoftmaxRingBytes = 220 * 1024;  // at most, a multiprocessor
+inline constexpr int kSoftmaxStages = 8;         // at most, a block
+inline constexpr int kSoftmaxBlocks = 8;         // at most, a row: what every GPU can place
+
+const SoftmaxKernel* softmax_forward_kernels(int* count);
+const SoftmaxKernel* softmax_backward_kernels(int* count);
+
+}  // namespace tiercel
+
+#endif  // KERNELS_SOFTMAX_SOFTMAX_KERNELS_H_

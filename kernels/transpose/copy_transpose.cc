@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/transpose/copy_transpose.h"
+
+#include <algorithm>
+#include <string>
+
+#include "kernels/sm90/checks.h"
+#include "kernels/transpose/copy_transpose_kernels.h"
+
+namespace tiercel {
+namespace {
+
+constexpr char kOp[] = "copy_transpose";
+
+struct Choice {
+  const CopyTransposeKernel* kernel = nullptr;
+  unsigned grid = 0;
+};
+
+Status check(const TensorView& x, const TensorView& out, int64_t tile_size) {
+  const Argument x_arg{kOp, "x", x};
+  const Argument out_arg{kOp, "out", out};
+  if (x.ndim != 2 && x.ndim != 3) {
+    return Status::InvalidArgument(
+        mismatch(x_arg, "have 2 or 3 dimensions",
+                 std::to_string(x.ndim) + " (shape " + shape_text(x.shape, x.ndim) + ")"));
+  }
+  TIERCEL_RETURN_IF_ERROR(check_dtype(
+      x_arg, {DType::kBFloat16, DType::kFloat16, DType::kFloat32, DType::kFloat8E4M3,
+              DType::kFloat8E5M2, DType::kInt8, DType::kUInt8, DType::kBool, DType::kInt16,
+              DType::kInt32}));
+  TIERCEL_RETURN_IF_ERROR(check_dtype(out_arg, {x.dtype}));
+  if (x.ndim == 2) {
+    TIERCEL_RETURN_IF_ERROR(check_shape(out_arg, {x.shape[1], x.shape[0]}, "[N, M]"));
+  } else {
+    TIERCEL_RETURN_IF_ERROR(
+        check_shape(out_arg, {x.shape[0], x.shape[2], x.shape[1]}, "[B, N, M]"));
+  }
+  if (tile_size != 0 && tile_size != 32 && tile_size != 64 && tile_size != 128) {
+    return Status::InvalidArgument(std::string(kOp) + ": `tile_size` must be 32, 64 or 128, got " +
+                                   std::to_string(tile_size));
+  }
+  TIERCEL_RETURN_IF_ERROR(check_cuda(x_arg));
+  TIERCEL_RETURN_IF_ERROR(check_same_device(out_arg, x_arg));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(out_arg));
+  return check_contiguous(out_arg);
+}
+
+// The widest vector that addresses and strides of both sides allow.
+int widest_vector(const CopyTransposeArgs& args, int element) {
+  if (args.column_stride != element) return element;
+  uint64_t bits = reinterpret_cast<uintptr_t>(args.x) | reinterpret_cast<uintptr_t>(args.out) |
+                  static_cast<uint64_t>(args.rows * element) |
+                  static_cast<uint64_t>(args.columns * element) |
+                  static_cast<uint64_t>(args.row_stride) | static_cast<uint64_t>(args.batch_stride);
+  int width = 16;
+  while (width > element && bits % width != 0) width /= 2;
+  return width;
+}
+
+int64_t tiles(int64_t size, int tile) { return (size + tile - 1) / tile; }
+
+// Of the kernels of this element size and tile, the first that the alignment allows.
+const CopyTransposeKernel* find(int element, int rows, int columns, int vector) {
+  int count = 0;
+  const CopyTransposeKernel* kernels = copy_transpose_kernels(&count);
+  for (int i = 0; i < count; ++i) {
+    const CopyTransposeKernel& kernel = kernels[i];
+    if (kernel.element_bytes == element && kernel.tile_rows == rows &&
+        kernel.tile_columns == columns && kernel.vector_bytes <= vector) {
+      return &kernel;
+    }
+  }
+  return nullptr;
+}
+
+// Large tiles read and write longer runs, small ones fill the multiprocessors sooner. Measured on an
+// H200.
+const CopyTransposeKernel* choose(const CopyTransposeArgs& args, int64_t batch, int element,
+                                  int vector) {
+  const int64_t bytes = args.rows * args.columns * batch * element;
+  const bool large = bytes > (int64_t{12} << 20);
+  // A tile that is mostly outside costs more than its runs gain.
+  const int64_t shorter = std::min(args.rows, args.columns);
+  if (vector == 16 && large && shorter >= 96) {
+    if (element == 1) return find(1, args.rows >= 192 ? 256 : 128, 128, vector);
+    return element == 2 ? find(2, 128, 128, vector) : find(4, 64, 64, vector);
+  }
+  int tile = element == 4 ? 32 : 64;
+  if (vector != 16 && element == 4 && large) tile = 64;
+  if (shorter <= 32 || bytes < 132 * tile * tile * element / 2) tile = 32;
+  return find(element, tile, tile, vector);
+}
+
+Status prepare(const TensorView& x, const TensorView& out, int64_t tile_size,
+               CopyTransposeArgs* args, Choice* choice) {
+  TIERCEL_RETURN_IF_ERROR(check(x, out, tile_size));
+  const int element = static_cast<int>(dtype_bytes(x.dtype));
+  const int first = x.ndim - 2;
+  args->x = static_cast<const char*>(x.data);
+  args->out = static_cast<char*>(out.data);
+  const int64_t batch = x.ndim == 3 ? x.shape[0] : 1;
+  args->rows = x.shape[first];
+  args->columns = x.shape[first + 1];
+  // Strides along what has one entry do not count.
+  args->batch_stride = batch > 1 ? x.strides[0] * element : 0;
+  args->row_stride = args->rows > 1 ? x.strides[first] * element : 0;
+  args->column_stride = args->columns > 1 ? x.strides[first + 1] * element : element;
+  if (batch == 0 || args->rows == 0 || args->columns == 0) return Status();
+
+  const int tile = static_cast<int>(tile_size);
+  const int vector = widest_vector(*args, element);
+  choice->kernel =
+      tile != 0 ? find(element, tile, tile, vector) : choose(*args, batch, element, vector);
+  const int64_t down = tiles(args->rows, choice->kernel->tile_rows);
+  const int64_t across = tiles(args->columns, choice->kernel->tile_columns);
+  if (down > 0x7fffffff / across / batch) {
+    return Status::Unimplemented(std::string(kOp) + ": too large for one launch, got shape " +
+                                 shape_text(x.shape, x.ndim));
+  }
+  args->tile_rows = static_cast<int>(down);
+  args->tile_columns = static_cast<int>(across);
+  choice->grid = static_cast<unsigned>(down * across * batch);
+  return Status();
+}
+
+}  // namespace
+
+Status copy_transpose_plan(const TensorView& x, const TensorView& out, int64_t tile_size,
+                           CopyTransposePlan* plan) {
+  CopyTransposeArgs args{};
+  Choice choice;
+  TIERCEL_RETURN_IF_ERROR(prepare(x, out, tile_size, &args, &choice));
+  *plan = {"none", 0, 0, 0, 0, 0};
+  if (choice.kernel != nullptr) {
+    const CopyTransposeKernel& kernel = *choice.kernel;
+    *plan = {kernel.kernel.name(),  kernel.tile_rows, kernel.tile_columns, kernel.vector_bytes,
+             choice.grid, kernel.block};
+  }
+  return Status();
+}
+
+Status copy_transpose(const TensorView& x, const TensorView& out, int64_t tile_size, void* stream) {
+  CopyTransposeArgs args{};
+  Choice choice;
+  TIERCEL_RETURN_IF_ERROR(prepare(x, out, tile_size, &args, &choice));
+  if (choice.kernel == nullptr) return Status();
+  LaunchConfig config;
+  config.grid.x = choice.grid;
+  config.block.x = choice.kernel->block;
+  config.dynamic_smem = choice.kernel->dynamic_smem;
+  config.dependent = true;
+  void* pointers[] = {&args};
+  return choice.kernel->kernel.launch(config, x.device_index, stream, pointers);
+}
+
+}  // namespace tiercel

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// What copy_transpose's launcher and its device code agree on: the kernels' argument and the table
+// of kernels.
+#ifndef KERNELS_TRANSPOSE_COPY_TRANSPOSE_KERNELS_H_
+#define KERNELS_TRANSPOSE_COPY_TRANSPOSE_KERNELS_H_
+
+#include <cstdint>
+
+#include "kernels/sm90/launch.h"
+
+namespace tiercel {
+
+struct CopyTransposeArgs {
+  const char* x;
+  char* out;
+  int64_t rows;
+  int64_t columns;
+  int64_t row_stride;     // bytes, of x
+  int64_t column_stride;  // bytes, of x; an element's size in kernels that read vectors
+  int64_t batch_stride;   // bytes, of x
+  int tile_rows;          // tiles of a matrix, down and across
+  int tile_columns;
+};
+
+struct CopyTransposeKernel {
+  int element_bytes;
+  int tile_rows;  // elements
+  int tile_columns;
+  int vector_bytes;  // of loads and stores; both sides must allow it
+  unsigned block;
+  unsigned dynamic_smem;
+  Kernel kernel;
+};
+
+const CopyTransposeKernel* copy_transpose_kernels(int* count);
+
+}  // namespace tiercel
+
+#endif  // KERNELS_TRANSPOSE_COPY_TRANSPOSE_KERNELS_H_

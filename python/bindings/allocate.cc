@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "python/bindings/allocate.h"
+
+#include "python/bindings/eager.h"
+
+namespace py = pybind11;
+
+namespace tiercel::python {
+namespace {
+
+// What tiercel._eager hands over once torch is there. Never freed: Python may be gone at exit.
+struct Hooks {
+  PyObject* empty;           // torch.empty
+  PyObject* on_current_gpu;  // (sizes, strides, dtype) -> tensor on the current GPU; may be null
+  PyObject* current_gpu;     // () -> its index
+  PyObject* keywords;        // ("dtype", "device")
+  PyObject* name_device;     // "device"
+};
+Hooks* hooks = nullptr;
+
+PyObject* AnyDevice(PyObject* like, PyObject* sizes, PyObject* dtype) {
+  PyObject* device = PyObject_GetAttr(like, hooks->name_device);
+  if (device == nullptr) return nullptr;
+  PyObject* const args[] = {sizes, dtype, device};
+  PyObject* tensor = PyObject_Vectorcall(hooks->empty, args, 1, hooks->keywords);
+  Py_DECREF(device);
+  return tensor;
+}
+
+// Other numbers, such as numpy's, torch.empty converts itself.
+bool ArePlainInts(PyObject* sizes) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(sizes); ++i) {
+    if (!PyLong_CheckExact(PyTuple_GET_ITEM(sizes, i))) return false;
+  }
+  return true;
+}
+
+// 1 for yes, 0 for no, -1 with a Python exception.
+int IsOnCurrentGpu(PyObject* tensor) {
+  if (hooks->on_current_gpu == nullptr || !ArePlainTensors(&tensor, 1)) return 0;
+  PyObject* device = DeviceOf(tensor);
+  if (device == nullptr) return -1;
+  const long index = PyLong_AsLong(device);
+  Py_DECREF(device);
+  if (index < 0) return PyErr_Occurred() ? -1 : 0;
+  PyObject* current = PyObject_CallNoArgs(hooks->current_gpu);
+  if (current == nullptr) return -1;
+  const long current_index = PyLong_AsLong(current);
+  Py_DECREF(current);
+  return current_index == -1 && PyErr_Occurred() ? -1 : current_index == index;
+}
+
+// A new tuple, or null with a Python exception.
+PyObject* ContiguousStrides(PyObject* sizes) {
+  const Py_ssize_t count = PyTuple_GET_SIZE(sizes);
+  PyObject* strides = PyTuple_New(count);
+  long long step = 1;
+  for (Py_ssize_t i = count; strides != nullptr && i-- > 0;) {
+    PyObject* stride = PyLong_FromLongLong(step);
+    const long long size = PyLong_AsLongLong(PyTuple_GET_ITEM(sizes, i));
+    if (stride == nullptr || (size == -1 && PyErr_Occurred())) {
+      Py_XDECREF(stride);
+      Py_CLEAR(strides);
+      break;
+    }
+    PyTuple_SET_ITEM(strides, i, stride);
+    step *= size > 0 ? size : 1;  // as torch's are
+  }
+  return strides;
+}
+
+PyObject* Empty(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != 3 || hooks == nullptr || !PyTuple_CheckExact(args[1])) {
+    PyErr_SetString(PyExc_TypeError, "empty: expected (like, sizes, dtype), sizes a tuple");
+    return nullptr;
+  }
+  PyObject *like = args[0], *sizes = args[1], *dtype = args[2];
+  const int fast = ArePlainInts(sizes) ? IsOnCurrentGpu(like) : 0;
+  if (fast < 0) return nullptr;
+  if (fast == 0) return AnyDevice(like, sizes, dtype);
+  PyObject* strides = ContiguousStrides(sizes);
+  if (strides == nullptr) return nullptr;
+  PyObject* const values[] = {sizes, strides, dtype};
+  PyObject* tensor = PyObject_Vectorcall(hooks->on_current_gpu, values, 3, nullptr);
+  Py_DECREF(strides);
+  return tensor;
+}
+
+void SetAllocationHooks(py::object empty, py::object on_current_gpu, py::object current_gpu) {
+  const bool fast = !on_current_gpu.is_none() && !current_gpu.is_none();
+  hooks = new Hooks{empty.release().ptr(), fast ? on_current_gpu.release().ptr() : nullptr,
+                    fast ? current_gpu.release().ptr() : nullptr,
+                    py::make_tuple("dtype", "device").release().ptr(),
+                    PyUnicode_InternFromString("device")};
+}
+
+PyMethodDef functions[] = {
+    {"empty", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(Empty)), METH_FASTCALL,
+     "empty(like, sizes, dtype, /)\n--\n\n"
+     "A new contiguous tensor of torch's on the device of `like`; `sizes` is a tuple."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace
+
+void AddAllocate(py::module_& module) {
+  if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
+  module.def("set_allocation_hooks", &SetAllocationHooks);
+}
+
+}  // namespace tiercel::python

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/attention/attention_kernels.h"
+#include "kernels/sm90/driver.h"
+#include "python/bindings/call.h"
+#include "python/bindings/families.h"
+
+namespace py = pybind11;
+
+namespace tiercel::python {
+namespace {
+
+constexpr char kAttention[] = "attention";
+
+// Of an H100 SXM or H200, for plans where there is no device to ask.
+constexpr int kMultiprocessors = 132;
+
+bool ReadInteger(PyObject* object, int64_t* value) {
+  *value = PyLong_AsLongLong(object);
+  return !(*value == -1 && PyErr_Occurred());
+}
+
+bool ReadFloat(PyObject* object, double* value) {
+  *value = PyFloat_AsDouble(object);
+  return !(*value == -1.0 && PyErr_Occurred());
+}
+
+// What both functions below take: (q, k, v, out, lse or None, left, right, scale, softcap).
+struct AttentionCall {
+  PythonTensor q, k, v, out, lse;
+  const TensorView* lse_view = nullptr;
+  AttentionOptions options;
+
+  bool Parse(PyObject* const* values, Py_ssize_t count) {
+    if (!Arguments(kAttention, values, count).Expect(9)) return false;
+    if (!q.Read(values[0], kAttention, "q") || !k.Read(values[1], kAttention, "k") ||
+        !v.Read(values[2], kAttention, "v") || !out.Read(values[3], kAttention, "out")) {
+      return false;
+    }
+    if (values[4] != Py_None) {
+      if (!lse.Read(values[4], kAttention, "lse")) return false;
+      lse_view = &lse.view();
+    }
+    return ReadInteger(values[5], &options.left) && ReadInteger(values[6], &options.right) &&
+           ReadFloat(values[7], &options.scale) && ReadFloat(values[8], &options.softcap);
+  }
+};
+
+PyObject* Attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  AttentionCall call;
+  if (!call.Parse(values, count)) return nullptr;
+  return Launch(call.q, [&](void* stream) {
+    return attention(call.q.view(), call.k.view(), call.v.view(), call.out.view(), call.lse_view,
+                     call.options, stream);
+  });
+}
+
+PyObject* AttentionPlanOf(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  AttentionCall call;
+  if (!call.Parse(values, count)) return nullptr;
+  int multiprocessors = 0;
+  if (call.q.view().device_type != DeviceType::kCUDA ||
+      !multiprocessor_count(call.q.view().device_index, &multiprocessors).ok()) {
+    multiprocessors = kMultiprocessors;
+  }
+  AttentionPlan plan{};
+  const Status status =
+      attention_plan(call.q.view(), call.k.view(), call.v.view(), call.out.view(), call.lse_view,
+                     call.options, multiprocessors, &plan);
+  if (!status.ok()) return Raise(status);
+  return Py_BuildValue("{s:s, s:i, s:i, s:i, s:I, s:I, s:I}", "kernel", plan.kernel, "tile_m",
+                       plan.tile_m, "tile_n", plan.tile_n, "band", plan.band, "grid", plan.grid,
+                       "block", plan.block, "dynamic_smem", plan.dynamic_smem);
+}
+
+Status LoadAttention(int device) {
+  int count = 0;
+  const AttentionKernel* kernels = attention_kernels(&count);
+  for (int i = 0; i < count; ++i) {
+    TIERCEL_RETURN_IF_ERROR(kernels[i].kernel.load(device));
+  }
+  return Status();
+}
+
+PyObject* AttentionLoad(PyObject*, PyObject* device) { return Load(device, LoadAttention); }
+
+PyMethodDef functions[] = {
+    {"attention", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(Attention)),
+     METH_FASTCALL,
+     "attention(q, k, v, out, lse, left, right, scale, softcap, /)\n--\n\n"
+     "Launches the kernel on the current stream; fills `out` and, unless it is None, `lse`."},
+    {"attention_plan", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(AttentionPlanOf)),
+     METH_FASTCALL,
+     "attention_plan(q, k, v, out, lse, left, right, scale, softcap, /)\n--\n\n"
+     "Checks the arguments as a launch does and returns the configuration. Needs no GPU."},
+    {"attention_load", AttentionLoad, METH_O,
+     "attention_load(device, /)\n--\n\nLoads the kernels on a CUDA device, by its index."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace
+
+void AddAttention(py::module_& module) {
+  if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
+}
+
+}  // namespace tiercel::python

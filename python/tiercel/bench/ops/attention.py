@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tiercel.bench.launch import Launch, WrongResult
+from tiercel.bench.ops import Error, Inputs, OpBench
+
+_ELEMENT = 2  # bytes; both dtypes have 16 bits
+
+
+def _keys(case: Any) -> int:
+    return int(case["Sk"] or case["Sq"])
+
+
+def _kv_heads(case: Any) -> int:
+    return int(case["Hk"] or case["H"])
+
+
+def _invalid(params: Mapping[str, Any]) -> str | None:
+    if not isinstance(params["causal"], bool):
+        return "`causal` must be true or false"
+    if not all(isinstance(params[n], int) and params[n] > 0 for n in ("B", "Sq", "H", "D")):
+        return "B, Sq, H and D must be positive whole numbers"
+    if not all(isinstance(params[n], int) and params[n] >= 0 for n in ("Sk", "Hk")):
+        return "Sk and Hk must be whole numbers"
+    if params["Hk"] and params["H"] % params["Hk"]:
+        return "Hk must divide H"
+    return None
+
+
+def _make(case: Any, device: str, seed: int) -> Inputs:
+    import torch
+
+    generator = torch.Generator(device=device).manual_seed(seed)
+    dtype = getattr(torch, case.dtype)
+
+    def random(length: int, heads: int) -> Any:
+        shape = (case["B"], length, heads, case["D"])
+        return torch.randn(shape, device=device, generator=generator).to(dtype)
+
+    keys, kv_heads = _keys(case), _kv_heads(case)
+    q = random(case["Sq"], case["H"])
+    return {"q": q, "k": random(keys, kv_heads), "v": random(keys, kv_heads)}
+
+
+def _call(case: Any, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (inputs["q"], inputs["k"], inputs["v"]), {"causal": case["causal"]}
+
+
+def _bytes(case: Any) -> int:
+    rows = 2 * case["Sq"] * case["H"] + 2 * _keys(case) * _kv_heads(case)
+    return _ELEMENT * int(case["B"] * case["D"] * rows)
+
+
+def _flops(case: Any) -> int:
+    """Of the scores that the mask leaves; of a causal square, half, as is customary."""
+    queries, keys = int(case["Sq"]), _keys(case)
+    scores = queries * keys
+    if case["causal"]:
+        scores -= queries * min(queries, keys) // 2
+    return 4 * int(case["B"] * case["H"] * case["D"]) * scores
+
+
+def _reference(case: Any, inputs: Inputs) -> Any:
+    """float64, for some heads and up to 512 queries at each end, where all of it would take long."""
+    import torch
+
+    q, k, v = inputs["q"], inputs["k"], inputs["v"]
+    share = q.shape[2] // k.shape[2]
+    rows = torch.arange(q.shape[1], device=q.device)
+    if q.shape[1] > 1024:
+        rows = torch.cat([rows[:512], rows[-512:]])
+    found = []
+    for head in sorted({0, q.shape[2] // 2, q.shape[2] - 1}):
+        queries = q[-1, rows, head].double()
+        keys, values = (x[-1, :, head // share].double() for x in (k, v))
+        scores = queries @ keys.T * q.shape[3] ** -0.5
+        if case["causal"]:
+            own = rows[:, None] + k.shape[1] - q.shape[1]
+            scores.masked_fill_(torch.arange(k.shape[1], device=q.device) > own, -torch.inf)
+        found.append((head, scores.softmax(-1) @ values))
+    return rows, found
+
+
+def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error:
+    """Probabilities and results are rounded to the dtype, u (half a unit in the last place) each.
+
+    What a rounded sum is off by goes with the values' size, about 1, times the root of the sum of
+    the squared probabilities; a row with one key has it all, and its result is exact.
+    """
+    import torch
+
+    (result,) = outputs
+    if result.shape != inputs["q"].shape or result.dtype != inputs["q"].dtype:
+        raise WrongResult(f"shape {tuple(result.shape)}, {result.dtype}")
+    unit = torch.finfo(result.dtype).eps / 2
+    rows, heads = expected
+    errors = torch.cat([(result[-1, rows, head].double() - x).abs_() for head, x in heads])
+    truth = torch.cat([x for _, x in heads])
+    largest = float(errors.max())
+    if not largest < float("inf"):
+        raise WrongResult("a result is not finite")
+    worst = float((errors / (truth.abs() + 1)).max())
+    if worst > 6 * unit:
+        raise WrongResult(f"a result is off by {worst / unit:.1f} units, 6 are allowed")
+    rms = float(errors.square_().mean().sqrt() / truth.square().mean().sqrt())
+    if rms > 2.5 * unit:
+        raise WrongResult(f"RMS error {rms:.1e}, tolerance {2.5 * unit:.1e}")
+    return Error(rms=rms, maximum=largest / float(truth.abs().max()))
+
+
+def _torch_sdpa(case: Any, inputs: Inputs) -> Callable[[], Any]:
+    from torch.nn import functional
+
+    q, k, v = (inputs[name].transpose(1, 2) for name in "qkv")
+    options = {"is_causal": case["causal"], "enable_gqa": q.shape[1] != k.shape[1]}
+    return lambda: functional.scaled_dot_product_attention(q, k, v, **options)
+
+
+BENCHES = [
+    OpBench(
+        family="attention",
+        op="attention",
+        params={"B": None, "Sq": None, "Sk": 0, "H": None, "Hk": 0, "D": None, "causal": False},
+        invalid=_invalid,
+        make=_make,
+        call=_call,
+        out=lambda case, inputs: inputs["q"].new_empty(inputs["q"].shape),
+        bytes_moved=_bytes,
+        flops=_flops,
+        reference=_reference,
+        check=_check,
+        host_baselines={"torch.sdpa": _torch_sdpa},
+    )
+]

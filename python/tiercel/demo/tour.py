@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each operator checked against float64 and timed beside PyTorch, on whatever machine this is."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tiercel.plugins.contract import Contract
+
+
+@dataclass(frozen=True)
+class Stop:
+    """One operator of the tour."""
+
+    op: str
+    case: str
+    backend: str  # sm90, or ref where that is what runs here
+    why: str
+    right: bool
+    wrong: str | None = None
+    ms: float | None = None
+    torch_ms: float | None = None
+
+    @property
+    def speedup(self) -> float | None:
+        if self.ms is None or self.torch_ms is None or self.backend == "ref":
+            return None
+        return self.torch_ms / self.ms
+
+
+def tour(
+    device: str,
+    seconds: float,
+    *,
+    quick: bool = False,
+    now: Callable[[], float] = time.monotonic,
+) -> Iterator[Stop | str]:
+    """A stop an operator; an operator's name alone where the time was up before it."""
+    import tiercel.ops  # noqa: F401
+    from tiercel.plugins.contracts import CONTRACTS
+
+    end = now() + seconds
+    for contract in CONTRACTS.values():
+        if now() > end:
+            yield contract.op
+        else:
+            yield _stop(contract, device, quick)
+
+
+def _stop(contract: Contract, device: str, quick: bool) -> Stop:
+    from tiercel.plugins.smoke import measure
+
+    kind = device.partition(":")[0]
+    case = contract.cases[0] if quick else contract.timing[kind]
+    backend, why = _backend(contract, case, device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tried = measure.try_case(contract, backend, case, device)
+        if tried["status"] != "right":
+            reason = str(tried["reason"] or tried["status"])
+            return Stop(contract.op, str(case), backend, why, False, reason)
+        ms, torch_ms = measure.race(contract, backend, case, device)
+    return Stop(contract.op, str(case), backend, why, True, None, ms, torch_ms)
+
+
+def _backend(contract: Contract, case: Any, device: str) -> tuple[str, str]:
+    """What a call without `backend` runs on here, and why."""
+    from tiercel._op import registry
+
+    arguments = contract.make(case, device, 0)
+    values = [arguments[name] for name in contract.names]
+    found = registry[contract.op].backends["sm90"].why_not(*values, "sm90")
+    return ("sm90", "") if found is None else ("ref", found.text)
+
+
+def as_line(stop: Stop) -> str:
+    mark = "right" if stop.right else "WRONG"
+    line = f"{stop.op:<28} {stop.backend:<5} {mark}"
+    if not stop.right:
+        return f"{line}  {stop.wrong}  ({stop.case})"
+    if stop.ms is not None:
+        line += f"  {stop.ms * 1e3:10.1f} us"
+    if stop.speedup is not None:
+        line += f"  {stop.speedup:6.2f} times PyTorch's {stop.torch_ms or 0:.3f} ms"
+    return f"{line}  ({stop.case})"

@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tiercel import _C, _platform
+from tiercel._checks import (
+    check_bool,
+    check_contiguous,
+    check_dtype,
+    check_rank,
+    check_same_device,
+    check_shape,
+)
+from tiercel._op import Autograd, Backend, Op
+from tiercel._platform import Reason
+from tiercel.ref.attention import attention as reference
+
+__all__ = ["attention"]
+
+_NAME = "attention"
+_DTYPES = (torch.bfloat16, torch.float16)
+_Window = Sequence["int | None"]
+
+# Below, `options` is (causal, window, scale, softcap) as in the operators' schemas: a window is None
+# or two numbers, of which a negative one is no limit.
+
+
+def _limit(value: object) -> int:
+    if value is None:
+        return -1
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{_NAME}: `window` must hold whole numbers or None, got {value!r}")
+    return value
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
+        raise ValueError(f"{_NAME}: `{name}` must be None or positive and finite, got {value!r}")
+
+
+def check_options(
+    causal: bool, window: _Window | None, scale: float | None, softcap: float | None
+) -> list[int] | None:
+    """Raises for a wrong one; the window as the operators take it."""
+    check_bool(_NAME, "causal", causal)
+    for name, value in (("scale", scale), ("softcap", softcap)):
+        if value is not None:
+            _check_positive(name, value)
+    if window is None:
+        return None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(f"{_NAME}: `window` must be None or (left, right), got {window!r}")
+    return [_limit(window[0]), _limit(window[1])]
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_rank(_NAME, name, tensor, 4)
+    check_dtype(_NAME, "q", q.dtype, _DTYPES)
+    batch, _, heads, d = q.shape
+    _, keys, kv_heads, _ = k.shape
+    for name, tensor in (("k", k), ("v", v)):
+        check_dtype(_NAME, name, tensor.dtype, (q.dtype,))
+        check_shape(_NAME, name, tensor, (batch, keys, kv_heads, d), "[B, Sk, Hk, D]")
+        check_same_device(_NAME, name, tensor, "q", q)
+    if heads and (kv_heads == 0 or heads % kv_heads):
+        raise ValueError(
+            f"{_NAME}: `k` must have a number of heads that divides that of `q`, {heads}, "
+            f"got {kv_heads}"
+        )
+    if out is not None:
+        check_dtype(_NAME, "out", out.dtype, (q.dtype,))
+        check_shape(_NAME, "out", out, tuple(q.shape), "[B, Sq, H, D]")
+        check_same_device(_NAME, "out", out, "q", q)
+
+
+def _check_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None) -> None:
+    _check(q, k, v, out)
+    if lse is not None:
+        check_dtype(_NAME, "lse", lse.dtype, (torch.float32,))
+        check_shape(_NAME, "lse", lse, (q.shape[0], q.shape[2], q.shape[1]), "[B, H, Sq]")
+        check_same_device(_NAME, "lse", lse, "q", q)
+        check_contiguous(_NAME, "lse", lse)
+
+
+def _empty_out(q: Tensor) -> Tensor:
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+
+def _empty_lse(q: Tensor) -> Tensor:
+    shape = (q.shape[0], q.shape[2], q.shape[1])
+    return torch.empty(shape, dtype=torch.float32, device=q.device)
+
+
+def _launch(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, *options: Any
+) -> None:
+    if k.shape[1] == 0:
+        _check_out(q, k, v, out, lse)
+        out.zero_()
+        if lse is not None:
+            lse.fill_(-math.inf)
+        return
+    _C.attention(q, k, v, out, lse, *_native(q, *options))
+
+
+def _native(
+    q: Tensor,
+    causal: bool,
+    window: Sequence[int] | None,
+    scale: float | None,
+    softcap: float | None,
+) -> tuple[int, int, float, float]:
+    """(left, right, scale, softcap) as in kernels/attention/attention.h."""
+    left, right = (-1, -1) if window is None else window
+    if scale is None:
+        scale = float(max(q.shape[-1], 1)) ** -0.5
+    return left, 0 if causal else right, scale, softcap or 0.0
+
+
+def _sm90(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    out = q.new_empty(q.shape)
+    _launch(q, k, v, out, None, *rest[:-1])
+    return out
+
+
+def _sm90_lse(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    out, lse = q.new_empty(q.shape), _empty_lse(q)
+    _launch(q, k, v, out, lse, *rest[:-1])
+    return out, lse
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, *options: Any) -> Any:
+    names = ("causal", "window", "scale", "softcap")
+    named = dict(zip(names, options, strict=True))
+    return reference(q, k, v, **named, return_lse=return_lse)
+
+
+def _plan(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> dict[str, Any]:
+    return dict(_C.attention_plan(q, k, v, _empty_out(q), None, *_native(q, *options)))
+
+
+def _why_not(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Reason | None:
+    reason = _platform.why_not(q.device)
+    if reason is not None or k.shape[1] == 0:
+        return reason
+    try:
+        # One query shows the strides.
+        _plan(q[:, :1], k, v, *options)
+    except NotImplementedError as error:
+        return Reason(NotImplementedError, str(error).removeprefix(f"{_NAME}: "))
+    return None
+
+
+def _save(ctx: Any, args: tuple[Any, ...], outputs: Any) -> None:
+    ctx.options = args[3:7]
+    ctx.save_for_backward(*args[:3])
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    out = torch.nn.functional.scaled_dot_product_attention(
+        *heads_first, is_causal=causal, scale=scale, enable_gqa=bool(q.shape[2] != k.shape[2])
+    )
+    return out.transpose(1, 2)
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    """torch's: its flash kernels where they know the mask, else from all scores."""
+    causal, window, scale, softcap = ctx.options
+    wanted = [(grad, i) for i, grad in enumerate(grads) if grad is not None]
+    if not wanted:
+        return None, None, None
+    inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+    q, k, _ = inputs
+    known = window is None and softcap is None and (not causal or q.shape[1] == k.shape[1])
+    with torch.enable_grad():
+        if known and len(grads) == 1 and 0 not in q.shape and 0 not in k.shape:
+            results = (_flash(*inputs, causal, scale),)
+        else:
+            results = _reference(*inputs, True, *ctx.options)
+        outputs = [results[i] for _, i in wanted]
+        found = torch.autograd.grad(outputs, inputs, [g for g, _ in wanted], allow_unused=True)
+    wants = ctx.needs_input_grad[1:]  # after the flag that says how to run
+    return tuple(grad if want else None for grad, want in zip(found, wants[:3], strict=True))
+
+
+_CUTE = ("TMA, wgmma, persistent blocks; softmax overlaps products", "cute")
+_TORCH = ("all scores in memory, float32", "torch")
+_OPTIONS = (
+    "bool causal=False, int[]? window=None, float? scale=None, float? softcap=None, "
+    "str? backend=None"
+)
+
+
+def _operator(lse: bool) -> Op:
+    return Op(
+        f"{_NAME}_lse" if lse else _NAME,
+        f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> {'(Tensor, Tensor)' if lse else 'Tensor'}",
+        check=lambda *args: _check(*args[:3]),
+        fake=(lambda q, *_: (_empty_out(q), _empty_lse(q))) if lse else lambda q, *_: _empty_out(q),
+        sm90=Backend(
+            "sm90",
+            _sm90_lse if lse else _sm90,
+            *_CUTE,
+            why_not=lambda *args: _why_not(*args[:-1]),
+        ),
+        ref=Backend("ref", lambda *args: _contiguous(_reference(*args[:3], lse, *args[3:-1])), *_TORCH),
+        autograd=Autograd(_save, _backward),
+        family=_NAME,
+        describe=lambda *args: _plan(*args[:-1]),
+        load=None if lse else _C.attention_load,
+    )
+
+
+def _contiguous(results: Any) -> Any:
+    if isinstance(results, Tensor):
+        return results.contiguous()
+    return tuple(result.contiguous() for result in results)
+
+
+def _out_operator(lse: bool) -> Op:
+    def split(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """(q, k, v), (out, lse), options."""
+        options = args[5 if lse else 4 : -1]
+        return args[:3], (args[3], args[4] if lse else None), options
+
+    def check(*args: Any) -> None:
+        inputs, outputs, _ = split(args)
+        _check_out(*inputs, *outputs)
+
+    def run(*args: Any) -> None:
+        inputs, outputs, options = split(args)
+        _launch(*inputs, *outputs, *options)
+
+    def run_reference(*args: Any) -> None:
+        inputs, (out, sums), options = split(args)
+        results = _reference(*inputs, True, *options)
+        out.copy_(results[0])
+        if sums is not None:
+            sums.copy_(results[1])
+
+    def why_not(*args: Any) -> Reason | None:
+        inputs, _, options = split(args)
+        return _why_not(*inputs, *options)
+
+    return Op(
+        f"{_NAME}_lse_out" if lse else f"{_NAME}_out",
+        f"(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {'Tensor(b!) lse, ' if lse else ''}"
+        f"{_OPTIONS}) -> ()",
+        check=check,
+        fake=lambda *args: None,
+        sm90=Backend("sm90", run, *_CUTE, why_not=why_not),
+        ref=Backend("ref", run_reference, *_TORCH),
+        family=_NAME,
+    )
+
+
+_ATTENTION = _operator(False)
+_ATTENTION_LSE = _operator(True)
+_ATTENTION_OUT = _out_operator(False)
+_ATTENTION_LSE_OUT = _out_operator(True)
+
+
+@_ATTENTION.export
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: _Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``softmax(q @ k.T * scale, masked) @ v`` for each head, without scores in memory.
+
+    Scores, softmax and sums are float32; probabilities are rounded to the dtype before they
+    multiply ``v``, and the result is rounded once.
+
+    Masks are aligned with the last query and the last key, as in FlashAttention: query i stands at
+    key i + Sk - Sq. A query that sees no key gets 0, and minus infinity as its ``lse``.
+
+    Differentiable in ``q``, ``k`` and ``v``; the backward is torch's and computes the scores again.
+    Works under torch.compile and torch.export, and in CUDA graphs; it never synchronises.
+
+    The method is FlashAttention's (Dao et al. 2022, Shah et al. 2024): an online softmax over
+    blocks of keys.
+
+    Args:
+        q: ``[B, Sq, H, D]``, bfloat16 or float16. The precompiled kernels take D = 64 and 128, and
+            any strides that are multiples of 16 bytes with the last dimension contiguous; ref
+            takes others.
+        k: ``[B, Sk, Hk, D]``, the dtype and device of ``q``. Hk divides H: query head h reads head
+            h // (H // Hk).
+        v: The shape, dtype and device of ``k``.
+        causal: Whether a query sees no key after its own.
+        window: ``(left, right)``: how many keys before and after its own a query sees; None or -1 is
+            no limit.
+        scale: What scores are multiplied by, positive; ``D ** -0.5`` by default.
+        softcap: Scores s become ``softcap * tanh(s / softcap)``. The precompiled kernels do not
+            take it yet; ref does.
+        return_lse: Whether to return the natural logarithms of the rows' sums of exponentials too.
+        out: ``[B, Sq, H, D]`` to write to, of the dtype and on the device of ``q``. Then no
+            gradient flows.
+        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+
+    Returns:
+        ``[B, Sq, H, D]``, the dtype of ``q``; with ``return_lse`` a pair of it and of
+        ``[B, H, Sq]``, float32.
+
+    Raises:
+        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        ValueError: A shape, device or option does not fit, or there is no such backend.
+        NotImplementedError: ``backend="sm90"`` was asked for and it does not take this.
+        RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.
+
+    Example:
+        >>> out = tiercel.attention(q, k, v, causal=True)
+    """
+    limits = check_options(causal, window, scale, softcap)
+    options = (causal, limits, scale, softcap, backend)
+    if out is None:
+        result: Tensor | tuple[Tensor, Tensor] = (_ATTENTION_LSE if return_lse else _ATTENTION)(
+            q, k, v, *options
+        )
+        return result
+    if not return_lse:
+        _ATTENTION_OUT(q, k, v, out, *options)
+        return out
+    lse = _empty_lse(q)
+    _ATTENTION_LSE_OUT(q, k, v, out, lse, *options)
+    return out, lse

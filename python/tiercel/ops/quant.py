@@ -1,0 +1,575 @@
+# SPDX-License-Identifier: Apache-2.0
+"""To 8-bit and 4-bit floats and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tiercel import _C, _platform
+from tiercel._checks import (
+    check_contiguous,
+    check_dtype,
+    check_rank,
+    check_same_device,
+    check_shape,
+)
+from tiercel._op import Backend, Op
+from tiercel._platform import Reason
+from tiercel.ref import quant as ref
+
+__all__ = ["fp8_quantize", "nvfp4_dequantize", "nvfp4_quantize"]
+
+_VALUES = (torch.float32, torch.bfloat16, torch.float16)
+_E4M3, _E2M1 = torch.float8_e4m3fn, torch.float4_e2m1fn_x2
+_INDEX = {name: index for index, name in enumerate(ref.GRANULARITIES)}  # Fp8Granularity
+_PARTIALS = 1024  # kFp8MaxPartials
+
+
+def _without_limits(plan: Any, *args: Any) -> Reason | None:
+    """What the kernels do not take of arguments that are right."""
+    reason = _platform.why_not(args[0].device)
+    if reason is not None:
+        return reason
+    try:
+        plan(*args)
+    except NotImplementedError as error:
+        return Reason(NotImplementedError, str(error).partition(": ")[2])
+    return None
+
+
+def _check_values(op: str, name: str, values: Tensor) -> None:
+    check_rank(op, name, values, 2)
+    check_dtype(op, name, values.dtype, _VALUES)
+
+
+def _check_narrow(
+    op: str, name: str, tensor: Tensor, dtype: torch.dtype, shape: Any, why: str, like: Any
+) -> None:
+    check_dtype(op, name, tensor.dtype, (dtype,))
+    check_shape(op, name, tensor, shape, why)
+    check_same_device(op, name, tensor, *like)
+    check_contiguous(op, name, tensor)
+
+
+# ---------------------------------------------------------------------------------------- fp8
+
+_FP8 = "fp8_quantize"
+_SHAPES = {
+    "tensor": "[1, 1]",
+    "row": "[T, 1]",
+    "1x128": "[T, K / 128]",
+    "128x128": "[T / 128, K / 128]",
+}
+
+
+def _check_granularity(granularity: object) -> None:
+    if not isinstance(granularity, str) or granularity not in _INDEX:
+        known = ", ".join(map(repr, _INDEX))
+        raise ValueError(f"{_FP8}: `granularity` must be one of {known}, got {granularity!r}")
+
+
+def _check_fp8(x: Tensor, granularity: str, backend: Any = None) -> None:
+    _check_granularity(granularity)
+    _check_values(_FP8, "x", x)
+
+
+def _check_fp8_out(x: Tensor, q: Tensor, scale: Tensor, granularity: str, _: Any = None) -> None:
+    _check_fp8(x, granularity)
+    _check_narrow(_FP8, "q", q, _E4M3, x.shape, "[T, K]", ("x", x))
+    shape, why = ref.scale_shape(x, granularity), _SHAPES[granularity]
+    _check_narrow(_FP8, "scale", scale, torch.float32, shape, why, ("x", x))
+
+
+def _check_fp8_static(x: Tensor, scale: Tensor, *rest: Any) -> None:
+    _check_fp8(x, "tensor")
+    _check_narrow(_FP8, "scale", scale, torch.float32, (1, 1), "[1, 1]", ("x", x))
+    if len(rest) == 2:
+        _check_narrow(_FP8, "q", rest[0], _E4M3, x.shape, "[T, K]", ("x", x))
+
+
+def _fp8_outputs(x: Tensor, granularity: str, backend: Any = None) -> tuple[Tensor, Tensor]:
+    scale = x.new_empty(ref.scale_shape(x, granularity), dtype=torch.float32)
+    return torch.empty(x.shape, dtype=_E4M3, device=x.device), scale
+
+
+def _fp8_sm90_out(
+    x: Tensor, q: Tensor, scale: Tensor, granularity: str, backend: Any, *, launch: Any = _C.fp8_quantize
+) -> Any:
+    partial = None
+    if granularity == "tensor":
+        partial = torch.empty(_PARTIALS, dtype=torch.float32, device=x.device)
+    return launch(x, q, scale, partial, _INDEX.get(granularity, -1))
+
+
+def _fp8_sm90(x: Tensor, granularity: str, backend: Any) -> tuple[Tensor, Tensor]:
+    q, scale = _fp8_outputs(x, granularity)
+    _fp8_sm90_out(x, q, scale, granularity, None)
+    return q, scale
+
+
+def _fp8_static_sm90(x: Tensor, scale: Tensor, backend: Any) -> Tensor:
+    q = torch.empty(x.shape, dtype=_E4M3, device=x.device)
+    _C.fp8_quantize_static(x, scale, q)
+    return q
+
+
+def _fp8_plan(x: Tensor, granularity: str, backend: Any = None) -> dict[str, Any]:
+    q, scale = _fp8_outputs(x, granularity)
+    return dict(_fp8_sm90_out(x, q, scale, granularity, None, launch=_C.fp8_quantize_plan))
+
+
+def _fp8_why_not(x: Tensor, granularity: str) -> Reason | None:
+    return _without_limits(_fp8_plan, x[:2], granularity)  # two rows show the stride
+
+
+def _fp8_ref(x: Tensor, granularity: str, backend: Any = None) -> tuple[Tensor, Tensor]:
+    return ref.fp8_quantize(x, granularity)
+
+
+def _fp8_ref_out(x: Tensor, q: Tensor, scale: Tensor, granularity: str, backend: Any) -> None:
+    for out, result in zip((q, scale), ref.fp8_quantize(x, granularity), strict=True):
+        out.copy_(result)
+
+
+def _fp8_static_ref(x: Tensor, scale: Tensor, backend: Any = None) -> Tensor:
+    return ref.fp8_quantize(x, "tensor", scale=scale)[0]
+
+
+def _fp8_static_ref_out(x: Tensor, scale: Tensor, q: Tensor, backend: Any = None) -> None:
+    q.copy_(_fp8_static_ref(x, scale))
+
+
+_FP8_CUDA = ("one pass, values kept in registers while their scale is found", "cuda")
+_FP8_TORCH = ("amax, reciprocal, clamp and cast", "torch")
+
+_FP8_QUANTIZE = Op(
+    _FP8,
+    "(Tensor x, str granularity='row', str? backend=None) -> (Tensor q, Tensor scale)",
+    check=_check_fp8,
+    fake=_fp8_outputs,
+    sm90=Backend("sm90", _fp8_sm90, *_FP8_CUDA, why_not=lambda *args: _fp8_why_not(*args[:2])),
+    ref=Backend("ref", _fp8_ref, *_FP8_TORCH),
+    describe=_fp8_plan,
+    load=_C.fp8_quantize_load,
+)
+
+_FP8_QUANTIZE_OUT = Op(
+    f"{_FP8}_out",
+    "(Tensor x, Tensor(a!) q, Tensor(b!) scale, str granularity='row', str? backend=None) -> ()",
+    check=_check_fp8_out,
+    fake=lambda *args: None,
+    sm90=Backend(
+        "sm90",
+        lambda *args: _fp8_sm90_out(*args),
+        *_FP8_CUDA,
+        why_not=lambda *args: _fp8_why_not(args[0], args[3]),
+    ),
+    ref=Backend("ref", _fp8_ref_out, *_FP8_TORCH),
+    family=_FP8,
+)
+
+_FP8_QUANTIZE_STATIC = Op(
+    f"{_FP8}_static",
+    "(Tensor x, Tensor scale, str? backend=None) -> Tensor",
+    check=_check_fp8_static,
+    fake=lambda x, scale, _: torch.empty(x.shape, dtype=_E4M3, device=x.device),
+    sm90=Backend(
+        "sm90",
+        _fp8_static_sm90,
+        *_FP8_CUDA,
+        why_not=lambda *args: _fp8_why_not(args[0], "tensor"),
+    ),
+    ref=Backend("ref", _fp8_static_ref, *_FP8_TORCH),
+    family=_FP8,
+)
+
+_FP8_QUANTIZE_STATIC_OUT = Op(
+    f"{_FP8}_static_out",
+    "(Tensor x, Tensor scale, Tensor(a!) q, str? backend=None) -> ()",
+    check=_check_fp8_static,
+    fake=lambda *args: None,
+    sm90=Backend(
+        "sm90",
+        lambda x, scale, q, _: _C.fp8_quantize_static(x, scale, q),
+        *_FP8_CUDA,
+        why_not=lambda *args: _fp8_why_not(args[0], "tensor"),
+    ),
+    ref=Backend("ref", _fp8_static_ref_out, *_FP8_TORCH),
+    family=_FP8,
+)
+
+
+@_FP8_QUANTIZE.export
+def fp8_quantize(
+    x: Tensor,
+    granularity: str = "row",
+    *,
+    scale: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Quantises to e4m3: ``q * scale`` is ``x`` to 1 part in 16.
+
+    ``scale = max(amax / 448, 2**-126)`` and ``q = e4m3(x * (1 / scale))``: float32, each operation
+    rounded to nearest even, as is the conversion, which saturates at 448. Bit for bit the same on
+    every backend. A NaN, or an infinity, makes NaN of what shares its scale, where 0 is due.
+
+    There is no derivative. Works under torch.compile and torch.export, and in CUDA graphs; it
+    never synchronises.
+
+    Args:
+        x: ``[T, K]``, float32, bfloat16 or float16; T and K may be 0. The precompiled kernels take
+            K that is a multiple of 8 and rows at any distance that is a multiple of 16 bytes; ref
+            takes others.
+        granularity: What shares a scale: ``"tensor"``, ``"row"``, ``"1x128"`` (128 neighbours of a
+            row, as DeepSeek-V3, arXiv:2412.19437, has for activations) or ``"128x128"`` (a tile, as
+            there for weights). A last group or tile may be smaller.
+        scale: A scale ``[1, 1]`` to use instead, float32, on the device of ``x``, with
+            ``granularity="tensor"``.
+        out: ``(q, scale)`` to write to: contiguous, of the shapes and dtypes below; with a given
+            ``scale`` that must be it.
+        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+
+    Returns:
+        ``q`` ``[T, K]`` float8_e4m3fn, and ``scale`` float32: ``[1, 1]``, ``[T, 1]``,
+        ``[T, ceil(K / 128)]`` or ``[ceil(T / 128), ceil(K / 128)]``.
+
+    Raises:
+        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        ValueError: A shape, stride or device does not fit, or there is no such granularity or
+            backend.
+        NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.
+        RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.
+
+    Example:
+        >>> q, scale = tiercel.fp8_quantize(activations, "1x128")
+    """
+    if out is not None and (not isinstance(out, (tuple, list)) or len(out) != 2):
+        got = f"{len(out)} values" if isinstance(out, (tuple, list)) else type(out).__name__
+        raise TypeError(f"{_FP8}: `out` must be a pair (q, scale), got {got}")
+    if scale is None:
+        if out is None:
+            result: tuple[Tensor, Tensor] = _FP8_QUANTIZE(x, granularity, backend)
+            return result
+        _FP8_QUANTIZE_OUT(x, *out, granularity, backend)
+        return out[0], out[1]
+    if granularity != "tensor":
+        raise ValueError(
+            f"{_FP8}: a given `scale` needs granularity='tensor', got {granularity!r}"
+        )
+    if out is None:
+        return _FP8_QUANTIZE_STATIC(x, scale, backend), scale
+    if out[1] is not scale:
+        raise ValueError(f"{_FP8}: the second of `out` must be the given `scale` itself")
+    _FP8_QUANTIZE_STATIC_OUT(x, scale, out[0], backend)
+    return out[0], scale
+
+
+# -------------------------------------------------------------------------------------- nvfp4
+
+_Q4, _DQ4 = "nvfp4_quantize", "nvfp4_dequantize"
+
+
+def _check_global(op: str, scale: Tensor | None, like: Any) -> None:
+    if scale is not None:
+        _check_narrow(op, "global_scale", scale, torch.float32, (1,), "[1]", like)
+
+
+def _check_columns(op: str, name: str, shape: Any) -> None:
+    if shape[1] % 16:
+        raise ValueError(
+            f"{op}: `{name}` must have a multiple of 16 columns, got {list(shape)}"
+        )
+
+
+def _check_quantize(
+    x: Tensor, global_scale: Tensor | None, q: Tensor | None = None, scale: Tensor | None = None
+) -> None:
+    _check_values(_Q4, "x", x)
+    _check_columns(_Q4, "x", x.shape)
+    like = ("x", x)
+    _check_global(_Q4, global_scale, like)
+    rows, columns = x.shape
+    if q is not None and scale is not None:
+        _check_narrow(_Q4, "q", q, _E2M1, (rows, columns // 2), "[T, K / 2]", like)
+        _check_narrow(_Q4, "scale", scale, _E4M3, (rows, columns // 16), "[T, K / 16]", like)
+
+
+def _check_dequantize(
+    q: Tensor, scale: Tensor, global_scale: Tensor | None, result: torch.dtype | Tensor
+) -> None:
+    check_rank(_DQ4, "q", q, 2)
+    rows, bytes_of_row = q.shape
+    like = ("q", q)
+    _check_narrow(_DQ4, "q", q, _E2M1, q.shape, "[T, K / 2]", like)
+    if bytes_of_row % 8:
+        raise ValueError(f"{_DQ4}: `q` must have a multiple of 8 columns, got {list(q.shape)}")
+    _check_narrow(_DQ4, "scale", scale, _E4M3, (rows, bytes_of_row // 8), "[T, K / 16]", like)
+    _check_global(_DQ4, global_scale, like)
+    if isinstance(result, Tensor):
+        check_dtype(_DQ4, "out", result.dtype, _VALUES)
+        check_shape(_DQ4, "out", result, (rows, 2 * bytes_of_row), "[T, K]")
+        check_same_device(_DQ4, "out", result, *like)
+        check_contiguous(_DQ4, "out", result)
+    else:
+        check_dtype(_DQ4, "dtype", result, _VALUES)
+
+
+def _quantize_outputs(x: Tensor) -> tuple[Tensor, Tensor]:
+    rows, columns = x.shape
+    q = torch.empty(rows, columns // 2, dtype=_E2M1, device=x.device)
+    return q, torch.empty(rows, columns // 16, dtype=_E4M3, device=x.device)
+
+
+def _dequantize_output(q: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(q.shape[0], q.shape[1] * 2, dtype=dtype, device=q.device)
+
+
+def _quantize_sm90(x: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    q, scale = _quantize_outputs(x)
+    _C.nvfp4_quantize(x, global_scale, q, scale)
+    return q, scale
+
+
+def _dequantize_sm90(
+    q: Tensor, scale: Tensor, global_scale: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    out = _dequantize_output(q, dtype)
+    _C.nvfp4_dequantize(q, scale, global_scale, out)
+    return out
+
+
+def _quantize_plan(x: Tensor, global_scale: Tensor | None) -> dict[str, Any]:
+    return dict(_C.nvfp4_quantize_plan(x, global_scale, *_quantize_outputs(x)))
+
+
+def _dequantize_plan(
+    q: Tensor, scale: Tensor, global_scale: Tensor | None, dtype: torch.dtype
+) -> dict[str, Any]:
+    out = _dequantize_output(q, dtype)
+    return dict(_C.nvfp4_dequantize_plan(q, scale, global_scale, out))
+
+
+def _quantize_ref_out(x: Tensor, global_scale: Tensor | None, q: Tensor, scale: Tensor) -> None:
+    results = ref.nvfp4_quantize(x, global_scale=global_scale)
+    for out, result in zip((q, scale), results, strict=True):
+        out.copy_(result)
+
+
+_NVFP4_CUDA = ("a thread a group of 16, rounding by float additions", "cuda")
+_NVFP4_TORCH = ("amax, reciprocal, comparisons with the halfway points", "torch")
+_DEQUANTIZE_CUDA = ("a thread half a group, decoding by shifts", "cuda")
+_DEQUANTIZE_TORCH = ("a look-up and a product", "torch")
+
+
+# As for linear_act, no tensor of a schema is optional: there is an operator with a global scale and
+# one without. `split` takes an operator's arguments apart: (those before it, it or None, the rest).
+def _splitter(with_global: bool, place: int) -> Any:
+    def split(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if with_global:
+            return args[:-1]
+        return (*args[:place], None, *args[place:-1])
+
+    return split
+
+
+def _quantize_operators(with_global: bool) -> tuple[Op, Op]:
+    split = _splitter(with_global, 1)
+    name = f"{_Q4}_scaled" if with_global else _Q4
+    tensors = "Tensor x, Tensor global_scale" if with_global else "Tensor x"
+
+    def why_not(*args: Any) -> Reason | None:
+        x, global_scale = split(args)[:2]
+        return _without_limits(_quantize_plan, x[:2], global_scale)
+
+    def reference(*args: Any) -> tuple[Tensor, Tensor]:
+        x, global_scale = split(args)
+        return ref.nvfp4_quantize(x, global_scale=global_scale)
+
+    plain = Op(
+        name,
+        f"({tensors}, str? backend=None) -> (Tensor q, Tensor scale)",
+        check=lambda *args: _check_quantize(*split(args)),
+        fake=lambda *args: _quantize_outputs(args[0]),
+        sm90=Backend(
+            "sm90", lambda *args: _quantize_sm90(*split(args)), *_NVFP4_CUDA, why_not=why_not
+        ),
+        ref=Backend("ref", reference, *_NVFP4_TORCH),
+        family=_Q4,
+        describe=lambda *args: _quantize_plan(*split(args)),
+        load=None if with_global else _C.nvfp4_quantize_load,
+    )
+    into = Op(
+        f"{name}_out",
+        f"({tensors}, Tensor(a!) q, Tensor(b!) scale, str? backend=None) -> ()",
+        check=lambda *args: _check_quantize(*split(args)),
+        fake=lambda *args: None,
+        sm90=Backend(
+            "sm90", lambda *args: _C.nvfp4_quantize(*split(args)), *_NVFP4_CUDA, why_not=why_not
+        ),
+        ref=Backend("ref", lambda *args: _quantize_ref_out(*split(args)), *_NVFP4_TORCH),
+        family=_Q4,
+    )
+    return plain, into
+
+
+def _dequantize_operators(with_global: bool) -> tuple[Op, Op]:
+    split = _splitter(with_global, 2)
+    name = f"{_DQ4}_scaled" if with_global else _DQ4
+    tensors = "Tensor q, Tensor scale" + (", Tensor global_scale" if with_global else "")
+
+    def why_not(*args: Any) -> Reason | None:
+        q, scale, global_scale, result = split(args)
+        dtype = result.dtype if isinstance(result, Tensor) else result
+        return _without_limits(_dequantize_plan, q[:2], scale[:2], global_scale, dtype)
+
+    def reference(*args: Any) -> Tensor:
+        q, scale, global_scale, dtype = split(args)
+        return ref.nvfp4_dequantize(q, scale, global_scale=global_scale, dtype=dtype)
+
+    def reference_out(*args: Any) -> None:
+        q, scale, global_scale, out = split(args)
+        out.copy_(ref.nvfp4_dequantize(q, scale, global_scale=global_scale, dtype=out.dtype))
+
+    plain = Op(
+        name,
+        f"({tensors}, ScalarType dtype=float, str? backend=None) -> Tensor",
+        check=lambda *args: _check_dequantize(*split(args)),
+        fake=lambda *args: _dequantize_output(args[0], args[-2]),
+        sm90=Backend(
+            "sm90", lambda *args: _dequantize_sm90(*split(args)), *_DEQUANTIZE_CUDA, why_not=why_not
+        ),
+        ref=Backend("ref", reference, *_DEQUANTIZE_TORCH),
+        defaults={"dtype": torch.bfloat16},
+        family=_DQ4,
+        describe=lambda *args: _dequantize_plan(*split(args)),
+        load=None if with_global else _C.nvfp4_dequantize_load,
+    )
+    into = Op(
+        f"{name}_out",
+        f"({tensors}, Tensor(a!) out, str? backend=None) -> ()",
+        check=lambda *args: _check_dequantize(*split(args)),
+        fake=lambda *args: None,
+        sm90=Backend(
+            "sm90",
+            lambda *args: _C.nvfp4_dequantize(*split(args)),
+            *_DEQUANTIZE_CUDA,
+            why_not=why_not,
+        ),
+        ref=Backend("ref", reference_out, *_DEQUANTIZE_TORCH),
+        family=_DQ4,
+    )
+    return plain, into
+
+
+_QUANTIZE, _QUANTIZE_OUT = _quantize_operators(False)
+_QUANTIZE_SCALED, _QUANTIZE_SCALED_OUT = _quantize_operators(True)
+_DEQUANTIZE, _DEQUANTIZE_OUT = _dequantize_operators(False)
+_DEQUANTIZE_SCALED, _DEQUANTIZE_SCALED_OUT = _dequantize_operators(True)
+
+
+@_QUANTIZE.export
+def nvfp4_quantize(
+    x: Tensor,
+    *,
+    global_scale: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Quantises to NVFP4: 16 neighbours of a row become 16 e2m1 values and one e4m3 scale.
+
+    ``scale = e4m3(min(amax / 6 / global_scale, 448))`` and
+    ``q = e2m1(x * (1 / (scale * global_scale)))``: float32, each operation rounded to nearest even,
+    as are the two conversions; e2m1 saturates at 6. Bit for bit the same on every backend. A group
+    whose scale comes out as 0 becomes zeros, one with a NaN has the scale NaN, one with an infinity
+    the scale 448. Signs stay, that of 0 too.
+
+    There is no derivative. Works under torch.compile and torch.export, and in CUDA graphs; it
+    never synchronises.
+
+    Args:
+        x: ``[T, K]``, float32, bfloat16 or float16, K a multiple of 16; T and K may be 0. The
+            precompiled kernels take rows at any distance that is a multiple of 16 bytes; ref takes
+            others.
+        global_scale: ``[1]`` float32, on the device of ``x``; None is 1. The largest magnitude of
+            ``x`` over ``448 * 6`` uses all of the scales' range.
+        out: ``(q, scale)`` to write to: contiguous, of the shapes and dtypes below.
+        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+
+    Returns:
+        ``q`` ``[T, K / 2]`` float4_e2m1fn_x2: two values a byte, the first in its low half; and
+        ``scale`` ``[T, K / 16]`` float8_e4m3fn.
+
+    Raises:
+        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        ValueError: A shape, stride or device does not fit, or there is no such backend.
+        NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.
+        RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.
+
+    Example:
+        >>> q, scale = tiercel.nvfp4_quantize(weight)
+    """
+    tensors = (x,) if global_scale is None else (x, global_scale)
+    if out is None:
+        operator = _QUANTIZE if global_scale is None else _QUANTIZE_SCALED
+        result: tuple[Tensor, Tensor] = operator(*tensors, backend)
+        return result
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        got = f"{len(out)} values" if isinstance(out, (tuple, list)) else type(out).__name__
+        raise TypeError(f"{_Q4}: `out` must be a pair (q, scale), got {got}")
+    operator = _QUANTIZE_OUT if global_scale is None else _QUANTIZE_SCALED_OUT
+    operator(*tensors, *out, backend)
+    return out[0], out[1]
+
+
+@_DEQUANTIZE.export
+def nvfp4_dequantize(
+    q: Tensor,
+    scale: Tensor,
+    *,
+    global_scale: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """The values that NVFP4 stands for: ``q * (scale * global_scale)``, rounded to ``dtype``.
+
+    Both products are float32, rounded once each to nearest even; without a global scale they are
+    exact. Bit for bit the same on every backend.
+
+    There is no derivative. Works under torch.compile and torch.export, and in CUDA graphs; it
+    never synchronises.
+
+    Args:
+        q: ``[T, K / 2]`` float4_e2m1fn_x2, contiguous: two values a byte, the first in its low half.
+            K is a multiple of 16.
+        scale: ``[T, K / 16]`` float8_e4m3fn, contiguous, on the device of ``q``.
+        global_scale: ``[1]`` float32, on the device of ``q``; None is 1.
+        dtype: ``torch.bfloat16``, ``torch.float16`` or ``torch.float32``.
+        out: ``[T, K]`` to write to, contiguous, of one of these dtypes; then ``dtype`` does not
+            count.
+        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+
+    Returns:
+        ``[T, K]`` of ``dtype``.
+
+    Raises:
+        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        ValueError: A shape, stride or device does not fit, or there is no such backend.
+        NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.
+        RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.
+
+    Example:
+        >>> weight = tiercel.nvfp4_dequantize(q, scale)
+    """
+    tensors = (q, scale) if global_scale is None else (q, scale, global_scale)
+    if out is None:
+        operator = _DEQUANTIZE if global_scale is None else _DEQUANTIZE_SCALED
+        result: Tensor = operator(*tensors, dtype, backend)
+        return result
+    operator = _DEQUANTIZE_OUT if global_scale is None else _DEQUANTIZE_SCALED_OUT
+    operator(*tensors, out, backend)
+    return out

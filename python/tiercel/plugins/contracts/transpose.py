@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transposed copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tiercel.plugins.contract import Case, Contract, ScalarSpec, TensorSpec
+
+_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
+_DTYPES += ("int8", "uint8", "bool", "int16", "int32")
+
+
+def _case(batch: int, rows: int, columns: int, dtype: str, values: str = "random") -> Case:
+    return Case({"B": batch, "M": rows, "N": columns}, dtype, {}, values)
+
+
+_CASES = (
+    _case(1, 64, 64, "bfloat16"),
+    _case(1, 128, 512, "float16"),
+    _case(3, 100, 36, "float32"),
+    _case(2, 33, 65, "bfloat16"),
+    _case(1, 256, 128, "uint8"),
+    _case(1, 31, 77, "int8"),
+    _case(1, 1, 1, "float32"),
+    _case(4, 0, 8, "bfloat16"),
+    _case(2, 40, 72, "int32"),
+    _case(2, 48, 64, "bfloat16", "strided"),
+)
+
+
+def _make(case: Case, device: str, seed: int) -> dict[str, Any]:
+    import torch
+
+    batch, rows, columns = (case.sizes[name] for name in "BMN")
+    # On the CPU and then moved: the same numbers on every device.
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(-100, 100, (batch, rows, columns), generator=generator)
+    x = x.float().to(getattr(torch, case.dtype)).to(device)
+    if case.values == "strided":
+        x = torch.cat([x, x], dim=2)[:, :, 5 : 5 + columns]
+    return {"x": x}
+
+
+def _batched(call: Any, x: Any, tile_size: int | None) -> Any:
+    (result,) = call(x if x.dim() == 3 else x[None])
+    return result.view(*x.shape[:-2], x.shape[-1], x.shape[-2])
+
+
+def _into(call: Any, x: Any, out: Any, tile_size: int | None) -> None:
+    out.copy_(_batched(call, x, tile_size))
+
+
+COPY_TRANSPOSE = Contract(
+    family="transpose",
+    op="copy_transpose",
+    arguments=(TensorSpec("x", ("B", "M", "N"), _DTYPES, strided=True),),
+    outputs=(TensorSpec("out", ("B", "N", "M"), ("x",)),),
+    cases=_CASES,
+    timing={
+        "cpu": _case(1, 512, 512, "float32"),
+        "cuda": _case(1, 8192, 8192, "bfloat16"),
+    },
+    make=_make,
+    variants={
+        "copy_transpose": _batched,
+        "copy_transpose_out": _into,
+    },
+)
+
+CONTRACTS = (COPY_TRANSPOSE,)

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures out of a report: of Nsight Compute by kernel, of the others as they sum up themselves."""
+
+import csv
+import io
+import re
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tiercel.profiling import ProfileError, programs
+
+_PERCENT = "avg.pct_of_peak_sustained_elapsed"
+_THROUGHPUT = {
+    "sm": f"sm__throughput.{_PERCENT}",
+    "memory": f"gpu__compute_memory_throughput.{_PERCENT}",
+    "dram": f"gpu__dram_throughput.{_PERCENT}",
+    "l1": "l1tex__throughput.avg.pct_of_peak_sustained_active",
+    "l2": f"lts__throughput.{_PERCENT}",
+}
+_LAUNCH = {
+    "registers": "launch__registers_per_thread",
+    "shared_bytes": "launch__shared_mem_per_block",
+    "waves": "launch__waves_per_multiprocessor",
+}
+_PIPE = re.compile(r"sm__(?:inst_executed_pipe|pipe)_(\w+?)(?:_cycles_active)?\.avg\.pct_of_peak")
+_STALL = re.compile(
+    r"smsp__average_warps?_(?:issue|latency_issue)_stalled_(\w+?)(?:_per_issue_a|_n|\.)"
+)
+_LIMIT = re.compile(r"launch__occupancy_limit_(\w+)")
+
+
+def read(path: Path, kernel: "str | None" = None) -> list[dict[str, Any]]:
+    """One entry a kernel launch, in order; `kernel` is part of its name."""
+    if not path.is_file():
+        raise ProfileError(f"{path} is no file")
+    if path.suffix == ".csv":
+        text = path.read_text(encoding="utf-8", errors="replace")
+    elif path.suffix == ".ncu-rep":
+        words = ["--import", str(path), "--csv", "--page", "raw", "--print-units", "base"]
+        text = _said([programs.find("ncu"), *words])
+    elif path.suffix in (".nsys-rep", ".sqlite"):
+        words = ["stats", "--report", "cuda_gpu_kern_sum", "--format", "csv", "--quiet", str(path)]
+        return _named(from_nsys(_said([programs.find("nsys"), *words])), kernel)
+    else:
+        raise ProfileError(
+            f"{path} is none of .ncu-rep, .nsys-rep and .csv (of `ncu --csv --page raw`)"
+        )
+    return _named(from_ncu(text), kernel)
+
+
+def _named(found: list[dict[str, Any]], kernel: "str | None") -> list[dict[str, Any]]:
+    chosen = [entry for entry in found if kernel is None or kernel in entry["kernel"]]
+    if not chosen:
+        there = ", ".join(sorted({entry["kernel"] for entry in found})) or "none"
+        raise ProfileError(f"no kernel named {kernel!r} in the report; there are: {there}")
+    return chosen
+
+
+def _said(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if done.returncode != 0:
+        last = (done.stderr or done.stdout).strip().splitlines() or ["no message"]
+        raise ProfileError(f"{Path(command[0]).name} could not read the report: {last[-1]}")
+    return done.stdout
+
+
+def from_ncu(text: str) -> list[dict[str, Any]]:
+    """Of `ncu --csv --page raw --print-units base`: names, then units, then a line a launch."""
+    lines = text.splitlines()
+    start = next((n for n, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if start is None:
+        raise ProfileError("the report holds no kernels")
+    rows = list(csv.reader(io.StringIO("\n".join(lines[start:]))))
+    names, units = rows[0], rows[1]
+    scale = [_SCALES.get(unit, 1.0) for unit in units]
+    found = []
+    for row in rows[2:]:
+        if len(row) != len(names):
+            continue
+        values = dict(zip(names, row, strict=True))
+        figures = {
+            name: number * factor
+            for name, value, factor in zip(names, row, scale, strict=True)
+            if (number := _number(value)) is not None
+        }
+        found.append(_kernel(values, figures))
+    return found
+
+
+# To bytes and nanoseconds, for reports whose units are not base ones.
+_SCALES = {
+    "Kbyte": 1e3,
+    "Mbyte": 1e6,
+    "Gbyte": 1e9,
+    "usecond": 1e3,
+    "us": 1e3,
+    "msecond": 1e6,
+    "ms": 1e6,
+    "second": 1e9,
+    "s": 1e9,
+    "Kbyte/block": 1e3,
+}
+
+
+def _number(text: str) -> "float | None":
+    try:
+        return float(text.replace(",", ""))
+    except ValueError:
+        return None
+
+
+def _kernel(values: Mapping[str, str], figures: Mapping[str, float]) -> dict[str, Any]:
+    nanoseconds = figures.get("gpu__time_duration.sum")
+    found: dict[str, Any] = {
+        "kernel": values["Kernel Name"],
+        "grid": values.get("Grid Size", ""),
+        "block": values.get("Block Size", ""),
+        "us": None if nanoseconds is None else nanoseconds / 1e3,
+        "throughput": {name: figures[m] for name, m in _THROUGHPUT.items() if m in figures},
+        "pipes": _by(_PIPE, figures),
+        "stalls": _by(_STALL, figures),
+        "occupancy": {
+            name: figures[metric]
+            for name, metric in (
+                ("achieved", "sm__warps_active.avg.pct_of_peak_sustained_active"),
+                ("possible", "sm__maximum_warps_per_active_cycle_pct"),
+            )
+            if metric in figures
+        },
+        "limits": _by(_LIMIT, figures),
+    }
+    found |= {name: figures[metric] for name, metric in _LAUNCH.items() if metric in figures}
+    moved = [figures.get(f"dram__bytes_{way}.sum") for way in ("read", "write")]
+    found["dram_bytes"] = None if None in moved else sum(filter(None, moved))
+    return found
+
+
+def _by(pattern: "re.Pattern[str]", figures: Mapping[str, float]) -> dict[str, float]:
+    """The largest first; a pipe that has several metrics by its largest."""
+    found: dict[str, float] = {}
+    for name, value in figures.items():
+        match = pattern.match(name)
+        if match:
+            found[match[1]] = max(value, found.get(match[1], 0.0))
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def from_nsys(text: str) -> list[dict[str, Any]]:
+    """Of `nsys stats --report cuda_gpu_kern_sum --format csv`: kernels by share of time."""
+    lines = text.splitlines()
+    start = next((n for n, line in enumerate(lines) if line.startswith("Time (%)")), None)
+    if start is None:
+        raise ProfileError("the report holds no kernels")
+    found = []
+    for row in csv.DictReader(io.StringIO("\n".join(lines[start:]))):
+        entry = {"kernel": row["Name"], "share": float(row["Time (%)"])}
+        entry |= {"calls": int(row["Instances"]), "us": float(row["Med (ns)"]) / 1e3}
+        found.append(entry)
+    return found
+
+
+def from_sanitizer(text: str) -> dict[str, Any]:
+    """The tool's own count of errors, and the first few."""
+    counted = re.search(r"ERROR SUMMARY: (\d+) error", text)
+    hazards = re.search(r"RACECHECK SUMMARY: (\d+) hazard", text)
+    total = sum(int(match[1]) for match in (counted, hazards) if match)
+    first = re.findall(
+        r"^=+ (?=Invalid|Error|Program hit|Uninitialized|Race|Barrier)(.*)", text, re.M
+    )
+    return {"errors": total, "finished": bool(counted or hazards), "first": first[:5]}
+
+
+def floors(found: Iterable[dict[str, Any]], floor_bytes: float) -> list[dict[str, Any]]:
+    """With what a kernel has to move, beside what it did."""
+    return [
+        entry
+        | {
+            "floor_bytes": floor_bytes,
+            "of_floor": entry["dram_bytes"] / floor_bytes if entry.get("dram_bytes") else None,
+            "floor_gbps": floor_bytes / entry["us"] / 1e3 if entry.get("us") else None,
+        }
+        for entry in found
+    ]

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantisation in plain PyTorch. The kernels give the same bits: every operation here is float32,
+rounded once, to nearest even."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+E4M3_MAX = 448.0
+E2M1_MAX = 6.0
+SMALLEST_SCALE = 2.0**-126  # its reciprocal is still finite
+
+# Rows and columns that share a scale; 0: all of them.
+GRANULARITIES = {"tensor": (0, 0), "row": (1, 0), "1x128": (1, 128), "128x128": (128, 128)}
+
+# Halfway between two neighbouring e2m1 magnitudes, and whether that rounds up: to the even code.
+_HALFWAY = (
+    (0.25, False),
+    (0.75, True),
+    (1.25, False),
+    (1.75, True),
+    (2.5, False),
+    (3.5, True),
+    (5.0, False),
+)
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def tile_of(x: Tensor, granularity: str) -> tuple[int, int]:
+    """Rows and columns of x [T, K] that share a scale, at least 1."""
+    rows, columns = GRANULARITIES[granularity]
+    return rows or max(x.shape[0], 1), columns or max(x.shape[1], 1)
+
+
+def scale_shape(x: Tensor, granularity: str) -> tuple[int, int]:
+    """How many scales x [T, K] gets, down and across."""
+    rows, columns = GRANULARITIES[granularity]
+    return (
+        -(-x.shape[0] // rows) if rows else 1,
+        -(-x.shape[1] // columns) if columns else 1,
+    )
+
+
+def fp8_quantize(
+    x: Tensor, granularity: str = "row", *, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As :func:`tiercel.fp8_quantize`, for x ``[T, K]`` of any sizes."""
+    wide = x.float()
+    tile = tile_of(x, granularity)
+    down, across = scale_shape(x, granularity)
+    if scale is None:
+        padding = (0, across * tile[1] - x.shape[1], 0, down * tile[0] - x.shape[0])
+        padded = torch.nn.functional.pad(wide.abs(), padding)
+        largest = padded.view(down, tile[0], across, tile[1]).amax((1, 3))
+        scale = (largest / E4M3_MAX).clamp_min(SMALLEST_SCALE)
+    inverse = scale.reciprocal().repeat_interleave(tile[0], 0).repeat_interleave(tile[1], 1)
+    scaled = wide * inverse[: x.shape[0], : x.shape[1]]
+    return scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
+
+
+def nvfp4_quantize(x: Tensor, *, global_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """As :func:`tiercel.nvfp4_quantize`."""
+    groups = x.float().unflatten(-1, (x.shape[-1] // 16, 16))
+    wanted = groups.abs().amax(-1) / E2M1_MAX
+    if global_scale is not None:
+        wanted = wanted / global_scale
+    scale = wanted.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    total = scale.float() if global_scale is None else scale.float() * global_scale
+    inverse = torch.where(total == 0, 0.0, total.reciprocal())
+    # Halves, as the kernel has them: the same but below the normal floats.
+    halves = groups.abs() * (inverse * 0.5)[..., None]
+    codes = groups.signbit().to(torch.uint8) * 8
+    for value, up in _HALFWAY:
+        codes += halves >= value / 2 if up else halves > value / 2
+    codes = codes.flatten(-2)
+    packed = codes[..., 0::2] | codes[..., 1::2] << 4
+    return packed.contiguous().view(torch.float4_e2m1fn_x2), scale
+
+
+def nvfp4_values(q: Tensor) -> Tensor:
+    """The values of packed e2m1 as float32: twice as many along the last dimension."""
+    table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=q.device)
+    packed = q.contiguous().view(torch.uint8)
+    codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+    return table[codes.long()]
+
+
+def nvfp4_dequantize(
+    q: Tensor,
+    scale: Tensor,
+    *,
+    global_scale: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """As :func:`tiercel.nvfp4_dequantize`."""
+    total = scale.float() if global_scale is None else scale.float() * global_scale
+    values = nvfp4_values(q).unflatten(-1, (scale.shape[-1], 16))
+    return (values * total[..., None]).flatten(-2).to(dtype)
