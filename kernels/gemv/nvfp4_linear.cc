@@ -195,8 +195,9 @@ Status nvfp4_linear_plan(const TensorView& x, const TensorView& weight, const Te
   *plan = {"none", 0, 0, 0, 0, 0};
   if (choice.kernel == nullptr) return Status();
   const LaunchConfig& config = choice.config;
-  *plan = {choice.kernel->name(), static_cast<int>(config.cluster.x), choice.args.parts,
-           config.grid.x,         config.block.x,                     config.dynamic_smem};
+  *plan = {choice.kernel->name(), static_cast<int>(config.cluster.x),
+           choice.args.parts,     config.grid.x,
+           config.block.x,        config.dynamic_smem};
   return Status();
 }
 

@@ -179,7 +179,9 @@ def test_linear_any_magnitude(generator):
     got, due = tiercel.nvfp4_linear(x, weight, scale), linear_truth(x, weight, scale)
     assert_tokens_close(got[1:], due[1:])
     x[3, 100:] *= 2.0**-20  # small beside the largest, yet exact
-    assert_tokens_close(tiercel.nvfp4_linear(x, weight, scale)[1:], linear_truth(x, weight, scale)[1:])
+    assert_tokens_close(
+        tiercel.nvfp4_linear(x, weight, scale)[1:], linear_truth(x, weight, scale)[1:]
+    )
 
 
 @pytest.mark.sanitize

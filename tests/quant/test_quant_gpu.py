@@ -111,7 +111,11 @@ def test_special_values(rand, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_16_bit_value(dtype):
     bits = torch.arange(65536, device="cuda", dtype=torch.int32).to(torch.int16)
-    x = bits.view(dtype) if dtype != torch.float32 else bits.int().bitwise_left_shift(16).view(dtype)
+    x = (
+        bits.view(dtype)
+        if dtype != torch.float32
+        else bits.int().bitwise_left_shift(16).view(dtype)
+    )
     x = x[x.isfinite()].sort().values
     x = x[: x.numel() // 128 * 128].view(-1, 128)
     fp8(x, "row")

@@ -128,7 +128,6 @@ def _vllm_linear(case: Any, inputs: dict[str, Any]) -> Launch:
 
 
 def _vllm_gemv(case: Any, inputs: dict[str, Any]) -> Launch:
-    import torch
 
     matrices, vectors = _batches(inputs)
     marlins = []

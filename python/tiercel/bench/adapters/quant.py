@@ -20,6 +20,7 @@ def fp8_quantize(x: Any, granularity: str, scale: Any) -> tuple[Any, Any]:
 def nvfp4_quantize(x: Any, global_scale: Any) -> tuple[Any, Any]:
     """To bytes: torch.compile has no way to make 4-bit floats of them."""
     import torch
+
     from tiercel.ref import quant as ref
 
     groups = x.float().unflatten(-1, (x.shape[-1] // 16, 16))
@@ -39,6 +40,7 @@ def nvfp4_quantize(x: Any, global_scale: Any) -> tuple[Any, Any]:
 
 def nvfp4_dequantize(packed: Any, scale: Any, global_scale: Any, dtype: Any) -> Any:
     import torch
+
     from tiercel.ref import quant as ref
 
     table = torch.tensor([*ref._E2M1, *(-value for value in ref._E2M1)], device=packed.device)

@@ -51,6 +51,7 @@ def _weighted(case: Any) -> int:
 
 def _make_gemv(case: Any, device: str, seed: int) -> Inputs:
     import torch
+
     from tiercel.ref.gemv import permute_scales
 
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -85,9 +86,7 @@ def _gemv_reference(case: Any, inputs: Inputs) -> Any:
         vector = values_of(inputs["b"][..., i], scale_b[..., i], torch.float64)[0]
         parts = [
             values_of(a, s, torch.float64) @ vector
-            for a, s in zip(
-                inputs["a"][..., i].split(2048), scale[..., i].split(2048), strict=True
-            )
+            for a, s in zip(inputs["a"][..., i].split(2048), scale[..., i].split(2048), strict=True)
         ]
         batches.append(torch.cat(parts))
     return torch.stack(batches, dim=-1)[:, None]

@@ -12,7 +12,13 @@ from tiercel.bench.ops import Error, Inputs, OpBench
 _ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
 _L2_BYTES = 50e6  # what of a tensor can be read again without DRAM, at most
 # Rows and columns that share a scale; 0: all.
-TILES = {"tensor": (0, 0), "static": (0, 0), "row": (1, 0), "1x128": (1, 128), "128x128": (128, 128)}
+TILES = {
+    "tensor": (0, 0),
+    "static": (0, 0),
+    "row": (1, 0),
+    "1x128": (1, 128),
+    "128x128": (128, 128),
+}
 
 
 def _sizes(params: Mapping[str, Any]) -> str | None:
@@ -167,6 +173,7 @@ def _nvfp4_reference(case: Any, inputs: Inputs) -> dict[str, Any]:
 def _check_quantized(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error:
     """Half of e2m1's largest step, 2, times the scale; a scale is off by 2**-4 at most."""
     import torch
+
     from tiercel.ref import quant as ref
 
     q, scale = outputs
