@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <string>
 
 #include "kernels/attention/attention_kernels.h"
@@ -14,16 +15,19 @@ namespace tiercel {
 namespace {
 
 constexpr char kOp[] = "attention";
+constexpr int64_t kMaxHeadDimension = 256;
 constexpr double kLog2E = 1.4426950408889634;
 
-// Of the L2, for the keys and values that the running blocks share.
-constexpr int64_t kSharedBytes = int64_t{32} << 20;
+// No limit of a window, and what lengths stay below, so that their sums fit 32 bits.
+constexpr int64_t kUnlimited = int64_t{1} << 29;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct Problem {
   int64_t batch, seq_q, seq_k, heads, kv_heads, d;
-  bool causal;
+  AttentionMask mask;
+  bool capped;
+  bool growing;  // later queries see more keys
 };
 
 Status unsupported(const char* name, const std::string& expected, const std::string& got) {
@@ -36,16 +40,18 @@ Status check_options(const AttentionOptions& options) {
     return unsupported("scale", "be positive for the precompiled kernels",
                        std::to_string(options.scale));
   }
-  if (options.softcap != 0.0) {
-    return unsupported("softcap", "be None for the precompiled kernels",
+  if (!(options.softcap >= 0.0) || !std::isfinite(options.softcap)) {
+    return unsupported("softcap", "be None or positive for the precompiled kernels",
                        std::to_string(options.softcap));
   }
-  if (options.left >= 0 || options.right > 0) {
-    return unsupported("window", "be None or (None, 0) for the precompiled kernels",
-                       "(" + std::to_string(options.left) + ", " + std::to_string(options.right) +
-                           ")");
-  }
   return Status();
+}
+
+AttentionMask mask_of(const AttentionOptions& options) {
+  if (options.softcap != 0.0 || options.left >= 0 || options.right > 0) {
+    return AttentionMask::kWindow;
+  }
+  return options.right == 0 ? AttentionMask::kCausal : AttentionMask::kNone;
 }
 
 Status check(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& out,
@@ -83,13 +89,24 @@ Status check(const TensorView& q, const TensorView& k, const TensorView& v, cons
     TIERCEL_RETURN_IF_ERROR(check_contiguous(lse_arg));
   }
   TIERCEL_RETURN_IF_ERROR(check_options(options));
-  *problem = {batch, seq_q, seq_k, heads, kv_heads, d, options.right == 0};
-  if (d != 64 && d != 128) {
-    return unsupported("q", "have a head dimension of 64 or 128 for the precompiled kernels",
-                       std::to_string(d));
+  *problem = {batch,    seq_q, seq_k,            heads,
+              kv_heads, d,     mask_of(options), options.softcap != 0.0,
+              false};
+  problem->growing = options.right >= 0 && (options.left < 0 || options.left >= seq_k);
+  if (d < 8 || d > kMaxHeadDimension || d % 8 != 0) {
+    return unsupported(
+        "q", "have a head dimension that is a multiple of 8 up to 256 for the precompiled kernels",
+        std::to_string(d));
   }
   if (batch * seq_q * heads == 0) return Status();
   if (seq_k == 0) return unsupported("k", "have at least one key", "none");
+  for (const Argument* argument : {&q_arg, &k_arg}) {
+    if (argument->view.shape[1] >= kUnlimited) {
+      return Status::Unimplemented(
+          mismatch(*argument, "have fewer than 2^29 rows for the precompiled kernels",
+                   std::to_string(argument->view.shape[1])));
+    }
+  }
   // Tiles are counted in 32 bits.
   if (ceil_div(seq_q, 64) > (int64_t{1} << 30) / (batch * heads)) {
     return unsupported("q", "have fewer than 2^30 tiles of 64 queries",
@@ -109,25 +126,50 @@ struct Choice {
   unsigned blocks;
 };
 
+// Three warpgroups that share keys do more at once; two waste less of a short sequence.
+constexpr int64_t kShort = 1024;
+
+bool better(const AttentionVariant& a, const AttentionVariant& b, const Problem& problem) {
+  if (a.d != b.d) return a.d < b.d;
+  const bool small = problem.mask != AttentionMask::kNone && problem.seq_q <= kShort;
+  return small ? a.tile_m < b.tile_m : a.tile_m > b.tile_m;
+}
+
+// How many heads' tiles are mixed, the longest first. Blocks go through them in rounds of
+// alternating direction, so that two rounds give each the same work. Mixing all heads evens out
+// best; but of many heads with short sequences the L2 should hold the keys.
+constexpr int64_t kSharedBytes = int64_t{40} << 20;
+constexpr int64_t kFewTiles = 16;  // of one head
+
+int64_t band(const Problem& problem, int64_t q_tiles, int64_t pairs, int64_t blocks) {
+  const int64_t rounds = 2 * blocks;
+  const int64_t even = rounds / std::gcd(q_tiles, rounds);  // they fill whole rounds
+  const int64_t queries_per_key = problem.heads / problem.kv_heads;
+  const int64_t head_bytes = 4 * problem.seq_k * problem.d / queries_per_key;
+  const bool short_heads = q_tiles <= kFewTiles && pairs * head_bytes > kSharedBytes;
+  return short_heads && even < pairs && even * head_bytes <= kSharedBytes ? even : pairs;
+}
+
 Choice choose(DType dtype, const Problem& problem, int multiprocessors) {
   int count = 0;
   const AttentionKernel* kernels = attention_kernels(&count);
   Choice choice{nullptr, 1, 0};
   for (int i = 0; i < count; ++i) {
     const AttentionVariant& variant = kernels[i].variant;
-    if (variant.dtype == dtype && variant.d == problem.d && variant.causal == problem.causal) {
+    if (variant.dtype != dtype || variant.mask != problem.mask ||
+        variant.capped != problem.capped || variant.d < problem.d) {
+      continue;
+    }
+    if (choice.kernel == nullptr || better(variant, choice.kernel->variant, problem)) {
       choice.kernel = &kernels[i];
     }
   }
-  // Long tiles of a causal mask start first, those of as many heads as share the L2 in turns.
   const int64_t pairs = problem.batch * problem.heads;
-  if (problem.causal) {
-    const int64_t queries_per_key = problem.heads / problem.kv_heads;
-    const int64_t head_bytes = 4 * problem.seq_k * problem.d;  // keys and values
-    choice.band = static_cast<int>(
-        std::clamp(kSharedBytes / head_bytes * queries_per_key, int64_t{1}, pairs));
+  const int64_t q_tiles = ceil_div(problem.seq_q, choice.kernel->variant.tile_m);
+  if (problem.growing) {
+    choice.band = static_cast<int>(band(problem, q_tiles, pairs, multiprocessors));
   }
-  const int64_t tiles = ceil_div(problem.seq_q, choice.kernel->variant.tile_m) * pairs;
+  const int64_t tiles = q_tiles * pairs;
   choice.blocks = static_cast<unsigned>(std::min<int64_t>(tiles, multiprocessors));
   return choice;
 }
@@ -148,6 +190,18 @@ struct ByHead {
   int64_t strides[4];
   TensorView view;
 };
+
+// Scalars of the kernels are integers; some are a float's bits.
+int32_t float_bits(double value) {
+  const float narrow = static_cast<float>(value);
+  int32_t bits;
+  std::memcpy(&bits, &narrow, sizeof bits);
+  return bits;
+}
+
+int32_t limit(int64_t keys) {
+  return static_cast<int32_t>(keys < 0 ? kUnlimited : std::min(keys, kUnlimited));
+}
 
 }  // namespace
 
@@ -189,18 +243,19 @@ Status attention(const TensorView& q, const TensorView& k, const TensorView& v,
   int32_t heads = static_cast<int32_t>(problem.heads);
   int32_t kv_heads = static_cast<int32_t>(problem.kv_heads);
   int32_t band = choice.band;
-  // Scalars of the kernels are integers; this one is a float's bits. Powers are of 2.
-  const float scale_log2 = static_cast<float>(options.scale * kLog2E);
-  int32_t scale;
-  std::memcpy(&scale, &scale_log2, sizeof scale);
+  // Powers are of 2; with a cap, what they are of is the cap times a hyperbolic tangent.
+  int32_t scale = float_bits((problem.capped ? options.softcap : options.scale) * kLog2E);
+  int32_t slope = float_bits(problem.capped ? options.scale / options.softcap : 0.0);
+  int32_t left = limit(options.left);
+  int32_t right = limit(options.right);
 
   LaunchConfig config;
   config.grid.x = choice.blocks;
   config.block.x = kernel.block;
   config.dynamic_smem = kernel.dynamic_smem;
   config.dependent = kernel.dependent;
-  void* args[] = {&q_map, &k_map, &v_map, &out_map,  &lse_data, &batch,
-                  &seq_q, &seq_k, &heads, &kv_heads, &scale,    &band};
+  void* args[] = {&q_map, &k_map,    &v_map, &out_map, &lse_data, &batch, &seq_q, &seq_k,
+                  &heads, &kv_heads, &scale, &slope,   &left,     &right, &band};
   return kernel.kernel.launch(config, q.device_index, stream, args);
 }
 

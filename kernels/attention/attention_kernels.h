@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What attention's launcher and its compiled kernels (attention_family_cute.py) agree on.
+// What attention's launcher and its compiled kernels (attention_cute.py) agree on.
 #ifndef KERNELS_ATTENTION_ATTENTION_KERNELS_H_
 #define KERNELS_ATTENTION_ATTENTION_KERNELS_H_
 
@@ -8,12 +8,15 @@
 
 namespace tiercel {
 
+enum class AttentionMask { kNone, kCausal, kWindow };
+
 struct AttentionVariant {
   DType dtype;
-  int d;
+  int d;  // of the tiles; smaller head dimensions are filled up with zeros
   int tile_m;
   int tile_n;
-  bool causal;
+  AttentionMask mask;
+  bool capped;
 };
 
 using AttentionKernel = CubinKernel<AttentionVariant>;

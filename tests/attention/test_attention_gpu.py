@@ -80,6 +80,41 @@ def test_heads_and_many_tiles(make, d, causal, heads):
     check(make(1, 4096, 4096, *heads, d, torch.float16), causal=causal)
 
 
+WINDOWS = [(0, 0), (5, 0), (None, 7), (100, 30), (200, None), (1, 1), (None, None), (4096, 0)]
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_window(make, d, window):
+    for sizes in [(1, 130, 130, 2, 2), (2, 500, 130, 4, 2)]:
+        check(make(*sizes, d), window=window)
+
+
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_window_over_many_blocks(make, d, window):
+    for sizes in [(2, 777, 1300, 4, 2), (1, 2050, 2050, 3, 1)]:
+        check(make(*sizes, d, torch.float16), window=window)
+        check(make(*sizes, d), window=window, causal=True)
+
+
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (200, 0)}])
+def test_softcap(make, d, dtype, options):
+    q, k, v = make(2, 300, 700, 4, 2, d, dtype)
+    check((q * 3, k, v), softcap=2.5, **options)
+    check((q, k, v), softcap=50.0, scale=0.3, **options)
+
+
+@pytest.mark.parametrize("d", [8, 32, 40, 72, 80, 96, 120, 160, 192, 200, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_head_dimensions(make, d, causal):
+    check(make(2, 300, 300, 4, 2, d), causal=causal)
+    check(make(1, 1000, 1111, 2, 2, d, torch.float16), causal=causal)
+
+
 @pytest.mark.parametrize("d", [64, 128])
 def test_rows_that_see_no_key(make, d):
     q, k, v = make(2, 300, 100, 2, 2, d)
@@ -124,11 +159,13 @@ def test_large_scores(make):
 
 def test_special_values(make):
     q, k, v = make(1, 300, 300, 2, 2, 128)
-    q[0, 7, 0], v[0, 200, 1, 5] = float("nan"), float("inf")
+    q[0, 7, 0], v[0, 0, 1, 5], v[0, 0, 1, 6] = float("nan"), float("inf"), float("nan")
     result = tiercel.attention(q, k, v, causal=True)
     assert result[0, 7, 0].isnan().all()
-    assert result[0, :7].isfinite().all() and result[0, 8:200].isfinite().all()
-    assert (result[0, 201:, 1, 5] == float("inf")).all()
+    clean = torch.ones_like(result, dtype=torch.bool)
+    clean[0, 7, 0], clean[0, :, 1, 5:7] = False, False
+    assert result[clean].isfinite().all()
+    assert (result[0, :, 1, 5] == float("inf")).all() and result[0, :, 1, 6].isnan().all()
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -307,7 +307,7 @@ def attention(
         v: The shape, dtype and device of ``k``.
         causal: Whether a query sees no key after its own.
         window: ``(left, right)``: how many keys before and after its own a query sees; None or -1 is
-            no limit. The precompiled kernels do not take it yet; ref does.
+            no limit.
         scale: What scores are multiplied by, positive; ``D ** -0.5`` by default.
         softcap: Scores s become ``softcap * tanh(s / softcap)``. The precompiled kernels do not
             take it yet; ref does.

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What attention computes of a block's scores, in the registers of one warpgroup.
+
+A thread has two rows of a 64-row accumulator, 8 apart; value i of it is in row i // 2 % 2 and in
+column i // 4 * 8 + i % 2 from the thread's first one on. Four threads next to each other share rows.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+_LOG2_E = 1.4426950408889634
+
+
+@cute.jit
+def softmax(
+    s,
+    row_max,
+    row_sum,
+    rescale,
+    scale,
+    first: cutlass.Constexpr[bool],
+    masked: cutlass.Constexpr[bool],
+):
+    """Scores become probabilities up to a factor; updates the rows' maxima and sums. `rescale` is
+    what earlier sums are to be multiplied by.
+
+    Measured and left out, each slower: to rescale only when a maximum grows by much, and to take a
+    part of the exponentials from a polynomial instead of the unit for special functions.
+    """
+    for r in cutlass.range_constexpr(2):
+        places = [i for i in range(cute.size(s)) if i // 2 % 2 == r]
+        best = _tree([s[at] for at in places], cute.arch.fmax)
+        best = cute.arch.warp_reduction_max(best, threads_in_group=4)
+        if const_expr(not first):
+            best = cute.arch.fmax(best, row_max[r])
+        safe = best
+        if const_expr(masked):
+            safe = best if best != -Float32.inf else Float32(0.0)
+        shift = safe * scale
+        for at in places:
+            s[at] = cute.math.exp2(s[at] * scale - shift, fastmath=True)
+        total = _tree([s[at] for at in places], lambda a, b: a + b)
+        if const_expr(first):
+            row_sum[r] = total
+        else:
+            rescale[r] = cute.math.exp2(row_max[r] * scale - shift, fastmath=True)
+            row_sum[r] = row_sum[r] * rescale[r] + total
+        row_max[r] = best
+
+
+def _tree(values, combine):
+    """All values combined, in four chains."""
+    chains = values[:4]
+    for i, value in enumerate(values[4:]):
+        chains[i % 4] = combine(chains[i % 4], value)
+    return combine(combine(chains[0], chains[1]), combine(chains[2], chains[3]))
+
+
+@cute.jit
+def hide_outside(s, begin, end):
+    """Minus infinity for columns before `begin` (unless None) or from `end` on, a pair for the two
+    rows each, counted from the thread's first column."""
+    for r in cutlass.range_constexpr(2):
+        for i in cutlass.range_constexpr(cute.size(s) // 4):
+            for e in cutlass.range_constexpr(2):
+                at, column = 4 * i + 2 * r + e, 8 * i + e
+                s[at] = s[at] if end[r] > column else -Float32.inf
+                if const_expr(begin is not None):
+                    s[at] = s[at] if begin[r] <= column else -Float32.inf
+
+
+def cap(s, slope):
+    """tanh(score * slope); relative error 2**-20 where it counts."""
+    for i in range(cute.size(s)):
+        power = cute.math.exp2(s[i] * slope * (2.0 * _LOG2_E), fastmath=True)
+        s[i] = 1.0 - 2.0 * cute.arch.rcp_approx(power + 1.0)
+
+
+@cute.jit
+def inverse(total):
+    """1 / total; 0 of a row without keys."""
+    return cute.arch.rcp_approx(total) if total != 0.0 else Float32(0.0)
+
+
+def to_operand(s, p, dtype):
+    """Accumulator values as the left operand of the next product: the same places, half as wide."""
+    kind = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
+    pairs = cute.recast_tensor(p, Int32)
+    for i in range(cute.size(s) // 2):
+        pairs[i] = cute.arch.inline_ptx(
+            f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
+            write_only_types=[Int32],
+            read_only_args=[s[2 * i + 1], s[2 * i]],
+        )
+
+
+def float_from_bits(bits):
+    return cute.arch.inline_ptx(
+        "mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits]
+    )

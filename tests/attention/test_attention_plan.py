@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""attention's checks and its choice of kernel: neither needs PyTorch or a GPU."""
+
+import pytest
+from support.dlpack_tensor import ADDRESS, AttributeTensor, ExchangeTensor
+
+from tiercel import _C
+
+NO_LIMIT = -1
+
+
+@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
+def make(request):
+    return request.param
+
+
+def plan(
+    make,
+    shape=(2, 300, 8, 128),
+    keys=(300, 8),
+    *,
+    left=NO_LIMIT,
+    right=NO_LIMIT,
+    scale=0.1,
+    softcap=0.0,
+    dtype="bfloat16",
+    lse=None,
+    **given,
+):
+    batch, _, _, d = shape
+    shapes = {"q": shape, "k": (batch, *keys, d), "v": (batch, *keys, d), "out": shape}
+    tensors = [given.get(name) or make(*shape, dtype=dtype) for name, shape in shapes.items()]
+    return _C.attention_plan(*tensors, lse, left, right, scale, softcap)
+
+
+@pytest.mark.parametrize("d", [8, 40, 64, 72, 96, 128, 136, 192, 200, 256])
+@pytest.mark.parametrize("right", [NO_LIMIT, 0, 30])
+@pytest.mark.parametrize("left", [NO_LIMIT, 0, 100])
+def test_every_head_dimension_and_mask_has_a_kernel(d, right, left):
+    for dtype, short in (("bfloat16", "bf16"), ("float16", "fp16")):
+        for softcap in (0.0, 30.0):
+            for seq in (1, 200, 1024, 1025, 5000):
+                options = {"left": left, "right": right, "softcap": softcap, "dtype": dtype}
+                got = plan(ExchangeTensor, (2, seq, 4, d), (seq, 2), **options)
+                assert got["kernel"].startswith(f"attention_{short}_d{-(-d // 64) * 64}_")
+                assert got["kernel"].endswith("_capped") == (softcap != 0)
+                assert got["dynamic_smem"] <= 232448  # what a block may have on Hopper
+                tiles = -(-seq // got["tile_m"]) * 8
+                assert got["grid"] == min(tiles, 132)
+                assert 1 <= got["band"] <= 8
+
+
+@pytest.mark.parametrize(
+    ("options", "ending"),
+    [
+        ({}, "128x128"),
+        ({"right": 0}, "128x128_causal"),
+        ({"left": 10, "right": 0}, "128x128_window"),
+        ({"left": 10}, "128x128_window"),
+        ({"right": 10}, "128x128_window"),
+        ({"right": 0, "softcap": 5.0}, "128x128_window_capped"),
+    ],
+)
+def test_masks(make, options, ending):
+    assert plan(make, **options)["kernel"] == "attention_bf16_d128_" + ending
+
+
+def test_three_warpgroups_for_long_sequences():
+    for seq, tile_m in ((512, 128), (1024, 128), (8192, 192)):
+        got = plan(ExchangeTensor, (2, seq, 32, 64), (seq, 32), right=0)
+        assert got["tile_m"] == tile_m
+
+
+def test_which_heads_are_mixed():
+    """All of a causal mask's, unless the L2 would not hold the keys of many short sequences."""
+    causal = {"right": 0}
+    assert plan(ExchangeTensor, (1, 16384, 16, 128), (16384, 16), **causal)["band"] == 16
+    assert plan(ExchangeTensor, (32, 512, 16, 128), (512, 16), **causal)["band"] == 66
+    assert plan(ExchangeTensor, (16, 1024, 16, 128), (1024, 16), **causal)["band"] == 33
+    assert plan(ExchangeTensor, (32, 512, 16, 128), (512, 16))["band"] == 1
+    assert plan(ExchangeTensor, (32, 512, 16, 128), (512, 16), left=64, **causal)["band"] == 1
+
+
+def test_empty_outputs_launch_nothing(make):
+    for q in ((0, 5, 2, 64), (2, 0, 2, 64), (2, 5, 0, 64)):
+        keys = (7, 0 if q[2] == 0 else 2)
+        tensors = {name: make(*q, dtype="bfloat16", address=0) for name in ("q", "out")}
+        for name in ("k", "v"):
+            tensors[name] = make(q[0], *keys, 64, dtype="bfloat16", address=ADDRESS)
+        got = plan(make, q, keys, **tensors)
+        assert (got["kernel"], got["grid"]) == ("none", 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "name", "shape", "dtype"),
+    [
+        (TypeError, "`q` must have dtype bfloat16 or float16, got float32", "q", None, "float32"),
+        (TypeError, "`k` must have dtype bfloat16, got float16", "k", None, "float16"),
+        (TypeError, "`out` must have dtype bfloat16, got float32", "out", None, "float32"),
+        (ValueError, "`q` must have 4 dimensions, got 3", "q", (2, 300, 8), "bfloat16"),
+        (
+            ValueError,
+            r"`v` must have shape \[B, Sk, Hk, D\] = \[2, 300, 8, 128\], got \[2, 301, 8, 128\]",
+            "v",
+            (2, 301, 8, 128),
+            "bfloat16",
+        ),
+        (
+            ValueError,
+            r"`out` must have shape \[B, Sq, H, D\] = \[2, 300, 8, 128\]",
+            "out",
+            (2, 300, 4, 128),
+            "bfloat16",
+        ),
+    ],
+)
+def test_wrong_tensors(make, error, text, name, shape, dtype):
+    tensor = make(*(shape or (2, 300, 8, 128)), dtype=dtype)
+    with pytest.raises(error, match=f"^attention: {text}"):
+        plan(make, **{name: tensor})
+
+
+def test_wrong_heads_and_lse(make):
+    with pytest.raises(ValueError, match="`k` must have a number of heads that divides that of"):
+        plan(make, keys=(300, 3))
+    lse = make(2, 8, 300, dtype="float32")
+    assert plan(make, lse=lse)["grid"] > 0
+    with pytest.raises(ValueError, match=r"`lse` must have shape \[B, H, Sq\] = \[2, 8, 300\]"):
+        plan(make, lse=make(2, 300, 8, dtype="float32"))
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("`q` must have a head dimension that is a multiple of 8 up to 256", {"shape": (2, 300, 8, 60)}),
+        ("`q` must have a head dimension .* got 264", {"shape": (2, 300, 8, 264)}),
+        ("`scale` must be positive", {"scale": -1.0}),
+        ("`softcap` must be None or positive", {"softcap": -1.0}),
+        ("`k` must have at least one key", {"keys": (0, 8)}),
+    ],
+)
+def test_what_there_is_no_kernel_for(make, text, options):
+    with pytest.raises(NotImplementedError, match=f"^attention: {text}"):
+        plan(make, **options)
+
+
+def test_what_the_copy_engine_cannot_do(make):
+    shape = (2, 300, 8, 128)
+    aside = {"q": make(*shape, dtype="bfloat16", address=ADDRESS + 8)}
+    for name, text, tensor in (
+        ("q", "start at a multiple of 16 bytes", aside["q"]),
+        (
+            "k",
+            "be contiguous in its last dimension",
+            make(*shape, dtype="bfloat16", strides=(300 * 8 * 128, 8 * 128, 1, 8)),
+        ),
+        (
+            "v",
+            "have row strides that are multiples of 16 bytes",
+            make(*shape, dtype="bfloat16", strides=(300 * 8 * 132, 8 * 132, 132, 1)),
+        ),
+    ):
+        with pytest.raises(NotImplementedError, match=f"^attention: `{name}` must {text}"):
+            plan(make, **{name: tensor})
+    packed = make(*shape, dtype="bfloat16", strides=(300 * 3072, 3072, 128, 1))
+    assert plan(make, k=packed)["grid"] > 0
