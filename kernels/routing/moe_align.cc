@@ -12,10 +12,6 @@ namespace {
 
 constexpr char kOp[] = "moe_align_block_size";
 
-// Thread blocks of the pair of kernels: one a multiprocessor.
-constexpr int64_t kPairGrid = 132;
-constexpr unsigned kPairThreads = 1024;
-
 std::string text(int64_t value) { return std::to_string(value); }
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -40,10 +36,18 @@ struct Choice {
 };
 
 constexpr Choice kChoices[] = {
-    {256, 1 << 14, {256, 1, 1}},      {1024, 1 << 14, {1024, 1, 1}},
-    {1 << 13, 1 << 17, {1024, 1, 8}}, {1 << 15, INT64_MAX, {1024, 4, 8}},
-    {1 << 16, INT64_MAX, {1024, 8, 8}},
+    {256, 1 << 14, {256, 1, 1}},
+    {4096, INT64_MAX, {256, 2, 8}},
+    {8192, INT64_MAX, {256, 4, 8}},
+    {24576, INT64_MAX, {512, 8, 8}},
 };
+
+// For more: threads and thread blocks of the pair of kernels, measured too. Blocks that are few have
+// few counts to add up.
+unsigned pair_threads(int64_t ids, int experts) {
+  return ids <= 98304 && experts <= 128 ? 512 : 1024;
+}
+int64_t pair_grid(int64_t ids) { return ids <= 98304 ? 32 : ids <= 1 << 19 ? 66 : 132; }
 
 const Choice* choose(int64_t ids, int64_t slots) {
   for (const Choice& choice : kChoices) {
@@ -96,7 +100,7 @@ int64_t moe_align_slots(int64_t numel, int64_t num_experts, int64_t block_size) 
 }
 
 int64_t moe_align_workspace(int64_t numel, int64_t num_experts) {
-  return choose(numel, 0) != nullptr ? 0 : kPairGrid * num_experts;
+  return choose(numel, 0) != nullptr ? 0 : pair_grid(numel) * num_experts;
 }
 
 Status moe_align_check(const char* op, const Argument& first, int64_t numel,
@@ -206,16 +210,18 @@ Status prepare(const TensorView& topk_ids, const TensorView* expert_map,
     return Status();
   }
   args.counts = static_cast<uint32_t*>(workspace->data);
-  args.span = static_cast<uint32_t>(ceil_div(ceil_div(numel, kPairGrid), 32) * 32);
+  const int64_t grid = pair_grid(numel);
+  const unsigned threads = pair_threads(numel, args.experts);
+  args.span = static_cast<uint32_t>(ceil_div(ceil_div(numel, grid), 32) * 32);
   call->count = &moe_align_count_kernel();
   int count = 0;
   const MoeAlignKernel* kernels = moe_align_store_kernels(&count);
   call->kernel = find_kernel(kernels, count, kMoeAlignStoreItems, false, args.experts);
   call->items = kMoeAlignStoreItems;
-  call->config.grid.x = kPairGrid;
-  call->config.block.x = kPairThreads;
+  call->config.grid.x = static_cast<uint32_t>(grid);
+  call->config.block.x = threads;
   call->config.dynamic_smem =
-      moe_align_shared_bytes(args.experts, kPairThreads / 32, 0, kPairThreads * kMoeAlignStoreItems);
+      moe_align_shared_bytes(args.experts, threads / 32, 0, threads * kMoeAlignStoreItems);
   return Status();
 }
 

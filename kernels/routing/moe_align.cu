@@ -148,9 +148,9 @@ __global__ void __launch_bounds__(kMoeAlignMaxThreads, 1)
           kMoeAlignMaxSharedBytes)}
 
 const MoeAlignKernel kSmall[] = {
-    TIERCEL_SMALL(1, false, 9), TIERCEL_SMALL(1, true, 9), TIERCEL_SMALL(2, true, 7),
-    TIERCEL_SMALL(2, true, 9),  TIERCEL_SMALL(4, true, 7), TIERCEL_SMALL(4, true, 9),
-    TIERCEL_SMALL(8, true, 7),  TIERCEL_SMALL(8, true, 9)};
+    TIERCEL_SMALL(1, false, 9), TIERCEL_SMALL(2, true, 7), TIERCEL_SMALL(2, true, 9),
+    TIERCEL_SMALL(4, true, 7),  TIERCEL_SMALL(4, true, 9), TIERCEL_SMALL(8, true, 7),
+    TIERCEL_SMALL(8, true, 9)};
 const Kernel kCount("moe_align_count", reinterpret_cast<const void*>(moe_align_count), 0);
 const MoeAlignKernel kStore[] = {TIERCEL_STORE(7), TIERCEL_STORE(9)};
 

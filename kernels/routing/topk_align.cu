@@ -16,6 +16,16 @@ namespace tiercel {
 namespace {
 
 template <typename Keys, int kPerLane>
+__device__ __forceinline__ int choose(const TopkSoftmaxArgs& args, int64_t row) {
+  if constexpr (sizeof(typename Keys::Key) == 4) {
+    return finish_row_by_rounds<Keys, kPerLane, kTopkSoftmaxMaxK>(args, row);
+  } else {
+    constexpr int kIndexBits = kPerLane == 2 ? 6 : kPerLane == 4 ? 7 : kPerLane == 8 ? 8 : 9;
+    return finish_row_by_rounded_rounds<kIndexBits, kPerLane, kTopkSoftmaxMaxK>(args, row);
+  }
+}
+
+template <typename Keys, int kPerLane>
 __global__ void __launch_bounds__(kTopkAlignThreads, 1)
     topk_softmax_align(const __grid_constant__ TopkSoftmaxArgs topk,
                        const __grid_constant__ MoeAlignArgs align) {
@@ -32,7 +42,7 @@ __global__ void __launch_bounds__(kTopkAlignThreads, 1)
   const uint32_t first_row = cluster_rank() * kTopkAlignRows;
   const int64_t row = first_row + warp;
   if (row < topk.rows) {
-    const int index = finish_row_by_rounds<Keys, kPerLane, kTopkSoftmaxMaxK>(topk, row);
+    const int index = choose<Keys, kPerLane>(topk, row);
     if (lane < topk.k) shared.sorted[warp * topk.k + lane] = index;
   }
   __syncthreads();
