@@ -42,8 +42,8 @@ constexpr Choice kChoices[] = {
     {24576, INT64_MAX, {512, 8, 8}},
 };
 
-// For more: threads and thread blocks of the pair of kernels, measured too. Blocks that are few have
-// few counts to add up.
+// For more: threads and thread blocks of the pair of kernels, measured too. Blocks that are few
+// have few counts to add up.
 unsigned pair_threads(int64_t ids, int experts) {
   return ids <= 98304 && experts <= 128 ? 512 : 1024;
 }
@@ -74,9 +74,8 @@ Status check(const TensorView& topk_ids, const TensorView* expert_map,
   const Argument ids{kOp, "topk_ids", topk_ids};
   TIERCEL_RETURN_IF_ERROR(check_rank(ids, 2));
   TIERCEL_RETURN_IF_ERROR(check_dtype(ids, {DType::kInt32, DType::kInt64}));
-  TIERCEL_RETURN_IF_ERROR(
-      moe_align_check(kOp, ids, topk_ids.shape[0] * topk_ids.shape[1], expert_map, outputs,
-                      options));
+  TIERCEL_RETURN_IF_ERROR(moe_align_check(kOp, ids, topk_ids.shape[0] * topk_ids.shape[1],
+                                          expert_map, outputs, options));
   TIERCEL_RETURN_IF_ERROR(check_contiguous(ids));
   const int64_t needed =
       moe_align_workspace(topk_ids.shape[0] * topk_ids.shape[1], options.num_experts);
@@ -165,7 +164,8 @@ MoeAlignArgs moe_align_args(int64_t numel, const TensorView* expert_map,
   args.blocks = static_cast<uint32_t>(outputs.expert_ids.shape[0]);
   args.block_size = static_cast<uint32_t>(options.block_size);
   args.block_shift = -1;
-  if ((args.block_size & (args.block_size - 1)) == 0) args.block_shift = __builtin_ctz(args.block_size);
+  if ((args.block_size & (args.block_size - 1)) == 0)
+    args.block_shift = __builtin_ctz(args.block_size);
   args.experts = static_cast<int>(options.num_experts);
   args.slots_head = (16 - reinterpret_cast<uintptr_t>(args.sorted_ids) % 16) % 16 / 4;
   args.map_first = expert_map != nullptr && options.ignore_invalid;
@@ -206,7 +206,8 @@ Status prepare(const TensorView& topk_ids, const TensorView* expert_map,
     call->config.grid.x = shape.cluster;
     call->config.cluster.x = shape.cluster;
     call->config.block.x = shape.threads;
-    call->config.dynamic_smem = moe_align_shared_bytes(args.experts, shape.threads / 32, shape.cluster, args.span);
+    call->config.dynamic_smem =
+        moe_align_shared_bytes(args.experts, shape.threads / 32, shape.cluster, args.span);
     return Status();
   }
   args.counts = static_cast<uint32_t*>(workspace->data);
@@ -232,9 +233,12 @@ Status moe_align_plan(const TensorView& topk_ids, const TensorView* expert_map,
                       const MoeAlignOptions& options, MoeAlignPlan* plan) {
   Call call;
   TIERCEL_RETURN_IF_ERROR(prepare(topk_ids, expert_map, outputs, workspace, options, &call));
-  *plan = {call.kernel->name(),      call.items,
-           call.config.cluster.x,    call.config.grid.x,
-           call.config.block.x,      call.config.dynamic_smem,
+  *plan = {call.kernel->name(),
+           call.items,
+           call.config.cluster.x,
+           call.config.grid.x,
+           call.config.block.x,
+           call.config.dynamic_smem,
            call.count != nullptr ? 2u : 1u};
   return Status();
 }
@@ -248,8 +252,7 @@ Status moe_align(const TensorView& topk_ids, const TensorView* expert_map,
   if (call.count != nullptr) {
     LaunchConfig config = call.config;
     config.dynamic_smem = 4 * (call.args.experts + 1);
-    TIERCEL_RETURN_IF_ERROR(
-        call.count->launch(config, topk_ids.device_index, stream, pointers));
+    TIERCEL_RETURN_IF_ERROR(call.count->launch(config, topk_ids.device_index, stream, pointers));
   }
   return call.kernel->launch(call.config, topk_ids.device_index, stream, pointers);
 }

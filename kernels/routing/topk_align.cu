@@ -32,8 +32,7 @@ __global__ void __launch_bounds__(kTopkAlignThreads, 1)
   extern __shared__ uint32_t words[];
   cluster_arrive_relaxed();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const AlignShared shared =
-      cut_shared(words, align.experts, kTopkAlignRows, cluster_blocks());
+  const AlignShared shared = cut_shared(words, align.experts, kTopkAlignRows, cluster_blocks());
   clear_counts(shared, align.experts);
   grid_dependency_wait();
   grid_dependency_launch();
@@ -54,14 +53,14 @@ __global__ void __launch_bounds__(kTopkAlignThreads, 1)
   align_block<9, true>(align, shared, expert, first_id, (ids + 31) / 32);
 }
 
-#define TIERCEL_FUSED(keys, dtype, per_lane)                                             \
-  {DType::k##dtype, 32 * per_lane,                                                       \
-   Kernel("topk_softmax_align<" #dtype ", per_lane=" #per_lane ">",                      \
-          reinterpret_cast<const void*>(topk_softmax_align<keys, per_lane>),             \
+#define TIERCEL_FUSED(keys, dtype, per_lane)                                 \
+  {DType::k##dtype, 32 * per_lane,                                           \
+   Kernel("topk_softmax_align<" #dtype ", per_lane=" #per_lane ">",          \
+          reinterpret_cast<const void*>(topk_softmax_align<keys, per_lane>), \
           kTopkAlignMaxSharedBytes)}
-#define TIERCEL_ALL_FUSED(keys, dtype)                                    \
-  TIERCEL_FUSED(keys, dtype, 2), TIERCEL_FUSED(keys, dtype, 4),           \
-      TIERCEL_FUSED(keys, dtype, 8), TIERCEL_FUSED(keys, dtype, 16)
+#define TIERCEL_ALL_FUSED(keys, dtype)                                                         \
+  TIERCEL_FUSED(keys, dtype, 2), TIERCEL_FUSED(keys, dtype, 4), TIERCEL_FUSED(keys, dtype, 8), \
+      TIERCEL_FUSED(keys, dtype, 16)
 
 const TopkAlignKernel kKernels[] = {TIERCEL_ALL_FUSED(KeysOf16Bit<BFloat16Format>, BFloat16),
                                     TIERCEL_ALL_FUSED(KeysOf16Bit<Float16Format>, Float16),

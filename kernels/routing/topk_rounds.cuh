@@ -174,15 +174,15 @@ __device__ __forceinline__ int finish_row_by_rounded_rounds(const TopkSoftmaxArg
 
   const bool real = lane < args.k;
   const int index = real ? Keys::index(selected) : 0;
-  const float score[1] = {real ? *reinterpret_cast<const float*>(data.data + index * data.inner_stride)
-                               : 0.0f};  // once more, from L1
+  const float score[1] = {
+      real ? *reinterpret_cast<const float*>(data.data + index * data.inner_stride)
+           : 0.0f};  // once more, from L1
   if (!is_exact<32>(scores, score, lane, args.k)) {
     return finish_row_by_rounds<KeysOfFloat32, kPerLane, 1>(args, row);
   }
   const float largest = __shfl_sync(kFullWarp, score[0], 0);
   const float term = real ? exp_below(score[0], largest) : 0.0f;
-  const float sum =
-      lanes_reduce<32>(args.all_scores ? exp_sum(scores, largest) : term, Sum());
+  const float sum = lanes_reduce<32>(args.all_scores ? exp_sum(scores, largest) : term, Sum());
   if (real) {
     const float weight = quotient(term, sum, reciprocal(sum));
     store_result(args, row * args.k + lane, weight, index);

@@ -35,7 +35,9 @@ def ids_of(tokens, experts, k, dtype=torch.int32, seed=0):
     return random_ids(tokens, experts, k, dtype, "cuda", seed)
 
 
-@pytest.mark.parametrize("experts", [1, 2, 8, 31, 32, 33, 60, 64, 128, 255, 256, 257, 384, 511, 512])
+@pytest.mark.parametrize(
+    "experts", [1, 2, 8, 31, 32, 33, 60, 64, 128, 255, 256, 257, 384, 511, 512]
+)
 def test_every_way_to_launch(experts):
     """From one id to more than a cluster holds, at sizes around each boundary."""
     k = min(8, experts)
