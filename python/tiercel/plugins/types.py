@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from tiercel.plugins.contracts.attention import ATTENTION
+from tiercel.plugins.contracts.gemv import NVFP4_GEMV, NVFP4_LINEAR
 from tiercel.plugins.contracts.linear import LINEAR_ACT
 from tiercel.plugins.contracts.norm import RMS_NORM
+from tiercel.plugins.contracts.quant import FP8_QUANTIZE, NVFP4_DEQUANTIZE, NVFP4_QUANTIZE
 from tiercel.plugins.contracts.reduce import REDUCE
 from tiercel.plugins.contracts.routing import TOPK_SOFTMAX
 from tiercel.plugins.contracts.routing_moe import MOE_ALIGN_BLOCK_SIZE, MOE_SUM, TOPK_SOFTMAX_ALIGN
@@ -28,6 +30,13 @@ __all__ = [
     "ExpertWeights",
     "CopyTranspose",
     "Features",
+    "Fp4Codes",
+    "Fp4Matrix",
+    "Fp4Scales",
+    "Fp4Vector",
+    "Fp4Weight",
+    "Fp8Codes",
+    "Fp8Quantize",
     "Indices",
     "Keys",
     "LinearAct",
@@ -41,9 +50,16 @@ __all__ = [
     "MoeAlignBlockSize",
     "MoeSum",
     "NumSlots",
+    "Nvfp4Dequantize",
+    "Nvfp4Gemv",
+    "Nvfp4Linear",
+    "Nvfp4Quantize",
     "Matrices",
     "Reduce",
     "Reduced",
+    "PermutedScales",
+    "ProductColumn",
+    "RawScales",
     "Scores",
     "ScoresMap",
     "SortedTokens",
@@ -208,3 +224,65 @@ class Reduce(Protocol):
     """A backend of reduce; other shapes are made this one before it, so `dim` is always 1."""
 
     def __call__(self, x: Unreduced, dim: int, op: str, dtype: torch.dtype) -> Reduced: ...
+
+
+# To 8-bit and 4-bit floats: q [T, K] e4m3, or [T, K / 2] pairs of e2m1 with scales [T, K / 16].
+Fp8Codes = Annotated[Tensor, FP8_QUANTIZE.spec("q")]
+Fp4Codes = Annotated[Tensor, NVFP4_QUANTIZE.spec("q")]
+Fp4Scales = Annotated[Tensor, NVFP4_QUANTIZE.outputs[1]]
+
+
+class Fp8Quantize(Protocol):
+    """A backend of fp8_quantize; a scale that is given is returned."""
+
+    def __call__(
+        self, x: Tensor, granularity: str, scale: Tensor | None
+    ) -> tuple[Fp8Codes, Tensor]: ...
+
+
+class Nvfp4Quantize(Protocol):
+    """A backend of nvfp4_quantize."""
+
+    def __call__(self, x: Tensor, global_scale: Tensor | None) -> tuple[Fp4Codes, Fp4Scales]: ...
+
+
+class Nvfp4Dequantize(Protocol):
+    """A backend of nvfp4_dequantize."""
+
+    def __call__(
+        self, q: Fp4Codes, scale: Fp4Scales, global_scale: Tensor | None, dtype: torch.dtype
+    ) -> Annotated[Tensor, NVFP4_DEQUANTIZE.spec("out")]: ...
+
+
+# The seven tensors of nvfp4_gemv. k counts values; a tensor's shape shows k / 2.
+Fp4Matrix = Annotated[Tensor, NVFP4_GEMV.spec("a")]
+Fp4Vector = Annotated[Tensor, NVFP4_GEMV.spec("b")]
+RawScales = Annotated[Tensor, NVFP4_GEMV.spec("scale_a")]
+PermutedScales = Annotated[Tensor, NVFP4_GEMV.spec("scale_a_permuted")]
+ProductColumn = Annotated[Tensor, NVFP4_GEMV.spec("c")]
+
+
+class Nvfp4Gemv(Protocol):
+    """A backend of nvfp4_gemv: writes ``c`` and returns it."""
+
+    def __call__(
+        self,
+        a: Fp4Matrix,
+        b: Fp4Vector,
+        scale_a: RawScales,
+        scale_b: RawScales,
+        scale_a_permuted: PermutedScales,
+        scale_b_permuted: PermutedScales,
+        c: ProductColumn,
+    ) -> ProductColumn: ...
+
+
+Fp4Weight = Annotated[Tensor, NVFP4_LINEAR.spec("weight")]
+
+
+class Nvfp4Linear(Protocol):
+    """A backend of nvfp4_linear."""
+
+    def __call__(
+        self, x: Tensor, weight: Fp4Weight, scale: Fp4Scales, global_scale: Tensor | None
+    ) -> Annotated[Tensor, NVFP4_LINEAR.spec("out")]: ...
