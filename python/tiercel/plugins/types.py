@@ -8,15 +8,20 @@ from typing import Annotated, Protocol
 import torch
 from torch import Tensor
 
+from tiercel.plugins.contracts.activation import GELU_AND_MUL, SILU, SILU_AND_MUL
 from tiercel.plugins.contracts.attention import ATTENTION
 from tiercel.plugins.contracts.linear import LINEAR_ACT
 from tiercel.plugins.contracts.reduce import REDUCE
 from tiercel.plugins.contracts.routing import TOPK_SOFTMAX
 from tiercel.plugins.contracts.routing_moe import MOE_ALIGN_BLOCK_SIZE, MOE_SUM, TOPK_SOFTMAX_ALIGN
+from tiercel.plugins.contracts.softmax import SOFTMAX_ONLINE
 from tiercel.plugins.contracts.transpose import COPY_TRANSPOSE
 
 __all__ = [
     "Activated",
+    "Activation",
+    "ActivationInput",
+    "ActivationResult",
     "Attended",
     "Attention",
     "Bias",
@@ -26,7 +31,13 @@ __all__ = [
     "ExpertOutputs",
     "ExpertWeights",
     "CopyTranspose",
+    "Factor",
     "Features",
+    "GatedActivation",
+    "GatedGelu",
+    "GatedResult",
+    "GateInput",
+    "Gelu",
     "Indices",
     "Keys",
     "LinearAct",
@@ -38,6 +49,10 @@ __all__ = [
     "Reduced",
     "Scores",
     "ScoresMap",
+    "Softmax",
+    "SoftmaxMask",
+    "SoftmaxResult",
+    "SoftmaxScores",
     "SortedTokens",
     "SummedOutputs",
     "TopkSoftmax",
@@ -184,3 +199,50 @@ class Reduce(Protocol):
     """A backend of reduce; other shapes are made this one before it, so `dim` is always 1."""
 
     def __call__(self, x: Unreduced, dim: int, op: str, dtype: torch.dtype) -> Reduced: ...
+
+
+# Activations: x and up [M, N] float32, bfloat16 or float16, any strides; out [M, N].
+ActivationInput = Annotated[Tensor, SILU.spec("x")]
+ActivationResult = Annotated[Tensor, SILU.spec("out")]
+GateInput = Annotated[Tensor, SILU_AND_MUL.spec("x")]
+Factor = Annotated[Tensor, GELU_AND_MUL.spec("up")]
+GatedResult = Annotated[Tensor, SILU_AND_MUL.spec("out")]
+
+
+class Activation(Protocol):
+    """A backend of silu or relu."""
+
+    def __call__(self, x: ActivationInput) -> ActivationResult: ...
+
+
+class Gelu(Protocol):
+    """A backend of gelu."""
+
+    def __call__(self, x: ActivationInput, approximate: str) -> ActivationResult: ...
+
+
+class GatedActivation(Protocol):
+    """A backend of silu_and_mul or relu_and_mul; a packed tensor comes in two halves."""
+
+    def __call__(self, x: GateInput, up: Factor) -> GatedResult: ...
+
+
+class GatedGelu(Protocol):
+    """A backend of gelu_and_mul."""
+
+    def __call__(self, x: GateInput, up: Factor, approximate: str) -> GatedResult: ...
+
+
+# Softmax: x [M, N] float32, bfloat16 or float16, mask [M, N] bool or float32 or None, any strides;
+# out [M, N].
+SoftmaxScores = Annotated[Tensor, SOFTMAX_ONLINE.spec("x")]
+SoftmaxMask = Annotated["Tensor | None", SOFTMAX_ONLINE.spec("mask")]
+SoftmaxResult = Annotated[Tensor, SOFTMAX_ONLINE.spec("out")]
+
+
+class Softmax(Protocol):
+    """A backend of softmax_online or log_softmax; ``dim`` is the last."""
+
+    def __call__(
+        self, x: SoftmaxScores, mask: SoftmaxMask, dim: int, scale: float | None
+    ) -> SoftmaxResult: ...
