@@ -114,10 +114,10 @@ bool weigh(const Nvfp4LinearArgs& args, Cut* cut) {
   const int all_stages = static_cast<int>(ceil_div(args.k, kLinearStage));
   const int block_stages = static_cast<int>(ceil_div(all_stages, cut->cluster));
   const int warps = cut->tiles * cut->parts;
-  if (warps > kLinearMaxThreads / 32 || cut->parts > block_stages) return false;
+  if (warps > kLinearMaxThreads / 32 || cut->parts > std::max(block_stages, 1)) return false;
   if (cut->cluster > 1 && block_stages * (cut->cluster - 1) >= all_stages) return false;
   const int shared = shared_bytes(*cut, args.tokens, block_stages);
-  if (shared > kLinearMaxShared - 1024) return false;
+  if (shared > kLinearMaxShared) return false;
   const int together = std::max(
       1, std::min({kLinearMaxThreads / 32 / warps, (kLinearMaxShared + 1024) / (shared + 1280)}));
   const int64_t blocks = ceil_div(ceil_div(args.features, 16), cut->tiles) * cut->cluster;
@@ -195,8 +195,9 @@ Status nvfp4_linear_plan(const TensorView& x, const TensorView& weight, const Te
   *plan = {"none", 0, 0, 0, 0, 0};
   if (choice.kernel == nullptr) return Status();
   const LaunchConfig& config = choice.config;
-  *plan = {choice.kernel->name(), static_cast<int>(config.cluster.x), choice.args.parts,
-           config.grid.x,         config.block.x,                     config.dynamic_smem};
+  *plan = {choice.kernel->name(), static_cast<int>(config.cluster.x),
+           choice.args.parts,     config.grid.x,
+           config.block.x,        config.dynamic_smem};
   return Status();
 }
 

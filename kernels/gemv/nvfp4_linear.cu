@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// nvfp4_linear: out[t, n] = sum over k of x[t, k] * weight[n, k], weight in NVFP4, x in bfloat16, up
-// to 16 tokens.
+// nvfp4_linear: out[t, n] = sum over k of x[t, k] * weight[n, k], weight in NVFP4, x in bfloat16,
+// up to 16 tokens.
 //
 // The plan. The weights' bytes bind it: at N = 7168, K = 16384 58.7 MB and 7.3 MB of scales, 15 us
 // at 4.4 TB/s; what is to be done for each of them must not take longer, and is what this kernel is
 // about. A warp has a tile of 16 rows and its part of K, 256 values at a time, by its own queue of
-// asynchronous copies: several KiB a warp are under way at any time, and each thread reads back only
-// what it copied (but for scales, which a quad shares), so no barrier is needed. Weights become
-// float16 in registers: e2m1's bits are moved to float16's places, eleven instructions for eight
-// values, and multiplied by their scale. That product is exact. It is the A operand of
+// asynchronous copies: several KiB a warp are under way at any time, and each thread reads back
+// only what it copied (but for scales, which a quad shares), so no barrier is needed. Weights
+// become float16 in registers: e2m1's bits are moved to float16's places, eleven instructions for
+// eight values, and multiplied by their scale. That product is exact. It is the A operand of
 // mma.m16n8k16, the tokens are B, sums are float32. The order of K inside a product is free, so
 // every thread takes weights as they lie; x is put into that order in shared memory.
 // x becomes float16 too, times a power of two for each token that brings its largest magnitude
@@ -129,11 +129,10 @@ __device__ __forceinline__ void stage_x(uint4* shared, uint32_t* largest, float*
     const int chunk = i - token * chunks;
     const float factor = range_of(largest[token]).x;
     const uint4 v = read(token, chunk);
-    shared[place_of_x(chunk / 16, args.tokens, token, chunk / 4 % 4, chunk % 4)] =
-        make_uint4(scaled_pair(v.x & 0xffffu, v.z & 0xffffu, factor),
-                   scaled_pair(v.y & 0xffffu, v.w & 0xffffu, factor),
-                   scaled_pair(v.x >> 16, v.z >> 16, factor),
-                   scaled_pair(v.y >> 16, v.w >> 16, factor));
+    shared[place_of_x(chunk / 16, args.tokens, token, chunk / 4 % 4, chunk % 4)] = make_uint4(
+        scaled_pair(v.x & 0xffffu, v.z & 0xffffu, factor),
+        scaled_pair(v.y & 0xffffu, v.w & 0xffffu, factor),
+        scaled_pair(v.x >> 16, v.z >> 16, factor), scaled_pair(v.y >> 16, v.w >> 16, factor));
   }
   if (threadIdx.x < args.tokens) inverse[threadIdx.x] = range_of(largest[threadIdx.x]).y;
   __syncthreads();
@@ -169,10 +168,10 @@ __global__ void __launch_bounds__(kLinearMaxThreads)
   uint4* x = shared + warps * kStages * kLinearStageBytes / 16;
 
   // What comes next for this thread.
-  const char* weight = args.weight + row * args.weight_row + first / 2 + in_quad * 16 +
-                       part * (kLinearStage / 2);
-  const char* scale = args.scale + row * args.scale_row + first / 16 + in_quad * 4 +
-                      part * (kLinearStage / 16);
+  const char* weight =
+      args.weight + row * args.weight_row + first / 2 + in_quad * 16 + part * (kLinearStage / 2);
+  const char* scale =
+      args.scale + row * args.scale_row + first / 16 + in_quad * 4 + part * (kLinearStage / 16);
   int left = min(stages * kLinearStage, args.k - first) - part * kLinearStage;  // of K
   const int64_t weight_half = 8 * args.weight_row;
   const int64_t scale_half = 8 * args.scale_row;
@@ -278,8 +277,8 @@ __global__ void __launch_bounds__(kLinearMaxThreads)
     const int place = o % kSums;
     const int i = place / 32 % 4;
     const int token = place / 128 * 8 + place % 4 * 2 + i % 2;
-    const int feature = (blockIdx.x / blocks * tiles_of_block + o / kSums) * 16 +
-                        place % 32 / 4 + i / 2 * 8;
+    const int feature =
+        (blockIdx.x / blocks * tiles_of_block + o / kSums) * 16 + place % 32 / 4 + i / 2 * 8;
     if (token >= args.tokens || feature >= args.features) continue;
     float sum = 0.0f;
     for (int b = 0; b < blocks; ++b) {
@@ -305,9 +304,9 @@ struct Entry {
   Kernel kernel;
 };
 
-#define TIERCEL_KERNEL(tiles, stages)                                            \
-  {8 * tiles, stages,                                                            \
-   Kernel("nvfp4_linear<tiles=" #tiles ", stages=" #stages ">",                  \
+#define TIERCEL_KERNEL(tiles, stages)                           \
+  {8 * tiles, stages,                                           \
+   Kernel("nvfp4_linear<tiles=" #tiles ", stages=" #stages ">", \
           reinterpret_cast<const void*>(nvfp4_linear<tiles, stages>), kLinearMaxShared)}
 
 const Entry kKernels[] = {TIERCEL_KERNEL(1, 2), TIERCEL_KERNEL(1, 3), TIERCEL_KERNEL(1, 4),

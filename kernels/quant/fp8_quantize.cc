@@ -31,8 +31,7 @@ Status check(const TensorView& x, const TensorView& q, const TensorView& scale,
   const Argument q_arg{kOp, "q", q};
   const Argument scale_arg{kOp, "scale", scale};
   TIERCEL_RETURN_IF_ERROR(check_rank(x_arg, 2));
-  TIERCEL_RETURN_IF_ERROR(
-      check_dtype(x_arg, {DType::kFloat32, DType::kBFloat16, DType::kFloat16}));
+  TIERCEL_RETURN_IF_ERROR(check_dtype(x_arg, {DType::kFloat32, DType::kBFloat16, DType::kFloat16}));
   TIERCEL_RETURN_IF_ERROR(check_dtype(q_arg, {DType::kFloat8E4M3}));
   TIERCEL_RETURN_IF_ERROR(check_dtype(scale_arg, {DType::kFloat32}));
   const int64_t rows = x.shape[0];
@@ -119,8 +118,8 @@ void choose_tensor(DType dtype, bool given, Choice* choice) {
   set(&choice->config, ceil_div(eights, kFp8TensorThreads * kFp8TensorVectors), kFp8TensorThreads);
   if (given) return;
   // Four blocks fill a multiprocessor.
-  choice->args.partials = static_cast<int>(
-      std::min<int64_t>(ceil_div(eights, kFp8LargestThreads * 4), 4 * 132));
+  choice->args.partials =
+      static_cast<int>(std::min<int64_t>(ceil_div(eights, kFp8LargestThreads * 4), 4 * 132));
   choice->first = fp8_quantize_kernel(Fp8Kernel::kLargest, dtype, 0);
   set(&choice->first_config, choice->args.partials, kFp8LargestThreads);
 }
@@ -184,8 +183,7 @@ Status choose(const TensorView& x, const TensorView& q, const TensorView& scale,
 Status launch(const Choice& choice, int device, void* stream) {
   void* pointers[] = {const_cast<Fp8QuantizeArgs*>(&choice.args)};
   if (choice.first != nullptr) {
-    TIERCEL_RETURN_IF_ERROR(
-        choice.first->launch(choice.first_config, device, stream, pointers));
+    TIERCEL_RETURN_IF_ERROR(choice.first->launch(choice.first_config, device, stream, pointers));
   }
   return choice.kernel->launch(choice.config, device, stream, pointers);
 }
@@ -215,8 +213,7 @@ Status fp8_quantize(const TensorView& x, const TensorView& q, const TensorView& 
 Status fp8_quantize_static(const TensorView& x, const TensorView& scale, const TensorView& q,
                            void* stream) {
   Choice choice;
-  TIERCEL_RETURN_IF_ERROR(
-      choose(x, q, scale, nullptr, Fp8Granularity::kTensor, true, &choice));
+  TIERCEL_RETURN_IF_ERROR(choose(x, q, scale, nullptr, Fp8Granularity::kTensor, true, &choice));
   if (choice.args.rows * choice.args.columns == 0) return Status();
   return launch(choice, x.device_index, stream);
 }
@@ -225,8 +222,7 @@ Status fp8_quantize_load(int device) {
   for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
     const int most = most_vectors(dtype);
     for (int vectors : {1, 2, most}) {
-      TIERCEL_RETURN_IF_ERROR(
-          fp8_quantize_kernel(Fp8Kernel::kRow, dtype, vectors)->load(device));
+      TIERCEL_RETURN_IF_ERROR(fp8_quantize_kernel(Fp8Kernel::kRow, dtype, vectors)->load(device));
     }
     for (int vectors : {most / 4, most}) {
       TIERCEL_RETURN_IF_ERROR(

@@ -292,14 +292,14 @@ struct Entry {
           reinterpret_cast<const void*>(fp8_quantize_##function<dtype##Source __VA_ARGS__>))}
 #define TIERCEL_HELD(kind, function, dtype, vectors) \
   TIERCEL_KERNEL(kind, function, dtype, vectors, ", vectors=" #vectors, , vectors)
-#define TIERCEL_KERNELS(dtype, small, large)                                                  \
-  TIERCEL_HELD(kRow, row, dtype, 1), TIERCEL_HELD(kRow, row, dtype, 2),                       \
+#define TIERCEL_KERNELS(dtype, small, large)                                                     \
+  TIERCEL_HELD(kRow, row, dtype, 1), TIERCEL_HELD(kRow, row, dtype, 2),                          \
       TIERCEL_HELD(kRow, row, dtype, large), TIERCEL_KERNEL(kLongRow, long_row, dtype, 0, "", ), \
-      TIERCEL_KERNEL(kGroup, group, dtype, 0, "", ),                                          \
-      TIERCEL_KERNEL(kBlock, block, dtype, 0, "", ),                                          \
-      TIERCEL_KERNEL(kLargest, largest, dtype, 0, "", ),                                      \
-      TIERCEL_KERNEL(kTensor, tensor, dtype, 0, "", ),                                        \
-      TIERCEL_HELD(kSmallTensor, small_tensor, dtype, small),                                 \
+      TIERCEL_KERNEL(kGroup, group, dtype, 0, "", ),                                             \
+      TIERCEL_KERNEL(kBlock, block, dtype, 0, "", ),                                             \
+      TIERCEL_KERNEL(kLargest, largest, dtype, 0, "", ),                                         \
+      TIERCEL_KERNEL(kTensor, tensor, dtype, 0, "", ),                                           \
+      TIERCEL_HELD(kSmallTensor, small_tensor, dtype, small),                                    \
       TIERCEL_HELD(kSmallTensor, small_tensor, dtype, large)
 
 // By kind and dtype, fewer vectors first.

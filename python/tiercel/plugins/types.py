@@ -10,7 +10,10 @@ from torch import Tensor
 
 from tiercel.plugins.contracts.activation import GELU_AND_MUL, SILU, SILU_AND_MUL
 from tiercel.plugins.contracts.attention import ATTENTION
+from tiercel.plugins.contracts.gemv import NVFP4_GEMV, NVFP4_LINEAR
 from tiercel.plugins.contracts.linear import LINEAR_ACT
+from tiercel.plugins.contracts.norm import RMS_NORM
+from tiercel.plugins.contracts.quant import FP8_QUANTIZE, NVFP4_DEQUANTIZE, NVFP4_QUANTIZE
 from tiercel.plugins.contracts.reduce import REDUCE
 from tiercel.plugins.contracts.routing import TOPK_SOFTMAX
 from tiercel.plugins.contracts.routing_moe import MOE_ALIGN_BLOCK_SIZE, MOE_SUM, TOPK_SOFTMAX_ALIGN
@@ -38,15 +41,36 @@ __all__ = [
     "GatedResult",
     "GateInput",
     "Gelu",
+    "Fp4Codes",
+    "Fp4Matrix",
+    "Fp4Scales",
+    "Fp4Vector",
+    "Fp4Weight",
+    "Fp8Codes",
+    "Fp8Quantize",
     "Indices",
     "Keys",
     "LinearAct",
+    "Norm",
+    "NormBias",
+    "NormWeight",
+    "Normalised",
+    "Residual",
+    "ResidualSum",
+    "Rows",
     "MoeAlignBlockSize",
     "MoeSum",
     "NumSlots",
+    "Nvfp4Dequantize",
+    "Nvfp4Gemv",
+    "Nvfp4Linear",
+    "Nvfp4Quantize",
     "Matrices",
     "Reduce",
     "Reduced",
+    "PermutedScales",
+    "ProductColumn",
+    "RawScales",
     "Scores",
     "ScoresMap",
     "Softmax",
@@ -155,6 +179,22 @@ class LinearAct(Protocol):
     def __call__(self, x: Features, weight: Weight, bias: Bias, activation: str) -> Activated: ...
 
 
+# Norms: x [M, N] float32, bfloat16 or float16, any strides, residual the same; weight and bias [N]
+# of its dtype or float32.
+Rows = Annotated[Tensor, RMS_NORM.spec("x")]
+NormWeight = Annotated["Tensor | None", RMS_NORM.spec("weight")]
+NormBias = Annotated["Tensor | None", RMS_NORM.spec("bias")]
+Residual = Annotated["Tensor | None", RMS_NORM.spec("residual")]
+Normalised = Annotated[Tensor, RMS_NORM.spec("out")]
+ResidualSum = Annotated[Tensor, RMS_NORM.spec("residual_out")]
+
+
+class Norm(Protocol):
+    """A backend of rms_norm or layer_norm; it returns the pair where there is a residual."""
+
+    def __call__(
+        self, x: Rows, weight: NormWeight, bias: NormBias, residual: Residual, eps: float
+    ) -> Normalised | tuple[Normalised, ResidualSum]: ...
 # Transpose: x [B, M, N] of 1-, 2- or 4-byte elements, any strides; out [B, N, M].
 Matrices = Annotated[Tensor, COPY_TRANSPOSE.spec("x")]
 Transposed = Annotated[Tensor, COPY_TRANSPOSE.spec("out")]
@@ -246,3 +286,63 @@ class Softmax(Protocol):
     def __call__(
         self, x: SoftmaxScores, mask: SoftmaxMask, dim: int, scale: float | None
     ) -> SoftmaxResult: ...
+# To 8-bit and 4-bit floats: q [T, K] e4m3, or [T, K / 2] pairs of e2m1 with scales [T, K / 16].
+Fp8Codes = Annotated[Tensor, FP8_QUANTIZE.spec("q")]
+Fp4Codes = Annotated[Tensor, NVFP4_QUANTIZE.spec("q")]
+Fp4Scales = Annotated[Tensor, NVFP4_QUANTIZE.outputs[1]]
+
+
+class Fp8Quantize(Protocol):
+    """A backend of fp8_quantize; a scale that is given is returned."""
+
+    def __call__(
+        self, x: Tensor, granularity: str, scale: Tensor | None
+    ) -> tuple[Fp8Codes, Tensor]: ...
+
+
+class Nvfp4Quantize(Protocol):
+    """A backend of nvfp4_quantize."""
+
+    def __call__(self, x: Tensor, global_scale: Tensor | None) -> tuple[Fp4Codes, Fp4Scales]: ...
+
+
+class Nvfp4Dequantize(Protocol):
+    """A backend of nvfp4_dequantize."""
+
+    def __call__(
+        self, q: Fp4Codes, scale: Fp4Scales, global_scale: Tensor | None, dtype: torch.dtype
+    ) -> Annotated[Tensor, NVFP4_DEQUANTIZE.spec("out")]: ...
+
+
+# The seven tensors of nvfp4_gemv. k counts values; a tensor's shape shows k / 2.
+Fp4Matrix = Annotated[Tensor, NVFP4_GEMV.spec("a")]
+Fp4Vector = Annotated[Tensor, NVFP4_GEMV.spec("b")]
+RawScales = Annotated[Tensor, NVFP4_GEMV.spec("scale_a")]
+PermutedScales = Annotated[Tensor, NVFP4_GEMV.spec("scale_a_permuted")]
+ProductColumn = Annotated[Tensor, NVFP4_GEMV.spec("c")]
+
+
+class Nvfp4Gemv(Protocol):
+    """A backend of nvfp4_gemv: writes ``c`` and returns it."""
+
+    def __call__(
+        self,
+        a: Fp4Matrix,
+        b: Fp4Vector,
+        scale_a: RawScales,
+        scale_b: RawScales,
+        scale_a_permuted: PermutedScales,
+        scale_b_permuted: PermutedScales,
+        c: ProductColumn,
+    ) -> ProductColumn: ...
+
+
+Fp4Weight = Annotated[Tensor, NVFP4_LINEAR.spec("weight")]
+
+
+class Nvfp4Linear(Protocol):
+    """A backend of nvfp4_linear."""
+
+    def __call__(
+        self, x: Tensor, weight: Fp4Weight, scale: Fp4Scales, global_scale: Tensor | None
+    ) -> Annotated[Tensor, NVFP4_LINEAR.spec("out")]: ...
