@@ -8,6 +8,7 @@ FAMILIES = [
     "linear",
     "quant",
     "reduce",
+    "rotary",
     "routing",
     "softmax",
     "transpose",

@@ -13,6 +13,7 @@ void AddGemv(pybind11::module_& module);
 void AddLinear(pybind11::module_& module);
 void AddQuant(pybind11::module_& module);
 void AddReduce(pybind11::module_& module);
+void AddRotary(pybind11::module_& module);
 void AddRouting(pybind11::module_& module);
 void AddSoftmax(pybind11::module_& module);
 void AddTranspose(pybind11::module_& module);

@@ -77,6 +77,7 @@ class Contract:
         make: (case, device, seed) -> the arguments by name: the input generator.
         variants: By name of a variant of the operator: a function of ``call``, which runs a
             backend and checks its outputs, and of the variant's arguments without ``backend``.
+        mutates: Arguments that the operator writes to; a backend itself returns new tensors.
     """
 
     family: str
@@ -87,6 +88,7 @@ class Contract:
     timing: Mapping[str, Case]
     make: Callable[[Case, str, int], dict[str, Any]]
     variants: Mapping[str, Callable[..., Any]]
+    mutates: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
