@@ -203,7 +203,7 @@ Transposed = Annotated[Tensor, COPY_TRANSPOSE.spec("out")]
 class CopyTranspose(Protocol):
     """A backend of copy_transpose; a single matrix comes as a batch of one."""
 
-    def __call__(self, x: Matrices) -> Transposed: ...
+    def __call__(self, x: Matrices, tile_size: int | None) -> Transposed: ...
 # Attention: q [B, Sq, H, D] bfloat16 or float16, k and v [B, Sk, Hk, D], any strides; out as q, and
 # lse [B, H, Sq] float32.
 Queries = Annotated[Tensor, ATTENTION.spec("q")]
@@ -236,7 +236,7 @@ Reduced = Annotated[Tensor, REDUCE.spec("out")]
 
 
 class Reduce(Protocol):
-    """A backend of reduce; other shapes are made this one before it, so `dim` is always 1."""
+    """A backend of reduce; other shapes are made this one: `dim` is 1, `keepdim` False."""
 
     def __call__(self, x: Unreduced, dim: int, op: str, dtype: torch.dtype) -> Reduced: ...
 
@@ -346,3 +346,6 @@ class Nvfp4Linear(Protocol):
     def __call__(
         self, x: Tensor, weight: Fp4Weight, scale: Fp4Scales, global_scale: Tensor | None
     ) -> Annotated[Tensor, NVFP4_LINEAR.spec("out")]: ...
+    def __call__(
+        self, x: Unreduced, dim: int, op: str, keepdim: bool, dtype: torch.dtype
+    ) -> Reduced: ...
