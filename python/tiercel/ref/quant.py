@@ -69,9 +69,9 @@ def nvfp4_quantize(x: Tensor, *, global_scale: Tensor | None = None) -> tuple[Te
     groups = x.float().unflatten(-1, (x.shape[-1] // 16, 16))
     wanted = _divide(groups.abs().amax(-1), E2M1_MAX)
     if global_scale is not None:
-        wanted = wanted / global_scale
+        wanted = wanted / global_scale.float()
     scale = wanted.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    total = scale.float() if global_scale is None else scale.float() * global_scale
+    total = scale.float() if global_scale is None else scale.float() * global_scale.float()
     inverse = torch.where(total == 0, 0.0, total.reciprocal())
     # Halves, as the kernel has them: the same but below the normal floats.
     halves = groups.abs() * (inverse * 0.5)[..., None]
@@ -99,6 +99,6 @@ def nvfp4_dequantize(
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """As :func:`tiercel.nvfp4_dequantize`."""
-    total = scale.float() if global_scale is None else scale.float() * global_scale
+    total = scale.float() if global_scale is None else scale.float() * global_scale.float()
     values = nvfp4_values(q).unflatten(-1, (scale.shape[-1], 16))
     return (values * total[..., None]).flatten(-2).to(dtype)
