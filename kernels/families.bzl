@@ -6,6 +6,7 @@ FAMILIES = [
     "attention",
     "gemv",
     "linear",
+    "norm",
     "quant",
     "reduce",
     "routing",

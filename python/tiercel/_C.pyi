@@ -75,6 +75,16 @@ class _LinearActPlan(TypedDict):
     block: int
     dynamic_smem: int
 
+class _NormPlan(TypedDict):
+    kernel: str
+    vector_bytes: int
+    threads_per_row: int
+    cluster: int
+    grid: int
+    block: int
+    dynamic_smem: int
+    stages: int
+    parts: int
 class _Fp8QuantizePlan(TypedDict):
     kernel: str
     launches: int
@@ -232,6 +242,67 @@ def linear_act_plan(
     x: Any, weight: Any, bias: Any, out: Any, activation: int, /
 ) -> _LinearActPlan: ...
 def linear_act_load(device: int, /) -> None: ...
+def layer_norm(
+    x: Any, weight: Any, bias: Any, residual: Any, out: Any, residual_out: Any, eps: float, /
+) -> None: ...
+def layer_norm_plan(
+    x: Any, weight: Any, bias: Any, residual: Any, out: Any, residual_out: Any, eps: float, /
+) -> _NormPlan: ...
+def layer_norm_backward(
+    x: Any,
+    weight: Any,
+    grad: Any,
+    grad_residual: Any,
+    grad_x: Any,
+    grad_weight: Any,
+    grad_bias: Any,
+    workspace: Any,
+    eps: float,
+    /,
+) -> None: ...
+def layer_norm_backward_plan(
+    x: Any,
+    weight: Any,
+    grad: Any,
+    grad_residual: Any,
+    grad_x: Any,
+    grad_weight: Any,
+    grad_bias: Any,
+    workspace: Any,
+    eps: float,
+    /,
+) -> _NormPlan: ...
+def rms_norm(
+    x: Any, weight: Any, bias: Any, residual: Any, out: Any, residual_out: Any, eps: float, /
+) -> None: ...
+def rms_norm_plan(
+    x: Any, weight: Any, bias: Any, residual: Any, out: Any, residual_out: Any, eps: float, /
+) -> _NormPlan: ...
+def rms_norm_backward(
+    x: Any,
+    weight: Any,
+    grad: Any,
+    grad_residual: Any,
+    grad_x: Any,
+    grad_weight: Any,
+    grad_bias: Any,
+    workspace: Any,
+    eps: float,
+    /,
+) -> None: ...
+def rms_norm_backward_plan(
+    x: Any,
+    weight: Any,
+    grad: Any,
+    grad_residual: Any,
+    grad_x: Any,
+    grad_weight: Any,
+    grad_bias: Any,
+    workspace: Any,
+    eps: float,
+    /,
+) -> _NormPlan: ...
+def norm_load(device: int, /) -> None: ...
 def nvfp4_dequantize(q: Any, scale: Any, global_scale: Any, out: Any, /) -> None: ...
 def nvfp4_dequantize_plan(q: Any, scale: Any, global_scale: Any, out: Any, /) -> _Nvfp4Plan: ...
 def nvfp4_dequantize_load(device: int, /) -> None: ...

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from tiercel.ops.gemv import nvfp4_gemv as nvfp4_gemv
     from tiercel.ops.gemv import nvfp4_linear as nvfp4_linear
     from tiercel.ops.linear import linear_act as linear_act
+    from tiercel.ops.norm import layer_norm as layer_norm
+    from tiercel.ops.norm import rms_norm as rms_norm
     from tiercel.ops.quant import fp8_quantize as fp8_quantize
     from tiercel.ops.quant import nvfp4_dequantize as nvfp4_dequantize
     from tiercel.ops.quant import nvfp4_quantize as nvfp4_quantize
@@ -52,6 +54,10 @@ _LAZY = {
     "copy_transpose": "tiercel.ops.transpose",
     "attention": "tiercel.ops.attention",
     "explain": "tiercel._explain",
+    "layer_norm": "tiercel.ops.norm",
+    "linear_act": "tiercel.ops.linear",
+    "load": "tiercel._load",
+    "rms_norm": "tiercel.ops.norm",
     "fp8_quantize": "tiercel.ops.quant",
     "linear_act": "tiercel.ops.linear",
     "load": "tiercel._load",
@@ -87,6 +93,7 @@ __all__ = [
     "backends",
     "copy_transpose",
     "explain",
+    "layer_norm",
     "fp8_quantize",
     "gelu",
     "gelu_and_mul",
@@ -105,6 +112,7 @@ __all__ = [
     "reduce",
     "reduce_sum",
     "ref",
+    "rms_norm",
     "relu",
     "relu_and_mul",
     "set_backend",

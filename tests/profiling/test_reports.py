@@ -2,6 +2,7 @@
 """What is read out of reports."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +62,20 @@ def test_figures_of_a_kernel(report):
     assert first["occupancy"] == {"achieved": 48.0, "possible": 50.0}
     assert first["dram_bytes"] == 2_500_000 and second["dram_bytes"] is None
     assert list(second["pipes"]) == ["tensor", "alu"]
+
+
+def test_a_report_of_an_h200(capsys):
+    path = Path(__file__).with_name("ncu_raw.csv")  # of two kernels, as ncu 2025.3 writes it
+    topk, neg = reports.read(path)
+    assert topk["us"] == pytest.approx(5.6) and topk["registers"] == 48
+    assert topk["occupancy"]["possible"] == 62.5 and next(iter(topk["pipes"])) == "alu"
+    assert next(iter(topk["stalls"])) == "long_scoreboard" and "selected" not in topk["stalls"]
+    assert neg["dram_bytes"] == pytest.approx(512.6e6, rel=1e-3)
+    assert main(["profile", "extract", str(path), "--floor", "512MB"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("tiercel::topk_softmax_by_networks<tiercel::KeysOf16Bit<")
+    assert "4093 GB/s, 0.95 times the floor of 536.87 MB" in text
+    assert max(map(len, text.splitlines())) < 160
 
 
 def test_as_text(report):

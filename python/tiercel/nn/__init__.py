@@ -4,10 +4,13 @@
 from tiercel import _needs_torch as _needs_torch
 from tiercel.nn.attention import Attention
 from tiercel.nn.linear import LinearAct
+from tiercel.nn.norm import LayerNorm, RMSNorm
 from tiercel.nn.routing import TopkSoftmax
 
 __all__ = [
+    "LayerNorm",
     "Attention",
     "LinearAct",
+    "RMSNorm",
     "TopkSoftmax",
 ]

@@ -6,6 +6,7 @@ from tiercel import backends
 from tiercel._op import registry
 from tiercel.ops.gemv import nvfp4_gemv, nvfp4_linear
 from tiercel.ops.linear import linear_act
+from tiercel.ops.norm import layer_norm, rms_norm
 from tiercel.ops.quant import fp8_quantize, nvfp4_dequantize, nvfp4_quantize
 from tiercel.ops.activation import (
     gelu,
@@ -28,6 +29,9 @@ from tiercel.ops.transpose import copy_transpose
 backends.warn_of_unknown_names(registry)
 
 __all__ = [
+    "layer_norm",
+    "linear_act",
+    "rms_norm",
     "fp8_quantize",
     "linear_act",
     "nvfp4_dequantize",

@@ -22,6 +22,7 @@ class TensorSpec:
             name, with the strides that it came with.
         rtol: As in torch.testing.assert_close, for outputs.
         atol: The same. With both 0, outputs must be equal.
+        comes_with: Of an output: the argument without which there is none.
     """
 
     name: str
@@ -32,6 +33,7 @@ class TensorSpec:
     written: bool = False
     rtol: float = 0.0
     atol: float = 0.0
+    comes_with: str = ""
 
     def __str__(self) -> str:
         text = f"{self.name} [{', '.join(self.dims)}] {' or '.join(self.dtypes)}"
@@ -133,13 +135,18 @@ class Contract:
 
         results = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
         tensors = all(isinstance(result, torch.Tensor) for result in results)
-        if not tensors or len(results) != len(self.outputs):
-            names = ", ".join(spec.name for spec in self.outputs)
+        due = [
+            spec
+            for spec in self.outputs
+            if not spec.comes_with or values[self.names.index(spec.comes_with)] is not None
+        ]
+        if not tensors or len(results) != len(due):
+            names = ", ".join(spec.name for spec in due)
             came = ", ".join(type(result).__name__ for result in results)
             raise TypeError(f"{who} must return the tensors ({names}), got ({came})")
         sizes = self.sizes(values)
         device = next(value.device for value in values if isinstance(value, torch.Tensor))
-        for spec, result in zip(self.outputs, results, strict=True):
+        for spec, result in zip(due, results, strict=True):
             allowed = self._dtypes(spec, values)
             if result.dtype not in allowed:
                 names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)

@@ -11,6 +11,7 @@ from torch import Tensor
 from tiercel.plugins.contracts.attention import ATTENTION
 from tiercel.plugins.contracts.gemv import NVFP4_GEMV, NVFP4_LINEAR
 from tiercel.plugins.contracts.linear import LINEAR_ACT
+from tiercel.plugins.contracts.norm import RMS_NORM
 from tiercel.plugins.contracts.quant import FP8_QUANTIZE, NVFP4_DEQUANTIZE, NVFP4_QUANTIZE
 from tiercel.plugins.contracts.reduce import REDUCE
 from tiercel.plugins.contracts.routing import TOPK_SOFTMAX
@@ -39,6 +40,13 @@ __all__ = [
     "Indices",
     "Keys",
     "LinearAct",
+    "Norm",
+    "NormBias",
+    "NormWeight",
+    "Normalised",
+    "Residual",
+    "ResidualSum",
+    "Rows",
     "MoeAlignBlockSize",
     "MoeSum",
     "NumSlots",
@@ -156,6 +164,22 @@ class LinearAct(Protocol):
     def __call__(self, x: Features, weight: Weight, bias: Bias, activation: str) -> Activated: ...
 
 
+# Norms: x [M, N] float32, bfloat16 or float16, any strides, residual the same; weight and bias [N]
+# of its dtype or float32.
+Rows = Annotated[Tensor, RMS_NORM.spec("x")]
+NormWeight = Annotated["Tensor | None", RMS_NORM.spec("weight")]
+NormBias = Annotated["Tensor | None", RMS_NORM.spec("bias")]
+Residual = Annotated["Tensor | None", RMS_NORM.spec("residual")]
+Normalised = Annotated[Tensor, RMS_NORM.spec("out")]
+ResidualSum = Annotated[Tensor, RMS_NORM.spec("residual_out")]
+
+
+class Norm(Protocol):
+    """A backend of rms_norm or layer_norm; it returns the pair where there is a residual."""
+
+    def __call__(
+        self, x: Rows, weight: NormWeight, bias: NormBias, residual: Residual, eps: float
+    ) -> Normalised | tuple[Normalised, ResidualSum]: ...
 # Transpose: x [B, M, N] of 1-, 2- or 4-byte elements, any strides; out [B, N, M].
 Matrices = Annotated[Tensor, COPY_TRANSPOSE.spec("x")]
 Transposed = Annotated[Tensor, COPY_TRANSPOSE.spec("out")]

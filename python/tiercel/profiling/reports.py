@@ -119,8 +119,8 @@ def _kernel(values: Mapping[str, str], figures: Mapping[str, float]) -> dict[str
         "block": values.get("Block Size", ""),
         "us": None if nanoseconds is None else nanoseconds / 1e3,
         "throughput": {name: figures[m] for name, m in _THROUGHPUT.items() if m in figures},
-        "pipes": _by(_PIPE, figures),
-        "stalls": _by(_STALL, figures),
+        "pipes": _by(_PIPE, figures, leave=("pred_on_any",)),
+        "stalls": _by(_STALL, figures, leave=("selected",)),  # those that wait for nothing
         "occupancy": {
             name: figures[metric]
             for name, metric in (
@@ -137,12 +137,14 @@ def _kernel(values: Mapping[str, str], figures: Mapping[str, float]) -> dict[str
     return found
 
 
-def _by(pattern: "re.Pattern[str]", figures: Mapping[str, float]) -> dict[str, float]:
+def _by(
+    pattern: "re.Pattern[str]", figures: Mapping[str, float], leave: tuple[str, ...] = ()
+) -> dict[str, float]:
     """The largest first; a pipe that has several metrics by its largest."""
     found: dict[str, float] = {}
     for name, value in figures.items():
         match = pattern.match(name)
-        if match:
+        if match and not match[1].endswith(leave or ("\0",)):
             found[match[1]] = max(value, found.get(match[1], 0.0))
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 

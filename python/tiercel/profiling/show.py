@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures of a report as text."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ def as_text(entry: Mapping[str, Any]) -> str:
             f"{entry['share']:5.1f} %  {entry['us']:9.2f} us  {entry['calls']:6}  {entry['kernel']}"
         )
     time = "" if entry["us"] is None else f"  {entry['us']:.2f} us"
-    lines = [f"{entry['kernel']}  grid {entry['grid']} block {entry['block']}{time}"]
+    lines = [f"{_name(entry['kernel'])}  grid {entry['grid']} block {entry['block']}{time}"]
 
     def add(title: str, text: str) -> None:
         if text:
@@ -27,6 +28,13 @@ def as_text(entry: Mapping[str, Any]) -> str:
     add("occupancy", _occupancy(entry))
     add("bytes", _bytes(entry))
     return "\n".join(lines)
+
+
+def _name(kernel: str, width: int = 100) -> str:
+    """Without parameters and what every name has; the JSON has it whole."""
+    name = re.sub(r"\([^()]*\)$", "", kernel.removeprefix("void "))
+    name = name.replace("<unnamed>::", "").replace("(anonymous namespace)::", "")
+    return name if len(name) <= width else f"{name[: width - 3]}..."
 
 
 def _percents(values: Mapping[str, float]) -> str:

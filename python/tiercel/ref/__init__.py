@@ -4,6 +4,7 @@
 from tiercel import _needs_torch as _needs_torch
 from tiercel.ref.gemv import nvfp4_gemv, nvfp4_linear
 from tiercel.ref.linear import linear_act
+from tiercel.ref.norm import layer_norm, rms_norm
 from tiercel.ref.quant import fp8_quantize, nvfp4_dequantize, nvfp4_quantize
 from tiercel.ref.activation import (
     gelu,
@@ -22,6 +23,9 @@ from tiercel.ref.softmax import log_softmax, softmax_online
 from tiercel.ref.transpose import copy_transpose
 
 __all__ = [
+    "layer_norm",
+    "linear_act",
+    "rms_norm",
     "fp8_quantize",
     "linear_act",
     "nvfp4_dequantize",
