@@ -426,7 +426,7 @@ class Attention(AttentionLayouts):
 
     def multiply_qk(self, s, rq, rk, q_stage, stage):
         mma = self.mma_qk()
-        for block in range(self.d // 16):
+        for block in range(self.columns // 16):
             mma.set(warpgroup.Field.ACCUMULATE, block != 0)
             cute.gemm(mma, s, rq[None, None, block, q_stage], rk[None, None, block, stage], s)
         warpgroup.commit_group()
