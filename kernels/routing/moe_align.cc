@@ -52,13 +52,13 @@ const Choice* choose(int64_t ids, int64_t slots) {
   return nullptr;
 }
 
-const Kernel* small_kernel(const Shape& shape) {
-  int count = 0;
-  const MoeAlignKernel* kernels = moe_align_small_kernels(&count);
+const Kernel* find_kernel(const MoeAlignKernel* kernels, int count, unsigned items, bool cluster,
+                          int experts) {
   for (int i = 0; i < count; ++i) {
-    if (kernels[i].items == static_cast<int>(shape.items) &&
-        kernels[i].cluster == (shape.cluster > 1)) {
-      return &kernels[i].kernel;
+    const MoeAlignKernel& kernel = kernels[i];
+    if (kernel.items == static_cast<int>(items) && kernel.cluster == cluster &&
+        kernel.max_experts >= experts) {
+      return &kernel.kernel;
     }
   }
   return nullptr;  // not reached: the table has what kChoices names
@@ -163,7 +163,7 @@ MoeAlignArgs moe_align_args(int64_t numel, const TensorView* expert_map,
   args.block_shift = -1;
   if ((args.block_size & (args.block_size - 1)) == 0) args.block_shift = __builtin_ctz(args.block_size);
   args.experts = static_cast<int>(options.num_experts);
-  while ((1 << args.expert_bits) <= args.experts) ++args.expert_bits;
+  args.slots_head = (16 - reinterpret_cast<uintptr_t>(args.sorted_ids) % 16) % 16 / 4;
   args.map_first = expert_map != nullptr && options.ignore_invalid;
   return args;
 }
@@ -195,7 +195,9 @@ Status prepare(const TensorView& topk_ids, const TensorView* expert_map,
     while (shape.threads < static_cast<unsigned>(args.experts)) shape.threads *= 2;
     const unsigned unit = 32 * shape.items;
     args.span = static_cast<uint32_t>(ceil_div(ceil_div(numel, shape.cluster), unit) * unit);
-    call->kernel = small_kernel(shape);
+    int count = 0;
+    const MoeAlignKernel* kernels = moe_align_small_kernels(&count);
+    call->kernel = find_kernel(kernels, count, shape.items, shape.cluster > 1, args.experts);
     call->items = shape.items;
     call->config.grid.x = shape.cluster;
     call->config.cluster.x = shape.cluster;
@@ -206,7 +208,9 @@ Status prepare(const TensorView& topk_ids, const TensorView* expert_map,
   args.counts = static_cast<uint32_t*>(workspace->data);
   args.span = static_cast<uint32_t>(ceil_div(ceil_div(numel, kPairGrid), 32) * 32);
   call->count = &moe_align_count_kernel();
-  call->kernel = &moe_align_store_kernel();
+  int count = 0;
+  const MoeAlignKernel* kernels = moe_align_store_kernels(&count);
+  call->kernel = find_kernel(kernels, count, kMoeAlignStoreItems, false, args.experts);
   call->items = kMoeAlignStoreItems;
   call->config.grid.x = kPairGrid;
   call->config.block.x = kPairThreads;

@@ -22,44 +22,29 @@
 namespace tiercel {
 namespace {
 
-// The experts of the warp's next kItems * 32 ids, of the block's `ids` from `first_id` on.
-template <int kItems>
-__device__ __forceinline__ void load_experts(uint32_t (&expert)[kItems], const MoeAlignArgs& args,
-                                             uint32_t first_id, uint32_t ids) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    const uint32_t id = (warp * kItems + i) * 32 + lane;
-    expert[i] = id < ids ? expert_at(args, first_id + id) : args.experts;
-  }
-}
-
-__device__ __forceinline__ void clear_counts(const MoeAlignArgs& args, const AlignShared& shared) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, bins = args.experts + 1;
-  for (int e = lane; e < bins; e += 32) shared.counts[warp * bins + e] = 0;
-}
-
-template <int kItems, bool kCluster>
+template <int kItems, bool kCluster, int kBits>
 __global__ void __launch_bounds__(kMoeAlignMaxThreads, 1)
     moe_align_small(const __grid_constant__ MoeAlignArgs args) {
   extern __shared__ uint32_t words[];
   if constexpr (kCluster) cluster_arrive_relaxed();
   const AlignShared shared =
       cut_shared(words, args.experts, blockDim.x / 32, kCluster ? cluster_blocks() : 1);
-  clear_counts(args, shared);
+  const uint32_t part = kCluster ? cluster_rank() : 0, parts = kCluster ? cluster_blocks() : 1;
+  const uint32_t first_id = part * args.span;
+  const uint32_t ids = first_id < args.numel ? min(args.span, args.numel - first_id) : 0;
+  const int active_warps = (ids + 32 * kItems - 1) / (32 * kItems);
+  if (static_cast<int>(threadIdx.x) < active_warps * 32) clear_counts(shared, args.experts);
   grid_dependency_wait();
   grid_dependency_launch();
 
-  const uint32_t first_id = (kCluster ? cluster_rank() : 0) * args.span;
-  const uint32_t ids = first_id < args.numel ? min(args.span, args.numel - first_id) : 0;
   uint32_t expert[kItems];
   load_experts(expert, args, first_id, ids);
+  fill_outputs(args, part, parts);
   __syncwarp();
-  const int active_warps = (ids + 32 * kItems - 1) / (32 * kItems);
-  align_block<kItems, kCluster>(args, shared, expert, first_id, active_warps);
+  align_block<kBits, kCluster>(args, shared, expert, first_id, active_warps);
 }
 
-// Each block's ids of each expert, into args.counts.
+// Each block's ids of each expert, into args.counts; and what padding holds, everywhere.
 __global__ void __launch_bounds__(kMoeAlignMaxThreads, 1)
     moe_align_count(const __grid_constant__ MoeAlignArgs args) {
   extern __shared__ uint32_t words[];
@@ -68,27 +53,25 @@ __global__ void __launch_bounds__(kMoeAlignMaxThreads, 1)
   grid_dependency_launch();
   __syncthreads();
   const uint32_t first_id = blockIdx.x * args.span;
-  const uint32_t end = first_id < args.numel ? min(first_id + args.span, args.numel) : 0;
-  constexpr uint32_t kAtOnce = 8;
-  for (uint32_t id = first_id + threadIdx.x; id < end; id += kAtOnce * blockDim.x) {
-    uint32_t expert[kAtOnce];
+  const uint32_t ids = first_id < args.numel ? min(args.span, args.numel - first_id) : 0;
+  constexpr int kItems = 8;
+  for (uint32_t id = 0; id < ids; id += kItems * blockDim.x) {
+    uint32_t expert[kItems];
+    load_experts(expert, args, first_id + id, ids - id);
+    if (id == 0) fill_outputs(args, blockIdx.x, gridDim.x);
 #pragma unroll
-    for (uint32_t i = 0; i < kAtOnce; ++i) {
-      const uint32_t next = id + i * blockDim.x;
-      expert[i] = next < end ? expert_at(args, next) : args.experts;
-    }
-#pragma unroll
-    for (uint32_t i = 0; i < kAtOnce; ++i) atomicAdd(words + expert[i], 1);
+    for (int i = 0; i < kItems; ++i) atomicAdd(words + expert[i], 1);
   }
+  if (ids == 0) fill_outputs(args, blockIdx.x, gridDim.x);
   __syncthreads();
   for (int e = threadIdx.x; e < args.experts; e += blockDim.x) {
     args.counts[blockIdx.x * args.experts + e] = words[e];
   }
 }
 
-// Sums args.counts: shared.begin[e] over the blocks before this one, shared.end[e] over all.
+// Sums args.counts: shared.first[e] over the blocks before this one, shared.base[e] over all.
 __device__ __forceinline__ void sum_blocks(const MoeAlignArgs& args, const AlignShared& shared) {
-  for (int e = threadIdx.x; e < args.experts; e += blockDim.x) shared.begin[e] = shared.end[e] = 0;
+  for (int e = threadIdx.x; e < args.experts; e += blockDim.x) shared.first[e] = shared.base[e] = 0;
   __syncthreads();
   const int groups = blockDim.x / args.experts;  // of threads, each for some of the blocks
   const int group = threadIdx.x / args.experts, e = threadIdx.x % args.experts;
@@ -100,43 +83,38 @@ __device__ __forceinline__ void sum_blocks(const MoeAlignArgs& args, const Align
       before += block < blockIdx.x ? count : 0;
       total += count;
     }
-    atomicAdd(shared.begin + e, before);
-    atomicAdd(shared.end + e, total);
+    atomicAdd(shared.first + e, before);
+    atomicAdd(shared.base + e, total);
   }
   __syncthreads();
 }
 
-template <int kItems>
+template <int kItems, int kBits>
 __global__ void __launch_bounds__(kMoeAlignMaxThreads, 1)
     moe_align_store(const __grid_constant__ MoeAlignArgs args) {
   extern __shared__ uint32_t words[];
   const AlignShared shared = cut_shared(words, args.experts, blockDim.x / 32, 0);
-  clear_counts(args, shared);
+  clear_counts(shared, args.experts);
   const uint32_t first_id = blockIdx.x * args.span;
   const uint32_t end = first_id < args.numel ? min(first_id + args.span, args.numel) : first_id;
   grid_dependency_wait();
   grid_dependency_launch();
 
-  const uint32_t chunk = blockDim.x * kItems;
   uint32_t expert[kItems];
   load_experts(expert, args, first_id, end - first_id);
   sum_blocks(args, shared);
   const int e = threadIdx.x;
   const bool real = e < args.experts;
-  const uint32_t total = real ? shared.end[e] : 0;
+  const uint32_t total = real ? shared.base[e] : 0, before = real ? shared.first[e] : 0;
   const uint32_t blocks = block_of(args, total + args.block_size - 1);
   uint32_t all_blocks;
   const uint32_t begin = scan_block(blocks, shared.sums + 32, &all_blocks) * args.block_size;
-  uint32_t next = 0;  // the slot of expert e's next id
-  if (real) {
-    next = begin + shared.begin[e];
-    shared.begin[e] = begin + total;
-    shared.end[e] = begin + blocks * args.block_size;
-  }
+  uint32_t next = begin + before;  // the slot of expert e's next id
+  const uint32_t chunk = blockDim.x * kItems;
   for (uint32_t id = first_id; id < end; id += chunk) {
     const int active_warps = (min(chunk, end - id) + 32 * kItems - 1) / (32 * kItems);
     uint32_t rank[kItems];
-    const uint32_t mine = count_block(args, shared, expert, rank, active_warps);
+    const uint32_t mine = count_block<kBits, false>(args, shared, expert, rank, active_warps);
     uint32_t ids;
     const uint32_t first = scan_block(mine, shared.sums, &ids);
     if (real) {
@@ -147,30 +125,34 @@ __global__ void __launch_bounds__(kMoeAlignMaxThreads, 1)
     __syncthreads();
     sort_block(args, shared, expert, rank, active_warps);
     if (id + chunk < end) {
-      load_experts(expert, args, id + chunk, end - id - chunk);
       __syncwarp();
-      clear_counts(args, shared);  // the warp's own
+      clear_counts(shared, args.experts);  // the warp's own
+      load_experts(expert, args, id + chunk, end - id - chunk);
     }
     __syncthreads();
     store_block(args, shared, ids, id);
   }
-  __syncthreads();
-  store_padding(args, shared, all_blocks * args.block_size, blockIdx.x, gridDim.x);
+  if (blockIdx.x == 0 && threadIdx.x == 0) *args.num_padded = all_blocks * args.block_size;
 }
 
-#define TIERCEL_SMALL(items, cluster)                                              \
-  {items, cluster,                                                                 \
-   Kernel("moe_align_small<items=" #items ", cluster=" #cluster ">",               \
-          reinterpret_cast<const void*>(moe_align_small<items, cluster>),          \
+// With 7 bits, up to 128 experts; with 9, up to 512.
+#define TIERCEL_SMALL(items, cluster, bits)                                          \
+  {items, cluster, 1 << bits,                                                        \
+   Kernel("moe_align_small<items=" #items ", cluster=" #cluster ", bits=" #bits ">", \
+          reinterpret_cast<const void*>(moe_align_small<items, cluster, bits>),      \
+          kMoeAlignMaxSharedBytes)}
+#define TIERCEL_STORE(bits)                                                               \
+  {kMoeAlignStoreItems, false, 1 << bits,                                                 \
+   Kernel("moe_align_store<bits=" #bits ">",                                              \
+          reinterpret_cast<const void*>(moe_align_store<kMoeAlignStoreItems, bits>),      \
           kMoeAlignMaxSharedBytes)}
 
-const MoeAlignKernel kSmall[] = {TIERCEL_SMALL(1, false), TIERCEL_SMALL(4, false),
-                                 TIERCEL_SMALL(1, true), TIERCEL_SMALL(4, true),
-                                 TIERCEL_SMALL(8, true)};
+const MoeAlignKernel kSmall[] = {
+    TIERCEL_SMALL(1, false, 9), TIERCEL_SMALL(1, true, 9), TIERCEL_SMALL(2, true, 7),
+    TIERCEL_SMALL(2, true, 9),  TIERCEL_SMALL(4, true, 7), TIERCEL_SMALL(4, true, 9),
+    TIERCEL_SMALL(8, true, 7),  TIERCEL_SMALL(8, true, 9)};
 const Kernel kCount("moe_align_count", reinterpret_cast<const void*>(moe_align_count), 0);
-const Kernel kStore("moe_align_store",
-                    reinterpret_cast<const void*>(moe_align_store<kMoeAlignStoreItems>),
-                    kMoeAlignMaxSharedBytes);
+const MoeAlignKernel kStore[] = {TIERCEL_STORE(7), TIERCEL_STORE(9)};
 
 }  // namespace
 
@@ -179,6 +161,9 @@ const MoeAlignKernel* moe_align_small_kernels(int* count) {
   return kSmall;
 }
 const Kernel& moe_align_count_kernel() { return kCount; }
-const Kernel& moe_align_store_kernel() { return kStore; }
+const MoeAlignKernel* moe_align_store_kernels(int* count) {
+  *count = sizeof(kStore) / sizeof(kStore[0]);
+  return kStore;
+}
 
 }  // namespace tiercel

@@ -17,8 +17,6 @@ struct AlignShared {
   uint32_t* totals;  // [cluster blocks][experts]
   uint32_t* first;   // [experts]: where an expert begins among the block's sorted ids
   uint32_t* base;    // [experts]: what takes a place there to its slot
-  uint32_t* begin;   // [experts]: an expert's padding
-  uint32_t* end;     // [experts]
   uint32_t* sums;    // [2][32]
   uint32_t* sorted;  // [span]
 };
@@ -30,44 +28,90 @@ __device__ __forceinline__ AlignShared cut_shared(uint32_t* words, int experts, 
   shared.totals = shared.counts + warps * (experts + 1);
   shared.first = shared.totals + cluster * experts;
   shared.base = shared.first + experts;
-  shared.begin = shared.base + experts;
-  shared.end = shared.begin + experts;
-  shared.sums = shared.end + experts;
+  shared.sums = shared.base + experts;
   shared.sorted = shared.sums + 64;
   return shared;
 }
 
-// A chosen expert as the one to sort by; `experts` where it is not to be counted.
-__device__ __forceinline__ uint32_t local_expert(const MoeAlignArgs& args, uint32_t expert) {
-  const uint32_t none = args.experts;
-  if (args.map_first && expert < none) expert = args.expert_map[expert];
-  return expert < none ? expert : none;
+// The warp's own row of counts.
+__device__ __forceinline__ void clear_counts(const AlignShared& shared, int experts) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, bins = experts + 1;
+  for (int e = lane; e < bins; e += 32) shared.counts[warp * bins + e] = 0;
 }
 
-// Id number `index` as the expert to sort by; `experts` where it is not to be counted.
-__device__ __forceinline__ uint32_t expert_at(const MoeAlignArgs& args, uint32_t index) {
+// Makes chosen experts those to sort by; args.experts where one is not to be counted.
+template <int kItems>
+__device__ __forceinline__ void to_local_experts(const MoeAlignArgs& args,
+                                                 uint32_t (&expert)[kItems]) {
   const uint32_t none = args.experts;
-  uint32_t expert;
-  if (args.wide_ids) {
-    const uint2 id = static_cast<const uint2*>(args.ids)[index];
-    expert = id.y == 0 ? id.x : none;
-  } else {
-    expert = static_cast<const uint32_t*>(args.ids)[index];
+  if (args.map_first) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (expert[i] < none) expert[i] = args.expert_map[expert[i]];
+    }
   }
-  return local_expert(args, expert);
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) expert[i] = min(expert[i], none);
 }
 
-// The lanes that hold the same expert. The instruction for that is the shortest way for one warp,
-// ballots for many.
-template <bool kOnce>
-__device__ __forceinline__ uint32_t lanes_alike(uint32_t expert, int bits) {
-  if constexpr (kOnce) return __match_any_sync(kFullWarp, expert);
-  uint32_t alike = kFullWarp;
-#pragma unroll 4
-  for (int bit = 0; bit < bits; ++bit) {
-    const bool set = expert >> bit & 1;
+// The experts of the warp's kItems * 32 ids among the block's `ids` from `first_id` on: id
+// (warp * kItems + i) * 32 + lane is `expert[i]`. All loads leave back to back.
+template <int kItems>
+__device__ __forceinline__ void load_experts(uint32_t (&expert)[kItems], const MoeAlignArgs& args,
+                                             uint32_t first_id, uint32_t ids) {
+  const uint32_t first = threadIdx.x / 32 * kItems * 32 + threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) expert[i] = args.experts;
+  if (args.wide_ids) {
+    const uint2* data = static_cast<const uint2*>(args.ids) + first_id;
+    uint32_t high[kItems] = {};
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (first + i * 32 < ids) {
+        const uint2 id = data[first + i * 32];
+        expert[i] = id.x, high[i] = id.y;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) expert[i] = high[i] == 0 ? expert[i] : args.experts;
+  } else {
+    const uint32_t* data = static_cast<const uint32_t*>(args.ids) + first_id;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (first + i * 32 < ids) expert[i] = data[first + i * 32];
+    }
+  }
+  to_local_experts(args, expert);
+}
+
+// Writes what padding holds everywhere: numel to all slots, -1 to all blocks' experts; `part` of
+// `parts`, by one thread block each. A barrier has to order it before the slots are written.
+__device__ __forceinline__ void fill_outputs(const MoeAlignArgs& args, uint32_t part,
+                                             uint32_t parts) {
+  const uint32_t thread = part * blockDim.x + threadIdx.x, threads = parts * blockDim.x;
+  const uint32_t head = min(args.slots_head, args.slots), numel = args.numel;
+  const uint32_t vectors = (args.slots - head) / 4;
+  uint4* middle = reinterpret_cast<uint4*>(args.sorted_ids + head);
+  for (uint32_t v = thread; v < vectors; v += threads) {
+    middle[v] = make_uint4(numel, numel, numel, numel);
+  }
+  const uint32_t tail = head + vectors * 4;
+  if (thread < head) args.sorted_ids[thread] = numel;
+  if (thread < args.slots - tail) args.sorted_ids[tail + thread] = numel;
+  for (uint32_t b = thread; b < args.blocks; b += threads) args.expert_ids[b] = -1;
+}
+
+// The lanes that hold the same expert, among those that hold one. The instruction for that is the
+// shortest way for one id, ballots bit by bit for many.
+template <int kBits, bool kOne>
+__device__ __forceinline__ uint32_t lanes_alike(uint32_t expert, uint32_t none) {
+  if constexpr (kOne) return __match_any_sync(kFullWarp, expert);
+  uint32_t alike = __ballot_sync(kFullWarp, expert != none);
+#pragma unroll
+  for (int bit = 0; bit < kBits; ++bit) {
+    const bool set = expert & 1u << bit;
     const uint32_t lanes = __ballot_sync(kFullWarp, set);
-    alike &= set ? lanes : ~lanes;
+    alike &= lanes ^ (set ? 0u : kFullWarp);
   }
   return alike;
 }
@@ -79,16 +123,16 @@ __device__ __forceinline__ uint32_t lanes_below() {
 }
 
 // Ranks of a warp's experts among its own alike, in order; `counts` are the warp's, from zero.
-template <int kItems>
+template <int kBits, int kItems>
 __device__ __forceinline__ void rank_warp(uint32_t* counts, const uint32_t (&expert)[kItems],
-                                          uint32_t (&rank)[kItems], int bits) {
+                                          uint32_t (&rank)[kItems], uint32_t none) {
   uint32_t alike[kItems];
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) alike[i] = lanes_alike<kItems == 1>(expert[i], bits);
+  for (int i = 0; i < kItems; ++i) alike[i] = lanes_alike<kBits, kItems == 1>(expert[i], none);
   const uint32_t below = lanes_below();
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    const uint32_t before = counts[expert[i]];
+    const uint32_t before = kItems > 1 || i > 0 ? counts[expert[i]] : 0;
     const uint32_t mine = __popc(alike[i] & below);
     __syncwarp();
     if (mine == 0) counts[expert[i]] = before + __popc(alike[i]);
@@ -97,20 +141,44 @@ __device__ __forceinline__ void rank_warp(uint32_t* counts, const uint32_t (&exp
   }
 }
 
-// counts[w * stride] becomes the sum of those before it; returns the sum of all.
-__device__ __forceinline__ uint32_t sum_warps(uint32_t* counts, int stride, int warps) {
-  uint32_t sum = 0;
-  for (int w = 0; w < warps; w += 8) {
-    uint32_t count[8];
+// How many neighbouring threads share the sum of an expert's counts over the warps.
+__device__ __forceinline__ int threads_per_expert(int experts, int active_warps) {
+  if (active_warps <= 8) return 1;
+  const int threads = blockDim.x;
+  return threads >= 4 * experts ? 4 : threads >= 2 * experts ? 2 : 1;
+}
+
+// Turns an expert's counts of each warp into sums over the warps before it; returns the sum of all.
+// `each` threads share that: this one is number `part` of them.
+__device__ __forceinline__ uint32_t sum_warps(uint32_t* counts, int stride, int warps, int each,
+                                              int part) {
+  constexpr int kBatch = 8;
+  const int share = (warps + each - 1) / each;
+  const int first = part * share, end = min(first + share, warps);
+  uint32_t all = 0, before = 0;
+  for (int w = first; w < end; w += kBatch) {
+    uint32_t count[kBatch];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) count[i] = w + i < warps ? counts[(w + i) * stride] : 0;
+    for (int i = 0; i < kBatch; ++i) count[i] = w + i < end ? counts[(w + i) * stride] : 0;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (w + i < warps) counts[(w + i) * stride] = sum;
-      sum += count[i];
+    for (int i = 0; i < kBatch; ++i) all += count[i];
+  }
+  for (int step = 1; step < each; step *= 2) {  // all of the warp's lanes come here
+    const uint32_t other = __shfl_xor_sync(kFullWarp, all, step);
+    before += part & step ? other : 0;
+    all += other;
+  }
+  for (int w = first; w < end; w += kBatch) {
+    uint32_t count[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) count[i] = w + i < end ? counts[(w + i) * stride] : 0;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (w + i < end) counts[(w + i) * stride] = before;
+      before += count[i];
     }
   }
-  return sum;
+  return all;
 }
 
 __device__ __forceinline__ uint32_t scan_warp(uint32_t value) {
@@ -150,47 +218,39 @@ __device__ __forceinline__ void store_slot(const MoeAlignArgs& args, uint32_t sl
   }
 }
 
-// Slots that no id takes, and blocks that no expert has; `part` of `parts`, by one block each.
-__device__ __forceinline__ void store_padding(const MoeAlignArgs& args, const AlignShared& shared,
-                                              uint32_t padded, uint32_t part, uint32_t parts) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  // A warp looks at many experts at once; few of them may have padding.
-  const int each = min((args.experts + static_cast<int>(parts) * warps - 1) /
-                           (static_cast<int>(parts) * warps), 32);
-  for (int first = (part * warps + warp) * each; first < args.experts;
-       first += parts * warps * each) {
-    const int e = first + lane;
-    const bool mine = lane < each && e < args.experts;
-    const uint32_t begin = mine ? shared.begin[e] : 0, end = mine ? shared.end[e] : 0;
-    for (uint32_t left = __ballot_sync(kFullWarp, begin < end); left != 0; left &= left - 1) {
-      const uint32_t from = __shfl_sync(kFullWarp, begin, __ffs(left) - 1);
-      const uint32_t to = __shfl_sync(kFullWarp, end, __ffs(left) - 1);
-      for (uint32_t s = from + lane; s < to; s += 32) args.sorted_ids[s] = args.numel;
-    }
-  }
-  const uint32_t thread = part * blockDim.x + threadIdx.x, threads = parts * blockDim.x;
-  for (uint32_t s = padded + thread; s < args.slots; s += threads) args.sorted_ids[s] = args.numel;
-  for (uint32_t b = block_of(args, padded) + thread; b < args.blocks; b += threads) {
-    args.expert_ids[b] = -1;
-  }
-  if (thread == 0) *args.num_padded = padded;
-}
-
-// Counts a block's ids: each gets its rank among its warp's alike, each warp's counts become sums
-// over the warps before it. Id r * 32 + lane of a warp's kItems * 32 is `expert[r]`; the warp's
-// counts are zero. Thread e returns how many ids the block has for expert e.
-template <int kItems>
+// Counts a block's ids: each gets its rank among its warp's alike, each warp's counts, from zero,
+// become sums over the warps before it. Thread e returns how many ids the block has for expert e;
+// the cluster's other blocks get it too.
+template <int kBits, bool kCluster, int kItems>
 __device__ __forceinline__ uint32_t count_block(const MoeAlignArgs& args, const AlignShared& shared,
                                                 const uint32_t (&expert)[kItems],
                                                 uint32_t (&rank)[kItems], int active_warps) {
-  const int warp = threadIdx.x / 32, bins = args.experts + 1, e = threadIdx.x;
-  if (warp < active_warps) rank_warp(shared.counts + warp * bins, expert, rank, args.expert_bits);
+  const int warp = threadIdx.x / 32, experts = args.experts, bins = experts + 1;
+  if (warp < active_warps) {
+    rank_warp<kBits>(shared.counts + warp * bins, expert, rank, experts);
+  }
   __syncthreads();
-  return e < args.experts ? sum_warps(shared.counts + e, bins, active_warps) : 0;
+  const int each = threads_per_expert(experts, active_warps);
+  const int e = threadIdx.x / each, part = threadIdx.x % each;
+  const bool real = e < experts;
+  const uint32_t total =
+      sum_warps(shared.counts + (real ? e : 0), bins, real ? active_warps : 0, each, part);
+  if constexpr (kCluster) {
+    const uint32_t rank_here = cluster_rank(), blocks = cluster_blocks();
+    cluster_wait();  // all run
+    for (uint32_t p = part; real && p < blocks; p += each) {
+      store_remote(shared.totals + rank_here * experts + e, p, total);
+    }
+    cluster_arrive();
+  }
+  if (each == 1) return real ? total : 0;
+  if (real && part == 0) shared.first[e] = total;
+  __syncthreads();
+  return threadIdx.x < static_cast<unsigned>(experts) ? shared.first[threadIdx.x] : 0;
 }
 
 // Sorts a counted block's ids in shared memory, so that neighbouring threads will write neighbouring
-// slots. Thread e has `first`, the place of its expert's first id, in shared.first too.
+// slots. shared.first has the place of each expert's first id.
 template <int kItems>
 __device__ __forceinline__ void sort_block(const MoeAlignArgs& args, const AlignShared& shared,
                                            const uint32_t (&expert)[kItems],
@@ -218,25 +278,15 @@ __device__ __forceinline__ void store_block(const MoeAlignArgs& args, const Alig
 }
 
 // All of it for ids that one block, or the blocks of one cluster, hold in registers. In a cluster,
-// cluster_arrive_relaxed() came before.
-template <int kItems, bool kCluster>
+// cluster_arrive_relaxed() came before, and in any case fill_outputs().
+template <int kBits, bool kCluster, int kItems>
 __device__ __forceinline__ void align_block(const MoeAlignArgs& args, const AlignShared& shared,
                                             const uint32_t (&expert)[kItems], uint32_t first_id,
                                             int active_warps) {
   uint32_t rank[kItems];
-  const uint32_t mine = count_block(args, shared, expert, rank, active_warps);
-
+  const uint32_t mine = count_block<kBits, kCluster>(args, shared, expert, rank, active_warps);
   const int e = threadIdx.x;
   const bool real = e < args.experts;
-  const uint32_t part = kCluster ? cluster_rank() : 0;
-  const uint32_t parts = kCluster ? cluster_blocks() : 1;
-  if constexpr (kCluster) {
-    cluster_wait();  // all run
-    for (uint32_t p = 0; real && p < parts; ++p) {
-      store_remote(shared.totals + part * args.experts + e, p, mine);
-    }
-    cluster_arrive();
-  }
 
   // Sorted on chip while the cluster's counts are on their way.
   uint32_t ids = 0, first = 0, before = 0, total = mine;
@@ -247,6 +297,7 @@ __device__ __forceinline__ void align_block(const MoeAlignArgs& args, const Alig
     sort_block(args, shared, expert, rank, active_warps);
     cluster_wait();
     total = 0;
+    const uint32_t part = cluster_rank(), parts = cluster_blocks();
 #pragma unroll 8
     for (uint32_t p = 0; real && p < parts; ++p) {
       const uint32_t count = shared.totals[p * args.experts + e];
@@ -257,11 +308,7 @@ __device__ __forceinline__ void align_block(const MoeAlignArgs& args, const Alig
   const uint32_t blocks = block_of(args, total + args.block_size - 1);
   uint32_t all_blocks;
   const uint32_t begin = scan_block(blocks, shared.sums + 32, &all_blocks) * args.block_size;
-  if (real) {
-    shared.base[e] = begin + before - first;
-    shared.begin[e] = begin + total;
-    shared.end[e] = begin + blocks * args.block_size;
-  }
+  if (real) shared.base[e] = begin + before - first;
   __syncthreads();
   if constexpr (kCluster) {
     store_block(args, shared, ids, first_id);
@@ -276,7 +323,9 @@ __device__ __forceinline__ void align_block(const MoeAlignArgs& args, const Alig
       }
     }
   }
-  store_padding(args, shared, all_blocks * args.block_size, part, parts);
+  if (e == 0 && (!kCluster || cluster_rank() == 0)) {
+    *args.num_padded = all_blocks * args.block_size;
+  }
 }
 
 }  // namespace tiercel

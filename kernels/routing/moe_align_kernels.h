@@ -20,35 +20,35 @@ struct MoeAlignArgs {
   uint32_t* counts;           // [gridDim.x, experts], for the pair of kernels
   uint32_t numel;
   uint32_t slots;
+  uint32_t slots_head;  // before the first at a multiple of 16 bytes
   uint32_t blocks;
   uint32_t block_size;
   int block_shift;  // log2(block_size), or -1
   uint32_t span;  // ids of one thread block
   int experts;
-  int expert_bits;  // of the numbers 0 to `experts`
   bool wide_ids;    // int64
   bool map_first;   // experts that the map has not are left out; otherwise only marked
-  bool early_launch;
 };
 
 inline constexpr uint32_t kMoeAlignMaxThreads = 1024;
 inline constexpr uint32_t kMoeAlignMaxSharedBytes = 227 * 1024;
 inline constexpr int kMoeAlignStoreItems = 8;
 
-// One launch for ids that fit a block's or a cluster's registers.
 struct MoeAlignKernel {
   int items;  // ids of one thread
   bool cluster;
+  int max_experts;
   Kernel kernel;
 };
 
+// One launch for ids that fit a block's or a cluster's registers; two for more.
 const MoeAlignKernel* moe_align_small_kernels(int* count);
 const Kernel& moe_align_count_kernel();
-const Kernel& moe_align_store_kernel();
+const MoeAlignKernel* moe_align_store_kernels(int* count);
 
 // Bytes of shared memory: for `span` ids of a thread block.
 constexpr uint32_t moe_align_shared_bytes(int experts, int warps, int cluster, uint32_t span) {
-  return 4 * (warps * (experts + 1) + (cluster + 4) * experts + 64 + span);
+  return 4 * (warps * (experts + 1) + (cluster + 2) * experts + 64 + span);
 }
 
 // What all that align have in common. Checks for `numel` ids that come with `first`, the tensor

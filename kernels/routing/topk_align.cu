@@ -21,13 +21,14 @@ __global__ void __launch_bounds__(kTopkAlignThreads, 1)
                        const __grid_constant__ MoeAlignArgs align) {
   extern __shared__ uint32_t words[];
   cluster_arrive_relaxed();
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, bins = align.experts + 1;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const AlignShared shared =
       cut_shared(words, align.experts, kTopkAlignRows, cluster_blocks());
-  for (int e = lane; e < bins; e += 32) shared.counts[warp * bins + e] = 0;
+  clear_counts(shared, align.experts);
   grid_dependency_wait();
   grid_dependency_launch();
 
+  fill_outputs(align, cluster_rank(), cluster_blocks());
   const uint32_t first_row = cluster_rank() * kTopkAlignRows;
   const int64_t row = first_row + warp;
   if (row < topk.rows) {
@@ -37,9 +38,10 @@ __global__ void __launch_bounds__(kTopkAlignThreads, 1)
   __syncthreads();
   const uint32_t first_id = first_row * topk.k;
   const uint32_t ids = first_id < align.numel ? min(align.span, align.numel - first_id) : 0;
-  uint32_t expert[1] = {bins - 1u};
-  if (threadIdx.x < ids) expert[0] = local_expert(align, shared.sorted[threadIdx.x]);
-  align_block<1, true>(align, shared, expert, first_id, (ids + 31) / 32);
+  uint32_t expert[1] = {static_cast<uint32_t>(align.experts)};
+  if (threadIdx.x < ids) expert[0] = shared.sorted[threadIdx.x];
+  to_local_experts(align, expert);
+  align_block<9, true>(align, shared, expert, first_id, (ids + 31) / 32);
 }
 
 #define TIERCEL_FUSED(keys, dtype, per_lane)                                             \

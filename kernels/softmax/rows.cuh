@@ -7,11 +7,10 @@
 #include <cstdint>
 
 #include "kernels/sm90/float_format.cuh"
+#include "kernels/softmax/row_group.cuh"
 #include "kernels/softmax/softmax_kernels.h"
 
 namespace tiercel {
-
-inline constexpr float kInfinity = __builtin_huge_valf();
 
 // A row's place in its matrices, as a group's thread sees it. A row that starts between two
 // multiples of 16 bytes is numbered from the one before; its first and last vector, which hold

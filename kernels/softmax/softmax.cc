@@ -71,6 +71,7 @@ Status lay_out(const char* op, const Operand (&operands)[kCount], SoftmaxArgs* a
   return Status();
 }
 
+// Every row of every matrix starts at a multiple of 16 bytes.
 bool all_aligned(const SoftmaxArgs& args) {
   return args.vectors && row_bits(args.x) == 0 && args.x.row_stride % kSoftmaxVectorBytes == 0;
 }
@@ -132,50 +133,93 @@ struct Choice {
   const SoftmaxKernel* kernel = nullptr;
   unsigned block = 0;
   unsigned blocks = 1;  // a row
+  unsigned stages = 0;
   int64_t grid = 0;
+  uint32_t smem = 0;
 };
 
 constexpr int kMultiprocessors = 132;  // of an H100 SXM or H200
 
-// Who shares a row: as few threads as hold it, so that the most rows are under way.
-Choice choose(DType dtype, bool backward, bool masked, const SoftmaxArgs& args) {
+// The smallest block, a power of two of warps, that holds `vectors` with so many a thread.
+unsigned block_for(int64_t vectors, int per_thread) {
+  unsigned block = 64;
+  while (block < kSoftmaxThreads && static_cast<int64_t>(block) * per_thread < vectors) block *= 2;
+  return block;
+}
+
+// Blocks that stay and take row after row; null where there are too few rows for that.
+bool choose_ring(const SoftmaxKernel& kernel, bool backward, int64_t vectors,
+                 const SoftmaxArgs& args, Choice* choice) {
+  unsigned blocks = 1;
+  while (static_cast<int64_t>(blocks) * kSoftmaxThreads * kernel.vectors < vectors) blocks *= 2;
+  if (blocks > kSoftmaxBlocks) return false;
+  const int64_t part = (vectors + blocks - 1) / blocks;
+  const unsigned block = block_for(part, kernel.vectors);
+  const unsigned resident = std::max(1u, kSoftmaxThreads / block);
+  if (args.rows * blocks < 2 * kMultiprocessors * resident) return false;
+  const int64_t stage = part * kSoftmaxVectorBytes * (backward ? 2 : 1);
+  const int64_t stages = std::min<int64_t>(kSoftmaxStages, kSoftmaxRingBytes / resident / stage);
+  if (stages < 2) return false;
+  const int64_t clusters = kMultiprocessors / blocks * resident;
+  *choice = {&kernel,
+             block,
+             blocks,
+             static_cast<unsigned>(stages),
+             std::min(args.rows, clusters) * blocks,
+             static_cast<uint32_t>(stages * stage)};
+  return true;
+}
+
+// Who shares a row. `vectors`: of a row, one more where it may begin between two.
+Choice choose(DType dtype, bool backward, bool masked, int64_t vectors, const SoftmaxArgs& args) {
   int count = 0;
   const SoftmaxKernel* kernels =
       backward ? softmax_backward_kernels(&count) : softmax_forward_kernels(&count);
-  const int64_t per_vector = kSoftmaxVectorBytes / dtype_bytes(dtype);
-  // A row that may begin between two vectors has one more.
-  const int64_t columns = args.columns + (all_aligned(args) ? 0 : per_vector - 1);
-  const int64_t vectors = (columns + per_vector - 1) / per_vector;
+  Choice best;
   for (int i = 0; i < count; ++i) {
     const SoftmaxKernel& kernel = kernels[i];
     if (kernel.dtype != dtype || kernel.masked != masked) continue;
     if (kernel.lanes > 0) {
       if (static_cast<int64_t>(kernel.lanes) * kernel.vectors < vectors) continue;
-      const unsigned block = 128;
+      const unsigned block = kSoftmaxLaneThreads;
       const int64_t rows = block / kernel.lanes;
-      return {&kernel, block, 1, (args.rows + rows - 1) / rows};
+      return {&kernel, block, 1, 0, (args.rows + rows - 1) / rows, 0};
     }
-    if (kernel.vectors == 0) {
-      return {&kernel, kSoftmaxThreads, kSoftmaxBlocks, args.rows * kSoftmaxBlocks};
+    if (kernel.ring) {
+      Choice ring;
+      const int64_t per_vector = kSoftmaxVectorBytes / dtype_bytes(dtype);
+      const bool whole = all_aligned(args) && args.columns % per_vector == 0;
+      if (whole && choose_ring(kernel, backward, vectors, args, &ring)) return ring;
+      continue;
     }
-    for (unsigned blocks = 1; blocks <= kSoftmaxBlocks; blocks *= 2) {
-      const int64_t capacity = static_cast<int64_t>(blocks) * kSoftmaxThreads * kernel.vectors;
-      if (capacity < vectors) continue;
-      if (blocks > 1 && kernel.vectors < 8) break;
-      unsigned block = 64;
-      while (static_cast<int64_t>(blocks) * block * kernel.vectors < vectors) block *= 2;
-      return {&kernel, block, blocks, args.rows * blocks};
+    if (kernel.vectors == 0) {  // takes any row
+      if (best.kernel == nullptr) {
+        best = {&kernel, kSoftmaxThreads, kSoftmaxBlocks, 0, args.rows * kSoftmaxBlocks, 0};
+      }
+      continue;
+    }
+    // As few vectors a thread and as many blocks as there is room for.
+    for (unsigned blocks = 1; best.kernel == nullptr && blocks <= kSoftmaxBlocks; blocks *= 2) {
+      const int64_t part = (vectors + blocks - 1) / blocks;
+      if (part > static_cast<int64_t>(kSoftmaxThreads) * kernel.vectors) continue;
+      const unsigned block = block_for(part, kernel.vectors);
+      best = {&kernel, block, blocks, 0, args.rows * blocks, 0};
     }
   }
-  return {};  // not reached: the last of a form takes any row
+  return best;
 }
 
 Status finish(const char* op, DType dtype, bool backward, bool masked, SoftmaxArgs* args,
               Choice* choice, SoftmaxPlan* plan) {
   *plan = {"none", 0, 0, args->vectors, 0, 0};
   if (args->rows == 0 || args->columns == 0) return Status();
-  *choice = choose(dtype, backward, masked, *args);
+  const int64_t per_vector = kSoftmaxVectorBytes / dtype_bytes(dtype);
+  const int64_t columns = args->columns + (all_aligned(*args) ? 0 : per_vector - 1);
+  const int64_t vectors = (columns + per_vector - 1) / per_vector;
+  *choice = choose(dtype, backward, masked, vectors, *args);
   args->blocks = choice->blocks;
+  args->stages = choice->stages;
+  args->vectors_per_block = static_cast<uint32_t>((vectors + choice->blocks - 1) / choice->blocks);
   if (choice->grid > INT32_MAX) {
     return Status::Unimplemented(std::string(op) + ": too many rows for one launch, got " +
                                  std::to_string(args->rows));
@@ -248,6 +292,7 @@ Status run(const Call& call, int device, void* stream) {
   config.grid.x = static_cast<uint32_t>(choice.grid);
   config.block.x = choice.block;
   config.cluster.x = choice.blocks;
+  config.dynamic_smem = choice.smem;
   config.dependent = true;
   void* pointers[] = {&args};
   return choice.kernel->kernel.launch(config, device, stream, pointers);

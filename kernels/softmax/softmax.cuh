@@ -3,14 +3,13 @@
 //
 // The plan. Bound by bytes: forward reads and writes a row once, backward reads two and writes one.
 // A group of threads holds a row in registers, kVectors 16-byte vectors a thread, so that nothing
-// is read twice: 1 to 32 lanes of a warp (rows of up to 1024 16-bit scores), a block (32768), or a
-// cluster of up to 8 blocks (262144). All loads are issued at once. Each warp takes the maximum m of
-// its part and the sum s of exp(x - m) by shuffles; the pairs (m, s) of the warps are merged through
-// shared memory and those of the blocks through distributed shared memory, one barrier each:
-// (m, s) + (m', s') = (M, s exp(m - M) + s' exp(m' - M)), M = max(m, m'), Milakov and Gimelshein's
-// online softmax (arXiv:1805.02867). Then exp(x - M) / S from the registers.
+// is read twice: 2 to 32 lanes of a warp (rows of up to 1024 16-bit scores), a block (32768), or a
+// cluster of up to 8 blocks (262144). All loads are issued at once. The maximum M and the sum of
+// exp(x - M) are reduced by shuffles, then through shared memory between warps and through
+// distributed shared memory between blocks. One exponential an element.
 // Rows that do not start at a multiple of 16 bytes are read from the multiple before, their first
-// and last vector element by element. Longer rows: softmax_long.cuh.
+// and last vector element by element (rows.cuh). Rows of thousands of scores that do come through a
+// ring in shared memory (softmax_ring.cuh), longer ones than fit are read twice (softmax_long.cuh).
 #ifndef KERNELS_SOFTMAX_SOFTMAX_CUH_
 #define KERNELS_SOFTMAX_SOFTMAX_CUH_
 
@@ -24,76 +23,131 @@
 
 namespace tiercel {
 
+// exp(factor * (x - largest)). Exact: to a unit in the last place. Otherwise to about 2^-20, in two
+// instructions. NaN for a largest of -inf or +inf as it has to be: such rows are NaN.
 template <bool kExact>
-__device__ __forceinline__ float exp_of(float x) {
-  if constexpr (kExact) return expf(x);
-  float value;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x * 1.44269504f));
-  return value;
-}
-
-// Merges (maximum, sum of exponentials below it). A part without scores, (-inf, 0), counts nothing;
-// when all are -inf the sum is NaN, as from torch.softmax.
-template <bool kExact>
-struct MergeSums {
-  __device__ __forceinline__ float2 operator()(float2 a, float2 b) const {
-    const float largest = fmaxf(a.x, b.x);
-    const float below = fminf(a.x, b.x);
-    // One of the factors is 1; the other's argument -inf - -inf must not make a NaN here.
-    const float factor = below == -kInfinity ? 0.0f : exp_of<kExact>(below - largest);
-    const bool first = a.x == largest;
-    const float large = first ? a.y : b.y;
-    const float small = first ? b.y : a.y;
-    return {largest, below == -kInfinity ? large + small : fmaf(small, factor, large)};
+struct ExpBelow {
+  float largest, factor, offset;
+  __device__ __forceinline__ ExpBelow(float largest, float factor)
+      : largest(largest), factor(factor * kLog2E), offset(-largest * factor * kLog2E) {
+    if (kExact) this->factor = factor;
   }
+  __device__ __forceinline__ float operator()(float x) const {
+    if constexpr (kExact) return expf((x - largest) * factor);
+    float value;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(fmaf(x, factor, offset)));
+    return value;
+  }
+
+ private:
+  static constexpr float kLog2E = 1.44269504f;
 };
 
-struct MergeFirst {
-  __device__ __forceinline__ float2 operator()(float2 a, float2 b) const {
-    return {a.x + b.x, 0.0f};
+template <int kCount>
+__device__ __forceinline__ float sum_of(const float (&sums)[kCount]) {
+  float sum = sums[0];
+#pragma unroll
+  for (int i = 1; i < kCount; ++i) sum += sums[i];
+  return sum;
+}
+
+// x / sum; exact: but for rare last places.
+template <bool kExact>
+__device__ __forceinline__ float share_of(float x, float sum, float inverse) {
+  const float share = x * inverse;
+  return kExact ? fmaf(fmaf(-sum, share, x), inverse, share) : share;
+}
+
+// A row's scores in registers to its results, in their place: `x` are scores or, where they were
+// masked, scores times the scale, and `factor` what they are still to be multiplied by, above 0.
+// `loaded` is called when every thread has its scores.
+template <bool kExact, typename Group, int kVectors, int kPerVector, typename Loaded>
+__device__ __forceinline__ void softmax_of(float (&x)[kVectors][kPerVector], const Group& group,
+                                           float factor, bool log, Loaded loaded) {
+  float largest = -kInfinity;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+    for (int i = 0; i < kPerVector; ++i) largest = fmaxf(largest, x[v][i]);
+  }
+  largest = group.reduce(largest, MaxOf(), 0);
+  loaded();
+  const ExpBelow<kExact> exp_below(largest, factor);
+  float sums[4] = {};
+  if (log) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int i = 0; i < kPerVector; ++i) sums[i % 4] += exp_below(x[v][i]);
+    }
+    const float log_sum = logf(group.reduce(sum_of(sums), SumOf(), 1));
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int i = 0; i < kPerVector; ++i) x[v][i] = fmaf(x[v][i] - largest, factor, -log_sum);
+    }
+    return;
+  }
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+    for (int i = 0; i < kPerVector; ++i) {
+      x[v][i] = exp_below(x[v][i]);
+      sums[i % 4] += x[v][i];
+    }
+  }
+  const float sum = group.reduce(sum_of(sums), SumOf(), 1);
+  const float inverse = 1.0f / sum;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+    for (int i = 0; i < kPerVector; ++i) {
+      x[v][i] = share_of<kExact>(x[v][i], sum, inverse);
+    }
+  }
+}
+
+// A negative scale is taken out of the scores as their sign, two to a word.
+template <typename Format>
+__device__ __forceinline__ uint32_t sign_flip(float scale) {
+  return scale < 0.0f ? (Format::kBytes == 4 ? 0x80000000u : 0x80008000u) : 0u;
+}
+
+// Makes a vector's words the scores that softmax_of wants.
+template <typename Format, bool kMasked>
+struct ScoreReader {
+  const SoftmaxArgs& args;
+  const char* mask;
+  uint32_t flip;
+  float factor;
+
+  __device__ __forceinline__ ScoreReader(const SoftmaxArgs& args, int64_t row)
+      : args(args),
+        mask(kMasked ? mask_row(args.mask, row) : nullptr),
+        flip(sign_flip<Format>(args.scale)),
+        factor(kMasked ? 1.0f : fabsf(args.scale)) {}
+
+  template <typename Place>
+  __device__ __forceinline__ void operator()(const uint32_t (&words)[4],
+                                             float (&x)[Place::kPerVector], const Place& place,
+                                             int v) const {
+    if constexpr (kMasked) {
+      unpack<Format>(words, x);
+#pragma unroll
+      for (int i = 0; i < Place::kPerVector; ++i) x[i] *= args.scale;
+      apply_mask<Format>(x, args.mask, mask, place, v);
+    } else {
+      uint32_t flipped[4];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) flipped[w] = words[w] ^ flip;
+      unpack<Format>(flipped, x);
+    }
   }
 };
-
-// x / sum, in float32 results as exact as IEEE division but for rare last places.
-template <bool kExact>
-__device__ __forceinline__ float share(float x, float sum, float inverse) {
-  const float q = x * inverse;
-  return kExact ? fmaf(fmaf(-sum, q, x), inverse, q) : q;
-}
-
-// A vector's scores: scaled and masked.
-template <bool kMasked, typename Format, typename Group>
-__device__ __forceinline__ void scores_of(const uint32_t (&words)[4],
-                                          float (&x)[RowPlace<Format, Group>::kPerVector],
-                                          const SoftmaxArgs& args, const char* mask,
-                                          const RowPlace<Format, Group>& place, int v) {
-  unpack<Format>(words, x);
-#pragma unroll
-  for (int i = 0; i < RowPlace<Format, Group>::kPerVector; ++i) x[i] *= args.scale;
-  if constexpr (kMasked) apply_mask<Format>(x, args.mask, mask, place, v);
-}
-
-// A vector's results, in the scores' place; `total` is (maximum, sum) of the whole row.
-template <typename Format, int kPerVector>
-__device__ __forceinline__ void finish(float (&x)[kPerVector], float2 total, float last, bool log) {
-  constexpr bool kExact = Format::kBytes == 4;
-#pragma unroll
-  for (int i = 0; i < kPerVector; ++i) {
-    const float below = x[i] - total.x;
-    x[i] = log ? below - last : share<kExact>(exp_of<kExact>(below), total.y, last);
-  }
-}
-
-// What `finish` wants once a row: the sum's logarithm or its reciprocal.
-__device__ __forceinline__ float last_factor(float sum, bool log) {
-  return log ? logf(sum) : 1.0f / sum;
-}
 
 template <typename Format, typename Group, int kVectors, bool kMasked, int kMaxThreads>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     softmax_forward(const __grid_constant__ SoftmaxArgs args) {
-  constexpr bool kExact = Format::kBytes == 4;
-  constexpr int kPerVector = RowPlace<Format, Group>::kPerVector;
   const Group group(args.blocks);
   grid_dependency_wait();
 
@@ -101,54 +155,42 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   uint32_t words[kVectors][4];
   load_row(words, place, args.x, args.pad);
   grid_dependency_launch();
-  const char* mask = kMasked ? mask_row(args.mask, place.row) : nullptr;
-  float x[kVectors][kPerVector];
-  float largest = -kInfinity;
+  const ScoreReader<Format, kMasked> read(args, place.row);
+  float x[kVectors][RowPlace<Format, Group>::kPerVector];
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    scores_of<kMasked>(words[v], x[v], args, mask, place, v);
+  for (int v = 0; v < kVectors; ++v) read(words[v], x[v], place, v);
+  group.meet();
+  softmax_of<Format::kBytes == 4>(x, group, read.factor, args.log, [] {});
 #pragma unroll
-    for (int i = 0; i < kPerVector; ++i) largest = fmaxf(largest, x[v][i]);
-  }
-  largest = group.near(largest, [](float a, float b) { return fmaxf(a, b); });
-  const float base = largest == -kInfinity ? 0.0f : largest;
-  float sums[4] = {};
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-    for (int i = 0; i < kPerVector; ++i) sums[i % 4] += exp_of<kExact>(x[v][i] - base);
-  }
-  const float sum = group.near((sums[0] + sums[1]) + (sums[2] + sums[3]), Sum());
-  const float2 total =
-      group.far(make_float2(largest, sum), make_float2(-kInfinity, 0.0f), MergeSums<kExact>());
-
-  const float last = last_factor(total.y, args.log);
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    finish<Format>(x[v], total, last, args.log);
-    store_row<Format>(x[v], place, args.out, v);
-  }
+  for (int v = 0; v < kVectors; ++v) store_row<Format>(x[v], place, args.out, v);
 }
 
-// A vector's gradients, in the place of its results y. A score that the mask took out has none, not
-// even NaN.
-template <bool kMasked, typename Format, typename Group>
-__device__ __forceinline__ void gradients(float (&y)[RowPlace<Format, Group>::kPerVector],
-                                          const float (&grad)[RowPlace<Format, Group>::kPerVector],
-                                          float total, const SoftmaxArgs& args, const char* mask,
-                                          const RowPlace<Format, Group>& place, int v) {
-  constexpr bool kExact = Format::kBytes == 4;
-  uint32_t keep = ~0u;
-  if constexpr (kMasked) keep = mask_bits(args.mask, mask, place, v);
+// A vector's gradients, in the place of its results y, from the row's sum. A score that the mask
+// took out has none, not even NaN.
+//   softmax: y (g - sum(g y)); log_softmax: g - exp(y) sum(g); times the scale.
+template <bool kExact, int kPerVector>
+__device__ __forceinline__ void gradients(float (&y)[kPerVector], const float (&grad)[kPerVector],
+                                          float total, const SoftmaxArgs& args, uint32_t keep) {
+  const ExpBelow<kExact> exponential(0.0f, 1.0f);
 #pragma unroll
-  for (int i = 0; i < RowPlace<Format, Group>::kPerVector; ++i) {
+  for (int i = 0; i < kPerVector; ++i) {
     const float score_grad =
-        args.log ? fmaf(-exp_of<kExact>(y[i]), total, grad[i]) : y[i] * (grad[i] - total);
-    y[i] = !kMasked || (keep >> i & 1) ? score_grad * args.scale : 0.0f;
+        args.log ? fmaf(-exponential(y[i]), total, grad[i]) : y[i] * (grad[i] - total);
+    y[i] = keep >> i & 1 ? score_grad * args.scale : 0.0f;
   }
 }
 
-// softmax: y (g - sum(g y)); log_softmax: g - exp(y) sum(g); times the scale.
+// Adds what a vector gives to the row's sum.
+template <typename Format, int kPerVector>
+__device__ __forceinline__ void add_products(float (&sums)[4], const uint32_t (&y_words)[4],
+                                             const uint32_t (&grad_words)[4], bool log) {
+  float y[kPerVector], grad[kPerVector];
+  unpack<Format>(y_words, y);
+  unpack<Format>(grad_words, grad);
+#pragma unroll
+  for (int i = 0; i < kPerVector; ++i) sums[i % 4] = fmaf(grad[i], log ? 1.0f : y[i], sums[i % 4]);
+}
+
 template <typename Format, typename Group, int kVectors, bool kMasked, int kMaxThreads>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     softmax_backward(const __grid_constant__ SoftmaxArgs args) {
@@ -164,23 +206,18 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   float sums[4] = {};
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    float y[kPerVector], grad[kPerVector];
-    unpack<Format>(y_words[v], y);
-    unpack<Format>(grad_words[v], grad);
-#pragma unroll
-    for (int i = 0; i < kPerVector; ++i) {
-      sums[i % 4] = args.log ? sums[i % 4] + grad[i] : fmaf(grad[i], y[i], sums[i % 4]);
-    }
+    add_products<Format, kPerVector>(sums, y_words[v], grad_words[v], args.log);
   }
-  const float sum = group.near((sums[0] + sums[1]) + (sums[2] + sums[3]), Sum());
-  const float total = group.far(make_float2(sum, 0.0f), make_float2(0.0f, 0.0f), MergeFirst()).x;
+  group.meet();
+  const float total = group.reduce(sum_of(sums), SumOf(), 0);
   const char* mask = kMasked ? mask_row(args.mask, place.row) : nullptr;
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     float y[kPerVector], grad[kPerVector];
     unpack<Format>(y_words[v], y);
     unpack<Format>(grad_words[v], grad);
-    gradients<kMasked>(y, grad, total, args, mask, place, v);
+    const uint32_t keep = kMasked ? mask_bits(args.mask, mask, place, v) : ~0u;
+    gradients<Format::kBytes == 4>(y, grad, total, args, keep);
     store_row<Format>(y, place, args.out, v);
   }
 }

@@ -33,41 +33,49 @@ __global__ void __launch_bounds__(kSoftmaxThreads, 1)
   grid_dependency_wait();
 
   const Place start(args, group);
-  const char* mask = kMasked ? mask_row(args.mask, start.row) : nullptr;
-  const MergeSums<kExact> merge;
-  float2 total = make_float2(-kInfinity, 0.0f);
+  const ScoreReader<Format, kMasked> read(args, start.row);
+  float largest = -kInfinity;
+  float sum = 0.0f;
   for_each_tile(start, [&](const Place& place) {
     uint32_t words[kLongVectors][4];
     load_row(words, place, args.x, args.pad);
     float x[kLongVectors][Place::kPerVector];
-    float largest = -kInfinity;
+    const float before = largest;
 #pragma unroll
     for (int v = 0; v < kLongVectors; ++v) {
-      scores_of<kMasked>(words[v], x[v], args, mask, place, v);
+      read(words[v], x[v], place, v);
 #pragma unroll
       for (int i = 0; i < Place::kPerVector; ++i) largest = fmaxf(largest, x[v][i]);
     }
-    const float base = largest == -kInfinity ? 0.0f : largest;
-    float sums[4] = {};
+    // Nothing but -inf so far: a sum of 0, not of NaN.
+    const ExpBelow<kExact> exp_below(largest == -kInfinity ? 0.0f : largest, read.factor);
+    float sums[4] = {sum * exp_below(before)};
 #pragma unroll
     for (int v = 0; v < kLongVectors; ++v) {
 #pragma unroll
-      for (int i = 0; i < Place::kPerVector; ++i) sums[i % 4] += exp_of<kExact>(x[v][i] - base);
+      for (int i = 0; i < Place::kPerVector; ++i) sums[i % 4] += exp_below(x[v][i]);
     }
-    total = merge(total, make_float2(largest, (sums[0] + sums[1]) + (sums[2] + sums[3])));
+    sum = sum_of(sums);
   });
   grid_dependency_launch();
-  total = group.far(BlockGroup::all_lanes(total, merge), make_float2(-kInfinity, 0.0f), merge);
+  group.meet();
+  const float most = group.reduce(largest, MaxOf(), 0);
+  const ExpBelow<kExact> exp_below(most, read.factor);
+  sum = group.reduce(largest == -kInfinity ? sum : sum * exp_below(largest), SumOf(), 1);
 
-  const float last = last_factor(total.y, args.log);
+  const float last = args.log ? logf(sum) : 1.0f / sum;
   for_each_tile(start, [&](const Place& place) {
     uint32_t words[kLongVectors][4];
     load_row(words, place, args.x, args.pad);
 #pragma unroll
     for (int v = 0; v < kLongVectors; ++v) {
       float x[Place::kPerVector];
-      scores_of<kMasked>(words[v], x, args, mask, place, v);
-      finish<Format>(x, total, last, args.log);
+      read(words[v], x, place, v);
+#pragma unroll
+      for (int i = 0; i < Place::kPerVector; ++i) {
+        x[i] = args.log ? fmaf(x[i] - most, read.factor, -last)
+                        : share_of<kExact>(exp_below(x[i]), sum, last);
+      }
       store_row<Format>(x, place, args.out, v);
     }
   });
@@ -84,22 +92,16 @@ __global__ void __launch_bounds__(kSoftmaxThreads, 1)
   float sums[4] = {};
   for_each_tile(start, [&](const Place& place) {
     uint32_t y_words[kLongVectors][4], grad_words[kLongVectors][4];
-    if (!args.log) load_row(y_words, place, args.x, 0.0f);
+    load_row(y_words, place, args.x, 0.0f);
     load_row(grad_words, place, args.grad, 0.0f);
 #pragma unroll
     for (int v = 0; v < kLongVectors; ++v) {
-      float y[Place::kPerVector], grad[Place::kPerVector];
-      unpack<Format>(y_words[v], y);
-      unpack<Format>(grad_words[v], grad);
-#pragma unroll
-      for (int i = 0; i < Place::kPerVector; ++i) {
-        sums[i % 4] = args.log ? sums[i % 4] + grad[i] : fmaf(grad[i], y[i], sums[i % 4]);
-      }
+      add_products<Format, Place::kPerVector>(sums, y_words[v], grad_words[v], args.log);
     }
   });
   grid_dependency_launch();
-  const float sum = group.near((sums[0] + sums[1]) + (sums[2] + sums[3]), Sum());
-  const float total = group.far(make_float2(sum, 0.0f), make_float2(0.0f, 0.0f), MergeFirst()).x;
+  group.meet();
+  const float total = group.reduce(sum_of(sums), SumOf(), 0);
   const char* mask = kMasked ? mask_row(args.mask, start.row) : nullptr;
   for_each_tile(start, [&](const Place& place) {
     uint32_t y_words[kLongVectors][4], grad_words[kLongVectors][4];
@@ -110,7 +112,8 @@ __global__ void __launch_bounds__(kSoftmaxThreads, 1)
       float y[Place::kPerVector], grad[Place::kPerVector];
       unpack<Format>(y_words[v], y);
       unpack<Format>(grad_words[v], grad);
-      gradients<kMasked>(y, grad, total, args, mask, place, v);
+      const uint32_t keep = kMasked ? mask_bits(args.mask, mask, place, v) : ~0u;
+      gradients<Format::kBytes == 4>(y, grad, total, args, keep);
       store_row<Format>(y, place, args.out, v);
     }
   });

@@ -161,7 +161,9 @@ Status LoadMoeAlign(int device) {
   const MoeAlignKernel* kernels = moe_align_small_kernels(&count);
   for (int i = 0; i < count; ++i) TIERCEL_RETURN_IF_ERROR(kernels[i].kernel.load(device));
   TIERCEL_RETURN_IF_ERROR(moe_align_count_kernel().load(device));
-  return moe_align_store_kernel().load(device);
+  kernels = moe_align_store_kernels(&count);
+  for (int i = 0; i < count; ++i) TIERCEL_RETURN_IF_ERROR(kernels[i].kernel.load(device));
+  return Status();
 }
 
 PyObject* MoeAlignLoad(PyObject*, PyObject* device) { return Load(device, LoadMoeAlign); }

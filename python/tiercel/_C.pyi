@@ -75,6 +75,33 @@ class _LinearActPlan(TypedDict):
     block: int
     dynamic_smem: int
 
+class _Fp8QuantizePlan(TypedDict):
+    kernel: str
+    launches: int
+    vectors: int
+    grid: int
+    block: int
+
+class _Nvfp4Plan(TypedDict):
+    kernel: str
+    grid: int
+    block: int
+
+class _Nvfp4GemvPlan(TypedDict):
+    kernel: str
+    rows_per_block: int
+    parts: int
+    grid: int
+    block: int
+    dynamic_smem: int
+
+class _Nvfp4LinearPlan(TypedDict):
+    kernel: str
+    cluster: int
+    parts: int
+    grid: int
+    block: int
+    dynamic_smem: int
 class _CopyTransposePlan(TypedDict):
     kernel: str
     tile_rows: int
@@ -106,6 +133,12 @@ def set_route_hooks(
     is_tracing: Callable[[], bool],
     is_grad_enabled: Callable[[], bool],
 ) -> None: ...
+def fp8_quantize(x: Any, q: Any, scale: Any, partial: Any, granularity: int, /) -> None: ...
+def fp8_quantize_plan(
+    x: Any, q: Any, scale: Any, partial: Any, granularity: int, /
+) -> _Fp8QuantizePlan: ...
+def fp8_quantize_static(x: Any, scale: Any, q: Any, /) -> None: ...
+def fp8_quantize_load(device: int, /) -> None: ...
 def activation(
     x: Any, up: Any, scale: Any, out: Any, function: int, gated: bool, /
 ) -> None: ...
@@ -199,6 +232,38 @@ def linear_act_plan(
     x: Any, weight: Any, bias: Any, out: Any, activation: int, /
 ) -> _LinearActPlan: ...
 def linear_act_load(device: int, /) -> None: ...
+def nvfp4_dequantize(q: Any, scale: Any, global_scale: Any, out: Any, /) -> None: ...
+def nvfp4_dequantize_plan(q: Any, scale: Any, global_scale: Any, out: Any, /) -> _Nvfp4Plan: ...
+def nvfp4_dequantize_load(device: int, /) -> None: ...
+def nvfp4_gemv(
+    a: Any,
+    b: Any,
+    scale_a: Any,
+    scale_b: Any,
+    scale_a_permuted: Any,
+    scale_b_permuted: Any,
+    c: Any,
+    /,
+) -> None: ...
+def nvfp4_gemv_plan(
+    a: Any,
+    b: Any,
+    scale_a: Any,
+    scale_b: Any,
+    scale_a_permuted: Any,
+    scale_b_permuted: Any,
+    c: Any,
+    /,
+) -> _Nvfp4GemvPlan: ...
+def nvfp4_gemv_load(device: int, /) -> None: ...
+def nvfp4_linear(x: Any, weight: Any, scale: Any, global_scale: Any, out: Any, /) -> None: ...
+def nvfp4_linear_plan(
+    x: Any, weight: Any, scale: Any, global_scale: Any, out: Any, /
+) -> _Nvfp4LinearPlan: ...
+def nvfp4_linear_load(device: int, /) -> None: ...
+def nvfp4_quantize(x: Any, global_scale: Any, q: Any, scale: Any, /) -> None: ...
+def nvfp4_quantize_plan(x: Any, global_scale: Any, q: Any, scale: Any, /) -> _Nvfp4Plan: ...
+def nvfp4_quantize_load(device: int, /) -> None: ...
 def moe_align_block_size(
     topk_ids: Any,
     expert_map: Any,

@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from tiercel.backends import FallbackWarning as FallbackWarning
     from tiercel.backends import set_backend as set_backend
     from tiercel.backends import use_backend as use_backend
+    from tiercel.ops.gemv import nvfp4_gemv as nvfp4_gemv
+    from tiercel.ops.gemv import nvfp4_linear as nvfp4_linear
+    from tiercel.ops.linear import linear_act as linear_act
+    from tiercel.ops.quant import fp8_quantize as fp8_quantize
+    from tiercel.ops.quant import nvfp4_dequantize as nvfp4_dequantize
+    from tiercel.ops.quant import nvfp4_quantize as nvfp4_quantize
     from tiercel.ops.activation import gelu as gelu
     from tiercel.ops.activation import gelu_and_mul as gelu_and_mul
     from tiercel.ops.activation import relu as relu
@@ -46,6 +52,13 @@ _LAZY = {
     "copy_transpose": "tiercel.ops.transpose",
     "attention": "tiercel.ops.attention",
     "explain": "tiercel._explain",
+    "fp8_quantize": "tiercel.ops.quant",
+    "linear_act": "tiercel.ops.linear",
+    "load": "tiercel._load",
+    "nvfp4_dequantize": "tiercel.ops.quant",
+    "nvfp4_gemv": "tiercel.ops.gemv",
+    "nvfp4_linear": "tiercel.ops.gemv",
+    "nvfp4_quantize": "tiercel.ops.quant",
     "gelu": "tiercel.ops.activation",
     "gelu_and_mul": "tiercel.ops.activation",
     "linear_act": "tiercel.ops.linear",
@@ -74,6 +87,7 @@ __all__ = [
     "backends",
     "copy_transpose",
     "explain",
+    "fp8_quantize",
     "gelu",
     "gelu_and_mul",
     "jit",
@@ -83,6 +97,10 @@ __all__ = [
     "moe_sum",
     "log_softmax",
     "nn",
+    "nvfp4_dequantize",
+    "nvfp4_gemv",
+    "nvfp4_linear",
+    "nvfp4_quantize",
     "ops",
     "reduce",
     "reduce_sum",

@@ -76,7 +76,9 @@ def test_shell_is_shell(run_python, run_command):
 
 def test_log_of_a_file_and_of_stdin(run_python, run_command, tmp_path):
     log = tmp_path / "build.log"
-    log.write_text("a\nninja: build stopped\nnvcc fatal   : Unsupported gpu architecture 'compute_90a'\n")
+    log.write_text(
+        "a\nninja: build stopped\nnvcc fatal   : Unsupported gpu architecture 'compute_90a'\n"
+    )
     command = [sys.executable, "-m", "tiercel", "doctor", "--log", str(log)]
     assert "unsupported architecture (line 3)" in run_command(command).stdout
     (found,) = json.loads(run_command([*command, "--json"]).stdout)

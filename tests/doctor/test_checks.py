@@ -60,10 +60,10 @@ def test_all_green(facts, made):
     ("change", "name", "text", "mend"),
     [
         (
-            {"torch_problem": "tiercel needs PyTorch 2.9 or newer, found 2.8: pip install -U torch"},
+            {"torch_problem": "tiercel needs PyTorch 2.9 or newer, found 2.8: pip install torch"},
             "PyTorch",
             "found 2.8",
-            "pip install -U torch",
+            "pip install torch",
         ),
         ({"torch_problem": "PyTorch does not import: x"}, "PyTorch", "import: x", "pip install"),
         ({"torch_cuda": None}, "PyTorch", "without CUDA", "--force-reinstall torch"),

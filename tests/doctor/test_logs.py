@@ -19,7 +19,7 @@ FAILURES = {
         "CUDA error: the provided PTX was compiled with an unsupported toolchain.",
     ],
     "nvcc not found": [
-        "OSError: CUDA_HOME environment variable is not set. Please set it to your CUDA install root.",
+        "OSError: CUDA_HOME environment variable is not set. Please set it to your CUDA root.",
         "/bin/sh: 1: nvcc: not found",
         "FileNotFoundError: [Errno 2] No such file or directory: '/usr/local/cuda/bin/nvcc'",
         "  No CMAKE_CUDA_COMPILER could be found.",
@@ -30,7 +30,7 @@ FAILURES = {
         "ValueError: Unknown CUDA arch (9.0b) or GPU not supported",
     ],
     "sm_90 without its a": [
-        "ptxas /tmp/x.ptx, line 91; error : Instruction 'wgmma.fence' not supported on .target 'sm_90'",
+        "ptxas x.ptx, line 91; error : Instruction 'wgmma.fence' not supported on .target 'sm_90'",
         "error : Feature 'wgmma' requires .target sm_90a",
     ],
     "no kernel image": [
@@ -127,7 +127,9 @@ def test_nothing_found():
 def test_a_large_log_takes_seconds():
     import time
 
-    line = "[1/9] nvcc -MD -c kernel.cu -o kernel.o -gencode=arch=compute_90a,code=sm_90a " + "-I" * 99
+    line = (
+        "[1/9] nvcc -MD -c kernel.cu -o kernel.o -gencode=arch=compute_90a,code=sm_90a " + "-I" * 99
+    )
     start = time.process_time()
     assert logs.diagnose([line] * 20000) == []
     assert time.process_time() - start < 20

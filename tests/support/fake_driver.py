@@ -37,7 +37,13 @@ def build(folder, version=13000, capability=(9, 0), init=0, no_launch=False, cou
     """Compiles the library in a folder and returns its path."""
     source, library = folder / "fake_cuda.c", folder / "libfakecuda.so"
     source.write_text(SOURCE)
-    values = {"VERSION": version, "MAJOR": capability[0], "MINOR": capability[1], "INIT": init, "COUNT": count}
+    values = {
+        "VERSION": version,
+        "MAJOR": capability[0],
+        "MINOR": capability[1],
+        "INIT": init,
+        "COUNT": count,
+    }
     defines = [f"-D{name}={value}" for name, value in values.items()]
     if no_launch:
         defines.append("-DNO_LAUNCH")

@@ -76,7 +76,9 @@ def demangled(symbols: list[str]) -> dict[str, str]:
 
 def readable(name: str) -> str:
     """Without "void", namespaces of ours and parameters."""
-    name = name.removeprefix("void ").replace("(anonymous namespace)::", "").replace("tiercel::", "")
+    name = (
+        name.removeprefix("void ").replace("(anonymous namespace)::", "").replace("tiercel::", "")
+    )
     return re.sub(r"\(.*\)$", "", name)
 
 

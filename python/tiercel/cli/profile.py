@@ -48,7 +48,9 @@ def run(args: argparse.Namespace) -> int:
 def _profile(tool: str, words: list[str]) -> int:
     from tiercel.profiling import ProfileError, launch, reports
 
-    parser = argparse.ArgumentParser(prog=f"tiercel profile {tool}", usage=_USAGE, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog=f"tiercel profile {tool}", usage=_USAGE, allow_abbrev=False
+    )
     parser.add_argument("--extract", action="store_true", help="print what the report says")
     parser.add_argument("--out", type=Path, default=Path(), metavar="FOLDER", help="for the report")
     before, command = words, []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``tiercel doctor`` looks at, and what it says; each part on its own, so that each is tested."""
+"""What ``tiercel doctor`` looks at and what it says, each part on its own."""
 
 from dataclasses import dataclass
 

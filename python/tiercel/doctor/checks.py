@@ -157,7 +157,9 @@ def _jobs(tools: Facts) -> Check:
     if value is None:
         started = tools["cpus"] + 2  # ninja's own number
         if started * JOB_BYTES <= tools["memory"]:
-            return Check("MAX_JOBS", GREEN, f"not set, and {have} are enough for ninja's own number")
+            return Check(
+                "MAX_JOBS", GREEN, f"not set, and {have} are enough for ninja's own number"
+            )
         text = f"not set: ninja starts {started} at once, and {have} bear {fit}"
         return Check("MAX_JOBS", YELLOW, text, mend)
     if not value.isdigit() or int(value) < 1:

@@ -44,7 +44,8 @@ _KINDS = (
     _Kind(
         "driver too old",
         r"CUDA driver version is insufficient|NVIDIA driver on your system is too old"
-        r"|provided PTX was compiled with an unsupported toolchain|CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"
+        r"|provided PTX was compiled with an unsupported toolchain"
+        r"|CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"
         r"|the NVIDIA driver supports CUDA [\d.]+, tiercel needs",
         "the driver is older than the CUDA that the code was built with",
         "install a newer NVIDIA driver (R580 or newer for CUDA 13); in a container, on the host",

@@ -47,7 +47,7 @@ def _nvcc(env: Mapping[str, str]) -> "dict[str, str] | None":
         if env.get(variable):
             places.insert(0, str(Path(env[variable], "bin", "nvcc")))
     try:
-        from tiercel.plugins.cuda import find_nvcc
+        from tiercel.jit.toolchain import find_nvcc
 
         places.append(find_nvcc())
     except Exception:  # it says that there is none

@@ -138,6 +138,10 @@ def _fp8_static_ref(x: Tensor, scale: Tensor, backend: Any = None) -> Tensor:
     return ref.fp8_quantize(x, "tensor", scale=scale)[0]
 
 
+def _fp8_static_ref_out(x: Tensor, scale: Tensor, q: Tensor, backend: Any = None) -> None:
+    q.copy_(_fp8_static_ref(x, scale))
+
+
 _FP8_CUDA = ("one pass, values kept in registers while their scale is found", "cuda")
 _FP8_TORCH = ("amax, reciprocal, clamp and cast", "torch")
 
@@ -193,9 +197,7 @@ _FP8_QUANTIZE_STATIC_OUT = Op(
         *_FP8_CUDA,
         why_not=lambda *args: _fp8_why_not(args[0], "tensor"),
     ),
-    ref=Backend(
-        "ref", lambda x, scale, q, _: q.copy_(_fp8_static_ref(x, scale)) and None, *_FP8_TORCH
-    ),
+    ref=Backend("ref", _fp8_static_ref_out, *_FP8_TORCH),
     family=_FP8,
 )
 

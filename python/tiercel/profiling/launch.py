@@ -31,7 +31,7 @@ _ERRORS = {
         "container with --cap-add=SYS_ADMIN, or on the host: echo 'options nvidia "
         "NVreg_RestrictProfilingToAdminUsers=0' > /etc/modprobe.d/nvidia-profiling.conf and restart"
     ),
-    "LibraryNotLoaded": "the profiler could not be loaded into this driver: a virtual GPU, or gVisor",
+    "LibraryNotLoaded": "the profiler could not be loaded here: a virtual GPU, or gVisor",
     "No kernels were profiled": (
         "no kernel ran, or --kernel-name left all out (it is a name, or regex:PATTERN)"
     ),
@@ -87,7 +87,9 @@ def report_path(tool: str, folder: Path, now: "float | None" = None) -> Path:
     raise ProfileError(f"{folder} is full of reports")
 
 
-def run(tool: str, options: Sequence[str], command: Sequence[str], folder: Path) -> tuple[int, Path]:
+def run(
+    tool: str, options: Sequence[str], command: Sequence[str], folder: Path
+) -> tuple[int, Path]:
     """The command's status, and where the report is (named by the user, or dated)."""
     program = programs.find(PROGRAMS[tool])
     try:
@@ -100,10 +102,10 @@ def run(tool: str, options: Sequence[str], command: Sequence[str], folder: Path)
     for word, meaning in _ERRORS.items():
         if any(word in line for line in said.problems):
             raise ProfileError(meaning)
-    if said.status != 0 and not report.exists():
+    if not report.exists():
         raise ProfileError(
-            f"{PROGRAMS[tool]} ended with status {said.status} and left no report; its command was: "
-            + " ".join(full)
+            f"{PROGRAMS[tool]} ended with status {said.status} and left no report; "
+            f"its command was: {' '.join(full)}"
         )
     return said.status, report
 

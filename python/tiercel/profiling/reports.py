@@ -25,7 +25,9 @@ _LAUNCH = {
     "waves": "launch__waves_per_multiprocessor",
 }
 _PIPE = re.compile(r"sm__(?:inst_executed_pipe|pipe)_(\w+?)(?:_cycles_active)?\.avg\.pct_of_peak")
-_STALL = re.compile(r"smsp__average_warps?_(?:issue|latency_issue)_stalled_(\w+?)(?:_per_issue_a|_n|\.)")
+_STALL = re.compile(
+    r"smsp__average_warps?_(?:issue|latency_issue)_stalled_(\w+?)(?:_per_issue_a|_n|\.)"
+)
 _LIMIT = re.compile(r"launch__occupancy_limit_(\w+)")
 
 
@@ -77,7 +79,7 @@ def from_ncu(text: str) -> list[dict[str, Any]]:
     for row in rows[2:]:
         if len(row) != len(names):
             continue
-        values = {n: v for n, v in zip(names, row, strict=True)}
+        values = dict(zip(names, row, strict=True))
         figures = {
             name: number * factor
             for name, value, factor in zip(names, row, scale, strict=True)
@@ -146,7 +148,7 @@ def _by(pattern: "re.Pattern[str]", figures: Mapping[str, float]) -> dict[str, f
 
 
 def from_nsys(text: str) -> list[dict[str, Any]]:
-    """Of `nsys stats --report cuda_gpu_kern_sum --format csv`: kernels by their share of the time."""
+    """Of `nsys stats --report cuda_gpu_kern_sum --format csv`: kernels by share of time."""
     lines = text.splitlines()
     start = next((n for n, line in enumerate(lines) if line.startswith("Time (%)")), None)
     if start is None:
@@ -164,7 +166,9 @@ def from_sanitizer(text: str) -> dict[str, Any]:
     counted = re.search(r"ERROR SUMMARY: (\d+) error", text)
     hazards = re.search(r"RACECHECK SUMMARY: (\d+) hazard", text)
     total = sum(int(match[1]) for match in (counted, hazards) if match)
-    first = re.findall(r"^=+ (?=Invalid|Error|Program hit|Uninitialized|Race|Barrier)(.*)", text, re.M)
+    first = re.findall(
+        r"^=+ (?=Invalid|Error|Program hit|Uninitialized|Race|Barrier)(.*)", text, re.M
+    )
     return {"errors": total, "finished": bool(counted or hazards), "first": first[:5]}
 
 

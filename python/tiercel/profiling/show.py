@@ -7,7 +7,9 @@ from typing import Any
 
 def as_text(entry: Mapping[str, Any]) -> str:
     if "share" in entry:
-        return f"{entry['share']:5.1f} %  {entry['us']:9.2f} us  {entry['calls']:6}  {entry['kernel']}"
+        return (
+            f"{entry['share']:5.1f} %  {entry['us']:9.2f} us  {entry['calls']:6}  {entry['kernel']}"
+        )
     time = "" if entry["us"] is None else f"  {entry['us']:.2f} us"
     lines = [f"{entry['kernel']}  grid {entry['grid']} block {entry['block']}{time}"]
 
@@ -18,7 +20,10 @@ def as_text(entry: Mapping[str, Any]) -> str:
     add("throughput", _percents(entry["throughput"]))
     add("pipes", _percents(dict(list(entry["pipes"].items())[:5])))
     stalls = {n: v for n, v in list(entry["stalls"].items())[:4] if v >= 0.05}
-    add("stalls", ", ".join(f"{n} {v:.2f}" for n, v in stalls.items()) + " warps an issue" * bool(stalls))
+    add(
+        "stalls",
+        ", ".join(f"{n} {v:.2f}" for n, v in stalls.items()) + " warps an issue" * bool(stalls),
+    )
     add("occupancy", _occupancy(entry))
     add("bytes", _bytes(entry))
     return "\n".join(lines)

@@ -18,7 +18,7 @@ def _case(
 _CASES = (
     _case(1, 1, 1, "float32", "sum"),
     _case(64, 100, 1, "bfloat16", "sum"),
-    _case(64, 100, 1, "bfloat16", "sum", dtype="float32"),
+    _case(64, 100, 1, "bfloat16", "sum", result="float32"),
     _case(5, 33, 7, "float16", "mean"),
     _case(1, 300, 40, "float32", "mean"),
     _case(1, 5000, 1, "float32", "sum"),
@@ -46,7 +46,7 @@ def _make(case: Case, device: str, seed: int) -> dict[str, Any]:
     x = x.to(device=device, dtype=dtype)
     if case.values == "strided":
         x = torch.cat([x, -x], dim=2)[:, :, : shape[2]]
-    result = getattr(torch, case.options.get("dtype", case.dtype))
+    result = getattr(torch, case.options.get("result", case.dtype))
     return {"x": x, "dim": 1, "op": case.options["op"], "dtype": result}
 
 

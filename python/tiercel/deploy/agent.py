@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+# The other end of `tiercel deploy`. It is sent there as text and needs Python 3.8 and nothing else,
+# so it imports nothing of Tiercel's and is written for old Pythons.
+import contextlib
+import io
+import json
+import os
+import platform
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+import zipfile
+
+OUTPUT, RESULT, END, HELLO, FAILED = b"o", b"r", b"e", b"h", b"f"
+MAGIC = b"\ntiercel-deploy-1\n"
+
+_lock = threading.Lock()
+_state = {"process": None, "stopped": False}
+
+
+def send(kind, data):
+    with _lock:
+        sys.stdout.buffer.write(kind + struct.pack(">Q", len(data)) + data)
+        sys.stdout.buffer.flush()
+
+
+def receive(stream):
+    head = stream.read(8)
+    if len(head) < 8:
+        raise EOFError
+    size = struct.unpack(">Q", head)[0]
+    data = stream.read(size)
+    if len(data) < size:
+        raise EOFError
+    return data
+
+
+def hello():
+    return {
+        "tag": "cp{}{}".format(*sys.version_info[:2]),
+        "python": platform.python_version(),
+        "machine": sys.platform + " " + platform.machine(),
+        "libc": " ".join(platform.libc_ver()),
+        "host": platform.node(),
+    }
+
+
+def stop(*_):
+    """Ends the running step with all that it started."""
+    _state["stopped"] = True
+    process = _state["process"]
+    if process is not None and process.poll() is None:
+        try:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass
+
+
+def watch(stream):
+    """Nothing more is sent: when the other end goes, reading ends."""
+    stream.read()
+    stop()
+
+
+def run(words, folder, site):
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [site] + [p for p in [environment.get("PYTHONPATH")] if p]
+    )
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
+    environment["TIERCEL_CACHE_DIR"] = os.path.join(folder, "cache")
+    process = subprocess.Popen(
+        [sys.executable] + words,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    _state["process"] = process
+    if _state["stopped"]:
+        stop()
+    while True:
+        data = os.read(process.stdout.fileno(), 65536)
+        if not data:
+            break
+        send(OUTPUT, data)
+    return process.wait()
+
+
+def results(folder):
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as archive:
+        archive.add(os.path.join(folder, "out"), "out")
+    return made.getvalue()
+
+
+def work(payload, folder):
+    with tarfile.open(fileobj=io.BytesIO(payload)) as archive:
+        archive.extractall(folder)  # of our own making, over our own connection
+    with open(os.path.join(folder, "job.json")) as file:
+        job = json.load(file)
+    site = os.path.join(folder, "site")
+    with zipfile.ZipFile(os.path.join(folder, job["wheel"])) as wheel:
+        wheel.extractall(site)
+    os.makedirs(os.path.join(folder, "out"), exist_ok=True)
+    worst = 0
+    for step in job["steps"]:
+        if _state["stopped"]:
+            break
+        send(OUTPUT, ("\n== " + step["title"] + "\n").encode())
+        status = run(step["words"], folder, site)
+        if status and not step.get("may_fail"):
+            worst = status
+            if step.get("needed"):
+                break
+    if not _state["stopped"]:
+        send(RESULT, results(folder))
+    return worst
+
+
+def main():
+    stream = sys.stdin.buffer
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    sys.stdout.buffer.write(MAGIC)
+    send(HELLO, json.dumps(hello()).encode())
+    try:
+        payload = receive(stream)
+    except EOFError:
+        return 1
+    threading.Thread(target=watch, args=(stream,), daemon=True).start()
+    options = json.loads(payload[: payload.index(b"\n")].decode())
+    payload = payload[payload.index(b"\n") + 1 :]
+    folder = options.get("folder")
+    if folder:
+        folder = os.path.expanduser(folder)
+        os.makedirs(folder, exist_ok=True)
+    else:
+        folder = tempfile.mkdtemp(prefix="tiercel-deploy-")
+    status = 1
+    try:
+        status = work(payload, folder)
+    except Exception as error:  # told at the other end, not as a traceback at this one
+        if not _state["stopped"]:
+            send(FAILED, (type(error).__name__ + ": " + str(error)).encode())
+    finally:
+        stop()
+        if not options.get("folder"):
+            shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):  # nobody may be there any more
+        send(END, str(status).encode())
+    return 0
+
+
+if __name__ in ("__main__", "tiercel_agent"):
+    code = main()
+    os._exit(code)  # the watching thread sits in a read

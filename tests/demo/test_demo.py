@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tiercel demo`: every operator has its stop, right or wrong, on whatever machine."""
+
+import sys
+import types
+
+import pytest
+
+import tiercel
+from tiercel.cli import main
+from tiercel.demo import plot, tour
+from tiercel.plugins.contracts import CONTRACTS
+from tiercel.plugins.smoke import measure
+
+
+def test_a_quick_tour_on_the_cpu(tmp_path, capsys):
+    path = tmp_path / "demo.png"
+    assert main(["demo", "--quick", "--device", "cpu", "--plot", str(path)]) == 0
+    text = capsys.readouterr().out
+    for op in CONTRACTS:
+        assert any(line.startswith(f"{op} ") for line in text.splitlines()), op
+    assert "WRONG" not in text and "0 of " in text
+    assert "these are on cpu" in text and "tiercel doctor" in text
+    drawn = "matplotlib" in sys.modules
+    assert path.exists() == drawn and ("wrote" in text or "tiercel[bench]" in text)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path, capsys):
+    assert main(["demo", "--quick", "--plot", str(tmp_path / "demo.png")]) == 0
+    assert "times PyTorch's" in capsys.readouterr().out
+
+
+def test_a_wrong_answer_is_said_and_counts(monkeypatch, capsys, tmp_path):
+    wrong = {"status": "wrong", "share": 0.5, "reason": "1 of 2 rows of `y` are wrong"}
+    monkeypatch.setattr(measure, "try_case", lambda *args: wrong)
+    assert main(["demo", "--quick", "--device", "cpu", "--plot", str(tmp_path / "x.png")]) == 1
+    assert "WRONG  1 of 2 rows of `y` are wrong" in capsys.readouterr().out
+
+
+def test_it_ends_when_the_minute_is_up(monkeypatch):
+    monkeypatch.setattr(tour, "_stop", lambda contract, *rest: contract.op.upper())
+    times = iter([0.0, 1.0, *[100.0] * 99])
+    stops = list(tour.tour("cpu", 60.0, now=lambda: next(times)))
+    ops = list(CONTRACTS)
+    assert stops == [ops[0].upper(), *ops[1:]]
+
+
+def stop(op, backend="sm90", ms=0.01, torch_ms=0.02):
+    return tour.Stop(op, "M=1", backend, "", True, None, ms, torch_ms)
+
+
+def test_a_speed_up_is_of_a_kernel_only():
+    assert stop("a").speedup == 2.0 and stop("a", "ref").speedup is None
+    assert "2.00 times PyTorch's 0.020 ms" in tour.as_line(stop("a"))
+
+
+def test_the_picture_without_matplotlib(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert not plot.draw([stop("a")], tmp_path / "x.png", "title")
+
+
+def test_the_picture(monkeypatch, tmp_path):
+    calls = {}
+
+    class Axes:
+        def __getattr__(self, name):
+            return lambda *args, **kwargs: calls.setdefault(name, args)
+
+    figure = types.SimpleNamespace(tight_layout=lambda: None, savefig=lambda p: p.touch())
+    pyplot = types.ModuleType("matplotlib.pyplot")
+    pyplot.subplots = lambda **kwargs: (figure, Axes())
+    pyplot.close = lambda figure: None
+    matplotlib = types.ModuleType("matplotlib")
+    matplotlib.use, matplotlib.pyplot = lambda name: None, pyplot
+    monkeypatch.setitem(sys.modules, "matplotlib", matplotlib)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", pyplot)
+    path = tmp_path / "x.png"
+    assert plot.draw([stop("a"), stop("b", "ref")], path, "title") and path.exists()
+    assert calls["barh"] == (["a"], [2.0])  # what is not accelerated has no bar beside it
+    calls.clear()
+    assert plot.draw([stop("b", "ref")], path, "title")
+    assert calls["barh"] == (["b"], [0.01])
+
+
+def test_without_torch(monkeypatch, capsys):
+    monkeypatch.delattr(tiercel, "_needs_torch", raising=False)
+    monkeypatch.setitem(sys.modules, "tiercel._needs_torch", None)
+    assert main(["demo"]) == 2
+    assert capsys.readouterr().err.startswith("tiercel demo: ")
