@@ -73,7 +73,9 @@ def functions():
     built = []
     for dtype in _DTYPES:
         for tile in _TILES:
-            built += [function(dtype, tile, mask) for mask in _MASKS if (*tile[:2], mask) not in _NOT]
+            built += [
+                function(dtype, tile, mask) for mask in _MASKS if (*tile[:2], mask) not in _NOT
+            ]
             # A window without limits is no mask.
             if tile[1] == 2 and tile[0] != 96:
                 built.append(function(dtype, tile, "window", capped=True))

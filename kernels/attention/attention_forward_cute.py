@@ -243,9 +243,7 @@ class Attention(AttentionLayouts):
             rk = mma_qk.make_fragment_B(qk_part.partition_B(sk))
             v_columns = cute.make_tensor(sv.iterator, cute.select(sv.layout, [1, 0, 2]))
             rv = mma_pv.make_fragment_B(pv_part.partition_B(v_columns))
-            s = cute.make_rmem_tensor(
-                mma_qk.partition_shape_C((self.tile_m, self.tile_n)), Float32
-            )
+            s = cute.make_rmem_tensor(mma_qk.partition_shape_C((self.tile_m, self.tile_n)), Float32)
             sums = cute.make_rmem_tensor(mma_pv.partition_shape_C((self.tile_m, self.d)), Float32)
             p = mma_pv.make_fragment_A(mma_pv.partition_shape_A((self.tile_m, self.tile_n)))
             row_max = cute.make_rmem_tensor(2, Float32)
@@ -270,9 +268,7 @@ class Attention(AttentionLayouts):
             go = cute.zipped_divide(coordinates(self.d, seq_q, heads, batch), (ROWS, PIECE))
             from_so, to_o = cpasync.tma_partition(tma_o, 0, one, cute.group_modes(so, 0, 2), go)
 
-            q_read = pipeline.make_pipeline_state(
-                pipeline.PipelineUserType.Consumer, self.q_stages
-            )
+            q_read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.q_stages)
             k_read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
             v_read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
             # The first row's place in a tile, and the first column's in a block of keys.
@@ -316,9 +312,7 @@ class Attention(AttentionLayouts):
                     if const_expr(part == 1 or (self.mask, part) in _EDGES):
                         for step in cutlass.range(end - begin, unroll=1):
                             k_ring.consumer_wait(k_read)
-                            self.start(
-                                s, sums, p, rq, rk, rv, q_read, k_read, v_read, v_ring, wg
-                            )
+                            self.start(s, sums, p, rq, rk, rv, q_read, k_read, v_read, v_ring, wg)
                             warpgroup.wait_group(1)
                             k_ring.consumer_release(k_read)
                             if const_expr(self.capped):

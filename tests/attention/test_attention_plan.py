@@ -42,7 +42,9 @@ def test_every_head_dimension_and_mask_has_a_kernel(d, right, left):
             for seq in (1, 200, 1024, 1025, 5000):
                 options = {"left": left, "right": right, "softcap": softcap, "dtype": dtype}
                 got = plan(ExchangeTensor, (2, seq, 4, d), (seq, 2), **options)
-                tile = min(t for t in (64, 96, 128, 192, 256) if t >= d and (t != 96 or not softcap))
+                tile = min(
+                    t for t in (64, 96, 128, 192, 256) if t >= d and (t != 96 or not softcap)
+                )
                 assert got["kernel"].startswith(f"attention_{short}_d{tile}_")
                 assert got["kernel"].endswith("_capped") == (softcap != 0)
                 assert got["dynamic_smem"] <= 232448  # what a block may have on Hopper
@@ -133,7 +135,10 @@ def test_wrong_heads_and_lse(make):
 @pytest.mark.parametrize(
     ("text", "options"),
     [
-        ("`q` must have a head dimension that is a multiple of 8 up to 256", {"shape": (2, 300, 8, 60)}),
+        (
+            "`q` must have a head dimension that is a multiple of 8 up to 256",
+            {"shape": (2, 300, 8, 60)},
+        ),
         ("`q` must have a head dimension .* got 264", {"shape": (2, 300, 8, 264)}),
         ("`scale` must be positive", {"scale": -1.0}),
         ("`softcap` must be None or positive", {"softcap": -1.0}),
