@@ -7,8 +7,8 @@ first. Each multiplying warpgroup keeps its scores, probabilities and sums of o 
 block i's softmax runs, the tensor cores multiply block i + 1's scores and block i - 1's values, of
 this warpgroup and, as named barriers let them take turns, of the next one.
 
-Floor: 4 * D multiply-adds a score, 16 a cycle and multiprocessor at D = 64, which is as fast as the
-exponentials; 8 at D = 128.
+Floor: 2 * D multiply-adds a score, of 2048 a cycle and multiprocessor: 16 scores a cycle at D = 64,
+as many as there are exponentials, and 8 at D = 128.
 """
 
 import cutlass
@@ -32,7 +32,7 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 _WARPGROUP = 1  # and up: within one warpgroup
 _TURN = 4  # and up: whose turn it is to start multiplying
 
-# Where a mask hides something of blocks other than the first: at 0, its upper edge, or 2, its lower.
+# Where a mask hides something of blocks other than the first: at 0, the upper edge, or 2, the lower.
 _EDGES = (("causal", 0), ("window", 0), ("window", 2))
 
 _LN2 = 0.6931471805599453
@@ -305,7 +305,7 @@ class Attention(AttentionLayouts):
                     row * self.tile_m + offset,
                     *(self.tile_m, self.tile_n, low, last, left, right, self.mask),
                 )
-                # Blocks at the upper edge of the mask, then free ones, then those at its lower edge.
+                # Blocks at the mask's upper edge, then free ones, then those at its lower edge.
                 for part in cutlass.range_constexpr(3):
                     masked = part != 1
                     begin, end = ((top, last - 1), (bottom, top), (low, bottom))[part]
@@ -463,6 +463,6 @@ def _arrive(barrier, threads):
 
 
 def coordinates(d, rows, heads, batch):
-    """What a map of [batch, heads, rows, d] is indexed with, as a (rows, d, heads, batch) tensor."""
+    """What a map of [batch, heads, rows, d] is indexed with: (rows, d, heads, batch)."""
     identity = cute.make_identity_tensor((d, rows, heads, batch))
     return cute.make_tensor(identity.iterator, cute.select(identity.layout, [1, 0, 2, 3]))

@@ -13,9 +13,9 @@ PIECE = 64  # columns of a 128-byte swizzle row
 
 
 class AttentionLayouts:
-    """`mask` is "none", "causal" or "window"; `capped`: scores go through tanh; o_stages: 64x64
-    pieces of the output that a warpgroup has room for; columns: of q and k that are multiplied, where
-    the rest is known to be 0."""
+    """`mask` is "none", "causal" or "window"; `capped`: scores go through tanh; `o_stages`: 64x64
+    pieces of the output that a warpgroup has room for; `columns`: of q and k that are multiplied,
+    where the rest is known to be 0."""
 
     def __init__(
         self,

@@ -29,8 +29,8 @@ _NAME = "attention"
 _DTYPES = (torch.bfloat16, torch.float16)
 _Window = Sequence["int | None"]
 
-# Below, `options` is (causal, window, scale, softcap) as in the operators' schemas: a window is None
-# or two numbers, of which a negative one is no limit.
+# Below, `options` is (causal, window, scale, softcap) as in the operators' schemas: a window is
+# None or two numbers, of which a negative one is no limit.
 
 
 def _limit(value: object) -> int:
