@@ -32,7 +32,7 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 _WARPGROUP = 1  # and up: within one warpgroup
 _TURN = 4  # and up: whose turn it is to start multiplying
 
-# Where a mask hides something of blocks other than the first: at 0, the upper edge, or 2, the lower.
+# Where a mask hides some of other blocks than the first: at 0, the upper edge, or 2, the lower.
 _EDGES = (("causal", 0), ("window", 0), ("window", 2))
 
 _LN2 = 0.6931471805599453
