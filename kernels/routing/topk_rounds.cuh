@@ -18,14 +18,6 @@ __device__ __forceinline__ float exp_below(float score, float largest) {
   return expf(score - largest);
 }
 
-// The same to 2^-22 in one multiplication and one ex2, for the many terms of a row's denominator.
-__device__ __forceinline__ float quick_exp_below(float score, float largest) {
-  constexpr float kLog2E = 1.44269504f;
-  float value;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"((score - largest) * kLog2E));
-  return value;
-}
-
 // 1 / value for a normal value, correct to the last place but for rare roundings.
 __device__ __forceinline__ float reciprocal(float value) {
   float estimate;
@@ -33,11 +25,18 @@ __device__ __forceinline__ float reciprocal(float value) {
   return fmaf(estimate, fmaf(-value, estimate, 1.0f), estimate);
 }
 
+// numerator / denominator, correct to the last place but for rare roundings; `inverse` is the
+// denominator's.
+__device__ __forceinline__ float quotient(float numerator, float denominator, float inverse) {
+  const float estimate = numerator * inverse;
+  return fmaf(fmaf(-estimate, denominator, numerator), inverse, estimate);
+}
+
 // A lane's part of the denominator over the whole row; in four sums, so that rounding stays small.
 template <typename Scores>
 __device__ __forceinline__ float exp_sum(const Scores& scores, float largest) {
   float sums[4] = {};
-  scores.for_each([&](int i, float score) { sums[i % 4] += quick_exp_below(score, largest); });
+  scores.for_each([&](int i, float score) { sums[i % 4] += exp_below(score, largest); });
   return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
@@ -108,7 +107,8 @@ __device__ __forceinline__ int finish_row_by_rounds(const TopkSoftmaxArgs& args,
   sum += lost;
   if (args.all_scores) sum = lanes_reduce<32>(exp_sum(scores, largest), Sum());
   if (lane < args.k) {
-    const float weight = exp_below(Keys::score(selected), largest) * reciprocal(sum);
+    const float term = exp_below(Keys::score(selected), largest);
+    const float weight = quotient(term, sum, reciprocal(sum));
     store_result(args, row * args.k + lane, weight, Keys::index(selected));
   }
   return Keys::index(selected);

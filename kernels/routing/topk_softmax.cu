@@ -96,7 +96,8 @@ __device__ __forceinline__ void finish_row(const TopkSoftmaxArgs& args, int64_t 
     sum += p * kLanes + lane < args.k ? weight[p] : 0.0f;
   }
   if (args.all_scores) sum = exp_sum(scores, largest);
-  const float scale = reciprocal(lanes_reduce<kLanes>(sum, Sum()));
+  sum = lanes_reduce<kLanes>(sum, Sum());
+  const float scale = reciprocal(sum);
 
   bool store = data.experts > 0;
   if constexpr (!Keys::kExact) {
@@ -116,7 +117,7 @@ __device__ __forceinline__ void finish_row(const TopkSoftmaxArgs& args, int64_t 
   for (int p = 0; p < kPlaces; ++p) {
     const int place = p * kLanes + lane;
     if (store && place < args.k) {
-      store_result(args, row * args.k + place, weight[p] * scale, index[p]);
+      store_result(args, row * args.k + place, quotient(weight[p], sum, scale), index[p]);
     }
   }
 }

@@ -21,7 +21,7 @@ def _on_ref():
 
 
 def draw(*shape, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
 def torchs(x, dim, op, keepdim=False):

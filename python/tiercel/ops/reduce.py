@@ -19,7 +19,7 @@ from tiercel._checks import (
 )
 from tiercel._op import Autograd, Backend, Op
 from tiercel._platform import Reason
-from tiercel.ref import reduce as ref
+from tiercel.ref.reduce import reduce as reference
 
 __all__ = ["reduce", "reduce_sum"]
 
@@ -135,13 +135,13 @@ def _ref(
     dtype: torch.dtype | None,
     backend: str | None,
 ) -> Tensor:
-    return ref.reduce(x, dim, op, keepdim=keepdim, dtype=dtype).contiguous()
+    return reference(x, dim, op, keepdim=keepdim, dtype=dtype).contiguous()
 
 
 def _ref_out(
     x: Tensor, out: Tensor, dim: int | None, op: str, keepdim: bool, backend: str | None
 ) -> None:
-    out.copy_(ref.reduce(x, dim, op, keepdim=keepdim, dtype=out.dtype))
+    out.copy_(reference(x, dim, op, keepdim=keepdim, dtype=out.dtype))
 
 
 def _plan(x: Tensor, dim: int | None, op: str, *options: Any) -> dict[str, Any]:
