@@ -26,7 +26,8 @@ def test_the_page_has_the_committed_figures() -> None:
 
 def test_a_page() -> None:
     took = {"a": {"seconds": 1.25, "cpu_seconds": 2.0}, "b": {"seconds": 0.5}}
-    figures = {"cpus": 2, "cpu": "x", "nvcc": "CUDA 13.0", "date": "2026-01-02", "took": took}
+    figures = {"cpus": 2, "cpu": "x", "nvcc": "CUDA 13.0", "date": "2026-01-02"}
+    figures |= {"load": 0.1, "took": took}
     text = program.page(f"before\n{program.BEGIN}\nold\n{program.END}\nafter\n", figures)
     assert "| a | 1.2 | 2.0 |" in text and "| b | 0.5 |  |" in text and "old" not in text
     assert text.startswith("before\n") and text.endswith("after\n")
