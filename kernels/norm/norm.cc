@@ -183,7 +183,6 @@ Status prepare(const NormForward& call, int multiprocessors, NormForwardArgs* ar
   args->layer_norm = call.kind == NormKind::kLayer;
   args->weight_float32 = is_float32(call.weight);
   args->bias_float32 = is_float32(call.bias);
-  args->early_launch = choice->early_launch;
   return Status();
 }
 
@@ -237,7 +236,6 @@ Status prepare(const NormBackward& call, int multiprocessors, NormBackwardArgs* 
   args->inverse_columns = 1.0f / static_cast<float>(columns);
   args->eps = call.eps;
   args->weight_float32 = is_float32(call.weight);
-  args->early_launch = choice->early_launch;
 
   *reduce = {};
   reduce->parts = choice->parts();

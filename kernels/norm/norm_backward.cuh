@@ -20,6 +20,8 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   // Whether x and grad stay in registers between the two passes: beside the sums there is no room
   // for many.
   constexpr bool kHold = kVectors * (Values::kElements * (kLayerNorm ? 2 : 1) + 8) <= 64;
+  // And whether the weight does, all the time.
+  constexpr bool kKeep = kWide && kHold && kVectors * (kElements * (kLayerNorm ? 3 : 2) + 8) <= 96;
   constexpr int kParts = kElements / 4;
   constexpr int kKinds = kLayerNorm ? 2 : 1;
   extern __shared__ __align__(128) char shared[];
@@ -56,7 +58,6 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   }
   if (team.blocks > 1) cluster_arrive();
   grid_dependency_wait();
-  if (args.early_launch) grid_dependency_launch();
 
   // One thread starts a tile's copies.
   const auto fetch = [&](int t, int stage) {
@@ -141,6 +142,20 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   if (kLayerNorm && !alone) team.publish(scratch, warp_columns);
   __syncthreads();  // barriers and weights are there
 
+  const auto read_weight = [&](float (&w)[kElements], int chunk) {
+#pragma unroll
+    for (int p = 0; p < kParts; ++p) {
+      // A vector beyond the row has no gradient: any weight will do.
+      const float4 part = reinterpret_cast<const float4*>(weight)[p * (last + 1) + min(chunk, last)];
+      w[4 * p] = part.x, w[4 * p + 1] = part.y, w[4 * p + 2] = part.z, w[4 * p + 3] = part.w;
+    }
+  };
+  float kept[kKeep ? kVectors : 1][kElements];
+  if constexpr (kKeep) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) read_weight(kept[v], v * team.places + team.place);
+  }
+
   int stage = 0;
   uint32_t phase = 0;  // of the barriers of this tile's stage
   int place = team.place, places = team.places;
@@ -182,17 +197,16 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
             vg.load_any(rows + stream_bytes + chunk * 16);
           }
         }
-        float xs[kElements], gs[kElements], ws[kElements];
+        float xs[kElements], gs[kElements];
         vx.unpack(xs);
         vg.unpack(gs);
-#pragma unroll
-        for (int p = 0; p < kParts; ++p) {
-          const float4 part =
-              reinterpret_cast<const float4*>(weight)[p * (last + 1) + min(chunk, last)];
-          ws[4 * p] = part.x, ws[4 * p + 1] = part.y;
-          ws[4 * p + 2] = part.z, ws[4 * p + 3] = part.w;
+        if constexpr (kKeep) {
+          visit(v, chunk, xs, kept[v], gs);
+        } else {
+          float ws[kElements];
+          read_weight(ws, chunk);
+          visit(v, chunk, xs, ws, gs);
         }
-        visit(v, chunk, xs, ws, gs);
       }
     };
 
@@ -351,7 +365,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
       out[c] = sum;
     }
   }
-  if (!args.early_launch) grid_dependency_launch();
+  grid_dependency_launch();
 }
 
 // Adds up the blocks' sums: a warp's lanes take neighbouring columns, its warps every eighth part.

@@ -51,34 +51,45 @@ NormChoice<NormForwardKernel> choose_norm_forward(const NormProblem& problem) {
   NormChoice<NormForwardKernel> choice;
   const int elements = problem.wide ? static_cast<int>(16 / dtype_bytes(problem.dtype)) : 1;
   const int64_t vectors = ceil_div(problem.columns, elements);
-  const int64_t few_rows = 2 * problem.multiprocessors;
+  // Few enough that each vector can have a thread of its own: latency counts, not bytes.
+  const bool small = problem.rows * vectors <= problem.multiprocessors * int64_t{1536};
+  const bool block_row = vectors > 128 || (problem.wide && small && vectors > 32);
   int64_t grid = 0;
-  int per_thread = 0;
-  if (vectors <= 128) {  // a warp or less a row
-    per_thread = !problem.wide ? 4 : vectors <= 8 ? 1 : vectors <= 64 ? 2 : 4;
+  int per_thread = 4;
+  if (!block_row) {  // a warp or less a row
+    if (problem.wide && vectors <= 64) per_thread = vectors <= 8 ? 1 : 2;
     choice.threads_per_row = threads_for(vectors, per_thread);
     choice.slice = problem.columns;
-    choice.block = 128;
+    choice.block = 64;
     grid = ceil_div(problem.rows, choice.block / choice.threads_per_row);
   } else {
-    per_thread = problem.wide ? 4 : 32;
-    if (problem.wide && vectors > 1024) per_thread = 8;
-    if (problem.wide && problem.rows <= few_rows && vectors <= 1024) per_thread = 2;
-    if (!problem.wide && vectors <= 2048) per_thread = 4;
-    const int max_threads = norm_forward_threads(problem.wide, per_thread, true);
-    while (threads_for(ceil_div(vectors, choice.cluster), per_thread) > max_threads) {
+    if (!problem.wide) {
+      if (vectors > 2048) per_thread = problem.streams == 2 ? 16 : 32;
+    } else if (small && vectors <= 1024) {
+      per_thread = vectors <= 512 ? 1 : 2;
+    } else if (vectors >= 1024) {
+      per_thread = 8;
+    }
+    const int most = norm_forward_threads(problem.wide, per_thread, true);
+    const auto threads = [&] {
+      return threads_for(ceil_div(vectors, choice.cluster), per_thread);
+    };
+    // Two blocks of half the size hide more of each other's latency; a cluster has eight at most.
+    while (threads() > (choice.cluster < kNormMaxCluster ? std::min(most, 256) : most) &&
+           choice.cluster < kNormMaxCluster) {
+      if (threads() <= most && choice.cluster == kNormMaxCluster / 2) break;
       choice.cluster *= 2;
     }
-    if (choice.cluster > kNormMaxCluster) return choice;
+    if (per_thread <= 2) choice.cluster = 1;
+    if (threads() > most) return choice;
     const int64_t part = ceil_div(vectors, choice.cluster);
-    choice.threads_per_row = choice.block = std::max(32, threads_for(part, per_thread));
+    choice.threads_per_row = choice.block = std::max(32, threads());
     choice.slice = static_cast<int>(part) * elements;
     grid = problem.rows * choice.cluster;
   }
   if (grid > 0x7fffffff) return choice;
-  choice.kernel = forward_kernel(problem, vectors > 128, per_thread);
+  choice.kernel = forward_kernel(problem, block_row, per_thread);
   choice.grid = static_cast<int>(grid);
-  choice.early_launch = grid <= few_rows;
   return choice;
 }
 

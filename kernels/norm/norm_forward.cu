@@ -20,10 +20,12 @@ namespace {
       TIERCEL_KERNEL(dtype, wide, vectors, true, block_row)
 #define TIERCEL_ALL(dtype)                                                                 \
   TIERCEL_BOTH(dtype, true, 1, false), TIERCEL_BOTH(dtype, true, 2, false),                \
-      TIERCEL_BOTH(dtype, true, 4, false), TIERCEL_BOTH(dtype, true, 2, true),             \
+      TIERCEL_BOTH(dtype, true, 4, false), TIERCEL_BOTH(dtype, true, 1, true),             \
+      TIERCEL_BOTH(dtype, true, 2, true),                                                  \
       TIERCEL_BOTH(dtype, true, 4, true), TIERCEL_BOTH(dtype, true, 8, true),              \
       TIERCEL_BOTH(dtype, false, 4, false), TIERCEL_BOTH(dtype, false, 4, true),           \
-      TIERCEL_BOTH(dtype, false, 32, true)
+      TIERCEL_KERNEL(dtype, false, 32, false, true),                                       \
+      TIERCEL_KERNEL(dtype, false, 16, true, true)
 
 const NormForwardKernel kForward[] = {TIERCEL_ALL(BFloat16), TIERCEL_ALL(Float16),
                                       TIERCEL_ALL(Float32)};

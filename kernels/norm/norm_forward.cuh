@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(norm_forward_threads(kWide, kVectors, kBlockRo
   const auto valid = [&](int v) { return local(v) < columns && real; };
 
   grid_dependency_wait();
-  if (args.early_launch) grid_dependency_launch();
+  grid_dependency_launch();  // once the last blocks run, the next grid's may take what room there is
 
   Values values[kVectors];
   {

@@ -23,7 +23,8 @@ inline constexpr int kNormReduceThreads = 256;
 // for on a multiprocessor.
 constexpr int norm_forward_threads(bool wide, int vectors, bool block_row) {
   if (!block_row) return 128;
-  return !wide || vectors != 4 ? kNormMaxThreads : kNormMaxThreads / 2;
+  if (!wide) return vectors > 4 ? 448 : kNormMaxThreads;  // more registers for more elements
+  return vectors == 4 ? 256 : vectors == 8 ? 448 : kNormMaxThreads;
 }
 constexpr int norm_forward_blocks(bool wide, int vectors, bool block_row, bool residual) {
   if (!wide) return 1;
@@ -55,7 +56,6 @@ struct NormForwardArgs {
   bool layer_norm;
   bool weight_float32;  // whatever x is
   bool bias_float32;
-  bool early_launch;
 };
 
 struct NormBackwardArgs {
@@ -76,7 +76,6 @@ struct NormBackwardArgs {
   float inverse_columns;
   float eps;
   bool weight_float32;
-  bool early_launch;
 };
 
 struct NormReduceArgs {

@@ -21,6 +21,9 @@ __all__ = ["layer_norm", "rms_norm"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+# Bytes of a row of which a cluster's shared memory holds that of three tensors, and the weight.
+_LONGEST_OF_THREE = 98304 * 4
+
 
 def _check_like_x(name: str, what: str, tensor: Tensor, x: Tensor) -> None:
     check_dtype(name, what, tensor.dtype, (x.dtype,))
@@ -138,6 +141,10 @@ class _Launches:
         """The kernels' gradients of x, weight and bias; of size 0 those that are not wanted."""
         x, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, x.shape[-1])
         grad_residual = _rows(grad_residual)
+        if grad_residual is not None and x.shape[1] * x.element_size() > _LONGEST_OF_THREE:
+            options = (weight_grad, bias_grad, bias_dtype, eps)
+            grad_x, *others = self.gradients(x, weight, grad, None, *options)
+            return (grad_x.add_(grad_residual), *others)  # type: ignore[return-value]
         grad_x, columns = _like(x), x.shape[1]
         grad_weight = grad_bias = workspace = None
         if weight_grad or bias_grad:
