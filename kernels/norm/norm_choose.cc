@@ -71,9 +71,7 @@ NormChoice<NormForwardKernel> choose_norm_forward(const NormProblem& problem) {
       per_thread = 8;
     }
     const int most = norm_forward_threads(problem.wide, per_thread, true);
-    const auto threads = [&] {
-      return threads_for(ceil_div(vectors, choice.cluster), per_thread);
-    };
+    const auto threads = [&] { return threads_for(ceil_div(vectors, choice.cluster), per_thread); };
     // Two blocks of half the size hide more of each other's latency; a cluster has eight at most.
     while (threads() > (choice.cluster < kNormMaxCluster ? std::min(most, 256) : most) &&
            choice.cluster < kNormMaxCluster) {
@@ -133,9 +131,9 @@ NormChoice<NormBackwardKernel> choose_norm_backward(const NormProblem& problem) 
     // More than half of what there is: two blocks on one multiprocessor leave another empty.
     choice.dynamic_smem =
         static_cast<int>(std::max<int64_t>(choice.weight_offset + weight, 116 * 1024));
-    choice.grid = static_cast<int>(std::max<int64_t>(
-                      1, std::min<int64_t>(blocks, ceil_div(tiles, teams)))) *
-                  choice.cluster;
+    choice.grid =
+        static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(blocks, ceil_div(tiles, teams)))) *
+        choice.cluster;
     break;
   }
   choice.kernel = backward_kernel(problem, per_thread);

@@ -66,7 +66,8 @@ __global__ void __launch_bounds__(norm_forward_threads(kWide, kVectors, kBlockRo
   const auto valid = [&](int v) { return local(v) < columns && real; };
 
   grid_dependency_wait();
-  grid_dependency_launch();  // once the last blocks run, the next grid's may take what room there is
+  grid_dependency_launch();  // once the last blocks run, the next grid's may take what room there
+                             // is
 
   Values values[kVectors];
   {
@@ -181,8 +182,8 @@ __global__ void __launch_bounds__(norm_forward_threads(kWide, kVectors, kBlockRo
     }
     if constexpr (kBlockRow) {
       square = lanes_reduce<32>(square, Sum());
-      const float2 joined = team.join(scratch, make_float4(sum, square, mean, count),
-                                      args.inverse_columns);
+      const float2 joined =
+          team.join(scratch, make_float4(sum, square, mean, count), args.inverse_columns);
       mean = joined.x;
       square = joined.y;
     } else {

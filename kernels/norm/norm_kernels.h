@@ -11,7 +11,7 @@
 
 namespace tiercel {
 
-inline constexpr int kNormMaxThreads = 512;  // a block
+inline constexpr int kNormMaxThreads = 512;     // a block
 inline constexpr int kNormNarrowThreads = 256;  // the same where rows are not on 16 bytes, backward
 inline constexpr int kNormMaxCluster = 8;
 inline constexpr int kNormMaxWarps = kNormMaxThreads / 32;
@@ -48,9 +48,9 @@ struct NormForwardArgs {
   int64_t residual_inner;
   int rows;
   int columns;
-  int slice;        // columns a block, where a row has one or more
+  int slice;         // columns a block, where a row has one or more
   int cluster_log2;  // of how many it has
-  int lanes_log2;   // of how many lanes it has otherwise
+  int lanes_log2;    // of how many lanes it has otherwise
   float inverse_columns;
   float eps;
   bool layer_norm;
@@ -91,7 +91,7 @@ struct NormForwardKernel {
   bool wide;
   bool residual;
   bool block_row;  // a row has a block or more
-  int vectors;  // a thread
+  int vectors;     // a thread
   Kernel kernel;
 };
 

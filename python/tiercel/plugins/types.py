@@ -25,10 +25,10 @@ __all__ = [
     "Bias",
     "BlockExperts",
     "ChosenExperts",
+    "CopyTranspose",
     "ExpertMap",
     "ExpertOutputs",
     "ExpertWeights",
-    "CopyTranspose",
     "Features",
     "Fp4Codes",
     "Fp4Matrix",
@@ -40,26 +40,28 @@ __all__ = [
     "Indices",
     "Keys",
     "LinearAct",
+    "LogSums",
+    "Matrices",
+    "MoeAlignBlockSize",
+    "MoeSum",
     "Norm",
     "NormBias",
     "NormWeight",
     "Normalised",
-    "Residual",
-    "ResidualSum",
-    "Rows",
-    "MoeAlignBlockSize",
-    "MoeSum",
     "NumSlots",
     "Nvfp4Dequantize",
     "Nvfp4Gemv",
     "Nvfp4Linear",
     "Nvfp4Quantize",
-    "Matrices",
-    "Reduce",
-    "Reduced",
     "PermutedScales",
     "ProductColumn",
+    "Queries",
     "RawScales",
+    "Reduce",
+    "Reduced",
+    "Residual",
+    "ResidualSum",
+    "Rows",
     "Scores",
     "ScoresMap",
     "SortedTokens",
@@ -67,12 +69,8 @@ __all__ = [
     "TopkSoftmax",
     "TopkSoftmaxAlign",
     "Transposed",
-    "LogSums",
-    "Queries",
-    "Scores",
-    "TopkSoftmax",
-    "Values",
     "Unreduced",
+    "Values",
     "Weight",
     "Weights",
 ]
@@ -180,6 +178,8 @@ class Norm(Protocol):
     def __call__(
         self, x: Rows, weight: NormWeight, bias: NormBias, residual: Residual, eps: float
     ) -> Normalised | tuple[Normalised, ResidualSum]: ...
+
+
 # Transpose: x [B, M, N] of 1-, 2- or 4-byte elements, any strides; out [B, N, M].
 Matrices = Annotated[Tensor, COPY_TRANSPOSE.spec("x")]
 Transposed = Annotated[Tensor, COPY_TRANSPOSE.spec("out")]
@@ -189,6 +189,8 @@ class CopyTranspose(Protocol):
     """A backend of copy_transpose; a single matrix comes as a batch of one."""
 
     def __call__(self, x: Matrices) -> Transposed: ...
+
+
 # Attention: q [B, Sq, H, D] bfloat16 or float16, k and v [B, Sk, Hk, D], any strides; out as q, and
 # lse [B, H, Sq] float32.
 Queries = Annotated[Tensor, ATTENTION.spec("q")]
