@@ -213,9 +213,7 @@ def _operator(lse: bool) -> Op:
             *_CUTE,
             why_not=lambda *args: _why_not(*args[:-1]),
         ),
-        ref=Backend(
-            "ref", lambda *args: _contiguous(_reference(*args[:3], lse, *args[3:-1])), *_TORCH
-        ),
+        ref=Backend("ref", lambda *args: _contiguous(_reference(*args[:3], lse, *args[3:-1])), *_TORCH),
         autograd=Autograd(_save, _backward),
         family=_NAME,
         describe=lambda *args: _plan(*args[:-1]),
