@@ -133,6 +133,12 @@ class _ReducePlan(TypedDict):
     block: int
     workspace: int
 
+class _RotaryPlan(TypedDict):
+    kernel: str
+    vector_bytes: int
+    grid: int
+    block: int
+
 def driver_info() -> _DriverInfo: ...
 def device_capability(device: int) -> tuple[int, int]: ...
 def route(*tensors: Any) -> int: ...
@@ -377,6 +383,48 @@ def softmax_load(device: int, /) -> None: ...
 def reduce(x: Any, out: Any, workspace: Any, dim: int, op: int, /) -> int: ...
 def reduce_plan(x: Any, out: Any, workspace: Any, dim: int, op: int, /) -> _ReducePlan: ...
 def reduce_load(device: int, /) -> None: ...
+def rotary_embedding(
+    positions: Any,
+    q: Any,
+    k: Any,
+    cos_sin_cache: Any,
+    q_out: Any,
+    k_out: Any,
+    interleaved: bool,
+    /,
+) -> None: ...
+def rotary_embedding_plan(
+    positions: Any,
+    q: Any,
+    k: Any,
+    cos_sin_cache: Any,
+    q_out: Any,
+    k_out: Any,
+    interleaved: bool,
+    /,
+) -> _RotaryPlan: ...
+def rotary_embedding_load(device: int, /) -> None: ...
+def kv_cache_write(
+    key: Any,
+    value: Any,
+    key_cache: Any,
+    value_cache: Any,
+    slots: Any,
+    key_scale: Any,
+    value_scale: Any,
+    /,
+) -> None: ...
+def kv_cache_write_plan(
+    key: Any,
+    value: Any,
+    key_cache: Any,
+    value_cache: Any,
+    slots: Any,
+    key_scale: Any,
+    value_scale: Any,
+    /,
+) -> _RotaryPlan: ...
+def kv_cache_write_load(device: int, /) -> None: ...
 def topk_softmax(
     scores: Any, weights: Any, indices: Any, softmax_first: bool, renormalize: bool, /
 ) -> None: ...
