@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gradients of rms_norm and layer_norm. One block a multiprocessor, or a cluster for very long rows,
-// goes through the rows in tiles of neighbours, a row a team of threads. The copy engine fetches
-// tiles ahead into a ring of stages: full[stage] says that one is there, empty[stage] that all warps
-// have read it. The statistics are computed again, which reads nothing more. Each thread has its
-// columns of every row, so the parameters' gradients are sums in its registers; they leave once, as
-// a row of partial sums a block, which norm_reduce adds up in a fixed order. Bytes: x and grad read
-// once, grad_x written once; the floor is those at the speed of a copy.
+// Gradients of rms_norm and layer_norm. One block a multiprocessor, or a cluster for very long
+// rows, goes through the rows in tiles of neighbours, a row a team of threads. The copy engine
+// fetches tiles ahead into a ring of stages: full[stage] says that one is there, empty[stage] that
+// all warps have read it. The statistics are computed again, which reads nothing more. Each thread
+// has its columns of every row, so the parameters' gradients are sums in its registers; they leave
+// once, as a row of partial sums a block, which norm_reduce adds up in a fixed order. Bytes: x and
+// grad read once, grad_x written once; the floor is those at the speed of a copy.
 #ifndef KERNELS_NORM_NORM_BACKWARD_CUH_
 #define KERNELS_NORM_NORM_BACKWARD_CUH_
 

@@ -40,8 +40,9 @@ __device__ __forceinline__ void read_parameter(float (&values)[Chunk<Format, kWi
 }
 
 template <typename Format, bool kWide, int kVectors, bool kResidual, bool kBlockRow>
-__global__ void __launch_bounds__(norm_forward_threads(kWide, kVectors, kBlockRow),
-                                  norm_forward_blocks(kWide, kVectors, kBlockRow, kResidual))
+__global__ void __launch_bounds__(norm_forward_threads(Format::kBytes, kWide, kVectors, kBlockRow),
+                                  norm_forward_blocks(Format::kBytes, kWide, kVectors, kBlockRow,
+                                                      kResidual))
     norm_forward(const __grid_constant__ NormForwardArgs args) {
   using Values = Chunk<Format, kWide>;
   constexpr int kElements = Values::kElements;
