@@ -29,7 +29,7 @@ def test_a_page() -> None:
     figures = {"cpus": 2, "cpu": "x", "nvcc": "CUDA 13.0", "date": "2026-01-02"}
     figures |= {"load": 0.1, "took": took}
     text = program.page(f"before\n{program.BEGIN}\nold\n{program.END}\nafter\n", figures)
-    assert "| a | 1.2 | 2.0 |" in text and "| b | 0.5 |  |" in text and "old" not in text
+    assert "| a | 1.25 | 2.00 |" in text and "| b | 0.50 |  |" in text and "old" not in text
     assert text.startswith("before\n") and text.endswith("after\n")
     assert program.page(text, figures) == text
     with pytest.raises(AssertionError, match="markers"):
