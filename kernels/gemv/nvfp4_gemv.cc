@@ -140,8 +140,9 @@ void choose(Choice* choice, int64_t batches) {
   int parts = 1;
   while (2 * parts <= most && 2 * parts <= kWarps) parts *= 2;
   const int64_t share = ceil_div(quads, kMultiprocessors);  // a multiprocessor's
-  const int64_t per_block =
-      share * parts <= kWarps ? ceil_div(share, 2) : std::max<int64_t>((steps > 4 ? 8 : 4) / parts, 1);
+  const int64_t per_block = share * parts <= kWarps
+                                ? ceil_div(share, 2)
+                                : std::max<int64_t>((steps > 4 ? 8 : 4) / parts, 1);
   const int warps = static_cast<int>(std::max<int64_t>(per_block, 1)) * parts;
   args.parts = parts;
   choice->config.grid.x = static_cast<uint32_t>(ceil_div(args.quads, warps / parts));

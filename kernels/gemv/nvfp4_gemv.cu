@@ -7,13 +7,14 @@
 //    time: a code's sign bit, which it takes for "repeat the byte's sign", makes 0 of the negative
 //    ones, and the flipped one 0 of the positive ones. Two integer dot products of four (dp4a) then
 //    give the sum over the positive ones less that over the negative ones: a group of 16 exactly.
-//  - Its float value comes of an addition to 1.5 * 2^23 in the integers' place. Times both scales it
+//  - Its float value comes of an addition to 1.5 * 2^23 in the integers' place. Times both scales
+//  it
 //    is still exact in float32; only the sum over groups rounds.
 //  - b is decoded once a block, into shared memory.
-// A warp has the four rows m, m + 32, m + 64 and m + 96 of an atom of 128, since one 16-byte load of
-// permuted scales serves these, and 1024 values of K at a time: each lane 16 neighbouring bytes of
-// each row. The next step's five loads are under way while this one's are multiplied. `parts` warps
-// share the four rows along K and add their sums up in shared memory.
+// A warp has the four rows m, m + 32, m + 64 and m + 96 of an atom of 128, since one 16-byte load
+// of permuted scales serves these, and 1024 values of K at a time: each lane 16 neighbouring bytes
+// of each row. The next step's five loads are under way while this one's are multiplied. `parts`
+// warps share the four rows along K and add their sums up in shared memory.
 #include <cstdint>
 
 #include "kernels/gemv/nvfp4_gemv_kernels.h"
@@ -193,7 +194,7 @@ __global__ void __launch_bounds__(kGemvMaxThreads)
 }
 
 const Kernel kKernel("nvfp4_gemv", reinterpret_cast<const void*>(nvfp4_gemv),
-                         gemv_shared_bytes(kGemvMaxK, kGemvMaxThreads / 32));
+                     gemv_shared_bytes(kGemvMaxK, kGemvMaxThreads / 32));
 
 }  // namespace
 

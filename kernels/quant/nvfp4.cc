@@ -34,8 +34,8 @@ Status check(const Call& call) {
   const int64_t rows = call.values.shape[0];
   const int64_t columns = call.values.shape[1];
   if (columns % 16 != 0) {
-    return Status::InvalidArgument(mismatch(
-        values, "have a multiple of 16 columns", shape_text(call.values.shape, 2)));
+    return Status::InvalidArgument(
+        mismatch(values, "have a multiple of 16 columns", shape_text(call.values.shape, 2)));
   }
   TIERCEL_RETURN_IF_ERROR(check_shape(q, {rows, columns / 2}, "[T, K / 2]"));
   TIERCEL_RETURN_IF_ERROR(check_shape(scale, {rows, columns / 16}, "[T, K / 16]"));
@@ -109,8 +109,8 @@ Status load_all(const Kernel* (*find)(DType), int device) {
 
 }  // namespace
 
-Status nvfp4_quantize_plan(const TensorView& x, const TensorView* global_scale,
-                           const TensorView& q, const TensorView& scale, Nvfp4Plan* plan) {
+Status nvfp4_quantize_plan(const TensorView& x, const TensorView* global_scale, const TensorView& q,
+                           const TensorView& scale, Nvfp4Plan* plan) {
   return plan_of({"nvfp4_quantize", "x", x, q, scale, global_scale}, nvfp4_quantize_kernel, plan);
 }
 
@@ -122,8 +122,8 @@ Status nvfp4_quantize(const TensorView& x, const TensorView* global_scale, const
 Status nvfp4_dequantize_plan(const TensorView& q, const TensorView& scale,
                              const TensorView* global_scale, const TensorView& out,
                              Nvfp4Plan* plan) {
-  return plan_of({"nvfp4_dequantize", "out", out, q, scale, global_scale},
-                 nvfp4_dequantize_kernel, plan);
+  return plan_of({"nvfp4_dequantize", "out", out, q, scale, global_scale}, nvfp4_dequantize_kernel,
+                 plan);
 }
 
 Status nvfp4_dequantize(const TensorView& q, const TensorView& scale,

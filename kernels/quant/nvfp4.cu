@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // nvfp4_quantize: 16 neighbouring values become 16 e2m1 and one e4m3 scale; nvfp4_dequantize: back.
 //
-// The plan. A thread has whole groups of 16, two at a time: 32 bytes of 16-bit values in, 8 bytes of
-// codes and 1 of scale out, so nothing is exchanged between threads and nothing waits. At
-// [8192, 8192] in bfloat16 these are 128 MiB and 36 MiB, 40 us at 4.3 TB/s. At that rate an SM has
-// some 17 instructions a value: the rounding to e2m1 is six float additions (narrow_floats.cuh),
-// and a word of eight codes is put together by multiplications and the signs by bytes.
-// The arithmetic is the reference's, bit for bit: scale = e4m3(min(amax / 6 / global, 448)) and
-// q = e2m1(x * (1 / (scale * global))), every operation rounded to nearest even.
+// The plan. A thread has whole groups of 16, two at a time: 32 bytes of 16-bit values in, 8 bytes
+// of codes and 1 of scale out, so nothing is exchanged between threads and nothing waits. At [8192,
+// 8192] in bfloat16 these are 128 MiB and 36 MiB, 40 us at 4.3 TB/s. At that rate an SM has some 17
+// instructions a value: the rounding to e2m1 is six float additions (narrow_floats.cuh), and a word
+// of eight codes is put together by multiplications and the signs by bytes. The arithmetic is the
+// reference's, bit for bit: scale = e4m3(min(amax / 6 / global, 448)) and q = e2m1(x * (1 / (scale
+// * global))), every operation rounded to nearest even.
 #include <cstdint>
 
 #include "kernels/quant/eight.cuh"
@@ -56,7 +56,8 @@ __device__ __forceinline__ uint32_t codes_of(const Eight<Source>& x, float inver
 template <typename Source>
 __global__ void __launch_bounds__(kNvfp4Threads)
     nvfp4_quantize(const __grid_constant__ Nvfp4Args args) {
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kNvfp4Threads * kNvfp4Groups + threadIdx.x;
+  const int64_t first =
+      static_cast<int64_t>(blockIdx.x) * kNvfp4Threads * kNvfp4Groups + threadIdx.x;
   grid_dependency_wait();
   Eight<Source> x[kNvfp4Groups][2];
 #pragma unroll
@@ -66,8 +67,8 @@ __global__ void __launch_bounds__(kNvfp4Threads)
     x[g][1].clear();
     if (group >= args.groups) continue;
     const int64_t row = args.flat ? 0 : group / args.row_groups;
-    const char* address = args.values + row * args.row_bytes +
-                          (group - row * args.row_groups) * 16 * Source::kBytes;
+    const char* address =
+        args.values + row * args.row_bytes + (group - row * args.row_groups) * 16 * Source::kBytes;
     x[g][0].load(address);
     x[g][1].load(address + 8 * Source::kBytes);
   }
@@ -179,11 +180,11 @@ struct Entry {
   Kernel dequantize;
 };
 
-#define TIERCEL_KERNELS(dtype)                                              \
-  {DType::k##dtype,                                                         \
-   Kernel("nvfp4_quantize<" #dtype ">",                                     \
-          reinterpret_cast<const void*>(nvfp4_quantize<dtype##Source>)),    \
-   Kernel("nvfp4_dequantize<" #dtype ">",                                   \
+#define TIERCEL_KERNELS(dtype)                                           \
+  {DType::k##dtype,                                                      \
+   Kernel("nvfp4_quantize<" #dtype ">",                                  \
+          reinterpret_cast<const void*>(nvfp4_quantize<dtype##Source>)), \
+   Kernel("nvfp4_dequantize<" #dtype ">",                                \
           reinterpret_cast<const void*>(nvfp4_dequantize<dtype##Target>))}
 
 const Entry kKernels[] = {TIERCEL_KERNELS(BFloat16), TIERCEL_KERNELS(Float16),

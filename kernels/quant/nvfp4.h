@@ -18,8 +18,8 @@ struct Nvfp4Plan {
 // [T, K / 2] pairs of e2m1, the first in the low half of the byte, contiguous; scale [T, K / 16]
 // e4m3, contiguous; global_scale float32 with one element, or null for 1. K is a multiple of 16.
 //   scale = e4m3(min(amax / 6 / global, 448)), q = e2m1(x * (1 / (scale * global)))
-Status nvfp4_quantize_plan(const TensorView& x, const TensorView* global_scale,
-                           const TensorView& q, const TensorView& scale, Nvfp4Plan* plan);
+Status nvfp4_quantize_plan(const TensorView& x, const TensorView* global_scale, const TensorView& q,
+                           const TensorView& scale, Nvfp4Plan* plan);
 Status nvfp4_quantize(const TensorView& x, const TensorView* global_scale, const TensorView& q,
                       const TensorView& scale, void* stream);
 

@@ -11,10 +11,10 @@
 namespace tiercel {
 
 struct Nvfp4Args {
-  char* values;       // x, or what is made of q
-  int64_t row_bytes;  // from one row of values to the next
-  char* q;            // contiguous
-  char* scale;        // contiguous
+  char* values;               // x, or what is made of q
+  int64_t row_bytes;          // from one row of values to the next
+  char* q;                    // contiguous
+  char* scale;                // contiguous
   const float* global_scale;  // or null: 1
   int64_t groups;             // of all rows; a group has 16 values
   int row_groups;             // of one row

@@ -124,6 +124,7 @@ __global__ void __launch_bounds__(kThreads)
 #define TIERCEL_COLUMNS(dtype, op, vector, lanes, unroll, threads)                      \
   {DType::k##dtype,                                                                     \
    op##Of::kMax,                                                                        \
+   ReduceKernel::Kind::columns,                                                         \
    lanes,                                                                               \
    unroll,                                                                              \
    vector,                                                                              \

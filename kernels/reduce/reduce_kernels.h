@@ -32,9 +32,16 @@ struct ReduceArgs {
   DType out_dtype;
 };
 
+// The shared memory and threads of a block of the kernel for rows of a few elements.
+inline constexpr int kReducePackedBytes = 16 * 1024;
+inline constexpr int kReducePackedThreads = 256;
+
 struct ReduceKernel {
+  enum class Kind { rows, rows_aligned, rows_packed, columns };
+
   DType dtype;
-  bool max;          // else a sum
+  bool max;  // else a sum
+  Kind kind;
   int lanes;         // rows: that share one; columns: vectors side by side in a block
   int per_thread;    // rows: of a group of lanes; columns: loads in flight
   int vector_bytes;  // columns: of a load; rows take any alignment

@@ -69,7 +69,8 @@ __device__ __forceinline__ uint32_t e2m1_pair_to_half2(uint32_t word) {
   constexpr int kSign = 12 - 4 * i;
   constexpr int kRest = 9 - 4 * i;
   const uint32_t sign = word << kSign;
-  const uint32_t rest = kRest > 0 ? word << (kRest > 0 ? kRest : 0) : word >> (kRest > 0 ? 0 : -kRest);
+  const uint32_t rest =
+      kRest > 0 ? word << (kRest > 0 ? kRest : 0) : word >> (kRest > 0 ? 0 : -kRest);
   return (sign & 0x80008000u) | (rest & 0x0e000e00u);
 }
 
@@ -79,7 +80,8 @@ __device__ __forceinline__ uint32_t e2m1_pair_to_bfloat162(uint32_t word) {
   constexpr int kSign = 12 - 4 * i;
   constexpr int kRest = 6 - 4 * i;
   const uint32_t sign = word << kSign;
-  const uint32_t rest = kRest > 0 ? word << (kRest > 0 ? kRest : 0) : word >> (kRest > 0 ? 0 : -kRest);
+  const uint32_t rest =
+      kRest > 0 ? word << (kRest > 0 ? kRest : 0) : word >> (kRest > 0 ? 0 : -kRest);
   return (sign & 0x80008000u) | (rest & 0x01c001c0u);
 }
 

@@ -87,7 +87,7 @@ const CopyTransposeKernel* choose(const CopyTransposeArgs& args, int64_t batch, 
     return element == 2 ? find(2, 128, 128, vector) : find(4, 64, 64, vector);
   }
   int tile = element == 4 ? 32 : 64;
-  if (vector != 16 && element == 4 && large) tile = 64;
+  if (vector != 16 && large && shorter >= 96) tile = element == 1 ? 128 : 64;
   if (shorter <= 32 || bytes < 132 * tile * tile * element / 2) tile = 32;
   return find(element, tile, tile, vector);
 }

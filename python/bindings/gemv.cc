@@ -27,9 +27,12 @@ struct Nvfp4GemvCall {
   }
 
   Nvfp4GemvData data() const {
-    return {a.view(),       b.view(),
-            scale_a.view(), scale_b.view(),
-            scale_a_permuted.view(), scale_b_permuted.view(),
+    return {a.view(),
+            b.view(),
+            scale_a.view(),
+            scale_b.view(),
+            scale_a_permuted.view(),
+            scale_b_permuted.view(),
             c.view()};
   }
 };
@@ -58,8 +61,7 @@ struct Nvfp4LinearCall {
 
   bool Parse(PyObject* const* values, Py_ssize_t count) {
     return Arguments(kNvfp4Linear, values, count).Expect(5) &&
-           x.Read(values[0], kNvfp4Linear, "x") &&
-           weight.Read(values[1], kNvfp4Linear, "weight") &&
+           x.Read(values[0], kNvfp4Linear, "x") && weight.Read(values[1], kNvfp4Linear, "weight") &&
            scale.Read(values[2], kNvfp4Linear, "scale") &&
            global_scale.Read(values[3], kNvfp4Linear, "global_scale") &&
            out.Read(values[4], kNvfp4Linear, "out");
@@ -79,9 +81,8 @@ PyObject* Nvfp4LinearPlanOf(PyObject*, PyObject* const* values, Py_ssize_t count
   Nvfp4LinearCall call;
   if (!call.Parse(values, count)) return nullptr;
   Nvfp4LinearPlan plan{};
-  const Status status =
-      nvfp4_linear_plan(call.x.view(), call.weight.view(), call.scale.view(),
-                        call.global_scale.view(), call.out.view(), &plan);
+  const Status status = nvfp4_linear_plan(call.x.view(), call.weight.view(), call.scale.view(),
+                                          call.global_scale.view(), call.out.view(), &plan);
   if (!status.ok()) return Raise(status);
   return Py_BuildValue("{s:s, s:i, s:i, s:I, s:I, s:I}", "kernel", plan.kernel, "cluster",
                        plan.cluster, "parts", plan.parts, "grid", plan.grid, "block", plan.block,
@@ -91,15 +92,14 @@ PyObject* Nvfp4LinearPlanOf(PyObject*, PyObject* const* values, Py_ssize_t count
 PyObject* Nvfp4GemvLoad(PyObject*, PyObject* device) { return Load(device, nvfp4_gemv_load); }
 PyObject* Nvfp4LinearLoad(PyObject*, PyObject* device) { return Load(device, nvfp4_linear_load); }
 
-#define TIERCEL_FAST(name, function, signature, text)                                            \
-  {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL,   \
+#define TIERCEL_FAST(name, function, signature, text)                                          \
+  {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, \
    name signature "\n--\n\n" text}
 
 PyMethodDef functions[] = {
-    TIERCEL_FAST(
-        "nvfp4_gemv", Nvfp4Gemv,
-        "(a, b, scale_a, scale_b, scale_a_permuted, scale_b_permuted, c, /)",
-        "Launches the kernel on the current stream; fills `c`."),
+    TIERCEL_FAST("nvfp4_gemv", Nvfp4Gemv,
+                 "(a, b, scale_a, scale_b, scale_a_permuted, scale_b_permuted, c, /)",
+                 "Launches the kernel on the current stream; fills `c`."),
     TIERCEL_FAST(
         "nvfp4_gemv_plan", Nvfp4GemvPlanOf,
         "(a, b, scale_a, scale_b, scale_a_permuted, scale_b_permuted, c, /)",

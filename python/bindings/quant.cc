@@ -144,11 +144,11 @@ PyObject* Nvfp4DequantizeLoad(PyObject*, PyObject* device) {
   return Load(device, nvfp4_dequantize_load);
 }
 
-#define TIERCEL_FAST(name, function, signature, text)                                      \
+#define TIERCEL_FAST(name, function, signature, text)                                          \
   {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, \
    name signature "\n--\n\n" text}
-#define TIERCEL_LOAD(name, function)                                                   \
-  {name, function, METH_O,                                                             \
+#define TIERCEL_LOAD(name, function) \
+  {name, function, METH_O,           \
    name "(device, /)\n--\n\nLoads the kernels on a CUDA device, by its index."}
 
 PyMethodDef functions[] = {

@@ -75,6 +75,16 @@ class _LinearActPlan(TypedDict):
     block: int
     dynamic_smem: int
 
+class _NormPlan(TypedDict):
+    kernel: str
+    vector_bytes: int
+    threads_per_row: int
+    cluster: int
+    grid: int
+    block: int
+    dynamic_smem: int
+    stages: int
+    parts: int
 class _Fp8QuantizePlan(TypedDict):
     kernel: str
     launches: int
@@ -119,6 +129,12 @@ class _ReducePlan(TypedDict):
     grid: int
     block: int
     workspace: int
+
+class _RotaryPlan(TypedDict):
+    kernel: str
+    vector_bytes: int
+    grid: int
+    block: int
 
 def driver_info() -> _DriverInfo: ...
 def device_capability(device: int) -> tuple[int, int]: ...
@@ -232,6 +248,67 @@ def linear_act_plan(
     x: Any, weight: Any, bias: Any, out: Any, activation: int, /
 ) -> _LinearActPlan: ...
 def linear_act_load(device: int, /) -> None: ...
+def layer_norm(
+    x: Any, weight: Any, bias: Any, residual: Any, out: Any, residual_out: Any, eps: float, /
+) -> None: ...
+def layer_norm_plan(
+    x: Any, weight: Any, bias: Any, residual: Any, out: Any, residual_out: Any, eps: float, /
+) -> _NormPlan: ...
+def layer_norm_backward(
+    x: Any,
+    weight: Any,
+    grad: Any,
+    grad_residual: Any,
+    grad_x: Any,
+    grad_weight: Any,
+    grad_bias: Any,
+    workspace: Any,
+    eps: float,
+    /,
+) -> None: ...
+def layer_norm_backward_plan(
+    x: Any,
+    weight: Any,
+    grad: Any,
+    grad_residual: Any,
+    grad_x: Any,
+    grad_weight: Any,
+    grad_bias: Any,
+    workspace: Any,
+    eps: float,
+    /,
+) -> _NormPlan: ...
+def rms_norm(
+    x: Any, weight: Any, bias: Any, residual: Any, out: Any, residual_out: Any, eps: float, /
+) -> None: ...
+def rms_norm_plan(
+    x: Any, weight: Any, bias: Any, residual: Any, out: Any, residual_out: Any, eps: float, /
+) -> _NormPlan: ...
+def rms_norm_backward(
+    x: Any,
+    weight: Any,
+    grad: Any,
+    grad_residual: Any,
+    grad_x: Any,
+    grad_weight: Any,
+    grad_bias: Any,
+    workspace: Any,
+    eps: float,
+    /,
+) -> None: ...
+def rms_norm_backward_plan(
+    x: Any,
+    weight: Any,
+    grad: Any,
+    grad_residual: Any,
+    grad_x: Any,
+    grad_weight: Any,
+    grad_bias: Any,
+    workspace: Any,
+    eps: float,
+    /,
+) -> _NormPlan: ...
+def norm_load(device: int, /) -> None: ...
 def nvfp4_dequantize(q: Any, scale: Any, global_scale: Any, out: Any, /) -> None: ...
 def nvfp4_dequantize_plan(q: Any, scale: Any, global_scale: Any, out: Any, /) -> _Nvfp4Plan: ...
 def nvfp4_dequantize_load(device: int, /) -> None: ...
@@ -305,6 +382,48 @@ def softmax_load(device: int, /) -> None: ...
 def reduce(x: Any, out: Any, workspace: Any, dim: int, op: int, /) -> int: ...
 def reduce_plan(x: Any, out: Any, workspace: Any, dim: int, op: int, /) -> _ReducePlan: ...
 def reduce_load(device: int, /) -> None: ...
+def rotary_embedding(
+    positions: Any,
+    q: Any,
+    k: Any,
+    cos_sin_cache: Any,
+    q_out: Any,
+    k_out: Any,
+    interleaved: bool,
+    /,
+) -> None: ...
+def rotary_embedding_plan(
+    positions: Any,
+    q: Any,
+    k: Any,
+    cos_sin_cache: Any,
+    q_out: Any,
+    k_out: Any,
+    interleaved: bool,
+    /,
+) -> _RotaryPlan: ...
+def rotary_embedding_load(device: int, /) -> None: ...
+def kv_cache_write(
+    key: Any,
+    value: Any,
+    key_cache: Any,
+    value_cache: Any,
+    slots: Any,
+    key_scale: Any,
+    value_scale: Any,
+    /,
+) -> None: ...
+def kv_cache_write_plan(
+    key: Any,
+    value: Any,
+    key_cache: Any,
+    value_cache: Any,
+    slots: Any,
+    key_scale: Any,
+    value_scale: Any,
+    /,
+) -> _RotaryPlan: ...
+def kv_cache_write_load(device: int, /) -> None: ...
 def topk_softmax(
     scores: Any, weights: Any, indices: Any, softmax_first: bool, renormalize: bool, /
 ) -> None: ...

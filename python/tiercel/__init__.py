@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from tiercel.ops.gemv import nvfp4_gemv as nvfp4_gemv
     from tiercel.ops.gemv import nvfp4_linear as nvfp4_linear
     from tiercel.ops.linear import linear_act as linear_act
+    from tiercel.ops.norm import layer_norm as layer_norm
+    from tiercel.ops.norm import rms_norm as rms_norm
     from tiercel.ops.quant import fp8_quantize as fp8_quantize
     from tiercel.ops.quant import nvfp4_dequantize as nvfp4_dequantize
     from tiercel.ops.quant import nvfp4_quantize as nvfp4_quantize
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from tiercel.ops.linear import linear_act as linear_act
     from tiercel.ops.reduce import reduce as reduce
     from tiercel.ops.reduce import reduce_sum as reduce_sum
+    from tiercel.ops.rotary import kv_cache_write as kv_cache_write
+    from tiercel.ops.rotary import rotary_embedding as rotary_embedding
     from tiercel.ops.routing import topk_softmax as topk_softmax
     from tiercel.ops.routing_align import moe_align_block_size as moe_align_block_size
     from tiercel.ops.routing_fused import topk_softmax_align as topk_softmax_align
@@ -52,6 +56,10 @@ _LAZY = {
     "copy_transpose": "tiercel.ops.transpose",
     "attention": "tiercel.ops.attention",
     "explain": "tiercel._explain",
+    "layer_norm": "tiercel.ops.norm",
+    "linear_act": "tiercel.ops.linear",
+    "load": "tiercel._load",
+    "rms_norm": "tiercel.ops.norm",
     "fp8_quantize": "tiercel.ops.quant",
     "linear_act": "tiercel.ops.linear",
     "load": "tiercel._load",
@@ -70,6 +78,8 @@ _LAZY = {
     "relu_and_mul": "tiercel.ops.activation",
     "reduce": "tiercel.ops.reduce",
     "reduce_sum": "tiercel.ops.reduce",
+    "kv_cache_write": "tiercel.ops.rotary",
+    "rotary_embedding": "tiercel.ops.rotary",
     "set_backend": "tiercel.backends",
     "silu": "tiercel.ops.activation",
     "silu_and_mul": "tiercel.ops.activation",
@@ -87,10 +97,12 @@ __all__ = [
     "backends",
     "copy_transpose",
     "explain",
+    "layer_norm",
     "fp8_quantize",
     "gelu",
     "gelu_and_mul",
     "jit",
+    "kv_cache_write",
     "linear_act",
     "load",
     "moe_align_block_size",
@@ -105,6 +117,8 @@ __all__ = [
     "reduce",
     "reduce_sum",
     "ref",
+    "rms_norm",
+    "rotary_embedding",
     "relu",
     "relu_and_mul",
     "set_backend",

@@ -20,6 +20,8 @@ DTYPES = {
     "uint8": (1, 8),
     "bool": (6, 8),
     "complex64": (5, 64),
+    "float8_e4m3fn": (10, 8),
+    "float4_e2m1fn_x2": (17, 4),  # two of them an element
 }
 DEVICES = {"cpu": 1, "cuda": 2, "vulkan": 7}
 ADDRESS = 1 << 20  # aligned for every load
@@ -88,7 +90,7 @@ def _describe(tensor, out):
     t.data = tensor.address - tensor.byte_offset
     t.device = _Device(DEVICES[tensor.device_name], tensor.device_index)
     t.ndim = n
-    t.dtype = _DType(*DTYPES[tensor.dtype_name], 1)
+    t.dtype = _DType(*DTYPES[tensor.dtype_name], 2 if tensor.dtype_name.endswith("_x2") else 1)
     t.shape = tensor._buffers[0]
     t.strides = None if tensor.omit_strides else tensor._buffers[1]
     t.byte_offset = tensor.byte_offset

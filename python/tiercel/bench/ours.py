@@ -24,6 +24,9 @@ def impls(bench: OpBench, backends: Sequence[str]) -> list[Impl]:
 def _preparer(bench: OpBench, backend: str) -> Any:
     import tiercel
 
+    if bench.ours is not None:
+        made = bench.ours
+        return lambda case, inputs: made(case, inputs, backend)
     function = getattr(tiercel, bench.op)
 
     def prepare(case: Any, inputs: dict[str, Any]) -> Launch:

@@ -6,6 +6,7 @@ from tiercel import backends
 from tiercel._op import registry
 from tiercel.ops.gemv import nvfp4_gemv, nvfp4_linear
 from tiercel.ops.linear import linear_act
+from tiercel.ops.norm import layer_norm, rms_norm
 from tiercel.ops.quant import fp8_quantize, nvfp4_dequantize, nvfp4_quantize
 from tiercel.ops.activation import (
     gelu,
@@ -18,6 +19,7 @@ from tiercel.ops.activation import (
 from tiercel.ops.attention import attention
 from tiercel.ops.linear import linear_act
 from tiercel.ops.reduce import reduce, reduce_sum
+from tiercel.ops.rotary import kv_cache_write, rotary_embedding
 from tiercel.ops.routing import topk_softmax
 from tiercel.ops.routing_align import moe_align_block_size
 from tiercel.ops.routing_fused import topk_softmax_align
@@ -28,6 +30,9 @@ from tiercel.ops.transpose import copy_transpose
 backends.warn_of_unknown_names(registry)
 
 __all__ = [
+    "layer_norm",
+    "linear_act",
+    "rms_norm",
     "fp8_quantize",
     "linear_act",
     "nvfp4_dequantize",
@@ -38,6 +43,7 @@ __all__ = [
     "gelu_and_mul",
     "copy_transpose",
     "attention",
+    "kv_cache_write",
     "linear_act",
     "moe_align_block_size",
     "moe_sum",
@@ -49,6 +55,7 @@ __all__ = [
     "softmax_online",
     "reduce",
     "reduce_sum",
+    "rotary_embedding",
     "topk_softmax",
     "topk_softmax_align",
 ]

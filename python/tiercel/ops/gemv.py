@@ -52,9 +52,7 @@ def _check_tensor(
 
 def _check_cpu(name: str, tensor: Tensor) -> None:
     if tensor.device.type not in ("cpu", "meta"):
-        raise ValueError(
-            f"{_GEMV}: `{name}` must be a CPU tensor, got a tensor on {tensor.device}"
-        )
+        raise ValueError(f"{_GEMV}: `{name}` must be a CPU tensor, got a tensor on {tensor.device}")
 
 
 def _check_permuted(name: str, tensor: Tensor, rows: int, groups: int, batches: int) -> None:
@@ -154,7 +152,7 @@ def nvfp4_gemv(
     *,
     backend: str | None = None,
 ) -> Tensor:
-    """Matrix times vector, both in NVFP4, for a batch: ``c[m, 0, l] = sum_k a[m, k, l] b[0, k, l]``.
+    """Matrix times vector, both in NVFP4: ``c[m, 0, l]`` is the sum of ``a[m, k, l] * b[0, k, l]``.
 
     The seven tensors are those of the block-scaled matrix products of newer GPUs, so that the same
     data goes to either: call it as ``tiercel.nvfp4_gemv(*data)``. **k counts values; two lie in one
@@ -216,9 +214,7 @@ def _check_linear(
     check_dtype(_LINEAR, "scale", scale.dtype, (_E4M3,))
     k, features = x.shape[1], weight.shape[0]
     if k % 16:
-        raise ValueError(
-            f"{_LINEAR}: `x` must have a multiple of 16 columns, got {list(x.shape)}"
-        )
+        raise ValueError(f"{_LINEAR}: `x` must have a multiple of 16 columns, got {list(x.shape)}")
     check_shape(_LINEAR, "weight", weight, (features, k // 2), "[N, K / 2]")
     check_shape(_LINEAR, "scale", scale, (features, k // 16), "[N, K / 16]")
     check_same_device(_LINEAR, "weight", weight, "x", x)

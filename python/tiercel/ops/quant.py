@@ -8,53 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercel import _C, _platform
-from tiercel._checks import (
-    check_contiguous,
-    check_dtype,
-    check_rank,
-    check_same_device,
-    check_shape,
-)
+from tiercel import _C
 from tiercel._op import Backend, Op
 from tiercel._platform import Reason
+from tiercel.ops import _nvfp4_forms as nvfp4
+from tiercel.ops._quant_checks import E4M3, check_narrow, check_values, reason_of
 from tiercel.ref import quant as ref
 
 __all__ = ["fp8_quantize", "nvfp4_dequantize", "nvfp4_quantize"]
 
-_VALUES = (torch.float32, torch.bfloat16, torch.float16)
-_E4M3, _E2M1 = torch.float8_e4m3fn, torch.float4_e2m1fn_x2
 _INDEX = {name: index for index, name in enumerate(ref.GRANULARITIES)}  # Fp8Granularity
 _PARTIALS = 1024  # kFp8MaxPartials
 
-
-def _without_limits(plan: Any, *args: Any) -> Reason | None:
-    """What the kernels do not take of arguments that are right."""
-    reason = _platform.why_not(args[0].device)
-    if reason is not None:
-        return reason
-    try:
-        plan(*args)
-    except NotImplementedError as error:
-        return Reason(NotImplementedError, str(error).partition(": ")[2])
-    return None
-
-
-def _check_values(op: str, name: str, values: Tensor) -> None:
-    check_rank(op, name, values, 2)
-    check_dtype(op, name, values.dtype, _VALUES)
-
-
-def _check_narrow(
-    op: str, name: str, tensor: Tensor, dtype: torch.dtype, shape: Any, why: str, like: Any
-) -> None:
-    check_dtype(op, name, tensor.dtype, (dtype,))
-    check_shape(op, name, tensor, shape, why)
-    check_same_device(op, name, tensor, *like)
-    check_contiguous(op, name, tensor)
-
-
-# ---------------------------------------------------------------------------------------- fp8
 
 _FP8 = "fp8_quantize"
 _SHAPES = {
@@ -73,30 +38,36 @@ def _check_granularity(granularity: object) -> None:
 
 def _check_fp8(x: Tensor, granularity: str, backend: Any = None) -> None:
     _check_granularity(granularity)
-    _check_values(_FP8, "x", x)
+    check_values(_FP8, "x", x)
 
 
 def _check_fp8_out(x: Tensor, q: Tensor, scale: Tensor, granularity: str, _: Any = None) -> None:
     _check_fp8(x, granularity)
-    _check_narrow(_FP8, "q", q, _E4M3, x.shape, "[T, K]", ("x", x))
+    check_narrow(_FP8, "q", q, E4M3, x.shape, "[T, K]", ("x", x))
     shape, why = ref.scale_shape(x, granularity), _SHAPES[granularity]
-    _check_narrow(_FP8, "scale", scale, torch.float32, shape, why, ("x", x))
+    check_narrow(_FP8, "scale", scale, torch.float32, shape, why, ("x", x))
 
 
 def _check_fp8_static(x: Tensor, scale: Tensor, *rest: Any) -> None:
     _check_fp8(x, "tensor")
-    _check_narrow(_FP8, "scale", scale, torch.float32, (1, 1), "[1, 1]", ("x", x))
+    check_narrow(_FP8, "scale", scale, torch.float32, (1, 1), "[1, 1]", ("x", x))
     if len(rest) == 2:
-        _check_narrow(_FP8, "q", rest[0], _E4M3, x.shape, "[T, K]", ("x", x))
+        check_narrow(_FP8, "q", rest[0], E4M3, x.shape, "[T, K]", ("x", x))
 
 
 def _fp8_outputs(x: Tensor, granularity: str, backend: Any = None) -> tuple[Tensor, Tensor]:
     scale = x.new_empty(ref.scale_shape(x, granularity), dtype=torch.float32)
-    return torch.empty(x.shape, dtype=_E4M3, device=x.device), scale
+    return torch.empty(x.shape, dtype=E4M3, device=x.device), scale
 
 
 def _fp8_sm90_out(
-    x: Tensor, q: Tensor, scale: Tensor, granularity: str, backend: Any, *, launch: Any = _C.fp8_quantize
+    x: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    granularity: str,
+    backend: Any,
+    *,
+    launch: Any = _C.fp8_quantize,
 ) -> Any:
     partial = None
     if granularity == "tensor":
@@ -111,7 +82,7 @@ def _fp8_sm90(x: Tensor, granularity: str, backend: Any) -> tuple[Tensor, Tensor
 
 
 def _fp8_static_sm90(x: Tensor, scale: Tensor, backend: Any) -> Tensor:
-    q = torch.empty(x.shape, dtype=_E4M3, device=x.device)
+    q = torch.empty(x.shape, dtype=E4M3, device=x.device)
     _C.fp8_quantize_static(x, scale, q)
     return q
 
@@ -122,7 +93,7 @@ def _fp8_plan(x: Tensor, granularity: str, backend: Any = None) -> dict[str, Any
 
 
 def _fp8_why_not(x: Tensor, granularity: str) -> Reason | None:
-    return _without_limits(_fp8_plan, x[:2], granularity)  # two rows show the stride
+    return reason_of(_fp8_plan, x[:2], granularity)  # two rows show the stride
 
 
 def _fp8_ref(x: Tensor, granularity: str, backend: Any = None) -> tuple[Tensor, Tensor]:
@@ -175,7 +146,7 @@ _FP8_QUANTIZE_STATIC = Op(
     f"{_FP8}_static",
     "(Tensor x, Tensor scale, str? backend=None) -> Tensor",
     check=_check_fp8_static,
-    fake=lambda x, scale, _: torch.empty(x.shape, dtype=_E4M3, device=x.device),
+    fake=lambda x, scale, _: torch.empty(x.shape, dtype=E4M3, device=x.device),
     sm90=Backend(
         "sm90",
         _fp8_static_sm90,
@@ -257,9 +228,7 @@ def fp8_quantize(
         _FP8_QUANTIZE_OUT(x, *out, granularity, backend)
         return out[0], out[1]
     if granularity != "tensor":
-        raise ValueError(
-            f"{_FP8}: a given `scale` needs granularity='tensor', got {granularity!r}"
-        )
+        raise ValueError(f"{_FP8}: a given `scale` needs granularity='tensor', got {granularity!r}")
     if out is None:
         return _FP8_QUANTIZE_STATIC(x, scale, backend), scale
     if out[1] is not scale:
@@ -268,210 +237,7 @@ def fp8_quantize(
     return out[0], scale
 
 
-# -------------------------------------------------------------------------------------- nvfp4
-
-_Q4, _DQ4 = "nvfp4_quantize", "nvfp4_dequantize"
-
-
-def _check_global(op: str, scale: Tensor | None, like: Any) -> None:
-    if scale is not None:
-        _check_narrow(op, "global_scale", scale, torch.float32, (1,), "[1]", like)
-
-
-def _check_columns(op: str, name: str, shape: Any) -> None:
-    if shape[1] % 16:
-        raise ValueError(
-            f"{op}: `{name}` must have a multiple of 16 columns, got {list(shape)}"
-        )
-
-
-def _check_quantize(
-    x: Tensor, global_scale: Tensor | None, q: Tensor | None = None, scale: Tensor | None = None
-) -> None:
-    _check_values(_Q4, "x", x)
-    _check_columns(_Q4, "x", x.shape)
-    like = ("x", x)
-    _check_global(_Q4, global_scale, like)
-    rows, columns = x.shape
-    if q is not None and scale is not None:
-        _check_narrow(_Q4, "q", q, _E2M1, (rows, columns // 2), "[T, K / 2]", like)
-        _check_narrow(_Q4, "scale", scale, _E4M3, (rows, columns // 16), "[T, K / 16]", like)
-
-
-def _check_dequantize(
-    q: Tensor, scale: Tensor, global_scale: Tensor | None, result: torch.dtype | Tensor
-) -> None:
-    check_rank(_DQ4, "q", q, 2)
-    rows, bytes_of_row = q.shape
-    like = ("q", q)
-    _check_narrow(_DQ4, "q", q, _E2M1, q.shape, "[T, K / 2]", like)
-    if bytes_of_row % 8:
-        raise ValueError(f"{_DQ4}: `q` must have a multiple of 8 columns, got {list(q.shape)}")
-    _check_narrow(_DQ4, "scale", scale, _E4M3, (rows, bytes_of_row // 8), "[T, K / 16]", like)
-    _check_global(_DQ4, global_scale, like)
-    if isinstance(result, Tensor):
-        check_dtype(_DQ4, "out", result.dtype, _VALUES)
-        check_shape(_DQ4, "out", result, (rows, 2 * bytes_of_row), "[T, K]")
-        check_same_device(_DQ4, "out", result, *like)
-        check_contiguous(_DQ4, "out", result)
-    else:
-        check_dtype(_DQ4, "dtype", result, _VALUES)
-
-
-def _quantize_outputs(x: Tensor) -> tuple[Tensor, Tensor]:
-    rows, columns = x.shape
-    q = torch.empty(rows, columns // 2, dtype=_E2M1, device=x.device)
-    return q, torch.empty(rows, columns // 16, dtype=_E4M3, device=x.device)
-
-
-def _dequantize_output(q: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty(q.shape[0], q.shape[1] * 2, dtype=dtype, device=q.device)
-
-
-def _quantize_sm90(x: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    q, scale = _quantize_outputs(x)
-    _C.nvfp4_quantize(x, global_scale, q, scale)
-    return q, scale
-
-
-def _dequantize_sm90(
-    q: Tensor, scale: Tensor, global_scale: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    out = _dequantize_output(q, dtype)
-    _C.nvfp4_dequantize(q, scale, global_scale, out)
-    return out
-
-
-def _quantize_plan(x: Tensor, global_scale: Tensor | None) -> dict[str, Any]:
-    return dict(_C.nvfp4_quantize_plan(x, global_scale, *_quantize_outputs(x)))
-
-
-def _dequantize_plan(
-    q: Tensor, scale: Tensor, global_scale: Tensor | None, dtype: torch.dtype
-) -> dict[str, Any]:
-    out = _dequantize_output(q, dtype)
-    return dict(_C.nvfp4_dequantize_plan(q, scale, global_scale, out))
-
-
-def _quantize_ref_out(x: Tensor, global_scale: Tensor | None, q: Tensor, scale: Tensor) -> None:
-    results = ref.nvfp4_quantize(x, global_scale=global_scale)
-    for out, result in zip((q, scale), results, strict=True):
-        out.copy_(result)
-
-
-_NVFP4_CUDA = ("a thread a group of 16, rounding by float additions", "cuda")
-_NVFP4_TORCH = ("amax, reciprocal, comparisons with the halfway points", "torch")
-_DEQUANTIZE_CUDA = ("a thread half a group, decoding by shifts", "cuda")
-_DEQUANTIZE_TORCH = ("a look-up and a product", "torch")
-
-
-# As for linear_act, no tensor of a schema is optional: there is an operator with a global scale and
-# one without. `split` takes an operator's arguments apart: (those before it, it or None, the rest).
-def _splitter(with_global: bool, place: int) -> Any:
-    def split(args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if with_global:
-            return args[:-1]
-        return (*args[:place], None, *args[place:-1])
-
-    return split
-
-
-def _quantize_operators(with_global: bool) -> tuple[Op, Op]:
-    split = _splitter(with_global, 1)
-    name = f"{_Q4}_scaled" if with_global else _Q4
-    tensors = "Tensor x, Tensor global_scale" if with_global else "Tensor x"
-
-    def why_not(*args: Any) -> Reason | None:
-        x, global_scale = split(args)[:2]
-        return _without_limits(_quantize_plan, x[:2], global_scale)
-
-    def reference(*args: Any) -> tuple[Tensor, Tensor]:
-        x, global_scale = split(args)
-        return ref.nvfp4_quantize(x, global_scale=global_scale)
-
-    plain = Op(
-        name,
-        f"({tensors}, str? backend=None) -> (Tensor q, Tensor scale)",
-        check=lambda *args: _check_quantize(*split(args)),
-        fake=lambda *args: _quantize_outputs(args[0]),
-        sm90=Backend(
-            "sm90", lambda *args: _quantize_sm90(*split(args)), *_NVFP4_CUDA, why_not=why_not
-        ),
-        ref=Backend("ref", reference, *_NVFP4_TORCH),
-        family=_Q4,
-        describe=lambda *args: _quantize_plan(*split(args)),
-        load=None if with_global else _C.nvfp4_quantize_load,
-    )
-    into = Op(
-        f"{name}_out",
-        f"({tensors}, Tensor(a!) q, Tensor(b!) scale, str? backend=None) -> ()",
-        check=lambda *args: _check_quantize(*split(args)),
-        fake=lambda *args: None,
-        sm90=Backend(
-            "sm90", lambda *args: _C.nvfp4_quantize(*split(args)), *_NVFP4_CUDA, why_not=why_not
-        ),
-        ref=Backend("ref", lambda *args: _quantize_ref_out(*split(args)), *_NVFP4_TORCH),
-        family=_Q4,
-    )
-    return plain, into
-
-
-def _dequantize_operators(with_global: bool) -> tuple[Op, Op]:
-    split = _splitter(with_global, 2)
-    name = f"{_DQ4}_scaled" if with_global else _DQ4
-    tensors = "Tensor q, Tensor scale" + (", Tensor global_scale" if with_global else "")
-
-    def why_not(*args: Any) -> Reason | None:
-        q, scale, global_scale, result = split(args)
-        dtype = result.dtype if isinstance(result, Tensor) else result
-        return _without_limits(_dequantize_plan, q[:2], scale[:2], global_scale, dtype)
-
-    def reference(*args: Any) -> Tensor:
-        q, scale, global_scale, dtype = split(args)
-        return ref.nvfp4_dequantize(q, scale, global_scale=global_scale, dtype=dtype)
-
-    def reference_out(*args: Any) -> None:
-        q, scale, global_scale, out = split(args)
-        out.copy_(ref.nvfp4_dequantize(q, scale, global_scale=global_scale, dtype=out.dtype))
-
-    plain = Op(
-        name,
-        f"({tensors}, ScalarType dtype=float, str? backend=None) -> Tensor",
-        check=lambda *args: _check_dequantize(*split(args)),
-        fake=lambda *args: _dequantize_output(args[0], args[-2]),
-        sm90=Backend(
-            "sm90", lambda *args: _dequantize_sm90(*split(args)), *_DEQUANTIZE_CUDA, why_not=why_not
-        ),
-        ref=Backend("ref", reference, *_DEQUANTIZE_TORCH),
-        defaults={"dtype": torch.bfloat16},
-        family=_DQ4,
-        describe=lambda *args: _dequantize_plan(*split(args)),
-        load=None if with_global else _C.nvfp4_dequantize_load,
-    )
-    into = Op(
-        f"{name}_out",
-        f"({tensors}, Tensor(a!) out, str? backend=None) -> ()",
-        check=lambda *args: _check_dequantize(*split(args)),
-        fake=lambda *args: None,
-        sm90=Backend(
-            "sm90",
-            lambda *args: _C.nvfp4_dequantize(*split(args)),
-            *_DEQUANTIZE_CUDA,
-            why_not=why_not,
-        ),
-        ref=Backend("ref", reference_out, *_DEQUANTIZE_TORCH),
-        family=_DQ4,
-    )
-    return plain, into
-
-
-_QUANTIZE, _QUANTIZE_OUT = _quantize_operators(False)
-_QUANTIZE_SCALED, _QUANTIZE_SCALED_OUT = _quantize_operators(True)
-_DEQUANTIZE, _DEQUANTIZE_OUT = _dequantize_operators(False)
-_DEQUANTIZE_SCALED, _DEQUANTIZE_SCALED_OUT = _dequantize_operators(True)
-
-
-@_QUANTIZE.export
+@nvfp4.QUANTIZE.export
 def nvfp4_quantize(
     x: Tensor,
     *,
@@ -514,18 +280,18 @@ def nvfp4_quantize(
     """
     tensors = (x,) if global_scale is None else (x, global_scale)
     if out is None:
-        operator = _QUANTIZE if global_scale is None else _QUANTIZE_SCALED
+        operator = nvfp4.QUANTIZE if global_scale is None else nvfp4.QUANTIZE_SCALED
         result: tuple[Tensor, Tensor] = operator(*tensors, backend)
         return result
     if not isinstance(out, (tuple, list)) or len(out) != 2:
         got = f"{len(out)} values" if isinstance(out, (tuple, list)) else type(out).__name__
-        raise TypeError(f"{_Q4}: `out` must be a pair (q, scale), got {got}")
-    operator = _QUANTIZE_OUT if global_scale is None else _QUANTIZE_SCALED_OUT
+        raise TypeError(f"nvfp4_quantize: `out` must be a pair (q, scale), got {got}")
+    operator = nvfp4.QUANTIZE_OUT if global_scale is None else nvfp4.QUANTIZE_SCALED_OUT
     operator(*tensors, *out, backend)
     return out[0], out[1]
 
 
-@_DEQUANTIZE.export
+@nvfp4.DEQUANTIZE.export
 def nvfp4_dequantize(
     q: Tensor,
     scale: Tensor,
@@ -544,8 +310,8 @@ def nvfp4_dequantize(
     never synchronises.
 
     Args:
-        q: ``[T, K / 2]`` float4_e2m1fn_x2, contiguous: two values a byte, the first in its low half.
-            K is a multiple of 16.
+        q: ``[T, K / 2]`` float4_e2m1fn_x2, contiguous: two values a byte, the first in its low
+            half. K is a multiple of 16.
         scale: ``[T, K / 16]`` float8_e4m3fn, contiguous, on the device of ``q``.
         global_scale: ``[1]`` float32, on the device of ``q``; None is 1.
         dtype: ``torch.bfloat16``, ``torch.float16`` or ``torch.float32``.
@@ -567,9 +333,9 @@ def nvfp4_dequantize(
     """
     tensors = (q, scale) if global_scale is None else (q, scale, global_scale)
     if out is None:
-        operator = _DEQUANTIZE if global_scale is None else _DEQUANTIZE_SCALED
+        operator = nvfp4.DEQUANTIZE if global_scale is None else nvfp4.DEQUANTIZE_SCALED
         result: Tensor = operator(*tensors, dtype, backend)
         return result
-    operator = _DEQUANTIZE_OUT if global_scale is None else _DEQUANTIZE_SCALED_OUT
+    operator = nvfp4.DEQUANTIZE_OUT if global_scale is None else nvfp4.DEQUANTIZE_SCALED_OUT
     operator(*tensors, out, backend)
     return out

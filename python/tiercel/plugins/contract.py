@@ -18,8 +18,11 @@ class TensorSpec:
         dtypes: Allowed dtypes. The name of an argument means: its dtype, or the dtype that it is.
         strided: Whether any strides may come; otherwise it is contiguous.
         optional: Whether None may come instead.
+        written: Of an argument: whether the backend writes it and returns it as the output of that
+            name, with the strides that it came with.
         rtol: As in torch.testing.assert_close, for outputs.
         atol: The same. With both 0, outputs must be equal.
+        comes_with: Of an output: the argument without which there is none.
     """
 
     name: str
@@ -27,8 +30,10 @@ class TensorSpec:
     dtypes: tuple[str, ...]
     strided: bool = False
     optional: bool = False
+    written: bool = False
     rtol: float = 0.0
     atol: float = 0.0
+    comes_with: str = ""
 
     def __str__(self) -> str:
         text = f"{self.name} [{', '.join(self.dims)}] {' or '.join(self.dtypes)}"
@@ -75,8 +80,10 @@ class Contract:
         cases: What `tiercel smoke` tries.
         timing: What it times, by device type.
         make: (case, device, seed) -> the arguments by name: the input generator.
+        derive: (dimensions, arguments by name) -> further dimensions, that outputs have.
         variants: By name of a variant of the operator: a function of ``call``, which runs a
             backend and checks its outputs, and of the variant's arguments without ``backend``.
+        mutates: Arguments that the operator writes to; a backend itself returns new tensors.
     """
 
     family: str
@@ -87,6 +94,13 @@ class Contract:
     timing: Mapping[str, Case]
     make: Callable[[Case, str, int], dict[str, Any]]
     variants: Mapping[str, Callable[..., Any]]
+    mutates: tuple[str, ...] = ()
+    derive: Callable[[dict[str, int], dict[str, Any]], dict[str, int]] = lambda sizes, values: {}
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The arguments that a backend writes."""
+        return tuple(a.name for a in self.arguments if isinstance(a, TensorSpec) and a.written)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -110,7 +124,7 @@ class Contract:
                 found |= zip(spec.dims, value.shape, strict=True)
             elif isinstance(spec, ScalarSpec) and spec.type == "int":
                 found[spec.name] = value
-        return found
+        return found | self.derive(found, dict(zip(self.names, values, strict=True)))
 
     def check_outputs(self, who: str, values: Sequence[Any], outputs: Any) -> tuple[Any, ...]:
         """The outputs as a tuple.
@@ -123,13 +137,18 @@ class Contract:
 
         results = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
         tensors = all(isinstance(result, torch.Tensor) for result in results)
-        if not tensors or len(results) != len(self.outputs):
-            names = ", ".join(spec.name for spec in self.outputs)
+        due = [
+            spec
+            for spec in self.outputs
+            if not spec.comes_with or values[self.names.index(spec.comes_with)] is not None
+        ]
+        if not tensors or len(results) != len(due):
+            names = ", ".join(spec.name for spec in due)
             came = ", ".join(type(result).__name__ for result in results)
             raise TypeError(f"{who} must return the tensors ({names}), got ({came})")
         sizes = self.sizes(values)
         device = next(value.device for value in values if isinstance(value, torch.Tensor))
-        for spec, result in zip(self.outputs, results, strict=True):
+        for spec, result in zip(due, results, strict=True):
             allowed = self._dtypes(spec, values)
             if result.dtype not in allowed:
                 names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
@@ -146,7 +165,11 @@ class Contract:
                 raise ValueError(
                     f"{who} must return `{spec.name}` on {device}, got one on {result.device}"
                 )
-            if not result.is_contiguous():
+            if spec.name in self.written:
+                given = values[self.names.index(spec.name)]
+                if result.data_ptr() != given.data_ptr() or result.stride() != given.stride():
+                    raise ValueError(f"{who} must return `{spec.name}` itself, got another tensor")
+            elif not result.is_contiguous():
                 raise ValueError(
                     f"{who} must return `{spec.name}` contiguous, got strides "
                     f"{list(result.stride())} for shape {shape}"

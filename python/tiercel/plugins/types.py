@@ -8,15 +8,23 @@ from typing import Annotated, Protocol
 import torch
 from torch import Tensor
 
+from tiercel.plugins.contracts.activation import GELU_AND_MUL, SILU, SILU_AND_MUL
 from tiercel.plugins.contracts.attention import ATTENTION
+from tiercel.plugins.contracts.gemv import NVFP4_GEMV, NVFP4_LINEAR
 from tiercel.plugins.contracts.linear import LINEAR_ACT
+from tiercel.plugins.contracts.norm import RMS_NORM
+from tiercel.plugins.contracts.quant import FP8_QUANTIZE, NVFP4_DEQUANTIZE, NVFP4_QUANTIZE
 from tiercel.plugins.contracts.reduce import REDUCE
 from tiercel.plugins.contracts.routing import TOPK_SOFTMAX
 from tiercel.plugins.contracts.routing_moe import MOE_ALIGN_BLOCK_SIZE, MOE_SUM, TOPK_SOFTMAX_ALIGN
+from tiercel.plugins.contracts.softmax import SOFTMAX_ONLINE
 from tiercel.plugins.contracts.transpose import COPY_TRANSPOSE
 
 __all__ = [
     "Activated",
+    "Activation",
+    "ActivationInput",
+    "ActivationResult",
     "Attended",
     "Attention",
     "Bias",
@@ -26,18 +34,49 @@ __all__ = [
     "ExpertOutputs",
     "ExpertWeights",
     "CopyTranspose",
+    "Factor",
     "Features",
+    "GatedActivation",
+    "GatedGelu",
+    "GatedResult",
+    "GateInput",
+    "Gelu",
+    "Fp4Codes",
+    "Fp4Matrix",
+    "Fp4Scales",
+    "Fp4Vector",
+    "Fp4Weight",
+    "Fp8Codes",
+    "Fp8Quantize",
     "Indices",
     "Keys",
     "LinearAct",
+    "Norm",
+    "NormBias",
+    "NormWeight",
+    "Normalised",
+    "Residual",
+    "ResidualSum",
+    "Rows",
     "MoeAlignBlockSize",
     "MoeSum",
     "NumSlots",
+    "Nvfp4Dequantize",
+    "Nvfp4Gemv",
+    "Nvfp4Linear",
+    "Nvfp4Quantize",
     "Matrices",
     "Reduce",
     "Reduced",
+    "PermutedScales",
+    "ProductColumn",
+    "RawScales",
     "Scores",
     "ScoresMap",
+    "Softmax",
+    "SoftmaxMask",
+    "SoftmaxResult",
+    "SoftmaxScores",
     "SortedTokens",
     "SummedOutputs",
     "TopkSoftmax",
@@ -140,6 +179,22 @@ class LinearAct(Protocol):
     def __call__(self, x: Features, weight: Weight, bias: Bias, activation: str) -> Activated: ...
 
 
+# Norms: x [M, N] float32, bfloat16 or float16, any strides, residual the same; weight and bias [N]
+# of its dtype or float32.
+Rows = Annotated[Tensor, RMS_NORM.spec("x")]
+NormWeight = Annotated["Tensor | None", RMS_NORM.spec("weight")]
+NormBias = Annotated["Tensor | None", RMS_NORM.spec("bias")]
+Residual = Annotated["Tensor | None", RMS_NORM.spec("residual")]
+Normalised = Annotated[Tensor, RMS_NORM.spec("out")]
+ResidualSum = Annotated[Tensor, RMS_NORM.spec("residual_out")]
+
+
+class Norm(Protocol):
+    """A backend of rms_norm or layer_norm; it returns the pair where there is a residual."""
+
+    def __call__(
+        self, x: Rows, weight: NormWeight, bias: NormBias, residual: Residual, eps: float
+    ) -> Normalised | tuple[Normalised, ResidualSum]: ...
 # Transpose: x [B, M, N] of 1-, 2- or 4-byte elements, any strides; out [B, N, M].
 Matrices = Annotated[Tensor, COPY_TRANSPOSE.spec("x")]
 Transposed = Annotated[Tensor, COPY_TRANSPOSE.spec("out")]
@@ -148,7 +203,7 @@ Transposed = Annotated[Tensor, COPY_TRANSPOSE.spec("out")]
 class CopyTranspose(Protocol):
     """A backend of copy_transpose; a single matrix comes as a batch of one."""
 
-    def __call__(self, x: Matrices) -> Transposed: ...
+    def __call__(self, x: Matrices, tile_size: int | None) -> Transposed: ...
 # Attention: q [B, Sq, H, D] bfloat16 or float16, k and v [B, Sk, Hk, D], any strides; out as q, and
 # lse [B, H, Sq] float32.
 Queries = Annotated[Tensor, ATTENTION.spec("q")]
@@ -181,6 +236,116 @@ Reduced = Annotated[Tensor, REDUCE.spec("out")]
 
 
 class Reduce(Protocol):
-    """A backend of reduce; other shapes are made this one before it, so `dim` is always 1."""
+    """A backend of reduce; other shapes are made this one: `dim` is 1, `keepdim` False."""
 
     def __call__(self, x: Unreduced, dim: int, op: str, dtype: torch.dtype) -> Reduced: ...
+
+
+# Activations: x and up [M, N] float32, bfloat16 or float16, any strides; out [M, N].
+ActivationInput = Annotated[Tensor, SILU.spec("x")]
+ActivationResult = Annotated[Tensor, SILU.spec("out")]
+GateInput = Annotated[Tensor, SILU_AND_MUL.spec("x")]
+Factor = Annotated[Tensor, GELU_AND_MUL.spec("up")]
+GatedResult = Annotated[Tensor, SILU_AND_MUL.spec("out")]
+
+
+class Activation(Protocol):
+    """A backend of silu or relu."""
+
+    def __call__(self, x: ActivationInput) -> ActivationResult: ...
+
+
+class Gelu(Protocol):
+    """A backend of gelu."""
+
+    def __call__(self, x: ActivationInput, approximate: str) -> ActivationResult: ...
+
+
+class GatedActivation(Protocol):
+    """A backend of silu_and_mul or relu_and_mul; a packed tensor comes in two halves."""
+
+    def __call__(self, x: GateInput, up: Factor) -> GatedResult: ...
+
+
+class GatedGelu(Protocol):
+    """A backend of gelu_and_mul."""
+
+    def __call__(self, x: GateInput, up: Factor, approximate: str) -> GatedResult: ...
+
+
+# Softmax: x [M, N] float32, bfloat16 or float16, mask [M, N] bool or float32 or None, any strides;
+# out [M, N].
+SoftmaxScores = Annotated[Tensor, SOFTMAX_ONLINE.spec("x")]
+SoftmaxMask = Annotated["Tensor | None", SOFTMAX_ONLINE.spec("mask")]
+SoftmaxResult = Annotated[Tensor, SOFTMAX_ONLINE.spec("out")]
+
+
+class Softmax(Protocol):
+    """A backend of softmax_online or log_softmax; ``dim`` is the last."""
+
+    def __call__(
+        self, x: SoftmaxScores, mask: SoftmaxMask, dim: int, scale: float | None
+    ) -> SoftmaxResult: ...
+# To 8-bit and 4-bit floats: q [T, K] e4m3, or [T, K / 2] pairs of e2m1 with scales [T, K / 16].
+Fp8Codes = Annotated[Tensor, FP8_QUANTIZE.spec("q")]
+Fp4Codes = Annotated[Tensor, NVFP4_QUANTIZE.spec("q")]
+Fp4Scales = Annotated[Tensor, NVFP4_QUANTIZE.outputs[1]]
+
+
+class Fp8Quantize(Protocol):
+    """A backend of fp8_quantize; a scale that is given is returned."""
+
+    def __call__(
+        self, x: Tensor, granularity: str, scale: Tensor | None
+    ) -> tuple[Fp8Codes, Tensor]: ...
+
+
+class Nvfp4Quantize(Protocol):
+    """A backend of nvfp4_quantize."""
+
+    def __call__(self, x: Tensor, global_scale: Tensor | None) -> tuple[Fp4Codes, Fp4Scales]: ...
+
+
+class Nvfp4Dequantize(Protocol):
+    """A backend of nvfp4_dequantize."""
+
+    def __call__(
+        self, q: Fp4Codes, scale: Fp4Scales, global_scale: Tensor | None, dtype: torch.dtype
+    ) -> Annotated[Tensor, NVFP4_DEQUANTIZE.spec("out")]: ...
+
+
+# The seven tensors of nvfp4_gemv. k counts values; a tensor's shape shows k / 2.
+Fp4Matrix = Annotated[Tensor, NVFP4_GEMV.spec("a")]
+Fp4Vector = Annotated[Tensor, NVFP4_GEMV.spec("b")]
+RawScales = Annotated[Tensor, NVFP4_GEMV.spec("scale_a")]
+PermutedScales = Annotated[Tensor, NVFP4_GEMV.spec("scale_a_permuted")]
+ProductColumn = Annotated[Tensor, NVFP4_GEMV.spec("c")]
+
+
+class Nvfp4Gemv(Protocol):
+    """A backend of nvfp4_gemv: writes ``c`` and returns it."""
+
+    def __call__(
+        self,
+        a: Fp4Matrix,
+        b: Fp4Vector,
+        scale_a: RawScales,
+        scale_b: RawScales,
+        scale_a_permuted: PermutedScales,
+        scale_b_permuted: PermutedScales,
+        c: ProductColumn,
+    ) -> ProductColumn: ...
+
+
+Fp4Weight = Annotated[Tensor, NVFP4_LINEAR.spec("weight")]
+
+
+class Nvfp4Linear(Protocol):
+    """A backend of nvfp4_linear."""
+
+    def __call__(
+        self, x: Tensor, weight: Fp4Weight, scale: Fp4Scales, global_scale: Tensor | None
+    ) -> Annotated[Tensor, NVFP4_LINEAR.spec("out")]: ...
+    def __call__(
+        self, x: Unreduced, dim: int, op: str, keepdim: bool, dtype: torch.dtype
+    ) -> Reduced: ...

@@ -4,6 +4,7 @@
 from tiercel import _needs_torch as _needs_torch
 from tiercel.ref.gemv import nvfp4_gemv, nvfp4_linear
 from tiercel.ref.linear import linear_act
+from tiercel.ref.norm import layer_norm, rms_norm
 from tiercel.ref.quant import fp8_quantize, nvfp4_dequantize, nvfp4_quantize
 from tiercel.ref.activation import (
     gelu,
@@ -15,6 +16,7 @@ from tiercel.ref.activation import (
 )
 from tiercel.ref.attention import attention
 from tiercel.ref.linear import linear_act
+from tiercel.ref.rotary import kv_cache_write, rotary_embedding
 from tiercel.ref.routing import moe_align_block_size, moe_sum, topk_softmax, topk_softmax_align
 from tiercel.ref.reduce import reduce
 from tiercel.ref.routing import topk_softmax
@@ -22,6 +24,9 @@ from tiercel.ref.softmax import log_softmax, softmax_online
 from tiercel.ref.transpose import copy_transpose
 
 __all__ = [
+    "layer_norm",
+    "linear_act",
+    "rms_norm",
     "fp8_quantize",
     "linear_act",
     "nvfp4_dequantize",
@@ -32,6 +37,7 @@ __all__ = [
     "gelu_and_mul",
     "copy_transpose",
     "attention",
+    "kv_cache_write",
     "linear_act",
     "moe_align_block_size",
     "moe_sum",
@@ -42,6 +48,7 @@ __all__ = [
     "silu_and_mul",
     "softmax_online",
     "reduce",
+    "rotary_embedding",
     "topk_softmax",
     "topk_softmax_align",
 ]

@@ -38,6 +38,7 @@ class OpBench:
         reference: (case, inputs) -> the answer in float64.
         check: (inputs, expected, outputs, launch) -> the error; raises WrongResult.
         hot: Inputs stay in the L2 cache; otherwise they are rotated past it.
+        ours: (case, inputs, backend) -> our Launch, where it is no call of a public function.
         host_baselines: Other calls for host time beside ours: name -> (case, inputs) -> call.
     """
 
@@ -53,6 +54,7 @@ class OpBench:
     flops: Callable[[Any], int] | None = None
     invalid: Callable[[Mapping[str, Any]], str | None] = lambda params: None
     hot: bool = False
+    ours: Callable[[Any, Inputs, str], Any] | None = None
     host_baselines: Mapping[str, Callable[[Any, Inputs], Callable[[], Any]]] = field(
         default_factory=dict
     )

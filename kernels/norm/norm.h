@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// Normalisation over the last dimension, with what is added before it, forward and backward.
+#ifndef KERNELS_NORM_NORM_H_
+#define KERNELS_NORM_NORM_H_
+
+#include <cstdint>
+
+#include "kernels/sm90/status.h"
+#include "kernels/sm90/tensor_view.h"
+
+namespace tiercel {
+
+inline constexpr int64_t kNormMaxColumns = 131072;
+
+// root mean square: x / sqrt(mean(x^2) + eps); layer: (x - mean(x)) / sqrt(var(x) + eps).
+enum class NormKind { kRms, kLayer };
+
+// out = norm(x + residual) * weight + bias, row by row; residual_out = x + residual. All but x and
+// out may be null; residual and residual_out come together.
+// x [..., N] float32, bfloat16 or float16, residual the same with any strides; out and residual_out
+// [..., N] of x's dtype, contiguous; they may be x and residual themselves. weight and bias [N], of
+// x's dtype or float32, contiguous. Statistics and arithmetic are float32; x + residual is rounded
+// to x's dtype first, so that out is a function of residual_out.
+struct NormForward {
+  NormKind kind;
+  const TensorView* x;
+  const TensorView* weight;
+  const TensorView* bias;
+  const TensorView* residual;
+  const TensorView* out;
+  const TensorView* residual_out;
+  float eps;
+};
+
+// Gradients of the above, for x the normalised tensor (residual_out where there is one) and grad
+// that of out. grad_residual, where there is one, adds to grad_x, which is x's and residual's
+// gradient. grad_weight and grad_bias [N], each or both null, have the parameters' dtypes; they
+// need a workspace [2, norm_backward_parts(), N] float32. The order of all sums is fixed.
+struct NormBackward {
+  NormKind kind;
+  const TensorView* x;
+  const TensorView* weight;
+  const TensorView* grad;
+  const TensorView* grad_residual;
+  const TensorView* grad_x;
+  const TensorView* grad_weight;
+  const TensorView* grad_bias;
+  const TensorView* workspace;
+  float eps;
+};
+
+// What a call would launch.
+struct NormPlan {
+  const char* kernel;  // "none" for an empty batch
+  int vector_bytes;    // of one access
+  int threads_per_row;
+  int cluster;  // blocks that share a row
+  unsigned grid;
+  unsigned block;
+  unsigned dynamic_smem;
+  int stages;  // backward: rows that are under way, a team
+  int parts;   // backward: partial sums of a weight
+};
+
+// Checks and the choice of kernel, for a device with that many multiprocessors; no GPU needed.
+Status norm_forward_plan(const NormForward& call, int multiprocessors, NormPlan* plan);
+Status norm_backward_plan(const NormBackward& call, int multiprocessors, NormPlan* plan);
+
+// The same for the tensors' device, then the launch on `stream` (a CUstream).
+Status norm_forward(const NormForward& call, void* stream);
+Status norm_backward(const NormBackward& call, void* stream);
+
+}  // namespace tiercel
+
+#endif  // KERNELS_NORM_NORM_H_

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// The instances of norm_backward and norm_reduce.
+#include "kernels/norm/norm_backward.cuh"
+
+namespace tiercel {
+namespace {
+
+#define TIERCEL_KERNEL(dtype, wide, vectors, kind, layer)                                       \
+  {DType::k##dtype, wide, NormKind::k##kind, vectors,                                           \
+   Kernel("norm_backward<" #dtype ", wide=" #wide ", vectors=" #vectors ", " #kind ">",         \
+          reinterpret_cast<const void*>(norm_backward<dtype, wide, vectors, layer>),            \
+          kNormMaxDynamicSmem)}
+#define TIERCEL_KINDS(dtype, wide, vectors)              \
+  TIERCEL_KERNEL(dtype, wide, vectors, Rms, false),      \
+      TIERCEL_KERNEL(dtype, wide, vectors, Layer, true)
+
+const NormBackwardKernel kBackward[] = {
+    TIERCEL_KINDS(BFloat16, true, 1), TIERCEL_KINDS(BFloat16, true, 2),
+    TIERCEL_KINDS(BFloat16, true, 4), TIERCEL_KINDS(BFloat16, false, 8),
+    TIERCEL_KINDS(Float16, true, 1),  TIERCEL_KINDS(Float16, true, 2),
+    TIERCEL_KINDS(Float16, true, 4),  TIERCEL_KINDS(Float16, false, 8),
+    TIERCEL_KINDS(Float32, true, 2),  TIERCEL_KINDS(Float32, true, 4),
+    TIERCEL_KINDS(Float32, true, 8),  TIERCEL_KINDS(Float32, false, 16)};
+
+#define TIERCEL_REDUCE(dtype)                       \
+  {DType::k##dtype, Kernel("norm_reduce<" #dtype ">", \
+                           reinterpret_cast<const void*>(norm_reduce<dtype>))}
+
+const NormReduceKernel kReduce[] = {TIERCEL_REDUCE(BFloat16), TIERCEL_REDUCE(Float16),
+                                    TIERCEL_REDUCE(Float32)};
+
+}  // namespace
+
+const NormBackwardKernel* norm_backward_kernels(int* count) {
+  *count = sizeof(kBackward) / sizeof(kBackward[0]);
+  return kBackward;
+}
+
+const NormReduceKernel* norm_reduce_kernels(int* count) {
+  *count = sizeof(kReduce) / sizeof(kReduce[0]);
+  return kReduce;
+}
+
+}  // namespace tiercel

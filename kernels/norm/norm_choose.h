@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which kernel of the norms, in what shape, for a problem: from sizes and alignment alone.
+#ifndef KERNELS_NORM_NORM_CHOOSE_H_
+#define KERNELS_NORM_NORM_CHOOSE_H_
+
+#include <cstdint>
+
+#include "kernels/norm/norm_kernels.h"
+
+namespace tiercel {
+
+struct NormProblem {
+  NormKind kind;
+  DType dtype;
+  int64_t rows;
+  int columns;
+  bool wide;    // rows begin and end on 16 bytes
+  int streams;  // tensors of [rows, columns] that are read
+  int multiprocessors;
+};
+
+template <typename Kernel>
+struct NormChoice {
+  const Kernel* kernel = nullptr;
+  int threads_per_row = 0;
+  int slice = 0;    // columns a block
+  int cluster = 1;  // blocks that share a row
+  int block = 0;
+  int grid = 0;
+  int dynamic_smem = 0;
+  int stages = 0;         // backward
+  int weight_offset = 0;  // backward
+
+  int parts() const { return grid / cluster; }
+};
+
+// `kernel` is null where there is none for so many columns.
+NormChoice<NormForwardKernel> choose_norm_forward(const NormProblem& problem);
+NormChoice<NormBackwardKernel> choose_norm_backward(const NormProblem& problem);
+
+}  // namespace tiercel
+
+#endif  // KERNELS_NORM_NORM_CHOOSE_H_

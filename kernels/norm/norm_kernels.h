@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the norms' launchers and their device code agree on: the kernels' arguments and tables.
+#ifndef KERNELS_NORM_NORM_KERNELS_H_
+#define KERNELS_NORM_NORM_KERNELS_H_
+
+#include <cstdint>
+
+#include "kernels/norm/norm.h"
+#include "kernels/sm90/launch.h"
+#include "kernels/sm90/tensor_view.h"
+
+namespace tiercel {
+
+inline constexpr int kNormMaxThreads = 512;  // a block
+inline constexpr int kNormNarrowThreads = 256;  // the same where rows are not on 16 bytes, backward
+inline constexpr int kNormMaxCluster = 8;
+inline constexpr int kNormMaxWarps = kNormMaxThreads / 32;
+inline constexpr int64_t kNormMaxRows = int64_t{1} << 30;
+inline constexpr int kNormMaxStages = 8;
+inline constexpr int kNormReduceThreads = 256;
+
+// The most threads of a block of norm_forward, and how many such blocks registers must leave room
+// for on a multiprocessor.
+constexpr int norm_forward_threads(bool wide, int vectors, bool block_row) {
+  if (!block_row) return 128;
+  if (!wide) return vectors > 4 ? 448 : kNormMaxThreads;  // more registers for more elements
+  return vectors == 4 ? 256 : vectors == 8 ? 448 : kNormMaxThreads;
+}
+constexpr int norm_forward_blocks(bool wide, int vectors, bool block_row, bool residual) {
+  if (!wide) return 1;
+  const int words = vectors * 4 * (residual ? 2 : 1);
+  const int registers = words <= 16 && block_row ? 48 : words <= 32 ? 64 : 128;
+  return 65536 / registers / norm_forward_threads(wide, vectors, block_row);
+}
+
+// All strides and offsets are in bytes.
+struct NormForwardArgs {
+  const char* x;
+  const char* residual;
+  const char* weight;
+  const char* bias;
+  char* out;
+  char* residual_out;
+  int64_t x_stride;  // between rows
+  int64_t residual_stride;
+  int64_t out_stride;
+  int64_t x_inner;  // between elements of a row
+  int64_t residual_inner;
+  int rows;
+  int columns;
+  int slice;        // columns a block, where a row has one or more
+  int cluster_log2;  // of how many it has
+  int lanes_log2;   // of how many lanes it has otherwise
+  float inverse_columns;
+  float eps;
+  bool layer_norm;
+  bool weight_float32;  // whatever x is
+  bool bias_float32;
+};
+
+struct NormBackwardArgs {
+  const char* streams[3];  // x, the result's gradient and, if any, what else adds to grad_x
+  int64_t strides[3];      // between rows
+  int64_t inner[3];        // between elements
+  const char* weight;      // or null
+  char* grad_x;
+  int64_t grad_x_stride;
+  float* partial[2];  // [blocks, columns] sums over a block's rows for weight and bias; or null
+  int rows;
+  int stream_count;
+  int columns;
+  int slice;            // columns a block, a multiple of 16 bytes
+  int threads_per_row;  // of a block
+  int stages;
+  int weight_offset;  // in shared memory
+  float inverse_columns;
+  float eps;
+  bool weight_float32;
+};
+
+struct NormReduceArgs {
+  const float* partial[2];  // weight's, bias's
+  char* out[2];
+  int parts;
+  int columns;
+  bool float32[2];
+};
+
+struct NormForwardKernel {
+  DType dtype;
+  bool wide;
+  bool residual;
+  bool block_row;  // a row has a block or more
+  int vectors;  // a thread
+  Kernel kernel;
+};
+
+struct NormBackwardKernel {
+  DType dtype;
+  bool wide;  // rows begin and end on 16 bytes: the copy engine can fetch them
+  NormKind kind;
+  int vectors;
+  Kernel kernel;
+};
+
+struct NormReduceKernel {
+  DType dtype;
+  Kernel kernel;
+};
+
+const NormForwardKernel* norm_forward_kernels(int* count);
+const NormBackwardKernel* norm_backward_kernels(int* count);
+const NormReduceKernel* norm_reduce_kernels(int* count);
+
+// What a block may have on Hopper, less the kernels' own static share.
+inline constexpr int kNormMaxDynamicSmem = 232448 - 6144;
+
+}  // namespace tiercel
+
+#endif  // KERNELS_NORM_NORM_KERNELS_H_

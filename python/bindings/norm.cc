@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/norm/norm.h"
+#include "kernels/norm/norm_kernels.h"
+#include "kernels/sm90/driver.h"
+#include "python/bindings/call.h"
+#include "python/bindings/families.h"
+
+namespace py = pybind11;
+
+namespace tiercel::python {
+namespace {
+
+// Of an H100 SXM or H200, for plans where there is no device to ask.
+constexpr int kMultiprocessors = 132;
+
+constexpr const char* kOps[] = {"rms_norm", "layer_norm"};
+
+const char* OpName(NormKind kind) { return kOps[static_cast<int>(kind)]; }
+
+// Positional arguments, taken in order; each function returns false with a Python exception.
+class Values {
+ public:
+  Values(const char* op, PyObject* const* values) : op_(op), values_(values) {}
+
+  bool Tensor(const char* name, PythonTensor* tensor, const TensorView** view) {
+    if (!tensor->Read(*values_++, op_, name)) return false;
+    *view = &tensor->view();
+    return true;
+  }
+  bool OptionalTensor(const char* name, PythonTensor* tensor, const TensorView** view) {
+    *view = nullptr;
+    if (*values_ != Py_None) return Tensor(name, tensor, view);
+    ++values_;
+    return true;
+  }
+  bool Float(float* value) {
+    const double number = PyFloat_AsDouble(*values_++);
+    *value = static_cast<float>(number);
+    return number != -1.0 || !PyErr_Occurred();
+  }
+
+ private:
+  const char* op_;
+  PyObject* const* values_;
+};
+
+// (x, weight, bias, residual, out, residual_out, eps); all but x and out may be None.
+struct ForwardCall {
+  PythonTensor tensors[6];
+  NormForward call{};
+
+  bool Parse(NormKind kind, PyObject* const* values, Py_ssize_t count) {
+    call.kind = kind;
+    if (!Arguments(OpName(kind), values, count).Expect(7)) return false;
+    Values next(OpName(kind), values);
+    return next.Tensor("x", &tensors[0], &call.x) &&
+           next.OptionalTensor("weight", &tensors[1], &call.weight) &&
+           next.OptionalTensor("bias", &tensors[2], &call.bias) &&
+           next.OptionalTensor("residual", &tensors[3], &call.residual) &&
+           next.Tensor("out", &tensors[4], &call.out) &&
+           next.OptionalTensor("residual_out", &tensors[5], &call.residual_out) &&
+           next.Float(&call.eps);
+  }
+};
+
+// (x, weight, grad, grad_residual, grad_x, grad_weight, grad_bias, workspace, eps); all but x, grad
+// and grad_x may be None.
+struct BackwardCall {
+  PythonTensor tensors[8];
+  NormBackward call{};
+
+  bool Parse(NormKind kind, PyObject* const* values, Py_ssize_t count) {
+    call.kind = kind;
+    if (!Arguments(OpName(kind), values, count).Expect(9)) return false;
+    Values next(OpName(kind), values);
+    return next.Tensor("x", &tensors[0], &call.x) &&
+           next.OptionalTensor("weight", &tensors[1], &call.weight) &&
+           next.Tensor("grad", &tensors[2], &call.grad) &&
+           next.OptionalTensor("grad_residual", &tensors[3], &call.grad_residual) &&
+           next.Tensor("grad_x", &tensors[4], &call.grad_x) &&
+           next.OptionalTensor("grad_weight", &tensors[5], &call.grad_weight) &&
+           next.OptionalTensor("grad_bias", &tensors[6], &call.grad_bias) &&
+           next.OptionalTensor("workspace", &tensors[7], &call.workspace) && next.Float(&call.eps);
+  }
+};
+
+int Multiprocessors(const TensorView& view) {
+  int count = 0;
+  if (view.device_type != DeviceType::kCUDA ||
+      !multiprocessor_count(view.device_index, &count).ok()) {
+    count = kMultiprocessors;
+  }
+  return count;
+}
+
+PyObject* PlanDict(const NormPlan& plan) {
+  return Py_BuildValue("{s:s, s:i, s:i, s:i, s:I, s:I, s:I, s:i, s:i}", "kernel", plan.kernel,
+                       "vector_bytes", plan.vector_bytes, "threads_per_row", plan.threads_per_row,
+                       "cluster", plan.cluster, "grid", plan.grid, "block", plan.block,
+                       "dynamic_smem", plan.dynamic_smem, "stages", plan.stages, "parts",
+                       plan.parts);
+}
+
+template <NormKind kKind>
+PyObject* Forward(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  ForwardCall call;
+  if (!call.Parse(kKind, values, count)) return nullptr;
+  return Launch(call.tensors[0], [&](void* stream) { return norm_forward(call.call, stream); });
+}
+
+template <NormKind kKind>
+PyObject* ForwardPlan(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  ForwardCall call;
+  if (!call.Parse(kKind, values, count)) return nullptr;
+  NormPlan plan{};
+  const Status status = norm_forward_plan(call.call, Multiprocessors(*call.call.x), &plan);
+  return status.ok() ? PlanDict(plan) : Raise(status);
+}
+
+template <NormKind kKind>
+PyObject* Backward(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  BackwardCall call;
+  if (!call.Parse(kKind, values, count)) return nullptr;
+  return Launch(call.tensors[0], [&](void* stream) { return norm_backward(call.call, stream); });
+}
+
+template <NormKind kKind>
+PyObject* BackwardPlan(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  BackwardCall call;
+  if (!call.Parse(kKind, values, count)) return nullptr;
+  NormPlan plan{};
+  const Status status = norm_backward_plan(call.call, Multiprocessors(*call.call.x), &plan);
+  return status.ok() ? PlanDict(plan) : Raise(status);
+}
+
+Status LoadNorm(int device) {
+  int count = 0;
+  const NormForwardKernel* forward = norm_forward_kernels(&count);
+  for (int i = 0; i < count; ++i) TIERCEL_RETURN_IF_ERROR(forward[i].kernel.load(device));
+  const NormBackwardKernel* backward = norm_backward_kernels(&count);
+  for (int i = 0; i < count; ++i) TIERCEL_RETURN_IF_ERROR(backward[i].kernel.load(device));
+  const NormReduceKernel* reduce = norm_reduce_kernels(&count);
+  for (int i = 0; i < count; ++i) TIERCEL_RETURN_IF_ERROR(reduce[i].kernel.load(device));
+  return Status();
+}
+
+PyObject* NormLoad(PyObject*, PyObject* device) { return Load(device, LoadNorm); }
+
+#define TIERCEL_FAST(name, function, text) \
+  {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, text}
+#define TIERCEL_NORM(name, kind)                                                                   \
+  TIERCEL_FAST(name, Forward<kind>,                                                                \
+               name "(x, weight, bias, residual, out, residual_out, eps, /)\n--\n\n"               \
+                    "Launches the kernel on the current stream; fills `out` and `residual_out`."), \
+      TIERCEL_FAST(name "_plan", ForwardPlan<kind>,                                                \
+                   name "_plan(x, weight, bias, residual, out, residual_out, eps, /)\n--\n\n"      \
+                        "Checks the arguments as a launch does and returns the configuration. "    \
+                        "Needs no GPU."),                                                          \
+      TIERCEL_FAST(name "_backward", Backward<kind>,                                               \
+                   name "_backward(x, weight, grad, grad_residual, grad_x, grad_weight, "          \
+                        "grad_bias, workspace, eps, /)\n--\n\n"                                    \
+                        "Launches the kernels on the current stream; fills the gradients."),       \
+      TIERCEL_FAST(name "_backward_plan", BackwardPlan<kind>,                                      \
+                   name "_backward_plan(x, weight, grad, grad_residual, grad_x, grad_weight, "     \
+                        "grad_bias, workspace, eps, /)\n--\n\n"                                    \
+                        "The same checks, and the configuration. Needs no GPU.")
+
+PyMethodDef functions[] = {
+    TIERCEL_NORM("rms_norm", NormKind::kRms),
+    TIERCEL_NORM("layer_norm", NormKind::kLayer),
+    {"norm_load", NormLoad, METH_O,
+     "norm_load(device, /)\n--\n\nLoads the kernels on a CUDA device, by its index."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace
+
+void AddNorm(py::module_& module) {
+  if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
+}
+
+}  // namespace tiercel::python
