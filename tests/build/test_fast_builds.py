@@ -4,6 +4,7 @@
 import importlib.util
 import json
 import pathlib
+import re
 import sys
 
 import pytest
@@ -42,3 +43,10 @@ def test_times_are_of_the_clock_and_of_the_cpus() -> None:
     assert took["cpu_seconds"] >= 0.4 and took["seconds"] >= 0.2
     with pytest.raises(SystemExit, match="false"):
         program.run(["false"])
+
+
+def test_doctor_names_the_dsl_that_the_build_takes() -> None:
+    checks = (ROOT / "python/tiercel/doctor/checks.py").read_text()
+    lock = (ROOT / "tools/python/locks/cute.lock").read_text()
+    version = re.search(r'^DSL = "(.+)"$', checks, re.M)[1]
+    assert f"nvidia-cutlass-dsl=={version} " in lock
