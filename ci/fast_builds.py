@@ -121,8 +121,8 @@ def rendered(figures: dict) -> str:
         "| --- | ---: | ---: |",
     ]
     for title, took in figures["took"].items():
-        cpu = f"{took['cpu_seconds']:.1f}" if "cpu_seconds" in took else ""
-        lines.append(f"| {title} | {took['seconds']:.1f} | {cpu} |")
+        cpu = f"{took['cpu_seconds']:.2f}" if "cpu_seconds" in took else ""
+        lines.append(f"| {title} | {took['seconds']:.2f} | {cpu} |")
     return "\n".join(lines) + "\n"
 
 

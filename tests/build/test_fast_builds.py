@@ -4,6 +4,7 @@
 import importlib.util
 import json
 import pathlib
+import re
 import sys
 
 import pytest
@@ -29,7 +30,7 @@ def test_a_page() -> None:
     figures = {"cpus": 2, "cpu": "x", "nvcc": "CUDA 13.0", "date": "2026-01-02"}
     figures |= {"load": 0.1, "took": took}
     text = program.page(f"before\n{program.BEGIN}\nold\n{program.END}\nafter\n", figures)
-    assert "| a | 1.2 | 2.0 |" in text and "| b | 0.5 |  |" in text and "old" not in text
+    assert "| a | 1.25 | 2.00 |" in text and "| b | 0.50 |  |" in text and "old" not in text
     assert text.startswith("before\n") and text.endswith("after\n")
     assert program.page(text, figures) == text
     with pytest.raises(AssertionError, match="markers"):
@@ -42,3 +43,10 @@ def test_times_are_of_the_clock_and_of_the_cpus() -> None:
     assert took["cpu_seconds"] >= 0.4 and took["seconds"] >= 0.2
     with pytest.raises(SystemExit, match="false"):
         program.run(["false"])
+
+
+def test_doctor_names_the_dsl_that_the_build_takes() -> None:
+    checks = (ROOT / "python/tiercel/doctor/checks.py").read_text()
+    lock = (ROOT / "tools/python/locks/cute.lock").read_text()
+    version = re.search(r'^DSL = "(.+)"$', checks, re.M)[1]
+    assert f"nvidia-cutlass-dsl=={version} " in lock
