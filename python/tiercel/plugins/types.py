@@ -206,8 +206,9 @@ class CopyTranspose(Protocol):
 
     def __call__(self, x: Matrices) -> Transposed: ...
 
-
     def __call__(self, x: Matrices, tile_size: int | None) -> Transposed: ...
+
+
 # Attention: q [B, Sq, H, D] bfloat16 or float16, k and v [B, Sk, Hk, D], any strides; out as q, and
 # lse [B, H, Sq] float32.
 Queries = Annotated[Tensor, ATTENTION.spec("q")]
@@ -290,6 +291,8 @@ class Softmax(Protocol):
     def __call__(
         self, x: SoftmaxScores, mask: SoftmaxMask, dim: int, scale: float | None
     ) -> SoftmaxResult: ...
+
+
 # To 8-bit and 4-bit floats: q [T, K] e4m3, or [T, K / 2] pairs of e2m1 with scales [T, K / 16].
 Fp8Codes = Annotated[Tensor, FP8_QUANTIZE.spec("q")]
 Fp4Codes = Annotated[Tensor, NVFP4_QUANTIZE.spec("q")]
