@@ -198,6 +198,9 @@ Status prepare(const NormBackward& call, int multiprocessors, NormBackwardArgs* 
   TIERCEL_RETURN_IF_ERROR(check_output({op, "grad_x", *call.grad_x}, x));
   const TensorView* parameters[] = {call.grad_weight, call.grad_bias};
   const char* names[] = {"grad_weight", "grad_bias"};
+  if (call.kind == NormKind::kRms && call.grad_bias != nullptr) {
+    return Status::Unimplemented(std::string(op) + ": no kernel sums the gradient of a bias");
+  }
   for (int i = 0; i < 2; ++i) {
     if (parameters[i]) TIERCEL_RETURN_IF_ERROR(check_parameter({op, names[i], *parameters[i]}, x));
   }

@@ -332,7 +332,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
     }
   }
 
-  if (args.partial[0] == nullptr) return;
+  if (args.partial[0] == nullptr && args.partial[1] == nullptr) return;
   // Sums over the block's teams, in the ring's memory; every team has the same columns.
 #pragma unroll 1
   for (int offset = team.lanes; offset < 32; offset *= 2) {

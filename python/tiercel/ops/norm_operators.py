@@ -147,6 +147,10 @@ class _Launches:
             return (grad_x.add_(grad_residual), *others)  # type: ignore[return-value]
         grad_x, columns = _like(x), x.shape[1]
         grad_weight = grad_bias = workspace = None
+        sum_bias = (
+            bias_grad and not self.layer
+        )  # RMS norms seldom have one: no kernel keeps its sums
+        bias_grad = bias_grad and self.layer
         if weight_grad or bias_grad:
             plan = self.backward_plan(x, weight, grad, grad_residual, grad_x, None, None, None, eps)
             workspace = x.new_empty((2, plan["parts"], columns), dtype=torch.float32)
@@ -158,6 +162,8 @@ class _Launches:
         self.backward(
             x, weight, grad, grad_residual, grad_x, grad_weight, grad_bias, workspace, eps
         )
+        if sum_bias:
+            grad_bias = grad.sum(dim=0, dtype=torch.float32).to(bias_dtype)
         nothing = x.new_empty(0)
         return (
             grad_x,
