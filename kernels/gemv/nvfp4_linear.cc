@@ -114,12 +114,13 @@ bool weigh(const Nvfp4LinearArgs& args, Cut* cut) {
   const int all_stages = static_cast<int>(ceil_div(args.k, kLinearStage));
   const int block_stages = static_cast<int>(ceil_div(all_stages, cut->cluster));
   const int warps = cut->tiles * cut->parts;
-  if (warps > kLinearMaxThreads / 32 || cut->parts > std::max(block_stages, 1)) return false;
+  const int most_warps = linear_max_threads(args.tokens) / 32;
+  if (warps > most_warps || cut->parts > std::max(block_stages, 1)) return false;
   if (cut->cluster > 1 && block_stages * (cut->cluster - 1) >= all_stages) return false;
   const int shared = shared_bytes(*cut, args.tokens, block_stages);
   if (shared > kLinearMaxShared) return false;
   const int together = std::max(
-      1, std::min({kLinearMaxThreads / 32 / warps, (kLinearMaxShared + 1024) / (shared + 1280)}));
+      1, std::min({most_warps / warps, (kLinearMaxShared + 1024) / (shared + 1280)}));
   const int64_t blocks = ceil_div(ceil_div(args.features, 16), cut->tiles) * cut->cluster;
   const int64_t per_sm = ceil_div(blocks, kMultiprocessors);
   const int64_t rounds = ceil_div(per_sm, together);
@@ -138,7 +139,7 @@ Status choose(Choice* choice) {
   Cut best{};
   best.cost = INT64_MAX;
   for (int cluster : {1, 2, 4, 8}) {
-    for (int stages : {4, 3, 2}) {
+    for (int stages : {2, 3}) {
       for (int parts : {1, 2, 4, 7, 8, 14, 16}) {
         for (int tiles : {1, 2, 4, 7, 8, 14, 16, 28}) {
           Cut cut{cluster, tiles, parts, stages, 0};
@@ -212,7 +213,7 @@ Status nvfp4_linear(const TensorView& x, const TensorView& weight, const TensorV
 
 Status nvfp4_linear_load(int device) {
   for (int tokens : {8, 16}) {
-    for (int stages : {2, 3, 4}) {
+    for (int stages : {2, 3}) {
       TIERCEL_RETURN_IF_ERROR(nvfp4_linear_kernel(tokens, stages)->load(device));
     }
   }

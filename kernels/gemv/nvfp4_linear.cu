@@ -100,39 +100,65 @@ __device__ __forceinline__ int place_of_x(int step, int tokens, int token, int i
   return ((step * tokens + token) * 4 + in_quad) * 4 + (word ^ in_quad ^ (token & 1));
 }
 
+// The largest of a and each half of the words, which are magnitudes.
+__device__ __forceinline__ uint32_t largest_of(uint32_t a, const uint4& words) {
+  constexpr uint32_t kMagnitudes = 0x7fff7fffu;
+  uint32_t halves = words.x & kMagnitudes;
+  for (uint32_t word : {words.y, words.z, words.w}) {
+    asm("max.u16x2 %0, %0, %1;" : "+r"(halves) : "r"(word & kMagnitudes));
+  }
+  return max(a, max(halves & 0xffffu, halves >> 16));
+}
+
 // The block's part of x, from value `first` on, `chunks` eights a token, in shared memory; and each
-// token's inverse factor.
+// token's inverse factor. Eight tokens at a time, whose loads leave together.
 __device__ __forceinline__ void stage_x(uint4* shared, uint32_t* largest, float* inverse,
                                         const Nvfp4LinearArgs& args, int first, int chunks) {
-  const auto read = [&](int token, int chunk) {
-    const int k = first + chunk * 8;
-    const bool real = k < args.k;
-    return real ? *reinterpret_cast<const uint4*>(args.x + token * args.x_row + k * 2)
-                : make_uint4(0, 0, 0, 0);
-  };
+  constexpr int kTogether = 8;
+  const int threads = blockDim.x;
   if (threadIdx.x < args.tokens) largest[threadIdx.x] = 0;
   __syncthreads();
-  // `chunks` is a multiple of 32: a warp has one token at a time.
-  for (int i = threadIdx.x; i < chunks * args.tokens; i += blockDim.x) {
-    const int token = i / chunks;
-    const uint4 v = read(token, i - token * chunks);
-    uint32_t bits = 0;
-    for (uint32_t word : {v.x, v.y, v.z, v.w}) {
-      bits = max(bits, max(word & 0x7fffu, word >> 16 & 0x7fffu));
+  for (int group = 0; group < args.tokens; group += kTogether) {
+    const int tokens = min(kTogether, args.tokens - group);
+    uint4 values[kTogether];
+    const auto load = [&](int chunk) {
+      const int k = first + chunk * 8;
+      const char* x = args.x + group * args.x_row + k * 2;
+#pragma unroll
+      for (int t = 0; t < kTogether; ++t) {
+        values[t] = make_uint4(0, 0, 0, 0);
+        if (t < tokens && k < args.k) {
+          values[t] = *reinterpret_cast<const uint4*>(x + t * args.x_row);
+        }
+      }
+    };
+    uint32_t bits[kTogether] = {};
+    for (int chunk = threadIdx.x; chunk < chunks; chunk += threads) {
+      load(chunk);
+#pragma unroll
+      for (int t = 0; t < kTogether; ++t) bits[t] = largest_of(bits[t], values[t]);
     }
-    bits = warp_max(bits);
-    if (threadIdx.x % 32 == 0) atomicMax(&largest[token], bits);
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < chunks * args.tokens; i += blockDim.x) {
-    const int token = i / chunks;
-    const int chunk = i - token * chunks;
-    const float factor = range_of(largest[token]).x;
-    const uint4 v = read(token, chunk);
-    shared[place_of_x(chunk / 16, args.tokens, token, chunk / 4 % 4, chunk % 4)] = make_uint4(
-        scaled_pair(v.x & 0xffffu, v.z & 0xffffu, factor),
-        scaled_pair(v.y & 0xffffu, v.w & 0xffffu, factor),
-        scaled_pair(v.x >> 16, v.z >> 16, factor), scaled_pair(v.y >> 16, v.w >> 16, factor));
+#pragma unroll
+    for (int t = 0; t < kTogether; ++t) {
+      if (t >= tokens) break;
+      bits[t] = warp_max(bits[t]);
+      if (threadIdx.x % 32 == 0) atomicMax(&largest[group + t], bits[t]);
+    }
+    __syncthreads();
+    for (int chunk = threadIdx.x; chunk < chunks; chunk += threads) {
+      if (chunks > threads) load(chunk);  // else it is still there
+#pragma unroll
+      for (int t = 0; t < kTogether; ++t) {
+        if (t >= tokens) break;
+        const float factor = range_of(largest[group + t]).x;
+        const uint4& v = values[t];
+        shared[place_of_x(chunk / 16, args.tokens, group + t, chunk / 4 % 4, chunk % 4)] =
+            make_uint4(scaled_pair(v.x & 0xffffu, v.z & 0xffffu, factor),
+                       scaled_pair(v.y & 0xffffu, v.w & 0xffffu, factor),
+                       scaled_pair(v.x >> 16, v.z >> 16, factor),
+                       scaled_pair(v.y >> 16, v.w >> 16, factor));
+      }
+    }
   }
   if (threadIdx.x < args.tokens) inverse[threadIdx.x] = range_of(largest[threadIdx.x]).y;
   __syncthreads();
@@ -140,7 +166,7 @@ __device__ __forceinline__ void stage_x(uint4* shared, uint32_t* largest, float*
 
 // kTiles tiles of 8 tokens.
 template <int kTiles, int kStages>
-__global__ void __launch_bounds__(kLinearMaxThreads)
+__global__ void __launch_bounds__(linear_max_threads(8 * kTiles))
     nvfp4_linear(const __grid_constant__ Nvfp4LinearArgs args) {
   extern __shared__ uint4 shared[];
   __shared__ uint32_t largest[kLinearMaxTokens];
@@ -309,8 +335,8 @@ struct Entry {
    Kernel("nvfp4_linear<tiles=" #tiles ", stages=" #stages ">", \
           reinterpret_cast<const void*>(nvfp4_linear<tiles, stages>), kLinearMaxShared)}
 
-const Entry kKernels[] = {TIERCEL_KERNEL(1, 2), TIERCEL_KERNEL(1, 3), TIERCEL_KERNEL(1, 4),
-                          TIERCEL_KERNEL(2, 2), TIERCEL_KERNEL(2, 3), TIERCEL_KERNEL(2, 4)};
+const Entry kKernels[] = {TIERCEL_KERNEL(1, 2), TIERCEL_KERNEL(1, 3), TIERCEL_KERNEL(2, 2),
+                          TIERCEL_KERNEL(2, 3)};
 
 }  // namespace
 

@@ -26,11 +26,13 @@ struct Nvfp4LinearArgs {
 };
 
 inline constexpr int kLinearStage = 256;  // values of K that a warp takes at a time
-inline constexpr int kLinearMaxThreads = 896;
 inline constexpr int kLinearMaxTokens = 16;
 // Shared memory of one stage of one warp: 16 rows of weights and of scales.
 inline constexpr int kLinearStageBytes = 16 * (kLinearStage / 2 + kLinearStage / 16);
 inline constexpr int kLinearMaxShared = 226 * 1024;  // of 227 KiB, some are the kernel's own
+
+// A block's threads: more tokens need more registers.
+constexpr int linear_max_threads(int tokens) { return tokens > 8 ? 768 : 896; }
 
 // Up to `tokens` tokens, 8 or 16, with that many stages in flight a warp; null where there is none.
 const Kernel* nvfp4_linear_kernel(int tokens, int stages);

@@ -5,8 +5,8 @@
 // The plan. Bytes alone bind it: at [8192, 8192] in bfloat16, 128 MiB are read and 64 MiB written,
 // so 47 us at 4.3 TB/s. Every thread works on eights of neighbouring values: 16 bytes in (32 in
 // float32), 8 out. What shares a scale stays in registers between finding it and using it, so x is
-// read once; only a whole tensor that does not fit a cluster of 8 blocks is read twice, by two
-// kernels with a maximum a block between them.
+// read once; only a whole tensor is read twice, by two kernels with a maximum a block
+// between them, unless it is so small that a cluster of 8 blocks has it in no time.
 //  - rows: a block a row, up to 8 eights a thread; longer rows are read twice, the second time from
 //    the L2.
 //  - groups: 16 lanes a group, four eights in flight a thread, no shared memory.
@@ -209,7 +209,9 @@ __global__ void __launch_bounds__(kFp8TensorThreads)
   const int64_t block = args.given != nullptr ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
   const int64_t first = block * kFp8TensorThreads * kFp8TensorVectors + threadIdx.x;
   Eight<Source> values[kFp8TensorVectors];
-  grid_dependency_wait();
+  // The kernel that finds the maxima let this one begin after its own wait, so what wrote x is done:
+  // x may be read while that kernel still runs.
+  if (args.given != nullptr) grid_dependency_wait();
 #pragma unroll
   for (int v = 0; v < kFp8TensorVectors; ++v) {
     values[v].clear();
@@ -220,6 +222,7 @@ __global__ void __launch_bounds__(kFp8TensorThreads)
   if (args.given != nullptr) {
     scale = *args.given;
   } else {
+    grid_dependency_wait();
     uint32_t largest = 0;
     for (int i = threadIdx.x; i < args.partials; i += kFp8TensorThreads) {
       largest = max(largest, __float_as_uint(args.partial[i]));
@@ -299,8 +302,7 @@ struct Entry {
       TIERCEL_KERNEL(kBlock, block, dtype, 0, "", ),                                             \
       TIERCEL_KERNEL(kLargest, largest, dtype, 0, "", ),                                         \
       TIERCEL_KERNEL(kTensor, tensor, dtype, 0, "", ),                                           \
-      TIERCEL_HELD(kSmallTensor, small_tensor, dtype, small),                                    \
-      TIERCEL_HELD(kSmallTensor, small_tensor, dtype, large)
+      TIERCEL_HELD(kSmallTensor, small_tensor, dtype, small)
 
 // By kind and dtype, fewer vectors first.
 const Entry kKernels[] = {TIERCEL_KERNELS(BFloat16, 2, 8), TIERCEL_KERNELS(Float16, 2, 8),

@@ -27,6 +27,11 @@ _HALFWAY = (
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
+def _divide(x: Tensor, divisor: float) -> Tensor:
+    """Rounded once. On a GPU torch multiplies by the reciprocal of a number, but not of a tensor."""
+    return x / torch.full_like(x, divisor)
+
+
 def tile_of(x: Tensor, granularity: str) -> tuple[int, int]:
     """Rows and columns of x [T, K] that share a scale, at least 1."""
     rows, columns = GRANULARITIES[granularity]
@@ -53,7 +58,7 @@ def fp8_quantize(
         padding = (0, across * tile[1] - x.shape[1], 0, down * tile[0] - x.shape[0])
         padded = torch.nn.functional.pad(wide.abs(), padding)
         largest = padded.view(down, tile[0], across, tile[1]).amax((1, 3))
-        scale = (largest / E4M3_MAX).clamp_min(SMALLEST_SCALE)
+        scale = _divide(largest, E4M3_MAX).clamp_min(SMALLEST_SCALE)
     inverse = scale.reciprocal().repeat_interleave(tile[0], 0).repeat_interleave(tile[1], 1)
     scaled = wide * inverse[: x.shape[0], : x.shape[1]]
     return scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
@@ -62,11 +67,11 @@ def fp8_quantize(
 def nvfp4_quantize(x: Tensor, *, global_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As :func:`tiercel.nvfp4_quantize`."""
     groups = x.float().unflatten(-1, (x.shape[-1] // 16, 16))
-    wanted = groups.abs().amax(-1) / E2M1_MAX
+    wanted = _divide(groups.abs().amax(-1), E2M1_MAX)
     if global_scale is not None:
-        wanted = wanted / global_scale
+        wanted = wanted / global_scale.float()
     scale = wanted.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    total = scale.float() if global_scale is None else scale.float() * global_scale
+    total = scale.float() if global_scale is None else scale.float() * global_scale.float()
     inverse = torch.where(total == 0, 0.0, total.reciprocal())
     # Halves, as the kernel has them: the same but below the normal floats.
     halves = groups.abs() * (inverse * 0.5)[..., None]
@@ -94,6 +99,6 @@ def nvfp4_dequantize(
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """As :func:`tiercel.nvfp4_dequantize`."""
-    total = scale.float() if global_scale is None else scale.float() * global_scale
+    total = scale.float() if global_scale is None else scale.float() * global_scale.float()
     values = nvfp4_values(q).unflatten(-1, (scale.shape[-1], 16))
     return (values * total[..., None]).flatten(-2).to(dtype)

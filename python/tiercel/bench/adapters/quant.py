@@ -38,12 +38,9 @@ def nvfp4_quantize(x: Any, global_scale: Any) -> tuple[Any, Any]:
     return codes[..., 0::2] | codes[..., 1::2] << 4, scale
 
 
-def nvfp4_dequantize(packed: Any, scale: Any, global_scale: Any, dtype: Any) -> Any:
+def nvfp4_dequantize(packed: Any, scale: Any, global_scale: Any, table: Any, dtype: Any) -> Any:
     import torch
 
-    from tiercel.ref import quant as ref
-
-    table = torch.tensor([*ref._E2M1, *(-value for value in ref._E2M1)], device=packed.device)
     total = scale.float() if global_scale is None else scale.float() * global_scale
     codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
     values = table[codes.long()].unflatten(-1, (scale.shape[-1], 16))
@@ -93,9 +90,12 @@ def _from_nvfp4(compiled: bool) -> Callable[[Any, dict[str, Any]], Launch]:
     def prepare(case: Any, inputs: dict[str, Any]) -> Launch:
         import torch
 
+        from tiercel.ref import quant as ref
+
         function = _compiled(case, nvfp4_dequantize) if compiled else nvfp4_dequantize
         packed = inputs["q"].view(torch.uint8)
-        arguments = (packed, inputs["scale"], inputs["global_scale"], inputs["x"].dtype)
+        table = torch.tensor([*ref._E2M1, *(-v for v in ref._E2M1)], device=packed.device)
+        arguments = (packed, inputs["scale"], inputs["global_scale"], table, inputs["x"].dtype)
         return Launch(run=lambda: (function(*arguments),))
 
     return prepare

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The quantising launchers' checks and choices: they need neither PyTorch nor a GPU."""
+
+import pytest
+from support.dlpack_tensor import ADDRESS, AttributeTensor, ExchangeTensor
+
+from tiercel import _C
+
+DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
+TENSOR, ROW, GROUP, BLOCK = range(4)
+E4M3, E2M1 = "float8_e4m3fn", "float4_e2m1fn_x2"
+
+
+@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
+def make(request):
+    return request.param
+
+
+def scale_shape(rows, columns, granularity):
+    down, across = -(-rows // 128), -(-columns // 128)
+    return [(1, 1), (rows, 1), (rows, across), (down, across)][granularity]
+
+
+def fp8(make, rows, columns, granularity, dtype="bfloat16", *, changes=(), **x):
+    arguments = {
+        "x": make(rows, columns, dtype=dtype, **x),
+        "q": make(rows, columns, dtype=E4M3),
+        "scale": make(*scale_shape(rows, columns, granularity)),
+        "partial": make(1024) if granularity == TENSOR else None,
+    } | dict(changes)
+    return _C.fp8_quantize_plan(*arguments.values(), granularity)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("granularity", range(4))
+def test_every_size_has_a_plan(dtype, granularity):
+    for rows in (1, 7, 64, 1000, 70_000):
+        for columns in (8, 120, 128, 1000, 4096, 7168, 65536, 100_000):
+            got = fp8(ExchangeTensor, rows, columns, granularity, dtype)
+            assert got["kernel"].startswith("fp8_quantize_")
+            assert got["block"] % 32 == 0 and 32 <= got["block"] <= 1024
+            assert got["launches"] == (2 if "tensor<" in got["kernel"] and "small" not in got["kernel"] else 1)
+            if granularity == ROW:
+                assert got["grid"] == rows
+                held = got["vectors"] * got["block"] * 8
+                assert held >= columns or "long" in got["kernel"]
+            elif granularity == BLOCK:
+                assert got["grid"] == -(-rows // 128) * -(-columns // 128)
+            elif granularity == GROUP:
+                assert got["grid"] * got["block"] * got["vectors"] * 8 >= rows * columns
+
+
+def test_only_small_tensors_take_one_launch(make):
+    assert fp8(make, 16, 4096, TENSOR)["launches"] == 1
+    assert fp8(make, 4096, 4096, TENSOR)["launches"] == 2
+
+
+def test_empty(make):
+    assert fp8(make, 0, 64, ROW, address=0)["kernel"] == "none"
+    assert fp8(make, 4, 0, GROUP, address=0)["kernel"] == "none"
+    # A scale all the same.
+    assert fp8(make, 4, 0, ROW, address=0)["grid"] == 4
+    assert fp8(make, 0, 0, TENSOR, address=0)["launches"] == 1
+
+
+BAD_FP8 = [
+    (
+        {"x": lambda make: make(4, 128, dtype="int8")},
+        TypeError,
+        "`x` must have dtype float32, bfloat16 or float16, got int8",
+    ),
+    ({"x": lambda make: make(128)}, ValueError, "`x` must have 2 dimensions, got 1 (shape [128])"),
+    (
+        {"q": lambda make: make(4, 128)},
+        TypeError,
+        "`q` must have dtype float8_e4m3fn, got float32",
+    ),
+    (
+        {"q": lambda make: make(4, 64, dtype=E4M3)},
+        ValueError,
+        "`q` must have shape [T, K] = [4, 128], got [4, 64]",
+    ),
+    (
+        {"scale": lambda make: make(4, 2)},
+        ValueError,
+        "`scale` must have shape [T, K / 128] = [4, 1], got [4, 2]",
+    ),
+    (
+        {"scale": lambda make: make(4, 1, dtype="float16")},
+        TypeError,
+        "`scale` must have dtype float32, got float16",
+    ),
+    (
+        {"q": lambda make: make(4, 128, dtype=E4M3, device="cpu")},
+        ValueError,
+        "`q` must be on the device of `x`, a tensor on cuda:0, got a CPU tensor",
+    ),
+    (
+        {"q": lambda make: make(4, 128, dtype=E4M3, strides=(256, 1))},
+        ValueError,
+        "`q` must be contiguous, got strides [256, 1] for shape [4, 128]",
+    ),
+    (
+        {"x": lambda make: make(4, 128, dtype="bfloat16", strides=(1, 4))},
+        NotImplementedError,
+        "`x` must have rows of neighbouring values at multiples of 16 bytes, got strides [1, 4]",
+    ),
+    (
+        {"x": lambda make: make(4, 128, dtype="bfloat16", address=ADDRESS + 2)},
+        NotImplementedError,
+        "`x` must have rows of neighbouring values at multiples of 16 bytes, got strides [128, 1] "
+        "and an address or rows off that",
+    ),
+    (
+        {"x": lambda make: make(4, 128, dtype="bfloat16", device="cpu")},
+        ValueError,
+        "`x` must be a CUDA tensor, got a CPU tensor",
+    ),
+    ({"x": lambda make: [1.0]}, TypeError, "`x` must be a torch.Tensor, got list"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "text"), BAD_FP8)
+def test_bad_arguments_are_named(make, changes, error, text):
+    made = {name: value(make) for name, value in changes.items()}
+    with pytest.raises(error) as info:
+        fp8(make, 4, 128, GROUP, changes=made.items())
+    assert str(info.value) == f"fp8_quantize: {text}"
+
+
+def test_odd_rows_are_left_to_ref(make):
+    with pytest.raises(NotImplementedError, match="a multiple of 8 values, got 100"):
+        fp8(make, 4, 100, ROW)
+
+
+def nvfp4(make, rows=4, columns=64, dtype="bfloat16", *, changes=(), **x):
+    arguments = {
+        "x": make(rows, columns, dtype=dtype, **x),
+        "global_scale": None,
+        "q": make(rows, columns // 2, dtype=E2M1),
+        "scale": make(rows, columns // 16, dtype=E4M3),
+    } | dict(changes)
+    x, global_scale, q, scale = arguments.values()
+    back = _C.nvfp4_dequantize_plan(q, scale, global_scale, x) if not changes else None
+    plan = _C.nvfp4_quantize_plan(x, global_scale, q, scale)
+    assert back is None or back["grid"] == plan["grid"]
+    return plan
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nvfp4_sizes(make, dtype):
+    for rows in (1, 7, 4096):
+        for columns in (16, 48, 4096, 7168):
+            got = nvfp4(make, rows, columns, dtype)
+            assert got["grid"] * got["block"] * 2 * 16 >= rows * columns
+    assert nvfp4(make, 0, 64, address=0)["kernel"] == "none"
+
+
+BAD_NVFP4 = [
+    (
+        {"q": lambda make: make(4, 32, dtype="uint8")},
+        TypeError,
+        "`q` must have dtype float4_e2m1fn_x2, got uint8",
+    ),
+    (
+        {"q": lambda make: make(4, 64, dtype=E2M1)},
+        ValueError,
+        "`q` must have shape [T, K / 2] = [4, 32], got [4, 64]",
+    ),
+    (
+        {"scale": lambda make: make(4, 8, dtype=E4M3)},
+        ValueError,
+        "`scale` must have shape [T, K / 16] = [4, 4], got [4, 8]",
+    ),
+    (
+        {"global_scale": lambda make: make(2)},
+        ValueError,
+        "`global_scale` must have shape [1] = [1], got [2]",
+    ),
+    (
+        {"global_scale": lambda make: make(1, device="cpu")},
+        ValueError,
+        "`global_scale` must be on the device of `x`, a tensor on cuda:0, got a CPU tensor",
+    ),
+    (
+        {"x": lambda make: make(4, 40, dtype="bfloat16")},
+        ValueError,
+        "`x` must have a multiple of 16 columns, got [4, 40]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "text"), BAD_NVFP4)
+def test_bad_nvfp4_arguments_are_named(make, changes, error, text):
+    made = {name: value(make) for name, value in changes.items()}
+    with pytest.raises(error) as info:
+        nvfp4(make, changes=made.items())
+    assert str(info.value) == f"nvfp4_quantize: {text}"
