@@ -25,8 +25,7 @@ Status check_on_device(const Argument& argument, const Argument& reference) {
 Status check_inputs(const char* op, bool gated, const TensorView& x, const TensorView* up,
                     int64_t* columns) {
   const Argument x_arg{op, "x", x};
-  TIERCEL_RETURN_IF_ERROR(
-      check_dtype(x_arg, {DType::kFloat32, DType::kBFloat16, DType::kFloat16}));
+  TIERCEL_RETURN_IF_ERROR(check_dtype(x_arg, {DType::kFloat32, DType::kBFloat16, DType::kFloat16}));
   *columns = last_size(x);
   if (gated && up == nullptr) {
     if (x.ndim == 0 || *columns % 2 != 0) {
@@ -75,8 +74,8 @@ Status lay_out(const char* op, int64_t columns, Operand (&operands)[kCount], DTy
     if (operand.view == nullptr) continue;
     TIERCEL_RETURN_IF_ERROR(join_rows({op, "x", *operand.view}, &operand.matrix));
     rows = operand.matrix.rows;
-    flat &= operand.matrix.columns == columns &&
-            (rows == 1 || operand.matrix.row_stride == columns);
+    flat &=
+        operand.matrix.columns == columns && (rows == 1 || operand.matrix.row_stride == columns);
   }
   if (flat) {
     columns *= rows;

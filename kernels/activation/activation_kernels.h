@@ -25,10 +25,10 @@ struct ActivationArgs {
   ActivationRows up_grad;  // backward, gated
   const float* scale;      // float8 results
   int64_t columns;
-  uint32_t vectors;         // of 16 bytes, all rows
-  uint32_t row_vectors;     // of a row, the last one possibly in part
-  uint32_t row_vectors_inv; // floor(2^32 / row_vectors)
-  bool aligned;             // every row of every matrix starts at a multiple of its vector
+  uint32_t vectors;          // of 16 bytes, all rows
+  uint32_t row_vectors;      // of a row, the last one possibly in part
+  uint32_t row_vectors_inv;  // floor(2^32 / row_vectors)
+  bool aligned;              // every row of every matrix starts at a multiple of its vector
 };
 
 struct ActivationKernel {

@@ -29,17 +29,15 @@ Status join_rows(const Argument& argument, RowMatrix* matrix) {
     if (matrix->rows == 1) {
       matrix->row_stride = view.strides[i];
     } else if (view.strides[i] != matrix->row_stride * matrix->rows) {
-      return Status::Unimplemented(mismatch(
-          argument, "have rows at one distance",
-          "strides " + shape_text(view.strides, view.ndim) + " for shape " +
-              shape_text(view.shape, view.ndim)));
+      return Status::Unimplemented(mismatch(argument, "have rows at one distance",
+                                            "strides " + shape_text(view.strides, view.ndim) +
+                                                " for shape " + shape_text(view.shape, view.ndim)));
     }
     matrix->rows *= view.shape[i];
   }
   if (view.shape[last] > 1 && view.strides[last] != 1) {
-    return Status::Unimplemented(
-        mismatch(argument, "be contiguous in its last dimension",
-                 "strides " + shape_text(view.strides, view.ndim)));
+    return Status::Unimplemented(mismatch(argument, "be contiguous in its last dimension",
+                                          "strides " + shape_text(view.strides, view.ndim)));
   }
   return Status();
 }
@@ -57,8 +55,6 @@ Status check_shape_like(const Argument& argument, const TensorView& like, int64_
                shape_text(view.shape, view.ndim)));
 }
 
-int64_t last_size(const TensorView& view) {
-  return view.ndim == 0 ? 1 : view.shape[view.ndim - 1];
-}
+int64_t last_size(const TensorView& view) { return view.ndim == 0 ? 1 : view.shape[view.ndim - 1]; }
 
 }  // namespace tiercel

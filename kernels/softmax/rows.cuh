@@ -80,8 +80,8 @@ struct VectorBits {
   }
 };
 
-// A vector's elements one by one, from `address` on, `step` bytes apart; `pad` where the row, at its
-// column `column`, has none.
+// A vector's elements one by one, from `address` on, `step` bytes apart; `pad` where the row, at
+// its column `column`, has none.
 template <typename Format>
 __device__ __forceinline__ void load_elements(uint32_t (&words)[4], const char* address,
                                               int64_t step, int column, int columns, float pad) {

@@ -16,7 +16,8 @@ const char* op_name(bool log) { return log ? "log_softmax" : "softmax_online"; }
 
 Status check_matrix(const Argument& argument, const Argument& like) {
   TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {like.view.dtype}));
-  TIERCEL_RETURN_IF_ERROR(check_shape_like(argument, like.view, last_size(like.view), "that of `x`"));
+  TIERCEL_RETURN_IF_ERROR(
+      check_shape_like(argument, like.view, last_size(like.view), "that of `x`"));
   TIERCEL_RETURN_IF_ERROR(check_same_device(argument, like));
   return check_cuda(argument);
 }
@@ -25,8 +26,7 @@ Status check_scores(const Argument& argument) {
   TIERCEL_RETURN_IF_ERROR(
       check_dtype(argument, {DType::kFloat32, DType::kBFloat16, DType::kFloat16}));
   if (argument.view.ndim == 0) {
-    return Status::InvalidArgument(
-        mismatch(argument, "have at least 1 dimension", "0 (shape [])"));
+    return Status::InvalidArgument(mismatch(argument, "have at least 1 dimension", "0 (shape [])"));
   }
   return check_cuda(argument);
 }
@@ -63,9 +63,9 @@ Status lay_out(const char* op, const Operand (&operands)[kCount], SoftmaxArgs* a
     *operand.rows = {static_cast<char*>(operand.view->data),
                      matrix.rows == 1 ? 0 : matrix.row_stride * bytes};
     // Vectors work where all matrices' rows are equally far from a multiple of 16 bytes.
-    args->vectors &= first || (row_bits(*operand.rows) == row_bits(args->x) &&
-                               (operand.rows->row_stride - args->x.row_stride) %
-                                       kSoftmaxVectorBytes == 0);
+    args->vectors &=
+        first || (row_bits(*operand.rows) == row_bits(args->x) &&
+                  (operand.rows->row_stride - args->x.row_stride) % kSoftmaxVectorBytes == 0);
     first = false;
   }
   return Status();
@@ -83,8 +83,8 @@ Status lay_out_mask(const char* op, const TensorView& mask, const Argument& x, b
     TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {DType::kBool}));
   } else if (mask.dtype != DType::kBool && mask.dtype != x.view.dtype &&
              mask.dtype != DType::kFloat32) {
-    return Status::TypeError(mismatch(argument, "have dtype bool, float32 or that of `x`",
-                                      dtype_name(mask.dtype)));
+    return Status::TypeError(
+        mismatch(argument, "have dtype bool, float32 or that of `x`", dtype_name(mask.dtype)));
   }
   TIERCEL_RETURN_IF_ERROR(check_shape_like(argument, x.view, last_size(x.view), "that of `x`"));
   TIERCEL_RETURN_IF_ERROR(check_same_device(argument, x));
@@ -93,9 +93,9 @@ Status lay_out_mask(const char* op, const TensorView& mask, const Argument& x, b
   SoftmaxMaskRows& rows = args->mask;
   const int64_t bytes = dtype_bytes(mask.dtype);
   rows.data = static_cast<const char*>(mask.data);
-  rows.kind = mask.dtype == DType::kBool      ? SoftmaxMask::kKeep
-              : mask.dtype == x.view.dtype    ? SoftmaxMask::kAdd
-                                              : SoftmaxMask::kAddFloat32;
+  rows.kind = mask.dtype == DType::kBool   ? SoftmaxMask::kKeep
+              : mask.dtype == x.view.dtype ? SoftmaxMask::kAdd
+                                           : SoftmaxMask::kAddFloat32;
   rows.step = last_size(mask) > 1 ? mask.strides[mask.ndim - 1] * bytes : bytes;
   rows.sizes[0] = rows.sizes[1] = 1;
   int64_t sizes[3] = {1, 1, 1};
@@ -121,8 +121,8 @@ Status lay_out_mask(const char* op, const TensorView& mask, const Argument& x, b
   rows.sizes[0] = static_cast<uint32_t>(sizes[1]);
   rows.sizes[1] = static_cast<uint32_t>(sizes[2]);
   // A vector's part of the mask, in loads of at most 16 bytes.
-  const int64_t part = std::min<int64_t>(
-      bytes * kSoftmaxVectorBytes / dtype_bytes(x.view.dtype), kSoftmaxVectorBytes);
+  const int64_t part = std::min<int64_t>(bytes * kSoftmaxVectorBytes / dtype_bytes(x.view.dtype),
+                                         kSoftmaxVectorBytes);
   uint64_t bits = reinterpret_cast<uintptr_t>(rows.data);
   for (const int64_t stride : rows.strides) bits |= static_cast<uint64_t>(stride);
   rows.vectors = all_aligned(*args) && rows.step == bytes && bits % part == 0;

@@ -178,16 +178,16 @@ struct ScoreReader {
   }
 };
 
-// How many of the largest blocks a multiprocessor is to hold: 2 where float32 or packed 16-bit
+// How many of the largest blocks a multiprocessor is to hold: 2 or 3 where float32 or packed 16-bit
 // scores get along with the registers that this leaves, 1 where a mask unpacks many.
 constexpr int blocks_for(int max_threads, int registers) {
-  return max_threads > kSoftmaxLaneThreads && registers <= 32 ? 2 : 1;
+  return registers > 32 ? 1 : max_threads > kSoftmaxLaneThreads ? 2 : 3;
 }
 
 template <typename Format, typename Group, int kVectors, bool kMasked, int kMaxThreads>
-__global__ void __launch_bounds__(
-    kMaxThreads,
-    blocks_for(kMaxThreads, (kMasked && Format::kBytes == 2 ? 8 : 4) * kVectors))
+__global__ void __launch_bounds__(kMaxThreads,
+                                  blocks_for(kMaxThreads,
+                                             (kMasked && Format::kBytes == 2 ? 8 : 4) * kVectors))
     softmax_forward(const __grid_constant__ SoftmaxArgs args) {
   const Group group(args.blocks);
   grid_dependency_wait();
@@ -204,9 +204,9 @@ __global__ void __launch_bounds__(
 #pragma unroll
       for (int w = 0; w < 4; ++w) words[v][w] ^= read.flip;
     }
-    softmax_of_packed<Format>(
-        words, group, read.factor, args.log,
-        [&](int v, const float(&x)[8]) { store_row<Format>(x, place, args.out, v); });
+    softmax_of_packed<Format>(words, group, read.factor, args.log, [&](int v, const float (&x)[8]) {
+      store_row<Format>(x, place, args.out, v);
+    });
   } else {
     float x[kVectors][RowPlace<Format, Group>::kPerVector];
 #pragma unroll

@@ -41,11 +41,11 @@ struct SoftmaxArgs {
   SoftmaxMaskRows mask;
   int64_t rows;
   int columns;
-  float scale;       // not 0
-  float pad;         // the infinity that the scale makes -inf
-  uint32_t blocks;   // a row, where it has whole ones
-  bool log;          // log_softmax
-  bool vectors;      // all matrices' rows start at the same distance from a multiple of 16 bytes
+  float scale;      // not 0
+  float pad;        // the infinity that the scale makes -inf
+  uint32_t blocks;  // a row, where it has whole ones
+  bool log;         // log_softmax
+  bool vectors;     // all matrices' rows start at the same distance from a multiple of 16 bytes
 };
 
 // A kernel; it takes rows of up to lanes or threads * vectors vectors of 16 bytes.

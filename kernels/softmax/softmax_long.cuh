@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// softmax for rows that do not fit into the registers of a cluster: the row is read twice. The first
-// time each thread keeps the running maximum and sum of its part (the online softmax), the second
-// time, from the L2 cache where the row fits there, the results are made. Bytes: three times the
-// row's forward, five times backward.
+// softmax for rows that do not fit into the registers of a cluster: the row is read twice. The
+// first time each thread keeps the running maximum and sum of its part (the online softmax), the
+// second time, from the L2 cache where the row fits there, the results are made. Bytes: three times
+// the row's forward, five times backward.
 #ifndef KERNELS_SOFTMAX_SOFTMAX_LONG_CUH_
 #define KERNELS_SOFTMAX_SOFTMAX_LONG_CUH_
 

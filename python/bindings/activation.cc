@@ -118,8 +118,8 @@ PyObject* LoadFunction(PyObject*, PyObject* const* values, Py_ssize_t count) {
   }
   const long device = PyLong_AsLong(values[0]);
   if (device == -1 && PyErr_Occurred()) return nullptr;
-  const Status status = WithoutGil(
-      [&] { return activation_load(function, gated, static_cast<int>(device)); });
+  const Status status =
+      WithoutGil([&] { return activation_load(function, gated, static_cast<int>(device)); });
   if (!status.ok()) return Raise(status);
   Py_RETURN_NONE;
 }

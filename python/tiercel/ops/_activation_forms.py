@@ -204,7 +204,7 @@ class Activation:
                 if not sizes or sizes[-1] % 2:
                     self._check(x, up, scale, out, approximate)  # raises
                 sizes = (*sizes[:-1], sizes[-1] // 2)
-            out = empty(x, sizes, x.dtype if scale is None else FLOAT8)
+            out = empty(x, tuple(sizes), x.dtype if scale is None else FLOAT8)
             launch(x, up, scale, out, approximate)
             return out
 

@@ -139,7 +139,7 @@ class _Softmax:
             x, mask, out, dim, scale = split(args)
             if into_out:
                 return self._launch(x, mask, out, dim, scale)
-            out = empty(x, x.shape, x.dtype)
+            out = empty(x, tuple(x.shape), x.dtype)
             self._launch(x, mask, out, dim, scale)
             return out
 
