@@ -23,12 +23,10 @@ Status check(const TensorView& x, const TensorView& out, int64_t dim, ReduceOp o
   const Argument x_arg{kOp, "x", x};
   const Argument out_arg{kOp, "out", out};
   if (x.ndim < 1 || x.ndim > kMaxDims) {
-    return Status::InvalidArgument(
-        mismatch(x_arg, "have 1 to " + std::to_string(kMaxDims) + " dimensions",
-                 std::to_string(x.ndim)));
+    return Status::InvalidArgument(mismatch(
+        x_arg, "have 1 to " + std::to_string(kMaxDims) + " dimensions", std::to_string(x.ndim)));
   }
-  TIERCEL_RETURN_IF_ERROR(
-      check_dtype(x_arg, {DType::kFloat32, DType::kBFloat16, DType::kFloat16}));
+  TIERCEL_RETURN_IF_ERROR(check_dtype(x_arg, {DType::kFloat32, DType::kBFloat16, DType::kFloat16}));
   if (out.dtype != DType::kFloat32) TIERCEL_RETURN_IF_ERROR(check_dtype(out_arg, {x.dtype}));
   if (dim < 0 || dim >= x.ndim) {
     return Status::InvalidArgument(std::string(kOp) + ": `dim` must be from 0 to " +
@@ -41,9 +39,9 @@ Status check(const TensorView& x, const TensorView& out, int64_t dim, ReduceOp o
                                             std::to_string(elements(out))));
   }
   if (op == ReduceOp::kMax && x.shape[dim] == 0 && left > 0) {
-    return Status::InvalidArgument(mismatch(
-        x_arg, "not be empty in dimension " + std::to_string(dim) + " for a maximum",
-        "shape " + shape_text(x.shape, x.ndim)));
+    return Status::InvalidArgument(
+        mismatch(x_arg, "not be empty in dimension " + std::to_string(dim) + " for a maximum",
+                 "shape " + shape_text(x.shape, x.ndim)));
   }
   TIERCEL_RETURN_IF_ERROR(check_cuda(x_arg));
   TIERCEL_RETURN_IF_ERROR(check_same_device(out_arg, x_arg));

@@ -22,8 +22,7 @@ const ReduceKernel* find(const ReduceKernel* kernels, int count, DType dtype, bo
   for (int i = 0; i < count; ++i) {
     const ReduceKernel& kernel = kernels[i];
     if (kernel.dtype == dtype && kernel.max == max && kernel.kind == kind &&
-        kernel.lanes == lanes &&
-        (per_thread == 0 || kernel.per_thread == per_thread) &&
+        kernel.lanes == lanes && (per_thread == 0 || kernel.per_thread == per_thread) &&
         kernel.vector_bytes == vector_bytes && (block == 0 || kernel.block == block)) {
       return &kernel;
     }
@@ -116,8 +115,8 @@ void choose_long_rows(DType dtype, bool max, int64_t row_bytes, ReduceLaunch* la
   bool cluster = false;
   if (parts > 1) {
     const int64_t of_eight = row_bytes / kReduceMaxCluster;
-    cluster = parts <= kReduceMaxCluster || of_eight <= 32 * 1024 ||
-              outputs * kReduceMaxCluster >= 128;
+    cluster =
+        parts <= kReduceMaxCluster || of_eight <= 32 * 1024 || outputs * kReduceMaxCluster >= 128;
     if (cluster) {
       parts = parts >= 8 ? 8 : parts >= 4 ? 4 : 2;
     }
@@ -182,7 +181,8 @@ void choose_one(const ReduceArgs& args, DType dtype, bool max, bool may_split,
   if (down_columns(args, element)) {
     const bool vectors = multiple_of(reinterpret_cast<uintptr_t>(args.x), 16) &&
                          multiple_of(args.length_stride, 16) &&
-                         multiple_of(args.outer_stride, 16) && multiple_of(args.inner * element, 16);
+                         multiple_of(args.outer_stride, 16) &&
+                         multiple_of(args.inner * element, 16);
     launch->vector_bytes = vectors ? 16 : element;
     choose_columns(dtype, max, launch->vector_bytes, may_split, launch);
     return;

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // reduce down columns: the reduced dimension is not the contiguous one.
 //
-// The plan. As along rows, each element is read once. A block has a strip of columns, kLanes vectors
-// wide, and its kThreads / kLanes rows of threads go down it, kUnroll loads in flight each; a thread
-// keeps a float32 value for each place in its vectors. The block's threads above each other combine
-// theirs by shuffles and shared memory; where there are few strips, the blocks of a cluster go down
-// one strip, a part of the rows each, and combine theirs through distributed shared memory, each
-// finishing some of the columns. Where even that does not fill the GPU, parts go to a workspace and
-// through this kernel once more. The order is fixed, whatever the timing.
+// The plan. As along rows, each element is read once. A block has a strip of columns, kLanes
+// vectors wide, and its kThreads / kLanes rows of threads go down it, kUnroll loads in flight each;
+// a thread keeps a float32 value for each place in its vectors. The block's threads above each
+// other combine theirs by shuffles and shared memory; where there are few strips, the blocks of a
+// cluster go down one strip, a part of the rows each, and combine theirs through distributed shared
+// memory, each finishing some of the columns. Where even that does not fill the GPU, parts go to a
+// workspace and through this kernel once more. The order is fixed, whatever the timing.
 #include <cooperative_groups.h>
 
 #include <cstdint>
@@ -53,8 +53,8 @@ __global__ void __launch_bounds__(kThreads)
   Seen seen;
   seen.clear();
   if (column < args.inner) {
-    const char* from = args.x + i * args.outer_stride + column * Format::kBytes +
-                       first * args.length_stride;
+    const char* from =
+        args.x + i * args.outer_stride + column * Format::kBytes + first * args.length_stride;
     for (int64_t r = first; r < args.length; r += step * kUnroll) {
       uint32_t words[kUnroll][kWords];
 #pragma unroll
@@ -64,8 +64,8 @@ __global__ void __launch_bounds__(kThreads)
         if (r + u * step < args.length) {
           const char* address = from + u * down_stride;
           if constexpr (kVector == 2) {
-            words[u][0] = __byte_perm(words[u][0], *reinterpret_cast<const uint16_t*>(address),
-                                      0x3254);
+            words[u][0] =
+                __byte_perm(words[u][0], *reinterpret_cast<const uint16_t*>(address), 0x3254);
           } else {
             load_once(words[u], address);
           }
@@ -80,8 +80,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int offset = 16; offset >= kWarpLanes; offset /= 2) {
 #pragma unroll
     for (int p = 0; p < kPlaces; ++p) {
-      seen.values[p] =
-          Op()(seen.values[p], __shfl_xor_sync(kFullWarp, seen.values[p], offset));
+      seen.values[p] = Op()(seen.values[p], __shfl_xor_sync(kFullWarp, seen.values[p], offset));
     }
   }
   if (threadIdx.x % 32 < kLanes) {
@@ -100,8 +99,7 @@ __global__ void __launch_bounds__(kThreads)
     if (args.cluster > 1) {
       of_block[c] = value;
     } else if (strip + c < args.inner) {
-      store_result(args.out, args.out_dtype, row * args.inner + strip + c,
-                   value / args.divisor);
+      store_result(args.out, args.out_dtype, row * args.inner + strip + c, value / args.divisor);
     }
   }
   if (args.cluster > 1) {
@@ -114,30 +112,29 @@ __global__ void __launch_bounds__(kThreads)
         value = Op()(value, cluster.map_shared_rank(of_block, b)[c]);
       }
       if (strip + c < args.inner) {
-        store_result(args.out, args.out_dtype, row * args.inner + strip + c,
-                     value / args.divisor);
+        store_result(args.out, args.out_dtype, row * args.inner + strip + c, value / args.divisor);
       }
     }
     cluster.sync();  // others read this block's until here
   }
 }
 
-#define TIERCEL_COLUMNS(dtype, op, vector, lanes, unroll, threads)                      \
-  {DType::k##dtype,                                                                     \
-   op##Of::kMax,                                                                        \
-   ReduceKernel::Kind::columns,                                                         \
-   lanes,                                                                               \
-   unroll,                                                                              \
-   vector,                                                                              \
-   threads,                                                                             \
-   Kernel("reduce_columns<" #dtype ", " #op ", vector=" #vector ", lanes=" #lanes       \
-          ", unroll=" #unroll ", threads=" #threads ">",                                \
-          reinterpret_cast<const void*>(                                                \
+#define TIERCEL_COLUMNS(dtype, op, vector, lanes, unroll, threads)                \
+  {DType::k##dtype,                                                               \
+   op##Of::kMax,                                                                  \
+   ReduceKernel::Kind::columns,                                                   \
+   lanes,                                                                         \
+   unroll,                                                                        \
+   vector,                                                                        \
+   threads,                                                                       \
+   Kernel("reduce_columns<" #dtype ", " #op ", vector=" #vector ", lanes=" #lanes \
+          ", unroll=" #unroll ", threads=" #threads ">",                          \
+          reinterpret_cast<const void*>(                                          \
               reduce_columns<dtype##Format, op##Of, vector, lanes, unroll, threads>))}
-#define TIERCEL_ALL_COLUMNS(dtype, op, element)                                                  \
-  TIERCEL_COLUMNS(dtype, op, 16, 1, 4, 512), TIERCEL_COLUMNS(dtype, op, 16, 2, 4, 512),          \
-      TIERCEL_COLUMNS(dtype, op, 16, 4, 4, 512), TIERCEL_COLUMNS(dtype, op, 16, 8, 4, 512),      \
-      TIERCEL_COLUMNS(dtype, op, 16, 8, 4, 256), TIERCEL_COLUMNS(dtype, op, 16, 16, 8, 128),     \
+#define TIERCEL_ALL_COLUMNS(dtype, op, element)                                              \
+  TIERCEL_COLUMNS(dtype, op, 16, 1, 4, 512), TIERCEL_COLUMNS(dtype, op, 16, 2, 4, 512),      \
+      TIERCEL_COLUMNS(dtype, op, 16, 4, 4, 512), TIERCEL_COLUMNS(dtype, op, 16, 8, 4, 512),  \
+      TIERCEL_COLUMNS(dtype, op, 16, 8, 4, 256), TIERCEL_COLUMNS(dtype, op, 16, 16, 8, 128), \
       TIERCEL_COLUMNS(dtype, op, element, 32, 8, 256)
 
 // By dtype and operation, then by width.

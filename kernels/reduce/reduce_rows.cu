@@ -7,8 +7,8 @@
 // together are four loads a thread, or two where a whole block has a row. Sums are float32, one for
 // each place in a vector, then a tree over places, lanes and warps: a fixed order, whatever the
 // timing. A row that does not begin or end on 16 bytes has its ends read by element. Few long rows
-// are split: among the blocks of a cluster, which combine theirs in shared memory, or in parts whose
-// results go to a workspace and through a kernel of this file once more.
+// are split: among the blocks of a cluster, which combine theirs in shared memory, or in parts
+// whose results go to a workspace and through a kernel of this file once more.
 #include <cooperative_groups.h>
 
 #include <cstdint>
@@ -172,7 +172,8 @@ __global__ void __launch_bounds__(kLanes > 256 ? kLanes : 256)
   const int64_t part = kLanes > 32 ? blockIdx.x % args.parts : 0;
   const int64_t first = part * args.part;
   const int vectors = static_cast<int>(min(args.length - first, args.part)) / (16 / Format::kBytes);
-  const char* address = args.x + first_output * args.inner_stride + first * Format::kBytes + lane * 16;
+  const char* address =
+      args.x + first_output * args.inner_stride + first * Format::kBytes + lane * 16;
   const int64_t next_row = groups * args.inner_stride;
   int64_t left = args.inner - first_output;  // rows from the first on
   grid_dependency_wait();
@@ -257,27 +258,27 @@ __global__ void __launch_bounds__(kReducePackedThreads)
   }
 }
 
-#define TIERCEL_ROWS(kind, dtype, op, lanes, unroll, rows)                                     \
-  {DType::k##dtype,                                                                            \
-   op##Of::kMax,                                                                               \
-   ReduceKernel::Kind::kind,                                                                   \
-   lanes,                                                                                      \
-   rows,                                                                                       \
-   16,                                                                                         \
-   lanes > 256 ? lanes : 256,                                                                  \
-   Kernel("reduce_" #kind "<" #dtype ", " #op ", lanes=" #lanes ", unroll=" #unroll            \
-          ", rows=" #rows ">",                                                                 \
-          reinterpret_cast<const void*>(                                                       \
-              reduce_##kind<dtype##Format, op##Of, lanes, unroll, rows>))}
-#define TIERCEL_PACKED(dtype, op)                                              \
-  {DType::k##dtype,                                                            \
-   op##Of::kMax,                                                               \
-   ReduceKernel::Kind::rows_packed,                                            \
-   1,                                                                          \
-   1,                                                                          \
-   16,                                                                         \
-   kReducePackedThreads,                                                       \
-   Kernel("reduce_rows_packed<" #dtype ", " #op ">",                           \
+#define TIERCEL_ROWS(kind, dtype, op, lanes, unroll, rows)                                       \
+  {DType::k##dtype,                                                                              \
+   op##Of::kMax,                                                                                 \
+   ReduceKernel::Kind::kind,                                                                     \
+   lanes,                                                                                        \
+   rows,                                                                                         \
+   16,                                                                                           \
+   lanes > 256 ? lanes : 256,                                                                    \
+   Kernel(                                                                                       \
+       "reduce_" #kind "<" #dtype ", " #op ", lanes=" #lanes ", unroll=" #unroll ", rows=" #rows \
+       ">",                                                                                      \
+       reinterpret_cast<const void*>(reduce_##kind<dtype##Format, op##Of, lanes, unroll, rows>))}
+#define TIERCEL_PACKED(dtype, op)                    \
+  {DType::k##dtype,                                  \
+   op##Of::kMax,                                     \
+   ReduceKernel::Kind::rows_packed,                  \
+   1,                                                \
+   1,                                                \
+   16,                                               \
+   kReducePackedThreads,                             \
+   Kernel("reduce_rows_packed<" #dtype ", " #op ">", \
           reinterpret_cast<const void*>(reduce_rows_packed<dtype##Format, op##Of>))}
 #define TIERCEL_ALL_ROWS(dtype, op)                                                             \
   TIERCEL_PACKED(dtype, op), TIERCEL_ROWS(rows_aligned, dtype, op, 4, 4, 2),                    \
@@ -286,9 +287,9 @@ __global__ void __launch_bounds__(kReducePackedThreads)
       TIERCEL_ROWS(rows_aligned, dtype, op, 32, 4, 1),                                          \
       TIERCEL_ROWS(rows_aligned, dtype, op, 128, 2, 1),                                         \
       TIERCEL_ROWS(rows_aligned, dtype, op, 256, 2, 1),                                         \
-      TIERCEL_ROWS(rows_aligned, dtype, op, 512, 2, 1),                                         \
-      TIERCEL_ROWS(rows, dtype, op, 1, 1, 1), TIERCEL_ROWS(rows, dtype, op, 8, 2, 1),           \
-      TIERCEL_ROWS(rows, dtype, op, 32, 4, 1), TIERCEL_ROWS(rows, dtype, op, 256, 2, 1)
+      TIERCEL_ROWS(rows_aligned, dtype, op, 512, 2, 1), TIERCEL_ROWS(rows, dtype, op, 1, 1, 1), \
+      TIERCEL_ROWS(rows, dtype, op, 8, 2, 1), TIERCEL_ROWS(rows, dtype, op, 32, 4, 1),          \
+      TIERCEL_ROWS(rows, dtype, op, 256, 2, 1)
 
 // By dtype and operation, then by lanes.
 const ReduceKernel kKernels[] = {

@@ -20,9 +20,8 @@ Status check_inner(const Argument& argument) {
   const TensorView& view = argument.view;
   const int last = view.ndim - 1;
   if (view.shape[last] <= 1 || view.strides[last] == 1) return Status();
-  return Status::Unimplemented(
-      mismatch(argument, "be contiguous in its last dimension",
-               "strides " + shape_text(view.strides, view.ndim)));
+  return Status::Unimplemented(mismatch(argument, "be contiguous in its last dimension",
+                                        "strides " + shape_text(view.strides, view.ndim)));
 }
 
 Status check_scale(const Argument& scale, const Argument& key, int64_t heads, bool to_float8) {
@@ -122,8 +121,8 @@ Status prepare(const KvCacheTensors& t, KvCacheArgs* args, Choice* choice) {
           static_cast<uint64_t>(heads.head_stride);
   }
   for (int i = 0; i < 3; ++i) out |= args->key_strides[i] | args->value_strides[i];
-  out |= reinterpret_cast<uintptr_t>(args->key_cache) |
-         reinterpret_cast<uintptr_t>(args->value_cache);
+  out |=
+      reinterpret_cast<uintptr_t>(args->key_cache) | reinterpret_cast<uintptr_t>(args->value_cache);
   const bool vectors = in % 16 == 0 && out % (to_float8 ? 8 : 16) == 0;
   const int elements = vectors ? 8 : 1;
   args->head_vectors = static_cast<int>(size / elements);

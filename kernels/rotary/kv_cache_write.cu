@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // kv_cache_write: each token's key and value to the cache slot that is its own.
 //
-// The plan. Everything is read once and written once. A task is a vector of one head of a token's key
-// or value: 16 bytes in, the same out, or half of them as float8. A thread has kKvCacheTasks tasks,
-// all loaded before the first is stored; tasks of one token are next to each other, so a warp reads
-// and writes runs of 512 bytes, and its slot and scales come from L1.
+// The plan. Everything is read once and written once. A task is a vector of one head of a token's
+// key or value: 16 bytes in, the same out, or half of them as float8. A thread has kKvCacheTasks
+// tasks, all loaded before the first is stored; tasks of one token are next to each other, so a
+// warp reads and writes runs of 512 bytes, and its slot and scales come from L1.
 #include <cstdint>
 
 #include "kernels/rotary/element_formats.cuh"
@@ -52,9 +52,8 @@ __global__ void __launch_bounds__(kKvCacheThreads)
                                           vector * (kElements * Element::kBytes));
     const int64_t* strides = is_key ? args.key_strides : args.value_strides;
     constexpr int kOutBytes = kElements * (kToFloat8 ? 1 : Element::kBytes);
-    places[t] = (is_key ? args.key_cache : args.value_cache) +
-                slot / args.block_size * strides[0] + slot % args.block_size * strides[1] +
-                head * strides[2] + vector * kOutBytes;
+    places[t] = (is_key ? args.key_cache : args.value_cache) + slot / args.block_size * strides[0] +
+                slot % args.block_size * strides[1] + head * strides[2] + vector * kOutBytes;
     if constexpr (kToFloat8) {
       const float* scale = is_key ? args.key_scale : args.value_scale;
       const bool per_head = is_key ? args.key_scale_per_head : args.value_scale_per_head;
@@ -73,19 +72,17 @@ __global__ void __launch_bounds__(kKvCacheThreads)
 #pragma unroll
       for (int w = 0; w < kElements / 4; ++w) {
         const float* of = &values[t][w * 4];
-        words[w] = to_float8(of[0] / scales[t], of[1] / scales[t], of[2] / scales[t],
-                             of[3] / scales[t]);
+        words[w] =
+            to_float8(of[0] / scales[t], of[1] / scales[t], of[2] / scales[t], of[3] / scales[t]);
       }
       store_vector(places[t], words);
     }
   }
 }
 
-#define TIERCEL_KV_CACHE(dtype, to_float8, elements)                                           \
-  {DType::k##dtype,                                                                            \
-   to_float8,                                                                                  \
-   elements,                                                                                   \
-   Kernel("kv_cache_write<" #dtype ", float8=" #to_float8 ", elements=" #elements ">",         \
+#define TIERCEL_KV_CACHE(dtype, to_float8, elements)                                   \
+  {DType::k##dtype, to_float8, elements,                                               \
+   Kernel("kv_cache_write<" #dtype ", float8=" #to_float8 ", elements=" #elements ">", \
           reinterpret_cast<const void*>(kv_cache_write<dtype##Element, to_float8, elements>))}
 
 // By dtype; vectors before elements.

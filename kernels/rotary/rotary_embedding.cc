@@ -22,9 +22,8 @@ struct Choice {
 Status check_inner(const Argument& argument) {
   const TensorView& view = argument.view;
   if (view.shape[2] <= 1 || view.strides[2] == 1) return Status();
-  return Status::Unimplemented(
-      mismatch(argument, "be contiguous in its last dimension",
-               "strides " + shape_text(view.strides, view.ndim)));
+  return Status::Unimplemented(mismatch(argument, "be contiguous in its last dimension",
+                                        "strides " + shape_text(view.strides, view.ndim)));
 }
 
 Status check(const RotaryTensors& t) {
@@ -112,8 +111,8 @@ Status prepare(const RotaryTensors& t, bool interleaved, RotaryArgs* args, Choic
   }
   const int vector = vectors ? per_vector : 1;
   const int pairs = interleaved && vectors ? vector / 2 : vector;
-  const bool same = in_place(args->q, args->q_out) &&
-                    (t.k.shape[1] == 0 || in_place(args->k, args->k_out));
+  const bool same =
+      in_place(args->q, args->q_out) && (t.k.shape[1] == 0 || in_place(args->k, args->k_out));
   args->rest = same ? 0 : (args->head_size - args->rotated) / vector;
   const int places = args->rotated / 2 / pairs + args->rest;
   if (places > kMostThreads || tokens > 0x7fffffff) {

@@ -3,10 +3,10 @@
 //
 // The plan. q and k are read and written once: 8192 tokens of 32 + 8 heads of 128 bfloat16 are
 // 168 MB, 40 us at 4.2 TB/s; a token's cosines and sines are read once a block. A block has one
-// token. A thread always has the same place in a head: two vectors whose elements make pairs (or one
-// that holds both halves, when interleaved), or a vector that is only copied; it keeps its cosines
-// and sines in registers and goes through the heads, two at a time, those of k after those of q. In
-// place and out of place are the same code: a thread writes what only it has read.
+// token. A thread always has the same place in a head: two vectors whose elements make pairs (or
+// one that holds both halves, when interleaved), or a vector that is only copied; it keeps its
+// cosines and sines in registers and goes through the heads, two at a time, those of k after those
+// of q. In place and out of place are the same code: a thread writes what only it has read.
 #include <cstdint>
 
 #include "kernels/rotary/element_formats.cuh"
@@ -27,8 +27,7 @@ __device__ __forceinline__ void load_angles(float (&values)[kCount], const Rotar
   } else {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      values[i] = Element::widen(
-          reinterpret_cast<const typename Element::Bits*>(row)[first + i]);
+      values[i] = Element::widen(reinterpret_cast<const typename Element::Bits*>(row)[first + i]);
     }
   }
 }
@@ -111,9 +110,7 @@ __global__ void __launch_bounds__(512) rotary_embedding(const __grid_constant__ 
 }
 
 #define TIERCEL_ROTARY(dtype, vector, interleaved)                                          \
-  {DType::k##dtype,                                                                         \
-   interleaved,                                                                             \
-   vector * dtype##Element::kBytes,                                                         \
+  {DType::k##dtype, interleaved, vector * dtype##Element::kBytes,                           \
    Kernel("rotary_embedding<" #dtype ", vector=" #vector ", interleaved=" #interleaved ">", \
           reinterpret_cast<const void*>(rotary_embedding<dtype##Element, vector, interleaved>))}
 

@@ -22,10 +22,10 @@ struct RotaryArgs {
   const void* positions;
   const char* cache;
   int q_heads;
-  int heads;       // of q and k
-  int head_size;   // elements
-  int rotated;     // of them
-  int rest;        // vectors of a head that are only copied
+  int heads;            // of q and k
+  int head_size;        // elements
+  int rotated;          // of them
+  int rest;             // vectors of a head that are only copied
   bool wide_positions;  // int64
   bool wide_cache;      // float32, where q is not
 };

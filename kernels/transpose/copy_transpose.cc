@@ -26,9 +26,9 @@ Status check(const TensorView& x, const TensorView& out, int64_t tile_size) {
                  std::to_string(x.ndim) + " (shape " + shape_text(x.shape, x.ndim) + ")"));
   }
   TIERCEL_RETURN_IF_ERROR(check_dtype(
-      x_arg, {DType::kBFloat16, DType::kFloat16, DType::kFloat32, DType::kFloat8E4M3,
-              DType::kFloat8E5M2, DType::kInt8, DType::kUInt8, DType::kBool, DType::kInt16,
-              DType::kInt32}));
+      x_arg,
+      {DType::kBFloat16, DType::kFloat16, DType::kFloat32, DType::kFloat8E4M3, DType::kFloat8E5M2,
+       DType::kInt8, DType::kUInt8, DType::kBool, DType::kInt16, DType::kInt32}));
   TIERCEL_RETURN_IF_ERROR(check_dtype(out_arg, {x.dtype}));
   if (x.ndim == 2) {
     TIERCEL_RETURN_IF_ERROR(check_shape(out_arg, {x.shape[1], x.shape[0]}, "[N, M]"));
@@ -74,8 +74,8 @@ const CopyTransposeKernel* find(int element, int rows, int columns, int vector) 
   return nullptr;
 }
 
-// Large tiles read and write longer runs, small ones fill the multiprocessors sooner. Measured on an
-// H200.
+// Large tiles read and write longer runs, small ones fill the multiprocessors sooner. Measured on
+// an H200.
 const CopyTransposeKernel* choose(const CopyTransposeArgs& args, int64_t batch, int element,
                                   int vector) {
   const int64_t bytes = args.rows * args.columns * batch * element;
@@ -134,8 +134,8 @@ Status copy_transpose_plan(const TensorView& x, const TensorView& out, int64_t t
   *plan = {"none", 0, 0, 0, 0, 0};
   if (choice.kernel != nullptr) {
     const CopyTransposeKernel& kernel = *choice.kernel;
-    *plan = {kernel.kernel.name(),  kernel.tile_rows, kernel.tile_columns, kernel.vector_bytes,
-             choice.grid, kernel.block};
+    *plan = {kernel.kernel.name(), kernel.tile_rows, kernel.tile_columns,
+             kernel.vector_bytes,  choice.grid,      kernel.block};
   }
   return Status();
 }

@@ -1,24 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 // copy_transpose: out[b][j][i] = x[b][i][j] for elements of 1, 2 or 4 bytes.
 //
-// The plan. Every byte is read once and written once; at 4.2 TB/s a 16384x4096 bfloat16 matrix takes
-// 64 us, and nothing but the pattern of accesses decides how near one gets. A lane turns squares of
-// 16-byte (8-, 4-byte) vectors, one a row, by byte permutations; the kernels differ in how vectors
-// come to it.
+// The plan. Every byte is read once and written once; at 4.2 TB/s a 16384x4096 bfloat16 matrix
+// takes 64 us, and nothing but the pattern of accesses decides how near one gets. A lane turns
+// squares of 16-byte (8-, 4-byte) vectors, one a row, by byte permutations; the kernels differ in
+// how vectors come to it.
 //  - in_registers, small problems: a lane loads its square itself, up to 16 loads in flight. A warp
-//    is kLanesAcross by 32 / kLanesAcross lanes, so it reads segments of 16 * kLanesAcross bytes and
-//    writes 512 / kLanesAcross: whole sectors. No shared memory, no barrier.
-//  - staged, large problems: a block loads a tile, rows of kColumns elements, into shared memory and
-//    stores columns of kRows: both runs are 256 bytes (128 for single bytes), which is what the last
-//    tenth of bandwidth takes. Vectors are swizzled by their row, so that neither side has bank
-//    conflicts.
+//    is kLanesAcross by 32 / kLanesAcross lanes, so it reads segments of 16 * kLanesAcross bytes
+//    and writes 512 / kLanesAcross: whole sectors. No shared memory, no barrier.
+//  - staged, large problems: a block loads a tile, rows of kColumns elements, into shared memory
+//  and
+//    stores columns of kRows: both runs are 256 bytes (128 for single bytes), which is what the
+//    last tenth of bandwidth takes. Vectors are swizzled by their row, so that neither side has
+//    bank conflicts.
 //  - realigned, where a row of x or of out does not begin on 16 bytes: 16-byte chunks, aligned as
 //    memory is, go into shared memory as they are, each row with its own shift; chunks of out are
-//    collected from there, element by element, aligned as out is. A chunk belongs to the tile that it
-//    begins in, which reads some rows of the next one; only the ends of a column are written in
+//    collected from there, element by element, aligned as out is. A chunk belongs to the tile that
+//    it begins in, which reads some rows of the next one; only the ends of a column are written in
 //    elements.
-// Blocks next to each other are tiles below each other (their writes are next to each other too), or
-// beside each other where the squares come straight from memory: what measured best.
+// Blocks next to each other are tiles below each other (their writes are next to each other too),
+// or beside each other where the squares come straight from memory: what measured best.
 #include <cstdint>
 
 #include "kernels/sm90/grid_dependency.cuh"
@@ -48,24 +49,25 @@ __device__ __forceinline__ Tile tile_of(const CopyTransposeArgs& args) {
 }
 
 template <int kBytes, int kVector, int kLanesAcross, int kWarpsAcross, int kWarpsDown>
-__global__ void __launch_bounds__(32 * kWarpsAcross* kWarpsDown)
+__global__ void __launch_bounds__(32 * kWarpsAcross * kWarpsDown)
     copy_transpose_in_registers(const __grid_constant__ CopyTransposeArgs args) {
   constexpr int kEdge = kVector / kBytes;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Tile tile = tile_of<false>(args);
-  const int64_t row = (static_cast<int64_t>(tile.row * kWarpsDown + warp / kWarpsAcross) *
-                           (32 / kLanesAcross) +
-                       lane / kLanesAcross) *
-                      kEdge;
-  const int64_t column = (static_cast<int64_t>(tile.column * kWarpsAcross + warp % kWarpsAcross) *
-                              kLanesAcross +
-                          lane % kLanesAcross) *
-                         kEdge;
+  const int64_t row =
+      (static_cast<int64_t>(tile.row * kWarpsDown + warp / kWarpsAcross) * (32 / kLanesAcross) +
+       lane / kLanesAcross) *
+      kEdge;
+  const int64_t column =
+      (static_cast<int64_t>(tile.column * kWarpsAcross + warp % kWarpsAcross) * kLanesAcross +
+       lane % kLanesAcross) *
+      kEdge;
   grid_dependency_wait();
   grid_dependency_launch();
   if (row >= args.rows || column >= args.columns) return;  // both are whole squares
 
-  const char* from = args.x + tile.matrix * args.batch_stride + row * args.row_stride + column * kBytes;
+  const char* from =
+      args.x + tile.matrix * args.batch_stride + row * args.row_stride + column * kBytes;
   Square<kBytes, kEdge> square;
 #pragma unroll
   for (int i = 0; i < kEdge; ++i) load_vector(square.rows[i], from + i * args.row_stride);
@@ -117,7 +119,8 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
 
   const int64_t out_stride = args.rows * kBytes;
-  char* to = args.out + (tile.matrix * args.columns + first_column) * out_stride + first_row * kBytes;
+  char* to =
+      args.out + (tile.matrix * args.columns + first_column) * out_stride + first_row * kBytes;
   static_assert(kChunks * kDown == kThreads, "one square a thread");
   const int down = threadIdx.x % kDown, across = threadIdx.x / kDown;
   if (down * kEdge >= rows || across >= chunks) return;
@@ -221,8 +224,8 @@ __global__ void __launch_bounds__(kRealignedThreads<kBytes, kEdge>)
   // The chunks of out that begin in this tile; the first tile has those before them as well, in
   // elements, and the last one ends in the middle of one.
   const int64_t out_stride = args.rows * kBytes;
-  char* to = args.out + (tile.matrix * args.columns + first_column) * out_stride +
-             first_row * kBytes;
+  char* to =
+      args.out + (tile.matrix * args.columns + first_column) * out_stride + first_row * kBytes;
   const int to_shift = static_cast<int>(reinterpret_cast<uintptr_t>(to) % 16);
   const int out_shift = static_cast<int>(out_stride % 16);
   constexpr int kOfColumn = kEdge / kPerChunk;
@@ -265,36 +268,36 @@ __global__ void __launch_bounds__(kRealignedThreads<kBytes, kEdge>)
   }
 }
 
-#define TIERCEL_IN_REGISTERS(bytes, vector, lanes, across, down)                                 \
-  {bytes,                                                                                        \
-   down * (32 / lanes) * (vector / bytes),                                                       \
-   across * lanes * (vector / bytes),                                                            \
-   vector,                                                                                       \
-   32 * across * down,                                                                           \
-   0,                                                                                            \
-   Kernel("copy_transpose_in_registers<bytes=" #bytes ", vector=" #vector ", lanes=" #lanes      \
-          ", warps=" #across "x" #down ">",                                                      \
-          reinterpret_cast<const void*>(                                                         \
+#define TIERCEL_IN_REGISTERS(bytes, vector, lanes, across, down)                            \
+  {bytes,                                                                                   \
+   down * (32 / lanes) * (vector / bytes),                                                  \
+   across * lanes * (vector / bytes),                                                       \
+   vector,                                                                                  \
+   32 * across * down,                                                                      \
+   0,                                                                                       \
+   Kernel("copy_transpose_in_registers<bytes=" #bytes ", vector=" #vector ", lanes=" #lanes \
+          ", warps=" #across "x" #down ">",                                                 \
+          reinterpret_cast<const void*>(                                                    \
               copy_transpose_in_registers<bytes, vector, lanes, across, down>))}
-#define TIERCEL_STAGED(bytes, rows, columns, threads)                                            \
-  {bytes,                                                                                        \
-   rows,                                                                                         \
-   columns,                                                                                      \
-   16,                                                                                           \
-   threads,                                                                                      \
-   rows * columns * bytes,                                                                       \
-   Kernel("copy_transpose_staged<bytes=" #bytes ", tile=" #rows "x" #columns ">",                \
-          reinterpret_cast<const void*>(copy_transpose_staged<bytes, rows, columns, threads>),   \
+#define TIERCEL_STAGED(bytes, rows, columns, threads)                                          \
+  {bytes,                                                                                      \
+   rows,                                                                                       \
+   columns,                                                                                    \
+   16,                                                                                         \
+   threads,                                                                                    \
+   rows * columns * bytes,                                                                     \
+   Kernel("copy_transpose_staged<bytes=" #bytes ", tile=" #rows "x" #columns ">",              \
+          reinterpret_cast<const void*>(copy_transpose_staged<bytes, rows, columns, threads>), \
           rows * columns * bytes)}
-#define TIERCEL_REALIGNED(bytes, edge)                                                           \
-  {bytes,                                                                                        \
-   edge,                                                                                         \
-   edge,                                                                                         \
-   bytes,                                                                                        \
-   kRealignedThreads<bytes, edge>,                                                               \
-   Staging<bytes, edge>::kSize,                                                                  \
-   Kernel("copy_transpose_realigned<bytes=" #bytes ", edge=" #edge ">",                          \
-          reinterpret_cast<const void*>(copy_transpose_realigned<bytes, edge>),                  \
+#define TIERCEL_REALIGNED(bytes, edge)                                          \
+  {bytes,                                                                       \
+   edge,                                                                        \
+   edge,                                                                        \
+   bytes,                                                                       \
+   kRealignedThreads<bytes, edge>,                                              \
+   Staging<bytes, edge>::kSize,                                                 \
+   Kernel("copy_transpose_realigned<bytes=" #bytes ", edge=" #edge ">",         \
+          reinterpret_cast<const void*>(copy_transpose_realigned<bytes, edge>), \
           Staging<bytes, edge>::kSize)}
 
 // By element, then tile; of each tile first the one that needs alignment. The last kernel of an
@@ -311,7 +314,7 @@ const CopyTransposeKernel kKernels[] = {
 
     TIERCEL_IN_REGISTERS(4, 16, 8, 1, 2), TIERCEL_REALIGNED(4, 32),
     TIERCEL_STAGED(4, 64, 64, 256),       TIERCEL_REALIGNED(4, 64),
-    TIERCEL_STAGED(4, 128, 128, 1024),     TIERCEL_REALIGNED(4, 128),
+    TIERCEL_STAGED(4, 128, 128, 1024),    TIERCEL_REALIGNED(4, 128),
 };
 
 }  // namespace

@@ -61,8 +61,8 @@ PyObject* ReducePlanOf(PyObject*, PyObject* const* values, Py_ssize_t count) {
   if (!status.ok()) return Raise(status);
   return Py_BuildValue("{s:s, s:s, s:i, s:i, s:i, s:I, s:I, s:L}", "kernel", plan.kernel, "second",
                        plan.second, "vector_bytes", plan.vector_bytes, "parts", plan.parts,
-                       "cluster", plan.cluster, "grid", plan.grid, "block", plan.block,
-                       "workspace", static_cast<long long>(plan.workspace));
+                       "cluster", plan.cluster, "grid", plan.grid, "block", plan.block, "workspace",
+                       static_cast<long long>(plan.workspace));
 }
 
 Status LoadReduce(int device) {
@@ -79,7 +79,8 @@ PyObject* ReduceLoad(PyObject*, PyObject* device) { return Load(device, LoadRedu
 PyMethodDef functions[] = {
     {"reduce", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(Reduce)), METH_FASTCALL,
      "reduce(x, out, workspace, dim, op, /)\n--\n\n"
-     "Launches the kernel on the current stream, fills `out` and returns 0. If it needs a workspace "
+     "Launches the kernel on the current stream, fills `out` and returns 0. If it needs a "
+     "workspace "
      "and got None, launches nothing and returns its length in floats."},
     {"reduce_plan", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(ReducePlanOf)),
      METH_FASTCALL,

@@ -22,13 +22,11 @@ struct RotaryCall {
     Arguments arguments(kRotary, values, count);
     return arguments.Expect(7) && arguments.NextTensor("positions", &positions) &&
            arguments.NextTensor("q", &q) && arguments.NextTensor("k", &k) &&
-           arguments.NextTensor("cos_sin_cache", &cache) &&
-           arguments.NextTensor("q_out", &q_out) && arguments.NextTensor("k_out", &k_out) &&
-           arguments.NextBool("interleaved", &interleaved);
+           arguments.NextTensor("cos_sin_cache", &cache) && arguments.NextTensor("q_out", &q_out) &&
+           arguments.NextTensor("k_out", &k_out) && arguments.NextBool("interleaved", &interleaved);
   }
   RotaryTensors views() const {
-    return {positions.view(), q.view(),     k.view(),
-            cache.view(),     q_out.view(), k_out.view()};
+    return {positions.view(), q.view(), k.view(), cache.view(), q_out.view(), k_out.view()};
   }
 };
 
@@ -68,8 +66,7 @@ struct KvCacheCall {
   bool Parse(PyObject* const* values, Py_ssize_t count) {
     Arguments arguments(kKvCache, values, count);
     if (!arguments.Expect(7) || !arguments.NextTensor("key", &key) ||
-        !arguments.NextTensor("value", &value) ||
-        !arguments.NextTensor("key_cache", &key_cache) ||
+        !arguments.NextTensor("value", &value) || !arguments.NextTensor("key_cache", &key_cache) ||
         !arguments.NextTensor("value_cache", &value_cache) ||
         !arguments.NextTensor("slots", &slots)) {
       return false;

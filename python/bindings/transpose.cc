@@ -39,13 +39,11 @@ PyObject* CopyTransposePlanOf(PyObject*, PyObject* const* values, Py_ssize_t cou
   CopyTransposeCall call;
   if (!call.Parse(values, count)) return nullptr;
   CopyTransposePlan plan{};
-  const Status status =
-      copy_transpose_plan(call.x.view(), call.out.view(), call.tile_size, &plan);
+  const Status status = copy_transpose_plan(call.x.view(), call.out.view(), call.tile_size, &plan);
   if (!status.ok()) return Raise(status);
   return Py_BuildValue("{s:s, s:i, s:i, s:i, s:I, s:I}", "kernel", plan.kernel, "tile_rows",
                        plan.tile_rows, "tile_columns", plan.tile_columns, "vector_bytes",
-                       plan.vector_bytes, "grid", plan.grid, "block",
-                       plan.block);
+                       plan.vector_bytes, "grid", plan.grid, "block", plan.block);
 }
 
 Status LoadCopyTranspose(int device) {

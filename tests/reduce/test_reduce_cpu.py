@@ -159,7 +159,9 @@ def test_gradients(op, dim, keepdim):
         tiercel.reduce(x, dim, op, keepdim=keepdim, out=torch.empty_like(results[0]))
 
 
-@pytest.mark.parametrize("args", [(), (0,), (1, "mean"), (-1, "amax", True), (0, "sum", False, torch.float32)])
+@pytest.mark.parametrize(
+    "args", [(), (0,), (1, "mean"), (-1, "amax", True), (0, "sum", False, torch.float32)]
+)
 def test_opcheck(args):
     x = draw(6, 8, dtype=torch.bfloat16).requires_grad_()
     torch.library.opcheck(torch.ops.tiercel.reduce.default, (x, *args))

@@ -142,9 +142,7 @@ def test_kv_cache_errors():
     with pytest.raises(TypeError, match="`key_cache` must have dtype bfloat16 or float8_e4m3fn"):
         tiercel.kv_cache_write(key, key, *caches(torch.float16), slots)
     with pytest.raises(ValueError, match="`key_scale` must be None for a cache that is not float8"):
-        tiercel.kv_cache_write(
-            key, key, *caches(torch.bfloat16), slots, key_scale=torch.ones(1)
-        )
+        tiercel.kv_cache_write(key, key, *caches(torch.bfloat16), slots, key_scale=torch.ones(1))
     with pytest.raises(ValueError, match="`value_scale` must have 1 element or H = 2, got 3"):
         tiercel.kv_cache_write(
             key, key, *caches(torch.float8_e4m3fn), slots, value_scale=torch.ones(3)

@@ -105,7 +105,12 @@ def test_kv_cache_write(dtype, float8, slot_dtype):
     def rand(*shape):
         return torch.randn(*shape, device="cuda", generator=generator)
 
-    for tokens, heads, size, places in [(1, 8, 128, 16), (77, 2, 64, 1), (300, 3, 20, 16), (0, 8, 64, 4)]:
+    for tokens, heads, size, places in [
+        (1, 8, 128, 16),
+        (77, 2, 64, 1),
+        (300, 3, 20, 16),
+        (0, 8, 64, 4),
+    ]:
         blocks = (tokens + places) // places + 3
         key, value = (rand(tokens, heads, size).mul(200).to(dtype) for _ in range(2))
         if tokens:

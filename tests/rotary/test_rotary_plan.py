@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of rotary_embedding and kv_cache_write, and their choice of kernel: without PyTorch and
+"""The checks and the choice of kernel of rotary_embedding and kv_cache_write: without PyTorch and
 without a GPU."""
 
 import pytest

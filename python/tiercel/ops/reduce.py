@@ -45,9 +45,7 @@ def _check(
         if not hasattr(dim, "__index__") or isinstance(dim, bool):
             raise TypeError(f"{_NAME}: `dim` must be an int or None, got {type(dim).__name__}")
         if not -x.dim() <= dim < x.dim():
-            raise ValueError(
-                f"{_NAME}: `dim` must be from {-x.dim()} to {x.dim() - 1}, got {dim}"
-            )
+            raise ValueError(f"{_NAME}: `dim` must be from {-x.dim()} to {x.dim() - 1}, got {dim}")
     if op not in _INDEX:
         raise ValueError(f"{_NAME}: `op` must be one of {', '.join(_INDEX)}, got {op!r}")
     check_bool(_NAME, "keepdim", keepdim)
@@ -91,9 +89,7 @@ def _output(
     return torch.empty(_shape(x, dim, keepdim), dtype=dtype or x.dtype, device=x.device)
 
 
-def _launch(
-    x: Tensor, out: Tensor, dim: int | None, op: str, *, launch: Any = _C.reduce
-) -> None:
+def _launch(x: Tensor, out: Tensor, dim: int | None, op: str, *, launch: Any = _C.reduce) -> None:
     if dim is None:
         x, dim = x.reshape(-1), 0
     elif dim < 0:

@@ -148,9 +148,7 @@ def _rotary_why_not(*args: Any) -> Reason | None:
 
 
 def _rotary_why_not_out(*args: Any) -> Reason | None:
-    return _unless(
-        _ROTARY, args[1].device, lambda: _C.rotary_embedding_plan(*args[:-1])
-    )
+    return _unless(_ROTARY, args[1].device, lambda: _C.rotary_embedding_plan(*args[:-1]))
 
 
 def _rotary_save(ctx: Any, args: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from tiercel import _C, _platform
-from tiercel._checks import check_contiguous, check_dtype, check_rank, check_same_device, check_shape
+from tiercel._checks import (
+    check_contiguous,
+    check_dtype,
+    check_rank,
+    check_same_device,
+    check_shape,
+)
 from tiercel._op import Autograd, Backend, Op
 from tiercel._platform import Reason
 from tiercel.ref import transpose as ref
