@@ -231,7 +231,8 @@ BAD_LINEAR = [
         "x",
         lambda make: make(4, 512, dtype="bfloat16", strides=(516, 1)),
         NotImplementedError,
-        "`x` must have rows of neighbouring elements at multiples of 16 bytes, got strides [516, 1]",
+        "`x` must have rows of neighbouring elements at multiples of 16 bytes, "
+        "got strides [516, 1]",
     ),
 ]
 
