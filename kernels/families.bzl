@@ -9,6 +9,7 @@ FAMILIES = [
     "norm",
     "quant",
     "reduce",
+    "rotary",
     "routing",
     "softmax",
     "transpose",

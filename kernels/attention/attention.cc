@@ -70,9 +70,9 @@ Status check(const TensorView& q, const TensorView& k, const TensorView& v, cons
   TIERCEL_RETURN_IF_ERROR(check_shape(v_arg, {batch, seq_k, kv_heads, d}, "[B, Sk, Hk, D]"));
   TIERCEL_RETURN_IF_ERROR(check_shape(out_arg, {batch, seq_q, heads, d}, "[B, Sq, H, D]"));
   if (heads > 0 && (kv_heads < 1 || heads % kv_heads != 0)) {
-    return Status::InvalidArgument(mismatch(
-        k_arg, "have a number of heads that divides that of `q`, " + std::to_string(heads),
-        std::to_string(kv_heads)));
+    return Status::InvalidArgument(
+        mismatch(k_arg, "have a number of heads that divides that of `q`, " + std::to_string(heads),
+                 std::to_string(kv_heads)));
   }
   TIERCEL_RETURN_IF_ERROR(check_cuda(q_arg));
   for (const Argument* argument : {&k_arg, &v_arg, &out_arg}) {
@@ -89,8 +89,7 @@ Status check(const TensorView& q, const TensorView& k, const TensorView& v, cons
     TIERCEL_RETURN_IF_ERROR(check_contiguous(lse_arg));
   }
   TIERCEL_RETURN_IF_ERROR(check_options(options));
-  *problem = {batch,    seq_q, seq_k,            heads,
-              kv_heads, d,     mask_of(options), options.softcap != 0.0,
+  *problem = {batch, seq_q, seq_k, heads, kv_heads, d, mask_of(options), options.softcap != 0.0,
               false};
   problem->growing = options.right >= 0 && (options.left < 0 || options.left >= seq_k);
   if (d < 8 || d > kMaxHeadDimension || d % 8 != 0) {
@@ -102,9 +101,9 @@ Status check(const TensorView& q, const TensorView& k, const TensorView& v, cons
   if (seq_k == 0) return unsupported("k", "have at least one key", "none");
   for (const Argument* argument : {&q_arg, &k_arg}) {
     if (argument->view.shape[1] >= kUnlimited) {
-      return Status::Unimplemented(
-          mismatch(*argument, "have fewer than 2^29 rows for the precompiled kernels",
-                   std::to_string(argument->view.shape[1])));
+      return Status::Unimplemented(mismatch(*argument,
+                                            "have fewer than 2^29 rows for the precompiled kernels",
+                                            std::to_string(argument->view.shape[1])));
     }
   }
   // Tiles are counted in 32 bits.

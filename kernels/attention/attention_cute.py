@@ -8,10 +8,12 @@ from declaration import Function, Launch, Pointer, Scalar, TensorMap
 
 _DTYPES = {"bf16": (cutlass.BFloat16, "kBFloat16"), "fp16": (cutlass.Float16, "kFloat16")}
 
-# Head dimension, warpgroups, keys a block, stages of k and v, of q, and pieces of o.
+# Head dimension, warpgroups, keys a block, stages of k and v, of q, and pieces of o. Tiles have 64
+# columns or a multiple; only products of q and k know of fewer.
 _TILES = (
     (64, 3, 128, 3, 2, 1),
     (64, 2, 128, 3, 2, 1),
+    (96, 2, 128, 2, 2, 2),
     (128, 2, 128, 2, 2, 2),
     (192, 2, 96, 2, 1, 1),
     (256, 2, 64, 2, 1, 1),
@@ -34,6 +36,8 @@ def function(dtype, tile, mask, capped=False):
     name = f"attention_{dtype}_d{d}_{ROWS * warpgroups}x{tile_n}"
     name += ("" if mask == "none" else f"_{mask}") + ("_capped" if capped else "")
     options = {"stages": stages, "q_stages": q_stages, "o_stages": o_stages}
+    columns, d = d, (d + PIECE - 1) // PIECE * PIECE
+    options["columns"] = columns
     kernel = Attention(name, element, d, warpgroups, tile_n, mask, capped, **options)
     q, k, v, o = (Pointer(name, element) for name in ("q", "k", "v", "o"))
     lse = Pointer("lse", cutlass.Float32, align=4)
@@ -56,7 +60,7 @@ def function(dtype, tile, mask, capped=False):
     )
     attributes = (
         f"DType::{_DTYPES[dtype][1]}",
-        str(d),
+        str(columns),
         str(kernel.tile_m),
         str(tile_n),
         f"AttentionMask::{_MASKS[mask]}",
@@ -69,8 +73,10 @@ def functions():
     built = []
     for dtype in _DTYPES:
         for tile in _TILES:
-            built += [function(dtype, tile, mask) for mask in _MASKS if (*tile[:2], mask) not in _NOT]
+            built += [
+                function(dtype, tile, mask) for mask in _MASKS if (*tile[:2], mask) not in _NOT
+            ]
             # A window without limits is no mask.
-            if tile[1] == 2:
+            if tile[1] == 2 and tile[0] != 96:
                 built.append(function(dtype, tile, "window", capped=True))
     return built

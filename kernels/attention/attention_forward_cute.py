@@ -7,8 +7,8 @@ first. Each multiplying warpgroup keeps its scores, probabilities and sums of o 
 block i's softmax runs, the tensor cores multiply block i + 1's scores and block i - 1's values, of
 this warpgroup and, as named barriers let them take turns, of the next one.
 
-Floor: 4 * D multiply-adds a score, 16 a cycle and multiprocessor at D = 64, which is as fast as the
-exponentials; 8 at D = 128.
+Floor: 2 * D multiply-adds a score, of 2048 a cycle and multiprocessor: 16 scores a cycle at D = 64,
+as many as there are exponentials, and 8 at D = 128.
 """
 
 import cutlass
@@ -32,7 +32,7 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 _WARPGROUP = 1  # and up: within one warpgroup
 _TURN = 4  # and up: whose turn it is to start multiplying
 
-# Where a mask hides something of blocks other than the first: at 0, its upper edge, or 2, its lower.
+# Where a mask hides some of other blocks than the first: at 0, the upper edge, or 2, the lower.
 _EDGES = (("causal", 0), ("window", 0), ("window", 2))
 
 _LN2 = 0.6931471805599453
@@ -243,9 +243,7 @@ class Attention(AttentionLayouts):
             rk = mma_qk.make_fragment_B(qk_part.partition_B(sk))
             v_columns = cute.make_tensor(sv.iterator, cute.select(sv.layout, [1, 0, 2]))
             rv = mma_pv.make_fragment_B(pv_part.partition_B(v_columns))
-            s = cute.make_rmem_tensor(
-                mma_qk.partition_shape_C((self.tile_m, self.tile_n)), Float32
-            )
+            s = cute.make_rmem_tensor(mma_qk.partition_shape_C((self.tile_m, self.tile_n)), Float32)
             sums = cute.make_rmem_tensor(mma_pv.partition_shape_C((self.tile_m, self.d)), Float32)
             p = mma_pv.make_fragment_A(mma_pv.partition_shape_A((self.tile_m, self.tile_n)))
             row_max = cute.make_rmem_tensor(2, Float32)
@@ -270,9 +268,7 @@ class Attention(AttentionLayouts):
             go = cute.zipped_divide(coordinates(self.d, seq_q, heads, batch), (ROWS, PIECE))
             from_so, to_o = cpasync.tma_partition(tma_o, 0, one, cute.group_modes(so, 0, 2), go)
 
-            q_read = pipeline.make_pipeline_state(
-                pipeline.PipelineUserType.Consumer, self.q_stages
-            )
+            q_read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.q_stages)
             k_read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
             v_read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
             # The first row's place in a tile, and the first column's in a block of keys.
@@ -309,16 +305,14 @@ class Attention(AttentionLayouts):
                     row * self.tile_m + offset,
                     *(self.tile_m, self.tile_n, low, last, left, right, self.mask),
                 )
-                # Blocks at the upper edge of the mask, then free ones, then those at its lower edge.
+                # Blocks at the mask's upper edge, then free ones, then those at its lower edge.
                 for part in cutlass.range_constexpr(3):
                     masked = part != 1
                     begin, end = ((top, last - 1), (bottom, top), (low, bottom))[part]
                     if const_expr(part == 1 or (self.mask, part) in _EDGES):
                         for step in cutlass.range(end - begin, unroll=1):
                             k_ring.consumer_wait(k_read)
-                            self.start(
-                                s, sums, p, rq, rk, rv, q_read, k_read, v_read, v_ring, wg
-                            )
+                            self.start(s, sums, p, rq, rk, rv, q_read, k_read, v_read, v_ring, wg)
                             warpgroup.wait_group(1)
                             k_ring.consumer_release(k_read)
                             if const_expr(self.capped):
@@ -426,7 +420,7 @@ class Attention(AttentionLayouts):
 
     def multiply_qk(self, s, rq, rk, q_stage, stage):
         mma = self.mma_qk()
-        for block in range(self.d // 16):
+        for block in range(self.columns // 16):
             mma.set(warpgroup.Field.ACCUMULATE, block != 0)
             cute.gemm(mma, s, rq[None, None, block, q_stage], rk[None, None, block, stage], s)
         warpgroup.commit_group()
@@ -469,6 +463,6 @@ def _arrive(barrier, threads):
 
 
 def coordinates(d, rows, heads, batch):
-    """What a map of [batch, heads, rows, d] is indexed with, as a (rows, d, heads, batch) tensor."""
+    """What a map of [batch, heads, rows, d] is indexed with: (rows, d, heads, batch)."""
     identity = cute.make_identity_tensor((d, rows, heads, batch))
     return cute.make_tensor(identity.iterator, cute.select(identity.layout, [1, 0, 2, 3]))

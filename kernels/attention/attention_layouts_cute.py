@@ -13,8 +13,9 @@ PIECE = 64  # columns of a 128-byte swizzle row
 
 
 class AttentionLayouts:
-    """`mask` is "none", "causal" or "window"; `capped`: scores go through tanh; o_stages: 64x64
-    pieces of the output that a warpgroup has room for."""
+    """`mask` is "none", "causal" or "window"; `capped`: scores go through tanh; `o_stages`: 64x64
+    pieces of the output that a warpgroup has room for; `columns`: of q and k that are multiplied,
+    where the rest is known to be 0."""
 
     def __init__(
         self,
@@ -28,10 +29,12 @@ class AttentionLayouts:
         stages=2,
         q_stages=1,
         o_stages=None,
+        columns=None,
     ):
         self.name = name
         self.dtype = dtype
         self.d = d
+        self.columns = columns or d
         self.warpgroups = warpgroups
         self.tile_m = ROWS * warpgroups
         self.tile_n = tile_n

@@ -2,7 +2,7 @@
 """What attention computes of a block's scores, in the registers of one warpgroup.
 
 A thread has two rows of a 64-row accumulator, 8 apart; value i of it is in row i // 2 % 2 and in
-column i // 4 * 8 + i % 2 from the thread's first one on. Four threads next to each other share rows.
+column i // 4 * 8 + i % 2 from the thread's first one on. Four neighbouring threads share rows.
 """
 
 import cutlass

@@ -45,40 +45,64 @@ const NormBackwardKernel* backward_kernel(const NormProblem& problem, int vector
   });
 }
 
+// How many threads a backward block had best have, and how many stages: measured on an H200. More
+// rows under way than it takes spread the accesses to memory.
+int threads_of_teams(const NormProblem& problem, int threads_per_row) {
+  if (!problem.wide) return kNormNarrowThreads;
+  if (problem.kind == NormKind::kLayer || threads_per_row < 32) return kNormMaxThreads;
+  if (dtype_bytes(problem.dtype) == 4) return kNormMaxThreads / 2;
+  return threads_per_row <= 128 ? 384 : kNormMaxThreads;
+}
+
+int64_t stages_of(const NormProblem& problem, int threads_per_row) {
+  if (dtype_bytes(problem.dtype) == 4 || threads_per_row < 32) return 3;
+  return problem.kind == NormKind::kLayer && threads_per_row == 32 ? 3 : 2;
+}
+
 }  // namespace
 
 NormChoice<NormForwardKernel> choose_norm_forward(const NormProblem& problem) {
   NormChoice<NormForwardKernel> choice;
   const int elements = problem.wide ? static_cast<int>(16 / dtype_bytes(problem.dtype)) : 1;
   const int64_t vectors = ceil_div(problem.columns, elements);
-  const int64_t few_rows = 2 * problem.multiprocessors;
+  // Few enough that each vector can have a thread of its own: latency counts, not bytes.
+  const bool small = problem.rows * vectors <= problem.multiprocessors * int64_t{1536};
+  const bool block_row = vectors > 128 || (problem.wide && small && vectors > 32);
   int64_t grid = 0;
-  int per_thread = 0;
-  if (vectors <= 128) {  // a warp or less a row
-    per_thread = !problem.wide ? 4 : vectors <= 8 ? 1 : vectors <= 64 ? 2 : 4;
+  int per_thread = 4;
+  if (!block_row) {  // a warp or less a row
+    if (problem.wide && vectors <= 64) per_thread = vectors <= 8 ? 1 : 2;
     choice.threads_per_row = threads_for(vectors, per_thread);
     choice.slice = problem.columns;
-    choice.block = 128;
+    choice.block = 64;
     grid = ceil_div(problem.rows, choice.block / choice.threads_per_row);
   } else {
-    per_thread = problem.wide ? 4 : 32;
-    if (problem.wide && vectors > 1024) per_thread = 8;
-    if (problem.wide && problem.rows <= few_rows && vectors <= 1024) per_thread = 2;
-    if (!problem.wide && vectors <= 2048) per_thread = 4;
-    const int max_threads = norm_forward_threads(problem.wide, per_thread, true);
-    while (threads_for(ceil_div(vectors, choice.cluster), per_thread) > max_threads) {
+    if (!problem.wide) {
+      if (vectors > 2048) per_thread = problem.streams == 2 ? 16 : 32;
+    } else if (small && vectors <= 1024) {
+      per_thread = vectors <= 512 ? 1 : 2;
+    } else if (vectors >= 1024) {
+      per_thread = 8;
+    }
+    const int most = norm_forward_threads(static_cast<int>(dtype_bytes(problem.dtype)),
+                                          problem.wide, per_thread, true);
+    const auto threads = [&] { return threads_for(ceil_div(vectors, choice.cluster), per_thread); };
+    // Two blocks of half the size hide more of each other's latency; a cluster has eight at most.
+    while (threads() > (choice.cluster < kNormMaxCluster ? std::min(most, 256) : most) &&
+           choice.cluster < kNormMaxCluster) {
+      if (threads() <= most && choice.cluster == kNormMaxCluster / 2) break;
       choice.cluster *= 2;
     }
-    if (choice.cluster > kNormMaxCluster) return choice;
+    if (per_thread <= 2) choice.cluster = 1;
+    if (threads() > most) return choice;
     const int64_t part = ceil_div(vectors, choice.cluster);
-    choice.threads_per_row = choice.block = std::max(32, threads_for(part, per_thread));
+    choice.threads_per_row = choice.block = std::max(32, threads());
     choice.slice = static_cast<int>(part) * elements;
     grid = problem.rows * choice.cluster;
   }
   if (grid > 0x7fffffff) return choice;
-  choice.kernel = forward_kernel(problem, vectors > 128, per_thread);
+  choice.kernel = forward_kernel(problem, block_row, per_thread);
   choice.grid = static_cast<int>(grid);
-  choice.early_launch = grid <= few_rows;
   return choice;
 }
 
@@ -92,6 +116,11 @@ NormChoice<NormBackwardKernel> choose_norm_backward(const NormProblem& problem) 
   int per_thread = problem.wide ? widest : 2 * widest;
   if (problem.wide && vectors <= 32 * widest / 2) per_thread /= 2;
   if (problem.wide && vectors <= 32 * widest / 4) per_thread /= 2;
+  // Eight registers of four float32 sums each are for rows that no cluster holds otherwise.
+  const bool wide_float32 = problem.wide && elements == 4;
+  if (wide_float32 && vectors <= int64_t{kNormMaxCluster} * kNormMaxThreads * 4) {
+    per_thread = std::min(per_thread, 4);
+  }
   int teams = 1;
   for (;; choice.cluster *= 2) {
     if (choice.cluster > kNormMaxCluster) return choice;
@@ -104,8 +133,9 @@ NormChoice<NormBackwardKernel> choose_norm_backward(const NormProblem& problem) 
     const int64_t tiles = ceil_div(problem.rows, rows_per_team);
     // Blocks for all multiprocessors first, then teams in them.
     const int blocks = std::max(1, problem.multiprocessors / choice.cluster);
-    teams = static_cast<int>(std::min<int64_t>(max_threads / team_threads,
-                                               std::max<int64_t>(1, ceil_div(tiles, blocks))));
+    teams = static_cast<int>(std::min<int64_t>(
+        std::max(1, threads_of_teams(problem, choice.threads_per_row) / team_threads),
+        std::max<int64_t>(1, ceil_div(tiles, blocks))));
     if (choice.cluster > 1) teams = 1;
     choice.block = teams * team_threads;
     const int64_t stage = choice.slice * element * rows_per_team * problem.streams;
@@ -113,8 +143,8 @@ NormChoice<NormBackwardKernel> choose_norm_backward(const NormProblem& problem) 
     const int64_t room = kNormMaxDynamicSmem - weight - 128;
     // The ring's memory holds the teams' sums of the weight's gradient at the end.
     const int64_t sums = teams * choice.slice * int64_t{4};
-    const int64_t stages =
-        problem.wide ? std::min<int64_t>(room / (teams * stage), kNormMaxStages / 2) : 1;
+    const int64_t most = stages_of(problem, choice.threads_per_row);
+    const int64_t stages = problem.wide ? std::min(room / (teams * stage), most) : 1;
     if (stages < 1 || teams * stage > room || sums > room) continue;
     choice.stages = static_cast<int>(stages);
     choice.weight_offset =
@@ -122,9 +152,9 @@ NormChoice<NormBackwardKernel> choose_norm_backward(const NormProblem& problem) 
     // More than half of what there is: two blocks on one multiprocessor leave another empty.
     choice.dynamic_smem =
         static_cast<int>(std::max<int64_t>(choice.weight_offset + weight, 116 * 1024));
-    choice.grid = static_cast<int>(std::max<int64_t>(
-                      1, std::min<int64_t>(blocks, ceil_div(tiles, teams)))) *
-                  choice.cluster;
+    choice.grid =
+        static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(blocks, ceil_div(tiles, teams)))) *
+        choice.cluster;
     break;
   }
   choice.kernel = backward_kernel(problem, per_thread);

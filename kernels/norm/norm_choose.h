@@ -30,7 +30,6 @@ struct NormChoice {
   int dynamic_smem = 0;
   int stages = 0;         // backward
   int weight_offset = 0;  // backward
-  bool early_launch = false;
 
   int parts() const { return grid / cluster; }
 };

@@ -15,11 +15,14 @@ constexpr int64_t kLongestPart = int64_t{1} << 30;  // elements; places in a par
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-const ReduceKernel* find(const ReduceKernel* kernels, int count, DType dtype, bool max, int lanes,
-                         int per_thread, int vector_bytes, unsigned block) {
+using Kind = ReduceKernel::Kind;
+
+const ReduceKernel* find(const ReduceKernel* kernels, int count, DType dtype, bool max, Kind kind,
+                         int lanes, int per_thread, int vector_bytes, unsigned block) {
   for (int i = 0; i < count; ++i) {
     const ReduceKernel& kernel = kernels[i];
-    if (kernel.dtype == dtype && kernel.max == max && kernel.lanes == lanes &&
+    if (kernel.dtype == dtype && kernel.max == max && kernel.kind == kind &&
+        kernel.lanes == lanes &&
         (per_thread == 0 || kernel.per_thread == per_thread) &&
         kernel.vector_bytes == vector_bytes && (block == 0 || kernel.block == block)) {
       return &kernel;
@@ -28,17 +31,17 @@ const ReduceKernel* find(const ReduceKernel* kernels, int count, DType dtype, bo
   return nullptr;
 }
 
-const ReduceKernel* find_rows(DType dtype, bool max, int lanes, int rows) {
+const ReduceKernel* find_rows(DType dtype, bool max, Kind kind, int lanes, int rows) {
   int count = 0;
   const ReduceKernel* kernels = reduce_rows_kernels(&count);
-  return find(kernels, count, dtype, max, lanes, rows, 16, 0);
+  return find(kernels, count, dtype, max, kind, lanes, rows, 16, 0);
 }
 
 const ReduceKernel* find_columns(DType dtype, bool max, int vector_bytes, int lanes,
                                  unsigned block) {
   int count = 0;
   const ReduceKernel* kernels = reduce_columns_kernels(&count);
-  return find(kernels, count, dtype, max, lanes, 0, vector_bytes, block);
+  return find(kernels, count, dtype, max, Kind::columns, lanes, 0, vector_bytes, block);
 }
 
 // At most `wanted` parts, each a multiple of `step` long.
@@ -48,28 +51,57 @@ void split(ReduceArgs* args, int64_t wanted, int64_t step) {
   args->parts = static_cast<int>(std::max<int64_t>(ceil_div(args->length, args->part), 1));
 }
 
-// Rows that share a block: groups of lanes, each with one row or some.
+bool multiple_of(int64_t bytes, int64_t size) { return bytes % size == 0; }
+
+// Whether rows are whole vectors, one after the other at one distance.
+bool is_aligned(const ReduceArgs& args, int64_t element) {
+  return args.outer == 1 && args.length_stride == element &&
+         multiple_of(reinterpret_cast<uintptr_t>(args.x), 16) &&
+         multiple_of(args.inner_stride, 16) && multiple_of(args.length * element, 16);
+}
+
+// Rows that share a block: groups of lanes, each with one row or two.
 void choose_short_rows(DType dtype, bool max, int64_t row_bytes, ReduceLaunch* launch) {
-  const int64_t outputs = launch->args.outer * launch->args.inner;
-  int lanes = 1, rows = 4;
-  if (row_bytes > 1024) {
-    lanes = 32, rows = 1;
-  } else if (row_bytes > 256) {
-    lanes = 32, rows = 2;
-  } else if (row_bytes > 128) {
-    lanes = 16;
-  } else if (row_bytes > 64) {
-    lanes = 8;
-  } else if (row_bytes > 32) {
-    lanes = 4;
+  const ReduceArgs& args = launch->args;
+  const int64_t element = dtype_bytes(dtype);
+  const int64_t outputs = args.outer * args.inner;
+  const bool aligned = is_aligned(args, element);
+  const bool packed = args.outer == 1 && args.length_stride == element && args.length > 0 &&
+                      args.inner_stride == row_bytes;
+  if (packed && row_bytes <= (aligned ? 32 : 64 * element)) {
+    launch->kernel = find_rows(dtype, max, Kind::rows_packed, 1, 1);
+    launch->block = kReducePackedThreads;
+    launch->grid = static_cast<unsigned>(
+        std::min(ceil_div(outputs, kReducePackedBytes / row_bytes), kMostBlocks + 1));
+    return;
   }
-  // Few rows: as many lanes as there is room for.
-  if (rows == 2 && outputs < kMultiprocessors * 16) rows = 1;
-  launch->kernel = find_rows(dtype, max, lanes, rows);
+  int lanes = 32, rows = 1;
+  if (aligned && row_bytes <= 256) {
+    lanes = 4, rows = 2;
+  } else if (aligned && row_bytes <= 512) {
+    lanes = 8, rows = 2;
+  } else if (aligned && row_bytes <= 1024 && outputs >= kMultiprocessors * 16) {
+    rows = 2;
+  } else if (!aligned && row_bytes <= 256) {
+    lanes = row_bytes <= 16 ? 1 : 8;
+  }
+  launch->kernel = find_rows(dtype, max, aligned ? Kind::rows_aligned : Kind::rows, lanes, rows);
   launch->block = 256;
   const auto blocks = [&] { return ceil_div(outputs, launch->block / lanes * rows); };
   while (launch->block > 64 && blocks() < kMultiprocessors * 2) launch->block /= 2;
   launch->grid = static_cast<unsigned>(std::min(blocks(), kMostBlocks + 1));
+}
+
+// How many threads read a row, two vectors each at a time: the first of these that leaves few idle.
+int lanes_for(int64_t vectors, bool parts) {
+  if (parts) return vectors > 512 ? 512 : 256;
+  int best = 0;
+  int64_t least = INT64_MAX;
+  for (const int lanes : {vectors >= 4096 ? 512 : 256, 128}) {
+    const int64_t places = ceil_div(vectors, lanes * 2) * lanes * 2;
+    if (places < least - least / 8) best = lanes, least = places;
+  }
+  return best;
 }
 
 // Rows of a block each, or of several.
@@ -78,6 +110,7 @@ void choose_long_rows(DType dtype, bool max, int64_t row_bytes, ReduceLaunch* la
   ReduceArgs& args = launch->args;
   const int64_t outputs = args.outer * args.inner;
   const int64_t element = dtype_bytes(dtype);
+  const bool aligned = is_aligned(args, element);
   int64_t parts = 1;
   if (outputs < kRoomFor / 2) parts = std::min(kRoomFor / outputs, row_bytes / 8192);
   bool cluster = false;
@@ -91,10 +124,8 @@ void choose_long_rows(DType dtype, bool max, int64_t row_bytes, ReduceLaunch* la
   }
   split(&args, std::max<int64_t>(parts, 1), 16 / element);
   args.cluster = cluster ? args.parts : 1;
-  const int lanes = row_bytes / args.parts >= 64 * 1024 || (parts > 1 && row_bytes / parts > 8192)
-                        ? 512
-                        : 256;
-  launch->kernel = find_rows(dtype, max, lanes, 1);
+  const int lanes = aligned ? lanes_for(ceil_div(args.part * element, 16), parts > 1) : 256;
+  launch->kernel = find_rows(dtype, max, aligned ? Kind::rows_aligned : Kind::rows, lanes, 1);
   launch->block = lanes;
   launch->grid = static_cast<unsigned>(std::min(outputs * args.parts, kMostBlocks + 1));
 }
@@ -137,8 +168,6 @@ void choose_columns(DType dtype, bool max, int vector_bytes, bool may_split, Red
   launch->block = block;
   launch->grid = static_cast<unsigned>(std::min(strips(lanes) * args.parts, kMostBlocks + 1));
 }
-
-bool multiple_of(int64_t bytes, int64_t size) { return bytes % size == 0; }
 
 bool down_columns(const ReduceArgs& args, int64_t element) {
   return args.inner > 1 && args.inner_stride == element && args.length_stride != element;

@@ -14,7 +14,8 @@ namespace tiercel {
 inline constexpr int kReduceMaxCluster = 8;
 
 // out[i][j] = op over r of x[i][r][j], with any strides of x. The blocks of part p, of `parts`,
-// reduce the entries [p * part, (p + 1) * part) of r. Either the parts of an output are a cluster,
+// reduce the entries [p * part, (p + 1) * part) of r along rows, every parts-th rows of threads down
+// columns. Either the parts of an output are a cluster,
 // or their results are side by side as the kernel says below.
 struct ReduceArgs {
   const char* x;
@@ -32,9 +33,16 @@ struct ReduceArgs {
   DType out_dtype;
 };
 
+// The shared memory and threads of a block of the kernel for rows of a few elements.
+inline constexpr int kReducePackedBytes = 16 * 1024;
+inline constexpr int kReducePackedThreads = 256;
+
 struct ReduceKernel {
+  enum class Kind { rows, rows_aligned, rows_packed, columns };
+
   DType dtype;
-  bool max;          // else a sum
+  bool max;  // else a sum
+  Kind kind;
   int lanes;         // rows: that share one; columns: vectors side by side in a block
   int per_thread;    // rows: of a group of lanes; columns: loads in flight
   int vector_bytes;  // columns: of a load; rows take any alignment

@@ -62,6 +62,48 @@ struct Span {
   }
 };
 
+// A thread's sums become its rows' results: over the lanes, the block, the cluster.
+template <typename Op, int kLanes, int kRows, typename Seen>
+__device__ __forceinline__ void finish_rows(const ReduceArgs& args, const Seen (&seen)[kRows],
+                                            int lane, int groups, int64_t first_output,
+                                            int64_t part) {
+  const int64_t outputs = args.outer * args.inner;
+  float results[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    results[r] = lanes_reduce<(kLanes < 32 ? kLanes : 32)>(seen[r].total(), Op());
+  }
+  if constexpr (kLanes > 32) {
+    constexpr int kWarps = kLanes / 32;
+    static_assert(kRows == 1, "a block a row");
+    __shared__ float scratch[kWarps];
+    __shared__ float of_block;
+    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = results[0];
+    __syncthreads();
+    results[0] = lanes_reduce<kWarps>(scratch[threadIdx.x % kWarps], Op());
+    if (args.cluster > 1) {
+      const cg::cluster_group cluster = cg::this_cluster();
+      of_block = results[0];  // the same in every thread
+      cluster.sync();
+      if (cluster.block_rank() == 0) {
+        for (int b = 1; b < args.cluster; ++b) {
+          results[0] = Op()(results[0], *cluster.map_shared_rank(&of_block, b));
+        }
+      }
+      cluster.sync();  // block 0 reads the others' until here
+      if (cluster.block_rank() != 0) return;
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int64_t output = first_output + r * groups;
+    if (lane == r % kLanes && output < outputs) {
+      store_result(args.out, args.out_dtype, args.cluster > 1 ? output : output * args.parts + part,
+                   results[r] / args.divisor);
+    }
+  }
+}
+
 template <typename Format, typename Op, int kLanes, int kUnroll, int kRows>
 __global__ void __launch_bounds__(kLanes > 256 ? kLanes : 256)
     reduce_rows(const __grid_constant__ ReduceArgs args) {
@@ -114,55 +156,139 @@ __global__ void __launch_bounds__(kLanes > 256 ? kLanes : 256)
     }
   }
 
-  float results[kRows];
+  finish_rows<Op, kLanes, kRows>(args, seen, lane, groups, first_output, part);
+}
+
+// The same where every row is whole vectors at multiples of 16 bytes, each `inner_stride` after the
+// one before: no ends, no division, and few instructions before the first load.
+template <typename Format, typename Op, int kLanes, int kUnroll, int kRows>
+__global__ void __launch_bounds__(kLanes > 256 ? kLanes : 256)
+    reduce_rows_aligned(const __grid_constant__ ReduceArgs args) {
+  const int lane = threadIdx.x % kLanes;
+  const int groups = kLanes > 32 ? 1 : blockDim.x / kLanes;
+  const int64_t first_output =
+      kLanes > 32 ? blockIdx.x / args.parts
+                  : static_cast<int64_t>(blockIdx.x) * groups * kRows + threadIdx.x / kLanes;
+  const int64_t part = kLanes > 32 ? blockIdx.x % args.parts : 0;
+  const int64_t first = part * args.part;
+  const int vectors = static_cast<int>(min(args.length - first, args.part)) / (16 / Format::kBytes);
+  const char* address = args.x + first_output * args.inner_stride + first * Format::kBytes + lane * 16;
+  const int64_t next_row = groups * args.inner_stride;
+  int64_t left = args.inner - first_output;  // rows from the first on
+  grid_dependency_wait();
+  grid_dependency_launch();
+
+  Accumulator<Format, Op> seen[kRows];
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    results[r] = lanes_reduce<(kLanes < 32 ? kLanes : 32)>(seen[r].total(), Op());
-  }
-  if constexpr (kLanes > 32) {
-    constexpr int kWarps = kLanes / 32;
-    static_assert(kRows == 1, "a block a row");
-    __shared__ float scratch[kWarps];
-    __shared__ float of_cluster[kReduceMaxCluster];
-    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = results[0];
-    __syncthreads();
-    results[0] = lanes_reduce<kWarps>(scratch[threadIdx.x % kWarps], Op());
-    if (args.cluster > 1) {
-      const cg::cluster_group cluster = cg::this_cluster();
-      if (threadIdx.x == 0) {
-        *cluster.map_shared_rank(&of_cluster[cluster.block_rank()], 0) = results[0];
+  for (int r = 0; r < kRows; ++r) seen[r].clear();
+  for (int v = lane; v < vectors; v += kLanes * kUnroll) {
+    uint32_t words[kRows][kUnroll][4];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+#pragma unroll
+        for (int w = 0; w < 4; ++w) words[r][u][w] = none_of<Format, Op>();
+        if (v + u * kLanes < vectors && r * groups < left) {
+          load_once(words[r][u], address + r * next_row + u * (kLanes * 16));
+        }
       }
-      cluster.sync();
-      if (cluster.block_rank() != 0 || threadIdx.x != 0) return;
-      results[0] = of_cluster[0];
-      for (int b = 1; b < args.cluster; ++b) results[0] = Op()(results[0], of_cluster[b]);
+    }
+    address += kLanes * kUnroll * 16;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) seen[r].add(words[r][u]);
     }
   }
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const int64_t output = first_output + r * groups;
-    if (lane == r % kLanes && output < outputs) {
-      store_result(args.out, args.out_dtype, args.cluster > 1 ? output : output * args.parts + part,
-                   results[r] / args.divisor);
+  finish_rows<Op, kLanes, kRows>(args, seen, lane, groups, first_output, part);
+}
+
+// Rows of a few elements, one after the other: a block's rows go through shared memory as aligned
+// vectors, whatever their own alignment, and then each thread adds up rows of its own.
+template <typename Format, typename Op>
+__global__ void __launch_bounds__(kReducePackedThreads)
+    reduce_rows_packed(const __grid_constant__ ReduceArgs args) {
+  __shared__ __align__(16) char staged[kReducePackedBytes + 32];
+  const int row_bytes = static_cast<int>(args.length) * Format::kBytes;
+  const int rows_of_block = kReducePackedBytes / row_bytes;
+  const int64_t first_row = static_cast<int64_t>(blockIdx.x) * rows_of_block;
+  const int rows = static_cast<int>(min(args.inner - first_row, int64_t{rows_of_block}));
+  const char* start = args.x + first_row * row_bytes;
+  const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(start) % 16);
+  const int bytes = shift + rows * row_bytes;  // from the aligned address before the first row
+  const char* end = args.x + args.inner * row_bytes;
+  grid_dependency_wait();
+  grid_dependency_launch();
+
+#pragma unroll 4
+  for (int offset = threadIdx.x * 16; offset < bytes; offset += kReducePackedThreads * 16) {
+    const char* address = start - shift + offset;
+    if (address >= args.x && address + 16 <= end) {
+      uint32_t words[4];
+      load_once(words, address);
+      store_vector(staged + offset, words);
+    } else {  // at the tensor's ends
+      for (int b = 0; b < 16; b += Format::kBytes) {
+        if (address + b < args.x || address + b >= end) continue;
+        if constexpr (Format::kBytes == 2) {
+          *reinterpret_cast<uint16_t*>(staged + offset + b) =
+              *reinterpret_cast<const uint16_t*>(address + b);
+        } else {
+          *reinterpret_cast<uint32_t*>(staged + offset + b) =
+              *reinterpret_cast<const uint32_t*>(address + b);
+        }
+      }
     }
+  }
+  __syncthreads();
+  for (int r = threadIdx.x; r < rows; r += kReducePackedThreads) {
+    const char* row = staged + shift + r * row_bytes;
+    float result[2] = {Op::none(), Op::none()};
+    int i = 0;
+#pragma unroll 4
+    for (; i + 1 < static_cast<int>(args.length); i += 2) {
+      result[0] = Op()(result[0], Format::load(row + i * Format::kBytes));
+      result[1] = Op()(result[1], Format::load(row + (i + 1) * Format::kBytes));
+    }
+    if (i < args.length) result[0] = Op()(result[0], Format::load(row + i * Format::kBytes));
+    store_result(args.out, args.out_dtype, first_row + r,
+                 Op()(result[0], result[1]) / args.divisor);
   }
 }
 
-#define TIERCEL_ROWS(dtype, op, lanes, unroll, rows)                                       \
-  {DType::k##dtype,                                                                        \
-   op##Of::kMax,                                                                           \
-   lanes,                                                                                  \
-   rows,                                                                                   \
-   16,                                                                                     \
-   lanes > 256 ? lanes : 256,                                                              \
-   Kernel("reduce_rows<" #dtype ", " #op ", lanes=" #lanes ", unroll=" #unroll             \
-          ", rows=" #rows ">",                                                             \
-          reinterpret_cast<const void*>(reduce_rows<dtype##Format, op##Of, lanes, unroll, rows>))}
-#define TIERCEL_ALL_ROWS(dtype, op)                                               \
-  TIERCEL_ROWS(dtype, op, 1, 1, 4), TIERCEL_ROWS(dtype, op, 4, 1, 4),             \
-      TIERCEL_ROWS(dtype, op, 8, 1, 4), TIERCEL_ROWS(dtype, op, 16, 1, 4),        \
-      TIERCEL_ROWS(dtype, op, 32, 2, 2), TIERCEL_ROWS(dtype, op, 32, 4, 1),       \
-      TIERCEL_ROWS(dtype, op, 256, 2, 1), TIERCEL_ROWS(dtype, op, 512, 2, 1)
+#define TIERCEL_ROWS(kind, dtype, op, lanes, unroll, rows)                                     \
+  {DType::k##dtype,                                                                            \
+   op##Of::kMax,                                                                               \
+   ReduceKernel::Kind::kind,                                                                   \
+   lanes,                                                                                      \
+   rows,                                                                                       \
+   16,                                                                                         \
+   lanes > 256 ? lanes : 256,                                                                  \
+   Kernel("reduce_" #kind "<" #dtype ", " #op ", lanes=" #lanes ", unroll=" #unroll            \
+          ", rows=" #rows ">",                                                                 \
+          reinterpret_cast<const void*>(                                                       \
+              reduce_##kind<dtype##Format, op##Of, lanes, unroll, rows>))}
+#define TIERCEL_PACKED(dtype, op)                                              \
+  {DType::k##dtype,                                                            \
+   op##Of::kMax,                                                               \
+   ReduceKernel::Kind::rows_packed,                                            \
+   1,                                                                          \
+   1,                                                                          \
+   16,                                                                         \
+   kReducePackedThreads,                                                       \
+   Kernel("reduce_rows_packed<" #dtype ", " #op ">",                           \
+          reinterpret_cast<const void*>(reduce_rows_packed<dtype##Format, op##Of>))}
+#define TIERCEL_ALL_ROWS(dtype, op)                                                             \
+  TIERCEL_PACKED(dtype, op), TIERCEL_ROWS(rows_aligned, dtype, op, 4, 4, 2),                    \
+      TIERCEL_ROWS(rows_aligned, dtype, op, 8, 4, 2),                                           \
+      TIERCEL_ROWS(rows_aligned, dtype, op, 32, 2, 2),                                          \
+      TIERCEL_ROWS(rows_aligned, dtype, op, 32, 4, 1),                                          \
+      TIERCEL_ROWS(rows_aligned, dtype, op, 128, 2, 1),                                         \
+      TIERCEL_ROWS(rows_aligned, dtype, op, 256, 2, 1),                                         \
+      TIERCEL_ROWS(rows_aligned, dtype, op, 512, 2, 1),                                         \
+      TIERCEL_ROWS(rows, dtype, op, 1, 1, 1), TIERCEL_ROWS(rows, dtype, op, 8, 2, 1),           \
+      TIERCEL_ROWS(rows, dtype, op, 32, 4, 1), TIERCEL_ROWS(rows, dtype, op, 256, 2, 1)
 
 // By dtype and operation, then by lanes.
 const ReduceKernel kKernels[] = {

@@ -12,10 +12,6 @@ namespace {
 
 constexpr char kOp[] = "moe_align_block_size";
 
-// Thread blocks of the pair of kernels: one a multiprocessor.
-constexpr int64_t kPairGrid = 132;
-constexpr unsigned kPairThreads = 1024;
-
 std::string text(int64_t value) { return std::to_string(value); }
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -40,10 +36,18 @@ struct Choice {
 };
 
 constexpr Choice kChoices[] = {
-    {256, 1 << 14, {256, 1, 1}},      {1024, 1 << 14, {1024, 1, 1}},
-    {1 << 13, 1 << 17, {1024, 1, 8}}, {1 << 15, INT64_MAX, {1024, 4, 8}},
-    {1 << 16, INT64_MAX, {1024, 8, 8}},
+    {256, 1 << 14, {256, 1, 1}},
+    {4096, INT64_MAX, {256, 2, 8}},
+    {8192, INT64_MAX, {256, 4, 8}},
+    {24576, INT64_MAX, {512, 8, 8}},
 };
+
+// For more: threads and thread blocks of the pair of kernels, measured too. Blocks that are few
+// have few counts to add up.
+unsigned pair_threads(int64_t ids, int experts) {
+  return ids <= 98304 && experts <= 128 ? 512 : 1024;
+}
+int64_t pair_grid(int64_t ids) { return ids <= 98304 ? 32 : ids <= 1 << 19 ? 66 : 132; }
 
 const Choice* choose(int64_t ids, int64_t slots) {
   for (const Choice& choice : kChoices) {
@@ -70,9 +74,8 @@ Status check(const TensorView& topk_ids, const TensorView* expert_map,
   const Argument ids{kOp, "topk_ids", topk_ids};
   TIERCEL_RETURN_IF_ERROR(check_rank(ids, 2));
   TIERCEL_RETURN_IF_ERROR(check_dtype(ids, {DType::kInt32, DType::kInt64}));
-  TIERCEL_RETURN_IF_ERROR(
-      moe_align_check(kOp, ids, topk_ids.shape[0] * topk_ids.shape[1], expert_map, outputs,
-                      options));
+  TIERCEL_RETURN_IF_ERROR(moe_align_check(kOp, ids, topk_ids.shape[0] * topk_ids.shape[1],
+                                          expert_map, outputs, options));
   TIERCEL_RETURN_IF_ERROR(check_contiguous(ids));
   const int64_t needed =
       moe_align_workspace(topk_ids.shape[0] * topk_ids.shape[1], options.num_experts);
@@ -96,7 +99,7 @@ int64_t moe_align_slots(int64_t numel, int64_t num_experts, int64_t block_size) 
 }
 
 int64_t moe_align_workspace(int64_t numel, int64_t num_experts) {
-  return choose(numel, 0) != nullptr ? 0 : kPairGrid * num_experts;
+  return choose(numel, 0) != nullptr ? 0 : pair_grid(numel) * num_experts;
 }
 
 Status moe_align_check(const char* op, const Argument& first, int64_t numel,
@@ -161,7 +164,8 @@ MoeAlignArgs moe_align_args(int64_t numel, const TensorView* expert_map,
   args.blocks = static_cast<uint32_t>(outputs.expert_ids.shape[0]);
   args.block_size = static_cast<uint32_t>(options.block_size);
   args.block_shift = -1;
-  if ((args.block_size & (args.block_size - 1)) == 0) args.block_shift = __builtin_ctz(args.block_size);
+  if ((args.block_size & (args.block_size - 1)) == 0)
+    args.block_shift = __builtin_ctz(args.block_size);
   args.experts = static_cast<int>(options.num_experts);
   args.slots_head = (16 - reinterpret_cast<uintptr_t>(args.sorted_ids) % 16) % 16 / 4;
   args.map_first = expert_map != nullptr && options.ignore_invalid;
@@ -202,20 +206,23 @@ Status prepare(const TensorView& topk_ids, const TensorView* expert_map,
     call->config.grid.x = shape.cluster;
     call->config.cluster.x = shape.cluster;
     call->config.block.x = shape.threads;
-    call->config.dynamic_smem = moe_align_shared_bytes(args.experts, shape.threads / 32, shape.cluster, args.span);
+    call->config.dynamic_smem =
+        moe_align_shared_bytes(args.experts, shape.threads / 32, shape.cluster, args.span);
     return Status();
   }
   args.counts = static_cast<uint32_t*>(workspace->data);
-  args.span = static_cast<uint32_t>(ceil_div(ceil_div(numel, kPairGrid), 32) * 32);
+  const int64_t grid = pair_grid(numel);
+  const unsigned threads = pair_threads(numel, args.experts);
+  args.span = static_cast<uint32_t>(ceil_div(ceil_div(numel, grid), 32) * 32);
   call->count = &moe_align_count_kernel();
   int count = 0;
   const MoeAlignKernel* kernels = moe_align_store_kernels(&count);
   call->kernel = find_kernel(kernels, count, kMoeAlignStoreItems, false, args.experts);
   call->items = kMoeAlignStoreItems;
-  call->config.grid.x = kPairGrid;
-  call->config.block.x = kPairThreads;
+  call->config.grid.x = static_cast<uint32_t>(grid);
+  call->config.block.x = threads;
   call->config.dynamic_smem =
-      moe_align_shared_bytes(args.experts, kPairThreads / 32, 0, kPairThreads * kMoeAlignStoreItems);
+      moe_align_shared_bytes(args.experts, threads / 32, 0, threads * kMoeAlignStoreItems);
   return Status();
 }
 
@@ -226,9 +233,12 @@ Status moe_align_plan(const TensorView& topk_ids, const TensorView* expert_map,
                       const MoeAlignOptions& options, MoeAlignPlan* plan) {
   Call call;
   TIERCEL_RETURN_IF_ERROR(prepare(topk_ids, expert_map, outputs, workspace, options, &call));
-  *plan = {call.kernel->name(),      call.items,
-           call.config.cluster.x,    call.config.grid.x,
-           call.config.block.x,      call.config.dynamic_smem,
+  *plan = {call.kernel->name(),
+           call.items,
+           call.config.cluster.x,
+           call.config.grid.x,
+           call.config.block.x,
+           call.config.dynamic_smem,
            call.count != nullptr ? 2u : 1u};
   return Status();
 }
@@ -242,8 +252,7 @@ Status moe_align(const TensorView& topk_ids, const TensorView* expert_map,
   if (call.count != nullptr) {
     LaunchConfig config = call.config;
     config.dynamic_smem = 4 * (call.args.experts + 1);
-    TIERCEL_RETURN_IF_ERROR(
-        call.count->launch(config, topk_ids.device_index, stream, pointers));
+    TIERCEL_RETURN_IF_ERROR(call.count->launch(config, topk_ids.device_index, stream, pointers));
   }
   return call.kernel->launch(call.config, topk_ids.device_index, stream, pointers);
 }

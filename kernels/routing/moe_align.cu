@@ -8,8 +8,8 @@
 //  - moe_align_small: one block, or one cluster of blocks for more ids. Each warp ranks its ids
 //    among their alike with ballots, in order (no atomics: the result is the same every time); the
 //    counts of a block are summed over its warps and sent to the cluster's other blocks' shared
-//    memory, so that one cluster barrier is all that blocks wait for. Meanwhile each block sorts its
-//    ids in shared memory, so that writes to slots coalesce. Every slot is written once.
+//    memory, so that one cluster barrier is all that blocks wait for. Meanwhile each block sorts
+//    its ids in shared memory, so that writes to slots coalesce. Every slot is written once.
 //  - moe_align_count and moe_align_store, for more ids than a cluster holds in registers: the first
 //    counts per block into a workspace, the second, one grid later, sums that and then does as
 //    above, chunk by chunk. Floor: ids read twice (the second time half from L2), slots written.
@@ -141,16 +141,16 @@ __global__ void __launch_bounds__(kMoeAlignMaxThreads, 1)
    Kernel("moe_align_small<items=" #items ", cluster=" #cluster ", bits=" #bits ">", \
           reinterpret_cast<const void*>(moe_align_small<items, cluster, bits>),      \
           kMoeAlignMaxSharedBytes)}
-#define TIERCEL_STORE(bits)                                                               \
-  {kMoeAlignStoreItems, false, 1 << bits,                                                 \
-   Kernel("moe_align_store<bits=" #bits ">",                                              \
-          reinterpret_cast<const void*>(moe_align_store<kMoeAlignStoreItems, bits>),      \
+#define TIERCEL_STORE(bits)                                                          \
+  {kMoeAlignStoreItems, false, 1 << bits,                                            \
+   Kernel("moe_align_store<bits=" #bits ">",                                         \
+          reinterpret_cast<const void*>(moe_align_store<kMoeAlignStoreItems, bits>), \
           kMoeAlignMaxSharedBytes)}
 
-const MoeAlignKernel kSmall[] = {
-    TIERCEL_SMALL(1, false, 9), TIERCEL_SMALL(1, true, 9), TIERCEL_SMALL(2, true, 7),
-    TIERCEL_SMALL(2, true, 9),  TIERCEL_SMALL(4, true, 7), TIERCEL_SMALL(4, true, 9),
-    TIERCEL_SMALL(8, true, 7),  TIERCEL_SMALL(8, true, 9)};
+const MoeAlignKernel kSmall[] = {TIERCEL_SMALL(1, false, 9), TIERCEL_SMALL(2, true, 7),
+                                 TIERCEL_SMALL(2, true, 9),  TIERCEL_SMALL(4, true, 7),
+                                 TIERCEL_SMALL(4, true, 9),  TIERCEL_SMALL(8, true, 7),
+                                 TIERCEL_SMALL(8, true, 9)};
 const Kernel kCount("moe_align_count", reinterpret_cast<const void*>(moe_align_count), 0);
 const MoeAlignKernel kStore[] = {TIERCEL_STORE(7), TIERCEL_STORE(9)};
 

@@ -249,8 +249,8 @@ __device__ __forceinline__ uint32_t count_block(const MoeAlignArgs& args, const 
   return threadIdx.x < static_cast<unsigned>(experts) ? shared.first[threadIdx.x] : 0;
 }
 
-// Sorts a counted block's ids in shared memory, so that neighbouring threads will write neighbouring
-// slots. shared.first has the place of each expert's first id.
+// Sorts a counted block's ids in shared memory, so that neighbouring threads will write
+// neighbouring slots. shared.first has the place of each expert's first id.
 template <int kItems>
 __device__ __forceinline__ void sort_block(const MoeAlignArgs& args, const AlignShared& shared,
                                            const uint32_t (&expert)[kItems],

@@ -24,10 +24,10 @@ struct MoeAlignArgs {
   uint32_t blocks;
   uint32_t block_size;
   int block_shift;  // log2(block_size), or -1
-  uint32_t span;  // ids of one thread block
+  uint32_t span;    // ids of one thread block
   int experts;
-  bool wide_ids;    // int64
-  bool map_first;   // experts that the map has not are left out; otherwise only marked
+  bool wide_ids;   // int64
+  bool map_first;  // experts that the map has not are left out; otherwise only marked
 };
 
 inline constexpr uint32_t kMoeAlignMaxThreads = 1024;

@@ -20,8 +20,7 @@ Status check(const TensorView& x, const TensorView* weights, const TensorView& o
   const Argument x_arg{kOp, "x", x};
   const Argument out_arg{kOp, "out", out};
   TIERCEL_RETURN_IF_ERROR(check_rank(x_arg, 3));
-  TIERCEL_RETURN_IF_ERROR(
-      check_dtype(x_arg, {DType::kFloat32, DType::kBFloat16, DType::kFloat16}));
+  TIERCEL_RETURN_IF_ERROR(check_dtype(x_arg, {DType::kFloat32, DType::kBFloat16, DType::kFloat16}));
   TIERCEL_RETURN_IF_ERROR(check_dtype(out_arg, {x.dtype}));
   TIERCEL_RETURN_IF_ERROR(check_shape(out_arg, {x.shape[0], x.shape[2]}, "[T, H]"));
   TIERCEL_RETURN_IF_ERROR(check_cuda(x_arg));
@@ -103,8 +102,12 @@ Status moe_sum_plan(const TensorView& x, const TensorView* weights, const Tensor
   Call call;
   TIERCEL_RETURN_IF_ERROR(prepare(x, weights, out, &call));
   const LaunchConfig& config = call.config;
-  *plan = {call.kernel->kernel.name(), call.kernel->vector_bytes, config.grid.x, config.grid.y,
-           config.block.x,             config.block.y};
+  *plan = {call.kernel->kernel.name(),
+           call.kernel->vector_bytes,
+           config.grid.x,
+           config.grid.y,
+           config.block.x,
+           config.block.y};
   if (empty(call)) *plan = {"none", 0, 0, 0, 0, 0};
   return Status();
 }

@@ -25,8 +25,7 @@ Status moe_sum_plan(const TensorView& x, const TensorView* weights, const Tensor
                     MoeSumPlan* plan);
 
 // The same, then the launch on `stream` (a CUstream) of the tensors' device.
-Status moe_sum(const TensorView& x, const TensorView* weights, const TensorView& out,
-               void* stream);
+Status moe_sum(const TensorView& x, const TensorView* weights, const TensorView& out, void* stream);
 
 }  // namespace tiercel
 

@@ -16,14 +16,23 @@ namespace tiercel {
 namespace {
 
 template <typename Keys, int kPerLane>
+__device__ __forceinline__ int choose(const TopkSoftmaxArgs& args, int64_t row) {
+  if constexpr (sizeof(typename Keys::Key) == 4) {
+    return finish_row_by_rounds<Keys, kPerLane, kTopkSoftmaxMaxK>(args, row);
+  } else {
+    constexpr int kIndexBits = kPerLane == 2 ? 6 : kPerLane == 4 ? 7 : kPerLane == 8 ? 8 : 9;
+    return finish_row_by_rounded_rounds<kIndexBits, kPerLane, kTopkSoftmaxMaxK>(args, row);
+  }
+}
+
+template <typename Keys, int kPerLane>
 __global__ void __launch_bounds__(kTopkAlignThreads, 1)
     topk_softmax_align(const __grid_constant__ TopkSoftmaxArgs topk,
                        const __grid_constant__ MoeAlignArgs align) {
   extern __shared__ uint32_t words[];
   cluster_arrive_relaxed();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const AlignShared shared =
-      cut_shared(words, align.experts, kTopkAlignRows, cluster_blocks());
+  const AlignShared shared = cut_shared(words, align.experts, kTopkAlignRows, cluster_blocks());
   clear_counts(shared, align.experts);
   grid_dependency_wait();
   grid_dependency_launch();
@@ -32,7 +41,7 @@ __global__ void __launch_bounds__(kTopkAlignThreads, 1)
   const uint32_t first_row = cluster_rank() * kTopkAlignRows;
   const int64_t row = first_row + warp;
   if (row < topk.rows) {
-    const int index = finish_row_by_rounds<Keys, kPerLane, kTopkSoftmaxMaxK>(topk, row);
+    const int index = choose<Keys, kPerLane>(topk, row);
     if (lane < topk.k) shared.sorted[warp * topk.k + lane] = index;
   }
   __syncthreads();
@@ -44,14 +53,14 @@ __global__ void __launch_bounds__(kTopkAlignThreads, 1)
   align_block<9, true>(align, shared, expert, first_id, (ids + 31) / 32);
 }
 
-#define TIERCEL_FUSED(keys, dtype, per_lane)                                             \
-  {DType::k##dtype, 32 * per_lane,                                                       \
-   Kernel("topk_softmax_align<" #dtype ", per_lane=" #per_lane ">",                      \
-          reinterpret_cast<const void*>(topk_softmax_align<keys, per_lane>),             \
+#define TIERCEL_FUSED(keys, dtype, per_lane)                                 \
+  {DType::k##dtype, 32 * per_lane,                                           \
+   Kernel("topk_softmax_align<" #dtype ", per_lane=" #per_lane ">",          \
+          reinterpret_cast<const void*>(topk_softmax_align<keys, per_lane>), \
           kTopkAlignMaxSharedBytes)}
-#define TIERCEL_ALL_FUSED(keys, dtype)                                    \
-  TIERCEL_FUSED(keys, dtype, 2), TIERCEL_FUSED(keys, dtype, 4),           \
-      TIERCEL_FUSED(keys, dtype, 8), TIERCEL_FUSED(keys, dtype, 16)
+#define TIERCEL_ALL_FUSED(keys, dtype)                                                         \
+  TIERCEL_FUSED(keys, dtype, 2), TIERCEL_FUSED(keys, dtype, 4), TIERCEL_FUSED(keys, dtype, 8), \
+      TIERCEL_FUSED(keys, dtype, 16)
 
 const TopkAlignKernel kKernels[] = {TIERCEL_ALL_FUSED(KeysOf16Bit<BFloat16Format>, BFloat16),
                                     TIERCEL_ALL_FUSED(KeysOf16Bit<Float16Format>, Float16),

@@ -65,6 +65,36 @@ __device__ __forceinline__ uint64_t warp_max_key(uint64_t key) {
   return static_cast<uint64_t>(best_score) << 32 | best_index;
 }
 
+// Whether the places' scores are what exact keys would have selected, in that order: they fall, and
+// no score of the row above the last of them is missing. All lanes of a row get the same answer.
+template <int kLanes, int kPlaces, typename Scores>
+__device__ __forceinline__ bool is_exact(const Scores& scores, const float (&selected)[kPlaces],
+                                         int lane, int k) {
+  uint32_t ordered[kPlaces + 1];
+  uint32_t last = 0xffffffffu;
+#pragma unroll
+  for (int p = 0; p < kPlaces; ++p) {
+    ordered[p] = order_float(selected[p]);
+    if (p * kLanes + lane < k) last = ordered[p] < last ? ordered[p] : last;
+  }
+  ordered[kPlaces] = 0;
+  last = lanes_reduce<kLanes>(last, Min());
+
+  int missing = 0;  // scores above the last selected one that are not selected
+  const float last_score = __uint_as_float(last ^ (last & 0x80000000u ? 0x80000000u : 0xffffffffu));
+  scores.for_each([&](int, float score) { missing += score <= last_score ? 0 : 1; });
+#pragma unroll
+  for (int p = 0; p < kPlaces; ++p) {
+    const int place = p * kLanes + lane;
+    const uint32_t offered = lane == 0 ? ordered[p + 1] : ordered[p];
+    const uint32_t next =
+        __shfl_sync(kFullWarp, kLanes == 1 ? ordered[p + 1] : offered, (lane + 1) % kLanes, kLanes);
+    if (place + 1 < k && ordered[p] < next) missing += kTopkSoftmaxMaxExperts;
+    if (place < k && ordered[p] > last) --missing;
+  }
+  return lanes_reduce<kLanes>(missing, Sum()) == 0;
+}
+
 // One row by one whole warp, from load to store. kUnrolled rounds at a time. Lane l < k gets the
 // l-th index.
 template <typename Keys, int kPerLane, int kUnrolled>
@@ -112,6 +142,52 @@ __device__ __forceinline__ int finish_row_by_rounds(const TopkSoftmaxArgs& args,
     store_result(args, row * args.k + lane, weight, Keys::index(selected));
   }
   return Keys::index(selected);
+}
+
+// The same for float32 by keys that lack the scores' last bits, in half the instructions; a row for
+// which these matter is done again with exact keys.
+template <int kIndexBits, int kPerLane, int kUnrolled>
+__device__ __forceinline__ int finish_row_by_rounded_rounds(const TopkSoftmaxArgs& args,
+                                                            int64_t row) {
+  using Keys = RoundedKeysOfFloat32<kIndexBits>;
+  constexpr int kVectors = kPerLane > 4 ? kPerLane / 4 : 1;
+  const int lane = threadIdx.x % 32;
+  const RowOfScores data = row_of(args, row);
+  LaneScores<Keys, 32, kVectors, kPerLane / kVectors> scores;
+  scores.load(data, lane);
+  uint32_t keys[kPerLane];
+  scores.keys_from(keys, 0);
+  sort_descending(keys);
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) keys[i] = Keys::add_index(keys[i], lane * scores.kPerVector);
+  uint32_t selected = 0;
+#pragma unroll kUnrolled
+  for (int round = 0; round < kTopkSoftmaxMaxK; ++round) {
+    if (round >= args.k) break;
+    const uint32_t best = warp_max(keys[0]);
+    const bool mine = keys[0] == best;
+#pragma unroll
+    for (int i = 0; i + 1 < kPerLane; ++i) keys[i] = mine ? keys[i + 1] : keys[i];
+    keys[kPerLane - 1] = mine ? 0 : keys[kPerLane - 1];
+    selected = lane == round ? best : selected;
+  }
+
+  const bool real = lane < args.k;
+  const int index = real ? Keys::index(selected) : 0;
+  const float score[1] = {
+      real ? *reinterpret_cast<const float*>(data.data + index * data.inner_stride)
+           : 0.0f};  // once more, from L1
+  if (!is_exact<32>(scores, score, lane, args.k)) {
+    return finish_row_by_rounds<KeysOfFloat32, kPerLane, 1>(args, row);
+  }
+  const float largest = __shfl_sync(kFullWarp, score[0], 0);
+  const float term = real ? exp_below(score[0], largest) : 0.0f;
+  const float sum = lanes_reduce<32>(args.all_scores ? exp_sum(scores, largest) : term, Sum());
+  if (real) {
+    const float weight = quotient(term, sum, reciprocal(sum));
+    store_result(args, row * args.k + lane, weight, index);
+  }
+  return index;
 }
 
 }  // namespace tiercel

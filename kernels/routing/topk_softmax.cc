@@ -125,7 +125,8 @@ Status topk_softmax_plan(const TensorView& scores, const TensorView& weights,
                          TopkSoftmaxPlan* plan) {
   TopkSoftmaxArgs args;
   TopkSoftmaxChoice choice;
-  TIERCEL_RETURN_IF_ERROR(topk_softmax_prepare(kOp, scores, weights, indices, options, &args, &choice));
+  TIERCEL_RETURN_IF_ERROR(
+      topk_softmax_prepare(kOp, scores, weights, indices, options, &args, &choice));
   *plan = {choice.kernel->kernel.name(),
            static_cast<int>(rows_per_block(choice)),
            choice.kernel->lanes_per_row,
@@ -140,7 +141,8 @@ Status topk_softmax(const TensorView& scores, const TensorView& weights, const T
                     const TopkSoftmaxOptions& options, void* stream) {
   TopkSoftmaxArgs args;
   TopkSoftmaxChoice choice;
-  TIERCEL_RETURN_IF_ERROR(topk_softmax_prepare(kOp, scores, weights, indices, options, &args, &choice));
+  TIERCEL_RETURN_IF_ERROR(
+      topk_softmax_prepare(kOp, scores, weights, indices, options, &args, &choice));
   if (args.rows == 0) return Status();
   return topk_softmax_launch(args, choice, scores.device_index, stream);
 }

@@ -31,36 +31,6 @@
 namespace tiercel {
 namespace {
 
-// Whether the places' scores are what exact keys would have selected, in that order: they fall, and
-// no score of the row above the last of them is missing. All lanes of a row get the same answer.
-template <int kLanes, int kPlaces, typename Scores>
-__device__ __forceinline__ bool is_exact(const Scores& scores, const float (&selected)[kPlaces],
-                                         int lane, int k) {
-  uint32_t ordered[kPlaces + 1];
-  uint32_t last = 0xffffffffu;
-#pragma unroll
-  for (int p = 0; p < kPlaces; ++p) {
-    ordered[p] = order_float(selected[p]);
-    if (p * kLanes + lane < k) last = ordered[p] < last ? ordered[p] : last;
-  }
-  ordered[kPlaces] = 0;
-  last = lanes_reduce<kLanes>(last, Min());
-
-  int missing = 0;  // scores above the last selected one that are not selected
-  const float last_score = __uint_as_float(last ^ (last & 0x80000000u ? 0x80000000u : 0xffffffffu));
-  scores.for_each([&](int, float score) { missing += score <= last_score ? 0 : 1; });
-#pragma unroll
-  for (int p = 0; p < kPlaces; ++p) {
-    const int place = p * kLanes + lane;
-    const uint32_t offered = lane == 0 ? ordered[p + 1] : ordered[p];
-    const uint32_t next =
-        __shfl_sync(kFullWarp, kLanes == 1 ? ordered[p + 1] : offered, (lane + 1) % kLanes, kLanes);
-    if (place + 1 < k && ordered[p] < next) missing += kTopkSoftmaxMaxExperts;
-    if (place < k && ordered[p] > last) --missing;
-  }
-  return lanes_reduce<kLanes>(missing, Sum()) == 0;
-}
-
 // All kLanes lanes of a row know its top keys; lane l finishes places l, l + kLanes, ...
 template <typename Keys, int kLanes, int kTop, int kMaxExperts, typename Scores>
 __device__ __forceinline__ void finish_row(const TopkSoftmaxArgs& args, int64_t row,

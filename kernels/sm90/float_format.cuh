@@ -38,6 +38,12 @@ struct BFloat16 {
     values[0] = __uint_as_float(word << 16);
     values[1] = __uint_as_float(word & 0xffff0000u);
   }
+  // The larger of each of two pairs; passes over NaN.
+  static __device__ __forceinline__ uint32_t max_pairs(uint32_t a, uint32_t b) {
+    uint32_t larger;
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+  }
   static __device__ __forceinline__ uint32_t pack(const float* values) {
     uint32_t word;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(values[1]), "f"(values[0]));
@@ -59,6 +65,12 @@ struct Float16 {
   static __device__ __forceinline__ void unpack(uint32_t word, float* values) {
     values[0] = float16_bits_to_float(word);
     values[1] = float16_bits_to_float(word >> 16);
+  }
+  // The larger of each of two pairs; passes over NaN.
+  static __device__ __forceinline__ uint32_t max_pairs(uint32_t a, uint32_t b) {
+    uint32_t larger;
+    asm("max.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
   }
   static __device__ __forceinline__ uint32_t pack(const float* values) {
     uint32_t word;

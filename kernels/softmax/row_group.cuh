@@ -72,7 +72,9 @@ struct BlockGroup {
     }
     cluster_arrive();
     cluster_wait();
-    const float other = lane < blocks_ ? __uint_as_float(of_blocks[slot][lane]) : Op::kNeutral;
+    // Each half of the warp reduces all of them.
+    const uint32_t block = lane % kMaxBlocks;
+    const float other = block < blocks_ ? __uint_as_float(of_blocks[slot][block]) : Op::kNeutral;
     return lanes_reduce<kMaxBlocks>(other, op);
   }
 

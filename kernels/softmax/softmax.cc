@@ -133,40 +133,39 @@ struct Choice {
   const SoftmaxKernel* kernel = nullptr;
   unsigned block = 0;
   unsigned blocks = 1;  // a row
-  unsigned stages = 0;
   int64_t grid = 0;
-  uint32_t smem = 0;
 };
 
-constexpr int kMultiprocessors = 132;  // of an H100 SXM or H200
+// So few vectors in all that latency counts, not bytes in flight: 1024 of each of 132
+// multiprocessors.
+constexpr int64_t kFewVectors = 132 * 1024;
 
-// The smallest block, a power of two of warps, that holds `vectors` with so many a thread.
-unsigned block_for(int64_t vectors, int per_thread) {
-  unsigned block = 64;
-  while (block < kSoftmaxThreads && static_cast<int64_t>(block) * per_thread < vectors) block *= 2;
-  return block;
+// How many vectors a thread is to hold, where whole blocks share a row (measured on an H200): few
+// for a short way, many so that few threads await many bytes.
+int vectors_a_thread(bool backward, bool few, int64_t vectors) {
+  if (few) return vectors <= 512 ? 1 : 2;
+  if (backward) return vectors <= 256 ? 1 : vectors <= 1024 ? 2 : vectors <= 2048 ? 4 : 8;
+  return vectors <= 2048 ? 4 : 8;
 }
 
-// Blocks that stay and take row after row; null where there are too few rows for that.
-bool choose_ring(const SoftmaxKernel& kernel, bool backward, int64_t vectors,
-                 const SoftmaxArgs& args, Choice* choice) {
+// The fewest blocks that hold a row; where there are few rows, more of them and smaller ones.
+bool fit_blocks(const SoftmaxKernel& kernel, bool few, int64_t vectors, int64_t rows,
+                Choice* choice) {
+  const int64_t most = few ? std::min(kernel.threads, 256) : kernel.threads;
   unsigned blocks = 1;
-  while (static_cast<int64_t>(blocks) * kSoftmaxThreads * kernel.vectors < vectors) blocks *= 2;
-  if (blocks > kSoftmaxBlocks) return false;
+  while (blocks < kSoftmaxBlocks && vectors > blocks * most * kernel.vectors &&
+         vectors > 512 * kernel.vectors) {
+    blocks *= 2;
+  }
+  while (blocks < kSoftmaxBlocks &&
+         vectors > static_cast<int64_t>(blocks) * kernel.threads * kernel.vectors) {
+    blocks *= 2;
+  }
   const int64_t part = (vectors + blocks - 1) / blocks;
-  const unsigned block = block_for(part, kernel.vectors);
-  const unsigned resident = std::max(1u, kSoftmaxThreads / block);
-  if (args.rows * blocks < 2 * kMultiprocessors * resident) return false;
-  const int64_t stage = part * kSoftmaxVectorBytes * (backward ? 2 : 1);
-  const int64_t stages = std::min<int64_t>(kSoftmaxStages, kSoftmaxRingBytes / resident / stage);
-  if (stages < 2) return false;
-  const int64_t clusters = kMultiprocessors / blocks * resident;
-  *choice = {&kernel,
-             block,
-             blocks,
-             static_cast<unsigned>(stages),
-             std::min(args.rows, clusters) * blocks,
-             static_cast<uint32_t>(stages * stage)};
+  const int64_t warps = (part + 32 * kernel.vectors - 1) / (32 * kernel.vectors);
+  if (32 * warps > kernel.threads) return false;
+  *choice = {&kernel, static_cast<unsigned>(32 * std::max<int64_t>(warps, 2)), blocks,
+             rows * blocks};
   return true;
 }
 
@@ -175,36 +174,29 @@ Choice choose(DType dtype, bool backward, bool masked, int64_t vectors, const So
   int count = 0;
   const SoftmaxKernel* kernels =
       backward ? softmax_backward_kernels(&count) : softmax_forward_kernels(&count);
+  const bool few = args.rows * vectors <= kFewVectors;
+  const int wanted = vectors_a_thread(backward, few, vectors);
   Choice best;
   for (int i = 0; i < count; ++i) {
     const SoftmaxKernel& kernel = kernels[i];
     if (kernel.dtype != dtype || kernel.masked != masked) continue;
     if (kernel.lanes > 0) {
       if (static_cast<int64_t>(kernel.lanes) * kernel.vectors < vectors) continue;
-      const unsigned block = kSoftmaxLaneThreads;
+      const unsigned block = kernel.vectors > 1 ? 128 : kSoftmaxLaneThreads;
       const int64_t rows = block / kernel.lanes;
-      return {&kernel, block, 1, 0, (args.rows + rows - 1) / rows, 0};
+      return {&kernel, block, 1, (args.rows + rows - 1) / rows};
     }
-    if (kernel.ring) {
-      Choice ring;
-      const int64_t per_vector = kSoftmaxVectorBytes / dtype_bytes(dtype);
-      const bool whole = all_aligned(args) && args.columns % per_vector == 0;
-      if (whole && choose_ring(kernel, backward, vectors, args, &ring)) return ring;
-      continue;
-    }
-    if (kernel.vectors == 0) {  // takes any row
+    // The kernels of a form come by vectors a thread, the one that takes any row (0) before the
+    // widest: a wider one than wanted takes the place of that, and of a narrower one.
+    if (kernel.vectors == 0) {
       if (best.kernel == nullptr) {
-        best = {&kernel, kSoftmaxThreads, kSoftmaxBlocks, 0, args.rows * kSoftmaxBlocks, 0};
+        const unsigned blocks = few ? kSoftmaxBlocks : 4;
+        best = {&kernel, few ? 512u : 256u, blocks, args.rows * blocks};
       }
       continue;
     }
-    // As few vectors a thread and as many blocks as there is room for.
-    for (unsigned blocks = 1; best.kernel == nullptr && blocks <= kSoftmaxBlocks; blocks *= 2) {
-      const int64_t part = (vectors + blocks - 1) / blocks;
-      if (part > static_cast<int64_t>(kSoftmaxThreads) * kernel.vectors) continue;
-      const unsigned block = block_for(part, kernel.vectors);
-      best = {&kernel, block, blocks, 0, args.rows * blocks, 0};
-    }
+    const bool better = best.kernel == nullptr || best.kernel->vectors < wanted;
+    if (better) fit_blocks(kernel, few, vectors, args.rows, &best);
   }
   return best;
 }
@@ -218,8 +210,6 @@ Status finish(const char* op, DType dtype, bool backward, bool masked, SoftmaxAr
   const int64_t vectors = (columns + per_vector - 1) / per_vector;
   *choice = choose(dtype, backward, masked, vectors, *args);
   args->blocks = choice->blocks;
-  args->stages = choice->stages;
-  args->vectors_per_block = static_cast<uint32_t>((vectors + choice->blocks - 1) / choice->blocks);
   if (choice->grid > INT32_MAX) {
     return Status::Unimplemented(std::string(op) + ": too many rows for one launch, got " +
                                  std::to_string(args->rows));
@@ -292,7 +282,6 @@ Status run(const Call& call, int device, void* stream) {
   config.grid.x = static_cast<uint32_t>(choice.grid);
   config.block.x = choice.block;
   config.cluster.x = choice.blocks;
-  config.dynamic_smem = choice.smem;
   config.dependent = true;
   void* pointers[] = {&args};
   return choice.kernel->kernel.launch(config, device, stream, pointers);

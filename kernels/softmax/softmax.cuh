@@ -6,10 +6,14 @@
 // is read twice: 2 to 32 lanes of a warp (rows of up to 1024 16-bit scores), a block (32768), or a
 // cluster of up to 8 blocks (262144). All loads are issued at once. The maximum M and the sum of
 // exp(x - M) are reduced by shuffles, then through shared memory between warps and through
-// distributed shared memory between blocks. One exponential an element.
+// distributed shared memory between blocks.
+// While a block reduces it loads nothing, so others of the multiprocessor have to: what counts is
+// how many bytes its registers can await. 16-bit scores stay packed, two to a register, and their
+// exponentials are computed twice (the second time is cheaper than the registers for the first):
+// 64 registers a thread hold 8 vectors, 128 KiB a multiprocessor.
 // Rows that do not start at a multiple of 16 bytes are read from the multiple before, their first
-// and last vector element by element (rows.cuh). Rows of thousands of scores that do come through a
-// ring in shared memory (softmax_ring.cuh), longer ones than fit are read twice (softmax_long.cuh).
+// and last vector element by element (rows.cuh). Longer ones than fit are read twice
+// (softmax_long.cuh).
 #ifndef KERNELS_SOFTMAX_SOFTMAX_CUH_
 #define KERNELS_SOFTMAX_SOFTMAX_CUH_
 
@@ -58,12 +62,11 @@ __device__ __forceinline__ float share_of(float x, float sum, float inverse) {
   return kExact ? fmaf(fmaf(-sum, share, x), inverse, share) : share;
 }
 
-// A row's scores in registers to its results, in their place: `x` are scores or, where they were
-// masked, scores times the scale, and `factor` what they are still to be multiplied by, above 0.
-// `loaded` is called when every thread has its scores.
-template <bool kExact, typename Group, int kVectors, int kPerVector, typename Loaded>
+// A row's scores in registers to its results, in their place: float32 scores, or masked ones, which
+// are scores times the scale. `factor` is what they are still to be multiplied by, above 0.
+template <bool kExact, typename Group, int kVectors, int kPerVector>
 __device__ __forceinline__ void softmax_of(float (&x)[kVectors][kPerVector], const Group& group,
-                                           float factor, bool log, Loaded loaded) {
+                                           float factor, bool log) {
   float largest = -kInfinity;
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
@@ -71,16 +74,20 @@ __device__ __forceinline__ void softmax_of(float (&x)[kVectors][kPerVector], con
     for (int i = 0; i < kPerVector; ++i) largest = fmaxf(largest, x[v][i]);
   }
   largest = group.reduce(largest, MaxOf(), 0);
-  loaded();
   const ExpBelow<kExact> exp_below(largest, factor);
   float sums[4] = {};
-  if (log) {
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
+  for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
-      for (int i = 0; i < kPerVector; ++i) sums[i % 4] += exp_below(x[v][i]);
+    for (int i = 0; i < kPerVector; ++i) {
+      const float term = exp_below(x[v][i]);
+      sums[i % 4] += term;
+      if (!log) x[v][i] = term;
     }
-    const float log_sum = logf(group.reduce(sum_of(sums), SumOf(), 1));
+  }
+  const float sum = group.reduce(sum_of(sums), SumOf(), 1);
+  if (log) {
+    const float log_sum = logf(sum);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
@@ -88,22 +95,48 @@ __device__ __forceinline__ void softmax_of(float (&x)[kVectors][kPerVector], con
     }
     return;
   }
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-    for (int i = 0; i < kPerVector; ++i) {
-      x[v][i] = exp_below(x[v][i]);
-      sums[i % 4] += x[v][i];
-    }
-  }
-  const float sum = group.reduce(sum_of(sums), SumOf(), 1);
   const float inverse = 1.0f / sum;
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
-    for (int i = 0; i < kPerVector; ++i) {
-      x[v][i] = share_of<kExact>(x[v][i], sum, inverse);
+    for (int i = 0; i < kPerVector; ++i) x[v][i] = share_of<kExact>(x[v][i], sum, inverse);
+  }
+}
+
+// The same for packed 16-bit scores; `store(v, results)` takes each vector's.
+template <typename Format, typename Group, int kVectors, typename Store>
+__device__ __forceinline__ void softmax_of_packed(const uint32_t (&words)[kVectors][4],
+                                                  const Group& group, float factor, bool log,
+                                                  Store store) {
+  uint32_t most = words[0][0];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) most = Format::max_pairs(most, words[v][w]);
+  }
+  float pair[2];
+  Format::unpack(most, pair);
+  const float largest = group.reduce(fmaxf(pair[0], pair[1]), MaxOf(), 0);
+  const ExpBelow<false> exp_below(largest, factor);
+  float sums[4] = {};
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    float x[8];
+    unpack<Format>(words[v], x);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sums[i % 4] += exp_below(x[i]);
+  }
+  const float sum = group.reduce(sum_of(sums), SumOf(), 1);
+  const float last = log ? logf(sum) : 1.0f / sum;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    float x[8];
+    unpack<Format>(words[v], x);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      x[i] = log ? fmaf(x[i] - largest, factor, -last) : exp_below(x[i]) * last;
     }
+    store(v, x);
   }
 }
 
@@ -145,8 +178,16 @@ struct ScoreReader {
   }
 };
 
+// How many of the largest blocks a multiprocessor is to hold: 2 where float32 or packed 16-bit
+// scores get along with the registers that this leaves, 1 where a mask unpacks many.
+constexpr int blocks_for(int max_threads, int registers) {
+  return max_threads > kSoftmaxLaneThreads && registers <= 32 ? 2 : 1;
+}
+
 template <typename Format, typename Group, int kVectors, bool kMasked, int kMaxThreads>
-__global__ void __launch_bounds__(kMaxThreads, 1)
+__global__ void __launch_bounds__(
+    kMaxThreads,
+    blocks_for(kMaxThreads, (kMasked && Format::kBytes == 2 ? 8 : 4) * kVectors))
     softmax_forward(const __grid_constant__ SoftmaxArgs args) {
   const Group group(args.blocks);
   grid_dependency_wait();
@@ -155,14 +196,25 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   uint32_t words[kVectors][4];
   load_row(words, place, args.x, args.pad);
   grid_dependency_launch();
-  const ScoreReader<Format, kMasked> read(args, place.row);
-  float x[kVectors][RowPlace<Format, Group>::kPerVector];
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) read(words[v], x[v], place, v);
   group.meet();
-  softmax_of<Format::kBytes == 4>(x, group, read.factor, args.log, [] {});
+  const ScoreReader<Format, kMasked> read(args, place.row);
+  if constexpr (Format::kBytes == 2 && !kMasked) {
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) store_row<Format>(x[v], place, args.out, v);
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int w = 0; w < 4; ++w) words[v][w] ^= read.flip;
+    }
+    softmax_of_packed<Format>(
+        words, group, read.factor, args.log,
+        [&](int v, const float(&x)[8]) { store_row<Format>(x, place, args.out, v); });
+  } else {
+    float x[kVectors][RowPlace<Format, Group>::kPerVector];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) read(words[v], x[v], place, v);
+    softmax_of<Format::kBytes == 4>(x, group, read.factor, args.log);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) store_row<Format>(x[v], place, args.out, v);
+  }
 }
 
 // A vector's gradients, in the place of its results y, from the row's sum. A score that the mask

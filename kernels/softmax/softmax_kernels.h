@@ -44,8 +44,6 @@ struct SoftmaxArgs {
   float scale;       // not 0
   float pad;         // the infinity that the scale makes -inf
   uint32_t blocks;   // a row, where it has whole ones
-  uint32_t vectors_per_block;  // of a row, where rows go through a ring
-  uint32_t stages;   // of the ring
   bool log;          // log_softmax
   bool vectors;      // all matrices' rows start at the same distance from a multiple of 16 bytes
 };
@@ -56,15 +54,15 @@ struct SoftmaxKernel {
   bool masked;
   int lanes;    // of a warp that share a row; 0: whole blocks do
   int vectors;  // a thread holds; 0: it goes through the row twice, however long that is
-  bool ring;    // rows come through shared memory
+  int threads;  // at most, a block
   Kernel kernel;
 };
 
 inline constexpr int kSoftmaxVectorBytes = 16;
-inline constexpr int kSoftmaxThreads = 512;      // at most, a block
-inline constexpr int kSoftmaxLaneThreads = 256;  // at most, where lanes share a row
-inline constexpr uint32_t kSoftmaxRingBytes = 220 * 1024;  // at most, a multiprocessor
-inline constexpr int kSoftmaxStages = 8;         // at most, a block
+// At most, a block: two of them on a multiprocessor, with 64 or 96 registers a thread.
+inline constexpr int kSoftmaxThreads = 512;
+inline constexpr int kSoftmaxWideThreads = 320;
+inline constexpr int kSoftmaxLaneThreads = 256;  // where lanes share a row
 inline constexpr int kSoftmaxBlocks = 8;         // at most, a row: what every GPU can place
 
 const SoftmaxKernel* softmax_forward_kernels(int* count);

@@ -79,7 +79,7 @@ const CopyTransposeKernel* find(int element, int rows, int columns, int vector) 
 const CopyTransposeKernel* choose(const CopyTransposeArgs& args, int64_t batch, int element,
                                   int vector) {
   const int64_t bytes = args.rows * args.columns * batch * element;
-  const bool large = bytes > (int64_t{12} << 20);
+  const bool large = bytes > (int64_t{6} << 20);
   // A tile that is mostly outside costs more than its runs gain.
   const int64_t shorter = std::min(args.rows, args.columns);
   if (vector == 16 && large && shorter >= 96) {
@@ -87,7 +87,7 @@ const CopyTransposeKernel* choose(const CopyTransposeArgs& args, int64_t batch, 
     return element == 2 ? find(2, 128, 128, vector) : find(4, 64, 64, vector);
   }
   int tile = element == 4 ? 32 : 64;
-  if (vector != 16 && element == 4 && large) tile = 64;
+  if (vector != 16 && large && shorter >= 96) tile = element == 1 ? 128 : 64;
   if (shorter <= 32 || bytes < 132 * tile * tile * element / 2) tile = 32;
   return find(element, tile, tile, vector);
 }

@@ -14,9 +14,11 @@
 //    conflicts.
 //  - realigned, where a row of x or of out does not begin on 16 bytes: 16-byte chunks, aligned as
 //    memory is, go into shared memory as they are, each row with its own shift; chunks of out are
-//    collected from there, element by element, aligned as out is. Only the chunks at a tile's edge
-//    are read and written in elements.
-// Blocks next to each other are tiles below each other: their writes are next to each other too.
+//    collected from there, element by element, aligned as out is. A chunk belongs to the tile that it
+//    begins in, which reads some rows of the next one; only the ends of a column are written in
+//    elements.
+// Blocks next to each other are tiles below each other (their writes are next to each other too), or
+// beside each other where the squares come straight from memory: what measured best.
 #include <cstdint>
 
 #include "kernels/sm90/grid_dependency.cuh"
@@ -33,10 +35,16 @@ struct Tile {
   int64_t matrix;
 };
 
+template <bool kDownFirst>
 __device__ __forceinline__ Tile tile_of(const CopyTransposeArgs& args) {
   const unsigned down = args.tile_rows, across = args.tile_columns;
-  const unsigned stack = blockIdx.x / down;
-  return {static_cast<int>(blockIdx.x % down), static_cast<int>(stack % across), stack / across};
+  if constexpr (kDownFirst) {
+    const unsigned stack = blockIdx.x / down;
+    return {static_cast<int>(blockIdx.x % down), static_cast<int>(stack % across), stack / across};
+  } else {
+    const unsigned line = blockIdx.x / across;
+    return {static_cast<int>(line % down), static_cast<int>(blockIdx.x % across), line / down};
+  }
 }
 
 template <int kBytes, int kVector, int kLanesAcross, int kWarpsAcross, int kWarpsDown>
@@ -44,7 +52,7 @@ __global__ void __launch_bounds__(32 * kWarpsAcross* kWarpsDown)
     copy_transpose_in_registers(const __grid_constant__ CopyTransposeArgs args) {
   constexpr int kEdge = kVector / kBytes;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const Tile tile = tile_of(args);
+  const Tile tile = tile_of<false>(args);
   const int64_t row = (static_cast<int64_t>(tile.row * kWarpsDown + warp / kWarpsAcross) *
                            (32 / kLanesAcross) +
                        lane / kLanesAcross) *
@@ -85,7 +93,7 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kDown = kRows / kEdge;  // squares
   extern __shared__ __align__(128) char staged[];
 
-  const Tile tile = tile_of(args);
+  const Tile tile = tile_of<true>(args);
   const int64_t first_row = static_cast<int64_t>(tile.row) * kRows;
   const int64_t first_column = static_cast<int64_t>(tile.column) * kColumns;
   const int rows = static_cast<int>(min(args.rows - first_row, int64_t{kRows}));
@@ -142,13 +150,14 @@ struct Element<4> {
   using Type = uint32_t;
 };
 
-// Rows of chunks in shared memory.
+// Rows of chunks in shared memory: as many more than the tile has as a chunk of out may need.
 template <int kBytes, int kEdge>
 struct Staging {
   static constexpr int kPerChunk = 16 / kBytes;
+  static constexpr int kRows = kEdge + kPerChunk;
   static constexpr int kChunks = kEdge / kPerChunk + 1;  // a row that begins inside a chunk
   static constexpr int kPitch = (kChunks + 7) / 8 * 128;
-  static constexpr int kSize = kEdge * kPitch;
+  static constexpr int kSize = kRows * kPitch;
 
   // Where byte `byte` of row `row` lies.
   static __device__ __forceinline__ int offset(int row, int byte) {
@@ -168,31 +177,28 @@ __global__ void __launch_bounds__(kRealignedThreads<kBytes, kEdge>)
   constexpr int kPerChunk = Rows::kPerChunk;
   extern __shared__ __align__(128) char staged[];
 
-  const Tile tile = tile_of(args);
+  const Tile tile = tile_of<true>(args);
   const int64_t first_row = static_cast<int64_t>(tile.row) * kEdge;
   const int64_t first_column = static_cast<int64_t>(tile.column) * kEdge;
-  const int rows = static_cast<int>(min(args.rows - first_row, int64_t{kEdge}));
+  const int rows = static_cast<int>(min(args.rows - first_row, int64_t{Rows::kRows}));
   const int columns = static_cast<int>(min(args.columns - first_column, int64_t{kEdge}));
-  grid_dependency_wait();
-  grid_dependency_launch();
-
   const char* matrix = args.x + tile.matrix * args.batch_stride;
   const char* from = matrix + first_row * args.row_stride + first_column * args.column_stride;
   const bool gathers = args.column_stride != kBytes;
   // What may be read: from the first element of the matrix to its last.
   const char* end =
       matrix + (args.rows - 1) * args.row_stride + (args.columns - 1) * kBytes + kBytes;
-  const auto shift_of = [&](int row) {
-    return gathers ? 0
-                   : static_cast<int>(reinterpret_cast<uintptr_t>(from + row * args.row_stride) %
-                                      16);
-  };
+  // Rows' places in their first chunks.
+  const int shift0 = gathers ? 0 : static_cast<int>(reinterpret_cast<uintptr_t>(from) % 16);
+  const int shift1 = gathers ? 0 : static_cast<int>(args.row_stride % 16);
+  grid_dependency_wait();
+  grid_dependency_launch();
 
 #pragma unroll 4
-  for (int i = threadIdx.x; i < kEdge * Rows::kChunks; i += kThreads) {
+  for (int i = threadIdx.x; i < Rows::kRows * Rows::kChunks; i += kThreads) {
     const int row = i / Rows::kChunks, chunk = i % Rows::kChunks;
     const char* start = from + row * args.row_stride;
-    const int shift = shift_of(row);
+    const int shift = (shift0 + row * shift1) % 16;
     if (row >= rows || chunk * 16 >= shift + columns * kBytes) continue;
     const char* address = start - shift + chunk * 16;
     if (!gathers && address >= matrix && address + 16 <= end) {
@@ -200,6 +206,7 @@ __global__ void __launch_bounds__(kRealignedThreads<kBytes, kEdge>)
       load_vector(words, address);
       store_vector(staged + Rows::offset(row, chunk * 16), words);
     } else {
+#pragma unroll 1
       for (int e = 0; e < kPerChunk; ++e) {
         const int column = chunk * kPerChunk + e - shift / kBytes;
         if (column >= 0 && column < columns) {
@@ -211,37 +218,50 @@ __global__ void __launch_bounds__(kRealignedThreads<kBytes, kEdge>)
   }
   __syncthreads();
 
+  // The chunks of out that begin in this tile; the first tile has those before them as well, in
+  // elements, and the last one ends in the middle of one.
   const int64_t out_stride = args.rows * kBytes;
-  char* to = args.out + (tile.matrix * args.columns + first_column) * out_stride + first_row * kBytes;
+  char* to = args.out + (tile.matrix * args.columns + first_column) * out_stride +
+             first_row * kBytes;
+  const int to_shift = static_cast<int>(reinterpret_cast<uintptr_t>(to) % 16);
+  const int out_shift = static_cast<int>(out_stride % 16);
+  constexpr int kOfColumn = kEdge / kPerChunk;
 #pragma unroll 2
-  for (int i = threadIdx.x; i < kEdge * Rows::kChunks; i += kThreads) {
-    const int column = i / Rows::kChunks, chunk = i % Rows::kChunks;
+  for (int i = threadIdx.x; i < kEdge * kOfColumn; i += kThreads) {
+    const int column = i / kOfColumn;
+    if (column >= columns) break;
     char* start = to + column * out_stride;
-    const int out_shift = static_cast<int>(reinterpret_cast<uintptr_t>(start) % 16);
-    const int first = chunk * kPerChunk - out_shift / kBytes;  // row of the chunk's first element
-    if (column >= columns || first >= rows) continue;
+    const int head = -(to_shift + column * out_shift) % 16 & 15;  // bytes before the first chunk
+    const int first = head / kBytes + i % kOfColumn * kPerChunk;  // row of the first element
+    const int byte = column * kBytes;
     uint32_t words[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int e = 0; e < kPerChunk; ++e) {
       const int row = first + e;
-      if (row >= 0 && row < rows) {
-        const uint32_t value = *reinterpret_cast<const T*>(
-            staged + Rows::offset(row, shift_of(row) + column * kBytes));
-        words[e * kBytes / 4] |= value << (e * kBytes % 4 * 8);
-      }
+      const int shift = (shift0 + row * shift1) % 16;
+      const uint32_t value = *reinterpret_cast<const T*>(staged + Rows::offset(row, shift + byte));
+      words[e * kBytes / 4] |= value << (e * kBytes % 4 * 8);
     }
-    if (first >= 0 && first + kPerChunk <= rows) {
-      store_vector(start - out_shift + chunk * 16, words);
+    if (first + kPerChunk <= rows) {
+      store_vector(start + first * kBytes, words);
     } else {
 #pragma unroll
       for (int e = 0; e < kPerChunk; ++e) {
-        const int row = first + e;
-        if (row >= 0 && row < rows) {
-          *reinterpret_cast<T*>(start + row * kBytes) =
+        if (first + e < rows) {
+          *reinterpret_cast<T*>(start + (first + e) * kBytes) =
               static_cast<T>(words[e * kBytes / 4] >> (e * kBytes % 4 * 8));
         }
       }
     }
+  }
+  if (tile.row != 0) return;
+  for (int i = threadIdx.x; i < columns * kPerChunk; i += kThreads) {
+    const int column = i / kPerChunk, row = i % kPerChunk;
+    const int head = -(to_shift + column * out_shift) % 16 & 15;
+    if (row >= head / kBytes || row >= rows) continue;
+    const int shift = (shift0 + row * shift1) % 16;
+    *reinterpret_cast<T*>(to + column * out_stride + row * kBytes) =
+        *reinterpret_cast<const T*>(staged + Rows::offset(row, shift + column * kBytes));
   }
 }
 

@@ -63,9 +63,8 @@ PyObject* AttentionPlanOf(PyObject*, PyObject* const* values, Py_ssize_t count) 
     multiprocessors = kMultiprocessors;
   }
   AttentionPlan plan{};
-  const Status status =
-      attention_plan(call.q.view(), call.k.view(), call.v.view(), call.out.view(), call.lse_view,
-                     call.options, multiprocessors, &plan);
+  const Status status = attention_plan(call.q.view(), call.k.view(), call.v.view(), call.out.view(),
+                                       call.lse_view, call.options, multiprocessors, &plan);
   if (!status.ok()) return Raise(status);
   return Py_BuildValue("{s:s, s:i, s:i, s:i, s:I, s:I, s:I}", "kernel", plan.kernel, "tile_m",
                        plan.tile_m, "tile_n", plan.tile_n, "band", plan.band, "grid", plan.grid,

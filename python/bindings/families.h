@@ -14,6 +14,7 @@ void AddLinear(pybind11::module_& module);
 void AddNorm(pybind11::module_& module);
 void AddQuant(pybind11::module_& module);
 void AddReduce(pybind11::module_& module);
+void AddRotary(pybind11::module_& module);
 void AddRouting(pybind11::module_& module);
 void AddSoftmax(pybind11::module_& module);
 void AddTranspose(pybind11::module_& module);

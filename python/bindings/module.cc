@@ -57,6 +57,7 @@ PYBIND11_MODULE(_C, module) {
   tiercel::python::AddNorm(module);
   tiercel::python::AddQuant(module);
   tiercel::python::AddReduce(module);
+  tiercel::python::AddRotary(module);
   tiercel::python::AddRouting(module);
   tiercel::python::AddSoftmax(module);
   tiercel::python::AddTranspose(module);

@@ -271,29 +271,30 @@ PyCFunction AsFunction(Fast function) {
 }
 
 PyMethodDef functions[] = {
-    {"topk_softmax", AsFunction(TopkSoftmax),
-     METH_FASTCALL,
+    {"topk_softmax", AsFunction(TopkSoftmax), METH_FASTCALL,
      "topk_softmax(scores, weights, indices, softmax_first, renormalize, /)\n--\n\n"
      "Launches the kernel on the current stream; fills `weights` and `indices`."},
-    {"topk_softmax_plan",
-     AsFunction(TopkSoftmaxPlanOf), METH_FASTCALL,
+    {"topk_softmax_plan", AsFunction(TopkSoftmaxPlanOf), METH_FASTCALL,
      "topk_softmax_plan(scores, weights, indices, softmax_first, renormalize, /)\n--\n\n"
      "Checks the arguments as a launch does and returns the configuration. Needs no GPU."},
     {"topk_softmax_load", TopkSoftmaxLoad, METH_O,
      "topk_softmax_load(device, /)\n--\n\nLoads the kernels on a CUDA device, by its index."},
     {"moe_align_block_size", AsFunction(MoeAlign), METH_FASTCALL,
-     "moe_align_block_size(topk_ids, expert_map, sorted_token_ids, expert_ids, num_tokens_post_padded, workspace, "
+     "moe_align_block_size(topk_ids, expert_map, sorted_token_ids, expert_ids, "
+     "num_tokens_post_padded, workspace, "
      "block_size, num_experts, ignore_invalid_experts, /)\n--\n\n"
      "Launches the kernel on the current stream; fills the outputs."},
     {"moe_align_block_size_plan", AsFunction(MoeAlignPlanOf), METH_FASTCALL,
-     "moe_align_block_size_plan(topk_ids, expert_map, sorted_token_ids, expert_ids, num_tokens_post_padded, workspace, "
+     "moe_align_block_size_plan(topk_ids, expert_map, sorted_token_ids, expert_ids, "
+     "num_tokens_post_padded, workspace, "
      "block_size, num_experts, ignore_invalid_experts, /)\n--\n\n"
      "Checks the arguments as a launch does and returns the configuration. Needs no GPU."},
     {"moe_align_block_size_workspace", AsFunction(MoeAlignWorkspace), METH_FASTCALL,
      "moe_align_block_size_workspace(numel, num_experts, /)\n--\n\n"
      "The int32 elements of workspace that a call needs, or 0."},
     {"moe_align_block_size_load", MoeAlignLoad, METH_O,
-     "moe_align_block_size_load(device, /)\n--\n\nLoads the kernels on a CUDA device, by its index."},
+     "moe_align_block_size_load(device, /)\n--\n\nLoads the kernels on a CUDA device, by its "
+     "index."},
     {"moe_sum", AsFunction(MoeSum), METH_FASTCALL,
      "moe_sum(x, weights, out, /)\n--\n\n"
      "Launches the kernel on the current stream; fills the outputs."},
@@ -304,11 +305,13 @@ PyMethodDef functions[] = {
      "moe_sum_load(device, /)\n--\n\nLoads the kernels on a CUDA device, by its index."},
     {"topk_softmax_align", AsFunction(TopkAlign), METH_FASTCALL,
      "topk_softmax_align(scores, weights, indices, expert_map, sorted_token_ids, expert_ids, "
-     "num_tokens_post_padded, block_size, softmax_first, renormalize, ignore_invalid_experts, /)\n--\n\n"
+     "num_tokens_post_padded, block_size, softmax_first, renormalize, ignore_invalid_experts, "
+     "/)\n--\n\n"
      "Launches the kernel on the current stream; fills the outputs."},
     {"topk_softmax_align_plan", AsFunction(TopkAlignPlanOf), METH_FASTCALL,
      "topk_softmax_align_plan(scores, weights, indices, expert_map, sorted_token_ids, expert_ids, "
-     "num_tokens_post_padded, block_size, softmax_first, renormalize, ignore_invalid_experts, /)\n--\n\n"
+     "num_tokens_post_padded, block_size, softmax_first, renormalize, ignore_invalid_experts, "
+     "/)\n--\n\n"
      "Checks the arguments as a launch does and returns the configuration. Needs no GPU."},
     {"topk_softmax_align_load", TopkAlignLoad, METH_O,
      "topk_softmax_align_load(device, /)\n--\n\nLoads the kernels on a CUDA device, by its index."},

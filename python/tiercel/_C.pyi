@@ -53,6 +53,7 @@ class _TopkAlignPlan(TypedDict):
     cluster: int
     block: int
     dynamic_smem: int
+
 class _AttentionPlan(TypedDict):
     kernel: str
     tile_m: int
@@ -85,6 +86,7 @@ class _NormPlan(TypedDict):
     dynamic_smem: int
     stages: int
     parts: int
+
 class _Fp8QuantizePlan(TypedDict):
     kernel: str
     launches: int
@@ -112,6 +114,7 @@ class _Nvfp4LinearPlan(TypedDict):
     grid: int
     block: int
     dynamic_smem: int
+
 class _CopyTransposePlan(TypedDict):
     kernel: str
     tile_rows: int
@@ -129,6 +132,12 @@ class _ReducePlan(TypedDict):
     grid: int
     block: int
     workspace: int
+
+class _RotaryPlan(TypedDict):
+    kernel: str
+    vector_bytes: int
+    grid: int
+    block: int
 
 def driver_info() -> _DriverInfo: ...
 def device_capability(device: int) -> tuple[int, int]: ...
@@ -149,9 +158,7 @@ def fp8_quantize_plan(
 ) -> _Fp8QuantizePlan: ...
 def fp8_quantize_static(x: Any, scale: Any, q: Any, /) -> None: ...
 def fp8_quantize_load(device: int, /) -> None: ...
-def activation(
-    x: Any, up: Any, scale: Any, out: Any, function: int, gated: bool, /
-) -> None: ...
+def activation(x: Any, up: Any, scale: Any, out: Any, function: int, gated: bool, /) -> None: ...
 def activation_plan(
     x: Any, up: Any, scale: Any, out: Any, function: int, gated: bool, /
 ) -> _ActivationPlan: ...
@@ -376,6 +383,48 @@ def softmax_load(device: int, /) -> None: ...
 def reduce(x: Any, out: Any, workspace: Any, dim: int, op: int, /) -> int: ...
 def reduce_plan(x: Any, out: Any, workspace: Any, dim: int, op: int, /) -> _ReducePlan: ...
 def reduce_load(device: int, /) -> None: ...
+def rotary_embedding(
+    positions: Any,
+    q: Any,
+    k: Any,
+    cos_sin_cache: Any,
+    q_out: Any,
+    k_out: Any,
+    interleaved: bool,
+    /,
+) -> None: ...
+def rotary_embedding_plan(
+    positions: Any,
+    q: Any,
+    k: Any,
+    cos_sin_cache: Any,
+    q_out: Any,
+    k_out: Any,
+    interleaved: bool,
+    /,
+) -> _RotaryPlan: ...
+def rotary_embedding_load(device: int, /) -> None: ...
+def kv_cache_write(
+    key: Any,
+    value: Any,
+    key_cache: Any,
+    value_cache: Any,
+    slots: Any,
+    key_scale: Any,
+    value_scale: Any,
+    /,
+) -> None: ...
+def kv_cache_write_plan(
+    key: Any,
+    value: Any,
+    key_cache: Any,
+    value_cache: Any,
+    slots: Any,
+    key_scale: Any,
+    value_scale: Any,
+    /,
+) -> _RotaryPlan: ...
+def kv_cache_write_load(device: int, /) -> None: ...
 def topk_softmax(
     scores: Any, weights: Any, indices: Any, softmax_first: bool, renormalize: bool, /
 ) -> None: ...

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from tiercel.ops.linear import linear_act as linear_act
     from tiercel.ops.reduce import reduce as reduce
     from tiercel.ops.reduce import reduce_sum as reduce_sum
+    from tiercel.ops.rotary import kv_cache_write as kv_cache_write
+    from tiercel.ops.rotary import rotary_embedding as rotary_embedding
     from tiercel.ops.routing import topk_softmax as topk_softmax
     from tiercel.ops.routing_align import moe_align_block_size as moe_align_block_size
     from tiercel.ops.routing_fused import topk_softmax_align as topk_softmax_align
@@ -76,6 +78,8 @@ _LAZY = {
     "relu_and_mul": "tiercel.ops.activation",
     "reduce": "tiercel.ops.reduce",
     "reduce_sum": "tiercel.ops.reduce",
+    "kv_cache_write": "tiercel.ops.rotary",
+    "rotary_embedding": "tiercel.ops.rotary",
     "set_backend": "tiercel.backends",
     "silu": "tiercel.ops.activation",
     "silu_and_mul": "tiercel.ops.activation",
@@ -98,6 +102,7 @@ __all__ = [
     "gelu",
     "gelu_and_mul",
     "jit",
+    "kv_cache_write",
     "linear_act",
     "load",
     "moe_align_block_size",
@@ -113,6 +118,7 @@ __all__ = [
     "reduce_sum",
     "ref",
     "rms_norm",
+    "rotary_embedding",
     "relu",
     "relu_and_mul",
     "set_backend",

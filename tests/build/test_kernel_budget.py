@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cold build of all kernels stays within 8 CPU-minutes, as far as can be told without one.
 
-kernels/budget.json has what tools/cuda/kernel_times.py measured, by family. What has been added since
-is estimated: in proportion to a family's kernels, and for a new family by the dearest other one.
+kernels/budget.json has what tools/cuda/kernel_times.py measured, by family. What has been added
+since is estimated: in proportion to a family's kernels, a new family's by the dearest other one's.
 """
 
 import json

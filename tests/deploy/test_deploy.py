@@ -210,7 +210,7 @@ def test_the_newest_fitting_wheel(tmp_path):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"machine": "linux aarch64"}, "is linux aarch64"),
+        ({"machine": "linux aarch64"}, "has linux aarch64"),
         ({"libc": "glibc 2.31"}, "has 2.31"),
         ({"tag": "cp314"}, "no wheel for cp314"),
     ],

@@ -294,9 +294,15 @@ def test_typed_aliases():
     base, spec = typing.get_args(types.Weights)
     assert base is torch.Tensor and spec == contract_of("topk_softmax").spec("weights")
     protocols = {
+        "gelu": types.Gelu,
+        "gelu_and_mul": types.GatedGelu,
         "linear_act": types.LinearAct,
+        "log_softmax": types.Softmax,
         "moe_align_block_size": types.MoeAlignBlockSize,
         "moe_sum": types.MoeSum,
+        "relu_and_mul": types.GatedActivation,
+        "silu": types.Activation,
+        "softmax_online": types.Softmax,
         "topk_softmax": types.TopkSoftmax,
         "topk_softmax_align": types.TopkSoftmaxAlign,
     }

@@ -51,6 +51,7 @@ def assert_right(got, x, dim, op):
     count = x.numel() / max(expected.numel(), 1)
     half_unit = torch.finfo(got.dtype).eps / 2
     lost = 2.0**-20 * count**0.5 * (1 / count if op == "mean" else 1)
+    lost += torch.finfo(got.dtype).smallest_normal * half_unit  # a subnormal's rounding
     error = (got.double() - expected).abs()
     assert (error <= 1.02 * half_unit * expected.abs() + lost).all(), error.max().item()
 
@@ -206,8 +207,9 @@ def test_errors_are_at_most_torchs(draw):
                 kept.append((got.double() - expected).abs().flatten())
         ours, theirs = (torch.cat(kept) for kept in errors)
         if ours.numel() >= 100:
-            assert ours.square().mean().sqrt() <= 1.05 * theirs.square().mean().sqrt()
-            assert ours.max() <= 1.25 * theirs.max()
+            rms = (ours.square().mean() / theirs.square().mean()).sqrt().item()
+            largest = (ours.max() / theirs.max()).item()
+            assert rms <= 1.05 and largest <= 1.25, (dtype, shape, dim, rms, largest)
 
 
 @pytest.mark.slow

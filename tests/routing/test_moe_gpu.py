@@ -35,7 +35,9 @@ def ids_of(tokens, experts, k, dtype=torch.int32, seed=0):
     return random_ids(tokens, experts, k, dtype, "cuda", seed)
 
 
-@pytest.mark.parametrize("experts", [1, 2, 8, 31, 32, 33, 60, 64, 128, 255, 256, 257, 384, 511, 512])
+@pytest.mark.parametrize(
+    "experts", [1, 2, 8, 31, 32, 33, 60, 64, 128, 255, 256, 257, 384, 511, 512]
+)
 def test_every_way_to_launch(experts):
     """From one id to more than a cluster holds, at sizes around each boundary."""
     k = min(8, experts)
@@ -225,6 +227,35 @@ def test_every_number_of_experts_is_chosen_and_sorted():
         weights, ids, *blocks = tiercel.topk_softmax_align(scores, k, 16)
         assert_right((weights, ids), scores, k)
         assert_equal(blocks, by_sorting(ids, 16, experts))
+
+
+@pytest.mark.parametrize("experts", [64, 128, 256, 512])
+def test_scores_that_differ_in_their_last_bits_only(experts):
+    """float32 scores are compared without those first."""
+    close = torch.arange(experts, device="cuda", dtype=torch.int32).repeat(100, 1)
+    order = torch.rand(100, experts, device="cuda").argsort(dim=1)
+    scores = (close.gather(1, order) + 0x3F800000).view(torch.float32)
+    scores[::2] = torch.randn(50, experts, device="cuda")  # beside rows that differ by more
+    scores[1::4, ::7] = torch.randn(25, len(range(0, experts, 7)), device="cuda")
+    for k in (1, 8, 16):
+        weights, ids, *blocks = tiercel.topk_softmax_align(scores, k, 16)
+        assert_right((weights, ids), scores, k)
+        assert_equal(blocks, by_sorting(ids, 16, experts))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_special_scores_are_chosen_and_sorted(dtype):
+    inf, nan = float("inf"), float("nan")
+    special = torch.tensor([nan, inf, -inf, 0.0, -0.0], device="cuda")
+    for experts in (64, 512):
+        scores = torch.randn(120, experts, device="cuda")
+        chosen = special[torch.randint(5, scores.shape, device="cuda")]
+        often = torch.arange(120, device="cuda")[:, None] / 120
+        scores = torch.where(torch.rand_like(scores) < often, chosen, scores).to(dtype)
+        got = tiercel.topk_softmax_align(scores, 8, 16)
+        expected = tiercel.topk_softmax_align(scores, 8, 16, backend="ref")
+        torch.testing.assert_close(got[0], expected[0], rtol=1e-5, atol=1e-7, equal_nan=True)
+        assert all(torch.equal(a, b) for a, b in zip(got[1:], expected[1:], strict=True))
 
 
 @pytest.mark.sanitize

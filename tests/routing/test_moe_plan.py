@@ -54,6 +54,7 @@ def test_every_size_has_a_plan(experts, block_size):
 
 def test_large_outputs_are_spread(make):
     assert align(make, 128, 8, 512, 256)["cluster"] > 1
+    assert align(make, 16, 8, 256, 256)["cluster"] > 1
     assert align(make, 1, 8, 64, 16)["cluster"] == 1
 
 

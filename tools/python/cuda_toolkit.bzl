@@ -24,7 +24,7 @@ filegroup(
 """
 
 def _cuda_toolkit_repository_impl(rctx):
-    error = fetch_wheels(rctx, rctx.attr.lock, "3.11")
+    error = fetch_wheels(rctx, rctx.attr.lock, rctx.attr.python_version)
     if error:
         fail("\n" + error)
     unpack_wheels(rctx, "unpacked")
@@ -50,5 +50,8 @@ def _cuda_toolkit_repository_impl(rctx):
 cuda_toolkit_repository = repository_rule(
     doc = "nvcc, its libraries and its disassemblers at one version; nothing of the machine's CUDA.",
     implementation = _cuda_toolkit_repository_impl,
-    attrs = {"lock": attr.label(mandatory = True)},
+    attrs = {
+        "lock": attr.label(mandatory = True),
+        "python_version": attr.string(mandatory = True),
+    },
 )

@@ -29,7 +29,11 @@ def _packages_impl(mctx):
         default = pythons.default,
         versions = pythons.versions,
     )
-    cuda_toolkit_repository(name = "cuda_toolkit", lock = Label(_LOCK.format("cuda")))
+    cuda_toolkit_repository(
+        name = "cuda_toolkit",
+        lock = Label(_LOCK.format("cuda")),
+        python_version = pythons.default,
+    )
     for name in ["build", "lint", "release"]:
         python_packages(
             name = name + "_packages",

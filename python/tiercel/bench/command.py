@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from tiercel import backends
 from tiercel.bench import BenchError, compare, environment, limits, ops, ours, peers, plot, table
 from tiercel.bench import cases as cases_
 from tiercel.bench.records import Record, dump, from_result, read
@@ -39,6 +40,8 @@ def bench(args: argparse.Namespace, clock: Clock | None = None) -> int:
     chosen = cases_.select(data, benches, suite=args.suite, family=args.family, op=args.op)
     wanted = peers.choose(peers.load(), args.peers)
     old = read(args.compare) if args.compare else None
+    for path in args.path:
+        backends.load_path(path)
     if clock is None:
         environment.check_gpu()
         clock = CudaClock()

@@ -15,6 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--family", help="only this family's operators")
     add("--op", help="only this operator")
     add("--backend", nargs="+", default=["sm90"], metavar="B", help="ours to measure (sm90)")
+    text = "a file that registers backends, for --backend; may be repeated"
+    add("--path", action="append", default=[], type=Path, metavar="FILE", help=text)
     add("--peers", default="all", metavar="all|none|A,B", help="others to measure (all)")
     add("--warmup", type=_count(0), default=3, help="replays before each round (3)")
     add("--iterations", type=_count(1), default=20, help="samples in each round (20)")

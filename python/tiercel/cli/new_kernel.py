@@ -17,7 +17,8 @@ _TEMPLATES = Path(__file__).parent.parent / "templates"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "A triton kernel needs a GPU and Triton, which CUDA builds of PyTorch bring along; a cuda "
-        "kernel a GPU and nvcc (CUDA_HOME, CUDACXX or PATH). There are no templates for cute yet."
+        "kernel a GPU and nvcc (tiercel[jit], CUDA_HOME, CUDACXX or PATH), a cute kernel a GPU and "
+        "nvidia-cutlass-dsl (tiercel[jit])."
     )
     parser.add_argument("name", metavar="NAME", help="the backend's name, a Python identifier")
     parser.add_argument("--language", choices=LANGUAGES, required=True)

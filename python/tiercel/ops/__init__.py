@@ -19,6 +19,7 @@ from tiercel.ops.activation import (
 from tiercel.ops.attention import attention
 from tiercel.ops.linear import linear_act
 from tiercel.ops.reduce import reduce, reduce_sum
+from tiercel.ops.rotary import kv_cache_write, rotary_embedding
 from tiercel.ops.routing import topk_softmax
 from tiercel.ops.routing_align import moe_align_block_size
 from tiercel.ops.routing_fused import topk_softmax_align
@@ -42,6 +43,7 @@ __all__ = [
     "gelu_and_mul",
     "copy_transpose",
     "attention",
+    "kv_cache_write",
     "linear_act",
     "moe_align_block_size",
     "moe_sum",
@@ -53,6 +55,7 @@ __all__ = [
     "softmax_online",
     "reduce",
     "reduce_sum",
+    "rotary_embedding",
     "topk_softmax",
     "topk_softmax_align",
 ]

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from tiercel import _C, _platform
 from tiercel._checks import check_contiguous, check_dtype, check_same_device, check_shape
+from tiercel._eager import empty
 from tiercel._op import Autograd, Backend, Op
 from tiercel._platform import Reason
 from tiercel.ops._rows import rows
+from tiercel.ref import activation as ref
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = torch.float8_e4m3fn
@@ -191,12 +193,18 @@ class Activation:
 
     def _declare(self, form: Form) -> Op:
         split, launch = self._split, self._launch
+        packed = self._gated and not form.up
 
         def sm90(*args: Any) -> Any:
             x, up, scale, out, approximate = split(form, args)
             if form.out:
                 return launch(x, up, scale, out, approximate)
-            out = self._empty(x, up, scale)
+            sizes = x.shape
+            if packed:
+                if not sizes or sizes[-1] % 2:
+                    self._check(x, up, scale, out, approximate)  # raises
+                sizes = (*sizes[:-1], sizes[-1] // 2)
+            out = empty(x, sizes, x.dtype if scale is None else FLOAT8)
             launch(x, up, scale, out, approximate)
             return out
 
@@ -234,7 +242,7 @@ class Activation:
             ref=Backend("ref", reference, *_TORCH),
             autograd=Autograd(save, backward) if differentiable else None,
             family=self.name,
-            describe=(lambda *args: self._plan(form, args)) if is_main else None,
+            describe=lambda *args: self._plan(form, args),
             load=self._load if is_main else None,
         )
 
@@ -275,7 +283,9 @@ class Activation:
 
         def fake(*args: Any) -> Any:
             _, x, up, _ = split(args)
-            made = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, up)[: 1 + pair]]
+            made = [
+                torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, up)[: 1 + pair]
+            ]
             return tuple(made) if pair else made[0]
 
         def sm90(*args: Any) -> Any:
@@ -289,11 +299,8 @@ class Activation:
 
         def reference(*args: Any) -> Any:
             grad, x, up, approximate = split(args)
-            options = {"approximate": approximate} if self._has_option else {}
-            inputs = [t.detach().requires_grad_() for t in (x, up)[: 1 + pair]]
-            with torch.enable_grad():
-                result = self._reference(*inputs, **options)
-            found = [g.contiguous() for g in torch.autograd.grad(result, inputs, grad)]
+            grads = ref.backward(self.name, grad, x, up, approximate)
+            found = [g.contiguous() for g in grads]
             return tuple(found) if pair else found[0]
 
         packed = ["packed"] if self._gated and not pair else []

@@ -29,8 +29,8 @@ _NAME = "attention"
 _DTYPES = (torch.bfloat16, torch.float16)
 _Window = Sequence["int | None"]
 
-# Below, `options` is (causal, window, scale, softcap) as in the operators' schemas: a window is None
-# or two numbers, of which a negative one is no limit.
+# Below, `options` is (causal, window, scale, softcap) as in the operators' schemas: a window is
+# None or two numbers, of which a negative one is no limit.
 
 
 def _limit(value: object) -> int:
@@ -213,7 +213,9 @@ def _operator(lse: bool) -> Op:
             *_CUTE,
             why_not=lambda *args: _why_not(*args[:-1]),
         ),
-        ref=Backend("ref", lambda *args: _contiguous(_reference(*args[:3], lse, *args[3:-1])), *_TORCH),
+        ref=Backend(
+            "ref", lambda *args: _contiguous(_reference(*args[:3], lse, *args[3:-1])), *_TORCH
+        ),
         autograd=Autograd(_save, _backward),
         family=_NAME,
         describe=lambda *args: _plan(*args[:-1]),
@@ -299,18 +301,17 @@ def attention(
     blocks of keys.
 
     Args:
-        q: ``[B, Sq, H, D]``, bfloat16 or float16. The precompiled kernels take D = 64 and 128, and
-            any strides that are multiples of 16 bytes with the last dimension contiguous; ref
-            takes others.
+        q: ``[B, Sq, H, D]``, bfloat16 or float16. The precompiled kernels take D that is a multiple
+            of 8 up to 256, and any strides that are multiples of 16 bytes with the last dimension
+            contiguous; ref takes others.
         k: ``[B, Sk, Hk, D]``, the dtype and device of ``q``. Hk divides H: query head h reads head
             h // (H // Hk).
         v: The shape, dtype and device of ``k``.
         causal: Whether a query sees no key after its own.
-        window: ``(left, right)``: how many keys before and after its own a query sees; None or -1 is
-            no limit.
+        window: ``(left, right)``: how many keys before and after its own a query sees; None or -1
+            is no limit.
         scale: What scores are multiplied by, positive; ``D ** -0.5`` by default.
-        softcap: Scores s become ``softcap * tanh(s / softcap)``. The precompiled kernels do not
-            take it yet; ref does.
+        softcap: Scores s become ``softcap * tanh(s / softcap)``.
         return_lse: Whether to return the natural logarithms of the rows' sums of exponentials too.
         out: ``[B, Sq, H, D]`` to write to, of the dtype and on the device of ``q``. Then no
             gradient flows.

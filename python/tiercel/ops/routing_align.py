@@ -259,7 +259,8 @@ _ALIGNED = "Tensor sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_p
 
 _ALIGN = Op(
     _NAME,
-    f"(Tensor topk_ids, int block_size, int num_experts, {_ALIGN_OPTIONS}{_IGNORE}) -> ({_ALIGNED})",
+    f"(Tensor topk_ids, int block_size, int num_experts, {_ALIGN_OPTIONS}{_IGNORE})"
+    f" -> ({_ALIGNED})",
     check=_check,
     fake=_fake,
     sm90=Backend("sm90", align_sm90, *_CUDA, why_not=_why_not),

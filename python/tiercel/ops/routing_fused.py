@@ -9,8 +9,14 @@ import torch
 from torch import Tensor
 
 from tiercel import _C, _platform
-from tiercel._checks import check_bool, check_contiguous, check_dtype, check_same_device
-from tiercel._checks import check_rank, check_shape
+from tiercel._checks import (
+    check_bool,
+    check_contiguous,
+    check_dtype,
+    check_rank,
+    check_same_device,
+    check_shape,
+)
 from tiercel._op import Autograd, Backend, Op
 from tiercel._platform import Reason
 from tiercel.ops import routing

@@ -17,6 +17,7 @@ from tiercel._checks import (
     check_shape,
     dtype_name,
 )
+from tiercel._eager import empty
 from tiercel._op import Autograd, Backend, Op
 from tiercel._platform import Reason
 from tiercel.ops._rows import rows
@@ -138,7 +139,7 @@ class _Softmax:
             x, mask, out, dim, scale = split(args)
             if into_out:
                 return self._launch(x, mask, out, dim, scale)
-            out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            out = empty(x, x.shape, x.dtype)
             self._launch(x, mask, out, dim, scale)
             return out
 
@@ -160,7 +161,6 @@ class _Softmax:
             ctx.save_for_backward(output, mask)
 
         names = ["Tensor x"] + ["Tensor mask"] * masked + ["Tensor(a!) out"] * into_out
-        main = masked and not into_out  # stands for all: its mask may be None in `explain`
         return Op(
             "_".join([self.name, *["no_mask"] * (not masked), *["out"] * into_out]),
             f"({', '.join(names)}, int dim=-1, float? scale=None, str? backend=None) -> "
@@ -171,8 +171,8 @@ class _Softmax:
             ref=Backend("ref", reference, *_TORCH),
             autograd=None if into_out else Autograd(save, self._gradients),
             family=self.name,
-            describe=(lambda *args: self._plan(*without_out(args))) if main else None,
-            load=_C.softmax_load if main else None,
+            describe=lambda *args: self._plan(*without_out(args)),
+            load=_C.softmax_load if masked and not into_out else None,
         )
 
     def _gradients(self, ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -234,7 +234,9 @@ class _Softmax:
             f"(Tensor grad, Tensor y{', Tensor mask' * masked}, int dim=-1, float? scale=None, "
             "str? backend=None) -> Tensor",
             check=check,
-            fake=lambda *args: torch.empty(args[1].shape, dtype=args[1].dtype, device=args[1].device),
+            fake=lambda *args: torch.empty(
+                args[1].shape, dtype=args[1].dtype, device=args[1].device
+            ),
             sm90=Backend("sm90", sm90, *_CUDA, why_not=why_not),
             ref=Backend("ref", lambda *args: self._formula(*split(args)).contiguous(), *_TORCH),
             family=self.name,

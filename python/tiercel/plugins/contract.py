@@ -83,6 +83,7 @@ class Contract:
         derive: (dimensions, arguments by name) -> further dimensions, that outputs have.
         variants: By name of a variant of the operator: a function of ``call``, which runs a
             backend and checks its outputs, and of the variant's arguments without ``backend``.
+        mutates: Arguments that the operator writes to; a backend itself returns new tensors.
     """
 
     family: str
@@ -93,6 +94,7 @@ class Contract:
     timing: Mapping[str, Case]
     make: Callable[[Case, str, int], dict[str, Any]]
     variants: Mapping[str, Callable[..., Any]]
+    mutates: tuple[str, ...] = ()
     derive: Callable[[dict[str, int], dict[str, Any]], dict[str, int]] = lambda sizes, values: {}
 
     @property

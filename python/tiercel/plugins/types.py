@@ -8,6 +8,7 @@ from typing import Annotated, Protocol
 import torch
 from torch import Tensor
 
+from tiercel.plugins.contracts.activation import GELU_AND_MUL, SILU, SILU_AND_MUL
 from tiercel.plugins.contracts.attention import ATTENTION
 from tiercel.plugins.contracts.gemv import NVFP4_GEMV, NVFP4_LINEAR
 from tiercel.plugins.contracts.linear import LINEAR_ACT
@@ -16,20 +17,31 @@ from tiercel.plugins.contracts.quant import FP8_QUANTIZE, NVFP4_DEQUANTIZE, NVFP
 from tiercel.plugins.contracts.reduce import REDUCE
 from tiercel.plugins.contracts.routing import TOPK_SOFTMAX
 from tiercel.plugins.contracts.routing_moe import MOE_ALIGN_BLOCK_SIZE, MOE_SUM, TOPK_SOFTMAX_ALIGN
+from tiercel.plugins.contracts.softmax import SOFTMAX_ONLINE
 from tiercel.plugins.contracts.transpose import COPY_TRANSPOSE
 
 __all__ = [
     "Activated",
+    "Activation",
+    "ActivationInput",
+    "ActivationResult",
     "Attended",
     "Attention",
     "Bias",
     "BlockExperts",
     "ChosenExperts",
+    "CopyTranspose",
     "ExpertMap",
     "ExpertOutputs",
     "ExpertWeights",
     "CopyTranspose",
+    "Factor",
     "Features",
+    "GatedActivation",
+    "GatedGelu",
+    "GatedResult",
+    "GateInput",
+    "Gelu",
     "Fp4Codes",
     "Fp4Matrix",
     "Fp4Scales",
@@ -40,39 +52,41 @@ __all__ = [
     "Indices",
     "Keys",
     "LinearAct",
+    "LogSums",
+    "Matrices",
+    "MoeAlignBlockSize",
+    "MoeSum",
     "Norm",
     "NormBias",
     "NormWeight",
     "Normalised",
-    "Residual",
-    "ResidualSum",
-    "Rows",
-    "MoeAlignBlockSize",
-    "MoeSum",
     "NumSlots",
     "Nvfp4Dequantize",
     "Nvfp4Gemv",
     "Nvfp4Linear",
     "Nvfp4Quantize",
-    "Matrices",
-    "Reduce",
-    "Reduced",
     "PermutedScales",
     "ProductColumn",
+    "Queries",
     "RawScales",
+    "Reduce",
+    "Reduced",
+    "Residual",
+    "ResidualSum",
+    "Rows",
     "Scores",
     "ScoresMap",
+    "Softmax",
+    "SoftmaxMask",
+    "SoftmaxResult",
+    "SoftmaxScores",
     "SortedTokens",
     "SummedOutputs",
     "TopkSoftmax",
     "TopkSoftmaxAlign",
     "Transposed",
-    "LogSums",
-    "Queries",
-    "Scores",
-    "TopkSoftmax",
-    "Values",
     "Unreduced",
+    "Values",
     "Weight",
     "Weights",
 ]
@@ -180,6 +194,8 @@ class Norm(Protocol):
     def __call__(
         self, x: Rows, weight: NormWeight, bias: NormBias, residual: Residual, eps: float
     ) -> Normalised | tuple[Normalised, ResidualSum]: ...
+
+
 # Transpose: x [B, M, N] of 1-, 2- or 4-byte elements, any strides; out [B, N, M].
 Matrices = Annotated[Tensor, COPY_TRANSPOSE.spec("x")]
 Transposed = Annotated[Tensor, COPY_TRANSPOSE.spec("out")]
@@ -189,6 +205,9 @@ class CopyTranspose(Protocol):
     """A backend of copy_transpose; a single matrix comes as a batch of one."""
 
     def __call__(self, x: Matrices) -> Transposed: ...
+
+
+    def __call__(self, x: Matrices, tile_size: int | None) -> Transposed: ...
 # Attention: q [B, Sq, H, D] bfloat16 or float16, k and v [B, Sk, Hk, D], any strides; out as q, and
 # lse [B, H, Sq] float32.
 Queries = Annotated[Tensor, ATTENTION.spec("q")]
@@ -221,11 +240,56 @@ Reduced = Annotated[Tensor, REDUCE.spec("out")]
 
 
 class Reduce(Protocol):
-    """A backend of reduce; other shapes are made this one before it, so `dim` is always 1."""
+    """A backend of reduce; other shapes are made this one: `dim` is 1, `keepdim` False."""
 
     def __call__(self, x: Unreduced, dim: int, op: str, dtype: torch.dtype) -> Reduced: ...
 
 
+# Activations: x and up [M, N] float32, bfloat16 or float16, any strides; out [M, N].
+ActivationInput = Annotated[Tensor, SILU.spec("x")]
+ActivationResult = Annotated[Tensor, SILU.spec("out")]
+GateInput = Annotated[Tensor, SILU_AND_MUL.spec("x")]
+Factor = Annotated[Tensor, GELU_AND_MUL.spec("up")]
+GatedResult = Annotated[Tensor, SILU_AND_MUL.spec("out")]
+
+
+class Activation(Protocol):
+    """A backend of silu or relu."""
+
+    def __call__(self, x: ActivationInput) -> ActivationResult: ...
+
+
+class Gelu(Protocol):
+    """A backend of gelu."""
+
+    def __call__(self, x: ActivationInput, approximate: str) -> ActivationResult: ...
+
+
+class GatedActivation(Protocol):
+    """A backend of silu_and_mul or relu_and_mul; a packed tensor comes in two halves."""
+
+    def __call__(self, x: GateInput, up: Factor) -> GatedResult: ...
+
+
+class GatedGelu(Protocol):
+    """A backend of gelu_and_mul."""
+
+    def __call__(self, x: GateInput, up: Factor, approximate: str) -> GatedResult: ...
+
+
+# Softmax: x [M, N] float32, bfloat16 or float16, mask [M, N] bool or float32 or None, any strides;
+# out [M, N].
+SoftmaxScores = Annotated[Tensor, SOFTMAX_ONLINE.spec("x")]
+SoftmaxMask = Annotated["Tensor | None", SOFTMAX_ONLINE.spec("mask")]
+SoftmaxResult = Annotated[Tensor, SOFTMAX_ONLINE.spec("out")]
+
+
+class Softmax(Protocol):
+    """A backend of softmax_online or log_softmax; ``dim`` is the last."""
+
+    def __call__(
+        self, x: SoftmaxScores, mask: SoftmaxMask, dim: int, scale: float | None
+    ) -> SoftmaxResult: ...
 # To 8-bit and 4-bit floats: q [T, K] e4m3, or [T, K / 2] pairs of e2m1 with scales [T, K / 16].
 Fp8Codes = Annotated[Tensor, FP8_QUANTIZE.spec("q")]
 Fp4Codes = Annotated[Tensor, NVFP4_QUANTIZE.spec("q")]
@@ -286,3 +350,6 @@ class Nvfp4Linear(Protocol):
     def __call__(
         self, x: Tensor, weight: Fp4Weight, scale: Fp4Scales, global_scale: Tensor | None
     ) -> Annotated[Tensor, NVFP4_LINEAR.spec("out")]: ...
+    def __call__(
+        self, x: Unreduced, dim: int, op: str, keepdim: bool, dtype: torch.dtype
+    ) -> Reduced: ...

@@ -16,6 +16,7 @@ from tiercel.ref.activation import (
 )
 from tiercel.ref.attention import attention
 from tiercel.ref.linear import linear_act
+from tiercel.ref.rotary import kv_cache_write, rotary_embedding
 from tiercel.ref.routing import moe_align_block_size, moe_sum, topk_softmax, topk_softmax_align
 from tiercel.ref.reduce import reduce
 from tiercel.ref.routing import topk_softmax
@@ -36,6 +37,7 @@ __all__ = [
     "gelu_and_mul",
     "copy_transpose",
     "attention",
+    "kv_cache_write",
     "linear_act",
     "moe_align_block_size",
     "moe_sum",
@@ -46,6 +48,7 @@ __all__ = [
     "silu_and_mul",
     "softmax_online",
     "reduce",
+    "rotary_embedding",
     "topk_softmax",
     "topk_softmax_align",
 ]

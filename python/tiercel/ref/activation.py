@@ -63,3 +63,29 @@ def _rounded(result: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor
         return result.to(dtype)
     largest = torch.finfo(torch.float8_e4m3fn).max
     return (result * scale.reciprocal()).clamp(-largest, largest).to(torch.float8_e4m3fn)
+
+
+def backward(
+    name: str, grad: Tensor, x: Tensor, up: Tensor | None = None, approximate: str | None = None
+) -> tuple[Tensor, ...]:
+    """The gradients of the function `name` in x and, where there is one, in up."""
+    plain, _, gated = name.partition("_")
+    gate, factor = x.chunk(2, dim=-1) if gated and up is None else (x, up)
+    wide, wide_grad = _wide(gate), _wide(grad)
+    value, slope_times = _DERIVATIVES[plain]
+    options = {} if approximate is None else {"approximate": approximate}
+    if factor is None:
+        return (slope_times(wide_grad, wide, **options).to(x.dtype),)
+    results = (
+        slope_times(wide_grad * _wide(factor), wide, **options).to(x.dtype),
+        (wide_grad * value(wide, **options)).to(x.dtype),
+    )
+    return (torch.cat(results, dim=-1),) if up is None else results
+
+
+# The function, and the gradient in x from that of the result.
+_DERIVATIVES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "silu": (functional.silu, torch.ops.aten.silu_backward.default),
+    "gelu": (functional.gelu, torch.ops.aten.gelu_backward.default),
+    "relu": (functional.relu, partial(torch.ops.aten.threshold_backward.default, threshold=0)),
+}

@@ -7,6 +7,6 @@ import torch
 from torch import Tensor
 
 
-def copy_transpose(x: Tensor) -> Tensor:
-    """As :func:`tiercel.copy_transpose`, for any dtype."""
+def copy_transpose(x: Tensor, *, tile_size: int | None = None) -> Tensor:
+    """As :func:`tiercel.copy_transpose`, for any dtype; `tile_size` means nothing here."""
     return x.transpose(-2, -1).clone(memory_format=torch.contiguous_format)

@@ -66,7 +66,7 @@ def _flops(case: Any) -> int:
 
 
 def _reference(case: Any, inputs: Inputs) -> Any:
-    """float64, for some heads and up to 512 queries at each end, where all of it would take long."""
+    """float64, of some heads, and of long ones 512 queries at each end."""
     import torch
 
     q, k, v = inputs["q"], inputs["k"], inputs["v"]

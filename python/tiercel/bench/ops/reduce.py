@@ -16,7 +16,7 @@ _OPS = ("sum", "mean", "amax")
 
 
 def shape_of(case: Any) -> tuple[int, ...]:
-    return tuple(map(int, case["shape"].split("x")))
+    return tuple(map(int, str(case["shape"]).split("x")))
 
 
 def dim_of(case: Any) -> int | None:

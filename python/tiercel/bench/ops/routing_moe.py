@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tiercel.bench.launch import Launch, WrongResult
-from tiercel.bench.ops import Error, Inputs, OpBench
-from tiercel.bench.ops import routing
+from tiercel.bench.ops import Error, Inputs, OpBench, routing
 
 _ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
 _NONE = Error(rms=0.0, maximum=0.0)

@@ -70,17 +70,13 @@ def _variants(op: str, gated: bool, options: int) -> dict[str, Any]:
 
     def backward(call: Any, grad: Any, x: Any, *rest: Any) -> Any:
         """The reference's gradient, whatever the backend."""
-        import torch
+        from tiercel.ref.activation import backward
 
-        from tiercel import ref
-
-        count = len(rest) - options
-        inputs = [t.detach().requires_grad_() for t in (x, *rest[:count])]
-        named = {"approximate": rest[-1]} if options else {}
-        with torch.enable_grad():
-            result = getattr(ref, op)(*inputs, **named)
-        found = tuple(g.contiguous() for g in torch.autograd.grad(result, inputs, grad))
-        return found if count else found[0]
+        up = rest[0] if len(rest) > options else None
+        found = tuple(
+            g.contiguous() for g in backward(op, grad, x, up, *rest[len(rest) - options :])
+        )
+        return found if up is not None else found[0]
 
     made: dict[str, Any] = {}
     for up in (True, False) if gated else (False,):

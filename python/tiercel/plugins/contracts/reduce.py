@@ -47,7 +47,7 @@ def _make(case: Case, device: str, seed: int) -> dict[str, Any]:
     if case.values == "strided":
         x = torch.cat([x, -x], dim=2)[:, :, : shape[2]]
     result = getattr(torch, case.options.get("result", case.dtype))
-    return {"x": x, "dim": 1, "op": case.options["op"], "dtype": result}
+    return {"x": x, "dim": 1, "op": case.options["op"], "keepdim": False, "dtype": result}
 
 
 def _shaped(call: Any, x: Any, dim: int | None, op: str, keepdim: bool, dtype: Any) -> Any:
@@ -60,7 +60,7 @@ def _shaped(call: Any, x: Any, dim: int | None, op: str, keepdim: bool, dtype: A
         outer, length, inner = shape[:dim], shape[dim : dim + 1], shape[dim + 1 :]
         left = (*outer, *((1,) if keepdim else ()), *inner)
     flat = x.reshape(math.prod(outer), math.prod(length), math.prod(inner))
-    (result,) = call(flat, 1, op, dtype or x.dtype)
+    (result,) = call(flat, 1, op, False, dtype or x.dtype)
     return result.view(left)
 
 
@@ -75,6 +75,7 @@ REDUCE = Contract(
         TensorSpec("x", ("A", "N", "B"), ("float32", "bfloat16", "float16"), strided=True),
         ScalarSpec("dim", "int"),
         ScalarSpec("op", "str"),
+        ScalarSpec("keepdim", "bool"),
         ScalarSpec("dtype", "dtype"),
     ),
     # The result's rounding, and float32 sums of positive numbers.

@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/rotary/kv_cache_write.h"
+
+#include <string>
+
+#include "kernels/rotary/rotary_kernels.h"
+#include "kernels/sm90/checks.h"
+
+namespace tiercel {
+namespace {
+
+constexpr char kOp[] = "kv_cache_write";
+
+struct Choice {
+  const KvCacheKernel* kernel = nullptr;
+  unsigned grid = 0;
+};
+
+Status check_inner(const Argument& argument) {
+  const TensorView& view = argument.view;
+  const int last = view.ndim - 1;
+  if (view.shape[last] <= 1 || view.strides[last] == 1) return Status();
+  return Status::Unimplemented(
+      mismatch(argument, "be contiguous in its last dimension",
+               "strides " + shape_text(view.strides, view.ndim)));
+}
+
+Status check_scale(const Argument& scale, const Argument& key, int64_t heads, bool to_float8) {
+  if (!to_float8) {
+    return Status::InvalidArgument(
+        mismatch(scale, "be None for a cache that is not float8", "a tensor"));
+  }
+  TIERCEL_RETURN_IF_ERROR(check_dtype(scale, {DType::kFloat32}));
+  int64_t count = 1;
+  for (int i = 0; i < scale.view.ndim; ++i) count *= scale.view.shape[i];
+  if (count != 1 && count != heads) {
+    return Status::InvalidArgument(
+        mismatch(scale, "have 1 element or H = " + std::to_string(heads), std::to_string(count)));
+  }
+  TIERCEL_RETURN_IF_ERROR(check_same_device(scale, key));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(scale));
+  return check_contiguous(scale);
+}
+
+Status check(const KvCacheTensors& t) {
+  const Argument key{kOp, "key", t.key}, value{kOp, "value", t.value};
+  const Argument key_cache{kOp, "key_cache", t.key_cache};
+  const Argument value_cache{kOp, "value_cache", t.value_cache};
+  const Argument slots{kOp, "slots", t.slots};
+  TIERCEL_RETURN_IF_ERROR(check_rank(key, 3));
+  TIERCEL_RETURN_IF_ERROR(check_dtype(key, {DType::kBFloat16, DType::kFloat16}));
+  TIERCEL_RETURN_IF_ERROR(check_dtype(value, {t.key.dtype}));
+  const int64_t tokens = t.key.shape[0], heads = t.key.shape[1], size = t.key.shape[2];
+  TIERCEL_RETURN_IF_ERROR(check_shape(value, {tokens, heads, size}, "[T, H, D]"));
+  TIERCEL_RETURN_IF_ERROR(check_rank(key_cache, 4));
+  if (t.key_cache.dtype != DType::kFloat8E4M3) {
+    TIERCEL_RETURN_IF_ERROR(check_dtype(key_cache, {t.key.dtype, DType::kFloat8E4M3}));
+  }
+  TIERCEL_RETURN_IF_ERROR(check_dtype(value_cache, {t.key_cache.dtype}));
+  const int64_t blocks = t.key_cache.shape[0], places = t.key_cache.shape[1];
+  const char kShape[] = "[blocks, block size, H, D]";
+  TIERCEL_RETURN_IF_ERROR(check_shape(key_cache, {blocks, places, heads, size}, kShape));
+  TIERCEL_RETURN_IF_ERROR(check_shape(value_cache, {blocks, places, heads, size}, kShape));
+  TIERCEL_RETURN_IF_ERROR(check_dtype(slots, {DType::kInt32, DType::kInt64}));
+  TIERCEL_RETURN_IF_ERROR(check_shape(slots, {tokens}, "[T]"));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(key));
+  for (const Argument& other : {value, key_cache, value_cache, slots}) {
+    TIERCEL_RETURN_IF_ERROR(check_same_device(other, key));
+    TIERCEL_RETURN_IF_ERROR(check_cuda(other));
+  }
+  TIERCEL_RETURN_IF_ERROR(check_contiguous(slots));
+  for (const Argument& inner : {key, value, key_cache, value_cache}) {
+    TIERCEL_RETURN_IF_ERROR(check_inner(inner));
+  }
+  const bool to_float8 = t.key_cache.dtype == DType::kFloat8E4M3;
+  if (t.key_scale != nullptr) {
+    TIERCEL_RETURN_IF_ERROR(check_scale({kOp, "key_scale", *t.key_scale}, key, heads, to_float8));
+  }
+  if (t.value_scale != nullptr) {
+    TIERCEL_RETURN_IF_ERROR(
+        check_scale({kOp, "value_scale", *t.value_scale}, key, heads, to_float8));
+  }
+  return Status();
+}
+
+HeadsOfTokens heads_of(const TensorView& view) {
+  const int64_t element = dtype_bytes(view.dtype);
+  return {static_cast<char*>(view.data), view.strides[0] * element, view.strides[1] * element};
+}
+
+void set_strides(const TensorView& cache, int64_t (&strides)[3]) {
+  for (int i = 0; i < 3; ++i) strides[i] = cache.strides[i] * dtype_bytes(cache.dtype);
+}
+
+const float* set_scale(const TensorView* scale, bool* per_head) {
+  if (scale == nullptr) return nullptr;
+  *per_head = false;
+  for (int i = 0; i < scale->ndim; ++i) *per_head |= scale->shape[i] > 1;
+  return static_cast<const float*>(scale->data);
+}
+
+Status prepare(const KvCacheTensors& t, KvCacheArgs* args, Choice* choice) {
+  TIERCEL_RETURN_IF_ERROR(check(t));
+  const bool to_float8 = t.key_cache.dtype == DType::kFloat8E4M3;
+  args->key = heads_of(t.key);
+  args->value = heads_of(t.value);
+  args->key_cache = static_cast<char*>(t.key_cache.data);
+  args->value_cache = static_cast<char*>(t.value_cache.data);
+  set_strides(t.key_cache, args->key_strides);
+  set_strides(t.value_cache, args->value_strides);
+  args->slots = t.slots.data;
+  args->wide_slots = t.slots.dtype == DType::kInt64;
+  args->key_scale = set_scale(t.key_scale, &args->key_scale_per_head);
+  args->value_scale = set_scale(t.value_scale, &args->value_scale_per_head);
+  args->heads = static_cast<int>(t.key.shape[1]);
+  args->block_size = static_cast<int>(t.key_cache.shape[1]);
+
+  const int64_t size = t.key.shape[2];
+  uint64_t in = static_cast<uint64_t>(size * 2), out = 0;
+  for (const HeadsOfTokens& heads : {args->key, args->value}) {
+    in |= reinterpret_cast<uintptr_t>(heads.data) | static_cast<uint64_t>(heads.token_stride) |
+          static_cast<uint64_t>(heads.head_stride);
+  }
+  for (int i = 0; i < 3; ++i) out |= args->key_strides[i] | args->value_strides[i];
+  out |= reinterpret_cast<uintptr_t>(args->key_cache) |
+         reinterpret_cast<uintptr_t>(args->value_cache);
+  const bool vectors = in % 16 == 0 && out % (to_float8 ? 8 : 16) == 0;
+  const int elements = vectors ? 8 : 1;
+  args->head_vectors = static_cast<int>(size / elements);
+  args->tasks = 2 * t.key.shape[0] * args->heads * args->head_vectors;
+  if (args->tasks == 0 || t.key_cache.shape[0] == 0 || args->block_size == 0) return Status();
+  int count = 0;
+  const KvCacheKernel* kernels = kv_cache_kernels(&count);
+  for (int i = 0; i < count && choice->kernel == nullptr; ++i) {
+    const KvCacheKernel& kernel = kernels[i];
+    if (kernel.dtype == t.key.dtype && kernel.to_float8 == to_float8 &&
+        kernel.elements == elements) {
+      choice->kernel = &kernel;
+    }
+  }
+  constexpr int64_t kOfBlock = int64_t{kKvCacheThreads} * kKvCacheTasks;
+  const int64_t grid = (args->tasks + kOfBlock - 1) / kOfBlock;
+  if (grid > 0x7fffffff) {
+    return Status::Unimplemented(std::string(kOp) + ": too large for one launch, got shape " +
+                                 shape_text(t.key.shape, t.key.ndim));
+  }
+  choice->grid = static_cast<unsigned>(grid);
+  return Status();
+}
+
+}  // namespace
+
+Status kv_cache_plan(const KvCacheTensors& tensors, KvCachePlan* plan) {
+  KvCacheArgs args{};
+  Choice choice;
+  TIERCEL_RETURN_IF_ERROR(prepare(tensors, &args, &choice));
+  *plan = {"none", 0, 0, 0};
+  if (choice.kernel != nullptr) {
+    *plan = {choice.kernel->kernel.name(), choice.kernel->elements * 2, choice.grid,
+             kKvCacheThreads};
+  }
+  return Status();
+}
+
+Status kv_cache_write(const KvCacheTensors& tensors, void* stream) {
+  KvCacheArgs args{};
+  Choice choice;
+  TIERCEL_RETURN_IF_ERROR(prepare(tensors, &args, &choice));
+  if (choice.kernel == nullptr) return Status();
+  LaunchConfig config;
+  config.grid.x = choice.grid;
+  config.block.x = kKvCacheThreads;
+  config.dependent = true;
+  void* pointers[] = {&args};
+  return choice.kernel->kernel.launch(config, tensors.key.device_index, stream, pointers);
+}
+
+}  // namespace tiercel

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// New keys and values into a paged cache.
+#ifndef KERNELS_ROTARY_KV_CACHE_WRITE_H_
+#define KERNELS_ROTARY_KV_CACHE_WRITE_H_
+
+#include "kernels/sm90/status.h"
+#include "kernels/sm90/tensor_view.h"
+
+namespace tiercel {
+
+struct KvCacheTensors {
+  const TensorView& key;          // [T, H, D] bfloat16 or float16, last dimension contiguous
+  const TensorView& value;        // the same
+  const TensorView& key_cache;    // [blocks, block size, H, D] of key's dtype or float8_e4m3fn
+  const TensorView& value_cache;  // the same
+  const TensorView& slots;        // [T] int32 or int64: block * block size + place; < 0: skipped
+  const TensorView* key_scale;    // float32, 1 or H elements, or null: 1
+  const TensorView* value_scale;
+};
+
+struct KvCachePlan {
+  const char* kernel;  // "none" for an empty batch
+  int vector_bytes;
+  unsigned grid;
+  unsigned block;
+};
+
+// A float8 cache holds element / scale, rounded to nearest even and saturated at +-448 (NaN stays
+// NaN); scales are for float8 only. Slots have to lie in the cache, each at most once.
+
+// All checks and the choice of kernel; needs no GPU and no driver.
+Status kv_cache_plan(const KvCacheTensors& tensors, KvCachePlan* plan);
+
+// The same, then the launch on `stream` (a CUstream) of the tensors' device.
+Status kv_cache_write(const KvCacheTensors& tensors, void* stream);
+
+}  // namespace tiercel
+
+#endif  // KERNELS_ROTARY_KV_CACHE_WRITE_H_

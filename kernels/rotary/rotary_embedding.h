@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rotary position embedding of queries and keys in one launch.
+#ifndef KERNELS_ROTARY_ROTARY_EMBEDDING_H_
+#define KERNELS_ROTARY_ROTARY_EMBEDDING_H_
+
+#include "kernels/sm90/status.h"
+#include "kernels/sm90/tensor_view.h"
+
+namespace tiercel {
+
+struct RotaryTensors {
+  const TensorView& positions;  // [T] int32 or int64
+  const TensorView& q;          // [T, H, D] float32, bfloat16 or float16, last dimension contiguous
+  const TensorView& k;          // [T, Hk, D], the same; Hk may be 0
+  const TensorView& cache;      // [P, R] contiguous: cosines, then sines; float32 or q's dtype
+  const TensorView& q_out;      // as q; may be q itself
+  const TensorView& k_out;
+};
+
+// What a call would launch.
+struct RotaryPlan {
+  const char* kernel;  // "none" for an empty batch
+  int vector_bytes;
+  unsigned grid;
+  unsigned block;
+};
+
+// Pairs (x, y) of a head's first R elements become (x cos - y sin, y cos + x sin): elements i and
+// i + R / 2, or, interleaved, 2 i and 2 i + 1. The others are copied. Arithmetic is float32.
+// Positions have to be rows of `cache`.
+
+// All checks and the choice of kernel; needs no GPU and no driver.
+Status rotary_plan(const RotaryTensors& tensors, bool interleaved, RotaryPlan* plan);
+
+// The same, then the launch on `stream` (a CUstream) of the tensors' device.
+Status rotary_embedding(const RotaryTensors& tensors, bool interleaved, void* stream);
+
+}  // namespace tiercel
+
+#endif  // KERNELS_ROTARY_ROTARY_EMBEDDING_H_

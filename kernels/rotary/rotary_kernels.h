@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the family's launchers and device code agree on: the kernels' arguments and their tables.
+#ifndef KERNELS_ROTARY_ROTARY_KERNELS_H_
+#define KERNELS_ROTARY_ROTARY_KERNELS_H_
+
+#include <cstdint>
+
+#include "kernels/sm90/launch.h"
+#include "kernels/sm90/tensor_view.h"
+
+namespace tiercel {
+
+// Heads of one token in memory; strides in bytes.
+struct HeadsOfTokens {
+  char* data;
+  int64_t token_stride;
+  int64_t head_stride;
+};
+
+struct RotaryArgs {
+  HeadsOfTokens q, k, q_out, k_out;
+  const void* positions;
+  const char* cache;
+  int q_heads;
+  int heads;       // of q and k
+  int head_size;   // elements
+  int rotated;     // of them
+  int rest;        // vectors of a head that are only copied
+  bool wide_positions;  // int64
+  bool wide_cache;      // float32, where q is not
+};
+
+struct RotaryKernel {
+  DType dtype;
+  bool interleaved;
+  int vector_bytes;
+  Kernel kernel;
+};
+
+const RotaryKernel* rotary_kernels(int* count);
+
+struct KvCacheArgs {
+  HeadsOfTokens key, value;
+  char* key_cache;
+  char* value_cache;
+  int64_t key_strides[3];  // bytes, of the cache: block, place, head
+  int64_t value_strides[3];
+  const void* slots;
+  const float* key_scale;  // null: 1
+  const float* value_scale;
+  int64_t tasks;  // vectors of all tokens' keys and values
+  int heads;
+  int head_vectors;  // of one head
+  int block_size;
+  bool key_scale_per_head;
+  bool value_scale_per_head;
+  bool wide_slots;  // int64
+};
+
+struct KvCacheKernel {
+  DType dtype;
+  bool to_float8;
+  int elements;  // of a vector
+  Kernel kernel;
+};
+
+inline constexpr unsigned kKvCacheThreads = 256;
+inline constexpr int kKvCacheTasks = 2;  // vectors a thread
+
+const KvCacheKernel* kv_cache_kernels(int* count);
+
+}  // namespace tiercel
+
+#endif  // KERNELS_ROTARY_ROTARY_KERNELS_H_

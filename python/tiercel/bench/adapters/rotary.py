@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Around attention: rotary position embedding, and new keys and values into a paged cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tiercel.bench.launch import Launch
+from tiercel.bench.ops.rotary import rotated
+from tiercel.bench.peers.vllm import operator
+
+_last: dict[Any, Any] = {}  # one compilation for all inputs of a case
+
+
+def _compile(case: Any, function: Any) -> Any:
+    import torch
+
+    if case.key not in _last:
+        torch._dynamo.reset()
+        _last.clear()
+        _last[case.key] = torch.compile(function, dynamic=False, fullgraph=True)
+    return _last[case.key]
+
+
+def _rotary(case: Any, inputs: dict[str, Any]) -> Launch:
+    values, interleaved = tuple(inputs.values()), case["style"] == "interleaved"
+    return Launch(run=lambda: rotated(*values, interleaved))
+
+
+def _rotary_compiled(case: Any, inputs: dict[str, Any]) -> Launch:
+    compiled = _compile(case, rotated)
+    values, interleaved = tuple(inputs.values()), case["style"] == "interleaved"
+    return Launch(run=lambda: compiled(*values, interleaved))
+
+
+def written(key: Any, value: Any, key_cache: Any, value_cache: Any, slots: Any) -> tuple[Any, Any]:
+    """Lines by their number; no slot is skipped in these cases."""
+    for new, cache in ((key, key_cache), (value, value_cache)):
+        cache.flatten(0, 1)[slots] = new.to(cache.dtype)
+    return key_cache, value_cache
+
+
+def _kv(case: Any, inputs: dict[str, Any]) -> Launch:
+    values = tuple(inputs.values())
+    return Launch(run=lambda: written(*values))
+
+
+def _kv_compiled(case: Any, inputs: dict[str, Any]) -> Launch:
+    compiled, values = _compile(case, written), tuple(inputs.values())
+    return Launch(run=lambda: compiled(*values))
+
+
+def _kv_vllm(case: Any, inputs: dict[str, Any]) -> Launch:
+    import torch
+
+    function = operator("_C_cache_ops", "reshape_and_cache_flash")
+    key, value, key_cache, value_cache, slots = inputs.values()
+    one = torch.ones(1, device=key.device)
+    kind = "auto" if case["cache"] == "same" else "fp8"
+    stored = [c if kind == "auto" else c.view(torch.uint8) for c in (key_cache, value_cache)]
+
+    def run() -> tuple[Any, Any]:
+        function(key, value, *stored, slots, kind, one, one)
+        return key_cache, value_cache
+
+    return Launch(run)
+
+
+ADAPTERS = {
+    "torch": {"kv_cache_write": _kv, "rotary_embedding": _rotary},
+    "torch.compile": {"kv_cache_write": _kv_compiled, "rotary_embedding": _rotary_compiled},
+    "vllm": {"kv_cache_write": _kv_vllm},
+}

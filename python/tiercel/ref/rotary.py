@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary position embedding and cache writes in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rotary_embedding(
+    positions: Tensor,
+    q: Tensor,
+    k: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """As :func:`tiercel.rotary_embedding`; float64 stays float64."""
+    return (
+        _turned(q, positions, cos_sin_cache, interleaved),
+        _turned(k, positions, cos_sin_cache, interleaved),
+    )
+
+
+def _turned(x: Tensor, positions: Tensor, cache: Tensor, interleaved: bool) -> Tensor:
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    rotated = cache.shape[1]
+    angles = cache[positions.long()].to(wide)[:, None]
+    cosines, sines = angles[..., : rotated // 2], angles[..., rotated // 2 :]
+    turning = x[..., :rotated].to(wide)
+    if interleaved:
+        first, second = turning[..., 0::2], turning[..., 1::2]
+    else:
+        first, second = turning[..., : rotated // 2], turning[..., rotated // 2 :]
+    pair = (first * cosines - second * sines, second * cosines + first * sines)
+    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return torch.cat([turned.to(x.dtype), x[..., rotated:]], dim=-1)
+
+
+def kv_cache_write(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    *,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As :func:`tiercel.kv_cache_write`."""
+    kept = slots >= 0
+    blocks = torch.div(slots[kept].long(), key_cache.shape[1], rounding_mode="floor")
+    places = slots[kept].long() % key_cache.shape[1]
+    for new, cache, scale in ((key, key_cache, key_scale), (value, value_cache, value_scale)):
+        rows = new[kept] if new.dtype == torch.float64 else new[kept].float()
+        if cache.dtype == torch.float8_e4m3fn:
+            if scale is not None:
+                rows = rows / scale.reshape(-1, 1)
+            rows = rows.clamp(-448.0, 448.0).to(cache.dtype)  # NaN stays
+            # Not every device indexes float8: its bits are as good.
+            cache.view(torch.uint8)[blocks, places] = rows.view(torch.uint8)
+        else:
+            cache[blocks, places] = rows.to(cache.dtype)
+    return key_cache, value_cache

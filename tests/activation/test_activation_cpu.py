@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The activations with PyTorch and without a GPU: references, public functions, registration."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+import tiercel
+
+pytestmark = pytest.mark.torch
+
+GATED = ["silu_and_mul", "gelu_and_mul", "relu_and_mul"]
+PLAIN = ["silu", "gelu", "relu"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.fixture(autouse=True)
+def _on_ref():
+    with tiercel.use_backend("ref"):
+        yield
+
+
+def rand(*shape, dtype=torch.float32, seed=0, grad=False):
+    generator = torch.Generator().manual_seed(seed)
+    return (2 * torch.randn(shape, generator=generator)).to(dtype).requires_grad_(grad)
+
+
+def plain(name, x, **options):
+    return getattr(functional, name.removesuffix("_and_mul"))(x, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", GATED)
+def test_gated(name, dtype):
+    x = rand(3, 5, 16, dtype=dtype)
+    gate, up = x.chunk(2, -1)
+    truth = plain(name, gate.double()) * up.double()
+    result = getattr(tiercel, name)(x)
+    assert result.dtype == dtype and result.is_contiguous()
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(result.double(), truth, rtol=eps, atol=1e-6)
+    assert torch.equal(getattr(tiercel, name)(gate, up), result)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain(name, dtype):
+    for shape in ((3, 5, 7), (), (0, 3)):
+        x = rand(*shape, dtype=dtype)
+        result = getattr(tiercel, name)(x)
+        assert result.shape == x.shape and result.dtype == dtype
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(result.double(), plain(name, x.double()), rtol=eps, atol=1e-6)
+
+
+def test_approximations():
+    x = rand(4, 16)
+    for approximate in ("none", "tanh"):
+        due = functional.gelu(x, approximate=approximate)
+        torch.testing.assert_close(tiercel.gelu(x, approximate=approximate), due)
+        gate, up = x.chunk(2, -1)
+        due = functional.gelu(gate, approximate=approximate) * up
+        torch.testing.assert_close(tiercel.gelu_and_mul(x, approximate=approximate), due)
+
+
+@pytest.mark.parametrize("name", GATED + PLAIN)
+def test_gradients(name):
+    function = getattr(tiercel.ref, name)
+    x = rand(3, 8, seed=1).double().requires_grad_()
+    inputs = [(x,), (x, rand(3, 8, seed=2).double().requires_grad_())][: 1 + (name in GATED)]
+    for tensors in inputs:
+        assert torch.autograd.gradcheck(function, tensors)
+        ours = [t.detach().float().requires_grad_() for t in tensors]
+        result = getattr(tiercel, name)(*ours)
+        grad = rand(*result.shape, seed=3)
+        result.backward(grad)
+        due = torch.autograd.grad(function(*tensors), tensors, grad.double())
+        for tensor, expected in zip(ours, due, strict=True):
+            torch.testing.assert_close(tensor.grad.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_gradients():
+    x = rand(3, 8, grad=True)
+    (first,) = torch.autograd.grad(tiercel.silu_and_mul(x).sum(), x, create_graph=True)
+    first.square().sum().backward()
+    wide = x.detach().double().requires_grad_()
+    (first,) = torch.autograd.grad(tiercel.ref.silu_and_mul(wide).sum(), wide, create_graph=True)
+    first.square().sum().backward()
+    torch.testing.assert_close(x.grad.double(), wide.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", GATED + PLAIN)
+def test_float8(name):
+    x, scale = rand(5, 16, dtype=torch.bfloat16), torch.tensor([0.01])
+    result = getattr(tiercel, name)(x, scale=scale)
+    assert result.dtype == FP8
+    due = (getattr(tiercel.ref, name)(x.double()) / 0.01).clamp(-448, 448)
+    torch.testing.assert_close(result.double(), due, rtol=2**-4, atol=2**-9)
+    out = torch.empty(result.shape, dtype=FP8)
+    assert getattr(tiercel, name)(x, scale=scale, out=out) is out
+    assert torch.equal(out.float(), result.float())
+    with pytest.raises(RuntimeError, match=f"^{name}: there is no derivative for a float8 result"):
+        getattr(tiercel, name)(x.requires_grad_(), scale=scale)
+
+
+def test_out():
+    x = rand(5, 16)
+    out = torch.empty(5, 8)
+    version = out._version
+    assert tiercel.silu_and_mul(x, out=out) is out and out._version > version
+    assert torch.equal(out, tiercel.silu_and_mul(x))
+    assert tiercel.relu(x, out=x) is x and (x >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "arguments"),
+    [
+        (
+            TypeError,
+            "`x` must have dtype float32, bfloat16 or float16, got float64",
+            {"x": "double"},
+        ),
+        (ValueError, r"`x` must have an even last dimension .* got \[5, 15\]", {"x": (5, 15)}),
+        (ValueError, r"`x` must have an even last dimension .* got \[\]", {"x": ()}),
+        (ValueError, r"`up` must have shape that of `x` = \[5, 16\], got \[5, 8\]", {"up": (5, 8)}),
+        (ValueError, r"`out` must have shape \[\.\.\., N\] = \[5, 8\], got", {"out": (5, 16)}),
+        (TypeError, "`scale` must have dtype float32, got", {"scale": "double"}),
+        (ValueError, r"`scale` must have one element, got shape \[2\]", {"scale": (2,)}),
+        (TypeError, "`out` must have dtype float8_e4m3fn", {"scale": (1,), "out": (5, 8)}),
+    ],
+)
+def test_bad_arguments(error, text, arguments):
+    made = {
+        name: torch.ones(1).double() if shape == "double" else torch.ones(shape)
+        for name, shape in arguments.items()
+    }
+    with pytest.raises(error, match=f"^silu_and_mul: {text}"):
+        tiercel.silu_and_mul(**({"x": rand(5, 16)} | made))
+
+
+def test_unknown_approximation():
+    with pytest.raises(ValueError, match="^gelu: `approximate` must be 'none' or 'tanh', got 'x'"):
+        tiercel.gelu(rand(4), approximate="x")
+
+
+@pytest.mark.parametrize("name", GATED + PLAIN)
+def test_opcheck(name):
+    ops, x, up = torch.ops.tiercel, rand(4, 8, grad=True), rand(4, 8, seed=1, grad=True)
+    check = torch.library.opcheck
+    if name in GATED:
+        check(getattr(ops, name).default, (x, up))
+        check(getattr(ops, f"{name}_packed").default, (x,))
+        check(getattr(ops, f"{name}_packed_out").default, (x.detach(), torch.empty(4, 4)))
+        check(getattr(ops, f"{name}_backward").default, tuple(t.detach() for t in (x, x, up)))
+        grad = rand(4, 4)
+        check(getattr(ops, f"{name}_packed_backward").default, (grad, x.detach()))
+    else:
+        check(getattr(ops, name).default, (x,))
+        check(getattr(ops, f"{name}_out").default, (x.detach(), torch.empty(4, 8)))
+        check(getattr(ops, f"{name}_backward").default, (up.detach(), x.detach()))
+
+
+def test_compile():
+    x = rand(4, 8, grad=True)
+    function = torch.compile(
+        lambda x: tiercel.gelu_and_mul(x * 2, approximate="tanh").sum(),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    function(x).backward()
+    got, x.grad = x.grad, None
+    tiercel.gelu_and_mul(x * 2, approximate="tanh").sum().backward()
+    torch.testing.assert_close(got, x.grad)
+
+
+def test_fake_tensors():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x = torch.empty(7, 3, 16, dtype=torch.float16, device="cuda")
+        half = torch.empty(7, 3, 8, dtype=torch.float16, device="cuda")
+        scale = torch.empty(1, device="cuda")
+        for result in (tiercel.silu_and_mul(x), tiercel.gelu_and_mul(half, half)):
+            assert result.shape == (7, 3, 8) and result.dtype == torch.float16
+        assert tiercel.relu_and_mul(x, scale=scale).dtype == FP8
+        assert tiercel.silu(x).shape == x.shape
+
+
+def test_modules():
+    x = rand(4, 8)
+    nn = tiercel.nn
+    assert torch.equal(nn.SiluAndMul()(x), tiercel.silu_and_mul(x))
+    assert torch.equal(nn.ReluAndMul()(x, x), tiercel.relu_and_mul(x, x))
+    module = nn.GeluAndMul(approximate="tanh", backend="ref")
+    assert torch.equal(module(x), tiercel.gelu_and_mul(x, approximate="tanh"))
+    assert repr(module) == "GeluAndMul(approximate='tanh', backend='ref')"

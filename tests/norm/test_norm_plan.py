@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The norms' checks and their choice of kernel: neither needs PyTorch or a GPU."""
+
+import pytest
+from support.dlpack_tensor import ADDRESS, AttributeTensor, ExchangeTensor
+
+from tiercel import _C
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+OPS = ["rms_norm", "layer_norm"]
+
+
+@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
+def make(request):
+    return request.param
+
+
+def forward(
+    rows, columns, dtype="bfloat16", *, op="rms_norm", residual=False, make=ExchangeTensor, **x
+):
+    return getattr(_C, f"{op}_plan")(
+        make(rows, columns, dtype=dtype, **x),
+        make(columns, dtype=dtype),
+        None,
+        make(rows, columns, dtype=dtype) if residual else None,
+        make(rows, columns, dtype=dtype),
+        make(rows, columns, dtype=dtype) if residual else None,
+        1e-5,
+    )
+
+
+def backward(rows, columns, dtype="bfloat16", *, op="rms_norm", residual=False, **x):
+    make = ExchangeTensor
+    return getattr(_C, f"{op}_backward_plan")(
+        make(rows, columns, dtype=dtype, **x),
+        make(columns, dtype=dtype),
+        make(rows, columns, dtype=dtype),
+        make(rows, columns, dtype=dtype) if residual else None,
+        make(rows, columns, dtype=dtype),
+        None,
+        None,
+        None,
+        1e-5,
+    )
+
+
+COLUMNS = [1, 7, 64, 65, 128, 200, 512, 1000, 1024, 1032, 2560, 4095, 4096, 5120, 8192, 16384]
+LONG = [16391, 20000, 32768, 57344, 65536, 100_000, 131_072]
+
+
+def vectors_of(got, columns, dtype):
+    elements = got["vector_bytes"] // BYTES[dtype]
+    return -(-columns // elements)
+
+
+@pytest.mark.parametrize("dtype", BYTES)
+@pytest.mark.parametrize("columns", COLUMNS + LONG)
+@pytest.mark.parametrize("residual", [False, True])
+def test_every_forward_plan_covers_its_rows(columns, dtype, residual):
+    for rows in (1, 16, 128, 1000, 100_003):
+        got = forward(rows, columns, dtype, residual=residual)
+        per_thread = int(got["kernel"].split("vectors=")[1].split(",")[0])
+        threads, cluster = got["threads_per_row"], got["cluster"]
+        assert per_thread * threads * cluster >= vectors_of(got, columns, dtype)
+        assert got["block"] <= 512 and got["block"] % 32 == 0
+        assert cluster in (1, 2, 4, 8) and got["grid"] % cluster == 0
+        rows_per_block = got["block"] // threads
+        assert got["grid"] // cluster == -(-rows // rows_per_block)
+        aligned = columns * BYTES[dtype] % 16 == 0
+        assert got["vector_bytes"] == (16 if aligned else BYTES[dtype])
+
+
+@pytest.mark.parametrize("dtype", BYTES)
+@pytest.mark.parametrize("columns", COLUMNS + LONG)
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("residual", [False, True])
+def test_every_backward_plan_covers_its_rows(op, columns, dtype, residual):
+    if residual and columns * BYTES[dtype] > 98304 * 4:
+        pytest.skip("the op adds the gradient of the sum itself")
+    for rows in (1, 16, 1000, 100_003):
+        got = backward(rows, columns, dtype, op=op, residual=residual)
+        per_thread = int(got["kernel"].split("vectors=")[1].split(",")[0])
+        threads, cluster = got["threads_per_row"], got["cluster"]
+        vectors = -(-columns * BYTES[dtype] // 16)
+        assert per_thread * threads * cluster >= vectors
+        assert got["block"] <= 512 and got["grid"] % cluster == 0
+        assert got["dynamic_smem"] <= 232448 - 6144  # what a block may have, less its static share
+        assert 1 <= got["stages"] <= 8
+        assert got["parts"] == got["grid"] // cluster <= 132
+
+
+def test_the_kernel_is_the_kinds():
+    assert "Layer" in backward(100, 1024, op="layer_norm")["kernel"]
+    assert "Rms" in backward(100, 1024)["kernel"]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_alignment_decides_on_vectors(make, op):
+    assert forward(8, 1024, op=op, make=make)["vector_bytes"] == 16
+    assert forward(8, 1024, op=op, make=make, address=ADDRESS + 2)["vector_bytes"] == 2
+    assert forward(8, 1024, op=op, make=make, strides=(1030, 1))["vector_bytes"] == 2
+    assert forward(8, 1024, op=op, make=make, strides=(1032, 1))["vector_bytes"] == 16
+    assert forward(8, 1024, op=op, make=make, strides=(1, 8))["vector_bytes"] == 2
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_no_rows(op):
+    assert forward(0, 1024, op=op)["kernel"] == "none"
+    assert backward(0, 1024, op=op)["kernel"] == "none"
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("error", "text", "changes"),
+    [
+        (
+            TypeError,
+            "`x` must have dtype float32, bfloat16 or float16, got int8",
+            {"x": ((4, 64), "int8")},
+        ),
+        (ValueError, r"`x` must have at least 1 column, got \[4, 0\]", {"x": ((4, 0), "bfloat16")}),
+        (
+            NotImplementedError,
+            "rows are supported up to 131072 columns, got 131080",
+            {"x": ((4, 131_080), "bfloat16")},
+        ),
+        (TypeError, "`weight` must have dtype bfloat16 or float32", {"weight": ((64,), "float16")}),
+        (
+            ValueError,
+            r"`weight` must have shape \[N\] = \[64\], got \[32\]",
+            {"weight": ((32,), "bfloat16")},
+        ),
+        (ValueError, r"`bias` must have shape \[N\] = \[64\]", {"bias": ((65,), "float32")}),
+        (
+            ValueError,
+            r"`residual` must have the shape of `x`, \[4, 64\]",
+            {"residual": ((3, 64), "bfloat16")},
+        ),
+        (
+            TypeError,
+            "`residual` must have dtype bfloat16, got float32",
+            {"residual": ((4, 64), "float32")},
+        ),
+        (
+            ValueError,
+            r"`out` must have the shape of `x`, \[4, 64\]",
+            {"out": ((4, 32), "bfloat16")},
+        ),
+        (TypeError, "`out` must have dtype bfloat16, got float32", {"out": ((4, 64), "float32")}),
+    ],
+)
+def test_bad_arguments(make, op, error, text, changes):
+    given = {
+        "x": ((4, 64), "bfloat16"),
+        "weight": ((64,), "bfloat16"),
+        "bias": ((64,), "bfloat16"),
+        "residual": ((4, 64), "bfloat16"),
+        "out": ((4, 64), "bfloat16"),
+        "residual_out": ((4, 64), "bfloat16"),
+    } | changes
+    values = [make(*shape, dtype=dtype) for shape, dtype in given.values()]
+    with pytest.raises(error, match=f"^{op}: {text}"):
+        getattr(_C, f"{op}_plan")(*values, 1e-5)
+
+
+def test_devices(make):
+    with pytest.raises(ValueError, match="rms_norm: `x` must be a CUDA tensor, got a CPU tensor"):
+        forward(4, 64, make=make, device="cpu")
+    with pytest.raises(TypeError, match="rms_norm: expected 7 positional arguments, got 1"):
+        _C.rms_norm_plan(make(4, 64))
+
+
+def test_strides_that_are_no_rows(make):
+    x = make(4, 5, 64, strides=(64, 1000, 1))
+    with pytest.raises(NotImplementedError, match="`x` must have rows at one distance"):
+        _C.rms_norm_plan(x, None, None, None, make(4, 5, 64, dtype="float32"), None, 1e-5)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_gradients_of_parameters_need_a_workspace(make, op):
+    tensors = [make(4, 64), make(64), make(4, 64), None, make(4, 64), make(64), None]
+    plan = getattr(_C, f"{op}_backward_plan")
+    with pytest.raises(ValueError, match="gradients of parameters need a workspace"):
+        plan(*tensors, None, 1e-5)
+    with pytest.raises(ValueError, match=r"`workspace` must have shape \[2, parts, N\]"):
+        plan(*tensors, make(2, 1, 63), 1e-5)
+    parts = plan(*tensors[:5], None, None, None, 1e-5)["parts"]
+    assert plan(*tensors, make(2, parts, 64), 1e-5)["parts"] == parts

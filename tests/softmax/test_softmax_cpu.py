@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""softmax_online with PyTorch and without a GPU: reference, public function, registration."""
+
+import pytest
+import torch
+
+import tiercel
+
+pytestmark = pytest.mark.torch
+
+OPS = {"softmax_online": torch.softmax, "log_softmax": torch.log_softmax}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+INF = float("inf")
+
+
+@pytest.fixture(autouse=True)
+def _on_ref():
+    with tiercel.use_backend("ref"):
+        yield
+
+
+def rand(*shape, dtype=torch.float32, seed=0, grad=False):
+    generator = torch.Generator().manual_seed(seed)
+    return (2 * torch.randn(*shape, generator=generator)).to(dtype).requires_grad_(grad)
+
+
+def masks(*shape):
+    keep = rand(*shape, seed=5) > -1
+    keep[..., 0] = True
+    return [None, keep, keep[..., :1, :], rand(*shape, seed=6), rand(shape[-1], seed=7)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", OPS)
+def test_values(op, dtype):
+    for dim in (-1, 0, 1):
+        for mask in masks(3, 4, 5):
+            x = rand(3, 4, 5, dtype=dtype)
+            scores = x.double() * 0.3
+            if mask is not None and mask.dtype == torch.bool:
+                scores = scores.masked_fill(~mask, -INF)
+            elif mask is not None:
+                scores = scores + mask
+            result = getattr(tiercel, op)(x, dim, scale=0.3, mask=mask)
+            assert result.dtype == dtype and result.is_contiguous()
+            due = OPS[op](scores, dim)
+            eps = torch.finfo(dtype).eps
+            torch.testing.assert_close(result.double(), due, rtol=eps, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_gradients(op):
+    for mask in masks(3, 4, 5):
+        floating = mask is not None and mask.dtype != torch.bool
+        x = rand(3, 4, 5, grad=True)
+        mask = mask.clone().requires_grad_() if floating else mask
+        grad = rand(3, 4, 5, seed=1)
+        if mask is not None and not floating:
+            grad = grad * mask.expand(3, 4, 5)  # else 0 * -inf
+        getattr(tiercel, op)(x, scale=0.3, mask=mask).backward(grad)
+        wide = x.detach().double().requires_grad_()
+        wide_mask = mask.detach().double().requires_grad_() if floating else mask
+        reference = getattr(tiercel.ref, op)
+        reference(wide, scale=0.3, mask=wide_mask).backward(grad.double())
+        torch.testing.assert_close(x.grad.double(), wide.grad, rtol=1e-4, atol=1e-6)
+        if floating:
+            torch.testing.assert_close(mask.grad.double(), wide_mask.grad, rtol=1e-4, atol=1e-6)
+            assert torch.autograd.gradcheck(
+                lambda a, b, f=reference: f(a, scale=0.3, mask=b), (wide, wide_mask)
+            )
+
+
+def test_rows_without_scores():
+    x = rand(3, 8, grad=True)
+    keep = torch.ones(3, 8, dtype=torch.bool)
+    keep[1] = False
+    for op in OPS:
+        x.grad = None
+        result = getattr(tiercel, op)(x, mask=keep)
+        assert result[1].isnan().all() and result[[0, 2]].isfinite().all()
+        result[keep].sum().backward()
+        assert (x.grad[1] == 0).all()
+
+
+def test_gradients_of_gradients():
+    for op, function in OPS.items():
+        x = rand(3, 8, grad=True)
+        (first,) = torch.autograd.grad(getattr(tiercel, op)(x)[:, 0].sum(), x, create_graph=True)
+        first.square().sum().backward()
+        wide = x.detach().double().requires_grad_()
+        (first,) = torch.autograd.grad(function(wide, -1)[:, 0].sum(), wide, create_graph=True)
+        first.square().sum().backward()
+        torch.testing.assert_close(x.grad.double(), wide.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_out():
+    x = rand(5, 16)
+    due = tiercel.softmax_online(x, scale=2.0)
+    out = torch.empty(5, 16)
+    assert tiercel.softmax_online(x, scale=2.0, out=out) is out and torch.equal(out, due)
+    assert tiercel.softmax_online(x, scale=2.0, out=x) is x and torch.equal(x, due)
+    with pytest.raises(RuntimeError, match="no derivative for `out=`"):
+        tiercel.softmax_online(rand(5, 16, grad=True), out=out)
+
+
+def test_set_backend():
+    tiercel.set_backend("softmax_online", "ref")
+    told = tiercel.explain(tiercel.softmax_online, rand(2, 8), mask=torch.ones(8).bool())
+    assert told.backend == "ref"
+    with pytest.raises(ValueError, match="softmax_online has no backend 'nothing'"):
+        tiercel.set_backend("softmax_online", "nothing")
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "arguments"),
+    [
+        (
+            TypeError,
+            "`x` must have dtype float32, bfloat16 or float16",
+            {"x": torch.ones(2).double()},
+        ),
+        (ValueError, "`x` must have at least 1 dimension", {"x": torch.ones(())}),
+        (ValueError, "`dim` must be from -2 to 1, got 2 for shape", {"dim": 2}),
+        (TypeError, "`scale` must be a float, got Tensor", {"scale": torch.ones(1)}),
+        (TypeError, "`mask` must have dtype bool, float32 or that", {"mask": torch.ones(16).int()}),
+        (
+            ValueError,
+            r"`mask` must broadcast to the shape of `x`, \[5, 16\], got \[8\]",
+            {"mask": torch.ones(8).bool()},
+        ),
+        (ValueError, r"`mask` must broadcast", {"mask": torch.ones(1, 5, 16).bool()}),
+        (ValueError, r"`out` must have shape that of `x` = \[5, 16\]", {"out": torch.ones(5, 8)}),
+        (TypeError, "`out` must have dtype float32", {"out": torch.ones(5, 16).half()}),
+    ],
+)
+def test_bad_arguments(error, text, arguments):
+    for op in OPS:
+        with pytest.raises(error, match=f"^{op}: {text}"):
+            getattr(tiercel, op)(**({"x": rand(5, 16)} | arguments))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_opcheck(op):
+    ops, check = torch.ops.tiercel, torch.library.opcheck
+    x, grad = rand(4, 8, grad=True), rand(4, 8, seed=1)
+    keep = rand(4, 8, seed=2) > -1
+    check(getattr(ops, op).default, (x, rand(8, seed=3, grad=True)), {"scale": 0.5})
+    check(getattr(ops, op).default, (x, keep))
+    check(getattr(ops, f"{op}_no_mask").default, (x, 0))
+    check(getattr(ops, f"{op}_out").default, (x.detach(), keep, torch.empty(4, 8)))
+    check(getattr(ops, f"{op}_no_mask_out").default, (x.detach(), torch.empty(4, 8)))
+    check(getattr(ops, f"{op}_backward").default, (grad, x.detach(), keep))
+    check(getattr(ops, f"{op}_no_mask_backward").default, (grad, x.detach()))
+
+
+def test_compile():
+    x = rand(4, 8, grad=True)
+    function = torch.compile(
+        lambda x: tiercel.softmax_online(x * 2, scale=0.5).square().sum(),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    function(x).backward()
+    got, x.grad = x.grad, None
+    tiercel.softmax_online(x * 2, scale=0.5).square().sum().backward()
+    torch.testing.assert_close(got, x.grad)
+
+
+def test_fake_tensors():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x = torch.empty(7, 3, 16, dtype=torch.float16, device="cuda")
+        mask = torch.empty(3, 16, dtype=torch.bool, device="cuda")
+        result = tiercel.softmax_online(x, mask=mask)
+        assert result.shape == x.shape and result.dtype == torch.float16
+
+
+def test_module():
+    x, mask = rand(4, 8), rand(4, 8, seed=1) > -1
+    module = tiercel.nn.SoftmaxOnline(scale=0.5, backend="ref")
+    assert torch.equal(module(x, mask), tiercel.softmax_online(x, scale=0.5, mask=mask))
+    assert repr(module) == "SoftmaxOnline(dim=-1, scale=0.5, backend='ref')"
