@@ -28,9 +28,9 @@ def e2m1(codes):
 @triton.jit
 def products(
     a, b, scale_a, scale_b, c, rows, k, a_row, a_batch, b_batch, c_row, c_batch, atoms,
-    ROWS: tl.constexpr, VALUES: tl.constexpr,
+    block_rows: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
     batch = tl.program_id(1).to(tl.int64)
     real_row = row < rows
     a += batch * a_batch
@@ -39,9 +39,9 @@ def products(
     scale_b += batch * (atoms * 512)
     row_in_scales = row // 128 * atoms * 512 + row % 32 * 16 + row % 128 // 32 * 4
 
-    sums = tl.zeros([ROWS], tl.float32)
-    for first in range(0, k, VALUES):
-        byte = first // 2 + tl.arange(0, VALUES // 2)
+    sums = tl.zeros([block_rows], tl.float32)
+    for first in range(0, k, block_k):
+        byte = first // 2 + tl.arange(0, block_k // 2)
         group = byte // 8
         place = group // 4 * 512 + group % 4
         real = byte < k // 2
@@ -88,8 +88,8 @@ def gemv(
         c.stride(0),
         c.stride(2),
         scale_a_permuted.shape[4],
-        ROWS=rows,
-        VALUES=512,
+        block_rows=rows,
+        block_k=512,
         num_warps=4,
     )
     return c

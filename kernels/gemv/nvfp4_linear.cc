@@ -119,8 +119,8 @@ bool weigh(const Nvfp4LinearArgs& args, Cut* cut) {
   if (cut->cluster > 1 && block_stages * (cut->cluster - 1) >= all_stages) return false;
   const int shared = shared_bytes(*cut, args.tokens, block_stages);
   if (shared > kLinearMaxShared) return false;
-  const int together = std::max(
-      1, std::min({most_warps / warps, (kLinearMaxShared + 1024) / (shared + 1280)}));
+  const int together =
+      std::max(1, std::min({most_warps / warps, (kLinearMaxShared + 1024) / (shared + 1280)}));
   const int64_t blocks = ceil_div(ceil_div(args.features, 16), cut->tiles) * cut->cluster;
   const int64_t per_sm = ceil_div(blocks, kMultiprocessors);
   const int64_t rounds = ceil_div(per_sm, together);

@@ -209,8 +209,8 @@ __global__ void __launch_bounds__(kFp8TensorThreads)
   const int64_t block = args.given != nullptr ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
   const int64_t first = block * kFp8TensorThreads * kFp8TensorVectors + threadIdx.x;
   Eight<Source> values[kFp8TensorVectors];
-  // The kernel that finds the maxima let this one begin after its own wait, so what wrote x is done:
-  // x may be read while that kernel still runs.
+  // The kernel that finds the maxima let this one begin after its own wait, so what wrote x is
+  // done: x may be read while that kernel still runs.
   if (args.given != nullptr) grid_dependency_wait();
 #pragma unroll
   for (int v = 0; v < kFp8TensorVectors; ++v) {

@@ -40,14 +40,15 @@ __device__ __forceinline__ uint32_t signs_of(const Eight<Source>& x) {
   }
 }
 
-// The codes of eight values, value i at bits [4i, 4i + 4). `inverse_half` is half of 1 / scale.
+// The codes of eight values, value i at bits [4i, 4i + 4). `inverse_half` is half of 1 / scale; the
+// product is rounded, as the reference has it, and not fused with the additions that follow.
 template <typename Source>
 __device__ __forceinline__ uint32_t codes_of(const Eight<Source>& x, float inverse_half) {
   uint32_t codes = 0;
   uint32_t magic = 0;  // what the additions below bring along
 #pragma unroll
   for (int i = 7; i >= 0; --i) {
-    codes = codes * 16 + half_magnitude_to_e2m1(fabsf(x[i]) * inverse_half);
+    codes = codes * 16 + half_magnitude_to_e2m1(__fmul_rn(fabsf(x[i]), inverse_half));
     magic = magic * 16 + kE2M1Magic;
   }
   return (codes - magic) | signs_of(x);

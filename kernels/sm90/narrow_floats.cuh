@@ -45,7 +45,7 @@ __device__ __forceinline__ uint32_t float4_to_e4m3x4(const float* values) {
 // value saturated to [0, 1]; NaN becomes 0.
 __device__ __forceinline__ float saturated_sum(float a, float b) {
   float sum;
-  asm("add.sat.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
+  asm("add.rn.sat.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
   return sum;
 }
 

@@ -47,7 +47,9 @@ def test_gemv_sizes():
                 assert got["kernel"] == "nvfp4_gemv"
                 assert got["block"] % 32 == 0 and got["block"] <= 896
                 warps = got["block"] // 32
-                assert warps % got["parts"] == 0 and got["rows_per_block"] == warps // got["parts"] * 4
+                assert (
+                    warps % got["parts"] == 0 and got["rows_per_block"] == warps // got["parts"] * 4
+                )
                 assert got["grid"] * got["rows_per_block"] >= m * batches
                 assert got["dynamic_smem"] <= 227 * 1024
 
@@ -71,7 +73,12 @@ BAD_GEMV = [
         TypeError,
         "`a` must have dtype float4_e2m1fn_x2, got uint8",
     ),
-    ("a", lambda make: make(200, 128, dtype=E2M1), ValueError, "`a` must have 3 dimensions, got 2 (shape [200, 128])"),
+    (
+        "a",
+        lambda make: make(200, 128, dtype=E2M1),
+        ValueError,
+        "`a` must have 3 dimensions, got 2 (shape [200, 128])",
+    ),
     (
         "b",
         lambda make: outermost_last(make, 128, 128, 2, E2M1),
@@ -224,7 +231,8 @@ BAD_LINEAR = [
         "x",
         lambda make: make(4, 512, dtype="bfloat16", strides=(516, 1)),
         NotImplementedError,
-        "`x` must have rows of neighbouring elements at multiples of 16 bytes, got strides [516, 1]",
+        "`x` must have rows of neighbouring elements at multiples of 16 bytes, "
+        "got strides [516, 1]",
     ),
 ]
 

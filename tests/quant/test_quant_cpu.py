@@ -215,7 +215,9 @@ BAD = [
         "`q` must have dtype float4_e2m1fn_x2, got float32",
     ),
     (
-        lambda: tiercel.nvfp4_dequantize(*tiercel.nvfp4_quantize(torch.ones(4, 16)), dtype=torch.int8),
+        lambda: tiercel.nvfp4_dequantize(
+            *tiercel.nvfp4_quantize(torch.ones(4, 16)), dtype=torch.int8
+        ),
         TypeError,
         "`dtype` must have dtype float32, bfloat16 or float16, got int8",
     ),

@@ -39,7 +39,9 @@ def test_every_size_has_a_plan(dtype, granularity):
             got = fp8(ExchangeTensor, rows, columns, granularity, dtype)
             assert got["kernel"].startswith("fp8_quantize_")
             assert got["block"] % 32 == 0 and 32 <= got["block"] <= 1024
-            assert got["launches"] == (2 if "tensor<" in got["kernel"] and "small" not in got["kernel"] else 1)
+            assert got["launches"] == (
+                2 if "tensor<" in got["kernel"] and "small" not in got["kernel"] else 1
+            )
             if granularity == ROW:
                 assert got["grid"] == rows
                 held = got["vectors"] * got["block"] * 8

@@ -28,7 +28,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def _divide(x: Tensor, divisor: float) -> Tensor:
-    """Rounded once. On a GPU torch multiplies by the reciprocal of a number, but not of a tensor."""
+    """Rounded once: on a GPU torch multiplies by a number's reciprocal, but divides by a tensor."""
     return x / torch.full_like(x, divisor)
 
 
