@@ -44,5 +44,5 @@ def attention(
     # A row that sees no key is 0, and its gradient too.
     blind = hidden.all(-1, keepdim=True)
     weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
-    out = (weights @ values).transpose(1, 2).to(q.dtype)
+    out = (weights @ values).transpose(1, 2).to(q.dtype).contiguous()
     return (out, scores.logsumexp(-1)) if return_lse else out
