@@ -7,7 +7,6 @@ from typing import Any
 
 from tiercel.plugins.contract import Case, Contract, ScalarSpec, TensorSpec
 
-
 _REST = {"window": None, "scale": None, "softcap": None, "return_lse": True}
 
 
