@@ -7,6 +7,8 @@ from typing import Any
 
 from tiercel.plugins.contract import Case, Contract, ScalarSpec, TensorSpec
 
+_REST = {"window": None, "scale": None, "softcap": None, "return_lse": True}
+
 
 def _case(
     batch: int,
@@ -19,7 +21,7 @@ def _case(
     values: str = "random",
 ) -> Case:
     sizes = {"B": batch, "Sq": queries, "Sk": keys, "H": heads[0], "Hk": heads[1], "D": d}
-    return Case(sizes, dtype, {"causal": causal}, values)
+    return Case(sizes, dtype, {"causal": causal, **_REST}, values)
 
 
 _CASES = (
@@ -48,8 +50,7 @@ def _make(case: Case, device: str, seed: int) -> dict[str, Any]:
         return torch.cat([drawn, -drawn], dim=2)[:, :, : shape[2]]
 
     tensors = {"q": random("Sq", "H"), "k": random("Sk", "Hk"), "v": random("Sk", "Hk")}
-    options = {"window": None, "scale": None, "softcap": None, "return_lse": True}
-    return {**tensors, **options, **case.options}
+    return {**tensors, **case.options}
 
 
 def _both(call: Any, *args: Any) -> Any:
