@@ -61,6 +61,11 @@ def main():
     parser.add_argument("--torch", action="store_true", help="PyTorch's way too")
     parser.add_argument("--out", type=Path, help="write JSON there")
     args = parser.parse_args()
+
+    def keep(what, value):
+        found[what] = value
+        print(f"{what:34} {value:.3f} s", flush=True)
+
     found = {"date": time.strftime("%Y-%m-%d"), "cpus": len(os.sched_getaffinity(0))}
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
@@ -68,15 +73,13 @@ def main():
         (folder / "extension.cu").write_text(KERNEL + BINDING)
         (folder / "build").mkdir()
         source, cache = folder / "twice.cu", {"TIERCEL_CACHE_DIR": str(folder / "cache")}
-        found["tiercel.jit.cuda, first"] = seconds(OURS, source, **cache)
-        found["tiercel.jit.cuda, new process"] = seconds(OURS, source, **cache)
+        keep("tiercel.jit.cuda, first", seconds(OURS, source, **cache))
+        keep("tiercel.jit.cuda, new process", seconds(OURS, source, **cache))
         if args.torch:
             arch = {"TORCH_CUDA_ARCH_LIST": "9.0a"}
             build = (folder / "extension.cu", folder / "build")
-            found["cpp_extension.load, first"] = seconds(TORCHS, *build, **arch)
-            found["cpp_extension.load, new process"] = seconds(TORCHS, *build, **arch)
-    for what, value in found.items():
-        print(f"{what:34} {value:.3f} s" if isinstance(value, float) else f"{what:34} {value}")
+            keep("cpp_extension.load, first", seconds(TORCHS, *build, **arch))
+            keep("cpp_extension.load, new process", seconds(TORCHS, *build, **arch))
     if args.out:
         args.out.write_text(json.dumps(found, indent=1) + "\n")
     return 0

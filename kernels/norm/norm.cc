@@ -41,8 +41,7 @@ Status join_rows(const Argument& argument, Rows* rows) {
     } else if (view.strides[i] != stride * rows->count) {
       return Status::Unimplemented(mismatch(argument, "have rows at one distance",
                                             "strides " + shape_text(view.strides, view.ndim) +
-                                                " for shape " +
-                                                shape_text(view.shape, view.ndim)));
+                                                " for shape " + shape_text(view.shape, view.ndim)));
     }
     rows->count *= view.shape[i];
   }
@@ -59,9 +58,9 @@ Status check_like_x(const Argument& argument, const Argument& x) {
   TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {x.view.dtype}));
   if (argument.view.ndim != x.view.ndim ||
       !std::equal(x.view.shape, x.view.shape + x.view.ndim, argument.view.shape)) {
-    return Status::InvalidArgument(mismatch(
-        argument, "have the shape of `x`, " + shape_text(x.view.shape, x.view.ndim),
-        shape_text(argument.view.shape, argument.view.ndim)));
+    return Status::InvalidArgument(
+        mismatch(argument, "have the shape of `x`, " + shape_text(x.view.shape, x.view.ndim),
+                 shape_text(argument.view.shape, argument.view.ndim)));
   }
   TIERCEL_RETURN_IF_ERROR(check_same_device(argument, x));
   return check_cuda(argument);
@@ -221,8 +220,8 @@ Status prepare(const NormBackward& call, int multiprocessors, NormBackwardArgs* 
   TIERCEL_RETURN_IF_ERROR(check_rows(op, grad_x.count));
 
   const int columns = static_cast<int>(call.x->shape[call.x->ndim - 1]);
-  *choice = choose_norm_backward({call.kind, call.x->dtype, grad_x.count, columns, wide,
-                                  args->stream_count, multiprocessors});
+  *choice = choose_norm_backward(
+      {call.kind, call.x->dtype, grad_x.count, columns, wide, args->stream_count, multiprocessors});
   if (choice->kernel == nullptr) return no_kernel(op, columns, wide);
   args->weight = data_of(call.weight);
   args->grad_x = grad_x.data;

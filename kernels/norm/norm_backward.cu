@@ -5,13 +5,13 @@
 namespace tiercel {
 namespace {
 
-#define TIERCEL_KERNEL(dtype, wide, vectors, kind, layer)                                       \
-  {DType::k##dtype, wide, NormKind::k##kind, vectors,                                           \
-   Kernel("norm_backward<" #dtype ", wide=" #wide ", vectors=" #vectors ", " #kind ">",         \
-          reinterpret_cast<const void*>(norm_backward<dtype, wide, vectors, layer>),            \
+#define TIERCEL_KERNEL(dtype, wide, vectors, kind, layer)                               \
+  {DType::k##dtype, wide, NormKind::k##kind, vectors,                                   \
+   Kernel("norm_backward<" #dtype ", wide=" #wide ", vectors=" #vectors ", " #kind ">", \
+          reinterpret_cast<const void*>(norm_backward<dtype, wide, vectors, layer>),    \
           kNormMaxDynamicSmem)}
-#define TIERCEL_KINDS(dtype, wide, vectors)              \
-  TIERCEL_KERNEL(dtype, wide, vectors, Rms, false),      \
+#define TIERCEL_KINDS(dtype, wide, vectors)         \
+  TIERCEL_KERNEL(dtype, wide, vectors, Rms, false), \
       TIERCEL_KERNEL(dtype, wide, vectors, Layer, true)
 
 const NormBackwardKernel kBackward[] = {
@@ -22,9 +22,9 @@ const NormBackwardKernel kBackward[] = {
     TIERCEL_KINDS(Float32, true, 2),  TIERCEL_KINDS(Float32, true, 4),
     TIERCEL_KINDS(Float32, true, 8),  TIERCEL_KINDS(Float32, false, 16)};
 
-#define TIERCEL_REDUCE(dtype)                       \
-  {DType::k##dtype, Kernel("norm_reduce<" #dtype ">", \
-                           reinterpret_cast<const void*>(norm_reduce<dtype>))}
+#define TIERCEL_REDUCE(dtype) \
+  {DType::k##dtype,           \
+   Kernel("norm_reduce<" #dtype ">", reinterpret_cast<const void*>(norm_reduce<dtype>))}
 
 const NormReduceKernel kReduce[] = {TIERCEL_REDUCE(BFloat16), TIERCEL_REDUCE(Float16),
                                     TIERCEL_REDUCE(Float32)};

@@ -1,4 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
+// Gradients of rms_norm and layer_norm. One block a multiprocessor, or a cluster for very long
+// rows, goes through the rows in tiles of neighbours, a row a team of threads. The copy engine
+// fetches tiles ahead into a ring of stages: full[stage] says that one is there, empty[stage] that
+// all warps have read it. The statistics are computed again, which reads nothing more. Each thread
+// has its columns of every row, so the parameters' gradients are sums in its registers; they leave
+// once, as a row of partial sums a block, which norm_reduce adds up in a fixed order. Bytes: x and
+// grad read once, grad_x written once; the floor is those at the speed of a copy.
 #ifndef KERNELS_NORM_NORM_BACKWARD_CUH_
 #define KERNELS_NORM_NORM_BACKWARD_CUH_
 
@@ -36,7 +43,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   const int columns = max(0, min(args.slice, args.columns - first));
   const int chunks = (columns + kElements - 1) / kElements;
   const int part_bytes = args.slice * Format::kBytes;  // of a row, in a stage
-  const int rows_per_tile = teams * rows_per_warp;  // neighbours: a block's stage is one piece
+  const int rows_per_tile = teams * rows_per_warp;     // neighbours: a block's stage is one piece
   const int place_in_tile = team.index * rows_per_warp + in_warp;
   const int stream_bytes = part_bytes * rows_per_tile;
   const int stage_bytes = stream_bytes * args.stream_count;
@@ -135,8 +142,8 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   }
 
   const bool alone = team.entries() == 1;
-  const float warp_columns = alone ? static_cast<float>(args.columns)
-                                   : team.warp_columns(kVectors, kElements, columns);
+  const float warp_columns =
+      alone ? static_cast<float>(args.columns) : team.warp_columns(kVectors, kElements, columns);
   const float inverse_warp_columns = 1.0f / fmaxf(warp_columns, 1.0f);
   if (team.blocks > 1) cluster_wait();
   if (kLayerNorm && !alone) team.publish(scratch, warp_columns);
@@ -146,7 +153,8 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
 #pragma unroll
     for (int p = 0; p < kParts; ++p) {
       // A vector beyond the row has no gradient: any weight will do.
-      const float4 part = reinterpret_cast<const float4*>(weight)[p * (last + 1) + min(chunk, last)];
+      const float4 part =
+          reinterpret_cast<const float4*>(weight)[p * (last + 1) + min(chunk, last)];
       w[4 * p] = part.x, w[4 * p + 1] = part.y, w[4 * p + 2] = part.z, w[4 * p + 3] = part.w;
     }
   };

@@ -45,6 +45,20 @@ const NormBackwardKernel* backward_kernel(const NormProblem& problem, int vector
   });
 }
 
+// How many threads a backward block had best have, and how many stages: measured on an H200. More
+// rows under way than it takes spread the accesses to memory.
+int threads_of_teams(const NormProblem& problem, int threads_per_row) {
+  if (!problem.wide) return kNormNarrowThreads;
+  if (problem.kind == NormKind::kLayer || threads_per_row < 32) return kNormMaxThreads;
+  if (dtype_bytes(problem.dtype) == 4) return kNormMaxThreads / 2;
+  return threads_per_row <= 128 ? 384 : kNormMaxThreads;
+}
+
+int64_t stages_of(const NormProblem& problem, int threads_per_row) {
+  if (dtype_bytes(problem.dtype) == 4 || threads_per_row < 32) return 3;
+  return problem.kind == NormKind::kLayer && threads_per_row == 32 ? 3 : 2;
+}
+
 }  // namespace
 
 NormChoice<NormForwardKernel> choose_norm_forward(const NormProblem& problem) {
@@ -70,10 +84,9 @@ NormChoice<NormForwardKernel> choose_norm_forward(const NormProblem& problem) {
     } else if (vectors >= 1024) {
       per_thread = 8;
     }
-    const int most = norm_forward_threads(problem.wide, per_thread, true);
-    const auto threads = [&] {
-      return threads_for(ceil_div(vectors, choice.cluster), per_thread);
-    };
+    const int most = norm_forward_threads(static_cast<int>(dtype_bytes(problem.dtype)),
+                                          problem.wide, per_thread, true);
+    const auto threads = [&] { return threads_for(ceil_div(vectors, choice.cluster), per_thread); };
     // Two blocks of half the size hide more of each other's latency; a cluster has eight at most.
     while (threads() > (choice.cluster < kNormMaxCluster ? std::min(most, 256) : most) &&
            choice.cluster < kNormMaxCluster) {
@@ -103,6 +116,11 @@ NormChoice<NormBackwardKernel> choose_norm_backward(const NormProblem& problem) 
   int per_thread = problem.wide ? widest : 2 * widest;
   if (problem.wide && vectors <= 32 * widest / 2) per_thread /= 2;
   if (problem.wide && vectors <= 32 * widest / 4) per_thread /= 2;
+  // Eight registers of four float32 sums each are for rows that no cluster holds otherwise.
+  const bool wide_float32 = problem.wide && elements == 4;
+  if (wide_float32 && vectors <= int64_t{kNormMaxCluster} * kNormMaxThreads * 4) {
+    per_thread = std::min(per_thread, 4);
+  }
   int teams = 1;
   for (;; choice.cluster *= 2) {
     if (choice.cluster > kNormMaxCluster) return choice;
@@ -115,8 +133,9 @@ NormChoice<NormBackwardKernel> choose_norm_backward(const NormProblem& problem) 
     const int64_t tiles = ceil_div(problem.rows, rows_per_team);
     // Blocks for all multiprocessors first, then teams in them.
     const int blocks = std::max(1, problem.multiprocessors / choice.cluster);
-    teams = static_cast<int>(std::min<int64_t>(max_threads / team_threads,
-                                               std::max<int64_t>(1, ceil_div(tiles, blocks))));
+    teams = static_cast<int>(std::min<int64_t>(
+        std::max(1, threads_of_teams(problem, choice.threads_per_row) / team_threads),
+        std::max<int64_t>(1, ceil_div(tiles, blocks))));
     if (choice.cluster > 1) teams = 1;
     choice.block = teams * team_threads;
     const int64_t stage = choice.slice * element * rows_per_team * problem.streams;
@@ -124,8 +143,8 @@ NormChoice<NormBackwardKernel> choose_norm_backward(const NormProblem& problem) 
     const int64_t room = kNormMaxDynamicSmem - weight - 128;
     // The ring's memory holds the teams' sums of the weight's gradient at the end.
     const int64_t sums = teams * choice.slice * int64_t{4};
-    const int64_t stages =
-        problem.wide ? std::min<int64_t>(room / (teams * stage), kNormMaxStages / 2) : 1;
+    const int64_t most = stages_of(problem, choice.threads_per_row);
+    const int64_t stages = problem.wide ? std::min(room / (teams * stage), most) : 1;
     if (stages < 1 || teams * stage > room || sums > room) continue;
     choice.stages = static_cast<int>(stages);
     choice.weight_offset =
@@ -133,9 +152,9 @@ NormChoice<NormBackwardKernel> choose_norm_backward(const NormProblem& problem) 
     // More than half of what there is: two blocks on one multiprocessor leave another empty.
     choice.dynamic_smem =
         static_cast<int>(std::max<int64_t>(choice.weight_offset + weight, 116 * 1024));
-    choice.grid = static_cast<int>(std::max<int64_t>(
-                      1, std::min<int64_t>(blocks, ceil_div(tiles, teams)))) *
-                  choice.cluster;
+    choice.grid =
+        static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(blocks, ceil_div(tiles, teams)))) *
+        choice.cluster;
     break;
   }
   choice.kernel = backward_kernel(problem, per_thread);

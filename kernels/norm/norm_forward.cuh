@@ -40,8 +40,9 @@ __device__ __forceinline__ void read_parameter(float (&values)[Chunk<Format, kWi
 }
 
 template <typename Format, bool kWide, int kVectors, bool kResidual, bool kBlockRow>
-__global__ void __launch_bounds__(norm_forward_threads(kWide, kVectors, kBlockRow),
-                                  norm_forward_blocks(kWide, kVectors, kBlockRow, kResidual))
+__global__ void __launch_bounds__(norm_forward_threads(Format::kBytes, kWide, kVectors, kBlockRow),
+                                  norm_forward_blocks(Format::kBytes, kWide, kVectors, kBlockRow,
+                                                      kResidual))
     norm_forward(const __grid_constant__ NormForwardArgs args) {
   using Values = Chunk<Format, kWide>;
   constexpr int kElements = Values::kElements;
@@ -66,7 +67,8 @@ __global__ void __launch_bounds__(norm_forward_threads(kWide, kVectors, kBlockRo
   const auto valid = [&](int v) { return local(v) < columns && real; };
 
   grid_dependency_wait();
-  grid_dependency_launch();  // once the last blocks run, the next grid's may take what room there is
+  grid_dependency_launch();  // once the last blocks run, the next grid's may take what room there
+                             // is
 
   Values values[kVectors];
   {
@@ -181,8 +183,8 @@ __global__ void __launch_bounds__(norm_forward_threads(kWide, kVectors, kBlockRo
     }
     if constexpr (kBlockRow) {
       square = lanes_reduce<32>(square, Sum());
-      const float2 joined = team.join(scratch, make_float4(sum, square, mean, count),
-                                      args.inverse_columns);
+      const float2 joined =
+          team.join(scratch, make_float4(sum, square, mean, count), args.inverse_columns);
       mean = joined.x;
       square = joined.y;
     } else {

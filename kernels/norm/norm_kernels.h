@@ -11,7 +11,7 @@
 
 namespace tiercel {
 
-inline constexpr int kNormMaxThreads = 512;  // a block
+inline constexpr int kNormMaxThreads = 512;     // a block
 inline constexpr int kNormNarrowThreads = 256;  // the same where rows are not on 16 bytes, backward
 inline constexpr int kNormMaxCluster = 8;
 inline constexpr int kNormMaxWarps = kNormMaxThreads / 32;
@@ -21,16 +21,17 @@ inline constexpr int kNormReduceThreads = 256;
 
 // The most threads of a block of norm_forward, and how many such blocks registers must leave room
 // for on a multiprocessor.
-constexpr int norm_forward_threads(bool wide, int vectors, bool block_row) {
+constexpr int norm_forward_threads(int element, bool wide, int vectors, bool block_row) {
   if (!block_row) return 128;
   if (!wide) return vectors > 4 ? 448 : kNormMaxThreads;  // more registers for more elements
-  return vectors == 4 ? 256 : vectors == 8 ? 448 : kNormMaxThreads;
+  return vectors == 4 ? 256 : vectors == 8 && element == 2 ? 448 : kNormMaxThreads;
 }
-constexpr int norm_forward_blocks(bool wide, int vectors, bool block_row, bool residual) {
+constexpr int norm_forward_blocks(int element, bool wide, int vectors, bool block_row,
+                                  bool residual) {
   if (!wide) return 1;
   const int words = vectors * 4 * (residual ? 2 : 1);
   const int registers = words <= 16 && block_row ? 48 : words <= 32 ? 64 : 128;
-  return 65536 / registers / norm_forward_threads(wide, vectors, block_row);
+  return 65536 / registers / norm_forward_threads(element, wide, vectors, block_row);
 }
 
 // All strides and offsets are in bytes.
@@ -48,9 +49,9 @@ struct NormForwardArgs {
   int64_t residual_inner;
   int rows;
   int columns;
-  int slice;        // columns a block, where a row has one or more
+  int slice;         // columns a block, where a row has one or more
   int cluster_log2;  // of how many it has
-  int lanes_log2;   // of how many lanes it has otherwise
+  int lanes_log2;    // of how many lanes it has otherwise
   float inverse_columns;
   float eps;
   bool layer_norm;
@@ -91,7 +92,7 @@ struct NormForwardKernel {
   bool wide;
   bool residual;
   bool block_row;  // a row has a block or more
-  int vectors;  // a thread
+  int vectors;     // a thread
   Kernel kernel;
 };
 

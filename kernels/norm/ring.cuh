@@ -25,10 +25,10 @@ __device__ __forceinline__ void mbarrier_init_fence() {
 
 // Arrives, and announces bytes that copies will bring.
 __device__ __forceinline__ void mbarrier_expect(uint64_t* barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                   shared_address(barrier)),
-               "r"(bytes)
-               : "memory");
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
 }
 
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {

@@ -102,8 +102,8 @@ struct BlockTeam {
 };
 
 // A block's threads by rows: less than a warp a row (`lanes` < 32, several rows a warp), whole
-// warps, the whole block, or all blocks of a cluster. kBlock: where it is more than a warp it is the
-// whole block, and that has no barriers but its own: of those a multiprocessor has 64 in all.
+// warps, the whole block, or all blocks of a cluster. kBlock: where it is more than a warp it is
+// the whole block, and that has no barriers but its own: of those a multiprocessor has 64 in all.
 template <bool kBlock>
 struct Team {
   int lanes;      // of a warp that share a row

@@ -43,9 +43,10 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t strip = static_cast<int64_t>(rest % strips) * kWidth;
   const int64_t i = rest / strips;
   const int64_t column = strip + across * kPlaces;
-  const int64_t first = static_cast<int64_t>(split) * args.part;
-  const int rows = static_cast<int>(min(args.length - first, args.part));
-  const int64_t down_stride = kDown * args.length_stride;
+  // Parts take turns with rows, so that blocks that run together read what lies together.
+  const int64_t first = static_cast<int64_t>(split) * kDown + down;
+  const int64_t step = static_cast<int64_t>(args.parts) * kDown;
+  const int64_t down_stride = step * args.length_stride;
   grid_dependency_wait();
   grid_dependency_launch();
 
@@ -53,14 +54,14 @@ __global__ void __launch_bounds__(kThreads)
   seen.clear();
   if (column < args.inner) {
     const char* from = args.x + i * args.outer_stride + column * Format::kBytes +
-                       (first + down) * args.length_stride;
-    for (int r = down; r < rows; r += kDown * kUnroll) {
+                       first * args.length_stride;
+    for (int64_t r = first; r < args.length; r += step * kUnroll) {
       uint32_t words[kUnroll][kWords];
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
 #pragma unroll
         for (int w = 0; w < kWords; ++w) words[u][w] = none_of<Format, Op>();
-        if (r + u * kDown < rows) {
+        if (r + u * step < args.length) {
           const char* address = from + u * down_stride;
           if constexpr (kVector == 2) {
             words[u][0] = __byte_perm(words[u][0], *reinterpret_cast<const uint16_t*>(address),

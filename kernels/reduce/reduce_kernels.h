@@ -14,7 +14,8 @@ namespace tiercel {
 inline constexpr int kReduceMaxCluster = 8;
 
 // out[i][j] = op over r of x[i][r][j], with any strides of x. The blocks of part p, of `parts`,
-// reduce the entries [p * part, (p + 1) * part) of r. Either the parts of an output are a cluster,
+// reduce the entries [p * part, (p + 1) * part) of r along rows, every parts-th rows of threads down
+// columns. Either the parts of an output are a cluster,
 // or their results are side by side as the kernel says below.
 struct ReduceArgs {
   const char* x;

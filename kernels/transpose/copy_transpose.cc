@@ -79,7 +79,7 @@ const CopyTransposeKernel* find(int element, int rows, int columns, int vector) 
 const CopyTransposeKernel* choose(const CopyTransposeArgs& args, int64_t batch, int element,
                                   int vector) {
   const int64_t bytes = args.rows * args.columns * batch * element;
-  const bool large = bytes > (int64_t{12} << 20);
+  const bool large = bytes > (int64_t{6} << 20);
   // A tile that is mostly outside costs more than its runs gain.
   const int64_t shorter = std::min(args.rows, args.columns);
   if (vector == 16 && large && shorter >= 96) {

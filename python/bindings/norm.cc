@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/norm/norm.h"
+
 #include "kernels/norm/norm_kernels.h"
 #include "kernels/sm90/driver.h"
 #include "python/bindings/call.h"
@@ -148,22 +149,26 @@ PyObject* NormLoad(PyObject*, PyObject* device) { return Load(device, LoadNorm);
 
 #define TIERCEL_FAST(name, function, text) \
   {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, text}
-#define TIERCEL_NORM(name, kind)                                                                   \
-  TIERCEL_FAST(name, Forward<kind>,                                                                \
-               name "(x, weight, bias, residual, out, residual_out, eps, /)\n--\n\n"               \
-                    "Launches the kernel on the current stream; fills `out` and `residual_out`."), \
-      TIERCEL_FAST(name "_plan", ForwardPlan<kind>,                                                \
-                   name "_plan(x, weight, bias, residual, out, residual_out, eps, /)\n--\n\n"      \
-                        "Checks the arguments as a launch does and returns the configuration. "    \
-                        "Needs no GPU."),                                                          \
-      TIERCEL_FAST(name "_backward", Backward<kind>,                                               \
-                   name "_backward(x, weight, grad, grad_residual, grad_x, grad_weight, "          \
-                        "grad_bias, workspace, eps, /)\n--\n\n"                                    \
-                        "Launches the kernels on the current stream; fills the gradients."),       \
-      TIERCEL_FAST(name "_backward_plan", BackwardPlan<kind>,                                      \
-                   name "_backward_plan(x, weight, grad, grad_residual, grad_x, grad_weight, "     \
-                        "grad_bias, workspace, eps, /)\n--\n\n"                                    \
-                        "The same checks, and the configuration. Needs no GPU.")
+#define TIERCEL_NORM(name, kind)                                                              \
+  TIERCEL_FAST(name, Forward<kind>,                                                           \
+               name                                                                           \
+               "(x, weight, bias, residual, out, residual_out, eps, /)\n--\n\n"               \
+               "Launches the kernel on the current stream; fills `out` and `residual_out`."), \
+      TIERCEL_FAST(name "_plan", ForwardPlan<kind>,                                           \
+                   name                                                                       \
+                   "_plan(x, weight, bias, residual, out, residual_out, eps, /)\n--\n\n"      \
+                   "Checks the arguments as a launch does and returns the configuration. "    \
+                   "Needs no GPU."),                                                          \
+      TIERCEL_FAST(name "_backward", Backward<kind>,                                          \
+                   name                                                                       \
+                   "_backward(x, weight, grad, grad_residual, grad_x, grad_weight, "          \
+                   "grad_bias, workspace, eps, /)\n--\n\n"                                    \
+                   "Launches the kernels on the current stream; fills the gradients."),       \
+      TIERCEL_FAST(name "_backward_plan", BackwardPlan<kind>,                                 \
+                   name                                                                       \
+                   "_backward_plan(x, weight, grad, grad_residual, grad_x, grad_weight, "     \
+                   "grad_bias, workspace, eps, /)\n--\n\n"                                    \
+                   "The same checks, and the configuration. Needs no GPU.")
 
 PyMethodDef functions[] = {
     TIERCEL_NORM("rms_norm", NormKind::kRms),

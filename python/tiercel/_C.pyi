@@ -53,6 +53,7 @@ class _TopkAlignPlan(TypedDict):
     cluster: int
     block: int
     dynamic_smem: int
+
 class _AttentionPlan(TypedDict):
     kernel: str
     tile_m: int
@@ -85,6 +86,7 @@ class _NormPlan(TypedDict):
     dynamic_smem: int
     stages: int
     parts: int
+
 class _Fp8QuantizePlan(TypedDict):
     kernel: str
     launches: int
@@ -112,6 +114,7 @@ class _Nvfp4LinearPlan(TypedDict):
     grid: int
     block: int
     dynamic_smem: int
+
 class _CopyTransposePlan(TypedDict):
     kernel: str
     tile_rows: int
@@ -155,9 +158,7 @@ def fp8_quantize_plan(
 ) -> _Fp8QuantizePlan: ...
 def fp8_quantize_static(x: Any, scale: Any, q: Any, /) -> None: ...
 def fp8_quantize_load(device: int, /) -> None: ...
-def activation(
-    x: Any, up: Any, scale: Any, out: Any, function: int, gated: bool, /
-) -> None: ...
+def activation(x: Any, up: Any, scale: Any, out: Any, function: int, gated: bool, /) -> None: ...
 def activation_plan(
     x: Any, up: Any, scale: Any, out: Any, function: int, gated: bool, /
 ) -> _ActivationPlan: ...

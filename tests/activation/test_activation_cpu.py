@@ -116,7 +116,11 @@ def test_out():
 @pytest.mark.parametrize(
     ("error", "text", "arguments"),
     [
-        (TypeError, "`x` must have dtype float32, bfloat16 or float16, got float64", {"x": "double"}),
+        (
+            TypeError,
+            "`x` must have dtype float32, bfloat16 or float16, got float64",
+            {"x": "double"},
+        ),
         (ValueError, r"`x` must have an even last dimension .* got \[5, 15\]", {"x": (5, 15)}),
         (ValueError, r"`x` must have an even last dimension .* got \[\]", {"x": ()}),
         (ValueError, r"`up` must have shape that of `x` = \[5, 16\], got \[5, 8\]", {"up": (5, 8)}),

@@ -62,9 +62,11 @@ def assert_right(result, expected, slack=2e-6):
     short forms of the exponential lose, relative to the result and to the factors' size."""
     half_unit = torch.finfo(result.dtype).eps / 2
     error = (result.double() - expected).abs()
-    allowed = (1.02 * half_unit + slack) * expected.abs() + slack + torch.finfo(
-        result.dtype
-    ).smallest_normal * (result.dtype == torch.float16)
+    allowed = (
+        (1.02 * half_unit + slack) * expected.abs()
+        + slack
+        + torch.finfo(result.dtype).smallest_normal * (result.dtype == torch.float16)
+    )
     worst = (error / allowed).max().item() if error.numel() else 0.0
     assert worst <= 1, worst
 
@@ -127,9 +129,13 @@ def test_float8_special_values():
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_special_values_are_torchs(function, dtype):
     nan, inf = float("nan"), float("inf")
-    x = torch.tensor([nan, inf, -inf, 0.0, -0.0, 1e4, -1e4, 60.0, -60.0], device="cuda", dtype=dtype)
+    x = torch.tensor(
+        [nan, inf, -inf, 0.0, -0.0, 1e4, -1e4, 60.0, -60.0], device="cuda", dtype=dtype
+    )
     got, due = call(function, "plain", [x]), FUNCTIONS[function](x)
-    torch.testing.assert_close(got, due, equal_nan=True, rtol=2e-2 if dtype != torch.float32 else 1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        got, due, equal_nan=True, rtol=2e-2 if dtype != torch.float32 else 1e-5, atol=1e-6
+    )
 
 
 def test_strided_and_misaligned():

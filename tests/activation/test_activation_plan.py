@@ -30,8 +30,12 @@ def test_kernels_are_the_ones_asked_for(dtype, function, form):
     types = {"float32": "Float32", "bfloat16": "BFloat16", "float16": "Float16"}
     gated = "false" if form == "plain" else "true"
     for rows in (1, 10_000):
-        kernel = plan(ExchangeTensor, rows, 4096, dtype=dtype, form=form, function=function)["kernel"]
-        start = f"activation_forward<{names[function]}, {types[dtype]}, {types[dtype]}, gated={gated}"
+        kernel = plan(ExchangeTensor, rows, 4096, dtype=dtype, form=form, function=function)[
+            "kernel"
+        ]
+        start = (
+            f"activation_forward<{names[function]}, {types[dtype]}, {types[dtype]}, gated={gated}"
+        )
         assert kernel.startswith(start)
 
 
@@ -82,7 +86,11 @@ def call(make, x=None, up=None, scale=None, out=None, function=SILU, gated=True)
 @pytest.mark.parametrize(
     ("error", "text", "tensors"),
     [
-        (TypeError, "`x` must have dtype float32, bfloat16 or float16, got", {"x": ((4, 16), "int8")}),
+        (
+            TypeError,
+            "`x` must have dtype float32, bfloat16 or float16, got",
+            {"x": ((4, 16), "int8")},
+        ),
         (TypeError, "`up` must have dtype bfloat16, got float32", {"up": ((4, 16), "float32")}),
         (TypeError, "`out` must have dtype bfloat16, got float32", {"out": ((4, 8), "float32")}),
         (
@@ -143,7 +151,9 @@ def test_backward(make):
         x_grad = make(*x, dtype="bfloat16")
         return _C.activation_backward_plan(*tensors, other, x_grad, up_grad, SILU, True)
 
-    assert backward((4, 32), None)["kernel"].startswith("activation_backward<Silu, BFloat16, gated=t")
+    assert backward((4, 32), None)["kernel"].startswith(
+        "activation_backward<Silu, BFloat16, gated=t"
+    )
     assert backward((4, 16), (4, 16), True)["rows"] == 1
     with pytest.raises(ValueError, match=r"`grad` must have shape \[\.\.\., N\] = \[4, 16\]"):
         backward((4, 32), None, grad=(4, 32))

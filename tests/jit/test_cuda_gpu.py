@@ -78,7 +78,8 @@ def test_first_launch_inside_a_graph_capture():
 def test_the_callers_stream():
     x = torch.zeros(64, device="cuda")
     fill = tiercel.jit.cuda(SCALE, "fill")
-    fill.compile()
+    fill(1, 64, x, ctypes.c_int(0), ctypes.c_float(1), shared=256)  # compiled and loaded
+    torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(20_000_000)

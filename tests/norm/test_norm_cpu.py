@@ -130,7 +130,9 @@ def test_gradients(op, given, with_residual):
     torch.autograd.backward(results, upstream)
     torch.autograd.backward(expected, [u.double() for u in upstream])
     for name in names:
-        torch.testing.assert_close(single[name].grad.double(), every[name].grad, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            single[name].grad.double(), every[name].grad, rtol=1e-4, atol=1e-5
+        )
 
 
 def test_only_the_gradients_that_are_asked_for(op):
@@ -166,13 +168,25 @@ def test_no_gradient_through_out(op):
 @pytest.mark.parametrize(
     ("error", "text", "changes"),
     [
-        (TypeError, "`x` must have dtype float32, bfloat16 or float16", {"x": make(5, 24).double()}),
+        (
+            TypeError,
+            "`x` must have dtype float32, bfloat16 or float16",
+            {"x": make(5, 24).double()},
+        ),
         (ValueError, "`x` must have at least 1 dimension, got 0", {"x": torch.ones(())}),
         (ValueError, r"`x` must have at least 1 column, got \[5, 0\]", {"x": make(5, 0)}),
-        (TypeError, "`weight` must have dtype float32, got bfloat16", {"weight": make(24).bfloat16()}),
+        (
+            TypeError,
+            "`weight` must have dtype float32, got bfloat16",
+            {"weight": make(24).bfloat16()},
+        ),
         (ValueError, r"`weight` must have shape \[N\] = \[24\], got \[8\]", {"weight": make(8)}),
         (ValueError, "`weight` must be contiguous", {"weight": make(48)[::2]}),
-        (ValueError, r"`bias` must have shape \[N\] = \[24\], got \[1, 24\]", {"bias": make(1, 24)}),
+        (
+            ValueError,
+            r"`bias` must have shape \[N\] = \[24\], got \[1, 24\]",
+            {"bias": make(1, 24)},
+        ),
         (TypeError, "`residual` must have dtype float32", {"residual": make(5, 24).bfloat16()}),
         (ValueError, r"`residual` must have shape \[\.\.\., N\]", {"residual": make(24)}),
         (ValueError, "`eps` must not be negative, got -1", {"eps": -1.0}),

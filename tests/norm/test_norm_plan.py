@@ -15,7 +15,9 @@ def make(request):
     return request.param
 
 
-def forward(rows, columns, dtype="bfloat16", *, op="rms_norm", residual=False, make=ExchangeTensor, **x):
+def forward(
+    rows, columns, dtype="bfloat16", *, op="rms_norm", residual=False, make=ExchangeTensor, **x
+):
     return getattr(_C, f"{op}_plan")(
         make(rows, columns, dtype=dtype, **x),
         make(columns, dtype=dtype),
@@ -111,7 +113,11 @@ def test_no_rows(op):
 @pytest.mark.parametrize(
     ("error", "text", "changes"),
     [
-        (TypeError, "`x` must have dtype float32, bfloat16 or float16, got int8", {"x": ((4, 64), "int8")}),
+        (
+            TypeError,
+            "`x` must have dtype float32, bfloat16 or float16, got int8",
+            {"x": ((4, 64), "int8")},
+        ),
         (ValueError, r"`x` must have at least 1 column, got \[4, 0\]", {"x": ((4, 0), "bfloat16")}),
         (
             NotImplementedError,
@@ -119,11 +125,27 @@ def test_no_rows(op):
             {"x": ((4, 131_080), "bfloat16")},
         ),
         (TypeError, "`weight` must have dtype bfloat16 or float32", {"weight": ((64,), "float16")}),
-        (ValueError, r"`weight` must have shape \[N\] = \[64\], got \[32\]", {"weight": ((32,), "bfloat16")}),
+        (
+            ValueError,
+            r"`weight` must have shape \[N\] = \[64\], got \[32\]",
+            {"weight": ((32,), "bfloat16")},
+        ),
         (ValueError, r"`bias` must have shape \[N\] = \[64\]", {"bias": ((65,), "float32")}),
-        (ValueError, r"`residual` must have the shape of `x`, \[4, 64\]", {"residual": ((3, 64), "bfloat16")}),
-        (TypeError, "`residual` must have dtype bfloat16, got float32", {"residual": ((4, 64), "float32")}),
-        (ValueError, r"`out` must have the shape of `x`, \[4, 64\]", {"out": ((4, 32), "bfloat16")}),
+        (
+            ValueError,
+            r"`residual` must have the shape of `x`, \[4, 64\]",
+            {"residual": ((3, 64), "bfloat16")},
+        ),
+        (
+            TypeError,
+            "`residual` must have dtype bfloat16, got float32",
+            {"residual": ((4, 64), "float32")},
+        ),
+        (
+            ValueError,
+            r"`out` must have the shape of `x`, \[4, 64\]",
+            {"out": ((4, 32), "bfloat16")},
+        ),
         (TypeError, "`out` must have dtype bfloat16, got float32", {"out": ((4, 64), "float32")}),
     ],
 )

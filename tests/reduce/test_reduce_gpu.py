@@ -51,7 +51,7 @@ def assert_right(got, x, dim, op):
     count = x.numel() / max(expected.numel(), 1)
     half_unit = torch.finfo(got.dtype).eps / 2
     lost = 2.0**-20 * count**0.5 * (1 / count if op == "mean" else 1)
-    lost += torch.finfo(got.dtype).smallest_subnormal / 2
+    lost += torch.finfo(got.dtype).smallest_normal * half_unit  # a subnormal's rounding
     error = (got.double() - expected).abs()
     assert (error <= 1.02 * half_unit * expected.abs() + lost).all(), error.max().item()
 

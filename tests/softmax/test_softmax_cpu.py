@@ -45,9 +45,7 @@ def test_values(op, dtype):
             assert result.dtype == dtype and result.is_contiguous()
             due = OPS[op](scores, dim)
             eps = torch.finfo(dtype).eps
-            torch.testing.assert_close(
-                result.double(), due, rtol=eps, atol=1e-6, equal_nan=True
-            )
+            torch.testing.assert_close(result.double(), due, rtol=eps, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -116,7 +114,11 @@ def test_set_backend():
 @pytest.mark.parametrize(
     ("error", "text", "arguments"),
     [
-        (TypeError, "`x` must have dtype float32, bfloat16 or float16", {"x": torch.ones(2).double()}),
+        (
+            TypeError,
+            "`x` must have dtype float32, bfloat16 or float16",
+            {"x": torch.ones(2).double()},
+        ),
         (ValueError, "`x` must have at least 1 dimension", {"x": torch.ones(())}),
         (ValueError, "`dim` must be from -2 to 1, got 2 for shape", {"dim": 2}),
         (TypeError, "`scale` must be a float, got Tensor", {"scale": torch.ones(1)}),

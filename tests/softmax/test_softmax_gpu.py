@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""softmax_online and log_softmax on an H100 or H200, against float64: every kernel, masks, graphs."""
+"""softmax_online and log_softmax on an H100 or H200, against float64: kernels, masks, graphs."""
 
 import warnings
 
@@ -50,7 +50,9 @@ def assert_right(result, expected, slack=4e-6):
     assert torch.equal(result.isnan(), expected.isnan())
     assert torch.equal(result == -INF, expected == -INF)
     error = (result.double() - expected).abs()[both]
-    allowed = (1.02 * half_unit + slack) * expected.abs()[both] + slack * (expected <= 0).any() + tiny
+    allowed = (
+        (1.02 * half_unit + slack) * expected.abs()[both] + slack * (expected <= 0).any() + tiny
+    )
     worst = (error / allowed).max().item() if error.numel() else 0.0
     assert worst <= 1, worst
 
@@ -62,7 +64,29 @@ def assert_right_gradient(got, due, dtype):
 
 
 # One more and one less than what each kernel holds, multiples of a vector and not.
-LENGTHS = [1, 2, 7, 8, 15, 16, 17, 31, 33, 64, 100, 127, 128, 129, 200, 256, 257, 500, 512, 1000, 1024]
+LENGTHS = [
+    1,
+    2,
+    7,
+    8,
+    15,
+    16,
+    17,
+    31,
+    33,
+    64,
+    100,
+    127,
+    128,
+    129,
+    200,
+    256,
+    257,
+    500,
+    512,
+    1000,
+    1024,
+]
 LONG = [1025, 2047, 2048, 3000, 4096, 4097, 8192, 10_001, 16_384, 16_392, 32_000, 32_768, 32_775]
 LONGER = [50_257, 65_536, 100_000, 131_072, 131_073, 151_936, 262_144]
 TOO_LONG = [262_145, 300_000, 1_000_001]
@@ -120,7 +144,6 @@ def test_masks_of_long_rows(op, columns):
 
 
 def check_masks(op, dtype, shape):
-    a, b, c, n = shape
     keep = torch.rand(*shape, device="cuda") < 0.7
     keep[..., 0] = True
     added = rand(*shape, seed=3)
@@ -155,9 +178,13 @@ def check_masks(op, dtype, shape):
 
 def test_gradient_of_a_mask():
     x, mask = rand(2, 3, 64, grad=True), rand(3, 1, seed=1, grad=True)
-    tiercel.softmax_online(x, scale=0.5, mask=mask * torch.ones(64, device="cuda")).square().sum().backward()
+    tiercel.softmax_online(
+        x, scale=0.5, mask=mask * torch.ones(64, device="cuda")
+    ).square().sum().backward()
     wide, wide_mask = (t.detach().double().requires_grad_() for t in (x, mask))
-    torch.softmax(wide * 0.5 + wide_mask * torch.ones(64, device="cuda"), -1).square().sum().backward()
+    torch.softmax(
+        wide * 0.5 + wide_mask * torch.ones(64, device="cuda"), -1
+    ).square().sum().backward()
     torch.testing.assert_close(x.grad.double(), wide.grad, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(mask.grad.double(), wide_mask.grad, rtol=1e-4, atol=1e-6)
 
@@ -299,7 +326,9 @@ def test_second_derivative():
 
 def test_compile():
     x = rand(64, 512, grad=True)
-    function = torch.compile(lambda x: tiercel.softmax_online(x * 2, scale=0.5).square().sum(), fullgraph=True)
+    function = torch.compile(
+        lambda x: tiercel.softmax_online(x * 2, scale=0.5).square().sum(), fullgraph=True
+    )
     function(x).backward()
     got, x.grad = x.grad, None
     tiercel.softmax_online(x * 2, scale=0.5).square().sum().backward()

@@ -40,7 +40,9 @@ def test_every_size_has_a_plan_that_covers_it(dtype, columns):
             backward_plan(rows, columns, dtype=dtype, mask=mask),
         ):
             kernel = got["kernel"]
-            assert {"float32": "Float32", "bfloat16": "BFloat16", "float16": "Float16"}[dtype] in kernel
+            assert {"float32": "Float32", "bfloat16": "BFloat16", "float16": "Float16"}[
+                dtype
+            ] in kernel
             assert got["block"] <= 512 and got["block"] % 32 == 0 and got["blocks_per_row"] <= 8
             if "long" in kernel:
                 continue
@@ -60,9 +62,13 @@ def test_rows(make):
     assert plan(make, 4, 64, address=ADDRESS + 2)["vectors"] is False
     assert plan(make, 4, 64, strides=(72, 1))["vectors"] is True
     assert plan(make, 4, 64, strides=(65, 1))["vectors"] is False
-    with pytest.raises(NotImplementedError, match="^softmax_online: `x` must have rows at one dist"):
+    with pytest.raises(
+        NotImplementedError, match="^softmax_online: `x` must have rows at one dist"
+    ):
         plan(make, 4, 5, 32, strides=(200, 33, 1))
-    with pytest.raises(NotImplementedError, match="^log_softmax: `x` must be contiguous in its last"):
+    with pytest.raises(
+        NotImplementedError, match="^log_softmax: `x` must be contiguous in its last"
+    ):
         plan(make, 4, 32, strides=(64, 2), log=True)
 
 
@@ -79,7 +85,9 @@ def test_masks(make):
             assert "masked=true" in plan(make, 2, 3, 5, 4, mask=mask)["kernel"]
     with pytest.raises(TypeError, match="`mask` must have dtype bool, float32 or that of `x`, got"):
         plan(make, 4, 8, mask=make(4, 8, dtype="int8"))
-    with pytest.raises(ValueError, match=r"`mask` must have shape that of `x` = \[4, 8\], got \[8\]"):
+    with pytest.raises(
+        ValueError, match=r"`mask` must have shape that of `x` = \[4, 8\], got \[8\]"
+    ):
         plan(make, 4, 8, mask=make(8, dtype="bool"))
     with pytest.raises(ValueError, match="`mask` must be on the device of `x`"):
         plan(make, 4, 8, mask=make(4, 8, dtype="bool", device="cuda:1"))
@@ -89,14 +97,14 @@ def test_masks(make):
 
 
 def test_bad_arguments(make):
-    with pytest.raises(TypeError, match="^softmax_online: `x` must have dtype float32, bfloat16 or"):
+    with pytest.raises(
+        TypeError, match="^softmax_online: `x` must have dtype float32, bfloat16 or"
+    ):
         plan(make, 4, 8, dtype="int32")
     with pytest.raises(ValueError, match="^softmax_online: `x` must have at least 1 dimension"):
         plan(make)
     with pytest.raises(ValueError, match="`x` must be a CUDA tensor, got a CPU tensor"):
-        _C.softmax_plan(
-            make(4, 8, device="cpu"), None, make(4, 8, device="cpu"), 1.0, False
-        )
+        _C.softmax_plan(make(4, 8, device="cpu"), None, make(4, 8, device="cpu"), 1.0, False)
     with pytest.raises(ValueError, match=r"`out` must have shape that of `x` = \[4, 8\]"):
         _C.softmax_plan(make(4, 8), None, make(4, 9), 1.0, False)
     with pytest.raises(NotImplementedError, match="a scale other than 0"):

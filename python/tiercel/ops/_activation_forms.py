@@ -283,7 +283,9 @@ class Activation:
 
         def fake(*args: Any) -> Any:
             _, x, up, _ = split(args)
-            made = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, up)[: 1 + pair]]
+            made = [
+                torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, up)[: 1 + pair]
+            ]
             return tuple(made) if pair else made[0]
 
         def sm90(*args: Any) -> Any:

@@ -81,9 +81,12 @@ def _launch_compiled(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, activation: str
 ) -> None:
     """An activation that is not precompiled, with the tiles that another one would have."""
-    from tiercel.jit.cute_kernel import variant
+    from tiercel.jit.cute_kernel import variant, why_not
 
     check_activation(activation)
+    missing = why_not()
+    if missing is not None:
+        raise NotImplementedError(f"{_NAME}: `activation` {activation!r}: {missing}")
     plan = _C.linear_act_plan(x, weight, bias, out, 0)
     if plan["kernel"] == "none":
         return

@@ -234,7 +234,9 @@ class _Softmax:
             f"(Tensor grad, Tensor y{', Tensor mask' * masked}, int dim=-1, float? scale=None, "
             "str? backend=None) -> Tensor",
             check=check,
-            fake=lambda *args: torch.empty(args[1].shape, dtype=args[1].dtype, device=args[1].device),
+            fake=lambda *args: torch.empty(
+                args[1].shape, dtype=args[1].dtype, device=args[1].device
+            ),
             sm90=Backend("sm90", sm90, *_CUDA, why_not=why_not),
             ref=Backend("ref", lambda *args: self._formula(*split(args)).contiguous(), *_TORCH),
             family=self.name,

@@ -30,6 +30,7 @@ __all__ = [
     "Bias",
     "BlockExperts",
     "ChosenExperts",
+    "CopyTranspose",
     "ExpertMap",
     "ExpertOutputs",
     "ExpertWeights",
@@ -51,26 +52,28 @@ __all__ = [
     "Indices",
     "Keys",
     "LinearAct",
+    "LogSums",
+    "Matrices",
+    "MoeAlignBlockSize",
+    "MoeSum",
     "Norm",
     "NormBias",
     "NormWeight",
     "Normalised",
-    "Residual",
-    "ResidualSum",
-    "Rows",
-    "MoeAlignBlockSize",
-    "MoeSum",
     "NumSlots",
     "Nvfp4Dequantize",
     "Nvfp4Gemv",
     "Nvfp4Linear",
     "Nvfp4Quantize",
-    "Matrices",
-    "Reduce",
-    "Reduced",
     "PermutedScales",
     "ProductColumn",
+    "Queries",
     "RawScales",
+    "Reduce",
+    "Reduced",
+    "Residual",
+    "ResidualSum",
+    "Rows",
     "Scores",
     "ScoresMap",
     "Softmax",
@@ -82,12 +85,8 @@ __all__ = [
     "TopkSoftmax",
     "TopkSoftmaxAlign",
     "Transposed",
-    "LogSums",
-    "Queries",
-    "Scores",
-    "TopkSoftmax",
-    "Values",
     "Unreduced",
+    "Values",
     "Weight",
     "Weights",
 ]
@@ -195,6 +194,8 @@ class Norm(Protocol):
     def __call__(
         self, x: Rows, weight: NormWeight, bias: NormBias, residual: Residual, eps: float
     ) -> Normalised | tuple[Normalised, ResidualSum]: ...
+
+
 # Transpose: x [B, M, N] of 1-, 2- or 4-byte elements, any strides; out [B, N, M].
 Matrices = Annotated[Tensor, COPY_TRANSPOSE.spec("x")]
 Transposed = Annotated[Tensor, COPY_TRANSPOSE.spec("out")]
@@ -202,6 +203,9 @@ Transposed = Annotated[Tensor, COPY_TRANSPOSE.spec("out")]
 
 class CopyTranspose(Protocol):
     """A backend of copy_transpose; a single matrix comes as a batch of one."""
+
+    def __call__(self, x: Matrices) -> Transposed: ...
+
 
     def __call__(self, x: Matrices, tile_size: int | None) -> Transposed: ...
 # Attention: q [B, Sq, H, D] bfloat16 or float16, k and v [B, Sk, Hk, D], any strides; out as q, and

@@ -146,6 +146,8 @@ def _all(make: Callable[..., Any], ops: tuple[str, ...] = OPS) -> dict[str, Any]
 ADAPTERS: dict[str, dict[str, Any]] = {
     "liger": _all(_liger, ("silu_and_mul", "gelu_and_mul")),
     "torch": _all(lambda op, back, case, inputs: _torch(op, bool(back), False, case, inputs)),
-    "torch.compile": _all(lambda op, back, case, inputs: _torch(op, bool(back), True, case, inputs)),
+    "torch.compile": _all(
+        lambda op, back, case, inputs: _torch(op, bool(back), True, case, inputs)
+    ),
     "vllm": {op: partial(_vllm, op) for op in ("silu_and_mul", "gelu_and_mul")},
 }

@@ -206,9 +206,7 @@ def _backward_liger(op: str, case: Any, inputs: Inputs) -> Launch:
 
     def run() -> tuple[Any, ...]:
         return tuple(
-            module.rms_norm_backward(
-                grad, rows, weight, rstd, 0.0, mode, block, warps, False, None
-            )
+            module.rms_norm_backward(grad, rows, weight, rstd, 0.0, mode, block, warps, False, None)
         )
 
     return Launch(run)

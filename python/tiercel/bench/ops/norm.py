@@ -66,7 +66,9 @@ def _bytes(tensors: int, case: Any) -> int:
     parameter = 4 if case["weight"] == "float32" else _ELEMENT[case.dtype]
     parameters = (case["weight"] != "none") + case["bias"]
     count = tensors + (2 if case["residual"] else 0)
-    return int(case["M"] * case["N"] * _ELEMENT[case.dtype] * count + case["N"] * parameter * parameters)
+    return int(
+        case["M"] * case["N"] * _ELEMENT[case.dtype] * count + case["N"] * parameter * parameters
+    )
 
 
 def _normal(layer: bool, x: Any) -> Any:

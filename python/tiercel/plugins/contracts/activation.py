@@ -73,7 +73,9 @@ def _variants(op: str, gated: bool, options: int) -> dict[str, Any]:
         from tiercel.ref.activation import backward
 
         up = rest[0] if len(rest) > options else None
-        found = tuple(g.contiguous() for g in backward(op, grad, x, up, *rest[len(rest) - options :]))
+        found = tuple(
+            g.contiguous() for g in backward(op, grad, x, up, *rest[len(rest) - options :])
+        )
         return found if up is not None else found[0]
 
     made: dict[str, Any] = {}

@@ -132,7 +132,9 @@ def _contract(op: str) -> Contract:
         # bfloat16 rounds by 2**-9, the sum with residual first: 2**-9 of what is then normalised.
         outputs=(
             TensorSpec("out", ("M", "N"), ("x",), rtol=1.6e-2, atol=2e-2),
-            TensorSpec("residual_out", ("M", "N"), ("x",), rtol=8e-3, atol=8e-3, comes_with="residual"),
+            TensorSpec(
+                "residual_out", ("M", "N"), ("x",), rtol=8e-3, atol=8e-3, comes_with="residual"
+            ),
         ),
         cases=_CASES,
         timing={
