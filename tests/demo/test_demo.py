@@ -18,7 +18,7 @@ def test_a_quick_tour_on_the_cpu(tmp_path, capsys):
     assert main(["demo", "--quick", "--device", "cpu", "--plot", str(path)]) == 0
     text = capsys.readouterr().out
     for op in CONTRACTS:
-        assert any(line.startswith(f"{op} ") for line in text.splitlines()), op
+        assert op in text  # in its line, or among those that there was no time for
     assert "WRONG" not in text and "0 of " in text
     assert "these are on cpu" in text and "tiercel doctor" in text
     drawn = "matplotlib" in sys.modules

@@ -69,11 +69,17 @@ def _stop(contract: Contract, device: str, quick: bool) -> Stop:
 
 def _backend(contract: Contract, case: Any, device: str) -> tuple[str, str]:
     """What a call without `backend` runs on here, and why."""
+    import tiercel
     from tiercel._op import registry
 
     arguments = contract.make(case, device, 0)
-    values = [arguments[name] for name in contract.names]
-    found = registry[contract.op].backends["sm90"].why_not(*values, "sm90")
+    op = registry[contract.op]
+    try:
+        values = [arguments[name] for name in contract.names]
+        found = op.backends["sm90"].why_not(*values, "sm90")
+    except (TypeError, ValueError):  # an operator of several forms: its function knows which
+        told = tiercel.explain(contract.op, **arguments)
+        return told.backend, told.reason if told.backend == "ref" else ""
     return ("sm90", "") if found is None else ("ref", found.text)
 
 
