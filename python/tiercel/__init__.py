@@ -22,6 +22,13 @@ if TYPE_CHECKING:
     from tiercel.backends import FallbackWarning as FallbackWarning
     from tiercel.backends import set_backend as set_backend
     from tiercel.backends import use_backend as use_backend
+    from tiercel.ops.activation import gelu as gelu
+    from tiercel.ops.activation import gelu_and_mul as gelu_and_mul
+    from tiercel.ops.activation import relu as relu
+    from tiercel.ops.activation import relu_and_mul as relu_and_mul
+    from tiercel.ops.activation import silu as silu
+    from tiercel.ops.activation import silu_and_mul as silu_and_mul
+    from tiercel.ops.attention import attention as attention
     from tiercel.ops.gemv import nvfp4_gemv as nvfp4_gemv
     from tiercel.ops.gemv import nvfp4_linear as nvfp4_linear
     from tiercel.ops.linear import linear_act as linear_act
@@ -30,14 +37,6 @@ if TYPE_CHECKING:
     from tiercel.ops.quant import fp8_quantize as fp8_quantize
     from tiercel.ops.quant import nvfp4_dequantize as nvfp4_dequantize
     from tiercel.ops.quant import nvfp4_quantize as nvfp4_quantize
-    from tiercel.ops.activation import gelu as gelu
-    from tiercel.ops.activation import gelu_and_mul as gelu_and_mul
-    from tiercel.ops.activation import relu as relu
-    from tiercel.ops.activation import relu_and_mul as relu_and_mul
-    from tiercel.ops.activation import silu as silu
-    from tiercel.ops.activation import silu_and_mul as silu_and_mul
-    from tiercel.ops.attention import attention as attention
-    from tiercel.ops.linear import linear_act as linear_act
     from tiercel.ops.reduce import reduce as reduce
     from tiercel.ops.reduce import reduce_sum as reduce_sum
     from tiercel.ops.rotary import kv_cache_write as kv_cache_write
@@ -53,32 +52,28 @@ if TYPE_CHECKING:
 # Public name -> the module that defines it, imported when the name is first used.
 _LAZY = {
     "FallbackWarning": "tiercel.backends",
-    "copy_transpose": "tiercel.ops.transpose",
     "attention": "tiercel.ops.attention",
+    "copy_transpose": "tiercel.ops.transpose",
     "explain": "tiercel._explain",
+    "fp8_quantize": "tiercel.ops.quant",
+    "gelu": "tiercel.ops.activation",
+    "gelu_and_mul": "tiercel.ops.activation",
+    "kv_cache_write": "tiercel.ops.rotary",
     "layer_norm": "tiercel.ops.norm",
     "linear_act": "tiercel.ops.linear",
     "load": "tiercel._load",
-    "rms_norm": "tiercel.ops.norm",
-    "fp8_quantize": "tiercel.ops.quant",
-    "linear_act": "tiercel.ops.linear",
-    "load": "tiercel._load",
+    "log_softmax": "tiercel.ops.softmax",
+    "moe_align_block_size": "tiercel.ops.routing_align",
+    "moe_sum": "tiercel.ops.routing_sum",
     "nvfp4_dequantize": "tiercel.ops.quant",
     "nvfp4_gemv": "tiercel.ops.gemv",
     "nvfp4_linear": "tiercel.ops.gemv",
     "nvfp4_quantize": "tiercel.ops.quant",
-    "gelu": "tiercel.ops.activation",
-    "gelu_and_mul": "tiercel.ops.activation",
-    "linear_act": "tiercel.ops.linear",
-    "load": "tiercel._load",
-    "moe_align_block_size": "tiercel.ops.routing_align",
-    "moe_sum": "tiercel.ops.routing_sum",
-    "log_softmax": "tiercel.ops.softmax",
-    "relu": "tiercel.ops.activation",
-    "relu_and_mul": "tiercel.ops.activation",
     "reduce": "tiercel.ops.reduce",
     "reduce_sum": "tiercel.ops.reduce",
-    "kv_cache_write": "tiercel.ops.rotary",
+    "relu": "tiercel.ops.activation",
+    "relu_and_mul": "tiercel.ops.activation",
+    "rms_norm": "tiercel.ops.norm",
     "rotary_embedding": "tiercel.ops.rotary",
     "set_backend": "tiercel.backends",
     "silu": "tiercel.ops.activation",
@@ -97,17 +92,17 @@ __all__ = [
     "backends",
     "copy_transpose",
     "explain",
-    "layer_norm",
     "fp8_quantize",
     "gelu",
     "gelu_and_mul",
     "jit",
     "kv_cache_write",
+    "layer_norm",
     "linear_act",
     "load",
+    "log_softmax",
     "moe_align_block_size",
     "moe_sum",
-    "log_softmax",
     "nn",
     "nvfp4_dequantize",
     "nvfp4_gemv",
@@ -117,10 +112,10 @@ __all__ = [
     "reduce",
     "reduce_sum",
     "ref",
-    "rms_norm",
-    "rotary_embedding",
     "relu",
     "relu_and_mul",
+    "rms_norm",
+    "rotary_embedding",
     "set_backend",
     "silu",
     "silu_and_mul",

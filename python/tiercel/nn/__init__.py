@@ -10,13 +10,13 @@ from tiercel.nn.routing import TopkSoftmax
 from tiercel.nn.softmax import SoftmaxOnline
 
 __all__ = [
-    "LayerNorm",
     "Attention",
     "GeluAndMul",
+    "LayerNorm",
     "LinearAct",
+    "RMSNorm",
     "ReluAndMul",
     "SiluAndMul",
     "SoftmaxOnline",
-    "RMSNorm",
     "TopkSoftmax",
 ]

@@ -34,14 +34,8 @@ __all__ = [
     "ExpertMap",
     "ExpertOutputs",
     "ExpertWeights",
-    "CopyTranspose",
     "Factor",
     "Features",
-    "GatedActivation",
-    "GatedGelu",
-    "GatedResult",
-    "GateInput",
-    "Gelu",
     "Fp4Codes",
     "Fp4Matrix",
     "Fp4Scales",
@@ -49,6 +43,11 @@ __all__ = [
     "Fp4Weight",
     "Fp8Codes",
     "Fp8Quantize",
+    "GateInput",
+    "GatedActivation",
+    "GatedGelu",
+    "GatedResult",
+    "Gelu",
     "Indices",
     "Keys",
     "LinearAct",
@@ -204,8 +203,6 @@ Transposed = Annotated[Tensor, COPY_TRANSPOSE.spec("out")]
 class CopyTranspose(Protocol):
     """A backend of copy_transpose; a single matrix comes as a batch of one."""
 
-    def __call__(self, x: Matrices) -> Transposed: ...
-
     def __call__(self, x: Matrices, tile_size: int | None) -> Transposed: ...
 
 
@@ -353,6 +350,3 @@ class Nvfp4Linear(Protocol):
     def __call__(
         self, x: Tensor, weight: Fp4Weight, scale: Fp4Scales, global_scale: Tensor | None
     ) -> Annotated[Tensor, NVFP4_LINEAR.spec("out")]: ...
-    def __call__(
-        self, x: Unreduced, dim: int, op: str, keepdim: bool, dtype: torch.dtype
-    ) -> Reduced: ...

@@ -2,10 +2,6 @@
 """The obvious PyTorch version of every operator: right, differentiable, on any device."""
 
 from tiercel import _needs_torch as _needs_torch
-from tiercel.ref.gemv import nvfp4_gemv, nvfp4_linear
-from tiercel.ref.linear import linear_act
-from tiercel.ref.norm import layer_norm, rms_norm
-from tiercel.ref.quant import fp8_quantize, nvfp4_dequantize, nvfp4_quantize
 from tiercel.ref.activation import (
     gelu,
     gelu_and_mul,
@@ -15,40 +11,40 @@ from tiercel.ref.activation import (
     silu_and_mul,
 )
 from tiercel.ref.attention import attention
+from tiercel.ref.gemv import nvfp4_gemv, nvfp4_linear
 from tiercel.ref.linear import linear_act
+from tiercel.ref.norm import layer_norm, rms_norm
+from tiercel.ref.quant import fp8_quantize, nvfp4_dequantize, nvfp4_quantize
+from tiercel.ref.reduce import reduce
 from tiercel.ref.rotary import kv_cache_write, rotary_embedding
 from tiercel.ref.routing import moe_align_block_size, moe_sum, topk_softmax, topk_softmax_align
-from tiercel.ref.reduce import reduce
-from tiercel.ref.routing import topk_softmax
 from tiercel.ref.softmax import log_softmax, softmax_online
 from tiercel.ref.transpose import copy_transpose
 
 __all__ = [
+    "attention",
+    "copy_transpose",
+    "fp8_quantize",
+    "gelu",
+    "gelu_and_mul",
+    "kv_cache_write",
     "layer_norm",
     "linear_act",
-    "rms_norm",
-    "fp8_quantize",
-    "linear_act",
+    "log_softmax",
+    "moe_align_block_size",
+    "moe_sum",
     "nvfp4_dequantize",
     "nvfp4_gemv",
     "nvfp4_linear",
     "nvfp4_quantize",
-    "gelu",
-    "gelu_and_mul",
-    "copy_transpose",
-    "attention",
-    "kv_cache_write",
-    "linear_act",
-    "moe_align_block_size",
-    "moe_sum",
-    "log_softmax",
+    "reduce",
     "relu",
     "relu_and_mul",
+    "rms_norm",
+    "rotary_embedding",
     "silu",
     "silu_and_mul",
     "softmax_online",
-    "reduce",
-    "rotary_embedding",
     "topk_softmax",
     "topk_softmax_align",
 ]
