@@ -240,7 +240,9 @@ Reduced = Annotated[Tensor, REDUCE.spec("out")]
 class Reduce(Protocol):
     """A backend of reduce; other shapes are made this one: `dim` is 1, `keepdim` False."""
 
-    def __call__(self, x: Unreduced, dim: int, op: str, dtype: torch.dtype) -> Reduced: ...
+    def __call__(
+        self, x: Unreduced, dim: int, op: str, keepdim: bool, dtype: torch.dtype
+    ) -> Reduced: ...
 
 
 # Activations: x and up [M, N] float32, bfloat16 or float16, any strides; out [M, N].
