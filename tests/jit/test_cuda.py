@@ -3,6 +3,7 @@
 
 import ctypes
 import pathlib
+import subprocess
 
 import pytest
 
@@ -252,9 +253,12 @@ def test_instances_are_asked_for(tmp_path):
 @pytest.fixture
 def real(monkeypatch, tmp_path):
     try:
-        toolchain.identity(toolchain.find_nvcc())
+        nvcc_ = toolchain.find_nvcc()
+        toolchain.identity(nvcc_)
     except RuntimeError as error:
         pytest.skip(str(error))
+    if subprocess.run([str(nvcc_), "--version"], capture_output=True).returncode != 0:
+        pytest.skip(f"{nvcc_} does not run here")  # the sandbox hides the machine's CUDA
     monkeypatch.setenv("TIERCEL_CACHE_DIR", str(tmp_path / "cache"))
 
 

@@ -159,7 +159,7 @@ def test_names():
     for name in ("", "a b", "a=b", "a,b", "-a", "é", "a\n", 3):
         with pytest.raises(ValueError, match="a name is made of letters"):
             register(name=name, fn=good)
-    with pytest.raises(ValueError, match="no operator 'nope' takes backends; these do: linear_act"):
+    with pytest.raises(ValueError, match="no operator 'nope' takes backends; these do: .*linear_act"):
         backends.register(op="nope", name="mine", fn=good)
     backends.unregister("topk_softmax", "mine")
     with pytest.raises(ValueError, match="topk_softmax has no registered backend 'mine'"):
@@ -255,7 +255,9 @@ def test_signatures_that_do_not_fit(fn, message):
 def test_contracts_are_those_of_the_operators():
     assert set(CONTRACTS) == set(_op.registry) == set(_op.families)
     for op, contract in CONTRACTS.items():
-        assert contract.names == _op.registry[op].argument_names[:-1]
+        names = _op.registry[op].argument_names[:-1]
+        # A contract may go on with what names a variant, such as attention's `return_lse`.
+        assert contract.names[: len(names)] == names
         assert set(contract.variants) == {v.name for v in _op.families[op]}
         assert set(contract.timing) == {"cpu", "cuda"}
     assert str(contract_of("topk_softmax")) == (
@@ -315,16 +317,22 @@ def test_typed_aliases():
 def test_the_input_generator_gives_what_the_case_says(op):
     contract = contract_of(op)
     first = contract.arguments[0]
+    packed = first.dtypes == ("float4_e2m1fn_x2",)  # a case's dtype is that of the result then
     strided = []
     for case in (*contract.cases, contract.timing["cpu"]):
         arguments = contract.make(case, "cpu", 1)
         again = contract.make(case, "cpu", 1)
         assert tuple(arguments) == contract.names
         tensor = arguments[first.name]
-        assert str(tensor.dtype) == f"torch.{case.dtype}"
+        if not packed:
+            assert str(tensor.dtype) == f"torch.{case.dtype}"
         assert contract.sizes(list(arguments.values())).items() >= case.sizes.items()
-        assert torch.equal(tensor.nan_to_num(9), again[first.name].nan_to_num(9))
-        strided.append(not tensor.is_contiguous())
-    assert any(strided) == first.strided and not all(strided)
+        if packed:  # torch has no == for it
+            tensor, same = tensor.view(torch.uint8), again[first.name].view(torch.uint8)
+        else:
+            tensor, same = tensor.nan_to_num(9), again[first.name].nan_to_num(9)
+        assert torch.equal(tensor, same)
+        strided.append(not arguments[first.name].is_contiguous())
+    assert packed or (any(strided) == first.strided and not all(strided))
     assert any(0 in case.sizes.values() for case in contract.cases)
-    assert {case.dtype for case in contract.cases} == set(first.dtypes)
+    assert packed or {case.dtype for case in contract.cases} == set(first.dtypes)

@@ -109,9 +109,9 @@ def _linear_make(case: Case, device: str, seed: int) -> dict[str, Any]:
 
     tokens, features, k = (case.sizes[name] for name in "TNK")
     codes, scales, normal = _draw(seed)
-    scaled = case.values == "global scale"
+    scaled, strided = case.values == "global scale", case.values == "strided"
     return {
-        "x": normal(tokens, k).to(device),
+        "x": (normal(tokens, 2 * k)[:, :k] if strided else normal(tokens, k)).to(device),
         "weight": codes(features, k // 2).to(device),
         "scale": scales(features, k // 16).to(device),
         "global_scale": torch.full((1,), 0.3, device=device) if scaled else None,
@@ -140,6 +140,7 @@ NVFP4_LINEAR = Contract(
         _linear_case(8, 256, 512, "global scale"),
         _linear_case(16, 128, 1024),
         _linear_case(17, 64, 128),
+        _linear_case(5, 64, 128, "strided"),
         _linear_case(0, 64, 64),
     ),
     timing={"cpu": _linear_case(4, 256, 256), "cuda": _linear_case(4, 7168, 16384)},

@@ -116,7 +116,7 @@ def compare(
         if exact:
             close = due == got
         else:
-            close = torch.isclose(got.double(), due, spec.rtol, spec.atol, equal_nan=True)
+            close = torch.isclose(got.double(), due.double(), spec.rtol, spec.atol, equal_nan=True)
         close = close.reshape(close.shape[0], math.prod(close.shape[1:])).all(dim=1)
         if not bool(close.all()):
             text = f"{int((~close).sum())} of {len(close)} rows of `{spec.name}` are wrong"
