@@ -159,7 +159,9 @@ def test_names():
     for name in ("", "a b", "a=b", "a,b", "-a", "é", "a\n", 3):
         with pytest.raises(ValueError, match="a name is made of letters"):
             register(name=name, fn=good)
-    with pytest.raises(ValueError, match="no operator 'nope' takes backends; these do: .*linear_act"):
+    with pytest.raises(
+        ValueError, match="no operator 'nope' takes backends; these do: .*linear_act"
+    ):
         backends.register(op="nope", name="mine", fn=good)
     backends.unregister("topk_softmax", "mine")
     with pytest.raises(ValueError, match="topk_softmax has no registered backend 'mine'"):
@@ -256,8 +258,8 @@ def test_contracts_are_those_of_the_operators():
     assert set(CONTRACTS) == set(_op.registry) == set(_op.families)
     for op, contract in CONTRACTS.items():
         names = _op.registry[op].argument_names[:-1]
-        # A contract may go on with what names a variant, such as attention's `return_lse`.
-        assert contract.names[: len(names)] == names
+        # A contract also has what only a variant takes: an optional tensor, `return_lse`.
+        assert [name for name in contract.names if name in names] == list(names)
         assert set(contract.variants) == {v.name for v in _op.families[op]}
         assert set(contract.timing) == {"cpu", "cuda"}
     assert str(contract_of("topk_softmax")) == (
@@ -326,7 +328,8 @@ def test_the_input_generator_gives_what_the_case_says(op):
         tensor = arguments[first.name]
         if not packed:
             assert str(tensor.dtype) == f"torch.{case.dtype}"
-        assert contract.sizes(list(arguments.values())).items() >= case.sizes.items()
+        if not packed:  # k comes from half as many bytes there
+            assert contract.sizes(list(arguments.values())).items() >= case.sizes.items()
         if packed:  # torch has no == for it
             tensor, same = tensor.view(torch.uint8), again[first.name].view(torch.uint8)
         else:
