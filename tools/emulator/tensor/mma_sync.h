@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+// mma.sync.aligned.m16n8kK.row.col, ldmatrix and stmatrix, for a whole warp.
+#pragma once
+
+#include <cstdint>
+
+#include "tools/emulator/tensor/elements.h"
+#include "tools/emulator/tensor/memory.h"
+
+namespace tiercel::emulator {
+
+struct MmaSync {
+  int k;
+  Element a, b;
+  Element c, d;  // f32 or f16; s32 with integers
+  bool satfinite = false;
+};
+
+// A Fault if PTX has no such instruction on sm_90.
+void check(const MmaSync& shape);
+
+// Registers are arrays of 32 lanes; d may be c.
+void mma_sync(const MmaSync& shape, const uint32_t* const* a, const uint32_t* const* b,
+              const uint32_t* const* c, uint32_t* const* d);
+
+// `count` 8x8 matrices of 16-bit elements; lane 8 * i + row has the address of a row of matrix i.
+void ldmatrix(Memory& memory, uint32_t rank, const uint32_t* addresses, int count, bool transposed,
+              uint32_t* const* registers);
+void stmatrix(Memory& memory, uint32_t rank, const uint32_t* addresses, int count, bool transposed,
+              const uint32_t* const* registers);
+
+}  // namespace tiercel::emulator
