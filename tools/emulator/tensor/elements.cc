@@ -94,7 +94,7 @@ bool is_integer(Element element) {
 }
 
 void widen(Element element, const uint8_t* bytes, int count, float* out) {
-  static const Table8 e4m3 = table(kE4m3), e5m2 = table(kE5m2);
+  static const Table8 e4m3 = table(kFormatE4m3), e5m2 = table(kFormatE5m2);
   switch (element) {
     case Element::f16:
       return widen_each<uint16_t>(bytes, count, out, from_f16);

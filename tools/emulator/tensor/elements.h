@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The element types of matrix operands.
-#pragma once
+#ifndef TOOLS_EMULATOR_TENSOR_ELEMENTS_H_
+#define TOOLS_EMULATOR_TENSOR_ELEMENTS_H_
 
 #include <cstdint>
 
@@ -24,3 +25,5 @@ void multiply_add(int32_t* d, int pitch, const float* a, const float* b, int m, 
 void multiply_add_short(float* d, int pitch, const float* a, const float* b, int m, int n, int k);
 
 }  // namespace tiercel::emulator
+
+#endif  // TOOLS_EMULATOR_TENSOR_ELEMENTS_H_

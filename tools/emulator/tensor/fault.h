@@ -1,25 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a kernel did that the machine or the PTX manual forbids.
-#pragma once
+// What a kernel did that the machine or the PTX manual forbids, with a formatted text.
+#ifndef TOOLS_EMULATOR_TENSOR_FAULT_H_
+#define TOOLS_EMULATOR_TENSOR_FAULT_H_
 
 #include <cstdio>
-#include <stdexcept>
-#include <string>
+
+#include "tools/emulator/error.h"
 
 namespace tiercel::emulator {
-
-class Fault : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-};
 
 template <typename... Values>
 [[noreturn]] void fault(const char* format, Values... values) {
   char text[512];
   std::snprintf(text, sizeof text, format, values...);
-  throw Fault(text);
+  throw EmulatorError(text);
 }
 
-[[noreturn]] inline void fault(const char* text) { throw Fault(text); }
+[[noreturn]] inline void fault(const char* text) { throw EmulatorError(text); }
 
 }  // namespace tiercel::emulator
+
+#endif  // TOOLS_EMULATOR_TENSOR_FAULT_H_

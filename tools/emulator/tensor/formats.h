@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The floating-point formats of PTX as bit patterns: to and from the host's float and double.
-#pragma once
+#ifndef TOOLS_EMULATOR_TENSOR_FORMATS_H_
+#define TOOLS_EMULATOR_TENSOR_FORMATS_H_
 
 #include <cmath>
 #include <cstdint>
@@ -35,13 +36,13 @@ struct Format {
     }
 };
 
-constexpr Format kF16{16, 10, 15, Special::ieee, 0x7fff};
-constexpr Format kBf16{16, 7, 127, Special::ieee, 0x7fff};
-constexpr Format kE4m3{8, 3, 7, Special::nan_only, 0x7f};
-constexpr Format kE5m2{8, 2, 15, Special::ieee, 0x7f};
-constexpr Format kE2m1{4, 1, 1, Special::finite, 0x7};  // a NaN becomes the largest
-constexpr Format kTf32{19, 10, 127, Special::ieee, 0x3ffff};
-constexpr Format kF32{32, 23, 127, Special::ieee, 0x7fffffff};
+constexpr Format kFormatF16{16, 10, 15, Special::ieee, 0x7fff};
+constexpr Format kFormatBf16{16, 7, 127, Special::ieee, 0x7fff};
+constexpr Format kFormatE4m3{8, 3, 7, Special::nan_only, 0x7f};
+constexpr Format kFormatE5m2{8, 2, 15, Special::ieee, 0x7f};
+constexpr Format kFormatE2m1{4, 1, 1, Special::finite, 0x7};  // a NaN becomes the largest
+constexpr Format kFormatTf32{19, 10, 127, Special::ieee, 0x3ffff};
+constexpr Format kFormatF32{32, 23, 127, Special::ieee, 0x7fffffff};
 
 inline uint32_t bits_of(float x) {
     uint32_t u;
@@ -128,7 +129,7 @@ inline float from_bf16(uint16_t bits) { return float_of(static_cast<uint32_t>(bi
 
 inline uint16_t to_bf16(float x) {  // rn, the way of the inner loops
     const uint32_t u = bits_of(x);
-    if ((u & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>(kBf16.nan);
+    if ((u & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>(kFormatBf16.nan);
     return static_cast<uint16_t>((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
@@ -140,27 +141,27 @@ inline float from_f16(uint16_t bits) {
     return float_of(u | (static_cast<uint32_t>(bits & 0x8000u) << 16));
 }
 
-inline uint16_t to_f16(float x) { return static_cast<uint16_t>(encode(x, kF16)); }
+inline uint16_t to_f16(float x) { return static_cast<uint16_t>(encode(x, kFormatF16)); }
 
-inline float from_e4m3(uint8_t bits) { return decode(bits, kE4m3); }
-inline float from_e5m2(uint8_t bits) { return decode(bits, kE5m2); }
-inline float from_e2m1(uint8_t bits) { return decode(bits & 0xfu, kE2m1); }
+inline float from_e4m3(uint8_t bits) { return decode(bits, kFormatE4m3); }
+inline float from_e5m2(uint8_t bits) { return decode(bits, kFormatE5m2); }
+inline float from_e2m1(uint8_t bits) { return decode(bits & 0xfu, kFormatE2m1); }
 
 // cvt to 8 and 4 bits always has .satfinite.
 inline uint8_t to_e4m3(float x, Round round = Round::rn) {
-    return static_cast<uint8_t>(encode(x, kE4m3, round, true));
+    return static_cast<uint8_t>(encode(x, kFormatE4m3, round, true));
 }
 inline uint8_t to_e5m2(float x, Round round = Round::rn) {
-    return static_cast<uint8_t>(encode(x, kE5m2, round, true));
+    return static_cast<uint8_t>(encode(x, kFormatE5m2, round, true));
 }
 inline uint8_t to_e2m1(float x, Round round = Round::rn) {
-    return static_cast<uint8_t>(encode(x, kE2m1, round, true));
+    return static_cast<uint8_t>(encode(x, kFormatE2m1, round, true));
 }
 
 // A tf32 is a float whose low 13 bits are not read.
 inline uint32_t to_tf32(float x, Round round = Round::rna, bool satfinite = false) {
-    if (std::isnan(x)) return kF32.nan;
-    return encode(x, kTf32, round, satfinite) << 13;
+    if (std::isnan(x)) return kFormatF32.nan;
+    return encode(x, kFormatTf32, round, satfinite) << 13;
 }
 inline float from_tf32(uint32_t bits) { return float_of(bits & 0xffffe000u); }
 
@@ -182,3 +183,5 @@ inline uint8_t to_ue8m0(float x, Round round = Round::rz, bool satfinite = true)
 }
 
 }  // namespace tiercel::emulator
+
+#endif  // TOOLS_EMULATOR_TENSOR_FORMATS_H_

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where the elements of matrix operands sit in the registers of a warp. A register is an array of
 // 32 lanes; lane 4 * group + member.
-#pragma once
+#ifndef TOOLS_EMULATOR_TENSOR_FRAGMENTS_H_
+#define TOOLS_EMULATOR_TENSOR_FRAGMENTS_H_
 
 #include <cstdint>
 
+#include "tools/emulator/instruction.h"
 #include "tools/emulator/tensor/elements.h"
 
 namespace tiercel::emulator {
-
-constexpr int kLanes = 32;
 
 // 16 rows of a (mma.sync's a, and a warp's part of wgmma's): 16 x k, row-major.
 void unpack_a(Element element, int k, const uint32_t* const* registers, float* out);
@@ -24,3 +24,5 @@ void pack_d(Element element, int n, const float* values, uint32_t* const* regist
 int accumulator_registers(Element element, int n);
 
 }  // namespace tiercel::emulator
+
+#endif  // TOOLS_EMULATOR_TENSOR_FRAGMENTS_H_

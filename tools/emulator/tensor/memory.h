@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// How tensor instructions reach memory. Each access is checked: out of bounds is a Fault.
-#pragma once
+// How tensor instructions reach memory. Each access is checked: out of bounds is an error.
+#ifndef TOOLS_EMULATOR_TENSOR_MEMORY_H_
+#define TOOLS_EMULATOR_TENSOR_MEMORY_H_
 
 #include <cstdint>
 
@@ -17,3 +18,5 @@ class Memory {
 };
 
 }  // namespace tiercel::emulator
+
+#endif  // TOOLS_EMULATOR_TENSOR_MEMORY_H_

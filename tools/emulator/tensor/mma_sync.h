@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // mma.sync.aligned.m16n8kK.row.col, ldmatrix and stmatrix, for a whole warp.
-#pragma once
+#ifndef TOOLS_EMULATOR_TENSOR_MMA_SYNC_H_
+#define TOOLS_EMULATOR_TENSOR_MMA_SYNC_H_
 
 #include <cstdint>
 
@@ -16,7 +17,7 @@ struct MmaSync {
   bool satfinite = false;
 };
 
-// A Fault if PTX has no such instruction on sm_90.
+// Throws if PTX has no such instruction on sm_90.
 void check(const MmaSync& shape);
 
 // Registers are arrays of 32 lanes; d may be c.
@@ -30,3 +31,5 @@ void stmatrix(Memory& memory, uint32_t rank, const uint32_t* addresses, int coun
               const uint32_t* const* registers);
 
 }  // namespace tiercel::emulator
+
+#endif  // TOOLS_EMULATOR_TENSOR_MMA_SYNC_H_
