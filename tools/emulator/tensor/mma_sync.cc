@@ -19,6 +19,28 @@ uint8_t* matrix_row(Memory& memory, uint32_t rank, uint32_t address, int lane, A
   return memory.shared(rank, address, 16, access);
 }
 
+// A lane holds two neighbours of a row (transposed: of a column) of an 8x8 matrix.
+void to_fragment(const uint16_t (*rows)[8], bool transposed, uint32_t* lanes) {
+  for (int lane = 0; lane < kLanes; ++lane) {
+    uint32_t bits = 0;
+    for (int e = 0; e < 2; ++e) {
+      const int row = lane / 4, column = lane % 4 * 2 + e;
+      const uint32_t element = transposed ? rows[column][row] : rows[row][column];
+      bits |= element << (16 * e);
+    }
+    lanes[lane] = bits;
+  }
+}
+
+void from_fragment(const uint32_t* lanes, bool transposed, uint16_t (*rows)[8]) {
+  for (int lane = 0; lane < kLanes; ++lane)
+    for (int e = 0; e < 2; ++e) {
+      const int row = lane / 4, column = lane % 4 * 2 + e;
+      const auto element = static_cast<uint16_t>(lanes[lane] >> (16 * e));
+      (transposed ? rows[column][row] : rows[row][column]) = element;
+    }
+}
+
 }  // namespace
 
 void check(const MmaSync& shape) {
@@ -59,31 +81,21 @@ void ldmatrix(Memory& memory, uint32_t rank, const uint32_t* addresses, int coun
   uint16_t rows[kLanes][8];
   for (int lane = 0; lane < 8 * count; ++lane)
     std::memcpy(rows[lane], matrix_row(memory, rank, addresses[lane], lane, Access::read), 16);
-  for (int i = 0; i < count; ++i)
-    for (int lane = 0; lane < kLanes; ++lane) {
-      uint32_t bits = 0;
-      for (int e = 0; e < 2; ++e) {
-        const int row = lane / 4, column = lane % 4 * 2 + e;
-        const uint32_t element =
-            transposed ? rows[8 * i + column][row] : rows[8 * i + row][column];
-        bits |= element << (16 * e);
-      }
-      registers[i][lane] = bits;
-    }
+  for (int i = 0; i < count; ++i) to_fragment(rows + 8 * i, transposed, registers[i]);
 }
 
 void stmatrix(Memory& memory, uint32_t rank, const uint32_t* addresses, int count, bool transposed,
               const uint32_t* const* registers) {
   uint16_t rows[kLanes][8];
-  for (int i = 0; i < count; ++i)
-    for (int lane = 0; lane < kLanes; ++lane)
-      for (int e = 0; e < 2; ++e) {
-        const int row = lane / 4, column = lane % 4 * 2 + e;
-        const auto element = static_cast<uint16_t>(registers[i][lane] >> (16 * e));
-        (transposed ? rows[8 * i + column][row] : rows[8 * i + row][column]) = element;
-      }
+  for (int i = 0; i < count; ++i) from_fragment(registers[i], transposed, rows + 8 * i);
   for (int lane = 0; lane < 8 * count; ++lane)
     std::memcpy(matrix_row(memory, rank, addresses[lane], lane, Access::write), rows[lane], 16);
+}
+
+void movmatrix(const uint32_t* from, uint32_t* to) {
+  uint16_t rows[8][8];
+  from_fragment(from, false, rows);
+  to_fragment(rows, true, to);
 }
 
 }  // namespace tiercel::emulator

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// mma.sync.aligned.m16n8kK.row.col, ldmatrix and stmatrix, for a whole warp.
+// mma.sync.aligned.m16n8kK.row.col, ldmatrix, stmatrix and movmatrix, for a whole warp.
 #ifndef TOOLS_EMULATOR_TENSOR_MMA_SYNC_H_
 #define TOOLS_EMULATOR_TENSOR_MMA_SYNC_H_
 
@@ -29,6 +29,8 @@ void ldmatrix(Memory& memory, uint32_t rank, const uint32_t* addresses, int coun
               uint32_t* const* registers);
 void stmatrix(Memory& memory, uint32_t rank, const uint32_t* addresses, int count, bool transposed,
               const uint32_t* const* registers);
+// movmatrix: one 8x8 matrix of 16-bit elements, transposed from a register to another.
+void movmatrix(const uint32_t* from, uint32_t* to);
 
 }  // namespace tiercel::emulator
 
