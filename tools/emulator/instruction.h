@@ -6,7 +6,7 @@
 // register the decoder by the opcode's first word (see opcodes_integer.cc for short ones):
 //
 //   void decode_brev(Decode& d, Instruction& out) {
-//     const Type type = d.type(kB32, kB64);          // takes the type modifier
+//     const Type type = d.type({t::b32, t::b64});          // takes the type modifier
 //     out.op[0] = d.destination(0, type);
 //     out.op[1] = d.source(1, type);
 //     out.run = type.bits == 32 ? brev<uint32_t> : brev<uint64_t>;
@@ -68,9 +68,11 @@ struct Type {
   bool is_float() const { return kind == 'f' || kind == 'h' || kind == 'g'; }
   bool is_signed() const { return kind == 's'; }
 };
-extern const Type kPred, kB8, kB16, kB32, kB64, kB128, kU8, kU16, kU32, kU64, kS8, kS16, kS32, kS64,
-    kF16, kBF16, kF16x2, kBF16x2, kF32, kF64, kU16x2, kS16x2, kE4M3x2, kE5M2x2, kE2M1x2, kUE8M0x2,
-    kTF32;
+// The types of PTX, as t::u32.
+namespace t {
+extern const Type pred, b8, b16, b32, b64, b128, u8, u16, u32, u64, s8, s16, s32, s64, f16, bf16,
+    f16x2, bf16x2, f32, f64, u16x2, s16x2, e4m3x2, e5m2x2, e2m1x2, ue8m0x2, tf32;
+}
 const Type* find_type(const std::string& name);
 
 // Where an address lies, by its type modifier.

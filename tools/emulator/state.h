@@ -113,9 +113,12 @@ struct Warp {
   std::vector<Group> groups;  // all living lanes, disjoint
   std::vector<uint64_t> registers;
   std::vector<uint8_t> local;  // of 32 threads, one after another
+  uint64_t cluster_phase[kLanes] = {};  // barrier.cluster: 1 + the generation arrived at
   uint32_t copy_groups[kLanes] = {};  // cp.async: committed so far
   std::vector<LaneCopy> copies;
   MemoryCache cache;
+  uint32_t polled_at = 0;   // where it yielded last
+  bool high_first = false;  // its slice ended in a group that keeps the others waiting
   std::shared_ptr<void> tensor_state;  // wgmma and the like: tools/emulator/tensor's own
 };
 
@@ -123,6 +126,7 @@ struct Cta {
   Cluster* cluster = nullptr;
   uint32_t rank = 0;  // in the cluster
   Dim index;          // %ctaid
+  bool exited = false;
   std::vector<uint8_t> shared;  // addresses begin at kSharedStart
   std::vector<Warp> warps;
   CtaBarrier barriers[16];
