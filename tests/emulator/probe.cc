@@ -75,20 +75,22 @@ struct Queue {
 
 extern "C" {
 
-void probe_encode(const double* x, uint32_t* out, int64_t count, int format, int round,
+const char* probe_encode(const double* x, uint32_t* out, int count, int format, int round,
                   int satfinite) {
-  for (int64_t i = 0; i < count; ++i)
+  for (int i = 0; i < count; ++i)
     out[i] = encode(x[i], *kFormats[format], static_cast<Round>(round), satfinite != 0);
+  return nullptr;
 }
 
-void probe_decode(const uint32_t* bits, float* out, int64_t count, int format) {
-  for (int64_t i = 0; i < count; ++i) out[i] = decode(bits[i], *kFormats[format]);
+const char* probe_decode(const uint32_t* bits, float* out, int count, int format) {
+  for (int i = 0; i < count; ++i) out[i] = decode(bits[i], *kFormats[format]);
+  return nullptr;
 }
 
 // The short ways of the inner loops: 0 from_f16, 1 from_bf16 (bits in, bits of a float out), 2
 // to_f16, 3 to_bf16, 4 to_tf32, 5 from_ue8m0, 6 to_ue8m0 (towards zero), 7 (up).
-void probe_short(int which, const uint32_t* in, uint32_t* out, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
+const char* probe_short(int which, const uint32_t* in, uint32_t* out, int count) {
+  for (int i = 0; i < count; ++i) {
     const uint32_t bits = in[i];
     const float x = float_of(bits);
     out[i] = which == 0   ? bits_of(from_f16(static_cast<uint16_t>(bits)))
@@ -99,6 +101,7 @@ void probe_short(int which, const uint32_t* in, uint32_t* out, int64_t count) {
              : which == 5 ? bits_of(from_ue8m0(static_cast<uint8_t>(bits)))
                           : to_ue8m0(x, which == 6 ? Round::rz : Round::rp);
   }
+  return nullptr;
 }
 
 const char* probe_mma_sync(int k, int a_type, int b_type, int c_type, int d_type, uint32_t* a,
@@ -210,12 +213,16 @@ const char* probe_queue_issue(void* queue, int n, int type, uint64_t a, uint64_t
                                             rows_of(d, n / 2), rows, 1);
   });
 }
-void probe_queue_commit(void* queue) { static_cast<Queue*>(queue)->queue.commit(); }
+const char* probe_queue_commit(void* queue) {
+  static_cast<Queue*>(queue)->queue.commit();
+  return nullptr;
+}
 const char* probe_queue_wait(void* queue, uint32_t groups) {
   return guarded([&] { static_cast<Queue*>(queue)->queue.wait(groups); });
 }
-void probe_unpack_d(uint32_t* registers, int n, float* out) {
+const char* probe_unpack_d(uint32_t* registers, int n, float* out) {
   unpack_c(Element::f32, n, rows_of(registers, n / 2).data(), out);
+  return nullptr;
 }
 
 }  // extern "C"
