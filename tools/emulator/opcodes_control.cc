@@ -106,20 +106,6 @@ void decode_nanosleep(Decode& d, Instruction& out) {
   out.run = pause;
 }
 
-// Launches run one after another, so a grid's predecessor is always done.
-void decode_griddepcontrol(Decode& d, Instruction& out) {
-  if (!d.take("wait") && !d.take("launch_dependents")) d.fail(".wait or .launch_dependents is missing");
-  out.run = nothing;
-}
-
-void decode_setmaxnreg(Decode& d, Instruction& out) {
-  if (!d.take("inc")) d.take("dec");
-  d.take("sync"), d.take("aligned");
-  d.type({t::u32});
-  d.immediate(0);
-  out.run = nothing;
-}
-
 void decode_pmevent(Decode& d, Instruction& out) {
   d.take("mask");
   out.run = nothing;
@@ -131,7 +117,6 @@ const Opcode opcodes[] = {
     {"trap", decode_trap},     {"brkpt", decode_trap},
     {"call", decode_call},     {"fence", decode_fence},
     {"membar", decode_fence},  {"nanosleep", decode_nanosleep},
-    {"griddepcontrol", decode_griddepcontrol}, {"setmaxnreg", decode_setmaxnreg},
     {"pmevent", decode_pmevent},
 };
 

@@ -351,19 +351,11 @@ void decode_getctarank(Decode& d, Instruction& out) {
   out.run = type.bits == 64 ? getctarank<uint64_t> : getctarank<uint32_t>;
 }
 
-void decode_prefetch(Decode& d, Instruction& out) {
-  d.space();
-  d.take_cache_hints();
-  for (const char* level : {"L1", "L2", "tensormap"}) d.take(level);
-  out.run = [](Warp&, const Instruction&, Mask) { return Step::kNext; };
-}
-
 const Opcode opcodes[] = {
     {"ld", decode_ld},           {"ldu", decode_ld},
     {"st", decode_st},           {"cp", decode_cp_async},
     {"cvta", decode_cvta},       {"isspacep", decode_isspacep},
     {"mapa", decode_mapa},       {"getctarank", decode_getctarank},
-    {"prefetch", decode_prefetch}, {"prefetchu", decode_prefetch},
 };
 
 }  // namespace

@@ -187,22 +187,6 @@ void decode_redux(Decode& d, Instruction& out) {
   out.run = type.is_signed() ? redux<int32_t> : redux<uint32_t>;
 }
 
-// op: 0 leader, 1 predicate, 2 members
-Step elect(Warp& warp, const Instruction& in, Mask mask) {
-  return for_members(warp, in.op[2], mask, [&](Mask lanes) {
-    const uint32_t leader = static_cast<uint32_t>(__builtin_ctz(lanes));
-    for_lanes(lanes, warp.out<uint32_t>(in.op[0]), [&](int) { return leader; });
-    if (in.op[1].present()) set_predicate(warp, in.op[1], 1u << leader, lanes);
-  });
-}
-
-void decode_elect(Decode& d, Instruction& out) {
-  if (!d.take("sync")) d.fail(".sync is missing");
-  result_and_predicate(d, t::b32, out);
-  out.op[2] = d.source(1, t::b32);
-  out.run = elect;
-}
-
 Step activemask(Warp& warp, const Instruction& in, Mask mask) {
   for_lanes(mask, warp.out<uint32_t>(in.op[0]), [&](int) { return mask; });
   return Step::kNext;
@@ -227,7 +211,7 @@ void decode_bar_warp(Decode& d, Instruction& out) {
 const Opcode opcodes[] = {
     {"shfl", decode_shfl},   {"vote", decode_vote},
     {"match", decode_match}, {"redux", decode_redux},
-    {"elect", decode_elect}, {"activemask", decode_activemask},
+    {"activemask", decode_activemask},
     {"bar", decode_bar_warp, "warp"},
 };
 
