@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// dp2a and dp4a: dot products of 16-bit or 8-bit parts with bytes.
+// dp2a: two 16-bit halves of a word times two bytes of another, summed.
 #include <cstdint>
 
 #include "tools/emulator/state.h"
@@ -16,7 +16,6 @@ int64_t part(uint32_t word, int i, int bits, bool is_signed) {
   return static_cast<int64_t>(value) - (negative ? int64_t{1} << bits : 0);
 }
 
-template <int parts>
 Step dot(Warp& warp, const Instruction& in, Mask mask) {
   const uint32_t *a = warp.in<uint32_t>(in.op[1]), *b = warp.in<uint32_t>(in.op[2]);
   const uint32_t* c = warp.in<uint32_t>(in.op[3]);
@@ -25,8 +24,8 @@ Step dot(Warp& warp, const Instruction& in, Mask mask) {
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(mask >> lane & 1)) continue;
     int64_t sum = c[lane];
-    for (int i = 0; i < parts; ++i)
-      sum += part(a[lane], i, 32 / parts, in.flags & kSignedA) *
+    for (int i = 0; i < 2; ++i)
+      sum += part(a[lane], i, 16, in.flags & kSignedA) *
              part(b[lane], first + i, 8, in.flags & kSignedB);
     out[lane] = static_cast<uint32_t>(sum);
   }
@@ -34,17 +33,17 @@ Step dot(Warp& warp, const Instruction& in, Mask mask) {
 }
 
 void decode_dot(Decode& d, Instruction& out) {
-  const bool two = d.ptx.opcode == "dp2a";
-  if (two && d.take("hi")) out.flags |= kHigh;
-  if (two && !(out.flags & kHigh) && !d.take("lo")) d.fail(".lo or .hi is expected");
+  if (d.take("hi"))
+    out.flags |= kHigh;
+  else if (!d.take("lo"))
+    d.fail(".lo or .hi is expected");
   if (d.type({t::u32, t::s32}).is_signed()) out.flags |= kSignedA;
   if (d.type({t::u32, t::s32}).is_signed()) out.flags |= kSignedB;
   out.op[0] = d.destination(0, t::b32);
   for (int i = 1; i <= 3; ++i) out.op[i] = d.source(i, t::b32);
-  out.run = two ? dot<2> : dot<4>;
+  out.run = dot;
 }
 const Opcode dp2a_opcode("dp2a", decode_dot);
-const Opcode dp4a_opcode("dp4a", decode_dot);
 
 }  // namespace
 }  // namespace tiercel::emulator
