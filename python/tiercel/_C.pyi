@@ -53,6 +53,7 @@ class _TopkAlignPlan(TypedDict):
     cluster: int
     block: int
     dynamic_smem: int
+
 class _AttentionPlan(TypedDict):
     kernel: str
     tile_m: int
@@ -102,6 +103,7 @@ class _Nvfp4LinearPlan(TypedDict):
     grid: int
     block: int
     dynamic_smem: int
+
 class _CopyTransposePlan(TypedDict):
     kernel: str
     tile_rows: int
@@ -139,9 +141,7 @@ def fp8_quantize_plan(
 ) -> _Fp8QuantizePlan: ...
 def fp8_quantize_static(x: Any, scale: Any, q: Any, /) -> None: ...
 def fp8_quantize_load(device: int, /) -> None: ...
-def activation(
-    x: Any, up: Any, scale: Any, out: Any, function: int, gated: bool, /
-) -> None: ...
+def activation(x: Any, up: Any, scale: Any, out: Any, function: int, gated: bool, /) -> None: ...
 def activation_plan(
     x: Any, up: Any, scale: Any, out: Any, function: int, gated: bool, /
 ) -> _ActivationPlan: ...
@@ -180,6 +180,38 @@ def attention_plan(
     /,
 ) -> _AttentionPlan: ...
 def attention_load(device: int, /) -> None: ...
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    out: Any,
+    lse: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    /,
+) -> None: ...
+def attention_varlen_plan(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    out: Any,
+    lse: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    /,
+) -> _AttentionPlan: ...
 def set_allocation_hooks(
     empty: Callable[..., Any],
     on_current_gpu: Callable[..., Any] | None,

@@ -22,12 +22,6 @@ if TYPE_CHECKING:
     from tiercel.backends import FallbackWarning as FallbackWarning
     from tiercel.backends import set_backend as set_backend
     from tiercel.backends import use_backend as use_backend
-    from tiercel.ops.gemv import nvfp4_gemv as nvfp4_gemv
-    from tiercel.ops.gemv import nvfp4_linear as nvfp4_linear
-    from tiercel.ops.linear import linear_act as linear_act
-    from tiercel.ops.quant import fp8_quantize as fp8_quantize
-    from tiercel.ops.quant import nvfp4_dequantize as nvfp4_dequantize
-    from tiercel.ops.quant import nvfp4_quantize as nvfp4_quantize
     from tiercel.ops.activation import gelu as gelu
     from tiercel.ops.activation import gelu_and_mul as gelu_and_mul
     from tiercel.ops.activation import relu as relu
@@ -35,7 +29,13 @@ if TYPE_CHECKING:
     from tiercel.ops.activation import silu as silu
     from tiercel.ops.activation import silu_and_mul as silu_and_mul
     from tiercel.ops.attention import attention as attention
+    from tiercel.ops.attention_varlen import attention_varlen as attention_varlen
+    from tiercel.ops.gemv import nvfp4_gemv as nvfp4_gemv
+    from tiercel.ops.gemv import nvfp4_linear as nvfp4_linear
     from tiercel.ops.linear import linear_act as linear_act
+    from tiercel.ops.quant import fp8_quantize as fp8_quantize
+    from tiercel.ops.quant import nvfp4_dequantize as nvfp4_dequantize
+    from tiercel.ops.quant import nvfp4_quantize as nvfp4_quantize
     from tiercel.ops.reduce import reduce as reduce
     from tiercel.ops.reduce import reduce_sum as reduce_sum
     from tiercel.ops.routing import topk_softmax as topk_softmax
@@ -51,6 +51,7 @@ _LAZY = {
     "FallbackWarning": "tiercel.backends",
     "copy_transpose": "tiercel.ops.transpose",
     "attention": "tiercel.ops.attention",
+    "attention_varlen": "tiercel.ops.attention_varlen",
     "explain": "tiercel._explain",
     "fp8_quantize": "tiercel.ops.quant",
     "linear_act": "tiercel.ops.linear",
@@ -84,6 +85,7 @@ __all__ = [
     "FallbackWarning",
     "__version__",
     "attention",
+    "attention_varlen",
     "backends",
     "copy_transpose",
     "explain",
@@ -93,9 +95,9 @@ __all__ = [
     "jit",
     "linear_act",
     "load",
+    "log_softmax",
     "moe_align_block_size",
     "moe_sum",
-    "log_softmax",
     "nn",
     "nvfp4_dequantize",
     "nvfp4_gemv",

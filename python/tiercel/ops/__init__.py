@@ -4,9 +4,6 @@
 from tiercel import _needs_torch as _needs_torch
 from tiercel import backends
 from tiercel._op import registry
-from tiercel.ops.gemv import nvfp4_gemv, nvfp4_linear
-from tiercel.ops.linear import linear_act
-from tiercel.ops.quant import fp8_quantize, nvfp4_dequantize, nvfp4_quantize
 from tiercel.ops.activation import (
     gelu,
     gelu_and_mul,
@@ -16,7 +13,10 @@ from tiercel.ops.activation import (
     silu_and_mul,
 )
 from tiercel.ops.attention import attention
+from tiercel.ops.attention_varlen import attention_varlen
+from tiercel.ops.gemv import nvfp4_gemv, nvfp4_linear
 from tiercel.ops.linear import linear_act
+from tiercel.ops.quant import fp8_quantize, nvfp4_dequantize, nvfp4_quantize
 from tiercel.ops.reduce import reduce, reduce_sum
 from tiercel.ops.routing import topk_softmax
 from tiercel.ops.routing_align import moe_align_block_size
@@ -28,27 +28,27 @@ from tiercel.ops.transpose import copy_transpose
 backends.warn_of_unknown_names(registry)
 
 __all__ = [
+    "attention",
+    "attention_varlen",
+    "copy_transpose",
     "fp8_quantize",
+    "gelu",
+    "gelu_and_mul",
     "linear_act",
+    "log_softmax",
+    "moe_align_block_size",
+    "moe_sum",
     "nvfp4_dequantize",
     "nvfp4_gemv",
     "nvfp4_linear",
     "nvfp4_quantize",
-    "gelu",
-    "gelu_and_mul",
-    "copy_transpose",
-    "attention",
-    "linear_act",
-    "moe_align_block_size",
-    "moe_sum",
-    "log_softmax",
+    "reduce",
+    "reduce_sum",
     "relu",
     "relu_and_mul",
     "silu",
     "silu_and_mul",
     "softmax_online",
-    "reduce",
-    "reduce_sum",
     "topk_softmax",
     "topk_softmax_align",
 ]

@@ -8,7 +8,7 @@ from typing import Annotated, Protocol
 import torch
 from torch import Tensor
 
-from tiercel.plugins.contracts.attention import ATTENTION
+from tiercel.plugins.contracts.attention import ATTENTION, ATTENTION_VARLEN
 from tiercel.plugins.contracts.linear import LINEAR_ACT
 from tiercel.plugins.contracts.reduce import REDUCE
 from tiercel.plugins.contracts.routing import TOPK_SOFTMAX
@@ -19,21 +19,29 @@ __all__ = [
     "Activated",
     "Attended",
     "Attention",
+    "AttentionVarlen",
     "Bias",
     "BlockExperts",
     "ChosenExperts",
+    "CopyTranspose",
     "ExpertMap",
     "ExpertOutputs",
     "ExpertWeights",
-    "CopyTranspose",
     "Features",
     "Indices",
     "Keys",
     "LinearAct",
+    "LogSums",
+    "Matrices",
     "MoeAlignBlockSize",
     "MoeSum",
     "NumSlots",
-    "Matrices",
+    "PackedAttended",
+    "PackedKeys",
+    "PackedLogSums",
+    "PackedQueries",
+    "PackedValues",
+    "Queries",
     "Reduce",
     "Reduced",
     "Scores",
@@ -43,12 +51,8 @@ __all__ = [
     "TopkSoftmax",
     "TopkSoftmaxAlign",
     "Transposed",
-    "LogSums",
-    "Queries",
-    "Scores",
-    "TopkSoftmax",
-    "Values",
     "Unreduced",
+    "Values",
     "Weight",
     "Weights",
 ]
@@ -149,6 +153,8 @@ class CopyTranspose(Protocol):
     """A backend of copy_transpose; a single matrix comes as a batch of one."""
 
     def __call__(self, x: Matrices) -> Transposed: ...
+
+
 # Attention: q [B, Sq, H, D] bfloat16 or float16, k and v [B, Sk, Hk, D], any strides; out as q, and
 # lse [B, H, Sq] float32.
 Queries = Annotated[Tensor, ATTENTION.spec("q")]
@@ -184,3 +190,32 @@ class Reduce(Protocol):
     """A backend of reduce; other shapes are made this one before it, so `dim` is always 1."""
 
     def __call__(self, x: Unreduced, dim: int, op: str, dtype: torch.dtype) -> Reduced: ...
+
+
+# Sequences behind each other: q [Tq, H, D], k and v [Tk, Hk, D], starts [B + 1] int32; out as q, and
+# lse [H, Tq] float32.
+PackedQueries = Annotated[Tensor, ATTENTION_VARLEN.spec("q")]
+PackedKeys = Annotated[Tensor, ATTENTION_VARLEN.spec("k")]
+PackedValues = Annotated[Tensor, ATTENTION_VARLEN.spec("v")]
+PackedAttended = Annotated[Tensor, ATTENTION_VARLEN.spec("out")]
+PackedLogSums = Annotated[Tensor, ATTENTION_VARLEN.spec("lse")]
+
+
+class AttentionVarlen(Protocol):
+    """A backend of attention_varlen. A window is None or (left, right), where -1 is no limit."""
+
+    def __call__(
+        self,
+        q: PackedQueries,
+        k: PackedKeys,
+        v: PackedValues,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        causal: bool,
+        window: tuple[int, int] | None,
+        scale: float | None,
+        softcap: float | None,
+        return_lse: bool,
+    ) -> tuple[PackedAttended, PackedLogSums]: ...

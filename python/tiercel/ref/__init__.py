@@ -2,9 +2,6 @@
 """The obvious PyTorch version of every operator: right, differentiable, on any device."""
 
 from tiercel import _needs_torch as _needs_torch
-from tiercel.ref.gemv import nvfp4_gemv, nvfp4_linear
-from tiercel.ref.linear import linear_act
-from tiercel.ref.quant import fp8_quantize, nvfp4_dequantize, nvfp4_quantize
 from tiercel.ref.activation import (
     gelu,
     gelu_and_mul,
@@ -13,35 +10,36 @@ from tiercel.ref.activation import (
     silu,
     silu_and_mul,
 )
-from tiercel.ref.attention import attention
+from tiercel.ref.attention import attention, attention_varlen
+from tiercel.ref.gemv import nvfp4_gemv, nvfp4_linear
 from tiercel.ref.linear import linear_act
-from tiercel.ref.routing import moe_align_block_size, moe_sum, topk_softmax, topk_softmax_align
+from tiercel.ref.quant import fp8_quantize, nvfp4_dequantize, nvfp4_quantize
 from tiercel.ref.reduce import reduce
-from tiercel.ref.routing import topk_softmax
+from tiercel.ref.routing import moe_align_block_size, moe_sum, topk_softmax, topk_softmax_align
 from tiercel.ref.softmax import log_softmax, softmax_online
 from tiercel.ref.transpose import copy_transpose
 
 __all__ = [
+    "attention",
+    "attention_varlen",
+    "copy_transpose",
     "fp8_quantize",
+    "gelu",
+    "gelu_and_mul",
     "linear_act",
+    "log_softmax",
+    "moe_align_block_size",
+    "moe_sum",
     "nvfp4_dequantize",
     "nvfp4_gemv",
     "nvfp4_linear",
     "nvfp4_quantize",
-    "gelu",
-    "gelu_and_mul",
-    "copy_transpose",
-    "attention",
-    "linear_act",
-    "moe_align_block_size",
-    "moe_sum",
-    "log_softmax",
+    "reduce",
     "relu",
     "relu_and_mul",
     "silu",
     "silu_and_mul",
     "softmax_online",
-    "reduce",
     "topk_softmax",
     "topk_softmax_align",
 ]
