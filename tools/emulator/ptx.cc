@@ -475,7 +475,13 @@ std::unique_ptr<PtxFunction> PtxModule::parse(const std::string& entry) const {
     }
   }
   while (in.peek() != '{') {  // .maxntid 256, 1, 1 and the like
-    if (in.word().empty() && !in.take(',')) in.fail("unknown text");
+    const std::string word = in.word();
+    if (word.empty() && !in.take(',')) in.fail("unknown text");
+    if (word != ".maxntid" && word != ".reqntid") continue;
+    made->max_threads = 1;
+    do {
+      made->max_threads *= std::strtoull(in.word().c_str(), nullptr, 10);
+    } while (in.take(','));
   }
   FunctionReader(in, *made).read();
   return made;

@@ -63,6 +63,7 @@ struct PtxVariable {
 struct PtxFunction {
   std::string name;
   int line = 0;
+  uint64_t max_threads = 0;  // of a block; 0: not said
   std::vector<PtxVariable> parameters;
   std::vector<PtxVariable> variables;  // .shared and .local of this function
   std::vector<PtxRegister> registers;

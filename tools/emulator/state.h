@@ -27,6 +27,7 @@ struct Kernel {
   uint32_t register_bytes = 0;  // of a warp
   std::vector<uint32_t> constants;
   std::map<uint64_t, uint32_t> constants32, constants64;
+  Operand carry;  // of add.cc, where there is one
   std::map<std::string, Operand> specials;  // special registers that the code reads
   std::map<std::string, uint64_t> shared_offsets, local_offsets;
   uint32_t static_shared = 0, dynamic_shared_align = 16;
