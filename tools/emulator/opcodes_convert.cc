@@ -113,6 +113,14 @@ D convert(S from, const Instruction& in) {
 template <typename D, typename S, typename Register>
 Step cvt(Warp& warp, const Instruction& in, Mask mask) {
   const Slot<S>* a = warp.in<Slot<S>>(in.op[1]);
+  [[maybe_unused]] Slot<S> low[kLanes];
+  if constexpr (sizeof(S) < 8) {
+    if (in.op[2].present()) {  // the low part of a 64-bit register
+      const uint64_t* wide = warp.in<uint64_t>(in.op[1]);
+      for (int i = 0; i < kLanes; ++i) low[i] = static_cast<uint32_t>(wide[i]);
+      a = low;
+    }
+  }
   for_lanes(mask, warp.out<Register>(in.op[0]), [&](int i) -> Register {
     const D made = convert<D, S>(from_slot<S>(a[i]), in);
     if constexpr (std::is_integral_v<D>) {
@@ -301,12 +309,9 @@ void decode_cvt(Decode& d, Instruction& out) {
     return bits == 32 ? t::b32 : t::b64;
   };
   const Type to_register = wide_enough(0, to);
-  Type from_register = wide_enough(1, from);
-  if (from_register.bits == 64 && from.bits <= 32) {
-    // The low part of a wide register: read it as 64 bits, then as the type.
-    d.fail("a wider source register");
-  }
+  const Type from_register = wide_enough(1, from);
   out.op[0] = d.destination(0, to_register), out.op[1] = d.source(1, from_register);
+  if (from_register.bits == 64 && from.bits <= 32) out.op[2] = out.op[1];
   out.run = cvt_of(d, to, from, to_register.bits);
 }
 

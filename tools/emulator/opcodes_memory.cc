@@ -222,7 +222,9 @@ void decode_cp_async(Decode& d, Instruction& out) {
     out.imm = -1;
   } else {
     d.take_cache_hints();
-    if (d.space() != Space::kShared || d.space() != Space::kGlobal) d.fail("another direction");
+    if (!(d.take("shared") || d.take("shared::cta")) || !d.take("global")) {
+      d.fail("another direction");
+    }
     const int64_t size = d.immediate(2);
     if (size != 4 && size != 8 && size != 16) d.fail("a copy of another size");
     set_address(d, 0, Space::kShared, out);
