@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from probe import FORMATS, call
+from support.tensor_probe import FORMATS, call
 
 BITS = {"f16": 16, "bf16": 16, "e4m3": 8, "e5m2": 8, "e2m1": 4}
 TORCH = {

@@ -5,8 +5,18 @@ import ctypes
 
 import pytest
 import torch
-from probe import DTYPES, ELEMENTS, call, library, pack, random_elements, swizzle, u64
-from test_tensor_copy import map_of, tile
+from support.tensor_probe import (
+    DTYPES,
+    ELEMENTS,
+    call,
+    library,
+    map_of,
+    pack,
+    random_elements,
+    swizzle,
+    tile,
+    u64,
+)
 
 MODES = {0: 0, 1: 3, 2: 2, 3: 1}  # swizzle (log2 of 16-byte chunks) -> the descriptor's number
 

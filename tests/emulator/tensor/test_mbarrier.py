@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from probe import call, u64
+from support.tensor_probe import call, u64
 
 
 class Barrier:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The emulator's tensor part as C functions, for test_tensor_*.py. A function returns what is
+// The emulator's tensor part as C functions, for tests/support/tensor_probe.py. A function returns what is
 // wrong, or null.
 #include <cstring>
 #include <memory>

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from probe import DTYPES, ELEMENTS, call, pack, random_elements
+from support.tensor_probe import DTYPES, ELEMENTS, call, pack, random_elements
 
 LANES = torch.arange(32)
 GROUP, MEMBER = LANES // 4, LANES % 4
