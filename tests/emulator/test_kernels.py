@@ -80,6 +80,14 @@ def test_softmax(shape, dtype):
     check("softmax_online_backward", grad, y, keep, -1, 0.37, None, scale=4 * y.double().abs())
 
 
+@pytest.mark.parametrize("scale", [None, 0.37])
+@pytest.mark.parametrize("columns", [64, 1000, 20_000])
+def test_log_softmax_of_large_scores(columns, scale):
+    """What is lost of them in an exponent's product shows in float16, where results are small."""
+    arguments = ("log_softmax_no_mask", (3e4 + 30 * torch.randn(3, columns)).half(), -1, scale, None)
+    check(*arguments, scale=reference(*arguments).abs() + 0.01)  # 5e-6 more, for float32's sums
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", ROWS)
 def test_norm(shape, dtype):
