@@ -125,10 +125,10 @@ double estimate(const Nvfp4LinearArgs& args, const Nvfp4LinearConfig& config, co
   constexpr double kLaunch = 2.295;
   constexpr double kBytes = 4.39e6;         // of memory, a microsecond
   constexpr double kBytesInFlight = 8.48;   // stages on their way that halve that rate
-  constexpr double kStage = 0.031;         // of one warp's K, where there are enough of them
+  constexpr double kStage = 0.031;          // of one warp's K, where there are enough of them
   constexpr double kTokens = 0.0416;        // and for each eight tokens
-  constexpr double kStageInFlight = 1.537;   // stages on their way that double both
-  constexpr double kStageX = 0.0448;         // a block's copy of x, for a token and a stage
+  constexpr double kStageInFlight = 1.537;  // stages on their way that double both
+  constexpr double kStageX = 0.0448;        // a block's copy of x, for a token and a stage
   constexpr double kRound = 1.193;          // to begin and end a block
   constexpr double kClusters = 0.672;       // to add up in a cluster, for each doubling of it
   constexpr double kWideClusters = 0.9336;  // of the multiprocessors take clusters of four or more

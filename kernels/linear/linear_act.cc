@@ -78,8 +78,7 @@ Status decide(const TensorView& x, const TensorView& w, Activation activation, i
   if (config != nullptr) {
     return linear_act_configure(*config, x.dtype, activation, m, n, k, multiprocessors, choice);
   }
-  const LinearActConfig* tuned =
-      linear_act_tuned().find({x.device_index, x.dtype, n, k}, m);
+  const LinearActConfig* tuned = linear_act_tuned().find({x.device_index, x.dtype, n, k}, m);
   // Tuned for another M, it may not suit this one.
   if (tuned != nullptr &&
       linear_act_configure(*tuned, x.dtype, activation, m, n, k, multiprocessors, choice).ok()) {

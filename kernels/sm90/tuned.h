@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Configurations that were tuned on a device: what `tiercel tune apply` wrote, looked up by launchers.
+// Configurations that were tuned on a device: what `tiercel tune apply` wrote, looked up by
+// launchers.
 #ifndef KERNELS_SM90_TUNED_H_
 #define KERNELS_SM90_TUNED_H_
 

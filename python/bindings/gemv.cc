@@ -98,9 +98,11 @@ PyObject* Nvfp4LinearPlanOf(PyObject*, PyObject* const* values, Py_ssize_t count
   Nvfp4LinearCall call;
   if (!call.Parse(values, count)) return nullptr;
   Nvfp4LinearPlan plan{};
-  const Status status = nvfp4_linear_plan(call.x.view(), call.weight.view(), call.scale.view(),
-                                          call.global_scale.view(), call.out.view(), call.config, &plan);
+  const Status status =
+      nvfp4_linear_plan(call.x.view(), call.weight.view(), call.scale.view(),
+                        call.global_scale.view(), call.out.view(), call.config, &plan);
   if (!status.ok()) return Raise(status);
+  HintOnce(nvfp4_linear_tuned(), kNvfp4Linear);
   return Py_BuildValue("{s:s, s:i, s:i, s:I, s:I, s:I}", "kernel", plan.kernel, "cluster",
                        plan.cluster, "parts", plan.parts, "grid", plan.grid, "block", plan.block,
                        "dynamic_smem", plan.dynamic_smem);
@@ -123,10 +125,12 @@ PyMethodDef functions[] = {
         "Checks the arguments as a launch does and returns the configuration. Needs no GPU."),
     {"nvfp4_gemv_load", Nvfp4GemvLoad, METH_O,
      "nvfp4_gemv_load(device, /)\n--\n\nLoads the kernel on a CUDA device, by its index."},
-    TIERCEL_FAST("nvfp4_linear", Nvfp4Linear, "(x, weight, scale, global_scale, out, config=..., /)",
+    TIERCEL_FAST("nvfp4_linear", Nvfp4Linear,
+                 "(x, weight, scale, global_scale, out, config=..., /)",
                  "Launches the kernel on the current stream; fills `out`."),
     TIERCEL_FAST(
-        "nvfp4_linear_plan", Nvfp4LinearPlanOf, "(x, weight, scale, global_scale, out, config=..., /)",
+        "nvfp4_linear_plan", Nvfp4LinearPlanOf,
+        "(x, weight, scale, global_scale, out, config=..., /)",
         "Checks the arguments as a launch does and returns the configuration. Needs no GPU."),
     {"nvfp4_linear_load", Nvfp4LinearLoad, METH_O,
      "nvfp4_linear_load(device, /)\n--\n\nLoads the kernels on a CUDA device, by its index."},

@@ -77,9 +77,11 @@ PyObject* LinearActPlanOf(PyObject*, PyObject* const* values, Py_ssize_t count) 
     multiprocessors = kMultiprocessors;
   }
   LinearActPlan plan{};
-  const Status status = linear_act_plan(call.x.view(), call.weight.view(), call.bias_view,
-                                        call.out.view(), call.activation, multiprocessors, call.config, &plan);
+  const Status status =
+      linear_act_plan(call.x.view(), call.weight.view(), call.bias_view, call.out.view(),
+                      call.activation, multiprocessors, call.config, &plan);
   if (!status.ok()) return Raise(status);
+  HintOnce(linear_act_tuned(), kLinearAct);
   return Py_BuildValue("{s:s, s:i, s:i, s:O, s:i, s:i, s:i, s:i, s:I, s:I, s:I}", "kernel",
                        plan.kernel, "tile_m", plan.tile_m, "tile_n", plan.tile_n, "pingpong",
                        plan.pingpong ? Py_True : Py_False, "cluster", plan.cluster, "splits",

@@ -3,6 +3,10 @@
 
 import json
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from support.dlpack_tensor import ExchangeTensor
@@ -156,11 +160,33 @@ def test_no_winner_is_said(results, tmp_path, capsys):
     assert "has no winner" in capsys.readouterr().err
 
 
-def test_the_hint_names_the_command(caplog):
-    with caplog.at_level(logging.INFO, "tiercel"):
-        _tuned.hint("linear_act", 0, "bfloat16", 512, 64)
-    assert "nothing is tuned for N=512, K=64, bfloat16" in caplog.text
-    assert "`tiercel tune linear --problem N=512,K=64 --dtype bfloat16`" in caplog.text
+HINT = """
+from support.dlpack_tensor import ExchangeTensor as make
+from tiercel import _C, _tuned
+
+def plan(n, k):
+    def tensor(*shape):
+        return make(*shape, dtype="bfloat16")
+    _C.linear_act_plan(tensor(4, k), tensor(n, k), None, tensor(4, n), 0)
+
+plan(512, 64)           # nothing is said before a device's files were read
+_tuned.load(0, "NVIDIA Test")
+plan(256, 1024)         # has a file
+for n in (640, 768, 640):
+    plan(n, 64)
+"""
+
+
+def test_a_problem_without_a_file_is_hinted_at_once(results, tmp_path):
+    apply(results({4: small(7)}), tmp_path)
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
+    env = {"TIERCEL_LOG": "info", "TIERCEL_CONFIGS": str(tmp_path), "PYTHONPATH": paths}
+    command = [sys.executable, "-c", HINT]
+    result = subprocess.run(command, env=os.environ | env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    (line,) = result.stderr.splitlines()
+    assert "linear_act: nothing is tuned for N=640, K=64, bfloat16 on GPU 0" in line
+    assert "`tiercel tune linear --problem N=640,K=64 --dtype bfloat16`" in line
 
 
 def test_shipped_files_can_be_launched():

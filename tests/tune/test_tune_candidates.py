@@ -2,7 +2,7 @@
 """Candidates: what fits, what is pruned, and that the launchers take what is left."""
 
 import pytest
-from support.dlpack_tensor import ExchangeTensor as make
+from support.dlpack_tensor import ExchangeTensor
 
 from tiercel import _C
 from tiercel.tune import hardware, ops
@@ -41,7 +41,9 @@ def test_occupancy():
 
 def linear_plan(m, candidate):
     n, k = SQUARE.n, SQUARE.k
-    x, w, b, y = (make(*shape, dtype="bfloat16") for shape in ((m, k), (n, k), (n,), (m, n)))
+    x, w, b, y = (
+        ExchangeTensor(*shape, dtype="bfloat16") for shape in ((m, k), (n, k), (n,), (m, n))
+    )
     return _C.linear_act_plan(x, w, b, y, 3, tuple(LINEAR.config(candidate).values()))
 
 
@@ -86,8 +88,14 @@ def test_compiled_candidates_are_others_and_are_pruned():
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (7168, 16384), (100, 64)])
 def test_nvfp4_linear_takes_what_is_not_pruned(tokens, n, k):
     problem = Problem("nvfp4_linear", n, k, "float4_e2m1fn_x2")
-    x, out = make(tokens, k, dtype="bfloat16"), make(tokens, n, dtype="bfloat16")
-    w, scale = make(n, k // 2, dtype=problem.dtype), make(n, k // 16, dtype="float8_e4m3fn")
+    x, out = (
+        ExchangeTensor(tokens, k, dtype="bfloat16"),
+        ExchangeTensor(tokens, n, dtype="bfloat16"),
+    )
+    w, scale = (
+        ExchangeTensor(n, k // 2, dtype=problem.dtype),
+        ExchangeTensor(n, k // 16, dtype="float8_e4m3fn"),
+    )
     launched = pruned = 0
     for c in NVFP4.candidates(problem, tokens, False, False):
         config = tuple(NVFP4.config(c).values())
@@ -105,8 +113,8 @@ def test_nvfp4_linear_takes_what_is_not_pruned(tokens, n, k):
 
 
 def test_bad_configurations_are_named():
-    args = [make(1, 64, dtype="bfloat16"), make(8, 64, dtype="bfloat16"), None]
-    args += [make(1, 8, dtype="bfloat16"), 0]
+    args = [ExchangeTensor(1, 64, dtype="bfloat16"), ExchangeTensor(8, 64, dtype="bfloat16"), None]
+    args += [ExchangeTensor(1, 8, dtype="bfloat16"), 0]
     with pytest.raises(NotImplementedError, match="tile 96x32.*no precompiled kernel has it"):
         _C.linear_act_plan(*args, (96, 32, 0, 1, 1, 0))
     with pytest.raises(NotImplementedError, match="split K by 2: K splits by 1 to 1"):

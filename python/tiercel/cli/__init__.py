@@ -5,7 +5,18 @@ import argparse
 from collections.abc import Sequence
 
 from tiercel._version import __version__
-from tiercel.cli import bench, cache, demo, deploy, doctor, kernels, new_kernel, profile, smoke, tune
+from tiercel.cli import (
+    bench,
+    cache,
+    demo,
+    deploy,
+    doctor,
+    kernels,
+    new_kernel,
+    profile,
+    smoke,
+    tune,
+)
 
 COMMANDS = (bench, cache, demo, deploy, doctor, kernels, new_kernel, profile, smoke, tune)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tiercel tune``: finds the fastest configurations on this GPU; ``tiercel tune apply`` keeps them."""
+"""``tiercel tune``: finds the fastest configurations here; ``tiercel tune apply`` keeps them."""
 
 import argparse
 import re

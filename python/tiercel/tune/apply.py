@@ -14,7 +14,6 @@ from tiercel.tune.ops import Tunable
 from tiercel.tune.results import write
 
 
-
 def apply(data: Mapping[str, Any], tunable: Tunable, folder: Path) -> list[tuple[Path, int]]:
     """Writes one file a problem, with what it had for other numbers of tokens; (path, entries).
 

@@ -147,7 +147,9 @@ def _writes(heart: Heart, where: shared.Place) -> bool:
     while True:
         lower = [str(rank) for rank in range(where.rank)]
         if not any(heart.alive(worker) for worker in lower):
-            return bool(heart.store.compare_set("writer", "", where.worker).decode() == where.worker)
+            return bool(
+                heart.store.compare_set("writer", "", where.worker).decode() == where.worker
+            )
         if heart.store.check(["written"]):
             heart.store.add("left", 1)
             return False

@@ -113,7 +113,9 @@ def needs(problem: Problem, tokens: int, c: Candidate) -> Needs:
     sums = rows * c["tile_n"] // _WARPGROUP
     if c["split_k"]:
         registers = min(sums + _BESIDE_SUMS, 255)
-        return Needs(2 * _WARPGROUP, _shared(c), registers, sums + _BESIDE_SUMS, cluster=c["splits"])
+        return Needs(
+            2 * _WARPGROUP, _shared(c), registers, sums + _BESIDE_SUMS, cluster=c["splits"]
+        )
     # Launched with an equal share; the loader hands most of its own to the multipliers.
     most = 240 if c["pingpong"] else 232
     return Needs(
@@ -188,7 +190,7 @@ def _place(problem: Problem, m: int, c: Candidate) -> dict[str, int]:
     columns = -(-problem.n // c["tile_n"])
     if c["split_k"]:
         row_tiles = -(-m // c["tile_m"])
-        rows = -(-(-(-m // row_tiles)) // 8) * 8
+        rows = (-(-m // row_tiles) + 7) // 8 * 8
         blocks = row_tiles * columns * c["splits"]
         return {"rows": rows, "splits": c["splits"], "blocks": blocks, "group": 0}
     step = c["tile_m"] * c["cluster"]

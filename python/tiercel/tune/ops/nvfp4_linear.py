@@ -37,12 +37,14 @@ def candidates(problem: Problem, tokens: int, quick: bool, compiled: bool) -> li
 
 def needs(problem: Problem, tokens: int, c: Candidate) -> Needs:
     warps = c["tiles"] * c["parts"]
-    of_block = -(-(-(-problem.k // _STAGE)) // c["cluster"])
+    of_block = -(-problem.k // (_STAGE * c["cluster"]))
     queues = warps * c["stages"] * _STAGE_BYTES + of_block * _STAGE * 2 * tokens
     shared = max(queues, warps * 512 * (2 if tokens > 8 else 1)) + _OWN_SHARED
     # Compiled for at most 768 or 896 threads a block: so many registers each.
     most = 768 if tokens > 8 else 896
-    return Needs(warps * 32, shared, 80 if tokens > 8 else 72, cluster=c["cluster"], most_threads=most)
+    return Needs(
+        warps * 32, shared, 80 if tokens > 8 else 72, cluster=c["cluster"], most_threads=most
+    )
 
 
 def _invalid(problem: Problem, tokens: int) -> str | None:
