@@ -115,7 +115,8 @@ def test_check(root: pathlib.Path) -> None:
 
 def test_order() -> None:
     versions = ["0.2.0a1", "0.2.0b1", "0.2.0rc1", "0.2.0rc2", "0.2.0", "0.2.1", "0.10.0", "1.0.0"]
-    assert sorted(versions[::-1], key=bump.order) == versions
+    shuffled = [*versions[3:], *versions[:3]]
+    assert sorted(shuffled, key=bump.order) == versions
 
 
 def test_what_cannot_be_written_changes_nothing(root: pathlib.Path, monkeypatch) -> None:
