@@ -36,8 +36,8 @@ _ERRORS = {
         "`tiercel doctor` says which. nsys works without a GPU too"
     ),
     "Importer error": (
-        "nsys recorded, but could not turn it into a report (the .qdstrm file is there): its importer "
-        "does not start; install the whole of nsight-systems, not only its target part"
+        "nsys recorded, but its importer, which makes a report of the .qdstrm file, does not start: "
+        "install the whole of nsight-systems, not only its target part"
     ),
     "LibraryNotLoaded": "the profiler could not be loaded here: a virtual GPU, or gVisor",
     "No kernels were profiled": (
@@ -150,7 +150,10 @@ def _stream(command: Sequence[str]) -> _Said:
         for line in process.stdout:
             sys.stdout.write(line)
             sys.stdout.flush()
-            if re.match(r"\s*=+\s*(==)?(ERROR|WARNING)?|.*(not supported|LibraryNotLoaded)|Importer error", line):
+            if re.match(
+                r"\s*=+\s*(==)?(ERROR|WARNING)?|.*(not supported|LibraryNotLoaded)|Importer error",
+                line,
+            ):
                 said.problems.append(line)
         said.status = process.wait()
     except KeyboardInterrupt:

@@ -58,7 +58,7 @@ def _named(found: list[dict[str, Any]], kernel: "str | None") -> list[dict[str, 
 
 
 def _sum_of_nsys(path: Path) -> str:
-    """Of all kernels; the sum was renamed in 2023, and one that nsys does not know is no failure."""
+    """Of all kernels. It was renamed in 2023, and for an unknown name nsys does not fail."""
     words = [programs.find("nsys"), "stats", "--format", "csv", "--quiet", str(path), "--report"]
     try:
         return _said([*words, "cuda_gpu_kern_sum"])
