@@ -36,7 +36,7 @@ _ERRORS = {
         "`tiercel doctor` says which. nsys works without a GPU too"
     ),
     "Importer error": (
-        "nsys recorded, but its importer, which makes a report of the .qdstrm file, does not start: "
+        "nsys recorded, but its importer, which makes a report of the .qdstrm, does not start: "
         "install the whole of nsight-systems, not only its target part"
     ),
     "LibraryNotLoaded": "the profiler could not be loaded here: a virtual GPU, or gVisor",
