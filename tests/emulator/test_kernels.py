@@ -7,6 +7,7 @@ The shapes are small, and chosen to reach each kernel that a family's plan can c
 import pytest
 import torch
 from support.emulator import options, sm90
+
 from tiercel._op import families
 
 F32, BF16, F16, FP8 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -101,7 +102,13 @@ def test_softmax_of_special_values(columns, dtype):
 @pytest.mark.parametrize("columns", [64, 1000, 20_000])
 def test_log_softmax_of_large_scores(columns, scale):
     """What is lost of them in an exponent's product shows in float16, where results are small."""
-    arguments = ("log_softmax_no_mask", (3e4 + 30 * torch.randn(3, columns)).half(), -1, scale, None)
+    arguments = (
+        "log_softmax_no_mask",
+        (3e4 + 30 * torch.randn(3, columns)).half(),
+        -1,
+        scale,
+        None,
+    )
     check(*arguments, scale=reference(*arguments).abs() + 0.01)  # 5e-6 more, for float32's sums
 
 
