@@ -243,7 +243,7 @@ EXPORT CUresult cuKernelGetParamInfo(CUkernel kernel, size_t index, size_t* offs
   return guarded(CUDA_ERROR_INVALID_VALUE, [&] {
     const Kernel& found = program().kernel(reinterpret_cast<KernelHandle*>(kernel)->name);
     if (index >= found.ptx->parameters.size()) return CUDA_ERROR_INVALID_VALUE;
-    *offset = found.ptx->parameters[index].offset;
+    *offset = found.ptx->parameters[index].offset - tiercel::emulator::kParamStart;
     *size = found.ptx->parameters[index].size;
     return CUDA_SUCCESS;
   });
