@@ -284,6 +284,14 @@ EXPORT void emulator_unregister(const void* memory) {
   program().allocations().remove(reinterpret_cast<uintptr_t>(memory));
 }
 
+// More PTX, as in TIERCEL_EMULATOR_PTX.
+EXPORT CUresult emulator_load(const char* paths) {
+  return guarded(CUDA_ERROR_INVALID_SOURCE, [&] {
+    program().load(paths);
+    return CUDA_SUCCESS;
+  });
+}
+
 // seed 0: warps in order. max_instructions 0: as it was.
 EXPORT void emulator_set_options(int lazy, uint64_t seed, uint64_t max_instructions) {
   std::lock_guard<std::mutex> lock(g_lock);
