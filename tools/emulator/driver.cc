@@ -300,6 +300,11 @@ EXPORT void emulator_set_options(int lazy, uint64_t seed, uint64_t max_instructi
   if (max_instructions != 0) g_options.max_instructions = max_instructions;
 }
 
+EXPORT void emulator_set_short_fp8_adder(int on) {
+  std::lock_guard<std::mutex> lock(g_lock);
+  g_options.short_fp8_adder = on != 0;
+}
+
 // Warp instructions of all launches that ended well.
 EXPORT uint64_t emulator_instructions() { return g_instructions; }
 
