@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// wgmma.mma_async and what orders it. Each warp of a warpgroup does its own rows when it gets there.
+// wgmma.mma_async and what orders it. Each warp of a warpgroup does its own rows when it gets
+// there.
 #include <string>
 #include <vector>
 
