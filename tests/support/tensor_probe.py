@@ -85,9 +85,12 @@ class Map:
     def __init__(self, base, dtype, sizes, strides, box, mode=0, fill=0, steps=None, interleave=0):
         room = torch.zeros(192, dtype=torch.uint8)
         self.bytes = room[-room.data_ptr() % 64 :][:128]
-        lists = [torch.tensor(list(values) or [0], dtype=torch.int64) for values in (sizes, strides)]
+        lists = [
+            torch.tensor(list(values) or [0], dtype=torch.int64) for values in (sizes, strides)
+        ]
         lists += [
-            torch.tensor(list(values), dtype=torch.int32) for values in (box, steps or [1] * len(box))
+            torch.tensor(list(values), dtype=torch.int32)
+            for values in (box, steps or [1] * len(box))
         ]
         type_number = dtype if isinstance(dtype, int) else TYPES[dtype]
         numbers = (type_number, len(box), u64(base))
@@ -98,9 +101,7 @@ def map_of(tensor, box, mode=0, **options):
     """Of a tensor with aligned strides; box in the tensor's order."""
     strides = [stride * tensor.element_size() for stride in tensor.stride()]
     sizes = list(tensor.shape)[::-1]
-    return Map(
-        tensor.data_ptr(), tensor.dtype, sizes, strides[-2::-1], box[::-1], mode, **options
-    )
+    return Map(tensor.data_ptr(), tensor.dtype, sizes, strides[-2::-1], box[::-1], mode, **options)
 
 
 def tile(reduction, tensor_map, coordinates, shared, offset, tensor):
@@ -108,6 +109,4 @@ def tile(reduction, tensor_map, coordinates, shared, offset, tensor):
     coordinates = torch.tensor(coordinates[::-1], dtype=torch.int32)
     arguments = (coordinates, shared, shared.numel(), offset)
     whole = u64(storage.nbytes())
-    call(
-        "probe_tile", reduction, tensor_map.bytes, *arguments, u64(storage.data_ptr()), whole
-    )
+    call("probe_tile", reduction, tensor_map.bytes, *arguments, u64(storage.data_ptr()), whole)

@@ -244,7 +244,7 @@ EXPORT CUresult cuKernelGetParamInfo(CUkernel kernel, size_t index, size_t* offs
   return guarded(CUDA_ERROR_INVALID_VALUE, [&] {
     const Kernel& found = program().kernel(reinterpret_cast<KernelHandle*>(kernel)->name);
     if (index >= found.ptx->parameters.size()) return CUDA_ERROR_INVALID_VALUE;
-    *offset = found.ptx->parameters[index].offset;
+    *offset = found.ptx->parameters[index].offset - tiercel::emulator::kParamStart;
     *size = found.ptx->parameters[index].size;
     return CUDA_SUCCESS;
   });
@@ -306,6 +306,11 @@ EXPORT void emulator_set_options(int lazy, uint64_t seed, uint64_t max_instructi
   g_options.lazy = lazy != 0;
   g_options.seed = seed;
   if (max_instructions != 0) g_options.max_instructions = max_instructions;
+}
+
+EXPORT void emulator_set_short_fp8_adder(int on) {
+  std::lock_guard<std::mutex> lock(g_lock);
+  g_options.short_fp8_adder = on != 0;
 }
 
 // Warp instructions of all launches that ended well.

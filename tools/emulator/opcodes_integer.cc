@@ -110,6 +110,13 @@ struct Max {
     return a > b ? a : b;
   }
 };
+template <typename Op>
+struct Relu {
+  template <typename T>
+  static T run(T a, T b) {
+    return Max::run<T>(Op::template run<T>(a, b), T{0});
+  }
+};
 template <typename Op, typename T>
 struct Pairwise {  // u16x2, s16x2
   static uint32_t run(uint32_t a, uint32_t b) {
@@ -165,6 +172,15 @@ bool is_integer(const Type& type) {
 template <typename Op>
 void binary(Decode& d, Instruction& out) {
   const Type type = d.type();
+  if constexpr (std::is_same_v<Op, Min> || std::is_same_v<Op, Max>) {
+    if ((type == t::s32 || type == t::s16x2) && d.take("relu")) {
+      operands(d, out, type, type, 2);
+      using W = uint32_t;
+      out.run = type == t::s32 ? lanes<Relu<Op>, int32_t, int32_t, int32_t>
+                               : lanes<Pairwise<Relu<Op>, int16_t>, W, W, W>;
+      return;
+    }
+  }
   if (type.kind == 'x') {
     operands(d, out, type, type, 2);
     out.run = type == t::u16x2 ? lanes<Pairwise<Op, uint16_t>, uint32_t, uint32_t, uint32_t>

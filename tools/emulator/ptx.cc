@@ -101,18 +101,18 @@ PtxVariable read_variable(Reader& in, const std::string& space) {
   PtxVariable variable;
   variable.space = space;
   int element = 0, vector = 1;
+  bool pointer = false;  // an alignment behind .ptr is not the parameter's, but of where it points
   std::string word = in.word();
   for (; !word.empty() && word[0] == '.'; word = in.word()) {
     if (word == ".align") {
-      variable.align = std::strtoull(in.word().c_str(), nullptr, 10);
+      const uint64_t align = std::strtoull(in.word().c_str(), nullptr, 10);
+      if (!pointer) variable.align = align;
     } else if (word == ".v2" || word == ".v4") {
       vector = word[2] - '0';
-    } else if (word == ".ptr" || word == ".global" || word == ".shared" || word == ".const") {
-      // Of a parameter: what it points to; its alignment follows and is not the parameter's.
-      if (in.peek() == '.') {
-        std::string next = in.word();
-        if (next == ".align") in.word();
-      }
+    } else if (word == ".ptr") {
+      pointer = true;
+    } else if (word == ".global" || word == ".shared" || word == ".const") {
+      if (!pointer) in.fail("unknown attribute of a variable: " + word);
     } else if ((element = type_bits(word.substr(1)) / 8) == 0) {
       in.fail("unknown attribute of a variable: " + word);
     }
@@ -465,7 +465,7 @@ std::unique_ptr<PtxFunction> PtxModule::parse(const std::string& entry) const {
   made->name = in.word();
   made->line = in.line();
   if (in.take('(')) {
-    uint64_t offset = 0;
+    uint64_t offset = kParamStart;
     while (!in.take(')')) {
       if (in.word() != ".param") in.fail("a parameter is expected");
       PtxVariable parameter = read_variable(in, "param");

@@ -60,6 +60,9 @@ struct PtxVariable {
   int element_bytes = 1;
 };
 
+// Where parameters begin in their bank on this machine, which their alignment counts from.
+inline constexpr uint64_t kParamStart = 0x210;
+
 struct PtxFunction {
   std::string name;
   int line = 0;

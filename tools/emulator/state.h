@@ -34,7 +34,6 @@ struct Kernel {
   uint32_t local_bytes = 0;  // of a thread
   uint32_t parameter_bytes = 0;
   std::map<std::string, uint64_t>* globals = nullptr;  // addresses of the module's variables
-  bool short_fp8_adder = false;                   // wgmma adds FP8 products as the machine does
   std::vector<std::shared_ptr<const void>> kept;  // what Instruction::imm points to
 };
 
@@ -44,8 +43,9 @@ struct Dim {
 };
 
 struct Options {
-  bool lazy = true;   // asynchronous work completes as late as waits allow
-  uint64_t seed = 0;  // not 0: warps run in an order and in slices that it decides
+  bool lazy = true;              // asynchronous work completes as late as waits allow
+  uint64_t seed = 0;             // not 0: warps run in an order and in slices that it decides
+  bool short_fp8_adder = false;  // wgmma adds FP8 products with as few bits as the GPU
   uint64_t max_instructions = 2'000'000'000;  // of all warps of a launch
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The emulator's tensor part as C functions, for tests/support/tensor_probe.py. A function returns what is
-// wrong, or null.
+// The emulator's tensor part as C functions, for tests/support/tensor_probe.py. A function returns
+// what is wrong, or null.
 #include <cstring>
 #include <memory>
 #include <string>
@@ -76,7 +76,7 @@ struct Queue {
 extern "C" {
 
 const char* probe_encode(const double* x, uint32_t* out, int count, int format, int round,
-                  int satfinite) {
+                         int satfinite) {
   for (int i = 0; i < count; ++i)
     out[i] = encode(x[i], *kFormats[format], static_cast<Round>(round), satfinite != 0);
   return nullptr;

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.tensor_probe import TYPES, Map, map_of, swizzle, tile
 
+
 def expected_box(tensor, box, coordinates, fill=0):
     """What a box holds, element by element."""
     out = torch.full(box, fill, dtype=tensor.dtype)
@@ -108,7 +109,14 @@ def test_reductions(dtype):
         assert torch.equal(result, want)
 
 
-GOOD = dict(base=1 << 20, dtype=9, sizes=(64, 8), strides=(128,), box=(64, 8), mode=3)
+GOOD = {
+    "base": 1 << 20,
+    "dtype": 9,
+    "sizes": (64, 8),
+    "strides": (128,),
+    "box": (64, 8),
+    "mode": 3,
+}
 
 
 @pytest.mark.parametrize(

@@ -135,8 +135,8 @@ def test_scales_and_half_sums():
 
 @pytest.mark.parametrize("step", range(4))
 def test_tiles_of_the_copy_engine(step):
-    """As kernels do it: 64 columns in a 128-byte swizzle, 16 of them a step. Of a and b along k, the
-    descriptor's start moves by 32 bytes; of v, whose rows are k, by 16 rows."""
+    """As kernels do it: 64 columns in a 128-byte swizzle, 16 of them a step. Of a and b along k,
+    the descriptor's start moves by 32 bytes; of v, whose rows are k, by 16 rows."""
     shared = torch.zeros(65536, dtype=torch.uint8)
     tensor = torch.randint(-4, 5, (192, 64)).bfloat16()
     tile(-1, map_of(tensor, (64, 64), 3), (0, 0), shared, 1024, tensor)

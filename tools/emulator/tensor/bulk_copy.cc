@@ -50,9 +50,9 @@ void fill(const TensorMap& map, uint8_t* bytes, uint32_t count) {
   if (!map.nan_fill) return;
   const uint32_t size = map.element_bytes();
   for (uint32_t i = 0; i < count; i += size) {
-    const uint64_t nan = map.type == kDouble                         ? 0x7fffffffffffffff
+    const uint64_t nan = map.type == kDouble                        ? 0x7fffffffffffffff
                          : map.type == kHalf || map.type == kBfloat ? 0x7fff
-                                                                     : 0x7fffffff;
+                                                                    : 0x7fffffff;
     std::memcpy(bytes + i, &nan, size);
   }
 }

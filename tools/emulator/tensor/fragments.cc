@@ -42,7 +42,9 @@ void unpack_b(Element element, int k, const uint32_t* const* registers, float* o
     }
 }
 
-int accumulator_registers(Element element, int n) { return element == Element::f16 ? n / 4 : n / 2; }
+int accumulator_registers(Element element, int n) {
+  return element == Element::f16 ? n / 4 : n / 2;
+}
 
 void unpack_c(Element element, int n, const uint32_t* const* registers, float* out) {
   const int count = accumulator_registers(element, n);

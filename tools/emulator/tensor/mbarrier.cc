@@ -32,9 +32,10 @@ MBarrier::Fields MBarrier::load(const char* what) const {
   std::memcpy(&bits, state_, sizeof bits);
   const Fields fields = unpack(bits);
   if (bits >> kMarkShift != kMark || fields.pending > kLargestCount)
-    fault("%s: there is no mbarrier object here (never initialised, invalidated or overwritten; "
-          "its bits are 0x%016llx)",
-          what, static_cast<unsigned long long>(bits));
+    fault(
+        "%s: there is no mbarrier object here (never initialised, invalidated or overwritten; "
+        "its bits are 0x%016llx)",
+        what, static_cast<unsigned long long>(bits));
   return fields;
 }
 

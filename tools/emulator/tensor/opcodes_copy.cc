@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// cp.async.bulk, cp.async.bulk.tensor and cp.reduce.async.bulk(.tensor), their groups and prefetches.
+// cp.async.bulk, cp.async.bulk.tensor and cp.reduce.async.bulk(.tensor), their groups and
+// prefetches.
 #include <cstring>
 #include <functional>
 #include <string>
@@ -23,12 +24,12 @@ struct Address {
 // A decoded copy. Exactly one of the two sides is global, or none.
 struct Copy {
   bool tensor, to_global, from_global, multicast;
-  int rank;                    // of the tensor
+  int rank;  // of the tensor
   Operand coordinates[kLargestRank];
-  Address to, from, barrier;   // the tensor map, or a run of bytes, is the global side
+  Address to, from, barrier;  // the tensor map, or a run of bytes, is the global side
   Operand size, mask;
   Reduction reduction;
-  uint32_t type;               // of the reduction of plain bytes, as CUtensorMapDataType
+  uint32_t type;  // of the reduction of plain bytes, as CUtensorMapDataType
   int line;
 };
 
@@ -44,9 +45,9 @@ TensorMap read_map(Warp& warp, const Address& address, int lane) {
   const uint64_t at = generic_side(warp, address, lane);
   uint8_t bytes[128];
   for (int half = 0; half < 2; ++half)
-    std::memcpy(bytes + 64 * half,
-                resolve(warp, Space::kGeneric, at + 64 * static_cast<uint64_t>(half), 64, lane, false),
-                64);
+    std::memcpy(
+        bytes + 64 * half,
+        resolve(warp, Space::kGeneric, at + 64 * static_cast<uint64_t>(half), 64, lane, false), 64);
   return decode_tensor_map(bytes);
 }
 
@@ -105,8 +106,8 @@ void load(Warp& warp, const Copy& copy, int lane) {
     };
   } else {
     bytes = warp.in<uint32_t>(copy.size)[lane];
-    const uint64_t from = copy.from_global ? generic_side(warp, copy.from, lane)
-                                           : shared_side(warp, copy.from, lane);
+    const uint64_t from =
+        copy.from_global ? generic_side(warp, copy.from, lane) : shared_side(warp, copy.from, lane);
     check_bulk(to, from, bytes);
     move = [&cluster, to, from, bytes, global = copy.from_global](uint32_t rank) {
       ClusterMemory& memory = memory_of(cluster);
@@ -117,13 +118,13 @@ void load(Warp& warp, const Copy& copy, int lane) {
       std::memcpy(memory.shared(rank, to & kOffsetMask, bytes, Access::write), data, bytes);
     };
   }
-  complete_later(warp, copy, lane,
-                 [&cluster, move, ranks, bytes, barrier, lane, multicast = copy.multicast] {
-                   for (const uint32_t rank : ranks) {
-                     move(rank);
-                     signal(cluster, multicast ? rank : barrier >> kRankShift, barrier, bytes, lane);
-                   }
-                 });
+  complete_later(
+      warp, copy, lane, [&cluster, move, ranks, bytes, barrier, lane, multicast = copy.multicast] {
+        for (const uint32_t rank : ranks) {
+          move(rank);
+          signal(cluster, multicast ? rank : barrier >> kRankShift, barrier, bytes, lane);
+        }
+      });
 }
 
 void store(Warp& warp, const Copy& copy, int lane) {
@@ -149,13 +150,14 @@ void store(Warp& warp, const Copy& copy, int lane) {
   const uint32_t bytes = warp.in<uint32_t>(copy.size)[lane];
   const uint64_t to = generic_side(warp, copy.to, lane);
   check_bulk(to, offset, bytes);
-  complete_later(warp, copy, lane, [&cluster, to, rank, offset, bytes, done, type = copy.type,
-                                    reduction = copy.reduction] {
-    ClusterMemory& memory = memory_of(cluster);
-    const uint8_t* data = memory.shared(rank, offset, bytes, Access::read);
-    reduce_bytes(type, reduction, memory.global(to, bytes, Access::write), data, bytes);
-    done();
-  });
+  complete_later(
+      warp, copy, lane,
+      [&cluster, to, rank, offset, bytes, done, type = copy.type, reduction = copy.reduction] {
+        ClusterMemory& memory = memory_of(cluster);
+        const uint8_t* data = memory.shared(rank, offset, bytes, Access::read);
+        reduce_bytes(type, reduction, memory.global(to, bytes, Access::write), data, bytes);
+        done();
+      });
 }
 
 Step run_copy(Warp& warp, const Instruction& in, Mask mask) {

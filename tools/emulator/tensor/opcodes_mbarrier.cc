@@ -175,8 +175,8 @@ void decode_store_async(Decode& d, Instruction& out) {
   else
     values.push_back(d.source(1, type));
   d.set_more(out, values);
-  out.flags = (narrow_to ? 1u : 0) | (narrow_barrier ? 2u : 0) |
-              static_cast<uint32_t>(type.bits / 8) << 8;
+  out.flags =
+      (narrow_to ? 1u : 0) | (narrow_barrier ? 2u : 0) | static_cast<uint32_t>(type.bits / 8) << 8;
   out.run = store_async;
 }
 const Opcode store_async_opcode("st", decode_store_async, "async");

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// wgmma.mma_async and what orders it. Each warp of a warpgroup does its own rows when it gets there.
+// wgmma.mma_async and what orders it. Each warp of a warpgroup does its own rows when it gets
+// there.
 #include <string>
 #include <vector>
 
@@ -13,7 +14,8 @@ namespace {
 // op[0] and op[1]: descriptors of a and b; op[2]: scale-d. more: d's registers, then a's.
 Step run_wgmma(Warp& warp, const Instruction& in, Mask mask) {
   if (!warp.together(kAllLanes, mask)) return Step::kBlocked;
-  const auto& shape = *static_cast<const Wgmma*>(kept(in));
+  Wgmma shape = *static_cast<const Wgmma*>(kept(in));
+  shape.short_adder = warp.cta->cluster->launch->options.short_fp8_adder;
   const Mask scale = warp.predicate(in.op[2]);
   if (scale != 0 && scale != kAllLanes)
     throw EmulatorError("wgmma.mma_async: scale-d differs between the warp's lanes");
@@ -73,7 +75,6 @@ void decode_mma_async(Decode& d, Instruction& out) {
   shape.a = take_element(d);
   shape.b = take_element(d);
   shape.a_in_registers = d.operand(1).kind == PtxOperand::kVector;
-  shape.short_adder = d.kernel().short_fp8_adder;
   std::vector<Operand> registers = vector_operand(d, 0);
   if (static_cast<int>(registers.size()) != accumulator_registers(shape.d, shape.n))
     d.fail("another number of accumulators");

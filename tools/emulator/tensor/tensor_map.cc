@@ -60,13 +60,12 @@ std::string check_dimensions(const TensorMapArguments& a, uint32_t element) {
     if (a.steps[i] < 1 || a.steps[i] > kLargestStep)
       return text("elementStrides[", i, "] is ", a.steps[i], ", expected 1 to ", kLargestStep);
     if (i > 0 && (a.strides[i - 1] % alignment != 0 || a.strides[i - 1] >= kLargestStride))
-      return text("globalStrides[", i - 1, "] is ", a.strides[i - 1],
-                  ", expected a multiple of ", alignment, " below 2^40");
+      return text("globalStrides[", i - 1, "] is ", a.strides[i - 1], ", expected a multiple of ",
+                  alignment, " below 2^40");
   }
   if (a.interleave != 0) return "";
   const uint32_t inner = a.box[0] * element;
-  if (inner % 16 != 0)
-    return text("boxDim[0] has ", inner, " bytes, expected a multiple of 16");
+  if (inner % 16 != 0) return text("boxDim[0] has ", inner, " bytes, expected a multiple of 16");
   const uint32_t row = 16u << a.swizzle;
   if (a.swizzle != 0 && inner > row)
     return text("boxDim[0] has ", inner, " bytes, expected at most the swizzle's ", row);
@@ -100,7 +99,8 @@ std::string encode_tensor_map(const TensorMapArguments& a, void* map) {
     return "tensorMap is no address that is a multiple of 64";
   const uint32_t element = tensor_map_type_bytes(a.type);
   if (!element) return text("tensorDataType is ", a.type, ", which this machine lacks");
-  if (a.rank < 1 || a.rank > kLargestRank) return text("tensorRank is ", a.rank, ", expected 1 to 5");
+  if (a.rank < 1 || a.rank > kLargestRank)
+    return text("tensorRank is ", a.rank, ", expected 1 to 5");
   if (a.interleave > 2) return text("interleave is ", a.interleave, ", expected 0 to 2");
   if (a.interleave != 0 && a.rank < 3)
     return text("tensorRank is ", a.rank, ", expected 3 or more with an interleaved layout");

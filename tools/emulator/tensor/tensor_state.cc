@@ -18,13 +18,13 @@ uint8_t* ClusterMemory::global(uint64_t address, uint64_t bytes, Access access) 
     const Allocations& all = *cluster_.launch->allocations;
     const Allocation* found = all.find(address);
     if (!found || address + bytes > found->end)
-      throw EmulatorError("out-of-bounds " +
-                          std::string(access == Access::write ? "write" : "read") + " of " +
-                          std::to_string(bytes) + " bytes of global memory: " +
-                          all.describe(address));
+      throw EmulatorError(
+          "out-of-bounds " + std::string(access == Access::write ? "write" : "read") + " of " +
+          std::to_string(bytes) + " bytes of global memory: " + all.describe(address));
     cache_ = {found->begin, found->end, found->read_only};
   }
-  if (access == Access::write && cache_.read_only) fault("write to global memory that is read-only");
+  if (access == Access::write && cache_.read_only)
+    fault("write to global memory that is read-only");
   return reinterpret_cast<uint8_t*>(address);
 }
 
@@ -34,8 +34,7 @@ ClusterMemory& memory_of(Cluster& cluster) {
 }
 
 MBarrier mbarrier_at(Cluster& cluster, uint32_t address, int lane) {
-  if (address % 8 != 0)
-    throw EmulatorError("an mbarrier's address is no multiple of 8", lane);
+  if (address % 8 != 0) throw EmulatorError("an mbarrier's address is no multiple of 8", lane);
   uint8_t* place =
       memory_of(cluster).shared(address >> kRankShift, address & kOffsetMask, 8, Access::write);
   return MBarrier(reinterpret_cast<uint64_t*>(place));
@@ -46,9 +45,7 @@ std::function<void()> BulkGroups::add() {
   return [count = open_] { --*count; };
 }
 
-void BulkGroups::commit() {
-  committed_.push_back(std::exchange(open_, std::make_shared<int>(0)));
-}
+void BulkGroups::commit() { committed_.push_back(std::exchange(open_, std::make_shared<int>(0))); }
 
 bool BulkGroups::done(uint32_t left) {
   while (!committed_.empty() && *committed_.front() == 0) committed_.pop_front();

@@ -49,7 +49,8 @@ MatrixDescriptor MatrixDescriptor::decode(uint64_t bits) {
 uint32_t MatrixDescriptor::place(uint32_t address) const {
   // Rows count from where the pattern begins. That the base offset is subtracted follows from its
   // definition; no kernel of ours has one that is not 0.
-  return address ^ (swizzled(swizzle, address - (base_offset << 7)) ^ (address - (base_offset << 7)));
+  return address ^
+         (swizzled(swizzle, address - (base_offset << 7)) ^ (address - (base_offset << 7)));
 }
 
 uint32_t MatrixDescriptor::k_major(uint32_t row, uint32_t chunk) const {

@@ -31,7 +31,7 @@ struct MatrixDescriptor {
 struct Wgmma {
   int n, k;
   Element a, b;
-  Element d;                // f32, f16 or s32
+  Element d;  // f32, f16 or s32
   bool a_in_registers;
   bool a_transposed = false, b_transposed = false;  // MN-major, 16-bit elements only
   bool negate_a = false, negate_b = false;          // imm-scale -1
@@ -42,9 +42,9 @@ struct Wgmma {
 void check(const Wgmma& shape);
 
 struct WgmmaOperands {
-  uint64_t a, b;                      // descriptors
-  const uint32_t* const* a_registers; // instead of a
-  bool accumulate;                    // scale-d: else d begins at zero
+  uint64_t a, b;                       // descriptors
+  const uint32_t* const* a_registers;  // instead of a
+  bool accumulate;                     // scale-d: else d begins at zero
 };
 
 // d += a * b, for rows 16 * warp and up. d is row-major, 16 x n, with the bits of s32 for integers.

@@ -24,9 +24,10 @@ WgmmaQueue::Sums* WgmmaQueue::sums_of(const Wgmma& shape, const std::vector<uint
     if (sums.registers == d && sums.element == shape.d) return &sums;
     for (const uint32_t* lanes : d)
       if (std::find(sums.registers.begin(), sums.registers.end(), lanes) != sums.registers.end())
-        fault("wgmma.mma_async in PTX line %d: an accumulator is also another's that is under way, "
-              "of another shape",
-              line);
+        fault(
+            "wgmma.mma_async in PTX line %d: an accumulator is also another's that is under way, "
+            "of another shape",
+            line);
   }
   auto free = std::find_if(sums_.begin(), sums_.end(), [](const Sums& s) { return s.users == 0; });
   if (free == sums_.end()) free = sums_.insert(sums_.end(), Sums{});
