@@ -27,9 +27,9 @@
 
 namespace tiercel {
 
-// exp(factor * (x - largest)). Exact: to a unit in the last place. Otherwise to about 2^-20, in three
-// instructions; the difference comes first, which is exact for large scores too. NaN for a largest of
-// -inf or +inf as it has to be: such rows are NaN.
+// exp(factor * (x - largest)). Exact: to a unit in the last place. Otherwise to about 2^-20, in
+// three instructions; the difference comes first, which is exact for large scores too. NaN for a
+// largest of -inf or +inf as it has to be: such rows are NaN.
 template <bool kExact>
 struct ExpBelow {
   float largest, factor;

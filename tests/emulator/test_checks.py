@@ -82,7 +82,7 @@ def test_assertions_and_traps(tmp_path):
 
 
 COPY = f"""{THREAD}
-mov.u32 %r2, dynamic; mad.lo.u32 %r3, %r1, 4, %r2; mul.wide.u32 %rd7, %r1, 4; add.s64 %rd6, %rd1, %rd7;
+mov.u32 %r2, dynamic; mad.lo.u32 %r3, %r1, 4, %r2; add.s64 %rd6, %rd1, %rd8;
 cp.async.ca.shared.global [%r3], [%rd9], 4;
 cp.async.commit_group; WAIT
 ld.shared.u32 %r4, [%r3]; st.global.u32 [%rd6], %r4;"""
@@ -127,6 +127,10 @@ def test_barriers_that_do_not_fit(tmp_path):
 
 
 def test_clusters_that_do_not_fit(tmp_path):
-    fails(kernel(tmp_path, ""), zeros(1), grid=3, cluster=2, match="clusters of 2 x 1 x 1 in a grid")
-    launch = kernel(tmp_path, "mov.u32 %r1, 5; mov.u32 %r2, dynamic; mapa.shared::cluster.u32 %r3, %r2, %r1;")
+    fails(
+        kernel(tmp_path, ""), zeros(1), grid=3, cluster=2, match="clusters of 2 x 1 x 1 in a grid"
+    )
+    launch = kernel(
+        tmp_path, "mov.u32 %r1, 5; mov.u32 %r2, dynamic; mapa.shared::cluster.u32 %r3, %r2, %r1;"
+    )
     fails(launch, zeros(1), grid=2, cluster=2, match="mapa to block 5 of a cluster of 2")

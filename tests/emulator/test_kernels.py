@@ -7,10 +7,12 @@ The shapes are small, and chosen to reach each kernel that a family's plan can c
 import pytest
 import torch
 from support.emulator import options, sm90
+
 from tiercel._op import families
 
 F32, BF16, F16, FP8 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn
 FLOATS = [F32, BF16, F16]
+INF, NAN = float("inf"), float("nan")
 
 # A result is right to this much of its size, rounding to the type included.
 RELATIVE = {F32: 4e-6, BF16: 2**-8, F16: 2**-11 * 1.02}
@@ -80,11 +82,33 @@ def test_softmax(shape, dtype):
     check("softmax_online_backward", grad, y, keep, -1, 0.37, None, scale=4 * y.double().abs())
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("columns", [8, 5000, 300_000])
+def test_softmax_of_special_values(columns, dtype):
+    x = normal(7, columns, dtype=dtype)
+    x[0, columns // 2], x[1, columns // 3], x[2] = NAN, INF, -INF
+    x[3, columns // 2 :], x[4], x[5, 1:], x[6, -1] = -INF, 0, -100, 30_000
+    for log, name in enumerate(("softmax_online_no_mask", "log_softmax_no_mask")):
+        result = sm90(name)(x, -1, None, None).double()
+        exact = torch.log_softmax(x.double(), -1) if log else torch.softmax(x.double(), -1)
+        for same in (torch.isnan, torch.isneginf):
+            assert torch.equal(same(result), same(exact))
+        size = exact.abs() + 0.01 if log else exact
+        allowed = RELATIVE[dtype] * size + torch.finfo(dtype).smallest_normal
+        assert not ((result - exact).abs() > allowed).any()
+
+
 @pytest.mark.parametrize("scale", [None, 0.37])
 @pytest.mark.parametrize("columns", [64, 1000, 20_000])
 def test_log_softmax_of_large_scores(columns, scale):
     """What is lost of them in an exponent's product shows in float16, where results are small."""
-    arguments = ("log_softmax_no_mask", (3e4 + 30 * torch.randn(3, columns)).half(), -1, scale, None)
+    arguments = (
+        "log_softmax_no_mask",
+        (3e4 + 30 * torch.randn(3, columns)).half(),
+        -1,
+        scale,
+        None,
+    )
     check(*arguments, scale=reference(*arguments).abs() + 0.01)  # 5e-6 more, for float32's sums
 
 

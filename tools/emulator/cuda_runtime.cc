@@ -33,7 +33,9 @@ std::map<const void*, Function>& functions() {
 
 extern "C" {
 
-void** __cudaRegisterFatBinary(void* wrapper) { return reinterpret_cast<void**>(new FatBinary{wrapper}); }
+void** __cudaRegisterFatBinary(void* wrapper) {
+  return reinterpret_cast<void**>(new FatBinary{wrapper});
+}
 void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void**) {}
 
@@ -75,6 +77,8 @@ cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void**, size_t, cudaStr
   return cudaErrorNotSupported;
 }
 unsigned __cudaPushCallConfiguration(dim3, dim3, size_t, CUstream_st*) { return 1; }
-cudaError_t __cudaPopCallConfiguration(dim3*, dim3*, size_t*, void*) { return cudaErrorNotSupported; }
+cudaError_t __cudaPopCallConfiguration(dim3*, dim3*, size_t*, void*) {
+  return cudaErrorNotSupported;
+}
 
 }  // extern "C"

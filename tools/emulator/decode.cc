@@ -20,10 +20,10 @@ const Type pred{'p', 1, "pred"}, b8{'b', 8, "b8"}, b16{'b', 16, "b16"}, b32{'b',
 
 const Type* find_type(const std::string& name) {
   static const Type* const all[] = {
-      &t::pred, &t::b8,  &t::b16,  &t::b32,   &t::b64,    &t::b128, &t::u8,    &t::u16,   &t::u32,
-      &t::u64,  &t::s8,  &t::s16,  &t::s32,   &t::s64,    &t::f16,  &t::bf16,  &t::f16x2, &t::bf16x2,
-      &t::f32,  &t::f64, &t::u16x2, &t::s16x2, &t::e4m3x2, &t::e5m2x2, &t::e2m1x2, &t::ue8m0x2,
-      &t::tf32};
+      &t::pred,  &t::b8,     &t::b16,    &t::b32,    &t::b64,     &t::b128, &t::u8,
+      &t::u16,   &t::u32,    &t::u64,    &t::s8,     &t::s16,     &t::s32,  &t::s64,
+      &t::f16,   &t::bf16,   &t::f16x2,  &t::bf16x2, &t::f32,     &t::f64,  &t::u16x2,
+      &t::s16x2, &t::e4m3x2, &t::e5m2x2, &t::e2m1x2, &t::ue8m0x2, &t::tf32};
   for (const Type* type : all) {
     if (name == type->name) return type;
   }
@@ -49,7 +49,6 @@ Operand add_register(Kernel& kernel, int bits) {
   kernel.register_bytes += slot_bytes(bits);
   return made;
 }
-
 
 }  // namespace
 
@@ -121,17 +120,15 @@ Space Decode::space() {
   return Space::kGeneric;
 }
 
-int Decode::vector_length() {
-  return take("v2") ? 2 : take("v4") ? 4 : take("v8") ? 8 : 1;
-}
+int Decode::vector_length() { return take("v2") ? 2 : take("v4") ? 4 : take("v8") ? 8 : 1; }
 
 void Decode::take_cache_hints() {
   left_.erase(std::remove_if(left_.begin(), left_.end(),
                              [](const std::string& word) {
                                static const char* const kHints[] = {
-                                   "ca",  "cg",  "cs",   "lu",       "cv",      "wb",      "wt",
-                                   "nc",  "gpu", "cta",  "volatile", "relaxed", "acquire", "release",
-                                   "sys", "weak", "cluster", "acq_rel"};
+                                   "ca",      "cg",      "cs",  "lu",   "cv",       "wb",
+                                   "wt",      "nc",      "gpu", "cta",  "volatile", "relaxed",
+                                   "acquire", "release", "sys", "weak", "cluster",  "acq_rel"};
                                return word.rfind("L1::", 0) == 0 || word.rfind("L2::", 0) == 0 ||
                                       std::find(std::begin(kHints), std::end(kHints), word) !=
                                           std::end(kHints);
@@ -183,8 +180,8 @@ Operand Decode::source(const PtxOperand& operand, const Type& type) {
     case PtxOperand::kSpecial: {
       if (operand.name == "WARP_SZ") return constant(kLanes);
       Operand& slot = kernel_.specials[operand.name];
-      const bool wide = operand.name == "%clock64" || operand.name == "%globaltimer" ||
-                        operand.name == "%gridid";
+      const bool wide =
+          operand.name == "%clock64" || operand.name == "%globaltimer" || operand.name == "%gridid";
       if (!slot.present()) slot = add_register(kernel_, wide ? 64 : 32);
       // A 16-bit read of a 32-bit one takes the low half: the same slot.
       if ((type.bits > 32) != wide) fail("special register of another size");
@@ -215,8 +212,8 @@ Operand Decode::source(const PtxOperand& operand, const Type& type) {
       const auto shared = kernel_.shared_offsets.find(operand.name);
       if (shared != kernel_.shared_offsets.end()) {
         // The rank of the block in its cluster is part of the address: a register, set at start.
-        Operand& slot = kernel_.specials["&" + std::string(type.bits > 32 ? "64" : "32") + " " +
-                                         operand.name];
+        Operand& slot =
+            kernel_.specials["&" + std::string(type.bits > 32 ? "64" : "32") + " " + operand.name];
         if (!slot.present()) slot = add_register(kernel_, type.bits);
         return slot;
       }
@@ -296,8 +293,8 @@ void place_variables(Kernel& kernel) {
   const auto place = [&](const PtxVariable& variable) {
     if (variable.space == "shared" && variable.is_extern) {
       dynamic.push_back(variable.name);
-      kernel.dynamic_shared_align = std::max(kernel.dynamic_shared_align,
-                                             static_cast<uint32_t>(variable.align));
+      kernel.dynamic_shared_align =
+          std::max(kernel.dynamic_shared_align, static_cast<uint32_t>(variable.align));
     } else if (variable.space == "shared") {
       shared = align_up(shared, variable.align);
       kernel.shared_offsets[variable.name] = shared;

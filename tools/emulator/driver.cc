@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A CUDA driver library of one device that is this process. TIERCEL_LIBCUDA names it,
-// TIERCEL_EMULATOR_PTX the PTX of the kernels. Memory is the host's: tests register what kernels may
-// touch (emulator_register).
+// TIERCEL_EMULATOR_PTX the PTX of the kernels. Memory is the host's: tests register what kernels
+// may touch (emulator_register).
 #include <cuda.h>
 
 #include <cstdio>
@@ -182,8 +182,8 @@ EXPORT CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, C
       *value = kSharedLimit;
       return CUDA_SUCCESS;
     default:
-      return report(CUDA_ERROR_INVALID_VALUE,
-                    "device attribute " + std::to_string(attribute) + " is unknown to the emulator");
+      return report(CUDA_ERROR_INVALID_VALUE, "device attribute " + std::to_string(attribute) +
+                                                  " is unknown to the emulator");
   }
 }
 
@@ -220,7 +220,8 @@ EXPORT CUresult cuLibraryLoadData(CUlibrary* library, const void* code, CUjit_op
 EXPORT CUresult cuLibraryGetKernel(CUkernel* kernel, CUlibrary, const char* name) {
   std::lock_guard<std::mutex> lock(g_lock);
   if (!program().has(name)) {
-    return report(CUDA_ERROR_NOT_FOUND, std::string("no PTX file of TIERCEL_EMULATOR_PTX has ") + name);
+    return report(CUDA_ERROR_NOT_FOUND,
+                  std::string("no PTX file of TIERCEL_EMULATOR_PTX has ") + name);
   }
   *kernel = reinterpret_cast<CUkernel>(new KernelHandle{name});
   return CUDA_SUCCESS;
@@ -257,10 +258,17 @@ EXPORT CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType typ
                                        CUtensorMapL2promotion l2_promotion,
                                        CUtensorMapFloatOOBfill oob_fill) {
   return guarded(CUDA_ERROR_INVALID_VALUE, [&] {
-    const tiercel::emulator::TensorMapArguments arguments{
-        static_cast<uint32_t>(type), rank, reinterpret_cast<uintptr_t>(base), sizes, strides, box,
-        steps, static_cast<uint32_t>(interleave), static_cast<uint32_t>(swizzle),
-        static_cast<uint32_t>(l2_promotion), static_cast<uint32_t>(oob_fill)};
+    const tiercel::emulator::TensorMapArguments arguments{static_cast<uint32_t>(type),
+                                                          rank,
+                                                          reinterpret_cast<uintptr_t>(base),
+                                                          sizes,
+                                                          strides,
+                                                          box,
+                                                          steps,
+                                                          static_cast<uint32_t>(interleave),
+                                                          static_cast<uint32_t>(swizzle),
+                                                          static_cast<uint32_t>(l2_promotion),
+                                                          static_cast<uint32_t>(oob_fill)};
     const std::string wrong = tiercel::emulator::encode_tensor_map(arguments, map);
     return wrong.empty() ? CUDA_SUCCESS : report(CUDA_ERROR_INVALID_VALUE, wrong);
   });

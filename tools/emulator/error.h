@@ -7,8 +7,8 @@
 
 namespace tiercel::emulator {
 
-// What a kernel did wrong, or what the emulator does not know. The launch fails with its text; where
-// (kernel, block, thread, PTX line) is added by the interpreter's loop.
+// What a kernel did wrong, or what the emulator does not know. The launch fails with its text;
+// where (kernel, block, thread, PTX line) is added by the interpreter's loop.
 struct EmulatorError : std::runtime_error {
   explicit EmulatorError(const std::string& text, int lane = -1)
       : std::runtime_error(text), lane(lane) {}

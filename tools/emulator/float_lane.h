@@ -32,8 +32,9 @@ inline T narrow(Wide<T> value) {
   } else if constexpr (std::is_same_v<T, double>) {
     return value;
   } else if constexpr (std::is_same_v<T, Half>) {
-    return Half{value != value ? uint16_t{0x7fff}
-                               : static_cast<uint16_t>(_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT))};
+    return Half{value != value
+                    ? uint16_t{0x7fff}
+                    : static_cast<uint16_t>(_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT))};
   } else {
     return Brain{to_bf16(value)};
   }
@@ -139,13 +140,13 @@ struct FloatSqrt {
 };
 
 // Approximations: the value, rounded once. The GPU is within one or two units of it.
-#define TIERCEL_APPROXIMATION(name, value)                                  \
-  struct name {                                                             \
-    template <typename T>                                                   \
-    static T run(T a) {                                                     \
-      const double x = static_cast<double>(widen(a));                       \
-      return narrow<T>(static_cast<Wide<T>>(value));                        \
-    }                                                                       \
+#define TIERCEL_APPROXIMATION(name, value)            \
+  struct name {                                       \
+    template <typename T>                             \
+    static T run(T a) {                               \
+      const double x = static_cast<double>(widen(a)); \
+      return narrow<T>(static_cast<Wide<T>>(value));  \
+    }                                                 \
   }
 TIERCEL_APPROXIMATION(FloatRsqrt, 1 / std::sqrt(x));
 TIERCEL_APPROXIMATION(FloatSin, std::sin(x));

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The decoded form that the interpreter runs, and how an opcode comes to be decoded.
 //
-// To add an opcode: write `Step handler(Warp&, const Instruction&, Mask)` that does it for all lanes
-// of the mask, and a decoder that chooses the handler by the modifiers and fills the operands, and
-// register the decoder by the opcode's first word (see opcodes_integer.cc for short ones):
+// To add an opcode: write `Step handler(Warp&, const Instruction&, Mask)` that does it for all
+// lanes of the mask, and a decoder that chooses the handler by the modifiers and fills the
+// operands, and register the decoder by the opcode's first word (see opcodes_integer.cc for short
+// ones):
 //
 //   void decode_brev(Decode& d, Instruction& out) {
 //     const Type type = d.type({t::b32, t::b64});          // takes the type modifier
@@ -41,8 +42,8 @@ enum class Step : uint8_t {
 using Handler = Step (*)(Warp&, const Instruction&, Mask);
 
 // Where 32 lanes' values lie: in the warp's registers or among the kernel's constants.
-// A predicate is one Mask; up to 32 bits, uint32_t[32] (16-bit values in the low half, the high half
-// undefined); 64 bits, uint64_t[32]; 128 bits, two of those, low halves first.
+// A predicate is one Mask; up to 32 bits, uint32_t[32] (16-bit values in the low half, the high
+// half undefined); 64 bits, uint64_t[32]; 128 bits, two of those, low halves first.
 struct Operand {
   uint32_t bits = 0xffffffffu;  // bit 31: constant; else a byte offset
   bool present() const { return bits != 0xffffffffu; }
@@ -50,18 +51,19 @@ struct Operand {
 
 struct Instruction {
   Handler run = nullptr;
-  Operand op[6];                 // by convention op[0] is the destination
-  Operand guard;                 // a predicate
-  Mask guard_flip = 0;           // all ones for @!p
-  int32_t line = 0;              // in the PTX file
-  int64_t imm = 0;               // free for the handler: an offset, a target
-  uint32_t flags = 0;            // free for the handler
-  uint32_t more_count = 0;       // more operands than fit above: vectors, matrices' fragments
+  Operand op[6];            // by convention op[0] is the destination
+  Operand guard;            // a predicate
+  Mask guard_flip = 0;      // all ones for @!p
+  int32_t line = 0;         // in the PTX file
+  int64_t imm = 0;          // free for the handler: an offset, a target
+  uint32_t flags = 0;       // free for the handler
+  uint32_t more_count = 0;  // more operands than fit above: vectors, matrices' fragments
   const Operand* more = nullptr;
 };
 
 struct Type {
-  char kind = 0;  // 'b', 'u', 's', 'f', 'p' (predicate), 'h' (f16), 'g' (bf16), 'H'/'G' (x2), or 'x'
+  char kind =
+      0;  // 'b', 'u', 's', 'f', 'p' (predicate), 'h' (f16), 'g' (bf16), 'H'/'G' (x2), or 'x'
   int bits = 0;
   const char* name = "";  // "bf16x2"
   bool operator==(const Type& o) const { return std::string(name) == o.name; }
@@ -96,9 +98,9 @@ class Decode {
   bool has_type() const;
   // As above, and refuses others than these.
   Type type(std::initializer_list<Type> allowed);
-  Space space();               // generic where there is none
-  int vector_length();         // v2, v4, v8; 1
-  void take_cache_hints();     // L1::..., L2::..., .ca, .cs, .nc, .volatile, .relaxed, scopes
+  Space space();            // generic where there is none
+  int vector_length();      // v2, v4, v8; 1
+  void take_cache_hints();  // L1::..., L2::..., .ca, .cs, .nc, .volatile, .relaxed, scopes
   std::vector<std::string> rest() const;
   void finish() const;
 
@@ -111,7 +113,7 @@ class Decode {
   // A register, special register, symbol's address or immediate.
   Operand source(int i, const Type& type);
   Operand source(const PtxOperand& operand, const Type& type);
-  Operand predicate(int i);             // as source or destination; negation: see negated(i)
+  Operand predicate(int i);  // as source or destination; negation: see negated(i)
   bool negated(int i) const { return operand(i).negated; }
   // The address in operand i: a 64-bit operand (32-bit registers are of shared or local memory and
   // `narrow` says so) and the constant added to it.

@@ -29,8 +29,8 @@ std::string place(const Kernel& kernel, uint32_t pc) {
 }
 
 std::string text_of(const Dim& dim) {
-  return "(" + std::to_string(dim.x) + ", " + std::to_string(dim.y) + ", " +
-         std::to_string(dim.z) + ")";
+  return "(" + std::to_string(dim.x) + ", " + std::to_string(dim.y) + ", " + std::to_string(dim.z) +
+         ")";
 }
 
 std::string thread_text(const Launch& launch, const Warp& warp, int lane) {
@@ -94,9 +94,9 @@ class WarpRun {
     for (size_t i = 0; i < warp_.groups.size(); ++i) {
       const Group& group = warp_.groups[i];
       if (group.blocked || group.mask == 0) continue;
-      const bool before = chosen == SIZE_MAX || (warp_.high_first
-                                                     ? group.pc > warp_.groups[chosen].pc
-                                                     : group.pc < warp_.groups[chosen].pc);
+      const bool before =
+          chosen == SIZE_MAX || (warp_.high_first ? group.pc > warp_.groups[chosen].pc
+                                                  : group.pc < warp_.groups[chosen].pc);
       if (before) chosen = i;
     }
     if (chosen == SIZE_MAX) return chosen;
@@ -243,8 +243,8 @@ class ClusterRun {
   }
 
   [[noreturn]] void deadlock() const {
-    throw EmulatorError("kernel " + launch_.kernel->name +
-                        " is deadlocked; its warps wait at" + places());
+    throw EmulatorError("kernel " + launch_.kernel->name + " is deadlocked; its warps wait at" +
+                        places());
   }
 
   Launch& launch_;

@@ -18,8 +18,8 @@ std::string hex(uint64_t value) {
 [[noreturn]] void refuse(const char* kind, bool write, uint32_t size, const char* space,
                          uint64_t address, const std::string& why, int lane) {
   throw EmulatorError(std::string(kind) + (write ? " write" : " read") + " of " +
-                          std::to_string(size) + " bytes at " + space + " address " +
-                          hex(address) + (why.empty() ? "" : ": " + why),
+                          std::to_string(size) + " bytes at " + space + " address " + hex(address) +
+                          (why.empty() ? "" : ": " + why),
                       lane);
 }
 
@@ -43,9 +43,9 @@ uint8_t* resolve_global(Warp& warp, uint64_t address, uint32_t size, int lane, b
 
 void Allocations::add(uint64_t begin, uint64_t size, const std::string& name, bool read_only) {
   const Allocation made{begin, begin + size, name, read_only};
-  const auto at = std::lower_bound(
-      sorted_.begin(), sorted_.end(), begin,
-      [](const Allocation& one, uint64_t value) { return one.begin < value; });
+  const auto at =
+      std::lower_bound(sorted_.begin(), sorted_.end(), begin,
+                       [](const Allocation& one, uint64_t value) { return one.begin < value; });
   if (at != sorted_.end() && at->begin == begin) {
     *at = made;
   } else {
@@ -60,9 +60,9 @@ void Allocations::remove(uint64_t begin) {
 }
 
 const Allocation* Allocations::find(uint64_t address) const {
-  const auto after = std::upper_bound(
-      sorted_.begin(), sorted_.end(), address,
-      [](uint64_t value, const Allocation& one) { return value < one.begin; });
+  const auto after =
+      std::upper_bound(sorted_.begin(), sorted_.end(), address,
+                       [](uint64_t value, const Allocation& one) { return value < one.begin; });
   return after == sorted_.begin() ? nullptr : &*(after - 1);
 }
 

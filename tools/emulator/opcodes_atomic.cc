@@ -52,9 +52,9 @@ Step atomic(Warp& warp, const Instruction& in, Mask mask) {
   const bool narrow = (in.flags & kNarrow) != 0;
   for (int i = 0; i < kLanes; ++i) {
     if (!(mask >> i & 1)) continue;
-    const uint64_t address =
-        narrow ? static_cast<uint32_t>(warp.in<uint32_t>(in.op[5])[i] + in.imm)
-               : warp.in<uint64_t>(in.op[5])[i] + static_cast<uint64_t>(in.imm);
+    const uint64_t address = narrow
+                                 ? static_cast<uint32_t>(warp.in<uint32_t>(in.op[5])[i] + in.imm)
+                                 : warp.in<uint64_t>(in.op[5])[i] + static_cast<uint64_t>(in.imm);
     uint8_t* at = resolve(warp, static_cast<Space>(in.flags & 0xff), address, size, i, true);
     Slot<std::conditional_t<size == 8, double, float>> old_slot = 0, b_slot;
     b_slot = warp.in<decltype(b_slot)>(in.op[1])[i];

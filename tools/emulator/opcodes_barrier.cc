@@ -39,9 +39,9 @@ Step bar(Warp& warp, const Instruction& in, Mask mask) {
     if ((in.flags & kAligned) != 0 && !warp.together(kAllLanes, mask)) return Step::kBlocked;
     const uint32_t threads = whole ? 0 : warp.in<uint32_t>(in.op[3])[first];
     if (!whole && (threads == 0 || threads % kLanes != 0)) {
-      throw EmulatorError("a barrier of " + std::to_string(threads) +
-                              " threads: it must be a multiple of 32",
-                          first);
+      throw EmulatorError(
+          "a barrier of " + std::to_string(threads) + " threads: it must be a multiple of 32",
+          first);
     }
     if (barrier.arrived != 0 && barrier.expected != threads) {
       throw EmulatorError("barrier " + std::to_string(number) + " is waited for by " +
@@ -51,7 +51,8 @@ Step bar(Warp& warp, const Instruction& in, Mask mask) {
     }
     barrier.expected = threads;
     // A warp counts as a whole, however many lanes of it are left.
-    barrier.arrived += in.flags & kAligned ? kLanes : static_cast<uint32_t>(__builtin_popcount(mask));
+    barrier.arrived +=
+        in.flags & kAligned ? kLanes : static_cast<uint32_t>(__builtin_popcount(mask));
     if (!whole && barrier.arrived > threads) {
       throw EmulatorError("more threads arrive at barrier " + std::to_string(number) + " than " +
                               std::to_string(threads),
@@ -74,8 +75,8 @@ Step bar(Warp& warp, const Instruction& in, Mask mask) {
   if (in.flags & kPopc) {
     for_lanes(mask, warp.out<uint32_t>(in.op[0]), [&](int) { return barrier.result_popc; });
   } else if (in.flags & (kAnd | kOr)) {
-    const bool truth = in.flags & kAnd ? (barrier.result_votes & 2) == 0
-                                       : (barrier.result_votes & 1) != 0;
+    const bool truth =
+        in.flags & kAnd ? (barrier.result_votes & 2) == 0 : (barrier.result_votes & 1) != 0;
     set_predicate(warp, in.op[0], truth ? kAllLanes : 0, mask);
   }
   return Step::kNext;
@@ -85,7 +86,8 @@ void decode_bar(Decode& d, Instruction& out) {
   d.take("cta");
   const bool reduces = d.take("red"), arrives = !reduces && d.take("arrive");
   if (!reduces && !arrives && !d.take("sync")) d.fail("an unknown barrier");
-  out.flags = (arrives ? 0u : kWaits) | (d.take("aligned") || d.ptx.opcode == "bar" ? kAligned : 0u);
+  out.flags =
+      (arrives ? 0u : kWaits) | (d.take("aligned") || d.ptx.opcode == "bar" ? kAligned : 0u);
   int next = 0;
   if (reduces) {
     out.flags |= d.take("popc") ? kPopc : d.take("and") ? kAnd : kOr;
@@ -109,7 +111,8 @@ void decode_bar(Decode& d, Instruction& out) {
 uint32_t alive(const Cluster& cluster) {
   uint32_t count = 0;
   for (const auto& cta : cluster.ctas) {
-    for (const Warp& warp : cta->warps) count += static_cast<uint32_t>(__builtin_popcount(warp.alive));
+    for (const Warp& warp : cta->warps)
+      count += static_cast<uint32_t>(__builtin_popcount(warp.alive));
   }
   return count;
 }

@@ -174,17 +174,20 @@ void decode_cnot(Decode& d, Instruction& out) {
 template <typename Op>
 void shift(Decode& d, Instruction& out) {
   const Type type = d.type();
-  out.op[0] = d.destination(0, type), out.op[1] = d.source(1, type), out.op[2] = d.source(2, t::b32);
+  out.op[0] = d.destination(0, type), out.op[1] = d.source(1, type),
+  out.op[2] = d.source(2, t::b32);
   using W = uint32_t;
   switch (type.bits) {
     case 16:
-      out.run = type.is_signed() ? lanes<Op, int16_t, int16_t, W> : lanes<Op, uint16_t, uint16_t, W>;
+      out.run =
+          type.is_signed() ? lanes<Op, int16_t, int16_t, W> : lanes<Op, uint16_t, uint16_t, W>;
       return;
     case 32:
       out.run = type.is_signed() ? lanes<Op, int32_t, int32_t, W> : lanes<Op, W, W, W>;
       return;
     case 64:
-      out.run = type.is_signed() ? lanes<Op, int64_t, int64_t, W> : lanes<Op, uint64_t, uint64_t, W>;
+      out.run =
+          type.is_signed() ? lanes<Op, int64_t, int64_t, W> : lanes<Op, uint64_t, uint64_t, W>;
       return;
     default:
       d.fail("a shift of another size");
@@ -236,8 +239,8 @@ void decode_bfi(Decode& d, Instruction& out) {
   operands(d, out, type, type, 2);
   out.op[3] = d.source(3, t::b32), out.op[4] = d.source(4, t::b32);
   using W = uint32_t;
-  out.run = type.bits == 32 ? lanes<Bfi, W, W, W, W, W>
-                            : lanes<Bfi, uint64_t, uint64_t, uint64_t, W, W>;
+  out.run =
+      type.bits == 32 ? lanes<Bfi, W, W, W, W, W> : lanes<Bfi, uint64_t, uint64_t, uint64_t, W, W>;
 }
 
 void decode_bmsk(Decode& d, Instruction& out) {
@@ -388,8 +391,7 @@ Step unpack(Warp& warp, const Instruction& in, Mask mask) {
   const bool wide = piece * static_cast<int>(in.more_count) == 64;
   for (int i = 0; i < kLanes; ++i) {
     if (!(mask >> i & 1)) continue;
-    const uint64_t whole =
-        wide ? warp.in<uint64_t>(in.op[0])[i] : warp.in<uint32_t>(in.op[0])[i];
+    const uint64_t whole = wide ? warp.in<uint64_t>(in.op[0])[i] : warp.in<uint32_t>(in.op[0])[i];
     for (uint32_t k = 0; k < in.more_count; ++k) {
       warp.out<uint32_t>(in.more[k])[i] = static_cast<uint32_t>(
           whole >> (piece * static_cast<int>(k)) & ((uint64_t{1} << piece) - 1));
@@ -453,8 +455,8 @@ void decode_mov(Decode& d, Instruction& out) {
   }
   out.op[0] = d.destination(0, type);
   const PtxOperand& from = d.operand(1);
-  if (from.kind == PtxOperand::kSpecial && (from.name.rfind("%clock", 0) == 0 ||
-                                            from.name.rfind("%globaltimer", 0) == 0)) {
+  if (from.kind == PtxOperand::kSpecial &&
+      (from.name.rfind("%clock", 0) == 0 || from.name.rfind("%globaltimer", 0) == 0)) {
     out.run = type.bits == 64 ? clock<uint64_t> : clock<uint32_t>;
     return;
   }
@@ -464,11 +466,13 @@ void decode_mov(Decode& d, Instruction& out) {
 }
 
 const Opcode opcodes[] = {
-    {"and", logic<And>},     {"or", logic<Or>},       {"xor", logic<Xor>},   {"not", decode_not},
-    {"cnot", decode_cnot},   {"shl", shift<Shl>},     {"shr", shift<Shr>},   {"popc", count_bits<Popc>},
-    {"clz", count_bits<Clz>}, {"brev", decode_brev},  {"bfind", decode_bfind}, {"bfe", decode_bfe},
-    {"bfi", decode_bfi},     {"bmsk", decode_bmsk},   {"shf", decode_shf},   {"lop3", decode_lop3},
-    {"prmt", decode_prmt},   {"selp", decode_selp},   {"slct", decode_slct}, {"mov", decode_mov},
+    {"and", logic<And>},   {"or", logic<Or>},          {"xor", logic<Xor>},
+    {"not", decode_not},   {"cnot", decode_cnot},      {"shl", shift<Shl>},
+    {"shr", shift<Shr>},   {"popc", count_bits<Popc>}, {"clz", count_bits<Clz>},
+    {"brev", decode_brev}, {"bfind", decode_bfind},    {"bfe", decode_bfe},
+    {"bfi", decode_bfi},   {"bmsk", decode_bmsk},      {"shf", decode_shf},
+    {"lop3", decode_lop3}, {"prmt", decode_prmt},      {"selp", decode_selp},
+    {"slct", decode_slct}, {"mov", decode_mov},
 };
 
 }  // namespace

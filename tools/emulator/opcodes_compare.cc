@@ -54,7 +54,8 @@ bool compare(T a, T b) {
   } else {
     const auto x = widen(a), y = widen(b);
     return ((answers & kLess) != 0 && x < y) || ((answers & kEqual) != 0 && x == y) ||
-           ((answers & kGreater) != 0 && x > y) || ((answers & kUnordered) != 0 && (x != x || y != y));
+           ((answers & kGreater) != 0 && x > y) ||
+           ((answers & kUnordered) != 0 && (x != x || y != y));
   }
 }
 
@@ -180,8 +181,8 @@ Step testp(Warp& warp, const Instruction& in, Mask mask) {
 }
 
 void decode_testp(Decode& d, Instruction& out) {
-  static const char* const kTests[] = {"finite", "infinite", "number",
-                                       "notanumber", "normal", "subnormal"};
+  static const char* const kTests[] = {"finite",     "infinite", "number",
+                                       "notanumber", "normal",   "subnormal"};
   out.flags = 6;
   for (uint32_t i = 0; i < 6; ++i) {
     if (d.take(kTests[i])) out.flags = i;

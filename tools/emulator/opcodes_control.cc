@@ -89,10 +89,24 @@ Step pause(Warp&, const Instruction&, Mask) { return Step::kYield; }
 // Memory is seen at once, and in order, by everybody: fences have nothing to do.
 void decode_fence(Decode& d, Instruction& out) {
   while (!d.rest().empty()) {
-    static const char* const kKnown[] = {"sc", "acq_rel", "acquire", "release", "gpu", "sys", "cta",
-                                         "cluster", "gl", "proxy", "async", "alias", "mbarrier_init",
-                                         "async::generic", "sync_restrict::shared::cta",
-                                         "sync_restrict::shared::cluster", "global", "shared::cta",
+    static const char* const kKnown[] = {"sc",
+                                         "acq_rel",
+                                         "acquire",
+                                         "release",
+                                         "gpu",
+                                         "sys",
+                                         "cta",
+                                         "cluster",
+                                         "gl",
+                                         "proxy",
+                                         "async",
+                                         "alias",
+                                         "mbarrier_init",
+                                         "async::generic",
+                                         "sync_restrict::shared::cta",
+                                         "sync_restrict::shared::cluster",
+                                         "global",
+                                         "shared::cta",
                                          "shared::cluster"};
     bool taken = false;
     for (const char* known : kKnown) taken |= d.take(known);
@@ -112,11 +126,11 @@ void decode_pmevent(Decode& d, Instruction& out) {
 }
 
 const Opcode opcodes[] = {
-    {"bra", decode_bra},       {"brx", decode_brx},
-    {"ret", decode_ret},       {"exit", decode_ret},
-    {"trap", decode_trap},     {"brkpt", decode_trap},
-    {"call", decode_call},     {"fence", decode_fence},
-    {"membar", decode_fence},  {"nanosleep", decode_nanosleep},
+    {"bra", decode_bra},         {"brx", decode_brx},
+    {"ret", decode_ret},         {"exit", decode_ret},
+    {"trap", decode_trap},       {"brkpt", decode_trap},
+    {"call", decode_call},       {"fence", decode_fence},
+    {"membar", decode_fence},    {"nanosleep", decode_nanosleep},
     {"pmevent", decode_pmevent},
 };
 

@@ -275,11 +275,10 @@ void decode_cvt(Decode& d, Instruction& out) {
     const char* name;
     Round round;
     bool integer;
-  } const kRounds[] = {{"rn", Round::rn, false},  {"rz", Round::rz, false},
-                       {"rm", Round::rm, false},  {"rp", Round::rp, false},
-                       {"rna", Round::rna, false}, {"rni", Round::rn, true},
-                       {"rzi", Round::rz, true},  {"rmi", Round::rm, true},
-                       {"rpi", Round::rp, true}};
+  } const kRounds[] = {
+      {"rn", Round::rn, false}, {"rz", Round::rz, false},   {"rm", Round::rm, false},
+      {"rp", Round::rp, false}, {"rna", Round::rna, false}, {"rni", Round::rn, true},
+      {"rzi", Round::rz, true}, {"rmi", Round::rm, true},   {"rpi", Round::rp, true}};
   Round round = Round::rn;
   for (const auto& one : kRounds) {
     if (!d.take(one.name)) continue;

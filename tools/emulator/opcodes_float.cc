@@ -43,7 +43,8 @@ struct Twice {  // the two halves of 32 bits
   template <typename... More>
   static uint32_t run(uint32_t a, More... more) {
     const T low = Op::run(T{static_cast<uint16_t>(a)}, T{static_cast<uint16_t>(more)}...);
-    const T high = Op::run(T{static_cast<uint16_t>(a >> 16)}, T{static_cast<uint16_t>(more >> 16)}...);
+    const T high =
+        Op::run(T{static_cast<uint16_t>(a >> 16)}, T{static_cast<uint16_t>(more >> 16)}...);
     return low.bits | static_cast<uint32_t>(high.bits) << 16;
   }
 };

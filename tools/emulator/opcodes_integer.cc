@@ -50,8 +50,7 @@ struct MulLo {
 struct MulHi {
   template <typename T>
   static T run(T a, T b) {
-    return static_cast<T>((static_cast<Wider<T>>(a) * static_cast<Wider<T>>(b)) >>
-                          (sizeof(T) * 8));
+    return static_cast<T>((static_cast<Wider<T>>(a) * static_cast<Wider<T>>(b)) >> (sizeof(T) * 8));
   }
 };
 struct MulWide {
@@ -121,7 +120,8 @@ struct Relu {
 template <typename Op, typename T>
 struct Pairwise {  // u16x2, s16x2
   static uint32_t run(uint32_t a, uint32_t b) {
-    const auto low = static_cast<uint16_t>(Op::template run<T>(static_cast<T>(a), static_cast<T>(b)));
+    const auto low =
+        static_cast<uint16_t>(Op::template run<T>(static_cast<T>(a), static_cast<T>(b)));
     const auto high = static_cast<uint16_t>(
         Op::template run<T>(static_cast<T>(a >> 16), static_cast<T>(b >> 16)));
     return low | static_cast<uint32_t>(high) << 16;
@@ -165,7 +165,9 @@ void decode_float_arithmetic(Decode& d, const Type& type, Instruction& out);
 
 namespace {
 
-bool is_integer(const Type& type) { return type.kind == 'u' || type.kind == 's' || type.kind == 'b'; }
+bool is_integer(const Type& type) {
+  return type.kind == 'u' || type.kind == 's' || type.kind == 'b';
+}
 
 template <typename Op>
 void binary(Decode& d, Instruction& out) {
@@ -332,11 +334,22 @@ void decode_dp4a(Decode& d, Instruction& out) {
 }
 
 const Opcode opcodes[] = {
-    {"add", binary<Add>},     {"sub", binary<Sub>}, {"mul", decode_mul}, {"mad", decode_mad},
-    {"div", binary<Div>},     {"rem", binary<Rem>}, {"min", binary<Min>}, {"max", binary<Max>},
-    {"neg", unary<Neg>},      {"abs", unary<Abs>},  {"sad", decode_sad}, {"dp4a", decode_dp4a},
-    {"add", carry<false, false>, "cc"}, {"addc", carry<false, true>},
-    {"sub", carry<true, false>, "cc"},  {"subc", carry<true, true>},
+    {"add", binary<Add>},
+    {"sub", binary<Sub>},
+    {"mul", decode_mul},
+    {"mad", decode_mad},
+    {"div", binary<Div>},
+    {"rem", binary<Rem>},
+    {"min", binary<Min>},
+    {"max", binary<Max>},
+    {"neg", unary<Neg>},
+    {"abs", unary<Abs>},
+    {"sad", decode_sad},
+    {"dp4a", decode_dp4a},
+    {"add", carry<false, false>, "cc"},
+    {"addc", carry<false, true>},
+    {"sub", carry<true, false>, "cc"},
+    {"subc", carry<true, true>},
 };
 
 }  // namespace

@@ -235,8 +235,8 @@ void decode_cp_async(Decode& d, Instruction& out) {
     if (narrow) d.fail("a global address of 32 bits");
     out.op[2] = d.constant64(static_cast<uint64_t>(offset));
     if (d.count() > 3) {
-      const bool ignore = d.operand(3).kind == PtxOperand::kRegister &&
-                          d.register_bits(d.operand(3)) == 1;
+      const bool ignore =
+          d.operand(3).kind == PtxOperand::kRegister && d.register_bits(d.operand(3)) == 1;
       if (ignore) {
         out.op[4] = d.predicate(3);
       } else if (d.count() == 4) {
@@ -296,9 +296,8 @@ void decode_cvta(Decode& d, Instruction& out) {
 
 Step isspacep(Warp& warp, const Instruction& in, Mask mask) {
   const uint64_t* a = warp.in<uint64_t>(in.op[1]);
-  const Mask value = collect([&](int i) {
-    return (a[i] & kWindowMask) == static_cast<uint64_t>(in.imm);
-  });
+  const Mask value =
+      collect([&](int i) { return (a[i] & kWindowMask) == static_cast<uint64_t>(in.imm); });
   set_predicate(warp, in.op[0], value, mask);
   return Step::kNext;
 }
@@ -321,9 +320,9 @@ Step mapa(Warp& warp, const Instruction& in, Mask mask) {
   for (int i = 0; i < kLanes; ++i) {
     if (!(mask >> i & 1)) continue;
     if (rank[i] >= blocks) {
-      throw EmulatorError("mapa to block " + std::to_string(rank[i]) + " of a cluster of " +
-                              std::to_string(blocks),
-                          i);
+      throw EmulatorError(
+          "mapa to block " + std::to_string(rank[i]) + " of a cluster of " + std::to_string(blocks),
+          i);
     }
     warp.out<T>(in.op[0])[i] = (a[i] & clear) | static_cast<T>(rank[i]) << kRankShift;
   }
@@ -354,10 +353,10 @@ void decode_getctarank(Decode& d, Instruction& out) {
 }
 
 const Opcode opcodes[] = {
-    {"ld", decode_ld},           {"ldu", decode_ld},
-    {"st", decode_st},           {"cp", decode_cp_async},
-    {"cvta", decode_cvta},       {"isspacep", decode_isspacep},
-    {"mapa", decode_mapa},       {"getctarank", decode_getctarank},
+    {"ld", decode_ld},     {"ldu", decode_ld},
+    {"st", decode_st},     {"cp", decode_cp_async},
+    {"cvta", decode_cvta}, {"isspacep", decode_isspacep},
+    {"mapa", decode_mapa}, {"getctarank", decode_getctarank},
 };
 
 }  // namespace

@@ -173,7 +173,8 @@ Step redux(Warp& warp, const Instruction& in, Mask mask) {
           made ^= one;
       }
     }
-    for_lanes(lanes, warp.out<uint32_t>(in.op[0]), [&](int) { return static_cast<uint32_t>(made); });
+    for_lanes(lanes, warp.out<uint32_t>(in.op[0]),
+              [&](int) { return static_cast<uint32_t>(made); });
   });
 }
 
@@ -209,8 +210,10 @@ void decode_bar_warp(Decode& d, Instruction& out) {
 }
 
 const Opcode opcodes[] = {
-    {"shfl", decode_shfl},   {"vote", decode_vote},
-    {"match", decode_match}, {"redux", decode_redux},
+    {"shfl", decode_shfl},
+    {"vote", decode_vote},
+    {"match", decode_match},
+    {"redux", decode_redux},
     {"activemask", decode_activemask},
     {"bar", decode_bar_warp, "warp"},
 };

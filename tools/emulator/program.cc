@@ -75,7 +75,8 @@ void Program::place_variables(const PtxModule& module, std::map<std::string, uin
     address = (address + 255) / 256 * 256;
     initialise(variable, reinterpret_cast<uint8_t*>(address));
     addresses[variable.name] = address;
-    allocations_.add(address, variable.size, "variable " + variable.name, variable.space == "const");
+    allocations_.add(address, variable.size, "variable " + variable.name,
+                     variable.space == "const");
   }
 }
 

@@ -343,10 +343,11 @@ class FunctionReader {
     }
     made.kind = PtxOperand::kInteger;
     const bool binary = word.size() > 2 && word[0] == '0' && (word[1] == 'b' || word[1] == 'B');
-    uint64_t value = binary ? std::strtoull(word.c_str() + 2, &stop, 2)
-                            : std::strtoull(word.c_str(), &stop, 0);
+    uint64_t value =
+        binary ? std::strtoull(word.c_str() + 2, &stop, 2) : std::strtoull(word.c_str(), &stop, 0);
     if (stop != end && std::strcmp(stop, "U") != 0) {
-      if (word.find_first_of(".eE") == std::string::npos) in_.fail("a number that is not understood");
+      if (word.find_first_of(".eE") == std::string::npos)
+        in_.fail("a number that is not understood");
       double real = std::strtod(word.c_str(), &stop);
       if (minus) real = -real;
       made.kind = PtxOperand::kFloat;
@@ -417,7 +418,8 @@ PtxModule::PtxModule(std::string path, std::string text)
       const std::string name = in.word();
       if (word == ".entry") entries_[name] = at;
       // Its body, or nothing where it is only declared.
-      while (!in.end() && in.peek() != '{' && in.peek() != ';') in.skip_to(in.peek()), in.take(in.peek());
+      while (!in.end() && in.peek() != '{' && in.peek() != ';')
+        in.skip_to(in.peek()), in.take(in.peek());
       if (in.take(';')) continue;
       int depth = 0;
       do {

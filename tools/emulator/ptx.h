@@ -19,16 +19,16 @@ struct PtxRegister {
 
 struct PtxOperand {
   enum Kind {
-    kRegister,   // value: index into PtxFunction::registers
-    kSpecial,    // name: "%tid.x"
-    kInteger,    // value
-    kFloat,      // value: the bits; `wide` for 0d...
-    kSymbol,     // name: a variable, parameter or function; a label until it is resolved
-    kLabel,      // value: index of an instruction
-    kAddress,    // parts[0]: register, symbol or integer; value: offset; parts[1..]: coordinates
-    kVector,     // parts
-    kPair,       // parts: p|q
-    kSink,       // _
+    kRegister,  // value: index into PtxFunction::registers
+    kSpecial,   // name: "%tid.x"
+    kInteger,   // value
+    kFloat,     // value: the bits; `wide` for 0d...
+    kSymbol,    // name: a variable, parameter or function; a label until it is resolved
+    kLabel,     // value: index of an instruction
+    kAddress,   // parts[0]: register, symbol or integer; value: offset; parts[1..]: coordinates
+    kVector,    // parts
+    kPair,      // parts: p|q
+    kSink,      // _
   };
   Kind kind = kSink;
   bool negated = false;  // !p

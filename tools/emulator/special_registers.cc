@@ -69,8 +69,8 @@ void fill_specials(const Launch& launch, Warp& warp) {
   const Kernel& kernel = *launch.kernel;
   for (const auto& [whole, slot] : kernel.specials) {
     if (whole[0] == '&') {
-      const uint64_t address = kernel.shared_offsets.at(whole.substr(4)) +
-                               (uint64_t{warp.cta->rank} << kRankShift);
+      const uint64_t address =
+          kernel.shared_offsets.at(whole.substr(4)) + (uint64_t{warp.cta->rank} << kRankShift);
       for (int i = 0; i < kLanes; ++i) {
         if (whole[1] == '6') {
           warp.out<uint64_t>(slot)[i] = address;

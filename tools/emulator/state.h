@@ -27,7 +27,7 @@ struct Kernel {
   uint32_t register_bytes = 0;  // of a warp
   std::vector<uint32_t> constants;
   std::map<uint64_t, uint32_t> constants32, constants64;
-  Operand carry;  // of add.cc, where there is one
+  Operand carry;                            // of add.cc, where there is one
   std::map<std::string, Operand> specials;  // special registers that the code reads
   std::map<std::string, uint64_t> shared_offsets, local_offsets;
   uint32_t static_shared = 0, dynamic_shared_align = 16;
@@ -43,8 +43,8 @@ struct Dim {
 };
 
 struct Options {
-  bool lazy = true;        // asynchronous work completes as late as waits allow
-  uint64_t seed = 0;       // not 0: warps run in an order and in slices that it decides
+  bool lazy = true;              // asynchronous work completes as late as waits allow
+  uint64_t seed = 0;             // not 0: warps run in an order and in slices that it decides
   bool short_fp8_adder = false;  // wgmma adds FP8 products with as few bits as the GPU
   uint64_t max_instructions = 2'000'000'000;  // of all warps of a launch
 };
@@ -77,7 +77,7 @@ struct CtaBarrier {
   uint32_t arrived = 0;   // threads
   uint32_t expected = 0;  // 0: not in use
   uint64_t generation = 0;
-  uint32_t red_popc = 0, red_votes = 0;     // bar.red of this generation
+  uint32_t red_popc = 0, red_votes = 0;  // bar.red of this generation
   uint32_t result_popc = 0, result_votes = 0;
 };
 
@@ -115,13 +115,13 @@ struct Warp {
   Group* group = nullptr;
   std::vector<Group> groups;  // all living lanes, disjoint
   std::vector<uint64_t> registers;
-  std::vector<uint8_t> local;  // of 32 threads, one after another
+  std::vector<uint8_t> local;           // of 32 threads, one after another
   uint64_t cluster_phase[kLanes] = {};  // barrier.cluster: 1 + the generation arrived at
-  uint32_t copy_groups[kLanes] = {};  // cp.async: committed so far
+  uint32_t copy_groups[kLanes] = {};    // cp.async: committed so far
   std::vector<LaneCopy> copies;
   MemoryCache cache;
-  uint32_t polled_at = 0;   // where it yielded last
-  bool high_first = false;  // its slice ended in a group that keeps the others waiting
+  uint32_t polled_at = 0;              // where it yielded last
+  bool high_first = false;             // its slice ended in a group that keeps the others waiting
   std::shared_ptr<void> tensor_state;  // wgmma and the like: tools/emulator/tensor's own
 };
 
