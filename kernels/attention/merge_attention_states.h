@@ -14,7 +14,7 @@ struct MergeTensors {
   const TensorView& lse_a;  // [B, H, S] float32: natural logarithms; minus infinity: no keys
   const TensorView& out_b;
   const TensorView& lse_b;
-  const TensorView& out;  // may be out_a or out_b, as may lse
+  const TensorView& out;  // may be out_a or out_b
   const TensorView& lse;
 };
 
