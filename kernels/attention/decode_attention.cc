@@ -102,8 +102,8 @@ Status check(const DecodeTensors& t, const DecodeOptions& options) {
   TIERCEL_RETURN_IF_ERROR(check_cuda(q));
   TIERCEL_RETURN_IF_ERROR(check_cache(t, q));
   TIERCEL_RETURN_IF_ERROR(check_dtype(out, {t.q.dtype}));
-  TIERCEL_RETURN_IF_ERROR(check_shape(
-      out, {t.q.shape[0], t.q.shape[1], t.q.shape[2], t.q.shape[3]}, "[B, Sq, H, D]"));
+  TIERCEL_RETURN_IF_ERROR(
+      check_shape(out, {t.q.shape[0], t.q.shape[1], t.q.shape[2], t.q.shape[3]}, "[B, Sq, H, D]"));
   TIERCEL_RETURN_IF_ERROR(check_same_device(out, q));
   TIERCEL_RETURN_IF_ERROR(check_cuda(out));
   if (t.prefix != nullptr) TIERCEL_RETURN_IF_ERROR(check_lengths({kOp, "prefix", *t.prefix}, q));
@@ -168,6 +168,16 @@ Status check_supported(const DecodeTensors& t, const DecodeOptions& options) {
         Argument{kOp, "v_cache", t.v_cache}, Argument{kOp, "out", t.out}}) {
     TIERCEL_RETURN_IF_ERROR(check_layout(argument));
   }
+  for (const Argument& cache :
+       {Argument{kOp, "k_cache", t.k_cache}, Argument{kOp, "v_cache", t.v_cache}}) {
+    for (int i = 0; i < 2; ++i) {
+      const int64_t bytes = cache.view.strides[i] * dtype_bytes(cache.view.dtype);
+      if (cache.view.shape[i] > 1 && bytes > 0x7fffffff) {
+        return unsupported(cache.name, "have pages that are less than 2 GiB apart",
+                           "strides " + shape_text(cache.view.strides, 4));
+      }
+    }
+  }
   return Status();
 }
 
@@ -198,8 +208,16 @@ const DecodeKernel* kernel_for(const DecodeTensors& t, int64_t rows) {
   return best;
 }
 
-void set_strides(const TensorView& view, int first, int64_t (&strides)[3]) {
-  for (int i = 0; i < 3; ++i) strides[i] = view.strides[first + i] * dtype_bytes(view.dtype);
+void set_strides(const TensorView& view, int64_t (&strides)[3]) {
+  for (int i = 0; i < 3; ++i) strides[i] = view.strides[i] * dtype_bytes(view.dtype);
+}
+
+DecodeStrides strides_of(const TensorView& cache) {
+  const int64_t element = dtype_bytes(cache.dtype);
+  // Of one page or place alone there is no distance to another.
+  const int64_t page = cache.shape[0] > 1 ? cache.strides[0] * element : 0;
+  const int64_t place = cache.shape[1] > 1 ? cache.strides[1] * element : 0;
+  return {cache.strides[2] * element, static_cast<int32_t>(page), static_cast<int32_t>(place)};
 }
 
 const float* set_scale(const TensorView* scale, bool* per_head) {
@@ -221,10 +239,10 @@ void set_args(const DecodeTensors& t, const DecodeOptions& options, DecodeArgs* 
   args->prefixes = t.prefix == nullptr ? nullptr : static_cast<const int32_t*>(t.prefix->data);
   args->k_scale = set_scale(t.k_scale, &args->k_scale_per_head);
   args->v_scale = set_scale(t.v_scale, &args->v_scale_per_head);
-  set_strides(t.q, 0, args->q_strides);
-  set_strides(t.out, 0, args->out_strides);
-  set_strides(t.k_cache, 0, args->k_strides);
-  set_strides(t.v_cache, 0, args->v_strides);
+  set_strides(t.q, args->q_strides);
+  set_strides(t.out, args->out_strides);
+  args->k_strides = strides_of(t.k_cache);
+  args->v_strides = strides_of(t.v_cache);
   args->table_stride = t.page_table.strides[0];
   args->batch = static_cast<int>(t.q.shape[0]);
   args->queries = static_cast<int>(t.q.shape[1]);
@@ -292,8 +310,8 @@ Status check_workspace(const Argument& workspace, const Argument& q, int64_t nee
   TIERCEL_RETURN_IF_ERROR(check_cuda(workspace));
   TIERCEL_RETURN_IF_ERROR(check_contiguous(workspace));
   if (workspace.view.shape[0] >= needed) return Status();
-  return Status::InvalidArgument(mismatch(
-      workspace, "have " + std::to_string(needed) + " elements", shape_text(workspace.view.shape, 1)));
+  return Status::InvalidArgument(mismatch(workspace, "have " + std::to_string(needed) + " elements",
+                                          shape_text(workspace.view.shape, 1)));
 }
 
 }  // namespace
@@ -335,8 +353,7 @@ Status decode_attention(const DecodeTensors& tensors, const DecodeOptions& optio
       return Status();
     }
     const Argument workspace{kOp, "workspace", *tensors.workspace};
-    TIERCEL_RETURN_IF_ERROR(
-        check_workspace(workspace, {kOp, "q", tensors.q}, choice.workspace()));
+    TIERCEL_RETURN_IF_ERROR(check_workspace(workspace, {kOp, "q", tensors.q}, choice.workspace()));
     args.partial = static_cast<float*>(workspace.view.data);
     args.partial_sums = reinterpret_cast<float2*>(args.partial + choice.partial);
     args.tiles = reinterpret_cast<int4*>(args.partial + choice.partial + choice.sums);

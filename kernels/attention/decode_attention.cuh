@@ -2,9 +2,9 @@
 // decode_attention: softmax attention of a few queries a sequence over a paged cache.
 //
 // The floor. Keys and values are read once: 2 * Hk * D * (1 or 2) bytes a key, 20 bytes a clock of
-// each multiprocessor at an H200's full speed. For that about 40 KiB have to be under way on each at
-// any time. Short problems are bound by the chain of dependent reads instead: lengths, page table,
-// keys, then what the splits have to tell each other.
+// each multiprocessor at an H200's full speed. For that about 40 KiB have to be under way on each
+// at any time. Short problems are bound by the chain of dependent reads instead: lengths, page
+// table, keys, then what the splits have to tell each other.
 //
 // The plan. A warp is on its own: it keeps a step of keys and one of values, 4 KiB each (16 keys of
 // D = 128 in 16 bits), in registers, and each is read again as soon as it was multiplied, so that
@@ -89,10 +89,9 @@ struct QueryLoader {
 #pragma unroll
       for (int i = 0; i < 4; ++i) words[e][i] = 0;
       if (word < kWords && r < args.rows && d < args.d) {
-        load_vector(words[e], args.q + tile.b * args.q_strides[0] +
-                                  r / args.group * args.q_strides[1] +
-                                  (tile.head * args.group + r % args.group) * args.q_strides[2] +
-                                  d * 2);
+        load_vector(words[e],
+                    args.q + tile.b * args.q_strides[0] + r / args.group * args.q_strides[1] +
+                        (tile.head * args.group + r % args.group) * args.q_strides[2] + d * 2);
       }
     }
   }
@@ -208,8 +207,8 @@ __device__ __forceinline__ void join_warps(const WarpState<Shape>& state,
 #pragma unroll
     for (int m = 0; m < Shape::kD / 16; m += 2) {
       const int d = (m / kOfPart * 8 + g) * Shape::kValueElements + m % kOfPart * 2;
-      const float(&low)[4] = state.out[r / 2][m];
-      const float(&high)[4] = state.out[r / 2][m + 1];
+      const float (&low)[4] = state.out[r / 2][m];
+      const float (&high)[4] = state.out[r / 2][m + 1];
       *reinterpret_cast<float4*>(&shared->out[warp][row][d]) =
           make_float4(low[r % 2], low[r % 2 + 2], high[r % 2], high[r % 2 + 2]);
     }
@@ -227,7 +226,8 @@ __device__ __forceinline__ void finish(const DecodeArgs& args, const Tile& tile,
     const int row = vector / kOfRow, d = vector % kOfRow * 8;
     Sums sums;
 #pragma unroll
-    for (int w = 0; w < kDecodeWarps; ++w) sums.largest = fmaxf(sums.largest, shared->largest[w][row]);
+    for (int w = 0; w < kDecodeWarps; ++w)
+      sums.largest = fmaxf(sums.largest, shared->largest[w][row]);
 #pragma unroll
     for (int w = 0; w < kDecodeWarps; ++w) {
       const float own = shared->largest[w][row];
@@ -271,7 +271,8 @@ __device__ __forceinline__ void finish(const DecodeArgs& args, const Tile& tile,
       const float2 both = shared->inbox_sums[from][row];
       const float factor = both.x == -INFINITY ? 0.0f : power_of_2(both.x - sums.largest);
       sums.sum += both.y * factor;
-      const float4* parts = &shared->inbox[from * (kDecodeMaxCluster / blocks)][vector / blocks * 2];
+      const float4* parts =
+          &shared->inbox[from * (kDecodeMaxCluster / blocks)][vector / blocks * 2];
       const float4 low = parts[0], high = parts[1];
       sums.out[0] += low.x * factor, sums.out[1] += low.y * factor;
       sums.out[2] += low.z * factor, sums.out[3] += low.w * factor;
@@ -285,12 +286,12 @@ __device__ __forceinline__ void finish(const DecodeArgs& args, const Tile& tile,
 // `pages` are the page table entries of the first step.
 template <typename Shape>
 __device__ __forceinline__ void attend(const DecodeArgs& args, const Tile& tile,
-                                       const Sequence<Shape::kStep>& sequence,
-                                       const Steps& steps, QueryLoader<Shape>* queries, Pages<Shape> pages,
+                                       const Sequence<Shape::kStep>& sequence, const Steps& steps,
+                                       QueryLoader<Shape>* queries, Pages<Shape> pages,
                                        DecodeShared<Shape>* shared, WarpState<Shape>* state) {
   const int32_t* table = args.page_table + tile.b * args.table_stride;
-  const char* k = args.k + tile.head * args.k_strides[2];
-  const char* v = args.v + tile.head * args.v_strides[2];
+  const char* k = args.k + tile.head * args.k_strides.head;
+  const char* v = args.v + tile.head * args.v_strides.head;
   Step<Shape> step;
   Pages<Shape> own = pages;  // of the step that is multiplied; `pages` are the next one's
   int key = 0;
@@ -372,8 +373,9 @@ __global__ void __launch_bounds__(kDecodeThreads, kResidents)
     const int32_t* table = args.page_table + tile.b * args.table_stride;
     const bool ahead = args.left < 0;
     if (ahead) {
-      pages.load(args, table, static_cast<int>(min(static_cast<int64_t>(steps.first) * Shape::kStep,
-                                                   static_cast<int64_t>(args.capacity - 1))));
+      pages.load(args, table,
+                 static_cast<int>(min(static_cast<int64_t>(steps.first) * Shape::kStep,
+                                      static_cast<int64_t>(args.capacity - 1))));
     }
     QueryLoader<Shape> queries;
     queries.load(args, tile);

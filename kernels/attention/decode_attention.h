@@ -52,8 +52,8 @@ struct DecodePlan {
 Status decode_attention_plan(const DecodeTensors& tensors, const DecodeOptions& options,
                              int multiprocessors, DecodePlan* plan);
 
-// The same for the tensors' device, then the launches on `stream` (a CUstream). Where a workspace is
-// needed and is null, nothing is launched and `*needed` says how many floats.
+// The same for the tensors' device, then the launches on `stream` (a CUstream). Where a workspace
+// is needed and is null, nothing is launched and `*needed` says how many floats.
 Status decode_attention(const DecodeTensors& tensors, const DecodeOptions& options, void* stream,
                         int64_t* needed);
 

@@ -11,9 +11,9 @@ namespace {
 // A model of both ways, in microseconds. Its constants are the memory's speed and latencies of an
 // H200; they decide only where the two are close.
 constexpr double kBytesPerMicrosecond = 4.3e6;  // of the device
-constexpr double kChain = 2.5;    // dependent reads before the first product: all ways have them
-constexpr double kStep = 1.0;     // at least, of one step: the memory's latency
-constexpr double kRestart = 0.7;  // a further tile of a block, beside those of its neighbours
+constexpr double kChain = 2.5;     // dependent reads before the first product: all ways have them
+constexpr double kStep = 1.0;      // at least, of one step: the memory's latency
+constexpr double kRestart = 0.7;   // a further tile of a block, beside those of its neighbours
 constexpr double kExchange = 0.6;  // of a cluster's blocks
 constexpr double kShares = 0.8;    // lengths first, before the page table
 constexpr double kCombine = 2.0;   // the second kernel

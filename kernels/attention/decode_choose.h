@@ -15,7 +15,7 @@ struct DecodeLoad {
 };
 
 struct DecodeSplit {
-  int cluster;    // blocks that share a tile; 0: tiles are spread
+  int cluster;  // blocks that share a tile; 0: tiles are spread
   int64_t grid;
   double microseconds;  // expected
 };

@@ -3,8 +3,8 @@
 //
 // A block has one row of the tile that began in the block before its own of decode_attention, if
 // there is such a tile (most have none and end at once). Its warps take the parts in turn, 8 reads
-// under way at a time, in a fixed order: parts lie in the L2, so the latency of a few such rounds is
-// all there is.
+// under way at a time, in a fixed order: parts lie in the L2, so the latency of a few such rounds
+// is all there is.
 #include <cstdint>
 
 #include "kernels/attention/decode_arithmetic.cuh"
@@ -79,8 +79,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
   for (int other = 1; other < kDecodeWarps; ++other) part.add(sums[other], outs[other][lane]);
 
   const int query = r / args.group, head = tile.y * args.group + r % args.group;
-  const float factor =
-      normalizer(part.sum, scale_of(args.v_scale, args.v_scale_per_head, tile.y));
+  const float factor = normalizer(part.sum, scale_of(args.v_scale, args.v_scale_per_head, tile.y));
   if (real) {
     const float values[4] = {part.out.x * factor, part.out.y * factor, part.out.z * factor,
                              part.out.w * factor};

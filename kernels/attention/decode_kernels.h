@@ -22,6 +22,13 @@ constexpr int decode_step(int d, int cache_bytes) {
   return keys < 16 ? 16 : keys;
 }
 
+// Of a cache, in bytes. Two products of 32 bits make a row's address.
+struct DecodeStrides {
+  int64_t head;
+  int32_t page;
+  int32_t place;
+};
+
 struct DecodeArgs {
   const char* q;
   char* out;
@@ -38,8 +45,8 @@ struct DecodeArgs {
   int4* tiles;           // [blocks]: what decode_combine has to do there
   int64_t q_strides[3];  // bytes: sequence, query, head
   int64_t out_strides[3];
-  int64_t k_strides[3];  // bytes: page, place, head
-  int64_t v_strides[3];
+  DecodeStrides k_strides;
+  DecodeStrides v_strides;
   int64_t table_stride;  // elements
   int batch;
   int queries;  // of a sequence
@@ -53,7 +60,7 @@ struct DecodeArgs {
   int page_bits;  // log2 of a page's keys
   int left;       // of the window; negative: no limit
   int right;
-  float scale;     // what raw scores are multiplied by: to powers of 2, or with a cap to shares of it
+  float scale;  // what raw scores are multiplied by: to powers of 2, or with a cap to shares of it
   float cap_log2;  // the cap in powers of 2, or 0
   bool k_scale_per_head;
   bool v_scale_per_head;
@@ -63,9 +70,9 @@ struct DecodeArgs {
 struct DecodeKernel {
   DType dtype;
   bool float8;
-  int d;        // of the tiles
-  bool any_d;   // takes smaller ones too
-  int tiles;    // of 8 rows
+  int d;          // of the tiles
+  bool any_d;     // takes smaller ones too
+  int tiles;      // of 8 rows
   int residents;  // blocks a multiprocessor holds
   Kernel kernel;
 };

@@ -45,8 +45,8 @@ struct DecodeShape {
   static constexpr int kPages = kStep > 32 ? kStep / 32 : 1;
 };
 
-// Which queries the lane's two rows of each 8 are of, and how their scores count. Row 2t + i of tile
-// n is number 2n + i.
+// Which queries the lane's two rows of each 8 are of, and how their scores count. Row 2t + i of
+// tile n is number 2n + i.
 template <typename Shape>
 struct Rows {
   int own[2 * Shape::kTiles];      // key that the query stands at
@@ -83,7 +83,8 @@ struct Pages {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < Shape::kPages; ++i) {
-      entry[i] = table[min(key + 32 * i + lane % Shape::kStep, args.capacity - 1) >> args.page_bits];
+      entry[i] =
+          table[min(key + 32 * i + lane % Shape::kStep, args.capacity - 1) >> args.page_bits];
     }
   }
   __device__ __forceinline__ int32_t of(int row) const {
@@ -104,14 +105,14 @@ struct Step {
   uint32_t values[Shape::kBlocks][4][Shape::kRoundParts][Shape::kValueWords];
 
   // Rows past `last`, the sequence's last key in this step, are that one again.
-  template <typename Strides>
   static __device__ __forceinline__ const char* row(const DecodeArgs& args, const char* cache,
-                                                    const Strides& strides,
+                                                    const DecodeStrides& strides,
                                                     const Pages<Shape>& pages, int key, int last,
                                                     int row) {
     row = min(row, last);
     const int place = (key + row) & ((1 << args.page_bits) - 1);
-    return cache + pages.of(row) * strides[0] + place * strides[1];
+    return cache + static_cast<int64_t>(pages.of(row)) * strides.page +
+           static_cast<int64_t>(place) * strides.place;
   }
 
   // Bytes from a row's start, at most those of its last 16.
@@ -172,7 +173,7 @@ struct Step {
         const uint4 q = queries[(n * Shape::kFragments + f) * 32 + lane];
 #pragma unroll
         for (int block = 0; block < Shape::kBlocks; ++block) {
-          float(&c)[4] = s[n][block];
+          float (&c)[4] = s[n][block];
           if constexpr (Shape::kFloat8) {
 #pragma unroll
             for (int w = 0; w < 2; ++w) {
@@ -184,8 +185,8 @@ struct Step {
                   w ? q.w : q.y);
             }
           } else {
-            const uint32_t(&low)[4] = keys[block][0][f];
-            const uint32_t(&high)[4] = keys[block][1][f];
+            const uint32_t (&low)[4] = keys[block][0][f];
+            const uint32_t (&high)[4] = keys[block][1][f];
             warp_multiply_add<Multiplied>(c, low[0], high[0], low[1], high[1], q.x, q.y);
             warp_multiply_add<Multiplied>(c, low[2], high[2], low[3], high[3], q.z, q.w);
           }
@@ -195,8 +196,8 @@ struct Step {
   }
 
   // out += V^T p, where p is float32 probabilities as `scores` gives scores.
-  __device__ __forceinline__ void sums(const float (&p)[Shape::kTiles][Shape::kBlocks][4], int round,
-                                       WarpState<Shape>* state) const {
+  __device__ __forceinline__ void sums(const float (&p)[Shape::kTiles][Shape::kBlocks][4],
+                                       int round, WarpState<Shape>* state) const {
     using Multiplied = typename Shape::Multiplied;
 #pragma unroll
     for (int block = 0; block < Shape::kBlocks; ++block) {
@@ -231,9 +232,8 @@ struct Step {
                        e4m3_pair_to_half2<false>(high), e4m3_pair_to_half2<true>(high));
             }
           } else {
-            multiply(word, __byte_perm(x[0], x[1], 0x5410),
-                     __byte_perm(x[0], x[1], 0x7632), __byte_perm(x[2], x[3], 0x5410),
-                     __byte_perm(x[2], x[3], 0x7632));
+            multiply(word, __byte_perm(x[0], x[1], 0x5410), __byte_perm(x[0], x[1], 0x7632),
+                     __byte_perm(x[2], x[3], 0x5410), __byte_perm(x[2], x[3], 0x7632));
           }
         }
       }
@@ -288,7 +288,7 @@ __device__ __forceinline__ void softmax(const DecodeArgs& args, const Rows<Shape
     float step_largest = -INFINITY;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
-      const float(&c)[4] = s[r / 2][block];
+      const float (&c)[4] = s[r / 2][block];
       step_largest = fmaxf(step_largest, fmaxf(c[r % 2], c[r % 2 + 2]));
     }
 #pragma unroll

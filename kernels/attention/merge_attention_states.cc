@@ -18,8 +18,7 @@ struct Choice {
 Status check(const MergeTensors& t) {
   const Argument a{kOp, "out_a", t.out_a};
   TIERCEL_RETURN_IF_ERROR(check_rank(a, 4));
-  TIERCEL_RETURN_IF_ERROR(
-      check_dtype(a, {DType::kFloat32, DType::kBFloat16, DType::kFloat16}));
+  TIERCEL_RETURN_IF_ERROR(check_dtype(a, {DType::kFloat32, DType::kBFloat16, DType::kFloat16}));
   TIERCEL_RETURN_IF_ERROR(check_cuda(a));
   const int64_t* shape = t.out_a.shape;
   for (const Argument& other : {Argument{kOp, "out_b", t.out_b}, Argument{kOp, "out", t.out}}) {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // merge_attention_states: two results of attention, each weighted by the share of its keys.
 //
-// The plan. Everything is read once and written once: a thread has 16 bytes of both results, and the
-// two logarithms of their row, which its neighbours share. Both loads are on their way before the
-// first is used; a warp reads 512 bytes at a time of each.
+// The plan. Everything is read once and written once: a thread has 16 bytes of both results, and
+// the two logarithms of their row, which its neighbours share. Both loads are on their way before
+// the first is used; a warp reads 512 bytes at a time of each.
 #include <cstdint>
 
 #include "kernels/attention/merge_attention_states.h"
@@ -43,7 +43,8 @@ __global__ void __launch_bounds__(kMergeThreads)
 #pragma unroll
   for (int i = 0; i < kElements; ++i) {
     // Whatever stands in the result over no keys.
-    x[i] = (weight_a == 0.0f ? 0.0f : weight_a * x[i]) + (weight_b == 0.0f ? 0.0f : weight_b * y[i]);
+    x[i] =
+        (weight_a == 0.0f ? 0.0f : weight_a * x[i]) + (weight_b == 0.0f ? 0.0f : weight_b * y[i]);
   }
   pack<Format, 4>(x, first);
   store_vector(args.out + b * args.out_strides[0] + query * args.out_strides[1] +
@@ -52,10 +53,9 @@ __global__ void __launch_bounds__(kMergeThreads)
   if (column == 0) args.lse[row] = largest == -INFINITY ? largest : largest + __logf(sum);
 }
 
-#define TIERCEL_MERGE(dtype)                           \
-  {DType::k##dtype,                                    \
-   Kernel("merge_attention_states<" #dtype ">",        \
-          reinterpret_cast<const void*>(merge_attention_states<dtype>))}
+#define TIERCEL_MERGE(dtype)                                     \
+  {DType::k##dtype, Kernel("merge_attention_states<" #dtype ">", \
+                           reinterpret_cast<const void*>(merge_attention_states<dtype>))}
 
 const MergeKernel kKernels[] = {TIERCEL_MERGE(Float32), TIERCEL_MERGE(BFloat16),
                                 TIERCEL_MERGE(Float16)};

@@ -55,9 +55,9 @@ struct DecodeCall {
     return true;
   }
   DecodeTensors tensors() const {
-    return {q.view(),   k_cache.view(),  v_cache.view(), page_table.view(),
-            seqused_k.view(), out.view(), prefix.view(),  k_scale.view(),
-            v_scale.view(),   lse.view(), workspace.view()};
+    return {q.view(),         k_cache.view(), v_cache.view(),  page_table.view(),
+            seqused_k.view(), out.view(),     prefix.view(),   k_scale.view(),
+            v_scale.view(),   lse.view(),     workspace.view()};
   }
 };
 
@@ -83,8 +83,7 @@ PyObject* DecodePlanOf(PyObject*, PyObject* const* values, Py_ssize_t count) {
     multiprocessors = kMultiprocessors;
   }
   DecodePlan plan{};
-  const Status status =
-      decode_attention_plan(call.tensors(), call.options, multiprocessors, &plan);
+  const Status status = decode_attention_plan(call.tensors(), call.options, multiprocessors, &plan);
   if (!status.ok()) return Raise(status);
   return Py_BuildValue("{s:s, s:s, s:i, s:i, s:i, s:I, s:I, s:L}", "kernel", plan.kernel, "combine",
                        plan.combine, "rows", plan.rows, "step", plan.step, "cluster", plan.cluster,

@@ -27,16 +27,17 @@ def _no_fallback():
 def make():
     generator = torch.Generator("cuda").manual_seed(7)
 
-    def draw(lengths, queries=1, heads=8, kv_heads=2, d=128, page=16, dtype=torch.bfloat16,
-             cache=None):
+    def draw(
+        lengths, queries=1, heads=8, kv_heads=2, d=128, page=16, dtype=torch.bfloat16, cache=None
+    ):
         """Keys and values in turn in one tensor; table entries that nobody uses are no pages."""
         columns = -(-max(lengths) // page) + 1
         pages = len(lengths) * columns + 3
         shape = (pages, 2, page, kv_heads, d)
         stored = torch.randn(shape, device="cuda", generator=generator).to(cache or dtype)
-        q = torch.randn(
-            (len(lengths), queries, heads, d), device="cuda", generator=generator
-        ).to(dtype)
+        q = torch.randn((len(lengths), queries, heads, d), device="cuda", generator=generator).to(
+            dtype
+        )
         table = torch.randperm(pages, device="cuda", generator=generator)
         table = table[: len(lengths) * columns].view(len(lengths), columns).int()
         for row, length in zip(table, lengths, strict=True):
@@ -178,7 +179,7 @@ def test_strides(make):
 
 
 def test_more_keys_than_the_table_has_room_for(make):
-    q, k, v, table, lengths = make([64, 64])
+    q, k, v, table, _ = make([64, 64])
     table[:, -1] = 0
     many = torch.tensor([10_000, -5], dtype=torch.int32, device="cuda")
     same = torch.tensor([80, 0], dtype=torch.int32, device="cuda")

@@ -16,7 +16,7 @@ def make(request):
 
 def plan(
     make=ExchangeTensor,
-    q=(4, 1, 32, 128),
+    shape=(4, 1, 32, 128),
     kv_heads=8,
     page=16,
     columns=64,
@@ -36,14 +36,14 @@ def plan(
     **given,
 ):
     shapes = {
-        "q": (q, dtype),
-        "k_cache": ((1000, page, kv_heads, q[3]), cache),
-        "v_cache": ((1000, page, kv_heads, q[3]), cache),
-        "page_table": ((q[0], columns), "int32"),
-        "seqused_k": ((q[0],), "int32"),
-        "out": (q, dtype),
+        "q": (shape, dtype),
+        "k_cache": ((1000, page, kv_heads, shape[3]), cache),
+        "v_cache": ((1000, page, kv_heads, shape[3]), cache),
+        "page_table": ((shape[0], columns), "int32"),
+        "seqused_k": ((shape[0],), "int32"),
+        "out": (shape, dtype),
     }
-    tensors = [given.get(n) or make(*shape, dtype=kind) for n, (shape, kind) in shapes.items()]
+    tensors = [given.get(n) or make(*own, dtype=kind) for n, (own, kind) in shapes.items()]
     optional = [prefix, k_scale, v_scale, lse, None]
     return _C.decode_attention_plan(
         *tensors, *optional, left, right, scale, softcap, max_keys, split
@@ -56,9 +56,7 @@ def test_every_head_dimension_has_a_kernel(dtype, fp8):
     name = {"bfloat16": "BFloat16", "float16": "Float16"}[dtype]
     for d in range(16, 257, 16 if fp8 else 8):
         for heads, rows in ((8, 8), (32, 8), (64, 8), (128, 16)):
-            got = plan(
-                q=(2, 1, heads, d), dtype=dtype, cache="float8_e4m3fn" if fp8 else dtype
-            )
+            got = plan(shape=(2, 1, heads, d), dtype=dtype, cache="float8_e4m3fn" if fp8 else dtype)
             tile = d if d in (64, 128) else 128 if d < 128 else 256
             float8 = "true" if fp8 else "false"
             assert got["kernel"].startswith(f"decode_attention<{name}, float8={float8}, d={tile},")
@@ -78,20 +76,20 @@ def test_every_head_dimension_has_a_kernel(dtype, fp8):
     ],
 )
 def test_steps_of_about_4_kib(d, cache, step):
-    assert plan(q=(2, 1, 8, d), cache=cache)["step"] == step
+    assert plan(shape=(2, 1, 8, d), cache=cache)["step"] == step
 
 
 def test_several_queries_share_a_tile():
     """Rows are queries times the heads of a key head, 8 or 16 a tile."""
     for queries, heads, rows in ((1, 32, 8), (2, 32, 8), (3, 32, 16), (4, 32, 16), (9, 8, 16)):
-        got = plan(q=(4, queries, heads, 128), split=1)
+        got = plan(shape=(4, queries, heads, 128), split=1)
         assert got["rows"] == rows
         tiles = -(-queries * heads // 8 // rows)
         assert got["grid"] == 4 * 8 * tiles
 
 
 def split_of(batch, keys, *, heads=(32, 8), d=128, **options):
-    got = plan(q=(batch, 1, heads[0], d), kv_heads=heads[1], columns=keys // 16, **options)
+    got = plan(shape=(batch, 1, heads[0], d), kv_heads=heads[1], columns=keys // 16, **options)
     assert got["cluster"] in (0, 1, 2, 4, 8)
     if got["cluster"]:
         assert got["workspace"] == 0 and got["combine"] == "none"
@@ -129,7 +127,7 @@ def test_a_bound_on_lengths_counts_as_the_table_s_width():
 
 
 def test_the_workspace_is_that_of_the_blocks_not_of_the_problem():
-    sizes = {plan(q=(b, 1, 32, 128), split=-1)["workspace"] for b in (1, 8, 64)}
+    sizes = {plan(shape=(b, 1, 32, 128), split=-1)["workspace"] for b in (1, 8, 64)}
     blocks = 3 * MULTIPROCESSORS
     assert sizes == {2 * blocks * 8 * (128 + 2) + 4 * blocks}
 
@@ -222,11 +220,14 @@ def test_heads_lse_and_prefix(make):
 @pytest.mark.parametrize(
     ("text", "options"),
     [
-        ("`q` must have a head dimension that is a multiple of 8 up to 256", {"q": (4, 1, 8, 60)}),
-        ("`q` must have a head dimension .* got 264", {"q": (4, 1, 8, 264)}),
+        (
+            "`q` must have a head dimension that is a multiple of 8 up to 256",
+            {"shape": (4, 1, 8, 60)},
+        ),
+        ("`q` must have a head dimension .* got 264", {"shape": (4, 1, 8, 264)}),
         (
             "`q` must have a head dimension that is a multiple of 16 .* with a float8 cache",
-            {"q": (4, 1, 8, 72), "cache": "float8_e4m3fn"},
+            {"shape": (4, 1, 8, 72), "cache": "float8_e4m3fn"},
         ),
         ("`scale` must be positive", {"scale": -1.0}),
         ("`softcap` must be None or positive", {"softcap": -1.0}),
@@ -240,19 +241,24 @@ def test_what_there_is_no_kernel_for(make, text, options):
 
 
 def test_layouts(make):
-    shape = (1000, 16, 8, 128)
+    cache = (1000, 16, 8, 128)
     for name, text, tensor in (
-        ("k_cache", "start at a multiple of 16", make(*shape, dtype="bfloat16", address=ADDRESS + 8)),
+        (
+            "k_cache",
+            "start at a multiple of 16",
+            make(*cache, dtype="bfloat16", address=ADDRESS + 8),
+        ),
         (
             "v_cache",
             "be contiguous in its last dimension",
-            make(*shape, dtype="bfloat16", strides=(16 * 8 * 256, 8 * 256, 256, 2)),
+            make(*cache, dtype="bfloat16", strides=(16 * 8 * 256, 8 * 256, 256, 2)),
         ),
     ):
         with pytest.raises(NotImplementedError, match=f"^decode_attention: `{name}` must {text}"):
             plan(make, **{name: tensor})
-    both = make(*shape, dtype="bfloat16", strides=(2 * 16 * 1024, 1024, 128, 1))  # k and v in turn
-    assert plan(make, k_cache=both, v_cache=both)["grid"] > 0
+    strides = (2 * 16 * 1024, 1024, 128, 1)  # k and v in turn
+    k, v = (make(*cache, dtype="bfloat16", strides=strides) for _ in range(2))
+    assert plan(make, k_cache=k, v_cache=v)["grid"] > 0
 
 
 def merge_plan(make, shape=(3, 2, 8, 128), dtype="bfloat16", **given):
@@ -278,6 +284,6 @@ def test_merge(make):
         merge_plan(make, out_b=make(3, 2, 8, 128, dtype="float16"))
     with pytest.raises(NotImplementedError, match="`out_a` must have rows of whole 16 bytes"):
         merge_plan(make, (3, 2, 8, 12))
-    same = make(3, 8, 2, dtype="float32")
+    one, same = (make(3, 8, 2, dtype="float32") for _ in range(2))
     with pytest.raises(ValueError, match="`lse` must not be `lse_a` or `lse_b`, got the same"):
-        merge_plan(make, lse_a=same, lse=same)
+        merge_plan(make, lse_a=one, lse=same)
