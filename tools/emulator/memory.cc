@@ -92,6 +92,11 @@ uint8_t* Cluster::shared(uint64_t address, uint64_t size, int lane) {
                             " blocks",
                         lane);
   }
+  if (ctas[rank]->exited) {
+    throw EmulatorError("access to the shared memory of block " + std::to_string(rank) +
+                            " of the cluster, which has ended",
+                        lane);
+  }
   return ctas[rank]->shared.data() + (offset - kSharedStart);
 }
 

@@ -8,8 +8,6 @@
 namespace tiercel::emulator {
 
 uint8_t* ClusterMemory::shared(uint32_t rank, uint32_t offset, uint32_t bytes, Access) {
-  if (rank < cluster_.ctas.size() && cluster_.ctas[rank]->exited)
-    fault("shared memory of block %u of the cluster is used, which has ended", rank);
   return cluster_.shared(uint64_t{rank} << kRankShift | (offset & kOffsetMask), bytes);
 }
 
