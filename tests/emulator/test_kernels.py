@@ -137,6 +137,21 @@ def test_norm_backward(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
+def test_norm_backward_of_one_column(dtype):
+    """What is due is a small difference, or none, of terms of this size."""
+    x, grad, weight = normal(131, 1, dtype=dtype), normal(131, 1, dtype=dtype), normal(1, dtype=dtype)
+    for name in ("rms_norm", "layer_norm"):
+        arguments = (x, weight, grad, True, name == "layer_norm", dtype, 1e-5, None)
+        result = sm90(f"{name}_backward_no_grad_residual")(*arguments)
+        exact = reference(f"{name}_backward_no_grad_residual", *arguments)
+        square = x.double().square() if name == "rms_norm" else 0.0 * x.double()
+        terms = (square + 1e-5).rsqrt() * (grad.double() * weight.double()).abs()
+        allowed = RELATIVE[dtype] * exact[0].abs() + 1e-6 * terms + 2.0**-24
+        assert not ((result[0].double() - exact[0]).abs() > allowed).any()
+        close(result[1:], exact[1:], scale=30.0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("op", ["sum", "mean", "amax"])
 @pytest.mark.parametrize(
     ("shape", "dim"),
@@ -147,6 +162,13 @@ def test_reduce(shape, dim, op, dtype):
     x = normal(*shape, dtype=dtype)
     size = x.double().abs().sum() if dim is None else x.double().abs().sum(dim)
     check("reduce", x, dim, op, False, None, None, scale=None if op == "amax" else size)
+
+
+def test_sums_down_long_columns_are_as_good_as_torchs():
+    x = normal(4096, 4096)
+    exact = x.double().sum(0)
+    ours, theirs = sm90("reduce")(x, 0, "sum", False, None, None), x.sum(0)
+    assert (ours - exact).square().mean() < 0.85 * (theirs - exact).square().mean()
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -34,7 +34,7 @@ struct Kernel {
   uint32_t local_bytes = 0;  // of a thread
   uint32_t parameter_bytes = 0;
   std::map<std::string, uint64_t>* globals = nullptr;  // addresses of the module's variables
-  std::vector<std::shared_ptr<const void>> kept;  // what Instruction::imm points to
+  std::vector<std::shared_ptr<const void>> kept;       // what Instruction::imm points to
 };
 
 struct Dim {
