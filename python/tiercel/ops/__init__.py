@@ -13,6 +13,9 @@ from tiercel.ops.activation import (
     silu_and_mul,
 )
 from tiercel.ops.attention import attention
+from tiercel.ops.attention_decode import decode_attention
+from tiercel.ops.attention_merge import merge_attention_states
+from tiercel.ops.attention_varlen import attention_varlen
 from tiercel.ops.gemv import nvfp4_gemv, nvfp4_linear
 from tiercel.ops.linear import linear_act
 from tiercel.ops.norm import layer_norm, rms_norm
@@ -30,7 +33,9 @@ backends.warn_of_unknown_names(registry)
 
 __all__ = [
     "attention",
+    "attention_varlen",
     "copy_transpose",
+    "decode_attention",
     "fp8_quantize",
     "gelu",
     "gelu_and_mul",
@@ -38,6 +43,7 @@ __all__ = [
     "layer_norm",
     "linear_act",
     "log_softmax",
+    "merge_attention_states",
     "moe_align_block_size",
     "moe_sum",
     "nvfp4_dequantize",

@@ -10,7 +10,12 @@ from tiercel.ref.activation import (
     silu,
     silu_and_mul,
 )
-from tiercel.ref.attention import attention
+from tiercel.ref.attention import (
+    attention,
+    attention_varlen,
+    decode_attention,
+    merge_attention_states,
+)
 from tiercel.ref.gemv import nvfp4_gemv, nvfp4_linear
 from tiercel.ref.linear import linear_act
 from tiercel.ref.norm import layer_norm, rms_norm
@@ -23,7 +28,9 @@ from tiercel.ref.transpose import copy_transpose
 
 __all__ = [
     "attention",
+    "attention_varlen",
     "copy_transpose",
+    "decode_attention",
     "fp8_quantize",
     "gelu",
     "gelu_and_mul",
@@ -31,6 +38,7 @@ __all__ = [
     "layer_norm",
     "linear_act",
     "log_softmax",
+    "merge_attention_states",
     "moe_align_block_size",
     "moe_sum",
     "nvfp4_dequantize",
