@@ -57,7 +57,8 @@ void complete_later(Warp& warp, const Copy& copy, int lane, std::function<void()
   std::string where = " (copy of PTX line " + std::to_string(copy.line) + ", by warp " +
                       std::to_string(warp.index) + " lane " + std::to_string(lane) + " of block (" +
                       std::to_string(cta.index.x) + ", " + std::to_string(cta.index.y) + ", " +
-                      std::to_string(cta.index.z) + "))";
+                      std::to_string(cta.index.z) + ") of kernel " +
+                      cta.cluster->launch->kernel->name + ")";
   cta.cluster->add([body = std::move(body), where = std::move(where)] {
     try {
       body();
