@@ -15,6 +15,8 @@ from tiercel.ops.activation import (
 from tiercel.ops.attention import attention
 from tiercel.ops.gemv import nvfp4_gemv, nvfp4_linear
 from tiercel.ops.linear import linear_act
+from tiercel.ops.moe import fused_moe
+from tiercel.ops.moe_halves import moe_down, moe_up
 from tiercel.ops.norm import layer_norm, rms_norm
 from tiercel.ops.quant import fp8_quantize, nvfp4_dequantize, nvfp4_quantize
 from tiercel.ops.reduce import reduce, reduce_sum
@@ -32,6 +34,7 @@ __all__ = [
     "attention",
     "copy_transpose",
     "fp8_quantize",
+    "fused_moe",
     "gelu",
     "gelu_and_mul",
     "kv_cache_write",
@@ -39,7 +42,9 @@ __all__ = [
     "linear_act",
     "log_softmax",
     "moe_align_block_size",
+    "moe_down",
     "moe_sum",
+    "moe_up",
     "nvfp4_dequantize",
     "nvfp4_gemv",
     "nvfp4_linear",
