@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from tiercel.ops.activation import silu as silu
     from tiercel.ops.activation import silu_and_mul as silu_and_mul
     from tiercel.ops.attention import attention as attention
+    from tiercel.ops.attention_decode import decode_attention as decode_attention
+    from tiercel.ops.attention_merge import merge_attention_states as merge_attention_states
     from tiercel.ops.gemv import nvfp4_gemv as nvfp4_gemv
     from tiercel.ops.gemv import nvfp4_linear as nvfp4_linear
     from tiercel.ops.linear import linear_act as linear_act
@@ -57,6 +59,7 @@ _LAZY = {
     "FallbackWarning": "tiercel.backends",
     "attention": "tiercel.ops.attention",
     "copy_transpose": "tiercel.ops.transpose",
+    "decode_attention": "tiercel.ops.attention_decode",
     "explain": "tiercel._explain",
     "fp8_quantize": "tiercel.ops.quant",
     "fused_moe": "tiercel.ops.moe",
@@ -67,6 +70,7 @@ _LAZY = {
     "linear_act": "tiercel.ops.linear",
     "load": "tiercel._load",
     "log_softmax": "tiercel.ops.softmax",
+    "merge_attention_states": "tiercel.ops.attention_merge",
     "moe_align_block_size": "tiercel.ops.routing_align",
     "moe_down": "tiercel.ops.moe_halves",
     "moe_sum": "tiercel.ops.routing_sum",
@@ -97,6 +101,7 @@ __all__ = [
     "attention",
     "backends",
     "copy_transpose",
+    "decode_attention",
     "explain",
     "fp8_quantize",
     "fused_moe",
@@ -108,6 +113,7 @@ __all__ = [
     "linear_act",
     "load",
     "log_softmax",
+    "merge_attention_states",
     "moe_align_block_size",
     "moe_down",
     "moe_sum",

@@ -13,6 +13,8 @@ from tiercel.ops.activation import (
     silu_and_mul,
 )
 from tiercel.ops.attention import attention
+from tiercel.ops.attention_decode import decode_attention
+from tiercel.ops.attention_merge import merge_attention_states
 from tiercel.ops.gemv import nvfp4_gemv, nvfp4_linear
 from tiercel.ops.linear import linear_act
 from tiercel.ops.moe import fused_moe
@@ -33,6 +35,7 @@ backends.warn_of_unknown_names(registry)
 __all__ = [
     "attention",
     "copy_transpose",
+    "decode_attention",
     "fp8_quantize",
     "fused_moe",
     "gelu",
@@ -41,6 +44,7 @@ __all__ = [
     "layer_norm",
     "linear_act",
     "log_softmax",
+    "merge_attention_states",
     "moe_align_block_size",
     "moe_down",
     "moe_sum",

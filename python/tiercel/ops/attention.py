@@ -33,32 +33,36 @@ _Window = Sequence["int | None"]
 # None or two numbers, of which a negative one is no limit.
 
 
-def _limit(value: object) -> int:
+def _limit(op: str, value: object) -> int:
     if value is None:
         return -1
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{_NAME}: `window` must hold whole numbers or None, got {value!r}")
+        raise ValueError(f"{op}: `window` must hold whole numbers or None, got {value!r}")
     return value
 
 
-def _check_positive(name: str, value: float) -> None:
+def _check_positive(op: str, name: str, value: float) -> None:
     if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
-        raise ValueError(f"{_NAME}: `{name}` must be None or positive and finite, got {value!r}")
+        raise ValueError(f"{op}: `{name}` must be None or positive and finite, got {value!r}")
 
 
 def check_options(
-    causal: bool, window: _Window | None, scale: float | None, softcap: float | None
+    causal: bool,
+    window: _Window | None,
+    scale: float | None,
+    softcap: float | None,
+    op: str = _NAME,
 ) -> list[int] | None:
     """Raises for a wrong one; the window as the operators take it."""
-    check_bool(_NAME, "causal", causal)
+    check_bool(op, "causal", causal)
     for name, value in (("scale", scale), ("softcap", softcap)):
         if value is not None:
-            _check_positive(name, value)
+            _check_positive(op, name, value)
     if window is None:
         return None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise ValueError(f"{_NAME}: `window` must be None or (left, right), got {window!r}")
-    return [_limit(window[0]), _limit(window[1])]
+        raise ValueError(f"{op}: `window` must be None or (left, right), got {window!r}")
+    return [_limit(op, window[0]), _limit(op, window[1])]
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> None:

@@ -10,7 +10,7 @@ from tiercel.ref.activation import (
     silu,
     silu_and_mul,
 )
-from tiercel.ref.attention import attention
+from tiercel.ref.attention import attention, decode_attention, merge_attention_states
 from tiercel.ref.gemv import nvfp4_gemv, nvfp4_linear
 from tiercel.ref.linear import linear_act
 from tiercel.ref.moe import fused_moe, moe_down, moe_up
@@ -25,6 +25,7 @@ from tiercel.ref.transpose import copy_transpose
 __all__ = [
     "attention",
     "copy_transpose",
+    "decode_attention",
     "fp8_quantize",
     "fused_moe",
     "gelu",
@@ -33,6 +34,7 @@ __all__ = [
     "layer_norm",
     "linear_act",
     "log_softmax",
+    "merge_attention_states",
     "moe_align_block_size",
     "moe_down",
     "moe_sum",
