@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tiercel.ops.attention import attention as attention
     from tiercel.ops.attention_decode import decode_attention as decode_attention
     from tiercel.ops.attention_merge import merge_attention_states as merge_attention_states
+    from tiercel.ops.attention_varlen import attention_varlen as attention_varlen
     from tiercel.ops.gemv import nvfp4_gemv as nvfp4_gemv
     from tiercel.ops.gemv import nvfp4_linear as nvfp4_linear
     from tiercel.ops.linear import linear_act as linear_act
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "FallbackWarning": "tiercel.backends",
     "attention": "tiercel.ops.attention",
+    "attention_varlen": "tiercel.ops.attention_varlen",
     "copy_transpose": "tiercel.ops.transpose",
     "decode_attention": "tiercel.ops.attention_decode",
     "explain": "tiercel._explain",
@@ -99,6 +101,7 @@ __all__ = [
     "FallbackWarning",
     "__version__",
     "attention",
+    "attention_varlen",
     "backends",
     "copy_transpose",
     "decode_attention",

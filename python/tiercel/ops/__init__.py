@@ -15,6 +15,7 @@ from tiercel.ops.activation import (
 from tiercel.ops.attention import attention
 from tiercel.ops.attention_decode import decode_attention
 from tiercel.ops.attention_merge import merge_attention_states
+from tiercel.ops.attention_varlen import attention_varlen
 from tiercel.ops.gemv import nvfp4_gemv, nvfp4_linear
 from tiercel.ops.linear import linear_act
 from tiercel.ops.moe import fused_moe
@@ -34,6 +35,7 @@ backends.warn_of_unknown_names(registry)
 
 __all__ = [
     "attention",
+    "attention_varlen",
     "copy_transpose",
     "decode_attention",
     "fp8_quantize",

@@ -26,7 +26,7 @@ from tiercel.ref.attention import attention as reference
 __all__ = ["attention"]
 
 _NAME = "attention"
-_DTYPES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.bfloat16, torch.float16)
 _Window = Sequence["int | None"]
 
 # Below, `options` is (causal, window, scale, softcap) as in the operators' schemas: a window is
@@ -68,7 +68,7 @@ def check_options(
 def _check(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_rank(_NAME, name, tensor, 4)
-    check_dtype(_NAME, "q", q.dtype, _DTYPES)
+    check_dtype(_NAME, "q", q.dtype, DTYPES)
     batch, _, heads, d = q.shape
     _, keys, kv_heads, _ = k.shape
     for name, tensor in (("k", k), ("v", v)):
@@ -113,10 +113,10 @@ def _launch(
         if lse is not None:
             lse.fill_(-math.inf)
         return
-    _C.attention(q, k, v, out, lse, *_native(q, *options))
+    _C.attention(q, k, v, out, lse, *native_options(q, *options))
 
 
-def _native(
+def native_options(
     q: Tensor,
     causal: bool,
     window: Sequence[int] | None,
@@ -149,7 +149,7 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, *options: Any)
 
 
 def _plan(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> dict[str, Any]:
-    return dict(_C.attention_plan(q, k, v, _empty_out(q), None, *_native(q, *options)))
+    return dict(_C.attention_plan(q, k, v, _empty_out(q), None, *native_options(q, *options)))
 
 
 def _why_not(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Reason | None:
@@ -199,7 +199,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 
 _CUTE = ("TMA, wgmma, persistent blocks; softmax overlaps products", "cute")
 _TORCH = ("all scores in memory, float32", "torch")
-_OPTIONS = (
+OPTIONS = (
     "bool causal=False, int[]? window=None, float? scale=None, float? softcap=None, "
     "str? backend=None"
 )
@@ -208,7 +208,7 @@ _OPTIONS = (
 def _operator(lse: bool) -> Op:
     return Op(
         f"{_NAME}_lse" if lse else _NAME,
-        f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> {'(Tensor, Tensor)' if lse else 'Tensor'}",
+        f"(Tensor q, Tensor k, Tensor v, {OPTIONS}) -> {'(Tensor, Tensor)' if lse else 'Tensor'}",
         check=lambda *args: _check(*args[:3]),
         fake=(lambda q, *_: (_empty_out(q), _empty_lse(q))) if lse else lambda q, *_: _empty_out(q),
         sm90=Backend(
@@ -261,7 +261,7 @@ def _out_operator(lse: bool) -> Op:
     return Op(
         f"{_NAME}_lse_out" if lse else f"{_NAME}_out",
         f"(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {'Tensor(b!) lse, ' if lse else ''}"
-        f"{_OPTIONS}) -> ()",
+        f"{OPTIONS}) -> ()",
         check=check,
         fake=lambda *args: None,
         sm90=Backend("sm90", run, *_CUTE, why_not=why_not),

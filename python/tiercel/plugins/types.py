@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tiercel.plugins.contracts.activation import GELU_AND_MUL, SILU, SILU_AND_MUL
-from tiercel.plugins.contracts.attention import ATTENTION
+from tiercel.plugins.contracts.attention import ATTENTION, ATTENTION_VARLEN
 from tiercel.plugins.contracts.gemv import NVFP4_GEMV, NVFP4_LINEAR
 from tiercel.plugins.contracts.linear import LINEAR_ACT
 from tiercel.plugins.contracts.moe import FUSED_MOE, MOE_DOWN, MOE_UP
@@ -28,6 +28,7 @@ __all__ = [
     "ActivationResult",
     "Attended",
     "Attention",
+    "AttentionVarlen",
     "Bias",
     "BlockExperts",
     "ChosenExperts",
@@ -75,6 +76,11 @@ __all__ = [
     "Nvfp4Linear",
     "Nvfp4Quantize",
     "OuterResult",
+    "PackedAttended",
+    "PackedKeys",
+    "PackedLogSums",
+    "PackedQueries",
+    "PackedValues",
     "PermutedScales",
     "ProductColumn",
     "Queries",
@@ -261,6 +267,35 @@ NormBias = Annotated["Tensor | None", RMS_NORM.spec("bias")]
 Residual = Annotated["Tensor | None", RMS_NORM.spec("residual")]
 Normalised = Annotated[Tensor, RMS_NORM.spec("out")]
 ResidualSum = Annotated[Tensor, RMS_NORM.spec("residual_out")]
+
+
+# Sequences behind each other: q [Tq, H, D], k and v [Tk, Hk, D], starts [B + 1] int32; out as q,
+# and lse [H, Tq] float32.
+PackedQueries = Annotated[Tensor, ATTENTION_VARLEN.spec("q")]
+PackedKeys = Annotated[Tensor, ATTENTION_VARLEN.spec("k")]
+PackedValues = Annotated[Tensor, ATTENTION_VARLEN.spec("v")]
+PackedAttended = Annotated[Tensor, ATTENTION_VARLEN.spec("out")]
+PackedLogSums = Annotated[Tensor, ATTENTION_VARLEN.spec("lse")]
+
+
+class AttentionVarlen(Protocol):
+    """A backend of attention_varlen. A window is None or (left, right), where -1 is no limit."""
+
+    def __call__(
+        self,
+        q: PackedQueries,
+        k: PackedKeys,
+        v: PackedValues,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        causal: bool,
+        window: tuple[int, int] | None,
+        scale: float | None,
+        softcap: float | None,
+        return_lse: bool,
+    ) -> tuple[PackedAttended, PackedLogSums]: ...
 
 
 class Norm(Protocol):

@@ -10,7 +10,12 @@ from tiercel.ref.activation import (
     silu,
     silu_and_mul,
 )
-from tiercel.ref.attention import attention, decode_attention, merge_attention_states
+from tiercel.ref.attention import (
+    attention,
+    attention_varlen,
+    decode_attention,
+    merge_attention_states,
+)
 from tiercel.ref.gemv import nvfp4_gemv, nvfp4_linear
 from tiercel.ref.linear import linear_act
 from tiercel.ref.moe import fused_moe, moe_down, moe_up
@@ -24,6 +29,7 @@ from tiercel.ref.transpose import copy_transpose
 
 __all__ = [
     "attention",
+    "attention_varlen",
     "copy_transpose",
     "decode_attention",
     "fp8_quantize",
