@@ -15,7 +15,9 @@ _ROUTING = (
 )
 
 
-def _case(names: str, sizes: tuple[int, ...], dtype: str, values: str = "random", **more: Any) -> Case:
+def _case(
+    names: str, sizes: tuple[int, ...], dtype: str, values: str = "random", **more: Any
+) -> Case:
     return Case(dict(zip(names.split(), sizes, strict=True)), dtype, more, values)
 
 
