@@ -12,6 +12,7 @@ void AddAttention(pybind11::module_& module);
 void AddDecode(pybind11::module_& module);
 void AddGemv(pybind11::module_& module);
 void AddLinear(pybind11::module_& module);
+void AddMoe(pybind11::module_& module);
 void AddNorm(pybind11::module_& module);
 void AddQuant(pybind11::module_& module);
 void AddReduce(pybind11::module_& module);

@@ -55,6 +55,7 @@ PYBIND11_MODULE(_C, module) {
   tiercel::python::AddJit(module);
   tiercel::python::AddGemv(module);
   tiercel::python::AddLinear(module);
+  tiercel::python::AddMoe(module);
   tiercel::python::AddNorm(module);
   tiercel::python::AddQuant(module);
   tiercel::python::AddReduce(module);

@@ -36,6 +36,15 @@ class _TopkSoftmaxPlan(TypedDict):
     grid: int
     block: int
 
+class _MoeMlpPlan(TypedDict):
+    kernel: str
+    tokens: int
+    stages: int
+    units: int
+    grid: int
+    block: int
+    dynamic_smem: int
+
 class _MoeAlignPlan(TypedDict):
     kernel: str
     items: int
@@ -350,6 +359,55 @@ def linear_act_plan(
 ) -> _LinearActPlan: ...
 def linear_act_tuned(device: int, problems: Sequence[_TunedProblem]) -> None: ...
 def linear_act_load(device: int, /) -> None: ...
+def moe_up(
+    x: Any,
+    w: Any,
+    sorted_token_ids: Any,
+    expert_ids: Any,
+    num_tokens_post_padded: Any,
+    weights: Any,
+    out: Any,
+    block_size: int,
+    activation: int,
+    /,
+) -> None: ...
+def moe_up_plan(
+    x: Any,
+    w: Any,
+    sorted_token_ids: Any,
+    expert_ids: Any,
+    num_tokens_post_padded: Any,
+    weights: Any,
+    out: Any,
+    block_size: int,
+    activation: int,
+    /,
+) -> _MoeMlpPlan: ...
+def moe_down(
+    x: Any,
+    w: Any,
+    sorted_token_ids: Any,
+    expert_ids: Any,
+    num_tokens_post_padded: Any,
+    weights: Any,
+    out: Any,
+    block_size: int,
+    activation: int,
+    /,
+) -> None: ...
+def moe_down_plan(
+    x: Any,
+    w: Any,
+    sorted_token_ids: Any,
+    expert_ids: Any,
+    num_tokens_post_padded: Any,
+    weights: Any,
+    out: Any,
+    block_size: int,
+    activation: int,
+    /,
+) -> _MoeMlpPlan: ...
+def moe_load(device: int, /) -> None: ...
 def layer_norm(
     x: Any, weight: Any, bias: Any, residual: Any, out: Any, residual_out: Any, eps: float, /
 ) -> None: ...
