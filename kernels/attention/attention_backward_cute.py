@@ -42,7 +42,7 @@ from attention_backward_registers_cute import (
 from attention_backward_tiles_cute import needs_mask, query_blocks, tile_position, turn_of
 from attention_forward_cute import coordinates
 from attention_layouts_cute import PIECE, ROWS, WARPGROUP
-from attention_softmax_cute import cap, float_from_bits, hide_outside, to_operand
+from attention_softmax_cute import cap, hide_outside, to_operand
 from attention_tiles_cute import place, rounds_of_block
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
@@ -175,12 +175,13 @@ class AttentionBackward(AttentionBackwardLayouts):
         shared_by = heads // kv_heads
         order = (k_tiles, kv_heads, batch, band, descending)
         sight = (self.tile_m, seq_q, offset, left, right)
-        mine = rounds_of_block(k_tiles * kv_heads * batch, True)
+        tiles = k_tiles * kv_heads * batch
         stats_address = storage.stats.data_ptr().toint()
         out_address = storage.out.data_ptr().toint()
 
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(self.loader_registers)
+            mine = rounds_of_block(tiles, True)
             if warp_index == 0:
                 self.load(
                     *((tma_q, sq, q_ring), (tma_do, sdo, do_ring)),
@@ -194,6 +195,7 @@ class AttentionBackward(AttentionBackwardLayouts):
                 )
         else:
             cute.arch.setmaxregister_increase(self.registers)
+            mine = rounds_of_block(tiles, True)
             wg = cute.arch.make_warp_uniform(thread // WARPGROUP) - 1
             wg_thread = thread % WARPGROUP
             mma_sp, mma_kv, mma_dq = self.mma_sp(), self.mma_kv(), self.mma_dq()
@@ -231,14 +233,11 @@ class AttentionBackward(AttentionBackwardLayouts):
             do_read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
             kv_read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
 
-            # The first row's place in a tile of keys, and the first column's among the queries.
-            my_key = wg * ROWS + wg_thread // 32 * 16 + wg_thread % 32 // 4
-            my_query = wg_thread % 4 * 2
-            my_stats = stats_address + my_query * 4
+            my_stats = stats_address + wg_thread % 4 * 8
             my_ds = storage.ds.data_ptr().toint() + wg * self.tile_m * 2 * PIECE
             my_ds += transposed_place(wg_thread)
             my_out = out_address + wg * self.part_bytes
-            scale_log2, slope_float = float_from_bits(scale), float_from_bits(slope)
+            scale_log2, slope_float = scale.bitcast(Float32), slope.bitcast(Float32)
             columns, depth, parts = self.columns // 16, self.tile_m // 16, self.parts
 
             for turn in cutlass.range(mine, unroll=1):
@@ -270,18 +269,21 @@ class AttentionBackward(AttentionBackwardLayouts):
                     # Made anew, so that no register is kept for what they were.
                     dp = cute.make_rmem_tensor(scores, Float32)
                     dqs = cute.make_rmem_tensor(dq_sums, Float32)
-                    warpgroup.fence()
-                    self.multiply(mma_sp, dp, rv, rdo, stage, columns)
-
                     if const_expr(self.capped):
+                        # Registers are short: dp only when the tangents are done.
+                        warpgroup.wait_group(0)  # of the step before, dk
                         cap(s, slope_float)
+                    else:
+                        warpgroup.fence()
+                        self.multiply(mma_sp, dp, rv, rdo, stage, columns)
                     query = block * self.tile_m
                     if needs_mask(key, TILE_N, query, self.tile_m, seq_k, offset, left, right):
-                        self.hide(s, key + my_key, query + my_query, seq_k, offset, left, right)
+                        self.hide(s, key, query, seq_k, offset, left, right)
                     lse = my_stats + stage * self.stats_bytes
                     if const_expr(self.capped):
-                        warpgroup.wait_group(1)
                         capped_probabilities(s, p, lse, scale_log2, self.dtype)
+                        warpgroup.fence()
+                        self.multiply(mma_sp, dp, rv, rdo, stage, columns)
                     else:
                         probabilities(s, lse, scale_log2)
                         _hold(batch)
@@ -331,10 +333,11 @@ class AttentionBackward(AttentionBackwardLayouts):
                 if steps > 0:
                     q_ring.consumer_release(q_free)
                     q_free.advance()
+                own = _anew(wg_thread)
                 for which in cutlass.range_constexpr(2):
-                    factor = Float32(1.0) if which == 0 else float_from_bits(gain)
+                    factor = Float32(1.0) if which == 0 else gain.bitcast(Float32)
                     _sync(_EMPTY + wg, _OUT_THREADS)
-                    store_rows((dv, dk)[which], factor, my_out, wg_thread, self.dtype)
+                    store_rows((dv, dk)[which], factor, my_out, own, self.dtype)
                     cute.arch.fence_proxy("async.shared", space="cta")
                     _arrive(_FULL + wg, _OUT_THREADS)
 
@@ -466,7 +469,10 @@ class AttentionBackward(AttentionBackwardLayouts):
             _arrive(_EMPTY + wg, _OUT_THREADS)
 
     def hide(self, s, key, query, seq_k, offset, left, right):
-        """Minus infinity for keys that a query does not see, from the first row and column on."""
+        """Minus infinity for keys that a query does not see, from the tile's first ones on."""
+        thread = _anew(cute.arch.thread_idx()[0] - WARPGROUP)
+        key += thread // 32 * 16 + thread % 32 // 4
+        query += thread % 4 * 2
         begin, end = [], []
         for r in range(2):
             at = key + 8 * r
@@ -496,6 +502,13 @@ def _sync(barrier, threads):
 
 def _arrive(barrier, threads):
     cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=threads)
+
+
+def _anew(value):
+    """The same value; what is computed of it is not computed ahead and kept."""
+    return cute.arch.inline_ptx(
+        "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value]
+    )
 
 
 def _hold(count):
