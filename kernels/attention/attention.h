@@ -47,6 +47,26 @@ Status attention(const TensorView& q, const TensorView& k, const TensorView& v,
                  const TensorView& out, const TensorView* lse, const AttentionOptions& options,
                  void* stream);
 
+// Sequences of several lengths, behind each other: q and out are [Tq, H, D], k and v [Tk, Hk, D],
+// lse, [H, Tq], may be null. Sequence i has the rows from starts[i] to starts[i + 1] of int32
+// [B + 1], of which none is longer than max_q and max_k: of a longer one, the beginning is missing.
+struct PackedAttention {
+  const TensorView* q;
+  const TensorView* k;
+  const TensorView* v;
+  const TensorView* out;
+  const TensorView* lse;
+  const TensorView* starts_q;
+  const TensorView* starts_k;
+  int64_t max_q;
+  int64_t max_k;
+};
+
+Status attention_varlen_plan(const PackedAttention& call, const AttentionOptions& options,
+                             int multiprocessors, AttentionPlan* plan);
+
+Status attention_varlen(const PackedAttention& call, const AttentionOptions& options, void* stream);
+
 }  // namespace tiercel
 
 #endif  // KERNELS_ATTENTION_ATTENTION_H_

@@ -2,7 +2,7 @@
 """The kernels of attention that are compiled ahead of time."""
 
 import cutlass
-from attention_forward_cute import Attention
+from attention_launch_cute import Attention, AttentionPacked
 from attention_layouts_cute import PIECE, ROWS
 from declaration import Function, Launch, Pointer, Scalar, TensorMap
 
@@ -18,30 +18,38 @@ _TILES = (
     (192, 2, 96, 2, 1, 1),
     (256, 2, 64, 2, 1, 1),
 )
+_PACKED_TILES = (_TILES[1], _TILES[3])
 _NOT = ((64, 2, "none"),)  # where another tile is always better
 _MASKS = {"none": "kNone", "causal": "kCausal", "window": "kWindow"}
 
 _ONE = 0x3F800000
 _REST = {"scale": _ONE, "slope": _ONE, "left": 5, "right": 0}
 _PROBLEMS = (
-    dict(batch=2, seq_q=1000, seq_k=777, heads=8, kv_heads=2, **_REST, band=3, blocks=132),
-    dict(batch=1, seq_q=64, seq_k=128, heads=1, kv_heads=1, **_REST, band=1, blocks=1),
-    dict(batch=3, seq_q=1, seq_k=1, heads=2, kv_heads=1, **_REST, band=4, blocks=6),
+    dict(
+        batch=2, seq_q=1000, seq_k=777, heads=8, kv_heads=2, **_REST, band=3, total_q=9, blocks=132
+    ),
+    dict(batch=1, seq_q=64, seq_k=128, heads=1, kv_heads=1, **_REST, band=1, total_q=9, blocks=1),
+    dict(batch=3, seq_q=1, seq_k=1, heads=2, kv_heads=1, **_REST, band=4, total_q=9, blocks=6),
 )
 
 
-def function(dtype, tile, mask, capped=False):
+def function(dtype, tile, mask, capped=False, packed=False):
     element = _DTYPES[dtype][0]
     d, warpgroups, tile_n, stages, q_stages, o_stages = tile
     name = f"attention_{dtype}_d{d}_{ROWS * warpgroups}x{tile_n}"
     name += ("" if mask == "none" else f"_{mask}") + ("_capped" if capped else "")
+    name += "_packed" if packed else ""
     options = {"stages": stages, "q_stages": q_stages, "o_stages": o_stages}
     columns, d = d, (d + PIECE - 1) // PIECE * PIECE
     options["columns"] = columns
-    kernel = Attention(name, element, d, warpgroups, tile_n, mask, capped, **options)
+    kernel = (AttentionPacked if packed else Attention)(
+        name, element, d, warpgroups, tile_n, mask, capped, **options
+    )
     q, k, v, o = (Pointer(name, element) for name in ("q", "k", "v", "o"))
     lse = Pointer("lse", cutlass.Float32, align=4)
-    names = ("batch", "seq_q", "seq_k", "heads", "kv_heads", *_REST, "band", "blocks")
+    starts = [Pointer(name, cutlass.Int32, align=4) for name in ("starts_q", "starts_k") if packed]
+    names = ("batch", "seq_q", "seq_k", "heads", "kv_heads", *_REST, "band")
+    names += ("total_q", "blocks") if packed else ("blocks",)
     scalars = [Scalar(name) for name in names]
     q_shape, k_shape = ("batch", "heads", "seq_q", d), ("batch", "kv_heads", "seq_k", d)
     launch = Launch(
@@ -50,8 +58,7 @@ def function(dtype, tile, mask, capped=False):
             TensorMap("k", k_shape, (1, 1, tile_n, PIECE)),
             TensorMap("v", k_shape, (1, 1, tile_n, PIECE)),
             TensorMap("o", q_shape, (1, 1, ROWS, PIECE)),
-            lse,
-            *scalars[:-1],
+            *(lse, *starts, *scalars[:-1]),
         ),
         grid=("blocks", 1, 1),
         block=(kernel.threads, 1, 1),
@@ -65,8 +72,11 @@ def function(dtype, tile, mask, capped=False):
         str(tile_n),
         f"AttentionMask::{_MASKS[mask]}",
         str(capped).lower(),
+        str(packed).lower(),
     )
-    return Function(name, kernel, (q, k, v, o, lse, *scalars), (launch,), attributes, _PROBLEMS)
+    return Function(
+        name, kernel, (q, k, v, o, lse, *starts, *scalars), (launch,), attributes, _PROBLEMS
+    )
 
 
 def functions():
@@ -79,4 +89,10 @@ def functions():
             # A window without limits is no mask.
             if tile[1] == 2 and tile[0] != 96:
                 built.append(function(dtype, tile, "window", capped=True))
+    built += [
+        function(dtype, tile, mask, packed=True)
+        for dtype in _DTYPES
+        for tile in _PACKED_TILES
+        for mask in _MASKS
+    ]
     return built

@@ -15,22 +15,14 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as hopper
-from attention_layouts_cute import PIECE, ROWS, WARPGROUP, AttentionLayouts
-from attention_softmax_cute import (
-    cap,
-    float_from_bits,
-    hide_outside,
-    inverse,
-    softmax,
-    to_operand,
-)
-from attention_tiles_cute import free_blocks, key_blocks, place, rounds_of_block, tile_position
+from attention_layouts_cute import PIECE, ROWS, WARPGROUP
+from attention_softmax_cute import cap, float_from_bits, inverse, to_operand
+from attention_steps_cute import AttentionSteps, sync
+from attention_tiles_cute import free_blocks, rounds_of_block
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
-# Named barriers.
-_WARPGROUP = 1  # and up: within one warpgroup
-_TURN = 4  # and up: whose turn it is to start multiplying
+_WARPGROUP = 1  # and up, a named barrier each: within one warpgroup
 
 # Where a mask hides some of other blocks than the first: at 0, the upper edge, or 2, the lower.
 _EDGES = (("causal", 0), ("window", 0), ("window", 2))
@@ -38,90 +30,26 @@ _EDGES = (("causal", 0), ("window", 0), ("window", 2))
 _LN2 = 0.6931471805599453
 
 
-class Attention(AttentionLayouts):
+class AttentionForward(AttentionSteps):
     @cute.jit
-    def __call__(
+    def run(
         self,
-        q: cute.Pointer,
-        k: cute.Pointer,
-        v: cute.Pointer,
-        o: cute.Pointer,
-        lse: cute.Pointer,
-        batch: Int32,
-        seq_q: Int32,
-        seq_k: Int32,
-        heads: Int32,
-        kv_heads: Int32,
-        scale: Int32,
-        slope: Int32,
-        left: Int32,
-        right: Int32,
-        band: Int32,
-        blocks: Int32,
-        stream,
-    ):
-        q_layout, kv_layout, o_layout = self.smem_layouts()
-        load = cpasync.CopyBulkTensorTileG2SOp()
-
-        def packed(pointer, rows, count):
-            shape = (rows, self.d, count, batch)
-            stride = (self.d, 1, rows * self.d, count * rows * self.d)
-            return cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))
-
-        tma_q, _ = cpasync.make_tiled_tma_atom(
-            load,
-            packed(q, seq_q, heads),
-            cute.slice_(q_layout, (None, None, 0)),
-            (self.tile_m, self.d),
-        )
-        tma_k, _ = cpasync.make_tiled_tma_atom(
-            load,
-            packed(k, seq_k, kv_heads),
-            cute.slice_(kv_layout, (None, None, 0)),
-            (self.tile_n, self.d),
-        )
-        tma_v, _ = cpasync.make_tiled_tma_atom(
-            load,
-            packed(v, seq_k, kv_heads),
-            cute.slice_(kv_layout, (None, None, 0)),
-            (self.tile_n, self.d),
-        )
-        tma_o, _ = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(),
-            packed(o, seq_q, heads),
-            cute.slice_(o_layout, (None, None, 0)),
-            (ROWS, PIECE),
-        )
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(
-            *(tma_q, tma_k, tma_v, tma_o, lse),
-            *(batch, seq_q, seq_k, heads, kv_heads, scale, slope, left, right, band),
-        ).launch(
-            grid=(blocks, 1, 1),
-            block=(self.threads, 1, 1),
-            min_blocks_per_mp=1,
-            use_pdl=True,
-            stream=stream,
-        )
-
-    @cute.kernel
-    def kernel(
-        self,
-        tma_q: cute.CopyAtom,
-        tma_k: cute.CopyAtom,
-        tma_v: cute.CopyAtom,
-        tma_o: cute.CopyAtom,
-        lse: cute.Pointer,
-        batch: Int32,
-        seq_q: Int32,
-        seq_k: Int32,
-        heads: Int32,
-        kv_heads: Int32,
-        scale: Int32,
-        slope: Int32,
-        left: Int32,
-        right: Int32,
-        band: Int32,
+        tma_q,
+        tma_k,
+        tma_v,
+        tma_o,
+        lse,
+        starts,
+        batch,
+        seq_q,
+        seq_k,
+        heads,
+        kv_heads,
+        scale,
+        slope,
+        left,
+        right,
+        band,
     ):
         thread = cute.arch.thread_idx()[0]
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -161,20 +89,10 @@ class Attention(AttentionLayouts):
         q_tiles = cute.ceil_div(seq_q, self.tile_m)
         tiles = q_tiles * heads * batch
         mine = rounds_of_block(tiles, self.mask != "none")
-        one = cute.make_layout(1)
 
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(self.loader_registers)
             if warp_index == 0:
-                gq = cute.zipped_divide(
-                    coordinates(self.d, seq_q, heads, batch), (self.tile_m, self.d)
-                )
-                gk = cute.zipped_divide(
-                    coordinates(self.d, seq_k, kv_heads, batch), (self.tile_n, self.d)
-                )
-                to_q, from_q = cpasync.tma_partition(tma_q, 0, one, cute.group_modes(sq, 0, 2), gq)
-                to_k, from_k = cpasync.tma_partition(tma_k, 0, one, cute.group_modes(sk, 0, 2), gk)
-                to_v, from_v = cpasync.tma_partition(tma_v, 0, one, cute.group_modes(sv, 0, 2), gk)
                 q_write = pipeline.make_pipeline_state(
                     pipeline.PipelineUserType.Producer, self.q_stages
                 )
@@ -187,11 +105,18 @@ class Attention(AttentionLayouts):
                 for turn in cutlass.range(mine, unroll=1):
                     row, head, entry = self.tile(turn, q_tiles, heads, batch, band)
                     kv_head = head // (heads // kv_heads)
-                    low, last = self.key_blocks(row, seq_q, seq_k, left, right)
+                    queries, keys, q_at, k_at, _ = self.sequence(starts, entry, batch, seq_q, seq_k)
+                    low, last = self.key_blocks(row, queries, keys, left, right)
+                    q_extents, k_extents = (seq_q, heads, batch), (seq_k, kv_heads, batch)
+                    q_tile, k_tile = (self.tile_m, self.d), (self.tile_n, self.d)
+                    q_hidden, k_hidden = self.hidden(seq_q, queries), self.hidden(seq_k, keys)
+                    to_q, from_q = self.tma_places(tma_q, sq, q_tile, q_extents, q_hidden)
+                    to_k, from_k = self.tma_places(tma_k, sk, k_tile, k_extents, k_hidden)
+                    to_v, from_v = self.tma_places(tma_v, sv, k_tile, k_extents, k_hidden)
                     k_ring.producer_acquire(k_write)
                     cute.copy(
                         tma_k,
-                        from_k[None, (last - 1, 0, kv_head, entry)],
+                        from_k[None, (last - 1, 0, kv_head, k_at)],
                         to_k[None, k_write.index],
                         tma_bar_ptr=k_ring.producer_get_barrier(k_write),
                     )
@@ -199,7 +124,7 @@ class Attention(AttentionLayouts):
                     q_ring.producer_acquire(q_write)
                     cute.copy(
                         tma_q,
-                        from_q[None, (row, 0, head, entry)],
+                        from_q[None, (row, 0, head, q_at)],
                         to_q[None, q_write.index],
                         tma_bar_ptr=q_ring.producer_get_barrier(q_write),
                     )
@@ -209,7 +134,7 @@ class Attention(AttentionLayouts):
                         k_ring.producer_acquire(k_write)
                         cute.copy(
                             tma_k,
-                            from_k[None, (block - 1, 0, kv_head, entry)],
+                            from_k[None, (block - 1, 0, kv_head, k_at)],
                             to_k[None, k_write.index],
                             tma_bar_ptr=k_ring.producer_get_barrier(k_write),
                         )
@@ -217,7 +142,7 @@ class Attention(AttentionLayouts):
                         v_ring.producer_acquire(v_write)
                         cute.copy(
                             tma_v,
-                            from_v[None, (block, 0, kv_head, entry)],
+                            from_v[None, (block, 0, kv_head, k_at)],
                             to_v[None, v_write.index],
                             tma_bar_ptr=v_ring.producer_get_barrier(v_write),
                         )
@@ -225,7 +150,7 @@ class Attention(AttentionLayouts):
                     v_ring.producer_acquire(v_write)
                     cute.copy(
                         tma_v,
-                        from_v[None, (low, 0, kv_head, entry)],
+                        from_v[None, (low, 0, kv_head, k_at)],
                         to_v[None, v_write.index],
                         tma_bar_ptr=v_ring.producer_get_barrier(v_write),
                     )
@@ -265,8 +190,6 @@ class Attention(AttentionLayouts):
             r2s = cute.make_tiled_copy_S(stmatrix, cute.make_tiled_copy_C_atom(stmatrix, epi_mma))
             to_so = r2s.get_slice(wg_thread).partition_D(so)
             piece = cute.make_rmem_tensor(to_so.shape[:3], self.dtype)
-            go = cute.zipped_divide(coordinates(self.d, seq_q, heads, batch), (ROWS, PIECE))
-            from_so, to_o = cpasync.tma_partition(tma_o, 0, one, cute.group_modes(so, 0, 2), go)
 
             q_read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.q_stages)
             k_read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
@@ -274,15 +197,15 @@ class Attention(AttentionLayouts):
             # The first row's place in a tile, and the first column's in a block of keys.
             my_row = wg * ROWS + wg_thread // 32 * 16 + lane // 4
             my_column = lane % 4 * 2
-            offset = seq_k - seq_q
             rows = (row_max, row_sum, rescale)
             scale_log2, slope_float = float_from_bits(scale), float_from_bits(slope)
             if wg == self.warpgroups - 1:
-                _arrive(_TURN + 0, 2 * WARPGROUP)
+                self.give_turn(0)
 
             # The first tile's first block of keys: scores and softmax alone.
             row, head, entry = self.tile(Int32(0), q_tiles, heads, batch, band)
-            low, last = self.key_blocks(row, seq_q, seq_k, left, right)
+            queries, keys, q_at, _, start = self.sequence(starts, entry, batch, seq_q, seq_k)
+            low, last = self.key_blocks(row, queries, keys, left, right)
             q_ring.consumer_wait(q_read)
             k_ring.consumer_wait(k_read)
             warpgroup.fence()
@@ -293,14 +216,15 @@ class Attention(AttentionLayouts):
             k_read.advance()
             if const_expr(self.capped):
                 cap(s, slope_float)
-            if self.needs_mask(last, seq_k):
-                own = row * self.tile_m + my_row + offset
-                self.hide(s, (last - 1) * self.tile_n + my_column, own, seq_k, left, right)
+            if self.needs_mask(last, keys):
+                own = row * self.tile_m + my_row + keys - queries
+                self.hide(s, (last - 1) * self.tile_n + my_column, own, keys, left, right)
             self.soften(s, rows, scale_log2, True, True)
             to_operand(s, p, self.dtype)
 
             for turn in cutlass.range(mine, unroll=1):
                 at_row = row * self.tile_m + my_row
+                offset = keys - queries
                 bottom, top = free_blocks(
                     row * self.tile_m + offset,
                     *(self.tile_m, self.tile_n, low, last, left, right, self.mask),
@@ -319,7 +243,7 @@ class Attention(AttentionLayouts):
                                 cap(s, slope_float)
                             if const_expr(masked):
                                 column = (end - 1 - step) * self.tile_n + my_column
-                                self.hide(s, column, at_row + offset, seq_k, left, right)
+                                self.hide(s, column, at_row + offset, keys, left, right)
                             self.soften(s, rows, scale_log2, False, masked)
                             self.finish(s, sums, p, rescale, v_read, v_ring)
                             k_read.advance()
@@ -331,7 +255,12 @@ class Attention(AttentionLayouts):
                 # they are of whatever lies there, and nobody looks.
                 more = turn + 1 < mine
                 next_row, next_head, next_entry = self.tile(turn + 1, q_tiles, heads, batch, band)
-                next_low, next_last = self.key_blocks(next_row, seq_q, seq_k, left, right)
+                next_queries, next_keys, next_at, _, next_start = self.sequence(
+                    starts, next_entry, batch, seq_q, seq_k
+                )
+                next_low, next_last = self.key_blocks(
+                    next_row, next_queries, next_keys, left, right
+                )
                 if more:
                     q_ring.consumer_wait(q_read)
                     k_ring.consumer_wait(k_read)
@@ -343,9 +272,9 @@ class Attention(AttentionLayouts):
                     row_sum[r] = total
                 if lse.toint() != 0:
                     if lane % 4 == 0:
-                        to_lse = lse + cutlass.Int64(entry * heads + head) * seq_q
+                        to_lse = lse + self.lse_place(starts, entry, head, heads, seq_q, start)
                         for r in cutlass.range_constexpr(2):
-                            if at_row + 8 * r < seq_q:
+                            if at_row + 8 * r < queries:
                                 value = row_max[r] * scale_log2 + cute.math.log2(row_sum[r])
                                 (to_lse + (at_row + 8 * r)).store(value * _LN2)
 
@@ -355,10 +284,10 @@ class Attention(AttentionLayouts):
                 k_read.advance()
                 if const_expr(self.capped):
                     cap(s, slope_float)
-                if self.needs_mask(next_last, seq_k):
-                    own = next_row * self.tile_m + my_row + offset
+                if self.needs_mask(next_last, next_keys):
+                    own = next_row * self.tile_m + my_row + next_keys - next_queries
                     column = (next_last - 1) * self.tile_n + my_column
-                    self.hide(s, column, own, seq_k, left, right)
+                    self.hide(s, column, own, next_keys, left, right)
                 self.soften(s, rows[:2] + (unused,), scale_log2, True, True)
 
                 warpgroup.wait_group(0)
@@ -366,103 +295,34 @@ class Attention(AttentionLayouts):
                 v_read.advance()
                 to_operand(s, p, self.dtype)
                 values = cute.size(piece)
+                from_so, to_o = self.tma_places(
+                    *(tma_o, so, (ROWS, PIECE), (seq_q, heads, batch)), self.hidden(seq_q, queries)
+                )
                 for chunk in cutlass.range_constexpr(self.d // PIECE):
                     stage = chunk % self.o_stages
                     if const_expr(stage == 0):
                         if warp_index % 4 == 0:
                             cute.arch.cp_async_bulk_wait_group(0, read=True)
-                        _sync(_WARPGROUP + wg, WARPGROUP)
+                        sync(_WARPGROUP + wg, WARPGROUP)
                     for i in cutlass.range_constexpr(values):
                         value = sums[chunk * values + i] * rescale[i // 2 % 2]
                         piece[i] = value.to(self.dtype)
                     cute.copy(r2s, piece, to_so[None, None, None, wg * self.o_stages + stage])
                     if const_expr(stage == self.o_stages - 1):
                         cute.arch.fence_proxy("async.shared", space="cta")
-                        _sync(_WARPGROUP + wg, WARPGROUP)
+                        sync(_WARPGROUP + wg, WARPGROUP)
                         if warp_index % 4 == 0:
                             for i in cutlass.range_constexpr(self.o_stages):
                                 column = chunk - stage + i
                                 cute.copy(
                                     tma_o,
                                     from_so[None, wg * self.o_stages + i],
-                                    to_o[None, (row * self.warpgroups + wg, column, head, entry)],
+                                    to_o[None, (row * self.warpgroups + wg, column, head, q_at)],
                                 )
                             cute.arch.cp_async_bulk_commit_group()
                 sums.fill(0.0)
                 row, head, entry = next_row, next_head, next_entry
                 low, last = next_low, next_last
+                queries, keys, q_at, start = next_queries, next_keys, next_at, next_start
             if warp_index % 4 == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    def tile(self, turn, q_tiles, heads, batch, band):
-        at = place(turn, self.mask != "none")
-        return tile_position(at, q_tiles, heads, batch, band, self.mask != "none")
-
-    def key_blocks(self, row, seq_q, seq_k, left, right):
-        own = row * self.tile_m + seq_k - seq_q
-        return key_blocks(own, self.tile_m, self.tile_n, seq_k, left, right, self.mask)
-
-    def needs_mask(self, last, seq_k):
-        """Whether a tile's first block has keys that some row does not see."""
-        return True if self.mask != "none" else last * self.tile_n > seq_k
-
-    def hide(self, s, column, own, seq_k, left, right):
-        """Minus infinity for keys that a row does not see: own is what the first row stands at."""
-        begin, end = None, (seq_k - column,) * 2
-        if self.mask != "none":
-            end = [cutlass.min(end[r], own + 8 * r + right + 1 - column) for r in range(2)]
-        if self.mask == "window":
-            begin = [own + 8 * r - left - column for r in range(2)]
-        hide_outside(s, begin, end)
-
-    def soften(self, s, rows, scale, first, masked):
-        softmax(s, *rows, scale, first, masked)
-
-    def multiply_qk(self, s, rq, rk, q_stage, stage):
-        mma = self.mma_qk()
-        for block in range(self.columns // 16):
-            mma.set(warpgroup.Field.ACCUMULATE, block != 0)
-            cute.gemm(mma, s, rq[None, None, block, q_stage], rk[None, None, block, stage], s)
-        warpgroup.commit_group()
-
-    def multiply_pv(self, sums, p, rv, stage):
-        mma = self.mma_pv()
-        mma.set(warpgroup.Field.ACCUMULATE, True)
-        for block in range(self.tile_n // 16):
-            cute.gemm(mma, sums, p[None, None, block], rv[None, None, block, stage], sums)
-        warpgroup.commit_group()
-
-    @cute.jit
-    def start(self, s, sums, p, rq, rk, rv, q_read, k_read, v_read, v_ring, wg):
-        """Starts a block's scores and the values of the one before it, in this warpgroup's turn."""
-        _sync(_TURN + wg, 2 * WARPGROUP)
-        warpgroup.fence()
-        self.multiply_qk(s, rq, rk, q_read.index, k_read.index)
-        v_ring.consumer_wait(v_read)
-        self.multiply_pv(sums, p, rv, v_read.index)
-        next_wg = wg + 1
-        if next_wg == self.warpgroups:
-            next_wg = Int32(0)
-        _arrive(_TURN + next_wg, 2 * WARPGROUP)
-
-    @cute.jit
-    def finish(self, s, sums, p, rescale, v_read, v_ring):
-        warpgroup.wait_group(0)
-        v_ring.consumer_release(v_read)
-        to_operand(s, p, self.dtype)
-        for i in cutlass.range_constexpr(cute.size(sums)):
-            sums[i] = sums[i] * rescale[i // 2 % 2]
-
-
-def _sync(barrier, threads):
-    cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
-
-
-def _arrive(barrier, threads):
-    cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=threads)
-
-
-def coordinates(d, rows, heads, batch):
-    """What a map of [batch, heads, rows, d] is indexed with: (rows, d, heads, batch)."""
-    identity = cute.make_identity_tensor((d, rows, heads, batch))
-    return cute.make_tensor(identity.iterator, cute.select(identity.layout, [1, 0, 2, 3]))

@@ -17,6 +17,7 @@ struct AttentionVariant {
   int tile_n;
   AttentionMask mask;
   bool capped;
+  bool packed;
 };
 
 using AttentionKernel = CubinKernel<AttentionVariant>;

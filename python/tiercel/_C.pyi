@@ -197,6 +197,38 @@ def attention_plan(
     /,
 ) -> _AttentionPlan: ...
 def attention_load(device: int, /) -> None: ...
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    out: Any,
+    lse: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    /,
+) -> None: ...
+def attention_varlen_plan(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    out: Any,
+    lse: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    /,
+) -> _AttentionPlan: ...
 def set_allocation_hooks(
     empty: Callable[..., Any],
     on_current_gpu: Callable[..., Any] | None,

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from tiercel.ops.linear import linear_act as linear_act
     from tiercel.ops.norm import layer_norm as layer_norm
     from tiercel.ops.norm import rms_norm as rms_norm
+    from tiercel.ops.attention_varlen import attention_varlen as attention_varlen
+    from tiercel.ops.gemv import nvfp4_gemv as nvfp4_gemv
+    from tiercel.ops.gemv import nvfp4_linear as nvfp4_linear
+    from tiercel.ops.linear import linear_act as linear_act
     from tiercel.ops.quant import fp8_quantize as fp8_quantize
     from tiercel.ops.quant import nvfp4_dequantize as nvfp4_dequantize
     from tiercel.ops.quant import nvfp4_quantize as nvfp4_quantize
@@ -54,6 +58,7 @@ _LAZY = {
     "FallbackWarning": "tiercel.backends",
     "attention": "tiercel.ops.attention",
     "copy_transpose": "tiercel.ops.transpose",
+    "attention_varlen": "tiercel.ops.attention_varlen",
     "explain": "tiercel._explain",
     "fp8_quantize": "tiercel.ops.quant",
     "gelu": "tiercel.ops.activation",
@@ -89,6 +94,7 @@ __all__ = [
     "FallbackWarning",
     "__version__",
     "attention",
+    "attention_varlen",
     "backends",
     "copy_transpose",
     "explain",

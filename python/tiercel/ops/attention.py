@@ -26,45 +26,49 @@ from tiercel.ref.attention import attention as reference
 __all__ = ["attention"]
 
 _NAME = "attention"
-_DTYPES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.bfloat16, torch.float16)
 _Window = Sequence["int | None"]
 
 # Below, `options` is (causal, window, scale, softcap) as in the operators' schemas: a window is
 # None or two numbers, of which a negative one is no limit.
 
 
-def _limit(value: object) -> int:
+def _limit(op: str, value: object) -> int:
     if value is None:
         return -1
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{_NAME}: `window` must hold whole numbers or None, got {value!r}")
+        raise ValueError(f"{op}: `window` must hold whole numbers or None, got {value!r}")
     return value
 
 
-def _check_positive(name: str, value: float) -> None:
+def _check_positive(op: str, name: str, value: float) -> None:
     if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
-        raise ValueError(f"{_NAME}: `{name}` must be None or positive and finite, got {value!r}")
+        raise ValueError(f"{op}: `{name}` must be None or positive and finite, got {value!r}")
 
 
 def check_options(
-    causal: bool, window: _Window | None, scale: float | None, softcap: float | None
+    causal: bool,
+    window: _Window | None,
+    scale: float | None,
+    softcap: float | None,
+    op: str = _NAME,
 ) -> list[int] | None:
     """Raises for a wrong one; the window as the operators take it."""
-    check_bool(_NAME, "causal", causal)
+    check_bool(op, "causal", causal)
     for name, value in (("scale", scale), ("softcap", softcap)):
         if value is not None:
-            _check_positive(name, value)
+            _check_positive(op, name, value)
     if window is None:
         return None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise ValueError(f"{_NAME}: `window` must be None or (left, right), got {window!r}")
-    return [_limit(window[0]), _limit(window[1])]
+        raise ValueError(f"{op}: `window` must be None or (left, right), got {window!r}")
+    return [_limit(op, window[0]), _limit(op, window[1])]
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_rank(_NAME, name, tensor, 4)
-    check_dtype(_NAME, "q", q.dtype, _DTYPES)
+    check_dtype(_NAME, "q", q.dtype, DTYPES)
     batch, _, heads, d = q.shape
     _, keys, kv_heads, _ = k.shape
     for name, tensor in (("k", k), ("v", v)):
@@ -109,10 +113,10 @@ def _launch(
         if lse is not None:
             lse.fill_(-math.inf)
         return
-    _C.attention(q, k, v, out, lse, *_native(q, *options))
+    _C.attention(q, k, v, out, lse, *native_options(q, *options))
 
 
-def _native(
+def native_options(
     q: Tensor,
     causal: bool,
     window: Sequence[int] | None,
@@ -145,7 +149,7 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, *options: Any)
 
 
 def _plan(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> dict[str, Any]:
-    return dict(_C.attention_plan(q, k, v, _empty_out(q), None, *_native(q, *options)))
+    return dict(_C.attention_plan(q, k, v, _empty_out(q), None, *native_options(q, *options)))
 
 
 def _why_not(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Reason | None:
@@ -195,7 +199,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 
 _CUTE = ("TMA, wgmma, persistent blocks; softmax overlaps products", "cute")
 _TORCH = ("all scores in memory, float32", "torch")
-_OPTIONS = (
+OPTIONS = (
     "bool causal=False, int[]? window=None, float? scale=None, float? softcap=None, "
     "str? backend=None"
 )
@@ -204,7 +208,7 @@ _OPTIONS = (
 def _operator(lse: bool) -> Op:
     return Op(
         f"{_NAME}_lse" if lse else _NAME,
-        f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> {'(Tensor, Tensor)' if lse else 'Tensor'}",
+        f"(Tensor q, Tensor k, Tensor v, {OPTIONS}) -> {'(Tensor, Tensor)' if lse else 'Tensor'}",
         check=lambda *args: _check(*args[:3]),
         fake=(lambda q, *_: (_empty_out(q), _empty_lse(q))) if lse else lambda q, *_: _empty_out(q),
         sm90=Backend(
@@ -257,7 +261,7 @@ def _out_operator(lse: bool) -> Op:
     return Op(
         f"{_NAME}_lse_out" if lse else f"{_NAME}_out",
         f"(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {'Tensor(b!) lse, ' if lse else ''}"
-        f"{_OPTIONS}) -> ()",
+        f"{OPTIONS}) -> ()",
         check=check,
         fake=lambda *args: None,
         sm90=Backend("sm90", run, *_CUTE, why_not=why_not),

@@ -46,3 +46,40 @@ def attention(
     weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
     out = (weights @ values).transpose(1, 2).to(q.dtype).contiguous()
     return (out, scores.logsumexp(-1)) if return_lse else out
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    window: Sequence[int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """As :func:`tiercel.attention_varlen`: one sequence after the other; it waits for the GPU."""
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    out = [q.new_zeros(0, *q.shape[1:])]
+    sums = [q.new_zeros(q.shape[1], 0, dtype=torch.float32)]
+    for i in range(len(starts_q) - 1):
+        queries = slice(starts_q[i], starts_q[i + 1])
+        keys = slice(starts_k[i], starts_k[i + 1])
+        result, lse = attention(
+            q[None, queries],
+            k[None, keys],
+            v[None, keys],
+            causal=causal,
+            window=window,
+            scale=scale,
+            softcap=softcap,
+            return_lse=True,
+        )
+        out.append(result[0])
+        sums.append(lse[0])
+    return (torch.cat(out), torch.cat(sums, 1)) if return_lse else torch.cat(out)

@@ -103,4 +103,78 @@ ATTENTION = Contract(
     },
 )
 
-CONTRACTS = (ATTENTION,)
+
+def _varlen_case(
+    queries: tuple[int, ...],
+    keys: tuple[int, ...],
+    heads: tuple[int, int],
+    d: int,
+    dtype: str = "bfloat16",
+    causal: bool = False,
+    strided: bool = False,
+) -> Case:
+    sizes = {"Tq": sum(queries), "Tk": sum(keys), "H": heads[0], "Hk": heads[1], "D": d}
+    lengths = f"{' '.join(map(str, queries))} of {' '.join(map(str, keys))}"
+    lengths += " strided" if strided else ""
+    options = {"causal": causal, **_REST}
+    return Case(sizes | {"B1": len(queries) + 1}, dtype, options, lengths)
+
+
+_VARLEN_CASES = (
+    _varlen_case((130, 5, 64), (130, 5, 64), (2, 2), 128),
+    _varlen_case((100, 0, 300), (100, 7, 257), (4, 2), 64, "float16", True),
+    _varlen_case((20,), (33,), (2, 1), 64),
+    _varlen_case((0, 0), (5, 3), (2, 2), 64),
+    _varlen_case((70, 200), (70, 200), (2, 2), 64, "bfloat16", True, True),
+)
+
+
+def _make_varlen(case: Case, device: str, seed: int) -> dict[str, Any]:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, case.dtype)
+
+    def random(length: str, heads: str) -> Any:
+        shape = [case.sizes[name] for name in (length, heads, "D")]
+        drawn = torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
+        return torch.cat([drawn, -drawn], dim=1)[:, : shape[1]] if strided else drawn
+
+    strided = case.values.endswith(" strided")
+    made = {"q": random("Tq", "H"), "k": random("Tk", "Hk"), "v": random("Tk", "Hk")}
+    spoken = case.values.removesuffix(" strided")
+    lengths = [[int(n) for n in part.split()] for part in spoken.split(" of ")]
+    for name, of_one in zip("qk", lengths, strict=True):
+        starts = torch.tensor([0, *of_one]).cumsum(0)
+        made[f"cu_seqlens_{name}"] = starts.to(device=device, dtype=torch.int32)
+    longest = {"max_seqlen_q": max(lengths[0]), "max_seqlen_k": max(lengths[1])}
+    return {**made, **longest, **case.options}
+
+
+ATTENTION_VARLEN = Contract(
+    family="attention",
+    op="attention_varlen",
+    arguments=(
+        TensorSpec("q", ("Tq", "H", "D"), ("bfloat16", "float16"), strided=True),
+        TensorSpec("k", ("Tk", "Hk", "D"), ("q",), strided=True),
+        TensorSpec("v", ("Tk", "Hk", "D"), ("q",), strided=True),
+        TensorSpec("cu_seqlens_q", ("B1",), ("int32",)),
+        TensorSpec("cu_seqlens_k", ("B1",), ("int32",)),
+        ScalarSpec("max_seqlen_q", "int"),
+        ScalarSpec("max_seqlen_k", "int"),
+        *ATTENTION.arguments[3:],
+    ),
+    outputs=(
+        TensorSpec("out", ("Tq", "H", "D"), ("q",), rtol=1e-2, atol=1e-2),
+        TensorSpec("lse", ("H", "Tq"), ("float32",), rtol=1e-4, atol=1e-4),
+    ),
+    cases=_VARLEN_CASES,
+    timing={
+        "cpu": _varlen_case((64, 30), (64, 30), (2, 2), 64),
+        "cuda": _varlen_case((2048, 1000, 500), (2048, 1000, 500), (16, 16), 128, causal=True),
+    },
+    make=_make_varlen,
+    variants={"attention_varlen": _out, "attention_varlen_lse": _both},
+)
+
+CONTRACTS = (ATTENTION, ATTENTION_VARLEN)

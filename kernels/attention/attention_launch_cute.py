@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention's host functions and kernels, by how sequences lie in memory."""
+
+import cutlass.cute as cute
+from attention_forward_cute import AttentionForward
+from attention_layouts_cute import PIECE, ROWS
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
+
+
+class _Launch(AttentionForward):
+    def maps(self, pointers, batch, seq_q, seq_k, heads, kv_heads):
+        """Of q, k, v and o as [batch, heads, rows, d]; for the build's checks, without gaps."""
+        q_layout, kv_layout, o_layout = self.smem_layouts()
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        kinds = (
+            (load, q_layout, (self.tile_m, self.d), seq_q, heads),
+            (load, kv_layout, (self.tile_n, self.d), seq_k, kv_heads),
+            (load, kv_layout, (self.tile_n, self.d), seq_k, kv_heads),
+            (store, o_layout, (ROWS, PIECE), seq_q, heads),
+        )
+        atoms = []
+        for pointer, (op, layout, tile, rows, count) in zip(pointers, kinds, strict=True):
+            shape = (rows, self.d, count, batch)
+            stride = (self.d, 1, rows * self.d, count * rows * self.d)
+            tensor = cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))
+            smem = cute.slice_(layout, (None, None, 0))
+            atoms.append(cpasync.make_tiled_tma_atom(op, tensor, smem, tile)[0])
+        return atoms
+
+    def launch(self, kernel, blocks, stream):
+        kernel.launch(
+            grid=(blocks, 1, 1),
+            block=(self.threads, 1, 1),
+            min_blocks_per_mp=1,
+            use_pdl=True,
+            stream=stream,
+        )
+
+
+class Attention(_Launch):
+    """Sequences of one length: q is [batch, seq_q, heads, d]."""
+
+    packed = False
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Pointer,
+        k: cute.Pointer,
+        v: cute.Pointer,
+        o: cute.Pointer,
+        lse: cute.Pointer,
+        batch: Int32,
+        seq_q: Int32,
+        seq_k: Int32,
+        heads: Int32,
+        kv_heads: Int32,
+        scale: Int32,
+        slope: Int32,
+        left: Int32,
+        right: Int32,
+        band: Int32,
+        blocks: Int32,
+        stream,
+    ):
+        maps = self.maps((q, k, v, o), batch, seq_q, seq_k, heads, kv_heads)
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        launch = self.kernel(
+            *(*maps, lse),
+            *(batch, seq_q, seq_k, heads, kv_heads, scale, slope, left, right, band),
+        )
+        self.launch(launch, blocks, stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_q: cute.CopyAtom,
+        tma_k: cute.CopyAtom,
+        tma_v: cute.CopyAtom,
+        tma_o: cute.CopyAtom,
+        lse: cute.Pointer,
+        batch: Int32,
+        seq_q: Int32,
+        seq_k: Int32,
+        heads: Int32,
+        kv_heads: Int32,
+        scale: Int32,
+        slope: Int32,
+        left: Int32,
+        right: Int32,
+        band: Int32,
+    ):
+        self.run(
+            *(tma_q, tma_k, tma_v, tma_o, lse, None),
+            *(batch, seq_q, seq_k, heads, kv_heads, scale, slope, left, right, band),
+        )
+
+
+class AttentionPacked(_Launch):
+    """Sequences of several lengths behind each other: the queries of sequence i are the rows from
+    starts_q[i] to starts_q[i + 1]. The maps' rows are as many as the longest sequence has, and
+    their outermost dimension counts rows too: what follows a sequence is outside of the map."""
+
+    packed = True
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Pointer,
+        k: cute.Pointer,
+        v: cute.Pointer,
+        o: cute.Pointer,
+        lse: cute.Pointer,
+        starts_q: cute.Pointer,
+        starts_k: cute.Pointer,
+        batch: Int32,
+        seq_q: Int32,
+        seq_k: Int32,
+        heads: Int32,
+        kv_heads: Int32,
+        scale: Int32,
+        slope: Int32,
+        left: Int32,
+        right: Int32,
+        band: Int32,
+        total_q: Int32,
+        blocks: Int32,
+        stream,
+    ):
+        maps = self.maps((q, k, v, o), batch, seq_q, seq_k, heads, kv_heads)
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        launch = self.kernel(
+            *(*maps, lse, starts_q, starts_k),
+            *(batch, seq_q, seq_k, heads, kv_heads, scale, slope, left, right, band, total_q),
+        )
+        self.launch(launch, blocks, stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_q: cute.CopyAtom,
+        tma_k: cute.CopyAtom,
+        tma_v: cute.CopyAtom,
+        tma_o: cute.CopyAtom,
+        lse: cute.Pointer,
+        starts_q: cute.Pointer,
+        starts_k: cute.Pointer,
+        batch: Int32,
+        seq_q: Int32,
+        seq_k: Int32,
+        heads: Int32,
+        kv_heads: Int32,
+        scale: Int32,
+        slope: Int32,
+        left: Int32,
+        right: Int32,
+        band: Int32,
+        total_q: Int32,
+    ):
+        self.run(
+            *(tma_q, tma_k, tma_v, tma_o, lse, (starts_q, starts_k, total_q)),
+            *(batch, seq_q, seq_k, heads, kv_heads, scale, slope, left, right, band),
+        )

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps of attention's kernel: what a warpgroup does with a block of keys."""
+
+import cutlass
+import cutlass.cute as cute
+from attention_layouts_cute import WARPGROUP, AttentionLayouts
+from attention_softmax_cute import hide_outside, softmax, to_operand
+from attention_tiles_cute import key_blocks, place, tile_position
+from cutlass import Int32, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+_TURN = 4  # and up, a named barrier each: whose turn it is to start multiplying
+
+
+class AttentionSteps(AttentionLayouts):
+    def tile(self, turn, q_tiles, heads, batch, band):
+        at = place(turn, self.mask != "none")
+        return tile_position(at, q_tiles, heads, batch, band, self.mask != "none")
+
+    def sequence(self, starts, entry, batch, seq_q, seq_k):
+        """Of one sequence: queries, keys, where maps have it, and its first query's row."""
+        if not self.packed:
+            return seq_q, seq_k, entry, entry, Int32(0)
+        entry = cutlass.min(entry, batch - 1)
+        (q_start, q_end), (k_start, k_end) = (
+            ((pointer + entry).load(), (pointer + entry + 1).load()) for pointer in starts[:2]
+        )
+        return q_end - q_start, k_end - k_start, q_end, k_end, q_start
+
+    def hidden(self, longest, length):
+        """Rows at the beginning of a map that are not the sequence's; see AttentionPacked."""
+        return longest - length if self.packed else None
+
+    def lse_place(self, starts, entry, head, heads, seq_q, start):
+        if not self.packed:
+            return cutlass.Int64(entry * heads + head) * seq_q
+        return cutlass.Int64(head) * starts[2] + start
+
+    @cute.jit
+    def key_blocks(self, row, queries, keys, left, right):
+        own = row * self.tile_m + keys - queries
+        low, last = key_blocks(own, self.tile_m, self.tile_n, keys, left, right, self.mask)
+        if const_expr(self.packed):
+            # A tile after a short sequence's end: one block, and nothing is stored.
+            last = cutlass.max(last, 1)
+            last = last if row * self.tile_m < queries else Int32(1)
+            low = cutlass.min(low, last - 1)
+        return low, last
+
+    def needs_mask(self, last, seq_k):
+        """Whether a tile's first block has keys that some row does not see."""
+        return True if self.mask != "none" else last * self.tile_n > seq_k
+
+    def hide(self, s, column, own, seq_k, left, right):
+        """Minus infinity for keys that a row does not see: own is what the first row stands at."""
+        begin, end = None, (seq_k - column,) * 2
+        if self.mask != "none":
+            end = [cutlass.min(end[r], own + 8 * r + right + 1 - column) for r in range(2)]
+        if self.mask == "window":
+            begin = [own + 8 * r - left - column for r in range(2)]
+        hide_outside(s, begin, end)
+
+    def soften(self, s, rows, scale, first, masked):
+        softmax(s, *rows, scale, first, masked)
+
+    def multiply_qk(self, s, rq, rk, q_stage, stage):
+        mma = self.mma_qk()
+        for block in range(self.columns // 16):
+            mma.set(warpgroup.Field.ACCUMULATE, block != 0)
+            cute.gemm(mma, s, rq[None, None, block, q_stage], rk[None, None, block, stage], s)
+        warpgroup.commit_group()
+
+    def multiply_pv(self, sums, p, rv, stage):
+        mma = self.mma_pv()
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+        for block in range(self.tile_n // 16):
+            cute.gemm(mma, sums, p[None, None, block], rv[None, None, block, stage], sums)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def start(self, s, sums, p, rq, rk, rv, q_read, k_read, v_read, v_ring, wg):
+        """Starts a block's scores and the values of the one before it, in this warpgroup's turn."""
+        sync(_TURN + wg, 2 * WARPGROUP)
+        warpgroup.fence()
+        self.multiply_qk(s, rq, rk, q_read.index, k_read.index)
+        v_ring.consumer_wait(v_read)
+        self.multiply_pv(sums, p, rv, v_read.index)
+        next_wg = wg + 1
+        if next_wg == self.warpgroups:
+            next_wg = Int32(0)
+        self.give_turn(next_wg)
+
+    @cute.jit
+    def finish(self, s, sums, p, rescale, v_read, v_ring):
+        warpgroup.wait_group(0)
+        v_ring.consumer_release(v_read)
+        to_operand(s, p, self.dtype)
+        for i in cutlass.range_constexpr(cute.size(sums)):
+            sums[i] = sums[i] * rescale[i // 2 % 2]
+
+    def give_turn(self, wg):
+        cute.arch.barrier_arrive(barrier_id=_TURN + wg, number_of_threads=2 * WARPGROUP)
+
+    def tma_places(self, tma, smem, tile, extents, hidden):
+        """Where copies of tiles begin, in shared memory and in the tensor that a map describes as
+        [batch, heads, rows, d]. Of its rows, the first `hidden` are left out, unless None."""
+        rows, heads, batch = extents
+        identity = cute.make_identity_tensor((self.d, rows, heads, batch))
+        places = cute.make_tensor(identity.iterator, cute.select(identity.layout, [1, 0, 2, 3]))
+        if hidden is not None:
+            places = cute.domain_offset((hidden, 0, 0, 0), places)
+        tiles = cute.zipped_divide(places, tile)
+        one = cute.make_layout(1)
+        return cpasync.tma_partition(tma, 0, one, cute.group_modes(smem, 0, 2), tiles)
+
+
+def sync(barrier, threads):
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)

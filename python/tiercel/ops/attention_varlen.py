@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of sequences of several lengths, behind each other in one tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tiercel import _C, _platform
+from tiercel._checks import (
+    check_contiguous,
+    check_dtype,
+    check_rank,
+    check_same_device,
+    check_shape,
+)
+from tiercel._op import Autograd, Backend, Op
+from tiercel._platform import Reason
+from tiercel.ops.attention import DTYPES, OPTIONS, check_options, native_options
+from tiercel.ref.attention import attention_varlen as reference
+
+__all__ = ["attention_varlen"]
+
+_NAME = "attention_varlen"
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *_: Any,
+) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_rank(_NAME, name, tensor, 3)
+    check_dtype(_NAME, "q", q.dtype, DTYPES)
+    heads, d = q.shape[1:]
+    keys, kv_heads, _ = k.shape
+    for name, tensor in (("k", k), ("v", v)):
+        check_dtype(_NAME, name, tensor.dtype, (q.dtype,))
+        check_shape(_NAME, name, tensor, (keys, kv_heads, d), "[Tk, Hk, D]")
+        check_same_device(_NAME, name, tensor, "q", q)
+    if heads and (kv_heads == 0 or heads % kv_heads):
+        raise ValueError(
+            f"{_NAME}: `k` must have a number of heads that divides that of `q`, {heads}, "
+            f"got {kv_heads}"
+        )
+    check_rank(_NAME, "cu_seqlens_q", cu_seqlens_q, 1)
+    for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        check_dtype(_NAME, name, starts.dtype, (torch.int32,))
+        check_shape(_NAME, name, starts, (cu_seqlens_q.shape[0],), "[B + 1]")
+        check_same_device(_NAME, name, starts, "q", q)
+        check_contiguous(_NAME, name, starts)
+    if cu_seqlens_q.shape[0] == 0:
+        raise ValueError(f"{_NAME}: `cu_seqlens_q` must have at least one element, got none")
+    if max_seqlen_q < 0 or max_seqlen_k < 0:
+        raise ValueError(
+            f"{_NAME}: `max_seqlen_q` and `max_seqlen_k` must be at least 0, "
+            f"got {max_seqlen_q} and {max_seqlen_k}"
+        )
+
+
+def _empty_out(q: Tensor) -> Tensor:
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+
+def _empty_lse(q: Tensor) -> Tensor:
+    return torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
+
+
+def _native(out: Tensor, lse: Tensor | None, *args: Any) -> tuple[Any, ...]:
+    """The binding's arguments, of the operator's without `backend`."""
+    return (*args[:5], out, lse, *args[5:7], *native_options(args[0], *args[7:]))
+
+
+def _launch(out: Tensor, lse: Tensor | None, *args: Any) -> None:
+    if args[1].shape[0] == 0 or args[6] == 0:  # no keys
+        _check(*args)
+        out.zero_()
+        if lse is not None:
+            lse.fill_(-math.inf)
+        return
+    _C.attention_varlen(*_native(out, lse, *args))
+
+
+def _sm90(*args: Any) -> Tensor:
+    out: Tensor = args[0].new_empty(args[0].shape)
+    _launch(out, None, *args[:-1])
+    return out
+
+
+def _sm90_lse(*args: Any) -> tuple[Tensor, Tensor]:
+    out, lse = args[0].new_empty(args[0].shape), _empty_lse(args[0])
+    _launch(out, lse, *args[:-1])
+    return out, lse
+
+
+def _plan(*args: Any) -> dict[str, Any]:
+    return dict(_C.attention_varlen_plan(*_native(_empty_out(args[0]), None, *args[:-1])))
+
+
+def _why_not(*args: Any) -> Reason | None:
+    reason = _platform.why_not(args[0].device)
+    if reason is not None or args[1].shape[0] == 0 or args[6] == 0:
+        return reason
+    try:
+        _plan(*args)
+    except NotImplementedError as error:
+        return Reason(NotImplementedError, str(error).removeprefix(f"{_NAME}: "))
+    return None
+
+
+def _reference(return_lse: bool, *args: Any) -> Any:
+    names = ("causal", "window", "scale", "softcap")
+    named = dict(zip(names, args[7:11], strict=True))
+    return reference(*args[:7], **named, return_lse=return_lse)
+
+
+def _save(ctx: Any, args: tuple[Any, ...], outputs: Any) -> None:
+    ctx.rest = args[5:11]
+    ctx.save_for_backward(*args[:5])
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    """From all scores of a sequence at a time."""
+    wanted = [(grad, i) for i, grad in enumerate(grads) if grad is not None]
+    if not wanted:
+        return None, None, None, None, None
+    inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors[:3]]
+    with torch.enable_grad():
+        results = _reference(True, *inputs, *ctx.saved_tensors[3:], *ctx.rest)
+        outputs = [results[i] for _, i in wanted]
+        found = torch.autograd.grad(outputs, inputs, [g for g, _ in wanted], allow_unused=True)
+    wants = ctx.needs_input_grad[1:4]  # after the flag that says how to run
+    grads_of = tuple(g if want else None for g, want in zip(found, wants, strict=True))
+    return (*grads_of, None, None)
+
+
+_SCHEMA = (
+    "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_seqlen_q, "
+    f"int max_seqlen_k, {OPTIONS}) -> "
+)
+_CUTE = ("as attention's; tensor maps that end where a sequence does", "cute")
+_TORCH = ("one sequence after the other, all scores of it in memory, float32", "torch")
+
+
+def _operator(lse: bool) -> Op:
+    return Op(
+        f"{_NAME}_lse" if lse else _NAME,
+        _SCHEMA + ("(Tensor, Tensor)" if lse else "Tensor"),
+        check=_check,
+        fake=(lambda q, *_: (_empty_out(q), _empty_lse(q))) if lse else lambda q, *_: _empty_out(q),
+        sm90=Backend("sm90", _sm90_lse if lse else _sm90, *_CUTE, why_not=_why_not),
+        ref=Backend("ref", lambda *args: _reference(lse, *args), *_TORCH),
+        autograd=Autograd(_save, _backward),
+        family=_NAME,
+        describe=_plan,
+        load=None if lse else _C.attention_load,
+    )
+
+
+_VARLEN = _operator(False)
+_VARLEN_LSE = _operator(True)
+
+
+@_VARLEN.export
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    window: Sequence[int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`tiercel.attention` of sequences of several lengths, without padding between them.
+
+    Sequence i has the queries ``q[cu_seqlens_q[i]:cu_seqlens_q[i + 1]]``, and keys and values
+    likewise; masks are aligned with its last query and its last key.
+
+    Differentiable in ``q``, ``k`` and ``v``; the backward is the reference's, with all scores of a
+    sequence in memory, and waits for the GPU. The forward never synchronises.
+
+    Args:
+        q: ``[Tq, H, D]``, bfloat16 or float16. The precompiled kernels take D that is a multiple of
+            8 up to 128 and no softcap; ref takes others.
+        k: ``[Tk, Hk, D]``, the dtype and device of ``q``; Hk divides H.
+        v: The shape, dtype and device of ``k``.
+        cu_seqlens_q: ``[B + 1]`` int32: where sequences start, and at last where the last one ends.
+            It is not looked at before the kernel does, which trusts it.
+        cu_seqlens_k: ``[B + 1]`` int32, the same for keys.
+        max_seqlen_q: The largest number of queries of a sequence, or more.
+        max_seqlen_k: The largest number of keys of a sequence, or more.
+        causal: As for :func:`tiercel.attention`, and the following too.
+        window: ``(left, right)``.
+        scale: What scores are multiplied by.
+        softcap: Scores s become ``softcap * tanh(s / softcap)``.
+        return_lse: Whether to return the logarithms of the rows' sums too.
+        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+
+    Returns:
+        ``[Tq, H, D]``, the dtype of ``q``; with ``return_lse`` a pair of it and of ``[H, Tq]``,
+        float32.
+
+    Raises:
+        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        ValueError: A shape, device or option does not fit, or there is no such backend.
+        NotImplementedError: ``backend="sm90"`` was asked for and it does not take this.
+        RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.
+    """
+    limits = check_options(causal, window, scale, softcap, op=_NAME)
+    run = _VARLEN_LSE if return_lse else _VARLEN
+    starts = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    result: Tensor | tuple[Tensor, Tensor] = run(
+        q, k, v, *starts, causal, limits, scale, softcap, backend
+    )
+    return result

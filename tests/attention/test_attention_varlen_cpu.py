@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""attention_varlen with PyTorch and without a GPU."""
+
+import pytest
+import torch
+
+import tiercel
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(autouse=True)
+def _on_ref():
+    with tiercel.use_backend("ref"):
+        yield
+
+
+def starts(*lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def arguments(queries=(5, 0, 9), keys=(5, 3, 12), heads=(4, 2), dtype=torch.bfloat16, grad=False):
+    generator = torch.Generator().manual_seed(1)
+
+    def make(rows, count):
+        drawn = torch.randn(rows, count, 16, generator=generator)
+        return drawn.to(dtype).requires_grad_(grad)
+
+    tensors = [make(sum(queries), heads[0]), *(make(sum(keys), heads[1]) for _ in range(2))]
+    return *tensors, starts(*queries), starts(*keys), max(queries), max(keys)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (3, 1)}, {"softcap": 2.0}])
+def test_is_attention_of_each_sequence(options):
+    q, k, v, of_q, of_k, *longest = arguments()
+    result, lse = tiercel.attention_varlen(
+        q, k, v, of_q, of_k, *longest, return_lse=True, **options
+    )
+    assert result.shape == q.shape and lse.shape == (4, 14)
+    for i in range(3):
+        queries, keys = (slice(x[i], x[i + 1]) for x in (of_q, of_k))
+        due, sums = tiercel.attention(
+            q[None, queries], k[None, keys], v[None, keys], return_lse=True, **options
+        )
+        assert torch.equal(result[queries], due[0]) and torch.equal(lse[:, queries], sums[0])
+
+
+def test_gradients():
+    q, k, v, *rest = arguments(grad=True)
+    tiercel.attention_varlen(q, k, v, *rest, causal=True).sum().backward()
+    doubles = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    tiercel.ref.attention_varlen(*doubles, *rest, causal=True).sum().backward()
+    for tensor, double in zip((q, k, v), doubles, strict=True):
+        error = (tensor.grad.double() - double.grad).norm() / double.grad.norm()
+        assert error < 2e-2
+
+
+def test_nothing():
+    q, k, v, *_ = arguments()
+    none = torch.zeros(1, dtype=torch.int32)
+    assert tiercel.attention_varlen(q[:0], k[:0], v[:0], none, none, 0, 0).shape == (0, 4, 16)
+    result, lse = tiercel.attention_varlen(
+        q, k[:0], v[:0], starts(14), starts(0), 14, 0, return_lse=True
+    )
+    assert (result == 0).all() and (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "changes"),
+    [
+        (ValueError, "`q` must have 3 dimensions, got 4", {0: torch.zeros(1, 2, 4, 16).bfloat16()}),
+        (TypeError, "`v` must have dtype bfloat16, got float32", {2: torch.zeros(20, 2, 16)}),
+        (TypeError, "`cu_seqlens_q` must have dtype int32, got int64", {3: torch.zeros(4).long()}),
+        (ValueError, r"`cu_seqlens_k` must have shape \[B \+ 1\] = \[4\]", {4: starts(1)}),
+        (ValueError, "`max_seqlen_q` and `max_seqlen_k` must be at least 0", {5: -1}),
+    ],
+)
+def test_bad_arguments(error, text, changes):
+    given = list(arguments())
+    for place, value in changes.items():
+        given[place] = value
+    with pytest.raises(error, match=f"^attention_varlen: {text}"):
+        tiercel.attention_varlen(*given)
+    with pytest.raises(ValueError, match="^attention_varlen: `softcap` must be None or positive"):
+        tiercel.attention_varlen(*arguments(), softcap=-1.0)
+
+
+def test_opcheck():
+    given = arguments(grad=True)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    for op in (torch.ops.tiercel.attention_varlen, torch.ops.tiercel.attention_varlen_lse):
+        torch.library.opcheck(op.default, given, {"causal": True}, test_utils=checks)

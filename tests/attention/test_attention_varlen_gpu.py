@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""attention_varlen on an H100 or H200, against float64."""
+
+import warnings
+
+import pytest
+import torch
+
+import tiercel
+
+pytestmark = [pytest.mark.torch, pytest.mark.gpu]
+
+
+@pytest.fixture(autouse=True)
+def _no_fallback():
+    """A test that silently ran on ref would prove nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", tiercel.FallbackWarning)
+        yield
+
+
+@pytest.fixture
+def make():
+    generator = torch.Generator("cuda").manual_seed(7)
+
+    def draw(queries, keys, heads, d, dtype=torch.bfloat16):
+        def rand(rows, count):
+            drawn = torch.randn(rows, count, d, device="cuda", generator=generator)
+            return drawn.to(dtype)
+
+        tensors = [rand(sum(queries), heads[0]), *(rand(sum(keys), heads[1]) for _ in range(2))]
+        of_each = [torch.tensor([0, *x], device="cuda").cumsum(0).int() for x in (queries, keys)]
+        return *tensors, *of_each, max(queries), max(keys)
+
+    return draw
+
+
+def check(given, **options):
+    result, lse = tiercel.attention_varlen(*given, return_lse=True, **options)
+    doubles = [x.double() for x in given[:3]]
+    truth, sums = tiercel.ref.attention_varlen(*doubles, *given[3:], return_lse=True, **options)
+    unit = torch.finfo(result.dtype).eps / 2
+    error = (result.double() - truth).abs()
+    assert error.max() <= 8 * unit, error.max().item() / unit
+    torch.testing.assert_close(lse.double(), sums.double(), rtol=1e-5, atol=2e-5)
+
+
+LENGTHS = [
+    ([5], [5]),
+    ([128, 256], [128, 256]),
+    ([1000, 1, 0, 300, 129], [1000, 1, 7, 300, 64]),
+    ([64, 700, 3], [700, 64, 0]),
+    ([200] * 20, [200] * 20),
+    ([2048, 100, 1000], [2048, 100, 1000]),
+]
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("lengths", LENGTHS[:3])
+def test_small(make, d, lengths):
+    check(make(*lengths, (2, 1), d), causal=True)
+
+
+@pytest.mark.parametrize("d", [40, 64, 96, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 5)}])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_lengths(make, d, dtype, options, lengths):
+    check(make(*lengths, (4, 2), d, dtype), **options)
+
+
+def test_what_lies_behind_a_sequence_does_not_matter(make):
+    """The next sequence's keys are NaN, and the next one's result is not written over."""
+    q, k, v, *rest = make([100, 50, 77], [100, 50, 77], (2, 2), 64)
+    k[100:150], v[100:150] = float("nan"), float("nan")
+    result = tiercel.attention_varlen(q, k, v, *rest)
+    assert result[:100].isfinite().all() and result[150:].isfinite().all()
+    assert result[100:150].isnan().all()
+
+
+def test_longest_may_be_more(make):
+    *given, _, _ = make([100, 50], [60, 90], (2, 2), 128)
+    check((*given, 1000, 513), causal=True)
+
+
+def test_strides(make):
+    q, k, v, *rest = make([100, 300], [100, 300], (4, 4), 64)
+    packed = torch.stack([q, k, v], dim=1)
+    check((*packed.unbind(1), *rest), causal=True)
+
+
+def test_graph(make):
+    given = make([100, 300], [100, 300], (4, 4), 128)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = tiercel.attention_varlen(*given, causal=True)
+    graph.replay()
+    assert torch.equal(result, tiercel.attention_varlen(*given, causal=True))
