@@ -40,7 +40,6 @@ from attention_backward_registers_cute import (
     transposed_place,
 )
 from attention_backward_tiles_cute import needs_mask, query_blocks, tile_position, turn_of
-from attention_forward_cute import coordinates
 from attention_layouts_cute import PIECE, ROWS, WARPGROUP
 from attention_softmax_cute import cap, hide_outside, to_operand
 from attention_tiles_cute import place, rounds_of_block
@@ -494,6 +493,12 @@ class AttentionBackward(AttentionBackwardLayouts):
         for block in blocks:
             cute.gemm(mma, sums, a[None, None, block], b[None, None, block, stage], sums)
         warpgroup.commit_group()
+
+
+def coordinates(d, rows, heads, batch):
+    """What a map of [batch, heads, rows, d] is indexed with: (rows, d, heads, batch)."""
+    identity = cute.make_identity_tensor((d, rows, heads, batch))
+    return cute.make_tensor(identity.iterator, cute.select(identity.layout, [1, 0, 2, 3]))
 
 
 def _sync(barrier, threads):
