@@ -10,18 +10,13 @@ from tiercel.ref.activation import (
     silu,
     silu_and_mul,
 )
-from tiercel.ref.attention import attention
+from tiercel.ref.attention import attention, attention_varlen
 from tiercel.ref.gemv import nvfp4_gemv, nvfp4_linear
 from tiercel.ref.linear import linear_act
 from tiercel.ref.norm import layer_norm, rms_norm
 from tiercel.ref.quant import fp8_quantize, nvfp4_dequantize, nvfp4_quantize
 from tiercel.ref.reduce import reduce
 from tiercel.ref.rotary import kv_cache_write, rotary_embedding
-from tiercel.ref.attention import attention, attention_varlen
-from tiercel.ref.gemv import nvfp4_gemv, nvfp4_linear
-from tiercel.ref.linear import linear_act
-from tiercel.ref.quant import fp8_quantize, nvfp4_dequantize, nvfp4_quantize
-from tiercel.ref.reduce import reduce
 from tiercel.ref.routing import moe_align_block_size, moe_sum, topk_softmax, topk_softmax_align
 from tiercel.ref.softmax import log_softmax, softmax_online
 from tiercel.ref.transpose import copy_transpose
