@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Builds the wheels twice from nothing, in two folders, and compares them.
-# usage: ci/reproducible.sh [SCRATCH_FOLDER]        (not below /tmp; takes about 6 GB)
+# usage: ci/reproducible.sh [--compare FOLDER] [SCRATCH_FOLDER]        (not below /tmp; takes about 6 GB)
 set -euo pipefail
 
 exec "$(dirname "${BASH_SOURCE[0]}")/../tools/wheel/check_reproducible.sh" "$@"

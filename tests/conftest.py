@@ -44,15 +44,11 @@ def _from_the_start():
 
 
 @pytest.fixture
-def run_command(tmp_path, tmp_path_factory):
+def run_command(tmp_path):
     """Runs a program: (arguments, environment) -> completed process."""
-    # Compiled once for all of them: PyTorch takes long to import from source.
-    compiled = tmp_path_factory.getbasetemp() / "pycache"
 
     def run(arguments, *, path=(), check=True, **environment):
-        dropped = ("TIERCEL_", "PYTHONDONTWRITEBYTECODE")
-        env = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
-        env["PYTHONPYCACHEPREFIX"] = str(compiled)
+        env = {k: v for k, v in os.environ.items() if not k.startswith("TIERCEL_")}
         env.update({k: str(v) for k, v in environment.items()})
         if path:
             paths = [*map(str, path), *filter(None, [env.get("PYTHONPATH")])]

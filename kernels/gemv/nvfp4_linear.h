@@ -5,6 +5,7 @@
 
 #include "kernels/sm90/status.h"
 #include "kernels/sm90/tensor_view.h"
+#include "kernels/sm90/tuned.h"
 
 namespace tiercel {
 
@@ -18,21 +19,35 @@ struct Nvfp4LinearPlan {
   unsigned dynamic_smem;
 };
 
+// A way to cut the work up: what a tuner varies.
+struct Nvfp4LinearConfig {
+  int cluster;
+  int tiles;  // of 16 rows, a block
+  int parts;
+  int stages;  // in flight, a warp
+};
+
 // x [T, K] bfloat16, T up to 16, rows at multiples of 16 bytes; weight [N, K / 2] pairs of e2m1;
 // scale [N, K / 16] e4m3; global_scale float32 with one element, or null for 1; out [T, N]
 // bfloat16, contiguous.
 //   out = global * (x @ (weight * scale).T)
+// `config` is what to launch, or null: what was tuned for the nearest number of tokens, else what
+// has the least expected time.
 
 // All checks and the choice of configuration; needs no GPU and no driver.
 Status nvfp4_linear_plan(const TensorView& x, const TensorView& weight, const TensorView& scale,
                          const TensorView* global_scale, const TensorView& out,
-                         Nvfp4LinearPlan* plan);
+                         const Nvfp4LinearConfig* config, Nvfp4LinearPlan* plan);
 
 // The same, then the launch.
 Status nvfp4_linear(const TensorView& x, const TensorView& weight, const TensorView& scale,
-                    const TensorView* global_scale, const TensorView& out, void* stream);
+                    const TensorView* global_scale, const TensorView& out,
+                    const Nvfp4LinearConfig* config, void* stream);
 
 Status nvfp4_linear_load(int device);
+
+// Of tuned configurations; a problem's dtype is the weight's.
+TunedTable<Nvfp4LinearConfig>& nvfp4_linear_tuned();
 
 }  // namespace tiercel
 

@@ -69,6 +69,32 @@ Status check(const TensorView& x, const TensorView& w, const TensorView* bias,
 
 }  // namespace
 
+namespace {
+
+// What was asked for, what was tuned, or the least expected time.
+Status decide(const TensorView& x, const TensorView& w, Activation activation, int multiprocessors,
+              const LinearActConfig* config, LinearActChoice* choice) {
+  const int64_t m = x.shape[0], n = w.shape[0], k = x.shape[1];
+  if (config != nullptr) {
+    return linear_act_configure(*config, x.dtype, activation, m, n, k, multiprocessors, choice);
+  }
+  const LinearActConfig* tuned = linear_act_tuned().find({x.device_index, x.dtype, n, k}, m);
+  // Tuned for another M, it may not suit this one.
+  if (tuned != nullptr &&
+      linear_act_configure(*tuned, x.dtype, activation, m, n, k, multiprocessors, choice).ok()) {
+    return Status();
+  }
+  *choice = linear_act_choose(x.dtype, activation, m, n, k, multiprocessors);
+  return Status();
+}
+
+}  // namespace
+
+TunedTable<LinearActConfig>& linear_act_tuned() {
+  static auto* table = new TunedTable<LinearActConfig>();  // never destroyed: threads may launch
+  return *table;
+}
+
 Status linear_act_launch(const LinearActChoice& choice, const TensorView& x, const TensorView& w,
                          const TensorView* bias, const TensorView& y, void* stream) {
   const LinearActKernel& kernel = *choice.kernel;
@@ -104,12 +130,12 @@ Status linear_act_launch(const LinearActChoice& choice, const TensorView& x, con
 
 Status linear_act_plan(const TensorView& x, const TensorView& w, const TensorView* bias,
                        const TensorView& y, Activation activation, int multiprocessors,
-                       LinearActPlan* plan) {
+                       const LinearActConfig* config, LinearActPlan* plan) {
   TIERCEL_RETURN_IF_ERROR(check(x, w, bias, y));
   *plan = {"none", 0, 0, false, 0, 0, 0, 0, 0, 0, 0};
   if (x.shape[0] == 0) return Status();
-  const LinearActChoice choice =
-      linear_act_choose(x.dtype, activation, x.shape[0], w.shape[0], x.shape[1], multiprocessors);
+  LinearActChoice choice;
+  TIERCEL_RETURN_IF_ERROR(decide(x, w, activation, multiprocessors, config, &choice));
   const LinearActKernel& kernel = *choice.kernel;
   *plan = {kernel.kernel.name(),
            kernel.variant.tile_m,
@@ -126,13 +152,14 @@ Status linear_act_plan(const TensorView& x, const TensorView& w, const TensorVie
 }
 
 Status linear_act(const TensorView& x, const TensorView& w, const TensorView* bias,
-                  const TensorView& y, Activation activation, void* stream) {
+                  const TensorView& y, Activation activation, const LinearActConfig* config,
+                  void* stream) {
   TIERCEL_RETURN_IF_ERROR(check(x, w, bias, y));
   if (x.shape[0] == 0) return Status();
   int multiprocessors = 0;
   TIERCEL_RETURN_IF_ERROR(multiprocessor_count(x.device_index, &multiprocessors));
-  const LinearActChoice choice =
-      linear_act_choose(x.dtype, activation, x.shape[0], w.shape[0], x.shape[1], multiprocessors);
+  LinearActChoice choice;
+  TIERCEL_RETURN_IF_ERROR(decide(x, w, activation, multiprocessors, config, &choice));
   return linear_act_launch(choice, x, w, bias, y, stream);
 }
 

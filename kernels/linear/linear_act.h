@@ -5,6 +5,7 @@
 
 #include "kernels/sm90/status.h"
 #include "kernels/sm90/tensor_view.h"
+#include "kernels/sm90/tuned.h"
 
 namespace tiercel {
 
@@ -25,19 +26,35 @@ struct LinearActPlan {
   unsigned dynamic_smem;
 };
 
+// A kernel by its tiles, and how to launch it: what a tuner varies.
+struct LinearActConfig {
+  int tile_m;
+  int tile_n;
+  bool pingpong;
+  bool split_k;
+  int splits;  // of a split-K kernel
+  int group;   // of the others; 0: as many rows as stay in the L2
+};
+
 // y[M, N] = act(x[M, K] @ w[N, K]^T + bias[N]), float32 sums. x, w and y have one dtype, bfloat16
 // or float16, and are contiguous in their last dimension; x's and w's rows may have any distance
 // that is a multiple of 16 bytes; y is contiguous. N and K are multiples of 8. `bias` may be null.
+// `config` is what to launch, or null: what was tuned for the nearest M, else what has the least
+// expected time.
 
 // All checks and the choice of kernel for a device with that many multiprocessors; needs no GPU and
 // no driver.
 Status linear_act_plan(const TensorView& x, const TensorView& w, const TensorView* bias,
                        const TensorView& y, Activation activation, int multiprocessors,
-                       LinearActPlan* plan);
+                       const LinearActConfig* config, LinearActPlan* plan);
 
 // The same for the tensors' device, then the launch on `stream` (a CUstream).
 Status linear_act(const TensorView& x, const TensorView& w, const TensorView* bias,
-                  const TensorView& y, Activation activation, void* stream);
+                  const TensorView& y, Activation activation, const LinearActConfig* config,
+                  void* stream);
+
+// Of tuned configurations, for all activations alike.
+TunedTable<LinearActConfig>& linear_act_tuned();
 
 }  // namespace tiercel
 

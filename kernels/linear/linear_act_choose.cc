@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <string>
 
 #include "kernels/linear/linear_act_kernels.h"
 
@@ -117,6 +118,36 @@ double linear_act_estimate(const LinearActKernel& kernel, int64_t m, int64_t n, 
   choice->kernel = &kernel;
   const auto estimate = kernel.variant.split_k ? small_estimate : large_estimate;
   return estimate(kernel, m, n, k, multiprocessors, choice);
+}
+
+Status linear_act_configure(const LinearActConfig& config, DType dtype, Activation activation,
+                            int64_t m, int64_t n, int64_t k, int multiprocessors,
+                            LinearActChoice* choice) {
+  int count = 0;
+  const LinearActKernel* kernels = linear_act_kernels(&count);
+  const int64_t most = std::min<int64_t>(kMaxSplits, ceil_div(k, kTileK));
+  const bool splits = !config.split_k || (config.splits >= 1 && config.splits <= most);
+  for (int i = 0; i < count && splits && config.group >= 0; ++i) {
+    const LinearActVariant& v = kernels[i].variant;
+    if (v.dtype != dtype || v.activation != activation || v.tile_m != config.tile_m ||
+        v.tile_n != config.tile_n || v.pingpong != config.pingpong || v.split_k != config.split_k) {
+      continue;
+    }
+    linear_act_estimate(kernels[i], m, n, k, multiprocessors, choice);
+    if (config.split_k) {
+      choice->blocks = choice->blocks / choice->splits * config.splits;
+      choice->splits = config.splits;
+    } else if (config.group > 0) {
+      choice->group = config.group;
+    }
+    return Status();
+  }
+  return Status::Unimplemented(
+      "linear_act: the configuration tile " + std::to_string(config.tile_m) + "x" +
+      std::to_string(config.tile_n) + (config.pingpong ? ", pingpong" : "") +
+      (config.split_k ? ", split K by " + std::to_string(config.splits)
+                      : ", group " + std::to_string(config.group)) +
+      (splits ? ": no precompiled kernel has it" : ": K splits by 1 to " + std::to_string(most)));
 }
 
 LinearActChoice linear_act_choose(DType dtype, Activation activation, int64_t m, int64_t n,

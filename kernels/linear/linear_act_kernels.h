@@ -40,7 +40,12 @@ double linear_act_estimate(const LinearActKernel& kernel, int64_t m, int64_t n, 
 LinearActChoice linear_act_choose(DType dtype, Activation activation, int64_t m, int64_t n,
                                   int64_t k, int multiprocessors);
 
-// Launches a choice, the default one or a tuner's. The arguments have passed linear_act's checks.
+// A given configuration for a problem; not ok where no kernel has it or it cannot run.
+Status linear_act_configure(const LinearActConfig& config, DType dtype, Activation activation,
+                            int64_t m, int64_t n, int64_t k, int multiprocessors,
+                            LinearActChoice* choice);
+
+// Launches a choice. The arguments have passed linear_act's checks.
 Status linear_act_launch(const LinearActChoice& choice, const TensorView& x, const TensorView& w,
                          const TensorView* bias, const TensorView& y, void* stream);
 

@@ -4,6 +4,7 @@
 #include "python/bindings/call.h"
 #include "python/bindings/families.h"
 #include "python/bindings/optional_tensor.h"
+#include "python/bindings/tuned.h"
 
 namespace py = pybind11;
 
@@ -54,12 +55,26 @@ PyObject* Nvfp4GemvPlanOf(PyObject*, PyObject* const* values, Py_ssize_t count) 
                        plan.block, "dynamic_smem", plan.dynamic_smem);
 }
 
-// (x, weight, scale, global_scale or None, out)
+using LinearFields = std::array<int, 4>;
+
+Nvfp4LinearConfig LinearConfigOf(const LinearFields& fields) {
+  return {fields[0], fields[1], fields[2], fields[3]};
+}
+
+// (x, weight, scale, global_scale or None, out) and, from the tuner, a configuration
 struct Nvfp4LinearCall {
   PythonTensor x, weight, scale, out;
   OptionalTensor global_scale;
+  Nvfp4LinearConfig given{};
+  const Nvfp4LinearConfig* config = nullptr;
 
   bool Parse(PyObject* const* values, Py_ssize_t count) {
+    if (count == 6) {
+      LinearFields fields;
+      if (!ReadConfig(values[--count], kNvfp4Linear, &fields)) return false;
+      given = LinearConfigOf(fields);
+      config = &given;
+    }
     return Arguments(kNvfp4Linear, values, count).Expect(5) &&
            x.Read(values[0], kNvfp4Linear, "x") && weight.Read(values[1], kNvfp4Linear, "weight") &&
            scale.Read(values[2], kNvfp4Linear, "scale") &&
@@ -71,19 +86,23 @@ struct Nvfp4LinearCall {
 PyObject* Nvfp4Linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Nvfp4LinearCall call;
   if (!call.Parse(values, count)) return nullptr;
-  return Launch(call.out, [&](void* stream) {
+  PyObject* result = Launch(call.out, [&](void* stream) {
     return nvfp4_linear(call.x.view(), call.weight.view(), call.scale.view(),
-                        call.global_scale.view(), call.out.view(), stream);
+                        call.global_scale.view(), call.out.view(), call.config, stream);
   });
+  if (result != nullptr) HintOnce(nvfp4_linear_tuned(), kNvfp4Linear);
+  return result;
 }
 
 PyObject* Nvfp4LinearPlanOf(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Nvfp4LinearCall call;
   if (!call.Parse(values, count)) return nullptr;
   Nvfp4LinearPlan plan{};
-  const Status status = nvfp4_linear_plan(call.x.view(), call.weight.view(), call.scale.view(),
-                                          call.global_scale.view(), call.out.view(), &plan);
+  const Status status =
+      nvfp4_linear_plan(call.x.view(), call.weight.view(), call.scale.view(),
+                        call.global_scale.view(), call.out.view(), call.config, &plan);
   if (!status.ok()) return Raise(status);
+  HintOnce(nvfp4_linear_tuned(), kNvfp4Linear);
   return Py_BuildValue("{s:s, s:i, s:i, s:I, s:I, s:I}", "kernel", plan.kernel, "cluster",
                        plan.cluster, "parts", plan.parts, "grid", plan.grid, "block", plan.block,
                        "dynamic_smem", plan.dynamic_smem);
@@ -106,10 +125,12 @@ PyMethodDef functions[] = {
         "Checks the arguments as a launch does and returns the configuration. Needs no GPU."),
     {"nvfp4_gemv_load", Nvfp4GemvLoad, METH_O,
      "nvfp4_gemv_load(device, /)\n--\n\nLoads the kernel on a CUDA device, by its index."},
-    TIERCEL_FAST("nvfp4_linear", Nvfp4Linear, "(x, weight, scale, global_scale, out, /)",
+    TIERCEL_FAST("nvfp4_linear", Nvfp4Linear,
+                 "(x, weight, scale, global_scale, out, config=..., /)",
                  "Launches the kernel on the current stream; fills `out`."),
     TIERCEL_FAST(
-        "nvfp4_linear_plan", Nvfp4LinearPlanOf, "(x, weight, scale, global_scale, out, /)",
+        "nvfp4_linear_plan", Nvfp4LinearPlanOf,
+        "(x, weight, scale, global_scale, out, config=..., /)",
         "Checks the arguments as a launch does and returns the configuration. Needs no GPU."),
     {"nvfp4_linear_load", Nvfp4LinearLoad, METH_O,
      "nvfp4_linear_load(device, /)\n--\n\nLoads the kernels on a CUDA device, by its index."},
@@ -120,6 +141,13 @@ PyMethodDef functions[] = {
 
 void AddGemv(py::module_& module) {
   if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
+  module.def(
+      "nvfp4_linear_tuned",
+      [](int device, const TunedProblems<4>& problems) {
+        SetTuned(nvfp4_linear_tuned(), device, problems, LinearConfigOf);
+      },
+      py::arg("device"), py::arg("problems"),
+      "Sets what was tuned: [(dtype, N, K, [(tokens, configuration)])].");
 }
 
 }  // namespace tiercel::python

@@ -3,6 +3,7 @@
 #include "kernels/sm90/driver.h"
 #include "python/bindings/call.h"
 #include "python/bindings/families.h"
+#include "python/bindings/tuned.h"
 
 namespace py = pybind11;
 
@@ -14,13 +15,28 @@ constexpr char kLinearAct[] = "linear_act";
 // Of an H100 SXM or H200, for plans where there is no device to ask.
 constexpr int kMultiprocessors = 132;
 
-// What both functions below take: (x, weight, bias or None, out, activation's index).
+using Fields = std::array<int, 6>;
+
+LinearActConfig ConfigOf(const Fields& fields) {
+  return {fields[0], fields[1], fields[2] != 0, fields[3] != 0, fields[4], fields[5]};
+}
+
+// What both functions below take: (x, weight, bias or None, out, activation's index) and, from the
+// tuner, a configuration.
 struct LinearActCall {
   PythonTensor x, weight, bias, out;
   const TensorView* bias_view = nullptr;
   Activation activation = Activation::kNone;
+  LinearActConfig given{};
+  const LinearActConfig* config = nullptr;
 
   bool Parse(PyObject* const* values, Py_ssize_t count) {
+    if (count == 6) {
+      Fields fields;
+      if (!ReadConfig(values[--count], kLinearAct, &fields)) return false;
+      given = ConfigOf(fields);
+      config = &given;
+    }
     if (!Arguments(kLinearAct, values, count).Expect(5)) return false;
     if (!x.Read(values[0], kLinearAct, "x") || !weight.Read(values[1], kLinearAct, "weight") ||
         !out.Read(values[3], kLinearAct, "out")) {
@@ -44,10 +60,12 @@ struct LinearActCall {
 PyObject* LinearAct(PyObject*, PyObject* const* values, Py_ssize_t count) {
   LinearActCall call;
   if (!call.Parse(values, count)) return nullptr;
-  return Launch(call.x, [&](void* stream) {
+  PyObject* result = Launch(call.x, [&](void* stream) {
     return linear_act(call.x.view(), call.weight.view(), call.bias_view, call.out.view(),
-                      call.activation, stream);
+                      call.activation, call.config, stream);
   });
+  if (result != nullptr) HintOnce(linear_act_tuned(), kLinearAct);
+  return result;
 }
 
 PyObject* LinearActPlanOf(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -59,9 +77,11 @@ PyObject* LinearActPlanOf(PyObject*, PyObject* const* values, Py_ssize_t count) 
     multiprocessors = kMultiprocessors;
   }
   LinearActPlan plan{};
-  const Status status = linear_act_plan(call.x.view(), call.weight.view(), call.bias_view,
-                                        call.out.view(), call.activation, multiprocessors, &plan);
+  const Status status =
+      linear_act_plan(call.x.view(), call.weight.view(), call.bias_view, call.out.view(),
+                      call.activation, multiprocessors, call.config, &plan);
   if (!status.ok()) return Raise(status);
+  HintOnce(linear_act_tuned(), kLinearAct);
   return Py_BuildValue("{s:s, s:i, s:i, s:O, s:i, s:i, s:i, s:i, s:I, s:I, s:I}", "kernel",
                        plan.kernel, "tile_m", plan.tile_m, "tile_n", plan.tile_n, "pingpong",
                        plan.pingpong ? Py_True : Py_False, "cluster", plan.cluster, "splits",
@@ -83,11 +103,11 @@ PyObject* LinearActLoad(PyObject*, PyObject* device) { return Load(device, LoadL
 PyMethodDef functions[] = {
     {"linear_act", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(LinearAct)),
      METH_FASTCALL,
-     "linear_act(x, weight, bias, out, activation, /)\n--\n\n"
+     "linear_act(x, weight, bias, out, activation, config=..., /)\n--\n\n"
      "Launches the kernel on the current stream; fills `out`. `activation` is its index."},
     {"linear_act_plan",
      reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(LinearActPlanOf)), METH_FASTCALL,
-     "linear_act_plan(x, weight, bias, out, activation, /)\n--\n\n"
+     "linear_act_plan(x, weight, bias, out, activation, config=..., /)\n--\n\n"
      "Checks the arguments as a launch does and returns the configuration. Needs no GPU."},
     {"linear_act_load", LinearActLoad, METH_O,
      "linear_act_load(device, /)\n--\n\nLoads the kernels on a CUDA device, by its index."},
@@ -98,6 +118,13 @@ PyMethodDef functions[] = {
 
 void AddLinear(py::module_& module) {
   if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
+  module.def(
+      "linear_act_tuned",
+      [](int device, const TunedProblems<6>& problems) {
+        SetTuned(linear_act_tuned(), device, problems, ConfigOf);
+      },
+      py::arg("device"), py::arg("problems"),
+      "Sets what was tuned: [(dtype, N, K, [(M, configuration)])].");
 }
 
 }  // namespace tiercel::python

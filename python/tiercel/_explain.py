@@ -27,7 +27,7 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+def explain(op: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
     """Says which backend and configuration a call would use, and why, without running it.
 
     Args:
@@ -42,13 +42,7 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         >>> print(tiercel.explain(tiercel.topk_softmax, scores, 8))
     """
     found = _find(op)
-    assert found.public is not None
-    bound = inspect.signature(found.public).bind(*args, **kwargs)
-    bound.apply_defaults()
-    variant, values = _reach(found.public, bound)
-    if variant.family != found.family:  # one that it is made of
-        variant = found
-        values = tuple(bound.arguments[argument] for argument in found.argument_names)
+    variant, values, arguments = reach(found, *args, **kwargs)
     variant.check_tensors(values[:1])  # others may be optional, and are compared with it
     variant.check(*values)
     name = values[-1] or requested(found.family)
@@ -62,24 +56,30 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     configuration = {}
     if backend.name == "sm90" and found.describe is not None:
         if variant.describe is None:  # of one with `out`: as without it
-            values = tuple(bound.arguments[argument] for argument in found.argument_names)
+            values = tuple(arguments[argument] for argument in found.argument_names)
             configuration = found.describe(*values)
         else:
             configuration = variant.describe(*values)
     return Explanation(found.name, backend.name, reason, configuration)
 
 
-def _reach(public: Callable[..., Any], bound: inspect.BoundArguments) -> tuple[Op, tuple[Any, ...]]:
-    """Which variant of an operator a call gets to, and its arguments."""
-    arguments = dict(bound.arguments)
-    arguments["backend"] = Probe(arguments["backend"])
-    parameters = inspect.signature(public).parameters.values()
-    by_place = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+def reach(op: Op, /, *args: Any, **kwargs: Any) -> tuple[Op, tuple[Any, ...], dict[str, Any]]:
+    """Which variant of an operator a call gets to, with what, and the call's own arguments."""
+    assert op.public is not None
+    signature = inspect.signature(op.public)
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    arguments = bound.arguments | {"backend": Probe(bound.arguments["backend"])}
+    by_place = [p.name for p in signature.parameters.values() if p.kind is not p.KEYWORD_ONLY]
     first = [arguments.pop(name) for name in by_place]
     try:
-        public(*first, **arguments)
+        op.public(*first, **arguments)
     except Reached as reached:
-        return reached.op, reached.args
+        if reached.op.family == op.family:
+            return reached.op, reached.args, bound.arguments
+        # One that it is made of.
+        values = tuple(bound.arguments[argument] for argument in op.argument_names)
+        return op, values, bound.arguments
     raise AssertionError("the operator was not called")
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from tiercel import _C
+from tiercel import _C, _tuned
 
 CAPABILITY = (9, 0)
 
@@ -38,6 +38,9 @@ def why_not(device: torch.device) -> Reason | None:
     if index not in _refused:
         reason = _ask_driver(index)
         if reason is None:
+            _tuned.load(
+                index, torch.cuda.get_device_name(index) if torch.cuda.is_available() else ""
+            )
             ready.add(index)
             return None
         _refused[index] = reason

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/fast-builds.md has the figures that ci/fast_builds.py measured, and no others."""
 
-import importlib.util
 import json
 import pathlib
 import re
@@ -14,35 +13,63 @@ sys.path.insert(0, str(pathlib.Path("tools/lint").absolute()))
 import workspace
 
 ROOT = workspace.root()
-spec = importlib.util.spec_from_file_location("fast_builds", ROOT / "ci" / "fast_builds.py")
-program = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(program)
+sys.path.insert(0, str(ROOT / "ci"))
+
+import fast_builds
+import figures
+import first_compile
+import torch_versions
 
 
-def test_the_page_has_the_committed_figures() -> None:
-    figures = json.loads((ROOT / "docs/fast-builds.json").read_text())
-    text = (ROOT / "docs/fast-builds.md").read_text()
-    assert program.page(text, figures) == text, "run ci/fast_builds.py --write"
+@pytest.mark.parametrize("script", [fast_builds, first_compile, torch_versions])
+def test_the_page_has_the_committed_figures(script) -> None:
+    text = script.PAGE.read_text()
+    content = script.rendered(json.loads(script.RESULTS.read_text()))
+    assert figures.page(text, script.SCRIPT, content) == text, f"run {script.SCRIPT} --write"
+
+
+def test_an_edit_of_a_kernel_is_tested_within_30_seconds() -> None:
+    (took,) = (
+        took
+        for title, took in json.loads(fast_builds.RESULTS.read_text())["took"].items()
+        if "edited" in title
+    )
+    assert took["seconds"] < 30
+
+
+def test_a_first_compile_is_5_times_faster_than_pytorchs_and_kept() -> None:
+    found = json.loads(first_compile.RESULTS.read_text())
+    first, again = found["seconds"][first_compile.WAYS[0]]
+    assert found["ratio"] >= 5 and first < 4 and again < 0.05
+
+
+def test_the_op_layer_passes_on_the_oldest_a_middle_and_a_newer_pytorch() -> None:
+    versions = json.loads(torch_versions.RESULTS.read_text())["versions"]
+    names = [one["torch"].partition("+")[0] for one in versions]
+    assert names[:2] == ["2.9.1", "2.11.0"] and len(names) == 3
+    assert all(one["passed"] > 500 and not one["failed"] for one in versions)
 
 
 def test_a_page() -> None:
     took = {"a": {"seconds": 1.25, "cpu_seconds": 2.0}, "b": {"seconds": 0.5}}
-    figures = {"cpus": 2, "cpu": "x", "nvcc": "CUDA 13.0", "date": "2026-01-02"}
-    figures |= {"load": 0.1, "took": took}
-    text = program.page(f"before\n{program.BEGIN}\nold\n{program.END}\nafter\n", figures)
-    assert "| a | 1.25 | 2.00 |" in text and "| b | 0.50 |  |" in text and "old" not in text
+    found = {"cpus": 2, "cpu": "x", "nvcc": "CUDA 13.0", "date": "2026-01-02"}
+    content = fast_builds.rendered(found | {"load": 0.1, "took": took})
+    assert "| a | 1.25 | 2.00 |" in content and "| b | 0.50 |  |" in content
+    begin = "<!-- figures: begin (written by x.py --write; do not edit) -->"
+    text = figures.page(f"before\n{begin}\nold\n<!-- figures: end -->\nafter\n", "x.py", content)
+    assert content in text and "old" not in text
     assert text.startswith("before\n") and text.endswith("after\n")
-    assert program.page(text, figures) == text
-    with pytest.raises(AssertionError, match="markers"):
-        program.page("nothing", figures)
+    assert figures.page(text, "x.py", content) == text
+    with pytest.raises(AssertionError, match=r"markers of x\.py"):
+        figures.page("nothing", "x.py", content)
 
 
 def test_times_are_of_the_clock_and_of_the_cpus() -> None:
     busy = "import time; end = time.process_time() + 0.2\nwhile time.process_time() < end: pass"
-    took = program.run([sys.executable, "-c", busy], [sys.executable, "-c", busy])
+    took = fast_builds.run([sys.executable, "-c", busy], [sys.executable, "-c", busy])
     assert took["cpu_seconds"] >= 0.4 and took["seconds"] >= 0.2
     with pytest.raises(SystemExit, match="false"):
-        program.run(["false"])
+        fast_builds.run(["false"])
 
 
 def test_doctor_names_the_dsl_that_the_build_takes() -> None:

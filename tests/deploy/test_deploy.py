@@ -222,11 +222,13 @@ def test_a_machine_that_no_wheel_fits(tmp_path, change, text):
 
 def test_the_steps():
     assert [s["words"][:3] for s in job.steps(job.Work(), {})][-1] == ["-m", "tiercel", "smoke"]
-    work = job.Work(bench="--suite full --op 'a b'", tune="linear_act")
+    work = job.Work(bench="--suite full --op 'a b'", tune="linear --quick")
     titles = [step["title"] for step in job.steps(work, {})]
-    assert titles[-2:] == ["tiercel bench --suite full --op 'a b'", "tiercel tune linear_act"]
+    assert titles[-2:] == ["tiercel bench --suite full --op 'a b'", "tiercel tune linear --quick"]
     assert "tiercel smoke" not in titles
-    assert "a b" in job.steps(work, {})[-2]["words"]
+    bench, tune = (step["words"] for step in job.steps(work, {})[-2:])
+    assert "a b" in bench and bench[-2:] == ["--out", "out/bench.jsonl"]
+    assert tune[2:] == ["tune", "linear", "--quick", "--output", "out/results.json"]
 
 
 def test_results_stay_in_their_folder(tmp_path):

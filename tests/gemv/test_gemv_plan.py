@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launchers of nvfp4_gemv and nvfp4_linear: they need neither PyTorch nor a GPU."""
 
+import json
+import math
+from pathlib import Path
+
 import pytest
 from support.dlpack_tensor import ADDRESS, AttributeTensor, ExchangeTensor
 
@@ -251,3 +255,30 @@ def test_linear_limits(make):
         linear(make, 4, 16, 48)
     with pytest.raises(ValueError, match="`x` must have a multiple of 16 columns"):
         linear(make, 4, 16, 40)
+
+
+SWEEPS = json.loads((Path(__file__).parent / "nvfp4_linear_h200.json").read_text())
+
+
+@pytest.mark.parametrize("sweep", SWEEPS["sweeps"], ids=lambda s: f"T{s['T']}-{s['N']}x{s['K']}")
+def test_linear_choice_was_measured_to_be_fast(sweep):
+    """The heuristic's choice, by what every configuration took on an H200."""
+    got = linear(ExchangeTensor, sweep["T"], sweep["N"], sweep["K"])
+    stages = int(got["kernel"].removesuffix(">").rpartition("=")[2])
+    warps = got["block"] // 32
+    chosen = [stages, warps // got["parts"], got["parts"], got["cluster"]]
+    times = {tuple(row[:4]): row[4] for row in sweep["rows"]}
+    assert times[tuple(chosen)] <= 1.08 * min(times.values())
+
+
+def test_linear_choices_are_near_the_best_all_together():
+    """1.01 by geometric mean; the choice before the sweeps were taken had 1.41."""
+    logs = []
+    for sweep in SWEEPS["sweeps"]:
+        got = linear(ExchangeTensor, sweep["T"], sweep["N"], sweep["K"])
+        stages = int(got["kernel"].removesuffix(">").rpartition("=")[2])
+        cut = (stages, got["block"] // 32 // got["parts"], got["parts"], got["cluster"])
+        times = {tuple(row[:4]): row[4] for row in sweep["rows"]}
+        logs.append(math.log(times[cut] / min(times.values())))
+    assert len(logs) == 9
+    assert math.exp(sum(logs) / len(logs)) < 1.02

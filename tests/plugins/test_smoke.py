@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tiercel.plugins.contracts import CONTRACTS
 from tiercel.plugins.smoke import table
 
 pytestmark = pytest.mark.torch
@@ -40,7 +41,7 @@ KERNELS = {
         "killed by SIGSEGV at T=7",
     ),
     "exits": ("os._exit(3)", "crash", "ended with exit code 3 at T=1 E=8"),
-    "hangs": ("if len(scores) == 33: time.sleep(1000)", "hang", "no end after 30 s at T=33 E=64"),
+    "hangs": ("if len(scores) == 33: time.sleep(1000)", "hang", "no end after 10 s at T=33 E=64"),
     "some": (
         "if scores.dtype == torch.bfloat16: raise NotImplementedError('no bfloat16')",
         "right",
@@ -70,7 +71,7 @@ def run(tmp_path_factory):
         (kernels / f"{name}.py").write_text(KERNEL.format(name=name, body=body))
     (kernels / "broken.py").write_text("import no_such_module")
     (kernels / "nothing.py").write_text("x = 1")
-    result = smoke("--path", "kernels", "--timeout", 30, "--save", "out.jsonl", cwd=folder)
+    result = smoke("--path", "kernels", "--timeout", 10, "--save", "out.jsonl", cwd=folder)
     records = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
     return result, records
 
@@ -144,11 +145,11 @@ def test_everything_that_is_registered(tmp_path):
     result = smoke(cwd=tmp_path, env=env)
     assert result.returncode == 0, result.stdout + result.stderr
     text = result.stdout
-    assert len(re.findall(r"ref +torch +100\.0 %", text)) == 2  # two operators
+    assert len(re.findall(r"ref +torch +100\.0 %", text)) == len(CONTRACTS)
+    assert len(re.findall(r"sm90 +cu.. +skipped: .* need CUDA tensors", text)) == len(CONTRACTS)
     assert re.search(r"theirs +torch +100\.0 %", text)
     # On the CPU, sm90 has nothing to show; but it fails where it was named.
-    assert re.search(r"topk_softmax +sm90 +cuda +skipped: the sm90 kernels need CUDA tensors", text)
-    assert smoke("sm90", cwd=tmp_path, env=env).returncode == 1
+    assert smoke("sm90", "--op", "reduce", cwd=tmp_path, env=env).returncode == 1
 
 
 def test_files_in_the_current_folder_hide_nothing(tmp_path):
@@ -169,13 +170,14 @@ def test_ours_on_a_gpu(tmp_path):
     command = [sys.executable, "-m", "tiercel", "smoke", "sm90", "ref"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=280)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert len(re.findall(r"sm90 +\w+ +100\.0 % +[\d.]+ .s +[\d.]+x$", result.stdout, re.M)) >= 2
+    rows = re.findall(r"sm90 +\w+ +100\.0 % +[\d.]+ .s +[\d.]+x$", result.stdout, re.M)
+    assert len(rows) == len(CONTRACTS)
 
 
 def test_what_cannot_be_run(tmp_path):
     for arguments, message in [
         (["nope"], "no backend nope; there is ref, sm90"),
-        (["--op", "nope"], "no operator 'nope' takes backends; these do: linear_act, topk_softmax"),
+        (["--op", "nope"], f"no operator 'nope' takes backends; these do: {', '.join(CONTRACTS)}"),
         (["--path", "nope.py"], "there is no file or folder nope.py"),
         (["--timeout", "0"], "must be positive"),
     ]:

@@ -107,6 +107,15 @@ def test_sanitizer(fake, capsys, leaves, status, code, text):
     [
         ("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission", "NVreg_Restrict"),
         ("==WARNING== No kernels were profiled.", "--kernel-name left all out"),
+        (
+            "==ERROR== Nsight Compute failed to connect to the CUDA driver (stub libcuda.so[.1] on "
+            "path?).\n==WARNING== No kernels were profiled.",
+            "finds no NVIDIA driver here",
+        ),
+        (
+            "Importer error status: The importer binary and its dependencies were not found.",
+            "install the whole of nsight-systems",
+        ),
         ("==ERROR== Failed to initialize the profiler: LibraryNotLoaded", "could not be loaded"),
         ("==ERROR== something else", "ended with status 3 and left no report"),
     ],

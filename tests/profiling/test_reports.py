@@ -2,6 +2,7 @@
 """What is read out of reports."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,23 @@ def test_nsys_sums():
     first, second = reports.from_nsys(NSYS)
     assert first == {"kernel": "void topk(float*, int)", "share": 75.0, "calls": 3, "us": 0.99}
     assert "25.0 %" in show.as_text(second)
+
+
+# As nsys 2022.4 does, where the sum has another name: it says so and ends with 0.
+OLD_NSYS = """#!/bin/sh
+echo "$@" | grep -q gpukernsum || {{ echo "ERROR: Report could not be found." >&2; exit 0; }}
+cat {text}
+"""
+
+
+def test_an_older_nsys(tmp_path, monkeypatch, capsys):
+    (tmp_path / "text").write_text(re.sub(r"(?m)^((?:[^,]+,){8})", r"\1  1    1    1,", NSYS))
+    (tmp_path / "nsys").write_text(OLD_NSYS.format(text=tmp_path / "text"))
+    (tmp_path / "nsys").chmod(0o755)
+    (tmp_path / "a.nsys-rep").touch()
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert main(["profile", "extract", str(tmp_path / "a.nsys-rep"), "--kernel", "topk"]) == 0
+    assert "75.0 %       0.99 us       3  void topk(float*, int)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["", "==WARNING== No kernels were profiled.\n"])

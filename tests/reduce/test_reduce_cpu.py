@@ -202,3 +202,8 @@ def test_transforms():
     x = draw(4, 3, 5)
     got = torch.vmap(lambda x: tiercel.reduce(x, 0, "amax"))(x)
     assert torch.equal(got, x.amax(1))
+
+
+def test_explain_takes_an_argument_named_op():
+    told = tiercel.explain(tiercel.reduce, draw(4, 8), op="mean")
+    assert (told.op, told.backend) == ("reduce", "ref")

@@ -34,9 +34,9 @@ def _packages_impl(mctx):
         lock = Label(_LOCK.format("cuda")),
         python_version = pythons.default,
     )
-    for name in ["build", "lint", "release"]:
+    for name in ["build", "lint", "release", "release-test"]:
         python_packages(
-            name = name + "_packages",
+            name = name.replace("-", "_") + "_packages",
             extract = name == "build",  # for pybind11's headers
             locks = [Label(_LOCK.format(name))],
             python_version = pythons.default,

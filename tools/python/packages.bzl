@@ -4,21 +4,36 @@
 load(":run.bzl", "TOOLCHAIN_TYPE", "python_runtime")
 load(":transitions.bzl", "ALLOWLIST", "one_python_transition")
 
+_INSTALL = """
+set -eu
+python=$1 folder=$2
+shift 2
+"$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir \\
+  --disable-pip-version-check --root-user-action=ignore --target "$folder" "$@"
+"""
+
+# Large packages take twice as long to import from source, in every process of every test. By hash,
+# since links have other times. A few files are templates, or of a newer Python.
+_COMPILE = """
+"$python" -m compileall -qq -s "$folder" --invalidation-mode unchecked-hash "$folder" || true
+"""
+
 def _installed_packages_impl(ctx):
     python = python_runtime(ctx)
     folder = ctx.actions.declare_directory(ctx.label.name)
     pip = [file for file in ctx.files._pip if file.basename.startswith("pip-")]
     args = ctx.actions.args()
-    args.add_all(["-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"])
-    args.add_all(["--no-cache-dir", "--disable-pip-version-check", "--root-user-action=ignore"])
-    args.add_all(["--target", folder.path])
+    args.add_all([python.path, folder.path])
     args.add_all(ctx.files.wheels)
-    ctx.actions.run(
-        executable = python.path,
+    ctx.actions.run_shell(
+        command = _INSTALL + (_COMPILE if ctx.attr.compile else ""),
         arguments = [args],
         inputs = depset(pip + ctx.files.wheels, transitive = [python.files]),
         outputs = [folder],
-        env = {"PYTHONPATH": pip[0].path},
+        env = {
+            "PYTHONHASHSEED": "0",
+            "PYTHONPATH": pip[0].path,
+        },
         mnemonic = "PipInstall",
         progress_message = "Installing %{label}",
     )
@@ -29,6 +44,7 @@ installed_packages = rule(
     implementation = _installed_packages_impl,
     cfg = one_python_transition,
     attrs = ALLOWLIST | {
+        "compile": attr.bool(doc = "Keep compiled modules beside them, for this Python."),
         "python_version": attr.string(mandatory = True),
         "wheels": attr.label_list(
             mandatory = True,

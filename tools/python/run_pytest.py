@@ -26,6 +26,7 @@ def main() -> int:
     unset = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "PYTHONUSERBASE")
     env = {k: v for k, v in os.environ.items() if not k.startswith("PIP_") and k not in unset}
     env.update(HOME=str(scratch / "home"), PYTHONDONTWRITEBYTECODE="1")
+    env.setdefault("OMP_NUM_THREADS", "1")  # Bazel runs a test on each CPU
     (scratch / "home").mkdir(exist_ok=True)
     venv = scratch / "venv"
     subprocess.run([sys.executable, "-I", "-m", "venv", "--without-pip", venv], check=True, env=env)

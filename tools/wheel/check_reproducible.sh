@@ -1,13 +1,19 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Builds the wheels twice from nothing, in two folders with other surroundings, and compares them.
-# usage: tools/wheel/check_reproducible.sh [SCRATCH_FOLDER]
+# usage: tools/wheel/check_reproducible.sh [--compare FOLDER] [SCRATCH_FOLDER]
 #
+# --compare FOLDER: the wheels there have to be the same, too.
 # SCRATCH_FOLDER must not be below /tmp, which Bazel's sandbox hides; it takes about 6 GB. What was
 # built is removed, unless the wheels differ.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+given=""
+if [[ ${1:-} == --compare ]]; then
+  given=$(cd "$2" && sha256sum -- tiercel-*.whl)
+  shift 2
+fi
 scratch=${1:-${XDG_CACHE_HOME:-$HOME/.cache}/tiercel-reproducible}
 mkdir -p "$scratch"
 scratch=$(mktemp -d "$scratch/run.XXXXXX")
@@ -42,6 +48,10 @@ cd "$scratch/wheels"
 (cd second && sha256sum -- *.whl) >second.sums
 if ! cmp -s first.sums second.sums; then
   echo "the wheels differ: see $scratch/wheels" >&2
+  exit 1
+fi
+if [[ -n $given ]] && [[ $given != "$(cat first.sums)" ]]; then
+  printf 'the wheels differ from those given, which are\n%s\nsee %s/wheels\n' "$given" "$scratch" >&2
   exit 1
 fi
 cd /

@@ -84,7 +84,7 @@ def run_case(
     results: dict[str, Result] = {}
     for impl in impls:
         try:
-            ready[impl.name] = _prepare(bench, case, impl, sets, expected, clock)
+            ready[impl.name] = prepare(bench, case, impl, sets, expected, clock)
         except Unsupported as reason:
             results[impl.name] = Result(impl, "unsupported", reason=str(reason))
         except WrongResult as reason:
@@ -118,7 +118,7 @@ def run_case(
     return ordered + hosted
 
 
-def _prepare(
+def prepare(
     bench: OpBench, case: Case, impl: Impl, sets: list[Any], expected: Any, clock: Clock
 ) -> _Ready:
     launches = [impl.prepare(case, inputs) for inputs in sets]

@@ -5,9 +5,20 @@ import argparse
 from collections.abc import Sequence
 
 from tiercel._version import __version__
-from tiercel.cli import bench, cache, demo, deploy, doctor, kernels, new_kernel, profile, smoke
+from tiercel.cli import (
+    bench,
+    cache,
+    demo,
+    deploy,
+    doctor,
+    kernels,
+    new_kernel,
+    profile,
+    smoke,
+    tune,
+)
 
-COMMANDS = (bench, cache, demo, deploy, doctor, kernels, new_kernel, profile, smoke)
+COMMANDS = (bench, cache, demo, deploy, doctor, kernels, new_kernel, profile, smoke, tune)
 
 
 def main(argv: "Sequence[str] | None" = None) -> int:

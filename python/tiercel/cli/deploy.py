@@ -23,7 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "run tiercel bench there, with these options of its own (one text)"
     add("--bench", nargs="?", const="", metavar="OPTIONS", help=text)
     add("--suites", type=Path, metavar="PATH", help="the suites for --bench")
-    add("--tune", metavar="OPTIONS", help="run tiercel tune there, with these options (one text)")
+    text = "run tiercel tune there, such as --tune 'linear --quick'; --save brings its results.json"
+    add("--tune", metavar="OPTIONS", help=text)
     text = "bring doctor's report and the results back into a folder (tiercel-deploy-DATE)"
     add("--save", nargs="?", const="", metavar="FOLDER", help=text)
     add("--python", default="python3", metavar="PROGRAM", help="there (python3)")

@@ -65,7 +65,7 @@ def steps(work: Work, files: Mapping[Path, str]) -> list[dict[str, Any]]:
             words = ["--suites", files[work.suites], *words]
         found.append(step(f"tiercel bench {work.bench}".strip(), "bench", *words))
     if work.tune is not None:
-        words = shlex.split(work.tune)
+        words = [*shlex.split(work.tune), "--output", "out/results.json"]
         found.append(step(f"tiercel tune {work.tune}".strip(), "tune", *words))
     return found
 

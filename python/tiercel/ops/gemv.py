@@ -16,6 +16,7 @@ from tiercel._checks import (
     check_same_device,
     check_shape,
 )
+from tiercel._eager import empty
 from tiercel._op import Backend, Op
 from tiercel._platform import Reason
 from tiercel.ref import gemv as ref
@@ -231,7 +232,8 @@ def _check_linear(
 
 
 def _linear_output(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]))
+    out: Tensor = empty(x, (x.shape[0], weight.shape[0]), x.dtype)
+    return out
 
 
 def _linear_sm90(x: Tensor, weight: Tensor, scale: Tensor, global_scale: Tensor | None) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tiercel import _C, _platform
 from tiercel._checks import check_contiguous, check_dtype, check_same_device, check_shape
+from tiercel._eager import empty
 from tiercel._op import Autograd, Backend, Op
 from tiercel._platform import Reason
 from tiercel.ref import norm as ref
@@ -65,7 +66,8 @@ def _check_inputs(
 
 
 def _like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    out: Tensor = empty(x, tuple(x.shape), x.dtype)
+    return out
 
 
 def _rows(tensor: Tensor | None) -> Tensor | None:

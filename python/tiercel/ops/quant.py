@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tiercel import _C
+from tiercel._eager import empty
 from tiercel._op import Backend, Op
 from tiercel._platform import Reason
 from tiercel.ops import _nvfp4_forms as nvfp4
@@ -56,8 +57,8 @@ def _check_fp8_static(x: Tensor, scale: Tensor, *rest: Any) -> None:
 
 
 def _fp8_outputs(x: Tensor, granularity: str, backend: Any = None) -> tuple[Tensor, Tensor]:
-    scale = x.new_empty(ref.scale_shape(x, granularity), dtype=torch.float32)
-    return torch.empty(x.shape, dtype=E4M3, device=x.device), scale
+    scale = empty(x, tuple(ref.scale_shape(x, granularity)), torch.float32)
+    return empty(x, tuple(x.shape), E4M3), scale
 
 
 def _fp8_sm90_out(
@@ -71,7 +72,7 @@ def _fp8_sm90_out(
 ) -> Any:
     partial = None
     if granularity == "tensor":
-        partial = torch.empty(_PARTIALS, dtype=torch.float32, device=x.device)
+        partial = empty(x, (_PARTIALS,), torch.float32)
     return launch(x, q, scale, partial, _INDEX.get(granularity, -1))
 
 
@@ -82,7 +83,7 @@ def _fp8_sm90(x: Tensor, granularity: str, backend: Any) -> tuple[Tensor, Tensor
 
 
 def _fp8_static_sm90(x: Tensor, scale: Tensor, backend: Any) -> Tensor:
-    q = torch.empty(x.shape, dtype=E4M3, device=x.device)
+    q: Tensor = empty(x, tuple(x.shape), E4M3)
     _C.fp8_quantize_static(x, scale, q)
     return q
 

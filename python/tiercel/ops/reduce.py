@@ -17,6 +17,7 @@ from tiercel._checks import (
     check_same_device,
     check_shape,
 )
+from tiercel._eager import empty
 from tiercel._op import Autograd, Backend, Op
 from tiercel._platform import Reason
 from tiercel.ref.reduce import reduce as reference
@@ -97,7 +98,7 @@ def _launch(x: Tensor, out: Tensor, dim: int | None, op: str, *, launch: Any = _
     index = _INDEX[op]
     needed = launch(x, out, None, dim, index)
     if needed:
-        launch(x, out, torch.empty(needed, dtype=torch.float32, device=x.device), dim, index)
+        launch(x, out, empty(x, (needed,), torch.float32), dim, index)
 
 
 def _sm90(

@@ -17,6 +17,7 @@ from tiercel._checks import (
     check_same_device,
     check_shape,
 )
+from tiercel._eager import empty
 from tiercel._op import Autograd, Backend, Op
 from tiercel._platform import Reason
 from tiercel.ref import rotary as ref
@@ -80,10 +81,7 @@ def _check_rotary_out(
 
 
 def _rotary_outputs(positions: Tensor, q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return (
-        torch.empty(q.shape, dtype=q.dtype, device=q.device),
-        torch.empty(k.shape, dtype=k.dtype, device=k.device),
-    )
+    return empty(q, tuple(q.shape), q.dtype), empty(k, tuple(k.shape), k.dtype)
 
 
 def _rotary_sm90(

@@ -17,6 +17,7 @@ from tiercel._checks import (
     check_same_device,
     check_shape,
 )
+from tiercel._eager import empty
 from tiercel._op import Backend, Op
 from tiercel._platform import Reason
 from tiercel.ref import routing as ref
@@ -95,12 +96,8 @@ def empty_outputs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     slots = slots_for(numel, num_experts, block_size, pad)
     blocks = (slots + block_size - 1) // block_size
-    device = like.device
-    return (
-        torch.empty(slots, dtype=torch.int32, device=device),
-        torch.empty(blocks, dtype=torch.int32, device=device),
-        torch.empty(1, dtype=torch.int32, device=device),
-    )
+    int32 = torch.int32
+    return empty(like, (slots,), int32), empty(like, (blocks,), int32), empty(like, (1,), int32)
 
 
 # moe_align_block_size
@@ -157,7 +154,7 @@ def _launch(
     run: Any = _C.moe_align_block_size,
 ) -> Any:
     size = _C.moe_align_block_size_workspace(topk_ids.numel(), num_experts)
-    workspace = torch.empty(size, dtype=torch.int32, device=topk_ids.device) if size else None
+    workspace = empty(topk_ids, (size,), torch.int32) if size else None
     return run(
         topk_ids,
         expert_map,

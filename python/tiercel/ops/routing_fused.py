@@ -17,6 +17,7 @@ from tiercel._checks import (
     check_same_device,
     check_shape,
 )
+from tiercel._eager import empty
 from tiercel._op import Autograd, Backend, Op
 from tiercel._platform import Reason
 from tiercel.ops import routing
@@ -98,8 +99,8 @@ def _outputs(
     *rest: Any,
 ) -> _Five:
     rows, experts = scores.shape
-    weights = torch.empty(rows, k, dtype=torch.float32, device=scores.device)
-    indices = torch.empty(rows, k, dtype=indices_dtype, device=scores.device)
+    weights = empty(scores, (rows, k), torch.float32)
+    indices = empty(scores, (rows, k), indices_dtype)
     return weights, indices, *empty_outputs(scores, rows * k, experts, block_size, pad)
 
 

@@ -16,6 +16,7 @@ from tiercel._checks import (
     check_same_device,
     check_shape,
 )
+from tiercel._eager import empty
 from tiercel._op import Autograd, Backend, Op
 from tiercel._platform import Reason
 from tiercel.ref import routing as ref
@@ -49,7 +50,7 @@ def _output(x: Tensor) -> Tensor:
 
 
 def _sm90(x: Tensor, weights: Tensor | None) -> Tensor:
-    out = x.new_empty((x.shape[0], x.shape[2]))
+    out: Tensor = empty(x, (x.shape[0], x.shape[2]), x.dtype)
     _C.moe_sum(x, weights, out)
     return out
 

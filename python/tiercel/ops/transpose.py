@@ -16,6 +16,7 @@ from tiercel._checks import (
     check_same_device,
     check_shape,
 )
+from tiercel._eager import empty
 from tiercel._op import Autograd, Backend, Op
 from tiercel._platform import Reason
 from tiercel.ref import transpose as ref
@@ -71,7 +72,7 @@ def _sm90(
     x: Tensor, tile_size: int | None, backend: str | None, *, launch: Any = _C.copy_transpose
 ) -> Tensor:
     *batch, rows, columns = x.shape
-    out = x.new_empty((*batch, columns, rows))
+    out: Tensor = empty(x, (*batch, columns, rows), x.dtype)
     launch(x, out, tile_size or 0)
     return out
 

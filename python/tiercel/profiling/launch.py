@@ -31,6 +31,14 @@ _ERRORS = {
         "container with --cap-add=SYS_ADMIN, or on the host: echo 'options nvidia "
         "NVreg_RestrictProfilingToAdminUsers=0' > /etc/modprobe.d/nvidia-profiling.conf and restart"
     ),
+    "failed to connect to the CUDA driver": (
+        "ncu finds no NVIDIA driver here, or the command loads a stand-in for libcuda.so.1; "
+        "`tiercel doctor` says which. nsys works without a GPU too"
+    ),
+    "Importer error": (
+        "nsys recorded, but its importer, which makes a report of the .qdstrm, does not start: "
+        "install the whole of nsight-systems, not only its target part"
+    ),
     "LibraryNotLoaded": "the profiler could not be loaded here: a virtual GPU, or gVisor",
     "No kernels were profiled": (
         "no kernel ran, or --kernel-name left all out (it is a name, or regex:PATTERN)"
@@ -142,7 +150,10 @@ def _stream(command: Sequence[str]) -> _Said:
         for line in process.stdout:
             sys.stdout.write(line)
             sys.stdout.flush()
-            if re.match(r"\s*=+\s*(==)?(ERROR|WARNING)?|.*(not supported|LibraryNotLoaded)", line):
+            if re.match(
+                r"\s*=+\s*(==)?(ERROR|WARNING)?|.*(not supported|LibraryNotLoaded)|Importer error",
+                line,
+            ):
                 said.problems.append(line)
         said.status = process.wait()
     except KeyboardInterrupt:

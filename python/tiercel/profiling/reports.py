@@ -41,8 +41,7 @@ def read(path: Path, kernel: "str | None" = None) -> list[dict[str, Any]]:
         words = ["--import", str(path), "--csv", "--page", "raw", "--print-units", "base"]
         text = _said([programs.find("ncu"), *words])
     elif path.suffix in (".nsys-rep", ".sqlite"):
-        words = ["stats", "--report", "cuda_gpu_kern_sum", "--format", "csv", "--quiet", str(path)]
-        return _named(from_nsys(_said([programs.find("nsys"), *words])), kernel)
+        return _named(from_nsys(_sum_of_nsys(path)), kernel)
     else:
         raise ProfileError(
             f"{path} is none of .ncu-rep, .nsys-rep and .csv (of `ncu --csv --page raw`)"
@@ -58,9 +57,18 @@ def _named(found: list[dict[str, Any]], kernel: "str | None") -> list[dict[str, 
     return chosen
 
 
+def _sum_of_nsys(path: Path) -> str:
+    """Of all kernels. It was renamed in 2023, and for an unknown name nsys does not fail."""
+    words = [programs.find("nsys"), "stats", "--format", "csv", "--quiet", str(path), "--report"]
+    try:
+        return _said([*words, "cuda_gpu_kern_sum"])
+    except ProfileError:
+        return _said([*words, "gpukernsum"])
+
+
 def _said(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    if done.returncode != 0:
+    if done.returncode != 0 or "could not be found" in done.stderr:
         last = (done.stderr or done.stdout).strip().splitlines() or ["no message"]
         raise ProfileError(f"{Path(command[0]).name} could not read the report: {last[-1]}")
     return done.stdout
@@ -154,7 +162,7 @@ def from_nsys(text: str) -> list[dict[str, Any]]:
     lines = text.splitlines()
     start = next((n for n, line in enumerate(lines) if line.startswith("Time (%)")), None)
     if start is None:
-        raise ProfileError("the report holds no kernels")
+        raise ProfileError("the report holds no kernels: none ran on a GPU under nsys")
     found = []
     for row in csv.DictReader(io.StringIO("\n".join(lines[start:]))):
         entry = {"kernel": row["Name"], "share": float(row["Time (%)"])}

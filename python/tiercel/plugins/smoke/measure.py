@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import tiercel
+from tiercel._explain import reach
 from tiercel._op import registry
 from tiercel.plugins.contract import Case, Contract
 
@@ -42,9 +43,9 @@ def examine(contract: Contract, backend: str, device: str) -> Iterator[Report]:
 
 
 def _why_not(contract: Contract, backend: str, case: Case, device: str) -> str | None:
-    op = registry[contract.op]
     arguments = contract.make(case, device, _SEED)
-    found = op.backends[backend].why_not(*(arguments[name] for name in contract.names), backend)
+    variant, values, _ = reach(registry[contract.op], **arguments, backend=backend)
+    found = variant.backends[backend].why_not(*values)
     return None if found is None else found.text
 
 

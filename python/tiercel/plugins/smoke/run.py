@@ -3,20 +3,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-# What a backend's row says.
-RIGHT, WRONG, ERROR, HANG, CRASH, SKIPPED = "right", "wrong", "error", "hang", "crash", "skipped"
+from tiercel.plugins.smoke.processes import CRASH, HANG, RIGHT, ask
+
+# What else a backend's row says.
+WRONG, ERROR, SKIPPED = "wrong", "error", "skipped"
 
 
 @dataclass(frozen=True)
@@ -66,7 +60,7 @@ def builtin(op: str | None) -> list[Target]:
 
 def discover(source: dict[str, str], op: str | None, timeout: float) -> list[Target | Result]:
     """The backends of a file or an entry point, listed by a process of its own."""
-    reports, end = _ask({"source": source}, timeout)
+    reports, end = ask({"source": source}, timeout)
     for report in reports:
         if report["step"] == "list":
             return [
@@ -83,7 +77,7 @@ def discover(source: dict[str, str], op: str | None, timeout: float) -> list[Tar
 
 def examine(target: Target, device: str, timeout: float) -> Result:
     request = {"source": target.source, "op": target.op, "backend": target.name, "device": device}
-    reports, end = _ask(request, timeout)
+    reports, end = ask(request, timeout)
     result = Result(target, RIGHT)
     at = "starting"
     for report in reports:
@@ -132,84 +126,6 @@ def _judge(result: Result) -> None:
 
 def _first_reason(cases: Sequence[dict[str, Any]]) -> str:
     return str(cases[0]["reason"]) if cases else "it was not tried"
-
-
-@dataclass
-class _End:
-    """How a worker ended."""
-
-    status: str
-    how: str
-    output: str
-
-    def text(self, at: str) -> str:
-        last = self.output.strip().splitlines()[-1:] if self.status == CRASH else []
-        return f"{self.how} at {at}" + "".join(f": {line.strip()[:200]}" for line in last)
-
-
-# Without the current folder on the path, where a file of the user's could hide a module; with the
-# folder that this package is in, however it got here.
-_START = (
-    "import sys; sys.path[:] = [*filter(None, sys.path), sys.argv.pop(1)]; "
-    "from tiercel.plugins.smoke.worker import main; sys.exit(main(*sys.argv[1:]))"
-)
-_PACKAGES = Path(__file__).parents[3]
-
-
-def _ask(request: dict[str, Any], timeout: float) -> tuple[list[dict[str, Any]], _End]:
-    with tempfile.TemporaryDirectory(prefix="tiercel-smoke-") as folder:
-        asked, reports = Path(folder, "request.json"), Path(folder, "reports.jsonl")
-        output = Path(folder, "output.txt")
-        asked.write_text(json.dumps(request))
-        with output.open("wb") as sink:
-            command = [sys.executable, "-c", _START, str(_PACKAGES)]
-            # A session of its own: what the worker starts ends with it.
-            process = subprocess.Popen(
-                [*command, str(asked), str(reports)],
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            with _ending(process):
-                try:
-                    code: int | None = process.wait(timeout)
-                except subprocess.TimeoutExpired:
-                    code = None
-        text = output.read_text(errors="replace")
-        return _read(reports), _end(code, timeout, text)
-
-
-@contextlib.contextmanager
-def _ending(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def _end(code: int | None, timeout: float, output: str) -> _End:
-    if code is None:
-        return _End(HANG, f"no end after {timeout:g} s", output)
-    if code < 0:
-        with contextlib.suppress(ValueError):
-            return _End(CRASH, f"killed by {signal.Signals(-code).name}", "")
-        return _End(CRASH, f"killed by signal {-code}", "")
-    if code > 0:
-        return _End(CRASH, f"ended with exit code {code}", output)
-    return _End(RIGHT, "", output)
-
-
-def _read(reports: Path) -> list[dict[str, Any]]:
-    if not reports.exists():
-        return []
-    found = []
-    for line in reports.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError):  # a last line cut short
-            found.append(json.loads(line))
-    return found
 
 
 def run(

@@ -1,26 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs in the process of one backend: ``main(REQUEST, REPORTS)``.
+"""What runs in the process of one backend, and in the one that this is forked from.
 
-REQUEST is a JSON file: ``source`` (a path, an entry point or neither), and for a check ``op``,
-``backend`` and ``device``; without these it only lists what the source registers. REPORTS gets a
-line of JSON as each thing is known.
+A request is a JSON file: ``source`` (a path, an entry point or neither), and for a check ``op``,
+``backend`` and ``device``; without these it only lists what the source registers. A file of reports
+gets a line of JSON as each thing is known.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 
-def main(request_file: str, reports_file: str) -> int:
-    with open(request_file, encoding="utf-8") as file:
+def fork_on_request() -> int:
+    """Imports, and says 0. For each line of standard input, the names of a worker's files, it says
+    its process id, and at its end the exit code."""
+    import tiercel.ops
+    import tiercel.plugins.contracts
+    import tiercel.plugins.smoke.measure  # noqa: F401
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what anything prints is no answer
+    print(0, file=answers, flush=True)
+    for line in sys.stdin:
+        worker = multiprocessing.get_context("fork").Process(target=_work, args=(json.loads(line),))
+        worker.start()
+        print(worker.pid, file=answers, flush=True)
+        worker.join()
+        print(worker.exitcode, file=answers, flush=True)
+    return 0
+
+
+def _work(files: dict[str, str]) -> None:
+    os.setsid()  # what it starts ends with it
+    output = os.open(files["output"], os.O_WRONLY | os.O_CREAT, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    with open(files["request"], encoding="utf-8") as file:
         request = json.load(file)
-    with open(reports_file, "a", encoding="utf-8") as reports:
+    with open(files["reports"], "a", encoding="utf-8") as reports:
         for report in serve(request):
             reports.write(json.dumps(report) + "\n")
             reports.flush()
-    return 0
 
 
 def serve(request: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A wheel as its tests look at it: members, metadata, and the extension module's ELF tables."""
+"""A wheel as its audit looks at it: members, metadata, and the extension module's ELF tables."""
 
 import base64
 import csv
-import email
+import email.message
 import functools
 import hashlib
 import io
@@ -20,11 +20,18 @@ NAME = re.compile(
 )
 
 
+class NotAWheel(ValueError):
+    pass
+
+
 class Wheel:
     def __init__(self, path: pathlib.Path) -> None:
         self.path = path
         match = NAME.fullmatch(path.name)
-        assert match, f"{path.name} is not the name of a wheel for one Python"
+        if not match:
+            raise NotAWheel(f"{path.name} is not the name of a wheel for one Python")
+        if not zipfile.is_zipfile(path):
+            raise NotAWheel(f"{path.name} is no zip archive")
         self.tags = match.groupdict()
         self.info = f"{self.tags['name']}-{self.tags['version']}.dist-info"
 
@@ -46,9 +53,20 @@ class Wheel:
     def wheel(self) -> email.message.Message:
         return email.message_from_bytes(self.members[f"{self.info}/WHEEL"])
 
-    def biggest(self, count: int = 3) -> str:
-        entries = sorted(self.entries, key=lambda entry: -entry.compress_size)[:count]
-        return ", ".join(f"{e.filename} {e.compress_size:,} bytes" for e in entries)
+    def sizes(self) -> dict[str, int]:
+        """Compressed bytes of each file, under names common to all Pythons and versions."""
+
+        def name(path: str) -> str:
+            path = re.sub(r"_C\.[^/]*\.so$", "_C.so", path)
+            return path.replace(self.info, "tiercel.dist-info")
+
+        return {name(e.filename): e.compress_size for e in self.entries if not e.is_dir()}
+
+    def growth(self, before: dict[str, int], count: int = 5) -> list[str]:
+        """The files that grew most since a table of sizes."""
+        grown = {path: now - before.get(path, 0) for path, now in self.sizes().items()}
+        grown = sorted((item for item in grown.items() if item[1] > 0), key=lambda item: -item[1])
+        return [f"{path} +{more:,}" for path, more in grown[:count]]
 
     def record(self) -> dict[str, tuple[str, str]]:
         """What RECORD says of each path: hash and size."""
@@ -64,11 +82,15 @@ class Wheel:
         return found
 
     @property
+    def modules(self) -> list[str]:
+        return [path for path in self.members if path.endswith(".so")]
+
+    @property
     def module(self) -> str:
-        """The path of the extension module."""
-        modules = [path for path in self.members if path.endswith(".so")]
-        assert len(modules) == 1, f"{self.path.name} has {modules}"
-        return modules[0]
+        """The path of the one extension module."""
+        if len(self.modules) != 1:
+            raise NotAWheel(f"{self.path.name} has the modules {self.modules}, expected one")
+        return self.modules[0]
 
     @functools.cached_property
     def elf(self) -> ELFFile:

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tiercel tune``: finds the fastest configurations here; ``tiercel tune apply`` keeps them."""
+
+import argparse
+import re
+from pathlib import Path
+
+HELP = "Finds the fastest configuration of an operator for a problem, on this GPU."
+
+_OPS = {
+    "linear": "Tunes linear_act: tiles, splits of K, clusters, stages, swizzle.",
+    "nvfp4-linear": "Tunes nvfp4_linear: how rows and K are cut up, stages in flight.",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(metavar="WHAT", required=True, dest="what")
+    for name, text in _OPS.items():
+        _add_sweep(commands.add_parser(name, help=text, description=text))
+    text = "Writes a sweep's winners where operators look for them."
+    apply = commands.add_parser("apply", help=text, description=text)
+    apply.add_argument("results", type=Path, metavar="RESULTS", help="what a sweep wrote")
+    where = "another folder than the package's own; operators read it if TIERCEL_CONFIGS names it"
+    apply.add_argument("--to", type=Path, metavar="FOLDER", help=where)
+    apply.set_defaults(action="apply")
+
+
+def _add_sweep(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--num-tokens", nargs="+", type=_positive, metavar="T", help="rows of x to tune for")
+    text = "a weight's shape; may be repeated (default: shapes of common models)"
+    add("--problem", action="append", type=_problem, metavar="N=..,K=..", help=text)
+    add("--dtype", nargs="+", metavar="D", help="the weight's")
+    add("--quick", action="store_true", help="try fewer candidates")
+    text = "try kernels that have to be compiled here too (pip install 'tiercel[jit]')"
+    add("--compile", action="store_true", help=text)
+    text = "where to write the winners (results.json); the journal lies beside it"
+    add("--output", type=Path, default=Path("results.json"), metavar="FILE", help=text)
+    choices = range(1, 17)
+    text = "how many are timed again at last, 1 to 16 (5)"
+    add("--finalists", type=int, choices=choices, default=5, metavar="N", help=text)
+    text = "end the process when a trial takes longer: a hung kernel (300)"
+    add("--trial-limit", type=float, default=300.0, metavar="SECONDS", help=text)
+    text = "under torchrun, take over from a worker without a sign of life for so long (20)"
+    add("--lease", type=float, default=20.0, metavar="SECONDS", help=text)
+    add("--dry-run", action="store_true", help="only list the trials; needs no GPU")
+    add("--bench", metavar="MODULE:NAME", help=argparse.SUPPRESS)
+    parser.set_defaults(action="tune")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _problem(text: str) -> "tuple[int, int]":
+    match = re.fullmatch(r"N=(\d+),K=(\d+)", text)
+    if match is None or not all(map(int, match.groups())):
+        raise argparse.ArgumentTypeError(f"must look like N=4096,K=4096, got {text!r}")
+    return int(match[1]), int(match[2])
+
+
+def run(args: argparse.Namespace) -> int:
+    from tiercel.tune import command  # only now: it is of no use to the other commands
+
+    return command.main(getattr(command, args.action), args)

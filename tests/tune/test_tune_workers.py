@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several workers on one store: nothing is measured twice, a dead one's share is taken over."""
+
+import collections
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tiercel.tune.problem import name_of
+
+HERE = Path(__file__).parent
+COMMAND = ["nvfp4-linear", "--problem", "N=4096,K=4096", "--num-tokens", "1", "8", "--quick"]
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.fixture
+def place(tmp_path):
+    """(variables, arguments) of a worker."""
+    paths = os.pathsep.join([str(HERE), *filter(None, sys.path)])
+    env = os.environ | {"PYTHONPATH": paths, "TUNE_LOG": str(tmp_path / "log")}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        env.pop(name, None)
+    more = ["--output", str(tmp_path / "r.json"), "--bench", "stand_in:Bench", "--lease", "3"]
+    return env | {"TUNE_DELAY": "0.05"}, ["tune", *COMMAND, *more]
+
+
+def workers(place, count, port):
+    env, args = place
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "tiercel", *args],
+            env=env | address | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(count)
+    ]
+
+
+def finish(processes):
+    said = [process.communicate(timeout=120)[0].decode() for process in processes]
+    return [process.returncode for process in processes], said
+
+
+def sweep_counts(tmp_path):
+    """How often each trial was checked, without the final rounds (by the journals)."""
+    starts = collections.Counter()
+    for path in (tmp_path / "r.json.journal").glob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            data = json.loads(line)
+            if data["kind"] == "start":
+                starts[data["trial"]] += 1
+    return starts
+
+
+def ranks(tmp_path):
+    return collections.Counter(line[0] for line in (tmp_path / "log").read_text().splitlines())
+
+
+def test_three_share_the_work(place, tmp_path):
+    codes, said = finish(workers(place, 3, free_port()))
+    assert codes == [0, 0, 0], said
+    starts = sweep_counts(tmp_path)
+    assert set(starts.values()) == {1}
+    data = json.loads((tmp_path / "r.json").read_text())
+    assert data["trials"] == {"ok": len(starts)}
+    shares = ranks(tmp_path)
+    assert set(shares) == {"0", "1", "2"} and min(shares.values()) > 20
+    assert "wrote" in said[0] and "wrote" not in said[1] + said[2]
+
+
+def test_a_dead_ones_share_is_taken_over(place, tmp_path):
+    victim = 1
+    processes = workers(place, 3, free_port())
+    deadline = time.monotonic() + 60
+    while ranks_so_far(tmp_path).get(str(victim), 0) < 5:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    processes[victim].send_signal(signal.SIGKILL)
+    codes, said = finish(processes)
+    assert codes[victim] == -signal.SIGKILL
+    assert [code for rank, code in enumerate(codes) if rank != victim] == [0, 0], said
+    starts = sweep_counts(tmp_path)
+    twice = [trial for trial, count in starts.items() if count > 1]
+    assert len(twice) <= 1  # what it had begun
+    rows = json.loads((tmp_path / "r.json").read_text())
+    assert rows["trials"] == {"ok": len(starts)}
+    # The winners are those that one worker alone finds.
+    sys.path.insert(0, str(HERE))
+    from stand_in import milliseconds
+    from test_tune_sweep import SHAPE, expected
+
+    for row in rows["results"]:
+        tokens = row["tokens"]
+        best = min(expected(tokens), key=lambda c: milliseconds(SHAPE, tokens, c))
+        assert name_of(row["best"]["candidate"]) == name_of(best)
+
+
+def ranks_so_far(tmp_path):
+    return ranks(tmp_path) if (tmp_path / "log").exists() else {}
+
+
+def test_torchrun_starts_them_again(place, tmp_path):
+    """torchrun ends all workers with the first that dies; then the journals bring what they had."""
+    env, args = place
+    env = env | {"TUNE_KILL": f"tiles=4,parts=2@{tmp_path / 'killed'}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    command += ["--max-restarts", "1", "-m", "tiercel", *args]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert (tmp_path / "killed").exists()
+    starts = sweep_counts(tmp_path)
+    assert sum(count > 1 for count in starts.values()) <= 2  # what the two had begun
+    assert "trials are in the journal already" in result.stdout
+
+
+def test_workers_that_differ_are_refused(place, tmp_path):
+    port = free_port()
+    env, args = place
+    first = workers((env, args), 2, port)[0:2]
+    first[1].kill()
+    first[1].communicate()
+    other = workers((env, [*args, "--num-tokens", "2"]), 2, port)
+    other[0].kill()
+    other[0].communicate()
+    said = other[1].communicate(timeout=120)[0].decode()
+    first[0].kill()
+    first[0].communicate()
+    assert other[1].returncode == 2 and "workers differ" in said
+
+
+def test_half_of_torchruns_environment_is_named(monkeypatch, capsys):
+    from tiercel.cli import main
+
+    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["tune", *COMMAND, "--bench", "stand_in:Bench"]) == 2
+    assert "WORLD_SIZE is set as torchrun does, but not all else: 'RANK'" in capsys.readouterr().err
