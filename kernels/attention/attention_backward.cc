@@ -126,9 +126,10 @@ Status attention_backward_plan(const AttentionBackwardCall& call, const Attentio
   if (nothing(problem)) return Status();
   const Choice choice = choose(call.q->dtype, problem, deterministic, multiprocessors);
   const AttentionBackwardKernel& kernel = *choice.kernel;
-  *plan = {kernel.kernel.name(), kernel.variant.tile_m, kAttentionBackwardKeys, choice.band,
-           choice.descending,    choice.grid,           kernel.block,           kernel.dynamic_smem,
-           choice.stats() + choice.sums() + choice.blocks};
+  *plan = {
+      kernel.kernel.name(), kernel.variant.tile_m, kAttentionBackwardKeys,
+      choice.band,          choice.descending,     choice.grid,
+      kernel.block,         kernel.dynamic_smem,   choice.stats() + choice.sums() + choice.blocks};
   return Status();
 }
 
@@ -189,9 +190,9 @@ Status attention_backward(const AttentionBackwardCall& call, const AttentionOpti
   int32_t right = attention_limit(options.right);
   int32_t band = choice.band;
   int32_t descending = choice.descending;
-  void* args[] = {&maps[0],  &maps[1], &maps[2],    &maps[3], &maps[4], &maps[5], &rows.stats,
-                  &rows.sums, &rows.turns, &batch,  &seq_q,   &seq_k,   &heads,   &kv_heads,
-                  &scale,    &slope,   &gain,       &left,    &right,   &band,    &descending};
+  void* args[] = {&maps[0],   &maps[1],    &maps[2], &maps[3], &maps[4], &maps[5], &rows.stats,
+                  &rows.sums, &rows.turns, &batch,   &seq_q,   &seq_k,   &heads,   &kv_heads,
+                  &scale,     &slope,      &gain,    &left,    &right,   &band,    &descending};
   LaunchConfig config;
   config.grid.x = choice.grid;
   config.block.x = kernel.block;

@@ -19,16 +19,26 @@ dv and dk. The warpgroups keep the tensor cores supplied: of block i they start
     dv                               while ds is computed, rounded and exchanged
     dq, s of block i + 1, dk         while dq is handed to warp 1
 
-Floor, of a step of 64 queries by 128 keys at D = 128 (of 128 by 128 at D = 64, the same): products
-5 * 64 * 128 * 128 / 2048 = 2560 cycles. Shared memory at 128 bytes a cycle: operands 2048, ds 128,
-dq in and out 512, copies 256: 2944 cycles. Exponentials 512 (1024). To the L2: 32 KiB of dq, from
-it 32 KiB of q and do.
+Floor, of a step of 64 queries by 128 keys. D = 128: products 5 * 64 * 128 * 128 / 2048 = 2560
+cycles. Shared memory at 128 bytes a cycle: s and dp, whose operands are both 64 rows, 1024; dv and
+dk 512, dq 512, ds 128, dq in and out 512, copies 256, rows' sums 128: 3072. Exponentials 512.
+D = 64: products 1280; shared memory 1536, with k and v as operands from registers, where there is
+room for them; exponentials 512. A query and 64 columns send 256 bytes of dq to the L2, and fetch
+half as much.
 """
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from attention_backward_layouts_cute import STAGES, TILE_N, WARPGROUPS, AttentionBackwardLayouts
+from attention_backward_copies_cute import (
+    EMPTY,
+    FULL,
+    OUT_THREADS,
+    AttentionBackwardCopies,
+    arrive,
+    sync,
+)
+from attention_backward_layouts_cute import STAGES, TILE_N, WARPGROUPS
 from attention_backward_registers_cute import (
     capped_probabilities,
     load_rows,
@@ -39,22 +49,18 @@ from attention_backward_registers_cute import (
     store_transposed,
     transposed_place,
 )
-from attention_backward_tiles_cute import needs_mask, query_blocks, tile_position, turn_of
+from attention_backward_tiles_cute import needs_mask, query_blocks, tile_position
 from attention_layouts_cute import PIECE, ROWS, WARPGROUP
 from attention_softmax_cute import cap, hide_outside, to_operand
 from attention_tiles_cute import place, rounds_of_block
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-# Named barriers.
-_DS = 1  # both warpgroups have written their part of ds
-_EMPTY = 2  # and 3: a warpgroup's part of the way out
-_FULL = 4  # and 5
-
-_OUT_THREADS = WARPGROUP + 32
+# A named barrier: both warpgroups have written their part of ds.
+_DS = 1
 
 
-class AttentionBackward(AttentionBackwardLayouts):
+class AttentionBackward(AttentionBackwardCopies):
     @cute.jit
     def __call__(
         self,
@@ -305,10 +311,12 @@ class AttentionBackward(AttentionBackwardLayouts):
                             _hold(batch)
                     store_transposed(ds, my_ds + stage * (2 * self.tile_m * TILE_N))
                     cute.arch.fence_proxy("async.shared", space="cta")
-                    _sync(_DS, WARPGROUPS * WARPGROUP)
+                    sync(_DS, WARPGROUPS * WARPGROUP)
 
                     warpgroup.fence()
-                    self.multiply(mma_dq, dqs, rds[None, None, None, stage], k_columns, 0, TILE_N // 16)
+                    self.multiply(
+                        mma_dq, dqs, rds[None, None, None, stage], k_columns, 0, TILE_N // 16
+                    )
                     if step + 1 < steps:
                         q_ring.consumer_wait(q_read)
                     self.multiply(mma_sp, s, rk, rq, q_read.index, columns)
@@ -318,10 +326,10 @@ class AttentionBackward(AttentionBackwardLayouts):
                     warpgroup.wait_group(2)  # dv and dq
                     do_ring.consumer_release(do_read)
                     do_read.advance()
-                    _sync(_EMPTY + wg, _OUT_THREADS)
+                    sync(EMPTY + wg, OUT_THREADS)
                     store_plain(dqs, my_out + wg_thread * 16)
                     cute.arch.fence_proxy("async.shared", space="cta")
-                    _arrive(_FULL + wg, _OUT_THREADS)
+                    arrive(FULL + wg, OUT_THREADS)
                     block += 1
                     block = first if block == end else block
                     warpgroup.wait_group(1)  # s
@@ -335,137 +343,10 @@ class AttentionBackward(AttentionBackwardLayouts):
                 own = _anew(wg_thread)
                 for which in cutlass.range_constexpr(2):
                     factor = Float32(1.0) if which == 0 else gain.bitcast(Float32)
-                    _sync(_EMPTY + wg, _OUT_THREADS)
+                    sync(EMPTY + wg, OUT_THREADS)
                     store_rows((dv, dk)[which], factor, my_out, own, self.dtype)
                     cute.arch.fence_proxy("async.shared", space="cta")
-                    _arrive(_FULL + wg, _OUT_THREADS)
-
-    @cute.jit
-    def load(
-        self, q, do, k, v, kv_ring, stats, stats_address, mine, order, sight, sizes, q_blocks
-    ):
-        """Warp 0: k and v once a tile; q, do and its rows' sums of each head and block."""
-        batch, seq_q, seq_k, heads, kv_heads = sizes
-        tma_q, sq, q_ring = q
-        tma_do, sdo, do_ring = do
-        tma_k, sk = k
-        tma_v, sv = v
-        one = cute.make_layout(1)
-        gq = cute.zipped_divide(coordinates(self.d, seq_q, heads, batch), (self.tile_m, self.d))
-        gk = cute.zipped_divide(coordinates(self.d, seq_k, kv_heads, batch), (TILE_N, self.d))
-        to_q, from_q = cpasync.tma_partition(tma_q, 0, one, cute.group_modes(sq, 0, 2), gq)
-        to_do, from_do = cpasync.tma_partition(tma_do, 0, one, cute.group_modes(sdo, 0, 2), gq)
-        to_k, from_k = cpasync.tma_partition(tma_k, 0, one, cute.group_modes(sk, 0, 2), gk)
-        to_v, from_v = cpasync.tma_partition(tma_v, 0, one, cute.group_modes(sv, 0, 2), gk)
-        q_write = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.q_stages)
-        do_write = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
-        kv_write = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
-        shared_by = heads // kv_heads
-        for turn in cutlass.range(mine, unroll=1):
-            column, kv_head, entry = tile_position(place(turn, True), *order)
-            first, end = query_blocks(column * TILE_N, TILE_N, *sight)
-            kv_ring.producer_acquire(kv_write)
-            barrier = kv_ring.producer_get_barrier(kv_write)
-            at = (column, 0, kv_head, entry)
-            cute.copy(tma_k, from_k[None, at], to_k[None, 0], tma_bar_ptr=barrier)
-            cute.copy(tma_v, from_v[None, at], to_v[None, 0], tma_bar_ptr=barrier)
-            kv_write.advance()
-            for shared in cutlass.range(shared_by, unroll=1):
-                head = kv_head * shared_by + shared
-                stats_row = stats.toint() + Int64(entry * heads + head) * q_blocks * (
-                    self.stats_bytes
-                )
-                for block in cutlass.range(first, end, unroll=1):
-                    at = (block, 0, head, entry)
-                    q_ring.producer_acquire(q_write)
-                    barrier = q_ring.producer_get_barrier(q_write)
-                    cute.copy(
-                        tma_q, from_q[None, at], to_q[None, q_write.index], tma_bar_ptr=barrier
-                    )
-                    q_write.advance()
-                    do_ring.producer_acquire(do_write)
-                    barrier = do_ring.producer_get_barrier(do_write)
-                    cute.copy(
-                        tma_do, from_do[None, at], to_do[None, do_write.index], tma_bar_ptr=barrier
-                    )
-                    with cute.arch.elect_one():
-                        _load_bytes(
-                            stats_address + do_write.index * self.stats_bytes,
-                            stats_row + Int64(block) * self.stats_bytes,
-                            self.stats_bytes,
-                            barrier,
-                        )
-                    do_write.advance()
-        kv_ring.producer_tail(kv_write)
-
-    @cute.jit
-    def take_out(
-        self, tma_dk, tma_dv, dq, turns, out_address, mine, order, sight, sizes, q_blocks
-    ):
-        """Warp 1: adds dq to the workspace, in the tiles' order if there are turns; stores dv and
-        dk."""
-        batch, seq_k, heads, kv_heads = sizes
-        lane = cute.arch.lane_idx()
-        gk = cute.zipped_divide(coordinates(self.d, seq_k, kv_heads, batch), (ROWS, PIECE))
-        ways = [self.way_out(wg, out_address, (tma_dv, tma_dk), gk) for wg in range(WARPGROUPS)]
-        shared_by = heads // kv_heads
-        dq_bytes = self.tile_m * self.d * 4
-        for turn in cutlass.range(mine, unroll=1):
-            column, kv_head, entry = tile_position(place(turn, True), *order)
-            first, end = query_blocks(column * TILE_N, TILE_N, *sight)
-            for shared in cutlass.range(shared_by, unroll=1):
-                pair = Int64(entry * heads + kv_head * shared_by + shared) * q_blocks
-                for block in cutlass.range(first, end, unroll=1):
-                    self.make_room()
-                    flag = turns.toint() + (pair + block) * 4
-                    if turns.toint() != 0:
-                        mine_is = turn_of(
-                            *(column, TILE_N, order[0], block * self.tile_m, self.tile_m),
-                            *(*sight[2:], order[4]),
-                        )
-                        if lane == 0:
-                            _wait_for(flag, mine_is)
-                        cute.arch.sync_warp()
-                    to = dq.toint() + (pair + block) * dq_bytes
-                    for wg in cutlass.range_constexpr(WARPGROUPS):
-                        _sync(_FULL + wg, _OUT_THREADS)
-                        with cute.arch.elect_one():
-                            _add_floats(
-                                to + wg * (dq_bytes // WARPGROUPS),
-                                out_address + wg * self.part_bytes,
-                                dq_bytes // WARPGROUPS,
-                            )
-                        cute.arch.cp_async_bulk_commit_group()
-                    if turns.toint() != 0:
-                        cute.arch.cp_async_bulk_wait_group(0)
-                        cute.arch.sync_warp()
-                        if lane == 0:
-                            _pass_on(flag)
-            for which in cutlass.range_constexpr(2):
-                self.make_room()
-                for wg in cutlass.range_constexpr(WARPGROUPS):
-                    _sync(_FULL + wg, _OUT_THREADS)
-                    from_so, to_gk = ways[wg][which]
-                    for piece in cutlass.range_constexpr(self.d // PIECE):
-                        at = (column * WARPGROUPS + wg, piece, kv_head, entry)
-                        cute.copy((tma_dv, tma_dk)[which], from_so[None, piece], to_gk[None, at])
-                    cute.arch.cp_async_bulk_commit_group()
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    def way_out(self, wg, out_address, maps, gk):
-        """From a warpgroup's part, for dv and for dk: the copies' two ends."""
-        layout = self.out_layout()
-        address = out_address + wg * self.part_bytes
-        start = cute.make_ptr(self.dtype, address, cute.AddressSpace.smem, assumed_align=1024)
-        so = cute.make_tensor(cute.recast_ptr(start, layout.inner), layout.outer)
-        so, one = cute.group_modes(so, 0, 2), cute.make_layout(1)
-        return [cpasync.tma_partition(tma, 0, one, so, gk) for tma in maps]
-
-    def make_room(self):
-        """Tells each warpgroup that what it left has been read."""
-        for wg in range(WARPGROUPS):
-            cute.arch.cp_async_bulk_wait_group(WARPGROUPS - 1 - wg, read=True)
-            _arrive(_EMPTY + wg, _OUT_THREADS)
+                    arrive(FULL + wg, OUT_THREADS)
 
     def hide(self, s, key, query, seq_k, offset, left, right):
         """Minus infinity for keys that a query does not see, from the tile's first ones on."""
@@ -495,20 +376,6 @@ class AttentionBackward(AttentionBackwardLayouts):
         warpgroup.commit_group()
 
 
-def coordinates(d, rows, heads, batch):
-    """What a map of [batch, heads, rows, d] is indexed with: (rows, d, heads, batch)."""
-    identity = cute.make_identity_tensor((d, rows, heads, batch))
-    return cute.make_tensor(identity.iterator, cute.select(identity.layout, [1, 0, 2, 3]))
-
-
-def _sync(barrier, threads):
-    cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
-
-
-def _arrive(barrier, threads):
-    cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=threads)
-
-
 def _anew(value):
     """The same value; what is computed of it is not computed ahead and kept."""
     return cute.arch.inline_ptx(
@@ -520,37 +387,7 @@ def _hold(count):
     """Keeps the arithmetic before it there: else the compiler moves a later wait ahead of it. A
     loop that never repeats, since `count` is not negative."""
     cute.arch.inline_ptx(
-        "{ .reg .pred again; setp.lt.s32 again, {$r0}, 0; AGAIN: @again nanosleep.u32 32; @again bra AGAIN; }",
+        "{ .reg .pred again; setp.lt.s32 again, {$r0}, 0; "
+        "AGAIN: @again nanosleep.u32 32; @again bra AGAIN; }",
         read_only_args=[count],
     )
-
-
-def _load_bytes(to_shared, from_global, size, barrier):
-    cute.arch.inline_ptx(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-        f"[{{$r0}}], [{{$r1}}], {size}, [{{$r2}}];",
-        read_only_args=[to_shared, from_global, barrier.toint()],
-    )
-
-
-def _add_floats(to_global, from_shared, size):
-    cute.arch.inline_ptx(
-        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 "
-        f"[{{$r0}}], [{{$r1}}], {size};",
-        read_only_args=[to_global, from_shared],
-    )
-
-
-@cute.jit
-def _wait_for(flag, value):
-    seen = Int32(-1)
-    while seen != value:
-        seen = cute.arch.inline_ptx(
-            "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];",
-            write_only_types=[Int32],
-            read_only_args=[flag],
-        )
-
-
-def _pass_on(flag):
-    cute.arch.inline_ptx("red.release.gpu.global.add.s32 [{$r0}], 1;", read_only_args=[flag])

@@ -15,13 +15,16 @@ _TILES = ((64, 64, 3, True), (96, 64, 3, False), (128, 64, 3, False))
 
 _ONE = 0x3F800000
 _REST = {"scale": _ONE, "slope": _ONE, "gain": _ONE, "left": 5, "right": 0}
+
+
+def _problem(band, descending, blocks, **sizes):
+    return {**sizes, **_REST, "band": band, "descending": descending, "blocks": blocks}
+
+
 _PROBLEMS = (
-    dict(batch=2, seq_q=1000, seq_k=777, heads=8, kv_heads=2, **_REST)
-    | dict(band=3, descending=0, blocks=28),
-    dict(batch=1, seq_q=64, seq_k=128, heads=1, kv_heads=1, **_REST)
-    | dict(band=1, descending=1, blocks=1),
-    dict(batch=3, seq_q=1, seq_k=1, heads=2, kv_heads=1, **_REST)
-    | dict(band=4, descending=0, blocks=3),
+    _problem(3, 0, 28, batch=2, seq_q=1000, seq_k=777, heads=8, kv_heads=2),
+    _problem(1, 1, 1, batch=1, seq_q=64, seq_k=128, heads=1, kv_heads=1),
+    _problem(4, 0, 3, batch=3, seq_q=1, seq_k=1, heads=2, kv_heads=1),
 )
 
 
@@ -29,7 +32,9 @@ def function(dtype, tile, capped=False):
     element = _DTYPES[dtype][0]
     columns, tile_m, q_stages, held = tile
     d = (columns + PIECE - 1) // PIECE * PIECE
-    name = f"attention_backward_{dtype}_d{columns}_{tile_m}x{TILE_N}" + ("_capped" if capped else "")
+    name = f"attention_backward_{dtype}_d{columns}_{tile_m}x{TILE_N}" + (
+        "_capped" if capped else ""
+    )
     kernel = AttentionBackward(name, element, d, tile_m, capped, columns, q_stages, held)
     tensors = {name: Pointer(name, element) for name in ("q", "k", "v", "do", "dk", "dv")}
     floats = [Pointer(name, cutlass.Float32) for name in ("stats", "dq")]

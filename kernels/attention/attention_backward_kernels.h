@@ -34,8 +34,8 @@ struct AttentionRows {
 };
 
 // Block (entry * heads + head) * blocks + i has 64 queries. Of the workspace it
-// has: the logarithms of its rows sums, to the base 2, then their deltas; dq as it lies in the middle
-// kernel registers; one turn.
+// has: the logarithms of its rows sums, to the base 2, then their deltas; dq as it lies in the
+// middle kernel registers; one turn.
 struct AttentionBackwardRowsArgs {
   AttentionRows out;
   AttentionRows grad;

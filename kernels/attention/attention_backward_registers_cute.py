@@ -58,13 +58,11 @@ def load_rows(operand, address, thread, piece_bytes: cutlass.Constexpr[int]):
     row, chunk = _matrix_place(thread)
     for i in cutlass.range_constexpr(cute.size(pairs) // 4):
         at = address + row * 2 * PIECE + (chunk ^ (2 * i % 8)) * 16
-        (pairs[4 * i], pairs[4 * i + 1], pairs[4 * i + 2], pairs[4 * i + 3]) = (
-            cute.arch.inline_ptx(
-                "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, "
-                f"[{{$r0}} + {2 * i // 8 * piece_bytes}];",
-                write_only_types=[Int32] * 4,
-                read_only_args=[at],
-            )
+        (pairs[4 * i], pairs[4 * i + 1], pairs[4 * i + 2], pairs[4 * i + 3]) = cute.arch.inline_ptx(
+            "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, "
+            f"[{{$r0}} + {2 * i // 8 * piece_bytes}];",
+            write_only_types=[Int32] * 4,
+            read_only_args=[at],
         )
 
 

@@ -126,11 +126,11 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-#define TIERCEL_KERNELS(dtype, d)                                                       \
-  {DType::k##dtype, d,                                                                  \
-   Kernel("attention_backward_prepare<" #dtype ", " #d ">",                             \
-          reinterpret_cast<const void*>(attention_backward_prepare<dtype, d>)),         \
-   Kernel("attention_backward_finish<" #dtype ", " #d ">",                              \
+#define TIERCEL_KERNELS(dtype, d)                                               \
+  {DType::k##dtype, d,                                                          \
+   Kernel("attention_backward_prepare<" #dtype ", " #d ">",                     \
+          reinterpret_cast<const void*>(attention_backward_prepare<dtype, d>)), \
+   Kernel("attention_backward_finish<" #dtype ", " #d ">",                      \
           reinterpret_cast<const void*>(attention_backward_finish<dtype, d>))}
 
 const AttentionBackwardRowsKernel kKernels[] = {

@@ -35,7 +35,7 @@ struct BackwardCall {
         !workspace.Read(values[10], kName, "workspace")) {
       return false;
     }
-    call = {&grad.view(), &q.view(),       &k.view(),  &v.view(),  &out.view(),     &lse.view(),
+    call = {&grad.view(),    &q.view(),  &k.view(),  &v.view(),  &out.view(),     &lse.view(),
             grad_lse.view(), &dq.view(), &dk.view(), &dv.view(), workspace.view()};
     options.left = PyLong_AsLongLong(values[11]);
     options.right = PyLong_AsLongLong(values[12]);

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""attention's gradients with PyTorch and without a GPU: reference, operators, which way is taken."""
+"""attention's gradients with PyTorch and without a GPU: reference, operators, the way taken."""
 
 import pytest
 import torch

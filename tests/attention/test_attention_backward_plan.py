@@ -28,9 +28,7 @@ def arguments(make, shape=(2, 300, 8, 128), keys=(300, 8), dtype="bfloat16", **g
     return [given.get(name) or tensor(name) for name in shapes]
 
 
-def plan(
-    make, *sizes, left=NO_LIMIT, right=NO_LIMIT, softcap=0.0, deterministic=False, **given
-):
+def plan(make, *sizes, left=NO_LIMIT, right=NO_LIMIT, softcap=0.0, deterministic=False, **given):
     tensors = arguments(make, *sizes, **given)
     return _C.attention_backward_plan(*tensors, None, left, right, 0.1, softcap, deterministic)
 
@@ -59,7 +57,11 @@ def test_tiles_of_a_causal_mask_are_mixed(make):
 
 
 def test_in_order_late_keys_come_first(make):
-    for options, descending in (({}, False), ({"right": 0}, True), ({"right": 0, "left": 9}, False)):
+    for options, descending in (
+        ({}, False),
+        ({"right": 0}, True),
+        ({"right": 0, "left": 9}, False),
+    ):
         assert plan(make, **options, deterministic=True)["descending"] is descending
         assert plan(make, **options)["descending"] is False
 

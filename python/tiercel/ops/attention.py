@@ -311,7 +311,9 @@ def attention(
     options = (causal, limits, scale, softcap, backend)
     if out is None:
         # The backward needs the logarithms: kept from the forward, they cost nothing.
-        kept = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v))
+        kept = torch.is_grad_enabled() and any(
+            getattr(x, "requires_grad", False) for x in (q, k, v)
+        )
         if return_lse or kept:
             result, lse = _ATTENTION_LSE(q, k, v, *options)
             return (result, lse) if return_lse else result

@@ -95,9 +95,7 @@ def _sm90(
     tensors = (_readable(grad), q, k, v, out, lse, grad_lse)
     gradients = [_like(x) for x in (q, k, v)]
     native = native_options(q, *options)
-    plan = _C.attention_backward_plan(
-        *_arguments(tensors, gradients, None), *native, deterministic
-    )
+    plan = _C.attention_backward_plan(*_arguments(tensors, gradients, None), *native, deterministic)
     workspace = torch.empty(plan["workspace"], dtype=torch.float32, device=q.device)
     _C.attention_backward(*_arguments(tensors, gradients, workspace), *native, deterministic)
     return tuple(gradients)

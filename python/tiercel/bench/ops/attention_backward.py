@@ -51,7 +51,7 @@ def _flops(case: Any) -> int:
 
 
 def _reference(case: Any, inputs: Inputs) -> Any:
-    """float64, of the last batch entry's last head of keys and the heads of queries that read it."""
+    """float64, of the last entry's last head of keys and the heads of queries that read it."""
     from tiercel.ref.attention import attention, attention_backward
 
     share = inputs["q"].shape[2] // inputs["k"].shape[2]
