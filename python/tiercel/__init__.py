@@ -29,15 +29,12 @@ if TYPE_CHECKING:
     from tiercel.ops.activation import silu as silu
     from tiercel.ops.activation import silu_and_mul as silu_and_mul
     from tiercel.ops.attention import attention as attention
+    from tiercel.ops.attention_varlen import attention_varlen as attention_varlen
     from tiercel.ops.gemv import nvfp4_gemv as nvfp4_gemv
     from tiercel.ops.gemv import nvfp4_linear as nvfp4_linear
     from tiercel.ops.linear import linear_act as linear_act
     from tiercel.ops.norm import layer_norm as layer_norm
     from tiercel.ops.norm import rms_norm as rms_norm
-    from tiercel.ops.attention_varlen import attention_varlen as attention_varlen
-    from tiercel.ops.gemv import nvfp4_gemv as nvfp4_gemv
-    from tiercel.ops.gemv import nvfp4_linear as nvfp4_linear
-    from tiercel.ops.linear import linear_act as linear_act
     from tiercel.ops.quant import fp8_quantize as fp8_quantize
     from tiercel.ops.quant import nvfp4_dequantize as nvfp4_dequantize
     from tiercel.ops.quant import nvfp4_quantize as nvfp4_quantize

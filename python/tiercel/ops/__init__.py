@@ -13,12 +13,10 @@ from tiercel.ops.activation import (
     silu_and_mul,
 )
 from tiercel.ops.attention import attention
-from tiercel.ops.gemv import nvfp4_gemv, nvfp4_linear
-from tiercel.ops.linear import linear_act
-from tiercel.ops.norm import layer_norm, rms_norm
 from tiercel.ops.attention_varlen import attention_varlen
 from tiercel.ops.gemv import nvfp4_gemv, nvfp4_linear
 from tiercel.ops.linear import linear_act
+from tiercel.ops.norm import layer_norm, rms_norm
 from tiercel.ops.quant import fp8_quantize, nvfp4_dequantize, nvfp4_quantize
 from tiercel.ops.reduce import reduce, reduce_sum
 from tiercel.ops.rotary import kv_cache_write, rotary_embedding

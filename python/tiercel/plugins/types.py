@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from tiercel.plugins.contracts.activation import GELU_AND_MUL, SILU, SILU_AND_MUL
-from tiercel.plugins.contracts.attention import ATTENTION
-from tiercel.plugins.contracts.gemv import NVFP4_GEMV, NVFP4_LINEAR
 from tiercel.plugins.contracts.attention import ATTENTION, ATTENTION_VARLEN
+from tiercel.plugins.contracts.gemv import NVFP4_GEMV, NVFP4_LINEAR
 from tiercel.plugins.contracts.linear import LINEAR_ACT
 from tiercel.plugins.contracts.norm import RMS_NORM
 from tiercel.plugins.contracts.quant import FP8_QUANTIZE, NVFP4_DEQUANTIZE, NVFP4_QUANTIZE
@@ -66,16 +65,15 @@ __all__ = [
     "Nvfp4Gemv",
     "Nvfp4Linear",
     "Nvfp4Quantize",
-    "PermutedScales",
-    "ProductColumn",
-    "Queries",
-    "RawScales",
     "PackedAttended",
     "PackedKeys",
     "PackedLogSums",
     "PackedQueries",
     "PackedValues",
+    "PermutedScales",
+    "ProductColumn",
     "Queries",
+    "RawScales",
     "Reduce",
     "Reduced",
     "Residual",
@@ -212,7 +210,6 @@ class CopyTranspose(Protocol):
     """A backend of copy_transpose; a single matrix comes as a batch of one."""
 
     def __call__(self, x: Matrices, tile_size: int | None) -> Transposed: ...
-    def __call__(self, x: Matrices) -> Transposed: ...
 
 
 # Attention: q [B, Sq, H, D] bfloat16 or float16, k and v [B, Sk, Hk, D], any strides; out as q, and
@@ -238,6 +235,35 @@ class Attention(Protocol):
         softcap: float | None,
         return_lse: bool,
     ) -> tuple[Attended, LogSums]: ...
+
+
+# Sequences behind each other: q [Tq, H, D], k and v [Tk, Hk, D], starts [B + 1] int32; out as q,
+# and lse [H, Tq] float32.
+PackedQueries = Annotated[Tensor, ATTENTION_VARLEN.spec("q")]
+PackedKeys = Annotated[Tensor, ATTENTION_VARLEN.spec("k")]
+PackedValues = Annotated[Tensor, ATTENTION_VARLEN.spec("v")]
+PackedAttended = Annotated[Tensor, ATTENTION_VARLEN.spec("out")]
+PackedLogSums = Annotated[Tensor, ATTENTION_VARLEN.spec("lse")]
+
+
+class AttentionVarlen(Protocol):
+    """A backend of attention_varlen. A window is None or (left, right), where -1 is no limit."""
+
+    def __call__(
+        self,
+        q: PackedQueries,
+        k: PackedKeys,
+        v: PackedValues,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        causal: bool,
+        window: tuple[int, int] | None,
+        scale: float | None,
+        softcap: float | None,
+        return_lse: bool,
+    ) -> tuple[PackedAttended, PackedLogSums]: ...
 
 
 # Reduce: x [A, N, B] float32, bfloat16 or float16, any strides, over dimension 1; out [A, B] of the
@@ -361,33 +387,3 @@ class Nvfp4Linear(Protocol):
     def __call__(
         self, x: Tensor, weight: Fp4Weight, scale: Fp4Scales, global_scale: Tensor | None
     ) -> Annotated[Tensor, NVFP4_LINEAR.spec("out")]: ...
-    def __call__(self, x: Unreduced, dim: int, op: str, dtype: torch.dtype) -> Reduced: ...
-
-
-# Sequences behind each other: q [Tq, H, D], k and v [Tk, Hk, D], starts [B + 1] int32; out as q, and
-# lse [H, Tq] float32.
-PackedQueries = Annotated[Tensor, ATTENTION_VARLEN.spec("q")]
-PackedKeys = Annotated[Tensor, ATTENTION_VARLEN.spec("k")]
-PackedValues = Annotated[Tensor, ATTENTION_VARLEN.spec("v")]
-PackedAttended = Annotated[Tensor, ATTENTION_VARLEN.spec("out")]
-PackedLogSums = Annotated[Tensor, ATTENTION_VARLEN.spec("lse")]
-
-
-class AttentionVarlen(Protocol):
-    """A backend of attention_varlen. A window is None or (left, right), where -1 is no limit."""
-
-    def __call__(
-        self,
-        q: PackedQueries,
-        k: PackedKeys,
-        v: PackedValues,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        causal: bool,
-        window: tuple[int, int] | None,
-        scale: float | None,
-        softcap: float | None,
-        return_lse: bool,
-    ) -> tuple[PackedAttended, PackedLogSums]: ...
