@@ -112,8 +112,10 @@ def test_gradients_through_the_operators(as_if_there_were_kernels, options, retu
         more = {"backend": "ref"} if run is tiercel.attention else {}
         out = run(*tensors, return_lse=return_lse, **options, **more)
         out, lse = out if return_lse else (out, None)
-        outputs = [out] if lse is None else [out, lse]
-        torch.autograd.backward(outputs, [gradient, torch.ones_like(lse)][: len(outputs)])
+        if lse is None:
+            out.backward(gradient)
+        else:
+            torch.autograd.backward([out, lse], [gradient, torch.ones_like(lse)])
     name = "attention_backward_lse" if return_lse else "attention_backward"
     assert as_if_there_were_kernels == [(name, False)]
     for tensor, double in zip(leaves, doubles, strict=True):
