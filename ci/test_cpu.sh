@@ -6,6 +6,7 @@
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source ci/cache.sh
 out=${OUT:-out}
 mkdir -p "$out"
 

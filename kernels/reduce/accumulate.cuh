@@ -95,6 +95,24 @@ struct Accumulator {
     }
   }
 
+  // Two vectors, first to each other: half as many roundings in a row, and no more registers.
+  template <int kWords>
+  __device__ __forceinline__ void add(const uint32_t (&first)[kWords],
+                                      const uint32_t (&second)[kWords]) {
+    static_assert(kWords * 4 == kBytes, "whole vectors");
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      constexpr int kPerWord = 4 / Format::kBytes;
+      float some[kPerWord], more[kPerWord];
+      Format::unpack(first[w], some);
+      Format::unpack(second[w], more);
+#pragma unroll
+      for (int i = 0; i < kPerWord; ++i) {
+        values[w * kPerWord + i] = Op()(values[w * kPerWord + i], Op()(some[i], more[i]));
+      }
+    }
+  }
+
   // All places together, as a tree.
   __device__ __forceinline__ float total() const {
     float sums[kCount];

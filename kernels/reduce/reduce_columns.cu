@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads)
         }
       }
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) seen.add(words[u]);
+      for (int u = 0; u < kUnroll; u += 2) seen.add(words[u], words[u + 1]);
       from += kUnroll * down_stride;
     }
   }

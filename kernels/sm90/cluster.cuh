@@ -44,6 +44,25 @@ __device__ __forceinline__ void store_remote(uint32_t* address, uint32_t rank, u
       : "memory");
 }
 
+// The same for two and four numbers side by side; `address` is a multiple of their size.
+__device__ __forceinline__ void store_remote(float2* address, uint32_t rank, float2 v) {
+  const uint32_t local = static_cast<uint32_t>(__cvta_generic_to_shared(address));
+  asm volatile(
+      "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
+      " st.shared::cluster.v2.f32 [remote], {%2, %3}; }" ::"r"(local),
+      "r"(rank), "f"(v.x), "f"(v.y)
+      : "memory");
+}
+
+__device__ __forceinline__ void store_remote(float4* address, uint32_t rank, float4 v) {
+  const uint32_t local = static_cast<uint32_t>(__cvta_generic_to_shared(address));
+  asm volatile(
+      "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
+      " st.shared::cluster.v4.f32 [remote], {%2, %3, %4, %5}; }" ::"r"(local),
+      "r"(rank), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+      : "memory");
+}
+
 }  // namespace tiercel
 
 #endif  // KERNELS_SM90_CLUSTER_CUH_

@@ -27,19 +27,18 @@
 
 namespace tiercel {
 
-// exp(factor * (x - largest)). Exact: to a unit in the last place. Otherwise to about 2^-20, in two
-// instructions. NaN for a largest of -inf or +inf as it has to be: such rows are NaN.
+// exp(factor * (x - largest)). Exact: to a unit in the last place. Otherwise to about 2^-20, in
+// three instructions; the difference comes first, which is exact for large scores too. NaN for a
+// largest of -inf or +inf as it has to be: such rows are NaN.
 template <bool kExact>
 struct ExpBelow {
-  float largest, factor, offset;
+  float largest, factor;
   __device__ __forceinline__ ExpBelow(float largest, float factor)
-      : largest(largest), factor(factor * kLog2E), offset(-largest * factor * kLog2E) {
-    if (kExact) this->factor = factor;
-  }
+      : largest(largest), factor(kExact ? factor : factor * kLog2E) {}
   __device__ __forceinline__ float operator()(float x) const {
     if constexpr (kExact) return expf((x - largest) * factor);
     float value;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(fmaf(x, factor, offset)));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"((x - largest) * factor));
     return value;
   }
 

@@ -3,20 +3,12 @@
 
 #include "python/bindings/call.h"
 #include "python/bindings/families.h"
+#include "python/bindings/optional_tensor.h"
 
 namespace py = pybind11;
 
 namespace tiercel::python {
 namespace {
-
-// A tensor or None.
-bool ReadOptional(PyObject* value, const char* op, const char* name, PythonTensor* tensor,
-                  const TensorView** view) {
-  if (value == Py_None) return true;
-  if (!tensor->Read(value, op, name)) return false;
-  *view = &tensor->view();
-  return true;
-}
 
 // The last two arguments: the function's index and whether it is gated.
 bool ReadForm(PyObject* const* values, ActivationFunction* function, bool* gated) {
@@ -35,7 +27,8 @@ bool ReadForm(PyObject* const* values, ActivationFunction* function, bool* gated
 // (x, up or None, scale or None, out, function, gated).
 struct Forward {
   static constexpr char kSignature[] = "activation";
-  PythonTensor x, up, scale, out;
+  PythonTensor x, out;
+  OptionalTensor up, scale;
   ActivationCall call;
 
   bool Parse(PyObject* const* values, Py_ssize_t count) {
@@ -44,15 +37,17 @@ struct Forward {
       return false;
     }
     const char* op = activation_op_name(call.function, call.gated);
-    if (!x.Read(values[0], op, "x") || !ReadOptional(values[1], op, "up", &up, &call.up) ||
-        !ReadOptional(values[2], op, "scale", &scale, &call.scale) ||
-        !out.Read(values[3], op, "out")) {
+    if (!x.Read(values[0], op, "x") || !up.Read(values[1], op, "up") ||
+        !scale.Read(values[2], op, "scale") || !out.Read(values[3], op, "out")) {
       return false;
     }
     call.x = &x.view();
+    call.up = up.view();
+    call.scale = scale.view();
     call.out = &out.view();
     return true;
   }
+  const PythonTensor& First() const { return x; }
   Status Run(void* stream) const { return activation(call, stream); }
   Status Plan(ActivationPlan* plan) const { return activation_plan(call, plan); }
 };
@@ -60,7 +55,8 @@ struct Forward {
 // (grad, x, up or None, x_grad, up_grad or None, function, gated).
 struct Backward {
   static constexpr char kSignature[] = "activation_backward";
-  PythonTensor grad, x, up, x_grad, up_grad;
+  PythonTensor grad, x, x_grad;
+  OptionalTensor up, up_grad;
   ActivationBackwardCall call;
 
   bool Parse(PyObject* const* values, Py_ssize_t count) {
@@ -70,30 +66,25 @@ struct Backward {
     }
     const char* op = activation_op_name(call.function, call.gated);
     if (!grad.Read(values[0], op, "grad") || !x.Read(values[1], op, "x") ||
-        !ReadOptional(values[2], op, "up", &up, &call.up) ||
-        !x_grad.Read(values[3], op, "x_grad") ||
-        !ReadOptional(values[4], op, "up_grad", &up_grad, &call.up_grad)) {
+        !up.Read(values[2], op, "up") || !x_grad.Read(values[3], op, "x_grad") ||
+        !up_grad.Read(values[4], op, "up_grad")) {
       return false;
     }
-    if ((call.up == nullptr) != (call.up_grad == nullptr)) {
+    if ((up.view() == nullptr) != (up_grad.view() == nullptr)) {
       PyErr_Format(PyExc_ValueError, "%s: `up` and `up_grad` must come together", op);
       return false;
     }
     call.grad = &grad.view();
     call.x = &x.view();
+    call.up = up.view();
     call.x_grad = &x_grad.view();
+    call.up_grad = up_grad.view();
     return true;
   }
+  const PythonTensor& First() const { return x; }
   Status Run(void* stream) const { return activation_backward(call, stream); }
   Status Plan(ActivationPlan* plan) const { return activation_backward_plan(call, plan); }
 };
-
-template <typename Call>
-PyObject* Run(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  Call call;
-  if (!call.Parse(values, count)) return nullptr;
-  return Launch(call.x, [&](void* stream) { return call.Run(stream); });
-}
 
 template <typename Call>
 PyObject* PlanOf(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -122,12 +113,6 @@ PyObject* LoadFunction(PyObject*, PyObject* const* values, Py_ssize_t count) {
       WithoutGil([&] { return activation_load(function, gated, static_cast<int>(device)); });
   if (!status.ok()) return Raise(status);
   Py_RETURN_NONE;
-}
-
-using FastCall = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
-
-PyCFunction AsMethod(FastCall function) {
-  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 
 PyMethodDef functions[] = {

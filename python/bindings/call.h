@@ -59,6 +59,21 @@ PyObject* Launch(const PythonTensor& first, Launcher&& launcher) {
   Py_RETURN_NONE;
 }
 
+// A METH_FASTCALL function of a launch: `Call` parses the arguments and runs the launcher.
+template <typename Call>
+PyObject* Run(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Call call;
+  if (!call.Parse(values, count)) return nullptr;
+  return Launch(call.First(), [&](void* stream) { return call.Run(stream); });
+}
+
+using FastCall = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
+
+// For a PyMethodDef with METH_FASTCALL.
+inline PyCFunction AsMethod(FastCall function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
 // Runs a function that loads kernels on a device, without the GIL; `device` is its index.
 PyObject* Load(PyObject* device, Status (*load)(int));
 

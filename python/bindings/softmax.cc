@@ -3,6 +3,7 @@
 
 #include "python/bindings/call.h"
 #include "python/bindings/families.h"
+#include "python/bindings/optional_tensor.h"
 
 namespace py = pybind11;
 
@@ -21,16 +22,10 @@ bool ReadOptions(PyObject* const* values, float* scale, bool* log) {
   return number != -1.0 || !PyErr_Occurred();
 }
 
-bool ReadMask(PyObject* value, const char* op, PythonTensor* tensor, const TensorView** view) {
-  if (value == Py_None) return true;
-  if (!tensor->Read(value, op, "mask")) return false;
-  *view = &tensor->view();
-  return true;
-}
-
 // (x, mask or None, out, scale, log).
 struct Forward {
-  PythonTensor x, mask, out;
+  PythonTensor x, out;
+  OptionalTensor mask;
   SoftmaxCall call;
 
   bool Parse(PyObject* const* values, Py_ssize_t count) {
@@ -39,11 +34,12 @@ struct Forward {
       return false;
     }
     const char* op = OpName(call.log);
-    if (!x.Read(values[0], op, "x") || !ReadMask(values[1], op, &mask, &call.mask) ||
+    if (!x.Read(values[0], op, "x") || !mask.Read(values[1], op, "mask") ||
         !out.Read(values[2], op, "out")) {
       return false;
     }
     call.x = &x.view();
+    call.mask = mask.view();
     call.out = &out.view();
     return true;
   }
@@ -54,7 +50,8 @@ struct Forward {
 
 // (grad, y, mask or None, x_grad, scale, log).
 struct Backward {
-  PythonTensor grad, y, mask, x_grad;
+  PythonTensor grad, y, x_grad;
+  OptionalTensor mask;
   SoftmaxBackwardCall call;
 
   bool Parse(PyObject* const* values, Py_ssize_t count) {
@@ -64,11 +61,12 @@ struct Backward {
     }
     const char* op = OpName(call.log);
     if (!grad.Read(values[0], op, "grad") || !y.Read(values[1], op, "y") ||
-        !ReadMask(values[2], op, &mask, &call.mask) || !x_grad.Read(values[3], op, "x_grad")) {
+        !mask.Read(values[2], op, "mask") || !x_grad.Read(values[3], op, "x_grad")) {
       return false;
     }
     call.grad = &grad.view();
     call.y = &y.view();
+    call.mask = mask.view();
     call.x_grad = &x_grad.view();
     return true;
   }
@@ -76,13 +74,6 @@ struct Backward {
   Status Run(void* stream) const { return softmax_backward(call, stream); }
   Status Plan(SoftmaxPlan* plan) const { return softmax_backward_plan(call, plan); }
 };
-
-template <typename Call>
-PyObject* Run(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  Call call;
-  if (!call.Parse(values, count)) return nullptr;
-  return Launch(call.First(), [&](void* stream) { return call.Run(stream); });
-}
 
 template <typename Call>
 PyObject* PlanOf(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -97,12 +88,6 @@ PyObject* PlanOf(PyObject*, PyObject* const* values, Py_ssize_t count) {
 }
 
 PyObject* LoadSoftmax(PyObject*, PyObject* device) { return Load(device, softmax_load); }
-
-using FastCall = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
-
-PyCFunction AsMethod(FastCall function) {
-  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
-}
 
 PyMethodDef functions[] = {
     {"softmax", AsMethod(Run<Forward>), METH_FASTCALL,

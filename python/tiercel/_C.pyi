@@ -77,6 +77,21 @@ class _AttentionBackwardPlan(TypedDict):
     dynamic_smem: int
     workspace: int
 
+class _DecodePlan(TypedDict):
+    kernel: str
+    combine: str
+    rows: int
+    step: int
+    cluster: int
+    grid: int
+    block: int
+    workspace: int
+
+class _MergePlan(TypedDict):
+    kernel: str
+    grid: int
+    block: int
+
 class _LinearActPlan(TypedDict):
     kernel: str
     tile_m: int
@@ -282,6 +297,55 @@ def attention_varlen_plan(
     softcap: float,
     /,
 ) -> _AttentionPlan: ...
+def attention_load(device: int, /) -> None: ...
+def decode_attention(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    page_table: Any,
+    seqused_k: Any,
+    out: Any,
+    prefix: Any,
+    k_scale: Any,
+    v_scale: Any,
+    lse: Any,
+    workspace: Any,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    max_keys: int,
+    split: int,
+    /,
+) -> int: ...
+def decode_attention_plan(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    page_table: Any,
+    seqused_k: Any,
+    out: Any,
+    prefix: Any,
+    k_scale: Any,
+    v_scale: Any,
+    lse: Any,
+    workspace: Any,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    max_keys: int,
+    split: int,
+    /,
+) -> _DecodePlan: ...
+def decode_attention_load(device: int, /) -> None: ...
+def merge_attention_states(
+    out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, out: Any, lse: Any, /
+) -> None: ...
+def merge_attention_states_plan(
+    out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, out: Any, lse: Any, /
+) -> _MergePlan: ...
+def merge_attention_states_load(device: int, /) -> None: ...
 def set_allocation_hooks(
     empty: Callable[..., Any],
     on_current_gpu: Callable[..., Any] | None,

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from tiercel.ops.activation import silu as silu
     from tiercel.ops.activation import silu_and_mul as silu_and_mul
     from tiercel.ops.attention import attention as attention
+    from tiercel.ops.attention_decode import decode_attention as decode_attention
+    from tiercel.ops.attention_merge import merge_attention_states as merge_attention_states
     from tiercel.ops.attention_varlen import attention_varlen as attention_varlen
     from tiercel.ops.gemv import nvfp4_gemv as nvfp4_gemv
     from tiercel.ops.gemv import nvfp4_linear as nvfp4_linear
@@ -56,6 +58,7 @@ _LAZY = {
     "attention": "tiercel.ops.attention",
     "copy_transpose": "tiercel.ops.transpose",
     "attention_varlen": "tiercel.ops.attention_varlen",
+    "decode_attention": "tiercel.ops.attention_decode",
     "explain": "tiercel._explain",
     "fp8_quantize": "tiercel.ops.quant",
     "gelu": "tiercel.ops.activation",
@@ -65,6 +68,7 @@ _LAZY = {
     "linear_act": "tiercel.ops.linear",
     "load": "tiercel._load",
     "log_softmax": "tiercel.ops.softmax",
+    "merge_attention_states": "tiercel.ops.attention_merge",
     "moe_align_block_size": "tiercel.ops.routing_align",
     "moe_sum": "tiercel.ops.routing_sum",
     "nvfp4_dequantize": "tiercel.ops.quant",
@@ -94,6 +98,7 @@ __all__ = [
     "attention_varlen",
     "backends",
     "copy_transpose",
+    "decode_attention",
     "explain",
     "fp8_quantize",
     "gelu",
@@ -104,6 +109,7 @@ __all__ = [
     "linear_act",
     "load",
     "log_softmax",
+    "merge_attention_states",
     "moe_align_block_size",
     "moe_sum",
     "nn",

@@ -67,7 +67,8 @@ def device_label(name: str) -> str:
 
 
 def file_name(n: int, k: int, dtype: str, device: str) -> str:
-    return f"N={n},K={k},dtype={dtype},device={device_label(device)}.json"
+    """No comma: wheel tools split the lines of RECORD at them."""
+    return f"N={n}-K={k}-dtype={dtype}-device={device_label(device)}.json"
 
 
 def folders() -> list[Path]:
@@ -114,7 +115,7 @@ def load(device: int, name: str) -> None:
     for op, tuned in OPS.items():
         problems = []
         for folder in folders():
-            for path in sorted((folder / op).glob(f"*,device={device_label(name)}.json")):
+            for path in sorted((folder / op).glob(f"*-device={device_label(name)}.json")):
                 try:
                     problems.append(read(path, op))
                 except ConfigError as error:

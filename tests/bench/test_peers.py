@@ -16,6 +16,7 @@ from tiercel.bench.peers import Missing, deepgemm, fa3, vllm
 PACKAGES = {
     "fa4": ("flash_attn", "flash-attn-4"),
     "flashinfer": ("flashinfer", "flashinfer-python"),
+    "flashinfer.cuda_cores": ("flashinfer", "flashinfer-python"),
     "liger": ("liger_kernel", "liger-kernel"),
     "quack": ("quack", "quack-kernels"),
     "quack.tuned": ("quack", "quack-kernels"),

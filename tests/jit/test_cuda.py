@@ -105,6 +105,8 @@ def test_errors_of_the_compiler(fake, tmp_path):
     with pytest.raises(jit.CompileError) as info:
         jit.cuda("BAD", "twice").compile("sm_90a")
     assert str(info.value) == "nvcc failed: source.cu(1): error: BAD"
+    with pytest.raises(TypeError, match="`source` must be CUDA C.. text or a path, got int"):
+        jit.cuda(123, "twice")
     with pytest.raises(FileNotFoundError, match="there is no source file .*/missing.cu"):
         jit.cuda("missing.cu", "twice")
     with pytest.raises(ValueError, match="no kernel twice_; its kernels: twice, plain"):
@@ -160,6 +162,7 @@ def test_architectures(monkeypatch):
         ("_Z5twicePfi", "twice", ("float*", "int")),
         ("_Z4nonev", "none", ()),
         ("plain", "plain", None),
+        ("f", "f", None),  # also the mangled name of float
         (
             "_Z5scaleI13__nv_bfloat16Li4EEvPT_PKS1_fl",
             "scale<__nv_bfloat16, 4>",

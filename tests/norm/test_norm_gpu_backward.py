@@ -36,12 +36,13 @@ def make():
     return draw
 
 
-def assert_close(got, due, what):
-    """By the gradient's own size: rounded once, after sums in float32."""
+def assert_close(got, due, what, terms=0.0):
+    """By the gradient's own size: rounded once, after sums in float32. `terms` are what those sums
+    are of, where little is left of them: of one column's nothing."""
     unit = torch.finfo(got.dtype).eps / 2
     scale = due.square().mean().sqrt()
     error = (got.double() - due).abs()
-    allowed = 1.1 * unit * due.abs() + 4e-6 * (due.abs() + scale) + unit * 2**-6 * scale
+    allowed = 1.1 * unit * due.abs() + 4e-6 * (due.abs() + scale + terms) + unit * 2**-6 * scale
     assert (error <= allowed).all(), (what, (error / allowed).max().item())
 
 
@@ -60,7 +61,11 @@ def check(op, x, weight=None, bias=None, residual=None):
     due = getattr(tiercel.ref, op.__name__)(total, **wide, eps=EPS)
     due.backward(grads[0].double())
     grad_total = total.grad if residual is None else total.grad + grads[1].double()
-    assert_close(given["x"].grad, grad_total, "x")
+    centred = total.detach() - (total.detach().mean(-1, True) if op is tiercel.layer_norm else 0)
+    terms = (centred.square().mean(-1, True) + EPS).rsqrt() * grads[0].double().abs()
+    if weight is not None:
+        terms = terms * weight.double().abs()
+    assert_close(given["x"].grad, grad_total, "x", terms)
     if residual is not None:
         assert torch.equal(given["residual"].grad, given["x"].grad)
     for name, tensor in wide.items():
@@ -91,7 +96,8 @@ def test_long_rows(op, make, columns, dtype):
     for rows in (1, 150):
         x, residual = make(rows, columns, dtype=dtype), make(rows, columns, dtype=dtype)
         check(op, x, make(columns, dtype=dtype))
-        check(op, x, make(columns, dtype=dtype), make(columns, dtype=dtype), residual)
+        if columns != 65537:  # beyond the forward's limit where rows are not on 16 bytes
+            check(op, x, make(columns, dtype=dtype), make(columns, dtype=dtype), residual)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])

@@ -2,6 +2,8 @@
 """`tiercel kernels`: what the build wrote down of this wheel's kernels."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -64,3 +66,9 @@ def test_an_installation_without_the_list(monkeypatch, capsys):
 )
 def test_sizes(extents, text):
     assert kernels._size(extents) == text
+
+
+def test_a_reader_that_has_seen_enough():
+    command = f"'{sys.executable}' -m tiercel kernels --json | head -c 10"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    assert done.stdout.startswith("{") and done.stderr == ""

@@ -58,7 +58,7 @@ def plan(m, n=256, k=1024, device=0):
 
 def test_a_file_says_where_it_is_from(results, tmp_path):
     assert apply(results({16: small(3), 8: small(2)}), tmp_path / "c") == 0
-    name = "N=256,K=1024,dtype=bfloat16,device=NVIDIA_Test.json"
+    name = "N=256-K=1024-dtype=bfloat16-device=NVIDIA_Test.json"
     data = json.loads((tmp_path / "c" / "linear_act" / name).read_text())
     assert list(data["configs"]) == ["8", "16"]
     entry = data["configs"]["16"]

@@ -5,35 +5,55 @@
 load("@cuda_toolkit//:version.bzl", "CUDA_VERSION")
 load("@rules_cuda//cuda:defs.bzl", "cuda_library")
 load(":archs.bzl", "ARCHS")
+load(":ptx.bzl", "kernel_ptx")
 
-def sm90_cuda_library(name, copts = [], **kwargs):
-    """A cuda_library for the architecture that //tools:arch names.
+def sm90_cuda_library(name, srcs, hdrs = [], deps = [], copts = [], **kwargs):
+    """A cuda_library for the architecture that //tools:arch names, and NAME_ptx for the emulator.
 
     Args:
       name: the target's name.
+      srcs: as for cuda_library.
+      hdrs: as for cuda_library.
+      deps: as for cuda_library.
       copts: more options for nvcc.
       **kwargs: as for cuda_library.
     """
     if not CUDA_VERSION.startswith("13.0."):
         fail("kernels are built with CUDA 13.0, @cuda_toolkit has " + CUDA_VERSION)
+    copts = [
+        "-std=c++17",
+        "--expt-relaxed-constexpr",
+        # nvcc makes names of anonymous namespaces from the source file's absolute path: say another.
+        "-Xcudafe=--orig_src_path_name=tiercel",
+    ] + select({
+        "//tools/cuda:with_device_debug": ["-G"],
+        "//conditions:default": ["-O3"],
+    }) + select({
+        "//tools/cuda:with_lineinfo": ["-lineinfo"],
+        "//conditions:default": [],
+    }) + copts
     cuda_library(
         name = name,
+        srcs = srcs,
+        hdrs = hdrs,
         archs = select({
             "//tools:arch_is_" + arch: [spec]
             for arch, spec in ARCHS.items()
         }),
-        copts = [
-            "-std=c++17",
-            "--expt-relaxed-constexpr",
-            # nvcc makes names of anonymous namespaces from the source file's absolute path: say another.
-            "-Xcudafe=--orig_src_path_name=tiercel",
-        ] + select({
-            "//tools/cuda:with_device_debug": ["-G"],
-            "//conditions:default": ["-O3"],
-        }) + select({
-            "//tools/cuda:with_lineinfo": ["-lineinfo"],
-            "//conditions:default": [],
-        }) + copts,
+        copts = copts,
         host_copts = ["-fvisibility=hidden"],
+        deps = deps,
         **kwargs
+    )
+    kernel_ptx(
+        name = name + "_ptx",
+        srcs = srcs,
+        hdrs = hdrs,
+        arch = select({
+            "//tools:arch_is_" + arch: spec.partition(":")[0]
+            for arch, spec in ARCHS.items()
+        }),
+        copts = copts,
+        tags = ["manual"],
+        deps = deps,
     )

@@ -2,7 +2,8 @@
 """Compiles a family's CuTe DSL kernels ahead of time: no GPU, no driver.
 
 One process for the whole family: a process costs seconds before its first kernel. Writes the
-cubins, a manifest and the C++ source that embeds them, all of them a function of the sources.
+cubins, their PTX, a manifest and the C++ source that embeds the cubins, all of them a function of
+the sources.
 """
 
 import argparse
@@ -31,6 +32,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--source", required=True, type=pathlib.Path)
     parser.add_argument("--manifest", required=True, type=pathlib.Path)
     parser.add_argument("--cubins", required=True, type=pathlib.Path, help="a folder")
+    parser.add_argument("--ptx", required=True, type=pathlib.Path, help="a folder")
     parser.add_argument("--only", default="", help="compile only names with this in them")
     return parser.parse_args()
 
@@ -39,6 +41,7 @@ def _options() -> argparse.Namespace:
 class Compiled:
     function: object
     image: bytes
+    ptx: str
     kernels: list
     symbols: list[str]
 
@@ -48,19 +51,20 @@ def compile_all(functions, arch: str, cc: str, folder: pathlib.Path) -> list[Com
     import oracle
     from build import compile_function
 
-    options = f"--host-target 'llvm -mtriple={_TRIPLE} -mcpu=x86-64'"
-    images, objects = [], {}
+    options = f"--host-target 'llvm -mtriple={_TRIPLE} -mcpu=x86-64' --keep-ptx"
+    images, texts, objects = [], [], {}
     for i, function in enumerate(functions):
         built = compile_function(function, arch, options)
         images.append(built.__cubin__)
+        texts.append(built.__ptx__.rstrip("\0"))
         objects[f"function{i}"] = built.dump_to_object(f"function{i}")
 
     compiled, errors = [], []
     host = oracle.HostCode(objects, folder, cc)
-    for i, (function, image) in enumerate(zip(functions, images, strict=True)):
+    for i, (function, image, ptx) in enumerate(zip(functions, images, texts, strict=True)):
         kernels = cubin.kernels(image)
         symbols, wrong = oracle.check(function, f"function{i}", host, kernels)
-        compiled.append(Compiled(function, image, kernels, symbols))
+        compiled.append(Compiled(function, image, ptx, kernels, symbols))
         errors += wrong
     if errors:
         sys.exit("\n".join(["the declaration does not fit the compiled kernels:", *errors]))
@@ -69,7 +73,7 @@ def compile_all(functions, arch: str, cc: str, folder: pathlib.Path) -> list[Com
 
 def main() -> None:
     options = _options()
-    for name in ("source", "manifest", "cubins"):
+    for name in ("source", "manifest", "cubins", "ptx"):
         setattr(options, name, getattr(options, name).absolute())
     os.environ["CUTE_DSL_ARCH"] = options.arch  # before the import: else another target is built
     os.environ.setdefault("HOME", tempfile.gettempdir())
@@ -96,8 +100,10 @@ def main() -> None:
         "ptxas": f"{cutlass.CUDA_VERSION.major}.{cutlass.CUDA_VERSION.minor}",
     }
     options.cubins.mkdir(parents=True, exist_ok=True)
+    options.ptx.mkdir(parents=True, exist_ok=True)
     for item in compiled:
         (options.cubins / f"{item.function.name}.cubin").write_bytes(item.image)
+        (options.ptx / f"{item.function.name}.ptx").write_text(item.ptx)
     options.manifest.write_text(emit.manifest(compiled, options.arch, versions))
     source = emit.source(compiled, options.header, options.variant, options.table)
     options.source.write_text(source)

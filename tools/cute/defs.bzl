@@ -13,6 +13,7 @@ def _compiled_kernels_impl(ctx):
     source = ctx.actions.declare_file(ctx.label.name + ".cc")
     manifest = ctx.actions.declare_file(ctx.label.name + ".json")
     cubins = ctx.actions.declare_directory(ctx.label.name + "_cubins")
+    ptx = ctx.actions.declare_directory(ctx.label.name + "_ptx")
     args = ctx.actions.args()
     args.add("-B")
     args.add(ctx.file._compile)
@@ -26,6 +27,7 @@ def _compiled_kernels_impl(ctx):
     args.add("--source", source)
     args.add("--manifest", manifest)
     args.add("--cubins", cubins.path)
+    args.add("--ptx", ptx.path)
     ctx.actions.run(
         executable = python.path,
         arguments = [args],
@@ -33,7 +35,7 @@ def _compiled_kernels_impl(ctx):
             [ctx.file.main] + ctx.files.srcs + ctx.files._tools + ctx.files._packages,
             transitive = [python.files, cc.all_files],
         ),
-        outputs = [source, manifest, cubins],
+        outputs = [source, manifest, cubins, ptx],
         env = {"PATH": "/usr/bin:/bin"},
         mnemonic = "CuteCompile",
         progress_message = "Compiling CuTe DSL kernels %{label}",
@@ -43,11 +45,12 @@ def _compiled_kernels_impl(ctx):
         OutputGroupInfo(
             cubins = depset([cubins]),
             manifest = depset([manifest]),
+            ptx = depset([ptx]),
         ),
     ]
 
 _compiled_kernels = rule(
-    doc = "The C++ source that embeds a family's cubins; groups: manifest, cubins.",
+    doc = "The C++ source that embeds a family's cubins; groups: manifest, cubins, ptx.",
     implementation = _compiled_kernels_impl,
     # The DSL runs on one Python; its kernels know of none.
     cfg = any_python_transition,
@@ -75,7 +78,7 @@ def cute_kernels(name, main, header, variant, table, srcs = [], deps = [], **kwa
     """A family's CuTe DSL kernels as a C++ library, compiled and checked in one action.
 
     Args:
-      name: the library; NAME_compiled has the manifest and the cubins as output groups.
+      name: the library; NAME_compiled has the manifest, the cubins and their PTX as output groups.
       main: the Python file whose functions() says what to compile (python/tiercel/jit/dsl/declaration.py).
       header: what the generated source includes; it declares `table` and `variant`.
       variant: the struct of a kernel's attributes.

@@ -2,6 +2,8 @@
 """The command line: ``tiercel COMMAND``, or ``python -m tiercel COMMAND``."""
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 
 from tiercel._version import __version__
@@ -31,5 +33,10 @@ def main(argv: "Sequence[str] | None" = None) -> int:
         command.add_arguments(sub)
         sub.set_defaults(run=command.run)
     args = parser.parse_args(argv)
-    status: int = args.run(args)
+    try:
+        status: int = args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read has what they wanted, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
+        return 0
     return status

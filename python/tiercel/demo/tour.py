@@ -7,7 +7,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from tiercel.plugins.contract import Contract
 
@@ -56,31 +55,16 @@ def _stop(contract: Contract, device: str, quick: bool) -> Stop:
 
     kind = device.partition(":")[0]
     case = contract.cases[0] if quick else contract.timing[kind]
-    backend, why = _backend(contract, case, device)
+    why = measure.why_not(contract, "sm90", case, device)
+    backend = "sm90" if why is None else "ref"  # what a call without `backend` runs on
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tried = measure.try_case(contract, backend, case, device)
         if tried["status"] != "right":
             reason = str(tried["reason"] or tried["status"])
-            return Stop(contract.op, str(case), backend, why, False, reason)
+            return Stop(contract.op, str(case), backend, why or "", False, reason)
         ms, torch_ms = measure.race(contract, backend, case, device)
-    return Stop(contract.op, str(case), backend, why, True, None, ms, torch_ms)
-
-
-def _backend(contract: Contract, case: Any, device: str) -> tuple[str, str]:
-    """What a call without `backend` runs on here, and why."""
-    import tiercel
-    from tiercel._op import registry
-
-    arguments = contract.make(case, device, 0)
-    op = registry[contract.op]
-    try:
-        values = [arguments[name] for name in contract.names]
-        found = op.backends["sm90"].why_not(*values, "sm90")
-    except (TypeError, ValueError):  # an operator of several forms: its function knows which
-        told = tiercel.explain(contract.op, **arguments)
-        return told.backend, told.reason if told.backend == "ref" else ""
-    return ("sm90", "") if found is None else ("ref", found.text)
+    return Stop(contract.op, str(case), backend, why or "", True, None, ms, torch_ms)
 
 
 def as_line(stop: Stop) -> str:

@@ -54,7 +54,7 @@ class Signature:
 
 
 def signature_of(symbol: str) -> Signature:
-    text = _C.demangle(symbol)
+    text = _C.demangle(symbol) if symbol.startswith("_Z") else symbol  # alone, f is float
     if text == symbol:  # extern "C"
         return Signature(symbol, None)
     depth, start = 0, len(text)

@@ -31,7 +31,10 @@ def read(source: str | Path) -> SourceFile:
 
     Raises:
         FileNotFoundError: There is no such file.
+        TypeError: It is neither.
     """
+    if not isinstance(source, (str, Path)):
+        raise TypeError(f"`source` must be CUDA C++ text or a path, got {type(source).__name__}")
     is_path = isinstance(source, Path) or ("\n" not in source and source.endswith(_SUFFIXES))
     if not is_path:
         return SourceFile(str(source), None)

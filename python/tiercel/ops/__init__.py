@@ -13,6 +13,8 @@ from tiercel.ops.activation import (
     silu_and_mul,
 )
 from tiercel.ops.attention import attention
+from tiercel.ops.attention_decode import decode_attention
+from tiercel.ops.attention_merge import merge_attention_states
 from tiercel.ops.attention_varlen import attention_varlen
 from tiercel.ops.gemv import nvfp4_gemv, nvfp4_linear
 from tiercel.ops.linear import linear_act
@@ -33,6 +35,7 @@ __all__ = [
     "attention",
     "attention_varlen",
     "copy_transpose",
+    "decode_attention",
     "fp8_quantize",
     "gelu",
     "gelu_and_mul",
@@ -40,6 +43,7 @@ __all__ = [
     "layer_norm",
     "linear_act",
     "log_softmax",
+    "merge_attention_states",
     "moe_align_block_size",
     "moe_sum",
     "nvfp4_dequantize",

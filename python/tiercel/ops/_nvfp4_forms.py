@@ -112,7 +112,7 @@ def _dequantize_plan(
 def _quantize_ref_out(x: Tensor, global_scale: Tensor | None, q: Tensor, scale: Tensor) -> None:
     results = ref.nvfp4_quantize(x, global_scale=global_scale)
     for out, result in zip((q, scale), results, strict=True):
-        out.copy_(result)
+        out.view(torch.uint8).copy_(result.view(torch.uint8))  # PyTorch 2.9 copies no e2m1
 
 
 _NVFP4_CUDA = ("a thread a group of 16, rounding by float additions", "cuda")

@@ -11,6 +11,12 @@ from tiercel.ref.activation import (
     silu_and_mul,
 )
 from tiercel.ref.attention import attention, attention_varlen
+from tiercel.ref.attention import (
+    attention,
+    attention_varlen,
+    decode_attention,
+    merge_attention_states,
+)
 from tiercel.ref.gemv import nvfp4_gemv, nvfp4_linear
 from tiercel.ref.linear import linear_act
 from tiercel.ref.norm import layer_norm, rms_norm
@@ -25,6 +31,7 @@ __all__ = [
     "attention",
     "attention_varlen",
     "copy_transpose",
+    "decode_attention",
     "fp8_quantize",
     "gelu",
     "gelu_and_mul",
@@ -32,6 +39,7 @@ __all__ = [
     "layer_norm",
     "linear_act",
     "log_softmax",
+    "merge_attention_states",
     "moe_align_block_size",
     "moe_sum",
     "nvfp4_dequantize",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in plain PyTorch."""
+"""Attention in plain PyTorch: of many queries, of a few over paged keys, and two results merged."""
 
 from __future__ import annotations
 
@@ -138,3 +138,80 @@ def attention_varlen(
         out.append(result[0])
         sums.append(lse[0])
     return (torch.cat(out), torch.cat(sums, 1)) if return_lse else torch.cat(out)
+
+
+def decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seqused_k: Tensor,
+    *,
+    prefix: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    causal: bool = True,
+    window: Sequence[int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    max_seqused_k: int | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """As :func:`tiercel.decode_attention`, for any page size, with all scores in memory."""
+    sum_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    batch, queries, heads, d = q.shape
+    pages, places, kv_heads, _ = k_cache.shape
+    table = page_table.long() if pages else page_table[:, :0].long()
+    key = torch.arange(table.shape[1] * places, device=q.device)
+    length = seqused_k.long().clamp(0, len(key))[:, None, None]
+    used = key < length[:, 0]
+    # Entries of the table past a sequence's end may be anything.
+    table = table.where(used[:, ::places], 0)
+
+    def rows(cache: Tensor, factor: Tensor | None) -> Tensor:
+        """[B, H, keys, D]"""
+        stored = cache.to(sum_dtype)[table].reshape(batch, len(key), kv_heads, d)
+        if factor is not None:
+            stored = stored * factor.reshape(-1, 1)
+        stored = stored.masked_fill(~used[..., None, None], 0.0)
+        return stored.transpose(1, 2).repeat_interleave(heads // max(kv_heads, 1), 1)
+
+    keys, values = rows(k_cache, k_scale), rows(v_cache, v_scale)
+    scores = q.transpose(1, 2).to(sum_dtype) @ keys.transpose(-1, -2)
+    scores = scores * (d**-0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+
+    # The last query is aligned with the last key.
+    left, right = (-1 if limit is None else limit for limit in window or (-1, -1))
+    right = 0 if causal else right
+    own = length - queries + torch.arange(queries, device=q.device)[:, None]
+    seen = key < length
+    if left >= 0:
+        seen = seen & (key >= own - left)
+    if right >= 0:
+        seen = seen & (key <= own + right)
+    if prefix is not None:
+        seen = seen | (key < prefix.long()[:, None, None].minimum(length))
+    seen = seen.broadcast_to(batch, queries, len(key))[:, None]
+    scores = scores.masked_fill(~seen, -torch.inf)
+
+    # A row that sees no key is 0.
+    blind = ~seen.any(-1, keepdim=True)
+    weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+    out = (weights @ values).transpose(1, 2).to(q.dtype).contiguous()
+    return (out, scores.logsumexp(-1)) if return_lse else out
+
+
+def merge_attention_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As :func:`tiercel.merge_attention_states`; float64 stays float64."""
+    sum_dtype = torch.float64 if out_a.dtype == torch.float64 else torch.float32
+    lse = torch.logaddexp(lse_a, lse_b)
+    merged = torch.zeros(out_a.shape, dtype=sum_dtype, device=out_a.device)
+    for out, own in ((out_a, lse_a), (out_b, lse_b)):
+        share = (own - lse).exp().transpose(1, 2)[..., None].to(sum_dtype)
+        none = (own == -torch.inf).transpose(1, 2)[..., None]  # whatever stands there
+        merged = merged + (out.to(sum_dtype) * share).masked_fill(none, 0.0)
+    return merged.to(out_a.dtype), lse

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention."""
+"""Attention: of many queries, of a few over paged keys, and two results merged."""
 
 from __future__ import annotations
 
@@ -177,4 +177,175 @@ ATTENTION_VARLEN = Contract(
     variants={"attention_varlen": _out, "attention_varlen_lse": _both},
 )
 
-CONTRACTS = (ATTENTION, ATTENTION_VARLEN)
+
+def _decode_case(
+    lengths: str,
+    queries: int,
+    heads: tuple[int, int],
+    d: int,
+    page: int,
+    dtype: str = "bfloat16",
+    **options: Any,
+) -> Case:
+    batch = {"ragged": 5, "one": 1, "even": 4, "none": 0}[lengths]
+    sizes = {"B": batch, "Sq": queries, "H": heads[0], "Hk": heads[1], "D": d, "page": page}
+    return Case(sizes, dtype, options, lengths)
+
+
+_LENGTHS = {"ragged": (0, 1, 300, 16, 77), "one": (513,), "even": (256,) * 4, "none": ()}
+_DECODE_REST = {"causal": True, "window": None, "scale": None, "softcap": None}
+
+
+def _make_decode(case: Case, device: str, seed: int) -> dict[str, Any]:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    lengths = _LENGTHS[case.values]
+    batch, queries, heads, kv_heads, d, page = case.sizes.values()
+    columns = -(-max(lengths, default=0) // page) + 1
+    pages = batch * columns + 1
+    q = torch.randn(batch, queries, heads, d, generator=generator)
+    stored = torch.randn(pages, 2, page, kv_heads, d, generator=generator)
+    dtype = getattr(torch, case.dtype)
+    options = dict(case.options)
+    cache = getattr(torch, options.pop("cache", case.dtype))
+    scales: dict[str, Any] = {"k_scale": None, "v_scale": None}
+    if cache != dtype:
+        scales = {name: (torch.rand(kv_heads, generator=generator) + 0.5) for name in scales}
+    prefix = torch.randint(50, (batch,), generator=generator).int() if "left" in options else None
+    left = options.pop("left", None)
+    tensors = {
+        "q": q.to(dtype),
+        "k_cache": stored[:, 0].to(cache),
+        "v_cache": stored[:, 1].to(cache),
+        "page_table": torch.randperm(pages, generator=generator)[: batch * columns]
+        .view(batch, columns)
+        .int(),
+        "seqused_k": torch.tensor(lengths, dtype=torch.int32),
+        "prefix": prefix,
+        **scales,
+    }
+    placed = {name: x if x is None else x.to(device) for name, x in tensors.items()}
+    window = None if left is None else (left, -1)
+    rest = {**_DECODE_REST, "window": window, **options}
+    return {**placed, **rest, "max_seqused_k": None, "return_lse": True}
+
+
+def _decode_into(call: Any, *args: Any) -> None:
+    inputs, out, options = args[:5], args[5], args[6:]
+    out.copy_(_out(call, *inputs, *options))
+
+
+def _decode_both_into(call: Any, *args: Any) -> None:
+    inputs, out, lse, options = args[:5], args[5], args[6], args[7:]
+    results = _both(call, *inputs, *options)
+    out.copy_(results[0])
+    lse.copy_(results[1])
+
+
+_CACHE = ("pages", "page", "Hk", "D")
+
+DECODE_ATTENTION = Contract(
+    family="attention",
+    op="decode_attention",
+    arguments=(
+        TensorSpec("q", ("B", "Sq", "H", "D"), ("bfloat16", "float16"), strided=True),
+        TensorSpec("k_cache", _CACHE, ("bfloat16", "float16", "float8_e4m3fn"), strided=True),
+        TensorSpec("v_cache", _CACHE, ("k_cache",), strided=True),
+        TensorSpec("page_table", ("B", "columns"), ("int32",), strided=True),
+        TensorSpec("seqused_k", ("B",), ("int32",)),
+        TensorSpec("prefix", ("B",), ("int32",), optional=True),
+        TensorSpec("k_scale", ("scales",), ("float32",), optional=True),
+        TensorSpec("v_scale", ("scales",), ("float32",), optional=True),
+        ScalarSpec("causal", "bool"),
+        ScalarSpec("window", "(int, int) or None"),
+        ScalarSpec("scale", "float or None"),
+        ScalarSpec("softcap", "float or None"),
+        ScalarSpec("max_seqused_k", "int or None"),
+        ScalarSpec("return_lse", "bool"),  # always true: both outputs are due
+    ),
+    outputs=ATTENTION.outputs,
+    cases=(
+        _decode_case("one", 1, (1, 1), 64, 16),
+        _decode_case("ragged", 1, (8, 2), 128, 16),
+        _decode_case("ragged", 3, (8, 2), 64, 1, "float16"),
+        _decode_case("ragged", 2, (4, 4), 128, 64, softcap=5.0),
+        _decode_case("ragged", 2, (8, 1), 128, 16, left=30),
+        _decode_case("ragged", 1, (8, 2), 128, 32, cache="float8_e4m3fn"),
+        _decode_case("none", 1, (8, 2), 64, 16),
+    ),
+    timing={
+        "cpu": _decode_case("even", 1, (8, 2), 64, 16),
+        "cuda": _decode_case("even", 1, (32, 8), 128, 16),
+    },
+    make=_make_decode,
+    variants={
+        "decode_attention": _out,
+        "decode_attention_lse": _both,
+        "decode_attention_out": _decode_into,
+        "decode_attention_lse_out": _decode_both_into,
+    },
+)
+
+
+def _make_states(case: Case, device: str, seed: int) -> dict[str, Any]:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    batch, length, heads, d = case.sizes.values()
+    tensors = {}
+    for name in "ab":
+        out = torch.randn(batch, length, heads, d, generator=generator)
+        lse = torch.randn(batch, heads, length, generator=generator) * 3
+        lse[torch.rand(lse.shape, generator=generator) < 0.1] = -torch.inf
+        tensors[f"out_{name}"] = out.to(device=device, dtype=getattr(torch, case.dtype))
+        tensors[f"lse_{name}"] = lse.to(device)
+    return tensors
+
+
+def _states(dtype: str, *sizes: int) -> Case:
+    return Case(dict(zip(("B", "S", "H", "D"), sizes, strict=True)), dtype)
+
+
+_STATE = ("B", "S", "H", "D")
+_STATES = ("float32", "bfloat16", "float16")
+
+MERGE_ATTENTION_STATES = Contract(
+    family="attention",
+    op="merge_attention_states",
+    arguments=(
+        TensorSpec("out_a", _STATE, _STATES, strided=True),
+        TensorSpec("lse_a", ("B", "H", "S"), ("float32",)),
+        TensorSpec("out_b", _STATE, ("out_a",), strided=True),
+        TensorSpec("lse_b", ("B", "H", "S"), ("float32",)),
+    ),
+    # The result's rounding to bfloat16, 2**-9.
+    outputs=(
+        TensorSpec("out", _STATE, ("out_a",), rtol=4e-3, atol=1e-5),
+        TensorSpec("lse", ("B", "H", "S"), ("float32",), rtol=1e-5, atol=1e-5),
+    ),
+    cases=(
+        _states("float32", 1, 1, 1, 16),
+        _states("bfloat16", 3, 5, 7, 128),
+        _states("float16", 2, 33, 4, 64),
+        _states("float32", 2, 3, 4, 10),
+        _states("bfloat16", 0, 5, 4, 64),
+    ),
+    timing={
+        "cpu": _states("bfloat16", 8, 16, 8, 128),
+        "cuda": _states("bfloat16", 64, 16, 32, 128),
+    },
+    make=_make_states,
+    variants={
+        "merge_attention_states": lambda call, *args: call(*args),
+        "merge_attention_states_out": lambda call, *args: _results_into(call(*args[:4]), args[4:]),
+    },
+)
+
+
+def _results_into(results: Any, places: Any) -> None:
+    for place, result in zip(places, results, strict=True):
+        place.copy_(result)
+
+
+CONTRACTS = (ATTENTION, ATTENTION_VARLEN, DECODE_ATTENTION, MERGE_ATTENTION_STATES)

@@ -28,7 +28,7 @@ Report = dict[str, Any]
 def examine(contract: Contract, backend: str, device: str) -> Iterator[Report]:
     """One report at the beginning of each step, and one with its result."""
     timed = contract.timing[torch.device(device).type]
-    reason = _why_not(contract, backend, timed, device)
+    reason = why_not(contract, backend, timed, device)
     if reason is not None:
         yield {"step": "skipped", "reason": reason}
         return
@@ -42,7 +42,8 @@ def examine(contract: Contract, backend: str, device: str) -> Iterator[Report]:
         yield {"step": "time", "case": str(timed), "ms": ms, "ref_ms": ref_ms}
 
 
-def _why_not(contract: Contract, backend: str, case: Case, device: str) -> str | None:
+def why_not(contract: Contract, backend: str, case: Case, device: str) -> str | None:
+    """Why a backend does not take a case, if it does not."""
     arguments = contract.make(case, device, _SEED)
     variant, values, _ = reach(registry[contract.op], **arguments, backend=backend)
     found = variant.backends[backend].why_not(*values)

@@ -55,7 +55,7 @@ def _cuda_library_impl(ctx):
         ctx.actions.run(
             executable = ctx.executable._nvcc,
             arguments = [args],
-            inputs = depset([source], transitive = [headers, cc_toolchain.all_files, ctx.attr._compiler_files.files]),
+            inputs = depset([source], transitive = [headers, cc_toolchain.all_files, ctx.attr._compiler_deps.files]),
             outputs = [object],
             env = {"PATH": "/usr/local/bin:/usr/bin:/bin"},
             mnemonic = "CudaCompile",
@@ -91,7 +91,7 @@ cuda_library = rule(
         "hdrs": attr.label_list(allow_files = _HEADERS),
         "host_copts": attr.string_list(),
         "srcs": attr.label_list(allow_files = [".cu"] + _HEADERS),
-        "_compiler_files": attr.label(default = "@cuda//:compiler_files"),
+        "_compiler_deps": attr.label(default = "@cuda//:compiler_deps"),
         "_nvcc": attr.label(
             default = "@cuda//:nvcc",
             executable = True,

@@ -4,7 +4,7 @@
 _BUILD_FILE = """
 package(default_visibility = ["//visibility:public"])
 
-filegroup(name = "compiler_files", srcs = glob(["cuda/bin/**", "cuda/include/**", "cuda/nvvm/**"]))
+filegroup(name = "compiler_deps", srcs = glob(["cuda/bin/**", "cuda/include/**", "cuda/nvvm/**"]))
 
 filegroup(name = "nvcc", srcs = ["cuda/bin/nvcc"])
 

@@ -1,0 +1,402 @@
+// SPDX-License-Identifier: Apache-2.0
+// decode_attention: softmax attention of a few queries a sequence over a paged cache.
+//
+// The floor. Keys and values are read once: 2 * Hk * D * (1 or 2) bytes a key, 20 bytes a clock of
+// each multiprocessor at an H200's full speed. For that about 40 KiB have to be under way on each
+// at any time. Short problems are bound by the chain of dependent reads instead: lengths, page
+// table, keys, then what the splits have to tell each other.
+//
+// The plan. A warp is on its own: it keeps a step of keys and one of values, 4 KiB each (16 keys of
+// D = 128 in 16 bits), in registers, and each is read again as soon as it was multiplied, so that
+// 4 to 8 KiB of a warp are always under way, 48 to 100 KiB of a multiprocessor. Nothing goes
+// through shared memory and nothing waits for another warp; any page size costs the same, for
+// every row's address is made from its own page table entry. Tensor cores do the products on
+// fragments as they come from memory (decode_warp.cuh): 16 keys x 8 query rows, where the rows are
+// the query heads of a key head times the queries, so 2 multiply instructions a 512 bytes of 16
+// bits, 7 instructions in all; float8 converts in registers, 2 values an instruction.
+//
+// A tile is 8 or 16 query rows of one key head. Two ways to share tiles out, chosen in
+// decode_choose.cc:
+// - a cluster of 1 to 8 blocks has one tile: their warps take its steps in turn, and the blocks put
+//   their sums together through distributed shared memory. One launch, no workspace; the first
+//   page table entries are read beside the lengths. For short sequences.
+// - spread: as many blocks as are resident have equal shares of all steps of all tiles, whatever
+//   the lengths; each block works that out from the lengths itself. What a block has of a tile that
+//   it shares goes to a workspace, and decode_combine, launched dependently, puts it together. No
+//   counters, so nothing has to be cleared or left in order.
+#ifndef KERNELS_ATTENTION_DECODE_ATTENTION_CUH_
+#define KERNELS_ATTENTION_DECODE_ATTENTION_CUH_
+
+#include <cstdint>
+
+#include "kernels/attention/decode_warp.cuh"
+#include "kernels/sm90/cluster.cuh"
+#include "kernels/sm90/grid_dependency.cuh"
+
+namespace tiercel {
+
+template <typename Shape>
+struct DecodeShared {
+  static constexpr int kPitch = Shape::kD + 4;
+  ShareCursor cursor;
+  int64_t scratch[kDecodeWarps];
+  alignas(16) float out[kDecodeWarps][Shape::kRows][kPitch];
+  float largest[kDecodeWarps][Shape::kRows];
+  float sum[kDecodeWarps][Shape::kRows];
+  uint4 queries[Shape::kTiles * Shape::kFragments * 32];
+  float query_sizes[Shape::kFragments][Shape::kRows];
+  // Of a cluster's blocks: their sums of the vectors that this block stores, and of all rows.
+  float4 inbox[kDecodeMaxCluster][Shape::kRows * Shape::kD / 4 / kDecodeMaxCluster];
+  float2 inbox_sums[kDecodeMaxCluster][Shape::kRows];
+};
+
+// Of a warp.
+struct Steps {
+  int first, stride, last;
+};
+
+// threadIdx.x, but what follows from it is computed again for each tile: kept, it would take
+// registers from the keys.
+__device__ __forceinline__ int this_thread() {
+  int thread = threadIdx.x;
+  asm volatile("" : "+r"(thread));
+  return thread;
+}
+
+// The tile's queries in the order of the fragments. float8 caches are multiplied in float16, whose
+// range is less than bfloat16's: then each row's largest magnitude is brought to between 1 and 2.
+template <typename Shape>
+struct QueryLoader {
+  using Format = typename Shape::Format;
+  static constexpr bool kScaled = Shape::kFloat8 && !std::is_same_v<Format, Float16>;
+  static constexpr int kWords = Shape::kTiles * Shape::kFragments * 32;
+  static constexpr int kEach = (kWords + kDecodeThreads - 1) / kDecodeThreads;
+
+  uint32_t words[kEach][4];
+
+  static __device__ __forceinline__ int row(int word) {
+    return word / 32 / Shape::kFragments * 8 + word % 32 / 4;
+  }
+
+  __device__ __forceinline__ void load(const DecodeArgs& args, const Tile& tile) {
+    const int thread = this_thread();
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      const int word = e * kDecodeThreads + thread;
+      const int f = word / 32 % Shape::kFragments, t = word % 4;
+      const int d = Shape::kFloat8 ? f / 2 * 64 + 16 * t + f % 2 * 8 : 32 * f + 8 * t;
+      const int r = tile.row_block * Shape::kRows + row(word);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) words[e][i] = 0;
+      if (word < kWords && r < args.rows && d < args.d) {
+        load_vector(words[e],
+                    args.q + tile.b * args.q_strides[0] + r / args.group * args.q_strides[1] +
+                        (tile.head * args.group + r % args.group) * args.q_strides[2] + d * 2);
+      }
+    }
+  }
+
+  // Ends with a barrier.
+  __device__ __forceinline__ void store(DecodeShared<Shape>* shared) {
+    const int thread = this_thread();
+    if constexpr (kScaled) {
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) {
+        const int word = e * kDecodeThreads + thread;
+        float values[8], size = 0.0f;
+        unpack<Format, 4>(words[e], values);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) size = fmaxf(size, fabsf(values[i]));
+        size = lanes_reduce<4>(size, Max());
+        if (word < kWords && word % 4 == 0) {
+          shared->query_sizes[word / 32 % Shape::kFragments][row(word)] = size;
+        }
+      }
+      __syncthreads();
+    }
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      const int word = e * kDecodeThreads + thread;
+      if (word >= kWords) continue;
+      if constexpr (kScaled) {
+        float values[8];
+        unpack<Format, 4>(words[e], values);
+        const float down = 1.0f / unit(*shared, row(word));
+#pragma unroll
+        for (int i = 0; i < 8; ++i) values[i] *= down;
+        pack<Float16, 4>(values, words[e]);
+      }
+      shared->queries[word] = make_uint4(words[e][0], words[e][1], words[e][2], words[e][3]);
+    }
+    __syncthreads();
+  }
+
+  // The power of 2 that a row was divided by.
+  static __device__ __forceinline__ float unit(const DecodeShared<Shape>& shared, int row) {
+    if constexpr (!kScaled) return 1.0f;
+    float size = 0.0f;
+#pragma unroll
+    for (int f = 0; f < Shape::kFragments; ++f) size = fmaxf(size, shared.query_sizes[f][row]);
+    const uint32_t exponent = __float_as_uint(size) >> 23;
+    // Neither it nor its inverse may leave the range of float32.
+    return exponent == 0 ? 1.0f : __uint_as_float(min(exponent, 253u) << 23);
+  }
+};
+
+template <typename Shape>
+__device__ __forceinline__ void set_rows(const DecodeArgs& args, const Tile& tile, int length,
+                                         const DecodeShared<Shape>& shared, Rows<Shape>* rows) {
+  const int t = this_thread() % 4;
+  const float key_scale = scale_of(args.k_scale, args.k_scale_per_head, tile.head);
+#pragma unroll
+  for (int r = 0; r < 2 * Shape::kTiles; ++r) {
+    const int row = r / 2 * 8 + 2 * t + r % 2;
+    const int query = min(tile.row_block * Shape::kRows + row, args.rows - 1) / args.group;
+    rows->own[r] = length - args.queries + query;
+    rows->scale[r] = args.scale;
+    if constexpr (Shape::kFloat8) {
+      rows->scale[r] *= key_scale * QueryLoader<Shape>::unit(shared, row);
+    }
+  }
+}
+
+// One vector of 8 results of a row, from parts that are relative to different largest scores.
+struct Sums {
+  float largest = -INFINITY, sum = 0.0f;
+  float out[8] = {};
+};
+
+template <typename Shape>
+__device__ __forceinline__ void store_result(const DecodeArgs& args, const Tile& tile, int row,
+                                             int d, const Sums& sums) {
+  const int r = tile.row_block * Shape::kRows + row;
+  if (r >= args.rows || d >= args.d) return;
+  const int query = r / args.group, head = tile.head * args.group + r % args.group;
+  const float factor =
+      normalizer(sums.sum, scale_of(args.v_scale, args.v_scale_per_head, tile.head));
+  float values[8];
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) values[i] = sums.out[i] * factor;
+  pack<typename Shape::Format, 4>(values, words);
+  store_vector(args.out + tile.b * args.out_strides[0] + query * args.out_strides[1] +
+                   head * args.out_strides[2] + d * 2,
+               words);
+  if (d == 0 && args.lse != nullptr) {
+    args.lse[(static_cast<int64_t>(tile.b) * args.heads + head) * args.queries + query] =
+        log_of_sum(sums.largest, sums.sum);
+  }
+}
+
+// What a warp has, to shared memory. Ends with a barrier.
+template <typename Shape>
+__device__ __forceinline__ void join_warps(const WarpState<Shape>& state,
+                                           DecodeShared<Shape>* shared) {
+  const int thread = this_thread(), warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
+#pragma unroll
+  for (int r = 0; r < 2 * Shape::kTiles; ++r) {
+    const int row = r / 2 * 8 + 2 * t + r % 2;
+    float sum = state.sum[r];
+#pragma unroll
+    for (int offset = 4; offset < 32; offset *= 2) sum += __shfl_xor_sync(kFullWarp, sum, offset);
+    if (g == 0) {
+      shared->largest[warp][row] = state.largest[r];
+      shared->sum[warp][row] = sum;
+    }
+    constexpr int kOfPart = Shape::kValueElements / 2;  // pairs
+#pragma unroll
+    for (int m = 0; m < Shape::kD / 16; m += 2) {
+      const int d = (m / kOfPart * 8 + g) * Shape::kValueElements + m % kOfPart * 2;
+      const float (&low)[4] = state.out[r / 2][m];
+      const float (&high)[4] = state.out[r / 2][m + 1];
+      *reinterpret_cast<float4*>(&shared->out[warp][row][d]) =
+          make_float4(low[r % 2], low[r % 2 + 2], high[r % 2], high[r % 2 + 2]);
+    }
+  }
+  __syncthreads();
+}
+
+// Puts the warps' parts together, and then the cluster's, or leaves the block's in the workspace.
+template <typename Shape>
+__device__ __forceinline__ void finish(const DecodeArgs& args, const Tile& tile, int64_t slot,
+                                       uint32_t blocks, DecodeShared<Shape>* shared) {
+  constexpr int kOfRow = Shape::kD / 8;
+  constexpr int kVectors = Shape::kRows * kOfRow;
+  for (int vector = this_thread(); vector < kVectors; vector += kDecodeThreads) {
+    const int row = vector / kOfRow, d = vector % kOfRow * 8;
+    Sums sums;
+#pragma unroll
+    for (int w = 0; w < kDecodeWarps; ++w)
+      sums.largest = fmaxf(sums.largest, shared->largest[w][row]);
+#pragma unroll
+    for (int w = 0; w < kDecodeWarps; ++w) {
+      const float own = shared->largest[w][row];
+      const float factor = own == -INFINITY ? 0.0f : power_of_2(own - sums.largest);
+      sums.sum += shared->sum[w][row] * factor;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sums.out[i] += shared->out[w][row][d + i] * factor;
+    }
+    if (blocks == 1 && slot == kWhole) {
+      store_result<Shape>(args, tile, row, d, sums);
+      continue;
+    }
+    const float4 low = make_float4(sums.out[0], sums.out[1], sums.out[2], sums.out[3]);
+    const float4 high = make_float4(sums.out[4], sums.out[5], sums.out[6], sums.out[7]);
+    const float2 both = make_float2(sums.largest, sums.sum);
+    if (slot != kWhole) {
+      float4* to = reinterpret_cast<float4*>(args.partial) + (slot * kVectors + vector) * 2;
+      to[0] = low, to[1] = high;
+      if (d == 0) args.partial_sums[slot * Shape::kRows + row] = both;
+    } else {
+      // A vector is stored by the block whose turn it is.
+      const uint32_t owner = vector % blocks, own = cluster_rank();
+      float4* to = &shared->inbox[own * (kDecodeMaxCluster / blocks)][vector / blocks * 2];
+      store_remote(to, owner, low);
+      store_remote(to + 1, owner, high);
+      store_remote(&shared->inbox_sums[own][row], owner, both);
+    }
+  }
+  if (blocks == 1) return;
+
+  cluster_arrive();
+  cluster_wait();
+  for (int vector = this_thread() * blocks + cluster_rank(); vector < kVectors;
+       vector += kDecodeThreads * blocks) {
+    const int row = vector / kOfRow, d = vector % kOfRow * 8;
+    Sums sums;
+    for (uint32_t from = 0; from < blocks; ++from) {
+      sums.largest = fmaxf(sums.largest, shared->inbox_sums[from][row].x);
+    }
+    for (uint32_t from = 0; from < blocks; ++from) {
+      const float2 both = shared->inbox_sums[from][row];
+      const float factor = both.x == -INFINITY ? 0.0f : power_of_2(both.x - sums.largest);
+      sums.sum += both.y * factor;
+      const float4* parts =
+          &shared->inbox[from * (kDecodeMaxCluster / blocks)][vector / blocks * 2];
+      const float4 low = parts[0], high = parts[1];
+      sums.out[0] += low.x * factor, sums.out[1] += low.y * factor;
+      sums.out[2] += low.z * factor, sums.out[3] += low.w * factor;
+      sums.out[4] += high.x * factor, sums.out[5] += high.y * factor;
+      sums.out[6] += high.z * factor, sums.out[7] += high.w * factor;
+    }
+    store_result<Shape>(args, tile, row, d, sums);
+  }
+}
+
+// `pages` are the page table entries of the first step.
+template <typename Shape>
+__device__ __forceinline__ void attend(const DecodeArgs& args, const Tile& tile,
+                                       const Sequence<Shape::kStep>& sequence, const Steps& steps,
+                                       QueryLoader<Shape>* queries, Pages<Shape> pages,
+                                       DecodeShared<Shape>* shared, WarpState<Shape>* state) {
+  const int32_t* table = args.page_table + tile.b * args.table_stride;
+  const char* k = args.k + tile.head * args.k_strides.head;
+  const char* v = args.v + tile.head * args.v_strides.head;
+  Step<Shape> step;
+  Pages<Shape> own = pages;  // of the step that is multiplied; `pages` are the next one's
+  int key = 0;
+  if (steps.first < steps.last) {
+    key = sequence.first_key(steps.first);
+    step.load_keys(args, k, pages, key, sequence.length - 1 - key);
+    step.load_values(args, v, pages, key, sequence.length - 1 - key, 0);
+    if (steps.first + steps.stride < steps.last) {
+      pages.load(args, table, sequence.first_key(steps.first + steps.stride));
+    }
+  }
+  queries->store(shared);
+  Rows<Shape> rows;
+  set_rows(args, tile, sequence.length, *shared, &rows);
+  state->clear();
+  for (int at = steps.first; at < steps.last; at += steps.stride) {
+    const bool more = at + steps.stride < steps.last;
+    const int next_key = sequence.first_key(at + steps.stride);
+    const int next_last = sequence.length - 1 - next_key;
+    Pages<Shape> fetched = pages;
+    if (at + 2 * steps.stride < steps.last) {
+      fetched.load(args, table, sequence.first_key(at + 2 * steps.stride));
+    }
+    float s[Shape::kTiles][Shape::kBlocks][4];
+    step.scores(shared->queries, s);
+    // Large heads have no registers for keys beside the values' second round.
+    constexpr bool kLate = Shape::kRounds > 1;
+    if (more && !kLate) step.load_keys(args, k, pages, next_key, next_last);
+    softmax<Shape>(args, rows, sequence, key, s, state);
+#pragma unroll
+    for (int round = 0; round < Shape::kRounds; ++round) {
+      if (round > 0) {
+        __syncwarp();  // no earlier: the registers are those of the round before
+        step.load_values(args, v, own, key, sequence.length - 1 - key, round);
+      }
+      step.sums(s, round, state);
+    }
+    if (more && kLate) step.load_keys(args, k, pages, next_key, next_last);
+    if (more) step.load_values(args, v, pages, next_key, next_last, 0);
+    own = pages;
+    pages = fetched;
+    key = next_key;
+  }
+}
+
+template <typename Shape, int kResidents>
+__global__ void __launch_bounds__(kDecodeThreads, kResidents)
+    decode_attention(const __grid_constant__ DecodeArgs args) {
+  __shared__ DecodeShared<Shape> shared;
+  ShareCursor& cursor = shared.cursor;
+  grid_dependency_wait();
+  grid_dependency_launch();
+
+  const uint32_t blocks = args.spread ? 1 : cluster_blocks();
+  if (blocks > 1) cluster_arrive_relaxed();
+  const int turn = (blocks > 1 ? cluster_rank() : 0) * kDecodeWarps + threadIdx.x / 32;
+  Tile tile;
+  if (args.spread) {
+    if (threadIdx.x == 0) args.tiles[blockIdx.x].w = 0;
+    start_share<Shape::kStep>(args, shared.scratch, &cursor);
+    if (cursor.at >= cursor.end) return;
+  } else {
+    const int index = blockIdx.x / blocks, heads = index / args.row_blocks;
+    // Row blocks first: they read the same keys.
+    tile = {heads / args.kv_heads, heads % args.kv_heads, index % args.row_blocks};
+  }
+  do {
+    Steps steps{turn, static_cast<int>(blocks) * kDecodeWarps, 0x7fffffff};
+    if (args.spread) {
+      if (threadIdx.x == 0) enter_tile<Shape::kStep>(args, &cursor);
+      __syncthreads();
+      tile = cursor.tile;
+      steps.first += cursor.first;
+      steps.last = cursor.last;
+    }
+    // Without a window the first keys are known, and their page table entries are read before the
+    // length has come.
+    Pages<Shape> pages;
+    const int32_t* table = args.page_table + tile.b * args.table_stride;
+    const bool ahead = args.left < 0;
+    if (ahead) {
+      pages.load(args, table,
+                 static_cast<int>(min(static_cast<int64_t>(steps.first) * Shape::kStep,
+                                      static_cast<int64_t>(args.capacity - 1))));
+    }
+    QueryLoader<Shape> queries;
+    queries.load(args, tile);
+    const Sequence<Shape::kStep> sequence(args, tile.b);
+    steps.last = min(steps.last, sequence.steps);
+    if (!ahead && steps.first < steps.last) {
+      pages.load(args, table, sequence.first_key(steps.first));
+    }
+    WarpState<Shape> state;
+    attend<Shape>(args, tile, sequence, steps, &queries, pages, &shared, &state);
+    join_warps<Shape>(state, &shared);
+    if (blocks > 1) cluster_wait();  // all of them run, so their inboxes are there
+    if (args.spread) tile = cursor.tile;
+    finish<Shape>(args, tile, args.spread ? cursor.slot : kWhole, blocks, &shared);
+    if (!args.spread) return;
+    __syncthreads();  // the shared memory was read
+    if (threadIdx.x == 0) leave_tile(args, &cursor);
+    __syncthreads();
+  } while (cursor.at < cursor.end);
+}
+
+}  // namespace tiercel
+
+#endif  // KERNELS_ATTENTION_DECODE_ATTENTION_CUH_

@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+// What decode_attention's launcher and its kernels agree on.
+#ifndef KERNELS_ATTENTION_DECODE_KERNELS_H_
+#define KERNELS_ATTENTION_DECODE_KERNELS_H_
+
+#include <vector_types.h>
+
+#include <cstdint>
+
+#include "kernels/sm90/launch.h"
+#include "kernels/sm90/tensor_view.h"
+
+namespace tiercel {
+
+inline constexpr int kDecodeThreads = 128;
+inline constexpr int kDecodeWarps = kDecodeThreads / 32;
+inline constexpr int kDecodeMaxCluster = 8;
+
+// Keys that a warp takes at once: about 4 KiB of them, in registers.
+constexpr int decode_step(int d, int cache_bytes) {
+  const int keys = 4096 / (d * cache_bytes);
+  return keys < 16 ? 16 : keys;
+}
+
+// Of a cache, in bytes. Two products of 32 bits make a row's address.
+struct DecodeStrides {
+  int64_t head;
+  int32_t page;
+  int32_t place;
+};
+
+struct DecodeArgs {
+  const char* q;
+  char* out;
+  float* lse;  // [B, H, Sq], or null
+  const char* k;
+  const char* v;
+  const int32_t* page_table;
+  const int32_t* lengths;
+  const int32_t* prefixes;  // or null
+  const float* k_scale;     // or null: 1
+  const float* v_scale;
+  float* partial;        // [2 * blocks, rows of a tile, D of the kernel]; spread blocks only
+  float2* partial_sums;  // [2 * blocks, rows of a tile]: largest score, sum
+  int4* tiles;           // [blocks]: what decode_combine has to do there
+  int64_t q_strides[3];  // bytes: sequence, query, head
+  int64_t out_strides[3];
+  DecodeStrides k_strides;
+  DecodeStrides v_strides;
+  int64_t table_stride;  // elements
+  int batch;
+  int queries;  // of a sequence
+  int heads;
+  int kv_heads;
+  int group;       // heads a key head
+  int rows;        // queries * group
+  int row_blocks;  // tiles of a key head
+  int d;
+  int capacity;   // keys of a sequence that the page table has room for
+  int page_bits;  // log2 of a page's keys
+  int left;       // of the window; negative: no limit
+  int right;
+  float scale;  // what raw scores are multiplied by: to powers of 2, or with a cap to shares of it
+  float cap_log2;  // the cap in powers of 2, or 0
+  bool k_scale_per_head;
+  bool v_scale_per_head;
+  bool spread;  // blocks share all tiles evenly; otherwise a cluster has one
+};
+
+struct DecodeKernel {
+  DType dtype;
+  bool float8;
+  int d;          // of the tiles
+  bool any_d;     // takes smaller ones too
+  int tiles;      // of 8 rows
+  int residents;  // blocks a multiprocessor holds
+  Kernel kernel;
+};
+
+struct DecodeCombineKernel {
+  DType dtype;
+  Kernel kernel;
+};
+
+// By dtype and cache.
+const DecodeKernel* decode_kernels_bf16(int* count);
+const DecodeKernel* decode_kernels_bf16_fp8(int* count);
+const DecodeKernel* decode_kernels_fp16(int* count);
+const DecodeKernel* decode_kernels_fp16_fp8(int* count);
+const DecodeCombineKernel* decode_combine_kernels(int* count);
+
+}  // namespace tiercel
+
+#endif  // KERNELS_ATTENTION_DECODE_KERNELS_H_

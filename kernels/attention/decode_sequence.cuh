@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a sequence's queries see of its keys, in steps of kStep keys, and which block does what.
+#ifndef KERNELS_ATTENTION_DECODE_SEQUENCE_CUH_
+#define KERNELS_ATTENTION_DECODE_SEQUENCE_CUH_
+
+#include <cstdint>
+
+#include "kernels/attention/decode_kernels.h"
+#include "kernels/sm90/reduce.cuh"
+
+namespace tiercel {
+
+// Steps that hold no visible key are left out: those before the window, but not of the prefix.
+template <int kStep>
+struct Sequence {
+  int length;
+  int prefix;      // keys that every query sees
+  int head_steps;  // those of the prefix that lie before the window
+  int skipped;     // steps before the window
+  int steps;
+
+  __device__ __forceinline__ Sequence(const DecodeArgs& args, int b)
+      : Sequence(args, args.lengths[b], args.prefixes == nullptr ? 0 : args.prefixes[b]) {}
+
+  __device__ __forceinline__ Sequence(const DecodeArgs& args, int given_length, int given_prefix) {
+    length = min(max(given_length, 0), args.capacity);
+    prefix = min(given_prefix, length);
+    skipped = args.left < 0 ? 0 : max(length - args.queries - args.left, 0) / kStep;
+    head_steps = prefix > 0 ? min((prefix + kStep - 1) / kStep, skipped) : 0;
+    steps = (length + kStep - 1) / kStep - skipped + head_steps;
+  }
+
+  __device__ __forceinline__ int first_key(int step) const {
+    return (step < head_steps ? step : step - head_steps + skipped) * kStep;
+  }
+  // Whether the step's keys are in every query's window and before its end.
+  __device__ __forceinline__ bool all_see(const DecodeArgs& args, int key) const {
+    const int end = length - 1, last = key + kStep - 1;
+    return last <= end && (args.right < 0 || last <= end + 1 - args.queries + args.right) &&
+           (args.left < 0 || key >= end - args.left);
+  }
+  // An empty sequence costs one, for its results have to be written.
+  __device__ __forceinline__ int cost() const { return max(steps, 1); }
+};
+
+struct Tile {
+  int b, head, row_block;  // head of the keys
+};
+
+// Where a tile's results go.
+constexpr int64_t kWhole = -1;  // out; otherwise that place of the workspace
+
+// A block's share of the steps of all tiles, which are laid in a row: sequence by sequence, tile by
+// tile. Every block gets as many; some tiles lie in one block, others are shared by several. All of
+// it is in shared memory, and thread 0 moves it on.
+struct ShareCursor {
+  int64_t at;  // among all steps
+  int64_t end;
+  int64_t each;  // of every block
+  Tile tile;     // where it is now
+  int first;     // step of the tile
+  int last;      // after the share's last
+  int64_t slot;  // kWhole or a place in the workspace
+};
+
+template <int kStep>
+__device__ __forceinline__ void enter_tile(const DecodeArgs& args, ShareCursor* cursor) {
+  const int steps = Sequence<kStep>(args, cursor->tile.b).cost();
+  const int64_t begin = cursor->at - cursor->first, end = begin + steps;
+  const bool later = cursor->first > 0;  // another block has its beginning
+  cursor->last = static_cast<int>(min(end, cursor->end) - begin);
+  cursor->slot = kWhole;
+  if (later || end > cursor->end) cursor->slot = 2 * static_cast<int64_t>(blockIdx.x) + !later;
+  if (later && begin >= cursor->each * (static_cast<int64_t>(blockIdx.x) - 1)) {
+    const int blocks = static_cast<int>((end - 1) / cursor->each) - blockIdx.x + 2;
+    args.tiles[blockIdx.x] =
+        make_int4(cursor->tile.b, cursor->tile.head, cursor->tile.row_block, blocks);
+  }
+}
+
+__device__ __forceinline__ void leave_tile(const DecodeArgs& args, ShareCursor* cursor) {
+  cursor->at += cursor->last - cursor->first;
+  cursor->first = 0;
+  Tile& tile = cursor->tile;
+  if (++tile.row_block < args.row_blocks) return;
+  tile.row_block = 0;
+  if (++tile.head < args.kv_heads) return;
+  tile.head = 0;
+  ++tile.b;
+}
+
+// Every thread calls it; `scratch` has kDecodeWarps elements. Ends with a barrier.
+template <int kStep>
+__device__ __forceinline__ void start_share(const DecodeArgs& args, int64_t* scratch,
+                                            ShareCursor* cursor) {
+  const int tiles = args.kv_heads * args.row_blocks;
+  const int each = (args.batch + kDecodeThreads - 1) / kDecodeThreads;
+  const int first = threadIdx.x * each, last = min(first + each, args.batch);
+  int64_t mine = 0;
+  for (int b = first; b < last; ++b) mine += Sequence<kStep>(args, b).cost();
+  mine *= tiles;
+  int64_t before = mine;
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const int64_t other = __shfl_up_sync(kFullWarp, before, offset);
+    if (static_cast<int>(threadIdx.x % 32) >= offset) before += other;
+  }
+  if (threadIdx.x % 32 == 31) scratch[threadIdx.x / 32] = before;
+  before -= mine;
+  __syncthreads();
+  int64_t total = 0;
+#pragma unroll
+  for (int warp = 0; warp < kDecodeWarps; ++warp) {
+    if (warp == static_cast<int>(threadIdx.x / 32)) before += total;
+    total += scratch[warp];
+  }
+  const int64_t blocks = gridDim.x, share = (total + blocks - 1) / blocks;
+  const int64_t begin = min(share * blockIdx.x, total);
+  if (threadIdx.x == 0) {
+    cursor->at = begin;
+    cursor->end = min(begin + share, total);
+    cursor->each = share;
+  }
+  if (before <= begin && begin < before + mine) {
+    int64_t position = begin - before;
+    int b = first, steps = 1;
+    for (; b < last; ++b) {
+      steps = Sequence<kStep>(args, b).cost();
+      if (position < static_cast<int64_t>(steps) * tiles) break;
+      position -= static_cast<int64_t>(steps) * tiles;
+    }
+    const int index = static_cast<int>(position / steps);
+    cursor->tile = {b, index / args.row_blocks, index % args.row_blocks};
+    cursor->first = static_cast<int>(position % steps);
+  }
+  __syncthreads();
+}
+
+}  // namespace tiercel
+
+#endif  // KERNELS_ATTENTION_DECODE_SEQUENCE_CUH_

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// Matrix products of one warp (mma.sync), and the transpose that goes with them.
+//
+// Lane 4 g + t holds, of a 16x16 matrix A of 16-bit elements, words 0 to 3: rows g, g + 8, g, g + 8
+// and columns 2t, 2t + 1 (words 0, 1), 2t + 8, 2t + 9 (words 2, 3); of a 16x8 matrix B, words 0 and
+// 1: rows 2t, 2t + 1 and 2t + 8, 2t + 9 of column g; of a 16x8 result, elements 0 to 3: row g,
+// columns 2t and 2t + 1, then row g + 8.
+#ifndef KERNELS_SM90_WARP_MATRIX_CUH_
+#define KERNELS_SM90_WARP_MATRIX_CUH_
+
+#include <cstdint>
+
+#include "kernels/sm90/float_format.cuh"
+
+namespace tiercel {
+
+// c += a b with float32 sums.
+template <typename Format>
+__device__ __forceinline__ void warp_multiply_add(float (&c)[4], uint32_t a0, uint32_t a1,
+                                                  uint32_t a2, uint32_t a3, uint32_t b0,
+                                                  uint32_t b1);
+
+template <>
+__device__ __forceinline__ void warp_multiply_add<BFloat16>(float (&c)[4], uint32_t a0, uint32_t a1,
+                                                            uint32_t a2, uint32_t a3, uint32_t b0,
+                                                            uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+template <>
+__device__ __forceinline__ void warp_multiply_add<Float16>(float (&c)[4], uint32_t a0, uint32_t a1,
+                                                           uint32_t a2, uint32_t a3, uint32_t b0,
+                                                           uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// An 8x8 matrix of 16-bit elements, lane 4 g + t holding columns 2t and 2t + 1 of row g, turned.
+__device__ __forceinline__ uint32_t warp_transpose(uint32_t word) {
+  uint32_t turned;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(word));
+  return turned;
+}
+
+}  // namespace tiercel
+
+#endif  // KERNELS_SM90_WARP_MATRIX_CUH_

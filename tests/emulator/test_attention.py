@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""attention and attention_varlen on the emulator, against float64."""
+
+import itertools
+
+import pytest
+import torch
+from support.emulator import kernels
+from support.emulator import options as running
+
+import tiercel
+
+pytestmark = pytest.mark.torch
+
+UNLIMITED = -1
+
+
+def limits(options):
+    left, right = options.get("window", (UNLIMITED, UNLIMITED))
+    return left, 0 if options.get("causal") else right
+
+
+def compare(result, lse, truth, sums):
+    """As the tests on a GPU ask."""
+    unit = torch.finfo(result.dtype).eps / 2
+    error = (result.double() - truth).abs()
+    assert error.max() <= 8 * unit, error.max().item() / unit
+    torch.testing.assert_close(lse.double(), sums.double(), rtol=1e-5, atol=2e-5)
+
+
+def draw(dtype, *shapes):
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(*shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def check(batch, seq_q, seq_k, heads, d, dtype=torch.bfloat16, expected="", **options):
+    q_shape = (batch, seq_q, heads[0], d)
+    k_shape = (batch, seq_k, heads[1], d)
+    q, k, v = draw(dtype, q_shape, k_shape, k_shape)
+    out = torch.full_like(q, torch.nan)
+    lse = torch.full((batch, heads[0], seq_q), torch.nan)
+    softcap = options.get("softcap", 0.0)
+    arguments = (q, k, v, out, lse, *limits(options), d**-0.5, softcap)
+    assert expected in kernels.attention_plan(*arguments)["kernel"]
+    kernels.attention(*arguments)
+    doubles = [x.double() for x in (q, k, v)]
+    compare(out, lse, *tiercel.ref.attention(*doubles, return_lse=True, **options))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("d", [40, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (40, 5)}])
+def test_attention(d, dtype, options):
+    check(1, 150, 210, (2, 1), d, dtype, **options)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((2, 1, 1, (1, 1)), {}),
+        ((1, 300, 129, (4, 2)), {"causal": True}),
+        ((2, 64, 400, (2, 2)), {"window": (UNLIMITED, 20)}),
+        ((1, 200, 200, (2, 1)), {"softcap": 20.0, "causal": True}),
+    ],
+)
+def test_shapes(sizes, options):
+    check(*sizes, 64, **options)
+
+
+def test_three_warpgroups():
+    check(1, 1100, 130, (1, 1), 64, expected="192x128", causal=True)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_any_order_of_warps(seed):
+    with running(lazy=seed != 2, seed=seed):
+        check(1, 300, 300, (2, 1), 128, causal=True)
+
+
+def check_varlen(queries, keys, heads, d, dtype=torch.bfloat16, longest=None, **options):
+    k_shape = (sum(keys), heads[1], d)
+    q, k, v = draw(dtype, (sum(queries), heads[0], d), k_shape, k_shape)
+    starts = [torch.tensor([0, *x]).cumsum(0).int() for x in (queries, keys)]
+    longest = longest or (max(queries), max(keys))
+    out = torch.full_like(q, torch.nan)
+    lse = torch.full((heads[0], len(q)), torch.nan)
+    arguments = (q, k, v, *starts, out, lse, *longest, *limits(options), d**-0.5, 0.0)
+    kernels.attention_varlen(*arguments)
+    doubles = [x.double() for x in (q, k, v)]
+    truth = tiercel.ref.attention_varlen(*doubles, *starts, *longest, return_lse=True, **options)
+    compare(out, lse, *truth)
+
+
+LENGTHS = [
+    ([5], [5]),
+    ([128, 256], [128, 256]),
+    ([300, 1, 0, 130, 129], [300, 1, 7, 130, 64]),
+    ([64, 200, 3], [200, 64, 0]),
+    ([50] * 5, [50] * 5),
+]
+
+
+@pytest.mark.parametrize("d", [40, 64, 128])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 5)}])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_varlen(d, options, lengths):
+    check_varlen(*lengths, (2, 1), d, **options)
+
+
+def test_varlen_float16_and_a_longest_that_is_more():
+    check_varlen([100, 50], [60, 90], (4, 2), 128, torch.float16, (300, 257), causal=True)
+
+
+def test_varlen_beside_nans():
+    """The next sequence's keys are NaN: no row of another sequence sees them."""
+    q, k, v = draw(torch.bfloat16, *itertools.repeat((227, 2, 64), 3))
+    k[100:150], v[100:150] = torch.nan, torch.nan
+    starts = torch.tensor([0, 100, 150, 227], dtype=torch.int32)
+    out, lse = torch.zeros_like(q), torch.zeros(2, 227)
+    tensors = (q, k, v, starts, starts, out, lse)
+    kernels.attention_varlen(*tensors, 100, 100, UNLIMITED, UNLIMITED, 0.125, 0.0)
+    assert out[:100].isfinite().all()
+    assert out[150:].isfinite().all()
+    assert out[100:150].isnan().all()

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the emulator says of kernels that are wrong: each defect has its message."""
+
+import pytest
+import torch
+from support.ptx import EmulatorError, kernel, options, zeros
+
+# %r1 = the thread, %rd9 = its element of 4 bytes in parameter 0
+THREAD = "mov.u32 %r1, %tid.x; mul.wide.u32 %rd8, %r1, 4; add.s64 %rd9, %rd0, %rd8;"
+
+
+@pytest.fixture(autouse=True)
+def _usual_options():
+    yield
+    options()
+
+
+def fails(launch, *arguments, match, **named):
+    with pytest.raises(EmulatorError, match=match) as caught:
+        launch(*arguments, **named)
+    return str(caught.value)
+
+
+def test_out_of_bounds_names_everything(tmp_path):
+    launch = kernel(tmp_path, f"{THREAD} st.global.u32 [%rd9+4], %r1;")
+    text = fails(launch, zeros(32), match="out-of-bounds write of 4 bytes at global address 0x")
+    assert "0 bytes after tensor 0 of 128 bytes" in text
+    assert "kernel kernel_" in text and "block (0, 0, 0), thread (31, 0, 0)" in text
+    assert ".ptx:" in text and "st.global.u32 [%rd9+4], %r1" in text
+
+
+def test_misaligned(tmp_path):
+    launch = kernel(tmp_path, f"{THREAD} ld.global.v2.u32 {{%r2, %r3}}, [%rd9];")
+    assert "thread (1, 0, 0)" in fails(launch, zeros(40), match="misaligned read of 8 bytes")
+
+
+def test_shared_memory_has_an_end(tmp_path):
+    launch = kernel(tmp_path, "mov.u32 %r1, dynamic; ld.shared.u32 %r2, [%r1+64];")
+    launch(zeros(1), shared=80)
+    fails(launch, zeros(1), shared=64, match="out-of-bounds access of 4 bytes at shared address")
+
+
+def test_shared_memory_begins_as_nan(tmp_path):
+    launch = kernel(
+        tmp_path, f"{THREAD} mov.u32 %r2, dynamic; ld.shared.f32 %f1, [%r2]; st.f32 [%rd9], %f1;"
+    )
+    out = zeros(32, torch.float32)
+    launch(out, shared=64)
+    assert out.isnan().all()
+
+
+def test_too_much_shared_memory(tmp_path):
+    launch = kernel(tmp_path, "")
+    fails(launch, zeros(1), shared=64 * 1024, match="65536 bytes of dynamic shared memory")
+
+
+def test_deadlock_says_who_waits_where(tmp_path):
+    body = f"{THREAD} setp.lt.u32 %p1, %r1, 32; @%p1 bar.sync 1, 64; "
+    launch = kernel(tmp_path, body)
+    text = fails(launch, zeros(64), block=64, match="is deadlocked")
+    assert "block (0, 0, 0) warp 0 lanes 0xffffffff" in text and "bar.sync 1, 64" in text
+    assert "warp 1" not in text
+
+
+def test_endless_loop(tmp_path):
+    launch = kernel(tmp_path, "AGAIN: add.u32 %r1, %r1, 1; bra AGAIN;")
+    options(max_instructions=50_000)
+    fails(launch, zeros(1), match="more than allowed")
+
+
+def test_unknown_instruction_is_quoted(tmp_path):
+    launch = kernel(tmp_path, "frobnicate.u32 %r1, %r2;")
+    fails(launch, zeros(1), match=r"unknown opcode frobnicate\n.*frobnicate.u32 %r1, %r2")
+    launch = kernel(tmp_path, "add.weird.u32 %r1, %r2, %r3;")
+    fails(launch, zeros(1), match=r"modifier \.weird is not implemented")
+    launch = kernel(tmp_path, "add.u32 %rd1, %r2, %r3;")
+    fails(launch, zeros(1), match="register %rd1 has 64 bits, not 32")
+
+
+def test_assertions_and_traps(tmp_path):
+    fails(kernel(tmp_path, "trap;"), zeros(1), match="trap")
+
+
+COPY = f"""{THREAD}
+mov.u32 %r2, dynamic; mad.lo.u32 %r3, %r1, 4, %r2; add.s64 %rd6, %rd1, %rd8;
+cp.async.ca.shared.global [%r3], [%rd9], 4;
+cp.async.commit_group; WAIT
+ld.shared.u32 %r4, [%r3]; st.global.u32 [%rd6], %r4;"""
+
+
+def test_a_copy_that_nobody_waits_for_is_not_there_yet(tmp_path):
+    source, out = torch.arange(32, dtype=torch.int32), zeros(32)
+    kernel(tmp_path, COPY.replace("WAIT", "cp.async.wait_group 0;"), parameters=2)(
+        source, out, shared=128
+    )
+    assert torch.equal(out, source)
+    launch = kernel(tmp_path, COPY.replace("WAIT", "cp.async.wait_group 1;"), parameters=2)
+    launch(source, out, shared=128)
+    assert (out == -1).all()
+    options(lazy=False)
+    launch(source, out, shared=128)
+    assert torch.equal(out, source)
+
+
+def test_a_missing_barrier_shows_in_some_order(tmp_path):
+    body = f"""{THREAD} mov.u32 %r2, dynamic; mad.lo.u32 %r3, %r1, 4, %r2;
+    st.shared.u32 [%r3], %r1; BARRIER
+    xor.b32 %r4, %r1, 96; mad.lo.u32 %r5, %r4, 4, %r2; ld.shared.u32 %r6, [%r5];
+    st.global.u32 [%rd9], %r6;"""
+    due = torch.arange(128, dtype=torch.int32) ^ 96
+    for barrier, right in (("bar.sync 0;", True), ("", False)):
+        launch = kernel(tmp_path, body.replace("BARRIER", barrier))
+        results = []
+        for seed in range(1, 6):
+            options(seed=seed)
+            out = zeros(128)
+            launch(out, block=128, shared=512)
+            results.append(torch.equal(out, due))
+        assert all(results) == right
+
+
+def test_barriers_that_do_not_fit(tmp_path):
+    launch = kernel(tmp_path, "bar.sync 0, 33;")
+    fails(launch, zeros(1), block=64, match="must be a multiple of 32")
+    launch = kernel(tmp_path, "barrier.cluster.wait;")
+    fails(launch, zeros(1), match="without an arrive")
+
+
+def test_clusters_that_do_not_fit(tmp_path):
+    fails(
+        kernel(tmp_path, ""), zeros(1), grid=3, cluster=2, match="clusters of 2 x 1 x 1 in a grid"
+    )
+    launch = kernel(
+        tmp_path, "mov.u32 %r1, 5; mov.u32 %r2, dynamic; mapa.shared::cluster.u32 %r3, %r2, %r1;"
+    )
+    fails(launch, zeros(1), grid=2, cluster=2, match="mapa to block 5 of a cluster of 2")

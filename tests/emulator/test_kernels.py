@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every CUDA C++ family's kernels, run by the emulator, against the reference in float64.
+
+The shapes are small, and chosen to reach each kernel that a family's plan can choose.
+"""
+
+import pytest
+import torch
+from support.emulator import options, sm90
+
+from tiercel._op import families
+
+F32, BF16, F16, FP8 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn
+FLOATS = [F32, BF16, F16]
+INF, NAN = float("inf"), float("nan")
+
+# A result is right to this much of its size, rounding to the type included.
+RELATIVE = {F32: 4e-6, BF16: 2**-8, F16: 2**-11 * 1.02}
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def normal(*shape, dtype=F32):
+    return torch.randn(shape).to(dtype)
+
+
+def reference(operator, *arguments):
+    """What the reference makes of the arguments in float64, where they are floating point."""
+    wide = [
+        x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        for x in arguments
+    ]
+    for operators in families.values():
+        for one in operators:
+            if one.name == operator:
+                return one.backends["ref"].run(*wide)
+    raise LookupError(operator)
+
+
+def close(result, expected, scale=None):
+    """scale: the size that errors are a part of, where it is not the result's own."""
+    if result is None or isinstance(result, torch.Tensor):
+        result, expected = [result], [expected]
+    for one, exact in zip(result, expected, strict=True):
+        if one is None:
+            continue
+        assert one.shape == exact.shape
+        if not one.is_floating_point():
+            assert torch.equal(one, exact.to(one.dtype))
+            continue
+        exact = exact.double()
+        size = exact.abs() if scale is None else torch.as_tensor(scale).expand_as(exact)
+        tiny = torch.finfo(one.dtype).smallest_normal
+        wrong = (one.double() - exact).abs() - RELATIVE[one.dtype] * size.clamp_min(tiny)
+        assert not (wrong > 0).any(), f"off by {(one.double() - exact).abs().max():.3g}"
+
+
+def check(operator, *arguments, scale=None):
+    close(sm90(operator)(*arguments), reference(operator, *arguments), scale)
+
+
+# One row a few lanes, a warp, a block, a cluster, several passes; vectors or not.
+ROWS = [(7, 1), (5, 33), (3, 64), (2, 1000), (2, 4096), (1, 9000), (1, 40001)]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", ROWS)
+def test_softmax(shape, dtype):
+    x, grad = normal(*shape, dtype=dtype), normal(*shape, dtype=dtype)
+    keep = torch.rand(shape) < 0.8
+    keep[:, 0] = True
+    size = x.double().abs().max() + 12  # of a logarithm's terms
+    check("softmax_online_no_mask", x, -1, 1.5, None)
+    check("softmax_online", x, keep, -1, None, None)
+    check("softmax_online", x, grad, -1, 0.37, None)
+    check("log_softmax_no_mask", x, -1, None, None, scale=size)
+    y = sm90("softmax_online_no_mask")(x, -1, None, None)
+    check("softmax_online_no_mask_backward", grad, y, -1, None, None, scale=4 * y.double().abs())
+    check("softmax_online_backward", grad, y, keep, -1, 0.37, None, scale=4 * y.double().abs())
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("columns", [8, 5000, 300_000])
+def test_softmax_of_special_values(columns, dtype):
+    x = normal(7, columns, dtype=dtype)
+    x[0, columns // 2], x[1, columns // 3], x[2] = NAN, INF, -INF
+    x[3, columns // 2 :], x[4], x[5, 1:], x[6, -1] = -INF, 0, -100, 30_000
+    for log, name in enumerate(("softmax_online_no_mask", "log_softmax_no_mask")):
+        result = sm90(name)(x, -1, None, None).double()
+        exact = torch.log_softmax(x.double(), -1) if log else torch.softmax(x.double(), -1)
+        for same in (torch.isnan, torch.isneginf):
+            assert torch.equal(same(result), same(exact))
+        size = exact.abs() + 0.01 if log else exact
+        allowed = RELATIVE[dtype] * size + torch.finfo(dtype).smallest_normal
+        assert not ((result - exact).abs() > allowed).any()
+
+
+@pytest.mark.parametrize("scale", [None, 0.37])
+@pytest.mark.parametrize("columns", [64, 1000, 20_000])
+def test_log_softmax_of_large_scores(columns, scale):
+    """What is lost of them in an exponent's product shows in float16, where results are small."""
+    arguments = (
+        "log_softmax_no_mask",
+        (3e4 + 30 * torch.randn(3, columns)).half(),
+        -1,
+        scale,
+        None,
+    )
+    check(*arguments, scale=reference(*arguments).abs() + 0.01)  # 5e-6 more, for float32's sums
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", ROWS)
+def test_norm(shape, dtype):
+    x, residual = normal(*shape, dtype=dtype), normal(*shape, dtype=dtype)
+    weight, bias = normal(shape[1], dtype=dtype), normal(shape[1], dtype=dtype)
+    for name in ("rms_norm", "layer_norm"):
+        check(f"{name}_no_weight_no_bias_no_residual", x, 1e-5, None, scale=8.0)
+        if shape[1] > 1:
+            check(name, x, weight, bias, residual, 1e-5, None, scale=24.0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(5, 33), (700, 64), (3, 1000), (2, 9001)])
+def test_norm_backward(shape, dtype):
+    x, grad = normal(*shape, dtype=dtype), normal(*shape, dtype=dtype)
+    weight = normal(shape[1], dtype=dtype)
+    for name in ("rms_norm", "layer_norm"):
+        arguments = (x, weight, grad, True, name == "layer_norm", dtype, 1e-5, None)
+        result = sm90(f"{name}_backward_no_grad_residual")(*arguments)
+        exact = reference(f"{name}_backward_no_grad_residual", *arguments)
+        close(result[:1], exact[:1], scale=24.0)
+        close(result[1:], exact[1:], scale=8.0 * shape[0] ** 0.5)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_norm_backward_of_one_column(dtype):
+    """What is due is a small difference, or none, of terms of this size."""
+    x, grad, weight = normal(131, 1, dtype=dtype), normal(131, 1, dtype=dtype), normal(1, dtype=dtype)
+    for name in ("rms_norm", "layer_norm"):
+        arguments = (x, weight, grad, True, name == "layer_norm", dtype, 1e-5, None)
+        result = sm90(f"{name}_backward_no_grad_residual")(*arguments)
+        exact = reference(f"{name}_backward_no_grad_residual", *arguments)
+        square = x.double().square() if name == "rms_norm" else 0.0 * x.double()
+        terms = (square + 1e-5).rsqrt() * (grad.double() * weight.double()).abs()
+        allowed = RELATIVE[dtype] * exact[0].abs() + 1e-6 * terms + 2.0**-24
+        assert not ((result[0].double() - exact[0]).abs() > allowed).any()
+        close(result[1:], exact[1:], scale=30.0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("op", ["sum", "mean", "amax"])
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [((5, 33), 1), ((3, 4096), 1), ((1, 70000), 1), ((40, 24), 0), ((3000, 9), 0), ((9, 7, 20), 1),
+     ((123457,), None)],
+)  # fmt: skip
+def test_reduce(shape, dim, op, dtype):
+    x = normal(*shape, dtype=dtype)
+    size = x.double().abs().sum() if dim is None else x.double().abs().sum(dim)
+    check("reduce", x, dim, op, False, None, None, scale=None if op == "amax" else size)
+
+
+def test_sums_down_long_columns_are_as_good_as_torchs():
+    x = normal(4096, 4096)
+    exact = x.double().sum(0)
+    ours, theirs = sm90("reduce")(x, 0, "sum", False, None, None), x.sum(0)
+    assert (ours - exact).square().mean() < 0.85 * (theirs - exact).square().mean()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("columns", [8, 1001, 2048])
+def test_activation(columns, dtype):
+    x, up = normal(3, columns, dtype=dtype), normal(3, columns, dtype=dtype)
+    grad = normal(3, columns, dtype=dtype)
+    size = (x.double().abs() + 1) * (up.double().abs() + 1) * (grad.double().abs() + 1)
+    for name, options_ in (("silu", ()), ("relu", ()), ("gelu", ("none",)), ("gelu", ("tanh",))):
+        check(name, x, *options_, None, scale=x.double().abs() + 0.01)
+        check(f"{name}_and_mul", x, up, *options_, None, scale=size)
+        check(f"{name}_backward", grad, x, *options_, scale=2 * size)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, torch.int8, torch.int16, torch.bool])
+@pytest.mark.parametrize("shape", [(64, 64), (70, 133), (3, 257), (1, 5)])
+def test_copy_transpose(shape, dtype):
+    x = (torch.randn(shape) * 50).to(dtype)
+    assert torch.equal(sm90("copy_transpose")(x, 0, None), x.T)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("granularity", ["tensor", "row", "1x128", "128x128"])
+@pytest.mark.parametrize("shape", [(3, 128), (130, 256), (2, 4096)])
+def test_fp8_quantize(shape, granularity, dtype):
+    x = normal(*shape, dtype=dtype)
+    x[0, 3], x[-1, -1] = 0, 300
+    exact, scale = families["fp8_quantize"][0].backends["ref"].run(x, granularity, None)
+    q, got = sm90("fp8_quantize")(x, granularity, None)
+    assert torch.equal(got, scale)
+    assert torch.equal(q.view(torch.uint8), exact.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_nvfp4(dtype):
+    x = normal(5, 256, dtype=dtype) * 3
+    x[1] = 0
+    for factor in (None, torch.tensor([0.37])):
+        name = "nvfp4_quantize" + ("" if factor is None else "_scaled")
+        extra = () if factor is None else (factor,)
+        ref = {one.name: one.backends["ref"].run for one in families["nvfp4_quantize"]}
+        exact, scale = ref[name](x, *extra, None)
+        q, got = sm90(name)(x, *extra, None)
+        assert torch.equal(got.view(torch.uint8), scale.view(torch.uint8))
+        assert torch.equal(q.view(torch.uint8), exact.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_embedding(interleaved, dtype):
+    q, k = normal(5, 4, 64, dtype=dtype), normal(5, 2, 64, dtype=dtype)
+    positions, cache = torch.tensor([0, 3, 99, 7, 1]), normal(100, 32, dtype=dtype)
+    check("rotary_embedding", positions, q, k, cache, interleaved, None, scale=16.0)
+
+
+@pytest.mark.parametrize("cache_dtype", [None, FP8])
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_kv_cache_write(dtype, cache_dtype):
+    key, value = normal(4, 2, 64, dtype=dtype), normal(4, 2, 64, dtype=dtype)
+    slots = torch.tensor([5, -1, 17, 0])
+    caches = [torch.zeros(3, 8, 2, 64).to(cache_dtype or dtype) for _ in range(4)]
+    scales = (torch.tensor([0.5]), torch.tensor([2.0])) if cache_dtype else (None, None)
+    sm90("kv_cache_write")(key, value, caches[0], caches[1], slots, *scales, None)
+    run = families["kv_cache_write"][0].backends["ref"].run
+    run(key, value, caches[2], caches[3], slots, *scales, None)
+    for got, exact in zip(caches[:2], caches[2:], strict=True):
+        assert torch.equal(got.view(torch.uint8), exact.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("shape", "k"), [((5, 64), 6), ((3, 128), 8), ((2, 256), 8), ((3, 7), 2), ((2, 512), 10)]
+)
+def test_topk_softmax(shape, k, dtype):
+    scores = normal(*shape, dtype=dtype)
+    scores[0, 3] = scores[0, 5]  # a tie
+    for softmax_first in (True, False):
+        arguments = (scores, k, softmax_first, True, torch.int32, None)
+        check("topk_softmax", *arguments)
+
+
+@pytest.mark.parametrize(("tokens", "experts"), [(1, 8), (33, 8), (300, 64), (700, 200)])
+def test_moe_align_block_size(tokens, experts):
+    ids = torch.randint(-1, experts + 1, (tokens, 4), dtype=torch.int32)
+    check("moe_align_block_size", ids, 16, experts, None, False, False, None)
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_topk_softmax_align(tokens):
+    scores = normal(tokens, 64, dtype=BF16)
+    check("topk_softmax_align", scores, 6, 16, None, True, True, torch.int32, False, False, None)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(3, 2, 256), (2, 8, 1000), (2, 5, 33)])
+def test_moe_sum(shape, dtype):
+    x = normal(*shape, dtype=dtype)
+    weights = torch.rand(shape[:2])
+    check("moe_sum_no_weights", x, None, scale=x.double().abs().sum(1))
+    check("moe_sum", x, weights, None, scale=x.double().abs().sum(1))
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_any_order_of_warps(seed):
+    """Kernels that synchronise blocks and clusters, with warps in an order of the seed's."""
+    with options(seed=seed):
+        check("softmax_online_no_mask", normal(1, 40001), -1, None, None)
+        check("reduce", normal(1, 70000), 1, "sum", False, None, None, scale=70000.0)
+        check("rms_norm_no_weight_no_bias_no_residual", normal(1, 20000), 1e-5, None, scale=8.0)
+        ids = torch.randint(0, 64, (300, 4), dtype=torch.int32)
+        check("moe_align_block_size", ids, 16, 64, None, False, False, None)

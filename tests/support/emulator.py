@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package's kernels on the CPU: its own launchers over the emulator (docs/emulator.md).
+
+Import this before tiercel. `sm90("reduce")` is the fast backend of that operator, for torch's CPU
+tensors; `kernels` is tiercel._C likewise. What a kernel touches beyond the tensors is an error.
+"""
+
+import contextlib
+import ctypes
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import types
+
+import torch
+from support.dlpack_tensor import DTYPES, ExchangeTensor
+
+driver = ctypes.CDLL(os.environ["TIERCEL_LIBCUDA"])
+driver.emulator_register.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_char_p)
+driver.emulator_unregister.argtypes = (ctypes.c_void_p,)
+driver.emulator_set_options.argtypes = (ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64)
+driver.emulator_instructions.restype = ctypes.c_uint64
+
+
+def _bytes(tensor):
+    """The extent of a view, from its first element to behind its last."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+@contextlib.contextmanager
+def registered(*tensors):
+    """While the block runs, kernels may touch these tensors."""
+    tensors = [tensor for tensor in tensors if tensor.numel()]
+    for i, tensor in enumerate(tensors):
+        driver.emulator_register(tensor.data_ptr(), _bytes(tensor), b"tensor %d" % i)
+    try:
+        yield
+    finally:
+        for tensor in tensors:
+            driver.emulator_unregister(tensor.data_ptr())
+
+
+def as_cuda(tensor):
+    """A CPU tensor as the launcher sees one of a GPU."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    assert dtype in DTYPES, dtype
+    return ExchangeTensor(
+        *tensor.shape, dtype=dtype, strides=tensor.stride(), address=tensor.data_ptr()
+    )
+
+
+def _on_emulator(function):
+    def call(*arguments, **named):
+        tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+        if not tensors:
+            return function(*arguments, **named)
+        with registered(*tensors):
+            return function(*(as_cuda(x) if isinstance(x, torch.Tensor) else x for x in arguments))
+
+    return call
+
+
+def _load():
+    """tiercel._C whose functions take CPU tensors for a GPU's."""
+    loader = importlib.machinery.ExtensionFileLoader(
+        "tiercel._C", os.environ["TIERCEL_EMULATED_MODULE"]
+    )
+    real = importlib.util.module_from_spec(importlib.util.spec_from_loader("tiercel._C", loader))
+    loader.exec_module(real)
+    module = types.ModuleType("tiercel._C")
+    for name, value in vars(real).items():
+        launches = isinstance(value, types.BuiltinFunctionType) and name not in ("empty", "route")
+        setattr(module, name, _on_emulator(value) if launches else value)
+    return module
+
+
+assert "tiercel" not in sys.modules, "support.emulator must be imported before tiercel"
+kernels = sys.modules["tiercel._C"] = _load()
+
+
+def sm90(operator):
+    """An operator's fast backend: all its arguments by position, `backend` last."""
+    from tiercel._op import families
+
+    for operators in families.values():
+        for one in operators:
+            if one.name == operator:
+                return one.backends["sm90"].run
+    raise LookupError(operator)
+
+
+@contextlib.contextmanager
+def options(lazy=True, seed=0, max_instructions=2_000_000_000, short_fp8_adder=False):
+    """How launches in the block run."""
+    driver.emulator_set_options(lazy, seed, max_instructions)
+    driver.emulator_set_short_fp8_adder(short_fp8_adder)
+    try:
+        yield
+    finally:
+        driver.emulator_set_options(True, 0, 2_000_000_000)
+        driver.emulator_set_short_fp8_adder(False)
+
+
+def instructions():
+    """Warp instructions that have run so far."""
+    return driver.emulator_instructions()

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+// elect.sync, and instructions that only tell the machine something.
+#include <string>
+
+#include "tools/emulator/tensor/tensor_state.h"
+
+namespace tiercel::emulator {
+namespace {
+
+Step run_nothing(Warp&, const Instruction&, Mask) { return Step::kNext; }
+
+// op[0] the elected lane, op[1] the predicate, op[2] the member mask
+Step run_elect(Warp& warp, const Instruction& in, Mask mask) {
+  const Mask members = warp.in<uint32_t>(in.op[2])[first_lane(mask)];
+  if (!warp.together(members, mask)) return Step::kBlocked;
+  const int leader = first_lane(members & mask);
+  uint32_t* lanes = warp.out<uint32_t>(in.op[0]);
+  for (int lane = 0; lane < kLanes; ++lane)
+    if (mask >> lane & 1) lanes[lane] = static_cast<uint32_t>(leader);
+  Mask* predicate = warp.out<Mask>(in.op[1]);
+  *predicate = (*predicate & ~mask) | 1u << leader;
+  return Step::kNext;
+}
+
+void decode_elect(Decode& d, Instruction& out) {
+  if (!d.take("sync")) d.fail("the modifier .sync is expected");
+  const PtxOperand& pair = d.operand(0);
+  if (pair.kind != PtxOperand::kPair) d.fail("a pair of destinations is expected");
+  out.op[0] = d.destination(pair.parts.at(0), t::b32);
+  out.op[1] = d.destination(pair.parts.at(1), t::pred);
+  out.op[2] = d.source(1, t::b32);
+  out.run = run_elect;
+}
+const Opcode elect_opcode("elect", decode_elect);
+
+// A grid begins when the one before it has ended: nothing to wait for.
+void decode_griddepcontrol(Decode& d, Instruction& out) {
+  if (d.take_one_of({"wait", "launch_dependents"}).empty()) d.fail("an operation is missing");
+  out.run = run_nothing;
+}
+const Opcode griddepcontrol_opcode("griddepcontrol", decode_griddepcontrol);
+
+void decode_setmaxnreg(Decode& d, Instruction& out) {
+  if (d.take_one_of({"inc", "dec"}).empty()) d.fail("an operation is missing");
+  d.take("sync");
+  d.take("aligned");
+  d.type({t::u32});
+  const int64_t count = d.immediate(0);
+  if (count < 24 || count > 256 || count % 8 != 0)
+    d.fail("the number of registers is expected to be a multiple of 8 from 24 to 256");
+  out.run = run_nothing;
+}
+const Opcode setmaxnreg_opcode("setmaxnreg", decode_setmaxnreg);
+
+Step run_policy(Warp& warp, const Instruction& in, Mask mask) {
+  uint64_t* out = warp.out<uint64_t>(in.op[0]);
+  for (int lane = 0; lane < kLanes; ++lane)
+    if (mask >> lane & 1) out[lane] = 0;
+  return Step::kNext;
+}
+
+// Hints to caches that there are none of.
+void decode_createpolicy(Decode& d, Instruction& out) {
+  for (const std::string& word : d.rest()) d.take(word.c_str());
+  out.op[0] = d.destination(0, t::b64);
+  out.run = run_policy;
+}
+const Opcode createpolicy_opcode("createpolicy", decode_createpolicy);
+
+void decode_prefetch(Decode& d, Instruction& out) {
+  for (const std::string& word : d.rest()) d.take(word.c_str());
+  out.run = run_nothing;
+}
+const Opcode prefetch_opcode("prefetch", decode_prefetch);
+const Opcode prefetchu_opcode("prefetchu", decode_prefetch);
+
+}  // namespace
+}  // namespace tiercel::emulator
