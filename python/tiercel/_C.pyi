@@ -225,7 +225,6 @@ def attention_plan(
     softcap: float,
     /,
 ) -> _AttentionPlan: ...
-def attention_load(device: int, /) -> None: ...
 def attention_backward(
     grad: Any,
     q: Any,

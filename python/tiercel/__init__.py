@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 _LAZY = {
     "FallbackWarning": "tiercel.backends",
     "attention": "tiercel.ops.attention",
-    "copy_transpose": "tiercel.ops.transpose",
     "attention_varlen": "tiercel.ops.attention_varlen",
+    "copy_transpose": "tiercel.ops.transpose",
     "decode_attention": "tiercel.ops.attention_decode",
     "explain": "tiercel._explain",
     "fp8_quantize": "tiercel.ops.quant",

@@ -266,35 +266,6 @@ class Attention(Protocol):
     ) -> tuple[Attended, LogSums]: ...
 
 
-# Sequences behind each other: q [Tq, H, D], k and v [Tk, Hk, D], starts [B + 1] int32; out as q,
-# and lse [H, Tq] float32.
-PackedQueries = Annotated[Tensor, ATTENTION_VARLEN.spec("q")]
-PackedKeys = Annotated[Tensor, ATTENTION_VARLEN.spec("k")]
-PackedValues = Annotated[Tensor, ATTENTION_VARLEN.spec("v")]
-PackedAttended = Annotated[Tensor, ATTENTION_VARLEN.spec("out")]
-PackedLogSums = Annotated[Tensor, ATTENTION_VARLEN.spec("lse")]
-
-
-class AttentionVarlen(Protocol):
-    """A backend of attention_varlen. A window is None or (left, right), where -1 is no limit."""
-
-    def __call__(
-        self,
-        q: PackedQueries,
-        k: PackedKeys,
-        v: PackedValues,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        causal: bool,
-        window: tuple[int, int] | None,
-        scale: float | None,
-        softcap: float | None,
-        return_lse: bool,
-    ) -> tuple[PackedAttended, PackedLogSums]: ...
-
-
 # Reduce: x [A, N, B] float32, bfloat16 or float16, any strides, over dimension 1; out [A, B] of the
 # dtype `dtype`, that of x or float32.
 Unreduced = Annotated[Tensor, REDUCE.spec("x")]

@@ -10,7 +10,6 @@ from tiercel.ref.activation import (
     silu,
     silu_and_mul,
 )
-from tiercel.ref.attention import attention, attention_varlen
 from tiercel.ref.attention import (
     attention,
     attention_varlen,
