@@ -44,15 +44,20 @@ def gradients(q, k, v, grad, **options):
 
 def assert_right(found, q, k, v, grad, grad_lse=None, **options):
     """p, ds and results are rounded once each, by half a unit; delta is of the rounded result. An
-    error of a sum goes with the sum's size, which is what the norms compare."""
+    error of a sum goes with the sum's size, which is what the norms compare. Scores of queries that
+    see one key have no gradient: what is left of two equal terms is their rounding, of values of
+    about 1."""
     doubles = [x.double() for x in (grad, q, k, v)]
     out, lse = tiercel.ref.attention(*doubles[1:], return_lse=True, **options)
     expected = reference(*doubles, out, lse, grad_lse=grad_lse, **options)
     unit = torch.finfo(q.dtype).eps / 2
     for name, one, truth in zip("qkv", found, expected, strict=True):
         assert one.dtype == q.dtype and one.isfinite().all(), name
-        error = (one.double() - truth).norm()
-        assert error <= 4 * unit * truth.norm() + 1e-6, (name, (error / truth.norm() / unit).item())
+        error, terms = (one.double() - truth).norm(), q.numel() ** 0.5
+        if truth.norm() <= 0.02 * terms:
+            assert error <= 4 * unit * terms, (name, (error / terms / unit).item())
+            continue
+        assert error <= 4 * unit * truth.norm(), (name, (error / truth.norm() / unit).item())
         # A row's own: what is far off in one place does not show in the norm of all.
         rows = (one.double() - truth).norm(dim=-1)
         size = truth.norm(dim=-1)

@@ -43,12 +43,14 @@ def draw(batch, seq_q, seq_k, heads, d, dtype=torch.bfloat16, with_lse=False, **
 
 
 def compare(found, truth):
-    """As the tests on a GPU ask."""
+    """As the tests on a GPU ask, in norms. Scores of queries that see one key have no gradient: what
+    is left of two equal terms is their rounding, of values of about 1."""
     for one, other in zip(found, truth, strict=True):
         unit = torch.finfo(one.dtype).eps / 2
         assert one.isfinite().all()
-        error = (one.double() - other).norm()
-        assert error <= 4 * unit * other.norm() + 1e-6, (error / other.norm() / unit).item()
+        error, terms = (one.double() - other).norm(), found[0].numel() ** 0.5
+        size = other.norm() if other.norm() > 0.02 * terms else terms
+        assert error <= 4 * unit * size, (error / size / unit).item()
 
 
 def check(*sizes, **options):
@@ -73,6 +75,7 @@ def test_head_dimensions_of_no_kernel_s_own(d):
     ("sizes", "options"),
     [
         ((2, 1, 1, (1, 1)), {}),
+        ((1, 130, 70, (2, 1)), {"window": (0, 0)}),
         ((1, 200, 60, (1, 1)), {"causal": True}),  # queries that see no key
         ((1, 60, 300, (1, 1)), {"window": (20, 0)}),  # keys that no query sees
         ((1, 150, 300, (4, 2)), {"window": (40, 5), "with_lse": True}),
