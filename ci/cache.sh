@@ -10,7 +10,7 @@ tiercel_write_cache_rc() {
   file=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.bazelrc.ci
   part=$(mktemp "$file.XXXXXX") # only its owner can read it: an address may hold a password
   {
-    [[ -z ${TIERCEL_DISK_CACHE:-} ]] || echo "build --disk_cache=$TIERCEL_DISK_CACHE"
+    [[ -z ${TIERCEL_DISK_CACHE:-} ]] || echo "build --disk_cache='$TIERCEL_DISK_CACHE'"
     if [[ -n ${TIERCEL_REMOTE_CACHE:-} ]]; then
       echo "build --remote_cache=$TIERCEL_REMOTE_CACHE"
       # A cache that does not answer costs time, never the build.

@@ -5,11 +5,12 @@ import json
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
 from tiercel.plugins.contracts import CONTRACTS
-from tiercel.plugins.smoke import table
+from tiercel.plugins.smoke import processes, table
 
 pytestmark = pytest.mark.torch
 
@@ -163,6 +164,20 @@ sys.exit(main(["smoke", "ref", "--op", "topk_softmax", "--device", "cpu"]))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_a_worker_that_has_ended_before_anyone_looks_is_no_hang(monkeypatch):
+    forker = processes._forker()
+    answer = forker._answer
+
+    def late():
+        number = answer()
+        time.sleep(1)  # by now the exit code, too, is there to be read
+        return number
+
+    monkeypatch.setattr(forker, "_answer", late)
+    reports, end = processes.ask({"source": {}}, timeout=20)
+    assert (end.status, reports[-1]) == ("right", {"step": "list", "plugins": []})
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 
 load(":buildifier.bzl", "buildifier_repository")
 load(":cuda_toolkit.bzl", "cuda_toolkit_repository")
+load(":debian.bzl", "debian_program")
 load(":python_packages.bzl", "python_packages")
 
 _LOCK = "//tools/python/locks:{}.lock"
@@ -57,6 +58,13 @@ def _packages_impl(mctx):
         python_version = pythons.default,
     )
     buildifier_repository(name = "buildifier")
+    debian_program(
+        name = "nginx",
+        package = "nginx",
+        program = "usr/sbin/nginx",
+        sha256 = "4e7b52f8b31f26d77ffb5c427c41e36223e81b047242ecfa8dc1d7f939734885",
+        version = "1.22.1-9+deb12u9",
+    )
 
 packages = module_extension(
     implementation = _packages_impl,

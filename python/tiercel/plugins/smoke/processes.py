@@ -66,15 +66,14 @@ class _Forker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
-            text=True,
+            bufsize=0,  # what is read ahead, select does not see
         )
         self._answer()  # once everything is imported: no part of anyone's time
 
     def run(self, files: dict[str, str], timeout: float) -> int | None:
         """A worker's exit code as of subprocess, or None when it took too long."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(files) + "\n")
-        self._process.stdin.flush()
+        self._process.stdin.write(json.dumps(files).encode() + b"\n")
         pid = self._answer()
         ended = False
         try:

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bazel with a remote cache: `./bazelw run //tests/release:check_cache`.
+
+Starts nginx on the loopback, sets TIERCEL_REMOTE_CACHE as CI would, builds a family's kernels, and
+again as if nothing had been built: everything has to come from the cache.
+"""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+sys.path.insert(0, str(pathlib.Path(__file__).absolute().parent))
+
+from nginx import Nginx, NotHere
+
+BUILD = """
+source ci/cache.sh
+exec ./bazelw build --disk_cache= --nouse_action_cache --noshow_progress //kernels/transpose "$@"
+"""
+
+
+def build(root: pathlib.Path, address: str, *options: str) -> dict[str, int]:
+    """How many actions came from where, as Bazel says at the end."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("BUILD_", "PYTHON"))}
+    env["TIERCEL_REMOTE_CACHE"] = address
+    command = ["bash", "-euc", BUILD, "build", *options]
+    result = subprocess.run(command, cwd=root, env=env, stderr=subprocess.PIPE, text=True)
+    if result.returncode:
+        sys.exit(result.stderr)
+    (line,) = re.findall(r"process(?:es)?: (.*)\.", result.stderr)
+    return {what: int(n) for n, what in re.findall(r"(\d+) ([a-z -]+)", line)}
+
+
+def main() -> int:
+    root = pathlib.Path(os.environ["BUILD_WORKSPACE_DIRECTORY"])
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            server = Nginx(pathlib.Path(folder))
+        except NotHere as error:
+            print(f"check_cache: {error}", file=sys.stderr)
+            return 77
+        try:
+            first = build(root, f"{server.address}tiercel")
+            again = build(root, f"{server.address}tiercel")
+            stored = server.log.count('"PUT /tiercel/')
+        finally:
+            server.close()
+            subprocess.run(["bash", "-euc", "source ci/cache.sh"], cwd=root, check=True)
+    print(f"check_cache: first {first}, {stored} files stored; again {again}")
+    ran = [n for what, n in again.items() if what not in ("internal", "remote cache hit")]
+    if sum(ran) or not again.get("remote cache hit") or not stored:
+        print("check_cache: error: the second build was not of the cache", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
