@@ -43,8 +43,8 @@ def draw(batch, seq_q, seq_k, heads, d, dtype=torch.bfloat16, with_lse=False, **
 
 
 def compare(found, truth):
-    """As the tests on a GPU ask, in norms. Scores of queries that see one key have no gradient: what
-    is left of two equal terms is their rounding, of values of about 1."""
+    """As the tests on a GPU ask, in norms. Scores of queries that see one key have no gradient:
+    what is left of two equal terms is their rounding, of values of about 1."""
     for one, other in zip(found, truth, strict=True):
         unit = torch.finfo(one.dtype).eps / 2
         assert one.isfinite().all()
