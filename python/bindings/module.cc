@@ -51,6 +51,7 @@ PYBIND11_MODULE(_C, module) {
   tiercel::python::AddEager(module);
   tiercel::python::AddActivation(module);
   tiercel::python::AddAttention(module);
+  tiercel::python::AddAttentionBackward(module);
   tiercel::python::AddDecode(module);
   tiercel::python::AddJit(module);
   tiercel::python::AddGemv(module);

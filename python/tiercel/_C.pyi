@@ -75,6 +75,17 @@ class _AttentionPlan(TypedDict):
     block: int
     dynamic_smem: int
 
+class _AttentionBackwardPlan(TypedDict):
+    kernel: str
+    tile_m: int
+    tile_n: int
+    band: int
+    descending: bool
+    grid: int
+    block: int
+    dynamic_smem: int
+    workspace: int
+
 class _DecodePlan(TypedDict):
     kernel: str
     combine: str
@@ -223,6 +234,45 @@ def attention_plan(
     softcap: float,
     /,
 ) -> _AttentionPlan: ...
+def attention_backward(
+    grad: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    grad_lse: Any,
+    dq: Any,
+    dk: Any,
+    dv: Any,
+    workspace: Any,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    deterministic: bool,
+    /,
+) -> None: ...
+def attention_backward_plan(
+    grad: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    grad_lse: Any,
+    dq: Any,
+    dk: Any,
+    dv: Any,
+    workspace: Any,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    deterministic: bool,
+    /,
+) -> _AttentionBackwardPlan: ...
+def attention_backward_load(device: int, /) -> None: ...
 def attention_varlen(
     q: Any,
     k: Any,
