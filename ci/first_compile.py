@@ -103,8 +103,8 @@ def round_of(folder: Path, cuda: Path) -> dict[str, list[list[float]]]:
 def rendered(found: dict) -> str:
     lines = [
         f"{found['cpus']} CPUs ({found['cpu']}), {found['nvcc']}, PyTorch {found['torch']}, "
-        f"{found['date']}, the least of {found['rounds']} rounds in turn. Load by others before "
-        f"they began: {found['load']}, which lengthens seconds, not CPU seconds:\n",
+        f"{found['date']}, rounds: {found['rounds']}, the least. Load by others before it "
+        f"began: {found['load']}, which lengthens seconds, not CPU seconds:\n",
         "| one kernel, compiled for sm_90a | first, s | CPU s | again, in a new process, s |",
         "| --- | ---: | ---: | ---: |",
     ]
@@ -112,7 +112,10 @@ def rendered(found: dict) -> str:
         (first, cpu), (again, _) = found["took"][way]
         lines.append(f"| `{way}` | {first:.2f} | {cpu:.2f} | {again:.3f} |")
     clock, cpu = found["ratios"]
-    lines += ["", f"The first time {clock:.0f} times faster, with {cpu:.0f} times less CPU."]
+    lines += [
+        "",
+        f"The first time takes {cpu:.0f} times less CPU, {clock:.0f} times less by the clock.",
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -5,8 +5,9 @@
     ci/torch_versions.py WHEEL [--torch VERSION ...] [--write]
 
 Each version comes from the package index with all that it needs (a CUDA build, 3 to 8 GB), into a
-virtual environment of its own, which is deleted before the next. By default the versions of
-docs/pytorch-versions.json; --write keeps what they gave there and renders the page.
+virtual environment of its own, which is deleted before the next. The wheel is of this commit. By
+default the versions of docs/pytorch-versions.json; --write keeps what they gave there, beside what
+others gave before, and renders the page.
 """
 
 import argparse
@@ -65,18 +66,22 @@ def measure(version: str, wheel: pathlib.Path) -> dict:
         command = [python, "-m", "pytest", "-q", "-c", "tests/pytest.ini", "--rootdir", "tests"]
         command += ["--import-mode=importlib", "-p", "no:cacheprovider"]
         run(*command, f"--junitxml={folder / 'report.xml'}", *test_files(), cwd=ROOT)
-        return {"torch": said[0], "python": said[1], **counts(folder / "report.xml")}
+        tested = {"torch": said[0], "python": said[1], "tiercel": wheel.name.split("-")[1]}
+        return tested | {"date": figures.machine()["date"]} | counts(folder / "report.xml")
 
 
-def rendered(results: dict) -> str:
+def number(one: dict) -> tuple[int, ...]:
+    """Of a version: 2.11.0+cu130 is (2, 11, 0)."""
+    return tuple(map(int, one["torch"].partition("+")[0].split(".")))
+
+
+def rendered(versions: list[dict]) -> str:
+    names = ("torch", "python", "tiercel", "date", "passed", "failed", "skipped")
     lines = [
-        f"tiercel {results['tiercel']}, {results['date']}, without a GPU:\n",
-        "| PyTorch | Python | passed | failed | skipped |",
-        "| --- | --- | ---: | ---: | ---: |",
+        "| PyTorch | Python | Tiercel | date | passed | failed | skipped |",
+        "| --- | --- | --- | --- | ---: | ---: | ---: |",
+        *(f"| {' | '.join(str(one[name]) for name in names)} |" for one in versions),
     ]
-    for one in results["versions"]:
-        values = [one[name] for name in ("torch", "python", "passed", "failed", "skipped")]
-        lines.append(f"| {' | '.join(map(str, values))} |")
     return "\n".join(lines) + "\n"
 
 
@@ -86,18 +91,16 @@ def main() -> int:
     parser.add_argument("--torch", nargs="+", metavar="VERSION", help="these versions")
     parser.add_argument("--write", action="store_true", help="into docs/pytorch-versions.*")
     args = parser.parse_args()
-    before = json.loads(RESULTS.read_text())["versions"] if RESULTS.exists() else []
-    versions = args.torch or [one["torch"].partition("+")[0] for one in before]
-    results = {
-        "date": figures.machine()["date"],
-        "tiercel": args.wheel.name.split("-")[1],
-        "versions": [measure(version, args.wheel.resolve()) for version in versions],
-    }
-    print(rendered(results))
+    before = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    names = args.torch or [one["torch"].partition("+")[0] for one in before]
+    measured = [measure(name, args.wheel.resolve()) for name in names]
+    others = [one for one in before if number(one) not in map(number, measured)]
+    found = sorted([*others, *measured], key=number)
+    print(rendered(found))
     if args.write:
-        RESULTS.write_text(json.dumps(results, indent=2) + "\n")
-        PAGE.write_text(figures.page(PAGE.read_text(), SCRIPT, rendered(results)))
-    return int(any(one["failed"] for one in results["versions"]))
+        RESULTS.write_text(json.dumps(found, indent=2) + "\n")
+        PAGE.write_text(figures.page(PAGE.read_text(), SCRIPT, rendered(found)))
+    return int(any(one["failed"] for one in measured))
 
 
 if __name__ == "__main__":

@@ -17,13 +17,20 @@ sys.path.insert(0, str(ROOT / "ci"))
 
 import fast_builds
 import figures
+import first_compile
 
 
-@pytest.mark.parametrize("script", [fast_builds])
+@pytest.mark.parametrize("script", [fast_builds, first_compile])
 def test_the_page_has_the_committed_figures(script) -> None:
     text = script.PAGE.read_text()
     content = script.rendered(json.loads(script.RESULTS.read_text()))
     assert figures.page(text, script.SCRIPT, content) == text, f"run {script.SCRIPT} --write"
+
+
+def test_a_first_compile_is_5_times_faster_than_pytorchs_and_kept() -> None:
+    found = json.loads(first_compile.RESULTS.read_text())
+    (first, _), (again, _) = found["took"][first_compile.WAYS[0]]
+    assert min(found["ratios"]) >= 5 and first < 4 and again < 0.05
 
 
 def test_a_page() -> None:
