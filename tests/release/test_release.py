@@ -213,7 +213,7 @@ def small_wheel(folder: pathlib.Path, name: str, version: str, more: str = "") -
 
 
 def test_dependencies_never_come_from_the_test_index(indexes, tmp_path, monkeypatch) -> None:
-    """Anybody may upload a name there; what the package needs comes from where pip is told to look."""
+    """Anybody may upload a name there; dependencies come from where pip is told to look."""
     sys.path.insert(0, str(pathlib.Path("tools/release").absolute()))
     import smoke
     from main import pip_wheel
@@ -242,7 +242,7 @@ def test_dependencies_never_come_from_the_test_index(indexes, tmp_path, monkeypa
     smoke.smoke([python], pip_wheel(), "7.0", ours, source, shell)
     assert seen == [["1.0", "7.0"]]
     # Only what was built is installed: the same version with other bytes is not.
-    other = {name: "0" * 64 for name in ours}
+    other = dict.fromkeys(ours, "0" * 64)
     with pytest.raises(smoke.Failed):
         smoke.smoke([python], pip_wheel(), "7.0", other, source, shell)
     assert "DO NOT MATCH" in (tmp_path / "log").read_text()
