@@ -6,6 +6,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 
 import pytest
@@ -199,3 +200,49 @@ def test_credentials_of_pypirc(checkout: Checkout, indexes, releaser: Releaser) 
     code, text = releaser.run("--yes", **names)
     assert code == 0, text
     assert published(production) and TOKEN not in checkout.log + text
+
+
+def small_wheel(folder: pathlib.Path, name: str, version: str, more: str = "") -> None:
+    info, tag = f"{name}-{version}.dist-info", "py3-none-any"
+    with zipfile.ZipFile(folder / f"{name}-{version}-{tag}.whl", "w") as archive:
+        archive.writestr(f"{name}.py", f"__version__ = {version!r}\n")
+        head = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        archive.writestr(f"{info}/METADATA", head + more)
+        archive.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nTag: {tag}\n")
+        archive.writestr(f"{info}/RECORD", "")
+
+
+def test_dependencies_never_come_from_the_test_index(indexes, tmp_path, monkeypatch) -> None:
+    """Anybody may upload a name there; dependencies come from where pip is told to look."""
+    sys.path.insert(0, str(pathlib.Path("tools/release").absolute()))
+    import smoke
+    from main import pip_wheel
+    from record import wheels
+    from shell import Shell
+
+    test, _ = indexes
+    trusted = tmp_path / "trusted"
+    trusted.mkdir()
+    small_wheel(test.folder, "tiercel", "7.0", "Requires-Dist: helper\n")
+    small_wheel(test.folder, "helper", "9.9")
+    small_wheel(trusted, "helper", "1.0")
+    seen = []
+
+    def look(environment: smoke.Environment, version: str) -> str:
+        code = "import helper, tiercel; print(helper.__version__, tiercel.__version__)"
+        seen.append(environment.run("python", "-I", "-c", code).split())
+        return "seen"
+
+    monkeypatch.setattr(smoke, "try_out", look)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(trusted))
+    ours = {k: v for k, v in wheels(test.folder).items() if k.startswith("tiercel")}
+    python, shell = os.environ["PYTHONS"].split()[-1], Shell(tmp_path / "log")
+    source = ["--index-url", f"{test.address}simple/"]
+    smoke.smoke([python], pip_wheel(), "7.0", ours, source, shell)
+    assert seen == [["1.0", "7.0"]]
+    # Only what was built is installed: the same version with other bytes is not.
+    other = dict.fromkeys(ours, "0" * 64)
+    with pytest.raises(smoke.Failed):
+        smoke.smoke([python], pip_wheel(), "7.0", other, source, shell)
+    assert "DO NOT MATCH" in (tmp_path / "log").read_text()
