@@ -6,6 +6,7 @@ FAMILIES = [
     "attention",
     "gemv",
     "linear",
+    "moe",
     "norm",
     "quant",
     "reduce",

@@ -9,12 +9,15 @@ namespace {
 
 constexpr char kOp[] = "attention";
 
-Status check(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& out,
-             const TensorView* lse, const AttentionOptions& options, AttentionProblem* problem) {
-  const Argument q_arg{kOp, "q", q};
-  const Argument k_arg{kOp, "k", k};
-  const Argument v_arg{kOp, "v", v};
-  const Argument out_arg{kOp, "out", out};
+}  // namespace
+
+Status check_attention(const char* op, const TensorView& q, const TensorView& k,
+                       const TensorView& v, const TensorView& out, const TensorView* lse,
+                       const AttentionOptions& options, AttentionProblem* problem) {
+  const Argument q_arg{op, "q", q};
+  const Argument k_arg{op, "k", k};
+  const Argument v_arg{op, "v", v};
+  const Argument out_arg{op, "out", out};
   for (const Argument* argument : {&q_arg, &k_arg, &v_arg, &out_arg}) {
     TIERCEL_RETURN_IF_ERROR(check_rank(*argument, 4));
   }
@@ -24,45 +27,26 @@ Status check(const TensorView& q, const TensorView& k, const TensorView& v, cons
   TIERCEL_RETURN_IF_ERROR(check_shape(k_arg, {batch, seq_k, kv_heads, d}, "[B, Sk, Hk, D]"));
   TIERCEL_RETURN_IF_ERROR(check_shape(v_arg, {batch, seq_k, kv_heads, d}, "[B, Sk, Hk, D]"));
   TIERCEL_RETURN_IF_ERROR(check_shape(out_arg, {batch, seq_q, heads, d}, "[B, Sq, H, D]"));
-  TIERCEL_RETURN_IF_ERROR(check_attention_tensors(kOp, q, k, v, out, heads, kv_heads));
+  TIERCEL_RETURN_IF_ERROR(check_attention_tensors(op, q, k, v, out, heads, kv_heads));
   if (lse != nullptr) {
-    TIERCEL_RETURN_IF_ERROR(check_attention_lse(kOp, *lse, q, {batch, heads, seq_q}, "[B, H, Sq]"));
+    TIERCEL_RETURN_IF_ERROR(check_attention_lse(op, *lse, q, {batch, heads, seq_q}, "[B, H, Sq]"));
   }
   TIERCEL_RETURN_IF_ERROR(
-      attention_problem(kOp, q, batch, seq_q, seq_k, kv_heads, options, false, problem));
+      attention_problem(op, q, batch, seq_q, seq_k, kv_heads, options, false, problem));
   if (problem->empty()) return Status();
   const TensorMapSpec any{
       4, {1, 64, 1, 64}, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE};
-  TIERCEL_RETURN_IF_ERROR(check_tensor_map(any, q, kOp, "q"));
-  TIERCEL_RETURN_IF_ERROR(check_tensor_map(any, k, kOp, "k"));
-  TIERCEL_RETURN_IF_ERROR(check_tensor_map(any, v, kOp, "v"));
-  return check_tensor_map(any, out, kOp, "out");
+  TIERCEL_RETURN_IF_ERROR(check_tensor_map(any, q, op, "q"));
+  TIERCEL_RETURN_IF_ERROR(check_tensor_map(any, k, op, "k"));
+  TIERCEL_RETURN_IF_ERROR(check_tensor_map(any, v, op, "v"));
+  return check_tensor_map(any, out, op, "out");
 }
-
-// [B, S, H, D] as [B, H, S, D]: a copy takes rows of one head.
-struct ByHead {
-  explicit ByHead(const TensorView& from)
-      : shape{from.shape[0], from.shape[2], from.shape[1], from.shape[3]},
-        strides{from.strides[0], from.strides[2], from.strides[1], from.strides[3]},
-        view(from) {
-    view.shape = shape;
-    view.strides = strides;
-  }
-  ByHead(const ByHead&) = delete;
-  ByHead& operator=(const ByHead&) = delete;
-
-  int64_t shape[4];
-  int64_t strides[4];
-  TensorView view;
-};
-
-}  // namespace
 
 Status attention_plan(const TensorView& q, const TensorView& k, const TensorView& v,
                       const TensorView& out, const TensorView* lse, const AttentionOptions& options,
                       int multiprocessors, AttentionPlan* plan) {
   AttentionProblem problem;
-  TIERCEL_RETURN_IF_ERROR(check(q, k, v, out, lse, options, &problem));
+  TIERCEL_RETURN_IF_ERROR(check_attention(kOp, q, k, v, out, lse, options, &problem));
   *plan = attention_plan_of(q.dtype, problem, multiprocessors);
   return Status();
 }
@@ -71,9 +55,9 @@ Status attention(const TensorView& q, const TensorView& k, const TensorView& v,
                  const TensorView& out, const TensorView* lse, const AttentionOptions& options,
                  void* stream) {
   AttentionProblem problem;
-  TIERCEL_RETURN_IF_ERROR(check(q, k, v, out, lse, options, &problem));
+  TIERCEL_RETURN_IF_ERROR(check_attention(kOp, q, k, v, out, lse, options, &problem));
   if (problem.empty()) return Status();
-  const ByHead q_rows(q), k_rows(k), v_rows(v), out_rows(out);
+  const AttentionByHead q_rows(q), k_rows(k), v_rows(v), out_rows(out);
   AttentionPointers pointers;
   pointers.lse = lse == nullptr ? nullptr : lse->data;
   return attention_launch(kOp, problem, options,

@@ -60,19 +60,25 @@ int64_t band(const AttentionProblem& problem, int64_t q_tiles, int64_t pairs, in
   return short_heads && even < pairs && even * head_bytes <= kSharedBytes ? even : pairs;
 }
 
-// Scalars of the kernels are integers; some are a float's bits.
-int32_t float_bits(double value) {
+}  // namespace
+
+int32_t attention_float_bits(double value) {
   const float narrow = static_cast<float>(value);
   int32_t bits;
   std::memcpy(&bits, &narrow, sizeof bits);
   return bits;
 }
 
-int32_t limit(int64_t keys) {
+int32_t attention_limit(int64_t keys) {
   return static_cast<int32_t>(keys < 0 ? kUnlimited : std::min(keys, kUnlimited));
 }
 
-}  // namespace
+// With a cap, powers are of the cap times a hyperbolic tangent.
+AttentionScales attention_scales(const AttentionOptions& options) {
+  const bool capped = options.softcap != 0.0;
+  return {attention_float_bits((capped ? options.softcap : options.scale) * kLog2E),
+          attention_float_bits(capped ? options.scale / options.softcap : 0.0)};
+}
 
 Status check_attention_tensors(const char* op, const TensorView& q, const TensorView& k,
                                const TensorView& v, const TensorView& out, int64_t heads,
@@ -208,11 +214,9 @@ Status attention_launch(const char* op, const AttentionProblem& problem,
   int32_t kv_heads = static_cast<int32_t>(problem.kv_heads);
   int32_t band = choice.band;
   int32_t total_q = static_cast<int32_t>(pointers.total_q);
-  // Powers are of 2; with a cap, what they are of is the cap times a hyperbolic tangent.
-  int32_t scale = float_bits((problem.capped ? options.softcap : options.scale) * kLog2E);
-  int32_t slope = float_bits(problem.capped ? options.scale / options.softcap : 0.0);
-  int32_t left = limit(options.left);
-  int32_t right = limit(options.right);
+  auto [scale, slope] = attention_scales(options);
+  int32_t left = attention_limit(options.left);
+  int32_t right = attention_limit(options.right);
 
   LaunchConfig config;
   config.grid.x = choice.blocks;

@@ -32,6 +32,11 @@ AttentionChoice attention_choose(DType dtype, const AttentionProblem& problem, i
 
 AttentionPlan attention_plan_of(DType dtype, const AttentionProblem& problem, int multiprocessors);
 
+// All that can be asked of a call with q, k, v and out of four dimensions; `lse` may be null.
+Status check_attention(const char* op, const TensorView& q, const TensorView& k,
+                       const TensorView& v, const TensorView& out, const TensorView* lse,
+                       const AttentionOptions& options, AttentionProblem* problem);
+
 // dtypes, devices and heads, as both forms have them.
 Status check_attention_tensors(const char* op, const TensorView& q, const TensorView& k,
                                const TensorView& v, const TensorView& out, int64_t heads,
@@ -51,6 +56,36 @@ struct AttentionPointers {
 Status attention_launch(const char* op, const AttentionProblem& problem,
                         const AttentionOptions& options, const TensorView (&views)[4],
                         const AttentionPointers& pointers, void* stream);
+
+// [B, S, H, D] as [B, H, S, D]: a copy takes rows of one head.
+struct AttentionByHead {
+  explicit AttentionByHead(const TensorView& from)
+      : shape{from.shape[0], from.shape[2], from.shape[1], from.shape[3]},
+        strides{from.strides[0], from.strides[2], from.strides[1], from.strides[3]},
+        view(from) {
+    view.shape = shape;
+    view.strides = strides;
+  }
+  AttentionByHead(const AttentionByHead&) = delete;
+  AttentionByHead& operator=(const AttentionByHead&) = delete;
+
+  int64_t shape[4];
+  int64_t strides[4];
+  TensorView view;
+};
+
+// Scalars of the kernels are integers; some are a float's bits.
+int32_t attention_float_bits(double value);
+
+// The keys of a window's side as the kernels take them.
+int32_t attention_limit(int64_t keys);
+
+// What scores are multiplied by before a power of 2 is taken, and before the cap's tangent.
+struct AttentionScales {
+  int32_t scale;
+  int32_t slope;
+};
+AttentionScales attention_scales(const AttentionOptions& options);
 
 }  // namespace tiercel
 

@@ -12,8 +12,9 @@
 // through shared memory and nothing waits for another warp; any page size costs the same, for
 // every row's address is made from its own page table entry. Tensor cores do the products on
 // fragments as they come from memory (decode_warp.cuh): 16 keys x 8 query rows, where the rows are
-// the query heads of a key head times the queries, so 2 multiply instructions a 512 bytes of 16
-// bits, 7 instructions in all; float8 converts in registers, 2 values an instruction.
+// the query heads of a key head times the queries: 512 bytes of 16 bits an instruction. float8
+// converts in registers, 2 values an instruction. Both steps are some 460 instructions of a warp
+// in 16 bits and 720 in float8, in the time of 1600 issue slots at full speed.
 //
 // A tile is 8 or 16 query rows of one key head. Two ways to share tiles out, chosen in
 // decode_choose.cc:

@@ -9,9 +9,11 @@ namespace tiercel::python {
 
 void AddActivation(pybind11::module_& module);
 void AddAttention(pybind11::module_& module);
+void AddAttentionBackward(pybind11::module_& module);
 void AddDecode(pybind11::module_& module);
 void AddGemv(pybind11::module_& module);
 void AddLinear(pybind11::module_& module);
+void AddMoe(pybind11::module_& module);
 void AddNorm(pybind11::module_& module);
 void AddQuant(pybind11::module_& module);
 void AddReduce(pybind11::module_& module);

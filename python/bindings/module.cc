@@ -51,10 +51,12 @@ PYBIND11_MODULE(_C, module) {
   tiercel::python::AddEager(module);
   tiercel::python::AddActivation(module);
   tiercel::python::AddAttention(module);
+  tiercel::python::AddAttentionBackward(module);
   tiercel::python::AddDecode(module);
   tiercel::python::AddJit(module);
   tiercel::python::AddGemv(module);
   tiercel::python::AddLinear(module);
+  tiercel::python::AddMoe(module);
   tiercel::python::AddNorm(module);
   tiercel::python::AddQuant(module);
   tiercel::python::AddReduce(module);

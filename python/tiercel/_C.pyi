@@ -36,6 +36,15 @@ class _TopkSoftmaxPlan(TypedDict):
     grid: int
     block: int
 
+class _MoeMlpPlan(TypedDict):
+    kernel: str
+    tokens: int
+    stages: int
+    units: int
+    grid: int
+    block: int
+    dynamic_smem: int
+
 class _MoeAlignPlan(TypedDict):
     kernel: str
     items: int
@@ -65,6 +74,17 @@ class _AttentionPlan(TypedDict):
     grid: int
     block: int
     dynamic_smem: int
+
+class _AttentionBackwardPlan(TypedDict):
+    kernel: str
+    tile_m: int
+    tile_n: int
+    band: int
+    descending: bool
+    grid: int
+    block: int
+    dynamic_smem: int
+    workspace: int
 
 class _DecodePlan(TypedDict):
     kernel: str
@@ -214,6 +234,45 @@ def attention_plan(
     softcap: float,
     /,
 ) -> _AttentionPlan: ...
+def attention_backward(
+    grad: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    grad_lse: Any,
+    dq: Any,
+    dk: Any,
+    dv: Any,
+    workspace: Any,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    deterministic: bool,
+    /,
+) -> None: ...
+def attention_backward_plan(
+    grad: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    grad_lse: Any,
+    dq: Any,
+    dk: Any,
+    dv: Any,
+    workspace: Any,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    deterministic: bool,
+    /,
+) -> _AttentionBackwardPlan: ...
+def attention_backward_load(device: int, /) -> None: ...
 def attention_varlen(
     q: Any,
     k: Any,
@@ -350,6 +409,55 @@ def linear_act_plan(
 ) -> _LinearActPlan: ...
 def linear_act_tuned(device: int, problems: Sequence[_TunedProblem]) -> None: ...
 def linear_act_load(device: int, /) -> None: ...
+def moe_up(
+    x: Any,
+    w: Any,
+    sorted_token_ids: Any,
+    expert_ids: Any,
+    num_tokens_post_padded: Any,
+    weights: Any,
+    out: Any,
+    block_size: int,
+    activation: int,
+    /,
+) -> None: ...
+def moe_up_plan(
+    x: Any,
+    w: Any,
+    sorted_token_ids: Any,
+    expert_ids: Any,
+    num_tokens_post_padded: Any,
+    weights: Any,
+    out: Any,
+    block_size: int,
+    activation: int,
+    /,
+) -> _MoeMlpPlan: ...
+def moe_down(
+    x: Any,
+    w: Any,
+    sorted_token_ids: Any,
+    expert_ids: Any,
+    num_tokens_post_padded: Any,
+    weights: Any,
+    out: Any,
+    block_size: int,
+    activation: int,
+    /,
+) -> None: ...
+def moe_down_plan(
+    x: Any,
+    w: Any,
+    sorted_token_ids: Any,
+    expert_ids: Any,
+    num_tokens_post_padded: Any,
+    weights: Any,
+    out: Any,
+    block_size: int,
+    activation: int,
+    /,
+) -> _MoeMlpPlan: ...
+def moe_load(device: int, /) -> None: ...
 def layer_norm(
     x: Any, weight: Any, bias: Any, residual: Any, out: Any, residual_out: Any, eps: float, /
 ) -> None: ...

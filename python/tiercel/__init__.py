@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from tiercel.ops.gemv import nvfp4_gemv as nvfp4_gemv
     from tiercel.ops.gemv import nvfp4_linear as nvfp4_linear
     from tiercel.ops.linear import linear_act as linear_act
+    from tiercel.ops.moe import fused_moe as fused_moe
+    from tiercel.ops.moe_halves import moe_down as moe_down
+    from tiercel.ops.moe_halves import moe_up as moe_up
     from tiercel.ops.norm import layer_norm as layer_norm
     from tiercel.ops.norm import rms_norm as rms_norm
     from tiercel.ops.quant import fp8_quantize as fp8_quantize
@@ -61,6 +64,7 @@ _LAZY = {
     "decode_attention": "tiercel.ops.attention_decode",
     "explain": "tiercel._explain",
     "fp8_quantize": "tiercel.ops.quant",
+    "fused_moe": "tiercel.ops.moe",
     "gelu": "tiercel.ops.activation",
     "gelu_and_mul": "tiercel.ops.activation",
     "kv_cache_write": "tiercel.ops.rotary",
@@ -70,7 +74,9 @@ _LAZY = {
     "log_softmax": "tiercel.ops.softmax",
     "merge_attention_states": "tiercel.ops.attention_merge",
     "moe_align_block_size": "tiercel.ops.routing_align",
+    "moe_down": "tiercel.ops.moe_halves",
     "moe_sum": "tiercel.ops.routing_sum",
+    "moe_up": "tiercel.ops.moe_halves",
     "nvfp4_dequantize": "tiercel.ops.quant",
     "nvfp4_gemv": "tiercel.ops.gemv",
     "nvfp4_linear": "tiercel.ops.gemv",
@@ -101,6 +107,7 @@ __all__ = [
     "decode_attention",
     "explain",
     "fp8_quantize",
+    "fused_moe",
     "gelu",
     "gelu_and_mul",
     "jit",
@@ -111,7 +118,9 @@ __all__ = [
     "log_softmax",
     "merge_attention_states",
     "moe_align_block_size",
+    "moe_down",
     "moe_sum",
+    "moe_up",
     "nn",
     "nvfp4_dequantize",
     "nvfp4_gemv",

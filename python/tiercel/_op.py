@@ -244,7 +244,8 @@ class Op:
     def _run_grad(self, direct: bool, args: tuple[Any, ...]) -> Any:
         if self._function is None:
             raise RuntimeError(
-                f"{self.family}: there is no derivative for `out=`, but a tensor requires grad"
+                f"{self.family}: there is no derivative{' for `out=`' if self._mutated else ''}, "
+                "but a tensor requires grad"
             )
         return self._function.apply(direct, *args)
 

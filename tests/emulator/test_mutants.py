@@ -5,16 +5,16 @@ import multiprocessing
 import os
 import pathlib
 import re
+import sys
 
 import pytest
-import torch
-from support.emulator import kernels, options
+from support.mutant import KERNEL, multiply
 
 pytestmark = pytest.mark.torch
 
-# A ring of TMA tiles, wgmma, and a sum over a cluster's shared memory.
-KERNEL = "linear_act_bf16_none_64x32_split_k"
-M, N, K = 20, 72, 8200
+# One process imports PyTorch, and each mutant's is forked from it.
+processes = multiprocessing.get_context("forkserver")
+processes.set_forkserver_preload(["support.mutant"])
 
 CLUSTER_BARRIER = r"barrier\.cluster\.arrive;\s*barrier\.cluster\.wait;"
 
@@ -54,29 +54,9 @@ MUTANTS = {
 }
 
 
-def multiply(folder, answer):
-    os.environ["TIERCEL_EMULATOR_PTX"] = str(folder)
-    torch.manual_seed(0)
-    x, w = torch.randn(M, K).bfloat16(), torch.randn(N, K).bfloat16()
-    truth = x.float() @ w.float().T
-    result = "right"
-    for seed in range(4):
-        y = torch.zeros(M, N).bfloat16()
-        try:
-            assert kernels.linear_act_plan(x, w, None, y, 0)["kernel"] == KERNEL
-            with options(seed=seed):
-                kernels.linear_act(x, w, None, y, 0)
-        except Exception as error:
-            result = str(error)
-            break
-        if not ((y - truth).abs() <= 0.004 * truth.abs() + 0.01).all():
-            result = "wrong"
-            break
-    answer.send(result)
-
-
 @pytest.mark.parametrize("name", MUTANTS)
-def test_mutant(name, tmp_path):
+def test_mutant(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # for what is imported ahead
     paths = os.environ["TIERCEL_EMULATOR_PTX"].split(":")
     ptx = next(
         path.read_text() for folder in paths for path in pathlib.Path(folder).rglob(f"{KERNEL}.ptx")
@@ -85,10 +65,8 @@ def test_mutant(name, tmp_path):
     mutant = mutate(ptx)
     assert (mutant == ptx) == (name == "none")
     (tmp_path / "mutant.ptx").write_text(mutant)
-    # PTX is read once in a process. The driver has not been initialised in this one.
-    fork = multiprocessing.get_context("fork")
-    given, answer = fork.Pipe(duplex=False)
-    child = fork.Process(target=multiply, args=(tmp_path, answer))
+    given, answer = processes.Pipe(duplex=False)
+    child = processes.Process(target=multiply, args=(str(tmp_path), answer))
     child.start()
     answer.close()
     assert expected in given.recv()

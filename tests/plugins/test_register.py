@@ -298,12 +298,15 @@ def test_typed_aliases():
     base, spec = typing.get_args(types.Weights)
     assert base is torch.Tensor and spec == contract_of("topk_softmax").spec("weights")
     protocols = {
+        "fused_moe": types.FusedMoe,
         "gelu": types.Gelu,
         "gelu_and_mul": types.GatedGelu,
         "linear_act": types.LinearAct,
         "log_softmax": types.Softmax,
         "moe_align_block_size": types.MoeAlignBlockSize,
+        "moe_down": types.MoeDown,
         "moe_sum": types.MoeSum,
+        "moe_up": types.MoeUp,
         "relu_and_mul": types.GatedActivation,
         "silu": types.Activation,
         "softmax_online": types.Softmax,

@@ -13,7 +13,7 @@ import time
 
 VERSION = os.environ["VERSION"]
 HERE = pathlib.Path.cwd()
-WHEELS = [pathlib.Path(path).absolute() for path in sorted(os.environ["WHEELS"].split())]
+WHEELS = [pathlib.Path(path).absolute() for path in sorted(os.environ.get("WHEELS", "").split())]
 # Everything real in every test, which takes minutes: //tests/release:whole_test.
 WHOLE = bool(os.environ.get("WHOLE"))
 PYTHONS = os.environ["PYTHONS"].split()

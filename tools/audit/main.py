@@ -51,7 +51,9 @@ def lay_beside(folder: pathlib.Path, wheel: Wheel) -> None:
 
 
 def absolute(path: str) -> pathlib.Path:
-    return pathlib.Path(os.environ.get("BUILD_WORKING_DIRECTORY", "."), path).absolute()
+    """Where the command was called: ./bazelw goes to the checkout from elsewhere, and says so."""
+    called = os.environ.get("BAZELW_INVOKED_FROM") or os.environ.get("BUILD_WORKING_DIRECTORY", ".")
+    return pathlib.Path(called, path).absolute()
 
 
 def main(arguments: list[str]) -> int:

@@ -178,8 +178,12 @@ class ClusterRun {
       if (!pass.idle) {
         idle_passes = 0;
       } else if (!cluster_.async.empty()) {
-        AsyncWork work = std::move(cluster_.async.front());
-        cluster_.async.pop_front();
+        // Copies are not ordered among each other.
+        const uint64_t chosen =
+            launch_.options.seed != 0 ? launch_.next_random() % cluster_.async.size() : 0;
+        const auto place = cluster_.async.begin() + static_cast<std::ptrdiff_t>(chosen);
+        AsyncWork work = std::move(*place);
+        cluster_.async.erase(place);
         work.complete();
         idle_passes = 0;
       } else if (!order_.empty() && (!pass.executed || ++idle_passes > kMaxIdlePasses)) {

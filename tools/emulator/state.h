@@ -146,8 +146,8 @@ struct Cluster {
   std::vector<std::unique_ptr<Cta>> ctas;
   uint32_t barrier_arrived = 0, barrier_exited = 0;  // barrier.cluster, in threads
   uint64_t barrier_generation = 0;
-  // Lazily completed work, oldest first: the scheduler completes one when no warp can go on, or
-  // when warps only poll. With Options::lazy off, add() completes it at once.
+  // Lazily completed work: the scheduler completes the oldest, or with a seed any, when no warp can
+  // go on or warps only poll. With Options::lazy off, add() completes it at once.
   std::deque<AsyncWork> async;
   void add(std::function<void()> complete);
   std::shared_ptr<void> tensor_state;

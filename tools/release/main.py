@@ -155,7 +155,7 @@ def main(arguments: list[str]) -> int:
     args = parser.parse_args(arguments)
     root = pathlib.Path(os.environ["BUILD_WORKSPACE_DIRECTORY"])
     if args.wheels:
-        args.wheels = pathlib.Path(os.environ.get("BUILD_WORKING_DIRECTORY", "."), args.wheels)
+        args.wheels = pathlib.Path(os.environ.get("BAZELW_INVOKED_FROM", "."), args.wheels)
     folder = root / "out" / "release"
     shell = Shell(folder / f"{pathlib.Path(args.version).name}.log")
     with (folder / "lock").open("w") as lock:

@@ -72,14 +72,19 @@ class Nightly:
     def build(self) -> None:
         self.shell.step("build", str(self.folder))
         shutil.rmtree(self.folder, ignore_errors=True)
-        source = self.root / "version.bzl"
-        committed = source.read_text()
+        committed = (self.root / "version.bzl").read_text()
         try:
-            source.write_text(self.bump.VERSION.sub(f'VERSION = "{self.version}"', committed))
+            self.write_version(self.bump.VERSION.sub(f'VERSION = "{self.version}"', committed))
             self.shell.run([self.root / "ci" / "build.sh", self.folder], cwd=self.root)
         finally:
-            source.write_text(committed)
+            self.write_version(committed)
         (self.folder / record.NAME).unlink(missing_ok=True)  # it speaks of a changed version.bzl
+
+    def write_version(self, text: str) -> None:
+        """At once, so that a kill leaves one or the other, and nothing beside."""
+        part = self.folder.with_name("version.bzl.part")
+        part.write_text(text)
+        part.replace(self.root / "version.bzl")
 
     def write_notes(self, before: str) -> pathlib.Path:
         path = self.folder / "notes.md"

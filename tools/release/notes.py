@@ -33,7 +33,8 @@ def nightly(checkout: Checkout, version: str, commit: str, before: str) -> str:
         lines[MOST_COMMITS:] = ["- and more"]
     since = f"Since {before[:12]}" if known else "The last commits"
     text = f"""\
-`{version}`, a nightly build. Not a release: it passed the tests that need no GPU and its audit.
+`{version}`, a nightly build. Not a release: its wheels were audited and tried on each
+Python.
 
 Download the wheel for your Python from below, then `pip install ./tiercel-{version}-....whl`.
 

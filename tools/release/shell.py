@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 import time
 
 
@@ -76,13 +77,17 @@ class Shell:
             text=True,
             errors="replace",
         )
-        limit = time.monotonic() + timeout
-        for line in process.stdout:
-            self.write(line)
-            if time.monotonic() > limit:
-                process.kill()
-        if process.wait():
-            raise Failed(fails or f"{words[0]} failed ({process.returncode})")
+        # Also when it says nothing any more.
+        timer = threading.Timer(timeout, process.kill)
+        timer.start()
+        try:
+            for line in process.stdout:
+                self.write(line)
+            code = process.wait()
+        finally:
+            timer.cancel()
+        if code:
+            raise Failed(fails or f"{words[0]} failed ({code})")
 
     def output(self, command: list, *, cwd: pathlib.Path, check: bool = True) -> str:
         """What a short command prints; not logged."""

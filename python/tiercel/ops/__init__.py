@@ -18,6 +18,8 @@ from tiercel.ops.attention_merge import merge_attention_states
 from tiercel.ops.attention_varlen import attention_varlen
 from tiercel.ops.gemv import nvfp4_gemv, nvfp4_linear
 from tiercel.ops.linear import linear_act
+from tiercel.ops.moe import fused_moe
+from tiercel.ops.moe_halves import moe_down, moe_up
 from tiercel.ops.norm import layer_norm, rms_norm
 from tiercel.ops.quant import fp8_quantize, nvfp4_dequantize, nvfp4_quantize
 from tiercel.ops.reduce import reduce, reduce_sum
@@ -37,6 +39,7 @@ __all__ = [
     "copy_transpose",
     "decode_attention",
     "fp8_quantize",
+    "fused_moe",
     "gelu",
     "gelu_and_mul",
     "kv_cache_write",
@@ -45,7 +48,9 @@ __all__ = [
     "log_softmax",
     "merge_attention_states",
     "moe_align_block_size",
+    "moe_down",
     "moe_sum",
+    "moe_up",
     "nvfp4_dequantize",
     "nvfp4_gemv",
     "nvfp4_linear",

@@ -21,9 +21,10 @@ from tiercel._checks import (
 )
 from tiercel._op import Autograd, Backend, Op
 from tiercel._platform import Reason
+from tiercel.ops.attention_backward import gradients, native_options
 from tiercel.ref.attention import attention as reference
 
-__all__ = ["attention"]
+__all__ = ["attention", "native_options"]
 
 _NAME = "attention"
 DTYPES = (torch.bfloat16, torch.float16)
@@ -116,20 +117,6 @@ def _launch(
     _C.attention(q, k, v, out, lse, *native_options(q, *options))
 
 
-def native_options(
-    q: Tensor,
-    causal: bool,
-    window: Sequence[int] | None,
-    scale: float | None,
-    softcap: float | None,
-) -> tuple[int, int, float, float]:
-    """(left, right, scale, softcap) as in kernels/attention/attention.h."""
-    left, right = (-1, -1) if window is None else window
-    if scale is None:
-        scale = float(max(q.shape[-1], 1)) ** -0.5
-    return left, 0 if causal else right, scale, softcap or 0.0
-
-
 def _sm90(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     out = q.new_empty(q.shape)
     _launch(q, k, v, out, None, *rest[:-1])
@@ -165,34 +152,18 @@ def _why_not(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Reason | None:
 
 
 def _save(ctx: Any, args: tuple[Any, ...], outputs: Any) -> None:
-    ctx.options = args[3:7]
-    ctx.save_for_backward(*args[:3])
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
-    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
-    out = torch.nn.functional.scaled_dot_product_attention(
-        *heads_first, is_causal=causal, scale=scale, enable_gqa=bool(q.shape[2] != k.shape[2])
-    )
-    return out.transpose(1, 2)
+    ctx.options, ctx.backend = args[3:7], args[7]
+    kept = outputs if isinstance(outputs, tuple) else ()
+    ctx.save_for_backward(*args[:3], *kept)
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """torch's: its flash kernels where they know the mask, else from all scores."""
-    causal, window, scale, softcap = ctx.options
-    wanted = [(grad, i) for i, grad in enumerate(grads) if grad is not None]
-    if not wanted:
+    if all(grad is None for grad in grads):
         return None, None, None
-    inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
-    q, k, _ = inputs
-    known = window is None and softcap is None and (not causal or q.shape[1] == k.shape[1])
-    with torch.enable_grad():
-        if known and len(grads) == 1 and 0 not in q.shape and 0 not in k.shape:
-            results = (_flash(*inputs, causal, scale),)
-        else:
-            results = _reference(*inputs, True, *ctx.options)
-        outputs = [results[i] for _, i in wanted]
-        found = torch.autograd.grad(outputs, inputs, [g for g, _ in wanted], allow_unused=True)
+    inputs, outputs = list(ctx.saved_tensors[:3]), ctx.saved_tensors[3:]
+    if not outputs:
+        outputs = _ATTENTION_LSE(*(x.detach() for x in inputs), *ctx.options, ctx.backend)
+    found = gradients(inputs, outputs, grads, ctx.options, ctx.backend)
     wants = ctx.needs_input_grad[1:]  # after the flag that says how to run
     return tuple(grad if want else None for grad, want in zip(found, wants[:3], strict=True))
 
@@ -298,7 +269,9 @@ def attention(
     Masks are aligned with the last query and the last key, as in FlashAttention: query i stands at
     key i + Sk - Sq. A query that sees no key gets 0, and minus infinity as its ``lse``.
 
-    Differentiable in ``q``, ``k`` and ``v``; the backward is torch's and computes the scores again.
+    Differentiable in ``q``, ``k`` and ``v``. The backward has kernels of its own up to D = 128,
+    and is torch's above. Those sum the gradients of ``k`` and ``v`` in a fixed order; that of ``q``
+    only under ``torch.use_deterministic_algorithms(True)``, which makes blocks wait for each other.
     Works under torch.compile and torch.export, and in CUDA graphs; it never synchronises.
 
     The method is FlashAttention's (Dao et al. 2022, Shah et al. 2024): an online softmax over
@@ -337,10 +310,15 @@ def attention(
     limits = check_options(causal, window, scale, softcap)
     options = (causal, limits, scale, softcap, backend)
     if out is None:
-        result: Tensor | tuple[Tensor, Tensor] = (_ATTENTION_LSE if return_lse else _ATTENTION)(
-            q, k, v, *options
+        # The backward needs the logarithms: kept from the forward, they cost nothing.
+        kept = torch.is_grad_enabled() and any(
+            getattr(x, "requires_grad", False) for x in (q, k, v)
         )
-        return result
+        if return_lse or kept:
+            result, lse = _ATTENTION_LSE(q, k, v, *options)
+            return (result, lse) if return_lse else result
+        result = _ATTENTION(q, k, v, *options)
+        return result  # type: ignore[no-any-return]
     if not return_lse:
         _ATTENTION_OUT(q, k, v, out, *options)
         return out

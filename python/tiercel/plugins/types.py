@@ -12,6 +12,7 @@ from tiercel.plugins.contracts.activation import GELU_AND_MUL, SILU, SILU_AND_MU
 from tiercel.plugins.contracts.attention import ATTENTION, ATTENTION_VARLEN
 from tiercel.plugins.contracts.gemv import NVFP4_GEMV, NVFP4_LINEAR
 from tiercel.plugins.contracts.linear import LINEAR_ACT
+from tiercel.plugins.contracts.moe import FUSED_MOE, MOE_DOWN, MOE_UP
 from tiercel.plugins.contracts.norm import RMS_NORM
 from tiercel.plugins.contracts.quant import FP8_QUANTIZE, NVFP4_DEQUANTIZE, NVFP4_QUANTIZE
 from tiercel.plugins.contracts.reduce import REDUCE
@@ -32,6 +33,8 @@ __all__ = [
     "BlockExperts",
     "ChosenExperts",
     "CopyTranspose",
+    "DownWeights",
+    "ElementWeights",
     "ExpertMap",
     "ExpertOutputs",
     "ExpertWeights",
@@ -44,18 +47,25 @@ __all__ = [
     "Fp4Weight",
     "Fp8Codes",
     "Fp8Quantize",
+    "FusedMoe",
     "GateInput",
     "GatedActivation",
     "GatedGelu",
     "GatedResult",
     "Gelu",
     "Indices",
+    "InnerFeatures",
+    "InnerResult",
     "Keys",
     "LinearAct",
+    "LocalExperts",
     "LogSums",
     "Matrices",
+    "MixedTokens",
     "MoeAlignBlockSize",
+    "MoeDown",
     "MoeSum",
+    "MoeUp",
     "Norm",
     "NormBias",
     "NormWeight",
@@ -65,6 +75,7 @@ __all__ = [
     "Nvfp4Gemv",
     "Nvfp4Linear",
     "Nvfp4Quantize",
+    "OuterResult",
     "PackedAttended",
     "PackedKeys",
     "PackedLogSums",
@@ -87,10 +98,14 @@ __all__ = [
     "SoftmaxScores",
     "SortedTokens",
     "SummedOutputs",
+    "TokenExperts",
+    "TokenFeatures",
+    "TokenWeights",
     "TopkSoftmax",
     "TopkSoftmaxAlign",
     "Transposed",
     "Unreduced",
+    "UpWeights",
     "Values",
     "Weight",
     "Weights",
@@ -168,6 +183,67 @@ class MoeSum(Protocol):
     """A backend of moe_sum."""
 
     def __call__(self, x: ExpertOutputs, weights: ExpertWeights) -> SummedOutputs: ...
+
+
+# Experts: x [T, H] bfloat16 or float16, w_up [E, 2I, H], w_down [E, H, I]; between the halves
+# [elements, I], of all ids' elements; topk_weights float32. The routing is moe_align_block_size's.
+TokenFeatures = Annotated[Tensor, FUSED_MOE.spec("x")]
+UpWeights = Annotated[Tensor, FUSED_MOE.spec("w_up")]
+DownWeights = Annotated[Tensor, FUSED_MOE.spec("w_down")]
+TokenWeights = Annotated[Tensor, FUSED_MOE.spec("topk_weights")]
+TokenExperts = Annotated[Tensor, FUSED_MOE.spec("topk_ids")]
+LocalExperts = Annotated["Tensor | None", FUSED_MOE.spec("expert_map")]
+MixedTokens = Annotated[Tensor, FUSED_MOE.spec("out")]
+InnerFeatures = Annotated[Tensor, MOE_DOWN.spec("x")]
+ElementWeights = Annotated[Tensor, MOE_DOWN.spec("topk_weights")]
+InnerResult = Annotated[Tensor, MOE_UP.spec("out")]
+OuterResult = Annotated[Tensor, MOE_DOWN.spec("out")]
+
+
+class FusedMoe(Protocol):
+    """A backend of fused_moe."""
+
+    def __call__(
+        self,
+        x: TokenFeatures,
+        w_up: UpWeights,
+        w_down: DownWeights,
+        topk_weights: TokenWeights,
+        topk_ids: TokenExperts,
+        activation: str,
+        expert_map: LocalExperts,
+    ) -> MixedTokens: ...
+
+
+class MoeUp(Protocol):
+    """A backend of moe_up."""
+
+    def __call__(
+        self,
+        x: TokenFeatures,
+        w_up: UpWeights,
+        sorted_token_ids: SortedTokens,
+        expert_ids: BlockExperts,
+        num_tokens_post_padded: NumSlots,
+        top_k: int,
+        block_size: int,
+        activation: str,
+    ) -> InnerResult: ...
+
+
+class MoeDown(Protocol):
+    """A backend of moe_down."""
+
+    def __call__(
+        self,
+        x: InnerFeatures,
+        w_down: DownWeights,
+        topk_weights: ElementWeights,
+        sorted_token_ids: SortedTokens,
+        expert_ids: BlockExperts,
+        num_tokens_post_padded: NumSlots,
+        block_size: int,
+    ) -> OuterResult: ...
 
 
 # Linear: x [M, K] bfloat16 or float16, weight [N, K], bias [N] or None, any strides; out [M, N].

@@ -18,6 +18,7 @@ from tiercel.ref.attention import (
 )
 from tiercel.ref.gemv import nvfp4_gemv, nvfp4_linear
 from tiercel.ref.linear import linear_act
+from tiercel.ref.moe import fused_moe, moe_down, moe_up
 from tiercel.ref.norm import layer_norm, rms_norm
 from tiercel.ref.quant import fp8_quantize, nvfp4_dequantize, nvfp4_quantize
 from tiercel.ref.reduce import reduce
@@ -32,6 +33,7 @@ __all__ = [
     "copy_transpose",
     "decode_attention",
     "fp8_quantize",
+    "fused_moe",
     "gelu",
     "gelu_and_mul",
     "kv_cache_write",
@@ -40,7 +42,9 @@ __all__ = [
     "log_softmax",
     "merge_attention_states",
     "moe_align_block_size",
+    "moe_down",
     "moe_sum",
+    "moe_up",
     "nvfp4_dequantize",
     "nvfp4_gemv",
     "nvfp4_linear",

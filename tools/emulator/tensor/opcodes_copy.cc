@@ -21,12 +21,12 @@ struct Address {
   bool narrow = false;
 };
 
-// A decoded copy. Exactly one of the two sides is global, or none.
+// A decoded copy: into, out of, or within shared memory.
 struct Copy {
   bool tensor, to_global, from_global, multicast;
   int rank;  // of the tensor
   Operand coordinates[kLargestRank];
-  Address to, from, barrier;  // the tensor map, or a run of bytes, is the global side
+  Address to, from, barrier;  // of a tensor, the global side is its map
   Operand size, mask;
   Reduction reduction;
   uint32_t type;  // of the reduction of plain bytes, as CUtensorMapDataType
@@ -57,7 +57,8 @@ void complete_later(Warp& warp, const Copy& copy, int lane, std::function<void()
   std::string where = " (copy of PTX line " + std::to_string(copy.line) + ", by warp " +
                       std::to_string(warp.index) + " lane " + std::to_string(lane) + " of block (" +
                       std::to_string(cta.index.x) + ", " + std::to_string(cta.index.y) + ", " +
-                      std::to_string(cta.index.z) + "))";
+                      std::to_string(cta.index.z) + ") of kernel " +
+                      cta.cluster->launch->kernel->name + ")";
   cta.cluster->add([body = std::move(body), where = std::move(where)] {
     try {
       body();
@@ -275,6 +276,9 @@ void decode_copy(Decode& d, Instruction& out, bool reduce) {
     if (!copy->to_global) copy->barrier = address_of(d, next++);
   }
   if (copy->multicast) copy->mask = d.source(next++, t::b16);
+  const bool global = copy->tensor || copy->to_global || copy->from_global;
+  if (global && (copy->to_global ? copy->to : copy->from).narrow)
+    d.fail("an address of 64 bits is expected on the global side");
   keep(d, out, copy);
   out.run = run_copy;
 }

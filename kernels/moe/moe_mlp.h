@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// The two halves of an expert MLP over routed tokens.
+#ifndef KERNELS_MOE_MOE_MLP_H_
+#define KERNELS_MOE_MOE_MLP_H_
+
+#include "kernels/sm90/status.h"
+#include "kernels/sm90/tensor_view.h"
+
+namespace tiercel {
+
+// What becomes of a row's two halves, a (the first I) and b.
+enum class MoeActivation { kSilu, kGelu, kRelu, kGeluResidual };
+
+// What a call would launch.
+struct MoeMlpPlan {
+  const char* kernel;  // "none" where nothing is to be done
+  int tokens;          // of a block of the routing
+  int stages;
+  int units;  // at most, that warps take
+  unsigned grid;
+  unsigned block;
+  unsigned dynamic_smem;
+};
+
+// What moe_align_block_size made of topk_ids [T, k], all int32 and contiguous.
+struct MoeRouting {
+  const TensorView& sorted_token_ids;
+  const TensorView& expert_ids;
+  const TensorView& num_tokens_post_padded;
+  int64_t block_size;
+};
+
+// x [T, H], w [E, 2 * I, H], out [elements, I] with elements a multiple of T: element e of topk_ids
+// is of row e / (elements / T) of x.
+//   [a, b] = x @ w[expert].T;  out = silu(a) * b, gelu(a) * b, relu(a) * b, or gelu(a) * (b + 1)
+// x [elements, I], w [E, H, I], weights [elements] float32 or null, out [elements, H].
+//   out = weights * (x @ w[expert].T); zeros where the expert is -1
+// bfloat16 or float16, float32 sums. Rows of x and w are of neighbouring elements, at multiples of
+// 16 bytes; w's are evenly spaced; out is contiguous. What the routing leaves out is not written.
+
+// All checks and the choice of kernel for a device with that many multiprocessors; needs no GPU and
+// no driver.
+Status moe_mlp_plan(bool up, const TensorView& x, const TensorView& w, const MoeRouting& routing,
+                    const TensorView* weights, const TensorView& out, MoeActivation activation,
+                    int multiprocessors, MoeMlpPlan* plan);
+
+// The same for the tensors' device, then the launch on `stream` (a CUstream).
+Status moe_up(const TensorView& x, const TensorView& w, const MoeRouting& routing,
+              const TensorView& out, MoeActivation activation, void* stream);
+Status moe_down(const TensorView& x, const TensorView& w, const MoeRouting& routing,
+                const TensorView* weights, const TensorView& out, void* stream);
+
+Status moe_mlp_load(int device);
+
+}  // namespace tiercel
+
+#endif  // KERNELS_MOE_MOE_MLP_H_

@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/moe/moe_mlp.h"
+#include "kernels/sm90/driver.h"
+#include "python/bindings/call.h"
+#include "python/bindings/families.h"
+#include "python/bindings/optional_tensor.h"
+
+namespace py = pybind11;
+
+namespace tiercel::python {
+namespace {
+
+// Of an H100 SXM or H200, for plans where there is no device to ask.
+constexpr int kMultiprocessors = 132;
+
+// (x, w, sorted_token_ids, expert_ids, num_tokens_post_padded, weights or None, out, block_size,
+// activation's index); `up` has no weights.
+struct MoeMlpCall {
+  PythonTensor x, w, sorted, experts, used, out;
+  OptionalTensor weights;
+  long block_size = 0;
+  MoeActivation activation = MoeActivation::kSilu;
+
+  bool Parse(const char* op, bool up, PyObject* const* values, Py_ssize_t count) {
+    if (!Arguments(op, values, count).Expect(9)) return false;
+    if (!x.Read(values[0], op, "x") || !w.Read(values[1], op, up ? "w_up" : "w_down") ||
+        !sorted.Read(values[2], op, "sorted_token_ids") ||
+        !experts.Read(values[3], op, "expert_ids") ||
+        !used.Read(values[4], op, "num_tokens_post_padded") ||
+        !weights.Read(values[5], op, "weights") || !out.Read(values[6], op, "out")) {
+      return false;
+    }
+    block_size = PyLong_AsLong(values[7]);
+    if (block_size == -1 && PyErr_Occurred()) return false;
+    const long index = PyLong_AsLong(values[8]);
+    if (index == -1 && PyErr_Occurred()) return false;
+    if (index < 0 || index > static_cast<long>(MoeActivation::kGeluResidual)) {
+      PyErr_Format(PyExc_ValueError, "%s: no activation has the index %ld", op, index);
+      return false;
+    }
+    activation = static_cast<MoeActivation>(index);
+    return true;
+  }
+
+  MoeRouting routing() const { return {sorted.view(), experts.view(), used.view(), block_size}; }
+};
+
+PyObject* MoeUp(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  MoeMlpCall call;
+  if (!call.Parse("moe_up", true, values, count)) return nullptr;
+  return Launch(call.x, [&](void* stream) {
+    return moe_up(call.x.view(), call.w.view(), call.routing(), call.out.view(), call.activation,
+                  stream);
+  });
+}
+
+PyObject* MoeDown(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  MoeMlpCall call;
+  if (!call.Parse("moe_down", false, values, count)) return nullptr;
+  return Launch(call.x, [&](void* stream) {
+    return moe_down(call.x.view(), call.w.view(), call.routing(), call.weights.view(),
+                    call.out.view(), stream);
+  });
+}
+
+PyObject* PlanOf(bool up, PyObject* const* values, Py_ssize_t count) {
+  MoeMlpCall call;
+  if (!call.Parse(up ? "moe_up" : "moe_down", up, values, count)) return nullptr;
+  int multiprocessors = 0;
+  if (call.x.view().device_type != DeviceType::kCUDA ||
+      !multiprocessor_count(call.x.view().device_index, &multiprocessors).ok()) {
+    multiprocessors = kMultiprocessors;
+  }
+  MoeMlpPlan plan{};
+  const Status status =
+      moe_mlp_plan(up, call.x.view(), call.w.view(), call.routing(), call.weights.view(),
+                   call.out.view(), call.activation, multiprocessors, &plan);
+  if (!status.ok()) return Raise(status);
+  return Py_BuildValue("{s:s, s:i, s:i, s:i, s:I, s:I, s:I}", "kernel", plan.kernel, "tokens",
+                       plan.tokens, "stages", plan.stages, "units", plan.units, "grid", plan.grid,
+                       "block", plan.block, "dynamic_smem", plan.dynamic_smem);
+}
+
+PyObject* MoeUpPlan(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  return PlanOf(true, values, count);
+}
+PyObject* MoeDownPlan(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  return PlanOf(false, values, count);
+}
+PyObject* MoeLoad(PyObject*, PyObject* device) { return Load(device, moe_mlp_load); }
+
+#define TIERCEL_FAST(name, function, text)                                                     \
+  {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, \
+   name                                                                                        \
+   "(x, w, sorted_token_ids, expert_ids, num_tokens_post_padded, weights, out, block_size, "   \
+   "activation, /)\n--\n\n" text}
+
+PyMethodDef functions[] = {
+    TIERCEL_FAST("moe_up", MoeUp, "Launches the kernel on the current stream; fills `out`."),
+    TIERCEL_FAST("moe_down", MoeDown, "Launches the kernel on the current stream; fills `out`."),
+    TIERCEL_FAST("moe_up_plan", MoeUpPlan, "Checks as a launch does; the configuration."),
+    TIERCEL_FAST("moe_down_plan", MoeDownPlan, "Checks as a launch does; the configuration."),
+    {"moe_load", MoeLoad, METH_O,
+     "moe_load(device, /)\n--\n\nLoads the kernels on a CUDA device, by its index."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace
+
+void AddMoe(py::module_& module) {
+  if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
+}
+
+}  // namespace tiercel::python

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts' MLPs."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from tiercel.bench.launch import Launch, Unsupported
+
+
+def _activation(case: Any) -> Callable[[Any], Any]:
+    from torch.nn import functional
+
+    if case["act"] == "gelu_residual":
+        raise Unsupported("it has no such activation")
+    function = getattr(functional, case["act"])
+
+    def activate(sums: Any) -> Any:
+        a, b = sums.chunk(2, dim=-1)
+        return function(a) * b
+
+    return activate
+
+
+def _torch(case: Any, inputs: dict[str, Any]) -> Launch:
+    """torch's grouped product over tokens that are sorted by expert."""
+    import torch
+
+    grouped: Any = getattr(torch, "_grouped_mm", None)
+    if grouped is None or case.dtype != "bfloat16":
+        raise Unsupported("torch's grouped product is for bfloat16")
+    x, w_up, w_down, weights, ids = inputs.values()
+    activate, k = _activation(case), case["k"]
+    up, down = w_up.transpose(1, 2), w_down.transpose(1, 2)
+
+    def run() -> tuple[Any, ...]:
+        flat = ids.flatten().long()
+        order = flat.argsort()
+        counts = torch.zeros(case["E"], dtype=torch.int32, device=x.device)
+        counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
+        ends = counts.cumsum(0, dtype=torch.int32)
+        rows = order // k
+        inner = activate(grouped(x[rows], up, offs=ends))
+        outer = grouped(inner, down, offs=ends) * weights.flatten()[order, None]
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        return (out.index_add_(0, rows, outer.float()).to(x.dtype),)
+
+    return Launch(run)
+
+
+def _vllm(case: Any, inputs: dict[str, Any]) -> Launch:
+    """Its Triton kernels with the configuration that it has for this problem, or its default."""
+    if case["act"] not in ("silu", "gelu"):
+        raise Unsupported("it has no such activation")
+    try:
+        module: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.fused_moe")
+    except ImportError as error:
+        raise Unsupported(f"all of vllm is needed for its experts: {error}") from None
+    x, w_up, w_down, weights, ids = inputs.values()
+    activation: Any = case["act"]
+    layers = importlib.import_module("vllm.model_executor.layers.fused_moe")
+    if hasattr(layers, "MoEActivation"):  # newer versions take no string
+        activation = layers.MoEActivation(activation)
+
+    def run() -> tuple[Any, ...]:
+        return (module.fused_experts(x, w_up, w_down, weights, ids, activation=activation),)
+
+    return Launch(run)
+
+
+ADAPTERS = {"torch": {"fused_moe": _torch}, "vllm": {"fused_moe": _vllm}}

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts' MLPs: fused_moe and its halves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tiercel.bench.launch import Launch, WrongResult
+from tiercel.bench.ops import Error, Inputs, OpBench
+
+_ELEMENT = 2  # bytes; both dtypes have 16 bits
+_PARAMS = {"T": None, "E": None, "k": None, "H": None, "I": None}
+
+
+def _invalid(params: Mapping[str, Any]) -> str | None:
+    from tiercel.ref.moe import ACTIVATIONS
+
+    sizes = [params[name] for name in (*_PARAMS, *(["bs"] if "bs" in params else []))]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        return "sizes must be positive whole numbers"
+    if params["k"] > params["E"]:
+        return "k must not exceed E"
+    if params.get("act", "silu") not in ACTIVATIONS:
+        return f"`act` must be one of {', '.join(ACTIVATIONS)}"
+    return None
+
+
+def _ids(case: Any, device: str, seed: int) -> Any:
+    """As even as a good router's: each token's experts by random scores."""
+    import torch
+
+    generator = torch.Generator(device=device).manual_seed(seed)
+    scores = torch.rand(case["T"], case["E"], device=device, generator=generator)
+    return scores.topk(case["k"]).indices.int()
+
+
+def active(case: Any) -> float:
+    """Experts that the inputs of the first seed reach, on average over routers."""
+    experts, tokens, k = case["E"], case["T"], case["k"]
+    return float(experts * (1 - (1 - k / experts) ** tokens))
+
+
+def _make(case: Any, device: str, seed: int) -> Inputs:
+    import torch
+
+    generator = torch.Generator(device=device).manual_seed(seed)
+    dtype = getattr(torch, case.dtype)
+
+    def random(*shape: int, scale: float = 1.0) -> Any:
+        out = torch.empty(shape, device=device, dtype=dtype)
+        for part in out if len(shape) == 3 else [out]:  # in float32, one expert at a time
+            part.copy_(torch.randn(part.shape, device=device, generator=generator) * scale)
+        return out
+
+    hidden, inner = case["H"], case["I"]
+    weights = torch.rand(case["T"], case["k"], device=device, generator=generator)
+    return {
+        "x": random(case["T"], hidden),
+        "w_up": random(case["E"], 2 * inner, hidden, scale=hidden**-0.5),
+        "w_down": random(case["E"], hidden, inner, scale=inner**-0.5),
+        "topk_weights": weights / weights.sum(dim=1, keepdim=True),
+        "topk_ids": _ids(case, device, seed),
+    }
+
+
+def _bytes(case: Any) -> int:
+    """The active experts' weights; activations are little beside them."""
+    matrices = 3 * case["I"] * case["H"]
+    return int(_ELEMENT * (active(case) * matrices + 2 * case["T"] * case["H"]))
+
+
+def _flops(case: Any) -> int:
+    return 6 * int(case["T"] * case["k"] * case["H"] * case["I"])
+
+
+def _reference(case: Any, inputs: Inputs) -> Any:
+    from tiercel.ref import moe as ref
+
+    wide = [inputs["x"].double(), inputs["w_up"], inputs["w_down"]]
+    return ref.fused_moe(
+        wide[0],
+        _Wide(wide[1]),  # type: ignore[arg-type]
+        _Wide(wide[2]),  # type: ignore[arg-type]
+        inputs["topk_weights"].double(),
+        inputs["topk_ids"],
+        activation=case["act"],
+    )
+
+
+class _Wide:
+    """Experts' matrices in float64, one at a time: all of them would not fit."""
+
+    def __init__(self, weights: Any) -> None:
+        self._weights = weights
+        self.shape = weights.shape
+
+    def __getitem__(self, expert: int) -> Any:
+        return self._weights[expert].double()
+
+
+def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error:
+    """In units of the dtype's rounding: one between the halves, one of each expert's output, one of
+    the sum, of values whose mean square is the result's times k at most."""
+    import torch
+
+    (result,) = outputs
+    if result.shape != expected.shape or result.dtype != inputs["x"].dtype:
+        raise WrongResult(f"shape {tuple(result.shape)}, {result.dtype}")
+    errors = (result.double() - expected).abs()
+    if not bool(torch.isfinite(errors).all()):
+        raise WrongResult("a result is not finite")
+    unit = torch.finfo(result.dtype).eps / 2
+    scale = expected.square().mean().sqrt()
+    worst = float((errors / (unit * (expected.abs() + 6 * scale) + 1e-5 * scale)).max())
+    if worst > 1.5:
+        raise WrongResult(f"a result is off by {worst:.1f} times its tolerance")
+    rms = float(errors.square().mean().sqrt() / scale)
+    if rms > 2 * unit:
+        raise WrongResult(f"RMS error {rms:.1e}, tolerance {2 * unit:.1e}")
+    return Error(rms=rms, maximum=float(errors.max() / expected.abs().max()))
+
+
+_FUSED = OpBench(
+    family="moe",
+    op="fused_moe",
+    params=_PARAMS | {"act": "silu"},
+    invalid=_invalid,
+    make=_make,
+    call=lambda case, inputs: (tuple(inputs.values()), {"activation": case["act"]}),
+    out=lambda case, inputs: None,
+    bytes_moved=_bytes,
+    flops=_flops,
+    reference=_reference,
+    check=_check,
+)
+
+
+# The halves.
+
+
+def _route(case: Any, inputs: Inputs) -> Inputs:
+    from tiercel.ref.routing import moe_align_block_size
+
+    names = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
+    found = moe_align_block_size(inputs["topk_ids"], case["bs"], case["E"])
+    return dict(zip(names, found, strict=True))
+
+
+def _make_up(case: Any, device: str, seed: int) -> Inputs:
+    inputs = _make(case, device, seed)
+    return {"x": inputs["x"], "w_up": inputs["w_up"], **_route(case, inputs)}
+
+
+def _make_down(case: Any, device: str, seed: int) -> Inputs:
+    import torch
+
+    inputs = _make(case, device, seed)
+    generator = torch.Generator(device=device).manual_seed(seed + 1000)
+    x = torch.randn(case["T"] * case["k"], case["I"], device=device, generator=generator)
+    weights = inputs["topk_weights"].flatten()
+    routed = _route(case, inputs)
+    return {"x": x.to(inputs["x"].dtype), "w_down": inputs["w_down"], "w": weights, **routed}
+
+
+def _up_reference(case: Any, inputs: Inputs) -> Any:
+    from tiercel.ref import moe as ref
+
+    x, w, *routing = inputs.values()
+    return ref.moe_up(x.double(), _Wide(w), *routing, case["k"], case["bs"])  # type: ignore[arg-type]
+
+
+def _down_reference(case: Any, inputs: Inputs) -> Any:
+    from tiercel.ref import moe as ref
+
+    x, w, weights, *routing = inputs.values()
+    return ref.moe_down(x.double(), _Wide(w), weights.double(), *routing, case["bs"])  # type: ignore[arg-type]
+
+
+_UP = OpBench(
+    family="moe",
+    op="moe_up",
+    params=_PARAMS | {"bs": 8},
+    invalid=_invalid,
+    make=_make_up,
+    call=lambda case, inputs: ((*inputs.values(), case["k"], case["bs"]), {}),
+    out=lambda case, inputs: None,
+    bytes_moved=lambda case: int(_ELEMENT * active(case) * 2 * case["I"] * case["H"]),
+    flops=lambda case: _flops(case) * 2 // 3,
+    reference=_up_reference,
+    check=_check,
+)
+_DOWN = OpBench(
+    family="moe",
+    op="moe_down",
+    params=_PARAMS | {"bs": 8},
+    invalid=_invalid,
+    make=_make_down,
+    call=lambda case, inputs: ((*inputs.values(), case["bs"]), {}),
+    out=lambda case, inputs: None,
+    bytes_moved=lambda case: int(_ELEMENT * active(case) * case["I"] * case["H"]),
+    flops=lambda case: _flops(case) // 3,
+    reference=_down_reference,
+    check=_check,
+)
+
+BENCHES = [_FUSED, _UP, _DOWN]

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""attention_backward's checks and its choice of kernel: neither needs PyTorch or a GPU."""
+
+import pytest
+from support.dlpack_tensor import AttributeTensor, ExchangeTensor
+
+from tiercel import _C
+
+NO_LIMIT = -1
+
+
+@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
+def make(request):
+    return request.param
+
+
+def arguments(make, shape=(2, 300, 8, 128), keys=(300, 8), dtype="bfloat16", **given):
+    batch, length, heads, d = shape
+    k_shape, sums = (batch, *keys, d), (batch, heads, length)
+    shapes = {"grad": shape, "q": shape, "k": k_shape, "v": k_shape, "out": shape, "lse": sums}
+    shapes |= {"grad_lse": None, "dq": shape, "dk": k_shape, "dv": k_shape}
+    dtypes = {"lse": "float32", "grad_lse": "float32"}
+
+    def tensor(name):
+        size = shapes[name]
+        return None if size is None else make(*size, dtype=dtypes.get(name, dtype))
+
+    return [given.get(name) or tensor(name) for name in shapes]
+
+
+def plan(make, *sizes, left=NO_LIMIT, right=NO_LIMIT, softcap=0.0, deterministic=False, **given):
+    tensors = arguments(make, *sizes, **given)
+    return _C.attention_backward_plan(*tensors, None, left, right, 0.1, softcap, deterministic)
+
+
+@pytest.mark.parametrize("d", [8, 40, 64, 72, 96, 104, 128])
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+@pytest.mark.parametrize(("dtype", "short"), [("bfloat16", "bf16"), ("float16", "fp16")])
+def test_every_head_dimension_has_a_kernel(d, softcap, dtype, short):
+    for seq in (1, 64, 200, 5000):
+        got = plan(ExchangeTensor, (2, seq, 4, d), (seq, 2), dtype=dtype, softcap=softcap)
+        columns = min(size for size in (64, 96, 128) if size >= d)
+        capped = "_capped" if softcap else ""
+        assert got["kernel"] == f"attention_backward_{short}_d{columns}_64x128{capped}"
+        assert got["dynamic_smem"] <= 232448  # what a block may have on Hopper
+        assert got["grid"] == min(-(-seq // 128) * 2 * 2, 132)
+        blocks = 2 * 4 * -(-seq // 64)
+        tile_d = 64 if d <= 64 else 128
+        assert got["workspace"] == blocks * (2 * 64 + 64 * tile_d + 1)
+
+
+def test_tiles_of_a_causal_mask_are_mixed(make):
+    sizes = ((2, 4096, 16, 128), (4096, 4))
+    assert plan(make, *sizes)["band"] == 1
+    assert plan(make, *sizes, right=0)["band"] == 8  # heads of keys, of both entries
+    assert plan(make, *sizes, right=0, left=64)["band"] == 1
+
+
+def test_in_order_late_keys_come_first(make):
+    for options, descending in (
+        ({}, False),
+        ({"right": 0}, True),
+        ({"right": 0, "left": 9}, False),
+    ):
+        assert plan(make, **options, deterministic=True)["descending"] is descending
+        assert plan(make, **options)["descending"] is False
+
+
+@pytest.mark.parametrize(("shape", "keys"), [((0, 5, 2, 64), (5, 2)), ((2, 0, 2, 64), (5, 2))])
+def test_nothing_to_launch(make, shape, keys):
+    got = plan(make, shape, keys)
+    assert got["kernel"] == "none" and got["workspace"] == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "changes"),
+    [
+        (TypeError, "`grad` must have dtype bfloat16", {"grad": ((2, 300, 8, 128), "float16")}),
+        (ValueError, "`dk` must have shape", {"dk": ((2, 300, 4, 128), "bfloat16")}),
+        (ValueError, "`lse` must have shape", {"lse": ((2, 300, 8), "float32")}),
+        (TypeError, "`grad_lse` must have dtype float32", {"grad_lse": ((2, 8, 300), "float16")}),
+    ],
+)
+def test_bad_arguments(make, error, text, changes):
+    given = {name: make(*shape, dtype=dtype) for name, (shape, dtype) in changes.items()}
+    with pytest.raises(error, match=f"attention_backward: {text}"):
+        plan(make, **given)
+
+
+@pytest.mark.parametrize("d", [136, 256])
+def test_large_head_dimensions_have_no_kernel(make, d):
+    with pytest.raises(NotImplementedError, match="`q` must have a head dimension .* up to 128"):
+        plan(make, (2, 300, 8, d))
+
+
+def test_a_workspace_is_asked_for(make):
+    tensors = arguments(make)
+    with pytest.raises(TypeError, match="`workspace` must be a tensor, got None"):
+        _C.attention_backward(*tensors, None, NO_LIMIT, NO_LIMIT, 0.1, 0.0, False)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""attention's gradients on the emulator, against float64."""
+
+import pytest
+import torch
+from support.emulator import kernels
+from support.emulator import options as running
+
+import tiercel
+from tiercel.ref.attention import attention_backward as reference
+
+pytestmark = pytest.mark.torch
+
+UNLIMITED = -1
+
+
+def gradients(tensors, deterministic=False, **options):
+    """(dq, dk, dv), which were NaN before."""
+    left, right = options.get("window", (UNLIMITED, UNLIMITED))
+    right = 0 if options.get("causal") else right
+    scale = tensors[1].shape[-1] ** -0.5
+    found = [torch.full_like(x, torch.nan) for x in tensors[1:4]]
+    rest = (left, right, scale, options.get("softcap", 0.0), deterministic)
+    size = kernels.attention_backward_plan(*tensors, *found, None, *rest)["workspace"]
+    kernels.attention_backward(*tensors, *found, torch.full((size,), torch.nan), *rest)
+    return found
+
+
+def draw(batch, seq_q, seq_k, heads, d, dtype=torch.bfloat16, with_lse=False, **options):
+    """(grad, q, k, v, out, lse, grad_lse) as a launch takes them, and the truth."""
+    generator = torch.Generator().manual_seed(7)
+
+    def rand(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    q, grad = (rand(batch, seq_q, heads[0], d).to(dtype) for _ in range(2))
+    k, v = (rand(batch, seq_k, heads[1], d).to(dtype) for _ in range(2))
+    grad_lse = rand(batch, heads[0], seq_q) if with_lse else None
+    doubles = [x.double() for x in (grad, q, k, v)]
+    out, lse = tiercel.ref.attention(*doubles[1:], return_lse=True, **options)
+    truth = reference(*doubles, out, lse, grad_lse=grad_lse, **options)
+    return (grad, q, k, v, out.to(dtype), lse.float(), grad_lse), truth
+
+
+def compare(found, truth):
+    """As the tests on a GPU ask, in norms. Scores of queries that see one key have no gradient:
+    what is left of two equal terms is their rounding, of values of about 1."""
+    for one, other in zip(found, truth, strict=True):
+        unit = torch.finfo(one.dtype).eps / 2
+        assert one.isfinite().all()
+        error, terms = (one.double() - other).norm(), found[0].numel() ** 0.5
+        size = other.norm() if other.norm() > 0.02 * terms else terms
+        assert error <= 4 * unit * size, (error / size / unit).item()
+
+
+def check(*sizes, **options):
+    tensors, truth = draw(*sizes, **options)
+    options.pop("with_lse", None)
+    compare(gradients(tensors, **options), truth)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("d", [64, 96, 128])
+@pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 2.0}])
+def test_every_kernel(d, dtype, options):
+    check(1, 70, 140, (2, 1), d, dtype, **options)
+
+
+@pytest.mark.parametrize("d", [8, 72])
+def test_head_dimensions_of_no_kernel_s_own(d):
+    check(1, 65, 129, (1, 1), d, causal=True)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((2, 1, 1, (1, 1)), {}),
+        ((1, 130, 70, (2, 1)), {"window": (0, 0)}),
+        ((1, 200, 60, (1, 1)), {"causal": True}),  # queries that see no key
+        ((1, 60, 300, (1, 1)), {"window": (20, 0)}),  # keys that no query sees
+        ((1, 150, 300, (4, 2)), {"window": (40, 5), "with_lse": True}),
+    ],
+)
+def test_edges(sizes, options):
+    check(*sizes, 64, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (30, 60)}])
+def test_a_fixed_order(options):
+    tensors, truth = draw(1, 200, 300, (2, 2), 64, **options)
+    found = gradients(tensors, deterministic=True, **options)
+    compare(found, truth)
+    again = gradients(tensors, deterministic=True, **options)
+    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+
+
+@pytest.mark.parametrize("seed", [3, 11])
+def test_warps_in_other_orders(seed):
+    with running(seed=seed):
+        check(1, 200, 140, (2, 1), 128, causal=True)
+
+
+def test_strides():
+    tensors, truth = draw(1, 100, 100, (2, 2), 64)
+    packed = torch.stack(tensors[1:4], dim=2).unbind(2)
+    heads_first = tensors[0].transpose(1, 2).contiguous().transpose(1, 2)
+    compare(gradients((heads_first, *packed, *tensors[4:])), truth)

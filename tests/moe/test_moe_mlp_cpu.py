@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fused_moe, moe_up and moe_down with PyTorch and without a GPU."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+import tiercel
+from tiercel.ops.moe import block_size
+
+pytestmark = pytest.mark.torch
+
+ACTIVATIONS = {
+    "silu": lambda a, b: functional.silu(a) * b,
+    "gelu": lambda a, b: functional.gelu(a) * b,
+    "relu": lambda a, b: functional.relu(a) * b,
+    "gelu_residual": lambda a, b: functional.gelu(a) * (b + 1),
+}
+
+
+@pytest.fixture(autouse=True)
+def _on_ref():
+    with tiercel.use_backend("ref"):
+        yield
+
+
+def data(tokens=5, experts=4, k=2, hidden=16, inner=24, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape):
+        return (torch.randn(*shape, generator=generator) * shape[-1] ** -0.5).to(dtype)
+
+    ids = torch.rand(tokens, experts, generator=generator).topk(k).indices.int()
+    weights = torch.rand(tokens, k, generator=generator)
+    x = random(tokens, hidden) * 4
+    return x, random(experts, 2 * inner, hidden), random(experts, hidden, inner), weights, ids
+
+
+def truth(x, w_up, w_down, weights, ids, activation="silu", expert_map=None):
+    """By the definition, in float64, a token and an expert at a time."""
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for t, j in [(t, j) for t in range(ids.shape[0]) for j in range(ids.shape[1])]:
+        expert = int(ids[t, j])
+        if expert_map is not None:
+            expert = int(expert_map[expert])
+        if not 0 <= expert < w_up.shape[0]:
+            continue
+        a, b = (w_up[expert].double() @ x[t].double()).chunk(2)
+        inner = ACTIVATIONS[activation](a, b)
+        out[t] += weights[t, j].double() * (w_down[expert].double() @ inner)
+    return out
+
+
+def assert_near(result, due):
+    assert result.dtype == torch.bfloat16 and result.is_contiguous()
+    torch.testing.assert_close(result.double(), due, rtol=1.6e-2, atol=8e-3)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_by_the_definition(activation):
+    values = data()
+    result = tiercel.fused_moe(*values, activation=activation)
+    assert_near(result, truth(*values, activation))
+
+
+def test_experts_elsewhere_and_ids_of_none_add_nothing():
+    x, w_up, w_down, weights, ids = data(9, 6, 3)
+    expert_map = torch.tensor([1, -1, 0, -1, 2, -1], dtype=torch.int32)
+    local = (w_up[:3], w_down[:3], weights, ids)
+    result = tiercel.fused_moe(x, *local, expert_map=expert_map)
+    assert_near(result, truth(x, *local, expert_map=expert_map))
+    ids[2, 1], ids[4, 0] = -1, 6
+    assert_near(
+        tiercel.fused_moe(x, w_up, w_down, weights, ids), truth(x, w_up, w_down, weights, ids)
+    )
+
+
+@pytest.mark.parametrize("block", [8, 16])
+def test_the_halves_are_the_whole(block):
+    x, w_up, w_down, weights, ids = data(20, 6, 3)
+    routing = tiercel.moe_align_block_size(ids, block, 6)
+    inner = tiercel.moe_up(x, w_up, *routing, 3, block, activation="gelu")
+    assert inner.shape == (60, 24)
+    outer = tiercel.moe_down(inner, w_down, weights.flatten(), *routing, block)
+    result = tiercel.moe_sum(outer.view(20, 3, 16))
+    assert_near(result, truth(x, w_up, w_down, weights, ids, "gelu"))
+
+
+def test_no_tokens():
+    x, w_up, w_down, weights, ids = data()
+    result = tiercel.fused_moe(x[:0], w_up, w_down, weights[:0], ids[:0])
+    assert result.shape == (0, 16)
+
+
+def test_the_reference_has_a_derivative():
+    values = data(3, 3, 2, 4, 4, torch.float64)
+    inputs = [v.double().requires_grad_() for v in values[:4]]
+    assert torch.autograd.gradcheck(lambda *v: tiercel.ref.fused_moe(*v, values[4]), inputs)
+
+
+def test_a_tensor_that_requires_grad_is_refused():
+    values = data()
+    with pytest.raises(
+        RuntimeError, match="fused_moe: there is no derivative, but a tensor requires"
+    ):
+        tiercel.fused_moe(values[0].requires_grad_(), *values[1:])
+
+
+def test_opcheck():
+    x, w_up, w_down, weights, ids = data()
+    ops = torch.ops.tiercel
+    torch.library.opcheck(ops.fused_moe, (x, w_up, w_down, weights, ids))
+    expert_map = torch.tensor([0, 1, -1, 2], dtype=torch.int32)
+    options = {"activation": "relu", "expert_map": expert_map}
+    torch.library.opcheck(ops.fused_moe, (x, w_up, w_down, weights, ids), options)
+    routing = tiercel.moe_align_block_size(ids, 8, 4)
+    torch.library.opcheck(ops.moe_up, (x, w_up, *routing, 2, 8))
+    inner = tiercel.moe_up(x, w_up, *routing, 2, 8)
+    torch.library.opcheck(ops.moe_down, (inner, w_down, weights.flatten(), *routing, 8))
+
+
+@pytest.mark.parametrize(
+    ("elements", "experts", "block"),
+    [(8, 64, 8), (128, 64, 8), (192, 64, 8), (512, 64, 16), (1024, 64, 32), (32768, 128, 32)],
+)
+def test_blocks_hold_most_experts_tokens(elements, experts, block):
+    assert block_size(elements, experts) == block
+
+
+BAD = [
+    (0, lambda x: x.float(), TypeError, "`x` must have dtype bfloat16 or float16, got"),
+    (1, lambda w: w[:, 1:], ValueError, "`w_up` must have shape [E, 2 * I, H] = [4, 48, 16], got"),
+    (2, lambda w: w.half(), TypeError, "`w_down` must have dtype bfloat16, got float16"),
+    (3, lambda w: w.half(), TypeError, "`topk_weights` must have dtype float32, got float16"),
+    (3, lambda w: w[:4], ValueError, "`topk_weights` must have shape [T, k] = [5, 2], got [4, 2]"),
+    (4, lambda i: i.float(), TypeError, "`topk_ids` must have dtype int32 or int64, got float32"),
+    (4, lambda i: i[:4], ValueError, "`topk_ids` must have shape [T, k] = [5, 2], got [4, 2]"),
+    (4, lambda i: i.t().contiguous().t(), ValueError, "`topk_ids` must be contiguous, got strides"),
+]
+
+
+@pytest.mark.parametrize(("place", "change", "error", "text"), BAD)
+def test_bad_arguments_are_named(place, change, error, text):
+    values = list(data())
+    values[place] = change(values[place])
+    with pytest.raises(error) as info:
+        tiercel.fused_moe(*values)
+    assert str(info.value).startswith(f"fused_moe: {text}")
+
+
+def test_other_bad_arguments_are_named():
+    x, w_up, w_down, weights, ids = data()
+    with pytest.raises(
+        ValueError, match="`activation` must be one of silu, gelu, relu, gelu_resid"
+    ):
+        tiercel.fused_moe(x, w_up, w_down, weights, ids, activation="tanh")
+    with pytest.raises(TypeError, match="`expert_map` must have dtype int32, got int64"):
+        tiercel.fused_moe(x, w_up, w_down, weights, ids, expert_map=torch.arange(4))
+    routing = tiercel.moe_align_block_size(ids, 8, 4)
+    with pytest.raises(ValueError, match="moe_up: `w_up` must have two halves of rows"):
+        tiercel.moe_up(x, w_up[:, :47], *routing, 2, 8)
+    with pytest.raises(ValueError, match="moe_up: `top_k` must be at least 1, got 0"):
+        tiercel.moe_up(x, w_up, *routing, 0, 8)
+    with pytest.raises(ValueError, match="moe_up: `expert_ids` must have shape"):
+        tiercel.moe_up(x, w_up, *routing, 2, 16)
+    inner = tiercel.moe_up(x, w_up, *routing, 2, 8)
+    with pytest.raises(ValueError, match="moe_down: `topk_weights` must have shape"):
+        tiercel.moe_down(inner, w_down, weights, *routing, 8)

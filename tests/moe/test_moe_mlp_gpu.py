@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fused_moe, moe_up and moe_down on an H100 or H200, against float64."""
+
+import warnings
+
+import pytest
+import torch
+from torch.nn import functional
+
+import tiercel
+
+pytestmark = [pytest.mark.torch, pytest.mark.gpu]
+
+ACTIVATIONS = {
+    "silu": lambda a, b: functional.silu(a) * b,
+    "gelu": lambda a, b: functional.gelu(a) * b,
+    "relu": lambda a, b: functional.relu(a) * b,
+    "gelu_residual": lambda a, b: functional.gelu(a) * (b + 1),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_fallback():
+    """A test that silently ran on ref would prove nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", tiercel.FallbackWarning)
+        yield
+
+
+@pytest.fixture
+def make():
+    generator = torch.Generator("cuda").manual_seed(5)
+
+    def draw(tokens, experts, k, hidden, inner, dtype=torch.bfloat16):
+        def random(*shape, scale=1.0):
+            return (torch.randn(*shape, device="cuda", generator=generator) * scale).to(dtype)
+
+        scores = torch.rand(tokens, experts, device="cuda", generator=generator)
+        return (
+            random(tokens, hidden),
+            random(experts, 2 * inner, hidden, scale=hidden**-0.5),
+            random(experts, hidden, inner, scale=inner**-0.5),
+            torch.rand(tokens, k, device="cuda", generator=generator),
+            scores.topk(k).indices.int(),
+        )
+
+    return draw
+
+
+def halves(x, w_up, w_down, weights, ids, activation="silu"):
+    """(inner, outer) by element, in float64, from the result of the half before."""
+
+    def up(element):
+        sums = w_up[ids.flatten()[element]].double() @ x[element // ids.shape[1]].double()
+        return ACTIVATIONS[activation](*sums.chunk(2))
+
+    def down(inner, element):
+        sums = w_down[ids.flatten()[element]].double() @ inner.double()
+        return sums * weights.flatten()[element].double()
+
+    return up, down
+
+
+def assert_halves(values, block, activation="silu"):
+    x, w_up, w_down, weights, ids = values
+    k = ids.shape[1]
+    routing = tiercel.moe_align_block_size(ids, block, w_up.shape[0])
+    inner = tiercel.moe_up(x, w_up, *routing, k, block, activation=activation)
+    outer = tiercel.moe_down(inner, w_down, weights.flatten(), *routing, block)
+    up, down = halves(*values, activation)
+    half = torch.finfo(x.dtype).eps / 2
+    for element in range(0, ids.numel(), max(ids.numel() // 64, 1)):
+        for got, due in (
+            (inner[element], up(element)),
+            (outer[element], down(inner[element], element)),
+        ):
+            error = (got.double() - due).abs()
+            assert (error <= 1.02 * half * due.abs() + 5e-5).all(), (element, error.max().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block", [8, 16, 32])
+@pytest.mark.parametrize("tokens", [1, 3, 16, 65])
+def test_halves(make, tokens, block, dtype):
+    assert_halves(make(tokens, 8, 2, 512, 384, dtype), block)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(make, activation):
+    assert_halves(make(9, 4, 2, 320, 320), 8, activation)
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(320, 328), (328, 320), (1000, 344), (2048, 1024)])
+def test_ragged_sizes(make, hidden, inner):
+    assert_halves(make(20, 6, 3, hidden, inner), 16)
+
+
+def reference(values, **options):
+    x, w_up, w_down, weights, ids = values
+    wide = (x.double(), w_up.double(), w_down.double(), weights.double(), ids)
+    return tiercel.ref.fused_moe(*wide, **options)
+
+
+def assert_whole(result, due):
+    scale = due.square().mean().sqrt()
+    error = (result.double() - due).abs()
+    assert (error <= 2**-8 * (due.abs() + 6 * scale)).all(), error.max().item()
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 16, 128, 1000])
+@pytest.mark.parametrize("experts", [8, 64])
+def test_whole(make, tokens, experts):
+    values = make(tokens, experts, 4, 512, 384)
+    assert_whole(tiercel.fused_moe(*values), reference(values))
+
+
+def test_experts_elsewhere_and_ids_of_none(make):
+    x, w_up, w_down, weights, ids = make(33, 16, 4, 320, 320)
+    ids[3, 1], ids[7, 0] = -1, 99
+    expert_map = torch.full((16,), -1, dtype=torch.int32, device="cuda")
+    expert_map[::2] = torch.arange(8, dtype=torch.int32, device="cuda")
+    values = (x, w_up[:8], w_down[:8], weights, ids)
+    due = reference(values, expert_map=expert_map)
+    assert_whole(tiercel.fused_moe(*values, expert_map=expert_map), due)
+
+
+def test_all_tokens_to_one_expert(make):
+    x, w_up, w_down, weights, ids = make(100, 8, 1, 320, 320)
+    values = (x, w_up, w_down, weights, torch.full_like(ids, 5))
+    assert_whole(tiercel.fused_moe(*values), reference(values))
+
+
+def test_nan_and_infinity_stay_in_their_token(make):
+    values = make(16, 4, 2, 320, 320)
+    clean = tiercel.fused_moe(*values)
+    values[0][3, 7], values[0][5, 0] = float("nan"), float("inf")
+    dirty = tiercel.fused_moe(*values)
+    assert dirty[3].isnan().all() and not dirty[5].isfinite().any()
+    others = [t for t in range(16) if t not in (3, 5)]
+    assert torch.equal(dirty[others], clean[others])
+
+
+def test_strided(make):
+    x, w_up, w_down, weights, ids = make(9, 4, 2, 320, 320)
+    due = tiercel.fused_moe(x, w_up, w_down, weights, ids)
+    wide = torch.cat([x, x], dim=1)[:, :320]
+    padded = torch.zeros(4, 640, 400, dtype=x.dtype, device="cuda")
+    padded[:, :, :320] = w_up
+    assert torch.equal(tiercel.fused_moe(wide, padded[:, :, :320], w_down, weights, ids), due)
+
+
+def test_the_same_every_time(make):
+    values = make(128, 64, 8, 512, 384)
+    first = tiercel.fused_moe(*values)
+    assert all(torch.equal(tiercel.fused_moe(*values), first) for _ in range(10))
+
+
+def test_empty(make):
+    x, w_up, w_down, weights, ids = make(4, 4, 2, 320, 320)
+    assert tiercel.fused_moe(x[:0], w_up, w_down, weights[:0], ids[:0]).shape == (0, 320)
+
+
+def test_captured(make):
+    values = make(16, 8, 2, 512, 384)
+    due = tiercel.fused_moe(*values)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = tiercel.fused_moe(*values)
+    result.zero_()
+    graph.replay()
+    assert torch.equal(result, due)
+
+
+def test_on_a_stream(make):
+    values = make(16, 8, 2, 512, 384)
+    due = tiercel.fused_moe(*values)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        result = tiercel.fused_moe(*values)
+    stream.synchronize()
+    assert torch.equal(result, due)
+
+
+def test_weights_beyond_2_to_31_elements(make):
+    """The last expert's rows lie behind what 32 bits count."""
+    hidden, inner, experts = 8192, 10240, 14  # 14 * 20480 * 8192 > 2**31
+    x, _, _, weights, ids = make(4, 2, 1, hidden, 320)
+    up = torch.zeros(experts, 2 * inner, hidden, dtype=x.dtype, device="cuda")
+    down = torch.zeros(experts, hidden, inner, dtype=x.dtype, device="cuda")
+    for weight in (up, down):
+        weight[-1].normal_(std=0.01)
+        weight[0] = weight[-1]
+    last = tiercel.fused_moe(x, up, down, weights, torch.full_like(ids, experts - 1))
+    assert last.count_nonzero() > 0
+    assert torch.equal(last, tiercel.fused_moe(x, up, down, weights, torch.zeros_like(ids)))

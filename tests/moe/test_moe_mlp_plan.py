@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launchers of moe_up and moe_down: checks and plans, without PyTorch or a GPU."""
+
+import pytest
+from support.dlpack_tensor import AttributeTensor, ExchangeTensor
+
+from tiercel import _C
+
+T, E, K, H, I = 5, 4, 2, 384, 320  # noqa: E741
+
+
+@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
+def make(request):
+    return request.param
+
+
+def routing(make, elements, experts, block):
+    slots = elements + experts * (block - 1)
+    if elements < experts:
+        slots = min(elements * block, slots)
+    sizes = (slots, -(-slots // block), 1)
+    return dict(
+        zip(
+            ("sorted_token_ids", "expert_ids", "num_tokens_post_padded"),
+            [make(size, dtype="int32") for size in sizes],
+            strict=True,
+        )
+    )
+
+
+def up(make, tokens=T, experts=E, k=K, hidden=H, inner=I, block=8, dtype="bfloat16", **changes):
+    elements = tokens * k
+    arguments = {
+        "x": make(tokens, hidden, dtype=dtype),
+        "w_up": make(experts, 2 * inner, hidden, dtype=dtype),
+        **routing(make, elements, experts, block),
+        "weights": None,
+        "out": make(elements, inner, dtype=dtype),
+        "block_size": block,
+        "activation": 0,
+    } | changes
+    return _C.moe_up_plan(*arguments.values())
+
+
+def down(make, tokens=T, experts=E, k=K, hidden=H, inner=I, block=8, dtype="bfloat16", **changes):
+    elements = tokens * k
+    arguments = {
+        "x": make(elements, inner, dtype=dtype),
+        "w_down": make(experts, hidden, inner, dtype=dtype),
+        **routing(make, elements, experts, block),
+        "weights": make(elements),
+        "out": make(elements, hidden, dtype=dtype),
+        "block_size": block,
+        "activation": 0,
+    } | changes
+    return _C.moe_down_plan(*arguments.values())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("block", [8, 16, 32])
+def test_plans(dtype, block):
+    for tokens in (1, 16, 128, 4096):
+        for name, plan, rows in (("true", up, 16), ("false", down, 32)):
+            got = plan(ExchangeTensor, tokens, 64, 8, 2048, 1024, block=block, dtype=dtype)
+            short = {"bfloat16": "BFloat16", "float16": "Float16"}[dtype]
+            assert got["kernel"] == f"moe_mlp<{short}, up={name}, tokens={block}>"
+            of_rows = 1024 if plan is up else 2048
+            assert got["units"] % (of_rows // rows) == 0
+            assert got["grid"] == min(got["units"], 132) and got["block"] == 256
+            assert got["dynamic_smem"] <= 227 * 1024 - 1024
+            # What must be on its way to a multiprocessor, see the kernel's head.
+            assert (got["stages"] - 1) * 8 * 4096 >= 64 * 1024
+
+
+def test_nothing_to_do(make):
+    for plan in (up, down):
+        assert plan(make, 0)["kernel"] == "none"
+
+
+def test_a_small_problem_has_a_small_grid():
+    assert up(ExchangeTensor, 1, 4, 1)["grid"] == 20  # one block of slots, 320 rows
+    assert down(ExchangeTensor, 1, 4, 1)["grid"] == 12
+
+
+BAD = [
+    (up, "x", lambda m: m(T, H), TypeError, "`x` must have dtype bfloat16 or float16, got float32"),
+    (
+        up,
+        "w_up",
+        lambda m: m(E, 2 * I + 2, H, dtype="bfloat16"),
+        ValueError,
+        "`w_up` must have shape [E, 2 * I, H] = [4, 640, 384], got [4, 642, 384]",
+    ),
+    (
+        up,
+        "out",
+        lambda m: m(11, I, dtype="bfloat16"),
+        ValueError,
+        "`out` must have a multiple of x's 5 rows, got [11, 320]",
+    ),
+    (
+        down,
+        "w_down",
+        lambda m: m(E, H, I, dtype="float16"),
+        TypeError,
+        "`w_down` must have dtype bfloat16, got float16",
+    ),
+    (
+        down,
+        "weights",
+        lambda m: m(9),
+        ValueError,
+        "`weights` must have shape [T * k] = [10], got [9]",
+    ),
+    (
+        up,
+        "expert_ids",
+        lambda m: m(3, dtype="int64"),
+        TypeError,
+        "`expert_ids` must have dtype int32, got int64",
+    ),
+    (
+        up,
+        "expert_ids",
+        lambda m: m(3, dtype="int32"),
+        ValueError,
+        "`expert_ids` must have shape [slots / block_size] = [5], got [3]",
+    ),
+    (
+        down,
+        "num_tokens_post_padded",
+        lambda m: m(2, dtype="int32"),
+        ValueError,
+        "`num_tokens_post_padded` must have shape [1] = [1], got [2]",
+    ),
+    (
+        up,
+        "w_up",
+        lambda m: m(E, 2 * I, H, dtype="bfloat16", device="cpu"),
+        ValueError,
+        "`w_up` must be on the device of `x`, a tensor on cuda:0, got a CPU tensor",
+    ),
+    (
+        up,
+        "x",
+        lambda m: m(T, H, dtype="bfloat16", strides=(H + 4, 1)),
+        NotImplementedError,
+        "`x` must have rows of neighbouring elements at multiples of 16 bytes, "
+        "got strides [388, 1]",
+    ),
+    (
+        up,
+        "block_size",
+        lambda m: 64,
+        NotImplementedError,
+        "`block_size` must be 8, 16 or 32 for the kernels, got 64",
+    ),
+    (up, "activation", lambda m: 4, ValueError, "no activation has the index 4"),
+]
+
+
+@pytest.mark.parametrize(("plan", "name", "value", "error", "text"), BAD)
+def test_bad_arguments_are_named(make, plan, name, value, error, text):
+    with pytest.raises(error) as info:
+        plan(make, **{name: value(make)})
+    assert str(info.value) == f"{'moe_up' if plan is up else 'moe_down'}: {text}"
+
+
+@pytest.mark.parametrize("hidden", [312, 316, 324])
+def test_sizes_that_are_not_supported(make, hidden):
+    with pytest.raises(NotImplementedError, match="a multiple of 8 columns, 320 or more"):
+        up(make, hidden=hidden)
+
+
+def test_strided_weights_are_taken(make):
+    w = make(E, 2 * I, H, dtype="bfloat16", strides=(2 * I * 400, 400, 1))
+    assert up(make, w_up=w)["kernel"].startswith("moe_mlp")
