@@ -85,15 +85,18 @@ INTEGER = {
         lambda a, b: 9  # %p0 is never set
     ),
     "dp4a.s32.u32 %r4, %r2, %r3, 7;": (
-        lambda a, b: 7
-        + sum(
-            int.from_bytes([a >> i & 255], signed=True) * (b >> i & 255) for i in range(0, 32, 8)
+        lambda a, b: (
+            7
+            + sum(
+                int.from_bytes([a >> i & 255], signed=True) * (b >> i & 255)
+                for i in range(0, 32, 8)
+            )
         )
     ),
     "cvt.s32.s8 %r4, %r2;": lambda a, b: (a & 255) - 256 * (a >> 7 & 1),
     "cvt.sat.u8.s32 %r4, %r2;": lambda a, b: min(max(signed(a), 0), 255),
-    "cvt.rz.f32.u32 %f1, %r2; mov.b32 %r4, %f1;": lambda a, b: (
-        bits(a if a < 2**24 else a >> a.bit_length() - 24 << a.bit_length() - 24)
+    "cvt.rz.f32.u32 %f1, %r2; mov.b32 %r4, %f1;": lambda a, b: bits(
+        a if a < 2**24 else a >> a.bit_length() - 24 << a.bit_length() - 24
     ),
 }
 
@@ -138,11 +141,9 @@ FLOAT = {
     "mul.sat.f32 %f3, %f1, %f2;": lambda a, b: min(max(torch.tensor(a * b).float().item(), 0), 1),
     "max.f32 %f3, %f1, %f2;": max,
     "cvt.rni.f32.f32 %f3, %f1;": lambda a, b: float(round(a)),
-    "cvt.rzi.s32.f32 %r1, %f1; cvt.rn.f32.s32 %f3, %r1;": lambda a, b: torch.tensor(
-        min(max(math.trunc(a), -(2**31)), 2**31 - 1)
-    )
-    .float()
-    .item(),
+    "cvt.rzi.s32.f32 %r1, %f1; cvt.rn.f32.s32 %f3, %r1;": lambda a, b: (
+        torch.tensor(min(max(math.trunc(a), -(2**31)), 2**31 - 1)).float().item()
+    ),
     "cvt.rn.f16.f32 %h1, %f1; cvt.f32.f16 %f3, %h1;": lambda a, b: (
         torch.tensor(a).half().float().item()
     ),
@@ -155,8 +156,8 @@ FLOAT = {
     ),
     "copysign.f32 %f3, %f1, %f2;": lambda a, b: math.copysign(b, a),
     "div.rn.f32 %f3, %f1, %f2;": lambda a, b: (
-        (torch.tensor(a).float() / torch.tensor(b).float()).item()
-    ),
+        torch.tensor(a).float() / torch.tensor(b).float()
+    ).item(),
     "sqrt.rn.f32 %f3, %f1;": lambda a, b: (
         torch.tensor(math.sqrt(a) if a >= 0 else math.nan).float().item()
     ),
@@ -166,7 +167,9 @@ FLOAT = {
 @pytest.mark.parametrize("code", FLOAT)
 def test_floats(code, tmp_path):
     generator = torch.Generator().manual_seed(1)
-    values = torch.randn(64, generator=generator) * torch.randn(64, generator=generator).mul(6).exp()
+    values = (
+        torch.randn(64, generator=generator) * torch.randn(64, generator=generator).mul(6).exp()
+    )
     values[:8] = torch.tensor([0.5, 1.5, 2.5, -0.5, 448.0, 1e-30, 3e38, -7.0])
     data = torch.stack([values, values.roll(5)], 1).contiguous()
     out = zeros(64, torch.float32)
