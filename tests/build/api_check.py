@@ -27,7 +27,7 @@ DIFFERENT = {
 LABEL = re.compile(r"@(rules_cuda|rules_python|cuda)//([\w/.-]*):([\w.*-]+)")
 
 # Of our own rules.
-OWN_OUTPUT_GROUPS = {"manifest"}
+OWN_OUTPUT_GROUPS = {"manifest", "ptx"}
 
 
 def different(problems: list[tuple[str, str]]) -> list[str]:

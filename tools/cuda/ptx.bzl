@@ -8,6 +8,7 @@ def _kernel_ptx_impl(ctx):
     cc_toolchain = find_cpp_toolchain(ctx)
     context = cc_common.merge_cc_infos(cc_infos = [dep[CcInfo] for dep in ctx.attr.deps]).compilation_context
     includes = depset(transitive = [context.includes, context.quote_includes, context.system_includes])
+    nvcc = [file for file in ctx.files._compiler if file.path.endswith("/bin/nvcc")][0]
     outputs = []
     for source in ctx.files.srcs:
         if source.extension != "cu":
@@ -25,7 +26,7 @@ def _kernel_ptx_impl(ctx):
         args.add("-ptx", source)
         args.add("-o", ptx)
         ctx.actions.run(
-            executable = ctx.executable._nvcc,
+            executable = nvcc,
             arguments = [args],
             inputs = depset(
                 [source] + ctx.files.hdrs,
@@ -50,12 +51,6 @@ kernel_ptx = rule(
         "hdrs": attr.label_list(allow_files = True),
         "srcs": attr.label_list(allow_files = True),
         "_compiler": attr.label(default = "@cuda//:compiler_deps"),
-        "_nvcc": attr.label(
-            default = "@cuda//:nvcc",
-            executable = True,
-            allow_single_file = True,
-            cfg = "exec",
-        ),
     },
     toolchains = use_cpp_toolchain(),
 )
