@@ -18,9 +18,10 @@ sys.path.insert(0, str(ROOT / "ci"))
 import fast_builds
 import figures
 import first_compile
+import torch_versions
 
 
-@pytest.mark.parametrize("script", [fast_builds, first_compile])
+@pytest.mark.parametrize("script", [fast_builds, first_compile, torch_versions])
 def test_the_page_has_the_committed_figures(script) -> None:
     text = script.PAGE.read_text()
     content = script.rendered(json.loads(script.RESULTS.read_text()))
@@ -31,6 +32,12 @@ def test_a_first_compile_is_5_times_faster_than_pytorchs_and_kept() -> None:
     found = json.loads(first_compile.RESULTS.read_text())
     (first, _), (again, _) = found["took"][first_compile.WAYS[0]]
     assert min(found["ratios"]) >= 5 and first < 4 and again < 0.05
+
+
+def test_the_op_layer_passes_on_the_oldest_pytorch() -> None:
+    versions = json.loads(torch_versions.RESULTS.read_text())
+    assert torch_versions.number(versions[0]) == (2, 9, 1)
+    assert all(one["passed"] > 500 and not one["failed"] for one in versions)
 
 
 def test_a_page() -> None:
