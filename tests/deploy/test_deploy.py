@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`tiercel deploy` against a real sshd: the wheel over, doctor and smoke there, results back."""
 
+import contextlib
 import io
 import json
 import os
@@ -124,27 +125,26 @@ def test_interrupted_it_cleans_up(command, environment, server, tmp_path, number
             break
     assert server.left() != []
     time.sleep(1)
+    assert _processes() != []
     process.send_signal(number)
     _, error = process.communicate(timeout=60)
     assert process.returncode == (130 if number == signal.SIGINT else -number)
     assert number != signal.SIGINT or "interrupted" in error
     for _ in range(100):
-        if server.left() == [] and "sleeper" not in _processes():
+        if server.left() == [] and _processes() == []:
             break
         time.sleep(0.2)
-    assert server.left() == [] and "sleeper" not in _processes()
+    assert server.left() == [] and _processes() == []
 
 
 def _processes():
+    """Those in a folder that deploy made."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            text = path.read_bytes()
-        except OSError:
-            continue
-        if b"smoke" in text and b"sleeper.py" in text:
-            found.append(text.decode(errors="replace"))
-    return " ".join(found)
+    for path in Path("/proc").glob("[0-9]*/cwd"):
+        with contextlib.suppress(OSError):
+            if "/tiercel-deploy-" in (where := os.readlink(path)):
+                found.append(where)
+    return found
 
 
 def test_an_unknown_host_key_is_refused(command, environment, server, tmp_path):

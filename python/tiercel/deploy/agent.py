@@ -78,6 +78,7 @@ def run(words, folder, site):
     )
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
     environment["TIERCEL_CACHE_DIR"] = os.path.join(folder, "cache")
+    environment["TMPDIR"] = os.path.join(folder, "tmp")  # a killed program leaves its files there
     process = subprocess.Popen(
         [sys.executable] + words,
         cwd=folder,
@@ -113,7 +114,8 @@ def work(payload, folder):
     site = os.path.join(folder, "site")
     with zipfile.ZipFile(os.path.join(folder, job["wheel"])) as wheel:
         wheel.extractall(site)
-    os.makedirs(os.path.join(folder, "out"), exist_ok=True)
+    for name in ("out", "tmp"):
+        os.makedirs(os.path.join(folder, name), exist_ok=True)
     worst = 0
     for step in job["steps"]:
         if _state["stopped"]:
@@ -156,8 +158,8 @@ def main():
             send(FAILED, (type(error).__name__ + ": " + str(error)).encode())
     finally:
         stop()
-        if not options.get("folder"):
-            shutil.rmtree(folder, ignore_errors=True)
+        kept = options.get("folder")
+        shutil.rmtree(os.path.join(folder, "tmp") if kept else folder, ignore_errors=True)
     with contextlib.suppress(OSError):  # nobody may be there any more
         send(END, str(status).encode())
     return 0

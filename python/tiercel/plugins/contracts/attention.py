@@ -178,6 +178,9 @@ ATTENTION_VARLEN = Contract(
 )
 
 
+_LENGTHS = {"ragged": (0, 1, 300, 16, 77), "one": (513,), "even": (256,) * 4, "none": ()}
+
+
 def _decode_case(
     lengths: str,
     queries: int,
@@ -187,12 +190,11 @@ def _decode_case(
     dtype: str = "bfloat16",
     **options: Any,
 ) -> Case:
-    batch = {"ragged": 5, "one": 1, "even": 4, "none": 0}[lengths]
+    batch = len(_LENGTHS[lengths.removesuffix(" strided")])
     sizes = {"B": batch, "Sq": queries, "H": heads[0], "Hk": heads[1], "D": d, "page": page}
     return Case(sizes, dtype, options, lengths)
 
 
-_LENGTHS = {"ragged": (0, 1, 300, 16, 77), "one": (513,), "even": (256,) * 4, "none": ()}
 _DECODE_REST = {"causal": True, "window": None, "scale": None, "softcap": None}
 
 
@@ -200,13 +202,15 @@ def _make_decode(case: Case, device: str, seed: int) -> dict[str, Any]:
     import torch
 
     generator = torch.Generator().manual_seed(seed)
-    lengths = _LENGTHS[case.values]
+    lengths = _LENGTHS[case.values.removesuffix(" strided")]
     batch, queries, heads, kv_heads, d, page = case.sizes.values()
     columns = -(-max(lengths, default=0) // page) + 1
     pages = batch * columns + 1
-    q = torch.randn(batch, queries, heads, d, generator=generator)
-    stored = torch.randn(pages, 2, page, kv_heads, d, generator=generator)
     dtype = getattr(torch, case.dtype)
+    q = torch.randn(batch, queries, heads, d, generator=generator).to(device, dtype)
+    if case.values.endswith(" strided"):
+        q = torch.cat([q, -q], dim=1)[:, :queries]
+    stored = torch.randn(pages, 2, page, kv_heads, d, generator=generator)
     options = dict(case.options)
     cache = getattr(torch, options.pop("cache", case.dtype))
     scales: dict[str, Any] = {"k_scale": None, "v_scale": None}
@@ -215,7 +219,7 @@ def _make_decode(case: Case, device: str, seed: int) -> dict[str, Any]:
     prefix = torch.randint(50, (batch,), generator=generator).int() if "left" in options else None
     left = options.pop("left", None)
     tensors = {
-        "q": q.to(dtype),
+        "q": q,
         "k_cache": stored[:, 0].to(cache),
         "v_cache": stored[:, 1].to(cache),
         "page_table": torch.randperm(pages, generator=generator)[: batch * columns]
@@ -270,7 +274,7 @@ DECODE_ATTENTION = Contract(
         _decode_case("ragged", 1, (8, 2), 128, 16),
         _decode_case("ragged", 3, (8, 2), 64, 1, "float16"),
         _decode_case("ragged", 2, (4, 4), 128, 64, softcap=5.0),
-        _decode_case("ragged", 2, (8, 1), 128, 16, left=30),
+        _decode_case("ragged strided", 2, (8, 1), 128, 16, left=30),
         _decode_case("ragged", 1, (8, 2), 128, 32, cache="float8_e4m3fn"),
         _decode_case("none", 1, (8, 2), 64, 16),
     ),
@@ -296,15 +300,18 @@ def _make_states(case: Case, device: str, seed: int) -> dict[str, Any]:
     tensors = {}
     for name in "ab":
         out = torch.randn(batch, length, heads, d, generator=generator)
+        out = out.to(device=device, dtype=getattr(torch, case.dtype))
+        if case.values == "strided":
+            out = torch.cat([out, -out], dim=1)[:, :length]
         lse = torch.randn(batch, heads, length, generator=generator) * 3
         lse[torch.rand(lse.shape, generator=generator) < 0.1] = -torch.inf
-        tensors[f"out_{name}"] = out.to(device=device, dtype=getattr(torch, case.dtype))
+        tensors[f"out_{name}"] = out
         tensors[f"lse_{name}"] = lse.to(device)
     return tensors
 
 
-def _states(dtype: str, *sizes: int) -> Case:
-    return Case(dict(zip(("B", "S", "H", "D"), sizes, strict=True)), dtype)
+def _states(dtype: str, *sizes: int, values: str = "random") -> Case:
+    return Case(dict(zip(("B", "S", "H", "D"), sizes, strict=True)), dtype, values=values)
 
 
 _STATE = ("B", "S", "H", "D")
@@ -327,7 +334,7 @@ MERGE_ATTENTION_STATES = Contract(
     cases=(
         _states("float32", 1, 1, 1, 16),
         _states("bfloat16", 3, 5, 7, 128),
-        _states("float16", 2, 33, 4, 64),
+        _states("float16", 2, 33, 4, 64, values="strided"),
         _states("float32", 2, 3, 4, 10),
         _states("bfloat16", 0, 5, 4, 64),
     ),

@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import functools
 import json
-import os
 import select
 import signal
 import subprocess
@@ -20,6 +19,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tiercel.plugins.smoke.worker import end
 
 # How a process ended, too, is what a backend's row says.
 RIGHT, HANG, CRASH = "right", "hang", "crash"
@@ -80,9 +81,7 @@ class _Forker:
             ended = bool(select.select([self._process.stdout], [], [], timeout)[0])
         finally:
             if not ended:
-                for kill in (os.kill, os.killpg):  # it, and all that it started
-                    with contextlib.suppress(ProcessLookupError):
-                        kill(pid, signal.SIGKILL)
+                end(pid)
         code = self._answer()
         return code if ended else None
 

@@ -8,11 +8,14 @@ gets a line of JSON as each thing is known.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from typing import Any
 
 
@@ -26,13 +29,24 @@ def fork_on_request() -> int:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what anything prints is no answer
     print(0, file=answers, flush=True)
-    for line in sys.stdin:
+    requests = sys.stdin.buffer.raw  # type: ignore[attr-defined]
+    for line in iter(requests.readline, b""):
         worker = multiprocessing.get_context("fork").Process(target=_work, args=(json.loads(line),))
         worker.start()
         print(worker.pid, file=answers, flush=True)
+        if requests in wait([worker.sentinel, requests]):  # its end: whoever asked is gone
+            end(worker.pid)
+            return 1
         worker.join()
         print(worker.exitcode, file=answers, flush=True)
     return 0
+
+
+def end(pid: int) -> None:
+    """Kills a worker and all that it started."""
+    for kill in (os.kill, os.killpg):
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
 
 
 def _work(files: dict[str, str]) -> None:
