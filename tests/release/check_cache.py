@@ -44,6 +44,8 @@ def main() -> int:
             return 77
         try:
             first = build(root, f"{server.address}tiercel")
+            # What the server has in memory, no option makes it build again.
+            subprocess.run(["./bazelw", "shutdown"], cwd=root, check=True)
             again = build(root, f"{server.address}tiercel")
             stored = server.log.count('"PUT /tiercel/')
         finally:
