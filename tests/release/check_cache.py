@@ -18,6 +18,7 @@ from nginx import Nginx, NotHere
 
 BUILD = """
 source ci/cache.sh
+./bazelw shutdown # what the server has in memory, no option makes it build again
 exec ./bazelw build --disk_cache= --nouse_action_cache --noshow_progress //kernels/transpose "$@"
 """
 
@@ -44,8 +45,6 @@ def main() -> int:
             return 77
         try:
             first = build(root, f"{server.address}tiercel")
-            # What the server has in memory, no option makes it build again.
-            subprocess.run(["./bazelw", "shutdown"], cwd=root, check=True)
             again = build(root, f"{server.address}tiercel")
             stored = server.log.count('"PUT /tiercel/')
         finally:
