@@ -5,6 +5,7 @@
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,16 @@ def _from_the_start():
         backends._warned.clear()
         backends._process.clear()
         backends._update(0)
+
+
+@pytest.fixture
+def no_fallback():
+    """A test that silently ran on ref would prove nothing."""
+    import tiercel
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", tiercel.FallbackWarning)
+        yield
 
 
 @pytest.fixture

@@ -1,25 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """attention's gradients on an H100 or H200, against float64: every kernel, ragged sizes, masks."""
 
-import warnings
-
 import pytest
 import torch
 
 import tiercel
 from tiercel.ref.attention import attention_backward as reference
 
-pytestmark = [pytest.mark.torch, pytest.mark.gpu]
+pytestmark = [pytest.mark.torch, pytest.mark.gpu, pytest.mark.usefixtures("no_fallback")]
 
 DTYPES = [torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(autouse=True)
-def _no_fallback():
-    """A test that silently ran on ref would prove nothing."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", tiercel.FallbackWarning)
-        yield
 
 
 @pytest.fixture

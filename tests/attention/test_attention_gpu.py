@@ -1,24 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """attention on an H100 or H200, against float64: every kernel, ragged sizes, strides, graphs."""
 
-import warnings
-
 import pytest
 import torch
 
 import tiercel
 
-pytestmark = [pytest.mark.torch, pytest.mark.gpu]
+pytestmark = [pytest.mark.torch, pytest.mark.gpu, pytest.mark.usefixtures("no_fallback")]
 
 DTYPES = [torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(autouse=True)
-def _no_fallback():
-    """A test that silently ran on ref would prove nothing."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", tiercel.FallbackWarning)
-        yield
 
 
 @pytest.fixture

@@ -1,22 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """attention_varlen on an H100 or H200, against float64."""
 
-import warnings
-
 import pytest
 import torch
 
 import tiercel
 
-pytestmark = [pytest.mark.torch, pytest.mark.gpu]
-
-
-@pytest.fixture(autouse=True)
-def _no_fallback():
-    """A test that silently ran on ref would prove nothing."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", tiercel.FallbackWarning)
-        yield
+pytestmark = [pytest.mark.torch, pytest.mark.gpu, pytest.mark.usefixtures("no_fallback")]
 
 
 @pytest.fixture

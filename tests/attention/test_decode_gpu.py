@@ -1,26 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """decode_attention and merge_attention_states on an H100 or H200, against float64."""
 
-import warnings
-
 import pytest
 import torch
 
 import tiercel
 from tiercel import _C, ref
 
-pytestmark = [pytest.mark.torch, pytest.mark.gpu]
+pytestmark = [pytest.mark.torch, pytest.mark.gpu, pytest.mark.usefixtures("no_fallback")]
 
 FLOAT8 = torch.float8_e4m3fn
 SPLITS = [-1, 1, 2, 4, 8]
-
-
-@pytest.fixture(autouse=True)
-def _no_fallback():
-    """A test that silently ran on ref would prove nothing."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", tiercel.FallbackWarning)
-        yield
 
 
 @pytest.fixture

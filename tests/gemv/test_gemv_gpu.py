@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """nvfp4_gemv and nvfp4_linear on an H100 or H200, against float64."""
 
-import warnings
-
 import pytest
 import torch
 
@@ -10,15 +8,7 @@ import tiercel
 from tiercel.ref.gemv import permute_scales
 from tiercel.ref.quant import nvfp4_values
 
-pytestmark = [pytest.mark.torch, pytest.mark.gpu]
-
-
-@pytest.fixture(autouse=True)
-def _no_fallback():
-    """A test that silently ran on ref would prove nothing."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", tiercel.FallbackWarning)
-        yield
+pytestmark = [pytest.mark.torch, pytest.mark.gpu, pytest.mark.usefixtures("no_fallback")]
 
 
 @pytest.fixture

@@ -1,25 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The norms on an H100 or H200, forward, against float64."""
 
-import warnings
-
 import pytest
 import torch
 
 import tiercel
 
-pytestmark = [pytest.mark.torch, pytest.mark.gpu]
+pytestmark = [pytest.mark.torch, pytest.mark.gpu, pytest.mark.usefixtures("no_fallback")]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-5
-
-
-@pytest.fixture(autouse=True)
-def _no_fallback():
-    """A test that silently ran on ref would prove nothing."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", tiercel.FallbackWarning)
-        yield
 
 
 @pytest.fixture(params=["rms_norm", "layer_norm"])

@@ -2,24 +2,15 @@
 """rotary_embedding and kv_cache_write on an H100 or H200."""
 
 import itertools
-import warnings
 
 import pytest
 import torch
 
 import tiercel
 
-pytestmark = [pytest.mark.torch, pytest.mark.gpu]
+pytestmark = [pytest.mark.torch, pytest.mark.gpu, pytest.mark.usefixtures("no_fallback")]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(autouse=True)
-def _no_fallback():
-    """A test that silently ran on ref would prove nothing."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", tiercel.FallbackWarning)
-        yield
 
 
 @pytest.fixture

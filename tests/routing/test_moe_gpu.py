@@ -2,7 +2,6 @@
 """moe_align_block_size, topk_softmax_align and moe_sum on an H100 or H200."""
 
 import itertools
-import warnings
 
 import pytest
 import torch
@@ -11,15 +10,7 @@ from support.truth import assert_right
 
 import tiercel
 
-pytestmark = [pytest.mark.torch, pytest.mark.gpu]
-
-
-@pytest.fixture(autouse=True)
-def _no_fallback():
-    """A test that silently ran on ref would prove nothing."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", tiercel.FallbackWarning)
-        yield
+pytestmark = [pytest.mark.torch, pytest.mark.gpu, pytest.mark.usefixtures("no_fallback")]
 
 
 def assert_equal(got, due):

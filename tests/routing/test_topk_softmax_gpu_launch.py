@@ -2,7 +2,6 @@
 """How topk_softmax launches: streams, graphs, first calls, threads, processes, several GPUs."""
 
 import sys
-import warnings
 
 import pytest
 import torch
@@ -10,14 +9,7 @@ from support.truth import assert_right
 
 import tiercel
 
-pytestmark = [pytest.mark.torch, pytest.mark.gpu]
-
-
-@pytest.fixture(autouse=True)
-def _no_fallback():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", tiercel.FallbackWarning)
-        yield
+pytestmark = [pytest.mark.torch, pytest.mark.gpu, pytest.mark.usefixtures("no_fallback")]
 
 
 # What every script below starts with; `check` compares with ref on the CPU.
