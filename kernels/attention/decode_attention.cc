@@ -361,12 +361,14 @@ Status decode_attention(const DecodeTensors& tensors, const DecodeOptions& optio
   LaunchConfig config;
   config.grid.x = static_cast<unsigned>(choice.split.grid);
   config.block.x = kDecodeThreads;
+  config.dynamic_smem = choice.kernel->shared;
   config.cluster.x = static_cast<unsigned>(std::max(choice.split.cluster, 1));
   config.dependent = true;
   void* pointers[] = {&args};
   TIERCEL_RETURN_IF_ERROR(choice.kernel->kernel.launch(config, device, stream, pointers));
   if (!args.spread || config.grid.x == 1) return Status();
   config.cluster.x = 1;
+  config.dynamic_smem = 0;
   config.grid.x -= 1;
   config.grid.y = static_cast<unsigned>(std::min(choice.rows(), args.rows));
   config.grid.z = args.d > 128 ? 2 : 1;

@@ -15,6 +15,8 @@ struct Hooks {
   PyObject* current_gpu;     // () -> its index
   PyObject* keywords;        // ("dtype", "device")
   PyObject* name_device;     // "device"
+  PyObject* name_dtype;      // "dtype"
+  PyObject* float32;         // torch.float32
 };
 Hooks* hooks = nullptr;
 
@@ -69,12 +71,7 @@ PyObject* ContiguousStrides(PyObject* sizes) {
   return strides;
 }
 
-PyObject* Empty(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (count != 3 || hooks == nullptr || !PyTuple_CheckExact(args[1])) {
-    PyErr_SetString(PyExc_TypeError, "empty: expected (like, sizes, dtype), sizes a tuple");
-    return nullptr;
-  }
-  PyObject *like = args[0], *sizes = args[1], *dtype = args[2];
+PyObject* New(PyObject* like, PyObject* sizes, PyObject* dtype) {
   const int fast = ArePlainInts(sizes) ? IsOnCurrentGpu(like) : 0;
   if (fast < 0) return nullptr;
   if (fast == 0) return AnyDevice(like, sizes, dtype);
@@ -86,12 +83,39 @@ PyObject* Empty(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return tensor;
 }
 
-void SetAllocationHooks(py::object empty, py::object on_current_gpu, py::object current_gpu) {
+// `dtype` null: that of `like`.
+PyObject* New(PyObject* like, std::initializer_list<int64_t> sizes, PyObject* dtype) {
+  const auto tuple = py::reinterpret_steal<py::object>(PyTuple_New(sizes.size()));
+  if (!tuple) return nullptr;
+  Py_ssize_t i = 0;
+  for (const int64_t size : sizes) {
+    PyObject* number = PyLong_FromLongLong(size);
+    if (number == nullptr) return nullptr;
+    PyTuple_SET_ITEM(tuple.ptr(), i++, number);
+  }
+  if (dtype != nullptr) return New(like, tuple.ptr(), dtype);
+  const auto own = py::reinterpret_steal<py::object>(PyObject_GetAttr(like, hooks->name_dtype));
+  return own ? New(like, tuple.ptr(), own.ptr()) : nullptr;
+}
+
+PyObject* Empty(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != 3 || hooks == nullptr || !PyTuple_CheckExact(args[1])) {
+    PyErr_SetString(PyExc_TypeError, "empty: expected (like, sizes, dtype), sizes a tuple");
+    return nullptr;
+  }
+  return New(args[0], args[1], args[2]);
+}
+
+void SetAllocationHooks(py::object empty, py::object on_current_gpu, py::object current_gpu,
+                        py::object float32) {
   const bool fast = !on_current_gpu.is_none() && !current_gpu.is_none();
-  hooks = new Hooks{empty.release().ptr(), fast ? on_current_gpu.release().ptr() : nullptr,
+  hooks = new Hooks{empty.release().ptr(),
+                    fast ? on_current_gpu.release().ptr() : nullptr,
                     fast ? current_gpu.release().ptr() : nullptr,
                     py::make_tuple("dtype", "device").release().ptr(),
-                    PyUnicode_InternFromString("device")};
+                    PyUnicode_InternFromString("device"),
+                    PyUnicode_InternFromString("dtype"),
+                    float32.release().ptr()};
 }
 
 PyMethodDef functions[] = {
@@ -102,6 +126,14 @@ PyMethodDef functions[] = {
 };
 
 }  // namespace
+
+PyObject* NewTensor(PyObject* like, std::initializer_list<int64_t> sizes) {
+  return New(like, sizes, nullptr);
+}
+
+PyObject* NewFloat32(PyObject* like, std::initializer_list<int64_t> sizes) {
+  return New(like, sizes, hooks->float32);
+}
 
 void AddAllocate(py::module_& module) {
   if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
