@@ -127,7 +127,7 @@ Status check(const DecodeTensors& t, const DecodeOptions& options) {
   if (options.split < -1 || options.split > kDecodeMaxCluster ||
       (options.split > 0 && (options.split & (options.split - 1)) != 0)) {
     return Status::InvalidArgument(std::string(kOp) +
-                                   ": `split` must be -1, 0 or a power of two up to 8, got " +
+                                   ": `split` must be -1, 0 or a power of two up to 16, got " +
                                    std::to_string(options.split));
   }
   return Status();

@@ -14,7 +14,7 @@ namespace tiercel {
 
 inline constexpr int kDecodeThreads = 128;
 inline constexpr int kDecodeWarps = kDecodeThreads / 32;
-inline constexpr int kDecodeMaxCluster = 8;
+inline constexpr int kDecodeMaxCluster = 16;
 
 // Keys that a warp takes at once: about 4 KiB of them, and as much of values.
 constexpr int decode_step(int d, int cache_bytes) {

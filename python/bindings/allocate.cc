@@ -85,6 +85,10 @@ PyObject* New(PyObject* like, PyObject* sizes, PyObject* dtype) {
 
 // `dtype` null: that of `like`.
 PyObject* New(PyObject* like, std::initializer_list<int64_t> sizes, PyObject* dtype) {
+  if (hooks == nullptr) {
+    PyErr_SetString(PyExc_RuntimeError, "tiercel allocates nothing without PyTorch");
+    return nullptr;
+  }
   const auto tuple = py::reinterpret_steal<py::object>(PyTuple_New(sizes.size()));
   if (!tuple) return nullptr;
   Py_ssize_t i = 0;
@@ -132,7 +136,7 @@ PyObject* NewTensor(PyObject* like, std::initializer_list<int64_t> sizes) {
 }
 
 PyObject* NewFloat32(PyObject* like, std::initializer_list<int64_t> sizes) {
-  return New(like, sizes, hooks->float32);
+  return New(like, sizes, hooks == nullptr ? nullptr : hooks->float32);
 }
 
 void AddAllocate(py::module_& module) {

@@ -53,7 +53,7 @@ def _flashinfer(case: Any, inputs: dict[str, Any], tensor_cores: bool) -> Launch
 
 
 # Arguments of newer versions, of which None is no value.
-_FA3 = {
+FA3_DEFAULTS = {
     "is_causal": True,
     "window_size_left": -1,
     "window_size_right": -1,
@@ -65,6 +65,18 @@ _FA3 = {
     "cp_world_size": 1,
     "cp_rank": 0,
 }
+
+
+def fa3_arguments(given: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """Its function and all its arguments, of this version."""
+    import torch
+
+    function = torch.ops._vllm_fa3_C.fwd.default
+    names = [argument.name for argument in function._schema.arguments]
+    missing = set(given) - set(FA3_DEFAULTS) - set(names)
+    if missing:
+        raise Unsupported(f"this version has no {', '.join(sorted(missing))}")
+    return function, [given.get(name) for name in names]
 
 
 def _fa3_metadata(given: dict[str, Any], page: int) -> Any:
@@ -92,12 +104,11 @@ def _fa3(case: Any, inputs: dict[str, Any]) -> Launch:
     """With a float8 cache its queries are float8 too."""
     import torch
 
-    function = torch.ops._vllm_fa3_C.fwd.default
     q, out = inputs["q"], torch.empty_like(inputs["q"])
     batch, queries, heads, d = q.shape
     exact = case["cache"] == "same"
     given = {
-        **_FA3,
+        **FA3_DEFAULTS,
         "q": (q if exact else q.to(getattr(torch, _FLOAT8))).view(-1, heads, d),
         "k": inputs["k_cache"],
         "v": inputs["v_cache"],
@@ -112,12 +123,8 @@ def _fa3(case: Any, inputs: dict[str, Any]) -> Launch:
     if not exact:
         one = torch.ones(batch, case["Hk"], device=q.device)
         given |= {"q_descale": one, "k_descale": one, "v_descale": one}
-    names = [argument.name for argument in function._schema.arguments]
-    missing = set(given) - set(_FA3) - set(names)
-    if missing:
-        raise Unsupported(f"this version has no {', '.join(sorted(missing))}")
     given["scheduler_metadata"] = _fa3_metadata(given, case["page"])
-    args = [given.get(name) for name in names]
+    function, args = fa3_arguments(given)
 
     def run() -> tuple[Any, ...]:
         function(*args)
