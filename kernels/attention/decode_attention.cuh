@@ -18,7 +18,7 @@
 //
 // A tile is 8 or 16 query rows of one key head. Two ways to share tiles out, chosen in
 // decode_choose.cc:
-// - a cluster of 1 to 16 blocks has one tile: their warps take its steps in turn, and the blocks put
+// - a cluster of 1 to 8 blocks has one tile: their warps take its steps in turn, and the blocks put
 //   their sums together through distributed shared memory. One launch, no workspace; the first
 //   page table entries are read beside the lengths. For short sequences.
 // - spread: as many blocks as are resident have equal shares of all steps of all tiles, whatever

@@ -18,7 +18,7 @@
           ", tiles=" #tiles ">",                                                     \
           reinterpret_cast<const void*>(                                             \
               decode_attention<DecodeShape<dtype, float8, d, any_d, tiles>, residents>), \
-          sizeof(DecodeShared<DecodeShape<dtype, float8, d, any_d, tiles>>), kDecodeMaxCluster)}
+          sizeof(DecodeShared<DecodeShape<dtype, float8, d, any_d, tiles>>))}
 
 // By head dimension, then by rows: the launcher takes the first that fits.
 #define TIERCEL_DECODE_TABLE(dtype, float8)            \

@@ -14,7 +14,7 @@ namespace tiercel {
 
 inline constexpr int kDecodeThreads = 128;
 inline constexpr int kDecodeWarps = kDecodeThreads / 32;
-inline constexpr int kDecodeMaxCluster = 16;
+inline constexpr int kDecodeMaxCluster = 8;
 
 // Keys that a warp takes at once: about 4 KiB of them, and as much of values.
 constexpr int decode_step(int d, int cache_bytes) {
@@ -61,6 +61,7 @@ struct DecodeArgs {
   int group;       // heads a key head
   int rows;        // queries * group
   int row_blocks;  // tiles of a key head
+  int columns;     // blocks that go through a sequence's keys together, each with its own tiles
   int d;
   int capacity;   // keys of a sequence that the page table has room for
   int page_bits;  // log2 of a page's keys

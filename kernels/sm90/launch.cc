@@ -124,15 +124,13 @@ Status Kernel::prepare(int device) const {
   const DriverApi& api = driver_api();
   CUfunction function = nullptr;
   CUresult result = api.kernel_get_function(&function, handle);
-  CUdevice ordinal = 0;
-  if (result == CUDA_SUCCESS) result = api.device_get(&ordinal, device);
   if (result == CUDA_SUCCESS && max_dynamic_smem_ > 48 * 1024) {
-    result = api.kernel_set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                                      static_cast<int>(max_dynamic_smem_), handle, ordinal);
-  }
-  if (result == CUDA_SUCCESS && max_cluster_ > 8) {
-    result = api.kernel_set_attribute(CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1,
-                                      handle, ordinal);
+    CUdevice ordinal = 0;
+    result = api.device_get(&ordinal, device);
+    if (result == CUDA_SUCCESS) {
+      result = api.kernel_set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                                        static_cast<int>(max_dynamic_smem_), handle, ordinal);
+    }
   }
   if (result != CUDA_SUCCESS) {
     return load_error(name_, device, result, driver_error_text(result));

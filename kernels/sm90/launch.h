@@ -32,14 +32,9 @@ struct LaunchConfig {
 // until its first launch.
 class Kernel {
  public:
-  // `max_dynamic_smem`, `max_cluster`: the most that any launch of it asks for. Not every GPU has
-  // room for clusters of more than 8 blocks.
-  constexpr Kernel(const char* name, const void* entry, uint32_t max_dynamic_smem = 0,
-                   uint32_t max_cluster = 8)
-      : name_(name),
-        entry_(entry),
-        max_dynamic_smem_(max_dynamic_smem),
-        max_cluster_(max_cluster) {}
+  // `max_dynamic_smem`: the most that any launch of it asks for.
+  constexpr Kernel(const char* name, const void* entry, uint32_t max_dynamic_smem = 0)
+      : name_(name), entry_(entry), max_dynamic_smem_(max_dynamic_smem) {}
 
   // `cubin` must outlive this.
   constexpr Kernel(const char* name, const CubinSymbol* cubin, uint32_t max_dynamic_smem)
@@ -63,7 +58,6 @@ class Kernel {
   const void* entry_ = nullptr;
   const CubinSymbol* cubin_ = nullptr;
   uint32_t max_dynamic_smem_;
-  uint32_t max_cluster_ = 8;
   mutable std::atomic<void*> handle_{nullptr};      // CUkernel
   mutable std::atomic<uint64_t> ready_devices_{0};  // bit d: loaded on device d
 };

@@ -14,7 +14,7 @@ from support.emulator import kernels, sm90
 from tiercel import ref
 
 BF16, F16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
-SPLITS = [-1, 1, 2, 4, 8, 16]  # spread, or blocks of a cluster
+SPLITS = [-1, 1, 2, 4, 8]  # spread, or blocks of a cluster
 
 
 def make(lengths, *, queries=1, heads=4, kv_heads=1, d=128, page=16, dtype=BF16, cache=None):

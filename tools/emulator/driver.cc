@@ -27,7 +27,6 @@ constexpr uint32_t kMultiprocessors = 132;
 struct KernelHandle {
   std::string name;
   uint32_t max_dynamic_shared = kSharedDefault;
-  uint32_t max_cluster = 8;
 };
 
 std::mutex g_lock;
@@ -72,7 +71,7 @@ std::string wrong_with(const Launch& launch, const KernelHandle& handle) {
   if (launch.block.count() == 0 || launch.block.count() > 1024) {
     return "blocks of " + text(launch.block) + " threads";
   }
-  if (launch.cluster.count() > handle.max_cluster || launch.grid.x % launch.cluster.x != 0 ||
+  if (launch.cluster.count() > 8 || launch.grid.x % launch.cluster.x != 0 ||
       launch.grid.y % launch.cluster.y != 0 || launch.grid.z % launch.cluster.z != 0) {
     return "clusters of " + text(launch.cluster) + " in a grid of " + text(launch.grid);
   }
@@ -237,8 +236,6 @@ EXPORT CUresult cuKernelSetAttribute(CUfunction_attribute attribute, int value, 
                                      CUdevice) {
   if (attribute == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) {
     reinterpret_cast<KernelHandle*>(kernel)->max_dynamic_shared = static_cast<uint32_t>(value);
-  } else if (attribute == CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED) {
-    reinterpret_cast<KernelHandle*>(kernel)->max_cluster = value != 0 ? 16 : 8;
   }
   return CUDA_SUCCESS;
 }
