@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "python/bindings/allocate.h"
 
+#include "python/bindings/call.h"
 #include "python/bindings/eager.h"
-
-namespace py = pybind11;
 
 namespace tiercel::python {
 namespace {
@@ -86,26 +85,30 @@ PyObject* Empty(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return tensor;
 }
 
-void SetAllocationHooks(py::object empty, py::object on_current_gpu, py::object current_gpu) {
-  const bool fast = !on_current_gpu.is_none() && !current_gpu.is_none();
-  hooks = new Hooks{empty.release().ptr(), fast ? on_current_gpu.release().ptr() : nullptr,
-                    fast ? current_gpu.release().ptr() : nullptr,
-                    py::make_tuple("dtype", "device").release().ptr(),
-                    PyUnicode_InternFromString("device")};
+PyObject* SetAllocationHooks(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  if (!Arguments("set_allocation_hooks", values, count).Expect(3)) return nullptr;
+  const bool fast = values[1] != Py_None && values[2] != Py_None;
+  PyObject* keywords = Py_BuildValue("(ss)", "dtype", "device");
+  PyObject* name_device = PyUnicode_InternFromString("device");
+  if (keywords == nullptr || name_device == nullptr) return nullptr;
+  for (Py_ssize_t i = 0; i < count; ++i) Py_INCREF(values[i]);
+  hooks = new Hooks{values[0], fast ? values[1] : nullptr, fast ? values[2] : nullptr, keywords,
+                    name_device};
+  Py_RETURN_NONE;
 }
 
 PyMethodDef functions[] = {
-    {"empty", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(Empty)), METH_FASTCALL,
+    {"empty", AsMethod(Empty), METH_FASTCALL,
      "empty(like, sizes, dtype, /)\n--\n\n"
      "A new contiguous tensor of torch's on the device of `like`; `sizes` is a tuple."},
+    {"set_allocation_hooks", AsMethod(SetAllocationHooks), METH_FASTCALL,
+     "set_allocation_hooks(empty, on_current_gpu, current_gpu, /)\n--\n\n"
+     "What of torch's to call: `empty`; the other two may be None."},
     {nullptr, nullptr, 0, nullptr},
 };
 
 }  // namespace
 
-void AddAllocate(py::module_& module) {
-  if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
-  module.def("set_allocation_hooks", &SetAllocationHooks);
-}
+PyMethodDef* AllocateFunctions() { return functions; }
 
 }  // namespace tiercel::python

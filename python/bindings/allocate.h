@@ -3,11 +3,11 @@
 #ifndef PYTHON_BINDINGS_ALLOCATE_H_
 #define PYTHON_BINDINGS_ALLOCATE_H_
 
-#include <pybind11/pybind11.h>
+#include <Python.h>
 
 namespace tiercel::python {
 
-void AddAllocate(pybind11::module_& module);
+PyMethodDef* AllocateFunctions();
 
 }  // namespace tiercel::python
 

@@ -7,8 +7,6 @@
 #include "python/bindings/families.h"
 #include "python/bindings/optional_tensor.h"
 
-namespace py = pybind11;
-
 namespace tiercel::python {
 namespace {
 
@@ -179,8 +177,6 @@ PyMethodDef functions[] = {
 
 }  // namespace
 
-void AddDecode(py::module_& module) {
-  if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
-}
+PyMethodDef* DecodeFunctions() { return functions; }
 
 }  // namespace tiercel::python
