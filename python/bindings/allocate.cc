@@ -73,16 +73,7 @@ PyObject* Empty(PyObject*, PyObject* const* args, Py_ssize_t count) {
     PyErr_SetString(PyExc_TypeError, "empty: expected (like, sizes, dtype), sizes a tuple");
     return nullptr;
   }
-  PyObject *like = args[0], *sizes = args[1], *dtype = args[2];
-  const int fast = ArePlainInts(sizes) ? IsOnCurrentGpu(like) : 0;
-  if (fast < 0) return nullptr;
-  if (fast == 0) return AnyDevice(like, sizes, dtype);
-  PyObject* strides = ContiguousStrides(sizes);
-  if (strides == nullptr) return nullptr;
-  PyObject* const values[] = {sizes, strides, dtype};
-  PyObject* tensor = PyObject_Vectorcall(hooks->on_current_gpu, values, 3, nullptr);
-  Py_DECREF(strides);
-  return tensor;
+  return NewTensor(args[0], args[1], args[2]);
 }
 
 PyObject* SetAllocationHooks(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -108,6 +99,18 @@ PyMethodDef functions[] = {
 };
 
 }  // namespace
+
+PyObject* NewTensor(PyObject* like, PyObject* sizes, PyObject* dtype) {
+  const int fast = ArePlainInts(sizes) ? IsOnCurrentGpu(like) : 0;
+  if (fast < 0) return nullptr;
+  if (fast == 0) return AnyDevice(like, sizes, dtype);
+  PyObject* strides = ContiguousStrides(sizes);
+  if (strides == nullptr) return nullptr;
+  PyObject* const values[] = {sizes, strides, dtype};
+  PyObject* tensor = PyObject_Vectorcall(hooks->on_current_gpu, values, 3, nullptr);
+  Py_DECREF(strides);
+  return tensor;
+}
 
 PyMethodDef* AllocateFunctions() { return functions; }
 

@@ -7,6 +7,10 @@
 
 namespace tiercel::python {
 
+// A new contiguous tensor of torch's on the device of `like`, or null with a Python exception;
+// `sizes` is exactly a tuple.
+PyObject* NewTensor(PyObject* like, PyObject* sizes, PyObject* dtype);
+
 PyMethodDef* AllocateFunctions();
 
 }  // namespace tiercel::python

@@ -52,6 +52,7 @@ struct Hooks {
   TensorReader needs_grad;
   TensorReader is_neg;
   TensorReader device;
+  TensorReader dtype;
 };
 Hooks* hooks = nullptr;
 
@@ -107,10 +108,11 @@ PyObject* RouteOf(PyObject*, PyObject* const* tensors, Py_ssize_t count) {
 // In the order of the fields of Hooks.
 PyObject* SetRouteHooks(PyObject*, PyObject* const* values, Py_ssize_t count) {
   if (!Arguments("set_route_hooks", values, count).Expect(8)) return nullptr;
-  TensorReader needs_grad, is_neg, device;
+  TensorReader needs_grad, is_neg, device, dtype;
   PyObject* name_level = PyUnicode_InternFromString("_current_level");
   if (name_level == nullptr || !needs_grad.Find(values[0], "requires_grad") ||
-      !is_neg.Find(values[0], "is_neg") || !device.Find(values[0], "get_device")) {
+      !is_neg.Find(values[0], "is_neg") || !device.Find(values[0], "get_device") ||
+      !dtype.Find(values[0], "dtype")) {
     return nullptr;
   }
   for (Py_ssize_t i = 0; i < count; ++i) Py_INCREF(values[i]);
@@ -124,7 +126,8 @@ PyObject* SetRouteHooks(PyObject*, PyObject* const* values, Py_ssize_t count) {
                     name_level,
                     needs_grad,
                     is_neg,
-                    device};
+                    device,
+                    dtype};
   Py_RETURN_NONE;
 }
 
@@ -163,6 +166,8 @@ bool FindRoute(PyObject* const* tensors, Py_ssize_t count, Route* route) {
 }
 
 PyObject* DeviceOf(PyObject* tensor) { return hooks->device.Read(tensor); }
+
+PyObject* DTypeObjectOf(PyObject* tensor) { return hooks->dtype.Read(tensor); }
 
 PyMethodDef* EagerFunctions() { return functions; }
 

@@ -24,6 +24,9 @@ bool FindRoute(PyObject* const* tensors, Py_ssize_t count, Route* route);
 // The index of a plain tensor's device, as Python's int; -1 on the CPU.
 PyObject* DeviceOf(PyObject* tensor);
 
+// A plain tensor's dtype, as torch's object. A new reference, or null with a Python exception.
+PyObject* DTypeObjectOf(PyObject* tensor);
+
 PyMethodDef* EagerFunctions();
 
 }  // namespace tiercel::python

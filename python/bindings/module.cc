@@ -10,6 +10,7 @@
 #include "python/bindings/exchange_cache.h"
 #include "python/bindings/families.h"
 #include "python/bindings/jit.h"
+#include "python/bindings/launcher.h"
 
 namespace py = pybind11;
 
@@ -36,6 +37,11 @@ py::tuple DeviceCapability(int device) {
   return py::make_tuple(major, minor);
 }
 
+void AddType(py::module_& module, const char* name, PyObject* type) {
+  if (type == nullptr) throw py::error_already_set();
+  module.add_object(name, py::reinterpret_steal<py::object>(type));
+}
+
 void AddAll(py::module_& module) {
   using Functions = PyMethodDef* (*)();
   static constexpr Functions kTables[] = {AllocateFunctions,
@@ -57,9 +63,8 @@ void AddAll(py::module_& module) {
   for (const Functions functions : kTables) {
     if (PyModule_AddFunctions(module.ptr(), functions()) != 0) throw py::error_already_set();
   }
-  const auto direct = py::reinterpret_steal<py::object>(MakeDirectType());
-  if (!direct) throw py::error_already_set();
-  module.add_object("Direct", direct);
+  AddType(module, "Direct", MakeDirectType());
+  AddType(module, "Launcher", MakeLauncherType());
   AddJit(module);
 }
 

@@ -403,6 +403,19 @@ class Direct:
     ) -> None: ...
     def __call__(self, *args: Any) -> Any: ...
 
+class Launcher:
+    def __init__(
+        self,
+        *,
+        launch: Callable[..., None],
+        count: int,
+        slots: tuple[tuple[str, Any], ...],
+        outputs: tuple[tuple[int, int, Any, int, tuple[tuple[int, int], ...]], ...],
+        dense: int,
+        otherwise: Callable[..., Any],
+    ) -> None: ...
+    def __call__(self, *args: Any) -> Any: ...
+
 def linear_act(
     x: Any, weight: Any, bias: Any, out: Any, activation: int, config: tuple[int, ...] = ..., /
 ) -> None: ...

@@ -111,7 +111,7 @@ def _sm90(
 ) -> Tensor:
     if dtype is not None and dtype != torch.float32 and dtype != x.dtype:
         _check(x, dim, op, keepdim, dtype, backend)
-    out = _output(x, dim, op, keepdim, dtype)
+    out: Tensor = empty(x, _shape(x, dim, keepdim), dtype or x.dtype)
     _launch(x, out, dim, op)
     return out
 

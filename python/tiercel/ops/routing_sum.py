@@ -17,6 +17,7 @@ from tiercel._checks import (
     check_shape,
 )
 from tiercel._eager import empty
+from tiercel._launcher import Argument, Like, Output, launcher
 from tiercel._op import Autograd, Backend, Op
 from tiercel._platform import Reason
 from tiercel.ref import routing as ref
@@ -88,12 +89,22 @@ def _operator(weighted: bool, into: bool) -> Op:
         x, *rest = args[:-1]
         return x, rest[0] if weighted else None, rest[-1] if into else None
 
-    def run(*args: Any) -> Tensor | None:
+    def sm90(*args: Any) -> Tensor | None:
         x, weights, out = split(args)
         if out is None:
             return _sm90(x, weights)
         _C.moe_sum(x, weights, out)
         return None
+
+    count = 1 + weighted + into + 1
+    x, weights, out = split(tuple(map(Argument, range(count))))
+    run = launcher(
+        _C.moe_sum,
+        (x, weights, out if into else Output(0)),
+        count=count,
+        outputs=() if into else (Like(x, rank=3, dims=((x, 0), (x, 2))),),
+        otherwise=sm90,
+    )
 
     def reference(*args: Any) -> Tensor | None:
         x, weights, out = split(args)
