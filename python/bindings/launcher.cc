@@ -137,7 +137,8 @@ PyObject* MakeOutput(const Output& output, PyObject* const* args) {
 // A borrowed reference, or null: without a Python exception, the table has nothing for it.
 PyObject* Chosen(const Slot& slot, PyObject* const* args) {
   PyObject* key = args[slot.index];
-  if (!PyUnicode_CheckExact(key)) return nullptr;  // the table's keys; others may not be hashable
+  // Others may not be hashable.
+  if (!PyUnicode_CheckExact(key) && !PyLong_CheckExact(key)) return nullptr;
   return PyDict_GetItemWithError(slot.value, key);
 }
 

@@ -20,7 +20,8 @@ class Output(int):
 
 
 class Choice(NamedTuple):
-    """In what a launch takes: what a table has for the operator's argument at this place."""
+    """In what a launch takes: what a table has for the operator's argument at this place, a string
+    or a number."""
 
     place: int
     table: dict[Any, Any]

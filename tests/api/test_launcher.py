@@ -71,7 +71,9 @@ def test_no_output():
     assert made(launch, (X,), count=2)(x, None) is None and launch.calls == [(x,)]
 
 
-@pytest.mark.parametrize(("key", "index"), [("a", 1), ("b", 2), ("c", None), (1, None), ([], None)])
+@pytest.mark.parametrize(
+    ("key", "index"), [("a", 1), ("b", 2), ("c", None), (1, 3), (True, None), ([], None)]
+)
 def test_choices(key, index):
     launch = Launch()
     run = made(launch, (Choice(1, {"a": 1, "b": 2, 1: 3}),), count=3)

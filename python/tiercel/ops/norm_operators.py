@@ -404,6 +404,7 @@ class _Operators:
     name: str
     plain: dict[tuple[bool, ...], Op]
     out: dict[tuple[bool, ...], Op]
+    usual: Op  # with a weight and nothing else
 
     def __call__(
         self,
@@ -415,6 +416,8 @@ class _Operators:
         eps: float,
         backend: str | None,
     ) -> Any:
+        if weight is not None and bias is None and residual is None and out is None:
+            return self.usual(x, weight, eps, backend)
         given = (weight is not None, bias is not None, residual is not None)
         tensors = [tensor for tensor in (x, weight, bias, residual) if tensor is not None]
         if out is None:
@@ -437,4 +440,5 @@ def operators(norm: _Launches) -> _Operators:
     choices = list(product((True, False), repeat=3))
     backward = {key: _backward_operator(norm, key) for key in product((True, False), repeat=2)}
     plain = {choice: _operator(norm, choice, backward) for choice in choices}
-    return _Operators(norm.name, plain, {choice: _out_operator(norm, choice) for choice in choices})
+    out = {choice: _out_operator(norm, choice) for choice in choices}
+    return _Operators(norm.name, plain, out, plain[True, False, False])

@@ -73,10 +73,11 @@ def _check_out(
 
 
 def _shape(x: Tensor, dim: int | None, keepdim: bool) -> tuple[int, ...]:
+    sizes = tuple(x.shape)  # torch's own are slow to cut
     if dim is None:
-        return (1,) * x.dim() if keepdim else ()
-    dim = dim % x.dim()
-    return (*x.shape[:dim], *((1,) if keepdim else ()), *x.shape[dim + 1 :])
+        return (1,) * len(sizes) if keepdim else ()
+    dim %= len(sizes)
+    return (*sizes[:dim], 1, *sizes[dim + 1 :]) if keepdim else sizes[:dim] + sizes[dim + 1 :]
 
 
 def _output(
