@@ -68,22 +68,42 @@ bool IsContiguous(const TensorView& view) {
   return true;
 }
 
-// False where it is not a tensor of torch's own.
-bool ReadPlain(PyObject* object, PythonTensor* tensor) {
-  if (!ArePlainTensors(&object, 1)) return false;
-  if (tensor->Read(object, "", "")) return true;
-  PyErr_Clear();
-  return false;
-}
+// The arguments as tensors; the one read last is kept.
+class Tensors {
+ public:
+  explicit Tensors(PyObject* const* args) : args_(args) {}
 
-bool AreDense(const Launcher* self, PyObject* const* args) {
-  for (Py_ssize_t i = 0; self->dense >> i != 0; ++i) {
+  // Null where it is not a tensor of torch's own.
+  const TensorView* Read(Py_ssize_t place) {
+    if (place == place_) return &tensor_.view();
+    place_ = -1;
+    if (!ArePlainTensors(args_ + place, 1)) return nullptr;
+    if (!tensor_.Read(args_[place], "", "")) {
+      PyErr_Clear();
+      return nullptr;
+    }
+    place_ = place;
+    return &tensor_.view();
+  }
+
+  PyObject* object(Py_ssize_t place) const { return args_[place]; }
+
+ private:
+  PyObject* const* args_;
+  Py_ssize_t place_ = -1;
+  PythonTensor tensor_;
+};
+
+bool AreDense(const Launcher* self, Tensors& tensors) {
+  for (Py_ssize_t i = 0; i < self->count; ++i) {
     if (!(self->dense >> i & 1)) continue;
-    PythonTensor tensor;
-    if (!ReadPlain(args[i], &tensor) || !IsContiguous(tensor.view())) return false;
+    const TensorView* view = tensors.Read(i);
+    if (view == nullptr || !IsContiguous(*view)) return false;
   }
   return true;
 }
+
+// The next three: null without a Python exception is not the plain case.
 
 PyObject* SizesLike(const TensorView& view, int64_t divisor) {
   const int last = view.ndim - 1;
@@ -100,15 +120,13 @@ PyObject* SizesLike(const TensorView& view, int64_t divisor) {
   return sizes;
 }
 
-PyObject* SizesOf(const Output& output, PyObject* const* args) {
+PyObject* SizesOf(const Output& output, Tensors& tensors) {
   PyObject* sizes = PyTuple_New(output.dim_count);
   for (Py_ssize_t i = 0; sizes != nullptr && i < output.dim_count; ++i) {
-    PythonTensor tensor;
     const auto [argument, dim] = output.dims[i];
+    const TensorView* view = tensors.Read(argument);
     PyObject* size = nullptr;
-    if (ReadPlain(args[argument], &tensor) && dim < tensor.view().ndim) {
-      size = PyLong_FromLongLong(tensor.view().shape[dim]);
-    }
+    if (view != nullptr && dim < view->ndim) size = PyLong_FromLongLong(view->shape[dim]);
     if (size != nullptr) {
       PyTuple_SET_ITEM(sizes, i, size);
     } else {
@@ -118,17 +136,16 @@ PyObject* SizesOf(const Output& output, PyObject* const* args) {
   return sizes;
 }
 
-// Null without a Python exception: not the plain case.
-PyObject* MakeOutput(const Output& output, PyObject* const* args) {
-  PyObject* like = args[output.like];
-  PythonTensor tensor;
-  if (!ReadPlain(like, &tensor)) return nullptr;
+PyObject* MakeOutput(const Output& output, Tensors& tensors) {
+  const TensorView* like = tensors.Read(output.like);
+  if (like == nullptr) return nullptr;
   const bool any_rank = output.rank < 0;
-  if (!any_rank && output.rank != tensor.view().ndim) return nullptr;
-  PyObject* sizes = any_rank ? SizesLike(tensor.view(), output.divisor) : SizesOf(output, args);
+  if (!any_rank && output.rank != like->ndim) return nullptr;
+  PyObject* sizes = any_rank ? SizesLike(*like, output.divisor) : SizesOf(output, tensors);
   if (sizes == nullptr) return nullptr;
-  PyObject* dtype = output.dtype == Py_None ? DTypeObjectOf(like) : Kept(output.dtype);
-  PyObject* made = dtype == nullptr ? nullptr : NewTensor(like, sizes, dtype);
+  PyObject* object = tensors.object(output.like);
+  PyObject* dtype = output.dtype == Py_None ? DTypeObjectOf(object) : Kept(output.dtype);
+  PyObject* made = dtype == nullptr ? nullptr : NewTensor(object, sizes, dtype);
   Py_XDECREF(dtype);
   Py_DECREF(sizes);
   return made;
@@ -159,7 +176,8 @@ PyObject* Packed(PyObject* const* outputs, Py_ssize_t count) {
 
 PyObject* Call(PyObject* object, PyObject* const* args, size_t flags, PyObject* names) {
   const auto* self = reinterpret_cast<const Launcher*>(object);
-  if (PyVectorcall_NARGS(flags) != self->count || names != nullptr || !AreDense(self, args)) {
+  Tensors tensors(args);
+  if (PyVectorcall_NARGS(flags) != self->count || names != nullptr || !AreDense(self, tensors)) {
     return PyObject_Vectorcall(self->otherwise, args, flags, names);
   }
   std::array<PyObject*, kMaxOutputs> outputs;
@@ -168,7 +186,7 @@ PyObject* Call(PyObject* object, PyObject* const* args, size_t flags, PyObject* 
     for (Py_ssize_t i = 0; i < made; ++i) Py_DECREF(outputs[i]);
   };
   for (; made < self->output_count; ++made) {
-    outputs[made] = MakeOutput(self->outputs[made], args);
+    outputs[made] = MakeOutput(self->outputs[made], tensors);
     if (outputs[made] != nullptr) continue;
     drop();
     return PyErr_Occurred() ? nullptr : PyObject_Vectorcall(self->otherwise, args, flags, nullptr);

@@ -92,9 +92,9 @@ class Activation:
         """`options`: approximate, where the function has it, and the backend."""
         if scale is None and out is None:  # the usual call costs no more than this
             result: Tensor = (
-                self._forward[_ALONE](x, *options)
+                self._forward[_ALONE].pick()(x, *options)
                 if up is None
-                else self._forward[_PAIR](x, up, *options)
+                else self._forward[_PAIR].pick()(x, up, *options)
             )
             return result
         op = self._forward[Form(up is not None, scale is not None, out is not None)]

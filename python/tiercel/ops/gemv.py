@@ -355,7 +355,7 @@ def nvfp4_linear(
     tensors = (x, weight, scale) if global_scale is None else (x, weight, scale, global_scale)
     if out is None:
         operator = _NVFP4_LINEAR if global_scale is None else _NVFP4_LINEAR_SCALED
-        result: Tensor = operator(*tensors, backend)
+        result: Tensor = operator.pick()(*tensors, backend)
         return result
     operator = _NVFP4_LINEAR_OUT if global_scale is None else _NVFP4_LINEAR_SCALED_OUT
     operator(*tensors, out, backend)

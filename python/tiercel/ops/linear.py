@@ -308,9 +308,9 @@ def linear_act(
     """
     if out is None:
         result: Tensor = (
-            _LINEAR_ACT_NO_BIAS(x, weight, activation, backend)
+            _LINEAR_ACT_NO_BIAS.pick()(x, weight, activation, backend)
             if bias is None
-            else _LINEAR_ACT(x, weight, bias, activation, backend)
+            else _LINEAR_ACT.pick()(x, weight, bias, activation, backend)
         )
         return result
     if bias is None:

@@ -417,7 +417,7 @@ class _Operators:
         backend: str | None,
     ) -> Any:
         if weight is not None and bias is None and residual is None and out is None:
-            return self.usual(x, weight, eps, backend)
+            return self.usual.pick()(x, weight, eps, backend)
         given = (weight is not None, bias is not None, residual is not None)
         tensors = [tensor for tensor in (x, weight, bias, residual) if tensor is not None]
         if out is None:

@@ -276,7 +276,7 @@ def reduce(
         >>> column_means = tiercel.reduce(x, 0, "mean")
     """
     if out is None:
-        result: Tensor = _REDUCE(x, dim, op, keepdim, dtype, backend)
+        result: Tensor = _REDUCE.pick()(x, dim, op, keepdim, dtype, backend)
         return result
     _REDUCE_OUT(x, out, dim, op, keepdim, backend)
     return out

@@ -270,10 +270,10 @@ def rotary_embedding(
     if inplace:
         if out is not None:
             raise ValueError(f"{_ROTARY}: `inplace` and `out` exclude each other")
-        _ROTARY_IN_PLACE(positions, q, k, cos_sin_cache, interleaved, backend)
+        _ROTARY_IN_PLACE.pick()(positions, q, k, cos_sin_cache, interleaved, backend)
         return q, k
     if out is None:
-        result: tuple[Tensor, Tensor] = _ROTARY_OP(
+        result: tuple[Tensor, Tensor] = _ROTARY_OP.pick()(
             positions, q, k, cos_sin_cache, interleaved, backend
         )
         return result

@@ -180,7 +180,9 @@ def moe_sum(
         >>> hidden = tiercel.moe_sum(expert_outputs, weights)
     """
     if out is None:
-        result: Tensor = _PLAIN(x, backend) if weights is None else _SUM(x, weights, backend)
+        result: Tensor = (
+            _PLAIN.pick()(x, backend) if weights is None else _SUM.pick()(x, weights, backend)
+        )
         return result
     if weights is None:
         _PLAIN_OUT(x, out, backend)

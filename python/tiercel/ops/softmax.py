@@ -57,7 +57,9 @@ class _Softmax:
             op(*tensors, dim, scale, backend)
             return out
         result: Tensor = (
-            op(x, dim, scale, backend) if mask is None else op(x, mask, dim, scale, backend)
+            op.pick()(x, dim, scale, backend)
+            if mask is None
+            else op.pick()(x, mask, dim, scale, backend)
         )
         return result
 
