@@ -3,19 +3,22 @@
 #ifndef PYTHON_BINDINGS_ALLOCATE_H_
 #define PYTHON_BINDINGS_ALLOCATE_H_
 
-#include <pybind11/pybind11.h>
+#include <Python.h>
 
 #include <cstdint>
 #include <initializer_list>
 
 namespace tiercel::python {
 
-// A new contiguous tensor on the device of `like`, of its dtype or of float32. Null with a Python
-// exception.
+// A new contiguous tensor of torch's on the device of `like`, or null with a Python exception;
+// `sizes` is exactly a tuple.
+PyObject* NewTensor(PyObject* like, PyObject* sizes, PyObject* dtype);
+
+// The same of the dtype of `like`, or of float32.
 PyObject* NewTensor(PyObject* like, std::initializer_list<int64_t> sizes);
 PyObject* NewFloat32(PyObject* like, std::initializer_list<int64_t> sizes);
 
-void AddAllocate(pybind11::module_& module);
+PyMethodDef* AllocateFunctions();
 
 }  // namespace tiercel::python
 

@@ -10,8 +10,7 @@
 #include "python/bindings/call.h"
 #include "python/bindings/families.h"
 #include "python/bindings/optional_tensor.h"
-
-namespace py = pybind11;
+#include "python/bindings/reference.h"
 
 namespace tiercel::python {
 namespace {
@@ -36,15 +35,15 @@ bool ReadFloat(PyObject* object, double* value) {
 bool ReadWindow(PyObject* object, DecodeOptions* options) {
   options->left = options->right = -1;
   if (object == Py_None) return true;
-  const auto limits = py::reinterpret_steal<py::object>(
+  const Reference limits(
       PySequence_Fast(object, "decode_attention: `window` must be None or (left, right)"));
   if (!limits) return false;
-  if (PySequence_Fast_GET_SIZE(limits.ptr()) != 2) {
+  if (PySequence_Fast_GET_SIZE(limits.get()) != 2) {
     PyErr_SetString(PyExc_ValueError, "decode_attention: `window` must be None or (left, right)");
     return false;
   }
-  return ReadInteger(PySequence_Fast_GET_ITEM(limits.ptr(), 0), &options->left) &&
-         ReadInteger(PySequence_Fast_GET_ITEM(limits.ptr(), 1), &options->right);
+  return ReadInteger(PySequence_Fast_GET_ITEM(limits.get(), 0), &options->left) &&
+         ReadInteger(PySequence_Fast_GET_ITEM(limits.get(), 1), &options->right);
 }
 
 constexpr int kInputs = 5;
@@ -136,32 +135,28 @@ PyObject* DecodeOperator(PyObject*, PyObject* const* values, Py_ssize_t count) {
     PyErr_Format(PyExc_ValueError, "%s: `q` must have 4 dimensions, got %d", kDecode, q.ndim);
     return nullptr;
   }
-  py::object out, lse, workspace;
+  Reference out, lse, workspace;
   if (kGiven) {
-    out = py::reinterpret_borrow<py::object>(values[kInputs]);
-    if (kLse) lse = py::reinterpret_borrow<py::object>(values[kInputs + 1]);
+    out.Take(Py_NewRef(values[kInputs]));
+    if (kLse) lse.Take(Py_NewRef(values[kInputs + 1]));
   } else {
-    out = py::reinterpret_steal<py::object>(
-        NewTensor(values[0], {q.shape[0], q.shape[1], q.shape[2], q.shape[3]}));
-    if (kLse && out) {
-      lse = py::reinterpret_steal<py::object>(
-          NewFloat32(values[0], {q.shape[0], q.shape[2], q.shape[1]}));
-    }
+    out.Take(NewTensor(values[0], {q.shape[0], q.shape[1], q.shape[2], q.shape[3]}));
+    if (kLse && out) lse.Take(NewFloat32(values[0], {q.shape[0], q.shape[2], q.shape[1]}));
   }
   int64_t needed = 0;
-  if (!out || !call.out.Read(out.ptr(), kDecode, "out") || (kLse && !lse) ||
-      (kLse && !call.lse.Read(lse.ptr(), kDecode, "lse")) || !LaunchDecode(call, &needed)) {
+  if (!out || !call.out.Read(out.get(), kDecode, "out") || (kLse && !lse) ||
+      (kLse && !call.lse.Read(lse.get(), kDecode, "lse")) || !LaunchDecode(call, &needed)) {
     return nullptr;
   }
   if (needed > 0) {
-    workspace = py::reinterpret_steal<py::object>(NewFloat32(values[0], {needed}));
-    if (!workspace || !call.workspace.Read(workspace.ptr(), kDecode, "workspace") ||
+    workspace.Take(NewFloat32(values[0], {needed}));
+    if (!workspace || !call.workspace.Read(workspace.get(), kDecode, "workspace") ||
         !LaunchDecode(call, &needed)) {
       return nullptr;
     }
   }
   if (kGiven) Py_RETURN_NONE;
-  return kLse ? PyTuple_Pack(2, out.ptr(), lse.ptr()) : out.release().ptr();
+  return kLse ? PyTuple_Pack(2, out.get(), lse.get()) : out.Release();
 }
 
 PyObject* DecodePlanOf(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -279,8 +274,6 @@ PyMethodDef functions[] = {
 
 }  // namespace
 
-void AddDecode(py::module_& module) {
-  if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
-}
+PyMethodDef* DecodeFunctions() { return functions; }
 
 }  // namespace tiercel::python

@@ -5,8 +5,6 @@
 #include "python/bindings/families.h"
 #include "python/bindings/optional_tensor.h"
 
-namespace py = pybind11;
-
 namespace tiercel::python {
 namespace {
 
@@ -107,8 +105,6 @@ PyMethodDef functions[] = {
 
 }  // namespace
 
-void AddMoe(py::module_& module) {
-  if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
-}
+PyMethodDef* MoeFunctions() { return functions; }
 
 }  // namespace tiercel::python
