@@ -14,9 +14,10 @@ enum class MoeActivation { kSilu, kGelu, kRelu, kGeluResidual };
 // What a call would launch.
 struct MoeMlpPlan {
   const char* kernel;  // "none" where nothing is to be done
-  int tokens;          // of a block of the routing
-  int stages;
-  int units;  // at most, that warps take
+  int tile_m;          // slots of the routing's blocks
+  int tile_n;          // rows of weights, a tile
+  int cluster;
+  int tiles;  // at most: how many blocks are in use is known on the device only
   unsigned grid;
   unsigned block;
   unsigned dynamic_smem;
@@ -30,6 +31,15 @@ struct MoeRouting {
   int64_t block_size;
 };
 
+// Of topk_ids itself, for `down`: with them, rows of ids that are no expert's (not within 0 to
+// `experts` - 1, of all devices) are zeroed, since they are in no block. They also say that the launch
+// before this one on the stream was moe_up with the same routing, so that this one may begin before
+// that has ended.
+struct MoeIds {
+  const TensorView* ids;  // [T, k] int32 or int64, contiguous; or null
+  int64_t experts;
+};
+
 // x [T, H], w [E, 2 * I, H], out [elements, I] with elements a multiple of T: element e of topk_ids
 // is of row e / (elements / T) of x.
 //   [a, b] = x @ w[expert].T;  out = silu(a) * b, gelu(a) * b, relu(a) * b, or gelu(a) * (b + 1)
@@ -41,14 +51,14 @@ struct MoeRouting {
 // All checks and the choice of kernel for a device with that many multiprocessors; needs no GPU and
 // no driver.
 Status moe_mlp_plan(bool up, const TensorView& x, const TensorView& w, const MoeRouting& routing,
-                    const TensorView* weights, const TensorView& out, MoeActivation activation,
-                    int multiprocessors, MoeMlpPlan* plan);
+                    const TensorView* weights, const MoeIds& ids, const TensorView& out,
+                    MoeActivation activation, int multiprocessors, MoeMlpPlan* plan);
 
 // The same for the tensors' device, then the launch on `stream` (a CUstream).
 Status moe_up(const TensorView& x, const TensorView& w, const MoeRouting& routing,
               const TensorView& out, MoeActivation activation, void* stream);
 Status moe_down(const TensorView& x, const TensorView& w, const MoeRouting& routing,
-                const TensorView* weights, const TensorView& out, void* stream);
+                const TensorView* weights, const MoeIds& ids, const TensorView& out, void* stream);
 
 Status moe_mlp_load(int device);
 

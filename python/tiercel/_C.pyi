@@ -38,9 +38,10 @@ class _TopkSoftmaxPlan(TypedDict):
 
 class _MoeMlpPlan(TypedDict):
     kernel: str
-    tokens: int
-    stages: int
-    units: int
+    tile_m: int
+    tile_n: int
+    cluster: int
+    tiles: int
     grid: int
     block: int
     dynamic_smem: int
@@ -419,6 +420,8 @@ def moe_up(
     out: Any,
     block_size: int,
     activation: int,
+    topk_ids: Any,
+    experts: int,
     /,
 ) -> None: ...
 def moe_up_plan(
@@ -431,6 +434,8 @@ def moe_up_plan(
     out: Any,
     block_size: int,
     activation: int,
+    topk_ids: Any,
+    experts: int,
     /,
 ) -> _MoeMlpPlan: ...
 def moe_down(
@@ -443,6 +448,8 @@ def moe_down(
     out: Any,
     block_size: int,
     activation: int,
+    topk_ids: Any,
+    experts: int,
     /,
 ) -> None: ...
 def moe_down_plan(
@@ -455,6 +462,8 @@ def moe_down_plan(
     out: Any,
     block_size: int,
     activation: int,
+    topk_ids: Any,
+    experts: int,
     /,
 ) -> _MoeMlpPlan: ...
 def moe_load(device: int, /) -> None: ...

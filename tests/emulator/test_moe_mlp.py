@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fused_moe, moe_up and moe_down (mma.sync, cp.async rings) on the emulator, against float64."""
+"""fused_moe, moe_up and moe_down (wgmma; weights by TMA, rows gathered) on the emulator, against float64."""
 
 import pytest
 import torch
@@ -46,8 +46,8 @@ def check_halves(tokens, experts, k, hidden, inner, block, activation=0, dtype=t
     routing = ref.moe_align_block_size(ids, block, experts)
     middle = torch.full((ids.numel(), inner), torch.nan, dtype=dtype)
     out = torch.full((ids.numel(), hidden), torch.nan, dtype=dtype)
-    kernels.moe_up(x, w_up, *routing, None, middle, block, activation)
-    kernels.moe_down(middle, w_down, *routing, weights.flatten(), out, block, 0)
+    kernels.moe_up(x, w_up, *routing, None, middle, block, activation, None, 0)
+    kernels.moe_down(middle, w_down, *routing, weights.flatten(), out, block, 0, None, 0)
     for element, expert in enumerate(ids.flatten().tolist()):
         sums = w_up[expert].double() @ x[element // k].double()
         assert_rounded(middle[element], ACTIVATIONS[activation](*sums.chunk(2)))
@@ -56,31 +56,40 @@ def check_halves(tokens, experts, k, hidden, inner, block, activation=0, dtype=t
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("block", [8, 16, 32])
+@pytest.mark.parametrize("block", [64, 128])
 def test_halves(block, dtype):
-    check_halves(50, 3, 2, 328, 360, block, dtype=dtype)
+    check_halves(150, 3, 2, 328, 360, block, dtype=dtype)
 
 
+@pytest.mark.parametrize("block", [64, 128])
 @pytest.mark.parametrize("activation", range(4))
-def test_activations(activation):
-    check_halves(5, 4, 2, 320, 328, 8, activation)
+def test_activations(activation, block):
+    check_halves(5, 4, 2, 72, 136, block, activation)
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 9, 33])
-def test_few_and_more_tokens(tokens):
-    check_halves(tokens, 4, 3, 456, 320, 16)
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("tokens", [1, 64, 65, 257])
+def test_few_and_more_tokens(tokens, block):
+    check_halves(tokens, 4, 3, 200, 264, block)
+
+
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize(("hidden", "inner"), [(8, 8), (64, 512), (1032, 24)])
+def test_small_and_odd_sizes(hidden, inner, block):
+    check_halves(7, 3, 2, hidden, inner, block)
 
 
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_no_order_of_copies_and_warps_matters(lazy, seed):
     with options(lazy=lazy, seed=seed):
-        check_halves(20, 3, 2, 392, 384, 8)
+        check_halves(20, 3, 2, 392, 264, 64)
+        check_halves(300, 3, 2, 200, 136, 128)
 
 
-@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 8, 2), (17, 6, 3), (130, 3, 2)])
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 8, 2), (17, 6, 3), (130, 3, 2), (400, 5, 2)])
 def test_whole(tokens, experts, k):
-    values = data(tokens, experts, k, 384, 328)
+    values = data(tokens, experts, k, 200, 136)
     assert_whole(sm90("fused_moe")(*values, "gelu", None, None), values, "gelu")
 
 
@@ -92,9 +101,14 @@ def assert_whole(got, values, activation, expert_map=None):
     assert ((got.double() - due).abs() <= 2**-8 * (due.abs() + 6 * scale)).all()
 
 
-def test_experts_elsewhere_and_ids_of_none():
+@pytest.mark.parametrize("tokens", [9, 300])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_experts_elsewhere_and_ids_of_none(tokens, dtype):
     expert_map = torch.tensor([0, -1, 1, -1, 2, 3], dtype=torch.int32)
-    values = data(9, 4, 2, 320, 352, everywhere=6)
+    *values, ids = data(tokens, 4, 2, 128, 136, everywhere=6)
+    values = (*values, ids.to(dtype))
     values[4][0, 0], values[4][8, 1] = -1, 6
+    if dtype == torch.int64:
+        values[4][5, 1] = 2**32 + 1
     got = sm90("fused_moe")(*values, NAMES[3], expert_map, None)
     assert_whole(got, values, NAMES[3], expert_map)

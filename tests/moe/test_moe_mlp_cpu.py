@@ -121,9 +121,9 @@ def test_opcheck():
 
 @pytest.mark.parametrize(
     ("elements", "experts", "block"),
-    [(8, 64, 8), (128, 64, 8), (192, 64, 8), (512, 64, 16), (1024, 64, 32), (32768, 128, 32)],
+    [(8, 64, 64), (1024, 64, 64), (4096, 64, 128), (32768, 128, 128), (0, 0, 64)],
 )
-def test_blocks_hold_most_experts_tokens(elements, experts, block):
+def test_blocks_by_tokens_of_an_expert(elements, experts, block):
     assert block_size(elements, experts) == block
 
 

@@ -72,9 +72,9 @@ def _check(
 
 
 def block_size(elements: int, experts: int) -> int:
-    """Slots of a routing block: so many that few experts have more, and no more than that."""
-    mean = elements / max(experts, 1)
-    return 8 if mean <= 3 else 16 if mean <= 9 else 32
+    """Slots of a routing block: for many tokens, as many rows as a multiprocessor takes at a time;
+    for few, half of that, since most are padding."""
+    return 128 if elements > 48 * max(experts, 1) else 64
 
 
 def _sm90(
@@ -94,11 +94,12 @@ def _sm90(
     everywhere = experts if expert_map is None else expert_map.shape[0]
     routing = align_sm90(topk_ids, block, everywhere, expert_map, False, False, None)
     inner = x.new_empty((elements, w_down.shape[2]))
-    # Ids that are no expert's are in no block: their rows stay zeros.
-    outer = x.new_zeros((elements, hidden))
+    outer = x.new_empty((elements, hidden))
     out = x.new_empty((tokens, hidden))
-    _C.moe_up(x, w_up, *routing, None, inner, block, INDEX[activation])
-    _C.moe_down(inner, w_down, *routing, topk_weights.view(-1), outer, block, 0)
+    weights = topk_weights.view(-1)
+    _C.moe_up(x, w_up, *routing, None, inner, block, INDEX[activation], None, 0)
+    # Ids that are no expert's are in no block: with them at hand, the kernel zeroes their rows.
+    _C.moe_down(inner, w_down, *routing, weights, outer, block, 0, topk_ids, everywhere)
     _C.moe_sum(outer.view(tokens, k, hidden), None, out)
     return out
 
@@ -110,8 +111,8 @@ def _plan(
     block = block_size(elements, experts)
     routing = empty_routing(x, elements, experts, block)
     inner, outer = x.new_empty((elements, w_down.shape[2])), x.new_empty((elements, x.shape[1]))
-    up = _C.moe_up_plan(x, w_up, *routing, None, inner, block, 0)
-    down = _C.moe_down_plan(inner, w_down, *routing, topk_weights.view(-1), outer, block, 0)
+    up = _C.moe_up_plan(x, w_up, *routing, None, inner, block, 0, None, 0)
+    down = _C.moe_down_plan(inner, w_down, *routing, topk_weights.view(-1), outer, block, 0, None, 0)
     return {"kernel": up["kernel"], "block_size": block, "up": dict(up), "down": dict(down)}
 
 

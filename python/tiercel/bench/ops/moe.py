@@ -180,7 +180,7 @@ def _down_reference(case: Any, inputs: Inputs) -> Any:
 _UP = OpBench(
     family="moe",
     op="moe_up",
-    params=_PARAMS | {"bs": 8},
+    params=_PARAMS | {"bs": 64},
     invalid=_invalid,
     make=_make_up,
     call=lambda case, inputs: ((*inputs.values(), case["k"], case["bs"]), {}),
@@ -193,7 +193,7 @@ _UP = OpBench(
 _DOWN = OpBench(
     family="moe",
     op="moe_down",
-    params=_PARAMS | {"bs": 8},
+    params=_PARAMS | {"bs": 64},
     invalid=_invalid,
     make=_make_down,
     call=lambda case, inputs: ((*inputs.values(), case["bs"]), {}),
