@@ -32,9 +32,10 @@ Status check_rows(const Argument& argument) {
 struct Call {
   const MoeMlpKernel* kernel = nullptr;
   CUtensorMap w;
-  const void *x, *sorted, *experts, *used, *weights, *ids;
+  const void *x, *sorted, *experts, *used, *weights, *ids, *x_scale, *w_scale;
   void* out;
-  int32_t expert_count, w_rows, k, second, rows, elements, divide, x_row, id_words, bound, early;
+  int32_t expert_count, w_rows, k, second, rows, elements, divide, x_pieces, id_words, bound,
+      early, x_scale_step, w_scale_expert, w_scale_step;
   int64_t tiles = 0;
 
   LaunchConfig config(int multiprocessors) const {
@@ -84,9 +85,39 @@ const MoeMlpKernel* choose(bool up, DType dtype, MoeActivation activation, int64
   return nullptr;
 }
 
-Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeRouting& routing,
-               const TensorView* weights, const MoeIds& ids, const TensorView& out,
-               MoeActivation activation, Call* call) {
+const void* data_of(const TensorView* view) { return view == nullptr ? nullptr : view->data; }
+
+Status check_scale(const Argument& scale, const Argument& x) {
+  TIERCEL_RETURN_IF_ERROR(check_dtype(scale, {DType::kFloat32}));
+  TIERCEL_RETURN_IF_ERROR(check_same_device(scale, x));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(scale));
+  return check_contiguous(scale);
+}
+
+Status check_scales(const char* op, const Argument& x, const TensorView& w,
+                    const MoeScales& scales) {
+  const bool scaled = x.view.dtype == DType::kFloat8E4M3;
+  if (scaled != (scales.x != nullptr) || scaled != (scales.w != nullptr)) {
+    return Status::InvalidArgument(std::string(op) + ": `x_scale` and `w_scale` are of float8 `x`" +
+                                   (scaled ? ", which needs both" : " alone"));
+  }
+  if (!scaled) return Status();
+  const Argument x_scale{op, "x_scale", *scales.x};
+  const Argument w_scale{op, "w_scale", *scales.w};
+  TIERCEL_RETURN_IF_ERROR(check_rank(x_scale, 1));
+  TIERCEL_RETURN_IF_ERROR(check_rank(w_scale, 2));
+  TIERCEL_RETURN_IF_ERROR(check_scale(x_scale, x));
+  TIERCEL_RETURN_IF_ERROR(check_scale(w_scale, x));
+  if (scales.x->shape[0] != 1) {
+    TIERCEL_RETURN_IF_ERROR(check_shape(x_scale, {x.view.shape[0]}, "[rows of x]"));
+  }
+  if (scales.w->shape[1] == 1) return check_shape(w_scale, {w.shape[0], 1}, "[E, 1]");
+  return check_shape(w_scale, {w.shape[0], w.shape[1]}, "[E, rows of weights]");
+}
+
+Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScales& scales,
+               const MoeRouting& routing, const TensorView* weights, const MoeIds& ids,
+               const TensorView& out, MoeActivation activation, Call* call) {
   const char* op = up ? "moe_up" : "moe_down";
   const Argument x_arg{op, "x", x};
   const Argument w_arg{op, up ? "w_up" : "w_down", w};
@@ -94,9 +125,10 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeRouti
   TIERCEL_RETURN_IF_ERROR(check_rank(x_arg, 2));
   TIERCEL_RETURN_IF_ERROR(check_rank(w_arg, 3));
   TIERCEL_RETURN_IF_ERROR(check_rank(out_arg, 2));
-  TIERCEL_RETURN_IF_ERROR(check_dtype(x_arg, {DType::kBFloat16, DType::kFloat16}));
+  TIERCEL_RETURN_IF_ERROR(check_dtype(x_arg, {DType::kBFloat16, DType::kFloat16, DType::kFloat8E4M3}));
   TIERCEL_RETURN_IF_ERROR(check_dtype(w_arg, {x.dtype}));
-  TIERCEL_RETURN_IF_ERROR(check_dtype(out_arg, {x.dtype}));
+  const bool scaled = x.dtype == DType::kFloat8E4M3;
+  TIERCEL_RETURN_IF_ERROR(check_dtype(out_arg, {scaled ? DType::kBFloat16 : x.dtype}));
   const int64_t experts = w.shape[0], k = x.shape[1];
   const int64_t elements = out.shape[0], rows = out.shape[1];
   if (up) {
@@ -117,6 +149,7 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeRouti
     TIERCEL_RETURN_IF_ERROR(check_cuda(*argument));
   }
   TIERCEL_RETURN_IF_ERROR(check_contiguous(out_arg));
+  TIERCEL_RETURN_IF_ERROR(check_scales(op, x_arg, w, scales));
   TIERCEL_RETURN_IF_ERROR(check_routing(op, x_arg, routing));
   if (weights != nullptr) {
     const Argument weights_arg{op, "weights", *weights};
@@ -141,9 +174,11 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeRouti
   }
   const int64_t slots = routing.sorted_token_ids.shape[0];
   if (elements == 0 || rows == 0 || slots == 0) return Status();
-  if (k < 8 || k % 8 != 0 || rows % 8 != 0) {
+  const int piece = scaled ? 16 : 8;  // elements that are copied at a time
+  if (k < piece || k % piece != 0 || rows % 8 != 0) {
+    const std::string columns = "a multiple of " + std::to_string(piece) + " columns";
     return Status::Unimplemented(
-        mismatch(w_arg, "have multiples of 8 as its rows of the result and its columns",
+        mismatch(w_arg, "give a multiple of 8 rows of the result and have " + columns,
                  shape_text(w.shape, 3)));
   }
   TIERCEL_RETURN_IF_ERROR(check_rows(x_arg));
@@ -153,7 +188,7 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeRouti
   const int half = kernel->variant.tile_n / 2;
   const int64_t columns = ceil_div(rows, up ? half : 2 * half);
   call->tiles = ceil_div(slots / routing.block_size, kernel->variant.cluster) * columns;
-  const int64_t last_x = x.shape[0] * (x.strides[0] / 8);  // the kernel counts in 16 bytes
+  const int64_t last_x = x.shape[0] * (x.strides[0] / piece);  // the kernel counts in 16 bytes
   const int64_t largest =
       std::max({2 * elements, rows, slots, k, call->tiles, last_x, w.shape[1], x.strides[0]});
   if (largest > INT32_MAX) {
@@ -164,8 +199,10 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeRouti
   call->sorted = routing.sorted_token_ids.data;
   call->experts = routing.expert_ids.data;
   call->used = routing.num_tokens_post_padded.data;
-  call->weights = weights != nullptr ? weights->data : nullptr;
-  call->ids = ids.ids != nullptr ? ids.ids->data : nullptr;
+  call->weights = data_of(weights);
+  call->ids = data_of(ids.ids);
+  call->x_scale = data_of(scales.x);
+  call->w_scale = data_of(scales.w);
   call->out = out.data;
   call->expert_count = static_cast<int32_t>(experts);
   call->w_rows = static_cast<int32_t>(w.shape[1]);
@@ -174,39 +211,45 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeRouti
   call->rows = static_cast<int32_t>(rows);
   call->elements = static_cast<int32_t>(elements);
   call->divide = up ? static_cast<int32_t>(elements / x.shape[0]) : 1;
-  call->x_row = static_cast<int32_t>(x.strides[0]);
+  call->x_pieces = static_cast<int32_t>(x.strides[0] / piece);
   call->id_words = ids.ids != nullptr && ids.ids->dtype == DType::kInt64 ? 2 : 1;
   call->bound = static_cast<int32_t>(std::min<int64_t>(ids.experts, INT32_MAX));
   call->early = ids.ids != nullptr;
+  call->x_scale_step = scaled && scales.x->shape[0] != 1;
+  call->w_scale_expert = scaled ? static_cast<int32_t>(scales.w->shape[1]) : 0;
+  call->w_scale_step = scaled && scales.w->shape[1] != 1;
   call->kernel = kernel;
   // The map's own rules, said before a driver is asked for.
   return check_tensor_map(kernel->maps[0], w, op, up ? "w_up" : "w_down");
 }
 
-Status launch(bool up, const TensorView& x, const TensorView& w, const MoeRouting& routing,
-              const TensorView* weights, const MoeIds& ids, const TensorView& out,
-              MoeActivation activation, void* stream) {
+Status launch(bool up, const TensorView& x, const TensorView& w, const MoeScales& scales,
+              const MoeRouting& routing, const TensorView* weights, const MoeIds& ids,
+              const TensorView& out, MoeActivation activation, void* stream) {
   Call c;
-  TIERCEL_RETURN_IF_ERROR(prepare(up, x, w, routing, weights, ids, out, activation, &c));
+  TIERCEL_RETURN_IF_ERROR(prepare(up, x, w, scales, routing, weights, ids, out, activation, &c));
   if (c.kernel == nullptr) return Status();
   int multiprocessors = 0;
   TIERCEL_RETURN_IF_ERROR(multiprocessor_count(x.device_index, &multiprocessors));
   const char* op = up ? "moe_up" : "moe_down";
   TIERCEL_RETURN_IF_ERROR(
       encode_tensor_map(c.kernel->maps[0], w, op, up ? "w_up" : "w_down", &c.w));
-  void* args[] = {&c.w,      &c.x,        &c.sorted,  &c.experts, &c.used,     &c.weights, &c.ids,
-                  &c.out,    &c.expert_count, &c.w_rows, &c.k,       &c.second,   &c.rows,    &c.elements,
-                  &c.divide, &c.x_row,    &c.id_words, &c.bound,   &c.early};
+  void* args[] = {&c.w,        &c.x,       &c.sorted,       &c.experts,        &c.used,
+                  &c.weights,  &c.ids,     &c.x_scale,      &c.w_scale,        &c.out,
+                  &c.expert_count, &c.w_rows, &c.k,         &c.second,         &c.rows,
+                  &c.elements, &c.divide,  &c.x_pieces,     &c.id_words,       &c.bound,
+                  &c.early,    &c.x_scale_step, &c.w_scale_expert, &c.w_scale_step};
   return c.kernel->kernel.launch(c.config(multiprocessors), x.device_index, stream, args);
 }
 
 }  // namespace
 
-Status moe_mlp_plan(bool up, const TensorView& x, const TensorView& w, const MoeRouting& routing,
-                    const TensorView* weights, const MoeIds& ids, const TensorView& out,
-                    MoeActivation activation, int multiprocessors, MoeMlpPlan* plan) {
+Status moe_mlp_plan(bool up, const TensorView& x, const TensorView& w, const MoeScales& scales,
+                    const MoeRouting& routing, const TensorView* weights, const MoeIds& ids,
+                    const TensorView& out, MoeActivation activation, int multiprocessors,
+                    MoeMlpPlan* plan) {
   Call call;
-  TIERCEL_RETURN_IF_ERROR(prepare(up, x, w, routing, weights, ids, out, activation, &call));
+  TIERCEL_RETURN_IF_ERROR(prepare(up, x, w, scales, routing, weights, ids, out, activation, &call));
   *plan = {"none", 0, 0, 0, 0, 0, 0, 0};
   if (call.kernel == nullptr) return Status();
   const MoeMlpVariant& v = call.kernel->variant;
@@ -216,15 +259,16 @@ Status moe_mlp_plan(bool up, const TensorView& x, const TensorView& w, const Moe
   return Status();
 }
 
-Status moe_up(const TensorView& x, const TensorView& w, const MoeRouting& routing,
-              const TensorView& out, MoeActivation activation, void* stream) {
-  return launch(true, x, w, routing, nullptr, {nullptr, 0}, out, activation, stream);
+Status moe_up(const TensorView& x, const TensorView& w, const MoeScales& scales,
+              const MoeRouting& routing, const TensorView& out, MoeActivation activation,
+              void* stream) {
+  return launch(true, x, w, scales, routing, nullptr, {nullptr, 0}, out, activation, stream);
 }
 
-Status moe_down(const TensorView& x, const TensorView& w, const MoeRouting& routing,
-                const TensorView* weights, const MoeIds& ids, const TensorView& out,
-                void* stream) {
-  return launch(false, x, w, routing, weights, ids, out, MoeActivation::kSilu, stream);
+Status moe_down(const TensorView& x, const TensorView& w, const MoeScales& scales,
+                const MoeRouting& routing, const TensorView* weights, const MoeIds& ids,
+                const TensorView& out, void* stream) {
+  return launch(false, x, w, scales, routing, weights, ids, out, MoeActivation::kSilu, stream);
 }
 
 Status moe_mlp_load(int device) {

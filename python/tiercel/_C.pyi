@@ -422,6 +422,8 @@ def moe_up(
     activation: int,
     topk_ids: Any,
     experts: int,
+    x_scale: Any,
+    w_scale: Any,
     /,
 ) -> None: ...
 def moe_up_plan(
@@ -436,6 +438,8 @@ def moe_up_plan(
     activation: int,
     topk_ids: Any,
     experts: int,
+    x_scale: Any,
+    w_scale: Any,
     /,
 ) -> _MoeMlpPlan: ...
 def moe_down(
@@ -450,6 +454,8 @@ def moe_down(
     activation: int,
     topk_ids: Any,
     experts: int,
+    x_scale: Any,
+    w_scale: Any,
     /,
 ) -> None: ...
 def moe_down_plan(
@@ -464,6 +470,8 @@ def moe_down_plan(
     activation: int,
     topk_ids: Any,
     experts: int,
+    x_scale: Any,
+    w_scale: Any,
     /,
 ) -> _MoeMlpPlan: ...
 def moe_load(device: int, /) -> None: ...

@@ -27,6 +27,8 @@ __all__ = ["moe_down", "moe_up"]
 DTYPES = (torch.bfloat16, torch.float16)
 # As MoeActivation in moe_mlp.h counts.
 INDEX = {name: index for index, name in enumerate(ref.ACTIVATIONS)}
+# Of the launchers' arguments: topk_ids and how many experts there are; scales of x and of weights.
+NO_IDS, NO_SCALES = (None, 0), (None, None)
 _ROUTING = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
 
 
@@ -97,7 +99,7 @@ def _up_output(x: Tensor, w: Tensor, *rest: Any) -> Tensor:
 
 def _up_arguments(x: Tensor, w: Tensor, *rest: Any) -> tuple[Any, ...]:
     *routing, _, block, activation, _ = rest
-    return (x, w, *routing, None, _up_output(x, w, *rest), block, INDEX[activation], None, 0)
+    return (x, w, *routing, None, _up_output(x, w, *rest), block, INDEX[activation], *NO_IDS, *NO_SCALES)
 
 
 def _up_sm90(*args: Any) -> Tensor:
@@ -201,7 +203,7 @@ def _down_output(x: Tensor, w: Tensor, *rest: Any) -> Tensor:
 
 def _down_arguments(x: Tensor, w: Tensor, weights: Tensor, *rest: Any) -> tuple[Any, ...]:
     *routing, block, _ = rest
-    return (x, w, *routing, weights, _down_output(x, w), block, 0, None, 0)
+    return (x, w, *routing, weights, _down_output(x, w), block, 0, *NO_IDS, *NO_SCALES)
 
 
 def _down_sm90(*args: Any) -> Tensor:
