@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """What becomes of a gate a and its partner b, float32 in registers."""
- 
-
 
 from activations_cute import gelu, relu, silu
 

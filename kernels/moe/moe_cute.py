@@ -17,8 +17,8 @@ _ACTIVATIONS = {
     "relu": "kRelu",
     "gelu_residual": "kGeluResidual",
 }
-# Tile rows, which are the routing's blocks, and columns, turns instead of sharing, blocks a cluster,
-# stages of the ring.
+# Tile rows, which are the routing's blocks, and columns, turns instead of sharing, blocks of a
+# cluster, stages of the ring.
 _SHAPES = ((64, 128, False, 1, 8), (128, 256, False, 1, 4))
 
 _SCALARS = (

@@ -2,18 +2,18 @@
 """moe_up and moe_down: each block of routed rows times its expert's weights.
 
 The plan. For many tokens products bind it: at T = 4096, k = 8, E = 64, H = 2048, I = 1024 they are
-412 GFLOP, 0.6 ms at the rate of the best GEMM. Rows gathered beforehand would move 134 MB twice, so
-they are gathered on the way to shared memory, which the copy engine cannot do: threads copy 16 bytes
-each, rows by the routing's ids, beside the engine's tiles of weights. A block's results go straight
-to their elements' rows. For few tokens the weights' bytes bind it, and the ring of stages keeps
-enough of them on their way; `down` begins to load its own before `up` has ended.
+412 GFLOP, 0.6 ms at the rate of the best GEMM. Rows gathered beforehand would move 134 MB twice,
+so they are gathered on the way to shared memory, which the copy engine cannot do: threads copy 16
+bytes each, rows by the routing's ids, beside the engine's tiles of weights. A block's results go
+straight to their elements' rows. For few tokens the weights' bytes bind it, and the ring of stages
+keeps enough of them on their way; `down` begins to load its own before `up` has ended.
 
 A tile is one block of the routing times tile_n rows of weights: for `up` a half of them of the gate
-and their partners, which meet in the activation; for `down` neighbours. Warps of the first warpgroup
-load, the others' multiply, 64 rows of the tile a warpgroup. One whose rows are all padding
-multiplies nothing. The two blocks of a cluster work on tiles one below the other and multicast a half
-of the weights each, where their experts are the same. float8 rows and weights have scales, which
-meet the sums before the activation.
+and their partners, which meet in the activation; for `down` neighbours. Warps of the first
+warpgroup load, the others' multiply, 64 rows of the tile a warpgroup. One whose rows are all
+padding multiplies nothing. The two blocks of a cluster work on tiles one below the other and
+multicast a half of the weights each, where their experts are the same. float8 rows and weights have
+scales, which meet the sums before the activation.
 """
 
 import cutlass
@@ -247,7 +247,7 @@ class MoeGrouped(MoeLoads):
                         self.release(empty, index - 1 if index > 0 else self.stages - 1)
                     index, phase = self.next(index, phase)
             else:
-                for step in cutlass.range(steps, unroll=1):
+                for _ in cutlass.range(steps, unroll=1):
                     cute.arch.mbarrier_wait(full + index, phase)
                     self.release(empty, index)
                     index, phase = self.next(index, phase)

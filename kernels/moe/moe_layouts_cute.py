@@ -14,8 +14,8 @@ WARPGROUP = 128
 
 
 class MoeLayouts:
-    """`act` is None for `down`; `cluster` blocks, one below the other, share tiles of weights of the
-    same expert; `pingpong`: two warpgroups take turns with tiles instead of sharing them."""
+    """`act` is None for `down`; `cluster` blocks, one below the other, share tiles of weights of
+    the same expert; `pingpong`: two warpgroups take turns with tiles instead of sharing them."""
 
     def __init__(self, name, dtype, act, tile_m, tile_n, pingpong, cluster, stages):
         self.name = name

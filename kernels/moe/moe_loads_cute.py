@@ -57,7 +57,7 @@ class MoeLoads(MoeLayouts):
     @cute.jit
     def gather_rows(self, thread, x, x_pieces, storage, full, empty, routing, place, limits):
         """Each thread a 16-byte piece of its rows: row, row + COPIES, ..."""
-        sorted_ids, expert_ids, blocks, k_tiles = routing
+        sorted_ids, _, blocks, _ = routing
         rank, first, grid, tiles, columns = place
         elements, divide, pieces = limits
         row, piece = thread // 8, thread % 8
@@ -98,8 +98,8 @@ class MoeLoads(MoeLayouts):
             mine = group + lane
             none = False
             if mine < elements:
-                id = (ids + mine * id_words).load()
-                none = (id < 0) | (id >= bound)
+                low = (ids + mine * id_words).load()
+                none = (low < 0) | (low >= bound)
                 if id_words == 2:
                     none = none | ((ids + (mine * 2 + 1)).load() != 0)
             if none:

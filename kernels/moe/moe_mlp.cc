@@ -34,14 +34,15 @@ struct Call {
   CUtensorMap w;
   const void *x, *sorted, *experts, *used, *weights, *ids, *x_scale, *w_scale;
   void* out;
-  int32_t expert_count, w_rows, k, second, rows, elements, divide, x_pieces, id_words, bound,
-      early, x_scale_step, w_scale_expert, w_scale_step;
+  int32_t expert_count, w_rows, k, second, rows, elements, divide, x_pieces, id_words, bound, early,
+      x_scale_step, w_scale_expert, w_scale_step;
   int64_t tiles = 0;
 
   LaunchConfig config(int multiprocessors) const {
     const int cluster = kernel->variant.cluster;
     LaunchConfig config;
-    config.grid.x = static_cast<uint32_t>(std::min<int64_t>(tiles, multiprocessors / cluster) * cluster);
+    config.grid.x =
+        static_cast<uint32_t>(std::min<int64_t>(tiles, multiprocessors / cluster) * cluster);
     config.block.x = kernel->block;
     config.cluster.x = static_cast<uint32_t>(cluster);
     config.dynamic_smem = kernel->dynamic_smem;
@@ -125,7 +126,8 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
   TIERCEL_RETURN_IF_ERROR(check_rank(x_arg, 2));
   TIERCEL_RETURN_IF_ERROR(check_rank(w_arg, 3));
   TIERCEL_RETURN_IF_ERROR(check_rank(out_arg, 2));
-  TIERCEL_RETURN_IF_ERROR(check_dtype(x_arg, {DType::kBFloat16, DType::kFloat16, DType::kFloat8E4M3}));
+  TIERCEL_RETURN_IF_ERROR(
+      check_dtype(x_arg, {DType::kBFloat16, DType::kFloat16, DType::kFloat8E4M3}));
   TIERCEL_RETURN_IF_ERROR(check_dtype(w_arg, {x.dtype}));
   const bool scaled = x.dtype == DType::kFloat8E4M3;
   TIERCEL_RETURN_IF_ERROR(check_dtype(out_arg, {scaled ? DType::kBFloat16 : x.dtype}));
@@ -165,8 +167,9 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
     TIERCEL_RETURN_IF_ERROR(check_dtype(ids_arg, {DType::kInt32, DType::kInt64}));
     const bool whole = ids.ids->shape[0] * ids.ids->shape[1] == elements;
     if (!whole) {
-      return Status::InvalidArgument(mismatch(
-          ids_arg, "have " + std::to_string(elements) + " elements", shape_text(ids.ids->shape, 2)));
+      return Status::InvalidArgument(mismatch(ids_arg,
+                                              "have " + std::to_string(elements) + " elements",
+                                              shape_text(ids.ids->shape, 2)));
     }
     TIERCEL_RETURN_IF_ERROR(check_same_device(ids_arg, x_arg));
     TIERCEL_RETURN_IF_ERROR(check_cuda(ids_arg));
@@ -234,11 +237,11 @@ Status launch(bool up, const TensorView& x, const TensorView& w, const MoeScales
   const char* op = up ? "moe_up" : "moe_down";
   TIERCEL_RETURN_IF_ERROR(
       encode_tensor_map(c.kernel->maps[0], w, op, up ? "w_up" : "w_down", &c.w));
-  void* args[] = {&c.w,        &c.x,       &c.sorted,       &c.experts,        &c.used,
-                  &c.weights,  &c.ids,     &c.x_scale,      &c.w_scale,        &c.out,
-                  &c.expert_count, &c.w_rows, &c.k,         &c.second,         &c.rows,
-                  &c.elements, &c.divide,  &c.x_pieces,     &c.id_words,       &c.bound,
-                  &c.early,    &c.x_scale_step, &c.w_scale_expert, &c.w_scale_step};
+  void* args[] = {
+      &c.w,        &c.x,       &c.sorted,  &c.experts,      &c.used,           &c.weights,
+      &c.ids,      &c.x_scale, &c.w_scale, &c.out,          &c.expert_count,   &c.w_rows,
+      &c.k,        &c.second,  &c.rows,    &c.elements,     &c.divide,         &c.x_pieces,
+      &c.id_words, &c.bound,   &c.early,   &c.x_scale_step, &c.w_scale_expert, &c.w_scale_step};
   return c.kernel->kernel.launch(c.config(multiprocessors), x.device_index, stream, args);
 }
 
@@ -254,7 +257,7 @@ Status moe_mlp_plan(bool up, const TensorView& x, const TensorView& w, const Moe
   if (call.kernel == nullptr) return Status();
   const MoeMlpVariant& v = call.kernel->variant;
   const LaunchConfig config = call.config(multiprocessors);
-  *plan = {call.kernel->kernel.name(), v.tile_m,       v.tile_n,       v.cluster,
+  *plan = {call.kernel->kernel.name(),   v.tile_m,      v.tile_n,       v.cluster,
            static_cast<int>(call.tiles), config.grid.x, config.block.x, config.dynamic_smem};
   return Status();
 }

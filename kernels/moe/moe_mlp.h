@@ -40,8 +40,8 @@ struct MoeIds {
   int64_t experts;
 };
 
-// Of float8 x and w, both float32: [rows of x] or [1], and [E, rows of w] or [E, 1], contiguous. With
-// other dtypes both are null.
+// Of float8 x and w, both float32: [rows of x] or [1], and [E, rows of w] or [E, 1], contiguous.
+// With other dtypes both are null.
 struct MoeScales {
   const TensorView* x;
   const TensorView* w;

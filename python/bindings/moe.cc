@@ -55,8 +55,8 @@ PyObject* MoeUp(PyObject*, PyObject* const* values, Py_ssize_t count) {
   MoeMlpCall call;
   if (!call.Parse("moe_up", true, values, count)) return nullptr;
   return Launch(call.x, [&](void* stream) {
-    return moe_up(call.x.view(), call.w.view(), call.scales(), call.routing(), call.out.view(), call.activation,
-                  stream);
+    return moe_up(call.x.view(), call.w.view(), call.scales(), call.routing(), call.out.view(),
+                  call.activation, stream);
   });
 }
 
@@ -64,8 +64,8 @@ PyObject* MoeDown(PyObject*, PyObject* const* values, Py_ssize_t count) {
   MoeMlpCall call;
   if (!call.Parse("moe_down", false, values, count)) return nullptr;
   return Launch(call.x, [&](void* stream) {
-    return moe_down(call.x.view(), call.w.view(), call.scales(), call.routing(), call.weights.view(),
-                    call.ids(), call.out.view(), stream);
+    return moe_down(call.x.view(), call.w.view(), call.scales(), call.routing(),
+                    call.weights.view(), call.ids(), call.out.view(), stream);
   });
 }
 
@@ -78,9 +78,9 @@ PyObject* PlanOf(bool up, PyObject* const* values, Py_ssize_t count) {
     multiprocessors = kMultiprocessors;
   }
   MoeMlpPlan plan{};
-  const Status status =
-      moe_mlp_plan(up, call.x.view(), call.w.view(), call.scales(), call.routing(), call.weights.view(),
-                   call.ids(), call.out.view(), call.activation, multiprocessors, &plan);
+  const Status status = moe_mlp_plan(up, call.x.view(), call.w.view(), call.scales(),
+                                     call.routing(), call.weights.view(), call.ids(),
+                                     call.out.view(), call.activation, multiprocessors, &plan);
   if (!status.ok()) return Raise(status);
   return Py_BuildValue("{s:s, s:i, s:i, s:i, s:i, s:I, s:I, s:I}", "kernel", plan.kernel, "tile_m",
                        plan.tile_m, "tile_n", plan.tile_n, "cluster", plan.cluster, "tiles",

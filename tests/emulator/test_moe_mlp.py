@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fused_moe, moe_up and moe_down (wgmma; weights by TMA, rows gathered) on the emulator, against float64."""
+"""fused_moe, moe_up and moe_down (wgmma; rows gathered) on the emulator, against float64."""
 
 import pytest
 import torch
@@ -136,7 +136,9 @@ def test_no_order_of_copies_and_warps_matters(lazy, seed):
         check_halves(300, 3, 2, 200, 136, 128)
 
 
-@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 8, 2), (17, 6, 3), (130, 3, 2), (400, 5, 2)])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "k"), [(1, 8, 2), (17, 6, 3), (130, 3, 2), (400, 5, 2)]
+)
 def test_whole(tokens, experts, k):
     values = data(tokens, experts, k, 200, 136)
     assert_whole(sm90("fused_moe")(*values, "gelu", None, None), values, "gelu")

@@ -219,7 +219,10 @@ def _check_fp8(
     check_dtype(_NAME, "x", x.dtype, (torch.bfloat16,))
     rest = (topk_weights, topk_ids, activation, expert_map)
     _check_rest(x, w_up, w_down, *rest, torch.float8_e4m3fn)
-    for name, scale, w in (("w_up_scale", w_up_scale, w_up), ("w_down_scale", w_down_scale, w_down)):
+    for name, scale, w in (
+        ("w_up_scale", w_up_scale, w_up),
+        ("w_down_scale", w_down_scale, w_down),
+    ):
         check_rank(_NAME, name, scale, 2)
         check_dtype(_NAME, name, scale.dtype, (torch.float32,))
         if scale.shape[1] != 1:
@@ -285,17 +288,17 @@ def fused_moe(
     """Each token through the gated MLPs of its experts, added up by their weights.
 
     ``sum over j of topk_weights[t, j] * (act(x[t] @ w_up[e].T) @ w_down[e].T)`` with ``e =
-    topk_ids[t, j]``. Sums are float32; between the halves, and before the last sum, values have the
-    dtype of ``x``. With float8 weights, rows of ``x``, and rows between the halves, are quantised to
-    float8 as :func:`tiercel.fp8_quantize` does, with a scale a row.
+    topk_ids[t, j]``. Sums are float32; between the halves, and before the last sum, values have
+    the dtype of ``x``. With float8 weights, rows of ``x``, and rows between the halves, are
+    quantised to float8 as :func:`tiercel.fp8_quantize` does, with a scale a row.
 
     There is no derivative; :func:`tiercel.ref.fused_moe` has one. Works under torch.compile and
     torch.export, and in CUDA graphs; it never synchronises.
 
     Args:
-        x: ``[T, H]`` bfloat16 or float16; bfloat16 with float8 weights. The precompiled kernels take
-            H and I that are multiples of 8 (of 16 with float8), and rows at multiples of 16 bytes;
-            ref takes others.
+        x: ``[T, H]`` bfloat16 or float16; bfloat16 with float8 weights. The precompiled kernels
+            take H and I that are multiples of 8 (of 16 with float8), and rows at multiples of 16
+            bytes; ref takes others.
         w_up: ``[E, 2 * I, H]``, the dtype of ``x``, or float8_e4m3fn: rows of the gate, then those
             it is for.
         w_down: ``[E, H, I]``, the dtype of ``w_up``.

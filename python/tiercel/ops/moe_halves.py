@@ -99,7 +99,17 @@ def _up_output(x: Tensor, w: Tensor, *rest: Any) -> Tensor:
 
 def _up_arguments(x: Tensor, w: Tensor, *rest: Any) -> tuple[Any, ...]:
     *routing, _, block, activation, _ = rest
-    return (x, w, *routing, None, _up_output(x, w, *rest), block, INDEX[activation], *NO_IDS, *NO_SCALES)
+    return (
+        x,
+        w,
+        *routing,
+        None,
+        _up_output(x, w, *rest),
+        block,
+        INDEX[activation],
+        *NO_IDS,
+        *NO_SCALES,
+    )
 
 
 def _up_sm90(*args: Any) -> Tensor:

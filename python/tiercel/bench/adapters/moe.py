@@ -28,7 +28,7 @@ def _torch(case: Any, inputs: dict[str, Any]) -> Launch:
     import torch
 
     grouped: Any = getattr(torch, "_grouped_mm", None)
-    if grouped is None or case.dtype != "bfloat16":
+    if grouped is None or case.dtype != "bfloat16" or case["weights"] != "same":
         raise Unsupported("torch's grouped product is for bfloat16")
     x, w_up, w_down, weights, ids = inputs.values()
     activate, k = _activation(case), case["k"]
@@ -55,7 +55,8 @@ def _vllm(case: Any, inputs: dict[str, Any]) -> Launch:
         raise Unsupported("it has no such activation")
     from tiercel.bench.vllm_experts import fused_experts
 
-    experts = fused_experts(*inputs.values(), case["act"])
+    x, w_up, w_down, weights, ids, *scales = inputs.values()
+    experts = fused_experts(x, w_up, w_down, weights, ids, case["act"], *scales)
     return Launch(lambda: (experts(),))
 
 
