@@ -106,6 +106,25 @@ def test_whole(make, tokens, experts):
     assert_whole(tiercel.fused_moe(*values), reference(values))
 
 
+def float8(w, per_channel=True):
+    scale = w.float().abs().amax(dim=2 if per_channel else (1, 2)).view(w.shape[0], -1) / 448
+    return (w.float() / scale[:, :, None]).to(torch.float8_e4m3fn), scale
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+@pytest.mark.parametrize("tokens", [1, 16, 200, 4000])
+def test_float8(make, tokens, per_channel):
+    x, w_up, w_down, weights, ids = make(tokens, 16, 4, 512, 384)
+    (up, up_scale), (down, down_scale) = float8(w_up, per_channel), float8(w_down, per_channel)
+    scales = {"w_up_scale": up_scale, "w_down_scale": down_scale}
+    got = tiercel.fused_moe(x, up, down, weights, ids, **scales)
+    due = tiercel.ref.fused_moe(x.double(), up, down, weights.double(), ids, **scales)
+    # A value between the halves may be rounded to float8's neighbour.
+    error = (got.double() - due).square().mean().sqrt() / due.square().mean().sqrt()
+    assert error < 2.5e-2
+    assert torch.equal(tiercel.fused_moe(x, up, down, weights, ids, **scales), got)
+
+
 @pytest.mark.parametrize("tokens", [33, 2000])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_experts_elsewhere_and_ids_of_none(make, tokens, dtype):

@@ -40,6 +40,8 @@ def up(make, tokens=T, experts=E, k=K, hidden=H, inner=I, block=64, dtype="bfloa
         "activation": 0,
         "topk_ids": None,
         "experts": 0,
+        "x_scale": None,
+        "w_scale": None,
     } | changes
     return _C.moe_up_plan(*arguments.values())
 
@@ -56,6 +58,8 @@ def down(make, tokens=T, experts=E, k=K, hidden=H, inner=I, block=64, dtype="bfl
         "activation": 0,
         "topk_ids": None,
         "experts": 0,
+        "x_scale": None,
+        "w_scale": None,
     } | changes
     return _C.moe_down_plan(*arguments.values())
 
@@ -72,6 +76,46 @@ def test_plans(dtype, block):
             assert got["tile_m"] == block and got["tiles"] % columns == 0
             assert got["grid"] == min(got["tiles"] * got["cluster"], 132)
             assert got["dynamic_smem"] <= 227 * 1024 - 1024
+
+
+def float8(make, **changes):
+    e4m3, rows = "float8_e4m3fn", T * K
+    arguments = {
+        "x": make(rows, I, dtype=e4m3),
+        "w_down": make(E, H, I, dtype=e4m3),
+        "x_scale": make(rows),
+        "w_scale": make(E, H),
+    }
+    return down(make, **(arguments | changes))
+
+
+def test_float8(make):
+    assert float8(make)["kernel"] == "moe_down_fp8_64x128"
+    assert float8(make, x_scale=make(1), w_scale=make(E, 1))["kernel"] == "moe_down_fp8_64x128"
+
+
+BAD_FLOAT8 = [
+    ({"x_scale": None}, ValueError, "`x_scale` and `w_scale` are of float8 `x`, which needs both"),
+    ({"x_scale": (3,)}, ValueError, "`x_scale` must have shape [rows of x] = [10], got [3]"),
+    (
+        {"w_scale": (E, 5)},
+        ValueError,
+        "`w_scale` must have shape [E, rows of weights] = [4, 384], got [4, 5]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("sizes", "error", "text"), BAD_FLOAT8)
+def test_bad_scales_are_named(make, sizes, error, text):
+    changes = {name: size and make(*size) for name, size in sizes.items()}
+    with pytest.raises(error) as info:
+        float8(make, **changes)
+    assert str(info.value) == f"moe_down: {text}"
+
+
+def test_scales_without_float8(make):
+    with pytest.raises(ValueError, match="`x_scale` and `w_scale` are of float8 `x` alone"):
+        down(make, x_scale=make(T * K), w_scale=make(E, H))
 
 
 def test_each_activation_has_its_kernel():
@@ -91,7 +135,7 @@ def test_a_small_problem_has_a_small_grid():
 
 
 BAD = [
-    (up, "x", lambda m: m(T, H), TypeError, "`x` must have dtype bfloat16 or float16, got float32"),
+    (up, "x", lambda m: m(T, H), TypeError, "`x` must have dtype bfloat16, float16 or float8_e4m3fn, got float32"),
     (
         up,
         "w_up",
@@ -190,7 +234,7 @@ def test_bad_arguments_are_named(make, plan, name, value, error, text):
 
 @pytest.mark.parametrize(("hidden", "inner"), [(316, 320), (4, 320), (320, 316)])
 def test_sizes_that_are_not_supported(make, hidden, inner):
-    with pytest.raises(NotImplementedError, match="`w_up` must have multiples of 8 as its rows"):
+    with pytest.raises(NotImplementedError, match="`w_up` must give a multiple of 8 rows of the r"):
         up(make, hidden=hidden, inner=inner)
 
 
