@@ -115,13 +115,19 @@ def test_float8_errors():
 
     with pytest.raises(ValueError, match="fused_moe: `w_down_scale` must be given where the other"):
         call(w_down_scale=None)
-    with pytest.raises(TypeError, match="fused_moe: `w_up` must have dtype float8_e4m3fn, got bflo"):
+    with pytest.raises(
+        TypeError, match="fused_moe: `w_up` must have dtype float8_e4m3fn, got bflo"
+    ):
         call(up=w_up)
-    with pytest.raises(TypeError, match="fused_moe: `w_up` must have dtype bfloat16, got float8_e4"):
+    with pytest.raises(
+        TypeError, match="fused_moe: `w_up` must have dtype bfloat16, got float8_e4"
+    ):
         tiercel.fused_moe(x, up, down, weights, ids)
     with pytest.raises(TypeError, match="fused_moe: `x` must have dtype bfloat16, got float16"):
         call(x=x.half())
-    with pytest.raises(ValueError, match=r"`w_up_scale` must have shape \[E, rows\] or \[E, 1\] = "):
+    with pytest.raises(
+        ValueError, match=r"`w_up_scale` must have shape \[E, rows\] or \[E, 1\] = "
+    ):
         call(w_up_scale=up_scale[:, :7].contiguous())
     with pytest.raises(ValueError, match="fused_moe: `w_down_scale` must have 2 dimensions, got 1"):
         call(w_down_scale=down_scale[0])

@@ -135,7 +135,13 @@ def test_a_small_problem_has_a_small_grid():
 
 
 BAD = [
-    (up, "x", lambda m: m(T, H), TypeError, "`x` must have dtype bfloat16, float16 or float8_e4m3fn, got float32"),
+    (
+        up,
+        "x",
+        lambda m: m(T, H),
+        TypeError,
+        "`x` must have dtype bfloat16, float16 or float8_e4m3fn, got float32",
+    ),
     (
         up,
         "w_up",

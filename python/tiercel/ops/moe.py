@@ -268,6 +268,7 @@ _FP8_OP = Op(
     ),
     ref=Backend("ref", _fp8_reference, "a loop over experts", "torch"),
     describe=_fp8_plan,
+    family=_NAME,
 )
 
 
