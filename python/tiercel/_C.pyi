@@ -38,9 +38,10 @@ class _TopkSoftmaxPlan(TypedDict):
 
 class _MoeMlpPlan(TypedDict):
     kernel: str
-    tokens: int
-    stages: int
-    units: int
+    tile_m: int
+    tile_n: int
+    cluster: int
+    tiles: int
     grid: int
     block: int
     dynamic_smem: int
@@ -439,6 +440,10 @@ def moe_up(
     out: Any,
     block_size: int,
     activation: int,
+    topk_ids: Any,
+    experts: int,
+    x_scale: Any,
+    w_scale: Any,
     /,
 ) -> None: ...
 def moe_up_plan(
@@ -451,6 +456,10 @@ def moe_up_plan(
     out: Any,
     block_size: int,
     activation: int,
+    topk_ids: Any,
+    experts: int,
+    x_scale: Any,
+    w_scale: Any,
     /,
 ) -> _MoeMlpPlan: ...
 def moe_down(
@@ -463,6 +472,10 @@ def moe_down(
     out: Any,
     block_size: int,
     activation: int,
+    topk_ids: Any,
+    experts: int,
+    x_scale: Any,
+    w_scale: Any,
     /,
 ) -> None: ...
 def moe_down_plan(
@@ -475,6 +488,10 @@ def moe_down_plan(
     out: Any,
     block_size: int,
     activation: int,
+    topk_ids: Any,
+    experts: int,
+    x_scale: Any,
+    w_scale: Any,
     /,
 ) -> _MoeMlpPlan: ...
 def moe_load(device: int, /) -> None: ...
