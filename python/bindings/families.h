@@ -10,6 +10,7 @@ namespace tiercel::python {
 void AddActivation(pybind11::module_& module);
 void AddAttention(pybind11::module_& module);
 void AddAttentionBackward(pybind11::module_& module);
+void AddAttentionFp8(pybind11::module_& module);
 void AddDecode(pybind11::module_& module);
 void AddGemv(pybind11::module_& module);
 void AddLinear(pybind11::module_& module);

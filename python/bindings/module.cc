@@ -52,6 +52,7 @@ PYBIND11_MODULE(_C, module) {
   tiercel::python::AddActivation(module);
   tiercel::python::AddAttention(module);
   tiercel::python::AddAttentionBackward(module);
+  tiercel::python::AddAttentionFp8(module);
   tiercel::python::AddDecode(module);
   tiercel::python::AddJit(module);
   tiercel::python::AddGemv(module);
