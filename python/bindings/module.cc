@@ -49,6 +49,7 @@ void AddAll(py::module_& module) {
                                           ActivationFunctions,
                                           AttentionFunctions,
                                           AttentionBackwardFunctions,
+                                          AttentionFp8Functions,
                                           DecodeFunctions,
                                           GemvFunctions,
                                           LinearFunctions,
@@ -79,4 +80,5 @@ PYBIND11_MODULE(_C, module) {
              "The (major, minor) compute capability of a device.");
   module.def("_clear_exchange_cache", &tiercel::python::ClearExchangeCache);
   tiercel::python::AddAll(module);
+  tiercel::python::AddAllocate(module);
 }

@@ -76,6 +76,9 @@ class _AttentionPlan(TypedDict):
     block: int
     dynamic_smem: int
 
+class _AttentionFp8Plan(_AttentionPlan):
+    workspace: int
+
 class _AttentionBackwardPlan(TypedDict):
     kernel: str
     tile_m: int
@@ -275,6 +278,39 @@ def attention_backward_plan(
     /,
 ) -> _AttentionBackwardPlan: ...
 def attention_backward_load(device: int, /) -> None: ...
+def attention_fp8(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    q_descale: Any,
+    k_descale: Any,
+    v_descale: Any,
+    workspace: Any,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    /,
+) -> None: ...
+def attention_fp8_plan(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    q_descale: Any,
+    k_descale: Any,
+    v_descale: Any,
+    workspace: Any,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    /,
+) -> _AttentionFp8Plan: ...
+def attention_fp8_load(device: int, /) -> None: ...
 def attention_varlen(
     q: Any,
     k: Any,
