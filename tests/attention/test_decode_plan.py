@@ -119,7 +119,17 @@ def test_one_block_a_tile_where_those_fill_the_device():
 
 @pytest.mark.parametrize(
     ("kv_heads", "grid"),
-    [(1, 264), (2, 264), (5, 260), (7, 259), (8, 264), (64, 256), (200, 250), (263, 263), (521, 264)],
+    [
+        (1, 264),
+        (2, 264),
+        (5, 260),
+        (7, 259),
+        (8, 264),
+        (64, 256),
+        (200, 250),
+        (263, 263),
+        (521, 264),
+    ],
 )
 def test_spread_blocks_take_the_heads_of_a_key_together(kv_heads, grid):
     """Groups of one block a head, or a divisor of the heads; few blocks are left out."""
