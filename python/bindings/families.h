@@ -11,6 +11,7 @@ namespace tiercel::python {
 PyMethodDef* ActivationFunctions();
 PyMethodDef* AttentionFunctions();
 PyMethodDef* AttentionBackwardFunctions();
+PyMethodDef* AttentionFp8Functions();
 PyMethodDef* DecodeFunctions();
 PyMethodDef* GemvFunctions();
 PyMethodDef* LinearFunctions();

@@ -49,6 +49,7 @@ void AddAll(py::module_& module) {
                                           ActivationFunctions,
                                           AttentionFunctions,
                                           AttentionBackwardFunctions,
+                                          AttentionFp8Functions,
                                           DecodeFunctions,
                                           GemvFunctions,
                                           LinearFunctions,

@@ -38,9 +38,10 @@ class _TopkSoftmaxPlan(TypedDict):
 
 class _MoeMlpPlan(TypedDict):
     kernel: str
-    tokens: int
-    stages: int
-    units: int
+    tile_m: int
+    tile_n: int
+    cluster: int
+    tiles: int
     grid: int
     block: int
     dynamic_smem: int
@@ -74,6 +75,9 @@ class _AttentionPlan(TypedDict):
     grid: int
     block: int
     dynamic_smem: int
+
+class _AttentionFp8Plan(_AttentionPlan):
+    workspace: int
 
 class _AttentionBackwardPlan(TypedDict):
     kernel: str
@@ -274,6 +278,39 @@ def attention_backward_plan(
     /,
 ) -> _AttentionBackwardPlan: ...
 def attention_backward_load(device: int, /) -> None: ...
+def attention_fp8(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    q_descale: Any,
+    k_descale: Any,
+    v_descale: Any,
+    workspace: Any,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    /,
+) -> None: ...
+def attention_fp8_plan(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    q_descale: Any,
+    k_descale: Any,
+    v_descale: Any,
+    workspace: Any,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    /,
+) -> _AttentionFp8Plan: ...
+def attention_fp8_load(device: int, /) -> None: ...
 def attention_varlen(
     q: Any,
     k: Any,
@@ -439,6 +476,10 @@ def moe_up(
     out: Any,
     block_size: int,
     activation: int,
+    topk_ids: Any,
+    experts: int,
+    x_scale: Any,
+    w_scale: Any,
     /,
 ) -> None: ...
 def moe_up_plan(
@@ -451,6 +492,10 @@ def moe_up_plan(
     out: Any,
     block_size: int,
     activation: int,
+    topk_ids: Any,
+    experts: int,
+    x_scale: Any,
+    w_scale: Any,
     /,
 ) -> _MoeMlpPlan: ...
 def moe_down(
@@ -463,6 +508,10 @@ def moe_down(
     out: Any,
     block_size: int,
     activation: int,
+    topk_ids: Any,
+    experts: int,
+    x_scale: Any,
+    w_scale: Any,
     /,
 ) -> None: ...
 def moe_down_plan(
@@ -475,6 +524,10 @@ def moe_down_plan(
     out: Any,
     block_size: int,
     activation: int,
+    topk_ids: Any,
+    experts: int,
+    x_scale: Any,
+    w_scale: Any,
     /,
 ) -> _MoeMlpPlan: ...
 def moe_load(device: int, /) -> None: ...

@@ -20,7 +20,7 @@ from tiercel._checks import (
 from tiercel._eager import empty
 from tiercel._op import Backend, Op
 from tiercel._platform import Reason
-from tiercel.ops.attention import check_options
+from tiercel.ops._attention_checks import check_options
 from tiercel.ref.attention import decode_attention as reference
 
 __all__ = ["decode_attention"]

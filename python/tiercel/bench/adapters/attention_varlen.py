@@ -6,9 +6,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from tiercel.bench.adapters.attention_decode import FA3_DEFAULTS, fa3_arguments
 from tiercel.bench.launch import Launch, Unsupported
 from tiercel.bench.ops.attention_varlen import lengths
+from tiercel.bench.peers import fa3
 
 
 def _fa3(case: Any, inputs: dict[str, Any]) -> Launch:
@@ -16,7 +16,6 @@ def _fa3(case: Any, inputs: dict[str, Any]) -> Launch:
 
     out, longest = torch.empty_like(inputs["q"]), max(lengths(case))
     given = {
-        **FA3_DEFAULTS,
         **inputs,
         "out": out,
         "max_seqlen_q": longest,
@@ -25,7 +24,7 @@ def _fa3(case: Any, inputs: dict[str, Any]) -> Launch:
         "num_splits": 1,
         "softmax_scale": case["D"] ** -0.5,
     }
-    function, args = fa3_arguments(given)
+    function, args = fa3.bind(given)
 
     def run() -> tuple[Any, ...]:
         function(*args)
