@@ -87,7 +87,7 @@ def plan_of(tensors: tuple[Any, ...], options: tuple[Any, ...], deterministic: b
 def _sm90(
     tensors: tuple[Any, ...], options: tuple[Any, ...], deterministic: bool
 ) -> tuple[Tensor, ...]:
-    grad, q, k, v, out, lse, grad_lse = tensors
+    _, q, k, v, *_ = tensors
     if 0 in q.shape or 0 in k.shape:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     gradients = [_like(x) for x in (q, k, v)]
