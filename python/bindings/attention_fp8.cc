@@ -6,8 +6,6 @@
 #include "python/bindings/families.h"
 #include "python/bindings/optional_tensor.h"
 
-namespace py = pybind11;
-
 namespace tiercel::python {
 namespace {
 
@@ -94,8 +92,6 @@ PyMethodDef functions[] = {
 
 }  // namespace
 
-void AddAttentionFp8(py::module_& module) {
-  if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
-}
+PyMethodDef* AttentionFp8Functions() { return functions; }
 
 }  // namespace tiercel::python

@@ -53,8 +53,30 @@ def _flashinfer(case: Any, inputs: dict[str, Any], tensor_cores: bool) -> Launch
     return Launch(run)
 
 
+def _fa3_metadata(given: dict[str, Any], page: int) -> Any:
+    """Its split, planned on the GPU once, as engines do for all layers of a model."""
+    import torch
+
+    function = torch.ops._vllm_fa3_C.get_scheduler_metadata.default
+    (_, heads, d), (_, _, kv_heads, _) = given["q"].shape, given["k"].shape
+    known = {
+        **fa3.DEFAULTS,
+        **given,
+        "batch_size": given["seqused_k"].numel(),
+        "num_heads": heads,
+        "num_heads_k": kv_heads,
+        "headdim": d,
+        "headdim_v": d,
+        "qkv_dtype": given["q"].dtype,
+        "page_size": page,
+        "max_seqlen_k_new": 0,
+        "has_softcap": False,
+    }
+    return function(*(known.get(argument.name) for argument in function._schema.arguments))
+
+
 def _fa3(case: Any, inputs: dict[str, Any]) -> Launch:
-    """With a float8 cache its queries are float8 too; its split is planned on the GPU each time."""
+    """With a float8 cache its queries are float8 too."""
     import torch
 
     q, out = inputs["q"], torch.empty_like(inputs["q"])
@@ -76,6 +98,7 @@ def _fa3(case: Any, inputs: dict[str, Any]) -> Launch:
     if not exact:
         one = torch.ones(batch, case["Hk"], device=q.device)
         given |= {"q_descale": one, "k_descale": one, "v_descale": one}
+    given["scheduler_metadata"] = _fa3_metadata(given, case["page"])
     function, args = fa3.bind(given)
 
     def run() -> tuple[Any, ...]:

@@ -24,7 +24,7 @@ def _find() -> str:
 PEER = Peer("fa3", _find)
 
 # Arguments of newer versions, of which None is no value.
-_DEFAULTS = {
+DEFAULTS = {
     "window_size_left": -1,
     "window_size_right": -1,
     "attention_chunk": 0,
@@ -46,4 +46,4 @@ def bind(given: dict[str, Any]) -> tuple[Any, list[Any]]:
     missing = set(given) - set(names)
     if missing:
         raise Unsupported(f"this version has no {', '.join(sorted(missing))}")
-    return function, [(_DEFAULTS | given).get(name) for name in names]
+    return function, [(DEFAULTS | given).get(name) for name in names]
