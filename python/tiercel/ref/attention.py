@@ -83,8 +83,10 @@ def _by_query_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def _by_query_head_scale(scale: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Of one element, [Hk] or [B, Hk]: [B, H, 1, 1]."""
+    """Of one element, or of [Hk] or [B, Hk] as [B, H, 1, 1]."""
     shared = q.shape[2] // max(k.shape[2], 1)
+    if scale.numel() == 1:
+        return scale.reshape(())
     per_head = scale.expand(k.shape[0], k.shape[2]).repeat_interleave(shared, 1)
     return per_head[..., None, None]
 
