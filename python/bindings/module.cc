@@ -80,5 +80,4 @@ PYBIND11_MODULE(_C, module) {
              "The (major, minor) compute capability of a device.");
   module.def("_clear_exchange_cache", &tiercel::python::ClearExchangeCache);
   tiercel::python::AddAll(module);
-  tiercel::python::AddAllocate(module);
 }
