@@ -7,7 +7,7 @@
 
 #include "kernels/norm/cluster.cuh"
 #include "kernels/norm/norm_kernels.h"
-#include "kernels/norm/ring.cuh"
+#include "kernels/sm90/ring.cuh"
 #include "kernels/sm90/reduce.cuh"
 
 namespace tiercel {
