@@ -141,7 +141,8 @@ double estimate(const Nvfp4LinearArgs& args, const Nvfp4LinearConfig& config, co
   const double per_step = args.tokens == 1 ? 0.055 : args.tokens <= 8 ? 0.064 : 0.072;
   const double multiply = steps * std::max(per_step * warps * at_once, 0.5);
   const double load = 0.5625 * args.features * static_cast<double>(args.k) / 4.2e6;
-  const int loads = fit.passes == 1 ? 1 : fit.passes * static_cast<int>(ceil_div(fit.turns, fit.group));
+  const int loads =
+      fit.passes == 1 ? 1 : fit.passes * static_cast<int>(ceil_div(fit.turns, fit.group));
   const double x = loads * (0.3 + 0.004 * args.tokens * warps * at_once);
   const double meet = 0.3 + 0.4 * std::log2(config.cluster) + 0.01 * config.parts;
   return 2.5 + std::max(load, multiply) + x + meet;
@@ -191,7 +192,8 @@ Status configure(const Nvfp4LinearConfig& config, Choice* choice) {
   Fit place{};
   const bool sizes = config.cluster >= 1 && config.cluster <= 8 && config.tiles >= 1 &&
                      config.tiles <= 32 && config.parts >= 1 && config.parts <= 32;
-  choice->kernel = sizes ? nvfp4_linear_kernel(args.tokens, config.stages, has_boxes(args)) : nullptr;
+  choice->kernel =
+      sizes ? nvfp4_linear_kernel(args.tokens, config.stages, has_boxes(args)) : nullptr;
   const char* problem =
       choice->kernel == nullptr ? "there is no such kernel" : fit(args, config, &place);
   if (problem != nullptr) {

@@ -242,8 +242,8 @@ template <int kTiles, bool kSingle, int kStages, bool kBoxes>
 __global__ void __launch_bounds__(kLinearMaxThreads)
     nvfp4_linear(const __grid_constant__ Nvfp4LinearArgs args) {
   extern __shared__ __align__(1024) char shared[];
-  constexpr int kKept = kSingle ? 2 : 4;        // sums of a thread, for a tile of tokens
-  constexpr int kSums = kTiles * kKept * 32;    // of 16 rows, of a warp
+  constexpr int kKept = kSingle ? 2 : 4;      // sums of a thread, for a tile of tokens
+  constexpr int kSums = kTiles * kKept * 32;  // of 16 rows, of a warp
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int warps = blockDim.x / 32;
@@ -268,22 +268,21 @@ __global__ void __launch_bounds__(kLinearMaxThreads)
   grid_dependency_launch();
 
   Filler<kStages, kBoxes> filler{args,
-                                  ring,
-                                  lane,
-                                  tiles * 16,
-                                  warp / parts * 16,
-                                  first_slice,
-                                  first_turn,
-                                  first_turn,
-                                  min(first_turn + args.group, last_turn),
-                                  last_turn,
-                                  0};
+                                 ring,
+                                 lane,
+                                 tiles * 16,
+                                 warp / parts * 16,
+                                 first_slice,
+                                 first_turn,
+                                 first_turn,
+                                 min(first_turn + args.group, last_turn),
+                                 last_turn,
+                                 0};
 #pragma unroll
   for (int s = 0; s < kStages - 1; ++s) filler.fill(s);
 
   // [turn of the group][warp][sum of a thread][lane], then what a block owns of all blocks' sums.
-  float* all_sums = reinterpret_cast<float*>(
-      shared + warps * kStages * kLinearStageBytes);
+  float* all_sums = reinterpret_cast<float*>(shared + warps * kStages * kLinearStageBytes);
   float* received = all_sums + args.group * warps * kSums;
   const int piece = quad * 128 + (in_quad * 2 ^ quad) * 16;
   Vectors<kTiles, kSingle> x;
@@ -434,19 +433,18 @@ struct Entry {
   Kernel kernel;
 };
 
-#define TIERCEL_KERNEL(tokens, tiles, single, stages, boxes)                           \
-  {tokens, stages, boxes,                                                              \
-   Kernel("nvfp4_linear<tokens=" #tokens ", stages=" #stages ", boxes=" #boxes ">",    \
-          reinterpret_cast<const void*>(nvfp4_linear<tiles, single, stages, boxes>),   \
+#define TIERCEL_KERNEL(tokens, tiles, single, stages, boxes)                         \
+  {tokens, stages, boxes,                                                            \
+   Kernel("nvfp4_linear<tokens=" #tokens ", stages=" #stages ", boxes=" #boxes ">",  \
+          reinterpret_cast<const void*>(nvfp4_linear<tiles, single, stages, boxes>), \
           kLinearMaxShared)}
-#define TIERCEL_KERNELS(stages, boxes)                   \
-  TIERCEL_KERNEL(1, 1, true, stages, boxes),             \
-      TIERCEL_KERNEL(8, 1, false, stages, boxes),        \
+#define TIERCEL_KERNELS(stages, boxes)                                                   \
+  TIERCEL_KERNEL(1, 1, true, stages, boxes), TIERCEL_KERNEL(8, 1, false, stages, boxes), \
       TIERCEL_KERNEL(16, 2, false, stages, boxes)
 
 // By tokens.
-const Entry kKernels[] = {TIERCEL_KERNELS(2, true), TIERCEL_KERNELS(3, true),
-                          TIERCEL_KERNELS(4, true), TIERCEL_KERNELS(2, false),
+const Entry kKernels[] = {TIERCEL_KERNELS(2, true),  TIERCEL_KERNELS(3, true),
+                          TIERCEL_KERNELS(4, true),  TIERCEL_KERNELS(2, false),
                           TIERCEL_KERNELS(3, false), TIERCEL_KERNELS(4, false)};
 
 }  // namespace

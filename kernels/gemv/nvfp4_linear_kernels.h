@@ -34,8 +34,8 @@ struct Nvfp4LinearArgs {
 };
 
 inline constexpr int kLinearMaxTokens = 16;
-inline constexpr int kLinearMaxThreads = 512;          // a block: there are 128 registers for each
-inline constexpr int kLinearMaxShared = 226 * 1024;    // of 227 KiB
+inline constexpr int kLinearMaxThreads = 512;        // a block: there are 128 registers for each
+inline constexpr int kLinearMaxShared = 226 * 1024;  // of 227 KiB
 
 inline constexpr int kLinearSlice = 256;  // values of K of which a warp keeps x
 
