@@ -13,7 +13,8 @@ constexpr char kOp[] = "attention";
 
 Status check_attention(const char* op, const TensorView& q, const TensorView& k,
                        const TensorView& v, const TensorView& out, const TensorView* lse,
-                       const AttentionOptions& options, AttentionProblem* problem) {
+                       const AttentionOptions& options, AttentionProblem* problem,
+                       AttentionElements elements) {
   const Argument q_arg{op, "q", q};
   const Argument k_arg{op, "k", k};
   const Argument v_arg{op, "v", v};
@@ -21,13 +22,16 @@ Status check_attention(const char* op, const TensorView& q, const TensorView& k,
   for (const Argument* argument : {&q_arg, &k_arg, &v_arg, &out_arg}) {
     TIERCEL_RETURN_IF_ERROR(check_rank(*argument, 4));
   }
-  TIERCEL_RETURN_IF_ERROR(check_dtype(q_arg, {DType::kBFloat16, DType::kFloat16}));
+  const bool fp8 = elements == AttentionElements::kFp8;
+  TIERCEL_RETURN_IF_ERROR(fp8 ? check_dtype(q_arg, {DType::kFloat8E4M3})
+                              : check_dtype(q_arg, {DType::kBFloat16, DType::kFloat16}));
   const int64_t batch = q.shape[0], seq_q = q.shape[1], heads = q.shape[2], d = q.shape[3];
   const int64_t seq_k = k.shape[1], kv_heads = k.shape[2];
   TIERCEL_RETURN_IF_ERROR(check_shape(k_arg, {batch, seq_k, kv_heads, d}, "[B, Sk, Hk, D]"));
   TIERCEL_RETURN_IF_ERROR(check_shape(v_arg, {batch, seq_k, kv_heads, d}, "[B, Sk, Hk, D]"));
   TIERCEL_RETURN_IF_ERROR(check_shape(out_arg, {batch, seq_q, heads, d}, "[B, Sq, H, D]"));
-  TIERCEL_RETURN_IF_ERROR(check_attention_tensors(op, q, k, v, out, heads, kv_heads));
+  TIERCEL_RETURN_IF_ERROR(
+      check_attention_tensors(op, q, k, v, out, heads, kv_heads, fp8 ? DType::kBFloat16 : q.dtype));
   if (lse != nullptr) {
     TIERCEL_RETURN_IF_ERROR(check_attention_lse(op, *lse, q, {batch, heads, seq_q}, "[B, H, Sq]"));
   }

@@ -14,6 +14,7 @@ namespace {
 
 constexpr char kOp[] = "attention_backward";
 constexpr int64_t kMaxHeadDimension = 128;
+constexpr int64_t kL2Bytes = 32 << 20;  // of 50 MB, what tiles under way may share
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -63,7 +64,7 @@ Status check(const AttentionBackwardCall& call, const AttentionOptions& options,
   // Blocks of queries and tiles of keys are counted in 32 bits.
   const int64_t pairs = std::max<int64_t>(problem->batch * problem->heads, 1);
   const int64_t longest = std::max(problem->seq_q, problem->seq_k);
-  if (ceil_div(longest, kAttentionBackwardRows) > (int64_t{1} << 30) / pairs) {
+  if (ceil_div(longest, 64) > (int64_t{1} << 30) / pairs) {
     return Status::Unimplemented(mismatch(Argument{kOp, "q", q},
                                           "have fewer than 2^30 blocks of 64 queries or keys",
                                           "shape " + shape_text(q.shape, q.ndim)));
@@ -79,8 +80,10 @@ struct Choice {
   bool descending = false;
   unsigned grid = 0;
 
-  int64_t stats() const { return blocks * 2 * kAttentionBackwardRows; }
-  int64_t sums() const { return blocks * kAttentionBackwardRows * kernel->variant.tile_d; }
+  int64_t rows_of_blocks() const { return blocks * kernel->variant.tile_m; }
+  int64_t stats() const { return rows_of_blocks() * 2; }
+  int64_t sums() const { return rows_of_blocks() * kernel->variant.tile_d; }
+  int64_t workspace() const { return stats() + sums() + blocks + 1; }  // a turn each, a counter
 };
 
 Choice choose(DType dtype, const AttentionProblem& problem, bool deterministic,
@@ -97,18 +100,23 @@ Choice choose(DType dtype, const AttentionProblem& problem, bool deterministic,
   }
   const AttentionBackwardRowsKernel* rows = attention_backward_rows_kernels(&count);
   for (int i = 0; i < count; ++i) {
-    if (rows[i].dtype == dtype && rows[i].tile_d == choice.kernel->variant.tile_d) {
+    if (rows[i].dtype == dtype && rows[i].tile_d == choice.kernel->variant.tile_d &&
+        rows[i].tile_m == choice.kernel->variant.tile_m) {
       choice.rows = &rows[i];
     }
   }
-  const int64_t blocks = ceil_div(problem.seq_q, kAttentionBackwardRows);
-  choice.blocks = problem.batch * problem.heads * blocks;
+  const AttentionBackwardVariant& variant = choice.kernel->variant;
+  choice.blocks = problem.batch * problem.heads * ceil_div(problem.seq_q, variant.tile_m);
   const int64_t pairs = problem.batch * problem.kv_heads;
   const int64_t tiles = pairs * ceil_div(problem.seq_k, kAttentionBackwardKeys);
   choice.grid = static_cast<unsigned>(std::min<int64_t>(tiles, multiprocessors));
-  // Tiles of early keys have the most queries under a causal mask: all heads' first, so that the
-  // last round is short. In order, late ones first: their sums are there when early ones need them.
-  if (problem.growing) choice.band = static_cast<int>(pairs);
+  // Tiles of early keys have the most queries under a causal mask: those of as many heads first as
+  // the L2 cache holds q, its gradient and dq's sums of. In order, late ones first: their sums are
+  // there when early ones need them.
+  if (problem.growing) {
+    const int64_t head = problem.seq_q * variant.tile_d * 8 * (problem.heads / problem.kv_heads);
+    choice.band = static_cast<int>(std::clamp<int64_t>(kL2Bytes / head, 1, pairs));
+  }
   choice.descending = problem.growing && deterministic;
   return choice;
 }
@@ -133,7 +141,7 @@ Status attention_backward_plan(const AttentionBackwardCall& call, const Attentio
   *plan = {
       kernel.kernel.name(), kernel.variant.tile_m, kAttentionBackwardKeys,
       choice.band,          choice.descending,     choice.grid,
-      kernel.block,         kernel.dynamic_smem,   choice.stats() + choice.sums() + choice.blocks};
+      kernel.block,         kernel.dynamic_smem,   choice.workspace()};
   return Status();
 }
 
@@ -150,8 +158,7 @@ Status attention_backward(const AttentionBackwardCall& call, const AttentionOpti
   const AttentionBackwardKernel& kernel = *choice.kernel;
   const Argument workspace{kOp, "workspace", *call.workspace};
   TIERCEL_RETURN_IF_ERROR(check_dtype(workspace, {DType::kFloat32}));
-  TIERCEL_RETURN_IF_ERROR(check_shape(workspace, {choice.stats() + choice.sums() + choice.blocks},
-                                      "what the plan says"));
+  TIERCEL_RETURN_IF_ERROR(check_shape(workspace, {choice.workspace()}, "what the plan says"));
   TIERCEL_RETURN_IF_ERROR(check_same_device(workspace, Argument{kOp, "q", q}));
   TIERCEL_RETURN_IF_ERROR(check_cuda(workspace));
   TIERCEL_RETURN_IF_ERROR(check_contiguous(workspace));
@@ -164,10 +171,11 @@ Status attention_backward(const AttentionBackwardCall& call, const AttentionOpti
   rows.grad_lse = call.grad_lse == nullptr ? nullptr : static_cast<float*>(call.grad_lse->data);
   rows.stats = static_cast<float*>(call.workspace->data);
   rows.sums = rows.stats + choice.stats();
-  rows.turns = deterministic ? reinterpret_cast<int32_t*>(rows.sums + choice.sums()) : nullptr;
+  rows.counter = reinterpret_cast<int32_t*>(rows.sums + choice.sums());
+  rows.turns = deterministic ? rows.counter + 1 : nullptr;
   rows.rows = problem.seq_q;
   rows.heads = static_cast<int>(problem.heads);
-  rows.blocks = static_cast<int>(ceil_div(problem.seq_q, kAttentionBackwardRows));
+  rows.blocks = static_cast<int>(ceil_div(problem.seq_q, kernel.variant.tile_m));
   rows.d = static_cast<int>(problem.d);
   rows.scale = static_cast<float>(options.scale);
   LaunchConfig rows_config;
@@ -194,9 +202,10 @@ Status attention_backward(const AttentionBackwardCall& call, const AttentionOpti
   int32_t right = attention_limit(options.right);
   int32_t band = choice.band;
   int32_t descending = choice.descending;
-  void* args[] = {&maps[0],   &maps[1],    &maps[2], &maps[3], &maps[4], &maps[5], &rows.stats,
-                  &rows.sums, &rows.turns, &batch,   &seq_q,   &seq_k,   &heads,   &kv_heads,
-                  &scale,     &slope,      &gain,    &left,    &right,   &band,    &descending};
+  void* args[] = {&maps[0],    &maps[1],   &maps[2],    &maps[3],      &maps[4], &maps[5],
+                  &rows.stats, &rows.sums, &rows.turns, &rows.counter, &batch,   &seq_q,
+                  &seq_k,      &heads,     &kv_heads,   &scale,        &slope,   &gain,
+                  &left,       &right,     &band,       &descending};
   LaunchConfig config;
   config.grid.x = choice.grid;
   config.block.x = kernel.block;

@@ -6,8 +6,8 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from attention_backward_layouts_cute import STAGES, TILE_N, WARPGROUPS, AttentionBackwardLayouts
 from attention_backward_tiles_cute import query_blocks, tile_position, turn_of
+from attention_backward_turns_cute import hand_out, receive, take
 from attention_layouts_cute import PIECE, ROWS, WARPGROUP
-from attention_tiles_cute import place
 from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
@@ -20,7 +20,10 @@ OUT_THREADS = WARPGROUP + 32
 
 class AttentionBackwardCopies(AttentionBackwardLayouts):
     @cute.jit
-    def load(self, q, do, k, v, kv_ring, stats, stats_address, mine, order, sight, sizes, q_blocks):
+    def load(
+        self, q, do, k, v, kv_ring, stats, stats_address, mail, counter, tiles, order, sight, sizes,
+        q_blocks,
+    ):
         """Warp 0: k and v once a tile; q, do and its rows' sums of each head and block."""
         batch, seq_q, seq_k, heads, kv_heads = sizes
         tma_q, sq, q_ring = q
@@ -34,12 +37,15 @@ class AttentionBackwardCopies(AttentionBackwardLayouts):
         to_do, from_do = cpasync.tma_partition(tma_do, 0, one, cute.group_modes(sdo, 0, 2), gq)
         to_k, from_k = cpasync.tma_partition(tma_k, 0, one, cute.group_modes(sk, 0, 2), gk)
         to_v, from_v = cpasync.tma_partition(tma_v, 0, one, cute.group_modes(sv, 0, 2), gk)
-        q_write = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.q_stages)
+        q_write = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
         do_write = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
         kv_write = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
         shared_by = heads // kv_heads
-        for turn in cutlass.range(mine, unroll=1):
-            column, kv_head, entry = tile_position(place(turn, True), *order)
+        turn, tile = Int32(0), take(counter)
+        while tile < tiles:
+            hand_out(mail, turn, tile)
+            turn += 1
+            column, kv_head, entry = tile_position(tile, *order)
             first, end = query_blocks(column * TILE_N, TILE_N, *sight)
             kv_ring.producer_acquire(kv_write)
             barrier = kv_ring.producer_get_barrier(kv_write)
@@ -73,10 +79,12 @@ class AttentionBackwardCopies(AttentionBackwardLayouts):
                             barrier,
                         )
                     do_write.advance()
+            tile = take(counter)
+        hand_out(mail, turn, Int32(-1))
         kv_ring.producer_tail(kv_write)
 
     @cute.jit
-    def take_out(self, tma_dk, tma_dv, dq, turns, out_address, mine, order, sight, sizes, q_blocks):
+    def take_out(self, tma_dk, tma_dv, dq, turns, out_address, mail, order, sight, sizes, q_blocks):
         """Warp 1: adds dq to the workspace, in the tiles' order if there are turns; stores dv and
         dk."""
         batch, seq_k, heads, kv_heads = sizes
@@ -85,8 +93,10 @@ class AttentionBackwardCopies(AttentionBackwardLayouts):
         ways = [self.way_out(wg, out_address, (tma_dv, tma_dk), gk) for wg in range(WARPGROUPS)]
         shared_by = heads // kv_heads
         dq_bytes = self.tile_m * self.d * 4
-        for turn in cutlass.range(mine, unroll=1):
-            column, kv_head, entry = tile_position(place(turn, True), *order)
+        turn = Int32(1)
+        tile = receive(mail, Int32(0))
+        while tile >= 0:
+            column, kv_head, entry = tile_position(tile, *order)
             first, end = query_blocks(column * TILE_N, TILE_N, *sight)
             for shared in cutlass.range(shared_by, unroll=1):
                 pair = Int64(entry * heads + kv_head * shared_by + shared) * q_blocks
@@ -125,6 +135,8 @@ class AttentionBackwardCopies(AttentionBackwardLayouts):
                         at = (column * WARPGROUPS + wg, piece, kv_head, entry)
                         cute.copy((tma_dv, tma_dk)[which], from_so[None, piece], to_gk[None, at])
                     cute.arch.cp_async_bulk_commit_group()
+            tile = receive(mail, turn)
+            turn += 1
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def way_out(self, wg, out_address, maps, gk):

@@ -13,18 +13,21 @@ of both warpgroups. dq is added in float32 to a workspace, as it lies in registe
 
 Who does what: warp 0 loads k and v once a tile, and q, do and the rows' sums through rings of
 stages. Warp 1 takes what the warpgroups leave for it out of shared memory: it adds dq, and stores
-dv and dk. The warpgroups keep the tensor cores supplied: of block i they start
+dv and dk. The warpgroups multiply: of each block they start
 
-    dp, behind dk of block i - 1     while exponentials are computed
-    dv                               while ds is computed, rounded and exchanged
-    dq, s of block i + 1, dk         while dq is handed to warp 1
+    s, dp        dp while exponentials are computed
+    dv           while ds is exchanged
+    dq, dk       dk while dq is handed to warp 1
+
+and the other warpgroup fills the gaps. Starting the next block's s beside dk, and dv before ds,
+was slower: ds then waits for dv.
 
 Floor, of a step of 64 queries by 128 keys. D = 128: products 5 * 64 * 128 * 128 / 2048 = 2560
 cycles. Shared memory at 128 bytes a cycle: s and dp, whose operands are both 64 rows, 1024; dv and
 dk 512, dq 512, ds 128, dq in and out 512, copies 256, rows' sums 128: 3072. Exponentials 512.
-D = 64: products 1280; shared memory 1536, with k and v as operands from registers, where there is
-room for them; exponentials 512. A query and 64 columns send 256 bytes of dq to the L2, and fetch
-half as much.
+D = 64, for which a step has 128 queries, so half as many exchanges: products 1280, shared memory
+1408, exponentials 512. A query and 64 columns send 256 bytes of dq to the L2, and fetch half as
+much.
 """
 
 import cutlass
@@ -41,7 +44,6 @@ from attention_backward_copies_cute import (
 from attention_backward_layouts_cute import STAGES, TILE_N, WARPGROUPS
 from attention_backward_registers_cute import (
     capped_probabilities,
-    load_rows,
     probabilities,
     score_gradients,
     store_plain,
@@ -50,9 +52,9 @@ from attention_backward_registers_cute import (
     transposed_place,
 )
 from attention_backward_tiles_cute import needs_mask, query_blocks, tile_position
+from attention_backward_turns_cute import receive, set_up_mail
 from attention_layouts_cute import PIECE, ROWS, WARPGROUP
 from attention_softmax_cute import cap, hide_outside, to_operand
-from attention_tiles_cute import place, rounds_of_block
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
@@ -73,6 +75,7 @@ class AttentionBackward(AttentionBackwardCopies):
         stats: cute.Pointer,
         dq: cute.Pointer,
         turns: cute.Pointer,
+        counter: cute.Pointer,
         batch: Int32,
         seq_q: Int32,
         seq_k: Int32,
@@ -106,7 +109,7 @@ class AttentionBackward(AttentionBackwardCopies):
             atom(load, do, seq_q, heads, self.do_layout(), q_tile),
             atom(store, dk, seq_k, kv_heads, self.out_layout(), (ROWS, PIECE)),
             atom(store, dv, seq_k, kv_heads, self.out_layout(), (ROWS, PIECE)),
-            *(stats, dq, turns, batch, seq_q, seq_k, heads, kv_heads),
+            *(stats, dq, turns, counter, batch, seq_q, seq_k, heads, kv_heads),
             *(scale, slope, gain, left, right, band, descending),
         ).launch(
             grid=(blocks, 1, 1),
@@ -128,6 +131,7 @@ class AttentionBackward(AttentionBackwardCopies):
         stats: cute.Pointer,
         dq: cute.Pointer,
         turns: cute.Pointer,
+        counter: cute.Pointer,
         batch: Int32,
         seq_q: Int32,
         seq_k: Int32,
@@ -167,9 +171,13 @@ class AttentionBackward(AttentionBackwardCopies):
             )
 
         tile_bytes = 2 * self.tile_m * self.d
-        q_ring = ring(storage.q_barriers, self.q_stages, tile_bytes)
+        q_ring = ring(storage.q_barriers, STAGES, tile_bytes)
         do_ring = ring(storage.do_barriers, STAGES, tile_bytes + self.stats_bytes)
         kv_ring = ring(storage.kv_barriers, 1, 4 * TILE_N * self.d)
+        mail = storage.mail.data_ptr()
+        if warp_index == 0:
+            with cute.arch.elect_one():
+                set_up_mail(mail)
         pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
         cute.arch.griddepcontrol_wait()
@@ -186,21 +194,20 @@ class AttentionBackward(AttentionBackwardCopies):
 
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(self.loader_registers)
-            mine = rounds_of_block(tiles, True)
             if warp_index == 0:
                 self.load(
                     *((tma_q, sq, q_ring), (tma_do, sdo, do_ring)),
                     *((tma_k, sk), (tma_v, sv), kv_ring, stats, stats_address),
-                    *(mine, order, sight, (batch, seq_q, seq_k, heads, kv_heads), q_blocks),
+                    *(mail, counter.toint(), tiles, order, sight),
+                    *((batch, seq_q, seq_k, heads, kv_heads), q_blocks),
                 )
             if warp_index == 1:
                 self.take_out(
                     *(tma_dk, tma_dv, dq, turns, out_address),
-                    *(mine, order, sight, (batch, seq_k, heads, kv_heads), q_blocks),
+                    *(mail, order, sight, (batch, seq_k, heads, kv_heads), q_blocks),
                 )
         else:
             cute.arch.setmaxregister_increase(self.registers)
-            mine = rounds_of_block(tiles, True)
             wg = cute.arch.make_warp_uniform(thread // WARPGROUP) - 1
             wg_thread = thread % WARPGROUP
             mma_sp, mma_kv, mma_dq = self.mma_sp(), self.mma_kv(), self.mma_dq()
@@ -211,12 +218,8 @@ class AttentionBackward(AttentionBackwardCopies):
             def columns_of(source):
                 return cute.make_tensor(source.iterator, cute.select(source.layout, [1, 0, 2]))
 
-            if const_expr(self.held):
-                held = mma_sp.partition_shape_A((TILE_N, self.d))
-                rk, rv = mma_sp.make_fragment_A(held), mma_sp.make_fragment_A(held)
-            else:
-                rk = mma_sp.make_fragment_A(sp_part.partition_A(sk))[None, None, None, 0]
-                rv = mma_sp.make_fragment_A(sp_part.partition_A(sv))[None, None, None, 0]
+            rk = mma_sp.make_fragment_A(sp_part.partition_A(sk))[None, None, None, 0]
+            rv = mma_sp.make_fragment_A(sp_part.partition_A(sv))[None, None, None, 0]
             rq = mma_sp.make_fragment_B(sp_part.partition_B(sq))
             rdo = mma_sp.make_fragment_B(sp_part.partition_B(sdo))
             q_columns = mma_kv.make_fragment_B(kv_part.partition_B(columns_of(sq)))
@@ -226,15 +229,13 @@ class AttentionBackward(AttentionBackwardCopies):
 
             scores = mma_sp.partition_shape_C((TILE_N, self.tile_m))
             sums = mma_kv.partition_shape_C((TILE_N, self.d))
-            s = cute.make_rmem_tensor(scores, Float32)
             dk = cute.make_rmem_tensor(sums, Float32)
             dv = cute.make_rmem_tensor(sums, Float32)
             dq_sums = mma_dq.partition_shape_C((self.tile_m, self.d))
             operand = mma_kv.partition_shape_A((TILE_N, self.tile_m))
             p, ds = mma_kv.make_fragment_A(operand), mma_kv.make_fragment_A(operand)
 
-            q_read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.q_stages)
-            q_free = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.q_stages)
+            q_read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
             do_read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
             kv_read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
 
@@ -243,10 +244,12 @@ class AttentionBackward(AttentionBackwardCopies):
             my_ds += transposed_place(wg_thread)
             my_out = out_address + wg * self.part_bytes
             scale_log2, slope_float = scale.bitcast(Float32), slope.bitcast(Float32)
-            columns, depth, parts = self.columns // 16, self.tile_m // 16, self.parts
+            columns, depth = self.columns // 16, self.tile_m // 16
 
-            for turn in cutlass.range(mine, unroll=1):
-                column, _, _ = tile_position(place(turn, True), *order)
+            turn = Int32(1)
+            tile = receive(mail, Int32(0))
+            while tile >= 0:
+                column, _, _ = tile_position(tile, *order)
                 key = column * TILE_N
                 first, end = query_blocks(key, TILE_N, *sight)
                 steps = (end - first) * shared_by
@@ -254,76 +257,42 @@ class AttentionBackward(AttentionBackwardCopies):
                 dk.fill(0.0)
                 dv.fill(0.0)
                 kv_ring.consumer_wait(kv_read)
-                if const_expr(self.held):
-                    rows = wg * ROWS * 2 * PIECE
-                    piece = TILE_N * 2 * PIECE
-                    load_rows(rk, storage.k.data_ptr().toint() + rows, wg_thread, piece)
-                    load_rows(rv, storage.v.data_ptr().toint() + rows, wg_thread, piece)
-                # After the last step, as without any, scores are of whatever lies there.
-                if steps > 0:
+                for _ in cutlass.range(steps, unroll=1):
+                    # Made anew, so that no register is kept for what they were.
+                    s, dp = (cute.make_rmem_tensor(scores, Float32) for _ in range(2))
+                    dqs = cute.make_rmem_tensor(dq_sums, Float32)
                     q_ring.consumer_wait(q_read)
-                warpgroup.fence()
-                self.multiply(mma_sp, s, rk, rq, q_read.index, columns)
-                warpgroup.wait_group(0)
-                if steps > 0:
-                    q_read.advance()
-
-                for step in cutlass.range(steps, unroll=1):
+                    warpgroup.fence()
+                    self.multiply(mma_sp, s, rk, rq, q_read.index, columns)
                     do_ring.consumer_wait(do_read)
                     stage = do_read.index
-                    # Made anew, so that no register is kept for what they were.
-                    dp = cute.make_rmem_tensor(scores, Float32)
-                    dqs = cute.make_rmem_tensor(dq_sums, Float32)
-                    if const_expr(self.capped):
-                        # Registers are short: dp only when the tangents are done.
-                        warpgroup.wait_group(0)  # of the step before, dk
-                        cap(s, slope_float)
-                    else:
-                        warpgroup.fence()
-                        self.multiply(mma_sp, dp, rv, rdo, stage, columns)
+                    warpgroup.fence()
+                    self.multiply(mma_sp, dp, rv, rdo, stage, columns)
+                    warpgroup.wait_group(1)  # s
                     query = block * self.tile_m
+                    if const_expr(self.capped):
+                        cap(s, slope_float)
                     if needs_mask(key, TILE_N, query, self.tile_m, seq_k, offset, left, right):
                         self.hide(s, key, query, seq_k, offset, left, right)
                     lse = my_stats + stage * self.stats_bytes
                     if const_expr(self.capped):
                         capped_probabilities(s, p, lse, scale_log2, self.dtype)
-                        warpgroup.fence()
-                        self.multiply(mma_sp, dp, rv, rdo, stage, columns)
                     else:
                         probabilities(s, lse, scale_log2)
-                        _hold(batch)
-                        warpgroup.wait_group(1)  # of the step before, dk
                         to_operand(s, p, self.dtype)
-                    if step > 0:
-                        q_ring.consumer_release(q_free)
-                        q_free.advance()
-                    warpgroup.fence()
-                    # A part of ds takes the registers of a part of p as soon as dv has it.
-                    for part in cutlass.range_constexpr(parts):
-                        blocks = range(part * depth // parts, (part + 1) * depth // parts)
-                        self.accumulate(mma_kv, dv, p, do_columns, stage, blocks)
-                    for part in cutlass.range_constexpr(parts):
-                        blocks = range(part * depth // parts, (part + 1) * depth // parts)
-                        warpgroup.wait_group(parts - 1 - part)
-                        delta = lse + 4 * self.tile_m
-                        score_gradients(s, dp, ds, delta, self.dtype, blocks)
-                        if const_expr(part + 1 < parts):
-                            _hold(batch)
+                    warpgroup.wait_group(0)  # dp
+                    score_gradients(s, dp, ds, lse + 4 * self.tile_m, self.dtype)
                     store_transposed(ds, my_ds + stage * (2 * self.tile_m * TILE_N))
-                    cute.arch.fence_proxy("async.shared", space="cta")
-                    sync(_DS, WARPGROUPS * WARPGROUP)
 
                     warpgroup.fence()
-                    self.multiply(
-                        mma_dq, dqs, rds[None, None, None, stage], k_columns, 0, TILE_N // 16
-                    )
-                    if step + 1 < steps:
-                        q_ring.consumer_wait(q_read)
-                    self.multiply(mma_sp, s, rk, rq, q_read.index, columns)
-                    self.accumulate(mma_kv, dk, ds, q_columns, q_free.index, range(depth))
-                    if step + 1 < steps:
-                        q_read.advance()
-                    warpgroup.wait_group(2)  # dv and dq
+                    self.accumulate(mma_kv, dv, p, do_columns, stage, depth)
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    sync(_DS, WARPGROUPS * WARPGROUP)
+                    warpgroup.fence()
+                    part_of_ds = rds[None, None, None, stage]
+                    self.multiply(mma_dq, dqs, part_of_ds, k_columns, 0, TILE_N // 16)
+                    self.accumulate(mma_kv, dk, ds, q_columns, q_read.index, depth)
+                    warpgroup.wait_group(1)  # dv and dq
                     do_ring.consumer_release(do_read)
                     do_read.advance()
                     sync(EMPTY + wg, OUT_THREADS)
@@ -332,14 +301,12 @@ class AttentionBackward(AttentionBackwardCopies):
                     arrive(FULL + wg, OUT_THREADS)
                     block += 1
                     block = first if block == end else block
-                    warpgroup.wait_group(1)  # s
+                    warpgroup.wait_group(0)  # dk
+                    q_ring.consumer_release(q_read)
+                    q_read.advance()
 
-                warpgroup.wait_group(0)
                 kv_ring.consumer_release(kv_read)
                 kv_read.advance()
-                if steps > 0:
-                    q_ring.consumer_release(q_free)
-                    q_free.advance()
                 own = _anew(wg_thread)
                 for which in cutlass.range_constexpr(2):
                     factor = Float32(1.0) if which == 0 else gain.bitcast(Float32)
@@ -347,6 +314,8 @@ class AttentionBackward(AttentionBackwardCopies):
                     store_rows((dv, dk)[which], factor, my_out, own, self.dtype)
                     cute.arch.fence_proxy("async.shared", space="cta")
                     arrive(FULL + wg, OUT_THREADS)
+                tile = receive(mail, turn)
+                turn += 1
 
     def hide(self, s, key, query, seq_k, offset, left, right):
         """Minus infinity for keys that a query does not see, from the tile's first ones on."""
@@ -371,7 +340,7 @@ class AttentionBackward(AttentionBackwardCopies):
     def accumulate(self, mma, sums, a, b, stage, blocks):
         """Starts sums += a b, with a in registers."""
         mma.set(warpgroup.Field.ACCUMULATE, True)
-        for block in blocks:
+        for block in range(blocks):
             cute.gemm(mma, sums, a[None, None, block], b[None, None, block, stage], sums)
         warpgroup.commit_group()
 
@@ -380,14 +349,4 @@ def _anew(value):
     """The same value; what is computed of it is not computed ahead and kept."""
     return cute.arch.inline_ptx(
         "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value]
-    )
-
-
-def _hold(count):
-    """Keeps the arithmetic before it there: else the compiler moves a later wait ahead of it. A
-    loop that never repeats, since `count` is not negative."""
-    cute.arch.inline_ptx(
-        "{ .reg .pred again; setp.lt.s32 again, {$r0}, 0; "
-        "AGAIN: @again nanosleep.u32 32; @again bra AGAIN; }",
-        read_only_args=[count],
     )

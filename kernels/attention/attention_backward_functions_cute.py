@@ -9,9 +9,9 @@ from declaration import Function, Launch, Pointer, Scalar, TensorMap
 
 _DTYPES = {"bf16": (cutlass.BFloat16, "kBFloat16"), "fp16": (cutlass.Float16, "kFloat16")}
 
-# Head dimension, queries a step, stages of q, whether k and v stay in registers. Tiles have 64
-# columns or a multiple; only products over the head dimension know of fewer.
-_TILES = ((64, 64, 3, True), (96, 64, 3, False), (128, 64, 3, False))
+# Head dimension, queries a step. Tiles have 64 columns or a multiple; only products over the head
+# dimension know of fewer.
+_TILES = ((64, 128), (96, 64), (128, 64))
 
 _ONE = 0x3F800000
 _REST = {"scale": _ONE, "slope": _ONE, "gain": _ONE, "left": 5, "right": 0}
@@ -30,15 +30,15 @@ _PROBLEMS = (
 
 def function(dtype, tile, capped=False):
     element = _DTYPES[dtype][0]
-    columns, tile_m, q_stages, held = tile
+    columns, tile_m = tile
     d = (columns + PIECE - 1) // PIECE * PIECE
     name = f"attention_backward_{dtype}_d{columns}_{tile_m}x{TILE_N}" + (
         "_capped" if capped else ""
     )
-    kernel = AttentionBackward(name, element, d, tile_m, capped, columns, q_stages, held)
+    kernel = AttentionBackward(name, element, d, tile_m, capped, columns)
     tensors = {name: Pointer(name, element) for name in ("q", "k", "v", "do", "dk", "dv")}
     floats = [Pointer(name, cutlass.Float32) for name in ("stats", "dq")]
-    pointers = [*floats, Pointer("turns", cutlass.Int32, align=4)]
+    pointers = [*floats, *(Pointer(name, cutlass.Int32, align=4) for name in ("turns", "counter"))]
     names = ("batch", "seq_q", "seq_k", "heads", "kv_heads", *_REST, "band", "descending", "blocks")
     scalars = [Scalar(name) for name in names]
     q_shape, k_shape = ("batch", "heads", "seq_q", d), ("batch", "kv_heads", "seq_k", d)

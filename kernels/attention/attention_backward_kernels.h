@@ -23,8 +23,7 @@ using AttentionBackwardKernel = CubinKernel<AttentionBackwardVariant>;
 
 const CubinKernel<AttentionBackwardVariant>* attention_backward_kernels(int* count);
 
-inline constexpr int kAttentionBackwardRows = 64;      // of a block below: tile_m
-inline constexpr int kAttentionBackwardThreads = 256;  // the same
+inline constexpr int kAttentionBackwardThreads = 256;  // of a block before or after it
 inline constexpr int kAttentionBackwardKeys = 128;     // of a tile
 
 // [batch, rows, heads, columns], strides in elements.
@@ -33,9 +32,9 @@ struct AttentionRows {
   int64_t batch_stride, row_stride, head_stride;
 };
 
-// Block (entry * heads + head) * blocks + i has 64 queries. Of the workspace it
-// has: the logarithms of its rows sums, to the base 2, then their deltas; dq as it lies in the
-// middle kernel registers; one turn.
+// Block (entry * heads + head) * blocks + i has tile_m queries. Of the workspace it has: the
+// logarithms of its rows' sums, to the base 2, then their deltas; dq as it lies in the middle
+// kernel's registers; one turn.
 struct AttentionBackwardRowsArgs {
   AttentionRows out;
   AttentionRows grad;
@@ -43,9 +42,10 @@ struct AttentionBackwardRowsArgs {
   const float* lse;
   const float* grad_lse;  // or null
   float* stats;
-  float* sums;     // of dq
-  int32_t* turns;  // or null
-  int64_t rows;    // of a sequence
+  float* sums;       // of dq
+  int32_t* turns;    // or null
+  int32_t* counter;  // of tiles taken
+  int64_t rows;      // of a sequence
   int heads;
   int blocks;  // of a sequence
   int d;
@@ -55,6 +55,7 @@ struct AttentionBackwardRowsArgs {
 struct AttentionBackwardRowsKernel {
   DType dtype;
   int tile_d;
+  int tile_m;
   Kernel prepare;
   Kernel finish;
 };

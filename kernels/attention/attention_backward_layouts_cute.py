@@ -4,41 +4,27 @@
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
+from attention_backward_turns_cute import MAIL
 from attention_layouts_cute import PIECE, ROWS, WARPGROUP
 from cutlass import Float32
 from cutlass.cute.nvgpu import warpgroup
 
 WARPGROUPS = 2  # that multiply, each 64 of a tile's keys
 TILE_N = ROWS * WARPGROUPS
-STAGES = 2  # of do, its rows' sums and ds
+STAGES = 2  # of q, do, its rows' sums and ds
 
 
 class AttentionBackwardLayouts:
     """`capped`: scores go through tanh; `columns`: of q and k that are multiplied, where the rest
-    is known to be 0; `q_stages`: of q; `held`: k and v are read from shared memory once a tile, as
-    operands in registers; `parts`: in which dv is waited for, and ds computed."""
+    is known to be 0."""
 
-    def __init__(
-        self,
-        name,
-        dtype,
-        d,
-        tile_m,
-        capped=False,
-        columns=None,
-        q_stages=3,
-        held=False,
-        parts=2,
-    ):
+    def __init__(self, name, dtype, d, tile_m, capped=False, columns=None):
         self.name = name
         self.dtype = dtype
         self.d = d
         self.columns = columns or d
         self.tile_m = tile_m
         self.capped = capped
-        self.q_stages = q_stages
-        self.held = held
-        self.parts = parts
         self.threads = (1 + WARPGROUPS) * WARPGROUP
         self.stats_bytes = 2 * 4 * tile_m
         # A warpgroup's part of dq in float32, then its rows of dv and of dk.
@@ -55,7 +41,6 @@ class AttentionBackwardLayouts:
             Float32,
             (WARPGROUPS, 1, 1),
             (64, self.tile_m),
-            a_source=warpgroup.OperandSource.RMEM if self.held else warpgroup.OperandSource.SMEM,
         )
 
     def mma_kv(self):
@@ -89,10 +74,9 @@ class AttentionBackwardLayouts:
         return cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))
 
     def q_layout(self):
-        return self._layout(self.tile_m, self.d, self.q_stages)
-
-    def do_layout(self):
         return self._layout(self.tile_m, self.d, STAGES)
+
+    do_layout = q_layout
 
     def kv_layout(self):
         return self._layout(TILE_N, self.d, 1)
@@ -121,15 +105,16 @@ class AttentionBackwardLayouts:
             stats: cute.struct.Align[
                 cute.struct.MemRange[Float32, STAGES * self.stats_bytes // 4], 128
             ]
-            q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.q_stages]
+            q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * STAGES]
             do_barriers: cute.struct.MemRange[cutlass.Int64, 2 * STAGES]
             kv_barriers: cute.struct.MemRange[cutlass.Int64, 2]
+            mail: cute.struct.MemRange[cutlass.Int64, MAIL]
 
         return Storage
 
     def smem_bytes(self):
         """What the storage takes, as the launch asks for it."""
-        tiles = 2 * self.d * ((self.q_stages + STAGES) * self.tile_m + 2 * TILE_N)
-        tiles += 2 * STAGES * self.tile_m * TILE_N + WARPGROUPS * self.part_bytes
-        tiles += STAGES * self.stats_bytes
-        return (tiles + 16 * (self.q_stages + STAGES + 1) + 1023) // 1024 * 1024
+        tiles = 4 * self.d * (STAGES * self.tile_m + TILE_N) + 2 * STAGES * self.tile_m * TILE_N
+        rest = WARPGROUPS * self.part_bytes + STAGES * self.stats_bytes
+        barriers = 8 * (4 * STAGES + 2 + MAIL)
+        return (tiles + rest + barriers + 1023) // 1024 * 1024

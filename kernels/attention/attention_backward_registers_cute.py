@@ -40,30 +40,15 @@ def capped_probabilities(s, p, lse, scale, dtype):
 
 
 @cute.jit
-def score_gradients(s, dp, ds, delta, dtype, blocks: cutlass.Constexpr):
-    """ds = p * (dp - delta) as an operand, where `s` holds p, for some blocks of 16 columns."""
+def score_gradients(s, dp, ds, delta, dtype):
+    """ds = p * (dp - delta) as an operand, where `s` holds p."""
     kind = _KINDS[dtype]
     pairs = cute.recast_tensor(ds, Int32)
-    for i in cutlass.range_constexpr(2 * blocks.start, 2 * blocks.stop):
+    for i in cutlass.range_constexpr(cute.size(s) // 4):
         column = _pair(delta, 32 * i)
         values = [s[4 * i + at] * (dp[4 * i + at] - column[at % 2]) for at in range(4)]
         for half in cutlass.range_constexpr(2):
             pairs[2 * i + half] = _packed(kind, values[2 * half], values[2 * half + 1])
-
-
-@cute.jit
-def load_rows(operand, address, thread, piece_bytes: cutlass.Constexpr[int]):
-    """A warpgroup's 64 rows, in swizzled pieces of 64 columns, as a left operand."""
-    pairs = cute.recast_tensor(operand, Int32)
-    row, chunk = _matrix_place(thread)
-    for i in cutlass.range_constexpr(cute.size(pairs) // 4):
-        at = address + row * 2 * PIECE + (chunk ^ (2 * i % 8)) * 16
-        (pairs[4 * i], pairs[4 * i + 1], pairs[4 * i + 2], pairs[4 * i + 3]) = cute.arch.inline_ptx(
-            "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, "
-            f"[{{$r0}} + {2 * i // 8 * piece_bytes}];",
-            write_only_types=[Int32] * 4,
-            read_only_args=[at],
-        )
 
 
 @cute.jit

@@ -9,7 +9,10 @@
 namespace tiercel {
 namespace {
 
-constexpr int kRows = kAttentionBackwardRows;
+// Queries of a block.
+template <int kD>
+constexpr int kRows = kD == 64 ? 128 : 64;
+
 constexpr int kThreads = kAttentionBackwardThreads;
 constexpr float kLog2E = 1.4426950408889634f;
 
@@ -20,10 +23,11 @@ struct Place {
   int head;
 };
 
+template <int kD>
 __device__ __forceinline__ Place place_of(const AttentionBackwardRowsArgs& args) {
   Place place;
   place.pair = blockIdx.x / args.blocks;
-  place.row = static_cast<int64_t>(blockIdx.x % args.blocks) * kRows;
+  place.row = static_cast<int64_t>(blockIdx.x % args.blocks) * kRows<kD>;
   place.entry = place.pair / args.heads;
   place.head = static_cast<int>(place.pair % args.heads);
   return place;
@@ -44,11 +48,11 @@ __global__ void __launch_bounds__(kThreads)
   grid_dependency_wait();
   grid_dependency_launch();
   constexpr int kLanes = kD / 8;  // a row, 16 bytes each
-  const Place place = place_of(args);
-  float* stats = args.stats + static_cast<int64_t>(blockIdx.x) * 2 * kRows;
+  const Place place = place_of<kD>(args);
+  float* stats = args.stats + static_cast<int64_t>(blockIdx.x) * 2 * kRows<kD>;
   const int lane = threadIdx.x % kLanes;
 #pragma unroll
-  for (int first = 0; first < kRows; first += kThreads / kLanes) {
+  for (int first = 0; first < kRows<kD>; first += kThreads / kLanes) {
     const int row = first + threadIdx.x / kLanes;
     const bool there = place.row + row < args.rows;
     float sum = 0.0f;
@@ -74,17 +78,21 @@ __global__ void __launch_bounds__(kThreads)
       }
       const bool sees = lse != -INFINITY;
       stats[row] = sees ? lse * kLog2E : INFINITY;
-      stats[kRows + row] = sees ? sum : 0.0f;
+      stats[kRows<kD> + row] = sees ? sum : 0.0f;
     }
   }
   const uint32_t zeros[4] = {};
-  float* sums = args.sums + static_cast<int64_t>(blockIdx.x) * kRows * kD;
+  float* sums = args.sums + static_cast<int64_t>(blockIdx.x) * kRows<kD> * kD;
 #pragma unroll
-  for (int i = threadIdx.x * 4; i < kRows * kD; i += kThreads * 4) store_vector(sums + i, zeros);
+  for (int i = threadIdx.x * 4; i < kRows<kD> * kD; i += kThreads * 4) {
+    store_vector(sums + i, zeros);
+  }
   if (args.turns != nullptr && threadIdx.x == 0) args.turns[blockIdx.x] = 0;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *args.counter = 0;
 }
 
-// The sums of dq, which lie as two warpgroups' accumulators: each has half of the columns.
+// The sums of dq, which lie as two warpgroups' accumulators: each has 64 rows and all columns, or,
+// of 64 rows, half of the columns.
 template <typename Format, int kD>
 __global__ void __launch_bounds__(kThreads)
     attention_backward_finish(const __grid_constant__ AttentionBackwardRowsArgs args) {
@@ -92,12 +100,14 @@ __global__ void __launch_bounds__(kThreads)
   grid_dependency_launch();
   constexpr int kPairs = kD / 2;
   constexpr int kStride = kPairs + 4;  // neighbouring rows in other banks
-  __shared__ alignas(16) uint32_t tile[kRows * kStride];
-  const Place place = place_of(args);
-  const float* sums = args.sums + static_cast<int64_t>(blockIdx.x) * kRows * kD;
+  __shared__ alignas(16) uint32_t tile[kRows<kD> * kStride];
+  const Place place = place_of<kD>(args);
+  const float* sums = args.sums + static_cast<int64_t>(blockIdx.x) * kRows<kD> * kD;
   const int half = threadIdx.x / 128, thread = threadIdx.x % 128;
-  const int row = thread / 32 * 16 + thread % 32 / 4;
-  constexpr int kChunks = kD / 16;  // of four sums
+  constexpr bool kByRows = kRows<kD> == 128;
+  const int row = (kByRows ? half * 64 : 0) + thread / 32 * 16 + thread % 32 / 4;
+  const int column = kByRows ? 0 : half * kPairs / 2;
+  constexpr int kChunks = kRows<kD> * kD / kThreads / 4;  // of four sums
   uint32_t words[kChunks][4];
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
@@ -109,14 +119,14 @@ __global__ void __launch_bounds__(kThreads)
     for (int r = 0; r < 2; ++r) {
       const float pair[2] = {__uint_as_float(words[i][2 * r]) * args.scale,
                              __uint_as_float(words[i][2 * r + 1]) * args.scale};
-      tile[(row + 8 * r) * kStride + half * kPairs / 2 + i * 4 + thread % 4] = Format::pack(pair);
+      tile[(row + 8 * r) * kStride + column + i * 4 + thread % 4] = Format::pack(pair);
     }
   }
   __syncthreads();
   constexpr int kLanes = kD / 8;
   const int lane = threadIdx.x % kLanes;
 #pragma unroll
-  for (int first = 0; first < kRows; first += kThreads / kLanes) {
+  for (int first = 0; first < kRows<kD>; first += kThreads / kLanes) {
     const int r = first + threadIdx.x / kLanes;
     if (place.row + r < args.rows && lane * 8 < args.d) {
       uint32_t piece[4];
@@ -127,7 +137,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 #define TIERCEL_KERNELS(dtype, d)                                               \
-  {DType::k##dtype, d,                                                          \
+  {DType::k##dtype, d, kRows<d>,                                                \
    Kernel("attention_backward_prepare<" #dtype ", " #d ">",                     \
           reinterpret_cast<const void*>(attention_backward_prepare<dtype, d>)), \
    Kernel("attention_backward_finish<" #dtype ", " #d ">",                      \

@@ -4,6 +4,7 @@
 import cutlass
 from attention_launch_cute import Attention, AttentionPacked
 from attention_layouts_cute import PIECE, ROWS
+from attention_problems_cute import MASKS, PROBLEMS, REST
 from declaration import Function, Launch, Pointer, Scalar, TensorMap
 
 _DTYPES = {"bf16": (cutlass.BFloat16, "kBFloat16"), "fp16": (cutlass.Float16, "kFloat16")}
@@ -20,17 +21,6 @@ _TILES = (
 )
 _PACKED_TILES = (_TILES[1], _TILES[3])
 _NOT = ((64, 2, "none"),)  # where another tile is always better
-_MASKS = {"none": "kNone", "causal": "kCausal", "window": "kWindow"}
-
-_ONE = 0x3F800000
-_REST = {"scale": _ONE, "slope": _ONE, "left": 5, "right": 0}
-_PROBLEMS = (
-    dict(
-        batch=2, seq_q=1000, seq_k=777, heads=8, kv_heads=2, **_REST, band=3, total_q=9, blocks=132
-    ),
-    dict(batch=1, seq_q=64, seq_k=128, heads=1, kv_heads=1, **_REST, band=1, total_q=9, blocks=1),
-    dict(batch=3, seq_q=1, seq_k=1, heads=2, kv_heads=1, **_REST, band=4, total_q=9, blocks=6),
-)
 
 
 def function(dtype, tile, mask, capped=False, packed=False):
@@ -48,7 +38,7 @@ def function(dtype, tile, mask, capped=False, packed=False):
     q, k, v, o = (Pointer(name, element) for name in ("q", "k", "v", "o"))
     lse = Pointer("lse", cutlass.Float32, align=4)
     starts = [Pointer(name, cutlass.Int32, align=4) for name in ("starts_q", "starts_k") if packed]
-    names = ("batch", "seq_q", "seq_k", "heads", "kv_heads", *_REST, "band")
+    names = ("batch", "seq_q", "seq_k", "heads", "kv_heads", *REST, "band")
     names += ("total_q", "blocks") if packed else ("blocks",)
     scalars = [Scalar(name) for name in names]
     q_shape, k_shape = ("batch", "heads", "seq_q", d), ("batch", "kv_heads", "seq_k", d)
@@ -70,12 +60,12 @@ def function(dtype, tile, mask, capped=False, packed=False):
         str(columns),
         str(kernel.tile_m),
         str(tile_n),
-        f"AttentionMask::{_MASKS[mask]}",
+        f"AttentionMask::{MASKS[mask]}",
         str(capped).lower(),
         str(packed).lower(),
     )
     return Function(
-        name, kernel, (q, k, v, o, lse, *starts, *scalars), (launch,), attributes, _PROBLEMS
+        name, kernel, (q, k, v, o, lse, *starts, *scalars), (launch,), attributes, PROBLEMS
     )
 
 
@@ -84,7 +74,7 @@ def functions():
     for dtype in _DTYPES:
         for tile in _TILES:
             built += [
-                function(dtype, tile, mask) for mask in _MASKS if (*tile[:2], mask) not in _NOT
+                function(dtype, tile, mask) for mask in MASKS if (*tile[:2], mask) not in _NOT
             ]
             # A window without limits is no mask.
             if tile[1] == 2 and tile[0] != 96:
@@ -93,6 +83,6 @@ def functions():
         function(dtype, tile, mask, packed=True)
         for dtype in _DTYPES
         for tile in _PACKED_TILES
-        for mask in _MASKS
+        for mask in MASKS
     ]
     return built

@@ -16,7 +16,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as hopper
 from attention_layouts_cute import PIECE, ROWS, WARPGROUP
-from attention_softmax_cute import cap, float_from_bits, inverse, to_operand
+from attention_softmax_cute import cap, inverse
 from attention_steps_cute import AttentionSteps, sync
 from attention_tiles_cute import free_blocks, rounds_of_block
 from cutlass import Float32, Int32, const_expr
@@ -40,6 +40,7 @@ class AttentionForward(AttentionSteps):
         tma_o,
         lse,
         starts,
+        factors,
         batch,
         seq_q,
         seq_k,
@@ -59,14 +60,15 @@ class AttentionForward(AttentionSteps):
             cpasync.prefetch_descriptor(tma_v)
             cpasync.prefetch_descriptor(tma_o)
 
-        q_layout, kv_layout, o_layout = self.smem_layouts()
         storage = cutlass.utils.SmemAllocator().allocate(self.storage())
-        sq = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
-        sk = storage.k.get_tensor(kv_layout.outer, swizzle=kv_layout.inner)
-        sv = storage.v.get_tensor(kv_layout.outer, swizzle=kv_layout.inner)
-        so = storage.o.get_tensor(o_layout.outer, swizzle=o_layout.inner)
+        sq, sk, sv, so = [
+            range_.get_tensor(layout.outer, swizzle=layout.inner)
+            for range_, layout in zip(
+                (storage.q, storage.k, storage.v, storage.o), self.smem_layouts(), strict=True
+            )
+        ]
 
-        def ring(barriers, stages, rows):
+        def ring(barriers, stages, elements):
             return pipeline.PipelineTmaAsync.create(
                 barrier_storage=barriers.data_ptr(),
                 num_stages=stages,
@@ -74,13 +76,14 @@ class AttentionForward(AttentionSteps):
                 consumer_group=pipeline.CooperativeGroup(
                     pipeline.Agent.Thread, 4 * self.warpgroups
                 ),
-                tx_count=rows * self.d * 2,
+                tx_count=elements * self.dtype.width // 8,
                 defer_sync=True,
             )
 
-        q_ring = ring(storage.q_barriers, self.q_stages, self.tile_m)
-        k_ring = ring(storage.k_barriers, self.stages, self.tile_n)
-        v_ring = ring(storage.v_barriers, self.stages, self.tile_n)
+        q_ring = ring(storage.q_barriers, self.q_stages, self.tile_m * self.d)
+        k_ring = ring(storage.k_barriers, self.stages, self.tile_n * self.d)
+        values, columns = self.value_tile()
+        v_ring = ring(storage.v_barriers, self.stages, values * columns)
         pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
         cute.arch.griddepcontrol_wait()
@@ -107,12 +110,15 @@ class AttentionForward(AttentionSteps):
                     kv_head = head // (heads // kv_heads)
                     queries, keys, q_at, k_at, _ = self.sequence(starts, entry, batch, seq_q, seq_k)
                     low, last = self.key_blocks(row, queries, keys, left, right)
-                    q_extents, k_extents = (seq_q, heads, batch), (seq_k, kv_heads, batch)
+                    q_extents = ((seq_q, self.d), heads, batch)
+                    k_extents = ((seq_k, self.d), kv_heads, batch)
+                    v_extents = (self.value_matrix(seq_k), kv_heads, batch)
                     q_tile, k_tile = (self.tile_m, self.d), (self.tile_n, self.d)
+                    v_tile = self.value_tile()
                     q_hidden, k_hidden = self.hidden(seq_q, queries), self.hidden(seq_k, keys)
                     to_q, from_q = self.tma_places(tma_q, sq, q_tile, q_extents, q_hidden)
                     to_k, from_k = self.tma_places(tma_k, sk, k_tile, k_extents, k_hidden)
-                    to_v, from_v = self.tma_places(tma_v, sv, k_tile, k_extents, k_hidden)
+                    to_v, from_v = self.tma_places(tma_v, sv, v_tile, v_extents, k_hidden)
                     k_ring.producer_acquire(k_write)
                     cute.copy(
                         tma_k,
@@ -142,7 +148,7 @@ class AttentionForward(AttentionSteps):
                         v_ring.producer_acquire(v_write)
                         cute.copy(
                             tma_v,
-                            from_v[None, (block, 0, kv_head, k_at)],
+                            from_v[None, self.value_place(block, kv_head, k_at)],
                             to_v[None, v_write.index],
                             tma_bar_ptr=v_ring.producer_get_barrier(v_write),
                         )
@@ -150,7 +156,7 @@ class AttentionForward(AttentionSteps):
                     v_ring.producer_acquire(v_write)
                     cute.copy(
                         tma_v,
-                        from_v[None, (low, 0, kv_head, k_at)],
+                        from_v[None, self.value_place(low, kv_head, k_at)],
                         to_v[None, v_write.index],
                         tma_bar_ptr=v_ring.producer_get_barrier(v_write),
                     )
@@ -166,10 +172,9 @@ class AttentionForward(AttentionSteps):
             pv_part = mma_pv.get_slice(wg * WARPGROUP)
             rq = mma_qk.make_fragment_A(qk_part.partition_A(sq))
             rk = mma_qk.make_fragment_B(qk_part.partition_B(sk))
-            v_columns = cute.make_tensor(sv.iterator, cute.select(sv.layout, [1, 0, 2]))
-            rv = mma_pv.make_fragment_B(pv_part.partition_B(v_columns))
+            rv = mma_pv.make_fragment_B(pv_part.partition_B(self.value_columns(sv)))
             s = cute.make_rmem_tensor(mma_qk.partition_shape_C((self.tile_m, self.tile_n)), Float32)
-            sums = cute.make_rmem_tensor(mma_pv.partition_shape_C((self.tile_m, self.d)), Float32)
+            sums = self.make_sums(mma_pv.partition_shape_C((self.tile_m, self.d)))
             p = mma_pv.make_fragment_A(mma_pv.partition_shape_A((self.tile_m, self.tile_n)))
             row_max = cute.make_rmem_tensor(2, Float32)
             row_sum = cute.make_rmem_tensor(2, Float32)
@@ -178,18 +183,18 @@ class AttentionForward(AttentionSteps):
 
             # The output's way: registers, stmatrix, 64x64 pieces in shared memory, TMA stores.
             epi_mma = hopper.make_trivial_tiled_mma(
-                self.dtype,
-                self.dtype,
+                self.out_dtype,
+                self.out_dtype,
                 warpgroup.OperandMajorMode.K,
                 warpgroup.OperandMajorMode.K,
                 Float32,
                 (1, 1, 1),
                 (64, PIECE),
             )
-            stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+            stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.out_dtype)
             r2s = cute.make_tiled_copy_S(stmatrix, cute.make_tiled_copy_C_atom(stmatrix, epi_mma))
             to_so = r2s.get_slice(wg_thread).partition_D(so)
-            piece = cute.make_rmem_tensor(to_so.shape[:3], self.dtype)
+            piece = cute.make_rmem_tensor(to_so.shape[:3], self.out_dtype)
 
             q_read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.q_stages)
             k_read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
@@ -198,7 +203,6 @@ class AttentionForward(AttentionSteps):
             my_row = wg * ROWS + wg_thread // 32 * 16 + lane // 4
             my_column = lane % 4 * 2
             rows = (row_max, row_sum, rescale)
-            scale_log2, slope_float = float_from_bits(scale), float_from_bits(slope)
             if wg == self.warpgroups - 1:
                 self.give_turn(0)
 
@@ -206,11 +210,13 @@ class AttentionForward(AttentionSteps):
             row, head, entry = self.tile(Int32(0), q_tiles, heads, batch, band)
             queries, keys, q_at, _, start = self.sequence(starts, entry, batch, seq_q, seq_k)
             low, last = self.key_blocks(row, queries, keys, left, right)
+            sizes = (batch, heads, kv_heads)
+            scale_log2, slope_float, gain = self.scales(factors, entry, head, sizes, scale, slope)
             q_ring.consumer_wait(q_read)
             k_ring.consumer_wait(k_read)
             warpgroup.fence()
             self.multiply_qk(s, rq, rk, q_read.index, k_read.index)
-            sums.fill(0.0)
+            self.clear(sums)
             warpgroup.wait_group(0)
             k_ring.consumer_release(k_read)
             k_read.advance()
@@ -220,7 +226,7 @@ class AttentionForward(AttentionSteps):
                 own = row * self.tile_m + my_row + keys - queries
                 self.hide(s, (last - 1) * self.tile_n + my_column, own, keys, left, right)
             self.soften(s, rows, scale_log2, True, True)
-            to_operand(s, p, self.dtype)
+            self.to_operand(s, p)
 
             for turn in cutlass.range(mine, unroll=1):
                 at_row = row * self.tile_m + my_row
@@ -245,7 +251,7 @@ class AttentionForward(AttentionSteps):
                                 column = (end - 1 - step) * self.tile_n + my_column
                                 self.hide(s, column, at_row + offset, keys, left, right)
                             self.soften(s, rows, scale_log2, False, masked)
-                            self.finish(s, sums, p, rescale, v_read, v_ring)
+                            self.finish(s, sums, p, rescale, v_read, v_ring, batch)
                             k_read.advance()
                             v_read.advance()
                 q_ring.consumer_release(q_read)
@@ -261,6 +267,9 @@ class AttentionForward(AttentionSteps):
                 next_low, next_last = self.key_blocks(
                     next_row, next_queries, next_keys, left, right
                 )
+                next_scale, next_slope, next_gain = self.scales(
+                    factors, next_entry, next_head, sizes, scale, slope
+                )
                 if more:
                     q_ring.consumer_wait(q_read)
                     k_ring.consumer_wait(k_read)
@@ -269,6 +278,8 @@ class AttentionForward(AttentionSteps):
                 for r in cutlass.range_constexpr(2):
                     total = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=4)
                     rescale[r] = inverse(total)
+                    if const_expr(gain is not None):
+                        rescale[r] = rescale[r] * gain
                     row_sum[r] = total
                 if lse.toint() != 0:
                     if lane % 4 == 0:
@@ -276,6 +287,8 @@ class AttentionForward(AttentionSteps):
                         for r in cutlass.range_constexpr(2):
                             if at_row + 8 * r < queries:
                                 value = row_max[r] * scale_log2 + cute.math.log2(row_sum[r])
+                                if const_expr(self.lift != 0.0):
+                                    value -= self.lift
                                 (to_lse + (at_row + 8 * r)).store(value * _LN2)
 
                 warpgroup.wait_group(1)
@@ -283,20 +296,21 @@ class AttentionForward(AttentionSteps):
                     k_ring.consumer_release(k_read)
                 k_read.advance()
                 if const_expr(self.capped):
-                    cap(s, slope_float)
+                    cap(s, next_slope)
                 if self.needs_mask(next_last, next_keys):
                     own = next_row * self.tile_m + my_row + next_keys - next_queries
                     column = (next_last - 1) * self.tile_n + my_column
                     self.hide(s, column, own, next_keys, left, right)
-                self.soften(s, rows[:2] + (unused,), scale_log2, True, True)
+                self.soften(s, rows[:2] + (unused,), next_scale, True, True)
 
                 warpgroup.wait_group(0)
                 v_ring.consumer_release(v_read)
                 v_read.advance()
-                to_operand(s, p, self.dtype)
+                self.to_operand(s, p)
                 values = cute.size(piece)
                 from_so, to_o = self.tma_places(
-                    *(tma_o, so, (ROWS, PIECE), (seq_q, heads, batch)), self.hidden(seq_q, queries)
+                    *(tma_o, so, (ROWS, PIECE), ((seq_q, self.d), heads, batch)),
+                    self.hidden(seq_q, queries),
                 )
                 for chunk in cutlass.range_constexpr(self.d // PIECE):
                     stage = chunk % self.o_stages
@@ -305,8 +319,8 @@ class AttentionForward(AttentionSteps):
                             cute.arch.cp_async_bulk_wait_group(0, read=True)
                         sync(_WARPGROUP + wg, WARPGROUP)
                     for i in cutlass.range_constexpr(values):
-                        value = sums[chunk * values + i] * rescale[i // 2 % 2]
-                        piece[i] = value.to(self.dtype)
+                        value = self.total(sums, chunk * values + i) * rescale[i // 2 % 2]
+                        piece[i] = value.to(self.out_dtype)
                     cute.copy(r2s, piece, to_so[None, None, None, wg * self.o_stages + stage])
                     if const_expr(stage == self.o_stages - 1):
                         cute.arch.fence_proxy("async.shared", space="cta")
@@ -320,9 +334,10 @@ class AttentionForward(AttentionSteps):
                                     to_o[None, (row * self.warpgroups + wg, column, head, q_at)],
                                 )
                             cute.arch.cp_async_bulk_commit_group()
-                sums.fill(0.0)
+                self.clear(sums)
                 row, head, entry = next_row, next_head, next_entry
                 low, last = next_low, next_last
+                scale_log2, slope_float, gain = next_scale, next_slope, next_gain
                 queries, keys, q_at, start = next_queries, next_keys, next_at, next_start
             if warp_index % 4 == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -8,21 +8,24 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
 
-class _Launch(AttentionForward):
+class Launcher(AttentionForward):
     def maps(self, pointers, batch, seq_q, seq_k, heads, kv_heads):
         """Of q, k, v and o as [batch, heads, rows, d]; for the build's checks, without gaps."""
-        q_layout, kv_layout, o_layout = self.smem_layouts()
+        q_layout, k_layout, v_layout, o_layout = self.smem_layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        queries, keys, values = (seq_q, self.d), (seq_k, self.d), self.value_matrix(seq_k)
         kinds = (
-            (load, q_layout, (self.tile_m, self.d), seq_q, heads),
-            (load, kv_layout, (self.tile_n, self.d), seq_k, kv_heads),
-            (load, kv_layout, (self.tile_n, self.d), seq_k, kv_heads),
-            (store, o_layout, (ROWS, PIECE), seq_q, heads),
+            (load, q_layout, (self.tile_m, self.d), queries, heads),
+            (load, k_layout, (self.tile_n, self.d), keys, kv_heads),
+            (load, v_layout, self.value_tile(), values, kv_heads),
+            (store, o_layout, (ROWS, PIECE), queries, heads),
         )
         atoms = []
-        for pointer, (op, layout, tile, rows, count) in zip(pointers, kinds, strict=True):
-            shape = (rows, self.d, count, batch)
-            stride = (self.d, 1, rows * self.d, count * rows * self.d)
+        for pointer, (op, layout, tile, (rows, columns), count) in zip(
+            pointers, kinds, strict=True
+        ):
+            shape = (rows, columns, count, batch)
+            stride = (columns, 1, rows * columns, count * rows * columns)
             tensor = cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))
             smem = cute.slice_(layout, (None, None, 0))
             atoms.append(cpasync.make_tiled_tma_atom(op, tensor, smem, tile)[0])
@@ -38,7 +41,7 @@ class _Launch(AttentionForward):
         )
 
 
-class Attention(_Launch):
+class Attention(Launcher):
     """Sequences of one length: q is [batch, seq_q, heads, d]."""
 
     packed = False
@@ -92,12 +95,12 @@ class Attention(_Launch):
         band: Int32,
     ):
         self.run(
-            *(tma_q, tma_k, tma_v, tma_o, lse, None),
+            *(tma_q, tma_k, tma_v, tma_o, lse, None, None),
             *(batch, seq_q, seq_k, heads, kv_heads, scale, slope, left, right, band),
         )
 
 
-class AttentionPacked(_Launch):
+class AttentionPacked(Launcher):
     """Sequences of several lengths behind each other: the queries of sequence i are the rows from
     starts_q[i] to starts_q[i + 1]. The maps' rows are as many as the longest sequence has, and
     their outermost dimension counts rows too: what follows a sequence is outside of the map."""
@@ -159,6 +162,6 @@ class AttentionPacked(_Launch):
         total_q: Int32,
     ):
         self.run(
-            *(tma_q, tma_k, tma_v, tma_o, lse, (starts_q, starts_k, total_q)),
+            *(tma_q, tma_k, tma_v, tma_o, lse, (starts_q, starts_k, total_q), None),
             *(batch, seq_q, seq_k, heads, kv_heads, scale, slope, left, right, band),
         )

@@ -17,6 +17,10 @@ class AttentionLayouts:
     pieces of the output that a warpgroup has room for; `columns`: of q and k that are multiplied,
     where the rest is known to be 0."""
 
+    value_major = warpgroup.OperandMajorMode.MN
+    depth = 16  # columns that one product multiplies
+    lift = 0.0  # the largest probability's power of 2
+
     def __init__(
         self,
         name,
@@ -32,7 +36,7 @@ class AttentionLayouts:
         columns=None,
     ):
         self.name = name
-        self.dtype = dtype
+        self.dtype = self.out_dtype = dtype
         self.d = d
         self.columns = columns or d
         self.warpgroups = warpgroups
@@ -62,7 +66,7 @@ class AttentionLayouts:
             self.dtype,
             self.dtype,
             warpgroup.OperandMajorMode.K,
-            warpgroup.OperandMajorMode.MN,
+            self.value_major,
             Float32,
             (self.warpgroups, 1, 1),
             (64, self.d),
@@ -78,19 +82,19 @@ class AttentionLayouts:
 
         return (
             layout(self.tile_m, self.d, self.q_stages),
-            layout(self.tile_n, self.d, self.stages),
+            *(layout(self.tile_n, self.d, self.stages),) * 2,
             layout(ROWS, PIECE, self.warpgroups * self.o_stages),
         )
 
     def storage(self):
-        q_layout, kv_layout, o_layout = self.smem_layouts()
+        q_layout, k_layout, v_layout, o_layout = self.smem_layouts()
 
         @cute.struct
         class Storage:
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(q_layout)], 1024]
-            k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(kv_layout)], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(kv_layout)], 1024]
-            o: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(o_layout)], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(k_layout)], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(v_layout)], 1024]
+            o: cute.struct.Align[cute.struct.MemRange[self.out_dtype, cute.cosize(o_layout)], 1024]
             q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.q_stages]
             k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages]
             v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages]
@@ -99,6 +103,11 @@ class AttentionLayouts:
 
     def smem_bytes(self):
         """What the storage takes, as the launch asks for it."""
-        tiles = 2 * self.d * (self.q_stages * self.tile_m + 2 * self.stages * self.tile_n)
+        tiles = (
+            self.dtype.width
+            // 8
+            * self.d
+            * (self.q_stages * self.tile_m + 2 * self.stages * self.tile_n)
+        )
         tiles += 2 * PIECE * self.o_stages * self.tile_m
         return (tiles + 16 * (self.q_stages + 2 * self.stages) + 1023) // 1024 * 1024

@@ -51,16 +51,19 @@ bool better(const AttentionVariant& a, const AttentionVariant& b, const Attentio
 constexpr int64_t kSharedBytes = int64_t{40} << 20;
 constexpr int64_t kFewTiles = 16;  // of one head
 
-int64_t band(const AttentionProblem& problem, int64_t q_tiles, int64_t pairs, int64_t blocks) {
+}  // namespace
+
+int attention_band(const AttentionProblem& problem, int64_t q_tiles, int64_t blocks,
+                   int element_bytes) {
+  const int64_t pairs = problem.batch * problem.heads;
   const int64_t rounds = 2 * blocks;
   const int64_t even = rounds / std::gcd(q_tiles, rounds);  // they fill whole rounds
   const int64_t queries_per_key = problem.heads / problem.kv_heads;
-  const int64_t head_bytes = 4 * problem.seq_k * problem.d / queries_per_key;
+  const int64_t head_bytes = 2 * element_bytes * problem.seq_k * problem.d / queries_per_key;
   const bool short_heads = q_tiles <= kFewTiles && pairs * head_bytes > kSharedBytes;
-  return short_heads && even < pairs && even * head_bytes <= kSharedBytes ? even : pairs;
+  const bool mixed = short_heads && even < pairs && even * head_bytes <= kSharedBytes;
+  return static_cast<int>(mixed ? even : pairs);
 }
-
-}  // namespace
 
 int32_t attention_float_bits(double value) {
   const float narrow = static_cast<float>(value);
@@ -82,7 +85,7 @@ AttentionScales attention_scales(const AttentionOptions& options) {
 
 Status check_attention_tensors(const char* op, const TensorView& q, const TensorView& k,
                                const TensorView& v, const TensorView& out, int64_t heads,
-                               int64_t kv_heads) {
+                               int64_t kv_heads, DType out_dtype) {
   const Argument q_arg{op, "q", q};
   const Argument k_arg{op, "k", k};
   const Argument v_arg{op, "v", v};
@@ -94,7 +97,8 @@ Status check_attention_tensors(const char* op, const TensorView& q, const Tensor
   }
   TIERCEL_RETURN_IF_ERROR(check_cuda(q_arg));
   for (const Argument* argument : {&k_arg, &v_arg, &out_arg}) {
-    TIERCEL_RETURN_IF_ERROR(check_dtype(*argument, {q.dtype}));
+    const DType dtype = argument == &out_arg ? out_dtype : q.dtype;
+    TIERCEL_RETURN_IF_ERROR(check_dtype(*argument, {dtype}));
     TIERCEL_RETURN_IF_ERROR(check_same_device(*argument, q_arg));
     TIERCEL_RETURN_IF_ERROR(check_cuda(*argument));
   }
@@ -174,9 +178,7 @@ AttentionChoice attention_choose(DType dtype, const AttentionProblem& problem,
   }
   const int64_t pairs = problem.batch * problem.heads;
   const int64_t q_tiles = ceil_div(problem.seq_q, choice.kernel->variant.tile_m);
-  if (problem.growing) {
-    choice.band = static_cast<int>(band(problem, q_tiles, pairs, multiprocessors));
-  }
+  if (problem.growing) choice.band = attention_band(problem, q_tiles, multiprocessors, 2);
   const int64_t tiles = q_tiles * pairs;
   choice.blocks = static_cast<unsigned>(std::min<int64_t>(tiles, multiprocessors));
   return choice;

@@ -28,19 +28,28 @@ struct AttentionChoice {
   unsigned blocks;
 };
 
+// How many heads' tiles are mixed, of a problem whose later queries see more keys; an element of k
+// and v has that many bytes.
+int attention_band(const AttentionProblem& problem, int64_t q_tiles, int64_t blocks,
+                   int element_bytes);
+
 AttentionChoice attention_choose(DType dtype, const AttentionProblem& problem, int multiprocessors);
 
 AttentionPlan attention_plan_of(DType dtype, const AttentionProblem& problem, int multiprocessors);
 
+// What q, k and v may be, and what a result is.
+enum class AttentionElements { k16Bits, kFp8 };
+
 // All that can be asked of a call with q, k, v and out of four dimensions; `lse` may be null.
 Status check_attention(const char* op, const TensorView& q, const TensorView& k,
                        const TensorView& v, const TensorView& out, const TensorView* lse,
-                       const AttentionOptions& options, AttentionProblem* problem);
+                       const AttentionOptions& options, AttentionProblem* problem,
+                       AttentionElements elements = AttentionElements::k16Bits);
 
 // dtypes, devices and heads, as both forms have them.
 Status check_attention_tensors(const char* op, const TensorView& q, const TensorView& k,
                                const TensorView& v, const TensorView& out, int64_t heads,
-                               int64_t kv_heads);
+                               int64_t kv_heads, DType out_dtype);
 Status check_attention_lse(const char* op, const TensorView& lse, const TensorView& q,
                            std::initializer_list<int64_t> shape, const char* why);
 

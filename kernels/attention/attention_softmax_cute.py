@@ -21,9 +21,10 @@ def softmax(
     scale,
     first: cutlass.Constexpr[bool],
     masked: cutlass.Constexpr[bool],
+    lift: cutlass.Constexpr[float] = 0.0,
 ):
-    """Scores become probabilities up to a factor; updates the rows' maxima and sums. `rescale` is
-    what earlier sums are to be multiplied by.
+    """Scores become probabilities up to a factor, the largest of a row 2**lift; updates the rows'
+    maxima and sums. `rescale` is what earlier sums are to be multiplied by.
 
     Measured and left out, each slower: to rescale only when a maximum grows by much, and to take a
     part of the exponentials from a polynomial instead of the unit for special functions.
@@ -37,14 +38,17 @@ def softmax(
         safe = best
         if const_expr(masked):
             safe = best if best != -Float32.inf else Float32(0.0)
-        shift = safe * scale
+        top = safe * scale
+        shift = top
+        if const_expr(lift != 0.0):
+            shift = top - lift
         for at in places:
             s[at] = cute.math.exp2(s[at] * scale - shift, fastmath=True)
         total = _tree([s[at] for at in places], lambda a, b: a + b)
         if const_expr(first):
             row_sum[r] = total
         else:
-            rescale[r] = cute.math.exp2(row_max[r] * scale - shift, fastmath=True)
+            rescale[r] = cute.math.exp2(row_max[r] * scale - top, fastmath=True)
             row_sum[r] = row_sum[r] * rescale[r] + total
         row_max[r] = best
 
@@ -98,4 +102,14 @@ def to_operand(s, p, dtype):
 def float_from_bits(bits):
     return cute.arch.inline_ptx(
         "mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits]
+    )
+
+
+def hold(count):
+    """Keeps the arithmetic before it there: else the compiler moves a later wait ahead of it. A
+    loop that never repeats, since `count` is not negative."""
+    cute.arch.inline_ptx(
+        "{ .reg .pred again; setp.lt.s32 again, {$r0}, 0; "
+        "AGAIN: @again nanosleep.u32 32; @again bra AGAIN; }",
+        read_only_args=[count],
     )

@@ -4,9 +4,9 @@
 import cutlass
 import cutlass.cute as cute
 from attention_layouts_cute import WARPGROUP, AttentionLayouts
-from attention_softmax_cute import hide_outside, softmax, to_operand
+from attention_softmax_cute import float_from_bits, hide_outside, softmax, to_operand
 from attention_tiles_cute import key_blocks, place, tile_position
-from cutlass import Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 _TURN = 4  # and up, a named barrier each: whose turn it is to start multiplying
@@ -61,11 +61,41 @@ class AttentionSteps(AttentionLayouts):
         hide_outside(s, begin, end)
 
     def soften(self, s, rows, scale, first, masked):
-        softmax(s, *rows, scale, first, masked)
+        softmax(s, *rows, scale, first, masked, self.lift)
+
+    def scales(self, factors, entry, head, sizes, scale, slope):
+        """Of a tile: what scores are multiplied by for a power of 2 and for the cap's tangent, and
+        what results are multiplied by, unless None."""
+        return float_from_bits(scale), float_from_bits(slope), None
+
+    def value_tile(self):
+        return self.tile_n, self.d
+
+    def value_matrix(self, keys):
+        return keys, self.d
+
+    def value_place(self, block, head, entry):
+        return block, 0, head, entry
+
+    def value_columns(self, sv):
+        """v as the right operand: columns down, keys across."""
+        return cute.make_tensor(sv.iterator, cute.select(sv.layout, [1, 0, 2]))
+
+    def make_sums(self, shape):
+        return cute.make_rmem_tensor(shape, Float32)
+
+    def clear(self, sums):
+        sums.fill(0.0)
+
+    def total(self, sums, at):
+        return sums[at]
+
+    def to_operand(self, s, p):
+        to_operand(s, p, self.dtype)
 
     def multiply_qk(self, s, rq, rk, q_stage, stage):
         mma = self.mma_qk()
-        for block in range(self.columns // 16):
+        for block in range(self.columns // self.depth):
             mma.set(warpgroup.Field.ACCUMULATE, block != 0)
             cute.gemm(mma, s, rq[None, None, block, q_stage], rk[None, None, block, stage], s)
         warpgroup.commit_group()
@@ -73,14 +103,14 @@ class AttentionSteps(AttentionLayouts):
     def multiply_pv(self, sums, p, rv, stage):
         mma = self.mma_pv()
         mma.set(warpgroup.Field.ACCUMULATE, True)
-        for block in range(self.tile_n // 16):
+        for block in range(self.tile_n // self.depth):
             cute.gemm(mma, sums, p[None, None, block], rv[None, None, block, stage], sums)
         warpgroup.commit_group()
 
     @cute.jit
     def start(self, s, sums, p, rq, rk, rv, q_read, k_read, v_read, v_ring, wg):
         """Starts a block's scores and the values of the one before it, in this warpgroup's turn."""
-        sync(_TURN + wg, 2 * WARPGROUP)
+        self.take_turn(wg)
         warpgroup.fence()
         self.multiply_qk(s, rq, rk, q_read.index, k_read.index)
         v_ring.consumer_wait(v_read)
@@ -91,21 +121,24 @@ class AttentionSteps(AttentionLayouts):
         self.give_turn(next_wg)
 
     @cute.jit
-    def finish(self, s, sums, p, rescale, v_read, v_ring):
+    def finish(self, s, sums, p, rescale, v_read, v_ring, batch):
         warpgroup.wait_group(0)
         v_ring.consumer_release(v_read)
-        to_operand(s, p, self.dtype)
+        self.to_operand(s, p)
         for i in cutlass.range_constexpr(cute.size(sums)):
             sums[i] = sums[i] * rescale[i // 2 % 2]
+
+    def take_turn(self, wg):
+        sync(_TURN + wg, 2 * WARPGROUP)
 
     def give_turn(self, wg):
         cute.arch.barrier_arrive(barrier_id=_TURN + wg, number_of_threads=2 * WARPGROUP)
 
     def tma_places(self, tma, smem, tile, extents, hidden):
         """Where copies of tiles begin, in shared memory and in the tensor that a map describes as
-        [batch, heads, rows, d]. Of its rows, the first `hidden` are left out, unless None."""
-        rows, heads, batch = extents
-        identity = cute.make_identity_tensor((self.d, rows, heads, batch))
+        [batch, heads, rows, columns]. Of its rows, the first `hidden` are left out, unless None."""
+        (rows, columns), heads, batch = extents
+        identity = cute.make_identity_tensor((columns, rows, heads, batch))
         places = cute.make_tensor(identity.iterator, cute.select(identity.layout, [1, 0, 2, 3]))
         if hidden is not None:
             places = cute.domain_offset((hidden, 0, 0, 0), places)

@@ -37,7 +37,7 @@ Status check(const PackedAttention& call, const AttentionOptions& options,
   TIERCEL_RETURN_IF_ERROR(check_shape(k_arg, {total_k, kv_heads, d}, "[Tk, Hk, D]"));
   TIERCEL_RETURN_IF_ERROR(check_shape(v_arg, {total_k, kv_heads, d}, "[Tk, Hk, D]"));
   TIERCEL_RETURN_IF_ERROR(check_shape(out_arg, {total_q, heads, d}, "[Tq, H, D]"));
-  TIERCEL_RETURN_IF_ERROR(check_attention_tensors(kOp, q, k, v, out, heads, kv_heads));
+  TIERCEL_RETURN_IF_ERROR(check_attention_tensors(kOp, q, k, v, out, heads, kv_heads, q.dtype));
   const Argument starts_arg{kOp, "cu_seqlens_q", *call.starts_q};
   TIERCEL_RETURN_IF_ERROR(check_rank(starts_arg, 1));
   const int64_t batch = call.starts_q->shape[0] - 1;

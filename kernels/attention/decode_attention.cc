@@ -286,7 +286,10 @@ Status prepare(const DecodeTensors& t, const DecodeOptions& options, int multipr
   load.tiles = int64_t{args->batch} * args->kv_heads * args->row_blocks;
   load.steps = std::max<int64_t>((keys + step - 1) / step, 1);
   load.step_bytes = 2 * step * args->d * element;
+  load.float8 = element == 1;
   load.blocks = int64_t{multiprocessors} * choice->kernel->residents;
+  args->columns = decode_columns(args->kv_heads * args->row_blocks, load.blocks);
+  load.spread_blocks = load.blocks / args->columns * args->columns;
   choice->split = decode_choose(load, options.split);
   args->spread = choice->split.cluster == 0;
   if (args->spread) {
@@ -361,13 +364,15 @@ Status decode_attention(const DecodeTensors& tensors, const DecodeOptions& optio
   LaunchConfig config;
   config.grid.x = static_cast<unsigned>(choice.split.grid);
   config.block.x = kDecodeThreads;
+  config.dynamic_smem = choice.kernel->shared;
   config.cluster.x = static_cast<unsigned>(std::max(choice.split.cluster, 1));
   config.dependent = true;
   void* pointers[] = {&args};
   TIERCEL_RETURN_IF_ERROR(choice.kernel->kernel.launch(config, device, stream, pointers));
-  if (!args.spread || config.grid.x == 1) return Status();
+  if (!args.spread || choice.split.grid == args.columns) return Status();
   config.cluster.x = 1;
-  config.grid.x -= 1;
+  config.dynamic_smem = 0;
+  config.grid.x -= static_cast<unsigned>(args.columns);
   config.grid.y = static_cast<unsigned>(std::min(choice.rows(), args.rows));
   config.grid.z = args.d > 128 ? 2 : 1;
   int tile_rows = choice.rows(), pitch = choice.kernel->d;

@@ -6,15 +6,15 @@
 // at any time. Short problems are bound by the chain of dependent reads instead: lengths, page
 // table, keys, then what the splits have to tell each other.
 //
-// The plan. A warp is on its own: it keeps a step of keys and one of values, 4 KiB each (16 keys of
-// D = 128 in 16 bits), in registers, and each is read again as soon as it was multiplied, so that
-// 4 to 8 KiB of a warp are always under way, 48 to 100 KiB of a multiprocessor. Nothing goes
-// through shared memory and nothing waits for another warp; any page size costs the same, for
-// every row's address is made from its own page table entry. Tensor cores do the products on
-// fragments as they come from memory (decode_warp.cuh): 16 keys x 8 query rows, where the rows are
-// the query heads of a key head times the queries: 512 bytes of 16 bits an instruction. float8
-// converts in registers, 2 values an instruction. Both steps are some 460 instructions of a warp
-// in 16 bits and 720 in float8, in the time of 1600 issue slots at full speed.
+// The plan. A warp is on its own: it has a ring of three stages in shared memory, each a step of
+// keys and of values (4 KiB of either: 16 keys of D = 128 in 16 bits), which it fills by cp.async as
+// soon as a stage was read, so that 16 KiB of every warp, 128 KiB of a multiprocessor, are under
+// way. (In registers as much is not possible: the compiler moves what it loads, and waits for it.)
+// Nothing waits for another warp, and any page size costs the same, for every row's address is made
+// from its own page table entry. Tensor cores do the products on fragments of a stage
+// (decode_warp.cuh): 16 keys x 8 query rows, where the rows are the query heads of a key head times
+// the queries: 512 bytes of 16 bits an instruction. float8 converts in registers, 2 values an
+// instruction.
 //
 // A tile is 8 or 16 query rows of one key head. Two ways to share tiles out, chosen in
 // decode_choose.cc:
@@ -39,12 +39,17 @@ namespace tiercel {
 template <typename Shape>
 struct DecodeShared {
   static constexpr int kPitch = Shape::kD + 4;
+  // A warp's stages, and when all of them were read, its sums.
+  union Ring {
+    alignas(128) unsigned char stages[Shape::kStages][Shape::kStage];
+    float out[Shape::kRows][kPitch];
+  };
+  Ring rings[kDecodeWarps];
   ShareCursor cursor;
   int64_t scratch[kDecodeWarps];
-  alignas(16) float out[kDecodeWarps][Shape::kRows][kPitch];
   float largest[kDecodeWarps][Shape::kRows];
   float sum[kDecodeWarps][Shape::kRows];
-  uint4 queries[Shape::kTiles * Shape::kFragments * 32];
+  alignas(16) uint32_t queries[Shape::kTiles * Shape::kFragments * 32][4];
   float query_sizes[Shape::kFragments][Shape::kRows];
   // Of a cluster's blocks: their sums of the vectors that this block stores, and of all rows.
   float4 inbox[kDecodeMaxCluster][Shape::kRows * Shape::kD / 4 / kDecodeMaxCluster];
@@ -84,8 +89,7 @@ struct QueryLoader {
 #pragma unroll
     for (int e = 0; e < kEach; ++e) {
       const int word = e * kDecodeThreads + thread;
-      const int f = word / 32 % Shape::kFragments, t = word % 4;
-      const int d = Shape::kFloat8 ? f / 2 * 64 + 16 * t + f % 2 * 8 : 32 * f + 8 * t;
+      const int d = word / 32 % Shape::kFragments * 32 + 8 * (word % 4);
       const int r = tile.row_block * Shape::kRows + row(word);
 #pragma unroll
       for (int i = 0; i < 4; ++i) words[e][i] = 0;
@@ -127,7 +131,17 @@ struct QueryLoader {
         for (int i = 0; i < 8; ++i) values[i] *= down;
         pack<Float16, 4>(values, words[e]);
       }
-      shared->queries[word] = make_uint4(words[e][0], words[e][1], words[e][2], words[e][3]);
+      // To the lanes and words of the products' operands.
+      const int t = word % 4;
+      uint32_t(*fragment)[4] = &shared->queries[word - t];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (Shape::kFloat8) {
+          fragment[2 * (t % 2) + i / 2][2 * (t / 2) + i % 2] = words[e][i];
+        } else {
+          fragment[i][t] = words[e][i];
+        }
+      }
     }
     __syncthreads();
   }
@@ -204,14 +218,16 @@ __device__ __forceinline__ void join_warps(const WarpState<Shape>& state,
       shared->largest[warp][row] = state.largest[r];
       shared->sum[warp][row] = sum;
     }
-    constexpr int kOfPart = Shape::kValueElements / 2;  // pairs
+    float* out = shared->rings[warp].out[row];
 #pragma unroll
-    for (int m = 0; m < Shape::kD / 16; m += 2) {
-      const int d = (m / kOfPart * 8 + g) * Shape::kValueElements + m % kOfPart * 2;
-      const float (&low)[4] = state.out[r / 2][m];
-      const float (&high)[4] = state.out[r / 2][m + 1];
-      *reinterpret_cast<float4*>(&shared->out[warp][row][d]) =
-          make_float4(low[r % 2], low[r % 2 + 2], high[r % 2], high[r % 2 + 2]);
+    for (int m = 0; m < Shape::kD / 16; ++m) {
+      const float first = state.out[r / 2][m][r % 2], second = state.out[r / 2][m][r % 2 + 2];
+      if constexpr (Shape::kFloat8) {
+        *reinterpret_cast<float2*>(out + 16 * m + 2 * g) = make_float2(first, second);
+      } else {
+        out[16 * m + g] = first;
+        out[16 * m + 8 + g] = second;
+      }
     }
   }
   __syncthreads();
@@ -235,7 +251,7 @@ __device__ __forceinline__ void finish(const DecodeArgs& args, const Tile& tile,
       const float factor = own == -INFINITY ? 0.0f : power_of_2(own - sums.largest);
       sums.sum += shared->sum[w][row] * factor;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) sums.out[i] += shared->out[w][row][d + i] * factor;
+      for (int i = 0; i < 8; ++i) sums.out[i] += shared->rings[w].out[row][d + i] * factor;
     }
     if (blocks == 1 && slot == kWhole) {
       store_result<Shape>(args, tile, row, d, sums);
@@ -284,64 +300,62 @@ __device__ __forceinline__ void finish(const DecodeArgs& args, const Tile& tile,
   }
 }
 
-// `pages` are the page table entries of the first step.
+// The page table's entries of a warp's next steps.
+template <typename Shape>
+struct NextPages {
+  Pages<Shape> of[Shape::kStages];  // of the first steps
+};
+
+// A warp's steps of a tile. `next` are the page table entries of the first ones.
 template <typename Shape>
 __device__ __forceinline__ void attend(const DecodeArgs& args, const Tile& tile,
                                        const Sequence<Shape::kStep>& sequence, const Steps& steps,
-                                       QueryLoader<Shape>* queries, Pages<Shape> pages,
+                                       QueryLoader<Shape>* queries, const NextPages<Shape>& next,
                                        DecodeShared<Shape>* shared, WarpState<Shape>* state) {
   const int32_t* table = args.page_table + tile.b * args.table_stride;
   const char* k = args.k + tile.head * args.k_strides.head;
   const char* v = args.v + tile.head * args.v_strides.head;
-  Step<Shape> step;
-  Pages<Shape> own = pages;  // of the step that is multiplied; `pages` are the next one's
-  int key = 0;
-  if (steps.first < steps.last) {
-    key = sequence.first_key(steps.first);
-    step.load_keys(args, k, pages, key, sequence.length - 1 - key);
-    step.load_values(args, v, pages, key, sequence.length - 1 - key, 0);
-    if (steps.first + steps.stride < steps.last) {
-      pages.load(args, table, sequence.first_key(steps.first + steps.stride));
+  const uint32_t ring = static_cast<uint32_t>(
+      __cvta_generic_to_shared(shared->rings[this_thread() / 32].stages));
+  const auto copy = [&](int step, const Pages<Shape>& pages, uint32_t stage) {
+    if (step < steps.last) {
+      const int key = sequence.first_key(step);
+      copy_step<Shape>(args, k, v, pages, key, sequence.length - 1 - key, stage);
     }
+    async_copy_commit();
+  };
+  Pages<Shape> pages;  // of the step after those under way
+  pages.load(args, table, sequence.first_key(steps.first + Shape::kStages * steps.stride));
+#pragma unroll
+  for (int i = 0; i < Shape::kStages; ++i) {
+    copy(steps.first + i * steps.stride, next.of[i], ring + i * Shape::kStage);
   }
   queries->store(shared);
   Rows<Shape> rows;
   set_rows(args, tile, sequence.length, *shared, &rows);
   state->clear();
+  uint32_t stage = ring;
   for (int at = steps.first; at < steps.last; at += steps.stride) {
-    const bool more = at + steps.stride < steps.last;
-    const int next_key = sequence.first_key(at + steps.stride);
-    const int next_last = sequence.length - 1 - next_key;
-    Pages<Shape> fetched = pages;
-    if (at + 2 * steps.stride < steps.last) {
-      fetched.load(args, table, sequence.first_key(at + 2 * steps.stride));
-    }
+    async_copy_wait<Shape::kStages - 1>();
+    __syncwarp();
     float s[Shape::kTiles][Shape::kBlocks][4];
-    step.scores(shared->queries, s);
-    // Large heads have no registers for keys beside the values' second round.
-    constexpr bool kLate = Shape::kRounds > 1;
-    if (more && !kLate) step.load_keys(args, k, pages, next_key, next_last);
-    softmax<Shape>(args, rows, sequence, key, s, state);
-#pragma unroll
-    for (int round = 0; round < Shape::kRounds; ++round) {
-      if (round > 0) {
-        __syncwarp();  // no earlier: the registers are those of the round before
-        step.load_values(args, v, own, key, sequence.length - 1 - key, round);
-      }
-      step.sums(s, round, state);
-    }
-    if (more && kLate) step.load_keys(args, k, pages, next_key, next_last);
-    if (more) step.load_values(args, v, pages, next_key, next_last, 0);
-    own = pages;
-    pages = fetched;
-    key = next_key;
+    scores<Shape>(stage, reinterpret_cast<const uint4*>(shared->queries), s);
+    softmax<Shape>(args, rows, sequence, sequence.first_key(at), s, state);
+    sums<Shape>(stage + Shape::kHalf, s, state);
+    __syncwarp();  // the stage was read
+    const int later = at + Shape::kStages * steps.stride;
+    copy(later, pages, stage);
+    pages.load(args, table, sequence.first_key(later + steps.stride));
+    stage += Shape::kStage;
+    if (stage == ring + Shape::kStages * Shape::kStage) stage = ring;
   }
 }
 
 template <typename Shape, int kResidents>
 __global__ void __launch_bounds__(kDecodeThreads, kResidents)
     decode_attention(const __grid_constant__ DecodeArgs args) {
-  __shared__ DecodeShared<Shape> shared;
+  extern __shared__ __align__(128) unsigned char dynamic_shared[];
+  DecodeShared<Shape>& shared = *reinterpret_cast<DecodeShared<Shape>*>(dynamic_shared);
   ShareCursor& cursor = shared.cursor;
   grid_dependency_wait();
   grid_dependency_launch();
@@ -370,23 +384,27 @@ __global__ void __launch_bounds__(kDecodeThreads, kResidents)
     }
     // Without a window the first keys are known, and their page table entries are read before the
     // length has come.
-    Pages<Shape> pages;
+    NextPages<Shape> next;
     const int32_t* table = args.page_table + tile.b * args.table_stride;
     const bool ahead = args.left < 0;
     if (ahead) {
-      pages.load(args, table,
-                 static_cast<int>(min(static_cast<int64_t>(steps.first) * Shape::kStep,
-                                      static_cast<int64_t>(args.capacity - 1))));
+#pragma unroll
+      for (int i = 0; i < Shape::kStages; ++i) {
+        next.of[i].load(args, table, (steps.first + i * steps.stride) * Shape::kStep);
+      }
     }
     QueryLoader<Shape> queries;
     queries.load(args, tile);
     const Sequence<Shape::kStep> sequence(args, tile.b);
     steps.last = min(steps.last, sequence.steps);
-    if (!ahead && steps.first < steps.last) {
-      pages.load(args, table, sequence.first_key(steps.first));
+    if (!ahead) {
+#pragma unroll
+      for (int i = 0; i < Shape::kStages; ++i) {
+        next.of[i].load(args, table, sequence.first_key(steps.first + i * steps.stride));
+      }
     }
     WarpState<Shape> state;
-    attend<Shape>(args, tile, sequence, steps, &queries, pages, &shared, &state);
+    attend<Shape>(args, tile, sequence, steps, &queries, next, &shared, &state);
     join_warps<Shape>(state, &shared);
     if (blocks > 1) cluster_wait();  // all of them run, so their inboxes are there
     if (args.spread) tile = cursor.tile;

@@ -8,49 +8,67 @@
 namespace tiercel {
 namespace {
 
-// A model of both ways, in microseconds. Its constants are the memory's speed and latencies of an
-// H200; they decide only where the two are close.
+// A model of both ways, in microseconds, fitted to an H200.
 constexpr double kBytesPerMicrosecond = 4.3e6;  // of the device
-constexpr double kChain = 2.5;     // dependent reads before the first product: all ways have them
-constexpr double kStep = 1.0;      // at least, of one step: the memory's latency
-constexpr double kRestart = 0.7;   // a further tile of a block, beside those of its neighbours
-constexpr double kExchange = 0.6;  // of a cluster's blocks
-constexpr double kShares = 0.8;    // lengths first, before the page table
-constexpr double kCombine = 2.0;   // the second kernel
+constexpr double kSparse = 3.7e6;     // the same with one block a multiprocessor
+constexpr double kChain = 4.0;        // launch, lengths, first keys, results: all ways have them
+constexpr double kStep = 0.75;        // at least, of one step
+constexpr double kBeside = 1.25;      // times that, with other blocks on the multiprocessor
+constexpr double kConvert = 1.5;      // times that, for float8
+constexpr double kExchange = 0.05;    // of each of a cluster's blocks
+constexpr double kShares = 1.5;       // lengths first, before the page table
+constexpr double kCombine = 2.0;      // the second kernel
+constexpr double kRestart = 1.0;      // a further tile of a block, beside those of its neighbours
+
+// Of clusters of 1, 2, 4, 8: how much of the device they find room in, as all blocks of one lie in
+// one part of it, and what a further round of them takes.
+constexpr double kRoom[] = {1.0, 1.0, 0.94, 0.9};
+constexpr double kRound[] = {0.3, 1.5, 2.5, 3.7};
 
 // Spread blocks are even whatever the lengths; a cluster's time is that of the longest sequence, so
-// it has to be clearly better.
-constexpr double kPreferSpread = 0.9;
+// it has to be better.
+constexpr double kPreferSpread = 0.95;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// One step of each of `warps` that run at once.
-double step_time(const DecodeLoad& load, double warps) {
-  return std::max(kStep, warps * static_cast<double>(load.step_bytes) / kBytesPerMicrosecond);
+// One step of each warp of as many blocks at once.
+double step_time(const DecodeLoad& load, int64_t blocks) {
+  const bool sparse = blocks * 2 <= load.blocks;
+  const double least = kStep * (sparse ? 1.0 : kBeside) * (load.float8 ? kConvert : 1.0);
+  const double bytes = static_cast<double>(blocks * kDecodeWarps * load.step_bytes);
+  return std::max(least, bytes / (sparse ? kSparse : kBytesPerMicrosecond));
 }
 
 double clustered(const DecodeLoad& load, int cluster) {
+  const int kind = cluster == 1 ? 0 : cluster == 2 ? 1 : cluster == 4 ? 2 : 3;
   const int64_t blocks = load.tiles * cluster;
-  const int64_t rounds = ceil_div(blocks, load.blocks);
-  const double warps = static_cast<double>(std::min(blocks, load.blocks)) * kDecodeWarps;
-  const auto steps = static_cast<double>(ceil_div(load.steps, cluster * kDecodeWarps));
-  return kChain + (cluster > 1 ? kExchange : 0.0) +
-         static_cast<double>(rounds) * steps * step_time(load, warps) +
-         static_cast<double>(rounds - 1) * kRestart;
+  const auto at_once = static_cast<int64_t>(static_cast<double>(load.blocks) * kRoom[kind]);
+  const int64_t rounds = ceil_div(blocks, at_once);
+  const int64_t steps = rounds * ceil_div(load.steps, cluster * kDecodeWarps);
+  return kChain + (cluster > 1 ? kExchange * cluster : 0.0) +
+         static_cast<double>(steps) * step_time(load, std::min(blocks, at_once)) +
+         static_cast<double>(rounds - 1) * kRound[kind];
 }
 
 double spread(const DecodeLoad& load) {
-  const int64_t each = ceil_div(load.tiles * load.steps, load.blocks);
+  const int64_t each = ceil_div(load.tiles * load.steps, load.spread_blocks);
   const auto steps = static_cast<double>(ceil_div(each, kDecodeWarps));
-  const auto warps = static_cast<double>(load.blocks * kDecodeWarps);
   const auto tiles = static_cast<double>(each / std::max<int64_t>(load.steps, 1));
-  return kChain + kShares + kCombine + steps * step_time(load, warps) + tiles * kRestart;
+  return kChain + kShares + kCombine + steps * step_time(load, load.spread_blocks) +
+         tiles * kRestart;
 }
 
 }  // namespace
 
+int decode_columns(int tiles, int64_t blocks) {
+  for (int columns = tiles; columns > 1; --columns) {
+    if (tiles % columns == 0 && blocks / columns * columns * 16 >= blocks * 15) return columns;
+  }
+  return 1;
+}
+
 DecodeSplit decode_choose(const DecodeLoad& load, int forced) {
-  DecodeSplit best{0, load.blocks, spread(load)};
+  DecodeSplit best{0, load.spread_blocks, spread(load)};
   if (forced < 0) return best;
   if (forced > 0) return {forced, load.tiles * forced, clustered(load, forced)};
   double least = best.microseconds * kPreferSpread;

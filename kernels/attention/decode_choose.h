@@ -12,6 +12,8 @@ struct DecodeLoad {
   int64_t steps;       // of a tile, at most
   int64_t step_bytes;  // keys and values
   int64_t blocks;      // resident on the device at once
+  int64_t spread_blocks;  // of them, when tiles are spread
+  bool float8;
 };
 
 struct DecodeSplit {
@@ -19,6 +21,10 @@ struct DecodeSplit {
   int64_t grid;
   double microseconds;  // expected
 };
+
+// How many columns `tiles` of a sequence are dealt to: as many as divide them and leave few of
+// `blocks` out.
+int decode_columns(int tiles, int64_t blocks);
 
 // The split with the least expected time. `forced`: as DecodeOptions::split.
 DecodeSplit decode_choose(const DecodeLoad& load, int forced);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // decode_combine: the tiles that several blocks of decode_attention shared.
 //
-// A block has one row of the tile that began in the block before its own of decode_attention, if
-// there is such a tile (most have none and end at once). Its warps take the parts in turn, 8 reads
+// A block has one row of the tile that began in the block before its own of decode_attention, in its
+// column, if there is such a tile (most have none and end at once). Its warps take the parts in turn, 8 reads
 // under way at a time, in a fixed order: parts lie in the L2, so the latency of a few such rounds
 // is all there is.
 #include <cstdint>
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
   grid_dependency_wait();
   grid_dependency_launch();
   const int64_t begin = blockIdx.x;  // the block that has the tile's beginning
-  const int4 tile = args.tiles[begin + 1];
+  const int4 tile = args.tiles[begin + args.columns];
   const int parts = tile.w, r = tile.z * tile_rows + row;
   if (parts == 0 || r >= args.rows) return;
 
@@ -64,7 +64,8 @@ __global__ void __launch_bounds__(kDecodeThreads)
       out[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       if (at >= parts) continue;
       // The first block has it as its last tile, the others as their first.
-      const int64_t line = (2 * (begin + at) + (at == 0)) * tile_rows + row;
+      const int64_t block = begin + int64_t{at} * args.columns;
+      const int64_t line = (2 * block + (at == 0)) * tile_rows + row;
       sum[i] = args.partial_sums[line];
       if (real) out[i] = *reinterpret_cast<const float4*>(args.partial + line * pitch + d);
     }

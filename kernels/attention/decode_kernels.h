@@ -16,10 +16,16 @@ inline constexpr int kDecodeThreads = 128;
 inline constexpr int kDecodeWarps = kDecodeThreads / 32;
 inline constexpr int kDecodeMaxCluster = 8;
 
-// Keys that a warp takes at once: about 4 KiB of them, in registers.
+// Keys that a warp takes at once: about 4 KiB of them, and as much of values.
 constexpr int decode_step(int d, int cache_bytes) {
   const int keys = 4096 / (d * cache_bytes);
   return keys < 16 ? 16 : keys;
+}
+
+// Steps of a warp's ring in shared memory: 24 KiB of them, and three at least.
+constexpr int decode_stages(int stage_bytes) {
+  const int stages = 24576 / stage_bytes;
+  return stages < 3 ? 3 : stages;
 }
 
 // Of a cache, in bytes. Two products of 32 bits make a row's address.
@@ -55,6 +61,7 @@ struct DecodeArgs {
   int group;       // heads a key head
   int rows;        // queries * group
   int row_blocks;  // tiles of a key head
+  int columns;     // blocks that go through a sequence's keys together, each with its own tiles
   int d;
   int capacity;   // keys of a sequence that the page table has room for
   int page_bits;  // log2 of a page's keys
@@ -74,6 +81,7 @@ struct DecodeKernel {
   bool any_d;     // takes smaller ones too
   int tiles;      // of 8 rows
   int residents;  // blocks a multiprocessor holds
+  uint32_t shared;  // bytes of a block
   Kernel kernel;
 };
 

@@ -50,13 +50,17 @@ struct Tile {
 // Where a tile's results go.
 constexpr int64_t kWhole = -1;  // out; otherwise that place of the workspace
 
-// A block's share of the steps of all tiles, which are laid in a row: sequence by sequence, tile by
-// tile. Every block gets as many; some tiles lie in one block, others are shared by several. All of
-// it is in shared memory, and thread 0 moves it on.
+// A block's share of the steps of all tiles. The tiles of a sequence are dealt to columns of blocks;
+// in a column the steps of all its tiles are laid in a row, sequence by sequence, and every block
+// gets as many. So the blocks of a group, one of each column, go through the same keys together:
+// what lies side by side in memory, the heads of a key, is read at the same time. Some tiles lie in
+// one block, others are shared by several of the column. All of it is in shared memory, and thread 0
+// moves it on.
 struct ShareCursor {
   int64_t at;  // among all steps
   int64_t end;
   int64_t each;  // of every block
+  int group;
   Tile tile;     // where it is now
   int first;     // step of the tile
   int last;      // after the share's last
@@ -71,29 +75,32 @@ __device__ __forceinline__ void enter_tile(const DecodeArgs& args, ShareCursor* 
   cursor->last = static_cast<int>(min(end, cursor->end) - begin);
   cursor->slot = kWhole;
   if (later || end > cursor->end) cursor->slot = 2 * static_cast<int64_t>(blockIdx.x) + !later;
-  if (later && begin >= cursor->each * (static_cast<int64_t>(blockIdx.x) - 1)) {
-    const int blocks = static_cast<int>((end - 1) / cursor->each) - blockIdx.x + 2;
+  if (later && begin >= cursor->each * (cursor->group - 1)) {
+    const int blocks = static_cast<int>((end - 1) / cursor->each) - cursor->group + 2;
     args.tiles[blockIdx.x] =
         make_int4(cursor->tile.b, cursor->tile.head, cursor->tile.row_block, blocks);
   }
 }
 
+// `number` counts the tiles of a sequence.
+__device__ __forceinline__ Tile tile_of(const DecodeArgs& args, int b, int number) {
+  return {b, number / args.row_blocks, number % args.row_blocks};
+}
+
 __device__ __forceinline__ void leave_tile(const DecodeArgs& args, ShareCursor* cursor) {
   cursor->at += cursor->last - cursor->first;
   cursor->first = 0;
-  Tile& tile = cursor->tile;
-  if (++tile.row_block < args.row_blocks) return;
-  tile.row_block = 0;
-  if (++tile.head < args.kv_heads) return;
-  tile.head = 0;
-  ++tile.b;
+  const Tile& tile = cursor->tile;
+  const int next = tile.head * args.row_blocks + tile.row_block + args.columns;
+  const bool same = next < args.kv_heads * args.row_blocks;
+  cursor->tile = tile_of(args, tile.b + !same, same ? next : blockIdx.x % args.columns);
 }
 
 // Every thread calls it; `scratch` has kDecodeWarps elements. Ends with a barrier.
 template <int kStep>
 __device__ __forceinline__ void start_share(const DecodeArgs& args, int64_t* scratch,
                                             ShareCursor* cursor) {
-  const int tiles = args.kv_heads * args.row_blocks;
+  const int tiles = args.kv_heads * args.row_blocks / args.columns;  // of a sequence and column
   const int each = (args.batch + kDecodeThreads - 1) / kDecodeThreads;
   const int first = threadIdx.x * each, last = min(first + each, args.batch);
   int64_t mine = 0;
@@ -114,12 +121,14 @@ __device__ __forceinline__ void start_share(const DecodeArgs& args, int64_t* scr
     if (warp == static_cast<int>(threadIdx.x / 32)) before += total;
     total += scratch[warp];
   }
-  const int64_t blocks = gridDim.x, share = (total + blocks - 1) / blocks;
-  const int64_t begin = min(share * blockIdx.x, total);
+  const int64_t groups = gridDim.x / args.columns, share = (total + groups - 1) / groups;
+  const int group = blockIdx.x / args.columns;
+  const int64_t begin = min(share * group, total);
   if (threadIdx.x == 0) {
     cursor->at = begin;
     cursor->end = min(begin + share, total);
     cursor->each = share;
+    cursor->group = group;
   }
   if (before <= begin && begin < before + mine) {
     int64_t position = begin - before;
@@ -130,7 +139,7 @@ __device__ __forceinline__ void start_share(const DecodeArgs& args, int64_t* scr
       position -= static_cast<int64_t>(steps) * tiles;
     }
     const int index = static_cast<int>(position / steps);
-    cursor->tile = {b, index / args.row_blocks, index % args.row_blocks};
+    cursor->tile = tile_of(args, b, index * args.columns + blockIdx.x % args.columns);
     cursor->first = static_cast<int>(position % steps);
   }
   __syncthreads();

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // One warp's part of decode_attention: scores, softmax and sums of a few query rows over steps of
-// keys, all in registers. See decode_attention.cuh for the whole.
+// keys, from a stage of its ring. See decode_attention.cuh for the whole.
 //
 // Keys lie in the rows of the products, query rows in the columns: scores are K q^T, sums V^T p^T.
 // Eight query rows fill a product, and what belongs to a query row belongs to the same lanes in
-// both. Lanes are called 4 g + t, as in warp_matrix.cuh. A sum over dimensions may take them in any
-// order, so a lane reads 16 bytes of a key where the fragment has 4 bytes in each of 4 places, and
-// the queries lie in shared memory in that order; dimensions of V may be shared out in any way.
+// both. Lanes are called 4 g + t, as in warp_matrix.cuh. float8 is read as pairs of 8 bits: a sum
+// over dimensions may take them in any order, and dimensions of V may be shared out in any way.
 #ifndef KERNELS_ATTENTION_DECODE_WARP_CUH_
 #define KERNELS_ATTENTION_DECODE_WARP_CUH_
 
@@ -15,12 +14,12 @@
 
 #include "kernels/attention/decode_arithmetic.cuh"
 #include "kernels/attention/decode_sequence.cuh"
+#include "kernels/sm90/async_copy.cuh"
 #include "kernels/sm90/warp_matrix.cuh"
 
 namespace tiercel {
 
-// kD is the head dimension of the tiles; with kAnyD there may be fewer, then reads past a row's end
-// take its last 16 bytes again, which meet queries of 0 or become results that nobody stores.
+// kD is the head dimension of the tiles; with kAnyD there may be fewer, the rest are zeros.
 template <typename Format_, bool kFloat8_, int kD_, bool kAnyD_, int kTiles_>
 struct DecodeShape {
   using Format = Format_;  // of queries and results
@@ -33,17 +32,25 @@ struct DecodeShape {
   static constexpr int kElement = kFloat8 ? 1 : 2;  // bytes, of the cache
   static constexpr int kStep = decode_step(kD, kElement);
   static constexpr int kBlocks = kStep / 16;
-  static constexpr int kKeyParts = kD * kElement / 64;  // of 16 bytes, of a lane, of a key
-  static constexpr int kValueBytes = kD * kElement >= 128 ? 16 : 8;
-  static constexpr int kValueWords = kValueBytes / 4;
-  static constexpr int kValueParts = kD * kElement / (8 * kValueBytes);
-  static constexpr int kValueElements = kValueBytes / kElement;  // neighbours, of a lane
-  // Values of large heads come in rounds, for want of registers.
-  static constexpr int kRounds = kStep * kD * kElement > 4096 ? 2 : 1;
-  static constexpr int kRoundParts = kValueParts / kRounds;
   static constexpr int kFragments = kD / 32;  // 16-byte words of queries a lane, of 8 rows
   static constexpr int kPages = kStep > 32 ? kStep / 32 : 1;
+  static constexpr int kRowBytes = kD * kElement;
+  static constexpr int kPairs = kRowBytes / 32;  // of 16-byte chunks of a row
+  static constexpr int kHalf = kStep * kRowBytes;  // a stage's keys, then as much of values
+  static constexpr int kStage = 2 * kHalf;
+  static constexpr int kStages = decode_stages(kStage);
 };
+
+// A stage's rows of 64 bytes or more as 16-byte chunks, so that 8 rows' chunks of one number lie in
+// different banks: chunk c of row r is at this place.
+template <int kRowBytes>
+__device__ __forceinline__ uint32_t chunk_place(int row, int chunk) {
+  if constexpr (kRowBytes >= 128) {
+    return row * kRowBytes + ((chunk ^ (row & 7)) << 4);
+  } else {
+    return row / 2 * 128 + (((row & 1) * 4 + chunk) ^ (row / 2 & 3)) * 16;
+  }
+}
 
 // Which queries the lane's two rows of each 8 are of, and how their scores count. Row 2t + i of
 // tile n is number 2n + i.
@@ -88,158 +95,150 @@ struct Pages {
     }
   }
   __device__ __forceinline__ int32_t of(int row) const {
-    int32_t page = __shfl_sync(kFullWarp, entry[0], row % 32);
+    const int lane = row & 31;
+    int32_t page = __shfl_sync(kFullWarp, entry[0], lane);
 #pragma unroll
     for (int i = 1; i < Shape::kPages; ++i) {
-      const int32_t other = __shfl_sync(kFullWarp, entry[i], row % 32);
+      const int32_t other = __shfl_sync(kFullWarp, entry[i], lane);
       page = row / 32 == i ? other : page;
     }
     return page;
   }
 };
 
-// A step's keys and values as they lie in the cache.
+// Asks for a step's keys and values. Rows past `last`, the sequence's last key in this step, are
+// that one again.
 template <typename Shape>
-struct Step {
-  uint32_t keys[Shape::kBlocks][2][Shape::kKeyParts][4];
-  uint32_t values[Shape::kBlocks][4][Shape::kRoundParts][Shape::kValueWords];
-
-  // Rows past `last`, the sequence's last key in this step, are that one again.
-  static __device__ __forceinline__ const char* row(const DecodeArgs& args, const char* cache,
-                                                    const DecodeStrides& strides,
-                                                    const Pages<Shape>& pages, int key, int last,
-                                                    int row) {
-    row = min(row, last);
-    const int place = (key + row) & ((1 << args.page_bits) - 1);
-    return cache + static_cast<int64_t>(pages.of(row)) * strides.page +
-           static_cast<int64_t>(place) * strides.place;
+__device__ __forceinline__ void copy_step(const DecodeArgs& args, const char* k, const char* v,
+                                          const Pages<Shape>& pages, int key, int last,
+                                          uint32_t stage) {
+  constexpr int kLanes = Shape::kRowBytes < 128 ? Shape::kRowBytes / 16 : 8;  // of a row
+  constexpr int kAtOnce = 32 / kLanes;                                        // rows
+  constexpr int kChunks = Shape::kRowBytes / 16 / kLanes;                     // of a lane
+  const int lane = threadIdx.x % 32, first = lane % kLanes;
+  const int mask = (1 << args.page_bits) - 1;
+#pragma unroll
+  for (int i = 0; i < Shape::kStep / kAtOnce; ++i) {
+    const int own = i * kAtOnce + lane / kLanes, row = min(own, last);
+    const int64_t page = pages.of(row), place = (key + row) & mask;
+    const char* from_k = k + page * args.k_strides.page + place * args.k_strides.place;
+    const char* from_v = v + page * args.v_strides.page + place * args.v_strides.place;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const int chunk = c * kLanes + first;
+      const bool real = !Shape::kAnyD || chunk * 16 < args.d * Shape::kElement;
+      const uint32_t to = stage + chunk_place<Shape::kRowBytes>(own, chunk);
+      const int bytes = Shape::kAnyD && !real ? 0 : chunk * 16;
+      async_copy_16(to, from_k + bytes, real);
+      async_copy_16(to + Shape::kHalf, from_v + bytes, real);
+    }
   }
+}
 
-  // Bytes from a row's start, at most those of its last 16.
-  static __device__ __forceinline__ int within(const DecodeArgs& args, int bytes, int size) {
-    return Shape::kAnyD ? min(bytes, args.d * Shape::kElement - size) : bytes;
-  }
+// Where a lane reads what ldmatrix gives it of 16 rows and a pair of chunks: matrices 0 and 1 are
+// rows 0 to 7 and 8 to 15 of the first chunk, or with kAcross both chunks of rows 0 to 7.
+template <typename Shape, bool kAcross>
+__device__ __forceinline__ uint32_t matrix_place() {
+  const int lane = threadIdx.x % 32, upper = lane / 8 % 2, later = lane / 16;
+  return chunk_place<Shape::kRowBytes>(lane % 8 + 8 * (kAcross ? later : upper),
+                                       kAcross ? upper : later);
+}
 
-  __device__ __forceinline__ void load_keys(const DecodeArgs& args, const char* cache,
-                                            const Pages<Shape>& pages, int key, int last) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+// The same for another pair of chunks and block of 16 rows.
+template <typename Shape>
+__device__ __forceinline__ uint32_t matrix_place(uint32_t place, int pair, int block) {
+  return (place ^ (pair % 4 * 32)) + pair / 4 * 128 + block * 16 * Shape::kRowBytes;
+}
+
+template <typename Shape>
+__device__ __forceinline__ void scores(uint32_t keys, const uint4* queries,
+                                       float (&s)[Shape::kTiles][Shape::kBlocks][4]) {
+  using Multiplied = typename Shape::Multiplied;
+  const int lane = threadIdx.x % 32;
+  const uint32_t place = keys + matrix_place<Shape, false>();
+#pragma unroll
+  for (int n = 0; n < Shape::kTiles; ++n) {
 #pragma unroll
     for (int block = 0; block < Shape::kBlocks; ++block) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const char* from =
-            row(args, cache, args.k_strides, pages, key, last, 16 * block + 8 * half + g);
-#pragma unroll
-        for (int part = 0; part < Shape::kKeyParts; ++part) {
-          load_vector_once(keys[block][half][part], from + within(args, 64 * part + 16 * t, 16));
-        }
-      }
+      for (int i = 0; i < 4; ++i) s[n][block][i] = 0.0f;
     }
   }
-
-  __device__ __forceinline__ void load_values(const DecodeArgs& args, const char* cache,
-                                              const Pages<Shape>& pages, int key, int last,
-                                              int round) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    constexpr int kBytes = Shape::kValueBytes;
+  uint4 q[Shape::kTiles];
 #pragma unroll
-    for (int block = 0; block < Shape::kBlocks; ++block) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const char* from = row(args, cache, args.v_strides, pages, key, last,
-                               16 * block + 2 * t + i % 2 + i / 2 * 8);
-#pragma unroll
-        for (int part = 0; part < Shape::kRoundParts; ++part) {
-          const int bytes = kBytes * (8 * (round * Shape::kRoundParts + part) + g);
-          load_vector_once(values[block][i][part], from + within(args, bytes, kBytes));
-        }
-      }
-    }
-  }
-
-  __device__ __forceinline__ void scores(const uint4* queries,
-                                         float (&s)[Shape::kTiles][Shape::kBlocks][4]) const {
-    using Multiplied = typename Shape::Multiplied;
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int n = 0; n < Shape::kTiles; ++n) {
-#pragma unroll
-      for (int block = 0; block < Shape::kBlocks; ++block) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) s[n][block][i] = 0.0f;
-      }
-#pragma unroll
-      for (int f = 0; f < Shape::kFragments; ++f) {
-        const uint4 q = queries[(n * Shape::kFragments + f) * 32 + lane];
-#pragma unroll
-        for (int block = 0; block < Shape::kBlocks; ++block) {
-          float (&c)[4] = s[n][block];
-          if constexpr (Shape::kFloat8) {
-#pragma unroll
-            for (int w = 0; w < 2; ++w) {
-              const uint32_t low = keys[block][0][f / 2][f % 2 * 2 + w];
-              const uint32_t high = keys[block][1][f / 2][f % 2 * 2 + w];
-              warp_multiply_add<Multiplied>(
-                  c, e4m3_pair_to_half2<false>(low), e4m3_pair_to_half2<false>(high),
-                  e4m3_pair_to_half2<true>(low), e4m3_pair_to_half2<true>(high), w ? q.z : q.x,
-                  w ? q.w : q.y);
-            }
-          } else {
-            const uint32_t (&low)[4] = keys[block][0][f];
-            const uint32_t (&high)[4] = keys[block][1][f];
-            warp_multiply_add<Multiplied>(c, low[0], high[0], low[1], high[1], q.x, q.y);
-            warp_multiply_add<Multiplied>(c, low[2], high[2], low[3], high[3], q.z, q.w);
-          }
-        }
-      }
-    }
-  }
-
-  // out += V^T p, where p is float32 probabilities as `scores` gives scores.
-  __device__ __forceinline__ void sums(const float (&p)[Shape::kTiles][Shape::kBlocks][4],
-                                       int round, WarpState<Shape>* state) const {
-    using Multiplied = typename Shape::Multiplied;
-#pragma unroll
-    for (int block = 0; block < Shape::kBlocks; ++block) {
-      uint32_t weights[Shape::kTiles][2];
+  for (int pair = 0; pair < Shape::kPairs; ++pair) {
+    if (Shape::kFloat8 || pair % 2 == 0) {
 #pragma unroll
       for (int n = 0; n < Shape::kTiles; ++n) {
-        weights[n][0] = warp_transpose(Multiplied::pack(&p[n][block][0]));
-        weights[n][1] = warp_transpose(Multiplied::pack(&p[n][block][2]));
+        const int f = Shape::kFloat8 ? pair : pair / 2;
+        q[n] = queries[(n * Shape::kFragments + f) * 32 + lane];
       }
-      const auto multiply = [&](int m, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3) {
+    }
 #pragma unroll
-        for (int n = 0; n < Shape::kTiles; ++n) {
-          warp_multiply_add<Multiplied>(state->out[n][m], a0, a1, a2, a3, weights[n][0],
-                                        weights[n][1]);
-        }
-      };
+    for (int block = 0; block < Shape::kBlocks; ++block) {
+      uint32_t a[4];
+      load_matrices<false>(a, matrix_place<Shape>(place, pair, block));
 #pragma unroll
-      for (int part = 0; part < Shape::kRoundParts; ++part) {
-#pragma unroll
-        for (int w = 0; w < Shape::kValueWords; ++w) {
-          const int word = (round * Shape::kRoundParts + part) * Shape::kValueWords + w;
-          uint32_t x[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) x[i] = values[block][i][part][w];
-          if constexpr (Shape::kFloat8) {
-            const int m = 2 * word;
-#pragma unroll
-            for (int pair = 0; pair < 2; ++pair) {
-              const uint32_t low = __byte_perm(x[0], x[1], pair ? 0x7362 : 0x5140);
-              const uint32_t high = __byte_perm(x[2], x[3], pair ? 0x7362 : 0x5140);
-              multiply(m + pair, e4m3_pair_to_half2<false>(low), e4m3_pair_to_half2<true>(low),
-                       e4m3_pair_to_half2<false>(high), e4m3_pair_to_half2<true>(high));
-            }
-          } else {
-            multiply(word, __byte_perm(x[0], x[1], 0x5410), __byte_perm(x[0], x[1], 0x7632),
-                     __byte_perm(x[2], x[3], 0x5410), __byte_perm(x[2], x[3], 0x7632));
-          }
+      for (int n = 0; n < Shape::kTiles; ++n) {
+        float (&c)[4] = s[n][block];
+        if constexpr (Shape::kFloat8) {
+          warp_multiply_add<Multiplied>(
+              c, e4m3_pair_to_half2<false>(a[0]), e4m3_pair_to_half2<false>(a[1]),
+              e4m3_pair_to_half2<true>(a[0]), e4m3_pair_to_half2<true>(a[1]), q[n].x, q[n].y);
+          warp_multiply_add<Multiplied>(
+              c, e4m3_pair_to_half2<false>(a[2]), e4m3_pair_to_half2<false>(a[3]),
+              e4m3_pair_to_half2<true>(a[2]), e4m3_pair_to_half2<true>(a[3]), q[n].z, q[n].w);
+        } else {
+          warp_multiply_add<Multiplied>(c, a[0], a[1], a[2], a[3], pair % 2 ? q[n].z : q[n].x,
+                                        pair % 2 ? q[n].w : q[n].y);
         }
       }
     }
   }
-};
+}
+
+// out += V^T p, where p is float32 probabilities as `scores` gives scores.
+template <typename Shape>
+__device__ __forceinline__ void sums(uint32_t values,
+                                     const float (&p)[Shape::kTiles][Shape::kBlocks][4],
+                                     WarpState<Shape>* state) {
+  using Multiplied = typename Shape::Multiplied;
+  const uint32_t place = values + matrix_place<Shape, !Shape::kFloat8>();
+#pragma unroll
+  for (int block = 0; block < Shape::kBlocks; ++block) {
+    uint32_t weights[Shape::kTiles][2];
+#pragma unroll
+    for (int n = 0; n < Shape::kTiles; ++n) {
+      weights[n][0] = warp_transpose(Multiplied::pack(&p[n][block][0]));
+      weights[n][1] = warp_transpose(Multiplied::pack(&p[n][block][2]));
+    }
+    const auto multiply = [&](int m, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3) {
+#pragma unroll
+      for (int n = 0; n < Shape::kTiles; ++n) {
+        warp_multiply_add<Multiplied>(state->out[n][m], a0, a1, a2, a3, weights[n][0],
+                                      weights[n][1]);
+      }
+    };
+#pragma unroll
+    for (int pair = 0; pair < Shape::kPairs; ++pair) {
+      uint32_t a[4];
+      load_matrices<true>(a, matrix_place<Shape>(place, pair, block));
+      if constexpr (Shape::kFloat8) {
+        // A lane has two dimensions of two keys in a word: the first go to row g, the others to
+        // row g + 8.
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const uint32_t low = __byte_perm(a[2 * i], 0, 0x3120);
+          const uint32_t high = __byte_perm(a[2 * i + 1], 0, 0x3120);
+          multiply(2 * pair + i, e4m3_pair_to_half2<false>(low), e4m3_pair_to_half2<true>(low),
+                   e4m3_pair_to_half2<false>(high), e4m3_pair_to_half2<true>(high));
+        }
+      } else {
+        multiply(pair, a[0], a[1], a[2], a[3]);
+      }
+    }
+  }
+}
 
 // Masks and caps a step's raw scores and makes probabilities of them, relative to the largest score
 // so far; what was summed before is brought to that.

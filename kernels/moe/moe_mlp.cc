@@ -28,12 +28,27 @@ Status check_rows(const Argument& argument) {
                "strides " + shape_text(view.strides, view.ndim)));
 }
 
+// The kernel's arguments, in its order after the map.
 struct Call {
-  const char* op;
-  MoeMlpArgs args{};
-  const Kernel* kernel = nullptr;
-  LaunchConfig config;
-  int64_t units = 0;
+  const MoeMlpKernel* kernel = nullptr;
+  CUtensorMap w;
+  const void *x, *sorted, *experts, *used, *weights, *ids, *x_scale, *w_scale;
+  void* out;
+  int32_t expert_count, w_rows, k, second, rows, elements, divide, x_pieces, id_words, bound, early,
+      x_scale_step, w_scale_expert, w_scale_step;
+  int64_t tiles = 0;
+
+  LaunchConfig config(int multiprocessors) const {
+    const int cluster = kernel->variant.cluster;
+    LaunchConfig config;
+    config.grid.x =
+        static_cast<uint32_t>(std::min<int64_t>(tiles, multiprocessors / cluster) * cluster);
+    config.block.x = kernel->block;
+    config.cluster.x = static_cast<uint32_t>(cluster);
+    config.dynamic_smem = kernel->dynamic_smem;
+    config.dependent = kernel->dependent;
+    return config;
+  }
 };
 
 Status check_routing(const char* op, const Argument& x, const MoeRouting& routing) {
@@ -49,28 +64,73 @@ Status check_routing(const char* op, const Argument& x, const MoeRouting& routin
   }
   TIERCEL_RETURN_IF_ERROR(check_shape(used, {1}, "[1]"));
   const int64_t block = routing.block_size;
-  if (block != 8 && block != 16 && block != 32) {
+  if (block != 64 && block != 128) {
     return Status::Unimplemented(std::string(op) +
-                                 ": `block_size` must be 8, 16 or 32 for the kernels, got " +
+                                 ": `block_size` must be 64 or 128 for the kernels, got " +
                                  std::to_string(block));
   }
   const int64_t slots = routing.sorted_token_ids.shape[0];
   return check_shape(experts, {ceil_div(slots, block)}, "[slots / block_size]");
 }
 
-Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeRouting& routing,
-               const TensorView* weights, const TensorView& out, MoeActivation activation,
-               int multiprocessors, Call* call) {
-  const char* op = call->op = up ? "moe_up" : "moe_down";
+const MoeMlpKernel* choose(bool up, DType dtype, MoeActivation activation, int64_t block) {
+  int count = 0;
+  const MoeMlpKernel* kernels = moe_mlp_kernels(&count);
+  for (int i = 0; i < count; ++i) {
+    const MoeMlpVariant& v = kernels[i].variant;
+    if (v.up == up && v.dtype == dtype && v.tile_m == block &&
+        (!up || v.activation == activation)) {
+      return &kernels[i];
+    }
+  }
+  return nullptr;
+}
+
+const void* data_of(const TensorView* view) { return view == nullptr ? nullptr : view->data; }
+
+Status check_scale(const Argument& scale, const Argument& x) {
+  TIERCEL_RETURN_IF_ERROR(check_dtype(scale, {DType::kFloat32}));
+  TIERCEL_RETURN_IF_ERROR(check_same_device(scale, x));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(scale));
+  return check_contiguous(scale);
+}
+
+Status check_scales(const char* op, const Argument& x, const TensorView& w,
+                    const MoeScales& scales) {
+  const bool scaled = x.view.dtype == DType::kFloat8E4M3;
+  if (scaled != (scales.x != nullptr) || scaled != (scales.w != nullptr)) {
+    return Status::InvalidArgument(std::string(op) + ": `x_scale` and `w_scale` are of float8 `x`" +
+                                   (scaled ? ", which needs both" : " alone"));
+  }
+  if (!scaled) return Status();
+  const Argument x_scale{op, "x_scale", *scales.x};
+  const Argument w_scale{op, "w_scale", *scales.w};
+  TIERCEL_RETURN_IF_ERROR(check_rank(x_scale, 1));
+  TIERCEL_RETURN_IF_ERROR(check_rank(w_scale, 2));
+  TIERCEL_RETURN_IF_ERROR(check_scale(x_scale, x));
+  TIERCEL_RETURN_IF_ERROR(check_scale(w_scale, x));
+  if (scales.x->shape[0] != 1) {
+    TIERCEL_RETURN_IF_ERROR(check_shape(x_scale, {x.view.shape[0]}, "[rows of x]"));
+  }
+  if (scales.w->shape[1] == 1) return check_shape(w_scale, {w.shape[0], 1}, "[E, 1]");
+  return check_shape(w_scale, {w.shape[0], w.shape[1]}, "[E, rows of weights]");
+}
+
+Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScales& scales,
+               const MoeRouting& routing, const TensorView* weights, const MoeIds& ids,
+               const TensorView& out, MoeActivation activation, Call* call) {
+  const char* op = up ? "moe_up" : "moe_down";
   const Argument x_arg{op, "x", x};
   const Argument w_arg{op, up ? "w_up" : "w_down", w};
   const Argument out_arg{op, "out", out};
   TIERCEL_RETURN_IF_ERROR(check_rank(x_arg, 2));
   TIERCEL_RETURN_IF_ERROR(check_rank(w_arg, 3));
   TIERCEL_RETURN_IF_ERROR(check_rank(out_arg, 2));
-  TIERCEL_RETURN_IF_ERROR(check_dtype(x_arg, {DType::kBFloat16, DType::kFloat16}));
+  TIERCEL_RETURN_IF_ERROR(
+      check_dtype(x_arg, {DType::kBFloat16, DType::kFloat16, DType::kFloat8E4M3}));
   TIERCEL_RETURN_IF_ERROR(check_dtype(w_arg, {x.dtype}));
-  TIERCEL_RETURN_IF_ERROR(check_dtype(out_arg, {x.dtype}));
+  const bool scaled = x.dtype == DType::kFloat8E4M3;
+  TIERCEL_RETURN_IF_ERROR(check_dtype(out_arg, {scaled ? DType::kBFloat16 : x.dtype}));
   const int64_t experts = w.shape[0], k = x.shape[1];
   const int64_t elements = out.shape[0], rows = out.shape[1];
   if (up) {
@@ -91,6 +151,7 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeRouti
     TIERCEL_RETURN_IF_ERROR(check_cuda(*argument));
   }
   TIERCEL_RETURN_IF_ERROR(check_contiguous(out_arg));
+  TIERCEL_RETURN_IF_ERROR(check_scales(op, x_arg, w, scales));
   TIERCEL_RETURN_IF_ERROR(check_routing(op, x_arg, routing));
   if (weights != nullptr) {
     const Argument weights_arg{op, "weights", *weights};
@@ -100,101 +161,123 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeRouti
     TIERCEL_RETURN_IF_ERROR(check_cuda(weights_arg));
     TIERCEL_RETURN_IF_ERROR(check_contiguous(weights_arg));
   }
+  if (ids.ids != nullptr) {
+    const Argument ids_arg{op, "topk_ids", *ids.ids};
+    TIERCEL_RETURN_IF_ERROR(check_rank(ids_arg, 2));
+    TIERCEL_RETURN_IF_ERROR(check_dtype(ids_arg, {DType::kInt32, DType::kInt64}));
+    const bool whole = ids.ids->shape[0] * ids.ids->shape[1] == elements;
+    if (!whole) {
+      return Status::InvalidArgument(mismatch(ids_arg,
+                                              "have " + std::to_string(elements) + " elements",
+                                              shape_text(ids.ids->shape, 2)));
+    }
+    TIERCEL_RETURN_IF_ERROR(check_same_device(ids_arg, x_arg));
+    TIERCEL_RETURN_IF_ERROR(check_cuda(ids_arg));
+    TIERCEL_RETURN_IF_ERROR(check_contiguous(ids_arg));
+  }
   const int64_t slots = routing.sorted_token_ids.shape[0];
   if (elements == 0 || rows == 0 || slots == 0) return Status();
-  if (k < kMoeLeastK || k % 8 != 0 || k > INT32_MAX / 2) {
+  const int piece = scaled ? 16 : 8;  // elements that are copied at a time
+  if (k < piece || k % piece != 0 || rows % 8 != 0) {
+    const std::string columns = "a multiple of " + std::to_string(piece) + " columns";
     return Status::Unimplemented(
-        mismatch(x_arg, "have a multiple of 8 columns, " + std::to_string(kMoeLeastK) + " or more",
-                 shape_text(x.shape, 2)));
+        mismatch(w_arg, "give a multiple of 8 rows of the result and have " + columns,
+                 shape_text(w.shape, 3)));
   }
   TIERCEL_RETURN_IF_ERROR(check_rows(x_arg));
   TIERCEL_RETURN_IF_ERROR(check_rows(w_arg));
-  const int64_t tiles = ceil_div(rows, up ? kMoeTile : 2 * kMoeTile);
-  call->units = slots / routing.block_size * tiles;
-  if (elements > INT32_MAX || rows > INT32_MAX || slots > INT32_MAX || call->units > INT32_MAX) {
+  TIERCEL_RETURN_IF_ERROR(check_rows(out_arg));
+  const MoeMlpKernel* kernel = choose(up, x.dtype, activation, routing.block_size);
+  const int half = kernel->variant.tile_n / 2;
+  const int64_t columns = ceil_div(rows, up ? half : 2 * half);
+  call->tiles = ceil_div(slots / routing.block_size, kernel->variant.cluster) * columns;
+  const int64_t last_x = x.shape[0] * (x.strides[0] / piece);  // the kernel counts in 16 bytes
+  const int64_t largest =
+      std::max({2 * elements, rows, slots, k, call->tiles, last_x, w.shape[1], x.strides[0]});
+  if (largest > INT32_MAX) {
     return Status::Unimplemented(std::string(op) + ": too large for one launch, got " +
                                  shape_text(out.shape, 2) + " from " + shape_text(w.shape, 3));
   }
-
-  MoeMlpArgs& args = call->args;
-  args.x = static_cast<const char*>(x.data);
-  args.x_row = x.strides[0] * 2;
-  args.divide = up ? static_cast<int>(elements / x.shape[0]) : 1;
-  args.w = static_cast<const char*>(w.data);
-  args.w_expert = w.strides[0] * 2;
-  args.w_row = w.strides[1] * 2;
-  args.w_second = args.w_row * (up ? rows : kMoeTile);
-  args.tiles = static_cast<int>(tiles);
-  args.rows = static_cast<int>(rows);
-  args.k = static_cast<int>(k);
-  args.sorted_ids = static_cast<const int32_t*>(routing.sorted_token_ids.data);
-  args.expert_ids = static_cast<const int32_t*>(routing.expert_ids.data);
-  args.used = static_cast<const int32_t*>(routing.num_tokens_post_padded.data);
-  args.elements = static_cast<int>(elements);
-  args.weights = weights != nullptr ? static_cast<const float*>(weights->data) : nullptr;
-  args.out = static_cast<uint16_t*>(out.data);
-  args.activation = activation;
-
-  const int tokens = static_cast<int>(routing.block_size);
-  call->kernel = moe_mlp_kernel(up, x.dtype, tokens);
-  // A multiprocessor holds one block; how many units there are is known on the device only.
-  call->config.grid.x = static_cast<uint32_t>(std::min<int64_t>(call->units, multiprocessors));
-  call->config.block.x = kMoeWarps * 32;
-  call->config.dynamic_smem = moe_shared(tokens);
-  call->config.dependent = true;
-  return Status();
+  call->x = x.data;
+  call->sorted = routing.sorted_token_ids.data;
+  call->experts = routing.expert_ids.data;
+  call->used = routing.num_tokens_post_padded.data;
+  call->weights = data_of(weights);
+  call->ids = data_of(ids.ids);
+  call->x_scale = data_of(scales.x);
+  call->w_scale = data_of(scales.w);
+  call->out = out.data;
+  call->expert_count = static_cast<int32_t>(experts);
+  call->w_rows = static_cast<int32_t>(w.shape[1]);
+  call->k = static_cast<int32_t>(k);
+  call->second = static_cast<int32_t>(up ? rows : half);
+  call->rows = static_cast<int32_t>(rows);
+  call->elements = static_cast<int32_t>(elements);
+  call->divide = up ? static_cast<int32_t>(elements / x.shape[0]) : 1;
+  call->x_pieces = static_cast<int32_t>(x.strides[0] / piece);
+  call->id_words = ids.ids != nullptr && ids.ids->dtype == DType::kInt64 ? 2 : 1;
+  call->bound = static_cast<int32_t>(std::min<int64_t>(ids.experts, INT32_MAX));
+  call->early = ids.ids != nullptr;
+  call->x_scale_step = scaled && scales.x->shape[0] != 1;
+  call->w_scale_expert = scaled ? static_cast<int32_t>(scales.w->shape[1]) : 0;
+  call->w_scale_step = scaled && scales.w->shape[1] != 1;
+  call->kernel = kernel;
+  // The map's own rules, said before a driver is asked for.
+  return check_tensor_map(kernel->maps[0], w, op, up ? "w_up" : "w_down");
 }
 
-Status launch(bool up, const TensorView& x, const TensorView& w, const MoeRouting& routing,
-              const TensorView* weights, const TensorView& out, MoeActivation activation,
-              void* stream) {
-  Call call;
-  // Any number will do for the checks, which come before a driver is asked for.
-  TIERCEL_RETURN_IF_ERROR(prepare(up, x, w, routing, weights, out, activation, 1, &call));
-  if (call.kernel == nullptr) return Status();
+Status launch(bool up, const TensorView& x, const TensorView& w, const MoeScales& scales,
+              const MoeRouting& routing, const TensorView* weights, const MoeIds& ids,
+              const TensorView& out, MoeActivation activation, void* stream) {
+  Call c;
+  TIERCEL_RETURN_IF_ERROR(prepare(up, x, w, scales, routing, weights, ids, out, activation, &c));
+  if (c.kernel == nullptr) return Status();
   int multiprocessors = 0;
   TIERCEL_RETURN_IF_ERROR(multiprocessor_count(x.device_index, &multiprocessors));
-  call.config.grid.x = static_cast<uint32_t>(std::min<int64_t>(call.units, multiprocessors));
-  void* pointers[] = {&call.args};
-  return call.kernel->launch(call.config, x.device_index, stream, pointers);
+  const char* op = up ? "moe_up" : "moe_down";
+  TIERCEL_RETURN_IF_ERROR(
+      encode_tensor_map(c.kernel->maps[0], w, op, up ? "w_up" : "w_down", &c.w));
+  void* args[] = {
+      &c.w,        &c.x,       &c.sorted,  &c.experts,      &c.used,           &c.weights,
+      &c.ids,      &c.x_scale, &c.w_scale, &c.out,          &c.expert_count,   &c.w_rows,
+      &c.k,        &c.second,  &c.rows,    &c.elements,     &c.divide,         &c.x_pieces,
+      &c.id_words, &c.bound,   &c.early,   &c.x_scale_step, &c.w_scale_expert, &c.w_scale_step};
+  return c.kernel->kernel.launch(c.config(multiprocessors), x.device_index, stream, args);
 }
 
 }  // namespace
 
-Status moe_mlp_plan(bool up, const TensorView& x, const TensorView& w, const MoeRouting& routing,
-                    const TensorView* weights, const TensorView& out, MoeActivation activation,
-                    int multiprocessors, MoeMlpPlan* plan) {
+Status moe_mlp_plan(bool up, const TensorView& x, const TensorView& w, const MoeScales& scales,
+                    const MoeRouting& routing, const TensorView* weights, const MoeIds& ids,
+                    const TensorView& out, MoeActivation activation, int multiprocessors,
+                    MoeMlpPlan* plan) {
   Call call;
-  TIERCEL_RETURN_IF_ERROR(
-      prepare(up, x, w, routing, weights, out, activation, multiprocessors, &call));
-  *plan = {"none", 0, 0, 0, 0, 0, 0};
+  TIERCEL_RETURN_IF_ERROR(prepare(up, x, w, scales, routing, weights, ids, out, activation, &call));
+  *plan = {"none", 0, 0, 0, 0, 0, 0, 0};
   if (call.kernel == nullptr) return Status();
-  const int tokens = static_cast<int>(routing.block_size);
-  *plan = {call.kernel->name(),     tokens,
-           moe_stages(tokens),      static_cast<int>(call.units),
-           call.config.grid.x,      call.config.block.x,
-           call.config.dynamic_smem};
+  const MoeMlpVariant& v = call.kernel->variant;
+  const LaunchConfig config = call.config(multiprocessors);
+  *plan = {call.kernel->kernel.name(),   v.tile_m,      v.tile_n,       v.cluster,
+           static_cast<int>(call.tiles), config.grid.x, config.block.x, config.dynamic_smem};
   return Status();
 }
 
-Status moe_up(const TensorView& x, const TensorView& w, const MoeRouting& routing,
-              const TensorView& out, MoeActivation activation, void* stream) {
-  return launch(true, x, w, routing, nullptr, out, activation, stream);
+Status moe_up(const TensorView& x, const TensorView& w, const MoeScales& scales,
+              const MoeRouting& routing, const TensorView& out, MoeActivation activation,
+              void* stream) {
+  return launch(true, x, w, scales, routing, nullptr, {nullptr, 0}, out, activation, stream);
 }
 
-Status moe_down(const TensorView& x, const TensorView& w, const MoeRouting& routing,
-                const TensorView* weights, const TensorView& out, void* stream) {
-  return launch(false, x, w, routing, weights, out, MoeActivation::kSilu, stream);
+Status moe_down(const TensorView& x, const TensorView& w, const MoeScales& scales,
+                const MoeRouting& routing, const TensorView* weights, const MoeIds& ids,
+                const TensorView& out, void* stream) {
+  return launch(false, x, w, scales, routing, weights, ids, out, MoeActivation::kSilu, stream);
 }
 
 Status moe_mlp_load(int device) {
-  for (bool up : {true, false}) {
-    for (DType dtype : {DType::kBFloat16, DType::kFloat16}) {
-      for (int tokens : {8, 16, 32}) {
-        TIERCEL_RETURN_IF_ERROR(moe_mlp_kernel(up, dtype, tokens)->load(device));
-      }
-    }
-  }
+  int count = 0;
+  const MoeMlpKernel* kernels = moe_mlp_kernels(&count);
+  for (int i = 0; i < count; ++i) TIERCEL_RETURN_IF_ERROR(kernels[i].kernel.load(device));
   return Status();
 }
 

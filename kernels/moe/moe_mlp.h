@@ -14,9 +14,10 @@ enum class MoeActivation { kSilu, kGelu, kRelu, kGeluResidual };
 // What a call would launch.
 struct MoeMlpPlan {
   const char* kernel;  // "none" where nothing is to be done
-  int tokens;          // of a block of the routing
-  int stages;
-  int units;  // at most, that warps take
+  int tile_m;          // slots of the routing's blocks
+  int tile_n;          // rows of weights, a tile
+  int cluster;
+  int tiles;  // at most: how many blocks are in use is known on the device only
   unsigned grid;
   unsigned block;
   unsigned dynamic_smem;
@@ -30,25 +31,45 @@ struct MoeRouting {
   int64_t block_size;
 };
 
+// Of topk_ids itself, for `down`: with them, rows of ids that are no expert's (not within 0 to
+// `experts` - 1, of all devices) are zeroed, since they are in no block. They also say that the
+// routing was made before the launch before this one, so that this one may read it before that has
+// ended.
+struct MoeIds {
+  const TensorView* ids;  // [T, k] int32 or int64, contiguous; or null
+  int64_t experts;
+};
+
+// Of float8 x and w, both float32: [rows of x] or [1], and [E, rows of w] or [E, 1], contiguous.
+// With other dtypes both are null.
+struct MoeScales {
+  const TensorView* x;
+  const TensorView* w;
+};
+
 // x [T, H], w [E, 2 * I, H], out [elements, I] with elements a multiple of T: element e of topk_ids
 // is of row e / (elements / T) of x.
 //   [a, b] = x @ w[expert].T;  out = silu(a) * b, gelu(a) * b, relu(a) * b, or gelu(a) * (b + 1)
 // x [elements, I], w [E, H, I], weights [elements] float32 or null, out [elements, H].
 //   out = weights * (x @ w[expert].T); zeros where the expert is -1
-// bfloat16 or float16, float32 sums. Rows of x and w are of neighbouring elements, at multiples of
-// 16 bytes; w's are evenly spaced; out is contiguous. What the routing leaves out is not written.
+// bfloat16, float16, or float8_e4m3fn with a bfloat16 result; float32 sums. Rows of x and w are of
+// neighbouring elements, at multiples of 16 bytes, and of a multiple of 16 bytes; out is contiguous
+// with rows of a multiple of 8 elements. What the routing leaves out is not written.
 
 // All checks and the choice of kernel for a device with that many multiprocessors; needs no GPU and
 // no driver.
-Status moe_mlp_plan(bool up, const TensorView& x, const TensorView& w, const MoeRouting& routing,
-                    const TensorView* weights, const TensorView& out, MoeActivation activation,
-                    int multiprocessors, MoeMlpPlan* plan);
+Status moe_mlp_plan(bool up, const TensorView& x, const TensorView& w, const MoeScales& scales,
+                    const MoeRouting& routing, const TensorView* weights, const MoeIds& ids,
+                    const TensorView& out, MoeActivation activation, int multiprocessors,
+                    MoeMlpPlan* plan);
 
 // The same for the tensors' device, then the launch on `stream` (a CUstream).
-Status moe_up(const TensorView& x, const TensorView& w, const MoeRouting& routing,
-              const TensorView& out, MoeActivation activation, void* stream);
-Status moe_down(const TensorView& x, const TensorView& w, const MoeRouting& routing,
-                const TensorView* weights, const TensorView& out, void* stream);
+Status moe_up(const TensorView& x, const TensorView& w, const MoeScales& scales,
+              const MoeRouting& routing, const TensorView& out, MoeActivation activation,
+              void* stream);
+Status moe_down(const TensorView& x, const TensorView& w, const MoeScales& scales,
+                const MoeRouting& routing, const TensorView* weights, const MoeIds& ids,
+                const TensorView& out, void* stream);
 
 Status moe_mlp_load(int device);
 

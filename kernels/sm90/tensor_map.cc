@@ -4,6 +4,7 @@
 #include <string>
 
 #include "kernels/sm90/checks.h"
+#include "kernels/sm90/context.h"
 #include "kernels/sm90/driver.h"
 
 namespace tiercel {
@@ -68,6 +69,8 @@ Status check_tensor_map(const TensorMapSpec& spec, const TensorView& view, const
 Status encode_tensor_map(const TensorMapSpec& spec, const TensorView& view, const char* op,
                          const char* name, CUtensorMap* map) {
   TIERCEL_RETURN_IF_ERROR(check_tensor_map(spec, view, op, name));
+  ContextScope context;
+  TIERCEL_RETURN_IF_ERROR(context.enter(view.device_index));
   const int64_t element = dtype_bytes(view.dtype);
   // The copy engine counts dimensions from the innermost.
   cuuint64_t dims[kTensorMapMaxRank], strides[kTensorMapMaxRank];

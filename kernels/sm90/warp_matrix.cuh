@@ -49,6 +49,23 @@ __device__ __forceinline__ uint32_t warp_transpose(uint32_t word) {
   return turned;
 }
 
+// Four 8x8 matrices of 16-bit elements from shared memory; lane 8 m + r has the place of row r of
+// matrix m. Lane 4 g + t gets columns 2t and 2t + 1 of row g, or turned rows 2t, 2t + 1 of column g.
+template <bool kTurned>
+__device__ __forceinline__ void load_matrices(uint32_t (&words)[4], uint32_t place) {
+  if constexpr (kTurned) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(place)
+                 : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(place)
+                 : "memory");
+  }
+}
+
 }  // namespace tiercel
 
 #endif  // KERNELS_SM90_WARP_MATRIX_CUH_

@@ -5,8 +5,6 @@
 #include "python/bindings/families.h"
 #include "python/bindings/optional_tensor.h"
 
-namespace py = pybind11;
-
 namespace tiercel::python {
 namespace {
 
@@ -136,8 +134,6 @@ PyMethodDef functions[] = {
 
 }  // namespace
 
-void AddActivation(py::module_& module) {
-  if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
-}
+PyMethodDef* ActivationFunctions() { return functions; }
 
 }  // namespace tiercel::python

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "python/bindings/allocate.h"
 
+#include "python/bindings/call.h"
 #include "python/bindings/eager.h"
-
-namespace py = pybind11;
+#include "python/bindings/reference.h"
 
 namespace tiercel::python {
 namespace {
@@ -15,6 +15,8 @@ struct Hooks {
   PyObject* current_gpu;     // () -> its index
   PyObject* keywords;        // ("dtype", "device")
   PyObject* name_device;     // "device"
+  PyObject* name_dtype;      // "dtype"
+  PyObject* float32;         // torch.float32
 };
 Hooks* hooks = nullptr;
 
@@ -74,7 +76,55 @@ PyObject* Empty(PyObject*, PyObject* const* args, Py_ssize_t count) {
     PyErr_SetString(PyExc_TypeError, "empty: expected (like, sizes, dtype), sizes a tuple");
     return nullptr;
   }
-  PyObject *like = args[0], *sizes = args[1], *dtype = args[2];
+  return NewTensor(args[0], args[1], args[2]);
+}
+
+PyObject* SetAllocationHooks(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  if (!Arguments("set_allocation_hooks", values, count).Expect(4)) return nullptr;
+  const bool fast = values[1] != Py_None && values[2] != Py_None;
+  PyObject* keywords = Py_BuildValue("(ss)", "dtype", "device");
+  PyObject* name_device = PyUnicode_InternFromString("device");
+  PyObject* name_dtype = PyUnicode_InternFromString("dtype");
+  if (keywords == nullptr || name_device == nullptr || name_dtype == nullptr) return nullptr;
+  for (Py_ssize_t i = 0; i < count; ++i) Py_INCREF(values[i]);
+  hooks = new Hooks{values[0],   fast ? values[1] : nullptr, fast ? values[2] : nullptr, keywords,
+                    name_device, name_dtype,                 values[3]};
+  Py_RETURN_NONE;
+}
+
+// A new tuple, or null with a Python exception.
+PyObject* TupleOf(std::initializer_list<int64_t> sizes) {
+  Reference tuple(PyTuple_New(static_cast<Py_ssize_t>(sizes.size())));
+  Py_ssize_t i = 0;
+  for (const int64_t size : sizes) {
+    PyObject* number = tuple ? PyLong_FromLongLong(size) : nullptr;
+    if (number == nullptr) return nullptr;
+    PyTuple_SET_ITEM(tuple.get(), i++, number);
+  }
+  return tuple.Release();
+}
+
+// False with a Python exception.
+bool HasHooks() {
+  if (hooks == nullptr) {
+    PyErr_SetString(PyExc_RuntimeError, "tiercel allocates nothing without PyTorch");
+  }
+  return hooks != nullptr;
+}
+
+PyMethodDef functions[] = {
+    {"empty", AsMethod(Empty), METH_FASTCALL,
+     "empty(like, sizes, dtype, /)\n--\n\n"
+     "A new contiguous tensor of torch's on the device of `like`; `sizes` is a tuple."},
+    {"set_allocation_hooks", AsMethod(SetAllocationHooks), METH_FASTCALL,
+     "set_allocation_hooks(empty, on_current_gpu, current_gpu, float32, /)\n--\n\n"
+     "What of torch's to call: `empty`; the next two may be None. And its float32."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace
+
+PyObject* NewTensor(PyObject* like, PyObject* sizes, PyObject* dtype) {
   const int fast = ArePlainInts(sizes) ? IsOnCurrentGpu(like) : 0;
   if (fast < 0) return nullptr;
   if (fast == 0) return AnyDevice(like, sizes, dtype);
@@ -86,26 +136,18 @@ PyObject* Empty(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return tensor;
 }
 
-void SetAllocationHooks(py::object empty, py::object on_current_gpu, py::object current_gpu) {
-  const bool fast = !on_current_gpu.is_none() && !current_gpu.is_none();
-  hooks = new Hooks{empty.release().ptr(), fast ? on_current_gpu.release().ptr() : nullptr,
-                    fast ? current_gpu.release().ptr() : nullptr,
-                    py::make_tuple("dtype", "device").release().ptr(),
-                    PyUnicode_InternFromString("device")};
+PyObject* NewTensor(PyObject* like, std::initializer_list<int64_t> sizes) {
+  if (!HasHooks()) return nullptr;
+  const Reference tuple(TupleOf(sizes)), dtype(PyObject_GetAttr(like, hooks->name_dtype));
+  return tuple && dtype ? NewTensor(like, tuple.get(), dtype.get()) : nullptr;
 }
 
-PyMethodDef functions[] = {
-    {"empty", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(Empty)), METH_FASTCALL,
-     "empty(like, sizes, dtype, /)\n--\n\n"
-     "A new contiguous tensor of torch's on the device of `like`; `sizes` is a tuple."},
-    {nullptr, nullptr, 0, nullptr},
-};
-
-}  // namespace
-
-void AddAllocate(py::module_& module) {
-  if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
-  module.def("set_allocation_hooks", &SetAllocationHooks);
+PyObject* NewFloat32(PyObject* like, std::initializer_list<int64_t> sizes) {
+  if (!HasHooks()) return nullptr;
+  const Reference tuple(TupleOf(sizes));
+  return tuple ? NewTensor(like, tuple.get(), hooks->float32) : nullptr;
 }
+
+PyMethodDef* AllocateFunctions() { return functions; }
 
 }  // namespace tiercel::python

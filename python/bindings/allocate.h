@@ -3,11 +3,22 @@
 #ifndef PYTHON_BINDINGS_ALLOCATE_H_
 #define PYTHON_BINDINGS_ALLOCATE_H_
 
-#include <pybind11/pybind11.h>
+#include <Python.h>
+
+#include <cstdint>
+#include <initializer_list>
 
 namespace tiercel::python {
 
-void AddAllocate(pybind11::module_& module);
+// A new contiguous tensor of torch's on the device of `like`, or null with a Python exception;
+// `sizes` is exactly a tuple.
+PyObject* NewTensor(PyObject* like, PyObject* sizes, PyObject* dtype);
+
+// The same of the dtype of `like`, or of float32.
+PyObject* NewTensor(PyObject* like, std::initializer_list<int64_t> sizes);
+PyObject* NewFloat32(PyObject* like, std::initializer_list<int64_t> sizes);
+
+PyMethodDef* AllocateFunctions();
 
 }  // namespace tiercel::python
 

@@ -6,8 +6,6 @@
 #include "python/bindings/families.h"
 #include "python/bindings/optional_tensor.h"
 
-namespace py = pybind11;
-
 namespace tiercel::python {
 namespace {
 
@@ -101,8 +99,6 @@ PyMethodDef functions[] = {
 
 }  // namespace
 
-void AddAttentionBackward(py::module_& module) {
-  if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
-}
+PyMethodDef* AttentionBackwardFunctions() { return functions; }
 
 }  // namespace tiercel::python

@@ -3,6 +3,8 @@
 
 #include <cstring>
 
+#include "python/bindings/reference.h"
+
 namespace tiercel::python {
 namespace {
 
@@ -21,20 +23,6 @@ const Names& names() {
   static const Names* instance = new Names;  // never destroyed: Python may be gone by then
   return *instance;
 }
-
-// Owns one reference.
-class Ref {
- public:
-  explicit Ref(PyObject* object) : object_(object) {}
-  Ref(const Ref&) = delete;
-  Ref& operator=(const Ref&) = delete;
-  ~Ref() { Py_XDECREF(object_); }
-  PyObject* get() const { return object_; }
-  explicit operator bool() const { return object_ != nullptr; }
-
- private:
-  PyObject* object_;
-};
 
 bool ReadSizes(PyObject* sizes, int max_dims, int64_t* out, int32_t* count) {
   if (!PyTuple_Check(sizes)) {
@@ -87,9 +75,9 @@ bool LooksLikeTensor(PyObject* object) {
 }
 
 bool ReadShape(PyObject* tensor, int max_dims, int64_t* shape, int64_t* strides, int32_t* ndim) {
-  const Ref sizes(PyObject_GetAttr(tensor, names().shape));
+  const Reference sizes(PyObject_GetAttr(tensor, names().shape));
   if (!sizes || !ReadSizes(sizes.get(), max_dims, shape, ndim)) return false;
-  const Ref steps(PyObject_CallMethodNoArgs(tensor, names().stride));
+  const Reference steps(PyObject_CallMethodNoArgs(tensor, names().stride));
   int32_t count = 0;
   if (!steps || !ReadSizes(steps.get(), max_dims, strides, &count)) return false;
   if (count == *ndim) return true;
@@ -106,7 +94,7 @@ bool ReadDType(PyObject* tensor, DType* dtype) {
   } cache[kEntries];
   static int next = 0;
 
-  const Ref object(PyObject_GetAttr(tensor, names().dtype));
+  const Reference object(PyObject_GetAttr(tensor, names().dtype));
   if (!object) return false;
   for (const auto& entry : cache) {
     if (entry.object == object.get()) {
@@ -114,7 +102,7 @@ bool ReadDType(PyObject* tensor, DType* dtype) {
       return true;
     }
   }
-  const Ref text(PyObject_Str(object.get()));
+  const Reference text(PyObject_Str(object.get()));
   const char* utf8 = text ? PyUnicode_AsUTF8(text.get()) : nullptr;
   if (utf8 == nullptr) return false;
   *dtype = ParseDType(utf8);
@@ -127,15 +115,15 @@ bool ReadDType(PyObject* tensor, DType* dtype) {
 }
 
 bool ReadDevice(PyObject* tensor, DeviceType* type, int32_t* index) {
-  const Ref device(PyObject_GetAttr(tensor, names().device));
+  const Reference device(PyObject_GetAttr(tensor, names().device));
   if (!device) return false;
-  const Ref kind(PyObject_GetAttr(device.get(), names().type));
+  const Reference kind(PyObject_GetAttr(device.get(), names().type));
   const char* text = kind ? PyUnicode_AsUTF8(kind.get()) : nullptr;
   if (text == nullptr) return false;
   *type = std::strcmp(text, "cuda") == 0  ? DeviceType::kCUDA
           : std::strcmp(text, "cpu") == 0 ? DeviceType::kCPU
                                           : DeviceType::kOther;
-  const Ref number(PyObject_GetAttr(device.get(), names().index));
+  const Reference number(PyObject_GetAttr(device.get(), names().index));
   if (!number) return false;
   *index = 0;
   if (number.get() == Py_None) return true;
@@ -146,7 +134,7 @@ bool ReadDevice(PyObject* tensor, DeviceType* type, int32_t* index) {
 }
 
 bool ReadPointer(PyObject* tensor, void** data) {
-  const Ref address(PyObject_CallMethodNoArgs(tensor, names().data_ptr));
+  const Reference address(PyObject_CallMethodNoArgs(tensor, names().data_ptr));
   if (!address) return false;
   *data = PyLong_AsVoidPtr(address.get());
   return *data != nullptr || !PyErr_Occurred();
@@ -155,7 +143,7 @@ bool ReadPointer(PyObject* tensor, void** data) {
 bool TorchRawStream(int32_t device_index, void** stream) {
   static PyObject* getter = nullptr;
   if (getter == nullptr) {
-    const Ref torch(PyImport_ImportModule("torch._C"));
+    const Reference torch(PyImport_ImportModule("torch._C"));
     if (!torch) return false;
     getter = PyObject_GetAttrString(torch.get(), "_cuda_getCurrentRawStream");
     if (getter == nullptr) {
@@ -164,8 +152,8 @@ bool TorchRawStream(int32_t device_index, void** stream) {
       return false;
     }
   }
-  const Ref index(PyLong_FromLong(device_index));
-  const Ref value(index ? PyObject_CallOneArg(getter, index.get()) : nullptr);
+  const Reference index(PyLong_FromLong(device_index));
+  const Reference value(index ? PyObject_CallOneArg(getter, index.get()) : nullptr);
   if (!value) return false;
   *stream = PyLong_AsVoidPtr(value.get());
   return *stream != nullptr || !PyErr_Occurred();

@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cmath>
+
 #include "kernels/attention/decode_attention.h"
 #include "kernels/attention/decode_kernels.h"
 #include "kernels/attention/merge_attention_states.h"
 #include "kernels/sm90/driver.h"
+#include "python/bindings/allocate.h"
 #include "python/bindings/call.h"
 #include "python/bindings/families.h"
 #include "python/bindings/optional_tensor.h"
-
-namespace py = pybind11;
+#include "python/bindings/reference.h"
 
 namespace tiercel::python {
 namespace {
@@ -28,23 +31,47 @@ bool ReadFloat(PyObject* object, double* value) {
   return !(*value == -1.0 && PyErr_Occurred());
 }
 
-// (q, k_cache, v_cache, page_table, seqused_k, out; prefix, k_scale, v_scale, lse, workspace, each
-// or None; left, right, scale, softcap, max_keys, split).
+// None or (left, right).
+bool ReadWindow(PyObject* object, DecodeOptions* options) {
+  options->left = options->right = -1;
+  if (object == Py_None) return true;
+  const Reference limits(
+      PySequence_Fast(object, "decode_attention: `window` must be None or (left, right)"));
+  if (!limits) return false;
+  if (PySequence_Fast_GET_SIZE(limits.get()) != 2) {
+    PyErr_SetString(PyExc_ValueError, "decode_attention: `window` must be None or (left, right)");
+    return false;
+  }
+  return ReadInteger(PySequence_Fast_GET_ITEM(limits.get(), 0), &options->left) &&
+         ReadInteger(PySequence_Fast_GET_ITEM(limits.get(), 1), &options->right);
+}
+
+constexpr int kInputs = 5;
+
 struct DecodeCall {
   PythonTensor q, k_cache, v_cache, page_table, seqused_k, out;
   OptionalTensor prefix, k_scale, v_scale, lse, workspace;
   DecodeOptions options;
 
+  bool ReadInputs(PyObject* const* values) {
+    return q.Read(values[0], kDecode, "q") && k_cache.Read(values[1], kDecode, "k_cache") &&
+           v_cache.Read(values[2], kDecode, "v_cache") &&
+           page_table.Read(values[3], kDecode, "page_table") &&
+           seqused_k.Read(values[4], kDecode, "seqused_k");
+  }
+  bool ReadOptional(PyObject* const* values) {
+    return prefix.Read(values[0], kDecode, "prefix") &&
+           k_scale.Read(values[1], kDecode, "k_scale") &&
+           v_scale.Read(values[2], kDecode, "v_scale");
+  }
+
+  // (q, k_cache, v_cache, page_table, seqused_k, out; prefix, k_scale, v_scale, lse, workspace,
+  // each or None; left, right, scale, softcap, max_keys, split).
   bool Parse(PyObject* const* values, Py_ssize_t count) {
-    Arguments arguments(kDecode, values, count);
     int64_t split = 0;
-    if (!arguments.Expect(17) || !arguments.NextTensor("q", &q) ||
-        !arguments.NextTensor("k_cache", &k_cache) || !arguments.NextTensor("v_cache", &v_cache) ||
-        !arguments.NextTensor("page_table", &page_table) ||
-        !arguments.NextTensor("seqused_k", &seqused_k) || !arguments.NextTensor("out", &out) ||
-        !prefix.Read(values[6], kDecode, "prefix") ||
-        !k_scale.Read(values[7], kDecode, "k_scale") ||
-        !v_scale.Read(values[8], kDecode, "v_scale") || !lse.Read(values[9], kDecode, "lse") ||
+    if (!Arguments(kDecode, values, count).Expect(17) || !ReadInputs(values) ||
+        !out.Read(values[5], kDecode, "out") || !ReadOptional(values + 6) ||
+        !lse.Read(values[9], kDecode, "lse") ||
         !workspace.Read(values[10], kDecode, "workspace") ||
         !ReadInteger(values[11], &options.left) || !ReadInteger(values[12], &options.right) ||
         !ReadFloat(values[13], &options.scale) || !ReadFloat(values[14], &options.softcap) ||
@@ -54,6 +81,20 @@ struct DecodeCall {
     options.split = split < -1 || split > 1024 ? 1024 : static_cast<int>(split);
     return true;
   }
+
+  // (causal, window, scale, softcap, max_seqused_k), as the public operators take them.
+  bool ReadOptions(PyObject* const* values) {
+    const int causal = PyObject_IsTrue(values[0]);
+    if (causal < 0 || !ReadWindow(values[1], &options)) return false;
+    if (causal == 1) options.right = 0;
+    const TensorView& view = q.view();
+    const int64_t d = view.ndim > 0 ? view.shape[view.ndim - 1] : 1;
+    options.scale = 1.0 / std::sqrt(static_cast<double>(std::max<int64_t>(d, 1)));
+    return (values[2] == Py_None || ReadFloat(values[2], &options.scale)) &&
+           (values[3] == Py_None || ReadFloat(values[3], &options.softcap)) &&
+           (values[4] == Py_None || ReadInteger(values[4], &options.max_keys));
+  }
+
   DecodeTensors tensors() const {
     return {q.view(),         k_cache.view(), v_cache.view(),  page_table.view(),
             seqused_k.view(), out.view(),     prefix.view(),   k_scale.view(),
@@ -61,17 +102,61 @@ struct DecodeCall {
   }
 };
 
+// False with a Python exception. `needed` stays 0 when it was launched.
+bool LaunchDecode(const DecodeCall& call, int64_t* needed) {
+  PyObject* launched = Launch(call.q, [&](void* stream) {
+    return decode_attention(call.tensors(), call.options, stream, needed);
+  });
+  Py_XDECREF(launched);
+  return launched != nullptr;
+}
+
 // Zero when launched; otherwise the floats of workspace that it needs first.
 PyObject* Decode(PyObject*, PyObject* const* values, Py_ssize_t count) {
   DecodeCall call;
-  if (!call.Parse(values, count)) return nullptr;
   int64_t needed = 0;
-  PyObject* launched = Launch(call.q, [&](void* stream) {
-    return decode_attention(call.tensors(), call.options, stream, &needed);
-  });
-  if (launched == nullptr) return nullptr;
-  Py_DECREF(launched);
+  if (!call.Parse(values, count) || !LaunchDecode(call, &needed)) return nullptr;
   return PyLong_FromLongLong(needed);
+}
+
+// A public operator as a whole: allocates what is not given, then launches. Its arguments are the
+// inputs; `out` and `lse`, if given; prefix and scales; options.
+template <bool kGiven, bool kLse>
+PyObject* DecodeOperator(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  constexpr int kOutputs = !kGiven ? 0 : kLse ? 2 : 1;
+  DecodeCall call;
+  PyObject* const* rest = values + kInputs + kOutputs;
+  if (!Arguments(kDecode, values, count).Expect(kInputs + kOutputs + 8) ||
+      !call.ReadInputs(values) || !call.ReadOptional(rest) || !call.ReadOptions(rest + 3)) {
+    return nullptr;
+  }
+  const TensorView& q = call.q.view();
+  if (q.ndim != 4) {
+    PyErr_Format(PyExc_ValueError, "%s: `q` must have 4 dimensions, got %d", kDecode, q.ndim);
+    return nullptr;
+  }
+  Reference out, lse, workspace;
+  if (kGiven) {
+    out.Take(Py_NewRef(values[kInputs]));
+    if (kLse) lse.Take(Py_NewRef(values[kInputs + 1]));
+  } else {
+    out.Take(NewTensor(values[0], {q.shape[0], q.shape[1], q.shape[2], q.shape[3]}));
+    if (kLse && out) lse.Take(NewFloat32(values[0], {q.shape[0], q.shape[2], q.shape[1]}));
+  }
+  int64_t needed = 0;
+  if (!out || !call.out.Read(out.get(), kDecode, "out") || (kLse && !lse) ||
+      (kLse && !call.lse.Read(lse.get(), kDecode, "lse")) || !LaunchDecode(call, &needed)) {
+    return nullptr;
+  }
+  if (needed > 0) {
+    workspace.Take(NewFloat32(values[0], {needed}));
+    if (!workspace || !call.workspace.Read(workspace.get(), kDecode, "workspace") ||
+        !LaunchDecode(call, &needed)) {
+      return nullptr;
+    }
+  }
+  if (kGiven) Py_RETURN_NONE;
+  return kLse ? PyTuple_Pack(2, out.get(), lse.get()) : out.Release();
 }
 
 PyObject* DecodePlanOf(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -161,6 +246,16 @@ PyMethodDef functions[] = {
      "decode_attention_plan(q, k_cache, v_cache, page_table, seqused_k, out, prefix, k_scale, "
      "v_scale, lse, workspace, left, right, scale, softcap, max_keys, split, /)\n--\n\n"
      "Checks the arguments as a launch does and returns the configuration. Needs no GPU."},
+    {"decode_attention_new", AsMethod(DecodeOperator<false, false>), METH_FASTCALL,
+     "decode_attention_new(q, k_cache, v_cache, page_table, seqused_k, prefix, k_scale, v_scale, "
+     "causal, window, scale, softcap, max_seqused_k, /)\n--\n\n"
+     "The operator: allocates its result and what it needs, launches the kernels."},
+    {"decode_attention_new_lse", AsMethod(DecodeOperator<false, true>), METH_FASTCALL,
+     "decode_attention_new_lse(...)\n--\n\nThe same; returns (out, lse)."},
+    {"decode_attention_out", AsMethod(DecodeOperator<true, false>), METH_FASTCALL,
+     "decode_attention_out(...)\n--\n\nThe same; `out` is given after `seqused_k`."},
+    {"decode_attention_out_lse", AsMethod(DecodeOperator<true, true>), METH_FASTCALL,
+     "decode_attention_out_lse(...)\n--\n\nThe same; `out` and `lse` are given there."},
     {"decode_attention_load", DecodeLoad, METH_O,
      "decode_attention_load(device, /)\n--\n\nLoads the kernels on a CUDA device, by its index."},
     {"merge_attention_states", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(Merge)),
@@ -179,8 +274,6 @@ PyMethodDef functions[] = {
 
 }  // namespace
 
-void AddDecode(py::module_& module) {
-  if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
-}
+PyMethodDef* DecodeFunctions() { return functions; }
 
 }  // namespace tiercel::python

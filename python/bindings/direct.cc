@@ -7,8 +7,6 @@
 
 #include "python/bindings/eager.h"
 
-namespace py = pybind11;
-
 namespace tiercel::python {
 namespace {
 
@@ -169,10 +167,6 @@ PyType_Spec spec = {"tiercel._C.Direct", sizeof(Direct), 0,
 
 }  // namespace
 
-void AddDirect(py::module_& module) {
-  PyObject* type = PyType_FromSpec(&spec);
-  if (type == nullptr) throw py::error_already_set();
-  module.add_object("Direct", py::reinterpret_steal<py::object>(type));
-}
+PyObject* MakeDirectType() { return PyType_FromSpec(&spec); }
 
 }  // namespace tiercel::python

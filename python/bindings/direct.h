@@ -2,12 +2,13 @@
 #ifndef PYTHON_BINDINGS_DIRECT_H_
 #define PYTHON_BINDINGS_DIRECT_H_
 
-#include <pybind11/pybind11.h>
+#include <Python.h>
 
 namespace tiercel::python {
 
 // Adds the type Direct, an operator's eager call.
-void AddDirect(pybind11::module_& module);
+// A new reference to the type, or null with a Python exception.
+PyObject* MakeDirectType();
 
 }  // namespace tiercel::python
 

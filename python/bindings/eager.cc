@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "python/bindings/eager.h"
 
-namespace py = pybind11;
+#include "python/bindings/call.h"
 
 namespace tiercel::python {
 namespace {
@@ -10,9 +10,12 @@ namespace {
 // would take longer than what it does. Only for tensors whose type is torch's own.
 class TensorReader {
  public:
-  TensorReader(PyObject* type, const char* name) : name_(PyUnicode_InternFromString(name)) {
-    PyObject* found = PyObject_GetAttr(type, name_);  // kept: torch's types live as long as we do
-    if (found == nullptr) throw py::error_already_set();
+  // False with a Python exception.
+  bool Find(PyObject* type, const char* name) {
+    name_ = PyUnicode_InternFromString(name);
+    // Kept: torch's types live as long as we do.
+    PyObject* found = name_ == nullptr ? nullptr : PyObject_GetAttr(type, name_);
+    if (found == nullptr) return false;
     if (Py_IS_TYPE(found, &PyMethodDescr_Type)) {
       const PyMethodDef* method = reinterpret_cast<PyMethodDescrObject*>(found)->d_method;
       if (method->ml_flags == METH_NOARGS) method_ = method->ml_meth;
@@ -20,6 +23,7 @@ class TensorReader {
     } else if (Py_IS_TYPE(found, &PyGetSetDescr_Type)) {
       property_ = reinterpret_cast<PyGetSetDescrObject*>(found)->d_getset;
     }
+    return true;
   }
 
   PyObject* Read(PyObject* tensor) const {
@@ -29,7 +33,7 @@ class TensorReader {
   }
 
  private:
-  PyObject* name_;
+  PyObject* name_ = nullptr;
   PyCFunction method_ = nullptr;
   const PyGetSetDef* property_ = nullptr;
   bool is_method_ = false;
@@ -48,6 +52,7 @@ struct Hooks {
   TensorReader needs_grad;
   TensorReader is_neg;
   TensorReader device;
+  TensorReader dtype;
 };
 Hooks* hooks = nullptr;
 
@@ -100,28 +105,38 @@ PyObject* RouteOf(PyObject*, PyObject* const* tensors, Py_ssize_t count) {
   return FindRoute(tensors, count, &route) ? PyLong_FromLong(static_cast<long>(route)) : nullptr;
 }
 
-void SetRouteHooks(py::object tensor, py::object parameter, py::object transforms,
-                   py::object forward_ad, py::object dispatch_modes, py::object function_modes,
-                   py::object is_tracing, py::object is_grad_enabled) {
-  const TensorReader needs_grad(tensor.ptr(), "requires_grad");
-  const TensorReader is_neg(tensor.ptr(), "is_neg");
-  const TensorReader device(tensor.ptr(), "get_device");
-  hooks = new Hooks{{tensor.release().ptr(), parameter.release().ptr()},
-                    transforms.release().ptr(),
-                    forward_ad.release().ptr(),
-                    dispatch_modes.release().ptr(),
-                    function_modes.release().ptr(),
-                    is_tracing.release().ptr(),
-                    is_grad_enabled.release().ptr(),
-                    PyUnicode_InternFromString("_current_level"),
+// In the order of the fields of Hooks.
+PyObject* SetRouteHooks(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  if (!Arguments("set_route_hooks", values, count).Expect(8)) return nullptr;
+  TensorReader needs_grad, is_neg, device, dtype;
+  PyObject* name_level = PyUnicode_InternFromString("_current_level");
+  if (name_level == nullptr || !needs_grad.Find(values[0], "requires_grad") ||
+      !is_neg.Find(values[0], "is_neg") || !device.Find(values[0], "get_device") ||
+      !dtype.Find(values[0], "dtype")) {
+    return nullptr;
+  }
+  for (Py_ssize_t i = 0; i < count; ++i) Py_INCREF(values[i]);
+  hooks = new Hooks{{values[0], values[1]},
+                    values[2],
+                    values[3],
+                    values[4],
+                    values[5],
+                    values[6],
+                    values[7],
+                    name_level,
                     needs_grad,
                     is_neg,
-                    device};
+                    device,
+                    dtype};
+  Py_RETURN_NONE;
 }
 
 PyMethodDef functions[] = {
-    {"route", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(RouteOf)), METH_FASTCALL,
+    {"route", AsMethod(RouteOf), METH_FASTCALL,
      "route(*tensors)\n--\n\nHow to run an operator on these tensors, see tiercel._eager."},
+    {"set_route_hooks", AsMethod(SetRouteHooks), METH_FASTCALL,
+     "set_route_hooks(tensor, parameter, transforms, forward_ad, dispatch_modes, function_modes, "
+     "is_tracing, is_grad_enabled, /)\n--\n\nWhat of torch's `route` asks."},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -152,9 +167,8 @@ bool FindRoute(PyObject* const* tensors, Py_ssize_t count, Route* route) {
 
 PyObject* DeviceOf(PyObject* tensor) { return hooks->device.Read(tensor); }
 
-void AddEager(py::module_& module) {
-  if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
-  module.def("set_route_hooks", &SetRouteHooks);
-}
+PyObject* DTypeObjectOf(PyObject* tensor) { return hooks->dtype.Read(tensor); }
+
+PyMethodDef* EagerFunctions() { return functions; }
 
 }  // namespace tiercel::python

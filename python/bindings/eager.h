@@ -3,7 +3,7 @@
 #ifndef PYTHON_BINDINGS_EAGER_H_
 #define PYTHON_BINDINGS_EAGER_H_
 
-#include <pybind11/pybind11.h>
+#include <Python.h>
 
 namespace tiercel::python {
 
@@ -24,7 +24,10 @@ bool FindRoute(PyObject* const* tensors, Py_ssize_t count, Route* route);
 // The index of a plain tensor's device, as Python's int; -1 on the CPU.
 PyObject* DeviceOf(PyObject* tensor);
 
-void AddEager(pybind11::module_& module);
+// A plain tensor's dtype, as torch's object. A new reference, or null with a Python exception.
+PyObject* DTypeObjectOf(PyObject* tensor);
+
+PyMethodDef* EagerFunctions();
 
 }  // namespace tiercel::python
 

@@ -6,8 +6,6 @@
 #include "python/bindings/optional_tensor.h"
 #include "python/bindings/tuned.h"
 
-namespace py = pybind11;
-
 namespace tiercel::python {
 namespace {
 
@@ -111,6 +109,10 @@ PyObject* Nvfp4LinearPlanOf(PyObject*, PyObject* const* values, Py_ssize_t count
 PyObject* Nvfp4GemvLoad(PyObject*, PyObject* device) { return Load(device, nvfp4_gemv_load); }
 PyObject* Nvfp4LinearLoad(PyObject*, PyObject* device) { return Load(device, nvfp4_linear_load); }
 
+PyObject* Nvfp4LinearTuned(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  return SetTuned(nvfp4_linear_tuned(), "nvfp4_linear_tuned", values, count, LinearConfigOf);
+}
+
 #define TIERCEL_FAST(name, function, signature, text)                                          \
   {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, \
    name signature "\n--\n\n" text}
@@ -134,20 +136,13 @@ PyMethodDef functions[] = {
         "Checks the arguments as a launch does and returns the configuration. Needs no GPU."),
     {"nvfp4_linear_load", Nvfp4LinearLoad, METH_O,
      "nvfp4_linear_load(device, /)\n--\n\nLoads the kernels on a CUDA device, by its index."},
+    TIERCEL_FAST("nvfp4_linear_tuned", Nvfp4LinearTuned, "(device, problems, /)",
+                 "Sets what was tuned: [(dtype, N, K, [(tokens, configuration)])]."),
     {nullptr, nullptr, 0, nullptr},
 };
 
 }  // namespace
 
-void AddGemv(py::module_& module) {
-  if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
-  module.def(
-      "nvfp4_linear_tuned",
-      [](int device, const TunedProblems<4>& problems) {
-        SetTuned(nvfp4_linear_tuned(), device, problems, LinearConfigOf);
-      },
-      py::arg("device"), py::arg("problems"),
-      "Sets what was tuned: [(dtype, N, K, [(tokens, configuration)])].");
-}
+PyMethodDef* GemvFunctions() { return functions; }
 
 }  // namespace tiercel::python

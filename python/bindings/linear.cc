@@ -5,8 +5,6 @@
 #include "python/bindings/families.h"
 #include "python/bindings/tuned.h"
 
-namespace py = pybind11;
-
 namespace tiercel::python {
 namespace {
 
@@ -100,6 +98,10 @@ Status LoadLinearAct(int device) {
 
 PyObject* LinearActLoad(PyObject*, PyObject* device) { return Load(device, LoadLinearAct); }
 
+PyObject* LinearActTuned(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  return SetTuned(linear_act_tuned(), "linear_act_tuned", values, count, ConfigOf);
+}
+
 PyMethodDef functions[] = {
     {"linear_act", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(LinearAct)),
      METH_FASTCALL,
@@ -111,20 +113,14 @@ PyMethodDef functions[] = {
      "Checks the arguments as a launch does and returns the configuration. Needs no GPU."},
     {"linear_act_load", LinearActLoad, METH_O,
      "linear_act_load(device, /)\n--\n\nLoads the kernels on a CUDA device, by its index."},
+    {"linear_act_tuned", AsMethod(LinearActTuned), METH_FASTCALL,
+     "linear_act_tuned(device, problems, /)\n--\n\n"
+     "Sets what was tuned: [(dtype, N, K, [(M, configuration)])]."},
     {nullptr, nullptr, 0, nullptr},
 };
 
 }  // namespace
 
-void AddLinear(py::module_& module) {
-  if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
-  module.def(
-      "linear_act_tuned",
-      [](int device, const TunedProblems<6>& problems) {
-        SetTuned(linear_act_tuned(), device, problems, ConfigOf);
-      },
-      py::arg("device"), py::arg("problems"),
-      "Sets what was tuned: [(dtype, N, K, [(M, configuration)])].");
-}
+PyMethodDef* LinearFunctions() { return functions; }
 
 }  // namespace tiercel::python

@@ -10,6 +10,7 @@
 #include "python/bindings/exchange_cache.h"
 #include "python/bindings/families.h"
 #include "python/bindings/jit.h"
+#include "python/bindings/launcher.h"
 
 namespace py = pybind11;
 
@@ -36,6 +37,38 @@ py::tuple DeviceCapability(int device) {
   return py::make_tuple(major, minor);
 }
 
+void AddType(py::module_& module, const char* name, PyObject* type) {
+  if (type == nullptr) throw py::error_already_set();
+  module.add_object(name, py::reinterpret_steal<py::object>(type));
+}
+
+void AddAll(py::module_& module) {
+  using Functions = PyMethodDef* (*)();
+  static constexpr Functions kTables[] = {AllocateFunctions,
+                                          EagerFunctions,
+                                          ActivationFunctions,
+                                          AttentionFunctions,
+                                          AttentionBackwardFunctions,
+                                          AttentionFp8Functions,
+                                          DecodeFunctions,
+                                          GemvFunctions,
+                                          LinearFunctions,
+                                          MoeFunctions,
+                                          NormFunctions,
+                                          QuantFunctions,
+                                          ReduceFunctions,
+                                          RotaryFunctions,
+                                          RoutingFunctions,
+                                          SoftmaxFunctions,
+                                          TransposeFunctions};
+  for (const Functions functions : kTables) {
+    if (PyModule_AddFunctions(module.ptr(), functions()) != 0) throw py::error_already_set();
+  }
+  AddType(module, "Direct", MakeDirectType());
+  AddType(module, "Launcher", MakeLauncherType());
+  AddJit(module);
+}
+
 }  // namespace
 }  // namespace tiercel::python
 
@@ -46,22 +79,5 @@ PYBIND11_MODULE(_C, module) {
   module.def("device_capability", &tiercel::python::DeviceCapability, py::arg("device"),
              "The (major, minor) compute capability of a device.");
   module.def("_clear_exchange_cache", &tiercel::python::ClearExchangeCache);
-  tiercel::python::AddAllocate(module);
-  tiercel::python::AddDirect(module);
-  tiercel::python::AddEager(module);
-  tiercel::python::AddActivation(module);
-  tiercel::python::AddAttention(module);
-  tiercel::python::AddAttentionBackward(module);
-  tiercel::python::AddDecode(module);
-  tiercel::python::AddJit(module);
-  tiercel::python::AddGemv(module);
-  tiercel::python::AddLinear(module);
-  tiercel::python::AddMoe(module);
-  tiercel::python::AddNorm(module);
-  tiercel::python::AddQuant(module);
-  tiercel::python::AddReduce(module);
-  tiercel::python::AddRotary(module);
-  tiercel::python::AddRouting(module);
-  tiercel::python::AddSoftmax(module);
-  tiercel::python::AddTranspose(module);
+  tiercel::python::AddAll(module);
 }

@@ -5,8 +5,6 @@
 #include "python/bindings/families.h"
 #include "python/bindings/optional_tensor.h"
 
-namespace py = pybind11;
-
 namespace tiercel::python {
 namespace {
 
@@ -14,20 +12,23 @@ namespace {
 constexpr int kMultiprocessors = 132;
 
 // (x, w, sorted_token_ids, expert_ids, num_tokens_post_padded, weights or None, out, block_size,
-// activation's index); `up` has no weights.
+// activation's index, topk_ids or None, experts everywhere, x_scale or None, w_scale or None);
+// `up` has no weights and no ids.
 struct MoeMlpCall {
   PythonTensor x, w, sorted, experts, used, out;
-  OptionalTensor weights;
-  long block_size = 0;
+  OptionalTensor weights, topk_ids, x_scale, w_scale;
+  long block_size = 0, everywhere = 0;
   MoeActivation activation = MoeActivation::kSilu;
 
   bool Parse(const char* op, bool up, PyObject* const* values, Py_ssize_t count) {
-    if (!Arguments(op, values, count).Expect(9)) return false;
+    if (!Arguments(op, values, count).Expect(13)) return false;
     if (!x.Read(values[0], op, "x") || !w.Read(values[1], op, up ? "w_up" : "w_down") ||
         !sorted.Read(values[2], op, "sorted_token_ids") ||
         !experts.Read(values[3], op, "expert_ids") ||
         !used.Read(values[4], op, "num_tokens_post_padded") ||
-        !weights.Read(values[5], op, "weights") || !out.Read(values[6], op, "out")) {
+        !weights.Read(values[5], op, "weights") || !out.Read(values[6], op, "out") ||
+        !topk_ids.Read(values[9], op, "topk_ids") || !x_scale.Read(values[11], op, "x_scale") ||
+        !w_scale.Read(values[12], op, "w_scale")) {
       return false;
     }
     block_size = PyLong_AsLong(values[7]);
@@ -39,18 +40,21 @@ struct MoeMlpCall {
       return false;
     }
     activation = static_cast<MoeActivation>(index);
-    return true;
+    everywhere = PyLong_AsLong(values[10]);
+    return everywhere != -1 || !PyErr_Occurred();
   }
 
   MoeRouting routing() const { return {sorted.view(), experts.view(), used.view(), block_size}; }
+  MoeScales scales() const { return {x_scale.view(), w_scale.view()}; }
+  MoeIds ids() const { return {topk_ids.view(), everywhere}; }
 };
 
 PyObject* MoeUp(PyObject*, PyObject* const* values, Py_ssize_t count) {
   MoeMlpCall call;
   if (!call.Parse("moe_up", true, values, count)) return nullptr;
   return Launch(call.x, [&](void* stream) {
-    return moe_up(call.x.view(), call.w.view(), call.routing(), call.out.view(), call.activation,
-                  stream);
+    return moe_up(call.x.view(), call.w.view(), call.scales(), call.routing(), call.out.view(),
+                  call.activation, stream);
   });
 }
 
@@ -58,8 +62,8 @@ PyObject* MoeDown(PyObject*, PyObject* const* values, Py_ssize_t count) {
   MoeMlpCall call;
   if (!call.Parse("moe_down", false, values, count)) return nullptr;
   return Launch(call.x, [&](void* stream) {
-    return moe_down(call.x.view(), call.w.view(), call.routing(), call.weights.view(),
-                    call.out.view(), stream);
+    return moe_down(call.x.view(), call.w.view(), call.scales(), call.routing(),
+                    call.weights.view(), call.ids(), call.out.view(), stream);
   });
 }
 
@@ -72,13 +76,14 @@ PyObject* PlanOf(bool up, PyObject* const* values, Py_ssize_t count) {
     multiprocessors = kMultiprocessors;
   }
   MoeMlpPlan plan{};
-  const Status status =
-      moe_mlp_plan(up, call.x.view(), call.w.view(), call.routing(), call.weights.view(),
-                   call.out.view(), call.activation, multiprocessors, &plan);
+  const Status status = moe_mlp_plan(up, call.x.view(), call.w.view(), call.scales(),
+                                     call.routing(), call.weights.view(), call.ids(),
+                                     call.out.view(), call.activation, multiprocessors, &plan);
   if (!status.ok()) return Raise(status);
-  return Py_BuildValue("{s:s, s:i, s:i, s:i, s:I, s:I, s:I}", "kernel", plan.kernel, "tokens",
-                       plan.tokens, "stages", plan.stages, "units", plan.units, "grid", plan.grid,
-                       "block", plan.block, "dynamic_smem", plan.dynamic_smem);
+  return Py_BuildValue("{s:s, s:i, s:i, s:i, s:i, s:I, s:I, s:I}", "kernel", plan.kernel, "tile_m",
+                       plan.tile_m, "tile_n", plan.tile_n, "cluster", plan.cluster, "tiles",
+                       plan.tiles, "grid", plan.grid, "block", plan.block, "dynamic_smem",
+                       plan.dynamic_smem);
 }
 
 PyObject* MoeUpPlan(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -93,7 +98,7 @@ PyObject* MoeLoad(PyObject*, PyObject* device) { return Load(device, moe_mlp_loa
   {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, \
    name                                                                                        \
    "(x, w, sorted_token_ids, expert_ids, num_tokens_post_padded, weights, out, block_size, "   \
-   "activation, /)\n--\n\n" text}
+   "activation, topk_ids, experts, x_scale, w_scale, /)\n--\n\n" text}
 
 PyMethodDef functions[] = {
     TIERCEL_FAST("moe_up", MoeUp, "Launches the kernel on the current stream; fills `out`."),
@@ -107,8 +112,6 @@ PyMethodDef functions[] = {
 
 }  // namespace
 
-void AddMoe(py::module_& module) {
-  if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
-}
+PyMethodDef* MoeFunctions() { return functions; }
 
 }  // namespace tiercel::python

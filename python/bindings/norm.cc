@@ -6,8 +6,6 @@
 #include "python/bindings/call.h"
 #include "python/bindings/families.h"
 
-namespace py = pybind11;
-
 namespace tiercel::python {
 namespace {
 
@@ -180,8 +178,6 @@ PyMethodDef functions[] = {
 
 }  // namespace
 
-void AddNorm(py::module_& module) {
-  if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
-}
+PyMethodDef* NormFunctions() { return functions; }
 
 }  // namespace tiercel::python

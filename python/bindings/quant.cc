@@ -5,8 +5,6 @@
 #include "python/bindings/families.h"
 #include "python/bindings/optional_tensor.h"
 
-namespace py = pybind11;
-
 namespace tiercel::python {
 namespace {
 
@@ -174,8 +172,6 @@ PyMethodDef functions[] = {
 
 }  // namespace
 
-void AddQuant(py::module_& module) {
-  if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
-}
+PyMethodDef* QuantFunctions() { return functions; }
 
 }  // namespace tiercel::python

@@ -5,8 +5,6 @@
 #include "python/bindings/call.h"
 #include "python/bindings/families.h"
 
-namespace py = pybind11;
-
 namespace tiercel::python {
 namespace {
 
@@ -93,8 +91,6 @@ PyMethodDef functions[] = {
 
 }  // namespace
 
-void AddReduce(py::module_& module) {
-  if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
-}
+PyMethodDef* ReduceFunctions() { return functions; }
 
 }  // namespace tiercel::python

@@ -5,8 +5,6 @@
 #include "python/bindings/call.h"
 #include "python/bindings/families.h"
 
-namespace py = pybind11;
-
 namespace tiercel::python {
 namespace {
 
@@ -139,8 +137,6 @@ PyMethodDef functions[] = {
 
 }  // namespace
 
-void AddRotary(py::module_& module) {
-  if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
-}
+PyMethodDef* RotaryFunctions() { return functions; }
 
 }  // namespace tiercel::python

@@ -10,8 +10,6 @@
 #include "python/bindings/call.h"
 #include "python/bindings/families.h"
 
-namespace py = pybind11;
-
 namespace tiercel::python {
 namespace {
 
@@ -320,8 +318,6 @@ PyMethodDef functions[] = {
 
 }  // namespace
 
-void AddRouting(py::module_& module) {
-  if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
-}
+PyMethodDef* RoutingFunctions() { return functions; }
 
 }  // namespace tiercel::python

@@ -5,19 +5,18 @@
 #include "python/bindings/families.h"
 #include "python/bindings/optional_tensor.h"
 
-namespace py = pybind11;
-
 namespace tiercel::python {
 namespace {
 
 const char* OpName(bool log) { return log ? "log_softmax" : "softmax_online"; }
 
-// The last two arguments: the factor of the scores and whether the logarithm is wanted.
+// The last two arguments: the factor of the scores, None for 1, and whether the logarithm is
+// wanted.
 bool ReadOptions(PyObject* const* values, float* scale, bool* log) {
   const int truth = PyObject_IsTrue(values[1]);
   if (truth < 0) return false;
   *log = truth == 1;
-  const double number = PyFloat_AsDouble(values[0]);
+  const double number = values[0] == Py_None ? 1.0 : PyFloat_AsDouble(values[0]);
   *scale = static_cast<float>(number);
   return number != -1.0 || !PyErr_Occurred();
 }
@@ -109,8 +108,6 @@ PyMethodDef functions[] = {
 
 }  // namespace
 
-void AddSoftmax(py::module_& module) {
-  if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
-}
+PyMethodDef* SoftmaxFunctions() { return functions; }
 
 }  // namespace tiercel::python

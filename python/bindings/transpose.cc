@@ -4,8 +4,6 @@
 #include "python/bindings/call.h"
 #include "python/bindings/families.h"
 
-namespace py = pybind11;
-
 namespace tiercel::python {
 namespace {
 
@@ -74,8 +72,6 @@ PyMethodDef functions[] = {
 
 }  // namespace
 
-void AddTranspose(py::module_& module) {
-  if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
-}
+PyMethodDef* TransposeFunctions() { return functions; }
 
 }  // namespace tiercel::python

@@ -3,11 +3,12 @@
 #ifndef PYTHON_BINDINGS_TUNED_H_
 #define PYTHON_BINDINGS_TUNED_H_
 
-#include <pybind11/stl.h>
+#include <Python.h>
 
 #include <array>
+#include <climits>
+#include <cstring>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -36,32 +37,71 @@ bool ReadConfig(PyObject* value, const char* op, std::array<int, kCount>* fields
   return true;
 }
 
-// (dtype, N, K, [(tokens, fields)])
-template <size_t kCount>
-using TunedProblems =
-    std::vector<std::tuple<std::string, int64_t, int64_t,
-                           std::vector<std::pair<int64_t, std::array<int, kCount>>>>>;
-
-inline DType DTypeNamed(const std::string& name) {
+// kUnknown with a Python exception.
+inline DType DTypeNamed(const char* name) {
   for (int i = 0; i < static_cast<int>(DType::kUnknown); ++i) {
-    if (name == dtype_name(static_cast<DType>(i))) return static_cast<DType>(i);
+    if (std::strcmp(name, dtype_name(static_cast<DType>(i))) == 0) return static_cast<DType>(i);
   }
-  throw pybind11::value_error("no dtype is named '" + name + "'");
+  PyErr_Format(PyExc_ValueError, "no dtype is named '%s'", name);
+  return DType::kUnknown;
 }
 
-template <typename Config, size_t kCount>
-void SetTuned(TunedTable<Config>& table, int device, const TunedProblems<kCount>& problems,
-              Config (*make)(const std::array<int, kCount>&)) {
-  typename TunedTable<Config>::Problems all;
-  for (const auto& [dtype, n, k, entries] : problems) {
-    typename TunedTable<Config>::ByTokens configs;
-    for (const auto& [tokens, fields] : entries) {
-      if (tokens < 1) throw pybind11::value_error("a number of tokens must be positive");
-      configs.emplace_back(tokens, make(fields));
-    }
-    all[{device, DTypeNamed(dtype), n, k}] = std::move(configs);
+// Calls `take` for each item of a list or tuple of tuples. False with a Python exception.
+template <typename Take>
+bool EachTuple(PyObject* items, const char* op, Take&& take) {
+  if (!PyList_Check(items) && !PyTuple_Check(items)) {
+    PyErr_Format(PyExc_TypeError, "%s: expected a list, got %s", op, Py_TYPE(items)->tp_name);
+    return false;
   }
-  table.set(device, all);
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items); ++i) {
+    PyObject* item = PySequence_Fast_GET_ITEM(items, i);
+    if (!PyTuple_Check(item)) {
+      PyErr_Format(PyExc_TypeError, "%s: expected a tuple, got %s", op, Py_TYPE(item)->tp_name);
+      return false;
+    }
+    if (!take(item)) return false;
+  }
+  return true;
+}
+
+// A function (device, [(dtype, N, K, [(tokens, configuration)])]) that sets what was tuned.
+template <typename Config, size_t kCount>
+PyObject* SetTuned(TunedTable<Config>& table, const char* op, PyObject* const* values,
+                   Py_ssize_t count, Config (*make)(const std::array<int, kCount>&)) {
+  if (!Arguments(op, values, count).Expect(2)) return nullptr;
+  const long device = PyLong_AsLong(values[0]);
+  if (device == -1 && PyErr_Occurred()) return nullptr;
+  if (device < 0 || device > INT_MAX) {
+    PyErr_Format(PyExc_ValueError, "%s: no CUDA device has the index %ld", op, device);
+    return nullptr;
+  }
+  typename TunedTable<Config>::Problems all;
+  const bool read = EachTuple(values[1], op, [&](PyObject* problem) {
+    const char* dtype = nullptr;
+    long long n = 0, k = 0;
+    PyObject* entries = nullptr;
+    if (!PyArg_ParseTuple(problem, "sLLO", &dtype, &n, &k, &entries)) return false;
+    const DType type = DTypeNamed(dtype);
+    if (type == DType::kUnknown) return false;
+    auto& configs = all[{static_cast<int>(device), type, n, k}];
+    configs.clear();
+    return EachTuple(entries, op, [&](PyObject* entry) {
+      long long tokens = 0;
+      PyObject* config = nullptr;
+      std::array<int, kCount> fields;
+      if (!PyArg_ParseTuple(entry, "LO", &tokens, &config)) return false;
+      if (tokens < 1) {
+        PyErr_Format(PyExc_ValueError, "%s: a number of tokens must be positive", op);
+        return false;
+      }
+      if (!ReadConfig(config, op, &fields)) return false;
+      configs.emplace_back(tokens, make(fields));
+      return true;
+    });
+  });
+  if (!read) return nullptr;
+  table.set(static_cast<int>(device), all);
+  Py_RETURN_NONE;
 }
 
 // Says once, through tiercel's logging, that a problem has no tuned configuration.
@@ -69,12 +109,15 @@ template <typename Config>
 void HintOnce(TunedTable<Config>& table, const char* op) {
   TunedProblem problem;
   if (!table.take_miss(&problem)) return;
-  try {
-    pybind11::module_::import("tiercel._tuned")
-        .attr("hint")(op, problem.device, dtype_name(problem.dtype), problem.n, problem.k);
-  } catch (pybind11::error_already_set& error) {
-    error.discard_as_unraisable(op);  // a hint fails no launch
-  }
+  PyObject* tuned = PyImport_ImportModule("tiercel._tuned");
+  PyObject* none = tuned == nullptr
+                       ? nullptr
+                       : PyObject_CallMethod(
+                             tuned, "hint", "sisLL", op, problem.device, dtype_name(problem.dtype),
+                             static_cast<long long>(problem.n), static_cast<long long>(problem.k));
+  if (none == nullptr) PyErr_WriteUnraisable(tuned);  // a hint fails no launch
+  Py_XDECREF(none);
+  Py_XDECREF(tuned);
 }
 
 }  // namespace tiercel::python

@@ -38,9 +38,10 @@ class _TopkSoftmaxPlan(TypedDict):
 
 class _MoeMlpPlan(TypedDict):
     kernel: str
-    tokens: int
-    stages: int
-    units: int
+    tile_m: int
+    tile_n: int
+    cluster: int
+    tiles: int
     grid: int
     block: int
     dynamic_smem: int
@@ -74,6 +75,9 @@ class _AttentionPlan(TypedDict):
     grid: int
     block: int
     dynamic_smem: int
+
+class _AttentionFp8Plan(_AttentionPlan):
+    workspace: int
 
 class _AttentionBackwardPlan(TypedDict):
     kernel: str
@@ -189,6 +193,7 @@ def set_route_hooks(
     function_modes: Callable[[], int],
     is_tracing: Callable[[], bool],
     is_grad_enabled: Callable[[], bool],
+    /,
 ) -> None: ...
 def fp8_quantize(x: Any, q: Any, scale: Any, partial: Any, granularity: int, /) -> None: ...
 def fp8_quantize_plan(
@@ -273,6 +278,39 @@ def attention_backward_plan(
     /,
 ) -> _AttentionBackwardPlan: ...
 def attention_backward_load(device: int, /) -> None: ...
+def attention_fp8(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    q_descale: Any,
+    k_descale: Any,
+    v_descale: Any,
+    workspace: Any,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    /,
+) -> None: ...
+def attention_fp8_plan(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    q_descale: Any,
+    k_descale: Any,
+    v_descale: Any,
+    workspace: Any,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    /,
+) -> _AttentionFp8Plan: ...
+def attention_fp8_load(device: int, /) -> None: ...
 def attention_varlen(
     q: Any,
     k: Any,
@@ -347,6 +385,10 @@ def decode_attention_plan(
     /,
 ) -> _DecodePlan: ...
 def decode_attention_load(device: int, /) -> None: ...
+def decode_attention_new(*args: Any) -> Any: ...
+def decode_attention_new_lse(*args: Any) -> tuple[Any, Any]: ...
+def decode_attention_out(*args: Any) -> None: ...
+def decode_attention_out_lse(*args: Any) -> None: ...
 def merge_attention_states(
     out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, out: Any, lse: Any, /
 ) -> None: ...
@@ -358,6 +400,8 @@ def set_allocation_hooks(
     empty: Callable[..., Any],
     on_current_gpu: Callable[..., Any] | None,
     current_gpu: Callable[[], int] | None,
+    float32: Any,
+    /,
 ) -> None: ...
 def empty(like: Any, sizes: tuple[int, ...], dtype: Any, /) -> Any: ...
 def demangle(symbol: str) -> str: ...
@@ -401,13 +445,26 @@ class Direct:
     ) -> None: ...
     def __call__(self, *args: Any) -> Any: ...
 
+class Launcher:
+    def __init__(
+        self,
+        *,
+        launch: Callable[..., None],
+        count: int,
+        slots: tuple[tuple[str, Any], ...],
+        outputs: tuple[tuple[int, int, Any, int, tuple[tuple[int, int], ...]], ...],
+        dense: int,
+        otherwise: Callable[..., Any],
+    ) -> None: ...
+    def __call__(self, *args: Any) -> Any: ...
+
 def linear_act(
     x: Any, weight: Any, bias: Any, out: Any, activation: int, config: tuple[int, ...] = ..., /
 ) -> None: ...
 def linear_act_plan(
     x: Any, weight: Any, bias: Any, out: Any, activation: int, config: tuple[int, ...] = ..., /
 ) -> _LinearActPlan: ...
-def linear_act_tuned(device: int, problems: Sequence[_TunedProblem]) -> None: ...
+def linear_act_tuned(device: int, problems: Sequence[_TunedProblem], /) -> None: ...
 def linear_act_load(device: int, /) -> None: ...
 def moe_up(
     x: Any,
@@ -419,6 +476,10 @@ def moe_up(
     out: Any,
     block_size: int,
     activation: int,
+    topk_ids: Any,
+    experts: int,
+    x_scale: Any,
+    w_scale: Any,
     /,
 ) -> None: ...
 def moe_up_plan(
@@ -431,6 +492,10 @@ def moe_up_plan(
     out: Any,
     block_size: int,
     activation: int,
+    topk_ids: Any,
+    experts: int,
+    x_scale: Any,
+    w_scale: Any,
     /,
 ) -> _MoeMlpPlan: ...
 def moe_down(
@@ -443,6 +508,10 @@ def moe_down(
     out: Any,
     block_size: int,
     activation: int,
+    topk_ids: Any,
+    experts: int,
+    x_scale: Any,
+    w_scale: Any,
     /,
 ) -> None: ...
 def moe_down_plan(
@@ -455,6 +524,10 @@ def moe_down_plan(
     out: Any,
     block_size: int,
     activation: int,
+    topk_ids: Any,
+    experts: int,
+    x_scale: Any,
+    w_scale: Any,
     /,
 ) -> _MoeMlpPlan: ...
 def moe_load(device: int, /) -> None: ...
@@ -549,7 +622,7 @@ def nvfp4_linear(
 def nvfp4_linear_plan(
     x: Any, weight: Any, scale: Any, global_scale: Any, out: Any, config: tuple[int, ...] = ..., /
 ) -> _Nvfp4LinearPlan: ...
-def nvfp4_linear_tuned(device: int, problems: Sequence[_TunedProblem]) -> None: ...
+def nvfp4_linear_tuned(device: int, problems: Sequence[_TunedProblem], /) -> None: ...
 def nvfp4_linear_load(device: int, /) -> None: ...
 def nvfp4_quantize(x: Any, global_scale: Any, q: Any, scale: Any, /) -> None: ...
 def nvfp4_quantize_plan(x: Any, global_scale: Any, q: Any, scale: Any, /) -> _Nvfp4Plan: ...
@@ -583,13 +656,15 @@ def moe_align_block_size_load(device: int, /) -> None: ...
 def moe_sum(x: Any, weights: Any, out: Any, /) -> None: ...
 def moe_sum_plan(x: Any, weights: Any, out: Any, /) -> _MoeSumPlan: ...
 def moe_sum_load(device: int, /) -> None: ...
-def softmax(x: Any, mask: Any, out: Any, scale: float, log: bool, /) -> None: ...
-def softmax_plan(x: Any, mask: Any, out: Any, scale: float, log: bool, /) -> _SoftmaxPlan: ...
+def softmax(x: Any, mask: Any, out: Any, scale: float | None, log: bool, /) -> None: ...
+def softmax_plan(
+    x: Any, mask: Any, out: Any, scale: float | None, log: bool, /
+) -> _SoftmaxPlan: ...
 def softmax_backward(
-    grad: Any, y: Any, mask: Any, x_grad: Any, scale: float, log: bool, /
+    grad: Any, y: Any, mask: Any, x_grad: Any, scale: float | None, log: bool, /
 ) -> None: ...
 def softmax_backward_plan(
-    grad: Any, y: Any, mask: Any, x_grad: Any, scale: float, log: bool, /
+    grad: Any, y: Any, mask: Any, x_grad: Any, scale: float | None, log: bool, /
 ) -> _SoftmaxPlan: ...
 def softmax_load(device: int, /) -> None: ...
 def reduce(x: Any, out: Any, workspace: Any, dim: int, op: int, /) -> int: ...

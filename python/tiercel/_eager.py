@@ -32,6 +32,7 @@ _C.set_allocation_hooks(
     torch.empty,
     getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", None),
     getattr(torch._C, "_cuda_getDevice", None),
+    torch.float32,
 )
 empty = _C.empty
 

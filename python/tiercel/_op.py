@@ -145,10 +145,12 @@ class Op:
         registry[self.name] = self
         return public
 
+    def pick(self) -> Callable[..., Any]:
+        """What a call goes to. Calling that costs a little less than calling the operator."""
+        return self.overload if is_dynamo_compiling() else self.direct
+
     def __call__(self, *args: Any) -> Any:
-        if is_dynamo_compiling():
-            return self.overload(*args)
-        return self.direct(*args)
+        return self.pick()(*args)
 
     def _call(self, *args: Any) -> Any:
         """A call that is not the plain case: see `_C.Direct`."""

@@ -41,19 +41,22 @@ def test_every_head_dimension_has_a_kernel(d, softcap, dtype, short):
         got = plan(ExchangeTensor, (2, seq, 4, d), (seq, 2), dtype=dtype, softcap=softcap)
         columns = min(size for size in (64, 96, 128) if size >= d)
         capped = "_capped" if softcap else ""
-        assert got["kernel"] == f"attention_backward_{short}_d{columns}_64x128{capped}"
+        rows = 128 if d <= 64 else 64
+        assert got["kernel"] == f"attention_backward_{short}_d{columns}_{rows}x128{capped}"
         assert got["dynamic_smem"] <= 232448  # what a block may have on Hopper
         assert got["grid"] == min(-(-seq // 128) * 2 * 2, 132)
-        blocks = 2 * 4 * -(-seq // 64)
+        blocks = 2 * 4 * -(-seq // rows)
         tile_d = 64 if d <= 64 else 128
-        assert got["workspace"] == blocks * (2 * 64 + 64 * tile_d + 1)
+        assert got["workspace"] == blocks * (2 * rows + rows * tile_d + 1) + 1
 
 
-def test_tiles_of_a_causal_mask_are_mixed(make):
-    sizes = ((2, 4096, 16, 128), (4096, 4))
+def test_tiles_of_a_causal_mask_are_mixed_as_the_cache_holds_them(make):
+    sizes = ((2, 1024, 16, 128), (1024, 8))
     assert plan(make, *sizes)["band"] == 1
-    assert plan(make, *sizes, right=0)["band"] == 8  # heads of keys, of both entries
+    assert plan(make, *sizes, right=0)["band"] == 16  # heads of keys, of both entries: 2 MB each
     assert plan(make, *sizes, right=0, left=64)["band"] == 1
+    assert plan(make, (2, 4096, 16, 64), (4096, 16), right=0)["band"] == 16
+    assert plan(make, (2, 30000, 16, 128), (30000, 16), right=0)["band"] == 1
 
 
 def test_in_order_late_keys_come_first(make):

@@ -137,7 +137,16 @@ def test_gradcheck_of_the_reference():
 @pytest.mark.parametrize(
     ("error", "text", "changes"),
     [
-        (TypeError, "`q` must have dtype bfloat16 or float16, got float32", {"q": torch.float32}),
+        (
+            TypeError,
+            "`q` must have dtype bfloat16, float16 or float8_e4m3fn, got float32",
+            {"q": torch.float32},
+        ),
+        (
+            ValueError,
+            "`k_descale` must be None unless `q` is float8_e4m3fn, got a tensor and `q` of bfl",
+            {"k_descale": torch.ones(1)},
+        ),
         (TypeError, "`v` must have dtype bfloat16, got float16", {"v": torch.float16}),
         (ValueError, "`q` must have 4 dimensions, got 2", {"q": torch.zeros(3, 4).bfloat16()}),
         (ValueError, r"`v` must have shape \[B, Sk, Hk, D\] = \[2, 9, 2, 16\]", {"v": make(8)}),

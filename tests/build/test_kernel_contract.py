@@ -42,7 +42,7 @@ LOCAL_MEMORY = re.compile(r"(LDL|STL)\b.*")
 
 @pytest.fixture(scope="module")
 def kernels() -> list[cubin.CompiledKernel]:
-    return [kernel for file in OBJECTS for kernel in TOOLS.kernels(file)]
+    return TOOLS.kernels(OBJECTS)
 
 
 def fits(entry: dict, kernel: cubin.CompiledKernel) -> bool:

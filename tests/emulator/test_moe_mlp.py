@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fused_moe, moe_up and moe_down (mma.sync, cp.async rings) on the emulator, against float64."""
+"""fused_moe, moe_up and moe_down (wgmma; rows gathered) on the emulator, against float64."""
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ ACTIVATIONS = (
     lambda a, b: functional.relu(a) * b,
     lambda a, b: functional.gelu(a) * (b + 1),
 )
+REST = (None, 0, None, None)  # topk_ids, experts, scales
 NAMES = ("silu", "gelu", "relu", "gelu_residual")
 
 
@@ -46,8 +47,8 @@ def check_halves(tokens, experts, k, hidden, inner, block, activation=0, dtype=t
     routing = ref.moe_align_block_size(ids, block, experts)
     middle = torch.full((ids.numel(), inner), torch.nan, dtype=dtype)
     out = torch.full((ids.numel(), hidden), torch.nan, dtype=dtype)
-    kernels.moe_up(x, w_up, *routing, None, middle, block, activation)
-    kernels.moe_down(middle, w_down, *routing, weights.flatten(), out, block, 0)
+    kernels.moe_up(x, w_up, *routing, None, middle, block, activation, *REST)
+    kernels.moe_down(middle, w_down, *routing, weights.flatten(), out, block, 0, *REST)
     for element, expert in enumerate(ids.flatten().tolist()):
         sums = w_up[expert].double() @ x[element // k].double()
         assert_rounded(middle[element], ACTIVATIONS[activation](*sums.chunk(2)))
@@ -56,31 +57,90 @@ def check_halves(tokens, experts, k, hidden, inner, block, activation=0, dtype=t
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("block", [8, 16, 32])
+@pytest.mark.parametrize("block", [64, 128])
 def test_halves(block, dtype):
-    check_halves(50, 3, 2, 328, 360, block, dtype=dtype)
+    check_halves(150, 3, 2, 328, 360, block, dtype=dtype)
 
 
+@pytest.mark.parametrize("block", [64, 128])
 @pytest.mark.parametrize("activation", range(4))
-def test_activations(activation):
-    check_halves(5, 4, 2, 320, 328, 8, activation)
+def test_activations(activation, block):
+    check_halves(5, 4, 2, 72, 136, block, activation)
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 9, 33])
-def test_few_and_more_tokens(tokens):
-    check_halves(tokens, 4, 3, 456, 320, 16)
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("tokens", [1, 64, 65, 257])
+def test_few_and_more_tokens(tokens, block):
+    check_halves(tokens, 4, 3, 200, 264, block)
+
+
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize(("hidden", "inner"), [(8, 8), (64, 512), (1032, 24)])
+def test_small_and_odd_sizes(hidden, inner, block):
+    check_halves(7, 3, 2, hidden, inner, block)
+
+
+def float8(x, dim):
+    """Its values as float8 with a scale along `dim`."""
+    scale = x.abs().amax(dim) / 448
+    return (x / scale.unsqueeze(dim)).to(torch.float8_e4m3fn), scale
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize(("tokens", "block"), [(1, 64), (70, 64), (300, 128)])
+def test_float8(tokens, block, per_channel):
+    x, w_up, w_down, weights, ids = data(tokens, 3, 2, 208, 144, torch.float32)
+    routing = ref.moe_align_block_size(ids, block, 3)
+    x, x_scale = float8(x, 1)
+    (w_up, up_scale), (w_down, down_scale) = float8(w_up, 2), float8(w_down, 2)
+    if not per_channel:
+        up_scale, down_scale = up_scale[:, :1].contiguous(), down_scale[:, :1].contiguous()
+    middle = torch.full((ids.numel(), 144), torch.nan, dtype=torch.bfloat16)
+    out = torch.full((ids.numel(), 208), torch.nan, dtype=torch.bfloat16)
+    kernels.moe_up(x, w_up, *routing, None, middle, block, 0, None, 0, x_scale, up_scale)
+    q, q_scale = float8(middle.float(), 1)
+    factors = (weights.flatten(), out, block, 0, None, 0, q_scale, down_scale)
+    kernels.moe_down(q, w_down, *routing, *factors)
+    for element, expert in enumerate(ids.flatten().tolist()):
+        row = x[element // 2].double() * x_scale[element // 2].double()
+        sums = w_up[expert].double() @ row * up_scale[expert].double()
+        assert_rounded(middle[element], ACTIVATIONS[0](*sums.chunk(2)))
+        due = w_down[expert].double() @ (q[element].double() * q_scale[element].double())
+        due = due * down_scale[expert].double() * weights.flatten()[element].double()
+        assert_rounded(out[element], due)
+
+
+@pytest.mark.parametrize("tokens", [3, 300])
+def test_float8_whole(tokens):
+    *values, ids = data(tokens, 4, 2, 208, 144)
+    values = (values[0], *(v.float() for v in values[1:3]), *values[3:], ids)
+    (w_up, up_scale), (w_down, down_scale) = float8(values[1], 2), float8(values[2], 2)
+    arguments = (values[0], w_up, w_down, up_scale, down_scale, values[3], ids, "silu", None, None)
+    got = sm90("fused_moe_fp8")(*arguments)
+    due = ref.fused_moe(
+        values[0].double(),
+        *(w_up, w_down, values[3].double(), ids),
+        w_up_scale=up_scale,
+        w_down_scale=down_scale,
+    )
+    # A value between the halves may be rounded to float8's neighbour.
+    error = (got.double() - due).square().mean().sqrt() / due.square().mean().sqrt()
+    assert error < 2e-2
 
 
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_no_order_of_copies_and_warps_matters(lazy, seed):
     with options(lazy=lazy, seed=seed):
-        check_halves(20, 3, 2, 392, 384, 8)
+        check_halves(20, 3, 2, 392, 264, 64)
+        check_halves(300, 3, 2, 200, 136, 128)
 
 
-@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 8, 2), (17, 6, 3), (130, 3, 2)])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "k"), [(1, 8, 2), (17, 6, 3), (130, 3, 2), (400, 5, 2)]
+)
 def test_whole(tokens, experts, k):
-    values = data(tokens, experts, k, 384, 328)
+    values = data(tokens, experts, k, 200, 136)
     assert_whole(sm90("fused_moe")(*values, "gelu", None, None), values, "gelu")
 
 
@@ -92,9 +152,14 @@ def assert_whole(got, values, activation, expert_map=None):
     assert ((got.double() - due).abs() <= 2**-8 * (due.abs() + 6 * scale)).all()
 
 
-def test_experts_elsewhere_and_ids_of_none():
+@pytest.mark.parametrize("tokens", [9, 300])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_experts_elsewhere_and_ids_of_none(tokens, dtype):
     expert_map = torch.tensor([0, -1, 1, -1, 2, 3], dtype=torch.int32)
-    values = data(9, 4, 2, 320, 352, everywhere=6)
+    *values, ids = data(tokens, 4, 2, 128, 136, everywhere=6)
+    values = (*values, ids.to(dtype))
     values[4][0, 0], values[4][8, 1] = -1, 6
+    if dtype == torch.int64:
+        values[4][5, 1] = 2**32 + 1
     got = sm90("fused_moe")(*values, NAMES[3], expert_map, None)
     assert_whole(got, values, NAMES[3], expert_map)

@@ -69,20 +69,22 @@ def assert_halves(values, block, activation="silu"):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("block", [8, 16, 32])
-@pytest.mark.parametrize("tokens", [1, 3, 16, 65])
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("tokens", [1, 3, 16, 65, 500, 3000])
 def test_halves(make, tokens, block, dtype):
     assert_halves(make(tokens, 8, 2, 512, 384, dtype), block)
 
 
+@pytest.mark.parametrize("block", [64, 128])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations(make, activation):
-    assert_halves(make(9, 4, 2, 320, 320), 8, activation)
+def test_activations(make, activation, block):
+    assert_halves(make(90, 4, 2, 320, 320), block, activation)
 
 
-@pytest.mark.parametrize(("hidden", "inner"), [(320, 328), (328, 320), (1000, 344), (2048, 1024)])
-def test_ragged_sizes(make, hidden, inner):
-    assert_halves(make(20, 6, 3, hidden, inner), 16)
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize(("hidden", "inner"), [(8, 8), (328, 320), (1000, 344), (2048, 1024)])
+def test_ragged_sizes(make, hidden, inner, block):
+    assert_halves(make(200, 6, 3, hidden, inner), block)
 
 
 def reference(values, **options):
@@ -97,15 +99,37 @@ def assert_whole(result, due):
     assert (error <= 2**-8 * (due.abs() + 6 * scale)).all(), error.max().item()
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 16, 128, 1000])
+@pytest.mark.parametrize("tokens", [1, 4, 16, 128, 1000, 5000])
 @pytest.mark.parametrize("experts", [8, 64])
 def test_whole(make, tokens, experts):
     values = make(tokens, experts, 4, 512, 384)
     assert_whole(tiercel.fused_moe(*values), reference(values))
 
 
-def test_experts_elsewhere_and_ids_of_none(make):
-    x, w_up, w_down, weights, ids = make(33, 16, 4, 320, 320)
+def float8(w, per_channel=True):
+    scale = w.float().abs().amax(dim=2 if per_channel else (1, 2)).view(w.shape[0], -1) / 448
+    return (w.float() / scale[:, :, None]).to(torch.float8_e4m3fn), scale
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+@pytest.mark.parametrize("tokens", [1, 16, 200, 4000])
+def test_float8(make, tokens, per_channel):
+    x, w_up, w_down, weights, ids = make(tokens, 16, 4, 512, 384)
+    (up, up_scale), (down, down_scale) = float8(w_up, per_channel), float8(w_down, per_channel)
+    scales = {"w_up_scale": up_scale, "w_down_scale": down_scale}
+    got = tiercel.fused_moe(x, up, down, weights, ids, **scales)
+    due = tiercel.ref.fused_moe(x.double(), up, down, weights.double(), ids, **scales)
+    # A value between the halves may be rounded to float8's neighbour.
+    error = (got.double() - due).square().mean().sqrt() / due.square().mean().sqrt()
+    assert error < 2.5e-2
+    assert torch.equal(tiercel.fused_moe(x, up, down, weights, ids, **scales), got)
+
+
+@pytest.mark.parametrize("tokens", [33, 2000])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_experts_elsewhere_and_ids_of_none(make, tokens, dtype):
+    x, w_up, w_down, weights, ids = make(tokens, 16, 4, 320, 320)
+    ids = ids.to(dtype)
     ids[3, 1], ids[7, 0] = -1, 99
     expert_map = torch.full((16,), -1, dtype=torch.int32, device="cuda")
     expert_map[::2] = torch.arange(8, dtype=torch.int32, device="cuda")
@@ -139,8 +163,9 @@ def test_strided(make):
     assert torch.equal(tiercel.fused_moe(wide, padded[:, :, :320], w_down, weights, ids), due)
 
 
-def test_the_same_every_time(make):
-    values = make(128, 64, 8, 512, 384)
+@pytest.mark.parametrize("tokens", [128, 2000])
+def test_the_same_every_time(make, tokens):
+    values = make(tokens, 64, 8, 512, 384)
     first = tiercel.fused_moe(*values)
     assert all(torch.equal(tiercel.fused_moe(*values), first) for _ in range(10))
 

@@ -28,7 +28,7 @@ def routing(make, elements, experts, block):
     )
 
 
-def up(make, tokens=T, experts=E, k=K, hidden=H, inner=I, block=8, dtype="bfloat16", **changes):
+def up(make, tokens=T, experts=E, k=K, hidden=H, inner=I, block=64, dtype="bfloat16", **changes):
     elements = tokens * k
     arguments = {
         "x": make(tokens, hidden, dtype=dtype),
@@ -38,11 +38,15 @@ def up(make, tokens=T, experts=E, k=K, hidden=H, inner=I, block=8, dtype="bfloat
         "out": make(elements, inner, dtype=dtype),
         "block_size": block,
         "activation": 0,
+        "topk_ids": None,
+        "experts": 0,
+        "x_scale": None,
+        "w_scale": None,
     } | changes
     return _C.moe_up_plan(*arguments.values())
 
 
-def down(make, tokens=T, experts=E, k=K, hidden=H, inner=I, block=8, dtype="bfloat16", **changes):
+def down(make, tokens=T, experts=E, k=K, hidden=H, inner=I, block=64, dtype="bfloat16", **changes):
     elements = tokens * k
     arguments = {
         "x": make(elements, inner, dtype=dtype),
@@ -52,24 +56,72 @@ def down(make, tokens=T, experts=E, k=K, hidden=H, inner=I, block=8, dtype="bflo
         "out": make(elements, hidden, dtype=dtype),
         "block_size": block,
         "activation": 0,
+        "topk_ids": None,
+        "experts": 0,
+        "x_scale": None,
+        "w_scale": None,
     } | changes
     return _C.moe_down_plan(*arguments.values())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("block", [8, 16, 32])
+@pytest.mark.parametrize("block", [64, 128])
 def test_plans(dtype, block):
     for tokens in (1, 16, 128, 4096):
-        for name, plan, rows in (("true", up, 16), ("false", down, 32)):
+        for name, plan in (("up_silu", up), ("down", down)):
             got = plan(ExchangeTensor, tokens, 64, 8, 2048, 1024, block=block, dtype=dtype)
-            short = {"bfloat16": "BFloat16", "float16": "Float16"}[dtype]
-            assert got["kernel"] == f"moe_mlp<{short}, up={name}, tokens={block}>"
-            of_rows = 1024 if plan is up else 2048
-            assert got["units"] % (of_rows // rows) == 0
-            assert got["grid"] == min(got["units"], 132) and got["block"] == 256
+            short = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
+            assert got["kernel"].startswith(f"moe_{name}_{short}_{block}x{got['tile_n']}")
+            columns = 1024 * 2 // got["tile_n"] if plan is up else 2048 // got["tile_n"]
+            assert got["tile_m"] == block and got["tiles"] % columns == 0
+            assert got["grid"] == min(got["tiles"] * got["cluster"], 132)
             assert got["dynamic_smem"] <= 227 * 1024 - 1024
-            # What must be on its way to a multiprocessor, see the kernel's head.
-            assert (got["stages"] - 1) * 8 * 4096 >= 64 * 1024
+
+
+def float8(make, **changes):
+    e4m3, rows = "float8_e4m3fn", T * K
+    arguments = {
+        "x": make(rows, I, dtype=e4m3),
+        "w_down": make(E, H, I, dtype=e4m3),
+        "x_scale": make(rows),
+        "w_scale": make(E, H),
+    }
+    return down(make, **(arguments | changes))
+
+
+def test_float8(make):
+    assert float8(make)["kernel"] == "moe_down_fp8_64x128"
+    assert float8(make, x_scale=make(1), w_scale=make(E, 1))["kernel"] == "moe_down_fp8_64x128"
+
+
+BAD_FLOAT8 = [
+    ({"x_scale": None}, ValueError, "`x_scale` and `w_scale` are of float8 `x`, which needs both"),
+    ({"x_scale": (3,)}, ValueError, "`x_scale` must have shape [rows of x] = [10], got [3]"),
+    (
+        {"w_scale": (E, 5)},
+        ValueError,
+        "`w_scale` must have shape [E, rows of weights] = [4, 384], got [4, 5]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("sizes", "error", "text"), BAD_FLOAT8)
+def test_bad_scales_are_named(make, sizes, error, text):
+    changes = {name: size and make(*size) for name, size in sizes.items()}
+    with pytest.raises(error) as info:
+        float8(make, **changes)
+    assert str(info.value) == f"moe_down: {text}"
+
+
+def test_scales_without_float8(make):
+    with pytest.raises(ValueError, match="`x_scale` and `w_scale` are of float8 `x` alone"):
+        down(make, x_scale=make(T * K), w_scale=make(E, H))
+
+
+def test_each_activation_has_its_kernel():
+    names = ["silu", "gelu", "relu", "gelu_residual"]
+    for i, name in enumerate(names):
+        assert up(ExchangeTensor, activation=i)["kernel"] == f"moe_up_{name}_bf16_64x128"
 
 
 def test_nothing_to_do(make):
@@ -78,12 +130,18 @@ def test_nothing_to_do(make):
 
 
 def test_a_small_problem_has_a_small_grid():
-    assert up(ExchangeTensor, 1, 4, 1)["grid"] == 20  # one block of slots, 320 rows
-    assert down(ExchangeTensor, 1, 4, 1)["grid"] == 12
+    assert up(ExchangeTensor, 1, 4, 1)["grid"] == 5  # one block of slots, 320 rows
+    assert down(ExchangeTensor, 1, 4, 1)["grid"] == 3
 
 
 BAD = [
-    (up, "x", lambda m: m(T, H), TypeError, "`x` must have dtype bfloat16 or float16, got float32"),
+    (
+        up,
+        "x",
+        lambda m: m(T, H),
+        TypeError,
+        "`x` must have dtype bfloat16, float16 or float8_e4m3fn, got float32",
+    ),
     (
         up,
         "w_up",
@@ -151,9 +209,23 @@ BAD = [
     (
         up,
         "block_size",
-        lambda m: 64,
+        lambda m: 16,
         NotImplementedError,
-        "`block_size` must be 8, 16 or 32 for the kernels, got 64",
+        "`block_size` must be 64 or 128 for the kernels, got 16",
+    ),
+    (
+        down,
+        "topk_ids",
+        lambda m: m(T, 3, dtype="int32"),
+        ValueError,
+        "`topk_ids` must have 10 elements, got [5, 3]",
+    ),
+    (
+        down,
+        "topk_ids",
+        lambda m: m(T, K, dtype="int16"),
+        TypeError,
+        "`topk_ids` must have dtype int32 or int64, got int16",
     ),
     (up, "activation", lambda m: 4, ValueError, "no activation has the index 4"),
 ]
@@ -166,12 +238,12 @@ def test_bad_arguments_are_named(make, plan, name, value, error, text):
     assert str(info.value) == f"{'moe_up' if plan is up else 'moe_down'}: {text}"
 
 
-@pytest.mark.parametrize("hidden", [312, 316, 324])
-def test_sizes_that_are_not_supported(make, hidden):
-    with pytest.raises(NotImplementedError, match="a multiple of 8 columns, 320 or more"):
-        up(make, hidden=hidden)
+@pytest.mark.parametrize(("hidden", "inner"), [(316, 320), (4, 320), (320, 316)])
+def test_sizes_that_are_not_supported(make, hidden, inner):
+    with pytest.raises(NotImplementedError, match="`w_up` must give a multiple of 8 rows of the r"):
+        up(make, hidden=hidden, inner=inner)
 
 
 def test_strided_weights_are_taken(make):
     w = make(E, 2 * I, H, dtype="bfloat16", strides=(2 * I * 400, 400, 1))
-    assert up(make, w_up=w)["kernel"].startswith("moe_mlp")
+    assert up(make, w_up=w)["kernel"].startswith("moe_up")

@@ -25,6 +25,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--packages", action="append", default=[], help="folder with the DSL")
     parser.add_argument("--arch", required=True)
     parser.add_argument("--main", required=True, help="the file that defines functions()")
+    parser.add_argument("--path", action="append", default=[], help="folder with more sources")
     parser.add_argument("--cc", required=True, help="a C compiler, to link the checks")
     parser.add_argument("--header", required=True, help="what the C++ source includes")
     parser.add_argument("--variant", required=True, help="the struct of a kernel's attributes")
@@ -80,7 +81,8 @@ def main() -> None:
     for folder in reversed([pathlib.Path(folder).absolute() for folder in options.packages]):
         # The second is what the package's .pth file would add.
         sys.path[:0] = [str(folder / "nvidia_cutlass_dsl" / "dsl_packages"), str(folder)]
-    sys.path.insert(0, str(pathlib.Path(options.main).parent.absolute()))
+    for path in [*options.path, pathlib.Path(options.main).parent]:
+        sys.path.insert(0, str(pathlib.Path(path).absolute()))
     sys.path.insert(0, str(_SHARED))
 
     folder = tempfile.TemporaryDirectory()

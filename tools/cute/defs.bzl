@@ -20,6 +20,7 @@ def _compiled_kernels_impl(ctx):
     args.add_all(ctx.files._packages, before_each = "--packages", expand_directories = False)
     args.add("--arch", ctx.attr._arch[BuildSettingInfo].value)
     args.add("--main", ctx.file.main)
+    args.add_all([f.dirname for f in ctx.files.srcs], before_each = "--path", uniquify = True)
     args.add("--cc", cc.compiler_executable)
     args.add("--header", ctx.attr.header)
     args.add("--variant", ctx.attr.variant)
@@ -83,7 +84,7 @@ def cute_kernels(name, main, header, variant, table, srcs = [], deps = [], **kwa
       header: what the generated source includes; it declares `table` and `variant`.
       variant: the struct of a kernel's attributes.
       table: the generated function that returns all kernels.
-      srcs: Python files beside `main` that it imports.
+      srcs: Python files that it imports, beside `main` or of another family.
       deps: C++ libraries with `header` and kernels/sm90.
       **kwargs: as for cc_library.
     """

@@ -19,7 +19,7 @@ _CLUSTER_ATTRIBUTE, _COOPERATIVE_ATTRIBUTE, _DEPENDENT_ATTRIBUTE = 4, 2, 6
 _SWIZZLES = ("none", "32B", "64B", "128B")
 _L2_PROMOTIONS = ("none", "64B", "128B", "256B")
 # A tensor map's own numbers for element types.
-_DTYPES = {"Float16": 6, "BFloat16": 10}
+_DTYPES = {"Float8E4M3FN": 0, "Float16": 6, "BFloat16": 10}
 
 
 class _Attribute(ctypes.Structure):

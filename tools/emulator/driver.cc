@@ -257,6 +257,7 @@ EXPORT CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType typ
                                        CUtensorMapSwizzle swizzle,
                                        CUtensorMapL2promotion l2_promotion,
                                        CUtensorMapFloatOOBfill oob_fill) {
+  if (g_depth == 0) return CUDA_ERROR_INVALID_CONTEXT;  // as the driver, in a thread without one
   return guarded(CUDA_ERROR_INVALID_VALUE, [&] {
     const tiercel::emulator::TensorMapArguments arguments{static_cast<uint32_t>(type),
                                                           rank,

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tiercel.ops.attention import attention, check_options
+from tiercel.ops._attention_checks import check_options
+from tiercel.ops.attention import attention
 
 
 class Attention(torch.nn.Module):

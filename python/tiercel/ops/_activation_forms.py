@@ -16,6 +16,7 @@ from torch import Tensor
 from tiercel import _C, _platform
 from tiercel._checks import check_contiguous, check_dtype, check_same_device, check_shape
 from tiercel._eager import empty
+from tiercel._launcher import Argument, Choice, Like, Output, launcher
 from tiercel._op import Autograd, Backend, Op
 from tiercel._platform import Reason
 from tiercel.ops._rows import rows
@@ -38,6 +39,9 @@ class Form(NamedTuple):
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(name for name, there in zip(self._fields, self, strict=True) if there)
+
+
+_ALONE, _PAIR = Form(), Form(up=True)
 
 
 class Activation:
@@ -86,6 +90,13 @@ class Activation:
         *options: str | None,
     ) -> Tensor:
         """`options`: approximate, where the function has it, and the backend."""
+        if scale is None and out is None:  # the usual call costs no more than this
+            result: Tensor = (
+                self._forward[_ALONE].pick()(x, *options)
+                if up is None
+                else self._forward[_PAIR].pick()(x, up, *options)
+            )
+            return result
         op = self._forward[Form(up is not None, scale is not None, out is not None)]
         tensors = [x]
         if up is not None:
@@ -99,7 +110,7 @@ class Activation:
             tensors.append(scale)
         if out is not None:
             tensors.append(out)
-        result: Tensor = op(*tensors, *options)
+        result = op(*tensors, *options)
         return result if out is None else out
 
     def _operator_name(self, form: Form) -> str:
@@ -208,6 +219,19 @@ class Activation:
             launch(x, up, scale, out, approximate)
             return out
 
+        count = 1 + sum(form) + self._has_option + 1
+        x, up, scale, out, approximate = split(form, tuple(map(Argument, range(count))))
+        index = Choice(approximate, self._indices) if self._has_option else self._indices[None]
+        made = (Like(x, 2 if packed else 1, FLOAT8 if form.scale else None),)
+        run = launcher(
+            _C.activation,
+            (x, up, scale, out if form.out else Output(0), index, self._gated),
+            count=count,
+            dense=(x, up) if form.up else (x,),
+            outputs=() if form.out else made,
+            otherwise=sm90,
+        )
+
         def reference(*args: Any) -> Any:
             x, up, scale, out, approximate = split(form, args)
             options = {"approximate": approximate} if self._has_option else {}
@@ -238,7 +262,7 @@ class Activation:
             self._schema(", ".join(tensors), "()" if form.out else "Tensor"),
             check=lambda *args: self._check(*split(form, args)),
             fake=fake,
-            sm90=Backend("sm90", sm90, *_CUDA, why_not=lambda *args: _why_not(args[0])),
+            sm90=Backend("sm90", run, *_CUDA, why_not=lambda *args: _why_not(args[0])),
             ref=Backend("ref", reference, *_TORCH),
             autograd=Autograd(save, backward) if differentiable else None,
             family=self.name,

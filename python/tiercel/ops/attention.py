@@ -4,112 +4,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tiercel import _C, _platform
-from tiercel._checks import (
-    check_bool,
-    check_contiguous,
-    check_dtype,
-    check_rank,
-    check_same_device,
-    check_shape,
-)
 from tiercel._op import Autograd, Backend, Op
 from tiercel._platform import Reason
+from tiercel.ops._attention_checks import (
+    DTYPES,
+    FLOAT8,
+    OPTIONS,
+    Window,
+    check_options,
+    check_out,
+    check_tensors,
+    empty_lse,
+    empty_out,
+)
 from tiercel.ops.attention_backward import gradients, native_options
+from tiercel.ops.attention_fp8 import attention_fp8, refuse_descales
 from tiercel.ref.attention import attention as reference
 
-__all__ = ["attention", "native_options"]
+__all__ = ["attention"]
 
 _NAME = "attention"
-DTYPES = (torch.bfloat16, torch.float16)
-_Window = Sequence["int | None"]
 
 # Below, `options` is (causal, window, scale, softcap) as in the operators' schemas: a window is
 # None or two numbers, of which a negative one is no limit.
-
-
-def _limit(op: str, value: object) -> int:
-    if value is None:
-        return -1
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{op}: `window` must hold whole numbers or None, got {value!r}")
-    return value
-
-
-def _check_positive(op: str, name: str, value: float) -> None:
-    if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
-        raise ValueError(f"{op}: `{name}` must be None or positive and finite, got {value!r}")
-
-
-def check_options(
-    causal: bool,
-    window: _Window | None,
-    scale: float | None,
-    softcap: float | None,
-    op: str = _NAME,
-) -> list[int] | None:
-    """Raises for a wrong one; the window as the operators take it."""
-    check_bool(op, "causal", causal)
-    for name, value in (("scale", scale), ("softcap", softcap)):
-        if value is not None:
-            _check_positive(op, name, value)
-    if window is None:
-        return None
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise ValueError(f"{op}: `window` must be None or (left, right), got {window!r}")
-    return [_limit(op, window[0]), _limit(op, window[1])]
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> None:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_rank(_NAME, name, tensor, 4)
-    check_dtype(_NAME, "q", q.dtype, DTYPES)
-    batch, _, heads, d = q.shape
-    _, keys, kv_heads, _ = k.shape
-    for name, tensor in (("k", k), ("v", v)):
-        check_dtype(_NAME, name, tensor.dtype, (q.dtype,))
-        check_shape(_NAME, name, tensor, (batch, keys, kv_heads, d), "[B, Sk, Hk, D]")
-        check_same_device(_NAME, name, tensor, "q", q)
-    if heads and (kv_heads == 0 or heads % kv_heads):
-        raise ValueError(
-            f"{_NAME}: `k` must have a number of heads that divides that of `q`, {heads}, "
-            f"got {kv_heads}"
-        )
-    if out is not None:
-        check_dtype(_NAME, "out", out.dtype, (q.dtype,))
-        check_shape(_NAME, "out", out, tuple(q.shape), "[B, Sq, H, D]")
-        check_same_device(_NAME, "out", out, "q", q)
-
-
-def _check_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None) -> None:
-    _check(q, k, v, out)
-    if lse is not None:
-        check_dtype(_NAME, "lse", lse.dtype, (torch.float32,))
-        check_shape(_NAME, "lse", lse, (q.shape[0], q.shape[2], q.shape[1]), "[B, H, Sq]")
-        check_same_device(_NAME, "lse", lse, "q", q)
-        check_contiguous(_NAME, "lse", lse)
-
-
-def _empty_out(q: Tensor) -> Tensor:
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-
-
-def _empty_lse(q: Tensor) -> Tensor:
-    shape = (q.shape[0], q.shape[2], q.shape[1])
-    return torch.empty(shape, dtype=torch.float32, device=q.device)
 
 
 def _launch(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, *options: Any
 ) -> None:
     if k.shape[1] == 0:
-        _check_out(q, k, v, out, lse)
+        check_out(DTYPES, q, k, v, out, lse)
         out.zero_()
         if lse is not None:
             lse.fill_(-math.inf)
@@ -124,7 +54,7 @@ def _sm90(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
 
 
 def _sm90_lse(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    out, lse = q.new_empty(q.shape), _empty_lse(q)
+    out, lse = q.new_empty(q.shape), empty_lse(q)
     _launch(q, k, v, out, lse, *rest[:-1])
     return out, lse
 
@@ -136,7 +66,7 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, *options: Any)
 
 
 def _plan(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> dict[str, Any]:
-    return dict(_C.attention_plan(q, k, v, _empty_out(q), None, *native_options(q, *options)))
+    return dict(_C.attention_plan(q, k, v, empty_out(q), None, *native_options(q, *options)))
 
 
 def _why_not(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Reason | None:
@@ -170,18 +100,14 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 
 _CUTE = ("TMA, wgmma, persistent blocks; softmax overlaps products", "cute")
 _TORCH = ("all scores in memory, float32", "torch")
-OPTIONS = (
-    "bool causal=False, int[]? window=None, float? scale=None, float? softcap=None, "
-    "str? backend=None"
-)
 
 
 def _operator(lse: bool) -> Op:
     return Op(
         f"{_NAME}_lse" if lse else _NAME,
         f"(Tensor q, Tensor k, Tensor v, {OPTIONS}) -> {'(Tensor, Tensor)' if lse else 'Tensor'}",
-        check=lambda *args: _check(*args[:3]),
-        fake=(lambda q, *_: (_empty_out(q), _empty_lse(q))) if lse else lambda q, *_: _empty_out(q),
+        check=lambda *args: check_tensors(DTYPES, *args[:3]),
+        fake=(lambda q, *_: (empty_out(q), empty_lse(q))) if lse else lambda q, *_: empty_out(q),
         sm90=Backend(
             "sm90",
             _sm90_lse if lse else _sm90,
@@ -212,7 +138,7 @@ def _out_operator(lse: bool) -> Op:
 
     def check(*args: Any) -> None:
         inputs, outputs, _ = split(args)
-        _check_out(*inputs, *outputs)
+        check_out(DTYPES, *inputs, *outputs)
 
     def run(*args: Any) -> None:
         inputs, outputs, options = split(args)
@@ -254,10 +180,13 @@ def attention(
     v: Tensor,
     *,
     causal: bool = False,
-    window: _Window | None = None,
+    window: Window | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -269,6 +198,11 @@ def attention(
     Masks are aligned with the last query and the last key, as in FlashAttention: query i stands at
     key i + Sk - Sq. A query that sees no key gets 0, and minus infinity as its ``lse``.
 
+    float8_e4m3fn tensors are multiplied by ``q_descale``, ``k_descale`` and ``v_descale``, and the
+    result is bfloat16. Their probabilities are rounded to float8_e4m3fn, at 256 times their size
+    (an error of 2 to 3 % of a typical value, which averages out over keys); sums are float32. There
+    are no gradients then.
+
     Differentiable in ``q``, ``k`` and ``v``. The backward has kernels of its own up to D = 128,
     and is torch's above. Those sum the gradients of ``k`` and ``v`` in a fixed order; that of ``q``
     only under ``torch.use_deterministic_algorithms(True)``, which makes blocks wait for each other.
@@ -278,9 +212,9 @@ def attention(
     blocks of keys.
 
     Args:
-        q: ``[B, Sq, H, D]``, bfloat16 or float16. The precompiled kernels take D that is a multiple
-            of 8 up to 256, and any strides that are multiples of 16 bytes with the last dimension
-            contiguous; ref takes others.
+        q: ``[B, Sq, H, D]``, bfloat16, float16 or float8_e4m3fn. The precompiled kernels take D
+            that is a multiple of 8 up to 256 (float8_e4m3fn: of 16 up to 128), and any strides that
+            are multiples of 16 bytes with the last dimension contiguous; ref takes others.
         k: ``[B, Sk, Hk, D]``, the dtype and device of ``q``. Hk divides H: query head h reads head
             h // (H // Hk).
         v: The shape, dtype and device of ``k``.
@@ -290,13 +224,18 @@ def attention(
         scale: What scores are multiplied by, positive; ``D ** -0.5`` by default.
         softcap: Scores s become ``softcap * tanh(s / softcap)``.
         return_lse: Whether to return the natural logarithms of the rows' sums of exponentials too.
-        out: ``[B, Sq, H, D]`` to write to, of the dtype and on the device of ``q``. Then no
-            gradient flows.
+        q_descale: For float8_e4m3fn only: float32, what ``q`` is multiplied by, one element or one
+            a head of keys, ``[Hk]`` or ``[B, Hk]``, which its heads of queries share. Positive;
+            None is 1.
+        k_descale: The same for ``k``.
+        v_descale: The same for ``v``.
+        out: ``[B, Sq, H, D]`` to write to, of the result's dtype and on the device of ``q``. Then
+            no gradient flows.
         backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
 
     Returns:
-        ``[B, Sq, H, D]``, the dtype of ``q``; with ``return_lse`` a pair of it and of
-        ``[B, H, Sq]``, float32.
+        ``[B, Sq, H, D]``, the dtype of ``q``, or bfloat16 for float8_e4m3fn; with ``return_lse`` a
+        pair of it and of ``[B, H, Sq]``, float32.
 
     Raises:
         TypeError: A dtype is not one of the above, or an argument is no tensor.
@@ -309,6 +248,10 @@ def attention(
     """
     limits = check_options(causal, window, scale, softcap)
     options = (causal, limits, scale, softcap, backend)
+    descales = (q_descale, k_descale, v_descale)
+    if getattr(q, "dtype", None) == FLOAT8:
+        return attention_fp8((q, k, v), descales, options, return_lse, out)  # type: ignore[no-any-return]
+    refuse_descales(q, descales)
     if out is None:
         # The backward needs the logarithms: kept from the forward, they cost nothing.
         kept = torch.is_grad_enabled() and any(
@@ -322,6 +265,6 @@ def attention(
     if not return_lse:
         _ATTENTION_OUT(q, k, v, out, *options)
         return out
-    lse = _empty_lse(q)
+    lse = empty_lse(q)
     _ATTENTION_LSE_OUT(q, k, v, out, lse, *options)
     return out, lse

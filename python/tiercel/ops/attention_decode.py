@@ -20,7 +20,7 @@ from tiercel._checks import (
 from tiercel._eager import empty
 from tiercel._op import Backend, Op
 from tiercel._platform import Reason
-from tiercel.ops.attention import check_options
+from tiercel.ops._attention_checks import check_options
 from tiercel.ref.attention import decode_attention as reference
 
 __all__ = ["decode_attention"]
@@ -119,36 +119,6 @@ def _native(
     return left, 0 if causal else right, scale, softcap or 0.0, keys, 0
 
 
-def _launch(
-    inputs: tuple[Tensor, ...],
-    optional: tuple[Tensor | None, ...],
-    out: Tensor,
-    lse: Tensor | None,
-    options: tuple[Any, ...],
-    *,
-    launch: Any = _C.decode_attention,
-) -> None:
-    native = _native(inputs[0], *options)
-    needed = launch(*inputs, out, *optional, lse, None, *native)
-    if needed:
-        workspace = empty(out, (needed,), torch.float32)
-        launch(*inputs, out, *optional, lse, workspace, *native)
-
-
-def _sm90(*args: Any) -> Tensor:
-    q = args[0]
-    out: Tensor = empty(q, tuple(q.shape), q.dtype)
-    _launch(args[:_INPUTS], args[_INPUTS : _INPUTS + 3], out, None, args[_INPUTS + 3 : -1])
-    return out
-
-
-def _sm90_lse(*args: Any) -> tuple[Tensor, Tensor]:
-    q = args[0]
-    out, lse = empty(q, tuple(q.shape), q.dtype), _empty_lse(q)
-    _launch(args[:_INPUTS], args[_INPUTS : _INPUTS + 3], out, lse, args[_INPUTS + 3 : -1])
-    return out, lse
-
-
 def _reference(
     inputs: tuple[Tensor, ...],
     optional: tuple[Tensor | None, ...],
@@ -202,6 +172,8 @@ _OPTIONS = (
 
 
 def _operator(lse: bool) -> Op:
+    launch: Any = _C.decode_attention_new_lse if lse else _C.decode_attention_new
+
     def split(args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
         return args[:_INPUTS], args[_INPUTS : _INPUTS + 3], args[_INPUTS + 3 : -1]
 
@@ -219,7 +191,7 @@ def _operator(lse: bool) -> Op:
         fake=fake,
         sm90=Backend(
             "sm90",
-            _sm90_lse if lse else _sm90,
+            lambda *args: launch(*args[:-1]),
             *_CUDA,
             why_not=lambda *args: _why_not(*split(args)),
         ),
@@ -227,10 +199,12 @@ def _operator(lse: bool) -> Op:
         family=_NAME,
         describe=lambda *args: _plan(*split(args)),
         load=None if lse else _C.decode_attention_load,
+        launch=launch,
     )
 
 
 def _out_operator(lse: bool) -> Op:
+    launch: Any = _C.decode_attention_out_lse if lse else _C.decode_attention_out
     first = _INPUTS + (2 if lse else 1)
 
     def split(args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
@@ -243,10 +217,6 @@ def _out_operator(lse: bool) -> Op:
         _check(*split(args)[:2])
         _check_outputs(args[0], *outputs(args))
 
-    def run(*args: Any) -> None:
-        inputs, optional, options = split(args)
-        _launch(inputs, optional, *outputs(args), options)
-
     def run_reference(*args: Any) -> None:
         results = _reference(*split(args), True)
         for given, result in zip(outputs(args), results, strict=True):
@@ -258,9 +228,15 @@ def _out_operator(lse: bool) -> Op:
         f"({_TENSORS}, Tensor(a!) out, {'Tensor(b!) lse, ' if lse else ''}{_OPTIONS}) -> ()",
         check=check,
         fake=lambda *args: None,
-        sm90=Backend("sm90", run, *_CUDA, why_not=lambda *args: _why_not(*split(args))),
+        sm90=Backend(
+            "sm90",
+            lambda *args: launch(*args[:-1]),
+            *_CUDA,
+            why_not=lambda *args: _why_not(*split(args)),
+        ),
         ref=Backend("ref", run_reference, *_TORCH),
         family=_NAME,
+        launch=launch,
     )
 
 

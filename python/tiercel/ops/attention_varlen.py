@@ -20,7 +20,8 @@ from tiercel._checks import (
 )
 from tiercel._op import Autograd, Backend, Op
 from tiercel._platform import Reason
-from tiercel.ops.attention import DTYPES, OPTIONS, check_options, native_options
+from tiercel.ops._attention_checks import DTYPES, OPTIONS, check_options
+from tiercel.ops.attention_backward import native_options
 from tiercel.ref.attention import attention_varlen as reference
 
 __all__ = ["attention_varlen"]

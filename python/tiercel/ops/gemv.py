@@ -17,6 +17,7 @@ from tiercel._checks import (
     check_shape,
 )
 from tiercel._eager import empty
+from tiercel._launcher import Argument, Like, Output, launcher
 from tiercel._op import Backend, Op
 from tiercel._platform import Reason
 from tiercel.ref import gemv as ref
@@ -272,6 +273,14 @@ def _linear_operators(with_global: bool) -> tuple[Op, Op]:
     def reference_out(*args: Any) -> None:
         split(args)[4].copy_(reference(*args))
 
+    x, weight, scale, global_scale = split(tuple(map(Argument, range(count + 1))))
+    run = launcher(
+        _C.nvfp4_linear,
+        (x, weight, scale, global_scale, Output(0)),
+        count=count + 1,
+        outputs=(Like(x, rank=2, dims=((x, 0), (weight, 0))),),
+        otherwise=lambda *args: _linear_sm90(*split(args)),
+    )
     cuda = ("tensor cores on weights decoded in registers, K split over a cluster", "cuda")
     plain = ("a look-up, the scales and torch.matmul in float32", "torch")
     new = Op(
@@ -279,7 +288,7 @@ def _linear_operators(with_global: bool) -> tuple[Op, Op]:
         f"({tensors}, str? backend=None) -> Tensor",
         check=lambda *args: _check_linear(*split(args)),
         fake=lambda *args: _linear_output(*args[:2]),
-        sm90=Backend("sm90", lambda *args: _linear_sm90(*split(args)), *cuda, why_not=why_not),
+        sm90=Backend("sm90", run, *cuda, why_not=why_not),
         ref=Backend("ref", reference, *plain),
         family=_LINEAR,
         describe=lambda *args: _linear_plan(*split(args)),
@@ -346,7 +355,7 @@ def nvfp4_linear(
     tensors = (x, weight, scale) if global_scale is None else (x, weight, scale, global_scale)
     if out is None:
         operator = _NVFP4_LINEAR if global_scale is None else _NVFP4_LINEAR_SCALED
-        result: Tensor = operator(*tensors, backend)
+        result: Tensor = operator.pick()(*tensors, backend)
         return result
     operator = _NVFP4_LINEAR_OUT if global_scale is None else _NVFP4_LINEAR_SCALED_OUT
     operator(*tensors, out, backend)

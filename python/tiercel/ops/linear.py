@@ -11,6 +11,7 @@ from torch import Tensor
 from tiercel import _C, _platform
 from tiercel._checks import check_contiguous, check_dtype, check_same_device, check_shape
 from tiercel._eager import empty
+from tiercel._launcher import Argument, Choice, Like, Output, launcher
 from tiercel._op import Autograd, Backend, Op
 from tiercel._platform import Reason
 from tiercel.ref import linear as ref
@@ -202,6 +203,16 @@ def _operator(with_bias: bool) -> Op:
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         return _backward(ctx, grad)[: 3 if with_bias else 2]
 
+    count = 5 if with_bias else 4
+    x, weight, bias, activation = split(tuple(map(Argument, range(count))))
+    run = launcher(
+        _C.linear_act,
+        (x, weight, bias, Output(0), Choice(activation, _INDEX)),
+        count=count,
+        outputs=(Like(x, rank=2, dims=((x, 0), (weight, 0))),),
+        otherwise=_sm90 if with_bias else _sm90_no_bias,
+    )
+
     return Op(
         _NAME if with_bias else f"{_NAME}_no_bias",
         f"(Tensor x, Tensor weight, {'Tensor bias, ' if with_bias else ''}"
@@ -210,7 +221,7 @@ def _operator(with_bias: bool) -> Op:
         fake=lambda *args: _output(*args[:2]),
         sm90=Backend(
             "sm90",
-            _sm90 if with_bias else _sm90_no_bias,
+            run,
             *_CUTE,
             why_not=lambda *args: _why_not(*split(args)),
         ),
@@ -297,9 +308,9 @@ def linear_act(
     """
     if out is None:
         result: Tensor = (
-            _LINEAR_ACT_NO_BIAS(x, weight, activation, backend)
+            _LINEAR_ACT_NO_BIAS.pick()(x, weight, activation, backend)
             if bias is None
-            else _LINEAR_ACT(x, weight, bias, activation, backend)
+            else _LINEAR_ACT.pick()(x, weight, bias, activation, backend)
         )
         return result
     if bias is None:

@@ -21,10 +21,14 @@ from tiercel._platform import Reason
 from tiercel.ops.moe_halves import (
     DTYPES,
     INDEX,
+    NO_IDS,
+    NO_SCALES,
     check_activation,
     empty_routing,
     reason_of,
 )
+from tiercel.ops.quant import _fp8_plan as quantize_plan
+from tiercel.ops.quant import _fp8_sm90 as quantize
 from tiercel.ops.routing_align import align_sm90
 from tiercel.ref import moe as ref
 
@@ -45,9 +49,22 @@ def _check(
 ) -> None:
     check_rank(_NAME, "x", x, 2)
     check_dtype(_NAME, "x", x.dtype, DTYPES)
+    _check_rest(x, w_up, w_down, topk_weights, topk_ids, activation, expert_map, x.dtype)
+
+
+def _check_rest(
+    x: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str,
+    expert_map: Tensor | None,
+    of_weights: torch.dtype,
+) -> None:
     for name, tensor, rank in (("w_up", w_up, 3), ("w_down", w_down, 3)):
         check_rank(_NAME, name, tensor, rank)
-        check_dtype(_NAME, name, tensor.dtype, (x.dtype,))
+        check_dtype(_NAME, name, tensor.dtype, (of_weights,))
     tokens, hidden = x.shape
     experts, _, inner = w_down.shape
     check_shape(_NAME, "w_up", w_up, (experts, 2 * inner, hidden), "[E, 2 * I, H]")
@@ -72,9 +89,9 @@ def _check(
 
 
 def block_size(elements: int, experts: int) -> int:
-    """Slots of a routing block: so many that few experts have more, and no more than that."""
-    mean = elements / max(experts, 1)
-    return 8 if mean <= 3 else 16 if mean <= 9 else 32
+    """Slots of a routing block: for many tokens, as many rows as a multiprocessor takes at a time;
+    for few, half of that, since most are padding."""
+    return 128 if elements > 24 * max(experts, 1) else 64
 
 
 def _sm90(
@@ -87,18 +104,44 @@ def _sm90(
     expert_map: Tensor | None,
     backend: str | None,
 ) -> Tensor:
+    weights = ((w_up, None), (w_down, None))
+    return _run(x, weights, topk_weights, topk_ids, activation, expert_map)
+
+
+def _rows(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """What a product takes: float8 with a scale a row where the weights have scales."""
+    if scale is None:
+        return x, None
+    q, scales = quantize(x, "row", None)
+    return q, scales.view(-1)
+
+
+def _run(
+    x: Tensor,
+    weights: tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]],
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str,
+    expert_map: Tensor | None,
+) -> Tensor:
+    (w_up, up_scale), (w_down, down_scale) = weights
     tokens, hidden = x.shape
     k = topk_ids.shape[1]
     elements, experts = tokens * k, w_down.shape[0]
     block = block_size(elements, experts)
     everywhere = experts if expert_map is None else expert_map.shape[0]
+    rows, scale = _rows(x, up_scale)
     routing = align_sm90(topk_ids, block, everywhere, expert_map, False, False, None)
     inner = x.new_empty((elements, w_down.shape[2]))
-    # Ids that are no expert's are in no block: their rows stay zeros.
-    outer = x.new_zeros((elements, hidden))
+    outer = x.new_empty((elements, hidden))
     out = x.new_empty((tokens, hidden))
-    _C.moe_up(x, w_up, *routing, None, inner, block, INDEX[activation])
-    _C.moe_down(inner, w_down, *routing, topk_weights.view(-1), outer, block, 0)
+    act = INDEX[activation]
+    _C.moe_up(rows, w_up, *routing, None, inner, block, act, *NO_IDS, scale, up_scale)
+    rows, scale = _rows(inner, down_scale)
+    # Ids that are no expert's are in no block: with them at hand, the kernel zeroes their rows.
+    named = (topk_ids, everywhere)
+    factors = topk_weights.view(-1)
+    _C.moe_down(rows, w_down, *routing, factors, outer, block, 0, *named, scale, down_scale)
     _C.moe_sum(outer.view(tokens, k, hidden), None, out)
     return out
 
@@ -106,13 +149,29 @@ def _sm90(
 def _plan(
     x: Tensor, w_up: Tensor, w_down: Tensor, topk_weights: Tensor, topk_ids: Tensor, *_: Any
 ) -> dict[str, Any]:
+    return _plan_of(x, (w_up, None), (w_down, None), topk_weights, topk_ids)
+
+
+def _plan_of(
+    x: Tensor, up: Any, down: Any, topk_weights: Tensor, topk_ids: Tensor
+) -> dict[str, Any]:
+    (w_up, up_scale), (w_down, down_scale) = up, down
     elements, experts = topk_ids.numel(), w_down.shape[0]
     block = block_size(elements, experts)
     routing = empty_routing(x, elements, experts, block)
     inner, outer = x.new_empty((elements, w_down.shape[2])), x.new_empty((elements, x.shape[1]))
-    up = _C.moe_up_plan(x, w_up, *routing, None, inner, block, 0)
-    down = _C.moe_down_plan(inner, w_down, *routing, topk_weights.view(-1), outer, block, 0)
-    return {"kernel": up["kernel"], "block_size": block, "up": dict(up), "down": dict(down)}
+    made = []
+    for rows, w, scale, factors, out, plan in (
+        (x, w_up, up_scale, None, inner, _C.moe_up_plan),
+        (inner, w_down, down_scale, topk_weights.view(-1), outer, _C.moe_down_plan),
+    ):
+        scales: tuple[Tensor | None, Tensor | None] = NO_SCALES
+        if scale is not None:
+            quantize_plan(rows[:2], "row")  # it has to take these rows
+            rows = torch.empty(rows.shape, dtype=torch.float8_e4m3fn, device=x.device)
+            scales = (torch.empty(rows.shape[0], dtype=torch.float32, device=x.device), scale)
+        made.append(dict(plan(rows, w, *routing, factors, out, block, 0, *NO_IDS, *scales)))
+    return {"kernel": made[0]["kernel"], "block_size": block, "up": made[0], "down": made[1]}
 
 
 def _why_not(x: Tensor, *args: Any) -> Reason | None:
@@ -124,6 +183,8 @@ def _reference(*args: Any) -> Tensor:
     return ref.fused_moe(*tensors, activation=activation, expert_map=expert_map)
 
 
+_CUTE = ("grouped products, rows gathered by the routing, weights streamed once", "cute")
+
 _OP = Op(
     _NAME,
     "(Tensor x, Tensor w_up, Tensor w_down, Tensor topk_weights, Tensor topk_ids,"
@@ -133,13 +194,81 @@ _OP = Op(
     sm90=Backend(
         "sm90",
         _sm90,
-        "each active expert's weights streamed once, by warps that never wait for one another",
-        "cuda",
+        *_CUTE,
         why_not=_why_not,
     ),
     ref=Backend("ref", _reference, "a loop over experts", "torch"),
     describe=lambda *args: _plan(*args[:5]),
     load=_C.moe_load,
+)
+
+
+def _check_fp8(
+    x: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    w_up_scale: Tensor,
+    w_down_scale: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str,
+    expert_map: Tensor | None,
+    backend: str | None,
+) -> None:
+    check_rank(_NAME, "x", x, 2)
+    check_dtype(_NAME, "x", x.dtype, (torch.bfloat16,))
+    rest = (topk_weights, topk_ids, activation, expert_map)
+    _check_rest(x, w_up, w_down, *rest, torch.float8_e4m3fn)
+    for name, scale, w in (
+        ("w_up_scale", w_up_scale, w_up),
+        ("w_down_scale", w_down_scale, w_down),
+    ):
+        check_rank(_NAME, name, scale, 2)
+        check_dtype(_NAME, name, scale.dtype, (torch.float32,))
+        if scale.shape[1] != 1:
+            check_shape(_NAME, name, scale, tuple(w.shape[:2]), "[E, rows] or [E, 1]")
+        check_shape(_NAME, name, scale, (w.shape[0], scale.shape[1]), "[E, rows] or [E, 1]")
+        check_contiguous(_NAME, name, scale)
+        check_same_device(_NAME, name, scale, "x", x)
+
+
+def _fp8_plan(x: Tensor, w_up: Tensor, w_down: Tensor, *rest: Any) -> dict[str, Any]:
+    up_scale, down_scale, topk_weights, topk_ids, *_ = rest
+    return _plan_of(x, (w_up, up_scale), (w_down, down_scale), topk_weights, topk_ids)
+
+
+def _run_fp8(x: Tensor, w_up: Tensor, w_down: Tensor, *rest: Any) -> Tensor:
+    up_scale, down_scale, *more, _ = rest
+    return _run(x, ((w_up, up_scale), (w_down, down_scale)), *more)
+
+
+def _fp8_reference(*args: Any) -> Tensor:
+    x, w_up, w_down, up_scale, down_scale, weights, ids, activation, expert_map, _ = args
+    return ref.fused_moe(
+        *(x, w_up, w_down, weights, ids),
+        activation=activation,
+        expert_map=expert_map,
+        w_up_scale=up_scale,
+        w_down_scale=down_scale,
+    )
+
+
+_FP8_OP = Op(
+    f"{_NAME}_fp8",
+    "(Tensor x, Tensor w_up, Tensor w_down, Tensor w_up_scale, Tensor w_down_scale,"
+    " Tensor topk_weights, Tensor topk_ids, str activation='silu', Tensor? expert_map=None,"
+    " str? backend=None) -> Tensor",
+    check=_check_fp8,
+    fake=lambda x, *args: torch.empty(x.shape, dtype=x.dtype, device=x.device),
+    sm90=Backend(
+        "sm90",
+        _run_fp8,
+        *_CUTE,
+        why_not=lambda *args: reason_of(lambda: _fp8_plan(*args), args[0]),
+    ),
+    ref=Backend("ref", _fp8_reference, "a loop over experts", "torch"),
+    describe=_fp8_plan,
+    family=_NAME,
 )
 
 
@@ -153,23 +282,27 @@ def fused_moe(
     *,
     activation: str = "silu",
     expert_map: Tensor | None = None,
+    w_up_scale: Tensor | None = None,
+    w_down_scale: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Each token through the gated MLPs of its experts, added up by their weights.
 
     ``sum over j of topk_weights[t, j] * (act(x[t] @ w_up[e].T) @ w_down[e].T)`` with ``e =
-    topk_ids[t, j]``. The kernels are made for few tokens, where reading the active experts' weights
-    is all that costs; they take any number, and are no match for a grouped product of thousands.
-    Sums are float32; between the halves, and before the last sum, values have the dtype of ``x``.
+    topk_ids[t, j]``. Sums are float32; between the halves, and before the last sum, values have
+    the dtype of ``x``. With float8 weights, rows of ``x``, and rows between the halves, are
+    quantised to float8 as :func:`tiercel.fp8_quantize` does, with a scale a row.
 
     There is no derivative; :func:`tiercel.ref.fused_moe` has one. Works under torch.compile and
     torch.export, and in CUDA graphs; it never synchronises.
 
     Args:
-        x: ``[T, H]`` bfloat16 or float16. The precompiled kernels take H and I that are multiples
-            of 8 and at least 320, and rows at multiples of 16 bytes; ref takes others.
-        w_up: ``[E, 2 * I, H]``, the dtype of ``x``: rows of the gate, then those it is for.
-        w_down: ``[E, H, I]``, the dtype of ``x``.
+        x: ``[T, H]`` bfloat16 or float16; bfloat16 with float8 weights. The precompiled kernels
+            take H and I that are multiples of 8 (of 16 with float8), and rows at multiples of 16
+            bytes; ref takes others.
+        w_up: ``[E, 2 * I, H]``, the dtype of ``x``, or float8_e4m3fn: rows of the gate, then those
+            it is for.
+        w_down: ``[E, H, I]``, the dtype of ``w_up``.
         topk_weights: ``[T, k]`` float32, contiguous, as from :func:`tiercel.topk_softmax`.
         topk_ids: ``[T, k]`` int32 or int64, contiguous. Ids that are no expert's add nothing.
         activation: With a and b the two halves of a token's values inside an expert: ``"silu"``,
@@ -177,6 +310,9 @@ def fused_moe(
             ``"gelu_residual"``, gelu(a) * (b + 1).
         expert_map: ``[experts everywhere]`` int32, for expert parallelism: an expert's place in
             ``w_up`` and ``w_down``, or -1 where it is on another device and adds nothing here.
+        w_up_scale: Of float8 weights, float32, contiguous: a factor a row ``[E, 2 * I]``, or one an
+            expert ``[E, 1]``.
+        w_down_scale: The same, ``[E, H]`` or ``[E, 1]``.
         backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
 
     Returns:
@@ -193,5 +329,12 @@ def fused_moe(
         >>> weights, experts = tiercel.topk_softmax(router(x), 8, renormalize=True)
         >>> y = tiercel.fused_moe(x, w_up, w_down, weights, experts)
     """
-    result: Tensor = _OP(x, w_up, w_down, topk_weights, topk_ids, activation, expert_map, backend)
+    rest = (topk_weights, topk_ids, activation, expert_map, backend)
+    if w_up_scale is None and w_down_scale is None:
+        plain: Tensor = _OP(x, w_up, w_down, *rest)
+        return plain
+    if w_up_scale is None or w_down_scale is None:
+        missing = "w_up_scale" if w_up_scale is None else "w_down_scale"
+        raise ValueError(f"{_NAME}: `{missing}` must be given where the other scale is, got None")
+    result: Tensor = _FP8_OP(x, w_up, w_down, w_up_scale, w_down_scale, *rest)
     return result

@@ -27,6 +27,8 @@ __all__ = ["moe_down", "moe_up"]
 DTYPES = (torch.bfloat16, torch.float16)
 # As MoeActivation in moe_mlp.h counts.
 INDEX = {name: index for index, name in enumerate(ref.ACTIVATIONS)}
+# Of the launchers' arguments: topk_ids and how many experts there are; scales of x and of weights.
+NO_IDS, NO_SCALES = (None, 0), (None, None)
 _ROUTING = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
 
 
@@ -97,7 +99,17 @@ def _up_output(x: Tensor, w: Tensor, *rest: Any) -> Tensor:
 
 def _up_arguments(x: Tensor, w: Tensor, *rest: Any) -> tuple[Any, ...]:
     *routing, _, block, activation, _ = rest
-    return (x, w, *routing, None, _up_output(x, w, *rest), block, INDEX[activation])
+    return (
+        x,
+        w,
+        *routing,
+        None,
+        _up_output(x, w, *rest),
+        block,
+        INDEX[activation],
+        *NO_IDS,
+        *NO_SCALES,
+    )
 
 
 def _up_sm90(*args: Any) -> Tensor:
@@ -117,7 +129,7 @@ def _up_reference(*args: Any) -> Tensor:
     return ref.moe_up(*rest, activation=activation)
 
 
-_CUDA = ("each active expert's weights streamed once", "cuda")
+_CUTE = ("a grouped product, rows gathered by the routing", "cute")
 _TORCH = ("a loop over the routing's blocks", "torch")
 _TENSORS = ", ".join(f"Tensor {name}" for name in _ROUTING)
 
@@ -128,7 +140,7 @@ _UP_OP = Op(
     check=_check_up,
     fake=_up_output,
     sm90=Backend(
-        "sm90", _up_sm90, *_CUDA, why_not=lambda *args: reason_of(lambda: _up_plan(*args), args[0])
+        "sm90", _up_sm90, *_CUTE, why_not=lambda *args: reason_of(lambda: _up_plan(*args), args[0])
     ),
     ref=Backend("ref", _up_reference, *_TORCH),
     describe=_up_plan,
@@ -158,7 +170,7 @@ def moe_up(
         expert_ids: The same; -1 leaves a block's rows zeros.
         num_tokens_post_padded: The same.
         top_k: Experts of a token: element e of the ids is token e / top_k's.
-        block_size: As the routing was made with; the precompiled kernels take 8, 16 and 32.
+        block_size: As the routing was made with; the precompiled kernels take 64 and 128.
         activation: As of :func:`tiercel.fused_moe`.
         backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
 
@@ -173,8 +185,8 @@ def moe_up(
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.
 
     Example:
-        >>> routing = tiercel.moe_align_block_size(experts, 16, 64)
-        >>> inner = tiercel.moe_up(x, w_up, *routing, 8, 16)
+        >>> routing = tiercel.moe_align_block_size(experts, 64, 64)
+        >>> inner = tiercel.moe_up(x, w_up, *routing, 8, 64)
     """
     routing = (sorted_token_ids, expert_ids, num_tokens_post_padded)
     result: Tensor = _UP_OP(x, w_up, *routing, top_k, block_size, activation, backend)
@@ -201,7 +213,7 @@ def _down_output(x: Tensor, w: Tensor, *rest: Any) -> Tensor:
 
 def _down_arguments(x: Tensor, w: Tensor, weights: Tensor, *rest: Any) -> tuple[Any, ...]:
     *routing, block, _ = rest
-    return (x, w, *routing, weights, _down_output(x, w), block, 0)
+    return (x, w, *routing, weights, _down_output(x, w), block, 0, *NO_IDS, *NO_SCALES)
 
 
 def _down_sm90(*args: Any) -> Tensor:
@@ -225,7 +237,7 @@ _DOWN_OP = Op(
     sm90=Backend(
         "sm90",
         _down_sm90,
-        *_CUDA,
+        *_CUTE,
         why_not=lambda *args: reason_of(lambda: _down_plan(*args), args[0]),
     ),
     ref=Backend("ref", lambda *args: ref.moe_down(*args[:-1]), *_TORCH),
@@ -255,7 +267,7 @@ def moe_down(
         sorted_token_ids: As from :func:`tiercel.moe_align_block_size`, int32, contiguous.
         expert_ids: The same; -1 leaves a block's rows zeros.
         num_tokens_post_padded: The same.
-        block_size: As the routing was made with; the precompiled kernels take 8, 16 and 32.
+        block_size: As the routing was made with; the precompiled kernels take 64 and 128.
         backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
 
     Returns:
@@ -269,7 +281,7 @@ def moe_down(
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.
 
     Example:
-        >>> outer = tiercel.moe_down(inner, w_down, weights.flatten(), *routing, 16)
+        >>> outer = tiercel.moe_down(inner, w_down, weights.flatten(), *routing, 64)
     """
     routing = (sorted_token_ids, expert_ids, num_tokens_post_padded)
     result: Tensor = _DOWN_OP(x, w_down, topk_weights, *routing, block_size, backend)

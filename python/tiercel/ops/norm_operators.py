@@ -14,6 +14,7 @@ from torch import Tensor
 from tiercel import _C, _platform
 from tiercel._checks import check_contiguous, check_dtype, check_same_device, check_shape
 from tiercel._eager import empty
+from tiercel._launcher import Argument, Like, Output, launcher
 from tiercel._op import Autograd, Backend, Op
 from tiercel._platform import Reason
 from tiercel.ref import norm as ref
@@ -297,6 +298,17 @@ def _operator(norm: _Launches, present: tuple[bool, ...], backward: dict[Any, Op
         norm.into(x, weight, bias, residual, out, residual_out, eps)
         return (out, residual_out) if has_residual else out
 
+    count = 1 + sum(present) + 2
+    x, *parameters, eps, _ = split(tuple(map(Argument, range(count))))
+    run = launcher(
+        norm.forward,
+        (x, *parameters, Output(0), Output(1) if has_residual else None, eps),
+        count=count,
+        dense=(x, parameters[2]) if has_residual else (x,),
+        outputs=(Like(x),) * (1 + has_residual),
+        otherwise=sm90,
+    )
+
     def reference(*args: Any) -> Any:
         x, weight, bias, residual, eps, _ = split(args)
         result = norm.reference(x, weight, bias, residual, eps=eps)
@@ -338,7 +350,7 @@ def _operator(norm: _Launches, present: tuple[bool, ...], backward: dict[Any, Op
         f"({_signature(_OPTIONAL, present)}, float eps={norm.eps}, str? backend=None) -> {outputs}",
         check=check,
         fake=fake,
-        sm90=Backend("sm90", sm90, *_CUDA, why_not=lambda *args: norm.why_not(*split(args)[:-1])),
+        sm90=Backend("sm90", run, *_CUDA, why_not=lambda *args: norm.why_not(*split(args)[:-1])),
         ref=Backend("ref", reference, *_TORCH),
         autograd=Autograd(save, gradients),
         family=norm.name,
@@ -392,6 +404,7 @@ class _Operators:
     name: str
     plain: dict[tuple[bool, ...], Op]
     out: dict[tuple[bool, ...], Op]
+    usual: Op  # with a weight and nothing else
 
     def __call__(
         self,
@@ -403,14 +416,10 @@ class _Operators:
         eps: float,
         backend: str | None,
     ) -> Any:
+        if weight is not None and bias is None and residual is None and out is None:
+            return self.usual.pick()(x, weight, eps, backend)
         given = (weight is not None, bias is not None, residual is not None)
-        tensors = [x]
-        if weight is not None:
-            tensors.append(weight)
-        if bias is not None:
-            tensors.append(bias)
-        if residual is not None:
-            tensors.append(residual)
+        tensors = [tensor for tensor in (x, weight, bias, residual) if tensor is not None]
         if out is None:
             return self.plain[given](*tensors, eps, backend)
         outs = (out,)
@@ -431,4 +440,5 @@ def operators(norm: _Launches) -> _Operators:
     choices = list(product((True, False), repeat=3))
     backward = {key: _backward_operator(norm, key) for key in product((True, False), repeat=2)}
     plain = {choice: _operator(norm, choice, backward) for choice in choices}
-    return _Operators(norm.name, plain, {choice: _out_operator(norm, choice) for choice in choices})
+    out = {choice: _out_operator(norm, choice) for choice in choices}
+    return _Operators(norm.name, plain, out, plain[True, False, False])

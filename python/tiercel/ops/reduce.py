@@ -73,10 +73,11 @@ def _check_out(
 
 
 def _shape(x: Tensor, dim: int | None, keepdim: bool) -> tuple[int, ...]:
+    sizes = tuple(x.shape)  # torch's own are slow to cut
     if dim is None:
-        return (1,) * x.dim() if keepdim else ()
-    dim = dim % x.dim()
-    return (*x.shape[:dim], *((1,) if keepdim else ()), *x.shape[dim + 1 :])
+        return (1,) * len(sizes) if keepdim else ()
+    dim %= len(sizes)
+    return (*sizes[:dim], 1, *sizes[dim + 1 :]) if keepdim else sizes[:dim] + sizes[dim + 1 :]
 
 
 def _output(
@@ -111,7 +112,7 @@ def _sm90(
 ) -> Tensor:
     if dtype is not None and dtype != torch.float32 and dtype != x.dtype:
         _check(x, dim, op, keepdim, dtype, backend)
-    out = _output(x, dim, op, keepdim, dtype)
+    out: Tensor = empty(x, _shape(x, dim, keepdim), dtype or x.dtype)
     _launch(x, out, dim, op)
     return out
 
@@ -275,7 +276,7 @@ def reduce(
         >>> column_means = tiercel.reduce(x, 0, "mean")
     """
     if out is None:
-        result: Tensor = _REDUCE(x, dim, op, keepdim, dtype, backend)
+        result: Tensor = _REDUCE.pick()(x, dim, op, keepdim, dtype, backend)
         return result
     _REDUCE_OUT(x, out, dim, op, keepdim, backend)
     return out

@@ -18,6 +18,7 @@ from tiercel._checks import (
     check_shape,
 )
 from tiercel._eager import empty
+from tiercel._launcher import Argument, Like, Output, launcher
 from tiercel._op import Autograd, Backend, Op
 from tiercel._platform import Reason
 from tiercel.ref import rotary as ref
@@ -97,6 +98,16 @@ def _rotary_sm90(
     q_out, k_out = _rotary_outputs(positions, q, k)
     launch(positions, q, k, cos_sin_cache, q_out, k_out, interleaved)
     return q_out, k_out
+
+
+_POSITIONS, _Q, _K, _CACHE, _INTERLEAVED = map(Argument, range(5))
+_ROTARY_RUN = launcher(
+    _C.rotary_embedding,
+    (_POSITIONS, _Q, _K, _CACHE, Output(0), Output(1), _INTERLEAVED),
+    count=6,
+    outputs=(Like(_Q), Like(_K)),
+    otherwise=_rotary_sm90,
+)
 
 
 def _rotary_sm90_out(*args: Any) -> None:
@@ -179,7 +190,7 @@ _ROTARY_OP = Op(
     " str? backend=None) -> (Tensor q_out, Tensor k_out)",
     check=_check_rotary,
     fake=_rotary_outputs,
-    sm90=Backend("sm90", _rotary_sm90, *_ROTARY_CUDA, why_not=_rotary_why_not),
+    sm90=Backend("sm90", _ROTARY_RUN, *_ROTARY_CUDA, why_not=_rotary_why_not),
     ref=Backend("ref", _rotary_ref, *_ROTARY_TORCH),
     autograd=Autograd(_rotary_save, _rotary_backward),
     describe=_rotary_plan,
@@ -195,6 +206,7 @@ _ROTARY_OUT = Op(
     sm90=Backend("sm90", _rotary_sm90_out, *_ROTARY_CUDA, why_not=_rotary_why_not_out),
     ref=Backend("ref", _rotary_ref_out, *_ROTARY_TORCH),
     family=_ROTARY,
+    launch=_C.rotary_embedding,
 )
 
 _ROTARY_IN_PLACE = Op(
@@ -258,10 +270,10 @@ def rotary_embedding(
     if inplace:
         if out is not None:
             raise ValueError(f"{_ROTARY}: `inplace` and `out` exclude each other")
-        _ROTARY_IN_PLACE(positions, q, k, cos_sin_cache, interleaved, backend)
+        _ROTARY_IN_PLACE.pick()(positions, q, k, cos_sin_cache, interleaved, backend)
         return q, k
     if out is None:
-        result: tuple[Tensor, Tensor] = _ROTARY_OP(
+        result: tuple[Tensor, Tensor] = _ROTARY_OP.pick()(
             positions, q, k, cos_sin_cache, interleaved, backend
         )
         return result
@@ -341,6 +353,7 @@ _KV_OP = Op(
     ref=Backend("ref", _kv_ref, "torch's indexed assignment", "torch"),
     describe=_kv_plan,
     load=_C.kv_cache_write_load,
+    launch=_C.kv_cache_write,
 )
 
 

@@ -46,8 +46,7 @@ def check_k(op: str, k: int, experts: int) -> None:
 
 def check_columns(op: str, weights: object, k: int) -> None:
     """That ``out=`` is made for k."""
-    if type(k) is not int:  # host time: the common case is one comparison
-        _check_is_int(op, k)
+    _check_is_int(op, k)
     shape = getattr(weights, "shape", ())
     if len(shape) == 2 and shape[1] != operator.index(k):
         raise ValueError(f"{op}: `out` has {shape[1]} columns, but `k` is {k}")
@@ -291,7 +290,7 @@ def topk_softmax(
         >>> weights, experts = tiercel.topk_softmax(router_logits, 8, renormalize=True)
     """
     if out is None:
-        result: tuple[Tensor, Tensor] = _TOPK_SOFTMAX(
+        result: tuple[Tensor, Tensor] = _TOPK_SOFTMAX.pick()(
             scores, k, softmax_first, renormalize, indices_dtype, backend
         )
         return result
@@ -299,6 +298,11 @@ def topk_softmax(
         got = f"{len(out)} values" if isinstance(out, (tuple, list)) else type(out).__name__
         raise TypeError(f"{_NAME}: `out` must be a pair (weights, indices), got {got}")
     weights, indices = out
-    check_columns(_NAME, weights, k)
-    _TOPK_SOFTMAX_OUT(scores, weights, indices, softmax_first, renormalize, backend)
+    try:  # host time: the common case is one comparison
+        fits = type(k) is int and weights.shape[1] == k
+    except (AttributeError, IndexError):
+        fits = False
+    if not fits:
+        check_columns(_NAME, weights, k)
+    _TOPK_SOFTMAX_OUT.pick()(scores, weights, indices, softmax_first, renormalize, backend)
     return weights, indices

@@ -17,6 +17,7 @@ from tiercel._checks import (
     check_shape,
 )
 from tiercel._eager import empty
+from tiercel._launcher import Argument, Like, Output, launcher
 from tiercel._op import Autograd, Backend, Op
 from tiercel._platform import Reason
 from tiercel.ref import routing as ref
@@ -88,12 +89,22 @@ def _operator(weighted: bool, into: bool) -> Op:
         x, *rest = args[:-1]
         return x, rest[0] if weighted else None, rest[-1] if into else None
 
-    def run(*args: Any) -> Tensor | None:
+    def sm90(*args: Any) -> Tensor | None:
         x, weights, out = split(args)
         if out is None:
             return _sm90(x, weights)
         _C.moe_sum(x, weights, out)
         return None
+
+    count = 1 + weighted + into + 1
+    x, weights, out = split(tuple(map(Argument, range(count))))
+    run = launcher(
+        _C.moe_sum,
+        (x, weights, out if into else Output(0)),
+        count=count,
+        outputs=() if into else (Like(x, rank=3, dims=((x, 0), (x, 2))),),
+        otherwise=sm90,
+    )
 
     def reference(*args: Any) -> Tensor | None:
         x, weights, out = split(args)
@@ -169,7 +180,9 @@ def moe_sum(
         >>> hidden = tiercel.moe_sum(expert_outputs, weights)
     """
     if out is None:
-        result: Tensor = _PLAIN(x, backend) if weights is None else _SUM(x, weights, backend)
+        result: Tensor = (
+            _PLAIN.pick()(x, backend) if weights is None else _SUM.pick()(x, weights, backend)
+        )
         return result
     if weights is None:
         _PLAIN_OUT(x, out, backend)

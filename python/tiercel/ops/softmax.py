@@ -18,6 +18,7 @@ from tiercel._checks import (
     dtype_name,
 )
 from tiercel._eager import empty
+from tiercel._launcher import Argument, Choice, Like, Output, launcher
 from tiercel._op import Autograd, Backend, Op
 from tiercel._platform import Reason
 from tiercel.ops._rows import rows
@@ -56,7 +57,9 @@ class _Softmax:
             op(*tensors, dim, scale, backend)
             return out
         result: Tensor = (
-            op(x, dim, scale, backend) if mask is None else op(x, mask, dim, scale, backend)
+            op.pick()(x, dim, scale, backend)
+            if mask is None
+            else op.pick()(x, mask, dim, scale, backend)
         )
         return result
 
@@ -143,6 +146,19 @@ class _Softmax:
             self._launch(x, mask, out, dim, scale)
             return out
 
+        run: Callable[..., Any] = sm90
+        if not masked:  # a mask may have to be expanded
+            x, _, out, dim, scale = split(tuple(map(Argument, range(4 + into_out))))
+            run = launcher(
+                _C.softmax,
+                # The last dimension alone is the plain case.
+                (x, None, out if into_out else Output(0), scale, Choice(dim, {-1: self._log})),
+                count=4 + into_out,
+                dense=(x,),
+                outputs=() if into_out else (Like(x),),
+                otherwise=sm90,
+            )
+
         def reference(*args: Any) -> Any:
             x, mask, out, dim, scale = split(args)
             result = self._reference(x, dim, scale=scale, mask=mask).contiguous()
@@ -167,7 +183,7 @@ class _Softmax:
             + ("()" if into_out else "Tensor"),
             check=lambda *args: self._check(*split(args)),
             fake=fake,
-            sm90=Backend("sm90", sm90, *_CUDA, why_not=lambda *a: self._why_not(*without_out(a))),
+            sm90=Backend("sm90", run, *_CUDA, why_not=lambda *a: self._why_not(*without_out(a))),
             ref=Backend("ref", reference, *_TORCH),
             autograd=None if into_out else Autograd(save, self._gradients),
             family=self.name,

@@ -33,6 +33,7 @@ __all__ = [
     "BlockExperts",
     "ChosenExperts",
     "CopyTranspose",
+    "DownScale",
     "DownWeights",
     "ElementWeights",
     "ExpertMap",
@@ -105,6 +106,7 @@ __all__ = [
     "TopkSoftmaxAlign",
     "Transposed",
     "Unreduced",
+    "UpScale",
     "UpWeights",
     "Values",
     "Weight",
@@ -193,6 +195,8 @@ DownWeights = Annotated[Tensor, FUSED_MOE.spec("w_down")]
 TokenWeights = Annotated[Tensor, FUSED_MOE.spec("topk_weights")]
 TokenExperts = Annotated[Tensor, FUSED_MOE.spec("topk_ids")]
 LocalExperts = Annotated["Tensor | None", FUSED_MOE.spec("expert_map")]
+UpScale = Annotated["Tensor | None", FUSED_MOE.spec("w_up_scale")]
+DownScale = Annotated["Tensor | None", FUSED_MOE.spec("w_down_scale")]
 MixedTokens = Annotated[Tensor, FUSED_MOE.spec("out")]
 InnerFeatures = Annotated[Tensor, MOE_DOWN.spec("x")]
 ElementWeights = Annotated[Tensor, MOE_DOWN.spec("topk_weights")]
@@ -212,6 +216,8 @@ class FusedMoe(Protocol):
         topk_ids: TokenExperts,
         activation: str,
         expert_map: LocalExperts,
+        w_up_scale: UpScale,
+        w_down_scale: DownScale,
     ) -> MixedTokens: ...
 
 

@@ -19,14 +19,22 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """As :func:`tiercel.attention`, for any sizes, with all scores in memory."""
-    queries, keys, values = _by_query_head(q, k, v)
+    descales = (q_descale, k_descale, v_descale)
+    queries, keys, values = (
+        x if scale is None else x * _by_query_head_scale(scale, q, k)
+        for x, scale in zip(_by_query_head(q, k, v), descales, strict=True)
+    )
     scores, hidden, _ = _scores(queries, keys, causal, window, scale, softcap)
     # A row that sees no key is 0, and its gradient too.
     blind = hidden.all(-1, keepdim=True)
     weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
-    out = (weights @ values).transpose(1, 2).to(q.dtype).contiguous()
+    dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
+    out = (weights @ values).transpose(1, 2).to(dtype).contiguous()
     return (out, scores.logsumexp(-1)) if return_lse else out
 
 
@@ -72,6 +80,13 @@ def _by_query_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
     queries, keys, values = (x.transpose(1, 2).to(sum_dtype) for x in (q, k, v))
     share = queries.shape[1] // max(keys.shape[1], 1)
     return queries, keys.repeat_interleave(share, 1), values.repeat_interleave(share, 1)
+
+
+def _by_query_head_scale(scale: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Of one element, [Hk] or [B, Hk]: [B, H, 1, 1]."""
+    shared = q.shape[2] // max(k.shape[2], 1)
+    per_head = scale.expand(k.shape[0], k.shape[2]).repeat_interleave(shared, 1)
+    return per_head[..., None, None]
 
 
 def _scores(

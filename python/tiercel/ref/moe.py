@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tiercel.ref.quant import fp8_quantize
+
 ACTIVATIONS = ("silu", "gelu", "relu", "gelu_residual")
 
 
@@ -22,6 +24,15 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def _product(x: Tensor, w: Tensor, scale: Tensor | None, expert: int) -> Tensor:
+    rows, of_expert = _wide(x), _wide(w[expert])
+    if scale is not None:
+        q, scales = fp8_quantize(x.float())
+        rows = q.to(rows.dtype) * scales.to(rows.dtype)
+        of_expert = of_expert.to(rows.dtype) * scale[expert][:, None].to(rows.dtype)
+    return rows @ of_expert.T
+
+
 def fused_moe(
     x: Tensor,
     w_up: Tensor,
@@ -31,6 +42,8 @@ def fused_moe(
     *,
     activation: str = "silu",
     expert_map: Tensor | None = None,
+    w_up_scale: Tensor | None = None,
+    w_down_scale: Tensor | None = None,
 ) -> Tensor:
     """As :func:`tiercel.fused_moe`, for any sizes; float64 is computed in float64."""
     tokens, k = topk_ids.shape
@@ -44,9 +57,9 @@ def fused_moe(
         mine = torch.nonzero(ids == expert).flatten()
         if mine.numel() == 0:
             continue
-        sums = _wide(x)[mine // k] @ _wide(w_up[expert]).T
-        inner = _wide(_activate(sums, activation).to(x.dtype))  # as it is kept between the halves
-        outer = inner @ _wide(w_down[expert]).T * weights[mine, None]
+        sums = _product(x[mine // k], w_up, w_up_scale, expert)
+        inner = _activate(sums, activation).to(x.dtype)  # as it is kept between the halves
+        outer = _product(inner, w_down, w_down_scale, expert) * weights[mine, None]
         out = out.index_add(0, mine, outer)
     return out.view(tokens, k, x.shape[1]).sum(dim=1).to(x.dtype)
 

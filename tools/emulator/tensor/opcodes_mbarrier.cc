@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// mbarrier.*, and st.async, which signals one.
+// mbarrier.*, and what signals one later: st.async, cp.async.mbarrier.arrive.
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "tools/emulator/tensor/tensor_state.h"
 
@@ -128,6 +131,41 @@ void decode_mbarrier(Decode& d, Instruction& out) {
   }
 }
 const Opcode mbarrier_opcode("mbarrier", decode_mbarrier);
+
+// cp.async.mbarrier.arrive: arrives once all of a thread's copies so far are there.
+Step copies_arrive(Warp& warp, const Instruction& in, Mask mask) {
+  Cluster& cluster = *warp.cta->cluster;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    if (!(mask >> lane & 1)) continue;
+    const uint32_t address = shared_address(warp, in.op[1], in.flags & kNarrow, in.imm, lane);
+    std::vector<std::function<void()>> copies;
+    for (LaneCopy& one : warp.copies) {
+      if (one.lane != lane) continue;
+      // A wait of the thread's own may complete it before.
+      auto todo = std::make_shared<std::function<void()>>(std::move(one.run));
+      one.run = [todo] {
+        if (*todo) std::exchange(*todo, nullptr)();
+      };
+      copies.push_back(one.run);
+    }
+    cluster.add([&cluster, address, lane, copies] {
+      for (const auto& copy : copies) copy();
+      mbarrier_at(cluster, address, lane).arrive(1);
+    });
+  }
+  return Step::kNext;
+}
+
+void decode_copies_arrive(Decode& d, Instruction& out) {
+  if (!d.take("async") || !d.take("mbarrier") || !d.take("arrive") || !d.take("noinc")) {
+    d.fail("another way to arrive");
+  }
+  d.space();
+  d.type({t::b64});
+  barrier_operand(d, out, 0);
+  out.run = copies_arrive;
+}
+const Opcode copies_arrive_opcode("cp", decode_copies_arrive, "mbarrier");
 
 // st.async: op[0] the destination, op[1] the mbarrier; both at shared addresses of the cluster.
 Step store_async(Warp& warp, const Instruction& in, Mask mask) {

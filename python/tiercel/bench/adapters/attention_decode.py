@@ -8,6 +8,7 @@ from typing import Any
 
 from tiercel.bench.launch import Launch, Unsupported
 from tiercel.bench.ops.attention_decode import lengths
+from tiercel.bench.peers import fa3
 
 _FLOAT8 = "float8_e4m3fn"
 _WORKSPACE = 256 << 20  # bytes, what FlashInfer's documentation asks for
@@ -52,31 +53,36 @@ def _flashinfer(case: Any, inputs: dict[str, Any], tensor_cores: bool) -> Launch
     return Launch(run)
 
 
-# Arguments of newer versions, of which None is no value.
-_FA3 = {
-    "is_causal": True,
-    "window_size_left": -1,
-    "window_size_right": -1,
-    "attention_chunk": 0,
-    "softcap": 0.0,
-    "is_rotary_interleaved": True,
-    "num_splits": 0,
-    "sm_margin": 0,
-    "cp_world_size": 1,
-    "cp_rank": 0,
-}
+def _fa3_metadata(given: dict[str, Any], page: int) -> Any:
+    """Its split, planned on the GPU once, as engines do for all layers of a model."""
+    import torch
+
+    function = torch.ops._vllm_fa3_C.get_scheduler_metadata.default
+    (_, heads, d), (_, _, kv_heads, _) = given["q"].shape, given["k"].shape
+    known = {
+        **fa3.DEFAULTS,
+        **given,
+        "batch_size": given["seqused_k"].numel(),
+        "num_heads": heads,
+        "num_heads_k": kv_heads,
+        "headdim": d,
+        "headdim_v": d,
+        "qkv_dtype": given["q"].dtype,
+        "page_size": page,
+        "max_seqlen_k_new": 0,
+        "has_softcap": False,
+    }
+    return function(*(known.get(argument.name) for argument in function._schema.arguments))
 
 
 def _fa3(case: Any, inputs: dict[str, Any]) -> Launch:
-    """With a float8 cache its queries are float8 too; its split is planned on the GPU each time."""
+    """With a float8 cache its queries are float8 too."""
     import torch
 
-    function = torch.ops._vllm_fa3_C.fwd.default
     q, out = inputs["q"], torch.empty_like(inputs["q"])
     batch, queries, heads, d = q.shape
     exact = case["cache"] == "same"
     given = {
-        **_FA3,
         "q": (q if exact else q.to(getattr(torch, _FLOAT8))).view(-1, heads, d),
         "k": inputs["k_cache"],
         "v": inputs["v_cache"],
@@ -87,15 +93,13 @@ def _fa3(case: Any, inputs: dict[str, Any]) -> Launch:
         "max_seqlen_k": case["L"],
         "page_table": inputs["page_table"],
         "softmax_scale": d**-0.5,
+        "is_causal": True,
     }
     if not exact:
         one = torch.ones(batch, case["Hk"], device=q.device)
         given |= {"q_descale": one, "k_descale": one, "v_descale": one}
-    names = [argument.name for argument in function._schema.arguments]
-    missing = set(given) - set(_FA3) - set(names)
-    if missing:
-        raise Unsupported(f"this version has no {', '.join(sorted(missing))}")
-    args = [given.get(name) for name in names]
+    given["scheduler_metadata"] = _fa3_metadata(given, case["page"])
+    function, args = fa3.bind(given)
 
     def run() -> tuple[Any, ...]:
         function(*args)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +28,7 @@ def _torch(case: Any, inputs: dict[str, Any]) -> Launch:
     import torch
 
     grouped: Any = getattr(torch, "_grouped_mm", None)
-    if grouped is None or case.dtype != "bfloat16":
+    if grouped is None or case.dtype != "bfloat16" or case["weights"] != "same":
         raise Unsupported("torch's grouped product is for bfloat16")
     x, w_up, w_down, weights, ids = inputs.values()
     activate, k = _activation(case), case["k"]
@@ -54,20 +53,11 @@ def _vllm(case: Any, inputs: dict[str, Any]) -> Launch:
     """Its Triton kernels with the configuration that it has for this problem, or its default."""
     if case["act"] not in ("silu", "gelu"):
         raise Unsupported("it has no such activation")
-    try:
-        module: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.fused_moe")
-    except ImportError as error:
-        raise Unsupported(f"all of vllm is needed for its experts: {error}") from None
-    x, w_up, w_down, weights, ids = inputs.values()
-    activation: Any = case["act"]
-    layers = importlib.import_module("vllm.model_executor.layers.fused_moe")
-    if hasattr(layers, "MoEActivation"):  # newer versions take no string
-        activation = layers.MoEActivation(activation)
+    from tiercel.bench.vllm_experts import fused_experts
 
-    def run() -> tuple[Any, ...]:
-        return (module.fused_experts(x, w_up, w_down, weights, ids, activation=activation),)
-
-    return Launch(run)
+    x, w_up, w_down, weights, ids, *scales = inputs.values()
+    experts = fused_experts(x, w_up, w_down, weights, ids, case["act"], *scales)
+    return Launch(lambda: (experts(),))
 
 
 ADAPTERS = {"torch": {"fused_moe": _torch}, "vllm": {"fused_moe": _vllm}}

@@ -9,7 +9,7 @@ from typing import Any
 from tiercel.bench.launch import Launch, WrongResult
 from tiercel.bench.ops import Error, Inputs, OpBench
 
-_ELEMENT = 2  # bytes; both dtypes have 16 bits
+_FLOAT8 = "float8_e4m3fn"
 
 
 def _keys(case: Any) -> int:
@@ -44,16 +44,30 @@ def _make(case: Any, device: str, seed: int) -> Inputs:
 
     keys, kv_heads = _keys(case), _kv_heads(case)
     q = random(case["Sq"], case["H"])
-    return {"q": q, "k": random(keys, kv_heads), "v": random(keys, kv_heads)}
+    inputs = {"q": q, "k": random(keys, kv_heads), "v": random(keys, kv_heads)}
+    if case.dtype == _FLOAT8:
+        inputs["one"] = torch.ones(case["B"], kv_heads, device=device)
+    return inputs
 
 
 def _call(case: Any, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (inputs["q"], inputs["k"], inputs["v"]), {"causal": case["causal"]}
+    options = {"causal": case["causal"]}
+    if case.dtype == _FLOAT8:
+        options |= dict.fromkeys(("q_descale", "k_descale", "v_descale"), inputs["one"])
+    return (inputs["q"], inputs["k"], inputs["v"]), options
+
+
+def _out(case: Any, inputs: Inputs) -> Any:
+    import torch
+
+    q = inputs["q"]
+    return q.new_empty(q.shape, dtype=torch.bfloat16 if case.dtype == _FLOAT8 else q.dtype)
 
 
 def _bytes(case: Any) -> int:
-    rows = 2 * case["Sq"] * case["H"] + 2 * _keys(case) * _kv_heads(case)
-    return _ELEMENT * int(case["B"] * case["D"] * rows)
+    element = 1 if case.dtype == _FLOAT8 else 2
+    queries, keys = case["Sq"] * case["H"], _keys(case) * _kv_heads(case)
+    return int(case["B"] * case["D"] * (element * (queries + 2 * keys) + 2 * queries))
 
 
 def _flops(case: Any) -> int:
@@ -90,14 +104,18 @@ def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error
     """Probabilities and results are rounded to the dtype, u (half a unit in the last place) each.
 
     What a rounded sum is off by goes with the values' size, about 1, times the root of the sum of
-    the squared probabilities; a row with one key has it all, and its result is exact.
+    the squared probabilities; a row with one key has it all, and its result is exact. Probabilities
+    of float8 inputs are rounded to float8.
     """
     import torch
 
     (result,) = outputs
-    if result.shape != inputs["q"].shape or result.dtype != inputs["q"].dtype:
+    float8 = "one" in inputs
+    dtype = torch.bfloat16 if float8 else inputs["q"].dtype
+    if result.shape != inputs["q"].shape or result.dtype != dtype:
         raise WrongResult(f"shape {tuple(result.shape)}, {result.dtype}")
-    unit = torch.finfo(result.dtype).eps / 2
+    unit = torch.finfo(inputs["q"].dtype).eps / 2
+    of_largest, of_rms = (4.0, 0.8) if float8 else (6.0, 2.5)
     rows, heads = expected
     errors = torch.cat([(result[-1, rows, head].double() - x).abs_() for head, x in heads])
     truth = torch.cat([x for _, x in heads])
@@ -105,11 +123,11 @@ def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error
     if not largest < float("inf"):
         raise WrongResult("a result is not finite")
     worst = float((errors / (truth.abs() + 1)).max())
-    if worst > 6 * unit:
-        raise WrongResult(f"a result is off by {worst / unit:.1f} units, 6 are allowed")
+    if worst > of_largest * unit:
+        raise WrongResult(f"a result is off by {worst / unit:.1f} units, {of_largest} are allowed")
     rms = float(errors.square_().mean().sqrt() / truth.square().mean().sqrt())
-    if rms > 2.5 * unit:
-        raise WrongResult(f"RMS error {rms:.1e}, tolerance {2.5 * unit:.1e}")
+    if rms > of_rms * unit:
+        raise WrongResult(f"RMS error {rms:.1e}, tolerance {of_rms * unit:.1e}")
     return Error(rms=rms, maximum=largest / float(truth.abs().max()))
 
 
@@ -129,7 +147,7 @@ BENCHES = [
         invalid=_invalid,
         make=_make,
         call=_call,
-        out=lambda case, inputs: inputs["q"].new_empty(inputs["q"].shape),
+        out=_out,
         bytes_moved=_bytes,
         flops=_flops,
         reference=_reference,

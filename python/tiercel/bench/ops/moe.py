@@ -10,6 +10,7 @@ from tiercel.bench.launch import Launch, WrongResult
 from tiercel.bench.ops import Error, Inputs, OpBench
 
 _ELEMENT = 2  # bytes; both dtypes have 16 bits
+_WEIGHTS = ("same", "float8")  # the dtype of x, or float8 with a scale a row
 _PARAMS = {"T": None, "E": None, "k": None, "H": None, "I": None}
 
 
@@ -23,6 +24,8 @@ def _invalid(params: Mapping[str, Any]) -> str | None:
         return "k must not exceed E"
     if params.get("act", "silu") not in ACTIVATIONS:
         return f"`act` must be one of {', '.join(ACTIVATIONS)}"
+    if params.get("weights", "same") not in _WEIGHTS:
+        return f"`weights` must be one of {', '.join(_WEIGHTS)}"
     return None
 
 
@@ -55,19 +58,28 @@ def _make(case: Any, device: str, seed: int) -> Inputs:
 
     hidden, inner = case["H"], case["I"]
     weights = torch.rand(case["T"], case["k"], device=device, generator=generator)
-    return {
+    made = {
         "x": random(case["T"], hidden),
         "w_up": random(case["E"], 2 * inner, hidden, scale=hidden**-0.5),
         "w_down": random(case["E"], hidden, inner, scale=inner**-0.5),
         "topk_weights": weights / weights.sum(dim=1, keepdim=True),
         "topk_ids": _ids(case, device, seed),
     }
+    if case.params.get("weights", "same") == "float8":
+        for name in ("w_up", "w_down"):
+            scale = made[name].abs().amax(dim=2).float() / 448
+            narrow = torch.empty_like(made[name], dtype=torch.float8_e4m3fn)
+            for expert in range(case["E"]):
+                narrow[expert] = (made[name][expert] / scale[expert][:, None]).to(narrow.dtype)
+            made[name], made[f"{name}_scale"] = narrow, scale
+    return made
 
 
 def _bytes(case: Any) -> int:
     """The active experts' weights; activations are little beside them."""
     matrices = 3 * case["I"] * case["H"]
-    return int(_ELEMENT * (active(case) * matrices + 2 * case["T"] * case["H"]))
+    element = 1 if case["weights"] == "float8" else _ELEMENT
+    return int(element * active(case) * matrices + 2 * _ELEMENT * case["T"] * case["H"])
 
 
 def _flops(case: Any) -> int:
@@ -85,7 +97,12 @@ def _reference(case: Any, inputs: Inputs) -> Any:
         inputs["topk_weights"].double(),
         inputs["topk_ids"],
         activation=case["act"],
+        **_scales(inputs),
     )
+
+
+def _scales(inputs: Inputs) -> Inputs:
+    return {name: value for name, value in inputs.items() if name.endswith("_scale")}
 
 
 class _Wide:
@@ -111,6 +128,8 @@ def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error
     if not bool(torch.isfinite(errors).all()):
         raise WrongResult("a result is not finite")
     unit = torch.finfo(result.dtype).eps / 2
+    if _scales(inputs):  # a value between the halves may be rounded to float8's neighbour
+        unit *= 8
     scale = expected.square().mean().sqrt()
     worst = float((errors / (unit * (expected.abs() + 6 * scale) + 1e-5 * scale)).max())
     if worst > 1.5:
@@ -124,10 +143,13 @@ def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error
 _FUSED = OpBench(
     family="moe",
     op="fused_moe",
-    params=_PARAMS | {"act": "silu"},
+    params=_PARAMS | {"act": "silu", "weights": "same"},
     invalid=_invalid,
     make=_make,
-    call=lambda case, inputs: (tuple(inputs.values()), {"activation": case["act"]}),
+    call=lambda case, inputs: (
+        tuple(inputs.values())[:5],
+        {"activation": case["act"], **_scales(inputs)},
+    ),
     out=lambda case, inputs: None,
     bytes_moved=_bytes,
     flops=_flops,
@@ -180,7 +202,7 @@ def _down_reference(case: Any, inputs: Inputs) -> Any:
 _UP = OpBench(
     family="moe",
     op="moe_up",
-    params=_PARAMS | {"bs": 8},
+    params=_PARAMS | {"bs": 64},
     invalid=_invalid,
     make=_make_up,
     call=lambda case, inputs: ((*inputs.values(), case["k"], case["bs"]), {}),
@@ -193,7 +215,7 @@ _UP = OpBench(
 _DOWN = OpBench(
     family="moe",
     op="moe_down",
-    params=_PARAMS | {"bs": 8},
+    params=_PARAMS | {"bs": 64},
     invalid=_invalid,
     make=_make_down,
     call=lambda case, inputs: ((*inputs.values(), case["bs"]), {}),

@@ -71,6 +71,10 @@ def _both_into(call: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *options: 
     lse.copy_(results[1])
 
 
+def _fp8(call: Any, *args: Any) -> None:
+    raise NotImplementedError("attention: a registered backend does not take float8_e4m3fn")
+
+
 ATTENTION = Contract(
     family="attention",
     op="attention",
@@ -100,6 +104,9 @@ ATTENTION = Contract(
         "attention_lse": _both,
         "attention_out": _into,
         "attention_lse_out": _both_into,
+        **dict.fromkeys(
+            (f"attention_fp8{form}" for form in ("", "_lse", "_out", "_lse_out")), _fp8
+        ),
     },
 )
 

@@ -8,6 +8,7 @@ from typing import Any
 from tiercel.plugins.contract import Case, Contract, ScalarSpec, TensorSpec
 
 _16_BIT = ("bfloat16", "float16")
+_WEIGHTS = (*_16_BIT, "float8_e4m3fn")
 _ROUTING = (
     TensorSpec("sorted_token_ids", ("slots",), ("int32",)),
     TensorSpec("expert_ids", ("blocks",), ("int32",)),
@@ -71,7 +72,12 @@ def _make(case: Case, device: str, seed: int) -> dict[str, Any]:
     values = _values(case, device, seed)
     if expert_map is not None:
         values["topk_ids"] = values["topk_ids"] * 2 + values["topk_ids"] % 2
-    return {**values, **case.options, "expert_map": expert_map}
+    scales = {"w_up_scale": None, "w_down_scale": None}
+    return {**values, **case.options, "expert_map": expert_map, **scales}
+
+
+def _scaled(call: Any, x: Any, w_up: Any, w_down: Any, up: Any, down: Any, *rest: Any) -> Any:
+    return call(x, w_up, w_down, *rest, up, down)[0]
 
 
 def _routing(ids: Any, case: Case) -> dict[str, Any]:
@@ -109,12 +115,15 @@ FUSED_MOE = Contract(
     op="fused_moe",
     arguments=(
         TensorSpec("x", ("T", "H"), _16_BIT, strided=True),
-        TensorSpec("w_up", ("E", "2I", "H"), ("x",), strided=True),
-        TensorSpec("w_down", ("E", "H", "I"), ("x",), strided=True),
+        TensorSpec("w_up", ("E", "2I", "H"), _WEIGHTS, strided=True),
+        TensorSpec("w_down", ("E", "H", "I"), _WEIGHTS, strided=True),
         TensorSpec("topk_weights", ("T", "k"), ("float32",)),
         TensorSpec("topk_ids", ("T", "k"), ("int32", "int64")),
         ScalarSpec("activation", "str"),
         TensorSpec("expert_map", ("experts",), ("int32",), optional=True),
+        # Of float8 weights; a last dimension of 1 is a factor for all rows of an expert.
+        TensorSpec("w_up_scale", ("E", "2I or 1"), ("float32",), optional=True),
+        TensorSpec("w_down_scale", ("E", "H or 1"), ("float32",), optional=True),
     ),
     outputs=(TensorSpec("out", ("T", "H"), ("x",), **_TOLERANCE),),
     cases=(
@@ -128,7 +137,10 @@ FUSED_MOE = Contract(
     ),
     timing={"cpu": _fused(8, 8, 2, 320, 320), "cuda": _fused(16, 64, 8, 2048, 1024)},
     make=_make,
-    variants={"fused_moe": lambda call, *values: call(*values)[0]},
+    variants={
+        "fused_moe": lambda call, *values: call(*values, None, None)[0],
+        "fused_moe_fp8": _scaled,
+    },
 )
 
 MOE_UP = Contract(
@@ -144,13 +156,13 @@ MOE_UP = Contract(
     ),
     outputs=(TensorSpec("out", ("elements", "I"), ("x",), rtol=8e-3, atol=4e-3),),
     cases=(
-        _up(1, 8, 2, 320, 320, 8),
-        _up(17, 6, 3, 384, 328, 16, dtype="float16", act="gelu"),
-        _up(40, 4, 2, 336, 320, 32, act="relu"),
-        _up(9, 4, 2, 320, 320, 8, values="strided"),
-        _up(0, 4, 2, 320, 320, 8),
+        _up(1, 8, 2, 320, 320, 64),
+        _up(17, 6, 3, 384, 328, 64, dtype="float16", act="gelu"),
+        _up(40, 4, 2, 336, 320, 128, act="relu"),
+        _up(9, 4, 2, 320, 320, 64, values="strided"),
+        _up(0, 4, 2, 320, 320, 64),
     ),
-    timing={"cpu": _up(8, 8, 2, 320, 320, 8), "cuda": _up(16, 64, 8, 2048, 1024, 8)},
+    timing={"cpu": _up(8, 8, 2, 320, 320, 64), "cuda": _up(16, 64, 8, 2048, 1024, 64)},
     make=_make_up,
     derive=lambda sizes, values: {
         "elements": sizes["T"] * sizes["top_k"],
@@ -171,13 +183,13 @@ MOE_DOWN = Contract(
     ),
     outputs=(TensorSpec("out", ("elements", "H"), ("x",), rtol=8e-3, atol=4e-3),),
     cases=(
-        _down(1, 8, 320, 320, 8),
-        _down(51, 6, 384, 328, 16, dtype="float16"),
-        _down(80, 4, 336, 320, 32),
-        _down(9, 4, 320, 320, 8, values="strided"),
-        _down(0, 4, 320, 320, 8),
+        _down(1, 8, 320, 320, 64),
+        _down(51, 6, 384, 328, 64, dtype="float16"),
+        _down(80, 4, 336, 320, 128),
+        _down(9, 4, 320, 320, 64, values="strided"),
+        _down(0, 4, 320, 320, 64),
     ),
-    timing={"cpu": _down(16, 8, 320, 320, 8), "cuda": _down(128, 64, 2048, 1024, 8)},
+    timing={"cpu": _down(16, 8, 320, 320, 64), "cuda": _down(128, 64, 2048, 1024, 64)},
     make=_make_down,
     variants={"moe_down": lambda call, *values: call(*values)[0]},
 )

@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/attention/attention_fp8.h"
+
+#include <algorithm>
+#include <string>
+
+#include "kernels/attention/attention_fp8_kernels.h"
+#include "kernels/attention/attention_problem.h"
+#include "kernels/sm90/checks.h"
+#include "kernels/sm90/driver.h"
+
+namespace tiercel {
+namespace {
+
+constexpr char kOp[] = "attention";
+constexpr int64_t kMaxHeadDimension = 128;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+Status check_descale(const char* name, const TensorView* scale, const TensorView& q, int64_t batch,
+                     int64_t kv_heads) {
+  if (scale == nullptr) return Status();
+  const Argument argument{kOp, name, *scale};
+  TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {DType::kFloat32}));
+  TIERCEL_RETURN_IF_ERROR(check_same_device(argument, Argument{kOp, "q", q}));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(argument));
+  const int64_t* shape = scale->shape;
+  const bool per_head = scale->ndim == 1 && shape[0] == kv_heads;
+  const bool one = scale->ndim == 0 || (scale->ndim == 1 && shape[0] == 1);
+  const bool per_entry = scale->ndim == 2 && shape[0] == batch && shape[1] == kv_heads;
+  if (one || per_head || per_entry) return Status();
+  return Status::InvalidArgument(mismatch(argument,
+                                          "have shape [B, Hk] = [" + std::to_string(batch) + ", " +
+                                              std::to_string(kv_heads) + "], [Hk] or one element",
+                                          shape_text(shape, scale->ndim)));
+}
+
+Status check(const AttentionFp8Call& call, const AttentionOptions& options,
+             AttentionProblem* problem) {
+  const TensorView& q = *call.q;
+  TIERCEL_RETURN_IF_ERROR(check_attention(kOp, q, *call.k, *call.v, *call.out, call.lse, options,
+                                          problem, AttentionElements::kFp8));
+  const int64_t batch = problem->batch, kv_heads = problem->kv_heads;
+  TIERCEL_RETURN_IF_ERROR(check_descale("q_descale", call.q_descale, q, batch, kv_heads));
+  TIERCEL_RETURN_IF_ERROR(check_descale("k_descale", call.k_descale, q, batch, kv_heads));
+  TIERCEL_RETURN_IF_ERROR(check_descale("v_descale", call.v_descale, q, batch, kv_heads));
+  if (problem->d % 16 != 0 || problem->d > kMaxHeadDimension) {
+    return Status::Unimplemented(
+        mismatch(Argument{kOp, "q", q},
+                 "have a head dimension that is a multiple of 16 up to 128 for the precompiled "
+                 "kernels of float8_e4m3fn",
+                 std::to_string(problem->d)));
+  }
+  // Blocks of keys are counted in 32 bits.
+  if (!problem->empty() &&
+      ceil_div(problem->seq_k, kAttentionFp8Keys) > (int64_t{1} << 30) / (batch * kv_heads)) {
+    return Status::Unimplemented(mismatch(Argument{kOp, "k", *call.k},
+                                          "have fewer than 2^30 blocks of 128 keys",
+                                          "shape " + shape_text(call.k->shape, call.k->ndim)));
+  }
+  return Status();
+}
+
+struct Choice {
+  const AttentionFp8Kernel* kernel = nullptr;
+  int band = 1;
+  unsigned grid = 0;
+  int blocks = 0;       // of keys, to be transposed
+  int64_t columns = 0;  // of a row of transposed values
+  int64_t factors = 0;  // bytes before those
+  int64_t workspace = 0;
+};
+
+// Three warpgroups that share keys do more at once; two waste less of a short sequence.
+constexpr int64_t kShort = 1024;
+
+bool better(const AttentionFp8Variant& a, const AttentionFp8Variant& b, int64_t seq_q) {
+  if (a.max_d != b.max_d) return a.max_d < b.max_d;
+  return seq_q <= kShort ? a.tile_m < b.tile_m : a.tile_m > b.tile_m;
+}
+
+Choice choose(const AttentionProblem& problem, int multiprocessors) {
+  Choice choice;
+  int count = 0;
+  const AttentionFp8Kernel* kernels = attention_fp8_kernels(&count);
+  for (int i = 0; i < count; ++i) {
+    const AttentionFp8Variant& variant = kernels[i].variant;
+    if (variant.mask == problem.mask && variant.capped == problem.capped &&
+        variant.max_d >= problem.d &&
+        (choice.kernel == nullptr || better(variant, choice.kernel->variant, problem.seq_q))) {
+      choice.kernel = &kernels[i];
+    }
+  }
+  const int64_t q_tiles = ceil_div(problem.seq_q, choice.kernel->variant.tile_m);
+  if (problem.growing) choice.band = attention_band(problem, q_tiles, multiprocessors, 1);
+  const int64_t tiles = q_tiles * problem.batch * problem.heads;
+  choice.grid = static_cast<unsigned>(std::min<int64_t>(tiles, multiprocessors));
+  const int64_t pairs = problem.batch * problem.kv_heads;
+  const AttentionFp8Variant& variant = choice.kernel->variant;
+  const int64_t k_tiles = ceil_div(problem.seq_k, variant.tile_n);
+  choice.blocks = static_cast<int>(ceil_div(k_tiles * variant.tile_n, kAttentionFp8Keys));
+  choice.columns = k_tiles * variant.tile_columns;
+  choice.factors = round_up(pairs * 2 * static_cast<int64_t>(sizeof(float)), 128);
+  choice.workspace = choice.factors + pairs * problem.d * choice.columns;
+  return choice;
+}
+
+AttentionFp8Scale scale_of(const TensorView* scale) {
+  if (scale == nullptr) return {nullptr, 0, 0};
+  const float* data = static_cast<const float*>(scale->data);
+  if (scale->ndim == 2) return {data, scale->strides[0], scale->strides[1]};
+  return {data, 0, scale->ndim == 1 && scale->shape[0] > 1 ? scale->strides[0] : 0};
+}
+
+}  // namespace
+
+Status attention_fp8_plan(const AttentionFp8Call& call, const AttentionOptions& options,
+                          int multiprocessors, AttentionFp8Plan* plan) {
+  AttentionProblem problem;
+  TIERCEL_RETURN_IF_ERROR(check(call, options, &problem));
+  *plan = {{"none", 0, 0, 0, 0, 0, 0}, 0};
+  if (problem.empty()) return Status();
+  const Choice choice = choose(problem, multiprocessors);
+  const AttentionFp8Kernel& kernel = *choice.kernel;
+  *plan = {{kernel.kernel.name(), kernel.variant.tile_m, kernel.variant.tile_n, choice.band,
+            choice.grid, kernel.block, kernel.dynamic_smem},
+           choice.workspace};
+  return Status();
+}
+
+Status attention_fp8(const AttentionFp8Call& call, const AttentionOptions& options, void* stream) {
+  AttentionProblem problem;
+  TIERCEL_RETURN_IF_ERROR(check(call, options, &problem));
+  if (problem.empty()) return Status();
+  const TensorView &q = *call.q, &v = *call.v;
+  const int device = q.device_index;
+  int multiprocessors = 0;
+  TIERCEL_RETURN_IF_ERROR(multiprocessor_count(device, &multiprocessors));
+  const Choice choice = choose(problem, multiprocessors);
+  const AttentionFp8Kernel& kernel = *choice.kernel;
+  const Argument workspace{kOp, "workspace", *call.workspace};
+  TIERCEL_RETURN_IF_ERROR(check_dtype(workspace, {DType::kUInt8}));
+  TIERCEL_RETURN_IF_ERROR(check_shape(workspace, {choice.workspace}, "what the plan says"));
+  TIERCEL_RETURN_IF_ERROR(check_same_device(workspace, Argument{kOp, "q", q}));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(workspace));
+  TIERCEL_RETURN_IF_ERROR(check_contiguous(workspace));
+
+  AttentionFp8ValuesArgs values{};
+  values.v = static_cast<const char*>(v.data);
+  values.batch_stride = v.strides[0];
+  values.key_stride = v.strides[1];
+  values.head_stride = v.strides[2];
+  values.factors = static_cast<float*>(call.workspace->data);
+  values.transposed = static_cast<char*>(call.workspace->data) + choice.factors;
+  values.q_scale = scale_of(call.q_descale);
+  values.k_scale = scale_of(call.k_descale);
+  values.v_scale = scale_of(call.v_descale);
+  values.keys = static_cast<int>(problem.seq_k);
+  values.heads = static_cast<int>(problem.kv_heads);
+  values.blocks = choice.blocks;
+  values.tile_n = kernel.variant.tile_n;
+  values.tile_columns = kernel.variant.tile_columns;
+  values.d = static_cast<int>(problem.d);
+  LaunchConfig values_config;
+  values_config.grid.x = static_cast<unsigned>(problem.batch * problem.kv_heads * values.blocks);
+  values_config.block.x = kAttentionFp8Threads;
+  values_config.dependent = true;
+  void* values_args[] = {&values};
+
+  const int64_t rows = problem.d * choice.columns;
+  const int64_t shape[] = {problem.batch, problem.kv_heads, problem.d, choice.columns};
+  const int64_t strides[] = {problem.kv_heads * rows, rows, choice.columns, 1};
+  TensorView transposed = v;
+  transposed.data = values.transposed;
+  transposed.shape = shape;
+  transposed.strides = strides;
+  const AttentionByHead q_rows(q), k_rows(*call.k), out_rows(*call.out);
+  const TensorView views[] = {q_rows.view, k_rows.view, transposed, out_rows.view};
+  constexpr const char* kNames[] = {"q", "k", "workspace", "out"};
+  CUtensorMap maps[4];
+  for (int i = 0; i < 4; ++i) {
+    TIERCEL_RETURN_IF_ERROR(encode_tensor_map(kernel.maps[i], views[i], kOp, kNames[i], &maps[i]));
+  }
+  void* lse = call.lse == nullptr ? nullptr : call.lse->data;
+  int32_t batch = static_cast<int32_t>(problem.batch);
+  int32_t seq_q = static_cast<int32_t>(problem.seq_q);
+  int32_t seq_k = static_cast<int32_t>(problem.seq_k);
+  int32_t heads = static_cast<int32_t>(problem.heads);
+  int32_t kv_heads = static_cast<int32_t>(problem.kv_heads);
+  auto [scale, slope] = attention_scales(options);
+  int32_t left = attention_limit(options.left);
+  int32_t right = attention_limit(options.right);
+  int32_t band = choice.band;
+  void* args[] = {&maps[0], &maps[1], &maps[2],  &maps[3], &lse,   &values.factors, &batch, &seq_q,
+                  &seq_k,   &heads,   &kv_heads, &scale,   &slope, &left,           &right, &band};
+  LaunchConfig config;
+  config.grid.x = choice.grid;
+  config.block.x = kernel.block;
+  config.dynamic_smem = kernel.dynamic_smem;
+  config.dependent = kernel.dependent;
+  TIERCEL_RETURN_IF_ERROR(
+      attention_fp8_values_kernel().launch(values_config, device, stream, values_args));
+  return kernel.kernel.launch(config, device, stream, args);
+}
+
+Status attention_fp8_load(int device) {
+  int count = 0;
+  const AttentionFp8Kernel* kernels = attention_fp8_kernels(&count);
+  for (int i = 0; i < count; ++i) TIERCEL_RETURN_IF_ERROR(kernels[i].kernel.load(device));
+  return attention_fp8_values_kernel().load(device);
+}
+
+}  // namespace tiercel

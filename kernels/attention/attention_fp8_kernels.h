@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the launcher of FP8 attention and its compiled kernels agree on: attention_fp8_cute.py's,
+// and the one before it, attention_fp8_values.cu's.
+#ifndef KERNELS_ATTENTION_ATTENTION_FP8_KERNELS_H_
+#define KERNELS_ATTENTION_ATTENTION_FP8_KERNELS_H_
+
+#include <cstdint>
+
+#include "kernels/attention/attention_kernels.h"
+#include "kernels/sm90/launch.h"
+
+namespace tiercel {
+
+struct AttentionFp8Variant {
+  int max_d;   // head dimensions up to this
+  int tile_d;  // of the tiles: the rest is zeros
+  int tile_m;
+  int tile_n;
+  int tile_columns;  // that a block of keys has in a row of transposed values
+  AttentionMask mask;
+  bool capped;
+};
+
+using AttentionFp8Kernel = CubinKernel<AttentionFp8Variant>;
+
+const CubinKernel<AttentionFp8Variant>* attention_fp8_kernels(int* count);
+
+inline constexpr int kAttentionFp8Keys = 128;  // of a block below
+inline constexpr int kAttentionFp8Threads = 256;
+inline constexpr int kAttentionFp8Group = 16;  // keys that are permuted among themselves
+
+// Of an entry and a head of keys, element strides; a null pointer is a 1 everywhere.
+struct AttentionFp8Scale {
+  const float* data;
+  int64_t batch_stride, head_stride;
+};
+
+// Block (entry * heads + head) * blocks + i has 128 keys.
+struct AttentionFp8ValuesArgs {
+  const char* v;  // [batch, keys, heads, d], strides in bytes
+  int64_t batch_stride, key_stride, head_stride;
+  char* transposed;  // [batch, heads, d, tiles * tile_columns]
+  float* factors;    // [batch, heads, 2]: of scores, of values
+  AttentionFp8Scale q_scale, k_scale, v_scale;
+  int keys;
+  int tile_n;        // keys of a tile; after the last key zeros
+  int tile_columns;  // its place in a row, of which the rest is not written
+  int heads;
+  int blocks;  // of a sequence
+  int d;
+};
+
+const Kernel& attention_fp8_values_kernel();
+
+}  // namespace tiercel
+
+#endif  // KERNELS_ATTENTION_ATTENTION_FP8_KERNELS_H_

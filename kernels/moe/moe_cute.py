@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of moe_up and moe_down that are compiled ahead of time."""
+
+import cutlass
+from declaration import Function, Launch, Pointer, Scalar, TensorMap
+from moe_grouped_cute import MoeGrouped
+
+_DTYPES = {
+    "bf16": (cutlass.BFloat16, "kBFloat16"),
+    "fp16": (cutlass.Float16, "kFloat16"),
+    "fp8": (cutlass.Float8E4M3FN, "kFloat8E4M3"),
+}
+_ACTIVATIONS = {
+    None: "kSilu",
+    "silu": "kSilu",
+    "gelu": "kGelu",
+    "relu": "kRelu",
+    "gelu_residual": "kGeluResidual",
+}
+# Tile rows, which are the routing's blocks, and columns, turns instead of sharing, blocks of a
+# cluster, stages of the ring.
+_SHAPES = ((64, 128, False, 1, 8), (128, 256, False, 1, 4))
+
+_SCALARS = (
+    *("experts", "w_rows", "k", "second", "rows", "elements", "divide", "x_pieces", "id_words"),
+    *("bound", "early", "x_scale_step", "w_scale_expert", "w_scale_step"),
+)
+_PROBLEMS = tuple(
+    dict(zip((*_SCALARS, "blocks"), values, strict=True))
+    for values in (
+        (5, 272, 336, 136, 136, 40, 2, 42, 1, 5, 0, 1, 272, 1, 132),
+        (1, 8, 16, 128, 8, 1, 1, 2, 2, 1, 1, 0, 1, 0, 2),
+    )
+)
+
+
+def function(dtype, act, tile_m, tile_n, pingpong, cluster, stages):
+    element = _DTYPES[dtype][0]
+    half = "down" if act is None else f"up_{act}"
+    name = f"moe_{half}_{dtype}_{tile_m}x{tile_n}"
+    name += "_pingpong" * pingpong + "_multicast" * (cluster > 1)
+    kernel = MoeGrouped(name, element, act, tile_m, tile_n, pingpong, cluster, stages)
+    x, w, out = Pointer("x", element), Pointer("w", element), Pointer("out", kernel.out_dtype)
+    routing = [
+        Pointer(name, cutlass.Int32, align=4) for name in ("sorted_ids", "expert_ids", "used")
+    ]
+    weights = Pointer("weights", cutlass.Float32, align=4)
+    ids = Pointer("ids", cutlass.Int32, align=4)
+    scales = [Pointer(name, cutlass.Float32, align=4) for name in ("x_scale", "w_scale")]
+    scalars = [Scalar(name) for name in _SCALARS]
+    rest = (*routing, weights, ids, *scales, out, *scalars)
+    launch = Launch(
+        parameters=(
+            TensorMap("w", ("experts", "w_rows", "k"), (1, kernel.half, kernel.tile_k)),
+            *(x, *rest),
+        ),
+        grid=("blocks", 1, 1),
+        block=(kernel.threads, 1, 1),
+        cluster=(cluster, 1, 1),
+        smem=kernel.smem_bytes(),
+        dependent=True,
+    )
+    attributes = (
+        f"DType::{_DTYPES[dtype][1]}",
+        str(act is not None).lower(),
+        f"MoeActivation::{_ACTIVATIONS[act]}",
+        str(tile_m),
+        str(tile_n),
+        str(cluster),
+    )
+    arguments = (x, w, *rest, Scalar("blocks"))
+    return Function(name, kernel, arguments, (launch,), attributes, _PROBLEMS)
+
+
+def functions():
+    return [
+        function(dtype, act, *shape)
+        for dtype in _DTYPES
+        for act in _ACTIVATIONS
+        for shape in _SHAPES
+    ]

@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""moe_up and moe_down: each block of routed rows times its expert's weights.
+
+The plan. For many tokens products bind it: at T = 4096, k = 8, E = 64, H = 2048, I = 1024 they are
+412 GFLOP, 0.6 ms at the rate of the best GEMM. Rows gathered beforehand would move 134 MB twice,
+so they are gathered on the way to shared memory, which the copy engine cannot do: threads copy 16
+bytes each, rows by the routing's ids, beside the engine's tiles of weights. A block's results go
+straight to their elements' rows. For few tokens the weights' bytes bind it, and the ring of stages
+keeps enough of them on their way; `down` begins to load its own before `up` has ended.
+
+A tile is one block of the routing times tile_n rows of weights: for `up` a half of them of the gate
+and their partners, which meet in the activation; for `down` neighbours. Warps of the first
+warpgroup load, the others' multiply, 64 rows of the tile a warpgroup. One whose rows are all
+padding multiplies nothing. The two blocks of a cluster work on tiles one below the other and
+multicast a half of the weights each, where their experts are the same. float8 rows and weights have
+scales, which meet the sums before the activation.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from moe_layouts_cute import EPI, WARPGROUP
+from moe_loads_cute import GATHERERS, MoeLoads
+
+_TURN = 3  # named barriers 3 and 4: whose turn it is to multiply
+
+
+class MoeGrouped(MoeLoads):
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Pointer,
+        w: cute.Pointer,
+        sorted_ids: cute.Pointer,
+        expert_ids: cute.Pointer,
+        used: cute.Pointer,
+        weights: cute.Pointer,
+        ids: cute.Pointer,
+        x_scale: cute.Pointer,
+        w_scale: cute.Pointer,
+        out: cute.Pointer,
+        experts: Int32,
+        w_rows: Int32,
+        k: Int32,
+        second: Int32,
+        rows: Int32,
+        elements: Int32,
+        divide: Int32,
+        x_pieces: Int32,
+        id_words: Int32,
+        bound: Int32,
+        early: Int32,
+        x_scale_step: Int32,
+        w_scale_expert: Int32,
+        w_scale_step: Int32,
+        blocks: Int32,
+        stream,
+    ):
+        k16 = cute.assume(k, divby=128 // self.dtype.width)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        multicast = cpasync.CopyBulkTensorTileG2SMulticastOp()
+        tma_w, _ = cpasync.make_tiled_tma_atom(
+            multicast if const_expr(self.cluster > 1) else load,
+            cute.make_tensor(
+                w, cute.make_layout((w_rows, k16, experts), stride=(k16, 1, w_rows * k16))
+            ),
+            cute.slice_(self.smem_layout(self.dtype, self.half, 1), (None, None, 0)),
+            (self.half, self.tile_k),
+        )
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(
+            *(tma_w, x, sorted_ids, expert_ids, used, weights, ids, x_scale, w_scale, out),
+            *(experts, w_rows, k, second, rows, elements, divide, x_pieces, id_words, bound),
+            *(early, x_scale_step, w_scale_expert, w_scale_step),
+        ).launch(
+            grid=(blocks, 1, 1),
+            block=(self.threads, 1, 1),
+            cluster=(self.cluster, 1, 1),
+            min_blocks_per_mp=1,
+            use_pdl=True,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_w: cute.CopyAtom,
+        x: cute.Pointer,
+        sorted_ids: cute.Pointer,
+        expert_ids: cute.Pointer,
+        used: cute.Pointer,
+        weights: cute.Pointer,  # of elements, or null
+        ids: cute.Pointer,  # of experts, by element; or null: see clear_rows_of_none
+        x_scale: cute.Pointer,  # of rows of x
+        w_scale: cute.Pointer,  # of rows of weights
+        out: cute.Pointer,  # [elements, rows]
+        experts: Int32,
+        w_rows: Int32,  # of an expert
+        k: Int32,
+        second: Int32,  # rows from a tile's first half of weights to its second
+        rows: Int32,  # of the result, an expert
+        elements: Int32,
+        divide: Int32,  # element e has row e / divide of x
+        x_pieces: Int32,  # of 16 bytes, from a row of x to the next
+        id_words: Int32,  # 2 of int64 ids, else 1
+        bound: Int32,  # ids at or above it are no expert's
+        early: Int32,  # the routing is older than the kernel before this one: do not wait for it
+        x_scale_step: Int32,  # 0: one for all
+        w_scale_expert: Int32,
+        w_scale_step: Int32,
+    ):
+        thread = cute.arch.thread_idx()[0]
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warpgroup_index = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        storage = cutlass.utils.SmemAllocator().allocate(self.storage())
+        full = storage.barriers.data_ptr()
+        empty = full + self.stages
+        if warp_index == 0:
+            cpasync.prefetch_descriptor(tma_w)
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(self.stages):
+                    cute.arch.mbarrier_init(full + i, GATHERERS + 1)
+                    cute.arch.mbarrier_init(empty + i, 4 * self.sharing * self.cluster)
+            cute.arch.mbarrier_init_fence()
+        if const_expr(self.cluster > 1):
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+        columns = cute.ceil_div(rows, self.width)
+        k_tiles = cute.ceil_div(k, self.tile_k)
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        first = cute.arch.block_idx()[0] // self.cluster
+        grid = cute.arch.grid_dim()[0] // self.cluster
+        if warp_index > 0 or early == 0:
+            cute.arch.griddepcontrol_wait()
+        if warp_index > 0:
+            cute.arch.griddepcontrol_launch_dependents()
+        blocks = used.load() // self.tile_m
+        tiles = cute.ceil_div(blocks, self.cluster) * columns
+        routing = (sorted_ids, expert_ids, blocks, k_tiles)
+        place = (rank, first, grid, tiles, columns)
+
+        if warpgroup_index == 0:
+            if const_expr(self.registers > 0):
+                cute.arch.setmaxregister_decrease(self.loader_registers)
+            if warp_index == 0:
+                sizes = (experts, w_rows, k)
+                self.load_weights(tma_w, storage, full, empty, routing, place, sizes, second)
+            elif warp_index < 1 + GATHERERS // 32:
+                limits = (elements, divide, k * self.dtype.width // 128)
+                self.gather_rows(
+                    thread - 32, x, x_pieces, storage, full, empty, routing, place, limits
+                )
+            elif const_expr(not self.up):
+                if ids.toint() != 0:
+                    self.clear_rows_of_none(ids, id_words, bound, elements, rows, out)
+        else:
+            if const_expr(self.registers > 0):
+                cute.arch.setmaxregister_increase(self.registers)
+            consumer = warpgroup_index - 1
+            factors = (x_scale, x_scale_step, divide, weights)
+            of_weights = (w_scale, w_scale_expert, w_scale_step, second)
+            self.multiply(
+                *(thread, consumer, storage, full, empty, routing, place),
+                *(elements, rows, factors, of_weights, out),
+            )
+        if const_expr(self.cluster > 1):  # nobody leaves while others signal it
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    @cute.jit
+    def multiply(
+        self,
+        thread,
+        consumer,
+        storage,
+        full,
+        empty,
+        routing,
+        place,
+        elements,
+        rows,
+        factors,
+        of_weights,
+        out,
+    ):
+        """A warpgroup: its rows of its tiles, from the ring to the result."""
+        sorted_ids, expert_ids, blocks, _ = routing
+        rank, first, grid, tiles, columns = place
+        lane = thread % 32
+        mma = self.mma(self.dtype, self.sharing, self.tile_n)
+        part = mma.get_slice(0 if const_expr(self.pingpong) else consumer * WARPGROUP)
+        x_layout = self.smem_layout(self.dtype, self.tile_m, self.stages)
+        w_layout = self.smem_layout(self.dtype, self.tile_n, self.stages)
+        sx = storage.x.get_tensor(x_layout.outer, swizzle=x_layout.inner)
+        sw = storage.w.get_tensor(w_layout.outer, swizzle=w_layout.inner)
+        rx = mma.make_fragment_A(part.partition_A(sx))
+        rw = mma.make_fragment_B(part.partition_B(sw))
+        acc = cute.make_rmem_tensor(mma.partition_shape_C((self.tile_m, self.tile_n)), Float32)
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+
+        index, phase = Int32(0), Int32(0)
+        mine, every = first, grid
+        if const_expr(self.pingpong):
+            mine, every = first + consumer * grid, self.consumers * grid
+            if consumer == 1:
+                arrive(_TURN + 0)
+                if first < tiles:
+                    steps = self.steps_of(routing, first // columns * self.cluster + rank)
+                    index, phase = self.skip(index, phase, steps)
+        for number in cutlass.range(mine, tiles, every, unroll=1):
+            block = number // columns * self.cluster + rank
+            steps = self.steps_of(routing, block)
+            my_ids = sorted_ids + cutlass.min(block, blocks - 1) * self.tile_m
+            if const_expr(not self.pingpong):
+                my_ids = my_ids + consumer * EPI
+            any_real = (my_ids + lane).load() < elements
+            for i in cutlass.range_constexpr(1, self.wg_rows // 32):
+                any_real = any_real | ((my_ids + (lane + i * 32)).load() < elements)
+            any_real = cute.arch.vote_any_sync(any_real)
+            multiplies = any_real
+            expert = Int32(-1)
+            if const_expr(self.cluster > 1):
+                any_real = any_real & (block < blocks)
+            if any_real:
+                expert = (expert_ids + block).load()
+            multiplies = any_real & (expert >= 0)
+
+            acc.fill(0.0)
+            if const_expr(self.pingpong):
+                sync(_TURN + consumer)
+            if multiplies:
+                warpgroup.fence()
+                for step in cutlass.range(steps, unroll=1):
+                    cute.arch.mbarrier_wait(full + index, phase)
+                    # The gathered rows were not written by the copy engine.
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    for at_k in cutlass.range_constexpr(cute.size(rx, mode=[2])):
+                        at = (None, None, at_k, index)
+                        cute.gemm(mma, acc, rx[at], rw[at], acc)
+                    warpgroup.commit_group()
+                    warpgroup.wait_group(1)
+                    if step > 0:
+                        self.release(empty, index - 1 if index > 0 else self.stages - 1)
+                    index, phase = self.next(index, phase)
+            else:
+                for _ in cutlass.range(steps, unroll=1):
+                    cute.arch.mbarrier_wait(full + index, phase)
+                    self.release(empty, index)
+                    index, phase = self.next(index, phase)
+            if const_expr(self.pingpong):
+                arrive(_TURN + 1 - consumer)
+            warpgroup.wait_group(0)
+            if multiplies:
+                self.release(empty, index - 1 if index > 0 else self.stages - 1)
+            if const_expr(self.pingpong):
+                if number + grid < tiles:
+                    other = self.steps_of(routing, (number + grid) // columns * self.cluster + rank)
+                    index, phase = self.skip(index, phase, other)
+            if any_real:
+                self.put_out(
+                    *(thread, consumer, storage, acc, my_ids, number % columns),
+                    *(cutlass.max(expert, 0), elements, rows, factors, of_weights, out),
+                )
+
+    @cute.jit
+    def release(self, empty, index):
+        with cute.arch.elect_one():
+            if const_expr(self.cluster == 1):
+                cute.arch.mbarrier_arrive(empty + index)
+            else:
+                for rank in cutlass.range_constexpr(self.cluster):
+                    cute.arch.mbarrier_arrive(empty + index, rank)
+
+    @cute.jit
+    def put_out(
+        self,
+        thread,
+        consumer,
+        storage,
+        acc,
+        my_ids,
+        column,
+        expert,
+        elements,
+        rows,
+        factors,
+        of_weights,
+        out,
+    ):
+        """A tile's sums to their elements' rows. A warp's 16 rows of 64 columns go through its own
+        shared memory, so that 8 lanes store 128 neighbouring bytes."""
+        x_scale, x_scale_step, divide, weights = factors
+        w_scale, w_scale_expert, w_scale_step, second = of_weights
+        lane, wg_thread = thread % 32, thread % WARPGROUP
+        layout = self.smem_layout(self.out_dtype, EPI, self.consumers)
+        sy = storage.y.get_tensor(layout.outer, swizzle=layout.inner)
+        stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.out_dtype)
+        copy_c = cute.make_tiled_copy_C_atom(stmatrix, self.mma(self.out_dtype, 1, EPI))
+        r2s = cute.make_tiled_copy_S(stmatrix, copy_c)
+        to_sy = r2s.get_slice(wg_thread).partition_D(sy)
+        piece = cute.make_rmem_tensor(to_sy.shape[:3], self.out_dtype)
+        from_y = storage.y.data_ptr() + consumer * (EPI * EPI)
+        vector = cute.make_layout(8)
+        owners = cute.make_rmem_tensor(4, Int32)  # elements of this lane's rows on their way out
+        scales = cute.make_rmem_tensor(2, Float32)  # of its rows of sums
+        y_row = wg_thread // 32 * 16 + lane // 8  # and every fourth after it
+        of_expert = w_scale + Int64(expert) * w_scale_expert
+        for half in cutlass.range_constexpr(self.wg_rows // EPI):
+            for i in cutlass.range_constexpr(4):
+                owners[i] = (my_ids + (half * EPI + y_row + i * 4)).load()
+            for i in cutlass.range_constexpr(2):
+                scales[i] = 1.0
+                row = half * EPI + wg_thread // 32 * 16 + lane // 4 + i * 8
+                element = (my_ids + row).load()
+                if element < elements:
+                    if const_expr(self.scaled):
+                        scales[i] = (x_scale + element // divide * x_scale_step).load()
+                    if const_expr(not self.up):
+                        if weights.toint() != 0:
+                            scales[i] *= (weights + element).load()
+            for chunk in cutlass.range_constexpr(self.width // EPI):
+                first = column * self.width + chunk * EPI
+                cute.arch.sync_warp()
+                for eight in cutlass.range_constexpr(EPI // 8):
+                    # Of this lane's two columns, and of their partners.
+                    columns = cute.make_rmem_tensor((2, 2), Float32)
+                    columns.fill(1.0)
+                    if const_expr(self.scaled):
+                        for v in cutlass.range_constexpr(2):
+                            at_column = first + eight * 8 + lane % 4 * 2 + v
+                            if at_column < rows:
+                                columns[v, 0] = (of_expert + at_column * w_scale_step).load()
+                                if const_expr(self.up):
+                                    at_column += second
+                                    columns[v, 1] = (of_expert + at_column * w_scale_step).load()
+                    for v in cutlass.range_constexpr(4):
+                        i = eight * 4 + v
+                        at = half * (self.tile_n // 2) + chunk * (EPI // 2) + i
+                        value = acc[at]
+                        if const_expr(self.scaled or not self.up):
+                            value = value * scales[v // 2]
+                        if const_expr(self.scaled):
+                            value = value * columns[v % 2, 0]
+                        if const_expr(self.up):
+                            partner = acc[at + self.half // 2]
+                            if const_expr(self.scaled):
+                                partner = partner * scales[v // 2] * columns[v % 2, 1]
+                            value = self.act(value, partner)
+                        piece[i] = value.to(self.out_dtype)
+                cute.copy(r2s, piece, to_sy[None, None, None, consumer])
+                cute.arch.sync_warp()
+                at_column = first + lane % 8 * 8
+                for i in cutlass.range_constexpr(4):
+                    at_row = y_row + i * 4
+                    offset = at_row * EPI + (lane % 8 ^ at_row % 8) * 8
+                    values = cute.make_tensor((from_y + offset).align(16), vector)
+                    if owners[i] < elements:
+                        if at_column < rows:
+                            to = out + (Int64(owners[i]) * rows + at_column)
+                            cute.make_tensor(to.align(16), vector).store(values.load())
+
+
+def sync(barrier):
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=2 * WARPGROUP)
+
+
+def arrive(barrier):
+    cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=2 * WARPGROUP)

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A variant of moe_up's and moe_down's kernel: its tiles, products and shared memory."""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+from moe_activations_cute import ACTIVATIONS
+
+ROW = 128  # bytes of a row in shared memory: one swizzle
+EPI = 64  # rows and columns of a piece of the result on its way out
+WARPGROUP = 128
+
+
+class MoeLayouts:
+    """`act` is None for `down`; `cluster` blocks, one below the other, share tiles of weights of
+    the same expert; `pingpong`: two warpgroups take turns with tiles instead of sharing them."""
+
+    def __init__(self, name, dtype, act, tile_m, tile_n, pingpong, cluster, stages):
+        self.name = name
+        self.dtype = dtype
+        self.scaled = dtype.width == 8
+        self.out_dtype = cutlass.BFloat16 if self.scaled else dtype
+        self.up = act is not None
+        self.act = ACTIVATIONS.get(act)
+        self.tile_m, self.tile_n = tile_m, tile_n
+        self.tile_k = ROW * 8 // dtype.width
+        self.half = tile_n // 2
+        self.width = self.half if self.up else tile_n  # columns of the result
+        self.pingpong = pingpong
+        self.cluster = cluster
+        self.stages = stages
+        self.consumers = 2 if pingpong else tile_m // EPI
+        self.threads = (1 + self.consumers) * WARPGROUP
+        # Handed from the loaders to those that multiply, where there are two.
+        self.loader_registers, self.registers = (56, 224) if self.consumers == 2 else (0, 0)
+        self.sharing = 1 if pingpong else self.consumers
+        self.wg_rows = tile_m // self.sharing
+
+    def mma(self, dtype, warpgroups, columns):
+        return hopper.make_trivial_tiled_mma(
+            dtype,
+            dtype,
+            warpgroup.OperandMajorMode.K,
+            warpgroup.OperandMajorMode.K,
+            Float32,
+            (warpgroups, 1, 1),
+            (64, columns),
+        )
+
+    def smem_layout(self, dtype, rows, stages):
+        columns = ROW * 8 // dtype.width
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
+        return cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))
+
+    def storage(self):
+        def tiles(dtype, rows):
+            size = rows * ROW * 8 // dtype.width
+            return cute.struct.Align[cute.struct.MemRange[dtype, size], 1024]
+
+        @cute.struct
+        class Storage:
+            x: tiles(self.dtype, self.stages * self.tile_m)
+            w: tiles(self.dtype, self.stages * self.tile_n)
+            y: tiles(self.out_dtype, self.consumers * EPI)
+            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages]
+
+        return Storage
+
+    def smem_bytes(self):
+        """What the storage takes, as the launch asks for it."""
+        ring = self.stages * ((self.tile_m + self.tile_n) * ROW + 16)
+        return (ring + self.consumers * EPI * ROW + 1023) // 1024 * 1024
+
+    @cute.jit
+    def experts_of(self, expert_ids, block, blocks):
+        """A block's expert, and whether it is that of the other block in the cluster. A block
+        without one takes part in the other's steps."""
+        expert, shared = Int32(-1), False
+        if const_expr(self.cluster == 1):
+            expert = (expert_ids + block).load()
+        else:
+            other = Int32(-1)
+            if block < blocks:
+                expert = (expert_ids + block).load()
+            if (block ^ 1) < blocks:
+                other = (expert_ids + (block ^ 1)).load()
+            if expert < 0:
+                expert = other
+            shared = (expert == other) | (other < 0)
+        return expert, shared
+
+    @cute.jit
+    def steps_of(self, routing, block):
+        """Of a tile; experts that are elsewhere take none."""
+        _, expert_ids, blocks, k_tiles = routing
+        expert, _ = self.experts_of(expert_ids, block, blocks)
+        return k_tiles if expert >= 0 else Int32(0)
+
+    @cute.jit
+    def next(self, index, phase):
+        end = index + 1 == self.stages
+        return Int32(0) if end else index + 1, phase ^ 1 if end else phase
+
+    @cute.jit
+    def skip(self, index, phase, steps):
+        total = index + steps
+        rounds = total // self.stages
+        return total - rounds * self.stages, phase ^ (rounds & 1)
+
+
+def coordinates(experts, rows, k):
+    """What a map of [experts, rows, k] is indexed with: (row, k, expert)."""
+    identity = cute.make_identity_tensor((k, rows, experts))
+    return cute.make_tensor(identity.iterator, cute.select(identity.layout, [1, 0, 2]))

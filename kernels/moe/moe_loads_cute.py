@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What fills the ring of moe_up's and moe_down's kernel, and who is left without a block."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
+from moe_layouts_cute import ROW, MoeLayouts, coordinates
+
+GATHERERS = 64  # threads
+COPIES = GATHERERS // 8  # rows that they copy at a time, 16 bytes of a row each
+
+
+class MoeLoads(MoeLayouts):
+    @cute.jit
+    def load_weights(self, tma_w, storage, full, empty, routing, place, sizes, second):
+        """One warp: both halves of each step's tile of weights."""
+        _, expert_ids, blocks, k_tiles = routing
+        rank, first, grid, tiles, columns = place
+        layout = self.smem_layout(self.dtype, self.half, 2 * self.stages)
+        sw = storage.w.get_tensor(layout.outer, swizzle=layout.inner)
+        places = coordinates(*sizes)
+        other = cute.domain_offset((second, 0, 0), places)
+        to_w, from_first = self.partition(tma_w, sw, places)
+        _, from_second = self.partition(tma_w, sw, other)
+        step_columns = self.width // self.half  # in halves
+        index, phase = Int32(0), Int32(1)
+        for number in cutlass.range(first, tiles, grid, unroll=1):
+            block = number // columns * self.cluster + rank
+            column = number % columns * step_columns
+            expert, shared = self.experts_of(expert_ids, block, blocks)
+            steps = k_tiles if expert >= 0 else 0
+            for step in cutlass.range(steps, unroll=1):
+                barrier = full + index
+                cute.arch.mbarrier_wait(empty + index, phase)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.tile_n * ROW)
+                at = (column, step, expert)
+                to = 2 * index
+                if const_expr(self.cluster == 1):
+                    copy(tma_w, from_first[None, at], to_w[None, to], barrier)
+                    copy(tma_w, from_second[None, at], to_w[None, to + 1], barrier)
+                else:
+                    # A half each for both, or both for itself.
+                    whom = cutlass.Int16(3 if shared else 1 << rank)
+                    if not shared or rank == 0:
+                        copy(tma_w, from_first[None, at], to_w[None, to], barrier, whom)
+                    if not shared or rank == 1:
+                        copy(tma_w, from_second[None, at], to_w[None, to + 1], barrier, whom)
+                index, phase = self.next(index, phase)
+
+    def partition(self, tma, smem, places):
+        one = cute.make_layout(1)
+        tiles = cute.zipped_divide(places, (self.half, self.tile_k))
+        return cpasync.tma_partition(tma, 0, one, cute.group_modes(smem, 0, 2), tiles)
+
+    @cute.jit
+    def gather_rows(self, thread, x, x_pieces, storage, full, empty, routing, place, limits):
+        """Each thread a 16-byte piece of its rows: row, row + COPIES, ..."""
+        sorted_ids, _, blocks, _ = routing
+        rank, first, grid, tiles, columns = place
+        elements, divide, pieces = limits
+        row, piece = thread // 8, thread % 8
+        to_x = storage.x.data_ptr().toint() + row * ROW + (piece ^ row) * 16
+        sources = cute.make_rmem_tensor(self.tile_m // COPIES, Int32)  # in 16 bytes
+        index, phase = Int32(0), Int32(1)
+        for number in cutlass.range(first, tiles, grid, unroll=1):
+            block = number // columns * self.cluster + rank
+            steps = self.steps_of(routing, block)
+            for i in cutlass.range_constexpr(self.tile_m // COPIES):
+                element = elements
+                if const_expr(self.cluster == 1) or block < blocks:
+                    element = (sorted_ids + (block * self.tile_m + row + i * COPIES)).load()
+                sources[i] = Int32(-1)
+                if element < elements:
+                    sources[i] = element // divide * x_pieces + piece
+            for step in cutlass.range(steps, unroll=1):
+                cute.arch.mbarrier_wait(empty + index, phase)
+                inside = step * (ROW // 16) + piece < pieces
+                to = to_x + index * (self.tile_m * ROW)
+                for i in cutlass.range_constexpr(self.tile_m // COPIES):
+                    # The last step's pieces beyond a row's end are zeros, from nowhere.
+                    at = sources[i] + (step * (ROW // 16) if inside else 0)
+                    source = x.toint() + Int64(at) * 16
+                    size = 16 if inside else 0
+                    copy_16(to + i * (COPIES * ROW), source, size, sources[i] >= 0)
+                cute.arch.cp_async_mbarrier_arrive_noinc(full + index)
+                index, phase = self.next(index, phase)
+
+    @cute.jit
+    def clear_rows_of_none(self, ids, id_words, bound, elements, rows, out):
+        """Zeros for ids that are no expert's, which are in no block; by one warp of each block."""
+        lane = cute.arch.lane_idx()
+        zeros = cute.make_rmem_tensor(8, self.out_dtype)
+        zeros.fill(0.0)
+        start = cute.arch.block_idx()[0] * 32
+        for group in cutlass.range(start, elements, cute.arch.grid_dim()[0] * 32, unroll=1):
+            mine = group + lane
+            none = False
+            if mine < elements:
+                low = (ids + mine * id_words).load()
+                none = (low < 0) | (low >= bound)
+                if id_words == 2:
+                    none = none | ((ids + (mine * 2 + 1)).load() != 0)
+            if none:
+                for at in cutlass.range(0, rows, 8, unroll=1):
+                    to = out + (Int64(mine) * rows + at)
+                    cute.make_tensor(to.align(16), cute.make_layout(8)).store(zeros.load())
+
+
+def copy(tma, source, to, barrier, to_whom=None):
+    cute.copy(tma, source, to, tma_bar_ptr=barrier, mcast_mask=to_whom)
+
+
+def copy_16(to, source, size, real):
+    """16 bytes to shared memory; those from `size` on are zeros."""
+    cute.arch.inline_ptx(
+        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
+        read_only_args=[to, source, size],
+        predicate=real,
+    )

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/attention/attention_fp8.h"
+
+#include "kernels/sm90/driver.h"
+#include "python/bindings/call.h"
+#include "python/bindings/families.h"
+#include "python/bindings/optional_tensor.h"
+
+namespace tiercel::python {
+namespace {
+
+constexpr char kName[] = "attention";
+
+// Of an H100 SXM or H200, for plans where there is no device to ask.
+constexpr int kMultiprocessors = 132;
+
+// (q, k, v, out, lse, q_descale, k_descale, v_descale, workspace, left, right, scale, softcap);
+// from lse to workspace, each may be None.
+struct Fp8Call {
+  PythonTensor q, k, v, out;
+  OptionalTensor lse, q_descale, k_descale, v_descale, workspace;
+  AttentionFp8Call call{};
+  AttentionOptions options;
+
+  bool Parse(PyObject* const* values, Py_ssize_t count) {
+    if (!Arguments(kName, values, count).Expect(13)) return false;
+    if (!q.Read(values[0], kName, "q") || !k.Read(values[1], kName, "k") ||
+        !v.Read(values[2], kName, "v") || !out.Read(values[3], kName, "out") ||
+        !lse.Read(values[4], kName, "lse") || !q_descale.Read(values[5], kName, "q_descale") ||
+        !k_descale.Read(values[6], kName, "k_descale") ||
+        !v_descale.Read(values[7], kName, "v_descale") ||
+        !workspace.Read(values[8], kName, "workspace")) {
+      return false;
+    }
+    call = {&q.view(),        &k.view(),        &v.view(),        &out.view(),     lse.view(),
+            q_descale.view(), k_descale.view(), v_descale.view(), workspace.view()};
+    options.left = PyLong_AsLongLong(values[9]);
+    options.right = PyLong_AsLongLong(values[10]);
+    options.scale = PyFloat_AsDouble(values[11]);
+    options.softcap = PyFloat_AsDouble(values[12]);
+    return PyErr_Occurred() == nullptr;
+  }
+};
+
+PyObject* Fp8(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Fp8Call given;
+  if (!given.Parse(values, count)) return nullptr;
+  if (given.call.workspace == nullptr) {
+    PyErr_SetString(PyExc_TypeError, "attention: `workspace` must be a tensor, got None");
+    return nullptr;
+  }
+  return Launch(given.q,
+                [&](void* stream) { return attention_fp8(given.call, given.options, stream); });
+}
+
+PyObject* Fp8Plan(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Fp8Call given;
+  if (!given.Parse(values, count)) return nullptr;
+  int multiprocessors = 0;
+  if (given.q.view().device_type != DeviceType::kCUDA ||
+      !multiprocessor_count(given.q.view().device_index, &multiprocessors).ok()) {
+    multiprocessors = kMultiprocessors;
+  }
+  AttentionFp8Plan plan{};
+  const Status status = attention_fp8_plan(given.call, given.options, multiprocessors, &plan);
+  if (!status.ok()) return Raise(status);
+  const AttentionPlan& kernel = plan.attention;
+  return Py_BuildValue("{s:s, s:i, s:i, s:i, s:I, s:I, s:I, s:L}", "kernel", kernel.kernel,
+                       "tile_m", kernel.tile_m, "tile_n", kernel.tile_n, "band", kernel.band,
+                       "grid", kernel.grid, "block", kernel.block, "dynamic_smem",
+                       kernel.dynamic_smem, "workspace", static_cast<long long>(plan.workspace));
+}
+
+PyObject* Fp8Load(PyObject*, PyObject* device) { return Load(device, attention_fp8_load); }
+
+PyMethodDef functions[] = {
+    {"attention_fp8", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(Fp8)),
+     METH_FASTCALL,
+     "attention_fp8(q, k, v, out, lse, q_descale, k_descale, v_descale, workspace, left, right, "
+     "scale, softcap, /)\n--\n\n"
+     "Launches the kernels on the current stream; fills `out` and, unless it is None, `lse`."},
+    {"attention_fp8_plan", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(Fp8Plan)),
+     METH_FASTCALL,
+     "attention_fp8_plan(q, k, v, out, lse, q_descale, k_descale, v_descale, workspace, left, "
+     "right, scale, softcap, /)\n--\n\n"
+     "Checks the arguments but `workspace`, which may be None; returns the configuration. Needs no "
+     "GPU."},
+    {"attention_fp8_load", Fp8Load, METH_O,
+     "attention_fp8_load(device, /)\n--\n\nLoads the kernels on a CUDA device."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace
+
+PyMethodDef* AttentionFp8Functions() { return functions; }
+
+}  // namespace tiercel::python

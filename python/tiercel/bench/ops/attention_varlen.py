@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of sequences of several lengths behind each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tiercel.bench.launch import Launch, WrongResult
+from tiercel.bench.ops import Error, Inputs, OpBench
+
+
+def lengths(case: Any) -> list[int]:
+    """1/4, 2/4, 3/4, 4/4 of L in turn."""
+    return [max(int(case["L"]) * (i % 4 + 1) // 4, 1) for i in range(int(case["B"]))]
+
+
+def _invalid(params: Mapping[str, Any]) -> str | None:
+    if not isinstance(params["causal"], bool):
+        return "`causal` must be true or false"
+    if not all(isinstance(params[n], int) and params[n] > 0 for n in ("B", "L", "H", "Hk", "D")):
+        return "B, L, H, Hk and D must be positive whole numbers"
+    if params["H"] % params["Hk"]:
+        return "Hk must divide H"
+    return None
+
+
+def _make(case: Any, device: str, seed: int) -> Inputs:
+    import torch
+
+    generator = torch.Generator(device=device).manual_seed(seed)
+    starts = torch.tensor([0, *lengths(case)]).cumsum(0).int().to(device)
+
+    def random(heads: int) -> Any:
+        shape = (sum(lengths(case)), heads, case["D"])
+        drawn = torch.randn(shape, device=device, generator=generator)
+        return drawn.to(getattr(torch, case.dtype))
+
+    q, k, v = random(case["H"]), random(case["Hk"]), random(case["Hk"])
+    return {"q": q, "k": k, "v": v, "cu_seqlens_q": starts, "cu_seqlens_k": starts.clone()}
+
+
+def _call(case: Any, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (*inputs.values(), max(lengths(case)), max(lengths(case))), {"causal": case["causal"]}
+
+
+def _bytes(case: Any) -> int:
+    return 2 * sum(lengths(case)) * int(case["D"]) * 2 * int(case["H"] + case["Hk"])
+
+
+def _flops(case: Any) -> int:
+    """Of a causal square, half, as is customary."""
+    scores = sum(n * n - (n * n // 2 if case["causal"] else 0) for n in lengths(case))
+    return 4 * int(case["H"] * case["D"]) * scores
+
+
+def _reference(case: Any, inputs: Inputs) -> Any:
+    """float64, of some heads of the shortest and the longest sequence, 512 queries at most."""
+    import torch
+
+    q, k, v = inputs["q"], inputs["k"], inputs["v"]
+    share, used = q.shape[1] // k.shape[1], lengths(case)
+    found = []
+    for b in sorted({0, used.index(max(used))}):
+        first, end = sum(used[:b]), sum(used[: b + 1])
+        rows = torch.arange(max(first, end - 512), end, device=q.device)
+        hidden = torch.arange(first, end, device=q.device) > rows[:, None]
+        for head in sorted({0, q.shape[1] - 1}):
+            keys, values = (x[first:end, head // share].double() for x in (k, v))
+            scores = q[rows, head].double() @ keys.T * q.shape[2] ** -0.5
+            if case["causal"]:
+                scores.masked_fill_(hidden, -torch.inf)
+            found.append((rows, head, scores.softmax(-1) @ values))
+    return found
+
+
+def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error:
+    """As attention's."""
+    import torch
+
+    (result,) = outputs
+    if result.shape != inputs["q"].shape or result.dtype != inputs["q"].dtype:
+        raise WrongResult(f"shape {tuple(result.shape)}, {result.dtype}")
+    unit = torch.finfo(result.dtype).eps / 2
+    errors = torch.cat([(result[rows, head].double() - x).abs() for rows, head, x in expected])
+    truth = torch.cat([x for _, _, x in expected])
+    largest = float(errors.max())
+    if not largest < float("inf"):
+        raise WrongResult("a result is not finite")
+    worst = float((errors / (truth.abs() + 1)).max())
+    if worst > 6 * unit:
+        raise WrongResult(f"a result is off by {worst / unit:.1f} units, 6 are allowed")
+    rms = float(errors.square().mean().sqrt() / truth.square().mean().sqrt())
+    if rms > 2.5 * unit:
+        raise WrongResult(f"RMS error {rms:.1e}, tolerance {2.5 * unit:.1e}")
+    return Error(rms=rms, maximum=largest / float(truth.abs().max()))
+
+
+BENCHES = [
+    OpBench(
+        family="attention",
+        op="attention_varlen",
+        params={"B": None, "L": None, "H": 32, "Hk": 8, "D": 128, "causal": True},
+        invalid=_invalid,
+        make=_make,
+        call=_call,
+        out=lambda case, inputs: None,
+        bytes_moved=_bytes,
+        flops=_flops,
+        reference=_reference,
+        check=_check,
+    )
+]
