@@ -41,15 +41,14 @@ double step_time(const DecodeLoad& load, int64_t blocks) {
   return std::max(least, bytes / (sparse ? kSparse : kBytesPerMicrosecond));
 }
 
-
 double clustered(const DecodeLoad& load, int cluster) {
   const int kind = cluster == 1 ? 0 : cluster == 2 ? 1 : cluster == 4 ? 2 : 3;
   const int64_t blocks = load.tiles * cluster;
   const auto most = static_cast<int64_t>(static_cast<double>(load.blocks) * kRoom[kind]);
   const int64_t full = blocks / most, rest = blocks % most;
   const auto steps = static_cast<double>(ceil_div(load.steps, cluster * kDecodeWarps));
-  const double rounds = static_cast<double>(full) * step_time(load, most) +
-                        (rest > 0 ? step_time(load, rest) : 0.0);
+  const double rounds =
+      static_cast<double>(full) * step_time(load, most) + (rest > 0 ? step_time(load, rest) : 0.0);
   return kChain + (cluster > 1 ? kExchange * cluster : 0.0) + steps * rounds +
          static_cast<double>(ceil_div(blocks, most) - 1) * kRound[kind];
 }

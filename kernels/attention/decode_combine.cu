@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // decode_combine: the tiles that several blocks of decode_attention shared.
 //
-// A block has one row of a tile, if that is one of those, and ends at once otherwise. Its warps take
-// the parts in turn, 9 reads under way at a time (of one sequence and 8 key heads: all of them), in a
-// fixed order: parts lie in the L2, so the latency of a few such rounds is all there is.
+// A block has one row of a tile, if that is one of those, and ends at once otherwise. Its warps
+// take the parts in turn, 9 reads under way at a time (of one sequence and 8 key heads: all of
+// them), in a fixed order: parts lie in the L2, so the latency of a few such rounds is all there
+// is.
 #include <cstdint>
 
 #include "kernels/attention/decode_arithmetic.cuh"
@@ -79,7 +80,8 @@ __global__ void __launch_bounds__(kDecodeThreads)
   for (int other = 1; other < kDecodeWarps; ++other) part.add(sums[other], outs[other][lane]);
 
   const int query = r / args.group, head = key_head * args.group + r % args.group;
-  const float factor = normalizer(part.sum, scale_of(args.v_scale, args.v_scale_per_head, key_head));
+  const float factor =
+      normalizer(part.sum, scale_of(args.v_scale, args.v_scale_per_head, key_head));
   if (real) {
     const float values[4] = {part.out.x * factor, part.out.y * factor, part.out.z * factor,
                              part.out.w * factor};
