@@ -44,7 +44,8 @@ double step_time(const DecodeLoad& load, int64_t blocks) {
 double clustered(const DecodeLoad& load, int cluster) {
   const int kind = cluster == 1 ? 0 : cluster == 2 ? 1 : cluster == 4 ? 2 : 3;
   const int64_t blocks = load.tiles * cluster;
-  const auto most = static_cast<int64_t>(static_cast<double>(load.blocks) * kRoom[kind]);
+  const auto found = static_cast<int64_t>(static_cast<double>(load.blocks) * kRoom[kind]);
+  const int64_t most = std::max<int64_t>(found, 1);
   const int64_t full = blocks / most, rest = blocks % most;
   const auto steps = static_cast<double>(ceil_div(load.steps, cluster * kDecodeWarps));
   const double rounds =
