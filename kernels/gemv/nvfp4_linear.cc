@@ -250,8 +250,6 @@ Status prepare(const TensorView& x, const TensorView& weight, const TensorView& 
   Nvfp4LinearArgs& args = choice->args;
   args.x = static_cast<const char*>(x.data);
   args.x_row = x.strides[0] * 2;
-  args.weight = static_cast<const char*>(weight.data);
-  args.weight_row = weight.strides[0];
   args.scale = static_cast<const char*>(scale.data);
   args.scale_row = scale.strides[0];
   args.global_scale =
