@@ -114,7 +114,7 @@ struct Choice {
   unsigned grid = 0;
 };
 
-// Below this many vectors a thread has one: then latency counts, not bytes in flight.
+// Below this many vectors latency counts.
 constexpr uint32_t kFewVectors = 132 * 2048;
 
 Choice choose(ActivationFunction function, bool gated, bool backward, DType dtype, DType out_dtype,
@@ -122,16 +122,15 @@ Choice choose(ActivationFunction function, bool gated, bool backward, DType dtyp
   int count = 0;
   const ActivationKernel* kernels =
       backward ? activation_backward_kernels(&count) : activation_forward_kernels(&count);
-  const int unrolled = vectors <= kFewVectors ? 1 : 2;
+  const unsigned many = backward ? kActivationBackwardThreads : kActivationForwardThreads;
+  const unsigned block = vectors <= kFewVectors ? kActivationFewThreads : many;
   for (int i = 0; i < count; ++i) {
     const ActivationKernel& kernel = kernels[i];
     if (kernel.function != function || kernel.gated != gated || kernel.dtype != dtype ||
-        kernel.out_dtype != out_dtype || kernel.unrolled != unrolled) {
+        kernel.out_dtype != out_dtype) {
       continue;
     }
-    const unsigned block = vectors <= kFewVectors ? 128 : kActivationThreads;
-    const uint64_t per_block = static_cast<uint64_t>(block) * unrolled;
-    return {&kernel, block, static_cast<unsigned>((vectors + per_block - 1) / per_block)};
+    return {&kernel, block, static_cast<unsigned>((uint64_t{vectors} + block - 1) / block)};
   }
   return {};  // not reached: the tables cover all that the checks let through
 }

@@ -3,12 +3,11 @@
 //
 // The plan. Bound by bytes: each element is read once and written once (gated: two reads and a
 // write forward, three and two backward), so the floor is bytes / copy bandwidth, and a launch
-// where that is below it. Rows are cut into 16-byte vectors, numbered through all rows; a block of
-// 128 to 256 threads takes kUnrolled * threads neighbouring ones, each thread kUnrolled of them a
-// block apart: it issues all its loads first (2 to 6 in flight), then computes and stores. No
-// shared memory, no barrier. Contiguous matrices arrive as one long row, so a vector's row costs a
-// multiplication; rows that are not aligned for vectors, and the end of a row that is no multiple,
-// go element by element. Launched as a programmatic dependent.
+// where that is below it. Rows are cut into 16-byte vectors, numbered through all rows; each
+// thread takes one: 2048 of them on a multiprocessor have enough bytes in flight. No shared memory,
+// no barrier. Contiguous matrices arrive as one long row, so a vector's row costs a multiplication;
+// rows that are not aligned for vectors, and the end of a row that is no multiple, go element by
+// element. Launched as a programmatic dependent.
 #ifndef KERNELS_ACTIVATION_ACTIVATION_CUH_
 #define KERNELS_ACTIVATION_ACTIVATION_CUH_
 
@@ -56,23 +55,19 @@ struct VectorPlace {
   }
 };
 
-template <typename Function, typename Format, typename OutFormat, bool kGated, int kUnrolled>
-__global__ void __launch_bounds__(kActivationThreads)
+template <typename Function, typename Format, typename OutFormat, bool kGated>
+__global__ void __launch_bounds__(kActivationForwardThreads, 2048 / kActivationForwardThreads)
     activation_forward(const __grid_constant__ ActivationArgs args) {
   constexpr int kPerVector = kActivationVectorBytes / Format::kBytes;
   constexpr int kOutWords = kPerVector * OutFormat::kBytes / 4;
   constexpr bool kScaled = OutFormat::kBytes == 1;
-  const uint32_t first = blockIdx.x * (blockDim.x * kUnrolled) + threadIdx.x;
+  const VectorPlace<kPerVector> place(args, blockIdx.x * blockDim.x + threadIdx.x);
   grid_dependency_wait();
 
-  uint32_t x[kUnrolled][4], up[kUnrolled][4];
-#pragma unroll
-  for (int u = 0; u < kUnrolled; ++u) {
-    const VectorPlace<kPerVector> place(args, first + u * blockDim.x);
-    if (place.whole) {
-      load_vector_once(x[u], place.template in<Format>(args.x));
-      if (kGated) load_vector_once(up[u], place.template in<Format>(args.up));
-    }
+  uint32_t x[4], up[4];
+  if (place.whole) {
+    load_stream(x, place.template in<Format>(args.x));
+    if (kGated) load_stream(up, place.template in<Format>(args.up));
   }
   const float inverse = kScaled ? 1.0f / *args.scale : 1.0f;
   grid_dependency_launch();
@@ -81,46 +76,38 @@ __global__ void __launch_bounds__(kActivationThreads)
     if (kGated) value *= up;
     return kScaled ? value * inverse : value;
   };
+  if (place.whole) {
+    float values[kPerVector], factors[kPerVector];
+    unpack<Format>(x, values);
+    if (kGated) unpack<Format>(up, factors);
 #pragma unroll
-  for (int u = 0; u < kUnrolled; ++u) {
-    const VectorPlace<kPerVector> place(args, first + u * blockDim.x);
-    if (place.whole) {
-      float values[kPerVector], factors[kPerVector];
-      unpack<Format>(x[u], values);
-      if (kGated) unpack<Format>(up[u], factors);
-#pragma unroll
-      for (int i = 0; i < kPerVector; ++i) values[i] = compute(values[i], factors[i]);
-      uint32_t out[kOutWords];
-      pack<OutFormat>(values, out);
-      store_vector(place.template in<OutFormat>(args.out), out);
-    } else {
+    for (int i = 0; i < kPerVector; ++i) values[i] = compute(values[i], factors[i]);
+    uint32_t out[kOutWords];
+    pack<OutFormat>(values, out);
+    store_vector(place.template in<OutFormat>(args.out), out);
+    return;
+  }
 #pragma unroll 1
-      for (int i = 0; i < place.count(args); ++i) {
-        const float value = load_element<Format>(place.template in<Format>(args.x, i));
-        const float factor =
-            kGated ? load_element<Format>(place.template in<Format>(args.up, i)) : 1.0f;
-        store_element<OutFormat>(place.template in<OutFormat>(args.out, i), compute(value, factor));
-      }
-    }
+  for (int i = 0; i < place.count(args); ++i) {
+    const float value = load_element<Format>(place.template in<Format>(args.x, i));
+    const float factor =
+        kGated ? load_element<Format>(place.template in<Format>(args.up, i)) : 1.0f;
+    store_element<OutFormat>(place.template in<OutFormat>(args.out, i), compute(value, factor));
   }
 }
 
-template <typename Function, typename Format, bool kGated, int kUnrolled>
-__global__ void __launch_bounds__(kActivationThreads)
+template <typename Function, typename Format, bool kGated>
+__global__ void __launch_bounds__(kActivationBackwardThreads, 2048 / kActivationBackwardThreads)
     activation_backward(const __grid_constant__ ActivationArgs args) {
   constexpr int kPerVector = kActivationVectorBytes / Format::kBytes;
-  const uint32_t first = blockIdx.x * (blockDim.x * kUnrolled) + threadIdx.x;
+  const VectorPlace<kPerVector> place(args, blockIdx.x * blockDim.x + threadIdx.x);
   grid_dependency_wait();
 
-  uint32_t grad[kUnrolled][4], x[kUnrolled][4], up[kUnrolled][4];
-#pragma unroll
-  for (int u = 0; u < kUnrolled; ++u) {
-    const VectorPlace<kPerVector> place(args, first + u * blockDim.x);
-    if (place.whole) {
-      load_vector_once(grad[u], place.template in<Format>(args.grad));
-      load_vector_once(x[u], place.template in<Format>(args.x));
-      if (kGated) load_vector_once(up[u], place.template in<Format>(args.up));
-    }
+  uint32_t grad[4], x[4], up[4];
+  if (place.whole) {
+    load_stream(grad, place.template in<Format>(args.grad));
+    load_stream(x, place.template in<Format>(args.x));
+    if (kGated) load_stream(up, place.template in<Format>(args.up));
   }
   grid_dependency_launch();
   // x becomes its gradient, up becomes its own.
@@ -130,33 +117,29 @@ __global__ void __launch_bounds__(kActivationThreads)
     *x = kGated ? grad * *up * slope : grad * slope;
     if (kGated) *up = grad * value;
   };
+  if (place.whole) {
+    float grads[kPerVector], values[kPerVector], factors[kPerVector];
+    unpack<Format>(grad, grads);
+    unpack<Format>(x, values);
+    if (kGated) unpack<Format>(up, factors);
 #pragma unroll
-  for (int u = 0; u < kUnrolled; ++u) {
-    const VectorPlace<kPerVector> place(args, first + u * blockDim.x);
-    if (place.whole) {
-      float grads[kPerVector], values[kPerVector], factors[kPerVector];
-      unpack<Format>(grad[u], grads);
-      unpack<Format>(x[u], values);
-      if (kGated) unpack<Format>(up[u], factors);
-#pragma unroll
-      for (int i = 0; i < kPerVector; ++i) compute(grads[i], &values[i], &factors[i]);
-      pack<Format>(values, x[u]);
-      store_vector(place.template in<Format>(args.out), x[u]);
-      if (kGated) {
-        pack<Format>(factors, up[u]);
-        store_vector(place.template in<Format>(args.up_grad), up[u]);
-      }
-    } else {
-#pragma unroll 1
-      for (int i = 0; i < place.count(args); ++i) {
-        const float grad_i = load_element<Format>(place.template in<Format>(args.grad, i));
-        float value = load_element<Format>(place.template in<Format>(args.x, i));
-        float factor = kGated ? load_element<Format>(place.template in<Format>(args.up, i)) : 1.0f;
-        compute(grad_i, &value, &factor);
-        store_element<Format>(place.template in<Format>(args.out, i), value);
-        if (kGated) store_element<Format>(place.template in<Format>(args.up_grad, i), factor);
-      }
+    for (int i = 0; i < kPerVector; ++i) compute(grads[i], &values[i], &factors[i]);
+    pack<Format>(values, x);
+    store_vector(place.template in<Format>(args.out), x);
+    if (kGated) {
+      pack<Format>(factors, up);
+      store_vector(place.template in<Format>(args.up_grad), up);
     }
+    return;
+  }
+#pragma unroll 1
+  for (int i = 0; i < place.count(args); ++i) {
+    const float grad_i = load_element<Format>(place.template in<Format>(args.grad, i));
+    float value = load_element<Format>(place.template in<Format>(args.x, i));
+    float factor = kGated ? load_element<Format>(place.template in<Format>(args.up, i)) : 1.0f;
+    compute(grad_i, &value, &factor);
+    store_element<Format>(place.template in<Format>(args.out, i), value);
+    if (kGated) store_element<Format>(place.template in<Format>(args.up_grad, i), factor);
   }
 }
 

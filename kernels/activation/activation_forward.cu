@@ -5,22 +5,17 @@
 namespace tiercel {
 namespace {
 
-#define TIERCEL_KERNEL(function, type, out, gated, unrolled)                     \
-  {ActivationFunction::k##function,                                              \
-   DType::k##type,                                                               \
-   DType::k##out,                                                                \
-   gated,                                                                        \
-   false,                                                                        \
-   unrolled,                                                                     \
-   Kernel("activation_forward<" #function ", " #type ", " #out ", gated=" #gated \
-          ", unrolled=" #unrolled ">",                                           \
-          reinterpret_cast<const void*>(                                         \
-              activation_forward<function<type::kBytes == 4>, type, out, gated, unrolled>))}
-// Few vectors: one a thread. Many: as many in flight as pays.
-#define TIERCEL_UNROLLED(function, type, out, gated) \
-  TIERCEL_KERNEL(function, type, out, gated, 1), TIERCEL_KERNEL(function, type, out, gated, 2)
+#define TIERCEL_KERNEL(function, type, out, gated)                                    \
+  {ActivationFunction::k##function,                                                   \
+   DType::k##type,                                                                    \
+   DType::k##out,                                                                     \
+   gated,                                                                             \
+   false,                                                                             \
+   Kernel("activation_forward<" #function ", " #type ", " #out ", gated=" #gated ">", \
+          reinterpret_cast<const void*>(                                              \
+              activation_forward<function<type::kBytes == 4>, type, out, gated>))}
 #define TIERCEL_FORMS(function, type, out) \
-  TIERCEL_UNROLLED(function, type, out, true), TIERCEL_UNROLLED(function, type, out, false)
+  TIERCEL_KERNEL(function, type, out, true), TIERCEL_KERNEL(function, type, out, false)
 #define TIERCEL_TYPES(function)                                                                \
   TIERCEL_FORMS(function, Float32, Float32), TIERCEL_FORMS(function, BFloat16, BFloat16),      \
       TIERCEL_FORMS(function, Float16, Float16), TIERCEL_FORMS(function, Float32, Float8E4M3), \

@@ -37,12 +37,15 @@ struct ActivationKernel {
   DType out_dtype;
   bool gated;
   bool backward;
-  int unrolled;  // vectors a thread
   Kernel kernel;
 };
 
 inline constexpr int kActivationVectorBytes = 16;
-inline constexpr unsigned kActivationThreads = 256;  // at most, a block
+// Threads of a block where vectors are many (measured on an H200), and where they are few: these
+// are on more multiprocessors.
+inline constexpr unsigned kActivationForwardThreads = 1024;
+inline constexpr unsigned kActivationBackwardThreads = 256;
+inline constexpr unsigned kActivationFewThreads = 128;
 
 const ActivationKernel* activation_forward_kernels(int* count);
 const ActivationKernel* activation_backward_kernels(int* count);

@@ -50,12 +50,12 @@ struct Tile {
 // Where a tile's results go.
 constexpr int64_t kWhole = -1;  // out; otherwise that place of the workspace
 
-// A block's share of the steps of all tiles. The tiles of a sequence are dealt to columns of blocks;
-// in a column the steps of all its tiles are laid in a row, sequence by sequence, and every block
-// gets as many. So the blocks of a group, one of each column, go through the same keys together:
-// what lies side by side in memory, the heads of a key, is read at the same time. Some tiles lie in
-// one block, others are shared by several of the column. All of it is in shared memory, and thread 0
-// moves it on.
+// A block's share of the steps of all tiles. The tiles of a sequence are dealt to columns of
+// blocks; in a column the steps of all its tiles are laid in a row, sequence by sequence, and every
+// block gets as many. So the blocks of a group, one of each column, go through the same keys
+// together: what lies side by side in memory, the heads of a key, is read at the same time. Some
+// tiles lie in one block, others are shared by several of the column. All of it is in shared
+// memory, and thread 0 moves it on.
 struct ShareCursor {
   int64_t at;  // among all steps
   int64_t end;
@@ -75,10 +75,19 @@ __device__ __forceinline__ void enter_tile(const DecodeArgs& args, ShareCursor* 
   cursor->last = static_cast<int>(min(end, cursor->end) - begin);
   cursor->slot = kWhole;
   if (later || end > cursor->end) cursor->slot = 2 * static_cast<int64_t>(blockIdx.x) + !later;
+  const Tile& tile = cursor->tile;
+  const int number = tile.head * args.row_blocks + tile.row_block;
+  int4* work = args.tiles;
+  if (args.by_tile) {
+    work += tile.b * args.kv_heads * args.row_blocks + number;
+  } else {
+    work += static_cast<int>(blockIdx.x) - args.columns;
+  }
   if (later && begin >= cursor->each * (cursor->group - 1)) {
     const int blocks = static_cast<int>((end - 1) / cursor->each) - cursor->group + 2;
-    args.tiles[blockIdx.x] =
-        make_int4(cursor->tile.b, cursor->tile.head, cursor->tile.row_block, blocks);
+    *work = make_int4(tile.b, number, static_cast<int>(blockIdx.x) - args.columns, blocks);
+  } else if (args.by_tile && cursor->slot == kWhole) {
+    work->w = 0;
   }
 }
 

@@ -27,7 +27,7 @@ struct Chunk {
 
   __device__ __forceinline__ void load(const char* address) {
     if constexpr (kWide) {
-      load_vector_once(words, address);
+      load_stream(words, address);
     } else {
       load_any(address);
     }

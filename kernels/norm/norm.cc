@@ -180,8 +180,9 @@ Status prepare(const NormForward& call, int multiprocessors, NormForwardArgs* ar
   args->inverse_columns = 1.0f / static_cast<float>(columns);
   args->eps = call.eps;
   args->layer_norm = call.kind == NormKind::kLayer;
-  args->weight_float32 = is_float32(call.weight);
-  args->bias_float32 = is_float32(call.bias);
+  const bool narrow = call.x->dtype != DType::kFloat32;
+  args->weight_float32 = narrow && is_float32(call.weight);
+  args->bias_float32 = narrow && is_float32(call.bias);
   return Status();
 }
 

@@ -81,14 +81,20 @@ NormChoice<NormForwardKernel> choose_norm_forward(const NormProblem& problem) {
       if (vectors > 2048) per_thread = problem.streams == 2 ? 16 : 32;
     } else if (small && vectors <= 1024) {
       per_thread = vectors <= 512 ? 1 : 2;
-    } else if (vectors >= 1024) {
+    }
+    const int element = static_cast<int>(dtype_bytes(problem.dtype));
+    const auto most_threads = [&] {
+      return norm_forward_threads(element, problem.wide, per_thread, true);
+    };
+    if (problem.wide && vectors > int64_t{kNormMaxCluster} * most_threads() * per_thread) {
       per_thread = 8;
     }
-    const int most = norm_forward_threads(static_cast<int>(dtype_bytes(problem.dtype)),
-                                          problem.wide, per_thread, true);
+    const int most = most_threads();
+    // A layer norm's float32 rows need the most per row for weight and bias: fewer blocks share it.
+    const int wanted = problem.kind == NormKind::kLayer && element == 4 ? 512 : 256;
     const auto threads = [&] { return threads_for(ceil_div(vectors, choice.cluster), per_thread); };
     // Two blocks of half the size hide more of each other's latency; a cluster has eight at most.
-    while (threads() > (choice.cluster < kNormMaxCluster ? std::min(most, 256) : most) &&
+    while (threads() > (choice.cluster < kNormMaxCluster ? std::min(most, wanted) : most) &&
            choice.cluster < kNormMaxCluster) {
       if (threads() <= most && choice.cluster == kNormMaxCluster / 2) break;
       choice.cluster *= 2;

@@ -8,6 +8,7 @@
 #define KERNELS_NORM_NORM_FORWARD_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/norm/elements.cuh"
 #include "kernels/norm/norm_kernels.h"
@@ -39,15 +40,22 @@ __device__ __forceinline__ void read_parameter(float (&values)[Chunk<Format, kWi
   }
 }
 
+template <typename Format>
+inline constexpr DType kDType = Format::kBytes == 4                ? DType::kFloat32
+                                : std::is_same_v<Format, BFloat16> ? DType::kBFloat16
+                                                                   : DType::kFloat16;
+
 template <typename Format, bool kWide, int kVectors, bool kResidual, bool kBlockRow>
 __global__ void __launch_bounds__(norm_forward_threads(Format::kBytes, kWide, kVectors, kBlockRow),
-                                  norm_forward_blocks(Format::kBytes, kWide, kVectors, kBlockRow,
+                                  norm_forward_blocks(kDType<Format>, kWide, kVectors, kBlockRow,
                                                       kResidual))
     norm_forward(const __grid_constant__ NormForwardArgs args) {
   using Values = Chunk<Format, kWide>;
   constexpr int kElements = Values::kElements;
-  // Few vectors mean small inputs: then a weight that is asked for late costs time of its own.
-  constexpr bool kEarly = kWide && kVectors <= (kBlockRow ? 2 : 1);
+  constexpr NormParameters kParameters =
+      norm_forward_parameters(kWide, kVectors, kResidual, kBlockRow);
+  constexpr bool kEarly = kParameters == NormParameters::kFloats;
+  constexpr bool kPacked = kParameters == NormParameters::kPacked;
 
   int place, places, row, first = 0, rank = 0;
   if constexpr (kBlockRow) {
@@ -91,6 +99,19 @@ __global__ void __launch_bounds__(norm_forward_threads(Format::kBytes, kWide, kV
       }
       if (args.bias != nullptr && valid(v)) {
         read_parameter<Format, kWide>(biases[v], args.bias, args.bias_float32, first + local(v));
+      }
+    }
+  }
+  Values packed_weights[kPacked ? kVectors : 1], packed_biases[kPacked ? kVectors : 1];
+  if constexpr (kPacked) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int offset = (first + local(v)) * Format::kBytes;
+      if (args.weight != nullptr && !args.weight_float32 && valid(v)) {
+        packed_weights[v].load(args.weight + offset);
+      }
+      if (args.bias != nullptr && !args.bias_float32 && valid(v)) {
+        packed_biases[v].load(args.bias + offset);
       }
     }
   }
@@ -204,7 +225,9 @@ __global__ void __launch_bounds__(norm_forward_threads(Format::kBytes, kWide, kV
     for (int i = 0; i < kElements; ++i) x[i] = (x[i] - mean) * rstd;
     if (args.weight != nullptr) {
       float w[kElements];
-      if constexpr (!kEarly) {
+      if (kPacked && !args.weight_float32) {
+        packed_weights[kPacked ? v : 0].unpack(w);
+      } else if constexpr (!kEarly) {
         read_parameter<Format, kWide>(w, args.weight, args.weight_float32, first + local(v));
       }
 #pragma unroll
@@ -212,7 +235,9 @@ __global__ void __launch_bounds__(norm_forward_threads(Format::kBytes, kWide, kV
     }
     if (args.bias != nullptr) {
       float b[kElements];
-      if constexpr (!kEarly) {
+      if (kPacked && !args.bias_float32) {
+        packed_biases[kPacked ? v : 0].unpack(b);
+      } else if constexpr (!kEarly) {
         read_parameter<Format, kWide>(b, args.bias, args.bias_float32, first + local(v));
       }
 #pragma unroll

@@ -19,18 +19,35 @@ inline constexpr int64_t kNormMaxRows = int64_t{1} << 30;
 inline constexpr int kNormMaxStages = 8;
 inline constexpr int kNormReduceThreads = 256;
 
+// When a thread reads its part of weight and bias: when it needs it; with x, where they have x's
+// type; or with x whatever their type.
+enum class NormParameters { kLate, kPacked, kFloats };
+// Few vectors mean small inputs: then a weight that is asked for late costs time of its own. Of
+// more, registers do not hold floats.
+constexpr NormParameters norm_forward_parameters(bool wide, int vectors, bool residual,
+                                                 bool block_row) {
+  if (!wide) return NormParameters::kLate;
+  if (vectors <= (block_row ? 2 : 1)) return NormParameters::kFloats;
+  return block_row && vectors == 4 && !residual ? NormParameters::kPacked : NormParameters::kLate;
+}
+
 // The most threads of a block of norm_forward, and how many such blocks registers must leave room
 // for on a multiprocessor.
 constexpr int norm_forward_threads(int element, bool wide, int vectors, bool block_row) {
   if (!block_row) return 128;
   if (!wide) return vectors > 4 ? 448 : kNormMaxThreads;  // more registers for more elements
-  return vectors == 4 ? 256 : vectors == 8 && element == 2 ? 448 : kNormMaxThreads;
+  if (element == 4 || vectors < 4) return kNormMaxThreads;
+  return vectors == 4 ? 256 : 448;
 }
-constexpr int norm_forward_blocks(int element, bool wide, int vectors, bool block_row,
+constexpr int norm_forward_blocks(DType dtype, bool wide, int vectors, bool block_row,
                                   bool residual) {
   if (!wide) return 1;
+  const bool packed =
+      norm_forward_parameters(wide, vectors, residual, block_row) == NormParameters::kPacked;
   const int words = vectors * 4 * (residual ? 2 : 1);
-  const int registers = words <= 16 && block_row ? 48 : words <= 32 ? 64 : 128;
+  const int element = static_cast<int>(dtype_bytes(dtype));
+  if (packed && dtype == DType::kFloat16) return 3;  // two registers more than bfloat16's 64
+  const int registers = packed ? 64 : words <= 16 && block_row ? 48 : words <= 32 ? 64 : 128;
   return 65536 / registers / norm_forward_threads(element, wide, vectors, block_row);
 }
 
@@ -55,7 +72,7 @@ struct NormForwardArgs {
   float inverse_columns;
   float eps;
   bool layer_norm;
-  bool weight_float32;  // whatever x is
+  bool weight_float32;  // and x is not
   bool bias_float32;
 };
 

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "kernels/reduce/reduce_kernels.h"
 #include "kernels/sm90/tensor_view.h"
 #include "kernels/sm90/vector.cuh"
 
@@ -28,6 +29,11 @@ struct BFloat16Format {
     values[0] = __uint_as_float(word << 16);
     values[1] = __uint_as_float(word & 0xffff0000u);
   }
+  static __device__ __forceinline__ uint32_t pack(const float* values) {
+    uint32_t word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(values[1]), "f"(values[0]));
+    return word;
+  }
   static __device__ __forceinline__ float load(const char* address) {
     return bfloat16_bits_to_float(*reinterpret_cast<const uint16_t*>(address));
   }
@@ -39,6 +45,11 @@ struct Float16Format {
   static __device__ __forceinline__ void unpack(uint32_t word, float* values) {
     values[0] = float16_bits_to_float(word & 0xffffu);
     values[1] = float16_bits_to_float(word >> 16);
+  }
+  static __device__ __forceinline__ uint32_t pack(const float* values) {
+    uint32_t word;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(values[1]), "f"(values[0]));
+    return word;
   }
   static __device__ __forceinline__ float load(const char* address) {
     return float16_bits_to_float(*reinterpret_cast<const uint16_t*>(address));
@@ -137,6 +148,11 @@ __device__ __forceinline__ void load_once(uint32_t (&words)[kWords], const char*
   } else {
     load_vector(words, address);
   }
+}
+
+// A division takes more instructions than a short row's sum.
+__device__ __forceinline__ float mean_of(float sum, const ReduceArgs& args) {
+  return args.divisor == 1.0f ? sum : sum / args.divisor;
 }
 
 __device__ __forceinline__ void store_result(void* out, DType dtype, int64_t index, float value) {

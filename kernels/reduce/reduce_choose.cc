@@ -70,12 +70,14 @@ void choose_short_rows(DType dtype, bool max, int64_t row_bytes, ReduceLaunch* l
   if (packed && row_bytes <= (aligned ? 32 : 64 * element)) {
     launch->kernel = find_rows(dtype, max, Kind::rows_packed, 1, 1);
     launch->block = kReducePackedThreads;
-    launch->grid = static_cast<unsigned>(
-        std::min(ceil_div(outputs, kReducePackedBytes / row_bytes), kMostBlocks + 1));
+    launch->grid = static_cast<unsigned>(std::min(
+        ceil_div(outputs, reduce_packed_rows(static_cast<int>(row_bytes))), kMostBlocks + 1));
     return;
   }
   int lanes = 32, rows = 1;
-  if (aligned && row_bytes <= 256) {
+  if (aligned && row_bytes <= 128 && outputs * 8 <= kMultiprocessors * 2048) {
+    lanes = 8;  // a thread for each vector: latency counts
+  } else if (aligned && row_bytes <= 256) {
     lanes = 4, rows = 2;
   } else if (aligned && row_bytes <= 512) {
     lanes = 8, rows = 2;
@@ -85,7 +87,7 @@ void choose_short_rows(DType dtype, bool max, int64_t row_bytes, ReduceLaunch* l
     lanes = row_bytes <= 16 ? 1 : 8;
   }
   launch->kernel = find_rows(dtype, max, aligned ? Kind::rows_aligned : Kind::rows, lanes, rows);
-  launch->block = 256;
+  launch->block = lanes < 32 ? 128 : 256;
   const auto blocks = [&] { return ceil_div(outputs, launch->block / lanes * rows); };
   while (launch->block > 64 && blocks() < kMultiprocessors * 2) launch->block /= 2;
   launch->grid = static_cast<unsigned>(std::min(blocks(), kMostBlocks + 1));
@@ -114,11 +116,13 @@ void choose_long_rows(DType dtype, bool max, int64_t row_bytes, ReduceLaunch* la
   if (outputs < kRoomFor / 2) parts = std::min(kRoomFor / outputs, row_bytes / 8192);
   bool cluster = false;
   if (parts > 1) {
-    const int64_t of_eight = row_bytes / kReduceMaxCluster;
-    cluster =
-        parts <= kReduceMaxCluster || of_eight <= 32 * 1024 || outputs * kReduceMaxCluster >= 128;
+    // Blocks of a cluster start together and end together: that costs less than a second launch
+    // where they have little to do.
+    cluster = parts <= kReduceMaxCluster || row_bytes <= 128 * 1024;
     if (cluster) {
       parts = parts >= 8 ? 8 : parts >= 4 ? 4 : 2;
+    } else if (outputs * 16 >= 128) {
+      parts = 16;
     }
   }
   split(&args, std::max<int64_t>(parts, 1), 16 / element);
@@ -138,7 +142,6 @@ void choose_columns(DType dtype, bool max, int vector_bytes, bool may_split, Red
   int lanes = 8;
   unsigned block = 256;
   int64_t parts = 1;
-  bool cluster = false;
   if (vector_bytes != 16) {
     lanes = 32;
     if (strips(32) < kMultiprocessors * 2) {
@@ -148,13 +151,11 @@ void choose_columns(DType dtype, bool max, int vector_bytes, bool may_split, Red
     // A block a strip.
   } else if (bytes <= (4 << 20) && args.length <= 2048) {
     lanes = 1, block = 512;  // narrow strips are on more multiprocessors
-  } else if (strips(8) >= 256) {
-    block = 512;
-    parts = 2;
-    cluster = true;
   } else if (vectors >= 64) {
-    lanes = 16, block = 128;
-    parts = std::min(1024 / strips(16), args.length / 64);
+    lanes = 32, block = 512;
+    parts = std::min((2 * kMultiprocessors + strips(32) / 2) / strips(32), args.length / 128);
+  } else if (vectors >= 32) {
+    parts = std::min(6 * kMultiprocessors / strips(8), args.length / 128);
   } else {
     block = 512;
     lanes = vectors >= 8 ? 8 : vectors >= 4 ? 4 : vectors >= 2 ? 2 : 1;
@@ -162,7 +163,6 @@ void choose_columns(DType dtype, bool max, int vector_bytes, bool may_split, Red
   }
   if (!may_split) parts = 1;
   split(&args, std::max<int64_t>(parts, 1), 1);
-  args.cluster = cluster && args.parts == 2 ? 2 : 1;
   launch->kernel = find_columns(dtype, max, vector_bytes, lanes, block);
   launch->block = block;
   launch->grid = static_cast<unsigned>(std::min(strips(lanes) * args.parts, kMostBlocks + 1));

@@ -4,12 +4,9 @@
 // The plan. As along rows, each element is read once. A block has a strip of columns, kLanes
 // vectors wide, and its kThreads / kLanes rows of threads go down it, kUnroll loads in flight each;
 // a thread keeps a float32 value for each place in its vectors. The block's threads above each
-// other combine theirs by shuffles and shared memory; where there are few strips, the blocks of a
-// cluster go down one strip, a part of the rows each, and combine theirs through distributed shared
-// memory, each finishing some of the columns. Where even that does not fill the GPU, parts go to a
-// workspace and through this kernel once more. The order is fixed, whatever the timing.
-#include <cooperative_groups.h>
-
+// other combine theirs by shuffles and shared memory. Where there are few strips, several blocks go
+// down one, a part of the rows each; parts go to a workspace and through this kernel once more. The
+// order is fixed, whatever the timing.
 #include <cstdint>
 
 #include "kernels/reduce/accumulate.cuh"
@@ -19,8 +16,6 @@
 
 namespace tiercel {
 namespace {
-
-namespace cg = cooperative_groups;
 
 template <typename Format, typename Op, int kVector, int kLanes, int kUnroll, int kThreads>
 __global__ void __launch_bounds__(kThreads)
@@ -34,10 +29,9 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kWarpLanes = kLanes < 32 ? kLanes : 32;
   static_assert(kLanes <= 32, "a warp is at most one row of threads");
   __shared__ float of_warps[kWarps][kWidth];
-  __shared__ float of_block[kWidth];
 
   const int across = threadIdx.x % kLanes, down = threadIdx.x / kLanes;
-  // Blocks of one strip (and of one cluster) are next to each other.
+  // Blocks of one strip are next to each other.
   const unsigned strips = static_cast<unsigned>((args.inner + kWidth - 1) / kWidth);
   const unsigned split = blockIdx.x % args.parts, rest = blockIdx.x / args.parts;
   const int64_t strip = static_cast<int64_t>(rest % strips) * kWidth;
@@ -91,31 +85,14 @@ __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
 
-  const int64_t row = (args.cluster > 1 ? 0 : split) * args.outer + i;  // of the output
+  const int64_t row = split * args.outer + i;  // of the output
   for (int c = threadIdx.x; c < kWidth; c += kThreads) {
     float value = of_warps[0][c];
 #pragma unroll
     for (int w = 1; w < kWarps; ++w) value = Op()(value, of_warps[w][c]);
-    if (args.cluster > 1) {
-      of_block[c] = value;
-    } else if (strip + c < args.inner) {
-      store_result(args.out, args.out_dtype, row * args.inner + strip + c, value / args.divisor);
+    if (strip + c < args.inner) {
+      store_result(args.out, args.out_dtype, row * args.inner + strip + c, mean_of(value, args));
     }
-  }
-  if (args.cluster > 1) {
-    const cg::cluster_group cluster = cg::this_cluster();
-    cluster.sync();
-    const int rank = cluster.block_rank();
-    for (int c = threadIdx.x * args.cluster + rank; c < kWidth; c += kThreads * args.cluster) {
-      float value = Op::none();
-      for (int b = 0; b < args.cluster; ++b) {
-        value = Op()(value, cluster.map_shared_rank(of_block, b)[c]);
-      }
-      if (strip + c < args.inner) {
-        store_result(args.out, args.out_dtype, row * args.inner + strip + c, value / args.divisor);
-      }
-    }
-    cluster.sync();  // others read this block's until here
   }
 }
 
@@ -134,7 +111,7 @@ __global__ void __launch_bounds__(kThreads)
 #define TIERCEL_ALL_COLUMNS(dtype, op, element)                                              \
   TIERCEL_COLUMNS(dtype, op, 16, 1, 4, 512), TIERCEL_COLUMNS(dtype, op, 16, 2, 4, 512),      \
       TIERCEL_COLUMNS(dtype, op, 16, 4, 4, 512), TIERCEL_COLUMNS(dtype, op, 16, 8, 4, 512),  \
-      TIERCEL_COLUMNS(dtype, op, 16, 8, 4, 256), TIERCEL_COLUMNS(dtype, op, 16, 16, 8, 128), \
+      TIERCEL_COLUMNS(dtype, op, 16, 8, 4, 256), TIERCEL_COLUMNS(dtype, op, 16, 32, 4, 512), \
       TIERCEL_COLUMNS(dtype, op, element, 32, 8, 256)
 
 // By dtype and operation, then by width.

@@ -36,6 +36,8 @@ struct ReduceArgs {
 // The shared memory and threads of a block of the kernel for rows of a few elements.
 inline constexpr int kReducePackedBytes = 16 * 1024;
 inline constexpr int kReducePackedThreads = 256;
+// An even number, so that a block of 16-bit rows begins at a whole word.
+constexpr int reduce_packed_rows(int row_bytes) { return kReducePackedBytes / row_bytes & ~1; }
 
 struct ReduceKernel {
   enum class Kind { rows, rows_aligned, rows_packed, columns };

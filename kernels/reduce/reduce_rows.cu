@@ -15,6 +15,7 @@
 
 #include "kernels/reduce/accumulate.cuh"
 #include "kernels/reduce/reduce_kernels.h"
+#include "kernels/sm90/async_copy.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/reduce.cuh"
 
@@ -99,7 +100,7 @@ __device__ __forceinline__ void finish_rows(const ReduceArgs& args, const Seen (
     const int64_t output = first_output + r * groups;
     if (lane == r % kLanes && output < outputs) {
       store_result(args.out, args.out_dtype, args.cluster > 1 ? output : output * args.parts + part,
-                   results[r] / args.divisor);
+                   mean_of(results[r], args));
     }
   }
 }
@@ -205,14 +206,39 @@ __global__ void __launch_bounds__(kLanes > 256 ? kLanes : 256)
   finish_rows<Op, kLanes, kRows>(args, seen, lane, groups, first_output, part);
 }
 
+// A row of `words` 32-bit words in shared memory.
+template <typename Format, typename Op>
+__device__ __forceinline__ float words_total(const uint32_t* row, int words) {
+  float result[2] = {Op::none(), Op::none()};
+  int w = 0;
+  if constexpr (Format::kBytes == 4) {
+    for (; w + 1 < words; w += 2) {
+      result[0] = Op()(result[0], __uint_as_float(row[w]));
+      result[1] = Op()(result[1], __uint_as_float(row[w + 1]));
+    }
+    if (w < words) result[0] = Op()(result[0], __uint_as_float(row[w]));
+  } else {
+#pragma unroll 4
+    for (; w < words; ++w) {
+      float pair[2];
+      Format::unpack(row[w], pair);
+      result[0] = Op()(result[0], pair[0]);
+      result[1] = Op()(result[1], pair[1]);
+    }
+  }
+  return Op()(result[0], result[1]);
+}
+
 // Rows of a few elements, one after the other: a block's rows go through shared memory as aligned
-// vectors, whatever their own alignment, and then each thread adds up rows of its own.
+// vectors, whatever their own alignment, and then each thread adds up rows of its own, by words
+// where they begin with one; of 16-bit rows with an odd length, two together do.
 template <typename Format, typename Op>
 __global__ void __launch_bounds__(kReducePackedThreads)
     reduce_rows_packed(const __grid_constant__ ReduceArgs args) {
   __shared__ __align__(16) char staged[kReducePackedBytes + 32];
-  const int row_bytes = static_cast<int>(args.length) * Format::kBytes;
-  const int rows_of_block = kReducePackedBytes / row_bytes;
+  const int length = static_cast<int>(args.length);
+  const int row_bytes = length * Format::kBytes;
+  const int rows_of_block = reduce_packed_rows(row_bytes);
   const int64_t first_row = static_cast<int64_t>(blockIdx.x) * rows_of_block;
   const int rows = static_cast<int>(min(args.inner - first_row, int64_t{rows_of_block}));
   const char* start = args.x + first_row * row_bytes;
@@ -222,13 +248,11 @@ __global__ void __launch_bounds__(kReducePackedThreads)
   grid_dependency_wait();
   grid_dependency_launch();
 
-#pragma unroll 4
   for (int offset = threadIdx.x * 16; offset < bytes; offset += kReducePackedThreads * 16) {
     const char* address = start - shift + offset;
     if (address >= args.x && address + 16 <= end) {
-      uint32_t words[4];
-      load_once(words, address);
-      store_vector(staged + offset, words);
+      async_copy_16(static_cast<uint32_t>(__cvta_generic_to_shared(staged + offset)), address,
+                    true);
     } else {  // at the tensor's ends
       for (int b = 0; b < 16; b += Format::kBytes) {
         if (address + b < args.x || address + b >= end) continue;
@@ -242,19 +266,44 @@ __global__ void __launch_bounds__(kReducePackedThreads)
       }
     }
   }
+  async_copy_commit();
+  async_copy_wait<0>();
   __syncthreads();
+  const auto store = [&](int row, float value) {
+    store_result(args.out, args.out_dtype, first_row + row, mean_of(value, args));
+  };
+  if constexpr (Format::kBytes == 2) {
+    if (length % 2 != 0 && shift % 4 == 0) {
+      const int half = length / 2;
+      const bool wide = args.out_dtype != DType::kFloat32 &&
+                        reinterpret_cast<uintptr_t>(args.out) % sizeof(uint32_t) == 0;
+      for (int r = 2 * threadIdx.x; r < rows; r += 2 * kReducePackedThreads) {
+        const uint32_t* row = reinterpret_cast<const uint32_t*>(staged + shift + r * row_bytes);
+        float pair[2];
+        Format::unpack(row[half], pair);
+        pair[0] = Op()(words_total<Format, Op>(row, half), pair[0]);
+        pair[1] = Op()(pair[1], words_total<Format, Op>(row + half + 1, half));
+        if (wide && r + 1 < rows) {
+          for (float& value : pair) value = mean_of(value, args);
+          reinterpret_cast<uint32_t*>(args.out)[(first_row + r) / 2] = Format::pack(pair);
+          continue;
+        }
+        store(r, pair[0]);
+        if (r + 1 < rows) store(r + 1, pair[1]);
+      }
+      return;
+    }
+  }
   for (int r = threadIdx.x; r < rows; r += kReducePackedThreads) {
     const char* row = staged + shift + r * row_bytes;
-    float result[2] = {Op::none(), Op::none()};
-    int i = 0;
-#pragma unroll 4
-    for (; i + 1 < static_cast<int>(args.length); i += 2) {
-      result[0] = Op()(result[0], Format::load(row + i * Format::kBytes));
-      result[1] = Op()(result[1], Format::load(row + (i + 1) * Format::kBytes));
+    if (shift % 4 == 0 && row_bytes % 4 == 0) {
+      store(r, words_total<Format, Op>(reinterpret_cast<const uint32_t*>(row), row_bytes / 4));
+      continue;
     }
-    if (i < args.length) result[0] = Op()(result[0], Format::load(row + i * Format::kBytes));
-    store_result(args.out, args.out_dtype, first_row + r,
-                 Op()(result[0], result[1]) / args.divisor);
+    float result = Op::none();
+#pragma unroll 4
+    for (int i = 0; i < length; ++i) result = Op()(result, Format::load(row + i * Format::kBytes));
+    store(r, result);
   }
 }
 
@@ -282,6 +331,7 @@ __global__ void __launch_bounds__(kReducePackedThreads)
           reinterpret_cast<const void*>(reduce_rows_packed<dtype##Format, op##Of>))}
 #define TIERCEL_ALL_ROWS(dtype, op)                                                             \
   TIERCEL_PACKED(dtype, op), TIERCEL_ROWS(rows_aligned, dtype, op, 4, 4, 2),                    \
+      TIERCEL_ROWS(rows_aligned, dtype, op, 8, 1, 1),                                           \
       TIERCEL_ROWS(rows_aligned, dtype, op, 8, 4, 2),                                           \
       TIERCEL_ROWS(rows_aligned, dtype, op, 32, 2, 2),                                          \
       TIERCEL_ROWS(rows_aligned, dtype, op, 32, 4, 1),                                          \

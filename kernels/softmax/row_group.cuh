@@ -55,6 +55,26 @@ struct BlockGroup {
     if (blocks_ > 1) cluster_wait();
   }
 
+  // The online softmax's reduction, of a maximum and a sum of exponentials below it that are a
+  // warp's already: both of all threads, with one barrier. `scale(x, y)`: exp(x - y), as scaled.
+  template <typename Scale>
+  __device__ __forceinline__ float2 join(float largest, float sum, Scale scale) const {
+    __shared__ float2 of_warps[32];
+    __shared__ float2 of_blocks[kMaxBlocks];
+    const uint32_t lane = threadIdx.x % 32;
+    if (lane == 0) of_warps[threadIdx.x / 32] = make_float2(largest, sum);
+    __syncthreads();
+    const float2 none = make_float2(-kInfinity, 0.0f);
+    const float2 all = join_lanes(lane < blockDim.x / 32 ? of_warps[lane] : none, scale);
+    if (blocks_ == 1) return all;
+    if (threadIdx.x < blocks_) {
+      store_remote(&of_blocks[cluster_rank()], threadIdx.x, all);
+    }
+    cluster_arrive();
+    cluster_wait();
+    return join_lanes(lane < blocks_ ? of_blocks[lane] : none, scale);
+  }
+
   // Over all threads; each gets the same bits. `slot` is 0 or 1, in turn: between two uses of one
   // slot the other's barrier makes sure that all have read it.
   template <typename Op>
@@ -79,6 +99,12 @@ struct BlockGroup {
   }
 
  private:
+  template <typename Scale>
+  static __device__ __forceinline__ float2 join_lanes(float2 mine, Scale scale) {
+    const float largest = lanes_reduce<32>(mine.x, MaxOf());
+    return make_float2(largest, lanes_reduce<32>(mine.y * scale(mine.x, largest), SumOf()));
+  }
+
   static constexpr int kMaxBlocks = 16;
   uint32_t blocks_;
 };

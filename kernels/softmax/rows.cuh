@@ -14,8 +14,9 @@ namespace tiercel {
 
 // A row's place in its matrices, as a group's thread sees it. A row that starts between two
 // multiples of 16 bytes is numbered from the one before; its first and last vector, which hold
-// elements of other rows, are not whole and go element by element.
-template <typename Format, typename Group>
+// elements of other rows, are not whole and go element by element. kAligned: all rows are whole
+// vectors.
+template <typename Format, typename Group, bool kAligned = false>
 struct RowPlace {
   static constexpr int kPerVector = kSoftmaxVectorBytes / Format::kBytes;
 
@@ -30,13 +31,17 @@ struct RowPlace {
         stride(group.size() * kPerVector),
         columns(row < args.rows ? args.columns : 0),
         vectors(args.vectors) {
-    const uint64_t address = reinterpret_cast<uint64_t>(args.x.data + row * args.x.row_stride);
-    const int shift = static_cast<int>(address % kSoftmaxVectorBytes) / Format::kBytes;
-    first = group.rank() * kPerVector - (vectors ? shift : 0);
+    first = group.rank() * kPerVector;
+    if constexpr (!kAligned) {
+      const uint64_t address = reinterpret_cast<uint64_t>(args.x.data + row * args.x.row_stride);
+      const int shift = static_cast<int>(address % kSoftmaxVectorBytes) / Format::kBytes;
+      first -= vectors ? shift : 0;
+    }
   }
 
   __device__ __forceinline__ int column(int v) const { return first + v * stride; }
   __device__ __forceinline__ bool whole(int v) const {
+    if constexpr (kAligned) return column(v) < columns;
     return vectors && column(v) >= 0 && column(v) <= columns - kPerVector;
   }
   __device__ __forceinline__ bool has(int v, int i) const {
@@ -99,26 +104,31 @@ __device__ __forceinline__ void load_elements(uint32_t (&words)[4], const char* 
 }
 
 // A thread's vectors of a row, as words; `pad` stands where the row has no element.
-template <typename Format, typename Group, int kVectors>
+template <typename Format, typename Group, bool kAligned, int kVectors>
 __device__ __forceinline__ void load_row(uint32_t (&words)[kVectors][4],
-                                         const RowPlace<Format, Group>& place,
+                                         const RowPlace<Format, Group, kAligned>& place,
                                          const SoftmaxRows& rows, float pad) {
   const char* base = place.base(rows);
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
+    if constexpr (kAligned) {
+#pragma unroll
+      for (int w = 0; w < 4; ++w)
+        words[v][w] = Format::kBytes == 4 ? Format::to_bits(pad) : Format::to_bits(pad) * 0x10001u;
+    }
     if (place.whole(v)) {
-      load_vector_once(words[v], base + place.offset(v));
-    } else {
+      load_stream(words[v], base + place.offset(v));
+    } else if constexpr (!kAligned) {
       load_elements<Format>(words[v], base + place.offset(v), Format::kBytes, place.column(v),
                             place.columns, pad);
     }
   }
 }
 
-template <typename Format, typename Group>
+template <typename Format, typename Group, bool kAligned>
 __device__ __forceinline__ void store_row(
-    const float (&values)[RowPlace<Format, Group>::kPerVector],
-    const RowPlace<Format, Group>& place, const SoftmaxRows& rows, int v) {
+    const float (&values)[RowPlace<Format, Group, kAligned>::kPerVector],
+    const RowPlace<Format, Group, kAligned>& place, const SoftmaxRows& rows, int v) {
   char* address = place.base(rows) + place.offset(v);
   uint32_t words[4];
   pack<Format>(values, words);
@@ -126,6 +136,7 @@ __device__ __forceinline__ void store_row(
     store_vector(address, words);
     return;
   }
+  if constexpr (kAligned) return;
   VectorBits bits(words);
 #pragma unroll 1
   for (int i = 0; i < place.kPerVector; ++i, address += Format::kBytes) {

@@ -144,7 +144,7 @@ constexpr int64_t kFewVectors = 132 * 1024;
 // for a short way, many so that few threads await many bytes.
 int vectors_a_thread(bool backward, bool few, int64_t vectors) {
   if (few) return vectors <= 512 ? 1 : 2;
-  if (backward) return vectors <= 256 ? 1 : vectors <= 1024 ? 2 : vectors <= 2048 ? 4 : 8;
+  if (backward) return vectors <= 512 ? 1 : vectors <= 1024 ? 2 : vectors <= 16384 ? 4 : 8;
   return vectors <= 2048 ? 4 : 8;
 }
 
@@ -170,7 +170,8 @@ bool fit_blocks(const SoftmaxKernel& kernel, bool few, int64_t vectors, int64_t 
 }
 
 // Who shares a row. `vectors`: of a row, one more where it may begin between two.
-Choice choose(DType dtype, bool backward, bool masked, int64_t vectors, const SoftmaxArgs& args) {
+Choice choose(DType dtype, bool backward, bool masked, bool aligned, int64_t vectors,
+              const SoftmaxArgs& args) {
   int count = 0;
   const SoftmaxKernel* kernels =
       backward ? softmax_backward_kernels(&count) : softmax_forward_kernels(&count);
@@ -180,9 +181,12 @@ Choice choose(DType dtype, bool backward, bool masked, int64_t vectors, const So
   for (int i = 0; i < count; ++i) {
     const SoftmaxKernel& kernel = kernels[i];
     if (kernel.dtype != dtype || kernel.masked != masked) continue;
+    if (kernel.aligned != aligned && kernel.vectors != 0) continue;
     if (kernel.lanes > 0) {
       if (static_cast<int64_t>(kernel.lanes) * kernel.vectors < vectors) continue;
-      const unsigned block = kernel.vectors > 1 ? 128 : kSoftmaxLaneThreads;
+      const unsigned block = kernel.vectors > 2   ? 64
+                             : kernel.vectors > 1 ? 128
+                                                  : kSoftmaxLaneThreads;
       const int64_t rows = block / kernel.lanes;
       return {&kernel, block, 1, (args.rows + rows - 1) / rows};
     }
@@ -206,9 +210,11 @@ Status finish(const char* op, DType dtype, bool backward, bool masked, SoftmaxAr
   *plan = {"none", 0, 0, args->vectors, 0, 0};
   if (args->rows == 0 || args->columns == 0) return Status();
   const int64_t per_vector = kSoftmaxVectorBytes / dtype_bytes(dtype);
-  const int64_t columns = args->columns + (all_aligned(*args) ? 0 : per_vector - 1);
+  const bool aligned = all_aligned(*args);
+  const int64_t columns = args->columns + (aligned ? 0 : per_vector - 1);
   const int64_t vectors = (columns + per_vector - 1) / per_vector;
-  *choice = choose(dtype, backward, masked, vectors, *args);
+  const bool whole = aligned && !masked && columns % per_vector == 0;
+  *choice = choose(dtype, backward, masked, whole, vectors, *args);
   args->blocks = choice->blocks;
   if (choice->grid > INT32_MAX) {
     return Status::Unimplemented(std::string(op) + ": too many rows for one launch, got " +

@@ -18,6 +18,7 @@
 #define KERNELS_SOFTMAX_SOFTMAX_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/sm90/float_format.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
@@ -45,6 +46,12 @@ struct ExpBelow {
  private:
   static constexpr float kLog2E = 1.44269504f;
 };
+
+// Keeps the compiler from holding unpacked values from one use to the next: twice the registers.
+__device__ __forceinline__ void keep_packed(uint32_t (&words)[4]) {
+#pragma unroll
+  for (int w = 0; w < 4; ++w) asm volatile("" : "+r"(words[w]));
+}
 
 template <int kCount>
 __device__ __forceinline__ float sum_of(const float (&sums)[kCount]) {
@@ -102,25 +109,42 @@ __device__ __forceinline__ void softmax_of(float (&x)[kVectors][kPerVector], con
   }
 }
 
+// The largest of a thread's scores.
+template <typename Format, int kVectors>
+__device__ __forceinline__ float largest_of(const uint32_t (&words)[kVectors][4]) {
+  if constexpr (Format::kBytes == 4) {
+    float most = -kInfinity;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int w = 0; w < 4; ++w) most = fmaxf(most, __uint_as_float(words[v][w]));
+    }
+    return most;
+  } else {
+    uint32_t most = words[0][0];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int w = 0; w < 4; ++w) most = Format::max_pairs(most, words[v][w]);
+    }
+    float pair[2];
+    Format::unpack(most, pair);
+    return fmaxf(pair[0], pair[1]);
+  }
+}
+
 // The same for packed 16-bit scores; `store(v, results)` takes each vector's.
 template <typename Format, typename Group, int kVectors, typename Store>
-__device__ __forceinline__ void softmax_of_packed(const uint32_t (&words)[kVectors][4],
+__device__ __forceinline__ void softmax_of_packed(uint32_t (&words)[kVectors][4],
                                                   const Group& group, float factor, bool log,
                                                   Store store) {
-  uint32_t most = words[0][0];
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-    for (int w = 0; w < 4; ++w) most = Format::max_pairs(most, words[v][w]);
-  }
-  float pair[2];
-  Format::unpack(most, pair);
-  const float largest = group.reduce(fmaxf(pair[0], pair[1]), MaxOf(), 0);
+  const float largest = group.reduce(largest_of<Format>(words), MaxOf(), 0);
   const ExpBelow<false> exp_below(largest, factor);
   float sums[4] = {};
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     float x[8];
+    keep_packed(words[v]);
     unpack<Format>(words[v], x);
 #pragma unroll
     for (int i = 0; i < 8; ++i) sums[i % 4] += exp_below(x[i]);
@@ -130,10 +154,50 @@ __device__ __forceinline__ void softmax_of_packed(const uint32_t (&words)[kVecto
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     float x[8];
+    keep_packed(words[v]);
     unpack<Format>(words[v], x);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       x[i] = log ? fmaf(x[i] - largest, factor, -last) : exp_below(x[i]) * last;
+    }
+    store(v, x);
+  }
+}
+
+// The same for a block's or a cluster's row: each warp takes exponentials below its own maximum, so
+// that one reduction does for maximum and sum (the online softmax).
+template <typename Format, int kVectors, typename Store>
+__device__ __forceinline__ void softmax_of_block(uint32_t (&words)[kVectors][4],
+                                                 const BlockGroup& group, float factor, bool log,
+                                                 Store store) {
+  constexpr bool kExact = Format::kBytes == 4;
+  constexpr int kPerVector = kSoftmaxVectorBytes / Format::kBytes;
+  float largest = lanes_reduce<32>(largest_of<Format>(words), MaxOf());
+  float sums[4] = {};
+  {
+    const ExpBelow<kExact> exp_below(largest == -kInfinity ? 0.0f : largest, factor);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      float x[kPerVector];
+      unpack<Format>(words[v], x);
+#pragma unroll
+      for (int i = 0; i < kPerVector; ++i) sums[i % 4] += exp_below(x[i]);
+    }
+  }
+  const float2 all = group.join(largest, lanes_reduce<32>(sum_of(sums), SumOf()),
+                                [&](float x, float y) { return ExpBelow<true>(y, factor)(x); });
+  largest = all.x;
+  const ExpBelow<kExact> exp_below(largest, factor);
+  const float last = log ? logf(all.y) : 1.0f / all.y;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    float x[kPerVector];
+    keep_packed(words[v]);
+    unpack<Format>(words[v], x);
+#pragma unroll
+    for (int i = 0; i < kPerVector; ++i) {
+      x[i] = log ? fmaf(x[i] - largest, factor, -last)
+                 : share_of<kExact>(exp_below(x[i]), all.y, last);
     }
     store(v, x);
   }
@@ -177,35 +241,42 @@ struct ScoreReader {
   }
 };
 
-// How many of the largest blocks a multiprocessor is to hold: 2 or 3 where float32 or packed 16-bit
-// scores get along with the registers that this leaves, 1 where a mask unpacks many.
-constexpr int blocks_for(int max_threads, int registers) {
-  return registers > 32 ? 1 : max_threads > kSoftmaxLaneThreads ? 2 : 3;
+// How many of the largest blocks a multiprocessor is to hold: as many as get along without spills.
+// Rows of whole vectors take few registers beside the `words` of their data.
+constexpr int blocks_for(int max_threads, bool aligned, int words) {
+  if (!aligned) return words > 32 ? 1 : max_threads > kSoftmaxLaneThreads ? 2 : 3;
+  const int registers = words <= 8 ? 32 : words <= 16 ? 40 : words <= 32 ? 64 : 128;
+  return 65536 / registers / max_threads;
 }
 
-template <typename Format, typename Group, int kVectors, bool kMasked, int kMaxThreads>
+template <typename Format, typename Group, int kVectors, bool kMasked, bool kAligned,
+          int kMaxThreads>
 __global__ void __launch_bounds__(kMaxThreads,
-                                  blocks_for(kMaxThreads,
+                                  blocks_for(kMaxThreads, kAligned,
                                              (kMasked && Format::kBytes == 2 ? 8 : 4) * kVectors))
     softmax_forward(const __grid_constant__ SoftmaxArgs args) {
   const Group group(args.blocks);
   grid_dependency_wait();
 
-  const RowPlace<Format, Group> place(args, group);
+  const RowPlace<Format, Group, kAligned> place(args, group);
   uint32_t words[kVectors][4];
   load_row(words, place, args.x, args.pad);
   grid_dependency_launch();
   group.meet();
   const ScoreReader<Format, kMasked> read(args, place.row);
-  if constexpr (Format::kBytes == 2 && !kMasked) {
+  constexpr bool kBlock = std::is_same_v<Group, BlockGroup>;
+  if constexpr ((Format::kBytes == 2 || kBlock) && !kMasked) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
       for (int w = 0; w < 4; ++w) words[v][w] ^= read.flip;
     }
-    softmax_of_packed<Format>(words, group, read.factor, args.log, [&](int v, const float (&x)[8]) {
-      store_row<Format>(x, place, args.out, v);
-    });
+    const auto store = [&](int v, const auto& x) { store_row<Format>(x, place, args.out, v); };
+    if constexpr (kBlock) {
+      softmax_of_block<Format>(words, group, read.factor, args.log, store);
+    } else {
+      softmax_of_packed<Format>(words, group, read.factor, args.log, store);
+    }
   } else {
     float x[kVectors][RowPlace<Format, Group>::kPerVector];
 #pragma unroll
@@ -219,15 +290,15 @@ __global__ void __launch_bounds__(kMaxThreads,
 // A vector's gradients, in the place of its results y, from the row's sum. A score that the mask
 // took out has none, not even NaN.
 //   softmax: y (g - sum(g y)); log_softmax: g - exp(y) sum(g); times the scale.
-template <bool kExact, int kPerVector>
+template <bool kLog, bool kExact, int kPerVector>
 __device__ __forceinline__ void gradients(float (&y)[kPerVector], const float (&grad)[kPerVector],
-                                          float total, const SoftmaxArgs& args, uint32_t keep) {
+                                          float total, float scale, uint32_t keep) {
   const ExpBelow<kExact> exponential(0.0f, 1.0f);
 #pragma unroll
   for (int i = 0; i < kPerVector; ++i) {
     const float score_grad =
-        args.log ? fmaf(-exponential(y[i]), total, grad[i]) : y[i] * (grad[i] - total);
-    y[i] = keep >> i & 1 ? score_grad * args.scale : 0.0f;
+        kLog ? fmaf(-exponential(y[i]), total, grad[i]) : y[i] * (grad[i] - total);
+    y[i] = keep >> i & 1 ? score_grad * scale : 0.0f;
   }
 }
 
@@ -242,14 +313,16 @@ __device__ __forceinline__ void add_products(float (&sums)[4], const uint32_t (&
   for (int i = 0; i < kPerVector; ++i) sums[i % 4] = fmaf(grad[i], log ? 1.0f : y[i], sums[i % 4]);
 }
 
-template <typename Format, typename Group, int kVectors, bool kMasked, int kMaxThreads>
-__global__ void __launch_bounds__(kMaxThreads, 1)
+template <typename Format, typename Group, int kVectors, bool kMasked, bool kAligned,
+          int kMaxThreads>
+__global__ void __launch_bounds__(kMaxThreads,
+                                  kAligned ? blocks_for(kMaxThreads, true, 8 * kVectors) : 1)
     softmax_backward(const __grid_constant__ SoftmaxArgs args) {
   constexpr int kPerVector = RowPlace<Format, Group>::kPerVector;
   const Group group(args.blocks);
   grid_dependency_wait();
 
-  const RowPlace<Format, Group> place(args, group);
+  const RowPlace<Format, Group, kAligned> place(args, group);
   uint32_t y_words[kVectors][4], grad_words[kVectors][4];
   load_row(y_words, place, args.x, 0.0f);
   load_row(grad_words, place, args.grad, 0.0f);
@@ -262,14 +335,33 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   group.meet();
   const float total = group.reduce(sum_of(sums), SumOf(), 0);
   const char* mask = kMasked ? mask_row(args.mask, place.row) : nullptr;
+  // Unpacked values held over the reduction would be twice the registers: the compiler must not
+  // know that these words are the ones from before it.
+  const uint32_t zero = args.blocks >> 31;
+  const auto finish = [&](auto log) {
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    float y[kPerVector], grad[kPerVector];
-    unpack<Format>(y_words[v], y);
-    unpack<Format>(grad_words[v], grad);
-    const uint32_t keep = kMasked ? mask_bits(args.mask, mask, place, v) : ~0u;
-    gradients<Format::kBytes == 4>(y, grad, total, args, keep);
-    store_row<Format>(y, place, args.out, v);
+    for (int v = 0; v < kVectors; ++v) {
+      float y[kPerVector], grad[kPerVector];
+      if constexpr (kPerVector == 8) {
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          asm volatile("xor.b32 %0, %0, %2; xor.b32 %1, %1, %2;"
+                       : "+r"(y_words[v][w]), "+r"(grad_words[v][w])
+                       : "r"(zero));
+        }
+      }
+      unpack<Format>(y_words[v], y);
+      unpack<Format>(grad_words[v], grad);
+      uint32_t keep = ~0u;
+      if constexpr (kMasked) keep = mask_bits(args.mask, mask, place, v);
+      gradients<decltype(log)::value, Format::kBytes == 4>(y, grad, total, args.scale, keep);
+      store_row<Format>(y, place, args.out, v);
+    }
+  };
+  if (args.log) {
+    finish(std::true_type());
+  } else {
+    finish(std::false_type());
   }
 }
 

@@ -5,34 +5,43 @@
 namespace tiercel {
 namespace {
 
-#define TIERCEL_KERNEL(type, masked, lanes, vectors, threads, name, ...) \
-  {DType::k##type,                                                       \
-   masked,                                                               \
-   lanes,                                                                \
-   vectors,                                                              \
-   threads,                                                              \
-   Kernel("softmax_backward_" name "<" #type ", masked=" #masked ">",    \
+#define TIERCEL_KERNEL(type, masked, aligned, lanes, vectors, threads, name, ...)           \
+  {DType::k##type,                                                                          \
+   masked,                                                                                  \
+   aligned,                                                                                 \
+   lanes,                                                                                   \
+   vectors,                                                                                 \
+   threads,                                                                                 \
+   Kernel("softmax_backward_" name "<" #type ", masked=" #masked ", aligned=" #aligned ">", \
           reinterpret_cast<const void*>(__VA_ARGS__))}
-#define TIERCEL_LANES(type, masked, lanes, vectors)                 \
-  TIERCEL_KERNEL(type, masked, lanes, vectors, kSoftmaxLaneThreads, \
-                 "by_lanes_" #lanes "x" #vectors,                   \
-                 softmax_backward<type, LaneGroup<lanes>, vectors, masked, kSoftmaxLaneThreads>)
-#define TIERCEL_WIDEST(type, masked, vectors, threads)                      \
-  TIERCEL_KERNEL(type, masked, 0, vectors, threads, "by_blocks_x" #vectors, \
-                 softmax_backward<type, BlockGroup, vectors, masked, threads>)
-#define TIERCEL_BLOCKS(type, masked, vectors) TIERCEL_WIDEST(type, masked, vectors, kSoftmaxThreads)
-#define TIERCEL_FORMS(type, masked)                                           \
-  TIERCEL_LANES(type, masked, 2, 1), TIERCEL_LANES(type, masked, 4, 1),       \
-      TIERCEL_LANES(type, masked, 8, 1), TIERCEL_LANES(type, masked, 16, 1),  \
-      TIERCEL_LANES(type, masked, 32, 1), TIERCEL_LANES(type, masked, 32, 2), \
-      TIERCEL_BLOCKS(type, masked, 1), TIERCEL_BLOCKS(type, masked, 2),       \
-      TIERCEL_BLOCKS(type, masked, 4),                                        \
-      TIERCEL_KERNEL(type, masked, 0, 0, kSoftmaxThreads, "long",             \
+#define TIERCEL_LANES(type, masked, aligned, lanes, vectors)                                       \
+  TIERCEL_KERNEL(                                                                                  \
+      type, masked, aligned, lanes, vectors, kSoftmaxLaneThreads, "by_lanes_" #lanes "x" #vectors, \
+      softmax_backward<type, LaneGroup<lanes>, vectors, masked, aligned, kSoftmaxLaneThreads>)
+#define TIERCEL_WIDEST(type, masked, aligned, vectors, threads)                      \
+  TIERCEL_KERNEL(type, masked, aligned, 0, vectors, threads, "by_blocks_x" #vectors, \
+                 softmax_backward<type, BlockGroup, vectors, masked, aligned, threads>)
+#define TIERCEL_BLOCKS(type, masked, aligned, vectors) \
+  TIERCEL_WIDEST(type, masked, aligned, vectors, kSoftmaxThreads)
+#define TIERCEL_FORMS(type, masked)                                                         \
+  TIERCEL_LANES(type, masked, false, 2, 1), TIERCEL_LANES(type, masked, false, 4, 1),       \
+      TIERCEL_LANES(type, masked, false, 8, 1), TIERCEL_LANES(type, masked, false, 16, 1),  \
+      TIERCEL_LANES(type, masked, false, 32, 1), TIERCEL_LANES(type, masked, false, 32, 2), \
+      TIERCEL_BLOCKS(type, masked, false, 1), TIERCEL_BLOCKS(type, masked, false, 2),       \
+      TIERCEL_BLOCKS(type, masked, false, 4),                                               \
+      TIERCEL_KERNEL(type, masked, false, 0, 0, kSoftmaxThreads, "long",                    \
                      softmax_long_backward<type, masked>)
-#define TIERCEL_TYPE(type) TIERCEL_FORMS(type, false), TIERCEL_FORMS(type, true)
+#define TIERCEL_ALIGNED(type)                                                           \
+  TIERCEL_LANES(type, false, true, 2, 1), TIERCEL_LANES(type, false, true, 4, 1),       \
+      TIERCEL_LANES(type, false, true, 8, 1), TIERCEL_LANES(type, false, true, 16, 1),  \
+      TIERCEL_LANES(type, false, true, 32, 1), TIERCEL_LANES(type, false, true, 32, 2), \
+      TIERCEL_BLOCKS(type, false, true, 1), TIERCEL_BLOCKS(type, false, true, 2),       \
+      TIERCEL_BLOCKS(type, false, true, 4), TIERCEL_BLOCKS(type, false, true, 8)
+#define TIERCEL_TYPE(type) \
+  TIERCEL_ALIGNED(type), TIERCEL_FORMS(type, false), TIERCEL_FORMS(type, true)
 
-const SoftmaxKernel kKernels[] = {TIERCEL_TYPE(Float32), TIERCEL_BLOCKS(Float32, false, 8),
-                                  TIERCEL_BLOCKS(Float32, true, 8), TIERCEL_TYPE(BFloat16),
+const SoftmaxKernel kKernels[] = {TIERCEL_TYPE(Float32), TIERCEL_BLOCKS(Float32, false, false, 8),
+                                  TIERCEL_BLOCKS(Float32, true, false, 8), TIERCEL_TYPE(BFloat16),
                                   TIERCEL_TYPE(Float16)};
 
 }  // namespace

@@ -52,9 +52,10 @@ struct SoftmaxArgs {
 struct SoftmaxKernel {
   DType dtype;
   bool masked;
-  int lanes;    // of a warp that share a row; 0: whole blocks do
-  int vectors;  // a thread holds; 0: it goes through the row twice, however long that is
-  int threads;  // at most, a block
+  bool aligned;  // only where all rows are whole vectors
+  int lanes;     // of a warp that share a row; 0: whole blocks do
+  int vectors;   // a thread holds; 0: it goes through the row twice, however long that is
+  int threads;   // at most, a block
   Kernel kernel;
 };
 

@@ -113,7 +113,8 @@ __global__ void __launch_bounds__(kSoftmaxThreads, 1)
       unpack<Format>(y_words[v], y);
       unpack<Format>(grad_words[v], grad);
       const uint32_t keep = kMasked ? mask_bits(args.mask, mask, place, v) : ~0u;
-      gradients<Format::kBytes == 4>(y, grad, total, args, keep);
+      args.log ? gradients<true, Format::kBytes == 4>(y, grad, total, args.scale, keep)
+               : gradients<false, Format::kBytes == 4>(y, grad, total, args.scale, keep);
       store_row<Format>(y, place, args.out, v);
     }
   });

@@ -22,6 +22,7 @@
 // or beside each other where the squares come straight from memory: what measured best.
 #include <cstdint>
 
+#include "kernels/sm90/async_copy.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/vector.cuh"
 #include "kernels/transpose/copy_transpose_kernels.h"
@@ -163,7 +164,7 @@ struct Staging {
   static constexpr int kSize = kRows * kPitch;
 
   // Where byte `byte` of row `row` lies.
-  static __device__ __forceinline__ int offset(int row, int byte) {
+  static __device__ __forceinline__ unsigned offset(unsigned row, unsigned byte) {
     return row * kPitch + (byte ^ (row / kPerChunk % 8 * 16));
   }
 };
@@ -197,17 +198,16 @@ __global__ void __launch_bounds__(kRealignedThreads<kBytes, kEdge>)
   grid_dependency_wait();
   grid_dependency_launch();
 
-#pragma unroll 4
   for (int i = threadIdx.x; i < Rows::kRows * Rows::kChunks; i += kThreads) {
     const int row = i / Rows::kChunks, chunk = i % Rows::kChunks;
     const char* start = from + row * args.row_stride;
-    const int shift = (shift0 + row * shift1) % 16;
+    const int shift = (shift0 + row * shift1) & 15;
     if (row >= rows || chunk * 16 >= shift + columns * kBytes) continue;
     const char* address = start - shift + chunk * 16;
     if (!gathers && address >= matrix && address + 16 <= end) {
-      uint32_t words[4];
-      load_vector(words, address);
-      store_vector(staged + Rows::offset(row, chunk * 16), words);
+      const uint32_t place =
+          static_cast<uint32_t>(__cvta_generic_to_shared(staged + Rows::offset(row, chunk * 16)));
+      async_copy_16(place, address, true);
     } else {
 #pragma unroll 1
       for (int e = 0; e < kPerChunk; ++e) {
@@ -219,6 +219,8 @@ __global__ void __launch_bounds__(kRealignedThreads<kBytes, kEdge>)
       }
     }
   }
+  async_copy_commit();
+  async_copy_wait<0>();
   __syncthreads();
 
   // The chunks of out that begin in this tile; the first tile has those before them as well, in
@@ -241,7 +243,7 @@ __global__ void __launch_bounds__(kRealignedThreads<kBytes, kEdge>)
 #pragma unroll
     for (int e = 0; e < kPerChunk; ++e) {
       const int row = first + e;
-      const int shift = (shift0 + row * shift1) % 16;
+      const int shift = (shift0 + row * shift1) & 15;
       const uint32_t value = *reinterpret_cast<const T*>(staged + Rows::offset(row, shift + byte));
       words[e * kBytes / 4] |= value << (e * kBytes % 4 * 8);
     }
@@ -262,7 +264,7 @@ __global__ void __launch_bounds__(kRealignedThreads<kBytes, kEdge>)
     const int column = i / kPerChunk, row = i % kPerChunk;
     const int head = -(to_shift + column * out_shift) % 16 & 15;
     if (row >= head / kBytes || row >= rows) continue;
-    const int shift = (shift0 + row * shift1) % 16;
+    const int shift = (shift0 + row * shift1) & 15;
     *reinterpret_cast<T*>(to + column * out_stride + row * kBytes) =
         *reinterpret_cast<const T*>(staged + Rows::offset(row, shift + column * kBytes));
   }
