@@ -12,8 +12,9 @@ registers that they are computed in. Only ds goes through shared memory, for dq,
 of both warpgroups. dq is added in float32 to a workspace, as it lies in registers.
 
 Who does what: warp 0 loads k and v once a tile, each as soon as the tile before is done with it,
-and q, do and the rows' sums through rings of stages. Warp 1 takes what the warpgroups leave for it out of shared memory: it adds dq, and stores
-dv and dk. The warpgroups multiply: of each block they start
+and q, do and the rows' sums through rings of stages. Warp 1 takes what the warpgroups leave for it
+out of shared memory: it adds dq, and stores dv and dk. The warpgroups multiply: of each block they
+start
 
     s, dp        dp while exponentials are computed
     dv           while ds is exchanged
