@@ -138,10 +138,9 @@ Status attention_backward_plan(const AttentionBackwardCall& call, const Attentio
   if (nothing(problem)) return Status();
   const Choice choice = choose(call.q->dtype, problem, deterministic, multiprocessors);
   const AttentionBackwardKernel& kernel = *choice.kernel;
-  *plan = {
-      kernel.kernel.name(), kernel.variant.tile_m, kAttentionBackwardKeys,
-      choice.band,          choice.descending,     choice.grid,
-      kernel.block,         kernel.dynamic_smem,   choice.workspace()};
+  *plan = {kernel.kernel.name(), kernel.variant.tile_m, kAttentionBackwardKeys,
+           choice.band,          choice.descending,     choice.grid,
+           kernel.block,         kernel.dynamic_smem,   choice.workspace()};
   return Status();
 }
 

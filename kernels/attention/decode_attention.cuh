@@ -7,8 +7,8 @@
 // table, keys, then what the splits have to tell each other.
 //
 // The plan. A warp is on its own: it has a ring of three stages in shared memory, each a step of
-// keys and of values (4 KiB of either: 16 keys of D = 128 in 16 bits), which it fills by cp.async as
-// soon as a stage was read, so that 16 KiB of every warp, 128 KiB of a multiprocessor, are under
+// keys and of values (4 KiB of either: 16 keys of D = 128 in 16 bits), which it fills by cp.async
+// as soon as a stage was read, so that 16 KiB of every warp, 128 KiB of a multiprocessor, are under
 // way. (In registers as much is not possible: the compiler moves what it loads, and waits for it.)
 // Nothing waits for another warp, and any page size costs the same, for every row's address is made
 // from its own page table entry. Tensor cores do the products on fragments of a stage
@@ -133,7 +133,7 @@ struct QueryLoader {
       }
       // To the lanes and words of the products' operands.
       const int t = word % 4;
-      uint32_t(*fragment)[4] = &shared->queries[word - t];
+      uint32_t (*fragment)[4] = &shared->queries[word - t];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if constexpr (Shape::kFloat8) {
@@ -315,8 +315,8 @@ __device__ __forceinline__ void attend(const DecodeArgs& args, const Tile& tile,
   const int32_t* table = args.page_table + tile.b * args.table_stride;
   const char* k = args.k + tile.head * args.k_strides.head;
   const char* v = args.v + tile.head * args.v_strides.head;
-  const uint32_t ring = static_cast<uint32_t>(
-      __cvta_generic_to_shared(shared->rings[this_thread() / 32].stages));
+  const uint32_t ring =
+      static_cast<uint32_t>(__cvta_generic_to_shared(shared->rings[this_thread() / 32].stages));
   const auto copy = [&](int step, const Pages<Shape>& pages, uint32_t stage) {
     if (step < steps.last) {
       const int key = sequence.first_key(step);

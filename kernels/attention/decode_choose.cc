@@ -10,15 +10,15 @@ namespace {
 
 // A model of both ways, in microseconds, fitted to an H200.
 constexpr double kBytesPerMicrosecond = 4.3e6;  // of the device
-constexpr double kSparse = 3.7e6;     // the same with one block a multiprocessor
-constexpr double kChain = 4.0;        // launch, lengths, first keys, results: all ways have them
-constexpr double kStep = 0.75;        // at least, of one step
-constexpr double kBeside = 1.25;      // times that, with other blocks on the multiprocessor
-constexpr double kConvert = 1.5;      // times that, for float8
-constexpr double kExchange = 0.05;    // of each of a cluster's blocks
-constexpr double kShares = 1.5;       // lengths first, before the page table
-constexpr double kCombine = 2.0;      // the second kernel
-constexpr double kRestart = 1.0;      // a further tile of a block, beside those of its neighbours
+constexpr double kSparse = 3.7e6;               // the same with one block a multiprocessor
+constexpr double kChain = 4.0;      // launch, lengths, first keys, results: all ways have them
+constexpr double kStep = 0.75;      // at least, of one step
+constexpr double kBeside = 1.25;    // times that, with other blocks on the multiprocessor
+constexpr double kConvert = 1.5;    // times that, for float8
+constexpr double kExchange = 0.05;  // of each of a cluster's blocks
+constexpr double kShares = 1.5;     // lengths first, before the page table
+constexpr double kCombine = 2.0;    // the second kernel
+constexpr double kRestart = 1.0;    // a further tile of a block, beside those of its neighbours
 
 // Of clusters of 1, 2, 4, 8: how much of the device they find room in, as all blocks of one lie in
 // one part of it, and what a further round of them takes.

@@ -8,10 +8,10 @@
 namespace tiercel {
 
 struct DecodeLoad {
-  int64_t tiles;       // of all sequences
-  int64_t steps;       // of a tile, at most
-  int64_t step_bytes;  // keys and values
-  int64_t blocks;      // resident on the device at once
+  int64_t tiles;          // of all sequences
+  int64_t steps;          // of a tile, at most
+  int64_t step_bytes;     // keys and values
+  int64_t blocks;         // resident on the device at once
   int64_t spread_blocks;  // of them, when tiles are spread
   bool float8;
 };

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // decode_combine: the tiles that several blocks of decode_attention shared.
 //
-// A block has one row of the tile that began in the block before its own of decode_attention, in its
-// column, if there is such a tile (most have none and end at once). Its warps take the parts in turn, 8 reads
-// under way at a time, in a fixed order: parts lie in the L2, so the latency of a few such rounds
-// is all there is.
+// A block has one row of the tile that began in the block before its own of decode_attention, in
+// its column, if there is such a tile (most have none and end at once). Its warps take the parts in
+// turn, 8 reads under way at a time, in a fixed order: parts lie in the L2, so the latency of a few
+// such rounds is all there is.
 #include <cstdint>
 
 #include "kernels/attention/decode_arithmetic.cuh"

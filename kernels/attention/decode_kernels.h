@@ -77,10 +77,10 @@ struct DecodeArgs {
 struct DecodeKernel {
   DType dtype;
   bool float8;
-  int d;          // of the tiles
-  bool any_d;     // takes smaller ones too
-  int tiles;      // of 8 rows
-  int residents;  // blocks a multiprocessor holds
+  int d;            // of the tiles
+  bool any_d;       // takes smaller ones too
+  int tiles;        // of 8 rows
+  int residents;    // blocks a multiprocessor holds
   uint32_t shared;  // bytes of a block
   Kernel kernel;
 };

@@ -50,12 +50,12 @@ struct Tile {
 // Where a tile's results go.
 constexpr int64_t kWhole = -1;  // out; otherwise that place of the workspace
 
-// A block's share of the steps of all tiles. The tiles of a sequence are dealt to columns of blocks;
-// in a column the steps of all its tiles are laid in a row, sequence by sequence, and every block
-// gets as many. So the blocks of a group, one of each column, go through the same keys together:
-// what lies side by side in memory, the heads of a key, is read at the same time. Some tiles lie in
-// one block, others are shared by several of the column. All of it is in shared memory, and thread 0
-// moves it on.
+// A block's share of the steps of all tiles. The tiles of a sequence are dealt to columns of
+// blocks; in a column the steps of all its tiles are laid in a row, sequence by sequence, and every
+// block gets as many. So the blocks of a group, one of each column, go through the same keys
+// together: what lies side by side in memory, the heads of a key, is read at the same time. Some
+// tiles lie in one block, others are shared by several of the column. All of it is in shared
+// memory, and thread 0 moves it on.
 struct ShareCursor {
   int64_t at;  // among all steps
   int64_t end;

@@ -35,7 +35,7 @@ struct DecodeShape {
   static constexpr int kFragments = kD / 32;  // 16-byte words of queries a lane, of 8 rows
   static constexpr int kPages = kStep > 32 ? kStep / 32 : 1;
   static constexpr int kRowBytes = kD * kElement;
-  static constexpr int kPairs = kRowBytes / 32;  // of 16-byte chunks of a row
+  static constexpr int kPairs = kRowBytes / 32;    // of 16-byte chunks of a row
   static constexpr int kHalf = kStep * kRowBytes;  // a stage's keys, then as much of values
   static constexpr int kStage = 2 * kHalf;
   static constexpr int kStages = decode_stages(kStage);

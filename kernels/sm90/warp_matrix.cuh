@@ -50,7 +50,8 @@ __device__ __forceinline__ uint32_t warp_transpose(uint32_t word) {
 }
 
 // Four 8x8 matrices of 16-bit elements from shared memory; lane 8 m + r has the place of row r of
-// matrix m. Lane 4 g + t gets columns 2t and 2t + 1 of row g, or turned rows 2t, 2t + 1 of column g.
+// matrix m. Lane 4 g + t gets columns 2t and 2t + 1 of row g, or turned rows 2t, 2t + 1 of column
+// g.
 template <bool kTurned>
 __device__ __forceinline__ void load_matrices(uint32_t (&words)[4], uint32_t place) {
   if constexpr (kTurned) {

@@ -87,8 +87,13 @@ PyObject* SetAllocationHooks(PyObject*, PyObject* const* values, Py_ssize_t coun
   PyObject* name_dtype = PyUnicode_InternFromString("dtype");
   if (keywords == nullptr || name_device == nullptr || name_dtype == nullptr) return nullptr;
   for (Py_ssize_t i = 0; i < count; ++i) Py_INCREF(values[i]);
-  hooks = new Hooks{values[0],   fast ? values[1] : nullptr, fast ? values[2] : nullptr, keywords,
-                    name_device, name_dtype,                 values[3]};
+  hooks = new Hooks{values[0],
+                    fast ? values[1] : nullptr,
+                    fast ? values[2] : nullptr,
+                    keywords,
+                    name_device,
+                    name_dtype,
+                    values[3]};
   Py_RETURN_NONE;
 }
 

@@ -71,8 +71,7 @@ struct DecodeCall {
     int64_t split = 0;
     if (!Arguments(kDecode, values, count).Expect(17) || !ReadInputs(values) ||
         !out.Read(values[5], kDecode, "out") || !ReadOptional(values + 6) ||
-        !lse.Read(values[9], kDecode, "lse") ||
-        !workspace.Read(values[10], kDecode, "workspace") ||
+        !lse.Read(values[9], kDecode, "lse") || !workspace.Read(values[10], kDecode, "workspace") ||
         !ReadInteger(values[11], &options.left) || !ReadInteger(values[12], &options.right) ||
         !ReadFloat(values[13], &options.scale) || !ReadFloat(values[14], &options.softcap) ||
         !ReadInteger(values[15], &options.max_keys) || !ReadInteger(values[16], &split)) {
