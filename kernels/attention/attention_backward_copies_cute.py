@@ -21,7 +21,20 @@ OUT_THREADS = WARPGROUP + 32
 class AttentionBackwardCopies(AttentionBackwardLayouts):
     @cute.jit
     def load(
-        self, q, do, k, v, kv_ring, stats, stats_address, mail, counter, tiles, order, sight, sizes,
+        self,
+        q,
+        do,
+        k,
+        v,
+        kv_ring,
+        stats,
+        stats_address,
+        mail,
+        counter,
+        tiles,
+        order,
+        sight,
+        sizes,
         q_blocks,
     ):
         """Warp 0: k and v once a tile; q, do and its rows' sums of each head and block."""

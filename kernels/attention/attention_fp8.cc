@@ -18,6 +18,10 @@ constexpr int64_t kMaxHeadDimension = 128;
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
+bool is_one(const TensorView& scale) {
+  return std::all_of(scale.shape, scale.shape + scale.ndim, [](int64_t n) { return n == 1; });
+}
+
 Status check_descale(const char* name, const TensorView* scale, const TensorView& q, int64_t batch,
                      int64_t kv_heads) {
   if (scale == nullptr) return Status();
@@ -27,9 +31,8 @@ Status check_descale(const char* name, const TensorView* scale, const TensorView
   TIERCEL_RETURN_IF_ERROR(check_cuda(argument));
   const int64_t* shape = scale->shape;
   const bool per_head = scale->ndim == 1 && shape[0] == kv_heads;
-  const bool one = scale->ndim == 0 || (scale->ndim == 1 && shape[0] == 1);
   const bool per_entry = scale->ndim == 2 && shape[0] == batch && shape[1] == kv_heads;
-  if (one || per_head || per_entry) return Status();
+  if (is_one(*scale) || per_head || per_entry) return Status();
   return Status::InvalidArgument(mismatch(argument,
                                           "have shape [B, Hk] = [" + std::to_string(batch) + ", " +
                                               std::to_string(kv_heads) + "], [Hk] or one element",
@@ -109,8 +112,9 @@ Choice choose(const AttentionProblem& problem, int multiprocessors) {
 AttentionFp8Scale scale_of(const TensorView* scale) {
   if (scale == nullptr) return {nullptr, 0, 0};
   const float* data = static_cast<const float*>(scale->data);
-  if (scale->ndim == 2) return {data, scale->strides[0], scale->strides[1]};
-  return {data, 0, scale->ndim == 1 && scale->shape[0] > 1 ? scale->strides[0] : 0};
+  if (is_one(*scale)) return {data, 0, 0};
+  if (scale->ndim == 1) return {data, 0, scale->strides[0]};
+  return {data, scale->strides[0], scale->strides[1]};
 }
 
 }  // namespace

@@ -8,9 +8,9 @@
 namespace tiercel {
 
 // As attention, of q * q_descale, k * k_descale and v * v_descale: float32 factors for the heads of
-// keys, [B, Hk], [Hk], [1] or [], any strides; each may be null, which is 1. q, k and v are e4m3,
-// out is bfloat16. The workspace is uint8, contiguous and on 16 bytes, of as many bytes as the plan
-// says: transposed values and the factors.
+// keys, [B, Hk], [Hk] or one element, any strides; each may be null, which is 1. q, k and v are
+// e4m3, out is bfloat16. The workspace is uint8, contiguous and on 16 bytes, of as many bytes as
+// the plan says: transposed values and the factors.
 struct AttentionFp8Call {
   const TensorView* q;
   const TensorView* k;

@@ -9,6 +9,9 @@ The tensor cores add FP8 products with 13 bits behind the point of the largest. 
 to them for longer than a block of keys: each block's values are multiplied into registers of their
 own, and added to the float32 sums where those are scaled anyway, by the same instruction.
 Probabilities are multiplied by 2**8, which cancels, to use e4m3's range.
+
+Floor: 2 * D multiply-adds a score, of 4096 a cycle and multiprocessor: 16 scores a cycle at
+D = 128, as many as there are exponentials, and 32 at D = 64.
 """
 
 import cutlass

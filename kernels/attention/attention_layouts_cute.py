@@ -103,11 +103,7 @@ class AttentionLayouts:
 
     def smem_bytes(self):
         """What the storage takes, as the launch asks for it."""
-        tiles = (
-            self.dtype.width
-            // 8
-            * self.d
-            * (self.q_stages * self.tile_m + 2 * self.stages * self.tile_n)
-        )
+        rows = self.q_stages * self.tile_m + 2 * self.stages * self.tile_n
+        tiles = self.dtype.width // 8 * self.d * rows
         tiles += 2 * PIECE * self.o_stages * self.tile_m
         return (tiles + 16 * (self.q_stages + 2 * self.stages) + 1023) // 1024 * 1024

@@ -61,8 +61,10 @@ double spread(const DecodeLoad& load) {
 }  // namespace
 
 int decode_columns(int tiles, int64_t blocks) {
-  for (int columns = tiles; columns > 1; --columns) {
-    if (tiles % columns == 0 && blocks / columns * columns * 16 >= blocks * 15) return columns;
+  for (int64_t columns = std::min<int64_t>(tiles, blocks); columns > 1; --columns) {
+    if (tiles % columns == 0 && blocks / columns * columns * 16 >= blocks * 15) {
+      return static_cast<int>(columns);
+    }
   }
   return 1;
 }

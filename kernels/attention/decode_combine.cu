@@ -3,8 +3,8 @@
 //
 // A block has one row of the tile that began in the block before its own of decode_attention, in
 // its column, if there is such a tile (most have none and end at once). Its warps take the parts in
-// turn, 8 reads under way at a time, in a fixed order: parts lie in the L2, so the latency of a few
-// such rounds is all there is.
+// turn, 9 reads under way at a time (of one sequence and 8 key heads: all of them), in a fixed order:
+// parts lie in the L2, so the latency of a few such rounds is all there is.
 #include <cstdint>
 
 #include "kernels/attention/decode_arithmetic.cuh"
@@ -16,7 +16,7 @@
 namespace tiercel {
 namespace {
 
-constexpr int kAtOnce = 8;
+constexpr int kAtOnce = 9;
 
 struct Part {
   float largest = -INFINITY;

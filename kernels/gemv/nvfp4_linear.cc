@@ -9,6 +9,7 @@
 
 #include "kernels/gemv/nvfp4_linear_kernels.h"
 #include "kernels/sm90/checks.h"
+#include "kernels/sm90/tensor_map.h"
 
 namespace tiercel {
 namespace {
@@ -93,85 +94,80 @@ struct Choice {
   LaunchConfig config;
 };
 
-// How many blocks of a configuration a multiprocessor holds, and what each needs; or why none.
+// Blocks that the GPU runs at once, of one a multiprocessor, in clusters.
+int places(int cluster) { return cluster <= 2 ? kMultiprocessors : cluster == 4 ? 120 : 112; }
+
+// What a configuration comes to; or why there is none.
 struct Fit {
-  int block_stages;  // of K
+  int passes;
+  int all_turns;
+  int turns;  // of a block
+  int group;
   int shared;
-  int together;
+  int together;  // blocks of a multiprocessor
 };
 
 const char* fit(const Nvfp4LinearArgs& args, const Nvfp4LinearConfig& config, Fit* fit) {
-  const int all_stages = static_cast<int>(ceil_div(args.k, kLinearStage));
+  const int64_t slices = std::max<int64_t>(1, ceil_div(args.k, kLinearSlice));
   const int warps = config.tiles * config.parts;
-  const int most_warps = linear_max_threads(args.tokens) / 32;
-  fit->block_stages = static_cast<int>(ceil_div(all_stages, config.cluster));
+  const int most_warps = kLinearMaxThreads / 32;
   if (warps > most_warps) return "its block has too many threads";
-  if (config.parts > std::max(fit->block_stages, 1)) return "it splits K too often";
-  const int64_t queues = static_cast<int64_t>(warps) * config.stages * kLinearStageBytes;
-  const int64_t x = static_cast<int64_t>(fit->block_stages) * kLinearStage * 2 * args.tokens;
-  const int64_t sums = warps * 512 * (args.tokens > 8 ? 2 : 1);
-  const int64_t shared = std::max(queues + x, sums);
-  if (shared > kLinearMaxShared) return "it needs too much shared memory";
-  fit->shared = static_cast<int>(shared);
-  fit->together =
-      std::max(1, std::min(most_warps / warps, (kLinearMaxShared + 1024) / (fit->shared + 1280)));
-  return nullptr;
+  if (config.parts * config.cluster >= slices + config.cluster) return "it splits K too often";
+  fit->passes = static_cast<int>(ceil_div(slices, config.parts * config.cluster));
+  fit->all_turns = static_cast<int>(ceil_div(ceil_div(args.features, 16), config.tiles));
+  const int queues = warps * config.stages * kLinearStageBytes;
+  // Of a turn: every warp's sums, and the block's share of what all blocks of a cluster send.
+  const int turn = warps * linear_sum_bytes(args.tokens) +
+                   (config.cluster > 1 ? config.tiles * 64 * args.tokens + 64 : 0);
+  for (fit->together = most_warps / warps; fit->together > 0; --fit->together) {
+    const int available = std::min(kLinearMaxShared, 228 * 1024 / fit->together - 1024) - queues;
+    const int64_t clusters = places(config.cluster) * fit->together / config.cluster;
+    fit->turns = static_cast<int>(ceil_div(fit->all_turns, clusters));
+    const int most = available / turn;
+    if (most < 1 || (fit->together > 1 && most < fit->turns)) continue;
+    fit->group = static_cast<int>(ceil_div(fit->turns, ceil_div(fit->turns, most)));
+    fit->shared = queues + fit->group * turn;
+    return nullptr;
+  }
+  return "it needs too much shared memory";
 }
 
-// Expected microseconds. Fitted to sweeps of nine problems on an H200
-// (tests/gemv/nvfp4_linear_h200.json), where its choice is within 10 % of the best, also for a
-// problem that the fit leaves out. Two stages in flight are the best in all of them.
+// Expected microseconds.
 double estimate(const Nvfp4LinearArgs& args, const Nvfp4LinearConfig& config, const Fit& fit) {
-  constexpr double kLaunch = 2.295;
-  constexpr double kBytes = 4.39e6;         // of memory, a microsecond
-  constexpr double kBytesInFlight = 8.48;   // stages on their way that halve that rate
-  constexpr double kStage = 0.031;          // of one warp's K, where there are enough of them
-  constexpr double kTokens = 0.0416;        // and for each eight tokens
-  constexpr double kStageInFlight = 1.537;  // stages on their way that double both
-  constexpr double kStageX = 0.0448;        // a block's copy of x, for a token and a stage
-  constexpr double kRound = 1.193;          // to begin and end a block
-  constexpr double kClusters = 0.672;       // to add up in a cluster, for each doubling of it
-  constexpr double kWideClusters = 0.9336;  // of the multiprocessors take clusters of four or more
-  const double places = kMultiprocessors * (config.cluster >= 4 ? kWideClusters : 1.0);
-  const double blocks =
-      static_cast<double>(ceil_div(ceil_div(args.features, 16), config.tiles) * config.cluster);
-  const double per_sm = std::ceil(blocks / places);
-  const double rounds = std::ceil(per_sm / fit.together);
-  const double at_once = std::min(per_sm, static_cast<double>(fit.together));
-  const double in_flight = at_once * config.tiles * config.parts * (config.stages - 0.5);
-  const double multiply = per_sm * config.tiles * fit.block_stages *
-                          (kStage + kTokens * (args.tokens > 8 ? 2 : 1)) *
-                          (1.0 + kStageInFlight / in_flight);
-  const double bytes = 0.5625 * args.features * static_cast<double>(args.k);
-  const double load = bytes / kBytes * (1.0 + kBytesInFlight / in_flight);
-  const double stage_x = kStageX * args.tokens * fit.block_stages * at_once;
-  const double add = kClusters * std::log2(config.cluster);
-  return kLaunch + std::max(load, multiply) + rounds * (stage_x + kRound) + add;
+  const int warps = config.tiles * config.parts;
+  const double grid = static_cast<double>(ceil_div(fit.all_turns, fit.turns)) * config.cluster;
+  const double at_once = std::min<double>(fit.together, std::ceil(grid / kMultiprocessors));
+  const double steps = static_cast<double>(fit.turns) * fit.passes;
+  const double per_step = args.tokens == 1 ? 0.055 : args.tokens <= 8 ? 0.064 : 0.072;
+  const double multiply = steps * std::max(per_step * warps * at_once, 0.5);
+  const double load = 0.5625 * args.features * static_cast<double>(args.k) / 4.2e6;
+  const int loads =
+      fit.passes == 1 ? 1 : fit.passes * static_cast<int>(ceil_div(fit.turns, fit.group));
+  const double x = loads * (0.3 + 0.004 * args.tokens * warps * at_once);
+  const double meet = 0.3 + 0.4 * std::log2(config.cluster) + 0.01 * config.parts;
+  return 2.5 + std::max(load, multiply) + x + meet;
 }
 
-Status choose(const Nvfp4LinearArgs& args, Nvfp4LinearConfig* best) {
+Nvfp4LinearConfig choose(const Nvfp4LinearArgs& args) {
+  Nvfp4LinearConfig best{1, 1, 1, 3};  // which always fits
   double least = std::numeric_limits<double>::infinity();
   Fit place{};
   for (int cluster : {1, 2, 4, 8}) {
-    for (int parts : {1, 2, 4, 7, 8, 14, 16}) {
-      for (int warps : {1, 2, 4, 7, 8, 12, 14, 16, 20, 24, 28}) {  // as in the sweeps
-        if (warps % parts != 0) continue;
-        const Nvfp4LinearConfig config{cluster, warps / parts, parts, 2};
+    for (int parts = 1; parts <= kLinearMaxThreads / 32; ++parts) {
+      for (int tiles = 1; tiles * parts <= kLinearMaxThreads / 32; ++tiles) {
+        const Nvfp4LinearConfig config{cluster, tiles, parts, 3};
         if (fit(args, config, &place) != nullptr) continue;
         const double time = estimate(args, config, place);
-        if (time < least) least = time, *best = config;
+        if (time < least) least = time, best = config;
       }
     }
   }
-  if (least < std::numeric_limits<double>::infinity()) return Status();
-  return Status::Unimplemented(std::string(kOp) + ": K is too large for " +
-                               std::to_string(args.tokens) + " tokens, got " +
-                               std::to_string(args.k));
+  return best;
 }
 
 // The same, remembered: a model has a few problems, and weighing hundreds of cuts takes longer than
 // a launch.
-Status choose_once(const Nvfp4LinearArgs& args, Nvfp4LinearConfig* best) {
+Nvfp4LinearConfig choose_once(const Nvfp4LinearArgs& args) {
   struct Known {
     int tokens, features, k;
     Nvfp4LinearConfig config;
@@ -181,12 +177,14 @@ Status choose_once(const Nvfp4LinearArgs& args, Nvfp4LinearConfig* best) {
                         static_cast<uint32_t>(args.k) * 0x85ebca6bu;
   Known& entry = known[(hash >> 26) ^ static_cast<uint32_t>(args.tokens)];
   if (entry.tokens != args.tokens || entry.features != args.features || entry.k != args.k) {
-    Nvfp4LinearConfig config{};
-    TIERCEL_RETURN_IF_ERROR(choose(args, &config));
-    entry = {args.tokens, args.features, args.k, config};
+    entry = {args.tokens, args.features, args.k, choose(args)};
   }
-  *best = entry.config;
-  return Status();
+  return entry.config;
+}
+
+// Whether the copy engine takes the scale.
+bool has_boxes(const Nvfp4LinearArgs& args) {
+  return args.scale_row % 16 == 0 && reinterpret_cast<uintptr_t>(args.scale) % 16 == 0;
 }
 
 Status configure(const Nvfp4LinearConfig& config, Choice* choice) {
@@ -194,7 +192,8 @@ Status configure(const Nvfp4LinearConfig& config, Choice* choice) {
   Fit place{};
   const bool sizes = config.cluster >= 1 && config.cluster <= 8 && config.tiles >= 1 &&
                      config.tiles <= 32 && config.parts >= 1 && config.parts <= 32;
-  choice->kernel = sizes ? nvfp4_linear_kernel(args.tokens, config.stages) : nullptr;
+  choice->kernel =
+      sizes ? nvfp4_linear_kernel(args.tokens, config.stages, has_boxes(args)) : nullptr;
   const char* problem =
       choice->kernel == nullptr ? "there is no such kernel" : fit(args, config, &place);
   if (problem != nullptr) {
@@ -203,15 +202,31 @@ Status configure(const Nvfp4LinearConfig& config, Choice* choice) {
         ", tiles " + std::to_string(config.tiles) + ", parts " + std::to_string(config.parts) +
         ", stages " + std::to_string(config.stages) + " cannot run: " + problem);
   }
+  args.tiles = config.tiles;
   args.parts = config.parts;
-  args.block_stages = place.block_stages;
-  const int64_t groups = ceil_div(ceil_div(args.features, 16), config.tiles);
+  args.passes = place.passes;
+  args.all_turns = place.all_turns;
+  args.turns = place.turns;
+  args.group = place.group;
+  const int64_t groups = ceil_div(place.all_turns, place.turns);
   choice->config.grid.x = static_cast<uint32_t>(groups * config.cluster);
   choice->config.block.x = config.tiles * config.parts * 32;
   choice->config.cluster.x = config.cluster;
   choice->config.dynamic_smem = place.shared;
   choice->config.dependent = true;
   return Status();
+}
+
+// What the copy engine is told. Where K is 0 it is asked for nothing.
+Status encode_maps(const TensorView& weight, const TensorView& scale, Nvfp4LinearArgs* args) {
+  if (args->k == 0) return Status();
+  constexpr CUtensorMapL2promotion kLines = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+  const TensorMapSpec weights{2, {16, 128}, CU_TENSOR_MAP_SWIZZLE_128B, kLines};
+  TIERCEL_RETURN_IF_ERROR(encode_tensor_map(weights, weight, kOp, "weight", &args->weight_map));
+  if (!has_boxes(*args)) return Status();
+  const auto wide = static_cast<uint32_t>(kLinearSlice / 16);
+  const TensorMapSpec scales{2, {16, wide}, CU_TENSOR_MAP_SWIZZLE_NONE, kLines};
+  return encode_tensor_map(scales, scale, kOp, "scale", &args->scale_map);
 }
 
 Status prepare(const TensorView& x, const TensorView& weight, const TensorView& scale,
@@ -237,9 +252,7 @@ Status prepare(const TensorView& x, const TensorView& weight, const TensorView& 
   const Nvfp4LinearConfig* tuned = nvfp4_linear_tuned().find(problem, args.tokens);
   // Tuned for another number of tokens, it may not fit this one.
   if (tuned != nullptr && configure(*tuned, choice).ok()) return Status();
-  Nvfp4LinearConfig chosen{};
-  TIERCEL_RETURN_IF_ERROR(choose_once(args, &chosen));
-  return configure(chosen, choice);
+  return configure(choose_once(args), choice);
 }
 
 }  // namespace
@@ -249,12 +262,18 @@ Status nvfp4_linear_plan(const TensorView& x, const TensorView& weight, const Te
                          const Nvfp4LinearConfig* config, Nvfp4LinearPlan* plan) {
   Choice choice;
   TIERCEL_RETURN_IF_ERROR(prepare(x, weight, scale, global_scale, out, config, &choice));
-  *plan = {"none", 0, 0, 0, 0, 0};
+  *plan = {"none", 0, 0, 0, 0, 0, 0, 0};
   if (choice.kernel == nullptr) return Status();
   const LaunchConfig& launch = choice.config;
-  *plan = {choice.kernel->name(), static_cast<int>(launch.cluster.x),
-           choice.args.parts,     launch.grid.x,
-           launch.block.x,        launch.dynamic_smem};
+  const Nvfp4LinearArgs& args = choice.args;
+  *plan = {choice.kernel->name(),
+           static_cast<int>(launch.cluster.x),
+           args.parts,
+           args.passes,
+           args.turns * args.tiles * 16,
+           launch.grid.x,
+           launch.block.x,
+           launch.dynamic_smem};
   return Status();
 }
 
@@ -264,6 +283,7 @@ Status nvfp4_linear(const TensorView& x, const TensorView& weight, const TensorV
   Choice choice;
   TIERCEL_RETURN_IF_ERROR(prepare(x, weight, scale, global_scale, out, config, &choice));
   if (choice.kernel == nullptr) return Status();
+  TIERCEL_RETURN_IF_ERROR(encode_maps(weight, scale, &choice.args));
   void* pointers[] = {&choice.args};
   return choice.kernel->launch(choice.config, x.device_index, stream, pointers);
 }
@@ -274,9 +294,11 @@ TunedTable<Nvfp4LinearConfig>& nvfp4_linear_tuned() {
 }
 
 Status nvfp4_linear_load(int device) {
-  for (int tokens : {8, 16}) {
-    for (int stages : {2, 3}) {
-      TIERCEL_RETURN_IF_ERROR(nvfp4_linear_kernel(tokens, stages)->load(device));
+  for (int tokens : {1, 8, 16}) {
+    for (int stages : {2, 3, 4}) {
+      for (bool boxes : {false, true}) {
+        TIERCEL_RETURN_IF_ERROR(nvfp4_linear_kernel(tokens, stages, boxes)->load(device));
+      }
     }
   }
   return Status();

@@ -14,6 +14,8 @@ struct Nvfp4LinearPlan {
   const char* kernel;  // "none" for an empty batch
   int cluster;         // blocks that share rows of the weight, along K
   int parts;           // warps of a block that do
+  int passes;          // these need for all of K
+  int rows;            // of a block, one turn after another
   unsigned grid;
   unsigned block;
   unsigned dynamic_smem;
@@ -22,7 +24,7 @@ struct Nvfp4LinearPlan {
 // A way to cut the work up: what a tuner varies.
 struct Nvfp4LinearConfig {
   int cluster;
-  int tiles;  // of 16 rows, a block
+  int tiles;  // of 16 rows, a block at a time
   int parts;
   int stages;  // in flight, a warp
 };

@@ -13,9 +13,9 @@
 
 #include "kernels/norm/elements.cuh"
 #include "kernels/norm/norm_kernels.h"
-#include "kernels/norm/ring.cuh"
 #include "kernels/norm/teams.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
+#include "kernels/sm90/ring.cuh"
 
 namespace tiercel {
 

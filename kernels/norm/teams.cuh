@@ -7,8 +7,8 @@
 
 #include "kernels/norm/cluster.cuh"
 #include "kernels/norm/norm_kernels.h"
-#include "kernels/norm/ring.cuh"
 #include "kernels/sm90/reduce.cuh"
+#include "kernels/sm90/ring.cuh"
 
 namespace tiercel {
 

@@ -118,9 +118,9 @@ void choose_tensor(DType dtype, bool given, Choice* choice) {
   choice->kernel = fp8_quantize_kernel(Fp8Kernel::kTensor, dtype, 0);
   set(&choice->config, ceil_div(eights, kFp8TensorThreads * kFp8TensorVectors), kFp8TensorThreads);
   if (given) return;
-  // Four blocks fill a multiprocessor.
+  // Four blocks fill a multiprocessor; fewer eights a thread would have to wait for as long.
   choice->args.partials =
-      static_cast<int>(std::min<int64_t>(ceil_div(eights, kFp8LargestThreads * 4), 4 * 132));
+      static_cast<int>(std::min<int64_t>(ceil_div(eights, kFp8LargestThreads), 4 * 132));
   choice->first = fp8_quantize_kernel(Fp8Kernel::kLargest, dtype, 0);
   set(&choice->first_config, choice->args.partials, kFp8LargestThreads);
 }

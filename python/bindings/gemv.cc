@@ -101,9 +101,9 @@ PyObject* Nvfp4LinearPlanOf(PyObject*, PyObject* const* values, Py_ssize_t count
                         call.global_scale.view(), call.out.view(), call.config, &plan);
   if (!status.ok()) return Raise(status);
   HintOnce(nvfp4_linear_tuned(), kNvfp4Linear);
-  return Py_BuildValue("{s:s, s:i, s:i, s:I, s:I, s:I}", "kernel", plan.kernel, "cluster",
-                       plan.cluster, "parts", plan.parts, "grid", plan.grid, "block", plan.block,
-                       "dynamic_smem", plan.dynamic_smem);
+  return Py_BuildValue("{s:s, s:i, s:i, s:i, s:i, s:I, s:I, s:I}", "kernel", plan.kernel, "cluster",
+                       plan.cluster, "parts", plan.parts, "passes", plan.passes, "rows", plan.rows,
+                       "grid", plan.grid, "block", plan.block, "dynamic_smem", plan.dynamic_smem);
 }
 
 PyObject* Nvfp4GemvLoad(PyObject*, PyObject* device) { return Load(device, nvfp4_gemv_load); }

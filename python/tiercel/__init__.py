@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from tiercel.ops.gemv import nvfp4_linear as nvfp4_linear
     from tiercel.ops.linear import linear_act as linear_act
     from tiercel.ops.moe import fused_moe as fused_moe
+    from tiercel.ops.moe_grouped import grouped_gemm as grouped_gemm
     from tiercel.ops.moe_halves import moe_down as moe_down
     from tiercel.ops.moe_halves import moe_up as moe_up
     from tiercel.ops.norm import layer_norm as layer_norm
@@ -67,6 +68,7 @@ _LAZY = {
     "fused_moe": "tiercel.ops.moe",
     "gelu": "tiercel.ops.activation",
     "gelu_and_mul": "tiercel.ops.activation",
+    "grouped_gemm": "tiercel.ops.moe_grouped",
     "kv_cache_write": "tiercel.ops.rotary",
     "layer_norm": "tiercel.ops.norm",
     "linear_act": "tiercel.ops.linear",
@@ -110,6 +112,7 @@ __all__ = [
     "fused_moe",
     "gelu",
     "gelu_and_mul",
+    "grouped_gemm",
     "jit",
     "kv_cache_write",
     "layer_norm",

@@ -42,7 +42,7 @@ def test_it_is_attention_of_what_the_tensors_stand_for():
     torch.testing.assert_close(lse.double(), sums.double())
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (2,), (3, 2)])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (2,), (3, 2)])
 def test_factors(shape):
     q, k, v = arguments()
     scales = [factors(*shape, seed=seed) for seed in range(3)]

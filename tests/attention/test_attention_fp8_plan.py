@@ -81,7 +81,7 @@ def test_wrong_tensors(make, error, text, name, shape, dtype):
         plan(make, **{name: tensor})
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (8,), (2, 8)])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (8,), (2, 8)])
 def test_factors(make, shape):
     assert plan(make, k_descale=make(*shape, dtype="float32"))["grid"] > 0
 

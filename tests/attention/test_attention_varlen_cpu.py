@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """attention_varlen with PyTorch and without a GPU."""
 
+from importlib import import_module
+
 import pytest
 import torch
 
 import tiercel
+from tiercel.ops import attention_varlen_backward as backward
+from tiercel.ref.attention import attention_backward, attention_varlen_backward
 
 pytestmark = pytest.mark.torch
 
@@ -90,3 +94,80 @@ def test_opcheck():
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     for op in (torch.ops.tiercel.attention_varlen, torch.ops.tiercel.attention_varlen_lse):
         torch.library.opcheck(op.default, given, {"causal": True}, test_utils=checks)
+
+
+def backward_arguments(**options):
+    given = arguments()
+    out, lse = tiercel.ref.attention_varlen(*given, return_lse=True, **options)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out.dtype)
+    return (grad, *given[:5], out, lse), torch.ones_like(lse)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 2.0}, {"window": (3, 1)}])
+def test_the_backward_s_reference_is_the_derivative(options):
+    tensors, grad_lse = backward_arguments(**options)
+    grad, q, k, v, starts_q, starts_k, *_ = (
+        x.double() if x.is_floating_point() else x for x in tensors
+    )
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = tiercel.ref.attention_varlen(
+        *leaves, starts_q, starts_k, 9, 12, return_lse=True, **options
+    )
+    finite = lse.masked_fill(lse.isinf(), 0.0)
+    expected = torch.autograd.grad([out, finite], leaves, [grad, grad_lse.double()])
+    given = [x.detach() for x in (grad, q, k, v, starts_q, starts_k, out, lse)]
+    found = attention_varlen_backward(*given, grad_lse=grad_lse.double(), **options)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_gradients_through_the_operators(monkeypatch, return_lse):
+    """As if there were kernels: the operators run the reference."""
+    module = import_module("tiercel.ops.attention_varlen")
+    monkeypatch.setattr(module, "has_kernels", lambda *_: True)
+    q, k, v, *rest = arguments(grad=True)
+    doubles = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    for tensors, run, more in (
+        ((q, k, v), tiercel.attention_varlen, {"backend": "ref"}),
+        (doubles, tiercel.ref.attention_varlen, {}),
+    ):
+        out = run(*tensors, *rest, causal=True, return_lse=return_lse, **more)
+        results = out if return_lse else (out,)
+        sum(x.masked_fill(x.isinf(), 0.0).sum() for x in results).backward()
+    for tensor, double in zip((q, k, v), doubles, strict=True):
+        error = (tensor.grad.double() - double.grad).norm() / double.grad.norm()
+        assert error < 0.01
+
+
+def test_a_launch_for_each_sequence(monkeypatch):
+    """The kernels' way, with the reference in their place."""
+
+    def launch(tensors, gradients, options, deterministic):
+        assert all(x.is_contiguous() for x in tensors[5:] if x is not None)
+        found = attention_backward(*tensors[:6], grad_lse=tensors[6], causal=options[0])
+        for place, gradient in zip(gradients, found, strict=True):
+            place.copy_(gradient)
+
+    monkeypatch.setattr(backward, "launch", launch)
+    tensors, grad_lse = backward_arguments(causal=True)
+    results, options = (*tensors[6:], grad_lse), (True, None, None, None)
+    found = backward._sm90(tensors[:4], tensors[4:6], results, options, False)
+    expected = attention_varlen_backward(*tensors, grad_lse=grad_lse, causal=True)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_opcheck_of_the_backward():
+    tensors, grad_lse = backward_arguments(causal=True)
+    options = {"causal": True, "backend": "ref"}
+    operators_ = torch.ops.tiercel
+    torch.library.opcheck(operators_.attention_varlen_backward.default, tensors, options)
+    more = (*tensors, grad_lse)
+    torch.library.opcheck(operators_.attention_varlen_backward_lse.default, more, options)
+
+
+def test_a_bad_argument_of_the_backward():
+    tensors, _ = backward_arguments()
+    wrong = (tensors[0].float(), *tensors[1:])
+    with pytest.raises(TypeError, match="attention_varlen_backward: `grad` must have dtype"):
+        torch.ops.tiercel.attention_varlen_backward(*wrong, backend="ref")

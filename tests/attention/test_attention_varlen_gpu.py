@@ -87,3 +87,44 @@ def test_graph(make):
         result = tiercel.attention_varlen(*given, causal=True)
     graph.replay()
     assert torch.equal(result, tiercel.attention_varlen(*given, causal=True))
+
+
+def check_gradients(given, return_lse=False, **options):
+    def gradients(run, q, k, v, grad, *rest):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out, lse = run(*leaves, *rest, return_lse=True, **options)
+        sums = lse.masked_fill(lse.isinf(), 0.0).sum() if return_lse else 0.0
+        return torch.autograd.grad((out * grad).sum() + sums, leaves)
+
+    q, k, v, *rest = given
+    grad = torch.randn(q.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(3))
+    grad = grad.to(q.dtype)
+    found = gradients(tiercel.attention_varlen, q, k, v, grad, *rest)
+    doubles = [x.double() for x in (q, k, v, grad)]
+    expected = gradients(tiercel.ref.attention_varlen, *doubles, *rest)
+    unit = torch.finfo(q.dtype).eps / 2
+    for name, one, truth in zip("qkv", found, expected, strict=True):
+        assert one.dtype == q.dtype and one.isfinite().all(), name
+        error, size = (one.double() - truth).norm(), max(truth.norm(), 0.02 * q.numel() ** 0.5)
+        assert error <= 4 * unit * size, (name, (error / size / unit).item())
+
+
+@pytest.mark.parametrize("d", [40, 64, 96, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 5)}])
+@pytest.mark.parametrize("lengths", LENGTHS[1:])
+def test_gradients(make, d, dtype, options, lengths):
+    check_gradients(make(*lengths, (4, 2), d, dtype), return_lse=d == 64, **options)
+
+
+def test_compiled_gradients(make):
+    q, k, v, *rest = make([100, 300], [100, 300], (2, 2), 64)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def run(*tensors):
+        return tiercel.attention_varlen(*tensors, *rest, causal=True)
+
+    expected = torch.autograd.grad(run(*leaves).float().sum(), leaves)
+    found = torch.autograd.grad(torch.compile(run)(*leaves).float().sum(), leaves)
+    for one, other in zip(found[1:], expected[1:], strict=True):
+        torch.testing.assert_close(one, other)

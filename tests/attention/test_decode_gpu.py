@@ -103,6 +103,12 @@ def test_one_sequence(make, split, length):
     check_split(make([length], heads=32, kv_heads=8), split)
 
 
+@pytest.mark.parametrize("heads", [3, 200, 300])
+def test_more_heads_than_blocks_take_together(make, heads):
+    """Columns of one tile of a sequence, of some, of all."""
+    check_split(make([400, 3, 1000], heads=heads, kv_heads=heads, d=64), -1)
+
+
 @pytest.mark.parametrize("d", [8, 40, 64, 80, 96, 128, 160, 192, 256])
 def test_head_dimensions(make, d):
     check(make(RAGGED, d=d))

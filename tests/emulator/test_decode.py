@@ -79,6 +79,12 @@ def test_a_longer_sequence(split):
     run(make([700], kv_heads=2), split)
 
 
+@pytest.mark.parametrize("heads", [3, 200, 300])
+def test_more_heads_than_blocks_take_together(heads):
+    """Columns of one tile of a sequence, of some, of all."""
+    run(make([40, 3, 20], heads=heads, kv_heads=heads, d=64), -1)
+
+
 @pytest.mark.parametrize(("d", "cache"), [(8, None), (96, None), (96, FP8), (192, None)])
 def test_other_head_dimensions(d, cache):
     run(make([5, 40], d=d, cache=cache))

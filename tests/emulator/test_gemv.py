@@ -58,22 +58,34 @@ def test_gemv(m, k, batches):
     assert_close(c.permute(2, 0, 1), matrix @ vector.mT)
 
 
-def check_linear(tokens, features, k, factor=None):
+def check_linear(tokens, features, k, factor=None, cut=()):
     x = torch.randn(tokens, k).bfloat16()
     weight, scale = codes(features, k // 2), scales(features, k // 16)
     out = torch.full((tokens, features), torch.nan, dtype=torch.bfloat16)
-    kernels.nvfp4_linear(x, weight, scale, factor, out)
+    kernels.nvfp4_linear(x, weight, scale, factor, out, *cut)
     truth = x.double() @ values(weight, scale).T
     assert_close(out, truth * (1 if factor is None else factor.double()))
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9, 16])
-@pytest.mark.parametrize(("features", "k"), [(8, 64), (200, 1024), (520, 4096)])
+@pytest.mark.parametrize(("features", "k"), [(8, 64), (200, 1024), (72, 2880), (520, 4096)])
 def test_linear(tokens, features, k):
     check_linear(tokens, features, k)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 16])
+@pytest.mark.parametrize("cut", [(1, 1, 1, 3), (1, 2, 2, 4), (2, 1, 2, 2), (4, 1, 1, 3)])
+def test_linear_of_several_turns_and_passes(tokens, cut):
+    check_linear(tokens, 2200, 1088, cut=(cut,))
+
+
+def test_linear_of_several_groups():
+    check_linear(9, 9000, 7936, cut=((2, 1, 16, 3),))
 
 
 def test_linear_in_any_order():
     for seed in (1, 2):
         with options(seed=seed):
-            check_linear(5, 136, 2048, torch.tensor([0.3]))
+            check_linear(1, 136, 2048, torch.tensor([0.3]))
+            check_linear(5, 2200, 1088, torch.tensor([0.3]), cut=((2, 1, 2, 3),))
+            check_linear(12, 136, 2880, cut=((1, 2, 4, 2),))

@@ -144,6 +144,19 @@ def test_whole(tokens, experts, k):
     assert_whole(sm90("fused_moe")(*values, "gelu", None, None), values, "gelu")
 
 
+@pytest.mark.parametrize(
+    ("sizes", "first", "rows"), [([40, 0, 30], 0, 70), ([300, 5], 3, 400), ([0], 0, 9)]
+)
+def test_grouped_gemm(sizes, first, rows):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(rows, 136, generator=generator).bfloat16()
+    w = (torch.randn(len(sizes), 72, 136, generator=generator) * 136**-0.5).bfloat16()
+    offsets = torch.tensor([0, *sizes]).cumsum(0) + first
+    got = sm90("grouped_gemm")(x, w, offsets, None)
+    due = ref.grouped_gemm(x.double(), w.double(), offsets)
+    assert_rounded(got, due)
+
+
 def assert_whole(got, values, activation, expert_map=None):
     """Three roundings: between the halves, of each expert's output, of the sum."""
     wide = [v.double() for v in values[:4]]

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import tiercel
+from tiercel import _C
 from tiercel.ref.gemv import permute_scales
 from tiercel.ref.quant import nvfp4_values
 
@@ -156,10 +157,22 @@ def test_linear_sizes(generator, tokens):
 def test_linear_large(generator, tokens):
     shapes = [(7168, 16384), (4096, 4096), (14336, 4096), (4096, 14336), (1024, 8192), (64, 65536)]
     for features, k in shapes:
-        if tokens * k > 16 * 55_296:  # a cluster's shared memory does not hold x
-            continue
         data = linear_data(generator, tokens, features, k)
         assert_tokens_close(tiercel.nvfp4_linear(*data), linear_truth(*data))
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("tokens", [1, 5, 16])
+def test_linear_cuts(generator, tokens):
+    """Several turns, passes and groups, of blocks alone and in clusters."""
+    cuts = [(1, 1, 1, 3), (1, 2, 3, 2), (1, 1, 16, 4), (2, 1, 4, 3), (2, 3, 5, 2), (4, 2, 2, 3)]
+    for features, k in [(3000, 2880), (2500, 4096), (70, 8192)]:
+        data = linear_data(generator, tokens, features, k)
+        due = linear_truth(*data)
+        for cut in [*cuts, (8, 1, 2, 4)]:
+            out = torch.full((tokens, features), torch.nan, dtype=torch.bfloat16, device="cuda")
+            _C.nvfp4_linear(*data, None, out, cut)
+            assert_tokens_close(out, due)
 
 
 @pytest.mark.sanitize

@@ -19,6 +19,7 @@ from tiercel.ops.attention_varlen import attention_varlen
 from tiercel.ops.gemv import nvfp4_gemv, nvfp4_linear
 from tiercel.ops.linear import linear_act
 from tiercel.ops.moe import fused_moe
+from tiercel.ops.moe_grouped import grouped_gemm
 from tiercel.ops.moe_halves import moe_down, moe_up
 from tiercel.ops.norm import layer_norm, rms_norm
 from tiercel.ops.quant import fp8_quantize, nvfp4_dequantize, nvfp4_quantize
@@ -42,6 +43,7 @@ __all__ = [
     "fused_moe",
     "gelu",
     "gelu_and_mul",
+    "grouped_gemm",
     "kv_cache_write",
     "layer_norm",
     "linear_act",

@@ -78,7 +78,7 @@ def _arguments(tensors: tuple[Any, ...], gradients: list[Tensor], workspace: Any
     return [grad, *rest, grad_lse, *gradients, workspace]
 
 
-def _plan(tensors: tuple[Any, ...], options: tuple[Any, ...], deterministic: bool) -> Any:
+def plan_of(tensors: tuple[Any, ...], options: tuple[Any, ...], deterministic: bool) -> Any:
     gradients = [_like(x) for x in tensors[1:4]]
     given = _arguments(tensors, gradients, None)
     return _C.attention_backward_plan(*given, *native_options(tensors[1], *options), deterministic)
@@ -87,18 +87,29 @@ def _plan(tensors: tuple[Any, ...], options: tuple[Any, ...], deterministic: boo
 def _sm90(
     tensors: tuple[Any, ...], options: tuple[Any, ...], deterministic: bool
 ) -> tuple[Tensor, ...]:
-    grad, q, k, v, out, lse, grad_lse = tensors
+    _, q, k, v, *_ = tensors
     if 0 in q.shape or 0 in k.shape:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    gradients = [_like(x) for x in (q, k, v)]
+    launch(tensors, gradients, options, deterministic)
+    return tuple(gradients)
+
+
+def launch(
+    tensors: tuple[Any, ...],
+    gradients: list[Tensor],
+    options: tuple[Any, ...],
+    deterministic: bool,
+) -> None:
+    """Fills the gradients of q, k and v, of which none is empty."""
+    grad, q, k, v, out, lse, grad_lse = tensors
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
     tensors = (_readable(grad), q, k, v, out, lse, grad_lse)
-    gradients = [_like(x) for x in (q, k, v)]
     native = native_options(q, *options)
     plan = _C.attention_backward_plan(*_arguments(tensors, gradients, None), *native, deterministic)
     workspace = torch.empty(plan["workspace"], dtype=torch.float32, device=q.device)
     _C.attention_backward(*_arguments(tensors, gradients, workspace), *native, deterministic)
-    return tuple(gradients)
 
 
 def _why_not(
@@ -109,7 +120,7 @@ def _why_not(
     if reason is not None or 0 in q.shape or 0 in k.shape:
         return reason
     try:
-        _plan((_readable(grad), q, k, *rest), options, deterministic)
+        plan_of((_readable(grad), q, k, *rest), options, deterministic)
     except NotImplementedError as error:
         return Reason(NotImplementedError, str(error).removeprefix(f"{_NAME}: "))
     return None
@@ -147,7 +158,7 @@ def _operator(lse: bool) -> Op:
             "torch",
         ),
         family=_NAME,
-        describe=lambda *args: dict(_plan(*split(args))),
+        describe=lambda *args: dict(plan_of(*split(args))),
         load=None if lse else _C.attention_backward_load,
     )
 
@@ -156,9 +167,9 @@ _BACKWARD = _operator(False)
 _BACKWARD_LSE = _operator(True)
 
 
-def _has_kernels(q: Tensor, backend: str | None) -> bool:
+def has_kernels(q: Tensor, backend: str | None, family: str = "attention") -> bool:
     """Whether the precompiled kernels are what computes this, where strides allow."""
-    asked = backend or backends.requested("attention")
+    asked = backend or backends.requested(family)
     if asked not in (None, "auto", "sm90") or not 8 <= q.shape[-1] <= _LARGEST_D:
         return False
     return q.shape[-1] % 8 == 0 and _platform.why_not(q.device) is None
@@ -199,7 +210,7 @@ def gradients(
     backend: str | None,
 ) -> tuple[Tensor | None, ...]:
     """Of q, k and v, from those of attention's result and, if it was returned, `lse`."""
-    if not _has_kernels(inputs[0], backend):
+    if not has_kernels(inputs[0], backend):
         return _from_torch(inputs, grads, options)
     grad, grad_lse = grads if len(grads) == 2 else (grads[0], None)
     if grad is None:

@@ -38,7 +38,7 @@ def _check_descales(inputs: tuple[Tensor, ...], descales: tuple[Tensor | None, .
         if scale is None:
             continue
         check_dtype(_NAME, name, scale.dtype, (torch.float32,))
-        if tuple(scale.shape) not in ((), (1,), per_entry[1:], per_entry):
+        if scale.numel() != 1 and tuple(scale.shape) not in (per_entry[1:], per_entry):
             raise ValueError(
                 f"{_NAME}: `{name}` must have shape [B, Hk] = {list(per_entry)}, [Hk] or one "
                 f"element, got {list(scale.shape)}"

@@ -21,7 +21,8 @@ from tiercel._checks import (
 from tiercel._op import Autograd, Backend, Op
 from tiercel._platform import Reason
 from tiercel.ops._attention_checks import DTYPES, OPTIONS, check_options
-from tiercel.ops.attention_backward import native_options
+from tiercel.ops.attention_backward import has_kernels, native_options
+from tiercel.ops.attention_varlen_backward import BACKWARD, BACKWARD_LSE
 from tiercel.ref.attention import attention_varlen as reference
 
 __all__ = ["attention_varlen"]
@@ -125,23 +126,44 @@ def _reference(return_lse: bool, *args: Any) -> Any:
 
 
 def _save(ctx: Any, args: tuple[Any, ...], outputs: Any) -> None:
-    ctx.rest = args[5:11]
-    ctx.save_for_backward(*args[:5])
+    ctx.rest, ctx.backend = args[5:11], args[11]
+    kept = outputs if isinstance(outputs, tuple) else ()
+    ctx.save_for_backward(*args[:5], *kept)
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """From all scores of a sequence at a time."""
-    wanted = [(grad, i) for i, grad in enumerate(grads) if grad is not None]
-    if not wanted:
+    if all(grad is None for grad in grads):
         return None, None, None, None, None
-    inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors[:3]]
-    with torch.enable_grad():
-        results = _reference(True, *inputs, *ctx.saved_tensors[3:], *ctx.rest)
-        outputs = [results[i] for _, i in wanted]
-        found = torch.autograd.grad(outputs, inputs, [g for g, _ in wanted], allow_unused=True)
+    inputs, outputs = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+    if has_kernels(inputs[0], ctx.backend, _NAME):
+        if not outputs:
+            outputs = _VARLEN_LSE(*(x.detach() for x in inputs), *ctx.rest, ctx.backend)
+        grad, grad_lse = grads if len(grads) == 2 else (grads[0], None)
+        if grad is None:
+            grad = torch.zeros_like(outputs[0])
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        rest = (*ctx.rest[2:], deterministic, ctx.backend)
+        if grad_lse is None:
+            found = BACKWARD(grad, *inputs, *outputs, *rest)
+        else:
+            found = BACKWARD_LSE(grad, *inputs, *outputs, grad_lse, *rest)
+    else:
+        found = _from_scores(inputs, grads, ctx.rest)
     wants = ctx.needs_input_grad[1:4]  # after the flag that says how to run
     grads_of = tuple(g if want else None for g, want in zip(found, wants, strict=True))
     return (*grads_of, None, None)
+
+
+def _from_scores(
+    inputs: tuple[Tensor, ...], grads: tuple[Tensor | None, ...], rest: tuple[Any, ...]
+) -> tuple[Tensor | None, ...]:
+    """From all scores of a sequence at a time."""
+    wanted = [(grad, i) for i, grad in enumerate(grads) if grad is not None]
+    leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+    with torch.enable_grad():
+        results = _reference(True, *leaves, *inputs[3:], *rest)
+        outputs = [results[i] for _, i in wanted]
+        return torch.autograd.grad(outputs, leaves, [g for g, _ in wanted], allow_unused=True)
 
 
 _SCHEMA = (
@@ -193,8 +215,9 @@ def attention_varlen(
     Sequence i has the queries ``q[cu_seqlens_q[i]:cu_seqlens_q[i + 1]]``, and keys and values
     likewise; masks are aligned with its last query and its last key.
 
-    Differentiable in ``q``, ``k`` and ``v``; the backward is the reference's, with all scores of a
-    sequence in memory, and waits for the GPU. The forward never synchronises.
+    Differentiable in ``q``, ``k`` and ``v``: the backward launches :func:`tiercel.attention`'s
+    kernels for one sequence after the other, for which it waits for the GPU, and above D = 128 has
+    all scores of a sequence in memory. The forward never synchronises.
 
     Args:
         q: ``[Tq, H, D]``, bfloat16 or float16. The precompiled kernels take D that is a multiple of
@@ -224,9 +247,12 @@ def attention_varlen(
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.
     """
     limits = check_options(causal, window, scale, softcap, op=_NAME)
-    run = _VARLEN_LSE if return_lse else _VARLEN
     starts = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    result: Tensor | tuple[Tensor, Tensor] = run(
-        q, k, v, *starts, causal, limits, scale, softcap, backend
-    )
+    given = (q, k, v, *starts, causal, limits, scale, softcap, backend)
+    # The backward needs the logarithms: kept from the forward, they cost nothing.
+    kept = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v))
+    if return_lse or kept:
+        out, lse = _VARLEN_LSE(*given)
+        return (out, lse) if return_lse else out
+    result: Tensor = _VARLEN(*given)
     return result

@@ -29,7 +29,7 @@ from tiercel.ops.moe_halves import (
 )
 from tiercel.ops.quant import _fp8_plan as quantize_plan
 from tiercel.ops.quant import _fp8_sm90 as quantize
-from tiercel.ops.routing_align import align_sm90
+from tiercel.ops.routing_align import align_plan, align_sm90
 from tiercel.ref import moe as ref
 
 __all__ = ["fused_moe"]
@@ -147,17 +147,25 @@ def _run(
 
 
 def _plan(
-    x: Tensor, w_up: Tensor, w_down: Tensor, topk_weights: Tensor, topk_ids: Tensor, *_: Any
+    x: Tensor, w_up: Tensor, w_down: Tensor, topk_weights: Tensor, topk_ids: Tensor, *rest: Any
 ) -> dict[str, Any]:
-    return _plan_of(x, (w_up, None), (w_down, None), topk_weights, topk_ids)
+    return _plan_of(x, (w_up, None), (w_down, None), topk_weights, topk_ids, rest[1])
 
 
 def _plan_of(
-    x: Tensor, up: Any, down: Any, topk_weights: Tensor, topk_ids: Tensor
+    x: Tensor,
+    up: Any,
+    down: Any,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
 ) -> dict[str, Any]:
     (w_up, up_scale), (w_down, down_scale) = up, down
     elements, experts = topk_ids.numel(), w_down.shape[0]
     block = block_size(elements, experts)
+    everywhere = experts if expert_map is None else expert_map.shape[0]
+    # It has to take so many experts.
+    align_plan(topk_ids[:0], block, everywhere, expert_map, False, False, None)
     routing = empty_routing(x, elements, experts, block)
     inner, outer = x.new_empty((elements, w_down.shape[2])), x.new_empty((elements, x.shape[1]))
     made = []
@@ -198,7 +206,7 @@ _OP = Op(
         why_not=_why_not,
     ),
     ref=Backend("ref", _reference, "a loop over experts", "torch"),
-    describe=lambda *args: _plan(*args[:5]),
+    describe=_plan,
     load=_C.moe_load,
 )
 
@@ -233,8 +241,9 @@ def _check_fp8(
 
 
 def _fp8_plan(x: Tensor, w_up: Tensor, w_down: Tensor, *rest: Any) -> dict[str, Any]:
-    up_scale, down_scale, topk_weights, topk_ids, *_ = rest
-    return _plan_of(x, (w_up, up_scale), (w_down, down_scale), topk_weights, topk_ids)
+    up_scale, down_scale, topk_weights, topk_ids, _, expert_map, *_ = rest
+    weights = ((w_up, up_scale), (w_down, down_scale))
+    return _plan_of(x, *weights, topk_weights, topk_ids, expert_map)
 
 
 def _run_fp8(x: Tensor, w_up: Tensor, w_down: Tensor, *rest: Any) -> Tensor:

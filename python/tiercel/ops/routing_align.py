@@ -218,7 +218,7 @@ def _ref_out(topk_ids: Tensor, *args: Any) -> None:
     fill_outputs(args[:3], found, topk_ids.numel())
 
 
-def _plan(
+def align_plan(
     topk_ids: Tensor,
     block_size: int,
     num_experts: int,
@@ -237,7 +237,7 @@ def _why_not(topk_ids: Tensor, *rest: Any) -> Reason | None:
     if reason is not None:
         return reason
     try:
-        _plan(topk_ids[:0], *rest)  # limits do not depend on the number of tokens
+        align_plan(topk_ids[:0], *rest)  # limits do not depend on the number of tokens
     except NotImplementedError as error:
         return Reason(NotImplementedError, str(error).removeprefix(f"{_NAME}: "))
     return None
@@ -262,7 +262,7 @@ _ALIGN = Op(
     fake=_fake,
     sm90=Backend("sm90", align_sm90, *_CUDA, why_not=_why_not),
     ref=Backend("ref", _ref, *_TORCH),
-    describe=_plan,
+    describe=align_plan,
     load=_C.moe_align_block_size_load,
 )
 

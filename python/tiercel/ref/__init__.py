@@ -18,7 +18,7 @@ from tiercel.ref.attention import (
 )
 from tiercel.ref.gemv import nvfp4_gemv, nvfp4_linear
 from tiercel.ref.linear import linear_act
-from tiercel.ref.moe import fused_moe, moe_down, moe_up
+from tiercel.ref.moe import fused_moe, grouped_gemm, moe_down, moe_up
 from tiercel.ref.norm import layer_norm, rms_norm
 from tiercel.ref.quant import fp8_quantize, nvfp4_dequantize, nvfp4_quantize
 from tiercel.ref.reduce import reduce
@@ -36,6 +36,7 @@ __all__ = [
     "fused_moe",
     "gelu",
     "gelu_and_mul",
+    "grouped_gemm",
     "kv_cache_write",
     "layer_norm",
     "linear_act",

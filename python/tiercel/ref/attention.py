@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -83,8 +83,10 @@ def _by_query_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def _by_query_head_scale(scale: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Of one element, [Hk] or [B, Hk]: [B, H, 1, 1]."""
+    """Of one element, or of [Hk] or [B, Hk] as [B, H, 1, 1]."""
     shared = q.shape[2] // max(k.shape[2], 1)
+    if scale.numel() == 1:
+        return scale.reshape(())
     per_head = scale.expand(k.shape[0], k.shape[2]).repeat_interleave(shared, 1)
     return per_head[..., None, None]
 
@@ -134,12 +136,9 @@ def attention_varlen(
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """As :func:`tiercel.attention_varlen`: one sequence after the other; it waits for the GPU."""
-    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     out = [q.new_zeros(0, *q.shape[1:])]
     sums = [q.new_zeros(q.shape[1], 0, dtype=torch.float32)]
-    for i in range(len(starts_q) - 1):
-        queries = slice(starts_q[i], starts_q[i + 1])
-        keys = slice(starts_k[i], starts_k[i + 1])
+    for queries, keys in sequences(cu_seqlens_q, cu_seqlens_k):
         result, lse = attention(
             q[None, queries],
             k[None, keys],
@@ -153,6 +152,50 @@ def attention_varlen(
         out.append(result[0])
         sums.append(lse[0])
     return (torch.cat(out), torch.cat(sums, 1)) if return_lse else torch.cat(out)
+
+
+def attention_varlen_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool = False,
+    window: Sequence[int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    grad_lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As attention_backward, one sequence after the other; it waits for the GPU."""
+    found = tuple(torch.zeros_like(x) for x in (q, k, v))
+    for queries, keys in sequences(cu_seqlens_q, cu_seqlens_k):
+        parts = attention_backward(
+            grad[None, queries],
+            q[None, queries],
+            k[None, keys],
+            v[None, keys],
+            out[None, queries],
+            lse[None, :, queries],
+            causal=causal,
+            window=window,
+            scale=scale,
+            softcap=softcap,
+            grad_lse=None if grad_lse is None else grad_lse[None, :, queries],
+        )
+        for whole, rows, part in zip(found, (queries, keys, keys), parts, strict=True):
+            whole[rows] = part[0]
+    return found
+
+
+def sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[tuple[slice, slice]]:
+    """The rows of each sequence's queries and keys; it waits for the GPU."""
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for i in range(len(starts_q) - 1):
+        yield slice(starts_q[i], starts_q[i + 1]), slice(starts_k[i], starts_k[i + 1])
 
 
 def decode_attention(

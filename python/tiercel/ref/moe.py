@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -62,6 +64,15 @@ def fused_moe(
         outer = _product(inner, w_down, w_down_scale, expert) * weights[mine, None]
         out = out.index_add(0, mine, outer)
     return out.view(tokens, k, x.shape[1]).sum(dim=1).to(x.dtype)
+
+
+def grouped_gemm(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+    """As :func:`tiercel.grouped_gemm`, for any sizes; float64 is computed in float64."""
+    out = torch.zeros(x.shape[0], w.shape[1], dtype=x.dtype, device=x.device)
+    bounds = offsets.tolist()
+    for group, (first, end) in enumerate(itertools.pairwise(bounds)):
+        out[first:end] = (_wide(x[first:end]) @ _wide(w[group]).T).to(x.dtype)
+    return out
 
 
 def moe_up(

@@ -60,4 +60,18 @@ def _vllm(case: Any, inputs: dict[str, Any]) -> Launch:
     return Launch(lambda: (experts(),))
 
 
-ADAPTERS = {"torch": {"fused_moe": _torch}, "vllm": {"fused_moe": _vllm}}
+def _grouped_torch(case: Any, inputs: dict[str, Any]) -> Launch:
+    import torch
+
+    grouped: Any = getattr(torch, "_grouped_mm", None)
+    if grouped is None or case.dtype != "bfloat16":
+        raise Unsupported("torch's grouped product is for bfloat16")
+    x, w, offsets = inputs.values()
+    columns, ends = w.transpose(1, 2), offsets[1:]
+    return Launch(lambda: (grouped(x, columns, offs=ends),))
+
+
+ADAPTERS = {
+    "torch": {"fused_moe": _torch, "grouped_gemm": _grouped_torch},
+    "vllm": {"fused_moe": _vllm},
+}

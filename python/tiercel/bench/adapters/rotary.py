@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Around attention: rotary position embedding, and new keys and values into a paged cache."""
+"""Around attention: rotary position embedding, and new keys and values into a paged cache.
+
+vLLM rotates in place only: called again and again on the same input it would not give the same
+result, which is what is checked and timed here.
+"""
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
-from tiercel.bench.launch import Launch
+from tiercel.bench.launch import Launch, Unsupported
 from tiercel.bench.ops.rotary import rotated
 from tiercel.bench.peers.vllm import operator
 
@@ -31,6 +36,21 @@ def _rotary_compiled(case: Any, inputs: dict[str, Any]) -> Launch:
     compiled = _compile(case, rotated)
     values, interleaved = tuple(inputs.values()), case["style"] == "interleaved"
     return Launch(run=lambda: compiled(*values, interleaved))
+
+
+def _rotary_flashinfer(case: Any, inputs: dict[str, Any]) -> Launch:
+    """It has tokens and all heads as a matrix, and cosines and sines in float32."""
+    rope: Any = importlib.import_module("flashinfer.rope")
+    q, k = inputs["q"], inputs["k"]
+    size, neox, wide = case["D"], case["style"] == "neox", inputs["cache"].float()
+
+    def run() -> tuple[Any, Any]:
+        rotated_q, rotated_k = rope.apply_rope_with_cos_sin_cache(
+            inputs["positions"], q.flatten(1), k.flatten(1), size, wide, neox
+        )
+        return rotated_q.view(q.shape), rotated_k.view(k.shape)
+
+    return Launch(run)
 
 
 def written(key: Any, value: Any, key_cache: Any, value_cache: Any, slots: Any) -> tuple[Any, Any]:
@@ -66,7 +86,35 @@ def _kv_vllm(case: Any, inputs: dict[str, Any]) -> Launch:
     return Launch(run)
 
 
+def _kv_flashinfer(case: Any, inputs: dict[str, Any]) -> Launch:
+    """The new lines are one sequence from its beginning on."""
+    import torch
+
+    if case["cache"] != "same":
+        raise Unsupported("it converts no lines")
+    page: Any = importlib.import_module("flashinfer.page")
+    key, value, key_cache, value_cache, slots = inputs.values()
+    tokens, block = case["T"], key_cache.shape[1]
+    whole = {"dtype": torch.int32, "device": key.device}
+    indices = (slots[::block] // block).int()
+    arguments = (
+        torch.zeros(tokens, **whole),
+        torch.arange(tokens, **whole),
+        (key_cache, value_cache),
+        indices,
+        torch.tensor([0, len(indices)], **whole),
+        torch.tensor([(tokens - 1) % block + 1], **whole),
+    )
+
+    def run() -> tuple[Any, Any]:
+        page.append_paged_kv_cache(key, value, *arguments)
+        return key_cache, value_cache
+
+    return Launch(run)
+
+
 ADAPTERS = {
+    "flashinfer": {"kv_cache_write": _kv_flashinfer, "rotary_embedding": _rotary_flashinfer},
     "torch": {"kv_cache_write": _kv, "rotary_embedding": _rotary},
     "torch.compile": {"kv_cache_write": _kv_compiled, "rotary_embedding": _rotary_compiled},
     "vllm": {"kv_cache_write": _kv_vllm},

@@ -194,4 +194,47 @@ MOE_DOWN = Contract(
     variants={"moe_down": lambda call, *values: call(*values)[0]},
 )
 
-CONTRACTS = (FUSED_MOE, MOE_DOWN, MOE_UP)
+
+def _groups(*sizes: int, dtype: str = "bfloat16", values: str = "random") -> Case:
+    return _case("M E N K", sizes, dtype, values)
+
+
+def _make_groups(case: Case, device: str, seed: int) -> dict[str, Any]:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    rows, groups, columns, k = (case.sizes[name] for name in ("M", "E", "N", "K"))
+    dtype = getattr(torch, case.dtype)
+    x = torch.randn(rows, k, generator=generator)
+    if case.values == "strided":
+        x = torch.cat([x, -x], dim=1)
+    w = torch.randn(groups, columns, k, generator=generator) * k**-0.5
+    ends = torch.randint(0, rows + 1, (groups + 1,), generator=generator).sort().values
+    return {
+        "x": x.to(device=device, dtype=dtype)[:, :k],
+        "w": w.to(device=device, dtype=dtype),
+        "offsets": ends.int().to(device),
+    }
+
+
+GROUPED_GEMM = Contract(
+    family="moe",
+    op="grouped_gemm",
+    arguments=(
+        TensorSpec("x", ("M", "K"), _16_BIT, strided=True),
+        TensorSpec("w", ("E", "N", "K"), ("x",), strided=True),
+        TensorSpec("offsets", ("E + 1",), ("int32", "int64")),
+    ),
+    outputs=(TensorSpec("out", ("M", "N"), ("x",), rtol=8e-3, atol=4e-3),),
+    cases=(
+        _groups(300, 4, 136, 200),
+        _groups(40, 8, 64, 72, dtype="float16"),
+        _groups(90, 3, 64, 128, values="strided"),
+        _groups(0, 4, 64, 64),
+    ),
+    timing={"cpu": _groups(64, 4, 128, 128), "cuda": _groups(8192, 64, 2048, 2048)},
+    make=_make_groups,
+    variants={"grouped_gemm": lambda call, *values: call(*values)[0]},
+)
+
+CONTRACTS = (FUSED_MOE, GROUPED_GEMM, MOE_DOWN, MOE_UP)

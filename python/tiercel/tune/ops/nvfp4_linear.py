@@ -10,23 +10,23 @@ from tiercel.tune.hardware import Needs
 from tiercel.tune.ops import Tunable
 from tiercel.tune.problem import Candidate, Problem
 
-_STAGE = 256  # values of K, as in kernels/gemv/nvfp4_linear_kernels.h
-_STAGE_BYTES = 16 * (_STAGE // 2 + _STAGE // 16)
+_SLICE = 256  # values of K, as in kernels/gemv/nvfp4_linear_kernels.h
+_STAGE_BYTES = 16 * (_SLICE // 2 + _SLICE // 16 + 1)
 _OWN_SHARED = 1024  # the kernel's own, at most
 _FEATURES = 16  # of a tile
-_WARPS = (1, 2, 4, 7, 8, 10, 12, 14, 16, 20, 24, 28)
-_PARTS = (1, 2, 4, 7, 8, 14, 16)
+_WARPS = (1, 2, 4, 6, 7, 8, 10, 12, 14, 15, 16, 20)
+_PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 15, 16)
 _CLUSTERS = (1, 2, 4, 8)
 
 
 def candidates(problem: Problem, tokens: int, quick: bool, compiled: bool) -> list[Candidate]:
-    stages_of_k = -(-problem.k // _STAGE)
+    slices = -(-problem.k // _SLICE)
     found: list[Candidate] = []
     for cluster in _CLUSTERS:
-        of_block = -(-stages_of_k // cluster)
-        if cluster > 1 and of_block * (cluster // 2) >= stages_of_k:
+        of_block = -(-slices // cluster)
+        if cluster > 1 and of_block * (cluster // 2) >= slices:
             continue  # half of a cluster has all of K
-        for stages in (2,) if quick else (2, 3):
+        for stages in (3,) if quick else (2, 3, 4):
             for warps in _WARPS:
                 for parts in _PARTS:
                     if warps % parts == 0 and parts <= max(of_block, 1):
@@ -36,15 +36,13 @@ def candidates(problem: Problem, tokens: int, quick: bool, compiled: bool) -> li
 
 
 def needs(problem: Problem, tokens: int, c: Candidate) -> Needs:
+    """Of a block that keeps the sums of one turn of its rows; the launcher gives it more."""
     warps = c["tiles"] * c["parts"]
-    of_block = -(-problem.k // (_STAGE * c["cluster"]))
-    queues = warps * c["stages"] * _STAGE_BYTES + of_block * _STAGE * 2 * tokens
-    shared = max(queues, warps * 512 * (2 if tokens > 8 else 1)) + _OWN_SHARED
-    # Compiled for at most 768 or 896 threads a block: so many registers each.
-    most = 768 if tokens > 8 else 896
-    return Needs(
-        warps * 32, shared, 80 if tokens > 8 else 72, cluster=c["cluster"], most_threads=most
-    )
+    sums = warps * (256 if tokens == 1 else 512 if tokens <= 8 else 1024)
+    received = c["tiles"] * 64 * tokens + 64 if c["cluster"] > 1 else 0
+    shared = warps * c["stages"] * _STAGE_BYTES + sums + received + _OWN_SHARED
+    # Compiled for at most 512 threads a block: so many registers each.
+    return Needs(warps * 32, shared, 128, cluster=c["cluster"], most_threads=512)
 
 
 def _invalid(problem: Problem, tokens: int) -> str | None:

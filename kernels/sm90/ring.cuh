@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// A ring of shared memory stages that the bulk-copy engine fills: rows arrive far ahead of the
-// threads that read them, and cost those no registers.
-#ifndef KERNELS_NORM_RING_CUH_
-#define KERNELS_NORM_RING_CUH_
+// A ring of shared memory stages that the copy engine fills: rows arrive far ahead of the threads
+// that read them, and cost those no registers.
+#ifndef KERNELS_SM90_RING_CUH_
+#define KERNELS_SM90_RING_CUH_
+
+#include <cuda.h>
 
 #include <cstdint>
 
@@ -71,6 +73,27 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t b
       : "memory");
 }
 
+// The box of a tensor map at `column` and `row`, zeros where it is outside of the tensor.
+__device__ __forceinline__ void box_load(void* to, const CUtensorMap* map, int column, int row,
+                                         uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3}], [%4];" ::"r"(shared_address(to)),
+      "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier))
+      : "memory");
+}
+
+// Asks for bytes to be in the L2 soon, which is allowed also where they are being written:
+// `from` and `bytes` are multiples of 16.
+__device__ __forceinline__ void prefetch_bytes(const void* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
+// The same for the line that holds this byte.
+__device__ __forceinline__ void prefetch_line(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
+}
+
 }  // namespace tiercel
 
-#endif  // KERNELS_NORM_RING_CUH_
+#endif  // KERNELS_SM90_RING_CUH_
