@@ -90,9 +90,11 @@ NormChoice<NormForwardKernel> choose_norm_forward(const NormProblem& problem) {
       per_thread = 8;
     }
     const int most = most_threads();
+    // A layer norm's float32 rows need the most of weight and bias: fewer blocks share a row.
+    const int wanted = problem.kind == NormKind::kLayer && element == 4 ? 512 : 256;
     const auto threads = [&] { return threads_for(ceil_div(vectors, choice.cluster), per_thread); };
     // Two blocks of half the size hide more of each other's latency; a cluster has eight at most.
-    while (threads() > (choice.cluster < kNormMaxCluster ? std::min(most, 256) : most) &&
+    while (threads() > (choice.cluster < kNormMaxCluster ? std::min(most, wanted) : most) &&
            choice.cluster < kNormMaxCluster) {
       if (threads() <= most && choice.cluster == kNormMaxCluster / 2) break;
       choice.cluster *= 2;

@@ -36,7 +36,8 @@ constexpr NormParameters norm_forward_parameters(bool wide, int vectors, bool re
 constexpr int norm_forward_threads(int element, bool wide, int vectors, bool block_row) {
   if (!block_row) return 128;
   if (!wide) return vectors > 4 ? 448 : kNormMaxThreads;  // more registers for more elements
-  return vectors == 4 ? 256 : vectors == 8 && element == 2 ? 448 : kNormMaxThreads;
+  if (element == 4 || vectors < 4) return kNormMaxThreads;
+  return vectors == 4 ? 256 : 448;
 }
 constexpr int norm_forward_blocks(DType dtype, bool wide, int vectors, bool block_row,
                                   bool residual) {
@@ -45,9 +46,10 @@ constexpr int norm_forward_blocks(DType dtype, bool wide, int vectors, bool bloc
       norm_forward_parameters(wide, vectors, residual, block_row) == NormParameters::kPacked;
   const int words = vectors * 4 * (residual ? 2 : 1);
   const int element = static_cast<int>(dtype_bytes(dtype));
-  if (packed) return dtype == DType::kBFloat16 ? 4 : 3;  // 64 registers, or a few more
-  const int registers = words <= 16 && block_row ? 48 : words <= 32 ? 64 : 128;
-  return 65536 / registers / norm_forward_threads(element, wide, vectors, block_row);
+  const int threads = norm_forward_threads(element, wide, vectors, block_row);
+  if (packed && dtype == DType::kFloat16) return 3;  // two registers more than bfloat16's 64
+  const int registers = packed ? 64 : words <= 16 && block_row ? 48 : words <= 32 ? 64 : 128;
+  return 65536 / registers / threads;
 }
 
 // All strides and offsets are in bytes.
