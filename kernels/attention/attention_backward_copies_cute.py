@@ -26,7 +26,6 @@ class AttentionBackwardCopies(AttentionBackwardLayouts):
         do,
         k,
         v,
-        kv_ring,
         stats,
         stats_address,
         mail,
@@ -37,12 +36,13 @@ class AttentionBackwardCopies(AttentionBackwardLayouts):
         sizes,
         q_blocks,
     ):
-        """Warp 0: k and v once a tile; q, do and its rows' sums of each head and block."""
+        """Warp 0: k and v once a tile, if any query sees them; q, do and its rows' sums of each
+        head and block."""
         batch, seq_q, seq_k, heads, kv_heads = sizes
         tma_q, sq, q_ring = q
         tma_do, sdo, do_ring = do
-        tma_k, sk = k
-        tma_v, sv = v
+        tma_k, sk, k_ring = k
+        tma_v, sv, v_ring = v
         one = cute.make_layout(1)
         gq = cute.zipped_divide(coordinates(self.d, seq_q, heads, batch), (self.tile_m, self.d))
         gk = cute.zipped_divide(coordinates(self.d, seq_k, kv_heads, batch), (TILE_N, self.d))
@@ -60,12 +60,7 @@ class AttentionBackwardCopies(AttentionBackwardLayouts):
             turn += 1
             column, kv_head, entry = tile_position(tile, *order)
             first, end = query_blocks(column * TILE_N, TILE_N, *sight)
-            kv_ring.producer_acquire(kv_write)
-            barrier = kv_ring.producer_get_barrier(kv_write)
-            at = (column, 0, kv_head, entry)
-            cute.copy(tma_k, from_k[None, at], to_k[None, 0], tma_bar_ptr=barrier)
-            cute.copy(tma_v, from_v[None, at], to_v[None, 0], tma_bar_ptr=barrier)
-            kv_write.advance()
+            keys_at = (column, 0, kv_head, entry)
             for shared in cutlass.range(shared_by, unroll=1):
                 head = kv_head * shared_by + shared
                 stats_row = stats.toint() + Int64(entry * heads + head) * q_blocks * (
@@ -92,9 +87,19 @@ class AttentionBackwardCopies(AttentionBackwardLayouts):
                             barrier,
                         )
                     do_write.advance()
+                    # Not before the first q and do: there is room for them earlier.
+                    if shared == 0 and block == first:
+                        for tma, source, to, ring in (
+                            (tma_v, from_v, to_v, v_ring),
+                            (tma_k, from_k, to_k, k_ring),
+                        ):
+                            ring.producer_acquire(kv_write)
+                            barrier = ring.producer_get_barrier(kv_write)
+                            cute.copy(tma, source[None, keys_at], to[None, 0], tma_bar_ptr=barrier)
+                        kv_write.advance()
             tile = take(counter)
         hand_out(mail, turn, Int32(-1))
-        kv_ring.producer_tail(kv_write)
+        k_ring.producer_tail(kv_write)
 
     @cute.jit
     def take_out(self, tma_dk, tma_dv, dq, turns, out_address, mail, order, sight, sizes, q_blocks):

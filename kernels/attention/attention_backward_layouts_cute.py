@@ -107,7 +107,8 @@ class AttentionBackwardLayouts:
             ]
             q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * STAGES]
             do_barriers: cute.struct.MemRange[cutlass.Int64, 2 * STAGES]
-            kv_barriers: cute.struct.MemRange[cutlass.Int64, 2]
+            k_barriers: cute.struct.MemRange[cutlass.Int64, 2]
+            v_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             mail: cute.struct.MemRange[cutlass.Int64, MAIL]
 
         return Storage
@@ -116,5 +117,5 @@ class AttentionBackwardLayouts:
         """What the storage takes, as the launch asks for it."""
         tiles = 4 * self.d * (STAGES * self.tile_m + TILE_N) + 2 * STAGES * self.tile_m * TILE_N
         rest = WARPGROUPS * self.part_bytes + STAGES * self.stats_bytes
-        barriers = 8 * (4 * STAGES + 2 + MAIL)
+        barriers = 8 * (4 * STAGES + 4 + MAIL)
         return (tiles + rest + barriers + 1023) // 1024 * 1024

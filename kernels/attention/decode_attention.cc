@@ -184,6 +184,7 @@ Status check_supported(const DecodeTensors& t, const DecodeOptions& options) {
 struct Choice {
   const DecodeKernel* kernel = nullptr;
   DecodeSplit split{};
+  int64_t combined = 0;                      // tiles that decode_combine looks at
   int64_t partial = 0, sums = 0, tiles = 0;  // floats of the workspace
 
   int rows() const { return 8 * kernel->tiles; }
@@ -293,6 +294,8 @@ Status prepare(const DecodeTensors& t, const DecodeOptions& options, int multipr
   choice->split = decode_choose(load, options.split);
   args->spread = choice->split.cluster == 0;
   if (args->spread) {
+    choice->combined = std::min(load.tiles, choice->split.grid - args->columns);
+    args->by_tile = choice->combined == load.tiles;
     choice->partial = 2 * choice->split.grid * choice->rows() * d;
     choice->sums = 2 * choice->split.grid * choice->rows() * 2;
     choice->tiles = 4 * choice->split.grid;
@@ -369,10 +372,10 @@ Status decode_attention(const DecodeTensors& tensors, const DecodeOptions& optio
   config.dependent = true;
   void* pointers[] = {&args};
   TIERCEL_RETURN_IF_ERROR(choice.kernel->kernel.launch(config, device, stream, pointers));
-  if (!args.spread || choice.split.grid == args.columns) return Status();
+  if (choice.combined == 0) return Status();
   config.cluster.x = 1;
   config.dynamic_smem = 0;
-  config.grid.x -= static_cast<unsigned>(args.columns);
+  config.grid.x = static_cast<unsigned>(choice.combined);
   config.grid.y = static_cast<unsigned>(std::min(choice.rows(), args.rows));
   config.grid.z = args.d > 128 ? 2 : 1;
   int tile_rows = choice.rows(), pitch = choice.kernel->d;

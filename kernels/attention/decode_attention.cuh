@@ -365,7 +365,8 @@ __global__ void __launch_bounds__(kDecodeThreads, kResidents)
   const int turn = (blocks > 1 ? cluster_rank() : 0) * kDecodeWarps + threadIdx.x / 32;
   Tile tile;
   if (args.spread) {
-    if (threadIdx.x == 0) args.tiles[blockIdx.x].w = 0;
+    const int second = static_cast<int>(blockIdx.x) - args.columns;
+    if (threadIdx.x == 0 && !args.by_tile && second >= 0) args.tiles[second].w = 0;
     start_share<Shape::kStep>(args, shared.scratch, &cursor);
     if (cursor.at >= cursor.end) return;
   } else {

@@ -9,8 +9,9 @@ namespace tiercel {
 namespace {
 
 // A model of both ways, in microseconds, fitted to an H200.
-constexpr double kBytesPerMicrosecond = 4.3e6;  // of the device
-constexpr double kSparse = 3.7e6;               // the same with one block a multiprocessor
+constexpr double kBytesPerMicrosecond = 4.42e6;  // of the device
+constexpr double kSpread = 4.3e6;                // the same when tiles are spread
+constexpr double kSparse = 3.7e6;                // the same with one block a multiprocessor
 constexpr double kChain = 4.0;      // launch, lengths, first keys, results: all ways have them
 constexpr double kStep = 0.75;      // at least, of one step
 constexpr double kBeside = 1.25;    // times that, with other blocks on the multiprocessor
@@ -25,9 +26,10 @@ constexpr double kRestart = 1.0;    // a further tile of a block, beside those o
 constexpr double kRoom[] = {1.0, 1.0, 0.94, 0.9};
 constexpr double kRound[] = {0.3, 1.5, 2.5, 3.7};
 
-// Spread blocks are even whatever the lengths; a cluster's time is that of the longest sequence, so
-// it has to be better.
+// Spread blocks are even whatever the lengths; clusters that all run at once take as long as the
+// longest sequence, so they have to be better. With several rounds of single blocks that evens out.
 constexpr double kPreferSpread = 0.95;
+constexpr int kManyRounds = 3;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -42,19 +44,22 @@ double step_time(const DecodeLoad& load, int64_t blocks) {
 double clustered(const DecodeLoad& load, int cluster) {
   const int kind = cluster == 1 ? 0 : cluster == 2 ? 1 : cluster == 4 ? 2 : 3;
   const int64_t blocks = load.tiles * cluster;
-  const auto at_once = static_cast<int64_t>(static_cast<double>(load.blocks) * kRoom[kind]);
-  const int64_t rounds = ceil_div(blocks, at_once);
-  const int64_t steps = rounds * ceil_div(load.steps, cluster * kDecodeWarps);
-  return kChain + (cluster > 1 ? kExchange * cluster : 0.0) +
-         static_cast<double>(steps) * step_time(load, std::min(blocks, at_once)) +
-         static_cast<double>(rounds - 1) * kRound[kind];
+  const auto found = static_cast<int64_t>(static_cast<double>(load.blocks) * kRoom[kind]);
+  const int64_t most = std::max<int64_t>(found, 1);
+  const int64_t full = blocks / most, rest = blocks % most;
+  const auto steps = static_cast<double>(ceil_div(load.steps, cluster * kDecodeWarps));
+  const double rounds =
+      static_cast<double>(full) * step_time(load, most) + (rest > 0 ? step_time(load, rest) : 0.0);
+  return kChain + (cluster > 1 ? kExchange * cluster : 0.0) + steps * rounds +
+         static_cast<double>(ceil_div(blocks, most) - 1) * kRound[kind];
 }
 
 double spread(const DecodeLoad& load) {
   const int64_t each = ceil_div(load.tiles * load.steps, load.spread_blocks);
   const auto steps = static_cast<double>(ceil_div(each, kDecodeWarps));
   const auto tiles = static_cast<double>(each / std::max<int64_t>(load.steps, 1));
-  return kChain + kShares + kCombine + steps * step_time(load, load.spread_blocks) +
+  const double slower = kBytesPerMicrosecond / kSpread;
+  return kChain + kShares + kCombine + steps * step_time(load, load.spread_blocks) * slower +
          tiles * kRestart;
 }
 
@@ -72,13 +77,16 @@ int decode_columns(int tiles, int64_t blocks) {
 DecodeSplit decode_choose(const DecodeLoad& load, int forced) {
   DecodeSplit best{0, load.spread_blocks, spread(load)};
   if (forced < 0) return best;
+  const double spread_time = best.microseconds;
   if (forced > 0) return {forced, load.tiles * forced, clustered(load, forced)};
-  double least = best.microseconds * kPreferSpread;
+  double least = best.microseconds;
   for (int cluster = 1; cluster <= kDecodeMaxCluster; cluster *= 2) {
     const double time = clustered(load, cluster);
     // Blocks without a step would only wait.
     const bool idle = cluster > 1 && (cluster - 1) * kDecodeWarps >= load.steps;
-    if (time < least && !idle) {
+    const bool many = cluster == 1 && load.tiles > (kManyRounds - 1) * load.blocks;
+    const bool better = time < least && (many || time < spread_time * kPreferSpread);
+    if (better && !idle) {
       least = time;
       best = {cluster, load.tiles * cluster, time};
     }

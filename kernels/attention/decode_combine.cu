@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // decode_combine: the tiles that several blocks of decode_attention shared.
 //
-// A block has one row of the tile that began in the block before its own of decode_attention, in
-// its column, if there is such a tile (most have none and end at once). Its warps take the parts in
-// turn, 9 reads under way at a time (of one sequence and 8 key heads: all of them), in a fixed order:
-// parts lie in the L2, so the latency of a few such rounds is all there is.
+// A block has one row of a tile, if that is one of those, and ends at once otherwise. Its warps
+// take the parts in turn, 9 reads under way at a time (of one sequence and 8 key heads: all of
+// them), in a fixed order: parts lie in the L2, so the latency of a few such rounds is all there
+// is.
 #include <cstdint>
 
 #include "kernels/attention/decode_arithmetic.cuh"
@@ -47,9 +47,9 @@ __global__ void __launch_bounds__(kDecodeThreads)
   const int row = blockIdx.y, d = blockIdx.z * 128 + 4 * lane;
   grid_dependency_wait();
   grid_dependency_launch();
-  const int64_t begin = blockIdx.x;  // the block that has the tile's beginning
-  const int4 tile = args.tiles[begin + args.columns];
-  const int parts = tile.w, r = tile.z * tile_rows + row;
+  const int4 tile = args.tiles[blockIdx.x];
+  const int parts = tile.w, key_head = tile.y / args.row_blocks;
+  const int r = tile.y % args.row_blocks * tile_rows + row;
   if (parts == 0 || r >= args.rows) return;
 
   Part part;
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
       out[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       if (at >= parts) continue;
       // The first block has it as its last tile, the others as their first.
-      const int64_t block = begin + int64_t{at} * args.columns;
+      const int64_t block = tile.z + int64_t{at} * args.columns;
       const int64_t line = (2 * block + (at == 0)) * tile_rows + row;
       sum[i] = args.partial_sums[line];
       if (real) out[i] = *reinterpret_cast<const float4*>(args.partial + line * pitch + d);
@@ -79,8 +79,9 @@ __global__ void __launch_bounds__(kDecodeThreads)
 #pragma unroll
   for (int other = 1; other < kDecodeWarps; ++other) part.add(sums[other], outs[other][lane]);
 
-  const int query = r / args.group, head = tile.y * args.group + r % args.group;
-  const float factor = normalizer(part.sum, scale_of(args.v_scale, args.v_scale_per_head, tile.y));
+  const int query = r / args.group, head = key_head * args.group + r % args.group;
+  const float factor =
+      normalizer(part.sum, scale_of(args.v_scale, args.v_scale_per_head, key_head));
   if (real) {
     const float values[4] = {part.out.x * factor, part.out.y * factor, part.out.z * factor,
                              part.out.w * factor};

@@ -48,7 +48,9 @@ struct DecodeArgs {
   const float* v_scale;
   float* partial;        // [2 * blocks, rows of a tile, D of the kernel]; spread blocks only
   float2* partial_sums;  // [2 * blocks, rows of a tile]: largest score, sum
-  int4* tiles;           // [blocks]: what decode_combine has to do there
+  // What decode_combine has to do: sequence, tile of it, first block, blocks (0: nothing). By tile,
+  // or where there are more tiles than that, by the tile's second block.
+  int4* tiles;
   int64_t q_strides[3];  // bytes: sequence, query, head
   int64_t out_strides[3];
   DecodeStrides k_strides;
@@ -71,6 +73,7 @@ struct DecodeArgs {
   float cap_log2;  // the cap in powers of 2, or 0
   bool k_scale_per_head;
   bool v_scale_per_head;
+  bool by_tile;
   bool spread;  // blocks share all tiles evenly; otherwise a cluster has one
 };
 

@@ -75,10 +75,19 @@ __device__ __forceinline__ void enter_tile(const DecodeArgs& args, ShareCursor* 
   cursor->last = static_cast<int>(min(end, cursor->end) - begin);
   cursor->slot = kWhole;
   if (later || end > cursor->end) cursor->slot = 2 * static_cast<int64_t>(blockIdx.x) + !later;
+  const Tile& tile = cursor->tile;
+  const int number = tile.head * args.row_blocks + tile.row_block;
+  int4* work = args.tiles;
+  if (args.by_tile) {
+    work += tile.b * args.kv_heads * args.row_blocks + number;
+  } else {
+    work += static_cast<int>(blockIdx.x) - args.columns;
+  }
   if (later && begin >= cursor->each * (cursor->group - 1)) {
     const int blocks = static_cast<int>((end - 1) / cursor->each) - cursor->group + 2;
-    args.tiles[blockIdx.x] =
-        make_int4(cursor->tile.b, cursor->tile.head, cursor->tile.row_block, blocks);
+    *work = make_int4(tile.b, number, static_cast<int>(blockIdx.x) - args.columns, blocks);
+  } else if (args.by_tile && cursor->slot == kWhole) {
+    work->w = 0;
   }
 }
 

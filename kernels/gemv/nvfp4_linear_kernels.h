@@ -16,8 +16,6 @@ struct Nvfp4LinearArgs {
   CUtensorMap scale_map;   // of 16 rows and what belongs to a warp's part of K; or nothing
   const char* x;
   int64_t x_row;  // bytes from one token to the next
-  const char* weight;
-  int64_t weight_row;
   const char* scale;
   int64_t scale_row;
   const float* global_scale;  // or null: 1

@@ -17,9 +17,17 @@ _ACTIVATIONS = {
     "relu": "kRelu",
     "gelu_residual": "kGeluResidual",
 }
-# Tile rows, which are the routing's blocks, and columns, turns instead of sharing, blocks of a
-# cluster, stages of the ring.
-_SHAPES = ((64, 128, False, 1, 8), (128, 256, False, 1, 4))
+
+
+def _shapes(dtype, act):
+    """Tile rows, which are the routing's blocks, and columns, turns instead of sharing, blocks of a
+    cluster, stages of the ring."""
+    # A float8 tile has so few bytes that its epilogue would take as long as they do.
+    few = (64, 128, dtype == "fp8", 1, 8)
+    # On an H200 multicast gained up to 4 % in `up`, and lost 8 % and more in `down`.
+    multicast = act is not None and dtype != "fp8"
+    return few, (128, 256, False, 2 if multicast else 1, 4)
+
 
 _SCALARS = (
     *("experts", "w_rows", "k", "second", "rows", "elements", "divide", "x_pieces", "id_words"),
@@ -77,5 +85,5 @@ def functions():
         function(dtype, act, *shape)
         for dtype in _DTYPES
         for act in _ACTIVATIONS
-        for shape in _SHAPES
+        for shape in _shapes(dtype, act)
     ]

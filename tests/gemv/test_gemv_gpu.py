@@ -165,11 +165,11 @@ def test_linear_large(generator, tokens):
 @pytest.mark.parametrize("tokens", [1, 5, 16])
 def test_linear_cuts(generator, tokens):
     """Several turns, passes and groups, of blocks alone and in clusters."""
-    cuts = [(1, 1, 1, 3), (1, 2, 3, 2), (1, 1, 16, 4), (2, 1, 4, 3), (2, 3, 5, 2), (4, 2, 2, 3)]
+    cuts = [(1, 1, 1, 2), (1, 2, 3, 2), (1, 1, 12, 2), (2, 1, 4, 2), (2, 3, 5, 2), (4, 2, 2, 2)]
     for features, k in [(3000, 2880), (2500, 4096), (70, 8192)]:
         data = linear_data(generator, tokens, features, k)
         due = linear_truth(*data)
-        for cut in [*cuts, (8, 1, 2, 4)]:
+        for cut in [*cuts, (8, 1, 2, 3 if k % 256 == 0 else 2)]:
             out = torch.full((tokens, features), torch.nan, dtype=torch.bfloat16, device="cuda")
             _C.nvfp4_linear(*data, None, out, cut)
             assert_tokens_close(out, due)

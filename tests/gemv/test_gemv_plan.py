@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launchers of nvfp4_gemv and nvfp4_linear: they need neither PyTorch nor a GPU."""
 
+import json
+import math
+from pathlib import Path
+
 import pytest
 from support.dlpack_tensor import ADDRESS, AttributeTensor, ExchangeTensor
 
@@ -261,3 +265,26 @@ def test_linear_fills_the_gpu_once(make):
         # The copy engine takes scales at multiples of 16 bytes.
         assert got["kernel"].endswith("boxes=true>")
     assert linear(make, 1, 2880, 2880)["kernel"].endswith("boxes=false>")
+
+
+SWEEPS = json.loads((Path(__file__).parent / "nvfp4_linear_h200.json").read_text())
+
+
+def against_the_best(sweep):
+    """The choice's time over the best configuration's, by what these took on an H200."""
+    got = linear(ExchangeTensor, sweep["T"], sweep["N"], sweep["K"])
+    warps = got["block"] // 32
+    cut = (2, warps // got["parts"], got["parts"], got["cluster"])
+    times = {tuple(row[:4]): row[4] for row in sweep["rows"]}
+    return times[cut] / min(times.values())
+
+
+@pytest.mark.parametrize("sweep", SWEEPS["sweeps"], ids=lambda s: f"T{s['T']}-{s['N']}x{s['K']}")
+def test_linear_choice_was_measured_to_be_fast(sweep):
+    assert against_the_best(sweep) <= 1.05
+
+
+def test_linear_choices_are_near_the_best_all_together():
+    logs = [math.log(against_the_best(sweep)) for sweep in SWEEPS["sweeps"]]
+    assert len(logs) == 35
+    assert math.exp(sum(logs) / len(logs)) < 1.01

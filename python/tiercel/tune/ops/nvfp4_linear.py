@@ -26,7 +26,7 @@ def candidates(problem: Problem, tokens: int, quick: bool, compiled: bool) -> li
         of_block = -(-slices // cluster)
         if cluster > 1 and of_block * (cluster // 2) >= slices:
             continue  # half of a cluster has all of K
-        for stages in (3,) if quick else (2, 3, 4):
+        for stages in (2,) if quick or problem.k % _SLICE else (2, 3):
             for warps in _WARPS:
                 for parts in _PARTS:
                     if warps % parts == 0 and parts <= max(of_block, 1):
