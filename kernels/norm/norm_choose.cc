@@ -74,7 +74,8 @@ NormChoice<NormForwardKernel> choose_norm_forward(const NormProblem& problem) {
     if (problem.wide && vectors <= 64) per_thread = vectors <= 8 ? 1 : 2;
     choice.threads_per_row = threads_for(vectors, per_thread);
     choice.slice = problem.columns;
-    choice.block = 64;
+    // Many short rows: the blocks themselves are what takes time, so fewer and larger ones.
+    choice.block = per_thread <= 2 && problem.rows * choice.threads_per_row >= (1 << 18) ? 256 : 64;
     grid = ceil_div(problem.rows, choice.block / choice.threads_per_row);
   } else {
     if (!problem.wide) {
