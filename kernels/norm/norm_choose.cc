@@ -74,7 +74,8 @@ NormChoice<NormForwardKernel> choose_norm_forward(const NormProblem& problem) {
     if (problem.wide && vectors <= 64) per_thread = vectors <= 8 ? 1 : 2;
     choice.threads_per_row = threads_for(vectors, per_thread);
     choice.slice = problem.columns;
-    choice.block = 64;
+    // Many short rows: the blocks themselves are what takes time, so fewer and larger ones.
+    choice.block = per_thread <= 2 && problem.rows * choice.threads_per_row >= (1 << 18) ? 256 : 64;
     grid = ceil_div(problem.rows, choice.block / choice.threads_per_row);
   } else {
     if (!problem.wide) {
@@ -90,7 +91,7 @@ NormChoice<NormForwardKernel> choose_norm_forward(const NormProblem& problem) {
       per_thread = 8;
     }
     const int most = most_threads();
-    // A layer norm's float32 rows need the most per row for weight and bias: fewer blocks share it.
+    // A layer norm's float32 rows need the most of weight and bias: fewer blocks share a row.
     const int wanted = problem.kind == NormKind::kLayer && element == 4 ? 512 : 256;
     const auto threads = [&] { return threads_for(ceil_div(vectors, choice.cluster), per_thread); };
     // Two blocks of half the size hide more of each other's latency; a cluster has eight at most.

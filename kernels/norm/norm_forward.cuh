@@ -56,6 +56,7 @@ __global__ void __launch_bounds__(norm_forward_threads(Format::kBytes, kWide, kV
       norm_forward_parameters(kWide, kVectors, kResidual, kBlockRow);
   constexpr bool kEarly = kParameters == NormParameters::kFloats;
   constexpr bool kPacked = kParameters == NormParameters::kPacked;
+  constexpr bool kFloat32 = Format::kBytes == 4;  // then parameters have x's type
 
   int place, places, row, first = 0, rank = 0;
   if constexpr (kBlockRow) {
@@ -106,13 +107,12 @@ __global__ void __launch_bounds__(norm_forward_threads(Format::kBytes, kWide, kV
   if constexpr (kPacked) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
+      if (!valid(v)) continue;
       const int offset = (first + local(v)) * Format::kBytes;
-      if (args.weight != nullptr && !args.weight_float32 && valid(v)) {
+      if (args.weight != nullptr && !args.weight_float32) {
         packed_weights[v].load(args.weight + offset);
       }
-      if (args.bias != nullptr && !args.bias_float32 && valid(v)) {
-        packed_biases[v].load(args.bias + offset);
-      }
+      if (args.bias != nullptr && !args.bias_float32) packed_biases[v].load(args.bias + offset);
     }
   }
   __shared__ BlockScratch scratch;
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(norm_forward_threads(Format::kBytes, kWide, kV
     for (int i = 0; i < kElements; ++i) x[i] = (x[i] - mean) * rstd;
     if (args.weight != nullptr) {
       float w[kElements];
-      if (kPacked && !args.weight_float32) {
+      if (kPacked && (kFloat32 || !args.weight_float32)) {
         packed_weights[kPacked ? v : 0].unpack(w);
       } else if constexpr (!kEarly) {
         read_parameter<Format, kWide>(w, args.weight, args.weight_float32, first + local(v));
@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(norm_forward_threads(Format::kBytes, kWide, kV
     }
     if (args.bias != nullptr) {
       float b[kElements];
-      if (kPacked && !args.bias_float32) {
+      if (kPacked && (kFloat32 || !args.bias_float32)) {
         packed_biases[kPacked ? v : 0].unpack(b);
       } else if constexpr (!kEarly) {
         read_parameter<Format, kWide>(b, args.bias, args.bias_float32, first + local(v));

@@ -28,13 +28,13 @@ constexpr NormParameters norm_forward_parameters(bool wide, int vectors, bool re
                                                  bool block_row) {
   if (!wide) return NormParameters::kLate;
   if (vectors <= (block_row ? 2 : 1)) return NormParameters::kFloats;
-  return block_row && vectors == 4 && !residual ? NormParameters::kPacked : NormParameters::kLate;
+  return vectors == 4 && !residual ? NormParameters::kPacked : NormParameters::kLate;
 }
 
 // The most threads of a block of norm_forward, and how many such blocks registers must leave room
 // for on a multiprocessor.
 constexpr int norm_forward_threads(int element, bool wide, int vectors, bool block_row) {
-  if (!block_row) return 128;
+  if (!block_row) return 256;
   if (!wide) return vectors > 4 ? 448 : kNormMaxThreads;  // more registers for more elements
   if (element == 4 || vectors < 4) return kNormMaxThreads;
   return vectors == 4 ? 256 : 448;
@@ -46,9 +46,11 @@ constexpr int norm_forward_blocks(DType dtype, bool wide, int vectors, bool bloc
       norm_forward_parameters(wide, vectors, residual, block_row) == NormParameters::kPacked;
   const int words = vectors * 4 * (residual ? 2 : 1);
   const int element = static_cast<int>(dtype_bytes(dtype));
+  const int threads = norm_forward_threads(element, wide, vectors, block_row);
+  if (packed && !block_row) return 2;
   if (packed && dtype == DType::kFloat16) return 3;  // two registers more than bfloat16's 64
   const int registers = packed ? 64 : words <= 16 && block_row ? 48 : words <= 32 ? 64 : 128;
-  return 65536 / registers / norm_forward_threads(element, wide, vectors, block_row);
+  return 65536 / registers / threads;
 }
 
 // All strides and offsets are in bytes.

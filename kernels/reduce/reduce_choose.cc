@@ -118,10 +118,10 @@ void choose_long_rows(DType dtype, bool max, int64_t row_bytes, ReduceLaunch* la
   if (parts > 1) {
     // Blocks of a cluster start together and end together: that costs less than a second launch
     // where they have little to do.
-    cluster = parts <= kReduceMaxCluster || row_bytes <= 128 * 1024;
+    cluster = parts < kReduceMaxCluster || row_bytes <= 128 * 1024;
     if (cluster) {
       parts = parts >= 8 ? 8 : parts >= 4 ? 4 : 2;
-    } else if (outputs * 16 >= 128) {
+    } else if (outputs * 16 >= 128 && (row_bytes <= 1 << 20 || parts < 16)) {
       parts = 16;
     }
   }
