@@ -96,8 +96,7 @@ __global__ void __launch_bounds__(kThreads)
       value = w == 0 ? some : Op()(value, some);
     }
     if (strip + c < args.inner) {
-      store_result(args.out, args.out_dtype, row * args.inner + strip + c,
-                   mean_of(value, args));
+      store_result(args.out, args.out_dtype, row * args.inner + strip + c, mean_of(value, args));
     }
   }
 }
