@@ -41,13 +41,15 @@ def function(dtype, tile, mask, capped=False, packed=False):
     names = ("batch", "seq_q", "seq_k", "heads", "kv_heads", *REST, "band")
     names += ("total_q", "blocks") if packed else ("blocks",)
     scalars = [Scalar(name) for name in names]
-    q_shape, k_shape = ("batch", "heads", "seq_q", d), ("batch", "kv_heads", "seq_k", d)
+    outer = ("batch", 2) if packed else ("batch",)
+    q_shape, k_shape = (*outer, "heads", "seq_q", d), (*outer, "kv_heads", "seq_k", d)
+    ones = (1,) * (len(outer) + 1)
     launch = Launch(
         parameters=(
-            TensorMap("q", q_shape, (1, 1, kernel.tile_m, PIECE)),
-            TensorMap("k", k_shape, (1, 1, tile_n, PIECE)),
-            TensorMap("v", k_shape, (1, 1, tile_n, PIECE)),
-            TensorMap("o", q_shape, (1, 1, ROWS, PIECE)),
+            TensorMap("q", q_shape, (*ones, kernel.tile_m, PIECE)),
+            TensorMap("k", k_shape, (*ones, tile_n, PIECE)),
+            TensorMap("v", k_shape, (*ones, tile_n, PIECE)),
+            TensorMap("o", q_shape, (*ones, ROWS, PIECE)),
             *(lse, *starts, *scalars[:-1]),
         ),
         grid=("blocks", 1, 1),

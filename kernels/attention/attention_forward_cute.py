@@ -115,14 +115,14 @@ class AttentionForward(AttentionSteps):
                     v_extents = (self.value_matrix(seq_k), kv_heads, batch)
                     q_tile, k_tile = (self.tile_m, self.d), (self.tile_n, self.d)
                     v_tile = self.value_tile()
-                    q_hidden, k_hidden = self.hidden(seq_q, queries), self.hidden(seq_k, keys)
+                    q_hidden, k_hidden = self.hidden(queries), self.hidden(keys)
                     to_q, from_q = self.tma_places(tma_q, sq, q_tile, q_extents, q_hidden)
                     to_k, from_k = self.tma_places(tma_k, sk, k_tile, k_extents, k_hidden)
                     to_v, from_v = self.tma_places(tma_v, sv, v_tile, v_extents, k_hidden)
                     k_ring.producer_acquire(k_write)
                     cute.copy(
                         tma_k,
-                        from_k[None, (last - 1, 0, kv_head, k_at)],
+                        from_k[None, (last - 1, 0, kv_head, *self.whose(k_at))],
                         to_k[None, k_write.index],
                         tma_bar_ptr=k_ring.producer_get_barrier(k_write),
                     )
@@ -130,7 +130,7 @@ class AttentionForward(AttentionSteps):
                     q_ring.producer_acquire(q_write)
                     cute.copy(
                         tma_q,
-                        from_q[None, (row, 0, head, q_at)],
+                        from_q[None, (row, 0, head, *self.whose(q_at))],
                         to_q[None, q_write.index],
                         tma_bar_ptr=q_ring.producer_get_barrier(q_write),
                     )
@@ -140,7 +140,7 @@ class AttentionForward(AttentionSteps):
                         k_ring.producer_acquire(k_write)
                         cute.copy(
                             tma_k,
-                            from_k[None, (block - 1, 0, kv_head, k_at)],
+                            from_k[None, (block - 1, 0, kv_head, *self.whose(k_at))],
                             to_k[None, k_write.index],
                             tma_bar_ptr=k_ring.producer_get_barrier(k_write),
                         )
@@ -310,7 +310,7 @@ class AttentionForward(AttentionSteps):
                 values = cute.size(piece)
                 from_so, to_o = self.tma_places(
                     *(tma_o, so, (ROWS, PIECE), ((seq_q, self.d), heads, batch)),
-                    self.hidden(seq_q, queries),
+                    self.hidden(queries),
                 )
                 for chunk in cutlass.range_constexpr(self.d // PIECE):
                     stage = chunk % self.o_stages
@@ -327,11 +327,11 @@ class AttentionForward(AttentionSteps):
                         sync(_WARPGROUP + wg, WARPGROUP)
                         if warp_index % 4 == 0:
                             for i in cutlass.range_constexpr(self.o_stages):
-                                column = chunk - stage + i
+                                at, column = row * self.warpgroups + wg, chunk - stage + i
                                 cute.copy(
                                     tma_o,
                                     from_so[None, wg * self.o_stages + i],
-                                    to_o[None, (row * self.warpgroups + wg, column, head, q_at)],
+                                    to_o[None, (at, column, head, *self.whose(q_at))],
                                 )
                             cute.arch.cp_async_bulk_commit_group()
                 self.clear(sums)

@@ -24,8 +24,13 @@ class Launcher(AttentionForward):
         for pointer, (op, layout, tile, (rows, columns), count) in zip(
             pointers, kinds, strict=True
         ):
-            shape = (rows, columns, count, batch)
-            stride = (columns, 1, rows * columns, count * rows * columns)
+            # Of packed sequences, what the launcher makes of the first of the outermost dimensions
+            # is in attention_varlen.cc; here it has two elements.
+            outer = (count, 2, batch) if self.packed else (count, batch)
+            shape, stride = (rows, columns), (columns, 1)
+            for extent in outer:
+                stride = (*stride, rows * columns if len(shape) == 2 else stride[-1] * shape[-1])
+                shape = (*shape, extent)
             tensor = cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))
             smem = cute.slice_(layout, (None, None, 0))
             atoms.append(cpasync.make_tiled_tma_atom(op, tensor, smem, tile)[0])
@@ -102,8 +107,9 @@ class Attention(Launcher):
 
 class AttentionPacked(Launcher):
     """Sequences of several lengths behind each other: the queries of sequence i are the rows from
-    starts_q[i] to starts_q[i + 1]. The maps' rows are as many as the longest sequence has, and
-    their outermost dimension counts rows too: what follows a sequence is outside of the map."""
+    starts_q[i] to starts_q[i + 1]. The maps have PACKED_ROWS rows, of which a sequence's are the
+    last ones, and two outermost dimensions that move them to where it ends: what follows a
+    sequence is outside of the map."""
 
     packed = True
 

@@ -3,7 +3,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from attention_layouts_cute import WARPGROUP, AttentionLayouts
+from attention_layouts_cute import PACKED_ROWS, WARPGROUP, AttentionLayouts
 from attention_softmax_cute import float_from_bits, hide_outside, softmax, to_operand
 from attention_tiles_cute import key_blocks, place, tile_position
 from cutlass import Float32, Int32, const_expr
@@ -27,9 +27,13 @@ class AttentionSteps(AttentionLayouts):
         )
         return q_end - q_start, k_end - k_start, q_end, k_end, q_start
 
-    def hidden(self, longest, length):
+    def hidden(self, length):
         """Rows at the beginning of a map that are not the sequence's; see AttentionPacked."""
-        return longest - length if self.packed else None
+        return PACKED_ROWS - length if self.packed else None
+
+    def whose(self, entry):
+        """A map's outermost coordinates, of one sequence."""
+        return (PACKED_ROWS, entry) if self.packed else (entry,)
 
     def lse_place(self, starts, entry, head, heads, seq_q, start):
         if not self.packed:
@@ -75,7 +79,7 @@ class AttentionSteps(AttentionLayouts):
         return keys, self.d
 
     def value_place(self, block, head, entry):
-        return block, 0, head, entry
+        return block, 0, head, *self.whose(entry)
 
     def value_columns(self, sv):
         """v as the right operand: columns down, keys across."""
@@ -138,10 +142,12 @@ class AttentionSteps(AttentionLayouts):
         """Where copies of tiles begin, in shared memory and in the tensor that a map describes as
         [batch, heads, rows, columns]. Of its rows, the first `hidden` are left out, unless None."""
         (rows, columns), heads, batch = extents
-        identity = cute.make_identity_tensor((columns, rows, heads, batch))
-        places = cute.make_tensor(identity.iterator, cute.select(identity.layout, [1, 0, 2, 3]))
+        outer = (heads, PACKED_ROWS + 1, batch) if self.packed else (heads, batch)
+        identity = cute.make_identity_tensor((columns, rows, *outer))
+        modes = [1, 0, *range(2, 2 + len(outer))]
+        places = cute.make_tensor(identity.iterator, cute.select(identity.layout, modes))
         if hidden is not None:
-            places = cute.domain_offset((hidden, 0, 0, 0), places)
+            places = cute.domain_offset((hidden, 0, *(0 for _ in outer)), places)
         tiles = cute.zipped_divide(places, tile)
         one = cute.make_layout(1)
         return cpasync.tma_partition(tma, 0, one, cute.group_modes(smem, 0, 2), tiles)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cstddef>
+#include <cstdint>
 #include <string>
 
 #include "kernels/attention/attention.h"
@@ -67,26 +67,29 @@ Status check(const PackedAttention& call, const AttentionOptions& options,
   return check_tensor_map(any, out, kOp, "out");
 }
 
-// [T, H, D] as [T + 1, H, longest, D]: element (end, h, longest - n + i, c) is row i of a sequence
-// of n rows that ends before row `end`. The first dimension and the third both go by rows, and the
-// view starts `longest` rows early; no element that the kernel asks for lies there.
+// [T, H, D] as [T + 1, 2^30 + 1, H, 2^30, D]: element (end, 2^30, h, 2^30 - n + i, c) is row i of a
+// sequence of n rows that ends before row `end`. The first dimension and the fourth both go by rows,
+// and 2^30 steps of the second are 2^64 bytes less 2^30 rows: addresses wrap, and the map begins
+// where the tensor does. (The copy engine loads nothing through a map that begins in unmapped memory.
+// The trick is of Triton's tools/ragged_tma.py.)
+constexpr int64_t kPackedRows = int64_t{1} << 30;  // PACKED_ROWS in attention_layouts_cute.py
+constexpr int64_t kWrap = int64_t{1} << 34;        // bytes; 2^30 times it is 2^64
+
 struct Ends {
-  Ends(const TensorView& from, int64_t longest)
-      : shape{from.shape[0] + 1, from.shape[1], longest, from.shape[2]},
-        strides{from.strides[0], from.strides[1], from.strides[0], from.strides[2]},
+  explicit Ends(const TensorView& from)
+      : shape{from.shape[0] + 1, kPackedRows + 1, from.shape[1], kPackedRows, from.shape[2]},
+        strides{from.strides[0], kWrap / dtype_bytes(from.dtype) - from.strides[0], from.strides[1],
+                from.strides[0], from.strides[2]},
         view(from) {
-    view.ndim = 4;
+    view.ndim = 5;
     view.shape = shape;
     view.strides = strides;
-    view.data = reinterpret_cast<void*>(
-        reinterpret_cast<uintptr_t>(from.data) -
-        static_cast<uintptr_t>(longest * from.strides[0] * dtype_bytes(from.dtype)));
   }
   Ends(const Ends&) = delete;
   Ends& operator=(const Ends&) = delete;
 
-  int64_t shape[4];
-  int64_t strides[4];
+  int64_t shape[5];
+  int64_t strides[5];
   TensorView view;
 };
 
@@ -105,8 +108,7 @@ Status attention_varlen(const PackedAttention& call, const AttentionOptions& opt
   AttentionProblem problem;
   TIERCEL_RETURN_IF_ERROR(check(call, options, &problem));
   if (problem.empty()) return Status();
-  const Ends q(*call.q, problem.seq_q), k(*call.k, problem.seq_k);
-  const Ends v(*call.v, problem.seq_k), out(*call.out, problem.seq_q);
+  const Ends q(*call.q), k(*call.k), v(*call.v), out(*call.out);
   AttentionPointers pointers;
   pointers.lse = call.lse == nullptr ? nullptr : call.lse->data;
   pointers.starts_q = call.starts_q->data;

@@ -116,6 +116,7 @@ void load_tile(Memory& memory, const TensorMap& map, const int32_t* coordinates,
   const uint32_t size = map.element_bytes(), inner = map.box[0] * size;
   const Run run = inner_run(map, coordinates[0]);
   uint8_t row_bytes[256 * 8];
+  memory.global(map.base, size, Access::read);  // loads fault where a map begins in unmapped memory
   for_each_row(map, coordinates, [&](uint64_t address, uint32_t number, bool inside) {
     fill(map, row_bytes, inner);
     if (inside && run.begin < run.end) {
