@@ -68,10 +68,10 @@ Status check(const PackedAttention& call, const AttentionOptions& options,
 }
 
 // [T, H, D] as [T + 1, 2^30 + 1, H, 2^30, D]: element (end, 2^30, h, 2^30 - n + i, c) is row i of a
-// sequence of n rows that ends before row `end`. The first dimension and the fourth both go by rows,
-// and 2^30 steps of the second are 2^64 bytes less 2^30 rows: addresses wrap, and the map begins
-// where the tensor does. (The copy engine loads nothing through a map that begins in unmapped memory.
-// The trick is of Triton's tools/ragged_tma.py.)
+// sequence of n rows that ends before row `end`. The first dimension and the fourth both go by
+// rows, and 2^30 steps of the second are 2^64 bytes less 2^30 rows: addresses wrap, and the map
+// begins where the tensor does. (The copy engine loads nothing through a map that begins in
+// unmapped memory. The trick is of Triton's tools/ragged_tma.py.)
 constexpr int64_t kPackedRows = int64_t{1} << 30;  // PACKED_ROWS in attention_layouts_cute.py
 constexpr int64_t kWrap = int64_t{1} << 34;        // bytes; 2^30 times it is 2^64
 
