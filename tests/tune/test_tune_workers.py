@@ -10,9 +10,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from tiercel.tune.board import StoreBoard
 from tiercel.tune.problem import name_of
 
 HERE = Path(__file__).parent
@@ -150,3 +153,14 @@ def test_half_of_torchruns_environment_is_named(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["tune", *COMMAND, "--bench", "stand_in:Bench"]) == 2
     assert "WORLD_SIZE is set as torchrun does, but not all else: 'RANK'" in capsys.readouterr().err
+
+
+def test_a_record_from_anothers_journal_counts_once():
+    """A worker that starts late reads what the others have written and publishes it again."""
+    heart = SimpleNamespace(store=torch.distributed.HashStore(), worker="0")
+    board = StoreBoard(heart, "sweep", ["batch"])
+    assert board.publish("trial", {"us": 1.0})
+    assert not board.publish("trial", {"us": 1.0})
+    assert not board.publish("trial", {"us": 2.0})
+    assert board.count() == 1
+    assert board.find("trial") == {"us": 1.0}
