@@ -56,12 +56,19 @@ def test_what_it_says(rows):
     assert small in text and large in text
     assert text.index(small) < text.index(large)  # by number, not by letter
     # The fastest exact peer is vllm: quack does not count for it.
-    best = "| topk_softmax | graph | bfloat16 | fastest exact peer | 2 | 1.50 | 1.73 | 2.00 |"
+    best = "| topk_softmax | GPU | bfloat16 | fastest exact peer | 2 | 1.50 | 1.73 | 2.00 |"
     assert best in text
     assert "| topk_softmax | host | bfloat16 | torch.topk | 1 | 7.00 | 7.00 | 7.00 |" in text
     assert "#### topk_softmax: host time of an eager call" in text
     assert "0123456789ab |" in text and "copy 4300 GB/s" in text and "vllm 0.33.0" in text
     assert "`tiercel bench --suite full`" in text
+
+
+def test_a_peer_that_no_graph_holds_stands_beside_ours(record):
+    text = report.render([record(), record("vllm", 0.003, ratio=1.5, timing="events")])
+    assert "| T16 E128 k8 renorm | bf16 | 2.00 | 100 | 25% | †3.00 (1.50) |" in text
+    assert "`†`: by events around a loop of calls" in text
+    assert "[topk_softmax](#routing) | 1 of 1 | 1.50 | 1.50 | 1.50 |" in text
 
 
 def test_an_operator_that_computes_has_tflops(record):

@@ -126,14 +126,19 @@ def read_tree(folder: Path) -> list[Record]:
     return [record for path in sorted(folder.rglob("*.jsonl")) for record in read(path)]
 
 
+def kind(record: Record) -> str:
+    """What a time is of. A peer's call that no graph holds stands beside ours that one does."""
+    return "host" if record["timing"] == "host" else "GPU"
+
+
 def latest(records: Iterable[Record]) -> list[Record]:
     """Of each problem, the newest run that measured ours."""
     groups: dict[tuple[str, ...], dict[tuple[str, str], list[Record]]] = {}
     for record in records:
-        fields = ("gpu", "family", "op", "case", "dtype", "timing")
+        fields = ("gpu", "family", "op", "case", "dtype")
         if record["status"] != "ok":
             continue
-        problem = tuple(record[field] for field in fields)
+        problem = (*(record[field] for field in fields), kind(record))
         runs = groups.setdefault(problem, {})
         runs.setdefault((record["date"], record["run"]), []).append(record)
     chosen = []

@@ -101,7 +101,10 @@ def _op(op: str, host: bool, rows: list[Record]) -> str:
         lines.append(line + [_peer(group.get(name)) for name in peers])
     what = "host time of an eager call" if host else "GPU time"
     title = f"#### {op}: {what}\n\n"
-    note = "Medians in µs; for a peer, in brackets, its time over ours; `~`: it is not exact.\n\n"
+    note = "Medians in µs; for a peer, in brackets, its time over ours; `~`: it is not exact"
+    if any(r["timing"] == "events" for r in rows):
+        note += "; `†`: by events around a loop of calls, since no graph holds them"
+    note += ".\n\n"
     return title + note + _markdown([*head, *peers], lines, numbers_from=2)
 
 
@@ -109,7 +112,8 @@ def _peer(record: Record | None) -> str:
     if record is None:
         return ""
     ratio = f" ({record['ratio']:.2f})" if record.get("ratio") is not None else ""
-    return f"{'' if record['exact'] else '~'}{table.microseconds(record['ms_median'])}{ratio}"
+    marks = ("" if record["exact"] else "~") + ("†" if record["timing"] == "events" else "")
+    return f"{marks}{table.microseconds(record['ms_median'])}{ratio}"
 
 
 def _percent(fraction: float | None) -> str:

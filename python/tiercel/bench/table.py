@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from tiercel.bench.cases import DTYPES
-from tiercel.bench.records import Record
+from tiercel.bench.records import Record, kind
 from tiercel.bench.stats import geometric_mean
 
 
@@ -37,7 +37,7 @@ def result_line(record: Record) -> str:
     return "  ".join(words)
 
 
-Problem = tuple[str, str, str, str]  # op, case, dtype, timing
+Problem = tuple[str, str, str, str]  # op, case, dtype, kind of time
 
 
 def by_problem(records: Iterable[Record]) -> dict[Problem, dict[str, Record]]:
@@ -45,7 +45,7 @@ def by_problem(records: Iterable[Record]) -> dict[Problem, dict[str, Record]]:
     found: dict[Problem, dict[str, Record]] = {}
     for record in records:
         if record["status"] == "ok" and record["family"] != "limits":
-            problem = (record["op"], record["case"], record["dtype"], record["timing"])
+            problem = (record["op"], record["case"], record["dtype"], kind(record))
             found.setdefault(problem, {})[record["impl"]] = record
     return {problem: rows for problem, rows in found.items() if "tiercel" in rows}
 
