@@ -83,17 +83,6 @@ __device__ __forceinline__ void box_load(void* to, const CUtensorMap* map, int c
       : "memory");
 }
 
-// Asks for bytes to be in the L2 soon, which is allowed also where they are being written:
-// `from` and `bytes` are multiples of 16.
-__device__ __forceinline__ void prefetch_bytes(const void* from, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-
-// The same for the line that holds this byte.
-__device__ __forceinline__ void prefetch_line(const void* from) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
-}
-
 }  // namespace tiercel
 
 #endif  // KERNELS_SM90_RING_CUH_

@@ -18,11 +18,9 @@ namespace {
   TIERCEL_KERNEL(                                                                                  \
       type, masked, aligned, lanes, vectors, kSoftmaxLaneThreads, "by_lanes_" #lanes "x" #vectors, \
       softmax_backward<type, LaneGroup<lanes>, vectors, masked, aligned, kSoftmaxLaneThreads>)
-#define TIERCEL_WIDEST(type, masked, aligned, vectors, threads)                      \
-  TIERCEL_KERNEL(type, masked, aligned, 0, vectors, threads, "by_blocks_x" #vectors, \
-                 softmax_backward<type, BlockGroup, vectors, masked, aligned, threads>)
-#define TIERCEL_BLOCKS(type, masked, aligned, vectors) \
-  TIERCEL_WIDEST(type, masked, aligned, vectors, kSoftmaxThreads)
+#define TIERCEL_BLOCKS(type, masked, aligned, vectors)                                       \
+  TIERCEL_KERNEL(type, masked, aligned, 0, vectors, kSoftmaxThreads, "by_blocks_x" #vectors, \
+                 softmax_backward<type, BlockGroup, vectors, masked, aligned, kSoftmaxThreads>)
 #define TIERCEL_FORMS(type, masked)                                                         \
   TIERCEL_LANES(type, masked, false, 2, 1), TIERCEL_LANES(type, masked, false, 4, 1),       \
       TIERCEL_LANES(type, masked, false, 8, 1), TIERCEL_LANES(type, masked, false, 16, 1),  \

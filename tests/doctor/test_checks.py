@@ -40,7 +40,7 @@ def made():
         "cpus": 16,
         "memory": 128 * GB,
         "environment": {"TORCH_CUDA_ARCH_LIST": "9.0a", "MAX_JOBS": "16"},
-        "caches": {"torch extensions": {"folder": "/home/me/.cache/te", "free": 100 * GB}},
+        "caches": {"torch extensions": {"folder": "/caches/te", "free": 100 * GB}},
     }
 
 

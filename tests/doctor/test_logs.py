@@ -37,7 +37,7 @@ FAILURES = {
         "RuntimeError: CUDA error: no kernel image is available for execution on the device",
     ],
     "undefined symbol": [
-        "ImportError: /home/me/_C.so: undefined symbol: _ZN3c105ErrorC2ENS_14SourceLocationESs",
+        "ImportError: /plugins/_C.so: undefined symbol: _ZN3c105ErrorC2ENS_14SourceLocationESs",
     ],
     "other CUDA than PyTorch's": [
         "The detected CUDA version (12.4) mismatches the version that was used to compile PyTorch",

@@ -21,7 +21,7 @@ def made(tmp_path):
         "cpus": 8,
         "memory": 12 << 30,
         "environment": {},
-        "caches": {"torch extensions": {"folder": "/home/it's me/te", "free": 1}},
+        "caches": {"torch extensions": {"folder": "/caches/it's here/te", "free": 1}},
     }
 
 
@@ -41,7 +41,7 @@ def test_everything_there(made, tmp_path):
     home = str(tmp_path / "cuda home")
     assert sourced(text, *names) == ["9.0a", "3", "Ninja", home, f"ccache {nvcc}"]
     assert sourced(text, "TORCH_EXTENSIONS_DIR", "PATH", "CUTE_DSL_ARCH") == [
-        "/home/it's me/te",
+        "/caches/it's here/te",
         f"{tmp_path}:/usr/bin:/bin",
         "sm_90a",
     ]

@@ -94,6 +94,18 @@ def test_strides_steps_and_fill():
     assert got[4:].isnan().all()
 
 
+def test_a_map_that_begins_before_the_memory():
+    """Nothing can be loaded through it, as on a GPU, though all rows of the box are there; stores
+    work."""
+    tensor = torch.randn(6, 16)
+    early = Map(tensor.data_ptr() - 4 * 64, torch.float32, (16, 10), (64,), (8, 2))
+    shared = torch.zeros(256, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="global memory"):
+        tile(-1, early, (4, 0), shared, 0, tensor)
+    tile(0, early, (4, 0), shared, 0, tensor)
+    assert not tensor[:2, :8].any() and tensor[2:].all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int32])
 def test_reductions(dtype):
     tensor = torch.randint(-9, 9, (6, 16)).to(dtype)
