@@ -159,10 +159,9 @@ Status prepare(const NormForward& call, int multiprocessors, NormForwardArgs* ar
   const int columns = static_cast<int>(call.x->shape[call.x->ndim - 1]);
   const bool float32_parameters =
       call.x->dtype != DType::kFloat32 && (is_float32(call.weight) || is_float32(call.bias));
-  *choice = choose_norm_forward({call.kind, call.x->dtype, rows.count, columns, wide,
-                                 call.residual ? 2 : 1, multiprocessors,
-                                 !float32_parameters &&
-                                     (call.bias == nullptr || call.kind == NormKind::kLayer)});
+  *choice = choose_norm_forward(
+      {call.kind, call.x->dtype, rows.count, columns, wide, call.residual ? 2 : 1, multiprocessors,
+       !float32_parameters && (call.bias == nullptr || call.kind == NormKind::kLayer)});
   if (choice->kernel == nullptr) return no_kernel(op, columns, wide);
   *args = {};
   args->x = rows.data;

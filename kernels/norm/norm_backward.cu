@@ -5,15 +5,15 @@
 namespace tiercel {
 namespace {
 
-#define TIERCEL_KERNEL(dtype, wide, vectors, rows, kind, layer)                               \
-  {DType::k##dtype,                                                                           \
-   wide,                                                                                      \
-   NormKind::k##kind,                                                                         \
-   vectors,                                                                                   \
-   rows,                                                                                      \
-   Kernel("norm_backward<" #dtype ", wide=" #wide ", vectors=" #vectors ", rows=" #rows       \
-          ", " #kind ">",                                                                     \
-          reinterpret_cast<const void*>(norm_backward<dtype, wide, vectors, rows, layer>),    \
+#define TIERCEL_KERNEL(dtype, wide, vectors, rows, kind, layer)                                    \
+  {DType::k##dtype,                                                                                \
+   wide,                                                                                           \
+   NormKind::k##kind,                                                                              \
+   vectors,                                                                                        \
+   rows,                                                                                           \
+   Kernel("norm_backward<" #dtype ", wide=" #wide ", vectors=" #vectors ", rows=" #rows ", " #kind \
+          ">",                                                                                     \
+          reinterpret_cast<const void*>(norm_backward<dtype, wide, vectors, rows, layer>),         \
           kNormMaxDynamicSmem)}
 #define TIERCEL_KINDS(dtype, wide, vectors, rows)         \
   TIERCEL_KERNEL(dtype, wide, vectors, rows, Rms, false), \
@@ -22,11 +22,13 @@ namespace {
   TIERCEL_KINDS(dtype, true, 1, 2), TIERCEL_KINDS(dtype, true, 2, 1), \
       TIERCEL_KINDS(dtype, true, 4, 1)
 
-const NormBackwardKernel kBackward[] = {
-    TIERCEL_ALL(BFloat16), TIERCEL_KINDS(BFloat16, false, 8, 1),
-    TIERCEL_ALL(Float16),  TIERCEL_KINDS(Float16, false, 8, 1),
-    TIERCEL_ALL(Float32),  TIERCEL_KINDS(Float32, true, 8, 1),
-    TIERCEL_KINDS(Float32, false, 16, 1)};
+const NormBackwardKernel kBackward[] = {TIERCEL_ALL(BFloat16),
+                                        TIERCEL_KINDS(BFloat16, false, 8, 1),
+                                        TIERCEL_ALL(Float16),
+                                        TIERCEL_KINDS(Float16, false, 8, 1),
+                                        TIERCEL_ALL(Float32),
+                                        TIERCEL_KINDS(Float32, true, 8, 1),
+                                        TIERCEL_KINDS(Float32, false, 16, 1)};
 
 #define TIERCEL_REDUCE(dtype) \
   {DType::k##dtype,           \

@@ -77,8 +77,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
     if (!ahead) mbarrier_expect(&full[stage], bytes * rows * args.stream_count);
 #pragma unroll 1
     for (int k = 0; k < args.stream_count; ++k) {
-      const char* from =
-          args.streams[k] + int64_t{row} * args.strides[k] + first * Format::kBytes;
+      const char* from = args.streams[k] + int64_t{row} * args.strides[k] + first * Format::kBytes;
       char* to = ring + stage * stage_bytes + k * stream_bytes;
       const bool together = args.strides[k] == part_bytes;
       const int pieces = together ? 1 : rows;
@@ -216,7 +215,8 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
       if (columns > 0) mbarrier_wait(&full[stage], phase);
     }
 
-    Values x[kHold ? kRows : 1][kHold ? kVectors : 1], grad[kHold ? kRows : 1][kHold ? kVectors : 1];
+    Values x[kHold ? kRows : 1][kHold ? kVectors : 1],
+        grad[kHold ? kRows : 1][kHold ? kVectors : 1];
     // Calls visit(r, v, chunk, x, weight, gradient) with a vector's values; `again`: they were read
     // before.
     const auto visit_all = [&](bool again, auto visit) {

@@ -75,7 +75,8 @@ NormChoice<NormForwardKernel> choose_long(const NormProblem& problem, int64_t ve
   if (problem.rows * choice.cluster > 0x7fffffff) return choice;
   choice.kernel = forward_kernel(problem, NormShape::kLong, 0, per_thread);
   choice.block = choice.threads_per_row = kNormLongThreads;
-  choice.slice = static_cast<int>(ceil_div(vectors, choice.cluster) * (16 / dtype_bytes(problem.dtype)));
+  choice.slice =
+      static_cast<int>(ceil_div(vectors, choice.cluster) * (16 / dtype_bytes(problem.dtype)));
   choice.grid = static_cast<int>(problem.rows * choice.cluster);
   return choice;
 }
@@ -148,9 +149,7 @@ NormChoice<NormForwardKernel> choose_norm_forward(const NormProblem& problem) {
   } else if (small && vectors <= 1024) {
     per_thread = vectors <= 512 ? 1 : 2;
   }
-  const auto most_threads = [&] {
-    return norm_forward_threads(element, problem.wide, per_thread);
-  };
+  const auto most_threads = [&] { return norm_forward_threads(element, problem.wide, per_thread); };
   if (problem.wide && vectors > int64_t{kNormMaxCluster} * most_threads() * per_thread) {
     per_thread = 8;
   }

@@ -77,8 +77,8 @@ __global__ void __launch_bounds__(norm_forward_threads(Format::kBytes, kWide, kV
     for (int g = 0; g < kGroup; ++g) {
       others[g].clear();
       if (valid(group + g)) {
-        others[g].load(residual + (first + local(group + g)) *
-                                      (kWide ? Format::kBytes : args.residual_inner));
+        others[g].load(residual +
+                       (first + local(group + g)) * (kWide ? Format::kBytes : args.residual_inner));
       }
     }
   };

@@ -25,8 +25,8 @@ inline constexpr int kNormReduceThreads = 256;
 // memory. The kernels are norm_short, norm_forward and norm_long.
 enum class NormShape { kShort, kBlock, kLong };
 
-// What a kernel of short or long rows is made for: an RMS norm without bias and with a weight of x's type
-// or none, a layer norm with parameters of x's type, or all.
+// What a kernel of short or long rows is made for: an RMS norm without bias and with a weight of
+// x's type or none, a layer norm with parameters of x's type, or all.
 enum class NormKinds { kRms, kLayer, kBoth };
 
 // Blocks of norm_short that registers must leave room for on a multiprocessor.
@@ -61,8 +61,7 @@ constexpr int norm_forward_threads(int element, bool wide, int vectors) {
 }
 constexpr int norm_forward_blocks(DType dtype, bool wide, int vectors, bool residual) {
   if (!wide) return 1;
-  const bool packed =
-      norm_forward_parameters(wide, vectors, residual) == NormParameters::kPacked;
+  const bool packed = norm_forward_parameters(wide, vectors, residual) == NormParameters::kPacked;
   const int words = vectors * 4 * (residual ? 2 : 1);
   const int element = static_cast<int>(dtype_bytes(dtype));
   const int threads = norm_forward_threads(element, wide, vectors);
@@ -71,8 +70,8 @@ constexpr int norm_forward_blocks(DType dtype, bool wide, int vectors, bool resi
   return 65536 / registers / threads;
 }
 
-// Whether norm_backward holds x and grad in registers between its two passes, and the weight all the
-// time: beside the sums there is not always room. A weight that it does not keep is in shared
+// Whether norm_backward holds x and grad in registers between its two passes, and the weight all
+// the time: beside the sums there is not always room. A weight that it does not keep is in shared
 // memory.
 constexpr int norm_backward_sums(int element, int vectors, NormKind kind) {
   return vectors * 16 / element * (kind == NormKind::kLayer ? 2 : 1);

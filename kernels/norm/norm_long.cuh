@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kNormLongThreads, norm_long_blocks(kVectors, k
       if (valid(v)) visit(v);
     }
   };
-  const auto unpack = [&](int v, float(&f)[kElements]) {
+  const auto unpack = [&](int v, float (&f)[kElements]) {
     Values value;
     value.load_any(reinterpret_cast<const char*>(&held[slot(v)]));
     value.unpack(f);

@@ -13,8 +13,7 @@ namespace tiercel {
 
 template <typename Format, bool kWide, int kLanes, int kVectors, int kRows, bool kResidual,
           NormKinds kKinds>
-__global__ void __launch_bounds__(kNormShortThreads,
-                                  norm_short_blocks(kVectors, kKinds))
+__global__ void __launch_bounds__(kNormShortThreads, norm_short_blocks(kVectors, kKinds))
     norm_short(const __grid_constant__ NormForwardArgs args) {
   using Values = Chunk<Format, kWide>;
   constexpr int kElements = Values::kElements;
@@ -86,7 +85,8 @@ __global__ void __launch_bounds__(kNormShortThreads,
 #pragma unroll
       for (int i = 0; i < kElements; ++i) a[i] += b[i];
       values[r][v].pack(a);
-      if (valid) values[r][v].store(const_cast<char*>(at(sum, args.out_stride, Format::kBytes, r, v)));
+      if (valid)
+        values[r][v].store(const_cast<char*>(at(sum, args.out_stride, Format::kBytes, r, v)));
     });
   }
 

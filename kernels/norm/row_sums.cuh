@@ -126,8 +126,7 @@ struct RowSums {
   }
 
   // Tells the others how many columns this warp has, once, before the cluster's first barrier ends.
-  static __device__ __forceinline__ void publish(const Team& team, Scratch& scratch,
-                                                 float count) {
+  static __device__ __forceinline__ void publish(const Team& team, Scratch& scratch, float count) {
     const int lane = threadIdx.x % 32;
     if (team.blocks == 1) {
       if (lane == 0) scratch.counts[team.entry()] = count;
@@ -147,9 +146,8 @@ struct RowSums {
   }
 
   // To this place in all blocks that share the row; the lanes that have it do a part each.
-  static __device__ __forceinline__ void write(const Team& team, float& place,
-                                               uint64_t* arrived, int copy, int copies,
-                                               float value) {
+  static __device__ __forceinline__ void write(const Team& team, float& place, uint64_t* arrived,
+                                               int copy, int copies, float value) {
     if (team.blocks == 1) {
       if (copy == 0) place = value;
       return;
