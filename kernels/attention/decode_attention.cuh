@@ -23,13 +23,14 @@
 //   page table entries are read beside the lengths. For short sequences.
 // - spread: as many blocks as are resident have equal shares of all steps of all tiles, whatever
 //   the lengths; each block works that out from the lengths itself. What a block has of a tile that
-//   it shares goes to a workspace, and decode_combine, launched dependently, puts it together. No
-//   counters, so nothing has to be cleared or left in order.
+//   it shares goes to a workspace, and the last block to arrive puts it together (decode_parts.cuh),
+//   or decode_combine does where more blocks may share a tile than one would read in time.
 #ifndef KERNELS_ATTENTION_DECODE_ATTENTION_CUH_
 #define KERNELS_ATTENTION_DECODE_ATTENTION_CUH_
 
 #include <cstdint>
 
+#include "kernels/attention/decode_parts.cuh"
 #include "kernels/attention/decode_warp.cuh"
 #include "kernels/sm90/cluster.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
@@ -46,6 +47,7 @@ struct DecodeShared {
   };
   Ring rings[kDecodeWarps];
   ShareCursor cursor;
+  bool last;  // this block is, of those that share the tile
   int64_t scratch[kDecodeWarps];
   float largest[kDecodeWarps][Shape::kRows];
   float sum[kDecodeWarps][Shape::kRows];
@@ -146,34 +148,15 @@ struct QueryLoader {
     __syncthreads();
   }
 
-  // The power of 2 that a row was divided by.
+  // What a row was divided by.
   static __device__ __forceinline__ float unit(const DecodeShared<Shape>& shared, int row) {
     if constexpr (!kScaled) return 1.0f;
     float size = 0.0f;
 #pragma unroll
     for (int f = 0; f < Shape::kFragments; ++f) size = fmaxf(size, shared.query_sizes[f][row]);
-    const uint32_t exponent = __float_as_uint(size) >> 23;
-    // Neither it nor its inverse may leave the range of float32.
-    return exponent == 0 ? 1.0f : __uint_as_float(min(exponent, 253u) << 23);
+    return query_unit(size);
   }
 };
-
-template <typename Shape>
-__device__ __forceinline__ void set_rows(const DecodeArgs& args, const Tile& tile, int length,
-                                         const DecodeShared<Shape>& shared, Rows<Shape>* rows) {
-  const int t = this_thread() % 4;
-  const float key_scale = scale_of(args.k_scale, args.k_scale_per_head, tile.head);
-#pragma unroll
-  for (int r = 0; r < 2 * Shape::kTiles; ++r) {
-    const int row = r / 2 * 8 + 2 * t + r % 2;
-    const int query = min(tile.row_block * Shape::kRows + row, args.rows - 1) / args.group;
-    rows->own[r] = length - args.queries + query;
-    rows->scale[r] = args.scale;
-    if constexpr (Shape::kFloat8) {
-      rows->scale[r] *= key_scale * QueryLoader<Shape>::unit(shared, row);
-    }
-  }
-}
 
 // One vector of 8 results of a row, from parts that are relative to different largest scores.
 struct Sums {
@@ -300,6 +283,46 @@ __device__ __forceinline__ void finish(const DecodeArgs& args, const Tile& tile,
   }
 }
 
+// If this block is the last to arrive of those that share the tile. Follows a barrier.
+template <typename Shape>
+__device__ __forceinline__ void put_parts_together(const DecodeArgs& args,
+                                                   DecodeShared<Shape>* shared) {
+  const int thread = this_thread();
+  const ShareCursor cursor = shared->cursor;  // which moves on while some threads are here
+  if (thread < 32) {
+    const bool last = arrive_last(args.arrived, 1, cursor.slot, cursor.first_block, args.columns,
+                                  cursor.parts);
+    if (thread == 0) shared->last = last;
+  }
+  __syncthreads();
+  if (!shared->last) return;
+  constexpr int kOfRow = Shape::kD / 4;
+  constexpr int kAtOnce = 16;
+  const Tile tile = cursor.tile;
+  const int rows = min(Shape::kRows, args.rows - tile.row_block * Shape::kRows);
+  for (int vector = thread; vector < rows * kOfRow; vector += kDecodeThreads) {
+    const int row = vector / kOfRow, d = vector % kOfRow * 4;
+    Part part;
+    for (int first = 0; first < cursor.parts; first += kAtOnce) {
+      float2 sums[kAtOnce];
+      float4 out[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        sums[i] = make_float2(-INFINITY, 0.0f);
+        out[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (first + i >= cursor.parts) continue;
+        const int64_t slot = part_slot(cursor.first_block, args.columns, first + i);
+        const int64_t line = slot * Shape::kRows + row;
+        sums[i] = __ldcg(args.partial_sums + line);
+        out[i] = __ldcg(reinterpret_cast<const float4*>(args.partial + line * Shape::kD + d));
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) part.add(sums[i], out[i]);
+    }
+    store_part<typename Shape::Format>(args, tile, tile.row_block * Shape::kRows + row, d, part);
+  }
+}
+
 // The page table's entries of a warp's next steps.
 template <typename Shape>
 struct NextPages {
@@ -332,14 +355,21 @@ __device__ __forceinline__ void attend(const DecodeArgs& args, const Tile& tile,
   }
   queries->store(shared);
   Rows<Shape> rows;
-  set_rows(args, tile, sequence.length, *shared, &rows);
+  set_rows<Shape>(args, tile, sequence.length, &rows,
+                  [&](int row) { return QueryLoader<Shape>::unit(*shared, row); });
   state->clear();
   uint32_t stage = ring;
   for (int at = steps.first; at < steps.last; at += steps.stride) {
     async_copy_wait<Shape::kStages - 1>();
     __syncwarp();
     float s[Shape::kTiles][Shape::kBlocks][4];
-    scores<Shape>(stage, reinterpret_cast<const uint4*>(shared->queries), s);
+    scores<Shape>(
+        stage,
+        [&](int n, int f) {
+          const int place = (n * Shape::kFragments + f) * 32 + this_thread() % 32;
+          return reinterpret_cast<const uint4*>(shared->queries)[place];
+        },
+        s);
     softmax<Shape>(args, rows, sequence, sequence.first_key(at), s, state);
     sums<Shape>(stage + Shape::kHalf, s, state);
     __syncwarp();  // the stage was read
@@ -366,8 +396,9 @@ __global__ void __launch_bounds__(kDecodeThreads, kResidents)
   Tile tile;
   if (args.spread) {
     const int second = static_cast<int>(blockIdx.x) - args.columns;
-    if (threadIdx.x == 0 && !args.by_tile && second >= 0) args.tiles[second].w = 0;
-    start_share<Shape::kStep>(args, shared.scratch, &cursor);
+    const bool clears = args.tiles != nullptr && !args.by_tile && second >= 0;
+    if (threadIdx.x == 0 && clears) args.tiles[second].w = 0;
+    start_share<Shape::kStep, kDecodeThreads>(args, shared.scratch, &cursor);
     if (cursor.at >= cursor.end) return;
   } else {
     const int index = blockIdx.x / blocks, heads = index / args.row_blocks;
@@ -377,7 +408,10 @@ __global__ void __launch_bounds__(kDecodeThreads, kResidents)
   do {
     Steps steps{turn, static_cast<int>(blocks) * kDecodeWarps, 0x7fffffff};
     if (args.spread) {
-      if (threadIdx.x == 0) enter_tile<Shape::kStep>(args, &cursor);
+      if (threadIdx.x == 0) {
+        enter_tile<Shape::kStep>(args, &cursor);
+        if (args.tiles != nullptr) list_tile(args, cursor);
+      }
       __syncthreads();
       tile = cursor.tile;
       steps.first += cursor.first;
@@ -409,9 +443,11 @@ __global__ void __launch_bounds__(kDecodeThreads, kResidents)
     join_warps<Shape>(state, &shared);
     if (blocks > 1) cluster_wait();  // all of them run, so their inboxes are there
     if (args.spread) tile = cursor.tile;
-    finish<Shape>(args, tile, args.spread ? cursor.slot : kWhole, blocks, &shared);
+    const int64_t slot = args.spread ? cursor.slot : kWhole;
+    finish<Shape>(args, tile, slot, blocks, &shared);
     if (!args.spread) return;
     __syncthreads();  // the shared memory was read
+    if (slot != kWhole && args.tiles == nullptr) put_parts_together<Shape>(args, &shared);
     if (threadIdx.x == 0) leave_tile(args, &cursor);
     __syncthreads();
   } while (cursor.at < cursor.end);

@@ -75,10 +75,11 @@ int decode_columns(int tiles, int64_t blocks) {
 }
 
 DecodeSplit decode_choose(const DecodeLoad& load, int forced) {
-  DecodeSplit best{0, load.spread_blocks, spread(load)};
+  if (forced == kSplitTogether) return {0, true, load.together_blocks, 0.0};
+  DecodeSplit best{0, false, load.spread_blocks, spread(load)};
   if (forced < 0) return best;
   const double spread_time = best.microseconds;
-  if (forced > 0) return {forced, load.tiles * forced, clustered(load, forced)};
+  if (forced > 0) return {forced, false, load.tiles * forced, clustered(load, forced)};
   double least = best.microseconds;
   for (int cluster = 1; cluster <= kDecodeMaxCluster; cluster *= 2) {
     const double time = clustered(load, cluster);
@@ -88,7 +89,7 @@ DecodeSplit decode_choose(const DecodeLoad& load, int forced) {
     const bool better = time < least && (many || time < spread_time * kPreferSpread);
     if (better && !idle) {
       least = time;
-      best = {cluster, load.tiles * cluster, time};
+      best = {cluster, false, load.tiles * cluster, time};
     }
   }
   return best;

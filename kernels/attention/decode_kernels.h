@@ -16,6 +16,10 @@ inline constexpr int kDecodeThreads = 128;
 inline constexpr int kDecodeWarps = kDecodeThreads / 32;
 inline constexpr int kDecodeMaxCluster = 8;
 
+// decode_together: a warp for each key head that a block takes, and one that asks for the bytes.
+inline constexpr int kTogetherHeads = 8;
+inline constexpr int kTogetherThreads = 32 * (kTogetherHeads + 1);
+
 // Keys that a warp takes at once: about 4 KiB of them, and as much of values.
 constexpr int decode_step(int d, int cache_bytes) {
   const int keys = 4096 / (d * cache_bytes);
@@ -46,10 +50,14 @@ struct DecodeArgs {
   const int32_t* prefixes;  // or null
   const float* k_scale;     // or null: 1
   const float* v_scale;
-  float* partial;        // [2 * blocks, rows of a tile, D of the kernel]; spread blocks only
+  // Of tiles that blocks share, if their steps are spread; a block has two places: of the tile that
+  // it begins with and of the one that it ends with. decode_together has them for each head.
+  float* partial;        // [2 * blocks, rows of a tile, D of the kernel]
   float2* partial_sums;  // [2 * blocks, rows of a tile]: largest score, sum
-  // What decode_combine has to do: sequence, tile of it, first block, blocks (0: nothing). By tile,
-  // or where there are more tiles than that, by the tile's second block.
+  uint64_t* arrived;     // [2 * blocks]: see decode_parts.cuh
+  // What decode_combine has to do, or null where the last block to arrive does: sequence, tile of
+  // it, first block, blocks (0: nothing). By tile, or where there are more tiles than that, by the
+  // tile's second block.
   int4* tiles;
   int64_t q_strides[3];  // bytes: sequence, query, head
   int64_t out_strides[3];
@@ -63,6 +71,7 @@ struct DecodeArgs {
   int group;       // heads a key head
   int rows;        // queries * group
   int row_blocks;  // tiles of a key head
+  int sequence_tiles;
   int columns;     // blocks that go through a sequence's keys together, each with its own tiles
   int d;
   int capacity;   // keys of a sequence that the page table has room for
@@ -84,6 +93,7 @@ struct DecodeKernel {
   bool any_d;       // takes smaller ones too
   int tiles;        // of 8 rows
   int residents;    // blocks a multiprocessor holds
+  bool together;    // decode_together
   uint32_t shared;  // bytes of a block
   Kernel kernel;
 };

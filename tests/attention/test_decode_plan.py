@@ -95,8 +95,8 @@ def split_of(batch, keys, *, heads=(32, 8), d=128, **options):
         assert got["workspace"] == 0 and got["combine"] == "none"
         assert got["grid"] == batch * heads[1] * got["cluster"]
     else:
-        assert got["workspace"] > 0 and got["combine"].startswith("decode_combine")
-        assert got["grid"] == 2 * MULTIPROCESSORS
+        assert got["workspace"] > 0 and got["combine"] == "none"
+        assert got["grid"] in (MULTIPROCESSORS, 2 * MULTIPROCESSORS)
     return got["cluster"]
 
 
@@ -138,6 +138,15 @@ def test_spread_blocks_take_the_heads_of_a_key_together(kv_heads, grid):
     assert got["grid"] == grid
 
 
+@pytest.mark.parametrize(("kv_heads", "batch"), [(1, 1), (4, 1), (1, 4), (2, 2)])
+def test_many_parts_are_put_together_by_a_second_kernel(kv_heads, batch):
+    """By one block that would take longer than the launch."""
+    options = {"kv_heads": kv_heads, "columns": 4096, "split": -1}
+    got = plan(shape=(batch, 1, 8, 128), **options)
+    assert got["combine"].startswith("decode_combine")
+    assert plan(shape=(16, 1, 8, 128), **options)["combine"] == "none"
+
+
 def test_no_more_blocks_than_there_are_steps():
     """A cluster's last block would wait for the others and have nothing to add."""
     for keys in (16, 32, 64, 128, 256, 512):
@@ -155,7 +164,7 @@ def test_a_bound_on_lengths_counts_as_the_table_s_width():
 def test_the_workspace_is_that_of_the_blocks_not_of_the_problem():
     sizes = {plan(shape=(b, 1, 32, 128), split=-1)["workspace"] for b in (1, 8, 64)}
     blocks = 2 * MULTIPROCESSORS
-    assert sizes == {2 * blocks * 8 * (128 + 2) + 4 * blocks}
+    assert sizes == {2 * blocks * (8 * (128 + 2) + 2)}
 
 
 @pytest.mark.parametrize("split", [1, 2, 4, 8])
@@ -164,10 +173,34 @@ def test_a_split_that_is_asked_for(split):
     assert plan(split=-1)["cluster"] == 0
 
 
-@pytest.mark.parametrize("split", [3, 16, -2])
+@pytest.mark.parametrize("split", [3, 16, -3])
 def test_a_split_that_there_is_not(split):
-    with pytest.raises(ValueError, match="^decode_attention: `split` must be -1, 0 or a power"):
+    with pytest.raises(ValueError, match="^decode_attention: `split` must be -2, -1, 0 or a power"):
         plan(split=split)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("cache", ["bfloat16", "float8_e4m3fn"])
+def test_8_key_heads_together(d, cache):
+    got = plan(shape=(4, 1, 32, d), cache=cache, split=-2)
+    assert got["kernel"].startswith("decode_together<BFloat16") and got["combine"] == "none"
+    assert (got["grid"], got["block"], got["cluster"]) == (MULTIPROCESSORS, 288, 0)
+    places = 2 * MULTIPROCESSORS * 8  # of two tiles of a block, for each head
+    assert got["workspace"] == places * (8 * (d + 2) + 2)
+
+
+def test_what_8_key_heads_together_need(make):
+    strides = (16 * 8 * 128, 128, 16 * 128, 1)  # a head's keys side by side
+    by_head = make(1000, 16, 8, 128, dtype="bfloat16", strides=strides)
+    for options in (
+        {"kv_heads": 4},
+        {"shape": (4, 3, 32, 128)},
+        {"shape": (4, 1, 32, 96)},
+        {"k_cache": by_head},
+        {"v_cache": by_head},
+    ):
+        with pytest.raises(NotImplementedError, match="^decode_attention: `k_cache` must have 8 "):
+            plan(make, split=-2, **options)
 
 
 def test_empty_outputs_launch_nothing(make):
