@@ -34,13 +34,6 @@ __device__ __forceinline__ uint32_t e4m3_pair_to_half2(uint32_t word) {
   return halves;
 }
 
-// The power of 2 that queries of this largest magnitude are divided by, so that float16 has room for
-// them: neither it nor its inverse may leave the range of float32.
-__device__ __forceinline__ float query_unit(float size) {
-  const uint32_t exponent = __float_as_uint(size) >> 23;
-  return exponent == 0 ? 1.0f : __uint_as_float(min(exponent, 253u) << 23);
-}
-
 __device__ __forceinline__ float scale_of(const float* scale, bool per_head, int head) {
   return scale == nullptr ? 1.0f : scale[per_head ? head : 0];
 }

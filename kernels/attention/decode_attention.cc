@@ -124,10 +124,10 @@ Status check(const DecodeTensors& t, const DecodeOptions& options) {
     TIERCEL_RETURN_IF_ERROR(check_cuda(lse));
     TIERCEL_RETURN_IF_ERROR(check_contiguous(lse));
   }
-  if (options.split < -2 || options.split > kDecodeMaxCluster ||
+  if (options.split < -1 || options.split > kDecodeMaxCluster ||
       (options.split > 0 && (options.split & (options.split - 1)) != 0)) {
     return Status::InvalidArgument(std::string(kOp) +
-                                   ": `split` must be -2, -1, 0 or a power of two up to 8, got " +
+                                   ": `split` must be -1, 0 or a power of two up to 8, got " +
                                    std::to_string(options.split));
   }
   return Status();
@@ -184,7 +184,7 @@ Status check_supported(const DecodeTensors& t, const DecodeOptions& options) {
 // Parts of a tile, as expected, that its last block reads as fast as decode_combine would.
 constexpr int64_t kMostParts = 40;
 
-const DecodeKernel* kernel_for(const DecodeTensors& t, int64_t rows, bool together) {
+const DecodeKernel* kernel_for(const DecodeTensors& t, int64_t rows, bool spread) {
   const bool float8 = t.k_cache.dtype == DType::kFloat8E4M3;
   int count = 0;
   const DecodeKernel* kernels =
@@ -194,7 +194,7 @@ const DecodeKernel* kernel_for(const DecodeTensors& t, int64_t rows, bool togeth
   const DecodeKernel* best = nullptr;
   for (int i = 0; i < count; ++i) {
     const DecodeKernel& kernel = kernels[i];
-    if (kernel.together != together) continue;
+    if (kernel.spread != spread) continue;
     if (kernel.any_d ? t.q.shape[3] > kernel.d : t.q.shape[3] != kernel.d) continue;
     const bool wider = best != nullptr && best->d == kernel.d && best->any_d == kernel.any_d &&
                        kernel.tiles > best->tiles && rows > 8 * best->tiles;
@@ -259,13 +259,6 @@ void set_args(const DecodeTensors& t, const DecodeOptions& options, DecodeArgs* 
   args->cap_log2 = static_cast<float>(options.softcap * kLog2E);
 }
 
-// A block takes neighbouring heads, so their rows have to be neighbours in memory.
-bool takes_together(const DecodeTensors& t, const DecodeArgs& args) {
-  const int64_t bytes = args.d * dtype_bytes(t.k_cache.dtype);
-  return args.rows <= 8 && args.kv_heads % kTogetherHeads == 0 && args.k_strides.head == bytes &&
-         args.v_strides.head == bytes && kernel_for(t, args.rows, true) != nullptr;
-}
-
 Status prepare(const DecodeTensors& t, const DecodeOptions& options, int multiprocessors,
                DecodeArgs* args, DecodeChoice* choice) {
   TIERCEL_RETURN_IF_ERROR(check(t, options));
@@ -276,11 +269,12 @@ Status prepare(const DecodeTensors& t, const DecodeOptions& options, int multipr
     return unsupported("q", "have fewer than 2^27 rows", "shape " + shape_text(t.q.shape, 4));
   }
   set_args(t, options, args);
-  choice->kernel = kernel_for(t, args->rows, false);
-  args->row_blocks = (args->rows + choice->rows() - 1) / choice->rows();
+  const DecodeKernel &clustered = *kernel_for(t, args->rows, false),
+                     &spread = *kernel_for(t, args->rows, true);
+  args->row_blocks = (args->rows + 8 * spread.tiles - 1) / (8 * spread.tiles);
   args->sequence_tiles = args->kv_heads * args->row_blocks;
 
-  const int64_t element = dtype_bytes(t.k_cache.dtype), d = choice->kernel->d;
+  const int64_t element = dtype_bytes(t.k_cache.dtype), d = spread.d;
   const int64_t step = decode_step(static_cast<int>(d), static_cast<int>(element));
   int64_t keys = args->capacity;
   if (options.max_keys >= 0) keys = std::min(keys, options.max_keys);
@@ -288,31 +282,24 @@ Status prepare(const DecodeTensors& t, const DecodeOptions& options, int multipr
   DecodeLoad load;
   load.tiles = int64_t{args->batch} * args->sequence_tiles;
   load.steps = std::max<int64_t>((keys + step - 1) / step, 1);
-  load.step_bytes = 2 * step * args->d * element;
+  load.row_bytes = args->d * element;
+  load.step_bytes = 2 * step * load.row_bytes;
   load.float8 = element == 1;
-  load.blocks = int64_t{multiprocessors} * choice->kernel->residents;
-  args->columns = decode_columns(args->sequence_tiles, load.blocks);
-  load.spread_blocks = load.blocks / args->columns * args->columns;
-  load.together_blocks = takes_together(t, *args) ? multiprocessors : 0;
-  if (options.split == kSplitTogether && load.together_blocks == 0) {
-    return unsupported("k_cache", "have 8 neighbouring heads, and 8 rows of queries each, at most",
-                       "shape " + shape_text(t.k_cache.shape, 4));
-  }
+  load.blocks = int64_t{multiprocessors} * clustered.residents;
+  const int64_t blocks = int64_t{multiprocessors} * spread.residents;
+  args->columns = decode_columns(args->sequence_tiles, blocks);
+  load.spread_blocks = blocks / args->columns * args->columns;
+  load.warps = clustered.warps;
+  load.spread_warps = spread.warps;
   choice->split = decode_choose(load, options.split);
-  args->spread = choice->split.cluster == 0;
-  if (!args->spread) return Status();
-  int64_t heads = 1;  // that have places of their own in a block's
-  if (choice->split.together) {
-    choice->kernel = kernel_for(t, args->rows, true);
-    heads = kTogetherHeads;
-    args->sequence_tiles /= kTogetherHeads;
-    args->columns = 1;
-  } else if (choice->split.grid * args->columns > kMostParts * load.tiles) {
+  choice->kernel = choice->split.cluster == 0 ? &spread : &clustered;
+  if (choice->split.cluster > 0) return Status();
+  if (choice->split.grid * args->columns > kMostParts * load.tiles) {
     choice->combined = std::min(load.tiles, choice->split.grid - args->columns);
     args->by_tile = choice->combined == load.tiles;
     choice->tiles = 4 * choice->split.grid;
   }
-  const int64_t places = 2 * choice->split.grid * heads;
+  const int64_t places = 2 * choice->split.grid;
   choice->partial = places * choice->rows() * d;
   choice->sums = places * choice->rows() * 2;
   choice->arrived = places * 2;
@@ -383,7 +370,7 @@ Status DecodeLaunch::run(float* workspace, void* stream) {
   void* pointers[] = {&args_};
   TIERCEL_RETURN_IF_ERROR(choice_.kernel->kernel.launch(config, device_, stream, pointers));
   if (choice_.combined == 0) return Status();
-  config.block.x = kDecodeThreads;
+  config.block.x = kCombineThreads;
   config.cluster.x = 1;
   config.dynamic_smem = 0;
   config.grid.x = static_cast<unsigned>(choice_.combined);

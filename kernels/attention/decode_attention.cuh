@@ -6,10 +6,10 @@
 // at any time. Short problems are bound by the chain of dependent reads instead: lengths, page
 // table, keys, then what the splits have to tell each other.
 //
-// The plan. A warp is on its own: it has a ring of three stages in shared memory, each a step of
-// keys and of values (4 KiB of either: 16 keys of D = 128 in 16 bits), which it fills by cp.async
-// as soon as a stage was read, so that 16 KiB of every warp, 128 KiB of a multiprocessor, are under
-// way. (In registers as much is not possible: the compiler moves what it loads, and waits for it.)
+// The plan. A warp is on its own: it has a ring of two or three stages in shared memory, each a
+// step of keys and of values (4 KiB of either: 16 keys of D = 128 in 16 bits), which it fills by
+// cp.async as soon as a stage was read, so that up to 16 KiB of every warp, 128 KiB of a
+// multiprocessor, are under way. (In registers as much is not possible: the compiler moves what it loads, and waits for it.)
 // Nothing waits for another warp, and any page size costs the same, for every row's address is made
 // from its own page table entry. Tensor cores do the products on fragments of a stage
 // (decode_warp.cuh): 16 keys x 8 query rows, where the rows are the query heads of a key head times
@@ -45,12 +45,12 @@ struct DecodeShared {
     alignas(128) unsigned char stages[Shape::kStages][Shape::kStage];
     float out[Shape::kRows][kPitch];
   };
-  Ring rings[kDecodeWarps];
+  Ring rings[Shape::kWarps];
   ShareCursor cursor;
   bool last;  // this block is, of those that share the tile
-  int64_t scratch[kDecodeWarps];
-  float largest[kDecodeWarps][Shape::kRows];
-  float sum[kDecodeWarps][Shape::kRows];
+  int64_t scratch[Shape::kWarps];
+  float largest[Shape::kWarps][Shape::kRows];
+  float sum[Shape::kWarps][Shape::kRows];
   alignas(16) uint32_t queries[Shape::kTiles * Shape::kFragments * 32][4];
   float query_sizes[Shape::kFragments][Shape::kRows];
   // Of a cluster's blocks: their sums of the vectors that this block stores, and of all rows.
@@ -78,7 +78,7 @@ struct QueryLoader {
   using Format = typename Shape::Format;
   static constexpr bool kScaled = Shape::kFloat8 && !std::is_same_v<Format, Float16>;
   static constexpr int kWords = Shape::kTiles * Shape::kFragments * 32;
-  static constexpr int kEach = (kWords + kDecodeThreads - 1) / kDecodeThreads;
+  static constexpr int kEach = (kWords + Shape::kThreads - 1) / Shape::kThreads;
 
   uint32_t words[kEach][4];
 
@@ -90,7 +90,7 @@ struct QueryLoader {
     const int thread = this_thread();
 #pragma unroll
     for (int e = 0; e < kEach; ++e) {
-      const int word = e * kDecodeThreads + thread;
+      const int word = e * Shape::kThreads + thread;
       const int d = word / 32 % Shape::kFragments * 32 + 8 * (word % 4);
       const int r = tile.row_block * Shape::kRows + row(word);
 #pragma unroll
@@ -109,7 +109,7 @@ struct QueryLoader {
     if constexpr (kScaled) {
 #pragma unroll
       for (int e = 0; e < kEach; ++e) {
-        const int word = e * kDecodeThreads + thread;
+        const int word = e * Shape::kThreads + thread;
         float values[8], size = 0.0f;
         unpack<Format, 4>(words[e], values);
 #pragma unroll
@@ -123,7 +123,7 @@ struct QueryLoader {
     }
 #pragma unroll
     for (int e = 0; e < kEach; ++e) {
-      const int word = e * kDecodeThreads + thread;
+      const int word = e * Shape::kThreads + thread;
       if (word >= kWords) continue;
       if constexpr (kScaled) {
         float values[8];
@@ -148,15 +148,34 @@ struct QueryLoader {
     __syncthreads();
   }
 
-  // What a row was divided by.
+  // The power of 2 that a row was divided by.
   static __device__ __forceinline__ float unit(const DecodeShared<Shape>& shared, int row) {
     if constexpr (!kScaled) return 1.0f;
     float size = 0.0f;
 #pragma unroll
     for (int f = 0; f < Shape::kFragments; ++f) size = fmaxf(size, shared.query_sizes[f][row]);
-    return query_unit(size);
+    const uint32_t exponent = __float_as_uint(size) >> 23;
+    // Neither it nor its inverse may leave the range of float32.
+    return exponent == 0 ? 1.0f : __uint_as_float(min(exponent, 253u) << 23);
   }
 };
+
+template <typename Shape>
+__device__ __forceinline__ void set_rows(const DecodeArgs& args, const Tile& tile, int length,
+                                         const DecodeShared<Shape>& shared, Rows<Shape>* rows) {
+  const int t = this_thread() % 4;
+  const float key_scale = scale_of(args.k_scale, args.k_scale_per_head, tile.head);
+#pragma unroll
+  for (int r = 0; r < 2 * Shape::kTiles; ++r) {
+    const int row = r / 2 * 8 + 2 * t + r % 2;
+    const int query = min(tile.row_block * Shape::kRows + row, args.rows - 1) / args.group;
+    rows->own[r] = length - args.queries + query;
+    rows->scale[r] = args.scale;
+    if constexpr (Shape::kFloat8) {
+      rows->scale[r] *= key_scale * QueryLoader<Shape>::unit(shared, row);
+    }
+  }
+}
 
 // One vector of 8 results of a row, from parts that are relative to different largest scores.
 struct Sums {
@@ -222,14 +241,14 @@ __device__ __forceinline__ void finish(const DecodeArgs& args, const Tile& tile,
                                        uint32_t blocks, DecodeShared<Shape>* shared) {
   constexpr int kOfRow = Shape::kD / 8;
   constexpr int kVectors = Shape::kRows * kOfRow;
-  for (int vector = this_thread(); vector < kVectors; vector += kDecodeThreads) {
+  for (int vector = this_thread(); vector < kVectors; vector += Shape::kThreads) {
     const int row = vector / kOfRow, d = vector % kOfRow * 8;
     Sums sums;
 #pragma unroll
-    for (int w = 0; w < kDecodeWarps; ++w)
+    for (int w = 0; w < Shape::kWarps; ++w)
       sums.largest = fmaxf(sums.largest, shared->largest[w][row]);
 #pragma unroll
-    for (int w = 0; w < kDecodeWarps; ++w) {
+    for (int w = 0; w < Shape::kWarps; ++w) {
       const float own = shared->largest[w][row];
       const float factor = own == -INFINITY ? 0.0f : power_of_2(own - sums.largest);
       sums.sum += shared->sum[w][row] * factor;
@@ -261,7 +280,7 @@ __device__ __forceinline__ void finish(const DecodeArgs& args, const Tile& tile,
   cluster_arrive();
   cluster_wait();
   for (int vector = this_thread() * blocks + cluster_rank(); vector < kVectors;
-       vector += kDecodeThreads * blocks) {
+       vector += Shape::kThreads * blocks) {
     const int row = vector / kOfRow, d = vector % kOfRow * 8;
     Sums sums;
     for (uint32_t from = 0; from < blocks; ++from) {
@@ -300,7 +319,7 @@ __device__ __forceinline__ void put_parts_together(const DecodeArgs& args,
   constexpr int kAtOnce = 16;
   const Tile tile = cursor.tile;
   const int rows = min(Shape::kRows, args.rows - tile.row_block * Shape::kRows);
-  for (int vector = thread; vector < rows * kOfRow; vector += kDecodeThreads) {
+  for (int vector = thread; vector < rows * kOfRow; vector += Shape::kThreads) {
     const int row = vector / kOfRow, d = vector % kOfRow * 4;
     Part part;
     for (int first = 0; first < cursor.parts; first += kAtOnce) {
@@ -355,21 +374,14 @@ __device__ __forceinline__ void attend(const DecodeArgs& args, const Tile& tile,
   }
   queries->store(shared);
   Rows<Shape> rows;
-  set_rows<Shape>(args, tile, sequence.length, &rows,
-                  [&](int row) { return QueryLoader<Shape>::unit(*shared, row); });
+  set_rows(args, tile, sequence.length, *shared, &rows);
   state->clear();
   uint32_t stage = ring;
   for (int at = steps.first; at < steps.last; at += steps.stride) {
     async_copy_wait<Shape::kStages - 1>();
     __syncwarp();
     float s[Shape::kTiles][Shape::kBlocks][4];
-    scores<Shape>(
-        stage,
-        [&](int n, int f) {
-          const int place = (n * Shape::kFragments + f) * 32 + this_thread() % 32;
-          return reinterpret_cast<const uint4*>(shared->queries)[place];
-        },
-        s);
+    scores<Shape>(stage, reinterpret_cast<const uint4*>(shared->queries), s);
     softmax<Shape>(args, rows, sequence, sequence.first_key(at), s, state);
     sums<Shape>(stage + Shape::kHalf, s, state);
     __syncwarp();  // the stage was read
@@ -382,7 +394,7 @@ __device__ __forceinline__ void attend(const DecodeArgs& args, const Tile& tile,
 }
 
 template <typename Shape, int kResidents>
-__global__ void __launch_bounds__(kDecodeThreads, kResidents)
+__global__ void __launch_bounds__(Shape::kThreads, kResidents)
     decode_attention(const __grid_constant__ DecodeArgs args) {
   extern __shared__ __align__(128) unsigned char dynamic_shared[];
   DecodeShared<Shape>& shared = *reinterpret_cast<DecodeShared<Shape>*>(dynamic_shared);
@@ -390,15 +402,15 @@ __global__ void __launch_bounds__(kDecodeThreads, kResidents)
   grid_dependency_wait();
   grid_dependency_launch();
 
-  const uint32_t blocks = args.spread ? 1 : cluster_blocks();
+  const uint32_t blocks = Shape::kSpread ? 1 : cluster_blocks();
   if (blocks > 1) cluster_arrive_relaxed();
-  const int turn = (blocks > 1 ? cluster_rank() : 0) * kDecodeWarps + threadIdx.x / 32;
+  const int turn = (blocks > 1 ? cluster_rank() : 0) * Shape::kWarps + threadIdx.x / 32;
   Tile tile;
-  if (args.spread) {
+  if constexpr (Shape::kSpread) {
     const int second = static_cast<int>(blockIdx.x) - args.columns;
     const bool clears = args.tiles != nullptr && !args.by_tile && second >= 0;
     if (threadIdx.x == 0 && clears) args.tiles[second].w = 0;
-    start_share<Shape::kStep, kDecodeThreads>(args, shared.scratch, &cursor);
+    start_share<Shape::kStep, Shape::kThreads>(args, shared.scratch, &cursor);
     if (cursor.at >= cursor.end) return;
   } else {
     const int index = blockIdx.x / blocks, heads = index / args.row_blocks;
@@ -406,8 +418,8 @@ __global__ void __launch_bounds__(kDecodeThreads, kResidents)
     tile = {heads / args.kv_heads, heads % args.kv_heads, index % args.row_blocks};
   }
   do {
-    Steps steps{turn, static_cast<int>(blocks) * kDecodeWarps, 0x7fffffff};
-    if (args.spread) {
+    Steps steps{turn, static_cast<int>(blocks) * Shape::kWarps, 0x7fffffff};
+    if constexpr (Shape::kSpread) {
       if (threadIdx.x == 0) {
         enter_tile<Shape::kStep>(args, &cursor);
         if (args.tiles != nullptr) list_tile(args, cursor);
@@ -442,14 +454,17 @@ __global__ void __launch_bounds__(kDecodeThreads, kResidents)
     attend<Shape>(args, tile, sequence, steps, &queries, next, &shared, &state);
     join_warps<Shape>(state, &shared);
     if (blocks > 1) cluster_wait();  // all of them run, so their inboxes are there
-    if (args.spread) tile = cursor.tile;
-    const int64_t slot = args.spread ? cursor.slot : kWhole;
-    finish<Shape>(args, tile, slot, blocks, &shared);
-    if (!args.spread) return;
-    __syncthreads();  // the shared memory was read
-    if (slot != kWhole && args.tiles == nullptr) put_parts_together<Shape>(args, &shared);
-    if (threadIdx.x == 0) leave_tile(args, &cursor);
-    __syncthreads();
+    if constexpr (Shape::kSpread) {
+      const int64_t slot = cursor.slot;
+      finish<Shape>(args, cursor.tile, slot, 1, &shared);
+      __syncthreads();  // the shared memory was read
+      if (slot != kWhole && args.tiles == nullptr) put_parts_together<Shape>(args, &shared);
+      if (threadIdx.x == 0) leave_tile(args, &cursor);
+      __syncthreads();
+    } else {
+      finish<Shape>(args, tile, kWhole, blocks, &shared);
+      return;
+    }
   } while (cursor.at < cursor.end);
 }
 

@@ -20,7 +20,7 @@ struct DecodeChoice {
   int64_t partial = 0, sums = 0, arrived = 0, tiles = 0;
 
   int rows() const { return 8 * kernel->tiles; }
-  unsigned threads() const { return kernel->together ? kTogetherThreads : kDecodeThreads; }
+  unsigned threads() const { return 32 * static_cast<unsigned>(kernel->warps); }
   int64_t workspace() const { return partial + sums + arrived + tiles; }
 };
 
@@ -46,8 +46,7 @@ struct DecodeOptions {
   double scale = 1.0;
   double softcap = 0.0;
   int64_t max_keys = -1;  // of any sequence, if known: chooses the split, nothing else
-  // 0: as decode_choose() says; -1: spread; -2: spread, by decode_together; 1, 2, 4, 8: blocks a tile
-  int split = 0;
+  int split = 0;          // 0: as decode_choose() says; -1: spread; 1, 2, 4, 8: blocks a tile
 };
 
 // What a call would launch.

@@ -7,21 +7,20 @@
 
 namespace tiercel {
 
-inline constexpr int kSplitTogether = -2;
-
 struct DecodeLoad {
   int64_t tiles;          // of all sequences
   int64_t steps;          // of a tile, at most
   int64_t step_bytes;     // keys and values
   int64_t blocks;         // resident on the device at once
-  int64_t spread_blocks;  // of them, when tiles are spread
-  int64_t together_blocks;  // of decode_together; 0: it does not take this
+  int64_t spread_blocks;  // the same when tiles are spread
+  int64_t row_bytes;      // of a key
+  int warps;              // of a block
+  int spread_warps;
   bool float8;
 };
 
 struct DecodeSplit {
   int cluster;  // blocks that share a tile; 0: tiles are spread
-  bool together;  // by decode_together
   int64_t grid;
   double microseconds;  // expected
 };

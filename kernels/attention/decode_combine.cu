@@ -14,14 +14,15 @@ namespace tiercel {
 namespace {
 
 constexpr int kAtOnce = 9;
+constexpr int kWarps = kCombineThreads / 32;
 
 // `pitch` is D of the kernel that wrote the parts. Dimensions are 4 a lane; of more than 128, the
 // first half and the second are the grid's third dimension.
 template <typename Format>
-__global__ void __launch_bounds__(kDecodeThreads)
+__global__ void __launch_bounds__(kCombineThreads)
     decode_combine(const __grid_constant__ DecodeArgs args, int tile_rows, int pitch) {
-  __shared__ float4 outs[kDecodeWarps][32];
-  __shared__ float2 sums[kDecodeWarps];
+  __shared__ float4 outs[kWarps][32];
+  __shared__ float2 sums[kWarps];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int row = blockIdx.y, d = blockIdx.z * 128 + 4 * lane;
   grid_dependency_wait();
@@ -33,12 +34,12 @@ __global__ void __launch_bounds__(kDecodeThreads)
 
   Part part;
   const bool real = d < args.d;
-  for (int first = warp; first < parts; first += kDecodeWarps * kAtOnce) {
+  for (int first = warp; first < parts; first += kWarps * kAtOnce) {
     float2 sum[kAtOnce];
     float4 out[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int at = first + i * kDecodeWarps;
+      const int at = first + i * kWarps;
       sum[i] = make_float2(-INFINITY, 0.0f);
       out[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       if (at >= parts) continue;
@@ -54,7 +55,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
   __syncthreads();
   if (warp != 0) return;
 #pragma unroll
-  for (int other = 1; other < kDecodeWarps; ++other) part.add(sums[other], outs[other][lane]);
+  for (int other = 1; other < kWarps; ++other) part.add(sums[other], outs[other][lane]);
 
   store_part<Format>(args, {tile.x, key_head, 0}, r, d, part);
 }

@@ -4,46 +4,35 @@
 #define KERNELS_ATTENTION_DECODE_INSTANCES_CUH_
 
 #include "kernels/attention/decode_attention.cuh"
-#include "kernels/attention/decode_together.cuh"
 
 // Blocks a multiprocessor holds: as many as its shared memory has room for.
-#define TIERCEL_DECODE(dtype, float8, d, any_d, tiles, residents)                        \
-  {DType::k##dtype,                                                                      \
-   float8,                                                                               \
-   d,                                                                                    \
-   any_d,                                                                                \
-   tiles,                                                                                \
-   residents,                                                                            \
-   false,                                                                                \
-   sizeof(DecodeShared<DecodeShape<dtype, float8, d, any_d, tiles>>),                    \
-   Kernel("decode_attention<" #dtype ", float8=" #float8 ", d=" #d ", any_d=" #any_d     \
-          ", tiles=" #tiles ">",                                                         \
-          reinterpret_cast<const void*>(                                                 \
-              decode_attention<DecodeShape<dtype, float8, d, any_d, tiles>, residents>), \
-          sizeof(DecodeShared<DecodeShape<dtype, float8, d, any_d, tiles>>))}
+#define TIERCEL_DECODE(dtype, float8, d, any_d, tiles, spread, residents)                        \
+  {DType::k##dtype,                                                                              \
+   float8,                                                                                       \
+   d,                                                                                            \
+   any_d,                                                                                        \
+   tiles,                                                                                        \
+   residents,                                                                                    \
+   spread,                                                                                       \
+   DecodeShape<dtype, float8, d, any_d, tiles, spread>::kWarps,                                  \
+   sizeof(DecodeShared<DecodeShape<dtype, float8, d, any_d, tiles, spread>>),                    \
+   Kernel("decode_attention<" #dtype ", float8=" #float8 ", d=" #d ", any_d=" #any_d             \
+          ", tiles=" #tiles ", spread=" #spread ">",                                             \
+          reinterpret_cast<const void*>(                                                         \
+              decode_attention<DecodeShape<dtype, float8, d, any_d, tiles, spread>, residents>), \
+          sizeof(DecodeShared<DecodeShape<dtype, float8, d, any_d, tiles, spread>>))}
 
-#define TIERCEL_TOGETHER(dtype, float8, d)                                             \
-  {DType::k##dtype,                                                                     \
-   float8,                                                                              \
-   d,                                                                                   \
-   false,                                                                               \
-   1,                                                                                   \
-   1,                                                                                   \
-   true,                                                                                \
-   sizeof(TogetherShared<DecodeShape<dtype, float8, d, false, 1, kTogetherHeads>>),     \
-   Kernel("decode_together<" #dtype ", float8=" #float8 ", d=" #d ">",                  \
-          reinterpret_cast<const void*>(                                                \
-              decode_together<DecodeShape<dtype, float8, d, false, 1, kTogetherHeads>>), \
-          sizeof(TogetherShared<DecodeShape<dtype, float8, d, false, 1, kTogetherHeads>>))}
+#define TIERCEL_DECODE_BOTH(dtype, float8, d, any_d, tiles, residents)   \
+  TIERCEL_DECODE(dtype, float8, d, any_d, tiles, false, residents),      \
+      TIERCEL_DECODE(dtype, float8, d, any_d, tiles, true, 1)
 
 // By head dimension, then by rows: the launcher takes the first that fits.
-#define TIERCEL_DECODE_TABLE(dtype, float8)         \
-  {TIERCEL_DECODE(dtype, float8, 64, false, 1, 2),  \
-   TIERCEL_DECODE(dtype, float8, 64, false, 2, 2),  \
-   TIERCEL_DECODE(dtype, float8, 128, false, 1, 2), \
-   TIERCEL_DECODE(dtype, float8, 128, false, 2, 2), \
-   TIERCEL_DECODE(dtype, float8, 128, true, 1, 2),  \
-   TIERCEL_DECODE(dtype, float8, 256, true, 1, (float8 ? 2 : 1)), \
-   TIERCEL_TOGETHER(dtype, float8, 64), TIERCEL_TOGETHER(dtype, float8, 128)}
+#define TIERCEL_DECODE_TABLE(dtype, float8)             \
+  {TIERCEL_DECODE_BOTH(dtype, float8, 64, false, 1, 2),  \
+   TIERCEL_DECODE_BOTH(dtype, float8, 64, false, 2, 2),  \
+   TIERCEL_DECODE_BOTH(dtype, float8, 128, false, 1, 2), \
+   TIERCEL_DECODE_BOTH(dtype, float8, 128, false, 2, 2), \
+   TIERCEL_DECODE_BOTH(dtype, float8, 128, true, 1, 2),  \
+   TIERCEL_DECODE_BOTH(dtype, float8, 256, true, 1, (float8 ? 2 : 1))}
 
 #endif  // KERNELS_ATTENTION_DECODE_INSTANCES_CUH_

@@ -12,13 +12,8 @@
 
 namespace tiercel {
 
-inline constexpr int kDecodeThreads = 128;
-inline constexpr int kDecodeWarps = kDecodeThreads / 32;
 inline constexpr int kDecodeMaxCluster = 8;
-
-// decode_together: a warp for each key head that a block takes, and one that asks for the bytes.
-inline constexpr int kTogetherHeads = 8;
-inline constexpr int kTogetherThreads = 32 * (kTogetherHeads + 1);
+inline constexpr int kCombineThreads = 128;
 
 // Keys that a warp takes at once: about 4 KiB of them, and as much of values.
 constexpr int decode_step(int d, int cache_bytes) {
@@ -26,11 +21,15 @@ constexpr int decode_step(int d, int cache_bytes) {
   return keys < 16 ? 16 : keys;
 }
 
-// Steps of a warp's ring in shared memory: 24 KiB of them, and three at least.
-constexpr int decode_stages(int stage_bytes) {
-  const int stages = 24576 / stage_bytes;
-  return stages < 3 ? 3 : stages;
+// Warps of a block, bytes of its stages each: two blocks of four warps a multiprocessor where a
+// cluster has a tile, one of eight where tiles are spread: fewer sequences are read at once, which
+// the memory likes better.
+constexpr int decode_warps(bool spread, int stage_bytes) {
+  return spread && stage_bytes <= 8192 ? 8 : 4;
 }
+
+// Steps of a warp's ring in shared memory: of 8 warps two, of 4 three.
+constexpr int decode_stages(int warps) { return warps == 8 ? 2 : 3; }
 
 // Of a cache, in bytes. Two products of 32 bits make a row's address.
 struct DecodeStrides {
@@ -51,7 +50,7 @@ struct DecodeArgs {
   const float* k_scale;     // or null: 1
   const float* v_scale;
   // Of tiles that blocks share, if their steps are spread; a block has two places: of the tile that
-  // it begins with and of the one that it ends with. decode_together has them for each head.
+  // it begins with and of the one that it ends with.
   float* partial;        // [2 * blocks, rows of a tile, D of the kernel]
   float2* partial_sums;  // [2 * blocks, rows of a tile]: largest score, sum
   uint64_t* arrived;     // [2 * blocks]: see decode_parts.cuh
@@ -83,7 +82,6 @@ struct DecodeArgs {
   bool k_scale_per_head;
   bool v_scale_per_head;
   bool by_tile;
-  bool spread;  // blocks share all tiles evenly; otherwise a cluster has one
 };
 
 struct DecodeKernel {
@@ -93,7 +91,8 @@ struct DecodeKernel {
   bool any_d;       // takes smaller ones too
   int tiles;        // of 8 rows
   int residents;    // blocks a multiprocessor holds
-  bool together;    // decode_together
+  bool spread;      // blocks share all tiles evenly; otherwise a cluster has one
+  int warps;        // of a block
   uint32_t shared;  // bytes of a block
   Kernel kernel;
 };

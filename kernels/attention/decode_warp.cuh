@@ -19,9 +19,8 @@
 
 namespace tiercel {
 
-// kD is the head dimension of the tiles; with kAnyD there may be fewer, the rest are zeros. A stage
-// has rows of kHeads key heads: of one, or of neighbours side by side as they are in the cache.
-template <typename Format_, bool kFloat8_, int kD_, bool kAnyD_, int kTiles_, int kHeads_ = 1>
+// kD is the head dimension of the tiles; with kAnyD there may be fewer, the rest are zeros.
+template <typename Format_, bool kFloat8_, int kD_, bool kAnyD_, int kTiles_, bool kSpread_>
 struct DecodeShape {
   using Format = Format_;  // of queries and results
   static constexpr bool kFloat8 = kFloat8_;
@@ -37,13 +36,12 @@ struct DecodeShape {
   static constexpr int kPages = kStep > 32 ? kStep / 32 : 1;
   static constexpr int kRowBytes = kD * kElement;
   static constexpr int kPairs = kRowBytes / 32;    // of 16-byte chunks of a row
-  static constexpr int kHeads = kHeads_;
-  // Of one head, chunks of a row are exchanged for the banks' sake; of several, rows lie 16 bytes
-  // further apart.
-  static constexpr int kPitch = kHeads == 1 ? kRowBytes : kHeads * kRowBytes + 16;
-  static constexpr int kHalf = kStep * kPitch;  // a stage's keys, then as much of values
+  static constexpr int kHalf = kStep * kRowBytes;  // a stage's keys, then as much of values
   static constexpr int kStage = 2 * kHalf;
-  static constexpr int kStages = decode_stages(kStage);
+  static constexpr bool kSpread = kSpread_;  // blocks share all tiles, or a cluster has one
+  static constexpr int kWarps = decode_warps(kSpread, kStage);
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kStages = decode_stages(kWarps);
 };
 
 // A stage's rows of 64 bytes or more as 16-byte chunks, so that 8 rows' chunks of one number lie in
@@ -64,22 +62,6 @@ struct Rows {
   int own[2 * Shape::kTiles];      // key that the query stands at
   float scale[2 * Shape::kTiles];  // of raw scores
 };
-
-// `unit(row)` is what the row's queries were divided by.
-template <typename Shape, typename Unit>
-__device__ __forceinline__ void set_rows(const DecodeArgs& args, const Tile& tile, int length,
-                                         Rows<Shape>* rows, const Unit& unit) {
-  const int t = threadIdx.x % 4;
-  const float key_scale = scale_of(args.k_scale, args.k_scale_per_head, tile.head);
-#pragma unroll
-  for (int r = 0; r < 2 * Shape::kTiles; ++r) {
-    const int row = r / 2 * 8 + 2 * t + r % 2;
-    const int query = min(tile.row_block * Shape::kRows + row, args.rows - 1) / args.group;
-    rows->own[r] = length - args.queries + query;
-    rows->scale[r] = args.scale;
-    if constexpr (Shape::kFloat8) rows->scale[r] *= key_scale * unit(row);
-  }
-}
 
 template <typename Shape>
 struct WarpState {
@@ -161,23 +143,21 @@ __device__ __forceinline__ void copy_step(const DecodeArgs& args, const char* k,
 template <typename Shape, bool kAcross>
 __device__ __forceinline__ uint32_t matrix_place() {
   const int lane = threadIdx.x % 32, upper = lane / 8 % 2, later = lane / 16;
-  const int row = lane % 8 + 8 * (kAcross ? later : upper), chunk = kAcross ? upper : later;
-  if constexpr (Shape::kHeads > 1) return row * Shape::kPitch + chunk * 16;
-  return chunk_place<Shape::kRowBytes>(row, chunk);
+  return chunk_place<Shape::kRowBytes>(lane % 8 + 8 * (kAcross ? later : upper),
+                                       kAcross ? upper : later);
 }
 
 // The same for another pair of chunks and block of 16 rows.
 template <typename Shape>
 __device__ __forceinline__ uint32_t matrix_place(uint32_t place, int pair, int block) {
-  if constexpr (Shape::kHeads > 1) return place + pair * 32 + block * 16 * Shape::kPitch;
   return (place ^ (pair % 4 * 32)) + pair / 4 * 128 + block * 16 * Shape::kRowBytes;
 }
 
-// `queries(n, f)` is this lane's fragment f of tile n.
-template <typename Shape, typename Queries>
-__device__ __forceinline__ void scores(uint32_t keys, const Queries& queries,
+template <typename Shape>
+__device__ __forceinline__ void scores(uint32_t keys, const uint4* queries,
                                        float (&s)[Shape::kTiles][Shape::kBlocks][4]) {
   using Multiplied = typename Shape::Multiplied;
+  const int lane = threadIdx.x % 32;
   const uint32_t place = keys + matrix_place<Shape, false>();
 #pragma unroll
   for (int n = 0; n < Shape::kTiles; ++n) {
@@ -194,7 +174,7 @@ __device__ __forceinline__ void scores(uint32_t keys, const Queries& queries,
 #pragma unroll
       for (int n = 0; n < Shape::kTiles; ++n) {
         const int f = Shape::kFloat8 ? pair : pair / 2;
-        q[n] = queries(n, f);
+        q[n] = queries[(n * Shape::kFragments + f) * 32 + lane];
       }
     }
 #pragma unroll

@@ -11,7 +11,6 @@ pytestmark = [pytest.mark.torch, pytest.mark.gpu, pytest.mark.usefixtures("no_fa
 
 FLOAT8 = torch.float8_e4m3fn
 SPLITS = [-1, 1, 2, 4, 8]
-TOGETHER = -2  # spread, 8 key heads a block
 
 
 @pytest.fixture
@@ -90,32 +89,6 @@ def test_small(make, dtype, cache, d):
 @pytest.mark.parametrize("split", SPLITS)
 def test_splits_small(make, split):
     check_split(make([1, 40, 0, 330]), split)
-
-
-@pytest.mark.sanitize
-@pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize("cache", [None, FLOAT8])
-def test_together_small(make, d, cache):
-    check_split(make([1, 40, 0, 330], heads=8, kv_heads=8, d=d, cache=cache), TOGETHER)
-
-
-@pytest.mark.parametrize("page", [1, 16, 64, 256])
-@pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize("cache", [None, FLOAT8])
-@pytest.mark.parametrize("heads", [(8, 8), (32, 8), (64, 8), (16, 16)])
-def test_together(make, page, d, cache, heads):
-    given = {"heads": heads[0], "kv_heads": heads[1], "page": page, "d": d, "cache": cache}
-    check_split(make(RAGGED, **given), TOGETHER)
-    check_split(make([3000, 0, 20000], **given), TOGETHER)
-    check_split(make([40 + i % 7 for i in range(300)], **given), TOGETHER)
-    if heads[0] == 32:
-        check_split(make(RAGGED, 2, **given), TOGETHER, left=200)
-
-
-def test_together_of_two_dtypes(make):
-    given = {"heads": 32, "kv_heads": 8, "dtype": torch.float16}
-    check_split(make(RAGGED, **given), TOGETHER)
-    check_split(make(RAGGED, cache=FLOAT8, **given), TOGETHER)
 
 
 @pytest.mark.parametrize("page", [1, 16, 32, 64, 128, 256])

@@ -61,7 +61,7 @@ def test_every_head_dimension_has_a_kernel(dtype, fp8):
             float8 = "true" if fp8 else "false"
             assert got["kernel"].startswith(f"decode_attention<{name}, float8={float8}, d={tile},")
             assert got["rows"] == (rows if d in (64, 128) else 8)
-            assert got["block"] == 128
+            assert got["block"] == (128 if got["cluster"] or (d > 128 and not fp8) else 256)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def split_of(batch, keys, *, heads=(32, 8), d=128, **options):
         assert got["grid"] == batch * heads[1] * got["cluster"]
     else:
         assert got["workspace"] > 0 and got["combine"] == "none"
-        assert got["grid"] in (MULTIPROCESSORS, 2 * MULTIPROCESSORS)
+        assert got["grid"] <= MULTIPROCESSORS < got["grid"] + heads[1]
     return got["cluster"]
 
 
@@ -163,7 +163,7 @@ def test_a_bound_on_lengths_counts_as_the_table_s_width():
 
 def test_the_workspace_is_that_of_the_blocks_not_of_the_problem():
     sizes = {plan(shape=(b, 1, 32, 128), split=-1)["workspace"] for b in (1, 8, 64)}
-    blocks = 2 * MULTIPROCESSORS
+    blocks = MULTIPROCESSORS - MULTIPROCESSORS % 8
     assert sizes == {2 * blocks * (8 * (128 + 2) + 2)}
 
 
@@ -173,34 +173,10 @@ def test_a_split_that_is_asked_for(split):
     assert plan(split=-1)["cluster"] == 0
 
 
-@pytest.mark.parametrize("split", [3, 16, -3])
+@pytest.mark.parametrize("split", [3, 16, -2])
 def test_a_split_that_there_is_not(split):
-    with pytest.raises(ValueError, match="^decode_attention: `split` must be -2, -1, 0 or a power"):
+    with pytest.raises(ValueError, match="^decode_attention: `split` must be -1, 0 or a power"):
         plan(split=split)
-
-
-@pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize("cache", ["bfloat16", "float8_e4m3fn"])
-def test_8_key_heads_together(d, cache):
-    got = plan(shape=(4, 1, 32, d), cache=cache, split=-2)
-    assert got["kernel"].startswith("decode_together<BFloat16") and got["combine"] == "none"
-    assert (got["grid"], got["block"], got["cluster"]) == (MULTIPROCESSORS, 288, 0)
-    places = 2 * MULTIPROCESSORS * 8  # of two tiles of a block, for each head
-    assert got["workspace"] == places * (8 * (d + 2) + 2)
-
-
-def test_what_8_key_heads_together_need(make):
-    strides = (16 * 8 * 128, 128, 16 * 128, 1)  # a head's keys side by side
-    by_head = make(1000, 16, 8, 128, dtype="bfloat16", strides=strides)
-    for options in (
-        {"kv_heads": 4},
-        {"shape": (4, 3, 32, 128)},
-        {"shape": (4, 1, 32, 96)},
-        {"k_cache": by_head},
-        {"v_cache": by_head},
-    ):
-        with pytest.raises(NotImplementedError, match="^decode_attention: `k_cache` must have 8 "):
-            plan(make, split=-2, **options)
 
 
 def test_empty_outputs_launch_nothing(make):
