@@ -9,12 +9,12 @@
 // The plan. A warp is on its own: it has a ring of two or three stages in shared memory, each a
 // step of keys and of values (4 KiB of either: 16 keys of D = 128 in 16 bits), which it fills by
 // cp.async as soon as a stage was read, so that up to 16 KiB of every warp, 128 KiB of a
-// multiprocessor, are under way. (In registers as much is not possible: the compiler moves what it loads, and waits for it.)
-// Nothing waits for another warp, and any page size costs the same, for every row's address is made
-// from its own page table entry. Tensor cores do the products on fragments of a stage
-// (decode_warp.cuh): 16 keys x 8 query rows, where the rows are the query heads of a key head times
-// the queries: 512 bytes of 16 bits an instruction. float8 converts in registers, 2 values an
-// instruction.
+// multiprocessor, are under way. (In registers as much is not possible: the compiler moves what it
+// loads, and waits for it.) Nothing waits for another warp, and any page size costs the same, for
+// every row's address is made from its own page table entry. Tensor cores do the products on
+// fragments of a stage (decode_warp.cuh): 16 keys x 8 query rows, where the rows are the query
+// heads of a key head times the queries: 512 bytes of 16 bits an instruction. float8 converts in
+// registers, 2 values an instruction.
 //
 // A tile is 8 or 16 query rows of one key head. Two ways to share tiles out, chosen in
 // decode_choose.cc:
@@ -23,8 +23,9 @@
 //   page table entries are read beside the lengths. For short sequences.
 // - spread: as many blocks as are resident have equal shares of all steps of all tiles, whatever
 //   the lengths; each block works that out from the lengths itself. What a block has of a tile that
-//   it shares goes to a workspace, and the last block to arrive puts it together (decode_parts.cuh),
-//   or decode_combine does where more blocks may share a tile than one would read in time.
+//   it shares goes to a workspace, and the last block to arrive puts it together
+//   (decode_parts.cuh), or decode_combine does where more blocks may share a tile than one would
+//   read in time.
 #ifndef KERNELS_ATTENTION_DECODE_ATTENTION_CUH_
 #define KERNELS_ATTENTION_DECODE_ATTENTION_CUH_
 
@@ -309,8 +310,8 @@ __device__ __forceinline__ void put_parts_together(const DecodeArgs& args,
   const int thread = this_thread();
   const ShareCursor cursor = shared->cursor;  // which moves on while some threads are here
   if (thread < 32) {
-    const bool last = arrive_last(args.arrived, 1, cursor.slot, cursor.first_block, args.columns,
-                                  cursor.parts);
+    const bool last =
+        arrive_last(args.arrived, 1, cursor.slot, cursor.first_block, args.columns, cursor.parts);
     if (thread == 0) shared->last = last;
   }
   __syncthreads();

@@ -14,7 +14,7 @@ struct Rate {
 };
 constexpr Rate kWide{4.42e6, 4.5e6}, kNarrow{4.15e6, 4.4e6};  // rows of up to kNarrowRow bytes
 constexpr int64_t kNarrowRow = 128;
-constexpr double kSparse = 3.7e6;  // clustered, with one block a multiprocessor
+constexpr double kSparse = 3.7e6;   // clustered, with one block a multiprocessor
 constexpr double kChain = 4.0;      // launch, lengths, first keys, results: all ways have them
 constexpr double kStep = 0.75;      // at least, of one step
 constexpr double kBeside = 1.25;    // times that, with other blocks on the multiprocessor

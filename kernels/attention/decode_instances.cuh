@@ -22,12 +22,12 @@
               decode_attention<DecodeShape<dtype, float8, d, any_d, tiles, spread>, residents>), \
           sizeof(DecodeShared<DecodeShape<dtype, float8, d, any_d, tiles, spread>>))}
 
-#define TIERCEL_DECODE_BOTH(dtype, float8, d, any_d, tiles, residents)   \
-  TIERCEL_DECODE(dtype, float8, d, any_d, tiles, false, residents),      \
+#define TIERCEL_DECODE_BOTH(dtype, float8, d, any_d, tiles, residents) \
+  TIERCEL_DECODE(dtype, float8, d, any_d, tiles, false, residents),    \
       TIERCEL_DECODE(dtype, float8, d, any_d, tiles, true, 1)
 
 // By head dimension, then by rows: the launcher takes the first that fits.
-#define TIERCEL_DECODE_TABLE(dtype, float8)             \
+#define TIERCEL_DECODE_TABLE(dtype, float8)              \
   {TIERCEL_DECODE_BOTH(dtype, float8, 64, false, 1, 2),  \
    TIERCEL_DECODE_BOTH(dtype, float8, 64, false, 2, 2),  \
    TIERCEL_DECODE_BOTH(dtype, float8, 128, false, 1, 2), \

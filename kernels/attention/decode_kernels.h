@@ -71,7 +71,7 @@ struct DecodeArgs {
   int rows;        // queries * group
   int row_blocks;  // tiles of a key head
   int sequence_tiles;
-  int columns;     // blocks that go through a sequence's keys together, each with its own tiles
+  int columns;  // blocks that go through a sequence's keys together, each with its own tiles
   int d;
   int capacity;   // keys of a sequence that the page table has room for
   int page_bits;  // log2 of a page's keys

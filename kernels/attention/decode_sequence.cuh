@@ -61,9 +61,9 @@ struct ShareCursor {
   int64_t end;
   int64_t each;  // of every block
   int group;
-  Tile tile;     // where it is now
-  int first;     // step of the tile
-  int last;      // after the share's last
+  Tile tile;        // where it is now
+  int first;        // step of the tile
+  int last;         // after the share's last
   int64_t slot;     // kWhole or a place in the workspace
   int first_block;  // of those that share the tile, when they do
   int parts;
