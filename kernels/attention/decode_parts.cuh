@@ -48,11 +48,13 @@ __device__ __forceinline__ bool arrive_last(uint64_t* slots, int stride, int64_t
   __syncwarp();
   __threadfence();  // of any two that arrive one at least sees the other
   bool all = true;
+#pragma unroll 1
   for (int at = lane; at < parts; at += 32) {
     all &= load_arrived(slots + part_slot(first_block, columns, at) * stride) == kArrived;
   }
   if (!__all_sync(kFullWarp, all)) return false;
   __threadfence();
+#pragma unroll 1
   for (int at = lane; at < parts; at += 32) {
     store_arrived(slots + part_slot(first_block, columns, at) * stride, 0);
   }

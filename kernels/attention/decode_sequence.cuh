@@ -119,6 +119,7 @@ __device__ __forceinline__ void start_share(const DecodeArgs& args, int64_t* scr
   const int each = (args.batch + kThreads - 1) / kThreads;
   const int first = threadIdx.x * each, last = min(first + each, args.batch);
   int64_t mine = 0;
+#pragma unroll 1
   for (int b = first; b < last; ++b) mine += Sequence<kStep>(args, b).cost();
   mine *= tiles;
   int64_t before = mine;
@@ -148,6 +149,7 @@ __device__ __forceinline__ void start_share(const DecodeArgs& args, int64_t* scr
   if (before <= begin && begin < before + mine) {
     int64_t position = begin - before;
     int b = first, steps = 1;
+#pragma unroll 1
     for (; b < last; ++b) {
       steps = Sequence<kStep>(args, b).cost();
       if (position < static_cast<int64_t>(steps) * tiles) break;
