@@ -294,7 +294,7 @@ Status prepare(const DecodeTensors& t, const DecodeOptions& options, int multipr
   choice->split = decode_choose(load, options.split);
   choice->kernel = choice->split.cluster == 0 ? &spread : &clustered;
   if (choice->split.cluster > 0) return Status();
-  if (choice->split.grid * args->columns > kMostParts * load.tiles) {
+  if (choice->split.grid > kMostParts * load.tiles) {
     choice->combined = std::min(load.tiles, choice->split.grid - args->columns);
     args->by_tile = choice->combined == load.tiles;
     choice->tiles = 4 * choice->split.grid;

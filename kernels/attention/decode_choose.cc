@@ -12,7 +12,7 @@ namespace {
 struct Rate {
   double clustered, spread;  // bytes a microsecond, of the device
 };
-constexpr Rate kWide{4.42e6, 4.5e6}, kNarrow{4.15e6, 4.4e6};  // rows of up to kNarrowRow bytes
+constexpr Rate kWide{4.42e6, 4.55e6}, kNarrow{4.3e6, 4.45e6};  // rows of up to kNarrowRow bytes
 constexpr int64_t kNarrowRow = 128;
 constexpr double kSparse = 3.7e6;   // clustered, with one block a multiprocessor
 constexpr double kChain = 4.0;      // launch, lengths, first keys, results: all ways have them
@@ -22,7 +22,7 @@ constexpr double kConvert = 1.5;    // times that, for float8
 constexpr double kExchange = 0.05;  // of each of a cluster's blocks
 constexpr double kShares = 1.5;     // lengths first, before the page table
 constexpr double kCombine = 1.5;    // the parts of a tile
-constexpr double kRestart = 2.0;    // a further tile of a block
+constexpr double kRestart = 1.0;    // a further tile of a block
 
 // Of clusters of 1, 2, 4, 8: how much of the device they find room in, as all blocks of one lie in
 // one part of it, and what a further round of them takes.

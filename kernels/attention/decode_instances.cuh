@@ -5,7 +5,6 @@
 
 #include "kernels/attention/decode_attention.cuh"
 
-// Blocks a multiprocessor holds: as many as its shared memory has room for.
 #define TIERCEL_DECODE(dtype, float8, d, any_d, tiles, spread, residents)                        \
   {DType::k##dtype,                                                                              \
    float8,                                                                                       \
@@ -22,17 +21,19 @@
               decode_attention<DecodeShape<dtype, float8, d, any_d, tiles, spread>, residents>), \
           sizeof(DecodeShared<DecodeShape<dtype, float8, d, any_d, tiles, spread>>))}
 
-#define TIERCEL_DECODE_BOTH(dtype, float8, d, any_d, tiles, residents) \
-  TIERCEL_DECODE(dtype, float8, d, any_d, tiles, false, residents),    \
-      TIERCEL_DECODE(dtype, float8, d, any_d, tiles, true, 1)
+// The last two: blocks a multiprocessor holds where a cluster has a tile, and where tiles are
+// spread.
+#define TIERCEL_DECODE_BOTH(dtype, float8, d, any_d, tiles, clustered, spread) \
+  TIERCEL_DECODE(dtype, float8, d, any_d, tiles, false, clustered),            \
+      TIERCEL_DECODE(dtype, float8, d, any_d, tiles, true, spread)
 
 // By head dimension, then by rows: the launcher takes the first that fits.
-#define TIERCEL_DECODE_TABLE(dtype, float8)              \
-  {TIERCEL_DECODE_BOTH(dtype, float8, 64, false, 1, 2),  \
-   TIERCEL_DECODE_BOTH(dtype, float8, 64, false, 2, 2),  \
-   TIERCEL_DECODE_BOTH(dtype, float8, 128, false, 1, 2), \
-   TIERCEL_DECODE_BOTH(dtype, float8, 128, false, 2, 2), \
-   TIERCEL_DECODE_BOTH(dtype, float8, 128, true, 1, 2),  \
-   TIERCEL_DECODE_BOTH(dtype, float8, 256, true, 1, (float8 ? 2 : 1))}
+#define TIERCEL_DECODE_TABLE(dtype, float8)                 \
+  {TIERCEL_DECODE_BOTH(dtype, float8, 64, false, 1, 2, 1),  \
+   TIERCEL_DECODE_BOTH(dtype, float8, 64, false, 2, 2, 2),  \
+   TIERCEL_DECODE_BOTH(dtype, float8, 128, false, 1, 2, 1), \
+   TIERCEL_DECODE_BOTH(dtype, float8, 128, false, 2, 2, 2), \
+   TIERCEL_DECODE_BOTH(dtype, float8, 128, true, 1, 2, 1),  \
+   TIERCEL_DECODE_BOTH(dtype, float8, 256, true, 1, (float8 ? 2 : 1), 1)}
 
 #endif  // KERNELS_ATTENTION_DECODE_INSTANCES_CUH_

@@ -24,8 +24,8 @@ constexpr int decode_step(int d, int cache_bytes) {
 // Warps of a block, bytes of its stages each: two blocks of four warps a multiprocessor where a
 // cluster has a tile, one of eight where tiles are spread: fewer sequences are read at once, which
 // the memory likes better.
-constexpr int decode_warps(bool spread, int stage_bytes) {
-  return spread && stage_bytes <= 8192 ? 8 : 4;
+constexpr int decode_warps(bool spread, int stage_bytes, int tiles) {
+  return spread && stage_bytes <= 8192 && tiles == 1 ? 8 : 4;
 }
 
 // Steps of a warp's ring in shared memory: of 8 warps two, of 4 three.

@@ -39,7 +39,7 @@ struct DecodeShape {
   static constexpr int kHalf = kStep * kRowBytes;  // a stage's keys, then as much of values
   static constexpr int kStage = 2 * kHalf;
   static constexpr bool kSpread = kSpread_;  // blocks share all tiles, or a cluster has one
-  static constexpr int kWarps = decode_warps(kSpread, kStage);
+  static constexpr int kWarps = decode_warps(kSpread, kStage, kTiles);
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kStages = decode_stages(kWarps);
 };

@@ -61,7 +61,8 @@ def test_every_head_dimension_has_a_kernel(dtype, fp8):
             float8 = "true" if fp8 else "false"
             assert got["kernel"].startswith(f"decode_attention<{name}, float8={float8}, d={tile},")
             assert got["rows"] == (rows if d in (64, 128) else 8)
-            assert got["block"] == (128 if got["cluster"] or (d > 128 and not fp8) else 256)
+            wide = rows == 8 and (d <= 128 or fp8)
+            assert got["block"] == (256 if wide and not got["cluster"] else 128)
 
 
 @pytest.mark.parametrize(
@@ -115,21 +116,21 @@ def test_long_ones_are_spread():
 def test_one_block_a_tile_where_those_fill_the_device():
     """Measured on an H200: 67 us against 73 of the spread blocks at 32 x 2048."""
     assert split_of(32, 512) == split_of(32, 2048) == split_of(128, 512) == 1
-    assert split_of(128, 2048) == split_of(128, 8192) == 1  # rounds of them: lengths even out
+    assert split_of(128, 2048) == 1  # rounds of them: lengths even out
 
 
 @pytest.mark.parametrize(
     ("kv_heads", "grid"),
     [
-        (1, 264),
-        (2, 264),
-        (5, 260),
-        (7, 259),
-        (8, 264),
-        (64, 256),
-        (200, 250),
-        (263, 263),
-        (521, 264),
+        (1, 132),
+        (2, 132),
+        (5, 130),
+        (7, 126),
+        (8, 128),
+        (64, 128),
+        (200, 125),
+        (131, 131),
+        (521, 132),
     ],
 )
 def test_spread_blocks_take_the_heads_of_a_key_together(kv_heads, grid):
@@ -138,7 +139,7 @@ def test_spread_blocks_take_the_heads_of_a_key_together(kv_heads, grid):
     assert got["grid"] == grid
 
 
-@pytest.mark.parametrize(("kv_heads", "batch"), [(1, 1), (4, 1), (1, 4), (2, 2)])
+@pytest.mark.parametrize(("kv_heads", "batch"), [(1, 1), (2, 1), (1, 3)])
 def test_many_parts_are_put_together_by_a_second_kernel(kv_heads, batch):
     """By one block that would take longer than the launch."""
     options = {"kv_heads": kv_heads, "columns": 4096, "split": -1}
