@@ -31,7 +31,7 @@ constexpr double kRound[] = {0.3, 1.5, 2.5, 3.7};
 
 // Spread blocks are even whatever the lengths; clusters that all run at once take as long as the
 // longest sequence, so they have to be better. With several rounds of single blocks that evens out.
-constexpr double kPreferSpread = 0.95;
+constexpr double kPreferSpread = 0.97;
 constexpr int kManyRounds = 3;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
