@@ -181,7 +181,9 @@ Status check_supported(const DecodeTensors& t, const DecodeOptions& options) {
   return Status();
 }
 
-// Parts of a tile, as expected, that its last block reads as fast as decode_combine would.
+// Rows of a tile, and parts of it as expected, that its last block puts together as fast as
+// decode_combine would.
+constexpr int kMostRows = 8;
 constexpr int64_t kMostParts = 40;
 
 const DecodeKernel* kernel_for(const DecodeTensors& t, int64_t rows, bool spread) {
@@ -294,7 +296,7 @@ Status prepare(const DecodeTensors& t, const DecodeOptions& options, int multipr
   choice->split = decode_choose(load, options.split);
   choice->kernel = choice->split.cluster == 0 ? &spread : &clustered;
   if (choice->split.cluster > 0) return Status();
-  if (choice->split.grid > kMostParts * load.tiles) {
+  if (choice->rows() > kMostRows || choice->split.grid > kMostParts * load.tiles) {
     choice->combined = std::min(load.tiles, choice->split.grid - args->columns);
     args->by_tile = choice->combined == load.tiles;
     choice->tiles = 4 * choice->split.grid;

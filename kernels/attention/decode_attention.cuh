@@ -345,54 +345,61 @@ __device__ __forceinline__ void put_parts_together(const DecodeArgs& args,
   }
 }
 
-// The page table's entries of a warp's next steps.
+// The page table's entries of the steps that a warp asks for next.
 template <typename Shape>
 struct NextPages {
-  Pages<Shape> of[Shape::kStages];  // of the first steps
+  Pages<Shape> of[Shape::kStages];
+
+  __device__ __forceinline__ void shift() {
+#pragma unroll
+    for (int i = 1; i < Shape::kStages; ++i) of[i - 1] = of[i];
+  }
 };
 
-// A warp's steps of a tile. `next` are the page table entries of the first ones.
+// A warp's steps of a tile. `next` are those of the first ones.
 template <typename Shape>
 __device__ __forceinline__ void attend(const DecodeArgs& args, const Tile& tile,
                                        const Sequence<Shape::kStep>& sequence, const Steps& steps,
-                                       QueryLoader<Shape>* queries, const NextPages<Shape>& next,
+                                       QueryLoader<Shape>* queries, NextPages<Shape> next,
                                        DecodeShared<Shape>* shared, WarpState<Shape>* state) {
+  constexpr int kStages = Shape::kStages;
   const int32_t* table = args.page_table + tile.b * args.table_stride;
   const char* k = args.k + tile.head * args.k_strides.head;
   const char* v = args.v + tile.head * args.v_strides.head;
   const uint32_t ring =
       static_cast<uint32_t>(__cvta_generic_to_shared(shared->rings[this_thread() / 32].stages));
-  const auto copy = [&](int step, const Pages<Shape>& pages, uint32_t stage) {
+  const auto copy = [&](int step, uint32_t stage) {
     if (step < steps.last) {
       const int key = sequence.first_key(step);
-      copy_step<Shape>(args, k, v, pages, key, sequence.length - 1 - key, stage);
+      copy_step<Shape>(args, k, v, next.of[0], key, sequence.length - 1 - key, stage);
     }
     async_copy_commit();
+    next.shift();
   };
-  Pages<Shape> pages;  // of the step after those under way
-  pages.load(args, table, sequence.first_key(steps.first + Shape::kStages * steps.stride));
+#pragma unroll 1  // half the code
+  for (int i = 0; i < kStages; ++i) copy(steps.first + i * steps.stride, ring + i * Shape::kStage);
+  const auto load_pages = [&](int i, int step) {
+    if (step < steps.last) next.of[i].load(args, table, sequence.first_key(step));
+  };
 #pragma unroll
-  for (int i = 0; i < Shape::kStages; ++i) {
-    copy(steps.first + i * steps.stride, next.of[i], ring + i * Shape::kStage);
-  }
+  for (int i = 0; i < kStages; ++i) load_pages(i, steps.first + (kStages + i) * steps.stride);
   queries->store(shared);
   Rows<Shape> rows;
   set_rows(args, tile, sequence.length, *shared, &rows);
   state->clear();
   uint32_t stage = ring;
   for (int at = steps.first; at < steps.last; at += steps.stride) {
-    async_copy_wait<Shape::kStages - 1>();
+    async_copy_wait<kStages - 1>();
     __syncwarp();
     float s[Shape::kTiles][Shape::kBlocks][4];
     scores<Shape>(stage, reinterpret_cast<const uint4*>(shared->queries), s);
     softmax<Shape>(args, rows, sequence, sequence.first_key(at), s, state);
     sums<Shape>(stage + Shape::kHalf, s, state);
     __syncwarp();  // the stage was read
-    const int later = at + Shape::kStages * steps.stride;
-    copy(later, pages, stage);
-    pages.load(args, table, sequence.first_key(later + steps.stride));
+    copy(at + kStages * steps.stride, stage);
+    load_pages(kStages - 1, at + 2 * kStages * steps.stride);
     stage += Shape::kStage;
-    if (stage == ring + Shape::kStages * Shape::kStage) stage = ring;
+    if (stage == ring + kStages * Shape::kStage) stage = ring;
   }
 }
 

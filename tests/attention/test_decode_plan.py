@@ -141,11 +141,13 @@ def test_spread_blocks_take_the_heads_of_a_key_together(kv_heads, grid):
 
 @pytest.mark.parametrize(("kv_heads", "batch"), [(1, 1), (2, 1), (1, 3)])
 def test_many_parts_are_put_together_by_a_second_kernel(kv_heads, batch):
-    """By one block that would take longer than the launch."""
+    """By one block that would take longer than the launch; so would 16 rows."""
     options = {"kv_heads": kv_heads, "columns": 4096, "split": -1}
     got = plan(shape=(batch, 1, 8, 128), **options)
     assert got["combine"].startswith("decode_combine")
     assert plan(shape=(16, 1, 8, 128), **options)["combine"] == "none"
+    wide = plan(shape=(16, 1, 16 * kv_heads, 128), **options)
+    assert wide["rows"] == 16 and wide["combine"].startswith("decode_combine")
 
 
 def test_no_more_blocks_than_there_are_steps():
