@@ -39,16 +39,37 @@ class TensorReader {
   bool is_method_ = false;
 };
 
+// A function without arguments; one in C is called without Python's checks of the call.
+class Getter {
+ public:
+  explicit Getter(PyObject* function) : function_(function) {
+    if (PyCFunction_CheckExact(function) && PyCFunction_GET_FLAGS(function) == METH_NOARGS) {
+      direct_ = PyCFunction_GET_FUNCTION(function);
+      self_ = PyCFunction_GET_SELF(function);
+    }
+  }
+
+  PyObject* operator()() const {
+    return direct_ != nullptr ? direct_(self_, nullptr) : PyObject_CallNoArgs(function_);
+  }
+
+ private:
+  PyObject* function_;
+  PyCFunction direct_ = nullptr;
+  PyObject* self_ = nullptr;
+};
+
 // What tiercel._eager hands over once torch is there. Never freed: Python may be gone at exit.
 struct Hooks {
-  PyObject* exact_types[2];   // torch.Tensor and torch.nn.Parameter
-  PyObject* transforms;       // () -> whether a functorch transform is active
-  PyObject* forward_ad;       // module whose _current_level is negative outside of forward AD
-  PyObject* dispatch_modes;   // () -> how many are active
-  PyObject* function_modes;   // () -> how many are active
-  PyObject* is_tracing;       // () -> whether torch.jit.trace runs
-  PyObject* is_grad_enabled;  // () -> bool
-  PyObject* name_level;       // "_current_level"
+  PyObject* exact_types[2];  // torch.Tensor and torch.nn.Parameter
+  Getter transforms;         // whether a functorch transform is active
+  PyObject* forward_ad;      // module whose _current_level is negative outside of forward AD
+  Getter dispatch_modes;     // how many are active
+  Getter function_modes;     // how many are active
+  Getter is_tracing;         // whether torch.jit.trace runs
+  Getter is_grad_enabled;    // bool
+  PyObject* never_negated;   // tuple of dtypes
+  PyObject* name_level;      // "_current_level"
   TensorReader needs_grad;
   TensorReader is_neg;
   TensorReader device;
@@ -66,7 +87,7 @@ int Truth(PyObject* value) {
 }
 
 int IsTransformed() {
-  const int level = Truth(PyObject_CallNoArgs(hooks->transforms));
+  const int level = Truth(hooks->transforms());
   if (level != 0) return level;
   PyObject* forward = PyObject_GetAttr(hooks->forward_ad, hooks->name_level);
   if (forward == nullptr) return -1;
@@ -76,17 +97,33 @@ int IsTransformed() {
 }
 
 int IsObserved() {
-  int observed = Truth(PyObject_CallNoArgs(hooks->dispatch_modes));
-  if (observed == 0) observed = Truth(PyObject_CallNoArgs(hooks->function_modes));
-  if (observed == 0) observed = Truth(PyObject_CallNoArgs(hooks->is_tracing));
+  int observed = Truth(hooks->dispatch_modes());
+  if (observed == 0) observed = Truth(hooks->function_modes());
+  if (observed == 0) observed = Truth(hooks->is_tracing());
   return observed;
+}
+
+// Whether a tensor's dtype tells that it is no negated view. To ask the tensor takes longer.
+int IsNeverNegated(PyObject* tensor) {
+  PyObject* dtype = hooks->dtype.Read(tensor);
+  if (dtype == nullptr) return -1;
+  Py_DECREF(dtype);  // torch keeps each
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(hooks->never_negated); ++i) {
+    if (dtype == PyTuple_GET_ITEM(hooks->never_negated, i)) return 1;
+  }
+  return 0;
 }
 
 // Views like z.conj().imag hold the negative of what is in memory; the dispatcher resolves them.
 int IsNegated(PyObject* const* tensors, Py_ssize_t count) {
   int negated = 0;
   for (Py_ssize_t i = 0; i < count && negated == 0; ++i) {
-    negated = Truth(hooks->is_neg.Read(tensors[i]));
+    const int never = IsNeverNegated(tensors[i]);
+    if (never != 0) {
+      negated = never < 0 ? -1 : 0;
+    } else {
+      negated = Truth(hooks->is_neg.Read(tensors[i]));
+    }
   }
   return negated;
 }
@@ -96,7 +133,7 @@ int NeedsGrad(PyObject* const* tensors, Py_ssize_t count) {
   for (Py_ssize_t i = 0; i < count && wanted == 0; ++i) {
     wanted = Truth(hooks->needs_grad.Read(tensors[i]));
   }
-  return wanted > 0 ? Truth(PyObject_CallNoArgs(hooks->is_grad_enabled)) : wanted;
+  return wanted > 0 ? Truth(hooks->is_grad_enabled()) : wanted;
 }
 
 // route(*tensors)
@@ -107,7 +144,7 @@ PyObject* RouteOf(PyObject*, PyObject* const* tensors, Py_ssize_t count) {
 
 // In the order of the fields of Hooks.
 PyObject* SetRouteHooks(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  if (!Arguments("set_route_hooks", values, count).Expect(8)) return nullptr;
+  if (!Arguments("set_route_hooks", values, count).Expect(9)) return nullptr;
   TensorReader needs_grad, is_neg, device, dtype;
   PyObject* name_level = PyUnicode_InternFromString("_current_level");
   if (name_level == nullptr || !needs_grad.Find(values[0], "requires_grad") ||
@@ -115,14 +152,19 @@ PyObject* SetRouteHooks(PyObject*, PyObject* const* values, Py_ssize_t count) {
       !dtype.Find(values[0], "dtype")) {
     return nullptr;
   }
+  if (!PyTuple_Check(values[8])) {
+    PyErr_SetString(PyExc_TypeError, "set_route_hooks: `never_negated` must be a tuple");
+    return nullptr;
+  }
   for (Py_ssize_t i = 0; i < count; ++i) Py_INCREF(values[i]);
   hooks = new Hooks{{values[0], values[1]},
-                    values[2],
+                    Getter(values[2]),
                     values[3],
-                    values[4],
-                    values[5],
-                    values[6],
-                    values[7],
+                    Getter(values[4]),
+                    Getter(values[5]),
+                    Getter(values[6]),
+                    Getter(values[7]),
+                    values[8],
                     name_level,
                     needs_grad,
                     is_neg,
@@ -136,7 +178,7 @@ PyMethodDef functions[] = {
      "route(*tensors)\n--\n\nHow to run an operator on these tensors, see tiercel._eager."},
     {"set_route_hooks", AsMethod(SetRouteHooks), METH_FASTCALL,
      "set_route_hooks(tensor, parameter, transforms, forward_ad, dispatch_modes, function_modes, "
-     "is_tracing, is_grad_enabled, /)\n--\n\nWhat of torch's `route` asks."},
+     "is_tracing, is_grad_enabled, never_negated, /)\n--\n\nWhat of torch's `route` asks."},
     {nullptr, nullptr, 0, nullptr},
 };
 
