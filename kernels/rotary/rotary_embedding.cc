@@ -102,7 +102,9 @@ Status choose(const RotaryArgs& args, const TensorView& q, bool interleaved, int
   choice->block.x = static_cast<uint32_t>(places);
   choice->block.y = static_cast<uint32_t>((slots + blocks - 1) / blocks);
   const int64_t tokens = (few ? 128 : 192) / (choice->block.x * choice->block.y);
-  choice->block.z = static_cast<uint32_t>(std::max<int64_t>(std::min(tokens, args.tokens), 1));
+  // The hardware takes 64 at most.
+  choice->block.z =
+      static_cast<uint32_t>(std::max<int64_t>(std::min({tokens, args.tokens, int64_t{64}}), 1));
   const int64_t grid = (args.tokens + choice->block.z - 1) / choice->block.z;
   if (places > kRotaryMostThreads || grid > 0x7fffffff || blocks > 65535) {
     return Status::Unimplemented(std::string(kOp) + ": too large for the kernels, got shape " +

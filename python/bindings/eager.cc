@@ -68,7 +68,6 @@ struct Hooks {
   Getter function_modes;     // how many are active
   Getter is_tracing;         // whether torch.jit.trace runs
   Getter is_grad_enabled;    // bool
-  PyObject* never_negated;   // tuple of dtypes
   PyObject* name_level;      // "_current_level"
   TensorReader needs_grad;
   TensorReader is_neg;
@@ -103,35 +102,32 @@ int IsObserved() {
   return observed;
 }
 
-// Whether a tensor's dtype tells that it is no negated view. To ask the tensor takes longer.
-int IsNeverNegated(PyObject* tensor) {
-  PyObject* dtype = hooks->dtype.Read(tensor);
-  if (dtype == nullptr) return -1;
-  Py_DECREF(dtype);  // torch keeps each
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(hooks->never_negated); ++i) {
-    if (dtype == PyTuple_GET_ITEM(hooks->never_negated, i)) return 1;
-  }
-  return 0;
+// What a dtype tells about tensors; null is one that could not be read. To ask torch takes longer.
+
+// Real parts of complex tensors have other dtypes, and torch refuses a view of them as one of
+// these.
+bool MayBeNegated(const TensorView* view) {
+  return view == nullptr || view->dtype == DType::kFloat32 || view->dtype == DType::kFloat16 ||
+         view->dtype == DType::kFloat64 || view->dtype == DType::kUnknown;
+}
+
+bool MayNeedGrad(const TensorView* view) {
+  return view == nullptr || (view->dtype != DType::kInt32 && view->dtype != DType::kInt64);
 }
 
 // Views like z.conj().imag hold the negative of what is in memory; the dispatcher resolves them.
-int IsNegated(PyObject* const* tensors, Py_ssize_t count) {
+int IsNegated(PyObject* const* tensors, Py_ssize_t count, const TensorsOfCall& read) {
   int negated = 0;
   for (Py_ssize_t i = 0; i < count && negated == 0; ++i) {
-    const int never = IsNeverNegated(tensors[i]);
-    if (never != 0) {
-      negated = never < 0 ? -1 : 0;
-    } else {
-      negated = Truth(hooks->is_neg.Read(tensors[i]));
-    }
+    if (MayBeNegated(read.view(i))) negated = Truth(hooks->is_neg.Read(tensors[i]));
   }
   return negated;
 }
 
-int NeedsGrad(PyObject* const* tensors, Py_ssize_t count) {
+int NeedsGrad(PyObject* const* tensors, Py_ssize_t count, const TensorsOfCall& read) {
   int wanted = 0;
   for (Py_ssize_t i = 0; i < count && wanted == 0; ++i) {
-    wanted = Truth(hooks->needs_grad.Read(tensors[i]));
+    if (MayNeedGrad(read.view(i))) wanted = Truth(hooks->needs_grad.Read(tensors[i]));
   }
   return wanted > 0 ? Truth(hooks->is_grad_enabled()) : wanted;
 }
@@ -139,21 +135,19 @@ int NeedsGrad(PyObject* const* tensors, Py_ssize_t count) {
 // route(*tensors)
 PyObject* RouteOf(PyObject*, PyObject* const* tensors, Py_ssize_t count) {
   Route route;
-  return FindRoute(tensors, count, &route) ? PyLong_FromLong(static_cast<long>(route)) : nullptr;
+  TensorsOfCall read;
+  return FindRoute(tensors, count, &read, &route) ? PyLong_FromLong(static_cast<long>(route))
+                                                  : nullptr;
 }
 
 // In the order of the fields of Hooks.
 PyObject* SetRouteHooks(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  if (!Arguments("set_route_hooks", values, count).Expect(9)) return nullptr;
+  if (!Arguments("set_route_hooks", values, count).Expect(8)) return nullptr;
   TensorReader needs_grad, is_neg, device, dtype;
   PyObject* name_level = PyUnicode_InternFromString("_current_level");
   if (name_level == nullptr || !needs_grad.Find(values[0], "requires_grad") ||
       !is_neg.Find(values[0], "is_neg") || !device.Find(values[0], "get_device") ||
       !dtype.Find(values[0], "dtype")) {
-    return nullptr;
-  }
-  if (!PyTuple_Check(values[8])) {
-    PyErr_SetString(PyExc_TypeError, "set_route_hooks: `never_negated` must be a tuple");
     return nullptr;
   }
   for (Py_ssize_t i = 0; i < count; ++i) Py_INCREF(values[i]);
@@ -164,7 +158,6 @@ PyObject* SetRouteHooks(PyObject*, PyObject* const* values, Py_ssize_t count) {
                     Getter(values[5]),
                     Getter(values[6]),
                     Getter(values[7]),
-                    values[8],
                     name_level,
                     needs_grad,
                     is_neg,
@@ -178,7 +171,7 @@ PyMethodDef functions[] = {
      "route(*tensors)\n--\n\nHow to run an operator on these tensors, see tiercel._eager."},
     {"set_route_hooks", AsMethod(SetRouteHooks), METH_FASTCALL,
      "set_route_hooks(tensor, parameter, transforms, forward_ad, dispatch_modes, function_modes, "
-     "is_tracing, is_grad_enabled, never_negated, /)\n--\n\nWhat of torch's `route` asks."},
+     "is_tracing, is_grad_enabled, /)\n--\n\nWhat of torch's `route` asks."},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -193,16 +186,18 @@ bool ArePlainTensors(PyObject* const* tensors, Py_ssize_t count) {
   return true;
 }
 
-bool FindRoute(PyObject* const* tensors, Py_ssize_t count, Route* route) {
+bool FindRoute(PyObject* const* tensors, Py_ssize_t count, TensorsOfCall* read, Route* route) {
   *route = Route::kDispatch;
   if (!ArePlainTensors(tensors, count)) return true;
   int answer = IsTransformed();
   if (answer > 0) *route = Route::kTransformed;
   if (answer != 0) return answer > 0;
   answer = IsObserved();
-  if (answer == 0) answer = IsNegated(tensors, count);
   if (answer != 0) return answer > 0;
-  answer = NeedsGrad(tensors, count);
+  read->Read(tensors, count);
+  answer = IsNegated(tensors, count, *read);
+  if (answer != 0) return answer > 0;
+  answer = NeedsGrad(tensors, count, *read);
   *route = answer > 0 ? Route::kGrad : Route::kDirect;
   return answer >= 0;
 }

@@ -193,7 +193,6 @@ def set_route_hooks(
     function_modes: Callable[[], int],
     is_tracing: Callable[[], bool],
     is_grad_enabled: Callable[[], bool],
-    never_negated: tuple[Any, ...],
     /,
 ) -> None: ...
 def fp8_quantize(x: Any, q: Any, scale: Any, partial: Any, granularity: int, /) -> None: ...

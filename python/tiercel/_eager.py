@@ -23,8 +23,6 @@ _C.set_route_hooks(
     torch._C._len_torch_function_stack,
     torch._C._is_tracing,
     torch.is_grad_enabled,
-    # Real parts of complex tensors have other dtypes, and a view as these is refused.
-    (torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.float8_e4m3fn),
 )
 route = _C.route
 

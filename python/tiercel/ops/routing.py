@@ -52,6 +52,13 @@ def check_columns(op: str, weights: object, k: int) -> None:
         raise ValueError(f"{op}: `out` has {shape[1]} columns, but `k` is {k}")
 
 
+def check_pair(op: str, out: object) -> None:
+    """That ``out=`` is a pair."""
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        got = f"{len(out)} values" if isinstance(out, (tuple, list)) else type(out).__name__
+        raise TypeError(f"{op}: `out` must be a pair (weights, indices), got {got}")
+
+
 def _has_columns(matrix: Any, k: Any) -> bool:
     try:
         return type(k) is int and matrix.shape[1] == k
@@ -301,9 +308,8 @@ def topk_softmax(
             scores, k, softmax_first, renormalize, indices_dtype, backend
         )
         return result
-    if not isinstance(out, (tuple, list)) or len(out) != 2:
-        got = f"{len(out)} values" if isinstance(out, (tuple, list)) else type(out).__name__
-        raise TypeError(f"{_NAME}: `out` must be a pair (weights, indices), got {got}")
+    if type(out) is not tuple or len(out) != 2:
+        check_pair(_NAME, out)
     weights, indices = out
     compiling = is_dynamo_compiling()
     # In C it takes half the time of `shape`.
