@@ -5,8 +5,6 @@
 
 #include <structmember.h>
 
-#include <utility>
-
 #include "python/bindings/eager.h"
 #include "python/bindings/launcher.h"
 
@@ -26,7 +24,6 @@ struct Direct {
   PyObject* recover;    // (error, backend, arguments) -> outputs, or raises
   PyObject* otherwise;  // (*arguments) -> outputs: everything that is not the plain case
   PyObject* increment_version;
-  PyObject* written;  // a tuple to use again, or null
   PyObject* name_overriding;
   PyObject* name_sm90;
 };
@@ -81,11 +78,9 @@ PyObject* Recover(const Direct* self, PyObject* const* args) {
   return outputs;
 }
 
-// Tells autograd of the writes.
-bool CountAsWritten(Direct* self, PyObject* const* args) {
+bool CountAsWritten(const Direct* self, PyObject* const* args) {
   const Py_ssize_t count = PyTuple_GET_SIZE(self->mutated);
-  PyObject* written = std::exchange(self->written, nullptr);  // another thread makes its own
-  if (written == nullptr) written = PyTuple_New(count);
+  PyObject* written = PyTuple_New(count);
   if (written == nullptr) return false;
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* tensor = args[PyLong_AsSsize_t(PyTuple_GET_ITEM(self->mutated, i))];
@@ -93,21 +88,13 @@ bool CountAsWritten(Direct* self, PyObject* const* args) {
     PyTuple_SET_ITEM(written, i, tensor);
   }
   PyObject* none = PyObject_CallOneArg(self->increment_version, written);
-  if (Py_REFCNT(written) == 1 && self->written == nullptr) {
-    for (Py_ssize_t i = 0; i < count; ++i) {
-      Py_DECREF(PyTuple_GET_ITEM(written, i));
-      PyTuple_SET_ITEM(written, i, nullptr);
-    }
-    self->written = written;
-  } else {
-    Py_DECREF(written);
-  }
+  Py_DECREF(written);
   Py_XDECREF(none);
   return none != nullptr;
 }
 
 PyObject* Call(PyObject* object, PyObject* const* args, size_t flags, PyObject* names) {
-  auto* self = reinterpret_cast<Direct*>(object);
+  const auto* self = reinterpret_cast<const Direct*>(object);
   const Py_ssize_t count = PyVectorcall_NARGS(flags);
   if (count != self->count || names != nullptr) {
     return PyObject_Vectorcall(self->otherwise, args, flags, names);
