@@ -149,8 +149,8 @@ int vectors_a_thread(bool backward, bool few, int64_t vectors) {
   return vectors <= 2048 ? 4 : 8;
 }
 
-// The fewest blocks that hold a row, of 256 threads at most where a cluster holds it and where
-// there are few rows: more of them, and smaller, wait for each other less.
+// The fewest blocks that hold a row, small ones: their threads wait for each other as little in a
+// cluster as in one large block, and those of other rows go on meanwhile.
 bool fit_blocks(const SoftmaxKernel& kernel, bool few, int64_t vectors, int64_t rows,
                 Choice* choice) {
   const int64_t most = few && kernel.vectors == 1       ? 128

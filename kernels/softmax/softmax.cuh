@@ -11,9 +11,9 @@
 // how many bytes its registers can await. 16-bit scores stay packed, two to a register, and their
 // exponentials are computed twice (the second time is cheaper than the registers for the first):
 // 64 registers a thread hold 8 vectors, 128 KiB a multiprocessor.
-// Rows that do not start at a multiple of 16 bytes are read from the multiple before, their first
-// and last vector element by element (rows.cuh). Longer ones than fit are read twice
-// (softmax_long.cuh).
+// A bool mask of whole vectors is read with the scores and makes them -inf as they are, packed.
+// Rows that do not start at a multiple of 16 bytes are read from the multiple before, with their
+// neighbours' elements (rows.cuh). Longer ones than fit are read twice (softmax_long.cuh).
 #ifndef KERNELS_SOFTMAX_SOFTMAX_CUH_
 #define KERNELS_SOFTMAX_SOFTMAX_CUH_
 

@@ -61,7 +61,8 @@ struct SoftmaxKernel {
 };
 
 inline constexpr int kSoftmaxVectorBytes = 16;
-// At most, a block: two of them on a multiprocessor, with 64 or 96 registers a thread.
+// At most, a block: two of them on a multiprocessor, or three of the others, with 64 registers a
+// thread.
 inline constexpr int kSoftmaxThreads = 512;
 inline constexpr int kSoftmaxWideThreads = 320;
 inline constexpr int kSoftmaxLaneThreads = 256;  // where lanes share a row
