@@ -59,7 +59,7 @@ bool is_aligned(const ReduceArgs& args, int64_t element) {
          multiple_of(args.inner_stride, 16) && multiple_of(args.length * element, 16);
 }
 
-// Rows that share a block: groups of lanes, each with one row or two.
+// Rows that share a block: groups of lanes, each with one row to four.
 void choose_short_rows(DType dtype, bool max, int64_t row_bytes, ReduceLaunch* launch) {
   const ReduceArgs& args = launch->args;
   const int64_t element = dtype_bytes(dtype);
@@ -90,7 +90,7 @@ void choose_short_rows(DType dtype, bool max, int64_t row_bytes, ReduceLaunch* l
   if (aligned && row_bytes <= 128 && outputs * 8 <= kMultiprocessors * 2048) {
     lanes = 8;  // a thread for each vector: latency counts
   } else if (aligned && row_bytes <= 256) {
-    lanes = 4, rows = 2;
+    lanes = 4, rows = row_bytes <= 128 ? 4 : 2;
   } else if (aligned && row_bytes <= 512) {
     lanes = 8, rows = 2;
   } else if (aligned && row_bytes <= 1024 && outputs >= kMultiprocessors * 16) {

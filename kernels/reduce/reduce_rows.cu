@@ -170,8 +170,8 @@ __global__ void __launch_bounds__(kLanes > 256 ? kLanes : 256)
   const int lane = threadIdx.x % kLanes;
   constexpr int kGroups = kLanes > 32 ? 1 : 32 / kLanes;  // of a warp, which has rows in a row
   const int64_t warp = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
-  const int64_t first_output = kLanes > 32 ? blockIdx.x / args.parts
-                                           : warp * (kGroups * kRows) + threadIdx.x % 32 / kLanes;
+  const int64_t first_output =
+      kLanes > 32 ? blockIdx.x / args.parts : warp * (kGroups * kRows) + threadIdx.x % 32 / kLanes;
   const int64_t part = kLanes > 32 ? blockIdx.x % args.parts : 0;
   const int64_t first = part * args.part;
   const int vectors = static_cast<int>(min(args.length - first, args.part)) / (16 / Format::kBytes);
@@ -395,6 +395,7 @@ __global__ void __launch_bounds__(256) reduce_rows_tiny(const __grid_constant__ 
 #define TIERCEL_ALL_ROWS(dtype, op)                                                             \
   TIERCEL_PACKED(dtype, op), TIERCEL_TINY(dtype, op, 2), TIERCEL_TINY(dtype, op, 3),            \
       TIERCEL_TINY(dtype, op, 4), TIERCEL_TINY(dtype, op, 5), TIERCEL_TINY(dtype, op, 6),       \
+      TIERCEL_ROWS(rows_aligned, dtype, op, 4, 2, 4),                                           \
       TIERCEL_ROWS(rows_aligned, dtype, op, 4, 4, 2),                                           \
       TIERCEL_ROWS(rows_aligned, dtype, op, 8, 1, 1),                                           \
       TIERCEL_ROWS(rows_aligned, dtype, op, 8, 4, 2),                                           \

@@ -63,8 +63,8 @@ __device__ __forceinline__ void store_remote(float4* address, uint32_t rank, flo
       : "memory");
 }
 
-// The same for two numbers whose bytes count at the mbarrier that lies where `barrier` does in block
-// `rank`: whoever waits there sees them, without a fence or a barrier of the cluster.
+// The same for two numbers whose bytes count at the mbarrier that lies where `barrier` does in
+// block `rank`: whoever waits there sees them, without a fence or a barrier of the cluster.
 __device__ __forceinline__ void send_remote(float2* address, uint64_t* barrier, uint32_t rank,
                                             float2 v) {
   asm volatile(

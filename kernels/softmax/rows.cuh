@@ -21,9 +21,9 @@ struct RowPlace {
   static constexpr int kPerVector = kSoftmaxVectorBytes / Format::kBytes;
 
   int64_t row;
-  int first;    // column of the thread's first vector, perhaps negative
-  int stride;   // columns to its next one
-  int columns;  // 0 behind the last row
+  int first;       // column of the thread's first vector, perhaps negative
+  int stride;      // columns to its next one
+  int columns;     // 0 behind the last row
   int last_whole;  // column, of a vector whose elements are all the row's; below 0 if there is none
   bool vectors;
 

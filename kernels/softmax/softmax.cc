@@ -153,7 +153,7 @@ int vectors_a_thread(bool backward, bool few, int64_t vectors) {
 // cluster as in one large block, and those of other rows go on meanwhile.
 bool fit_blocks(const SoftmaxKernel& kernel, bool few, int64_t vectors, int64_t rows,
                 Choice* choice) {
-  const int64_t most = few && kernel.vectors == 1       ? 128
+  const int64_t most = few && kernel.vectors == 1   ? 128
                        : few || kernel.vectors >= 4 ? std::min(kernel.threads, 256)
                                                     : kernel.threads;
   const int64_t alone = few && kernel.vectors > 1 ? 512 : most;  // threads of a block by itself

@@ -91,12 +91,15 @@ const CopyTransposeKernel* choose(const CopyTransposeArgs& args, int64_t batch, 
     if (element == 1) return find(1, args.rows >= 192 ? 256 : 128, 128, vector);
     return element == 2 ? find(2, 128, 128, vector) : find(4, 64, 64, vector);
   }
-  if (vector != 16 && large && shorter >= 96) {
-    // Rows of shared memory without a gap.
-    if (element == 1) return find(1, 128, 240, 1);
-    return element == 2 ? find(2, 80, 120, 2) : find(4, 64, 92, 4);
-  }
   int tile = element == 4 ? 32 : 64;
+  if (vector != 16 && large && shorter >= 96) {
+    tile = element == 1 ? 128 : 64;
+    // Where much of the tiles would be outside of the matrix: others, which need not be square.
+    const int64_t covered = tiles(args.rows, 64) * 64 * (tiles(args.columns, 64) * 64);
+    if (element == 2 && covered * 5 > args.rows * args.columns * 6) {
+      return find(2, 72, 120, vector);
+    }
+  }
   if (shorter <= 32 || bytes < 132 * tile * tile * element / 2) tile = 32;
   return find(element, tile, tile, vector);
 }
