@@ -20,6 +20,7 @@ class AttentionLayouts:
 
     value_major = warpgroup.OperandMajorMode.MN
     depth = 16  # columns that one product multiplies
+    counted = 0  # columns of ones beside v's: their sums are the rows' normalizers
     lift = 0.0  # the largest probability's power of 2
 
     def __init__(
@@ -70,7 +71,7 @@ class AttentionLayouts:
             self.value_major,
             Float32,
             (self.warpgroups, 1, 1),
-            (64, self.d),
+            (64, self.d + self.counted),
             a_source=warpgroup.OperandSource.RMEM,
         )
 
@@ -88,13 +89,15 @@ class AttentionLayouts:
         )
 
     def storage(self):
-        q_layout, k_layout, v_layout, o_layout = self.smem_layouts()
+        q_layout, k_layout, _, o_layout = self.smem_layouts()
+        values, columns = self.value_tile()
+        v_size = self.stages * (values + self.counted) * columns
 
         @cute.struct
         class Storage:
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(q_layout)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(k_layout)], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(v_layout)], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[self.dtype, v_size], 1024]
             o: cute.struct.Align[cute.struct.MemRange[self.out_dtype, cute.cosize(o_layout)], 1024]
             q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.q_stages]
             k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages]

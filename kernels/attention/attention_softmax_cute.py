@@ -22,6 +22,8 @@ def softmax(
     first: cutlass.Constexpr[bool],
     masked: cutlass.Constexpr[bool],
     lift: cutlass.Constexpr[float] = 0.0,
+    summed: cutlass.Constexpr[bool] = True,
+    as_integers: cutlass.Constexpr[bool] = False,
 ):
     """Scores become probabilities up to a factor, the largest of a row 2**lift; updates the rows'
     maxima and sums. `rescale` is what earlier sums are to be multiplied by.
@@ -29,28 +31,80 @@ def softmax(
     Measured and left out, each slower: to rescale only when a maximum grows by much, and to take a
     part of the exponentials from a polynomial instead of the unit for special functions.
     """
+    best = maxima(s, row_max, first, as_integers)
     for r in cutlass.range_constexpr(2):
-        places = [i for i in range(cute.size(s)) if i // 2 % 2 == r]
-        best = _tree([s[at] for at in places], cute.arch.fmax)
-        best = cute.arch.warp_reduction_max(best, threads_in_group=4)
+        best[r] = cute.arch.warp_reduction_max(best[r], threads_in_group=4)
         if const_expr(not first):
-            best = cute.arch.fmax(best, row_max[r])
-        safe = best
+            best[r] = cute.arch.fmax(best[r], row_max[r])
+        safe = best[r]
         if const_expr(masked):
-            safe = best if best != -Float32.inf else Float32(0.0)
+            safe = best[r] if best[r] != -Float32.inf else Float32(0.0)
         top = safe * scale
         shift = top
         if const_expr(lift != 0.0):
             shift = top - lift
-        for at in places:
+        for at in row_places(s, r):
             s[at] = cute.math.exp2(s[at] * scale - shift, fastmath=True)
-        total = _tree([s[at] for at in places], lambda a, b: a + b)
-        if const_expr(first):
-            row_sum[r] = total
-        else:
+        if const_expr(not first):
             rescale[r] = cute.math.exp2(row_max[r] * scale - top, fastmath=True)
-            row_sum[r] = row_sum[r] * rescale[r] + total
-        row_max[r] = best
+        if const_expr(summed):
+            add_up(s, row_sum, rescale, r, first)
+        row_max[r] = best[r]
+
+
+@cute.jit
+def add_up(s, row_sum, rescale, r: cutlass.Constexpr[int], first: cutlass.Constexpr[bool]):
+    total = _tree([s[at] for at in row_places(s, r)], lambda a, b: a + b)
+    if const_expr(first):
+        row_sum[r] = total
+    else:
+        row_sum[r] = row_sum[r] * rescale[r] + total
+
+
+@cute.jit
+def maxima(s, row_max, first: cutlass.Constexpr[bool], as_integers: cutlass.Constexpr[bool]):
+    """A thread's, of two rows. There is an instruction for the largest of three integers, and not
+    of floats: as integers they compare the same way unless both are negative."""
+    best = cute.make_rmem_tensor(2, Float32)
+    if const_expr(as_integers and not first):
+        for r in cutlass.range_constexpr(2):
+            best[r] = _largest_of([row_max[r]] + [s[at] for at in row_places(s, r)])
+        if cute.arch.vote_any_sync(_bits(best[0]) | _bits(best[1]) < 0):
+            for r in cutlass.range_constexpr(2):
+                best[r] = _tree([s[at] for at in row_places(s, r)], cute.arch.fmax)
+    else:
+        for r in cutlass.range_constexpr(2):
+            best[r] = _tree([s[at] for at in row_places(s, r)], cute.arch.fmax)
+    return best
+
+
+def row_places(s, r):
+    return [i for i in range(cute.size(s)) if i // 2 % 2 == r]
+
+
+def _bits(value):
+    return cute.arch.inline_ptx(
+        "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value]
+    )
+
+
+def _largest_of(values):
+    while len(values) > 1:
+        values = [_largest(values[i : i + 3]) for i in range(0, len(values), 3)]
+    return values[0]
+
+
+def _largest(values):
+    """Of one to three floats, as integers."""
+    if len(values) == 1:
+        return values[0]
+    more = "max.s32 a, a, c; " * (len(values) - 2)
+    return cute.arch.inline_ptx(
+        "{ .reg .s32 a, b, c; mov.b32 a, {$r0}; mov.b32 b, {$r1}; mov.b32 c, {$r%d}; "
+        "max.s32 a, a, b; %smov.b32 {$w0}, a; }" % (len(values) - 1, more),
+        write_only_types=[Float32],
+        read_only_args=values,
+    )
 
 
 def _tree(values, combine):

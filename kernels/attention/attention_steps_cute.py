@@ -67,6 +67,9 @@ class AttentionSteps(AttentionLayouts):
     def soften(self, s, rows, scale, first, masked):
         softmax(s, *rows, scale, first, masked, self.lift)
 
+    def count(self, s, rows, lse, first):
+        """After a block's probabilities became an operand."""
+
     def scales(self, factors, entry, head, sizes, scale, slope):
         """Of a tile: what scores are multiplied by for a power of 2 and for the cap's tangent, and
         what results are multiplied by, unless None."""
@@ -77,6 +80,13 @@ class AttentionSteps(AttentionLayouts):
 
     def value_matrix(self, keys):
         return keys, self.d
+
+    def value_start(self, entry, keys, k_at, batch):
+        """What `value_place` is told of a sequence."""
+        return k_at
+
+    def value_places(self, *arguments):
+        return self.tma_places(*arguments)
 
     def value_place(self, block, head, entry):
         return block, 0, head, *self.whose(entry)
@@ -124,8 +134,15 @@ class AttentionSteps(AttentionLayouts):
             next_wg = Int32(0)
         self.give_turn(next_wg)
 
+    def prepare(self, storage):
+        """Before the first copies."""
+
+    def normalize(self, sums, rescale, gain):
+        """Rows' factors, once all values are added up; by default they are known before."""
+
     @cute.jit
-    def finish(self, s, sums, p, rescale, v_read, v_ring, batch):
+    def finish(self, s, sums, p, rows, v_read, v_ring, lse, batch):
+        rescale = rows[2]
         warpgroup.wait_group(0)
         v_ring.consumer_release(v_read)
         self.to_operand(s, p)
@@ -138,11 +155,12 @@ class AttentionSteps(AttentionLayouts):
     def give_turn(self, wg):
         cute.arch.barrier_arrive(barrier_id=_TURN + wg, number_of_threads=2 * WARPGROUP)
 
-    def tma_places(self, tma, smem, tile, extents, hidden):
+    def tma_places(self, tma, smem, tile, extents, hidden, packed=None):
         """Where copies of tiles begin, in shared memory and in the tensor that a map describes as
         [batch, heads, rows, columns]. Of its rows, the first `hidden` are left out, unless None."""
         (rows, columns), heads, batch = extents
-        outer = (heads, PACKED_ROWS + 1, batch) if self.packed else (heads, batch)
+        packed = self.packed if packed is None else packed
+        outer = (heads, PACKED_ROWS + 1, batch) if packed else (heads, batch)
         identity = cute.make_identity_tensor((columns, rows, *outer))
         modes = [1, 0, *range(2, 2 + len(outer))]
         places = cute.make_tensor(identity.iterator, cute.select(identity.layout, modes))
