@@ -253,8 +253,10 @@ class AttentionForward(AttentionSteps):
                             if const_expr(masked):
                                 column = (end - 1 - step) * self.tile_n + my_column
                                 self.hide(s, column, at_row + offset, keys, left, right)
-                            self.soften(s, rows, scale_log2, False, masked)
-                            self.finish(s, sums, p, rows, v_read, v_ring, lse, batch)
+                            self.absorb(
+                                *(s, sums, p, rows, scale_log2, masked),
+                                *(v_read, v_ring, lse, batch),
+                            )
                             k_read.advance()
                             v_read.advance()
                 q_ring.consumer_release(q_read)

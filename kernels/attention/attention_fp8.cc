@@ -68,8 +68,8 @@ Status check(const AttentionFp8Call& call, const AttentionOptions& options,
   }
   // Blocks of keys are counted in 32 bits, and columns of packed values.
   constexpr int64_t kMaxBlocks = int64_t{1} << 30, kMaxPackedKeys = int64_t{1} << 29;
-  const bool many = !problem->empty() && ceil_div(problem->seq_k, kAttentionFp8Keys) >
-                                             kMaxBlocks / (batch * kv_heads);
+  const bool many = !problem->empty() &&
+                    ceil_div(problem->seq_k, kAttentionFp8Keys) > kMaxBlocks / (batch * kv_heads);
   if (many || (problem->packed && packed_keys(call) > kMaxPackedKeys)) {
     return Status::Unimplemented(mismatch(Argument{op, "k", *call.k},
                                           "have fewer than 2^30 blocks of 128 keys",
@@ -82,8 +82,8 @@ struct Choice {
   const AttentionFp8Kernel* kernel = nullptr;
   int band = 1;
   unsigned grid = 0;
-  int blocks = 0;       // of keys, to be transposed
-  int64_t rows = 0;     // of transposed values
+  int blocks = 0;    // of keys, to be transposed
+  int64_t rows = 0;  // of transposed values
   int64_t columns = 0;
   int64_t factors = 0;  // bytes before those
   int64_t workspace = 0;
@@ -136,8 +136,8 @@ AttentionFp8Scale scale_of(const TensorView* scale) {
   return {data, scale->strides[0], scale->strides[1]};
 }
 
-// `Rows` is how the maps see q, k and out. Transposed values are [batch, heads, d, columns], of packed
-// sequences a batch of one.
+// `Rows` is how the maps see q, k and out. Transposed values are [batch, heads, d, columns], of
+// packed sequences a batch of one.
 template <typename Rows>
 Status encode_maps(const AttentionFp8Call& call, const AttentionProblem& problem,
                    const Choice& choice, void* values, CUtensorMap (&maps)[4]) {
@@ -245,10 +245,9 @@ Status attention_fp8(const AttentionFp8Call& call, const AttentionOptions& optio
     void* starts_q = call.starts_q->data;
     void* starts_k = call.starts_k->data;
     int32_t total_q = static_cast<int32_t>(q.shape[0]);
-    void* args[] = {&maps[0],        &maps[1],  &maps[2],  &maps[3], &lse,
-                    &values.factors, &starts_q, &starts_k, &batch,   &seq_q,
-                    &seq_k,          &heads,    &kv_heads, &scale,   &slope,
-                    &left,           &right,    &band,     &total_q};
+    void* args[] = {&maps[0],  &maps[1], &maps[2], &maps[3], &lse,    &values.factors, &starts_q,
+                    &starts_k, &batch,   &seq_q,   &seq_k,   &heads,  &kv_heads,       &scale,
+                    &slope,    &left,    &right,   &band,    &total_q};
     return kernel.kernel.launch(config, device, stream, args);
   }
   void* args[] = {&maps[0], &maps[1], &maps[2],  &maps[3], &lse,   &values.factors, &batch, &seq_q,

@@ -47,9 +47,7 @@ def function(tile, mask, capped=False, packed=False):
     v_shape = ("batch", "kv_heads", d, v_columns)
     launch = Launch(
         parameters=(
-            TensorMap(
-                "q", (*outer, "heads", "seq_q", d), (*ones, kernel.tile_m, d), f"{d}B"
-            ),
+            TensorMap("q", (*outer, "heads", "seq_q", d), (*ones, kernel.tile_m, d), f"{d}B"),
             TensorMap("k", (*outer, "kv_heads", "seq_k", d), (*ones, tile_n, d), f"{d}B"),
             TensorMap("v", v_shape, (1, 1, d, row_bytes), f"{row_bytes}B"),
             TensorMap("o", (*outer, "heads", "seq_q", d), (*ones, ROWS, PIECE)),

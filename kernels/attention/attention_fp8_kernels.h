@@ -45,7 +45,7 @@ struct AttentionFp8ValuesArgs {
   char* transposed;
   int64_t row_bytes;
   const int* starts;  // null for sequences of one length
-  float* factors;    // [batch, heads, 2]: of scores, of values
+  float* factors;     // [batch, heads, 2]: of scores, of values
   AttentionFp8Scale q_scale, k_scale, v_scale;
   int keys;          // of the longest sequence
   int tile_n;        // keys of a tile; after the last key zeros

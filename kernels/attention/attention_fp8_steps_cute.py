@@ -38,11 +38,17 @@ class AttentionFp8Steps(Launcher):
     lift = 8.0
 
     def __init__(
-        self, *arguments, held=False, turns=True, ones=True, as_integers=True, via16=False, **options
+        self,
+        *arguments,
+        held=False,
+        turns=True,
+        ones=True,
+        via16=False, poly=0,
+        **options,
     ):
         super().__init__(*arguments, **options)
         self.counted = 8 if ones else 0
-        self.as_integers, self.via16 = as_integers, via16
+        self.via16, self.poly = via16, poly
         self.out_dtype = BFloat16
         self.held = held
         self.turns = turns
@@ -130,8 +136,20 @@ class AttentionFp8Steps(Launcher):
             cute.gemm(mma, sums[1], p[None, None, block], rv[None, None, block, stage], sums[1])
         warpgroup.commit_group()
 
-    def soften(self, s, rows, scale, first, masked):
-        softmax(s, *rows, scale, first, masked, self.lift, not self.counted, self.as_integers)
+    def soften(self, s, rows, scale, first, masked, as_integers=False, pause=None):
+        softmax(
+            s, *rows, scale, first, masked, self.lift, not self.counted, as_integers, self.poly, pause
+        )
+
+    def step(self, s, sums, p, rows, scale, masked, v_read, v_ring, lse, batch, as_integers):
+        def pause():
+            hold(batch)
+            warpgroup.wait_group(0)
+            v_ring.consumer_release(v_read)
+
+        half = self.held == "half"
+        self.soften(s, rows, scale, False, masked, as_integers, pause if half else None)
+        self.finish(s, sums, p, rows, v_read, v_ring, lse, batch)
 
     @cute.jit
     def count(self, s, rows, lse, first: cutlass.Constexpr[bool]):
@@ -149,10 +167,11 @@ class AttentionFp8Steps(Launcher):
 
     @cute.jit
     def finish(self, s, sums, p, rows, v_read, v_ring, lse, batch):
-        if const_expr(self.held):
-            hold(batch)
-        warpgroup.wait_group(0)
-        v_ring.consumer_release(v_read)
+        if const_expr(self.held != "half"):
+            if const_expr(self.held):
+                hold(batch)
+            warpgroup.wait_group(0)
+            v_ring.consumer_release(v_read)
         self.to_operand(s, p)
         for i in cutlass.range_constexpr(cute.size(sums[0])):
             sums[0][i] = self.total(sums, i)
@@ -174,8 +193,9 @@ class AttentionFp8Steps(Launcher):
         for i in range(cute.size(s) // 4):
             first = i // 2 * 8 + i % 2 * 2
             words[i] = cute.arch.inline_ptx(
-                "{ .reg .b16 low, high; .reg .b32 t, u; cvt.rn.f16x2.f32 t, {$r1}, {$r0}; cvt.rn.f16x2.f32 u, {$r3}, {$r2}; cvt.rn.satfinite.e4m3x2.f16x2 low, t; cvt.rn.satfinite.e4m3x2.f16x2 high, u; mov.b32 {$w0}, {low, high}; }" if self.via16 else
-                "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0}; "
+                "{ .reg .b16 low, high; .reg .b32 t, u; cvt.rn.f16x2.f32 t, {$r1}, {$r0}; cvt.rn.f16x2.f32 u, {$r3}, {$r2}; cvt.rn.satfinite.e4m3x2.f16x2 low, t; cvt.rn.satfinite.e4m3x2.f16x2 high, u; mov.b32 {$w0}, {low, high}; }"
+                if self.via16
+                else "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0}; "
                 "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; mov.b32 {$w0}, {low, high}; }",
                 write_only_types=[Int32],
                 read_only_args=[s[first], s[first + 1], s[first + 4], s[first + 5]],

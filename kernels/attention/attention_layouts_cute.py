@@ -36,6 +36,7 @@ class AttentionLayouts:
         q_stages=1,
         o_stages=None,
         columns=None,
+        as_integers=True,
     ):
         self.name = name
         self.dtype = self.out_dtype = dtype
@@ -46,6 +47,7 @@ class AttentionLayouts:
         self.tile_n = tile_n
         self.mask = mask
         self.capped = capped
+        self.as_integers = as_integers
         self.o_stages = o_stages or d // PIECE
         self.stages = stages
         self.q_stages = q_stages

@@ -24,6 +24,8 @@ def softmax(
     lift: cutlass.Constexpr[float] = 0.0,
     summed: cutlass.Constexpr[bool] = True,
     as_integers: cutlass.Constexpr[bool] = False,
+    poly: cutlass.Constexpr[int] = 0,
+    pause: cutlass.Constexpr = None,
 ):
     """Scores become probabilities up to a factor, the largest of a row 2**lift; updates the rows'
     maxima and sums. `rescale` is what earlier sums are to be multiplied by.
@@ -31,25 +33,45 @@ def softmax(
     Measured and left out, each slower: to rescale only when a maximum grows by much, and to take a
     part of the exponentials from a polynomial instead of the unit for special functions.
     """
-    best = maxima(s, row_max, first, as_integers)
     for r in cutlass.range_constexpr(2):
-        best[r] = cute.arch.warp_reduction_max(best[r], threads_in_group=4)
-        if const_expr(not first):
-            best[r] = cute.arch.fmax(best[r], row_max[r])
-        safe = best[r]
-        if const_expr(masked):
-            safe = best[r] if best[r] != -Float32.inf else Float32(0.0)
+        values = [s[at] for at in row_places(s, r)]
+        if const_expr(as_integers):
+            best = _largest_of([row_max[r], *values])
+        else:
+            best = _tree(values, cute.arch.fmax)
+        best = cute.arch.warp_reduction_max(best, threads_in_group=4)
+        if const_expr(not first and not as_integers):
+            best = cute.arch.fmax(best, row_max[r])
+        safe = best
+        if const_expr(masked and not as_integers):
+            safe = best if best != -Float32.inf else Float32(0.0)
         top = safe * scale
         shift = top
         if const_expr(lift != 0.0):
             shift = top - lift
-        for at in row_places(s, r):
-            s[at] = cute.math.exp2(s[at] * scale - shift, fastmath=True)
+        for n in cutlass.range_constexpr(cute.size(s) // 2):
+            at = n // 2 * 4 + 2 * r + n % 2
+            if const_expr(n % (poly or 1000) == (poly or 1000) - 1):
+                s[at] = power(s[at] * scale - shift)
+            else:
+                s[at] = cute.math.exp2(s[at] * scale - shift, fastmath=True)
         if const_expr(not first):
             rescale[r] = cute.math.exp2(row_max[r] * scale - top, fastmath=True)
         if const_expr(summed):
             add_up(s, row_sum, rescale, r, first)
-        row_max[r] = best[r]
+        row_max[r] = best
+        if const_expr(pause is not None and r == 0):
+            pause()
+
+
+def power(x):
+    return cute.arch.inline_ptx(
+        "{ .reg .f32 x, t, r, f, q; .reg .b32 a, b; max.f32 x, {$r0}, 0fC2FC0000; add.rn.f32 t, x, 0f4B400000; "
+        "sub.rn.f32 r, t, 0f4B400000; sub.rn.f32 f, x, r; fma.rn.f32 q, f, 0f3E7425E6, 0f3F3414D4; "
+        "fma.rn.f32 q, q, f, 0f3F800E84; mov.b32 a, t; mov.b32 b, q; shl.b32 a, a, 23; add.s32 a, a, b; mov.b32 {$w0}, a; }",
+        write_only_types=[Float32],
+        read_only_args=[x],
+    )
 
 
 @cute.jit
@@ -61,25 +83,14 @@ def add_up(s, row_sum, rescale, r: cutlass.Constexpr[int], first: cutlass.Conste
         row_sum[r] = row_sum[r] * rescale[r] + total
 
 
-@cute.jit
-def maxima(s, row_max, first: cutlass.Constexpr[bool], as_integers: cutlass.Constexpr[bool]):
-    """A thread's, of two rows. There is an instruction for the largest of three integers, and not
-    of floats: as integers they compare the same way unless both are negative."""
-    best = cute.make_rmem_tensor(2, Float32)
-    if const_expr(as_integers and not first):
-        for r in cutlass.range_constexpr(2):
-            best[r] = _largest_of([row_max[r]] + [s[at] for at in row_places(s, r)])
-        if cute.arch.vote_any_sync(_bits(best[0]) | _bits(best[1]) < 0):
-            for r in cutlass.range_constexpr(2):
-                best[r] = _tree([s[at] for at in row_places(s, r)], cute.arch.fmax)
-    else:
-        for r in cutlass.range_constexpr(2):
-            best[r] = _tree([s[at] for at in row_places(s, r)], cute.arch.fmax)
-    return best
-
-
 def row_places(s, r):
     return [i for i in range(cute.size(s)) if i // 2 % 2 == r]
+
+
+@cute.jit
+def some_negative(row_max):
+    """Whether one of a warp's rows has a negative maximum so far."""
+    return cute.arch.vote_any_sync(_bits(row_max[0]) | _bits(row_max[1]) < 0)
 
 
 def _bits(value):
@@ -98,10 +109,11 @@ def _largest(values):
     """Of one to three floats, as integers."""
     if len(values) == 1:
         return values[0]
-    more = "max.s32 a, a, c; " * (len(values) - 2)
+    last = len(values) - 1
+    third = "max.s32 a, a, c; " if last == 2 else ""
     return cute.arch.inline_ptx(
-        "{ .reg .s32 a, b, c; mov.b32 a, {$r0}; mov.b32 b, {$r1}; mov.b32 c, {$r%d}; "
-        "max.s32 a, a, b; %smov.b32 {$w0}, a; }" % (len(values) - 1, more),
+        "{ .reg .s32 a, b, c; mov.b32 a, {$r0}; mov.b32 b, {$r1}; "
+        f"mov.b32 c, {{$r{last}}}; max.s32 a, a, b; {third}mov.b32 {{$w0}}, a; }}",
         write_only_types=[Float32],
         read_only_args=values,
     )

@@ -4,7 +4,7 @@
 import cutlass
 import cutlass.cute as cute
 from attention_layouts_cute import PACKED_ROWS, WARPGROUP, AttentionLayouts
-from attention_softmax_cute import float_from_bits, hide_outside, softmax, to_operand
+from attention_softmax_cute import float_from_bits, hide_outside, softmax, some_negative, to_operand
 from attention_tiles_cute import key_blocks, place, tile_position
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
@@ -64,8 +64,8 @@ class AttentionSteps(AttentionLayouts):
             begin = [own + 8 * r - left - column for r in range(2)]
         hide_outside(s, begin, end)
 
-    def soften(self, s, rows, scale, first, masked):
-        softmax(s, *rows, scale, first, masked, self.lift)
+    def soften(self, s, rows, scale, first, masked, as_integers=False):
+        softmax(s, *rows, scale, first, masked, self.lift, True, as_integers)
 
     def count(self, s, rows, lse, first):
         """After a block's probabilities became an operand."""
@@ -139,6 +139,23 @@ class AttentionSteps(AttentionLayouts):
 
     def normalize(self, sums, rescale, gain):
         """Rows' factors, once all values are added up; by default they are known before."""
+
+    @cute.jit
+    def absorb(
+        self, s, sums, p, rows, scale, masked: cutlass.Constexpr[bool], v_read, v_ring, lse, batch
+    ):
+        """A block's softmax, beside the values of the one before it. Twice, since a branch in it would keep the compiler from mixing its steps."""
+        rest = (masked, v_read, v_ring, lse, batch)
+        if const_expr(not self.as_integers):
+            self.step(s, sums, p, rows, scale, *rest, False)
+        elif some_negative(rows[0]):
+            self.step(s, sums, p, rows, scale, *rest, False)
+        else:
+            self.step(s, sums, p, rows, scale, *rest, True)
+
+    def step(self, s, sums, p, rows, scale, masked, v_read, v_ring, lse, batch, as_integers):
+        self.soften(s, rows, scale, False, masked, as_integers)
+        self.finish(s, sums, p, rows, v_read, v_ring, lse, batch)
 
     @cute.jit
     def finish(self, s, sums, p, rows, v_read, v_ring, lse, batch):

@@ -216,8 +216,8 @@ def attention_varlen(
     starts = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     descales = (q_descale, k_descale, v_descale)
     if getattr(q, "dtype", None) == FLOAT8:
-        options = (causal, limits, scale, softcap, backend)
-        return attention_varlen_fp8((q, k, v, *starts), descales, options, return_lse)  # type: ignore[no-any-return]
+        given = ((q, k, v, *starts), descales, (causal, limits, scale, softcap, backend))
+        return attention_varlen_fp8(*given, return_lse)  # type: ignore[no-any-return]
     refuse_descales(q, descales, _NAME)
     given = (q, k, v, *starts, causal, limits, scale, softcap, backend)
     # The backward needs the logarithms: kept from the forward, they cost nothing.
