@@ -10,17 +10,17 @@ from declaration import Function, Launch, Pointer, Scalar, TensorMap
 
 _FP8 = cutlass.Float8E4M3FN
 
+_PLAIN = {"held": True, "turns": False, "ones": False, "as_integers": False}
+
 # Head dimension, warpgroups, keys a block, stages of k and v, of q, and pieces of o; how warpgroups
 # keep out of each other's way without a mask, and with one: what was fastest of all four.
 _TILES = {
-    (64, 3, 96, 3, 2, 1): ({"turns": False}, {}),
-    (64, 2, 128, 3, 2, 1): ({}, {"held": True, "turns": False}),
-    (96, 2, 128, 3, 2, 2): ({}, {"held": True}),
-    (128, 2, 128, 3, 2, 2): ({}, {"held": True}),
+    (64, 3, 96, 3, 2, 1): ({}, {}),
+    (64, 2, 128, 3, 2, 1): ({}, _PLAIN),
+    (96, 2, 128, 3, 2, 2): ({"held": "half", "turns": False}, {"held": True}),
+    (128, 2, 128, 3, 2, 2): ({"held": "half", "turns": False}, {"held": True}),
 }
-
-
-_PACKED_TILES = ((64, 2, 128, 3, 2, 1), (128, 2, 128, 3, 2, 2))
+_PACKED_TILES = [tile for tile in _TILES if tile[0] != 96]
 
 
 def function(tile, mask, capped=False, packed=False):
@@ -30,7 +30,7 @@ def function(tile, mask, capped=False, packed=False):
     name += "_packed" if packed else ""
     columns, d = d, (d + PIECE - 1) // PIECE * PIECE
     options = {"stages": stages, "q_stages": q_stages, "o_stages": o_stages, "columns": columns}
-    options |= _TILES[tile][mask != "none"]
+    options |= {"as_integers": not capped} | _TILES[tile][mask != "none"]
     made = AttentionFp8Packed if packed else AttentionFp8
     kernel = made(name, _FP8, d, warpgroups, tile_n, mask, capped, **options)
     q, k, v = (Pointer(name, _FP8) for name in ("q", "k", "v"))

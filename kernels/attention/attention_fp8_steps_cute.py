@@ -10,6 +10,10 @@ to them for longer than a block of keys: each block's values are multiplied into
 own, and added to the float32 sums where those are scaled anyway, by the same instruction.
 Probabilities are multiplied by 2**8, which cancels, to use e4m3's range.
 
+What a warp does between products binds, not these. So rows of rounded probabilities are added up
+by the tensor cores, with 8 columns of ones behind v's in shared memory; sums of the float32 ones
+are only taken for who asks for their logarithms.
+
 Floor: 2 * D multiply-adds a score, of 4096 a cycle and multiprocessor: 16 scores a cycle at
 D = 128, as many as there are exponentials, and 32 at D = 64.
 
@@ -25,30 +29,23 @@ from attention_softmax_cute import add_up, float_from_bits, hold, inverse, softm
 from cutlass import BFloat16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-_ONES = 0x38383838
+_COUNTED = 8  # the least
+_ONES = 0x38383838  # four of e4m3
 
 
 class AttentionFp8Steps(Launcher):
-    """`held`: a block's softmax ends before the values of the block before it are waited for;
-    `turns`: warpgroups start multiplying one after the other. Each is faster with some tiles."""
+    """`held`: a block's softmax ("half": of half of the rows) ends before the values of the block
+    before it are waited for; `turns`: warpgroups start multiplying one after the other; `ones`:
+    rows are added up beside v. Each is faster with some tiles."""
 
     value_packed = False
     value_major = warpgroup.OperandMajorMode.K
     depth = 32
     lift = 8.0
 
-    def __init__(
-        self,
-        *arguments,
-        held=False,
-        turns=True,
-        ones=True,
-        via16=False, poly=0,
-        **options,
-    ):
+    def __init__(self, *arguments, held=False, turns=True, ones=True, **options):
         super().__init__(*arguments, **options)
-        self.counted = 8 if ones else 0
-        self.via16, self.poly = via16, poly
+        self.counted = _COUNTED if ones else 0
         self.out_dtype = BFloat16
         self.held = held
         self.turns = turns
@@ -138,7 +135,8 @@ class AttentionFp8Steps(Launcher):
 
     def soften(self, s, rows, scale, first, masked, as_integers=False, pause=None):
         softmax(
-            s, *rows, scale, first, masked, self.lift, not self.counted, as_integers, self.poly, pause
+            *(s, *rows, scale, first, masked, self.lift),
+            *(not self.counted, as_integers, pause),
         )
 
     def step(self, s, sums, p, rows, scale, masked, v_read, v_ring, lse, batch, as_integers):
@@ -193,9 +191,7 @@ class AttentionFp8Steps(Launcher):
         for i in range(cute.size(s) // 4):
             first = i // 2 * 8 + i % 2 * 2
             words[i] = cute.arch.inline_ptx(
-                "{ .reg .b16 low, high; .reg .b32 t, u; cvt.rn.f16x2.f32 t, {$r1}, {$r0}; cvt.rn.f16x2.f32 u, {$r3}, {$r2}; cvt.rn.satfinite.e4m3x2.f16x2 low, t; cvt.rn.satfinite.e4m3x2.f16x2 high, u; mov.b32 {$w0}, {low, high}; }"
-                if self.via16
-                else "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0}; "
+                "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0}; "
                 "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; mov.b32 {$w0}, {low, high}; }",
                 write_only_types=[Int32],
                 read_only_args=[s[first], s[first + 1], s[first + 4], s[first + 5]],

@@ -16,7 +16,8 @@ PACKED_ROWS = 1 << 30  # of a map of packed sequences; kPackedRows in attention_
 class AttentionLayouts:
     """`mask` is "none", "causal" or "window"; `capped`: scores go through tanh; `o_stages`: 64x64
     pieces of the output that a warpgroup has room for; `columns`: of q and k that are multiplied,
-    where the rest is known to be 0."""
+    where the rest is known to be 0; `as_integers`: rows' maxima are compared as integers, unless they
+    are negative."""
 
     value_major = warpgroup.OperandMajorMode.MN
     depth = 16  # columns that one product multiplies
@@ -36,7 +37,7 @@ class AttentionLayouts:
         q_stages=1,
         o_stages=None,
         columns=None,
-        as_integers=True,
+        as_integers=False,
     ):
         self.name = name
         self.dtype = self.out_dtype = dtype

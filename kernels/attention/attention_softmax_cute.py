@@ -24,11 +24,12 @@ def softmax(
     lift: cutlass.Constexpr[float] = 0.0,
     summed: cutlass.Constexpr[bool] = True,
     as_integers: cutlass.Constexpr[bool] = False,
-    poly: cutlass.Constexpr[int] = 0,
     pause: cutlass.Constexpr = None,
 ):
     """Scores become probabilities up to a factor, the largest of a row 2**lift; updates the rows'
-    maxima and sums. `rescale` is what earlier sums are to be multiplied by.
+    maxima and, if `summed`, sums. `rescale` is what earlier sums are to be multiplied by. With
+    `as_integers`, the maxima so far are not negative: then integers and floats compare the same way,
+    and there is an instruction for the largest of three integers. `pause` comes between two rows.
 
     Measured and left out, each slower: to rescale only when a maximum grows by much, and to take a
     part of the exponentials from a polynomial instead of the unit for special functions.
@@ -49,12 +50,8 @@ def softmax(
         shift = top
         if const_expr(lift != 0.0):
             shift = top - lift
-        for n in cutlass.range_constexpr(cute.size(s) // 2):
-            at = n // 2 * 4 + 2 * r + n % 2
-            if const_expr(n % (poly or 1000) == (poly or 1000) - 1):
-                s[at] = power(s[at] * scale - shift)
-            else:
-                s[at] = cute.math.exp2(s[at] * scale - shift, fastmath=True)
+        for at in row_places(s, r):
+            s[at] = cute.math.exp2(s[at] * scale - shift, fastmath=True)
         if const_expr(not first):
             rescale[r] = cute.math.exp2(row_max[r] * scale - top, fastmath=True)
         if const_expr(summed):
@@ -62,16 +59,6 @@ def softmax(
         row_max[r] = best
         if const_expr(pause is not None and r == 0):
             pause()
-
-
-def power(x):
-    return cute.arch.inline_ptx(
-        "{ .reg .f32 x, t, r, f, q; .reg .b32 a, b; max.f32 x, {$r0}, 0fC2FC0000; add.rn.f32 t, x, 0f4B400000; "
-        "sub.rn.f32 r, t, 0f4B400000; sub.rn.f32 f, x, r; fma.rn.f32 q, f, 0f3E7425E6, 0f3F3414D4; "
-        "fma.rn.f32 q, q, f, 0f3F800E84; mov.b32 a, t; mov.b32 b, q; shl.b32 a, a, 23; add.s32 a, a, b; mov.b32 {$w0}, a; }",
-        write_only_types=[Float32],
-        read_only_args=[x],
-    )
 
 
 @cute.jit
@@ -100,13 +87,14 @@ def _bits(value):
 
 
 def _largest_of(values):
+    """As integers."""
     while len(values) > 1:
         values = [_largest(values[i : i + 3]) for i in range(0, len(values), 3)]
     return values[0]
 
 
 def _largest(values):
-    """Of one to three floats, as integers."""
+    """Of one to three."""
     if len(values) == 1:
         return values[0]
     last = len(values) - 1

@@ -128,6 +128,12 @@ def test_packed_sequences(make, d, right):
     assert got["workspace"] == 128 + 2 * d * tiles * got["tile_n"]
 
 
+def test_three_warpgroups_for_long_packed_sequences():
+    got = plan_packed(ExchangeTensor, longest=(5000, 5000))
+    assert (got["tile_m"], got["tile_n"]) == (192, 96)
+    assert got["workspace"] == 128 + 2 * 64 * (1000 // 96 + 3) * 128
+
+
 @pytest.mark.parametrize(
     ("error", "text", "changes"),
     [

@@ -108,6 +108,10 @@ def test_varlen(d, options):
     check_varlen([130, 1, 70], [100, 200, 5], (2, 1), d, **options)
 
 
+def test_varlen_of_long_sequences():
+    check_varlen([100, 10], [200, 97], (1, 1), 64, causal=True, longest=(1100, 200))
+
+
 def test_varlen_without_some_keys_or_queries():
     check_varlen([5, 0, 64, 33], [0, 129, 128, 1], (2, 2), 64, longest=(200, 300))
 
