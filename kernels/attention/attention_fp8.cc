@@ -82,9 +82,8 @@ struct Choice {
   const AttentionFp8Kernel* kernel = nullptr;
   int band = 1;
   unsigned grid = 0;
-  int blocks = 0;    // of keys, to be transposed
-  int64_t rows = 0;  // of transposed values
-  int64_t columns = 0;
+  int blocks = 0;       // of keys, to be transposed
+  int64_t columns = 0;  // of a row of transposed values
   int64_t factors = 0;  // bytes before those
   int64_t workspace = 0;
 };
@@ -118,13 +117,11 @@ Choice choose(const AttentionFp8Call& call, const AttentionProblem& problem, int
   const int64_t k_tiles = ceil_div(problem.seq_k, variant.tile_n);
   choice.blocks = static_cast<int>(ceil_div(k_tiles * variant.tile_n, kAttentionFp8Keys));
   choice.factors = round_up(pairs * 2 * static_cast<int64_t>(sizeof(float)), 128);
-  choice.rows = pairs * problem.d;
-  choice.columns = k_tiles * variant.tile_columns;
-  if (problem.packed) {
-    choice.rows = problem.kv_heads * problem.d;
-    choice.columns = (call.k->shape[0] / variant.tile_n + problem.batch) * variant.tile_columns;
-  }
-  choice.workspace = choice.factors + choice.rows * choice.columns;
+  const int64_t tiles_of_row =
+      problem.packed ? call.k->shape[0] / variant.tile_n + problem.batch : k_tiles;
+  choice.columns = tiles_of_row * variant.tile_columns;
+  const int64_t rows = (problem.packed ? problem.kv_heads : pairs) * problem.d;
+  choice.workspace = choice.factors + rows * choice.columns;
   return choice;
 }
 

@@ -146,9 +146,7 @@ class AttentionSteps(AttentionLayouts):
     ):
         """A block's softmax, beside the values of the one before it. Twice, since a branch in it would keep the compiler from mixing its steps."""
         rest = (masked, v_read, v_ring, lse, batch)
-        if const_expr(not self.as_integers):
-            self.step(s, sums, p, rows, scale, *rest, False)
-        elif some_negative(rows[0]):
+        if const_expr(not self.as_integers) or some_negative(rows[0]):
             self.step(s, sums, p, rows, scale, *rest, False)
         else:
             self.step(s, sums, p, rows, scale, *rest, True)

@@ -102,7 +102,7 @@ def _operator(lse: bool) -> Op:
             "one sequence after the other, all scores of it in memory, float32",
             "torch",
         ),
-        family="attention",
+        family=_NAME,
         describe=_plan,
         load=None if lse else _C.attention_fp8_load,
     )
