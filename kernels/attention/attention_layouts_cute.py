@@ -10,14 +10,14 @@ from cutlass.cute.nvgpu import warpgroup
 WARPGROUP = 128
 ROWS = 64  # of a warpgroup
 PIECE = 64  # columns of a 128-byte swizzle row
-PACKED_ROWS = 1 << 30  # of a map of packed sequences; kPackedRows in attention_varlen.cc
+PACKED_ROWS = 1 << 30  # of a map of packed sequences; AttentionPackedRows::kRows in attention_problem.h
 
 
 class AttentionLayouts:
     """`mask` is "none", "causal" or "window"; `capped`: scores go through tanh; `o_stages`: 64x64
     pieces of the output that a warpgroup has room for; `columns`: of q and k that are multiplied,
-    where the rest is known to be 0; `as_integers`: rows' maxima are compared as integers, unless they
-    are negative."""
+    where the rest is known to be 0; `as_integers`: scores are compared as integers, unless the
+    largest is negative."""
 
     value_major = warpgroup.OperandMajorMode.MN
     depth = 16  # columns that one product multiplies

@@ -28,8 +28,9 @@ def softmax(
 ):
     """Scores become probabilities up to a factor, the largest of a row 2**lift; updates the rows'
     maxima and, if `summed`, sums. `rescale` is what earlier sums are to be multiplied by. With
-    `as_integers`, the maxima so far are not negative: then integers and floats compare the same way,
-    and there is an instruction for the largest of three integers. `pause` comes between two rows.
+    `as_integers`, the maxima so far are not negative: then integers and floats compare the same
+    way, and there is an instruction for the largest of three integers. `pause` comes between two
+    rows.
 
     Measured and left out, each slower: to rescale only when a maximum grows by much, and to take a
     part of the exponentials from a polynomial instead of the unit for special functions.

@@ -144,12 +144,16 @@ class AttentionSteps(AttentionLayouts):
     def absorb(
         self, s, sums, p, rows, scale, masked: cutlass.Constexpr[bool], v_read, v_ring, lse, batch
     ):
-        """A block's softmax, beside the values of the one before it. Twice, since a branch in it would keep the compiler from mixing its steps."""
+        """A block's softmax, beside the values of the one before it. Twice, since a branch within
+        would keep the compiler from mixing the steps."""
         rest = (masked, v_read, v_ring, lse, batch)
-        if const_expr(not self.as_integers) or some_negative(rows[0]):
-            self.step(s, sums, p, rows, scale, *rest, False)
+        if const_expr(self.as_integers):
+            if some_negative(rows[0]):
+                self.step(s, sums, p, rows, scale, *rest, False)
+            else:
+                self.step(s, sums, p, rows, scale, *rest, True)
         else:
-            self.step(s, sums, p, rows, scale, *rest, True)
+            self.step(s, sums, p, rows, scale, *rest, False)
 
     def step(self, s, sums, p, rows, scale, masked, v_read, v_ring, lse, batch, as_integers):
         self.soften(s, rows, scale, False, masked, as_integers)

@@ -182,8 +182,8 @@ def attention_varlen(
     all scores of a sequence in memory. The forward never synchronises.
 
     Args:
-        q: ``[Tq, H, D]``, bfloat16, float16 or float8_e4m3fn. The precompiled kernels take D that is
-            a multiple of 8 (float8_e4m3fn: of 16) up to 128 and no softcap; ref takes others.
+        q: ``[Tq, H, D]``, bfloat16, float16 or float8_e4m3fn. The precompiled kernels take D up to
+            128 that is a multiple of 8 (float8_e4m3fn: of 16), and no softcap; ref takes others.
         k: ``[Tk, Hk, D]``, the dtype and device of ``q``; Hk divides H.
         v: The shape, dtype and device of ``k``.
         cu_seqlens_q: ``[B + 1]`` int32: where sequences start, and at last where the last one ends.
@@ -203,8 +203,8 @@ def attention_varlen(
         backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
 
     Returns:
-        ``[Tq, H, D]``, the dtype of ``q``, or bfloat16 for float8_e4m3fn; with ``return_lse`` a pair of it and of ``[H, Tq]``,
-        float32.
+        ``[Tq, H, D]``, the dtype of ``q``, or bfloat16 for float8_e4m3fn; with ``return_lse`` a
+        pair of it and of ``[H, Tq]``, float32.
 
     Raises:
         TypeError: A dtype is not one of the above, or an argument is no tensor.
@@ -216,8 +216,9 @@ def attention_varlen(
     starts = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     descales = (q_descale, k_descale, v_descale)
     if getattr(q, "dtype", None) == FLOAT8:
-        given = ((q, k, v, *starts), descales, (causal, limits, scale, softcap, backend))
-        return attention_varlen_fp8(*given, return_lse)  # type: ignore[no-any-return]
+        options = (causal, limits, scale, softcap, backend)
+        found: Tensor = attention_varlen_fp8((q, k, v, *starts), descales, options, return_lse)
+        return found
     refuse_descales(q, descales, _NAME)
     given = (q, k, v, *starts, causal, limits, scale, softcap, backend)
     # The backward needs the logarithms: kept from the forward, they cost nothing.
