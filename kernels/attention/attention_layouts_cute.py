@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import warpgroup
 WARPGROUP = 128
 ROWS = 64  # of a warpgroup
 PIECE = 64  # columns of a 128-byte swizzle row
-PACKED_ROWS = 1 << 30  # of a map of packed sequences; AttentionPackedRows::kRows in attention_problem.h
+PACKED_ROWS = 1 << 30  # of a map of packed sequences; kRows in attention_problem.h
 
 
 class AttentionLayouts:
