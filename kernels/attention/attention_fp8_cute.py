@@ -13,8 +13,8 @@ _FP8 = cutlass.Float8E4M3FN
 _HELD = {"held": True, "turns": False}
 _HALF = {"held": "half", "turns": False}
 
-# Head dimension, warpgroups, keys a block, stages of k and v, of q, and pieces of o; AttentionFp8Steps'
-# options without a mask, and with one: what was fastest of all.
+# Head dimension, warpgroups, keys a block, stages of k and v, of q, and pieces of o; options of
+# AttentionFp8Steps without a mask, and with one: what was fastest of all.
 _TILES = {
     (64, 3, 96, 3, 2, 1): ({}, {}),
     (64, 2, 128, 3, 2, 1): (_HELD, _HELD | {"ones": False}),

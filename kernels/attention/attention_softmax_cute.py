@@ -33,8 +33,7 @@ def softmax(
     rows.
 
     Measured and left out, each slower: to rescale only when a maximum grows by much, and to take a
-    part of the exponentials from a polynomial instead of the unit for special functions. With 16-bit
-    inputs also integers.
+    part of the exponentials from a polynomial instead of the unit for special functions.
     """
     for r in cutlass.range_constexpr(2):
         values = [s[at] for at in row_places(s, r)]
