@@ -223,6 +223,13 @@ def test_rotary_embedding(interleaved, dtype):
     q, k = normal(5, 4, 64, dtype=dtype), normal(5, 2, 64, dtype=dtype)
     positions, cache = torch.tensor([0, 3, 99, 7, 1]), normal(100, 32, dtype=dtype)
     check("rotary_embedding", positions, q, k, cache, interleaved, None, scale=16.0)
+    # Blocks of many tokens.
+    q, k, positions = (
+        normal(100, 1, 2, dtype=dtype),
+        normal(100, 0, 2, dtype=dtype),
+        torch.arange(100),
+    )
+    check("rotary_embedding", positions, q, k, cache[:, :2].contiguous(), interleaved, None)
 
 
 @pytest.mark.parametrize("cache_dtype", [None, FP8])
@@ -237,6 +244,23 @@ def test_kv_cache_write(dtype, cache_dtype):
     run(key, value, caches[2], caches[3], slots, *scales, None)
     for got, exact in zip(caches[:2], caches[2:], strict=True):
         assert torch.equal(got.view(torch.uint8), exact.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_kv_cache_write_divides_as_the_reference_does(dtype):
+    patterns = torch.randperm(65536).to(torch.int32).to(torch.int16)
+    key = patterns.view(dtype).view(64, 8, 128)
+    slots = torch.arange(64)
+    below_two = 2 - 2**-23
+    scales = torch.tensor([0.37, 1.0, below_two, 3e-4, 1e-30, 1e30, 2.0**-60, -1.5])
+    caches = [torch.zeros(8, 8, 8, 128).to(FP8) for _ in range(4)]
+    sm90("kv_cache_write")(key, key, *caches[:2], slots, scales, scales.flip(0), None)
+    run = families["kv_cache_write"][0].backends["ref"].run
+    run(key, key, *caches[2:], slots, scales, scales.flip(0), None)
+    for got, exact in zip(caches[:2], caches[2:], strict=True):
+        number = ~exact.float().isnan()
+        assert torch.equal(got.float().isnan(), ~number)
+        assert torch.equal(got.view(torch.uint8)[number], exact.view(torch.uint8)[number])
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

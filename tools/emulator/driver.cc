@@ -68,7 +68,7 @@ std::string wrong_with(const Launch& launch, const KernelHandle& handle) {
       launch.grid.z > 65535) {
     return "a grid of " + text(launch.grid) + " blocks";
   }
-  if (launch.block.count() == 0 || launch.block.count() > 1024) {
+  if (launch.block.count() == 0 || launch.block.count() > 1024 || launch.block.z > 64) {
     return "blocks of " + text(launch.block) + " threads";
   }
   if (launch.cluster.count() > 8 || launch.grid.x % launch.cluster.x != 0 ||
