@@ -63,7 +63,7 @@ def check(operator, *arguments, scale=None):
 
 
 # One row a few lanes, a warp, a block, a cluster, several passes; vectors or not.
-ROWS = [(7, 1), (5, 33), (3, 64), (2, 1000), (2, 4096), (1, 9000), (1, 40001)]
+ROWS = [(7, 1), (5, 33), (3, 64), (2, 1000), (2, 4096), (1, 9000), (3, 40001)]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -157,7 +157,7 @@ def test_norm_backward_of_one_column(dtype):
 @pytest.mark.parametrize(
     ("shape", "dim"),
     [((5, 33), 1), ((3, 4096), 1), ((1, 70000), 1), ((40, 24), 0), ((3000, 9), 0), ((9, 7, 20), 1),
-     ((123457,), None)],
+     ((201, 3), 1), ((200, 1001), 0), ((2, 90, 67), 1), ((123457,), None)],
 )  # fmt: skip
 def test_reduce(shape, dim, op, dtype):
     x = normal(*shape, dtype=dtype)
@@ -181,11 +181,12 @@ def test_activation(columns, dtype):
     for name, options_ in (("silu", ()), ("relu", ()), ("gelu", ("none",)), ("gelu", ("tanh",))):
         check(name, x, *options_, None, scale=x.double().abs() + 0.01)
         check(f"{name}_and_mul", x, up, *options_, None, scale=size)
+        check(f"{name}_and_mul_packed", torch.cat([x, up], 1), *options_, scale=size)
         check(f"{name}_backward", grad, x, *options_, scale=2 * size)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, torch.int8, torch.int16, torch.bool])
-@pytest.mark.parametrize("shape", [(64, 64), (70, 133), (3, 257), (1, 5)])
+@pytest.mark.parametrize("shape", [(64, 64), (70, 133), (3, 257), (1, 5), (2500, 2501)])
 def test_copy_transpose(shape, dtype):
     x = (torch.randn(shape) * 50).to(dtype)
     assert torch.equal(sm90("copy_transpose")(x, 0, None), x.T)
