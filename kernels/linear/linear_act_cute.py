@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """y[M, N] = act(x[M, K] @ w[N, K]^T + bias[N]) for large M: TMA, wgmma, persistent blocks.
 
+Its kinds: "extra" may add a residual[M, N] to that, and write what the activation is taken of (the
+sums) too, for the backward. "gated": w[2N, K] has N rows of the gate, then N of what it multiplies,
+and a tile as many of both: y = act(gate) * up. "grad_x" and "grad_weight" are the products of the
+backward, whose operands lie in memory the other way round: grad @ w and grad^T @ x.
+
 One warp of the first warpgroup loads tiles of x and w into a ring of shared memory stages; two
 warpgroups multiply. They either share a tile, a half of its rows each, or take turns with whole
 tiles ("pingpong"), so that one's epilogue runs while the other keeps the tensor cores busy. The
@@ -20,13 +25,30 @@ EPI = 64  # rows and columns of one store
 WARPGROUP = 128
 CONSUMERS = 2
 
+# Which dimension of x and w lies together in memory, where it is not that of the sum for both.
+MAJORS = {"grad_x": ("k", "mn"), "grad_weight": ("mn", "mn")}
+OPERAND_MAJORS = {"k": warpgroup.OperandMajorMode.K, "mn": warpgroup.OperandMajorMode.MN}
+
 # Named barriers.
 _WARPGROUP = 1  # and 2: within one consumer warpgroup
 _TURN = 3  # and 4: whose turn it is to multiply
 
 
 class LinearAct:
-    def __init__(self, name, dtype, act, tile_m, tile_n, pingpong, cluster, stages, epi_stages):
+    def __init__(
+        self,
+        name,
+        dtype,
+        act,
+        tile_m,
+        tile_n,
+        pingpong,
+        cluster,
+        stages,
+        epi_stages,
+        kind="plain",
+        shares="w",
+    ):
         self.name = name
         self.dtype = dtype
         self.act = ACTIVATIONS[act]
@@ -35,34 +57,39 @@ class LinearAct:
         self.cluster = cluster
         self.stages = stages
         self.epi_stages = epi_stages
+        # Blocks of the cluster that load a part of a tile of x, or of w, each.
+        self.x_blocks, self.w_blocks = (cluster, 1) if shares == "x" else (1, cluster)
+        self.majors = MAJORS.get(kind, ("k", "k"))
+        self.alone = kind in MAJORS  # a product of the backward has no bias
+        # Rows of w that lie together in a tile, and columns of the result that come of a tile.
+        self.parts = 2 if kind == "gated" else 1
+        self.width = tile_n // self.parts
+        # Without an activation the result is its own sums.
+        self.adds = kind == "extra"
+        self.saves = self.adds and act != "none"
         self.threads = (1 + CONSUMERS) * WARPGROUP
         # Rows that one warpgroup multiplies, and how many share a tile.
         self.sharing = 1 if pingpong else CONSUMERS
         self.wg_rows = tile_m // self.sharing
+        assert self.parts == 1 or tile_n % WARPGROUP == 0, "its biases are loaded by all threads"
         assert pingpong or self.wg_rows == EPI, "a shared tile gives each warpgroup 64 rows"
 
     def tiled_mma(self, warpgroups):
         return hopper.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
-            warpgroup.OperandMajorMode.K,
-            warpgroup.OperandMajorMode.K,
+            *(OPERAND_MAJORS[major] for major in self.majors),
             Float32,
             (warpgroups, 1, 1),
             (64, self.tile_n),
         )
 
     def smem_layouts(self):
-        """Staged layouts of x, w and the output's pieces, all in 128-byte swizzle."""
-
-        def layout(rows, columns, stages):
-            atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
-            return cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))
-
+        """Staged layouts of x, w and the output's pieces."""
         return (
-            layout(self.tile_m, TILE_K, self.stages),
-            layout(self.tile_n, TILE_K, self.stages),
-            layout(EPI, EPI, CONSUMERS * self.epi_stages),
+            swizzled(self.dtype, self.tile_m, TILE_K, self.stages, self.majors[0]),
+            swizzled(self.dtype, self.tile_n, TILE_K, self.stages, self.majors[1]),
+            swizzled(self.dtype, EPI, EPI, CONSUMERS * self.epi_stages),
         )
 
     def storage(self):
@@ -89,39 +116,37 @@ class LinearAct:
         x: cute.Pointer,
         w: cute.Pointer,
         bias: cute.Pointer,
+        residual: cute.Pointer,
         y: cute.Pointer,
+        sums: cute.Pointer,
         m: Int32,
         n: Int32,
         k: Int32,
         group: Int32,
+        save: Int32,
         blocks: Int32,
         stream,
     ):
-        n8, k8 = cute.assume(n, divby=8), cute.assume(k, divby=8)
+        n8 = cute.assume(n, divby=8)
         x_layout, w_layout, y_layout = self.smem_layouts()
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        multicast = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.cluster > 1 else load
         tma_x, _ = cpasync.make_tiled_tma_atom(
-            load,
-            cute.make_tensor(x, cute.make_layout((m, k8), stride=(k8, 1))),
+            load_shared_by(self.x_blocks),
+            cute.make_tensor(x, matrix(m, k, self.majors[0])),
             cute.slice_(x_layout, (None, None, 0)),
             (self.tile_m, TILE_K),
+            num_multicast=self.x_blocks,
         )
         tma_w, _ = cpasync.make_tiled_tma_atom(
-            multicast,
-            cute.make_tensor(w, cute.make_layout((n8, k8), stride=(k8, 1))),
-            cute.slice_(w_layout, (None, None, 0)),
-            (self.tile_n, TILE_K),
-            num_multicast=self.cluster,
+            load_shared_by(self.w_blocks),
+            cute.make_tensor(w, matrix(n * self.parts, k, self.majors[1])),
+            cute.slice_(cute.flat_divide(w_layout, (self.width, TILE_K)), (None, None, 0, 0, 0)),
+            (self.width, TILE_K),
+            num_multicast=self.w_blocks,
         )
-        tma_y, _ = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(),
-            cute.make_tensor(y, cute.make_layout((m, n8), stride=(n8, 1))),
-            cute.slice_(y_layout, (None, None, 0)),
-            (EPI, EPI),
-        )
+        tma_y, _ = self.store_of(y, m, n8, y_layout)
+        tma_sums, _ = self.store_of(sums, m, n8, y_layout)
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(tma_x, tma_w, tma_y, bias, m, n, k, group).launch(
+        self.kernel(tma_x, tma_w, tma_y, tma_sums, bias, residual, m, n, k, group, save).launch(
             grid=(blocks, 1, 1),
             block=(self.threads, 1, 1),
             cluster=(self.cluster, 1, 1),
@@ -130,17 +155,28 @@ class LinearAct:
             stream=stream,
         )
 
+    def store_of(self, tensor, m, n8, layout):
+        return cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileS2GOp(),
+            cute.make_tensor(tensor, cute.make_layout((m, n8), stride=(n8, 1))),
+            cute.slice_(layout, (None, None, 0)),
+            (EPI, EPI),
+        )
+
     @cute.kernel
     def kernel(
         self,
         tma_x: cute.CopyAtom,
         tma_w: cute.CopyAtom,
         tma_y: cute.CopyAtom,
+        tma_sums: cute.CopyAtom,
         bias: cute.Pointer,
+        residual: cute.Pointer,
         m: Int32,
         n: Int32,
         k: Int32,
         group: Int32,
+        save: Int32,  # the sums too
     ):
         x_layout, w_layout, y_layout = self.smem_layouts()
         thread = cute.arch.thread_idx()[0]
@@ -164,7 +200,7 @@ class LinearAct:
                 pipeline.Agent.Thread, 4 * self.sharing * self.cluster
             ),
             tx_count=(self.tile_m + self.tile_n) * TILE_K * 2,
-            cta_layout_vmnk=cute.make_layout((1, self.cluster, 1, 1)),
+            cta_layout_vmnk=cute.make_layout((1, self.w_blocks, self.x_blocks, 1)),
             defer_sync=True,
         )
         pipeline.pipeline_init_arrive(cluster_shape_mn=(self.cluster, 1), is_relaxed=True)
@@ -175,36 +211,31 @@ class LinearAct:
         # A cluster's tiles: every clusters-th one from its own index on.
         clusters = cute.arch.grid_dim()[0] // self.cluster
         first = cute.arch.block_idx()[0] // self.cluster
-        rows = cute.ceil_div(m, self.tile_m * self.cluster)
-        columns = cute.ceil_div(n, self.tile_n)
+        rows = cute.ceil_div(m, self.tile_m * self.w_blocks)
+        columns = cute.ceil_div(n, self.width * self.x_blocks)
         k_tiles = cute.ceil_div(k, TILE_K)
 
         if warpgroup_index == 0:
             cute.arch.setmaxregister_decrease(24 if self.pingpong else 40)
             if warp_index == 0:
-                gx = cute.local_tile(coordinates(m, k), (self.tile_m, TILE_K), (None, None))
-                gw = cute.local_tile(coordinates(n, k), (self.tile_n, TILE_K), (None, None))
+                gx = coordinates(m, k, self.majors[0])
+                gx = cute.local_tile(gx, (self.tile_m, TILE_K), (None, None))
                 to_x, from_x = cpasync.tma_partition(
                     tma_x,
-                    0,
-                    cute.make_layout(1),
+                    rank if const_expr(self.x_blocks > 1) else 0,
+                    cute.make_layout(self.x_blocks),
                     cute.group_modes(sx, 0, 2),
                     cute.group_modes(gx, 0, 2),
                 )
-                to_w, from_w = cpasync.tma_partition(
-                    tma_w,
-                    rank,
-                    cute.make_layout(self.cluster),
-                    cute.group_modes(sw, 0, 2),
-                    cute.group_modes(gw, 0, 2),
-                )
+                w_rank = rank if const_expr(self.w_blocks > 1) else 0
+                to_w, from_w = copies_of_w(self, tma_w, sw, n, k, w_rank, self.w_blocks)
                 everyone = cutlass.Int16((1 << self.cluster) - 1)  # unused without multicast
                 state = pipeline.make_pipeline_state(
                     pipeline.PipelineUserType.Producer, self.stages
                 )
                 for tile in cutlass.range(first, rows * columns, clusters, unroll=1):
                     row, column = _tile_position(tile, rows, columns, group)
-                    row = row * self.cluster + rank
+                    row, column = self.mine(row, column, rank)
                     for step in cutlass.range(k_tiles, unroll=1):
                         ring.producer_acquire(state)
                         barrier = ring.producer_get_barrier(state)
@@ -213,14 +244,16 @@ class LinearAct:
                             from_x[None, row, step],
                             to_x[None, state.index],
                             tma_bar_ptr=barrier,
+                            mcast_mask=everyone if const_expr(self.x_blocks > 1) else None,
                         )
-                        cute.copy(
-                            tma_w,
-                            from_w[None, column, step],
-                            to_w[None, state.index],
-                            tma_bar_ptr=barrier,
-                            mcast_mask=everyone,
-                        )
+                        for part in cutlass.range_constexpr(self.parts):
+                            cute.copy(
+                                tma_w,
+                                from_w[part][None, column, step],
+                                to_w[part][None, state.index],
+                                tma_bar_ptr=barrier,
+                                mcast_mask=everyone if const_expr(self.w_blocks > 1) else None,
+                            )
                         state.advance()
                 ring.producer_tail(state)
         else:
@@ -254,6 +287,14 @@ class LinearAct:
             )
             values = cute.size(piece)
 
+            if const_expr(self.saves):
+                from_sums, to_sums = cpasync.tma_partition(
+                    tma_sums, 0, cute.make_layout(1), cute.group_modes(sy, 0, 2), gy
+                )
+            out = ((r2s, piece, to_sy), consumer, warp_index)
+            added = cute.make_rmem_tensor(values, self.dtype)
+            added.fill(0.0)
+
             sbias = cute.make_tensor(
                 storage.bias.data_ptr() + consumer * self.tile_n,
                 cute.make_layout(self.tile_n),
@@ -280,14 +321,15 @@ class LinearAct:
                 first + turn * clusters, rows * columns, clusters * every, unroll=1
             ):
                 row, column = _tile_position(tile, rows, columns, group)
-                row = row * self.cluster + rank
-                for i in cutlass.range_constexpr(loads):
+                row, column = self.mine(row, column, rank)
+                for i in cutlass.range_constexpr(0 if self.alone else loads):
                     in_tile = wg_thread + i * WARPGROUP
-                    at = column * self.tile_n + in_tile
+                    part_of_w = in_tile // self.width if const_expr(self.parts == 2) else 0
+                    at = column * self.width + in_tile - part_of_w * self.width
                     bias_values[i] = 0.0
                     if bias.toint() != 0:
                         if at < n:
-                            bias_values[i] = (bias + at).load().to(Float32)
+                            bias_values[i] = (bias + part_of_w * n + at).load().to(Float32)
 
                 if const_expr(self.pingpong):
                     _sync(_TURN + consumer, 2 * WARPGROUP)
@@ -314,43 +356,85 @@ class LinearAct:
                 if const_expr(self.pingpong):
                     _arrive(_TURN + 1 - consumer, 2 * WARPGROUP)
                     read.advance(k_tiles)
-                for i in cutlass.range_constexpr(loads):
+                for i in cutlass.range_constexpr(0 if self.alone else loads):
                     in_tile = wg_thread + i * WARPGROUP
                     if const_expr(self.tile_n % WARPGROUP == 0) or in_tile < self.tile_n:
                         sbias[in_tile] = bias_values[i]
+                if const_expr(not self.alone):
+                    _sync(_WARPGROUP + consumer, WARPGROUP)
                 warpgroup.wait_group(0)
                 ring.consumer_release(release)
 
                 for half in cutlass.range_constexpr(self.wg_rows // EPI):
-                    for chunk in cutlass.range_constexpr(self.tile_n // EPI):
-                        buffer = consumer * self.epi_stages + stored % self.epi_stages
-                        if warp_index % 4 == 0:
-                            cute.arch.cp_async_bulk_wait_group(self.epi_stages - 1, read=True)
-                        _sync(_WARPGROUP + consumer, WARPGROUP)
+                    for chunk in cutlass.range_constexpr(self.width // EPI):
+                        block_row = row * (self.tile_m // EPI) + half
+                        if const_expr(not self.pingpong):
+                            block_row += consumer * (self.wg_rows // EPI)
+                        place = (block_row, column * (self.width // EPI) + chunk)
                         first_value = half * (self.tile_n // 2) + chunk * values
-                        for eight in cutlass.range_constexpr(EPI // 8):
-                            b = my_bias[None, chunk * (EPI // 8) + eight].load()
-                            for v in cutlass.range_constexpr(4):
-                                i = eight * 4 + v
-                                value = acc[first_value + i] + b[v % 2]
-                                piece[i] = self.act(value).to(self.dtype)
-                        cute.copy(r2s, piece, to_sy[None, None, None, buffer])
-                        cute.arch.fence_proxy("async.shared", space="cta")
-                        _sync(_WARPGROUP + consumer, WARPGROUP)
-                        if warp_index % 4 == 0:
-                            block_row = row * (self.tile_m // EPI) + half
-                            if const_expr(not self.pingpong):
-                                block_row += consumer * (self.wg_rows // EPI)
-                            block_column = column * (self.tile_n // EPI) + chunk
-                            cute.copy(
-                                tma_y,
-                                from_sy[None, buffer],
-                                to_y[None, (block_row, block_column)],
-                            )
-                            cute.arch.cp_async_bulk_commit_group()
+                        if const_expr(self.adds):
+                            if residual.toint() != 0:
+                                self.load_piece(added, residual, place, wg_thread, m, n)
+                        if const_expr(not self.alone):
+                            for p in cutlass.range_constexpr(self.parts):
+                                for eight in cutlass.range_constexpr(EPI // 8):
+                                    group_of_eight = (p * self.width + chunk * EPI) // 8 + eight
+                                    b = my_bias[None, group_of_eight].load()
+                                    for v in cutlass.range_constexpr(4):
+                                        i = p * (self.width // 2) + eight * 4 + v
+                                        acc[first_value + i] += b[v % 2]
+                        if const_expr(self.saves):
+                            if save != 0:
+                                for i in cutlass.range_constexpr(values):
+                                    piece[i] = acc[first_value + i].to(self.dtype)
+                                self.store(out, stored, tma_sums, from_sums, to_sums, place)
+                                stored += 1
+                        for i in cutlass.range_constexpr(values):
+                            value = self.act(acc[first_value + i])
+                            if const_expr(self.parts == 2):
+                                value = value * acc[first_value + self.width // 2 + i]
+                            if const_expr(self.adds):
+                                value = value + added[i].to(Float32)
+                            piece[i] = value.to(self.dtype)
+                        self.store(out, stored, tma_y, from_sy, to_y, place)
                         stored += 1
             if warp_index % 4 == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def mine(self, row, column, rank):
+        """Of the cluster's tiles, which are neighbours."""
+        if self.x_blocks > 1:
+            return row, column * self.cluster + rank
+        return row * self.cluster + rank, column
+
+    @cute.jit
+    def store(self, out, stored, tma, pieces, to, place):
+        """The values in `piece`, through the next buffer in shared memory and the copy engine."""
+        (r2s, piece, to_sy), consumer, warp_index = out
+        buffer = consumer * self.epi_stages + stored % self.epi_stages
+        if warp_index % 4 == 0:
+            cute.arch.cp_async_bulk_wait_group(self.epi_stages - 1, read=True)
+        _sync(_WARPGROUP + consumer, WARPGROUP)
+        cute.copy(r2s, piece, to_sy[None, None, None, buffer])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        _sync(_WARPGROUP + consumer, WARPGROUP)
+        if warp_index % 4 == 0:
+            cute.copy(tma, pieces[None, buffer], to[None, place])
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def load_piece(self, values, source, place, thread, m, n):
+        """This thread's part of a piece of source[m, n], as the products' sums are spread."""
+        row = place[0] * EPI + thread // 32 * 16 + thread % 32 // 4
+        column = place[1] * EPI + thread % 4 * 2
+        for half in cutlass.range_constexpr(2):
+            at = source + (cutlass.Int64(row + half * 8) * n + column)
+            for eight in cutlass.range_constexpr(EPI // 8):
+                if row + half * 8 < m:
+                    if column + eight * 8 < n:
+                        two = cute.make_tensor((at + eight * 8).align(4), cute.make_layout(2))
+                        values[eight * 4 + half * 2] = two[0]
+                        values[eight * 4 + half * 2 + 1] = two[1]
 
 
 def _sync(barrier, threads):
@@ -366,8 +450,54 @@ def round_up(size, unit=1024):
     return (size + unit - 1) // unit * unit
 
 
-def coordinates(rows, columns):
-    """What a tensor map of a row-major [rows, columns] tensor is indexed with: (column, row)."""
+def load_shared_by(blocks):
+    """The copy of a tile, or of one block's part of it to all of the cluster."""
+    if blocks > 1:
+        return cpasync.CopyBulkTensorTileG2SMulticastOp()
+    return cpasync.CopyBulkTensorTileG2SOp()
+
+
+def copies_of_w(kernel, tma_w, sw, n, k, rank=0, blocks=1):
+    """To shared memory and from w: of the parts of a tile that lie together, a rank's share."""
+    tile = (kernel.width, TILE_K)
+    parts = cute.flat_divide(sw, tile)
+    rows = coordinates(n * kernel.parts, k, kernel.majors[1])
+    to, source = [], []
+    for part in range(kernel.parts):
+        tiles = cute.local_tile(cute.domain_offset((part * n, 0), rows), tile, (None, None))
+        there, here = cpasync.tma_partition(
+            tma_w,
+            rank,
+            cute.make_layout(blocks),
+            cute.group_modes(parts[None, None, part, 0, None], 0, 2),
+            cute.group_modes(tiles, 0, 2),
+        )
+        to.append(there)
+        source.append(here)
+    return to, source
+
+
+def swizzled(dtype, rows, columns, stages, major="k"):
+    """Stages of a tile in shared memory, in 128-byte swizzle."""
+    kinds = warpgroup.SmemLayoutAtomKind
+    kind, order = (kinds.K_SW128, (0, 1, 2)) if major == "k" else (kinds.MN_SW128, (1, 0, 2))
+    atom = warpgroup.make_smem_layout_atom(kind, dtype)
+    return cute.tile_to_shape(atom, (rows, columns, stages), order=order)
+
+
+def matrix(rows, columns, major):
+    """A [rows, columns] matrix in memory; "mn": its transpose is row-major."""
+    if major == "k":
+        columns = cute.assume(columns, divby=8)
+        return cute.make_layout((rows, columns), stride=(columns, 1))
+    rows = cute.assume(rows, divby=8)
+    return cute.make_layout((rows, columns), stride=(1, rows))
+
+
+def coordinates(rows, columns, major="k"):
+    """What its tensor map is indexed with; of a row-major one (column, row)."""
+    if major == "mn":
+        return cute.make_identity_tensor((rows, columns))
     identity = cute.make_identity_tensor((columns, rows))
     return cute.make_tensor(identity.iterator, cute.select(identity.layout, [1, 0]))
 

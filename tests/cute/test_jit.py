@@ -43,22 +43,27 @@ def test_a_variant_that_is_not_precompiled(monkeypatch):
 
     launches = []
     again._kernel = type("Kernel", (), {"launch": lambda self, *args: launches.append(args)})()
-    tensors = {"x": "X", "w": "W", "y": "Y", "bias": None}
-    scalars = {"m": 100, "n": 256, "k": 64, "group": 8, "blocks": 6}
+    tensors = {"x": "X", "w": "W", "y": "Y", "sums": "Y", "bias": None, "residual": None}
+    scalars = {"m": 100, "n": 256, "k": 64, "group": 8, "save": 0, "blocks": 6}
     again(boxes={"x": (64, 64)}, **tensors, **scalars)
     ((grid, block, cluster, smem, dependent, labels, arguments),) = launches
     assert (grid, block, cluster, dependent) == ((6, 1, 1), (384, 1, 1), (1, 1, 1), True)
     assert smem == first._about["smem"] > 100_000
-    assert labels == ("x", "w", "y", "bias", "m", "n", "k", "group")
-    assert arguments[:4] == (
+    assert labels == (
+        *("x", "w", "y", "sums", "bias", "residual"),
+        *("m", "n", "k", "group", "save"),
+    )
+    assert arguments[:6] == (
         ("X", (64, 64), 3, 2),
         ("W", (128, 64), 3, 2),
         ("Y", (64, 64), 3, 2),
+        ("Y", (64, 64), 3, 2),
+        bytes(8),
         bytes(8),
     )
-    assert arguments[4:] == tuple(struct.pack("<i", value) for value in (100, 256, 64, 8))
+    assert arguments[6:] == tuple(struct.pack("<i", value) for value in (100, 256, 64, 8, 0))
     with pytest.raises(TypeError, match="128x128: a value is missing: .*blocks"):
-        again(**tensors, **dict.fromkeys(("m", "n", "k", "group"), 1))
+        again(**tensors, **dict.fromkeys(("m", "n", "k", "group", "save"), 1))
     with pytest.raises(TypeError, match="`m` must be an int, got float"):
         again(**tensors, **scalars | {"m": 1.0})
 
