@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from tiercel.ops.attention_varlen import attention_varlen as attention_varlen
     from tiercel.ops.gemv import nvfp4_gemv as nvfp4_gemv
     from tiercel.ops.gemv import nvfp4_linear as nvfp4_linear
+    from tiercel.ops.linear import fused_mlp as fused_mlp
+    from tiercel.ops.linear import gated_linear as gated_linear
     from tiercel.ops.linear import linear_act as linear_act
     from tiercel.ops.moe import fused_moe as fused_moe
     from tiercel.ops.moe_grouped import grouped_gemm as grouped_gemm
@@ -65,7 +67,9 @@ _LAZY = {
     "decode_attention": "tiercel.ops.attention_decode",
     "explain": "tiercel._explain",
     "fp8_quantize": "tiercel.ops.quant",
+    "fused_mlp": "tiercel.ops.linear",
     "fused_moe": "tiercel.ops.moe",
+    "gated_linear": "tiercel.ops.linear",
     "gelu": "tiercel.ops.activation",
     "gelu_and_mul": "tiercel.ops.activation",
     "grouped_gemm": "tiercel.ops.moe_grouped",
@@ -109,7 +113,9 @@ __all__ = [
     "decode_attention",
     "explain",
     "fp8_quantize",
+    "fused_mlp",
     "fused_moe",
+    "gated_linear",
     "gelu",
     "gelu_and_mul",
     "grouped_gemm",

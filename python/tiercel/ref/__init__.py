@@ -17,7 +17,7 @@ from tiercel.ref.attention import (
     merge_attention_states,
 )
 from tiercel.ref.gemv import nvfp4_gemv, nvfp4_linear
-from tiercel.ref.linear import linear_act
+from tiercel.ref.linear import fused_mlp, gated_linear, linear_act
 from tiercel.ref.moe import fused_moe, grouped_gemm, moe_down, moe_up
 from tiercel.ref.norm import layer_norm, rms_norm
 from tiercel.ref.quant import fp8_quantize, nvfp4_dequantize, nvfp4_quantize
@@ -33,7 +33,9 @@ __all__ = [
     "copy_transpose",
     "decode_attention",
     "fp8_quantize",
+    "fused_mlp",
     "fused_moe",
+    "gated_linear",
     "gelu",
     "gelu_and_mul",
     "grouped_gemm",

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from tiercel.plugins.contract import Case, Contract, ScalarSpec, TensorSpec
@@ -25,23 +27,29 @@ _CASES = (
 )
 
 
-def _make(case: Case, device: str, seed: int) -> dict[str, Any]:
-    import torch
+def _maker(parts: int) -> Any:
+    """Inputs; `parts` rows of the weight for a column of the result."""
 
-    rows, n, k = (case.sizes[name] for name in "MNK")
-    # On the CPU and then moved: the same numbers on every device.
-    generator = torch.Generator().manual_seed(seed)
-    dtype = getattr(torch, case.dtype)
+    def make(case: Case, device: str, seed: int) -> dict[str, Any]:
+        import torch
 
-    def random(*shape: int) -> Any:
-        return torch.randn(*shape, generator=generator).to(device=device, dtype=dtype)
+        rows, n, k = (case.sizes[name] for name in "MNK")
+        # On the CPU and then moved: the same numbers on every device.
+        generator = torch.Generator().manual_seed(seed)
+        dtype = getattr(torch, case.dtype)
 
-    x = random(rows, k)
-    if case.values == "strided":
-        x = torch.cat([x, -x], dim=1)[:, :k]
-    bias = None if case.values == "no bias" else random(n)
-    # Sums of about 1, where activations bend.
-    return {"x": x, "weight": random(n, k) * k**-0.5, "bias": bias, **case.options}
+        def random(*shape: int) -> Any:
+            return torch.randn(*shape, generator=generator).to(device=device, dtype=dtype)
+
+        x = random(rows, k)
+        if case.values == "strided":
+            x = torch.cat([x, -x], dim=1)[:, :k]
+        bias = None if case.values == "no bias" else random(parts * n)
+        # Sums of about 1, where activations bend.
+        weight = random(parts * n, k) * k**-0.5
+        return {"x": x, "weight": weight, "bias": bias, **case.options}
+
+    return make
 
 
 def _shaped(call: Any, x: Any, *rest: Any) -> Any:
@@ -49,16 +57,31 @@ def _shaped(call: Any, x: Any, *rest: Any) -> Any:
     return result.view(*x.shape[:-1], result.shape[1])
 
 
-def _without_bias(call: Any, x: Any, weight: Any, activation: str) -> Any:
-    return _shaped(call, x, weight, None, activation)
+def _variant(bias: bool, residual: bool, out: bool, sums: bool) -> Any:
+    def run(call: Any, x: Any, weight: Any, *rest: Any) -> Any:
+        values = list(rest)
+        b, added, target = (values.pop(0) if there else None for there in (bias, residual, out))
+        (activation,) = values
+        result = _shaped(call, x, weight, b, activation)
+        if added is not None:
+            result = result + added
+        if target is not None:
+            target.copy_(result)
+            return None
+        return (result, _shaped(call, x, weight, b, "none")) if sums else result
+
+    return run
 
 
-def _into(call: Any, x: Any, weight: Any, bias: Any, out: Any, activation: str) -> None:
-    out.copy_(_shaped(call, x, weight, bias, activation))
-
-
-def _into_without_bias(call: Any, x: Any, weight: Any, out: Any, activation: str) -> None:
-    out.copy_(_shaped(call, x, weight, None, activation))
+def _variants(op: str, residuals: bool, sums: bool) -> dict[str, Any]:
+    """By operator, as Linear names them."""
+    flags = (False, True)
+    found = {}
+    for bias, residual, mode in product(flags, flags[: 1 + residuals], ("", "_out", "_sums")):
+        if mode != "_sums" or sums:
+            name = op + "_no_bias" * (not bias) + "_residual" * residual + mode
+            found[name] = _variant(bias, residual, mode == "_out", mode == "_sums")
+    return found
 
 
 _16_BIT = ("bfloat16", "float16")
@@ -79,13 +102,34 @@ LINEAR_ACT = Contract(
         "cpu": _case(64, 256, 256, "bfloat16", "gelu"),
         "cuda": _case(4096, 4096, 1024, "bfloat16", "gelu"),
     },
-    make=_make,
-    variants={
-        "linear_act": _shaped,
-        "linear_act_no_bias": _without_bias,
-        "linear_act_out": _into,
-        "linear_act_no_bias_out": _into_without_bias,
-    },
+    make=_maker(1),
+    variants=_variants("linear_act", True, True),
 )
 
-CONTRACTS = (LINEAR_ACT,)
+GATED_LINEAR = Contract(
+    family="linear",
+    op="gated_linear",
+    arguments=(
+        TensorSpec("x", ("M", "K"), _16_BIT, strided=True),
+        TensorSpec("weight", ("2N", "K"), ("x",), strided=True),
+        TensorSpec("bias", ("2N",), ("x",), strided=True, optional=True),
+        ScalarSpec("activation", "str"),
+    ),
+    # Roundings to bfloat16, 2**-9 each: of both halves, of the activation, of the product.
+    outputs=(TensorSpec("out", ("M", "N"), ("x",), rtol=1.2e-2, atol=8e-3),),
+    cases=tuple(
+        replace(case, options={"activation": "silu"})
+        if case.options["activation"] == "none"
+        else case
+        for case in _CASES
+    ),
+    timing={
+        "cpu": _case(64, 256, 256, "bfloat16", "silu"),
+        "cuda": _case(4096, 4096, 1024, "bfloat16", "silu"),
+    },
+    make=_maker(2),
+    derive=lambda sizes, values: {"N": sizes["2N"] // 2},
+    variants=_variants("gated_linear", False, False),
+)
+
+CONTRACTS = (LINEAR_ACT, GATED_LINEAR)
