@@ -119,7 +119,7 @@ GATED_LINEAR = Contract(
     outputs=(TensorSpec("out", ("M", "N"), ("x",), rtol=1.2e-2, atol=8e-3),),
     cases=tuple(
         replace(case, options={"activation": "silu"})
-        if case.options["activation"] == "none"
+        if case.options["activation"] in ("none", "relu")
         else case
         for case in _CASES
     ),
