@@ -10,23 +10,26 @@
 namespace tiercel {
 namespace {
 
-// The copy engine moves 16 bytes at a time: eight elements.
-constexpr int64_t kAlignedElements = 8;
+// The copy engine moves 16 bytes at a time.
+constexpr int64_t kAlignedBytes = 16;
 
-const char* op_of(const LinearActCall& call) { return call.gated ? "gated_linear" : "linear_act"; }
+const char* op_of(const LinearActCall& call) {
+  return call.gated ? "gated_linear" : call.x_scale != nullptr ? "fp8_linear" : "linear_act";
+}
 
-Status check_multiple(const Argument& argument, int64_t size, const char* letter) {
-  if (size > 0 && size % kAlignedElements == 0 && size <= INT32_MAX) return Status();
-  return Status::Unimplemented(
-      mismatch(argument, std::string("have a multiple of 8 as its dimension ") + letter,
-               std::to_string(size) + " (shape " +
-                   shape_text(argument.view.shape, argument.view.ndim) + ")"));
+Status check_multiple(const Argument& argument, int64_t size, const char* letter, DType dtype) {
+  const int64_t unit = kAlignedBytes / dtype_bytes(dtype);
+  if (size > 0 && size % unit == 0 && size <= INT32_MAX) return Status();
+  return Status::Unimplemented(mismatch(
+      argument, "have a multiple of " + std::to_string(unit) + " as its dimension " + letter,
+      std::to_string(size) + " (shape " + shape_text(argument.view.shape, argument.view.ndim) +
+          ")"));
 }
 
 // A bias, or a matrix beside the result.
 Status check_beside(const Argument& argument, std::initializer_list<int64_t> shape, const char* why,
-                    const Argument& x) {
-  TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {x.view.dtype}));
+                    const Argument& x, DType dtype) {
+  TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {dtype}));
   TIERCEL_RETURN_IF_ERROR(check_shape(argument, shape, why));
   TIERCEL_RETURN_IF_ERROR(check_same_device(argument, x));
   TIERCEL_RETURN_IF_ERROR(check_cuda(argument));
@@ -47,25 +50,42 @@ Status check_maps(std::initializer_list<Argument> arguments) {
 }
 
 Status check_matrix(const Argument& argument, int64_t rows, int64_t columns, const char* why,
-                    const Argument& first) {
+                    const Argument& first, DType dtype) {
   TIERCEL_RETURN_IF_ERROR(check_rank(argument, 2));
-  TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {first.view.dtype}));
+  TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {dtype}));
   TIERCEL_RETURN_IF_ERROR(check_shape(argument, {rows, columns}, why));
   TIERCEL_RETURN_IF_ERROR(check_same_device(argument, first));
   return check_cuda(argument);
 }
 
-Status check_first(const Argument& argument) {
+Status check_first(const Argument& argument, bool scaled = false) {
   TIERCEL_RETURN_IF_ERROR(check_rank(argument, 2));
-  TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {DType::kBFloat16, DType::kFloat16}));
+  TIERCEL_RETURN_IF_ERROR(scaled ? check_dtype(argument, {DType::kFloat8E4M3})
+                                 : check_dtype(argument, {DType::kBFloat16, DType::kFloat16}));
   return check_cuda(argument);
+}
+
+// One of all, or one a row.
+Status check_scale(const Argument& argument, int64_t rows, const char* letter, const Argument& x) {
+  TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {DType::kFloat32}));
+  TIERCEL_RETURN_IF_ERROR(check_rank(argument, 1));
+  if (argument.view.shape[0] != 1 && argument.view.shape[0] != rows) {
+    return Status::InvalidArgument(mismatch(
+        argument, std::string("have 1 or ") + letter + " = " + std::to_string(rows) + " elements",
+        std::to_string(argument.view.shape[0])));
+  }
+  TIERCEL_RETURN_IF_ERROR(check_same_device(argument, x));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(argument));
+  return check_contiguous(argument);
 }
 
 Status check(const LinearActCall& call, LinearProblem* problem) {
   const char* op = op_of(call);
   const int64_t parts = call.gated ? 2 : 1;
   const Argument x{op, "x", *call.x}, w{op, "weight", *call.w}, y{op, "out", *call.y};
-  TIERCEL_RETURN_IF_ERROR(check_first(x));
+  const bool scaled = call.x_scale != nullptr;
+  const DType dtype = scaled ? DType::kBFloat16 : call.x->dtype;
+  TIERCEL_RETURN_IF_ERROR(check_first(x, scaled));
   TIERCEL_RETURN_IF_ERROR(check_rank(w, 2));
   if (call.w->shape[0] % parts != 0) {
     return Status::InvalidArgument(mismatch(w, "have an even number of rows [2N, K]",
@@ -76,10 +96,10 @@ Status check(const LinearActCall& call, LinearProblem* problem) {
   if (call.gated) problem->kind = LinearKind::kGated;
   if (call.residual != nullptr || call.sums != nullptr) problem->kind = LinearKind::kExtra;
   const char* const w_shape = call.gated ? "[2N, K]" : "[N, K]";
-  TIERCEL_RETURN_IF_ERROR(check_matrix(w, n * parts, k, w_shape, x));
-  TIERCEL_RETURN_IF_ERROR(check_matrix(y, m, n, "[M, N]", x));
-  TIERCEL_RETURN_IF_ERROR(check_multiple(w, n, "N"));
-  TIERCEL_RETURN_IF_ERROR(check_multiple(x, k, "K"));
+  TIERCEL_RETURN_IF_ERROR(check_matrix(w, n * parts, k, w_shape, x, call.x->dtype));
+  TIERCEL_RETURN_IF_ERROR(check_matrix(y, m, n, "[M, N]", x, dtype));
+  TIERCEL_RETURN_IF_ERROR(check_multiple(w, n, "N", dtype));
+  TIERCEL_RETURN_IF_ERROR(check_multiple(x, k, "K", call.x->dtype));
   TIERCEL_RETURN_IF_ERROR(check_contiguous(y));
   if (call.gated &&
       (call.activation == Activation::kNone || call.activation == Activation::kRelu)) {
@@ -87,13 +107,21 @@ Status check(const LinearActCall& call, LinearProblem* problem) {
   }
   if (call.bias != nullptr) {
     const char* const shape = call.gated ? "[2N]" : "[N]";
-    TIERCEL_RETURN_IF_ERROR(check_beside({op, "bias", *call.bias}, {n * parts}, shape, x));
+    TIERCEL_RETURN_IF_ERROR(check_beside({op, "bias", *call.bias}, {n * parts}, shape, x, dtype));
+  }
+  if (scaled) {
+    TIERCEL_RETURN_IF_ERROR(check_scale({op, "x_scale", *call.x_scale}, m, "M", x));
+    TIERCEL_RETURN_IF_ERROR(check_scale({op, "weight_scale", *call.w_scale}, n, "N", x));
+    if (call.activation == Activation::kRelu) {
+      return Status::Unimplemented(std::string(op) + ": activations are silu, gelu and gelu_tanh");
+    }
   }
   if (call.residual != nullptr) {
-    TIERCEL_RETURN_IF_ERROR(check_beside({op, "residual", *call.residual}, {m, n}, "[M, N]", x));
+    TIERCEL_RETURN_IF_ERROR(
+        check_beside({op, "residual", *call.residual}, {m, n}, "[M, N]", x, dtype));
   }
   if (call.sums != nullptr) {
-    TIERCEL_RETURN_IF_ERROR(check_beside({op, "sums", *call.sums}, {m, n}, "[M, N]", x));
+    TIERCEL_RETURN_IF_ERROR(check_beside({op, "sums", *call.sums}, {m, n}, "[M, N]", x, dtype));
     if (call.activation == Activation::kNone) {
       return Status::InvalidArgument(std::string(op) +
                                      ": `sums` are the result where there is no activation");
@@ -113,10 +141,11 @@ Status check(const LinearGradientCall& call, LinearProblem* problem) {
   TIERCEL_RETURN_IF_ERROR(check_rank(other, 2));
   const int64_t m = call.grad->shape[0], n = call.grad->shape[1], k = call.other->shape[1];
   const char* const shape = of_x ? "[N, K]" : "[M, K]";
-  TIERCEL_RETURN_IF_ERROR(check_matrix(other, of_x ? n : m, k, shape, grad));
-  TIERCEL_RETURN_IF_ERROR(check_matrix(out, of_x ? m : n, k, of_x ? "[M, K]" : "[N, K]", grad));
-  TIERCEL_RETURN_IF_ERROR(check_multiple(grad, n, "N"));
-  TIERCEL_RETURN_IF_ERROR(check_multiple(other, k, "K"));
+  TIERCEL_RETURN_IF_ERROR(check_matrix(other, of_x ? n : m, k, shape, grad, call.grad->dtype));
+  TIERCEL_RETURN_IF_ERROR(
+      check_matrix(out, of_x ? m : n, k, of_x ? "[M, K]" : "[N, K]", grad, call.grad->dtype));
+  TIERCEL_RETURN_IF_ERROR(check_multiple(grad, n, "N", call.grad->dtype));
+  TIERCEL_RETURN_IF_ERROR(check_multiple(other, k, "K", call.grad->dtype));
   TIERCEL_RETURN_IF_ERROR(check_contiguous(out));
   *problem =
       of_x ? LinearProblem{LinearKind::kGradX, call.grad->dtype, Activation::kNone, m, k, n}
@@ -158,6 +187,11 @@ LinearActPlan describe(const LinearActChoice& choice) {
 
 constexpr LinearActPlan kNothing{"none", 0, 0, false, 0, 0, 0, 0, 0, 0, 0};
 
+// From a row's scale to the next one's.
+int32_t scale_step(const TensorView* scale) {
+  return scale != nullptr && scale->shape[0] > 1 ? 1 : 0;
+}
+
 const void* data(const TensorView* tensor) { return tensor == nullptr ? nullptr : tensor->data; }
 
 Status launch(const LinearProblem& problem, const LinearActCall& call, const char* op,
@@ -182,6 +216,10 @@ Status launch(const LinearProblem& problem, const LinearActCall& call, const cha
   int32_t group = choice.group;
   int32_t rows = choice.rows;
   int32_t save = call.sums != nullptr;
+  const void* x_scale = data(call.x_scale);
+  const void* w_scale = data(call.w_scale);
+  int32_t x_step = scale_step(call.x_scale);
+  int32_t w_step = scale_step(call.w_scale);
 
   LaunchConfig config;
   config.grid.x = choice.blocks;
@@ -192,7 +230,8 @@ Status launch(const LinearProblem& problem, const LinearActCall& call, const cha
     const void* y = call.y->data;
     const void* sums = data(call.sums);
     config.cluster.x = static_cast<uint32_t>(choice.splits);
-    void* args[] = {&x_map, &w_map, &bias, &residual, &y, &sums, &m, &n, &k, &rows};
+    void* args[] = {&x_map, &w_map, &bias, &residual, &x_scale, &w_scale, &y,
+                    &sums,  &m,     &n,    &k,        &rows,    &x_step,  &w_step};
     return kernel.kernel.launch(config, device, stream, args);
   }
   TIERCEL_RETURN_IF_ERROR(encode_tensor_map(kernel.maps[2], *call.y, op, "out", &y_map));
@@ -200,8 +239,9 @@ Status launch(const LinearProblem& problem, const LinearActCall& call, const cha
     TIERCEL_RETURN_IF_ERROR(encode_tensor_map(kernel.maps[3], *call.sums, op, "sums", &sums_map));
   }
   config.cluster.x = static_cast<uint32_t>(kernel.variant.cluster);
-  void* args[] = {&x_map, &w_map, &y_map, save != 0 ? &sums_map : &y_map, &bias, &residual, &m, &n,
-                  &k,     &group, &save};
+  CUtensorMap* sums_argument = save != 0 ? &sums_map : &y_map;
+  void* args[] = {&x_map, &w_map, &y_map, sums_argument, &bias, &residual, &x_scale, &w_scale,
+                  &m,     &n,     &k,     &group,        &save, &x_step,   &w_step};
   return kernel.kernel.launch(config, device, stream, args);
 }
 

@@ -41,11 +41,15 @@ struct LinearActConfig {
 // distance that is a multiple of 16 bytes; the others are contiguous. N and K are multiples of 8.
 // `gated`: w is [2N, K], N rows of the gate, then N of what it multiplies, bias is [2N], and y is
 // act(gate) * up; without residual and sums.
+// x and w may be float8_e4m3fn with float32 scales, one of all or one a row; K is a multiple of 16
+// then, y and bias are bfloat16, and there are neither gates nor residual nor sums.
 struct LinearActCall {
   const TensorView* x = nullptr;
   const TensorView* w = nullptr;
   const TensorView* bias = nullptr;      // or null
   const TensorView* residual = nullptr;  // or null
+  const TensorView* x_scale = nullptr;   // of float8 operands, else null
+  const TensorView* w_scale = nullptr;
   const TensorView* y = nullptr;
   const TensorView* sums = nullptr;  // or null: what the activation is taken of, to be written too
   Activation activation = Activation::kNone;

@@ -10,7 +10,8 @@
 namespace tiercel {
 namespace {
 
-constexpr int64_t kTileK = 64;
+// Of a tile's rows in shared memory.
+constexpr int64_t kRowBytes = 128;
 
 // Measured on an H200. Times are in microseconds, rates per microsecond.
 constexpr double kFlops = 820e6;
@@ -37,20 +38,24 @@ constexpr double kPlaceable[kMaxSplits + 1] = {0, 1, 1, 0.9, 0.85, 0.75, 0.75, 0
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+int64_t element_bytes(const LinearProblem& p) { return p.dtype == DType::kFloat8E4M3 ? 1 : 2; }
+
+int64_t k_tiles_of(const LinearProblem& p) { return ceil_div(p.k * element_bytes(p), kRowBytes); }
+
 // Rows of w for one column of the result.
 int64_t parts(LinearKind kind) { return kind == LinearKind::kGated ? 2 : 1; }
 
 double dram_time(const LinearProblem& p) {
   const double m = static_cast<double>(p.m), k = static_cast<double>(p.k);
   const double n = static_cast<double>(p.n);
-  const double elements = m * k + static_cast<double>(parts(p.kind)) * n * k + m * n;
-  return 2.0 * elements / kDramBytes;
+  const double operands = m * k + static_cast<double>(parts(p.kind)) * n * k;
+  return (static_cast<double>(element_bytes(p)) * operands + 2.0 * m * n) / kDramBytes;
 }
 
 double large_estimate(const LinearActKernel& kernel, const LinearProblem& p, int multiprocessors,
                       LinearActChoice* choice) {
   const LinearActVariant& v = kernel.variant;
-  const int64_t m = p.m, k = p.k;
+  const int64_t m = p.m;
   const int64_t clusters = multiprocessors / v.cluster;
   const int64_t tiles = ceil_div(m, static_cast<int64_t>(v.tile_m) * v.cluster) *
                         ceil_div(p.n, v.tile_n / parts(p.kind));
@@ -59,7 +64,8 @@ double large_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
   choice->group = static_cast<int>(std::max<int64_t>(1, kBand / (v.tile_m * v.cluster)));
   choice->blocks = static_cast<unsigned>(std::min(tiles, clusters) * v.cluster);
   const double rounds = static_cast<double>(ceil_div(tiles, clusters));
-  const double depth = static_cast<double>(ceil_div(k, kTileK) * kTileK);
+  // A row of shared memory takes as long, whatever is in it.
+  const double depth = static_cast<double>(k_tiles_of(p) * kRowBytes / 2);
   const double tile = 2.0 * v.tile_m * v.tile_n * depth * multiprocessors / kFlops;
   const double missing = 1.0 - static_cast<double>(std::min<int64_t>(m, v.tile_m)) / v.tile_m;
   const double epilogue = kEpilogue * v.tile_m * v.tile_n / (128.0 * 256.0);
@@ -71,20 +77,20 @@ double large_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
 double small_estimate(const LinearActKernel& kernel, const LinearProblem& p, int multiprocessors,
                       LinearActChoice* choice) {
   const LinearActVariant& v = kernel.variant;
-  const int64_t m = p.m, n = p.n * parts(p.kind), k = p.k;
+  const int64_t m = p.m, n = p.n * parts(p.kind);
+  const double k_bytes = static_cast<double>(p.k * element_bytes(p));
   const int64_t row_tiles = ceil_div(m, v.tile_m);
   const int64_t rows = ceil_div(ceil_div(m, row_tiles), 8) * 8;
   const int64_t tiles = row_tiles * ceil_div(p.n, v.tile_n / parts(p.kind));
-  const int64_t k_tiles = ceil_div(k, kTileK);
+  const int64_t k_tiles = k_tiles_of(p);
   const double sm_count = multiprocessors;
   const double per_sm = kernel.dynamic_smem <= 113 * 1024 ? 2 : 1;
-  const double step_bytes = 2.0 * kTileK * static_cast<double>(v.tile_n + rows);
+  const double step_bytes = kRowBytes * static_cast<double>(v.tile_n + rows);
   // The ring's stages are what the shared memory holds of whole tiles.
-  const double stage_bytes = 2.0 * kTileK * (v.tile_m + v.tile_n);
+  const double stage_bytes = kRowBytes * (v.tile_m + v.tile_n);
   const double in_flight = step_bytes * std::floor(kernel.dynamic_smem / stage_bytes);
-  const double again =
-      2.0 * static_cast<double>(tiles * rows) * static_cast<double>(k) / kXBytes +
-      2.0 * static_cast<double>((row_tiles - 1) * n) * static_cast<double>(k) / kL2Bytes;
+  const double again = k_bytes * static_cast<double>(tiles * rows) / kXBytes +
+                       k_bytes * static_cast<double>((row_tiles - 1) * n) / kL2Bytes;
   // Shared memory feeds the tensor cores 128 bytes a cycle, and takes what is loaded.
   const double step_cycles =
       v.tile_m + v.tile_n * v.tile_m / 64.0 + static_cast<double>(rows) + v.tile_n;
@@ -101,7 +107,7 @@ double small_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
                         (blocks < 1.5 * sm_count ? kFewBlocks : 1.0) * (splits > 2 ? kWide : 1.0) *
                         std::sqrt(std::min(1.0, blocks / sm_count));
     const double stream = dram_time(p) / rate + again;
-    const double block_load = steps * 2.0 * kTileK * v.tile_n / kSmBytes;
+    const double block_load = steps * kRowBytes * v.tile_n / kSmBytes;
     const double busiest = std::ceil(blocks / sm_count);
     const double multiply = busiest * steps * step_cycles / kCycles;
     const double wait = (waves - 1.0) * kNextBlock / per_sm +
@@ -146,7 +152,7 @@ Status linear_act_configure(const LinearActConfig& config, const LinearProblem& 
                             int multiprocessors, LinearActChoice* choice) {
   int count = 0;
   const LinearActKernel* kernels = linear_act_kernels(&count);
-  const int64_t most = std::min<int64_t>(kMaxSplits, ceil_div(problem.k, kTileK));
+  const int64_t most = std::min<int64_t>(kMaxSplits, k_tiles_of(problem));
   const bool splits = !config.split_k || (config.splits >= 1 && config.splits <= most);
   for (int i = 0; i < count && splits && config.group >= 0; ++i) {
     const LinearActVariant& v = kernels[i].variant;

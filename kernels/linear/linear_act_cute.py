@@ -4,7 +4,8 @@
 Its kinds: "extra" may add a residual[M, N] to that, and write what the activation is taken of (the
 sums) too, for the backward. "gated": w[2N, K] has N rows of the gate, then N of what it multiplies,
 and a tile as many of both: y = act(gate) * up. "grad_x" and "grad_weight" are the products of the
-backward, whose operands lie in memory the other way round: grad @ w and grad^T @ x.
+backward, whose operands lie in memory the other way round: grad @ w and grad^T @ x. float8 operands
+have scales, of rows of x and of w, and a bfloat16 result.
 
 One warp of the first warpgroup loads tiles of x and w into a ring of shared memory stages; two
 warpgroups multiply. They either share a tile, a half of its rows each, or take turns with whole
@@ -19,15 +20,20 @@ import cutlass.utils.hopper_helpers as hopper
 from activations_cute import ACTIVATIONS
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from linear_layouts_cute import (
+    EPI,
+    MAJORS,
+    OPERAND_MAJORS,
+    ROW,
+    WARPGROUP,
+    coordinates,
+    copies_of_w,
+    matrix,
+    round_up,
+    swizzled,
+)
 
-TILE_K = 64  # elements: one 128-byte swizzle row
-EPI = 64  # rows and columns of one store
-WARPGROUP = 128
-CONSUMERS = 2
-
-# Which dimension of x and w lies together in memory, where it is not that of the sum for both.
-MAJORS = {"grad_x": ("k", "mn"), "grad_weight": ("mn", "mn")}
-OPERAND_MAJORS = {"k": warpgroup.OperandMajorMode.K, "mn": warpgroup.OperandMajorMode.MN}
+CONSUMERS = 2  # warpgroups
 
 # Named barriers.
 _WARPGROUP = 1  # and 2: within one consumer warpgroup
@@ -47,23 +53,25 @@ class LinearAct:
         stages,
         epi_stages,
         kind="plain",
-        shares="w",
     ):
         self.name = name
         self.dtype = dtype
+        self.tile_k = ROW * 8 // dtype.width
+        self.scaled = dtype.width == 8
+        self.out_dtype = cutlass.BFloat16 if self.scaled else dtype
         self.act = ACTIVATIONS[act]
         self.tile_m, self.tile_n = tile_m, tile_n
         self.pingpong = pingpong
         self.cluster = cluster
         self.stages = stages
         self.epi_stages = epi_stages
-        # Blocks of the cluster that load a part of a tile of x, or of w, each.
-        self.x_blocks, self.w_blocks = (cluster, 1) if shares == "x" else (1, cluster)
         self.majors = MAJORS.get(kind, ("k", "k"))
         self.alone = kind in MAJORS  # a product of the backward has no bias
         # Rows of w that lie together in a tile, and columns of the result that come of a tile.
         self.parts = 2 if kind == "gated" else 1
         self.width = tile_n // self.parts
+        # Floats in shared memory of a tile's columns: biases, and scales.
+        self.column_values = tile_n * (2 if self.scaled else 1)
         # Without an activation the result is its own sums.
         self.adds = kind == "extra"
         self.saves = self.adds and act != "none"
@@ -87,9 +95,9 @@ class LinearAct:
     def smem_layouts(self):
         """Staged layouts of x, w and the output's pieces."""
         return (
-            swizzled(self.dtype, self.tile_m, TILE_K, self.stages, self.majors[0]),
-            swizzled(self.dtype, self.tile_n, TILE_K, self.stages, self.majors[1]),
-            swizzled(self.dtype, EPI, EPI, CONSUMERS * self.epi_stages),
+            swizzled(self.dtype, self.tile_m, self.tile_k, self.stages, self.majors[0]),
+            swizzled(self.dtype, self.tile_n, self.tile_k, self.stages, self.majors[1]),
+            swizzled(self.out_dtype, EPI, EPI, CONSUMERS * self.epi_stages),
         )
 
     def storage(self):
@@ -99,16 +107,20 @@ class LinearAct:
         class Storage:
             x: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(x_layout)], 1024]
             w: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(w_layout)], 1024]
-            y: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(y_layout)], 1024]
-            bias: cute.struct.Align[cute.struct.MemRange[Float32, CONSUMERS * self.tile_n], 16]
+            y: cute.struct.Align[cute.struct.MemRange[self.out_dtype, cute.cosize(y_layout)], 1024]
+            bias: cute.struct.Align[
+                cute.struct.MemRange[Float32, CONSUMERS * self.column_values], 16
+            ]
             barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages]
 
         return Storage
 
     def smem_bytes(self):
         """What the storage takes, as the launch asks for it."""
-        ring = self.stages * ((self.tile_m + self.tile_n) * TILE_K * 2 + 16)
-        return round_up(ring + CONSUMERS * (self.epi_stages * EPI * EPI * 2 + self.tile_n * 4))
+        ring = self.stages * ((self.tile_m + self.tile_n) * ROW + 16)
+        return round_up(
+            ring + CONSUMERS * (self.epi_stages * EPI * EPI * 2 + self.column_values * 4)
+        )
 
     @cute.jit
     def __call__(
@@ -117,6 +129,8 @@ class LinearAct:
         w: cute.Pointer,
         bias: cute.Pointer,
         residual: cute.Pointer,
+        x_scale: cute.Pointer,
+        w_scale: cute.Pointer,
         y: cute.Pointer,
         sums: cute.Pointer,
         m: Int32,
@@ -124,29 +138,37 @@ class LinearAct:
         k: Int32,
         group: Int32,
         save: Int32,
+        x_step: Int32,
+        w_step: Int32,
         blocks: Int32,
         stream,
     ):
         n8 = cute.assume(n, divby=8)
         x_layout, w_layout, y_layout = self.smem_layouts()
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        multicast = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.cluster > 1 else load
         tma_x, _ = cpasync.make_tiled_tma_atom(
-            load_shared_by(self.x_blocks),
-            cute.make_tensor(x, matrix(m, k, self.majors[0])),
+            load,
+            cute.make_tensor(x, matrix(m, k, self.majors[0], self.tile_k // 8)),
             cute.slice_(x_layout, (None, None, 0)),
-            (self.tile_m, TILE_K),
-            num_multicast=self.x_blocks,
+            (self.tile_m, self.tile_k),
         )
         tma_w, _ = cpasync.make_tiled_tma_atom(
-            load_shared_by(self.w_blocks),
-            cute.make_tensor(w, matrix(n * self.parts, k, self.majors[1])),
-            cute.slice_(cute.flat_divide(w_layout, (self.width, TILE_K)), (None, None, 0, 0, 0)),
-            (self.width, TILE_K),
-            num_multicast=self.w_blocks,
+            multicast,
+            cute.make_tensor(w, matrix(n * self.parts, k, self.majors[1], self.tile_k // 8)),
+            cute.slice_(
+                cute.flat_divide(w_layout, (self.width, self.tile_k)), (None, None, 0, 0, 0)
+            ),
+            (self.width, self.tile_k),
+            num_multicast=self.cluster,
         )
         tma_y, _ = self.store_of(y, m, n8, y_layout)
         tma_sums, _ = self.store_of(sums, m, n8, y_layout)
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(tma_x, tma_w, tma_y, tma_sums, bias, residual, m, n, k, group, save).launch(
+        self.kernel(
+            *(tma_x, tma_w, tma_y, tma_sums, bias, residual, x_scale, w_scale),
+            *(m, n, k, group, save, x_step, w_step),
+        ).launch(
             grid=(blocks, 1, 1),
             block=(self.threads, 1, 1),
             cluster=(self.cluster, 1, 1),
@@ -172,11 +194,15 @@ class LinearAct:
         tma_sums: cute.CopyAtom,
         bias: cute.Pointer,
         residual: cute.Pointer,
+        x_scale: cute.Pointer,
+        w_scale: cute.Pointer,
         m: Int32,
         n: Int32,
         k: Int32,
         group: Int32,
         save: Int32,  # the sums too
+        x_step: Int32,  # of scales: 0 for one of all
+        w_step: Int32,
     ):
         x_layout, w_layout, y_layout = self.smem_layouts()
         thread = cute.arch.thread_idx()[0]
@@ -199,8 +225,8 @@ class LinearAct:
             consumer_group=pipeline.CooperativeGroup(
                 pipeline.Agent.Thread, 4 * self.sharing * self.cluster
             ),
-            tx_count=(self.tile_m + self.tile_n) * TILE_K * 2,
-            cta_layout_vmnk=cute.make_layout((1, self.w_blocks, self.x_blocks, 1)),
+            tx_count=(self.tile_m + self.tile_n) * ROW,
+            cta_layout_vmnk=cute.make_layout((1, self.cluster, 1, 1)),
             defer_sync=True,
         )
         pipeline.pipeline_init_arrive(cluster_shape_mn=(self.cluster, 1), is_relaxed=True)
@@ -211,31 +237,30 @@ class LinearAct:
         # A cluster's tiles: every clusters-th one from its own index on.
         clusters = cute.arch.grid_dim()[0] // self.cluster
         first = cute.arch.block_idx()[0] // self.cluster
-        rows = cute.ceil_div(m, self.tile_m * self.w_blocks)
-        columns = cute.ceil_div(n, self.width * self.x_blocks)
-        k_tiles = cute.ceil_div(k, TILE_K)
+        rows = cute.ceil_div(m, self.tile_m * self.cluster)
+        columns = cute.ceil_div(n, self.width)
+        k_tiles = cute.ceil_div(k, self.tile_k)
 
         if warpgroup_index == 0:
             cute.arch.setmaxregister_decrease(24 if self.pingpong else 40)
             if warp_index == 0:
                 gx = coordinates(m, k, self.majors[0])
-                gx = cute.local_tile(gx, (self.tile_m, TILE_K), (None, None))
+                gx = cute.local_tile(gx, (self.tile_m, self.tile_k), (None, None))
                 to_x, from_x = cpasync.tma_partition(
                     tma_x,
-                    rank if const_expr(self.x_blocks > 1) else 0,
-                    cute.make_layout(self.x_blocks),
+                    0,
+                    cute.make_layout(1),
                     cute.group_modes(sx, 0, 2),
                     cute.group_modes(gx, 0, 2),
                 )
-                w_rank = rank if const_expr(self.w_blocks > 1) else 0
-                to_w, from_w = copies_of_w(self, tma_w, sw, n, k, w_rank, self.w_blocks)
+                to_w, from_w = copies_of_w(self, tma_w, sw, n, k, rank, self.cluster)
                 everyone = cutlass.Int16((1 << self.cluster) - 1)  # unused without multicast
                 state = pipeline.make_pipeline_state(
                     pipeline.PipelineUserType.Producer, self.stages
                 )
                 for tile in cutlass.range(first, rows * columns, clusters, unroll=1):
                     row, column = _tile_position(tile, rows, columns, group)
-                    row, column = self.mine(row, column, rank)
+                    row = row * self.cluster + rank
                     for step in cutlass.range(k_tiles, unroll=1):
                         ring.producer_acquire(state)
                         barrier = ring.producer_get_barrier(state)
@@ -244,7 +269,6 @@ class LinearAct:
                             from_x[None, row, step],
                             to_x[None, state.index],
                             tma_bar_ptr=barrier,
-                            mcast_mask=everyone if const_expr(self.x_blocks > 1) else None,
                         )
                         for part in cutlass.range_constexpr(self.parts):
                             cute.copy(
@@ -252,7 +276,7 @@ class LinearAct:
                                 from_w[part][None, column, step],
                                 to_w[part][None, state.index],
                                 tma_bar_ptr=barrier,
-                                mcast_mask=everyone if const_expr(self.w_blocks > 1) else None,
+                                mcast_mask=everyone,
                             )
                         state.advance()
                 ring.producer_tail(state)
@@ -269,18 +293,18 @@ class LinearAct:
 
             # The output's way: registers, stmatrix, a 64x64 piece in shared memory, TMA store.
             epi_mma = hopper.make_trivial_tiled_mma(
-                self.dtype,
-                self.dtype,
+                self.out_dtype,
+                self.out_dtype,
                 warpgroup.OperandMajorMode.K,
                 warpgroup.OperandMajorMode.K,
                 Float32,
                 (1, 1, 1),
                 (64, EPI),
             )
-            stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+            stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.out_dtype)
             r2s = cute.make_tiled_copy_S(stmatrix, cute.make_tiled_copy_C_atom(stmatrix, epi_mma))
             to_sy = r2s.get_slice(wg_thread).partition_D(sy)
-            piece = cute.make_rmem_tensor(to_sy.shape[:3], self.dtype)
+            piece = cute.make_rmem_tensor(to_sy.shape[:3], self.out_dtype)
             gy = cute.zipped_divide(coordinates(m, n), (EPI, EPI))
             from_sy, to_y = cpasync.tma_partition(
                 tma_y, 0, cute.make_layout(1), cute.group_modes(sy, 0, 2), gy
@@ -292,20 +316,25 @@ class LinearAct:
                     tma_sums, 0, cute.make_layout(1), cute.group_modes(sy, 0, 2), gy
                 )
             out = ((r2s, piece, to_sy), consumer, warp_index)
-            added = cute.make_rmem_tensor(values, self.dtype)
+            added = cute.make_rmem_tensor(values, self.out_dtype)
             added.fill(0.0)
 
             sbias = cute.make_tensor(
-                storage.bias.data_ptr() + consumer * self.tile_n,
-                cute.make_layout(self.tile_n),
+                storage.bias.data_ptr() + consumer * self.column_values,
+                cute.make_layout(self.column_values),
             )
             # This thread's two columns in each group of eight.
             my_bias = cute.make_tensor(
-                (storage.bias.data_ptr() + consumer * self.tile_n + lane % 4 * 2).align(8),
+                (storage.bias.data_ptr() + consumer * self.column_values + lane % 4 * 2).align(8),
                 cute.make_layout((2, self.tile_n // 8), stride=(1, 8)),
             )
+            if const_expr(self.scaled):
+                my_scales = cute.make_tensor(
+                    (my_bias.iterator + self.tile_n).align(8), my_bias.layout
+                )
             loads = (self.tile_n + WARPGROUP - 1) // WARPGROUP
             bias_values = cute.make_rmem_tensor(loads, Float32)
+            scale_values = cute.make_rmem_tensor(loads, Float32)
 
             # Turns: which tiles are mine, and where in the ring their first stage is.
             turn = consumer if const_expr(self.pingpong) else Int32(0)
@@ -321,7 +350,7 @@ class LinearAct:
                 first + turn * clusters, rows * columns, clusters * every, unroll=1
             ):
                 row, column = _tile_position(tile, rows, columns, group)
-                row, column = self.mine(row, column, rank)
+                row = row * self.cluster + rank
                 for i in cutlass.range_constexpr(0 if self.alone else loads):
                     in_tile = wg_thread + i * WARPGROUP
                     part_of_w = in_tile // self.width if const_expr(self.parts == 2) else 0
@@ -330,13 +359,17 @@ class LinearAct:
                     if bias.toint() != 0:
                         if at < n:
                             bias_values[i] = (bias + part_of_w * n + at).load().to(Float32)
+                    if const_expr(self.scaled):
+                        scale_values[i] = 0.0
+                        if at < n:
+                            scale_values[i] = (w_scale + (part_of_w * n + at) * w_step).load()
 
                 if const_expr(self.pingpong):
                     _sync(_TURN + consumer, 2 * WARPGROUP)
                 release = read.clone()
                 warpgroup.fence()
                 ring.consumer_wait(read)
-                for block in cutlass.range_constexpr(TILE_K // 16):
+                for block in cutlass.range_constexpr(ROW // 32):
                     mma.set(warpgroup.Field.ACCUMULATE, block != 0)
                     at = (None, None, block, read.index)
                     cute.gemm(mma, acc, rx[at], rw[at], acc)
@@ -345,7 +378,7 @@ class LinearAct:
                 mma.set(warpgroup.Field.ACCUMULATE, True)
                 for _ in cutlass.range(k_tiles - 1, unroll=1):
                     ring.consumer_wait(read)
-                    for block in cutlass.range_constexpr(TILE_K // 16):
+                    for block in cutlass.range_constexpr(ROW // 32):
                         at = (None, None, block, read.index)
                         cute.gemm(mma, acc, rx[at], rw[at], acc)
                     warpgroup.commit_group()
@@ -360,6 +393,8 @@ class LinearAct:
                     in_tile = wg_thread + i * WARPGROUP
                     if const_expr(self.tile_n % WARPGROUP == 0) or in_tile < self.tile_n:
                         sbias[in_tile] = bias_values[i]
+                        if const_expr(self.scaled):
+                            sbias[in_tile + self.tile_n] = scale_values[i]
                 if const_expr(not self.alone):
                     _sync(_WARPGROUP + consumer, WARPGROUP)
                 warpgroup.wait_group(0)
@@ -375,18 +410,23 @@ class LinearAct:
                         if const_expr(self.adds):
                             if residual.toint() != 0:
                                 self.load_piece(added, residual, place, wg_thread, m, n)
+                        if const_expr(self.scaled):
+                            row_scales = self.scales_of(place[0], x_scale, x_step, wg_thread, m)
                         if const_expr(not self.alone):
                             for p in cutlass.range_constexpr(self.parts):
                                 for eight in cutlass.range_constexpr(EPI // 8):
                                     group_of_eight = (p * self.width + chunk * EPI) // 8 + eight
                                     b = my_bias[None, group_of_eight].load()
                                     for v in cutlass.range_constexpr(4):
-                                        i = p * (self.width // 2) + eight * 4 + v
-                                        acc[first_value + i] += b[v % 2]
+                                        i = first_value + p * (self.width // 2) + eight * 4 + v
+                                        if const_expr(self.scaled):
+                                            scale = my_scales[None, group_of_eight].load()[v % 2]
+                                            acc[i] *= row_scales[v // 2] * scale
+                                        acc[i] += b[v % 2]
                         if const_expr(self.saves):
                             if save != 0:
                                 for i in cutlass.range_constexpr(values):
-                                    piece[i] = acc[first_value + i].to(self.dtype)
+                                    piece[i] = acc[first_value + i].to(self.out_dtype)
                                 self.store(out, stored, tma_sums, from_sums, to_sums, place)
                                 stored += 1
                         for i in cutlass.range_constexpr(values):
@@ -395,17 +435,11 @@ class LinearAct:
                                 value = value * acc[first_value + self.width // 2 + i]
                             if const_expr(self.adds):
                                 value = value + added[i].to(Float32)
-                            piece[i] = value.to(self.dtype)
+                            piece[i] = value.to(self.out_dtype)
                         self.store(out, stored, tma_y, from_sy, to_y, place)
                         stored += 1
             if warp_index % 4 == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    def mine(self, row, column, rank):
-        """Of the cluster's tiles, which are neighbours."""
-        if self.x_blocks > 1:
-            return row, column * self.cluster + rank
-        return row * self.cluster + rank, column
 
     @cute.jit
     def store(self, out, stored, tma, pieces, to, place):
@@ -421,6 +455,12 @@ class LinearAct:
         if warp_index % 4 == 0:
             cute.copy(tma, pieces[None, buffer], to[None, place])
             cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def scales_of(self, block_row, x_scale, step, thread, m):
+        """Of this thread's two rows of a piece; those beyond the last row have its."""
+        row = block_row * EPI + thread // 32 * 16 + thread % 32 // 4
+        return [(x_scale + cutlass.min(row + half, m - 1) * step).load() for half in (0, 8)]
 
     @cute.jit
     def load_piece(self, values, source, place, thread, m, n):
@@ -443,63 +483,6 @@ def _sync(barrier, threads):
 
 def _arrive(barrier, threads):
     cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=threads)
-
-
-def round_up(size, unit=1024):
-    """Storage's size: a multiple of its largest alignment."""
-    return (size + unit - 1) // unit * unit
-
-
-def load_shared_by(blocks):
-    """The copy of a tile, or of one block's part of it to all of the cluster."""
-    if blocks > 1:
-        return cpasync.CopyBulkTensorTileG2SMulticastOp()
-    return cpasync.CopyBulkTensorTileG2SOp()
-
-
-def copies_of_w(kernel, tma_w, sw, n, k, rank=0, blocks=1):
-    """To shared memory and from w: of the parts of a tile that lie together, a rank's share."""
-    tile = (kernel.width, TILE_K)
-    parts = cute.flat_divide(sw, tile)
-    rows = coordinates(n * kernel.parts, k, kernel.majors[1])
-    to, source = [], []
-    for part in range(kernel.parts):
-        tiles = cute.local_tile(cute.domain_offset((part * n, 0), rows), tile, (None, None))
-        there, here = cpasync.tma_partition(
-            tma_w,
-            rank,
-            cute.make_layout(blocks),
-            cute.group_modes(parts[None, None, part, 0, None], 0, 2),
-            cute.group_modes(tiles, 0, 2),
-        )
-        to.append(there)
-        source.append(here)
-    return to, source
-
-
-def swizzled(dtype, rows, columns, stages, major="k"):
-    """Stages of a tile in shared memory, in 128-byte swizzle."""
-    kinds = warpgroup.SmemLayoutAtomKind
-    kind, order = (kinds.K_SW128, (0, 1, 2)) if major == "k" else (kinds.MN_SW128, (1, 0, 2))
-    atom = warpgroup.make_smem_layout_atom(kind, dtype)
-    return cute.tile_to_shape(atom, (rows, columns, stages), order=order)
-
-
-def matrix(rows, columns, major):
-    """A [rows, columns] matrix in memory; "mn": its transpose is row-major."""
-    if major == "k":
-        columns = cute.assume(columns, divby=8)
-        return cute.make_layout((rows, columns), stride=(columns, 1))
-    rows = cute.assume(rows, divby=8)
-    return cute.make_layout((rows, columns), stride=(1, rows))
-
-
-def coordinates(rows, columns, major="k"):
-    """What its tensor map is indexed with; of a row-major one (column, row)."""
-    if major == "mn":
-        return cute.make_identity_tensor((rows, columns))
-    identity = cute.make_identity_tensor((columns, rows))
-    return cute.make_tensor(identity.iterator, cute.select(identity.layout, [1, 0]))
 
 
 @cute.jit

@@ -16,10 +16,10 @@ import cutlass.utils.hopper_helpers as hopper
 from activations_cute import ACTIVATIONS
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from linear_act_cute import (
+from linear_layouts_cute import (
     MAJORS,
     OPERAND_MAJORS,
-    TILE_K,
+    ROW,
     WARPGROUP,
     coordinates,
     copies_of_w,
@@ -36,6 +36,9 @@ class LinearActSplitK:
     def __init__(self, name, dtype, act, tile_m, tile_n, stages, kind="plain"):
         self.name = name
         self.dtype = dtype
+        self.tile_k = ROW * 8 // dtype.width
+        self.scaled = dtype.width == 8
+        self.out_dtype = cutlass.BFloat16 if self.scaled else dtype
         self.act = ACTIVATIONS[act]
         self.tile_m, self.tile_n = tile_m, tile_n
         self.stages = stages
@@ -46,8 +49,8 @@ class LinearActSplitK:
 
     def smem_layouts(self):
         return (
-            swizzled(self.dtype, self.tile_m, TILE_K, self.stages),
-            swizzled(self.dtype, self.tile_n, TILE_K, self.stages, self.majors[1]),
+            swizzled(self.dtype, self.tile_m, self.tile_k, self.stages),
+            swizzled(self.dtype, self.tile_n, self.tile_k, self.stages, self.majors[1]),
         )
 
     def storage(self):
@@ -64,7 +67,7 @@ class LinearActSplitK:
 
     def smem_bytes(self):
         """What the storage takes, as the launch asks for it."""
-        ring = self.stages * (self.tile_m + self.tile_n) * TILE_K * 2
+        ring = self.stages * (self.tile_m + self.tile_n) * ROW
         assert ring >= self.tile_m * (self.tile_n + PAD) * 4, "no room for the partial sums"
         return round_up(ring + self.stages * 16)
 
@@ -75,12 +78,16 @@ class LinearActSplitK:
         w: cute.Pointer,
         bias: cute.Pointer,
         residual: cute.Pointer,
+        x_scale: cute.Pointer,
+        w_scale: cute.Pointer,
         y: cute.Pointer,
         sums: cute.Pointer,
         m: Int32,
         n: Int32,
         k: Int32,
         rows: Int32,
+        x_step: Int32,
+        w_step: Int32,
         splits: Int32,
         blocks: Int32,
         stream,
@@ -88,18 +95,23 @@ class LinearActSplitK:
         x_layout, w_layout = self.smem_layouts()
         tma_x, _ = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileG2SOp(),
-            cute.make_tensor(x, matrix(m, k, "k")),
+            cute.make_tensor(x, matrix(m, k, "k", self.tile_k // 8)),
             cute.slice_(x_layout, (None, None, 0)),
-            (self.tile_m, TILE_K),
+            (self.tile_m, self.tile_k),
         )
         tma_w, _ = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileG2SOp(),
-            cute.make_tensor(w, matrix(n * self.parts, k, self.majors[1])),
-            cute.slice_(cute.flat_divide(w_layout, (self.width, TILE_K)), (None, None, 0, 0, 0)),
-            (self.width, TILE_K),
+            cute.make_tensor(w, matrix(n * self.parts, k, self.majors[1], self.tile_k // 8)),
+            cute.slice_(
+                cute.flat_divide(w_layout, (self.width, self.tile_k)), (None, None, 0, 0, 0)
+            ),
+            (self.width, self.tile_k),
         )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(tma_x, tma_w, bias, residual, y, sums, m, n, k, rows).launch(
+        self.kernel(
+            *(tma_x, tma_w, bias, residual, x_scale, w_scale, y, sums),
+            *(m, n, k, rows, x_step, w_step),
+        ).launch(
             grid=(blocks, 1, 1),
             block=(self.threads, 1, 1),
             cluster=(splits, 1, 1),
@@ -115,12 +127,16 @@ class LinearActSplitK:
         tma_w: cute.CopyAtom,
         bias: cute.Pointer,
         residual: cute.Pointer,
+        x_scale: cute.Pointer,
+        w_scale: cute.Pointer,
         y: cute.Pointer,
         sums: cute.Pointer,
         m: Int32,
         n: Int32,
         k: Int32,
         rows: Int32,  # of a tile
+        x_step: Int32,  # of scales: 0 for one of all
+        w_step: Int32,
     ):
         x_layout, w_layout = self.smem_layouts()
         thread = cute.arch.thread_idx()[0]
@@ -139,7 +155,7 @@ class LinearActSplitK:
             num_stages=self.stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 4),
-            tx_count=self.tile_n * TILE_K * 2,  # w's; the loader adds x's
+            tx_count=self.tile_n * ROW,  # w's; the loader adds x's
             cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
         )
 
@@ -151,7 +167,7 @@ class LinearActSplitK:
         columns = cute.ceil_div(n, self.width)
         row = tile // columns
         column = tile - row * columns
-        k_tiles = cute.ceil_div(k, TILE_K)
+        k_tiles = cute.ceil_div(k, self.tile_k)
         share = cute.ceil_div(k_tiles, splits)
         first = rank * share
         last = cutlass.min(first + share, k_tiles)
@@ -165,7 +181,7 @@ class LinearActSplitK:
 
         if warp_index == 0:
             mine = cute.domain_offset((row * rows, 0), coordinates(m, k))
-            gx = cute.local_tile(mine, (self.tile_m, TILE_K), (0, None))
+            gx = cute.local_tile(mine, (self.tile_m, self.tile_k), (0, None))
             one = cute.make_layout(1)
             to_x, from_x = cpasync.tma_partition(
                 tma_x, 0, one, cute.group_modes(sx, 0, 2), cute.group_modes(gx, 0, 2)
@@ -176,7 +192,7 @@ class LinearActSplitK:
                 ring.producer_acquire(write)
                 barrier = ring.producer_get_barrier(write)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_expect_tx(barrier, rows * TILE_K * 2)
+                    cute.arch.mbarrier_expect_tx(barrier, rows * ROW)
                 for part in cutlass.range_constexpr(self.parts):
                     cute.copy(
                         tma_w,
@@ -208,7 +224,7 @@ class LinearActSplitK:
             warpgroup.fence()
             for step in cutlass.range(first, last, unroll=1):
                 ring.consumer_wait(read)
-                for block in cutlass.range_constexpr(TILE_K // 16):
+                for block in cutlass.range_constexpr(ROW // 32):
                     at = (None, None, block, read.index)
                     cute.gemm(mma, acc, rx[at], rw[at], acc)
                 warpgroup.commit_group()
@@ -246,20 +262,25 @@ class LinearActSplitK:
                 total = cute.make_rmem_tensor((VECTOR, self.parts), Float32)
                 total.fill(0.0)
                 for p in cutlass.range_constexpr(self.parts):
-                    if bias.toint() != 0:
-                        theirs = cute.make_tensor((bias + p * n + at).align(8), layout).load()
-                        total[None, p].store(theirs.to(Float32))
                     mine = (partial_pointer + offset + p * self.width).align(16)
                     for peer in cutlass.range(splits, unroll=1):
                         theirs = _load_remote(cute.arch.map_dsmem_ptr(mine, peer))
                         for v in cutlass.range_constexpr(VECTOR):
                             total[v, p] += theirs[v]
-                out = cute.make_rmem_tensor(layout, self.dtype)
+                    if const_expr(self.scaled):
+                        of_row = (x_scale + (row * rows + in_row) * x_step).load()
+                        for v in cutlass.range_constexpr(VECTOR):
+                            total[v, p] *= of_row * (w_scale + (p * n + at + v) * w_step).load()
+                    if bias.toint() != 0:
+                        theirs = cute.make_tensor((bias + p * n + at).align(8), layout)
+                        for v in cutlass.range_constexpr(VECTOR):
+                            total[v, p] += theirs[v].to(Float32)
+                out = cute.make_rmem_tensor(layout, self.out_dtype)
                 to = cutlass.Int64(row * rows + in_row) * n + at
                 if const_expr(self.parts == 1):
                     if sums.toint() != 0:
                         for v in cutlass.range_constexpr(VECTOR):
-                            out[v] = total[v, 0].to(self.dtype)
+                            out[v] = total[v, 0].to(self.out_dtype)
                         cute.make_tensor((sums + to).align(8), layout).store(out.load())
                 for v in cutlass.range_constexpr(VECTOR):
                     total[v, 0] = self.act(total[v, 0])
@@ -271,7 +292,7 @@ class LinearActSplitK:
                         for v in cutlass.range_constexpr(VECTOR):
                             total[v, 0] += theirs[v].to(Float32)
                 for v in cutlass.range_constexpr(VECTOR):
-                    out[v] = total[v, 0].to(self.dtype)
+                    out[v] = total[v, 0].to(self.out_dtype)
                 cute.make_tensor((y + to).align(8), layout).store(out.load())
 
         # Nobody leaves while others read from it.

@@ -3,10 +3,12 @@
 
 import cutlass
 from declaration import Function, Launch, Pointer, Scalar, TensorMap
-from linear_act_cute import EPI, MAJORS, TILE_K, LinearAct
+from linear_act_cute import LinearAct
 from linear_act_splitk_cute import LinearActSplitK
+from linear_layouts_cute import EPI, MAJORS
 
 _DTYPES = {"bf16": (cutlass.BFloat16, "kBFloat16"), "fp16": (cutlass.Float16, "kFloat16")}
+_FP8 = {"fp8": (cutlass.Float8E4M3FN, "kFloat8E4M3")}
 # Of the precompiled ones; others are compiled where they are used (variant below).
 _ENUMERATORS = {
     "none": "kNone",
@@ -53,13 +55,24 @@ _EXTRA = (_LARGE[2],)
 _GATES = ("silu", "gelu", "gelu_tanh")
 _GATED = (_LARGE[2], (128, 256, False, 1, 4, 2))
 _GATED_SMALL = (_SMALL[1], _SMALL[3])
-_GRADIENTS = (_LARGE[0], _LARGE[2])
+_GRADIENTS = {
+    "grad_x": (_LARGE[0], _LARGE[2], _LARGE[3]),
+    "grad_weight": (_LARGE[0], _LARGE[2]),
+}
 _GRAD_X_SMALL = (_SMALL[1], _SMALL[3])
 
-_PROBLEMS = (
-    {"m": 1000, "n": 768, "k": 512, "group": 8, "save": 1, "rows": 64, "splits": 2, "blocks": 64},
-    {"m": 129, "n": 2056, "k": 1032, "group": 3, "save": 1, "rows": 64, "splits": 4, "blocks": 132},
-    {"m": 8, "n": 8, "k": 8, "group": 1, "save": 1, "rows": 8, "splits": 1, "blocks": 2},
+_FP8_ACTIVATIONS = ("none", "silu", "gelu", "gelu_tanh")
+_FP8_LARGE = (_LARGE[2],)
+_FP8_SMALL = (_SMALL[1], _SMALL[3])
+
+_SCALARS = ("m", "n", "k", "group", "save", "x_step", "w_step", "rows", "splits", "blocks")
+_PROBLEMS = tuple(
+    dict(zip(_SCALARS, values, strict=True))
+    for values in (
+        (1000, 768, 512, 8, 1, 1, 1, 64, 2, 64),
+        (129, 2056, 1040, 3, 1, 0, 1, 64, 4, 132),
+        (8, 8, 16, 1, 1, 1, 0, 8, 1, 2),
+    )
 )
 
 
@@ -67,18 +80,26 @@ def _rows_of_w(kind):
     return "2 * n" if kind == "gated" else "n"
 
 
-def _operand(tensor, rows, major, box, blocks=1):
+def _operand(kernel, tensor, rows, box, blocks=1):
     """A block of the cluster loads its share of the rows, or of what is summed over."""
-    if major == "k":
-        return TensorMap(tensor, (rows, "k"), (box // blocks, TILE_K))
-    return TensorMap(tensor, ("k", rows), (TILE_K // blocks, EPI))
+    if kernel.majors["xw".index(tensor)] == "k":
+        return TensorMap(tensor, (rows, "k"), (box // blocks, kernel.tile_k))
+    return TensorMap(tensor, ("k", rows), (kernel.tile_k // blocks, EPI))
+
+
+def _beside(kernel, align):
+    """Pointers of what there may be beside the operands."""
+    names = ("bias", "residual")
+    pointers = [Pointer(name, kernel.out_dtype, align=align) for name in names]
+    scales = [Pointer(name, cutlass.Float32, align=4) for name in ("x_scale", "w_scale")]
+    return (*pointers, *scales)
 
 
 def _attributes(dtype, act, tile_m, tile_n, pingpong, cluster, split_k, kind):
     flags = [str(flag).lower() for flag in (pingpong, split_k)]
     return (
         f"LinearKind::{_KINDS[kind]}",
-        f"DType::{_DTYPES[dtype][1]}",
+        f"DType::{(_DTYPES | _FP8)[dtype][1]}",
         f"Activation::{_ENUMERATORS.get(act, 'kNone')}",
         str(tile_m),
         str(tile_n),
@@ -89,26 +110,25 @@ def _attributes(dtype, act, tile_m, tile_n, pingpong, cluster, split_k, kind):
 
 
 def _large(dtype, act, tile_m, tile_n, pingpong, cluster, stages, epi_stages, kind="plain"):
-    element = _DTYPES[dtype][0]
+    element = (_DTYPES | _FP8)[dtype][0]
     name = f"{_PREFIXES[kind]}_{dtype}" + f"_{act}" * (kind not in MAJORS)
     name += f"_{tile_m}x{tile_n}" + "_pingpong" * pingpong
     kernel = LinearAct(
         *(name, element, act, tile_m, tile_n, pingpong, cluster, stages, epi_stages),
         kind,
     )
-    x, w, y, sums = (Pointer(name, element) for name in ("x", "w", "y", "sums"))
-    bias, residual = Pointer("bias", element, align=2), Pointer("residual", element)
-    names = ("m", "n", "k", "group", "save", "blocks")
-    m, n, k, group, save, blocks = (Scalar(name) for name in names)
-
-    x_major, w_major = kernel.majors
+    x, w = Pointer("x", element), Pointer("w", element)
+    y, sums = Pointer("y", kernel.out_dtype), Pointer("sums", kernel.out_dtype)
+    beside = _beside(kernel, 2)
+    names = ("m", "n", "k", "group", "save", "x_step", "w_step")
+    scalars = [Scalar(name) for name in names]
     launch = Launch(
         parameters=(
-            _operand("x", "m", x_major, tile_m, kernel.x_blocks),
-            _operand("w", _rows_of_w(kind), w_major, kernel.width, kernel.w_blocks),
+            _operand(kernel, "x", "m", tile_m),
+            _operand(kernel, "w", _rows_of_w(kind), kernel.width, cluster),
             TensorMap("y", ("m", "n"), (EPI, EPI)),
             TensorMap("sums", ("m", "n"), (EPI, EPI)),
-            *(bias, residual, m, n, k, group, save),
+            *(*beside, *scalars),
         ),
         grid=("blocks", 1, 1),
         block=(kernel.threads, 1, 1),
@@ -117,29 +137,27 @@ def _large(dtype, act, tile_m, tile_n, pingpong, cluster, stages, epi_stages, ki
         dependent=True,
     )
     attributes = _attributes(dtype, act, tile_m, tile_n, pingpong, cluster, False, kind)
-    arguments = (x, w, bias, residual, y, sums, m, n, k, group, save, blocks)
+    arguments = (x, w, *beside, y, sums, *scalars, Scalar("blocks"))
     # Rows that lie together begin on 16 bytes each.
-    step = 8 if x_major == "mn" else 1
+    step = 8 if kernel.majors[0] == "mn" else 1
     problems = tuple({**p, "m": -(-p["m"] // step) * step} for p in _PROBLEMS)
     return Function(name, kernel, arguments, (launch,), attributes, problems)
 
 
 def _small(dtype, act, tile_m, tile_n, stages, kind="plain"):
-    element = _DTYPES[dtype][0]
+    element = (_DTYPES | _FP8)[dtype][0]
     name = f"{_PREFIXES[kind]}_{dtype}" + f"_{act}" * (kind not in MAJORS)
     name += f"_{tile_m}x{tile_n}_split_k"
     kernel = LinearActSplitK(name, element, act, tile_m, tile_n, stages, kind)
-    x, w, y = Pointer("x", element), Pointer("w", element), Pointer("y", element)
-    bias, residual, sums = (
-        Pointer(name, element, align=8) for name in ("bias", "residual", "sums")
-    )
-    names = ("m", "n", "k", "rows", "splits", "blocks")
-    m, n, k, rows, splits, blocks = (Scalar(name) for name in names)
+    x, w = Pointer("x", element), Pointer("w", element)
+    y, sums = (Pointer(name, kernel.out_dtype, align=8) for name in ("y", "sums"))
+    beside = _beside(kernel, 8)
+    scalars = [Scalar(name) for name in ("m", "n", "k", "rows", "x_step", "w_step")]
     launch = Launch(
         parameters=(
-            TensorMap("x", ("m", "k"), (tile_m, TILE_K)),
-            _operand("w", _rows_of_w(kind), kernel.majors[1], kernel.width),
-            *(bias, residual, y, sums, m, n, k, rows),
+            _operand(kernel, "x", "m", tile_m),
+            _operand(kernel, "w", _rows_of_w(kind), kernel.width),
+            *(*beside, y, sums, *scalars),
         ),
         grid=("blocks", 1, 1),
         block=(kernel.threads, 1, 1),
@@ -148,7 +166,7 @@ def _small(dtype, act, tile_m, tile_n, stages, kind="plain"):
         dependent=True,
     )
     attributes = _attributes(dtype, act, tile_m, tile_n, False, 1, True, kind)
-    arguments = (x, w, bias, residual, y, sums, m, n, k, rows, splits, blocks)
+    arguments = (x, w, *beside, y, sums, *scalars, Scalar("splits"), Scalar("blocks"))
     return Function(name, kernel, arguments, (launch,), attributes, _PROBLEMS)
 
 
@@ -172,6 +190,9 @@ def functions():
                 built += [_large(dtype, act, *shape, kind="gated") for shape in _GATED]
                 built += [_small(dtype, act, *shape, kind="gated") for shape in _GATED_SMALL]
         for kind in MAJORS:
-            built += [_large(dtype, "none", *shape, kind=kind) for shape in _GRADIENTS]
+            built += [_large(dtype, "none", *shape, kind=kind) for shape in _GRADIENTS[kind]]
         built += [_small(dtype, "none", *shape, kind="grad_x") for shape in _GRAD_X_SMALL]
+    for act in _FP8_ACTIVATIONS:
+        built += [_large("fp8", act, *shape) for shape in _FP8_LARGE]
+        built += [_small("fp8", act, *shape) for shape in _FP8_SMALL]
     return built

@@ -97,6 +97,36 @@ using LinearActPlain = LinearActArguments<false, false>;
 using LinearActExtra = LinearActArguments<true, false>;
 using GatedLinear = LinearActArguments<false, true>;
 
+// (x, weight, x_scale, weight_scale, bias or None, out, activation's index)
+struct Fp8LinearArguments {
+  PythonTensor x, weight, x_scale, weight_scale, bias, out;
+  LinearActCall call;
+
+  bool Parse(PyObject* const* values, Py_ssize_t count) {
+    const char* op = "fp8_linear";
+    if (!Arguments(op, values, count).Expect(7)) return false;
+    if (!x.Read(values[0], op, "x") || !weight.Read(values[1], op, "weight") ||
+        !x_scale.Read(values[2], op, "x_scale") ||
+        !weight_scale.Read(values[3], op, "weight_scale") ||
+        !ParseOptional(values[4], op, "bias", &bias, &call.bias) ||
+        !out.Read(values[5], op, "out") || !ParseActivation(values[6], op, &call.activation)) {
+      return false;
+    }
+    call.x = &x.view();
+    call.w = &weight.view();
+    call.x_scale = &x_scale.view();
+    call.w_scale = &weight_scale.view();
+    call.y = &out.view();
+    return true;
+  }
+
+  const PythonTensor& First() const { return x; }
+  Status Run(void* stream) const { return linear_act(call, stream); }
+  Status Plan(LinearActPlan* plan) const {
+    return linear_act_plan(call, MultiprocessorsOf(x.view()), plan);
+  }
+};
+
 // (grad, weight or x, out, whether it is the weight's gradient)
 struct LinearGradientArguments {
   PythonTensor grad, other, out;
@@ -179,6 +209,12 @@ PyMethodDef functions[] = {
      "Launches the kernel on the current stream; fills `out`. `activation` is its index."},
     {"gated_linear_plan", AsMethod(Plan<GatedLinear>), METH_FASTCALL,
      "gated_linear_plan(x, weight, bias, out, activation, /)\n--\n\n"
+     "Checks the arguments as a launch does and returns the configuration. Needs no GPU."},
+    {"fp8_linear", AsMethod(Run<Fp8LinearArguments>), METH_FASTCALL,
+     "fp8_linear(x, weight, x_scale, weight_scale, bias, out, activation, /)\n--\n\n"
+     "Launches the kernel on the current stream; fills `out`. `activation` is its index."},
+    {"fp8_linear_plan", AsMethod(Plan<Fp8LinearArguments>), METH_FASTCALL,
+     "fp8_linear_plan(x, weight, x_scale, weight_scale, bias, out, activation, /)\n--\n\n"
      "Checks the arguments as a launch does and returns the configuration. Needs no GPU."},
     {"linear_act_grad", AsMethod(Run<LinearGradientArguments>), METH_FASTCALL,
      "linear_act_grad(grad, other, out, of_weight, /)\n--\n\n"

@@ -103,8 +103,8 @@ def test_a_wrong_tensor_map(compiled, field, changes):
 def test_wrong_parameters(compiled):
     parameters = list(compiled[0].launches[0].parameters)
     found = problems(compiled, parameters=tuple(parameters[:-1]))
-    assert "has 11 parameters, 10 are declared" in found[0]
-    parameters[6], parameters[7] = parameters[7], parameters[6]
+    assert "has 15 parameters, 14 are declared" in found[0]
+    parameters[8], parameters[9] = parameters[9], parameters[8]
     found = problems(compiled, parameters=tuple(parameters))
     assert any("parameter n is" in problem for problem in found)
 

@@ -139,3 +139,24 @@ def test_any_order_of_warps_of_the_others(seed):
         test_residual_and_sums((300, 264, 136), "silu")
         test_gated((1100, 1032, 72), "128", "silu")
         test_products_of_the_backward((700, 72, 520), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [((1, 8, 16), "split_k"), ((70, 136, 528), "split_k"), ((1100, 1032, 80), "pingpong")],
+)
+@pytest.mark.parametrize("act", ["none", "silu", "gelu", "gelu_tanh"])
+def test_float8(shape, expected, act):
+    m, n, k = shape
+    generator = torch.Generator().manual_seed(m + n + k)
+    x, w = (torch.randn(rows, k, generator=generator) for rows in (m, n))
+    x, w = x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn)
+    of_x, of_w = torch.rand(m, generator=generator), torch.rand(n, generator=generator)
+    b = torch.randn(n, generator=generator).bfloat16()
+    for x_scale, w_scale in ((of_x, of_w * k**-0.5), (of_x[:1], of_w[:1])):
+        y = torch.full((m, n), torch.nan, dtype=torch.bfloat16)
+        arguments = (x, w, x_scale, w_scale, b, y, list(ACTIVATIONS).index(act))
+        assert expected in kernels.fp8_linear_plan(*arguments)["kernel"]
+        kernels.fp8_linear(*arguments)
+        truth = (x.double() @ w.double().T) * x_scale.double()[:, None] * w_scale.double()
+        assert_near(y, ACTIVATIONS[act](truth + b.double()))

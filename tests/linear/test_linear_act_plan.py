@@ -236,3 +236,39 @@ def test_products_of_the_backward_have_a_plan(make, of_weight):
     wrong = [make(*shape, dtype="bfloat16") for shape in ((4, 8), (9, 16), (4, 16))]
     with pytest.raises(ValueError, match=text):
         _C.linear_act_grad_plan(*wrong, of_weight)
+
+
+def fp8(make, m=4, n=8, k=16, activation=SILU, **changes):
+    float8, bf16, f32 = {"dtype": "float8_e4m3fn"}, {"dtype": "bfloat16"}, {"dtype": "float32"}
+    given = {
+        "x": make(m, k, **float8),
+        "weight": make(n, k, **float8),
+        "x_scale": make(m, **f32),
+        "weight_scale": make(n, **f32),
+        "bias": make(n, **bf16),
+        "out": make(m, n, **bf16),
+    }
+    return _C.fp8_linear_plan(*(given | changes).values(), activation)
+
+
+@pytest.mark.parametrize("m", SIZES)
+def test_float8_layers_have_a_plan(m):
+    for n, k in ((8, 16), (1032, 208), (14336, 4096)):
+        got = fp8(ExchangeTensor, m, n, k)
+        assert got["kernel"].startswith("linear_act_fp8_silu")
+        assert got["grid"] % got["cluster"] == 0 and got["splits"] <= -(-k // 128)
+
+
+def test_wrong_float8_layers(make):
+    three = make(3, dtype="float32")
+    for error, text, changes in (
+        (NotImplementedError, "`x` must have a multiple of 16 as its dimension K", {"k": 24}),
+        (NotImplementedError, "`weight` must have a multiple of 8 as its dimension N", {"n": 12}),
+        (NotImplementedError, "activations are silu, gelu and gelu_tanh", {"activation": RELU}),
+        (ValueError, "`x_scale` must have 1 or M = 4 elements, got 3", {"x_scale": three}),
+        (TypeError, "`out` must have dtype bfloat16, got float32", {"out": make(4, 8)}),
+        (TypeError, "`bias` must have dtype bfloat16, got float32", {"bias": make(8)}),
+        (TypeError, "`x` must have dtype float8_e4m3fn, got float32", {"x": make(4, 16)}),
+    ):
+        with pytest.raises(error, match=f"^fp8_linear: {text}"):
+            fp8(make, **changes)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -42,6 +43,24 @@ def gated_linear(
     """As :func:`tiercel.gated_linear`, for any sizes; torch rounds between its steps."""
     gate, up = functional.linear(x, weight, bias).chunk(2, dim=-1)
     return ACTIVATIONS[activation](gate) * up
+
+
+def fp8_linear(
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str = "none",
+) -> Tensor:
+    """As :func:`tiercel.fp8_linear`, for any sizes; in float32, rounded once."""
+    sums = functional.linear(x.float(), weight.float())
+    sums = sums * (x_scale.reshape(*x.shape[:-1], 1) if x_scale.numel() > 1 else x_scale.view(()))
+    sums = sums * (weight_scale.view(-1) if weight_scale.numel() > 1 else weight_scale.view(()))
+    if bias is not None:
+        sums = sums + bias.float()
+    return ACTIVATIONS[activation](sums).to(torch.bfloat16)
 
 
 def fused_mlp(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated linear layers, the MLP of two layers, and a linear layer's backward."""
+"""Gated linear layers, the MLP of two layers, a linear layer's backward, and float8."""
 
 from __future__ import annotations
 
@@ -48,6 +48,17 @@ def linear_act_backward(
     return (*found, grad.sum(0)) if bias else found
 
 
+def fp8_linear(
+    x: Any, weight: Any, x_scale: Any, weight_scale: Any, bias: Any, act: str
+) -> tuple[Any, ...]:
+    """With sums as the tensor cores have them, as ours."""
+    import torch
+
+    options: dict[str, Any] = {"bias": bias, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+    sums = torch._scaled_mm(x, weight.t(), x_scale, weight_scale.t(), **options)
+    return (activate(act, sums),)
+
+
 def _arguments(op: str, case: Any, inputs: Inputs) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     function, names, options = {
         "gated_linear": (gated_linear, ("x", "weight", "bias"), ("act",)),
@@ -56,6 +67,11 @@ def _arguments(op: str, case: Any, inputs: Inputs) -> tuple[Callable[..., Any], 
             linear_act_backward,
             ("x", "weight", "sums", "grad"),
             ("act", "bias"),
+        ),
+        "fp8_linear": (
+            fp8_linear,
+            ("x", "weight", "x_scale", "weight_scale", "bias"),
+            ("act",),
         ),
     }[op]
     return function, (*(inputs[name] for name in names), *(case[name] for name in options))
@@ -87,7 +103,7 @@ def _compiled(op: str) -> Callable[[Any, Inputs], Launch]:
     return prepare
 
 
-_OPS = ("gated_linear", "fused_mlp", "linear_act_backward")
+_OPS = ("gated_linear", "fused_mlp", "linear_act_backward", "fp8_linear")
 ADAPTERS = {
     "torch": {op: _torch(op) for op in _OPS},
     "torch.compile": {op: _compiled(op) for op in _OPS},

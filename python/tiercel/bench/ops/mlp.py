@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated linear layers, the MLP of two layers, and a linear layer's backward."""
+"""Gated linear layers, the MLP of two layers, a linear layer's backward, and float8."""
 
 from __future__ import annotations
 
@@ -87,6 +87,38 @@ def _backward_reference(case: Any, inputs: Inputs) -> tuple[Any, ...]:
     (slope,) = torch.autograd.grad(activate(case["act"], sums), sums, grad)
     found = (slope @ weight, slope.T @ x)
     return (*found, slope.sum(0)) if case["bias"] else found
+
+
+FP8_ACTIVATIONS = ("none", *GATES)
+
+
+def _make_fp8(case: Any, device: str, seed: int) -> Inputs:
+    import torch
+
+    random, m, n, k = _random(case, device, seed), *(case[name] for name in "MNK")
+
+    def quantized(rows: int, factor: float) -> tuple[Any, Any]:
+        values = random(rows, k).float()
+        scale = values.abs().amax(1, keepdim=True) / 448
+        return (values / scale).to(torch.float8_e4m3fn), scale * factor
+
+    x, x_scale = quantized(m, 1.0)
+    weight, weight_scale = quantized(n, k**-0.5)
+    bias = random(n) if case["bias"] else None
+    scales = {"x_scale": x_scale, "weight_scale": weight_scale}
+    return {"x": x, "weight": weight, **scales, "bias": bias}
+
+
+def _call_fp8(case: Any, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return tuple(inputs.values()), {"activation": case["act"]}
+
+
+def _fp8_reference(case: Any, inputs: Inputs) -> tuple[Any, ...]:
+    x = inputs["x"].double() * inputs["x_scale"]
+    sums = x @ (inputs["weight"].double() * inputs["weight_scale"]).T
+    if inputs["bias"] is not None:
+        sums += inputs["bias"].double()
+    return (activate(case["act"], sums),)
 
 
 def _ours_backward(case: Any, inputs: Inputs, backend: str) -> Launch:
@@ -195,6 +227,23 @@ BENCHES = [
         ours=_ours_backward,
     ),
 ]
+
+
+BENCHES.append(
+    OpBench(
+        family="linear",
+        op="fp8_linear",
+        params={"M": None, "N": None, "K": None, "act": "none", "bias": False},
+        invalid=lambda params: _sizes(params, FP8_ACTIVATIONS),
+        make=_make_fp8,
+        call=_call_fp8,
+        out=lambda case, i: i["x_scale"].new_empty(case["M"], case["N"]).bfloat16(),
+        bytes_moved=lambda c: _elements(c, ("MK", 1), ("NK", 1), ("MN", 2), ("M", 4), ("N", 4)),
+        flops=lambda case: 2 * _elements(case, ("MNK", 1)),
+        reference=_fp8_reference,
+        check=_check,
+    )
+)
 
 
 def _ours_mlp(case: Any, inputs: Inputs, backend: str) -> Launch:

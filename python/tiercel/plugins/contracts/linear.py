@@ -132,4 +132,85 @@ GATED_LINEAR = Contract(
     variants=_variants("gated_linear", False, False),
 )
 
-CONTRACTS = (LINEAR_ACT, GATED_LINEAR)
+
+def _make_fp8(case: Case, device: str, seed: int) -> dict[str, Any]:
+    """One scale of all where the case says so, else one a row."""
+    import torch
+
+    rows, n, k = (case.sizes[name] for name in "MNK")
+    generator = torch.Generator().manual_seed(seed)
+    whole = case.values == "scales of all"
+
+    def quantized(count: int, factor: float) -> tuple[Any, Any]:
+        values = torch.randn(count, k, generator=generator)
+        largest = values.abs().amax(1) if count else values.new_zeros(0)
+        scale = (values.new_full((1,), 4.0) if whole else largest) / 448
+        narrow = (values / scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+        return narrow.to(device), (scale * factor).to(device)
+
+    x, x_scale = quantized(rows, 1.0)
+    weight, weight_scale = quantized(n, k**-0.5)
+    if case.values == "strided":
+        x = torch.cat([x, x], dim=1)[:, :k]
+    bias = torch.randn(n, generator=generator).to(device=device, dtype=torch.bfloat16)
+    return {
+        "x": x,
+        "weight": weight,
+        "x_scale": x_scale,
+        "weight_scale": weight_scale,
+        "bias": None if case.values == "no bias" else bias,
+        **case.options,
+    }
+
+
+def _fp8_variant(bias: bool, out: bool) -> Any:
+    def run(call: Any, x: Any, weight: Any, x_scale: Any, weight_scale: Any, *rest: Any) -> Any:
+        values = list(rest)
+        b, target = (values.pop(0) if there else None for there in (bias, out))
+        scales = (x_scale.reshape(-1), weight_scale.reshape(-1))
+        (result,) = call(x.reshape(-1, x.shape[-1]), weight, *scales, b, *values)
+        result = result.view(*x.shape[:-1], result.shape[1])
+        if target is None:
+            return result
+        target.copy_(result)
+        return None
+
+    return run
+
+
+_FP8 = ("float8_e4m3fn",)
+_FP8_CASES = (
+    _case(1, 64, 64, *_FP8, "none"),
+    _case(33, 72, 144, *_FP8, "silu", "scales of all"),
+    _case(129, 200, 512, *_FP8, "gelu"),
+    _case(0, 64, 64, *_FP8, "none"),
+    _case(65, 128, 128, *_FP8, "gelu_tanh", "no bias"),
+    _case(65, 128, 128, *_FP8, "none", "strided"),
+)
+
+FP8_LINEAR = Contract(
+    family="linear",
+    op="fp8_linear",
+    arguments=(
+        TensorSpec("x", ("M", "K"), _FP8, strided=True),
+        TensorSpec("weight", ("N", "K"), _FP8, strided=True),
+        TensorSpec("x_scale", ("M or 1",), ("float32",)),
+        TensorSpec("weight_scale", ("N or 1",), ("float32",)),
+        TensorSpec("bias", ("N",), ("bfloat16",), strided=True, optional=True),
+        ScalarSpec("activation", "str"),
+    ),
+    # One rounding to bfloat16, and what the tensor cores' short adders lose.
+    outputs=(TensorSpec("out", ("M", "N"), ("bfloat16",), rtol=8e-3, atol=4e-3),),
+    cases=_FP8_CASES,
+    timing={
+        "cpu": _case(64, 256, 256, *_FP8, "none"),
+        "cuda": _case(4096, 4096, 1024, *_FP8, "none"),
+    },
+    make=_make_fp8,
+    variants={
+        "fp8_linear" + "_no_bias" * (not bias) + "_out" * out: _fp8_variant(bias, out)
+        for bias, out in product((False, True), (False, True))
+    },
+)
+
+CONTRACTS = (LINEAR_ACT, GATED_LINEAR, FP8_LINEAR)

@@ -178,7 +178,8 @@ def _compiled_launch(problem: Problem, c: Candidate) -> Callable[[Any, Any], Non
         place = _place(problem, m, c)
         boxes = {"x": (place["rows"], _TILE_K)} if c["split_k"] else None
         tensors = {"x": inputs["x"], "w": inputs["weight"], "bias": inputs["bias"], "y": out}
-        none = {"residual": None, "sums": None if c["split_k"] else out, "save": 0}
+        none = {"residual": None, "x_scale": None, "w_scale": None}
+        none |= {"sums": None if c["split_k"] else out, "save": 0, "x_step": 0, "w_step": 0}
         kernel(boxes=boxes, **tensors, **none, m=m, n=problem.n, k=problem.k, **place)
 
     return launch
