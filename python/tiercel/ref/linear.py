@@ -56,8 +56,8 @@ def fp8_linear(
 ) -> Tensor:
     """As :func:`tiercel.fp8_linear`, for any sizes; in float32, rounded once."""
     sums = functional.linear(x.float(), weight.float())
-    sums = sums * (x_scale.reshape(*x.shape[:-1], 1) if x_scale.numel() > 1 else x_scale.view(()))
-    sums = sums * (weight_scale.view(-1) if weight_scale.numel() > 1 else weight_scale.view(()))
+    sums = sums * (x_scale.view(()) if x_scale.numel() == 1 else x_scale.reshape(*x.shape[:-1], 1))
+    sums = sums * (weight_scale.view(()) if weight_scale.numel() == 1 else weight_scale.view(-1))
     if bias is not None:
         sums = sums + bias.float()
     return ACTIVATIONS[activation](sums).to(torch.bfloat16)
