@@ -62,7 +62,7 @@ _GRADIENTS = {
 _GRAD_X_SMALL = (_SMALL[1], _SMALL[3])
 
 _FP8_ACTIVATIONS = ("none", "silu", "gelu", "gelu_tanh")
-_FP8_LARGE = (_LARGE[2],)
+_FP8_LARGE = _LARGE[2:]
 _FP8_SMALL = (_SMALL[1], _SMALL[3])
 
 _SCALARS = ("m", "n", "k", "group", "save", "x_step", "w_step", "rows", "splits", "blocks")

@@ -160,10 +160,10 @@ def fp8_linear(
 ) -> Tensor:
     """A linear layer of float8 operands: ``act(x_scale * (x @ weight.T) * weight_scale + bias)``.
 
-    Products are summed by the tensor cores, which keep about 13 bits behind the point of the
-    largest of a few products; scales, bias and activation are float32, and the result is rounded to
-    bfloat16 once. There is no gradient. Works under torch.compile and torch.export, and in CUDA
-    graphs; it never synchronises.
+    Products are summed by the tensor cores, which keep some 13 bits behind the point of the sum:
+    about what rounding to bfloat16 costs is lost at K = 4096. Scales, bias and activation are
+    float32, and the result is rounded once. There is no gradient. Works under torch.compile and
+    torch.export, and in CUDA graphs; it never synchronises.
 
     Args:
         x: ``[..., K]``, float8_e4m3fn, as :func:`tiercel.fp8_quantize` makes it.
