@@ -129,6 +129,12 @@ double small_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
   return best;
 }
 
+bool serves(const LinearActVariant& v, const LinearProblem& p) {
+  const bool kind = v.kind == p.kind ||
+                    (p.kind == LinearKind::kExtra && v.kind == LinearKind::kPlain && v.split_k);
+  return kind && v.dtype == p.dtype && v.activation == p.activation;
+}
+
 }  // namespace
 
 double linear_act_estimate(const LinearActKernel& kernel, const LinearProblem& problem,
@@ -137,16 +143,6 @@ double linear_act_estimate(const LinearActKernel& kernel, const LinearProblem& p
   const auto estimate = kernel.variant.split_k ? small_estimate : large_estimate;
   return estimate(kernel, problem, multiprocessors, choice);
 }
-
-namespace {
-
-bool serves(const LinearActVariant& v, const LinearProblem& p) {
-  const bool kind = v.kind == p.kind ||
-                    (p.kind == LinearKind::kExtra && v.kind == LinearKind::kPlain && v.split_k);
-  return kind && v.dtype == p.dtype && v.activation == p.activation;
-}
-
-}  // namespace
 
 Status linear_act_configure(const LinearActConfig& config, const LinearProblem& problem,
                             int multiprocessors, LinearActChoice* choice) {

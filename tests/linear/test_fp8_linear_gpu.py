@@ -28,7 +28,7 @@ def check(m, n, k, activation="none", with_bias=True, granularity="row"):
     tiercel.fp8_linear(x8, w8, x_scale, w_scale, bias, activation=activation, out=out)
     sums = (x8.double() * x_scale.double()) @ (w8.double() * w_scale.double()).T
     truth = ACTIVATIONS[activation](sums if bias is None else sums + bias.double())
-    # Half a unit of the result, and what the tensor cores' adders drop: at each 32 products of K, at
+    # Half a unit of the result, and what the tensor cores' adders drop: at each 32 products of K at
     # most what is behind the 13th bit of the largest sum so far.
     error = (out.double() - truth).abs()
     allowed = 1.02 * 2**-9 * truth.abs() + (k / 32 + 1) * 2**-14 * sums.abs().max()
