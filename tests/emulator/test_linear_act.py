@@ -143,7 +143,7 @@ def test_any_order_of_warps_of_the_others(seed):
 
 @pytest.mark.parametrize(
     ("shape", "expected"),
-    [((1, 8, 16), "split_k"), ((70, 136, 528), "split_k"), ((1100, 1032, 80), "pingpong")],
+    [((1, 8, 16), "split_k"), ((70, 136, 528), "split_k"), ((1100, 1032, 80), "_128x128")],
 )
 @pytest.mark.parametrize("act", ["none", "silu", "gelu", "gelu_tanh"])
 def test_float8(shape, expected, act):
@@ -160,3 +160,7 @@ def test_float8(shape, expected, act):
         kernels.fp8_linear(*arguments)
         truth = (x.double() @ w.double().T) * x_scale.double()[:, None] * w_scale.double()
         assert_near(y, ACTIVATIONS[act](truth + b.double()))
+
+
+def test_float8_in_turns():
+    test_float8((2200, 2056, 144), "pingpong", "gelu")
