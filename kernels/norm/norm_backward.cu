@@ -23,8 +23,10 @@ namespace {
       TIERCEL_KINDS(dtype, true, 4, 1)
 
 const NormBackwardKernel kBackward[] = {TIERCEL_ALL(BFloat16),
+                                        TIERCEL_KINDS(BFloat16, true, 2, 2),
                                         TIERCEL_KINDS(BFloat16, false, 8, 1),
                                         TIERCEL_ALL(Float16),
+                                        TIERCEL_KINDS(Float16, true, 2, 2),
                                         TIERCEL_KINDS(Float16, false, 8, 1),
                                         TIERCEL_ALL(Float32),
                                         TIERCEL_KINDS(Float32, true, 8, 1),

@@ -109,6 +109,9 @@ BackwardShape backward_shape(const NormProblem& problem, int64_t vectors) {
   if (!problem.wide) return clustered(narrow_element ? 8 : 16, 1);
   if (vectors <= 8) return clustered(1, 2);
   if (vectors <= 32) return clustered(2, 1);
+  if (narrow_element && (vectors <= 64 || (vectors > 1024 && vectors <= 2048))) {
+    return clustered(2, 2);
+  }
   const BackwardShape shape = clustered(4, 1);
   if (shape.cluster > kNormMaxCluster && !narrow_element) return clustered(8, 1);
   return shape;
@@ -118,14 +121,17 @@ BackwardShape backward_shape(const NormProblem& problem, int64_t vectors) {
 // spread the accesses to memory.
 int threads_of_teams(const NormProblem& problem, int threads_per_row) {
   if (!problem.wide) return kNormNarrowThreads;
-  if (problem.kind == NormKind::kLayer || threads_per_row < 32) return kNormMaxThreads;
-  if (dtype_bytes(problem.dtype) == 4) return kNormMaxThreads / 2;
-  return threads_per_row <= 128 ? 384 : kNormMaxThreads;
+  if (threads_per_row < 32) return kNormMaxThreads;
+  const bool layer = problem.kind == NormKind::kLayer;
+  if (dtype_bytes(problem.dtype) == 4) {
+    return !layer ? kNormMaxThreads / 2 : threads_per_row == 64 ? 320 : kNormMaxThreads;
+  }
+  return !layer && 128 % threads_per_row == 0 ? 384 : kNormMaxThreads;
 }
 
 int64_t stages_of(const NormProblem& problem, int threads_per_row) {
-  if (dtype_bytes(problem.dtype) == 4 || threads_per_row < 32) return 3;
-  return problem.kind == NormKind::kLayer && threads_per_row == 32 ? 3 : 2;
+  if (threads_per_row < 32) return 3;
+  return dtype_bytes(problem.dtype) == 4 && threads_per_row < kNormMaxThreads ? 3 : 2;
 }
 
 }  // namespace
@@ -148,6 +154,8 @@ NormChoice<NormForwardKernel> choose_norm_forward(const NormProblem& problem) {
     if (vectors > 2048) per_thread = problem.streams == 2 ? 16 : 32;
   } else if (small && vectors <= 1024) {
     per_thread = vectors <= 512 ? 1 : 2;
+  } else if (element == 2 && problem.streams == 2 && vectors <= 1024) {
+    per_thread = 2;
   }
   const auto most_threads = [&] { return norm_forward_threads(element, problem.wide, per_thread); };
   if (problem.wide && vectors > int64_t{kNormMaxCluster} * most_threads() * per_thread) {
