@@ -28,6 +28,8 @@ class MoeLayouts:
         self.tile_k = ROW * 8 // dtype.width
         self.half = tile_n // 2
         self.width = self.half if self.up else tile_n  # columns of the result
+        self.chunk = min(self.width, EPI)  # columns of them on their way out
+        self.pieces = min(2, self.width // self.chunk)
         self.pingpong = pingpong
         self.cluster = cluster
         self.stages = stages
@@ -63,7 +65,7 @@ class MoeLayouts:
         class Storage:
             x: tiles(self.dtype, self.stages * self.tile_m)
             w: tiles(self.dtype, self.stages * self.tile_n)
-            y: tiles(self.out_dtype, self.consumers * EPI)
+            y: tiles(self.out_dtype, self.consumers * self.pieces * EPI)
             barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages]
 
         return Storage
@@ -71,7 +73,7 @@ class MoeLayouts:
     def smem_bytes(self):
         """What the storage takes, as the launch asks for it."""
         ring = self.stages * ((self.tile_m + self.tile_n) * ROW + 16)
-        return (ring + self.consumers * EPI * ROW + 1023) // 1024 * 1024
+        return (ring + self.consumers * self.pieces * EPI * ROW + 1023) // 1024 * 1024
 
     @cute.jit
     def experts_of(self, expert_ids, block, blocks):

@@ -23,6 +23,12 @@ struct MoeMlpPlan {
   unsigned dynamic_smem;
 };
 
+// A kernel among those of the routing's block; zeros: what suits the problem.
+struct MoeTile {
+  int tile_n = 0;
+  int cluster = 0;
+};
+
 // What moe_align_block_size made of topk_ids [T, k], all int32 and contiguous.
 struct MoeRouting {
   const TensorView& sorted_token_ids;
@@ -60,16 +66,16 @@ struct MoeScales {
 // no driver.
 Status moe_mlp_plan(bool up, const TensorView& x, const TensorView& w, const MoeScales& scales,
                     const MoeRouting& routing, const TensorView* weights, const MoeIds& ids,
-                    const TensorView& out, MoeActivation activation, int multiprocessors,
-                    MoeMlpPlan* plan);
+                    const TensorView& out, MoeActivation activation, const MoeTile& tile,
+                    int multiprocessors, MoeMlpPlan* plan);
 
 // The same for the tensors' device, then the launch on `stream` (a CUstream).
 Status moe_up(const TensorView& x, const TensorView& w, const MoeScales& scales,
               const MoeRouting& routing, const TensorView& out, MoeActivation activation,
-              void* stream);
+              const MoeTile& tile, void* stream);
 Status moe_down(const TensorView& x, const TensorView& w, const MoeScales& scales,
                 const MoeRouting& routing, const TensorView* weights, const MoeIds& ids,
-                const TensorView& out, void* stream);
+                const TensorView& out, const MoeTile& tile, void* stream);
 
 Status moe_mlp_load(int device);
 

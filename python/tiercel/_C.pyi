@@ -480,6 +480,7 @@ def moe_up(
     experts: int,
     x_scale: Any,
     w_scale: Any,
+    config: tuple[int, int] | None = ...,
     /,
 ) -> None: ...
 def moe_up_plan(
@@ -496,6 +497,7 @@ def moe_up_plan(
     experts: int,
     x_scale: Any,
     w_scale: Any,
+    config: tuple[int, int] | None = ...,
     /,
 ) -> _MoeMlpPlan: ...
 def moe_down(
@@ -512,6 +514,7 @@ def moe_down(
     experts: int,
     x_scale: Any,
     w_scale: Any,
+    config: tuple[int, int] | None = ...,
     /,
 ) -> None: ...
 def moe_down_plan(
@@ -528,6 +531,7 @@ def moe_down_plan(
     experts: int,
     x_scale: Any,
     w_scale: Any,
+    config: tuple[int, int] | None = ...,
     /,
 ) -> _MoeMlpPlan: ...
 def moe_load(device: int, /) -> None: ...

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 import tiercel
-from tiercel.ops.moe import block_size
+from tiercel.ops.moe_choice import block_size
 
 pytestmark = pytest.mark.torch
 

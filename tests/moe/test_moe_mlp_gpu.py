@@ -6,6 +6,9 @@ import torch
 from torch.nn import functional
 
 import tiercel
+from tiercel.ops.moe import run
+from tiercel.ops.moe_choice import Choice
+from tiercel.tune.ops.moe import TILES
 
 pytestmark = [pytest.mark.torch, pytest.mark.gpu, pytest.mark.usefixtures("no_fallback")]
 
@@ -123,6 +126,23 @@ def test_float8(make, tokens, per_channel):
     error = (got.double() - due).square().mean().sqrt() / due.square().mean().sqrt()
     assert error < 2.5e-2
     assert torch.equal(tiercel.fused_moe(x, up, down, weights, ids, **scales), got)
+
+
+@pytest.mark.parametrize("tokens", [3, 700])
+@pytest.mark.parametrize(("block", "tile"), [(b, t) for b, tiles in TILES.items() for t in tiles])
+def test_what_the_tuner_may_choose(make, tokens, block, tile):
+    x, w_up, w_down, weights, ids = values = make(tokens, 6, 3, 520, 392)
+    choice = Choice(block, tile, tile)
+    plain = ((w_up, None), (w_down, None))
+    assert_whole(
+        run(x, plain, weights, ids, "gelu", None, choice), reference(values, activation="gelu")
+    )
+    x, w_up, w_down, weights, ids = make(tokens, 6, 3, 528, 400)
+    narrow = (float8(w_up), float8(w_down))
+    due = run(x, narrow, weights, ids, "silu", None, Choice(64, None, None))
+    got = run(x, narrow, weights, ids, "silu", None, choice)
+    # The same sums of the same float8 values, whatever the tiles.
+    assert torch.equal(got, due)
 
 
 @pytest.mark.parametrize("tokens", [33, 2000])

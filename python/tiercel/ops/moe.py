@@ -18,6 +18,7 @@ from tiercel._checks import (
 )
 from tiercel._op import Backend, Op
 from tiercel._platform import Reason
+from tiercel.ops.moe_choice import Choice, choose
 from tiercel.ops.moe_halves import (
     DTYPES,
     INDEX,
@@ -88,12 +89,6 @@ def _check_rest(
     check_activation(_NAME, activation)
 
 
-def block_size(elements: int, experts: int) -> int:
-    """Slots of a routing block: for many tokens, as many rows as a multiprocessor takes at a time;
-    for few, half of that, since most are padding."""
-    return 128 if elements > 24 * max(experts, 1) else 64
-
-
 def _sm90(
     x: Tensor,
     w_up: Tensor,
@@ -105,7 +100,7 @@ def _sm90(
     backend: str | None,
 ) -> Tensor:
     weights = ((w_up, None), (w_down, None))
-    return _run(x, weights, topk_weights, topk_ids, activation, expert_map)
+    return run(x, weights, topk_weights, topk_ids, activation, expert_map)
 
 
 def _rows(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -116,19 +111,21 @@ def _rows(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
     return q, scales.view(-1)
 
 
-def _run(
+def run(
     x: Tensor,
     weights: tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]],
     topk_weights: Tensor,
     topk_ids: Tensor,
     activation: str,
     expert_map: Tensor | None,
+    choice: Choice | None = None,
 ) -> Tensor:
+    """The kernels one after the other; `choice` is the tuner's."""
     (w_up, up_scale), (w_down, down_scale) = weights
     tokens, hidden = x.shape
     k = topk_ids.shape[1]
     elements, experts = tokens * k, w_down.shape[0]
-    block = block_size(elements, experts)
+    block, up, down = choice or choose(w_down, topk_ids, expert_map)
     everywhere = experts if expert_map is None else expert_map.shape[0]
     rows, scale = _rows(x, up_scale)
     routing = align_sm90(topk_ids, block, everywhere, expert_map, False, False, None)
@@ -136,12 +133,13 @@ def _run(
     outer = x.new_empty((elements, hidden))
     out = x.new_empty((tokens, hidden))
     act = INDEX[activation]
-    _C.moe_up(rows, w_up, *routing, None, inner, block, act, *NO_IDS, scale, up_scale)
+    _C.moe_up(rows, w_up, *routing, None, inner, block, act, *NO_IDS, scale, up_scale, up)
     rows, scale = _rows(inner, down_scale)
     # Ids that are no expert's are in no block: with them at hand, the kernel zeroes their rows.
     named = (topk_ids, everywhere)
     factors = topk_weights.view(-1)
-    _C.moe_down(rows, w_down, *routing, factors, outer, block, 0, *named, scale, down_scale)
+    scales = (scale, down_scale)
+    _C.moe_down(rows, w_down, *routing, factors, outer, block, 0, *named, *scales, down)
     _C.moe_sum(outer.view(tokens, k, hidden), None, out)
     return out
 
@@ -162,23 +160,24 @@ def _plan_of(
 ) -> dict[str, Any]:
     (w_up, up_scale), (w_down, down_scale) = up, down
     elements, experts = topk_ids.numel(), w_down.shape[0]
-    block = block_size(elements, experts)
+    block, *tiles = choose(w_down, topk_ids, expert_map)
     everywhere = experts if expert_map is None else expert_map.shape[0]
     # It has to take so many experts.
     align_plan(topk_ids[:0], block, everywhere, expert_map, False, False, None)
     routing = empty_routing(x, elements, experts, block)
     inner, outer = x.new_empty((elements, w_down.shape[2])), x.new_empty((elements, x.shape[1]))
     made = []
-    for rows, w, scale, factors, out, plan in (
-        (x, w_up, up_scale, None, inner, _C.moe_up_plan),
-        (inner, w_down, down_scale, topk_weights.view(-1), outer, _C.moe_down_plan),
+    for rows, w, scale, factors, out, plan, tile in (
+        (x, w_up, up_scale, None, inner, _C.moe_up_plan, tiles[0]),
+        (inner, w_down, down_scale, topk_weights.view(-1), outer, _C.moe_down_plan, tiles[1]),
     ):
         scales: tuple[Tensor | None, Tensor | None] = NO_SCALES
         if scale is not None:
             quantize_plan(rows[:2], "row")  # it has to take these rows
             rows = torch.empty(rows.shape, dtype=torch.float8_e4m3fn, device=x.device)
             scales = (torch.empty(rows.shape[0], dtype=torch.float32, device=x.device), scale)
-        made.append(dict(plan(rows, w, *routing, factors, out, block, 0, *NO_IDS, *scales)))
+        rest = (factors, out, block, 0, *NO_IDS, *scales, tile)
+        made.append(dict(plan(rows, w, *routing, *rest)))
     return {"kernel": made[0]["kernel"], "block_size": block, "up": made[0], "down": made[1]}
 
 
@@ -248,7 +247,7 @@ def _fp8_plan(x: Tensor, w_up: Tensor, w_down: Tensor, *rest: Any) -> dict[str, 
 
 def _run_fp8(x: Tensor, w_up: Tensor, w_down: Tensor, *rest: Any) -> Tensor:
     up_scale, down_scale, *more, _ = rest
-    return _run(x, ((w_up, up_scale), (w_down, down_scale)), *more)
+    return run(x, ((w_up, up_scale), (w_down, down_scale)), *more)
 
 
 def _fp8_reference(*args: Any) -> Tensor:
