@@ -211,6 +211,15 @@ Status fp8_quantize(const TensorView& x, const TensorView& q, const TensorView& 
   return launch(choice, x.device_index, stream);
 }
 
+Status fp8_quantize_rows_early(const TensorView& x, const TensorView& q, const TensorView& scale,
+                               void* stream) {
+  Choice choice;
+  TIERCEL_RETURN_IF_ERROR(choose(x, q, scale, nullptr, Fp8Granularity::kRow, false, &choice));
+  if (choice.args.rows == 0) return Status();
+  choice.args.early = true;
+  return launch(choice, x.device_index, stream);
+}
+
 Status fp8_quantize_static(const TensorView& x, const TensorView& scale, const TensorView& q,
                            void* stream) {
   Choice choice;

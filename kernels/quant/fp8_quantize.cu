@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kFp8RowMaxThreads)
     fp8_quantize_row(const __grid_constant__ Fp8QuantizeArgs args) {
   __shared__ uint32_t scratch[32];
   const int64_t row = blockIdx.x;
-  grid_dependency_wait();
+  if (!args.early) grid_dependency_wait();
   const char* x = args.x + row * args.row_bytes;
   Eight<Source> values[kVectors];
 #pragma unroll
@@ -76,6 +76,7 @@ __global__ void __launch_bounds__(kFp8RowMaxThreads)
     if (index < args.eights) store_scaled(q + index * 8, values[v], inverse);
   }
   if (threadIdx.x == 0) args.scale[row] = scale;
+  if (args.early) grid_dependency_wait();  // who waits for this grid waits for the one before it
 }
 
 template <typename Source>
@@ -83,7 +84,7 @@ __global__ void __launch_bounds__(kFp8RowMaxThreads)
     fp8_quantize_long_row(const __grid_constant__ Fp8QuantizeArgs args) {
   __shared__ uint32_t scratch[32];
   const int64_t row = blockIdx.x;
-  grid_dependency_wait();
+  if (!args.early) grid_dependency_wait();
   const char* x = args.x + row * args.row_bytes;
   uint32_t largest = 0;
 #pragma unroll 4
@@ -103,6 +104,7 @@ __global__ void __launch_bounds__(kFp8RowMaxThreads)
     store_scaled(q + static_cast<int64_t>(index) * 8, values, inverse);
   }
   if (threadIdx.x == 0) args.scale[row] = scale;
+  if (args.early) grid_dependency_wait();  // who waits for this grid waits for the one before it
 }
 
 // A block has part of one row; or of all rows, where they follow each other in whole groups.

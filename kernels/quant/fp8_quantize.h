@@ -34,6 +34,11 @@ Status fp8_quantize_plan(const TensorView& x, const TensorView& q, const TensorV
 Status fp8_quantize(const TensorView& x, const TensorView& q, const TensorView& scale,
                     const TensorView* partial, Fp8Granularity granularity, void* stream);
 
+// Of rows, with x that was written before the launch before this one, which may still run then: it
+// has to have waited for its own dependencies, and works in other memory than q and scale.
+Status fp8_quantize_rows_early(const TensorView& x, const TensorView& q, const TensorView& scale,
+                               void* stream);
+
 // The same with a scale [1, 1] that is given: q = e4m3(x * (1 / scale)).
 Status fp8_quantize_static(const TensorView& x, const TensorView& scale, const TensorView& q,
                            void* stream);

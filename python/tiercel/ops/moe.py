@@ -28,6 +28,7 @@ from tiercel.ops.moe_halves import (
     empty_routing,
     reason_of,
 )
+from tiercel.ops.quant import _fp8_outputs as quantize_outputs
 from tiercel.ops.quant import _fp8_plan as quantize_plan
 from tiercel.ops.quant import _fp8_sm90 as quantize
 from tiercel.ops.routing_align import align_plan, align_sm90
@@ -127,8 +128,14 @@ def run(
     elements, experts = tokens * k, w_down.shape[0]
     block, up, down = choice or choose(w_down, topk_ids, expert_map)
     everywhere = experts if expert_map is None else expert_map.shape[0]
-    rows, scale = _rows(x, up_scale)
+    rows, scale = x, None
+    if up_scale is not None:
+        # Memory that the routing's kernels do not work in: they may still run when it is written.
+        rows, scale = quantize_outputs(x, "row")
     routing = align_sm90(topk_ids, block, everywhere, expert_map, False, False, None)
+    if scale is not None:
+        _C.fp8_quantize_rows_early(x, rows, scale)
+        scale = scale.view(-1)
     inner = x.new_empty((elements, w_down.shape[2]))
     outer = x.new_empty((elements, hidden))
     out = x.new_empty((tokens, hidden))
