@@ -163,7 +163,7 @@ def test_no_winner_is_said(results, tmp_path, capsys):
 
 def test_fused_moe_takes_the_nearest_count(tmp_path, monkeypatch, results):
     fields = dict(zip(("block_size", "up_tile", "up_cluster", "down_tile"), (64, 64, 1, 128)))
-    best = {t: winner(5.0, **fields, down_cluster=1, float8=False) for t in (4, 16)}
+    best = {t: winner(5.0, **fields, down_cluster=1) for t in (4, 16)}
     best[64] = winner(5.0, **(fields | {"block_size": 128, "up_tile": 256}), down_cluster=1)
     problem = {"E": 6, "k": 2, "H": 64, "I": 32, "dtype": "bfloat16"}
     path = results(best, op="fused_moe")
@@ -240,7 +240,8 @@ def test_shipped_files_can_be_launched():
 
 def launchable(op, dtype, sizes, tokens, fields):
     if op == "fused_moe":  # its launches are test_tune_candidates'
-        return fields[1:3] in moe.TILES[fields[0]] and fields[3:] in moe.TILES[fields[0]]
+        up, down = (moe.tiles(fields[0], half, dtype) for half in ("up", "down"))
+        return fields[1:3] in up and fields[3:] in down
     n, k = sizes
 
     def make(*shape, dtype=dtype):

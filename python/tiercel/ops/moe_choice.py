@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import NamedTuple
 
 from torch import Tensor
@@ -27,6 +29,29 @@ def block_size(elements: int, experts: int) -> int:
     return 128 if elements > 24 * max(experts, 1) else 64
 
 
+# Of an H100 SXM or H200.
+_MULTIPROCESSORS = 132
+
+
+def _tile(blocks: float, rows: float, float8: bool) -> tuple[int, int] | None:
+    """For few tokens: narrower tiles where they leave fewer multiprocessors without work at last.
+    `rows`: of the result, in tiles of 64."""
+    narrow, wide = (
+        math.ceil(blocks * math.ceil(rows / tiles) / _MULTIPROCESSORS) * tiles for tiles in (1, 2)
+    )
+    return (64, 1) if float8 or narrow < 0.95 * wide else (128, 1)
+
+
+@functools.lru_cache(maxsize=4096)
+def heuristic(tokens: int, k: int, experts: int, hidden: int, inner: int, float8: bool) -> Choice:
+    block = block_size(tokens * k, experts)
+    if block == 128:
+        return Choice(block, None, None)
+    # Experts that tokens come to, where all are as likely: a block each.
+    active = experts * (1 - (1 - min(k / max(experts, 1), 1)) ** tokens)
+    return Choice(block, *(_tile(active, n, float8) for n in (inner / 32, hidden / 64)))
+
+
 def of_config(config: tuple[int, ...]) -> Choice:
     """Of a configuration's fields, in the order of _tuned.OPS."""
     block, up_tile, up_cluster, down_tile, down_cluster = config
@@ -36,12 +61,13 @@ def of_config(config: tuple[int, ...]) -> Choice:
 def choose(w_down: Tensor, topk_ids: Tensor, expert_map: Tensor | None) -> Choice:
     tokens, k = topk_ids.shape
     experts, hidden, inner = w_down.shape
-    heuristic = Choice(block_size(tokens * k, experts), None, None)
     if expert_map is not None:  # how many tokens come to these experts is another question
-        return heuristic
+        return Choice(block_size(tokens * k, experts), None, None)
     device, dtype = w_down.get_device(), str(w_down.dtype).removeprefix("torch.")
     sizes = (experts, k, hidden, inner)
     config = _tuned.FUSED_MOE.find(
         device, (dtype, *sizes), tokens, lambda: _tuned.hint(_NAME, device, dtype, *sizes)
     )
-    return heuristic if config is None else of_config(config)
+    if config is not None:
+        return of_config(config)
+    return heuristic(tokens, k, experts, hidden, inner, w_down.element_size() == 1)

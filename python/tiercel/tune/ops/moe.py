@@ -10,25 +10,29 @@ from tiercel.tune.hardware import Needs
 from tiercel.tune.ops import Tunable
 from tiercel.tune.problem import Candidate, Problem
 
-# (tile, cluster) by the routing's block, each for both halves: kernels/moe/moe_cute.py has them.
-TILES: dict[int, tuple[tuple[int, int], ...]] = {
-    64: ((128, 1), (64, 1)),
-    128: ((256, 1), (256, 2)),
-}
 _STAGES = {128: 8, 64: 12, 256: 4}
 _ROW, _PIECE, _WARPGROUP = 128, 64, 128  # as in kernels/moe/moe_layouts_cute.py
 # Elements an expert: beyond, blocks of 64 are many; below, blocks of 128 are padding.
 _MOST_OF_64, _LEAST_OF_128 = 128, 8
 
 
+def tiles(block: int, half: str, dtype: str) -> tuple[tuple[int, int], ...]:
+    """(tile, cluster) of the kernels that there are: those of kernels/moe/moe_cute.py."""
+    if block == 64:
+        return ((128, 1), (64, 1))
+    multicast = half == "up" and dtype != "float8_e4m3fn"
+    return ((256, 1), (256, 2)) if multicast else ((256, 1),)
+
+
 def candidates(problem: Problem, tokens: int, quick: bool, compiled: bool) -> list[Candidate]:
     each = tokens * problem["k"] / problem["E"]
     found: list[Candidate] = []
-    for block, tiles in TILES.items():
+    for block in (64, 128):
         if each > _MOST_OF_64 if block == 64 else each < _LEAST_OF_128:
             continue
-        for up in tiles:
-            for down in (up,) if quick else tiles:
+        downs = tiles(block, "down", problem.dtype)
+        for up in tiles(block, "up", problem.dtype):
+            for down in (up,) if quick and up in downs else downs:
                 found.append(
                     {
                         "block_size": block,
@@ -36,7 +40,6 @@ def candidates(problem: Problem, tokens: int, quick: bool, compiled: bool) -> li
                         "up_cluster": up[1],
                         "down_tile": down[0],
                         "down_cluster": down[1],
-                        "float8": problem.dtype == "float8_e4m3fn",
                     }
                 )
     return found
@@ -44,21 +47,13 @@ def candidates(problem: Problem, tokens: int, quick: bool, compiled: bool) -> li
 
 def half_needs(c: Candidate, half: str) -> Needs:
     block, tile = c["block_size"], c[f"{half}_tile"]
-    pingpong = bool(c["float8"]) and block == 64
-    consumers = 2 if pingpong or block == 128 else 1
     width = tile // 2 if half == "up" else tile
-    pieces = min(2, width // min(width, _PIECE))
+    pieces = 2 * (2 if width > _PIECE else 1)  # of the two warpgroups that multiply
     ring = _STAGES[tile] * ((block + tile) * _ROW + 16)
-    shared = -(-(ring + consumers * pieces * _PIECE * _ROW) // 1024) * 1024
-    sums = (block if pingpong else 64) * tile // _WARPGROUP
-    return Needs(
-        (1 + consumers) * _WARPGROUP,
-        shared,
-        168,
-        sums + 56,
-        most=224 if consumers == 2 else 255,
-        cluster=c[f"{half}_cluster"],
-    )
+    shared = -(-(ring + pieces * _PIECE * _ROW) // 1024) * 1024
+    busiest = 64 * tile // _WARPGROUP + 56
+    cluster = c[f"{half}_cluster"]
+    return Needs(3 * _WARPGROUP, shared, 168, busiest, most=224, cluster=cluster)
 
 
 def needs(problem: Problem, tokens: int, c: Candidate) -> Needs:
@@ -90,7 +85,7 @@ def _launch(problem: Problem, candidate: Candidate | None) -> Callable[[Any, Any
     from tiercel.ops.moe import run
     from tiercel.ops.moe_choice import of_config
 
-    choice = None if candidate is None else of_config(tuple(config(candidate).values()))
+    choice = None if candidate is None else of_config(tuple(candidate.values()))
 
     def launch(inputs: Any, out: Any) -> Any:
         x, w_up, w_down, weights, ids, *scales = inputs.values()
@@ -99,10 +94,6 @@ def _launch(problem: Problem, candidate: Candidate | None) -> Callable[[Any, Any
         return run(x, both, weights, ids, "silu", None, choice)
 
     return launch
-
-
-def config(c: Candidate) -> dict[str, Any]:
-    return {name: value for name, value in c.items() if name != "float8"}
 
 
 TUNABLE = Tunable(
@@ -126,5 +117,5 @@ TUNABLE = Tunable(
     precompiled=lambda candidate: True,
     case=_case,
     launch=_launch,
-    config=config,
+    config=dict,
 )
