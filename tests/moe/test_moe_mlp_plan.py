@@ -90,10 +90,10 @@ def float8(make, **changes):
 
 
 def test_float8(make):
-    assert float8(make)["kernel"] == "moe_down_fp8_64x128_pingpong"
+    assert float8(make)["kernel"] == "moe_down_fp8_64x64_pingpong"
     assert (
         float8(make, x_scale=make(1), w_scale=make(E, 1))["kernel"]
-        == "moe_down_fp8_64x128_pingpong"
+        == "moe_down_fp8_64x64_pingpong"
     )
 
 
@@ -124,7 +124,7 @@ def test_scales_without_float8(make):
 def test_each_activation_has_its_kernel():
     names = ["silu", "gelu", "relu", "gelu_residual"]
     for i, name in enumerate(names):
-        assert up(ExchangeTensor, activation=i)["kernel"] == f"moe_up_{name}_bf16_64x128"
+        assert up(ExchangeTensor, activation=i)["kernel"] == f"moe_up_{name}_bf16_64x128_pingpong"
 
 
 def test_nothing_to_do(make):

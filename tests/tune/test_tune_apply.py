@@ -162,7 +162,7 @@ def test_no_winner_is_said(results, tmp_path, capsys):
 
 
 def test_fused_moe_takes_the_nearest_count(tmp_path, monkeypatch, results):
-    fields = dict(zip(("block_size", "up_tile", "up_cluster", "down_tile"), (64, 64, 1, 128)))
+    fields = {"block_size": 64, "up_tile": 64, "up_cluster": 1, "down_tile": 128}
     best = {t: winner(5.0, **fields, down_cluster=1) for t in (4, 16)}
     best[64] = winner(5.0, **(fields | {"block_size": 128, "up_tile": 256}), down_cluster=1)
     problem = {"E": 6, "k": 2, "H": 64, "I": 32, "dtype": "bfloat16"}
