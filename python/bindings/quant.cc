@@ -58,16 +58,17 @@ PyObject* Fp8QuantizePlanOf(PyObject*, PyObject* const* values, Py_ssize_t count
                        static_cast<long long>(plan.grid), "block", plan.block);
 }
 
-// (x, q, scale)
-PyObject* Fp8QuantizeRowsEarly(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  if (!Arguments(kFp8Quantize, values, count).Expect(3)) return nullptr;
+// (x, q, scale, x_is_older, starts_next)
+PyObject* Fp8QuantizeRows(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  if (!Arguments(kFp8Quantize, values, count).Expect(5)) return nullptr;
   PythonTensor x, q, scale;
   if (!x.Read(values[0], kFp8Quantize, "x") || !q.Read(values[1], kFp8Quantize, "q") ||
       !scale.Read(values[2], kFp8Quantize, "scale")) {
     return nullptr;
   }
+  const bool x_is_older = values[3] == Py_True, starts_next = values[4] == Py_True;
   return Launch(scale, [&](void* stream) {
-    return fp8_quantize_rows_early(x.view(), q.view(), scale.view(), stream);
+    return fp8_quantize_rows(x.view(), q.view(), scale.view(), x_is_older, starts_next, stream);
   });
 }
 
@@ -167,8 +168,8 @@ PyMethodDef functions[] = {
                  "Launches the kernels on the current stream; fills `q` and `scale`."),
     TIERCEL_FAST("fp8_quantize_plan", Fp8QuantizePlanOf, "(x, q, scale, partial, granularity, /)",
                  "Checks the arguments as a launch does and returns the configuration."),
-    TIERCEL_FAST("fp8_quantize_rows_early", Fp8QuantizeRowsEarly, "(x, q, scale, /)",
-                 "Of rows, beside the kernel launched before it, which must not write x."),
+    TIERCEL_FAST("fp8_quantize_rows", Fp8QuantizeRows, "(x, q, scale, x_is_older, starts_next, /)",
+                 "Of rows, overlapping with the launches before and after it."),
     TIERCEL_FAST("fp8_quantize_static", Fp8QuantizeStatic, "(x, scale, q, /)",
                  "The same with a scale that is given; fills `q`."),
     TIERCEL_LOAD("fp8_quantize_load", Fp8QuantizeLoad),

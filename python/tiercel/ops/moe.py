@@ -30,7 +30,6 @@ from tiercel.ops.moe_halves import (
 )
 from tiercel.ops.quant import _fp8_outputs as quantize_outputs
 from tiercel.ops.quant import _fp8_plan as quantize_plan
-from tiercel.ops.quant import _fp8_sm90 as quantize
 from tiercel.ops.routing_align import align_plan, align_sm90
 from tiercel.ref import moe as ref
 
@@ -104,14 +103,6 @@ def _sm90(
     return run(x, weights, topk_weights, topk_ids, activation, expert_map)
 
 
-def _rows(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """What a product takes: float8 with a scale a row where the weights have scales."""
-    if scale is None:
-        return x, None
-    q, scales = quantize(x, "row", None)
-    return q, scales.view(-1)
-
-
 def run(
     x: Tensor,
     weights: tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]],
@@ -134,14 +125,18 @@ def run(
         rows, scale = quantize_outputs(x, "row")
     routing = align_sm90(topk_ids, block, everywhere, expert_map, False, False, None)
     if scale is not None:
-        _C.fp8_quantize_rows_early(x, rows, scale)
+        _C.fp8_quantize_rows(x, rows, scale, True, False)
         scale = scale.view(-1)
     inner = x.new_empty((elements, w_down.shape[2]))
     outer = x.new_empty((elements, hidden))
     out = x.new_empty((tokens, hidden))
     act = INDEX[activation]
     _C.moe_up(rows, w_up, *routing, None, inner, block, act, *NO_IDS, scale, up_scale, up)
-    rows, scale = _rows(inner, down_scale)
+    rows, scale = inner, None
+    if down_scale is not None:
+        rows, scale = quantize_outputs(inner, "row")
+        _C.fp8_quantize_rows(inner, rows, scale, False, True)  # the next one begins with weights
+        scale = scale.view(-1)
     # Ids that are no expert's are in no block: with them at hand, the kernel zeroes their rows.
     named = (topk_ids, everywhere)
     factors = topk_weights.view(-1)
