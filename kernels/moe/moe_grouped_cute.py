@@ -13,20 +13,21 @@ and their partners, which meet in the activation; for `down` neighbours. Warps o
 warpgroup load, the others' multiply, 64 rows of the tile a warpgroup. One whose rows are all
 padding multiplies nothing. The two blocks of a cluster work on tiles one below the other and
 multicast a half of the weights each, where their experts are the same. float8 rows and weights have
-scales, which meet the sums before the activation.
+scales, which meet the sums before the activation, or each step's (moe_block_scales_cute.py).
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from moe_block_scales_cute import MoeBlockScales
 from moe_layouts_cute import EPI, WARPGROUP
-from moe_loads_cute import GATHERERS, MoeLoads
+from moe_loads_cute import GATHERERS
 
 _TURN = 3  # named barriers 3 and 4: whose turn it is to multiply
 
 
-class MoeGrouped(MoeLoads):
+class MoeGrouped(MoeBlockScales):
     @cute.jit
     def __call__(
         self,
@@ -202,6 +203,11 @@ class MoeGrouped(MoeLoads):
         rw = mma.make_fragment_B(part.partition_B(sw))
         acc = cute.make_rmem_tensor(mma.partition_shape_C((self.tile_m, self.tile_n)), Float32)
         mma.set(warpgroup.Field.ACCUMULATE, True)
+        start, sums = mma, acc
+        if const_expr(self.block_scaled):
+            start = self.mma(self.dtype, self.sharing, self.tile_n)
+            start.set(warpgroup.Field.ACCUMULATE, False)
+            sums = cute.make_rmem_tensor(acc.shape, Float32)
 
         index, phase = Int32(0), Int32(0)
         mine, every = first, grid
@@ -240,26 +246,32 @@ class MoeGrouped(MoeLoads):
             of_columns = (w_scale + Int64(cutlass.max(expert, 0)) * w_scale_expert, w_scale_step)
             columns_scales = self.scales_of_columns(of_columns, column, 0, rows, second, lane)
 
-            acc.fill(0.0)
+            sums.fill(0.0)
             other = Int32(0)
             if const_expr(self.pingpong):
                 if number + grid < tiles:
                     other = self.steps_of(routing, (number + grid) // columns * self.cluster + rank)
                 sync(_TURN + consumer)
             if multiplies:
-                warpgroup.fence()
-                for step in cutlass.range(steps, unroll=1):
-                    cute.arch.mbarrier_wait(full + index, phase)
-                    # The gathered rows were not written by the copy engine.
-                    cute.arch.fence_proxy("async.shared", space="cta")
-                    for at_k in cutlass.range_constexpr(cute.size(rx, mode=[2])):
-                        at = (None, None, at_k, index)
-                        cute.gemm(mma, acc, rx[at], rw[at], acc)
-                    warpgroup.commit_group()
-                    warpgroup.wait_group(1)
-                    if step > 0:
-                        self.release(empty, index - 1 if index > 0 else self.stages - 1)
-                    index, phase = self.next(index, phase)
+                if const_expr(self.block_scaled):
+                    index, phase = self.multiply_blocks(
+                        *(mma, (start, acc, sums, rx, rw), (full, empty, index, phase, steps)),
+                        *(facts, factors, of_weights, (expert, column), elements),
+                    )
+                else:
+                    warpgroup.fence()
+                    for step in cutlass.range(steps, unroll=1):
+                        cute.arch.mbarrier_wait(full + index, phase)
+                        # The gathered rows were not written by the copy engine.
+                        cute.arch.fence_proxy("async.shared", space="cta")
+                        for at_k in cutlass.range_constexpr(cute.size(rx, mode=[2])):
+                            at = (None, None, at_k, index)
+                            cute.gemm(mma, acc, rx[at], rw[at], acc)
+                        warpgroup.commit_group()
+                        warpgroup.wait_group(1)
+                        if step > 0:
+                            self.release(empty, index - 1 if index > 0 else self.stages - 1)
+                        index, phase = self.next(index, phase)
             else:
                 for _ in cutlass.range(steps, unroll=1):
                     cute.arch.mbarrier_wait(full + index, phase)
@@ -268,13 +280,14 @@ class MoeGrouped(MoeLoads):
             if const_expr(self.pingpong):
                 arrive(_TURN + 1 - consumer)
             warpgroup.wait_group(0)
-            if multiplies:
-                self.release(empty, index - 1 if index > 0 else self.stages - 1)
+            if const_expr(not self.block_scaled):
+                if multiplies:
+                    self.release(empty, index - 1 if index > 0 else self.stages - 1)
             if const_expr(self.pingpong):
                 index, phase = self.skip(index, phase, other)
             if any_real:
                 self.put_out(
-                    *(thread, consumer, storage, acc, facts, scales, columns_scales, of_columns),
+                    *(thread, consumer, storage, sums, facts, scales, columns_scales, of_columns),
                     *(column, elements, rows, second, out),
                 )
 

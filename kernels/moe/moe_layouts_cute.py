@@ -15,13 +15,17 @@ WARPGROUP = 128
 
 class MoeLayouts:
     """`act` is None for `down`; `cluster` blocks, one below the other, share tiles of weights of
-    the same expert; `pingpong`: two warpgroups take turns with tiles instead of sharing them."""
+    the same expert; `pingpong`: two warpgroups take turns with tiles instead of sharing them;
+    `block_scaled`: scales of 1x128 values of x and 128x128 of weights, instead of rows."""
 
-    def __init__(self, name, dtype, act, tile_m, tile_n, pingpong, cluster, stages):
+    def __init__(
+        self, name, dtype, act, tile_m, tile_n, pingpong, cluster, stages, block_scaled=False
+    ):
         self.name = name
         self.dtype = dtype
-        self.scaled = dtype.width == 8
-        self.out_dtype = cutlass.BFloat16 if self.scaled else dtype
+        self.block_scaled = block_scaled
+        self.scaled = dtype.width == 8 and not block_scaled
+        self.out_dtype = cutlass.BFloat16 if dtype.width == 8 else dtype
         self.up = act is not None
         self.act = ACTIVATIONS.get(act)
         self.tile_m, self.tile_n = tile_m, tile_n

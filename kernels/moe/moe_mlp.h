@@ -46,8 +46,9 @@ struct MoeIds {
   int64_t experts;
 };
 
-// Of float8 x and w, both float32: [rows of x] or [1], and [E, rows of w] or [E, 1], contiguous.
-// With other dtypes both are null.
+// Of float8 x and w, both float32: [rows of x] or [1], and [E, rows of w] or [E, 1]; or, of 1x128
+// and 128x128 values, [rows of x, columns / 128] and [E, rows of w / 128, columns / 128].
+// Contiguous. With other dtypes both are null.
 struct MoeScales {
   const TensorView* x;
   const TensorView* w;

@@ -119,7 +119,8 @@ __global__ void __launch_bounds__(kFp8GroupThreads)
   const int64_t part = blockIdx.x - row * args.row_blocks;
   const int64_t eights = args.flat ? args.rows * args.eights : args.eights;
   const int64_t first = part * kFp8GroupThreads * kFp8GroupVectors + threadIdx.x;
-  grid_dependency_wait();
+  if (args.starts_next) grid_dependency_launch();
+  if (!args.waits_last) grid_dependency_wait();
   const char* x = args.x + row * args.row_bytes;
   Eight<Source> values[kFp8GroupVectors];
 #pragma unroll
@@ -140,6 +141,7 @@ __global__ void __launch_bounds__(kFp8GroupThreads)
     store_scaled(q + index * 8, values[v], inverse);
     if (threadIdx.x % 16 == 0) scales[index / 16] = scale;
   }
+  if (args.waits_last) grid_dependency_wait();
 }
 
 template <typename Source>

@@ -22,8 +22,8 @@ struct Fp8QuantizeArgs {
   int eights;      // of a row: columns / 8
   int row_blocks;  // kGroup: blocks a row, where it is not flat
   int partials;
-  bool waits_last;   // rows: x is older than the kernel before this one
-  bool starts_next;  // rows: the kernel after this one may start at once
+  bool waits_last;   // rows, groups: x is older than the kernel before this one
+  bool starts_next;  // rows, groups: the kernel after this one may start at once
   bool flat;         // rows follow each other without gaps; kGroup: and hold whole groups
 };
 

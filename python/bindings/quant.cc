@@ -58,17 +58,15 @@ PyObject* Fp8QuantizePlanOf(PyObject*, PyObject* const* values, Py_ssize_t count
                        static_cast<long long>(plan.grid), "block", plan.block);
 }
 
-// (x, q, scale, x_is_older, starts_next)
-PyObject* Fp8QuantizeRows(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  if (!Arguments(kFp8Quantize, values, count).Expect(5)) return nullptr;
-  PythonTensor x, q, scale;
-  if (!x.Read(values[0], kFp8Quantize, "x") || !q.Read(values[1], kFp8Quantize, "q") ||
-      !scale.Read(values[2], kFp8Quantize, "scale")) {
-    return nullptr;
-  }
-  const bool x_is_older = values[3] == Py_True, starts_next = values[4] == Py_True;
-  return Launch(scale, [&](void* stream) {
-    return fp8_quantize_rows(x.view(), q.view(), scale.view(), x_is_older, starts_next, stream);
+// (x, q, scale, None, granularity's index, x_is_older, starts_next)
+PyObject* Fp8QuantizeBetween(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  if (!Arguments(kFp8Quantize, values, count).Expect(7)) return nullptr;
+  Fp8QuantizeCall call;
+  if (!call.Parse(values, 5)) return nullptr;
+  const bool x_is_older = values[5] == Py_True, starts_next = values[6] == Py_True;
+  return Launch(call.scale, [&](void* stream) {
+    return fp8_quantize_between(call.x.view(), call.q.view(), call.scale.view(), call.granularity,
+                                x_is_older, starts_next, stream);
   });
 }
 
@@ -168,8 +166,9 @@ PyMethodDef functions[] = {
                  "Launches the kernels on the current stream; fills `q` and `scale`."),
     TIERCEL_FAST("fp8_quantize_plan", Fp8QuantizePlanOf, "(x, q, scale, partial, granularity, /)",
                  "Checks the arguments as a launch does and returns the configuration."),
-    TIERCEL_FAST("fp8_quantize_rows", Fp8QuantizeRows, "(x, q, scale, x_is_older, starts_next, /)",
-                 "Of rows, overlapping with the launches before and after it."),
+    TIERCEL_FAST("fp8_quantize_between", Fp8QuantizeBetween,
+                 "(x, q, scale, partial, granularity, x_is_older, starts_next, /)",
+                 "Of rows or groups, overlapping with the launches before and after it."),
     TIERCEL_FAST("fp8_quantize_static", Fp8QuantizeStatic, "(x, scale, q, /)",
                  "The same with a scale that is given; fills `q`."),
     TIERCEL_LOAD("fp8_quantize_load", Fp8QuantizeLoad),

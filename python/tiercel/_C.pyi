@@ -199,8 +199,15 @@ def fp8_quantize(x: Any, q: Any, scale: Any, partial: Any, granularity: int, /) 
 def fp8_quantize_plan(
     x: Any, q: Any, scale: Any, partial: Any, granularity: int, /
 ) -> _Fp8QuantizePlan: ...
-def fp8_quantize_rows(
-    x: Any, q: Any, scale: Any, x_is_older: bool, starts_next: bool, /
+def fp8_quantize_between(
+    x: Any,
+    q: Any,
+    scale: Any,
+    partial: Any,
+    granularity: int,
+    x_is_older: bool,
+    starts_next: bool,
+    /,
 ) -> None: ...
 def fp8_quantize_static(x: Any, scale: Any, q: Any, /) -> None: ...
 def fp8_quantize_load(device: int, /) -> None: ...

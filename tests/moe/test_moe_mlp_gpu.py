@@ -128,6 +128,24 @@ def test_float8(make, tokens, per_channel):
     assert torch.equal(tiercel.fused_moe(x, up, down, weights, ids, **scales), got)
 
 
+@pytest.mark.parametrize("tokens", [1, 16, 200, 4000])
+def test_float8_with_scales_of_blocks(make, tokens):
+    x, w_up, w_down, weights, ids = make(tokens, 16, 4, 512, 384)
+    made = []
+    for w in (w_up, w_down):
+        tiles = w.float().unflatten(1, (-1, 128)).unflatten(3, (-1, 128))
+        scale = tiles.abs().amax((2, 4)) / 448
+        narrow = tiles / scale[:, :, None, :, None]
+        made.append((narrow.flatten(3).flatten(1, 2).to(torch.float8_e4m3fn), scale))
+    (up, up_scale), (down, down_scale) = made
+    scales = {"w_up_scale": up_scale, "w_down_scale": down_scale}
+    got = tiercel.fused_moe(x, up, down, weights, ids, **scales)
+    due = tiercel.ref.fused_moe(x.double(), up, down, weights.double(), ids, **scales)
+    error = (got.double() - due).square().mean().sqrt() / due.square().mean().sqrt()
+    assert error < 2.5e-2
+    assert torch.equal(tiercel.fused_moe(x, up, down, weights, ids, **scales), got)
+
+
 @pytest.mark.parametrize("tokens", [3, 700])
 @pytest.mark.parametrize("block", [64, 128])
 def test_what_the_tuner_may_choose(make, tokens, block):

@@ -39,7 +39,7 @@ def _tile(blocks: float, rows: float, float8: bool) -> tuple[int, int] | None:
     narrow, wide = (
         math.ceil(blocks * math.ceil(rows / tiles) / _MULTIPROCESSORS) * tiles for tiles in (1, 2)
     )
-    return (64, 1) if float8 or narrow < 0.95 * wide else (128, 1)
+    return (64, 1) if float8 or narrow < 0.9 * wide else (128, 1)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -58,16 +58,19 @@ def of_config(config: tuple[int, ...]) -> Choice:
     return Choice(block, (up_tile, up_cluster), (down_tile, down_cluster))
 
 
-def choose(w_down: Tensor, topk_ids: Tensor, expert_map: Tensor | None) -> Choice:
+def choose(
+    w_down: Tensor, topk_ids: Tensor, expert_map: Tensor | None, block_scaled: bool
+) -> Choice:
     tokens, k = topk_ids.shape
     experts, hidden, inner = w_down.shape
     if expert_map is not None:  # how many tokens come to these experts is another question
         return Choice(block_size(tokens * k, experts), None, None)
     device, dtype = w_down.get_device(), str(w_down.dtype).removeprefix("torch.")
     sizes = (experts, k, hidden, inner)
-    config = _tuned.FUSED_MOE.find(
-        device, (dtype, *sizes), tokens, lambda: _tuned.hint(_NAME, device, dtype, *sizes)
-    )
-    if config is not None:
-        return of_config(config)
+    if not block_scaled:  # whose kernels are others
+        config = _tuned.FUSED_MOE.find(
+            device, (dtype, *sizes), tokens, lambda: _tuned.hint(_NAME, device, dtype, *sizes)
+        )
+        if config is not None:
+            return of_config(config)
     return heuristic(tokens, k, experts, hidden, inner, w_down.element_size() == 1)
