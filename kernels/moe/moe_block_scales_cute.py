@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of float8 with a scale of each 1x128 values of x and 128x128 of weights.
 
-A step of the ring has 128 values of a row, so its products have one scale a row and 128 columns: they
-meet in a second set of sums, which also keeps float32's precision where the tensor cores add with
-fewer bits.
+A step of the ring has 128 values of a row, so its products have one scale a row and 128 columns:
+they meet in a second set of sums, which also keeps float32's precision where the tensor cores add
+with fewer bits.
 """
 
 import cutlass

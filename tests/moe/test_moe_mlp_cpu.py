@@ -115,10 +115,10 @@ def test_float8_blocks():
     due = truth(x, *wide, weights, ids)
     error = (got.double() - due).square().mean().sqrt() / due.square().mean().sqrt()
     assert error < 5e-2
+    bad = {**scales, "w_up_scale": scales["w_up_scale"][:, :1].contiguous()}
     with pytest.raises(
         ValueError, match=r"`w_up_scale` must have shape \[E, rows / 128, columns / 128\] = "
     ):
-        bad = {**scales, "w_up_scale": scales["w_up_scale"][:, :1].contiguous()}
         tiercel.fused_moe(x, made[0][0], made[1][0], weights, ids, **bad)
 
 
