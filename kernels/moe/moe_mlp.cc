@@ -93,7 +93,7 @@ const MoeMlpKernel* find(bool up, DType dtype, bool block_scaled, MoeActivation 
 // What suits a problem that nothing was tuned for.
 MoeTile default_tile(bool up, DType dtype, bool block_scaled, int64_t block, bool many) {
   const bool float8 = dtype == DType::kFloat8E4M3;
-  if (block == 64) return {float8 ? 64 : 128, 1};
+  if (block == 64) return {float8 && !block_scaled ? 64 : 128, 1};
   if (block_scaled) return {128, 1};
   return {256, up && !float8 && many ? 2 : 1};
 }

@@ -33,23 +33,25 @@ def block_size(elements: int, experts: int) -> int:
 _MULTIPROCESSORS = 132
 
 
-def _tile(blocks: float, rows: float, float8: bool) -> tuple[int, int] | None:
+def _tile(blocks: float, rows: float, prefer_narrow: bool) -> tuple[int, int] | None:
     """For few tokens: narrower tiles where they leave fewer multiprocessors without work at last.
     `rows`: of the result, in tiles of 64."""
     narrow, wide = (
         math.ceil(blocks * math.ceil(rows / tiles) / _MULTIPROCESSORS) * tiles for tiles in (1, 2)
     )
-    return (64, 1) if float8 or narrow < 0.9 * wide else (128, 1)
+    return (64, 1) if prefer_narrow or narrow < 0.9 * wide else (128, 1)
 
 
 @functools.lru_cache(maxsize=4096)
-def heuristic(tokens: int, k: int, experts: int, hidden: int, inner: int, float8: bool) -> Choice:
+def heuristic(
+    tokens: int, k: int, experts: int, hidden: int, inner: int, prefer_narrow: bool
+) -> Choice:
     block = block_size(tokens * k, experts)
     if block == 128:
         return Choice(block, None, None)
     # Experts that tokens come to, where all are as likely: a block each.
     active = experts * (1 - (1 - min(k / max(experts, 1), 1)) ** tokens)
-    return Choice(block, *(_tile(active, n, float8) for n in (inner / 32, hidden / 64)))
+    return Choice(block, *(_tile(active, n, prefer_narrow) for n in (inner / 32, hidden / 64)))
 
 
 def of_config(config: tuple[int, ...]) -> Choice:
@@ -73,4 +75,6 @@ def choose(
         )
         if config is not None:
             return of_config(config)
-    return heuristic(tokens, k, experts, hidden, inner, w_down.element_size() == 1)
+    # Sums that are scaled each step want wider tiles than other float8.
+    float8 = w_down.element_size() == 1 and not block_scaled
+    return heuristic(tokens, k, experts, hidden, inner, float8)
