@@ -63,6 +63,19 @@ __device__ __forceinline__ void store_remote(float4* address, uint32_t rank, flo
       : "memory");
 }
 
+// The same for two numbers whose bytes count at the mbarrier that lies where `barrier` does in
+// block `rank`: whoever waits there sees them, without a fence or a barrier of the cluster.
+__device__ __forceinline__ void send_remote(float2* address, uint64_t* barrier, uint32_t rank,
+                                            float2 v) {
+  asm volatile(
+      "{ .reg .b32 remote, counter; mapa.shared::cluster.u32 remote, %0, %2;"
+      " mapa.shared::cluster.u32 counter, %1, %2;"
+      " st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [remote], {%3, %4}, [counter];"
+      " }" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(address))),
+      "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier))), "r"(rank), "f"(v.x), "f"(v.y)
+      : "memory");
+}
+
 }  // namespace tiercel
 
 #endif  // KERNELS_SM90_CLUSTER_CUH_

@@ -6,6 +6,7 @@
 #include <structmember.h>
 
 #include "python/bindings/eager.h"
+#include "python/bindings/launcher.h"
 
 namespace tiercel::python {
 namespace {
@@ -28,7 +29,7 @@ struct Direct {
 };
 
 // 1 for yes, 0 for no, -1 with a Python exception.
-int TakesSm90(const Direct* self, PyObject* const* args) {
+int TakesSm90(const Direct* self, PyObject* const* args, const TensorView* first) {
   PyObject* backend = args[self->count - 1];
   if (backend == Py_None) {
     PyObject* overriding = PyDict_GetItemWithError(self->overrides, self->name_overriding);
@@ -39,7 +40,8 @@ int TakesSm90(const Direct* self, PyObject* const* args) {
     const int differs = PyUnicode_Compare(backend, self->name_sm90);
     if (differs != 0) return PyErr_Occurred() ? -1 : 0;
   }
-  PyObject* device = DeviceOf(args[0]);
+  const bool on_gpu = first != nullptr && first->device_type == DeviceType::kCUDA;
+  PyObject* device = on_gpu ? PyLong_FromLong(first->device_index) : DeviceOf(args[0]);
   if (device == nullptr) return -1;
   const int ready = PySet_Contains(self->ready, device);
   Py_DECREF(device);
@@ -97,12 +99,18 @@ PyObject* Call(PyObject* object, PyObject* const* args, size_t flags, PyObject* 
   if (count != self->count || names != nullptr) {
     return PyObject_Vectorcall(self->otherwise, args, flags, names);
   }
-  Route route;
-  if (!FindRoute(args, self->tensors, &route)) return nullptr;
-  const int plain = route == Route::kDirect ? TakesSm90(self, args) : 0;
-  if (plain < 0) return nullptr;
-  if (plain == 0) return PyObject_Vectorcall(self->otherwise, args, flags, names);
-  PyObject* outputs = PyObject_Vectorcall(self->run, args, self->passed, nullptr);
+  PyObject* outputs;
+  {
+    Route route;
+    TensorsOfCall read;
+    if (!FindRoute(args, self->tensors, &read, &route)) return nullptr;
+    const int plain = route == Route::kDirect ? TakesSm90(self, args, read.view(0)) : 0;
+    if (plain < 0) return nullptr;
+    if (plain == 0) return PyObject_Vectorcall(self->otherwise, args, flags, names);
+    // Other callables may be someone's who changes tensors.
+    if (PyCFunction_Check(self->run) || IsLauncher(self->run)) read.Use();
+    outputs = PyObject_Vectorcall(self->run, args, self->passed, nullptr);
+  }
   if (outputs == nullptr) outputs = Recover(self, args);
   if (outputs == nullptr) return nullptr;
   if (PyTuple_GET_SIZE(self->mutated) > 0 && !CountAsWritten(self, args)) Py_CLEAR(outputs);
