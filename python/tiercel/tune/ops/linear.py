@@ -15,7 +15,7 @@ from tiercel.tune.ops import Tunable
 from tiercel.tune.problem import Candidate, Problem
 
 _SOURCE = Path(tiercel.__file__).parent / "jit" / "kernels" / "linear" / "linear_cute.py"
-_TILE_K, _WARPGROUP, _PIECE = 64, 128, 64  # as in kernels/linear/linear_act_cute.py
+_TILE_K, _WARPGROUP, _PIECE = 64, 128, 64  # as in kernels/linear/linear_layouts_cute.py
 _GROUPS = (0, 1, 2, 4, 8, 16, 32)  # the swizzle: 0 is the launcher's own
 _SPLITS = (1, 2, 3, 4, 5, 6, 7, 8)
 _QUICK_SPLITS = (1, 2, 4, 8)
@@ -178,7 +178,11 @@ def _compiled_launch(problem: Problem, c: Candidate) -> Callable[[Any, Any], Non
         place = _place(problem, m, c)
         boxes = {"x": (place["rows"], _TILE_K)} if c["split_k"] else None
         tensors = {"x": inputs["x"], "w": inputs["weight"], "bias": inputs["bias"], "y": out}
-        kernel(boxes=boxes, **tensors, m=m, n=problem["N"], k=problem["K"], **place)
+        none = {"residual": None, "x_scale": None, "w_scale": None}
+        none |= {"sums": None if c["split_k"] else out, "save": 0, "x_step": 0, "w_step": 0}
+        kernel(
+            boxes=boxes, **tensors, **none, m=m, n=problem["N"], k=problem["K"], **place
+        )
 
     return launch
 
