@@ -8,7 +8,6 @@
 #include "kernels/routing/topk_softmax.h"
 #include "kernels/routing/topk_softmax_kernels.h"
 #include "python/bindings/call.h"
-#include "python/bindings/eager.h"
 #include "python/bindings/families.h"
 
 namespace tiercel::python {
@@ -103,20 +102,6 @@ struct AlignTensors {
   }
   MoeAlignOutputs views() const { return {sorted.view(), experts.view(), number.view()}; }
 };
-
-// has_columns(tensor, count): whether it is a matrix with so many; false where that is not known.
-PyObject* HasColumns(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  if (!Arguments("has_columns", values, count).Expect(2)) return nullptr;
-  if (!ArePlainTensors(values, 1) || !PyLong_CheckExact(values[1])) Py_RETURN_FALSE;
-  PythonTensor matrix;
-  if (!matrix.Read(values[0], "has_columns", "tensor")) {  // a tensor without memory
-    PyErr_Clear();
-    Py_RETURN_FALSE;
-  }
-  const long long columns = PyLong_AsLongLong(values[1]);
-  if (columns == -1) PyErr_Clear();
-  return PyBool_FromLong(matrix.view().ndim == 2 && matrix.view().shape[1] == columns);
-}
 
 // (topk_ids, expert_map, sorted_token_ids, expert_ids, num_tokens_post_padded, workspace,
 // block_size, num_experts, ignore_invalid_experts).
@@ -290,8 +275,6 @@ PyMethodDef functions[] = {
     {"topk_softmax_plan", AsFunction(TopkSoftmaxPlanOf), METH_FASTCALL,
      "topk_softmax_plan(scores, weights, indices, softmax_first, renormalize, /)\n--\n\n"
      "Checks the arguments as a launch does and returns the configuration. Needs no GPU."},
-    {"has_columns", AsMethod(HasColumns), METH_FASTCALL,
-     "has_columns(tensor, count, /)\n--\n\nWhether it is a matrix with so many columns."},
     {"topk_softmax_load", TopkSoftmaxLoad, METH_O,
      "topk_softmax_load(device, /)\n--\n\nLoads the kernels on a CUDA device, by its index."},
     {"moe_align_block_size", AsFunction(MoeAlign), METH_FASTCALL,

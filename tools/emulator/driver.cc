@@ -210,6 +210,16 @@ EXPORT CUresult cuCtxPopCurrent_v2(CUcontext* context) {
 
 EXPORT CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode*) { return CUDA_SUCCESS; }
 
+EXPORT CUresult cuStreamGetId(CUstream, unsigned long long* id) {
+  *id = 1;
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuStreamIsCapturing(CUstream, CUstreamCaptureStatus* status) {
+  *status = CU_STREAM_CAPTURE_STATUS_NONE;
+  return CUDA_SUCCESS;
+}
+
 EXPORT CUresult cuLibraryLoadData(CUlibrary* library, const void* code, CUjit_option*, void**,
                                   unsigned, CUlibraryOption*, void**, unsigned) {
   *library = reinterpret_cast<CUlibrary>(const_cast<void*>(code));

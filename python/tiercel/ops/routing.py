@@ -311,10 +311,12 @@ def topk_softmax(
     if type(out) is not tuple or len(out) != 2:
         check_pair(_NAME, out)
     weights, indices = out
-    compiling = is_dynamo_compiling()
-    # In C it takes half the time of `shape`.
-    if not (_has_columns if compiling else _C.has_columns)(weights, k):
+    if not is_dynamo_compiling():  # the usual call reads no shape in Python
+        run = _TOPK_SOFTMAX_OUT.direct
+        done = run(scores, weights, indices, softmax_first, renormalize, backend, k)
+        if done is not NotImplemented:
+            return weights, indices
+    if not _has_columns(weights, k):
         check_columns(_NAME, weights, k)
-    run = _TOPK_SOFTMAX_OUT.overload if compiling else _TOPK_SOFTMAX_OUT.direct
-    run(scores, weights, indices, softmax_first, renormalize, backend)
+    _TOPK_SOFTMAX_OUT(scores, weights, indices, softmax_first, renormalize, backend)
     return weights, indices
