@@ -67,8 +67,21 @@ __device__ __forceinline__ void store_remote(float4* address, uint32_t rank, flo
       : "memory");
 }
 
-// The same for two numbers whose bytes count at the mbarrier that lies where `barrier` does in
-// block `rank`: whoever waits there sees them, without a fence or a barrier of the cluster.
+// As the last of these, and counts the bytes at the mbarrier that is where `barrier` is in that
+// block: whoever waits there needs no other fence and no barrier of the cluster.
+__device__ __forceinline__ void send_remote(float4* address, uint64_t* barrier, uint32_t rank,
+                                            float4 v) {
+  asm volatile(
+      "{ .reg .b32 remote, counter; mapa.shared::cluster.u32 remote, %0, %2;"
+      " mapa.shared::cluster.u32 counter, %1, %2;"
+      " st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32"
+      " [remote], {%3, %4, %5, %6}, [counter]; }" ::"r"(
+          static_cast<uint32_t>(__cvta_generic_to_shared(address))),
+      "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier))), "r"(rank), "f"(v.x), "f"(v.y),
+      "f"(v.z), "f"(v.w)
+      : "memory");
+}
+
 __device__ __forceinline__ void send_remote(float2* address, uint64_t* barrier, uint32_t rank,
                                             float2 v) {
   asm volatile(
@@ -80,30 +93,14 @@ __device__ __forceinline__ void send_remote(float2* address, uint64_t* barrier, 
       : "memory");
 }
 
-// The same for four numbers and for one.
-__device__ __forceinline__ void send_remote(float4* address, uint64_t* barrier, uint32_t rank,
-                                            float4 v) {
-  const uint32_t local = static_cast<uint32_t>(__cvta_generic_to_shared(address));
-  const uint32_t local_barrier = static_cast<uint32_t>(__cvta_generic_to_shared(barrier));
-  asm volatile(
-      "{ .reg .b32 remote, remote_barrier; mapa.shared::cluster.u32 remote, %0, %2;"
-      " mapa.shared::cluster.u32 remote_barrier, %1, %2;"
-      " st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32"
-      " [remote], {%3, %4, %5, %6}, [remote_barrier]; }" ::"r"(local),
-      "r"(local_barrier), "r"(rank), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
-      : "memory");
-}
-
 __device__ __forceinline__ void send_remote(float* address, uint64_t* barrier, uint32_t rank,
                                             float value) {
-  const uint32_t local = static_cast<uint32_t>(__cvta_generic_to_shared(address));
-  const uint32_t local_barrier = static_cast<uint32_t>(__cvta_generic_to_shared(barrier));
   asm volatile(
-      "{ .reg .b32 remote, remote_barrier; mapa.shared::cluster.u32 remote, %0, %2;"
-      " mapa.shared::cluster.u32 remote_barrier, %1, %2;"
-      " st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [remote], %3,"
-      " [remote_barrier]; }" ::"r"(local),
-      "r"(local_barrier), "r"(rank), "f"(value)
+      "{ .reg .b32 remote, counter; mapa.shared::cluster.u32 remote, %0, %2;"
+      " mapa.shared::cluster.u32 counter, %1, %2;"
+      " st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [remote], %3, [counter]; }" ::"r"(
+          static_cast<uint32_t>(__cvta_generic_to_shared(address))),
+      "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier))), "r"(rank), "f"(value)
       : "memory");
 }
 

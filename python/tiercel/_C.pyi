@@ -199,6 +199,16 @@ def fp8_quantize(x: Any, q: Any, scale: Any, partial: Any, granularity: int, /) 
 def fp8_quantize_plan(
     x: Any, q: Any, scale: Any, partial: Any, granularity: int, /
 ) -> _Fp8QuantizePlan: ...
+def fp8_quantize_between(
+    x: Any,
+    q: Any,
+    scale: Any,
+    partial: Any,
+    granularity: int,
+    x_is_older: bool,
+    starts_next: bool,
+    /,
+) -> None: ...
 def fp8_quantize_static(x: Any, scale: Any, q: Any, /) -> None: ...
 def fp8_quantize_load(device: int, /) -> None: ...
 def activation(x: Any, up: Any, scale: Any, out: Any, function: int, gated: bool, /) -> None: ...
@@ -538,6 +548,7 @@ def moe_up(
     experts: int,
     x_scale: Any,
     w_scale: Any,
+    config: tuple[int, int] | None = ...,
     /,
 ) -> None: ...
 def moe_up_plan(
@@ -554,6 +565,7 @@ def moe_up_plan(
     experts: int,
     x_scale: Any,
     w_scale: Any,
+    config: tuple[int, int] | None = ...,
     /,
 ) -> _MoeMlpPlan: ...
 def moe_down(
@@ -570,6 +582,7 @@ def moe_down(
     experts: int,
     x_scale: Any,
     w_scale: Any,
+    config: tuple[int, int] | None = ...,
     /,
 ) -> None: ...
 def moe_down_plan(
@@ -586,6 +599,7 @@ def moe_down_plan(
     experts: int,
     x_scale: Any,
     w_scale: Any,
+    config: tuple[int, int] | None = ...,
     /,
 ) -> _MoeMlpPlan: ...
 def moe_load(device: int, /) -> None: ...
