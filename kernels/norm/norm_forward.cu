@@ -7,19 +7,20 @@
 namespace tiercel {
 namespace {
 
-#define TIERCEL_SHORT(dtype, wide, lanes, vectors, rows, residual, kinds)              \
-  {DType::k##dtype,                                                                    \
-   wide,                                                                               \
-   residual,                                                                           \
-   NormKinds::k##kinds,                                                                \
-   NormShape::kShort,                                                                  \
-   lanes,                                                                              \
-   vectors,                                                                            \
-   rows,                                                                               \
-   Kernel("norm_short<" #dtype ", wide=" #wide ", lanes=" #lanes ", vectors=" #vectors \
-          ", rows=" #rows ", residual=" #residual ", " #kinds ">",                     \
-          reinterpret_cast<const void*>(                                               \
-              norm_short<dtype, wide, lanes, vectors, rows, residual, NormKinds::k##kinds>))}
+#define TIERCEL_SHORT(dtype, wide, lanes, vectors, rows, residual, kinds)                       \
+  {DType::k##dtype,                                                                             \
+   wide,                                                                                        \
+   residual,                                                                                    \
+   NormKinds::k##kinds,                                                                         \
+   NormShape::kShort,                                                                           \
+   lanes,                                                                                       \
+   vectors,                                                                                     \
+   rows,                                                                                        \
+   Kernel("norm_short<" #dtype ", wide=" #wide ", lanes=" #lanes ", vectors=" #vectors          \
+          ", rows=" #rows ", residual=" #residual ", " #kinds ">",                              \
+          reinterpret_cast<const void*>(norm_short<dtype, wide, lanes, vectors, rows, residual, \
+                                                   NormKinds::k##kinds == NormKinds::kBoth,     \
+                                                   NormKinds::k##kinds == NormKinds::kLayer>))}
 #define TIERCEL_ANY(dtype, wide, lanes, vectors, rows)           \
   TIERCEL_SHORT(dtype, wide, lanes, vectors, rows, false, Both), \
       TIERCEL_SHORT(dtype, wide, lanes, vectors, rows, true, Both)

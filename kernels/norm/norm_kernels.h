@@ -30,8 +30,8 @@ enum class NormShape { kShort, kBlock, kLong };
 enum class NormKinds { kRms, kLayer, kBoth };
 
 // Blocks of norm_short that registers must leave room for on a multiprocessor.
-constexpr int norm_short_blocks(int vectors, NormKinds kinds) {
-  if (kinds == NormKinds::kBoth) return vectors > 2 ? 7 : 9;
+constexpr int norm_short_blocks(int vectors, bool any) {
+  if (any) return vectors > 2 ? 7 : 9;
   return vectors > 2 ? 8 : vectors == 2 ? 10 : 12;
 }
 

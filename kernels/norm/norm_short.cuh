@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // rms_norm and layer_norm of short rows: kLanes lanes of a warp have kRows rows at once, kVectors
 // vectors of each in registers. Several rows a thread pay once for addresses and parameters, which
-// is what takes the time of rows of a vector or two a lane. Bytes as in norm_forward.
+// is what takes the time of rows of a vector or two a lane. Bytes as in norm_forward. kAny: for
+// both norms and parameters of any type (NormKinds::kBoth); else for kLayer's alone.
 #ifndef KERNELS_NORM_NORM_SHORT_CUH_
 #define KERNELS_NORM_NORM_SHORT_CUH_
 
@@ -12,12 +13,11 @@
 namespace tiercel {
 
 template <typename Format, bool kWide, int kLanes, int kVectors, int kRows, bool kResidual,
-          NormKinds kKinds>
-__global__ void __launch_bounds__(kNormShortThreads, norm_short_blocks(kVectors, kKinds))
+          bool kAny, bool kLayer>
+__global__ void __launch_bounds__(kNormShortThreads, norm_short_blocks(kVectors, kAny))
     norm_short(const __grid_constant__ NormForwardArgs args) {
   using Values = Chunk<Format, kWide>;
   constexpr int kElements = Values::kElements;
-  constexpr bool kAny = kKinds == NormKinds::kBoth;
   // Then parameters have x's type.
   constexpr bool kPacked = !kAny || Format::kBytes == 4;
   // One or two vectors of the parameters are read with x; of more, registers hold fewer rows.
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kNormShortThreads, norm_short_blocks(kVectors,
   }
   Values weights[kVectors], biases[kVectors];
   const bool has_weight = args.weight != nullptr;
-  const bool has_bias = kKinds != NormKinds::kRms && args.bias != nullptr;
+  const bool has_bias = (kAny || kLayer) && args.bias != nullptr;
   const bool weight_packed = has_weight && (kPacked || !args.weight_float32);
   const bool bias_packed = has_bias && (kPacked || !args.bias_float32);
   const auto read_packed = [&](int v) {
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kNormShortThreads, norm_short_blocks(kVectors,
   float means[kRows], squares[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) means[r] = squares[r] = 0.0f;
-  if (kAny ? args.layer_norm : kKinds == NormKinds::kLayer) {
+  if (kAny ? args.layer_norm : kLayer) {
     each([&](int r, int v, bool) {
       float f[kElements];
       values[r][v].unpack(f);

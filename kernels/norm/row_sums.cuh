@@ -73,10 +73,11 @@ struct RowSums {
       }
       write(team, mine[lane % kValues], arrived, lane / kValues, 32 / kValues, held);
       if constexpr (kLayer) {
-        float own = about[0];
 #pragma unroll
-        for (int r = 1; r < kRows; ++r) own = lane % kRows == r ? about[r] : own;
-        write(team, mine[kValues + lane % kRows], arrived, lane / kRows, 32 / kRows, own);
+        for (int r = 0; r < kRows; ++r) {
+          if (lane % kRows != r) continue;
+          write(team, mine[kValues + r], arrived, lane / kRows, 32 / kRows, about[r]);
+        }
       }
       if (team.blocks == 1) {
         team.sync();
