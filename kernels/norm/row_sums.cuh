@@ -75,8 +75,10 @@ struct RowSums {
       if constexpr (kLayer) {
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
+          float own = about[r];
+          asm("" : "+f"(own));  // else the compiler indexes about[] by the lane, in local memory
           if (lane % kRows != r) continue;
-          write(team, mine[kValues + r], arrived, lane / kRows, 32 / kRows, about[r]);
+          write(team, mine[kValues + r], arrived, lane / kRows, 32 / kRows, own);
         }
       }
       if (team.blocks == 1) {
