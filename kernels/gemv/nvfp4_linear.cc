@@ -116,17 +116,21 @@ const char* fit(const Nvfp4LinearArgs& args, const Nvfp4LinearConfig& config, Fi
   fit->passes = static_cast<int>(ceil_div(slices, config.parts * config.cluster));
   fit->all_turns = static_cast<int>(ceil_div(ceil_div(args.features, 16), config.tiles));
   const int queues = warps * config.stages * kLinearStageBytes;
-  // Of a turn: every warp's sums, and the block's share of what all blocks of a cluster send.
-  const int turn = warps * linear_sum_bytes(args.tokens) +
-                   (config.cluster > 1 ? config.tiles * 64 * args.tokens + 64 : 0);
+  // Of a turn: every warp's sums, in the block that owns their rows, and here from pass to pass.
+  const int sum = linear_sum_bytes(args.tokens);
+  const int turn = warps * sum * (fit->passes > 1 ? 2 : 1);
+  const int of_strip = config.cluster * config.parts * sum;
   for (fit->together = most_warps / warps; fit->together > 0; --fit->together) {
-    const int available = std::min(kLinearMaxShared, 228 * 1024 / fit->together - 1024) - queues;
+    const int available =
+        std::min(kLinearMaxShared, 228 * 1024 / fit->together - 2048) - queues - of_strip;
     const int64_t clusters = places(config.cluster) * fit->together / config.cluster;
     fit->turns = static_cast<int>(ceil_div(fit->all_turns, clusters));
     const int most = available / turn;
     if (most < 1 || (fit->together > 1 && most < fit->turns)) continue;
     fit->group = static_cast<int>(ceil_div(fit->turns, ceil_div(fit->turns, most)));
-    fit->shared = queues + fit->group * turn;
+    fit->shared =
+        queues + static_cast<int>(ceil_div(fit->group * config.tiles, config.cluster)) * of_strip +
+        (fit->passes > 1 ? fit->group * warps * sum : 0);
     return nullptr;
   }
   return "it needs too much shared memory";
@@ -204,7 +208,8 @@ bool has_boxes(const Nvfp4LinearArgs& args) {
 Status configure(const Nvfp4LinearConfig& config, Choice* choice) {
   Nvfp4LinearArgs& args = choice->args;
   Fit place{};
-  const bool sizes = config.cluster >= 1 && config.cluster <= 8 && config.tiles >= 1 &&
+  const bool sizes = config.cluster >= 1 && config.cluster <= 8 &&
+                     (config.cluster & (config.cluster - 1)) == 0 && config.tiles >= 1 &&
                      config.tiles <= 32 && config.parts >= 1 && config.parts <= 32;
   choice->kernel =
       sizes ? nvfp4_linear_kernel(args.tokens, config.stages, has_boxes(args)) : nullptr;
