@@ -110,27 +110,27 @@ struct Fit {
 const char* fit(const Nvfp4LinearArgs& args, const Nvfp4LinearConfig& config, Fit* fit) {
   const int64_t slices = std::max<int64_t>(1, ceil_div(args.k, kLinearSlice));
   const int warps = config.tiles * config.parts;
-  const int most_warps = kLinearMaxThreads / 32;
+  const int most_warps = linear_most_warps(args.tokens);
   if (warps > most_warps) return "its block has too many threads";
   if (config.parts * config.cluster >= slices + config.cluster) return "it splits K too often";
   fit->passes = static_cast<int>(ceil_div(slices, config.parts * config.cluster));
   fit->all_turns = static_cast<int>(ceil_div(ceil_div(args.features, 16), config.tiles));
   const int queues = warps * config.stages * kLinearStageBytes;
-  // Of a turn: every warp's sums, in the block that owns their rows, and here from pass to pass.
+  // Every warp's sums of a turn, and what the block owns of the cluster's.
   const int sum = linear_sum_bytes(args.tokens);
-  const int turn = warps * sum * (fit->passes > 1 ? 2 : 1);
-  const int of_strip = config.cluster * config.parts * sum;
+  const int turn = warps * sum;
+  const auto owned = [&](int turns) {
+    const int strips = static_cast<int>(ceil_div(turns * config.tiles, config.cluster));
+    return config.cluster > 1 ? strips * config.cluster * sum : 0;
+  };
   for (fit->together = most_warps / warps; fit->together > 0; --fit->together) {
-    const int available =
-        std::min(kLinearMaxShared, 228 * 1024 / fit->together - 2048) - queues - of_strip;
+    const int available = std::min(kLinearMaxShared, 228 * 1024 / fit->together - 2048) - queues;
     const int64_t clusters = places(config.cluster) * fit->together / config.cluster;
     fit->turns = static_cast<int>(ceil_div(fit->all_turns, clusters));
-    const int most = available / turn;
+    const int most = (available - owned(1)) / (turn + owned(1));
     if (most < 1 || (fit->together > 1 && most < fit->turns)) continue;
     fit->group = static_cast<int>(ceil_div(fit->turns, ceil_div(fit->turns, most)));
-    fit->shared =
-        queues + static_cast<int>(ceil_div(fit->group * config.tiles, config.cluster)) * of_strip +
-        (fit->passes > 1 ? fit->group * warps * sum : 0);
+    fit->shared = queues + fit->group * turn + owned(fit->group);
     return nullptr;
   }
   return "it needs too much shared memory";
@@ -170,9 +170,10 @@ Nvfp4LinearConfig choose(const Nvfp4LinearArgs& args) {
   Nvfp4LinearConfig best{1, 1, 1, 2};  // which always fits
   double least = std::numeric_limits<double>::infinity();
   Fit place{};
+  const int most_warps = linear_most_warps(args.tokens);
   for (int cluster : {1, 2, 4, 8}) {
-    for (int parts = 1; parts <= kLinearMaxThreads / 32; ++parts) {
-      for (int tiles = 1; tiles * parts <= kLinearMaxThreads / 32; ++tiles) {
+    for (int parts = 1; parts <= most_warps; ++parts) {
+      for (int tiles = 1; tiles * parts <= most_warps; ++tiles) {
         const Nvfp4LinearConfig config{cluster, tiles, parts, 2};
         if (fit(args, config, &place) != nullptr) continue;
         const double time = estimate(args, config, place);

@@ -230,10 +230,10 @@ struct Filler {
 
 // kTiles tiles of 8 tokens, or a single token.
 template <int kTiles, bool kSingle, int kStages, bool kBoxes>
-__global__ void __launch_bounds__(kLinearMaxThreads)
+__global__ void __launch_bounds__(linear_most_warps(kSingle ? 1 : kTiles * 8) * 32)
     nvfp4_linear(const __grid_constant__ Nvfp4LinearArgs args) {
   extern __shared__ __align__(1024) char shared[];
-  __shared__ __align__(8) float inverses[kLinearMaxThreads / 32][kTiles * 8];  // by part (of one token: warp)
+  __shared__ __align__(8) float inverses[linear_most_warps(kSingle ? 1 : kTiles * 8)][kTiles * 8];  // by part (of one token: warp)
   constexpr int kSums = kSingle ? 16 : kTiles * 128;              // of 16 rows, of a warp
   const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be uniform
@@ -275,11 +275,10 @@ __global__ void __launch_bounds__(kLinearMaxThreads)
 #pragma unroll
   for (int s = 0; s < kStages - 1; ++s) filler.fill(s);
 
-  // Of 16 rows that the block owns, every `blocks`th: [block][part][sum], then what the warp keeps
-  // from pass to pass: [turn of the group][warp][sum].
-  float* received = reinterpret_cast<float*>(shared + warps * kStages * kLinearStageBytes);
-  const int of_strip = blocks * parts * kSums;
-  float* kept = received + (args.group * tiles + blocks - 1) / blocks * of_strip + warp * kSums;
+  // Every warp's: [turn of the group][tile][part][sum], then of 16 rows that the block owns, every
+  // `blocks`th: [block][sum].
+  float* all_sums = reinterpret_cast<float*>(shared + warps * kStages * kLinearStageBytes);
+  float* received = all_sums + args.group * warps * kSums;
   const int piece = quad * 128 + (in_quad * 2 ^ quad) * 16;
   Vectors<kTiles, kSingle> x;
   int stage = 0;
@@ -294,9 +293,7 @@ __global__ void __launch_bounds__(kLinearMaxThreads)
         x.load(args, k, lane, part, tile, staging, parts * kStages * kWeightBytes,
                inverses[kSingle ? warp : part]);
       }
-      if (blocks > 1 && pass == args.passes - 1) {
-        cluster_wait();  // they run, and have done with what they received before
-      }
+      float* mine = all_sums + (tile * parts + part) * kSums;
       for (int turn = 0; turn < turns; ++turn) {
         mbarrier_wait(ring.filled + stage, parity);
         if (!kBoxes) async_copy_wait<kStages - 2>();
@@ -359,102 +356,98 @@ __global__ void __launch_bounds__(kLinearMaxThreads)
             }
           }
         }
-        const int strip = turn * tiles + tile;
-        float* mine = kept + turn * warps * kSums;
-        const int owner = strip & (blocks - 1);
-        float* theirs = received + (strip >> blocks_shift) * of_strip + (rank * parts + part) * kSums;
-        const bool last = pass == args.passes - 1;
         if constexpr (kSingle) {
           // A row's sum is in four lanes; lanes 0 and 1 of these get this row's and that + 8's.
           const bool odd = in_quad % 2;
           float sum = odd ? single[1] : single[0];
           sum += __shfl_xor_sync(0xffffffffu, odd ? single[0] : single[1], 1);
           sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-          sum *= inverses[warp][0];
-          const int place = in_quad * 8 + quad;
-          if (in_quad < 2) {
-            if (pass > 0) sum += mine[place];
-            if (!last) {
-              mine[place] = sum;
-            } else {
-              store_remote(reinterpret_cast<uint32_t*>(theirs + place), owner,
-                           __float_as_uint(sum));
-            }
-          }
+          float& place = mine[in_quad * 8 + quad];
+          if (in_quad < 2) place = fmaf(sum, inverses[warp][0], pass == 0 ? 0.0f : place);
         } else {
 #pragma unroll
           for (int t = 0; t < kTiles; ++t) {
-            const int place = t * 32 + lane;
+            float4& place = reinterpret_cast<float4*>(mine)[t * 32 + lane];
             float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (pass > 0) sum = reinterpret_cast<float4*>(mine)[place];
+            if (pass > 0) sum = place;
             // What there is for columns behind the last token is not looked at.
-            const auto inverse =
-                reinterpret_cast<const float2*>(inverses[part])[t * 4 + in_quad];
+            const auto inverse = reinterpret_cast<const float2*>(inverses[part])[t * 4 + in_quad];
             sum.x = fmaf(products[t][0], inverse.x, sum.x);
             sum.y = fmaf(products[t][1], inverse.y, sum.y);
             sum.z = fmaf(products[t][2], inverse.x, sum.z);
             sum.w = fmaf(products[t][3], inverse.y, sum.w);
-            if (!last) {
-              reinterpret_cast<float4*>(mine)[place] = sum;
-            } else if (blocks > 1) {
-              store_remote(reinterpret_cast<float4*>(theirs) + place, owner, sum);
-            } else {
-              reinterpret_cast<float4*>(theirs)[place] = sum;
-            }
+            place = sum;
           }
         }
+        mine += warps * kSums;
       }
     }
 
-    if (blocks > 1) {
-      cluster_arrive();
-      cluster_wait();
-    } else {
-      __syncthreads();
-    }
     const float factor = (args.global_scale != nullptr ? *args.global_scale : 1.0f) * 16384.0f;
-    const auto write = [&](int feature, int token, float sum) {
+    // The sum numbered `index` of 16 rows.
+    const auto write = [&](int strip, int index, float sum) {
+      int row = index, token = 0;
+      if (!kSingle) {
+        row = index / 16 % 8 + index / 2 % 2 * 8;
+        token = index / 128 * 8 + index / 4 % 4 * 2 + index % 2;
+      }
+      const int feature = (begin * tiles + strip) * 16 + row;
       if (feature >= args.features || token >= args.tokens) return;
       uint16_t bits;
       asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(sum * factor));
       args.out[static_cast<int64_t>(token) * args.features + feature] = bits;
     };
+    __syncthreads();
+    if (blocks > 1) cluster_wait();  // they run, and have done with what they received before
+    // A warp adds kWide fours of sums up, each group of kWide lanes those of some parts.
+    constexpr int kWide = kSingle ? 4 : 8;
+    constexpr int kItems = kSums / 4 / kWide;
     const int strips = turns * tiles;
-    for (int mine = warp; mine * blocks + rank < strips; mine += warps) {
-      const float* from = received + mine * of_strip;
-      const int feature = (begin * tiles + mine * blocks + rank) * 16 + quad;
-      if constexpr (kSingle) {
-        if (lane >= 16) break;
-        float sum = 0.0f;
-#pragma unroll 8
-        for (int j = 0; j < blocks * parts; ++j) sum += from[j * kSums + lane];
-        write(feature - quad + lane, 0, sum);
-      } else {
-        float4 sums[kTiles] = {};
+    for (int item = warp; item < strips * kItems; item += warps) {
+      const int strip = item / kItems;
+      const int four = item % kItems * kWide + lane % kWide;
+      const float4* from = reinterpret_cast<const float4*>(all_sums + strip * parts * kSums) + four;
+      float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 4
-        for (int j = 0; j < blocks * parts; ++j) {
+      for (int p = lane / kWide; p < parts; p += 32 / kWide) {
+        const float4 v = from[p * (kSums / 4)];
+        sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+      }
 #pragma unroll
-          for (int t = 0; t < kTiles; ++t) {
-            const float4 v = reinterpret_cast<const float4*>(from + j * kSums)[t * 32 + lane];
-            sums[t].x += v.x, sums[t].y += v.y, sums[t].z += v.z, sums[t].w += v.w;
-          }
-        }
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
-          const int token = t * 8 + in_quad * 2;
-          write(feature, token, sums[t].x);
-          write(feature, token + 1, sums[t].y);
-          write(feature + 8, token, sums[t].z);
-          write(feature + 8, token + 1, sums[t].w);
-        }
+      for (int i = kWide; i < 32; i *= 2) {
+        sum.x += __shfl_xor_sync(0xffffffffu, sum.x, i);
+        sum.y += __shfl_xor_sync(0xffffffffu, sum.y, i);
+        sum.z += __shfl_xor_sync(0xffffffffu, sum.z, i);
+        sum.w += __shfl_xor_sync(0xffffffffu, sum.w, i);
+      }
+      const int which = lane / kWide;
+      if (which >= 4) continue;
+      const float one = which == 0 ? sum.x : which == 1 ? sum.y : which == 2 ? sum.z : sum.w;
+      const int index = four * 4 + which;
+      if (blocks == 1) {
+        write(strip, index, one);
+      } else {
+        float* theirs = received + ((strip >> blocks_shift) * blocks + rank) * kSums + index;
+        store_remote(reinterpret_cast<uint32_t*>(theirs), strip & (blocks - 1),
+                     __float_as_uint(one));
       }
     }
-    if (begin + args.group >= last_turn) break;
-    if (blocks > 1) {
-      cluster_arrive();
-    } else {
+    if (blocks == 1) {
       __syncthreads();
+      continue;
     }
+    cluster_arrive();
+    cluster_wait();
+    for (int i = threadIdx.x;; i += blockDim.x) {
+      const int strip = i / kSums * blocks + rank;
+      if (strip >= strips) break;
+      const float* from = received + i / kSums * blocks * kSums + i % kSums;
+      float sum = 0.0f;
+#pragma unroll 8
+      for (int b = 0; b < blocks; ++b) sum += from[b * kSums];
+      write(strip, i % kSums, sum);
+    }
+    if (begin + args.group < last_turn) cluster_arrive();
   }
 }
 

@@ -32,7 +32,6 @@ struct Nvfp4LinearArgs {
 };
 
 inline constexpr int kLinearMaxTokens = 16;
-inline constexpr int kLinearMaxThreads = 512;        // a block: there are 128 registers for each
 inline constexpr int kLinearMaxShared = 226 * 1024;  // of 227 KiB
 
 inline constexpr int kLinearSlice = 256;  // values of K of which a warp keeps x
@@ -40,6 +39,9 @@ inline constexpr int kLinearSlice = 256;  // values of K of which a warp keeps x
 // Shared memory of one stage of one warp: 16 rows of weights and of scales, and the barrier that
 // says that they have come, with room for the next array's alignment.
 inline constexpr int kLinearStageBytes = 16 * (kLinearSlice / 2 + kLinearSlice / 16 + 1);
+
+// Warps of a multiprocessor, and of a block: there are 64, 96 or 128 registers for each thread.
+constexpr int linear_most_warps(int tokens) { return tokens == 1 ? 32 : tokens <= 8 ? 20 : 16; }
 
 // Of the sums of 16 rows that a warp has, for that many tokens.
 constexpr int linear_sum_bytes(int tokens) { return tokens == 1 ? 64 : tokens <= 8 ? 512 : 1024; }
