@@ -81,7 +81,7 @@ __device__ __forceinline__ void part_sync(int part, int tiles) {
 // order of decode(). Of a single token (kSingle) those of two groups of 16 in every 128, if any.
 template <int kTiles, bool kSingle>
 struct Vectors {
-  uint4 words[kTiles][8];
+  uint4 words[8];
 
   // `values` as float16; what to multiply them by again.
   static __device__ __forceinline__ float scale(uint4& values) {
@@ -98,20 +98,19 @@ struct Vectors {
   // warps, and go through their staging, room for four tokens each and `pitch` bytes apart, to the
   // threads that want them. `inverses`: the part's, by token.
   __device__ __forceinline__ void load(const Nvfp4LinearArgs& args, int k, int lane, int part,
-                                       int tile, char* staging, int pitch, float* inverses) {
+                                       int tile, char* staging, int pitch, float* inverses,
+                                       uint4* more) {
     constexpr int kTokens = kSingle ? 1 : kTiles * 8;
     constexpr int kAtOnce = kSingle ? 1 : 8;  // of a warp
     const int tiles = kSingle ? 1 : args.tiles;
     const int quad = lane / 4, in_quad = lane % 4;
     const int first_tile = kSingle ? tile : 0;
+    const int own = tile;
     if (kSingle) tile = 0;
     part_sync(part, tiles);  // all have done with the last pass's inverses
     uint4* mine = reinterpret_cast<uint4*>(staging + (first_tile + tile) * pitch);
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) words[t][i] = make_uint4(0, 0, 0, 0);
-    }
+    for (int i = 0; i < 8; ++i) words[i] = make_uint4(0, 0, 0, 0);
     for (int base = 0; base < min(kTokens, args.tokens); base += 8 * tiles) {
       uint4 values[kAtOnce];
 #pragma unroll
@@ -148,9 +147,12 @@ struct Vectors {
                 reinterpret_cast<const uint4*>(staging + (first_tile + slot / 4) * pitch);
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-              if (!kSingle || quad == in_quad * 2 + i % 4 / 2) {
-                words[t][i] =
-                    places[slot % 4 * 32 + (in_quad * 8 + i ^ (in_quad * 2 + slot % 2))];
+              const uint4& place =
+                  places[slot % 4 * 32 + (in_quad * 8 + i ^ (in_quad * 2 + slot % 2))];
+              if (t > 0) {
+                if (own == 0) more[i * 32 + lane] = place;
+              } else if (!kSingle || quad == in_quad * 2 + i % 4 / 2) {
+                words[i] = place;
               }
             }
           }
@@ -279,6 +281,9 @@ __global__ void __launch_bounds__(linear_most_warps(kSingle ? 1 : kTiles * 8) * 
   // `blocks`th: [block][sum].
   float* all_sums = reinterpret_cast<float*>(shared + warps * kStages * kLinearStageBytes);
   float* received = all_sums + args.group * warps * kSums;
+  // Behind them x of the tokens from the ninth on, by part.
+  const int owned = blocks == 1 ? 0 : (args.group * tiles + blocks - 1) / blocks * blocks * kSums;
+  uint4* more = reinterpret_cast<uint4*>(received + owned) + part * 256;
   const int piece = quad * 128 + (in_quad * 2 ^ quad) * 16;
   Vectors<kTiles, kSingle> x;
   int stage = 0;
@@ -291,7 +296,7 @@ __global__ void __launch_bounds__(linear_most_warps(kSingle ? 1 : kTiles * 8) * 
       if (args.passes > 1 || begin == first_turn) {
         char* staging = shared + (part * kStages + (stage == 0 ? kStages : stage) - 1) * kWeightBytes;
         x.load(args, k, lane, part, tile, staging, parts * kStages * kWeightBytes,
-               inverses[kSingle ? warp : part]);
+               inverses[kSingle ? warp : part], more);
       }
       float* mine = all_sums + (tile * parts + part) * kSums;
       for (int turn = 0; turn < turns; ++turn) {
@@ -341,7 +346,7 @@ __global__ void __launch_bounds__(linear_most_warps(kSingle ? 1 : kTiles * 8) * 
               }
 #pragma unroll
               for (int t = 0; t < kTiles; ++t) {
-                const uint4& b = x.words[t][unit * 4 + w];
+                const uint4 b = t == 0 ? x.words[unit * 4 + w] : more[(unit * 4 + w) * 32 + lane];
                 multiply_accumulate(products[t], a[0][0], a[1][0], a[0][1], a[1][1], b.x, b.y);
                 multiply_accumulate(products[t], a[0][2], a[1][2], a[0][3], a[1][3], b.z, b.w);
               }
