@@ -115,8 +115,8 @@ const char* fit(const Nvfp4LinearArgs& args, const Nvfp4LinearConfig& config, Fi
   if (config.parts * config.cluster >= slices + config.cluster) return "it splits K too often";
   fit->passes = static_cast<int>(ceil_div(slices, config.parts * config.cluster));
   fit->all_turns = static_cast<int>(ceil_div(ceil_div(args.features, 16), config.tiles));
-  const int queues = warps * config.stages * kLinearStageBytes +
-                     config.parts * linear_vector_bytes(args.tokens);
+  const int queues =
+      warps * config.stages * kLinearStageBytes + config.parts * linear_vector_bytes(args.tokens);
   // Every warp's sums of a turn, and what the block owns of the cluster's.
   const int sum = linear_sum_bytes(args.tokens);
   const int turn = warps * sum;

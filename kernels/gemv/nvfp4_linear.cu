@@ -235,8 +235,9 @@ template <int kTiles, bool kSingle, int kStages, bool kBoxes>
 __global__ void __launch_bounds__(linear_most_warps(kSingle ? 1 : kTiles * 8) * 32)
     nvfp4_linear(const __grid_constant__ Nvfp4LinearArgs args) {
   extern __shared__ __align__(1024) char shared[];
-  __shared__ __align__(8) float inverses[linear_most_warps(kSingle ? 1 : kTiles * 8)][kTiles * 8];  // by part (of one token: warp)
-  constexpr int kSums = kSingle ? 16 : kTiles * 128;              // of 16 rows, of a warp
+  __shared__ __align__(8) float inverses[linear_most_warps(kSingle ? 1 : kTiles * 8)]
+                                        [kTiles * 8];  // by part (of one token: warp)
+  constexpr int kSums = kSingle ? 16 : kTiles * 128;   // of 16 rows, of a warp
   const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be uniform
   const int warps = blockDim.x / 32;
@@ -263,17 +264,10 @@ __global__ void __launch_bounds__(linear_most_warps(kSingle ? 1 : kTiles * 8) * 
   grid_dependency_wait();
   grid_dependency_launch();
 
-  Filler<kStages, kBoxes> filler{args,
-                                 ring,
-                                 lane,
-                                 tiles * 16,
-                                 tile * 16,
-                                 first_slice,
-                                 first_turn,
-                                 first_turn,
-                                 min(first_turn + args.group, last_turn),
-                                 last_turn,
-                                 0};
+  Filler<kStages, kBoxes> filler{args,       ring,       lane,
+                                 tiles * 16, tile * 16,  first_slice,
+                                 first_turn, first_turn, min(first_turn + args.group, last_turn),
+                                 last_turn,  0};
 #pragma unroll
   for (int s = 0; s < kStages - 1; ++s) filler.fill(s);
 
@@ -294,7 +288,8 @@ __global__ void __launch_bounds__(linear_most_warps(kSingle ? 1 : kTiles * 8) * 
       const int k = (first_slice + pass * parts) * kLinearSlice;
       // The stage that is filled next is free until then.
       if (args.passes > 1 || begin == first_turn) {
-        char* staging = shared + (part * kStages + (stage == 0 ? kStages : stage) - 1) * kWeightBytes;
+        char* staging =
+            shared + (part * kStages + (stage == 0 ? kStages : stage) - 1) * kWeightBytes;
         x.load(args, k, lane, part, tile, staging, parts * kStages * kWeightBytes,
                inverses[kSingle ? warp : part], more);
       }
