@@ -81,7 +81,7 @@ __device__ __forceinline__ void part_sync(int part, int tiles) {
 // order of decode(). Of a single token (kSingle) those of two groups of 16 in every 128, if any.
 template <int kTiles, bool kSingle>
 struct Vectors {
-  uint4 words[8];
+  uint4 words[kTiles][8];
 
   // `values` as float16; what to multiply them by again.
   static __device__ __forceinline__ float scale(uint4& values) {
@@ -98,19 +98,20 @@ struct Vectors {
   // warps, and go through their staging, room for four tokens each and `pitch` bytes apart, to the
   // threads that want them. `inverses`: the part's, by token.
   __device__ __forceinline__ void load(const Nvfp4LinearArgs& args, int k, int lane, int part,
-                                       int tile, char* staging, int pitch, float* inverses,
-                                       uint4* more) {
+                                       int tile, char* staging, int pitch, float* inverses) {
     constexpr int kTokens = kSingle ? 1 : kTiles * 8;
     constexpr int kAtOnce = kSingle ? 1 : 8;  // of a warp
     const int tiles = kSingle ? 1 : args.tiles;
     const int quad = lane / 4, in_quad = lane % 4;
     const int first_tile = kSingle ? tile : 0;
-    const int own = tile;
     if (kSingle) tile = 0;
     part_sync(part, tiles);  // all have done with the last pass's inverses
     uint4* mine = reinterpret_cast<uint4*>(staging + (first_tile + tile) * pitch);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) words[i] = make_uint4(0, 0, 0, 0);
+    for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) words[t][i] = make_uint4(0, 0, 0, 0);
+    }
     for (int base = 0; base < min(kTokens, args.tokens); base += 8 * tiles) {
       uint4 values[kAtOnce];
 #pragma unroll
@@ -147,12 +148,8 @@ struct Vectors {
                 reinterpret_cast<const uint4*>(staging + (first_tile + slot / 4) * pitch);
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-              const uint4& place =
-                  places[slot % 4 * 32 + (in_quad * 8 + i ^ (in_quad * 2 + slot % 2))];
-              if (t > 0) {
-                if (own == 0) more[i * 32 + lane] = place;
-              } else if (!kSingle || quad == in_quad * 2 + i % 4 / 2) {
-                words[i] = place;
+              if (!kSingle || quad == in_quad * 2 + i % 4 / 2) {
+                words[t][i] = places[slot % 4 * 32 + (in_quad * 8 + i ^ (in_quad * 2 + slot % 2))];
               }
             }
           }
@@ -232,12 +229,12 @@ struct Filler {
 
 // kTiles tiles of 8 tokens, or a single token.
 template <int kTiles, bool kSingle, int kStages, bool kBoxes>
-__global__ void __launch_bounds__(linear_most_warps(kSingle ? 1 : kTiles * 8) * 32)
+__global__ void __launch_bounds__(kLinearMaxThreads)
     nvfp4_linear(const __grid_constant__ Nvfp4LinearArgs args) {
   extern __shared__ __align__(1024) char shared[];
-  __shared__ __align__(8) float inverses[linear_most_warps(kSingle ? 1 : kTiles * 8)]
-                                        [kTiles * 8];  // by part (of one token: warp)
-  constexpr int kSums = kSingle ? 16 : kTiles * 128;   // of 16 rows, of a warp
+  __shared__ __align__(
+      8) float inverses[kLinearMaxThreads / 32][kTiles * 8];  // by part (of one token: warp)
+  constexpr int kSums = kSingle ? 16 : kTiles * 128;          // of 16 rows, of a warp
   const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be uniform
   const int warps = blockDim.x / 32;
@@ -271,13 +268,11 @@ __global__ void __launch_bounds__(linear_most_warps(kSingle ? 1 : kTiles * 8) * 
 #pragma unroll
   for (int s = 0; s < kStages - 1; ++s) filler.fill(s);
 
-  // Every warp's: [turn of the group][tile][part][sum], then of 16 rows that the block owns, every
-  // `blocks`th: [block][sum].
-  float* all_sums = reinterpret_cast<float*>(shared + warps * kStages * kLinearStageBytes);
-  float* received = all_sums + args.group * warps * kSums;
-  // Behind them x of the tokens from the ninth on, by part.
-  const int owned = blocks == 1 ? 0 : (args.group * tiles + blocks - 1) / blocks * blocks * kSums;
-  uint4* more = reinterpret_cast<uint4*>(received + owned) + part * 256;
+  // Of 16 rows that the block owns, every `blocks`th: [block][part][sum], then what the warp keeps
+  // from pass to pass: [turn of the group][warp][sum].
+  float* received = reinterpret_cast<float*>(shared + warps * kStages * kLinearStageBytes);
+  const int of_strip = blocks * parts * kSums;
+  float* kept = received + (args.group * tiles + blocks - 1) / blocks * of_strip + warp * kSums;
   const int piece = quad * 128 + (in_quad * 2 ^ quad) * 16;
   Vectors<kTiles, kSingle> x;
   int stage = 0;
@@ -291,9 +286,11 @@ __global__ void __launch_bounds__(linear_most_warps(kSingle ? 1 : kTiles * 8) * 
         char* staging =
             shared + (part * kStages + (stage == 0 ? kStages : stage) - 1) * kWeightBytes;
         x.load(args, k, lane, part, tile, staging, parts * kStages * kWeightBytes,
-               inverses[kSingle ? warp : part], more);
+               inverses[kSingle ? warp : part]);
       }
-      float* mine = all_sums + (tile * parts + part) * kSums;
+      if (blocks > 1 && pass == args.passes - 1) {
+        cluster_wait();  // they run, and have done with what they received before
+      }
       for (int turn = 0; turn < turns; ++turn) {
         mbarrier_wait(ring.filled + stage, parity);
         if (!kBoxes) async_copy_wait<kStages - 2>();
@@ -341,7 +338,7 @@ __global__ void __launch_bounds__(linear_most_warps(kSingle ? 1 : kTiles * 8) * 
               }
 #pragma unroll
               for (int t = 0; t < kTiles; ++t) {
-                const uint4 b = t == 0 ? x.words[unit * 4 + w] : more[(unit * 4 + w) * 32 + lane];
+                const uint4& b = x.words[t][unit * 4 + w];
                 multiply_accumulate(products[t], a[0][0], a[1][0], a[0][1], a[1][1], b.x, b.y);
                 multiply_accumulate(products[t], a[0][2], a[1][2], a[0][3], a[1][3], b.z, b.w);
               }
@@ -356,98 +353,102 @@ __global__ void __launch_bounds__(linear_most_warps(kSingle ? 1 : kTiles * 8) * 
             }
           }
         }
+        const int strip = turn * tiles + tile;
+        float* mine = kept + turn * warps * kSums;
+        const int owner = strip & (blocks - 1);
+        float* theirs =
+            received + (strip >> blocks_shift) * of_strip + (rank * parts + part) * kSums;
+        const bool last = pass == args.passes - 1;
         if constexpr (kSingle) {
           // A row's sum is in four lanes; lanes 0 and 1 of these get this row's and that + 8's.
           const bool odd = in_quad % 2;
           float sum = odd ? single[1] : single[0];
           sum += __shfl_xor_sync(0xffffffffu, odd ? single[0] : single[1], 1);
           sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-          float& place = mine[in_quad * 8 + quad];
-          if (in_quad < 2) place = fmaf(sum, inverses[warp][0], pass == 0 ? 0.0f : place);
+          sum *= inverses[warp][0];
+          const int place = in_quad * 8 + quad;
+          if (in_quad < 2) {
+            if (pass > 0) sum += mine[place];
+            if (!last) {
+              mine[place] = sum;
+            } else {
+              store_remote(reinterpret_cast<uint32_t*>(theirs + place), owner,
+                           __float_as_uint(sum));
+            }
+          }
         } else {
 #pragma unroll
           for (int t = 0; t < kTiles; ++t) {
-            float4& place = reinterpret_cast<float4*>(mine)[t * 32 + lane];
+            const int place = t * 32 + lane;
             float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (pass > 0) sum = place;
+            if (pass > 0) sum = reinterpret_cast<float4*>(mine)[place];
             // What there is for columns behind the last token is not looked at.
             const auto inverse = reinterpret_cast<const float2*>(inverses[part])[t * 4 + in_quad];
             sum.x = fmaf(products[t][0], inverse.x, sum.x);
             sum.y = fmaf(products[t][1], inverse.y, sum.y);
             sum.z = fmaf(products[t][2], inverse.x, sum.z);
             sum.w = fmaf(products[t][3], inverse.y, sum.w);
-            place = sum;
+            if (!last) {
+              reinterpret_cast<float4*>(mine)[place] = sum;
+            } else if (blocks > 1) {
+              store_remote(reinterpret_cast<float4*>(theirs) + place, owner, sum);
+            } else {
+              reinterpret_cast<float4*>(theirs)[place] = sum;
+            }
           }
         }
-        mine += warps * kSums;
       }
     }
 
+    if (blocks > 1) {
+      cluster_arrive();
+      cluster_wait();
+    } else {
+      __syncthreads();
+    }
     const float factor = (args.global_scale != nullptr ? *args.global_scale : 1.0f) * 16384.0f;
-    // The sum numbered `index` of 16 rows.
-    const auto write = [&](int strip, int index, float sum) {
-      int row = index, token = 0;
-      if (!kSingle) {
-        row = index / 16 % 8 + index / 2 % 2 * 8;
-        token = index / 128 * 8 + index / 4 % 4 * 2 + index % 2;
-      }
-      const int feature = (begin * tiles + strip) * 16 + row;
+    const auto write = [&](int feature, int token, float sum) {
       if (feature >= args.features || token >= args.tokens) return;
       uint16_t bits;
       asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(sum * factor));
       args.out[static_cast<int64_t>(token) * args.features + feature] = bits;
     };
-    __syncthreads();
-    if (blocks > 1) cluster_wait();  // they run, and have done with what they received before
-    // A warp adds kWide fours of sums up, each group of kWide lanes those of some parts.
-    constexpr int kWide = kSingle ? 4 : 8;
-    constexpr int kItems = kSums / 4 / kWide;
     const int strips = turns * tiles;
-    for (int item = warp; item < strips * kItems; item += warps) {
-      const int strip = item / kItems;
-      const int four = item % kItems * kWide + lane % kWide;
-      const float4* from = reinterpret_cast<const float4*>(all_sums + strip * parts * kSums) + four;
-      float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 4
-      for (int p = lane / kWide; p < parts; p += 32 / kWide) {
-        const float4 v = from[p * (kSums / 4)];
-        sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
-      }
-#pragma unroll
-      for (int i = kWide; i < 32; i *= 2) {
-        sum.x += __shfl_xor_sync(0xffffffffu, sum.x, i);
-        sum.y += __shfl_xor_sync(0xffffffffu, sum.y, i);
-        sum.z += __shfl_xor_sync(0xffffffffu, sum.z, i);
-        sum.w += __shfl_xor_sync(0xffffffffu, sum.w, i);
-      }
-      const int which = lane / kWide;
-      if (which >= 4) continue;
-      const float one = which == 0 ? sum.x : which == 1 ? sum.y : which == 2 ? sum.z : sum.w;
-      const int index = four * 4 + which;
-      if (blocks == 1) {
-        write(strip, index, one);
-      } else {
-        float* theirs = received + ((strip >> blocks_shift) * blocks + rank) * kSums + index;
-        store_remote(reinterpret_cast<uint32_t*>(theirs), strip & (blocks - 1),
-                     __float_as_uint(one));
-      }
-    }
-    if (blocks == 1) {
-      __syncthreads();
-      continue;
-    }
-    cluster_arrive();
-    cluster_wait();
-    for (int i = threadIdx.x;; i += blockDim.x) {
-      const int strip = i / kSums * blocks + rank;
-      if (strip >= strips) break;
-      const float* from = received + i / kSums * blocks * kSums + i % kSums;
-      float sum = 0.0f;
+    for (int mine = warp; mine * blocks + rank < strips; mine += warps) {
+      const float* from = received + mine * of_strip;
+      const int feature = (begin * tiles + mine * blocks + rank) * 16 + quad;
+      if constexpr (kSingle) {
+        if (lane >= 16) break;
+        float sum = 0.0f;
 #pragma unroll 8
-      for (int b = 0; b < blocks; ++b) sum += from[b * kSums];
-      write(strip, i % kSums, sum);
+        for (int j = 0; j < blocks * parts; ++j) sum += from[j * kSums + lane];
+        write(feature - quad + lane, 0, sum);
+      } else {
+        float4 sums[kTiles] = {};
+#pragma unroll 4
+        for (int j = 0; j < blocks * parts; ++j) {
+#pragma unroll
+          for (int t = 0; t < kTiles; ++t) {
+            const float4 v = reinterpret_cast<const float4*>(from + j * kSums)[t * 32 + lane];
+            sums[t].x += v.x, sums[t].y += v.y, sums[t].z += v.z, sums[t].w += v.w;
+          }
+        }
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+          const int token = t * 8 + in_quad * 2;
+          write(feature, token, sums[t].x);
+          write(feature, token + 1, sums[t].y);
+          write(feature + 8, token, sums[t].z);
+          write(feature + 8, token + 1, sums[t].w);
+        }
+      }
     }
-    if (begin + args.group < last_turn) cluster_arrive();
+    if (begin + args.group >= last_turn) break;
+    if (blocks > 1) {
+      cluster_arrive();
+    } else {
+      __syncthreads();
+    }
   }
 }
 

@@ -32,6 +32,7 @@ struct Nvfp4LinearArgs {
 };
 
 inline constexpr int kLinearMaxTokens = 16;
+inline constexpr int kLinearMaxThreads = 512;        // a block: there are 128 registers for each
 inline constexpr int kLinearMaxShared = 226 * 1024;  // of 227 KiB
 
 inline constexpr int kLinearSlice = 256;  // values of K of which a warp keeps x
@@ -39,12 +40,6 @@ inline constexpr int kLinearSlice = 256;  // values of K of which a warp keeps x
 // Shared memory of one stage of one warp: 16 rows of weights and of scales, and the barrier that
 // says that they have come, with room for the next array's alignment.
 inline constexpr int kLinearStageBytes = 16 * (kLinearSlice / 2 + kLinearSlice / 16 + 1);
-
-// Warps of a multiprocessor, and of a block: there are 64 or 96 registers for each thread.
-constexpr int linear_most_warps(int tokens) { return tokens == 1 ? 32 : 20; }
-
-// Of x in shared memory: of a part of a block.
-constexpr int linear_vector_bytes(int tokens) { return tokens <= 8 ? 0 : 4096; }
 
 // Of the sums of 16 rows that a warp has, for that many tokens.
 constexpr int linear_sum_bytes(int tokens) { return tokens == 1 ? 64 : tokens <= 8 ? 512 : 1024; }

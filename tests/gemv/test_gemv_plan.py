@@ -185,7 +185,7 @@ def test_linear_sizes(tokens):
             assert got["rows"] % (warps // got["parts"] * 16) == 0
             assert got["grid"] // got["cluster"] * got["rows"] >= features
             assert got["cluster"] * got["parts"] * got["passes"] * 256 >= k
-            assert got["block"] <= 1024
+            assert got["block"] <= 512
             assert got["dynamic_smem"] <= 226 * 1024 and got["cluster"] in (1, 2, 4, 8)
 
 
@@ -281,7 +281,7 @@ def against_the_best(sweep):
 
 @pytest.mark.parametrize("sweep", SWEEPS["sweeps"], ids=lambda s: f"T{s['T']}-{s['N']}x{s['K']}")
 def test_linear_choice_was_measured_to_be_fast(sweep):
-    assert against_the_best(sweep) <= 1.05
+    assert against_the_best(sweep) <= 1.07
 
 
 def test_linear_choices_are_near_the_best_all_together():
