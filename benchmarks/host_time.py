@@ -4,8 +4,9 @@
 
 python benchmarks/host_time.py [--out FILE]
 
-Each row is a median over samples of 400 calls; the GPU's queue never fills. "no launch" is the same
-call with a driver whose cuLaunchKernelEx does nothing: what is left is ours.
+Each row is a median over samples of 400 calls, in rounds through all rows; the GPU's queue never
+fills. "no launch" is the same call with a driver whose cuLaunchKernelEx does nothing: what is left
+is ours.
 """
 
 import argparse
@@ -17,6 +18,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+ROUNDS = 5
 
 # The real driver, but for its launch.
 _DRIVER = "int cuLaunchKernelEx(void) { return 0; }"
@@ -41,32 +44,38 @@ def rows(op):
     import tiercel
     from tiercel import _C
 
+    def normal(*shape):
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+    registered = torch.ops.tiercel
     if op == "topk_softmax":
-        scores = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16)
-        out = tiercel.topk_softmax(scores, 8)
-        registered = torch.ops.tiercel.topk_softmax
+        scores = normal(64, 128)
+        weights, indices = out = tiercel.topk_softmax(scores, 8)
         return [
-            ("C only", functools.partial(_C.topk_softmax, scores, *out, True, False)),
-            ("out=", functools.partial(tiercel.topk_softmax, scores, 8, out=out)),
-            ("allocating", functools.partial(tiercel.topk_softmax, scores, 8)),
-            ("registered", functools.partial(registered, scores, 8)),
-            (
-                "registered, out",
-                functools.partial(torch.ops.tiercel.topk_softmax_out, scores, *out),
-            ),
-            ("torch.topk", functools.partial(torch.topk, scores, 8)),
+            ("C only", lambda: _C.topk_softmax(scores, weights, indices, True, False)),
+            ("out=", lambda: tiercel.topk_softmax(scores, 8, out=out)),
+            ("allocating", lambda: tiercel.topk_softmax(scores, 8)),
+            ("registered", lambda: registered.topk_softmax(scores, 8)),
+            ("registered, out", lambda: registered.topk_softmax_out(scores, weights, indices)),
+            ("torch.topk", lambda: torch.topk(scores, 8)),
         ]
-    x, w, b = (
-        torch.randn(*s, device="cuda", dtype=torch.bfloat16)
-        for s in ((64, 128), (128, 128), (128,))
-    )
-    out = tiercel.linear_act(x, w, b)
+    if op == "linear_act":
+        x, w, b = normal(64, 128), normal(128, 128), normal(128)
+        out = tiercel.linear_act(x, w, b)
+        return [
+            ("C only", lambda: _C.linear_act(x, w, b, out, 3)),
+            ("out=", lambda: tiercel.linear_act(x, w, b, out=out)),
+            ("allocating", lambda: tiercel.linear_act(x, w, b)),
+            ("registered", lambda: registered.linear_act(x, w, b)),
+            ("torch linear", lambda: torch.nn.functional.linear(x, w, b)),
+        ]
+    x, weight = normal(64, 128), normal(128)
+    out = torch.empty_like(x)
     return [
-        ("C only", functools.partial(_C.linear_act, x, w, b, out, 3)),
-        ("out=", functools.partial(tiercel.linear_act, x, w, b, out=out)),
-        ("allocating", functools.partial(tiercel.linear_act, x, w, b)),
-        ("registered", functools.partial(torch.ops.tiercel.linear_act, x, w, b)),
-        ("torch linear", functools.partial(torch.nn.functional.linear, x, w, b)),
+        ("silu_and_mul(x, up, out=)", lambda: tiercel.silu_and_mul(x, x, out=out)),
+        ("rms_norm(x, weight, out=)", lambda: tiercel.rms_norm(x, weight, out=out)),
+        ("layer_norm(x, weight, out=)", lambda: tiercel.layer_norm(x, weight, out=out)),
+        ("softmax_online(x, out=)", lambda: tiercel.softmax_online(x, out=out)),
     ]
 
 
@@ -95,16 +104,21 @@ def measure(fake_driver):
     from tiercel.bench.timing import CudaClock
 
     clock, found = CudaClock(), {}
-    groups = {"topk_softmax": rows("topk_softmax"), "linear_act": rows("linear_act")}
+    groups = {op: rows(op) for op in ("topk_softmax", "linear_act", "others")}
     if not fake_driver:
         groups["parts"] = parts()
-    for group, calls in groups.items():
-        for what, call in calls:
-            if fake_driver and what.startswith("torch"):
-                continue
-            call()
-            found[f"{group}: {what}"] = statistics.median(clock.host(call, 25)) * 1e3
-    return found
+    calls = {
+        f"{group}: {what}": call
+        for group, named in groups.items()
+        for what, call in named
+        if not (fake_driver and what.startswith("torch"))
+    }
+    for number in range(ROUNDS + 1):  # the first one wakes the GPU up
+        for what, call in calls.items():
+            taken = clock.host(call, 5)
+            if number > 0:
+                found.setdefault(what, []).extend(taken)
+    return {what: statistics.median(taken) * 1e3 for what, taken in found.items()}
 
 
 def main():

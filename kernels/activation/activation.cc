@@ -66,7 +66,7 @@ struct Operand {
 // Fills in everything but the kernel. Operands with a null view are left alone.
 template <int kCount>
 Status lay_out(const char* op, int64_t columns, Operand (&operands)[kCount], DType dtype,
-               ActivationArgs* args, ActivationPlan* plan) {
+               bool may_shift, ActivationArgs* args, ActivationPlan* plan) {
   const int64_t element = dtype_bytes(dtype);
   int64_t rows = 1;
   bool flat = true;
@@ -88,11 +88,15 @@ Status lay_out(const char* op, int64_t columns, Operand (&operands)[kCount], DTy
     const int64_t bytes = dtype_bytes(operand.view->dtype);
     operand.rows->data = static_cast<char*>(operand.view->data) + operand.offset * bytes;
     operand.rows->row_stride = rows == 1 ? 0 : operand.matrix.row_stride * bytes;
+    operand.rows->end =
+        operand.rows->data + (rows - 1) * operand.rows->row_stride + columns * bytes;
     const uint64_t bits = reinterpret_cast<uintptr_t>(operand.rows->data) |
                           static_cast<uint64_t>(operand.rows->row_stride);
     aligned &= bits % static_cast<uint64_t>(per_vector * bytes) == 0;
   }
-  const int64_t row_vectors = (columns + per_vector - 1) / per_vector;
+  // A row that begins inside a vector may have part of one more.
+  const int64_t before = may_shift && !aligned && columns > 0 ? per_vector - 1 : 0;
+  const int64_t row_vectors = (before + columns + per_vector - 1) / per_vector;
   if (rows > 0 && row_vectors > 0 && row_vectors > (INT64_C(0xfff00000)) / rows) {
     return Status::Unimplemented(std::string(op) + ": too many elements for one launch, got " +
                                  std::to_string(rows) + " rows of " + std::to_string(columns));
@@ -118,19 +122,27 @@ struct Choice {
 constexpr uint32_t kFewVectors = 132 * 2048;
 
 Choice choose(ActivationFunction function, bool gated, bool backward, DType dtype, DType out_dtype,
-              uint32_t vectors) {
+              ActivationArgs* args) {
   int count = 0;
   const ActivationKernel* kernels =
       backward ? activation_backward_kernels(&count) : activation_forward_kernels(&count);
-  const unsigned many = backward ? kActivationBackwardThreads : kActivationForwardThreads;
-  const unsigned block = vectors <= kFewVectors ? kActivationFewThreads : many;
+  const bool shifted = gated && !backward && !args->aligned;
+  const bool few = args->vectors <= kFewVectors;
+  args->of_thread = backward || shifted || few ? 1 : activation_forward_vectors(gated);
+  const unsigned many = backward  ? kActivationBackwardThreads
+                        : shifted ? kActivationShiftedThreads
+                        : gated   ? kActivationForwardThreads
+                                  : kActivationPlainThreads;
+  const unsigned block = few ? kActivationFewThreads : many;
+  const unsigned of_block = block * args->of_thread;
   for (int i = 0; i < count; ++i) {
     const ActivationKernel& kernel = kernels[i];
     if (kernel.function != function || kernel.gated != gated || kernel.dtype != dtype ||
-        kernel.out_dtype != out_dtype) {
+        kernel.out_dtype != out_dtype || kernel.shifted != shifted) {
       continue;
     }
-    return {&kernel, block, static_cast<unsigned>((uint64_t{vectors} + block - 1) / block)};
+    return {&kernel, block,
+            static_cast<unsigned>((uint64_t{args->vectors} + of_block - 1) / of_block)};
   }
   return {};  // not reached: the tables cover all that the checks let through
 }
@@ -172,8 +184,8 @@ Status prepare(const ActivationCall& call, ActivationArgs* args, Choice* choice,
   Operand operands[] = {{&x, &args->x, 0, {}},
                         {packed ? &x : call.up, &args->up, packed ? columns : 0, {}},
                         {&out, &args->out, 0, {}}};
-  TIERCEL_RETURN_IF_ERROR(lay_out(op, columns, operands, x.dtype, args, plan));
-  *choice = choose(call.function, call.gated, false, x.dtype, out.dtype, args->vectors);
+  TIERCEL_RETURN_IF_ERROR(lay_out(op, columns, operands, x.dtype, call.gated, args, plan));
+  *choice = choose(call.function, call.gated, false, x.dtype, out.dtype, args);
   finish_plan(*choice, *args, plan);
   return Status();
 }
@@ -208,8 +220,8 @@ Status prepare(const ActivationBackwardCall& call, ActivationArgs* args, Choice*
                         {packed ? &x : call.up, &args->up, second, {}},
                         {call.x_grad, &args->out, 0, {}},
                         {packed ? call.x_grad : call.up_grad, &args->up_grad, second, {}}};
-  TIERCEL_RETURN_IF_ERROR(lay_out(op, columns, operands, x.dtype, args, plan));
-  *choice = choose(call.function, call.gated, true, x.dtype, x.dtype, args->vectors);
+  TIERCEL_RETURN_IF_ERROR(lay_out(op, columns, operands, x.dtype, false, args, plan));
+  *choice = choose(call.function, call.gated, true, x.dtype, x.dtype, args);
   finish_plan(*choice, *args, plan);
   return Status();
 }

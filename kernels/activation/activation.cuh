@@ -60,14 +60,23 @@ __global__ void __launch_bounds__(kActivationForwardThreads, 2048 / kActivationF
     activation_forward(const __grid_constant__ ActivationArgs args) {
   constexpr int kPerVector = kActivationVectorBytes / Format::kBytes;
   constexpr int kOutWords = kPerVector * OutFormat::kBytes / 4;
+  constexpr int kVectors = activation_forward_vectors(kGated);
   constexpr bool kScaled = OutFormat::kBytes == 1;
-  const VectorPlace<kPerVector> place(args, blockIdx.x * blockDim.x + threadIdx.x);
+  const uint32_t of_thread = kVectors == 1 ? 1 : args.of_thread;
+  const uint32_t first = blockIdx.x * blockDim.x * of_thread + threadIdx.x;
+  const auto place_of = [&](uint32_t v) {
+    return VectorPlace<kPerVector>(args, first + v * blockDim.x);
+  };
   grid_dependency_wait();
 
-  uint32_t x[4], up[4];
-  if (place.whole) {
-    load_stream(x, place.template in<Format>(args.x));
-    if (kGated) load_stream(up, place.template in<Format>(args.up));
+  uint32_t x[kVectors][4], up[kVectors][4];
+#pragma unroll
+  for (uint32_t v = 0; v < kVectors; ++v) {
+    if (v >= of_thread) break;
+    const VectorPlace<kPerVector> place = place_of(v);
+    if (!place.whole) continue;
+    load_stream(x[v], place.template in<Format>(args.x));
+    if (kGated) load_stream(up[v], place.template in<Format>(args.up));
   }
   const float inverse = kScaled ? 1.0f / *args.scale : 1.0f;
   grid_dependency_launch();
@@ -76,23 +85,28 @@ __global__ void __launch_bounds__(kActivationForwardThreads, 2048 / kActivationF
     if (kGated) value *= up;
     return kScaled ? value * inverse : value;
   };
-  if (place.whole) {
-    float values[kPerVector], factors[kPerVector];
-    unpack<Format>(x, values);
-    if (kGated) unpack<Format>(up, factors);
 #pragma unroll
-    for (int i = 0; i < kPerVector; ++i) values[i] = compute(values[i], factors[i]);
-    uint32_t out[kOutWords];
-    pack<OutFormat>(values, out);
-    store_vector(place.template in<OutFormat>(args.out), out);
-    return;
-  }
+  for (uint32_t v = 0; v < kVectors; ++v) {
+    if (v >= of_thread) break;
+    const VectorPlace<kPerVector> place = place_of(v);
+    if (place.whole) {
+      float values[kPerVector], factors[kPerVector];
+      unpack<Format>(x[v], values);
+      if (kGated) unpack<Format>(up[v], factors);
+#pragma unroll
+      for (int i = 0; i < kPerVector; ++i) values[i] = compute(values[i], factors[i]);
+      uint32_t out[kOutWords];
+      pack<OutFormat>(values, out);
+      store_vector(place.template in<OutFormat>(args.out), out);
+      continue;
+    }
 #pragma unroll 1
-  for (int i = 0; i < place.count(args); ++i) {
-    const float value = load_element<Format>(place.template in<Format>(args.x, i));
-    const float factor =
-        kGated ? load_element<Format>(place.template in<Format>(args.up, i)) : 1.0f;
-    store_element<OutFormat>(place.template in<OutFormat>(args.out, i), compute(value, factor));
+    for (int i = 0; i < place.count(args); ++i) {
+      const float value = load_element<Format>(place.template in<Format>(args.x, i));
+      const float factor =
+          kGated ? load_element<Format>(place.template in<Format>(args.up, i)) : 1.0f;
+      store_element<OutFormat>(place.template in<OutFormat>(args.out, i), compute(value, factor));
+    }
   }
 }
 

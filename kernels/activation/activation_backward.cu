@@ -10,7 +10,7 @@ namespace {
    DType::k##type,                                                           \
    DType::k##type,                                                           \
    gated,                                                                    \
-   true,                                                                     \
+   false,                                                                    \
    Kernel("activation_backward<" #function ", " #type ", gated=" #gated ">", \
           reinterpret_cast<const void*>(                                     \
               activation_backward<function<type::kBytes == 4>, type, gated>))}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The forward kernels, by function, dtype, result's dtype and form.
-#include "kernels/activation/activation.cuh"
+#include "kernels/activation/activation_shifted.cuh"
 
 namespace tiercel {
 namespace {
@@ -14,8 +14,18 @@ namespace {
    Kernel("activation_forward<" #function ", " #type ", " #out ", gated=" #gated ">", \
           reinterpret_cast<const void*>(                                              \
               activation_forward<function<type::kBytes == 4>, type, out, gated>))}
-#define TIERCEL_FORMS(function, type, out) \
-  TIERCEL_KERNEL(function, type, out, true), TIERCEL_KERNEL(function, type, out, false)
+#define TIERCEL_SHIFTED(function, type, out)                                \
+  {ActivationFunction::k##function,                                         \
+   DType::k##type,                                                          \
+   DType::k##out,                                                           \
+   true,                                                                    \
+   true,                                                                    \
+   Kernel("activation_forward_shifted<" #function ", " #type ", " #out ">", \
+          reinterpret_cast<const void*>(                                    \
+              activation_forward_shifted<function<type::kBytes == 4>, type, out>))}
+#define TIERCEL_FORMS(function, type, out)                                               \
+  TIERCEL_KERNEL(function, type, out, true), TIERCEL_KERNEL(function, type, out, false), \
+      TIERCEL_SHIFTED(function, type, out)
 #define TIERCEL_TYPES(function)                                                                \
   TIERCEL_FORMS(function, Float32, Float32), TIERCEL_FORMS(function, BFloat16, BFloat16),      \
       TIERCEL_FORMS(function, Float16, Float16), TIERCEL_FORMS(function, Float32, Float8E4M3), \

@@ -14,6 +14,7 @@ namespace tiercel {
 // One matrix with equally distant rows; elements of a row are neighbours.
 struct ActivationRows {
   char* data;
+  char* end;           // behind the last element
   int64_t row_stride;  // bytes
 };
 
@@ -26,6 +27,7 @@ struct ActivationArgs {
   const float* scale;      // float8 results
   int64_t columns;
   uint32_t vectors;          // of 16 bytes, all rows
+  uint32_t of_thread;        // of them
   uint32_t row_vectors;      // of a row, the last one possibly in part
   uint32_t row_vectors_inv;  // floor(2^32 / row_vectors)
   bool aligned;              // every row of every matrix starts at a multiple of its vector
@@ -36,7 +38,7 @@ struct ActivationKernel {
   DType dtype;
   DType out_dtype;
   bool gated;
-  bool backward;
+  bool shifted;  // rows at any distance from a multiple of 16 bytes
   Kernel kernel;
 };
 
@@ -44,8 +46,13 @@ inline constexpr int kActivationVectorBytes = 16;
 // Threads of a block where vectors are many (measured on an H200), and where they are few: these
 // are on more multiprocessors.
 inline constexpr unsigned kActivationForwardThreads = 1024;
+inline constexpr unsigned kActivationPlainThreads = 128;
+inline constexpr unsigned kActivationShiftedThreads = 256;
 inline constexpr unsigned kActivationBackwardThreads = 256;
 inline constexpr unsigned kActivationFewThreads = 128;
+// A thread's vectors, at most: where it reads one matrix only, that is too little on the way with
+// one.
+constexpr unsigned activation_forward_vectors(bool gated) { return gated ? 1 : 2; }
 
 const ActivationKernel* activation_forward_kernels(int* count);
 const ActivationKernel* activation_backward_kernels(int* count);

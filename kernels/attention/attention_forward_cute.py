@@ -84,6 +84,7 @@ class AttentionForward(AttentionSteps):
         k_ring = ring(storage.k_barriers, self.stages, self.tile_n * self.d)
         values, columns = self.value_tile()
         v_ring = ring(storage.v_barriers, self.stages, values * columns)
+        self.prepare(storage)
         pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
         cute.arch.griddepcontrol_wait()
@@ -118,7 +119,8 @@ class AttentionForward(AttentionSteps):
                     q_hidden, k_hidden = self.hidden(queries), self.hidden(keys)
                     to_q, from_q = self.tma_places(tma_q, sq, q_tile, q_extents, q_hidden)
                     to_k, from_k = self.tma_places(tma_k, sk, k_tile, k_extents, k_hidden)
-                    to_v, from_v = self.tma_places(tma_v, sv, v_tile, v_extents, k_hidden)
+                    to_v, from_v = self.value_places(tma_v, sv, v_tile, v_extents, k_hidden)
+                    v_at = self.value_start(entry, keys, k_at, batch)
                     k_ring.producer_acquire(k_write)
                     cute.copy(
                         tma_k,
@@ -148,7 +150,7 @@ class AttentionForward(AttentionSteps):
                         v_ring.producer_acquire(v_write)
                         cute.copy(
                             tma_v,
-                            from_v[None, self.value_place(block, kv_head, k_at)],
+                            from_v[None, self.value_place(block, kv_head, v_at)],
                             to_v[None, v_write.index],
                             tma_bar_ptr=v_ring.producer_get_barrier(v_write),
                         )
@@ -156,7 +158,7 @@ class AttentionForward(AttentionSteps):
                     v_ring.producer_acquire(v_write)
                     cute.copy(
                         tma_v,
-                        from_v[None, self.value_place(low, kv_head, k_at)],
+                        from_v[None, self.value_place(low, kv_head, v_at)],
                         to_v[None, v_write.index],
                         tma_bar_ptr=v_ring.producer_get_barrier(v_write),
                     )
@@ -174,7 +176,7 @@ class AttentionForward(AttentionSteps):
             rk = mma_qk.make_fragment_B(qk_part.partition_B(sk))
             rv = mma_pv.make_fragment_B(pv_part.partition_B(self.value_columns(sv)))
             s = cute.make_rmem_tensor(mma_qk.partition_shape_C((self.tile_m, self.tile_n)), Float32)
-            sums = self.make_sums(mma_pv.partition_shape_C((self.tile_m, self.d)))
+            sums = self.make_sums(mma_pv.partition_shape_C((self.tile_m, self.d + self.counted)))
             p = mma_pv.make_fragment_A(mma_pv.partition_shape_A((self.tile_m, self.tile_n)))
             row_max = cute.make_rmem_tensor(2, Float32)
             row_sum = cute.make_rmem_tensor(2, Float32)
@@ -227,6 +229,7 @@ class AttentionForward(AttentionSteps):
                 self.hide(s, (last - 1) * self.tile_n + my_column, own, keys, left, right)
             self.soften(s, rows, scale_log2, True, True)
             self.to_operand(s, p)
+            self.count(s, rows, lse, True)
 
             for turn in cutlass.range(mine, unroll=1):
                 at_row = row * self.tile_m + my_row
@@ -250,8 +253,10 @@ class AttentionForward(AttentionSteps):
                             if const_expr(masked):
                                 column = (end - 1 - step) * self.tile_n + my_column
                                 self.hide(s, column, at_row + offset, keys, left, right)
-                            self.soften(s, rows, scale_log2, False, masked)
-                            self.finish(s, sums, p, rescale, v_read, v_ring, batch)
+                            self.absorb(
+                                *(s, sums, p, rows, scale_log2, masked),
+                                *(v_read, v_ring, lse, batch),
+                            )
                             k_read.advance()
                             v_read.advance()
                 q_ring.consumer_release(q_read)
@@ -307,6 +312,8 @@ class AttentionForward(AttentionSteps):
                 v_ring.consumer_release(v_read)
                 v_read.advance()
                 self.to_operand(s, p)
+                self.count(s, rows, lse, True)
+                self.normalize(sums, rescale, gain)
                 values = cute.size(piece)
                 from_so, to_o = self.tma_places(
                     *(tma_o, so, (ROWS, PIECE), ((seq_q, self.d), heads, batch)),

@@ -12,7 +12,6 @@
 namespace tiercel {
 namespace {
 
-constexpr char kOp[] = "attention";
 constexpr int64_t kMaxHeadDimension = 128;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -22,12 +21,12 @@ bool is_one(const TensorView& scale) {
   return std::all_of(scale.shape, scale.shape + scale.ndim, [](int64_t n) { return n == 1; });
 }
 
-Status check_descale(const char* name, const TensorView* scale, const TensorView& q, int64_t batch,
-                     int64_t kv_heads) {
+Status check_descale(const char* op, const char* name, const TensorView* scale, const TensorView& q,
+                     int64_t batch, int64_t kv_heads) {
   if (scale == nullptr) return Status();
-  const Argument argument{kOp, name, *scale};
+  const Argument argument{op, name, *scale};
   TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {DType::kFloat32}));
-  TIERCEL_RETURN_IF_ERROR(check_same_device(argument, Argument{kOp, "q", q}));
+  TIERCEL_RETURN_IF_ERROR(check_same_device(argument, Argument{op, "q", q}));
   TIERCEL_RETURN_IF_ERROR(check_cuda(argument));
   const int64_t* shape = scale->shape;
   const bool per_head = scale->ndim == 1 && shape[0] == kv_heads;
@@ -39,26 +38,40 @@ Status check_descale(const char* name, const TensorView* scale, const TensorView
                                           shape_text(shape, scale->ndim)));
 }
 
+// Of packed sequences, no fewer than their tiles have.
+int64_t packed_keys(const AttentionFp8Call& call) {
+  return call.k->shape[0] + call.starts_k->shape[0] * kAttentionFp8Keys;
+}
+
 Status check(const AttentionFp8Call& call, const AttentionOptions& options,
              AttentionProblem* problem) {
   const TensorView& q = *call.q;
-  TIERCEL_RETURN_IF_ERROR(check_attention(kOp, q, *call.k, *call.v, *call.out, call.lse, options,
-                                          problem, AttentionElements::kFp8));
+  const char* op = call.op();
+  constexpr AttentionElements kElements = AttentionElements::kFp8;
+  TIERCEL_RETURN_IF_ERROR(
+      call.starts_q == nullptr
+          ? check_attention(op, q, *call.k, *call.v, *call.out, call.lse, options, problem,
+                            kElements)
+          : check_attention_varlen({&q, call.k, call.v, call.out, call.lse, call.starts_q,
+                                    call.starts_k, call.max_q, call.max_k},
+                                   options, problem, kElements));
   const int64_t batch = problem->batch, kv_heads = problem->kv_heads;
-  TIERCEL_RETURN_IF_ERROR(check_descale("q_descale", call.q_descale, q, batch, kv_heads));
-  TIERCEL_RETURN_IF_ERROR(check_descale("k_descale", call.k_descale, q, batch, kv_heads));
-  TIERCEL_RETURN_IF_ERROR(check_descale("v_descale", call.v_descale, q, batch, kv_heads));
+  TIERCEL_RETURN_IF_ERROR(check_descale(op, "q_descale", call.q_descale, q, batch, kv_heads));
+  TIERCEL_RETURN_IF_ERROR(check_descale(op, "k_descale", call.k_descale, q, batch, kv_heads));
+  TIERCEL_RETURN_IF_ERROR(check_descale(op, "v_descale", call.v_descale, q, batch, kv_heads));
   if (problem->d % 16 != 0 || problem->d > kMaxHeadDimension) {
     return Status::Unimplemented(
-        mismatch(Argument{kOp, "q", q},
+        mismatch(Argument{op, "q", q},
                  "have a head dimension that is a multiple of 16 up to 128 for the precompiled "
                  "kernels of float8_e4m3fn",
                  std::to_string(problem->d)));
   }
-  // Blocks of keys are counted in 32 bits.
-  if (!problem->empty() &&
-      ceil_div(problem->seq_k, kAttentionFp8Keys) > (int64_t{1} << 30) / (batch * kv_heads)) {
-    return Status::Unimplemented(mismatch(Argument{kOp, "k", *call.k},
+  // Blocks of keys are counted in 32 bits, and columns of packed values.
+  constexpr int64_t kMaxBlocks = int64_t{1} << 30, kMaxPackedKeys = int64_t{1} << 29;
+  const bool many = !problem->empty() &&
+                    ceil_div(problem->seq_k, kAttentionFp8Keys) > kMaxBlocks / (batch * kv_heads);
+  if (many || (problem->packed && packed_keys(call) > kMaxPackedKeys)) {
+    return Status::Unimplemented(mismatch(Argument{op, "k", *call.k},
                                           "have fewer than 2^30 blocks of 128 keys",
                                           "shape " + shape_text(call.k->shape, call.k->ndim)));
   }
@@ -83,14 +96,14 @@ bool better(const AttentionFp8Variant& a, const AttentionFp8Variant& b, int64_t 
   return seq_q <= kShort ? a.tile_m < b.tile_m : a.tile_m > b.tile_m;
 }
 
-Choice choose(const AttentionProblem& problem, int multiprocessors) {
+Choice choose(const AttentionFp8Call& call, const AttentionProblem& problem, int multiprocessors) {
   Choice choice;
   int count = 0;
   const AttentionFp8Kernel* kernels = attention_fp8_kernels(&count);
   for (int i = 0; i < count; ++i) {
     const AttentionFp8Variant& variant = kernels[i].variant;
     if (variant.mask == problem.mask && variant.capped == problem.capped &&
-        variant.max_d >= problem.d &&
+        variant.packed == problem.packed && variant.max_d >= problem.d &&
         (choice.kernel == nullptr || better(variant, choice.kernel->variant, problem.seq_q))) {
       choice.kernel = &kernels[i];
     }
@@ -103,9 +116,12 @@ Choice choose(const AttentionProblem& problem, int multiprocessors) {
   const AttentionFp8Variant& variant = choice.kernel->variant;
   const int64_t k_tiles = ceil_div(problem.seq_k, variant.tile_n);
   choice.blocks = static_cast<int>(ceil_div(k_tiles * variant.tile_n, kAttentionFp8Keys));
-  choice.columns = k_tiles * variant.tile_columns;
   choice.factors = round_up(pairs * 2 * static_cast<int64_t>(sizeof(float)), 128);
-  choice.workspace = choice.factors + pairs * problem.d * choice.columns;
+  const int64_t tiles_of_row =
+      problem.packed ? call.k->shape[0] / variant.tile_n + problem.batch : k_tiles;
+  choice.columns = tiles_of_row * variant.tile_columns;
+  const int64_t rows = (problem.packed ? problem.kv_heads : pairs) * problem.d;
+  choice.workspace = choice.factors + rows * choice.columns;
   return choice;
 }
 
@@ -117,6 +133,30 @@ AttentionFp8Scale scale_of(const TensorView* scale) {
   return {data, scale->strides[0], scale->strides[1]};
 }
 
+// `Rows` is how the maps see q, k and out. Transposed values are [batch, heads, d, columns], of
+// packed sequences a batch of one.
+template <typename Rows>
+Status encode_maps(const AttentionFp8Call& call, const AttentionProblem& problem,
+                   const Choice& choice, void* values, CUtensorMap (&maps)[4]) {
+  const int64_t head = problem.d * choice.columns;
+  const int64_t shape[] = {problem.packed ? 1 : problem.batch, problem.kv_heads, problem.d,
+                           choice.columns};
+  const int64_t strides[] = {problem.kv_heads * head, head, choice.columns, 1};
+  TensorView transposed = *call.v;
+  transposed.data = values;
+  transposed.ndim = 4;
+  transposed.shape = shape;
+  transposed.strides = strides;
+  const Rows q(*call.q), k(*call.k), out(*call.out);
+  const TensorView views[] = {q.view, k.view, transposed, out.view};
+  constexpr const char* kNames[] = {"q", "k", "workspace", "out"};
+  for (int i = 0; i < 4; ++i) {
+    TIERCEL_RETURN_IF_ERROR(
+        encode_tensor_map(choice.kernel->maps[i], views[i], call.op(), kNames[i], &maps[i]));
+  }
+  return Status();
+}
+
 }  // namespace
 
 Status attention_fp8_plan(const AttentionFp8Call& call, const AttentionOptions& options,
@@ -125,7 +165,7 @@ Status attention_fp8_plan(const AttentionFp8Call& call, const AttentionOptions& 
   TIERCEL_RETURN_IF_ERROR(check(call, options, &problem));
   *plan = {{"none", 0, 0, 0, 0, 0, 0}, 0};
   if (problem.empty()) return Status();
-  const Choice choice = choose(problem, multiprocessors);
+  const Choice choice = choose(call, problem, multiprocessors);
   const AttentionFp8Kernel& kernel = *choice.kernel;
   *plan = {{kernel.kernel.name(), kernel.variant.tile_m, kernel.variant.tile_n, choice.band,
             choice.grid, kernel.block, kernel.dynamic_smem},
@@ -141,22 +181,26 @@ Status attention_fp8(const AttentionFp8Call& call, const AttentionOptions& optio
   const int device = q.device_index;
   int multiprocessors = 0;
   TIERCEL_RETURN_IF_ERROR(multiprocessor_count(device, &multiprocessors));
-  const Choice choice = choose(problem, multiprocessors);
+  const Choice choice = choose(call, problem, multiprocessors);
   const AttentionFp8Kernel& kernel = *choice.kernel;
-  const Argument workspace{kOp, "workspace", *call.workspace};
+  const char* op = call.op();
+  const Argument workspace{op, "workspace", *call.workspace};
   TIERCEL_RETURN_IF_ERROR(check_dtype(workspace, {DType::kUInt8}));
   TIERCEL_RETURN_IF_ERROR(check_shape(workspace, {choice.workspace}, "what the plan says"));
-  TIERCEL_RETURN_IF_ERROR(check_same_device(workspace, Argument{kOp, "q", q}));
+  TIERCEL_RETURN_IF_ERROR(check_same_device(workspace, Argument{op, "q", q}));
   TIERCEL_RETURN_IF_ERROR(check_cuda(workspace));
   TIERCEL_RETURN_IF_ERROR(check_contiguous(workspace));
 
   AttentionFp8ValuesArgs values{};
   values.v = static_cast<const char*>(v.data);
-  values.batch_stride = v.strides[0];
-  values.key_stride = v.strides[1];
-  values.head_stride = v.strides[2];
+  const int64_t* strides = v.strides + v.ndim - 3;
+  values.batch_stride = problem.packed ? 0 : v.strides[0];
+  values.key_stride = strides[0];
+  values.head_stride = strides[1];
   values.factors = static_cast<float*>(call.workspace->data);
   values.transposed = static_cast<char*>(call.workspace->data) + choice.factors;
+  values.row_bytes = choice.columns;
+  values.starts = problem.packed ? static_cast<const int*>(call.starts_k->data) : nullptr;
   values.q_scale = scale_of(call.q_descale);
   values.k_scale = scale_of(call.k_descale);
   values.v_scale = scale_of(call.v_descale);
@@ -172,20 +216,11 @@ Status attention_fp8(const AttentionFp8Call& call, const AttentionOptions& optio
   values_config.dependent = true;
   void* values_args[] = {&values};
 
-  const int64_t rows = problem.d * choice.columns;
-  const int64_t shape[] = {problem.batch, problem.kv_heads, problem.d, choice.columns};
-  const int64_t strides[] = {problem.kv_heads * rows, rows, choice.columns, 1};
-  TensorView transposed = v;
-  transposed.data = values.transposed;
-  transposed.shape = shape;
-  transposed.strides = strides;
-  const AttentionByHead q_rows(q), k_rows(*call.k), out_rows(*call.out);
-  const TensorView views[] = {q_rows.view, k_rows.view, transposed, out_rows.view};
-  constexpr const char* kNames[] = {"q", "k", "workspace", "out"};
   CUtensorMap maps[4];
-  for (int i = 0; i < 4; ++i) {
-    TIERCEL_RETURN_IF_ERROR(encode_tensor_map(kernel.maps[i], views[i], kOp, kNames[i], &maps[i]));
-  }
+  TIERCEL_RETURN_IF_ERROR(
+      problem.packed
+          ? encode_maps<AttentionPackedRows>(call, problem, choice, values.transposed, maps)
+          : encode_maps<AttentionByHead>(call, problem, choice, values.transposed, maps));
   void* lse = call.lse == nullptr ? nullptr : call.lse->data;
   int32_t batch = static_cast<int32_t>(problem.batch);
   int32_t seq_q = static_cast<int32_t>(problem.seq_q);
@@ -196,8 +231,6 @@ Status attention_fp8(const AttentionFp8Call& call, const AttentionOptions& optio
   int32_t left = attention_limit(options.left);
   int32_t right = attention_limit(options.right);
   int32_t band = choice.band;
-  void* args[] = {&maps[0], &maps[1], &maps[2],  &maps[3], &lse,   &values.factors, &batch, &seq_q,
-                  &seq_k,   &heads,   &kv_heads, &scale,   &slope, &left,           &right, &band};
   LaunchConfig config;
   config.grid.x = choice.grid;
   config.block.x = kernel.block;
@@ -205,6 +238,17 @@ Status attention_fp8(const AttentionFp8Call& call, const AttentionOptions& optio
   config.dependent = kernel.dependent;
   TIERCEL_RETURN_IF_ERROR(
       attention_fp8_values_kernel().launch(values_config, device, stream, values_args));
+  if (problem.packed) {
+    void* starts_q = call.starts_q->data;
+    void* starts_k = call.starts_k->data;
+    int32_t total_q = static_cast<int32_t>(q.shape[0]);
+    void* args[] = {&maps[0],  &maps[1], &maps[2], &maps[3], &lse,    &values.factors, &starts_q,
+                    &starts_k, &batch,   &seq_q,   &seq_k,   &heads,  &kv_heads,       &scale,
+                    &slope,    &left,    &right,   &band,    &total_q};
+    return kernel.kernel.launch(config, device, stream, args);
+  }
+  void* args[] = {&maps[0], &maps[1], &maps[2],  &maps[3], &lse,   &values.factors, &batch, &seq_q,
+                  &seq_k,   &heads,   &kv_heads, &scale,   &slope, &left,           &right, &band};
   return kernel.kernel.launch(config, device, stream, args);
 }
 

@@ -11,6 +11,8 @@ namespace tiercel {
 // keys, [B, Hk], [Hk] or one element, any strides; each may be null, which is 1. q, k and v are
 // e4m3, out is bfloat16. The workspace is uint8, contiguous and on 16 bytes, of as many bytes as
 // the plan says: transposed values and the factors.
+//
+// With `starts`, as attention_varlen: q and out are [Tq, H, D], k and v [Tk, Hk, D].
 struct AttentionFp8Call {
   const TensorView* q;
   const TensorView* k;
@@ -21,6 +23,12 @@ struct AttentionFp8Call {
   const TensorView* k_descale;
   const TensorView* v_descale;
   const TensorView* workspace;  // not looked at by the plan
+  const TensorView* starts_q = nullptr;
+  const TensorView* starts_k = nullptr;
+  int64_t max_q = 0;
+  int64_t max_k = 0;
+
+  const char* op() const { return starts_q == nullptr ? "attention" : "attention_varlen"; }
 };
 
 // Of the second of two kernels.

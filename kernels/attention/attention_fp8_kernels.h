@@ -19,6 +19,7 @@ struct AttentionFp8Variant {
   int tile_columns;  // that a block of keys has in a row of transposed values
   AttentionMask mask;
   bool capped;
+  bool packed;
 };
 
 using AttentionFp8Kernel = CubinKernel<AttentionFp8Variant>;
@@ -39,10 +40,14 @@ struct AttentionFp8Scale {
 struct AttentionFp8ValuesArgs {
   const char* v;  // [batch, keys, heads, d], strides in bytes
   int64_t batch_stride, key_stride, head_stride;
-  char* transposed;  // [batch, heads, d, tiles * tile_columns]
-  float* factors;    // [batch, heads, 2]: of scores, of values
+  // [batch, heads, d, row_bytes], or of packed sequences [heads, d, row_bytes], where sequence i
+  // begins with tile starts[i] / tile_n + i: before that is room for all tiles of the others.
+  char* transposed;
+  int64_t row_bytes;
+  const int* starts;  // null for sequences of one length
+  float* factors;     // [batch, heads, 2]: of scores, of values
   AttentionFp8Scale q_scale, k_scale, v_scale;
-  int keys;
+  int keys;          // of the longest sequence
   int tile_n;        // keys of a tile; after the last key zeros
   int tile_columns;  // its place in a row, of which the rest is not written
   int heads;

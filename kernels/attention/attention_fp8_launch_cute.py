@@ -1,141 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of e4m3 q, k and v: the forward kernel with what 8 bits change.
+"""FP8 attention's host functions and kernels, by how sequences lie in memory."""
 
-wgmma takes 8-bit operands with the summed dimension contiguous only, so v comes transposed, as
-[batch, heads, d, keys], from attention_fp8_values.cu. That also puts the keys of each 16 in the
-order in which a thread has their probabilities: those are left operands as they lie in registers.
-
-The tensor cores add FP8 products with 13 bits behind the point of the largest. So no sum is left
-to them for longer than a block of keys: each block's values are multiplied into registers of their
-own, and added to the float32 sums where those are scaled anyway, by the same instruction.
-Probabilities are multiplied by 2**8, which cancels, to use e4m3's range.
-
-Floor: 2 * D multiply-adds a score, of 4096 a cycle and multiprocessor: 16 scores a cycle at
-D = 128, as many as there are exponentials, and 32 at D = 64.
-
-Measured and left out: to add up only every eighth block, or when a maximum grows by much (slower,
-and off by 1 % where all values have one sign), and a part of the exponentials from a polynomial.
-"""
-
-import cutlass
 import cutlass.cute as cute
-from attention_launch_cute import Launcher
-from attention_layouts_cute import PIECE, ROWS
-from attention_softmax_cute import float_from_bits, hold
-from cutlass import BFloat16, Float32, Int32, const_expr
-from cutlass.cute.nvgpu import warpgroup
+from attention_fp8_steps_cute import AttentionFp8Steps
+from cutlass import Int32
 
 
-class AttentionFp8(Launcher):
-    """`held`: a block's softmax ends before the values of the block before it are waited for;
-    `turns`: warpgroups start multiplying one after the other. Each is faster with some tiles."""
+class AttentionFp8(AttentionFp8Steps):
+    """Sequences of one length."""
 
     packed = False
-    value_major = warpgroup.OperandMajorMode.K
-    depth = 32
-    lift = 8.0
-
-    def __init__(self, *arguments, held=False, turns=True, **options):
-        super().__init__(*arguments, **options)
-        self.out_dtype = BFloat16
-        self.held = held
-        self.turns = turns
-        self.tile_columns = tile_columns(self.tile_n)
-
-    def smem_layouts(self):
-        """Staged layouts of q, k and transposed v, and o's pieces."""
-
-        def layout(rows, columns, stages, dtype=self.dtype):
-            kind = getattr(
-                warpgroup.SmemLayoutAtomKind, f"K_SW{swizzle(columns * dtype.width // 8)}"
-            )
-            atom = warpgroup.make_smem_layout_atom(kind, dtype)
-            return cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))
-
-        return (
-            layout(self.tile_m, self.d, self.q_stages),
-            layout(self.tile_n, self.d, self.stages),
-            layout(self.d, self.tile_columns, self.stages),
-            layout(ROWS, PIECE, self.warpgroups * self.o_stages, self.out_dtype),
-        )
-
-    def smem_bytes(self):
-        keys = self.tile_n + self.tile_columns
-        tiles = self.d * (self.q_stages * self.tile_m + self.stages * keys)
-        tiles += 2 * PIECE * self.o_stages * self.tile_m
-        return (tiles + 16 * (self.q_stages + 2 * self.stages) + 1023) // 1024 * 1024
-
-    def value_tile(self):
-        return self.d, self.tile_columns
-
-    def value_matrix(self, keys):
-        return self.d, (keys + self.tile_n - 1) // self.tile_n * self.tile_columns
-
-    def value_place(self, block, head, entry):
-        return 0, block, head, entry
-
-    def value_columns(self, sv):
-        return sv
-
-    def make_sums(self, shape):
-        """The sums, a block's, and what the sums are to be multiplied by before that is added."""
-        held = cute.make_rmem_tensor(2, Float32)
-        return cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(shape, Float32), held
-
-    def clear(self, sums):
-        sums[0].fill(0.0)
-        sums[2].fill(1.0)
-
-    def total(self, sums, at):
-        return sums[0][at] * sums[2][at // 2 % 2] + sums[1][at]
-
-    def multiply_pv(self, sums, p, rv, stage):
-        mma = self.mma_pv()
-        for block in range(self.tile_n // self.depth):
-            mma.set(warpgroup.Field.ACCUMULATE, block != 0)
-            cute.gemm(mma, sums[1], p[None, None, block], rv[None, None, block, stage], sums[1])
-        warpgroup.commit_group()
-
-    @cute.jit
-    def finish(self, s, sums, p, rescale, v_read, v_ring, batch):
-        if const_expr(self.held):
-            hold(batch)
-        warpgroup.wait_group(0)
-        v_ring.consumer_release(v_read)
-        self.to_operand(s, p)
-        for i in cutlass.range_constexpr(cute.size(sums[0])):
-            sums[0][i] = self.total(sums, i)
-        for r in cutlass.range_constexpr(2):
-            sums[2][r] = rescale[r]
-
-    def take_turn(self, wg):
-        if self.turns:
-            super().take_turn(wg)
-
-    def give_turn(self, wg):
-        if self.turns:
-            super().give_turn(wg)
-
-    def to_operand(self, s, p):
-        """Of 16 keys, a thread's two and the two 8 further on are neighbours in v."""
-        words = cute.recast_tensor(p, Int32)
-        for i in range(cute.size(s) // 4):
-            first = i // 2 * 8 + i % 2 * 2
-            words[i] = cute.arch.inline_ptx(
-                "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0}; "
-                "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; mov.b32 {$w0}, {low, high}; }",
-                write_only_types=[Int32],
-                read_only_args=[s[first], s[first + 1], s[first + 4], s[first + 5]],
-            )
-
-    def scales(self, factors, entry, head, sizes, scale, slope):
-        batch, heads, kv_heads = sizes
-        at = entry * kv_heads + head // (heads // kv_heads)
-        mine = factors + 2 * cutlass.min(at, batch * kv_heads - 1)
-        of_scores, of_values = mine.load(), (mine + 1).load()
-        if const_expr(self.capped):
-            return float_from_bits(scale), float_from_bits(slope) * of_scores, of_values
-        return float_from_bits(scale) * of_scores, None, of_values
 
     @cute.jit
     def __call__(
@@ -193,11 +67,69 @@ class AttentionFp8(Launcher):
         )
 
 
-def tile_columns(tile_n):
-    """Room for a block's keys in a row of transposed v: narrower swizzles are slow to copy."""
-    return (tile_n + 63) // 64 * 64
+class AttentionFp8Packed(AttentionFp8Steps):
+    """Sequences of several lengths behind each other, as AttentionPacked; but each one's transposed
+    values begin with a tile."""
 
+    packed = True
 
-def swizzle(row_bytes):
-    """The widest that rows of so many bytes are made of."""
-    return next(width for width in (128, 64) if row_bytes % width == 0)
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Pointer,
+        k: cute.Pointer,
+        v: cute.Pointer,
+        o: cute.Pointer,
+        lse: cute.Pointer,
+        factors: cute.Pointer,
+        starts_q: cute.Pointer,
+        starts_k: cute.Pointer,
+        batch: Int32,
+        seq_q: Int32,
+        seq_k: Int32,
+        heads: Int32,
+        kv_heads: Int32,
+        scale: Int32,
+        slope: Int32,
+        left: Int32,
+        right: Int32,
+        band: Int32,
+        total_q: Int32,
+        blocks: Int32,
+        stream,
+    ):
+        maps = self.maps((q, k, v, o), batch, seq_q, seq_k, heads, kv_heads)
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        launch = self.kernel(
+            *(*maps, lse, factors, starts_q, starts_k),
+            *(batch, seq_q, seq_k, heads, kv_heads, scale, slope, left, right, band, total_q),
+        )
+        self.launch(launch, blocks, stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_q: cute.CopyAtom,
+        tma_k: cute.CopyAtom,
+        tma_v: cute.CopyAtom,
+        tma_o: cute.CopyAtom,
+        lse: cute.Pointer,
+        factors: cute.Pointer,
+        starts_q: cute.Pointer,
+        starts_k: cute.Pointer,
+        batch: Int32,
+        seq_q: Int32,
+        seq_k: Int32,
+        heads: Int32,
+        kv_heads: Int32,
+        scale: Int32,
+        slope: Int32,
+        left: Int32,
+        right: Int32,
+        band: Int32,
+        total_q: Int32,
+    ):
+        self.run(
+            *(tma_q, tma_k, tma_v, tma_o, lse, (starts_q, starts_k, total_q), factors),
+            *(batch, seq_q, seq_k, heads, kv_heads, scale, slope, left, right, band),
+        )

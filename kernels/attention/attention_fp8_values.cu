@@ -52,9 +52,17 @@ __global__ void __launch_bounds__(kThreads)
         scale_of(args.q_scale, entry, head) * scale_of(args.k_scale, entry, head);
     args.factors[2 * pair + 1] = scale_of(args.v_scale, entry, head);
   }
+  const bool packed = args.starts != nullptr;
+  const int start = packed ? args.starts[entry] : 0;
+  const int keys = packed ? args.starts[entry + 1] - start : args.keys;
+  // A sequence without keys has a tile of zeros: it is multiplied.
+  const int tiles = max(1, (keys + args.tile_n - 1) / args.tile_n);
+  const int64_t before = packed ? start / args.tile_n + entry : 0;
   const int words = args.d / 4, chunks = args.d / 16;
-  const int first = block * kKeys, left = args.keys - first;
+  const int first = block * kKeys, left = keys - first;
+  if (first >= tiles * args.tile_n) return;
   const char* v = args.v + entry * args.batch_stride + head * args.head_stride;
+  v += start * args.key_stride;
   for (int i = threadIdx.x; i < kKeys * chunks; i += kThreads) {
     const int key = i / chunks, chunk = i % chunks;
     uint32_t piece[4] = {};
@@ -62,8 +70,7 @@ __global__ void __launch_bounds__(kThreads)
     store_vector(tile + key * words + key / kGroup * 4 + chunk * 4, piece);
   }
   __syncthreads();
-  const int tiles = (args.keys + args.tile_n - 1) / args.tile_n;
-  const int64_t row_bytes = static_cast<int64_t>(tiles) * args.tile_columns;
+  const int64_t row = (packed ? head : pair) * args.d;
   for (int i = threadIdx.x; i < kGroups * words; i += kThreads) {
     const int group = i % kGroups, word = i / kGroups;
     const int key = first + group * kGroup, its_tile = key / args.tile_n;
@@ -78,13 +85,13 @@ __global__ void __launch_bounds__(kThreads)
       }
       transpose_bytes(columns[q]);
     }
-    char* to = args.transposed + (pair * args.d + word * 4) * row_bytes +
-               static_cast<int64_t>(its_tile) * args.tile_columns + key % args.tile_n;
+    char* to = args.transposed + (row + word * 4) * args.row_bytes +
+               (before + its_tile) * args.tile_columns + key % args.tile_n;
 #pragma unroll
     for (int column = 0; column < 4; ++column) {
       const uint32_t piece[4] = {columns[0][column], columns[1][column], columns[2][column],
                                  columns[3][column]};
-      store_vector(to + column * row_bytes, piece);
+      store_vector(to + column * args.row_bytes, piece);
     }
   }
 }

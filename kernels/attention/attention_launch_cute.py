@@ -9,24 +9,29 @@ from cutlass.cute.nvgpu import cpasync
 
 
 class Launcher(AttentionForward):
+    @property
+    def value_packed(self):
+        """Whether v is packed as q, k and o are."""
+        return self.packed
+
     def maps(self, pointers, batch, seq_q, seq_k, heads, kv_heads):
         """Of q, k, v and o as [batch, heads, rows, d]; for the build's checks, without gaps."""
         q_layout, k_layout, v_layout, o_layout = self.smem_layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         queries, keys, values = (seq_q, self.d), (seq_k, self.d), self.value_matrix(seq_k)
         kinds = (
-            (load, q_layout, (self.tile_m, self.d), queries, heads),
-            (load, k_layout, (self.tile_n, self.d), keys, kv_heads),
-            (load, v_layout, self.value_tile(), values, kv_heads),
-            (store, o_layout, (ROWS, PIECE), queries, heads),
+            (load, q_layout, (self.tile_m, self.d), queries, heads, self.packed),
+            (load, k_layout, (self.tile_n, self.d), keys, kv_heads, self.packed),
+            (load, v_layout, self.value_tile(), values, kv_heads, self.value_packed),
+            (store, o_layout, (ROWS, PIECE), queries, heads, self.packed),
         )
         atoms = []
-        for pointer, (op, layout, tile, (rows, columns), count) in zip(
+        for pointer, (op, layout, tile, (rows, columns), count, packed) in zip(
             pointers, kinds, strict=True
         ):
             # Of packed sequences, what the launcher makes of the first of the outermost dimensions
             # is in attention_varlen.cc; here it has two elements.
-            outer = (count, 2, batch) if self.packed else (count, batch)
+            outer = (count, 2, batch) if packed else (count, batch)
             shape, stride = (rows, columns), (columns, 1)
             for extent in outer:
                 stride = (*stride, rows * columns if len(shape) == 2 else stride[-1] * shape[-1])

@@ -10,16 +10,18 @@ from cutlass.cute.nvgpu import warpgroup
 WARPGROUP = 128
 ROWS = 64  # of a warpgroup
 PIECE = 64  # columns of a 128-byte swizzle row
-PACKED_ROWS = 1 << 30  # of a map of packed sequences; kPackedRows in attention_varlen.cc
+PACKED_ROWS = 1 << 30  # of a map of packed sequences; kRows in attention_problem.h
 
 
 class AttentionLayouts:
     """`mask` is "none", "causal" or "window"; `capped`: scores go through tanh; `o_stages`: 64x64
     pieces of the output that a warpgroup has room for; `columns`: of q and k that are multiplied,
-    where the rest is known to be 0."""
+    where the rest is known to be 0; `as_integers`: scores are compared as integers, unless the
+    largest is negative."""
 
     value_major = warpgroup.OperandMajorMode.MN
     depth = 16  # columns that one product multiplies
+    counted = 0  # columns of ones beside v's: their sums are the rows' normalizers
     lift = 0.0  # the largest probability's power of 2
 
     def __init__(
@@ -35,6 +37,7 @@ class AttentionLayouts:
         q_stages=1,
         o_stages=None,
         columns=None,
+        as_integers=False,
     ):
         self.name = name
         self.dtype = self.out_dtype = dtype
@@ -45,6 +48,7 @@ class AttentionLayouts:
         self.tile_n = tile_n
         self.mask = mask
         self.capped = capped
+        self.as_integers = as_integers
         self.o_stages = o_stages or d // PIECE
         self.stages = stages
         self.q_stages = q_stages
@@ -70,7 +74,7 @@ class AttentionLayouts:
             self.value_major,
             Float32,
             (self.warpgroups, 1, 1),
-            (64, self.d),
+            (64, self.d + self.counted),
             a_source=warpgroup.OperandSource.RMEM,
         )
 
@@ -88,13 +92,15 @@ class AttentionLayouts:
         )
 
     def storage(self):
-        q_layout, k_layout, v_layout, o_layout = self.smem_layouts()
+        q_layout, k_layout, _, o_layout = self.smem_layouts()
+        values, columns = self.value_tile()
+        v_size = self.stages * (values + self.counted) * columns
 
         @cute.struct
         class Storage:
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(q_layout)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(k_layout)], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(v_layout)], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[self.dtype, v_size], 1024]
             o: cute.struct.Align[cute.struct.MemRange[self.out_dtype, cute.cosize(o_layout)], 1024]
             q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.q_stages]
             k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages]

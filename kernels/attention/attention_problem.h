@@ -46,6 +46,10 @@ Status check_attention(const char* op, const TensorView& q, const TensorView& k,
                        const AttentionOptions& options, AttentionProblem* problem,
                        AttentionElements elements = AttentionElements::k16Bits);
 
+Status check_attention_varlen(const PackedAttention& call, const AttentionOptions& options,
+                              AttentionProblem* problem,
+                              AttentionElements elements = AttentionElements::k16Bits);
+
 // dtypes, devices and heads, as both forms have them.
 Status check_attention_tensors(const char* op, const TensorView& q, const TensorView& k,
                                const TensorView& v, const TensorView& out, int64_t heads,
@@ -80,6 +84,32 @@ struct AttentionByHead {
 
   int64_t shape[4];
   int64_t strides[4];
+  TensorView view;
+};
+
+// [T, H, D] as [T + 1, 2^30 + 1, H, 2^30, D]: element (end, 2^30, h, 2^30 - n + i, c) is row i of a
+// sequence of n rows that ends before row `end`. The first dimension and the fourth both go by
+// rows, and 2^30 steps of the second are 2^64 bytes less 2^30 rows: addresses wrap, and the map
+// begins where the tensor does. (The copy engine loads nothing through a map that begins in
+// unmapped memory. The trick is of Triton's tools/ragged_tma.py.)
+struct AttentionPackedRows {
+  static constexpr int64_t kRows = int64_t{1} << 30;  // PACKED_ROWS in attention_layouts_cute.py
+  static constexpr int64_t kWrap = int64_t{1} << 34;  // bytes; 2^30 times it is 2^64
+
+  explicit AttentionPackedRows(const TensorView& from)
+      : shape{from.shape[0] + 1, kRows + 1, from.shape[1], kRows, from.shape[2]},
+        strides{from.strides[0], kWrap / dtype_bytes(from.dtype) - from.strides[0], from.strides[1],
+                from.strides[0], from.strides[2]},
+        view(from) {
+    view.ndim = 5;
+    view.shape = shape;
+    view.strides = strides;
+  }
+  AttentionPackedRows(const AttentionPackedRows&) = delete;
+  AttentionPackedRows& operator=(const AttentionPackedRows&) = delete;
+
+  int64_t shape[5];
+  int64_t strides[5];
   TensorView view;
 };
 

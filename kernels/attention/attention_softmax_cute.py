@@ -22,35 +22,90 @@ def softmax(
     first: cutlass.Constexpr[bool],
     masked: cutlass.Constexpr[bool],
     lift: cutlass.Constexpr[float] = 0.0,
+    summed: cutlass.Constexpr[bool] = True,
+    as_integers: cutlass.Constexpr[bool] = False,
+    pause: cutlass.Constexpr = None,
 ):
     """Scores become probabilities up to a factor, the largest of a row 2**lift; updates the rows'
-    maxima and sums. `rescale` is what earlier sums are to be multiplied by.
+    maxima and, if `summed`, sums. `rescale` is what earlier sums are to be multiplied by. With
+    `as_integers`, the maxima so far are not negative: then integers and floats compare the same
+    way, and there is an instruction for the largest of three integers. `pause` comes between two
+    rows.
 
     Measured and left out, each slower: to rescale only when a maximum grows by much, and to take a
     part of the exponentials from a polynomial instead of the unit for special functions.
     """
     for r in cutlass.range_constexpr(2):
-        places = [i for i in range(cute.size(s)) if i // 2 % 2 == r]
-        best = _tree([s[at] for at in places], cute.arch.fmax)
+        values = [s[at] for at in row_places(s, r)]
+        if const_expr(as_integers):
+            best = _largest_of([row_max[r], *values])
+        else:
+            best = _tree(values, cute.arch.fmax)
         best = cute.arch.warp_reduction_max(best, threads_in_group=4)
-        if const_expr(not first):
+        if const_expr(not first and not as_integers):
             best = cute.arch.fmax(best, row_max[r])
         safe = best
-        if const_expr(masked):
+        if const_expr(masked and not as_integers):
             safe = best if best != -Float32.inf else Float32(0.0)
         top = safe * scale
         shift = top
         if const_expr(lift != 0.0):
             shift = top - lift
-        for at in places:
+        for at in row_places(s, r):
             s[at] = cute.math.exp2(s[at] * scale - shift, fastmath=True)
-        total = _tree([s[at] for at in places], lambda a, b: a + b)
-        if const_expr(first):
-            row_sum[r] = total
-        else:
+        if const_expr(not first):
             rescale[r] = cute.math.exp2(row_max[r] * scale - top, fastmath=True)
-            row_sum[r] = row_sum[r] * rescale[r] + total
+        if const_expr(summed):
+            add_up(s, row_sum, rescale, r, first)
         row_max[r] = best
+        if const_expr(pause is not None and r == 0):
+            pause()
+
+
+@cute.jit
+def add_up(s, row_sum, rescale, r: cutlass.Constexpr[int], first: cutlass.Constexpr[bool]):
+    total = _tree([s[at] for at in row_places(s, r)], lambda a, b: a + b)
+    if const_expr(first):
+        row_sum[r] = total
+    else:
+        row_sum[r] = row_sum[r] * rescale[r] + total
+
+
+def row_places(s, r):
+    return [i for i in range(cute.size(s)) if i // 2 % 2 == r]
+
+
+@cute.jit
+def some_negative(row_max):
+    """Whether one of a warp's rows has a negative maximum so far."""
+    return cute.arch.vote_any_sync(_bits(row_max[0]) | _bits(row_max[1]) < 0)
+
+
+def _bits(value):
+    return cute.arch.inline_ptx(
+        "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value]
+    )
+
+
+def _largest_of(values):
+    """As integers."""
+    while len(values) > 1:
+        values = [_largest(values[i : i + 3]) for i in range(0, len(values), 3)]
+    return values[0]
+
+
+def _largest(values):
+    """Of one to three."""
+    if len(values) == 1:
+        return values[0]
+    last = len(values) - 1
+    third = "max.s32 a, a, c; " if last == 2 else ""
+    return cute.arch.inline_ptx(
+        "{ .reg .s32 a, b, c; mov.b32 a, {$r0}; mov.b32 b, {$r1}; "
+        f"mov.b32 c, {{$r{last}}}; max.s32 a, a, b; {third}mov.b32 {{$w0}}, a; }}",
+        write_only_types=[Float32],
+        read_only_args=values,
+    )
 
 
 def _tree(values, combine):

@@ -4,7 +4,7 @@
 import cutlass
 import cutlass.cute as cute
 from attention_layouts_cute import PACKED_ROWS, WARPGROUP, AttentionLayouts
-from attention_softmax_cute import float_from_bits, hide_outside, softmax, to_operand
+from attention_softmax_cute import float_from_bits, hide_outside, softmax, some_negative, to_operand
 from attention_tiles_cute import key_blocks, place, tile_position
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
@@ -64,8 +64,11 @@ class AttentionSteps(AttentionLayouts):
             begin = [own + 8 * r - left - column for r in range(2)]
         hide_outside(s, begin, end)
 
-    def soften(self, s, rows, scale, first, masked):
-        softmax(s, *rows, scale, first, masked, self.lift)
+    def soften(self, s, rows, scale, first, masked, as_integers=False):
+        softmax(s, *rows, scale, first, masked, self.lift, True, as_integers)
+
+    def count(self, s, rows, lse, first):
+        """After a block's probabilities became an operand."""
 
     def scales(self, factors, entry, head, sizes, scale, slope):
         """Of a tile: what scores are multiplied by for a power of 2 and for the cap's tangent, and
@@ -77,6 +80,13 @@ class AttentionSteps(AttentionLayouts):
 
     def value_matrix(self, keys):
         return keys, self.d
+
+    def value_start(self, entry, keys, k_at, batch):
+        """What `value_place` is told of a sequence."""
+        return k_at
+
+    def value_places(self, *arguments):
+        return self.tma_places(*arguments)
 
     def value_place(self, block, head, entry):
         return block, 0, head, *self.whose(entry)
@@ -124,8 +134,34 @@ class AttentionSteps(AttentionLayouts):
             next_wg = Int32(0)
         self.give_turn(next_wg)
 
+    def prepare(self, storage):
+        """Before the first copies."""
+
+    def normalize(self, sums, rescale, gain):
+        """Rows' factors, once all values are added up; by default they are known before."""
+
     @cute.jit
-    def finish(self, s, sums, p, rescale, v_read, v_ring, batch):
+    def absorb(
+        self, s, sums, p, rows, scale, masked: cutlass.Constexpr[bool], v_read, v_ring, lse, batch
+    ):
+        """A block's softmax, beside the values of the one before it. Twice, since a branch within
+        would keep the compiler from mixing the steps."""
+        rest = (masked, v_read, v_ring, lse, batch)
+        if const_expr(self.as_integers):
+            if some_negative(rows[0]):
+                self.step(s, sums, p, rows, scale, *rest, False)
+            else:
+                self.step(s, sums, p, rows, scale, *rest, True)
+        else:
+            self.step(s, sums, p, rows, scale, *rest, False)
+
+    def step(self, s, sums, p, rows, scale, masked, v_read, v_ring, lse, batch, as_integers):
+        self.soften(s, rows, scale, False, masked, as_integers)
+        self.finish(s, sums, p, rows, v_read, v_ring, lse, batch)
+
+    @cute.jit
+    def finish(self, s, sums, p, rows, v_read, v_ring, lse, batch):
+        rescale = rows[2]
         warpgroup.wait_group(0)
         v_ring.consumer_release(v_read)
         self.to_operand(s, p)
@@ -138,11 +174,12 @@ class AttentionSteps(AttentionLayouts):
     def give_turn(self, wg):
         cute.arch.barrier_arrive(barrier_id=_TURN + wg, number_of_threads=2 * WARPGROUP)
 
-    def tma_places(self, tma, smem, tile, extents, hidden):
+    def tma_places(self, tma, smem, tile, extents, hidden, packed=None):
         """Where copies of tiles begin, in shared memory and in the tensor that a map describes as
         [batch, heads, rows, columns]. Of its rows, the first `hidden` are left out, unless None."""
         (rows, columns), heads, batch = extents
-        outer = (heads, PACKED_ROWS + 1, batch) if self.packed else (heads, batch)
+        packed = self.packed if packed is None else packed
+        outer = (heads, PACKED_ROWS + 1, batch) if packed else (heads, batch)
         identity = cute.make_identity_tensor((columns, rows, *outer))
         modes = [1, 0, *range(2, 2 + len(outer))]
         places = cute.make_tensor(identity.iterator, cute.select(identity.layout, modes))

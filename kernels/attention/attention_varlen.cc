@@ -21,8 +21,10 @@ Status check_starts(const char* name, const TensorView& starts, int64_t batch,
   return check_contiguous(argument);
 }
 
-Status check(const PackedAttention& call, const AttentionOptions& options,
-             AttentionProblem* problem) {
+}  // namespace
+
+Status check_attention_varlen(const PackedAttention& call, const AttentionOptions& options,
+                              AttentionProblem* problem, AttentionElements elements) {
   const TensorView &q = *call.q, &k = *call.k, &v = *call.v, &out = *call.out;
   const Argument q_arg{kOp, "q", q};
   const Argument k_arg{kOp, "k", k};
@@ -31,13 +33,16 @@ Status check(const PackedAttention& call, const AttentionOptions& options,
   for (const Argument* argument : {&q_arg, &k_arg, &v_arg, &out_arg}) {
     TIERCEL_RETURN_IF_ERROR(check_rank(*argument, 3));
   }
-  TIERCEL_RETURN_IF_ERROR(check_dtype(q_arg, {DType::kBFloat16, DType::kFloat16}));
+  const bool fp8 = elements == AttentionElements::kFp8;
+  TIERCEL_RETURN_IF_ERROR(fp8 ? check_dtype(q_arg, {DType::kFloat8E4M3})
+                              : check_dtype(q_arg, {DType::kBFloat16, DType::kFloat16}));
   const int64_t total_q = q.shape[0], heads = q.shape[1], d = q.shape[2];
   const int64_t total_k = k.shape[0], kv_heads = k.shape[1];
   TIERCEL_RETURN_IF_ERROR(check_shape(k_arg, {total_k, kv_heads, d}, "[Tk, Hk, D]"));
   TIERCEL_RETURN_IF_ERROR(check_shape(v_arg, {total_k, kv_heads, d}, "[Tk, Hk, D]"));
   TIERCEL_RETURN_IF_ERROR(check_shape(out_arg, {total_q, heads, d}, "[Tq, H, D]"));
-  TIERCEL_RETURN_IF_ERROR(check_attention_tensors(kOp, q, k, v, out, heads, kv_heads, q.dtype));
+  TIERCEL_RETURN_IF_ERROR(check_attention_tensors(kOp, q, k, v, out, heads, kv_heads,
+                                                  fp8 ? DType::kBFloat16 : q.dtype));
   const Argument starts_arg{kOp, "cu_seqlens_q", *call.starts_q};
   TIERCEL_RETURN_IF_ERROR(check_rank(starts_arg, 1));
   const int64_t batch = call.starts_q->shape[0] - 1;
@@ -67,38 +72,10 @@ Status check(const PackedAttention& call, const AttentionOptions& options,
   return check_tensor_map(any, out, kOp, "out");
 }
 
-// [T, H, D] as [T + 1, 2^30 + 1, H, 2^30, D]: element (end, 2^30, h, 2^30 - n + i, c) is row i of a
-// sequence of n rows that ends before row `end`. The first dimension and the fourth both go by
-// rows, and 2^30 steps of the second are 2^64 bytes less 2^30 rows: addresses wrap, and the map
-// begins where the tensor does. (The copy engine loads nothing through a map that begins in
-// unmapped memory. The trick is of Triton's tools/ragged_tma.py.)
-constexpr int64_t kPackedRows = int64_t{1} << 30;  // PACKED_ROWS in attention_layouts_cute.py
-constexpr int64_t kWrap = int64_t{1} << 34;        // bytes; 2^30 times it is 2^64
-
-struct Ends {
-  explicit Ends(const TensorView& from)
-      : shape{from.shape[0] + 1, kPackedRows + 1, from.shape[1], kPackedRows, from.shape[2]},
-        strides{from.strides[0], kWrap / dtype_bytes(from.dtype) - from.strides[0], from.strides[1],
-                from.strides[0], from.strides[2]},
-        view(from) {
-    view.ndim = 5;
-    view.shape = shape;
-    view.strides = strides;
-  }
-  Ends(const Ends&) = delete;
-  Ends& operator=(const Ends&) = delete;
-
-  int64_t shape[5];
-  int64_t strides[5];
-  TensorView view;
-};
-
-}  // namespace
-
 Status attention_varlen_plan(const PackedAttention& call, const AttentionOptions& options,
                              int multiprocessors, AttentionPlan* plan) {
   AttentionProblem problem;
-  TIERCEL_RETURN_IF_ERROR(check(call, options, &problem));
+  TIERCEL_RETURN_IF_ERROR(check_attention_varlen(call, options, &problem));
   *plan = attention_plan_of(call.q->dtype, problem, multiprocessors);
   return Status();
 }
@@ -106,9 +83,9 @@ Status attention_varlen_plan(const PackedAttention& call, const AttentionOptions
 Status attention_varlen(const PackedAttention& call, const AttentionOptions& options,
                         void* stream) {
   AttentionProblem problem;
-  TIERCEL_RETURN_IF_ERROR(check(call, options, &problem));
+  TIERCEL_RETURN_IF_ERROR(check_attention_varlen(call, options, &problem));
   if (problem.empty()) return Status();
-  const Ends q(*call.q), k(*call.k), v(*call.v), out(*call.out);
+  const AttentionPackedRows q(*call.q), k(*call.k), v(*call.v), out(*call.out);
   AttentionPointers pointers;
   pointers.lse = call.lse == nullptr ? nullptr : call.lse->data;
   pointers.starts_q = call.starts_q->data;

@@ -181,17 +181,12 @@ Status check_supported(const DecodeTensors& t, const DecodeOptions& options) {
   return Status();
 }
 
-struct Choice {
-  const DecodeKernel* kernel = nullptr;
-  DecodeSplit split{};
-  int64_t combined = 0;                      // tiles that decode_combine looks at
-  int64_t partial = 0, sums = 0, tiles = 0;  // floats of the workspace
+// Rows of a tile, and parts of it as expected, that its last block puts together as fast as
+// decode_combine would.
+constexpr int kMostRows = 8;
+constexpr int64_t kMostParts = 40;
 
-  int rows() const { return 8 * kernel->tiles; }
-  int64_t workspace() const { return partial + sums + tiles; }
-};
-
-const DecodeKernel* kernel_for(const DecodeTensors& t, int64_t rows) {
+const DecodeKernel* kernel_for(const DecodeTensors& t, int64_t rows, bool spread) {
   const bool float8 = t.k_cache.dtype == DType::kFloat8E4M3;
   int count = 0;
   const DecodeKernel* kernels =
@@ -201,6 +196,7 @@ const DecodeKernel* kernel_for(const DecodeTensors& t, int64_t rows) {
   const DecodeKernel* best = nullptr;
   for (int i = 0; i < count; ++i) {
     const DecodeKernel& kernel = kernels[i];
+    if (kernel.spread != spread) continue;
     if (kernel.any_d ? t.q.shape[3] > kernel.d : t.q.shape[3] != kernel.d) continue;
     const bool wider = best != nullptr && best->d == kernel.d && best->any_d == kernel.any_d &&
                        kernel.tiles > best->tiles && rows > 8 * best->tiles;
@@ -266,7 +262,7 @@ void set_args(const DecodeTensors& t, const DecodeOptions& options, DecodeArgs* 
 }
 
 Status prepare(const DecodeTensors& t, const DecodeOptions& options, int multiprocessors,
-               DecodeArgs* args, Choice* choice) {
+               DecodeArgs* args, DecodeChoice* choice) {
   TIERCEL_RETURN_IF_ERROR(check(t, options));
   if (t.q.shape[0] * t.q.shape[1] * t.q.shape[2] * t.q.shape[3] == 0) return Status();
   TIERCEL_RETURN_IF_ERROR(check_supported(t, options));
@@ -275,31 +271,40 @@ Status prepare(const DecodeTensors& t, const DecodeOptions& options, int multipr
     return unsupported("q", "have fewer than 2^27 rows", "shape " + shape_text(t.q.shape, 4));
   }
   set_args(t, options, args);
-  choice->kernel = kernel_for(t, args->rows);
-  args->row_blocks = (args->rows + choice->rows() - 1) / choice->rows();
+  const DecodeKernel &clustered = *kernel_for(t, args->rows, false),
+                     &spread = *kernel_for(t, args->rows, true);
+  args->row_blocks = (args->rows + 8 * spread.tiles - 1) / (8 * spread.tiles);
+  args->sequence_tiles = args->kv_heads * args->row_blocks;
 
-  const int64_t element = dtype_bytes(t.k_cache.dtype), d = choice->kernel->d;
+  const int64_t element = dtype_bytes(t.k_cache.dtype), d = spread.d;
   const int64_t step = decode_step(static_cast<int>(d), static_cast<int>(element));
   int64_t keys = args->capacity;
   if (options.max_keys >= 0) keys = std::min(keys, options.max_keys);
   if (args->left >= 0) keys = std::min(keys, int64_t{args->left} + args->queries);
   DecodeLoad load;
-  load.tiles = int64_t{args->batch} * args->kv_heads * args->row_blocks;
+  load.tiles = int64_t{args->batch} * args->sequence_tiles;
   load.steps = std::max<int64_t>((keys + step - 1) / step, 1);
-  load.step_bytes = 2 * step * args->d * element;
+  load.row_bytes = args->d * element;
+  load.step_bytes = 2 * step * load.row_bytes;
   load.float8 = element == 1;
-  load.blocks = int64_t{multiprocessors} * choice->kernel->residents;
-  args->columns = decode_columns(args->kv_heads * args->row_blocks, load.blocks);
-  load.spread_blocks = load.blocks / args->columns * args->columns;
+  load.blocks = int64_t{multiprocessors} * clustered.residents;
+  const int64_t blocks = int64_t{multiprocessors} * spread.residents;
+  args->columns = decode_columns(args->sequence_tiles, blocks);
+  load.spread_blocks = blocks / args->columns * args->columns;
+  load.warps = clustered.warps;
+  load.spread_warps = spread.warps;
   choice->split = decode_choose(load, options.split);
-  args->spread = choice->split.cluster == 0;
-  if (args->spread) {
+  choice->kernel = choice->split.cluster == 0 ? &spread : &clustered;
+  if (choice->split.cluster > 0) return Status();
+  if (choice->rows() > kMostRows || choice->split.grid > kMostParts * load.tiles) {
     choice->combined = std::min(load.tiles, choice->split.grid - args->columns);
     args->by_tile = choice->combined == load.tiles;
-    choice->partial = 2 * choice->split.grid * choice->rows() * d;
-    choice->sums = 2 * choice->split.grid * choice->rows() * 2;
     choice->tiles = 4 * choice->split.grid;
   }
+  const int64_t places = 2 * choice->split.grid;
+  choice->partial = places * choice->rows() * d;
+  choice->sums = places * choice->rows() * 2;
+  choice->arrived = places * 2;
   return Status();
 }
 
@@ -325,62 +330,72 @@ Status check_workspace(const Argument& workspace, const Argument& q, int64_t nee
 Status decode_attention_plan(const DecodeTensors& tensors, const DecodeOptions& options,
                              int multiprocessors, DecodePlan* plan) {
   DecodeArgs args{};
-  Choice choice;
+  DecodeChoice choice;
   TIERCEL_RETURN_IF_ERROR(prepare(tensors, options, multiprocessors, &args, &choice));
   *plan = {"none", "none", 0, 0, 0, 0, 0, 0};
   if (choice.kernel == nullptr) return Status();
   const DecodeKernel& kernel = *choice.kernel;
   *plan = {kernel.kernel.name(),
-           args.spread ? combine_for(tensors.q.dtype).kernel.name() : "none",
+           choice.combined > 0 ? combine_for(tensors.q.dtype).kernel.name() : "none",
            choice.rows(),
            decode_step(kernel.d, static_cast<int>(dtype_bytes(tensors.k_cache.dtype))),
            choice.split.cluster,
            static_cast<unsigned>(choice.split.grid),
-           kDecodeThreads,
+           choice.threads(),
            choice.workspace()};
   return Status();
+}
+
+Status DecodeLaunch::prepare(const DecodeTensors& tensors, const DecodeOptions& options) {
+  device_ = tensors.q.device_index;
+  dtype_ = tensors.q.dtype;
+  int multiprocessors = 0;
+  if (tensors.q.device_type == DeviceType::kCUDA) {
+    TIERCEL_RETURN_IF_ERROR(multiprocessor_count(device_, &multiprocessors));
+  }
+  return tiercel::prepare(tensors, options, multiprocessors, &args_, &choice_);
+}
+
+Status DecodeLaunch::run(float* workspace, void* stream) {
+  if (choice_.kernel == nullptr) return Status();
+  args_.partial = workspace;
+  args_.partial_sums = reinterpret_cast<float2*>(workspace + choice_.partial);
+  float* rest = workspace + choice_.partial + choice_.sums;
+  args_.arrived = reinterpret_cast<uint64_t*>(rest);
+  if (choice_.combined > 0) args_.tiles = reinterpret_cast<int4*>(rest + choice_.arrived);
+  LaunchConfig config;
+  config.grid.x = static_cast<unsigned>(choice_.split.grid);
+  config.block.x = choice_.threads();
+  config.dynamic_smem = choice_.kernel->shared;
+  config.cluster.x = static_cast<unsigned>(std::max(choice_.split.cluster, 1));
+  config.dependent = true;
+  void* pointers[] = {&args_};
+  TIERCEL_RETURN_IF_ERROR(choice_.kernel->kernel.launch(config, device_, stream, pointers));
+  if (choice_.combined == 0) return Status();
+  config.block.x = kCombineThreads;
+  config.cluster.x = 1;
+  config.dynamic_smem = 0;
+  config.grid.x = static_cast<unsigned>(choice_.combined);
+  config.grid.y = static_cast<unsigned>(std::min(choice_.rows(), args_.rows));
+  config.grid.z = args_.d > 128 ? 2 : 1;
+  int tile_rows = choice_.rows(), pitch = choice_.kernel->d;
+  void* combine_pointers[] = {&args_, &tile_rows, &pitch};
+  return combine_for(dtype_).kernel.launch(config, device_, stream, combine_pointers);
 }
 
 Status decode_attention(const DecodeTensors& tensors, const DecodeOptions& options, void* stream,
                         int64_t* needed) {
   *needed = 0;
-  const int device = tensors.q.device_index;
-  int multiprocessors = 0;
-  if (tensors.q.device_type == DeviceType::kCUDA) {
-    TIERCEL_RETURN_IF_ERROR(multiprocessor_count(device, &multiprocessors));
+  DecodeLaunch launch;
+  TIERCEL_RETURN_IF_ERROR(launch.prepare(tensors, options));
+  if (launch.workspace() == 0) return launch.run(nullptr, stream);
+  if (tensors.workspace == nullptr) {
+    *needed = launch.workspace();
+    return Status();
   }
-  DecodeArgs args{};
-  Choice choice;
-  TIERCEL_RETURN_IF_ERROR(prepare(tensors, options, multiprocessors, &args, &choice));
-  if (choice.kernel == nullptr) return Status();
-  if (args.spread) {
-    if (tensors.workspace == nullptr) {
-      *needed = choice.workspace();
-      return Status();
-    }
-    const Argument workspace{kOp, "workspace", *tensors.workspace};
-    TIERCEL_RETURN_IF_ERROR(check_workspace(workspace, {kOp, "q", tensors.q}, choice.workspace()));
-    args.partial = static_cast<float*>(workspace.view.data);
-    args.partial_sums = reinterpret_cast<float2*>(args.partial + choice.partial);
-    args.tiles = reinterpret_cast<int4*>(args.partial + choice.partial + choice.sums);
-  }
-  LaunchConfig config;
-  config.grid.x = static_cast<unsigned>(choice.split.grid);
-  config.block.x = kDecodeThreads;
-  config.dynamic_smem = choice.kernel->shared;
-  config.cluster.x = static_cast<unsigned>(std::max(choice.split.cluster, 1));
-  config.dependent = true;
-  void* pointers[] = {&args};
-  TIERCEL_RETURN_IF_ERROR(choice.kernel->kernel.launch(config, device, stream, pointers));
-  if (choice.combined == 0) return Status();
-  config.cluster.x = 1;
-  config.dynamic_smem = 0;
-  config.grid.x = static_cast<unsigned>(choice.combined);
-  config.grid.y = static_cast<unsigned>(std::min(choice.rows(), args.rows));
-  config.grid.z = args.d > 128 ? 2 : 1;
-  int tile_rows = choice.rows(), pitch = choice.kernel->d;
-  void* combine_pointers[] = {&args, &tile_rows, &pitch};
-  return combine_for(tensors.q.dtype).kernel.launch(config, device, stream, combine_pointers);
+  const Argument workspace{kOp, "workspace", *tensors.workspace};
+  TIERCEL_RETURN_IF_ERROR(check_workspace(workspace, {kOp, "q", tensors.q}, launch.workspace()));
+  return launch.run(static_cast<float*>(workspace.view.data), stream);
 }
 
 }  // namespace tiercel

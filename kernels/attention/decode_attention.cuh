@@ -6,15 +6,15 @@
 // at any time. Short problems are bound by the chain of dependent reads instead: lengths, page
 // table, keys, then what the splits have to tell each other.
 //
-// The plan. A warp is on its own: it has a ring of three stages in shared memory, each a step of
-// keys and of values (4 KiB of either: 16 keys of D = 128 in 16 bits), which it fills by cp.async
-// as soon as a stage was read, so that 16 KiB of every warp, 128 KiB of a multiprocessor, are under
-// way. (In registers as much is not possible: the compiler moves what it loads, and waits for it.)
-// Nothing waits for another warp, and any page size costs the same, for every row's address is made
-// from its own page table entry. Tensor cores do the products on fragments of a stage
-// (decode_warp.cuh): 16 keys x 8 query rows, where the rows are the query heads of a key head times
-// the queries: 512 bytes of 16 bits an instruction. float8 converts in registers, 2 values an
-// instruction.
+// The plan. A warp is on its own: it has a ring of two or three stages in shared memory, each a
+// step of keys and of values (4 KiB of either: 16 keys of D = 128 in 16 bits), which it fills by
+// cp.async as soon as a stage was read, so that up to 16 KiB of every warp, 128 KiB of a
+// multiprocessor, are under way. (In registers as much is not possible: the compiler moves what it
+// loads, and waits for it.) Nothing waits for another warp, and any page size costs the same, for
+// every row's address is made from its own page table entry. Tensor cores do the products on
+// fragments of a stage (decode_warp.cuh): 16 keys x 8 query rows, where the rows are the query
+// heads of a key head times the queries: 512 bytes of 16 bits an instruction. float8 converts in
+// registers, 2 values an instruction.
 //
 // A tile is 8 or 16 query rows of one key head. Two ways to share tiles out, chosen in
 // decode_choose.cc:
@@ -23,13 +23,15 @@
 //   page table entries are read beside the lengths. For short sequences.
 // - spread: as many blocks as are resident have equal shares of all steps of all tiles, whatever
 //   the lengths; each block works that out from the lengths itself. What a block has of a tile that
-//   it shares goes to a workspace, and decode_combine, launched dependently, puts it together. No
-//   counters, so nothing has to be cleared or left in order.
+//   it shares goes to a workspace, and the last block to arrive puts it together
+//   (decode_parts.cuh), or decode_combine does where more blocks may share a tile than one would
+//   read in time.
 #ifndef KERNELS_ATTENTION_DECODE_ATTENTION_CUH_
 #define KERNELS_ATTENTION_DECODE_ATTENTION_CUH_
 
 #include <cstdint>
 
+#include "kernels/attention/decode_parts.cuh"
 #include "kernels/attention/decode_warp.cuh"
 #include "kernels/sm90/cluster.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
@@ -44,11 +46,12 @@ struct DecodeShared {
     alignas(128) unsigned char stages[Shape::kStages][Shape::kStage];
     float out[Shape::kRows][kPitch];
   };
-  Ring rings[kDecodeWarps];
+  Ring rings[Shape::kWarps];
   ShareCursor cursor;
-  int64_t scratch[kDecodeWarps];
-  float largest[kDecodeWarps][Shape::kRows];
-  float sum[kDecodeWarps][Shape::kRows];
+  bool last;  // this block is, of those that share the tile
+  int64_t scratch[Shape::kWarps];
+  float largest[Shape::kWarps][Shape::kRows];
+  float sum[Shape::kWarps][Shape::kRows];
   alignas(16) uint32_t queries[Shape::kTiles * Shape::kFragments * 32][4];
   float query_sizes[Shape::kFragments][Shape::kRows];
   // Of a cluster's blocks: their sums of the vectors that this block stores, and of all rows.
@@ -76,7 +79,7 @@ struct QueryLoader {
   using Format = typename Shape::Format;
   static constexpr bool kScaled = Shape::kFloat8 && !std::is_same_v<Format, Float16>;
   static constexpr int kWords = Shape::kTiles * Shape::kFragments * 32;
-  static constexpr int kEach = (kWords + kDecodeThreads - 1) / kDecodeThreads;
+  static constexpr int kEach = (kWords + Shape::kThreads - 1) / Shape::kThreads;
 
   uint32_t words[kEach][4];
 
@@ -88,7 +91,7 @@ struct QueryLoader {
     const int thread = this_thread();
 #pragma unroll
     for (int e = 0; e < kEach; ++e) {
-      const int word = e * kDecodeThreads + thread;
+      const int word = e * Shape::kThreads + thread;
       const int d = word / 32 % Shape::kFragments * 32 + 8 * (word % 4);
       const int r = tile.row_block * Shape::kRows + row(word);
 #pragma unroll
@@ -107,7 +110,7 @@ struct QueryLoader {
     if constexpr (kScaled) {
 #pragma unroll
       for (int e = 0; e < kEach; ++e) {
-        const int word = e * kDecodeThreads + thread;
+        const int word = e * Shape::kThreads + thread;
         float values[8], size = 0.0f;
         unpack<Format, 4>(words[e], values);
 #pragma unroll
@@ -121,7 +124,7 @@ struct QueryLoader {
     }
 #pragma unroll
     for (int e = 0; e < kEach; ++e) {
-      const int word = e * kDecodeThreads + thread;
+      const int word = e * Shape::kThreads + thread;
       if (word >= kWords) continue;
       if constexpr (kScaled) {
         float values[8];
@@ -239,14 +242,14 @@ __device__ __forceinline__ void finish(const DecodeArgs& args, const Tile& tile,
                                        uint32_t blocks, DecodeShared<Shape>* shared) {
   constexpr int kOfRow = Shape::kD / 8;
   constexpr int kVectors = Shape::kRows * kOfRow;
-  for (int vector = this_thread(); vector < kVectors; vector += kDecodeThreads) {
+  for (int vector = this_thread(); vector < kVectors; vector += Shape::kThreads) {
     const int row = vector / kOfRow, d = vector % kOfRow * 8;
     Sums sums;
 #pragma unroll
-    for (int w = 0; w < kDecodeWarps; ++w)
+    for (int w = 0; w < Shape::kWarps; ++w)
       sums.largest = fmaxf(sums.largest, shared->largest[w][row]);
 #pragma unroll
-    for (int w = 0; w < kDecodeWarps; ++w) {
+    for (int w = 0; w < Shape::kWarps; ++w) {
       const float own = shared->largest[w][row];
       const float factor = own == -INFINITY ? 0.0f : power_of_2(own - sums.largest);
       sums.sum += shared->sum[w][row] * factor;
@@ -278,7 +281,7 @@ __device__ __forceinline__ void finish(const DecodeArgs& args, const Tile& tile,
   cluster_arrive();
   cluster_wait();
   for (int vector = this_thread() * blocks + cluster_rank(); vector < kVectors;
-       vector += kDecodeThreads * blocks) {
+       vector += Shape::kThreads * blocks) {
     const int row = vector / kOfRow, d = vector % kOfRow * 8;
     Sums sums;
     for (uint32_t from = 0; from < blocks; ++from) {
@@ -300,59 +303,108 @@ __device__ __forceinline__ void finish(const DecodeArgs& args, const Tile& tile,
   }
 }
 
-// The page table's entries of a warp's next steps.
+// If this block is the last to arrive of those that share the tile. Follows a barrier.
+template <typename Shape>
+__device__ __forceinline__ void put_parts_together(const DecodeArgs& args,
+                                                   DecodeShared<Shape>* shared) {
+  const int thread = this_thread();
+  const ShareCursor cursor = shared->cursor;  // which moves on while some threads are here
+  if (thread < 32) {
+    const bool last =
+        arrive_last(args.arrived, 1, cursor.slot, cursor.first_block, args.columns, cursor.parts);
+    if (thread == 0) shared->last = last;
+  }
+  __syncthreads();
+  if (!shared->last) return;
+  constexpr int kOfRow = Shape::kD / 4;
+  constexpr int kAtOnce = 16;
+  const Tile tile = cursor.tile;
+  const int rows = min(Shape::kRows, args.rows - tile.row_block * Shape::kRows);
+#pragma unroll 1
+  for (int vector = thread; vector < rows * kOfRow; vector += Shape::kThreads) {
+    const int row = vector / kOfRow, d = vector % kOfRow * 4;
+    Part part;
+#pragma unroll 1
+    for (int first = 0; first < cursor.parts; first += kAtOnce) {
+      float2 sums[kAtOnce];
+      float4 out[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        sums[i] = make_float2(-INFINITY, 0.0f);
+        out[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (first + i >= cursor.parts) continue;
+        const int64_t slot = part_slot(cursor.first_block, args.columns, first + i);
+        const int64_t line = slot * Shape::kRows + row;
+        sums[i] = __ldcg(args.partial_sums + line);
+        out[i] = __ldcg(reinterpret_cast<const float4*>(args.partial + line * Shape::kD + d));
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) part.add(sums[i], out[i]);
+    }
+    store_part<typename Shape::Format>(args, tile, tile.row_block * Shape::kRows + row, d, part);
+  }
+}
+
+// The page table's entries of the steps that a warp asks for next.
 template <typename Shape>
 struct NextPages {
-  Pages<Shape> of[Shape::kStages];  // of the first steps
+  Pages<Shape> of[Shape::kStages];
+
+  __device__ __forceinline__ void shift() {
+#pragma unroll
+    for (int i = 1; i < Shape::kStages; ++i) of[i - 1] = of[i];
+  }
 };
 
-// A warp's steps of a tile. `next` are the page table entries of the first ones.
+// A warp's steps of a tile. `next` are those of the first ones.
 template <typename Shape>
 __device__ __forceinline__ void attend(const DecodeArgs& args, const Tile& tile,
                                        const Sequence<Shape::kStep>& sequence, const Steps& steps,
-                                       QueryLoader<Shape>* queries, const NextPages<Shape>& next,
+                                       QueryLoader<Shape>* queries, NextPages<Shape> next,
                                        DecodeShared<Shape>* shared, WarpState<Shape>* state) {
+  constexpr int kStages = Shape::kStages;
   const int32_t* table = args.page_table + tile.b * args.table_stride;
   const char* k = args.k + tile.head * args.k_strides.head;
   const char* v = args.v + tile.head * args.v_strides.head;
   const uint32_t ring =
       static_cast<uint32_t>(__cvta_generic_to_shared(shared->rings[this_thread() / 32].stages));
-  const auto copy = [&](int step, const Pages<Shape>& pages, uint32_t stage) {
+  const auto copy = [&](int step, uint32_t stage) {
     if (step < steps.last) {
       const int key = sequence.first_key(step);
-      copy_step<Shape>(args, k, v, pages, key, sequence.length - 1 - key, stage);
+      copy_step<Shape>(args, k, v, next.of[0], key, sequence.length - 1 - key, stage);
     }
     async_copy_commit();
+    next.shift();
   };
-  Pages<Shape> pages;  // of the step after those under way
-  pages.load(args, table, sequence.first_key(steps.first + Shape::kStages * steps.stride));
+#pragma unroll 1  // half the code
+  for (int i = 0; i < kStages; ++i) copy(steps.first + i * steps.stride, ring + i * Shape::kStage);
+  const auto load_pages = [&](int i, int step) {
+    if (step < steps.last) next.of[i].load(args, table, sequence.first_key(step));
+  };
 #pragma unroll
-  for (int i = 0; i < Shape::kStages; ++i) {
-    copy(steps.first + i * steps.stride, next.of[i], ring + i * Shape::kStage);
-  }
+  for (int i = 0; i < kStages; ++i) load_pages(i, steps.first + (kStages + i) * steps.stride);
   queries->store(shared);
   Rows<Shape> rows;
   set_rows(args, tile, sequence.length, *shared, &rows);
   state->clear();
   uint32_t stage = ring;
   for (int at = steps.first; at < steps.last; at += steps.stride) {
-    async_copy_wait<Shape::kStages - 1>();
+    async_copy_wait<kStages - 1>();
     __syncwarp();
     float s[Shape::kTiles][Shape::kBlocks][4];
     scores<Shape>(stage, reinterpret_cast<const uint4*>(shared->queries), s);
     softmax<Shape>(args, rows, sequence, sequence.first_key(at), s, state);
     sums<Shape>(stage + Shape::kHalf, s, state);
     __syncwarp();  // the stage was read
-    const int later = at + Shape::kStages * steps.stride;
-    copy(later, pages, stage);
-    pages.load(args, table, sequence.first_key(later + steps.stride));
+    copy(at + kStages * steps.stride, stage);
+    load_pages(kStages - 1, at + 2 * kStages * steps.stride);
     stage += Shape::kStage;
-    if (stage == ring + Shape::kStages * Shape::kStage) stage = ring;
+    if (stage == ring + kStages * Shape::kStage) stage = ring;
   }
 }
 
 template <typename Shape, int kResidents>
-__global__ void __launch_bounds__(kDecodeThreads, kResidents)
+__global__ void __launch_bounds__(Shape::kThreads, kResidents)
     decode_attention(const __grid_constant__ DecodeArgs args) {
   extern __shared__ __align__(128) unsigned char dynamic_shared[];
   DecodeShared<Shape>& shared = *reinterpret_cast<DecodeShared<Shape>*>(dynamic_shared);
@@ -360,14 +412,15 @@ __global__ void __launch_bounds__(kDecodeThreads, kResidents)
   grid_dependency_wait();
   grid_dependency_launch();
 
-  const uint32_t blocks = args.spread ? 1 : cluster_blocks();
+  const uint32_t blocks = Shape::kSpread ? 1 : cluster_blocks();
   if (blocks > 1) cluster_arrive_relaxed();
-  const int turn = (blocks > 1 ? cluster_rank() : 0) * kDecodeWarps + threadIdx.x / 32;
+  const int turn = (blocks > 1 ? cluster_rank() : 0) * Shape::kWarps + threadIdx.x / 32;
   Tile tile;
-  if (args.spread) {
+  if constexpr (Shape::kSpread) {
     const int second = static_cast<int>(blockIdx.x) - args.columns;
-    if (threadIdx.x == 0 && !args.by_tile && second >= 0) args.tiles[second].w = 0;
-    start_share<Shape::kStep>(args, shared.scratch, &cursor);
+    const bool clears = args.tiles != nullptr && !args.by_tile && second >= 0;
+    if (threadIdx.x == 0 && clears) args.tiles[second].w = 0;
+    start_share<Shape::kStep, Shape::kThreads>(args, shared.scratch, &cursor);
     if (cursor.at >= cursor.end) return;
   } else {
     const int index = blockIdx.x / blocks, heads = index / args.row_blocks;
@@ -375,9 +428,12 @@ __global__ void __launch_bounds__(kDecodeThreads, kResidents)
     tile = {heads / args.kv_heads, heads % args.kv_heads, index % args.row_blocks};
   }
   do {
-    Steps steps{turn, static_cast<int>(blocks) * kDecodeWarps, 0x7fffffff};
-    if (args.spread) {
-      if (threadIdx.x == 0) enter_tile<Shape::kStep>(args, &cursor);
+    Steps steps{turn, static_cast<int>(blocks) * Shape::kWarps, 0x7fffffff};
+    if constexpr (Shape::kSpread) {
+      if (threadIdx.x == 0) {
+        enter_tile<Shape::kStep>(args, &cursor);
+        if (args.tiles != nullptr) list_tile(args, cursor);
+      }
       __syncthreads();
       tile = cursor.tile;
       steps.first += cursor.first;
@@ -408,12 +464,17 @@ __global__ void __launch_bounds__(kDecodeThreads, kResidents)
     attend<Shape>(args, tile, sequence, steps, &queries, next, &shared, &state);
     join_warps<Shape>(state, &shared);
     if (blocks > 1) cluster_wait();  // all of them run, so their inboxes are there
-    if (args.spread) tile = cursor.tile;
-    finish<Shape>(args, tile, args.spread ? cursor.slot : kWhole, blocks, &shared);
-    if (!args.spread) return;
-    __syncthreads();  // the shared memory was read
-    if (threadIdx.x == 0) leave_tile(args, &cursor);
-    __syncthreads();
+    if constexpr (Shape::kSpread) {
+      const int64_t slot = cursor.slot;
+      finish<Shape>(args, cursor.tile, slot, 1, &shared);
+      __syncthreads();  // the shared memory was read
+      if (slot != kWhole && args.tiles == nullptr) put_parts_together<Shape>(args, &shared);
+      if (threadIdx.x == 0) leave_tile(args, &cursor);
+      __syncthreads();
+    } else {
+      finish<Shape>(args, tile, kWhole, blocks, &shared);
+      return;
+    }
   } while (cursor.at < cursor.end);
 }
 

@@ -5,10 +5,24 @@
 
 #include <cstdint>
 
+#include "kernels/attention/decode_choose.h"
+#include "kernels/attention/decode_kernels.h"
 #include "kernels/sm90/status.h"
 #include "kernels/sm90/tensor_view.h"
 
 namespace tiercel {
+
+struct DecodeChoice {
+  const DecodeKernel* kernel = nullptr;  // null for an empty output
+  DecodeSplit split{};
+  int64_t combined = 0;  // tiles that decode_combine looks at
+  // Floats of the workspace.
+  int64_t partial = 0, sums = 0, arrived = 0, tiles = 0;
+
+  int rows() const { return 8 * kernel->tiles; }
+  unsigned threads() const { return 32 * static_cast<unsigned>(kernel->warps); }
+  int64_t workspace() const { return partial + sums + arrived + tiles; }
+};
 
 struct DecodeTensors {
   const TensorView& q;           // [B, Sq, H, D] bfloat16 or float16
@@ -44,7 +58,7 @@ struct DecodePlan {
   int cluster;          // blocks that share one tile; 0: tiles are spread over all blocks
   unsigned grid;
   unsigned block;
-  int64_t workspace;  // floats, which need no initial value
+  int64_t workspace;  // floats, of any initial value
 };
 
 // All checks and the choice of kernel for a device with that many multiprocessors; needs no GPU and
@@ -52,8 +66,28 @@ struct DecodePlan {
 Status decode_attention_plan(const DecodeTensors& tensors, const DecodeOptions& options,
                              int multiprocessors, DecodePlan* plan);
 
-// The same for the tensors' device, then the launches on `stream` (a CUstream). Where a workspace
-// is needed and is null, nothing is launched and `*needed` says how many floats.
+// A call that was checked and whose kernels were chosen.
+class DecodeLaunch {
+ public:
+  // For the tensors' device; launches nothing.
+  Status prepare(const DecodeTensors& tensors, const DecodeOptions& options);
+
+  // Floats that `run` needs, of any value; 0 where the call needs none. Another launch may use the
+  // same ones after this one in the stream.
+  int64_t workspace() const { return choice_.workspace(); }
+
+  // On `stream`, a CUstream; `workspace` starts at a multiple of 16 bytes.
+  Status run(float* workspace, void* stream);
+
+ private:
+  DecodeArgs args_{};
+  DecodeChoice choice_;
+  DType dtype_ = DType::kBFloat16;
+  int device_ = 0;
+};
+
+// Both at once with `tensors.workspace`. Where that is needed and is null, nothing is launched and
+// `*needed` says how many floats.
 Status decode_attention(const DecodeTensors& tensors, const DecodeOptions& options, void* stream,
                         int64_t* needed);
 

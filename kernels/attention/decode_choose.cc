@@ -9,17 +9,20 @@ namespace tiercel {
 namespace {
 
 // A model of both ways, in microseconds, fitted to an H200.
-constexpr double kBytesPerMicrosecond = 4.42e6;  // of the device
-constexpr double kSpread = 4.3e6;                // the same when tiles are spread
-constexpr double kSparse = 3.7e6;                // the same with one block a multiprocessor
+struct Rate {
+  double clustered, spread;  // bytes a microsecond, of the device
+};
+constexpr Rate kWide{4.42e6, 4.55e6}, kNarrow{4.3e6, 4.45e6};  // rows of up to kNarrowRow bytes
+constexpr int64_t kNarrowRow = 128;
+constexpr double kSparse = 3.7e6;   // clustered, with one block a multiprocessor
 constexpr double kChain = 4.0;      // launch, lengths, first keys, results: all ways have them
 constexpr double kStep = 0.75;      // at least, of one step
 constexpr double kBeside = 1.25;    // times that, with other blocks on the multiprocessor
 constexpr double kConvert = 1.5;    // times that, for float8
 constexpr double kExchange = 0.05;  // of each of a cluster's blocks
 constexpr double kShares = 1.5;     // lengths first, before the page table
-constexpr double kCombine = 2.0;    // the second kernel
-constexpr double kRestart = 1.0;    // a further tile of a block, beside those of its neighbours
+constexpr double kCombine = 1.5;    // the parts of a tile
+constexpr double kRestart = 1.0;    // a further tile of a block
 
 // Of clusters of 1, 2, 4, 8: how much of the device they find room in, as all blocks of one lie in
 // one part of it, and what a further round of them takes.
@@ -28,17 +31,22 @@ constexpr double kRound[] = {0.3, 1.5, 2.5, 3.7};
 
 // Spread blocks are even whatever the lengths; clusters that all run at once take as long as the
 // longest sequence, so they have to be better. With several rounds of single blocks that evens out.
-constexpr double kPreferSpread = 0.95;
+constexpr double kPreferSpread = 0.97;
 constexpr int kManyRounds = 3;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// One step of each warp of as many blocks at once.
+const Rate& rate(const DecodeLoad& load) { return load.row_bytes > kNarrowRow ? kWide : kNarrow; }
+
+double least_step(const DecodeLoad& load, bool sparse) {
+  return kStep * (sparse ? 1.0 : kBeside) * (load.float8 ? kConvert : 1.0);
+}
+
+// One step of each warp of as many clustered blocks at once.
 double step_time(const DecodeLoad& load, int64_t blocks) {
   const bool sparse = blocks * 2 <= load.blocks;
-  const double least = kStep * (sparse ? 1.0 : kBeside) * (load.float8 ? kConvert : 1.0);
-  const double bytes = static_cast<double>(blocks * kDecodeWarps * load.step_bytes);
-  return std::max(least, bytes / (sparse ? kSparse : kBytesPerMicrosecond));
+  const double bytes = static_cast<double>(blocks * load.warps * load.step_bytes);
+  return std::max(least_step(load, sparse), bytes / (sparse ? kSparse : rate(load).clustered));
 }
 
 double clustered(const DecodeLoad& load, int cluster) {
@@ -47,7 +55,7 @@ double clustered(const DecodeLoad& load, int cluster) {
   const auto found = static_cast<int64_t>(static_cast<double>(load.blocks) * kRoom[kind]);
   const int64_t most = std::max<int64_t>(found, 1);
   const int64_t full = blocks / most, rest = blocks % most;
-  const auto steps = static_cast<double>(ceil_div(load.steps, cluster * kDecodeWarps));
+  const auto steps = static_cast<double>(ceil_div(load.steps, cluster * load.warps));
   const double rounds =
       static_cast<double>(full) * step_time(load, most) + (rest > 0 ? step_time(load, rest) : 0.0);
   return kChain + (cluster > 1 ? kExchange * cluster : 0.0) + steps * rounds +
@@ -56,11 +64,12 @@ double clustered(const DecodeLoad& load, int cluster) {
 
 double spread(const DecodeLoad& load) {
   const int64_t each = ceil_div(load.tiles * load.steps, load.spread_blocks);
-  const auto steps = static_cast<double>(ceil_div(each, kDecodeWarps));
+  const auto steps = static_cast<double>(ceil_div(each, load.spread_warps));
   const auto tiles = static_cast<double>(each / std::max<int64_t>(load.steps, 1));
-  const double slower = kBytesPerMicrosecond / kSpread;
-  return kChain + kShares + kCombine + steps * step_time(load, load.spread_blocks) * slower +
-         tiles * kRestart;
+  const double bytes =
+      static_cast<double>(load.spread_blocks * load.spread_warps * load.step_bytes);
+  return kChain + kShares + kCombine +
+         steps * std::max(least_step(load, false), bytes / rate(load).spread) + tiles * kRestart;
 }
 
 }  // namespace
@@ -83,7 +92,7 @@ DecodeSplit decode_choose(const DecodeLoad& load, int forced) {
   for (int cluster = 1; cluster <= kDecodeMaxCluster; cluster *= 2) {
     const double time = clustered(load, cluster);
     // Blocks without a step would only wait.
-    const bool idle = cluster > 1 && (cluster - 1) * kDecodeWarps >= load.steps;
+    const bool idle = cluster > 1 && (cluster - 1) * load.warps >= load.steps;
     const bool many = cluster == 1 && load.tiles > (kManyRounds - 1) * load.blocks;
     const bool better = time < least && (many || time < spread_time * kPreferSpread);
     if (better && !idle) {

@@ -12,7 +12,10 @@ struct DecodeLoad {
   int64_t steps;          // of a tile, at most
   int64_t step_bytes;     // keys and values
   int64_t blocks;         // resident on the device at once
-  int64_t spread_blocks;  // of them, when tiles are spread
+  int64_t spread_blocks;  // the same when tiles are spread
+  int64_t row_bytes;      // of a key
+  int warps;              // of a block
+  int spread_warps;
   bool float8;
 };
 

@@ -7,42 +7,22 @@
 // is.
 #include <cstdint>
 
-#include "kernels/attention/decode_arithmetic.cuh"
-#include "kernels/attention/decode_kernels.h"
-#include "kernels/sm90/float_format.cuh"
+#include "kernels/attention/decode_parts.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
-#include "kernels/sm90/reduce.cuh"
 
 namespace tiercel {
 namespace {
 
 constexpr int kAtOnce = 9;
-
-struct Part {
-  float largest = -INFINITY;
-  float sum = 0.0f;
-  float4 out = {0.0f, 0.0f, 0.0f, 0.0f};
-
-  __device__ __forceinline__ void add(float2 sums, float4 other) {
-    if (sums.x == -INFINITY) return;
-    const float grown = fmaxf(largest, sums.x);
-    const float mine = power_of_2(largest - grown), theirs = power_of_2(sums.x - grown);
-    largest = grown;
-    sum = sum * mine + sums.y * theirs;
-    out.x = out.x * mine + other.x * theirs;
-    out.y = out.y * mine + other.y * theirs;
-    out.z = out.z * mine + other.z * theirs;
-    out.w = out.w * mine + other.w * theirs;
-  }
-};
+constexpr int kWarps = kCombineThreads / 32;
 
 // `pitch` is D of the kernel that wrote the parts. Dimensions are 4 a lane; of more than 128, the
 // first half and the second are the grid's third dimension.
 template <typename Format>
-__global__ void __launch_bounds__(kDecodeThreads)
+__global__ void __launch_bounds__(kCombineThreads)
     decode_combine(const __grid_constant__ DecodeArgs args, int tile_rows, int pitch) {
-  __shared__ float4 outs[kDecodeWarps][32];
-  __shared__ float2 sums[kDecodeWarps];
+  __shared__ float4 outs[kWarps][32];
+  __shared__ float2 sums[kWarps];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int row = blockIdx.y, d = blockIdx.z * 128 + 4 * lane;
   grid_dependency_wait();
@@ -54,18 +34,16 @@ __global__ void __launch_bounds__(kDecodeThreads)
 
   Part part;
   const bool real = d < args.d;
-  for (int first = warp; first < parts; first += kDecodeWarps * kAtOnce) {
+  for (int first = warp; first < parts; first += kWarps * kAtOnce) {
     float2 sum[kAtOnce];
     float4 out[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int at = first + i * kDecodeWarps;
+      const int at = first + i * kWarps;
       sum[i] = make_float2(-INFINITY, 0.0f);
       out[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       if (at >= parts) continue;
-      // The first block has it as its last tile, the others as their first.
-      const int64_t block = tile.z + int64_t{at} * args.columns;
-      const int64_t line = (2 * block + (at == 0)) * tile_rows + row;
+      const int64_t line = part_slot(tile.z, args.columns, at) * tile_rows + row;
       sum[i] = args.partial_sums[line];
       if (real) out[i] = *reinterpret_cast<const float4*>(args.partial + line * pitch + d);
     }
@@ -77,24 +55,9 @@ __global__ void __launch_bounds__(kDecodeThreads)
   __syncthreads();
   if (warp != 0) return;
 #pragma unroll
-  for (int other = 1; other < kDecodeWarps; ++other) part.add(sums[other], outs[other][lane]);
+  for (int other = 1; other < kWarps; ++other) part.add(sums[other], outs[other][lane]);
 
-  const int query = r / args.group, head = key_head * args.group + r % args.group;
-  const float factor =
-      normalizer(part.sum, scale_of(args.v_scale, args.v_scale_per_head, key_head));
-  if (real) {
-    const float values[4] = {part.out.x * factor, part.out.y * factor, part.out.z * factor,
-                             part.out.w * factor};
-    uint32_t words[2];
-    pack<Format, 2>(values, words);
-    store_vector(args.out + tile.x * args.out_strides[0] + query * args.out_strides[1] +
-                     head * args.out_strides[2] + d * 2,
-                 words);
-  }
-  if (d == 0 && args.lse != nullptr) {
-    args.lse[(static_cast<int64_t>(tile.x) * args.heads + head) * args.queries + query] =
-        log_of_sum(part.largest, part.sum);
-  }
+  store_part<Format>(args, {tile.x, key_head, 0}, r, d, part);
 }
 
 #define TIERCEL_COMBINE(dtype) \

@@ -12,9 +12,8 @@
 
 namespace tiercel {
 
-inline constexpr int kDecodeThreads = 128;
-inline constexpr int kDecodeWarps = kDecodeThreads / 32;
 inline constexpr int kDecodeMaxCluster = 8;
+inline constexpr int kCombineThreads = 128;
 
 // Keys that a warp takes at once: about 4 KiB of them, and as much of values.
 constexpr int decode_step(int d, int cache_bytes) {
@@ -22,11 +21,15 @@ constexpr int decode_step(int d, int cache_bytes) {
   return keys < 16 ? 16 : keys;
 }
 
-// Steps of a warp's ring in shared memory: 24 KiB of them, and three at least.
-constexpr int decode_stages(int stage_bytes) {
-  const int stages = 24576 / stage_bytes;
-  return stages < 3 ? 3 : stages;
+// Warps of a block, bytes of its stages each: two blocks of four warps a multiprocessor where a
+// cluster has a tile, one of eight where tiles are spread: fewer sequences are read at once, which
+// the memory likes better.
+constexpr int decode_warps(bool spread, int stage_bytes, int tiles) {
+  return spread && stage_bytes <= 8192 && tiles == 1 ? 8 : 4;
 }
+
+// Steps of a warp's ring in shared memory: of 8 warps two, of 4 three.
+constexpr int decode_stages(int warps) { return warps == 8 ? 2 : 3; }
 
 // Of a cache, in bytes. Two products of 32 bits make a row's address.
 struct DecodeStrides {
@@ -46,10 +49,14 @@ struct DecodeArgs {
   const int32_t* prefixes;  // or null
   const float* k_scale;     // or null: 1
   const float* v_scale;
-  float* partial;        // [2 * blocks, rows of a tile, D of the kernel]; spread blocks only
+  // Of tiles that blocks share, if their steps are spread; a block has two places: of the tile that
+  // it begins with and of the one that it ends with.
+  float* partial;        // [2 * blocks, rows of a tile, D of the kernel]
   float2* partial_sums;  // [2 * blocks, rows of a tile]: largest score, sum
-  // What decode_combine has to do: sequence, tile of it, first block, blocks (0: nothing). By tile,
-  // or where there are more tiles than that, by the tile's second block.
+  uint64_t* arrived;     // [2 * blocks]: see decode_parts.cuh
+  // What decode_combine has to do, or null where the last block to arrive does: sequence, tile of
+  // it, first block, blocks (0: nothing). By tile, or where there are more tiles than that, by the
+  // tile's second block.
   int4* tiles;
   int64_t q_strides[3];  // bytes: sequence, query, head
   int64_t out_strides[3];
@@ -63,7 +70,8 @@ struct DecodeArgs {
   int group;       // heads a key head
   int rows;        // queries * group
   int row_blocks;  // tiles of a key head
-  int columns;     // blocks that go through a sequence's keys together, each with its own tiles
+  int sequence_tiles;
+  int columns;  // blocks that go through a sequence's keys together, each with its own tiles
   int d;
   int capacity;   // keys of a sequence that the page table has room for
   int page_bits;  // log2 of a page's keys
@@ -74,7 +82,6 @@ struct DecodeArgs {
   bool k_scale_per_head;
   bool v_scale_per_head;
   bool by_tile;
-  bool spread;  // blocks share all tiles evenly; otherwise a cluster has one
 };
 
 struct DecodeKernel {
@@ -84,6 +91,8 @@ struct DecodeKernel {
   bool any_d;       // takes smaller ones too
   int tiles;        // of 8 rows
   int residents;    // blocks a multiprocessor holds
+  bool spread;      // blocks share all tiles evenly; otherwise a cluster has one
+  int warps;        // of a block
   uint32_t shared;  // bytes of a block
   Kernel kernel;
 };

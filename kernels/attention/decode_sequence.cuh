@@ -61,10 +61,12 @@ struct ShareCursor {
   int64_t end;
   int64_t each;  // of every block
   int group;
-  Tile tile;     // where it is now
-  int first;     // step of the tile
-  int last;      // after the share's last
-  int64_t slot;  // kWhole or a place in the workspace
+  Tile tile;        // where it is now
+  int first;        // step of the tile
+  int last;         // after the share's last
+  int64_t slot;     // kWhole or a place in the workspace
+  int first_block;  // of those that share the tile, when they do
+  int parts;
 };
 
 template <int kStep>
@@ -74,19 +76,23 @@ __device__ __forceinline__ void enter_tile(const DecodeArgs& args, ShareCursor* 
   const bool later = cursor->first > 0;  // another block has its beginning
   cursor->last = static_cast<int>(min(end, cursor->end) - begin);
   cursor->slot = kWhole;
-  if (later || end > cursor->end) cursor->slot = 2 * static_cast<int64_t>(blockIdx.x) + !later;
-  const Tile& tile = cursor->tile;
+  if (!later && end <= cursor->end) return;
+  const int block = static_cast<int>(blockIdx.x);
+  const int group = static_cast<int>(begin / cursor->each);
+  cursor->slot = 2 * static_cast<int64_t>(block) + !later;
+  cursor->parts = static_cast<int>((end - 1) / cursor->each) - group + 1;
+  cursor->first_block = block - (cursor->group - group) * args.columns;
+}
+
+// Tells decode_combine of a tile: its second block does, and by tile that of a whole one.
+__device__ __forceinline__ void list_tile(const DecodeArgs& args, const ShareCursor& cursor) {
+  const Tile& tile = cursor.tile;
   const int number = tile.head * args.row_blocks + tile.row_block;
-  int4* work = args.tiles;
-  if (args.by_tile) {
-    work += tile.b * args.kv_heads * args.row_blocks + number;
-  } else {
-    work += static_cast<int>(blockIdx.x) - args.columns;
-  }
-  if (later && begin >= cursor->each * (cursor->group - 1)) {
-    const int blocks = static_cast<int>((end - 1) / cursor->each) - cursor->group + 2;
-    *work = make_int4(tile.b, number, static_cast<int>(blockIdx.x) - args.columns, blocks);
-  } else if (args.by_tile && cursor->slot == kWhole) {
+  const int before = static_cast<int>(blockIdx.x) - args.columns;
+  int4* work = args.tiles + (args.by_tile ? tile.b * args.sequence_tiles + number : before);
+  if (cursor.slot != kWhole && cursor.first_block == before) {
+    *work = make_int4(tile.b, number, before, cursor.parts);
+  } else if (args.by_tile && cursor.slot == kWhole) {
     work->w = 0;
   }
 }
@@ -101,18 +107,19 @@ __device__ __forceinline__ void leave_tile(const DecodeArgs& args, ShareCursor* 
   cursor->first = 0;
   const Tile& tile = cursor->tile;
   const int next = tile.head * args.row_blocks + tile.row_block + args.columns;
-  const bool same = next < args.kv_heads * args.row_blocks;
+  const bool same = next < args.sequence_tiles;
   cursor->tile = tile_of(args, tile.b + !same, same ? next : blockIdx.x % args.columns);
 }
 
-// Every thread calls it; `scratch` has kDecodeWarps elements. Ends with a barrier.
-template <int kStep>
+// Every thread calls it; `scratch` has an element for each warp. Ends with a barrier.
+template <int kStep, int kThreads>
 __device__ __forceinline__ void start_share(const DecodeArgs& args, int64_t* scratch,
                                             ShareCursor* cursor) {
-  const int tiles = args.kv_heads * args.row_blocks / args.columns;  // of a sequence and column
-  const int each = (args.batch + kDecodeThreads - 1) / kDecodeThreads;
+  const int tiles = args.sequence_tiles / args.columns;  // of a sequence and column
+  const int each = (args.batch + kThreads - 1) / kThreads;
   const int first = threadIdx.x * each, last = min(first + each, args.batch);
   int64_t mine = 0;
+#pragma unroll 1
   for (int b = first; b < last; ++b) mine += Sequence<kStep>(args, b).cost();
   mine *= tiles;
   int64_t before = mine;
@@ -126,7 +133,7 @@ __device__ __forceinline__ void start_share(const DecodeArgs& args, int64_t* scr
   __syncthreads();
   int64_t total = 0;
 #pragma unroll
-  for (int warp = 0; warp < kDecodeWarps; ++warp) {
+  for (int warp = 0; warp < kThreads / 32; ++warp) {
     if (warp == static_cast<int>(threadIdx.x / 32)) before += total;
     total += scratch[warp];
   }
@@ -142,6 +149,7 @@ __device__ __forceinline__ void start_share(const DecodeArgs& args, int64_t* scr
   if (before <= begin && begin < before + mine) {
     int64_t position = begin - before;
     int b = first, steps = 1;
+#pragma unroll 1
     for (; b < last; ++b) {
       steps = Sequence<kStep>(args, b).cost();
       if (position < static_cast<int64_t>(steps) * tiles) break;

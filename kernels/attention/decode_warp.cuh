@@ -20,7 +20,7 @@
 namespace tiercel {
 
 // kD is the head dimension of the tiles; with kAnyD there may be fewer, the rest are zeros.
-template <typename Format_, bool kFloat8_, int kD_, bool kAnyD_, int kTiles_>
+template <typename Format_, bool kFloat8_, int kD_, bool kAnyD_, int kTiles_, bool kSpread_>
 struct DecodeShape {
   using Format = Format_;  // of queries and results
   static constexpr bool kFloat8 = kFloat8_;
@@ -38,7 +38,10 @@ struct DecodeShape {
   static constexpr int kPairs = kRowBytes / 32;    // of 16-byte chunks of a row
   static constexpr int kHalf = kStep * kRowBytes;  // a stage's keys, then as much of values
   static constexpr int kStage = 2 * kHalf;
-  static constexpr int kStages = decode_stages(kStage);
+  static constexpr bool kSpread = kSpread_;  // blocks share all tiles, or a cluster has one
+  static constexpr int kWarps = decode_warps(kSpread, kStage, kTiles);
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kStages = decode_stages(kWarps);
 };
 
 // A stage's rows of 64 bytes or more as 16-byte chunks, so that 8 rows' chunks of one number lie in

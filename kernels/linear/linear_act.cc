@@ -10,82 +10,239 @@
 namespace tiercel {
 namespace {
 
-constexpr char kOp[] = "linear_act";
+// The copy engine moves 16 bytes at a time.
+constexpr int64_t kAlignedBytes = 16;
 
-// The copy engine moves 16 bytes at a time: eight elements.
-constexpr int64_t kAlignedElements = 8;
-
-Status check_multiple(const Argument& argument, int dimension, const char* letter) {
-  const int64_t size = argument.view.shape[dimension];
-  if (size > 0 && size % kAlignedElements == 0 && size <= INT32_MAX) return Status();
-  return Status::Unimplemented(
-      mismatch(argument, std::string("have a multiple of 8 as its dimension ") + letter,
-               std::to_string(size) + " (shape " +
-                   shape_text(argument.view.shape, argument.view.ndim) + ")"));
+const char* op_of(const LinearActCall& call) {
+  return call.gated ? "gated_linear" : call.x_scale != nullptr ? "fp8_linear" : "linear_act";
 }
 
-Status check(const TensorView& x, const TensorView& w, const TensorView* bias,
-             const TensorView& y) {
-  const Argument x_arg{kOp, "x", x};
-  const Argument w_arg{kOp, "weight", w};
-  const Argument y_arg{kOp, "out", y};
-  TIERCEL_RETURN_IF_ERROR(check_rank(x_arg, 2));
-  TIERCEL_RETURN_IF_ERROR(check_rank(w_arg, 2));
-  TIERCEL_RETURN_IF_ERROR(check_rank(y_arg, 2));
-  TIERCEL_RETURN_IF_ERROR(check_dtype(x_arg, {DType::kBFloat16, DType::kFloat16}));
-  TIERCEL_RETURN_IF_ERROR(check_dtype(w_arg, {x.dtype}));
-  TIERCEL_RETURN_IF_ERROR(check_dtype(y_arg, {x.dtype}));
-  const int64_t m = x.shape[0], n = w.shape[0], k = x.shape[1];
-  TIERCEL_RETURN_IF_ERROR(check_shape(w_arg, {n, k}, "[N, K]"));
-  TIERCEL_RETURN_IF_ERROR(check_shape(y_arg, {m, n}, "[M, N]"));
-  TIERCEL_RETURN_IF_ERROR(check_multiple(w_arg, 0, "N"));
-  TIERCEL_RETURN_IF_ERROR(check_multiple(x_arg, 1, "K"));
-  TIERCEL_RETURN_IF_ERROR(check_cuda(x_arg));
-  TIERCEL_RETURN_IF_ERROR(check_same_device(w_arg, x_arg));
-  TIERCEL_RETURN_IF_ERROR(check_same_device(y_arg, x_arg));
-  TIERCEL_RETURN_IF_ERROR(check_cuda(w_arg));
-  TIERCEL_RETURN_IF_ERROR(check_cuda(y_arg));
-  TIERCEL_RETURN_IF_ERROR(check_contiguous(y_arg));
-  if (bias != nullptr) {
-    const Argument bias_arg{kOp, "bias", *bias};
-    TIERCEL_RETURN_IF_ERROR(check_dtype(bias_arg, {x.dtype}));
-    TIERCEL_RETURN_IF_ERROR(check_shape(bias_arg, {n}, "[N]"));
-    TIERCEL_RETURN_IF_ERROR(check_same_device(bias_arg, x_arg));
-    TIERCEL_RETURN_IF_ERROR(check_cuda(bias_arg));
-    TIERCEL_RETURN_IF_ERROR(check_contiguous(bias_arg));
-    if (reinterpret_cast<uintptr_t>(bias->data) % 8 != 0) {
-      return Status::Unimplemented(
-          mismatch(bias_arg, "start at a multiple of 8 bytes", "an address that does not"));
+Status check_multiple(const Argument& argument, int64_t size, const char* letter, DType dtype) {
+  const int64_t unit = kAlignedBytes / dtype_bytes(dtype);
+  if (size > 0 && size % unit == 0 && size <= INT32_MAX) return Status();
+  return Status::Unimplemented(mismatch(
+      argument, "have a multiple of " + std::to_string(unit) + " as its dimension " + letter,
+      std::to_string(size) + " (shape " + shape_text(argument.view.shape, argument.view.ndim) +
+          ")"));
+}
+
+// A bias, or a matrix beside the result.
+Status check_beside(const Argument& argument, std::initializer_list<int64_t> shape, const char* why,
+                    const Argument& x, DType dtype) {
+  TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {dtype}));
+  TIERCEL_RETURN_IF_ERROR(check_shape(argument, shape, why));
+  TIERCEL_RETURN_IF_ERROR(check_same_device(argument, x));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(argument));
+  TIERCEL_RETURN_IF_ERROR(check_contiguous(argument));
+  if (reinterpret_cast<uintptr_t>(argument.view.data) % 8 == 0) return Status();
+  return Status::Unimplemented(
+      mismatch(argument, "start at a multiple of 8 bytes", "an address that does not"));
+}
+
+// The maps' own rules, said before a driver is asked for: any kernel's will do.
+Status check_maps(std::initializer_list<Argument> arguments) {
+  const TensorMapSpec matrix{
+      2, {64, 64}, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE};
+  for (const Argument& argument : arguments) {
+    TIERCEL_RETURN_IF_ERROR(check_tensor_map(matrix, argument.view, argument.op, argument.name));
+  }
+  return Status();
+}
+
+Status check_matrix(const Argument& argument, int64_t rows, int64_t columns, const char* why,
+                    const Argument& first, DType dtype) {
+  TIERCEL_RETURN_IF_ERROR(check_rank(argument, 2));
+  TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {dtype}));
+  TIERCEL_RETURN_IF_ERROR(check_shape(argument, {rows, columns}, why));
+  TIERCEL_RETURN_IF_ERROR(check_same_device(argument, first));
+  return check_cuda(argument);
+}
+
+Status check_first(const Argument& argument, bool scaled = false) {
+  TIERCEL_RETURN_IF_ERROR(check_rank(argument, 2));
+  TIERCEL_RETURN_IF_ERROR(scaled ? check_dtype(argument, {DType::kFloat8E4M3})
+                                 : check_dtype(argument, {DType::kBFloat16, DType::kFloat16}));
+  return check_cuda(argument);
+}
+
+// One of all, or one a row.
+Status check_scale(const Argument& argument, int64_t rows, const char* letter, const Argument& x) {
+  TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {DType::kFloat32}));
+  TIERCEL_RETURN_IF_ERROR(check_rank(argument, 1));
+  if (argument.view.shape[0] != 1 && argument.view.shape[0] != rows) {
+    return Status::InvalidArgument(mismatch(
+        argument, std::string("have 1 or ") + letter + " = " + std::to_string(rows) + " elements",
+        std::to_string(argument.view.shape[0])));
+  }
+  TIERCEL_RETURN_IF_ERROR(check_same_device(argument, x));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(argument));
+  return check_contiguous(argument);
+}
+
+Status check(const LinearActCall& call, LinearProblem* problem) {
+  const char* op = op_of(call);
+  const int64_t parts = call.gated ? 2 : 1;
+  const Argument x{op, "x", *call.x}, w{op, "weight", *call.w}, y{op, "out", *call.y};
+  const bool scaled = call.x_scale != nullptr;
+  const DType dtype = scaled ? DType::kBFloat16 : call.x->dtype;
+  TIERCEL_RETURN_IF_ERROR(check_first(x, scaled));
+  TIERCEL_RETURN_IF_ERROR(check_rank(w, 2));
+  if (call.w->shape[0] % parts != 0) {
+    return Status::InvalidArgument(mismatch(w, "have an even number of rows [2N, K]",
+                                            shape_text(call.w->shape, call.w->ndim)));
+  }
+  const int64_t m = call.x->shape[0], n = call.w->shape[0] / parts, k = call.x->shape[1];
+  *problem = {LinearKind::kPlain, call.x->dtype, call.activation, m, n, k};
+  if (call.gated) problem->kind = LinearKind::kGated;
+  if (call.residual != nullptr || call.sums != nullptr) problem->kind = LinearKind::kExtra;
+  const char* const w_shape = call.gated ? "[2N, K]" : "[N, K]";
+  TIERCEL_RETURN_IF_ERROR(check_matrix(w, n * parts, k, w_shape, x, call.x->dtype));
+  TIERCEL_RETURN_IF_ERROR(check_matrix(y, m, n, "[M, N]", x, dtype));
+  TIERCEL_RETURN_IF_ERROR(check_multiple(w, n, "N", dtype));
+  TIERCEL_RETURN_IF_ERROR(check_multiple(x, k, "K", call.x->dtype));
+  TIERCEL_RETURN_IF_ERROR(check_contiguous(y));
+  if (call.gated &&
+      (call.activation == Activation::kNone || call.activation == Activation::kRelu)) {
+    return Status::Unimplemented(std::string(op) + ": gates are silu, gelu and gelu_tanh");
+  }
+  if (call.bias != nullptr) {
+    const char* const shape = call.gated ? "[2N]" : "[N]";
+    TIERCEL_RETURN_IF_ERROR(check_beside({op, "bias", *call.bias}, {n * parts}, shape, x, dtype));
+  }
+  if (scaled) {
+    TIERCEL_RETURN_IF_ERROR(check_scale({op, "x_scale", *call.x_scale}, m, "M", x));
+    TIERCEL_RETURN_IF_ERROR(check_scale({op, "weight_scale", *call.w_scale}, n, "N", x));
+    if (call.activation == Activation::kRelu) {
+      return Status::Unimplemented(std::string(op) + ": activations are silu, gelu and gelu_tanh");
+    }
+  }
+  if (call.residual != nullptr) {
+    TIERCEL_RETURN_IF_ERROR(
+        check_beside({op, "residual", *call.residual}, {m, n}, "[M, N]", x, dtype));
+  }
+  if (call.sums != nullptr) {
+    TIERCEL_RETURN_IF_ERROR(check_beside({op, "sums", *call.sums}, {m, n}, "[M, N]", x, dtype));
+    if (call.activation == Activation::kNone) {
+      return Status::InvalidArgument(std::string(op) +
+                                     ": `sums` are the result where there is no activation");
     }
   }
   if (m == 0) return Status();
-  // The maps' own rules, said before a driver is asked for: any kernel's will do.
-  const TensorMapSpec matrix{
-      2, {64, 64}, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE};
-  TIERCEL_RETURN_IF_ERROR(check_tensor_map(matrix, x, kOp, "x"));
-  TIERCEL_RETURN_IF_ERROR(check_tensor_map(matrix, w, kOp, "weight"));
-  return check_tensor_map(matrix, y, kOp, "out");
+  TIERCEL_RETURN_IF_ERROR(check_maps({x, w, y}));
+  return call.sums == nullptr ? Status() : check_maps({{op, "sums", *call.sums}});
 }
 
-}  // namespace
-
-namespace {
+Status check(const LinearGradientCall& call, LinearProblem* problem) {
+  const bool of_x = call.of == LinearGradient::kX;
+  const char* op = of_x ? "linear_act_grad_x" : "linear_act_grad_weight";
+  const Argument grad{op, "grad", *call.grad}, out{op, "out", *call.out};
+  const Argument other{op, of_x ? "weight" : "x", *call.other};
+  TIERCEL_RETURN_IF_ERROR(check_first(grad));
+  TIERCEL_RETURN_IF_ERROR(check_rank(other, 2));
+  const int64_t m = call.grad->shape[0], n = call.grad->shape[1], k = call.other->shape[1];
+  const char* const shape = of_x ? "[N, K]" : "[M, K]";
+  TIERCEL_RETURN_IF_ERROR(check_matrix(other, of_x ? n : m, k, shape, grad, call.grad->dtype));
+  TIERCEL_RETURN_IF_ERROR(
+      check_matrix(out, of_x ? m : n, k, of_x ? "[M, K]" : "[N, K]", grad, call.grad->dtype));
+  TIERCEL_RETURN_IF_ERROR(check_multiple(grad, n, "N", call.grad->dtype));
+  TIERCEL_RETURN_IF_ERROR(check_multiple(other, k, "K", call.grad->dtype));
+  TIERCEL_RETURN_IF_ERROR(check_contiguous(out));
+  *problem =
+      of_x ? LinearProblem{LinearKind::kGradX, call.grad->dtype, Activation::kNone, m, k, n}
+           : LinearProblem{LinearKind::kGradWeight, call.grad->dtype, Activation::kNone, n, k, m};
+  return m == 0 ? Status() : check_maps({grad, other, out});
+}
 
 // What was asked for, what was tuned, or the least expected time.
-Status decide(const TensorView& x, const TensorView& w, Activation activation, int multiprocessors,
+Status decide(const LinearProblem& problem, int device, int multiprocessors,
               const LinearActConfig* config, LinearActChoice* choice) {
-  const int64_t m = x.shape[0], n = w.shape[0], k = x.shape[1];
-  if (config != nullptr) {
-    return linear_act_configure(*config, x.dtype, activation, m, n, k, multiprocessors, choice);
+  if (config != nullptr) return linear_act_configure(*config, problem, multiprocessors, choice);
+  if (problem.kind == LinearKind::kPlain || problem.kind == LinearKind::kExtra) {
+    const LinearActConfig* tuned =
+        linear_act_tuned().find({device, problem.dtype, problem.n, problem.k}, problem.m);
+    // Tuned for another M or kind, it may not suit this one.
+    if (tuned != nullptr && linear_act_configure(*tuned, problem, multiprocessors, choice).ok()) {
+      return Status();
+    }
   }
-  const LinearActConfig* tuned = linear_act_tuned().find({x.device_index, x.dtype, n, k}, m);
-  // Tuned for another M, it may not suit this one.
-  if (tuned != nullptr &&
-      linear_act_configure(*tuned, x.dtype, activation, m, n, k, multiprocessors, choice).ok()) {
-    return Status();
-  }
-  *choice = linear_act_choose(x.dtype, activation, m, n, k, multiprocessors);
+  *choice = linear_act_choose(problem, multiprocessors);
   return Status();
+}
+
+LinearActPlan describe(const LinearActChoice& choice) {
+  const LinearActKernel& kernel = *choice.kernel;
+  const LinearActVariant& v = kernel.variant;
+  return {kernel.kernel.name(),
+          v.tile_m,
+          v.tile_n,
+          v.pingpong,
+          v.split_k ? choice.splits : v.cluster,
+          choice.splits,
+          choice.group,
+          choice.rows,
+          choice.blocks,
+          kernel.block,
+          kernel.dynamic_smem};
+}
+
+constexpr LinearActPlan kNothing{"none", 0, 0, false, 0, 0, 0, 0, 0, 0, 0};
+
+// From a row's scale to the next one's.
+int32_t scale_step(const TensorView* scale) {
+  return scale != nullptr && scale->shape[0] > 1 ? 1 : 0;
+}
+
+const void* data(const TensorView* tensor) { return tensor == nullptr ? nullptr : tensor->data; }
+
+Status launch(const LinearProblem& problem, const LinearActCall& call, const char* op,
+              void* stream) {
+  const int device = call.x->device_index;
+  int multiprocessors = 0;
+  TIERCEL_RETURN_IF_ERROR(multiprocessor_count(device, &multiprocessors));
+  LinearActChoice choice;
+  TIERCEL_RETURN_IF_ERROR(decide(problem, device, multiprocessors, call.config, &choice));
+  const LinearActKernel& kernel = *choice.kernel;
+  CUtensorMap x_map, w_map, y_map, sums_map;
+  // A split-K kernel loads only the rows of its tile: filling in others would cost time.
+  TensorMapSpec x_spec = kernel.maps[0];
+  if (kernel.variant.split_k) x_spec.box[0] = static_cast<uint32_t>(choice.rows);
+  TIERCEL_RETURN_IF_ERROR(encode_tensor_map(x_spec, *call.x, op, "x", &x_map));
+  TIERCEL_RETURN_IF_ERROR(encode_tensor_map(kernel.maps[1], *call.w, op, "weight", &w_map));
+  const void* bias = data(call.bias);
+  const void* residual = data(call.residual);
+  int32_t m = static_cast<int32_t>(problem.m);
+  int32_t n = static_cast<int32_t>(problem.n);
+  int32_t k = static_cast<int32_t>(problem.k);
+  int32_t group = choice.group;
+  int32_t rows = choice.rows;
+  int32_t save = call.sums != nullptr;
+  const void* x_scale = data(call.x_scale);
+  const void* w_scale = data(call.w_scale);
+  int32_t x_step = scale_step(call.x_scale);
+  int32_t w_step = scale_step(call.w_scale);
+
+  LaunchConfig config;
+  config.grid.x = choice.blocks;
+  config.block.x = kernel.block;
+  config.dynamic_smem = kernel.dynamic_smem;
+  config.dependent = kernel.dependent;
+  if (kernel.variant.split_k) {
+    const void* y = call.y->data;
+    const void* sums = data(call.sums);
+    config.cluster.x = static_cast<uint32_t>(choice.splits);
+    void* args[] = {&x_map, &w_map, &bias, &residual, &x_scale, &w_scale, &y,
+                    &sums,  &m,     &n,    &k,        &rows,    &x_step,  &w_step};
+    return kernel.kernel.launch(config, device, stream, args);
+  }
+  TIERCEL_RETURN_IF_ERROR(encode_tensor_map(kernel.maps[2], *call.y, op, "out", &y_map));
+  if (save != 0) {
+    TIERCEL_RETURN_IF_ERROR(encode_tensor_map(kernel.maps[3], *call.sums, op, "sums", &sums_map));
+  }
+  config.cluster.x = static_cast<uint32_t>(kernel.variant.cluster);
+  CUtensorMap* sums_argument = save != 0 ? &sums_map : &y_map;
+  void* args[] = {&x_map, &w_map, &y_map, sums_argument, &bias, &residual, &x_scale, &w_scale,
+                  &m,     &n,     &k,     &group,        &save, &x_step,   &w_step};
+  return kernel.kernel.launch(config, device, stream, args);
 }
 
 }  // namespace
@@ -95,72 +252,42 @@ TunedTable<LinearActConfig>& linear_act_tuned() {
   return *table;
 }
 
-Status linear_act_launch(const LinearActChoice& choice, const TensorView& x, const TensorView& w,
-                         const TensorView* bias, const TensorView& y, void* stream) {
-  const LinearActKernel& kernel = *choice.kernel;
-  CUtensorMap x_map, w_map, y_map;
-  // A split-K kernel loads only the rows of its tile: filling in others would cost time.
-  TensorMapSpec x_spec = kernel.maps[0];
-  if (kernel.variant.split_k) x_spec.box[0] = static_cast<uint32_t>(choice.rows);
-  TIERCEL_RETURN_IF_ERROR(encode_tensor_map(x_spec, x, kOp, "x", &x_map));
-  TIERCEL_RETURN_IF_ERROR(encode_tensor_map(kernel.maps[1], w, kOp, "weight", &w_map));
-  const void* bias_data = bias == nullptr ? nullptr : bias->data;
-  int32_t m = static_cast<int32_t>(x.shape[0]);
-  int32_t n = static_cast<int32_t>(w.shape[0]);
-  int32_t k = static_cast<int32_t>(x.shape[1]);
-  int32_t group = choice.group;
-  int32_t rows = choice.rows;
-  void* y_data = y.data;
-
-  LaunchConfig config;
-  config.grid.x = choice.blocks;
-  config.block.x = kernel.block;
-  config.dynamic_smem = kernel.dynamic_smem;
-  config.dependent = kernel.dependent;
-  if (kernel.variant.split_k) {
-    config.cluster.x = static_cast<uint32_t>(choice.splits);
-    void* args[] = {&x_map, &w_map, &bias_data, &y_data, &m, &n, &k, &rows};
-    return kernel.kernel.launch(config, x.device_index, stream, args);
-  }
-  TIERCEL_RETURN_IF_ERROR(encode_tensor_map(kernel.maps[2], y, kOp, "out", &y_map));
-  config.cluster.x = static_cast<uint32_t>(kernel.variant.cluster);
-  void* args[] = {&x_map, &w_map, &y_map, &bias_data, &m, &n, &k, &group};
-  return kernel.kernel.launch(config, x.device_index, stream, args);
-}
-
-Status linear_act_plan(const TensorView& x, const TensorView& w, const TensorView* bias,
-                       const TensorView& y, Activation activation, int multiprocessors,
-                       const LinearActConfig* config, LinearActPlan* plan) {
-  TIERCEL_RETURN_IF_ERROR(check(x, w, bias, y));
-  *plan = {"none", 0, 0, false, 0, 0, 0, 0, 0, 0, 0};
-  if (x.shape[0] == 0) return Status();
+Status linear_act_plan(const LinearActCall& call, int multiprocessors, LinearActPlan* plan) {
+  LinearProblem problem;
+  TIERCEL_RETURN_IF_ERROR(check(call, &problem));
+  *plan = kNothing;
+  if (problem.m == 0) return Status();
   LinearActChoice choice;
-  TIERCEL_RETURN_IF_ERROR(decide(x, w, activation, multiprocessors, config, &choice));
-  const LinearActKernel& kernel = *choice.kernel;
-  *plan = {kernel.kernel.name(),
-           kernel.variant.tile_m,
-           kernel.variant.tile_n,
-           kernel.variant.pingpong,
-           kernel.variant.split_k ? choice.splits : kernel.variant.cluster,
-           choice.splits,
-           choice.group,
-           choice.rows,
-           choice.blocks,
-           kernel.block,
-           kernel.dynamic_smem};
+  TIERCEL_RETURN_IF_ERROR(
+      decide(problem, call.x->device_index, multiprocessors, call.config, &choice));
+  *plan = describe(choice);
   return Status();
 }
 
-Status linear_act(const TensorView& x, const TensorView& w, const TensorView* bias,
-                  const TensorView& y, Activation activation, const LinearActConfig* config,
-                  void* stream) {
-  TIERCEL_RETURN_IF_ERROR(check(x, w, bias, y));
-  if (x.shape[0] == 0) return Status();
-  int multiprocessors = 0;
-  TIERCEL_RETURN_IF_ERROR(multiprocessor_count(x.device_index, &multiprocessors));
-  LinearActChoice choice;
-  TIERCEL_RETURN_IF_ERROR(decide(x, w, activation, multiprocessors, config, &choice));
-  return linear_act_launch(choice, x, w, bias, y, stream);
+Status linear_act(const LinearActCall& call, void* stream) {
+  LinearProblem problem;
+  TIERCEL_RETURN_IF_ERROR(check(call, &problem));
+  return problem.m == 0 ? Status() : launch(problem, call, op_of(call), stream);
+}
+
+Status linear_gradient_plan(const LinearGradientCall& call, int multiprocessors,
+                            LinearActPlan* plan) {
+  LinearProblem problem;
+  TIERCEL_RETURN_IF_ERROR(check(call, &problem));
+  *plan =
+      call.grad->shape[0] == 0 ? kNothing : describe(linear_act_choose(problem, multiprocessors));
+  return Status();
+}
+
+Status linear_gradient(const LinearGradientCall& call, void* stream) {
+  LinearProblem problem;
+  TIERCEL_RETURN_IF_ERROR(check(call, &problem));
+  if (call.grad->shape[0] == 0) return Status();
+  LinearActCall as_forward;
+  as_forward.x = call.grad;
+  as_forward.w = call.other;
+  as_forward.y = call.out;
+  return launch(problem, as_forward, "linear_act", stream);
 }
 
 }  // namespace tiercel

@@ -36,22 +36,50 @@ struct LinearActConfig {
   int group;   // of the others; 0: as many rows as stay in the L2
 };
 
-// y[M, N] = act(x[M, K] @ w[N, K]^T + bias[N]), float32 sums. x, w and y have one dtype, bfloat16
-// or float16, and are contiguous in their last dimension; x's and w's rows may have any distance
-// that is a multiple of 16 bytes; y is contiguous. N and K are multiples of 8. `bias` may be null.
-// `config` is what to launch, or null: what was tuned for the nearest M, else what has the least
-// expected time.
+// y[M, N] = act(x[M, K] @ w[N, K]^T + bias[N]) + residual[M, N], float32 sums. All have one dtype,
+// bfloat16 or float16; x and w are contiguous in their last dimension, and their rows may have any
+// distance that is a multiple of 16 bytes; the others are contiguous. N and K are multiples of 8.
+// `gated`: w is [2N, K], N rows of the gate, then N of what it multiplies, bias is [2N], and y is
+// act(gate) * up; without residual and sums.
+// x and w may be float8_e4m3fn with float32 scales, one of all or one a row; K is a multiple of 16
+// then, y and bias are bfloat16, and there are neither gates nor residual nor sums.
+struct LinearActCall {
+  const TensorView* x = nullptr;
+  const TensorView* w = nullptr;
+  const TensorView* bias = nullptr;      // or null
+  const TensorView* residual = nullptr;  // or null
+  const TensorView* x_scale = nullptr;   // of float8 operands, else null
+  const TensorView* w_scale = nullptr;
+  const TensorView* y = nullptr;
+  const TensorView* sums = nullptr;  // or null: what the activation is taken of, to be written too
+  Activation activation = Activation::kNone;
+  bool gated = false;
+  // What to launch, or null: what was tuned for the nearest M, else what has the least expected
+  // time.
+  const LinearActConfig* config = nullptr;
+};
 
 // All checks and the choice of kernel for a device with that many multiprocessors; needs no GPU and
 // no driver.
-Status linear_act_plan(const TensorView& x, const TensorView& w, const TensorView* bias,
-                       const TensorView& y, Activation activation, int multiprocessors,
-                       const LinearActConfig* config, LinearActPlan* plan);
+Status linear_act_plan(const LinearActCall& call, int multiprocessors, LinearActPlan* plan);
 
 // The same for the tensors' device, then the launch on `stream` (a CUstream).
-Status linear_act(const TensorView& x, const TensorView& w, const TensorView* bias,
-                  const TensorView& y, Activation activation, const LinearActConfig* config,
-                  void* stream);
+Status linear_act(const LinearActCall& call, void* stream);
+
+// The products of the backward, with the same rules: of x, out[M, K] = grad[M, N] @ other[N, K],
+// where other is w; of w, out[N, K] = grad[M, N]^T @ other[M, K], where other is x.
+enum class LinearGradient { kX, kWeight };
+
+struct LinearGradientCall {
+  LinearGradient of = LinearGradient::kX;
+  const TensorView* grad = nullptr;
+  const TensorView* other = nullptr;
+  const TensorView* out = nullptr;
+};
+
+Status linear_gradient_plan(const LinearGradientCall& call, int multiprocessors,
+                            LinearActPlan* plan);
+Status linear_gradient(const LinearGradientCall& call, void* stream);
 
 // Of tuned configurations, for all activations alike.
 TunedTable<LinearActConfig>& linear_act_tuned();

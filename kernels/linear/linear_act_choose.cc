@@ -10,7 +10,8 @@
 namespace tiercel {
 namespace {
 
-constexpr int64_t kTileK = 64;
+// Of a tile's rows in shared memory.
+constexpr int64_t kRowBytes = 128;
 
 // Measured on an H200. Times are in microseconds, rates per microsecond.
 constexpr double kFlops = 820e6;
@@ -26,6 +27,7 @@ constexpr double kSplit = 0.3;       // for each more block that adds to a tile,
 constexpr double kSplitRows = 0.1;   // and for each more 64 rows of it
 constexpr double kNextBlock = 2.0;   // until a block that waited for another one's end streams
 constexpr double kFewBlocks = 0.95;  // rate with less than three blocks for two multiprocessors
+constexpr double kManyRows = 0.8;    // for each row of split-K tiles beyond the fourth
 constexpr double kWide = 0.93;       // rate with clusters of more than two
 
 constexpr int64_t kBand = 2048;  // rows of x that stay in the L2 together
@@ -36,53 +38,65 @@ constexpr double kPlaceable[kMaxSplits + 1] = {0, 1, 1, 0.9, 0.85, 0.75, 0.75, 0
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-double dram_time(int64_t m, int64_t n, int64_t k) {
-  const double elements = static_cast<double>(m) * static_cast<double>(k) +
-                          static_cast<double>(n) * static_cast<double>(k) +
-                          static_cast<double>(m) * static_cast<double>(n);
-  return 2.0 * elements / kDramBytes;
+int64_t element_bytes(const LinearProblem& p) { return p.dtype == DType::kFloat8E4M3 ? 1 : 2; }
+
+int64_t k_tiles_of(const LinearProblem& p) { return ceil_div(p.k * element_bytes(p), kRowBytes); }
+
+// Rows of w for one column of the result.
+int64_t parts(LinearKind kind) { return kind == LinearKind::kGated ? 2 : 1; }
+
+double dram_time(const LinearProblem& p) {
+  const double m = static_cast<double>(p.m), k = static_cast<double>(p.k);
+  const double n = static_cast<double>(p.n);
+  const double operands = m * k + static_cast<double>(parts(p.kind)) * n * k;
+  return (static_cast<double>(element_bytes(p)) * operands + 2.0 * m * n) / kDramBytes;
 }
 
-double large_estimate(const LinearActKernel& kernel, int64_t m, int64_t n, int64_t k,
-                      int multiprocessors, LinearActChoice* choice) {
+double large_estimate(const LinearActKernel& kernel, const LinearProblem& p, int multiprocessors,
+                      LinearActChoice* choice) {
   const LinearActVariant& v = kernel.variant;
+  const int64_t m = p.m;
   const int64_t clusters = multiprocessors / v.cluster;
-  const int64_t tiles =
-      ceil_div(m, static_cast<int64_t>(v.tile_m) * v.cluster) * ceil_div(n, v.tile_n);
+  const int64_t tiles = ceil_div(m, static_cast<int64_t>(v.tile_m) * v.cluster) *
+                        ceil_div(p.n, v.tile_n / parts(p.kind));
   choice->splits = 1;
   choice->rows = 0;
   choice->group = static_cast<int>(std::max<int64_t>(1, kBand / (v.tile_m * v.cluster)));
   choice->blocks = static_cast<unsigned>(std::min(tiles, clusters) * v.cluster);
   const double rounds = static_cast<double>(ceil_div(tiles, clusters));
-  const double depth = static_cast<double>(ceil_div(k, kTileK) * kTileK);
+  // A row of shared memory takes as long, whatever is in it.
+  const double depth = static_cast<double>(k_tiles_of(p) * kRowBytes / 2);
   const double tile = 2.0 * v.tile_m * v.tile_n * depth * multiprocessors / kFlops;
   const double missing = 1.0 - static_cast<double>(std::min<int64_t>(m, v.tile_m)) / v.tile_m;
   const double epilogue = kEpilogue * v.tile_m * v.tile_n / (128.0 * 256.0);
   const double compute =
       v.pingpong ? rounds * tile * (1.0 + kTurn) + 2.0 * epilogue : rounds * (tile + epilogue);
-  return kLaunch + std::max(compute, dram_time(m, n, k)) * (1.0 + missing);
+  return kLaunch + std::max(compute, dram_time(p)) * (1.0 + missing);
 }
 
-double small_estimate(const LinearActKernel& kernel, int64_t m, int64_t n, int64_t k,
-                      int multiprocessors, LinearActChoice* choice) {
+double small_estimate(const LinearActKernel& kernel, const LinearProblem& p, int multiprocessors,
+                      LinearActChoice* choice) {
   const LinearActVariant& v = kernel.variant;
+  const int64_t m = p.m, n = p.n * parts(p.kind);
+  const double k_bytes = static_cast<double>(p.k * element_bytes(p));
   const int64_t row_tiles = ceil_div(m, v.tile_m);
   const int64_t rows = ceil_div(ceil_div(m, row_tiles), 8) * 8;
-  const int64_t tiles = row_tiles * ceil_div(n, v.tile_n);
-  const int64_t k_tiles = ceil_div(k, kTileK);
+  const int64_t tiles = row_tiles * ceil_div(p.n, v.tile_n / parts(p.kind));
+  const int64_t k_tiles = k_tiles_of(p);
   const double sm_count = multiprocessors;
   const double per_sm = kernel.dynamic_smem <= 113 * 1024 ? 2 : 1;
-  const double step_bytes = 2.0 * kTileK * static_cast<double>(v.tile_n + rows);
+  const double step_bytes = kRowBytes * static_cast<double>(v.tile_n + rows);
   // The ring's stages are what the shared memory holds of whole tiles.
-  const double stage_bytes = 2.0 * kTileK * (v.tile_m + v.tile_n);
+  const double stage_bytes = kRowBytes * (v.tile_m + v.tile_n);
   const double in_flight = step_bytes * std::floor(kernel.dynamic_smem / stage_bytes);
-  const double again =
-      2.0 * static_cast<double>(tiles * rows) * static_cast<double>(k) / kXBytes +
-      2.0 * static_cast<double>((row_tiles - 1) * n) * static_cast<double>(k) / kL2Bytes;
+  const double again = k_bytes * static_cast<double>(tiles * rows) / kXBytes +
+                       k_bytes * static_cast<double>((row_tiles - 1) * n) / kL2Bytes;
   // Shared memory feeds the tensor cores 128 bytes a cycle, and takes what is loaded.
   const double step_cycles =
       v.tile_m + v.tile_n * v.tile_m / 64.0 + static_cast<double>(rows) + v.tile_n;
   double best = std::numeric_limits<double>::infinity();
+  // These tiles gain where one row of them fills the chip; elsewhere others were faster.
+  const double only_one_row = v.tile_n == 96 && row_tiles > 1 ? 2.0 : 1.0;
   for (int splits = 1; splits <= kMaxSplits && splits <= k_tiles; ++splits) {
     const double blocks = static_cast<double>(tiles * splits);
     const double steps = static_cast<double>(ceil_div(k_tiles, splits));
@@ -90,16 +104,20 @@ double small_estimate(const LinearActKernel& kernel, int64_t m, int64_t n, int64
     const double waves = std::ceil(blocks / slots);
     const double flying = std::min(blocks, slots) * in_flight / 1e6;  // megabytes
     const double rate = std::min(1.0, 0.7 + 0.03 * flying) *          // of the memory's
-                        (blocks < 1.5 * sm_count ? kFewBlocks : 1.0) * (splits > 2 ? kWide : 1.0);
-    const double stream = dram_time(m, n, k) / rate + again;
-    const double block_load = steps * 2.0 * kTileK * v.tile_n / kSmBytes;
+                        (blocks < 1.5 * sm_count ? kFewBlocks : 1.0) * (splits > 2 ? kWide : 1.0) *
+                        std::sqrt(std::min(1.0, blocks / sm_count));
+    const double stream = dram_time(p) / rate + again;
+    const double block_load = steps * kRowBytes * v.tile_n / kSmBytes;
     const double busiest = std::ceil(blocks / sm_count);
     const double multiply = busiest * steps * step_cycles / kCycles;
     const double wait = (waves - 1.0) * kNextBlock / per_sm +
                         (waves > 1.0 ? block_load * (waves - blocks / slots) : 0.0);
-    const double adding = (splits - 1) * (kSplit + kSplitRows * static_cast<double>(rows) / 64.0);
+    const double rows_cost = kManyRows * std::max(0.0, static_cast<double>(row_tiles) - 4.0);
+    const double adding =
+        rows_cost + (splits - 1) * (kSplit + kSplitRows * static_cast<double>(rows) / 64.0);
     const double time =
-        kLaunch + adding + std::max({stream, busiest * block_load, multiply}) + wait;
+        (kLaunch + adding + std::max({stream, busiest * block_load, multiply}) + wait) *
+        only_one_row;
     if (time < best) {
       best = time;
       choice->splits = splits;
@@ -111,29 +129,34 @@ double small_estimate(const LinearActKernel& kernel, int64_t m, int64_t n, int64
   return best;
 }
 
+bool serves(const LinearActVariant& v, const LinearProblem& p) {
+  const bool kind = v.kind == p.kind ||
+                    (p.kind == LinearKind::kExtra && v.kind == LinearKind::kPlain && v.split_k);
+  return kind && v.dtype == p.dtype && v.activation == p.activation;
+}
+
 }  // namespace
 
-double linear_act_estimate(const LinearActKernel& kernel, int64_t m, int64_t n, int64_t k,
+double linear_act_estimate(const LinearActKernel& kernel, const LinearProblem& problem,
                            int multiprocessors, LinearActChoice* choice) {
   choice->kernel = &kernel;
   const auto estimate = kernel.variant.split_k ? small_estimate : large_estimate;
-  return estimate(kernel, m, n, k, multiprocessors, choice);
+  return estimate(kernel, problem, multiprocessors, choice);
 }
 
-Status linear_act_configure(const LinearActConfig& config, DType dtype, Activation activation,
-                            int64_t m, int64_t n, int64_t k, int multiprocessors,
-                            LinearActChoice* choice) {
+Status linear_act_configure(const LinearActConfig& config, const LinearProblem& problem,
+                            int multiprocessors, LinearActChoice* choice) {
   int count = 0;
   const LinearActKernel* kernels = linear_act_kernels(&count);
-  const int64_t most = std::min<int64_t>(kMaxSplits, ceil_div(k, kTileK));
+  const int64_t most = std::min<int64_t>(kMaxSplits, k_tiles_of(problem));
   const bool splits = !config.split_k || (config.splits >= 1 && config.splits <= most);
   for (int i = 0; i < count && splits && config.group >= 0; ++i) {
     const LinearActVariant& v = kernels[i].variant;
-    if (v.dtype != dtype || v.activation != activation || v.tile_m != config.tile_m ||
-        v.tile_n != config.tile_n || v.pingpong != config.pingpong || v.split_k != config.split_k) {
+    if (!serves(v, problem) || v.tile_m != config.tile_m || v.tile_n != config.tile_n ||
+        v.pingpong != config.pingpong || v.split_k != config.split_k) {
       continue;
     }
-    linear_act_estimate(kernels[i], m, n, k, multiprocessors, choice);
+    linear_act_estimate(kernels[i], problem, multiprocessors, choice);
     if (config.split_k) {
       choice->blocks = choice->blocks / choice->splits * config.splits;
       choice->splits = config.splits;
@@ -150,17 +173,15 @@ Status linear_act_configure(const LinearActConfig& config, DType dtype, Activati
       (splits ? ": no precompiled kernel has it" : ": K splits by 1 to " + std::to_string(most)));
 }
 
-LinearActChoice linear_act_choose(DType dtype, Activation activation, int64_t m, int64_t n,
-                                  int64_t k, int multiprocessors) {
+LinearActChoice linear_act_choose(const LinearProblem& problem, int multiprocessors) {
   int count = 0;
   const LinearActKernel* kernels = linear_act_kernels(&count);
   LinearActChoice best{nullptr, 1, 0, 1, 0};
   double best_time = std::numeric_limits<double>::infinity();
   for (int i = 0; i < count; ++i) {
-    const LinearActVariant& variant = kernels[i].variant;
-    if (variant.dtype != dtype || variant.activation != activation) continue;
+    if (!serves(kernels[i].variant, problem)) continue;
     LinearActChoice choice;
-    const double time = linear_act_estimate(kernels[i], m, n, k, multiprocessors, &choice);
+    const double time = linear_act_estimate(kernels[i], problem, multiprocessors, &choice);
     if (time < best_time) {
       best_time = time;
       best = choice;

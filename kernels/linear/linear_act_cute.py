@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """y[M, N] = act(x[M, K] @ w[N, K]^T + bias[N]) for large M: TMA, wgmma, persistent blocks.
 
+Its kinds: "extra" may add a residual[M, N] to that, and write what the activation is taken of (the
+sums) too, for the backward. "gated": w[2N, K] has N rows of the gate, then N of what it multiplies,
+and a tile as many of both: y = act(gate) * up. "grad_x" and "grad_weight" are the products of the
+backward, whose operands lie in memory the other way round: grad @ w and grad^T @ x. float8 operands
+have scales, of rows of x and of w, and a bfloat16 result.
+
 One warp of the first warpgroup loads tiles of x and w into a ring of shared memory stages; two
 warpgroups multiply. They either share a tile, a half of its rows each, or take turns with whole
 tiles ("pingpong"), so that one's epilogue runs while the other keeps the tensor cores busy. The
@@ -14,11 +20,20 @@ import cutlass.utils.hopper_helpers as hopper
 from activations_cute import ACTIVATIONS
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from linear_layouts_cute import (
+    EPI,
+    MAJORS,
+    OPERAND_MAJORS,
+    ROW,
+    WARPGROUP,
+    coordinates,
+    copies_of_w,
+    matrix,
+    round_up,
+    swizzled,
+)
 
-TILE_K = 64  # elements: one 128-byte swizzle row
-EPI = 64  # rows and columns of one store
-WARPGROUP = 128
-CONSUMERS = 2
+CONSUMERS = 2  # warpgroups
 
 # Named barriers.
 _WARPGROUP = 1  # and 2: within one consumer warpgroup
@@ -26,43 +41,63 @@ _TURN = 3  # and 4: whose turn it is to multiply
 
 
 class LinearAct:
-    def __init__(self, name, dtype, act, tile_m, tile_n, pingpong, cluster, stages, epi_stages):
+    def __init__(
+        self,
+        name,
+        dtype,
+        act,
+        tile_m,
+        tile_n,
+        pingpong,
+        cluster,
+        stages,
+        epi_stages,
+        kind="plain",
+    ):
         self.name = name
         self.dtype = dtype
+        self.tile_k = ROW * 8 // dtype.width
+        self.scaled = dtype.width == 8
+        self.out_dtype = cutlass.BFloat16 if self.scaled else dtype
         self.act = ACTIVATIONS[act]
         self.tile_m, self.tile_n = tile_m, tile_n
         self.pingpong = pingpong
         self.cluster = cluster
         self.stages = stages
         self.epi_stages = epi_stages
+        self.majors = MAJORS.get(kind, ("k", "k"))
+        self.alone = kind in MAJORS  # a product of the backward has no bias
+        # Rows of w that lie together in a tile, and columns of the result that come of a tile.
+        self.parts = 2 if kind == "gated" else 1
+        self.width = tile_n // self.parts
+        # Floats in shared memory of a tile's columns: biases, and scales.
+        self.column_values = tile_n * (2 if self.scaled else 1)
+        # Without an activation the result is its own sums.
+        self.adds = kind == "extra"
+        self.saves = self.adds and act != "none"
         self.threads = (1 + CONSUMERS) * WARPGROUP
         # Rows that one warpgroup multiplies, and how many share a tile.
         self.sharing = 1 if pingpong else CONSUMERS
         self.wg_rows = tile_m // self.sharing
+        assert self.parts == 1 or tile_n % WARPGROUP == 0, "its biases are loaded by all threads"
         assert pingpong or self.wg_rows == EPI, "a shared tile gives each warpgroup 64 rows"
 
     def tiled_mma(self, warpgroups):
         return hopper.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
-            warpgroup.OperandMajorMode.K,
-            warpgroup.OperandMajorMode.K,
+            *(OPERAND_MAJORS[major] for major in self.majors),
             Float32,
             (warpgroups, 1, 1),
             (64, self.tile_n),
         )
 
     def smem_layouts(self):
-        """Staged layouts of x, w and the output's pieces, all in 128-byte swizzle."""
-
-        def layout(rows, columns, stages):
-            atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
-            return cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))
-
+        """Staged layouts of x, w and the output's pieces."""
         return (
-            layout(self.tile_m, TILE_K, self.stages),
-            layout(self.tile_n, TILE_K, self.stages),
-            layout(EPI, EPI, CONSUMERS * self.epi_stages),
+            swizzled(self.dtype, self.tile_m, self.tile_k, self.stages, self.majors[0]),
+            swizzled(self.dtype, self.tile_n, self.tile_k, self.stages, self.majors[1]),
+            swizzled(self.out_dtype, EPI, EPI, CONSUMERS * self.epi_stages),
         )
 
     def storage(self):
@@ -72,16 +107,20 @@ class LinearAct:
         class Storage:
             x: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(x_layout)], 1024]
             w: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(w_layout)], 1024]
-            y: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(y_layout)], 1024]
-            bias: cute.struct.Align[cute.struct.MemRange[Float32, CONSUMERS * self.tile_n], 16]
+            y: cute.struct.Align[cute.struct.MemRange[self.out_dtype, cute.cosize(y_layout)], 1024]
+            bias: cute.struct.Align[
+                cute.struct.MemRange[Float32, CONSUMERS * self.column_values], 16
+            ]
             barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages]
 
         return Storage
 
     def smem_bytes(self):
         """What the storage takes, as the launch asks for it."""
-        ring = self.stages * ((self.tile_m + self.tile_n) * TILE_K * 2 + 16)
-        return round_up(ring + CONSUMERS * (self.epi_stages * EPI * EPI * 2 + self.tile_n * 4))
+        ring = self.stages * ((self.tile_m + self.tile_n) * ROW + 16)
+        return round_up(
+            ring + CONSUMERS * (self.epi_stages * EPI * EPI * 2 + self.column_values * 4)
+        )
 
     @cute.jit
     def __call__(
@@ -89,39 +128,47 @@ class LinearAct:
         x: cute.Pointer,
         w: cute.Pointer,
         bias: cute.Pointer,
+        residual: cute.Pointer,
+        x_scale: cute.Pointer,
+        w_scale: cute.Pointer,
         y: cute.Pointer,
+        sums: cute.Pointer,
         m: Int32,
         n: Int32,
         k: Int32,
         group: Int32,
+        save: Int32,
+        x_step: Int32,
+        w_step: Int32,
         blocks: Int32,
         stream,
     ):
-        n8, k8 = cute.assume(n, divby=8), cute.assume(k, divby=8)
+        n8 = cute.assume(n, divby=8)
         x_layout, w_layout, y_layout = self.smem_layouts()
         load = cpasync.CopyBulkTensorTileG2SOp()
         multicast = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.cluster > 1 else load
         tma_x, _ = cpasync.make_tiled_tma_atom(
             load,
-            cute.make_tensor(x, cute.make_layout((m, k8), stride=(k8, 1))),
+            cute.make_tensor(x, matrix(m, k, self.majors[0], self.tile_k // 8)),
             cute.slice_(x_layout, (None, None, 0)),
-            (self.tile_m, TILE_K),
+            (self.tile_m, self.tile_k),
         )
         tma_w, _ = cpasync.make_tiled_tma_atom(
             multicast,
-            cute.make_tensor(w, cute.make_layout((n8, k8), stride=(k8, 1))),
-            cute.slice_(w_layout, (None, None, 0)),
-            (self.tile_n, TILE_K),
+            cute.make_tensor(w, matrix(n * self.parts, k, self.majors[1], self.tile_k // 8)),
+            cute.slice_(
+                cute.flat_divide(w_layout, (self.width, self.tile_k)), (None, None, 0, 0, 0)
+            ),
+            (self.width, self.tile_k),
             num_multicast=self.cluster,
         )
-        tma_y, _ = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(),
-            cute.make_tensor(y, cute.make_layout((m, n8), stride=(n8, 1))),
-            cute.slice_(y_layout, (None, None, 0)),
-            (EPI, EPI),
-        )
+        tma_y, _ = self.store_of(y, m, n8, y_layout)
+        tma_sums, _ = self.store_of(sums, m, n8, y_layout)
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(tma_x, tma_w, tma_y, bias, m, n, k, group).launch(
+        self.kernel(
+            *(tma_x, tma_w, tma_y, tma_sums, bias, residual, x_scale, w_scale),
+            *(m, n, k, group, save, x_step, w_step),
+        ).launch(
             grid=(blocks, 1, 1),
             block=(self.threads, 1, 1),
             cluster=(self.cluster, 1, 1),
@@ -130,17 +177,32 @@ class LinearAct:
             stream=stream,
         )
 
+    def store_of(self, tensor, m, n8, layout):
+        return cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileS2GOp(),
+            cute.make_tensor(tensor, cute.make_layout((m, n8), stride=(n8, 1))),
+            cute.slice_(layout, (None, None, 0)),
+            (EPI, EPI),
+        )
+
     @cute.kernel
     def kernel(
         self,
         tma_x: cute.CopyAtom,
         tma_w: cute.CopyAtom,
         tma_y: cute.CopyAtom,
+        tma_sums: cute.CopyAtom,
         bias: cute.Pointer,
+        residual: cute.Pointer,
+        x_scale: cute.Pointer,
+        w_scale: cute.Pointer,
         m: Int32,
         n: Int32,
         k: Int32,
         group: Int32,
+        save: Int32,  # the sums too
+        x_step: Int32,  # of scales: 0 for one of all
+        w_step: Int32,
     ):
         x_layout, w_layout, y_layout = self.smem_layouts()
         thread = cute.arch.thread_idx()[0]
@@ -163,7 +225,7 @@ class LinearAct:
             consumer_group=pipeline.CooperativeGroup(
                 pipeline.Agent.Thread, 4 * self.sharing * self.cluster
             ),
-            tx_count=(self.tile_m + self.tile_n) * TILE_K * 2,
+            tx_count=(self.tile_m + self.tile_n) * ROW,
             cta_layout_vmnk=cute.make_layout((1, self.cluster, 1, 1)),
             defer_sync=True,
         )
@@ -176,14 +238,14 @@ class LinearAct:
         clusters = cute.arch.grid_dim()[0] // self.cluster
         first = cute.arch.block_idx()[0] // self.cluster
         rows = cute.ceil_div(m, self.tile_m * self.cluster)
-        columns = cute.ceil_div(n, self.tile_n)
-        k_tiles = cute.ceil_div(k, TILE_K)
+        columns = cute.ceil_div(n, self.width)
+        k_tiles = cute.ceil_div(k, self.tile_k)
 
         if warpgroup_index == 0:
             cute.arch.setmaxregister_decrease(24 if self.pingpong else 40)
             if warp_index == 0:
-                gx = cute.local_tile(coordinates(m, k), (self.tile_m, TILE_K), (None, None))
-                gw = cute.local_tile(coordinates(n, k), (self.tile_n, TILE_K), (None, None))
+                gx = coordinates(m, k, self.majors[0])
+                gx = cute.local_tile(gx, (self.tile_m, self.tile_k), (None, None))
                 to_x, from_x = cpasync.tma_partition(
                     tma_x,
                     0,
@@ -191,13 +253,7 @@ class LinearAct:
                     cute.group_modes(sx, 0, 2),
                     cute.group_modes(gx, 0, 2),
                 )
-                to_w, from_w = cpasync.tma_partition(
-                    tma_w,
-                    rank,
-                    cute.make_layout(self.cluster),
-                    cute.group_modes(sw, 0, 2),
-                    cute.group_modes(gw, 0, 2),
-                )
+                to_w, from_w = copies_of_w(self, tma_w, sw, n, k, rank, self.cluster)
                 everyone = cutlass.Int16((1 << self.cluster) - 1)  # unused without multicast
                 state = pipeline.make_pipeline_state(
                     pipeline.PipelineUserType.Producer, self.stages
@@ -214,13 +270,14 @@ class LinearAct:
                             to_x[None, state.index],
                             tma_bar_ptr=barrier,
                         )
-                        cute.copy(
-                            tma_w,
-                            from_w[None, column, step],
-                            to_w[None, state.index],
-                            tma_bar_ptr=barrier,
-                            mcast_mask=everyone,
-                        )
+                        for part in cutlass.range_constexpr(self.parts):
+                            cute.copy(
+                                tma_w,
+                                from_w[part][None, column, step],
+                                to_w[part][None, state.index],
+                                tma_bar_ptr=barrier,
+                                mcast_mask=everyone,
+                            )
                         state.advance()
                 ring.producer_tail(state)
         else:
@@ -236,35 +293,48 @@ class LinearAct:
 
             # The output's way: registers, stmatrix, a 64x64 piece in shared memory, TMA store.
             epi_mma = hopper.make_trivial_tiled_mma(
-                self.dtype,
-                self.dtype,
+                self.out_dtype,
+                self.out_dtype,
                 warpgroup.OperandMajorMode.K,
                 warpgroup.OperandMajorMode.K,
                 Float32,
                 (1, 1, 1),
                 (64, EPI),
             )
-            stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+            stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.out_dtype)
             r2s = cute.make_tiled_copy_S(stmatrix, cute.make_tiled_copy_C_atom(stmatrix, epi_mma))
             to_sy = r2s.get_slice(wg_thread).partition_D(sy)
-            piece = cute.make_rmem_tensor(to_sy.shape[:3], self.dtype)
+            piece = cute.make_rmem_tensor(to_sy.shape[:3], self.out_dtype)
             gy = cute.zipped_divide(coordinates(m, n), (EPI, EPI))
             from_sy, to_y = cpasync.tma_partition(
                 tma_y, 0, cute.make_layout(1), cute.group_modes(sy, 0, 2), gy
             )
             values = cute.size(piece)
 
+            if const_expr(self.saves):
+                from_sums, to_sums = cpasync.tma_partition(
+                    tma_sums, 0, cute.make_layout(1), cute.group_modes(sy, 0, 2), gy
+                )
+            out = ((r2s, piece, to_sy), consumer, warp_index)
+            added = cute.make_rmem_tensor(values, self.out_dtype)
+            added.fill(0.0)
+
             sbias = cute.make_tensor(
-                storage.bias.data_ptr() + consumer * self.tile_n,
-                cute.make_layout(self.tile_n),
+                storage.bias.data_ptr() + consumer * self.column_values,
+                cute.make_layout(self.column_values),
             )
             # This thread's two columns in each group of eight.
             my_bias = cute.make_tensor(
-                (storage.bias.data_ptr() + consumer * self.tile_n + lane % 4 * 2).align(8),
+                (storage.bias.data_ptr() + consumer * self.column_values + lane % 4 * 2).align(8),
                 cute.make_layout((2, self.tile_n // 8), stride=(1, 8)),
             )
+            if const_expr(self.scaled):
+                my_scales = cute.make_tensor(
+                    (my_bias.iterator + self.tile_n).align(8), my_bias.layout
+                )
             loads = (self.tile_n + WARPGROUP - 1) // WARPGROUP
             bias_values = cute.make_rmem_tensor(loads, Float32)
+            scale_values = cute.make_rmem_tensor(loads, Float32)
 
             # Turns: which tiles are mine, and where in the ring their first stage is.
             turn = consumer if const_expr(self.pingpong) else Int32(0)
@@ -281,20 +351,25 @@ class LinearAct:
             ):
                 row, column = _tile_position(tile, rows, columns, group)
                 row = row * self.cluster + rank
-                for i in cutlass.range_constexpr(loads):
+                for i in cutlass.range_constexpr(0 if self.alone else loads):
                     in_tile = wg_thread + i * WARPGROUP
-                    at = column * self.tile_n + in_tile
+                    part_of_w = in_tile // self.width if const_expr(self.parts == 2) else 0
+                    at = column * self.width + in_tile - part_of_w * self.width
                     bias_values[i] = 0.0
                     if bias.toint() != 0:
                         if at < n:
-                            bias_values[i] = (bias + at).load().to(Float32)
+                            bias_values[i] = (bias + part_of_w * n + at).load().to(Float32)
+                    if const_expr(self.scaled):
+                        scale_values[i] = 0.0
+                        if at < n:
+                            scale_values[i] = (w_scale + (part_of_w * n + at) * w_step).load()
 
                 if const_expr(self.pingpong):
                     _sync(_TURN + consumer, 2 * WARPGROUP)
                 release = read.clone()
                 warpgroup.fence()
                 ring.consumer_wait(read)
-                for block in cutlass.range_constexpr(TILE_K // 16):
+                for block in cutlass.range_constexpr(ROW // 32):
                     mma.set(warpgroup.Field.ACCUMULATE, block != 0)
                     at = (None, None, block, read.index)
                     cute.gemm(mma, acc, rx[at], rw[at], acc)
@@ -303,7 +378,7 @@ class LinearAct:
                 mma.set(warpgroup.Field.ACCUMULATE, True)
                 for _ in cutlass.range(k_tiles - 1, unroll=1):
                     ring.consumer_wait(read)
-                    for block in cutlass.range_constexpr(TILE_K // 16):
+                    for block in cutlass.range_constexpr(ROW // 32):
                         at = (None, None, block, read.index)
                         cute.gemm(mma, acc, rx[at], rw[at], acc)
                     warpgroup.commit_group()
@@ -314,43 +389,92 @@ class LinearAct:
                 if const_expr(self.pingpong):
                     _arrive(_TURN + 1 - consumer, 2 * WARPGROUP)
                     read.advance(k_tiles)
-                for i in cutlass.range_constexpr(loads):
+                for i in cutlass.range_constexpr(0 if self.alone else loads):
                     in_tile = wg_thread + i * WARPGROUP
                     if const_expr(self.tile_n % WARPGROUP == 0) or in_tile < self.tile_n:
                         sbias[in_tile] = bias_values[i]
+                        if const_expr(self.scaled):
+                            sbias[in_tile + self.tile_n] = scale_values[i]
+                if const_expr(not self.alone):
+                    _sync(_WARPGROUP + consumer, WARPGROUP)
                 warpgroup.wait_group(0)
                 ring.consumer_release(release)
 
                 for half in cutlass.range_constexpr(self.wg_rows // EPI):
-                    for chunk in cutlass.range_constexpr(self.tile_n // EPI):
-                        buffer = consumer * self.epi_stages + stored % self.epi_stages
-                        if warp_index % 4 == 0:
-                            cute.arch.cp_async_bulk_wait_group(self.epi_stages - 1, read=True)
-                        _sync(_WARPGROUP + consumer, WARPGROUP)
+                    for chunk in cutlass.range_constexpr(self.width // EPI):
+                        block_row = row * (self.tile_m // EPI) + half
+                        if const_expr(not self.pingpong):
+                            block_row += consumer * (self.wg_rows // EPI)
+                        place = (block_row, column * (self.width // EPI) + chunk)
                         first_value = half * (self.tile_n // 2) + chunk * values
-                        for eight in cutlass.range_constexpr(EPI // 8):
-                            b = my_bias[None, chunk * (EPI // 8) + eight].load()
-                            for v in cutlass.range_constexpr(4):
-                                i = eight * 4 + v
-                                value = acc[first_value + i] + b[v % 2]
-                                piece[i] = self.act(value).to(self.dtype)
-                        cute.copy(r2s, piece, to_sy[None, None, None, buffer])
-                        cute.arch.fence_proxy("async.shared", space="cta")
-                        _sync(_WARPGROUP + consumer, WARPGROUP)
-                        if warp_index % 4 == 0:
-                            block_row = row * (self.tile_m // EPI) + half
-                            if const_expr(not self.pingpong):
-                                block_row += consumer * (self.wg_rows // EPI)
-                            block_column = column * (self.tile_n // EPI) + chunk
-                            cute.copy(
-                                tma_y,
-                                from_sy[None, buffer],
-                                to_y[None, (block_row, block_column)],
-                            )
-                            cute.arch.cp_async_bulk_commit_group()
+                        if const_expr(self.adds):
+                            if residual.toint() != 0:
+                                self.load_piece(added, residual, place, wg_thread, m, n)
+                        if const_expr(self.scaled):
+                            row_scales = self.scales_of(place[0], x_scale, x_step, wg_thread, m)
+                        if const_expr(not self.alone):
+                            for p in cutlass.range_constexpr(self.parts):
+                                for eight in cutlass.range_constexpr(EPI // 8):
+                                    group_of_eight = (p * self.width + chunk * EPI) // 8 + eight
+                                    b = my_bias[None, group_of_eight].load()
+                                    for v in cutlass.range_constexpr(4):
+                                        i = first_value + p * (self.width // 2) + eight * 4 + v
+                                        if const_expr(self.scaled):
+                                            scale = my_scales[None, group_of_eight].load()[v % 2]
+                                            acc[i] *= row_scales[v // 2] * scale
+                                        acc[i] += b[v % 2]
+                        if const_expr(self.saves):
+                            if save != 0:
+                                for i in cutlass.range_constexpr(values):
+                                    piece[i] = acc[first_value + i].to(self.out_dtype)
+                                self.store(out, stored, tma_sums, from_sums, to_sums, place)
+                                stored += 1
+                        for i in cutlass.range_constexpr(values):
+                            value = self.act(acc[first_value + i])
+                            if const_expr(self.parts == 2):
+                                value = value * acc[first_value + self.width // 2 + i]
+                            if const_expr(self.adds):
+                                value = value + added[i].to(Float32)
+                            piece[i] = value.to(self.out_dtype)
+                        self.store(out, stored, tma_y, from_sy, to_y, place)
                         stored += 1
             if warp_index % 4 == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def store(self, out, stored, tma, pieces, to, place):
+        """The values in `piece`, through the next buffer in shared memory and the copy engine."""
+        (r2s, piece, to_sy), consumer, warp_index = out
+        buffer = consumer * self.epi_stages + stored % self.epi_stages
+        if warp_index % 4 == 0:
+            cute.arch.cp_async_bulk_wait_group(self.epi_stages - 1, read=True)
+        _sync(_WARPGROUP + consumer, WARPGROUP)
+        cute.copy(r2s, piece, to_sy[None, None, None, buffer])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        _sync(_WARPGROUP + consumer, WARPGROUP)
+        if warp_index % 4 == 0:
+            cute.copy(tma, pieces[None, buffer], to[None, place])
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def scales_of(self, block_row, x_scale, step, thread, m):
+        """Of this thread's two rows of a piece; those beyond the last row have its."""
+        row = block_row * EPI + thread // 32 * 16 + thread % 32 // 4
+        return [(x_scale + cutlass.min(row + half, m - 1) * step).load() for half in (0, 8)]
+
+    @cute.jit
+    def load_piece(self, values, source, place, thread, m, n):
+        """This thread's part of a piece of source[m, n], as the products' sums are spread."""
+        row = place[0] * EPI + thread // 32 * 16 + thread % 32 // 4
+        column = place[1] * EPI + thread % 4 * 2
+        for half in cutlass.range_constexpr(2):
+            at = source + (cutlass.Int64(row + half * 8) * n + column)
+            for eight in cutlass.range_constexpr(EPI // 8):
+                if row + half * 8 < m:
+                    if column + eight * 8 < n:
+                        two = cute.make_tensor((at + eight * 8).align(4), cute.make_layout(2))
+                        values[eight * 4 + half * 2] = two[0]
+                        values[eight * 4 + half * 2 + 1] = two[1]
 
 
 def _sync(barrier, threads):
@@ -359,17 +483,6 @@ def _sync(barrier, threads):
 
 def _arrive(barrier, threads):
     cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=threads)
-
-
-def round_up(size, unit=1024):
-    """Storage's size: a multiple of its largest alignment."""
-    return (size + unit - 1) // unit * unit
-
-
-def coordinates(rows, columns):
-    """What a tensor map of a row-major [rows, columns] tensor is indexed with: (column, row)."""
-    identity = cute.make_identity_tensor((columns, rows))
-    return cute.make_tensor(identity.iterator, cute.select(identity.layout, [1, 0]))
 
 
 @cute.jit

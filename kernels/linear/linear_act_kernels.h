@@ -8,7 +8,11 @@
 
 namespace tiercel {
 
+// As linear_act_cute.py has them. A split-K kernel takes residual and sums without being kExtra.
+enum class LinearKind { kPlain, kExtra, kGated, kGradX, kGradWeight };
+
 struct LinearActVariant {
+  LinearKind kind;
   DType dtype;
   Activation activation;
   int tile_m;
@@ -32,22 +36,24 @@ struct LinearActChoice {
   unsigned blocks;
 };
 
+// What a kernel is wanted for; m, n and k as the kernel has them.
+struct LinearProblem {
+  LinearKind kind;
+  DType dtype;
+  Activation activation;
+  int64_t m, n, k;
+};
+
 // How one kernel would be launched for a problem; its expected time in microseconds.
-double linear_act_estimate(const LinearActKernel& kernel, int64_t m, int64_t n, int64_t k,
+double linear_act_estimate(const LinearActKernel& kernel, const LinearProblem& problem,
                            int multiprocessors, LinearActChoice* choice);
 
-// The kernel that linear_act() takes.
-LinearActChoice linear_act_choose(DType dtype, Activation activation, int64_t m, int64_t n,
-                                  int64_t k, int multiprocessors);
+// The kernel that has the least.
+LinearActChoice linear_act_choose(const LinearProblem& problem, int multiprocessors);
 
 // A given configuration for a problem; not ok where no kernel has it or it cannot run.
-Status linear_act_configure(const LinearActConfig& config, DType dtype, Activation activation,
-                            int64_t m, int64_t n, int64_t k, int multiprocessors,
-                            LinearActChoice* choice);
-
-// Launches a choice. The arguments have passed linear_act's checks.
-Status linear_act_launch(const LinearActChoice& choice, const TensorView& x, const TensorView& w,
-                         const TensorView* bias, const TensorView& y, void* stream);
+Status linear_act_configure(const LinearActConfig& config, const LinearProblem& problem,
+                            int multiprocessors, LinearActChoice* choice);
 
 }  // namespace tiercel
 

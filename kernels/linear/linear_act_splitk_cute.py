@@ -5,6 +5,8 @@ The blocks of a cluster share one tile of the output, a slice of K each, and add
 through distributed shared memory: no workspace, no second kernel. One warp loads, one warpgroup
 multiplies. A tile may have fewer rows than the multiplication takes, so that M divides evenly: what
 lies in the others spoils rows of the product that nobody reads.
+
+Kinds ("plain", "gated", "grad_x"), residual and sums are those of linear_act_cute.py.
 """
 
 import cutlass
@@ -12,29 +14,44 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as hopper
 from activations_cute import ACTIVATIONS
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from linear_act_cute import TILE_K, WARPGROUP, coordinates, round_up
+from linear_layouts_cute import (
+    MAJORS,
+    OPERAND_MAJORS,
+    ROW,
+    WARPGROUP,
+    coordinates,
+    copies_of_w,
+    matrix,
+    round_up,
+    swizzled,
+)
 
 VECTOR = 4  # columns that a thread reduces at a time
 PAD = 8  # floats a row, so that a warp's stores of partial sums meet no bank twice
 
 
 class LinearActSplitK:
-    def __init__(self, name, dtype, act, tile_m, tile_n, stages):
+    def __init__(self, name, dtype, act, tile_m, tile_n, stages, kind="plain"):
         self.name = name
         self.dtype = dtype
+        self.tile_k = ROW * 8 // dtype.width
+        self.scaled = dtype.width == 8
+        self.out_dtype = cutlass.BFloat16 if self.scaled else dtype
         self.act = ACTIVATIONS[act]
         self.tile_m, self.tile_n = tile_m, tile_n
         self.stages = stages
+        self.majors = MAJORS.get(kind, ("k", "k"))
+        self.parts = 2 if kind == "gated" else 1
+        self.width = tile_n // self.parts
         self.threads = 2 * WARPGROUP
 
     def smem_layouts(self):
-        def layout(rows):
-            atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
-            return cute.tile_to_shape(atom, (rows, TILE_K, self.stages), order=(0, 1, 2))
-
-        return layout(self.tile_m), layout(self.tile_n)
+        return (
+            swizzled(self.dtype, self.tile_m, self.tile_k, self.stages),
+            swizzled(self.dtype, self.tile_n, self.tile_k, self.stages, self.majors[1]),
+        )
 
     def storage(self):
         x_layout, w_layout = self.smem_layouts()
@@ -50,7 +67,7 @@ class LinearActSplitK:
 
     def smem_bytes(self):
         """What the storage takes, as the launch asks for it."""
-        ring = self.stages * (self.tile_m + self.tile_n) * TILE_K * 2
+        ring = self.stages * (self.tile_m + self.tile_n) * ROW
         assert ring >= self.tile_m * (self.tile_n + PAD) * 4, "no room for the partial sums"
         return round_up(ring + self.stages * 16)
 
@@ -60,31 +77,41 @@ class LinearActSplitK:
         x: cute.Pointer,
         w: cute.Pointer,
         bias: cute.Pointer,
+        residual: cute.Pointer,
+        x_scale: cute.Pointer,
+        w_scale: cute.Pointer,
         y: cute.Pointer,
+        sums: cute.Pointer,
         m: Int32,
         n: Int32,
         k: Int32,
         rows: Int32,
+        x_step: Int32,
+        w_step: Int32,
         splits: Int32,
         blocks: Int32,
         stream,
     ):
-        n8, k8 = cute.assume(n, divby=8), cute.assume(k, divby=8)
         x_layout, w_layout = self.smem_layouts()
         tma_x, _ = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileG2SOp(),
-            cute.make_tensor(x, cute.make_layout((m, k8), stride=(k8, 1))),
+            cute.make_tensor(x, matrix(m, k, "k", self.tile_k // 8)),
             cute.slice_(x_layout, (None, None, 0)),
-            (self.tile_m, TILE_K),
+            (self.tile_m, self.tile_k),
         )
         tma_w, _ = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileG2SOp(),
-            cute.make_tensor(w, cute.make_layout((n8, k8), stride=(k8, 1))),
-            cute.slice_(w_layout, (None, None, 0)),
-            (self.tile_n, TILE_K),
+            cute.make_tensor(w, matrix(n * self.parts, k, self.majors[1], self.tile_k // 8)),
+            cute.slice_(
+                cute.flat_divide(w_layout, (self.width, self.tile_k)), (None, None, 0, 0, 0)
+            ),
+            (self.width, self.tile_k),
         )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(tma_x, tma_w, bias, y, m, n, k, rows).launch(
+        self.kernel(
+            *(tma_x, tma_w, bias, residual, x_scale, w_scale, y, sums),
+            *(m, n, k, rows, x_step, w_step),
+        ).launch(
             grid=(blocks, 1, 1),
             block=(self.threads, 1, 1),
             cluster=(splits, 1, 1),
@@ -99,11 +126,17 @@ class LinearActSplitK:
         tma_x: cute.CopyAtom,
         tma_w: cute.CopyAtom,
         bias: cute.Pointer,
+        residual: cute.Pointer,
+        x_scale: cute.Pointer,
+        w_scale: cute.Pointer,
         y: cute.Pointer,
+        sums: cute.Pointer,
         m: Int32,
         n: Int32,
         k: Int32,
         rows: Int32,  # of a tile
+        x_step: Int32,  # of scales: 0 for one of all
+        w_step: Int32,
     ):
         x_layout, w_layout = self.smem_layouts()
         thread = cute.arch.thread_idx()[0]
@@ -122,7 +155,7 @@ class LinearActSplitK:
             num_stages=self.stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 4),
-            tx_count=self.tile_n * TILE_K * 2,  # w's; the loader adds x's
+            tx_count=self.tile_n * ROW,  # w's; the loader adds x's
             cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
         )
 
@@ -131,44 +164,42 @@ class LinearActSplitK:
 
         # My tile of the output and my slice of K, which may be empty.
         tile = cute.arch.block_idx()[0] // splits
-        columns = cute.ceil_div(n, self.tile_n)
+        columns = cute.ceil_div(n, self.width)
         row = tile // columns
         column = tile - row * columns
-        k_tiles = cute.ceil_div(k, TILE_K)
+        k_tiles = cute.ceil_div(k, self.tile_k)
         share = cute.ceil_div(k_tiles, splits)
         first = rank * share
         last = cutlass.min(first + share, k_tiles)
 
-        sums_pointer = cute.recast_ptr(storage.x.data_ptr(), dtype=Float32)
-        sums = cute.make_tensor(
-            sums_pointer,
+        partial_pointer = cute.recast_ptr(storage.x.data_ptr(), dtype=Float32)
+        partial = cute.make_tensor(
+            partial_pointer,
             cute.make_layout((self.tile_m, self.tile_n), stride=(self.tile_n + PAD, 1)),
         )
         valid_rows = cutlass.min(m - row * rows, rows)
 
         if warp_index == 0:
             mine = cute.domain_offset((row * rows, 0), coordinates(m, k))
-            gx = cute.local_tile(mine, (self.tile_m, TILE_K), (0, None))
-            gw = cute.local_tile(coordinates(n, k), (self.tile_n, TILE_K), (None, None))
+            gx = cute.local_tile(mine, (self.tile_m, self.tile_k), (0, None))
             one = cute.make_layout(1)
             to_x, from_x = cpasync.tma_partition(
                 tma_x, 0, one, cute.group_modes(sx, 0, 2), cute.group_modes(gx, 0, 2)
             )
-            to_w, from_w = cpasync.tma_partition(
-                tma_w, 0, one, cute.group_modes(sw, 0, 2), cute.group_modes(gw, 0, 2)
-            )
+            to_w, from_w = copies_of_w(self, tma_w, sw, n, k)
             write = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
             for step in cutlass.range(first, last, unroll=1):
                 ring.producer_acquire(write)
                 barrier = ring.producer_get_barrier(write)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_expect_tx(barrier, rows * TILE_K * 2)
-                cute.copy(
-                    tma_w,
-                    from_w[None, column, step],
-                    to_w[None, write.index],
-                    tma_bar_ptr=barrier,
-                )
+                    cute.arch.mbarrier_expect_tx(barrier, rows * ROW)
+                for part in cutlass.range_constexpr(self.parts):
+                    cute.copy(
+                        tma_w,
+                        from_w[part][None, column, step],
+                        to_w[part][None, write.index],
+                        tma_bar_ptr=barrier,
+                    )
                 cute.copy(tma_x, from_x[None, step], to_x[None, write.index], tma_bar_ptr=barrier)
                 write.advance()
             ring.producer_tail(write)
@@ -176,8 +207,8 @@ class LinearActSplitK:
             mma = hopper.make_trivial_tiled_mma(
                 self.dtype,
                 self.dtype,
-                warpgroup.OperandMajorMode.K,
-                warpgroup.OperandMajorMode.K,
+                OPERAND_MAJORS["k"],
+                OPERAND_MAJORS[self.majors[1]],
                 Float32,
                 (1, 1, 1),
                 (64, self.tile_n),
@@ -193,7 +224,7 @@ class LinearActSplitK:
             warpgroup.fence()
             for step in cutlass.range(first, last, unroll=1):
                 ring.consumer_wait(read)
-                for block in cutlass.range_constexpr(TILE_K // 16):
+                for block in cutlass.range_constexpr(ROW // 32):
                     at = (None, None, block, read.index)
                     cute.gemm(mma, acc, rx[at], rw[at], acc)
                 warpgroup.commit_group()
@@ -207,7 +238,7 @@ class LinearActSplitK:
                 ring.consumer_release(release)
             # All four warps are done with the ring before its memory is written.
             cute.arch.barrier(barrier_id=1, number_of_threads=WARPGROUP)
-            own = part.partition_C(sums)
+            own = part.partition_C(partial)
             places = part.partition_C(cute.make_identity_tensor((self.tile_m, self.tile_n)))
             for i in cutlass.range_constexpr(cute.size(acc) // 2):
                 if places[2 * i][0] < valid_rows:
@@ -218,30 +249,51 @@ class LinearActSplitK:
         cute.arch.cluster_wait()
 
         # The cluster's threads add up its tile, four columns at a time.
-        vectors = self.tile_n // VECTOR
+        vectors = self.width // VECTOR
         layout = cute.make_layout(VECTOR)
         for i in cutlass.range(
             rank * self.threads + thread, valid_rows * vectors, splits * self.threads, unroll=1
         ):
             in_row = i // vectors
             in_column = i % vectors * VECTOR
-            at = column * self.tile_n + in_column
+            at = column * self.width + in_column
             if at < n:
-                total = cute.make_rmem_tensor(layout, Float32)
-                total.fill(0.0)
-                if bias.toint() != 0:
-                    total.store(cute.make_tensor((bias + at).align(8), layout).load().to(Float32))
                 offset = in_row * (self.tile_n + PAD) + in_column
-                mine = (sums_pointer + offset).align(16)
-                for peer in cutlass.range(splits, unroll=1):
-                    theirs = _load_remote(cute.arch.map_dsmem_ptr(mine, peer))
-                    for v in cutlass.range_constexpr(VECTOR):
-                        total[v] += theirs[v]
-                out = cute.make_rmem_tensor(layout, self.dtype)
+                total = cute.make_rmem_tensor((VECTOR, self.parts), Float32)
+                total.fill(0.0)
+                for p in cutlass.range_constexpr(self.parts):
+                    mine = (partial_pointer + offset + p * self.width).align(16)
+                    for peer in cutlass.range(splits, unroll=1):
+                        theirs = _load_remote(cute.arch.map_dsmem_ptr(mine, peer))
+                        for v in cutlass.range_constexpr(VECTOR):
+                            total[v, p] += theirs[v]
+                    if const_expr(self.scaled):
+                        of_row = (x_scale + (row * rows + in_row) * x_step).load()
+                        for v in cutlass.range_constexpr(VECTOR):
+                            total[v, p] *= of_row * (w_scale + (p * n + at + v) * w_step).load()
+                    if bias.toint() != 0:
+                        theirs = cute.make_tensor((bias + p * n + at).align(8), layout)
+                        for v in cutlass.range_constexpr(VECTOR):
+                            total[v, p] += theirs[v].to(Float32)
+                out = cute.make_rmem_tensor(layout, self.out_dtype)
+                to = cutlass.Int64(row * rows + in_row) * n + at
+                if const_expr(self.parts == 1):
+                    if sums.toint() != 0:
+                        for v in cutlass.range_constexpr(VECTOR):
+                            out[v] = total[v, 0].to(self.out_dtype)
+                        cute.make_tensor((sums + to).align(8), layout).store(out.load())
                 for v in cutlass.range_constexpr(VECTOR):
-                    out[v] = self.act(total[v]).to(self.dtype)
-                to = y + (cutlass.Int64(row * rows + in_row) * n + at)
-                cute.make_tensor(to.align(8), layout).store(out.load())
+                    total[v, 0] = self.act(total[v, 0])
+                    if const_expr(self.parts == 2):
+                        total[v, 0] *= total[v, 1]
+                if const_expr(self.parts == 1):
+                    if residual.toint() != 0:
+                        theirs = cute.make_tensor((residual + to).align(8), layout)
+                        for v in cutlass.range_constexpr(VECTOR):
+                            total[v, 0] += theirs[v].to(Float32)
+                for v in cutlass.range_constexpr(VECTOR):
+                    out[v] = total[v, 0].to(self.out_dtype)
+                cute.make_tensor((y + to).align(8), layout).store(out.load())
 
         # Nobody leaves while others read from it.
         cute.arch.cluster_arrive()

@@ -3,10 +3,12 @@
 
 import cutlass
 from declaration import Function, Launch, Pointer, Scalar, TensorMap
-from linear_act_cute import EPI, TILE_K, LinearAct
+from linear_act_cute import LinearAct
 from linear_act_splitk_cute import LinearActSplitK
+from linear_layouts_cute import EPI, MAJORS
 
 _DTYPES = {"bf16": (cutlass.BFloat16, "kBFloat16"), "fp16": (cutlass.Float16, "kFloat16")}
+_FP8 = {"fp8": (cutlass.Float8E4M3FN, "kFloat8E4M3")}
 # Of the precompiled ones; others are compiled where they are used (variant below).
 _ENUMERATORS = {
     "none": "kNone",
@@ -14,6 +16,21 @@ _ENUMERATORS = {
     "silu": "kSilu",
     "gelu": "kGelu",
     "gelu_tanh": "kGeluTanh",
+}
+
+_KINDS = {
+    "plain": "kPlain",
+    "extra": "kExtra",
+    "gated": "kGated",
+    "grad_x": "kGradX",
+    "grad_weight": "kGradWeight",
+}
+_PREFIXES = {
+    "plain": "linear_act",
+    "extra": "linear_act_extra",
+    "gated": "gated_linear",
+    "grad_x": "linear_act_grad_x",
+    "grad_weight": "linear_act_grad_weight",
 }
 
 # Tile rows and columns, turns instead of sharing, blocks a cluster, stages of the ring and of the
@@ -30,19 +47,59 @@ _SMALL = (
     (64, 64, 6),
     (64, 128, 4),
     (128, 64, 8),
+    (128, 96, 7),
 )
 
-_PROBLEMS = (
-    {"m": 1000, "n": 768, "k": 512, "group": 8, "rows": 64, "splits": 2, "blocks": 64},
-    {"m": 129, "n": 2056, "k": 1032, "group": 3, "rows": 64, "splits": 4, "blocks": 132},
-    {"m": 8, "n": 8, "k": 8, "group": 1, "rows": 8, "splits": 1, "blocks": 2},
+# Of the other kinds, what measurements chose.
+_EXTRA = (_LARGE[2],)
+_GATES = ("silu", "gelu", "gelu_tanh")
+_GATED = (_LARGE[2], (128, 256, False, 1, 4, 2))
+_GATED_SMALL = (_SMALL[1], _SMALL[3])
+_GRADIENTS = {
+    "grad_x": (_LARGE[0], _LARGE[2], _LARGE[3]),
+    "grad_weight": (_LARGE[0], _LARGE[2]),
+}
+_GRAD_X_SMALL = (_SMALL[1], _SMALL[3])
+
+_FP8_ACTIVATIONS = ("none", "silu", "gelu", "gelu_tanh")
+_FP8_LARGE = _LARGE[2:]
+_FP8_SMALL = (_SMALL[1], _SMALL[3])
+
+_SCALARS = ("m", "n", "k", "group", "save", "x_step", "w_step", "rows", "splits", "blocks")
+_PROBLEMS = tuple(
+    dict(zip(_SCALARS, values, strict=True))
+    for values in (
+        (1000, 768, 512, 8, 1, 1, 1, 64, 2, 64),
+        (129, 2056, 1040, 3, 1, 0, 1, 64, 4, 132),
+        (8, 8, 16, 1, 1, 1, 0, 8, 1, 2),
+    )
 )
 
 
-def _attributes(dtype, act, tile_m, tile_n, pingpong, cluster, split_k):
+def _rows_of_w(kind):
+    return "2 * n" if kind == "gated" else "n"
+
+
+def _operand(kernel, tensor, rows, box, blocks=1):
+    """A block of the cluster loads its share of the rows, or of what is summed over."""
+    if kernel.majors["xw".index(tensor)] == "k":
+        return TensorMap(tensor, (rows, "k"), (box // blocks, kernel.tile_k))
+    return TensorMap(tensor, ("k", rows), (kernel.tile_k // blocks, EPI))
+
+
+def _beside(kernel, align):
+    """Pointers of what there may be beside the operands."""
+    names = ("bias", "residual")
+    pointers = [Pointer(name, kernel.out_dtype, align=align) for name in names]
+    scales = [Pointer(name, cutlass.Float32, align=4) for name in ("x_scale", "w_scale")]
+    return (*pointers, *scales)
+
+
+def _attributes(dtype, act, tile_m, tile_n, pingpong, cluster, split_k, kind):
     flags = [str(flag).lower() for flag in (pingpong, split_k)]
     return (
-        f"DType::{_DTYPES[dtype][1]}",
+        f"LinearKind::{_KINDS[kind]}",
+        f"DType::{(_DTYPES | _FP8)[dtype][1]}",
         f"Activation::{_ENUMERATORS.get(act, 'kNone')}",
         str(tile_m),
         str(tile_n),
@@ -52,19 +109,26 @@ def _attributes(dtype, act, tile_m, tile_n, pingpong, cluster, split_k):
     )
 
 
-def _large(dtype, act, tile_m, tile_n, pingpong, cluster, stages, epi_stages):
-    element = _DTYPES[dtype][0]
-    name = f"linear_act_{dtype}_{act}_{tile_m}x{tile_n}" + ("_pingpong" if pingpong else "")
-    kernel = LinearAct(name, element, act, tile_m, tile_n, pingpong, cluster, stages, epi_stages)
-    x, w, y = Pointer("x", element), Pointer("w", element), Pointer("y", element)
-    bias = Pointer("bias", element, align=2)
-    m, n, k, group, blocks = (Scalar(name) for name in ("m", "n", "k", "group", "blocks"))
+def _large(dtype, act, tile_m, tile_n, pingpong, cluster, stages, epi_stages, kind="plain"):
+    element = (_DTYPES | _FP8)[dtype][0]
+    name = f"{_PREFIXES[kind]}_{dtype}" + f"_{act}" * (kind not in MAJORS)
+    name += f"_{tile_m}x{tile_n}" + "_pingpong" * pingpong
+    kernel = LinearAct(
+        *(name, element, act, tile_m, tile_n, pingpong, cluster, stages, epi_stages),
+        kind,
+    )
+    x, w = Pointer("x", element), Pointer("w", element)
+    y, sums = Pointer("y", kernel.out_dtype), Pointer("sums", kernel.out_dtype)
+    beside = _beside(kernel, 2)
+    names = ("m", "n", "k", "group", "save", "x_step", "w_step")
+    scalars = [Scalar(name) for name in names]
     launch = Launch(
         parameters=(
-            TensorMap("x", ("m", "k"), (tile_m, TILE_K)),
-            TensorMap("w", ("n", "k"), (tile_n // cluster, TILE_K)),
+            _operand(kernel, "x", "m", tile_m),
+            _operand(kernel, "w", _rows_of_w(kind), kernel.width, cluster),
             TensorMap("y", ("m", "n"), (EPI, EPI)),
-            *(bias, m, n, k, group),
+            TensorMap("sums", ("m", "n"), (EPI, EPI)),
+            *(*beside, *scalars),
         ),
         grid=("blocks", 1, 1),
         block=(kernel.threads, 1, 1),
@@ -72,24 +136,28 @@ def _large(dtype, act, tile_m, tile_n, pingpong, cluster, stages, epi_stages):
         smem=kernel.smem_bytes(),
         dependent=True,
     )
-    attributes = _attributes(dtype, act, tile_m, tile_n, pingpong, cluster, False)
-    arguments = (x, w, bias, y, m, n, k, group, blocks)
-    return Function(name, kernel, arguments, (launch,), attributes, _PROBLEMS)
+    attributes = _attributes(dtype, act, tile_m, tile_n, pingpong, cluster, False, kind)
+    arguments = (x, w, *beside, y, sums, *scalars, Scalar("blocks"))
+    # Rows that lie together begin on 16 bytes each.
+    step = 8 if kernel.majors[0] == "mn" else 1
+    problems = tuple({**p, "m": -(-p["m"] // step) * step} for p in _PROBLEMS)
+    return Function(name, kernel, arguments, (launch,), attributes, problems)
 
 
-def _small(dtype, act, tile_m, tile_n, stages):
-    element = _DTYPES[dtype][0]
-    name = f"linear_act_{dtype}_{act}_{tile_m}x{tile_n}_split_k"
-    kernel = LinearActSplitK(name, element, act, tile_m, tile_n, stages)
-    x, w, y = Pointer("x", element), Pointer("w", element), Pointer("y", element)
-    bias = Pointer("bias", element, align=8)
-    names = ("m", "n", "k", "rows", "splits", "blocks")
-    m, n, k, rows, splits, blocks = (Scalar(name) for name in names)
+def _small(dtype, act, tile_m, tile_n, stages, kind="plain"):
+    element = (_DTYPES | _FP8)[dtype][0]
+    name = f"{_PREFIXES[kind]}_{dtype}" + f"_{act}" * (kind not in MAJORS)
+    name += f"_{tile_m}x{tile_n}_split_k"
+    kernel = LinearActSplitK(name, element, act, tile_m, tile_n, stages, kind)
+    x, w = Pointer("x", element), Pointer("w", element)
+    y, sums = (Pointer(name, kernel.out_dtype, align=8) for name in ("y", "sums"))
+    beside = _beside(kernel, 8)
+    scalars = [Scalar(name) for name in ("m", "n", "k", "rows", "x_step", "w_step")]
     launch = Launch(
         parameters=(
-            TensorMap("x", ("m", "k"), (tile_m, TILE_K)),
-            TensorMap("w", ("n", "k"), (tile_n, TILE_K)),
-            *(bias, y, m, n, k, rows),
+            _operand(kernel, "x", "m", tile_m),
+            _operand(kernel, "w", _rows_of_w(kind), kernel.width),
+            *(*beside, y, sums, *scalars),
         ),
         grid=("blocks", 1, 1),
         block=(kernel.threads, 1, 1),
@@ -97,16 +165,17 @@ def _small(dtype, act, tile_m, tile_n, stages):
         smem=kernel.smem_bytes(),
         dependent=True,
     )
-    attributes = _attributes(dtype, act, tile_m, tile_n, False, 1, True)
-    arguments = (x, w, bias, y, m, n, k, rows, splits, blocks)
+    attributes = _attributes(dtype, act, tile_m, tile_n, False, 1, True, kind)
+    arguments = (x, w, *beside, y, sums, *scalars, Scalar("splits"), Scalar("blocks"))
     return Function(name, kernel, arguments, (launch,), attributes, _PROBLEMS)
 
 
-def variant(dtype, act, tile_m, tile_n, pingpong, split_k):
+def variant(dtype, act, tile_m, tile_n, pingpong, split_k, kind="plain"):
     """One that the precompiled set lacks; tiercel.jit compiles it on the user's machine."""
     for shape in _SMALL if split_k else _LARGE:
         if shape[:2] == (tile_m, tile_n) and (split_k or shape[2] == pingpong):
-            return (_small if split_k else _large)(dtype, act, *shape)
+            make, kind = (_small, "plain") if split_k else (_large, kind)
+            return make(dtype, act, *shape, kind=kind)
     raise ValueError(f"no kernel has tiles of {tile_m}x{tile_n}")
 
 
@@ -116,4 +185,14 @@ def functions():
         for act in _ENUMERATORS:
             built += [_large(dtype, act, *shape) for shape in _LARGE]
             built += [_small(dtype, act, *shape) for shape in _SMALL]
+            built += [_large(dtype, act, *shape, kind="extra") for shape in _EXTRA]
+            if act in _GATES:
+                built += [_large(dtype, act, *shape, kind="gated") for shape in _GATED]
+                built += [_small(dtype, act, *shape, kind="gated") for shape in _GATED_SMALL]
+        for kind in MAJORS:
+            built += [_large(dtype, "none", *shape, kind=kind) for shape in _GRADIENTS[kind]]
+        built += [_small(dtype, "none", *shape, kind="grad_x") for shape in _GRAD_X_SMALL]
+    for act in _FP8_ACTIVATIONS:
+        built += [_large("fp8", act, *shape) for shape in _FP8_LARGE]
+        built += [_small("fp8", act, *shape) for shape in _FP8_SMALL]
     return built

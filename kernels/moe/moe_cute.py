@@ -10,6 +10,7 @@ _DTYPES = {
     "fp16": (cutlass.Float16, "kFloat16"),
     "fp8": (cutlass.Float8E4M3FN, "kFloat8E4M3"),
 }
+_DTYPES["fp8_blocks"] = _DTYPES["fp8"]  # with scales of 1x128 and 128x128 values
 _ACTIVATIONS = {
     None: "kSilu",
     "silu": "kSilu",
@@ -19,14 +20,20 @@ _ACTIVATIONS = {
 }
 
 
+def block_scaled(dtype):
+    return dtype == "fp8_blocks"
+
+
 def _shapes(dtype, act):
     """Tile rows, which are the routing's blocks, and columns, turns instead of sharing, blocks of a
-    cluster, stages of the ring."""
-    # A float8 tile has so few bytes that its epilogue would take as long as they do.
-    few = (64, 128, dtype == "fp8", 1, 8)
-    # On an H200 multicast gained up to 4 % in `up`, and lost 8 % and more in `down`.
-    multicast = act is not None and dtype != "fp8"
-    return few, (128, 256, False, 2 if multicast else 1, 4)
+    cluster, stages of the ring. tune/ops/moe.py lists them too."""
+    # Of 64 rows, the bytes of a tile take no longer than its way out: turns hide that.
+    shapes = [(64, 128, True, 1, 8), (64, 64, True, 1, 12)]
+    if block_scaled(dtype):  # two sets of sums leave no registers for 256 columns
+        return [*shapes, (128, 128, False, 1, 6)]
+    shapes.append((128, 256, False, 1, 4))
+    # On an H200 multicast gained up to 5 % in `up`, and lost 2 % and more elsewhere.
+    return shapes + [(128, 256, False, 2, 4)] * (act is not None and dtype != "fp8")
 
 
 _SCALARS = (
@@ -47,7 +54,8 @@ def function(dtype, act, tile_m, tile_n, pingpong, cluster, stages):
     half = "down" if act is None else f"up_{act}"
     name = f"moe_{half}_{dtype}_{tile_m}x{tile_n}"
     name += "_pingpong" * pingpong + "_multicast" * (cluster > 1)
-    kernel = MoeGrouped(name, element, act, tile_m, tile_n, pingpong, cluster, stages)
+    sizes = (tile_m, tile_n, pingpong, cluster, stages)
+    kernel = MoeGrouped(name, element, act, *sizes, block_scaled(dtype))
     x, w, out = Pointer("x", element), Pointer("w", element), Pointer("out", kernel.out_dtype)
     routing = [
         Pointer(name, cutlass.Int32, align=4) for name in ("sorted_ids", "expert_ids", "used")
@@ -70,6 +78,7 @@ def function(dtype, act, tile_m, tile_n, pingpong, cluster, stages):
     )
     attributes = (
         f"DType::{_DTYPES[dtype][1]}",
+        str(block_scaled(dtype)).lower(),
         str(act is not None).lower(),
         f"MoeActivation::{_ACTIVATIONS[act]}",
         str(tile_m),

@@ -13,20 +13,21 @@ and their partners, which meet in the activation; for `down` neighbours. Warps o
 warpgroup load, the others' multiply, 64 rows of the tile a warpgroup. One whose rows are all
 padding multiplies nothing. The two blocks of a cluster work on tiles one below the other and
 multicast a half of the weights each, where their experts are the same. float8 rows and weights have
-scales, which meet the sums before the activation.
+scales, which meet the sums before the activation, or each step's (moe_block_scales_cute.py).
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from moe_block_scales_cute import MoeBlockScales
 from moe_layouts_cute import EPI, WARPGROUP
-from moe_loads_cute import GATHERERS, MoeLoads
+from moe_loads_cute import GATHERERS
 
 _TURN = 3  # named barriers 3 and 4: whose turn it is to multiply
 
 
-class MoeGrouped(MoeLoads):
+class MoeGrouped(MoeBlockScales):
     @cute.jit
     def __call__(
         self,
@@ -188,8 +189,9 @@ class MoeGrouped(MoeLoads):
         out,
     ):
         """A warpgroup: its rows of its tiles, from the ring to the result."""
-        sorted_ids, expert_ids, blocks, _ = routing
+        _, _, blocks, k_tiles = routing
         rank, first, grid, tiles, columns = place
+        w_scale, w_scale_expert, w_scale_step, second = of_weights
         lane = thread % 32
         mma = self.mma(self.dtype, self.sharing, self.tile_n)
         part = mma.get_slice(0 if const_expr(self.pingpong) else consumer * WARPGROUP)
@@ -201,6 +203,11 @@ class MoeGrouped(MoeLoads):
         rw = mma.make_fragment_B(part.partition_B(sw))
         acc = cute.make_rmem_tensor(mma.partition_shape_C((self.tile_m, self.tile_n)), Float32)
         mma.set(warpgroup.Field.ACCUMULATE, True)
+        start, sums = mma, acc
+        if const_expr(self.block_scaled):
+            start = self.mma(self.dtype, self.sharing, self.tile_n)
+            start.set(warpgroup.Field.ACCUMULATE, False)
+            sums = cute.make_rmem_tensor(acc.shape, Float32)
 
         index, phase = Int32(0), Int32(0)
         mine, every = first, grid
@@ -211,41 +218,60 @@ class MoeGrouped(MoeLoads):
                 if first < tiles:
                     steps = self.steps_of(routing, first // columns * self.cluster + rank)
                     index, phase = self.skip(index, phase, steps)
+        # What is known of a tile is read while the one before it is multiplied.
+        facts, ahead = self.facts(), self.facts()
+        scales = cute.make_rmem_tensor(self.wg_rows // 32, Float32)  # of this lane's rows of sums
+        if mine < tiles:
+            self.look_up(ahead, routing, place, mine, thread, consumer)
         for number in cutlass.range(mine, tiles, every, unroll=1):
+            for i in cutlass.range_constexpr(cute.size(facts)):
+                facts[i] = ahead[i]
+            following = cutlass.min(number + every, tiles - 1)
+            self.look_up(ahead, routing, place, following, thread, consumer)
             block = number // columns * self.cluster + rank
-            steps = self.steps_of(routing, block)
-            my_ids = sorted_ids + cutlass.min(block, blocks - 1) * self.tile_m
-            if const_expr(not self.pingpong):
-                my_ids = my_ids + consumer * EPI
-            any_real = (my_ids + lane).load() < elements
+            column = number % columns
+            expert, multiplies = facts[0], facts[0] >= 0
+            if const_expr(self.cluster > 1):
+                expert = facts[0] if block < blocks else Int32(-1)
+                multiplies = (expert >= 0) | (facts[1] >= 0)
+            steps = k_tiles if multiplies else Int32(0)
+            real = facts[2] < elements
             for i in cutlass.range_constexpr(1, self.wg_rows // 32):
-                any_real = any_real | ((my_ids + (lane + i * 32)).load() < elements)
-            any_real = cute.arch.vote_any_sync(any_real)
-            multiplies = any_real
-            expert = Int32(-1)
+                real = real | (facts[2 + i] < elements)
+            any_real = cute.arch.vote_any_sync(real)
             if const_expr(self.cluster > 1):
                 any_real = any_real & (block < blocks)
-            if any_real:
-                expert = (expert_ids + block).load()
             multiplies = any_real & (expert >= 0)
+            self.scales_of_rows(scales, facts, factors, elements)
+            of_columns = (w_scale + Int64(cutlass.max(expert, 0)) * w_scale_expert, w_scale_step)
+            columns_scales = self.scales_of_columns(of_columns, column, 0, rows, second, lane)
 
-            acc.fill(0.0)
+            sums.fill(0.0)
+            other = Int32(0)
             if const_expr(self.pingpong):
+                if number + grid < tiles:
+                    other = self.steps_of(routing, (number + grid) // columns * self.cluster + rank)
                 sync(_TURN + consumer)
             if multiplies:
-                warpgroup.fence()
-                for step in cutlass.range(steps, unroll=1):
-                    cute.arch.mbarrier_wait(full + index, phase)
-                    # The gathered rows were not written by the copy engine.
-                    cute.arch.fence_proxy("async.shared", space="cta")
-                    for at_k in cutlass.range_constexpr(cute.size(rx, mode=[2])):
-                        at = (None, None, at_k, index)
-                        cute.gemm(mma, acc, rx[at], rw[at], acc)
-                    warpgroup.commit_group()
-                    warpgroup.wait_group(1)
-                    if step > 0:
-                        self.release(empty, index - 1 if index > 0 else self.stages - 1)
-                    index, phase = self.next(index, phase)
+                if const_expr(self.block_scaled):
+                    index, phase = self.multiply_blocks(
+                        *(mma, (start, acc, sums, rx, rw), (full, empty, index, phase, steps)),
+                        *(facts, factors, of_weights, (expert, column), elements),
+                    )
+                else:
+                    warpgroup.fence()
+                    for step in cutlass.range(steps, unroll=1):
+                        cute.arch.mbarrier_wait(full + index, phase)
+                        # The gathered rows were not written by the copy engine.
+                        cute.arch.fence_proxy("async.shared", space="cta")
+                        for at_k in cutlass.range_constexpr(cute.size(rx, mode=[2])):
+                            at = (None, None, at_k, index)
+                            cute.gemm(mma, acc, rx[at], rw[at], acc)
+                        warpgroup.commit_group()
+                        warpgroup.wait_group(1)
+                        if step > 0:
+                            self.release(empty, index - 1 if index > 0 else self.stages - 1)
+                        index, phase = self.next(index, phase)
             else:
                 for _ in cutlass.range(steps, unroll=1):
                     cute.arch.mbarrier_wait(full + index, phase)
@@ -254,16 +280,15 @@ class MoeGrouped(MoeLoads):
             if const_expr(self.pingpong):
                 arrive(_TURN + 1 - consumer)
             warpgroup.wait_group(0)
-            if multiplies:
-                self.release(empty, index - 1 if index > 0 else self.stages - 1)
+            if const_expr(not self.block_scaled):
+                if multiplies:
+                    self.release(empty, index - 1 if index > 0 else self.stages - 1)
             if const_expr(self.pingpong):
-                if number + grid < tiles:
-                    other = self.steps_of(routing, (number + grid) // columns * self.cluster + rank)
-                    index, phase = self.skip(index, phase, other)
+                index, phase = self.skip(index, phase, other)
             if any_real:
                 self.put_out(
-                    *(thread, consumer, storage, acc, my_ids, number % columns),
-                    *(cutlass.max(expert, 0), elements, rows, factors, of_weights, out),
+                    *(thread, consumer, storage, sums, facts, scales, columns_scales, of_columns),
+                    *(column, elements, rows, second, out),
                 )
 
     @cute.jit
@@ -275,6 +300,63 @@ class MoeGrouped(MoeLoads):
                 for rank in cutlass.range_constexpr(self.cluster):
                     cute.arch.mbarrier_arrive(empty + index, rank)
 
+    def facts(self):
+        """Of a tile: its expert, that of the other block in the cluster, whether rows are real
+        (32 at a time, a lane each), elements of this lane's rows on their way out and of sums."""
+        return cute.make_rmem_tensor(2 + self.wg_rows // 32 + self.wg_rows // EPI * 6, Int32)
+
+    @cute.jit
+    def look_up(self, facts, routing, place, number, thread, consumer):
+        sorted_ids, expert_ids, blocks, _ = routing
+        rank, _, _, _, columns = place
+        lane, warp_row = thread % 32, thread % WARPGROUP // 32 * 16
+        block = number // columns * self.cluster + rank
+        inside = cutlass.min(block, blocks - 1)
+        facts[0] = (expert_ids + inside).load()
+        if const_expr(self.cluster > 1):
+            facts[1] = (expert_ids + cutlass.min(block ^ 1, blocks - 1)).load()
+        my_ids = sorted_ids + inside * self.tile_m
+        if const_expr(not self.pingpong):
+            my_ids = my_ids + consumer * EPI
+        at = 2
+        for i in cutlass.range_constexpr(self.wg_rows // 32):
+            facts[at + i] = (my_ids + (lane + i * 32)).load()
+        at += self.wg_rows // 32
+        for half in cutlass.range_constexpr(self.wg_rows // EPI):
+            row = half * EPI + warp_row
+            for i in cutlass.range_constexpr(4):
+                facts[at + half * 6 + i] = (my_ids + (row + lane // 8 + i * 4)).load()
+            for i in cutlass.range_constexpr(2):
+                facts[at + half * 6 + 4 + i] = (my_ids + (row + lane // 4 + i * 8)).load()
+
+    @cute.jit
+    def scales_of_rows(self, scales, facts, factors, elements):
+        x_scale, x_scale_step, divide, weights = factors
+        for i in cutlass.range_constexpr(self.wg_rows // 32):
+            scales[i] = 1.0
+            element = facts[2 + self.wg_rows // 32 + i // 2 * 6 + 4 + i % 2]
+            if element < elements:
+                if const_expr(self.scaled):
+                    scales[i] = (x_scale + element // divide * x_scale_step).load()
+                if const_expr(not self.up):
+                    if weights.toint() != 0:
+                        scales[i] *= (weights + element).load()
+
+    @cute.jit
+    def scales_of_columns(self, of_columns, column, chunk, rows, second, lane):
+        """Of this lane's columns of a chunk, and of their partners."""
+        scale, step = of_columns
+        scales = cute.make_rmem_tensor((self.chunk // 8 * 2, 2), Float32)
+        if const_expr(self.scaled):
+            scales.fill(1.0)
+            for i in cutlass.range_constexpr(self.chunk // 8 * 2):
+                at = column * self.width + chunk * self.chunk + i // 2 * 8 + lane % 4 * 2 + i % 2
+                if at < rows:
+                    scales[i, 0] = (scale + at * step).load()
+                    if const_expr(self.up):
+                        scales[i, 1] = (scale + (at + second) * step).load()
+        return scales
+
     @cute.jit
     def put_out(
         self,
@@ -282,85 +364,66 @@ class MoeGrouped(MoeLoads):
         consumer,
         storage,
         acc,
-        my_ids,
+        facts,
+        scales,
+        columns_scales,
+        of_columns,
         column,
-        expert,
         elements,
         rows,
-        factors,
-        of_weights,
+        second,
         out,
     ):
         """A tile's sums to their elements' rows. A warp's 16 rows of 64 columns go through its own
         shared memory, so that 8 lanes store 128 neighbouring bytes."""
-        x_scale, x_scale_step, divide, weights = factors
-        w_scale, w_scale_expert, w_scale_step, second = of_weights
         lane, wg_thread = thread % 32, thread % WARPGROUP
-        layout = self.smem_layout(self.out_dtype, EPI, self.consumers)
+        layout = self.smem_layout(self.out_dtype, EPI, self.consumers * self.pieces)
         sy = storage.y.get_tensor(layout.outer, swizzle=layout.inner)
         stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.out_dtype)
         copy_c = cute.make_tiled_copy_C_atom(stmatrix, self.mma(self.out_dtype, 1, EPI))
         r2s = cute.make_tiled_copy_S(stmatrix, copy_c)
         to_sy = r2s.get_slice(wg_thread).partition_D(sy)
         piece = cute.make_rmem_tensor(to_sy.shape[:3], self.out_dtype)
-        from_y = storage.y.data_ptr() + consumer * (EPI * EPI)
+        if const_expr(self.chunk < EPI):
+            piece.fill(0.0)
         vector = cute.make_layout(8)
-        owners = cute.make_rmem_tensor(4, Int32)  # elements of this lane's rows on their way out
-        scales = cute.make_rmem_tensor(2, Float32)  # of its rows of sums
         y_row = wg_thread // 32 * 16 + lane // 8  # and every fourth after it
-        of_expert = w_scale + Int64(expert) * w_scale_expert
         for half in cutlass.range_constexpr(self.wg_rows // EPI):
-            for i in cutlass.range_constexpr(4):
-                owners[i] = (my_ids + (half * EPI + y_row + i * 4)).load()
-            for i in cutlass.range_constexpr(2):
-                scales[i] = 1.0
-                row = half * EPI + wg_thread // 32 * 16 + lane // 4 + i * 8
-                element = (my_ids + row).load()
-                if element < elements:
+            for chunk in cutlass.range_constexpr(self.width // self.chunk):
+                first = column * self.width + chunk * self.chunk
+                factors = columns_scales
+                if const_expr(half + chunk > 0):
+                    factors = self.scales_of_columns(of_columns, column, chunk, rows, second, lane)
+                for i in cutlass.range_constexpr(self.chunk // 2):
+                    at = half * (self.tile_n // 2) + chunk * (self.chunk // 2) + i
+                    of_row, of_column = scales[half * 2 + i // 2 % 2], i // 4 * 2 + i % 2
+                    value = acc[at]
+                    if const_expr(self.scaled or not self.up):
+                        value = value * of_row
                     if const_expr(self.scaled):
-                        scales[i] = (x_scale + element // divide * x_scale_step).load()
-                    if const_expr(not self.up):
-                        if weights.toint() != 0:
-                            scales[i] *= (weights + element).load()
-            for chunk in cutlass.range_constexpr(self.width // EPI):
-                first = column * self.width + chunk * EPI
-                cute.arch.sync_warp()
-                for eight in cutlass.range_constexpr(EPI // 8):
-                    # Of this lane's two columns, and of their partners.
-                    columns = cute.make_rmem_tensor((2, 2), Float32)
-                    columns.fill(1.0)
-                    if const_expr(self.scaled):
-                        for v in cutlass.range_constexpr(2):
-                            at_column = first + eight * 8 + lane % 4 * 2 + v
-                            if at_column < rows:
-                                columns[v, 0] = (of_expert + at_column * w_scale_step).load()
-                                if const_expr(self.up):
-                                    at_column += second
-                                    columns[v, 1] = (of_expert + at_column * w_scale_step).load()
-                    for v in cutlass.range_constexpr(4):
-                        i = eight * 4 + v
-                        at = half * (self.tile_n // 2) + chunk * (EPI // 2) + i
-                        value = acc[at]
-                        if const_expr(self.scaled or not self.up):
-                            value = value * scales[v // 2]
+                        value = value * factors[of_column, 0]
+                    if const_expr(self.up):
+                        partner = acc[at + self.half // 2]
                         if const_expr(self.scaled):
-                            value = value * columns[v % 2, 0]
-                        if const_expr(self.up):
-                            partner = acc[at + self.half // 2]
-                            if const_expr(self.scaled):
-                                partner = partner * scales[v // 2] * columns[v % 2, 1]
-                            value = self.act(value, partner)
-                        piece[i] = value.to(self.out_dtype)
-                cute.copy(r2s, piece, to_sy[None, None, None, consumer])
+                            partner = partner * of_row * factors[of_column, 1]
+                        value = self.act(value, partner)
+                    piece[i] = value.to(self.out_dtype)
+                # With two pieces of shared memory, the last one's readers are done with this one.
+                if const_expr(self.pieces == 1):
+                    cute.arch.sync_warp()
+                buffer = consumer * self.pieces + chunk % self.pieces
+                cute.copy(r2s, piece, to_sy[None, None, None, buffer])
                 cute.arch.sync_warp()
+                from_y = storage.y.data_ptr() + buffer * (EPI * EPI)
                 at_column = first + lane % 8 * 8
                 for i in cutlass.range_constexpr(4):
                     at_row = y_row + i * 4
                     offset = at_row * EPI + (lane % 8 ^ at_row % 8) * 8
                     values = cute.make_tensor((from_y + offset).align(16), vector)
-                    if owners[i] < elements:
-                        if at_column < rows:
-                            to = out + (Int64(owners[i]) * rows + at_column)
+                    owner = facts[2 + self.wg_rows // 32 + half * 6 + i]
+                    if owner < elements:
+                        if (at_column < rows) & (lane % 8 * 8 < self.chunk):
+                            to = out + (Int64(owner) * rows + at_column)
                             cute.make_tensor(to.align(16), vector).store(values.load())
 
 

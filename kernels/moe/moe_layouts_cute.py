@@ -15,19 +15,25 @@ WARPGROUP = 128
 
 class MoeLayouts:
     """`act` is None for `down`; `cluster` blocks, one below the other, share tiles of weights of
-    the same expert; `pingpong`: two warpgroups take turns with tiles instead of sharing them."""
+    the same expert; `pingpong`: two warpgroups take turns with tiles instead of sharing them;
+    `block_scaled`: scales of 1x128 values of x and 128x128 of weights, instead of rows."""
 
-    def __init__(self, name, dtype, act, tile_m, tile_n, pingpong, cluster, stages):
+    def __init__(
+        self, name, dtype, act, tile_m, tile_n, pingpong, cluster, stages, block_scaled=False
+    ):
         self.name = name
         self.dtype = dtype
-        self.scaled = dtype.width == 8
-        self.out_dtype = cutlass.BFloat16 if self.scaled else dtype
+        self.block_scaled = block_scaled
+        self.scaled = dtype.width == 8 and not block_scaled
+        self.out_dtype = cutlass.BFloat16 if dtype.width == 8 else dtype
         self.up = act is not None
         self.act = ACTIVATIONS.get(act)
         self.tile_m, self.tile_n = tile_m, tile_n
         self.tile_k = ROW * 8 // dtype.width
         self.half = tile_n // 2
         self.width = self.half if self.up else tile_n  # columns of the result
+        self.chunk = min(self.width, EPI)  # columns of them on their way out
+        self.pieces = min(2, self.width // self.chunk)
         self.pingpong = pingpong
         self.cluster = cluster
         self.stages = stages
@@ -63,7 +69,7 @@ class MoeLayouts:
         class Storage:
             x: tiles(self.dtype, self.stages * self.tile_m)
             w: tiles(self.dtype, self.stages * self.tile_n)
-            y: tiles(self.out_dtype, self.consumers * EPI)
+            y: tiles(self.out_dtype, self.consumers * self.pieces * EPI)
             barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages]
 
         return Storage
@@ -71,7 +77,7 @@ class MoeLayouts:
     def smem_bytes(self):
         """What the storage takes, as the launch asks for it."""
         ring = self.stages * ((self.tile_m + self.tile_n) * ROW + 16)
-        return (ring + self.consumers * EPI * ROW + 1023) // 1024 * 1024
+        return (ring + self.consumers * self.pieces * EPI * ROW + 1023) // 1024 * 1024
 
     @cute.jit
     def experts_of(self, expert_ids, block, blocks):

@@ -23,6 +23,12 @@ struct MoeMlpPlan {
   unsigned dynamic_smem;
 };
 
+// A kernel among those of the routing's block; zeros: what suits the problem.
+struct MoeTile {
+  int tile_n = 0;
+  int cluster = 0;
+};
+
 // What moe_align_block_size made of topk_ids [T, k], all int32 and contiguous.
 struct MoeRouting {
   const TensorView& sorted_token_ids;
@@ -40,8 +46,9 @@ struct MoeIds {
   int64_t experts;
 };
 
-// Of float8 x and w, both float32: [rows of x] or [1], and [E, rows of w] or [E, 1], contiguous.
-// With other dtypes both are null.
+// Of float8 x and w, both float32: [rows of x] or [1], and [E, rows of w] or [E, 1]; or, of 1x128
+// and 128x128 values, [rows of x, columns / 128] and [E, rows of w / 128, columns / 128].
+// Contiguous. With other dtypes both are null.
 struct MoeScales {
   const TensorView* x;
   const TensorView* w;
@@ -60,16 +67,16 @@ struct MoeScales {
 // no driver.
 Status moe_mlp_plan(bool up, const TensorView& x, const TensorView& w, const MoeScales& scales,
                     const MoeRouting& routing, const TensorView* weights, const MoeIds& ids,
-                    const TensorView& out, MoeActivation activation, int multiprocessors,
-                    MoeMlpPlan* plan);
+                    const TensorView& out, MoeActivation activation, const MoeTile& tile,
+                    int multiprocessors, MoeMlpPlan* plan);
 
 // The same for the tensors' device, then the launch on `stream` (a CUstream).
 Status moe_up(const TensorView& x, const TensorView& w, const MoeScales& scales,
               const MoeRouting& routing, const TensorView& out, MoeActivation activation,
-              void* stream);
+              const MoeTile& tile, void* stream);
 Status moe_down(const TensorView& x, const TensorView& w, const MoeScales& scales,
                 const MoeRouting& routing, const TensorView* weights, const MoeIds& ids,
-                const TensorView& out, void* stream);
+                const TensorView& out, const MoeTile& tile, void* stream);
 
 Status moe_mlp_load(int device);
 

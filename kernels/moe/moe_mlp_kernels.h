@@ -10,6 +10,7 @@ namespace tiercel {
 
 struct MoeMlpVariant {
   DType dtype;
+  bool block_scaled;  // 1x128 and 128x128 values a scale, instead of a row
   bool up;
   MoeActivation activation;  // of `up`
   int tile_m;                // slots of the routing's blocks

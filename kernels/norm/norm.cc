@@ -157,8 +157,11 @@ Status prepare(const NormForward& call, int multiprocessors, NormForwardArgs* ar
   TIERCEL_RETURN_IF_ERROR(check_rows(op, rows.count));
 
   const int columns = static_cast<int>(call.x->shape[call.x->ndim - 1]);
-  *choice = choose_norm_forward({call.kind, call.x->dtype, rows.count, columns, wide,
-                                 call.residual ? 2 : 1, multiprocessors});
+  const bool float32_parameters =
+      call.x->dtype != DType::kFloat32 && (is_float32(call.weight) || is_float32(call.bias));
+  *choice = choose_norm_forward(
+      {call.kind, call.x->dtype, rows.count, columns, wide, call.residual ? 2 : 1, multiprocessors,
+       !float32_parameters && (call.bias == nullptr || call.kind == NormKind::kLayer)});
   if (choice->kernel == nullptr) return no_kernel(op, columns, wide);
   *args = {};
   args->x = rows.data;
@@ -176,7 +179,7 @@ Status prepare(const NormForward& call, int multiprocessors, NormForwardArgs* ar
   args->columns = columns;
   args->slice = choice->slice;
   args->cluster_log2 = log2_of(choice->cluster);
-  args->lanes_log2 = log2_of(choice->threads_per_row);
+  args->ahead = multiprocessors * std::max(1, 2048 / std::max(1, choice->block));
   args->inverse_columns = 1.0f / static_cast<float>(columns);
   args->eps = call.eps;
   args->layer_norm = call.kind == NormKind::kLayer;

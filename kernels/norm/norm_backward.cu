@@ -5,22 +5,30 @@
 namespace tiercel {
 namespace {
 
-#define TIERCEL_KERNEL(dtype, wide, vectors, kind, layer)                               \
-  {DType::k##dtype, wide, NormKind::k##kind, vectors,                                   \
-   Kernel("norm_backward<" #dtype ", wide=" #wide ", vectors=" #vectors ", " #kind ">", \
-          reinterpret_cast<const void*>(norm_backward<dtype, wide, vectors, layer>),    \
+#define TIERCEL_KERNEL(dtype, wide, vectors, rows, kind, layer)                                    \
+  {DType::k##dtype,                                                                                \
+   wide,                                                                                           \
+   NormKind::k##kind,                                                                              \
+   vectors,                                                                                        \
+   rows,                                                                                           \
+   Kernel("norm_backward<" #dtype ", wide=" #wide ", vectors=" #vectors ", rows=" #rows ", " #kind \
+          ">",                                                                                     \
+          reinterpret_cast<const void*>(norm_backward<dtype, wide, vectors, rows, layer>),         \
           kNormMaxDynamicSmem)}
-#define TIERCEL_KINDS(dtype, wide, vectors)         \
-  TIERCEL_KERNEL(dtype, wide, vectors, Rms, false), \
-      TIERCEL_KERNEL(dtype, wide, vectors, Layer, true)
+#define TIERCEL_KINDS(dtype, wide, vectors, rows)         \
+  TIERCEL_KERNEL(dtype, wide, vectors, rows, Rms, false), \
+      TIERCEL_KERNEL(dtype, wide, vectors, rows, Layer, true)
+#define TIERCEL_ALL(dtype)                                            \
+  TIERCEL_KINDS(dtype, true, 1, 2), TIERCEL_KINDS(dtype, true, 2, 1), \
+      TIERCEL_KINDS(dtype, true, 4, 1)
 
-const NormBackwardKernel kBackward[] = {
-    TIERCEL_KINDS(BFloat16, true, 1), TIERCEL_KINDS(BFloat16, true, 2),
-    TIERCEL_KINDS(BFloat16, true, 4), TIERCEL_KINDS(BFloat16, false, 8),
-    TIERCEL_KINDS(Float16, true, 1),  TIERCEL_KINDS(Float16, true, 2),
-    TIERCEL_KINDS(Float16, true, 4),  TIERCEL_KINDS(Float16, false, 8),
-    TIERCEL_KINDS(Float32, true, 2),  TIERCEL_KINDS(Float32, true, 4),
-    TIERCEL_KINDS(Float32, true, 8),  TIERCEL_KINDS(Float32, false, 16)};
+const NormBackwardKernel kBackward[] = {TIERCEL_ALL(BFloat16),
+                                        TIERCEL_KINDS(BFloat16, false, 8, 1),
+                                        TIERCEL_ALL(Float16),
+                                        TIERCEL_KINDS(Float16, false, 8, 1),
+                                        TIERCEL_ALL(Float32),
+                                        TIERCEL_KINDS(Float32, true, 8, 1),
+                                        TIERCEL_KINDS(Float32, false, 16, 1)};
 
 #define TIERCEL_REDUCE(dtype) \
   {DType::k##dtype,           \

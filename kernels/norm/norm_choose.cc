@@ -7,6 +7,9 @@
 namespace tiercel {
 namespace {
 
+// Rows of more vectors than this are best held in shared memory: measured on an H200.
+constexpr int64_t kNormLongVectors = 1024;
+
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
@@ -26,27 +29,93 @@ const Kernel* find(const Kernel* kernels, int count, Fits fits) {
   return found == kernels + count ? nullptr : found;
 }
 
-const NormForwardKernel* forward_kernel(const NormProblem& problem, bool block_row, int vectors) {
+// Of norm_short and norm_long there are kernels for just what most calls are.
+NormKinds kinds_of(const NormProblem& problem) {
+  if (problem.streams == 2 || !problem.wide || !problem.plain) return NormKinds::kBoth;
+  return problem.kind == NormKind::kLayer ? NormKinds::kLayer : NormKinds::kRms;
+}
+
+const NormForwardKernel* forward_kernel(const NormProblem& problem, NormShape shape, int lanes,
+                                        int vectors) {
   int count = 0;
   const NormForwardKernel* kernels = norm_forward_kernels(&count);
+  const NormKinds kinds = shape == NormShape::kBlock ? NormKinds::kBoth : kinds_of(problem);
   return find(kernels, count, [&](const NormForwardKernel& kernel) {
     return kernel.dtype == problem.dtype && kernel.wide == problem.wide &&
-           kernel.residual == (problem.streams == 2) && kernel.block_row == block_row &&
-           kernel.vectors == vectors;
+           kernel.residual == (problem.streams == 2) && kernel.kinds == kinds &&
+           kernel.shape == shape && kernel.lanes == lanes && kernel.vectors == vectors;
   });
 }
 
-const NormBackwardKernel* backward_kernel(const NormProblem& problem, int vectors) {
+// A row has 8 to 32 lanes.
+NormChoice<NormForwardKernel> choose_short(const NormProblem& problem, int64_t vectors) {
+  NormChoice<NormForwardKernel> choice;
+  int per_thread = 4, lanes = vectors <= 32 ? 8 : 32;
+  if (problem.wide) {
+    per_thread = vectors <= 32 ? 1 : vectors <= 64 ? 2 : 4;
+    lanes = vectors <= 8 ? 8 : vectors <= 16 ? 16 : 32;
+  }
+  const NormForwardKernel* const kernel =
+      forward_kernel(problem, NormShape::kShort, lanes, per_thread);
+  choice.block = kNormShortThreads;
+  const int64_t grid = ceil_div(problem.rows, choice.block / lanes * kernel->rows);
+  if (grid > 0x7fffffff) return choice;
+  choice.kernel = kernel;
+  choice.threads_per_row = lanes;
+  choice.slice = problem.columns;
+  choice.grid = static_cast<int>(grid);
+  return choice;
+}
+
+// A row has a cluster, of blocks of one size.
+NormChoice<NormForwardKernel> choose_long(const NormProblem& problem, int64_t vectors) {
+  NormChoice<NormForwardKernel> choice;
+  const int per_thread = vectors > int64_t{4} * kNormLongThreads * kNormMaxCluster ? 8 : 4;
+  while (ceil_div(vectors, choice.cluster) > per_thread * kNormLongThreads) choice.cluster *= 2;
+  if (problem.rows * choice.cluster > 0x7fffffff) return choice;
+  choice.kernel = forward_kernel(problem, NormShape::kLong, 0, per_thread);
+  choice.block = choice.threads_per_row = kNormLongThreads;
+  choice.slice =
+      static_cast<int>(ceil_div(vectors, choice.cluster) * (16 / dtype_bytes(problem.dtype)));
+  choice.grid = static_cast<int>(problem.rows * choice.cluster);
+  return choice;
+}
+
+struct BackwardShape {
+  int vectors;  // a thread, of a row
+  int rows;     // a thread, at once
+  int cluster;
+};
+
+const NormBackwardKernel* backward_kernel(const NormProblem& problem, const BackwardShape& shape) {
   int count = 0;
   const NormBackwardKernel* kernels = norm_backward_kernels(&count);
   return find(kernels, count, [&](const NormBackwardKernel& kernel) {
     return kernel.dtype == problem.dtype && kernel.wide == problem.wide &&
-           kernel.kind == problem.kind && kernel.vectors == vectors;
+           kernel.kind == problem.kind && kernel.vectors == shape.vectors &&
+           kernel.rows == shape.rows;
   });
 }
 
-// How many threads a backward block had best have, and how many stages: measured on an H200. More
-// rows under way than it takes spread the accesses to memory.
+// This and the next two: measured on an H200. The cluster is the smallest that holds a row.
+BackwardShape backward_shape(const NormProblem& problem, int64_t vectors) {
+  const bool narrow_element = dtype_bytes(problem.dtype) == 2;
+  const auto clustered = [&](int per_thread, int rows) {
+    const int threads = problem.wide ? kNormMaxThreads : kNormNarrowThreads;
+    BackwardShape shape = {per_thread, rows, 1};
+    while (ceil_div(vectors, shape.cluster) > int64_t{per_thread} * threads) shape.cluster *= 2;
+    return shape;
+  };
+  if (!problem.wide) return clustered(narrow_element ? 8 : 16, 1);
+  if (vectors <= 8) return clustered(1, 2);
+  if (vectors <= 32) return clustered(2, 1);
+  const BackwardShape shape = clustered(4, 1);
+  if (shape.cluster > kNormMaxCluster && !narrow_element) return clustered(8, 1);
+  return shape;
+}
+
+// How many threads a block had best have, and how many stages. More rows under way than it takes
+// spread the accesses to memory.
 int threads_of_teams(const NormProblem& problem, int threads_per_row) {
   if (!problem.wide) return kNormNarrowThreads;
   if (problem.kind == NormKind::kLayer || threads_per_row < 32) return kNormMaxThreads;
@@ -67,49 +136,39 @@ NormChoice<NormForwardKernel> choose_norm_forward(const NormProblem& problem) {
   const int64_t vectors = ceil_div(problem.columns, elements);
   // Few enough that each vector can have a thread of its own: latency counts, not bytes.
   const bool small = problem.rows * vectors <= problem.multiprocessors * int64_t{1536};
-  const bool block_row = vectors > 128 || (problem.wide && small && vectors > 32);
-  int64_t grid = 0;
-  int per_thread = 4;
-  if (!block_row) {  // a warp or less a row
-    if (problem.wide && vectors <= 64) per_thread = vectors <= 8 ? 1 : 2;
-    choice.threads_per_row = threads_for(vectors, per_thread);
-    choice.slice = problem.columns;
-    // Many short rows: the blocks themselves are what takes time, so fewer and larger ones.
-    choice.block = per_thread <= 2 && problem.rows * choice.threads_per_row >= (1 << 18) ? 256 : 64;
-    grid = ceil_div(problem.rows, choice.block / choice.threads_per_row);
-  } else {
-    if (!problem.wide) {
-      if (vectors > 2048) per_thread = problem.streams == 2 ? 16 : 32;
-    } else if (small && vectors <= 1024) {
-      per_thread = vectors <= 512 ? 1 : 2;
-    }
-    const int element = static_cast<int>(dtype_bytes(problem.dtype));
-    const auto most_threads = [&] {
-      return norm_forward_threads(element, problem.wide, per_thread, true);
-    };
-    if (problem.wide && vectors > int64_t{kNormMaxCluster} * most_threads() * per_thread) {
-      per_thread = 8;
-    }
-    const int most = most_threads();
-    // A layer norm's float32 rows need the most of weight and bias: fewer blocks share a row.
-    const int wanted = problem.kind == NormKind::kLayer && element == 4 ? 512 : 256;
-    const auto threads = [&] { return threads_for(ceil_div(vectors, choice.cluster), per_thread); };
-    // Two blocks of half the size hide more of each other's latency; a cluster has eight at most.
-    while (threads() > (choice.cluster < kNormMaxCluster ? std::min(most, wanted) : most) &&
-           choice.cluster < kNormMaxCluster) {
-      if (threads() <= most && choice.cluster == kNormMaxCluster / 2) break;
-      choice.cluster *= 2;
-    }
-    if (per_thread <= 2) choice.cluster = 1;
-    if (threads() > most) return choice;
-    const int64_t part = ceil_div(vectors, choice.cluster);
-    choice.threads_per_row = choice.block = std::max(32, threads());
-    choice.slice = static_cast<int>(part) * elements;
-    grid = problem.rows * choice.cluster;
+  if (!(vectors > 128 || (problem.wide && small && vectors > 32))) {
+    return choose_short(problem, vectors);
   }
-  if (grid > 0x7fffffff) return choice;
-  choice.kernel = forward_kernel(problem, block_row, per_thread);
-  choice.grid = static_cast<int>(grid);
+  const int element = static_cast<int>(dtype_bytes(problem.dtype));
+  if (element == 2 && vectors > kNormLongVectors && kinds_of(problem) != NormKinds::kBoth) {
+    return choose_long(problem, vectors);
+  }
+  int per_thread = 4;
+  if (!problem.wide) {
+    if (vectors > 2048) per_thread = problem.streams == 2 ? 16 : 32;
+  } else if (small && vectors <= 1024) {
+    per_thread = vectors <= 512 ? 1 : 2;
+  }
+  const auto most_threads = [&] { return norm_forward_threads(element, problem.wide, per_thread); };
+  if (problem.wide && vectors > int64_t{kNormMaxCluster} * most_threads() * per_thread) {
+    per_thread = 8;
+  }
+  const int most = most_threads();
+  // A layer norm's float32 rows need the most of weight and bias: fewer blocks share a row.
+  const int wanted = problem.kind == NormKind::kLayer && element == 4 ? 512 : 256;
+  const auto threads = [&] { return threads_for(ceil_div(vectors, choice.cluster), per_thread); };
+  // Two blocks of half the size hide more of each other's latency; a cluster has eight at most.
+  while (threads() > (choice.cluster < kNormMaxCluster ? std::min(most, wanted) : most) &&
+         choice.cluster < kNormMaxCluster) {
+    if (threads() <= most && choice.cluster == kNormMaxCluster / 2) break;
+    choice.cluster *= 2;
+  }
+  if (per_thread <= 2) choice.cluster = 1;
+  if (threads() > most || problem.rows * choice.cluster > 0x7fffffff) return choice;
+  choice.threads_per_row = choice.block = std::max(32, threads());
+  choice.slice = static_cast<int>(ceil_div(vectors, choice.cluster)) * elements;
+  choice.grid = static_cast<int>(problem.rows * choice.cluster);
+  choice.kernel = forward_kernel(problem, NormShape::kBlock, 0, per_thread);
   return choice;
 }
 
@@ -118,53 +177,45 @@ NormChoice<NormBackwardKernel> choose_norm_backward(const NormProblem& problem) 
   const int64_t element = dtype_bytes(problem.dtype);
   const int elements = static_cast<int>(16 / element);  // of a vector in shared memory
   const int64_t vectors = ceil_div(problem.columns, elements);
-  const int widest = elements == 8 ? 4 : 8;
-  const int max_threads = problem.wide ? kNormMaxThreads : kNormNarrowThreads;
-  int per_thread = problem.wide ? widest : 2 * widest;
-  if (problem.wide && vectors <= 32 * widest / 2) per_thread /= 2;
-  if (problem.wide && vectors <= 32 * widest / 4) per_thread /= 2;
-  // Eight registers of four float32 sums each are for rows that no cluster holds otherwise.
-  const bool wide_float32 = problem.wide && elements == 4;
-  if (wide_float32 && vectors <= int64_t{kNormMaxCluster} * kNormMaxThreads * 4) {
-    per_thread = std::min(per_thread, 4);
-  }
-  int teams = 1;
-  for (;; choice.cluster *= 2) {
-    if (choice.cluster > kNormMaxCluster) return choice;
-    const int64_t part = ceil_div(vectors, choice.cluster);
-    choice.threads_per_row = threads_for(part, per_thread);
-    if (choice.threads_per_row > max_threads) continue;
+  BackwardShape shape = backward_shape(problem, vectors);
+  const NormBackwardKernel* const kernel = backward_kernel(problem, shape);
+  const bool keeps = norm_backward_keeps(static_cast<int>(element), problem.wide, shape.vectors,
+                                         shape.rows, problem.kind);
+  for (; shape.cluster <= kNormMaxCluster; shape.cluster *= 2) {
+    const int64_t part = ceil_div(vectors, shape.cluster);
+    choice.cluster = shape.cluster;
+    choice.threads_per_row = threads_for(part, shape.vectors);
     choice.slice = static_cast<int>(part) * elements;
     const int team_threads = std::max(choice.threads_per_row, 32);
-    const int rows_per_team = team_threads / choice.threads_per_row;
-    const int64_t tiles = ceil_div(problem.rows, rows_per_team);
-    // Blocks for all multiprocessors first, then teams in them.
-    const int blocks = std::max(1, problem.multiprocessors / choice.cluster);
-    teams = static_cast<int>(std::min<int64_t>(
-        std::max(1, threads_of_teams(problem, choice.threads_per_row) / team_threads),
-        std::max<int64_t>(1, ceil_div(tiles, blocks))));
-    if (choice.cluster > 1) teams = 1;
-    choice.block = teams * team_threads;
-    const int64_t stage = choice.slice * element * rows_per_team * problem.streams;
-    const int64_t weight = choice.slice * int64_t{4};
+    const int rows_per_team = team_threads / choice.threads_per_row * shape.rows;
+    // Blocks for all multiprocessors first, then teams in them. Larger clusters do not find room on
+    // all of them: of 132 on 120.
+    const int multiprocessors =
+        shape.cluster > 2 ? problem.multiprocessors * 10 / 11 : problem.multiprocessors;
+    const int blocks = std::max(1, multiprocessors / shape.cluster);
+    const int64_t most_teams =
+        std::max(1, threads_of_teams(problem, choice.threads_per_row) / team_threads);
+    const int64_t teams_of_rows =
+        std::max<int64_t>(1, ceil_div(ceil_div(problem.rows, rows_per_team), blocks));
+    const int64_t teams = shape.cluster > 1 ? 1 : std::min(most_teams, teams_of_rows);
+    choice.block = static_cast<int>(teams) * team_threads;
+    const int64_t weight = keeps ? 0 : choice.slice * int64_t{4};
     const int64_t room = kNormMaxDynamicSmem - weight - 128;
+    const int64_t stage = choice.slice * element * rows_per_team * teams * problem.streams;
     // The ring's memory holds the teams' sums of the weight's gradient at the end.
     const int64_t sums = teams * choice.slice * int64_t{4};
-    const int64_t most = stages_of(problem, choice.threads_per_row);
-    const int64_t stages = problem.wide ? std::min(room / (teams * stage), most) : 1;
-    if (stages < 1 || teams * stage > room || sums > room) continue;
-    choice.stages = static_cast<int>(stages);
-    choice.weight_offset =
-        static_cast<int>(round_up(std::max(choice.stages * teams * stage, sums), 128));
+    if (stage > room || sums > room) continue;
+    const int64_t most_stages = problem.wide ? stages_of(problem, choice.threads_per_row) : 1;
+    choice.stages = static_cast<int>(std::min(room / stage, most_stages));
+    choice.weight_offset = static_cast<int>(round_up(std::max(choice.stages * stage, sums), 128));
     // More than half of what there is: two blocks on one multiprocessor leave another empty.
     choice.dynamic_smem =
         static_cast<int>(std::max<int64_t>(choice.weight_offset + weight, 116 * 1024));
-    choice.grid =
-        static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(blocks, ceil_div(tiles, teams)))) *
-        choice.cluster;
-    break;
+    const int64_t tiles = std::max<int64_t>(1, ceil_div(problem.rows, rows_per_team * teams));
+    choice.grid = static_cast<int>(std::min<int64_t>(blocks, tiles)) * shape.cluster;
+    choice.kernel = kernel;
+    return choice;
   }
-  choice.kernel = backward_kernel(problem, per_thread);
   return choice;
 }
 

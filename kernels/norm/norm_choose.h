@@ -17,6 +17,7 @@ struct NormProblem {
   bool wide;    // rows begin and end on 16 bytes
   int streams;  // tensors of [rows, columns] that are read
   int multiprocessors;
+  bool plain = false;  // forward: parameters of x's dtype, and no bias but a layer norm's
 };
 
 template <typename Kernel>

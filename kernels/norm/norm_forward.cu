@@ -1,31 +1,71 @@
 // SPDX-License-Identifier: Apache-2.0
-// The instances of norm_forward.
+// The instances of norm_short, norm_forward and norm_long.
 #include "kernels/norm/norm_forward.cuh"
+#include "kernels/norm/norm_long.cuh"
+#include "kernels/norm/norm_short.cuh"
 
 namespace tiercel {
 namespace {
 
-#define TIERCEL_KERNEL(dtype, wide, vectors, residual, block_row)                              \
+#define TIERCEL_SHORT(dtype, wide, lanes, vectors, rows, residual, kinds)              \
+  {DType::k##dtype,                                                                    \
+   wide,                                                                               \
+   residual,                                                                           \
+   NormKinds::k##kinds,                                                                \
+   NormShape::kShort,                                                                  \
+   lanes,                                                                              \
+   vectors,                                                                            \
+   rows,                                                                               \
+   Kernel("norm_short<" #dtype ", wide=" #wide ", lanes=" #lanes ", vectors=" #vectors \
+          ", rows=" #rows ", residual=" #residual ", " #kinds ">",                     \
+          reinterpret_cast<const void*>(                                               \
+              norm_short<dtype, wide, lanes, vectors, rows, residual, NormKinds::k##kinds>))}
+#define TIERCEL_ANY(dtype, wide, lanes, vectors, rows)           \
+  TIERCEL_SHORT(dtype, wide, lanes, vectors, rows, false, Both), \
+      TIERCEL_SHORT(dtype, wide, lanes, vectors, rows, true, Both)
+#define TIERCEL_LANES(dtype, lanes, vectors, rows)                    \
+  TIERCEL_SHORT(dtype, true, lanes, vectors, rows, false, Rms),       \
+      TIERCEL_SHORT(dtype, true, lanes, vectors, rows, false, Layer), \
+      TIERCEL_ANY(dtype, true, lanes, vectors, rows)
+#define TIERCEL_BLOCK(dtype, wide, vectors, residual)                                          \
   {DType::k##dtype,                                                                            \
    wide,                                                                                       \
    residual,                                                                                   \
-   block_row,                                                                                  \
+   NormKinds::kBoth,                                                                           \
+   NormShape::kBlock,                                                                          \
+   0,                                                                                          \
    vectors,                                                                                    \
+   1,                                                                                          \
    Kernel("norm_forward<" #dtype ", wide=" #wide ", vectors=" #vectors ", residual=" #residual \
-          ", block_row=" #block_row ">",                                                       \
-          reinterpret_cast<const void*>(norm_forward<dtype, wide, vectors, residual, block_row>))}
-#define TIERCEL_BOTH(dtype, wide, vectors, block_row)     \
-  TIERCEL_KERNEL(dtype, wide, vectors, false, block_row), \
-      TIERCEL_KERNEL(dtype, wide, vectors, true, block_row)
-#define TIERCEL_ALL(dtype)                                                                \
-  TIERCEL_BOTH(dtype, true, 1, false), TIERCEL_BOTH(dtype, true, 2, false),               \
-      TIERCEL_BOTH(dtype, true, 4, false), TIERCEL_BOTH(dtype, true, 1, true),            \
-      TIERCEL_BOTH(dtype, true, 2, true), TIERCEL_BOTH(dtype, true, 4, true),             \
-      TIERCEL_BOTH(dtype, true, 8, true), TIERCEL_BOTH(dtype, false, 4, false),           \
-      TIERCEL_BOTH(dtype, false, 4, true), TIERCEL_KERNEL(dtype, false, 32, false, true), \
-      TIERCEL_KERNEL(dtype, false, 16, true, true)
+          ">",                                                                                 \
+          reinterpret_cast<const void*>(norm_forward<dtype, wide, vectors, residual>))}
+#define TIERCEL_BLOCKS(dtype, wide, vectors) \
+  TIERCEL_BLOCK(dtype, wide, vectors, false), TIERCEL_BLOCK(dtype, wide, vectors, true)
+#define TIERCEL_LONG(dtype, vectors, kinds, layer)                   \
+  {DType::k##dtype,                                                  \
+   true,                                                             \
+   false,                                                            \
+   NormKinds::k##kinds,                                              \
+   NormShape::kLong,                                                 \
+   0,                                                                \
+   vectors,                                                          \
+   1,                                                                \
+   Kernel("norm_long<" #dtype ", vectors=" #vectors ", " #kinds ">", \
+          reinterpret_cast<const void*>(norm_long<dtype, vectors, layer>))}
+#define TIERCEL_LONGS(dtype)                                               \
+  TIERCEL_LONG(dtype, 4, Rms, false), TIERCEL_LONG(dtype, 4, Layer, true), \
+      TIERCEL_LONG(dtype, 8, Rms, false), TIERCEL_LONG(dtype, 8, Layer, true)
+#define TIERCEL_ALL(dtype)                                                                       \
+  TIERCEL_LANES(dtype, 8, 1, 2), TIERCEL_LANES(dtype, 16, 1, 2), TIERCEL_LANES(dtype, 32, 1, 2), \
+      TIERCEL_LANES(dtype, 32, 2, 1), TIERCEL_LANES(dtype, 32, 4, 1),                            \
+      TIERCEL_ANY(dtype, false, 8, 4, 1), TIERCEL_ANY(dtype, false, 32, 4, 1),                   \
+      TIERCEL_BLOCKS(dtype, true, 1), TIERCEL_BLOCKS(dtype, true, 2),                            \
+      TIERCEL_BLOCKS(dtype, true, 4), TIERCEL_BLOCKS(dtype, true, 8),                            \
+      TIERCEL_BLOCKS(dtype, false, 4), TIERCEL_BLOCK(dtype, false, 32, false),                   \
+      TIERCEL_BLOCK(dtype, false, 16, true)
 
-const NormForwardKernel kForward[] = {TIERCEL_ALL(BFloat16), TIERCEL_ALL(Float16),
+const NormForwardKernel kForward[] = {TIERCEL_ALL(BFloat16), TIERCEL_LONGS(BFloat16),
+                                      TIERCEL_ALL(Float16), TIERCEL_LONGS(Float16),
                                       TIERCEL_ALL(Float32)};
 
 }  // namespace

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// rms_norm and layer_norm. Each thread holds kVectors vectors of a row in registers, so x is read
-// once; a row belongs to 8 to 32 lanes, to a block, or to the blocks of a cluster. One row a team,
+// rms_norm and layer_norm of rows that have a block each, or a cluster of blocks. Each thread holds
+// kVectors vectors of its row in registers, so x is read once. One row a team,
 // blocks in the order of rows: what the memory likes best. Bytes: x (and residual) read once, out
 // (and residual_out) written once; the floor is those at the speed of a copy, or for small inputs
 // the latency of a load, a reduction and a store: addresses need few instructions for that reason.
@@ -12,84 +12,77 @@
 
 #include "kernels/norm/elements.cuh"
 #include "kernels/norm/norm_kernels.h"
+#include "kernels/norm/parameters.cuh"
 #include "kernels/norm/teams.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
 
 namespace tiercel {
-
-// A vector of weight or bias as float32.
-template <typename Format, bool kWide>
-__device__ __forceinline__ void read_parameter(float (&values)[Chunk<Format, kWide>::kElements],
-                                               const char* data, bool float32, int column) {
-  if (float32) {
-    const float* const from = reinterpret_cast<const float*>(data) + column;
-    if constexpr (kWide) {
-#pragma unroll
-      for (int p = 0; p < Chunk<Format, kWide>::kElements / 4; ++p) {
-        const float4 part = reinterpret_cast<const float4*>(from)[p];
-        values[4 * p] = part.x, values[4 * p + 1] = part.y;
-        values[4 * p + 2] = part.z, values[4 * p + 3] = part.w;
-      }
-    } else {
-      values[0] = *from;
-    }
-  } else {
-    Chunk<Format, kWide> chunk;
-    chunk.load_any(data + column * Format::kBytes);
-    chunk.unpack(values);
-  }
-}
 
 template <typename Format>
 inline constexpr DType kDType = Format::kBytes == 4                ? DType::kFloat32
                                 : std::is_same_v<Format, BFloat16> ? DType::kBFloat16
                                                                    : DType::kFloat16;
 
-template <typename Format, bool kWide, int kVectors, bool kResidual, bool kBlockRow>
-__global__ void __launch_bounds__(norm_forward_threads(Format::kBytes, kWide, kVectors, kBlockRow),
-                                  norm_forward_blocks(kDType<Format>, kWide, kVectors, kBlockRow,
-                                                      kResidual))
+template <typename Format, bool kWide, int kVectors, bool kResidual>
+__global__ void __launch_bounds__(norm_forward_threads(Format::kBytes, kWide, kVectors),
+                                  norm_forward_blocks(kDType<Format>, kWide, kVectors, kResidual))
     norm_forward(const __grid_constant__ NormForwardArgs args) {
   using Values = Chunk<Format, kWide>;
   constexpr int kElements = Values::kElements;
-  constexpr NormParameters kParameters =
-      norm_forward_parameters(kWide, kVectors, kResidual, kBlockRow);
+  constexpr NormParameters kParameters = norm_forward_parameters(kWide, kVectors, kResidual);
   constexpr bool kEarly = kParameters == NormParameters::kFloats;
   constexpr bool kPacked = kParameters == NormParameters::kPacked;
   constexpr bool kFloat32 = Format::kBytes == 4;  // then parameters have x's type
 
-  int place, places, row, first = 0, rank = 0;
-  if constexpr (kBlockRow) {
-    place = threadIdx.x;
-    places = blockDim.x;
-    row = blockIdx.x >> args.cluster_log2;
-    rank = blockIdx.x & ((1 << args.cluster_log2) - 1);
-    first = rank * args.slice;
-  } else {
-    place = threadIdx.x & ((1 << args.lanes_log2) - 1);
-    places = 1 << args.lanes_log2;
-    row = (blockIdx.x * blockDim.x + threadIdx.x) >> args.lanes_log2;
-  }
-  const int columns = kBlockRow ? min(args.slice, args.columns - first) : args.columns;
-  const bool real = kBlockRow || row < args.rows;
+  const int place = threadIdx.x, places = blockDim.x;
+  const int row = blockIdx.x >> args.cluster_log2;
+  const int rank = blockIdx.x & ((1 << args.cluster_log2) - 1);
+  const int first = rank * args.slice;
+  const int columns = min(args.slice, args.columns - first);
   const auto local = [&](int v) { return (v * places + place) * kElements; };
-  const auto valid = [&](int v) { return local(v) < columns && real; };
+  const auto valid = [&](int v) { return local(v) < columns; };
 
+  const char* const x = args.x + int64_t{row} * args.x_stride;
+  const char* const residual = args.residual + int64_t{row} * args.residual_stride;
+  // What the first blocks read comes to the L2 while the grid before still runs.
+  if (kWide && static_cast<int>(blockIdx.x) < args.ahead) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (!valid(v)) continue;
+      const int offset = (first + local(v)) * Format::kBytes;
+      prefetch_l2(x + offset);
+      if constexpr (kResidual) prefetch_l2(residual + offset);
+      if (kVectors <= 2 && row < kNormParametersAhead) {
+        prefetch_parameters<Format>(args, first + local(v));
+      }
+    }
+  }
   grid_dependency_wait();
   grid_dependency_launch();  // once the last blocks run, the next grid's may take what room there
                              // is
 
   Values values[kVectors];
-  {
-    const char* const x = args.x + int64_t{row} * args.x_stride;
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      values[v].clear();
-      if (valid(v)) {
-        values[v].load(x + (first + local(v)) * (kWide ? Format::kBytes : args.x_inner));
-      }
+  for (int v = 0; v < kVectors; ++v) {
+    values[v].clear();
+    if (valid(v)) {
+      values[v].load(x + (first + local(v)) * (kWide ? Format::kBytes : args.x_inner));
     }
   }
+  constexpr int kMost = kWide ? 8 : 4;  // so many of `residual` are loaded at a time
+  constexpr int kGroup = kVectors < kMost ? kVectors : kMost;
+  Values others[kGroup];
+  const auto load_others = [&](int group) {
+#pragma unroll
+    for (int g = 0; g < kGroup; ++g) {
+      others[g].clear();
+      if (valid(group + g)) {
+        others[g].load(residual +
+                       (first + local(group + g)) * (kWide ? Format::kBytes : args.residual_inner));
+      }
+    }
+  };
+  if constexpr (kResidual) load_others(0);
   float weights[kEarly ? kVectors : 1][kElements], biases[kEarly ? kVectors : 1][kElements];
   if constexpr (kEarly) {
 #pragma unroll
@@ -117,24 +110,12 @@ __global__ void __launch_bounds__(norm_forward_threads(Format::kBytes, kWide, kV
   }
   __shared__ BlockScratch scratch;
   const BlockTeam team(rank, 1 << args.cluster_log2);
-  if constexpr (kBlockRow) team.start(scratch);
+  team.start(scratch);
   if constexpr (kResidual) {
-    const char* const residual = args.residual + int64_t{row} * args.residual_stride;
     char* const sum = args.residual_out + int64_t{row} * args.out_stride;
-    constexpr int kMost = kWide ? 8 : 4;  // so many are loaded at a time
-    constexpr int kGroup = kVectors < kMost ? kVectors : kMost;
 #pragma unroll
     for (int group = 0; group < kVectors; group += kGroup) {
-      Values others[kGroup];
-#pragma unroll
-      for (int g = 0; g < kGroup; ++g) {
-        const int v = group + g;
-        others[g].clear();
-        if (valid(v)) {
-          others[g].load(residual +
-                         (first + local(v)) * (kWide ? Format::kBytes : args.residual_inner));
-        }
-      }
+      if (group > 0) load_others(group);
 #pragma unroll
       for (int g = 0; g < kGroup; ++g) {
         const int v = group + g;
@@ -159,11 +140,7 @@ __global__ void __launch_bounds__(norm_forward_threads(Format::kBytes, kWide, kV
 #pragma unroll
       for (int i = 0; i < kElements; ++i) square += x[i] * x[i];
     }
-    if constexpr (kBlockRow) {
-      square = team.sum(scratch, lanes_reduce<32>(square, Sum()));
-    } else {
-      square = lanes_sum(square, places);
-    }
+    square = team.sum(scratch, lanes_reduce<32>(square, Sum()));
   } else {
     float sum = 0.0f;
 #pragma unroll
@@ -175,21 +152,15 @@ __global__ void __launch_bounds__(norm_forward_threads(Format::kBytes, kWide, kV
     }
     // Squares are of distances from the mean of the warp's part, then, by Chan's formula, from
     // that of the row: nothing cancels, and one barrier does.
-    float count = static_cast<float>(args.columns);
-    if constexpr (kBlockRow) {
-      sum = lanes_reduce<32>(sum, Sum());
-      int warp_columns = 0;
+    sum = lanes_reduce<32>(sum, Sum());
+    int warp_columns = 0;
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        const int left = columns - (v * places + (place & ~31)) * kElements;
-        warp_columns += max(0, min(left, 32 * kElements));
-      }
-      count = static_cast<float>(warp_columns);
-      mean = sum / fmaxf(count, 1.0f);
-    } else {
-      sum = lanes_sum(sum, places);
-      mean = sum * args.inverse_columns;
+    for (int v = 0; v < kVectors; ++v) {
+      const int left = columns - (v * places + (place & ~31)) * kElements;
+      warp_columns += max(0, min(left, 32 * kElements));
     }
+    const float count = static_cast<float>(warp_columns);
+    mean = sum / fmaxf(count, 1.0f);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (!valid(v)) continue;
@@ -202,15 +173,11 @@ __global__ void __launch_bounds__(norm_forward_threads(Format::kBytes, kWide, kV
         square += distance * distance;
       }
     }
-    if constexpr (kBlockRow) {
-      square = lanes_reduce<32>(square, Sum());
-      const float2 joined =
-          team.join(scratch, make_float4(sum, square, mean, count), args.inverse_columns);
-      mean = joined.x;
-      square = joined.y;
-    } else {
-      square = lanes_sum(square, places);
-    }
+    square = lanes_reduce<32>(square, Sum());
+    const float2 joined =
+        team.join(scratch, make_float4(sum, square, mean, count), args.inverse_columns);
+    mean = joined.x;
+    square = joined.y;
   }
   const float rstd = reciprocal_root(fmaf(square, args.inverse_columns, args.eps));
 

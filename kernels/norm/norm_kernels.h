@@ -16,41 +16,72 @@ inline constexpr int kNormNarrowThreads = 256;  // the same where rows are not o
 inline constexpr int kNormMaxCluster = 8;
 inline constexpr int kNormMaxWarps = kNormMaxThreads / 32;
 inline constexpr int64_t kNormMaxRows = int64_t{1} << 30;
+inline constexpr int kNormShortThreads = 128;
+inline constexpr int kNormLongThreads = 256;
 inline constexpr int kNormMaxStages = 8;
 inline constexpr int kNormReduceThreads = 256;
 
-// When a thread reads its part of weight and bias: when it needs it; with x, where they have x's
-// type; or with x whatever their type.
+// Who has a row: some lanes of a warp, a block or a cluster; or a cluster that holds it in shared
+// memory. The kernels are norm_short, norm_forward and norm_long.
+enum class NormShape { kShort, kBlock, kLong };
+
+// What a kernel of short or long rows is made for: an RMS norm without bias and with a weight of
+// x's type or none, a layer norm with parameters of x's type, or all.
+enum class NormKinds { kRms, kLayer, kBoth };
+
+// Blocks of norm_short that registers must leave room for on a multiprocessor.
+constexpr int norm_short_blocks(int vectors, NormKinds kinds) {
+  if (kinds == NormKinds::kBoth) return vectors > 2 ? 7 : 9;
+  return vectors > 2 ? 8 : vectors == 2 ? 10 : 12;
+}
+
+// The same of norm_long.
+constexpr int norm_long_blocks(int vectors, bool layer_norm) {
+  if (vectors > 4) return layer_norm ? 3 : 4;
+  return layer_norm ? 5 : 6;
+}
+
+// When a thread of norm_forward reads its part of weight and bias: when it needs it; with x, where
+// they have x's type; or with x whatever their type.
 enum class NormParameters { kLate, kPacked, kFloats };
 // Few vectors mean small inputs: then a weight that is asked for late costs time of its own. Of
 // more, registers do not hold floats.
-constexpr NormParameters norm_forward_parameters(bool wide, int vectors, bool residual,
-                                                 bool block_row) {
+constexpr NormParameters norm_forward_parameters(bool wide, int vectors, bool residual) {
   if (!wide) return NormParameters::kLate;
-  if (vectors <= (block_row ? 2 : 1)) return NormParameters::kFloats;
+  if (vectors <= 2) return NormParameters::kFloats;
   return vectors == 4 && !residual ? NormParameters::kPacked : NormParameters::kLate;
 }
 
 // The most threads of a block of norm_forward, and how many such blocks registers must leave room
 // for on a multiprocessor.
-constexpr int norm_forward_threads(int element, bool wide, int vectors, bool block_row) {
-  if (!block_row) return 256;
+constexpr int norm_forward_threads(int element, bool wide, int vectors) {
   if (!wide) return vectors > 4 ? 448 : kNormMaxThreads;  // more registers for more elements
   if (element == 4 || vectors < 4) return kNormMaxThreads;
   return vectors == 4 ? 256 : 448;
 }
-constexpr int norm_forward_blocks(DType dtype, bool wide, int vectors, bool block_row,
-                                  bool residual) {
+constexpr int norm_forward_blocks(DType dtype, bool wide, int vectors, bool residual) {
   if (!wide) return 1;
-  const bool packed =
-      norm_forward_parameters(wide, vectors, residual, block_row) == NormParameters::kPacked;
+  const bool packed = norm_forward_parameters(wide, vectors, residual) == NormParameters::kPacked;
   const int words = vectors * 4 * (residual ? 2 : 1);
   const int element = static_cast<int>(dtype_bytes(dtype));
-  const int threads = norm_forward_threads(element, wide, vectors, block_row);
-  if (packed && !block_row) return 2;
+  const int threads = norm_forward_threads(element, wide, vectors);
   if (packed && dtype == DType::kFloat16) return 3;  // two registers more than bfloat16's 64
-  const int registers = packed ? 64 : words <= 16 && block_row ? 48 : words <= 32 ? 64 : 128;
+  const int registers = packed ? 64 : words <= 16 ? 48 : words <= 32 ? 64 : 128;
   return 65536 / registers / threads;
+}
+
+// Whether norm_backward holds x and grad in registers between its two passes, and the weight all
+// the time: beside the sums there is not always room. A weight that it does not keep is in shared
+// memory.
+constexpr int norm_backward_sums(int element, int vectors, NormKind kind) {
+  return vectors * 16 / element * (kind == NormKind::kLayer ? 2 : 1);
+}
+constexpr bool norm_backward_holds(int element, int vectors, int rows, NormKind kind) {
+  return norm_backward_sums(element, vectors, kind) + 8 * vectors * rows <= 64;
+}
+constexpr bool norm_backward_keeps(int element, bool wide, int vectors, int rows, NormKind kind) {
+  return wide && norm_backward_holds(element, vectors, rows, kind) &&
+         norm_backward_sums(element, vectors, kind) + vectors * (8 * rows + 16 / element) <= 96;
 }
 
 // All strides and offsets are in bytes.
@@ -70,7 +101,7 @@ struct NormForwardArgs {
   int columns;
   int slice;         // columns a block, where a row has one or more
   int cluster_log2;  // of how many it has
-  int lanes_log2;    // of how many lanes it has otherwise
+  int ahead;         // so many blocks ask for x before they may read it
   float inverse_columns;
   float eps;
   bool layer_norm;
@@ -110,8 +141,11 @@ struct NormForwardKernel {
   DType dtype;
   bool wide;
   bool residual;
-  bool block_row;  // a row has a block or more
-  int vectors;     // a thread
+  NormKinds kinds;
+  NormShape shape;
+  int lanes;    // that a short row has
+  int vectors;  // a thread, of a row
+  int rows;     // a thread
   Kernel kernel;
 };
 
@@ -119,7 +153,8 @@ struct NormBackwardKernel {
   DType dtype;
   bool wide;  // rows begin and end on 16 bytes: the copy engine can fetch them
   NormKind kind;
-  int vectors;
+  int vectors;  // a thread, of a row
+  int rows;     // a thread, at once
   Kernel kernel;
 };
 
@@ -133,7 +168,7 @@ const NormBackwardKernel* norm_backward_kernels(int* count);
 const NormReduceKernel* norm_reduce_kernels(int* count);
 
 // What a block may have on Hopper, less the kernels' own static share.
-inline constexpr int kNormMaxDynamicSmem = 232448 - 6144;
+inline constexpr int kNormMaxDynamicSmem = 232448 - 11520;
 
 }  // namespace tiercel
 

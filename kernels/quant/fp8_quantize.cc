@@ -211,6 +211,17 @@ Status fp8_quantize(const TensorView& x, const TensorView& q, const TensorView& 
   return launch(choice, x.device_index, stream);
 }
 
+Status fp8_quantize_between(const TensorView& x, const TensorView& q, const TensorView& scale,
+                            Fp8Granularity granularity, bool x_is_older, bool starts_next,
+                            void* stream) {
+  Choice choice;
+  TIERCEL_RETURN_IF_ERROR(choose(x, q, scale, nullptr, granularity, false, &choice));
+  if (choice.args.rows == 0) return Status();
+  choice.args.waits_last = x_is_older;
+  choice.args.starts_next = starts_next;
+  return launch(choice, x.device_index, stream);
+}
+
 Status fp8_quantize_static(const TensorView& x, const TensorView& scale, const TensorView& q,
                            void* stream) {
   Choice choice;

@@ -54,7 +54,8 @@ __global__ void __launch_bounds__(kFp8RowMaxThreads)
     fp8_quantize_row(const __grid_constant__ Fp8QuantizeArgs args) {
   __shared__ uint32_t scratch[32];
   const int64_t row = blockIdx.x;
-  grid_dependency_wait();
+  if (args.starts_next) grid_dependency_launch();
+  if (!args.waits_last) grid_dependency_wait();
   const char* x = args.x + row * args.row_bytes;
   Eight<Source> values[kVectors];
 #pragma unroll
@@ -76,6 +77,8 @@ __global__ void __launch_bounds__(kFp8RowMaxThreads)
     if (index < args.eights) store_scaled(q + index * 8, values[v], inverse);
   }
   if (threadIdx.x == 0) args.scale[row] = scale;
+  if (args.waits_last)
+    grid_dependency_wait();  // who waits for this grid waits for the one before it
 }
 
 template <typename Source>
@@ -83,7 +86,8 @@ __global__ void __launch_bounds__(kFp8RowMaxThreads)
     fp8_quantize_long_row(const __grid_constant__ Fp8QuantizeArgs args) {
   __shared__ uint32_t scratch[32];
   const int64_t row = blockIdx.x;
-  grid_dependency_wait();
+  if (args.starts_next) grid_dependency_launch();
+  if (!args.waits_last) grid_dependency_wait();
   const char* x = args.x + row * args.row_bytes;
   uint32_t largest = 0;
 #pragma unroll 4
@@ -103,6 +107,8 @@ __global__ void __launch_bounds__(kFp8RowMaxThreads)
     store_scaled(q + static_cast<int64_t>(index) * 8, values, inverse);
   }
   if (threadIdx.x == 0) args.scale[row] = scale;
+  if (args.waits_last)
+    grid_dependency_wait();  // who waits for this grid waits for the one before it
 }
 
 // A block has part of one row; or of all rows, where they follow each other in whole groups.
@@ -113,7 +119,8 @@ __global__ void __launch_bounds__(kFp8GroupThreads)
   const int64_t part = blockIdx.x - row * args.row_blocks;
   const int64_t eights = args.flat ? args.rows * args.eights : args.eights;
   const int64_t first = part * kFp8GroupThreads * kFp8GroupVectors + threadIdx.x;
-  grid_dependency_wait();
+  if (args.starts_next) grid_dependency_launch();
+  if (!args.waits_last) grid_dependency_wait();
   const char* x = args.x + row * args.row_bytes;
   Eight<Source> values[kFp8GroupVectors];
 #pragma unroll
@@ -134,6 +141,7 @@ __global__ void __launch_bounds__(kFp8GroupThreads)
     store_scaled(q + index * 8, values[v], inverse);
     if (threadIdx.x % 16 == 0) scales[index / 16] = scale;
   }
+  if (args.waits_last) grid_dependency_wait();
 }
 
 template <typename Source>

@@ -79,6 +79,9 @@ Status describe(const TensorView& x, int64_t dim, ReduceArgs* args) {
   args->inner_stride = kept == 0 ? 0 : strides[kept - 1];
   args->length = x.shape[dim];
   args->length_stride = args->length > 1 ? x.strides[dim] * element : element;
+  args->end = args->x + (args->outer - 1) * args->outer_stride +
+              (args->inner - 1) * args->inner_stride + (args->length - 1) * args->length_stride +
+              element;
   return Status();
 }
 

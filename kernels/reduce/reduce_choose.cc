@@ -59,7 +59,7 @@ bool is_aligned(const ReduceArgs& args, int64_t element) {
          multiple_of(args.inner_stride, 16) && multiple_of(args.length * element, 16);
 }
 
-// Rows that share a block: groups of lanes, each with one row or two.
+// Rows that share a block: groups of lanes, each with one row to four.
 void choose_short_rows(DType dtype, bool max, int64_t row_bytes, ReduceLaunch* launch) {
   const ReduceArgs& args = launch->args;
   const int64_t element = dtype_bytes(dtype);
@@ -67,6 +67,18 @@ void choose_short_rows(DType dtype, bool max, int64_t row_bytes, ReduceLaunch* l
   const bool aligned = is_aligned(args, element);
   const bool packed = args.outer == 1 && args.length_stride == element && args.length > 0 &&
                       args.inner_stride == row_bytes;
+  const ReduceKernel* tiny =
+      packed && args.length <= kReduceTinyLength
+          ? find_rows(dtype, max, Kind::rows_tiny, static_cast<int>(args.length), 1)
+          : nullptr;
+  if (tiny != nullptr && multiple_of(reinterpret_cast<uintptr_t>(args.x), 16) &&
+      multiple_of(reinterpret_cast<uintptr_t>(args.out), 16)) {
+    launch->kernel = tiny;
+    launch->block = outputs < kMultiprocessors * 2048 ? 64 : tiny->block;
+    launch->grid = static_cast<unsigned>(
+        std::min(ceil_div(outputs, launch->block * (16 / element)), kMostBlocks + 1));
+    return;
+  }
   if (packed && row_bytes <= (aligned ? 32 : 64 * element)) {
     launch->kernel = find_rows(dtype, max, Kind::rows_packed, 1, 1);
     launch->block = kReducePackedThreads;
@@ -78,7 +90,7 @@ void choose_short_rows(DType dtype, bool max, int64_t row_bytes, ReduceLaunch* l
   if (aligned && row_bytes <= 128 && outputs * 8 <= kMultiprocessors * 2048) {
     lanes = 8;  // a thread for each vector: latency counts
   } else if (aligned && row_bytes <= 256) {
-    lanes = 4, rows = 2;
+    lanes = 4, rows = row_bytes <= 128 ? 4 : 2;
   } else if (aligned && row_bytes <= 512) {
     lanes = 8, rows = 2;
   } else if (aligned && row_bytes <= 1024 && outputs >= kMultiprocessors * 16) {
@@ -133,6 +145,27 @@ void choose_long_rows(DType dtype, bool max, int64_t row_bytes, ReduceLaunch* la
   launch->grid = static_cast<unsigned>(std::min(outputs * args.parts, kMostBlocks + 1));
 }
 
+// Rows that are not aligned for vectors.
+void choose_shifted_columns(DType dtype, bool max, ReduceLaunch* launch) {
+  ReduceArgs& args = launch->args;
+  const int element = static_cast<int>(dtype_bytes(dtype));
+  int count = 0;
+  const ReduceKernel* kernels = reduce_columns_kernels(&count);
+  launch->kernel = find(kernels, count, dtype, max, Kind::columns_shifted, 32, 0, 16, 0);
+  launch->block = launch->kernel->block;
+  const int64_t strips = args.outer * ceil_div(args.inner, reduce_shifted_width(32, element));
+  int64_t parts = 1;
+  if (strips < kMultiprocessors * 2) {
+    // Whole turns of a block's threads down the rows.
+    constexpr int64_t kTurn = 32;
+    const int64_t wanted = ceil_div(kMultiprocessors * 5 / 2, strips);
+    const int64_t rows = ceil_div(ceil_div(args.length, wanted), kTurn) * kTurn;
+    parts = ceil_div(args.length, std::max(rows, 2 * kTurn));
+  }
+  split(&args, std::max<int64_t>(parts, 1), 1);
+  launch->grid = static_cast<unsigned>(std::min(strips * args.parts, kMostBlocks + 1));
+}
+
 void choose_columns(DType dtype, bool max, int vector_bytes, bool may_split, ReduceLaunch* launch) {
   ReduceArgs& args = launch->args;
   const int64_t element = dtype_bytes(dtype);
@@ -147,10 +180,15 @@ void choose_columns(DType dtype, bool max, int vector_bytes, bool may_split, Red
     if (strips(32) < kMultiprocessors * 2) {
       parts = std::min(ceil_div(kMultiprocessors * 8, strips(32)), args.length / 64);
     }
+  } else if (args.length > 64 && args.length <= 128 && strips(16) >= kMultiprocessors * 2) {
+    lanes = 16, block = 512;
   } else if (args.length <= 128 || strips(8) >= 1024) {
     // A block a strip.
+  } else if (strips(8) >= 256) {
+    block = 512;
   } else if (bytes <= (4 << 20) && args.length <= 2048) {
-    lanes = 1, block = 512;  // narrow strips are on more multiprocessors
+    lanes = 1;  // narrow strips are on more multiprocessors
+    block = args.length <= 512 ? 256 : 512;
   } else if (vectors >= 64) {
     lanes = 32, block = 512;
     parts = std::min((2 * kMultiprocessors + strips(32) / 2) / strips(32), args.length / 128);
@@ -183,6 +221,11 @@ void choose_one(const ReduceArgs& args, DType dtype, bool max, bool may_split,
                          multiple_of(args.length_stride, 16) &&
                          multiple_of(args.outer_stride, 16) &&
                          multiple_of(args.inner * element, 16);
+    if (!vectors && may_split && args.inner >= 64 && args.inner < kLongestPart) {
+      launch->vector_bytes = 16;
+      choose_shifted_columns(dtype, max, launch);
+      return;
+    }
     launch->vector_bytes = vectors ? 16 : element;
     choose_columns(dtype, max, launch->vector_bytes, may_split, launch);
     return;

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "kernels/reduce/accumulate.cuh"
+#include "kernels/reduce/columns_shifted.cuh"
 #include "kernels/reduce/reduce_kernels.h"
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/reduce.cuh"
@@ -113,11 +114,24 @@ __global__ void __launch_bounds__(kThreads)
           ", unroll=" #unroll ", threads=" #threads ">",                          \
           reinterpret_cast<const void*>(                                          \
               reduce_columns<dtype##Format, op##Of, vector, lanes, unroll, threads>))}
-#define TIERCEL_ALL_COLUMNS(dtype, op, element)                                              \
-  TIERCEL_COLUMNS(dtype, op, 16, 1, 4, 512), TIERCEL_COLUMNS(dtype, op, 16, 2, 4, 512),      \
-      TIERCEL_COLUMNS(dtype, op, 16, 4, 4, 512), TIERCEL_COLUMNS(dtype, op, 16, 8, 4, 512),  \
-      TIERCEL_COLUMNS(dtype, op, 16, 8, 4, 256), TIERCEL_COLUMNS(dtype, op, 16, 32, 4, 512), \
-      TIERCEL_COLUMNS(dtype, op, element, 32, 8, 256)
+#define TIERCEL_SHIFTED(dtype, op, lanes, unroll, threads)                                \
+  {DType::k##dtype,                                                                       \
+   op##Of::kMax,                                                                          \
+   ReduceKernel::Kind::columns_shifted,                                                   \
+   lanes,                                                                                 \
+   unroll,                                                                                \
+   16,                                                                                    \
+   threads,                                                                               \
+   Kernel("reduce_columns_shifted<" #dtype ", " #op ", lanes=" #lanes ", unroll=" #unroll \
+          ", threads=" #threads ">",                                                      \
+          reinterpret_cast<const void*>(                                                  \
+              reduce_columns_shifted<dtype##Format, op##Of, lanes, unroll, threads>))}
+#define TIERCEL_ALL_COLUMNS(dtype, op, element)                                               \
+  TIERCEL_COLUMNS(dtype, op, 16, 1, 4, 512), TIERCEL_COLUMNS(dtype, op, 16, 1, 4, 256),       \
+      TIERCEL_COLUMNS(dtype, op, 16, 2, 4, 512), TIERCEL_COLUMNS(dtype, op, 16, 4, 4, 512),   \
+      TIERCEL_COLUMNS(dtype, op, 16, 8, 4, 512), TIERCEL_COLUMNS(dtype, op, 16, 8, 4, 256),   \
+      TIERCEL_COLUMNS(dtype, op, 16, 16, 4, 512), TIERCEL_COLUMNS(dtype, op, 16, 32, 4, 512), \
+      TIERCEL_COLUMNS(dtype, op, element, 32, 8, 256), TIERCEL_SHIFTED(dtype, op, 32, 4, 256)
 
 // By dtype and operation, then by width.
 const ReduceKernel kKernels[] = {

@@ -19,6 +19,7 @@ inline constexpr int kReduceMaxCluster = 8;
 // the kernel says below.
 struct ReduceArgs {
   const char* x;
+  const char* end;  // behind x's last element
   void* out;
   int64_t outer;          // i
   int64_t inner;          // j
@@ -39,8 +40,14 @@ inline constexpr int kReducePackedThreads = 256;
 // An even number, so that a block of 16-bit rows begins at a whole word.
 constexpr int reduce_packed_rows(int row_bytes) { return kReducePackedBytes / row_bytes & ~1; }
 
+// The longest rows of the kernels that have one for each length.
+inline constexpr int kReduceTinyLength = 6;
+
+// The columns of a strip of the kernel for shifted columns: its threads' vectors but for one.
+constexpr int reduce_shifted_width(int lanes, int element) { return (lanes - 1) * (16 / element); }
+
 struct ReduceKernel {
-  enum class Kind { rows, rows_aligned, rows_packed, columns };
+  enum class Kind { rows, rows_aligned, rows_packed, rows_tiny, columns, columns_shifted };
 
   DType dtype;
   bool max;  // else a sum

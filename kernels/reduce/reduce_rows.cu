@@ -95,13 +95,15 @@ __device__ __forceinline__ void finish_rows(const ReduceArgs& args, const Seen (
       if (cluster.block_rank() != 0) return;
     }
   }
+  // Lane r stores row r, all in one instruction: a warp's rows are next to each other.
+  static_assert(kRows <= kLanes, "a lane a row");
+  float result = results[0];
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const int64_t output = first_output + r * groups;
-    if (lane == r % kLanes && output < outputs) {
-      store_result(args.out, args.out_dtype, args.cluster > 1 ? output : output * args.parts + part,
-                   mean_of(results[r], args));
-    }
+  for (int r = 1; r < kRows; ++r) result = lane == r ? results[r] : result;
+  const int64_t output = first_output + lane * groups;
+  if (lane < kRows && output < outputs) {
+    store_result(args.out, args.out_dtype, args.cluster > 1 ? output : output * args.parts + part,
+                 mean_of(result, args));
   }
 }
 
@@ -166,16 +168,16 @@ template <typename Format, typename Op, int kLanes, int kUnroll, int kRows>
 __global__ void __launch_bounds__(kLanes > 256 ? kLanes : 256)
     reduce_rows_aligned(const __grid_constant__ ReduceArgs args) {
   const int lane = threadIdx.x % kLanes;
-  const int groups = kLanes > 32 ? 1 : blockDim.x / kLanes;
+  constexpr int kGroups = kLanes > 32 ? 1 : 32 / kLanes;  // of a warp, which has rows in a row
+  const int64_t warp = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
   const int64_t first_output =
-      kLanes > 32 ? blockIdx.x / args.parts
-                  : static_cast<int64_t>(blockIdx.x) * groups * kRows + threadIdx.x / kLanes;
+      kLanes > 32 ? blockIdx.x / args.parts : warp * (kGroups * kRows) + threadIdx.x % 32 / kLanes;
   const int64_t part = kLanes > 32 ? blockIdx.x % args.parts : 0;
   const int64_t first = part * args.part;
   const int vectors = static_cast<int>(min(args.length - first, args.part)) / (16 / Format::kBytes);
   const char* address =
       args.x + first_output * args.inner_stride + first * Format::kBytes + lane * 16;
-  const int64_t next_row = groups * args.inner_stride;
+  const int64_t next_row = kGroups * args.inner_stride;
   int64_t left = args.inner - first_output;  // rows from the first on
   grid_dependency_wait();
   grid_dependency_launch();
@@ -191,7 +193,7 @@ __global__ void __launch_bounds__(kLanes > 256 ? kLanes : 256)
       for (int u = 0; u < kUnroll; ++u) {
 #pragma unroll
         for (int w = 0; w < 4; ++w) words[r][u][w] = none_of<Format, Op>();
-        if (v + u * kLanes < vectors && r * groups < left) {
+        if (v + u * kLanes < vectors && r * kGroups < left) {
           load_once(words[r][u], address + r * next_row + u * (kLanes * 16));
         }
       }
@@ -203,7 +205,7 @@ __global__ void __launch_bounds__(kLanes > 256 ? kLanes : 256)
       for (int u = 0; u < kUnroll; ++u) seen[r].add(words[r][u]);
     }
   }
-  finish_rows<Op, kLanes, kRows>(args, seen, lane, groups, first_output, part);
+  finish_rows<Op, kLanes, kRows>(args, seen, lane, kGroups, first_output, part);
 }
 
 // A row of `words` 32-bit words in shared memory.
@@ -307,6 +309,67 @@ __global__ void __launch_bounds__(kReducePackedThreads)
   }
 }
 
+// Many rows of so few elements that a thread takes a whole vector of results: as many of rows as a
+// row has elements.
+template <typename Format, typename Op, int kLength>
+__global__ void __launch_bounds__(256) reduce_rows_tiny(const __grid_constant__ ReduceArgs args) {
+  constexpr int kRows = 16 / Format::kBytes;
+  constexpr int kPerWord = 4 / Format::kBytes;
+  const int64_t first = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kRows;
+  const int rows = static_cast<int>(min(args.inner - first, int64_t{kRows}));
+  const char* from = args.x + first * kLength * Format::kBytes;
+  grid_dependency_wait();
+  grid_dependency_launch();
+
+  float results[kRows];
+  if (rows == kRows) {
+    uint32_t words[kLength][4];
+#pragma unroll
+    for (int v = 0; v < kLength; ++v) load_vector(words[v], from + v * 16);
+    float values[kLength * kRows];
+#pragma unroll
+    for (int w = 0; w < kLength * 4; ++w) {
+      Format::unpack(words[w / 4][w % 4], &values[w * kPerWord]);
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      results[r] = values[r * kLength];
+#pragma unroll
+      for (int i = 1; i < kLength; ++i) results[r] = Op()(results[r], values[r * kLength + i]);
+      results[r] = mean_of(results[r], args);
+    }
+    if constexpr (Format::kBytes == 2) {
+      if (args.out_dtype != DType::kFloat32) {
+        uint32_t packed[4];
+#pragma unroll
+        for (int w = 0; w < 4; ++w) packed[w] = Format::pack(&results[2 * w]);
+        store_vector(static_cast<char*>(args.out) + first * 2, packed);
+        return;
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) store_result(args.out, args.out_dtype, first + r, results[r]);
+    return;
+  }
+  for (int r = 0; r < rows; ++r) {
+    float result = Op::none();
+    for (int i = 0; i < kLength; ++i) {
+      result = Op()(result, Format::load(from + (r * kLength + i) * Format::kBytes));
+    }
+    store_result(args.out, args.out_dtype, first + r, mean_of(result, args));
+  }
+}
+
+#define TIERCEL_TINY(dtype, op, length)                                \
+  {DType::k##dtype,                                                    \
+   op##Of::kMax,                                                       \
+   ReduceKernel::Kind::rows_tiny,                                      \
+   length,                                                             \
+   1,                                                                  \
+   16,                                                                 \
+   256,                                                                \
+   Kernel("reduce_rows_tiny<" #dtype ", " #op ", length=" #length ">", \
+          reinterpret_cast<const void*>(reduce_rows_tiny<dtype##Format, op##Of, length>))}
 #define TIERCEL_ROWS(kind, dtype, op, lanes, unroll, rows)                                       \
   {DType::k##dtype,                                                                              \
    op##Of::kMax,                                                                                 \
@@ -330,7 +393,10 @@ __global__ void __launch_bounds__(kReducePackedThreads)
    Kernel("reduce_rows_packed<" #dtype ", " #op ">", \
           reinterpret_cast<const void*>(reduce_rows_packed<dtype##Format, op##Of>))}
 #define TIERCEL_ALL_ROWS(dtype, op)                                                             \
-  TIERCEL_PACKED(dtype, op), TIERCEL_ROWS(rows_aligned, dtype, op, 4, 4, 2),                    \
+  TIERCEL_PACKED(dtype, op), TIERCEL_TINY(dtype, op, 2), TIERCEL_TINY(dtype, op, 3),            \
+      TIERCEL_TINY(dtype, op, 4), TIERCEL_TINY(dtype, op, 5), TIERCEL_TINY(dtype, op, 6),       \
+      TIERCEL_ROWS(rows_aligned, dtype, op, 4, 2, 4),                                           \
+      TIERCEL_ROWS(rows_aligned, dtype, op, 4, 4, 2),                                           \
       TIERCEL_ROWS(rows_aligned, dtype, op, 8, 1, 1),                                           \
       TIERCEL_ROWS(rows_aligned, dtype, op, 8, 4, 2),                                           \
       TIERCEL_ROWS(rows_aligned, dtype, op, 32, 2, 2),                                          \

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Elements of q, k and v as float32 values and back, in words and one by one.
+// Elements of q, k and v as they lie in memory, as float32 values and back.
 #ifndef KERNELS_ROTARY_ELEMENT_FORMATS_CUH_
 #define KERNELS_ROTARY_ELEMENT_FORMATS_CUH_
 
@@ -12,84 +12,86 @@ namespace tiercel {
 struct Float32Element {
   using Bits = uint32_t;
   static constexpr int kBytes = 4;
-  static __device__ __forceinline__ float widen(uint32_t bits) { return __uint_as_float(bits); }
+  static __device__ __forceinline__ float low(uint32_t word) { return __uint_as_float(word); }
   static __device__ __forceinline__ uint32_t narrow(float value) { return __float_as_uint(value); }
 };
 
 struct BFloat16Element {
   using Bits = uint16_t;
   static constexpr int kBytes = 2;
-  static __device__ __forceinline__ float widen(uint32_t bits) {
-    return bfloat16_bits_to_float(bits);
+  static __device__ __forceinline__ float low(uint32_t word) {
+    return bfloat16_bits_to_float(word);
   }
-  static __device__ __forceinline__ uint32_t narrow(float value) {
-    uint16_t bits;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
+  static __device__ __forceinline__ float high(uint32_t word) {
+    return __uint_as_float(word & 0xffff0000u);
+  }
+  static __device__ __forceinline__ uint32_t narrow(float low, float high = 0.0f) {
+    uint32_t word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
   }
 };
 
 struct Float16Element {
   using Bits = uint16_t;
   static constexpr int kBytes = 2;
-  static __device__ __forceinline__ float widen(uint32_t bits) {
-    return float16_bits_to_float(bits);
+  static __device__ __forceinline__ float low(uint32_t word) {
+    return float16_bits_to_float(word & 0xffffu);
   }
-  static __device__ __forceinline__ uint32_t narrow(float value) {
-    uint16_t bits;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
+  static __device__ __forceinline__ float high(uint32_t word) {
+    return float16_bits_to_float(word >> 16);
+  }
+  static __device__ __forceinline__ uint32_t narrow(float low, float high = 0.0f) {
+    uint32_t word;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
   }
 };
 
-// kCount elements side by side: one vector, or one element.
+// kCount elements side by side: one element, or 4 to 32 bytes.
 template <typename Element, int kCount>
-__device__ __forceinline__ void load_elements(float (&values)[kCount], const char* address) {
-  if constexpr (kCount == 1) {
-    values[0] = Element::widen(*reinterpret_cast<const typename Element::Bits*>(address));
-  } else {
-    constexpr int kPerWord = 4 / Element::kBytes;
-    constexpr int kWords = kCount / kPerWord;
-    if constexpr (kWords > 4) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float part[kCount / 2];
-        load_elements<Element>(part, address + half * (kCount / 2) * Element::kBytes);
-#pragma unroll
-        for (int i = 0; i < kCount / 2; ++i) values[half * (kCount / 2) + i] = part[i];
-      }
-    } else {
-      uint32_t words[kWords];
-      load_vector(words, address);
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        const uint32_t word = words[i / kPerWord];
-        if constexpr (kPerWord == 1) {
-          values[i] = Element::widen(word);
-        } else {
-          values[i] = Element::widen(i % 2 ? word >> 16 : word & 0xffffu);
-        }
-      }
-    }
-  }
-}
+struct Packed {
+  static constexpr int kPerWord = kCount == 1 ? 1 : 4 / Element::kBytes;
+  static constexpr int kWords = kCount / kPerWord;
 
-template <typename Element, int kCount>
-__device__ __forceinline__ void store_elements(char* address, const float (&values)[kCount]) {
-  if constexpr (kCount == 1) {
-    *reinterpret_cast<typename Element::Bits*>(address) =
-        static_cast<typename Element::Bits>(Element::narrow(values[0]));
-  } else {
-    constexpr int kPerWord = 4 / Element::kBytes;
-    uint32_t words[kCount / kPerWord];
-#pragma unroll
-    for (int i = 0; i < kCount / kPerWord; ++i) {
-      words[i] = Element::narrow(values[i * kPerWord]);
-      if constexpr (kPerWord == 2) words[i] |= Element::narrow(values[i * 2 + 1]) << 16;
+  uint32_t words[kWords];
+
+  __device__ __forceinline__ void load(const char* address) {
+    if constexpr (kCount == 1) {
+      words[0] = *reinterpret_cast<const typename Element::Bits*>(address);
+    } else if constexpr (kWords == 8) {
+      load_vector(reinterpret_cast<uint32_t (&)[4]>(words[0]), address);
+      load_vector(reinterpret_cast<uint32_t (&)[4]>(words[4]), address + 16);
+    } else {
+      load_vector(words, address);
     }
-    store_vector(address, words);
   }
-}
+  __device__ __forceinline__ void store(char* address) const {
+    if constexpr (kCount == 1) {
+      *reinterpret_cast<typename Element::Bits*>(address) =
+          static_cast<typename Element::Bits>(words[0]);
+    } else {
+      store_vector(address, words);
+    }
+  }
+  __device__ __forceinline__ float operator[](int i) const {
+    if constexpr (kPerWord == 1) {
+      return Element::low(words[i]);
+    } else {
+      return i % 2 ? Element::high(words[i / 2]) : Element::low(words[i / 2]);
+    }
+  }
+  __device__ __forceinline__ void round(const float (&values)[kCount]) {
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      if constexpr (kPerWord == 1) {
+        words[w] = Element::narrow(values[w]);
+      } else {
+        words[w] = Element::narrow(values[2 * w], values[2 * w + 1]);
+      }
+    }
+  }
+};
 
 }  // namespace tiercel
 

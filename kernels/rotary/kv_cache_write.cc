@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/rotary/kv_cache_write.h"
 
+#include <algorithm>
 #include <string>
 
 #include "kernels/rotary/rotary_kernels.h"
@@ -13,7 +14,8 @@ constexpr char kOp[] = "kv_cache_write";
 
 struct Choice {
   const KvCacheKernel* kernel = nullptr;
-  unsigned grid = 0;
+  Dim3 grid;
+  Dim3 block;
 };
 
 Status check_inner(const Argument& argument) {
@@ -98,6 +100,30 @@ const float* set_scale(const TensorView* scale, bool* per_head) {
   return static_cast<const float*>(scale->data);
 }
 
+Status choose(const KvCacheArgs& args, const TensorView& key, bool to_float8, int elements,
+              Choice* choice) {
+  int count = 0;
+  const KvCacheKernel* kernels = kv_cache_kernels(&count);
+  for (int i = 0; i < count && choice->kernel == nullptr; ++i) {
+    const KvCacheKernel& kernel = kernels[i];
+    if (kernel.dtype == key.dtype && kernel.to_float8 == to_float8 && kernel.elements == elements) {
+      choice->kernel = &kernel;
+    }
+  }
+  const int64_t columns = (args.token_vectors + kKvCacheThreads - 1) / kKvCacheThreads;
+  choice->block.x = static_cast<uint32_t>((args.token_vectors + columns - 1) / columns);
+  const int64_t together = std::min(int64_t{kKvCacheThreads} / choice->block.x, args.tokens);
+  choice->block.y = static_cast<uint32_t>(together);
+  const int64_t grid = (args.tokens + together - 1) / together;
+  if (grid > 0x7fffffff || columns > 65535) {
+    return Status::Unimplemented(std::string(kOp) + ": too large for one launch, got shape " +
+                                 shape_text(key.shape, key.ndim));
+  }
+  choice->grid.x = static_cast<uint32_t>(grid);
+  choice->grid.y = static_cast<uint32_t>(columns);
+  return Status();
+}
+
 Status prepare(const KvCacheTensors& t, KvCacheArgs* args, Choice* choice) {
   TIERCEL_RETURN_IF_ERROR(check(t));
   const bool to_float8 = t.key_cache.dtype == DType::kFloat8E4M3;
@@ -111,7 +137,7 @@ Status prepare(const KvCacheTensors& t, KvCacheArgs* args, Choice* choice) {
   args->wide_slots = t.slots.dtype == DType::kInt64;
   args->key_scale = set_scale(t.key_scale, &args->key_scale_per_head);
   args->value_scale = set_scale(t.value_scale, &args->value_scale_per_head);
-  args->heads = static_cast<int>(t.key.shape[1]);
+  args->tokens = t.key.shape[0];
   args->block_size = static_cast<int>(t.key_cache.shape[1]);
 
   const int64_t size = t.key.shape[2];
@@ -126,25 +152,14 @@ Status prepare(const KvCacheTensors& t, KvCacheArgs* args, Choice* choice) {
   const bool vectors = in % 16 == 0 && out % (to_float8 ? 8 : 16) == 0;
   const int elements = vectors ? 8 : 1;
   args->head_vectors = static_cast<int>(size / elements);
-  args->tasks = 2 * t.key.shape[0] * args->heads * args->head_vectors;
-  if (args->tasks == 0 || t.key_cache.shape[0] == 0 || args->block_size == 0) return Status();
-  int count = 0;
-  const KvCacheKernel* kernels = kv_cache_kernels(&count);
-  for (int i = 0; i < count && choice->kernel == nullptr; ++i) {
-    const KvCacheKernel& kernel = kernels[i];
-    if (kernel.dtype == t.key.dtype && kernel.to_float8 == to_float8 &&
-        kernel.elements == elements) {
-      choice->kernel = &kernel;
-    }
+  args->token_vectors = static_cast<int>(t.key.shape[1]) * args->head_vectors;
+  if (args->tokens == 0 || args->token_vectors == 0) return Status();
+  if (t.key_cache.shape[0] == 0 || args->block_size == 0) return Status();
+  args->block_shift = -1;
+  for (int shift = 0; shift < 31; ++shift) {
+    if (args->block_size == 1 << shift) args->block_shift = shift;
   }
-  constexpr int64_t kOfBlock = int64_t{kKvCacheThreads} * kKvCacheTasks;
-  const int64_t grid = (args->tasks + kOfBlock - 1) / kOfBlock;
-  if (grid > 0x7fffffff) {
-    return Status::Unimplemented(std::string(kOp) + ": too large for one launch, got shape " +
-                                 shape_text(t.key.shape, t.key.ndim));
-  }
-  choice->grid = static_cast<unsigned>(grid);
-  return Status();
+  return choose(*args, t.key, to_float8, elements, choice);
 }
 
 }  // namespace
@@ -155,8 +170,8 @@ Status kv_cache_plan(const KvCacheTensors& tensors, KvCachePlan* plan) {
   TIERCEL_RETURN_IF_ERROR(prepare(tensors, &args, &choice));
   *plan = {"none", 0, 0, 0};
   if (choice.kernel != nullptr) {
-    *plan = {choice.kernel->kernel.name(), choice.kernel->elements * 2, choice.grid,
-             kKvCacheThreads};
+    *plan = {choice.kernel->kernel.name(), choice.kernel->elements * 2,
+             choice.grid.x * choice.grid.y, choice.block.x * choice.block.y};
   }
   return Status();
 }
@@ -167,8 +182,8 @@ Status kv_cache_write(const KvCacheTensors& tensors, void* stream) {
   TIERCEL_RETURN_IF_ERROR(prepare(tensors, &args, &choice));
   if (choice.kernel == nullptr) return Status();
   LaunchConfig config;
-  config.grid.x = choice.grid;
-  config.block.x = kKvCacheThreads;
+  config.grid = choice.grid;
+  config.block = choice.block;
   config.dependent = true;
   void* pointers[] = {&args};
   return choice.kernel->kernel.launch(config, tensors.key.device_index, stream, pointers);

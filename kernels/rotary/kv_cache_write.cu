@@ -1,82 +1,107 @@
 // SPDX-License-Identifier: Apache-2.0
 // kv_cache_write: each token's key and value to the cache slot that is its own.
 //
-// The plan. Everything is read once and written once. A task is a vector of one head of a token's
-// key or value: 16 bytes in, the same out, or half of them as float8. A thread has kKvCacheTasks
-// tasks, all loaded before the first is stored; tasks of one token are next to each other, so a
-// warp reads and writes runs of 512 bytes, and its slot and scales come from L1.
+// The plan. Everything is read once and written once. A thread has the same vector of a token's key
+// and value: 16 bytes in, the same out, or half of them as float8. Both are on their way before the
+// slot is waited for; a warp reads and writes runs of 512 bytes.
 #include <cstdint>
 
 #include "kernels/rotary/element_formats.cuh"
 #include "kernels/rotary/rotary_kernels.h"
 #include "kernels/sm90/grid_dependency.cuh"
+#include "kernels/sm90/narrow_floats.cuh"
 
 namespace tiercel {
 namespace {
 
-// Four floats as float8_e4m3fn, the first in the lowest byte; beyond +-448 it is that, NaN stays.
-__device__ __forceinline__ uint32_t to_float8(float a, float b, float c, float d) {
-  uint16_t low, high;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
-  return low | static_cast<uint32_t>(high) << 16;
+// What is divided by before it becomes float8.
+struct Divisor {
+  float scale, inverse;
+  bool one;
+  bool plain;  // nothing over- or underflows, and it is not just below a power of two
+};
+
+__device__ __forceinline__ Divisor divisor_of(const float* scales, bool per_head, int head) {
+  if (scales == nullptr) return {1.0f, 1.0f, true, true};
+  const float scale = scales[per_head ? head : 0];
+  const bool plain =
+      scale >= 0x1p-60f && scale <= 0x1p60f && (__float_as_uint(scale) & 0x7fffffu) != 0x7fffffu;
+  return {scale, __frcp_rn(scale), false, plain};
 }
 
+// x / scale by a plain scale: x * (1 / scale) and one step of Newton's. As float8 it is what the
+// correctly rounded quotient would be: of x with 11 bits or fewer, none lies close enough to a
+// bound between two float8. (Tried: all bfloat16 and float16, 700 scales.)
+__device__ __forceinline__ float quotient(float x, const Divisor& divisor) {
+  const float near = x * divisor.inverse;
+  const float refined = fmaf(fmaf(-near, divisor.scale, x), divisor.inverse, near);
+  return copysignf(fabsf(near) < 512.0f ? refined : near, x);  // infinities; zeros keep their sign
+}
+
+template <typename Element, int kElements>
+__device__ __forceinline__ void store_float8(char* to, const Packed<Element, kElements>& x,
+                                             const Divisor& divisor) {
+  float quotients[kElements];
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) quotients[i] = x[i];
+  if (!divisor.one) {
+    if (divisor.plain) {
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) quotients[i] = quotient(x[i], divisor);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) quotients[i] = __fdiv_rn(quotients[i], divisor.scale);
+    }
+  }
+  if constexpr (kElements == 1) {
+    *to = static_cast<char>(float2_to_e4m3x2(quotients[0], 0.0f));
+  } else {
+    uint32_t words[kElements / 4];
+#pragma unroll
+    for (int w = 0; w < kElements / 4; ++w) words[w] = float4_to_e4m3x4(quotients + w * 4);
+    store_vector(to, words);
+  }
+}
+
+// A block has vectors x tokens; the grid tokens x vectors.
 template <typename Element, bool kToFloat8, int kElements>
 __global__ void __launch_bounds__(kKvCacheThreads)
     kv_cache_write(const __grid_constant__ KvCacheArgs args) {
-  constexpr int kTasks = kKvCacheTasks;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kTasks * kKvCacheThreads + threadIdx.x;
-  const int token_tasks = args.heads * args.head_vectors;  // of its key; as many of its value
+  constexpr int kBytes = kElements * Element::kBytes;
+  constexpr int kOutBytes = kToFloat8 ? kElements : kBytes;
+  const int column = blockIdx.y * blockDim.x + threadIdx.x;  // of a token's key
+  const int64_t token = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  const int head = column / args.head_vectors, vector = column - head * args.head_vectors;
   grid_dependency_wait();
   grid_dependency_launch();
+  if (column >= args.token_vectors || token >= args.tokens) return;
 
-  float values[kTasks][kElements];
-  char* places[kTasks];
-  float scales[kTasks];
-#pragma unroll
-  for (int t = 0; t < kTasks; ++t) {
-    places[t] = nullptr;
-    const int64_t task = first + t * kKvCacheThreads;
-    if (task >= args.tasks) continue;
-    const int64_t line = task / token_tasks;  // token and which of the two
-    const int within = static_cast<int>(task % token_tasks);
-    const int head = within / args.head_vectors, vector = within % args.head_vectors;
-    const int64_t token = line >> 1;
-    const bool is_key = (line & 1) == 0;
-    const int64_t slot = args.wide_slots ? static_cast<const int64_t*>(args.slots)[token]
-                                         : static_cast<const int32_t*>(args.slots)[token];
-    if (slot < 0) continue;
-    const HeadsOfTokens& in = is_key ? args.key : args.value;
-    load_elements<Element>(values[t], in.data + token * in.token_stride + head * in.head_stride +
-                                          vector * (kElements * Element::kBytes));
-    const int64_t* strides = is_key ? args.key_strides : args.value_strides;
-    constexpr int kOutBytes = kElements * (kToFloat8 ? 1 : Element::kBytes);
-    places[t] = (is_key ? args.key_cache : args.value_cache) + slot / args.block_size * strides[0] +
-                slot % args.block_size * strides[1] + head * strides[2] + vector * kOutBytes;
-    if constexpr (kToFloat8) {
-      const float* scale = is_key ? args.key_scale : args.value_scale;
-      const bool per_head = is_key ? args.key_scale_per_head : args.value_scale_per_head;
-      scales[t] = scale == nullptr ? 1.0f : scale[per_head ? head : 0];
-    }
+  const int64_t slot = args.wide_slots ? static_cast<const int64_t*>(args.slots)[token]
+                                       : static_cast<const int32_t*>(args.slots)[token];
+  Packed<Element, kElements> key, value;
+  key.load(args.key.data + token * args.key.token_stride + head * args.key.head_stride +
+           vector * kBytes);
+  value.load(args.value.data + token * args.value.token_stride + head * args.value.head_stride +
+             vector * kBytes);
+  Divisor of_key, of_value;
+  if constexpr (kToFloat8) {
+    of_key = divisor_of(args.key_scale, args.key_scale_per_head, head);
+    of_value = divisor_of(args.value_scale, args.value_scale_per_head, head);
   }
-#pragma unroll
-  for (int t = 0; t < kTasks; ++t) {
-    if (places[t] == nullptr) continue;
-    if constexpr (!kToFloat8) {
-      store_elements<Element>(places[t], values[t]);
-    } else if constexpr (kElements == 1) {
-      *places[t] = static_cast<char>(to_float8(values[t][0] / scales[t], 0.0f, 0.0f, 0.0f));
-    } else {
-      uint32_t words[kElements / 4];
-#pragma unroll
-      for (int w = 0; w < kElements / 4; ++w) {
-        const float* of = &values[t][w * 4];
-        words[w] =
-            to_float8(of[0] / scales[t], of[1] / scales[t], of[2] / scales[t], of[3] / scales[t]);
-      }
-      store_vector(places[t], words);
-    }
+  if (slot < 0) return;
+  const int64_t block = args.block_shift >= 0 ? slot >> args.block_shift : slot / args.block_size;
+  const int64_t place = slot - block * args.block_size;
+  char* key_to = args.key_cache + block * args.key_strides[0] + place * args.key_strides[1] +
+                 head * args.key_strides[2] + vector * kOutBytes;
+  char* value_to = args.value_cache + block * args.value_strides[0] +
+                   place * args.value_strides[1] + head * args.value_strides[2] +
+                   vector * kOutBytes;
+  if constexpr (kToFloat8) {
+    store_float8(key_to, key, of_key);
+    store_float8(value_to, value, of_value);
+  } else {
+    key.store(key_to);
+    value.store(value_to);
   }
 }
 

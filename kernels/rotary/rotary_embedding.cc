@@ -11,12 +11,11 @@ namespace tiercel {
 namespace {
 
 constexpr char kOp[] = "rotary_embedding";
-constexpr int kMostThreads = 512;
 
 struct Choice {
   const RotaryKernel* kernel = nullptr;
-  unsigned grid = 0;
-  unsigned block = 0;
+  Dim3 grid;
+  Dim3 block;
 };
 
 Status check_inner(const Argument& argument) {
@@ -76,59 +75,80 @@ uint64_t alignment_bits(const HeadsOfTokens& heads) {
          static_cast<uint64_t>(heads.head_stride);
 }
 
+// The widest kernel with at most `heads` heads a thread.
+const RotaryKernel* find(DType dtype, bool interleaved, int vector_bytes, int heads) {
+  int count = 0;
+  const RotaryKernel* kernels = rotary_kernels(&count);
+  const RotaryKernel* found = nullptr;
+  for (int i = 0; i < count; ++i) {
+    const RotaryKernel& kernel = kernels[i];
+    if (kernel.dtype == dtype && kernel.interleaved == interleaved &&
+        kernel.vector_bytes == vector_bytes && (found == nullptr || kernel.heads <= heads)) {
+      found = &kernel;
+    }
+  }
+  return found;
+}
+
+// Few tokens: small blocks, a head a thread, so that every multiprocessor gets some. Many: blocks
+// of a whole token. (Measured on an H200.)
+Status choose(const RotaryArgs& args, const TensorView& q, bool interleaved, int vector_bytes,
+              int places, Choice* choice) {
+  const bool few = args.tokens * args.heads * places <= 132 * 512;
+  choice->kernel = find(q.dtype, interleaved, vector_bytes, few ? 1 : kRotaryMostHeads);
+  const int64_t slots = (args.heads + choice->kernel->heads - 1) / choice->kernel->heads;
+  const int64_t together = std::max<int64_t>((few ? 128 : 384) / places, 1);
+  const int64_t blocks = (slots + together - 1) / together;  // of a token's heads
+  choice->block.x = static_cast<uint32_t>(places);
+  choice->block.y = static_cast<uint32_t>((slots + blocks - 1) / blocks);
+  const int64_t tokens = (few ? 128 : 192) / (choice->block.x * choice->block.y);
+  // The hardware takes 64 at most.
+  choice->block.z =
+      static_cast<uint32_t>(std::max<int64_t>(std::min({tokens, args.tokens, int64_t{64}}), 1));
+  const int64_t grid = (args.tokens + choice->block.z - 1) / choice->block.z;
+  if (places > kRotaryMostThreads || grid > 0x7fffffff || blocks > 65535) {
+    return Status::Unimplemented(std::string(kOp) + ": too large for the kernels, got shape " +
+                                 shape_text(q.shape, q.ndim));
+  }
+  choice->grid.x = static_cast<uint32_t>(grid);
+  choice->grid.y = static_cast<uint32_t>(blocks);
+  return Status();
+}
+
 Status prepare(const RotaryTensors& t, bool interleaved, RotaryArgs* args, Choice* choice) {
   TIERCEL_RETURN_IF_ERROR(check(t));
-  const int64_t tokens = t.positions.shape[0];
   const int element = static_cast<int>(dtype_bytes(t.q.dtype));
+  const int size = static_cast<int>(t.q.shape[2]);
   args->q = heads_of(t.q);
   args->k = heads_of(t.k);
   args->q_out = heads_of(t.q_out);
   args->k_out = heads_of(t.k_out);
   args->positions = t.positions.data;
   args->cache = static_cast<const char*>(t.cache.data);
+  args->tokens = t.positions.shape[0];
   args->q_heads = static_cast<int>(t.q.shape[1]);
   args->heads = static_cast<int>(t.q.shape[1] + t.k.shape[1]);
-  args->head_size = static_cast<int>(t.q.shape[2]);
   args->rotated = static_cast<int>(t.cache.shape[1]);
   args->wide_positions = t.positions.dtype == DType::kInt64;
   args->wide_cache = t.cache.dtype == DType::kFloat32;
-  if (tokens == 0 || args->heads == 0 || args->head_size == 0) return Status();
+  if (args->tokens == 0 || args->heads == 0 || size == 0) return Status();
 
   uint64_t bits = alignment_bits(args->q) | alignment_bits(args->q_out);
   if (t.k.shape[1] > 0) bits |= alignment_bits(args->k) | alignment_bits(args->k_out);
+  bits |= reinterpret_cast<uintptr_t>(args->cache);
   const int per_vector = 16 / element;
   // Both halves of the pairs, and what is copied, are whole vectors.
-  const bool vectors = bits % 16 == 0 && args->head_size % per_vector == 0 &&
+  const bool vectors = bits % 16 == 0 && size % per_vector == 0 &&
                        args->rotated % (interleaved ? per_vector : 2 * per_vector) == 0;
-  int count = 0;
-  const RotaryKernel* kernels = rotary_kernels(&count);
-  for (int i = 0; i < count && choice->kernel == nullptr; ++i) {
-    const RotaryKernel& kernel = kernels[i];
-    if (kernel.dtype == t.q.dtype && kernel.interleaved == interleaved &&
-        kernel.vector_bytes == (vectors ? 16 : element)) {
-      choice->kernel = &kernel;
-    }
-  }
   const int vector = vectors ? per_vector : 1;
-  const int pairs = interleaved && vectors ? vector / 2 : vector;
+  const int parts = interleaved && vectors ? 1 : 2;  // vectors at a place
   const bool same =
       in_place(args->q, args->q_out) && (t.k.shape[1] == 0 || in_place(args->k, args->k_out));
-  args->rest = same ? 0 : (args->head_size - args->rotated) / vector;
-  const int places = args->rotated / 2 / pairs + args->rest;
-  if (places > kMostThreads || tokens > 0x7fffffff) {
-    return Status::Unimplemented(std::string(kOp) + ": too large for the kernels, got shape " +
-                                 shape_text(t.q.shape, t.q.ndim));
-  }
-  if (places == 0) {  // nothing turns and nothing moves
-    choice->kernel = nullptr;
-    return Status();
-  }
-  // Few tokens: a thread a task. Many: half as many threads, with two tasks each in flight.
-  const int wanted = tokens <= 132 ? args->heads : (args->heads + 1) / 2;
-  const int together = std::min(wanted, kMostThreads / places);
-  choice->block = static_cast<unsigned>((together * places + 31) / 32 * 32);
-  choice->grid = static_cast<unsigned>(tokens);
-  return Status();
+  args->turning = args->rotated / (parts * vector);
+  args->rest = same ? 0 : (size - args->rotated) / vector;
+  const int places = args->turning + (args->rest + parts - 1) / parts;
+  if (places == 0) return Status();  // nothing turns and nothing moves
+  return choose(*args, t.q, interleaved, vectors ? 16 : element, places, choice);
 }
 
 }  // namespace
@@ -139,7 +159,8 @@ Status rotary_plan(const RotaryTensors& tensors, bool interleaved, RotaryPlan* p
   TIERCEL_RETURN_IF_ERROR(prepare(tensors, interleaved, &args, &choice));
   *plan = {"none", 0, 0, 0};
   if (choice.kernel != nullptr) {
-    *plan = {choice.kernel->kernel.name(), choice.kernel->vector_bytes, choice.grid, choice.block};
+    *plan = {choice.kernel->kernel.name(), choice.kernel->vector_bytes,
+             choice.grid.x * choice.grid.y, choice.block.x * choice.block.y * choice.block.z};
   }
   return Status();
 }
@@ -150,8 +171,8 @@ Status rotary_embedding(const RotaryTensors& tensors, bool interleaved, void* st
   TIERCEL_RETURN_IF_ERROR(prepare(tensors, interleaved, &args, &choice));
   if (choice.kernel == nullptr) return Status();
   LaunchConfig config;
-  config.grid.x = choice.grid;
-  config.block.x = choice.block;
+  config.grid = choice.grid;
+  config.block = choice.block;
   config.dependent = true;
   void* pointers[] = {&args};
   return choice.kernel->kernel.launch(config, tensors.q.device_index, stream, pointers);

@@ -2,11 +2,11 @@
 // rotary_embedding: pairs of elements of every head of q and k, turned by their token's angles.
 //
 // The plan. q and k are read and written once: 8192 tokens of 32 + 8 heads of 128 bfloat16 are
-// 168 MB, 40 us at 4.2 TB/s; a token's cosines and sines are read once a block. A block has one
-// token. A thread always has the same place in a head: two vectors whose elements make pairs (or
-// one that holds both halves, when interleaved), or a vector that is only copied; it keeps its
-// cosines and sines in registers and goes through the heads, two at a time, those of k after those
-// of q. In place and out of place are the same code: a thread writes what only it has read.
+// 168 MB, 40 us at 4.2 TB/s. A thread has one place of kHeads heads of a token: two vectors whose
+// elements make pairs (or one that holds both halves, when interleaved), or as much that is only
+// copied. It asks for all of them before it waits for its token's position, which leads to the
+// cosines and sines. In place and out of place are the same code: a thread writes what only it has
+// read.
 #include <cstdint>
 
 #include "kernels/rotary/element_formats.cuh"
@@ -16,113 +16,112 @@
 namespace tiercel {
 namespace {
 
-// kCount pairs of cosines and sines: a vector's elements, one by one or two by two.
+// kCount cosines or sines, from number `index` of the cache on.
 template <typename Element, int kCount>
-__device__ __forceinline__ void load_angles(float (&values)[kCount], const RotaryArgs& args,
-                                            const char* row, int first) {
-  if (args.wide_cache) {
-    const float* wide = reinterpret_cast<const float*>(row);
+__device__ __forceinline__ void load_angles(float (&values)[kCount], const char* cache,
+                                            int64_t index) {
+  Packed<Element, kCount> packed;
+  packed.load(cache + index * Element::kBytes);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) values[i] = wide[first + i];
-  } else {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      values[i] = Element::widen(reinterpret_cast<const typename Element::Bits*>(row)[first + i]);
-    }
-  }
+  for (int i = 0; i < kCount; ++i) values[i] = packed[i];
+}
+
+// Where a head of q or k lies; heads of k are counted after those of q.
+__device__ __forceinline__ char* head_of(const HeadsOfTokens& q, const HeadsOfTokens& k,
+                                         int q_heads, int64_t token, int head) {
+  const bool is_q = head < q_heads;
+  const HeadsOfTokens& heads = is_q ? q : k;
+  return heads.data + token * heads.token_stride +
+         static_cast<int64_t>(is_q ? head : head - q_heads) * heads.head_stride;
 }
 
 // kVector elements are read at once; kInterleaved: pairs side by side. kVector 1 with kInterleaved
-// is a pair of elements.
-template <typename Element, int kVector, bool kInterleaved>
-__global__ void __launch_bounds__(512) rotary_embedding(const __grid_constant__ RotaryArgs args) {
+// is a pair of elements. A block has places x heads x tokens, the grid tokens x heads.
+template <typename Element, int kVector, bool kInterleaved, int kHeads>
+__global__ void __launch_bounds__(kRotaryMostThreads)
+    rotary_embedding(const __grid_constant__ RotaryArgs args) {
   constexpr bool kSideBySide = kInterleaved && kVector > 1;
-  constexpr int kPairs = kSideBySide ? kVector / 2 : kVector;
+  constexpr int kParts = kSideBySide ? 1 : 2;  // vectors at a place
+  constexpr int kPairs = kVector * kParts / 2;
   constexpr int kVectorBytes = kVector * Element::kBytes;
-  const int pairs = args.rotated / 2;
-  const int places = pairs / kPairs + args.rest;  // of a head
-  const int together = blockDim.x / places;       // heads at a time
-  const int place = threadIdx.x % places;
-  const bool rotates = place < pairs / kPairs;
-  const int64_t token = blockIdx.x;
+  const int place = threadIdx.x, copied = place - args.turning;
+  const bool turns = copied < 0;
+  int offsets[2];  // of the vectors in a head, bytes
+  if (turns) {
+    offsets[0] = place * (kInterleaved && kParts == 2 ? 2 : 1) * kVectorBytes;
+    offsets[1] = offsets[0] + (kInterleaved ? 1 : args.turning) * kVectorBytes;
+  } else {
+    const int half = (args.rest + 1) / 2;  // the last place that copies may have one vector only
+    offsets[0] = args.rotated * Element::kBytes + copied * kVectorBytes;
+    offsets[1] = offsets[0] + (copied + half < args.rest ? half : 0) * kVectorBytes;
+  }
+  const int64_t token = static_cast<int64_t>(blockIdx.x) * blockDim.z + threadIdx.z;
+  const int first = blockIdx.y * kHeads * blockDim.y + threadIdx.y;
   grid_dependency_wait();
   grid_dependency_launch();
-  if (threadIdx.x / places >= together) return;
+  if (token >= args.tokens) return;
 
+  Packed<Element, kVector> x[kHeads][kParts];
+#pragma unroll
+  for (int i = 0; i < kHeads; ++i) {
+    const int head = first + i * blockDim.y;
+    if (head >= args.heads) continue;
+    const char* from = head_of(args.q, args.k, args.q_heads, token, head);
+#pragma unroll
+    for (int p = 0; p < kParts; ++p) x[i][p].load(from + offsets[p]);
+  }
   float cosines[kPairs], sines[kPairs];
-  int first, second;  // bytes in a head
-  if (rotates) {
+  if (turns) {
     const int64_t position = args.wide_positions
                                  ? static_cast<const int64_t*>(args.positions)[token]
                                  : static_cast<const int32_t*>(args.positions)[token];
-    const int angle_bytes = args.wide_cache ? 4 : Element::kBytes;
-    const char* row = args.cache + position * args.rotated * angle_bytes;
-    load_angles<Element>(cosines, args, row, place * kPairs);
-    load_angles<Element>(sines, args, row, pairs + place * kPairs);
-    if constexpr (kSideBySide) {
-      first = place * kVectorBytes;
-      second = first;
-    } else if constexpr (kInterleaved) {
-      first = place * 2 * Element::kBytes;
-      second = first + Element::kBytes;
+    const int64_t cosine = position * args.rotated + place * kPairs;
+    const int64_t sine = cosine + args.rotated / 2;
+    if (args.wide_cache) {
+      load_angles<Float32Element>(cosines, args.cache, cosine);
+      load_angles<Float32Element>(sines, args.cache, sine);
     } else {
-      first = place * kVectorBytes;
-      second = first + pairs * Element::kBytes;
+      load_angles<Element>(cosines, args.cache, cosine);
+      load_angles<Element>(sines, args.cache, sine);
     }
-  } else {
-    first = args.rotated * Element::kBytes + (place - pairs / kPairs) * kVectorBytes;
-    second = first;
   }
-
-#pragma unroll 2
-  for (int head = threadIdx.x / places; head < args.heads; head += together) {
-    const bool is_q = head < args.q_heads;
-    const HeadsOfTokens& in = is_q ? args.q : args.k;
-    const HeadsOfTokens& out = is_q ? args.q_out : args.k_out;
-    const int64_t number = is_q ? head : head - args.q_heads;
-    const char* from = in.data + token * in.token_stride + number * in.head_stride;
-    char* to = out.data + token * out.token_stride + number * out.head_stride;
-    float x[kVector];
-    load_elements<Element>(x, from + first);
-    if (!rotates) {
-      store_elements<Element>(to + first, x);
-      continue;
-    }
-    if constexpr (kSideBySide) {
-      float turned[kVector];
 #pragma unroll
-      for (int i = 0; i < kPairs; ++i) {
-        turned[2 * i] = x[2 * i] * cosines[i] - x[2 * i + 1] * sines[i];
-        turned[2 * i + 1] = x[2 * i + 1] * cosines[i] + x[2 * i] * sines[i];
+  for (int i = 0; i < kHeads; ++i) {
+    const int head = first + i * blockDim.y;
+    if (head >= args.heads) continue;
+    if (turns) {
+      float turned[kParts][kVector];
+#pragma unroll
+      for (int j = 0; j < kPairs; ++j) {
+        constexpr int kStep = kSideBySide ? 2 : 1, kLast = kParts - 1, kNext = kSideBySide ? 1 : 0;
+        const float a = x[i][0][kStep * j], b = x[i][kLast][kStep * j + kNext];
+        turned[0][kStep * j] = a * cosines[j] - b * sines[j];
+        turned[kLast][kStep * j + kNext] = b * cosines[j] + a * sines[j];
       }
-      store_elements<Element>(to + first, turned);
-    } else {
-      float y[kVector], turned[kVector];
-      load_elements<Element>(y, from + second);
 #pragma unroll
-      for (int i = 0; i < kPairs; ++i) turned[i] = x[i] * cosines[i] - y[i] * sines[i];
-#pragma unroll
-      for (int i = 0; i < kPairs; ++i) y[i] = y[i] * cosines[i] + x[i] * sines[i];
-      store_elements<Element>(to + first, turned);
-      store_elements<Element>(to + second, y);
+      for (int p = 0; p < kParts; ++p) x[i][p].round(turned[p]);
     }
+    char* to = head_of(args.q_out, args.k_out, args.q_heads, token, head);
+#pragma unroll
+    for (int p = 0; p < kParts; ++p) x[i][p].store(to + offsets[p]);
   }
 }
 
-#define TIERCEL_ROTARY(dtype, vector, interleaved)                                          \
-  {DType::k##dtype, interleaved, vector * dtype##Element::kBytes,                           \
-   Kernel("rotary_embedding<" #dtype ", vector=" #vector ", interleaved=" #interleaved ">", \
-          reinterpret_cast<const void*>(rotary_embedding<dtype##Element, vector, interleaved>))}
+#define TIERCEL_ROTARY(dtype, vector, interleaved, heads)                              \
+  {DType::k##dtype, interleaved, vector * dtype##Element::kBytes, heads,               \
+   Kernel("rotary_embedding<" #dtype ", vector=" #vector ", interleaved=" #interleaved \
+          ", heads=" #heads ">",                                                       \
+          reinterpret_cast<const void*>(                                               \
+              rotary_embedding<dtype##Element, vector, interleaved, heads>))}
+#define TIERCEL_ROTARY_DTYPE(dtype, vector)                                           \
+  TIERCEL_ROTARY(dtype, vector, false, 1), TIERCEL_ROTARY(dtype, vector, false, 2),   \
+      TIERCEL_ROTARY(dtype, vector, true, 1), TIERCEL_ROTARY(dtype, vector, true, 2), \
+      TIERCEL_ROTARY(dtype, 1, false, 2), TIERCEL_ROTARY(dtype, 1, true, 2)
 
-// By dtype; vectors before elements.
-const RotaryKernel kKernels[] = {
-    TIERCEL_ROTARY(Float32, 4, false),  TIERCEL_ROTARY(Float32, 4, true),
-    TIERCEL_ROTARY(Float32, 1, false),  TIERCEL_ROTARY(Float32, 1, true),
-    TIERCEL_ROTARY(BFloat16, 8, false), TIERCEL_ROTARY(BFloat16, 8, true),
-    TIERCEL_ROTARY(BFloat16, 1, false), TIERCEL_ROTARY(BFloat16, 1, true),
-    TIERCEL_ROTARY(Float16, 8, false),  TIERCEL_ROTARY(Float16, 8, true),
-    TIERCEL_ROTARY(Float16, 1, false),  TIERCEL_ROTARY(Float16, 1, true),
-};
+// By dtype; vectors before elements, few heads before many.
+const RotaryKernel kKernels[] = {TIERCEL_ROTARY_DTYPE(Float32, 4),
+                                 TIERCEL_ROTARY_DTYPE(BFloat16, 8),
+                                 TIERCEL_ROTARY_DTYPE(Float16, 8)};
 
 }  // namespace
 

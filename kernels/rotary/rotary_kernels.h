@@ -21,10 +21,11 @@ struct RotaryArgs {
   HeadsOfTokens q, k, q_out, k_out;
   const void* positions;
   const char* cache;
+  int64_t tokens;
   int q_heads;
   int heads;            // of q and k
-  int head_size;        // elements
-  int rotated;          // of them
+  int rotated;          // elements of a head
+  int turning;          // places of a head that turn: those that come first
   int rest;             // vectors of a head that are only copied
   bool wide_positions;  // int64
   bool wide_cache;      // float32, where q is not
@@ -34,8 +35,12 @@ struct RotaryKernel {
   DType dtype;
   bool interleaved;
   int vector_bytes;
+  int heads;  // a thread
   Kernel kernel;
 };
+
+inline constexpr int kRotaryMostThreads = 512;
+inline constexpr int kRotaryMostHeads = 2;  // a thread
 
 const RotaryKernel* rotary_kernels(int* count);
 
@@ -48,10 +53,11 @@ struct KvCacheArgs {
   const void* slots;
   const float* key_scale;  // null: 1
   const float* value_scale;
-  int64_t tasks;  // vectors of all tokens' keys and values
-  int heads;
-  int head_vectors;  // of one head
+  int64_t tokens;
+  int token_vectors;  // of a token's key; as many of its value
+  int head_vectors;   // of one head
   int block_size;
+  int block_shift;  // its logarithm, -1 where it is no power of two
   bool key_scale_per_head;
   bool value_scale_per_head;
   bool wide_slots;  // int64
@@ -64,8 +70,7 @@ struct KvCacheKernel {
   Kernel kernel;
 };
 
-inline constexpr unsigned kKvCacheThreads = 256;
-inline constexpr int kKvCacheTasks = 2;  // vectors a thread
+inline constexpr int kKvCacheThreads = 128;  // at most
 
 const KvCacheKernel* kv_cache_kernels(int* count);
 

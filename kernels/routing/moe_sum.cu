@@ -62,8 +62,7 @@ __device__ __forceinline__ void add_experts(float (&sum)[4 * Format::kPerWord], 
 #pragma unroll
     for (int i = 0; i < kUnrolled; ++i) {
       if (first + i < k) {
-        const uint4 v = __ldcs(reinterpret_cast<const uint4*>(x + (first + i) * stride));
-        words[i][0] = v.x, words[i][1] = v.y, words[i][2] = v.z, words[i][3] = v.w;
+        load_vector(words[i], x + (first + i) * stride);
         weight[i] = weights != nullptr ? weights[first + i] : 1.0f;
       }
     }

@@ -44,6 +44,10 @@ __device__ __forceinline__ void store_remote(uint32_t* address, uint32_t rank, u
       : "memory");
 }
 
+__device__ __forceinline__ void store_remote(float* address, uint32_t rank, float value) {
+  store_remote(reinterpret_cast<uint32_t*>(address), rank, __float_as_uint(value));
+}
+
 // The same for two and four numbers side by side; `address` is a multiple of their size.
 __device__ __forceinline__ void store_remote(float2* address, uint32_t rank, float2 v) {
   const uint32_t local = static_cast<uint32_t>(__cvta_generic_to_shared(address));
@@ -60,6 +64,43 @@ __device__ __forceinline__ void store_remote(float4* address, uint32_t rank, flo
       "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
       " st.shared::cluster.v4.f32 [remote], {%2, %3, %4, %5}; }" ::"r"(local),
       "r"(rank), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+      : "memory");
+}
+
+// As the last of these, and counts the bytes at the mbarrier that is where `barrier` is in that
+// block: whoever waits there needs no other fence and no barrier of the cluster.
+__device__ __forceinline__ void send_remote(float4* address, uint64_t* barrier, uint32_t rank,
+                                            float4 v) {
+  asm volatile(
+      "{ .reg .b32 remote, counter; mapa.shared::cluster.u32 remote, %0, %2;"
+      " mapa.shared::cluster.u32 counter, %1, %2;"
+      " st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32"
+      " [remote], {%3, %4, %5, %6}, [counter]; }" ::"r"(
+          static_cast<uint32_t>(__cvta_generic_to_shared(address))),
+      "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier))), "r"(rank), "f"(v.x), "f"(v.y),
+      "f"(v.z), "f"(v.w)
+      : "memory");
+}
+
+__device__ __forceinline__ void send_remote(float2* address, uint64_t* barrier, uint32_t rank,
+                                            float2 v) {
+  asm volatile(
+      "{ .reg .b32 remote, counter; mapa.shared::cluster.u32 remote, %0, %2;"
+      " mapa.shared::cluster.u32 counter, %1, %2;"
+      " st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [remote], {%3, %4}, [counter];"
+      " }" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(address))),
+      "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier))), "r"(rank), "f"(v.x), "f"(v.y)
+      : "memory");
+}
+
+__device__ __forceinline__ void send_remote(float* address, uint64_t* barrier, uint32_t rank,
+                                            float value) {
+  asm volatile(
+      "{ .reg .b32 remote, counter; mapa.shared::cluster.u32 remote, %0, %2;"
+      " mapa.shared::cluster.u32 counter, %1, %2;"
+      " st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [remote], %3, [counter]; }" ::"r"(
+          static_cast<uint32_t>(__cvta_generic_to_shared(address))),
+      "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier))), "r"(rank), "f"(value)
       : "memory");
 }
 

@@ -78,6 +78,8 @@ struct Library {
     TIERCEL_GET(cuCtxPushCurrent, ctx_push_current);
     TIERCEL_GET(cuCtxPopCurrent, ctx_pop_current);
     TIERCEL_GET(cuThreadExchangeStreamCaptureMode, exchange_capture_mode);
+    TIERCEL_GET(cuStreamGetId, stream_get_id);
+    TIERCEL_GET(cuStreamIsCapturing, stream_is_capturing);
     TIERCEL_GET(cuKernelGetFunction, kernel_get_function);
     TIERCEL_GET(cuKernelSetAttribute, kernel_set_attribute);
     TIERCEL_GET(cuLaunchKernelEx, launch_kernel_ex);

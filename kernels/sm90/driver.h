@@ -41,6 +41,8 @@ struct DriverApi {
   decltype(&cuCtxPushCurrent) ctx_push_current;
   decltype(&cuCtxPopCurrent) ctx_pop_current;
   decltype(&cuThreadExchangeStreamCaptureMode) exchange_capture_mode;
+  decltype(&cuStreamGetId) stream_get_id;
+  decltype(&cuStreamIsCapturing) stream_is_capturing;
   decltype(&cuKernelGetFunction) kernel_get_function;
   decltype(&cuKernelSetAttribute) kernel_set_attribute;
   decltype(&cuLaunchKernelEx) launch_kernel_ex;

@@ -73,6 +73,11 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t b
       : "memory");
 }
 
+// The same bytes to the L2 only, as a hint.
+__device__ __forceinline__ void bulk_prefetch(const void* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 // The box of a tensor map at `column` and `row`, zeros where it is outside of the tensor.
 __device__ __forceinline__ void box_load(void* to, const CUtensorMap* map, int column, int row,
                                          uint64_t* barrier) {

@@ -7,6 +7,7 @@
 
 #include "kernels/sm90/cluster.cuh"
 #include "kernels/sm90/reduce.cuh"
+#include "kernels/sm90/ring.cuh"
 
 namespace tiercel {
 
@@ -39,10 +40,21 @@ struct LaneGroup {
   }
 };
 
-// A block, or a cluster of them in x.
+// A block, or a cluster of them in x. What blocks tell each other goes straight to shared memory
+// and counts at an mbarrier there: a barrier of the cluster would be a fence too, which waits for
+// all of memory.
 struct BlockGroup {
   __device__ __forceinline__ explicit BlockGroup(uint32_t blocks) : blocks_(blocks) {
-    if (blocks_ > 1) cluster_arrive_relaxed();
+    if (blocks_ == 1) return;
+    if (threadIdx.x == 0) {
+      for (int slot = 0; slot < kSlots; ++slot) {
+        mbarrier_init(&shared().arrived[slot], 1);
+        mbarrier_expect(&shared().arrived[slot], warps() * sizeof(float2));
+      }
+      mbarrier_init_fence();
+    }
+    __syncwarp();
+    cluster_arrive_relaxed();
   }
   __device__ __forceinline__ int64_t row() const { return blockIdx.x / blocks_; }
   __device__ __forceinline__ uint32_t rank() const {
@@ -50,62 +62,67 @@ struct BlockGroup {
   }
   __device__ __forceinline__ uint32_t size() const { return blocks_ * blockDim.x; }
 
-  // Once, before the first reduction: it writes to other blocks, which have to run by then.
+  // Once, before the first reduction: it writes to other blocks, which have to run by then. A block
+  // may end while others go on: by then it has what they send.
   __device__ __forceinline__ void meet() const {
     if (blocks_ > 1) cluster_wait();
   }
 
   // The online softmax's reduction, of a maximum and a sum of exponentials below it that are a
-  // warp's already: both of all threads, with one barrier. `scale(x, y)`: exp(x - y), as scaled.
+  // warp's already: both of all threads. `scale(x, y)`: exp(x - y), as scaled.
   template <typename Scale>
   __device__ __forceinline__ float2 join(float largest, float sum, Scale scale) const {
-    __shared__ float2 of_warps[32];
-    __shared__ float2 of_blocks[kMaxBlocks];
+    const float2* all = exchange(make_float2(largest, sum), 0);
     const uint32_t lane = threadIdx.x % 32;
-    if (lane == 0) of_warps[threadIdx.x / 32] = make_float2(largest, sum);
-    __syncthreads();
-    const float2 none = make_float2(-kInfinity, 0.0f);
-    const float2 all = join_lanes(lane < blockDim.x / 32 ? of_warps[lane] : none, scale);
-    if (blocks_ == 1) return all;
-    if (threadIdx.x < blocks_) {
-      store_remote(&of_blocks[cluster_rank()], threadIdx.x, all);
+    largest = -kInfinity;
+    for (uint32_t warp = lane; warp < warps(); warp += 32) largest = fmaxf(largest, all[warp].x);
+    largest = lanes_reduce<32>(largest, MaxOf());
+    sum = 0.0f;
+    for (uint32_t warp = lane; warp < warps(); warp += 32) {
+      sum += all[warp].y * scale(all[warp].x, largest);
     }
-    cluster_arrive();
-    cluster_wait();
-    return join_lanes(lane < blocks_ ? of_blocks[lane] : none, scale);
+    return make_float2(largest, lanes_reduce<32>(sum, SumOf()));
   }
 
-  // Over all threads; each gets the same bits. `slot` is 0 or 1, in turn: between two uses of one
-  // slot the other's barrier makes sure that all have read it.
+  // Over all threads; each gets the same bits. `slot` is 0 or 1, each once.
   template <typename Op>
   __device__ __forceinline__ float reduce(float value, Op op, int slot) const {
-    __shared__ float of_warps[2][32];
-    __shared__ uint32_t of_blocks[2][kMaxBlocks];
-    const uint32_t lane = threadIdx.x % 32;
-    value = lanes_reduce<32>(value, op);
-    if (lane == 0) of_warps[slot][threadIdx.x / 32] = value;
-    __syncthreads();
-    value = lanes_reduce<32>(lane < blockDim.x / 32 ? of_warps[slot][lane] : Op::kNeutral, op);
-    if (blocks_ == 1) return value;
-    if (threadIdx.x < blocks_) {
-      store_remote(&of_blocks[slot][cluster_rank()], threadIdx.x, __float_as_uint(value));
+    const float2* all = exchange(make_float2(lanes_reduce<32>(value, op), 0.0f), slot);
+    value = Op::kNeutral;
+    for (uint32_t warp = threadIdx.x % 32; warp < warps(); warp += 32) {
+      value = op(value, all[warp].x);
     }
-    cluster_arrive();
-    cluster_wait();
-    // Each half of the warp reduces all of them.
-    const uint32_t block = lane % kMaxBlocks;
-    const float other = block < blocks_ ? __uint_as_float(of_blocks[slot][block]) : Op::kNeutral;
-    return lanes_reduce<kMaxBlocks>(other, op);
+    return lanes_reduce<32>(value, op);
   }
 
  private:
-  template <typename Scale>
-  static __device__ __forceinline__ float2 join_lanes(float2 mine, Scale scale) {
-    const float largest = lanes_reduce<32>(mine.x, MaxOf());
-    return make_float2(largest, lanes_reduce<32>(mine.y * scale(mine.x, largest), SumOf()));
+  static constexpr int kSlots = 2;
+  static constexpr int kMostWarps = 16 * 8;  // of a block and of a cluster of them
+  struct Shared {
+    uint64_t arrived[kSlots];
+    float2 of_warps[kSlots][kMostWarps];
+  };
+  static __device__ __forceinline__ Shared& shared() {
+    __shared__ Shared memory;
+    return memory;
+  }
+  __device__ __forceinline__ uint32_t warps() const { return blocks_ * blockDim.x / 32; }
+
+  // Every warp's value, in shared memory.
+  __device__ __forceinline__ const float2* exchange(float2 mine, int slot) const {
+    float2* all = shared().of_warps[slot];
+    const uint32_t lane = threadIdx.x % 32;
+    if (blocks_ == 1) {
+      if (lane == 0) all[threadIdx.x / 32] = mine;
+      __syncthreads();
+      return all;
+    }
+    uint64_t* arrived = &shared().arrived[slot];
+    if (lane < blocks_) send_remote(&all[rank() / 32], arrived, lane, mine);
+    mbarrier_wait(arrived, 0);
+    return all;
   }
 
-  static constexpr int kMaxBlocks = 16;
   uint32_t blocks_;
 };
 

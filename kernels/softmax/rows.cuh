@@ -21,15 +21,17 @@ struct RowPlace {
   static constexpr int kPerVector = kSoftmaxVectorBytes / Format::kBytes;
 
   int64_t row;
-  int first;    // column of the thread's first vector, perhaps negative
-  int stride;   // columns to its next one
-  int columns;  // 0 behind the last row
+  int first;       // column of the thread's first vector, perhaps negative
+  int stride;      // columns to its next one
+  int columns;     // 0 behind the last row
+  int last_whole;  // column, of a vector whose elements are all the row's; below 0 if there is none
   bool vectors;
 
   __device__ __forceinline__ RowPlace(const SoftmaxArgs& args, const Group& group)
       : row(group.row()),
         stride(group.size() * kPerVector),
         columns(row < args.rows ? args.columns : 0),
+        last_whole(kAligned || args.vectors ? columns - kPerVector : -1),
         vectors(args.vectors) {
     first = group.rank() * kPerVector;
     if constexpr (!kAligned) {
@@ -41,8 +43,10 @@ struct RowPlace {
 
   __device__ __forceinline__ int column(int v) const { return first + v * stride; }
   __device__ __forceinline__ bool whole(int v) const {
-    if constexpr (kAligned) return column(v) < columns;
-    return vectors && column(v) >= 0 && column(v) <= columns - kPerVector;
+    return (kAligned || column(v) >= 0) && column(v) <= last_whole;
+  }
+  __device__ __forceinline__ bool some(int v) const {
+    return column(v) > -kPerVector && column(v) < columns;
   }
   __device__ __forceinline__ bool has(int v, int i) const {
     return static_cast<unsigned>(column(v) + i) < static_cast<unsigned>(columns);
@@ -85,6 +89,12 @@ struct VectorBits {
   }
 };
 
+// Nothing but `pad`.
+template <typename Format>
+__device__ __forceinline__ uint32_t pad_word(float pad) {
+  return Format::to_bits(pad) * (Format::kBytes == 4 ? 1u : 0x10001u);
+}
+
 // A vector's elements one by one, from `address` on, `step` bytes apart; `pad` where the row, at
 // its column `column`, has none.
 template <typename Format>
@@ -103,24 +113,57 @@ __device__ __forceinline__ void load_elements(uint32_t (&words)[4], const char* 
   bits.get(words);
 }
 
-// A thread's vectors of a row, as words; `pad` stands where the row has no element.
+// `pad` in place of a vector's elements where the row, at its column `column`, has none.
+template <typename Format>
+__device__ __forceinline__ void pad_outside(uint32_t (&words)[4], int column, int columns,
+                                            float pad) {
+  constexpr int kPerWord = Format::kPerWord;
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    uint32_t outside = 0;
+#pragma unroll
+    for (int i = 0; i < kPerWord; ++i) {
+      const bool has =
+          static_cast<unsigned>(column + w * kPerWord + i) < static_cast<unsigned>(columns);
+      outside |= has ? 0 : (kPerWord == 1 ? ~0u : 0xffffu << 16 * i);
+    }
+    words[w] = (words[w] & ~outside) | (pad_word<Format>(pad) & outside);
+  }
+}
+
+// A thread's vectors of a row, as words; `pad` stands where the row has no element. A row's ends
+// are read with their neighbours where these are of the matrix too.
 template <typename Format, typename Group, bool kAligned, int kVectors>
 __device__ __forceinline__ void load_row(uint32_t (&words)[kVectors][4],
                                          const RowPlace<Format, Group, kAligned>& place,
                                          const SoftmaxRows& rows, float pad) {
   const char* base = place.base(rows);
+  int least = 0, most = place.last_whole;  // columns of what is read as a vector
+  if constexpr (!kAligned) {
+    const char* start = rows.data + place.row * rows.row_stride;
+    const char* end = start + static_cast<int64_t>(place.columns) * Format::kBytes;
+    const int before = static_cast<int>(reinterpret_cast<uintptr_t>(start) % 16);
+    const int behind = static_cast<int>(-reinterpret_cast<uintptr_t>(end) % 16);
+    if (place.vectors && start - before >= rows.data) least = 1 - place.kPerVector;
+    if (place.vectors && end + behind <= rows.end) most = place.columns - 1;
+  }
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    if constexpr (kAligned) {
 #pragma unroll
-      for (int w = 0; w < 4; ++w)
-        words[v][w] = Format::kBytes == 4 ? Format::to_bits(pad) : Format::to_bits(pad) * 0x10001u;
-    }
-    if (place.whole(v)) {
+    for (int w = 0; w < 4; ++w) words[v][w] = pad_word<Format>(pad);
+    if (place.column(v) >= least && place.column(v) <= most) {
       load_stream(words[v], base + place.offset(v));
-    } else if constexpr (!kAligned) {
+    } else if (!kAligned && place.some(v)) {
       load_elements<Format>(words[v], base + place.offset(v), Format::kBytes, place.column(v),
                             place.columns, pad);
+    }
+  }
+  if constexpr (!kAligned) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (place.some(v) && !place.whole(v)) {
+        pad_outside<Format>(words[v], place.column(v), place.columns, pad);
+      }
     }
   }
 }
@@ -136,7 +179,7 @@ __device__ __forceinline__ void store_row(
     store_vector(address, words);
     return;
   }
-  if constexpr (kAligned) return;
+  if (kAligned || !place.some(v)) return;
   VectorBits bits(words);
 #pragma unroll 1
   for (int i = 0; i < place.kPerVector; ++i, address += Format::kBytes) {
@@ -149,10 +192,43 @@ __device__ __forceinline__ void store_row(
 
 // Where a row's mask begins.
 __device__ __forceinline__ const char* mask_row(const SoftmaxMaskRows& mask, int64_t row) {
+  // Divisions cost more than a short row's loads.
+  if (row < mask.sizes[1]) return mask.data + row * mask.strides[2];
   const int64_t middle = row / mask.sizes[1];
   const int64_t outer = middle / mask.sizes[0];
   return mask.data + outer * mask.strides[0] + (middle - outer * mask.sizes[0]) * mask.strides[1] +
          (row - middle * mask.sizes[1]) * mask.strides[2];
+}
+
+// A bool mask's bytes at a thread's vectors, where all of these are whole.
+template <typename Format, typename Group, int kVectors>
+__device__ __forceinline__ void load_kept(uint32_t (&kept)[kVectors][4 / Format::kBytes],
+                                          const SoftmaxMaskRows& mask,
+                                          const RowPlace<Format, Group, true>& place) {
+  const char* base = mask_row(mask, place.row) + place.first;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (place.whole(v)) load_vector(kept[v], base + v * place.stride);
+  }
+}
+
+// `pad` in place of a vector's elements that the mask does not keep.
+template <typename Format>
+__device__ __forceinline__ void pad_dropped(uint32_t (&words)[4],
+                                            const uint32_t (&kept)[4 / Format::kBytes], float pad) {
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    // The bytes' highest bits say whether the byte is anything but 0; a permutation spreads them,
+    // which __byte_perm() does not do.
+    const uint32_t bytes = kept[w * Format::kPerWord / 4];
+    const uint32_t high = ((bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu) | bytes;
+    const uint32_t first = w * Format::kPerWord % 4;
+    uint32_t keep;
+    asm("prmt.b32 %0, %1, 0, %2;"
+        : "=r"(keep)
+        : "r"(high), "r"((Format::kPerWord == 1 ? 0x8888 : 0x9988) + 0x1111 * first));
+    words[w] = (words[w] & keep) | (pad_word<Format>(pad) & ~keep);
+  }
 }
 
 // Bit i: whether a bool mask is true at the vector's element i.

@@ -60,8 +60,9 @@ Status lay_out(const char* op, const Operand (&operands)[kCount], SoftmaxArgs* a
     args->rows = matrix.rows;
     args->columns = static_cast<int>(matrix.columns);
     const int64_t bytes = dtype_bytes(operand.view->dtype);
-    *operand.rows = {static_cast<char*>(operand.view->data),
-                     matrix.rows == 1 ? 0 : matrix.row_stride * bytes};
+    char* data = static_cast<char*>(operand.view->data);
+    const int64_t stride = matrix.rows == 1 ? 0 : matrix.row_stride * bytes;
+    *operand.rows = {data, data + (matrix.rows - 1) * stride + matrix.columns * bytes, stride};
     // Vectors work where all matrices' rows are equally far from a multiple of 16 bytes.
     args->vectors &=
         first || (row_bits(*operand.rows) == row_bits(args->x) &&
@@ -148,13 +149,17 @@ int vectors_a_thread(bool backward, bool few, int64_t vectors) {
   return vectors <= 2048 ? 4 : 8;
 }
 
-// The fewest blocks that hold a row; where there are few rows, more of them and smaller ones.
+// The fewest blocks that hold a row, small ones: their threads wait for each other as little in a
+// cluster as in one large block, and those of other rows go on meanwhile.
 bool fit_blocks(const SoftmaxKernel& kernel, bool few, int64_t vectors, int64_t rows,
                 Choice* choice) {
-  const int64_t most = few ? std::min(kernel.threads, 256) : kernel.threads;
+  const int64_t most = few && kernel.vectors == 1   ? 128
+                       : few || kernel.vectors >= 4 ? std::min(kernel.threads, 256)
+                                                    : kernel.threads;
+  const int64_t alone = few && kernel.vectors > 1 ? 512 : most;  // threads of a block by itself
   unsigned blocks = 1;
   while (blocks < kSoftmaxBlocks && vectors > blocks * most * kernel.vectors &&
-         vectors > 512 * kernel.vectors) {
+         vectors > alone * kernel.vectors) {
     blocks *= 2;
   }
   while (blocks < kSoftmaxBlocks &&
@@ -184,6 +189,7 @@ Choice choose(DType dtype, bool backward, bool masked, bool aligned, int64_t vec
     if (kernel.aligned != aligned && kernel.vectors != 0) continue;
     if (kernel.lanes > 0) {
       if (static_cast<int64_t>(kernel.lanes) * kernel.vectors < vectors) continue;
+      if (kernel.vectors > 4 && !few) continue;  // no barrier, but few threads
       const unsigned block = kernel.vectors > 2   ? 64
                              : kernel.vectors > 1 ? 128
                                                   : kSoftmaxLaneThreads;
@@ -213,7 +219,8 @@ Status finish(const char* op, DType dtype, bool backward, bool masked, SoftmaxAr
   const bool aligned = all_aligned(*args);
   const int64_t columns = args->columns + (aligned ? 0 : per_vector - 1);
   const int64_t vectors = (columns + per_vector - 1) / per_vector;
-  const bool whole = aligned && !masked && columns % per_vector == 0;
+  const bool keeps = !backward && args->mask.kind == SoftmaxMask::kKeep && args->mask.vectors;
+  const bool whole = aligned && (!masked || keeps) && columns % per_vector == 0;
   *choice = choose(dtype, backward, masked, whole, vectors, *args);
   args->blocks = choice->blocks;
   if (choice->grid > INT32_MAX) {

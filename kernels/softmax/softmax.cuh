@@ -11,9 +11,9 @@
 // how many bytes its registers can await. 16-bit scores stay packed, two to a register, and their
 // exponentials are computed twice (the second time is cheaper than the registers for the first):
 // 64 registers a thread hold 8 vectors, 128 KiB a multiprocessor.
-// Rows that do not start at a multiple of 16 bytes are read from the multiple before, their first
-// and last vector element by element (rows.cuh). Longer ones than fit are read twice
-// (softmax_long.cuh).
+// A bool mask of whole vectors is read with the scores and makes them -inf as they are, packed.
+// Rows that do not start at a multiple of 16 bytes are read from the multiple before, with their
+// neighbours' elements (rows.cuh). Longer ones than fit are read twice (softmax_long.cuh).
 #ifndef KERNELS_SOFTMAX_SOFTMAX_CUH_
 #define KERNELS_SOFTMAX_SOFTMAX_CUH_
 
@@ -244,28 +244,45 @@ struct ScoreReader {
 // How many of the largest blocks a multiprocessor is to hold: as many as get along without spills.
 // Rows of whole vectors take few registers beside the `words` of their data.
 constexpr int blocks_for(int max_threads, bool aligned, int words) {
-  if (!aligned) return words > 32 ? 1 : max_threads > kSoftmaxLaneThreads ? 2 : 3;
+  if (!aligned) return words > 32 ? 1 : max_threads > kSoftmaxWideThreads ? 2 : 3;
   const int registers = words <= 8 ? 32 : words <= 16 ? 40 : words <= 32 ? 64 : 128;
   return 65536 / registers / max_threads;
+}
+
+// The words that a thread of softmax_forward holds for each vector: its scores, packed or not, and
+// a mask's bytes.
+template <typename Format>
+constexpr int forward_words(bool masked, bool aligned) {
+  if (masked && aligned) return 4 + 4 / Format::kBytes;
+  return masked ? 16 / Format::kBytes : 4;
 }
 
 template <typename Format, typename Group, int kVectors, bool kMasked, bool kAligned,
           int kMaxThreads>
 __global__ void __launch_bounds__(kMaxThreads,
                                   blocks_for(kMaxThreads, kAligned,
-                                             (kMasked && Format::kBytes == 2 ? 8 : 4) * kVectors))
+                                             forward_words<Format>(kMasked, kAligned) * kVectors))
     softmax_forward(const __grid_constant__ SoftmaxArgs args) {
+  constexpr bool kKeeps = kMasked && kAligned;
   const Group group(args.blocks);
   grid_dependency_wait();
 
   const RowPlace<Format, Group, kAligned> place(args, group);
   uint32_t words[kVectors][4];
   load_row(words, place, args.x, args.pad);
-  grid_dependency_launch();
+  if constexpr (kKeeps) {
+    uint32_t kept[kVectors][4 / Format::kBytes];
+    load_kept(kept, args.mask, place);
+    grid_dependency_launch();
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) pad_dropped<Format>(words[v], kept[v], args.pad);
+  } else {
+    grid_dependency_launch();
+  }
   group.meet();
-  const ScoreReader<Format, kMasked> read(args, place.row);
+  const ScoreReader<Format, kMasked && !kKeeps> read(args, place.row);
   constexpr bool kBlock = std::is_same_v<Group, BlockGroup>;
-  if constexpr ((Format::kBytes == 2 || kBlock) && !kMasked) {
+  if constexpr ((Format::kBytes == 2 || kBlock) && (!kMasked || kKeeps)) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
 #pragma unroll

@@ -31,17 +31,18 @@ namespace {
       TIERCEL_BLOCKS(type, masked, false, 2), TIERCEL_BLOCKS(type, masked, false, 4),       \
       TIERCEL_KERNEL(type, masked, false, 0, 0, kSoftmaxThreads, "long",                    \
                      softmax_long_forward<type, masked>)
-#define TIERCEL_ALIGNED(type)                                                           \
-  TIERCEL_LANES(type, false, true, 2, 1), TIERCEL_LANES(type, false, true, 2, 2),       \
-      TIERCEL_LANES(type, false, true, 4, 2), TIERCEL_LANES(type, false, true, 8, 2),   \
-      TIERCEL_LANES(type, false, true, 16, 2), TIERCEL_LANES(type, false, true, 32, 2), \
-      TIERCEL_LANES(type, false, true, 32, 4), TIERCEL_BLOCKS(type, false, true, 1),    \
-      TIERCEL_BLOCKS(type, false, true, 2), TIERCEL_BLOCKS(type, false, true, 4),       \
-      TIERCEL_BLOCKS(type, false, true, 8)
-#define TIERCEL_TYPE(type) \
-  TIERCEL_ALIGNED(type), TIERCEL_FORMS(type, false), TIERCEL_FORMS(type, true)
+#define TIERCEL_ALIGNED(type, masked)                                                     \
+  TIERCEL_LANES(type, masked, true, 2, 1), TIERCEL_LANES(type, masked, true, 2, 2),       \
+      TIERCEL_LANES(type, masked, true, 4, 2), TIERCEL_LANES(type, masked, true, 8, 2),   \
+      TIERCEL_LANES(type, masked, true, 16, 2), TIERCEL_LANES(type, masked, true, 32, 2), \
+      TIERCEL_LANES(type, masked, true, 32, 4), TIERCEL_BLOCKS(type, masked, true, 1),    \
+      TIERCEL_BLOCKS(type, masked, true, 2), TIERCEL_BLOCKS(type, masked, true, 4)
+#define TIERCEL_TYPE(type)                                                                         \
+  TIERCEL_ALIGNED(type, false), TIERCEL_BLOCKS(type, false, true, 8), TIERCEL_ALIGNED(type, true), \
+      TIERCEL_FORMS(type, false), TIERCEL_FORMS(type, true)
 
 const SoftmaxKernel kKernels[] = {TIERCEL_TYPE(Float32),
+                                  TIERCEL_LANES(Float32, false, true, 32, 8),
                                   TIERCEL_BLOCKS(Float32, false, false, 8),
                                   TIERCEL_BLOCKS(Float32, true, false, 8),
                                   TIERCEL_TYPE(BFloat16),

@@ -13,6 +13,7 @@ namespace tiercel {
 // Rows at one distance; elements of a row are neighbours.
 struct SoftmaxRows {
   char* data;
+  char* end;           // behind the last element
   int64_t row_stride;  // bytes
 };
 
@@ -52,7 +53,7 @@ struct SoftmaxArgs {
 struct SoftmaxKernel {
   DType dtype;
   bool masked;
-  bool aligned;  // only where all rows are whole vectors
+  bool aligned;  // only where all rows are whole vectors, and a mask is of kKeep and `vectors`
   int lanes;     // of a warp that share a row; 0: whole blocks do
   int vectors;   // a thread holds; 0: it goes through the row twice, however long that is
   int threads;   // at most, a block
@@ -60,7 +61,8 @@ struct SoftmaxKernel {
 };
 
 inline constexpr int kSoftmaxVectorBytes = 16;
-// At most, a block: two of them on a multiprocessor, with 64 or 96 registers a thread.
+// At most, a block: two of them on a multiprocessor, or three of the others, with 64 registers a
+// thread.
 inline constexpr int kSoftmaxThreads = 512;
 inline constexpr int kSoftmaxWideThreads = 320;
 inline constexpr int kSoftmaxLaneThreads = 256;  // where lanes share a row

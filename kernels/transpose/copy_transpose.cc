@@ -60,6 +60,11 @@ int widest_vector(const CopyTransposeArgs& args, int element) {
 
 int64_t tiles(int64_t size, int tile) { return (size + tile - 1) / tile; }
 
+// What is left to each of `count` parts, a multiple of `step`.
+int part_of(int64_t size, int64_t count, int step) {
+  return static_cast<int>(tiles(tiles(size, static_cast<int>(count)), step)) * step;
+}
+
 // Of the kernels of this element size and tile, the first that the alignment allows.
 const CopyTransposeKernel* find(int element, int rows, int columns, int vector) {
   int count = 0;
@@ -87,7 +92,14 @@ const CopyTransposeKernel* choose(const CopyTransposeArgs& args, int64_t batch, 
     return element == 2 ? find(2, 128, 128, vector) : find(4, 64, 64, vector);
   }
   int tile = element == 4 ? 32 : 64;
-  if (vector != 16 && large && shorter >= 96) tile = element == 1 ? 128 : 64;
+  if (vector != 16 && large && shorter >= 96) {
+    tile = element == 1 ? 128 : 64;
+    // Where much of the tiles would be outside of the matrix: others, which need not be square.
+    const int64_t covered = tiles(args.rows, 64) * 64 * (tiles(args.columns, 64) * 64);
+    if (element == 2 && covered * 5 > args.rows * args.columns * 6) {
+      return find(2, 72, 120, vector);
+    }
+  }
   if (shorter <= 32 || bytes < 132 * tile * tile * element / 2) tile = 32;
   return find(element, tile, tile, vector);
 }
@@ -112,8 +124,15 @@ Status prepare(const TensorView& x, const TensorView& out, int64_t tile_size,
   const int vector = widest_vector(*args, element);
   choice->kernel =
       tile != 0 ? find(element, tile, tile, vector) : choose(*args, batch, element, vector);
-  const int64_t down = tiles(args->rows, choice->kernel->tile_rows);
-  const int64_t across = tiles(args->columns, choice->kernel->tile_columns);
+  args->tile_height = choice->kernel->tile_rows;
+  args->tile_width = choice->kernel->tile_columns;
+  const int64_t down = tiles(args->rows, args->tile_height);
+  const int64_t across = tiles(args->columns, args->tile_width);
+  if (tile == 0 && choice->kernel->vector_bytes == element) {
+    // As many tiles of nearly one size: small ones at the edges take as long as whole ones.
+    args->tile_height = part_of(args->rows, down, 16 / element);
+    args->tile_width = part_of(args->columns, across, 1);
+  }
   if (down > 0x7fffffff / across / batch) {
     return Status::Unimplemented(std::string(kOp) + ": too large for one launch, got shape " +
                                  shape_text(x.shape, x.ndim));
@@ -134,7 +153,7 @@ Status copy_transpose_plan(const TensorView& x, const TensorView& out, int64_t t
   *plan = {"none", 0, 0, 0, 0, 0};
   if (choice.kernel != nullptr) {
     const CopyTransposeKernel& kernel = *choice.kernel;
-    *plan = {kernel.kernel.name(), kernel.tile_rows, kernel.tile_columns,
+    *plan = {kernel.kernel.name(), args.tile_height, args.tile_width,
              kernel.vector_bytes,  choice.grid,      kernel.block};
   }
   return Status();

@@ -155,11 +155,11 @@ struct Element<4> {
 };
 
 // Rows of chunks in shared memory: as many more than the tile has as a chunk of out may need.
-template <int kBytes, int kEdge>
+template <int kBytes, int kTileRows, int kTileColumns>
 struct Staging {
   static constexpr int kPerChunk = 16 / kBytes;
-  static constexpr int kRows = kEdge + kPerChunk;
-  static constexpr int kChunks = kEdge / kPerChunk + 1;  // a row that begins inside a chunk
+  static constexpr int kRows = kTileRows + kPerChunk;
+  static constexpr int kChunks = kTileColumns / kPerChunk + 1;  // a row that begins inside a chunk
   static constexpr int kPitch = (kChunks + 7) / 8 * 128;
   static constexpr int kSize = kRows * kPitch;
 
@@ -169,23 +169,23 @@ struct Staging {
   }
 };
 
-template <int kBytes, int kEdge>
-constexpr int kRealignedThreads = kEdge * kEdge * kBytes >= 64 * 64 * 2 ? 256 : 128;
+constexpr int realigned_threads(int bytes) { return bytes >= 64 * 64 * 2 ? 256 : 128; }
 
-template <int kBytes, int kEdge>
-__global__ void __launch_bounds__(kRealignedThreads<kBytes, kEdge>)
+template <int kBytes, int kTileRows, int kTileColumns>
+__global__ void __launch_bounds__(realigned_threads(kBytes * kTileRows * kTileColumns))
     copy_transpose_realigned(const __grid_constant__ CopyTransposeArgs args) {
   using T = typename Element<kBytes>::Type;
-  using Rows = Staging<kBytes, kEdge>;
-  constexpr int kThreads = kRealignedThreads<kBytes, kEdge>;
+  using Rows = Staging<kBytes, kTileRows, kTileColumns>;
+  constexpr int kThreads = realigned_threads(kBytes * kTileRows * kTileColumns);
   constexpr int kPerChunk = Rows::kPerChunk;
   extern __shared__ __align__(128) char staged[];
 
   const Tile tile = tile_of<true>(args);
-  const int64_t first_row = static_cast<int64_t>(tile.row) * kEdge;
-  const int64_t first_column = static_cast<int64_t>(tile.column) * kEdge;
-  const int rows = static_cast<int>(min(args.rows - first_row, int64_t{Rows::kRows}));
-  const int columns = static_cast<int>(min(args.columns - first_column, int64_t{kEdge}));
+  const int64_t first_row = static_cast<int64_t>(tile.row) * args.tile_height;
+  const int64_t first_column = static_cast<int64_t>(tile.column) * args.tile_width;
+  const int rows =
+      static_cast<int>(min(args.rows - first_row, int64_t{args.tile_height + kPerChunk}));
+  const int columns = static_cast<int>(min(args.columns - first_column, int64_t{args.tile_width}));
   const char* matrix = args.x + tile.matrix * args.batch_stride;
   const char* from = matrix + first_row * args.row_stride + first_column * args.column_stride;
   const bool gathers = args.column_stride != kBytes;
@@ -230,11 +230,12 @@ __global__ void __launch_bounds__(kRealignedThreads<kBytes, kEdge>)
       args.out + (tile.matrix * args.columns + first_column) * out_stride + first_row * kBytes;
   const int to_shift = static_cast<int>(reinterpret_cast<uintptr_t>(to) % 16);
   const int out_shift = static_cast<int>(out_stride % 16);
-  constexpr int kOfColumn = kEdge / kPerChunk;
+  constexpr int kOfColumn = kTileRows / kPerChunk;
 #pragma unroll 2
-  for (int i = threadIdx.x; i < kEdge * kOfColumn; i += kThreads) {
+  for (int i = threadIdx.x; i < kTileColumns * kOfColumn; i += kThreads) {
     const int column = i / kOfColumn;
     if (column >= columns) break;
+    if (i % kOfColumn * kPerChunk >= args.tile_height) continue;
     char* start = to + column * out_stride;
     const int head = -(to_shift + column * out_shift) % 16 & 15;  // bytes before the first chunk
     const int first = head / kBytes + i % kOfColumn * kPerChunk;  // row of the first element
@@ -291,32 +292,33 @@ __global__ void __launch_bounds__(kRealignedThreads<kBytes, kEdge>)
    Kernel("copy_transpose_staged<bytes=" #bytes ", tile=" #rows "x" #columns ">",              \
           reinterpret_cast<const void*>(copy_transpose_staged<bytes, rows, columns, threads>), \
           rows * columns * bytes)}
-#define TIERCEL_REALIGNED(bytes, edge)                                          \
-  {bytes,                                                                       \
-   edge,                                                                        \
-   edge,                                                                        \
-   bytes,                                                                       \
-   kRealignedThreads<bytes, edge>,                                              \
-   Staging<bytes, edge>::kSize,                                                 \
-   Kernel("copy_transpose_realigned<bytes=" #bytes ", edge=" #edge ">",         \
-          reinterpret_cast<const void*>(copy_transpose_realigned<bytes, edge>), \
-          Staging<bytes, edge>::kSize)}
+#define TIERCEL_REALIGNED(bytes, rows, columns)                                          \
+  {bytes,                                                                                \
+   rows,                                                                                 \
+   columns,                                                                              \
+   bytes,                                                                                \
+   realigned_threads(bytes * rows * columns),                                            \
+   Staging<bytes, rows, columns>::kSize,                                                 \
+   Kernel("copy_transpose_realigned<bytes=" #bytes ", tile=" #rows "x" #columns ">",     \
+          reinterpret_cast<const void*>(copy_transpose_realigned<bytes, rows, columns>), \
+          Staging<bytes, rows, columns>::kSize)}
 
 // By element, then tile; of each tile first the one that needs alignment. The last kernel of an
 // element that fits its alignment is the one for large problems.
 const CopyTransposeKernel kKernels[] = {
-    TIERCEL_IN_REGISTERS(1, 4, 8, 1, 2),  TIERCEL_REALIGNED(1, 32),
-    TIERCEL_IN_REGISTERS(1, 8, 8, 1, 2),  TIERCEL_REALIGNED(1, 64),
-    TIERCEL_STAGED(1, 128, 128, 64),      TIERCEL_REALIGNED(1, 128),
+    TIERCEL_IN_REGISTERS(1, 4, 8, 1, 2),  TIERCEL_REALIGNED(1, 32, 32),
+    TIERCEL_IN_REGISTERS(1, 8, 8, 1, 2),  TIERCEL_REALIGNED(1, 64, 64),
+    TIERCEL_STAGED(1, 128, 128, 64),      TIERCEL_REALIGNED(1, 128, 128),
     TIERCEL_STAGED(1, 256, 128, 128),
 
-    TIERCEL_IN_REGISTERS(2, 8, 8, 1, 2),  TIERCEL_REALIGNED(2, 32),
-    TIERCEL_IN_REGISTERS(2, 16, 8, 1, 2), TIERCEL_REALIGNED(2, 64),
-    TIERCEL_STAGED(2, 128, 128, 256),     TIERCEL_REALIGNED(2, 128),
+    TIERCEL_IN_REGISTERS(2, 8, 8, 1, 2),  TIERCEL_REALIGNED(2, 32, 32),
+    TIERCEL_IN_REGISTERS(2, 16, 8, 1, 2), TIERCEL_REALIGNED(2, 64, 64),
+    TIERCEL_STAGED(2, 128, 128, 256),     TIERCEL_REALIGNED(2, 128, 128),
+    TIERCEL_REALIGNED(2, 72, 120),
 
-    TIERCEL_IN_REGISTERS(4, 16, 8, 1, 2), TIERCEL_REALIGNED(4, 32),
-    TIERCEL_STAGED(4, 64, 64, 256),       TIERCEL_REALIGNED(4, 64),
-    TIERCEL_STAGED(4, 128, 128, 1024),    TIERCEL_REALIGNED(4, 128),
+    TIERCEL_IN_REGISTERS(4, 16, 8, 1, 2), TIERCEL_REALIGNED(4, 32, 32),
+    TIERCEL_STAGED(4, 64, 64, 256),       TIERCEL_REALIGNED(4, 64, 64),
+    TIERCEL_STAGED(4, 128, 128, 1024),    TIERCEL_REALIGNED(4, 128, 128),
 };
 
 }  // namespace

@@ -20,11 +20,13 @@ struct CopyTransposeArgs {
   int64_t batch_stride;   // bytes, of x
   int tile_rows;          // tiles of a matrix, down and across
   int tile_columns;
+  int tile_height;  // of a tile, in elements: in kernels that realign less than the most at times
+  int tile_width;
 };
 
 struct CopyTransposeKernel {
   int element_bytes;
-  int tile_rows;  // elements
+  int tile_rows;  // elements, at most
   int tile_columns;
   int vector_bytes;  // of loads and stores; both sides must allow it
   unsigned block;

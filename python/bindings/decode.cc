@@ -11,6 +11,7 @@
 #include "python/bindings/families.h"
 #include "python/bindings/optional_tensor.h"
 #include "python/bindings/reference.h"
+#include "python/bindings/workspace.h"
 
 namespace tiercel::python {
 namespace {
@@ -101,21 +102,15 @@ struct DecodeCall {
   }
 };
 
-// False with a Python exception. `needed` stays 0 when it was launched.
-bool LaunchDecode(const DecodeCall& call, int64_t* needed) {
-  PyObject* launched = Launch(call.q, [&](void* stream) {
-    return decode_attention(call.tensors(), call.options, stream, needed);
-  });
-  Py_XDECREF(launched);
-  return launched != nullptr;
-}
-
 // Zero when launched; otherwise the floats of workspace that it needs first.
 PyObject* Decode(PyObject*, PyObject* const* values, Py_ssize_t count) {
   DecodeCall call;
   int64_t needed = 0;
-  if (!call.Parse(values, count) || !LaunchDecode(call, &needed)) return nullptr;
-  return PyLong_FromLongLong(needed);
+  if (!call.Parse(values, count)) return nullptr;
+  const Reference launched(Launch(call.q, [&](void* stream) {
+    return decode_attention(call.tensors(), call.options, stream, &needed);
+  }));
+  return launched ? PyLong_FromLongLong(needed) : nullptr;
 }
 
 // A public operator as a whole: allocates what is not given, then launches. Its arguments are the
@@ -134,7 +129,7 @@ PyObject* DecodeOperator(PyObject*, PyObject* const* values, Py_ssize_t count) {
     PyErr_Format(PyExc_ValueError, "%s: `q` must have 4 dimensions, got %d", kDecode, q.ndim);
     return nullptr;
   }
-  Reference out, lse, workspace;
+  Reference out, lse;
   if (kGiven) {
     out.Take(Py_NewRef(values[kInputs]));
     if (kLse) lse.Take(Py_NewRef(values[kInputs + 1]));
@@ -142,18 +137,22 @@ PyObject* DecodeOperator(PyObject*, PyObject* const* values, Py_ssize_t count) {
     out.Take(NewTensor(values[0], {q.shape[0], q.shape[1], q.shape[2], q.shape[3]}));
     if (kLse && out) lse.Take(NewFloat32(values[0], {q.shape[0], q.shape[2], q.shape[1]}));
   }
-  int64_t needed = 0;
   if (!out || !call.out.Read(out.get(), kDecode, "out") || (kLse && !lse) ||
-      (kLse && !call.lse.Read(lse.get(), kDecode, "lse")) || !LaunchDecode(call, &needed)) {
+      (kLse && !call.lse.Read(lse.get(), kDecode, "lse"))) {
     return nullptr;
   }
-  if (needed > 0) {
-    workspace.Take(NewFloat32(values[0], {needed}));
-    if (!workspace || !call.workspace.Read(workspace.get(), kDecode, "workspace") ||
-        !LaunchDecode(call, &needed)) {
-      return nullptr;
-    }
+  DecodeLaunch launch;
+  const Status status = launch.prepare(call.tensors(), call.options);
+  if (!status.ok()) return Raise(status);
+  void* stream = nullptr;
+  Workspace workspace;
+  if (!call.q.CurrentStream(&stream) ||
+      (launch.workspace() > 0 &&
+       !workspace.Get(values[0], q.device_index, stream, launch.workspace()))) {
+    return nullptr;
   }
+  const Status launched = WithoutGil([&] { return launch.run(workspace.data(), stream); });
+  if (!launched.ok()) return Raise(launched);
   if (kGiven) Py_RETURN_NONE;
   return kLse ? PyTuple_Pack(2, out.get(), lse.get()) : out.Release();
 }

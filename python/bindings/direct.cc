@@ -6,6 +6,7 @@
 #include <structmember.h>
 
 #include "python/bindings/eager.h"
+#include "python/bindings/launcher.h"
 
 namespace tiercel::python {
 namespace {
@@ -17,6 +18,7 @@ struct Direct {
   Py_ssize_t tensors;   // how many come first
   Py_ssize_t passed;    // how many `run` takes: all, or all but `backend`
   PyObject* mutated;    // places of the arguments that are written to, a tuple
+  Py_ssize_t matrix;    // the first of them, or 0: whose columns a call may ask for
   PyObject* ready;      // set of devices that sm90 runs on
   PyObject* overrides;  // dict whose "overriding" says that a backend was asked for elsewhere
   PyObject* run;        // sm90
@@ -28,7 +30,7 @@ struct Direct {
 };
 
 // 1 for yes, 0 for no, -1 with a Python exception.
-int TakesSm90(const Direct* self, PyObject* const* args) {
+int TakesSm90(const Direct* self, PyObject* const* args, const TensorView* first) {
   PyObject* backend = args[self->count - 1];
   if (backend == Py_None) {
     PyObject* overriding = PyDict_GetItemWithError(self->overrides, self->name_overriding);
@@ -39,7 +41,8 @@ int TakesSm90(const Direct* self, PyObject* const* args) {
     const int differs = PyUnicode_Compare(backend, self->name_sm90);
     if (differs != 0) return PyErr_Occurred() ? -1 : 0;
   }
-  PyObject* device = DeviceOf(args[0]);
+  const bool on_gpu = first != nullptr && first->device_type == DeviceType::kCUDA;
+  PyObject* device = on_gpu ? PyLong_FromLong(first->device_index) : DeviceOf(args[0]);
   if (device == nullptr) return -1;
   const int ready = PySet_Contains(self->ready, device);
   Py_DECREF(device);
@@ -91,18 +94,37 @@ bool CountAsWritten(const Direct* self, PyObject* const* args) {
   return none != nullptr;
 }
 
+bool HasColumns(const TensorView* matrix, PyObject* columns) {
+  if (matrix == nullptr || matrix->ndim != 2 || !PyLong_CheckExact(columns)) return false;
+  const long long wanted = PyLong_AsLongLong(columns);
+  if (wanted == -1) PyErr_Clear();
+  return matrix->shape[1] == wanted;
+}
+
+// With one argument more, the columns of `matrix`: NotImplemented where it has others, or where
+// this is not the plain case.
 PyObject* Call(PyObject* object, PyObject* const* args, size_t flags, PyObject* names) {
   const auto* self = reinterpret_cast<const Direct*>(object);
   const Py_ssize_t count = PyVectorcall_NARGS(flags);
-  if (count != self->count || names != nullptr) {
+  const bool counted = count == self->count + 1;
+  if ((count != self->count && !counted) || names != nullptr) {
     return PyObject_Vectorcall(self->otherwise, args, flags, names);
   }
-  Route route;
-  if (!FindRoute(args, self->tensors, &route)) return nullptr;
-  const int plain = route == Route::kDirect ? TakesSm90(self, args) : 0;
-  if (plain < 0) return nullptr;
-  if (plain == 0) return PyObject_Vectorcall(self->otherwise, args, flags, names);
-  PyObject* outputs = PyObject_Vectorcall(self->run, args, self->passed, nullptr);
+  PyObject* outputs;
+  {
+    Route route;
+    TensorsOfCall read;
+    if (!FindRoute(args, self->tensors, &read, &route)) return nullptr;
+    const int plain = route == Route::kDirect ? TakesSm90(self, args, read.view(0)) : 0;
+    if (plain < 0) return nullptr;
+    if (counted && (plain == 0 || !HasColumns(read.view(self->matrix), args[self->count]))) {
+      Py_RETURN_NOTIMPLEMENTED;
+    }
+    if (plain == 0) return PyObject_Vectorcall(self->otherwise, args, flags, names);
+    // Other callables may be someone's who changes tensors.
+    if (PyCFunction_Check(self->run) || IsLauncher(self->run)) read.Use();
+    outputs = PyObject_Vectorcall(self->run, args, self->passed, nullptr);
+  }
   if (outputs == nullptr) outputs = Recover(self, args);
   if (outputs == nullptr) return nullptr;
   if (PyTuple_GET_SIZE(self->mutated) > 0 && !CountAsWritten(self, args)) Py_CLEAR(outputs);
@@ -132,6 +154,7 @@ PyObject* New(PyTypeObject* type, PyObject* positional, PyObject* keywords) {
   self->count = count;
   self->tensors = tensors;
   self->passed = without_backend ? count - 1 : count;
+  self->matrix = PyTuple_GET_SIZE(mutated) > 0 ? PyLong_AsSsize_t(PyTuple_GET_ITEM(mutated, 0)) : 0;
   const auto keep = [](PyObject* object) {
     Py_INCREF(object);
     return object;

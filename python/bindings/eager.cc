@@ -39,16 +39,36 @@ class TensorReader {
   bool is_method_ = false;
 };
 
+// A function without arguments; one in C is called without Python's checks of the call.
+class Getter {
+ public:
+  explicit Getter(PyObject* function) : function_(function) {
+    if (PyCFunction_CheckExact(function) && PyCFunction_GET_FLAGS(function) == METH_NOARGS) {
+      direct_ = PyCFunction_GET_FUNCTION(function);
+      self_ = PyCFunction_GET_SELF(function);
+    }
+  }
+
+  PyObject* operator()() const {
+    return direct_ != nullptr ? direct_(self_, nullptr) : PyObject_CallNoArgs(function_);
+  }
+
+ private:
+  PyObject* function_;
+  PyCFunction direct_ = nullptr;
+  PyObject* self_ = nullptr;
+};
+
 // What tiercel._eager hands over once torch is there. Never freed: Python may be gone at exit.
 struct Hooks {
-  PyObject* exact_types[2];   // torch.Tensor and torch.nn.Parameter
-  PyObject* transforms;       // () -> whether a functorch transform is active
-  PyObject* forward_ad;       // module whose _current_level is negative outside of forward AD
-  PyObject* dispatch_modes;   // () -> how many are active
-  PyObject* function_modes;   // () -> how many are active
-  PyObject* is_tracing;       // () -> whether torch.jit.trace runs
-  PyObject* is_grad_enabled;  // () -> bool
-  PyObject* name_level;       // "_current_level"
+  PyObject* exact_types[2];  // torch.Tensor and torch.nn.Parameter
+  Getter transforms;         // whether a functorch transform is active
+  PyObject* forward_ad;      // module whose _current_level is negative outside of forward AD
+  Getter dispatch_modes;     // how many are active
+  Getter function_modes;     // how many are active
+  Getter is_tracing;         // whether torch.jit.trace runs
+  Getter is_grad_enabled;    // bool
+  PyObject* name_level;      // "_current_level"
   TensorReader needs_grad;
   TensorReader is_neg;
   TensorReader device;
@@ -66,7 +86,7 @@ int Truth(PyObject* value) {
 }
 
 int IsTransformed() {
-  const int level = Truth(PyObject_CallNoArgs(hooks->transforms));
+  const int level = Truth(hooks->transforms());
   if (level != 0) return level;
   PyObject* forward = PyObject_GetAttr(hooks->forward_ad, hooks->name_level);
   if (forward == nullptr) return -1;
@@ -76,33 +96,48 @@ int IsTransformed() {
 }
 
 int IsObserved() {
-  int observed = Truth(PyObject_CallNoArgs(hooks->dispatch_modes));
-  if (observed == 0) observed = Truth(PyObject_CallNoArgs(hooks->function_modes));
-  if (observed == 0) observed = Truth(PyObject_CallNoArgs(hooks->is_tracing));
+  int observed = Truth(hooks->dispatch_modes());
+  if (observed == 0) observed = Truth(hooks->function_modes());
+  if (observed == 0) observed = Truth(hooks->is_tracing());
   return observed;
 }
 
+// What a dtype tells about tensors; null is one that could not be read. To ask torch takes longer.
+
+// Real parts of complex tensors have other dtypes, and torch refuses a view of them as one of
+// these.
+bool MayBeNegated(const TensorView* view) {
+  return view == nullptr || view->dtype == DType::kFloat32 || view->dtype == DType::kFloat16 ||
+         view->dtype == DType::kFloat64 || view->dtype == DType::kUnknown;
+}
+
+bool MayNeedGrad(const TensorView* view) {
+  return view == nullptr || (view->dtype != DType::kInt32 && view->dtype != DType::kInt64);
+}
+
 // Views like z.conj().imag hold the negative of what is in memory; the dispatcher resolves them.
-int IsNegated(PyObject* const* tensors, Py_ssize_t count) {
+int IsNegated(PyObject* const* tensors, Py_ssize_t count, const TensorsOfCall& read) {
   int negated = 0;
   for (Py_ssize_t i = 0; i < count && negated == 0; ++i) {
-    negated = Truth(hooks->is_neg.Read(tensors[i]));
+    if (MayBeNegated(read.view(i))) negated = Truth(hooks->is_neg.Read(tensors[i]));
   }
   return negated;
 }
 
-int NeedsGrad(PyObject* const* tensors, Py_ssize_t count) {
+int NeedsGrad(PyObject* const* tensors, Py_ssize_t count, const TensorsOfCall& read) {
   int wanted = 0;
   for (Py_ssize_t i = 0; i < count && wanted == 0; ++i) {
-    wanted = Truth(hooks->needs_grad.Read(tensors[i]));
+    if (MayNeedGrad(read.view(i))) wanted = Truth(hooks->needs_grad.Read(tensors[i]));
   }
-  return wanted > 0 ? Truth(PyObject_CallNoArgs(hooks->is_grad_enabled)) : wanted;
+  return wanted > 0 ? Truth(hooks->is_grad_enabled()) : wanted;
 }
 
 // route(*tensors)
 PyObject* RouteOf(PyObject*, PyObject* const* tensors, Py_ssize_t count) {
   Route route;
-  return FindRoute(tensors, count, &route) ? PyLong_FromLong(static_cast<long>(route)) : nullptr;
+  TensorsOfCall read;
+  return FindRoute(tensors, count, &read, &route) ? PyLong_FromLong(static_cast<long>(route))
+                                                  : nullptr;
 }
 
 // In the order of the fields of Hooks.
@@ -117,12 +152,12 @@ PyObject* SetRouteHooks(PyObject*, PyObject* const* values, Py_ssize_t count) {
   }
   for (Py_ssize_t i = 0; i < count; ++i) Py_INCREF(values[i]);
   hooks = new Hooks{{values[0], values[1]},
-                    values[2],
+                    Getter(values[2]),
                     values[3],
-                    values[4],
-                    values[5],
-                    values[6],
-                    values[7],
+                    Getter(values[4]),
+                    Getter(values[5]),
+                    Getter(values[6]),
+                    Getter(values[7]),
                     name_level,
                     needs_grad,
                     is_neg,
@@ -151,16 +186,18 @@ bool ArePlainTensors(PyObject* const* tensors, Py_ssize_t count) {
   return true;
 }
 
-bool FindRoute(PyObject* const* tensors, Py_ssize_t count, Route* route) {
+bool FindRoute(PyObject* const* tensors, Py_ssize_t count, TensorsOfCall* read, Route* route) {
   *route = Route::kDispatch;
   if (!ArePlainTensors(tensors, count)) return true;
   int answer = IsTransformed();
   if (answer > 0) *route = Route::kTransformed;
   if (answer != 0) return answer > 0;
   answer = IsObserved();
-  if (answer == 0) answer = IsNegated(tensors, count);
   if (answer != 0) return answer > 0;
-  answer = NeedsGrad(tensors, count);
+  read->Read(tensors, count);
+  answer = IsNegated(tensors, count, *read);
+  if (answer != 0) return answer > 0;
+  answer = NeedsGrad(tensors, count, *read);
   *route = answer > 0 ? Route::kGrad : Route::kDirect;
   return answer >= 0;
 }

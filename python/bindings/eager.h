@@ -5,6 +5,8 @@
 
 #include <Python.h>
 
+#include "python/bindings/tensor_from_python.h"
+
 namespace tiercel::python {
 
 // The ways to run an operator; tiercel._eager has the same values.
@@ -18,8 +20,9 @@ enum class Route : long {
 // Whether all are exactly torch.Tensor or Parameter.
 bool ArePlainTensors(PyObject* const* tensors, Py_ssize_t count);
 
-// How to run an operator on these tensors. False with a Python exception. Wants the GIL.
-bool FindRoute(PyObject* const* tensors, Py_ssize_t count, Route* route);
+// How to run an operator on these tensors, which `read` then has where they are plain and can be
+// read. False with a Python exception. Wants the GIL.
+bool FindRoute(PyObject* const* tensors, Py_ssize_t count, TensorsOfCall* read, Route* route);
 
 // The index of a plain tensor's device, as Python's int; -1 on the CPU.
 PyObject* DeviceOf(PyObject* tensor);

@@ -325,4 +325,6 @@ PyType_Spec spec = {"tiercel._C.Launcher", sizeof(Launcher), 0,
 
 PyObject* MakeLauncherType() { return PyType_FromSpec(&spec); }
 
+bool IsLauncher(PyObject* object) { return Py_TYPE(object)->tp_new == New; }
+
 }  // namespace tiercel::python

@@ -10,6 +10,9 @@ namespace tiercel::python {
 // reference, or null with a Python exception.
 PyObject* MakeLauncherType();
 
+// Whether it is one.
+bool IsLauncher(PyObject* object);
+
 }  // namespace tiercel::python
 
 #endif  // PYTHON_BINDINGS_LAUNCHER_H_

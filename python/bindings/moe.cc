@@ -4,6 +4,7 @@
 #include "python/bindings/call.h"
 #include "python/bindings/families.h"
 #include "python/bindings/optional_tensor.h"
+#include "python/bindings/tuned.h"
 
 namespace tiercel::python {
 namespace {
@@ -12,15 +13,21 @@ namespace {
 constexpr int kMultiprocessors = 132;
 
 // (x, w, sorted_token_ids, expert_ids, num_tokens_post_padded, weights or None, out, block_size,
-// activation's index, topk_ids or None, experts everywhere, x_scale or None, w_scale or None);
-// `up` has no weights and no ids.
+// activation's index, topk_ids or None, experts everywhere, x_scale or None, w_scale or None) and,
+// from the tuner, a configuration or None; `up` has no weights and no ids.
 struct MoeMlpCall {
   PythonTensor x, w, sorted, experts, used, out;
   OptionalTensor weights, topk_ids, x_scale, w_scale;
   long block_size = 0, everywhere = 0;
   MoeActivation activation = MoeActivation::kSilu;
+  MoeTile tile;
 
   bool Parse(const char* op, bool up, PyObject* const* values, Py_ssize_t count) {
+    if (count == 14 && values[--count] != Py_None) {
+      std::array<int, 2> fields;
+      if (!ReadConfig(values[count], op, &fields)) return false;
+      tile = {fields[0], fields[1]};
+    }
     if (!Arguments(op, values, count).Expect(13)) return false;
     if (!x.Read(values[0], op, "x") || !w.Read(values[1], op, up ? "w_up" : "w_down") ||
         !sorted.Read(values[2], op, "sorted_token_ids") ||
@@ -54,7 +61,7 @@ PyObject* MoeUp(PyObject*, PyObject* const* values, Py_ssize_t count) {
   if (!call.Parse("moe_up", true, values, count)) return nullptr;
   return Launch(call.x, [&](void* stream) {
     return moe_up(call.x.view(), call.w.view(), call.scales(), call.routing(), call.out.view(),
-                  call.activation, stream);
+                  call.activation, call.tile, stream);
   });
 }
 
@@ -63,7 +70,7 @@ PyObject* MoeDown(PyObject*, PyObject* const* values, Py_ssize_t count) {
   if (!call.Parse("moe_down", false, values, count)) return nullptr;
   return Launch(call.x, [&](void* stream) {
     return moe_down(call.x.view(), call.w.view(), call.scales(), call.routing(),
-                    call.weights.view(), call.ids(), call.out.view(), stream);
+                    call.weights.view(), call.ids(), call.out.view(), call.tile, stream);
   });
 }
 
@@ -76,9 +83,9 @@ PyObject* PlanOf(bool up, PyObject* const* values, Py_ssize_t count) {
     multiprocessors = kMultiprocessors;
   }
   MoeMlpPlan plan{};
-  const Status status = moe_mlp_plan(up, call.x.view(), call.w.view(), call.scales(),
-                                     call.routing(), call.weights.view(), call.ids(),
-                                     call.out.view(), call.activation, multiprocessors, &plan);
+  const Status status = moe_mlp_plan(
+      up, call.x.view(), call.w.view(), call.scales(), call.routing(), call.weights.view(),
+      call.ids(), call.out.view(), call.activation, call.tile, multiprocessors, &plan);
   if (!status.ok()) return Raise(status);
   return Py_BuildValue("{s:s, s:i, s:i, s:i, s:i, s:I, s:I, s:I}", "kernel", plan.kernel, "tile_m",
                        plan.tile_m, "tile_n", plan.tile_n, "cluster", plan.cluster, "tiles",
@@ -98,7 +105,7 @@ PyObject* MoeLoad(PyObject*, PyObject* device) { return Load(device, moe_mlp_loa
   {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, \
    name                                                                                        \
    "(x, w, sorted_token_ids, expert_ids, num_tokens_post_padded, weights, out, block_size, "   \
-   "activation, topk_ids, experts, x_scale, w_scale, /)\n--\n\n" text}
+   "activation, topk_ids, experts, x_scale, w_scale, config=None, /)\n--\n\n" text}
 
 PyMethodDef functions[] = {
     TIERCEL_FAST("moe_up", MoeUp, "Launches the kernel on the current stream; fills `out`."),

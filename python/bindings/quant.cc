@@ -58,6 +58,18 @@ PyObject* Fp8QuantizePlanOf(PyObject*, PyObject* const* values, Py_ssize_t count
                        static_cast<long long>(plan.grid), "block", plan.block);
 }
 
+// (x, q, scale, None, granularity's index, x_is_older, starts_next)
+PyObject* Fp8QuantizeBetween(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  if (!Arguments(kFp8Quantize, values, count).Expect(7)) return nullptr;
+  Fp8QuantizeCall call;
+  if (!call.Parse(values, 5)) return nullptr;
+  const bool x_is_older = values[5] == Py_True, starts_next = values[6] == Py_True;
+  return Launch(call.scale, [&](void* stream) {
+    return fp8_quantize_between(call.x.view(), call.q.view(), call.scale.view(), call.granularity,
+                                x_is_older, starts_next, stream);
+  });
+}
+
 // (x, scale, q)
 PyObject* Fp8QuantizeStatic(PyObject*, PyObject* const* values, Py_ssize_t count) {
   PythonTensor x, scale, q;
@@ -154,6 +166,9 @@ PyMethodDef functions[] = {
                  "Launches the kernels on the current stream; fills `q` and `scale`."),
     TIERCEL_FAST("fp8_quantize_plan", Fp8QuantizePlanOf, "(x, q, scale, partial, granularity, /)",
                  "Checks the arguments as a launch does and returns the configuration."),
+    TIERCEL_FAST("fp8_quantize_between", Fp8QuantizeBetween,
+                 "(x, q, scale, partial, granularity, x_is_older, starts_next, /)",
+                 "Of rows or groups, overlapping with the launches before and after it."),
     TIERCEL_FAST("fp8_quantize_static", Fp8QuantizeStatic, "(x, scale, q, /)",
                  "The same with a scale that is given; fills `q`."),
     TIERCEL_LOAD("fp8_quantize_load", Fp8QuantizeLoad),

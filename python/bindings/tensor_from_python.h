@@ -39,6 +39,37 @@ class PythonTensor {
   int64_t storage_[2 * kMaxDims];
 };
 
+// The tensors of one call, each read once. PythonTensor::Read takes from here what this thread has
+// in use, so nothing may change the tensors meanwhile.
+class TensorsOfCall {
+ public:
+  TensorsOfCall() = default;
+  TensorsOfCall(const TensorsOfCall&) = delete;
+  TensorsOfCall& operator=(const TensorsOfCall&) = delete;
+  ~TensorsOfCall();
+
+  // False, without a Python exception, where one cannot be read or there are too many.
+  bool Read(PyObject* const* objects, Py_ssize_t count);
+
+  // Null where they have not been read.
+  const TensorView* view(Py_ssize_t i) const { return i < count_ ? &tensors_[i].view() : nullptr; }
+
+  // From here on PythonTensor::Read finds them.
+  void Use();
+
+  // Null where it is none of them.
+  const PythonTensor* Find(PyObject* object) const;
+
+ private:
+  static constexpr Py_ssize_t kMost = 8;
+
+  Py_ssize_t count_ = 0;
+  PyObject* const* objects_ = nullptr;
+  PythonTensor tensors_[kMost];
+  bool used_ = false;
+  const TensorsOfCall* before_ = nullptr;  // what this thread used before
+};
+
 }  // namespace tiercel::python
 
 #endif  // PYTHON_BINDINGS_TENSOR_FROM_PYTHON_H_

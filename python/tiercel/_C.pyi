@@ -199,6 +199,16 @@ def fp8_quantize(x: Any, q: Any, scale: Any, partial: Any, granularity: int, /) 
 def fp8_quantize_plan(
     x: Any, q: Any, scale: Any, partial: Any, granularity: int, /
 ) -> _Fp8QuantizePlan: ...
+def fp8_quantize_between(
+    x: Any,
+    q: Any,
+    scale: Any,
+    partial: Any,
+    granularity: int,
+    x_is_older: bool,
+    starts_next: bool,
+    /,
+) -> None: ...
 def fp8_quantize_static(x: Any, scale: Any, q: Any, /) -> None: ...
 def fp8_quantize_load(device: int, /) -> None: ...
 def activation(x: Any, up: Any, scale: Any, out: Any, function: int, gated: bool, /) -> None: ...
@@ -327,6 +337,46 @@ def attention_varlen(
     softcap: float,
     /,
 ) -> None: ...
+def attention_varlen_fp8(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    q_descale: Any,
+    k_descale: Any,
+    v_descale: Any,
+    workspace: Any,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    /,
+) -> None: ...
+def attention_varlen_fp8_plan(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    q_descale: Any,
+    k_descale: Any,
+    v_descale: Any,
+    workspace: Any,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    /,
+) -> _AttentionFp8Plan: ...
 def attention_varlen_plan(
     q: Any,
     k: Any,
@@ -464,6 +514,24 @@ def linear_act(
 def linear_act_plan(
     x: Any, weight: Any, bias: Any, out: Any, activation: int, config: tuple[int, ...] = ..., /
 ) -> _LinearActPlan: ...
+def linear_act_extra(
+    x: Any, weight: Any, bias: Any, residual: Any, out: Any, sums: Any, activation: int, /
+) -> None: ...
+def linear_act_extra_plan(
+    x: Any, weight: Any, bias: Any, residual: Any, out: Any, sums: Any, activation: int, /
+) -> _LinearActPlan: ...
+def gated_linear(x: Any, weight: Any, bias: Any, out: Any, activation: int, /) -> None: ...
+def gated_linear_plan(
+    x: Any, weight: Any, bias: Any, out: Any, activation: int, /
+) -> _LinearActPlan: ...
+def fp8_linear(
+    x: Any, weight: Any, x_scale: Any, weight_scale: Any, bias: Any, out: Any, activation: int, /
+) -> None: ...
+def fp8_linear_plan(
+    x: Any, weight: Any, x_scale: Any, weight_scale: Any, bias: Any, out: Any, activation: int, /
+) -> _LinearActPlan: ...
+def linear_act_grad(grad: Any, other: Any, out: Any, of_weight: bool, /) -> None: ...
+def linear_act_grad_plan(grad: Any, other: Any, out: Any, of_weight: bool, /) -> _LinearActPlan: ...
 def linear_act_tuned(device: int, problems: Sequence[_TunedProblem], /) -> None: ...
 def linear_act_load(device: int, /) -> None: ...
 def moe_up(
@@ -480,6 +548,7 @@ def moe_up(
     experts: int,
     x_scale: Any,
     w_scale: Any,
+    config: tuple[int, int] | None = ...,
     /,
 ) -> None: ...
 def moe_up_plan(
@@ -496,6 +565,7 @@ def moe_up_plan(
     experts: int,
     x_scale: Any,
     w_scale: Any,
+    config: tuple[int, int] | None = ...,
     /,
 ) -> _MoeMlpPlan: ...
 def moe_down(
@@ -512,6 +582,7 @@ def moe_down(
     experts: int,
     x_scale: Any,
     w_scale: Any,
+    config: tuple[int, int] | None = ...,
     /,
 ) -> None: ...
 def moe_down_plan(
@@ -528,6 +599,7 @@ def moe_down_plan(
     experts: int,
     x_scale: Any,
     w_scale: Any,
+    config: tuple[int, int] | None = ...,
     /,
 ) -> _MoeMlpPlan: ...
 def moe_load(device: int, /) -> None: ...

@@ -34,7 +34,10 @@ if TYPE_CHECKING:
     from tiercel.ops.attention_varlen import attention_varlen as attention_varlen
     from tiercel.ops.gemv import nvfp4_gemv as nvfp4_gemv
     from tiercel.ops.gemv import nvfp4_linear as nvfp4_linear
+    from tiercel.ops.linear import fused_mlp as fused_mlp
+    from tiercel.ops.linear import gated_linear as gated_linear
     from tiercel.ops.linear import linear_act as linear_act
+    from tiercel.ops.linear_fp8 import fp8_linear as fp8_linear
     from tiercel.ops.moe import fused_moe as fused_moe
     from tiercel.ops.moe_grouped import grouped_gemm as grouped_gemm
     from tiercel.ops.moe_halves import moe_down as moe_down
@@ -64,8 +67,11 @@ _LAZY = {
     "copy_transpose": "tiercel.ops.transpose",
     "decode_attention": "tiercel.ops.attention_decode",
     "explain": "tiercel._explain",
+    "fp8_linear": "tiercel.ops.linear_fp8",
     "fp8_quantize": "tiercel.ops.quant",
+    "fused_mlp": "tiercel.ops.linear",
     "fused_moe": "tiercel.ops.moe",
+    "gated_linear": "tiercel.ops.linear",
     "gelu": "tiercel.ops.activation",
     "gelu_and_mul": "tiercel.ops.activation",
     "grouped_gemm": "tiercel.ops.moe_grouped",
@@ -108,8 +114,11 @@ __all__ = [
     "copy_transpose",
     "decode_attention",
     "explain",
+    "fp8_linear",
     "fp8_quantize",
+    "fused_mlp",
     "fused_moe",
+    "gated_linear",
     "gelu",
     "gelu_and_mul",
     "grouped_gemm",

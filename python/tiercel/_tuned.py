@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tiercel import _C
 from tiercel._log import logger
+from tiercel._tuned_table import Table
 
 SCHEMA = 1
 FOLDER = Path(__file__).parent / "configs"
@@ -26,18 +27,23 @@ class Tuned:
     """An operator with tuned configurations: their fields, in the launcher's order.
 
     Args:
+        sizes: What a problem's sizes are called.
         fields: Names, and whether each is a number or a flag.
         set: Hands a device's problems to the launcher.
         command: How to tune a problem.
     """
 
+    sizes: tuple[str, ...]
     fields: Mapping[str, type]
     set: Callable[[int, Any], None]
     command: str
 
 
+FUSED_MOE = Table()
+
 OPS = {
     "linear_act": Tuned(
+        ("N", "K"),
         {
             "tile_m": int,
             "tile_n": int,
@@ -47,12 +53,25 @@ OPS = {
             "group": int,
         },
         _C.linear_act_tuned,
-        "tiercel tune linear --problem N={n},K={k} --dtype {dtype}",
+        "tiercel tune linear --problem {sizes} --dtype {dtype}",
     ),
     "nvfp4_linear": Tuned(
+        ("N", "K"),
         {"cluster": int, "tiles": int, "parts": int, "stages": int},
         _C.nvfp4_linear_tuned,
-        "tiercel tune nvfp4-linear --problem N={n},K={k}",
+        "tiercel tune nvfp4-linear --problem {sizes}",
+    ),
+    "fused_moe": Tuned(
+        ("E", "k", "H", "I"),
+        {
+            "block_size": int,
+            "up_tile": int,
+            "up_cluster": int,
+            "down_tile": int,
+            "down_cluster": int,
+        },
+        FUSED_MOE.set,
+        "tiercel tune moe --problem {sizes} --dtype {dtype}",
     ),
 }
 
@@ -66,9 +85,14 @@ def device_label(name: str) -> str:
     return name.replace(" ", "_").replace("/", "_").replace(",", "_")
 
 
-def file_name(n: int, k: int, dtype: str, device: str) -> str:
+def _text(op: str, sizes: Sequence[int], between: str) -> str:
+    named = zip(OPS[op].sizes, sizes, strict=True)
+    return between.join(f"{name}={size}" for name, size in named)
+
+
+def file_name(op: str, sizes: Sequence[int], dtype: str, device: str) -> str:
     """No comma: wheel tools split the lines of RECORD at them."""
-    return f"N={n}-K={k}-dtype={dtype}-device={device_label(device)}.json"
+    return f"{_text(op, sizes, '-')}-dtype={dtype}-device={device_label(device)}.json"
 
 
 def folders() -> list[Path]:
@@ -77,8 +101,8 @@ def folders() -> list[Path]:
     return [FOLDER, *([Path(more)] if more else [])]
 
 
-def read(path: Path, op: str) -> tuple[str, int, int, list[tuple[int, tuple[int, ...]]]]:
-    """(dtype, N, K, [(tokens, fields)]) of a file.
+def read(path: Path, op: str) -> tuple[str, tuple[int, ...], list[tuple[int, tuple[int, ...]]]]:
+    """(dtype, sizes, [(tokens, fields)]) of a file.
 
     Raises:
         ConfigError: It is not such a file.
@@ -93,7 +117,8 @@ def read(path: Path, op: str) -> tuple[str, int, int, list[tuple[int, tuple[int,
         entries = [(int(t), _fields(op, config)) for t, config in data["configs"].items()]
         if any(tokens < 1 for tokens, _ in entries):
             raise ConfigError(f"{path}: a number of tokens must be positive")
-        return str(problem["dtype"]), int(problem["N"]), int(problem["K"]), sorted(entries)
+        sizes = tuple(int(problem[name]) for name in OPS[op].sizes)
+        return str(problem["dtype"]), sizes, sorted(entries)
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -117,21 +142,21 @@ def load(device: int, name: str) -> None:
         for folder in folders():
             for path in sorted((folder / op).glob(f"*-device={device_label(name)}.json")):
                 try:
-                    problems.append(read(path, op))
+                    dtype, sizes, configs = read(path, op)
+                    problems.append((dtype, *sizes, configs))
                 except ConfigError as error:
                     logger.warning("a tuned configuration is left out: %s", error)
         tuned.set(device, problems)
 
 
-def hint(op: str, device: int, dtype: str, n: int, k: int) -> None:
+def hint(op: str, device: int, dtype: str, *sizes: int) -> None:
     """A problem without a file was met; the launcher calls this once an operator and process."""
-    command = OPS[op].command.format(n=n, k=k, dtype=dtype)
+    command = OPS[op].command.format(sizes=_text(op, sizes, ","), dtype=dtype)
     logger.info(
-        "%s: nothing is tuned for N=%d, K=%d, %s on GPU %d; a heuristic chooses. "
+        "%s: nothing is tuned for %s, %s on GPU %d; a heuristic chooses. "
         "`%s` may find better, `tiercel tune apply` keeps it. (Said once.)",
         op,
-        n,
-        k,
+        _text(op, sizes, ", "),
         dtype,
         device,
         command,

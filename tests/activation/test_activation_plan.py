@@ -44,8 +44,12 @@ def test_kernels_are_the_ones_asked_for(dtype, function, form):
 def test_every_size_has_a_plan_that_covers_it(rows, columns):
     for form in ("plain", "packed", "pair"):
         got = plan(ExchangeTensor, rows, 2 * columns, form=form)
-        vectors = got["rows"] * -(-got["columns"] // 8)
-        assert 0 <= got["grid"] * got["block"] - vectors < got["block"]
+        # Unaligned rows may have part of one more.
+        before = 7 if form != "plain" and not got["aligned"] else 0
+        vectors = got["rows"] * -(-(got["columns"] + before) // 8)
+        few = vectors <= 132 * 2048
+        of_block = got["block"] * (2 if form == "plain" and not few else 1)
+        assert 0 <= got["grid"] * of_block - vectors < of_block
         assert got["rows"] * got["columns"] == rows * columns * (1 if form == "packed" else 2)
         assert got["rows"] == (rows if form == "packed" else 1) or rows == 1
 

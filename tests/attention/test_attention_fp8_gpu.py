@@ -82,6 +82,16 @@ def test_window_and_softcap(make, d, window):
         check(make(*sizes, d), window=window, softcap=15.0, **factors(1))
 
 
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("positive", [(0, 0), (0, 300), (700, 1100)])
+def test_scores_of_one_sign(make, d, positive):
+    """Floats below 0 do not compare as integers do."""
+    q, k, v = make(2, 1100, 1100, 4, 2, d)
+    k = -k.float().abs()
+    k[:, slice(*positive)] *= -1
+    check((q.float().abs().to(q.dtype), k.to(q.dtype), v))
+
+
 def test_sums_of_many_keys(make):
     """Values of one sign: an adder of 13 bits that kept all of it would lose several parts in a
     hundred."""

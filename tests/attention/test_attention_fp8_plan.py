@@ -102,3 +102,51 @@ def test_what_the_copy_engine_cannot_do(make):
     tensor = make(2, 300, 8, 128, dtype=FLOAT8, address=ADDRESS + 8)
     with pytest.raises(NotImplementedError, match="`v` must start at a multiple of 16 bytes"):
         plan(make, v=tensor)
+
+
+def plan_packed(make, lengths=(900, 1000), shape=(8, 2, 64), longest=(500, 400), **given):
+    heads, kv_heads, d = shape
+    (queries, keys), none = lengths, [None] * 5
+    tensors = [make(queries, heads, d, dtype=FLOAT8)]
+    tensors += [make(keys, kv_heads, d, dtype=FLOAT8) for _ in "kv"]
+    tensors.append(make(queries, heads, d, dtype=given.pop("out", "bfloat16")))
+    starts = [make(given.pop(name, 4), dtype="int32") for name in ("starts_q", "starts_k")]
+    options = (-1, given.pop("right", -1), 0.1, given.pop("softcap", 0.0))
+    none[1] = given.pop("q_descale", None)
+    assert not given
+    return _C.attention_varlen_fp8_plan(*tensors, *none, *options, *starts, *longest)
+
+
+@pytest.mark.parametrize("d", [16, 64, 96, 128])
+@pytest.mark.parametrize("right", [NO_LIMIT, 0, 30])
+def test_packed_sequences(make, d, right):
+    got = plan_packed(make, shape=(8, 2, d), right=right)
+    assert got["kernel"].startswith(f"attention_fp8_d{64 if d <= 64 else 128}_")
+    assert got["kernel"].endswith("_packed")
+    # Tiles for all keys, and one more a sequence.
+    tiles = 1000 // got["tile_n"] + 3
+    assert got["workspace"] == 128 + 2 * d * tiles * got["tile_n"]
+
+
+def test_three_warpgroups_for_long_packed_sequences():
+    got = plan_packed(ExchangeTensor, longest=(5000, 5000))
+    assert (got["tile_m"], got["tile_n"]) == (192, 96)
+    assert got["workspace"] == 128 + 2 * 64 * (1000 // 96 + 3) * 128
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "changes"),
+    [
+        (TypeError, "`out` must have dtype bfloat16, got float8_e4m3fn", {"out": FLOAT8}),
+        (ValueError, r"`cu_seqlens_k` must have shape", {"starts_k": 5}),
+        (
+            ValueError,
+            r"`q_descale` must have shape \[B, Hk\] = \[3, 2\]",
+            {"q_descale": ExchangeTensor(4, dtype="float32")},
+        ),
+        (NotImplementedError, "`softcap` must be None", {"softcap": 3.0}),
+    ],
+)
+def test_bad_packed_arguments(error, text, changes):
+    with pytest.raises(error, match=f"^attention_varlen: {text}"):
+        plan_packed(ExchangeTensor, **changes)

@@ -70,6 +70,16 @@ def test_heads_and_many_tiles(make, d, causal, heads):
     check(make(1, 4096, 4096, *heads, d, torch.float16), causal=causal)
 
 
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("positive", [(0, 0), (0, 300), (700, 1100)])
+def test_scores_of_one_sign(make, d, positive):
+    """Floats below 0 do not compare as integers do."""
+    q, k, v = make(2, 1100, 1100, 4, 2, d)
+    k = -k.float().abs()
+    k[:, slice(*positive)] *= -1
+    check((q.float().abs().to(q.dtype), k.to(q.dtype), v))
+
+
 WINDOWS = [(0, 0), (5, 0), (None, 7), (100, 30), (200, None), (1, 1), (None, None), (4096, 0)]
 
 

@@ -171,3 +171,58 @@ def test_a_bad_argument_of_the_backward():
     wrong = (tensors[0].float(), *tensors[1:])
     with pytest.raises(TypeError, match="attention_varlen_backward: `grad` must have dtype"):
         torch.ops.tiercel.attention_varlen_backward(*wrong, backend="ref")
+
+
+def float8(**options):
+    tensors = [x.to(torch.float8_e4m3fn) for x in arguments(dtype=torch.float32, **options)[:3]]
+    return *tensors, *arguments(**options)[3:]
+
+
+def test_float8_is_attention_of_each_sequence():
+    q, k, v, of_q, of_k, *longest = float8()
+    scales = [torch.rand(shape) + 0.5 for shape in ((3, 2), (2,), (1, 1))]
+    names = ("q_descale", "k_descale", "v_descale")
+    given = dict(zip(names, scales, strict=True))
+    result, lse = tiercel.attention_varlen(
+        q, k, v, of_q, of_k, *longest, causal=True, return_lse=True, **given
+    )
+    assert result.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    for i in range(3):
+        queries, keys = (slice(x[i], x[i + 1]) for x in (of_q, of_k))
+        given["q_descale"] = scales[0][i : i + 1]
+        due, sums = tiercel.attention(
+            q[None, queries], k[None, keys], v[None, keys], causal=True, return_lse=True, **given
+        )
+        assert torch.equal(result[queries], due[0]) and torch.equal(lse[:, queries], sums[0])
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "changes"),
+    [
+        (TypeError, "`k` must have dtype float8_e4m3fn, got bfloat16", {"k": torch.bfloat16}),
+        (ValueError, r"`k_descale` must have shape \[B, Hk\] = \[3, 2\]", {"k_descale": 4}),
+    ],
+)
+def test_float8_bad_arguments(error, text, changes):
+    given = dict(zip("qkv", float8()[:3], strict=True))
+    for name, value in changes.items():
+        given[name] = torch.ones(value) if isinstance(value, int) else given[name].to(value)
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    rest = dict(zip(names, float8()[3:], strict=True))
+    with pytest.raises(error, match=f"^attention_varlen: {text}"):
+        tiercel.attention_varlen(**given, **rest)
+
+
+def test_factors_are_of_float8():
+    with pytest.raises(ValueError, match="^attention_varlen: `v_descale` must be None unless"):
+        tiercel.attention_varlen(*arguments(), v_descale=torch.ones(1))
+
+
+def test_float8_compiles():
+    given = float8()
+    function = torch.compile(
+        lambda *x: tiercel.attention_varlen(*x, return_lse=True),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    torch.testing.assert_close(function(*given), tiercel.attention_varlen(*given, return_lse=True))

@@ -68,6 +68,8 @@ def check_split(inputs, split, left=-1, right=0):
     if needed:
         workspace = torch.full((needed,), float("nan"), device="cuda")
         assert _C.decode_attention(*given, workspace, *rest) == 0
+        out.fill_(float("nan"))  # the workspace is as good for another launch
+        assert _C.decode_attention(*given, workspace, *rest) == 0
     options = {"window": (left, right), "causal": False}
     assert_right(out, lse, inputs, **options)
 
@@ -207,8 +209,9 @@ def test_more_than_2_to_31_elements():
 
 
 @pytest.mark.parametrize("lengths", [[500, 3], [30_000, 3]])
-def test_first_call_inside_a_graph_capture(make, lengths):
-    inputs = make(lengths)
+@pytest.mark.parametrize("heads", [(8, 2), (32, 8)])
+def test_first_call_inside_a_graph_capture(make, lengths, heads):
+    inputs = make(lengths, heads=heads[0], kv_heads=heads[1])
     out = torch.empty_like(inputs[0])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -232,15 +235,27 @@ def test_dependent_launches_see_what_went_before(make, length):
     assert torch.equal(x, expected)
 
 
-def test_on_another_stream(make):
-    inputs = make([30_000, 77])
-    expected = tiercel.decode_attention(*inputs)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        result = tiercel.decode_attention(*inputs)
-    stream.synchronize()
-    assert torch.equal(result, expected)
+@pytest.mark.parametrize("heads", [(8, 2), (32, 8)])
+def test_on_several_streams_at_once(make, heads):
+    """Each has a workspace of its own, and so has a graph that runs beside them."""
+    every = [make([30_000, length], heads=heads[0], kv_heads=heads[1]) for length in (77, 9000, 3)]
+    expected = [tiercel.decode_attention(*inputs) for inputs in every]
+    streams = [torch.cuda.Stream() for _ in every]
+    graph, out = torch.cuda.CUDAGraph(), torch.empty_like(expected[0])
+    with torch.cuda.graph(graph):
+        for _ in range(20):
+            tiercel.decode_attention(*every[0], out=out)
+    torch.cuda.synchronize()
+    results = [[] for _ in every]
+    for _ in range(20):
+        for inputs, stream, found in zip(every, streams, results, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(tiercel.decode_attention(*inputs))
+    graph.replay()
+    torch.cuda.synchronize()
+    for found, right in zip(results, expected, strict=True):
+        assert all(torch.equal(x, right) for x in found)
+    assert torch.equal(out, expected[0])
 
 
 def test_two_devices(make):

@@ -18,8 +18,9 @@ ADAPTERS = adapters.load()
 ANY = Launch(run=tuple)
 
 
-def case(act="gelu_tanh", dtype="bfloat16", bias=True, host=False, **sizes):
-    params = {"M": 33, "N": 72, "K": 136} | sizes | {"act": act, "bias": bias}
+def case(act="gelu_tanh", dtype="bfloat16", bias=True, host=False, residual=False, **sizes):
+    params = {"M": 33, "N": 72, "K": 136} | sizes
+    params |= {"act": act, "bias": bias, "residual": residual}
     return Case("linear", "linear_act", dtype, params, host)
 
 
@@ -162,7 +163,7 @@ def test_another_shape_or_dtype_is_caught():
     ],
 )
 def test_wrong_parameters_are_named(wrong, text):
-    params = {"M": 1, "N": 8, "K": 8, "act": "gelu", "bias": True}
+    params = {"M": 1, "N": 8, "K": 8, "act": "gelu", "bias": True, "residual": False}
     assert BENCH.invalid(params) is None
     assert text in BENCH.invalid(params | wrong)
 

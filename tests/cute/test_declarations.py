@@ -103,8 +103,8 @@ def test_a_wrong_tensor_map(compiled, field, changes):
 def test_wrong_parameters(compiled):
     parameters = list(compiled[0].launches[0].parameters)
     found = problems(compiled, parameters=tuple(parameters[:-1]))
-    assert "has 8 parameters, 7 are declared" in found[0]
-    parameters[4], parameters[5] = parameters[5], parameters[4]
+    assert "has 15 parameters, 14 are declared" in found[0]
+    parameters[8], parameters[9] = parameters[9], parameters[8]
     found = problems(compiled, parameters=tuple(parameters))
     assert any("parameter n is" in problem for problem in found)
 
@@ -115,7 +115,7 @@ def test_manifest():
     kernels = manifest["kernels"]
     assert len({kernel["name"] for kernel in kernels}) == len(kernels)
     # The family's share of the wheel; what is rarely used belongs to JIT.
-    assert sum(kernel["bytes"] for kernel in kernels) <= 2_500_000
+    assert sum(kernel["bytes"] for kernel in kernels) <= 3_600_000
     for kernel in kernels:
         assert kernel["dynamic_smem"] <= 227 * 1024
         ends = [(p["offset"], p["offset"] + p["size"]) for p in kernel["parameters"]]

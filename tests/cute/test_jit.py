@@ -43,22 +43,28 @@ def test_a_variant_that_is_not_precompiled(monkeypatch):
 
     launches = []
     again._kernel = type("Kernel", (), {"launch": lambda self, *args: launches.append(args)})()
-    tensors = {"x": "X", "w": "W", "y": "Y", "bias": None}
+    tensors = {"x": "X", "w": "W", "y": "Y", "sums": "Y"}
+    tensors |= dict.fromkeys(("bias", "residual", "x_scale", "w_scale"))
     scalars = {"m": 100, "n": 256, "k": 64, "group": 8, "blocks": 6}
+    scalars |= {"save": 0, "x_step": 0, "w_step": 0}
     again(boxes={"x": (64, 64)}, **tensors, **scalars)
     ((grid, block, cluster, smem, dependent, labels, arguments),) = launches
     assert (grid, block, cluster, dependent) == ((6, 1, 1), (384, 1, 1), (1, 1, 1), True)
     assert smem == first._about["smem"] > 100_000
-    assert labels == ("x", "w", "y", "bias", "m", "n", "k", "group")
-    assert arguments[:4] == (
+    assert labels == (
+        *("x", "w", "y", "sums", "bias", "residual", "x_scale", "w_scale"),
+        *("m", "n", "k", "group", "save", "x_step", "w_step"),
+    )
+    assert arguments[:8] == (
         ("X", (64, 64), 3, 2),
         ("W", (128, 64), 3, 2),
         ("Y", (64, 64), 3, 2),
-        bytes(8),
+        ("Y", (64, 64), 3, 2),
+        *[bytes(8)] * 4,
     )
-    assert arguments[4:] == tuple(struct.pack("<i", value) for value in (100, 256, 64, 8))
+    assert arguments[8:] == tuple(struct.pack("<i", v) for v in (100, 256, 64, 8, 0, 0, 0))
     with pytest.raises(TypeError, match="128x128: a value is missing: .*blocks"):
-        again(**tensors, **dict.fromkeys(("m", "n", "k", "group"), 1))
+        again(**tensors, **dict.fromkeys(scalars.keys() - {"blocks"}, 1))
     with pytest.raises(TypeError, match="`m` must be an int, got float"):
         again(**tensors, **scalars | {"m": 1.0})
 

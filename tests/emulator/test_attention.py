@@ -71,6 +71,18 @@ def test_three_warpgroups():
     check(1, 1100, 130, (1, 1), 64, expected="192x128", causal=True)
 
 
+@pytest.mark.parametrize("positive", [(0, 0), (0, 200), (350, 500)])
+def test_scores_of_one_sign(positive):
+    """Floats below 0 do not compare as integers do."""
+    q, k, v = draw(torch.bfloat16, (1, 70, 1, 64), *[(1, 500, 1, 64)] * 2)
+    q, k = q.abs(), -k.abs()
+    k[:, slice(*positive)] *= -1
+    out, lse = torch.full_like(q, torch.nan), torch.full((1, 1, 70), torch.nan)
+    kernels.attention(q, k, v, out, lse, UNLIMITED, UNLIMITED, 0.125, 0.0)
+    doubles = [x.double() for x in (q, k, v)]
+    compare(out, lse, *tiercel.ref.attention(*doubles, return_lse=True))
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_any_order_of_warps(seed):
     with running(lazy=seed != 2, seed=seed):

@@ -11,6 +11,7 @@ import tiercel
 pytestmark = pytest.mark.torch
 
 FLOAT8 = torch.float8_e4m3fn
+DESCALES = ("q_descale", "k_descale", "v_descale")
 HALF_UNIT = 2.0**-4  # of e4m3, relative
 
 
@@ -30,12 +31,20 @@ def check(batch, seq_q, seq_k, heads, d, *, causal=False, window=None, softcap=N
     inputs, scales = draw(batch, seq_q, seq_k, heads, d)
     scales = scales if scaled else [None] * 3
     limits = None if window is None else [-1 if x is None else x for x in window]
-    result, lse = sm90("attention_fp8_lse")(*inputs, *scales, causal, limits, None, softcap, None)
-    names = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
+    results = sm90("attention_fp8_lse")(*inputs, *scales, causal, limits, None, softcap, None)
+    names = dict(zip(DESCALES, scales, strict=True))
     options = {"causal": causal, "window": window, "softcap": softcap, **names}
+    compare(results, tiercel.ref.attention, inputs, (), options)
+    alone = sm90("attention_fp8")(*inputs, *scales, causal, limits, None, softcap, None)
+    assert torch.equal(alone, results[0])
+
+
+def compare(results, reference, inputs, starts, options):
+    """Results and sums with float64's; a probability is off by half a unit of e4m3 at most."""
+    result, lse = results
     q, k, v = (x.double() for x in inputs)
-    truth, sums = tiercel.ref.attention(q, k, v, return_lse=True, **options)
-    largest = tiercel.ref.attention(q, k, v.abs(), **options)
+    truth, sums = reference(q, k, v, *starts, return_lse=True, **options)
+    largest = reference(q, k, v.abs(), *starts, **options)
     assert result.dtype == torch.bfloat16
     error = (result.double() - truth).abs()
     assert bool((error <= 1.01 * (HALF_UNIT + 2**-9) * largest).all())
@@ -62,6 +71,49 @@ def test_attention(d, options):
 )
 def test_shapes(sizes, options):
     check(*sizes, 64, **options)
+
+
+@pytest.mark.parametrize("positive", [(0, 0), (0, 200), (350, 500)])
+def test_scores_of_one_sign(positive):
+    """Floats below 0 do not compare as integers do."""
+    (q, k, v), _ = draw(1, 70, 500, (1, 1), 64)
+    k = -k.float().abs()
+    k[:, slice(*positive)] *= -1
+    inputs = (q.float().abs().to(FLOAT8), k.to(FLOAT8), v)
+    results = sm90("attention_fp8_lse")(*inputs, *[None] * 3, False, None, None, None, None)
+    compare(results, tiercel.ref.attention, inputs, (), {})
+
+
+def check_varlen(queries, keys, heads, d, *, causal=False, window=None, longest=None):
+    generator = torch.Generator().manual_seed(7)
+
+    def random(lengths, count):
+        return torch.randn(sum(lengths), count, d, generator=generator).to(FLOAT8)
+
+    inputs = (random(queries, heads[0]), random(keys, heads[1]), random(keys, heads[1]))
+    starts = [torch.tensor([0, *x]).cumsum(0).int() for x in (queries, keys)]
+    starts += longest or (max(queries), max(keys))
+    shapes = ((len(queries), heads[1]), (heads[1],), (1, 1))
+    scales = [torch.rand(shape, generator=generator) + 0.5 for shape in shapes]
+    limits = None if window is None else [-1 if x is None else x for x in window]
+    options = (causal, limits, None, None, None)
+    results = sm90("attention_varlen_fp8_lse")(*inputs, *starts, *scales, *options)
+    named = {"causal": causal, "window": window, **dict(zip(DESCALES, scales, strict=True))}
+    compare(results, tiercel.ref.attention_varlen, inputs, starts, named)
+
+
+@pytest.mark.parametrize("d", [64, 80, 128])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (40, 5)}])
+def test_varlen(d, options):
+    check_varlen([130, 1, 70], [100, 200, 5], (2, 1), d, **options)
+
+
+def test_varlen_of_long_sequences():
+    check_varlen([100, 10], [200, 97], (1, 1), 64, causal=True, longest=(1100, 200))
+
+
+def test_varlen_without_some_keys_or_queries():
+    check_varlen([5, 0, 64, 33], [0, 129, 128, 1], (2, 2), 64, longest=(200, 300))
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

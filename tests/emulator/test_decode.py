@@ -15,6 +15,7 @@ from tiercel import ref
 
 BF16, F16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 SPLITS = [-1, 1, 2, 4, 8]  # spread, or blocks of a cluster
+ARRIVED = 0x7D1FA3C59B64E28B  # of a part in the workspace, see decode_parts.cuh
 
 
 def make(lengths, *, queries=1, heads=4, kv_heads=1, d=128, page=16, dtype=BF16, cache=None):
@@ -40,7 +41,7 @@ def check(inputs, out, lse, **options):
     torch.testing.assert_close(lse.double(), sums, rtol=1e-5, atol=5e-5)
 
 
-def run(inputs, split=0, prefix=None, k_scale=None, v_scale=None, **options):
+def run(inputs, split=0, prefix=None, k_scale=None, v_scale=None, workspace=None, **options):
     """By the launcher's own choice of split, or the test's."""
     q = inputs[0]
     out = torch.full_like(q, torch.nan)
@@ -52,8 +53,9 @@ def run(inputs, split=0, prefix=None, k_scale=None, v_scale=None, **options):
     rest = (left, right, scale, softcap, -1, split)
     needed = kernels.decode_attention(*given, None, *rest)
     if needed:
-        workspace = torch.full((needed,), torch.nan)
+        workspace = torch.full((needed,), torch.nan) if workspace is None else workspace
         assert kernels.decode_attention(*given, workspace, *rest) == 0
+        assert not (workspace.view(torch.int64) == ARRIVED).any()
     named = {"prefix": prefix, "k_scale": k_scale, "v_scale": v_scale}
     check(inputs, out, lse, **{n: x for n, x in named.items() if x is not None}, **options)
 
@@ -83,6 +85,16 @@ def test_a_longer_sequence(split):
 def test_more_heads_than_blocks_take_together(heads):
     """Columns of one tile of a sequence, of some, of all."""
     run(make([40, 3, 20], heads=heads, kv_heads=heads, d=64), -1)
+
+
+def test_a_workspace_serves_again():
+    """As in a graph that runs again, or for the next call on the stream."""
+    q, *rest, lengths = make([700, 20, 900], kv_heads=2)
+    workspace = torch.full((1_200_000,), torch.nan)
+    run((q, *rest, lengths), -1, workspace=workspace)
+    run((-q, *rest, lengths - 19), -1, workspace=workspace)
+    run(make([1000], d=64), -1, workspace=workspace)  # by decode_combine
+    run((q, *rest, lengths), -1, workspace=workspace)
 
 
 @pytest.mark.parametrize(("d", "cache"), [(8, None), (96, None), (96, FP8), (192, None)])

@@ -63,7 +63,7 @@ def check(operator, *arguments, scale=None):
 
 
 # One row a few lanes, a warp, a block, a cluster, several passes; vectors or not.
-ROWS = [(7, 1), (5, 33), (3, 64), (2, 1000), (2, 4096), (1, 9000), (1, 40001)]
+ROWS = [(7, 1), (5, 33), (3, 64), (2, 1000), (2, 4096), (1, 9000), (3, 40001)]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -157,7 +157,7 @@ def test_norm_backward_of_one_column(dtype):
 @pytest.mark.parametrize(
     ("shape", "dim"),
     [((5, 33), 1), ((3, 4096), 1), ((1, 70000), 1), ((40, 24), 0), ((3000, 9), 0), ((9, 7, 20), 1),
-     ((123457,), None)],
+     ((201, 3), 1), ((200, 1001), 0), ((2, 90, 67), 1), ((123457,), None)],
 )  # fmt: skip
 def test_reduce(shape, dim, op, dtype):
     x = normal(*shape, dtype=dtype)
@@ -181,11 +181,12 @@ def test_activation(columns, dtype):
     for name, options_ in (("silu", ()), ("relu", ()), ("gelu", ("none",)), ("gelu", ("tanh",))):
         check(name, x, *options_, None, scale=x.double().abs() + 0.01)
         check(f"{name}_and_mul", x, up, *options_, None, scale=size)
+        check(f"{name}_and_mul_packed", torch.cat([x, up], 1), *options_, scale=size)
         check(f"{name}_backward", grad, x, *options_, scale=2 * size)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, torch.int8, torch.int16, torch.bool])
-@pytest.mark.parametrize("shape", [(64, 64), (70, 133), (3, 257), (1, 5)])
+@pytest.mark.parametrize("shape", [(64, 64), (70, 133), (3, 257), (1, 5), (2500, 2501)])
 def test_copy_transpose(shape, dtype):
     x = (torch.randn(shape) * 50).to(dtype)
     assert torch.equal(sm90("copy_transpose")(x, 0, None), x.T)
@@ -223,6 +224,13 @@ def test_rotary_embedding(interleaved, dtype):
     q, k = normal(5, 4, 64, dtype=dtype), normal(5, 2, 64, dtype=dtype)
     positions, cache = torch.tensor([0, 3, 99, 7, 1]), normal(100, 32, dtype=dtype)
     check("rotary_embedding", positions, q, k, cache, interleaved, None, scale=16.0)
+    # Blocks of many tokens.
+    q, k, positions = (
+        normal(100, 1, 2, dtype=dtype),
+        normal(100, 0, 2, dtype=dtype),
+        torch.arange(100),
+    )
+    check("rotary_embedding", positions, q, k, cache[:, :2].contiguous(), interleaved, None)
 
 
 @pytest.mark.parametrize("cache_dtype", [None, FP8])
@@ -237,6 +245,23 @@ def test_kv_cache_write(dtype, cache_dtype):
     run(key, value, caches[2], caches[3], slots, *scales, None)
     for got, exact in zip(caches[:2], caches[2:], strict=True):
         assert torch.equal(got.view(torch.uint8), exact.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_kv_cache_write_divides_as_the_reference_does(dtype):
+    patterns = torch.randperm(65536).to(torch.int32).to(torch.int16)
+    key = patterns.view(dtype).view(64, 8, 128)
+    slots = torch.arange(64)
+    below_two = 2 - 2**-23
+    scales = torch.tensor([0.37, 1.0, below_two, 3e-4, 1e-30, 1e30, 2.0**-60, -1.5])
+    caches = [torch.zeros(8, 8, 8, 128).to(FP8) for _ in range(4)]
+    sm90("kv_cache_write")(key, key, *caches[:2], slots, scales, scales.flip(0), None)
+    run = families["kv_cache_write"][0].backends["ref"].run
+    run(key, key, *caches[2:], slots, scales, scales.flip(0), None)
+    for got, exact in zip(caches[:2], caches[2:], strict=True):
+        number = ~exact.float().isnan()
+        assert torch.equal(got.float().isnan(), ~number)
+        assert torch.equal(got.view(torch.uint8)[number], exact.view(torch.uint8)[number])
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

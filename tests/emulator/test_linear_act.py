@@ -68,3 +68,99 @@ def test_any_order_of_warps(seed):
 
 def test_no_bias():
     check(33, 72, 264, bias=False)
+
+
+def beside(m, n, k, dtype, parts=1):
+    """x, weight, bias and a result to fill; sums of about 1."""
+    generator = torch.Generator().manual_seed(m + n + k)
+
+    def rand(*shape, scale=1.0):
+        return (torch.randn(*shape, generator=generator) * scale).to(dtype)
+
+    x, w = rand(m, k), rand(parts * n, k, scale=k**-0.5)
+    return x, w, rand(parts * n), torch.full((m, n), torch.nan, dtype=dtype), rand(m, n)
+
+
+def assert_near(result, truth):
+    """Half a unit of the result, and of float32 sums."""
+    unit = torch.finfo(result.dtype).eps / 2
+    error = (result.double() - truth).abs() - 1.02 * unit * truth.abs()
+    assert error.max() <= 5e-5 * truth.abs().max()
+
+
+@pytest.mark.parametrize("shape", [(5, 136, 200), (300, 264, 136)])
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_residual_and_sums(shape, act):
+    for dtype in (torch.bfloat16, torch.float16) if act == "gelu" else (torch.bfloat16,):
+        x, w, b, y, residual = beside(*shape, dtype)
+        sums = None if act == "none" else torch.full_like(y, torch.nan)
+        index = list(ACTIVATIONS).index(act)
+        kernels.linear_act_extra(x, w, b, residual, y, sums, index)
+        truth = x.double() @ w.double().T + b.double()
+        assert_near(y, ACTIVATIONS[act](truth) + residual.double())
+        if sums is not None:
+            assert_near(sums, truth)
+            kernels.linear_act_extra(x, w, b, None, y, sums, index)
+            assert_near(y, ACTIVATIONS[act](truth))
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [((1, 8, 8), "split_k"), ((70, 136, 520), "split_k"), ((1100, 1032, 72), "128")],
+)
+@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh"])
+def test_gated(shape, expected, act):
+    dtype = torch.float16 if act == "gelu" else torch.bfloat16
+    x, w, b, y, _ = beside(*shape, dtype, parts=2)
+    arguments = (x, w, b, y, list(ACTIVATIONS).index(act))
+    assert expected in kernels.gated_linear_plan(*arguments)["kernel"]
+    kernels.gated_linear(*arguments)
+    gate, up = (x.double() @ w.double().T + b.double()).chunk(2, dim=1)
+    assert_near(y, ACTIVATIONS[act](gate) * up)
+
+
+@pytest.mark.parametrize("shape", [(5, 136, 200), (71, 264, 136), (700, 72, 520)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_the_backward(shape, dtype):
+    m, n, k = shape
+    x, w, _, _, grad = beside(m, n, k, dtype)
+    for other, of_weight, truth in (
+        (w, False, grad.double() @ w.double()),
+        (x, True, grad.double().T @ x.double()),
+    ):
+        out = torch.full(truth.shape, torch.nan, dtype=dtype)
+        kernels.linear_act_grad(grad, other, out, of_weight)
+        assert_near(out, truth)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_any_order_of_warps_of_the_others(seed):
+    with options(lazy=seed != 2, seed=seed):
+        test_residual_and_sums((300, 264, 136), "silu")
+        test_gated((1100, 1032, 72), "128", "silu")
+        test_products_of_the_backward((700, 72, 520), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [((1, 8, 16), "split_k"), ((70, 136, 528), "split_k"), ((1100, 1032, 80), "_128x128")],
+)
+@pytest.mark.parametrize("act", ["none", "silu", "gelu", "gelu_tanh"])
+def test_float8(shape, expected, act):
+    m, n, k = shape
+    generator = torch.Generator().manual_seed(m + n + k)
+    x, w = (torch.randn(rows, k, generator=generator) for rows in (m, n))
+    x, w = x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn)
+    of_x, of_w = torch.rand(m, generator=generator), torch.rand(n, generator=generator)
+    b = torch.randn(n, generator=generator).bfloat16()
+    for x_scale, w_scale in ((of_x, of_w * k**-0.5), (of_x[:1], of_w[:1])):
+        y = torch.full((m, n), torch.nan, dtype=torch.bfloat16)
+        arguments = (x, w, x_scale, w_scale, b, y, list(ACTIVATIONS).index(act))
+        assert expected in kernels.fp8_linear_plan(*arguments)["kernel"]
+        kernels.fp8_linear(*arguments)
+        truth = (x.double() @ w.double().T) * x_scale.double()[:, None] * w_scale.double()
+        assert_near(y, ACTIVATIONS[act](truth + b.double()))
+
+
+def test_float8_in_turns():
+    test_float8((2200, 2056, 144), "pingpong", "gelu")

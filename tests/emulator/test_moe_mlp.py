@@ -7,6 +7,7 @@ from support.emulator import kernels, options, sm90
 from torch.nn import functional
 
 from tiercel import ref
+from tiercel.tune.ops import moe
 
 pytestmark = pytest.mark.torch
 
@@ -42,13 +43,15 @@ def assert_rounded(got, due):
     assert ((got.double() - due).abs() <= 1.02 * unit * due.abs() + 5e-5).all()
 
 
-def check_halves(tokens, experts, k, hidden, inner, block, activation=0, dtype=torch.bfloat16):
+def check_halves(
+    tokens, experts, k, hidden, inner, block, activation=0, dtype=torch.bfloat16, tile=None
+):
     x, w_up, w_down, weights, ids = data(tokens, experts, k, hidden, inner, dtype)
     routing = ref.moe_align_block_size(ids, block, experts)
     middle = torch.full((ids.numel(), inner), torch.nan, dtype=dtype)
     out = torch.full((ids.numel(), hidden), torch.nan, dtype=dtype)
-    kernels.moe_up(x, w_up, *routing, None, middle, block, activation, *REST)
-    kernels.moe_down(middle, w_down, *routing, weights.flatten(), out, block, 0, *REST)
+    kernels.moe_up(x, w_up, *routing, None, middle, block, activation, *REST, tile)
+    kernels.moe_down(middle, w_down, *routing, weights.flatten(), out, block, 0, *REST, tile)
     for element, expert in enumerate(ids.flatten().tolist()):
         sums = w_up[expert].double() @ x[element // k].double()
         assert_rounded(middle[element], ACTIVATIONS[activation](*sums.chunk(2)))
@@ -56,10 +59,14 @@ def check_halves(tokens, experts, k, hidden, inner, block, activation=0, dtype=t
         assert_rounded(out[element], due * weights.flatten()[element].double())
 
 
+TILES = [(block, tile) for block in (64, 128) for tile in moe.tiles(block, "down", "bfloat16")]
+TILES += [(128, None)]  # multicast in `up`
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("block", [64, 128])
-def test_halves(block, dtype):
-    check_halves(150, 3, 2, 328, 360, block, dtype=dtype)
+@pytest.mark.parametrize(("block", "tile"), TILES)
+def test_halves(block, tile, dtype):
+    check_halves(150, 3, 2, 328, 360, block, dtype=dtype, tile=tile)
 
 
 @pytest.mark.parametrize("block", [64, 128])
@@ -87,8 +94,9 @@ def float8(x, dim):
 
 
 @pytest.mark.parametrize("per_channel", [False, True])
-@pytest.mark.parametrize(("tokens", "block"), [(1, 64), (70, 64), (300, 128)])
-def test_float8(tokens, block, per_channel):
+@pytest.mark.parametrize("tokens", [1, 70])
+@pytest.mark.parametrize(("block", "tile"), TILES)
+def test_float8(tokens, block, tile, per_channel):
     x, w_up, w_down, weights, ids = data(tokens, 3, 2, 208, 144, torch.float32)
     routing = ref.moe_align_block_size(ids, block, 3)
     x, x_scale = float8(x, 1)
@@ -97,9 +105,9 @@ def test_float8(tokens, block, per_channel):
         up_scale, down_scale = up_scale[:, :1].contiguous(), down_scale[:, :1].contiguous()
     middle = torch.full((ids.numel(), 144), torch.nan, dtype=torch.bfloat16)
     out = torch.full((ids.numel(), 208), torch.nan, dtype=torch.bfloat16)
-    kernels.moe_up(x, w_up, *routing, None, middle, block, 0, None, 0, x_scale, up_scale)
+    kernels.moe_up(x, w_up, *routing, None, middle, block, 0, None, 0, x_scale, up_scale, tile)
     q, q_scale = float8(middle.float(), 1)
-    factors = (weights.flatten(), out, block, 0, None, 0, q_scale, down_scale)
+    factors = (weights.flatten(), out, block, 0, None, 0, q_scale, down_scale, tile)
     kernels.moe_down(q, w_down, *routing, *factors)
     for element, expert in enumerate(ids.flatten().tolist()):
         row = x[element // 2].double() * x_scale[element // 2].double()
@@ -108,6 +116,54 @@ def test_float8(tokens, block, per_channel):
         due = w_down[expert].double() @ (q[element].double() * q_scale[element].double())
         due = due * down_scale[expert].double() * weights.flatten()[element].double()
         assert_rounded(out[element], due)
+
+
+def blocks(w):
+    """Scales of 128x128 values, drawn: their values do not matter here."""
+    sizes = (w.shape[0], -(-w.shape[1] // 128), w.shape[2] // 128)
+    scale = torch.rand(*sizes, generator=torch.Generator().manual_seed(4)) + 0.5
+    wide = scale.double().repeat_interleave(128, 1).repeat_interleave(128, 2)
+    return w.to(torch.float8_e4m3fn), scale, wide
+
+
+BLOCK_TILES = [(64, (128, 1)), (64, (64, 1)), (128, (128, 1))]
+
+
+@pytest.mark.parametrize("tokens", [1, 70])
+@pytest.mark.parametrize(("block", "tile"), BLOCK_TILES)
+def test_float8_with_scales_of_blocks(tokens, block, tile):
+    x, w_up, w_down, weights, ids = data(tokens, 3, 2, 384, 256, torch.float32)
+    routing = ref.moe_align_block_size(ids, block, 3)
+    x, x_scale = ref.fp8_quantize(x, "1x128")
+    (w_up, up_scale, up_wide), (w_down, down_scale, down_wide) = blocks(w_up), blocks(w_down)
+    middle = torch.full((ids.numel(), 256), torch.nan, dtype=torch.bfloat16)
+    out = torch.full((ids.numel(), 384), torch.nan, dtype=torch.bfloat16)
+    kernels.moe_up(x, w_up, *routing, None, middle, block, 0, None, 0, x_scale, up_scale, tile)
+    q, q_scale = ref.fp8_quantize(middle, "1x128")
+    factors = (weights.flatten(), out, block, 0, None, 0, q_scale, down_scale, tile)
+    kernels.moe_down(q, w_down, *routing, *factors)
+    x_wide = x.double() * x_scale.double().repeat_interleave(128, 1)
+    q_wide = q.double() * q_scale.double().repeat_interleave(128, 1)
+    for element, expert in enumerate(ids.flatten().tolist()):
+        sums = (w_up[expert].double() * up_wide[expert]) @ x_wide[element // 2]
+        assert_rounded(middle[element], ACTIVATIONS[0](*sums.chunk(2)))
+        due = (w_down[expert].double() * down_wide[expert]) @ q_wide[element]
+        assert_rounded(out[element], due * weights.flatten()[element].double())
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("tokens", [3, 100])
+def test_float8_blocks_whole(tokens, mixed):
+    x, w_up, w_down, weights, ids = data(tokens, 4, 2, 256, 128)
+    (w_up, up_scale, _), (w_down, down_scale, _) = blocks(w_up), blocks(w_down)
+    if mixed:
+        down_scale = down_scale[:, :1, 0].contiguous()
+    arguments = (x, w_up, w_down, up_scale, down_scale, weights, ids, "silu", None, None)
+    got = sm90("fused_moe_fp8")(*arguments)
+    wide = (x.double(), w_up, w_down, weights.double(), ids)
+    due = ref.fused_moe(*wide, w_up_scale=up_scale, w_down_scale=down_scale)
+    error = (got.double() - due).square().mean().sqrt() / due.square().mean().sqrt()
+    assert error < 4e-2  # a value between the halves may be rounded to float8's neighbour
 
 
 @pytest.mark.parametrize("tokens", [3, 300])
@@ -130,10 +186,10 @@ def test_float8_whole(tokens):
 
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_no_order_of_copies_and_warps_matters(lazy, seed):
+@pytest.mark.parametrize(("block", "tile"), TILES)
+def test_no_order_of_copies_and_warps_matters(lazy, seed, block, tile):
     with options(lazy=lazy, seed=seed):
-        check_halves(20, 3, 2, 392, 264, 64)
-        check_halves(300, 3, 2, 200, 136, 128)
+        check_halves(20 if block == 64 else 300, 3, 2, 264, 200, block, tile=tile)
 
 
 @pytest.mark.parametrize(

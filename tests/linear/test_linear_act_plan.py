@@ -147,3 +147,128 @@ def test_what_the_copy_engine_cannot_do(make):
 def test_unknown_activation(make):
     with pytest.raises(ValueError, match="no activation has the index 5"):
         call(make, activation=5)
+
+
+def tensors(make, **changes):
+    shapes = {"x": (4, 16), "weight": (8, 16), "bias": (8,), "residual": (4, 8), "out": (4, 8)}
+    shapes |= {"sums": (4, 8)} | changes
+    return {
+        name: shape if shape is None else make(*shape, dtype="bfloat16")
+        for name, shape in shapes.items()
+    }
+
+
+@pytest.mark.parametrize("m", SIZES)
+def test_residual_and_sums_have_a_plan(m):
+    for n, k in ((8, 8), (1032, 200), (4096, 4096)):
+        given = tensors(
+            ExchangeTensor,
+            x=(m, k),
+            weight=(n, k),
+            bias=(n,),
+            residual=(m, n),
+            out=(m, n),
+            sums=(m, n),
+        )
+        got = _C.linear_act_extra_plan(*given.values(), SILU)
+        assert "split_k" in got["kernel"] or got["kernel"].startswith("linear_act_extra_bf16_silu")
+        assert got["grid"] % got["cluster"] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "activation"),
+    [
+        (r"`residual` must have shape \[M, N\] = \[4, 8\], got \[8\]", {"residual": (8,)}, SILU),
+        (r"`sums` must have shape \[M, N\] = \[4, 8\], got \[4, 9\]", {"sums": (4, 9)}, SILU),
+        ("`sums` are the result where there is no activation", {}, NONE),
+    ],
+)
+def test_wrong_residual_or_sums(make, text, changes, activation):
+    with pytest.raises(ValueError, match=f"^linear_act: {text}"):
+        _C.linear_act_extra_plan(*tensors(make, **changes).values(), activation)
+    assert _C.linear_act_extra_plan(*tensors(make, sums=None).values(), NONE)["grid"] > 0
+
+
+def gated(make, m=4, n=8, k=16, rows=None, activation=SILU, bias=None):
+    bf16 = {"dtype": "bfloat16"}
+    weight = make(2 * n if rows is None else rows, k, **bf16)
+    bias = make(2 * n if bias is None else bias, **bf16)
+    return _C.gated_linear_plan(make(m, k, **bf16), weight, bias, make(m, n, **bf16), activation)
+
+
+@pytest.mark.parametrize("m", SIZES)
+def test_every_size_of_a_gated_layer_has_a_plan(m):
+    for n, k in ((8, 8), (1032, 200), (14336, 4096)):
+        got = gated(ExchangeTensor, m, n, k)
+        assert got["kernel"].startswith("gated_linear_bf16_silu")
+        assert got["grid"] % got["cluster"] == 0
+        if "split_k" in got["kernel"]:
+            row_tiles = -(-m // got["tile_m"])
+            assert got["grid"] == row_tiles * -(-n // (got["tile_n"] // 2)) * got["splits"]
+
+
+def test_wrong_gated_layers(make):
+    for error, text, changes in (
+        (ValueError, r"`weight` must have an even number of rows \[2N, K\]", {"rows": 17}),
+        (ValueError, r"`out` must have shape \[M, N\] = \[4, 16\], got \[4, 8\]", {"rows": 32}),
+        (ValueError, r"`bias` must have shape \[2N\] = \[16\], got \[8\]", {"bias": 8}),
+        (NotImplementedError, "`weight` must have a multiple of 8 as its dimension N", {"n": 12}),
+        (ValueError, "no activation has the index 9", {"activation": 9}),
+        (NotImplementedError, "gates are silu, gelu and gelu_tanh", {"activation": NONE}),
+    ):
+        with pytest.raises(error, match=f"^gated_linear: {text}"):
+            gated(make, **changes)
+
+
+@pytest.mark.parametrize("of_weight", [False, True])
+def test_products_of_the_backward_have_a_plan(make, of_weight):
+    for m in (1, 7, 128, 1000, 8192):
+        for n, k in ((8, 8), (1032, 200), (14336, 4096)):
+            other, out = ((m, k), (n, k)) if of_weight else ((n, k), (m, k))
+            bf16 = {"dtype": "bfloat16"}
+            got = _C.linear_act_grad_plan(
+                make(m, n, **bf16), make(*other, **bf16), make(*out, **bf16), of_weight
+            )
+            which = "weight" if of_weight else "x"
+            assert got["kernel"].startswith(f"linear_act_grad_{which}_bf16")
+            assert got["grid"] % got["cluster"] == 0
+    text = r"`x` must have shape \[M, K\]" if of_weight else r"`weight` must have shape \[N, K\]"
+    wrong = [make(*shape, dtype="bfloat16") for shape in ((4, 8), (9, 16), (4, 16))]
+    with pytest.raises(ValueError, match=text):
+        _C.linear_act_grad_plan(*wrong, of_weight)
+
+
+def fp8(make, m=4, n=8, k=16, activation=SILU, **changes):
+    float8, bf16, f32 = {"dtype": "float8_e4m3fn"}, {"dtype": "bfloat16"}, {"dtype": "float32"}
+    given = {
+        "x": make(m, k, **float8),
+        "weight": make(n, k, **float8),
+        "x_scale": make(m, **f32),
+        "weight_scale": make(n, **f32),
+        "bias": make(n, **bf16),
+        "out": make(m, n, **bf16),
+    }
+    return _C.fp8_linear_plan(*(given | changes).values(), activation)
+
+
+@pytest.mark.parametrize("m", SIZES)
+def test_float8_layers_have_a_plan(m):
+    for n, k in ((8, 16), (1032, 208), (14336, 4096)):
+        got = fp8(ExchangeTensor, m, n, k)
+        assert got["kernel"].startswith("linear_act_fp8_silu")
+        assert got["grid"] % got["cluster"] == 0 and got["splits"] <= -(-k // 128)
+
+
+def test_wrong_float8_layers(make):
+    three = make(3, dtype="float32")
+    for error, text, changes in (
+        (NotImplementedError, "`x` must have a multiple of 16 as its dimension K", {"k": 24}),
+        (NotImplementedError, "`weight` must have a multiple of 8 as its dimension N", {"n": 12}),
+        (NotImplementedError, "activations are silu, gelu and gelu_tanh", {"activation": RELU}),
+        (ValueError, "`x_scale` must have 1 or M = 4 elements, got 3", {"x_scale": three}),
+        (TypeError, "`out` must have dtype bfloat16, got float32", {"out": make(4, 8)}),
+        (TypeError, "`bias` must have dtype bfloat16, got float32", {"bias": make(8)}),
+        (TypeError, "`x` must have dtype float8_e4m3fn, got float32", {"x": make(4, 16)}),
+    ):
+        with pytest.raises(error, match=f"^fp8_linear: {text}"):
+            fp8(make, **changes)

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 import tiercel
-from tiercel.ops.moe import block_size
+from tiercel.ops.moe_choice import block_size
 
 pytestmark = pytest.mark.torch
 
@@ -103,6 +103,36 @@ def test_float8_weights(per_channel):
     # Rows of x, and those between the halves, are quantised: 1 part in 16 at the worst, each.
     error = (result.double() - due).square().mean().sqrt() / due.square().mean().sqrt()
     assert 5e-3 < error < 5e-2
+
+
+def test_float8_blocks():
+    """Sizes that are no multiples of 128: the last blocks are smaller."""
+    x, w_up, w_down, weights, ids = data(hidden=144, inner=136)
+    made = [float8_blocks(w) for w in (w_up, w_down)]
+    scales = {"w_up_scale": made[0][1], "w_down_scale": made[1][1]}
+    got = tiercel.fused_moe(x, made[0][0], made[1][0], weights, ids, **scales)
+    wide = [q.double() * spread(s, q) for q, s in made]
+    due = truth(x, *wide, weights, ids)
+    error = (got.double() - due).square().mean().sqrt() / due.square().mean().sqrt()
+    assert error < 5e-2
+    bad = {**scales, "w_up_scale": scales["w_up_scale"][:, :1].contiguous()}
+    with pytest.raises(
+        ValueError, match=r"`w_up_scale` must have shape \[E, rows / 128, columns / 128\] = "
+    ):
+        tiercel.fused_moe(x, made[0][0], made[1][0], weights, ids, **bad)
+
+
+def spread(scale, w):
+    wide = scale.double().repeat_interleave(128, 1).repeat_interleave(128, 2)
+    return wide[:, : w.shape[1], : w.shape[2]]
+
+
+def float8_blocks(w):
+    sizes = [-(-size // 128) for size in w.shape[1:]]
+    padded = torch.zeros(w.shape[0], sizes[0] * 128, sizes[1] * 128)
+    padded[:, : w.shape[1], : w.shape[2]] = w
+    scale = padded.view(w.shape[0], sizes[0], 128, sizes[1], 128).abs().amax((2, 4)) / 448
+    return (w.double() / spread(scale, w)).to(torch.float8_e4m3fn), scale
 
 
 def test_float8_errors():

@@ -6,6 +6,9 @@ import torch
 from torch.nn import functional
 
 import tiercel
+from tiercel.ops.moe import run
+from tiercel.ops.moe_choice import Choice
+from tiercel.tune.ops.moe import tiles
 
 pytestmark = [pytest.mark.torch, pytest.mark.gpu, pytest.mark.usefixtures("no_fallback")]
 
@@ -123,6 +126,42 @@ def test_float8(make, tokens, per_channel):
     error = (got.double() - due).square().mean().sqrt() / due.square().mean().sqrt()
     assert error < 2.5e-2
     assert torch.equal(tiercel.fused_moe(x, up, down, weights, ids, **scales), got)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 200, 4000])
+def test_float8_with_scales_of_blocks(make, tokens):
+    x, w_up, w_down, weights, ids = make(tokens, 16, 4, 512, 384)
+    made = []
+    for w in (w_up, w_down):
+        tiles = w.float().unflatten(1, (-1, 128)).unflatten(3, (-1, 128))
+        scale = tiles.abs().amax((2, 4)) / 448
+        narrow = tiles / scale[:, :, None, :, None]
+        made.append((narrow.flatten(3).flatten(1, 2).to(torch.float8_e4m3fn), scale))
+    (up, up_scale), (down, down_scale) = made
+    scales = {"w_up_scale": up_scale, "w_down_scale": down_scale}
+    got = tiercel.fused_moe(x, up, down, weights, ids, **scales)
+    due = tiercel.ref.fused_moe(x.double(), up, down, weights.double(), ids, **scales)
+    error = (got.double() - due).square().mean().sqrt() / due.square().mean().sqrt()
+    assert error < 2.5e-2
+    assert torch.equal(tiercel.fused_moe(x, up, down, weights, ids, **scales), got)
+
+
+@pytest.mark.parametrize("tokens", [3, 700])
+@pytest.mark.parametrize("block", [64, 128])
+def test_what_the_tuner_may_choose(make, tokens, block):
+    x, w_up, w_down, weights, ids = values = make(tokens, 6, 3, 520, 392)
+    due, plain = reference(values, activation="gelu"), ((w_up, None), (w_down, None))
+    for up in tiles(block, "up", "bfloat16"):
+        for down in tiles(block, "down", "bfloat16"):
+            choice = Choice(block, up, down)
+            assert_whole(run(x, plain, weights, ids, "gelu", None, choice), due)
+    x, w_up, w_down, weights, ids = make(tokens, 6, 3, 528, 400)
+    narrow = (float8(w_up), float8(w_down))
+    due = run(x, narrow, weights, ids, "silu", None, Choice(64, None, None))
+    for up in tiles(block, "up", "float8_e4m3fn"):
+        for down in tiles(block, "down", "float8_e4m3fn"):
+            got = run(x, narrow, weights, ids, "silu", None, Choice(block, up, down))
+            assert torch.equal(got, due)  # the same sums of the same values, whatever the tiles
 
 
 @pytest.mark.parametrize("tokens", [33, 2000])

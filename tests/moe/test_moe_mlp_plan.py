@@ -90,11 +90,35 @@ def float8(make, **changes):
 
 
 def test_float8(make):
-    assert float8(make)["kernel"] == "moe_down_fp8_64x128_pingpong"
+    assert float8(make)["kernel"] == "moe_down_fp8_64x64_pingpong"
     assert (
-        float8(make, x_scale=make(1), w_scale=make(E, 1))["kernel"]
-        == "moe_down_fp8_64x128_pingpong"
+        float8(make, x_scale=make(1), w_scale=make(E, 1))["kernel"] == "moe_down_fp8_64x64_pingpong"
     )
+
+
+def blocks(make, rows=10, hidden=384, inner=256, block=64, **changes):
+    e4m3 = "float8_e4m3fn"
+    arguments = {
+        "x": make(rows, inner, dtype=e4m3),
+        "w_down": make(E, hidden, inner, dtype=e4m3),
+        "out": make(rows, hidden, dtype="bfloat16"),
+        "x_scale": make(rows, inner // 128),
+        "w_scale": make(E, hidden // 128, inner // 128),
+    }
+    return down(make, rows // K, hidden=hidden, inner=inner, block=block, **(arguments | changes))
+
+
+def test_scales_of_blocks(make):
+    assert blocks(make)["kernel"] == "moe_down_fp8_blocks_64x128_pingpong"
+    assert blocks(make, block=128)["kernel"] == "moe_down_fp8_blocks_128x128"
+    with pytest.raises(ValueError) as info:
+        blocks(make, x_scale=make(10, 3))
+    shape = "`x_scale` must have shape [rows of x, columns / 128] = [10, 2], got [10, 3]"
+    assert str(info.value) == f"moe_down: {shape}"
+    with pytest.raises(ValueError, match="rows of weights / 128, columns / 128. = .4, 3, 2., got"):
+        blocks(make, w_scale=make(E, 3, 1))
+    with pytest.raises(NotImplementedError, match="give a multiple of 128 rows of the result and"):
+        blocks(make, hidden=192, w_scale=make(E, 2, 2))
 
 
 BAD_FLOAT8 = [
@@ -124,7 +148,7 @@ def test_scales_without_float8(make):
 def test_each_activation_has_its_kernel():
     names = ["silu", "gelu", "relu", "gelu_residual"]
     for i, name in enumerate(names):
-        assert up(ExchangeTensor, activation=i)["kernel"] == f"moe_up_{name}_bf16_64x128"
+        assert up(ExchangeTensor, activation=i)["kernel"] == f"moe_up_{name}_bf16_64x128_pingpong"
 
 
 def test_nothing_to_do(make):

@@ -83,6 +83,14 @@ def test_masks(make):
         for dtype in ("bool", "float32", "bfloat16"):
             mask = make(2, 3, 5, 4, dtype=dtype, strides=strides)
             assert "masked=true" in plan(make, 2, 3, 5, 4, mask=mask)["kernel"]
+    # A bool mask that lies as the scores do is read with them.
+    for mask, aligned in (
+        (make(4, 64, dtype="bool"), "true"),
+        (make(4, 64, dtype="bool", strides=(0, 1)), "true"),
+        (make(4, 64, dtype="bool", strides=(65, 1)), "false"),
+        (make(4, 64, dtype="float32"), "false"),
+    ):
+        assert f"masked=true, aligned={aligned}" in plan(make, 4, 64, mask=mask)["kernel"]
     with pytest.raises(TypeError, match="`mask` must have dtype bool, float32 or that of `x`, got"):
         plan(make, 4, 8, mask=make(4, 8, dtype="int8"))
     with pytest.raises(

@@ -14,6 +14,7 @@ from support.dlpack_tensor import ExchangeTensor
 from tiercel import _C, _tuned
 from tiercel.cli import main
 from tiercel.tune import ops
+from tiercel.tune.ops import moe
 
 GPU = "NVIDIA Test"
 
@@ -160,6 +161,36 @@ def test_no_winner_is_said(results, tmp_path, capsys):
     assert "has no winner" in capsys.readouterr().err
 
 
+def test_fused_moe_takes_the_nearest_count(tmp_path, monkeypatch, results):
+    fields = {"block_size": 64, "up_tile": 64, "up_cluster": 1, "down_tile": 128}
+    best = {t: winner(5.0, **fields, down_cluster=1) for t in (4, 16)}
+    best[64] = winner(5.0, **(fields | {"block_size": 128, "up_tile": 256}), down_cluster=1)
+    problem = {"E": 6, "k": 2, "H": 64, "I": 32, "dtype": "bfloat16"}
+    path = results(best, op="fused_moe")
+    data = json.loads(path.read_text())
+    for row in data["results"]:
+        row["problem"] = problem
+    path.write_text(json.dumps(data))
+    assert apply(path, tmp_path) == 0
+    (file,) = (tmp_path / "fused_moe").glob("*.json")
+    assert file.name == "E=6-k=2-H=64-I=32-dtype=bfloat16-device=NVIDIA_Test.json"
+    monkeypatch.setenv("TIERCEL_CONFIGS", str(tmp_path))
+    _tuned.load(7, GPU)
+    said = []
+
+    def find(tokens, device=7, experts=6, dtype="bfloat16"):
+        name = (dtype, experts, 2, 64, 32)
+        return _tuned.FUSED_MOE.find(device, name, tokens, lambda: said.append(tokens))
+
+    first = (64, 64, 1, 128, 1)
+    assert {t: find(t) for t in (2, 4, 7, 9, 31)} == dict.fromkeys((2, 4, 7, 9, 31), first)
+    assert find(33) == find(128) == (128, 256, 1, 128, 1)
+    assert find(1) is find(129) is find(4, device=8) is None
+    assert not said
+    assert find(4, experts=5) is find(5, dtype="float16") is None
+    assert said == [4]  # once
+
+
 HINT = """
 from support.dlpack_tensor import ExchangeTensor as make
 from tiercel import _C, _tuned
@@ -196,18 +227,23 @@ def test_shipped_files_can_be_launched():
     assert paths
     for path in paths:
         op = path.parent.name
-        dtype, n, k, entries = _tuned.read(path, op)
+        dtype, sizes, entries = _tuned.read(path, op)
         data = json.loads(path.read_text())
-        assert path.name == _tuned.file_name(n, k, dtype, data["device"])
+        assert path.name == _tuned.file_name(op, sizes, dtype, data["device"])
         assert tunables[op].op == op
         for tokens, fields in entries:
-            assert launchable(op, dtype, n, k, tokens, fields)
+            assert launchable(op, dtype, sizes, tokens, fields)
         for config in data["configs"].values():
             source = data["sources"][config["source"]]
             assert source["gpu"] == data["device"] and source["date"] and source["command"]
 
 
-def launchable(op, dtype, n, k, tokens, fields):
+def launchable(op, dtype, sizes, tokens, fields):
+    if op == "fused_moe":  # its launches are test_tune_candidates'
+        up, down = (moe.tiles(fields[0], half, dtype) for half in ("up", "down"))
+        return fields[1:3] in up and fields[3:] in down
+    n, k = sizes
+
     def make(*shape, dtype=dtype):
         return ExchangeTensor(*shape, dtype=dtype)
 

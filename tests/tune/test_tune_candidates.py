@@ -7,11 +7,12 @@ from support.dlpack_tensor import ExchangeTensor
 from tiercel import _C
 from tiercel.tune import hardware, ops
 from tiercel.tune.hardware import Needs, blocks_per_sm, why_not
+from tiercel.tune.ops import moe
 from tiercel.tune.problem import Problem, name_of
 
 LINEAR = ops.load()["linear"]
 NVFP4 = ops.load()["nvfp4-linear"]
-SQUARE = Problem("linear_act", 4096, 4096, "bfloat16")
+SQUARE = Problem.of("linear_act", "bfloat16", N=4096, K=4096)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,7 @@ def test_occupancy():
 
 
 def linear_plan(m, candidate):
-    n, k = SQUARE.n, SQUARE.k
+    n, k = SQUARE["N"], SQUARE["K"]
     x, w, b, y = (
         ExchangeTensor(*shape, dtype="bfloat16") for shape in ((m, k), (n, k), (n,), (m, n))
     )
@@ -66,7 +67,7 @@ def test_linears_candidates_are_launched_as_said(tokens):
 
 def test_quick_tries_fewer():
     for tunable in (LINEAR, NVFP4):
-        problem = Problem(tunable.op, 4096, 4096, tunable.dtypes[0])
+        problem = Problem.of(tunable.op, tunable.dtypes[0], N=4096, K=4096)
         for tokens in (1, 16):
             every = {name_of(c) for c in tunable.candidates(problem, tokens, False, False)}
             quick = {name_of(c) for c in tunable.candidates(problem, tokens, True, False)}
@@ -87,7 +88,7 @@ def test_compiled_candidates_are_others_and_are_pruned():
 @pytest.mark.parametrize("tokens", [1, 8, 16])
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (7168, 16384), (100, 64)])
 def test_nvfp4_linear_takes_what_is_not_pruned(tokens, n, k):
-    problem = Problem("nvfp4_linear", n, k, "float4_e2m1fn_x2")
+    problem = Problem.of("nvfp4_linear", "float4_e2m1fn_x2", N=n, K=k)
     x, out = (
         ExchangeTensor(tokens, k, dtype="bfloat16"),
         ExchangeTensor(tokens, n, dtype="bfloat16"),
@@ -112,6 +113,61 @@ def test_nvfp4_linear_takes_what_is_not_pruned(tokens, n, k):
     assert pruned or tokens == 1 or k == 64
 
 
+MOE = ops.load()["moe"]
+
+
+def moe_plan(problem, tokens, candidate, half):
+    """Of the launcher's own choice without a candidate."""
+    experts, k, hidden, inner = (size for _, size in problem.sizes)
+    float8 = problem.dtype == "float8_e4m3fn"
+    up, block = half == "up", candidate["block_size"]
+    rows, columns = (inner, hidden) if up else (hidden, inner)
+    elements = tokens * k
+
+    def make(*shape, dtype="int32"):
+        return ExchangeTensor(*shape, dtype=dtype)
+
+    x = make(tokens if up else elements, columns, dtype=problem.dtype)
+    w = make(experts, 2 * rows if up else rows, columns, dtype=problem.dtype)
+    out = make(elements, rows, dtype="bfloat16" if float8 else problem.dtype)
+    scales = (
+        (make(1, dtype="float32"), make(experts, 1, dtype="float32")) if float8 else (None,) * 2
+    )
+    blocks = min(elements, experts + elements // block)
+    routing = (make(blocks * block), make(blocks), make(1))
+    given = () if candidate.get(f"{half}_tile") is None else candidate
+    config = (candidate[f"{half}_tile"], candidate[f"{half}_cluster"]) if given else None
+    plan = _C.moe_up_plan if up else _C.moe_down_plan
+    return plan(x, w, *routing, None, out, block, 0, None, 0, *scales, config)
+
+
+@pytest.mark.parametrize("dtype", MOE.dtypes)
+@pytest.mark.parametrize("tokens", [1, 16, 100, 1024, 8192])
+def test_moes_candidates_are_launched_as_said(tokens, dtype):
+    problem = Problem.of("fused_moe", dtype, E=64, k=8, H=2048, I=1024)
+    found = MOE.candidates(problem, tokens, False, False)
+    assert len({name_of(c) for c in found}) == len(found) >= (4 if tokens < 1024 else 1)
+    quick = {name_of(c) for c in MOE.candidates(problem, tokens, True, False)}
+    assert quick <= {name_of(c) for c in found}
+    for c in found:
+        assert why_not(MOE.needs(problem, tokens, c)) is None
+        for half in ("up", "down"):
+            plan, needs = moe_plan(problem, tokens, c, half), moe.half_needs(c, half)
+            assert plan["tile_m"] == c["block_size"]
+            assert (plan["tile_n"], plan["cluster"]) == (c[f"{half}_tile"], needs.cluster)
+            assert (plan["dynamic_smem"], plan["block"]) == (needs.shared, needs.threads)
+
+
+@pytest.mark.parametrize("dtype", MOE.dtypes)
+@pytest.mark.parametrize("block", [64, 128])
+def test_what_moe_runs_untuned_is_a_candidate(block, dtype):
+    for tokens in (1, 64, 4096):
+        problem = Problem.of("fused_moe", dtype, E=8, k=2, H=4096, I=14336)
+        for half in ("up", "down"):
+            plan = moe_plan(problem, tokens, {"block_size": block}, half)
+            assert (plan["tile_n"], plan["cluster"]) in moe.tiles(block, half, dtype)
+
+
 def test_bad_configurations_are_named():
     args = [ExchangeTensor(1, 64, dtype="bfloat16"), ExchangeTensor(8, 64, dtype="bfloat16"), None]
     args += [ExchangeTensor(1, 8, dtype="bfloat16"), 0]
@@ -119,6 +175,10 @@ def test_bad_configurations_are_named():
         _C.linear_act_plan(*args, (96, 32, 0, 1, 1, 0))
     with pytest.raises(NotImplementedError, match="split K by 2: K splits by 1 to 1"):
         _C.linear_act_plan(*args, (64, 32, 0, 1, 2, 0))
+    problem = Problem.of("fused_moe", "bfloat16", E=8, k=2, H=64, I=64)
+    bad = {"block_size": 64, "up_tile": 96, "up_cluster": 1}
+    with pytest.raises(NotImplementedError, match="block 64, tile 96, cluster 1: no precompiled"):
+        moe_plan(problem, 1, bad, "up")
     with pytest.raises(TypeError, match="a configuration must be a tuple of 6 whole numbers"):
         _C.linear_act_plan(*args, (64, 32))
     with pytest.raises(ValueError, match="small and not negative"):

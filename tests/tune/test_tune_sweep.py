@@ -17,7 +17,7 @@ from tiercel.tune import ops
 from tiercel.tune.problem import Problem, name_of
 
 HERE = Path(__file__).parent
-SHAPE = Problem("nvfp4_linear", 4096, 4096, "float4_e2m1fn_x2")
+SHAPE = Problem.of("nvfp4_linear", "float4_e2m1fn_x2", N=4096, K=4096)
 ARGS = ["nvfp4-linear", "--problem", "N=4096,K=4096", "--num-tokens", "8", "1", "--quick"]
 
 

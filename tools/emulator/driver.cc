@@ -68,7 +68,7 @@ std::string wrong_with(const Launch& launch, const KernelHandle& handle) {
       launch.grid.z > 65535) {
     return "a grid of " + text(launch.grid) + " blocks";
   }
-  if (launch.block.count() == 0 || launch.block.count() > 1024) {
+  if (launch.block.count() == 0 || launch.block.count() > 1024 || launch.block.z > 64) {
     return "blocks of " + text(launch.block) + " threads";
   }
   if (launch.cluster.count() > 8 || launch.grid.x % launch.cluster.x != 0 ||
@@ -209,6 +209,16 @@ EXPORT CUresult cuCtxPopCurrent_v2(CUcontext* context) {
 }
 
 EXPORT CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode*) { return CUDA_SUCCESS; }
+
+EXPORT CUresult cuStreamGetId(CUstream, unsigned long long* id) {
+  *id = 1;
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuStreamIsCapturing(CUstream, CUstreamCaptureStatus* status) {
+  *status = CU_STREAM_CAPTURE_STATUS_NONE;
+  return CUDA_SUCCESS;
+}
 
 EXPORT CUresult cuLibraryLoadData(CUlibrary* library, const void* code, CUjit_option*, void**,
                                   unsigned, CUlibraryOption*, void**, unsigned) {

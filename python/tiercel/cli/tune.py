@@ -2,21 +2,23 @@
 """``tiercel tune``: finds the fastest configurations here; ``tiercel tune apply`` keeps them."""
 
 import argparse
+import functools
 import re
 from pathlib import Path
 
 HELP = "Finds the fastest configuration of an operator for a problem, on this GPU."
 
 _OPS = {
-    "linear": "Tunes linear_act: tiles, splits of K, clusters, stages, swizzle.",
-    "nvfp4-linear": "Tunes nvfp4_linear: how rows and K are cut up, stages in flight.",
+    "linear": ("Tunes linear_act: tiles, splits of K, clusters, stages, swizzle.", "N K"),
+    "moe": ("Tunes fused_moe: blocks of the routing, tiles, clusters.", "E k H I"),
+    "nvfp4-linear": ("Tunes nvfp4_linear: how rows and K are cut up, stages in flight.", "N K"),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(metavar="WHAT", required=True, dest="what")
-    for name, text in _OPS.items():
-        _add_sweep(commands.add_parser(name, help=text, description=text))
+    for name, (text, sizes) in _OPS.items():
+        _add_sweep(commands.add_parser(name, help=text, description=text), sizes.split())
     text = "Writes a sweep's winners where operators look for them."
     apply = commands.add_parser("apply", help=text, description=text)
     apply.add_argument("results", type=Path, metavar="RESULTS", help="what a sweep wrote")
@@ -25,11 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     apply.set_defaults(action="apply")
 
 
-def _add_sweep(parser: argparse.ArgumentParser) -> None:
+def _add_sweep(parser: argparse.ArgumentParser, sizes: "list[str]") -> None:
     add = parser.add_argument
     add("--num-tokens", nargs="+", type=_positive, metavar="T", help="rows of x to tune for")
-    text = "a weight's shape; may be repeated (default: shapes of common models)"
-    add("--problem", action="append", type=_problem, metavar="N=..,K=..", help=text)
+    text = "sizes of weights; may be repeated (default: those of common models)"
+    form = ",".join(f"{name}=.." for name in sizes)
+    problem = functools.partial(_problem, sizes)
+    add("--problem", action="append", type=problem, metavar=form, help=text)
     add("--dtype", nargs="+", metavar="D", help="the weight's")
     add("--quick", action="store_true", help="try fewer candidates")
     text = "try kernels that have to be compiled here too (pip install 'tiercel[jit]')"
@@ -55,11 +59,12 @@ def _positive(text: str) -> int:
     return value
 
 
-def _problem(text: str) -> "tuple[int, int]":
-    match = re.fullmatch(r"N=(\d+),K=(\d+)", text)
+def _problem(sizes: "list[str]", text: str) -> "tuple[int, ...]":
+    match = re.fullmatch(",".join(rf"{name}=(\d+)" for name in sizes), text)
     if match is None or not all(map(int, match.groups())):
-        raise argparse.ArgumentTypeError(f"must look like N=4096,K=4096, got {text!r}")
-    return int(match[1]), int(match[2])
+        form = ",".join(f"{name}=4096" for name in sizes)
+        raise argparse.ArgumentTypeError(f"must look like {form}, got {text!r}")
+    return tuple(map(int, match.groups()))
 
 
 def run(args: argparse.Namespace) -> int:

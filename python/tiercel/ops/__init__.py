@@ -17,7 +17,8 @@ from tiercel.ops.attention_decode import decode_attention
 from tiercel.ops.attention_merge import merge_attention_states
 from tiercel.ops.attention_varlen import attention_varlen
 from tiercel.ops.gemv import nvfp4_gemv, nvfp4_linear
-from tiercel.ops.linear import linear_act
+from tiercel.ops.linear import fused_mlp, gated_linear, linear_act
+from tiercel.ops.linear_fp8 import fp8_linear
 from tiercel.ops.moe import fused_moe
 from tiercel.ops.moe_grouped import grouped_gemm
 from tiercel.ops.moe_halves import moe_down, moe_up
@@ -39,8 +40,11 @@ __all__ = [
     "attention_varlen",
     "copy_transpose",
     "decode_attention",
+    "fp8_linear",
     "fp8_quantize",
+    "fused_mlp",
     "fused_moe",
+    "gated_linear",
     "gelu",
     "gelu_and_mul",
     "grouped_gemm",

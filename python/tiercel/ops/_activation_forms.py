@@ -41,9 +41,6 @@ class Form(NamedTuple):
         return tuple(name for name, there in zip(self._fields, self, strict=True) if there)
 
 
-_ALONE, _PAIR = Form(), Form(up=True)
-
-
 class Activation:
     """A function's operators in all forms.
 
@@ -71,15 +68,14 @@ class Activation:
         flags = (False, True)
         ups = flags if gated else (False,)
         self._forward = {
-            form: self._declare(form)
-            for form in (Form(*f) for f in ((u, s, o) for u in ups for s in flags for o in flags))
+            (u, s, o): self._declare(Form(u, s, o)) for u in ups for s in flags for o in flags
         }
         self._backward = {up: self._declare_backward(up) for up in ups}
 
     @property
     def main(self) -> Op:
         """The operator that stands for all of them."""
-        return self._forward[Form(up=self._gated)]
+        return self._forward[self._gated, False, False]
 
     def __call__(
         self,
@@ -90,28 +86,20 @@ class Activation:
         *options: str | None,
     ) -> Tensor:
         """`options`: approximate, where the function has it, and the backend."""
-        if scale is None and out is None:  # the usual call costs no more than this
-            result: Tensor = (
-                self._forward[_ALONE].pick()(x, *options)
-                if up is None
-                else self._forward[_PAIR].pick()(x, up, *options)
-            )
-            return result
-        op = self._forward[Form(up is not None, scale is not None, out is not None)]
-        tensors = [x]
-        if up is not None:
-            tensors.append(up)
+        tensors = (x,) if up is None else (x, up)
         if scale is not None:
             if torch.is_grad_enabled() and any(getattr(t, "requires_grad", 0) for t in tensors):
                 raise RuntimeError(
                     f"{self.name}: there is no derivative for a float8 result, but a tensor "
                     "requires grad"
                 )
-            tensors.append(scale)
-        if out is not None:
-            tensors.append(out)
-        result = op(*tensors, *options)
-        return result if out is None else out
+            tensors = (*tensors, scale)
+        op = self._forward[up is not None, scale is not None, out is not None].pick()
+        if out is None:
+            result: Tensor = op(*tensors, *options)
+            return result
+        op(*tensors, out, *options)
+        return out
 
     def _operator_name(self, form: Form) -> str:
         packed = ["packed"] if self._gated and not form.up else []

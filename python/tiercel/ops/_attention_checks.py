@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,3 +117,45 @@ def empty_out(q: Tensor) -> Tensor:
 def empty_lse(q: Tensor) -> Tensor:
     shape = (q.shape[0], q.shape[2], q.shape[1])
     return torch.empty(shape, dtype=torch.float32, device=q.device)
+
+
+def check_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *_: Any,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+) -> None:
+    """Of packed sequences; raises for a wrong one."""
+    op = "attention_varlen"
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_rank(op, name, tensor, 3)
+    check_dtype(op, "q", q.dtype, dtypes)
+    heads, d = q.shape[1:]
+    keys, kv_heads, _ = k.shape
+    for name, tensor in (("k", k), ("v", v)):
+        check_dtype(op, name, tensor.dtype, (q.dtype,))
+        check_shape(op, name, tensor, (keys, kv_heads, d), "[Tk, Hk, D]")
+        check_same_device(op, name, tensor, "q", q)
+    if heads and (kv_heads == 0 or heads % kv_heads):
+        raise ValueError(
+            f"{op}: `k` must have a number of heads that divides that of `q`, {heads}, "
+            f"got {kv_heads}"
+        )
+    check_rank(op, "cu_seqlens_q", cu_seqlens_q, 1)
+    for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        check_dtype(op, name, starts.dtype, (torch.int32,))
+        check_shape(op, name, starts, (cu_seqlens_q.shape[0],), "[B + 1]")
+        check_same_device(op, name, starts, "q", q)
+        check_contiguous(op, name, starts)
+    if cu_seqlens_q.shape[0] == 0:
+        raise ValueError(f"{op}: `cu_seqlens_q` must have at least one element, got none")
+    if max_seqlen_q < 0 or max_seqlen_k < 0:
+        raise ValueError(
+            f"{op}: `max_seqlen_q` and `max_seqlen_k` must be at least 0, "
+            f"got {max_seqlen_q} and {max_seqlen_k}"
+        )

@@ -323,7 +323,9 @@ def decode_attention(
     Example:
         >>> out = tiercel.decode_attention(q, k_cache, v_cache, page_table, seqused_k)
     """
-    limits = check_options(causal, window, scale, softcap, _NAME)
+    limits = None
+    if window is not None or scale is not None or softcap is not None or type(causal) is not bool:
+        limits = check_options(causal, window, scale, softcap, _NAME)
     if max_seqused_k is not None and (not isinstance(max_seqused_k, int) or max_seqused_k < 0):
         raise ValueError(
             f"{_NAME}: `max_seqused_k` must be None or a whole number, got {max_seqused_k!r}"

@@ -31,19 +31,25 @@ DESCALES = ("q_descale", "k_descale", "v_descale")
 # `options` (causal, window, scale, softcap), as in the operators' schemas.
 
 
-def _check_descales(inputs: tuple[Tensor, ...], descales: tuple[Tensor | None, ...]) -> None:
-    q, k, _ = inputs
-    per_entry = (q.shape[0], k.shape[2])
+def check_descales(
+    op: str, q: Tensor, per_entry: tuple[int, int], descales: tuple[Tensor | None, ...]
+) -> None:
+    """`per_entry` is the batch and the heads of keys."""
     for name, scale in zip(DESCALES, descales, strict=True):
         if scale is None:
             continue
-        check_dtype(_NAME, name, scale.dtype, (torch.float32,))
+        check_dtype(op, name, scale.dtype, (torch.float32,))
         if scale.numel() != 1 and tuple(scale.shape) not in (per_entry[1:], per_entry):
             raise ValueError(
-                f"{_NAME}: `{name}` must have shape [B, Hk] = {list(per_entry)}, [Hk] or one "
+                f"{op}: `{name}` must have shape [B, Hk] = {list(per_entry)}, [Hk] or one "
                 f"element, got {list(scale.shape)}"
             )
-        check_same_device(_NAME, name, scale, "q", q)
+        check_same_device(op, name, scale, "q", q)
+
+
+def _check_descales(inputs: tuple[Tensor, ...], descales: tuple[Tensor | None, ...]) -> None:
+    q, k, _ = inputs
+    check_descales(_NAME, q, (q.shape[0], k.shape[2]), descales)
 
 
 def _native(
@@ -198,11 +204,11 @@ def attention_fp8(
     return out, lse
 
 
-def refuse_descales(q: Tensor, descales: tuple[Tensor | None, ...]) -> None:
+def refuse_descales(q: Tensor, descales: tuple[Tensor | None, ...], op: str = _NAME) -> None:
     """Other dtypes have no factors."""
     for name, scale in zip(DESCALES, descales, strict=True):
         if scale is not None:
             raise ValueError(
-                f"{_NAME}: `{name}` must be None unless `q` is float8_e4m3fn, got a tensor and "
+                f"{op}: `{name}` must be None unless `q` is float8_e4m3fn, got a tensor and "
                 f"`q` of {dtype_name(q.dtype)}"
             )

@@ -11,62 +11,18 @@ import torch
 from torch import Tensor
 
 from tiercel import _C, _platform
-from tiercel._checks import (
-    check_contiguous,
-    check_dtype,
-    check_rank,
-    check_same_device,
-    check_shape,
-)
 from tiercel._op import Autograd, Backend, Op
 from tiercel._platform import Reason
-from tiercel.ops._attention_checks import DTYPES, OPTIONS, check_options
+from tiercel.ops._attention_checks import FLOAT8, OPTIONS, check_options, check_packed
 from tiercel.ops.attention_backward import has_kernels, native_options
+from tiercel.ops.attention_fp8 import refuse_descales
 from tiercel.ops.attention_varlen_backward import BACKWARD, BACKWARD_LSE
+from tiercel.ops.attention_varlen_fp8 import attention_varlen_fp8
 from tiercel.ref.attention import attention_varlen as reference
 
 __all__ = ["attention_varlen"]
 
 _NAME = "attention_varlen"
-
-
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *_: Any,
-) -> None:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_rank(_NAME, name, tensor, 3)
-    check_dtype(_NAME, "q", q.dtype, DTYPES)
-    heads, d = q.shape[1:]
-    keys, kv_heads, _ = k.shape
-    for name, tensor in (("k", k), ("v", v)):
-        check_dtype(_NAME, name, tensor.dtype, (q.dtype,))
-        check_shape(_NAME, name, tensor, (keys, kv_heads, d), "[Tk, Hk, D]")
-        check_same_device(_NAME, name, tensor, "q", q)
-    if heads and (kv_heads == 0 or heads % kv_heads):
-        raise ValueError(
-            f"{_NAME}: `k` must have a number of heads that divides that of `q`, {heads}, "
-            f"got {kv_heads}"
-        )
-    check_rank(_NAME, "cu_seqlens_q", cu_seqlens_q, 1)
-    for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        check_dtype(_NAME, name, starts.dtype, (torch.int32,))
-        check_shape(_NAME, name, starts, (cu_seqlens_q.shape[0],), "[B + 1]")
-        check_same_device(_NAME, name, starts, "q", q)
-        check_contiguous(_NAME, name, starts)
-    if cu_seqlens_q.shape[0] == 0:
-        raise ValueError(f"{_NAME}: `cu_seqlens_q` must have at least one element, got none")
-    if max_seqlen_q < 0 or max_seqlen_k < 0:
-        raise ValueError(
-            f"{_NAME}: `max_seqlen_q` and `max_seqlen_k` must be at least 0, "
-            f"got {max_seqlen_q} and {max_seqlen_k}"
-        )
 
 
 def _empty_out(q: Tensor) -> Tensor:
@@ -84,7 +40,7 @@ def _native(out: Tensor, lse: Tensor | None, *args: Any) -> tuple[Any, ...]:
 
 def _launch(out: Tensor, lse: Tensor | None, *args: Any) -> None:
     if args[1].shape[0] == 0 or args[6] == 0:  # no keys
-        _check(*args)
+        check_packed(*args)
         out.zero_()
         if lse is not None:
             lse.fill_(-math.inf)
@@ -178,7 +134,7 @@ def _operator(lse: bool) -> Op:
     return Op(
         f"{_NAME}_lse" if lse else _NAME,
         _SCHEMA + ("(Tensor, Tensor)" if lse else "Tensor"),
-        check=_check,
+        check=check_packed,
         fake=(lambda q, *_: (_empty_out(q), _empty_lse(q))) if lse else lambda q, *_: _empty_out(q),
         sm90=Backend("sm90", _sm90_lse if lse else _sm90, *_CUTE, why_not=_why_not),
         ref=Backend("ref", lambda *args: _reference(lse, *args), *_TORCH),
@@ -208,6 +164,9 @@ def attention_varlen(
     scale: float | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`tiercel.attention` of sequences of several lengths, without padding between them.
@@ -215,13 +174,16 @@ def attention_varlen(
     Sequence i has the queries ``q[cu_seqlens_q[i]:cu_seqlens_q[i + 1]]``, and keys and values
     likewise; masks are aligned with its last query and its last key.
 
+    float8_e4m3fn tensors are as for :func:`tiercel.attention`, with bfloat16 results and without
+    gradients.
+
     Differentiable in ``q``, ``k`` and ``v``: the backward launches :func:`tiercel.attention`'s
     kernels for one sequence after the other, for which it waits for the GPU, and above D = 128 has
     all scores of a sequence in memory. The forward never synchronises.
 
     Args:
-        q: ``[Tq, H, D]``, bfloat16 or float16. The precompiled kernels take D that is a multiple of
-            8 up to 128 and no softcap; ref takes others.
+        q: ``[Tq, H, D]``, bfloat16, float16 or float8_e4m3fn. The precompiled kernels take D up to
+            128 that is a multiple of 8 (float8_e4m3fn: of 16), and no softcap; ref takes others.
         k: ``[Tk, Hk, D]``, the dtype and device of ``q``; Hk divides H.
         v: The shape, dtype and device of ``k``.
         cu_seqlens_q: ``[B + 1]`` int32: where sequences start, and at last where the last one ends.
@@ -234,11 +196,15 @@ def attention_varlen(
         scale: What scores are multiplied by.
         softcap: Scores s become ``softcap * tanh(s / softcap)``.
         return_lse: Whether to return the logarithms of the rows' sums too.
+        q_descale: For float8_e4m3fn only: float32, what ``q`` is multiplied by, one element or one
+            a head of keys, ``[Hk]`` or ``[B, Hk]``; None is 1.
+        k_descale: The same for ``k``.
+        v_descale: The same for ``v``.
         backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
 
     Returns:
-        ``[Tq, H, D]``, the dtype of ``q``; with ``return_lse`` a pair of it and of ``[H, Tq]``,
-        float32.
+        ``[Tq, H, D]``, the dtype of ``q``, or bfloat16 for float8_e4m3fn; with ``return_lse`` a
+        pair of it and of ``[H, Tq]``, float32.
 
     Raises:
         TypeError: A dtype is not one of the above, or an argument is no tensor.
@@ -248,6 +214,12 @@ def attention_varlen(
     """
     limits = check_options(causal, window, scale, softcap, op=_NAME)
     starts = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    descales = (q_descale, k_descale, v_descale)
+    if getattr(q, "dtype", None) == FLOAT8:
+        options = (causal, limits, scale, softcap, backend)
+        found: Tensor = attention_varlen_fp8((q, k, v, *starts), descales, options, return_lse)
+        return found
+    refuse_descales(q, descales, _NAME)
     given = (q, k, v, *starts, causal, limits, scale, softcap, backend)
     # The backward needs the logarithms: kept from the forward, they cost nothing.
     kept = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v))

@@ -18,6 +18,7 @@ from tiercel._checks import (
 )
 from tiercel._op import Backend, Op
 from tiercel._platform import Reason
+from tiercel.ops.moe_choice import Choice, choose
 from tiercel.ops.moe_halves import (
     DTYPES,
     INDEX,
@@ -27,8 +28,9 @@ from tiercel.ops.moe_halves import (
     empty_routing,
     reason_of,
 )
+from tiercel.ops.quant import _fp8_outputs as quantize_outputs
 from tiercel.ops.quant import _fp8_plan as quantize_plan
-from tiercel.ops.quant import _fp8_sm90 as quantize
+from tiercel.ops.quant import fp8_between
 from tiercel.ops.routing_align import align_plan, align_sm90
 from tiercel.ref import moe as ref
 
@@ -88,12 +90,6 @@ def _check_rest(
     check_activation(_NAME, activation)
 
 
-def block_size(elements: int, experts: int) -> int:
-    """Slots of a routing block: for many tokens, as many rows as a multiprocessor takes at a time;
-    for few, half of that, since most are padding."""
-    return 128 if elements > 24 * max(experts, 1) else 64
-
-
 def _sm90(
     x: Tensor,
     w_up: Tensor,
@@ -105,43 +101,66 @@ def _sm90(
     backend: str | None,
 ) -> Tensor:
     weights = ((w_up, None), (w_down, None))
-    return _run(x, weights, topk_weights, topk_ids, activation, expert_map)
+    return run(x, weights, topk_weights, topk_ids, activation, expert_map)
 
 
-def _rows(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """What a product takes: float8 with a scale a row where the weights have scales."""
-    if scale is None:
-        return x, None
-    q, scales = quantize(x, "row", None)
-    return q, scales.view(-1)
+def block_scaled(scale: Tensor | None) -> bool:
+    return scale is not None and scale.ndim == 3
 
 
-def _run(
+def _granularity(scale: Tensor) -> str:
+    """Of a product's rows, by the scales of its weights."""
+    return "1x128" if block_scaled(scale) else "row"
+
+
+def _of_rows(scale: Tensor | None, of_weights: Tensor) -> Tensor | None:
+    """Rows' scales as the launchers take them."""
+    return scale if scale is None or block_scaled(of_weights) else scale.view(-1)
+
+
+def run(
     x: Tensor,
     weights: tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]],
     topk_weights: Tensor,
     topk_ids: Tensor,
     activation: str,
     expert_map: Tensor | None,
+    choice: Choice | None = None,
 ) -> Tensor:
+    """The kernels one after the other; `choice` is the tuner's."""
     (w_up, up_scale), (w_down, down_scale) = weights
     tokens, hidden = x.shape
     k = topk_ids.shape[1]
     elements, experts = tokens * k, w_down.shape[0]
-    block = block_size(elements, experts)
+    if choice is None:
+        in_blocks = block_scaled(up_scale) or block_scaled(down_scale)
+        choice = choose(w_down, topk_ids, expert_map, in_blocks)
+    block, up, down = choice
     everywhere = experts if expert_map is None else expert_map.shape[0]
-    rows, scale = _rows(x, up_scale)
+    rows, scale = x, None
+    if up_scale is not None:
+        # Memory that the routing's kernels do not work in: they may still run when it is written.
+        rows, scale = quantize_outputs(x, _granularity(up_scale))
     routing = align_sm90(topk_ids, block, everywhere, expert_map, False, False, None)
+    if up_scale is not None:
+        fp8_between(x, (rows, scale), _granularity(up_scale), True, False)
+        scale = _of_rows(scale, up_scale)
     inner = x.new_empty((elements, w_down.shape[2]))
     outer = x.new_empty((elements, hidden))
     out = x.new_empty((tokens, hidden))
     act = INDEX[activation]
-    _C.moe_up(rows, w_up, *routing, None, inner, block, act, *NO_IDS, scale, up_scale)
-    rows, scale = _rows(inner, down_scale)
+    _C.moe_up(rows, w_up, *routing, None, inner, block, act, *NO_IDS, scale, up_scale, up)
+    rows, scale = inner, None
+    if down_scale is not None:
+        rows, scale = quantize_outputs(inner, _granularity(down_scale))
+        # The next launch begins with weights.
+        fp8_between(inner, (rows, scale), _granularity(down_scale), False, True)
+        scale = _of_rows(scale, down_scale)
     # Ids that are no expert's are in no block: with them at hand, the kernel zeroes their rows.
     named = (topk_ids, everywhere)
     factors = topk_weights.view(-1)
-    _C.moe_down(rows, w_down, *routing, factors, outer, block, 0, *named, scale, down_scale)
+    scales = (scale, down_scale)
+    _C.moe_down(rows, w_down, *routing, factors, outer, block, 0, *named, *scales, down)
     _C.moe_sum(outer.view(tokens, k, hidden), None, out)
     return out
 
@@ -162,23 +181,25 @@ def _plan_of(
 ) -> dict[str, Any]:
     (w_up, up_scale), (w_down, down_scale) = up, down
     elements, experts = topk_ids.numel(), w_down.shape[0]
-    block = block_size(elements, experts)
+    in_blocks = block_scaled(up_scale) or block_scaled(down_scale)
+    block, *tiles = choose(w_down, topk_ids, expert_map, in_blocks)
     everywhere = experts if expert_map is None else expert_map.shape[0]
     # It has to take so many experts.
     align_plan(topk_ids[:0], block, everywhere, expert_map, False, False, None)
     routing = empty_routing(x, elements, experts, block)
     inner, outer = x.new_empty((elements, w_down.shape[2])), x.new_empty((elements, x.shape[1]))
     made = []
-    for rows, w, scale, factors, out, plan in (
-        (x, w_up, up_scale, None, inner, _C.moe_up_plan),
-        (inner, w_down, down_scale, topk_weights.view(-1), outer, _C.moe_down_plan),
+    for rows, w, scale, factors, out, plan, tile in (
+        (x, w_up, up_scale, None, inner, _C.moe_up_plan, tiles[0]),
+        (inner, w_down, down_scale, topk_weights.view(-1), outer, _C.moe_down_plan, tiles[1]),
     ):
         scales: tuple[Tensor | None, Tensor | None] = NO_SCALES
         if scale is not None:
-            quantize_plan(rows[:2], "row")  # it has to take these rows
-            rows = torch.empty(rows.shape, dtype=torch.float8_e4m3fn, device=x.device)
-            scales = (torch.empty(rows.shape[0], dtype=torch.float32, device=x.device), scale)
-        made.append(dict(plan(rows, w, *routing, factors, out, block, 0, *NO_IDS, *scales)))
+            quantize_plan(rows[:2], _granularity(scale))  # it has to take these rows
+            rows, of_rows = quantize_outputs(rows, _granularity(scale))
+            scales = (_of_rows(of_rows, scale), scale)
+        rest = (factors, out, block, 0, *NO_IDS, *scales, tile)
+        made.append(dict(plan(rows, w, *routing, *rest)))
     return {"kernel": made[0]["kernel"], "block_size": block, "up": made[0], "down": made[1]}
 
 
@@ -231,11 +252,15 @@ def _check_fp8(
         ("w_up_scale", w_up_scale, w_up),
         ("w_down_scale", w_down_scale, w_down),
     ):
-        check_rank(_NAME, name, scale, 2)
         check_dtype(_NAME, name, scale.dtype, (torch.float32,))
-        if scale.shape[1] != 1:
-            check_shape(_NAME, name, scale, tuple(w.shape[:2]), "[E, rows] or [E, 1]")
-        check_shape(_NAME, name, scale, (w.shape[0], scale.shape[1]), "[E, rows] or [E, 1]")
+        if block_scaled(scale):
+            blocks = tuple(-(-size // 128) for size in w.shape[1:])
+            of_blocks = "[E, rows / 128, columns / 128]"
+            check_shape(_NAME, name, scale, (w.shape[0], *blocks), of_blocks)
+        else:
+            check_rank(_NAME, name, scale, 2)
+            columns = 1 if scale.shape[1] == 1 else w.shape[1]
+            check_shape(_NAME, name, scale, (w.shape[0], columns), "[E, rows] or [E, 1]")
         check_contiguous(_NAME, name, scale)
         check_same_device(_NAME, name, scale, "x", x)
 
@@ -248,7 +273,7 @@ def _fp8_plan(x: Tensor, w_up: Tensor, w_down: Tensor, *rest: Any) -> dict[str, 
 
 def _run_fp8(x: Tensor, w_up: Tensor, w_down: Tensor, *rest: Any) -> Tensor:
     up_scale, down_scale, *more, _ = rest
-    return _run(x, ((w_up, up_scale), (w_down, down_scale)), *more)
+    return run(x, ((w_up, up_scale), (w_down, down_scale)), *more)
 
 
 def _fp8_reference(*args: Any) -> Tensor:
@@ -300,15 +325,16 @@ def fused_moe(
     ``sum over j of topk_weights[t, j] * (act(x[t] @ w_up[e].T) @ w_down[e].T)`` with ``e =
     topk_ids[t, j]``. Sums are float32; between the halves, and before the last sum, values have
     the dtype of ``x``. With float8 weights, rows of ``x``, and rows between the halves, are
-    quantised to float8 as :func:`tiercel.fp8_quantize` does, with a scale a row.
+    quantised to float8 as :func:`tiercel.fp8_quantize` does, with a scale a row, or of 128
+    values where the weights have scales of blocks.
 
     There is no derivative; :func:`tiercel.ref.fused_moe` has one. Works under torch.compile and
     torch.export, and in CUDA graphs; it never synchronises.
 
     Args:
         x: ``[T, H]`` bfloat16 or float16; bfloat16 with float8 weights. The precompiled kernels
-            take H and I that are multiples of 8 (of 16 with float8), and rows at multiples of 16
-            bytes; ref takes others.
+            take H and I that are multiples of 8 (of 16 with float8, of 128 with scales of blocks),
+            and rows at multiples of 16 bytes; ref takes others.
         w_up: ``[E, 2 * I, H]``, the dtype of ``x``, or float8_e4m3fn: rows of the gate, then those
             it is for.
         w_down: ``[E, H, I]``, the dtype of ``w_up``.
@@ -319,9 +345,10 @@ def fused_moe(
             ``"gelu_residual"``, gelu(a) * (b + 1).
         expert_map: ``[experts everywhere]`` int32, for expert parallelism: an expert's place in
             ``w_up`` and ``w_down``, or -1 where it is on another device and adds nothing here.
-        w_up_scale: Of float8 weights, float32, contiguous: a factor a row ``[E, 2 * I]``, or one an
-            expert ``[E, 1]``.
-        w_down_scale: The same, ``[E, H]`` or ``[E, 1]``.
+        w_up_scale: Of float8 weights, float32, contiguous: a factor a row ``[E, 2 * I]``, one an
+            expert ``[E, 1]``, or one a block of 128x128 values ``[E, 2 * I / 128, H / 128]``, sizes
+            rounded up.
+        w_down_scale: The same, ``[E, H]``, ``[E, 1]`` or ``[E, H / 128, I / 128]``.
         backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
 
     Returns:

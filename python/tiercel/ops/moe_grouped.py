@@ -17,7 +17,7 @@ from tiercel._checks import (
     check_shape,
 )
 from tiercel._op import Backend, Op
-from tiercel.ops.moe import block_size
+from tiercel.ops.moe_choice import block_size
 from tiercel.ops.moe_halves import DTYPES, NO_IDS, NO_SCALES, empty_routing, reason_of
 from tiercel.ops.routing_align import align_plan, align_sm90
 from tiercel.ref import moe as ref

@@ -386,6 +386,17 @@ def _out_operator(norm: _Launches, present: tuple[bool, ...]) -> Op:
         x, weight, bias, residual, _, _, eps = arguments(args)
         return norm.why_not(x, weight, bias, residual, eps)
 
+    count = 2 + sum(present) + present[2] + 2
+    takes = arguments(tuple(map(Argument, range(count))))
+    x, residual = takes[0], takes[3]
+    run = launcher(
+        norm.forward,
+        takes,
+        count=count,
+        dense=(x,) if residual is None else (x, residual),
+        otherwise=lambda *args: norm.into(*arguments(args)),
+    )
+
     return Op(
         f"{norm.name}{_suffix(_OPTIONAL, present)}_out",
         f"({_signature(_OPTIONAL, present)}, Tensor(a!) out,"
@@ -393,7 +404,7 @@ def _out_operator(norm: _Launches, present: tuple[bool, ...]) -> Op:
         f" float eps={norm.eps}, str? backend=None) -> ()",
         check=check,
         fake=lambda *args: None,
-        sm90=Backend("sm90", lambda *args: norm.into(*arguments(args)), *_CUDA, why_not=why_not),
+        sm90=Backend("sm90", run, *_CUDA, why_not=why_not),
         ref=Backend("ref", reference, *_TORCH),
         family=norm.name,
     )
@@ -405,6 +416,7 @@ class _Operators:
     plain: dict[tuple[bool, ...], Op]
     out: dict[tuple[bool, ...], Op]
     usual: Op  # with a weight and nothing else
+    usual_out: Op
 
     def __call__(
         self,
@@ -416,8 +428,11 @@ class _Operators:
         eps: float,
         backend: str | None,
     ) -> Any:
-        if weight is not None and bias is None and residual is None and out is None:
-            return self.usual.pick()(x, weight, eps, backend)
+        if weight is not None and bias is None and residual is None:
+            if out is None:
+                return self.usual.pick()(x, weight, eps, backend)
+            self.usual_out.pick()(x, weight, out, eps, backend)
+            return out
         given = (weight is not None, bias is not None, residual is not None)
         tensors = [tensor for tensor in (x, weight, bias, residual) if tensor is not None]
         if out is None:
@@ -441,4 +456,5 @@ def operators(norm: _Launches) -> _Operators:
     backward = {key: _backward_operator(norm, key) for key in product((True, False), repeat=2)}
     plain = {choice: _operator(norm, choice, backward) for choice in choices}
     out = {choice: _out_operator(norm, choice) for choice in choices}
-    return _Operators(norm.name, plain, out, plain[True, False, False])
+    usual = (True, False, False)
+    return _Operators(norm.name, plain, out, plain[usual], out[usual])

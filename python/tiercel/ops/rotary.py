@@ -180,7 +180,7 @@ def _rotary_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ..
     return None, results[0], results[1]
 
 
-_ROTARY_CUDA = ("a block a token, q and k in one launch", "cuda")
+_ROTARY_CUDA = ("whole vectors of q and k in one launch", "cuda")
 _ROTARY_TORCH = ("torch, one step after the other", "torch")
 _ROTARY_ARGUMENTS = "Tensor positions, {}, Tensor cos_sin_cache, "
 

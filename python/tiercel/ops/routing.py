@@ -18,7 +18,7 @@ from tiercel._checks import (
     check_same_device,
     check_shape,
 )
-from tiercel._eager import empty
+from tiercel._eager import empty, is_dynamo_compiling
 from tiercel._op import Autograd, Backend, Op
 from tiercel._platform import Reason
 from tiercel.ref import routing as ref
@@ -50,6 +50,20 @@ def check_columns(op: str, weights: object, k: int) -> None:
     shape = getattr(weights, "shape", ())
     if len(shape) == 2 and shape[1] != operator.index(k):
         raise ValueError(f"{op}: `out` has {shape[1]} columns, but `k` is {k}")
+
+
+def check_pair(op: str, out: object) -> None:
+    """That ``out=`` is a pair."""
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        got = f"{len(out)} values" if isinstance(out, (tuple, list)) else type(out).__name__
+        raise TypeError(f"{op}: `out` must be a pair (weights, indices), got {got}")
+
+
+def _has_columns(matrix: Any, k: Any) -> bool:
+    try:
+        return type(k) is int and matrix.shape[1] == k
+    except (AttributeError, IndexError):
+        return False
 
 
 def _check(
@@ -294,15 +308,15 @@ def topk_softmax(
             scores, k, softmax_first, renormalize, indices_dtype, backend
         )
         return result
-    if not isinstance(out, (tuple, list)) or len(out) != 2:
-        got = f"{len(out)} values" if isinstance(out, (tuple, list)) else type(out).__name__
-        raise TypeError(f"{_NAME}: `out` must be a pair (weights, indices), got {got}")
+    if type(out) is not tuple or len(out) != 2:
+        check_pair(_NAME, out)
     weights, indices = out
-    try:  # host time: the common case is one comparison
-        fits = type(k) is int and weights.shape[1] == k
-    except (AttributeError, IndexError):
-        fits = False
-    if not fits:
+    if not is_dynamo_compiling():  # the usual call reads no shape in Python
+        run = _TOPK_SOFTMAX_OUT.direct
+        done = run(scores, weights, indices, softmax_first, renormalize, backend, k)
+        if done is not NotImplemented:
+            return weights, indices
+    if not _has_columns(weights, k):
         check_columns(_NAME, weights, k)
-    _TOPK_SOFTMAX_OUT.pick()(scores, weights, indices, softmax_first, renormalize, backend)
+    _TOPK_SOFTMAX_OUT(scores, weights, indices, softmax_first, renormalize, backend)
     return weights, indices

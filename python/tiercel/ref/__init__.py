@@ -17,7 +17,7 @@ from tiercel.ref.attention import (
     merge_attention_states,
 )
 from tiercel.ref.gemv import nvfp4_gemv, nvfp4_linear
-from tiercel.ref.linear import linear_act
+from tiercel.ref.linear import fp8_linear, fused_mlp, gated_linear, linear_act
 from tiercel.ref.moe import fused_moe, grouped_gemm, moe_down, moe_up
 from tiercel.ref.norm import layer_norm, rms_norm
 from tiercel.ref.quant import fp8_quantize, nvfp4_dequantize, nvfp4_quantize
@@ -32,8 +32,11 @@ __all__ = [
     "attention_varlen",
     "copy_transpose",
     "decode_attention",
+    "fp8_linear",
     "fp8_quantize",
+    "fused_mlp",
     "fused_moe",
+    "gated_linear",
     "gelu",
     "gelu_and_mul",
     "grouped_gemm",

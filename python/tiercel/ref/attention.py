@@ -134,11 +134,17 @@ def attention_varlen(
     scale: float | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """As :func:`tiercel.attention_varlen`: one sequence after the other; it waits for the GPU."""
-    out = [q.new_zeros(0, *q.shape[1:])]
+    dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
+    out = [q.new_zeros(0, *q.shape[1:], dtype=dtype)]
     sums = [q.new_zeros(q.shape[1], 0, dtype=torch.float32)]
-    for queries, keys in sequences(cu_seqlens_q, cu_seqlens_k):
+    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    for i, (queries, keys) in enumerate(sequences(cu_seqlens_q, cu_seqlens_k)):
+        own = {name: _entry(scale, i) for name, scale in descales.items()}
         result, lse = attention(
             q[None, queries],
             k[None, keys],
@@ -148,10 +154,17 @@ def attention_varlen(
             scale=scale,
             softcap=softcap,
             return_lse=True,
+            **own,
         )
         out.append(result[0])
         sums.append(lse[0])
     return (torch.cat(out), torch.cat(sums, 1)) if return_lse else torch.cat(out)
+
+
+def _entry(scale: Tensor | None, i: int) -> Tensor | None:
+    """Of [B, Hk], one entry's; others are of all entries."""
+    shared = scale is None or scale.ndim < 2 or scale.numel() == 1
+    return scale if shared else scale[i : i + 1]
 
 
 def attention_varlen_backward(

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -19,8 +20,61 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+# Of a gated layer.
+GATES = ("silu", "gelu", "gelu_tanh")
+
+
 def linear_act(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "gelu"
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str = "gelu",
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """As :func:`tiercel.linear_act`, for any sizes; torch rounds between product and activation."""
-    return ACTIVATIONS[activation](functional.linear(x, weight, bias))
+    """As :func:`tiercel.linear_act`, for any sizes; torch rounds between its steps."""
+    result = ACTIVATIONS[activation](functional.linear(x, weight, bias))
+    return result if residual is None else result + residual
+
+
+def gated_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "silu"
+) -> Tensor:
+    """As :func:`tiercel.gated_linear`, for any sizes; torch rounds between its steps."""
+    gate, up = functional.linear(x, weight, bias).chunk(2, dim=-1)
+    return ACTIVATIONS[activation](gate) * up
+
+
+def fp8_linear(
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str = "none",
+) -> Tensor:
+    """As :func:`tiercel.fp8_linear`, for any sizes; in float32, rounded once."""
+    sums = functional.linear(x.float(), weight.float())
+    sums = sums * (x_scale.view(()) if x_scale.numel() == 1 else x_scale.reshape(*x.shape[:-1], 1))
+    sums = sums * (weight_scale.view(()) if weight_scale.numel() == 1 else weight_scale.view(-1))
+    if bias is not None:
+        sums = sums + bias.float()
+    return ACTIVATIONS[activation](sums).to(torch.bfloat16)
+
+
+def fused_mlp(
+    x: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    gated: bool = True,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """As :func:`tiercel.fused_mlp`."""
+    first = gated_linear if gated else linear_act
+    hidden = first(x, up_weight, up_bias, activation=activation)
+    return linear_act(hidden, down_weight, down_bias, activation="none", residual=residual)

@@ -26,9 +26,20 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def _spread(scales: Tensor, values: Tensor, dim: int) -> Tensor:
+    """A factor of 128 neighbours, for each of them."""
+    return scales.repeat_interleave(128, dim).narrow(dim, 0, values.shape[dim])
+
+
 def _product(x: Tensor, w: Tensor, scale: Tensor | None, expert: int) -> Tensor:
     rows, of_expert = _wide(x), _wide(w[expert])
-    if scale is not None:
+    if scale is not None and scale.ndim == 3:
+        q, scales = fp8_quantize(x.float(), "1x128")
+        rows = q.to(rows.dtype) * _spread(scales.to(rows.dtype), rows, 1)
+        of_expert = of_expert.to(rows.dtype)
+        blocks = _spread(scale[expert].to(rows.dtype), of_expert, 0)
+        of_expert = of_expert * _spread(blocks, of_expert, 1)
+    elif scale is not None:
         q, scales = fp8_quantize(x.float())
         rows = q.to(rows.dtype) * scales.to(rows.dtype)
         of_expert = of_expert.to(rows.dtype) * scale[expert][:, None].to(rows.dtype)

@@ -24,26 +24,28 @@ def apply(data: Mapping[str, Any], tunable: Tunable, folder: Path) -> list[tuple
         raise TuneError(f"{tunable.op} reads no configurations")
     try:
         device = data["gpu"]
-        rows: dict[tuple[int, int, str], dict[str, Any]] = {}
+        names = tunable.sizes
+        rows: dict[tuple[tuple[int, ...], str], dict[str, Any]] = {}
         for row in data["results"]:
             p, winner = row["problem"], row["best_precompiled"]
-            configs = rows.setdefault((p["N"], p["K"], p["dtype"]), {})
+            sizes = tuple(int(p[name]) for name in names)
+            configs = rows.setdefault((sizes, p["dtype"]), {})
             if winner is not None:
                 config = tunable.config(winner["candidate"])
                 measured = {"us": _round(winner["us"]), "before_us": _round(row["today_us"])}
                 configs[str(row["tokens"])] = config | measured
-        names = ("command", "date", "gpu", "driver", "torch", "tiercel", "commit")
-        source = {name: data[name] for name in names}
+        facts = ("command", "date", "gpu", "driver", "torch", "tiercel", "commit")
+        source = {name: data[name] for name in facts}
     except (KeyError, TypeError) as error:
         raise TuneError(f"the results lack {error}") from None
     written = []
-    for (n, k, dtype), configs in rows.items():
+    for (sizes, dtype), configs in rows.items():
         if not configs:
             continue
-        path = folder / tunable.op / _tuned.file_name(n, k, dtype, device)
+        path = folder / tunable.op / _tuned.file_name(tunable.op, sizes, dtype, device)
         merged = _before(path, tunable.op) | {t: c | {"source": source} for t, c in configs.items()}
         ordered = {tokens: merged[tokens] for tokens in sorted(merged, key=int)}
-        problem = {"N": n, "K": k, "dtype": dtype}
+        problem = {**dict(zip(names, sizes, strict=True)), "dtype": dtype}
         head = {"schema": _tuned.SCHEMA, "op": tunable.op, "problem": problem, "device": device}
         write(path, head | _sources(ordered))
         _tuned.read(path, tunable.op)  # what no operator could read must not be left unsaid

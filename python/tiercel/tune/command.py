@@ -74,8 +74,9 @@ def plan(tunable: Tunable, args: argparse.Namespace) -> tuple[list[Batch], int]:
         if dtype not in tunable.dtypes:
             known = ", ".join(tunable.dtypes)
             raise TuneError(f"--dtype must be one of {known}, got {dtype}")
-        for n, k in problems:
-            problem = Problem(tunable.op, n, k, dtype)
+        for sizes in problems:
+            named = tuple(zip(tunable.sizes, sizes, strict=True))
+            problem = Problem(tunable.op, named, dtype)
             for count in tokens:
                 reason = tunable.invalid(problem, count)
                 if reason is not None:
@@ -222,8 +223,10 @@ def apply(args: argparse.Namespace) -> int:
 def repeat(args: argparse.Namespace) -> str:
     """The command that repeats the sweep, without the places of files."""
     words = ["tiercel tune", args.what]
-    for n, k in args.problem or ():
-        words.append(f"--problem N={n},K={k}")
+    sizes = ops.load()[args.what].sizes
+    for problem in args.problem or ():
+        text = ",".join(f"{name}={size}" for name, size in zip(sizes, problem, strict=True))
+        words.append(f"--problem {text}")
     if args.num_tokens:
         words.append("--num-tokens " + " ".join(map(str, args.num_tokens)))
     if args.dtype:

@@ -46,8 +46,8 @@ class GpuBench:
             out = self._bench.out(case, inputs)
 
             def run() -> tuple[Any, ...]:
-                launch(inputs, out)
-                return (out,)
+                made = launch(inputs, out)
+                return (out if made is None else made,)
 
             return Launch(run, strict=True)
 

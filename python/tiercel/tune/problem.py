@@ -22,19 +22,26 @@ def _text(value: Value) -> str:
 
 @dataclass(frozen=True)
 class Problem:
-    """A weight's shape and dtype; what varies at run time is the number of tokens."""
+    """Weights' sizes and dtype; what varies at run time is the number of tokens."""
 
     op: str
-    n: int
-    k: int
+    sizes: tuple[tuple[str, int], ...]
     dtype: str
+
+    @classmethod
+    def of(cls, op: str, dtype: str, **sizes: int) -> Problem:
+        return cls(op, tuple(sizes.items()), dtype)
+
+    def __getitem__(self, name: str) -> int:
+        return dict(self.sizes)[name]
 
     @property
     def name(self) -> str:
-        return f"{self.op} N={self.n},K={self.k},dtype={self.dtype}"
+        sizes = ",".join(f"{name}={size}" for name, size in self.sizes)
+        return f"{self.op} {sizes},dtype={self.dtype}"
 
     def to_dict(self) -> dict[str, Any]:
-        return {"N": self.n, "K": self.k, "dtype": self.dtype}
+        return {**dict(self.sizes), "dtype": self.dtype}
 
 
 @dataclass(frozen=True)

@@ -85,10 +85,11 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def table(data: Mapping[str, Any]) -> str:
-    lines = [f"{'problem':<34} {'T':>6} {'today µs':>9} {'best µs':>9} {'ratio':>6}  configuration"]
+    lines = [f"{'problem':<38} {'T':>6} {'today µs':>9} {'best µs':>9} {'ratio':>6}  configuration"]
     for row in data["results"]:
         p, best, today = row["problem"], row["best_precompiled"], row["today_us"]
-        name = f"N={p['N']} K={p['K']} {p['dtype']}"
+        sizes = " ".join(f"{name}={size}" for name, size in p.items() if name != "dtype")
+        name = f"{sizes} {p['dtype']}"
         lines.append(_line(name, row["tokens"], today, best))
         faster = row["best"]
         if best is not None and faster["us"] < 0.98 * best["us"]:
@@ -97,7 +98,7 @@ def table(data: Mapping[str, Any]) -> str:
 
 
 def _line(name: str, tokens: int, today: float | None, best: Mapping[str, Any] | None) -> str:
-    head = f"{name:<34} {tokens:>6} {f'{today:.2f}' if today else '-':>9}"
+    head = f"{name:<38} {tokens:>6} {f'{today:.2f}' if today else '-':>9}"
     if best is None:
         return f"{head} {'-':>9} {'':>6}  no candidate ran"
     ratio = f"{today / best['us']:.2f}" if today else "-"

@@ -7,14 +7,15 @@ import importlib
 from typing import Any
 
 from tiercel.bench.launch import Launch, Unsupported
-from tiercel.bench.ops.attention_varlen import lengths
+from tiercel.bench.ops.attention_varlen import FLOAT8, lengths
 from tiercel.bench.peers import fa3
 
 
 def _fa3(case: Any, inputs: dict[str, Any]) -> Launch:
     import torch
 
-    out, longest = torch.empty_like(inputs["q"]), max(lengths(case))
+    dtype = torch.bfloat16 if case.dtype == FLOAT8 else inputs["q"].dtype
+    out, longest = torch.empty_like(inputs["q"], dtype=dtype), max(lengths(case))
     given = {
         **inputs,
         "out": out,
@@ -34,6 +35,8 @@ def _fa3(case: Any, inputs: dict[str, Any]) -> Launch:
 
 
 def _fa4(case: Any, inputs: dict[str, Any]) -> Launch:
+    if case.dtype == FLOAT8:
+        raise Unsupported("it takes no float8 inputs")
     function: Any = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
     longest = max(lengths(case))
     limits = {"max_seqlen_q": longest, "max_seqlen_k": longest}

@@ -11,14 +11,19 @@ from tiercel.bench.launch import Launch, Unsupported
 from tiercel.bench.ops.linear import activate, empty_output
 
 
-def linear_act(x: Any, weight: Any, bias: Any, activation: str) -> Any:
+def linear_act(x: Any, weight: Any, bias: Any, residual: Any, activation: str) -> Any:
     import torch
 
-    return activate(activation, torch.nn.functional.linear(x, weight, bias))
+    result = activate(activation, torch.nn.functional.linear(x, weight, bias))
+    return result if residual is None else result + residual
+
+
+def _arguments(case: Any, inputs: dict[str, Any]) -> tuple[Any, ...]:
+    return *(inputs[name] for name in ("x", "weight", "bias", "residual")), case["act"]
 
 
 def _torch(case: Any, inputs: dict[str, Any]) -> Launch:
-    arguments = (inputs["x"], inputs["weight"], inputs["bias"], case["act"])
+    arguments = _arguments(case, inputs)
     return Launch(run=lambda: (linear_act(*arguments),))
 
 
@@ -38,15 +43,15 @@ def _compiled(case: Any, inputs: dict[str, Any]) -> Launch:
             mode="max-autotune-no-cudagraphs",  # its own matrix products too
         )
     compiled = _last[case.key]
-    arguments = (inputs["x"], inputs["weight"], inputs["bias"], case["act"])
+    arguments = _arguments(case, inputs)
     return Launch(run=lambda: (compiled(*arguments),))
 
 
 def _cublaslt(case: Any, inputs: dict[str, Any]) -> Launch:
     import torch
 
-    if case["act"] not in ("relu", "gelu_tanh") or not case["bias"]:
-        raise Unsupported("torch offers relu and gelu_tanh, with a bias")
+    if case["act"] not in ("relu", "gelu_tanh") or not case["bias"] or case["residual"]:
+        raise Unsupported("torch offers relu and gelu_tanh, with a bias and without a residual")
     function: Any = torch._addmm_activation
     arguments = (inputs["bias"], inputs["x"], inputs["weight"].t())
     gelu = case["act"] == "gelu_tanh"
@@ -64,6 +69,8 @@ _QUACK_ACTIVATIONS = {"none": None, "gelu": "gelu_erf", "gelu_tanh": "gelu_tanh_
 
 def _quack(case: Any, inputs: dict[str, Any], tuned: bool = False) -> Launch:
     """`tuned` searches its configurations; otherwise it has one for all sizes."""
+    if case["residual"]:
+        raise Unsupported("it adds no residual after the activation")
     gemm_act: Any = importlib.import_module("quack.gemm_interface").gemm_act
     x, weight, out = inputs["x"], inputs["weight"], empty_output(case, inputs)
     options: dict[str, Any] = {"bias": inputs["bias"], "store_preact": False, "tuned": tuned}

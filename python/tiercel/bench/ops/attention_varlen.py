@@ -9,6 +9,8 @@ from typing import Any
 from tiercel.bench.launch import Launch, WrongResult
 from tiercel.bench.ops import Error, Inputs, OpBench
 
+FLOAT8 = "float8_e4m3fn"
+
 
 def lengths(case: Any) -> list[int]:
     """1/4, 2/4, 3/4, 4/4 of L in turn."""
@@ -37,15 +39,24 @@ def _make(case: Any, device: str, seed: int) -> Inputs:
         return drawn.to(getattr(torch, case.dtype))
 
     q, k, v = random(case["H"]), random(case["Hk"]), random(case["Hk"])
-    return {"q": q, "k": k, "v": v, "cu_seqlens_q": starts, "cu_seqlens_k": starts.clone()}
+    inputs = {"q": q, "k": k, "v": v, "cu_seqlens_q": starts, "cu_seqlens_k": starts.clone()}
+    if case.dtype == FLOAT8:
+        one = torch.ones(case["B"], case["Hk"], device=device)
+        inputs |= dict.fromkeys(("q_descale", "k_descale", "v_descale"), one)
+    return inputs
 
 
 def _call(case: Any, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (*inputs.values(), max(lengths(case)), max(lengths(case))), {"causal": case["causal"]}
+    given = list(inputs.items())
+    longest = max(lengths(case))
+    packed = (*(value for _, value in given[:5]), longest, longest)
+    return packed, {"causal": case["causal"], **dict(given[5:])}
 
 
 def _bytes(case: Any) -> int:
-    return 2 * sum(lengths(case)) * int(case["D"]) * 2 * int(case["H"] + case["Hk"])
+    element = 1 if case.dtype == FLOAT8 else 2
+    rows = element * (case["H"] + 2 * case["Hk"]) + 2 * case["H"]
+    return sum(lengths(case)) * int(case["D"] * rows)
 
 
 def _flops(case: Any) -> int:
@@ -79,20 +90,23 @@ def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error
     import torch
 
     (result,) = outputs
-    if result.shape != inputs["q"].shape or result.dtype != inputs["q"].dtype:
+    float8 = "q_descale" in inputs
+    dtype = torch.bfloat16 if float8 else inputs["q"].dtype
+    if result.shape != inputs["q"].shape or result.dtype != dtype:
         raise WrongResult(f"shape {tuple(result.shape)}, {result.dtype}")
-    unit = torch.finfo(result.dtype).eps / 2
+    unit = torch.finfo(inputs["q"].dtype).eps / 2
+    of_largest, of_rms = (4.0, 0.8) if float8 else (6.0, 2.5)
     errors = torch.cat([(result[rows, head].double() - x).abs() for rows, head, x in expected])
     truth = torch.cat([x for _, _, x in expected])
     largest = float(errors.max())
     if not largest < float("inf"):
         raise WrongResult("a result is not finite")
     worst = float((errors / (truth.abs() + 1)).max())
-    if worst > 6 * unit:
-        raise WrongResult(f"a result is off by {worst / unit:.1f} units, 6 are allowed")
+    if worst > of_largest * unit:
+        raise WrongResult(f"a result is off by {worst / unit:.1f} units, {of_largest} are allowed")
     rms = float(errors.square().mean().sqrt() / truth.square().mean().sqrt())
-    if rms > 2.5 * unit:
-        raise WrongResult(f"RMS error {rms:.1e}, tolerance {2.5 * unit:.1e}")
+    if rms > of_rms * unit:
+        raise WrongResult(f"RMS error {rms:.1e}, tolerance {of_rms * unit:.1e}")
     return Error(rms=rms, maximum=largest / float(truth.abs().max()))
 
 

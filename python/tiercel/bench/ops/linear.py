@@ -27,8 +27,9 @@ def activate(name: str, sums: Any) -> Any:
 def _invalid(params: Mapping[str, Any]) -> str | None:
     if params["act"] not in ACTIVATIONS:
         return f"`act` must be one of {', '.join(ACTIVATIONS)}"
-    if not isinstance(params["bias"], bool):
-        return "`bias` must be true or false"
+    for name in ("bias", "residual"):
+        if not isinstance(params[name], bool):
+            return f"`{name}` must be true or false"
     sizes = [params[name] for name in "MNK"]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         return "M, N and K must be positive whole numbers"
@@ -48,11 +49,14 @@ def _make(case: Any, device: str, seed: int) -> Inputs:
     x = random(case["M"], case["K"])
     # Sums of about 1, where activations bend.
     weight = random(case["N"], case["K"], scale=case["K"] ** -0.5)
-    return {"x": x, "weight": weight, "bias": random(case["N"]) if case["bias"] else None}
+    bias = random(case["N"]) if case["bias"] else None
+    residual = random(case["M"], case["N"]) if case["residual"] else None
+    return {"x": x, "weight": weight, "bias": bias, "residual": residual}
 
 
 def _call(case: Any, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (inputs["x"], inputs["weight"], inputs["bias"]), {"activation": case["act"]}
+    options = {"activation": case["act"], "residual": inputs["residual"]}
+    return (inputs["x"], inputs["weight"], inputs["bias"]), options
 
 
 def empty_output(case: Any, inputs: Inputs) -> Any:
@@ -61,7 +65,8 @@ def empty_output(case: Any, inputs: Inputs) -> Any:
 
 def _bytes(case: Any) -> int:
     m, n, k = (case[name] for name in "MNK")
-    return _ELEMENT * int(m * k + n * k + m * n + (n if case["bias"] else 0))
+    results = 2 if case["residual"] else 1
+    return _ELEMENT * int(m * k + n * k + results * m * n + (n if case["bias"] else 0))
 
 
 def _flops(case: Any) -> int:
@@ -73,7 +78,8 @@ def _reference(case: Any, inputs: Inputs) -> Any:
     sums = inputs["x"].double() @ inputs["weight"].double().T
     if inputs["bias"] is not None:
         sums += inputs["bias"].double()
-    return activate(case["act"], sums)
+    result = activate(case["act"], sums)
+    return result if inputs["residual"] is None else result.add_(inputs["residual"])
 
 
 def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error:
@@ -116,7 +122,14 @@ BENCHES = [
     OpBench(
         family="linear",
         op="linear_act",
-        params={"M": None, "N": None, "K": None, "act": "gelu_tanh", "bias": True},
+        params={
+            "M": None,
+            "N": None,
+            "K": None,
+            "act": "gelu_tanh",
+            "bias": True,
+            "residual": False,
+        },
         invalid=_invalid,
         make=_make,
         call=_call,

@@ -10,7 +10,8 @@ from tiercel.bench.launch import Launch, WrongResult
 from tiercel.bench.ops import Error, Inputs, OpBench
 
 _ELEMENT = 2  # bytes; both dtypes have 16 bits
-_WEIGHTS = ("same", "float8")  # the dtype of x, or float8 with a scale a row
+# The dtype of x, or float8 with a scale a row or a block of 128x128.
+_WEIGHTS = ("same", "float8", "float8_blocks")
 _PARAMS = {"T": None, "E": None, "k": None, "H": None, "I": None}
 
 
@@ -26,6 +27,8 @@ def _invalid(params: Mapping[str, Any]) -> str | None:
         return f"`act` must be one of {', '.join(ACTIVATIONS)}"
     if params.get("weights", "same") not in _WEIGHTS:
         return f"`weights` must be one of {', '.join(_WEIGHTS)}"
+    if params.get("weights") == "float8_blocks" and (params["H"] % 128 or params["I"] % 128):
+        return "float8_blocks needs H and I that are multiples of 128"
     return None
 
 
@@ -72,13 +75,34 @@ def _make(case: Any, device: str, seed: int) -> Inputs:
             for expert in range(case["E"]):
                 narrow[expert] = (made[name][expert] / scale[expert][:, None]).to(narrow.dtype)
             made[name], made[f"{name}_scale"] = narrow, scale
+    if case.params.get("weights", "same") == "float8_blocks":
+        for name in ("w_up", "w_down"):
+            made[name], made[f"{name}_scale"] = _in_blocks(made[name])
     return made
+
+
+def _in_blocks(w: Any) -> tuple[Any, Any]:
+    """Sizes are multiples of 128."""
+    import torch
+
+    experts, rows, columns = w.shape
+    scale = torch.empty(
+        (experts, rows // 128, columns // 128), dtype=torch.float32, device=w.device
+    )
+    narrow = torch.empty_like(w, dtype=torch.float8_e4m3fn)
+    for expert in range(experts):
+        blocks = w[expert].view(rows // 128, 128, columns // 128, 128).float()
+        scale[expert] = blocks.abs().amax(dim=(1, 3)) / 448
+        narrow[expert] = (
+            (blocks / scale[expert][:, None, :, None]).view(rows, columns).to(narrow.dtype)
+        )
+    return narrow, scale
 
 
 def _bytes(case: Any) -> int:
     """The active experts' weights; activations are little beside them."""
     matrices = 3 * case["I"] * case["H"]
-    element = 1 if case["weights"] == "float8" else _ELEMENT
+    element = _ELEMENT if case["weights"] == "same" else 1
     return int(element * active(case) * matrices + 2 * _ELEMENT * case["T"] * case["H"])
 
 

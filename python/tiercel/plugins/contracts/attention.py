@@ -72,7 +72,7 @@ def _both_into(call: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *options: 
 
 
 def _fp8(call: Any, *args: Any) -> None:
-    raise NotImplementedError("attention: a registered backend does not take float8_e4m3fn")
+    raise NotImplementedError("a registered backend does not take float8_e4m3fn")
 
 
 ATTENTION = Contract(
@@ -181,7 +181,12 @@ ATTENTION_VARLEN = Contract(
         "cuda": _varlen_case((2048, 1000, 500), (2048, 1000, 500), (16, 16), 128, causal=True),
     },
     make=_make_varlen,
-    variants={"attention_varlen": _out, "attention_varlen_lse": _both},
+    variants={
+        "attention_varlen": _out,
+        "attention_varlen_lse": _both,
+        "attention_varlen_fp8": _fp8,
+        "attention_varlen_fp8_lse": _fp8,
+    },
 )
 
 

@@ -20,7 +20,8 @@ class Tunable:
     Args:
         op: Its public name.
         command: Its name as a subcommand.
-        problems: (N, K) that are tuned where none is named.
+        sizes: What a problem's sizes are called.
+        problems: Sizes that are tuned where none are named.
         tokens: Numbers of tokens that are tuned where none is named.
         dtypes: The dtypes; the first is the default.
         invalid: Why a problem with a number of tokens cannot be tuned, or None.
@@ -29,13 +30,15 @@ class Tunable:
         needs: What a block of a candidate needs.
         precompiled: Whether the wheel has a candidate's kernel.
         case: (problem, tokens) -> the benchmark's case of it.
-        launch: (problem, candidate or None for today's choice) -> (inputs, out) -> the launch.
+        launch: (problem, candidate or None for today's choice) -> (inputs, out) -> the launch,
+            which fills `out` or returns what it made.
         config: A candidate as it is kept in a file.
     """
 
     op: str
     command: str
-    problems: Sequence[tuple[int, int]]
+    sizes: tuple[str, ...]
+    problems: Sequence[tuple[int, ...]]
     tokens: Sequence[int]
     dtypes: Sequence[str]
     invalid: Callable[[Problem, int], str | None]
@@ -43,7 +46,7 @@ class Tunable:
     needs: Callable[[Problem, int, Candidate], Needs]
     precompiled: Callable[[Candidate], bool]
     case: Callable[[Problem, int], Any]
-    launch: Callable[[Problem, Candidate | None], Callable[[Any, Any], None]]
+    launch: Callable[[Problem, Candidate | None], Callable[[Any, Any], Any]]
     config: Callable[[Candidate], dict[str, Any]]
 
 

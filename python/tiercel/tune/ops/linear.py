@@ -15,7 +15,7 @@ from tiercel.tune.ops import Tunable
 from tiercel.tune.problem import Candidate, Problem
 
 _SOURCE = Path(tiercel.__file__).parent / "jit" / "kernels" / "linear" / "linear_cute.py"
-_TILE_K, _WARPGROUP, _PIECE = 64, 128, 64  # as in kernels/linear/linear_act_cute.py
+_TILE_K, _WARPGROUP, _PIECE = 64, 128, 64  # as in kernels/linear/linear_layouts_cute.py
 _GROUPS = (0, 1, 2, 4, 8, 16, 32)  # the swizzle: 0 is the launcher's own
 _SPLITS = (1, 2, 3, 4, 5, 6, 7, 8)
 _QUICK_SPLITS = (1, 2, 4, 8)
@@ -90,7 +90,7 @@ def _compiled_shapes(quick: bool) -> tuple[list[tuple[Any, ...]], list[tuple[int
 
 def candidates(problem: Problem, tokens: int, quick: bool, compiled: bool) -> list[Candidate]:
     found: list[Candidate] = []
-    k_tiles = -(-problem.k // _TILE_K)
+    k_tiles = -(-problem["K"] // _TILE_K)
     few, many = tokens <= _FEW_ROWS, tokens >= _MANY_ROWS
     if few:
         splits = [s for s in (_QUICK_SPLITS if quick else _SPLITS) if s <= k_tiles]
@@ -141,7 +141,7 @@ def config(c: Candidate) -> dict[str, Any]:
 
 
 def _invalid(problem: Problem, tokens: int) -> str | None:
-    if problem.n % 8 or problem.k % 8:
+    if problem["N"] % 8 or problem["K"] % 8:
         return "N and K must be multiples of 8"
     return None
 
@@ -149,7 +149,7 @@ def _invalid(problem: Problem, tokens: int) -> str | None:
 def _case(problem: Problem, tokens: int) -> Any:
     from tiercel.bench.cases import Case
 
-    params = {"M": tokens, "N": problem.n, "K": problem.k, "act": "gelu", "bias": True}
+    params = {"M": tokens, "N": problem["N"], "K": problem["K"], "act": "gelu", "bias": True}
     return Case("linear", "linear_act", problem.dtype, params)
 
 
@@ -178,7 +178,9 @@ def _compiled_launch(problem: Problem, c: Candidate) -> Callable[[Any, Any], Non
         place = _place(problem, m, c)
         boxes = {"x": (place["rows"], _TILE_K)} if c["split_k"] else None
         tensors = {"x": inputs["x"], "w": inputs["weight"], "bias": inputs["bias"], "y": out}
-        kernel(boxes=boxes, **tensors, m=m, n=problem.n, k=problem.k, **place)
+        none = {"residual": None, "x_scale": None, "w_scale": None}
+        none |= {"sums": None if c["split_k"] else out, "save": 0, "x_step": 0, "w_step": 0}
+        kernel(boxes=boxes, **tensors, **none, m=m, n=problem["N"], k=problem["K"], **place)
 
     return launch
 
@@ -187,7 +189,7 @@ def _place(problem: Problem, m: int, c: Candidate) -> dict[str, int]:
     """As linear_act_choose.cc places the precompiled ones."""
     import torch
 
-    columns = -(-problem.n // c["tile_n"])
+    columns = -(-problem["N"] // c["tile_n"])
     if c["split_k"]:
         row_tiles = -(-m // c["tile_m"])
         rows = (-(-m // row_tiles) + 7) // 8 * 8
@@ -203,6 +205,7 @@ def _place(problem: Problem, m: int, c: Candidate) -> dict[str, int]:
 TUNABLE = Tunable(
     op="linear_act",
     command="linear",
+    sizes=("N", "K"),
     problems=((4096, 4096), (14336, 4096), (4096, 14336)),
     tokens=(1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
     dtypes=("bfloat16", "float16"),

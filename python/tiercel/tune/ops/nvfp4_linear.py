@@ -20,13 +20,13 @@ _CLUSTERS = (1, 2, 4, 8)
 
 
 def candidates(problem: Problem, tokens: int, quick: bool, compiled: bool) -> list[Candidate]:
-    slices = -(-problem.k // _SLICE)
+    slices = -(-problem["K"] // _SLICE)
     found: list[Candidate] = []
     for cluster in _CLUSTERS:
         of_block = -(-slices // cluster)
         if cluster > 1 and of_block * (cluster // 2) >= slices:
             continue  # half of a cluster has all of K
-        for stages in (2,) if quick or problem.k % _SLICE else (2, 3):
+        for stages in (2,) if quick or problem["K"] % _SLICE else (2, 3):
             for warps in _WARPS:
                 for parts in _PARTS:
                     if warps % parts == 0 and parts <= max(of_block, 1):
@@ -49,7 +49,7 @@ def needs(problem: Problem, tokens: int, c: Candidate) -> Needs:
 
 
 def _invalid(problem: Problem, tokens: int) -> str | None:
-    if problem.k % 64:
+    if problem["K"] % 64:
         return "K must be a multiple of 64"
     if tokens > 16:
         return f"at most 16 tokens are supported, got {tokens}"
@@ -59,7 +59,7 @@ def _invalid(problem: Problem, tokens: int) -> str | None:
 def _case(problem: Problem, tokens: int) -> Any:
     from tiercel.bench.cases import Case
 
-    params = {"T": tokens, "N": problem.n, "K": problem.k}
+    params = {"T": tokens, "N": problem["N"], "K": problem["K"]}
     return Case("gemv", "nvfp4_linear", "nvfp4", params)
 
 
@@ -77,6 +77,7 @@ def config(c: Candidate) -> dict[str, Any]:
 TUNABLE = Tunable(
     op="nvfp4_linear",
     command="nvfp4-linear",
+    sizes=("N", "K"),
     problems=((4096, 4096), (14336, 4096), (4096, 14336), (7168, 16384)),
     tokens=(1, 2, 4, 8, 16),
     dtypes=("float4_e2m1fn_x2",),

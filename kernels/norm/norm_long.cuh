@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+// rms_norm and layer_norm of long rows: as norm_forward, but a block's part of the row waits in
+// shared memory, where each thread's asynchronous copies bring what that thread needs. So registers
+// hold the parameters instead, which are there when the cluster's sums are, and more blocks fit.
+// For parameters of x's type, and rows on 16 bytes.
+#ifndef KERNELS_NORM_NORM_LONG_CUH_
+#define KERNELS_NORM_NORM_LONG_CUH_
+
+#include "kernels/norm/parameters.cuh"
+#include "kernels/norm/teams.cuh"
+#include "kernels/sm90/async_copy.cuh"
+#include "kernels/sm90/grid_dependency.cuh"
+
+namespace tiercel {
+
+// Calls visit(v) for each of a thread's copies once it and those before it have arrived.
+template <int kVectors, int kFirst = 0, typename Visit>
+__device__ __forceinline__ void as_they_arrive(Visit visit) {
+  if constexpr (kFirst < kVectors) {
+    async_copy_wait<kVectors - 1 - kFirst>();
+    visit(kFirst);
+    as_they_arrive<kVectors, kFirst + 1>(visit);
+  }
+}
+
+template <typename Format, int kVectors, bool kLayerNorm>
+__global__ void __launch_bounds__(kNormLongThreads, norm_long_blocks(kVectors, kLayerNorm))
+    norm_long(const __grid_constant__ NormForwardArgs args) {
+  using Values = Chunk<Format, true>;
+  constexpr int kElements = Values::kElements;
+  __shared__ uint4 held[kVectors * kNormLongThreads];
+  __shared__ BlockScratch scratch;
+
+  const int row = blockIdx.x >> args.cluster_log2;
+  const int rank = blockIdx.x & ((1 << args.cluster_log2) - 1);
+  const int first = rank * args.slice;
+  const int columns = min(args.slice, args.columns - first);
+  const int bytes = columns * Format::kBytes;
+  const char* const x = args.x + int64_t{row} * args.x_stride + first * Format::kBytes;
+  const auto slot = [&](int v) { return v * kNormLongThreads + static_cast<int>(threadIdx.x); };
+  const auto valid = [&](int v) { return slot(v) * 16 < bytes; };
+  const auto each = [&](auto visit) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (valid(v)) visit(v);
+    }
+  };
+  const auto unpack = [&](int v, float (&f)[kElements]) {
+    Values value;
+    value.load_any(reinterpret_cast<const char*>(&held[slot(v)]));
+    value.unpack(f);
+  };
+
+  const BlockTeam team(rank, 1 << args.cluster_log2);
+  team.start(scratch);
+  if (threadIdx.x == 0 && static_cast<int>(blockIdx.x) < args.ahead) bulk_prefetch(x, bytes);
+  grid_dependency_wait();
+  grid_dependency_launch();
+
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (valid(v)) async_copy_16(shared_address(&held[slot(v)]), x + slot(v) * 16, true);
+    async_copy_commit();
+  }
+  Values weights[kVectors], biases[kLayerNorm ? kVectors : 1];
+  each([&](int v) {
+    const int offset = first * Format::kBytes + slot(v) * 16;
+    if (args.weight != nullptr) weights[v].load_any(args.weight + offset);
+    if (kLayerNorm && args.bias != nullptr) biases[kLayerNorm ? v : 0].load_any(args.bias + offset);
+  });
+
+  float sum = 0.0f, square = 0.0f, mean = 0.0f;
+  as_they_arrive<kVectors>([&](int v) {
+    if (!valid(v)) return;
+    float f[kElements];
+    unpack(v, f);
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      if constexpr (kLayerNorm) {
+        sum += f[i];
+      } else {
+        square += f[i] * f[i];
+      }
+    }
+  });
+  if constexpr (!kLayerNorm) {
+    square = team.sum(scratch, lanes_reduce<32>(square, Sum()));
+  } else {
+    sum = lanes_reduce<32>(sum, Sum());
+    int warp_columns = 0;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int left = columns - (slot(v) & ~31) * kElements;
+      warp_columns += max(0, min(left, 32 * kElements));
+    }
+    const float count = static_cast<float>(warp_columns);
+    mean = sum / fmaxf(count, 1.0f);
+    each([&](int v) {
+      float f[kElements];
+      unpack(v, f);
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) {
+        const float distance = f[i] - mean;
+        square += distance * distance;
+      }
+    });
+    const float2 joined =
+        team.join(scratch, make_float4(sum, lanes_reduce<32>(square, Sum()), mean, count),
+                  args.inverse_columns);
+    mean = joined.x;
+    square = joined.y;
+  }
+  const float rstd = reciprocal_root(fmaf(square, args.inverse_columns, args.eps));
+
+  char* const out = args.out + int64_t{row} * args.out_stride + first * Format::kBytes;
+  each([&](int v) {
+    float f[kElements], parameter[kElements];
+    unpack(v, f);
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) f[i] = (f[i] - mean) * rstd;
+    if (args.weight != nullptr) {
+      weights[v].unpack(parameter);
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) f[i] *= parameter[i];
+    }
+    if (kLayerNorm && args.bias != nullptr) {
+      biases[kLayerNorm ? v : 0].unpack(parameter);
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) f[i] += parameter[i];
+    }
+    Values result;
+    result.pack(f);
+    result.store(out + slot(v) * 16);
+  });
+}
+
+}  // namespace tiercel
+
+#endif  // KERNELS_NORM_NORM_LONG_CUH_

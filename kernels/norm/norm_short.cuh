@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+// rms_norm and layer_norm of short rows: kLanes lanes of a warp have kRows rows at once, kVectors
+// vectors of each in registers. Several rows a thread pay once for addresses and parameters, which
+// is what takes the time of rows of a vector or two a lane. Bytes as in norm_forward.
+#ifndef KERNELS_NORM_NORM_SHORT_CUH_
+#define KERNELS_NORM_NORM_SHORT_CUH_
+
+#include "kernels/norm/parameters.cuh"
+#include "kernels/norm/row_sums.cuh"
+#include "kernels/sm90/grid_dependency.cuh"
+
+namespace tiercel {
+
+template <typename Format, bool kWide, int kLanes, int kVectors, int kRows, bool kResidual,
+          NormKinds kKinds>
+__global__ void __launch_bounds__(kNormShortThreads, norm_short_blocks(kVectors, kKinds))
+    norm_short(const __grid_constant__ NormForwardArgs args) {
+  using Values = Chunk<Format, kWide>;
+  constexpr int kElements = Values::kElements;
+  constexpr bool kAny = kKinds == NormKinds::kBoth;
+  // Then parameters have x's type.
+  constexpr bool kPacked = !kAny || Format::kBytes == 4;
+  // One or two vectors of the parameters are read with x; of more, registers hold fewer rows.
+  constexpr bool kEarly = kWide && kVectors <= 2;
+  constexpr int kGroups = kNormShortThreads / kLanes;
+  const int place = threadIdx.x % kLanes;
+  const int row = blockIdx.x * (kGroups * kRows) + threadIdx.x / kLanes;
+  const auto column = [&](int v) { return (v * kLanes + place) * kElements; };
+  const auto inside = [&](int v) { return column(v) < args.columns; };
+  const auto real = [&](int r) { return row + r * kGroups < args.rows; };
+  const char* const x = args.x + int64_t{row} * args.x_stride;
+  const char* const residual = args.residual + int64_t{row} * args.residual_stride;
+  const auto each = [&](auto visit) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) visit(r, v, inside(v) && real(r));
+    }
+  };
+  const auto at = [&](const char* rows, int64_t stride, int64_t inner, int r, int v) {
+    return rows + r * kGroups * stride + column(v) * (kWide ? int64_t{Format::kBytes} : inner);
+  };
+
+  if (kWide && static_cast<int>(blockIdx.x) < args.ahead) {
+    each([&](int r, int v, bool valid) {
+      if (!valid) return;
+      prefetch_l2(at(x, args.x_stride, 0, r, v));
+      if constexpr (kResidual) prefetch_l2(at(residual, args.residual_stride, 0, r, v));
+      if (row < kNormParametersAhead && r == 0) prefetch_parameters<Format>(args, column(v));
+    });
+  }
+  grid_dependency_wait();
+  grid_dependency_launch();
+
+  Values values[kRows][kVectors];
+  each([&](int r, int v, bool valid) {
+    values[r][v].clear();
+    if (valid) values[r][v].load(at(x, args.x_stride, args.x_inner, r, v));
+  });
+  Values others[kResidual ? kRows : 1][kVectors];
+  if constexpr (kResidual) {
+    each([&](int r, int v, bool valid) {
+      others[r][v].clear();
+      if (valid) others[r][v].load(at(residual, args.residual_stride, args.residual_inner, r, v));
+    });
+  }
+  Values weights[kVectors], biases[kVectors];
+  const bool has_weight = args.weight != nullptr;
+  const bool has_bias = kKinds != NormKinds::kRms && args.bias != nullptr;
+  const bool weight_packed = has_weight && (kPacked || !args.weight_float32);
+  const bool bias_packed = has_bias && (kPacked || !args.bias_float32);
+  const auto read_packed = [&](int v) {
+    if (!inside(v)) return;
+    if (weight_packed) weights[v].load_any(args.weight + column(v) * Format::kBytes);
+    if (bias_packed) biases[v].load_any(args.bias + column(v) * Format::kBytes);
+  };
+#pragma unroll
+  for (int v = 0; kEarly && v < kVectors; ++v) read_packed(v);
+  if constexpr (kResidual) {
+    char* const sum = args.residual_out + int64_t{row} * args.out_stride;
+    each([&](int r, int v, bool valid) {
+      float a[kElements], b[kElements];
+      values[r][v].unpack(a);
+      others[r][v].unpack(b);
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) a[i] += b[i];
+      values[r][v].pack(a);
+      if (valid)
+        values[r][v].store(const_cast<char*>(at(sum, args.out_stride, Format::kBytes, r, v)));
+    });
+  }
+
+  float means[kRows], squares[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) means[r] = squares[r] = 0.0f;
+  if (kAny ? args.layer_norm : kKinds == NormKinds::kLayer) {
+    each([&](int r, int v, bool) {
+      float f[kElements];
+      values[r][v].unpack(f);
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) means[r] += f[i];
+    });
+    const float held = lanes_scatter(means, kLanes) * args.inverse_columns;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) means[r] = __shfl_sync(kFullWarp, held, r, kLanes);
+  }
+  each([&](int r, int v, bool) {
+    if (!inside(v)) return;  // zeros there are no distance from the mean
+    float f[kElements];
+    values[r][v].forget();
+    values[r][v].unpack(f);
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      const float distance = f[i] - means[r];
+      squares[r] += distance * distance;
+    }
+  });
+  const float square = lanes_scatter(squares, kLanes);  // of row number lane % kRows
+  const float held = reciprocal_root(fmaf(square, args.inverse_columns, args.eps));
+
+  char* const out = args.out + int64_t{row} * args.out_stride;
+  each([&](int r, int v, bool valid) {
+    if (!kEarly && r == 0) read_packed(v);
+    const float rstd = __shfl_sync(kFullWarp, held, r, kLanes);
+    float f[kElements];
+    values[r][v].forget();
+    values[r][v].unpack(f);
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) f[i] = (f[i] - means[r]) * rstd;
+    if (has_weight) {
+      float w[kElements];
+      if (kPacked || weight_packed) {
+        weights[v].unpack(w);
+      } else if (inside(v)) {
+        read_parameter<Format, kWide>(w, args.weight, true, column(v));
+      }
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) f[i] *= w[i];
+    }
+    if (has_bias) {
+      float b[kElements];
+      if (kPacked || bias_packed) {
+        biases[v].unpack(b);
+      } else if (inside(v)) {
+        read_parameter<Format, kWide>(b, args.bias, true, column(v));
+      }
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) f[i] += b[i];
+    }
+    if (!valid) return;
+    Values result;
+    result.pack(f);
+    result.store(const_cast<char*>(at(out, args.out_stride, Format::kBytes, r, v)));
+  });
+}
+
+}  // namespace tiercel
+
+#endif  // KERNELS_NORM_NORM_SHORT_CUH_

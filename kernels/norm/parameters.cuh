@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// Weight and bias of a norm, as they are read; and what is asked for before it may be read.
+#ifndef KERNELS_NORM_PARAMETERS_CUH_
+#define KERNELS_NORM_PARAMETERS_CUH_
+
+#include "kernels/norm/elements.cuh"
+#include "kernels/norm/norm_kernels.h"
+
+namespace tiercel {
+
+// A vector of weight or bias as float32.
+template <typename Format, bool kWide>
+__device__ __forceinline__ void read_parameter(float (&values)[Chunk<Format, kWide>::kElements],
+                                               const char* data, bool float32, int column) {
+  if (float32) {
+    const float* const from = reinterpret_cast<const float*>(data) + column;
+    if constexpr (kWide) {
+#pragma unroll
+      for (int p = 0; p < Chunk<Format, kWide>::kElements / 4; ++p) {
+        const float4 part = reinterpret_cast<const float4*>(from)[p];
+        values[4 * p] = part.x, values[4 * p + 1] = part.y;
+        values[4 * p + 2] = part.z, values[4 * p + 3] = part.w;
+      }
+    } else {
+      values[0] = *from;
+    }
+  } else {
+    Chunk<Format, kWide> chunk;
+    chunk.load_any(data + column * Format::kBytes);
+    chunk.unpack(values);
+  }
+}
+
+// Brings a vector to the L2, as a hint: the grid before this one may still write it.
+__device__ __forceinline__ void prefetch_l2(const char* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+// By the first rows' threads only: all blocks asking for the same lines would take long.
+inline constexpr int kNormParametersAhead = 8;
+template <typename Format>
+__device__ __forceinline__ void prefetch_parameters(const NormForwardArgs& args, int column) {
+  if (args.weight != nullptr) {
+    prefetch_l2(args.weight + column * (args.weight_float32 ? 4 : Format::kBytes));
+  }
+  if (args.bias != nullptr) {
+    prefetch_l2(args.bias + column * (args.bias_float32 ? 4 : Format::kBytes));
+  }
+}
+
+}  // namespace tiercel
+
+#endif  // KERNELS_NORM_PARAMETERS_CUH_

@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+// What is asked of a stream.
+#ifndef KERNELS_SM90_STREAM_H_
+#define KERNELS_SM90_STREAM_H_
+
+#include <cstdint>
+
+#include "kernels/sm90/status.h"
+
+namespace tiercel {
+
+// A number that no other stream of this process has, now or later, or 0 while the stream is being
+// captured into a graph, or where the driver does not tell.
+Status stream_number(int device, void* stream, uint64_t* number);
+
+}  // namespace tiercel
+
+#endif  // KERNELS_SM90_STREAM_H_

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fused_moe's work is cut up: as was tuned for the problem, or by a heuristic."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tiercel import _tuned
+
+_NAME = "fused_moe"
+
+
+class Choice(NamedTuple):
+    """Slots of a routing block; rows of weights a tile and blocks a cluster of each half, None for
+    the launcher's own."""
+
+    block: int
+    up: tuple[int, int] | None
+    down: tuple[int, int] | None
+
+
+def block_size(elements: int, experts: int) -> int:
+    """For many tokens, as many rows as a multiprocessor takes at a time; for few, half of that,
+    since most are padding."""
+    return 128 if elements > 24 * max(experts, 1) else 64
+
+
+# Of an H100 SXM or H200.
+_MULTIPROCESSORS = 132
+
+
+def _tile(blocks: float, rows: float, prefer_narrow: bool) -> tuple[int, int]:
+    """For few tokens: narrower tiles where they leave fewer multiprocessors without work at last.
+    `rows`: of the result, in tiles of 64."""
+    narrow, wide = (
+        math.ceil(blocks * math.ceil(rows / tiles) / _MULTIPROCESSORS) * tiles for tiles in (1, 2)
+    )
+    return (64, 1) if prefer_narrow or narrow < 0.9 * wide else (128, 1)
+
+
+@functools.lru_cache(maxsize=4096)
+def heuristic(
+    tokens: int, k: int, experts: int, hidden: int, inner: int, prefer_narrow: bool
+) -> Choice:
+    block = block_size(tokens * k, experts)
+    if block == 128:
+        return Choice(block, None, None)
+    # Experts that tokens come to, where all are as likely: a block each.
+    active = experts * (1 - (1 - min(k / max(experts, 1), 1)) ** tokens)
+    return Choice(block, *(_tile(active, n, prefer_narrow) for n in (inner / 32, hidden / 64)))
+
+
+def of_config(config: tuple[int, ...]) -> Choice:
+    """Of a configuration's fields, in the order of _tuned.OPS."""
+    block, up_tile, up_cluster, down_tile, down_cluster = config
+    return Choice(block, (up_tile, up_cluster), (down_tile, down_cluster))
+
+
+def choose(
+    w_down: Tensor, topk_ids: Tensor, expert_map: Tensor | None, block_scaled: bool
+) -> Choice:
+    tokens, k = topk_ids.shape
+    experts, hidden, inner = w_down.shape
+    if expert_map is not None:  # how many tokens come to these experts is another question
+        return Choice(block_size(tokens * k, experts), None, None)
+    device, dtype = w_down.get_device(), str(w_down.dtype).removeprefix("torch.")
+    sizes = (experts, k, hidden, inner)
+    if not block_scaled:  # whose kernels are others
+        config = _tuned.FUSED_MOE.find(
+            device, (dtype, *sizes), tokens, lambda: _tuned.hint(_NAME, device, dtype, *sizes)
+        )
+        if config is not None:
+            return of_config(config)
+    # Sums that are scaled each step want wider tiles than other float8.
+    float8 = w_down.element_size() == 1 and not block_scaled
+    return heuristic(tokens, k, experts, hidden, inner, float8)
