@@ -12,15 +12,17 @@
 //    instructions for eight weights, and multiplied by their scale. That product is exact. The
 //    order of K inside a product is free, so every thread takes weights as they lie.
 //  - x becomes float16 too, times a power of two for each token of a warp's part that brings its
-//    largest magnitude below 2^15: no value within 2^32 of that loses a bit.
+//    largest magnitude below 2^15: no value within 2^32 of that loses a bit. Warps with the same
+//    part of K and other rows share this work.
 //  - Of a single token the eight columns of B have each another group of 16 values, and zeros: the
 //    columns of the product belong to one scale each, which then multiplies sums, not weights.
 //  - `parts` warps of a block and the blocks of a cluster share K; where that is not all of it,
-//    the rows pass by again. Each thread adds its sums up in shared memory. Only after a `group` of
-//    turns do they meet: in the block, then at the block of the cluster that owns them.
+//    the rows pass by again. Warps send their sums to the block of the cluster that owns the rows,
+//    which after a `group` of turns adds those of all parts up.
 #include <cstdint>
 
 #include "kernels/gemv/nvfp4_linear_kernels.h"
+#include "kernels/gemv/nvfp4_weights.cuh"
 #include "kernels/sm90/async_copy.cuh"
 #include "kernels/sm90/cluster.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
@@ -32,48 +34,6 @@ namespace {
 
 constexpr int kWeightBytes = 16 * kLinearSlice / 2;  // of a stage: a line of each row
 constexpr int kScaleBytes = 16 * kLinearSlice / 16;
-
-__device__ __forceinline__ uint32_t multiply_halves(uint32_t a, uint32_t b) {
-  uint32_t product;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-  return product;
-}
-
-// Two e4m3 as float16, each twice.
-__device__ __forceinline__ void spread_scales(uint32_t (&scales)[2], uint32_t bits) {
-  asm("{ .reg .b16 pair, low, high; .reg .b32 both; cvt.u16.u32 pair, %2;"
-      " cvt.rn.f16x2.e4m3x2 both, pair; mov.b32 {low, high}, both;"
-      " mov.b32 %0, {low, low}; mov.b32 %1, {high, high}; }"
-      : "=r"(scales[0]), "=r"(scales[1])
-      : "r"(bits));
-}
-
-// Two e4m3 as float32.
-__device__ __forceinline__ float2 wide_scales(uint32_t bits) {
-  float2 scales;
-  asm("{ .reg .b16 pair, low, high; .reg .b32 both; cvt.u16.u32 pair, %2;"
-      " cvt.rn.f16x2.e4m3x2 both, pair; mov.b32 {low, high}, both;"
-      " cvt.f32.f16 %0, low; cvt.f32.f16 %1, high; }"
-      : "=f"(scales.x), "=f"(scales.y)
-      : "r"(bits));
-  return scales;
-}
-
-// Eight e2m1 as float16, times 2^-14, in the order 0 4, 2 6, 1 5, 3 7. With kMultiply the pipe of
-// products takes one of the bit moves, which is faster where there are few other products.
-template <bool kMultiply>
-__device__ __forceinline__ void decode(uint32_t (&halves)[4], uint32_t word) {
-  const uint32_t even = (word << 4 & 0x80808080u) | (word << 1 & 0x0e0e0e0eu);
-  const uint32_t odd = (word & 0x80808080u) | (word >> 3 & 0x0e0e0e0eu);
-  halves[1] = even & 0xff00ff00u;
-  if constexpr (kMultiply) {
-    asm("mad.lo.u32 %0, %1, -256, %2;" : "=r"(halves[0]) : "r"(halves[1]), "r"(even << 8));
-  } else {
-    halves[0] = __byte_perm(even, 0, 0x2404);
-  }
-  halves[2] = __byte_perm(odd, 0, 0x2404);
-  halves[3] = odd & 0xff00ff00u;
-}
 
 __device__ __forceinline__ void multiply_accumulate(float (&c)[4], uint32_t a0, uint32_t a1,
                                                     uint32_t a2, uint32_t a3, uint32_t b0,
@@ -108,74 +68,98 @@ __device__ __forceinline__ uint32_t largest_of(const uint4& words) {
   return max(halves & 0xffffu, halves >> 16);
 }
 
+// A part's warps of a block.
+__device__ __forceinline__ void part_sync(int part, int tiles) {
+  if (tiles == 1) {
+    __syncwarp();
+  } else {
+    asm volatile("bar.sync %0, %1;" ::"r"(part + 1), "r"(tiles * 32) : "memory");
+  }
+}
+
 // A thread's part of x: 64 neighbouring values of each of its tokens, lane / 4 and that + 8, in the
 // order of decode(). Of a single token (kSingle) those of two groups of 16 in every 128, if any.
 template <int kTiles, bool kSingle>
 struct Vectors {
   uint4 words[kTiles][8];
-  float inverse[kTiles][2];  // of the factors, for the tokens of the thread's sums
 
-  // `k` is the warp's first value, `staging` room for four tokens: they are read line by line, and
-  // go through it to the threads that want them.
-  __device__ __forceinline__ void load(const Nvfp4LinearArgs& args, int k, int lane,
-                                       char* staging) {
-    constexpr int kTokens = kSingle ? 1 : 8;
-    constexpr int kTogether = kSingle ? 1 : 4;
+  // `values` as float16; what to multiply them by again.
+  static __device__ __forceinline__ float scale(uint4& values) {
+    const float2 factor = range_of(__reduce_max_sync(0xffffffffu, largest_of(values)));
+    const uint4 v = values;
+    values = make_uint4(scaled_pair(v.x << 16, v.z << 16, factor.x),
+                        scaled_pair(v.y << 16, v.w << 16, factor.x),
+                        scaled_pair(v.x & 0xffff0000u, v.z & 0xffff0000u, factor.x),
+                        scaled_pair(v.y & 0xffff0000u, v.w & 0xffff0000u, factor.x));
+    return factor.y;
+  }
+
+  // `k` is the warp's first value. Tokens are read line by line, each by one of the part's `tiles`
+  // warps, and go through their staging, room for four tokens each and `pitch` bytes apart, to the
+  // threads that want them. `inverses`: the part's, by token.
+  __device__ __forceinline__ void load(const Nvfp4LinearArgs& args, int k, int lane, int part,
+                                       int tile, char* staging, int pitch, float* inverses) {
+    constexpr int kTokens = kSingle ? 1 : kTiles * 8;
+    constexpr int kAtOnce = kSingle ? 1 : 8;  // of a warp
+    const int tiles = kSingle ? 1 : args.tiles;
     const int quad = lane / 4, in_quad = lane % 4;
-    uint4* places = reinterpret_cast<uint4*>(staging);
+    const int first_tile = kSingle ? tile : 0;
+    if (kSingle) tile = 0;
+    part_sync(part, tiles);  // all have done with the last pass's inverses
+    uint4* mine = reinterpret_cast<uint4*>(staging + (first_tile + tile) * pitch);
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
-      uint4 values[kTokens];
 #pragma unroll
-      for (int i = 0; i < kTokens; ++i) {
+      for (int i = 0; i < 8; ++i) words[t][i] = make_uint4(0, 0, 0, 0);
+    }
+    for (int base = 0; base < min(kTokens, args.tokens); base += 8 * tiles) {
+      uint4 values[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int token = base + i / 4 * 4 * tiles + tile * 4 + i % 4;
         values[i] = make_uint4(0, 0, 0, 0);
-        if (t * 8 + i < args.tokens && k + lane * 8 < args.k) {
-          const char* x = args.x + (t * 8 + i) * args.x_row + (k + lane * 8) * int64_t{2};
+        if (token < args.tokens && k + lane * 8 < args.k) {
+          const char* x = args.x + token * args.x_row + (k + lane * 8) * int64_t{2};
           values[i] = *reinterpret_cast<const uint4*>(x);
         }
       }
-      float mine = 0.0f;  // lane i: token i's
 #pragma unroll
-      for (int i = 0; i < kTokens; ++i) {
-        if (t * 8 + i >= args.tokens) break;
-        const float2 factor = range_of(__reduce_max_sync(0xffffffffu, largest_of(values[i])));
-        if (lane == i) mine = factor.y;
-        const uint4 v = values[i];
-        values[i] = make_uint4(scaled_pair(v.x << 16, v.z << 16, factor.x),
-                               scaled_pair(v.y << 16, v.w << 16, factor.x),
-                               scaled_pair(v.x & 0xffff0000u, v.z & 0xffff0000u, factor.x),
-                               scaled_pair(v.y & 0xffff0000u, v.w & 0xffff0000u, factor.x));
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int token = base + i / 4 * 4 * tiles + tile * 4 + i % 4;
+        if (token >= args.tokens) break;
+        const float factor = scale(values[i]);
+        if (lane == 0) inverses[token] = factor;
       }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        inverse[t][i] = __shfl_sync(0xffffffffu, mine, kSingle ? 0 : in_quad * 2 + i);
-      }
-#pragma unroll
-      for (int i = 0; i < 8; ++i) words[t][i] = make_uint4(0, 0, 0, 0);
       // The places of eights are such that all banks are used, both ways.
 #pragma unroll
-      for (int first = 0; first < kTokens; first += kTogether) {
-        if (t * 8 + first >= args.tokens) break;
+      for (int round = 0; round < (kAtOnce + 3) / 4; ++round) {
+        const int first = base + round * 4 * tiles;
+        if (first >= args.tokens) break;
 #pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-          places[i * 32 + (lane ^ (lane / 8 * 2 + i % 2))] = values[first + i];
+        for (int i = 0; i < min(kAtOnce, 4); ++i) {
+          mine[i * 32 + (lane ^ (lane / 8 * 2 + i % 2))] = values[round * 4 + i];
         }
-        __syncwarp();
-        const int token = kSingle ? 0 : quad - first;
-        if (0 <= token && token < kTogether) {
+        part_sync(part, tiles);
 #pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            if (!kSingle || quad == in_quad * 2 + i % 4 / 2) {
-              words[t][i] = places[token * 32 + (in_quad * 8 + i ^ (in_quad * 2 + token % 2))];
+        for (int t = 0; t < kTiles; ++t) {
+          const int slot = kSingle ? 0 : t * 8 + quad - first;
+          if (0 <= slot && slot < 4 * tiles) {
+            const uint4* places =
+                reinterpret_cast<const uint4*>(staging + (first_tile + slot / 4) * pitch);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+              if (!kSingle || quad == in_quad * 2 + i % 4 / 2) {
+                words[t][i] = places[slot % 4 * 32 + (in_quad * 8 + i ^ (in_quad * 2 + slot % 2))];
+              }
             }
           }
         }
-        __syncwarp();
+        part_sync(part, tiles);
       }
     }
-    // The copy engine writes there next.
+    // The copy engine writes to the staging next.
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    __syncwarp();
+    part_sync(part, tiles);
   }
 };
 
@@ -248,20 +232,24 @@ template <int kTiles, bool kSingle, int kStages, bool kBoxes>
 __global__ void __launch_bounds__(kLinearMaxThreads)
     nvfp4_linear(const __grid_constant__ Nvfp4LinearArgs args) {
   extern __shared__ __align__(1024) char shared[];
-  constexpr int kKept = kSingle ? 2 : 4;      // sums of a thread, for a tile of tokens
-  constexpr int kSums = kTiles * kKept * 32;  // of 16 rows, of a warp
+  __shared__ __align__(
+      8) float inverses[kLinearMaxThreads / 32][kTiles * 8];  // by part (of one token: warp)
+  constexpr int kSums = kSingle ? 16 : kTiles * 128;          // of 16 rows, of a warp
   const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be uniform
   const int warps = blockDim.x / 32;
   const int quad = lane / 4;
   const int in_quad = lane % 4;
   const int parts = args.parts;
+  const int part = warp % parts;
   const int tiles = args.tiles;
+  const int tile = warp / parts;
   const int blocks = cluster_blocks();
+  const int blocks_shift = __ffs(blocks) - 1;  // a power of two
   const int rank = cluster_rank();
   const int first_turn = blockIdx.x / blocks * args.turns;
   const int last_turn = min(first_turn + args.turns, args.all_turns);
-  const int first_slice = rank * args.passes * parts + warp % parts;
+  const int first_slice = rank * args.passes * parts + part;
   if (blocks > 1) cluster_arrive_relaxed();
 
   const Ring<kStages> ring(shared, warp, warps);
@@ -273,23 +261,18 @@ __global__ void __launch_bounds__(kLinearMaxThreads)
   grid_dependency_wait();
   grid_dependency_launch();
 
-  Filler<kStages, kBoxes> filler{args,
-                                 ring,
-                                 lane,
-                                 tiles * 16,
-                                 warp / parts * 16,
-                                 first_slice,
-                                 first_turn,
-                                 first_turn,
-                                 min(first_turn + args.group, last_turn),
-                                 last_turn,
-                                 0};
+  Filler<kStages, kBoxes> filler{args,       ring,       lane,
+                                 tiles * 16, tile * 16,  first_slice,
+                                 first_turn, first_turn, min(first_turn + args.group, last_turn),
+                                 last_turn,  0};
 #pragma unroll
   for (int s = 0; s < kStages - 1; ++s) filler.fill(s);
 
-  // [turn of the group][warp][sum of a thread][lane], then what a block owns of all blocks' sums.
-  float* all_sums = reinterpret_cast<float*>(shared + warps * kStages * kLinearStageBytes);
-  float* received = all_sums + args.group * warps * kSums;
+  // Of 16 rows that the block owns, every `blocks`th: [block][part][sum], then what the warp keeps
+  // from pass to pass: [turn of the group][warp][sum].
+  float* received = reinterpret_cast<float*>(shared + warps * kStages * kLinearStageBytes);
+  const int of_strip = blocks * parts * kSums;
+  float* kept = received + (args.group * tiles + blocks - 1) / blocks * of_strip + warp * kSums;
   const int piece = quad * 128 + (in_quad * 2 ^ quad) * 16;
   Vectors<kTiles, kSingle> x;
   int stage = 0;
@@ -300,9 +283,14 @@ __global__ void __launch_bounds__(kLinearMaxThreads)
       const int k = (first_slice + pass * parts) * kLinearSlice;
       // The stage that is filled next is free until then.
       if (args.passes > 1 || begin == first_turn) {
-        x.load(args, k, lane, ring.weights + (stage == 0 ? kStages - 1 : stage - 1) * kWeightBytes);
+        char* staging =
+            shared + (part * kStages + (stage == 0 ? kStages : stage) - 1) * kWeightBytes;
+        x.load(args, k, lane, part, tile, staging, parts * kStages * kWeightBytes,
+               inverses[kSingle ? warp : part]);
       }
-      float* my_sums = all_sums + warp * kSums + lane;
+      if (blocks > 1 && pass == args.passes - 1) {
+        cluster_wait();  // they run, and have done with what they received before
+      }
       for (int turn = 0; turn < turns; ++turn) {
         mbarrier_wait(ring.filled + stage, parity);
         if (!kBoxes) async_copy_wait<kStages - 2>();
@@ -342,7 +330,7 @@ __global__ void __launch_bounds__(kLinearMaxThreads)
 #pragma unroll
               for (int half = 0; half < 2; ++half) {
                 const uint4& q = words[unit][half];
-                decode<kTiles == 1>(a[half], w == 0 ? q.x : w == 1 ? q.y : w == 2 ? q.z : q.w);
+                decode(a[half], w == 0 ? q.x : w == 1 ? q.y : w == 2 ? q.z : q.w);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                   if (!kSingle) a[half][i] = multiply_halves(a[half][i], factors[half][w / 2]);
@@ -365,70 +353,102 @@ __global__ void __launch_bounds__(kLinearMaxThreads)
             }
           }
         }
+        const int strip = turn * tiles + tile;
+        float* mine = kept + turn * warps * kSums;
+        const int owner = strip & (blocks - 1);
+        float* theirs =
+            received + (strip >> blocks_shift) * of_strip + (rank * parts + part) * kSums;
+        const bool last = pass == args.passes - 1;
+        if constexpr (kSingle) {
+          // A row's sum is in four lanes; lanes 0 and 1 of these get this row's and that + 8's.
+          const bool odd = in_quad % 2;
+          float sum = odd ? single[1] : single[0];
+          sum += __shfl_xor_sync(0xffffffffu, odd ? single[0] : single[1], 1);
+          sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+          sum *= inverses[warp][0];
+          const int place = in_quad * 8 + quad;
+          if (in_quad < 2) {
+            if (pass > 0) sum += mine[place];
+            if (!last) {
+              mine[place] = sum;
+            } else {
+              store_remote(reinterpret_cast<uint32_t*>(theirs + place), owner,
+                           __float_as_uint(sum));
+            }
+          }
+        } else {
 #pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
-#pragma unroll
-          for (int i = 0; i < kKept; ++i) {
-            float& sum = my_sums[(t * kKept + i) * 32];
-            sum = fmaf(kSingle ? single[i % 2] : products[t][i], x.inverse[t][i % 2],
-                       pass == 0 ? 0.0f : sum);
+          for (int t = 0; t < kTiles; ++t) {
+            const int place = t * 32 + lane;
+            float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (pass > 0) sum = reinterpret_cast<float4*>(mine)[place];
+            // What there is for columns behind the last token is not looked at.
+            const auto inverse = reinterpret_cast<const float2*>(inverses[part])[t * 4 + in_quad];
+            sum.x = fmaf(products[t][0], inverse.x, sum.x);
+            sum.y = fmaf(products[t][1], inverse.y, sum.y);
+            sum.z = fmaf(products[t][2], inverse.x, sum.z);
+            sum.w = fmaf(products[t][3], inverse.y, sum.w);
+            if (!last) {
+              reinterpret_cast<float4*>(mine)[place] = sum;
+            } else if (blocks > 1) {
+              store_remote(reinterpret_cast<float4*>(theirs) + place, owner, sum);
+            } else {
+              reinterpret_cast<float4*>(theirs)[place] = sum;
+            }
           }
         }
-        my_sums += warps * kSums;
       }
     }
 
+    if (blocks > 1) {
+      cluster_arrive();
+      cluster_wait();
+    } else {
+      __syncthreads();
+    }
     const float factor = (args.global_scale != nullptr ? *args.global_scale : 1.0f) * 16384.0f;
-    const auto write = [&](int row, int token, float sum) {
-      const int feature = begin * tiles * 16 + row;
-      if (feature >= args.features) return;
+    const auto write = [&](int feature, int token, float sum) {
+      if (feature >= args.features || token >= args.tokens) return;
       uint16_t bits;
       asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(sum * factor));
       args.out[static_cast<int64_t>(token) * args.features + feature] = bits;
     };
-    __syncthreads();
-    if (blocks > 1) cluster_wait();  // they run, and have done with what they received before
-    // Eight rows of one token lie together, in every fourth place.
-    const int rows = turns * tiles * 16;
-    const int outputs = rows * args.tokens;
-    const int share = (outputs + blocks - 1) / blocks;
-    for (int o = threadIdx.x; o < outputs; o += blockDim.x) {
-      const int row = o % rows, token = o / rows;
-      const float* from = all_sums + row / 16 * parts * kSums;
-      float sum = 0.0f;
+    const int strips = turns * tiles;
+    for (int mine = warp; mine * blocks + rank < strips; mine += warps) {
+      const float* from = received + mine * of_strip;
+      const int feature = (begin * tiles + mine * blocks + rank) * 16 + quad;
       if constexpr (kSingle) {
-        from += row % 16 / 8 * 32 + row % 8 * 4;
-#pragma unroll 4
-        for (int p = 0; p < parts; ++p) {
-          const float4 v = *reinterpret_cast<const float4*>(from + p * kSums);
-          sum += (v.x + v.y) + (v.z + v.w);
-        }
-      } else {
-        from += (token / 8 * 4 + row % 16 / 8 * 2 + token % 2) * 32 + row % 8 * 4 + token % 8 / 2;
+        if (lane >= 16) break;
+        float sum = 0.0f;
 #pragma unroll 8
-        for (int p = 0; p < parts; ++p) sum += from[p * kSums];
-      }
-      if (blocks == 1) {
-        write(row, token, sum);
+        for (int j = 0; j < blocks * parts; ++j) sum += from[j * kSums + lane];
+        write(feature - quad + lane, 0, sum);
       } else {
-        store_remote(reinterpret_cast<uint32_t*>(received + rank * share + o % share), o / share,
-                     __float_as_uint(sum));
+        float4 sums[kTiles] = {};
+#pragma unroll 4
+        for (int j = 0; j < blocks * parts; ++j) {
+#pragma unroll
+          for (int t = 0; t < kTiles; ++t) {
+            const float4 v = reinterpret_cast<const float4*>(from + j * kSums)[t * 32 + lane];
+            sums[t].x += v.x, sums[t].y += v.y, sums[t].z += v.z, sums[t].w += v.w;
+          }
+        }
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+          const int token = t * 8 + in_quad * 2;
+          write(feature, token, sums[t].x);
+          write(feature, token + 1, sums[t].y);
+          write(feature + 8, token, sums[t].z);
+          write(feature + 8, token + 1, sums[t].w);
+        }
       }
     }
-    if (blocks == 1) {
+    if (begin + args.group >= last_turn) break;
+    if (blocks > 1) {
+      cluster_arrive();
+    } else {
       __syncthreads();
-      continue;
     }
-    cluster_arrive();
-    cluster_wait();
-    for (int i = threadIdx.x; i < share; i += blockDim.x) {
-      const int o = rank * share + i;
-      if (o >= outputs) break;
-      float sum = 0.0f;
-      for (int b = 0; b < blocks; ++b) sum += received[b * share + i];
-      write(o % rows, o / rows, sum);
-    }
-    if (begin + args.group < last_turn) cluster_arrive();
   }
 }
 

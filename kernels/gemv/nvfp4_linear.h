@@ -23,8 +23,8 @@ struct Nvfp4LinearPlan {
 
 // A way to cut the work up: what a tuner varies.
 struct Nvfp4LinearConfig {
-  int cluster;
-  int tiles;  // of 16 rows, a block at a time
+  int cluster;  // a power of two
+  int tiles;    // of 16 rows, a block at a time
   int parts;
   int stages;  // in flight, a warp
 };

@@ -42,7 +42,7 @@ inline constexpr int kLinearSlice = 256;  // values of K of which a warp keeps x
 inline constexpr int kLinearStageBytes = 16 * (kLinearSlice / 2 + kLinearSlice / 16 + 1);
 
 // Of the sums of 16 rows that a warp has, for that many tokens.
-constexpr int linear_sum_bytes(int tokens) { return tokens == 1 ? 256 : tokens <= 8 ? 512 : 1024; }
+constexpr int linear_sum_bytes(int tokens) { return tokens == 1 ? 64 : tokens <= 8 ? 512 : 1024; }
 
 // For up to `tokens` tokens, with that many stages in flight a warp, for a scale that the copy
 // engine takes (`boxes`: rows at multiples of 16 bytes) or any; null where there is none.

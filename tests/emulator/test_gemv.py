@@ -74,7 +74,9 @@ def test_linear(tokens, features, k):
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 16])
-@pytest.mark.parametrize("cut", [(1, 1, 1, 3), (1, 2, 2, 2), (2, 1, 2, 2), (4, 1, 1, 3)])
+@pytest.mark.parametrize(
+    "cut", [(1, 1, 1, 3), (1, 2, 2, 2), (2, 1, 2, 2), (2, 4, 1, 2), (4, 1, 1, 3), (4, 3, 1, 2)]
+)
 def test_linear_of_several_turns_and_passes(tokens, cut):
     check_linear(tokens, 2200, 1280 if cut[-1] == 3 else 1088, cut=(cut,))
 
@@ -89,3 +91,4 @@ def test_linear_in_any_order():
             check_linear(1, 136, 2048, torch.tensor([0.3]))
             check_linear(5, 2200, 1280, torch.tensor([0.3]), cut=((2, 1, 2, 3),))
             check_linear(12, 136, 2880, cut=((1, 2, 4, 2),))
+            check_linear(16, 300, 2048, cut=((4, 3, 2, 2),))

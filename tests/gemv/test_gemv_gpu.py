@@ -165,7 +165,7 @@ def test_linear_large(generator, tokens):
 @pytest.mark.parametrize("tokens", [1, 5, 16])
 def test_linear_cuts(generator, tokens):
     """Several turns, passes and groups, of blocks alone and in clusters."""
-    cuts = [(1, 1, 1, 2), (1, 2, 3, 2), (1, 1, 12, 2), (2, 1, 4, 2), (2, 3, 5, 2), (4, 2, 2, 2)]
+    cuts = [(1, 1, 1, 2), (1, 2, 3, 2), (1, 1, 12, 2), (2, 1, 4, 2), (2, 3, 5, 2), (4, 4, 2, 2)]
     for features, k in [(3000, 2880), (2500, 4096), (70, 8192)]:
         data = linear_data(generator, tokens, features, k)
         due = linear_truth(*data)

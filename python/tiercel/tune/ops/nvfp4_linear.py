@@ -36,11 +36,14 @@ def candidates(problem: Problem, tokens: int, quick: bool, compiled: bool) -> li
 
 
 def needs(problem: Problem, tokens: int, c: Candidate) -> Needs:
-    """Of a block that keeps the sums of one turn of its rows; the launcher gives it more."""
+    """Of a block that has the sums of one turn of its rows; the launcher gives it more."""
     warps = c["tiles"] * c["parts"]
-    sums = warps * (256 if tokens == 1 else 512 if tokens <= 8 else 1024)
-    received = c["tiles"] * 64 * tokens + 64 if c["cluster"] > 1 else 0
-    shared = warps * c["stages"] * _STAGE_BYTES + sums + received + _OWN_SHARED
+    share = c["parts"] * c["cluster"]  # of K, together
+    passes = -(-problem.k // (_SLICE * share))
+    sums = (64 if tokens == 1 else 512 if tokens <= 8 else 1024) * (
+        share + warps * (2 if passes > 1 else 1)
+    )
+    shared = warps * c["stages"] * _STAGE_BYTES + sums + _OWN_SHARED
     # Compiled for at most 512 threads a block: so many registers each.
     return Needs(warps * 32, shared, 128, cluster=c["cluster"], most_threads=512)
 

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+// NVFP4 weights as float16 in registers.
+#ifndef KERNELS_GEMV_NVFP4_WEIGHTS_CUH_
+#define KERNELS_GEMV_NVFP4_WEIGHTS_CUH_
+
+#include <cstdint>
+
+namespace tiercel {
+
+__device__ __forceinline__ uint32_t multiply_halves(uint32_t a, uint32_t b) {
+  uint32_t product;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+
+// Two e4m3 as float16, each twice.
+__device__ __forceinline__ void spread_scales(uint32_t (&scales)[2], uint32_t bits) {
+  asm("{ .reg .b16 pair, low, high; .reg .b32 both; cvt.u16.u32 pair, %2;"
+      " cvt.rn.f16x2.e4m3x2 both, pair; mov.b32 {low, high}, both;"
+      " mov.b32 %0, {low, low}; mov.b32 %1, {high, high}; }"
+      : "=r"(scales[0]), "=r"(scales[1])
+      : "r"(bits));
+}
+
+// Two e4m3 as float32.
+__device__ __forceinline__ float2 wide_scales(uint32_t bits) {
+  float2 scales;
+  asm("{ .reg .b16 pair, low, high; .reg .b32 both; cvt.u16.u32 pair, %2;"
+      " cvt.rn.f16x2.e4m3x2 both, pair; mov.b32 {low, high}, both;"
+      " cvt.f32.f16 %0, low; cvt.f32.f16 %1, high; }"
+      : "=f"(scales.x), "=f"(scales.y)
+      : "r"(bits));
+  return scales;
+}
+
+// `a` where `mask` has bits, else `b`, in one instruction, which the compiler does not find.
+__device__ __forceinline__ uint32_t select_bits(uint32_t a, uint32_t b, uint32_t mask) {
+  uint32_t bits;
+  asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(bits) : "r"(a), "r"(b), "r"(mask));
+  return bits;
+}
+
+// Eight e2m1 as float16, times 2^-14, in the order 0 4, 2 6, 1 5, 3 7. A byte of `even` or `odd` is
+// the upper half of a float16, but for bits that the masks drop.
+__device__ __forceinline__ void decode(uint32_t (&halves)[4], uint32_t word) {
+  constexpr uint32_t kSigns = 0x80808080u;
+  constexpr uint32_t kBits = 0x8e008e00u;
+  const uint32_t even = select_bits(word << 4, word << 1, kSigns);
+  const uint32_t odd = select_bits(word, word >> 3, kSigns);
+  halves[0] = even << 8 & kBits;
+  halves[1] = even & kBits;
+  halves[2] = odd << 8 & kBits;
+  halves[3] = odd & kBits;
+}
+
+}  // namespace tiercel
+
+#endif  // KERNELS_GEMV_NVFP4_WEIGHTS_CUH_
