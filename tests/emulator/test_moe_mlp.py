@@ -151,10 +151,13 @@ def test_float8_with_scales_of_blocks(tokens, block, tile):
         assert_rounded(out[element], due * weights.flatten()[element].double())
 
 
+@pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("tokens", [3, 100])
-def test_float8_blocks_whole(tokens):
+def test_float8_blocks_whole(tokens, mixed):
     x, w_up, w_down, weights, ids = data(tokens, 4, 2, 256, 128)
     (w_up, up_scale, _), (w_down, down_scale, _) = blocks(w_up), blocks(w_down)
+    if mixed:
+        down_scale = down_scale[:, :1, 0].contiguous()
     arguments = (x, w_up, w_down, up_scale, down_scale, weights, ids, "silu", None, None)
     got = sm90("fused_moe_fp8")(*arguments)
     wide = (x.double(), w_up, w_down, weights.double(), ids)

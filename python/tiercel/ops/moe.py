@@ -132,7 +132,10 @@ def run(
     tokens, hidden = x.shape
     k = topk_ids.shape[1]
     elements, experts = tokens * k, w_down.shape[0]
-    block, up, down = choice or choose(w_down, topk_ids, expert_map, block_scaled(down_scale))
+    if choice is None:
+        in_blocks = block_scaled(up_scale) or block_scaled(down_scale)
+        choice = choose(w_down, topk_ids, expert_map, in_blocks)
+    block, up, down = choice
     everywhere = experts if expert_map is None else expert_map.shape[0]
     rows, scale = x, None
     if up_scale is not None:
@@ -178,7 +181,8 @@ def _plan_of(
 ) -> dict[str, Any]:
     (w_up, up_scale), (w_down, down_scale) = up, down
     elements, experts = topk_ids.numel(), w_down.shape[0]
-    block, *tiles = choose(w_down, topk_ids, expert_map, block_scaled(down_scale))
+    in_blocks = block_scaled(up_scale) or block_scaled(down_scale)
+    block, *tiles = choose(w_down, topk_ids, expert_map, in_blocks)
     everywhere = experts if expert_map is None else expert_map.shape[0]
     # It has to take so many experts.
     align_plan(topk_ids[:0], block, everywhere, expert_map, False, False, None)

@@ -33,7 +33,7 @@ def block_size(elements: int, experts: int) -> int:
 _MULTIPROCESSORS = 132
 
 
-def _tile(blocks: float, rows: float, prefer_narrow: bool) -> tuple[int, int] | None:
+def _tile(blocks: float, rows: float, prefer_narrow: bool) -> tuple[int, int]:
     """For few tokens: narrower tiles where they leave fewer multiprocessors without work at last.
     `rows`: of the result, in tiles of 64."""
     narrow, wide = (
