@@ -19,7 +19,7 @@ _TILES = {
     (64, 3, 96, 3, 2, 1): ({}, {}),
     (64, 2, 128, 3, 2, 1): (_HELD, _HELD | {"ones": False}),
     (96, 2, 128, 3, 2, 2): (_HALF, _HALF),
-    (128, 2, 128, 3, 2, 2): (_HALF, {"held": True}),
+    (128, 2, 128, 3, 2, 2): (_HALF, _HELD),
 }
 _PACKED_TILES = [tile for tile in _TILES if tile[0] != 96]
 
