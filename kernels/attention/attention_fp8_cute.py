@@ -32,6 +32,8 @@ def function(tile, mask, capped=False, packed=False):
     columns, d = d, (d + PIECE - 1) // PIECE * PIECE
     options = {"stages": stages, "q_stages": q_stages, "o_stages": o_stages, "columns": columns}
     options |= {"as_integers": not capped} | _TILES[tile][mask != "none"]
+    if packed and d == 128 and mask != "none":
+        options["turns"] = True  # without, these spill
     made = AttentionFp8Packed if packed else AttentionFp8
     kernel = made(name, _FP8, d, warpgroups, tile_n, mask, capped, **options)
     q, k, v = (Pointer(name, _FP8) for name in ("q", "k", "v"))

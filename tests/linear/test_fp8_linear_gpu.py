@@ -28,9 +28,9 @@ def check(m, n, k, activation="none", with_bias=True, granularity="row"):
     tiercel.fp8_linear(x8, w8, x_scale, w_scale, bias, activation=activation, out=out)
     sums = (x8.double() * x_scale.double()) @ (w8.double() * w_scale.double()).T
     truth = ACTIVATIONS[activation](sums if bias is None else sums + bias.double())
-    # Half a unit of the result in bfloat16, and what the tensor cores' adders drop: they keep 13 bits
-    # behind the largest of 32 products and the sum so far, which costs 2**-11.5 of the products'
-    # magnitudes in a model of them; an activation's slope is at most 1.13.
+    # Half a unit of the result in bfloat16, and what the tensor cores' adders drop: they keep 13
+    # bits behind the largest of 32 products and the sum so far, which costs 2**-11.5 of the
+    # products' magnitudes in a model of them; an activation's slope is at most 1.13.
     error = (out.double() - truth).abs()
     magnitudes = (x8.double() * x_scale.double()).abs() @ (w8.double() * w_scale.double()).abs().T
     allowed = 2**-8 * truth.abs() + 1.13 * 2**-11 * magnitudes

@@ -39,7 +39,7 @@ def needs(problem: Problem, tokens: int, c: Candidate) -> Needs:
     """Of a block that has the sums of one turn of its rows; the launcher gives it more."""
     warps = c["tiles"] * c["parts"]
     share = c["parts"] * c["cluster"]  # of K, together
-    passes = -(-problem.k // (_SLICE * share))
+    passes = -(-problem["K"] // (_SLICE * share))
     sums = (64 if tokens == 1 else 512 if tokens <= 8 else 1024) * (
         share + warps * (2 if passes > 1 else 1)
     )
