@@ -100,8 +100,14 @@ def test_the_newest_run_that_has_ours_counts(record):
     found = records.latest([*failed, *peers_only, *new, *old, *other])
     assert {(r["run"], r["case"], r["impl"]) for r in found} == {
         ("b", "T16 E128 k8 renorm", "tiercel"),
+        ("a", "T16 E128 k8 renorm", "quack"),
+        ("c", "T16 E128 k8 renorm", "vllm"),
         ("a", "T1 E64 k8 renorm", "tiercel"),
     }
+    quack = next(r for r in found if r["impl"] == "quack")
+    assert quack["other_run"] and quack["ratio"] == records.rounded(0.003 / new[0]["ms_median"])
+    wrong_now = record("quack", run="b", date="2026-01-02", status="wrong", ms_median=None)
+    assert [r["impl"] for r in records.latest([*new, *old, wrong_now])] == ["tiercel"]
 
 
 def test_limits_take_the_best_copy(record):

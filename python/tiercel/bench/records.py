@@ -132,18 +132,31 @@ def kind(record: Record) -> str:
 
 
 def latest(records: Iterable[Record]) -> list[Record]:
-    """Of each problem, the newest run that measured ours."""
+    """Of each problem, the newest run that measured ours; a peer that it lacked, of its newest run.
+
+    Such a peer's record says so in `other_run`, and its ratio is that of the medians."""
     groups: dict[tuple[str, ...], dict[tuple[str, str], list[Record]]] = {}
     for record in records:
         fields = ("gpu", "family", "op", "case", "dtype")
-        if record["status"] != "ok":
-            continue
         problem = (*(record[field] for field in fields), kind(record))
         runs = groups.setdefault(problem, {})
         runs.setdefault((record["date"], record["run"]), []).append(record)
     chosen = []
     for runs in groups.values():
-        ours = [run for run, rows in runs.items() if any(r["impl"] == "tiercel" for r in rows)]
-        if ours:
-            chosen += runs[max(ours)]
+        ours = {run: row for run, rows in runs.items() for row in rows if _is_ours(row)}
+        if not ours:
+            continue
+        newest = max(ours)
+        chosen += [row for row in runs[newest] if row["status"] == "ok"]
+        known = {row["impl"] for row in runs[newest]}
+        for run in sorted(runs, reverse=True):
+            for row in runs[run]:
+                if row["status"] == "ok" and row["impl"] not in known:
+                    ratio = rounded(row["ms_median"] / ours[newest]["ms_median"])
+                    chosen.append(row | {"ratio": ratio, "other_run": True})
+            known |= {row["impl"] for row in runs[run]}
     return chosen
+
+
+def _is_ours(record: Record) -> bool:
+    return record["impl"] == "tiercel" and record["status"] == "ok"

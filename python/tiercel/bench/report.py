@@ -104,6 +104,8 @@ def _op(op: str, host: bool, rows: list[Record]) -> str:
     note = "Medians in µs; for a peer, in brackets, its time over ours; `~`: it is not exact"
     if any(r["timing"] == "events" for r in rows):
         note += "; `†`: by events around a loop of calls, since no graph holds them"
+    if any(r.get("other_run") for r in rows):
+        note += "; `‡`: of another run than ours, which lacked it"
     note += ".\n\n"
     return title + note + _markdown([*head, *peers], lines, numbers_from=2)
 
@@ -113,6 +115,7 @@ def _peer(record: Record | None) -> str:
         return ""
     ratio = f" ({record['ratio']:.2f})" if record.get("ratio") is not None else ""
     marks = ("" if record["exact"] else "~") + ("†" if record["timing"] == "events" else "")
+    marks += "‡" if record.get("other_run") else ""
     return f"{marks}{table.microseconds(record['ms_median'])}{ratio}"
 
 
