@@ -8,11 +8,10 @@
 //  - in_registers, small problems: a lane loads its square itself, up to 16 loads in flight. A warp
 //    is kLanesAcross by 32 / kLanesAcross lanes, so it reads segments of 16 * kLanesAcross bytes
 //    and writes 512 / kLanesAcross: whole sectors. No shared memory, no barrier.
-//  - staged, large problems: a block loads a tile, rows of kColumns elements, into shared memory
-//  and
-//    stores columns of kRows: both runs are 256 bytes (128 for single bytes), which is what the
-//    last tenth of bandwidth takes. Vectors are swizzled by their row, so that neither side has
-//    bank conflicts.
+//  - staged, large problems: a block loads a tile, rows of kColumns elements, into shared memory,
+//    and stores columns of kRows: both runs are 256 bytes (128 for single bytes), which is what
+//    the last tenth of bandwidth takes. Vectors are swizzled by their row, so that neither side
+//    has bank conflicts.
 //  - realigned, where a row of x or of out does not begin on 16 bytes: 16-byte chunks, aligned as
 //    memory is, go into shared memory as they are, each row with its own shift; chunks of out are
 //    collected from there, element by element, aligned as out is. A chunk belongs to the tile that

@@ -172,6 +172,19 @@ def _elements(case: Any, *parts: tuple[str, int]) -> int:
     return total
 
 
+def _ours_mlp(case: Any, inputs: Inputs, backend: str) -> Launch:
+    """Two operators, neither of which has the public function's name."""
+    import tiercel
+
+    options = {"activation": case["act"], "gated": case["gated"], "residual": inputs["residual"]}
+    arguments = (inputs["x"], inputs["up"], inputs["down"])
+
+    def run() -> tuple[Any, ...]:
+        return (tiercel.fused_mlp(*arguments, **options, backend=backend),)
+
+    return Launch(run, host=run, strict=True, details={"kernel": "two kernels"})
+
+
 BENCHES = [
     OpBench(
         family="linear",
@@ -210,7 +223,7 @@ BENCHES = [
         flops=lambda case: 2 * _elements(case, ("MNH", 2 + case["gated"])),
         reference=_mlp_reference,
         check=_check,
-        ours=lambda case, inputs, backend: _ours_mlp(case, inputs, backend),
+        ours=_ours_mlp,
     ),
     OpBench(
         family="linear",
@@ -226,10 +239,6 @@ BENCHES = [
         check=_check,
         ours=_ours_backward,
     ),
-]
-
-
-BENCHES.append(
     OpBench(
         family="linear",
         op="fp8_linear",
@@ -242,18 +251,5 @@ BENCHES.append(
         flops=lambda case: 2 * _elements(case, ("MNK", 1)),
         reference=_fp8_reference,
         check=_check,
-    )
-)
-
-
-def _ours_mlp(case: Any, inputs: Inputs, backend: str) -> Launch:
-    """Two operators, neither of which has the public function's name."""
-    import tiercel
-
-    options = {"activation": case["act"], "gated": case["gated"], "residual": inputs["residual"]}
-    arguments = (inputs["x"], inputs["up"], inputs["down"])
-
-    def run() -> tuple[Any, ...]:
-        return (tiercel.fused_mlp(*arguments, **options, backend=backend),)
-
-    return Launch(run, host=run, strict=True, details={"kernel": "two kernels"})
+    ),
+]
