@@ -25,21 +25,6 @@ class RelaxedCaptureScope {
   CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
 };
 
-// A kernel as a CUfunction, on the device that it was loaded on last: it takes a little less time
-// to launch than the CUkernel, which any device takes.
-struct Function {
-  const Kernel* kernel;
-  int device;
-  CUfunction handle;
-};
-
-constexpr size_t kFunctions = 1024;
-std::atomic<const Function*> g_functions[kFunctions];  // by the kernel's address; never freed
-
-std::atomic<const Function*>& function_slot(const Kernel* kernel) {
-  return g_functions[reinterpret_cast<uintptr_t>(kernel) / sizeof(Kernel) % kFunctions];
-}
-
 Status kernel_error(const char* name, int device, const char* action, const std::string& reason) {
   return Status::RuntimeError(std::string("kernel ") + name + " could not be " + action +
                               " on CUDA device " + std::to_string(device) + ": " + reason);
@@ -57,6 +42,11 @@ Status load_error(const char* name, int device, CUresult result, const std::stri
 }
 
 }  // namespace
+
+struct Kernel::Function {
+  int device;
+  CUfunction handle;
+};
 
 Status Kernel::find(int device, CUkernel* kernel) const {
   if (cubin_ != nullptr) {
@@ -101,10 +91,10 @@ Status Kernel::prepare(int device) const {
     return load_error(name_, device, result, driver_error_text(result));
   }
   handle_.store(handle, std::memory_order_release);
-  // (The limit above is the CUkernel's.)
-  function_slot(this).store(
-      max_dynamic_smem_ > 48 * 1024 ? nullptr : new Function{this, device, function},
-      std::memory_order_release);
+  // Never freed: another thread may be reading it. (The limit above is the CUkernel's.)
+  if (max_dynamic_smem_ <= 48 * 1024) {
+    function_.store(new Function{device, function}, std::memory_order_release);
+  }
   ready_devices_.fetch_or(bit, std::memory_order_release);
   return Status();
 }
@@ -148,10 +138,8 @@ Status Kernel::launch(const LaunchConfig& config, int device, void* stream, void
     attribute.value.programmaticStreamSerializationAllowed = 1;
   }
   auto function = static_cast<CUfunction>(handle_.load(std::memory_order_acquire));
-  const Function* known = function_slot(this).load(std::memory_order_acquire);
-  if (known != nullptr && known->kernel == this && known->device == device) {
-    function = known->handle;
-  }
+  const Function* known = function_.load(std::memory_order_acquire);
+  if (known != nullptr && known->device == device) function = known->handle;
   const CUresult result = driver_api().launch_kernel_ex(&launch, function, args, nullptr);
   if (result == CUDA_SUCCESS) return Status();
   return kernel_error(name_, device, "launched", driver_error_text(result));
