@@ -14,6 +14,7 @@ PyMethodDef* AttentionBackwardFunctions();
 PyMethodDef* AttentionFp8Functions();
 PyMethodDef* DecodeFunctions();
 PyMethodDef* GemvFunctions();
+PyMethodDef* GroupedGemmFunctions();
 PyMethodDef* LinearFunctions();
 PyMethodDef* MoeFunctions();
 PyMethodDef* NormFunctions();

@@ -52,6 +52,7 @@ void AddAll(py::module_& module) {
                                           AttentionFp8Functions,
                                           DecodeFunctions,
                                           GemvFunctions,
+                                          GroupedGemmFunctions,
                                           LinearFunctions,
                                           MoeFunctions,
                                           NormFunctions,

@@ -151,6 +151,29 @@ def test_float8_with_scales_of_blocks(tokens, block, tile):
         assert_rounded(out[element], due * weights.flatten()[element].double())
 
 
+@pytest.mark.parametrize("granularity", ["tensor", "row", "1x128"])
+def test_float8_halves_as_operators(granularity):
+    x, w_up, w_down, weights, ids = data(40, 3, 2, 384, 256)
+    routing = ref.moe_align_block_size(ids, 64, 3)
+    made = []
+    for w in (w_up, w_down):
+        q, scale = float8(w.float(), 2)
+        scale = scale[:, :1].contiguous() if granularity == "tensor" else scale
+        made.append(blocks(w)[:2] if granularity == "1x128" else (q, scale))
+    (up, up_scale), (down, down_scale) = made
+    q, x_scale = ref.fp8_quantize(x, granularity)
+    given = (q, up, x_scale, up_scale, *routing, 2, 64, "silu", None)
+    inner = sm90("moe_up_fp8")(*given)
+    scales = {"x_scale": x_scale, "w_up_scale": up_scale}
+    due = ref.moe_up(q.double(), up, *routing, 2, 64, **scales)
+    assert_rounded(inner, due)
+    q, x_scale = ref.fp8_quantize(inner, granularity)
+    given = (q, down, x_scale, down_scale, weights.flatten(), *routing, 64, None)
+    scales = {"x_scale": x_scale, "w_down_scale": down_scale}
+    due = ref.moe_down(q.double(), down, weights.flatten().double(), *routing, 64, **scales)
+    assert_rounded(sm90("moe_down_fp8")(*given), due)
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("tokens", [3, 100])
 def test_float8_blocks_whole(tokens, mixed):
@@ -198,19 +221,6 @@ def test_no_order_of_copies_and_warps_matters(lazy, seed, block, tile):
 def test_whole(tokens, experts, k):
     values = data(tokens, experts, k, 200, 136)
     assert_whole(sm90("fused_moe")(*values, "gelu", None, None), values, "gelu")
-
-
-@pytest.mark.parametrize(
-    ("sizes", "first", "rows"), [([40, 0, 30], 0, 70), ([300, 5], 3, 400), ([0], 0, 9)]
-)
-def test_grouped_gemm(sizes, first, rows):
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(rows, 136, generator=generator).bfloat16()
-    w = (torch.randn(len(sizes), 72, 136, generator=generator) * 136**-0.5).bfloat16()
-    offsets = torch.tensor([0, *sizes]).cumsum(0) + first
-    got = sm90("grouped_gemm")(x, w, offsets, None)
-    due = ref.grouped_gemm(x.double(), w.double(), offsets)
-    assert_rounded(got, due)
 
 
 def assert_whole(got, values, activation, expert_map=None):

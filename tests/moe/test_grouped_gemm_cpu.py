@@ -60,7 +60,63 @@ def test_bad_arguments_are_named(place, change, error, text):
     assert str(info.value).startswith(f"grouped_gemm: {text}")
 
 
-def test_a_tensor_that_requires_grad_is_refused():
+OFFSETS = ([0, 3, 3, 11, 20], [2, 2, 9, 10, 15], [0, 0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("offsets", OFFSETS)
+@pytest.mark.parametrize("wants", [(True, True), (True, False), (False, True)])
+def test_gradients_by_the_definition(offsets, wants):
+    x, w = (t.requires_grad_(wanted) for t, wanted in zip(data(), wants, strict=True))
+    grad = torch.randn(20, 16, generator=torch.Generator().manual_seed(2)).bfloat16()
+    tiercel.grouped_gemm(x, w, torch.tensor(offsets)).backward(grad)
+    of_x = torch.zeros(20, 24, dtype=torch.float64)
+    of_w = torch.zeros(4, 16, 24, dtype=torch.float64)
+    for row in range(20):
+        for group in range(4):
+            if offsets[group] <= row < offsets[group + 1]:
+                of_x[row] = grad[row].double() @ w[group].detach().double()
+                of_w[group] += grad[row].double().outer(x[row].detach().double())
+    for tensor, due, wanted in ((x, of_x, wants[0]), (w, of_w, wants[1])):
+        if wanted:
+            torch.testing.assert_close(tensor.grad.double(), due, rtol=8e-3, atol=1e-3)
+        else:
+            assert tensor.grad is None
+
+
+def test_gradients_can_be_differentiated_again():
+    x, w = (t.requires_grad_() for t in data(dtype=torch.float16))
+    offsets = torch.tensor([0, 5, 9, 9, 20])
+    result = tiercel.grouped_gemm(x, w, offsets)
+    (of_x,) = torch.autograd.grad(result.float().square().sum(), x, create_graph=True)
+    (again,) = torch.autograd.grad(of_x.float().sum(), w)
+    wide = [t.detach().double().requires_grad_() for t in (x, w)]
+    rows = torch.cat([wide[0][a:b] @ wide[1][e].T for e, (a, b) in enumerate(PAIRS)])
+    (of_x,) = torch.autograd.grad(rows.square().sum(), wide[0], create_graph=True)
+    (due,) = torch.autograd.grad(of_x.sum(), wide[1])
+    torch.testing.assert_close(again.double(), due, rtol=1e-2, atol=1e-1)
+
+
+PAIRS = ((0, 5), (5, 9), (9, 9), (9, 20))
+
+
+def test_opcheck_of_gradients():
     x, w = data()
-    with pytest.raises(RuntimeError, match="grouped_gemm: there is no derivative"):
-        tiercel.grouped_gemm(x.requires_grad_(), w, torch.arange(5, dtype=torch.int32))
+    offsets = torch.tensor([0, 5, 9, 9, 20], dtype=torch.int32)
+    grad = torch.randn(20, 16).bfloat16()
+    ops = torch.ops.tiercel
+    torch.library.opcheck(ops.grouped_gemm_backward_x, (grad, w, offsets))
+    torch.library.opcheck(ops.grouped_gemm_backward_weight, (grad, x, offsets))
+    needed = (x.requires_grad_(), w.requires_grad_(), offsets)
+    torch.library.opcheck(ops.grouped_gemm, needed)
+
+
+def test_bad_arguments_of_gradients_are_named():
+    x, w = data()
+    offsets, ops = torch.arange(0, 25, 5), torch.ops.tiercel
+    grad = torch.zeros(20, 16).bfloat16()
+    with pytest.raises(ValueError, match="grouped_gemm_backward_x: `w` must have shape"):
+        ops.grouped_gemm_backward_x(grad[:, :8], w, offsets)
+    with pytest.raises(ValueError, match="grouped_gemm_backward_weight: `x` must have shape"):
+        ops.grouped_gemm_backward_weight(grad[:8], x, offsets)
+    with pytest.raises(ValueError, match="`offsets` must have at least 1 element, got 0"):
+        ops.grouped_gemm_backward_weight(grad, x, offsets[:0])

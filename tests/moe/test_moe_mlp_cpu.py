@@ -122,8 +122,8 @@ def test_float8_blocks():
         tiercel.fused_moe(x, made[0][0], made[1][0], weights, ids, **bad)
 
 
-def spread(scale, w):
-    wide = scale.double().repeat_interleave(128, 1).repeat_interleave(128, 2)
+def spread(scale, w, rows=128):
+    wide = scale.double().repeat_interleave(rows, 1).repeat_interleave(128, 2)
     return wide[:, : w.shape[1], : w.shape[2]]
 
 
@@ -133,6 +133,87 @@ def float8_blocks(w):
     padded[:, : w.shape[1], : w.shape[2]] = w
     scale = padded.view(w.shape[0], sizes[0], 128, sizes[1], 128).abs().amax((2, 4)) / 448
     return (w.double() / spread(scale, w)).to(torch.float8_e4m3fn), scale
+
+
+SCALES = {
+    "a tensor": (lambda x: tiercel.fp8_quantize(x, "tensor"), lambda w: float8(w, False)),
+    "a row": (lambda x: tiercel.fp8_quantize(x, "row"), lambda w: float8(w)),
+    "a block": (lambda x: tiercel.fp8_quantize(x, "1x128"), lambda w: float8_blocks(w)),
+}
+
+
+def widened(x, scale, blocks):
+    """Rows in float64."""
+    factors = scale.double()
+    return x.double() * (spread(factors[None, :], x[None], rows=1)[0] if blocks else factors)
+
+
+@pytest.mark.parametrize("of", SCALES)
+def test_halves_of_float8_by_the_definition(of):
+    x, w_up, w_down, weights, ids = data(20, 6, 3, 272, 144)
+    of_rows, of_weights = SCALES[of]
+    routing = tiercel.moe_align_block_size(ids, 8, 6)
+    (q, x_scale), (up, up_scale) = of_rows(x), of_weights(w_up)
+    inner = tiercel.moe_up(q, up, *routing, 3, 8, x_scale=x_scale, w_up_scale=up_scale)
+    (q2, inner_scale), (down, down_scale) = of_rows(inner), of_weights(w_down)
+    scales = {"x_scale": inner_scale, "w_down_scale": down_scale}
+    outer = tiercel.moe_down(q2, down, weights.flatten(), *routing, 8, **scales)
+    assert inner.dtype == outer.dtype == torch.bfloat16
+    wide = [
+        w.double() * (spread(scale, w) if of == "a block" else scale.double()[:, :, None])
+        for w, scale in ((up, up_scale), (down, down_scale))
+    ]
+    rows, between = (widened(*pair, of == "a block") for pair in ((q, x_scale), (q2, inner_scale)))
+    for element, expert in enumerate(ids.flatten().tolist()):
+        a, b = (wide[0][expert] @ rows[element // 3]).chunk(2)
+        due = functional.silu(a) * b
+        torch.testing.assert_close(inner[element].double(), due, rtol=8e-3, atol=1e-3)
+        due = weights.flatten()[element].double() * (wide[1][expert] @ between[element])
+        torch.testing.assert_close(outer[element].double(), due, rtol=8e-3, atol=1e-3)
+
+
+def test_halves_of_float8_opcheck():
+    x, w_up, w_down, weights, ids = data(hidden=144, inner=136)
+    routing = tiercel.moe_align_block_size(ids, 8, 4)
+    for of_rows, of_weights in SCALES.values():
+        (q, x_scale), (up, up_scale) = of_rows(x), of_weights(w_up)
+        arguments = (q, up, x_scale, up_scale, *routing, 2, 8)
+        torch.library.opcheck(torch.ops.tiercel.moe_up_fp8, arguments)
+        (q, x_scale), (down, down_scale) = of_rows(w_down[0, :10].clone()), of_weights(w_down)
+        arguments = (q, down, x_scale, down_scale, weights.flatten(), *routing, 8)
+        torch.library.opcheck(torch.ops.tiercel.moe_down_fp8, arguments)
+
+
+def test_halves_of_float8_errors():
+    x, w_up, _, _, ids = data(hidden=272)
+    routing = tiercel.moe_align_block_size(ids, 8, 4)
+    (q, x_scale), (up, up_scale) = tiercel.fp8_quantize(x), float8(w_up)
+
+    def call(x=q, w=up, **scales):
+        given = {"x_scale": x_scale, "w_up_scale": up_scale} | scales
+        return tiercel.moe_up(x, w, *routing, 2, 8, **given)
+
+    with pytest.raises(ValueError, match="moe_up: `x_scale` must be given where the other scale"):
+        call(x_scale=None)
+    with pytest.raises(ValueError, match="moe_up: `w_up_scale` must be given where the other"):
+        call(w_up_scale=None)
+    with pytest.raises(TypeError, match="moe_up: `x` must have dtype float8_e4m3fn, got bfloat16"):
+        call(x=x)
+    with pytest.raises(TypeError, match="moe_up: `w_up` must have dtype float8_e4m3fn, got bfl"):
+        call(w=w_up)
+    with pytest.raises(TypeError, match="moe_up: `x` must have dtype bfloat16 or float16, got fl"):
+        call(x_scale=None, w_up_scale=None)
+    with pytest.raises(TypeError, match="moe_up: `x_scale` must have dtype float32, got bfloat16"):
+        call(x_scale=x_scale.bfloat16())
+    with pytest.raises(ValueError, match=r"`x_scale` must have shape \[rows of x, 1\] or \[1, 1\]"):
+        call(x_scale=x_scale[:3])
+    with pytest.raises(ValueError, match=r"moe_up: `x_scale` must have 2 dimensions, got 1"):
+        call(x_scale=x_scale.flatten())
+    with pytest.raises(ValueError, match=r"`w_up_scale` must have shape \[E, rows\] or \[E, 1\] = "):
+        call(w_up_scale=up_scale[:, :7].contiguous())
+    up, up_scale = float8_blocks(w_up)
+    with pytest.raises(ValueError, match=r"must have shape \[rows of x, columns / 128\] = \[5, 3\]"):
+        call(w=up, w_up_scale=up_scale)
 
 
 def test_float8_errors():

@@ -131,19 +131,44 @@ def test_float8(make, tokens, per_channel):
 @pytest.mark.parametrize("tokens", [1, 16, 200, 4000])
 def test_float8_with_scales_of_blocks(make, tokens):
     x, w_up, w_down, weights, ids = make(tokens, 16, 4, 512, 384)
-    made = []
-    for w in (w_up, w_down):
-        tiles = w.float().unflatten(1, (-1, 128)).unflatten(3, (-1, 128))
-        scale = tiles.abs().amax((2, 4)) / 448
-        narrow = tiles / scale[:, :, None, :, None]
-        made.append((narrow.flatten(3).flatten(1, 2).to(torch.float8_e4m3fn), scale))
-    (up, up_scale), (down, down_scale) = made
+    (up, up_scale), (down, down_scale) = blocks_of(w_up), blocks_of(w_down)
     scales = {"w_up_scale": up_scale, "w_down_scale": down_scale}
     got = tiercel.fused_moe(x, up, down, weights, ids, **scales)
     due = tiercel.ref.fused_moe(x.double(), up, down, weights.double(), ids, **scales)
     error = (got.double() - due).square().mean().sqrt() / due.square().mean().sqrt()
     assert error < 2.5e-2
     assert torch.equal(tiercel.fused_moe(x, up, down, weights, ids, **scales), got)
+
+
+def blocks_of(w):
+    tiles = w.float().unflatten(1, (-1, 128)).unflatten(3, (-1, 128))
+    scale = tiles.abs().amax((2, 4)) / 448
+    narrow = tiles / scale[:, :, None, :, None]
+    return narrow.flatten(3).flatten(1, 2).to(torch.float8_e4m3fn), scale
+
+
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("granularity", ["tensor", "row", "1x128"])
+@pytest.mark.parametrize("tokens", [3, 400])
+def test_float8_halves(make, tokens, granularity, block):
+    x, w_up, w_down, weights, ids = make(tokens, 8, 2, 512, 384)
+    routing = tiercel.moe_align_block_size(ids, block, 8)
+    blocks = granularity == "1x128"
+
+    def of(w):
+        return blocks_of(w) if blocks else float8(w, granularity == "row")
+
+    (q, x_scale), (up, up_scale) = tiercel.fp8_quantize(x, granularity), of(w_up)
+    scales = {"x_scale": x_scale, "w_up_scale": up_scale}
+    inner = tiercel.moe_up(q, up, *routing, 2, block, **scales)
+    # float64 would widen all weights: float32 sums of few more roundings than the kernel's.
+    due = tiercel.ref.moe_up(q, up, *routing, 2, block, **scales)
+    torch.testing.assert_close(inner.float(), due.float(), rtol=1.6e-2, atol=8e-3)
+    (q, x_scale), (down, down_scale) = tiercel.fp8_quantize(inner, granularity), of(w_down)
+    scales = {"x_scale": x_scale, "w_down_scale": down_scale}
+    outer = tiercel.moe_down(q, down, weights.flatten(), *routing, block, **scales)
+    due = tiercel.ref.moe_down(q, down, weights.flatten(), *routing, block, **scales)
+    torch.testing.assert_close(outer.float(), due.float(), rtol=1.6e-2, atol=8e-3)
 
 
 @pytest.mark.parametrize("tokens", [3, 700])

@@ -24,8 +24,11 @@ from tiercel.ops.moe_halves import (
     INDEX,
     NO_IDS,
     NO_SCALES,
+    block_scaled,
     check_activation,
+    check_weights_scale,
     empty_routing,
+    of_rows,
     reason_of,
 )
 from tiercel.ops.quant import _fp8_outputs as quantize_outputs
@@ -104,18 +107,9 @@ def _sm90(
     return run(x, weights, topk_weights, topk_ids, activation, expert_map)
 
 
-def block_scaled(scale: Tensor | None) -> bool:
-    return scale is not None and scale.ndim == 3
-
-
 def _granularity(scale: Tensor) -> str:
     """Of a product's rows, by the scales of its weights."""
     return "1x128" if block_scaled(scale) else "row"
-
-
-def _of_rows(scale: Tensor | None, of_weights: Tensor) -> Tensor | None:
-    """Rows' scales as the launchers take them."""
-    return scale if scale is None or block_scaled(of_weights) else scale.view(-1)
 
 
 def run(
@@ -144,7 +138,7 @@ def run(
     routing = align_sm90(topk_ids, block, everywhere, expert_map, False, False, None)
     if up_scale is not None:
         fp8_between(x, (rows, scale), _granularity(up_scale), True, False)
-        scale = _of_rows(scale, up_scale)
+        scale = of_rows(scale, up_scale)
     inner = x.new_empty((elements, w_down.shape[2]))
     outer = x.new_empty((elements, hidden))
     out = x.new_empty((tokens, hidden))
@@ -155,7 +149,7 @@ def run(
         rows, scale = quantize_outputs(inner, _granularity(down_scale))
         # The next launch begins with weights.
         fp8_between(inner, (rows, scale), _granularity(down_scale), False, True)
-        scale = _of_rows(scale, down_scale)
+        scale = of_rows(scale, down_scale)
     # Ids that are no expert's are in no block: with them at hand, the kernel zeroes their rows.
     named = (topk_ids, everywhere)
     factors = topk_weights.view(-1)
@@ -197,7 +191,7 @@ def _plan_of(
         if scale is not None:
             quantize_plan(rows[:2], _granularity(scale))  # it has to take these rows
             rows, of_rows = quantize_outputs(rows, _granularity(scale))
-            scales = (_of_rows(of_rows, scale), scale)
+            scales = (of_rows(of_rows, scale), scale)
         rest = (factors, out, block, 0, *NO_IDS, *scales, tile)
         made.append(dict(plan(rows, w, *routing, *rest)))
     return {"kernel": made[0]["kernel"], "block_size": block, "up": made[0], "down": made[1]}
@@ -252,17 +246,7 @@ def _check_fp8(
         ("w_up_scale", w_up_scale, w_up),
         ("w_down_scale", w_down_scale, w_down),
     ):
-        check_dtype(_NAME, name, scale.dtype, (torch.float32,))
-        if block_scaled(scale):
-            blocks = tuple(-(-size // 128) for size in w.shape[1:])
-            of_blocks = "[E, rows / 128, columns / 128]"
-            check_shape(_NAME, name, scale, (w.shape[0], *blocks), of_blocks)
-        else:
-            check_rank(_NAME, name, scale, 2)
-            columns = 1 if scale.shape[1] == 1 else w.shape[1]
-            check_shape(_NAME, name, scale, (w.shape[0], columns), "[E, rows] or [E, 1]")
-        check_contiguous(_NAME, name, scale)
-        check_same_device(_NAME, name, scale, "x", x)
+        check_weights_scale(_NAME, name, scale, w, x)
 
 
 def _fp8_plan(x: Tensor, w_up: Tensor, w_down: Tensor, *rest: Any) -> dict[str, Any]:

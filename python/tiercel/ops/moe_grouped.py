@@ -16,15 +16,27 @@ from tiercel._checks import (
     check_same_device,
     check_shape,
 )
-from tiercel._op import Backend, Op
-from tiercel.ops.moe_choice import block_size
-from tiercel.ops.moe_halves import DTYPES, NO_IDS, NO_SCALES, empty_routing, reason_of
-from tiercel.ops.routing_align import align_plan, align_sm90
+from tiercel._op import Autograd, Backend, Op
+from tiercel.ops.moe_halves import DTYPES, reason_of
 from tiercel.ref import moe as ref
 
 __all__ = ["grouped_gemm"]
 
 _NAME = "grouped_gemm"
+# As GroupedKind in grouped_gemm.h counts.
+_PLAIN, _OF_X, _OF_WEIGHT = range(3)
+_CUTE = ("TMA and wgmma; persistent blocks find their groups' tiles on the device", "cute")
+
+
+def _check_offsets(op: str, offsets: Tensor, groups: int | None) -> None:
+    check_rank(op, "offsets", offsets, 1)
+    check_dtype(op, "offsets", offsets.dtype, (torch.int32, torch.int64))
+    if groups is None:
+        if offsets.shape[0] < 1:
+            raise ValueError(f"{op}: `offsets` must have at least 1 element, got 0")
+    else:
+        check_shape(op, "offsets", offsets, (groups + 1,), "[E + 1]")
+    check_contiguous(op, "offsets", offsets)
 
 
 def _check(x: Tensor, w: Tensor, offsets: Tensor, backend: str | None) -> None:
@@ -33,10 +45,7 @@ def _check(x: Tensor, w: Tensor, offsets: Tensor, backend: str | None) -> None:
     check_rank(_NAME, "w", w, 3)
     check_dtype(_NAME, "w", w.dtype, (x.dtype,))
     check_shape(_NAME, "w", w, (*w.shape[:2], x.shape[1]), "[E, N, K]")
-    check_rank(_NAME, "offsets", offsets, 1)
-    check_dtype(_NAME, "offsets", offsets.dtype, (torch.int32, torch.int64))
-    check_shape(_NAME, "offsets", offsets, (w.shape[0] + 1,), "[E + 1]")
-    check_contiguous(_NAME, "offsets", offsets)
+    _check_offsets(_NAME, offsets, w.shape[0])
     for name, tensor in (("w", w), ("offsets", offsets)):
         check_same_device(_NAME, name, tensor, "x", x)
 
@@ -46,26 +55,92 @@ def _output(x: Tensor, w: Tensor, *_: Any) -> Tensor:
 
 
 def _sm90(x: Tensor, w: Tensor, offsets: Tensor, backend: str | None) -> Tensor:
-    rows, groups = x.shape[0], w.shape[0]
-    out = x.new_zeros((rows, w.shape[1]))  # of rows outside of all groups
-    if rows == 0 or groups == 0:
-        return out
-    # A row's group, as the router of a token with one expert gives it; -1 or E outside of all.
-    number = torch.arange(rows, dtype=offsets.dtype, device=x.device)
-    ids = torch.bucketize(number, offsets, right=True, out_int32=True).sub_(1).view(rows, 1)
-    block = block_size(rows, groups)
-    routing = align_sm90(ids, block, groups, None, False, False, None)
-    _C.moe_down(x, w, *routing, None, out, block, 0, *NO_IDS, *NO_SCALES)
+    out = x.new_empty((x.shape[0], w.shape[1]))
+    _C.grouped_gemm(x, w, offsets, out, _PLAIN, 0)
     return out
 
 
-def _plan(x: Tensor, w: Tensor, *_: Any) -> dict[str, Any]:
-    block = block_size(x.shape[0], w.shape[0])
-    ids = torch.empty((0, 1), dtype=torch.int32, device=x.device)
-    align_plan(ids, block, w.shape[0], None, False, False, None)  # it has to take so many groups
-    routing = empty_routing(x, x.shape[0], w.shape[0], block)
-    out = _output(x, w)
-    return dict(_C.moe_down_plan(x, w, *routing, None, out, block, 0, *NO_IDS, *NO_SCALES))
+def _plan(x: Tensor, w: Tensor, offsets: Tensor, *_: Any) -> dict[str, Any]:
+    return dict(_C.grouped_gemm_plan(x, w, offsets, _output(x, w), _PLAIN, 0))
+
+
+# ------------------------------------------------------------------------------------- gradients
+
+
+def _operator(kind: int) -> Op:
+    """Of x, grad[rows] @ w[e]; of w, grad[rows].T @ x[rows]."""
+    of_weight = kind == _OF_WEIGHT
+    name = f"{_NAME}_backward_{'weight' if of_weight else 'x'}"
+    other_name = "x" if of_weight else "w"
+
+    def check(grad: Tensor, other: Tensor, offsets: Tensor, *_: Any) -> None:
+        check_rank(name, "grad", grad, 2)
+        check_dtype(name, "grad", grad.dtype, DTYPES)
+        check_rank(name, other_name, other, 2 if of_weight else 3)
+        check_dtype(name, other_name, other.dtype, (grad.dtype,))
+        if of_weight:
+            check_shape(name, "x", other, (grad.shape[0], other.shape[1]), "[M, K]")
+        else:
+            sizes = (other.shape[0], grad.shape[1], other.shape[2])
+            check_shape(name, "w", other, sizes, "[E, N, K]")
+        _check_offsets(name, offsets, None if of_weight else other.shape[0])
+        for label, tensor in ((other_name, other), ("offsets", offsets)):
+            check_same_device(name, label, tensor, "grad", grad)
+
+    def empty(grad: Tensor, other: Tensor, offsets: Tensor, *_: Any) -> Tensor:
+        if of_weight:
+            return grad.new_empty((offsets.shape[0] - 1, grad.shape[1], other.shape[1]))
+        return grad.new_empty((grad.shape[0], other.shape[2]))
+
+    def run(grad: Tensor, other: Tensor, offsets: Tensor, _: Any) -> Tensor:
+        out = empty(grad, other, offsets)
+        _C.grouped_gemm(grad.contiguous(), other, offsets, out, kind, 0)
+        return out
+
+    def plan(grad: Tensor, other: Tensor, offsets: Tensor, *_: Any) -> dict[str, Any]:
+        out = empty(grad, other, offsets)
+        return dict(_C.grouped_gemm_plan(grad.contiguous(), other, offsets, out, kind, 0))
+
+    reference = ref.grouped_gemm_backward_weight if of_weight else ref.grouped_gemm_backward_x
+    return Op(
+        name,
+        f"(Tensor grad, Tensor {other_name}, Tensor offsets, str? backend=None) -> Tensor",
+        check=check,
+        fake=empty,
+        sm90=Backend(
+            "sm90", run, *_CUTE, why_not=lambda *args: reason_of(lambda: plan(*args), args[0])
+        ),
+        ref=Backend("ref", lambda *args: reference(*args[:-1]), "a loop over groups", "torch"),
+        family=f"{_NAME}_backward",
+        describe=plan,
+    )
+
+
+_BACKWARD_X = _operator(_OF_X)
+_BACKWARD_WEIGHT = _operator(_OF_WEIGHT)
+
+
+def _save(ctx: Any, args: tuple[Any, ...], outputs: Any) -> None:
+    *tensors, ctx.backend = args
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return None, None, None
+    x, w, offsets = ctx.saved_tensors
+    wants_x, wants_w = ctx.needs_input_grad[1:3]  # after the flag that says how to run
+    if torch.is_grad_enabled():  # PyTorch's formulas can be differentiated again
+        wanted = [tensor for tensor, wants in ((x, wants_x), (w, wants_w)) if wants]
+        result = ref.grouped_gemm(x, w, offsets)
+        found = iter(torch.autograd.grad(result, wanted, grad, create_graph=True))
+        return next(found) if wants_x else None, next(found) if wants_w else None, None
+    backend = ctx.backend if ctx.backend in ("sm90", "ref") else None
+    return (
+        _BACKWARD_X(grad, w, offsets, backend) if wants_x else None,
+        _BACKWARD_WEIGHT(grad, x, offsets, backend) if wants_w else None,
+        None,
+    )
 
 
 _OP = Op(
@@ -74,15 +149,12 @@ _OP = Op(
     check=_check,
     fake=_output,
     sm90=Backend(
-        "sm90",
-        _sm90,
-        "moe_down's kernel: blocks of a group's rows times tiles of its matrix",
-        "cute",
-        why_not=lambda *args: reason_of(lambda: _plan(*args), args[0]),
+        "sm90", _sm90, *_CUTE, why_not=lambda *args: reason_of(lambda: _plan(*args), args[0])
     ),
     ref=Backend("ref", lambda *args: ref.grouped_gemm(*args[:-1]), "a loop over groups", "torch"),
+    autograd=Autograd(_save, _backward),
     describe=_plan,
-    load=_C.moe_load,
+    load=_C.grouped_gemm_load,
 )
 
 
@@ -91,8 +163,9 @@ def grouped_gemm(x: Tensor, w: Tensor, offsets: Tensor, *, backend: str | None =
     """Each group of neighbouring rows times a matrix of its own: ``x[m] @ w[e].T`` for ``m`` from
     ``offsets[e]`` to ``offsets[e + 1]``.
 
-    Sums are float32. There is no derivative. Works under torch.compile and torch.export, and in
-    CUDA graphs; it never synchronises: the sizes of groups are read on the device.
+    Sums are float32. Differentiable in ``x`` and ``w``. Works under torch.compile and
+    torch.export, and in CUDA graphs; it never synchronises: the sizes of groups are read on the
+    device, in the backward too.
 
     Args:
         x: ``[M, K]`` bfloat16 or float16. The precompiled kernels take K and N that are multiples

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,19 +33,26 @@ def _spread(scales: Tensor, values: Tensor, dim: int) -> Tensor:
     return scales.repeat_interleave(128, dim).narrow(dim, 0, values.shape[dim])
 
 
+def _scaled_rows(x: Tensor, scale: Tensor, of_weights: Tensor) -> Tensor:
+    """float8 rows times their scales."""
+    rows = _wide(x)
+    factors = scale.to(rows.dtype)
+    return rows * (_spread(factors, rows, 1) if of_weights.ndim == 3 else factors)
+
+
+def _scaled_matrix(w: Tensor, scale: Tensor, expert: int, dtype: torch.dtype) -> Tensor:
+    of_expert, factors = w[expert].to(dtype), scale[expert].to(dtype)
+    if scale.ndim == 3:
+        return of_expert * _spread(_spread(factors, of_expert, 0), of_expert, 1)
+    return of_expert * factors[:, None]
+
+
 def _product(x: Tensor, w: Tensor, scale: Tensor | None, expert: int) -> Tensor:
-    rows, of_expert = _wide(x), _wide(w[expert])
-    if scale is not None and scale.ndim == 3:
-        q, scales = fp8_quantize(x.float(), "1x128")
-        rows = q.to(rows.dtype) * _spread(scales.to(rows.dtype), rows, 1)
-        of_expert = of_expert.to(rows.dtype)
-        blocks = _spread(scale[expert].to(rows.dtype), of_expert, 0)
-        of_expert = of_expert * _spread(blocks, of_expert, 1)
-    elif scale is not None:
-        q, scales = fp8_quantize(x.float())
-        rows = q.to(rows.dtype) * scales.to(rows.dtype)
-        of_expert = of_expert.to(rows.dtype) * scale[expert][:, None].to(rows.dtype)
-    return rows @ of_expert.T
+    if scale is None:
+        return _wide(x) @ _wide(w[expert]).T
+    q, scales = fp8_quantize(x.float(), "1x128" if scale.ndim == 3 else "row")
+    rows = _scaled_rows(q.to(_wide(x).dtype), scales, scale)
+    return rows @ _scaled_matrix(w, scale, expert, rows.dtype).T
 
 
 def fused_moe(
@@ -86,6 +95,41 @@ def grouped_gemm(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
+def grouped_gemm_backward_x(grad: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+    """The gradient of x in :func:`grouped_gemm`."""
+    return grouped_gemm(grad, w.transpose(1, 2), offsets)
+
+
+def grouped_gemm_backward_weight(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    """The gradient of w in :func:`grouped_gemm`; zeros where a group is empty."""
+    bounds = offsets.tolist()
+    sizes = (len(bounds) - 1, grad.shape[1], x.shape[1])
+    out = torch.zeros(sizes, dtype=x.dtype, device=x.device)
+    for group, (first, end) in enumerate(itertools.pairwise(bounds)):
+        out[group] = (_wide(grad[first:end]).T @ _wide(x[first:end])).to(x.dtype)
+    return out
+
+
+def _blocks(
+    routing: tuple[Tensor, Tensor, Tensor], block_size: int, elements: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Of each block in use that has an expert: that and its elements."""
+    sorted_ids, experts, used = routing
+    for block, expert in enumerate(experts[: int(used) // block_size].tolist()):
+        ids = sorted_ids[block * block_size : (block + 1) * block_size].long()
+        if expert >= 0:
+            yield expert, ids[ids < elements]
+
+
+def _half(x: Tensor, w: Tensor, x_scale: Tensor | None, w_scale: Tensor | None) -> Any:
+    """The rows, in float32 or wider; an expert's matrix likewise; the result's dtype."""
+    if w_scale is None or x_scale is None:
+        return _wide(x), lambda expert: _wide(w[expert]), x.dtype
+    rows = _scaled_rows(x, x_scale, w_scale)
+    dtype = torch.bfloat16 if x.dtype == torch.float8_e4m3fn else x.dtype
+    return rows, lambda expert: _scaled_matrix(w, w_scale, expert, rows.dtype), dtype
+
+
 def moe_up(
     x: Tensor,
     w_up: Tensor,
@@ -96,17 +140,16 @@ def moe_up(
     block_size: int,
     *,
     activation: str = "silu",
+    x_scale: Tensor | None = None,
+    w_up_scale: Tensor | None = None,
 ) -> Tensor:
     """As :func:`tiercel.moe_up`, for any sizes."""
+    rows, matrix, dtype = _half(x, w_up, x_scale, w_up_scale)
     elements = x.shape[0] * top_k
-    out = torch.zeros(elements, w_up.shape[1] // 2, dtype=x.dtype, device=x.device)
-    used = int(num_tokens_post_padded)
-    for block, expert in enumerate(expert_ids[: used // block_size].tolist()):
-        ids = sorted_token_ids[block * block_size : (block + 1) * block_size].long()
-        ids = ids[ids < elements]
-        if expert >= 0:
-            sums = _wide(x)[ids // top_k] @ _wide(w_up[expert]).T
-            out[ids] = _activate(sums, activation).to(x.dtype)
+    out = torch.zeros(elements, w_up.shape[1] // 2, dtype=dtype, device=x.device)
+    routing = (sorted_token_ids, expert_ids, num_tokens_post_padded)
+    for expert, ids in _blocks(routing, block_size, elements):
+        out[ids] = _activate(rows[ids // top_k] @ matrix(expert).T, activation).to(dtype)
     return out
 
 
@@ -118,15 +161,15 @@ def moe_down(
     expert_ids: Tensor,
     num_tokens_post_padded: Tensor,
     block_size: int,
+    *,
+    x_scale: Tensor | None = None,
+    w_down_scale: Tensor | None = None,
 ) -> Tensor:
     """As :func:`tiercel.moe_down`, for any sizes."""
-    out = torch.zeros(x.shape[0], w_down.shape[1], dtype=x.dtype, device=x.device)
+    rows, matrix, dtype = _half(x, w_down, x_scale, w_down_scale)
+    out = torch.zeros(x.shape[0], w_down.shape[1], dtype=dtype, device=x.device)
     weights = _wide(topk_weights)
-    used = int(num_tokens_post_padded)
-    for block, expert in enumerate(expert_ids[: used // block_size].tolist()):
-        ids = sorted_token_ids[block * block_size : (block + 1) * block_size].long()
-        ids = ids[ids < x.shape[0]]
-        if expert >= 0:
-            sums = _wide(x)[ids] @ _wide(w_down[expert]).T
-            out[ids] = (sums * weights[ids, None]).to(x.dtype)
+    routing = (sorted_token_ids, expert_ids, num_tokens_post_padded)
+    for expert, ids in _blocks(routing, block_size, x.shape[0]):
+        out[ids] = (rows[ids] @ matrix(expert).T * weights[ids, None]).to(dtype)
     return out

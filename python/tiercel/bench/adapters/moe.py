@@ -53,8 +53,6 @@ def _vllm(case: Any, inputs: dict[str, Any]) -> Launch:
     """Its Triton kernels with the configuration that it has for this problem, or its default."""
     if case["act"] not in ("silu", "gelu"):
         raise Unsupported("it has no such activation")
-    if case["weights"] == "float8_blocks":
-        raise Unsupported("scales of blocks are not passed on to it yet")
     from tiercel.bench.vllm_experts import fused_experts
 
     x, w_up, w_down, weights, ids, *scales = inputs.values()
@@ -73,7 +71,23 @@ def _grouped_torch(case: Any, inputs: dict[str, Any]) -> Launch:
     return Launch(lambda: (grouped(x, columns, offs=ends),))
 
 
+def _grouped_backward_torch(case: Any, inputs: dict[str, Any]) -> Launch:
+    """The two products that its own derivative makes."""
+    import torch
+
+    grouped: Any = getattr(torch, "_grouped_mm", None)
+    if grouped is None or case.dtype != "bfloat16":
+        raise Unsupported("torch's grouped product is for bfloat16")
+    grad, x, w, offsets = inputs.values()
+    across, ends = grad.t(), offsets[1:]
+    return Launch(lambda: (grouped(grad, w, offs=ends), grouped(across, x, offs=ends)))
+
+
 ADAPTERS = {
-    "torch": {"fused_moe": _torch, "grouped_gemm": _grouped_torch},
+    "torch": {
+        "fused_moe": _torch,
+        "grouped_gemm": _grouped_torch,
+        "grouped_gemm_backward": _grouped_backward_torch,
+    },
     "vllm": {"fused_moe": _vllm},
 }

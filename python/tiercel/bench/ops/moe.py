@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from tiercel.bench.launch import Launch, WrongResult
@@ -193,9 +194,22 @@ def _route(case: Any, inputs: Inputs) -> Inputs:
     return dict(zip(names, found, strict=True))
 
 
+def _rows(x: Any, case: Any) -> tuple[Any, Inputs]:
+    """As the half takes them: with float8 weights quantised, and their scales."""
+    from tiercel.ref.quant import fp8_quantize
+
+    if case["weights"] == "same":
+        return x, {}
+    rows, scale = fp8_quantize(x, "1x128" if case["weights"] == "float8_blocks" else "row")
+    return rows, {"x_scale": scale}
+
+
 def _make_up(case: Any, device: str, seed: int) -> Inputs:
     inputs = _make(case, device, seed)
-    return {"x": inputs["x"], "w_up": inputs["w_up"], **_route(case, inputs)}
+    x, scales = _rows(inputs["x"], case)
+    if scales:
+        scales["w_up_scale"] = inputs["w_up_scale"]
+    return {"x": x, "w_up": inputs["w_up"], **_route(case, inputs), **scales}
 
 
 def _make_down(case: Any, device: str, seed: int) -> Inputs:
@@ -204,50 +218,68 @@ def _make_down(case: Any, device: str, seed: int) -> Inputs:
     inputs = _make(case, device, seed)
     generator = torch.Generator(device=device).manual_seed(seed + 1000)
     x = torch.randn(case["T"] * case["k"], case["I"], device=device, generator=generator)
-    weights = inputs["topk_weights"].flatten()
-    routed = _route(case, inputs)
-    return {"x": x.to(inputs["x"].dtype), "w_down": inputs["w_down"], "w": weights, **routed}
+    x, scales = _rows(x.to(inputs["x"].dtype), case)
+    if scales:
+        scales["w_down_scale"] = inputs["w_down_scale"]
+    weights, routed = inputs["topk_weights"].flatten(), _route(case, inputs)
+    return {"x": x, "w_down": inputs["w_down"], "w": weights, **routed, **scales}
 
 
-def _up_reference(case: Any, inputs: Inputs) -> Any:
+def _half_call(case: Any, inputs: Inputs, *sizes: int) -> tuple[tuple[Any, ...], Inputs]:
+    scales = _scales(inputs)
+    tensors = [value for name, value in inputs.items() if name not in scales]
+    return (*tensors, *sizes), scales
+
+
+def _half_reference(name: str, case: Any, inputs: Inputs, *sizes: int) -> Any:
     from tiercel.ref import moe as ref
 
-    x, w, *routing = inputs.values()
-    return ref.moe_up(x.double(), _Wide(w), *routing, case["k"], case["bs"])  # type: ignore[arg-type]
+    wide = {key: value.double() if key in ("x", "w") else value for key, value in inputs.items()}
+    weights = next(key for key in ("w_up", "w_down") if key in wide)
+    wide[weights] = _Wide(wide[weights])
+    arguments, scales = _half_call(case, wide, *sizes)
+    return getattr(ref, name)(*arguments, **scales)
 
 
-def _down_reference(case: Any, inputs: Inputs) -> Any:
-    from tiercel.ref import moe as ref
+def _check_half(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error:
+    """Of what is given as float8 nothing is rounded but the result."""
+    like = {"x": outputs[0].new_empty(0)}
+    return _check(like, expected, outputs, launch)
 
-    x, w, weights, *routing = inputs.values()
-    return ref.moe_down(x.double(), _Wide(w), weights.double(), *routing, case["bs"])  # type: ignore[arg-type]
+
+def _half_bytes(matrices: int, case: Any) -> int:
+    element = _ELEMENT if case["weights"] == "same" else 1
+    return int(element * active(case) * matrices * case["I"] * case["H"])
 
 
+_HALF = _PARAMS | {"bs": 64, "weights": "same"}
 _UP = OpBench(
     family="moe",
     op="moe_up",
-    params=_PARAMS | {"bs": 64},
+    params=_HALF,
     invalid=_invalid,
     make=_make_up,
-    call=lambda case, inputs: ((*inputs.values(), case["k"], case["bs"]), {}),
+    call=lambda case, inputs: _half_call(case, inputs, case["k"], case["bs"]),
     out=lambda case, inputs: None,
-    bytes_moved=lambda case: int(_ELEMENT * active(case) * 2 * case["I"] * case["H"]),
+    bytes_moved=partial(_half_bytes, 2),
     flops=lambda case: _flops(case) * 2 // 3,
-    reference=_up_reference,
-    check=_check,
+    reference=lambda case, inputs: _half_reference(
+        "moe_up", case, inputs, case["k"], case["bs"]
+    ),
+    check=_check_half,
 )
 _DOWN = OpBench(
     family="moe",
     op="moe_down",
-    params=_PARAMS | {"bs": 64},
+    params=_HALF,
     invalid=_invalid,
     make=_make_down,
-    call=lambda case, inputs: ((*inputs.values(), case["bs"]), {}),
+    call=lambda case, inputs: _half_call(case, inputs, case["bs"]),
     out=lambda case, inputs: None,
-    bytes_moved=lambda case: int(_ELEMENT * active(case) * case["I"] * case["H"]),
+    bytes_moved=partial(_half_bytes, 1),
     flops=lambda case: _flops(case) // 3,
-    reference=_down_reference,
-    check=_check,
+    reference=lambda case, inputs: _half_reference("moe_down", case, inputs, case["bs"]),
+    check=_check_half,
 )
 
 BENCHES = [_FUSED, _UP, _DOWN]

@@ -64,6 +64,69 @@ def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error
     return Error(rms=rms, maximum=float(errors.max() / expected.abs().max()))
 
 
+# The gradients of x and w, which one call of the backward makes.
+
+
+def _make_backward(case: Any, device: str, seed: int) -> Inputs:
+    import torch
+
+    inputs = _make(case, device, seed)
+    generator = torch.Generator(device=device).manual_seed(seed + 1000)
+    grad = torch.randn(case["M"], case["N"], device=device, generator=generator)
+    return {"grad": grad.to(inputs["x"].dtype), **inputs}
+
+
+def _backward_reference(case: Any, inputs: Inputs) -> Any:
+    """A group at a time, and rounded: all of w in float64 would not fit."""
+    import torch
+
+    grad, x, w, offsets = inputs.values()
+    groups = list(enumerate(itertools.pairwise(offsets.tolist())))
+    of_x = torch.cat([grad[a:b].double() @ w[e].double() for e, (a, b) in groups])
+    of_w = torch.empty(w.shape, dtype=torch.float32, device=w.device)
+    for e, (a, b) in groups:
+        of_w[e] = grad[a:b].double().T @ x[a:b].double()
+    return of_x, of_w
+
+
+def _check_backward(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error:
+    """One rounding of sums in float32, which grow with a group's rows."""
+    import torch
+
+    worst = Error(rms=0.0, maximum=0.0)
+    for result, due in zip(outputs, expected, strict=True):
+        if result.shape != due.shape or result.dtype != inputs["x"].dtype:
+            raise WrongResult(f"shape {tuple(result.shape)}, {result.dtype}")
+        scale = due.square().mean(dtype=torch.float64).sqrt()
+        unit, squares, largest = torch.finfo(result.dtype).eps / 2, 0.0, 0.0
+        for mine, there in zip(result.split(4096), due.split(4096), strict=True):
+            errors = (mine.double() - there.double()).abs()
+            off = float((errors / (unit * there.abs() + 1e-4 * scale)).max())
+            if not off <= 1.1:
+                raise WrongResult(f"a result is off by {off:.1f} times its tolerance")
+            squares += float(errors.square().sum())
+            largest = max(largest, float(errors.max()))
+        rms = (squares / due.numel()) ** 0.5 / float(scale)
+        worst = Error(
+            rms=max(rms, worst.rms), maximum=max(largest / float(due.abs().max()), worst.maximum)
+        )
+    return worst
+
+
+def _ours_backward(case: Any, inputs: Inputs, backend: str) -> Launch:
+    """The operators that the gradient calls; a user meets them only in ``backward()``."""
+    import torch
+
+    grad, x, w, offsets = inputs.values()
+    of_x: Any = torch.ops.tiercel.grouped_gemm_backward_x
+    of_w: Any = torch.ops.tiercel.grouped_gemm_backward_weight
+
+    def run() -> tuple[Any, ...]:
+        return of_x(grad, w, offsets, backend), of_w(grad, x, offsets, backend)
+
+    return Launch(run, strict=True, details={"kernel": "grouped_gemm_backward"})
+
+
 BENCHES = [
     OpBench(
         family="moe",
@@ -79,5 +142,21 @@ BENCHES = [
         flops=lambda case: 2 * case["M"] * case["N"] * case["K"],
         reference=_reference,
         check=_check,
-    )
+    ),
+    OpBench(
+        family="moe",
+        op="grouped_gemm_backward",
+        params=_PARAMS,
+        invalid=_invalid,
+        make=_make_backward,
+        call=lambda case, inputs: (tuple(inputs.values()), {}),
+        out=lambda case, inputs: None,
+        bytes_moved=lambda case: (
+            4 * (case["E"] * case["N"] * case["K"] + case["M"] * (case["N"] + case["K"]))
+        ),
+        flops=lambda case: 4 * case["M"] * case["N"] * case["K"],
+        reference=_backward_reference,
+        check=_check_backward,
+        ours=_ours_backward,
+    ),
 ]

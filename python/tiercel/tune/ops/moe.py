@@ -108,6 +108,9 @@ TUNABLE = Tunable(
         (60, 4, 2048, 1408),  # Qwen1.5 MoE
         (64, 6, 2048, 1408),  # DeepSeek V2 Lite
         (16, 2, 4096, 6400),  # Phi 3.5 MoE
+        (32, 4, 2880, 2880),  # GPT-OSS 20B
+        (128, 4, 2880, 2880),  # GPT-OSS 120B
+        (256, 8, 7168, 2048),  # DeepSeek V3
     ),
     tokens=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096),
     dtypes=("bfloat16", "float16", "float8_e4m3fn"),

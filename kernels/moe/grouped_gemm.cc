@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/moe/grouped_gemm.h"
+
+#include <algorithm>
+#include <string>
+
+#include "kernels/moe/grouped_gemm_kernels.h"
+#include "kernels/sm90/checks.h"
+#include "kernels/sm90/driver.h"
+
+namespace tiercel {
+namespace {
+
+constexpr int64_t kMostGroups = 512;  // as in grouped_gemm_layouts_cute.py
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+struct Names {
+  const char *op, *a, *b;
+};
+
+Names names_of(GroupedKind kind) {
+  switch (kind) {
+    case GroupedKind::kGradX:
+      return {"grouped_gemm_backward_x", "grad", "w"};
+    case GroupedKind::kGradWeight:
+      return {"grouped_gemm_backward_weight", "grad", "x"};
+    default:
+      return {"grouped_gemm", "x", "w"};
+  }
+}
+
+// As the kernel has them: columns of the result, and what is summed over; of kGradWeight, rows of
+// a group's result.
+struct Problem {
+  int64_t groups, m, n, k;
+};
+
+Status check_operand(const Argument& argument, const Argument& a) {
+  TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {a.view.dtype}));
+  TIERCEL_RETURN_IF_ERROR(check_same_device(argument, a));
+  return check_cuda(argument);
+}
+
+Status check(const GroupedGemmCall& call, Problem* problem) {
+  const Names names = names_of(call.kind);
+  const Argument a{names.op, names.a, *call.a}, b{names.op, names.b, *call.b};
+  const Argument offsets{names.op, "offsets", *call.offsets}, out{names.op, "out", *call.out};
+  const bool of_weight = call.kind == GroupedKind::kGradWeight;
+  TIERCEL_RETURN_IF_ERROR(check_rank(a, 2));
+  TIERCEL_RETURN_IF_ERROR(check_dtype(a, {DType::kBFloat16, DType::kFloat16}));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(a));
+  TIERCEL_RETURN_IF_ERROR(check_rank(b, of_weight ? 2 : 3));
+  TIERCEL_RETURN_IF_ERROR(check_operand(b, a));
+  TIERCEL_RETURN_IF_ERROR(check_rank(offsets, 1));
+  TIERCEL_RETURN_IF_ERROR(check_dtype(offsets, {DType::kInt32, DType::kInt64}));
+  TIERCEL_RETURN_IF_ERROR(check_same_device(offsets, a));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(offsets));
+  TIERCEL_RETURN_IF_ERROR(check_contiguous(offsets));
+  TIERCEL_RETURN_IF_ERROR(check_operand(out, a));
+  TIERCEL_RETURN_IF_ERROR(check_contiguous(out));
+  const int64_t groups = call.offsets->shape[0] - 1, m = call.a->shape[0], k = call.a->shape[1];
+  int64_t n = call.b->shape[1];
+  switch (call.kind) {
+    case GroupedKind::kPlain:
+      TIERCEL_RETURN_IF_ERROR(check_shape(b, {groups, n, k}, "[E, N, K]"));
+      TIERCEL_RETURN_IF_ERROR(check_shape(out, {m, n}, "[M, N]"));
+      break;
+    case GroupedKind::kGradX:
+      n = call.b->shape[2];
+      TIERCEL_RETURN_IF_ERROR(check_shape(b, {groups, k, n}, "[E, N, K]"));
+      TIERCEL_RETURN_IF_ERROR(check_shape(out, {m, n}, "[M, K]"));
+      break;
+    case GroupedKind::kGradWeight:
+      TIERCEL_RETURN_IF_ERROR(check_shape(b, {m, n}, "[M, K]"));
+      TIERCEL_RETURN_IF_ERROR(check_shape(out, {groups, k, n}, "[E, N, K]"));
+  }
+  *problem = {groups, m, n, k};
+  if (n <= 0 || n % 8 != 0 || k <= 0 || k % 8 != 0 || groups > kMostGroups) {
+    return Status::Unimplemented(
+        std::string(names.op) + ": `" + names.a + "` and `" + names.b +
+        "` must have multiples of 8 columns, and there may be 512 groups, got " +
+        shape_text(call.a->shape, 2) + ", " + shape_text(call.b->shape, call.b->ndim) + " and " +
+        std::to_string(groups) + " groups");
+  }
+  if (std::max({m, n, k}) > INT32_MAX - 256) {
+    return Status::Unimplemented(std::string(names.op) + ": too large for one launch, got " +
+                                 shape_text(call.a->shape, 2));
+  }
+  return Status();
+}
+
+const GroupedGemmKernel* find(GroupedKind kind, DType dtype, int tile_n) {
+  int count = 0;
+  const GroupedGemmKernel* kernels = grouped_gemm_kernels(&count);
+  for (int i = 0; i < count; ++i) {
+    const GroupedGemmVariant& v = kernels[i].variant;
+    if (v.kind == kind && v.dtype == dtype && v.tile_n == tile_n) return &kernels[i];
+  }
+  return nullptr;
+}
+
+struct Choice {
+  Problem problem;
+  const GroupedGemmKernel* kernel = nullptr;  // null where nothing is to be done
+  int64_t tiles = 0;
+
+  LaunchConfig config(int multiprocessors) const {
+    LaunchConfig config;
+    config.grid.x = static_cast<uint32_t>(std::min<int64_t>(tiles, multiprocessors));
+    config.block.x = kernel->block;
+    config.dynamic_smem = kernel->dynamic_smem;
+    config.dependent = kernel->dependent;
+    return config;
+  }
+};
+
+Status prepare(const GroupedGemmCall& call, Choice* choice) {
+  TIERCEL_RETURN_IF_ERROR(check(call, &choice->problem));
+  const Problem& p = choice->problem;
+  const bool of_weight = call.kind == GroupedKind::kGradWeight;
+  if (of_weight ? p.groups == 0 : p.m == 0) return Status();
+  const Names names = names_of(call.kind);
+  const int tile_n = call.tile_n != 0 ? call.tile_n : 256;
+  const GroupedGemmKernel* kernel = find(call.kind, call.a->dtype, tile_n);
+  if (kernel == nullptr) {
+    return Status::Unimplemented(std::string(names.op) + ": no precompiled kernel has tiles of " +
+                                 std::to_string(tile_n) + " columns");
+  }
+  const GroupedGemmVariant& v = kernel->variant;
+  // Each group may end within a tile, and so may the rows before all groups and those after them.
+  const int64_t rows = of_weight ? p.groups * ceil_div(p.k, v.tile_m)
+                                 : std::min(p.m, p.m / v.tile_m + p.groups + 2);
+  choice->tiles = rows * ceil_div(p.n, v.tile_n);
+  if (choice->tiles > INT32_MAX / 4) {
+    return Status::Unimplemented(std::string(names.op) + ": too large for one launch, got " +
+                                 shape_text(call.out->shape, call.out->ndim));
+  }
+  choice->kernel = kernel;
+  // The maps' own rules, said before a driver is asked for. Nothing is read of no rows.
+  if (p.m == 0 || p.groups == 0) return Status();
+  TIERCEL_RETURN_IF_ERROR(check_tensor_map(kernel->maps[0], *call.a, names.op, names.a));
+  return check_tensor_map(kernel->maps[1], *call.b, names.op, names.b);
+}
+
+}  // namespace
+
+Status grouped_gemm_plan(const GroupedGemmCall& call, int multiprocessors, GroupedGemmPlan* plan) {
+  Choice choice;
+  TIERCEL_RETURN_IF_ERROR(prepare(call, &choice));
+  *plan = {"none", 0, 0, false, 0, 0, 0, 0};
+  if (choice.kernel == nullptr) return Status();
+  const GroupedGemmVariant& v = choice.kernel->variant;
+  const LaunchConfig config = choice.config(multiprocessors);
+  *plan = {choice.kernel->kernel.name(),
+           v.tile_m,
+           v.tile_n,
+           v.pingpong,
+           static_cast<int>(choice.tiles),
+           config.grid.x,
+           config.block.x,
+           config.dynamic_smem};
+  return Status();
+}
+
+Status grouped_gemm(const GroupedGemmCall& call, void* stream) {
+  Choice choice;
+  TIERCEL_RETURN_IF_ERROR(prepare(call, &choice));
+  if (choice.kernel == nullptr) return Status();
+  const int device = call.a->device_index;
+  int multiprocessors = 0;
+  TIERCEL_RETURN_IF_ERROR(multiprocessor_count(device, &multiprocessors));
+  const Names names = names_of(call.kind);
+  CUtensorMap a_map{}, b_map{};
+  if (choice.problem.m != 0 && choice.problem.groups != 0) {
+    const TensorMapSpec* maps = choice.kernel->maps;
+    TIERCEL_RETURN_IF_ERROR(encode_tensor_map(maps[0], *call.a, names.op, names.a, &a_map));
+    TIERCEL_RETURN_IF_ERROR(encode_tensor_map(maps[1], *call.b, names.op, names.b, &b_map));
+  }
+  const void* offsets = call.offsets->data;
+  void* out = call.out->data;
+  int32_t groups = static_cast<int32_t>(choice.problem.groups);
+  int32_t m = static_cast<int32_t>(choice.problem.m), n = static_cast<int32_t>(choice.problem.n);
+  int32_t k = static_cast<int32_t>(choice.problem.k);
+  int32_t offset_words = call.offsets->dtype == DType::kInt64 ? 2 : 1;
+  void* args[] = {&a_map, &b_map, &offsets, &out, &groups, &m, &n, &k, &offset_words};
+  return choice.kernel->kernel.launch(choice.config(multiprocessors), device, stream, args);
+}
+
+Status grouped_gemm_load(int device) {
+  int count = 0;
+  const GroupedGemmKernel* kernels = grouped_gemm_kernels(&count);
+  for (int i = 0; i < count; ++i) TIERCEL_RETURN_IF_ERROR(kernels[i].kernel.load(device));
+  return Status();
+}
+
+}  // namespace tiercel

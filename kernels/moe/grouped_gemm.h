@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// Groups of neighbouring rows, each times a matrix of its own, and the gradients of that.
+#ifndef KERNELS_MOE_GROUPED_GEMM_H_
+#define KERNELS_MOE_GROUPED_GEMM_H_
+
+#include "kernels/sm90/status.h"
+#include "kernels/sm90/tensor_view.h"
+
+namespace tiercel {
+
+// With offsets [E + 1], int32 or int64, not decreasing, and e a group of the rows
+// offsets[e] <= row < offsets[e + 1]:
+enum class GroupedKind {
+  kPlain,       // a x [M, K], b w [E, N, K]:     out[rows] = x[rows] @ w[e]^T, [M, N]
+  kGradX,       // a grad [M, N], b w [E, N, K]:  out[rows] = grad[rows] @ w[e], [M, K]
+  kGradWeight,  // a grad [M, N], b x [M, K]:     out[e] = grad[rows]^T @ x[rows], [E, N, K]
+};
+
+// What a call would launch.
+struct GroupedGemmPlan {
+  const char* kernel;  // "none" where nothing is to be done
+  int tile_m;
+  int tile_n;
+  bool pingpong;  // two warpgroups take turns with tiles instead of sharing them
+  int tiles;      // at most: the sizes of groups are known on the device only
+  unsigned grid;
+  unsigned block;
+  unsigned dynamic_smem;
+};
+
+// a, b and out are bfloat16 or float16, alike, with rows of neighbouring elements; those of a and b
+// at multiples of 16 bytes; out and offsets are contiguous. N and K are multiples of 8, and there
+// are up to 512 groups. Sums are float32; rows of out that are in no group become zeros.
+struct GroupedGemmCall {
+  GroupedKind kind = GroupedKind::kPlain;
+  const TensorView* a = nullptr;
+  const TensorView* b = nullptr;
+  const TensorView* offsets = nullptr;
+  const TensorView* out = nullptr;
+  int tile_n = 0;  // of the kernel, or 0: what suits the problem
+};
+
+// All checks and the choice of kernel for a device with that many multiprocessors; needs no GPU and
+// no driver.
+Status grouped_gemm_plan(const GroupedGemmCall& call, int multiprocessors, GroupedGemmPlan* plan);
+
+// The same for the tensors' device, then the launch on `stream` (a CUstream).
+Status grouped_gemm(const GroupedGemmCall& call, void* stream);
+
+Status grouped_gemm_load(int device);
+
+}  // namespace tiercel
+
+#endif  // KERNELS_MOE_GROUPED_GEMM_H_

@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""grouped_gemm and its gradients: groups of neighbouring rows, each with a matrix of its own.
+
+Its kinds, for a group e of rows of a and what the copy engine brings of them:
+  "plain"        out[rows] = a[rows] @ b[e]^T,  a[m, k], b[groups, n, k]
+  "grad_x"       out[rows] = a[rows] @ b[e],    a[m, k], b[groups, k, n]
+  "grad_weight"  out[e] = a[rows]^T @ b[rows],  a[m, k], b[m, n], out[groups, k, n]
+
+How many rows a group has is known on the device only, so blocks of threads are persistent and find
+their tiles there: of the first two kinds by a search in shared memory, among how many tiles begin
+before each group. Rows outside of all groups make two more groups, which nothing is multiplied for.
+A tile of a group's last rows reads the next group's too, and does not store their products. Where
+the sum goes over a group's rows, those of the last step that are the next group's become zeros.
+
+One warp loads tiles of a and b into a ring of stages. Two warpgroups multiply: they share a tile,
+or take turns with tiles ("pingpong"), so that one stores while the other multiplies.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from grouped_gemm_layouts_cute import CONSUMERS, GroupedGemmLayouts
+from linear_layouts_cute import EPI, ROW, WARPGROUP, coordinates, matrix
+
+_STEP = 64  # elements of the sum, a stage
+_SHARED = 1  # named barrier of those that share a tile; with turns, and the one after it
+_TURN = 3  # named barriers 3 and 4: whose turn it is to multiply
+_MOST_SEARCHED = 512  # the search's first step
+
+
+class GroupedGemm(GroupedGemmLayouts):
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Pointer,
+        b: cute.Pointer,
+        offsets: cute.Pointer,
+        out: cute.Pointer,
+        groups: Int32,
+        m: Int32,
+        n: Int32,
+        k: Int32,
+        offset_words: Int32,
+        blocks: Int32,
+        stream,
+    ):
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        a_layout, b_layout, _ = self.smem_layouts()
+        if const_expr(self.of_weight):
+            a_matrix, b_matrix = matrix(k, m, "mn"), matrix(n, m, "mn")
+        else:
+            a_matrix, b_matrix = matrix(m, k, "k"), self.matrices(groups, n, k)
+        tma_a, _ = cpasync.make_tiled_tma_atom(
+            load,
+            cute.make_tensor(a, a_matrix),
+            cute.slice_(a_layout, (None, None, 0)),
+            (self.tile_m, _STEP),
+        )
+        tma_b, _ = cpasync.make_tiled_tma_atom(
+            load,
+            cute.make_tensor(b, b_matrix),
+            cute.slice_(b_layout, (None, None, 0)),
+            (self.tile_n, _STEP),
+        )
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(tma_a, tma_b, offsets, out, groups, m, n, k, offset_words).launch(
+            grid=(blocks, 1, 1),
+            block=(self.threads, 1, 1),
+            min_blocks_per_mp=1,
+            use_pdl=True,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_a: cute.CopyAtom,
+        tma_b: cute.CopyAtom,
+        offsets: cute.Pointer,
+        out: cute.Pointer,
+        groups: Int32,
+        m: Int32,
+        n: Int32,
+        k: Int32,
+        offset_words: Int32,  # 2 of int64 offsets, else 1
+    ):
+        thread = cute.arch.thread_idx()[0]
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warpgroup_index = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        storage = cutlass.utils.SmemAllocator().allocate(self.storage())
+        full = storage.barriers.data_ptr()
+        empty = full + self.stages
+        if warp_index == 0:
+            cpasync.prefetch_descriptor(tma_a)
+            cpasync.prefetch_descriptor(tma_b)
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(self.stages):
+                    cute.arch.mbarrier_init(full + i, 1)
+                    cute.arch.mbarrier_init(empty + i, 4 * self.sharing)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        bounds = (offsets, offset_words, groups, m)
+        if const_expr(not self.of_weight):
+            if warp_index == 0:
+                self.count_tiles(storage, bounds, thread)
+        cute.arch.sync_threads()
+
+        columns = cute.ceil_div(n, self.tile_n)
+        first = cute.arch.block_idx()[0]
+        grid = cute.arch.grid_dim()[0]
+        tiles = Int32(0)
+        if const_expr(self.of_weight):
+            tiles = groups * cute.ceil_div(k, self.tile_m) * columns
+        else:
+            tiles = storage.begins.data_ptr()[groups + 2] * columns
+        search = (storage, bounds, k, columns)
+        ring = (full, empty)
+        if warpgroup_index == 0:
+            cute.arch.setmaxregister_decrease(40)
+            if warp_index == 0:
+                self.load(tma_a, tma_b, ring, search, (first, grid, tiles), n)
+        else:
+            cute.arch.setmaxregister_increase(232)
+            consumer = warpgroup_index - 1
+            self.multiply(thread, consumer, ring, search, (first, grid, tiles), n, out)
+
+    # -- which tile --------------------------------------------------------------------------------
+
+    @cute.jit
+    def bound(self, bounds, index):
+        """Where part `index` begins: 0 are the rows before all groups, groups + 1 those after."""
+        offsets, words, groups, m = bounds
+        at = cutlass.min(cutlass.max(index - 1, 0), groups) * words
+        row = cutlass.min(cutlass.max((offsets + at).load(), 0), m)
+        row = Int32(0) if index == 0 else row
+        return m if index > groups + 1 else row
+
+    @cute.jit
+    def count_tiles(self, storage, bounds, lane):
+        """One warp: how many tiles of rows begin before each part."""
+        begins = storage.begins.data_ptr()
+        parts = bounds[2] + 2
+        before = Int32(0)
+        if lane == 0:
+            begins[0] = 0
+        for start in cutlass.range(0, parts, 32, unroll=1):
+            part = start + lane
+            rows = self.bound(bounds, part + 1) - self.bound(bounds, part)
+            upto = cute.ceil_div(cutlass.max(rows, 0), self.tile_m)
+            for i in cutlass.range_constexpr(5):
+                below = cute.arch.shuffle_sync_up(upto, 1 << i, mask_and_clamp=0)
+                upto += below if lane >= 1 << i else 0
+            if part < parts:
+                begins[part + 1] = before + upto
+            before += cute.arch.shuffle_sync(upto, 31)
+
+    @cute.jit
+    def find(self, search, number):
+        """A tile's group, its first row and column and the row that ends it, the first row of the
+        sum and what ends that, and steps."""
+        storage, bounds, k, columns = search
+        groups = bounds[2]
+        row_tile, column = number // columns, number % columns
+        group, row, end, low, high = Int32(0), Int32(0), k, Int32(0), k
+        if const_expr(self.of_weight):
+            rows = cute.ceil_div(k, self.tile_m)
+            group = row_tile // rows
+            row = (row_tile - group * rows) * self.tile_m
+            low = self.bound(bounds, group + 1)
+            high = cutlass.max(self.bound(bounds, group + 2), low)
+        else:
+            begins = storage.begins.data_ptr()
+            part, step = Int32(0), Int32(_MOST_SEARCHED)
+            for _ in cutlass.range_constexpr(_MOST_SEARCHED.bit_length()):
+                probe = part + step
+                before = begins[cutlass.min(probe, groups + 2)]
+                part = probe if (probe <= groups + 1) & (before <= row_tile) else part
+                step = step // 2
+            group = part - 1
+            row = self.bound(bounds, part) + (row_tile - begins[part]) * self.tile_m
+            end = self.bound(bounds, part + 1)
+            high = k if (group >= 0) & (group < groups) else Int32(0)
+        return group, row, end, column, low, high, cute.ceil_div(high - low, _STEP)
+
+    # -- to shared memory --------------------------------------------------------------------------
+
+    @cute.jit
+    def load(self, tma_a, tma_b, ring, search, place, n):
+        full, empty = ring
+        storage, bounds, k, _ = search
+        _, _, groups, m = bounds
+        first, grid, tiles = place
+        a_layout, b_layout, _ = self.smem_layouts()
+        sa = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
+        sb = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
+        index, phase = Int32(0), Int32(1)
+        for number in cutlass.range(first, tiles, grid, unroll=1):
+            group, row, _, column, low, _, steps = self.find(search, number)
+            column = column * self.tile_n
+            if const_expr(self.of_weight):
+                of_a = cute.domain_offset((row, low), coordinates(k, m, "mn"))
+                of_b = cute.domain_offset((column, low), coordinates(n, m, "mn"))
+            else:
+                of_a = cute.domain_offset((row, 0), coordinates(m, k))
+                of_b = cute.domain_offset((column, 0, group), self.places(groups, n, k))
+            to_a, from_a = self.partition(tma_a, sa, of_a, self.tile_m)
+            to_b, from_b = self.partition(tma_b, sb, of_b, self.tile_n)
+            for step in cutlass.range(steps, unroll=1):
+                cute.arch.mbarrier_wait(empty + index, phase)
+                barrier = full + index
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(
+                        barrier, (self.tile_m + self.tile_n) * ROW
+                    )
+                at_b = (0, step) if const_expr(self.of_weight) else (0, step, 0)
+                cute.copy(tma_a, from_a[None, (0, step)], to_a[None, index], tma_bar_ptr=barrier)
+                cute.copy(tma_b, from_b[None, at_b], to_b[None, index], tma_bar_ptr=barrier)
+                index, phase = self.next(index, phase)
+
+    def partition(self, tma, smem, places, rows):
+        one = cute.make_layout(1)
+        tiles = cute.zipped_divide(places, (rows, _STEP))
+        return cpasync.tma_partition(tma, 0, one, cute.group_modes(smem, 0, 2), tiles)
+
+    # -- products ----------------------------------------------------------------------------------
+
+    @cute.jit
+    def multiply(self, thread, consumer, ring, search, place, n, out):
+        """A warpgroup: its rows of its tiles, from the ring to the result."""
+        full, empty = ring
+        storage, _, k, _ = search
+        first, grid, tiles = place
+        a_layout, b_layout, _ = self.smem_layouts()
+        sa = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
+        sb = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
+        mma = self.tiled_mma(self.dtype, self.sharing, self.tile_n, self.majors)
+        part = mma.get_slice(0 if const_expr(self.pingpong) else consumer * WARPGROUP)
+        ra = mma.make_fragment_A(part.partition_A(sa))
+        rb = mma.make_fragment_B(part.partition_B(sb))
+        acc = cute.make_rmem_tensor(mma.partition_shape_C((self.tile_m, self.tile_n)), Float32)
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+        index, phase = Int32(0), Int32(0)
+        mine, every = first, grid
+        if const_expr(self.pingpong):
+            mine, every = first + consumer * grid, CONSUMERS * grid
+            if consumer == 1:
+                arrive(_TURN + 0)
+                if first < tiles:
+                    index, phase = self.skip(index, phase, self.find(search, first)[6])
+        for number in cutlass.range(mine, tiles, every, unroll=1):
+            group, row, end, column, low, high, steps = self.find(search, number)
+            acc.fill(0.0)
+            other = Int32(0)
+            if const_expr(self.pingpong):
+                if number + grid < tiles:
+                    other = self.find(search, number + grid)[6]
+                sync(_TURN + consumer)
+            warpgroup.fence()
+            for step in cutlass.range(steps, unroll=1):
+                cute.arch.mbarrier_wait(full + index, phase)
+                if const_expr(self.of_weight):
+                    rows = high - low - step * _STEP
+                    if rows < _STEP:
+                        self.clear_rows(storage, index, rows, thread, consumer)
+                for at_k in cutlass.range_constexpr(cute.size(ra, mode=[2])):
+                    at = (None, None, at_k, index)
+                    cute.gemm(mma, acc, ra[at], rb[at], acc)
+                warpgroup.commit_group()
+                warpgroup.wait_group(1)
+                if step > 0:
+                    self.release(empty, index - 1 if index > 0 else self.stages - 1)
+                index, phase = self.next(index, phase)
+            if const_expr(self.pingpong):
+                arrive(_TURN + 1 - consumer)
+            warpgroup.wait_group(0)
+            if steps > 0:
+                self.release(empty, index - 1 if index > 0 else self.stages - 1)
+            if const_expr(self.pingpong):
+                index, phase = self.skip(index, phase, other)
+            else:
+                row = row + consumer * self.wg_rows
+            at = out
+            if const_expr(self.of_weight):
+                at = out + Int64(group) * k * n
+            self.put_out(thread, consumer, storage, acc, at, row, end, column * self.tile_n, n)
+
+    @cute.jit
+    def release(self, empty, index):
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(empty + index)
+
+    @cute.jit
+    def clear_rows(self, storage, index, rows, thread, consumer):
+        """Zeros for a stage's rows of the next group, of both operands: what they are may not be
+        finite. In memory a row has 128 bytes of each 64 columns."""
+        sharers = self.sharing * WARPGROUP
+        me = thread % WARPGROUP if const_expr(self.pingpong) else thread - WARPGROUP
+        vector = cute.make_layout(8)
+        zeros = cute.make_rmem_tensor(8, self.dtype)
+        zeros.fill(0.0)
+        pieces = (_STEP - rows) * 8
+        for tensor, size in ((storage.a, self.tile_m), (storage.b, self.tile_n)):
+            for block in cutlass.range_constexpr(size // EPI):
+                to = tensor.data_ptr() + (index * (size // EPI) + block) * (_STEP * EPI)
+                to = to + rows * EPI
+                for piece in cutlass.range(me, pieces, sharers, unroll=1):
+                    cute.make_tensor((to + piece * 8).align(16), vector).store(zeros.load())
+        cute.arch.fence_proxy("async.shared", space="cta")
+        barrier = _SHARED + consumer if const_expr(self.pingpong) else _SHARED
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=sharers)
+
+    # -- from registers ----------------------------------------------------------------------------
+
+    @cute.jit
+    def put_out(self, thread, consumer, storage, acc, out, row, end, column, n):
+        """A warp's 16 rows of 64 columns go through its own shared memory, so that 8 lanes store
+        128 neighbouring bytes."""
+        lane, wg_thread = thread % 32, thread % WARPGROUP
+        _, _, layout = self.smem_layouts()
+        sy = storage.y.get_tensor(layout.outer, swizzle=layout.inner)
+        stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        copy_c = cute.make_tiled_copy_C_atom(stmatrix, self.tiled_mma(self.dtype, 1, EPI))
+        r2s = cute.make_tiled_copy_S(stmatrix, copy_c)
+        to_sy = r2s.get_slice(wg_thread).partition_D(sy)
+        piece = cute.make_rmem_tensor(to_sy.shape[:3], self.dtype)
+        vector = cute.make_layout(8)
+        y_row = wg_thread // 32 * 16 + lane // 8  # and every fourth after it
+        for half in cutlass.range_constexpr(self.wg_rows // EPI):
+            for chunk in cutlass.range_constexpr(self.tile_n // EPI):
+                for i in cutlass.range_constexpr(EPI // 2):
+                    piece[i] = acc[half * (self.tile_n // 2) + chunk * (EPI // 2) + i].to(
+                        self.dtype
+                    )
+                # Of two buffers: the last one's readers are done with this one.
+                buffer = consumer * 2 + chunk % 2
+                cute.copy(r2s, piece, to_sy[None, None, None, buffer])
+                cute.arch.sync_warp()
+                from_y = storage.y.data_ptr() + buffer * (EPI * EPI)
+                at_column = column + chunk * EPI + lane % 8 * 8
+                for i in cutlass.range_constexpr(4):
+                    at_row = y_row + i * 4
+                    offset = at_row * EPI + (lane % 8 ^ at_row % 8) * 8
+                    values = cute.make_tensor((from_y + offset).align(16), vector)
+                    to_row = row + half * EPI + at_row
+                    if (to_row < end) & (at_column < n):
+                        to = out + (Int64(to_row) * n + at_column)
+                        cute.make_tensor(to.align(16), vector).store(values.load())
+
+
+def sync(barrier):
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=2 * WARPGROUP)
+
+
+def arrive(barrier):
+    cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=2 * WARPGROUP)
