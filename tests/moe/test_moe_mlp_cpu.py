@@ -172,16 +172,20 @@ def test_halves_of_float8_by_the_definition(of):
         torch.testing.assert_close(outer[element].double(), due, rtol=8e-3, atol=1e-3)
 
 
+# Without the schema's test, which compares float8 tensors by an operation that they lack.
+OF_FLOAT8 = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
 def test_halves_of_float8_opcheck():
     x, w_up, w_down, weights, ids = data(hidden=144, inner=136)
-    routing = tiercel.moe_align_block_size(ids, 8, 4)
+    routing, ops = tiercel.moe_align_block_size(ids, 8, 4), torch.ops.tiercel
     for of_rows, of_weights in SCALES.values():
         (q, x_scale), (up, up_scale) = of_rows(x), of_weights(w_up)
         arguments = (q, up, x_scale, up_scale, *routing, 2, 8)
-        torch.library.opcheck(torch.ops.tiercel.moe_up_fp8, arguments)
+        torch.library.opcheck(ops.moe_up_fp8, arguments, test_utils=OF_FLOAT8)
         (q, x_scale), (down, down_scale) = of_rows(w_down[0, :10].clone()), of_weights(w_down)
         arguments = (q, down, x_scale, down_scale, weights.flatten(), *routing, 8)
-        torch.library.opcheck(torch.ops.tiercel.moe_down_fp8, arguments)
+        torch.library.opcheck(ops.moe_down_fp8, arguments, test_utils=OF_FLOAT8)
 
 
 def test_halves_of_float8_errors():
@@ -275,9 +279,7 @@ def test_opcheck():
     torch.library.opcheck(ops.fused_moe, (x, w_up, w_down, weights, ids), options)
     (up, up_scale), (down, down_scale) = float8(w_up), float8(w_down)
     scaled = (x, up, down, up_scale, down_scale, weights, ids)
-    # Without the schema's test, which compares float8 tensors by an operation that they lack.
-    utils = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(ops.fused_moe_fp8, scaled, test_utils=utils)
+    torch.library.opcheck(ops.fused_moe_fp8, scaled, test_utils=OF_FLOAT8)
     routing = tiercel.moe_align_block_size(ids, 8, 4)
     torch.library.opcheck(ops.moe_up, (x, w_up, *routing, 2, 8))
     inner = tiercel.moe_up(x, w_up, *routing, 2, 8)

@@ -80,6 +80,10 @@ def _scaled(call: Any, x: Any, w_up: Any, w_down: Any, up: Any, down: Any, *rest
     return call(x, w_up, w_down, *rest, up, down)[0]
 
 
+def _float8(call: Any, *args: Any) -> None:
+    raise NotImplementedError("a registered backend does not take float8_e4m3fn")
+
+
 def _routing(ids: Any, case: Case) -> dict[str, Any]:
     from tiercel.ref.routing import moe_align_block_size
 
@@ -168,7 +172,7 @@ MOE_UP = Contract(
         "elements": sizes["T"] * sizes["top_k"],
         "I": sizes["2I"] // 2,
     },
-    variants={"moe_up": lambda call, *values: call(*values)[0]},
+    variants={"moe_up": lambda call, *values: call(*values)[0], "moe_up_fp8": _float8},
 )
 
 MOE_DOWN = Contract(
@@ -191,7 +195,7 @@ MOE_DOWN = Contract(
     ),
     timing={"cpu": _down(16, 8, 320, 320, 64), "cuda": _down(128, 64, 2048, 1024, 64)},
     make=_make_down,
-    variants={"moe_down": lambda call, *values: call(*values)[0]},
+    variants={"moe_down": lambda call, *values: call(*values)[0], "moe_down_fp8": _float8},
 )
 
 
