@@ -90,12 +90,12 @@ Status check(const GroupedGemmCall& call, Problem* problem) {
   return Status();
 }
 
-const GroupedGemmKernel* find(GroupedKind kind, DType dtype, int tile_n) {
+const GroupedGemmKernel* find(GroupedKind kind, DType dtype) {
   int count = 0;
   const GroupedGemmKernel* kernels = grouped_gemm_kernels(&count);
   for (int i = 0; i < count; ++i) {
     const GroupedGemmVariant& v = kernels[i].variant;
-    if (v.kind == kind && v.dtype == dtype && v.tile_n == tile_n) return &kernels[i];
+    if (v.kind == kind && v.dtype == dtype) return &kernels[i];
   }
   return nullptr;
 }
@@ -121,11 +121,9 @@ Status prepare(const GroupedGemmCall& call, Choice* choice) {
   const bool of_weight = call.kind == GroupedKind::kGradWeight;
   if (of_weight ? p.groups == 0 : p.m == 0) return Status();
   const Names names = names_of(call.kind);
-  const int tile_n = call.tile_n != 0 ? call.tile_n : 256;
-  const GroupedGemmKernel* kernel = find(call.kind, call.a->dtype, tile_n);
+  const GroupedGemmKernel* kernel = find(call.kind, call.a->dtype);
   if (kernel == nullptr) {
-    return Status::Unimplemented(std::string(names.op) + ": no precompiled kernel has tiles of " +
-                                 std::to_string(tile_n) + " columns");
+    return Status::Unimplemented(std::string(names.op) + ": no precompiled kernel has this dtype");
   }
   const GroupedGemmVariant& v = kernel->variant;
   // Each group may end within a tile, and so may the rows before all groups and those after them.

@@ -37,7 +37,6 @@ struct GroupedGemmCall {
   const TensorView* b = nullptr;
   const TensorView* offsets = nullptr;
   const TensorView* out = nullptr;
-  int tile_n = 0;  // of the kernel, or 0: what suits the problem
 };
 
 // All checks and the choice of kernel for a device with that many multiprocessors; needs no GPU and

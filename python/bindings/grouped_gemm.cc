@@ -11,14 +11,14 @@ namespace {
 // Of an H100 SXM or H200, for plans where there is no device to ask.
 constexpr int kMultiprocessors = 132;
 
-// (a, b, offsets, out, kind's index) and columns of a tile, or 0.
+// (a, b, offsets, out, kind's index).
 struct Parsed {
   PythonTensor a, b, offsets, out;
   GroupedGemmCall call;
 
   bool Parse(PyObject* const* values, Py_ssize_t count) {
     constexpr char kOp[] = "grouped_gemm";
-    if (!Arguments(kOp, values, count).Expect(6)) return false;
+    if (!Arguments(kOp, values, count).Expect(5)) return false;
     if (!a.Read(values[0], kOp, "a") || !b.Read(values[1], kOp, "b") ||
         !offsets.Read(values[2], kOp, "offsets") || !out.Read(values[3], kOp, "out")) {
       return false;
@@ -29,14 +29,11 @@ struct Parsed {
       PyErr_Format(PyExc_ValueError, "%s: no kind has the index %ld", kOp, kind);
       return false;
     }
-    const long tile_n = PyLong_AsLong(values[5]);
-    if (tile_n == -1 && PyErr_Occurred()) return false;
     call.kind = static_cast<GroupedKind>(kind);
     call.a = &a.view();
     call.b = &b.view();
     call.offsets = &offsets.view();
     call.out = &out.view();
-    call.tile_n = static_cast<int>(tile_n);
     return true;
   }
 };
@@ -69,7 +66,7 @@ PyObject* GroupedGemmLoad(PyObject*, PyObject* device) { return Load(device, gro
 
 #define TIERCEL_FAST(name, function, text)                                                     \
   {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, \
-   name "(a, b, offsets, out, kind, tile_n, /)\n--\n\n" text}
+   name "(a, b, offsets, out, kind, /)\n--\n\n" text}
 
 PyMethodDef functions[] = {
     TIERCEL_FAST("grouped_gemm", GroupedGemm,

@@ -11,7 +11,6 @@ from tiercel.ref import moe as ref
 pytestmark = pytest.mark.torch
 
 PLAIN, OF_X, OF_WEIGHT = range(3)
-TILES = (128, 256)
 
 
 def random(*shape, seed, dtype=torch.bfloat16, scale=1.0):
@@ -30,7 +29,7 @@ def assert_rounded(got, due):
     assert ((got.double() - due).abs() <= allowed).all()
 
 
-def check(kind, sizes, rows, n, k, tile, first=0, dtype=torch.bfloat16, index=torch.int32):
+def check(kind, sizes, rows, n, k, first=0, dtype=torch.bfloat16, index=torch.int32):
     offsets = bounds(sizes, first, index)
     x = random(rows, k, seed=1, dtype=dtype)
     grad = random(rows, n, seed=2, dtype=dtype)
@@ -43,7 +42,7 @@ def check(kind, sizes, rows, n, k, tile, first=0, dtype=torch.bfloat16, index=to
         (a, b) = (grad, x)
         due = ref.grouped_gemm_backward_weight(grad.double(), x.double(), offsets)
     out = torch.full(due.shape, torch.nan, dtype=dtype)
-    kernels.grouped_gemm(a, b, offsets, out, kind, tile)
+    kernels.grouped_gemm(a, b, offsets, out, kind)
     assert_rounded(out, due)
 
 
@@ -56,49 +55,44 @@ GROUPS = [
 ]
 
 
-@pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize(("sizes", "first", "rows"), GROUPS)
 @pytest.mark.parametrize("kind", [PLAIN, OF_X, OF_WEIGHT])
-def test_groups(kind, sizes, first, rows, tile):
-    check(kind, sizes, rows, 72, 136, tile, first)
+def test_groups(kind, sizes, first, rows):
+    check(kind, sizes, rows, 72, 136, first)
 
 
-@pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize(("n", "k"), [(8, 8), (320, 64), (24, 520)])
 @pytest.mark.parametrize("kind", [PLAIN, OF_X, OF_WEIGHT])
-def test_small_and_odd_sizes(kind, n, k, tile):
-    check(kind, [70, 3], 80, n, k, tile, first=4, dtype=torch.float16, index=torch.int64)
+def test_small_and_odd_sizes(kind, n, k):
+    check(kind, [70, 3], 80, n, k, first=4, dtype=torch.float16, index=torch.int64)
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-@pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("kind", [PLAIN, OF_X, OF_WEIGHT])
-def test_no_order_of_copies_and_warps_matters(kind, tile, lazy):
+def test_no_order_of_copies_and_warps_matters(kind, lazy):
     with options(lazy=lazy, seed=3):
-        check(kind, [150, 0, 33], 183, 200, 328, tile)
+        check(kind, [150, 0, 33], 183, 200, 328)
 
 
 def test_the_most_groups():
     sizes = [1, 0, 3, 0] * 128
-    check(PLAIN, sizes, 512, 8, 16, 256)
+    check(PLAIN, sizes, 512, 8, 16)
 
 
-@pytest.mark.parametrize("tile", TILES)
-def test_nothing_to_multiply(tile):
-    check(OF_WEIGHT, [0, 0], 0, 72, 136, tile)
+def test_nothing_to_multiply():
+    check(OF_WEIGHT, [0, 0], 0, 72, 136)
     for kind in (PLAIN, OF_X):
-        check(kind, [], 70, 72, 136, tile)
-        check(kind, [0], 0, 72, 136, tile)
+        check(kind, [], 70, 72, 136)
+        check(kind, [0], 0, 72, 136)
 
 
-@pytest.mark.parametrize("tile", TILES)
-def test_values_of_the_next_group_do_not_matter(tile):
+def test_values_of_the_next_group_do_not_matter():
     """A step's last rows are another group's: not even their infinities come in."""
     grad, x = random(90, 72, seed=1), random(90, 136, seed=2)
     due = ref.grouped_gemm_backward_weight(grad.double(), x.double(), bounds([40]))
     grad[40:], x[40:] = torch.inf, torch.nan
     out = torch.full((1, 72, 136), torch.nan, dtype=torch.bfloat16)
-    kernels.grouped_gemm(grad, x, bounds([40]), out, OF_WEIGHT, tile)
+    kernels.grouped_gemm(grad, x, bounds([40]), out, OF_WEIGHT)
     assert_rounded(out, due)
 
 

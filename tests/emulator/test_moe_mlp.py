@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from support.emulator import kernels, options, sm90
+from support.emulator import kernels, options, plan, sm90
 from torch.nn import functional
 
 from tiercel import ref
@@ -196,6 +196,7 @@ def test_float8_whole(tokens):
     (w_up, up_scale), (w_down, down_scale) = float8(values[1], 2), float8(values[2], 2)
     arguments = (values[0], w_up, w_down, up_scale, down_scale, values[3], ids, "silu", None, None)
     got = sm90("fused_moe_fp8")(*arguments)
+    assert plan("fused_moe_fp8")(*arguments)["kernel"].startswith("moe_up_silu_fp8_")
     due = ref.fused_moe(
         values[0].double(),
         *(w_up, w_down, values[3].double(), ids),

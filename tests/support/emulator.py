@@ -82,15 +82,24 @@ assert "tiercel" not in sys.modules, "support.emulator must be imported before t
 kernels = sys.modules["tiercel._C"] = _load()
 
 
-def sm90(operator):
-    """An operator's fast backend: all its arguments by position, `backend` last."""
+def _operator(name):
     from tiercel._op import families
 
     for operators in families.values():
         for one in operators:
-            if one.name == operator:
-                return one.backends["sm90"].run
-    raise LookupError(operator)
+            if one.name == name:
+                return one
+    raise LookupError(name)
+
+
+def sm90(operator):
+    """An operator's fast backend: all its arguments by position, `backend` last."""
+    return _operator(operator).backends["sm90"].run
+
+
+def plan(operator):
+    """What that would launch, of the same arguments."""
+    return _operator(operator).describe
 
 
 @contextlib.contextmanager

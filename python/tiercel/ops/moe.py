@@ -190,8 +190,8 @@ def _plan_of(
         scales: tuple[Tensor | None, Tensor | None] = NO_SCALES
         if scale is not None:
             quantize_plan(rows[:2], _granularity(scale))  # it has to take these rows
-            rows, of_rows = quantize_outputs(rows, _granularity(scale))
-            scales = (of_rows(of_rows, scale), scale)
+            rows, factor = quantize_outputs(rows, _granularity(scale))
+            scales = (of_rows(factor, scale), scale)
         rest = (factors, out, block, 0, *NO_IDS, *scales, tile)
         made.append(dict(plan(rows, w, *routing, *rest)))
     return {"kernel": made[0]["kernel"], "block_size": block, "up": made[0], "down": made[1]}

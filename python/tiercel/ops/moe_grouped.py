@@ -56,12 +56,12 @@ def _output(x: Tensor, w: Tensor, *_: Any) -> Tensor:
 
 def _sm90(x: Tensor, w: Tensor, offsets: Tensor, backend: str | None) -> Tensor:
     out = x.new_empty((x.shape[0], w.shape[1]))
-    _C.grouped_gemm(x, w, offsets, out, _PLAIN, 0)
+    _C.grouped_gemm(x, w, offsets, out, _PLAIN)
     return out
 
 
 def _plan(x: Tensor, w: Tensor, offsets: Tensor, *_: Any) -> dict[str, Any]:
-    return dict(_C.grouped_gemm_plan(x, w, offsets, _output(x, w), _PLAIN, 0))
+    return dict(_C.grouped_gemm_plan(x, w, offsets, _output(x, w), _PLAIN))
 
 
 # ------------------------------------------------------------------------------------- gradients
@@ -94,12 +94,12 @@ def _operator(kind: int) -> Op:
 
     def run(grad: Tensor, other: Tensor, offsets: Tensor, _: Any) -> Tensor:
         out = empty(grad, other, offsets)
-        _C.grouped_gemm(grad.contiguous(), other, offsets, out, kind, 0)
+        _C.grouped_gemm(grad.contiguous(), other, offsets, out, kind)
         return out
 
     def plan(grad: Tensor, other: Tensor, offsets: Tensor, *_: Any) -> dict[str, Any]:
         out = empty(grad, other, offsets)
-        return dict(_C.grouped_gemm_plan(grad.contiguous(), other, offsets, out, kind, 0))
+        return dict(_C.grouped_gemm_plan(grad.contiguous(), other, offsets, out, kind))
 
     reference = ref.grouped_gemm_backward_weight if of_weight else ref.grouped_gemm_backward_x
     return Op(

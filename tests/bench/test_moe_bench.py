@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks of experts' MLPs and grouped products: their checks, and a peer's configuration."""
+
+import json
+
+import pytest
+import torch
+
+from tiercel.bench import adapters, ops, ours, vllm_experts
+from tiercel.bench.cases import Case
+from tiercel.bench.launch import WrongResult
+
+BENCHES = ops.load()
+HALF = {"T": 9, "E": 4, "k": 2, "H": 256, "I": 128, "bs": 8}
+GROUPS = {"M": 70, "E": 3, "N": 24, "K": 40}
+
+
+def solved(op, params):
+    """A case's inputs, its reference and our launch on ref."""
+    case = Case("moe", op, "bfloat16", params)
+    bench = BENCHES[op]
+    assert bench.invalid(params) is None
+    inputs = bench.make(case, "cpu", 0)
+    (impl,) = ours.impls(bench, ["ref"])
+    return case, inputs, bench.reference(case, inputs), impl.prepare(case, inputs)
+
+
+@pytest.mark.parametrize("weights", ["same", "float8", "float8_blocks"])
+@pytest.mark.parametrize("op", ["moe_up", "moe_down"])
+def test_halves_agree_with_float64(op, weights):
+    case, inputs, expected, launch = solved(op, HALF | {"weights": weights})
+    outputs = launch.run()
+    error = BENCHES[op].check(inputs, expected, outputs, launch)
+    assert 1e-4 < error.rms < 4e-3
+    with pytest.raises(WrongResult):
+        BENCHES[op].check(inputs, expected, (outputs[0] * 1.1,), launch)
+    narrow = case["weights"] != "same"
+    assert all(inputs[n].element_size() == (1 if narrow else 2) for n in ("x", f"w_{op[4:]}"))
+
+
+@pytest.mark.parametrize("op", ["grouped_gemm", "grouped_gemm_backward"])
+def test_grouped_products_agree_with_float64(op):
+    _, inputs, expected, launch = solved(op, GROUPS)
+    outputs = launch.run()
+    error = BENCHES[op].check(inputs, expected, outputs, launch)
+    assert 1e-4 < error.rms < 4e-3
+    for spoiled in range(len(outputs)):
+        wrong = list(outputs)
+        wrong[spoiled] = wrong[spoiled].clone()
+        wrong[spoiled].view(-1)[7] += 1
+        with pytest.raises(WrongResult):
+            BENCHES[op].check(inputs, expected, wrong, launch)
+
+
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped product")
+@pytest.mark.parametrize("op", ["grouped_gemm", "grouped_gemm_backward"])
+def test_torch_s_grouped_products_are_the_same(op):
+    case, inputs, expected, _ = solved(op, GROUPS)
+    launch = adapters.load()["torch"][op](case, inputs)
+    BENCHES[op].check(inputs, expected, launch.run(), launch)
+
+
+@pytest.mark.parametrize(
+    ("weights", "kind"),
+    [
+        ("same", ""),
+        ("float8", ",dtype=fp8_w8a8"),
+        ("float8_blocks", ",dtype=fp8_w8a8,block_shape=[128,128]"),
+    ],
+)
+def test_a_peer_s_own_configuration_of_the_nearest_count(tmp_path, weights, kind):
+    (tmp_path / "configs").mkdir()
+    name = f"E=128,N=768,device_name=NVIDIA_H200{kind}.json"
+    tuned = {"triton_version": "3.6", "16": {"BLOCK_SIZE_M": 16}, "64": {"BLOCK_SIZE_M": 64}}
+    (tmp_path / "configs" / name).write_text(json.dumps(tuned))
+
+    def found(tokens, experts=128):
+        given = (tmp_path, tokens, experts, 768, "NVIDIA H200", weights)
+        return vllm_experts.configuration(*given)["BLOCK_SIZE_M"]
+
+    assert (found(1), found(30), found(300)) == (16, 16, 64)
+    assert found(4096, experts=64) == (64 if weights == "float8_blocks" else 128)  # its rules
