@@ -127,8 +127,8 @@ Status prepare(const GroupedGemmCall& call, Choice* choice) {
   }
   const GroupedGemmVariant& v = kernel->variant;
   // Each group may end within a tile, and so may the rows before all groups and those after them.
-  const int64_t rows = of_weight ? p.groups * ceil_div(p.k, v.tile_m)
-                                 : std::min(p.m, p.m / v.tile_m + p.groups + 2);
+  const int64_t rows =
+      of_weight ? p.groups * ceil_div(p.k, v.tile_m) : std::min(p.m, p.m / v.tile_m + p.groups + 2);
   choice->tiles = rows * ceil_div(p.n, v.tile_n);
   if (choice->tiles > INT32_MAX / 4) {
     return Status::Unimplemented(std::string(names.op) + ": too large for one launch, got " +
@@ -150,14 +150,8 @@ Status grouped_gemm_plan(const GroupedGemmCall& call, int multiprocessors, Group
   if (choice.kernel == nullptr) return Status();
   const GroupedGemmVariant& v = choice.kernel->variant;
   const LaunchConfig config = choice.config(multiprocessors);
-  *plan = {choice.kernel->kernel.name(),
-           v.tile_m,
-           v.tile_n,
-           v.pingpong,
-           static_cast<int>(choice.tiles),
-           config.grid.x,
-           config.block.x,
-           config.dynamic_smem};
+  *plan = {choice.kernel->kernel.name(),   v.tile_m,      v.tile_n,       v.pingpong,
+           static_cast<int>(choice.tiles), config.grid.x, config.block.x, config.dynamic_smem};
   return Status();
 }
 

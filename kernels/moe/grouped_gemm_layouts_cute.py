@@ -97,5 +97,3 @@ class GroupedGemmLayouts:
         total = index + steps
         rounds = total // self.stages
         return total - rounds * self.stages, phase ^ (rounds & 1)
-
-

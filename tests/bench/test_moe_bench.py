@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks of experts' MLPs and grouped products: their checks, and a peer's configuration."""
+"""The benchmarks of experts' MLPs and grouped products: checks, and a peer's configuration."""
 
 import json
 

@@ -213,10 +213,14 @@ def test_halves_of_float8_errors():
         call(x_scale=x_scale[:3])
     with pytest.raises(ValueError, match=r"moe_up: `x_scale` must have 2 dimensions, got 1"):
         call(x_scale=x_scale.flatten())
-    with pytest.raises(ValueError, match=r"`w_up_scale` must have shape \[E, rows\] or \[E, 1\] = "):
+    with pytest.raises(
+        ValueError, match=r"`w_up_scale` must have shape \[E, rows\] or \[E, 1\] = "
+    ):
         call(w_up_scale=up_scale[:, :7].contiguous())
     up, up_scale = float8_blocks(w_up)
-    with pytest.raises(ValueError, match=r"must have shape \[rows of x, columns / 128\] = \[5, 3\]"):
+    with pytest.raises(
+        ValueError, match=r"must have shape \[rows of x, columns / 128\] = \[5, 3\]"
+    ):
         call(w=up, w_up_scale=up_scale)
 
 

@@ -134,9 +134,7 @@ class _Half:
             self._check_scales(x, w, *given.scales)
         if self.up:
             if w.shape[1] % 2:
-                raise ValueError(
-                    f"{op}: `w_up` must have two halves of rows, got {list(w.shape)}"
-                )
+                raise ValueError(f"{op}: `w_up` must have two halves of rows, got {list(w.shape)}")
             if given.top_k < 1:
                 raise ValueError(f"{op}: `top_k` must be at least 1, got {given.top_k}")
             check_activation(op, given.activation)
@@ -209,7 +207,9 @@ class _Half:
         names = ["x", self.w_name, *["x_scale", f"{self.w_name}_scale"] * scaled]
         names += [*["topk_weights"] * (not self.up), *_ROUTING]
         tensors = ", ".join(f"Tensor {name}" for name in names)
-        options = "int top_k, int block_size, str activation='silu'" if self.up else "int block_size"
+        options = (
+            "int top_k, int block_size, str activation='silu'" if self.up else "int block_size"
+        )
         return Op(
             f"{self.name}_fp8" if scaled else self.name,
             f"({tensors}, {options}, str? backend=None) -> Tensor",

@@ -263,9 +263,7 @@ _UP = OpBench(
     out=lambda case, inputs: None,
     bytes_moved=partial(_half_bytes, 2),
     flops=lambda case: _flops(case) * 2 // 3,
-    reference=lambda case, inputs: _half_reference(
-        "moe_up", case, inputs, case["k"], case["bs"]
-    ),
+    reference=lambda case, inputs: _half_reference("moe_up", case, inputs, case["k"], case["bs"]),
     check=_check_half,
 )
 _DOWN = OpBench(
