@@ -159,7 +159,9 @@ Status prepare(const KvCacheTensors& t, KvCacheArgs* args, Choice* choice) {
   for (int shift = 0; shift < 31; ++shift) {
     if (args->block_size == 1 << shift) args->block_shift = shift;
   }
-  return choose(*args, t.key, to_float8, elements, choice);
+  TIERCEL_RETURN_IF_ERROR(choose(*args, t.key, to_float8, elements, choice));
+  args->ahead = first_blocks(choice->block);
+  return Status();
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 // read.
 #include <cstdint>
 
+#include "kernels/rotary/ahead.cuh"
 #include "kernels/rotary/element_formats.cuh"
 #include "kernels/rotary/rotary_kernels.h"
 #include "kernels/sm90/grid_dependency.cuh"
@@ -57,6 +58,16 @@ __global__ void __launch_bounds__(kRotaryMostThreads)
   }
   const int64_t token = static_cast<int64_t>(blockIdx.x) * blockDim.z + threadIdx.z;
   const int first = blockIdx.y * kHeads * blockDim.y + threadIdx.y;
+  if (is_ahead(args.ahead) && token < args.tokens) {
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i) {
+      const int head = first + i * blockDim.y;
+      if (head >= args.heads) continue;
+      const char* from = head_of(args.q, args.k, args.q_heads, token, head);
+#pragma unroll
+      for (int p = 0; p < kParts; ++p) prefetch_l2(from + offsets[p]);
+    }
+  }
   grid_dependency_wait();
   grid_dependency_launch();
   if (token >= args.tokens) return;

@@ -10,6 +10,11 @@
 
 namespace tiercel {
 
+// Blocks that an H200 holds at once if their threads alone limit it.
+inline int first_blocks(const Dim3& block) {
+  return 132 * 2048 / static_cast<int>(block.x * block.y * block.z);
+}
+
 // Heads of one token in memory; strides in bytes.
 struct HeadsOfTokens {
   char* data;
@@ -27,6 +32,7 @@ struct RotaryArgs {
   int rotated;          // elements of a head
   int turning;          // places of a head that turn: those that come first
   int rest;             // vectors of a head that are only copied
+  int ahead;            // so many blocks ask for their data before they may read it
   bool wide_positions;  // int64
   bool wide_cache;      // float32, where q is not
 };
@@ -58,6 +64,7 @@ struct KvCacheArgs {
   int head_vectors;   // of one head
   int block_size;
   int block_shift;  // its logarithm, -1 where it is no power of two
+  int ahead;        // so many blocks ask for their data before they may read it
   bool key_scale_per_head;
   bool value_scale_per_head;
   bool wide_slots;  // int64
