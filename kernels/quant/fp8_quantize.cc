@@ -6,6 +6,7 @@
 
 #include "kernels/quant/fp8_quantize_kernels.h"
 #include "kernels/quant/quant_checks.h"
+#include "kernels/sm90/ahead.h"
 
 namespace tiercel {
 namespace {
@@ -178,6 +179,7 @@ Status choose(const TensorView& x, const TensorView& q, const TensorView& scale,
     return Status::Unimplemented(std::string(kOp) + ": too many rows for one launch, got " +
                                  std::to_string(args.rows));
   }
+  args.ahead = first_blocks(choice->config.block);
   return Status();
 }
 

@@ -17,6 +17,7 @@
 
 #include "kernels/quant/eight.cuh"
 #include "kernels/quant/fp8_quantize_kernels.h"
+#include "kernels/sm90/ahead.h"
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/narrow_floats.cuh"
 #include "kernels/sm90/reduce.cuh"
@@ -54,9 +55,16 @@ __global__ void __launch_bounds__(kFp8RowMaxThreads)
     fp8_quantize_row(const __grid_constant__ Fp8QuantizeArgs args) {
   __shared__ uint32_t scratch[32];
   const int64_t row = blockIdx.x;
+  const char* x = args.x + row * args.row_bytes;
+  if (is_ahead(args.ahead)) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int index = v * blockDim.x + threadIdx.x;
+      if (index < args.eights) prefetch_l2(x + index * 8 * Source::kBytes);
+    }
+  }
   if (args.starts_next) grid_dependency_launch();
   if (!args.waits_last) grid_dependency_wait();
-  const char* x = args.x + row * args.row_bytes;
   Eight<Source> values[kVectors];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
@@ -86,9 +94,16 @@ __global__ void __launch_bounds__(kFp8RowMaxThreads)
     fp8_quantize_long_row(const __grid_constant__ Fp8QuantizeArgs args) {
   __shared__ uint32_t scratch[32];
   const int64_t row = blockIdx.x;
+  const char* x = args.x + row * args.row_bytes;
+  if (is_ahead(args.ahead)) {
+#pragma unroll
+    for (int v = 0; v < 4; ++v) {
+      const int index = v * blockDim.x + threadIdx.x;
+      if (index < args.eights) prefetch_l2(x + index * 8 * Source::kBytes);
+    }
+  }
   if (args.starts_next) grid_dependency_launch();
   if (!args.waits_last) grid_dependency_wait();
-  const char* x = args.x + row * args.row_bytes;
   uint32_t largest = 0;
 #pragma unroll 4
   for (int index = threadIdx.x; index < args.eights; index += blockDim.x) {
@@ -119,9 +134,16 @@ __global__ void __launch_bounds__(kFp8GroupThreads)
   const int64_t part = blockIdx.x - row * args.row_blocks;
   const int64_t eights = args.flat ? args.rows * args.eights : args.eights;
   const int64_t first = part * kFp8GroupThreads * kFp8GroupVectors + threadIdx.x;
+  const char* x = args.x + row * args.row_bytes;
+  if (is_ahead(args.ahead)) {
+#pragma unroll
+    for (int v = 0; v < kFp8GroupVectors; ++v) {
+      const int64_t index = first + v * kFp8GroupThreads;
+      if (index < eights) prefetch_l2(x + index * 8 * Source::kBytes);
+    }
+  }
   if (args.starts_next) grid_dependency_launch();
   if (!args.waits_last) grid_dependency_wait();
-  const char* x = args.x + row * args.row_bytes;
   Eight<Source> values[kFp8GroupVectors];
 #pragma unroll
   for (int v = 0; v < kFp8GroupVectors; ++v) {
@@ -151,15 +173,22 @@ __global__ void __launch_bounds__(kFp8BlockThreads)
   __shared__ uint32_t scratch[32];
   const int64_t row = static_cast<int64_t>(blockIdx.y) * 128 + threadIdx.x / 16;
   const int column = blockIdx.x * 16 + threadIdx.x % 16;
+  const char* x = args.x + row * args.row_bytes + static_cast<int64_t>(column) * 8 * Source::kBytes;
+  const auto has = [&](int v) {
+    return row + v * (128 / kVectors) < args.rows && column < args.eights;
+  };
+  if (is_ahead(args.ahead)) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (has(v)) prefetch_l2(x + v * (128 / kVectors) * args.row_bytes);
+    }
+  }
   grid_dependency_wait();
   Eight<Source> values[kVectors];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     values[v].clear();
-    if (row + v * (128 / kVectors) < args.rows && column < args.eights) {
-      values[v].load(args.x + (row + v * (128 / kVectors)) * args.row_bytes +
-                     static_cast<int64_t>(column) * 8 * Source::kBytes);
-    }
+    if (has(v)) values[v].load(x + v * (128 / kVectors) * args.row_bytes);
   }
   uint32_t largest = 0;
 #pragma unroll
@@ -169,10 +198,10 @@ __global__ void __launch_bounds__(kFp8BlockThreads)
   grid_dependency_launch();
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    const int64_t r = row + v * (128 / kVectors);
-    if (r < args.rows && column < args.eights) {
-      store_scaled(args.q + r * args.columns + static_cast<int64_t>(column) * 8, values[v],
-                   inverse);
+    if (has(v)) {
+      store_scaled(args.q + (row + v * (128 / kVectors)) * args.columns +
+                       static_cast<int64_t>(column) * 8,
+                   values[v], inverse);
     }
   }
   if (threadIdx.x == 0) {
@@ -194,12 +223,16 @@ __global__ void __launch_bounds__(kFp8LargestThreads)
   __shared__ uint32_t scratch[32];
   const int64_t eights = args.rows * args.eights;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kFp8LargestThreads;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kFp8LargestThreads + threadIdx.x;
+#pragma unroll
+  for (int v = 0; v < 4; ++v) {
+    if (first + v * step < eights) prefetch_l2(eight_at<Source>(args, first + v * step));
+  }
   grid_dependency_wait();
   grid_dependency_launch();
   uint32_t largest = 0;
 #pragma unroll 4
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kFp8LargestThreads + threadIdx.x; i < eights;
-       i += step) {
+  for (int64_t i = first; i < eights; i += step) {
     Eight<Source> values;
     values.load(eight_at<Source>(args, i));
     largest = max(largest, values.largest());
@@ -219,7 +252,16 @@ __global__ void __launch_bounds__(kFp8TensorThreads)
   Eight<Source> values[kFp8TensorVectors];
   // The kernel that finds the maxima let this one begin after its own wait, so what wrote x is
   // done: x may be read while that kernel still runs.
-  if (args.given != nullptr) grid_dependency_wait();
+  if (args.given != nullptr) {
+    if (is_ahead(args.ahead)) {
+#pragma unroll
+      for (int v = 0; v < kFp8TensorVectors; ++v) {
+        const int64_t index = first + v * kFp8TensorThreads;
+        if (index < eights) prefetch_l2(eight_at<Source>(args, index));
+      }
+    }
+    grid_dependency_wait();
+  }
 #pragma unroll
   for (int v = 0; v < kFp8TensorVectors; ++v) {
     values[v].clear();
@@ -254,6 +296,11 @@ __global__ void __launch_bounds__(kFp8SmallThreads)
   __shared__ uint32_t block_largest[kFp8SmallCluster];
   const int64_t eights = args.rows * args.eights;
   const int first = blockIdx.x * kFp8SmallThreads + threadIdx.x;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const int64_t index = first + v * kFp8SmallCluster * kFp8SmallThreads;
+    if (index < eights) prefetch_l2(eight_at<Source>(args, index));
+  }
   grid_dependency_wait();
   Eight<Source> values[kVectors];
 #pragma unroll

@@ -22,6 +22,7 @@ struct Fp8QuantizeArgs {
   int eights;      // of a row: columns / 8
   int row_blocks;  // kGroup: blocks a row, where it is not flat
   int partials;
+  int ahead;         // so many blocks ask for x before they may read it
   bool waits_last;   // rows, groups: x is older than the kernel before this one
   bool starts_next;  // rows, groups: the kernel after this one may start at once
   bool flat;         // rows follow each other without gaps; kGroup: and hold whole groups

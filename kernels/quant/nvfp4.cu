@@ -12,6 +12,7 @@
 
 #include "kernels/quant/eight.cuh"
 #include "kernels/quant/nvfp4_kernels.h"
+#include "kernels/sm90/ahead.h"
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/narrow_floats.cuh"
 
@@ -59,19 +60,24 @@ __global__ void __launch_bounds__(kNvfp4Threads)
     nvfp4_quantize(const __grid_constant__ Nvfp4Args args) {
   const int64_t first =
       static_cast<int64_t>(blockIdx.x) * kNvfp4Threads * kNvfp4Groups + threadIdx.x;
+  const char* addresses[kNvfp4Groups];
+#pragma unroll
+  for (int g = 0; g < kNvfp4Groups; ++g) {
+    const int64_t group = first + g * kNvfp4Threads;
+    const int64_t row = args.flat ? 0 : group / args.row_groups;
+    addresses[g] =
+        args.values + row * args.row_bytes + (group - row * args.row_groups) * 16 * Source::kBytes;
+    if (is_ahead(args.ahead) && group < args.groups) prefetch_l2(addresses[g]);
+  }
   grid_dependency_wait();
   Eight<Source> x[kNvfp4Groups][2];
 #pragma unroll
   for (int g = 0; g < kNvfp4Groups; ++g) {
-    const int64_t group = first + g * kNvfp4Threads;
     x[g][0].clear();
     x[g][1].clear();
-    if (group >= args.groups) continue;
-    const int64_t row = args.flat ? 0 : group / args.row_groups;
-    const char* address =
-        args.values + row * args.row_bytes + (group - row * args.row_groups) * 16 * Source::kBytes;
-    x[g][0].load(address);
-    x[g][1].load(address + 8 * Source::kBytes);
+    if (first + g * kNvfp4Threads >= args.groups) continue;
+    x[g][0].load(addresses[g]);
+    x[g][1].load(addresses[g] + 8 * Source::kBytes);
   }
   const float global = args.global_scale != nullptr ? *args.global_scale : 1.0f;
 #pragma unroll
@@ -145,6 +151,15 @@ __global__ void __launch_bounds__(kNvfp4Threads)
   // A thread has half a group, so that a warp's stores lie side by side.
   const int64_t first =
       static_cast<int64_t>(blockIdx.x) * kNvfp4Threads * kNvfp4Groups * 2 + threadIdx.x;
+  if (is_ahead(args.ahead)) {
+#pragma unroll
+    for (int g = 0; g < kNvfp4Groups * 2; ++g) {
+      const int64_t half = first + g * kNvfp4Threads;
+      if (half / 2 >= args.groups) continue;
+      prefetch_l2(args.q + half * 4);
+      prefetch_l2(args.scale + half / 2);
+    }
+  }
   grid_dependency_wait();
   uint32_t codes[kNvfp4Groups * 2];
   uint32_t scales[kNvfp4Groups * 2];

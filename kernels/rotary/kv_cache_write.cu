@@ -6,9 +6,9 @@
 // slot is waited for; a warp reads and writes runs of 512 bytes.
 #include <cstdint>
 
-#include "kernels/rotary/ahead.cuh"
 #include "kernels/rotary/element_formats.cuh"
 #include "kernels/rotary/rotary_kernels.h"
+#include "kernels/sm90/ahead.h"
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/narrow_floats.cuh"
 

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "kernels/rotary/rotary_kernels.h"
+#include "kernels/sm90/ahead.h"
 #include "kernels/sm90/checks.h"
 
 namespace tiercel {

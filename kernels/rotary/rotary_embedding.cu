@@ -9,9 +9,9 @@
 // read.
 #include <cstdint>
 
-#include "kernels/rotary/ahead.cuh"
 #include "kernels/rotary/element_formats.cuh"
 #include "kernels/rotary/rotary_kernels.h"
+#include "kernels/sm90/ahead.h"
 #include "kernels/sm90/grid_dependency.cuh"
 
 namespace tiercel {

@@ -10,11 +10,6 @@
 
 namespace tiercel {
 
-// Blocks that an H200 holds at once if their threads alone limit it.
-inline int first_blocks(const Dim3& block) {
-  return 132 * 2048 / static_cast<int>(block.x * block.y * block.z);
-}
-
 // Heads of one token in memory; strides in bytes.
 struct HeadsOfTokens {
   char* data;
