@@ -70,6 +70,7 @@ __global__ void __launch_bounds__(kNvfp4Threads)
     if (is_ahead(args.ahead) && group < args.groups) prefetch_l2(addresses[g]);
   }
   grid_dependency_wait();
+  grid_dependency_launch();
   Eight<Source> x[kNvfp4Groups][2];
 #pragma unroll
   for (int g = 0; g < kNvfp4Groups; ++g) {
@@ -90,12 +91,11 @@ __global__ void __launch_bounds__(kNvfp4Threads)
     float total = e4m3_to_float(scale);
     if (args.global_scale != nullptr) total *= global;
     const float inverse = total == 0.0f ? 0.0f : __frcp_rn(total);
-    if (g + 1 == kNvfp4Groups) grid_dependency_launch();
     if (group >= args.groups) continue;
     // Half of it is exact unless it falls below the normal floats, where every product is 0.
     const uint32_t low = codes_of(x[g][0], inverse * 0.5f);
     const uint32_t high = codes_of(x[g][1], inverse * 0.5f);
-    __stcs(reinterpret_cast<uint2*>(args.q) + group, make_uint2(low, high));
+    reinterpret_cast<uint2*>(args.q)[group] = make_uint2(low, high);
     args.scale[group] = static_cast<char>(scale);
   }
 }
@@ -133,8 +133,8 @@ __device__ __forceinline__ void store_eight(char* address, const float (&values)
   }
 #pragma unroll
   for (int w = 0; w < 2 * Target::kBytes; w += 4) {
-    __stcs(reinterpret_cast<uint4*>(address) + w / 4,
-           make_uint4(words[w], words[w + 1], words[w + 2], words[w + 3]));
+    reinterpret_cast<uint4*>(address)[w / 4] =
+        make_uint4(words[w], words[w + 1], words[w + 2], words[w + 3]);
   }
 }
 
@@ -161,6 +161,7 @@ __global__ void __launch_bounds__(kNvfp4Threads)
     }
   }
   grid_dependency_wait();
+  grid_dependency_launch();
   uint32_t codes[kNvfp4Groups * 2];
   uint32_t scales[kNvfp4Groups * 2];
 #pragma unroll
@@ -168,11 +169,10 @@ __global__ void __launch_bounds__(kNvfp4Threads)
     const int64_t half = first + g * kNvfp4Threads;
     codes[g] = scales[g] = 0;
     if (half / 2 >= args.groups) continue;
-    codes[g] = __ldcs(reinterpret_cast<const uint32_t*>(args.q) + half);
+    codes[g] = reinterpret_cast<const uint32_t*>(args.q)[half];
     scales[g] = static_cast<uint8_t>(args.scale[half / 2]);
   }
   const float global = args.global_scale != nullptr ? *args.global_scale : 1.0f;
-  grid_dependency_launch();
 #pragma unroll
   for (int g = 0; g < kNvfp4Groups * 2; ++g) {
     const int64_t half = first + g * kNvfp4Threads;
