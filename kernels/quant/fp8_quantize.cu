@@ -258,34 +258,40 @@ __device__ __forceinline__ void find_eights(const char* (&places)[kCount],
   for (int v = 0; v < kCount; ++v) places[v] = eight_at<Source, false>(args, first + v * step);
 }
 
+// Loads of a thread that are under way at once: what leaves room for four blocks of 512 threads.
+template <typename Source>
+constexpr int kLargestVectors = 4 / Source::kBytes;
+
 template <typename Source, bool kFlat>
 __device__ __forceinline__ uint32_t largest_of(const Fp8QuantizeArgs& args, int64_t first,
                                                int64_t eights, int64_t step) {
+  constexpr int kVectors = kLargestVectors<Source>;
   uint32_t largest = 0;
-  for (int64_t i = first; i < eights; i += kFp8LargestVectors * step) {
-    Eight<Source> values[kFp8LargestVectors];
+  for (int64_t i = first; i < eights; i += kVectors * step) {
+    Eight<Source> values[kVectors];
 #pragma unroll
-    for (int v = 0; v < kFp8LargestVectors; ++v) {
+    for (int v = 0; v < kVectors; ++v) {
       values[v].clear();
       if (i + v * step < eights) values[v].load(eight_at<Source, kFlat>(args, i + v * step));
     }
 #pragma unroll
-    for (int v = 0; v < kFp8LargestVectors; ++v) largest = max(largest, values[v].largest());
+    for (int v = 0; v < kVectors; ++v) largest = max(largest, values[v].largest());
   }
   return largest;
 }
 
 template <typename Source>
-__global__ void __launch_bounds__(kFp8LargestThreads)
+__global__ void __launch_bounds__(kFp8LargestThreads, 4)
     fp8_quantize_largest(const __grid_constant__ Fp8QuantizeArgs args) {
   __shared__ uint32_t scratch[32];
   const int64_t eights = args.rows * args.eights;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kFp8LargestThreads;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kFp8LargestThreads + threadIdx.x;
-  const char* places[kFp8LargestVectors];
+  constexpr int kVectors = kLargestVectors<Source>;
+  const char* places[kVectors];
   find_eights<Source>(places, args, first, step);
 #pragma unroll
-  for (int v = 0; v < kFp8LargestVectors; ++v) {
+  for (int v = 0; v < kVectors; ++v) {
     if (first + v * step < eights) prefetch_l2(places[v]);
   }
   grid_dependency_wait();

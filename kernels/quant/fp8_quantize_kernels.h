@@ -44,7 +44,6 @@ inline constexpr int kFp8GroupThreads = 256;
 inline constexpr int kFp8GroupVectors = 2;  // a thread
 inline constexpr int kFp8BlockThreads = 512;
 inline constexpr int kFp8LargestThreads = 512;
-inline constexpr int kFp8LargestVectors = 2;  // under way at once
 inline constexpr int kFp8TensorThreads = 256;
 inline constexpr int kFp8TensorVectors = 2;
 inline constexpr int kFp8SmallThreads = 1024;
