@@ -212,6 +212,18 @@ def test_fp8_quantize(shape, granularity, dtype, gap):
         assert torch.equal(q.view(torch.uint8), exact.view(torch.uint8))
 
 
+@pytest.mark.parametrize("granularity", ["tensor", "row", "1x128"])
+@pytest.mark.parametrize("columns", [128, 264])
+def test_fp8_quantize_to_any_multiple_of_8_bytes(granularity, columns):
+    """Where q cannot be written 16 bytes at once."""
+    x = normal(130, columns, dtype=BF16)
+    exact, due = families["fp8_quantize"][0].backends["ref"].run(x, granularity, None)
+    q, scale = torch.zeros(x.numel() + 8).to(FP8)[8:].view(x.shape), torch.empty_like(due)
+    sm90("fp8_quantize_out")(x, q, scale, granularity, None)
+    assert torch.equal(scale, due)
+    assert torch.equal(q.view(torch.uint8), exact.view(torch.uint8))
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_nvfp4(dtype):
     x = normal(5, 256, dtype=dtype) * 3
