@@ -230,9 +230,9 @@ __global__ void __launch_bounds__(kFp8BlockThreads)
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     if (has(v)) {
-      store_scaled(args.q + (row + v * (128 / kVectors)) * args.columns +
-                       static_cast<int64_t>(column) * 8,
-                   values[v], inverse);
+      store_scaled(
+          args.q + (row + v * (128 / kVectors)) * args.columns + static_cast<int64_t>(column) * 8,
+          values[v], inverse);
     }
   }
   if (threadIdx.x == 0) args.scale[blockIdx.x] = scale;

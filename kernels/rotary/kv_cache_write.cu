@@ -73,8 +73,8 @@ __global__ void __launch_bounds__(kKvCacheThreads)
   const int column = blockIdx.y * blockDim.x + threadIdx.x;  // of a token's key
   const int64_t token = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   const int head = column / args.head_vectors, vector = column - head * args.head_vectors;
-  const char* key_from = args.key.data + token * args.key.token_stride +
-                         head * args.key.head_stride + vector * kBytes;
+  const char* key_from =
+      args.key.data + token * args.key.token_stride + head * args.key.head_stride + vector * kBytes;
   const char* value_from = args.value.data + token * args.value.token_stride +
                            head * args.value.head_stride + vector * kBytes;
   const bool mine = column < args.token_vectors && token < args.tokens;

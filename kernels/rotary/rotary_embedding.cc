@@ -149,8 +149,7 @@ Status prepare(const RotaryTensors& t, bool interleaved, RotaryArgs* args, Choic
   args->rest = same ? 0 : (size - args->rotated) / vector;
   const int places = args->turning + (args->rest + parts - 1) / parts;
   if (places == 0) return Status();  // nothing turns and nothing moves
-  TIERCEL_RETURN_IF_ERROR(
-      choose(*args, t.q, interleaved, vectors ? 16 : element, places, choice));
+  TIERCEL_RETURN_IF_ERROR(choose(*args, t.q, interleaved, vectors ? 16 : element, places, choice));
   args->ahead = first_blocks(choice->block);
   return Status();
 }

@@ -5,8 +5,8 @@
 // 168 MB, 40 us at 4.2 TB/s. A thread has one place of kHeads heads of a token: two vectors whose
 // elements make pairs (or one that holds both halves, when interleaved), or as much that is only
 // copied. It asks for its token's position, which leads to the cosines and sines, and for all of
-// them before it waits for either. In place and out of place are the same code: a thread writes what
-// only it has read.
+// them before it waits for either. In place and out of place are the same code: a thread writes
+// what only it has read.
 #include <cstdint>
 
 #include "kernels/rotary/element_formats.cuh"

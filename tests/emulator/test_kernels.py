@@ -208,7 +208,9 @@ def test_fp8_quantize(shape, granularity, dtype, gap):
     assert torch.equal(q.view(torch.uint8), exact.view(torch.uint8))
     if granularity == "tensor":
         given = torch.tensor([[0.37]])
-        q, exact = (run(x, given, None) for run in (sm90("fp8_quantize_static"), ref["fp8_quantize_static"]))
+        q, exact = (
+            run(x, given, None) for run in (sm90("fp8_quantize_static"), ref["fp8_quantize_static"])
+        )
         assert torch.equal(q.view(torch.uint8), exact.view(torch.uint8))
 
 
