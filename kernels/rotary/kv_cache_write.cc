@@ -152,6 +152,12 @@ Status prepare(const KvCacheTensors& t, KvCacheArgs* args, Choice* choice) {
       reinterpret_cast<uintptr_t>(args->key_cache) | reinterpret_cast<uintptr_t>(args->value_cache);
   const bool vectors = in % 16 == 0 && out % (to_float8 ? 8 : 16) == 0;
   const int elements = vectors ? 8 : 1;
+  constexpr int64_t kMost = 0x7fffffff;  // the kernels count vectors and places in 32 bits
+  if (t.key.shape[1] * (size / elements) > kMost || t.key_cache.shape[1] > kMost) {
+    return Status::Unimplemented(std::string(kOp) + ": too large for the kernels, got shape " +
+                                 shape_text(t.key_cache.shape, t.key_cache.ndim) +
+                                 " of `key_cache`");
+  }
   args->head_vectors = static_cast<int>(size / elements);
   args->token_vectors = static_cast<int>(t.key.shape[1]) * args->head_vectors;
   if (args->tokens == 0 || args->token_vectors == 0) return Status();
