@@ -52,7 +52,7 @@ struct Eight {
   __device__ __forceinline__ void load(const void* address) {
 #pragma unroll
     for (int w = 0; w < kWords; w += 4) {
-      const uint4 v = __ldcs(reinterpret_cast<const uint4*>(address) + w / 4);
+      const uint4 v = reinterpret_cast<const uint4*>(address)[w / 4];
       words[w] = v.x, words[w + 1] = v.y, words[w + 2] = v.z, words[w + 3] = v.w;
     }
   }

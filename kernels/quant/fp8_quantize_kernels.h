@@ -20,17 +20,19 @@ struct Fp8QuantizeArgs {
   int64_t rows;
   int64_t columns;
   int eights;      // of a row: columns / 8
-  int row_blocks;  // kGroup: blocks a row, where it is not flat
+  int row_blocks;  // kGroup, where it is not flat, and kBlock: blocks across
   int partials;
+  int ahead;         // so many blocks ask for x before they may read it
   bool waits_last;   // rows, groups: x is older than the kernel before this one
   bool starts_next;  // rows, groups: the kernel after this one may start at once
+  bool wide;         // kGroup, kTensor: all rows of q begin at multiples of 16 bytes
   bool flat;         // rows follow each other without gaps; kGroup: and hold whole groups
 };
 
 enum class Fp8Kernel {
   kRow,          // a block a row, which stays in registers
   kLongRow,      // a block a row, read twice
-  kGroup,        // 16 lanes a group of 128
+  kGroup,        // 8 or 16 lanes a group of 128
   kBlock,        // a block a tile of 128x128
   kLargest,      // largest magnitudes, one a block
   kTensor,       // with a scale that is known
@@ -39,11 +41,11 @@ enum class Fp8Kernel {
 
 inline constexpr int kFp8RowMaxThreads = 1024;
 inline constexpr int kFp8GroupThreads = 256;
-inline constexpr int kFp8GroupVectors = 4;  // a thread
+inline constexpr int kFp8GroupVectors = 2;  // a thread
 inline constexpr int kFp8BlockThreads = 512;
 inline constexpr int kFp8LargestThreads = 512;
 inline constexpr int kFp8TensorThreads = 256;
-inline constexpr int kFp8TensorVectors = 4;
+inline constexpr int kFp8TensorVectors = 2;
 inline constexpr int kFp8SmallThreads = 1024;
 inline constexpr int kFp8SmallCluster = 8;
 

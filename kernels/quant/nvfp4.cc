@@ -6,6 +6,7 @@
 
 #include "kernels/quant/nvfp4_kernels.h"
 #include "kernels/quant/quant_checks.h"
+#include "kernels/sm90/ahead.h"
 
 namespace tiercel {
 namespace {
@@ -77,6 +78,7 @@ Status prepare(const Call& call, Nvfp4Args* args, LaunchConfig* config) {
   config->grid.x = static_cast<uint32_t>(grid);
   config->block.x = kNvfp4Threads;
   config->dependent = true;
+  args->ahead = first_blocks(config->block);
   return Status();
 }
 

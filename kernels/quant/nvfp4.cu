@@ -12,6 +12,7 @@
 
 #include "kernels/quant/eight.cuh"
 #include "kernels/quant/nvfp4_kernels.h"
+#include "kernels/sm90/ahead.h"
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/narrow_floats.cuh"
 
@@ -54,42 +55,57 @@ __device__ __forceinline__ uint32_t codes_of(const Eight<Source>& x, float inver
   return (codes - magic) | signs_of(x);
 }
 
+// 1 / value of an e4m3, rounded to nearest even: without the cases that no e4m3 is.
+__device__ __forceinline__ float reciprocal(float value) {
+  float near;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(value));
+  return fmaf(near, fmaf(-value, near, 1.0f), near);
+}
+
 template <typename Source>
 __global__ void __launch_bounds__(kNvfp4Threads)
     nvfp4_quantize(const __grid_constant__ Nvfp4Args args) {
+  // A 16-bit amax by 1 / 6 becomes the same e4m3 as amax / 6. (Tried: all of them.)
+  constexpr bool kShort = Source::kBytes == 2;
+  constexpr float kSixth = 1.0f / 6.0f;
   const int64_t first =
       static_cast<int64_t>(blockIdx.x) * kNvfp4Threads * kNvfp4Groups + threadIdx.x;
-  grid_dependency_wait();
-  Eight<Source> x[kNvfp4Groups][2];
+  const char* addresses[kNvfp4Groups];
 #pragma unroll
   for (int g = 0; g < kNvfp4Groups; ++g) {
     const int64_t group = first + g * kNvfp4Threads;
+    const int64_t row = args.flat ? 0 : group / args.row_groups;
+    addresses[g] =
+        args.values + row * args.row_bytes + (group - row * args.row_groups) * 16 * Source::kBytes;
+    if (is_ahead(args.ahead) && group < args.groups) prefetch_l2(addresses[g]);
+  }
+  grid_dependency_wait();
+  grid_dependency_launch();
+  Eight<Source> x[kNvfp4Groups][2];
+#pragma unroll
+  for (int g = 0; g < kNvfp4Groups; ++g) {
     x[g][0].clear();
     x[g][1].clear();
-    if (group >= args.groups) continue;
-    const int64_t row = args.flat ? 0 : group / args.row_groups;
-    const char* address =
-        args.values + row * args.row_bytes + (group - row * args.row_groups) * 16 * Source::kBytes;
-    x[g][0].load(address);
-    x[g][1].load(address + 8 * Source::kBytes);
+    if (first + g * kNvfp4Threads >= args.groups) continue;
+    x[g][0].load(addresses[g]);
+    x[g][1].load(addresses[g] + 8 * Source::kBytes);
   }
-  const float global = args.global_scale != nullptr ? *args.global_scale : 1.0f;
+  const bool scaled = args.global_scale != nullptr;
+  const float global = scaled ? *args.global_scale : 1.0f;
 #pragma unroll
   for (int g = 0; g < kNvfp4Groups; ++g) {
     const int64_t group = first + g * kNvfp4Threads;
     const float largest = __uint_as_float(max(x[g][0].largest(), x[g][1].largest()));
-    float wanted = __fdiv_rn(largest, kE2M1Max);
-    if (args.global_scale != nullptr) wanted = __fdiv_rn(wanted, global);
+    float wanted = kShort && !scaled ? largest * kSixth : __fdiv_rn(largest, kE2M1Max);
+    if (scaled) wanted = __fdiv_rn(wanted, global);
     const uint32_t scale = float2_to_e4m3x2(wanted, 0.0f);
-    float total = e4m3_to_float(scale);
-    if (args.global_scale != nullptr) total *= global;
-    const float inverse = total == 0.0f ? 0.0f : __frcp_rn(total);
-    if (g + 1 == kNvfp4Groups) grid_dependency_launch();
+    const float total = e4m3_to_float(scale) * global;
+    const float inverse = total == 0.0f ? 0.0f : scaled ? __frcp_rn(total) : reciprocal(total);
     if (group >= args.groups) continue;
     // Half of it is exact unless it falls below the normal floats, where every product is 0.
     const uint32_t low = codes_of(x[g][0], inverse * 0.5f);
     const uint32_t high = codes_of(x[g][1], inverse * 0.5f);
-    __stcs(reinterpret_cast<uint2*>(args.q) + group, make_uint2(low, high));
+    reinterpret_cast<uint2*>(args.q)[group] = make_uint2(low, high);
     args.scale[group] = static_cast<char>(scale);
   }
 }
@@ -127,8 +143,8 @@ __device__ __forceinline__ void store_eight(char* address, const float (&values)
   }
 #pragma unroll
   for (int w = 0; w < 2 * Target::kBytes; w += 4) {
-    __stcs(reinterpret_cast<uint4*>(address) + w / 4,
-           make_uint4(words[w], words[w + 1], words[w + 2], words[w + 3]));
+    reinterpret_cast<uint4*>(address)[w / 4] =
+        make_uint4(words[w], words[w + 1], words[w + 2], words[w + 3]);
   }
 }
 
@@ -145,7 +161,17 @@ __global__ void __launch_bounds__(kNvfp4Threads)
   // A thread has half a group, so that a warp's stores lie side by side.
   const int64_t first =
       static_cast<int64_t>(blockIdx.x) * kNvfp4Threads * kNvfp4Groups * 2 + threadIdx.x;
+  if (is_ahead(args.ahead)) {
+#pragma unroll
+    for (int g = 0; g < kNvfp4Groups * 2; ++g) {
+      const int64_t half = first + g * kNvfp4Threads;
+      if (half / 2 >= args.groups) continue;
+      prefetch_l2(args.q + half * 4);
+      prefetch_l2(args.scale + half / 2);
+    }
+  }
   grid_dependency_wait();
+  grid_dependency_launch();
   uint32_t codes[kNvfp4Groups * 2];
   uint32_t scales[kNvfp4Groups * 2];
 #pragma unroll
@@ -153,11 +179,10 @@ __global__ void __launch_bounds__(kNvfp4Threads)
     const int64_t half = first + g * kNvfp4Threads;
     codes[g] = scales[g] = 0;
     if (half / 2 >= args.groups) continue;
-    codes[g] = __ldcs(reinterpret_cast<const uint32_t*>(args.q) + half);
+    codes[g] = reinterpret_cast<const uint32_t*>(args.q)[half];
     scales[g] = static_cast<uint8_t>(args.scale[half / 2]);
   }
   const float global = args.global_scale != nullptr ? *args.global_scale : 1.0f;
-  grid_dependency_launch();
 #pragma unroll
   for (int g = 0; g < kNvfp4Groups * 2; ++g) {
     const int64_t half = first + g * kNvfp4Threads;

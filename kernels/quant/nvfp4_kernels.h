@@ -18,6 +18,7 @@ struct Nvfp4Args {
   const float* global_scale;  // or null: 1
   int64_t groups;             // of all rows; a group has 16 values
   int row_groups;             // of one row
+  int ahead;                  // so many blocks ask for their data before they may read it
   bool flat;                  // rows of values follow each other without gaps
 };
 

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "kernels/rotary/rotary_kernels.h"
+#include "kernels/sm90/ahead.h"
 #include "kernels/sm90/checks.h"
 
 namespace tiercel {
@@ -151,6 +152,12 @@ Status prepare(const KvCacheTensors& t, KvCacheArgs* args, Choice* choice) {
       reinterpret_cast<uintptr_t>(args->key_cache) | reinterpret_cast<uintptr_t>(args->value_cache);
   const bool vectors = in % 16 == 0 && out % (to_float8 ? 8 : 16) == 0;
   const int elements = vectors ? 8 : 1;
+  constexpr int64_t kMost = 0x7fffffff;  // the kernels count vectors and places in 32 bits
+  if (t.key.shape[1] * (size / elements) > kMost || t.key_cache.shape[1] > kMost) {
+    return Status::Unimplemented(std::string(kOp) + ": too large for the kernels, got shape " +
+                                 shape_text(t.key_cache.shape, t.key_cache.ndim) +
+                                 " of `key_cache`");
+  }
   args->head_vectors = static_cast<int>(size / elements);
   args->token_vectors = static_cast<int>(t.key.shape[1]) * args->head_vectors;
   if (args->tokens == 0 || args->token_vectors == 0) return Status();
@@ -159,7 +166,9 @@ Status prepare(const KvCacheTensors& t, KvCacheArgs* args, Choice* choice) {
   for (int shift = 0; shift < 31; ++shift) {
     if (args->block_size == 1 << shift) args->block_shift = shift;
   }
-  return choose(*args, t.key, to_float8, elements, choice);
+  TIERCEL_RETURN_IF_ERROR(choose(*args, t.key, to_float8, elements, choice));
+  args->ahead = first_blocks(choice->block);
+  return Status();
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 
 #include "kernels/rotary/element_formats.cuh"
 #include "kernels/rotary/rotary_kernels.h"
+#include "kernels/sm90/ahead.h"
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/narrow_floats.cuh"
 
@@ -72,17 +73,24 @@ __global__ void __launch_bounds__(kKvCacheThreads)
   const int column = blockIdx.y * blockDim.x + threadIdx.x;  // of a token's key
   const int64_t token = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   const int head = column / args.head_vectors, vector = column - head * args.head_vectors;
+  const char* key_from =
+      args.key.data + token * args.key.token_stride + head * args.key.head_stride + vector * kBytes;
+  const char* value_from = args.value.data + token * args.value.token_stride +
+                           head * args.value.head_stride + vector * kBytes;
+  const bool mine = column < args.token_vectors && token < args.tokens;
+  if (mine && is_ahead(args.ahead)) {
+    prefetch_l2(key_from);
+    prefetch_l2(value_from);
+  }
   grid_dependency_wait();
   grid_dependency_launch();
-  if (column >= args.token_vectors || token >= args.tokens) return;
+  if (!mine) return;
 
   const int64_t slot = args.wide_slots ? static_cast<const int64_t*>(args.slots)[token]
                                        : static_cast<const int32_t*>(args.slots)[token];
   Packed<Element, kElements> key, value;
-  key.load(args.key.data + token * args.key.token_stride + head * args.key.head_stride +
-           vector * kBytes);
-  value.load(args.value.data + token * args.value.token_stride + head * args.value.head_stride +
-             vector * kBytes);
+  key.load(key_from);
+  value.load(value_from);
   Divisor of_key, of_value;
   if constexpr (kToFloat8) {
     of_key = divisor_of(args.key_scale, args.key_scale_per_head, head);

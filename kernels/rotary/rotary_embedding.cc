@@ -5,6 +5,7 @@
 #include <string>
 
 #include "kernels/rotary/rotary_kernels.h"
+#include "kernels/sm90/ahead.h"
 #include "kernels/sm90/checks.h"
 
 namespace tiercel {
@@ -148,7 +149,9 @@ Status prepare(const RotaryTensors& t, bool interleaved, RotaryArgs* args, Choic
   args->rest = same ? 0 : (size - args->rotated) / vector;
   const int places = args->turning + (args->rest + parts - 1) / parts;
   if (places == 0) return Status();  // nothing turns and nothing moves
-  return choose(*args, t.q, interleaved, vectors ? 16 : element, places, choice);
+  TIERCEL_RETURN_IF_ERROR(choose(*args, t.q, interleaved, vectors ? 16 : element, places, choice));
+  args->ahead = first_blocks(choice->block);
+  return Status();
 }
 
 }  // namespace

@@ -4,13 +4,14 @@
 // The plan. q and k are read and written once: 8192 tokens of 32 + 8 heads of 128 bfloat16 are
 // 168 MB, 40 us at 4.2 TB/s. A thread has one place of kHeads heads of a token: two vectors whose
 // elements make pairs (or one that holds both halves, when interleaved), or as much that is only
-// copied. It asks for all of them before it waits for its token's position, which leads to the
-// cosines and sines. In place and out of place are the same code: a thread writes what only it has
-// read.
+// copied. It asks for its token's position, which leads to the cosines and sines, and for all of
+// them before it waits for either. In place and out of place are the same code: a thread writes
+// what only it has read.
 #include <cstdint>
 
 #include "kernels/rotary/element_formats.cuh"
 #include "kernels/rotary/rotary_kernels.h"
+#include "kernels/sm90/ahead.h"
 #include "kernels/sm90/grid_dependency.cuh"
 
 namespace tiercel {
@@ -24,6 +25,11 @@ __device__ __forceinline__ void load_angles(float (&values)[kCount], const char*
   packed.load(cache + index * Element::kBytes);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) values[i] = packed[i];
+}
+
+__device__ __forceinline__ int64_t position_of(const RotaryArgs& args, int64_t token) {
+  return args.wide_positions ? static_cast<const int64_t*>(args.positions)[token]
+                             : static_cast<const int32_t*>(args.positions)[token];
 }
 
 // Where a head of q or k lies; heads of k are counted after those of q.
@@ -57,10 +63,29 @@ __global__ void __launch_bounds__(kRotaryMostThreads)
   }
   const int64_t token = static_cast<int64_t>(blockIdx.x) * blockDim.z + threadIdx.z;
   const int first = blockIdx.y * kHeads * blockDim.y + threadIdx.y;
+  if (is_ahead(args.ahead) && token < args.tokens) {
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i) {
+      const int head = first + i * blockDim.y;
+      if (head >= args.heads) continue;
+      const char* from = head_of(args.q, args.k, args.q_heads, token, head);
+#pragma unroll
+      for (int p = 0; p < kParts; ++p) prefetch_l2(from + offsets[p]);
+    }
+  }
+  if (is_ahead(args.ahead) && place + threadIdx.y + threadIdx.z + blockIdx.y == 0) {
+    // Positions of tokens whose blocks come later.
+    const int64_t line = blockIdx.x * int64_t{128};
+    if (line < args.tokens * (args.wide_positions ? 8 : 4)) {
+      prefetch_l2(static_cast<const char*>(args.positions) + line);
+    }
+  }
   grid_dependency_wait();
   grid_dependency_launch();
   if (token >= args.tokens) return;
 
+  // First of all: where the angles are depends on it.
+  const int64_t position = turns ? position_of(args, token) : 0;
   Packed<Element, kVector> x[kHeads][kParts];
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) {
@@ -72,9 +97,6 @@ __global__ void __launch_bounds__(kRotaryMostThreads)
   }
   float cosines[kPairs], sines[kPairs];
   if (turns) {
-    const int64_t position = args.wide_positions
-                                 ? static_cast<const int64_t*>(args.positions)[token]
-                                 : static_cast<const int32_t*>(args.positions)[token];
     const int64_t cosine = position * args.rotated + place * kPairs;
     const int64_t sine = cosine + args.rotated / 2;
     if (args.wide_cache) {

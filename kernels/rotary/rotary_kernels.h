@@ -27,6 +27,7 @@ struct RotaryArgs {
   int rotated;          // elements of a head
   int turning;          // places of a head that turn: those that come first
   int rest;             // vectors of a head that are only copied
+  int ahead;            // so many blocks ask for their data before they may read it
   bool wide_positions;  // int64
   bool wide_cache;      // float32, where q is not
 };
@@ -58,6 +59,7 @@ struct KvCacheArgs {
   int head_vectors;   // of one head
   int block_size;
   int block_shift;  // its logarithm, -1 where it is no power of two
+  int ahead;        // so many blocks ask for their data before they may read it
   bool key_scale_per_head;
   bool value_scale_per_head;
   bool wide_slots;  // int64

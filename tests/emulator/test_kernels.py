@@ -194,13 +194,35 @@ def test_copy_transpose(shape, dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("granularity", ["tensor", "row", "1x128", "128x128"])
-@pytest.mark.parametrize("shape", [(3, 128), (130, 256), (2, 4096)])
-def test_fp8_quantize(shape, granularity, dtype):
-    x = normal(*shape, dtype=dtype)
+@pytest.mark.parametrize("shape", [(3, 128), (130, 256), (2, 4096), (5, 136), (520, 264)])
+@pytest.mark.parametrize("gap", [0, 16])
+def test_fp8_quantize(shape, granularity, dtype, gap):
+    """Rows side by side and apart; a whole tensor by one kernel and by two, which also take a given
+    scale."""
+    x = normal(shape[0], shape[1] + gap, dtype=dtype)[:, : shape[1]]
     x[0, 3], x[-1, -1] = 0, 300
-    exact, scale = families["fp8_quantize"][0].backends["ref"].run(x, granularity, None)
+    ref = {one.name: one.backends["ref"].run for one in families["fp8_quantize"]}
+    exact, scale = ref["fp8_quantize"](x, granularity, None)
     q, got = sm90("fp8_quantize")(x, granularity, None)
     assert torch.equal(got, scale)
+    assert torch.equal(q.view(torch.uint8), exact.view(torch.uint8))
+    if granularity == "tensor":
+        given = torch.tensor([[0.37]])
+        q, exact = (
+            run(x, given, None) for run in (sm90("fp8_quantize_static"), ref["fp8_quantize_static"])
+        )
+        assert torch.equal(q.view(torch.uint8), exact.view(torch.uint8))
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row", "1x128"])
+@pytest.mark.parametrize("columns", [128, 264])
+def test_fp8_quantize_to_any_multiple_of_8_bytes(granularity, columns):
+    """Where q cannot be written 16 bytes at once."""
+    x = normal(130, columns, dtype=BF16)
+    exact, due = families["fp8_quantize"][0].backends["ref"].run(x, granularity, None)
+    q, scale = torch.zeros(x.numel() + 8).to(FP8)[8:].view(x.shape), torch.empty_like(due)
+    sm90("fp8_quantize_out")(x, q, scale, granularity, None)
+    assert torch.equal(scale, due)
     assert torch.equal(q.view(torch.uint8), exact.view(torch.uint8))
 
 

@@ -57,6 +57,15 @@ def test_only_small_tensors_take_one_launch(make):
     assert fp8(make, 4096, 4096, TENSOR)["launches"] == 2
 
 
+def test_any_number_of_rows_has_a_plan(make):
+    for granularity in range(4):
+        assert fp8(make, 128 * 65536 + 1, 8, granularity)["grid"] >= 1
+    with pytest.raises(NotImplementedError, match=r"rows hold at most 2\^33 values"):
+        fp8(make, 1, 2**33 + 8, ROW)
+    with pytest.raises(NotImplementedError, match="too many rows for one launch"):
+        fp8(make, 2**31, 8, ROW)
+
+
 def test_empty(make):
     assert fp8(make, 0, 64, ROW, address=0)["kernel"] == "none"
     assert fp8(make, 4, 0, GROUP, address=0)["kernel"] == "none"

@@ -125,6 +125,15 @@ def test_kv_cache_reads_vectors_where_it_can(make):
     assert _C.kv_cache_write_plan(*cache_write(make, value=odd))["vector_bytes"] == 2
 
 
+def test_what_32_bits_cannot_count_is_left_to_ref(make):
+    wide = [make(1, 2**33, 1, 8, dtype="bfloat16") for _ in range(2)]
+    rows = [make(6, 1, 8, dtype="bfloat16") for _ in range(2)]
+    with pytest.raises(NotImplementedError, match="too large for the kernels"):
+        _C.kv_cache_write_plan(
+            *cache_write(make, key=rows[0], value=rows[1], key_cache=wide[0], value_cache=wide[1])
+        )
+
+
 BAD_KV = {
     "key dtype": (
         lambda make: {"key": make(6, 2, 64)},
