@@ -2,17 +2,19 @@
 """The benchmarks of experts' MLPs and grouped products: checks, and a peer's configuration."""
 
 import json
+import types
 
 import pytest
 import torch
 
 from tiercel.bench import adapters, ops, ours, vllm_experts
 from tiercel.bench.cases import Case
-from tiercel.bench.launch import WrongResult
+from tiercel.bench.launch import Unsupported, WrongResult
+from tiercel.bench.peers import deepgemm
 
 BENCHES = ops.load()
 HALF = {"T": 9, "E": 4, "k": 2, "H": 256, "I": 128, "bs": 8}
-GROUPS = {"M": 70, "E": 3, "N": 24, "K": 40}
+GROUPS = {"M": 70, "E": 3, "N": 24, "K": 40, "aligned": False}
 
 
 def solved(op, params):
@@ -58,6 +60,25 @@ def test_torch_s_grouped_products_are_the_same(op):
     case, inputs, expected, _ = solved(op, GROUPS)
     launch = adapters.load()["torch"][op](case, inputs)
     BENCHES[op].check(inputs, expected, launch.run(), launch)
+
+
+def test_deepgemm_gets_rows_by_their_group(monkeypatch):
+    """Groups of whole blocks of 128 rows, and the number of its group for each row."""
+
+    def multiply(x, w, out, of_rows):
+        assert of_rows.dtype == torch.int32 and of_rows.view(-1, 128).diff().count_nonzero() == 0
+        out.copy_(torch.einsum("mk,mnk->mn", x.float(), w[of_rows.long()].float()))
+
+    fake = types.SimpleNamespace(m_grouped_bf16_gemm_nt_contiguous=multiply)
+    monkeypatch.setattr(deepgemm, "module", lambda: fake)
+    bench, adapter = BENCHES["grouped_gemm"], adapters.load()["deepgemm"]["grouped_gemm"]
+    case, inputs, expected, _ = solved("grouped_gemm", GROUPS | {"M": 512, "aligned": True})
+    launch = adapter(case, inputs)
+    bench.check(inputs, expected, launch.run(), launch)
+    assert "multiple of 128" in bench.invalid(GROUPS | {"aligned": True})
+    case, inputs, *_ = solved("grouped_gemm", GROUPS)
+    with pytest.raises(Unsupported, match="multiples of 128"):
+        adapter(case, inputs)
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,26 @@ def _grouped_torch(case: Any, inputs: dict[str, Any]) -> Launch:
     return Launch(lambda: (grouped(x, columns, offs=ends),))
 
 
+def _grouped_deepgemm(case: Any, inputs: dict[str, Any]) -> Launch:
+    import torch
+
+    from tiercel.bench.peers import deepgemm
+
+    if case.dtype != "bfloat16" or not case["aligned"]:
+        raise Unsupported("it takes bfloat16, in groups that begin at multiples of 128 rows")
+    x, w, offsets = inputs.values()
+    groups = torch.arange(len(w), dtype=torch.int32, device=w.device)
+    of_rows = groups.repeat_interleave(offsets.diff())
+    out = x.new_empty(x.shape[0], w.shape[1])
+    multiply: Any = deepgemm.module().m_grouped_bf16_gemm_nt_contiguous
+
+    def run() -> tuple[Any, ...]:
+        multiply(x, w, out, of_rows)
+        return (out,)
+
+    return Launch(run)
+
+
 def _grouped_backward_torch(case: Any, inputs: dict[str, Any]) -> Launch:
     """The two products that its own derivative makes."""
     import torch
@@ -84,6 +104,7 @@ def _grouped_backward_torch(case: Any, inputs: dict[str, Any]) -> Launch:
 
 
 ADAPTERS = {
+    "deepgemm": {"grouped_gemm": _grouped_deepgemm},
     "torch": {
         "fused_moe": _torch,
         "grouped_gemm": _grouped_torch,

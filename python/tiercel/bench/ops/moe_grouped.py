@@ -10,13 +10,17 @@ from typing import Any
 from tiercel.bench.launch import Launch, WrongResult
 from tiercel.bench.ops import Error, Inputs, OpBench
 
-_PARAMS = {"M": None, "E": None, "N": None, "K": None}
+_SIZES = ("M", "E", "N", "K")
+_PARAMS = {**dict.fromkeys(_SIZES), "aligned": False}
+_ALIGNMENT = 128  # rows: where "aligned" groups begin, which is what DeepGEMM takes
 
 
 def _invalid(params: Mapping[str, Any]) -> str | None:
-    if all(isinstance(params[name], int) and params[name] > 0 for name in _PARAMS):
-        return None
-    return "sizes must be positive whole numbers"
+    if not all(isinstance(params[name], int) and params[name] > 0 for name in _SIZES):
+        return "sizes must be positive whole numbers"
+    if params["aligned"] and params["M"] % _ALIGNMENT:
+        return f"aligned groups have a multiple of {_ALIGNMENT} rows"
+    return None
 
 
 def _make(case: Any, device: str, seed: int) -> Inputs:
@@ -25,12 +29,13 @@ def _make(case: Any, device: str, seed: int) -> Inputs:
 
     generator = torch.Generator(device=device).manual_seed(seed)
     dtype = getattr(torch, case.dtype)
-    rows, groups, columns, k = (case[name] for name in _PARAMS)
+    rows, groups, columns, k = (case[name] for name in _SIZES)
+    unit = _ALIGNMENT if case["aligned"] else 1
     w = torch.empty(groups, columns, k, device=device, dtype=dtype)
     for matrix in w:
         matrix.copy_(torch.randn(columns, k, device=device, generator=generator) * k**-0.5)
-    of_rows = torch.randint(0, groups, (rows,), device=device, generator=generator)
-    ends = of_rows.bincount(minlength=groups).cumsum(0)
+    of_rows = torch.randint(0, groups, (rows // unit,), device=device, generator=generator)
+    ends = of_rows.bincount(minlength=groups).cumsum(0) * unit
     return {
         "x": torch.randn(rows, k, device=device, generator=generator).to(dtype),
         "w": w,
