@@ -13,6 +13,16 @@ namespace {
 
 constexpr int64_t kMaxGrid = 0x7fffffff;
 
+struct Way {
+  const Kernel* (*find)(DType);
+  int threads;
+  int groups;  // a block
+};
+
+constexpr Way kQuantize = {nvfp4_quantize_kernel, kNvfp4QuantizeThreads, kNvfp4QuantizeThreads};
+constexpr Way kDequantize = {nvfp4_dequantize_kernel, kNvfp4DequantizeThreads,
+                             kNvfp4DequantizeThreads * kNvfp4Halves / 2};
+
 // `values` is the one that is not narrow; `values_name` and the others' names are the ops'.
 struct Call {
   const char* op;
@@ -57,7 +67,7 @@ Status check(const Call& call) {
   return check_contiguous(scale);
 }
 
-Status prepare(const Call& call, Nvfp4Args* args, LaunchConfig* config) {
+Status prepare(const Call& call, const Way& way, Nvfp4Args* args, LaunchConfig* config) {
   TIERCEL_RETURN_IF_ERROR(check(call));
   const int64_t row_groups = call.values.shape[1] / 16;
   args->values = static_cast<char*>(call.values.data);
@@ -69,37 +79,36 @@ Status prepare(const Call& call, Nvfp4Args* args, LaunchConfig* config) {
   args->groups = call.values.shape[0] * row_groups;
   args->row_groups = static_cast<int>(std::min(row_groups, kMaxGrid / 2));
   args->flat = is_flat(call.values);
-  const int64_t per_block = kNvfp4Threads * kNvfp4Groups;
-  const int64_t grid = (args->groups + per_block - 1) / per_block;
+  const int64_t grid = (args->groups + way.groups - 1) / way.groups;
   if (grid > kMaxGrid || row_groups > kMaxGrid / 2) {
     return Status::Unimplemented(std::string(call.op) + ": too large for one launch, got shape " +
                                  shape_text(call.values.shape, 2));
   }
   config->grid.x = static_cast<uint32_t>(grid);
-  config->block.x = kNvfp4Threads;
+  config->block.x = static_cast<uint32_t>(way.threads);
   config->dependent = true;
   args->ahead = first_blocks(config->block);
   return Status();
 }
 
-Status plan_of(const Call& call, const Kernel* (*find)(DType), Nvfp4Plan* plan) {
+Status plan_of(const Call& call, const Way& way, Nvfp4Plan* plan) {
   Nvfp4Args args{};
   LaunchConfig config;
-  TIERCEL_RETURN_IF_ERROR(prepare(call, &args, &config));
+  TIERCEL_RETURN_IF_ERROR(prepare(call, way, &args, &config));
   *plan = {"none", 0, 0};
   if (args.groups > 0) {
-    *plan = {find(call.values.dtype)->name(), int64_t{config.grid.x}, config.block.x};
+    *plan = {way.find(call.values.dtype)->name(), int64_t{config.grid.x}, config.block.x};
   }
   return Status();
 }
 
-Status launch(const Call& call, const Kernel* (*find)(DType), void* stream) {
+Status launch(const Call& call, const Way& way, void* stream) {
   Nvfp4Args args{};
   LaunchConfig config;
-  TIERCEL_RETURN_IF_ERROR(prepare(call, &args, &config));
+  TIERCEL_RETURN_IF_ERROR(prepare(call, way, &args, &config));
   if (args.groups == 0) return Status();
   void* pointers[] = {&args};
-  return find(call.values.dtype)->launch(config, call.values.device_index, stream, pointers);
+  return way.find(call.values.dtype)->launch(config, call.values.device_index, stream, pointers);
 }
 
 Status load_all(const Kernel* (*find)(DType), int device) {
@@ -113,25 +122,23 @@ Status load_all(const Kernel* (*find)(DType), int device) {
 
 Status nvfp4_quantize_plan(const TensorView& x, const TensorView* global_scale, const TensorView& q,
                            const TensorView& scale, Nvfp4Plan* plan) {
-  return plan_of({"nvfp4_quantize", "x", x, q, scale, global_scale}, nvfp4_quantize_kernel, plan);
+  return plan_of({"nvfp4_quantize", "x", x, q, scale, global_scale}, kQuantize, plan);
 }
 
 Status nvfp4_quantize(const TensorView& x, const TensorView* global_scale, const TensorView& q,
                       const TensorView& scale, void* stream) {
-  return launch({"nvfp4_quantize", "x", x, q, scale, global_scale}, nvfp4_quantize_kernel, stream);
+  return launch({"nvfp4_quantize", "x", x, q, scale, global_scale}, kQuantize, stream);
 }
 
 Status nvfp4_dequantize_plan(const TensorView& q, const TensorView& scale,
                              const TensorView* global_scale, const TensorView& out,
                              Nvfp4Plan* plan) {
-  return plan_of({"nvfp4_dequantize", "out", out, q, scale, global_scale}, nvfp4_dequantize_kernel,
-                 plan);
+  return plan_of({"nvfp4_dequantize", "out", out, q, scale, global_scale}, kDequantize, plan);
 }
 
 Status nvfp4_dequantize(const TensorView& q, const TensorView& scale,
                         const TensorView* global_scale, const TensorView& out, void* stream) {
-  return launch({"nvfp4_dequantize", "out", out, q, scale, global_scale}, nvfp4_dequantize_kernel,
-                stream);
+  return launch({"nvfp4_dequantize", "out", out, q, scale, global_scale}, kDequantize, stream);
 }
 
 Status nvfp4_quantize_load(int device) { return load_all(nvfp4_quantize_kernel, device); }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // nvfp4_quantize: 16 neighbouring values become 16 e2m1 and one e4m3 scale; nvfp4_dequantize: back.
 //
-// The plan. A thread has whole groups of 16, two at a time: 32 bytes of 16-bit values in, 8 bytes
+// The plan. A thread has a whole group of 16: 32 bytes of 16-bit values in, 8 bytes
 // of codes and 1 of scale out, so nothing is exchanged between threads and nothing waits. At [8192,
 // 8192] in bfloat16 these are 128 MiB and 36 MiB, 40 us at 4.3 TB/s. At that rate an SM has some 17
 // instructions a value: the rounding to e2m1 is six float additions (narrow_floats.cuh), and a word
@@ -63,51 +63,39 @@ __device__ __forceinline__ float reciprocal(float value) {
 }
 
 template <typename Source>
-__global__ void __launch_bounds__(kNvfp4Threads)
+__global__ void __launch_bounds__(kNvfp4QuantizeThreads)
     nvfp4_quantize(const __grid_constant__ Nvfp4Args args) {
   // A 16-bit amax by 1 / 6 becomes the same e4m3 as amax / 6. (Tried: all of them.)
   constexpr bool kShort = Source::kBytes == 2;
   constexpr float kSixth = 1.0f / 6.0f;
-  const int64_t first =
-      static_cast<int64_t>(blockIdx.x) * kNvfp4Threads * kNvfp4Groups + threadIdx.x;
-  const char* addresses[kNvfp4Groups];
-#pragma unroll
-  for (int g = 0; g < kNvfp4Groups; ++g) {
-    const int64_t group = first + g * kNvfp4Threads;
-    const int64_t row = args.flat ? 0 : group / args.row_groups;
-    addresses[g] =
-        args.values + row * args.row_bytes + (group - row * args.row_groups) * 16 * Source::kBytes;
-    if (is_ahead(args.ahead) && group < args.groups) prefetch_l2(addresses[g]);
+  const int64_t group = static_cast<int64_t>(blockIdx.x) * kNvfp4QuantizeThreads + threadIdx.x;
+  const char* from = args.values;
+  if (args.flat) {
+    from += group * 16 * Source::kBytes;
+  } else {
+    const int64_t row = group / args.row_groups;
+    from += row * args.row_bytes + (group - row * args.row_groups) * 16 * Source::kBytes;
   }
+  if (is_ahead(args.ahead) && group < args.groups) prefetch_l2(from);
   grid_dependency_wait();
   grid_dependency_launch();
-  Eight<Source> x[kNvfp4Groups][2];
-#pragma unroll
-  for (int g = 0; g < kNvfp4Groups; ++g) {
-    x[g][0].clear();
-    x[g][1].clear();
-    if (first + g * kNvfp4Threads >= args.groups) continue;
-    x[g][0].load(addresses[g]);
-    x[g][1].load(addresses[g] + 8 * Source::kBytes);
-  }
+  if (group >= args.groups) return;
+  Eight<Source> first, second;
+  first.load(from);
+  second.load(from + 8 * Source::kBytes);
   const bool scaled = args.global_scale != nullptr;
   const float global = scaled ? *args.global_scale : 1.0f;
-#pragma unroll
-  for (int g = 0; g < kNvfp4Groups; ++g) {
-    const int64_t group = first + g * kNvfp4Threads;
-    const float largest = __uint_as_float(max(x[g][0].largest(), x[g][1].largest()));
-    float wanted = kShort && !scaled ? largest * kSixth : __fdiv_rn(largest, kE2M1Max);
-    if (scaled) wanted = __fdiv_rn(wanted, global);
-    const uint32_t scale = float2_to_e4m3x2(wanted, 0.0f);
-    const float total = e4m3_to_float(scale) * global;
-    const float inverse = total == 0.0f ? 0.0f : scaled ? __frcp_rn(total) : reciprocal(total);
-    if (group >= args.groups) continue;
-    // Half of it is exact unless it falls below the normal floats, where every product is 0.
-    const uint32_t low = codes_of(x[g][0], inverse * 0.5f);
-    const uint32_t high = codes_of(x[g][1], inverse * 0.5f);
-    reinterpret_cast<uint2*>(args.q)[group] = make_uint2(low, high);
-    args.scale[group] = static_cast<char>(scale);
-  }
+  const float largest = __uint_as_float(max(first.largest(), second.largest()));
+  float wanted = kShort && !scaled ? largest * kSixth : __fdiv_rn(largest, kE2M1Max);
+  if (scaled) wanted = __fdiv_rn(wanted, global);
+  const uint32_t scale = float2_to_e4m3x2(wanted, 0.0f);
+  const float total = e4m3_to_float(scale) * global;
+  const float inverse = total == 0.0f ? 0.0f : scaled ? __frcp_rn(total) : reciprocal(total);
+  // Half of it is exact unless it falls below the normal floats, where every product is 0.
+  const uint32_t low = codes_of(first, inverse * 0.5f);
+  const uint32_t high = codes_of(second, inverse * 0.5f);
+  reinterpret_cast<uint2*>(args.q)[group] = make_uint2(low, high);
+  args.scale[group] = static_cast<char>(scale);
 }
 
 // float32 pairs to 16-bit ones.
@@ -156,27 +144,28 @@ __device__ __forceinline__ void decode_pair(float (&values)[8], uint32_t word, f
 }
 
 template <typename Target>
-__global__ void __launch_bounds__(kNvfp4Threads)
+__global__ void __launch_bounds__(kNvfp4DequantizeThreads)
     nvfp4_dequantize(const __grid_constant__ Nvfp4Args args) {
   // A thread has half a group, so that a warp's stores lie side by side.
   const int64_t first =
-      static_cast<int64_t>(blockIdx.x) * kNvfp4Threads * kNvfp4Groups * 2 + threadIdx.x;
+      static_cast<int64_t>(blockIdx.x) * kNvfp4DequantizeThreads * kNvfp4Halves + threadIdx.x;
   if (is_ahead(args.ahead)) {
 #pragma unroll
-    for (int g = 0; g < kNvfp4Groups * 2; ++g) {
-      const int64_t half = first + g * kNvfp4Threads;
+    for (int g = 0; g < kNvfp4Halves; ++g) {
+      const int64_t half = first + g * kNvfp4DequantizeThreads;
       if (half / 2 >= args.groups) continue;
-      prefetch_l2(args.q + half * 4);
-      prefetch_l2(args.scale + half / 2);
+      // By those at the beginning of 32 bytes.
+      if (threadIdx.x % 8 == 0) prefetch_l2(args.q + half * 4);
+      if (threadIdx.x % 32 == 0) prefetch_l2(args.scale + half / 2);
     }
   }
   grid_dependency_wait();
   grid_dependency_launch();
-  uint32_t codes[kNvfp4Groups * 2];
-  uint32_t scales[kNvfp4Groups * 2];
+  uint32_t codes[kNvfp4Halves];
+  uint32_t scales[kNvfp4Halves];
 #pragma unroll
-  for (int g = 0; g < kNvfp4Groups * 2; ++g) {
-    const int64_t half = first + g * kNvfp4Threads;
+  for (int g = 0; g < kNvfp4Halves; ++g) {
+    const int64_t half = first + g * kNvfp4DequantizeThreads;
     codes[g] = scales[g] = 0;
     if (half / 2 >= args.groups) continue;
     codes[g] = reinterpret_cast<const uint32_t*>(args.q)[half];
@@ -184,8 +173,8 @@ __global__ void __launch_bounds__(kNvfp4Threads)
   }
   const float global = args.global_scale != nullptr ? *args.global_scale : 1.0f;
 #pragma unroll
-  for (int g = 0; g < kNvfp4Groups * 2; ++g) {
-    const int64_t half = first + g * kNvfp4Threads;
+  for (int g = 0; g < kNvfp4Halves; ++g) {
+    const int64_t half = first + g * kNvfp4DequantizeThreads;
     if (half / 2 >= args.groups) continue;
     const float scale = e4m3_to_float(scales[g]) * global;
     float values[8];

@@ -22,8 +22,9 @@ struct Nvfp4Args {
   bool flat;                  // rows of values follow each other without gaps
 };
 
-inline constexpr int kNvfp4Threads = 256;
-inline constexpr int kNvfp4Groups = 2;  // a thread
+inline constexpr int kNvfp4QuantizeThreads = 256;  // a thread has a group
+inline constexpr int kNvfp4DequantizeThreads = 128;
+inline constexpr int kNvfp4Halves = 2;  // of groups, a thread that dequantises
 
 const Kernel* nvfp4_quantize_kernel(DType dtype);
 const Kernel* nvfp4_dequantize_kernel(DType dtype);

@@ -82,6 +82,9 @@ __global__ void __launch_bounds__(kKvCacheThreads)
     prefetch_l2(key_from);
     prefetch_l2(value_from);
   }
+  if (is_ahead(args.ahead) && threadIdx.x + threadIdx.y + blockIdx.y == 0) {
+    prefetch_line(args.slots, blockIdx.x, args.tokens * (args.wide_slots ? 8 : 4));
+  }
   grid_dependency_wait();
   grid_dependency_launch();
   if (!mine) return;

@@ -95,7 +95,7 @@ const RotaryKernel* find(DType dtype, bool interleaved, int vector_bytes, int he
 // of a whole token. (Measured on an H200.)
 Status choose(const RotaryArgs& args, const TensorView& q, bool interleaved, int vector_bytes,
               int places, Choice* choice) {
-  const bool few = args.tokens * args.heads * places <= 132 * 512;
+  const bool few = args.tokens * args.heads * places <= 132 * 4096;
   choice->kernel = find(q.dtype, interleaved, vector_bytes, few ? 1 : kRotaryMostHeads);
   const int64_t slots = (args.heads + choice->kernel->heads - 1) / choice->kernel->heads;
   const int64_t together = std::max<int64_t>((few ? 128 : 384) / places, 1);

@@ -74,11 +74,7 @@ __global__ void __launch_bounds__(kRotaryMostThreads)
     }
   }
   if (is_ahead(args.ahead) && place + threadIdx.y + threadIdx.z + blockIdx.y == 0) {
-    // Positions of tokens whose blocks come later.
-    const int64_t line = blockIdx.x * int64_t{128};
-    if (line < args.tokens * (args.wide_positions ? 8 : 4)) {
-      prefetch_l2(static_cast<const char*>(args.positions) + line);
-    }
+    prefetch_line(args.positions, blockIdx.x, args.tokens * (args.wide_positions ? 8 : 4));
   }
   grid_dependency_wait();
   grid_dependency_launch();

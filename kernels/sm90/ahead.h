@@ -20,6 +20,11 @@ __device__ __forceinline__ void prefetch_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
+// Line `number`, if there is one, of `bytes` that one block after another will need.
+__device__ __forceinline__ void prefetch_line(const void* begin, int64_t number, int64_t bytes) {
+  if (number * 128 < bytes) prefetch_l2(static_cast<const char*>(begin) + number * 128);
+}
+
 // Whether this block is one of the grid's first.
 __device__ __forceinline__ bool is_ahead(int blocks) {
   return static_cast<int>(blockIdx.y * gridDim.x + blockIdx.x) < blocks;

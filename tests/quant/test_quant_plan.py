@@ -154,7 +154,7 @@ def nvfp4(make, rows=4, columns=64, dtype="bfloat16", *, changes=(), **x):
     x, global_scale, q, scale = arguments.values()
     back = _C.nvfp4_dequantize_plan(q, scale, global_scale, x) if not changes else None
     plan = _C.nvfp4_quantize_plan(x, global_scale, q, scale)
-    assert back is None or back["grid"] == plan["grid"]
+    assert back is None or back["grid"] * back["block"] * 16 >= rows * columns
     return plan
 
 
@@ -163,7 +163,7 @@ def test_nvfp4_sizes(make, dtype):
     for rows in (1, 7, 4096):
         for columns in (16, 48, 4096, 7168):
             got = nvfp4(make, rows, columns, dtype)
-            assert got["grid"] * got["block"] * 2 * 16 >= rows * columns
+            assert got["grid"] * got["block"] * 16 >= rows * columns
     assert nvfp4(make, 0, 64, address=0)["kernel"] == "none"
 
 
