@@ -14,7 +14,7 @@ _KINDS = {"plain": "kPlain", "grad_x": "kGradX", "grad_weight": "kGradWeight"}
 _SHAPES = {
     "plain": (128, 256, False, 4),
     "grad_x": (128, 128, True, 6),
-    "grad_weight": (128, 128, True, 6),
+    "grad_weight": (128, 256, False, 3),
 }
 
 _SCALARS = ("groups", "m", "n", "k", "offset_words")
@@ -25,13 +25,16 @@ _PROBLEMS = tuple(
 
 
 def _maps(kernel):
-    """Of a and b; where the sum does not lie together, boxes have 64 of each."""
+    """Of a, b and the result; where the sum does not lie together, boxes have 64 of each."""
     sizes = zip((kernel.tile_m, kernel.tile_n), kernel.majors, strict=True)
     a_box, b_box = ((size, 64) if major == "k" else (64, EPI) for size, major in sizes)
+    a = TensorMap("a", ("m", "k"), a_box)
     if kernel.of_weight:
-        return TensorMap("a", ("m", "k"), a_box), TensorMap("b", ("m", "n"), b_box)
+        out = TensorMap("out", ("groups", "k", "n"), (1, EPI, EPI))
+        return a, TensorMap("b", ("m", "n"), b_box), out
     sizes = ("n", "k") if kernel.majors[1] == "k" else ("k", "n")
-    return TensorMap("a", ("m", "k"), a_box), TensorMap("b", ("groups", *sizes), (1, *b_box))
+    out = TensorMap("out", ("m", "n"), (EPI, EPI))
+    return a, TensorMap("b", ("groups", *sizes), (1, *b_box)), out
 
 
 def _function(dtype, kind, tile_m, tile_n, pingpong, stages):

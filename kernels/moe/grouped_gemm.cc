@@ -163,11 +163,15 @@ Status grouped_gemm(const GroupedGemmCall& call, void* stream) {
   int multiprocessors = 0;
   TIERCEL_RETURN_IF_ERROR(multiprocessor_count(device, &multiprocessors));
   const Names names = names_of(call.kind);
-  CUtensorMap a_map{}, b_map{};
+  CUtensorMap a_map{}, b_map{}, out_map{};
   if (choice.problem.m != 0 && choice.problem.groups != 0) {
     const TensorMapSpec* maps = choice.kernel->maps;
     TIERCEL_RETURN_IF_ERROR(encode_tensor_map(maps[0], *call.a, names.op, names.a, &a_map));
     TIERCEL_RETURN_IF_ERROR(encode_tensor_map(maps[1], *call.b, names.op, names.b, &b_map));
+  }
+  if (call.kind == GroupedKind::kGradWeight) {  // the others' tiles end where groups do
+    const TensorMapSpec& map = choice.kernel->maps[2];
+    TIERCEL_RETURN_IF_ERROR(encode_tensor_map(map, *call.out, names.op, "out", &out_map));
   }
   const void* offsets = call.offsets->data;
   void* out = call.out->data;
@@ -175,7 +179,7 @@ Status grouped_gemm(const GroupedGemmCall& call, void* stream) {
   int32_t m = static_cast<int32_t>(choice.problem.m), n = static_cast<int32_t>(choice.problem.n);
   int32_t k = static_cast<int32_t>(choice.problem.k);
   int32_t offset_words = call.offsets->dtype == DType::kInt64 ? 2 : 1;
-  void* args[] = {&a_map, &b_map, &offsets, &out, &groups, &m, &n, &k, &offset_words};
+  void* args[] = {&a_map, &b_map, &out_map, &offsets, &out, &groups, &m, &n, &k, &offset_words};
   return choice.kernel->kernel.launch(choice.config(multiprocessors), device, stream, args);
 }
 

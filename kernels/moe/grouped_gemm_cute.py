@@ -26,6 +26,7 @@ from linear_layouts_cute import EPI, ROW, WARPGROUP, coordinates, matrix
 _STEP = 64  # elements of the sum, a stage
 _SHARED = 1  # named barrier of those that share a tile; with turns, and the one after it
 _TURN = 3  # named barriers 3 and 4: whose turn it is to multiply
+_WARPGROUP = 5  # and 6: within one
 _MOST_SEARCHED = 512  # the search's first step
 
 
@@ -46,9 +47,12 @@ class GroupedGemm(GroupedGemmLayouts):
         stream,
     ):
         load = cpasync.CopyBulkTensorTileG2SOp()
-        a_layout, b_layout, _ = self.smem_layouts()
+        a_layout, b_layout, y_layout = self.smem_layouts()
+        n8 = cute.assume(n, divby=8)
+        out_matrix = cute.make_layout((m, n8), stride=(n8, 1))
         if const_expr(self.of_weight):
             a_matrix, b_matrix = matrix(k, m, "mn"), matrix(n, m, "mn")
+            out_matrix = cute.make_layout((k, n8, groups), stride=(n8, 1, n8 * k))
         else:
             a_matrix, b_matrix = matrix(m, k, "k"), self.matrices(groups, n, k)
         tma_a, _ = cpasync.make_tiled_tma_atom(
@@ -63,8 +67,14 @@ class GroupedGemm(GroupedGemmLayouts):
             cute.slice_(b_layout, (None, None, 0)),
             (self.tile_n, _STEP),
         )
+        tma_out, _ = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileS2GOp(),
+            cute.make_tensor(out, out_matrix),
+            cute.slice_(y_layout, (None, None, 0)),
+            (EPI, EPI),
+        )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(tma_a, tma_b, offsets, out, groups, m, n, k, offset_words).launch(
+        self.kernel(tma_a, tma_b, tma_out, offsets, out, groups, m, n, k, offset_words).launch(
             grid=(blocks, 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=1,
@@ -77,6 +87,7 @@ class GroupedGemm(GroupedGemmLayouts):
         self,
         tma_a: cute.CopyAtom,
         tma_b: cute.CopyAtom,
+        tma_out: cute.CopyAtom,  # of the results of groups alone
         offsets: cute.Pointer,
         out: cute.Pointer,
         groups: Int32,
@@ -124,7 +135,8 @@ class GroupedGemm(GroupedGemmLayouts):
         else:
             cute.arch.setmaxregister_increase(232)
             consumer = warpgroup_index - 1
-            self.multiply(thread, consumer, ring, search, (first, grid, tiles), n, out)
+            to_out = (tma_out, out)
+            self.multiply(thread, consumer, ring, search, (first, grid, tiles), n, to_out)
 
     # -- which tile --------------------------------------------------------------------------------
 
@@ -227,11 +239,12 @@ class GroupedGemm(GroupedGemmLayouts):
     # -- products ----------------------------------------------------------------------------------
 
     @cute.jit
-    def multiply(self, thread, consumer, ring, search, place, n, out):
+    def multiply(self, thread, consumer, ring, search, place, n, to_out):
         """A warpgroup: its rows of its tiles, from the ring to the result."""
         full, empty = ring
-        storage, _, k, _ = search
+        storage, bounds, k, _ = search
         first, grid, tiles = place
+        tma_out, out = to_out
         a_layout, b_layout, _ = self.smem_layouts()
         sa = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
         sb = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
@@ -281,10 +294,17 @@ class GroupedGemm(GroupedGemmLayouts):
                 index, phase = self.skip(index, phase, other)
             else:
                 row = row + consumer * self.wg_rows
-            at = out
-            if const_expr(self.of_weight):
-                at = out + Int64(group) * k * n
-            self.put_out(thread, consumer, storage, acc, at, row, end, column * self.tile_n, n)
+            if const_expr(self.bulk):
+                sizes = (bounds[2], n, k)
+                self.store_out(thread, consumer, storage, acc, tma_out, sizes, row, column, group)
+            else:
+                at = out
+                if const_expr(self.of_weight):
+                    at = out + Int64(group) * k * n
+                self.put_out(thread, consumer, storage, acc, at, row, end, column * self.tile_n, n)
+        if const_expr(self.bulk):
+            if thread % WARPGROUP < 32:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def release(self, empty, index):
@@ -313,18 +333,48 @@ class GroupedGemm(GroupedGemmLayouts):
 
     # -- from registers ----------------------------------------------------------------------------
 
-    @cute.jit
-    def put_out(self, thread, consumer, storage, acc, out, row, end, column, n):
-        """A warp's 16 rows of 64 columns go through its own shared memory, so that 8 lanes store
-        128 neighbouring bytes."""
-        lane, wg_thread = thread % 32, thread % WARPGROUP
+    def way_to_pieces(self, storage, wg_thread):
+        """The copy of registers to a piece in shared memory, such registers, the pieces."""
         _, _, layout = self.smem_layouts()
         sy = storage.y.get_tensor(layout.outer, swizzle=layout.inner)
         stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
         copy_c = cute.make_tiled_copy_C_atom(stmatrix, self.tiled_mma(self.dtype, 1, EPI))
         r2s = cute.make_tiled_copy_S(stmatrix, copy_c)
         to_sy = r2s.get_slice(wg_thread).partition_D(sy)
-        piece = cute.make_rmem_tensor(to_sy.shape[:3], self.dtype)
+        return r2s, cute.make_rmem_tensor(to_sy.shape[:3], self.dtype), to_sy
+
+    @cute.jit
+    def store_out(self, thread, consumer, storage, acc, tma_out, sizes, row, column, group):
+        """A warpgroup's 64 rows, by the copy engine, which takes its time beside what follows."""
+        _, _, layout = self.smem_layouts()
+        sy = storage.y.get_tensor(layout.outer, swizzle=layout.inner)
+        places = cute.zipped_divide(self.results(*sizes), (EPI, EPI))
+        from_sy, to = cpasync.tma_partition(
+            tma_out, 0, cute.make_layout(1), cute.group_modes(sy, 0, 2), places
+        )
+        r2s, piece, to_sy = self.way_to_pieces(storage, thread % WARPGROUP)
+        storing = thread % WARPGROUP < 32
+        if storing:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        sync_warpgroup(consumer)
+        for chunk in cutlass.range_constexpr(self.pieces):
+            for i in cutlass.range_constexpr(EPI // 2):
+                piece[i] = acc[chunk * (EPI // 2) + i].to(self.dtype)
+            cute.copy(r2s, piece, to_sy[None, None, None, consumer * self.pieces + chunk])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        sync_warpgroup(consumer)
+        if storing:
+            for chunk in cutlass.range_constexpr(self.pieces):
+                at = (row // EPI, column * self.pieces + chunk, group)
+                cute.copy(tma_out, from_sy[None, consumer * self.pieces + chunk], to[None, at])
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def put_out(self, thread, consumer, storage, acc, out, row, end, column, n):
+        """A warp's 16 rows of 64 columns go through its own shared memory, so that 8 lanes store
+        128 neighbouring bytes."""
+        lane, wg_thread = thread % 32, thread % WARPGROUP
+        r2s, piece, to_sy = self.way_to_pieces(storage, wg_thread)
         vector = cute.make_layout(8)
         y_row = wg_thread // 32 * 16 + lane // 8  # and every fourth after it
         for half in cutlass.range_constexpr(self.wg_rows // EPI):
@@ -347,6 +397,10 @@ class GroupedGemm(GroupedGemmLayouts):
                     if (to_row < end) & (at_column < n):
                         to = out + (Int64(to_row) * n + at_column)
                         cute.make_tensor(to.align(16), vector).store(values.load())
+
+
+def sync_warpgroup(consumer):
+    cute.arch.barrier(barrier_id=_WARPGROUP + consumer, number_of_threads=WARPGROUP)
 
 
 def sync(barrier):

@@ -34,6 +34,10 @@ class GroupedGemmLayouts:
         self.threads = (1 + CONSUMERS) * WARPGROUP
         self.sharing = 1 if pingpong else CONSUMERS
         self.wg_rows = tile_m // self.sharing
+        # A group's matrix ends where its map does, so the copy engine may store whole pieces: all
+        # of a warpgroup's, while the next tile is multiplied.
+        self.bulk = self.of_weight and not pingpong
+        self.pieces = tile_n // EPI if self.bulk else 2
 
     def tiled_mma(self, dtype, warpgroups, columns, majors=("k", "k")):
         return hopper.make_trivial_tiled_mma(
@@ -50,7 +54,7 @@ class GroupedGemmLayouts:
         return (
             swizzled(self.dtype, self.tile_m, self.tile_k, self.stages, self.majors[0]),
             swizzled(self.dtype, self.tile_n, self.tile_k, self.stages, self.majors[1]),
-            swizzled(self.dtype, EPI, EPI, 2 * CONSUMERS),
+            swizzled(self.dtype, EPI, EPI, self.pieces * CONSUMERS),
         )
 
     def storage(self):
@@ -72,7 +76,7 @@ class GroupedGemmLayouts:
     def smem_bytes(self):
         """What the storage takes, as the launch asks for it."""
         ring = self.stages * ((self.tile_m + self.tile_n) * ROW + 16)
-        return round_up(ring + 2 * CONSUMERS * EPI * EPI * 2 + (MOST_GROUPS + 4) * 4)
+        return round_up(ring + self.pieces * CONSUMERS * EPI * EPI * 2 + (MOST_GROUPS + 4) * 4)
 
     def matrices(self, groups, n, k):
         """The groups' matrices in memory, as (column of the result, element of the sum, group)."""
@@ -85,6 +89,11 @@ class GroupedGemmLayouts:
         if self.majors[1] == "mn":
             return cute.make_identity_tensor((n, k, groups))
         identity = cute.make_identity_tensor((k, n, groups))
+        return cute.make_tensor(identity.iterator, cute.select(identity.layout, [1, 0, 2]))
+
+    def results(self, groups, n, k):
+        """What the map of the groups' results is indexed with: (row, column, group)."""
+        identity = cute.make_identity_tensor((n, k, groups))
         return cute.make_tensor(identity.iterator, cute.select(identity.layout, [1, 0, 2]))
 
     @cute.jit
