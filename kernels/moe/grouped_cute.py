@@ -12,8 +12,8 @@ _KINDS = {"plain": "kPlain", "grad_x": "kGradX", "grad_weight": "kGradWeight"}
 # Tile rows and columns, turns instead of sharing, stages of the ring: what measured faster on an
 # H200. Turns hide a result's way out behind products, wide tiles read less of a.
 _SHAPES = {
-    "plain": (128, 256, False, 4),
-    "grad_x": (128, 128, True, 6),
+    "plain": (128, 256, False, 3),
+    "grad_x": (128, 256, False, 3),
     "grad_weight": (128, 256, False, 3),
 }
 

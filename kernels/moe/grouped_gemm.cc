@@ -169,10 +169,8 @@ Status grouped_gemm(const GroupedGemmCall& call, void* stream) {
     TIERCEL_RETURN_IF_ERROR(encode_tensor_map(maps[0], *call.a, names.op, names.a, &a_map));
     TIERCEL_RETURN_IF_ERROR(encode_tensor_map(maps[1], *call.b, names.op, names.b, &b_map));
   }
-  if (call.kind == GroupedKind::kGradWeight) {  // the others' tiles end where groups do
-    const TensorMapSpec& map = choice.kernel->maps[2];
-    TIERCEL_RETURN_IF_ERROR(encode_tensor_map(map, *call.out, names.op, "out", &out_map));
-  }
+  const TensorMapSpec& of_out = choice.kernel->maps[2];
+  TIERCEL_RETURN_IF_ERROR(encode_tensor_map(of_out, *call.out, names.op, "out", &out_map));
   const void* offsets = call.offsets->data;
   void* out = call.out->data;
   int32_t groups = static_cast<int32_t>(choice.problem.groups);

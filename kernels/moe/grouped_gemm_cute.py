@@ -295,8 +295,8 @@ class GroupedGemm(GroupedGemmLayouts):
             else:
                 row = row + consumer * self.wg_rows
             if const_expr(self.bulk):
-                sizes = (bounds[2], n, k)
-                self.store_out(thread, consumer, storage, acc, tma_out, sizes, row, column, group)
+                sizes, at = (bounds[3], bounds[2], n, k), (row, column * self.tile_n, group)
+                self.store_out(thread, consumer, storage, acc, tma_out, out, sizes, at, end)
             else:
                 at = out
                 if const_expr(self.of_weight):
@@ -344,16 +344,16 @@ class GroupedGemm(GroupedGemmLayouts):
         return r2s, cute.make_rmem_tensor(to_sy.shape[:3], self.dtype), to_sy
 
     @cute.jit
-    def store_out(self, thread, consumer, storage, acc, tma_out, sizes, row, column, group):
-        """A warpgroup's 64 rows, by the copy engine, which takes its time beside what follows."""
+    def store_out(self, thread, consumer, storage, acc, tma_out, out, sizes, at, end):
+        """A warpgroup's 64 rows, by the copy engine, which takes its time beside what follows; by
+        the threads where a group ends among them."""
+        row, column, group = at
+        n = sizes[2]
+        wg_thread = thread % WARPGROUP
         _, _, layout = self.smem_layouts()
         sy = storage.y.get_tensor(layout.outer, swizzle=layout.inner)
-        places = cute.zipped_divide(self.results(*sizes), (EPI, EPI))
-        from_sy, to = cpasync.tma_partition(
-            tma_out, 0, cute.make_layout(1), cute.group_modes(sy, 0, 2), places
-        )
-        r2s, piece, to_sy = self.way_to_pieces(storage, thread % WARPGROUP)
-        storing = thread % WARPGROUP < 32
+        r2s, piece, to_sy = self.way_to_pieces(storage, wg_thread)
+        storing = wg_thread < 32
         if storing:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         sync_warpgroup(consumer)
@@ -361,22 +361,49 @@ class GroupedGemm(GroupedGemmLayouts):
             for i in cutlass.range_constexpr(EPI // 2):
                 piece[i] = acc[chunk * (EPI // 2) + i].to(self.dtype)
             cute.copy(r2s, piece, to_sy[None, None, None, consumer * self.pieces + chunk])
-        cute.arch.fence_proxy("async.shared", space="cta")
-        sync_warpgroup(consumer)
-        if storing:
+        # A group's matrix ends where its map does.
+        whole = True if const_expr(self.of_weight) else row + EPI <= end
+        if whole:
+            cute.arch.fence_proxy("async.shared", space="cta")
+            sync_warpgroup(consumer)
+            if storing:
+                places = self.results(*sizes)
+                first = at if const_expr(self.of_weight) else (row, column)
+                places = cute.zipped_divide(cute.domain_offset(first, places), (EPI, EPI))
+                from_sy, to = cpasync.tma_partition(
+                    tma_out, 0, cute.make_layout(1), cute.group_modes(sy, 0, 2), places
+                )
+                for chunk in cutlass.range_constexpr(self.pieces):
+                    there = (0, chunk, 0) if const_expr(self.of_weight) else (0, chunk)
+                    here = consumer * self.pieces + chunk
+                    cute.copy(tma_out, from_sy[None, here], to[None, there])
+                cute.arch.cp_async_bulk_commit_group()
+        else:
+            cute.arch.sync_warp()
             for chunk in cutlass.range_constexpr(self.pieces):
-                at = (row // EPI, column * self.pieces + chunk, group)
-                cute.copy(tma_out, from_sy[None, consumer * self.pieces + chunk], to[None, at])
-            cute.arch.cp_async_bulk_commit_group()
+                here = consumer * self.pieces + chunk
+                self.store_rows(storage, here, wg_thread, out, row, end, column + chunk * EPI, n)
+
+    @cute.jit
+    def store_rows(self, storage, piece, wg_thread, out, row, end, column, n):
+        """A warp's 16 rows of a piece: 8 lanes store 128 neighbouring bytes."""
+        lane = wg_thread % 32
+        vector = cute.make_layout(8)
+        from_y = storage.y.data_ptr() + piece * (EPI * EPI)
+        at_column = column + lane % 8 * 8
+        for i in cutlass.range_constexpr(4):
+            at_row = wg_thread // 32 * 16 + lane // 8 + i * 4
+            offset = at_row * EPI + (lane % 8 ^ at_row % 8) * 8
+            values = cute.make_tensor((from_y + offset).align(16), vector)
+            if (row + at_row < end) & (at_column < n):
+                to = out + (Int64(row + at_row) * n + at_column)
+                cute.make_tensor(to.align(16), vector).store(values.load())
 
     @cute.jit
     def put_out(self, thread, consumer, storage, acc, out, row, end, column, n):
-        """A warp's 16 rows of 64 columns go through its own shared memory, so that 8 lanes store
-        128 neighbouring bytes."""
-        lane, wg_thread = thread % 32, thread % WARPGROUP
+        """A warp's 16 rows of 64 columns go through its own shared memory."""
+        wg_thread = thread % WARPGROUP
         r2s, piece, to_sy = self.way_to_pieces(storage, wg_thread)
-        vector = cute.make_layout(8)
-        y_row = wg_thread // 32 * 16 + lane // 8  # and every fourth after it
         for half in cutlass.range_constexpr(self.wg_rows // EPI):
             for chunk in cutlass.range_constexpr(self.tile_n // EPI):
                 for i in cutlass.range_constexpr(EPI // 2):
@@ -387,16 +414,8 @@ class GroupedGemm(GroupedGemmLayouts):
                 buffer = consumer * 2 + chunk % 2
                 cute.copy(r2s, piece, to_sy[None, None, None, buffer])
                 cute.arch.sync_warp()
-                from_y = storage.y.data_ptr() + buffer * (EPI * EPI)
-                at_column = column + chunk * EPI + lane % 8 * 8
-                for i in cutlass.range_constexpr(4):
-                    at_row = y_row + i * 4
-                    offset = at_row * EPI + (lane % 8 ^ at_row % 8) * 8
-                    values = cute.make_tensor((from_y + offset).align(16), vector)
-                    to_row = row + half * EPI + at_row
-                    if (to_row < end) & (at_column < n):
-                        to = out + (Int64(to_row) * n + at_column)
-                        cute.make_tensor(to.align(16), vector).store(values.load())
+                place = (row + half * EPI, end, column + chunk * EPI, n)
+                self.store_rows(storage, buffer, wg_thread, out, *place)
 
 
 def sync_warpgroup(consumer):

@@ -11,6 +11,7 @@ from linear_layouts_cute import (
     OPERAND_MAJORS,
     ROW,
     WARPGROUP,
+    coordinates,
     round_up,
     swizzled,
 )
@@ -34,9 +35,8 @@ class GroupedGemmLayouts:
         self.threads = (1 + CONSUMERS) * WARPGROUP
         self.sharing = 1 if pingpong else CONSUMERS
         self.wg_rows = tile_m // self.sharing
-        # A group's matrix ends where its map does, so the copy engine may store whole pieces: all
-        # of a warpgroup's, while the next tile is multiplied.
-        self.bulk = self.of_weight and not pingpong
+        # The copy engine stores all of a warpgroup's pieces while the next tile is multiplied.
+        self.bulk = not pingpong
         self.pieces = tile_n // EPI if self.bulk else 2
 
     def tiled_mma(self, dtype, warpgroups, columns, majors=("k", "k")):
@@ -91,10 +91,12 @@ class GroupedGemmLayouts:
         identity = cute.make_identity_tensor((k, n, groups))
         return cute.make_tensor(identity.iterator, cute.select(identity.layout, [1, 0, 2]))
 
-    def results(self, groups, n, k):
-        """What the map of the groups' results is indexed with: (row, column, group)."""
-        identity = cute.make_identity_tensor((n, k, groups))
-        return cute.make_tensor(identity.iterator, cute.select(identity.layout, [1, 0, 2]))
+    def results(self, m, groups, n, k):
+        """What the map of the result is indexed with: (row, column), and of groups' the group."""
+        if self.of_weight:
+            identity = cute.make_identity_tensor((n, k, groups))
+            return cute.make_tensor(identity.iterator, cute.select(identity.layout, [1, 0, 2]))
+        return coordinates(m, n)
 
     @cute.jit
     def next(self, index, phase):
