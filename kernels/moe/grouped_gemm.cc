@@ -146,12 +146,17 @@ Status prepare(const GroupedGemmCall& call, Choice* choice) {
 Status grouped_gemm_plan(const GroupedGemmCall& call, int multiprocessors, GroupedGemmPlan* plan) {
   Choice choice;
   TIERCEL_RETURN_IF_ERROR(prepare(call, &choice));
-  *plan = {"none", 0, 0, false, 0, 0, 0, 0};
+  *plan = {"none", 0, 0, 0, 0, 0, 0};
   if (choice.kernel == nullptr) return Status();
   const GroupedGemmVariant& v = choice.kernel->variant;
   const LaunchConfig config = choice.config(multiprocessors);
-  *plan = {choice.kernel->kernel.name(),   v.tile_m,      v.tile_n,       v.pingpong,
-           static_cast<int>(choice.tiles), config.grid.x, config.block.x, config.dynamic_smem};
+  *plan = {choice.kernel->kernel.name(),
+           v.tile_m,
+           v.tile_n,
+           static_cast<int>(choice.tiles),
+           config.grid.x,
+           config.block.x,
+           config.dynamic_smem};
   return Status();
 }
 

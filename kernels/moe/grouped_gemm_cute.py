@@ -12,8 +12,9 @@ before each group. Rows outside of all groups make two more groups, which nothin
 A tile of a group's last rows reads the next group's too, and does not store their products. Where
 the sum goes over a group's rows, those of the last step that are the next group's become zeros.
 
-One warp loads tiles of a and b into a ring of stages. Two warpgroups multiply: they share a tile,
-or take turns with tiles ("pingpong"), so that one stores while the other multiplies.
+One warp loads tiles of a and b into a ring of stages. Two warpgroups multiply, 64 rows of a tile
+each. Their results lie in shared memory while the copy engine stores them and the next tile is
+multiplied: on an H200 that is worth more than a fourth stage of the ring.
 """
 
 import cutlass
@@ -24,9 +25,8 @@ from grouped_gemm_layouts_cute import CONSUMERS, GroupedGemmLayouts
 from linear_layouts_cute import EPI, ROW, WARPGROUP, coordinates, matrix
 
 _STEP = 64  # elements of the sum, a stage
-_SHARED = 1  # named barrier of those that share a tile; with turns, and the one after it
-_TURN = 3  # named barriers 3 and 4: whose turn it is to multiply
-_WARPGROUP = 5  # and 6: within one
+_BOTH = 1  # named barriers: of the two warpgroups,
+_WARPGROUP = 2  # and 3: within one
 _MOST_SEARCHED = 512  # the search's first step
 
 
@@ -108,7 +108,7 @@ class GroupedGemm(GroupedGemmLayouts):
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(full + i, 1)
-                    cute.arch.mbarrier_init(empty + i, 4 * self.sharing)
+                    cute.arch.mbarrier_init(empty + i, 4 * CONSUMERS)
             cute.arch.mbarrier_init_fence()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
@@ -244,39 +244,26 @@ class GroupedGemm(GroupedGemmLayouts):
         full, empty = ring
         storage, bounds, k, _ = search
         first, grid, tiles = place
-        tma_out, out = to_out
         a_layout, b_layout, _ = self.smem_layouts()
         sa = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
         sb = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
-        mma = self.tiled_mma(self.dtype, self.sharing, self.tile_n, self.majors)
-        part = mma.get_slice(0 if const_expr(self.pingpong) else consumer * WARPGROUP)
+        mma = self.tiled_mma(self.dtype, CONSUMERS, self.tile_n, self.majors)
+        part = mma.get_slice(consumer * WARPGROUP)
         ra = mma.make_fragment_A(part.partition_A(sa))
         rb = mma.make_fragment_B(part.partition_B(sb))
         acc = cute.make_rmem_tensor(mma.partition_shape_C((self.tile_m, self.tile_n)), Float32)
         mma.set(warpgroup.Field.ACCUMULATE, True)
         index, phase = Int32(0), Int32(0)
-        mine, every = first, grid
-        if const_expr(self.pingpong):
-            mine, every = first + consumer * grid, CONSUMERS * grid
-            if consumer == 1:
-                arrive(_TURN + 0)
-                if first < tiles:
-                    index, phase = self.skip(index, phase, self.find(search, first)[6])
-        for number in cutlass.range(mine, tiles, every, unroll=1):
+        for number in cutlass.range(first, tiles, grid, unroll=1):
             group, row, end, column, low, high, steps = self.find(search, number)
             acc.fill(0.0)
-            other = Int32(0)
-            if const_expr(self.pingpong):
-                if number + grid < tiles:
-                    other = self.find(search, number + grid)[6]
-                sync(_TURN + consumer)
             warpgroup.fence()
             for step in cutlass.range(steps, unroll=1):
                 cute.arch.mbarrier_wait(full + index, phase)
                 if const_expr(self.of_weight):
                     rows = high - low - step * _STEP
                     if rows < _STEP:
-                        self.clear_rows(storage, index, rows, thread, consumer)
+                        self.clear_rows(storage, index, rows, thread - WARPGROUP)
                 for at_k in cutlass.range_constexpr(cute.size(ra, mode=[2])):
                     at = (None, None, at_k, index)
                     cute.gemm(mma, acc, ra[at], rb[at], acc)
@@ -285,26 +272,14 @@ class GroupedGemm(GroupedGemmLayouts):
                 if step > 0:
                     self.release(empty, index - 1 if index > 0 else self.stages - 1)
                 index, phase = self.next(index, phase)
-            if const_expr(self.pingpong):
-                arrive(_TURN + 1 - consumer)
             warpgroup.wait_group(0)
             if steps > 0:
                 self.release(empty, index - 1 if index > 0 else self.stages - 1)
-            if const_expr(self.pingpong):
-                index, phase = self.skip(index, phase, other)
-            else:
-                row = row + consumer * self.wg_rows
-            if const_expr(self.bulk):
-                sizes, at = (bounds[3], bounds[2], n, k), (row, column * self.tile_n, group)
-                self.store_out(thread, consumer, storage, acc, tma_out, out, sizes, at, end)
-            else:
-                at = out
-                if const_expr(self.of_weight):
-                    at = out + Int64(group) * k * n
-                self.put_out(thread, consumer, storage, acc, at, row, end, column * self.tile_n, n)
-        if const_expr(self.bulk):
-            if thread % WARPGROUP < 32:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            sizes = (bounds[3], bounds[2], n, k)
+            at = (row + consumer * EPI, column * self.tile_n, group)
+            self.put_out(thread % WARPGROUP, consumer, storage, acc, to_out, sizes, at, end)
+        if thread % WARPGROUP < 32:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def release(self, empty, index):
@@ -312,11 +287,10 @@ class GroupedGemm(GroupedGemmLayouts):
             cute.arch.mbarrier_arrive(empty + index)
 
     @cute.jit
-    def clear_rows(self, storage, index, rows, thread, consumer):
+    def clear_rows(self, storage, index, rows, thread):
         """Zeros for a stage's rows of the next group, of both operands: what they are may not be
         finite. In memory a row has 128 bytes of each 64 columns."""
-        sharers = self.sharing * WARPGROUP
-        me = thread % WARPGROUP if const_expr(self.pingpong) else thread - WARPGROUP
+        threads = CONSUMERS * WARPGROUP
         vector = cute.make_layout(8)
         zeros = cute.make_rmem_tensor(8, self.dtype)
         zeros.fill(0.0)
@@ -325,34 +299,26 @@ class GroupedGemm(GroupedGemmLayouts):
             for block in cutlass.range_constexpr(size // EPI):
                 to = tensor.data_ptr() + (index * (size // EPI) + block) * (_STEP * EPI)
                 to = to + rows * EPI
-                for piece in cutlass.range(me, pieces, sharers, unroll=1):
+                for piece in cutlass.range(thread, pieces, threads, unroll=1):
                     cute.make_tensor((to + piece * 8).align(16), vector).store(zeros.load())
         cute.arch.fence_proxy("async.shared", space="cta")
-        barrier = _SHARED + consumer if const_expr(self.pingpong) else _SHARED
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=sharers)
+        cute.arch.barrier(barrier_id=_BOTH, number_of_threads=threads)
 
     # -- from registers ----------------------------------------------------------------------------
 
-    def way_to_pieces(self, storage, wg_thread):
-        """The copy of registers to a piece in shared memory, such registers, the pieces."""
+    @cute.jit
+    def put_out(self, wg_thread, consumer, storage, acc, to_out, sizes, at, end):
+        """A warpgroup's 64 rows, by the copy engine, which takes its time beside what follows; by
+        the threads where a group ends among them."""
+        tma_out, out = to_out
+        row, column, _ = at
         _, _, layout = self.smem_layouts()
         sy = storage.y.get_tensor(layout.outer, swizzle=layout.inner)
         stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
         copy_c = cute.make_tiled_copy_C_atom(stmatrix, self.tiled_mma(self.dtype, 1, EPI))
         r2s = cute.make_tiled_copy_S(stmatrix, copy_c)
         to_sy = r2s.get_slice(wg_thread).partition_D(sy)
-        return r2s, cute.make_rmem_tensor(to_sy.shape[:3], self.dtype), to_sy
-
-    @cute.jit
-    def store_out(self, thread, consumer, storage, acc, tma_out, out, sizes, at, end):
-        """A warpgroup's 64 rows, by the copy engine, which takes its time beside what follows; by
-        the threads where a group ends among them."""
-        row, column, group = at
-        n = sizes[2]
-        wg_thread = thread % WARPGROUP
-        _, _, layout = self.smem_layouts()
-        sy = storage.y.get_tensor(layout.outer, swizzle=layout.inner)
-        r2s, piece, to_sy = self.way_to_pieces(storage, wg_thread)
+        piece = cute.make_rmem_tensor(to_sy.shape[:3], self.dtype)
         storing = wg_thread < 32
         if storing:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -382,7 +348,8 @@ class GroupedGemm(GroupedGemmLayouts):
             cute.arch.sync_warp()
             for chunk in cutlass.range_constexpr(self.pieces):
                 here = consumer * self.pieces + chunk
-                self.store_rows(storage, here, wg_thread, out, row, end, column + chunk * EPI, n)
+                place = (row, end, column + chunk * EPI, sizes[2])
+                self.store_rows(storage, here, wg_thread, out, *place)
 
     @cute.jit
     def store_rows(self, storage, piece, wg_thread, out, row, end, column, n):
@@ -399,32 +366,6 @@ class GroupedGemm(GroupedGemmLayouts):
                 to = out + (Int64(row + at_row) * n + at_column)
                 cute.make_tensor(to.align(16), vector).store(values.load())
 
-    @cute.jit
-    def put_out(self, thread, consumer, storage, acc, out, row, end, column, n):
-        """A warp's 16 rows of 64 columns go through its own shared memory."""
-        wg_thread = thread % WARPGROUP
-        r2s, piece, to_sy = self.way_to_pieces(storage, wg_thread)
-        for half in cutlass.range_constexpr(self.wg_rows // EPI):
-            for chunk in cutlass.range_constexpr(self.tile_n // EPI):
-                for i in cutlass.range_constexpr(EPI // 2):
-                    piece[i] = acc[half * (self.tile_n // 2) + chunk * (EPI // 2) + i].to(
-                        self.dtype
-                    )
-                # Of two buffers: the last one's readers are done with this one.
-                buffer = consumer * 2 + chunk % 2
-                cute.copy(r2s, piece, to_sy[None, None, None, buffer])
-                cute.arch.sync_warp()
-                place = (row + half * EPI, end, column + chunk * EPI, n)
-                self.store_rows(storage, buffer, wg_thread, out, *place)
-
 
 def sync_warpgroup(consumer):
     cute.arch.barrier(barrier_id=_WARPGROUP + consumer, number_of_threads=WARPGROUP)
-
-
-def sync(barrier):
-    cute.arch.barrier(barrier_id=barrier, number_of_threads=2 * WARPGROUP)
-
-
-def arrive(barrier):
-    cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=2 * WARPGROUP)

@@ -21,23 +21,17 @@ MOST_GROUPS = 512
 
 
 class GroupedGemmLayouts:
-    """`pingpong`: the two warpgroups take turns with tiles instead of sharing them."""
-
-    def __init__(self, name, dtype, kind, tile_m, tile_n, pingpong, stages):
+    def __init__(self, name, dtype, kind, tile_m, tile_n, stages):
         self.name = name
         self.dtype = dtype
         self.of_weight = kind == "grad_weight"
         self.majors = MAJORS.get(kind, ("k", "k"))
         self.tile_m, self.tile_n = tile_m, tile_n
         self.tile_k = ROW // 2
-        self.pingpong = pingpong
         self.stages = stages
         self.threads = (1 + CONSUMERS) * WARPGROUP
-        self.sharing = 1 if pingpong else CONSUMERS
-        self.wg_rows = tile_m // self.sharing
-        # The copy engine stores all of a warpgroup's pieces while the next tile is multiplied.
-        self.bulk = not pingpong
-        self.pieces = tile_n // EPI if self.bulk else 2
+        self.pieces = tile_n // EPI  # of a warpgroup's 64 rows on their way out
+        assert tile_m == CONSUMERS * EPI
 
     def tiled_mma(self, dtype, warpgroups, columns, majors=("k", "k")):
         return hopper.make_trivial_tiled_mma(
@@ -102,9 +96,3 @@ class GroupedGemmLayouts:
     def next(self, index, phase):
         end = index + 1 == self.stages
         return Int32(0) if end else index + 1, phase ^ 1 if end else phase
-
-    @cute.jit
-    def skip(self, index, phase, steps):
-        total = index + steps
-        rounds = total // self.stages
-        return total - rounds * self.stages, phase ^ (rounds & 1)
