@@ -13,8 +13,8 @@ A tile of a group's last rows reads the next group's too, and does not store the
 the sum goes over a group's rows, those of the last step that are the next group's become zeros.
 
 One warp loads tiles of a and b into a ring of stages. Two warpgroups multiply, 64 rows of a tile
-each. Their results lie in shared memory while the copy engine stores them and the next tile is
-multiplied: on an H200 that is worth more than a fourth stage of the ring.
+each. Their results lie in shared memory, in place of a fourth stage of the ring, while the copy
+engine stores them and the next tile is multiplied.
 """
 
 import cutlass
