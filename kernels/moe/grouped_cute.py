@@ -9,13 +9,7 @@ from linear_layouts_cute import EPI
 _DTYPES = {"bf16": (cutlass.BFloat16, "kBFloat16"), "fp16": (cutlass.Float16, "kFloat16")}
 _KINDS = {"plain": "kPlain", "grad_x": "kGradX", "grad_weight": "kGradWeight"}
 
-# Tile rows and columns, turns instead of sharing, stages of the ring: what measured faster on an
-# H200. Turns hide a result's way out behind products, wide tiles read less of a.
-_SHAPES = {
-    "plain": (128, 256, False, 4),
-    "grad_x": (128, 128, True, 6),
-    "grad_weight": (128, 128, True, 6),
-}
+_SHAPE = (128, 256, 3)  # tile rows and columns, stages of the ring
 
 _SCALARS = ("groups", "m", "n", "k", "offset_words")
 _PROBLEMS = tuple(
@@ -25,20 +19,23 @@ _PROBLEMS = tuple(
 
 
 def _maps(kernel):
-    """Of a and b; where the sum does not lie together, boxes have 64 of each."""
+    """Of a, b and the result; where the sum does not lie together, boxes have 64 of each."""
     sizes = zip((kernel.tile_m, kernel.tile_n), kernel.majors, strict=True)
     a_box, b_box = ((size, 64) if major == "k" else (64, EPI) for size, major in sizes)
+    a = TensorMap("a", ("m", "k"), a_box)
     if kernel.of_weight:
-        return TensorMap("a", ("m", "k"), a_box), TensorMap("b", ("m", "n"), b_box)
+        out = TensorMap("out", ("groups", "k", "n"), (1, EPI, EPI))
+        return a, TensorMap("b", ("m", "n"), b_box), out
     sizes = ("n", "k") if kernel.majors[1] == "k" else ("k", "n")
-    return TensorMap("a", ("m", "k"), a_box), TensorMap("b", ("groups", *sizes), (1, *b_box))
+    out = TensorMap("out", ("m", "n"), (EPI, EPI))
+    return a, TensorMap("b", ("groups", *sizes), (1, *b_box)), out
 
 
-def _function(dtype, kind, tile_m, tile_n, pingpong, stages):
+def _function(dtype, kind):
     element, enumerator = _DTYPES[dtype]
     name = "grouped_gemm" + f"_{kind}" * (kind != "plain")
-    name += f"_{dtype}_{tile_m}x{tile_n}" + "_pingpong" * pingpong
-    kernel = GroupedGemm(name, element, kind, tile_m, tile_n, pingpong, stages)
+    name += f"_{dtype}_{_SHAPE[0]}x{_SHAPE[1]}"
+    kernel = GroupedGemm(name, element, kind, *_SHAPE)
     a, b, out = (Pointer(name, element) for name in ("a", "b", "out"))
     offsets = Pointer("offsets", cutlass.Int32, align=4)
     scalars = [Scalar(name) for name in _SCALARS]
@@ -52,13 +49,12 @@ def _function(dtype, kind, tile_m, tile_n, pingpong, stages):
     attributes = (
         f"DType::{enumerator}",
         f"GroupedKind::{_KINDS[kind]}",
-        str(tile_m),
-        str(tile_n),
-        str(pingpong).lower(),
+        str(kernel.tile_m),
+        str(kernel.tile_n),
     )
     arguments = (a, b, offsets, out, *scalars, Scalar("blocks"))
     return Function(name, kernel, arguments, (launch,), attributes, _PROBLEMS)
 
 
 def functions():
-    return [_function(dtype, kind, *_SHAPES[kind]) for dtype in _DTYPES for kind in _KINDS]
+    return [_function(dtype, kind) for dtype in _DTYPES for kind in _KINDS]

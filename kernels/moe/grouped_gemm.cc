@@ -146,12 +146,17 @@ Status prepare(const GroupedGemmCall& call, Choice* choice) {
 Status grouped_gemm_plan(const GroupedGemmCall& call, int multiprocessors, GroupedGemmPlan* plan) {
   Choice choice;
   TIERCEL_RETURN_IF_ERROR(prepare(call, &choice));
-  *plan = {"none", 0, 0, false, 0, 0, 0, 0};
+  *plan = {"none", 0, 0, 0, 0, 0, 0};
   if (choice.kernel == nullptr) return Status();
   const GroupedGemmVariant& v = choice.kernel->variant;
   const LaunchConfig config = choice.config(multiprocessors);
-  *plan = {choice.kernel->kernel.name(),   v.tile_m,      v.tile_n,       v.pingpong,
-           static_cast<int>(choice.tiles), config.grid.x, config.block.x, config.dynamic_smem};
+  *plan = {choice.kernel->kernel.name(),
+           v.tile_m,
+           v.tile_n,
+           static_cast<int>(choice.tiles),
+           config.grid.x,
+           config.block.x,
+           config.dynamic_smem};
   return Status();
 }
 
@@ -163,19 +168,21 @@ Status grouped_gemm(const GroupedGemmCall& call, void* stream) {
   int multiprocessors = 0;
   TIERCEL_RETURN_IF_ERROR(multiprocessor_count(device, &multiprocessors));
   const Names names = names_of(call.kind);
-  CUtensorMap a_map{}, b_map{};
+  CUtensorMap a_map{}, b_map{}, out_map{};
   if (choice.problem.m != 0 && choice.problem.groups != 0) {
     const TensorMapSpec* maps = choice.kernel->maps;
     TIERCEL_RETURN_IF_ERROR(encode_tensor_map(maps[0], *call.a, names.op, names.a, &a_map));
     TIERCEL_RETURN_IF_ERROR(encode_tensor_map(maps[1], *call.b, names.op, names.b, &b_map));
   }
+  const TensorMapSpec& of_out = choice.kernel->maps[2];
+  TIERCEL_RETURN_IF_ERROR(encode_tensor_map(of_out, *call.out, names.op, "out", &out_map));
   const void* offsets = call.offsets->data;
   void* out = call.out->data;
   int32_t groups = static_cast<int32_t>(choice.problem.groups);
   int32_t m = static_cast<int32_t>(choice.problem.m), n = static_cast<int32_t>(choice.problem.n);
   int32_t k = static_cast<int32_t>(choice.problem.k);
   int32_t offset_words = call.offsets->dtype == DType::kInt64 ? 2 : 1;
-  void* args[] = {&a_map, &b_map, &offsets, &out, &groups, &m, &n, &k, &offset_words};
+  void* args[] = {&a_map, &b_map, &out_map, &offsets, &out, &groups, &m, &n, &k, &offset_words};
   return choice.kernel->kernel.launch(choice.config(multiprocessors), device, stream, args);
 }
 

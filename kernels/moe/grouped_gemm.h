@@ -21,8 +21,7 @@ struct GroupedGemmPlan {
   const char* kernel;  // "none" where nothing is to be done
   int tile_m;
   int tile_n;
-  bool pingpong;  // two warpgroups take turns with tiles instead of sharing them
-  int tiles;      // at most: the sizes of groups are known on the device only
+  int tiles;  // at most: the sizes of groups are known on the device only
   unsigned grid;
   unsigned block;
   unsigned dynamic_smem;

@@ -12,8 +12,9 @@ before each group. Rows outside of all groups make two more groups, which nothin
 A tile of a group's last rows reads the next group's too, and does not store their products. Where
 the sum goes over a group's rows, those of the last step that are the next group's become zeros.
 
-One warp loads tiles of a and b into a ring of stages. Two warpgroups multiply: they share a tile,
-or take turns with tiles ("pingpong"), so that one stores while the other multiplies.
+One warp loads tiles of a and b into a ring of stages. Two warpgroups multiply, 64 rows of a tile
+each. Their results lie in shared memory, in place of a fourth stage of the ring, while the copy
+engine stores them and the next tile is multiplied.
 """
 
 import cutlass
@@ -24,8 +25,8 @@ from grouped_gemm_layouts_cute import CONSUMERS, GroupedGemmLayouts
 from linear_layouts_cute import EPI, ROW, WARPGROUP, coordinates, matrix
 
 _STEP = 64  # elements of the sum, a stage
-_SHARED = 1  # named barrier of those that share a tile; with turns, and the one after it
-_TURN = 3  # named barriers 3 and 4: whose turn it is to multiply
+_BOTH = 1  # named barriers: of the two warpgroups,
+_WARPGROUP = 2  # and 3: within one
 _MOST_SEARCHED = 512  # the search's first step
 
 
@@ -46,9 +47,12 @@ class GroupedGemm(GroupedGemmLayouts):
         stream,
     ):
         load = cpasync.CopyBulkTensorTileG2SOp()
-        a_layout, b_layout, _ = self.smem_layouts()
+        a_layout, b_layout, y_layout = self.smem_layouts()
+        n8 = cute.assume(n, divby=8)
+        out_matrix = cute.make_layout((m, n8), stride=(n8, 1))
         if const_expr(self.of_weight):
             a_matrix, b_matrix = matrix(k, m, "mn"), matrix(n, m, "mn")
+            out_matrix = cute.make_layout((k, n8, groups), stride=(n8, 1, n8 * k))
         else:
             a_matrix, b_matrix = matrix(m, k, "k"), self.matrices(groups, n, k)
         tma_a, _ = cpasync.make_tiled_tma_atom(
@@ -63,8 +67,14 @@ class GroupedGemm(GroupedGemmLayouts):
             cute.slice_(b_layout, (None, None, 0)),
             (self.tile_n, _STEP),
         )
+        tma_out, _ = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileS2GOp(),
+            cute.make_tensor(out, out_matrix),
+            cute.slice_(y_layout, (None, None, 0)),
+            (EPI, EPI),
+        )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(tma_a, tma_b, offsets, out, groups, m, n, k, offset_words).launch(
+        self.kernel(tma_a, tma_b, tma_out, offsets, out, groups, m, n, k, offset_words).launch(
             grid=(blocks, 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=1,
@@ -77,6 +87,7 @@ class GroupedGemm(GroupedGemmLayouts):
         self,
         tma_a: cute.CopyAtom,
         tma_b: cute.CopyAtom,
+        tma_out: cute.CopyAtom,  # of the results of groups alone
         offsets: cute.Pointer,
         out: cute.Pointer,
         groups: Int32,
@@ -97,7 +108,7 @@ class GroupedGemm(GroupedGemmLayouts):
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(full + i, 1)
-                    cute.arch.mbarrier_init(empty + i, 4 * self.sharing)
+                    cute.arch.mbarrier_init(empty + i, 4 * CONSUMERS)
             cute.arch.mbarrier_init_fence()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
@@ -124,7 +135,8 @@ class GroupedGemm(GroupedGemmLayouts):
         else:
             cute.arch.setmaxregister_increase(232)
             consumer = warpgroup_index - 1
-            self.multiply(thread, consumer, ring, search, (first, grid, tiles), n, out)
+            to_out = (tma_out, out)
+            self.multiply(thread, consumer, ring, search, (first, grid, tiles), n, to_out)
 
     # -- which tile --------------------------------------------------------------------------------
 
@@ -227,43 +239,31 @@ class GroupedGemm(GroupedGemmLayouts):
     # -- products ----------------------------------------------------------------------------------
 
     @cute.jit
-    def multiply(self, thread, consumer, ring, search, place, n, out):
+    def multiply(self, thread, consumer, ring, search, place, n, to_out):
         """A warpgroup: its rows of its tiles, from the ring to the result."""
         full, empty = ring
-        storage, _, k, _ = search
+        storage, bounds, k, _ = search
         first, grid, tiles = place
         a_layout, b_layout, _ = self.smem_layouts()
         sa = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
         sb = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
-        mma = self.tiled_mma(self.dtype, self.sharing, self.tile_n, self.majors)
-        part = mma.get_slice(0 if const_expr(self.pingpong) else consumer * WARPGROUP)
+        mma = self.tiled_mma(self.dtype, CONSUMERS, self.tile_n, self.majors)
+        part = mma.get_slice(consumer * WARPGROUP)
         ra = mma.make_fragment_A(part.partition_A(sa))
         rb = mma.make_fragment_B(part.partition_B(sb))
         acc = cute.make_rmem_tensor(mma.partition_shape_C((self.tile_m, self.tile_n)), Float32)
         mma.set(warpgroup.Field.ACCUMULATE, True)
         index, phase = Int32(0), Int32(0)
-        mine, every = first, grid
-        if const_expr(self.pingpong):
-            mine, every = first + consumer * grid, CONSUMERS * grid
-            if consumer == 1:
-                arrive(_TURN + 0)
-                if first < tiles:
-                    index, phase = self.skip(index, phase, self.find(search, first)[6])
-        for number in cutlass.range(mine, tiles, every, unroll=1):
+        for number in cutlass.range(first, tiles, grid, unroll=1):
             group, row, end, column, low, high, steps = self.find(search, number)
             acc.fill(0.0)
-            other = Int32(0)
-            if const_expr(self.pingpong):
-                if number + grid < tiles:
-                    other = self.find(search, number + grid)[6]
-                sync(_TURN + consumer)
             warpgroup.fence()
             for step in cutlass.range(steps, unroll=1):
                 cute.arch.mbarrier_wait(full + index, phase)
                 if const_expr(self.of_weight):
                     rows = high - low - step * _STEP
                     if rows < _STEP:
-                        self.clear_rows(storage, index, rows, thread, consumer)
+                        self.clear_rows(storage, index, rows, thread - WARPGROUP)
                 for at_k in cutlass.range_constexpr(cute.size(ra, mode=[2])):
                     at = (None, None, at_k, index)
                     cute.gemm(mma, acc, ra[at], rb[at], acc)
@@ -272,19 +272,14 @@ class GroupedGemm(GroupedGemmLayouts):
                 if step > 0:
                     self.release(empty, index - 1 if index > 0 else self.stages - 1)
                 index, phase = self.next(index, phase)
-            if const_expr(self.pingpong):
-                arrive(_TURN + 1 - consumer)
             warpgroup.wait_group(0)
             if steps > 0:
                 self.release(empty, index - 1 if index > 0 else self.stages - 1)
-            if const_expr(self.pingpong):
-                index, phase = self.skip(index, phase, other)
-            else:
-                row = row + consumer * self.wg_rows
-            at = out
-            if const_expr(self.of_weight):
-                at = out + Int64(group) * k * n
-            self.put_out(thread, consumer, storage, acc, at, row, end, column * self.tile_n, n)
+            sizes = (bounds[3], bounds[2], n, k)
+            at = (row + consumer * EPI, column * self.tile_n, group)
+            self.put_out(thread % WARPGROUP, consumer, storage, acc, to_out, sizes, at, end)
+        if thread % WARPGROUP < 32:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def release(self, empty, index):
@@ -292,11 +287,10 @@ class GroupedGemm(GroupedGemmLayouts):
             cute.arch.mbarrier_arrive(empty + index)
 
     @cute.jit
-    def clear_rows(self, storage, index, rows, thread, consumer):
+    def clear_rows(self, storage, index, rows, thread):
         """Zeros for a stage's rows of the next group, of both operands: what they are may not be
         finite. In memory a row has 128 bytes of each 64 columns."""
-        sharers = self.sharing * WARPGROUP
-        me = thread % WARPGROUP if const_expr(self.pingpong) else thread - WARPGROUP
+        threads = CONSUMERS * WARPGROUP
         vector = cute.make_layout(8)
         zeros = cute.make_rmem_tensor(8, self.dtype)
         zeros.fill(0.0)
@@ -305,19 +299,19 @@ class GroupedGemm(GroupedGemmLayouts):
             for block in cutlass.range_constexpr(size // EPI):
                 to = tensor.data_ptr() + (index * (size // EPI) + block) * (_STEP * EPI)
                 to = to + rows * EPI
-                for piece in cutlass.range(me, pieces, sharers, unroll=1):
+                for piece in cutlass.range(thread, pieces, threads, unroll=1):
                     cute.make_tensor((to + piece * 8).align(16), vector).store(zeros.load())
         cute.arch.fence_proxy("async.shared", space="cta")
-        barrier = _SHARED + consumer if const_expr(self.pingpong) else _SHARED
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=sharers)
+        cute.arch.barrier(barrier_id=_BOTH, number_of_threads=threads)
 
     # -- from registers ----------------------------------------------------------------------------
 
     @cute.jit
-    def put_out(self, thread, consumer, storage, acc, out, row, end, column, n):
-        """A warp's 16 rows of 64 columns go through its own shared memory, so that 8 lanes store
-        128 neighbouring bytes."""
-        lane, wg_thread = thread % 32, thread % WARPGROUP
+    def put_out(self, wg_thread, consumer, storage, acc, to_out, sizes, at, end):
+        """A warpgroup's 64 rows, by the copy engine, which takes its time beside what follows; by
+        the threads where a group ends among them."""
+        tma_out, out = to_out
+        row, column, _ = at
         _, _, layout = self.smem_layouts()
         sy = storage.y.get_tensor(layout.outer, swizzle=layout.inner)
         stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
@@ -325,33 +319,53 @@ class GroupedGemm(GroupedGemmLayouts):
         r2s = cute.make_tiled_copy_S(stmatrix, copy_c)
         to_sy = r2s.get_slice(wg_thread).partition_D(sy)
         piece = cute.make_rmem_tensor(to_sy.shape[:3], self.dtype)
+        storing = wg_thread < 32
+        if storing:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        sync_warpgroup(consumer)
+        for chunk in cutlass.range_constexpr(self.pieces):
+            for i in cutlass.range_constexpr(EPI // 2):
+                piece[i] = acc[chunk * (EPI // 2) + i].to(self.dtype)
+            cute.copy(r2s, piece, to_sy[None, None, None, consumer * self.pieces + chunk])
+        # A group's matrix ends where its map does.
+        whole = True if const_expr(self.of_weight) else row + EPI <= end
+        if whole:
+            cute.arch.fence_proxy("async.shared", space="cta")
+            sync_warpgroup(consumer)
+            if storing:
+                places = self.results(*sizes)
+                first = at if const_expr(self.of_weight) else (row, column)
+                places = cute.zipped_divide(cute.domain_offset(first, places), (EPI, EPI))
+                from_sy, to = cpasync.tma_partition(
+                    tma_out, 0, cute.make_layout(1), cute.group_modes(sy, 0, 2), places
+                )
+                for chunk in cutlass.range_constexpr(self.pieces):
+                    there = (0, chunk, 0) if const_expr(self.of_weight) else (0, chunk)
+                    here = consumer * self.pieces + chunk
+                    cute.copy(tma_out, from_sy[None, here], to[None, there])
+                cute.arch.cp_async_bulk_commit_group()
+        else:
+            cute.arch.sync_warp()
+            for chunk in cutlass.range_constexpr(self.pieces):
+                here = consumer * self.pieces + chunk
+                place = (row, end, column + chunk * EPI, sizes[2])
+                self.store_rows(storage, here, wg_thread, out, *place)
+
+    @cute.jit
+    def store_rows(self, storage, piece, wg_thread, out, row, end, column, n):
+        """A warp's 16 rows of a piece: 8 lanes store 128 neighbouring bytes."""
+        lane = wg_thread % 32
         vector = cute.make_layout(8)
-        y_row = wg_thread // 32 * 16 + lane // 8  # and every fourth after it
-        for half in cutlass.range_constexpr(self.wg_rows // EPI):
-            for chunk in cutlass.range_constexpr(self.tile_n // EPI):
-                for i in cutlass.range_constexpr(EPI // 2):
-                    piece[i] = acc[half * (self.tile_n // 2) + chunk * (EPI // 2) + i].to(
-                        self.dtype
-                    )
-                # Of two buffers: the last one's readers are done with this one.
-                buffer = consumer * 2 + chunk % 2
-                cute.copy(r2s, piece, to_sy[None, None, None, buffer])
-                cute.arch.sync_warp()
-                from_y = storage.y.data_ptr() + buffer * (EPI * EPI)
-                at_column = column + chunk * EPI + lane % 8 * 8
-                for i in cutlass.range_constexpr(4):
-                    at_row = y_row + i * 4
-                    offset = at_row * EPI + (lane % 8 ^ at_row % 8) * 8
-                    values = cute.make_tensor((from_y + offset).align(16), vector)
-                    to_row = row + half * EPI + at_row
-                    if (to_row < end) & (at_column < n):
-                        to = out + (Int64(to_row) * n + at_column)
-                        cute.make_tensor(to.align(16), vector).store(values.load())
+        from_y = storage.y.data_ptr() + piece * (EPI * EPI)
+        at_column = column + lane % 8 * 8
+        for i in cutlass.range_constexpr(4):
+            at_row = wg_thread // 32 * 16 + lane // 8 + i * 4
+            offset = at_row * EPI + (lane % 8 ^ at_row % 8) * 8
+            values = cute.make_tensor((from_y + offset).align(16), vector)
+            if (row + at_row < end) & (at_column < n):
+                to = out + (Int64(row + at_row) * n + at_column)
+                cute.make_tensor(to.align(16), vector).store(values.load())
 
 
-def sync(barrier):
-    cute.arch.barrier(barrier_id=barrier, number_of_threads=2 * WARPGROUP)
-
-
-def arrive(barrier):
-    cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=2 * WARPGROUP)
+def sync_warpgroup(consumer):
+    cute.arch.barrier(barrier_id=_WARPGROUP + consumer, number_of_threads=WARPGROUP)

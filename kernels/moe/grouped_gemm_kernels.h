@@ -13,7 +13,6 @@ struct GroupedGemmVariant {
   GroupedKind kind;
   int tile_m;
   int tile_n;
-  bool pingpong;
 };
 
 using GroupedGemmKernel = CubinKernel<GroupedGemmVariant>;

@@ -11,6 +11,7 @@ from linear_layouts_cute import (
     OPERAND_MAJORS,
     ROW,
     WARPGROUP,
+    coordinates,
     round_up,
     swizzled,
 )
@@ -20,20 +21,17 @@ MOST_GROUPS = 512
 
 
 class GroupedGemmLayouts:
-    """`pingpong`: the two warpgroups take turns with tiles instead of sharing them."""
-
-    def __init__(self, name, dtype, kind, tile_m, tile_n, pingpong, stages):
+    def __init__(self, name, dtype, kind, tile_m, tile_n, stages):
         self.name = name
         self.dtype = dtype
         self.of_weight = kind == "grad_weight"
         self.majors = MAJORS.get(kind, ("k", "k"))
         self.tile_m, self.tile_n = tile_m, tile_n
         self.tile_k = ROW // 2
-        self.pingpong = pingpong
         self.stages = stages
         self.threads = (1 + CONSUMERS) * WARPGROUP
-        self.sharing = 1 if pingpong else CONSUMERS
-        self.wg_rows = tile_m // self.sharing
+        self.pieces = tile_n // EPI  # of a warpgroup's 64 rows on their way out
+        assert tile_m == CONSUMERS * EPI
 
     def tiled_mma(self, dtype, warpgroups, columns, majors=("k", "k")):
         return hopper.make_trivial_tiled_mma(
@@ -50,7 +48,7 @@ class GroupedGemmLayouts:
         return (
             swizzled(self.dtype, self.tile_m, self.tile_k, self.stages, self.majors[0]),
             swizzled(self.dtype, self.tile_n, self.tile_k, self.stages, self.majors[1]),
-            swizzled(self.dtype, EPI, EPI, 2 * CONSUMERS),
+            swizzled(self.dtype, EPI, EPI, self.pieces * CONSUMERS),
         )
 
     def storage(self):
@@ -72,7 +70,7 @@ class GroupedGemmLayouts:
     def smem_bytes(self):
         """What the storage takes, as the launch asks for it."""
         ring = self.stages * ((self.tile_m + self.tile_n) * ROW + 16)
-        return round_up(ring + 2 * CONSUMERS * EPI * EPI * 2 + (MOST_GROUPS + 4) * 4)
+        return round_up(ring + self.pieces * CONSUMERS * EPI * EPI * 2 + (MOST_GROUPS + 4) * 4)
 
     def matrices(self, groups, n, k):
         """The groups' matrices in memory, as (column of the result, element of the sum, group)."""
@@ -87,13 +85,14 @@ class GroupedGemmLayouts:
         identity = cute.make_identity_tensor((k, n, groups))
         return cute.make_tensor(identity.iterator, cute.select(identity.layout, [1, 0, 2]))
 
+    def results(self, m, groups, n, k):
+        """What the map of the result is indexed with: (row, column), and of groups' the group."""
+        if self.of_weight:
+            identity = cute.make_identity_tensor((n, k, groups))
+            return cute.make_tensor(identity.iterator, cute.select(identity.layout, [1, 0, 2]))
+        return coordinates(m, n)
+
     @cute.jit
     def next(self, index, phase):
         end = index + 1 == self.stages
         return Int32(0) if end else index + 1, phase ^ 1 if end else phase
-
-    @cute.jit
-    def skip(self, index, phase, steps):
-        total = index + steps
-        rounds = total // self.stages
-        return total - rounds * self.stages, phase ^ (rounds & 1)

@@ -56,9 +56,8 @@ PyObject* GroupedGemmPlanOf(PyObject*, PyObject* const* values, Py_ssize_t count
   GroupedGemmPlan plan{};
   const Status status = grouped_gemm_plan(parsed.call, multiprocessors, &plan);
   if (!status.ok()) return Raise(status);
-  return Py_BuildValue("{s:s, s:i, s:i, s:O, s:i, s:I, s:I, s:I}", "kernel", plan.kernel, "tile_m",
-                       plan.tile_m, "tile_n", plan.tile_n, "pingpong",
-                       plan.pingpong ? Py_True : Py_False, "tiles", plan.tiles, "grid", plan.grid,
+  return Py_BuildValue("{s:s, s:i, s:i, s:i, s:I, s:I, s:I}", "kernel", plan.kernel, "tile_m",
+                       plan.tile_m, "tile_n", plan.tile_n, "tiles", plan.tiles, "grid", plan.grid,
                        "block", plan.block, "dynamic_smem", plan.dynamic_smem);
 }
 
