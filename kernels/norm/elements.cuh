@@ -11,6 +11,19 @@
 
 namespace tiercel {
 
+// From shared memory. `address` is as shared_address() has it, a multiple of the words' size:
+// made once, it costs less than a pointer that is made again at each use.
+__device__ __forceinline__ void load_shared(uint32_t (&words)[4], uint32_t address) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(address)
+               : "memory");
+}
+
+__device__ __forceinline__ void load_shared(uint32_t& word, uint32_t address) {
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+}
+
 // What one access moves: 16 bytes (kWide) or one element.
 template <typename Format, bool kWide>
 struct Chunk {

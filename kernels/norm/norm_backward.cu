@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The instances of norm_backward and norm_reduce.
 #include "kernels/norm/norm_backward.cuh"
+#include "kernels/norm/norm_reduce.cuh"
 
 namespace tiercel {
 namespace {
@@ -18,19 +19,14 @@ namespace {
 #define TIERCEL_KINDS(dtype, wide, vectors, rows)         \
   TIERCEL_KERNEL(dtype, wide, vectors, rows, Rms, false), \
       TIERCEL_KERNEL(dtype, wide, vectors, rows, Layer, true)
-#define TIERCEL_ALL(dtype)                                            \
-  TIERCEL_KINDS(dtype, true, 1, 2), TIERCEL_KINDS(dtype, true, 2, 1), \
-      TIERCEL_KINDS(dtype, true, 4, 1)
+#define TIERCEL_ALL(dtype) TIERCEL_KINDS(dtype, true, 2, 1), TIERCEL_KINDS(dtype, true, 4, 1)
+#define TIERCEL_HALVES(dtype)                                            \
+  TIERCEL_ALL(dtype), TIERCEL_KINDS(dtype, true, 2, 2),                  \
+      TIERCEL_KINDS(dtype, true, 3, 1), TIERCEL_KINDS(dtype, false, 8, 1)
 
-const NormBackwardKernel kBackward[] = {TIERCEL_ALL(BFloat16),
-                                        TIERCEL_KINDS(BFloat16, true, 2, 2),
-                                        TIERCEL_KINDS(BFloat16, false, 8, 1),
-                                        TIERCEL_ALL(Float16),
-                                        TIERCEL_KINDS(Float16, true, 2, 2),
-                                        TIERCEL_KINDS(Float16, false, 8, 1),
-                                        TIERCEL_ALL(Float32),
-                                        TIERCEL_KINDS(Float32, true, 8, 1),
-                                        TIERCEL_KINDS(Float32, false, 16, 1)};
+const NormBackwardKernel kBackward[] = {
+    TIERCEL_HALVES(BFloat16), TIERCEL_HALVES(Float16), TIERCEL_ALL(Float32),
+    TIERCEL_KINDS(Float32, true, 8, 1), TIERCEL_KINDS(Float32, false, 16, 1)};
 
 #define TIERCEL_REDUCE(dtype) \
   {DType::k##dtype,           \

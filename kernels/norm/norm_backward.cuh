@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Gradients of rms_norm and layer_norm. One block a multiprocessor, or a cluster for very long
 // rows, goes through the rows in tiles of neighbours, a row a team of threads. The copy engine
-// fetches tiles ahead into a ring of stages: full[stage] says that one is there, empty[stage] that
-// all warps have read it. The statistics are computed again, which reads nothing more. Each thread
-// has its columns of every row, so the parameters' gradients are sums in its registers; they leave
-// once, as a row of partial sums a block, which norm_reduce adds up in a fixed order. Bytes: x and
-// grad read once, grad_x written once; the floor is those at the speed of a copy.
+// fetches rows ahead into a ring of stages that each team has of its own, so that teams need not
+// wait for each other; an mbarrier a stage says that its row is there. The statistics are computed
+// again, which reads nothing more. Each thread has its columns of every row, so the parameters'
+// gradients are sums in its registers; they leave once, as a row of partial sums a block, which
+// norm_reduce adds up in a fixed order. Bytes: x and grad read once, grad_x written once; the floor
+// is those at the speed of a copy. 16-bit layer norms come near what the SMs can issue, too: about
+// 24 instructions an element of 43 in that time.
 #ifndef KERNELS_NORM_NORM_BACKWARD_CUH_
 #define KERNELS_NORM_NORM_BACKWARD_CUH_
 
@@ -13,6 +15,7 @@
 
 #include "kernels/norm/elements.cuh"
 #include "kernels/norm/norm_kernels.h"
+#include "kernels/norm/norm_reduce.cuh"
 #include "kernels/norm/row_sums.cuh"
 #include "kernels/norm/teams.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
@@ -29,75 +32,107 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   constexpr NormKind kKind = kLayerNorm ? NormKind::kLayer : NormKind::kRms;
   constexpr bool kHold = norm_backward_holds(Format::kBytes, kVectors, kRows, kKind);
   constexpr bool kKeep = norm_backward_keeps(Format::kBytes, kWide, kVectors, kRows, kKind);
+  // When a tile's stages are filled again: once it is in registers, or once grad_x is written.
+  constexpr bool kEarly = Format::kBytes == 2;  // measured
   constexpr int kParts = kElements / 4;
-  using Sums = RowSums<kRows, kLayerNorm>;
+  // Whether parts of a warp may have a row, and whether several warps may.
+  constexpr bool kPartial = !kWide || kVectors * kRows <= 2;
+  constexpr bool kShared = !kWide || kVectors * kRows > 2;
+  using Sums = RowSums<kRows, kLayerNorm ? 4 : 2, kPartial, kShared>;
   extern __shared__ __align__(128) char shared[];
   __shared__ typename Sums::Scratch scratch;
-  __shared__ uint64_t full[kNormMaxStages], empty[kNormMaxStages];
+  __shared__ uint64_t full[kNormMaxWarps * kNormMaxStages];
+  __shared__ __align__(16) char pivots[kNormMaxStages][3][16];
 
   const Team team(args.threads_per_row);
   const int lane = threadIdx.x % 32;
-  const int in_warp = lane / team.lanes;
-  const int rows_per_warp = 32 / team.lanes;
+  const int in_warp = kPartial ? lane / team.lanes : 0;
+  const int rows_per_warp = kPartial ? 32 / team.lanes : 1;
   const int teams = blockDim.x / 32 / team.warps;
+  const int place = team.place, places = team.places;
   const int first = team.rank * args.slice;
   const int columns = max(0, min(args.slice, args.columns - first));
   const int chunks = (columns + kElements - 1) / kElements;
-  const int part_bytes = args.slice * Format::kBytes;  // of a row, in a stage
-  const int rows_at_once = teams * rows_per_warp;      // a thread's rows are so far apart
-  const int rows_per_tile = rows_at_once * kRows;      // neighbours: a block's stage is one piece
-  const int place_in_tile = team.index * rows_per_warp + in_warp;
-  const int stream_bytes = part_bytes * rows_per_tile;
-  const int stage_bytes = stream_bytes * args.stream_count;
+  const int rows_at_once = teams * rows_per_warp;  // a thread's rows are so far apart
+  const int rows_per_tile = rows_at_once * kRows;  // neighbours
   const int parts = gridDim.x / team.blocks, part = blockIdx.x / team.blocks;
   // Blocks take tiles in turns: neighbours are read at about the same time, which memory likes.
   const int tiles = ((args.rows + rows_per_tile - 1) / rows_per_tile - part + parts - 1) / parts;
-  const auto row_of = [&](int tile) { return (part + tile * parts) * rows_per_tile; };
+  const auto row_of = [&](int tile) {
+    return (part + tile * parts) * rows_per_tile + team.index * rows_per_warp;
+  };
+  // A team has a ring of its own, whose stages have a row each, or one for each part of a warp.
+  const int pitch = args.slice * Format::kBytes;
+  const int stream_bytes = pitch * rows_per_warp;
+  const int stage_bytes = stream_bytes * args.stream_count;
+  const bool clustered = kShared && team.blocks > 1;
+  const int vectors = (args.columns + kElements - 1) / kElements;
 
-  char* const ring = shared;
+  char* const ring = shared + team.index * args.stages * stage_bytes;
+  uint64_t* const arrived = full + team.index * args.stages;
   float* const weight = reinterpret_cast<float*>(shared + args.weight_offset);
-  const bool leader = threadIdx.x == 0;
+  const bool leader = team.warp == 0 && lane == 0;
   if (leader) {
+    if constexpr (kWide) {
 #pragma unroll 1
-    for (int s = 0; s < args.stages; ++s) {
-      mbarrier_init(&full[s], 1);
-      mbarrier_init(&empty[s], blockDim.x / 32);
+      for (int s = 0; s < args.stages; ++s) mbarrier_init(&arrived[s], 1);
     }
-    if (team.blocks > 1) Sums::start(scratch);
+    if (clustered) Sums::start(scratch);
     mbarrier_init_fence();
   }
-  if (team.blocks > 1) cluster_arrive();
+  if (clustered) cluster_arrive();
 
-  // One thread starts a tile's copies; or, before x may be read, brings it to the L2.
-  const auto fetch = [&](int tile, int stage, bool ahead) {
-    if (!leader || tile >= tiles || columns == 0) return;
-    const int row = row_of(tile);
-    const int rows = min(rows_per_tile, args.rows - row);
+  // One thread starts the copies of the team's row number `unit`; or, before x may be read, brings
+  // it to the L2.
+  const auto fetch = [&](int unit, int stage, bool ahead) {
+    const int tile = unit / kRows;
+    if (tile >= tiles) return;
+    const int row = row_of(tile) + unit % kRows * rows_at_once;
+    const int rows = max(0, min(rows_per_warp, args.rows - row));
     const uint32_t bytes = columns * Format::kBytes;
-    if (!ahead) mbarrier_expect(&full[stage], bytes * rows * args.stream_count);
+    const bool guess = kLayerNorm && clustered && rows > 0;  // of the mean: other blocks' columns
+    if (!ahead) {
+      mbarrier_expect(&arrived[stage], bytes * rows * args.stream_count + (guess ? 48 : 0));
+    }
+    if (bytes * rows > 0) {
 #pragma unroll 1
-    for (int k = 0; k < args.stream_count; ++k) {
-      const char* from = args.streams[k] + int64_t{row} * args.strides[k] + first * Format::kBytes;
-      char* to = ring + stage * stage_bytes + k * stream_bytes;
-      const bool together = args.strides[k] == part_bytes;
-      const int pieces = together ? 1 : rows;
-#pragma unroll 1
-      for (int r = 0; r < pieces; ++r) {
-        const char* piece = from + r * args.strides[k];
+      for (int k = 0; k < args.stream_count; ++k) {
+        const char* from =
+            args.streams[k] + int64_t{row} * args.strides[k] + first * Format::kBytes;
+        char* to = ring + stage * stage_bytes + k * stream_bytes;
+        const bool together = !kPartial || args.strides[k] == pitch;
+        const int pieces = together ? 1 : rows;
         const uint32_t size = together ? bytes * rows : bytes;
-        if (ahead) {
-          bulk_prefetch(piece, size);
-        } else {
-          bulk_load(to + r * part_bytes, piece, size, &full[stage]);
+#pragma unroll 1
+        for (int i = 0; i < pieces; ++i, from += args.strides[k], to += pitch) {
+          if (ahead) {
+            bulk_prefetch(from, size);
+          } else {
+            bulk_load(to, from, size, &arrived[stage]);
+          }
         }
       }
     }
+    if constexpr (kLayerNorm && kShared) {
+      if (!guess || ahead) return;
+#pragma unroll 1
+      for (int i = 0; i < 3; ++i) {
+        const int vector = i == 0 ? 0 : i == 1 ? vectors / 2 : vectors - 1;
+        bulk_load(pivots[stage][i], args.streams[0] + int64_t{row} * args.strides[0] + vector * 16,
+                  16, &arrived[stage]);
+      }
+    }
   };
+  const auto fetch_first = [&](bool ahead) {
+    if constexpr (kWide) {
+      if (!leader) return;
 #pragma unroll 1
-  for (int s = 0; kWide && s < args.stages; ++s) fetch(s, s, true);
+      for (int s = 0; s < args.stages; ++s) fetch(s, s, ahead);
+    }
+  };
+  fetch_first(true);
   grid_dependency_wait();
-#pragma unroll 1
-  for (int s = 0; kWide && s < args.stages; ++s) fetch(s, s, false);
+  fetch_first(false);
 
   // What it cannot copy, the team's threads do, an element at a time; zeros fill the last vector.
   const auto copy = [&](int tile) {
@@ -105,18 +140,22 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
 #pragma unroll 1
     for (int k = 0; k < args.stream_count; ++k) {
 #pragma unroll 1
-      for (int r = 0; r < kRows * rows_per_warp; ++r) {
-        const int place =
-            team.index * rows_per_warp + r % rows_per_warp + r / rows_per_warp * rows_at_once;
-        if (row + place >= args.rows) break;
-        const char* from = args.streams[k] + int64_t{row + place} * args.strides[k];
-        char* to = ring + k * stream_bytes + place * part_bytes;
+      for (int r = 0; r < rows_per_warp; ++r) {
+        if (row + r >= args.rows) break;
+        const char* from = args.streams[k] + int64_t{row + r} * args.strides[k];
+        char* to = ring + k * stream_bytes + r * pitch;
 #pragma unroll 4
         for (int c = team.warp * 32 + lane; c < chunks * kElements; c += team.warps * 32) {
           Chunk<Format, false> one;
           one.clear();
           if (c < columns) one.load_any(from + static_cast<int64_t>(first + c) * args.inner[k]);
           one.store(to + c * Format::kBytes);
+        }
+        if (kLayerNorm && clustered && k == 0 && place < 3) {
+          const int64_t vector = place == 0 ? 0 : place == 1 ? vectors / 2 : vectors - 1;
+          Chunk<Format, false> one;
+          one.load_any(from + vector * kElements * args.inner[0]);
+          one.store(pivots[0][place]);
         }
       }
     }
@@ -132,7 +171,6 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
     one.load_any(args.weight + (first + c) * Format::kBytes);
     return Format::from_bits(one.words[0]);
   };
-  int place = team.place, places = team.places;
   float kept[kKeep ? kVectors : 1][kElements];
   if constexpr (kKeep) {
 #pragma unroll
@@ -143,23 +181,25 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
       }
     }
   } else {
-    const bool packed = args.weight != nullptr && !args.weight_float32;
+    // The quarters or halves of a vector lie apart, so that neighbours read neighbouring banks.
+    constexpr int kAtOnce = 8;
+    const int step = blockDim.x;
 #pragma unroll 1
-    for (int c = threadIdx.x; c < (last + 1) * kElements; c += blockDim.x) {
-      if (packed && kParts > 1) {
-        Chunk<Format, false> one;
-        one.clear();
-        if (c < columns) one.load_any(args.weight + (first + c) * Format::kBytes);
-        one.store(reinterpret_cast<char*>(weight) + c * Format::kBytes);
-      } else {
-        // The quarters or halves of a vector lie apart, so that neighbours read neighbouring banks.
-        weight[(c / 4 % kParts * (last + 1) + c / kElements) * 4 + c % 4] = weight_at(c);
+    for (int c = threadIdx.x; c < (last + 1) * kElements; c += kAtOnce * step) {
+      float some[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) some[i] = weight_at(c + i * step);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int at = c + i * step;
+        if (at >= (last + 1) * kElements) break;
+        weight[(at / 4 % kParts * (last + 1) + at / kElements) * 4 + at % 4] = some[i];
       }
     }
   }
 
   float sum_weight[kVectors][kElements];
-  float sum_bias[kLayerNorm ? kVectors : 1][kElements];
+  float sum_bias[kVectors][kElements];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
@@ -168,124 +208,136 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
       if constexpr (kLayerNorm) sum_bias[v][i] = 0.0f;
     }
   }
-
-  const bool alone = team.entries() == 1;
-  const float warp_columns = alone ? 0.0f : team.warp_columns(kVectors, kElements, columns);
-  if (team.blocks > 1) cluster_wait();
-  if (kLayerNorm && !alone) {
-    Sums::publish(team, scratch, warp_columns);
-    if (team.blocks > 1) {
-      cluster_arrive();
-      cluster_wait();
-    }
-  }
+  if (clustered) cluster_wait();
   __syncthreads();  // barriers and weights are there
 
-  const auto read_weight = [&](float (&w)[kElements], int chunk) {
-    if (kParts > 1 && args.weight != nullptr && !args.weight_float32) {
-      Values packed;
-      packed.load_any(reinterpret_cast<const char*>(weight) + min(chunk, last) * 16);
-      packed.unpack(w);
-      return;
-    }
+  const uint32_t weights = shared_address(weight) + min(place, last) * 16;  // any will do beyond
+  const uint32_t weight_part = (last + 1) * 16;
+  const uint32_t step = places * 16;
+  // Of a thread's vectors so many are in the row: the others' values are zero.
+  const int mine = max(0, (chunks - place + places - 1) / places);
+  const auto read_weight = [&](float (&w)[kElements], int v) {
+    const uint32_t at = weights + v * step;
 #pragma unroll
     for (int p = 0; p < kParts; ++p) {
-      // A vector beyond the row has no gradient: any weight will do.
-      const float4 part =
-          reinterpret_cast<const float4*>(weight)[p * (last + 1) + min(chunk, last)];
-      w[4 * p] = part.x, w[4 * p + 1] = part.y, w[4 * p + 2] = part.z, w[4 * p + 3] = part.w;
+      uint32_t part[4];
+      load_shared(part, at + p * weight_part);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) w[4 * p + i] = __uint_as_float(part[i]);
     }
   };
 
-  int stage = 0;
-  uint32_t phase = 0;  // of the barriers of this tile's stage
-  for (int tile = 0; tile < tiles; ++tile) {
-    const int row = row_of(tile) + place_in_tile;
-    const char* const rows = ring + stage * stage_bytes + place_in_tile * part_bytes;
-    const auto real = [&](int r) { return row + r * rows_at_once < args.rows; };
-    if constexpr (!kWide) {
-      copy(tile);
-    } else {
-      // The stage of the tile before is free again once all warps have read it.
-      if (leader && tile > 0) {
-        const int before = stage == 0 ? args.stages - 1 : stage - 1;
-        mbarrier_wait(&empty[before], stage == 0 ? phase ^ 1 : phase);
-        fetch(tile + args.stages - 1, before, false);
-      }
-      if (columns > 0) mbarrier_wait(&full[stage], phase);
-    }
+  const uint32_t own = shared_address(ring) + in_warp * pitch;
+  // Where three of a row's values are: from the middle one distances are measured.
+  const uint32_t pivot_base = clustered ? shared_address(pivots) : own;
+  const uint32_t pivot_stage = clustered ? sizeof(pivots[0]) : stage_bytes;
+  const uint32_t pivot_middle = clustered ? 16 : chunks / 2 * 16;
+  const uint32_t pivot_last = clustered ? 32 : last * 16;
+  const bool third = args.stream_count == 3;
+  const bool read_once = kHold && !third;
 
-    Values x[kHold ? kRows : 1][kHold ? kVectors : 1],
-        grad[kHold ? kRows : 1][kHold ? kVectors : 1];
-    // Calls visit(r, v, chunk, x, weight, gradient) with a vector's values; `again`: they were read
-    // before.
+  Values x[kHold ? kRows : 1][kHold ? kVectors : 1], grad[kHold ? kRows : 1][kHold ? kVectors : 1];
+  int stage = 0;
+  uint32_t phase = 0;  // of the barriers of this stage
+  const auto advance = [&](int& stage) {
+    if (++stage == args.stages) stage = 0;
+  };
+#pragma unroll 1
+  for (int tile = 0; tile < tiles; ++tile) {
+    const int row = row_of(tile) + in_warp;
+    const auto real = [&](int r) { return row + r * rows_at_once < args.rows; };
+    if constexpr (!kWide) copy(tile);
+    const auto first_stage = [&] {  // of this tile, once all of it is read
+      const int first = stage - kRows;
+      return first < 0 ? first + args.stages : first;
+    };
+    const auto refill = [&] {
+      if constexpr (kWide) {
+        if (leader) {
+          int refilled = first_stage();
+#pragma unroll 1
+          for (int r = 0; r < kRows; ++r) {
+            fetch(tile * kRows + args.stages + r, refilled, false);
+            advance(refilled);
+          }
+        }
+        __syncwarp();
+      }
+    };
+    int live[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) live[r] = real(r) ? mine : 0;
+
+    float sums[kLayerNorm ? 4 : 2][kRows], means[kRows];
+    // Calls visit(r, v, x, weight, gradient, address) with a vector's values.
     const auto visit_all = [&](bool again, auto visit) {
-      asm volatile("" : "+r"(place), "+r"(places));  // offsets are cheaper made again than kept
+      int at_stage = again ? first_stage() : stage;
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
+        uint32_t at = own + at_stage * stage_bytes + place * 16;
+        asm volatile("" : "+r"(at));  // made once, not at each use
+        advance(at_stage);
+        if (!again) {
+          if constexpr (kWide) mbarrier_wait(&arrived[stage], phase);
+          means[r] = 0.0f;
+          if (kLayerNorm && real(r)) {
+            // The middle one of three of the row's values: so little cancels.
+            const uint32_t from = pivot_base + stage * pivot_stage;
+            uint32_t words[3];
+            load_shared(words[0], from);
+            load_shared(words[1], from + pivot_middle);
+            load_shared(words[2], from + pivot_last);
+            const float a = Format::from_bits(words[0]), b = Format::from_bits(words[1]);
+            means[r] = fmaxf(fminf(a, b), fminf(fmaxf(a, b), Format::from_bits(words[2])));
+          }
+          stage = at_stage;
+          if (stage == 0) phase ^= 1;
+        }
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
-          const int chunk = v * places + place;
           Values& vx = x[kHold ? r : 0][kHold ? v : 0];
           Values& vg = grad[kHold ? r : 0][kHold ? v : 0];
-          if (kHold && again) {
+          const uint32_t from = at + v * step;
+          if (!kHold || !again) {
+            if (v < live[r]) {
+              load_shared(vx.words, from);
+              load_shared(vg.words, from + stream_bytes);
+            } else {  // no distance from the guess, no gradient
+              float same[kElements];
+#pragma unroll
+              for (int i = 0; i < kElements; ++i) same[i] = kLayerNorm ? means[r] : 0.0f;
+              vx.pack(same);
+              vg.clear();
+            }
+          } else {
             vx.forget();
             vg.forget();
-          } else if (!kHold) {
-            asm volatile("" ::: "memory");  // one at a time, else registers run out
-          }
-          if (!kHold || !again) {
-            vx.clear();
-            vg.clear();
-            if (chunk < chunks && real(r)) {
-              const char* const from = rows + r * rows_at_once * part_bytes + chunk * 16;
-              vx.load_any(from);
-              vg.load_any(from + stream_bytes);
-            }
           }
           float xs[kElements], gs[kElements];
           vx.unpack(xs);
           vg.unpack(gs);
           if constexpr (kKeep) {
-            visit(r, v, chunk, xs, kept[v], gs);
+            visit(r, v, xs, kept[v], gs, from);
           } else {
             float ws[kElements];
-            read_weight(ws, chunk);
-            visit(r, v, chunk, xs, ws, gs);
+            read_weight(ws, v < mine ? v : 0);
+            visit(r, v, xs, ws, gs, from);
           }
         }
       }
     };
-
-    // Of each row. RMS: the sum of squares of x and that of its products with the weighted
-    // gradient. Layer: the sums of distances from a value near the mean, of weighted gradients, of
-    // squared distances, of products.
-    float sums[kLayerNorm ? 4 : 2][kRows], means[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
 #pragma unroll
       for (int k = 0; k < (kLayerNorm ? 4 : 2); ++k) sums[k][r] = 0.0f;
-      means[r] = 0.0f;
-      if constexpr (kLayerNorm) {
-        // The mean of the warp's first vector: a mean of some of the row, so that little cancels.
-        const int chunk = team.warp * 32;
-        if (chunk < chunks && real(r)) {
-          Values some;
-          some.load_any(rows + r * rows_at_once * part_bytes + chunk * 16);
-          float xs[kElements];
-          some.unpack(xs);
-          float sum = 0.0f;
-#pragma unroll
-          for (int i = 0; i < kElements; ++i) sum += xs[i];
-          const int left = columns - chunk * kElements;
-          means[r] = sum / static_cast<float>(kWide ? kElements : min(left, kElements));
-        }
-      }
     }
-    visit_all(false, [&](int r, int, int chunk, const auto& xs, const auto& ws, const auto& gs) {
+
+    // Of each row. RMS: the sum of squares of x and that of its products with the weighted
+    // gradient. Layer: the sums of distances from a value near the mean, of weighted gradients,
+    // of squared distances, of products.
+    visit_all(false, [&](int r, int v, const auto& xs, const auto& ws, const auto& gs, uint32_t) {
       if constexpr (kLayerNorm) {
-        const int left = columns - chunk * kElements;
-        if (left <= 0) return;
+        const int left = columns - (v * places + place) * kElements;
 #pragma unroll
         for (int i = 0; i < kElements; ++i) {
           const float distance = kWide || i < left ? xs[i] - means[r] : 0.0f;
@@ -303,7 +355,8 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
         }
       }
     });
-    Sums::add(team, scratch, tile, sums, means);
+    Sums::add(team, scratch, tile, sums);  // and all of the team have read the stages
+    if (kEarly && read_once) refill();
     float squares[kRows], dots[kRows], totals[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -319,9 +372,6 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
         totals[r] = 0.0f;
       }
     }
-    __syncwarp();
-    const bool read_all = kHold && args.stream_count == 2;
-    if (kWide && read_all && lane == 0) mbarrier_arrive(&empty[stage]);
 
     // grad_x = rstd * (w g - mean(w g) - n mean(w g n)), n = (x - mean) rstd.
     float rstds[kRows];
@@ -333,127 +383,54 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
       dots[r] *= args.inverse_columns * rstd * rstd * rstd;
       totals[r] *= args.inverse_columns * rstd;
     }
-    char* const out = args.grad_x + int64_t{row} * args.grad_x_stride + first * Format::kBytes;
-    visit_all(true, [&](int r, int v, int chunk, auto& xs, const auto& ws, const auto& gs) {
+    char* const out =
+        args.grad_x + int64_t{row} * args.grad_x_stride + first * Format::kBytes + place * 16;
+    visit_all(true, [&](int r, int v, auto& xs, const auto& ws, const auto& gs, uint32_t from) {
 #pragma unroll
       for (int i = 0; i < kElements; ++i) {
         const float distance = kLayerNorm ? xs[i] - means[r] : xs[i];
         const float scaled = gs[i] * rstds[r];
         sum_weight[v][i] += scaled * distance;
         if constexpr (kLayerNorm) sum_bias[v][i] += gs[i];
-        xs[i] = ws[i] * scaled - (kLayerNorm ? distance * dots[r] + totals[r] : distance * dots[r]);
+        xs[i] =
+            ws[i] * scaled - (kLayerNorm ? distance * dots[r] + totals[r] : distance * dots[r]);
       }
-      if (chunk < chunks && real(r)) {
-        if (args.stream_count == 3) {
-          float more[kElements];
+      if (v < live[r]) {
+        if (third) {
+          float added[kElements];
           Values values;
-          values.load_any(rows + r * rows_at_once * part_bytes + 2 * stream_bytes + chunk * 16);
-          values.unpack(more);
+          load_shared(values.words, from + 2 * stream_bytes);
+          values.unpack(added);
 #pragma unroll
-          for (int i = 0; i < kElements; ++i) xs[i] += more[i];
+          for (int i = 0; i < kElements; ++i) xs[i] += added[i];
         }
-        char* const to = out + r * rows_at_once * args.grad_x_stride + chunk * 16;
+        char* const to = out + r * rows_at_once * args.grad_x_stride + v * step;
         if constexpr (kWide) {
           Values result;
           result.pack(xs);
           result.store(to);
         } else {
+          const int left = columns - (v * places + place) * kElements;
 #pragma unroll
           for (int i = 0; i < kElements; ++i) {
-            if (chunk * kElements + i < columns) {
-              store_element<Format>(to + i * Format::kBytes, xs[i]);
-            }
+            if (i < left) store_element<Format>(to + i * Format::kBytes, xs[i]);
           }
         }
       }
     });
-    if constexpr (!kWide) {
-      team.sync();
-    } else if (!read_all) {
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(&empty[stage]);
-    }
-    if (++stage == args.stages) {
-      stage = 0;
-      phase ^= 1;
-    }
+    if (!kWide || !read_once) team.sync();
+    if (!kEarly || !read_once) refill();
   }
 
   if (args.partial[0] == nullptr && args.partial[1] == nullptr) return;
-  // Sums over the block's teams, in the ring's memory; every team has the same columns.
-#pragma unroll 1
-  for (int offset = team.lanes; offset < 32; offset *= 2) {
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-      for (int i = 0; i < kElements; ++i) {
-        sum_weight[v][i] += __shfl_xor_sync(kFullWarp, sum_weight[v][i], offset);
-        if constexpr (kLayerNorm) {
-          sum_bias[v][i] += __shfl_xor_sync(kFullWarp, sum_bias[v][i], offset);
-        }
-      }
-    }
-  }
 #pragma unroll
   for (int kind = 0; kind < kKinds; ++kind) {
     if (args.partial[kind] == nullptr) continue;
-    float* const sums = reinterpret_cast<float*>(shared);
-    __syncthreads();
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const int chunk = v * places + place;
-      if (chunk >= chunks || in_warp > 0) continue;
-      float4* to = reinterpret_cast<float4*>(sums + team.index * args.slice + chunk * kElements);
-#pragma unroll
-      for (int p = 0; p < kElements / 4; ++p) {
-        const auto& from = kind == 0 ? sum_weight[v] : sum_bias[kLayerNorm ? v : 0];
-        to[p] = make_float4(from[4 * p], from[4 * p + 1], from[4 * p + 2], from[4 * p + 3]);
-      }
-    }
-    __syncthreads();
-    float* const out = args.partial[kind] + static_cast<int64_t>(part) * args.columns + first;
-#pragma unroll 1
-    for (int c = threadIdx.x; c < columns; c += blockDim.x) {
-      float sum = 0.0f;
-      for (int t = 0; t < teams; ++t) sum += sums[t * args.slice + c];
-      out[c] = sum;
-    }
+    leave_sums<kWide>(kind == 0 ? sum_weight : sum_bias, team, kPartial ? team.lanes : 32,
+                      reinterpret_cast<float*>(shared), args.slice, columns,
+                      args.partial[kind] + static_cast<int64_t>(part) * args.columns + first);
   }
   grid_dependency_launch();
-}
-
-// Adds up the blocks' sums: a warp's lanes take neighbouring columns, its warps every eighth part.
-template <typename Format>
-__global__ void __launch_bounds__(kNormReduceThreads)
-    norm_reduce(const __grid_constant__ NormReduceArgs args) {
-  constexpr int kWarps = kNormReduceThreads / 32;
-  __shared__ float sums[kWarps][32];
-  const int kind = blockIdx.y;
-  const int column = blockIdx.x * 32 + threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
-  grid_dependency_wait();
-  grid_dependency_launch();
-  if (args.out[kind] == nullptr) return;
-  float sum = 0.0f;
-  if (column < args.columns) {
-    const float* from = args.partial[kind] + column;
-#pragma unroll 8
-    for (int part = warp; part < args.parts; part += kWarps) {
-      sum += from[static_cast<int64_t>(part) * args.columns];
-    }
-  }
-  sums[warp][threadIdx.x % 32] = sum;
-  __syncthreads();
-  if (warp != 0 || column >= args.columns) return;
-#pragma unroll
-  for (int w = 1; w < kWarps; ++w) sum += sums[w][threadIdx.x];
-  if (args.float32[kind]) {
-    reinterpret_cast<float*>(args.out[kind])[column] = sum;
-  } else {
-    Chunk<Format, false> one;
-    one.words[0] = Format::to_bits(sum);
-    one.store(args.out[kind] + column * Format::kBytes);
-  }
 }
 
 }  // namespace tiercel

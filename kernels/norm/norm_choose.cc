@@ -15,10 +15,10 @@ int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 // Threads that share a row of so many vectors in a block, `per_thread` each: part of a warp, a
 // power of two, or whole warps.
-int threads_for(int64_t vectors, int per_thread) {
+int threads_for(int64_t vectors, int per_thread, int fewest = 8) {
   const int64_t threads = ceil_div(vectors, per_thread);
   if (threads > 32) return static_cast<int>(round_up(threads, 32));
-  int lanes = 8;
+  int lanes = fewest;
   while (lanes < threads) lanes *= 2;
   return lanes;
 }
@@ -85,6 +85,8 @@ struct BackwardShape {
   int vectors;  // a thread, of a row
   int rows;     // a thread, at once
   int cluster;
+  int threads;  // a block, about
+  int stages;   // a team's, of a row each
 };
 
 const NormBackwardKernel* backward_kernel(const NormProblem& problem, const BackwardShape& shape) {
@@ -97,41 +99,39 @@ const NormBackwardKernel* backward_kernel(const NormProblem& problem, const Back
   });
 }
 
-// This and the next two: measured on an H200. The cluster is the smallest that holds a row.
+// Measured on an H200. The cluster is the smallest that holds a row. Few bytes on their way are
+// better than many, as long as there are enough: 64 to 128 KB in all stages.
 BackwardShape backward_shape(const NormProblem& problem, int64_t vectors) {
-  const bool narrow_element = dtype_bytes(problem.dtype) == 2;
-  const auto clustered = [&](int per_thread, int rows) {
-    const int threads = problem.wide ? kNormMaxThreads : kNormNarrowThreads;
-    BackwardShape shape = {per_thread, rows, 1};
-    while (ceil_div(vectors, shape.cluster) > int64_t{per_thread} * threads) shape.cluster *= 2;
+  const auto clustered = [&](BackwardShape shape) {
+    while (ceil_div(vectors, shape.cluster) > int64_t{shape.vectors} * shape.threads) {
+      shape.cluster *= 2;
+    }
     return shape;
   };
-  if (!problem.wide) return clustered(narrow_element ? 8 : 16, 1);
-  if (vectors <= 8) return clustered(1, 2);
-  if (vectors <= 32) return clustered(2, 1);
-  if (narrow_element && (vectors <= 64 || (vectors > 1024 && vectors <= 2048))) {
-    return clustered(2, 2);
-  }
-  const BackwardShape shape = clustered(4, 1);
-  if (shape.cluster > kNormMaxCluster && !narrow_element) return clustered(8, 1);
-  return shape;
-}
-
-// How many threads a block had best have, and how many stages. More rows under way than it takes
-// spread the accesses to memory.
-int threads_of_teams(const NormProblem& problem, int threads_per_row) {
-  if (!problem.wide) return kNormNarrowThreads;
-  if (threads_per_row < 32) return kNormMaxThreads;
+  const bool narrow_element = dtype_bytes(problem.dtype) == 2;
+  if (!problem.wide) return clustered({narrow_element ? 8 : 16, 1, 1, kNormNarrowThreads, 1});
   const bool layer = problem.kind == NormKind::kLayer;
-  if (dtype_bytes(problem.dtype) == 4) {
-    return !layer ? kNormMaxThreads / 2 : threads_per_row == 64 ? 320 : kNormMaxThreads;
+  if (vectors <= (narrow_element ? 32 : 64)) return {2, 1, 1, 384, 3};
+  if (!narrow_element) {
+    if (vectors <= 1024) return {4, 1, 1, 256, 2};
+    if (!layer && vectors <= 4096) return clustered({4, 1, 1, 256, 2});
+    const BackwardShape shape = clustered({4, 1, 1, kNormMaxThreads, 2});
+    if (shape.cluster <= kNormMaxCluster) return shape;
+    return clustered({8, 1, 1, kNormMaxThreads, 2});
   }
-  return !layer && 128 % threads_per_row == 0 ? 384 : kNormMaxThreads;
-}
-
-int64_t stages_of(const NormProblem& problem, int threads_per_row) {
-  if (threads_per_row < 32) return 3;
-  return dtype_bytes(problem.dtype) == 4 && threads_per_row < kNormMaxThreads ? 3 : 2;
+  // A layer norm's block has room for two of the longest rows of two tensors, not of three.
+  if (vectors > 4096 || (layer && vectors > 1056 && problem.streams == 2)) {
+    return clustered({4, 1, 1, kNormMaxThreads, 2});
+  }
+  // Three vectors a thread where that leaves no more of them idle than two.
+  const bool threes = 3 * threads_for(vectors, 3, 32) <= 2 * threads_for(vectors, 2, 32);
+  if (layer) {
+    if (vectors <= 1056 && threes) return {3, 1, 1, vectors > 96 ? kNormMaxThreads : 384, 2};
+    return clustered({2, 2, 1, kNormMaxThreads, 4});
+  }
+  if (vectors <= 1056 && (threes || vectors > 256)) return {3, 1, 1, 384, 2};
+  if (vectors > 1024 && vectors <= 2112) return clustered({3, 1, 1, 384, 3});
+  return clustered({2, 2, 1, vectors > 1024 ? kNormMaxThreads : 384, 4});
 }
 
 }  // namespace
@@ -189,10 +189,12 @@ NormChoice<NormBackwardKernel> choose_norm_backward(const NormProblem& problem) 
   const NormBackwardKernel* const kernel = backward_kernel(problem, shape);
   const bool keeps = norm_backward_keeps(static_cast<int>(element), problem.wide, shape.vectors,
                                          shape.rows, problem.kind);
+  // Of a warp, as the kernels have it.
+  const int fewest = !problem.wide ? 8 : shape.vectors * shape.rows > 2 ? 32 : 4;
   for (; shape.cluster <= kNormMaxCluster; shape.cluster *= 2) {
     const int64_t part = ceil_div(vectors, shape.cluster);
     choice.cluster = shape.cluster;
-    choice.threads_per_row = threads_for(part, shape.vectors);
+    choice.threads_per_row = threads_for(part, shape.vectors, fewest);
     choice.slice = static_cast<int>(part) * elements;
     const int team_threads = std::max(choice.threads_per_row, 32);
     const int rows_per_team = team_threads / choice.threads_per_row * shape.rows;
@@ -201,20 +203,19 @@ NormChoice<NormBackwardKernel> choose_norm_backward(const NormProblem& problem) 
     const int multiprocessors =
         shape.cluster > 2 ? problem.multiprocessors * 10 / 11 : problem.multiprocessors;
     const int blocks = std::max(1, multiprocessors / shape.cluster);
-    const int64_t most_teams =
-        std::max(1, threads_of_teams(problem, choice.threads_per_row) / team_threads);
+    const int64_t most_teams = std::max(1, shape.threads / team_threads);
     const int64_t teams_of_rows =
         std::max<int64_t>(1, ceil_div(ceil_div(problem.rows, rows_per_team), blocks));
     const int64_t teams = shape.cluster > 1 ? 1 : std::min(most_teams, teams_of_rows);
     choice.block = static_cast<int>(teams) * team_threads;
     const int64_t weight = keeps ? 0 : choice.slice * int64_t{4};
     const int64_t room = kNormMaxDynamicSmem - weight - 128;
-    const int64_t stage = choice.slice * element * rows_per_team * teams * problem.streams;
+    const int64_t stage = choice.slice * element * problem.streams *
+                          (team_threads / choice.threads_per_row) * teams;  // of all teams
     // The ring's memory holds the teams' sums of the weight's gradient at the end.
     const int64_t sums = teams * choice.slice * int64_t{4};
-    if (stage > room || sums > room) continue;
-    const int64_t most_stages = problem.wide ? stages_of(problem, choice.threads_per_row) : 1;
-    choice.stages = static_cast<int>(std::min(room / stage, most_stages));
+    if (stage * shape.rows > room || sums > room) continue;
+    choice.stages = static_cast<int>(std::min<int64_t>(room / stage, shape.stages));
     choice.weight_offset = static_cast<int>(round_up(std::max(choice.stages * stage, sums), 128));
     // More than half of what there is: two blocks on one multiprocessor leave another empty.
     choice.dynamic_smem =

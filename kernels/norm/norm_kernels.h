@@ -19,7 +19,7 @@ inline constexpr int64_t kNormMaxRows = int64_t{1} << 30;
 inline constexpr int kNormShortThreads = 128;
 inline constexpr int kNormLongThreads = 256;
 inline constexpr int kNormMaxStages = 8;
-inline constexpr int kNormReduceThreads = 256;
+inline constexpr int kNormReduceThreads = 512;
 
 // Who has a row: some lanes of a warp, a block or a cluster; or a cluster that holds it in shared
 // memory. The kernels are norm_short, norm_forward and norm_long.
@@ -81,7 +81,7 @@ constexpr bool norm_backward_holds(int element, int vectors, int rows, NormKind 
 }
 constexpr bool norm_backward_keeps(int element, bool wide, int vectors, int rows, NormKind kind) {
   return wide && norm_backward_holds(element, vectors, rows, kind) &&
-         norm_backward_sums(element, vectors, kind) + vectors * (8 * rows + 16 / element) <= 96;
+         norm_backward_sums(element, vectors, kind) + vectors * (8 * rows + 16 / element) < 96;
 }
 
 // All strides and offsets are in bytes.
@@ -122,8 +122,8 @@ struct NormBackwardArgs {
   int columns;
   int slice;            // columns a block, a multiple of 16 bytes
   int threads_per_row;  // of a block
-  int stages;
-  int weight_offset;  // in shared memory
+  int stages;           // a team's
+  int weight_offset;    // in shared memory
   float inverse_columns;
   float eps;
   bool weight_float32;
@@ -168,7 +168,7 @@ const NormBackwardKernel* norm_backward_kernels(int* count);
 const NormReduceKernel* norm_reduce_kernels(int* count);
 
 // What a block may have on Hopper, less the kernels' own static share.
-inline constexpr int kNormMaxDynamicSmem = 232448 - 11520;
+inline constexpr int kNormMaxDynamicSmem = 232448 - 10240;
 
 }  // namespace tiercel
 

@@ -30,18 +30,17 @@ __device__ __forceinline__ float lanes_scatter(float (&values)[kValues], int lan
   return values[0];
 }
 
-// A row's sums: kRms of squares and of products; kLayer four, about a value near the mean.
-template <int kRows, bool kLayer>
+// kKinds sums of each of kRows rows. kPartial: parts of a warp may have a row; kShared: several
+// warps may, and the blocks of a cluster.
+template <int kRows, int kKinds, bool kPartial, bool kShared>
 struct RowSums {
-  static constexpr int kValues = (kLayer ? 4 : 2) * kRows;
-  static constexpr int kEntry = kLayer ? 5 * kRows : kValues;
-  static_assert(kValues <= 8, "the fewest lanes of a row");
+  static constexpr int kValues = kKinds * kRows;
+  static_assert(kValues <= (kPartial ? kShared ? 8 : 4 : 32), "the fewest lanes of a row");
 
   // What warps leave for the others, twice: sums are read while the next ones are written.
   struct Scratch {
-    float sums[2][kNormMaxCluster * kNormMaxWarps][kEntry];
-    float counts[kNormMaxCluster * kNormMaxWarps];  // of columns
-    uint64_t arrived[2];                            // mbarriers: all of a cluster's sums are there
+    float sums[2][kNormMaxCluster * kNormMaxWarps][kValues];
+    uint64_t arrived[2];  // mbarriers: all of a cluster's sums are there
   };
 
   // One thread, before the cluster's first barrier.
@@ -50,91 +49,44 @@ struct RowSums {
     mbarrier_init(&scratch.arrived[1], 1);
   }
 
-  // Each row's two sums (or four: distances, weighted gradients, squares, products) over all that
-  // share it, in `sums[kind][row]`; every thread gets them, the same bits. `about`: from where the
-  // warp measured distances; those of the result are from about[], which it sets.
+  // Each row's sums over all that share it, in `sums[kind][row]`; every thread gets them, the same
+  // bits.
   static __device__ __forceinline__ void add(const Team& team, Scratch& scratch, int tile,
-                                             float (&sums)[kLayer ? 4 : 2][kRows],
-                                             float (&about)[kRows]) {
-    constexpr int kKinds = kLayer ? 4 : 2;
+                                             float (&sums)[kKinds][kRows]) {
     float values[kValues];
 #pragma unroll
     for (int k = 0; k < kKinds; ++k) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) values[k * kRows + r] = sums[k][r];
     }
-    float held = lanes_scatter(values, team.lanes);
-    if (team.entries() > 1) {
+    float held = lanes_scatter(values, kPartial ? team.lanes : 32);
+    if (kShared && team.entries() > 1) {
       const int lane = threadIdx.x % 32, parity = tile & 1;
       auto& mine = scratch.sums[parity][team.entry()];
       uint64_t* const arrived = &scratch.arrived[parity];
       if (team.blocks > 1 && threadIdx.x == 0) {
-        mbarrier_expect(arrived, team.entries() * kEntry * sizeof(float));
+        mbarrier_expect(arrived, team.entries() * kValues * sizeof(float));
       }
       write(team, mine[lane % kValues], arrived, lane / kValues, 32 / kValues, held);
-      if constexpr (kLayer) {
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-          float own = about[r];
-          asm("" : "+f"(own));  // else the compiler indexes about[] by the lane, in local memory
-          if (lane % kRows != r) continue;
-          write(team, mine[kValues + r], arrived, lane / kRows, 32 / kRows, own);
-        }
-      }
       if (team.blocks == 1) {
         team.sync();
       } else {
         mbarrier_wait_cluster(arrived, tile >> 1 & 1);
       }
       const auto* const entries = scratch.sums[parity] + team.first_entry();
-      if constexpr (!kLayer) {
-        held = 0.0f;
+      held = 0.0f;
 #pragma unroll 1
-        for (int i = lane / kValues; i < team.entries(); i += 32 / kValues) {
-          held += entries[i][lane % kValues];
-        }
-        held = over_copies<kValues>(held);
-      } else {
-        const int row = lane % kRows;
-        const float* const counts = scratch.counts + team.first_entry();
-        const float from = entries[0][kValues + row];
-        float distances = 0.0f, weighted = 0.0f, squares = 0.0f, products = 0.0f;
-#pragma unroll 1
-        for (int i = lane / kRows; i < team.entries(); i += 32 / kRows) {
-          const float shift = entries[i][kValues + row] - from, count = counts[i];
-          const float a = entries[i][row], b = entries[i][kRows + row];
-          distances += fmaf(count, shift, a);
-          weighted += b;
-          squares += entries[i][2 * kRows + row] + shift * fmaf(count, shift, 2.0f * a);
-          products += fmaf(shift, b, entries[i][3 * kRows + row]);
-        }
-        const float found[4] = {over_copies<kRows>(distances), over_copies<kRows>(weighted),
-                                over_copies<kRows>(squares), over_copies<kRows>(products)};
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-          about[r] = __shfl_sync(kFullWarp, from, r);
-#pragma unroll
-          for (int k = 0; k < 4; ++k) sums[k][r] = __shfl_sync(kFullWarp, found[k], r);
-        }
-        return;
+      for (int i = lane / kValues; i < team.entries(); i += 32 / kValues) {
+        held += entries[i][lane % kValues];
       }
+      held = over_copies<kValues>(held);
     }
 #pragma unroll
     for (int k = 0; k < kKinds; ++k) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        sums[k][r] = __shfl_sync(kFullWarp, held, k * kRows + r, team.lanes);
+        sums[k][r] = __shfl_sync(kFullWarp, held, k * kRows + r, kPartial ? team.lanes : 32);
       }
-    }
-  }
-
-  // Tells the others how many columns this warp has, once, before the cluster's first barrier ends.
-  static __device__ __forceinline__ void publish(const Team& team, Scratch& scratch, float count) {
-    const int lane = threadIdx.x % 32;
-    if (team.blocks == 1) {
-      if (lane == 0) scratch.counts[team.entry()] = count;
-    } else if (lane < static_cast<int>(team.blocks)) {
-      store_remote(&scratch.counts[team.entry()], lane, count);
     }
   }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who works on a row: a team of 8 to 512 threads, or a cluster of blocks; and how they add up.
+// Who works on a row: a team of 4 to 512 threads, or a cluster of blocks; and how they add up.
 #ifndef KERNELS_NORM_TEAMS_CUH_
 #define KERNELS_NORM_TEAMS_CUH_
 
@@ -125,17 +125,6 @@ struct Team {
     } else {
       asm volatile("bar.sync %0, %1;" ::"r"(index + 1), "r"(warps * 32) : "memory");
     }
-  }
-
-  // How many of `columns`, those of this block, this thread's warp has, a row of whole warps; in
-  // vectors of `elements`.
-  __device__ __forceinline__ float warp_columns(int vectors, int elements, int columns) const {
-    int count = 0;
-    for (int v = 0; v < vectors; ++v) {
-      const int begin = (v * places + warp * 32) * elements;
-      count += max(0, min(columns - begin, 32 * elements));
-    }
-    return static_cast<float>(count);
   }
 
   // Warps that share a row.
