@@ -88,7 +88,7 @@ class MoeGrouped(MoeBlockScales):
         self,
         tma_w: cute.CopyAtom,
         x: cute.Pointer,
-        sorted_ids: cute.Pointer,
+        sorted_ids: cute.Pointer,  # null where blocks of threads route ids themselves
         expert_ids: cute.Pointer,
         used: cute.Pointer,
         weights: cute.Pointer,  # of elements, or null
@@ -135,13 +135,24 @@ class MoeGrouped(MoeBlockScales):
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         first = cute.arch.block_idx()[0] // self.cluster
         grid = cute.arch.grid_dim()[0] // self.cluster
+        lists = (sorted_ids, expert_ids)
+        blocks, places = Int32(0), Int32(0)
+        if const_expr(self.routes):
+            lists = (sorted_ids.toint(), expert_ids.toint())
+            if lists[0] == 0:
+                self.prepare_routing(thread, storage, ids, id_words, experts, elements)
+                if early == 0:
+                    cute.arch.griddepcontrol_wait()
+                made = self.route(thread, storage, ids, id_words, experts, elements)
+                lists, places, blocks = made[:2], made[2], made[3]
         if warp_index > 0 or early == 0:
             cute.arch.griddepcontrol_wait()
         if warp_index > 0:
             cute.arch.griddepcontrol_launch_dependents()
-        blocks = used.load() // self.tile_m
+        if places == 0:
+            blocks = used.load() // self.tile_m
         tiles = cute.ceil_div(blocks, self.cluster) * columns
-        routing = (sorted_ids, expert_ids, blocks, k_tiles)
+        routing = (*lists, blocks, k_tiles, places)
         place = (rank, first, grid, tiles, columns)
 
         if warpgroup_index == 0:
@@ -189,25 +200,27 @@ class MoeGrouped(MoeBlockScales):
         out,
     ):
         """A warpgroup: its rows of its tiles, from the ring to the result."""
-        _, _, blocks, k_tiles = routing
+        _, _, blocks, k_tiles, _ = routing
         rank, first, grid, tiles, columns = place
         w_scale, w_scale_expert, w_scale_step, second = of_weights
         lane = thread % 32
-        mma = self.mma(self.dtype, self.sharing, self.tile_n)
+        wide = self.half if const_expr(self.block_scaled) else self.tile_n
+        mma = self.mma(self.dtype, self.sharing, wide)
         part = mma.get_slice(0 if const_expr(self.pingpong) else consumer * WARPGROUP)
         x_layout = self.smem_layout(self.dtype, self.tile_m, self.stages)
-        w_layout = self.smem_layout(self.dtype, self.tile_n, self.stages)
+        w_layout = self.smem_layout(self.dtype, wide, self.stages * (self.tile_n // wide))
         sx = storage.x.get_tensor(x_layout.outer, swizzle=x_layout.inner)
         sw = storage.w.get_tensor(w_layout.outer, swizzle=w_layout.inner)
         rx = mma.make_fragment_A(part.partition_A(sx))
         rw = mma.make_fragment_B(part.partition_B(sw))
-        acc = cute.make_rmem_tensor(mma.partition_shape_C((self.tile_m, self.tile_n)), Float32)
+        acc = cute.make_rmem_tensor(mma.partition_shape_C((self.tile_m, wide)), Float32)
         mma.set(warpgroup.Field.ACCUMULATE, True)
-        start, sums = mma, acc
+        mmas, accs, sums = mma, acc, acc
         if const_expr(self.block_scaled):
-            start = self.mma(self.dtype, self.sharing, self.tile_n)
+            start = self.mma(self.dtype, self.sharing, wide)
             start.set(warpgroup.Field.ACCUMULATE, False)
-            sums = cute.make_rmem_tensor(acc.shape, Float32)
+            mmas, accs = (start, mma), (acc, cute.make_rmem_tensor(acc.shape, Float32))
+            sums = cute.make_rmem_tensor(2 * cute.size(acc), Float32)
 
         index, phase = Int32(0), Int32(0)
         mine, every = first, grid
@@ -222,12 +235,12 @@ class MoeGrouped(MoeBlockScales):
         facts, ahead = self.facts(), self.facts()
         scales = cute.make_rmem_tensor(self.wg_rows // 32, Float32)  # of this lane's rows of sums
         if mine < tiles:
-            self.look_up(ahead, routing, place, mine, thread, consumer)
+            self.look_up(ahead, routing, place, mine, thread, consumer, elements)
         for number in cutlass.range(mine, tiles, every, unroll=1):
             for i in cutlass.range_constexpr(cute.size(facts)):
                 facts[i] = ahead[i]
             following = cutlass.min(number + every, tiles - 1)
-            self.look_up(ahead, routing, place, following, thread, consumer)
+            self.look_up(ahead, routing, place, following, thread, consumer, elements)
             block = number // columns * self.cluster + rank
             column = number % columns
             expert, multiplies = facts[0], facts[0] >= 0
@@ -255,7 +268,7 @@ class MoeGrouped(MoeBlockScales):
             if multiplies:
                 if const_expr(self.block_scaled):
                     index, phase = self.multiply_blocks(
-                        *(mma, (start, acc, sums, rx, rw), (full, empty, index, phase, steps)),
+                        *(mmas, (accs, sums, rx, rw), (full, empty, index, phase, steps)),
                         *(facts, factors, of_weights, (expert, column), elements),
                     )
                 else:
@@ -306,28 +319,29 @@ class MoeGrouped(MoeBlockScales):
         return cute.make_rmem_tensor(2 + self.wg_rows // 32 + self.wg_rows // EPI * 6, Int32)
 
     @cute.jit
-    def look_up(self, facts, routing, place, number, thread, consumer):
-        sorted_ids, expert_ids, blocks, _ = routing
+    def look_up(self, facts, routing, place, number, thread, consumer, elements):
+        _, _, blocks, _, _ = routing
         rank, _, _, _, columns = place
         lane, warp_row = thread % 32, thread % WARPGROUP // 32 * 16
         block = number // columns * self.cluster + rank
         inside = cutlass.min(block, blocks - 1)
-        facts[0] = (expert_ids + inside).load()
+        facts[0] = self.expert_of(routing, inside)
         if const_expr(self.cluster > 1):
-            facts[1] = (expert_ids + cutlass.min(block ^ 1, blocks - 1)).load()
-        my_ids = sorted_ids + inside * self.tile_m
-        if const_expr(not self.pingpong):
-            my_ids = my_ids + consumer * EPI
+            facts[1] = self.expert_of(routing, cutlass.min(block ^ 1, blocks - 1))
+        rows = self.rows_of(routing, inside)
+        mine = 0 if const_expr(self.pingpong) else consumer * EPI
         at = 2
         for i in cutlass.range_constexpr(self.wg_rows // 32):
-            facts[at + i] = (my_ids + (lane + i * 32)).load()
+            facts[at + i] = self.element_of(routing, rows, mine + lane + i * 32, elements)
         at += self.wg_rows // 32
         for half in cutlass.range_constexpr(self.wg_rows // EPI):
-            row = half * EPI + warp_row
+            row = mine + half * EPI + warp_row
             for i in cutlass.range_constexpr(4):
-                facts[at + half * 6 + i] = (my_ids + (row + lane // 8 + i * 4)).load()
+                of_row = row + lane // 8 + i * 4
+                facts[at + half * 6 + i] = self.element_of(routing, rows, of_row, elements)
             for i in cutlass.range_constexpr(2):
-                facts[at + half * 6 + 4 + i] = (my_ids + (row + lane // 4 + i * 8)).load()
+                of_row = row + lane // 4 + i * 8
+                facts[at + half * 6 + 4 + i] = self.element_of(routing, rows, of_row, elements)
 
     @cute.jit
     def scales_of_rows(self, scales, facts, factors, elements):

@@ -4,13 +4,16 @@
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 from moe_activations_cute import ACTIVATIONS
 
 ROW = 128  # bytes of a row in shared memory: one swizzle
 EPI = 64  # rows and columns of a piece of the result on its way out
 WARPGROUP = 128
+# What blocks of threads route by themselves (moe_routing_cute.py): as moe_mlp.h says.
+ROUTED_IDS, ROUTED_EXPERTS = 1024, 512
+ROUTED_BLOCKS = ROUTED_EXPERTS + ROUTED_IDS // 64
 
 
 class MoeLayouts:
@@ -33,7 +36,9 @@ class MoeLayouts:
         self.half = tile_n // 2
         self.width = self.half if self.up else tile_n  # columns of the result
         self.chunk = min(self.width, EPI)  # columns of them on their way out
-        self.pieces = min(2, self.width // self.chunk)
+        self.routes = pingpong
+        # Shared memory that the lists of rows take in the other case.
+        self.pieces = 1 if pingpong else min(2, self.width // self.chunk)
         self.pingpong = pingpong
         self.cluster = cluster
         self.stages = stages
@@ -71,38 +76,18 @@ class MoeLayouts:
             w: tiles(self.dtype, self.stages * self.tile_n)
             y: tiles(self.out_dtype, self.consumers * self.pieces * EPI)
             barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages]
+            routing: cute.struct.MemRange[Int32, self.routing_words()]
 
         return Storage
+
+    def routing_words(self):
+        return ROUTED_IDS + 2 * ROUTED_BLOCKS + 1 if self.routes else 1
 
     def smem_bytes(self):
         """What the storage takes, as the launch asks for it."""
         ring = self.stages * ((self.tile_m + self.tile_n) * ROW + 16)
-        return (ring + self.consumers * self.pieces * EPI * ROW + 1023) // 1024 * 1024
-
-    @cute.jit
-    def experts_of(self, expert_ids, block, blocks):
-        """A block's expert, and whether it is that of the other block in the cluster. A block
-        without one takes part in the other's steps."""
-        expert, shared = Int32(-1), False
-        if const_expr(self.cluster == 1):
-            expert = (expert_ids + block).load()
-        else:
-            other = Int32(-1)
-            if block < blocks:
-                expert = (expert_ids + block).load()
-            if (block ^ 1) < blocks:
-                other = (expert_ids + (block ^ 1)).load()
-            if expert < 0:
-                expert = other
-            shared = (expert == other) | (other < 0)
-        return expert, shared
-
-    @cute.jit
-    def steps_of(self, routing, block):
-        """Of a tile; experts that are elsewhere take none."""
-        _, expert_ids, blocks, k_tiles = routing
-        expert, _ = self.experts_of(expert_ids, block, blocks)
-        return k_tiles if expert >= 0 else Int32(0)
+        rest = self.consumers * self.pieces * EPI * ROW + 4 * self.routing_words()
+        return (ring + rest + 1023) // 1024 * 1024
 
     @cute.jit
     def next(self, index, phase):

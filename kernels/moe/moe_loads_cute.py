@@ -5,17 +5,18 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
-from moe_layouts_cute import ROW, MoeLayouts, coordinates
+from moe_layouts_cute import ROW, coordinates
+from moe_routing_cute import MoeRouting
 
 GATHERERS = 64  # threads
 COPIES = GATHERERS // 8  # rows that they copy at a time, 16 bytes of a row each
 
 
-class MoeLoads(MoeLayouts):
+class MoeLoads(MoeRouting):
     @cute.jit
     def load_weights(self, tma_w, storage, full, empty, routing, place, sizes, second):
         """One warp: both halves of each step's tile of weights."""
-        _, expert_ids, blocks, k_tiles = routing
+        _, _, _, k_tiles, _ = routing
         rank, first, grid, tiles, columns = place
         layout = self.smem_layout(self.dtype, self.half, 2 * self.stages)
         sw = storage.w.get_tensor(layout.outer, swizzle=layout.inner)
@@ -28,7 +29,7 @@ class MoeLoads(MoeLayouts):
         for number in cutlass.range(first, tiles, grid, unroll=1):
             block = number // columns * self.cluster + rank
             column = number % columns * step_columns
-            expert, shared = self.experts_of(expert_ids, block, blocks)
+            expert, shared = self.experts_of(routing, block)
             steps = k_tiles if expert >= 0 else 0
             for step in cutlass.range(steps, unroll=1):
                 barrier = full + index
@@ -57,7 +58,7 @@ class MoeLoads(MoeLayouts):
     @cute.jit
     def gather_rows(self, thread, x, x_pieces, storage, full, empty, routing, place, limits):
         """Each thread a 16-byte piece of its rows: row, row + COPIES, ..."""
-        sorted_ids, _, blocks, _ = routing
+        _, _, blocks, _, _ = routing
         rank, first, grid, tiles, columns = place
         elements, divide, pieces = limits
         row, piece = thread // 8, thread % 8
@@ -67,10 +68,11 @@ class MoeLoads(MoeLayouts):
         for number in cutlass.range(first, tiles, grid, unroll=1):
             block = number // columns * self.cluster + rank
             steps = self.steps_of(routing, block)
+            rows = self.rows_of(routing, block)
             for i in cutlass.range_constexpr(self.tile_m // COPIES):
                 element = elements
                 if const_expr(self.cluster == 1) or block < blocks:
-                    element = (sorted_ids + (block * self.tile_m + row + i * COPIES)).load()
+                    element = self.element_of(routing, rows, row + i * COPIES, elements)
                 sources[i] = Int32(-1)
                 if element < elements:
                     sources[i] = element // divide * x_pieces + piece

@@ -53,10 +53,35 @@ struct Call {
   }
 };
 
+// Where the kernels route: what they can take.
+Status check_ids_to_route(const char* op, int64_t elements, int64_t experts,
+                          const MoeRouting& routing, const MoeIds& ids) {
+  if (ids.ids == nullptr || ids.experts != experts) {
+    return Status::InvalidArgument(std::string(op) +
+                                   ": `topk_ids` of the experts here are needed without a routing");
+  }
+  if (routing.block_size == 64 && elements <= kMoeRoutedIds && experts <= kMoeRoutedExperts) {
+    return Status();
+  }
+  return Status::Unimplemented(
+      std::string(op) + ": kernels route up to " + std::to_string(kMoeRoutedIds) + " ids to " +
+      std::to_string(kMoeRoutedExperts) + " experts in blocks of 64, got " +
+      std::to_string(elements) + " to " + std::to_string(experts) + " in blocks of " +
+      std::to_string(routing.block_size));
+}
+
 Status check_routing(const char* op, const Argument& x, const MoeRouting& routing) {
-  const Argument sorted{op, "sorted_token_ids", routing.sorted_token_ids};
-  const Argument experts{op, "expert_ids", routing.expert_ids};
-  const Argument used{op, "num_tokens_post_padded", routing.num_tokens_post_padded};
+  for (const TensorView* list :
+       {routing.sorted_token_ids, routing.expert_ids, routing.num_tokens_post_padded}) {
+    if (list == nullptr) {
+      return Status::InvalidArgument(std::string(op) +
+                                     ": `sorted_token_ids`, `expert_ids` and "
+                                     "`num_tokens_post_padded` must be all tensors or all None");
+    }
+  }
+  const Argument sorted{op, "sorted_token_ids", *routing.sorted_token_ids};
+  const Argument experts{op, "expert_ids", *routing.expert_ids};
+  const Argument used{op, "num_tokens_post_padded", *routing.num_tokens_post_padded};
   for (const Argument* argument : {&sorted, &experts, &used}) {
     TIERCEL_RETURN_IF_ERROR(check_rank(*argument, 1));
     TIERCEL_RETURN_IF_ERROR(check_dtype(*argument, {DType::kInt32}));
@@ -71,7 +96,7 @@ Status check_routing(const char* op, const Argument& x, const MoeRouting& routin
                                  ": `block_size` must be 64 or 128 for the kernels, got " +
                                  std::to_string(block));
   }
-  const int64_t slots = routing.sorted_token_ids.shape[0];
+  const int64_t slots = routing.sorted_token_ids->shape[0];
   return check_shape(experts, {ceil_div(slots, block)}, "[slots / block_size]");
 }
 
@@ -93,7 +118,7 @@ const MoeMlpKernel* find(bool up, DType dtype, bool block_scaled, MoeActivation 
 // What suits a problem that nothing was tuned for.
 MoeTile default_tile(bool up, DType dtype, bool block_scaled, int64_t block, bool many) {
   const bool float8 = dtype == DType::kFloat8E4M3;
-  if (block == 64) return {float8 && !block_scaled ? 64 : 128, 1};
+  if (block == 64) return {float8 && !block_scaled && !up ? 64 : 128, 1};
   if (block_scaled) return {128, 1};
   return {256, up && !float8 && many ? 2 : 1};
 }
@@ -175,7 +200,9 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
   }
   TIERCEL_RETURN_IF_ERROR(check_contiguous(out_arg));
   TIERCEL_RETURN_IF_ERROR(check_scales(op, x_arg, w, scales));
-  TIERCEL_RETURN_IF_ERROR(check_routing(op, x_arg, routing));
+  TIERCEL_RETURN_IF_ERROR(routing.by_kernels()
+                              ? check_ids_to_route(op, elements, experts, routing, ids)
+                              : check_routing(op, x_arg, routing));
   if (weights != nullptr) {
     const Argument weights_arg{op, "weights", *weights};
     TIERCEL_RETURN_IF_ERROR(check_dtype(weights_arg, {DType::kFloat32}));
@@ -198,7 +225,10 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
     TIERCEL_RETURN_IF_ERROR(check_cuda(ids_arg));
     TIERCEL_RETURN_IF_ERROR(check_contiguous(ids_arg));
   }
-  const int64_t slots = routing.sorted_token_ids.shape[0];
+  const int64_t block = routing.block_size;
+  const int64_t slots = routing.by_kernels()
+                            ? (std::min(elements, experts) + elements / block) * block
+                            : routing.sorted_token_ids->shape[0];
   if (elements == 0 || rows == 0 || slots == 0) return Status();
   const int piece = scaled ? 16 : 8;  // elements that are copied at a time
   if (k < piece || k % piece != 0 || rows % 8 != 0) {
@@ -216,7 +246,6 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
   TIERCEL_RETURN_IF_ERROR(check_rows(x_arg));
   TIERCEL_RETURN_IF_ERROR(check_rows(w_arg));
   TIERCEL_RETURN_IF_ERROR(check_rows(out_arg));
-  const int64_t block = routing.block_size;
   // On an H200 multicast gained 2 % with 256 tokens an expert, and lost 4 % with 128.
   const bool many = elements >= 192 * experts;
   const MoeTile chosen =
@@ -230,7 +259,7 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
   }
   const int half = kernel->variant.tile_n / 2;
   const int64_t columns = ceil_div(rows, up ? half : 2 * half);
-  call->tiles = ceil_div(slots / routing.block_size, kernel->variant.cluster) * columns;
+  call->tiles = ceil_div(slots / block, kernel->variant.cluster) * columns;
   const int64_t last_x = x.shape[0] * (x.strides[0] / piece);  // the kernel counts in 16 bytes
   const int64_t largest =
       std::max({2 * elements, rows, slots, k, call->tiles, last_x, w.shape[1], x.strides[0]});
@@ -239,9 +268,9 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
                                  shape_text(out.shape, 2) + " from " + shape_text(w.shape, 3));
   }
   call->x = x.data;
-  call->sorted = routing.sorted_token_ids.data;
-  call->experts = routing.expert_ids.data;
-  call->used = routing.num_tokens_post_padded.data;
+  call->sorted = data_of(routing.sorted_token_ids);
+  call->experts = data_of(routing.expert_ids);
+  call->used = data_of(routing.num_tokens_post_padded);
   call->weights = data_of(weights);
   call->ids = data_of(ids.ids);
   call->x_scale = data_of(scales.x);
@@ -258,7 +287,7 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
   call->id_words = ids.ids != nullptr && ids.ids->dtype == DType::kInt64 ? 2 : 1;
   call->bound = static_cast<int32_t>(std::min<int64_t>(ids.experts, INT32_MAX));
   // Where products bind it, the ring's first stages are not worth blocks that wait.
-  call->early = ids.ids != nullptr && routing.block_size == 64;
+  call->early = ids.ids != nullptr && block == 64 && (!up || scaled);
   if (block_scaled) {
     call->x_scale_step = call->w_scale_step = static_cast<int32_t>(scales.w->shape[2]);
     call->w_scale_expert = static_cast<int32_t>(scales.w->shape[1] * scales.w->shape[2]);
@@ -311,9 +340,9 @@ Status moe_mlp_plan(bool up, const TensorView& x, const TensorView& w, const Moe
 }
 
 Status moe_up(const TensorView& x, const TensorView& w, const MoeScales& scales,
-              const MoeRouting& routing, const TensorView& out, MoeActivation activation,
-              const MoeTile& tile, void* stream) {
-  return launch(true, x, w, scales, routing, nullptr, {nullptr, 0}, out, activation, tile, stream);
+              const MoeRouting& routing, const MoeIds& ids, const TensorView& out,
+              MoeActivation activation, const MoeTile& tile, void* stream) {
+  return launch(true, x, w, scales, routing, nullptr, ids, out, activation, tile, stream);
 }
 
 Status moe_down(const TensorView& x, const TensorView& w, const MoeScales& scales,

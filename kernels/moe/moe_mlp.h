@@ -29,18 +29,27 @@ struct MoeTile {
   int cluster = 0;
 };
 
-// What moe_align_block_size made of topk_ids [T, k], all int32 and contiguous.
+// What moe_align_block_size made of topk_ids [T, k], all int32 and contiguous; or three times null,
+// where MoeIds has the ids: then the kernels route them, in blocks of 64.
 struct MoeRouting {
-  const TensorView& sorted_token_ids;
-  const TensorView& expert_ids;
-  const TensorView& num_tokens_post_padded;
+  const TensorView* sorted_token_ids;
+  const TensorView* expert_ids;
+  const TensorView* num_tokens_post_padded;
   int64_t block_size;
+
+  bool by_kernels() const {
+    return sorted_token_ids == nullptr && expert_ids == nullptr &&
+           num_tokens_post_padded == nullptr;
+  }
 };
 
-// Of topk_ids itself, for `down`: with them, rows of ids that are no expert's (not within 0 to
-// `experts` - 1, of all devices) are zeroed, since they are in no block. They also say that the
-// routing was made before the launch before this one, so that this one may read it before that has
-// ended.
+// Up to how many ids, and experts, the kernels route.
+inline constexpr int64_t kMoeRoutedIds = 1024, kMoeRoutedExperts = 512;
+
+// Of topk_ids itself. For `down`: with them, rows of ids that are no expert's (not within 0 to
+// `experts` - 1, of all devices) are zeroed, since they are in no block. For `down`, and for `up`
+// of float8, they also say that the routing, or what it is to be made of, was made before the
+// launch before this one, so that this one may read it before that has ended.
 struct MoeIds {
   const TensorView* ids;  // [T, k] int32 or int64, contiguous; or null
   int64_t experts;
@@ -72,8 +81,8 @@ Status moe_mlp_plan(bool up, const TensorView& x, const TensorView& w, const Moe
 
 // The same for the tensors' device, then the launch on `stream` (a CUstream).
 Status moe_up(const TensorView& x, const TensorView& w, const MoeScales& scales,
-              const MoeRouting& routing, const TensorView& out, MoeActivation activation,
-              const MoeTile& tile, void* stream);
+              const MoeRouting& routing, const MoeIds& ids, const TensorView& out,
+              MoeActivation activation, const MoeTile& tile, void* stream);
 Status moe_down(const TensorView& x, const TensorView& w, const MoeScales& scales,
                 const MoeRouting& routing, const TensorView* weights, const MoeIds& ids,
                 const TensorView& out, const MoeTile& tile, void* stream);

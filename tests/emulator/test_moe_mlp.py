@@ -18,6 +18,7 @@ ACTIVATIONS = (
     lambda a, b: functional.gelu(a) * (b + 1),
 )
 REST = (None, 0, None, None)  # topk_ids, experts, scales
+UNROUTED = (None, None, None)
 NAMES = ("silu", "gelu", "relu", "gelu_residual")
 
 
@@ -44,15 +45,33 @@ def assert_rounded(got, due):
 
 
 def check_halves(
-    tokens, experts, k, hidden, inner, block, activation=0, dtype=torch.bfloat16, tile=None
+    tokens,
+    experts,
+    k,
+    hidden,
+    inner,
+    block,
+    activation=0,
+    dtype=torch.bfloat16,
+    tile=None,
+    change=None,
 ):
+    """`change`: of ids, which the kernels then route themselves."""
     x, w_up, w_down, weights, ids = data(tokens, experts, k, hidden, inner, dtype)
-    routing = ref.moe_align_block_size(ids, block, experts)
+    routing, rest = UNROUTED, REST
+    if change is None:
+        routing = ref.moe_align_block_size(ids, block, experts)
+    else:
+        ids = change(ids)
+        rest = (ids, experts, None, None)
     middle = torch.full((ids.numel(), inner), torch.nan, dtype=dtype)
     out = torch.full((ids.numel(), hidden), torch.nan, dtype=dtype)
-    kernels.moe_up(x, w_up, *routing, None, middle, block, activation, *REST, tile)
-    kernels.moe_down(middle, w_down, *routing, weights.flatten(), out, block, 0, *REST, tile)
+    kernels.moe_up(x, w_up, *routing, None, middle, block, activation, *rest, tile)
+    kernels.moe_down(middle, w_down, *routing, weights.flatten(), out, block, 0, *rest, tile)
     for element, expert in enumerate(ids.flatten().tolist()):
+        if not 0 <= expert < experts:
+            assert not out[element].any()
+            continue
         sums = w_up[expert].double() @ x[element // k].double()
         assert_rounded(middle[element], ACTIVATIONS[activation](*sums.chunk(2)))
         due = w_down[expert].double() @ middle[element].double()
@@ -67,6 +86,44 @@ TILES += [(128, None)]  # multicast in `up`
 @pytest.mark.parametrize(("block", "tile"), TILES)
 def test_halves(block, tile, dtype):
     check_halves(150, 3, 2, 328, 360, block, dtype=dtype, tile=tile)
+
+
+def strays(ids):
+    wide = ids.long()
+    wide[0, 0], wide[-1, -1], wide[1, 1] = -1, 2**32 + 1, 4
+    return wide
+
+
+CHANGES = [lambda ids: ids, lambda ids: ids * 0 + 1, strays]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("tokens", [3, 150, 512])
+@pytest.mark.parametrize("tile", moe.tiles(64, "down", "bfloat16"))
+def test_ids_that_the_kernels_route(tile, tokens, change):
+    check_halves(tokens, 4, 2, 136, 72, 64, tile=tile, change=change)
+
+
+@pytest.mark.parametrize("experts", [1, 33, 200, 512])
+def test_experts_that_the_kernels_route_to(experts):
+    check_halves(16, experts, min(experts, 4), 136, 72, 64, change=lambda ids: ids)
+
+
+@pytest.mark.parametrize(
+    ("experts", "shape", "block"), [(4, (513, 2), 64), (4, (8, 2), 128), (513, (8, 2), 64)]
+)
+def test_ids_that_the_kernels_do_not_route(experts, shape, block):
+    ids = torch.zeros(shape, dtype=torch.int32)
+    x, w = torch.zeros(shape[0], 8).bfloat16(), torch.zeros(experts, 16, 8).bfloat16()
+    out = torch.empty(ids.numel(), 8, dtype=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="kernels route up to 1024 ids to 512 experts"):
+        kernels.moe_up(x, w, *UNROUTED, None, out, block, 0, ids, experts, None, None)
+    for given, known in ((None, experts), (ids, experts + 1)):
+        with pytest.raises(ValueError, match="`topk_ids` of the experts here"):
+            kernels.moe_up(x, w, *UNROUTED, None, out, block, 0, given, known, None, None)
+    used = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="all tensors or all None"):
+        kernels.moe_up(x, w, None, None, used, None, out, block, 0, None, 0, None, None)
 
 
 @pytest.mark.parametrize("block", [64, 128])
@@ -105,7 +162,8 @@ def test_float8(tokens, block, tile, per_channel):
         up_scale, down_scale = up_scale[:, :1].contiguous(), down_scale[:, :1].contiguous()
     middle = torch.full((ids.numel(), 144), torch.nan, dtype=torch.bfloat16)
     out = torch.full((ids.numel(), 208), torch.nan, dtype=torch.bfloat16)
-    kernels.moe_up(x, w_up, *routing, None, middle, block, 0, None, 0, x_scale, up_scale, tile)
+    of_up = tile if tile in moe.tiles(block, "up", "float8_e4m3fn") else None
+    kernels.moe_up(x, w_up, *routing, None, middle, block, 0, None, 0, x_scale, up_scale, of_up)
     q, q_scale = float8(middle.float(), 1)
     factors = (weights.flatten(), out, block, 0, None, 0, q_scale, down_scale, tile)
     kernels.moe_down(q, w_down, *routing, *factors)
@@ -126,7 +184,7 @@ def blocks(w):
     return w.to(torch.float8_e4m3fn), scale, wide
 
 
-BLOCK_TILES = [(64, (128, 1)), (64, (64, 1)), (128, (128, 1))]
+BLOCK_TILES = [(64, (128, 1)), (128, (128, 1))]
 
 
 @pytest.mark.parametrize("tokens", [1, 70])
@@ -214,6 +272,8 @@ def test_float8_whole(tokens):
 def test_no_order_of_copies_and_warps_matters(lazy, seed, block, tile):
     with options(lazy=lazy, seed=seed):
         check_halves(20 if block == 64 else 300, 3, 2, 264, 200, block, tile=tile)
+        if block == 64:
+            check_halves(90, 3, 2, 264, 200, block, tile=tile, change=strays)
 
 
 @pytest.mark.parametrize(

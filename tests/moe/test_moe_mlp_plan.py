@@ -39,7 +39,7 @@ def up(make, tokens=T, experts=E, k=K, hidden=H, inner=I, block=64, dtype="bfloa
         "block_size": block,
         "activation": 0,
         "topk_ids": None,
-        "experts": 0,
+        "experts": experts if "topk_ids" in changes else 0,
         "x_scale": None,
         "w_scale": None,
     } | changes
@@ -57,7 +57,7 @@ def down(make, tokens=T, experts=E, k=K, hidden=H, inner=I, block=64, dtype="bfl
         "block_size": block,
         "activation": 0,
         "topk_ids": None,
-        "experts": 0,
+        "experts": experts if "topk_ids" in changes else 0,
         "x_scale": None,
         "w_scale": None,
     } | changes
@@ -143,6 +143,23 @@ def test_bad_scales_are_named(make, sizes, error, text):
 def test_scales_without_float8(make):
     with pytest.raises(ValueError, match="`x_scale` and `w_scale` are of float8 `x` alone"):
         down(make, x_scale=make(T * K), w_scale=make(E, H))
+
+
+UNROUTED = dict.fromkeys(("sorted_token_ids", "expert_ids", "num_tokens_post_padded"))
+
+
+def test_ids_that_the_kernels_route(make):
+    ids = {"topk_ids": make(T, K, dtype="int64")}
+    assert up(make, **UNROUTED, **ids)["tiles"] == E * 5  # a block each expert, of 64 columns
+    assert down(make, **UNROUTED, **ids)["tiles"] == E * 3
+    with pytest.raises(ValueError, match="`topk_ids` of the experts here are needed without"):
+        up(make, **UNROUTED)
+    with pytest.raises(ValueError, match="must be all tensors or all None"):
+        up(make, expert_ids=None, **ids)
+    for tokens, block in ((T, 128), (513, 64)):
+        ids["topk_ids"] = make(tokens, K, dtype="int32")
+        with pytest.raises(NotImplementedError, match="kernels route up to 1024 ids to 512 exper"):
+            up(make, tokens, block=block, **UNROUTED, **ids)
 
 
 def test_each_activation_has_its_kernel():

@@ -18,7 +18,7 @@ from tiercel._checks import (
 )
 from tiercel._op import Backend, Op
 from tiercel._platform import Reason
-from tiercel.ops.moe_choice import Choice, choose
+from tiercel.ops.moe_choice import Choice, choose, routed_by_kernels
 from tiercel.ops.moe_halves import (
     DTYPES,
     INDEX,
@@ -131,19 +131,24 @@ def run(
         choice = choose(w_down, topk_ids, expert_map, in_blocks)
     block, up, down = choice
     everywhere = experts if expert_map is None else expert_map.shape[0]
+    by_kernels = routed_by_kernels(elements, experts, block, expert_map)
     rows, scale = x, None
     if up_scale is not None:
         # Memory that the routing's kernels do not work in: they may still run when it is written.
         rows, scale = quantize_outputs(x, _granularity(up_scale))
-    routing = align_sm90(topk_ids, block, everywhere, expert_map, False, False, None)
+    routing: tuple[Tensor | None, ...] = (None, None, None)
+    of_up: tuple[Tensor | None, int] = (topk_ids, experts)
+    if not by_kernels:
+        routing = align_sm90(topk_ids, block, everywhere, expert_map, False, False, None)
+        of_up = NO_IDS
     if up_scale is not None:
-        fp8_between(x, (rows, scale), _granularity(up_scale), True, False)
+        fp8_between(x, (rows, scale), _granularity(up_scale), not by_kernels, False)
         scale = of_rows(scale, up_scale)
     inner = x.new_empty((elements, w_down.shape[2]))
     outer = x.new_empty((elements, hidden))
     out = x.new_empty((tokens, hidden))
-    act = INDEX[activation]
-    _C.moe_up(rows, w_up, *routing, None, inner, block, act, *NO_IDS, scale, up_scale, up)
+    factors = (None, inner, block, INDEX[activation], *of_up, scale, up_scale, up)
+    _C.moe_up(rows, w_up, *routing, *factors)
     rows, scale = inner, None
     if down_scale is not None:
         rows, scale = quantize_outputs(inner, _granularity(down_scale))
@@ -152,9 +157,8 @@ def run(
         scale = of_rows(scale, down_scale)
     # Ids that are no expert's are in no block: with them at hand, the kernel zeroes their rows.
     named = (topk_ids, everywhere)
-    factors = topk_weights.view(-1)
-    scales = (scale, down_scale)
-    _C.moe_down(rows, w_down, *routing, factors, outer, block, 0, *named, *scales, down)
+    factors = (topk_weights.view(-1), outer, block, 0, *named, scale, down_scale, down)
+    _C.moe_down(rows, w_down, *routing, *factors)
     _C.moe_sum(outer.view(tokens, k, hidden), None, out)
     return out
 
@@ -180,7 +184,10 @@ def _plan_of(
     everywhere = experts if expert_map is None else expert_map.shape[0]
     # It has to take so many experts.
     align_plan(topk_ids[:0], block, everywhere, expert_map, False, False, None)
-    routing = empty_routing(x, elements, experts, block)
+    routing: tuple[Tensor | None, ...] = (None, None, None)
+    ids: tuple[Tensor | None, int] = (topk_ids, experts)
+    if not routed_by_kernels(elements, experts, block, expert_map):
+        routing, ids = empty_routing(x, elements, experts, block), NO_IDS
     inner, outer = x.new_empty((elements, w_down.shape[2])), x.new_empty((elements, x.shape[1]))
     made = []
     for rows, w, scale, factors, out, plan, tile in (
@@ -192,7 +199,7 @@ def _plan_of(
             quantize_plan(rows[:2], _granularity(scale))  # it has to take these rows
             rows, factor = quantize_outputs(rows, _granularity(scale))
             scales = (of_rows(factor, scale), scale)
-        rest = (factors, out, block, 0, *NO_IDS, *scales, tile)
+        rest = (factors, out, block, 0, *ids, *scales, tile)
         made.append(dict(plan(rows, w, *routing, *rest)))
     return {"kernel": made[0]["kernel"], "block_size": block, "up": made[0], "down": made[1]}
 

@@ -23,35 +23,56 @@ class Choice(NamedTuple):
     down: tuple[int, int] | None
 
 
-def block_size(elements: int, experts: int) -> int:
+def block_size(elements: int, experts: int, float8: bool = False) -> int:
     """For many tokens, as many rows as a multiprocessor takes at a time; for few, half of that,
     since most are padding."""
-    return 128 if elements > 24 * max(experts, 1) else 64
+    return 128 if elements > (40 if float8 else 24) * max(experts, 1) else 64
+
+
+# kMoeRoutedIds and kMoeRoutedExperts of moe_mlp.h.
+_ROUTED_IDS, _ROUTED_EXPERTS = 1024, 512
+
+
+def routed_by_kernels(elements: int, experts: int, block: int, expert_map: Tensor | None) -> bool:
+    """Whether each block of threads sorts all ids by itself, instead of a launch before."""
+    few = elements <= _ROUTED_IDS and experts <= _ROUTED_EXPERTS
+    return few and block == 64 and expert_map is None
 
 
 # Of an H100 SXM or H200.
 _MULTIPROCESSORS = 132
 
 
-def _tile(blocks: float, rows: float, prefer_narrow: bool) -> tuple[int, int]:
+def _tile(blocks: float, rows: float) -> tuple[int, int]:
     """For few tokens: narrower tiles where they leave fewer multiprocessors without work at last.
     `rows`: of the result, in tiles of 64."""
     narrow, wide = (
         math.ceil(blocks * math.ceil(rows / tiles) / _MULTIPROCESSORS) * tiles for tiles in (1, 2)
     )
-    return (64, 1) if prefer_narrow or narrow < 0.9 * wide else (128, 1)
+    return (64, 1) if narrow < 0.9 * wide else (128, 1)
 
 
 @functools.lru_cache(maxsize=4096)
 def heuristic(
-    tokens: int, k: int, experts: int, hidden: int, inner: int, prefer_narrow: bool
+    tokens: int,
+    k: int,
+    experts: int,
+    hidden: int,
+    inner: int,
+    float8: bool = False,
+    block_scaled: bool = False,
 ) -> Choice:
-    block = block_size(tokens * k, experts)
+    elements = tokens * k
+    block = block_size(elements, experts, float8)
     if block == 128:
         return Choice(block, None, None)
+    if block_scaled:  # whose tiles are all as wide
+        return Choice(block, (128, 1), (128, 1))
+    if float8:  # whose tiles of weights have half of the bytes; measured
+        return Choice(block, (128, 1), (64 if elements < 8 * experts else 128, 1))
     # Experts that tokens come to, where all are as likely: a block each.
     active = experts * (1 - (1 - min(k / max(experts, 1), 1)) ** tokens)
-    return Choice(block, *(_tile(active, n, prefer_narrow) for n in (inner / 32, hidden / 64)))
+    return Choice(block, *(_tile(active, n) for n in (inner / 32, hidden / 64)))
 
 
 def of_config(config: tuple[int, ...]) -> Choice:
@@ -65,8 +86,9 @@ def choose(
 ) -> Choice:
     tokens, k = topk_ids.shape
     experts, hidden, inner = w_down.shape
+    float8 = w_down.element_size() == 1
     if expert_map is not None:  # how many tokens come to these experts is another question
-        return Choice(block_size(tokens * k, experts), None, None)
+        return Choice(block_size(tokens * k, experts, float8), None, None)
     device, dtype = w_down.get_device(), str(w_down.dtype).removeprefix("torch.")
     sizes = (experts, k, hidden, inner)
     if not block_scaled:  # whose kernels are others
@@ -75,6 +97,4 @@ def choose(
         )
         if config is not None:
             return of_config(config)
-    # Sums that are scaled each step want wider tiles than other float8.
-    float8 = w_down.element_size() == 1 and not block_scaled
-    return heuristic(tokens, k, experts, hidden, inner, float8)
+    return heuristic(tokens, k, experts, hidden, inner, float8, block_scaled)
