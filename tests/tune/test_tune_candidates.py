@@ -146,7 +146,8 @@ def moe_plan(problem, tokens, candidate, half):
 def test_moes_candidates_are_launched_as_said(tokens, dtype):
     problem = Problem.of("fused_moe", dtype, E=64, k=8, H=2048, I=1024)
     found = MOE.candidates(problem, tokens, False, False)
-    assert len({name_of(c) for c in found}) == len(found) >= (2 if tokens < 1024 else 1)
+    least = 1 if tokens >= 1024 else 2 if dtype.startswith("float8") else 4
+    assert len({name_of(c) for c in found}) == len(found) >= least
     quick = {name_of(c) for c in MOE.candidates(problem, tokens, True, False)}
     assert quick <= {name_of(c) for c in found}
     for c in found:
