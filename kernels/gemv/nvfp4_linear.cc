@@ -99,6 +99,7 @@ int places(int cluster) { return cluster <= 2 ? kMultiprocessors : cluster == 4 
 
 // What a configuration comes to; or why there is none.
 struct Fit {
+  int sections;
   int passes;
   int all_turns;
   int turns;  // of a block
@@ -108,84 +109,98 @@ struct Fit {
 };
 
 const char* fit(const Nvfp4LinearArgs& args, const Nvfp4LinearConfig& config, Fit* fit) {
-  const int64_t slices = std::max<int64_t>(1, ceil_div(args.k, kLinearSlice));
+  const int64_t lines = std::max<int64_t>(1, ceil_div(args.k, kLinearLine));
   const int warps = config.tiles * config.parts;
-  const int most_warps = kLinearMaxThreads / 32;
+  const int most_warps = linear_max_threads(args.tokens) / 32;
   if (warps > most_warps) return "its block has too many threads";
-  if (config.parts * config.cluster >= slices + config.cluster) return "it splits K too often";
-  fit->passes = static_cast<int>(ceil_div(slices, config.parts * config.cluster));
+  if (config.parts * config.cluster >= lines + config.cluster) return "it splits K too often";
+  const int64_t passes = ceil_div(lines, config.parts * config.cluster);  // of all sections
   fit->all_turns = static_cast<int>(ceil_div(ceil_div(args.features, 16), config.tiles));
   const int queues = warps * config.stages * kLinearStageBytes;
-  // Of a turn: every warp's sums, in the block that owns their rows, and here from pass to pass.
   const int sum = linear_sum_bytes(args.tokens);
-  const int turn = warps * sum * (fit->passes > 1 ? 2 : 1);
   const int of_strip = config.cluster * config.parts * sum;
+  const int64_t pass_bytes = config.parts * linear_line_bytes(args.tokens);
+  const int zeros = args.tokens == 1 ? kLinearZeroBytes : 0;
   for (fit->together = most_warps / warps; fit->together > 0; --fit->together) {
-    const int available =
-        std::min(kLinearMaxShared, 228 * 1024 / fit->together - 2048) - queues - of_strip;
+    const int64_t room =
+        std::min(kLinearMaxShared, 228 * 1024 / fit->together - 2048) - queues - of_strip - zeros;
     const int64_t clusters = places(config.cluster) * fit->together / config.cluster;
     fit->turns = static_cast<int>(ceil_div(fit->all_turns, clusters));
-    const int most = available / turn;
+    // Of a turn: every warp's sums, in the block that owns their rows, and here from section to
+    // section. There are as few sections as leave room for a turn.
+    int turn = warps * sum;
+    fit->sections = 1;
+    if (passes * pass_bytes + turn > room) {
+      turn *= 2;
+      const int64_t most_passes = (room - turn) / pass_bytes;
+      if (most_passes < 1 || fit->together > 1) continue;
+      fit->sections = static_cast<int>(ceil_div(passes, most_passes));
+    }
+    fit->passes = static_cast<int>(ceil_div(passes, fit->sections));
+    const int64_t most = (room - fit->passes * pass_bytes) / turn;
     if (most < 1 || (fit->together > 1 && most < fit->turns)) continue;
     fit->group = static_cast<int>(ceil_div(fit->turns, ceil_div(fit->turns, most)));
-    fit->shared = queues +
+    fit->shared = queues + static_cast<int>(fit->passes * pass_bytes) + zeros +
                   static_cast<int>(ceil_div(fit->group * config.tiles, config.cluster)) * of_strip +
-                  (fit->passes > 1 ? fit->group * warps * sum : 0);
+                  (fit->sections > 1 ? fit->group * warps * sum : 0);
     return nullptr;
   }
   return "it needs too much shared memory";
 }
 
 // Expected microseconds, of two stages. Fitted to sweeps of 35 problems on an H200
-// (tests/gemv/nvfp4_linear_h200.json), where its choice is within 7 % of the best.
+// (tests/gemv/nvfp4_linear_h200.json), where its choice is within 10 % of the best.
 double estimate(const Nvfp4LinearArgs& args, const Nvfp4LinearConfig& config, const Fit& fit) {
-  constexpr double kLaunch = 1.682;
-  constexpr double kBytes = 5.92e6;       // of memory, a microsecond
-  constexpr double kLoadX = 0.7967;       // of x
-  constexpr double kLoadToken = 0.01163;  // and for each token that a warp converts, a warp
-  constexpr double kMeet = 0.1456;        // of a group's sums
-  constexpr double kAdd = 0.02685;        // four sums of one part, for each lane
-  constexpr double kCluster = 0.1643;     // of any
-  constexpr double kClusters = 0.1119;    // for each doubling
-  constexpr double kTogether = 1.51;      // how far multiplying and loading hide each other
-  const int tokens = args.tokens;
-  // 16 rows of a warp that is alone, and of one of many.
-  const double step = tokens == 1 ? 0.8375 : tokens <= 8 ? 0.5098 : 1.31;
-  const double each = tokens == 1 ? 0.01664 : tokens <= 8 ? 0.05944 : 0.01682;
-  const double of_lane = tokens == 1 ? 0.25 : tokens <= 8 ? 1.0 : 2.0;  // fours of 16 rows' sums
+  constexpr double kLaunch = 1.438;
+  constexpr double kBytes = 6.104e6;     // of memory, a microsecond
+  constexpr double kLoadX = 0.675;       // of x
+  constexpr double kLoadLine = 0.01693;  // and for each 512 bytes of it
+  constexpr double kMeet = 0.5523;       // of a group's sums
+  constexpr double kAdd = 0.03297;       // four sums of one part, for each lane
+  constexpr double kCluster = 0.2274;    // of any
+  constexpr double kClusters = 0.02535;  // for each doubling
+  constexpr double kTogether = 1.356;    // how far multiplying and loading hide each other
+  constexpr double kIdle = 0.4328;       // what of the memory's rate idle multiprocessors take
+  const int kind = args.tokens == 1 ? 0 : args.tokens <= 8 ? 1 : 2;
+  // A line of 16 rows of a warp that is alone, and of one of many.
+  constexpr double kStep[] = {0.4484, 0.6613, 0.9238};
+  constexpr double kEach[] = {0.03087, 0.04689, 0.05364};
   const int warps = config.tiles * config.parts;
   const int64_t grid = ceil_div(fit.all_turns, fit.turns) * config.cluster;
   const double warps_at_once = warps * static_cast<double>(std::min<int64_t>(
                                            fit.together, ceil_div(grid, places(config.cluster))));
   const double groups = static_cast<double>(ceil_div(fit.turns, fit.group));
-  const double loads = fit.passes == 1 ? 1.0 : fit.passes * groups;
-  const double multiply = fit.turns * fit.passes * std::max(each * warps_at_once, step);
-  const double load = 0.5625 * args.features * static_cast<double>(args.k) / kBytes;
+  const double loads = fit.sections == 1 ? 1.0 : fit.sections * groups;
+  const double steps = static_cast<double>(fit.turns) * fit.passes * fit.sections;
+  const double multiply = steps * std::max(kEach[kind] * warps_at_once, kStep[kind]);
+  const double busy = std::min(1.0, static_cast<double>(grid) / kMultiprocessors);
+  const double load =
+      0.5625 * args.features * static_cast<double>(args.k) / (kBytes * std::pow(busy, kIdle));
   const double stream =
       std::pow(std::pow(multiply, kTogether) + std::pow(load, kTogether), 1.0 / kTogether);
-  const double converted =
-      tokens == 1
-          ? 1.0
-          : static_cast<double>(std::min<int64_t>(tokens, ceil_div(tokens, 4 * config.tiles) * 4));
-  const double x = loads * (kLoadX + kLoadToken * converted * warps_at_once);
+  const int64_t lines = static_cast<int64_t>(fit.passes) * config.parts * args.tokens;
+  const double x =
+      loads * (kLoadX + kLoadLine * static_cast<double>(ceil_div(lines, warps)) * warps_at_once);
   const int64_t owned = ceil_div(fit.group * config.tiles, config.cluster);  // 16 rows each
-  const double adds = groups * static_cast<double>(ceil_div(owned, warps)) * config.cluster *
-                      config.parts * of_lane;
+  const double adds = groups * static_cast<double>(ceil_div(owned * (kind == 2 ? 2 : 1), warps)) *
+                      config.cluster * config.parts * (kind == 0 ? 0.25 : 1.0);
   const double cluster =
       config.cluster == 1 ? 0.0 : kCluster + std::log2(config.cluster) * kClusters;
   return kLaunch + stream + x + groups * kMeet + adds * kAdd + cluster;
 }
 
 Nvfp4LinearConfig choose(const Nvfp4LinearArgs& args) {
-  constexpr int kLeastWarps = 6;       // what the sweeps began with
+  // What the sweeps tried.
+  constexpr int kParts[] = {1, 2, 3, 4, 5, 6, 7, 8, 12, 14, 16};
+  constexpr int kWarps[] = {8, 10, 12, 14, 15, 16, 18, 20, 21, 24, 28};
   Nvfp4LinearConfig best{1, 1, 1, 2};  // which always fits
   double least = std::numeric_limits<double>::infinity();
   Fit place{};
   for (int cluster : {1, 2, 4, 8}) {
-    for (int parts = 1; parts <= kLinearMaxThreads / 32; ++parts) {
-      for (int tiles = 1; tiles * parts <= kLinearMaxThreads / 32; ++tiles) {
-        if (tiles * parts < kLeastWarps) continue;
-        const Nvfp4LinearConfig config{cluster, tiles, parts, 2};
+    for (int parts : kParts) {
+      for (int warps : kWarps) {
+        if (warps % parts != 0) continue;
+        const Nvfp4LinearConfig config{cluster, warps / parts, parts, 2};
         if (fit(args, config, &place) != nullptr) continue;
         const double time = estimate(args, config, place);
         if (time < least) least = time, best = config;
@@ -212,19 +227,13 @@ Nvfp4LinearConfig choose_once(const Nvfp4LinearArgs& args) {
   return entry.config;
 }
 
-// Whether the copy engine takes the scale.
-bool has_boxes(const Nvfp4LinearArgs& args) {
-  return args.scale_row % 16 == 0 && reinterpret_cast<uintptr_t>(args.scale) % 16 == 0;
-}
-
 Status configure(const Nvfp4LinearConfig& config, Choice* choice) {
   Nvfp4LinearArgs& args = choice->args;
   Fit place{};
   const bool sizes = config.cluster >= 1 && config.cluster <= 8 &&
                      (config.cluster & (config.cluster - 1)) == 0 && config.tiles >= 1 &&
                      config.tiles <= 32 && config.parts >= 1 && config.parts <= 32;
-  choice->kernel =
-      sizes ? nvfp4_linear_kernel(args.tokens, config.stages, has_boxes(args)) : nullptr;
+  choice->kernel = sizes ? nvfp4_linear_kernel(args.tokens, config.stages) : nullptr;
   const char* problem =
       choice->kernel == nullptr ? "there is no such kernel" : fit(args, config, &place);
   if (problem != nullptr) {
@@ -235,7 +244,8 @@ Status configure(const Nvfp4LinearConfig& config, Choice* choice) {
   }
   args.tiles = config.tiles;
   args.parts = config.parts;
-  args.passes = place.passes;
+  args.passes = args.k > 0 ? place.passes : 0;
+  args.sections = place.sections;
   args.all_turns = place.all_turns;
   args.turns = place.turns;
   args.group = place.group;
@@ -249,15 +259,11 @@ Status configure(const Nvfp4LinearConfig& config, Choice* choice) {
 }
 
 // What the copy engine is told. Where K is 0 it is asked for nothing.
-Status encode_maps(const TensorView& weight, const TensorView& scale, Nvfp4LinearArgs* args) {
+Status encode_map(const TensorView& weight, Nvfp4LinearArgs* args) {
   if (args->k == 0) return Status();
   constexpr CUtensorMapL2promotion kLines = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   const TensorMapSpec weights{2, {16, 128}, CU_TENSOR_MAP_SWIZZLE_128B, kLines};
-  TIERCEL_RETURN_IF_ERROR(encode_tensor_map(weights, weight, kOp, "weight", &args->weight_map));
-  if (!has_boxes(*args)) return Status();
-  const auto wide = static_cast<uint32_t>(kLinearSlice / 16);
-  const TensorMapSpec scales{2, {16, wide}, CU_TENSOR_MAP_SWIZZLE_NONE, kLines};
-  return encode_tensor_map(scales, scale, kOp, "scale", &args->scale_map);
+  return encode_tensor_map(weights, weight, kOp, "weight", &args->weight_map);
 }
 
 Status prepare(const TensorView& x, const TensorView& weight, const TensorView& scale,
@@ -298,7 +304,7 @@ Status nvfp4_linear_plan(const TensorView& x, const TensorView& weight, const Te
   *plan = {choice.kernel->name(),
            static_cast<int>(launch.cluster.x),
            args.parts,
-           args.passes,
+           args.passes * args.sections,
            args.turns * args.tiles * 16,
            launch.grid.x,
            launch.block.x,
@@ -312,7 +318,7 @@ Status nvfp4_linear(const TensorView& x, const TensorView& weight, const TensorV
   Choice choice;
   TIERCEL_RETURN_IF_ERROR(prepare(x, weight, scale, global_scale, out, config, &choice));
   if (choice.kernel == nullptr) return Status();
-  TIERCEL_RETURN_IF_ERROR(encode_maps(weight, scale, &choice.args));
+  TIERCEL_RETURN_IF_ERROR(encode_map(weight, &choice.args));
   void* pointers[] = {&choice.args};
   return choice.kernel->launch(choice.config, x.device_index, stream, pointers);
 }
@@ -324,9 +330,8 @@ TunedTable<Nvfp4LinearConfig>& nvfp4_linear_tuned() {
 
 Status nvfp4_linear_load(int device) {
   for (int tokens : {1, 8, 16}) {
-    TIERCEL_RETURN_IF_ERROR(nvfp4_linear_kernel(tokens, 2, false)->load(device));
-    TIERCEL_RETURN_IF_ERROR(nvfp4_linear_kernel(tokens, 2, true)->load(device));
-    TIERCEL_RETURN_IF_ERROR(nvfp4_linear_kernel(tokens, 3, true)->load(device));
+    TIERCEL_RETURN_IF_ERROR(nvfp4_linear_kernel(tokens, 2)->load(device));
+    TIERCEL_RETURN_IF_ERROR(nvfp4_linear_kernel(tokens, 3)->load(device));
   }
   return Status();
 }

@@ -3,238 +3,153 @@
 // up to 16 tokens.
 //
 // The plan. The weights' bytes bind it: at N = 7168, K = 16384 58.7 MB and 7.3 MB of scales, 15 us
-// at 4.4 TB/s. At that rate a multiprocessor has 256 weights to multiply every nine cycles, so
-// whatever else moves for them has to stay small beside them.
-//  - A warp keeps its part of x, 256 values of K, in registers, as the B operand of mma.m16n8k16.
-//    16 rows after 16 rows of the weight pass by, through the warp's own ring of stages, which the
-//    copy engine fills: no barrier of the block.
-//  - Weights become float16 in registers: e2m1's bits are moved to float16's places, eleven
+// at 4.4 TB/s. At that rate a multiprocessor has 33 weights to multiply a cycle, which leaves four
+// instructions of a thread for each, so that instructions are what has to be few.
+//  - A block keeps its part of x in shared memory, in the order in which threads want it as the B
+//    operand of mma.m16n8k16. A warp goes along K with 16 rows of the weight, whose sums stay in
+//    its registers. These rows come through the warp's own ring of stages, which the copy engine
+//    fills: no barrier of the block. Their scales go straight to the threads that want them.
+//  - Weights become bfloat16 in registers: e2m1's bits are moved to bfloat16's places, eleven
 //    instructions for eight weights, and multiplied by their scale. That product is exact. The
 //    order of K inside a product is free, so every thread takes weights as they lie.
-//  - x becomes float16 too, times a power of two for each token of a warp's part that brings its
-//    largest magnitude below 2^15: no value within 2^32 of that loses a bit. Warps with the same
-//    part of K and other rows share this work.
 //  - Of a single token the eight columns of B have each another group of 16 values, and zeros: the
 //    columns of the product belong to one scale each, which then multiplies sums, not weights.
-//  - `parts` warps of a block and the blocks of a cluster share K; where that is not all of it,
-//    the rows pass by again. Warps send their sums to the block of the cluster that owns the rows,
-//    which after a `group` of turns adds those of all parts up.
+//    Weights without their scale are too small for bfloat16, so these are float16, and so is x,
+//    times a power of two for each 256 values that brings the largest magnitude below 2^15: no
+//    value within 2^32 of that loses a bit.
+//  - `parts` warps of a block and the blocks of a cluster share K. They send their sums to the
+//    block of the cluster that owns the rows, which after a `group` of turns adds those of all
+//    parts up. Where x does not fit, K is cut into `sections`, for each of which the rows of a
+//    group pass by again.
 #include <cstdint>
 
 #include "kernels/gemv/nvfp4_linear_kernels.h"
+#include "kernels/gemv/nvfp4_linear_x.cuh"
 #include "kernels/gemv/nvfp4_weights.cuh"
-#include "kernels/sm90/async_copy.cuh"
 #include "kernels/sm90/cluster.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/ring.cuh"
-#include "kernels/sm90/vector.cuh"
 
 namespace tiercel {
 namespace {
 
-constexpr int kWeightBytes = 16 * kLinearSlice / 2;  // of a stage: a line of each row
-constexpr int kScaleBytes = 16 * kLinearSlice / 16;
+constexpr int kLineBytes = 16 * kLinearLine / 2;  // of 16 rows: a stage
 
+// Of float16 (kHalves) or bfloat16.
+template <bool kHalves>
 __device__ __forceinline__ void multiply_accumulate(float (&c)[4], uint32_t a0, uint32_t a1,
                                                     uint32_t a2, uint32_t a3, uint32_t b0,
                                                     uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-// The power of two that brings a magnitude, as bfloat16 bits, to [2^14, 2^15), and its inverse.
-__device__ __forceinline__ float2 range_of(uint32_t largest) {
-  const int exponent = min(max(static_cast<int>(largest >> 7) - 127, -112), 127);
-  const int shift = 14 - exponent;
-  return {__uint_as_float((127 + shift) << 23), __uint_as_float((127 - shift) << 23)};
-}
-
-__device__ __forceinline__ uint32_t scaled_pair(uint32_t low, uint32_t high, float factor) {
-  uint32_t pair;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;"
-      : "=r"(pair)
-      : "f"(__uint_as_float(high) * factor), "f"(__uint_as_float(low) * factor));
-  return pair;
-}
-
-// The largest magnitude among a lane's eight values, as bfloat16 bits.
-__device__ __forceinline__ uint32_t largest_of(const uint4& words) {
-  uint32_t halves = 0;
-  for (uint32_t word : {words.x, words.y, words.z, words.w}) {
-    asm("max.u16x2 %0, %0, %1;" : "+r"(halves) : "r"(word & 0x7fff7fffu));
-  }
-  return max(halves & 0xffffu, halves >> 16);
-}
-
-// A part's warps of a block.
-__device__ __forceinline__ void part_sync(int part, int tiles) {
-  if (tiles == 1) {
-    __syncwarp();
+  if constexpr (kHalves) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
   } else {
-    asm volatile("bar.sync %0, %1;" ::"r"(part + 1), "r"(tiles * 32) : "memory");
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+        "{%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
   }
 }
 
-// A thread's part of x: 64 neighbouring values of each of its tokens, lane / 4 and that + 8, in the
-// order of decode(). Of a single token (kSingle) those of two groups of 16 in every 128, if any.
-template <int kTiles, bool kSingle>
-struct Vectors {
-  uint4 words[kTiles][8];
+// To `address` in the shared memory of block `owner`, counted at its barrier `met`; or, of a block
+// that is alone, plainly.
+template <typename T>
+__device__ __forceinline__ void send_sums(uint32_t address, uint32_t met, uint32_t owner,
+                                          bool alone, T sum);
 
-  // `values` as float16; what to multiply them by again.
-  static __device__ __forceinline__ float scale(uint4& values) {
-    const float2 factor = range_of(__reduce_max_sync(0xffffffffu, largest_of(values)));
-    const uint4 v = values;
-    values = make_uint4(scaled_pair(v.x << 16, v.z << 16, factor.x),
-                        scaled_pair(v.y << 16, v.w << 16, factor.x),
-                        scaled_pair(v.x & 0xffff0000u, v.z & 0xffff0000u, factor.x),
-                        scaled_pair(v.y & 0xffff0000u, v.w & 0xffff0000u, factor.x));
-    return factor.y;
+template <>
+__device__ __forceinline__ void send_sums(uint32_t address, uint32_t met, uint32_t owner,
+                                          bool alone, float sum) {
+  if (alone) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(sum) : "memory");
+    return;
   }
+  asm volatile(
+      "{ .reg .b32 remote, counter; mapa.shared::cluster.u32 remote, %0, %2;"
+      " mapa.shared::cluster.u32 counter, %1, %2;"
+      " st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [remote], %3, [counter]; }" ::"r"(
+          address),
+      "r"(met), "r"(owner), "f"(sum)
+      : "memory");
+}
 
-  // `k` is the warp's first value. Tokens are read line by line, each by one of the part's `tiles`
-  // warps, and go through their staging, room for four tokens each and `pitch` bytes apart, to the
-  // threads that want them. `inverses`: the part's, by token.
-  __device__ __forceinline__ void load(const Nvfp4LinearArgs& args, int k, int lane, int part,
-                                       int tile, char* staging, int pitch, float* inverses) {
-    constexpr int kTokens = kSingle ? 1 : kTiles * 8;
-    constexpr int kAtOnce = kSingle ? 1 : 8;  // of a warp
-    const int tiles = kSingle ? 1 : args.tiles;
-    const int quad = lane / 4, in_quad = lane % 4;
-    const int first_tile = kSingle ? tile : 0;
-    if (kSingle) tile = 0;
-    part_sync(part, tiles);  // all have done with the last pass's inverses
-    uint4* mine = reinterpret_cast<uint4*>(staging + (first_tile + tile) * pitch);
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) words[t][i] = make_uint4(0, 0, 0, 0);
-    }
-    for (int base = 0; base < min(kTokens, args.tokens); base += 8 * tiles) {
-      uint4 values[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int token = base + i / 4 * 4 * tiles + tile * 4 + i % 4;
-        values[i] = make_uint4(0, 0, 0, 0);
-        if (token < args.tokens && k + lane * 8 < args.k) {
-          const char* x = args.x + token * args.x_row + (k + lane * 8) * int64_t{2};
-          values[i] = *reinterpret_cast<const uint4*>(x);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int token = base + i / 4 * 4 * tiles + tile * 4 + i % 4;
-        if (token >= args.tokens) break;
-        const float factor = scale(values[i]);
-        if (lane == 0) inverses[token] = factor;
-      }
-      // The places of eights are such that all banks are used, both ways.
-#pragma unroll
-      for (int round = 0; round < (kAtOnce + 3) / 4; ++round) {
-        const int first = base + round * 4 * tiles;
-        if (first >= args.tokens) break;
-#pragma unroll
-        for (int i = 0; i < min(kAtOnce, 4); ++i) {
-          mine[i * 32 + (lane ^ (lane / 8 * 2 + i % 2))] = values[round * 4 + i];
-        }
-        part_sync(part, tiles);
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
-          const int slot = kSingle ? 0 : t * 8 + quad - first;
-          if (0 <= slot && slot < 4 * tiles) {
-            const uint4* places =
-                reinterpret_cast<const uint4*>(staging + (first_tile + slot / 4) * pitch);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-              if (!kSingle || quad == in_quad * 2 + i % 4 / 2) {
-                words[t][i] = places[slot % 4 * 32 + (in_quad * 8 + i ^ (in_quad * 2 + slot % 2))];
-              }
-            }
-          }
-        }
-        part_sync(part, tiles);
-      }
-    }
-    // The copy engine writes to the staging next.
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    part_sync(part, tiles);
+template <>
+__device__ __forceinline__ void send_sums(uint32_t address, uint32_t met, uint32_t owner,
+                                          bool alone, float4 v) {
+  if (alone) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y),
+                 "f"(v.z), "f"(v.w)
+                 : "memory");
+    return;
   }
-};
+  asm volatile(
+      "{ .reg .b32 remote, counter; mapa.shared::cluster.u32 remote, %0, %2;"
+      " mapa.shared::cluster.u32 counter, %1, %2;"
+      " st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32"
+      " [remote], {%3, %4, %5, %6}, [counter]; }" ::"r"(address),
+      "r"(met), "r"(owner), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+      : "memory");
+}
 
-// A warp's stages: of weights, 16 rows of eight 16-byte pieces in the copy engine's order of 128
-// bytes; of scales, 16 rows; and what says that they are filled.
+// What fills a warp's stages: along K, then turn by turn. What is behind the end of rows or of K
+// comes as zeros, and counts. Scales go to the registers of the threads that want them, four of
+// each of their two rows.
 template <int kStages>
-struct Ring {
-  char* weights;
-  char* scales;
-  uint64_t* filled;
-
-  __device__ __forceinline__ Ring(char* shared, int warp, int warps) {
-    weights = shared + warp * kStages * kWeightBytes;
-    shared += warps * kStages * kWeightBytes;
-    scales = shared + warp * kStages * kScaleBytes;
-    shared += warps * kStages * kScaleBytes;
-    filled = reinterpret_cast<uint64_t*>(shared) + warp * kStages;
-  }
-};
-
-// What fills it: turn by turn through a group, pass after pass along K, group after group. Scales
-// whose rows are not at multiples of 16 bytes (not kBoxes) are copied by the threads.
-template <int kStages, bool kBoxes>
 struct Filler {
   const Nvfp4LinearArgs& args;
-  const Ring<kStages>& ring;
-  int lane, turn_rows, first_row, first_slice;
-  int turn, begin, end, last, pass;
+  char* weights;
+  uint64_t* filled;
+  int lane, tile, first_line;
+  int turn, begin, end, last;
+  int section, pass, row;
+  unsigned k;
+  int column, last_column;
+  const char* scale[2];
 
-  __device__ __forceinline__ void fill(int stage) {
-    if (turn < last) {
-      const int k = (first_slice + pass * args.parts) * kLinearSlice;
-      const int row = turn * turn_rows + first_row;
-      char* scales = ring.scales + stage * kScaleBytes;
-      if (lane == 0) {
-        uint64_t* filled = ring.filled + stage;
-        const bool real = k < args.k && row < args.features;
-        // What is behind the end of rows or of K comes as zeros, and counts.
-        mbarrier_expect(filled, real ? kWeightBytes + (kBoxes ? kScaleBytes : 0) : 0);
-        if (real) {
-          box_load(ring.weights + stage * kWeightBytes, &args.weight_map, k / 2, row, filled);
-          if (kBoxes) box_load(scales, &args.scale_map, k / 16, row, filled);
-        }
+  __device__ __forceinline__ void fill(int stage, uint32_t (&scales)[2]) {
+    if (turn >= last) return;
+    if (lane == 0) {
+      mbarrier_expect(filled + stage, kLineBytes);
+      box_load(weights + stage * kLineBytes, &args.weight_map, k / 2, row, filled + stage);
+    }
+    scales[0] = *reinterpret_cast<const uint32_t*>(scale[0] + column);
+    scales[1] = *reinterpret_cast<const uint32_t*>(scale[1] + column);
+    k += args.parts * kLinearLine;
+    column = min(column + args.parts * (kLinearLine / 16), last_column);
+    if (++pass < args.passes) return;
+    if (++turn == end) {
+      if (++section == args.sections) {
+        section = 0;
+        begin = end;
+        end = min(end + args.group, last);
       }
-      if (!kBoxes) copy_scales(scales, k / 16, row);
+      turn = begin;
     }
-    if (!kBoxes) async_copy_commit();
-    if (++turn < end) return;
-    if (++pass == args.passes) {
-      pass = 0;
-      begin = end;
-      end = min(end + args.group, last);
-    }
-    turn = begin;
+    start();
   }
 
-  __device__ __forceinline__ void copy_scales(char* scales, int column, int row) {
-    const uint32_t to = shared_address(scales) + lane * 8;
-    const int from = column + lane % 2 * 8;
+  // Behind the end of rows any others are as good, behind the end of K others of the row.
+  __device__ __forceinline__ void start() {
+    pass = 0;
+    k = (first_line + section * args.passes * args.parts) * static_cast<unsigned>(kLinearLine);
+    column = min(static_cast<int>(k / 16) + lane % 4 * 4, last_column);
+    row = (turn * args.tiles + tile) * 16;
 #pragma unroll
-    for (int i = 0; i < 8; i += 4) {
-      const bool real = row + lane / 2 < args.features && from + i < args.k / 16;
-      async_copy_4(to + i, args.scale + (row + lane / 2) * args.scale_row + from + i, real);
+    for (int half = 0; half < 2; ++half) {
+      scale[half] = args.scale + min(row + half * 8 + lane / 4, args.features - 1) * args.scale_row;
     }
   }
 };
 
-// kTiles tiles of 8 tokens, or a single token.
-template <int kTiles, bool kSingle, int kStages, bool kBoxes>
-__global__ void __launch_bounds__(kLinearMaxThreads)
+template <int kTiles, bool kSingle, int kStages>
+__global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
     nvfp4_linear(const __grid_constant__ Nvfp4LinearArgs args) {
   extern __shared__ __align__(1024) char shared[];
-  __shared__ __align__(
-      8) float inverses[kLinearMaxThreads / 32][kTiles * 8];  // by part (of one token: warp)
-  constexpr int kSums = kSingle ? 16 : kTiles * 128;          // of 16 rows, of a warp
+  constexpr float kFactor = kSingle ? 0x1p14f : 0x1p7f;  // of what decoding leaves out
+  constexpr int kSums = kSingle ? 16 : kTiles * 128;     // of 16 rows, of a warp
+  constexpr int kLineOfX = kSingle ? 512 : kTiles * kLinearTileBytes;
   const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be uniform
   const int warps = blockDim.x / 32;
@@ -249,79 +164,122 @@ __global__ void __launch_bounds__(kLinearMaxThreads)
   const int rank = cluster_rank();
   const int first_turn = blockIdx.x / blocks * args.turns;
   const int last_turn = min(first_turn + args.turns, args.all_turns);
-  const int first_slice = rank * args.passes * parts + part;
-  if (blocks > 1) cluster_arrive_relaxed();
+  const int lines = args.passes * parts;  // of K, of a section
+  const int first_line = rank * args.sections * lines;
 
-  const Ring<kStages> ring(shared, warp, warps);
+  char* const x = shared + warps * kStages * kLineBytes;
+  uint64_t* const barriers = reinterpret_cast<uint64_t*>(
+      x + lines * (kLineOfX + (kSingle ? 16 : 0)) + (kSingle ? 128 : 0));
+  uint64_t* const filled = barriers + warp * kStages;
+  uint64_t* const met = barriers + warps * kStages;  // a group's sums, all bytes of them
   if (lane == 0) {
-    for (int s = 0; s < kStages; ++s) mbarrier_init(ring.filled + s, 1);
+    for (int s = 0; s < kStages; ++s) mbarrier_init(filled + s, 1);
+    if (warp == 0) mbarrier_init(met, 1);
     mbarrier_init_fence();
+    map_prefetch(&args.weight_map);
   }
   __syncwarp();
+  if (blocks > 1) cluster_arrive_relaxed();
+
+  Filler<kStages> filler{args,
+                         shared + warp * kStages * kLineBytes,
+                         filled,
+                         lane,
+                         tile,
+                         first_line + part,
+                         first_turn,
+                         first_turn,
+                         min(first_turn + args.group, last_turn),
+                         args.passes > 0 ? last_turn : first_turn,  // there may be no columns
+                         0,
+                         0,
+                         0,
+                         0,
+                         0,
+                         args.k / 16 - 4,
+                         {}};
+  filler.start();
   grid_dependency_wait();
   grid_dependency_launch();
-
-  Filler<kStages, kBoxes> filler{args,       ring,       lane,
-                                 tiles * 16, tile * 16,  first_slice,
-                                 first_turn, first_turn, min(first_turn + args.group, last_turn),
-                                 last_turn,  0};
+  uint32_t scales[kStages - 1][2] = {};
 #pragma unroll
-  for (int s = 0; s < kStages - 1; ++s) filler.fill(s);
+  for (int s = 0; s < kStages - 1; ++s) filler.fill(s, scales[s]);
 
   // Of 16 rows that the block owns, every `blocks`th: [block][part][sum], then what the warp keeps
-  // from pass to pass: [turn of the group][warp][sum].
-  float* received = reinterpret_cast<float*>(shared + warps * kStages * kLinearStageBytes);
+  // from section to section: [turn of the group][warp][sum].
+  float* const received = reinterpret_cast<float*>(barriers + (warps * kStages + 2) / 2 * 2);
   const int of_strip = blocks * parts * kSums;
-  float* kept = received + (args.group * tiles + blocks - 1) / blocks * of_strip + warp * kSums;
+  float* const kept =
+      received + (args.group * tiles + blocks - 1) / blocks * of_strip + warp * kSums;
+  const uint32_t my_received = shared_address(received + (rank * parts + part) * kSums) +
+                               (kSingle ? (in_quad * 8 + quad) * 4 : lane * 16);
   const int piece = quad * 128 + (in_quad * 2 ^ quad) * 16;
-  Vectors<kTiles, kSingle> x;
+  const char* const my_weights = shared + warp * kStages * kLineBytes;
+  // Of a single token those of two groups of 16 in every 128 that this thread's column has, zeros
+  // for the other two.
+  const char* first_x[kSingle ? 2 : 1] = {x + part * kLineOfX};
+  int next_x[kSingle ? 2 : 1] = {parts * kLineOfX};
+  if constexpr (kSingle) {
+#pragma unroll
+    for (int p = 0; p < 2; ++p) {
+      const bool real = quad == in_quad * 2 + p;
+      first_x[p] = real ? x + part * kLineOfX + in_quad * 128 : x + lines * kLineOfX;
+      next_x[p] = real ? parts * kLineOfX : 0;
+    }
+  }
   int stage = 0;
-  uint32_t parity = 0;
+  uint32_t parity = 0, group_parity = 0;
   for (int begin = first_turn; begin < last_turn; begin += args.group) {
     const int turns = min(args.group, last_turn - begin);
-    for (int pass = 0; pass < args.passes; ++pass) {
-      const int k = (first_slice + pass * parts) * kLinearSlice;
-      // The stage that is filled next is free until then.
-      if (args.passes > 1 || begin == first_turn) {
-        char* staging =
-            shared + (part * kStages + (stage == 0 ? kStages : stage) - 1) * kWeightBytes;
-        x.load(args, k, lane, part, tile, staging, parts * kStages * kWeightBytes,
-               inverses[kSingle ? warp : part]);
+    for (int section = 0; section < args.sections; ++section) {
+      if (args.sections > 1 || begin == first_turn) {
+        if (section > 0 || begin > first_turn) __syncthreads();  // all have done with the last one
+        load_x<kTiles, kSingle>(args, x, (first_line + section * lines) * kLinearLine, lines);
+        __syncthreads();
       }
-      if (blocks > 1 && pass == args.passes - 1) {
-        cluster_wait();  // they run, and have done with what they received before
+      const bool last = section == args.sections - 1;
+      if (blocks > 1 && last) {
+        cluster_wait();  // they run, and have done with the last sums
+        const int strips = (turns * tiles + blocks - 1 - rank) >> blocks_shift;
+        if (threadIdx.x == 0) mbarrier_expect(met, strips * of_strip * 4);
       }
       for (int turn = 0; turn < turns; ++turn) {
-        mbarrier_wait(ring.filled + stage, parity);
-        if (!kBoxes) async_copy_wait<kStages - 2>();
-        __syncwarp();
-        filler.fill(stage == 0 ? kStages - 1 : stage - 1);
-        const char* weights = ring.weights + stage * kWeightBytes;
-        const char* scales = ring.scales + stage * kScaleBytes + lane * 4;
-        stage = stage + 1 == kStages ? 0 : stage + 1;
-        parity ^= stage == 0;
+        float* const mine = kept + turn * warps * kSums;
         float products[kTiles][4] = {};
         float single[2] = {};
-        if (k < args.k) {
-          uint4 words[2][2];
-          uint32_t bits[2];
+        if (!kSingle && section > 0) {
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-#pragma unroll
-            for (int unit = 0; unit < 2; ++unit) {
-              words[unit][half] =
-                  *reinterpret_cast<const uint4*>(weights + half * 1024 + (piece ^ unit * 16));
-            }
-            bits[half] = *reinterpret_cast<const uint32_t*>(scales + half * 128);
+          for (int t = 0; t < kTiles; ++t) {
+            const float4 sum = reinterpret_cast<const float4*>(mine)[t * 32 + lane];
+            products[t][0] = sum.x, products[t][1] = sum.y;
+            products[t][2] = sum.z, products[t][3] = sum.w;
           }
+        }
+        const char* from_x[kSingle ? 2 : 1] = {first_x[0]};
+        if constexpr (kSingle) from_x[1] = first_x[1];
+        const char* inverse = x + lines * kLineOfX + 128 + part * 16;
+        for (int pass = 0; pass < args.passes; ++pass) {
+          mbarrier_wait(filled + stage, parity);
+          __syncwarp();
+          const uint32_t bits[2] = {scales[0][0], scales[0][1]};
+#pragma unroll
+          for (int s = 0; s + 2 < kStages; ++s) {
+            scales[s][0] = scales[s + 1][0], scales[s][1] = scales[s + 1][1];
+          }
+          filler.fill(stage == 0 ? kStages - 1 : stage - 1, scales[kStages - 2]);
+          const char* from = my_weights + stage * kLineBytes;
+          float of_line[2] = {};
 #pragma unroll
           for (int unit = 0; unit < 2; ++unit) {
+            uint4 words[2];
             uint32_t factors[2][2];
             if (kSingle) {
               for (float& product : products[0]) product = 0.0f;
             }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
+              words[half] =
+                  *reinterpret_cast<const uint4*>(from + (piece ^ unit * 16) + half * 1024);
               if (!kSingle) spread_scales(factors[half], unit == 0 ? bits[half] : bits[half] >> 16);
             }
 #pragma unroll
@@ -329,71 +287,78 @@ __global__ void __launch_bounds__(kLinearMaxThreads)
               uint32_t a[2][4];
 #pragma unroll
               for (int half = 0; half < 2; ++half) {
-                const uint4& q = words[unit][half];
-                decode(a[half], w == 0 ? q.x : w == 1 ? q.y : w == 2 ? q.z : q.w);
+                const uint4& q = words[half];
+                const uint32_t word = w == 0 ? q.x : w == 1 ? q.y : w == 2 ? q.z : q.w;
+                if (kSingle) {
+                  decode(a[half], word);
+                } else {
+                  decode_wide(a[half], word);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                  if (!kSingle) a[half][i] = multiply_halves(a[half][i], factors[half][w / 2]);
+                  for (int i = 0; i < 4; ++i) {
+                    a[half][i] = multiply_pairs(a[half][i], factors[half][w / 2]);
+                  }
                 }
               }
+              const int i = unit * 4 + w;
 #pragma unroll
               for (int t = 0; t < kTiles; ++t) {
-                const uint4& b = x.words[t][unit * 4 + w];
-                multiply_accumulate(products[t], a[0][0], a[1][0], a[0][1], a[1][1], b.x, b.y);
-                multiply_accumulate(products[t], a[0][2], a[1][2], a[0][3], a[1][3], b.z, b.w);
+                const char* place =
+                    kSingle ? from_x[kSingle ? w / 2 : 0] + i * 16
+                            : from_x[0] + t * kLinearTileBytes + i * 512 + (lane ^ i) * 16;
+                const uint4 b = *reinterpret_cast<const uint4*>(place);
+                multiply_accumulate<kSingle>(products[t], a[0][0], a[1][0], a[0][1], a[1][1], b.x,
+                                             b.y);
+                multiply_accumulate<kSingle>(products[t], a[0][2], a[1][2], a[0][3], a[1][3], b.z,
+                                             b.w);
               }
             }
             if (kSingle) {
 #pragma unroll
               for (int half = 0; half < 2; ++half) {
                 const float2 scale = wide_scales(unit == 0 ? bits[half] : bits[half] >> 16);
-                single[half] = fmaf(products[0][half * 2], scale.x, single[half]);
-                single[half] = fmaf(products[0][half * 2 + 1], scale.y, single[half]);
+                of_line[half] = fmaf(products[0][half * 2], scale.x, of_line[half]);
+                of_line[half] = fmaf(products[0][half * 2 + 1], scale.y, of_line[half]);
               }
             }
           }
+          if constexpr (kSingle) {
+            const float factor = *reinterpret_cast<const float*>(inverse);
+            single[0] = fmaf(of_line[0], factor, single[0]);
+            single[1] = fmaf(of_line[1], factor, single[1]);
+            inverse += parts * 16;
+            from_x[1] += next_x[1];
+          }
+          from_x[0] += next_x[0];
+          stage = stage + 1 == kStages ? 0 : stage + 1;
+          parity ^= stage == 0;
         }
         const int strip = turn * tiles + tile;
-        float* mine = kept + turn * warps * kSums;
         const int owner = strip & (blocks - 1);
-        float* theirs =
-            received + (strip >> blocks_shift) * of_strip + (rank * parts + part) * kSums;
-        const bool last = pass == args.passes - 1;
+        const uint32_t theirs = my_received + (strip >> blocks_shift) * of_strip * 4;
         if constexpr (kSingle) {
           // A row's sum is in four lanes; lanes 0 and 1 of these get this row's and that + 8's.
           const bool odd = in_quad % 2;
           float sum = odd ? single[1] : single[0];
           sum += __shfl_xor_sync(0xffffffffu, odd ? single[0] : single[1], 1);
           sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-          sum *= inverses[warp][0];
-          const int place = in_quad * 8 + quad;
           if (in_quad < 2) {
-            if (pass > 0) sum += mine[place];
-            if (!last) {
-              mine[place] = sum;
+            float& place = mine[in_quad * 8 + quad];
+            if (section > 0) sum += place;
+            if (last) {
+              send_sums(theirs, shared_address(met), owner, blocks == 1, sum);
             } else {
-              store_remote(reinterpret_cast<uint32_t*>(theirs + place), owner,
-                           __float_as_uint(sum));
+              place = sum;
             }
           }
         } else {
 #pragma unroll
           for (int t = 0; t < kTiles; ++t) {
-            const int place = t * 32 + lane;
-            float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (pass > 0) sum = reinterpret_cast<float4*>(mine)[place];
-            // What there is for columns behind the last token is not looked at.
-            const auto inverse = reinterpret_cast<const float2*>(inverses[part])[t * 4 + in_quad];
-            sum.x = fmaf(products[t][0], inverse.x, sum.x);
-            sum.y = fmaf(products[t][1], inverse.y, sum.y);
-            sum.z = fmaf(products[t][2], inverse.x, sum.z);
-            sum.w = fmaf(products[t][3], inverse.y, sum.w);
-            if (!last) {
-              reinterpret_cast<float4*>(mine)[place] = sum;
-            } else if (blocks > 1) {
-              store_remote(reinterpret_cast<float4*>(theirs) + place, owner, sum);
+            const float (&p)[4] = products[t];
+            const float4 sum = make_float4(p[0], p[1], p[2], p[3]);
+            if (last) {
+              send_sums(theirs + t * 512, shared_address(met), owner, blocks == 1, sum);
             } else {
-              reinterpret_cast<float4*>(theirs)[place] = sum;
+              reinterpret_cast<float4*>(mine)[t * 32 + lane] = sum;
             }
           }
         }
@@ -401,46 +366,43 @@ __global__ void __launch_bounds__(kLinearMaxThreads)
     }
 
     if (blocks > 1) {
-      cluster_arrive();
-      cluster_wait();
+      mbarrier_wait_cluster(met, group_parity);
+      group_parity ^= 1;
     } else {
       __syncthreads();
     }
-    const float factor = (args.global_scale != nullptr ? *args.global_scale : 1.0f) * 16384.0f;
+    const float factor = (args.global_scale != nullptr ? *args.global_scale : 1.0f) * kFactor;
     const auto write = [&](int feature, int token, float sum) {
       if (feature >= args.features || token >= args.tokens) return;
       uint16_t bits;
       asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(sum * factor));
       args.out[static_cast<int64_t>(token) * args.features + feature] = bits;
     };
+    // A tile of tokens of 16 rows at a time.
     const int strips = turns * tiles;
-    for (int mine = warp; mine * blocks + rank < strips; mine += warps) {
+    for (int job = warp;; job += warps) {
+      const int mine = job / kTiles, t = job % kTiles;
+      if (mine * blocks + rank >= strips) break;
       const float* from = received + mine * of_strip;
       const int feature = (begin * tiles + mine * blocks + rank) * 16 + quad;
       if constexpr (kSingle) {
         if (lane >= 16) break;
         float sum = 0.0f;
-#pragma unroll 8
+#pragma unroll 4
         for (int j = 0; j < blocks * parts; ++j) sum += from[j * kSums + lane];
         write(feature - quad + lane, 0, sum);
       } else {
-        float4 sums[kTiles] = {};
+        float4 sums = {};
 #pragma unroll 4
         for (int j = 0; j < blocks * parts; ++j) {
-#pragma unroll
-          for (int t = 0; t < kTiles; ++t) {
-            const float4 v = reinterpret_cast<const float4*>(from + j * kSums)[t * 32 + lane];
-            sums[t].x += v.x, sums[t].y += v.y, sums[t].z += v.z, sums[t].w += v.w;
-          }
+          const float4 v = reinterpret_cast<const float4*>(from + j * kSums)[t * 32 + lane];
+          sums.x += v.x, sums.y += v.y, sums.z += v.z, sums.w += v.w;
         }
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
-          const int token = t * 8 + in_quad * 2;
-          write(feature, token, sums[t].x);
-          write(feature, token + 1, sums[t].y);
-          write(feature + 8, token, sums[t].z);
-          write(feature + 8, token + 1, sums[t].w);
-        }
+        const int token = t * 8 + in_quad * 2;
+        write(feature, token, sums.x);
+        write(feature, token + 1, sums.y);
+        write(feature + 8, token, sums.z);
+        write(feature + 8, token + 1, sums.w);
       }
     }
     if (begin + args.group >= last_turn) break;
@@ -455,30 +417,25 @@ __global__ void __launch_bounds__(kLinearMaxThreads)
 struct Entry {
   int tokens;
   int stages;
-  bool boxes;
   Kernel kernel;
 };
 
-#define TIERCEL_KERNEL(tokens, tiles, single, stages, boxes)                         \
-  {tokens, stages, boxes,                                                            \
-   Kernel("nvfp4_linear<tokens=" #tokens ", stages=" #stages ", boxes=" #boxes ">",  \
-          reinterpret_cast<const void*>(nvfp4_linear<tiles, single, stages, boxes>), \
-          kLinearMaxShared)}
-#define TIERCEL_KERNELS(stages, boxes)                                                   \
-  TIERCEL_KERNEL(1, 1, true, stages, boxes), TIERCEL_KERNEL(8, 1, false, stages, boxes), \
-      TIERCEL_KERNEL(16, 2, false, stages, boxes)
+#define TIERCEL_KERNEL(tokens, tiles, single, stages)             \
+  {tokens, stages,                                                \
+   Kernel("nvfp4_linear<tokens=" #tokens ", stages=" #stages ">", \
+          reinterpret_cast<const void*>(nvfp4_linear<tiles, single, stages>), kLinearMaxShared)}
+#define TIERCEL_KERNELS(stages)                                            \
+  TIERCEL_KERNEL(1, 1, true, stages), TIERCEL_KERNEL(8, 1, false, stages), \
+      TIERCEL_KERNEL(16, 2, false, stages)
 
 // By tokens.
-const Entry kKernels[] = {TIERCEL_KERNELS(2, true), TIERCEL_KERNELS(3, true),
-                          TIERCEL_KERNELS(2, false)};
+const Entry kKernels[] = {TIERCEL_KERNELS(2), TIERCEL_KERNELS(3)};
 
 }  // namespace
 
-const Kernel* nvfp4_linear_kernel(int tokens, int stages, bool boxes) {
+const Kernel* nvfp4_linear_kernel(int tokens, int stages) {
   for (const Entry& entry : kKernels) {
-    if (entry.tokens >= tokens && entry.stages == stages && entry.boxes == boxes) {
-      return &entry.kernel;
-    }
+    if (entry.tokens >= tokens && entry.stages == stages) return &entry.kernel;
   }
   return nullptr;
 }

@@ -13,7 +13,6 @@ namespace tiercel {
 
 struct Nvfp4LinearArgs {
   CUtensorMap weight_map;  // boxes of 16 rows and 128 bytes
-  CUtensorMap scale_map;   // of 16 rows and what belongs to a warp's part of K; or nothing
   const char* x;
   int64_t x_row;  // bytes from one token to the next
   const char* scale;
@@ -25,28 +24,37 @@ struct Nvfp4LinearArgs {
   int k;
   int tiles;      // of 16 rows, which a block has at a time
   int parts;      // warps that share one of them, along K
-  int passes;     // that those of a cluster need for all of K
+  int passes;     // of a section: lines of K that a warp has one after another
+  int sections;   // of K, as many as x needs to fit
   int all_turns;  // of a block's rows at a time
   int turns;      // of one block
   int group;      // of these, after which their sums meet
 };
 
 inline constexpr int kLinearMaxTokens = 16;
-inline constexpr int kLinearMaxThreads = 512;        // a block: there are 128 registers for each
 inline constexpr int kLinearMaxShared = 226 * 1024;  // of 227 KiB
 
-inline constexpr int kLinearSlice = 256;  // values of K of which a warp keeps x
+// Of a block: as many as leave the registers that the kernel wants.
+constexpr int linear_max_threads(int tokens) { return tokens == 1 ? 640 : tokens <= 8 ? 896 : 768; }
 
-// Shared memory of one stage of one warp: 16 rows of weights and of scales, and the barrier that
-// says that they have come, with room for the next array's alignment.
-inline constexpr int kLinearStageBytes = 16 * (kLinearSlice / 2 + kLinearSlice / 16 + 1);
+inline constexpr int kLinearLine = 256;                       // values of K, 128 bytes of weights
+inline constexpr int kLinearTileBytes = 8 * kLinearLine * 2;  // of x, of 8 tokens
+
+// Shared memory for a line of x; of a single token with what to multiply by again.
+constexpr int linear_line_bytes(int tokens) {
+  return tokens == 1 ? kLinearLine * 2 + 16 : (tokens + 7) / 8 * kLinearTileBytes;
+}
+inline constexpr int kLinearZeroBytes = 128;  // of a single token, behind its lines
+
+// Shared memory of one stage of one warp: a line of 16 rows of weights, and the barrier that says
+// that it has come, with room for the one of the sums and the next array's alignment.
+inline constexpr int kLinearStageBytes = 16 * (kLinearLine / 2 + 1);
 
 // Of the sums of 16 rows that a warp has, for that many tokens.
 constexpr int linear_sum_bytes(int tokens) { return tokens == 1 ? 64 : tokens <= 8 ? 512 : 1024; }
 
-// For up to `tokens` tokens, with that many stages in flight a warp, for a scale that the copy
-// engine takes (`boxes`: rows at multiples of 16 bytes) or any; null where there is none.
-const Kernel* nvfp4_linear_kernel(int tokens, int stages, bool boxes);
+// For up to `tokens` tokens, with that many stages in flight a warp; null where there is none.
+const Kernel* nvfp4_linear_kernel(int tokens, int stages);
 
 }  // namespace tiercel
 

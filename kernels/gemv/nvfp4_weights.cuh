@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// NVFP4 weights as float16 in registers.
+// NVFP4 weights as bfloat16 or float16 in registers.
 #ifndef KERNELS_GEMV_NVFP4_WEIGHTS_CUH_
 #define KERNELS_GEMV_NVFP4_WEIGHTS_CUH_
 
@@ -7,19 +7,11 @@
 
 namespace tiercel {
 
-__device__ __forceinline__ uint32_t multiply_halves(uint32_t a, uint32_t b) {
+// bfloat16 pairs. The product of a weight and its scale is exact.
+__device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
   uint32_t product;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
   return product;
-}
-
-// Two e4m3 as float16, each twice.
-__device__ __forceinline__ void spread_scales(uint32_t (&scales)[2], uint32_t bits) {
-  asm("{ .reg .b16 pair, low, high; .reg .b32 both; cvt.u16.u32 pair, %2;"
-      " cvt.rn.f16x2.e4m3x2 both, pair; mov.b32 {low, high}, both;"
-      " mov.b32 %0, {low, low}; mov.b32 %1, {high, high}; }"
-      : "=r"(scales[0]), "=r"(scales[1])
-      : "r"(bits));
 }
 
 // Two e4m3 as float32.
@@ -31,6 +23,18 @@ __device__ __forceinline__ float2 wide_scales(uint32_t bits) {
       : "=f"(scales.x), "=f"(scales.y)
       : "r"(bits));
   return scales;
+}
+
+// Two e4m3 as bfloat16, times 2^119, each twice.
+__device__ __forceinline__ void spread_scales(uint32_t (&scales)[2], uint32_t bits) {
+  const float2 wide = wide_scales(bits);
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(wide.y), "f"(wide.x));
+  pair = multiply_pairs(pair, 0x7b007b00u);
+  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2;"
+      " mov.b32 %0, {low, low}; mov.b32 %1, {high, high}; }"
+      : "=r"(scales[0]), "=r"(scales[1])
+      : "r"(pair));
 }
 
 // `a` where `mask` has bits, else `b`, in one instruction, which the compiler does not find.
@@ -51,6 +55,19 @@ __device__ __forceinline__ void decode(uint32_t (&halves)[4], uint32_t word) {
   halves[1] = even & kBits;
   halves[2] = odd << 8 & kBits;
   halves[3] = odd & kBits;
+}
+
+// The same as bfloat16, times 2^-126: two weights of `high` or `low` are at their places in each
+// half, four bits apart.
+__device__ __forceinline__ void decode_wide(uint32_t (&pairs)[4], uint32_t word) {
+  constexpr uint32_t kSigns = 0x88008800u;
+  constexpr uint32_t kBits = 0x81c081c0u;
+  const uint32_t low = select_bits(word << 8, word << 2, kSigns);
+  const uint32_t high = select_bits(word, word >> 6, kSigns);
+  pairs[0] = low << 4 & kBits;
+  pairs[1] = high << 4 & kBits;
+  pairs[2] = low & kBits;
+  pairs[3] = high & kBits;
 }
 
 }  // namespace tiercel

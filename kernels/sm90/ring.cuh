@@ -78,6 +78,17 @@ __device__ __forceinline__ void bulk_prefetch(const void* from, uint32_t bytes) 
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
+// The same bytes to the L2 only, as a hint; and the map itself to where the copy engine reads it.
+__device__ __forceinline__ void box_prefetch(const CUtensorMap* map, int column, int row) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(column),
+               "r"(row)
+               : "memory");
+}
+
+__device__ __forceinline__ void map_prefetch(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // The box of a tensor map at `column` and `row`, zeros where it is outside of the tensor.
 __device__ __forceinline__ void box_load(void* to, const CUtensorMap* map, int column, int row,
                                          uint64_t* barrier) {

@@ -82,7 +82,7 @@ def test_linear_of_several_turns_and_passes(tokens, cut):
 
 
 def test_linear_of_several_groups():
-    check_linear(9, 9000, 7936, cut=((2, 1, 16, 3),))
+    check_linear(9, 9000, 7936, cut=((2, 1, 12, 3),))
 
 
 def test_linear_in_any_order():

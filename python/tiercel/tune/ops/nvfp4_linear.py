@@ -10,23 +10,25 @@ from tiercel.tune.hardware import Needs
 from tiercel.tune.ops import Tunable
 from tiercel.tune.problem import Candidate, Problem
 
-_SLICE = 256  # values of K, as in kernels/gemv/nvfp4_linear_kernels.h
-_STAGE_BYTES = 16 * (_SLICE // 2 + _SLICE // 16 + 1)
-_OWN_SHARED = 1024  # the kernel's own, at most
+_LINE = 256  # values of K, as in kernels/gemv/nvfp4_linear_kernels.h
 _FEATURES = 16  # of a tile
-_WARPS = (1, 2, 4, 6, 7, 8, 10, 12, 14, 15, 16, 20)
+_WARPS = (1, 2, 4, 6, 7, 8, 10, 12, 14, 15, 16, 18, 20, 21, 24, 28)
 _PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 15, 16)
 _CLUSTERS = (1, 2, 4, 8)
 
 
+def _most_threads(tokens: int) -> int:
+    return 640 if tokens == 1 else 896 if tokens <= 8 else 768
+
+
 def candidates(problem: Problem, tokens: int, quick: bool, compiled: bool) -> list[Candidate]:
-    slices = -(-problem["K"] // _SLICE)
+    lines = -(-problem["K"] // _LINE)
     found: list[Candidate] = []
     for cluster in _CLUSTERS:
-        of_block = -(-slices // cluster)
-        if cluster > 1 and of_block * (cluster // 2) >= slices:
+        of_block = -(-lines // cluster)
+        if cluster > 1 and of_block * (cluster // 2) >= lines:
             continue  # half of a cluster has all of K
-        for stages in (2,) if quick or problem["K"] % _SLICE else (2, 3):
+        for stages in (2,) if quick or problem["K"] % _LINE else (2, 3):
             for warps in _WARPS:
                 for parts in _PARTS:
                     if warps % parts == 0 and parts <= max(of_block, 1):
@@ -36,16 +38,25 @@ def candidates(problem: Problem, tokens: int, quick: bool, compiled: bool) -> li
 
 
 def needs(problem: Problem, tokens: int, c: Candidate) -> Needs:
-    """Of a block that has the sums of one turn of its rows; the launcher gives it more."""
+    """Of a block that has the sums of one turn of its rows and x for one line of each part, or for
+    all of them; the launcher gives it more."""
     warps = c["tiles"] * c["parts"]
     share = c["parts"] * c["cluster"]  # of K, together
-    passes = -(-problem["K"] // (_SLICE * share))
-    sums = (64 if tokens == 1 else 512 if tokens <= 8 else 1024) * (
-        share + warps * (2 if passes > 1 else 1)
+    passes = -(-problem["K"] // (_LINE * share))
+    line = 528 if tokens == 1 else 4096 * (-(-tokens // 8))
+    sums = 64 if tokens == 1 else 512 * (-(-tokens // 8))
+    least = warps * c["stages"] * 16 * (_LINE // 2 + 1) + share * sums
+    least += 128 if tokens == 1 else 0
+    whole = passes * c["parts"] * line + warps * sums
+    sections = c["parts"] * line + 2 * warps * sums
+    most_threads = _most_threads(tokens)
+    return Needs(
+        warps * 32,
+        least + min(whole, sections),
+        65536 // most_threads // 8 * 8,
+        cluster=c["cluster"],
+        most_threads=most_threads,
     )
-    shared = warps * c["stages"] * _STAGE_BYTES + sums + _OWN_SHARED
-    # Compiled for at most 512 threads a block: so many registers each.
-    return Needs(warps * 32, shared, 128, cluster=c["cluster"], most_threads=512)
 
 
 def _invalid(problem: Problem, tokens: int) -> str | None:
