@@ -20,15 +20,16 @@ constexpr double kL2Bytes = 11e6;  // of w, read again for another row of tiles
 constexpr double kXBytes = 60e6;   // of x, read again for every tile of w
 constexpr double kSmBytes = 62e3;  // of w, into one multiprocessor
 constexpr double kCycles = 1900.0;
-constexpr double kLaunch = 3.0;      // first loads and last stores included
-constexpr double kEpilogue = 1.5;    // of a 128x256 tile, where nothing hides it
-constexpr double kTurn = 0.015;      // part of its time that a kernel of two turns loses
-constexpr double kSplit = 0.3;       // for each more block that adds to a tile,
-constexpr double kSplitRows = 0.1;   // and for each more 64 rows of it
-constexpr double kNextBlock = 2.0;   // until a block that waited for another one's end streams
-constexpr double kFewBlocks = 0.95;  // rate with less than three blocks for two multiprocessors
-constexpr double kManyRows = 0.8;    // for each row of split-K tiles beyond the fourth
-constexpr double kWide = 0.93;       // rate with clusters of more than two
+constexpr double kLaunch = 3.0;       // first loads and last stores included
+constexpr double kSmallLaunch = 2.5;  // the same of a split-K kernel
+constexpr double kEpilogue = 1.5;     // of a 128x256 tile, where nothing hides it
+constexpr double kTurn = 0.015;       // part of its time that a kernel of two turns loses
+constexpr double kSplit = 0.3;        // for each more block that adds to a tile,
+constexpr double kSplitRows = 0.1;    // and for each more 64 rows of it
+constexpr double kNextBlock = 2.0;    // until a block that waited for another one's end streams
+constexpr double kFewBlocks = 0.95;   // rate with less than three blocks for two multiprocessors
+constexpr double kManyRows = 0.8;     // for each row of split-K tiles beyond the fourth
+constexpr double kWide = 0.93;        // rate with clusters of more than two
 
 constexpr int64_t kBand = 2048;  // rows of x that stay in the L2 together
 constexpr int kMaxSplits = 8;    // the largest cluster that every H100 and H200 can place
@@ -71,7 +72,9 @@ double large_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
   const double epilogue = kEpilogue * v.tile_m * v.tile_n / (128.0 * 256.0);
   const double compute =
       v.pingpong ? rounds * tile * (1.0 + kTurn) + 2.0 * epilogue : rounds * (tile + epilogue);
-  return kLaunch + std::max(compute, dram_time(p)) * (1.0 + missing);
+  const double busy = static_cast<double>(choice->blocks) / multiprocessors;
+  const double rate = busy < 1.0 ? kFewBlocks * std::sqrt(busy) : 1.0;  // of the memory's
+  return kLaunch + std::max(compute, dram_time(p) / rate) * (1.0 + missing);
 }
 
 double small_estimate(const LinearActKernel& kernel, const LinearProblem& p, int multiprocessors,
@@ -96,7 +99,7 @@ double small_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
       v.tile_m + v.tile_n * v.tile_m / 64.0 + static_cast<double>(rows) + v.tile_n;
   double best = std::numeric_limits<double>::infinity();
   // These tiles gain where one row of them fills the chip; elsewhere others were faster.
-  const double only_one_row = v.tile_n == 96 && row_tiles > 1 ? 2.0 : 1.0;
+  const double only_one_row = v.tile_n > 64 && v.tile_n % 64 != 0 && row_tiles > 1 ? 2.0 : 1.0;
   for (int splits = 1; splits <= kMaxSplits && splits <= k_tiles; ++splits) {
     const double blocks = static_cast<double>(tiles * splits);
     const double steps = static_cast<double>(ceil_div(k_tiles, splits));
@@ -116,7 +119,7 @@ double small_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
     const double adding =
         rows_cost + (splits - 1) * (kSplit + kSplitRows * static_cast<double>(rows) / 64.0);
     const double time =
-        (kLaunch + adding + std::max({stream, busiest * block_load, multiply}) + wait) *
+        (kSmallLaunch + adding + std::max({stream, busiest * block_load, multiply}) + wait) *
         only_one_row;
     if (time < best) {
       best = time;

@@ -29,6 +29,8 @@ from linear_layouts_cute import (
 )
 
 VECTOR = 4  # columns that a thread reduces at a time
+ROWS = 4  # that a thread reduces at a time: their loads are on the way together
+AHEAD = 4  # steps of w that are on their way to the L2 while the kernel before still runs
 PAD = 8  # floats a row, so that a warp's stores of partial sums meet no bank twice
 
 
@@ -46,6 +48,10 @@ class LinearActSplitK:
         self.parts = 2 if kind == "gated" else 1
         self.width = tile_n // self.parts
         self.threads = 2 * WARPGROUP
+        # How the threads add up a tile: vectors of a row side by side, rows below each other.
+        self.vectors = self.width // VECTOR
+        self.below = self.threads // self.vectors
+        self.at_once = min(ROWS // self.parts, -(-tile_m // self.below))
 
     def smem_layouts(self):
         return (
@@ -159,9 +165,6 @@ class LinearActSplitK:
             cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
         )
 
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-
         # My tile of the output and my slice of K, which may be empty.
         tile = cute.arch.block_idx()[0] // splits
         columns = cute.ceil_div(n, self.width)
@@ -171,6 +174,34 @@ class LinearActSplitK:
         share = cute.ceil_div(k_tiles, splits)
         first = rank * share
         last = cutlass.min(first + share, k_tiles)
+
+        # Should the kernel before write w, its writes go to the L2 too: this is no read.
+        to_w, from_w = copies_of_w(self, tma_w, sw, n, k)
+        if warp_index == 0:
+            for step in cutlass.range(first, cutlass.min(first + AHEAD, last), unroll=1):
+                for part in cutlass.range_constexpr(self.parts):
+                    with cute.arch.elect_one():
+                        cute.prefetch(tma_w, from_w[part][None, column, step])
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+
+        # Of the columns that this thread adds up: loads that arrive while others multiply.
+        in_column = thread % self.vectors * VECTOR
+        my_column = column * self.width + in_column
+        in_tile = thread < self.below * self.vectors and my_column < n
+        biases = cute.make_rmem_tensor((VECTOR, self.parts), self.out_dtype)
+        biases.fill(0.0)
+        scales = cute.make_rmem_tensor((VECTOR, self.parts), Float32)
+        for p in cutlass.range_constexpr(self.parts):
+            if in_tile:
+                if bias.toint() != 0:
+                    of_bias = (bias + p * n + my_column).align(8)
+                    theirs = cute.make_tensor(of_bias, cute.make_layout(VECTOR))
+                    for v in cutlass.range_constexpr(VECTOR):
+                        biases[v, p] = theirs[v]
+                if const_expr(self.scaled):
+                    for v in cutlass.range_constexpr(VECTOR):
+                        scales[v, p] = (w_scale + (p * n + my_column + v) * w_step).load()
 
         partial_pointer = cute.recast_ptr(storage.x.data_ptr(), dtype=Float32)
         partial = cute.make_tensor(
@@ -186,7 +217,6 @@ class LinearActSplitK:
             to_x, from_x = cpasync.tma_partition(
                 tma_x, 0, one, cute.group_modes(sx, 0, 2), cute.group_modes(gx, 0, 2)
             )
-            to_w, from_w = copies_of_w(self, tma_w, sw, n, k)
             write = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
             for step in cutlass.range(first, last, unroll=1):
                 ring.producer_acquire(write)
@@ -248,52 +278,67 @@ class LinearActSplitK:
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
-        # The cluster's threads add up its tile, four columns at a time.
-        vectors = self.width // VECTOR
-        layout = cute.make_layout(VECTOR)
-        for i in cutlass.range(
-            rank * self.threads + thread, valid_rows * vectors, splits * self.threads, unroll=1
-        ):
-            in_row = i // vectors
-            in_column = i % vectors * VECTOR
-            at = column * self.width + in_column
-            if at < n:
-                offset = in_row * (self.tile_n + PAD) + in_column
-                total = cute.make_rmem_tensor((VECTOR, self.parts), Float32)
-                total.fill(0.0)
-                for p in cutlass.range_constexpr(self.parts):
-                    mine = (partial_pointer + offset + p * self.width).align(16)
-                    for peer in cutlass.range(splits, unroll=1):
-                        theirs = _load_remote(cute.arch.map_dsmem_ptr(mine, peer))
-                        for v in cutlass.range_constexpr(VECTOR):
-                            total[v, p] += theirs[v]
-                    if const_expr(self.scaled):
-                        of_row = (x_scale + (row * rows + in_row) * x_step).load()
-                        for v in cutlass.range_constexpr(VECTOR):
-                            total[v, p] *= of_row * (w_scale + (p * n + at + v) * w_step).load()
-                    if bias.toint() != 0:
-                        theirs = cute.make_tensor((bias + p * n + at).align(8), layout)
-                        for v in cutlass.range_constexpr(VECTOR):
-                            total[v, p] += theirs[v].to(Float32)
-                out = cute.make_rmem_tensor(layout, self.out_dtype)
-                to = cutlass.Int64(row * rows + in_row) * n + at
-                if const_expr(self.parts == 1):
-                    if sums.toint() != 0:
-                        for v in cutlass.range_constexpr(VECTOR):
-                            out[v] = total[v, 0].to(self.out_dtype)
-                        cute.make_tensor((sums + to).align(8), layout).store(out.load())
-                for v in cutlass.range_constexpr(VECTOR):
-                    total[v, 0] = self.act(total[v, 0])
-                    if const_expr(self.parts == 2):
-                        total[v, 0] *= total[v, 1]
+        # The cluster's blocks take turns with its tile's rows.
+        if in_tile:
+            layout = cute.make_layout(VECTOR)
+            apart = self.below * splits
+            mine = partial_pointer + in_column
+            totals = cute.make_rmem_tensor((VECTOR, self.parts, self.at_once), Float32)
+            added = cute.make_rmem_tensor((VECTOR, self.at_once), self.out_dtype)
+            out = cute.make_rmem_tensor(layout, self.out_dtype)
+            for top in cutlass.range(
+                thread // self.vectors * splits + rank, valid_rows, apart * self.at_once, unroll=1
+            ):
+                totals.fill(0.0)
+                added.fill(0.0)
+                # All loads before their first use; rows beyond the last one repeat it.
+                rows_of_tile = [
+                    cutlass.min(top + u * apart, valid_rows - 1) for u in range(self.at_once)
+                ]
+                offsets = [cutlass.Int64(row * rows + r) * n + my_column for r in rows_of_tile]
+                partials = [
+                    (mine + r * (self.tile_n + PAD) + p * self.width).align(16)
+                    for r in rows_of_tile
+                    for p in range(self.parts)
+                ]
                 if const_expr(self.parts == 1):
                     if residual.toint() != 0:
-                        theirs = cute.make_tensor((residual + to).align(8), layout)
+                        for u in cutlass.range_constexpr(self.at_once):
+                            theirs = cute.make_tensor((residual + offsets[u]).align(8), layout)
+                            for v in cutlass.range_constexpr(VECTOR):
+                                added[v, u] = theirs[v]
+                for peer in cutlass.range(splits, unroll=1):
+                    loaded = [
+                        _load_remote(cute.arch.map_dsmem_ptr(there, peer)) for there in partials
+                    ]
+                    for u in cutlass.range_constexpr(self.at_once):
+                        for p in cutlass.range_constexpr(self.parts):
+                            for v in cutlass.range_constexpr(VECTOR):
+                                totals[v, p, u] += loaded[u * self.parts + p][v]
+                for u in cutlass.range_constexpr(self.at_once):
+                    if const_expr(self.scaled):
+                        of_row = (x_scale + (row * rows + rows_of_tile[u]) * x_step).load()
+                    for p in cutlass.range_constexpr(self.parts):
                         for v in cutlass.range_constexpr(VECTOR):
-                            total[v, 0] += theirs[v].to(Float32)
-                for v in cutlass.range_constexpr(VECTOR):
-                    out[v] = total[v, 0].to(self.out_dtype)
-                cute.make_tensor((y + to).align(8), layout).store(out.load())
+                            if const_expr(self.scaled):
+                                totals[v, p, u] *= of_row * scales[v, p]
+                            totals[v, p, u] += biases[v, p].to(Float32)
+                    if top + u * apart < valid_rows:
+                        if const_expr(self.parts == 1):
+                            if sums.toint() != 0:
+                                for v in cutlass.range_constexpr(VECTOR):
+                                    out[v] = totals[v, 0, u].to(self.out_dtype)
+                                cute.make_tensor((sums + offsets[u]).align(8), layout).store(
+                                    out.load()
+                                )
+                        for v in cutlass.range_constexpr(VECTOR):
+                            value = self.act(totals[v, 0, u])
+                            if const_expr(self.parts == 2):
+                                value *= totals[v, 1, u]
+                            else:
+                                value += added[v, u].to(Float32)
+                            out[v] = value.to(self.out_dtype)
+                        cute.make_tensor((y + offsets[u]).align(8), layout).store(out.load())
 
         # Nobody leaves while others read from it.
         cute.arch.cluster_arrive()

@@ -44,26 +44,24 @@ _LARGE = (
 # Tile rows and columns, stages.
 _SMALL = (
     (64, 32, 8),
-    (64, 64, 6),
-    (64, 128, 4),
+    (64, 112, 9),
     (128, 64, 8),
     (128, 96, 7),
+    (128, 112, 7),
 )
+_NARROW = ((64, 64, 6), (128, 64, 8))
 
 # Of the other kinds, what measurements chose.
 _EXTRA = (_LARGE[2],)
 _GATES = ("silu", "gelu", "gelu_tanh")
 _GATED = (_LARGE[2], (128, 256, False, 1, 4, 2))
-_GATED_SMALL = (_SMALL[1], _SMALL[3])
 _GRADIENTS = {
     "grad_x": (_LARGE[0], _LARGE[2], _LARGE[3]),
     "grad_weight": (_LARGE[0], _LARGE[2]),
 }
-_GRAD_X_SMALL = (_SMALL[1], _SMALL[3])
 
 _FP8_ACTIVATIONS = ("none", "silu", "gelu", "gelu_tanh")
 _FP8_LARGE = _LARGE[2:]
-_FP8_SMALL = (_SMALL[1], _SMALL[3])
 
 _SCALARS = ("m", "n", "k", "group", "save", "x_step", "w_step", "rows", "splits", "blocks")
 _PROBLEMS = tuple(
@@ -188,11 +186,11 @@ def functions():
             built += [_large(dtype, act, *shape, kind="extra") for shape in _EXTRA]
             if act in _GATES:
                 built += [_large(dtype, act, *shape, kind="gated") for shape in _GATED]
-                built += [_small(dtype, act, *shape, kind="gated") for shape in _GATED_SMALL]
+                built += [_small(dtype, act, *shape, kind="gated") for shape in _NARROW]
         for kind in MAJORS:
             built += [_large(dtype, "none", *shape, kind=kind) for shape in _GRADIENTS[kind]]
-        built += [_small(dtype, "none", *shape, kind="grad_x") for shape in _GRAD_X_SMALL]
+        built += [_small(dtype, "none", *shape, kind="grad_x") for shape in _NARROW]
     for act in _FP8_ACTIVATIONS:
         built += [_large("fp8", act, *shape) for shape in _FP8_LARGE]
-        built += [_small("fp8", act, *shape) for shape in _FP8_SMALL]
+        built += [_small("fp8", act, *shape) for shape in _NARROW]
     return built

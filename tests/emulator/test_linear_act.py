@@ -17,7 +17,7 @@ ACTIVATIONS = {
 }
 
 
-def check(m, n, k, act="none", dtype=torch.bfloat16, bias=True, expected=""):
+def check(m, n, k, act="none", dtype=torch.bfloat16, bias=True, expected="", config=None):
     generator = torch.Generator().manual_seed(m + n + k)
 
     def rand(*shape, scale=1.0):
@@ -27,6 +27,8 @@ def check(m, n, k, act="none", dtype=torch.bfloat16, bias=True, expected=""):
     b = rand(n) if bias else None
     y = torch.full((m, n), torch.nan, dtype=dtype)
     arguments = (x, w, b, y, list(ACTIVATIONS).index(act))
+    if config is not None:
+        arguments += (config,)
     assert expected in kernels.linear_act_plan(*arguments)["kernel"]
     kernels.linear_act(*arguments)
     sums = x.double() @ w.double().T + (b.double() if bias else 0)
@@ -57,6 +59,16 @@ def test_activations(act, dtype):
 )
 def test_shapes(shape, expected):
     check(*shape, expected=expected)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(
+    "tile", [(64, 32), (64, 112), (128, 64), (128, 96), (128, 112)], ids=lambda t: f"{t[0]}x{t[1]}"
+)
+def test_every_tile_for_few_rows(tile, splits):
+    name = f"{tile[0]}x{tile[1]}_split_k"
+    for m in (3, 64, 129):
+        check(m, 264, 328, "silu", expected=name, config=(*tile, False, True, splits, 0))
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

@@ -60,6 +60,8 @@ def test_kernels_are_the_ones_asked_for(dtype, activation):
     ("m", "n", "k", "kernel"),
     [
         (1, 4096, 4096, "64x32_split_k"),
+        (16, 14336, 4096, "64x112_split_k"),
+        (77, 11008, 4096, "128x96_split_k"),
         (128, 4096, 14336, "128x64_split_k"),
         (768, 4096, 4096, "128x192"),
         (1024, 4096, 4096, "128x256"),
