@@ -4,6 +4,7 @@
 #define KERNELS_SOFTMAX_ROW_GROUP_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/sm90/cluster.cuh"
 #include "kernels/sm90/reduce.cuh"
@@ -24,6 +25,19 @@ struct SumOf {
   __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
 };
 
+// Over each group of kLanes lanes. A whole warp's maximum is one instruction of integers that are
+// in the floats' order; a NaN is beyond the infinities then, which is as good: the row is NaN.
+template <int kLanes, typename Op>
+__device__ __forceinline__ float group_reduce(float value, Op op) {
+  if constexpr (kLanes == 32 && std::is_same_v<Op, MaxOf>) {
+    const int bits = __float_as_int(value);
+    const int most = __reduce_max_sync(kFullWarp, bits ^ (bits >> 31 & 0x7fffffff));
+    return __int_as_float(most ^ (most >> 31 & 0x7fffffff));
+  } else {
+    return lanes_reduce<kLanes>(value, op);
+  }
+}
+
 // kLanes lanes of a warp, 1 to 32: several rows a warp.
 template <int kLanes>
 struct LaneGroup {
@@ -36,7 +50,7 @@ struct LaneGroup {
   __device__ __forceinline__ void meet() const {}
   template <typename Op>
   __device__ __forceinline__ float reduce(float value, Op op, int) const {
-    return lanes_reduce<kLanes>(value, op);
+    return group_reduce<kLanes>(value, op);
   }
 };
 
@@ -72,27 +86,38 @@ struct BlockGroup {
   // warp's already: both of all threads. `scale(x, y)`: exp(x - y), as scaled.
   template <typename Scale>
   __device__ __forceinline__ float2 join(float largest, float sum, Scale scale) const {
-    const float2* all = exchange(make_float2(largest, sum), 0);
-    const uint32_t lane = threadIdx.x % 32;
-    largest = -kInfinity;
-    for (uint32_t warp = lane; warp < warps(); warp += 32) largest = fmaxf(largest, all[warp].x);
-    largest = lanes_reduce<32>(largest, MaxOf());
-    sum = 0.0f;
-    for (uint32_t warp = lane; warp < warps(); warp += 32) {
-      sum += all[warp].y * scale(all[warp].x, largest);
+    return join_all(exchange(make_float2(largest, sum), 0), warps(), scale);
+  }
+
+  // The same of all warps' pairs.
+  template <typename Scale>
+  static __device__ __forceinline__ float2 join_all(const float2* all, uint32_t warps,
+                                                    Scale scale) {
+    // As many lanes have all of them as there are warps, and so do the lanes behind those.
+    const uint32_t span = warps > 16 ? 32 : warps > 8 ? 16 : warps > 4 ? 8 : 4;
+    const uint32_t first = threadIdx.x % span;
+    float largest = -kInfinity, sum = 0.0f;
+#pragma unroll 1
+    for (uint32_t w = first; w < warps; w += span) largest = fmaxf(largest, all[w].x);
+    largest = group_reduce<32>(largest, MaxOf());
+#pragma unroll 1
+    for (uint32_t w = first; w < warps; w += span) sum += all[w].y * scale(all[w].x, largest);
+#pragma unroll
+    for (uint32_t offset = 16; offset > 0; offset /= 2) {
+      if (offset < span) sum += __shfl_xor_sync(kFullWarp, sum, offset);
     }
-    return make_float2(largest, lanes_reduce<32>(sum, SumOf()));
+    return make_float2(largest, sum);
   }
 
   // Over all threads; each gets the same bits. `slot` is 0 or 1, each once.
   template <typename Op>
   __device__ __forceinline__ float reduce(float value, Op op, int slot) const {
-    const float2* all = exchange(make_float2(lanes_reduce<32>(value, op), 0.0f), slot);
+    const float2* all = exchange(make_float2(group_reduce<32>(value, op), 0.0f), slot);
     value = Op::kNeutral;
     for (uint32_t warp = threadIdx.x % 32; warp < warps(); warp += 32) {
       value = op(value, all[warp].x);
     }
-    return lanes_reduce<32>(value, op);
+    return group_reduce<32>(value, op);
   }
 
  private:

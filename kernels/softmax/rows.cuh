@@ -14,11 +14,13 @@ namespace tiercel {
 
 // A row's place in its matrices, as a group's thread sees it. A row that starts between two
 // multiples of 16 bytes is numbered from the one before; its first and last vector, which hold
-// elements of other rows, are not whole and go element by element. kAligned: all rows are whole
-// vectors.
+// elements of other rows, are not whole and go element by element. Where whole blocks have it, it
+// is numbered from a multiple of 128 bytes: what a warp reads and writes is whole lines. kAligned:
+// all rows are whole vectors.
 template <typename Format, typename Group, bool kAligned = false>
 struct RowPlace {
   static constexpr int kPerVector = kSoftmaxVectorBytes / Format::kBytes;
+  static constexpr int kPerLine = kSoftmaxLineBytes / Format::kBytes;
 
   int64_t row;
   int first;       // column of the thread's first vector, perhaps negative
@@ -36,7 +38,9 @@ struct RowPlace {
     first = group.rank() * kPerVector;
     if constexpr (!kAligned) {
       const uint64_t address = reinterpret_cast<uint64_t>(args.x.data + row * args.x.row_stride);
-      const int shift = static_cast<int>(address % kSoftmaxVectorBytes) / Format::kBytes;
+      constexpr int kFrom =
+          std::is_same_v<Group, BlockGroup> ? kSoftmaxLineBytes : kSoftmaxVectorBytes;
+      const int shift = static_cast<int>(address % kFrom) / Format::kBytes;
       first -= vectors ? shift : 0;
     }
   }

@@ -149,11 +149,17 @@ int vectors_a_thread(bool backward, bool few, int64_t vectors) {
   return vectors <= 2048 ? 4 : 8;
 }
 
+// Of vectors, that so many blocks of whole warps have.
+int64_t places(const SoftmaxKernel& kernel, unsigned blocks, int64_t vectors) {
+  const int64_t of_warps = int64_t{32} * kernel.vectors * blocks;
+  return (vectors + of_warps - 1) / of_warps * of_warps;
+}
+
 // The fewest blocks that hold a row, small ones: their threads wait for each other as little in a
 // cluster as in one large block, and those of other rows go on meanwhile.
 bool fit_blocks(const SoftmaxKernel& kernel, bool few, int64_t vectors, int64_t rows,
                 Choice* choice) {
-  const int64_t most = few && kernel.vectors == 1   ? 128
+  const int64_t most = few && kernel.vectors == 1   ? (vectors <= 256 ? 256 : 128)
                        : few || kernel.vectors >= 4 ? std::min(kernel.threads, 256)
                                                     : kernel.threads;
   const int64_t alone = few && kernel.vectors > 1 ? 512 : most;  // threads of a block by itself
@@ -166,6 +172,14 @@ bool fit_blocks(const SoftmaxKernel& kernel, bool few, int64_t vectors, int64_t 
          vectors > static_cast<int64_t>(blocks) * kernel.threads * kernel.vectors) {
     blocks *= 2;
   }
+  if (!few && !kernel.aligned && kernel.vectors == 8) {
+    // Where a sixteenth or more of the threads' places would be empty: any number of blocks.
+    int64_t least = places(kernel, blocks, vectors) * 15 / 16;
+    for (unsigned count = 2; count <= kSoftmaxBlocks; ++count) {
+      const int64_t all = places(kernel, count, vectors);
+      if (all < least && all <= count * most * kernel.vectors) blocks = count, least = all;
+    }
+  }
   const int64_t part = (vectors + blocks - 1) / blocks;
   const int64_t warps = (part + 32 * kernel.vectors - 1) / (32 * kernel.vectors);
   if (32 * warps > kernel.threads) return false;
@@ -174,7 +188,8 @@ bool fit_blocks(const SoftmaxKernel& kernel, bool few, int64_t vectors, int64_t 
   return true;
 }
 
-// Who shares a row. `vectors`: of a row, one more where it may begin between two.
+// Who shares a row. `vectors`: of a row, one more where it may begin between two; whole blocks
+// begin at a line.
 Choice choose(DType dtype, bool backward, bool masked, bool aligned, int64_t vectors,
               const SoftmaxArgs& args) {
   int count = 0;
@@ -182,6 +197,7 @@ Choice choose(DType dtype, bool backward, bool masked, bool aligned, int64_t vec
       backward ? softmax_backward_kernels(&count) : softmax_forward_kernels(&count);
   const bool few = args.rows * vectors <= kFewVectors;
   const int wanted = vectors_a_thread(backward, few, vectors);
+  const int64_t of_blocks = vectors + (aligned ? 0 : kSoftmaxLineBytes / kSoftmaxVectorBytes - 1);
   Choice best;
   for (int i = 0; i < count; ++i) {
     const SoftmaxKernel& kernel = kernels[i];
@@ -189,7 +205,6 @@ Choice choose(DType dtype, bool backward, bool masked, bool aligned, int64_t vec
     if (kernel.aligned != aligned && kernel.vectors != 0) continue;
     if (kernel.lanes > 0) {
       if (static_cast<int64_t>(kernel.lanes) * kernel.vectors < vectors) continue;
-      if (kernel.vectors > 4 && !few) continue;  // no barrier, but few threads
       const unsigned block = kernel.vectors > 2   ? 64
                              : kernel.vectors > 1 ? 128
                                                   : kSoftmaxLaneThreads;
@@ -206,7 +221,7 @@ Choice choose(DType dtype, bool backward, bool masked, bool aligned, int64_t vec
       continue;
     }
     const bool better = best.kernel == nullptr || best.kernel->vectors < wanted;
-    if (better) fit_blocks(kernel, few, vectors, args.rows, &best);
+    if (better) fit_blocks(kernel, few, of_blocks, args.rows, &best);
   }
   return best;
 }

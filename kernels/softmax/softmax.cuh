@@ -61,6 +61,16 @@ __device__ __forceinline__ float sum_of(const float (&sums)[kCount]) {
   return sum;
 }
 
+// 1 / x, to a unit in the last place where latency counts: of few vectors. The exact one's branch
+// keeps the compiler from unpacking many of them before it.
+template <int kVectors>
+__device__ __forceinline__ float inverse_of(float x) {
+  if constexpr (kVectors > 2) return 1.0f / x;
+  float value;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
+  return value;
+}
+
 // x / sum; exact: but for rare last places.
 template <bool kExact>
 __device__ __forceinline__ float share_of(float x, float sum, float inverse) {
@@ -101,7 +111,7 @@ __device__ __forceinline__ void softmax_of(float (&x)[kVectors][kPerVector], con
     }
     return;
   }
-  const float inverse = 1.0f / sum;
+  const float inverse = inverse_of<kVectors>(sum);
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
@@ -150,7 +160,7 @@ __device__ __forceinline__ void softmax_of_packed(uint32_t (&words)[kVectors][4]
     for (int i = 0; i < 8; ++i) sums[i % 4] += exp_below(x[i]);
   }
   const float sum = group.reduce(sum_of(sums), SumOf(), 1);
-  const float last = log ? logf(sum) : 1.0f / sum;
+  const float last = log ? logf(sum) : inverse_of<kVectors>(sum);
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     float x[8];
@@ -172,23 +182,24 @@ __device__ __forceinline__ void softmax_of_block(uint32_t (&words)[kVectors][4],
                                                  Store store) {
   constexpr bool kExact = Format::kBytes == 4;
   constexpr int kPerVector = kSoftmaxVectorBytes / Format::kBytes;
-  float largest = lanes_reduce<32>(largest_of<Format>(words), MaxOf());
+  float largest = group_reduce<32>(largest_of<Format>(words), MaxOf());
   float sums[4] = {};
   {
     const ExpBelow<kExact> exp_below(largest == -kInfinity ? 0.0f : largest, factor);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       float x[kPerVector];
+      keep_packed(words[v]);
       unpack<Format>(words[v], x);
 #pragma unroll
       for (int i = 0; i < kPerVector; ++i) sums[i % 4] += exp_below(x[i]);
     }
   }
   const float2 all = group.join(largest, lanes_reduce<32>(sum_of(sums), SumOf()),
-                                [&](float x, float y) { return ExpBelow<true>(y, factor)(x); });
+                                [&](float x, float y) { return ExpBelow<kExact>(y, factor)(x); });
   largest = all.x;
   const ExpBelow<kExact> exp_below(largest, factor);
-  const float last = log ? logf(all.y) : 1.0f / all.y;
+  const float last = log ? logf(all.y) : inverse_of<kVectors>(all.y);
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     float x[kPerVector];

@@ -42,7 +42,6 @@ namespace {
       TIERCEL_FORMS(type, false), TIERCEL_FORMS(type, true)
 
 const SoftmaxKernel kKernels[] = {TIERCEL_TYPE(Float32),
-                                  TIERCEL_LANES(Float32, false, true, 32, 8),
                                   TIERCEL_BLOCKS(Float32, false, false, 8),
                                   TIERCEL_BLOCKS(Float32, true, false, 8),
                                   TIERCEL_TYPE(BFloat16),

@@ -61,6 +61,7 @@ struct SoftmaxKernel {
 };
 
 inline constexpr int kSoftmaxVectorBytes = 16;
+inline constexpr int kSoftmaxLineBytes = 128;
 // At most, a block: two of them on a multiprocessor, or three of the others, with 64 registers a
 // thread.
 inline constexpr int kSoftmaxThreads = 512;

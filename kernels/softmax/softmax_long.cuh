@@ -18,7 +18,7 @@ __device__ __forceinline__ void for_each_tile(const Place& start, Body body) {
   Place place = start;
   const int step = kLongVectors * place.stride;
 #pragma unroll 1
-  for (int columns = place.columns + Place::kPerVector; columns > 0; columns -= step) {
+  for (int columns = place.columns + Place::kPerLine; columns > 0; columns -= step) {
     body(place);
     place.first += step;
   }

@@ -58,6 +58,14 @@ int widest_vector(const CopyTransposeArgs& args, int element) {
   return width;
 }
 
+// Whether rows begin on 16 bytes.
+bool is_aligned(const char* data, int64_t row_stride, int64_t batch_stride) {
+  return (reinterpret_cast<uint64_t>(data) | static_cast<uint64_t>(row_stride) |
+          static_cast<uint64_t>(batch_stride)) %
+             16 ==
+         0;
+}
+
 int64_t tiles(int64_t size, int tile) { return (size + tile - 1) / tile; }
 
 // What is left to each of `count` parts, a multiple of `step`.
@@ -99,6 +107,11 @@ const CopyTransposeKernel* choose(const CopyTransposeArgs& args, int64_t batch, 
     if (element == 2 && covered * 5 > args.rows * args.columns * 6) {
       return find(2, 72, 120, vector);
     }
+    // Long runs on the side whose rows do not begin on 16 bytes.
+    const bool from = is_aligned(args.x, args.row_stride, args.batch_stride);
+    const bool to = is_aligned(args.out, args.rows * element, 0);
+    if (element == 2 && !from && to) return find(2, 64, 128, vector);
+    if (element == 2 && !from && shorter >= 1024) tile = 128;
   }
   if (shorter <= 32 || bytes < 132 * tile * tile * element / 2) tile = 32;
   return find(element, tile, tile, vector);
@@ -130,7 +143,8 @@ Status prepare(const TensorView& x, const TensorView& out, int64_t tile_size,
   const int64_t across = tiles(args->columns, args->tile_width);
   if (tile == 0 && choice->kernel->vector_bytes == element) {
     // As many tiles of nearly one size: small ones at the edges take as long as whole ones.
-    args->tile_height = part_of(args->rows, down, 16 / element);
+    args->tile_height =
+        part_of(args->rows, down, copy_transpose_run(element, choice->kernel->tile_rows) / element);
     args->tile_width = part_of(args->columns, across, 1);
   }
   if (down > 0x7fffffff / across / batch) {

@@ -14,9 +14,9 @@
 //    has bank conflicts.
 //  - realigned, where a row of x or of out does not begin on 16 bytes: 16-byte chunks, aligned as
 //    memory is, go into shared memory as they are, each row with its own shift; chunks of out are
-//    collected from there, element by element, aligned as out is. A chunk belongs to the tile that
-//    it begins in, which reads some rows of the next one; only the ends of a column are written in
-//    elements.
+//    collected from there, element by element, aligned as out is. A run of out, two chunks mostly,
+//    belongs to the tile that it begins in, which reads some rows of the next one; only the ends of
+//    a column are written in elements.
 // Blocks next to each other are tiles below each other (their writes are next to each other too),
 // or beside each other where the squares come straight from memory: what measured best.
 #include <cstdint>
@@ -153,37 +153,47 @@ struct Element<4> {
   using Type = uint32_t;
 };
 
-// Rows of chunks in shared memory: as many more than the tile has as a chunk of out may need.
+// Rows of chunks in shared memory: as many more than the tile has as a run of out may need.
 template <int kBytes, int kTileRows, int kTileColumns>
 struct Staging {
+  static constexpr int kRun = copy_transpose_run(kBytes, kTileRows);
   static constexpr int kPerChunk = 16 / kBytes;
-  static constexpr int kRows = kTileRows + kPerChunk;
+  static constexpr int kRows = kTileRows + kRun / kBytes;
   static constexpr int kChunks = kTileColumns / kPerChunk + 1;  // a row that begins inside a chunk
-  static constexpr int kPitch = (kChunks + 7) / 8 * 128;
-  static constexpr int kSize = kRows * kPitch;
+  static constexpr int kPitch = kChunks * 16;
+  static constexpr int kSize = kRows * kPitch + (kRows / kPerChunk + 1) * 16;
 
-  // Where byte `byte` of row `row` lies.
-  static __device__ __forceinline__ unsigned offset(unsigned row, unsigned byte) {
-    return row * kPitch + (byte ^ (row / kPerChunk % 8 * 16));
+  // Where a row lies. Lanes that go down a column read rows that are kPerChunk apart: a chunk more
+  // for each of these steps puts them into different banks.
+  static __device__ __forceinline__ int offset(int row) {
+    return row * kPitch + row / kPerChunk * 16;
   }
 };
 
-constexpr int realigned_threads(int bytes) { return bytes >= 64 * 64 * 2 ? 256 : 128; }
-
-template <int kBytes, int kTileRows, int kTileColumns>
-__global__ void __launch_bounds__(realigned_threads(kBytes * kTileRows * kTileColumns))
+// A tile's runs of out begin at multiples of kRun bytes. What a thread takes of out begins equally
+// far from one in each of its columns, which are kStep apart: what it reads of a chunk lies at the
+// same places too.
+template <int kBytes, int kTileRows, int kTileColumns, int kThreads>
+__global__ void __launch_bounds__(kThreads)
     copy_transpose_realigned(const __grid_constant__ CopyTransposeArgs args) {
   using T = typename Element<kBytes>::Type;
   using Rows = Staging<kBytes, kTileRows, kTileColumns>;
-  constexpr int kThreads = realigned_threads(kBytes * kTileRows * kTileColumns);
-  constexpr int kPerChunk = Rows::kPerChunk;
+  constexpr int kPerChunk = Rows::kPerChunk, kRun = Rows::kRun;
+  constexpr int kOfColumn = kTileRows / kPerChunk;
+  constexpr int kStep = kThreads / kOfColumn;
+  static_assert(kThreads % kOfColumn == 0 && kStep * kBytes % kRun == 0, "columns of one shift");
   extern __shared__ __align__(128) char staged[];
 
   const Tile tile = tile_of<true>(args);
   const int64_t first_row = static_cast<int64_t>(tile.row) * args.tile_height;
   const int64_t first_column = static_cast<int64_t>(tile.column) * args.tile_width;
-  const int rows =
-      static_cast<int>(min(args.rows - first_row, int64_t{args.tile_height + kPerChunk}));
+  const int64_t out_stride = args.rows * kBytes;
+  char* to =
+      args.out + (tile.matrix * args.columns + first_column) * out_stride + first_row * kBytes;
+  const int to_shift = static_cast<int>(reinterpret_cast<uintptr_t>(to) % kRun);
+  const int out_shift = static_cast<int>(out_stride % kRun);
+  const int more = (to_shift | out_shift) == 0 ? 0 : kRun / kBytes;
+  const int rows = static_cast<int>(min(args.rows - first_row, int64_t{args.tile_height + more}));
   const int columns = static_cast<int>(min(args.columns - first_column, int64_t{args.tile_width}));
   const char* matrix = args.x + tile.matrix * args.batch_stride;
   const char* from = matrix + first_row * args.row_stride + first_column * args.column_stride;
@@ -194,6 +204,8 @@ __global__ void __launch_bounds__(realigned_threads(kBytes * kTileRows * kTileCo
   // Rows' places in their first chunks.
   const int shift0 = gathers ? 0 : static_cast<int>(reinterpret_cast<uintptr_t>(from) % 16);
   const int shift1 = gathers ? 0 : static_cast<int>(args.row_stride % 16);
+  const char* tile_end = from + (rows - 1) * args.row_stride + columns * kBytes;
+  const bool inside = !gathers && from - shift0 >= matrix && tile_end + 15 <= end;
   grid_dependency_wait();
   grid_dependency_launch();
 
@@ -202,71 +214,72 @@ __global__ void __launch_bounds__(realigned_threads(kBytes * kTileRows * kTileCo
     const char* start = from + row * args.row_stride;
     const int shift = (shift0 + row * shift1) & 15;
     if (row >= rows || chunk * 16 >= shift + columns * kBytes) continue;
-    const char* address = start - shift + chunk * 16;
-    if (!gathers && address >= matrix && address + 16 <= end) {
-      const uint32_t place =
-          static_cast<uint32_t>(__cvta_generic_to_shared(staged + Rows::offset(row, chunk * 16)));
+    const char* address = start + (chunk * 16 - shift);
+    char* to = staged + Rows::offset(row);
+    if (inside || (!gathers && address >= matrix && address + 16 <= end)) {
+      const uint32_t place = static_cast<uint32_t>(__cvta_generic_to_shared(to + chunk * 16));
       async_copy_16(place, address, true);
     } else {
 #pragma unroll 1
       for (int e = 0; e < kPerChunk; ++e) {
         const int column = chunk * kPerChunk + e - shift / kBytes;
         if (column >= 0 && column < columns) {
-          *reinterpret_cast<T*>(staged + Rows::offset(row, shift + column * kBytes)) =
+          *reinterpret_cast<T*>(to + shift + column * kBytes) =
               *reinterpret_cast<const T*>(start + column * args.column_stride);
         }
       }
     }
   }
+
+  // The chunks of out that begin in this tile; the first tile has those before them as well, in
+  // elements, and the last one ends in the middle of one.
+  const int mine = threadIdx.x / kOfColumn;  // the thread's first column
+  // Bytes before the first run of it.
+  const int head = -(to_shift + mine * out_shift) & (kRun - 1);
+  const int first = head / kBytes + static_cast<int>(threadIdx.x) % kOfColumn * kPerChunk;
+  const char* places[kPerChunk];
+#pragma unroll
+  for (int e = 0; e < kPerChunk; ++e) {
+    const int row = first + e;
+    places[e] = staged + Rows::offset(row) + ((shift0 + row * shift1) & 15) + mine * kBytes;
+  }
+  char* chunk = to + mine * out_stride + first * kBytes;
   async_copy_commit();
   async_copy_wait<0>();
   __syncthreads();
 
-  // The chunks of out that begin in this tile; the first tile has those before them as well, in
-  // elements, and the last one ends in the middle of one.
-  const int64_t out_stride = args.rows * kBytes;
-  char* to =
-      args.out + (tile.matrix * args.columns + first_column) * out_stride + first_row * kBytes;
-  const int to_shift = static_cast<int>(reinterpret_cast<uintptr_t>(to) % 16);
-  const int out_shift = static_cast<int>(out_stride % 16);
-  constexpr int kOfColumn = kTileRows / kPerChunk;
-#pragma unroll 2
-  for (int i = threadIdx.x; i < kTileColumns * kOfColumn; i += kThreads) {
-    const int column = i / kOfColumn;
-    if (column >= columns) break;
-    if (i % kOfColumn * kPerChunk >= args.tile_height) continue;
-    char* start = to + column * out_stride;
-    const int head = -(to_shift + column * out_shift) % 16 & 15;  // bytes before the first chunk
-    const int first = head / kBytes + i % kOfColumn * kPerChunk;  // row of the first element
-    const int byte = column * kBytes;
-    uint32_t words[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int e = 0; e < kPerChunk; ++e) {
-      const int row = first + e;
-      const int shift = (shift0 + row * shift1) & 15;
-      const uint32_t value = *reinterpret_cast<const T*>(staged + Rows::offset(row, shift + byte));
-      words[e * kBytes / 4] |= value << (e * kBytes % 4 * 8);
-    }
-    if (first + kPerChunk <= rows) {
-      store_vector(start + first * kBytes, words);
-    } else {
+  if (first - head / kBytes < args.tile_height) {
+#pragma unroll 4
+    for (int j = 0; j < (kTileColumns + kStep - 1) / kStep; ++j) {
+      if (mine + j * kStep >= columns) break;
+      uint32_t words[4] = {0, 0, 0, 0};
 #pragma unroll
       for (int e = 0; e < kPerChunk; ++e) {
-        if (first + e < rows) {
-          *reinterpret_cast<T*>(start + (first + e) * kBytes) =
-              static_cast<T>(words[e * kBytes / 4] >> (e * kBytes % 4 * 8));
+        const uint32_t value = *reinterpret_cast<const T*>(places[e] + j * kStep * kBytes);
+        words[e * kBytes / 4] |= value << (e * kBytes % 4 * 8);
+      }
+      if (first + kPerChunk <= rows) {
+        store_vector(chunk, words);
+      } else {
+#pragma unroll
+        for (int e = 0; e < kPerChunk; ++e) {
+          if (first + e < rows) {
+            *reinterpret_cast<T*>(chunk + e * kBytes) =
+                static_cast<T>(words[e * kBytes / 4] >> (e * kBytes % 4 * 8));
+          }
         }
       }
+      chunk += kStep * out_stride;
     }
   }
-  if (tile.row != 0) return;
-  for (int i = threadIdx.x; i < columns * kPerChunk; i += kThreads) {
-    const int column = i / kPerChunk, row = i % kPerChunk;
-    const int head = -(to_shift + column * out_shift) % 16 & 15;
-    if (row >= head / kBytes || row >= rows) continue;
+  if (tile.row != 0 || more == 0) return;
+  for (int i = threadIdx.x; i < columns * (kRun / kBytes); i += kThreads) {
+    const int column = i / (kRun / kBytes), row = i % (kRun / kBytes);
+    const int before = -(to_shift + column * out_shift) & (kRun - 1);
+    if (row >= before / kBytes || row >= rows) continue;
     const int shift = (shift0 + row * shift1) & 15;
     *reinterpret_cast<T*>(to + column * out_stride + row * kBytes) =
-        *reinterpret_cast<const T*>(staged + Rows::offset(row, shift + column * kBytes));
+        *reinterpret_cast<const T*>(staged + Rows::offset(row) + shift + column * kBytes);
   }
 }
 
@@ -291,33 +304,33 @@ __global__ void __launch_bounds__(realigned_threads(kBytes * kTileRows * kTileCo
    Kernel("copy_transpose_staged<bytes=" #bytes ", tile=" #rows "x" #columns ">",              \
           reinterpret_cast<const void*>(copy_transpose_staged<bytes, rows, columns, threads>), \
           rows * columns * bytes)}
-#define TIERCEL_REALIGNED(bytes, rows, columns)                                          \
-  {bytes,                                                                                \
-   rows,                                                                                 \
-   columns,                                                                              \
-   bytes,                                                                                \
-   realigned_threads(bytes * rows * columns),                                            \
-   Staging<bytes, rows, columns>::kSize,                                                 \
-   Kernel("copy_transpose_realigned<bytes=" #bytes ", tile=" #rows "x" #columns ">",     \
-          reinterpret_cast<const void*>(copy_transpose_realigned<bytes, rows, columns>), \
+#define TIERCEL_REALIGNED(bytes, rows, columns, threads)                                          \
+  {bytes,                                                                                         \
+   rows,                                                                                          \
+   columns,                                                                                       \
+   bytes,                                                                                         \
+   threads,                                                                                       \
+   Staging<bytes, rows, columns>::kSize,                                                          \
+   Kernel("copy_transpose_realigned<bytes=" #bytes ", tile=" #rows "x" #columns ">",              \
+          reinterpret_cast<const void*>(copy_transpose_realigned<bytes, rows, columns, threads>), \
           Staging<bytes, rows, columns>::kSize)}
 
 // By element, then tile; of each tile first the one that needs alignment. The last kernel of an
 // element that fits its alignment is the one for large problems.
 const CopyTransposeKernel kKernels[] = {
-    TIERCEL_IN_REGISTERS(1, 4, 8, 1, 2),  TIERCEL_REALIGNED(1, 32, 32),
-    TIERCEL_IN_REGISTERS(1, 8, 8, 1, 2),  TIERCEL_REALIGNED(1, 64, 64),
-    TIERCEL_STAGED(1, 128, 128, 64),      TIERCEL_REALIGNED(1, 128, 128),
+    TIERCEL_IN_REGISTERS(1, 4, 8, 1, 2),  TIERCEL_REALIGNED(1, 32, 32, 128),
+    TIERCEL_IN_REGISTERS(1, 8, 8, 1, 2),  TIERCEL_REALIGNED(1, 64, 64, 128),
+    TIERCEL_STAGED(1, 128, 128, 64),      TIERCEL_REALIGNED(1, 128, 128, 256),
     TIERCEL_STAGED(1, 256, 128, 128),
 
-    TIERCEL_IN_REGISTERS(2, 8, 8, 1, 2),  TIERCEL_REALIGNED(2, 32, 32),
-    TIERCEL_IN_REGISTERS(2, 16, 8, 1, 2), TIERCEL_REALIGNED(2, 64, 64),
-    TIERCEL_STAGED(2, 128, 128, 256),     TIERCEL_REALIGNED(2, 128, 128),
-    TIERCEL_REALIGNED(2, 72, 120),
+    TIERCEL_IN_REGISTERS(2, 8, 8, 1, 2),  TIERCEL_REALIGNED(2, 32, 32, 128),
+    TIERCEL_IN_REGISTERS(2, 16, 8, 1, 2), TIERCEL_REALIGNED(2, 64, 64, 256),
+    TIERCEL_STAGED(2, 128, 128, 256),     TIERCEL_REALIGNED(2, 128, 128, 256),
+    TIERCEL_REALIGNED(2, 72, 120, 288),   TIERCEL_REALIGNED(2, 64, 128, 256),
 
-    TIERCEL_IN_REGISTERS(4, 16, 8, 1, 2), TIERCEL_REALIGNED(4, 32, 32),
-    TIERCEL_STAGED(4, 64, 64, 256),       TIERCEL_REALIGNED(4, 64, 64),
-    TIERCEL_STAGED(4, 128, 128, 1024),    TIERCEL_REALIGNED(4, 128, 128),
+    TIERCEL_IN_REGISTERS(4, 16, 8, 1, 2), TIERCEL_REALIGNED(4, 32, 32, 128),
+    TIERCEL_STAGED(4, 64, 64, 256),       TIERCEL_REALIGNED(4, 64, 64, 256),
+    TIERCEL_STAGED(4, 128, 128, 1024),    TIERCEL_REALIGNED(4, 128, 128, 256),
 };
 
 }  // namespace

@@ -24,6 +24,14 @@ struct CopyTransposeArgs {
   int tile_width;
 };
 
+// What runs of out begin at multiples of, in kernels that realign: whole sectors of memory, where a
+// tile of so many rows is some times as high. Its height is such a multiple too.
+constexpr int copy_transpose_run(int element_bytes, int tile_rows) {
+  return tile_rows >= 64 && element_bytes * tile_rows >= 128 && element_bytes * tile_rows % 32 == 0
+             ? 32
+             : 16;
+}
+
 struct CopyTransposeKernel {
   int element_bytes;
   int tile_rows;  // elements, at most

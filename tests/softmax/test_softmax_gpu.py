@@ -58,6 +58,27 @@ def assert_right_gradient(got, due, size):
     assert (error <= allowed).all(), (error / allowed).max().item()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape",
+    [(1000, 10_240), (700, 20_011), (400, 32_000), (300, 50_257), (70, 131_072), (40, 180_001)],
+)
+def test_many_long_rows(shape, dtype):
+    """More of them than blocks run at once; odd ones begin anywhere."""
+    x = rand(*shape, dtype=dtype)
+    x[1, 5], x[2, -1], x[3], x[4, 1:], x[5, : shape[1] // 2] = NAN, INF, -INF, -INF, -INF
+    for op in OPS:
+        result = getattr(tiercel, op)(x, scale=-0.5)
+        assert_right(result, truth(op, x, scale=-0.5), slack=8e-6)
+    aside = torch.empty(x.numel() + 8, device="cuda", dtype=dtype)
+    for offset in (1, 8):  # not on lines
+        y = aside[offset : offset + x.numel()].view(shape)
+        y.copy_(x)
+        out = torch.empty_like(aside)[offset : offset + x.numel()].view(shape)
+        tiercel.softmax_online(y, scale=-0.5, out=out)
+        assert_right(out, truth("softmax_online", x, scale=-0.5), slack=8e-6)
+
+
 # One more and one less than what each kernel holds, multiples of a vector and not.
 LENGTHS = [
     1,
