@@ -14,7 +14,7 @@ constexpr int kMultiprocessors = 132;
 
 // (x, w, sorted_token_ids, expert_ids, num_tokens_post_padded, weights or None, out, block_size,
 // activation's index, topk_ids or None, experts everywhere, x_scale or None, w_scale or None) and,
-// from the tuner, a configuration or None; `up` has no weights and no ids.
+// from the tuner, a configuration or None; `up` has no weights.
 struct MoeMlpCall {
   PythonTensor x, w, sorted, experts, used, out;
   OptionalTensor weights, topk_ids, x_scale, w_scale;
@@ -60,8 +60,8 @@ PyObject* MoeUp(PyObject*, PyObject* const* values, Py_ssize_t count) {
   MoeMlpCall call;
   if (!call.Parse("moe_up", true, values, count)) return nullptr;
   return Launch(call.x, [&](void* stream) {
-    return moe_up(call.x.view(), call.w.view(), call.scales(), call.routing(), call.out.view(),
-                  call.activation, call.tile, stream);
+    return moe_up(call.x.view(), call.w.view(), call.scales(), call.routing(), call.ids(),
+                  call.out.view(), call.activation, call.tile, stream);
   });
 }
 

@@ -108,6 +108,12 @@ def block_scaled(scale: Tensor | None) -> bool:
     return scale is not None and scale.ndim == 3
 
 
+def _in_order(block: int, up_scale: Tensor | None, down_scale: Tensor | None) -> bool:
+    """Whether rows between the halves are in the routing's order. Those that are quantised are not:
+    that would take the padding's, too."""
+    return block == 128 and up_scale is None and down_scale is None
+
+
 def _granularity(scale: Tensor) -> str:
     """Of a product's rows, by the scales of its weights."""
     return "1x128" if block_scaled(scale) else "row"
@@ -145,19 +151,22 @@ def run(
     if up_scale is not None:
         fp8_between(x, (rows, scale), _granularity(up_scale), True, False)
         scale = _of_rows(scale, up_scale)
-    inner = x.new_empty((elements, w_down.shape[2]))
+    # In the routing's order, `down` has a block's rows one below the other.
+    in_order = _in_order(block, up_scale, down_scale)
+    inner = x.new_empty((routing[0].shape[0] if in_order else elements, w_down.shape[2]))
     outer = x.new_empty((elements, hidden))
     out = x.new_empty((tokens, hidden))
     act = INDEX[activation]
-    _C.moe_up(rows, w_up, *routing, None, inner, block, act, *NO_IDS, scale, up_scale, up)
+    # Ids that are no expert's are in no block: with them at hand, `down` zeroes their rows.
+    named = (topk_ids, everywhere)
+    of_up = named if in_order else NO_IDS
+    _C.moe_up(rows, w_up, *routing, None, inner, block, act, *of_up, scale, up_scale, up)
     rows, scale = inner, None
     if down_scale is not None:
         rows, scale = quantize_outputs(inner, _granularity(down_scale))
         # The next launch begins with weights.
         fp8_between(inner, (rows, scale), _granularity(down_scale), False, True)
         scale = _of_rows(scale, down_scale)
-    # Ids that are no expert's are in no block: with them at hand, the kernel zeroes their rows.
-    named = (topk_ids, everywhere)
     factors = topk_weights.view(-1)
     scales = (scale, down_scale)
     _C.moe_down(rows, w_down, *routing, factors, outer, block, 0, *named, *scales, down)
@@ -187,7 +196,9 @@ def _plan_of(
     # It has to take so many experts.
     align_plan(topk_ids[:0], block, everywhere, expert_map, False, False, None)
     routing = empty_routing(x, elements, experts, block)
-    inner, outer = x.new_empty((elements, w_down.shape[2])), x.new_empty((elements, x.shape[1]))
+    in_order = _in_order(block, up_scale, down_scale)
+    between = routing[0].shape[0] if in_order else elements
+    inner, outer = x.new_empty((between, w_down.shape[2])), x.new_empty((elements, x.shape[1]))
     made = []
     for rows, w, scale, factors, out, plan, tile in (
         (x, w_up, up_scale, None, inner, _C.moe_up_plan, tiles[0]),
@@ -198,7 +209,8 @@ def _plan_of(
             quantize_plan(rows[:2], _granularity(scale))  # it has to take these rows
             rows, of_rows = quantize_outputs(rows, _granularity(scale))
             scales = (_of_rows(of_rows, scale), scale)
-        rest = (factors, out, block, 0, *NO_IDS, *scales, tile)
+        named = (topk_ids, everywhere) if in_order else NO_IDS
+        rest = (factors, out, block, 0, *named, *scales, tile)
         made.append(dict(plan(rows, w, *routing, *rest)))
     return {"kernel": made[0]["kernel"], "block_size": block, "up": made[0], "down": made[1]}
 
