@@ -10,12 +10,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
-from moe_loads_cute import MoeLoads
+from moe_wide_loads_cute import MoeWideLoads
 
 _BLOCK = 128
 
 
-class MoeBlockScales(MoeLoads):
+class MoeBlockScales(MoeWideLoads):
     @cute.jit
     def multiply_blocks(self, mmas, fragments, ring, facts, factors, of_weights, tile, elements):
         """A tile's steps; the place in the ring after them."""

@@ -26,7 +26,7 @@ def block_scaled(dtype):
 
 def _shapes(dtype, act):
     """Tile rows, which are the routing's blocks, and columns, turns instead of sharing, blocks of a
-    cluster, stages of the ring. tune/ops/moe.py lists them too."""
+    cluster, stages of the ring, rows of x by boxes. tune/ops/moe.py lists them too."""
     # Of 64 rows, the bytes of a tile take no longer than its way out: turns hide that.
     shapes = [(64, 128, True, 1, 8)]
     if block_scaled(dtype):  # two sets of sums leave no registers for 256 columns
@@ -34,30 +34,33 @@ def _shapes(dtype, act):
     if act is None or dtype != "fp8":  # for `up` of float8 wider ones were better everywhere
         shapes.append((64, 64, True, 1, 12))
     shapes.append((128, 256, False, 1, 4))
-    # On an H200 multicast gained up to 5 % in `up`, and lost 2 % and more elsewhere.
-    return shapes + [(128, 256, False, 2, 4)] * (act is not None and dtype != "fp8")
+    if dtype != "fp8":
+        # `up` may store rows for `down` in the routing's order. On an H200 multicast gained up to
+        # 5 % in `up`, and lost 2 % and more elsewhere.
+        shapes.append((128, 256, False, 2, 4) if act else (128, 256, False, 1, 4, True))
+    return shapes
 
 
 _SCALARS = (
     *("experts", "w_rows", "k", "second", "rows", "elements", "divide", "x_pieces", "id_words"),
-    *("bound", "early", "x_scale_step", "w_scale_expert", "w_scale_step"),
+    *("bound", "early", "x_scale_step", "w_scale_expert", "w_scale_step", "x_rows", "to_slots"),
 )
 _PROBLEMS = tuple(
     dict(zip((*_SCALARS, "blocks"), values, strict=True))
     for values in (
-        (5, 272, 336, 136, 136, 40, 2, 42, 1, 5, 0, 1, 272, 1, 132),
-        (1, 8, 16, 128, 8, 1, 1, 2, 2, 1, 1, 0, 1, 0, 2),
+        (5, 272, 336, 136, 136, 40, 2, 42, 1, 5, 0, 1, 272, 1, 40, 0, 132),
+        (1, 8, 16, 128, 8, 1, 1, 2, 2, 1, 1, 0, 1, 0, 8, 1, 2),
     )
 )
 
 
-def function(dtype, act, tile_m, tile_n, pingpong, cluster, stages):
+def function(dtype, act, tile_m, tile_n, pingpong, cluster, stages, by_boxes=False):
     element = _DTYPES[dtype][0]
     half = "down" if act is None else f"up_{act}"
     name = f"moe_{half}_{dtype}_{tile_m}x{tile_n}"
-    name += "_pingpong" * pingpong + "_multicast" * (cluster > 1)
+    name += "_pingpong" * pingpong + "_multicast" * (cluster > 1) + "_boxes" * by_boxes
     sizes = (tile_m, tile_n, pingpong, cluster, stages)
-    kernel = MoeGrouped(name, element, act, *sizes, block_scaled(dtype))
+    kernel = MoeGrouped(name, element, act, *sizes, block_scaled(dtype), by_boxes)
     x, w, out = Pointer("x", element), Pointer("w", element), Pointer("out", kernel.out_dtype)
     routing = [
         Pointer(name, cutlass.Int32, align=4) for name in ("sorted_ids", "expert_ids", "used")
@@ -70,6 +73,7 @@ def function(dtype, act, tile_m, tile_n, pingpong, cluster, stages):
     launch = Launch(
         parameters=(
             TensorMap("w", ("experts", "w_rows", "k"), (1, kernel.half, kernel.tile_k)),
+            *([TensorMap("x", ("x_rows", "k"), (tile_m, kernel.tile_k))] * by_boxes),
             *(x, *rest),
         ),
         grid=("blocks", 1, 1),
@@ -86,6 +90,7 @@ def function(dtype, act, tile_m, tile_n, pingpong, cluster, stages):
         str(tile_m),
         str(tile_n),
         str(cluster),
+        str(by_boxes).lower(),
     )
     arguments = (x, w, *rest, Scalar("blocks"))
     return Function(name, kernel, arguments, (launch,), attributes, _PROBLEMS)

@@ -16,13 +16,14 @@ multicast a half of the weights each, where their experts are the same. float8 r
 scales, which meet the sums before the activation, or each step's (moe_block_scales_cute.py).
 """
 
+from typing import Optional
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from moe_block_scales_cute import MoeBlockScales
 from moe_layouts_cute import EPI, WARPGROUP
-from moe_loads_cute import GATHERERS
 
 _TURN = 3  # named barriers 3 and 4: whose turn it is to multiply
 
@@ -55,6 +56,8 @@ class MoeGrouped(MoeBlockScales):
         x_scale_step: Int32,
         w_scale_expert: Int32,
         w_scale_step: Int32,
+        x_rows: Int32,
+        to_slots: Int32,
         blocks: Int32,
         stream,
     ):
@@ -69,11 +72,19 @@ class MoeGrouped(MoeBlockScales):
             cute.slice_(self.smem_layout(self.dtype, self.half, 1), (None, None, 0)),
             (self.half, self.tile_k),
         )
+        tma_x = None
+        if const_expr(self.by_boxes):
+            tma_x, _ = cpasync.make_tiled_tma_atom(
+                load,
+                cute.make_tensor(x, cute.make_layout((x_rows, k16), stride=(k16, 1))),
+                cute.slice_(self.smem_layout(self.dtype, self.tile_m, 1), (None, None, 0)),
+                (self.tile_m, self.tile_k),
+            )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
-            *(tma_w, x, sorted_ids, expert_ids, used, weights, ids, x_scale, w_scale, out),
+            *(tma_w, tma_x, x, sorted_ids, expert_ids, used, weights, ids, x_scale, w_scale, out),
             *(experts, w_rows, k, second, rows, elements, divide, x_pieces, id_words, bound),
-            *(early, x_scale_step, w_scale_expert, w_scale_step),
+            *(early, x_scale_step, w_scale_expert, w_scale_step, x_rows, to_slots),
         ).launch(
             grid=(blocks, 1, 1),
             block=(self.threads, 1, 1),
@@ -87,6 +98,7 @@ class MoeGrouped(MoeBlockScales):
     def kernel(
         self,
         tma_w: cute.CopyAtom,
+        tma_x: Optional[cute.CopyAtom],
         x: cute.Pointer,
         sorted_ids: cute.Pointer,  # null where blocks of threads route ids themselves
         expert_ids: cute.Pointer,
@@ -110,6 +122,8 @@ class MoeGrouped(MoeBlockScales):
         x_scale_step: Int32,  # 0: one for all
         w_scale_expert: Int32,
         w_scale_step: Int32,
+        x_rows: Int32,
+        to_slots: Int32,  # rows of the result are in the routing's order
     ):
         thread = cute.arch.thread_idx()[0]
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -121,7 +135,7 @@ class MoeGrouped(MoeBlockScales):
             cpasync.prefetch_descriptor(tma_w)
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(self.stages):
-                    cute.arch.mbarrier_init(full + i, GATHERERS + 1)
+                    cute.arch.mbarrier_init(full + i, self.gatherers + 1)
                     cute.arch.mbarrier_init(empty + i, 4 * self.sharing * self.cluster)
             cute.arch.mbarrier_init_fence()
         if const_expr(self.cluster > 1):
@@ -158,16 +172,27 @@ class MoeGrouped(MoeBlockScales):
         if warpgroup_index == 0:
             if const_expr(self.registers > 0):
                 cute.arch.setmaxregister_decrease(self.loader_registers)
-            if warp_index == 0:
-                sizes = (experts, w_rows, k)
+            sizes = (experts, w_rows, k)
+            limits = (elements, divide, k * self.dtype.width // 128)
+            if const_expr(self.by_boxes):
+                if warp_index == 0:
+                    self.load_weights(
+                        *(tma_w, storage, full, empty, routing, place, sizes, second),
+                        *(tma_x, x_rows),
+                    )
+            elif const_expr(self.gatherers == WARPGROUP):
+                self.load_both(
+                    *(thread, tma_w, x, x_pieces, storage, full, empty, routing, place, sizes),
+                    *(second, limits),
+                )
+            elif warp_index == 0:
                 self.load_weights(tma_w, storage, full, empty, routing, place, sizes, second)
-            elif warp_index < 1 + GATHERERS // 32:
-                limits = (elements, divide, k * self.dtype.width // 128)
+            elif warp_index < 1 + self.gatherers // 32:
                 self.gather_rows(
                     thread - 32, x, x_pieces, storage, full, empty, routing, place, limits
                 )
-            elif const_expr(not self.up):
-                if ids.toint() != 0:
+            if const_expr(not self.up):
+                if (warp_index == 3) & (ids.toint() != 0):
                     self.clear_rows_of_none(ids, id_words, bound, elements, rows, out)
         else:
             if const_expr(self.registers > 0):
@@ -177,7 +202,7 @@ class MoeGrouped(MoeBlockScales):
             of_weights = (w_scale, w_scale_expert, w_scale_step, second)
             self.multiply(
                 *(thread, consumer, storage, full, empty, routing, place),
-                *(elements, rows, factors, of_weights, out),
+                *(elements, rows, factors, of_weights, out, to_slots),
             )
         if const_expr(self.cluster > 1):  # nobody leaves while others signal it
             cute.arch.cluster_arrive()
@@ -198,6 +223,7 @@ class MoeGrouped(MoeBlockScales):
         factors,
         of_weights,
         out,
+        to_slots,
     ):
         """A warpgroup: its rows of its tiles, from the ring to the result."""
         _, _, blocks, k_tiles, _ = routing
@@ -234,13 +260,13 @@ class MoeGrouped(MoeBlockScales):
         # What is known of a tile is read while the one before it is multiplied.
         facts, ahead = self.facts(), self.facts()
         scales = cute.make_rmem_tensor(self.wg_rows // 32, Float32)  # of this lane's rows of sums
+        columns_scales = self.columns_scales()
         if mine < tiles:
             self.look_up(ahead, routing, place, mine, thread, consumer, elements)
         for number in cutlass.range(mine, tiles, every, unroll=1):
             for i in cutlass.range_constexpr(cute.size(facts)):
                 facts[i] = ahead[i]
             following = cutlass.min(number + every, tiles - 1)
-            self.look_up(ahead, routing, place, following, thread, consumer, elements)
             block = number // columns * self.cluster + rank
             column = number % columns
             expert, multiplies = facts[0], facts[0] >= 0
@@ -255,10 +281,12 @@ class MoeGrouped(MoeBlockScales):
             if const_expr(self.cluster > 1):
                 any_real = any_real & (block < blocks)
             multiplies = any_real & (expert >= 0)
-            self.scales_of_rows(scales, facts, factors, elements)
             of_columns = (w_scale + Int64(cutlass.max(expert, 0)) * w_scale_expert, w_scale_step)
-            columns_scales = self.scales_of_columns(of_columns, column, 0, rows, second, lane)
-
+            ahead_of = (ahead, routing, place, following, thread, consumer, elements)
+            of_rows = (scales, facts, factors, elements)
+            of_chunk = (columns_scales, of_columns, column, 0, rows, second, lane)
+            if const_expr(not self.begins):
+                self.prepare(ahead_of, of_rows, of_chunk)
             sums.fill(0.0)
             other = Int32(0)
             if const_expr(self.pingpong):
@@ -272,20 +300,25 @@ class MoeGrouped(MoeBlockScales):
                         *(facts, factors, of_weights, (expert, column), elements),
                     )
                 else:
-                    warpgroup.fence()
                     for step in cutlass.range(steps, unroll=1):
                         cute.arch.mbarrier_wait(full + index, phase)
-                        # The gathered rows were not written by the copy engine.
-                        cute.arch.fence_proxy("async.shared", space="cta")
+                        if const_expr(not self.by_boxes):  # then not all is the copy engine's
+                            cute.arch.fence_proxy("async.shared", space="cta")
+                        warpgroup.fence()
                         for at_k in cutlass.range_constexpr(cute.size(rx, mode=[2])):
                             at = (None, None, at_k, index)
                             cute.gemm(mma, acc, rx[at], rw[at], acc)
                         warpgroup.commit_group()
+                        if const_expr(self.begins):
+                            if step == 0:  # while its products are made
+                                self.prepare(ahead_of, of_rows, of_chunk)
                         warpgroup.wait_group(1)
                         if step > 0:
                             self.release(empty, index - 1 if index > 0 else self.stages - 1)
                         index, phase = self.next(index, phase)
             else:
+                if const_expr(self.begins):
+                    self.prepare(ahead_of, of_rows, of_chunk)
                 for _ in cutlass.range(steps, unroll=1):
                     cute.arch.mbarrier_wait(full + index, phase)
                     self.release(empty, index)
@@ -301,8 +334,15 @@ class MoeGrouped(MoeBlockScales):
             if any_real:
                 self.put_out(
                     *(thread, consumer, storage, sums, facts, scales, columns_scales, of_columns),
-                    *(column, elements, rows, second, out),
+                    *(column, elements, rows, second, out, block if to_slots > 0 else Int32(-1)),
                 )
+
+    @cute.jit
+    def prepare(self, ahead_of, of_rows, of_chunk):
+        """What the next tile and this one's end need to know."""
+        self.look_up(*ahead_of)
+        self.scales_of_rows(*of_rows)
+        self.scales_of_columns(*of_chunk)
 
     @cute.jit
     def release(self, empty, index):
@@ -317,6 +357,9 @@ class MoeGrouped(MoeBlockScales):
         """Of a tile: its expert, that of the other block in the cluster, whether rows are real
         (32 at a time, a lane each), elements of this lane's rows on their way out and of sums."""
         return cute.make_rmem_tensor(2 + self.wg_rows // 32 + self.wg_rows // EPI * 6, Int32)
+
+    def columns_scales(self):
+        return cute.make_rmem_tensor((self.chunk // 8 * 2, 2), Float32)
 
     @cute.jit
     def look_up(self, facts, routing, place, number, thread, consumer, elements):
@@ -357,10 +400,9 @@ class MoeGrouped(MoeBlockScales):
                         scales[i] *= (weights + element).load()
 
     @cute.jit
-    def scales_of_columns(self, of_columns, column, chunk, rows, second, lane):
+    def scales_of_columns(self, scales, of_columns, column, chunk, rows, second, lane):
         """Of this lane's columns of a chunk, and of their partners."""
         scale, step = of_columns
-        scales = cute.make_rmem_tensor((self.chunk // 8 * 2, 2), Float32)
         if const_expr(self.scaled):
             scales.fill(1.0)
             for i in cutlass.range_constexpr(self.chunk // 8 * 2):
@@ -369,7 +411,6 @@ class MoeGrouped(MoeBlockScales):
                     scales[i, 0] = (scale + at * step).load()
                     if const_expr(self.up):
                         scales[i, 1] = (scale + (at + second) * step).load()
-        return scales
 
     @cute.jit
     def put_out(
@@ -387,9 +428,11 @@ class MoeGrouped(MoeBlockScales):
         rows,
         second,
         out,
+        slots_of,
     ):
-        """A tile's sums to their elements' rows. A warp's 16 rows of 64 columns go through its own
-        shared memory, so that 8 lanes store 128 neighbouring bytes."""
+        """A tile's sums to their elements' rows, or to those of the block `slots_of`. A warp's 16
+        rows of 64 columns go through its own shared memory, so that 8 lanes store 128 neighbouring
+        bytes."""
         lane, wg_thread = thread % 32, thread % WARPGROUP
         layout = self.smem_layout(self.out_dtype, EPI, self.consumers * self.pieces)
         sy = storage.y.get_tensor(layout.outer, swizzle=layout.inner)
@@ -407,7 +450,9 @@ class MoeGrouped(MoeBlockScales):
                 first = column * self.width + chunk * self.chunk
                 factors = columns_scales
                 if const_expr(half + chunk > 0):
-                    factors = self.scales_of_columns(of_columns, column, chunk, rows, second, lane)
+                    factors = self.columns_scales()
+                    at = (of_columns, column, chunk, rows, second, lane)
+                    self.scales_of_columns(factors, *at)
                 for i in cutlass.range_constexpr(self.chunk // 2):
                     at = half * (self.tile_n // 2) + chunk * (self.chunk // 2) + i
                     of_row, of_column = scales[half * 2 + i // 2 % 2], i // 4 * 2 + i % 2
@@ -436,6 +481,11 @@ class MoeGrouped(MoeBlockScales):
                     values = cute.make_tensor((from_y + offset).align(16), vector)
                     owner = facts[2 + self.wg_rows // 32 + half * 6 + i]
                     if owner < elements:
+                        if const_expr(self.up):
+                            if slots_of >= 0:
+                                owner = slots_of * self.tile_m + at_row
+                                if const_expr(not self.pingpong):
+                                    owner += consumer * EPI
                         if (at_column < rows) & (lane % 8 * 8 < self.chunk):
                             to = out + (Int64(owner) * rows + at_column)
                             cute.make_tensor(to.align(16), vector).store(values.load())

@@ -8,22 +8,31 @@ from cutlass.cute.nvgpu import cpasync
 from moe_layouts_cute import ROW, coordinates
 from moe_routing_cute import MoeRouting
 
-GATHERERS = 64  # threads
+GATHERERS = 64  # threads, where tiles have 64 rows
 COPIES = GATHERERS // 8  # rows that they copy at a time, 16 bytes of a row each
 
 
 class MoeLoads(MoeRouting):
     @cute.jit
-    def load_weights(self, tma_w, storage, full, empty, routing, place, sizes, second):
-        """One warp: both halves of each step's tile of weights."""
+    def load_weights(
+        self,
+        tma_w,
+        storage,
+        full,
+        empty,
+        routing,
+        place,
+        sizes,
+        second,
+        tma_x=None,
+        x_rows=None,
+    ):
+        """One warp: both halves of each step's tile of weights; x's rows too, where by boxes."""
         _, _, _, k_tiles, _ = routing
         rank, first, grid, tiles, columns = place
-        layout = self.smem_layout(self.dtype, self.half, 2 * self.stages)
-        sw = storage.w.get_tensor(layout.outer, swizzle=layout.inner)
-        places = coordinates(*sizes)
-        other = cute.domain_offset((second, 0, 0), places)
-        to_w, from_first = self.partition(tma_w, sw, places)
-        _, from_second = self.partition(tma_w, sw, other)
+        parts = self.parts_of_weights(tma_w, storage, sizes, second)
+        if const_expr(self.by_boxes):
+            to_x, from_x = self.parts_of_rows(tma_x, storage, x_rows, sizes[2])
         step_columns = self.width // self.half  # in halves
         index, phase = Int32(0), Int32(1)
         for number in cutlass.range(first, tiles, grid, unroll=1):
@@ -32,23 +41,48 @@ class MoeLoads(MoeRouting):
             expert, shared = self.experts_of(routing, block)
             steps = k_tiles if expert >= 0 else 0
             for step in cutlass.range(steps, unroll=1):
-                barrier = full + index
                 cute.arch.mbarrier_wait(empty + index, phase)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.tile_n * ROW)
                 at = (column, step, expert)
-                to = 2 * index
-                if const_expr(self.cluster == 1):
-                    copy(tma_w, from_first[None, at], to_w[None, to], barrier)
-                    copy(tma_w, from_second[None, at], to_w[None, to + 1], barrier)
-                else:
-                    # A half each for both, or both for itself.
-                    whom = cutlass.Int16(3 if shared else 1 << rank)
-                    if not shared or rank == 0:
-                        copy(tma_w, from_first[None, at], to_w[None, to], barrier, whom)
-                    if not shared or rank == 1:
-                        copy(tma_w, from_second[None, at], to_w[None, to + 1], barrier, whom)
+                self.copy_weights(tma_w, parts, at, shared, rank, full, index)
+                if const_expr(self.by_boxes):
+                    copy(tma_x, from_x[None, (block, step)], to_x[None, index], full + index)
                 index, phase = self.next(index, phase)
+
+    def parts_of_weights(self, tma_w, storage, sizes, second):
+        """Where the ring has a step's two halves, and where they are."""
+        layout = self.smem_layout(self.dtype, self.half, 2 * self.stages)
+        sw = storage.w.get_tensor(layout.outer, swizzle=layout.inner)
+        places = coordinates(*sizes)
+        other = cute.domain_offset((second, 0, 0), places)
+        return (*self.partition(tma_w, sw, places), self.partition(tma_w, sw, other)[1])
+
+    def parts_of_rows(self, tma_x, storage, x_rows, k):
+        layout = self.smem_layout(self.dtype, self.tile_m, self.stages)
+        sx = storage.x.get_tensor(layout.outer, swizzle=layout.inner)
+        identity = cute.make_identity_tensor((k, x_rows))
+        places = cute.make_tensor(identity.iterator, cute.select(identity.layout, [1, 0]))
+        tiles = cute.zipped_divide(places, (self.tile_m, self.tile_k))
+        one = cute.make_layout(1)
+        return cpasync.tma_partition(tma_x, 0, one, cute.group_modes(sx, 0, 2), tiles)
+
+    @cute.jit
+    def copy_weights(self, tma_w, parts, at, shared, rank, full, index):
+        """Both halves of a step's tile, by a warp."""
+        to_w, from_first, from_second = parts
+        barrier, to = full + index, 2 * index
+        with cute.arch.elect_one():
+            rows = self.tile_n + (self.tile_m if const_expr(self.by_boxes) else 0)
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, rows * ROW)
+        if const_expr(self.cluster == 1):
+            copy(tma_w, from_first[None, at], to_w[None, to], barrier)
+            copy(tma_w, from_second[None, at], to_w[None, to + 1], barrier)
+        else:
+            # A half each for both, or both for itself.
+            whom = cutlass.Int16(3 if shared else 1 << rank)
+            if not shared or rank == 0:
+                copy(tma_w, from_first[None, at], to_w[None, to], barrier, whom)
+            if not shared or rank == 1:
+                copy(tma_w, from_second[None, at], to_w[None, to + 1], barrier, whom)
 
     def partition(self, tma, smem, places):
         one = cute.make_layout(1)

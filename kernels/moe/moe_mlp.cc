@@ -33,11 +33,11 @@ Status check_rows(const Argument& argument) {
 // The kernel's arguments, in its order after the map.
 struct Call {
   const MoeMlpKernel* kernel = nullptr;
-  CUtensorMap w;
+  CUtensorMap w, x_map;
   const void *x, *sorted, *experts, *used, *weights, *ids, *x_scale, *w_scale;
   void* out;
   int32_t expert_count, w_rows, k, second, rows, elements, divide, x_pieces, id_words, bound, early,
-      x_scale_step, w_scale_expert, w_scale_step;
+      x_scale_step, w_scale_expert, w_scale_step, x_rows, to_slots;
   int64_t tiles = 0;
 
   LaunchConfig config(int multiprocessors) const {
@@ -101,13 +101,13 @@ Status check_routing(const char* op, const Argument& x, const MoeRouting& routin
 }
 
 const MoeMlpKernel* find(bool up, DType dtype, bool block_scaled, MoeActivation activation,
-                         int64_t block, const MoeTile& tile) {
+                         int64_t block, const MoeTile& tile, bool by_boxes) {
   int count = 0;
   const MoeMlpKernel* kernels = moe_mlp_kernels(&count);
   for (int i = 0; i < count; ++i) {
     const MoeMlpVariant& v = kernels[i].variant;
     if (v.up == up && v.dtype == dtype && v.block_scaled == block_scaled && v.tile_m == block &&
-        v.tile_n == tile.tile_n && v.cluster == tile.cluster &&
+        v.tile_n == tile.tile_n && v.cluster == tile.cluster && v.by_boxes == by_boxes &&
         (!up || v.activation == activation)) {
       return &kernels[i];
     }
@@ -180,7 +180,15 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
   const bool scaled = x.dtype == DType::kFloat8E4M3;
   TIERCEL_RETURN_IF_ERROR(check_dtype(out_arg, {scaled ? DType::kBFloat16 : x.dtype}));
   const int64_t experts = w.shape[0], k = x.shape[1];
-  const int64_t elements = out.shape[0], rows = out.shape[1];
+  const int64_t rows = out.shape[1];
+  // The rows between the halves may be in the routing's order.
+  const int64_t listed = routing.by_kernels() || routing.sorted_token_ids == nullptr
+                             ? -1
+                             : routing.sorted_token_ids->shape[0];
+  const bool to_slots =
+      up && ids.ids != nullptr && ids.ids->ndim == 2 && out.shape[0] == listed;
+  const bool by_boxes = !up && x.shape[0] != out.shape[0] && x.shape[0] == listed;
+  const int64_t elements = to_slots ? ids.ids->shape[0] * ids.ids->shape[1] : out.shape[0];
   if (up) {
     TIERCEL_RETURN_IF_ERROR(check_shape(w_arg, {experts, 2 * rows, k}, "[E, 2 * I, H]"));
     const bool whole = x.shape[0] == 0 ? elements == 0 : elements % x.shape[0] == 0;
@@ -191,7 +199,7 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
     }
   } else {
     TIERCEL_RETURN_IF_ERROR(check_shape(w_arg, {experts, rows, k}, "[E, H, I]"));
-    TIERCEL_RETURN_IF_ERROR(check_shape(x_arg, {elements, k}, "[T * k, I]"));
+    if (!by_boxes) TIERCEL_RETURN_IF_ERROR(check_shape(x_arg, {elements, k}, "[T * k, I]"));
   }
   TIERCEL_RETURN_IF_ERROR(check_cuda(x_arg));
   for (const Argument* argument : {&w_arg, &out_arg}) {
@@ -250,7 +258,7 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
   const bool many = elements >= 192 * experts;
   const MoeTile chosen =
       tile.tile_n != 0 ? tile : default_tile(up, x.dtype, block_scaled, block, many);
-  const MoeMlpKernel* kernel = find(up, x.dtype, block_scaled, activation, block, chosen);
+  const MoeMlpKernel* kernel = find(up, x.dtype, block_scaled, activation, block, chosen, by_boxes);
   if (kernel == nullptr) {
     return Status::Unimplemented(std::string(op) + ": the configuration block " +
                                  std::to_string(routing.block_size) + ", tile " +
@@ -296,7 +304,10 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
     call->w_scale_expert = scaled ? static_cast<int32_t>(scales.w->shape[1]) : 0;
     call->w_scale_step = scaled && scales.w->shape[1] != 1;
   }
+  call->x_rows = static_cast<int32_t>(x.shape[0]);
+  call->to_slots = to_slots;
   call->kernel = kernel;
+  if (by_boxes) TIERCEL_RETURN_IF_ERROR(check_tensor_map(kernel->maps[1], x, op, "x"));
   // The map's own rules, said before a driver is asked for.
   return check_tensor_map(kernel->maps[0], w, op, up ? "w_up" : "w_down");
 }
@@ -314,11 +325,18 @@ Status launch(bool up, const TensorView& x, const TensorView& w, const MoeScales
   TIERCEL_RETURN_IF_ERROR(
       encode_tensor_map(c.kernel->maps[0], w, op, up ? "w_up" : "w_down", &c.w));
   void* args[] = {
-      &c.w,        &c.x,       &c.sorted,  &c.experts,      &c.used,           &c.weights,
-      &c.ids,      &c.x_scale, &c.w_scale, &c.out,          &c.expert_count,   &c.w_rows,
-      &c.k,        &c.second,  &c.rows,    &c.elements,     &c.divide,         &c.x_pieces,
-      &c.id_words, &c.bound,   &c.early,   &c.x_scale_step, &c.w_scale_expert, &c.w_scale_step};
-  return c.kernel->kernel.launch(c.config(multiprocessors), x.device_index, stream, args);
+      &c.w,       &c.x_map,  &c.x,       &c.sorted,  &c.experts,      &c.used,           &c.weights,
+      &c.ids,     &c.x_scale, &c.w_scale, &c.out,     &c.expert_count, &c.w_rows,         &c.k,
+      &c.second,  &c.rows,   &c.elements, &c.divide,  &c.x_pieces,     &c.id_words,       &c.bound,
+      &c.early,   &c.x_scale_step, &c.w_scale_expert, &c.w_scale_step, &c.x_rows, &c.to_slots};
+  void** first = args;
+  if (c.kernel->variant.by_boxes) {
+    TIERCEL_RETURN_IF_ERROR(encode_tensor_map(c.kernel->maps[1], x, op, "x", &c.x_map));
+  } else {  // one map only
+    first = args + 1;
+    args[1] = &c.w;
+  }
+  return c.kernel->kernel.launch(c.config(multiprocessors), x.device_index, stream, first);
 }
 
 }  // namespace

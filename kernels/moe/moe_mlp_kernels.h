@@ -16,6 +16,7 @@ struct MoeMlpVariant {
   int tile_m;                // slots of the routing's blocks
   int tile_n;                // rows of weights, a tile; for `up` half of them of each half
   int cluster;               // blocks that share tiles of weights, one below the other
+  bool by_boxes;             // x is in the routing's order
 };
 
 using MoeMlpKernel = CubinKernel<MoeMlpVariant>;

@@ -107,6 +107,12 @@ def _sm90(
     return run(x, weights, topk_weights, topk_ids, activation, expert_map)
 
 
+def _in_order(block: int, up_scale: Tensor | None, down_scale: Tensor | None) -> bool:
+    """Whether rows between the halves are in the routing's order. Those that are quantised are not:
+    that would take the padding's, too."""
+    return block == 128 and up_scale is None and down_scale is None
+
+
 def _granularity(scale: Tensor) -> str:
     """Of a product's rows, by the scales of its weights."""
     return "1x128" if block_scaled(scale) else "row"
@@ -144,7 +150,14 @@ def run(
     if up_scale is not None:
         fp8_between(x, (rows, scale), _granularity(up_scale), not by_kernels, False)
         scale = of_rows(scale, up_scale)
-    inner = x.new_empty((elements, w_down.shape[2]))
+    # Ids that are no expert's are in no block: with them at hand, `down` zeroes their rows.
+    named = (topk_ids, everywhere)
+    # In the routing's order, `down` has a block's rows one below the other.
+    between = elements
+    if _in_order(block, up_scale, down_scale):
+        assert routing[0] is not None
+        of_up, between = named, routing[0].shape[0]
+    inner = x.new_empty((between, w_down.shape[2]))
     outer = x.new_empty((elements, hidden))
     out = x.new_empty((tokens, hidden))
     factors = (None, inner, block, INDEX[activation], *of_up, scale, up_scale, up)
@@ -155,8 +168,6 @@ def run(
         # The next launch begins with weights.
         fp8_between(inner, (rows, scale), _granularity(down_scale), False, True)
         scale = of_rows(scale, down_scale)
-    # Ids that are no expert's are in no block: with them at hand, the kernel zeroes their rows.
-    named = (topk_ids, everywhere)
     factors = (topk_weights.view(-1), outer, block, 0, *named, scale, down_scale, down)
     _C.moe_down(rows, w_down, *routing, *factors)
     _C.moe_sum(outer.view(tokens, k, hidden), None, out)
@@ -186,9 +197,13 @@ def _plan_of(
     align_plan(topk_ids[:0], block, everywhere, expert_map, False, False, None)
     routing: tuple[Tensor | None, ...] = (None, None, None)
     ids: tuple[Tensor | None, int] = (topk_ids, experts)
+    between = elements
     if not routed_by_kernels(elements, experts, block, expert_map):
-        routing, ids = empty_routing(x, elements, experts, block), NO_IDS
-    inner, outer = x.new_empty((elements, w_down.shape[2])), x.new_empty((elements, x.shape[1]))
+        lists = empty_routing(x, elements, experts, block)
+        routing, ids = lists, NO_IDS
+        if _in_order(block, up_scale, down_scale):
+            ids, between = (topk_ids, everywhere), lists[0].shape[0]
+    inner, outer = x.new_empty((between, w_down.shape[2])), x.new_empty((elements, x.shape[1]))
     made = []
     for rows, w, scale, factors, out, plan, tile in (
         (x, w_up, up_scale, None, inner, _C.moe_up_plan, tiles[0]),
