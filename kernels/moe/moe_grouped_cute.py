@@ -16,8 +16,6 @@ multicast a half of the weights each, where their experts are the same. float8 r
 scales, which meet the sums before the activation, or each step's (moe_block_scales_cute.py).
 """
 
-from typing import Optional
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
@@ -98,7 +96,7 @@ class MoeGrouped(MoeBlockScales):
     def kernel(
         self,
         tma_w: cute.CopyAtom,
-        tma_x: Optional[cute.CopyAtom],
+        tma_x: cute.CopyAtom | None,
         x: cute.Pointer,
         sorted_ids: cute.Pointer,  # null where blocks of threads route ids themselves
         expert_ids: cute.Pointer,

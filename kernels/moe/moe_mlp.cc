@@ -185,8 +185,7 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
   const int64_t listed = routing.by_kernels() || routing.sorted_token_ids == nullptr
                              ? -1
                              : routing.sorted_token_ids->shape[0];
-  const bool to_slots =
-      up && ids.ids != nullptr && ids.ids->ndim == 2 && out.shape[0] == listed;
+  const bool to_slots = up && ids.ids != nullptr && ids.ids->ndim == 2 && out.shape[0] == listed;
   const bool by_boxes = !up && x.shape[0] != out.shape[0] && x.shape[0] == listed;
   const int64_t elements = to_slots ? ids.ids->shape[0] * ids.ids->shape[1] : out.shape[0];
   if (up) {
@@ -324,11 +323,33 @@ Status launch(bool up, const TensorView& x, const TensorView& w, const MoeScales
   const char* op = up ? "moe_up" : "moe_down";
   TIERCEL_RETURN_IF_ERROR(
       encode_tensor_map(c.kernel->maps[0], w, op, up ? "w_up" : "w_down", &c.w));
-  void* args[] = {
-      &c.w,       &c.x_map,  &c.x,       &c.sorted,  &c.experts,      &c.used,           &c.weights,
-      &c.ids,     &c.x_scale, &c.w_scale, &c.out,     &c.expert_count, &c.w_rows,         &c.k,
-      &c.second,  &c.rows,   &c.elements, &c.divide,  &c.x_pieces,     &c.id_words,       &c.bound,
-      &c.early,   &c.x_scale_step, &c.w_scale_expert, &c.w_scale_step, &c.x_rows, &c.to_slots};
+  void* args[] = {&c.w,
+                  &c.x_map,
+                  &c.x,
+                  &c.sorted,
+                  &c.experts,
+                  &c.used,
+                  &c.weights,
+                  &c.ids,
+                  &c.x_scale,
+                  &c.w_scale,
+                  &c.out,
+                  &c.expert_count,
+                  &c.w_rows,
+                  &c.k,
+                  &c.second,
+                  &c.rows,
+                  &c.elements,
+                  &c.divide,
+                  &c.x_pieces,
+                  &c.id_words,
+                  &c.bound,
+                  &c.early,
+                  &c.x_scale_step,
+                  &c.w_scale_expert,
+                  &c.w_scale_step,
+                  &c.x_rows,
+                  &c.to_slots};
   void** first = args;
   if (c.kernel->variant.by_boxes) {
     TIERCEL_RETURN_IF_ERROR(encode_tensor_map(c.kernel->maps[1], x, op, "x", &c.x_map));

@@ -9,8 +9,8 @@ before it is on its way.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, const_expr
-from moe_layouts_cute import ROW, WARPGROUP, coordinates
+from cutlass import Int32, Int64, Uint32
+from moe_layouts_cute import ROW, WARPGROUP
 from moe_loads_cute import MoeLoads, copy_16
 
 COPIES = WARPGROUP // 8  # rows that the warps copy at a time, 16 bytes of a row a thread

@@ -20,13 +20,13 @@ namespace {
   TIERCEL_KERNEL(dtype, wide, vectors, rows, Rms, false), \
       TIERCEL_KERNEL(dtype, wide, vectors, rows, Layer, true)
 #define TIERCEL_ALL(dtype) TIERCEL_KINDS(dtype, true, 2, 1), TIERCEL_KINDS(dtype, true, 4, 1)
-#define TIERCEL_HALVES(dtype)                                            \
-  TIERCEL_ALL(dtype), TIERCEL_KINDS(dtype, true, 2, 2),                  \
-      TIERCEL_KINDS(dtype, true, 3, 1), TIERCEL_KINDS(dtype, false, 8, 1)
+#define TIERCEL_HALVES(dtype)                                                             \
+  TIERCEL_ALL(dtype), TIERCEL_KINDS(dtype, true, 2, 2), TIERCEL_KINDS(dtype, true, 3, 1), \
+      TIERCEL_KINDS(dtype, false, 8, 1)
 
-const NormBackwardKernel kBackward[] = {
-    TIERCEL_HALVES(BFloat16), TIERCEL_HALVES(Float16), TIERCEL_ALL(Float32),
-    TIERCEL_KINDS(Float32, true, 8, 1), TIERCEL_KINDS(Float32, false, 16, 1)};
+const NormBackwardKernel kBackward[] = {TIERCEL_HALVES(BFloat16), TIERCEL_HALVES(Float16),
+                                        TIERCEL_ALL(Float32), TIERCEL_KINDS(Float32, true, 8, 1),
+                                        TIERCEL_KINDS(Float32, false, 16, 1)};
 
 #define TIERCEL_REDUCE(dtype) \
   {DType::k##dtype,           \

@@ -392,8 +392,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
         const float scaled = gs[i] * rstds[r];
         sum_weight[v][i] += scaled * distance;
         if constexpr (kLayerNorm) sum_bias[v][i] += gs[i];
-        xs[i] =
-            ws[i] * scaled - (kLayerNorm ? distance * dots[r] + totals[r] : distance * dots[r]);
+        xs[i] = ws[i] * scaled - (kLayerNorm ? distance * dots[r] + totals[r] : distance * dots[r]);
       }
       if (v < live[r]) {
         if (third) {
