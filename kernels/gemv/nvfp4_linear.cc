@@ -178,8 +178,8 @@ double estimate(const Nvfp4LinearArgs& args, const Nvfp4LinearConfig& config, co
   const double multiply =
       turns * (fit.passes * std::max(kEach[kind] * of_schedulers, kStep[kind]) + kTurn);
   // Parts of a row are neighbours in memory and are wanted at the same time.
-  const double load = 0.5625 * args.features * static_cast<double>(args.k) / kBytes *
-                      (1.0 + kApart / config.parts);
+  const double apart = 1.0 + kApart / config.parts;
+  const double load = 0.5625 * args.features * static_cast<double>(args.k) * apart / kBytes;
   const int64_t lines = static_cast<int64_t>(fit.passes) * config.parts * args.tokens;
   const double x =
       loads * (kLoadX + kLoadLine * static_cast<double>(ceil_div(lines, warps) * warps_at_once));
