@@ -16,7 +16,7 @@
 //    columns of the product belong to one scale each, which then multiplies sums, not weights.
 //    Weights without their scale are too small for bfloat16, so these are float16, and so is x,
 //    times a power of two for each 256 values that brings the largest magnitude below 2^15: no
-//    value within 2^32 of that loses a bit.
+//    value within 2^31 of that loses a bit.
 //  - `parts` warps of a block and the blocks of a cluster share K. They send their sums to the
 //    block of the cluster that owns the rows, which after a `group` of turns adds those of all
 //    parts up. Where x does not fit, K is cut into `sections`, for each of which the rows of a

@@ -81,8 +81,10 @@ def test_linear_of_several_turns_and_passes(tokens, cut):
     check_linear(tokens, 2200, 1280 if cut[-1] == 3 else 1088, cut=(cut,))
 
 
-def test_linear_of_several_groups():
-    check_linear(9, 9000, 7936, cut=((2, 1, 12, 3),))
+# Of 12 parts K needs two sections as well.
+@pytest.mark.parametrize(("tokens", "parts"), [(8, 16), (9, 12)])
+def test_linear_of_several_groups(tokens, parts):
+    check_linear(tokens, 9000, 7936, cut=((2, 1, parts, 3),))
 
 
 def test_linear_in_any_order():

@@ -322,9 +322,9 @@ def nvfp4_linear(
 ) -> Tensor:
     """A linear layer with NVFP4 weights for a few tokens: ``x @ dequantised(weight).T``.
 
-    Weights times scales are exact, as are products with ``x`` (within 2**32 of the largest
-    magnitude of a token; what is smaller still loses its last bits); sums are float32, and the
-    result is rounded once.
+    Weights times scales are exact, as are products with ``x`` (of a single token, within 2**31 of
+    the largest magnitude of 256 neighbours; what is smaller still loses its last bits); sums are
+    float32, and the result is rounded once.
 
     There is no derivative. Works under torch.compile and torch.export, and in CUDA graphs; it
     never synchronises.
