@@ -55,15 +55,13 @@ struct VectorPlace {
   }
 };
 
-template <typename Function, typename Format, typename OutFormat, bool kGated>
-__global__ void __launch_bounds__(kActivationForwardThreads, 2048 / kActivationForwardThreads)
-    activation_forward(const __grid_constant__ ActivationArgs args) {
+// The work of a thread: `kVectors` vectors, a block's width apart.
+template <typename Function, typename Format, typename OutFormat, bool kGated, int kVectors>
+__device__ __forceinline__ void activate(const ActivationArgs& args) {
   constexpr int kPerVector = kActivationVectorBytes / Format::kBytes;
   constexpr int kOutWords = kPerVector * OutFormat::kBytes / 4;
-  constexpr int kVectors = activation_forward_vectors(kGated);
   constexpr bool kScaled = OutFormat::kBytes == 1;
-  const uint32_t of_thread = kVectors == 1 ? 1 : args.of_thread;
-  const uint32_t first = blockIdx.x * blockDim.x * of_thread + threadIdx.x;
+  const uint32_t first = blockIdx.x * blockDim.x * kVectors + threadIdx.x;
   const auto place_of = [&](uint32_t v) {
     return VectorPlace<kPerVector>(args, first + v * blockDim.x);
   };
@@ -72,7 +70,6 @@ __global__ void __launch_bounds__(kActivationForwardThreads, 2048 / kActivationF
   uint32_t x[kVectors][4], up[kVectors][4];
 #pragma unroll
   for (uint32_t v = 0; v < kVectors; ++v) {
-    if (v >= of_thread) break;
     const VectorPlace<kPerVector> place = place_of(v);
     if (!place.whole) continue;
     load_stream(x[v], place.template in<Format>(args.x));
@@ -87,7 +84,6 @@ __global__ void __launch_bounds__(kActivationForwardThreads, 2048 / kActivationF
   };
 #pragma unroll
   for (uint32_t v = 0; v < kVectors; ++v) {
-    if (v >= of_thread) break;
     const VectorPlace<kPerVector> place = place_of(v);
     if (place.whole) {
       float values[kPerVector], factors[kPerVector];
@@ -107,6 +103,17 @@ __global__ void __launch_bounds__(kActivationForwardThreads, 2048 / kActivationF
           kGated ? load_element<Format>(place.template in<Format>(args.up, i)) : 1.0f;
       store_element<OutFormat>(place.template in<OutFormat>(args.out, i), compute(value, factor));
     }
+  }
+}
+
+template <typename Function, typename Format, typename OutFormat, bool kGated>
+__global__ void __launch_bounds__(kActivationForwardThreads, 2048 / kActivationForwardThreads)
+    activation_forward(const __grid_constant__ ActivationArgs args) {
+  constexpr int kVectors = activation_forward_vectors(kGated);
+  if (kVectors > 1 && args.of_thread == 1) {  // few: the shortest way from loads to stores
+    activate<Function, Format, OutFormat, kGated, 1>(args);
+  } else {
+    activate<Function, Format, OutFormat, kGated, kVectors>(args);
   }
 }
 
