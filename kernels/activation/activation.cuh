@@ -4,10 +4,10 @@
 // The plan. Bound by bytes: each element is read once and written once (gated: two reads and a
 // write forward, three and two backward), so the floor is bytes / copy bandwidth, and a launch
 // where that is below it. Rows are cut into 16-byte vectors, numbered through all rows; each
-// thread takes one: 2048 of them on a multiprocessor have enough bytes in flight. No shared memory,
-// no barrier. Contiguous matrices arrive as one long row, so a vector's row costs a multiplication;
-// rows that are not aligned for vectors, and the end of a row that is no multiple, go element by
-// element. Launched as a programmatic dependent.
+// thread takes one, or two of many in the plain forms, which read least: so enough bytes are in
+// flight. No shared memory, no barrier. Contiguous matrices arrive as one long row, so a vector's
+// row costs a multiplication; rows that are not aligned for vectors, and the end of a row that is
+// no multiple, go element by element. Launched as a programmatic dependent.
 #ifndef KERNELS_ACTIVATION_ACTIVATION_CUH_
 #define KERNELS_ACTIVATION_ACTIVATION_CUH_
 

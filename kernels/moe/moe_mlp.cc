@@ -30,7 +30,7 @@ Status check_rows(const Argument& argument) {
                "strides " + shape_text(view.strides, view.ndim)));
 }
 
-// The kernel's arguments, in its order after the map.
+// The kernel's arguments; x_map only where it takes x by boxes.
 struct Call {
   const MoeMlpKernel* kernel = nullptr;
   CUtensorMap w, x_map;

@@ -5,6 +5,7 @@
 
 #include "kernels/norm/elements.cuh"
 #include "kernels/norm/norm_kernels.h"
+#include "kernels/sm90/ahead.h"
 
 namespace tiercel {
 
@@ -29,11 +30,6 @@ __device__ __forceinline__ void read_parameter(float (&values)[Chunk<Format, kWi
     chunk.load_any(data + column * Format::kBytes);
     chunk.unpack(values);
   }
-}
-
-// Brings a vector to the L2, as a hint: the grid before this one may still write it.
-__device__ __forceinline__ void prefetch_l2(const char* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
 // By the first rows' threads only: all blocks asking for the same lines would take long.
