@@ -20,6 +20,12 @@ def folder(tmp_path):
     return tmp_path
 
 
+def page(rows):
+    """The overview and all tables, in one text."""
+    overview, tables = report.render(rows)
+    return "\n".join([overview, *tables.values()])
+
+
 def write(folder, name, rows):
     path = folder / "results" / "NVIDIA_H200" / name
     path.write_text("".join(dump(row) + "\n" for row in rows))
@@ -45,7 +51,7 @@ def rows(record):
 
 
 def test_what_it_says(rows):
-    text = report.render(rows)
+    text = page(rows)
     head = "| case | dtype | tiercel | GB/s | of limit | quack | torch | vllm |"
     assert head in text
     small = "| T2 E128 k8 renorm | bf16 | 2.00 | 100 | 25% |  |  | 4.00 (2.00) |"
@@ -59,21 +65,21 @@ def test_what_it_says(rows):
     best = "| topk_softmax | GPU | bfloat16 | fastest exact peer | 2 | 1.50 | 1.73 | 2.00 |"
     assert best in text
     assert "| topk_softmax | host | bfloat16 | torch.topk | 1 | 7.00 | 7.00 | 7.00 |" in text
-    assert "#### topk_softmax: host time of an eager call" in text
+    assert "## topk_softmax: host time of an eager call" in text
     assert "0123456789ab |" in text and "copy 4300 GB/s" in text and "vllm 0.33.0" in text
     assert "`tiercel bench --suite full`" in text
 
 
 def test_a_peer_that_no_graph_holds_stands_beside_ours(record):
-    text = report.render([record(), record("vllm", 0.003, ratio=1.5, timing="events")])
+    text = page([record(), record("vllm", 0.003, ratio=1.5, timing="events")])
     assert "| T16 E128 k8 renorm | bf16 | 2.00 | 100 | 25% | †3.00 (1.50) |" in text
     assert "`†`: by events around a loop of calls" in text
-    assert "[topk_softmax](#routing) | 1 of 1 | 1.50 | 1.50 | 1.50 |" in text
+    assert "[topk_softmax](results/NVIDIA_H200/routing.md) | 1 of 1 | 1.50 | 1.50 | 1.50 |" in text
 
 
 def test_an_operator_that_computes_has_tflops(record):
     fields = {"family": "linear", "op": "linear_act", "case": "M16 N64 K64 none", "tflops": 750.0}
-    text = report.render([record(**fields), record("cublaslt", 0.003, ratio=1.5, **fields)])
+    text = page([record(**fields), record("cublaslt", 0.003, ratio=1.5, **fields)])
     assert "| case | dtype | tiercel | TFLOP/s | of limit | cublaslt |" in text
     assert "| M16 N64 K64 none | bf16 | 2.00 | 750 | 25% | 3.00 (1.50) |" in text
 
@@ -86,24 +92,38 @@ def test_a_section_for_each_family_a_table_for_each_operator(record):
         rows += [record(**fields | {"case": "M1 N64"})]
         rows += [record("torch", 0.004, ratio=2.0, **fields | {"case": "M1 N64"})]
     rows += [record("quack", 0.003, ratio=1.5, family="norm", op="rms_norm", case="M16 N64")]
-    text = report.render(rows)
+    text = page(rows)
     heads = [line for line in text.splitlines() if line.startswith("#")]
     assert heads == [
         "## NVIDIA H200",
-        "### activation",
-        "#### swiglu: GPU time",
-        "### norm",
-        "#### layer_norm: GPU time",
-        "#### rms_norm: GPU time",
-        "### Runs",
+        "# activation, NVIDIA H200",
+        "## swiglu: GPU time",
+        "## Runs",
+        "# norm, NVIDIA H200",
+        "## layer_norm: GPU time",
+        "## rms_norm: GPU time",
+        "## Runs",
     ]
-    assert "| [rms_norm](#norm) | 1 of 2 | 0.50 | 1.00 | 2.00 |" in text
-    layer_norm = text[text.index("#### layer_norm") : text.index("#### rms_norm")]
+    assert "| [rms_norm](results/NVIDIA_H200/norm.md) | 1 of 2 | 0.50 | 1.00 | 2.00 |" in text
+    layer_norm = text[text.index("## layer_norm") : text.index("## rms_norm")]
     assert "quack" not in layer_norm  # only the peers that an operator has
 
 
+def test_each_gpu_has_a_page(record):
+    h100 = {"gpu": "NVIDIA H100 80GB HBM3", "run": "r2"}
+    rows = [record(), record("vllm", 0.003, ratio=1.5)]
+    rows += [record(ms=0.004, **h100), record("vllm", 0.005, ratio=1.25, **h100)]
+    overview, tables = report.render(rows)
+    h100, h200 = (f"results/{gpu}/routing.md" for gpu in ("NVIDIA_H100_80GB_HBM3", "NVIDIA_H200"))
+    assert set(tables) == {h100, h200}
+    assert "3.00 (1.50)" in tables[h200] and "1.25" not in tables[h200]
+    assert "5.00 (1.25)" in tables[h100]
+    assert overview.index("## NVIDIA H100") < overview.index("## NVIDIA H200")
+    assert f"[topk_softmax]({h100}) | 1 of 1 | 1.25 | 1.25 | 1.25 |" in overview
+
+
 def test_no_results(folder):
-    assert report.render([]) == "No results are committed yet.\n"
+    assert report.render([]) == ("No results are committed yet.\n", {})
     assert not report.update(folder, check=False)
     assert "No results are committed yet." in (folder / "README.md").read_text()
 
@@ -117,9 +137,11 @@ def test_it_is_the_same_in_any_order(folder, rows, record):
         write(folder, "a.jsonl", rows[:cut])
         write(folder, "b.jsonl", rows[cut:])
         report.update(folder, check=False)
-        texts.add((folder / "README.md").read_text())
+        tables = folder / "results" / "NVIDIA_H200" / "routing.md"
+        texts.add((folder / "README.md").read_text() + "|" + tables.read_text())
     assert len(texts) == 1
-    (text,) = texts
+    text, tables = texts.pop().split("|# ", 1)
+    assert tables.startswith("routing, NVIDIA H200\n")
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
 
 
@@ -130,6 +152,10 @@ def test_check_writes_nothing_and_tells(folder, rows, record):
     assert (folder / "README.md").read_text() == before
     assert not report.update(folder, check=False)
     assert report.update(folder, check=True)
+    tables = folder / "results" / "NVIDIA_H200" / "routing.md"
+    tables.write_text(tables.read_text().replace("30.00", "31.00"))
+    assert not report.update(folder, check=True)
+    assert not report.update(folder, check=False)
     write(folder, "b.jsonl", [record(ms=0.0021, run="r2", date="2026-02-02")])
     assert not report.update(folder, check=True)
 

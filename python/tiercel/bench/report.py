@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tiercel bench report``: the tables of benchmarks/README.md, from committed results alone."""
+"""``tiercel bench report``: benchmarks/README.md's overview and each family's page of tables
+beside its records, from committed results alone."""
 
 from __future__ import annotations
 
@@ -15,12 +16,16 @@ from tiercel.bench.stats import geometric_mean
 
 BEGIN = "<!-- results: begin (written by `tiercel bench report`; do not edit) -->"
 END = "<!-- results: end -->"
+WRITTEN = (
+    "Rendered by `tiercel bench report` from the records beside this page; do not edit.\n"
+    "[How it is measured](../../README.md#how-it-is-measured).\n"
+)
 BAR = 0.98  # what a ratio of one is met at
 OVERVIEW_HEAD = ("operator", "even or faster", "least", "geomean", "most")
 
 
 def update(folder: Path, *, check: bool) -> bool:
-    """Renders into benchmarks/README.md; returns whether it was up to date already."""
+    """Renders README.md and results/<gpu>/<family>.md; returns whether all were up to date."""
     readme = folder / "README.md"
     try:
         text = readme.read_text(encoding="utf-8")
@@ -30,30 +35,39 @@ def update(folder: Path, *, check: bool) -> bool:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise BenchError(f"{readme} lacks the lines {BEGIN!r} and {END!r}")
-    body = render(records.read_tree(folder / "results"))
-    rendered = f"{before}{BEGIN}\n\n{body}\n{END}{after}"
-    if rendered != text and not check:
-        readme.write_text(rendered, encoding="utf-8")
-    return rendered == text
+    overview, tables = render(records.read_tree(folder / "results"))
+    pages = {readme: f"{before}{BEGIN}\n\n{overview}\n{END}{after}"}
+    pages |= {folder / path: page for path, page in tables.items()}
+    stale = {path: page for path, page in pages.items() if _read(path) != page}
+    if not check:
+        for path, page in stale.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(page, encoding="utf-8")
+    return not stale
 
 
-def render(found: Iterable[Record]) -> str:
+def _read(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8") if path.exists() else None
+
+
+def render(found: Iterable[Record]) -> tuple[str, dict[str, str]]:
+    """The overview of all GPUs, and the families' pages of tables by their paths."""
     found = sorted(found, key=records.dump)  # the files' order says nothing
     shown = records.latest(r for r in found if r["family"] != "limits")
     if not shown:
-        return "No results are committed yet.\n"
-    parts = []
+        return "No results are committed yet.\n", {}
+    overviews, pages = [], {}
     for gpu in sorted({r["gpu"] for r in shown}):
         here = [r for r in shown if r["gpu"] == gpu]
-        parts.append(f"## {gpu}\n")
-        parts.append(_overview(here))
+        folder = f"results/{gpu.replace(' ', '_')}"
+        overviews += [f"## {gpu}\n", _overview(here, folder)]
         for family in sorted({r["family"] for r in here}):
-            parts.append(_family(family, [r for r in here if r["family"] == family]))
-        parts.append(_runs(here, found))
-    return "\n".join(parts)
+            rows = [r for r in here if r["family"] == family]
+            pages[f"{folder}/{family}.md"] = _family(f"{family}, {gpu}", rows, found)
+    return "\n".join(overviews), pages
 
 
-def _overview(rows: list[Record]) -> str:
+def _overview(rows: list[Record], folder: str) -> str:
     """An operator's line: ours against the fastest exact peer of each case."""
     lines = []
     for op in sorted({r["op"] for r in rows}):
@@ -64,7 +78,7 @@ def _overview(rows: list[Record]) -> str:
             met = f"{sum(ratio >= BAR for ratio in best)} of {len(best)}"
             family = mine[0]["family"]
             figures = [f"{f(best):.2f}" for f in (min, geometric_mean, max)]
-            lines.append([f"[{op}](#{family})", met, *figures])
+            lines.append([f"[{op}]({folder}/{family}.md)", met, *figures])
     text = (
         "The fastest exact peer's time over ours, GPU time, over an operator's cases (above 1: "
         f"ours is faster; even means at least {BAR}):\n\n"
@@ -72,12 +86,12 @@ def _overview(rows: list[Record]) -> str:
     return text + _markdown(OVERVIEW_HEAD, lines, numbers_from=1)
 
 
-def _family(family: str, rows: list[Record]) -> str:
-    parts = [f"### {family}\n", _summary(rows)]
+def _family(title: str, rows: list[Record], found: list[Record]) -> str:
+    parts = [f"# {title}\n", WRITTEN, _summary(rows)]
     for op, host in sorted({(r["op"], r["timing"] == "host") for r in rows}):
         of = [r for r in rows if r["op"] == op and (r["timing"] == "host") == host]
         parts.append(_op(op, host, of))
-    return "\n".join(parts)
+    return "\n".join([*parts, _runs(rows, found)])
 
 
 def _summary(rows: list[Record]) -> str:
@@ -100,7 +114,7 @@ def _op(op: str, host: bool, rows: list[Record]) -> str:
             line += [f"{ours[rate]:.0f}", _percent(ours["limit_frac"])]
         lines.append(line + [_peer(group.get(name)) for name in peers])
     what = "host time of an eager call" if host else "GPU time"
-    title = f"#### {op}: {what}\n\n"
+    title = f"## {op}: {what}\n\n"
     note = "Medians in µs; for a peer, in brackets, its time over ours; `~`: it is not exact"
     if any(r["timing"] == "events" for r in rows):
         note += "; `†`: by events around a loop of calls, since no graph holds them"
@@ -143,7 +157,7 @@ def _runs(shown: list[Record], found: list[Record]) -> str:
         facts = [first["date"][:10], first["commit"][:12], first["driver"], first["torch"]]
         lines.append([*facts, versions, measured, command])
     head = ["date", "commit", "driver", "torch", "peers", "limits", "command"]
-    return "### Runs\n\n" + _markdown(head, lines, numbers_from=len(head))
+    return "## Runs\n\n" + _markdown(head, lines, numbers_from=len(head))
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]], numbers_from: int) -> str:
