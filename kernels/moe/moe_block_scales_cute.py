@@ -10,12 +10,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
-from moe_wide_loads_cute import MoeWideLoads
+from moe_scales_cute import MoeScales
 
 _BLOCK = 128
 
 
-class MoeBlockScales(MoeWideLoads):
+class MoeBlockScales(MoeScales):
     @cute.jit
     def multiply_blocks(self, mmas, fragments, ring, facts, factors, of_weights, tile, elements):
         """A tile's steps; the place in the ring after them."""

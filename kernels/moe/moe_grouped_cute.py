@@ -329,6 +329,10 @@ class MoeGrouped(MoeBlockScales):
                     self.release(empty, index - 1 if index > 0 else self.stages - 1)
             if const_expr(self.pingpong):
                 index, phase = self.skip(index, phase, other)
+                # A warp without real rows has nothing to store.
+                at = 2 + self.wg_rows // 32 + 4
+                mine_real = (facts[at] < elements) | (facts[at + 1] < elements)
+                any_real = any_real & cute.arch.vote_any_sync(mine_real)
             if any_real:
                 self.put_out(
                     *(thread, consumer, storage, sums, facts, scales, columns_scales, of_columns),
@@ -356,9 +360,6 @@ class MoeGrouped(MoeBlockScales):
         (32 at a time, a lane each), elements of this lane's rows on their way out and of sums."""
         return cute.make_rmem_tensor(2 + self.wg_rows // 32 + self.wg_rows // EPI * 6, Int32)
 
-    def columns_scales(self):
-        return cute.make_rmem_tensor((self.chunk // 8 * 2, 2), Float32)
-
     @cute.jit
     def look_up(self, facts, routing, place, number, thread, consumer, elements):
         _, _, blocks, _, _ = routing
@@ -383,32 +384,6 @@ class MoeGrouped(MoeBlockScales):
             for i in cutlass.range_constexpr(2):
                 of_row = row + lane // 4 + i * 8
                 facts[at + half * 6 + 4 + i] = self.element_of(routing, rows, of_row, elements)
-
-    @cute.jit
-    def scales_of_rows(self, scales, facts, factors, elements):
-        x_scale, x_scale_step, divide, weights = factors
-        for i in cutlass.range_constexpr(self.wg_rows // 32):
-            scales[i] = 1.0
-            element = facts[2 + self.wg_rows // 32 + i // 2 * 6 + 4 + i % 2]
-            if element < elements:
-                if const_expr(self.scaled):
-                    scales[i] = (x_scale + element // divide * x_scale_step).load()
-                if const_expr(not self.up):
-                    if weights.toint() != 0:
-                        scales[i] *= (weights + element).load()
-
-    @cute.jit
-    def scales_of_columns(self, scales, of_columns, column, chunk, rows, second, lane):
-        """Of this lane's columns of a chunk, and of their partners."""
-        scale, step = of_columns
-        if const_expr(self.scaled):
-            scales.fill(1.0)
-            for i in cutlass.range_constexpr(self.chunk // 8 * 2):
-                at = column * self.width + chunk * self.chunk + i // 2 * 8 + lane % 4 * 2 + i % 2
-                if at < rows:
-                    scales[i, 0] = (scale + at * step).load()
-                    if const_expr(self.up):
-                        scales[i, 1] = (scale + (at + second) * step).load()
 
     @cute.jit
     def put_out(
@@ -442,6 +417,9 @@ class MoeGrouped(MoeBlockScales):
         if const_expr(self.chunk < EPI):
             piece.fill(0.0)
         vector = cute.make_layout(8)
+        lower = True
+        if const_expr(self.pingpong):
+            lower = cute.arch.vote_any_sync(facts[2 + self.wg_rows // 32 + 5] < elements)
         y_row = wg_thread // 32 * 16 + lane // 8  # and every fourth after it
         for half in cutlass.range_constexpr(self.wg_rows // EPI):
             for chunk in cutlass.range_constexpr(self.width // self.chunk):
@@ -451,20 +429,11 @@ class MoeGrouped(MoeBlockScales):
                     factors = self.columns_scales()
                     at = (of_columns, column, chunk, rows, second, lane)
                     self.scales_of_columns(factors, *at)
-                for i in cutlass.range_constexpr(self.chunk // 2):
-                    at = half * (self.tile_n // 2) + chunk * (self.chunk // 2) + i
-                    of_row, of_column = scales[half * 2 + i // 2 % 2], i // 4 * 2 + i % 2
-                    value = acc[at]
-                    if const_expr(self.scaled or not self.up):
-                        value = value * of_row
-                    if const_expr(self.scaled):
-                        value = value * factors[of_column, 0]
-                    if const_expr(self.up):
-                        partner = acc[at + self.half // 2]
-                        if const_expr(self.scaled):
-                            partner = partner * of_row * factors[of_column, 1]
-                        value = self.act(value, partner)
-                    piece[i] = value.to(self.out_dtype)
+                at = half * (self.tile_n // 2) + chunk * (self.chunk // 2)
+                self.finish(piece, acc, factors, scales[half * 2], at, 0)
+                # With few tokens the lower 8 rows of a warp are padding.
+                if const_expr(not self.pingpong) or lower:
+                    self.finish(piece, acc, factors, scales[half * 2 + 1], at, 1)
                 # With two pieces of shared memory, the last one's readers are done with this one.
                 if const_expr(self.pieces == 1):
                     cute.arch.sync_warp()
