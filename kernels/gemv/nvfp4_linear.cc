@@ -250,6 +250,9 @@ Status configure(const Nvfp4LinearConfig& config, Choice* choice) {
   args.sections = place.sections;
   args.all_turns = place.all_turns;
   args.turns = place.turns;
+  // Of larger weights they come at the cost of what the grid before still reads.
+  constexpr int64_t kAhead = 5'000'000;  // bytes
+  args.ahead = args.tokens == 1 && args.features * static_cast<int64_t>(args.k) / 2 <= kAhead;
   args.group = place.group;
   const int64_t groups = ceil_div(place.all_turns, place.turns);
   choice->config.grid.x = static_cast<uint32_t>(groups * config.cluster);

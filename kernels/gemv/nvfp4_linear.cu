@@ -12,8 +12,9 @@
 //  - Weights become bfloat16 in registers: e2m1's bits are moved to bfloat16's places, eleven
 //    instructions for eight weights, and multiplied by their scale. That product is exact. The
 //    order of K inside a product is free, so every thread takes weights as they lie.
-//  - Of a single token the eight columns of B have each another group of 16 values, and zeros: the
-//    columns of the product belong to one scale each, which then multiplies sums, not weights.
+//  - Of a single token the eight columns of B have each another group of 16 values, and zeros: a
+//    sum belongs to one scale, which then multiplies sums, not weights. Two columns are of one of
+//    the four threads that share a row; where the other's weights pass, theirs do not count.
 //    Weights without their scale are too small for bfloat16, so these are float16, and so is x,
 //    times a power of two for each 256 values that brings the largest magnitude below 2^15: no
 //    value within 2^31 of that loses a bit.
@@ -26,6 +27,7 @@
 #include "kernels/gemv/nvfp4_linear_kernels.h"
 #include "kernels/gemv/nvfp4_linear_x.cuh"
 #include "kernels/gemv/nvfp4_weights.cuh"
+#include "kernels/sm90/ahead.h"
 #include "kernels/sm90/cluster.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/ring.cuh"
@@ -130,6 +132,15 @@ struct Filler {
     start();
   }
 
+  // A first line to the L2: a hint, which reads nothing, so that the grid before may still write.
+  __device__ __forceinline__ void prefetch() const {
+    if (lane == 0) box_prefetch(&args.weight_map, k / 2, row);
+    if (lane % 4 == 0) {
+      prefetch_l2(scale[0] + column);
+      prefetch_l2(scale[1] + column);
+    }
+  }
+
   // Behind the end of rows any others are as good, behind the end of K others of the row.
   __device__ __forceinline__ void start() {
     pass = 0;
@@ -169,7 +180,7 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
 
   char* const x = shared + warps * kStages * kLineBytes;
   uint64_t* const barriers = reinterpret_cast<uint64_t*>(
-      x + lines * (kLineOfX + (kSingle ? 16 : 0)) + (kSingle ? 128 : 0));
+      x + lines * (kLineOfX + (kSingle ? 16 : 0)) + (kSingle ? kLinearZeroBytes : 0));
   uint64_t* const filled = barriers + warp * kStages;
   uint64_t* const met = barriers + warps * kStages;  // a group's sums, all bytes of them
   if (lane == 0) {
@@ -199,6 +210,13 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
                          args.k / 16 - 4,
                          {}};
   filler.start();
+  if (args.passes > 0) {
+    if (args.ahead) filler.prefetch();
+    const int line = blockIdx.x * blockDim.x + threadIdx.x, of_token = args.k / 64;
+    if (line < args.tokens * of_token) {
+      prefetch_l2(args.x + line / of_token * args.x_row + line % of_token * 128);
+    }
+  }
   grid_dependency_wait();
   grid_dependency_launch();
   uint32_t scales[kStages - 1][2] = {};
@@ -215,17 +233,14 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
                                (kSingle ? (in_quad * 8 + quad) * 4 : lane * 16);
   const int piece = quad * 128 + (in_quad * 2 ^ quad) * 16;
   const char* const my_weights = shared + warp * kStages * kLineBytes;
-  // Of a single token those of two groups of 16 in every 128 that this thread's column has, zeros
-  // for the other two.
-  const char* first_x[kSingle ? 2 : 1] = {x + part * kLineOfX};
-  int next_x[kSingle ? 2 : 1] = {parts * kLineOfX};
+  // Of a single token the group of 16 in every two that this thread's column has, or zeros, which
+  // are in other banks than what the others read.
+  const char* first_x = x + part * kLineOfX;
+  int next_x = parts * kLineOfX;
   if constexpr (kSingle) {
-#pragma unroll
-    for (int p = 0; p < 2; ++p) {
-      const bool real = quad == in_quad * 2 + p;
-      first_x[p] = real ? x + part * kLineOfX + in_quad * 128 : x + lines * kLineOfX;
-      next_x[p] = real ? parts * kLineOfX : 0;
-    }
+    const bool real = quad / 2 == in_quad;
+    first_x = real ? first_x + in_quad * 128 + quad % 2 * 32 : x + lines * kLineOfX + 64;
+    next_x = real ? next_x : 0;
   }
   int stage = 0;
   uint32_t parity = 0, group_parity = 0;
@@ -245,7 +260,7 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
       }
       for (int turn = 0; turn < turns; ++turn) {
         float* const mine = kept + turn * warps * kSums;
-        float products[kTiles][4] = {};
+        float products[kSingle ? 2 : kTiles][4] = {};
         float single[2] = {};
         if (!kSingle && section > 0) {
 #pragma unroll
@@ -255,9 +270,8 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
             products[t][2] = sum.z, products[t][3] = sum.w;
           }
         }
-        const char* from_x[kSingle ? 2 : 1] = {first_x[0]};
-        if constexpr (kSingle) from_x[1] = first_x[1];
-        const char* inverse = x + lines * kLineOfX + 128 + part * 16;
+        const char* from_x = first_x;
+        const char* inverse = x + lines * kLineOfX + kLinearZeroBytes + part * 16;
         for (int pass = 0; pass < args.passes; ++pass) {
           mbarrier_wait(filled + stage, parity);
           __syncwarp();
@@ -273,8 +287,13 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
           for (int unit = 0; unit < 2; ++unit) {
             uint4 words[2];
             uint32_t factors[2][2];
-            if (kSingle) {
-              for (float& product : products[0]) product = 0.0f;
+            uint4 single_x[2];
+            if constexpr (kSingle) {
+#pragma unroll
+              for (int j = 0; j < 2; ++j) {
+                for (float& product : products[j]) product = 0.0f;
+                single_x[j] = *reinterpret_cast<const uint4*>(from_x + unit * 64 + j * 16);
+              }
             }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -302,14 +321,12 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
               const int i = unit * 4 + w;
 #pragma unroll
               for (int t = 0; t < kTiles; ++t) {
-                const char* place =
-                    kSingle ? from_x[kSingle ? w / 2 : 0] + i * 16
-                            : from_x[0] + t * kLinearTileBytes + i * 512 + (lane ^ i) * 16;
-                const uint4 b = *reinterpret_cast<const uint4*>(place);
-                multiply_accumulate<kSingle>(products[t], a[0][0], a[1][0], a[0][1], a[1][1], b.x,
-                                             b.y);
-                multiply_accumulate<kSingle>(products[t], a[0][2], a[1][2], a[0][3], a[1][3], b.z,
-                                             b.w);
+                const char* place = from_x + t * kLinearTileBytes + i * 512 + (lane ^ i) * 16;
+                const uint4 b =
+                    kSingle ? single_x[w % 2] : *reinterpret_cast<const uint4*>(place);
+                float (&p)[4] = products[kSingle ? w / 2 : t];
+                multiply_accumulate<kSingle>(p, a[0][0], a[1][0], a[0][1], a[1][1], b.x, b.y);
+                multiply_accumulate<kSingle>(p, a[0][2], a[1][2], a[0][3], a[1][3], b.z, b.w);
               }
             }
             if (kSingle) {
@@ -317,7 +334,7 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
               for (int half = 0; half < 2; ++half) {
                 const float2 scale = wide_scales(unit == 0 ? bits[half] : bits[half] >> 16);
                 of_line[half] = fmaf(products[0][half * 2], scale.x, of_line[half]);
-                of_line[half] = fmaf(products[0][half * 2 + 1], scale.y, of_line[half]);
+                of_line[half] = fmaf(products[kSingle][half * 2 + 1], scale.y, of_line[half]);
               }
             }
           }
@@ -326,9 +343,8 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
             single[0] = fmaf(of_line[0], factor, single[0]);
             single[1] = fmaf(of_line[1], factor, single[1]);
             inverse += parts * 16;
-            from_x[1] += next_x[1];
           }
-          from_x[0] += next_x[0];
+          from_x += next_x;
           stage = stage + 1 == kStages ? 0 : stage + 1;
           parity ^= stage == 0;
         }

@@ -29,6 +29,7 @@ struct Nvfp4LinearArgs {
   int all_turns;  // of a block's rows at a time
   int turns;      // of one block
   int group;      // of these, after which their sums meet
+  bool ahead;     // first weights are wanted in the L2 before the grid before has ended
 };
 
 inline constexpr int kLinearMaxTokens = 16;
@@ -44,7 +45,7 @@ inline constexpr int kLinearTileBytes = 8 * kLinearLine * 2;  // of x, of 8 toke
 constexpr int linear_line_bytes(int tokens) {
   return tokens == 1 ? kLinearLine * 2 + 16 : (tokens + 7) / 8 * kLinearTileBytes;
 }
-inline constexpr int kLinearZeroBytes = 128;  // of a single token, behind its lines
+inline constexpr int kLinearZeroBytes = 192;  // of a single token, behind its lines
 
 // Shared memory of one stage of one warp: a line of 16 rows of weights, and the barrier that says
 // that it has come, with room for the one of the sums and the next array's alignment.

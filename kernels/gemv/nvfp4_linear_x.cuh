@@ -43,7 +43,7 @@ __device__ __forceinline__ void load_x(const Nvfp4LinearArgs& args, char* to, in
   const int tokens = kSingle ? 1 : args.tokens;
   const int all = lines * tokens;
   constexpr int kAtOnce = kSingle ? 1 : 4;
-  if (kSingle && threadIdx.x < 8) {
+  if (kSingle && threadIdx.x < kLinearZeroBytes / 16) {
     reinterpret_cast<uint4*>(to + lines * 512)[threadIdx.x] = make_uint4(0, 0, 0, 0);
   }
   for (int base = threadIdx.x / 32; base < all; base += warps * kAtOnce) {
@@ -73,7 +73,7 @@ __device__ __forceinline__ void load_x(const Nvfp4LinearArgs& args, char* to, in
                        scaled_pair(v.x & 0xffff0000u, v.z & 0xffff0000u, factor.x),
                        scaled_pair(v.y & 0xffff0000u, v.w & 0xffff0000u, factor.x));
         if (lane == 0) {
-          *reinterpret_cast<float*>(to + lines * 512 + 128 + line * 16) = factor.y;
+          *reinterpret_cast<float*>(to + lines * 512 + kLinearZeroBytes + line * 16) = factor.y;
         }
         continue;
       }

@@ -34,7 +34,21 @@ def candidates(problem: Problem, tokens: int, quick: bool, compiled: bool) -> li
                     if warps % parts == 0 and parts <= max(of_block, 1):
                         cut = {"cluster": cluster, "tiles": warps // parts}
                         found.append(cut | {"parts": parts, "stages": stages})
-    return found
+    return _least_work(problem, found) if quick else found
+
+
+def _least_work(problem: Problem, every: list[Candidate]) -> list[Candidate]:
+    """Those that leave a multiprocessor little more work than the best one."""
+    work = [_work(problem, c) for c in every]
+    return [c for c, lines in zip(every, work, strict=True) if lines <= 1.5 * min(work)]
+
+
+def _work(problem: Problem, c: Candidate) -> int:
+    """Lines of 16 rows for one of four schedulers, of one block a multiprocessor."""
+    clusters = {1: 132, 2: 66, 4: 30, 8: 14}[c["cluster"]]  # that run at once
+    turns = -(-(-(-problem["N"] // (_FEATURES * c["tiles"]))) // clusters)
+    passes = -(-problem["K"] // (_LINE * c["parts"] * c["cluster"]))
+    return turns * passes * -(-c["tiles"] * c["parts"] // 4)
 
 
 def needs(problem: Problem, tokens: int, c: Candidate) -> Needs:
@@ -46,7 +60,7 @@ def needs(problem: Problem, tokens: int, c: Candidate) -> Needs:
     line = 528 if tokens == 1 else 4096 * (-(-tokens // 8))
     sums = 64 if tokens == 1 else 512 * (-(-tokens // 8))
     least = warps * c["stages"] * 16 * (_LINE // 2 + 1) + share * sums
-    least += 128 if tokens == 1 else 0
+    least += 192 if tokens == 1 else 0
     whole = passes * c["parts"] * line + warps * sums
     sections = c["parts"] * line + 2 * warps * sums
     most_threads = _most_threads(tokens)
