@@ -46,7 +46,8 @@ def _least_work(problem: Problem, every: list[Candidate]) -> list[Candidate]:
 def _work(problem: Problem, c: Candidate) -> int:
     """Lines of 16 rows for one of four schedulers, of one block a multiprocessor."""
     clusters = {1: 132, 2: 66, 4: 30, 8: 14}[c["cluster"]]  # that run at once
-    turns = -(-(-(-problem["N"] // (_FEATURES * c["tiles"]))) // clusters)
+    strips = -(-problem["N"] // (_FEATURES * c["tiles"]))
+    turns = -(-strips // clusters)
     passes = -(-problem["K"] // (_LINE * c["parts"] * c["cluster"]))
     return turns * passes * -(-c["tiles"] * c["parts"] // 4)
 
