@@ -322,8 +322,7 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
 #pragma unroll
               for (int t = 0; t < kTiles; ++t) {
                 const char* place = from_x + t * kLinearTileBytes + i * 512 + (lane ^ i) * 16;
-                const uint4 b =
-                    kSingle ? single_x[w % 2] : *reinterpret_cast<const uint4*>(place);
+                const uint4 b = kSingle ? single_x[w % 2] : *reinterpret_cast<const uint4*>(place);
                 float (&p)[4] = products[kSingle ? w / 2 : t];
                 multiply_accumulate<kSingle>(p, a[0][0], a[1][0], a[0][1], a[1][1], b.x, b.y);
                 multiply_accumulate<kSingle>(p, a[0][2], a[1][2], a[0][3], a[1][3], b.z, b.w);
