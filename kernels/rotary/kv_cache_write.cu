@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "kernels/rotary/element_formats.cuh"
+#include "kernels/rotary/integers.cuh"
 #include "kernels/rotary/rotary_kernels.h"
 #include "kernels/sm90/ahead.h"
 #include "kernels/sm90/grid_dependency.cuh"
@@ -87,18 +88,20 @@ __global__ void __launch_bounds__(kKvCacheThreads)
   }
   grid_dependency_wait();
   grid_dependency_launch();
-  if (!mine) return;
-
-  const int64_t slot = args.wide_slots ? static_cast<const int64_t*>(args.slots)[token]
-                                       : static_cast<const int32_t*>(args.slots)[token];
+  // In a block of their own: before an early exit the compiler would move the loads behind it.
+  Integer number = {~0u, ~0u};
   Packed<Element, kElements> key, value;
-  key.load(key_from);
-  value.load(value_from);
+  if (mine) {
+    number.load(args.slots, token, args.wide_slots);
+    key.load(key_from);
+    value.load(value_from);
+  }
   Divisor of_key, of_value;
-  if constexpr (kToFloat8) {
+  if (kToFloat8 && mine) {
     of_key = divisor_of(args.key_scale, args.key_scale_per_head, head);
     of_value = divisor_of(args.value_scale, args.value_scale_per_head, head);
   }
+  const int64_t slot = number.value(args.wide_slots);
   if (slot < 0) return;
   const int64_t block = args.block_shift >= 0 ? slot >> args.block_shift : slot / args.block_size;
   const int64_t place = slot - block * args.block_size;

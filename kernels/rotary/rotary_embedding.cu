@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "kernels/rotary/element_formats.cuh"
+#include "kernels/rotary/integers.cuh"
 #include "kernels/rotary/rotary_kernels.h"
 #include "kernels/sm90/ahead.h"
 #include "kernels/sm90/grid_dependency.cuh"
@@ -25,11 +26,6 @@ __device__ __forceinline__ void load_angles(float (&values)[kCount], const char*
   packed.load(cache + index * Element::kBytes);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) values[i] = packed[i];
-}
-
-__device__ __forceinline__ int64_t position_of(const RotaryArgs& args, int64_t token) {
-  return args.wide_positions ? static_cast<const int64_t*>(args.positions)[token]
-                             : static_cast<const int32_t*>(args.positions)[token];
 }
 
 // Where a head of q or k lies; heads of k are counted after those of q.
@@ -81,7 +77,8 @@ __global__ void __launch_bounds__(kRotaryMostThreads)
   if (token >= args.tokens) return;
 
   // First of all: where the angles are depends on it.
-  const int64_t position = turns ? position_of(args, token) : 0;
+  Integer position;
+  position.load(args.positions, token, args.wide_positions);
   Packed<Element, kVector> x[kHeads][kParts];
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) {
@@ -93,7 +90,7 @@ __global__ void __launch_bounds__(kRotaryMostThreads)
   }
   float cosines[kPairs], sines[kPairs];
   if (turns) {
-    const int64_t cosine = position * args.rotated + place * kPairs;
+    const int64_t cosine = position.value(args.wide_positions) * args.rotated + place * kPairs;
     const int64_t sine = cosine + args.rotated / 2;
     if (args.wide_cache) {
       load_angles<Float32Element>(cosines, args.cache, cosine);

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// Positions and slots: lists of int32 or of int64.
+#ifndef KERNELS_ROTARY_INTEGERS_CUH_
+#define KERNELS_ROTARY_INTEGERS_CUH_
+
+#include <cstdint>
+
+namespace tiercel {
+
+// Element `index` of a list of int32 or, if `wide`, int64. Two loads without a condition, because
+// one of two would make the next instruction wait for it.
+struct Integer {
+  uint32_t low, high;
+
+  __device__ __forceinline__ void load(const void* list, int64_t index, bool wide) {
+    const char* address = static_cast<const char*>(list) + (index << (wide ? 3 : 2));
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(low) : "l"(address));
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(high) : "l"(address + (wide ? 4 : 0)));
+  }
+  __device__ __forceinline__ int64_t value(bool wide) const {
+    const int32_t above = wide ? static_cast<int32_t>(high) : static_cast<int32_t>(low) >> 31;
+    return static_cast<int64_t>(static_cast<uint64_t>(above) << 32 | low);
+  }
+};
+
+}  // namespace tiercel
+
+#endif  // KERNELS_ROTARY_INTEGERS_CUH_
