@@ -239,11 +239,23 @@ void choose_one(const ReduceArgs& args, DType dtype, bool max, bool may_split,
   }
 }
 
+// How many blocks ask for their data before they may read it: 64 KiB a multiprocessor, 64 bytes a
+// thread. What they wait for is often a call's second, tiny kernel, which leaves the memory idle.
+// Of small tensors it costs more down columns than it gains.
+int ahead(const ReduceLaunch& launch, int64_t element) {
+  const ReduceArgs& args = launch.args;
+  const bool worth = down_columns(args, element)
+                         ? args.outer * args.inner * args.length * element >= int64_t{64} << 20
+                         : args.parts == 1;
+  return worth ? static_cast<int>(kMultiprocessors * 1024 / launch.block) : 0;
+}
+
 }  // namespace
 
 Status reduce_choose(const ReduceArgs& args, DType dtype, bool max, ReduceChoice* choice) {
   ReduceLaunch& first = choice->first;
   choose_one(args, dtype, max, true, &first);
+  first.args.ahead = ahead(first, dtype_bytes(dtype));
   const int64_t outputs = args.outer * args.inner;
   if (first.grid > kMostBlocks) {
     return Status::Unimplemented("reduce: too many results for one launch, got " +

@@ -12,6 +12,7 @@
 #include "kernels/reduce/accumulate.cuh"
 #include "kernels/reduce/columns_shifted.cuh"
 #include "kernels/reduce/reduce_kernels.h"
+#include "kernels/sm90/ahead.h"
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/reduce.cuh"
 
@@ -42,14 +43,21 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t first = static_cast<int64_t>(split) * kDown + down;
   const int64_t step = static_cast<int64_t>(args.parts) * kDown;
   const int64_t down_stride = step * args.length_stride;
+  const char* from =
+      args.x + i * args.outer_stride + column * Format::kBytes + first * args.length_stride;
+  // By those at the beginning of 32 bytes.
+  if (is_ahead(args.ahead) && across * kVector % 32 == 0 && column < args.inner) {
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (first + u * step < args.length) prefetch_l2(from + u * down_stride);
+    }
+  }
   grid_dependency_wait();
   grid_dependency_launch();
 
   Seen seen;
   seen.clear();
   if (column < args.inner) {
-    const char* from =
-        args.x + i * args.outer_stride + column * Format::kBytes + first * args.length_stride;
     for (int64_t r = first; r < args.length; r += step * kUnroll) {
       uint32_t words[kUnroll][kWords];
 #pragma unroll

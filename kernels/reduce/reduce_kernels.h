@@ -32,6 +32,7 @@ struct ReduceArgs {
   int cluster;  // parts, or 1 if they are none
   float divisor;
   DType out_dtype;
+  int ahead;  // so many blocks ask for their data before they may read it
 };
 
 // The shared memory and threads of a block of the kernel for rows of a few elements.

@@ -15,6 +15,7 @@
 
 #include "kernels/reduce/accumulate.cuh"
 #include "kernels/reduce/reduce_kernels.h"
+#include "kernels/sm90/ahead.h"
 #include "kernels/sm90/async_copy.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/reduce.cuh"
@@ -179,6 +180,20 @@ __global__ void __launch_bounds__(kLanes > 256 ? kLanes : 256)
       args.x + first_output * args.inner_stride + first * Format::kBytes + lane * 16;
   const int64_t next_row = kGroups * args.inner_stride;
   int64_t left = args.inner - first_output;  // rows from the first on
+  if constexpr (kLanes >= 32) {
+    // By those at the beginning of 32 bytes.
+    if (is_ahead(args.ahead) && lane % 2 == 0) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+          if (lane + u * kLanes < vectors && r * kGroups < left) {
+            prefetch_l2(address + r * next_row + u * (kLanes * 16));
+          }
+        }
+      }
+    }
+  }
   grid_dependency_wait();
   grid_dependency_launch();
 
