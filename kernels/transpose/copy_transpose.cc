@@ -11,6 +11,10 @@ namespace tiercel {
 namespace {
 
 constexpr char kOp[] = "copy_transpose";
+// More is a large problem.
+constexpr int64_t kSmallBytes = int64_t{6} << 20;
+// What a large one asks for before it may read: 64 KiB a multiprocessor.
+constexpr int kAheadBytes = 132 * 64 * 1024;
 
 struct Choice {
   const CopyTransposeKernel* kernel = nullptr;
@@ -92,7 +96,7 @@ const CopyTransposeKernel* find(int element, int rows, int columns, int vector) 
 const CopyTransposeKernel* choose(const CopyTransposeArgs& args, int64_t batch, int element,
                                   int vector) {
   const int64_t bytes = args.rows * args.columns * batch * element;
-  const bool large = bytes > (int64_t{6} << 20);
+  const bool large = bytes > kSmallBytes;
   // A tile that is mostly outside costs more than its runs gain.
   const int64_t shorter = std::min(args.rows, args.columns);
   if (vector == 16 && large && shorter >= 96) {
@@ -107,10 +111,10 @@ const CopyTransposeKernel* choose(const CopyTransposeArgs& args, int64_t batch, 
     if (element == 2 && covered * 5 > args.rows * args.columns * 6) {
       return find(2, 72, 120, vector);
     }
-    // Long runs on the side whose rows do not begin on 16 bytes.
+    // Long runs of x where rows of one side only do not begin on 16 bytes.
     const bool from = is_aligned(args.x, args.row_stride, args.batch_stride);
     const bool to = is_aligned(args.out, args.rows * element, 0);
-    if (element == 2 && !from && to) return find(2, 64, 128, vector);
+    if (element == 2 && from != to) return find(2, 64, 128, vector);
     if (element == 2 && !from && shorter >= 1024) tile = 128;
   }
   if (shorter <= 32 || bytes < 132 * tile * tile * element / 2) tile = 32;
@@ -150,6 +154,9 @@ Status prepare(const TensorView& x, const TensorView& out, int64_t tile_size,
   if (down > 0x7fffffff / across / batch) {
     return Status::Unimplemented(std::string(kOp) + ": too large for one launch, got shape " +
                                  shape_text(x.shape, x.ndim));
+  }
+  if (args->rows * args->columns * batch * element > kSmallBytes) {
+    args->ahead = kAheadBytes / (args->tile_height * args->tile_width * element);
   }
   args->tile_rows = static_cast<int>(down);
   args->tile_columns = static_cast<int>(across);

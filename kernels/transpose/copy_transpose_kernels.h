@@ -22,6 +22,7 @@ struct CopyTransposeArgs {
   int tile_columns;
   int tile_height;  // of a tile, in elements: in kernels that realign less than the most at times
   int tile_width;
+  int ahead;  // so many blocks ask for their data before they may read it
 };
 
 // What runs of out begin at multiples of, in kernels that realign: whole sectors of memory, where a
