@@ -179,7 +179,8 @@ Status prepare(const NormForward& call, int multiprocessors, NormForwardArgs* ar
   args->columns = columns;
   args->slice = choice->slice;
   args->cluster_log2 = log2_of(choice->cluster);
-  args->ahead = multiprocessors * std::max(1, 2048 / std::max(1, choice->block));
+  const int at_once = choice->kernel->shape == NormShape::kPlain ? 1024 : 2048;  // threads
+  args->ahead = multiprocessors * std::max(1, at_once / std::max(1, choice->block));
   args->inverse_columns = 1.0f / static_cast<float>(columns);
   args->eps = call.eps;
   args->layer_norm = call.kind == NormKind::kLayer;

@@ -57,13 +57,51 @@ NormChoice<NormForwardKernel> choose_short(const NormProblem& problem, int64_t v
   }
   const NormForwardKernel* const kernel =
       forward_kernel(problem, NormShape::kShort, lanes, per_thread);
-  choice.block = kNormShortThreads;
+  choice.block = norm_short_threads(lanes, per_thread);
   const int64_t grid = ceil_div(problem.rows, choice.block / lanes * kernel->rows);
   if (grid > 0x7fffffff) return choice;
   choice.kernel = kernel;
   choice.threads_per_row = lanes;
   choice.slice = problem.columns;
   choice.grid = static_cast<int>(grid);
+  return choice;
+}
+
+// What norm_long has kernels for. Float32 rows fit into registers, but a long layer norm's leave no
+// room there for weight and bias.
+bool is_long(const NormProblem& problem, int64_t vectors) {
+  if (kinds_of(problem) == NormKinds::kBoth) return false;
+  if (dtype_bytes(problem.dtype) == 2) return vectors > kNormLongVectors;
+  return problem.kind == NormKind::kLayer && vectors > 2 * kNormLongVectors &&
+         vectors <= kNormMaxCluster * kNormLongVectors;
+}
+
+// What norm_plain has kernels for, but rows that norm_short or norm_long takes (measured on an
+// H200): of four bytes only rows of a warp. `small` as in choose_norm_forward().
+bool is_plain(const NormProblem& problem, int64_t vectors, bool small) {
+  if (kinds_of(problem) == NormKinds::kBoth) return false;
+  if (!small && vectors > 64 && vectors <= 128) return true;
+  if (dtype_bytes(problem.dtype) == 4 || vectors <= (small ? 32 : 128)) return false;
+  return vectors <= kNormLongVectors ||
+         (problem.kind == NormKind::kLayer && vectors <= kNormMaxCluster * kNormLongVectors);
+}
+
+// A row has a warp, a block or a cluster.
+NormChoice<NormForwardKernel> choose_plain(const NormProblem& problem, int64_t vectors,
+                                           bool small) {
+  NormChoice<NormForwardKernel> choice;
+  const bool warp = !small && vectors <= 128;
+  const int per_thread = small && vectors <= kNormLongVectors ? 2 : 4;
+  while (ceil_div(vectors, choice.cluster) > kNormLongVectors) choice.cluster *= 2;
+  const int64_t part = ceil_div(vectors, choice.cluster);
+  choice.threads_per_row = threads_for(part, per_thread, 32);
+  choice.block = warp ? kNormPlainWarpThreads : choice.threads_per_row;
+  const int64_t grid =
+      ceil_div(problem.rows, choice.block / choice.threads_per_row) * choice.cluster;
+  if (grid > 0x7fffffff) return choice;
+  choice.slice = static_cast<int>(part * (16 / dtype_bytes(problem.dtype)));
+  choice.grid = static_cast<int>(grid);
+  choice.kernel = forward_kernel(problem, NormShape::kPlain, warp ? 32 : 0, per_thread);
   return choice;
 }
 
@@ -142,18 +180,18 @@ NormChoice<NormForwardKernel> choose_norm_forward(const NormProblem& problem) {
   const int64_t vectors = ceil_div(problem.columns, elements);
   // Few enough that each vector can have a thread of its own: latency counts, not bytes.
   const bool small = problem.rows * vectors <= problem.multiprocessors * int64_t{1536};
+  if (is_plain(problem, vectors, small)) return choose_plain(problem, vectors, small);
   if (!(vectors > 128 || (problem.wide && small && vectors > 32))) {
     return choose_short(problem, vectors);
   }
   const int element = static_cast<int>(dtype_bytes(problem.dtype));
-  if (element == 2 && vectors > kNormLongVectors && kinds_of(problem) != NormKinds::kBoth) {
-    return choose_long(problem, vectors);
-  }
+  if (is_long(problem, vectors)) return choose_long(problem, vectors);
   int per_thread = 4;
   if (!problem.wide) {
     if (vectors > 2048) per_thread = problem.streams == 2 ? 16 : 32;
   } else if (small && vectors <= 1024) {
-    per_thread = vectors <= 512 ? 1 : 2;
+    const bool no_ones = element == 2 && problem.streams == 1;  // there norm_plain does mostly
+    per_thread = vectors <= 512 && !no_ones ? 1 : 2;
   } else if (element == 2 && problem.streams == 2 && vectors <= 1024) {
     per_thread = 2;
   }

@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "kernels/norm/elements.cuh"
+#include "kernels/norm/moments.cuh"
 #include "kernels/norm/norm_kernels.h"
 #include "kernels/norm/parameters.cuh"
 #include "kernels/norm/teams.cuh"
@@ -142,40 +143,21 @@ __global__ void __launch_bounds__(norm_forward_threads(Format::kBytes, kWide, kV
     }
     square = team.sum(scratch, lanes_reduce<32>(square, Sum()));
   } else {
-    float sum = 0.0f;
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      float x[kElements];
-      values[v].unpack(x);
-#pragma unroll
-      for (int i = 0; i < kElements; ++i) sum += x[i];
-    }
-    // Squares are of distances from the mean of the warp's part, then, by Chan's formula, from
-    // that of the row: nothing cancels, and one barrier does.
-    sum = lanes_reduce<32>(sum, Sum());
-    int warp_columns = 0;
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const int left = columns - (v * places + (place & ~31)) * kElements;
-      warp_columns += max(0, min(left, 32 * kElements));
-    }
-    const float count = static_cast<float>(warp_columns);
-    mean = sum / fmaxf(count, 1.0f);
+    float first_values[kElements];
+    values[0].unpack(first_values);
+    Distances<> distances;
+    distances.measure_from(first_values[0]);
+    int count = 0;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (!valid(v)) continue;
+      count += kElements;
       float x[kElements];
-      values[v].forget();
       values[v].unpack(x);
-#pragma unroll
-      for (int i = 0; i < kElements; ++i) {
-        const float distance = x[i] - mean;
-        square += distance * distance;
-      }
+      distances.add(x);
     }
-    square = lanes_reduce<32>(square, Sum());
     const float2 joined =
-        team.join(scratch, make_float4(sum, square, mean, count), args.inverse_columns);
+        team.join(scratch, distances.of_warp(count).about_mean(), args.inverse_columns);
     mean = joined.x;
     square = joined.y;
   }

@@ -16,21 +16,25 @@ inline constexpr int kNormNarrowThreads = 256;  // the same where rows are not o
 inline constexpr int kNormMaxCluster = 8;
 inline constexpr int kNormMaxWarps = kNormMaxThreads / 32;
 inline constexpr int64_t kNormMaxRows = int64_t{1} << 30;
-inline constexpr int kNormShortThreads = 128;
+inline constexpr int kNormPlainWarpThreads = 64;
 inline constexpr int kNormLongThreads = 256;
 inline constexpr int kNormMaxStages = 8;
 inline constexpr int kNormReduceThreads = 512;
 
-// Who has a row: some lanes of a warp, a block or a cluster; or a cluster that holds it in shared
-// memory. The kernels are norm_short, norm_forward and norm_long.
-enum class NormShape { kShort, kBlock, kLong };
+// Who has a row: some lanes of a warp (norm_short), a block or a cluster (norm_forward), a warp or
+// those (norm_plain), or a cluster that holds it in shared memory (norm_long).
+enum class NormShape { kShort, kBlock, kPlain, kLong };
 
-// What a kernel of short or long rows is made for: an RMS norm without bias and with a weight of
+// What a kernel, but norm_forward's, is made for: an RMS norm without bias and with a weight of
 // x's type or none, a layer norm with parameters of x's type, or all.
 enum class NormKinds { kRms, kLayer, kBoth };
 
-// Blocks of norm_short that registers must leave room for on a multiprocessor.
-constexpr int norm_short_blocks(int vectors, bool any) {
+// Threads of a block of norm_short, and how many such blocks registers must leave room for.
+constexpr int norm_short_threads(int lanes, int vectors) {
+  return lanes == 8 && vectors == 1 ? 256 : 128;
+}
+constexpr int norm_short_blocks(int lanes, int vectors, bool any) {
+  if (norm_short_threads(lanes, vectors) == 256) return any ? 4 : 8;
   if (any) return vectors > 2 ? 7 : 9;
   return vectors > 2 ? 8 : vectors == 2 ? 10 : 12;
 }
@@ -39,6 +43,16 @@ constexpr int norm_short_blocks(int vectors, bool any) {
 constexpr int norm_long_blocks(int vectors, bool layer_norm) {
   if (vectors > 4) return layer_norm ? 3 : 4;
   return layer_norm ? 5 : 6;
+}
+
+// The most threads of a block of norm_plain, and how many such blocks registers must leave room for:
+// 1024 threads of four vectors, whose parameters wait in registers too.
+constexpr int norm_plain_threads(int element, int vectors, bool warp) {
+  if (warp) return kNormPlainWarpThreads;
+  return element == 4 || vectors < 4 ? kNormMaxThreads : 256;
+}
+constexpr int norm_plain_blocks(int element, int vectors, bool warp) {
+  return 1024 / norm_plain_threads(element, vectors, warp);
 }
 
 // When a thread of norm_forward reads its part of weight and bias: when it needs it; with x, where

@@ -6,6 +6,7 @@
 #ifndef KERNELS_NORM_NORM_LONG_CUH_
 #define KERNELS_NORM_NORM_LONG_CUH_
 
+#include "kernels/norm/moments.cuh"
 #include "kernels/norm/parameters.cuh"
 #include "kernels/norm/teams.cuh"
 #include "kernels/sm90/async_copy.cuh"
@@ -62,75 +63,47 @@ __global__ void __launch_bounds__(kNormLongThreads, norm_long_blocks(kVectors, k
     if (valid(v)) async_copy_16(shared_address(&held[slot(v)]), x + slot(v) * 16, true);
     async_copy_commit();
   }
-  Values weights[kVectors], biases[kLayerNorm ? kVectors : 1];
-  each([&](int v) {
-    const int offset = first * Format::kBytes + slot(v) * 16;
-    if (args.weight != nullptr) weights[v].load_any(args.weight + offset);
-    if (kLayerNorm && args.bias != nullptr) biases[kLayerNorm ? v : 0].load_any(args.bias + offset);
-  });
+  const auto column = [&](int v) { return first + slot(v) * kElements; };
+  Values weights[kVectors], biases[kVectors];
+  each([&](int v) { read_packed<Format>(weights[v], args.weight, column(v), 1.0f); });
+  if constexpr (kLayerNorm) {
+    each([&](int v) { read_packed<Format>(biases[v], args.bias, column(v), 0.0f); });
+  }
 
-  float sum = 0.0f, square = 0.0f, mean = 0.0f;
-  as_they_arrive<kVectors>([&](int v) {
-    if (!valid(v)) return;
-    float f[kElements];
-    unpack(v, f);
-#pragma unroll
-    for (int i = 0; i < kElements; ++i) {
-      if constexpr (kLayerNorm) {
-        sum += f[i];
-      } else {
-        square += f[i] * f[i];
-      }
-    }
-  });
+  float square = 0.0f, mean = 0.0f;
   if constexpr (!kLayerNorm) {
-    square = team.sum(scratch, lanes_reduce<32>(square, Sum()));
-  } else {
-    sum = lanes_reduce<32>(sum, Sum());
-    int warp_columns = 0;
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const int left = columns - (slot(v) & ~31) * kElements;
-      warp_columns += max(0, min(left, 32 * kElements));
-    }
-    const float count = static_cast<float>(warp_columns);
-    mean = sum / fmaxf(count, 1.0f);
-    each([&](int v) {
+    as_they_arrive<kVectors>([&](int v) {
+      if (!valid(v)) return;
       float f[kElements];
       unpack(v, f);
 #pragma unroll
-      for (int i = 0; i < kElements; ++i) {
-        const float distance = f[i] - mean;
-        square += distance * distance;
-      }
+      for (int i = 0; i < kElements; ++i) square += f[i] * f[i];
+    });
+    square = team.sum(scratch, lanes_reduce<32>(square, Sum()));
+  } else {
+    Distances<1> distances;
+    int count = 0;
+    as_they_arrive<kVectors>([&](int v) {
+      if (!valid(v)) return;
+      float f[kElements];
+      unpack(v, f);
+      if (v == 0) distances.measure_from(f[0]);
+      distances.add(f);
+      count += kElements;
     });
     const float2 joined =
-        team.join(scratch, make_float4(sum, lanes_reduce<32>(square, Sum()), mean, count),
-                  args.inverse_columns);
+        team.join(scratch, distances.of_warp(count).about_mean(), args.inverse_columns);
     mean = joined.x;
     square = joined.y;
   }
   const float rstd = reciprocal_root(fmaf(square, args.inverse_columns, args.eps));
 
   char* const out = args.out + int64_t{row} * args.out_stride + first * Format::kBytes;
+  const RowStatistics statistics{mean, rstd};
   each([&](int v) {
-    float f[kElements], parameter[kElements];
-    unpack(v, f);
-#pragma unroll
-    for (int i = 0; i < kElements; ++i) f[i] = (f[i] - mean) * rstd;
-    if (args.weight != nullptr) {
-      weights[v].unpack(parameter);
-#pragma unroll
-      for (int i = 0; i < kElements; ++i) f[i] *= parameter[i];
-    }
-    if (kLayerNorm && args.bias != nullptr) {
-      biases[kLayerNorm ? v : 0].unpack(parameter);
-#pragma unroll
-      for (int i = 0; i < kElements; ++i) f[i] += parameter[i];
-    }
-    Values result;
-    result.pack(f);
-    result.store(out + slot(v) * 16);
+    Values value;
+    value.load_any(reinterpret_cast<const char*>(&held[slot(v)]));
+    statistics.normalised<kLayerNorm, Format>(value, weights[v], biases[v]).store(out + slot(v) * 16);
   });
 }
 

@@ -44,6 +44,54 @@ __device__ __forceinline__ void prefetch_parameters(const NormForwardArgs& args,
   }
 }
 
+// A vector of weight or bias as it is in memory; of `absent` where there is none.
+template <typename Format>
+__device__ __forceinline__ void read_packed(Chunk<Format, true>& vector, const char* data,
+                                            int column, float absent) {
+  if (data != nullptr) {
+    vector.load(data + column * Format::kBytes);
+    return;
+  }
+  float same[16 / Format::kBytes];
+#pragma unroll
+  for (float& value : same) value = absent;
+  vector.pack(same);
+}
+
+// A row's statistics, and what they make of a vector. An RMS norm has neither mean nor bias.
+struct RowStatistics {
+  float mean, rstd;
+
+  template <bool kLayer, typename Format>
+  __device__ __forceinline__ Chunk<Format, true> normalised(Chunk<Format, true> x,
+                                                            Chunk<Format, true> weight,
+                                                            Chunk<Format, true> bias) const {
+    constexpr int kElements = 16 / Format::kBytes;
+    float f[kElements], w[kElements], b[kElements];
+    x.forget();
+    x.unpack(f);
+    weight.forget();
+    weight.unpack(w);
+    if constexpr (kLayer) {
+      bias.forget();
+      bias.unpack(b);
+    }
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      if constexpr (!kLayer) {
+        f[i] = f[i] * rstd * w[i];
+      } else if constexpr (Format::kBytes == 2) {
+        f[i] = fmaf(fmaf(f[i], rstd, -mean * rstd), w[i], b[i]);
+      } else {
+        f[i] = fmaf((f[i] - mean) * rstd, w[i], b[i]);  // to the last bits of a float32
+      }
+    }
+    Chunk<Format, true> result;
+    result.pack(f);
+    return result;
+  }
+};
+
 }  // namespace tiercel
 
 #endif  // KERNELS_NORM_PARAMETERS_CUH_
