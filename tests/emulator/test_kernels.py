@@ -125,6 +125,35 @@ def test_norm(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(3, 1000), (2, 16_400), (1600, 1024)])
+def test_norm_of_plain_calls(shape, dtype):
+    """What most calls are, without one parameter or the other: a row a warp, a block, a cluster."""
+    rows, columns = shape
+    x = normal(rows, columns // (2 if dtype == F32 and rows > 1000 else 1), dtype=dtype)
+    weight, bias = normal(x.shape[1], dtype=dtype), normal(x.shape[1], dtype=dtype)
+    check("rms_norm_no_bias_no_residual", x, weight, 1e-5, None, scale=24.0)
+    check("layer_norm_no_bias_no_residual", x, weight, 1e-5, None, scale=24.0)
+    if rows < 1000:
+        check("layer_norm_no_residual", x, weight, bias, 1e-5, None, scale=24.0)
+        check("layer_norm_no_weight_no_residual", x, bias, 1e-5, None, scale=24.0)
+
+
+@pytest.mark.parametrize("columns", [1000, 16_400, 33_000])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_layer_norm_far_from_zero(columns, dtype):
+    """One pass, and yet the variance does not cancel: not of a row far from zero, nor where the
+    elements that threads measure from are far from the others."""
+    x = normal(3, columns, dtype=dtype)
+    x[1] += 1000.0 if dtype == F32 else 8.0
+    x[2, ::8] = 100.0
+    result = sm90("layer_norm_no_weight_no_bias_no_residual")(x, 1e-5, None)
+    exact = reference("layer_norm_no_weight_no_bias_no_residual", x, 1e-5, None)
+    torch.testing.assert_close(
+        result.double(), exact.double(), rtol=2 * torch.finfo(dtype).eps, atol=2e-4
+    )
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(
     "shape", [(5, 33), (700, 64), (3, 1000), (900, 768), (70, 4096), (2, 9001), (3, 16_400)]
 )
