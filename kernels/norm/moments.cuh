@@ -49,7 +49,8 @@ class Distances {
     const float square = fmaf(apart, fmaf(n, apart, -2.0f * sum), squares);
     const float about = __shfl_sync(kFullWarp, mean, 0);
     const float distance = mean - about, part = n * distance;
-    return {about, lanes_reduce<32>(part, Sum()), lanes_reduce<32>(fmaf(part, distance, square), Sum()),
+    return {about, lanes_reduce<32>(part, Sum()),
+            lanes_reduce<32>(fmaf(part, distance, square), Sum()),
             static_cast<float>(__reduce_add_sync(kFullWarp, count))};
   }
 

@@ -43,19 +43,20 @@ namespace {
           reinterpret_cast<const void*>(norm_forward<dtype, wide, vectors, residual>))}
 #define TIERCEL_BLOCKS(dtype, wide, vectors) \
   TIERCEL_BLOCK(dtype, wide, vectors, false), TIERCEL_BLOCK(dtype, wide, vectors, true)
-#define TIERCEL_PLAIN(dtype, lanes, vectors, kinds, layer)                                        \
-  {DType::k##dtype,                                                                               \
-   true,                                                                                          \
-   false,                                                                                         \
-   NormKinds::k##kinds,                                                                           \
-   NormShape::kPlain,                                                                             \
-   lanes,                                                                                         \
-   vectors,                                                                                       \
-   1,                                                                                             \
-   Kernel("norm_plain<" #dtype ", lanes=" #lanes ", vectors=" #vectors ", " #kinds ">",           \
+#define TIERCEL_PLAIN(dtype, lanes, vectors, kinds, layer)                              \
+  {DType::k##dtype,                                                                     \
+   true,                                                                                \
+   false,                                                                               \
+   NormKinds::k##kinds,                                                                 \
+   NormShape::kPlain,                                                                   \
+   lanes,                                                                               \
+   vectors,                                                                             \
+   1,                                                                                   \
+   Kernel("norm_plain<" #dtype ", lanes=" #lanes ", vectors=" #vectors ", " #kinds ">", \
           reinterpret_cast<const void*>(norm_plain<dtype, vectors, layer, lanes == 32>))}
-#define TIERCEL_PLAINS(dtype, lanes, vectors) \
-  TIERCEL_PLAIN(dtype, lanes, vectors, Rms, false), TIERCEL_PLAIN(dtype, lanes, vectors, Layer, true)
+#define TIERCEL_PLAINS(dtype, lanes, vectors)       \
+  TIERCEL_PLAIN(dtype, lanes, vectors, Rms, false), \
+      TIERCEL_PLAIN(dtype, lanes, vectors, Layer, true)
 #define TIERCEL_LONG(dtype, vectors, kinds, layer)                   \
   {DType::k##dtype,                                                  \
    true,                                                             \
@@ -68,10 +69,9 @@ namespace {
    Kernel("norm_long<" #dtype ", vectors=" #vectors ", " #kinds ">", \
           reinterpret_cast<const void*>(norm_long<dtype, vectors, layer>))}
 // Of 16 bits, what most calls are.
-#define TIERCEL_MOST(dtype)                                            \
-  TIERCEL_PLAINS(dtype, 0, 2), TIERCEL_PLAINS(dtype, 0, 4),            \
-      TIERCEL_LONG(dtype, 4, Rms, false), TIERCEL_LONG(dtype, 8, Rms, false), \
-      TIERCEL_LONG(dtype, 8, Layer, true)
+#define TIERCEL_MOST(dtype)                                                                     \
+  TIERCEL_PLAINS(dtype, 0, 2), TIERCEL_PLAINS(dtype, 0, 4), TIERCEL_LONG(dtype, 4, Rms, false), \
+      TIERCEL_LONG(dtype, 8, Rms, false), TIERCEL_LONG(dtype, 8, Layer, true)
 #define TIERCEL_ALL(dtype)                                                                       \
   TIERCEL_LANES(dtype, 8, 1, 1), TIERCEL_LANES(dtype, 16, 1, 2), TIERCEL_LANES(dtype, 32, 1, 2), \
       TIERCEL_LANES(dtype, 32, 2, 1), TIERCEL_PLAINS(dtype, 32, 4),                              \
@@ -81,9 +81,12 @@ namespace {
       TIERCEL_BLOCKS(dtype, true, 8), TIERCEL_BLOCKS(dtype, false, 4),                           \
       TIERCEL_BLOCK(dtype, false, 32, false), TIERCEL_BLOCK(dtype, false, 16, true)
 
-const NormForwardKernel kForward[] = {TIERCEL_ALL(BFloat16), TIERCEL_MOST(BFloat16),
-                                      TIERCEL_ALL(Float16), TIERCEL_MOST(Float16),
-                                      TIERCEL_ALL(Float32), TIERCEL_BLOCK(Float32, true, 1, false),
+const NormForwardKernel kForward[] = {TIERCEL_ALL(BFloat16),
+                                      TIERCEL_MOST(BFloat16),
+                                      TIERCEL_ALL(Float16),
+                                      TIERCEL_MOST(Float16),
+                                      TIERCEL_ALL(Float32),
+                                      TIERCEL_BLOCK(Float32, true, 1, false),
                                       TIERCEL_LONG(Float32, 4, Layer, true)};
 
 }  // namespace

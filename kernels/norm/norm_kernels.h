@@ -45,14 +45,14 @@ constexpr int norm_long_blocks(int vectors, bool layer_norm) {
   return layer_norm ? 5 : 6;
 }
 
-// The most threads of a block of norm_plain, and how many such blocks registers must leave room for:
-// 1024 threads of four vectors, whose parameters wait in registers too.
-constexpr int norm_plain_threads(int element, int vectors, bool warp) {
+// The most threads of a block of norm_plain, and how many such blocks registers must leave room
+// for: 1024 threads of four vectors, whose parameters wait in registers too.
+constexpr int norm_plain_threads(int vectors, bool warp) {
   if (warp) return kNormPlainWarpThreads;
-  return element == 4 || vectors < 4 ? kNormMaxThreads : 256;
+  return vectors < 4 ? kNormMaxThreads : 256;
 }
-constexpr int norm_plain_blocks(int element, int vectors, bool warp) {
-  return 1024 / norm_plain_threads(element, vectors, warp);
+constexpr int norm_plain_blocks(int vectors, bool warp) {
+  return 1024 / norm_plain_threads(vectors, warp);
 }
 
 // When a thread of norm_forward reads its part of weight and bias: when it needs it; with x, where

@@ -103,7 +103,8 @@ __global__ void __launch_bounds__(kNormLongThreads, norm_long_blocks(kVectors, k
   each([&](int v) {
     Values value;
     value.load_any(reinterpret_cast<const char*>(&held[slot(v)]));
-    statistics.normalised<kLayerNorm, Format>(value, weights[v], biases[v]).store(out + slot(v) * 16);
+    statistics.normalised<kLayerNorm, Format>(value, weights[v], biases[v])
+        .store(out + slot(v) * 16);
   });
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// rms_norm and layer_norm as most calls are: rows on 16 bytes, parameters of x's type, nothing added
-// before. As norm_forward, or with a row a warp, in fewer instructions: at the memory's speed a
-// multiprocessor has time for about 30 of them an element of 16 bits.
+// rms_norm and layer_norm as most calls are: rows on 16 bytes, parameters of x's type, nothing
+// added before. As norm_forward, or with a row a warp, in fewer instructions: at the memory's speed
+// a multiprocessor has time for about 30 of them an element of 16 bits.
 #ifndef KERNELS_NORM_NORM_PLAIN_CUH_
 #define KERNELS_NORM_NORM_PLAIN_CUH_
 
@@ -14,16 +14,16 @@ namespace tiercel {
 
 // kWarp: a warp has a row; else a block or a cluster.
 template <typename Format, int kVectors, bool kLayer, bool kWarp>
-__global__ void __launch_bounds__(norm_plain_threads(Format::kBytes, kVectors, kWarp),
-                                  norm_plain_blocks(Format::kBytes, kVectors, kWarp))
+__global__ void __launch_bounds__(norm_plain_threads(kVectors, kWarp),
+                                  norm_plain_blocks(kVectors, kWarp))
     norm_plain(const __grid_constant__ NormForwardArgs args) {
   using Values = Chunk<Format, true>;
   constexpr int kElements = Values::kElements;
   const int places = kWarp ? 32 : blockDim.x, place = threadIdx.x % places;
   const int log2 = kWarp ? 0 : args.cluster_log2;
   const int rank = blockIdx.x & ((1 << log2) - 1);
-  const int row = kWarp ? blockIdx.x * (kNormPlainWarpThreads / 32) + threadIdx.x / 32
-                        : blockIdx.x >> log2;
+  const int row =
+      kWarp ? blockIdx.x * (kNormPlainWarpThreads / 32) + threadIdx.x / 32 : blockIdx.x >> log2;
   if (kWarp && row >= args.rows) return;
   const int first = rank * args.slice, behind = min(first + args.slice, args.columns);
   const auto column = [&](int v) { return first + (v * places + place) * kElements; };
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(norm_plain_threads(Format::kBytes, kVectors, k
       mean = joined.x, square = joined.y;
     }
   } else {
-each([&](int v) {
+    each([&](int v) {
       float f[kElements];
       values[v].unpack(f);
 #pragma unroll
