@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(norm_plain_threads(kVectors, kWarp),
     norm_plain(const __grid_constant__ NormForwardArgs args) {
   using Values = Chunk<Format, true>;
   constexpr int kElements = Values::kElements;
-  const int places = kWarp ? 32 : blockDim.x, place = threadIdx.x % places;
+  const int places = kWarp ? 32 : blockDim.x, place = kWarp ? threadIdx.x % 32 : threadIdx.x;
   const int log2 = kWarp ? 0 : args.cluster_log2;
   const int rank = blockIdx.x & ((1 << log2) - 1);
   const int row =
