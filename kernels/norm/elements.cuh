@@ -38,6 +38,13 @@ struct Chunk {
     for (int w = 0; w < kWords; ++w) words[w] = 0;
   }
 
+  __device__ __forceinline__ void fill(float value) {
+    float same[kElements];
+#pragma unroll
+    for (float& one : same) one = value;
+    pack(same);
+  }
+
   __device__ __forceinline__ void load(const char* address) {
     if constexpr (kWide) {
       load_stream(words, address);

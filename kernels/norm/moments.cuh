@@ -9,15 +9,22 @@
 
 namespace tiercel {
 
-// A warp's: the sum of its elements' distances from `about`, which is near their mean, the squares
-// of those, and how many they are.
+// A warp's: the sum of its elements' distances from `about`, which is near their mean, and the
+// squares of those. Of `count` elements, inverse_count = 1 / count:
 struct Moments {
-  float about, sum, square, count;
+  float about, sum, square;
 
-  // As BlockTeam::join() has it.
-  __device__ __forceinline__ float4 about_mean() const {
-    const float apart = __fdividef(sum, fmaxf(count, 1.0f));
-    return make_float4(0.0f, fmaf(-sum, apart, square), about + apart, count);
+  __device__ __forceinline__ float mean(float inverse_count) const {
+    return fmaf(sum, inverse_count, about);
+  }
+  __device__ __forceinline__ float about_mean(float inverse_count) const {
+    return fmaf(-sum * inverse_count, sum, square);
+  }
+  // What BlockTeam::join() wants; `count` is this thread's.
+  __device__ __forceinline__ float4 entry(int count) const {
+    const float all = static_cast<float>(__reduce_add_sync(kFullWarp, count));
+    const float inverse = __fdividef(1.0f, fmaxf(all, 1.0f));
+    return make_float4(0.0f, about_mean(inverse), mean(inverse), all);
   }
 };
 
@@ -50,8 +57,7 @@ class Distances {
     const float about = __shfl_sync(kFullWarp, mean, 0);
     const float distance = mean - about, part = n * distance;
     return {about, lanes_reduce<32>(part, Sum()),
-            lanes_reduce<32>(fmaf(part, distance, square), Sum()),
-            static_cast<float>(__reduce_add_sync(kFullWarp, count))};
+            lanes_reduce<32>(fmaf(part, distance, square), Sum())};
   }
 
  private:

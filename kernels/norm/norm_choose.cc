@@ -57,7 +57,7 @@ NormChoice<NormForwardKernel> choose_short(const NormProblem& problem, int64_t v
   }
   const NormForwardKernel* const kernel =
       forward_kernel(problem, NormShape::kShort, lanes, per_thread);
-  choice.block = norm_short_threads(lanes, per_thread);
+  choice.block = norm_short_threads(kernel->vectors, kernel->rows);
   const int64_t grid = ceil_div(problem.rows, choice.block / lanes * kernel->rows);
   if (grid > 0x7fffffff) return choice;
   choice.kernel = kernel;
@@ -82,25 +82,19 @@ bool is_plain(const NormProblem& problem, int64_t vectors, bool small) {
   if (kinds_of(problem) == NormKinds::kBoth) return false;
   if (!small && vectors > 64 && vectors <= 128) return true;
   if (dtype_bytes(problem.dtype) == 4 || vectors <= (small ? 32 : 128)) return false;
-  return vectors <= kNormLongVectors ||
-         (problem.kind == NormKind::kLayer && vectors <= kNormMaxCluster * kNormLongVectors);
+  return vectors <= kNormLongVectors;
 }
 
-// A row has a warp, a block or a cluster.
+// A row has a warp or a block.
 NormChoice<NormForwardKernel> choose_plain(const NormProblem& problem, int64_t vectors,
                                            bool small) {
   NormChoice<NormForwardKernel> choice;
   const bool warp = !small && vectors <= 128;
-  const int per_thread = small && vectors <= kNormLongVectors ? 2 : 4;
-  while (ceil_div(vectors, choice.cluster) > kNormLongVectors) choice.cluster *= 2;
-  const int64_t part = ceil_div(vectors, choice.cluster);
-  choice.threads_per_row = threads_for(part, per_thread, 32);
+  const int per_thread = small ? 2 : 4;
+  choice.threads_per_row = threads_for(vectors, per_thread, 32);
   choice.block = warp ? kNormPlainWarpThreads : choice.threads_per_row;
-  const int64_t grid =
-      ceil_div(problem.rows, choice.block / choice.threads_per_row) * choice.cluster;
-  if (grid > 0x7fffffff) return choice;
-  choice.slice = static_cast<int>(part * (16 / dtype_bytes(problem.dtype)));
-  choice.grid = static_cast<int>(grid);
+  choice.slice = problem.columns;
+  choice.grid = static_cast<int>(ceil_div(problem.rows, choice.block / choice.threads_per_row));
   choice.kernel = forward_kernel(problem, NormShape::kPlain, warp ? 32 : 0, per_thread);
   return choice;
 }

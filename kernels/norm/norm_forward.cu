@@ -71,14 +71,17 @@ namespace {
 // Of 16 bits, what most calls are.
 #define TIERCEL_MOST(dtype)                                                                     \
   TIERCEL_PLAINS(dtype, 0, 2), TIERCEL_PLAINS(dtype, 0, 4), TIERCEL_LONG(dtype, 4, Rms, false), \
-      TIERCEL_LONG(dtype, 8, Rms, false), TIERCEL_LONG(dtype, 8, Layer, true)
-#define TIERCEL_ALL(dtype)                                                                       \
-  TIERCEL_LANES(dtype, 8, 1, 1), TIERCEL_LANES(dtype, 16, 1, 2), TIERCEL_LANES(dtype, 32, 1, 2), \
-      TIERCEL_LANES(dtype, 32, 2, 1), TIERCEL_PLAINS(dtype, 32, 4),                              \
-      TIERCEL_ANY(dtype, true, 32, 4, 1), TIERCEL_ANY(dtype, false, 8, 4, 1),                    \
-      TIERCEL_ANY(dtype, false, 32, 4, 1), TIERCEL_BLOCK(dtype, true, 1, true),                  \
-      TIERCEL_BLOCKS(dtype, true, 2), TIERCEL_BLOCKS(dtype, true, 4),                            \
-      TIERCEL_BLOCKS(dtype, true, 8), TIERCEL_BLOCKS(dtype, false, 4),                           \
+      TIERCEL_LONG(dtype, 4, Layer, true), TIERCEL_LONG(dtype, 8, Rms, false),                  \
+      TIERCEL_LONG(dtype, 8, Layer, true)
+#define TIERCEL_ALL(dtype)                                                                  \
+  TIERCEL_SHORT(dtype, true, 8, 1, 1, false, Rms),                                          \
+      TIERCEL_SHORT(dtype, true, 8, 1, 2, false, Layer), TIERCEL_ANY(dtype, true, 8, 1, 2), \
+      TIERCEL_LANES(dtype, 16, 1, 2), TIERCEL_LANES(dtype, 32, 1, 2),                       \
+      TIERCEL_LANES(dtype, 32, 2, 1), TIERCEL_PLAINS(dtype, 32, 4),                         \
+      TIERCEL_ANY(dtype, true, 32, 4, 1), TIERCEL_ANY(dtype, false, 8, 4, 1),               \
+      TIERCEL_ANY(dtype, false, 32, 4, 1), TIERCEL_BLOCK(dtype, true, 1, true),             \
+      TIERCEL_BLOCKS(dtype, true, 2), TIERCEL_BLOCKS(dtype, true, 4),                       \
+      TIERCEL_BLOCKS(dtype, true, 8), TIERCEL_BLOCKS(dtype, false, 4),                      \
       TIERCEL_BLOCK(dtype, false, 32, false), TIERCEL_BLOCK(dtype, false, 16, true)
 
 const NormForwardKernel kForward[] = {TIERCEL_ALL(BFloat16),

@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(norm_forward_threads(Format::kBytes, kWide, kV
       distances.add(x);
     }
     const float2 joined =
-        team.join(scratch, distances.of_warp(count).about_mean(), args.inverse_columns);
+        team.join(scratch, distances.of_warp(count).entry(count), args.inverse_columns);
     mean = joined.x;
     square = joined.y;
   }

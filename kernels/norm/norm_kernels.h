@@ -30,12 +30,10 @@ enum class NormShape { kShort, kBlock, kPlain, kLong };
 enum class NormKinds { kRms, kLayer, kBoth };
 
 // Threads of a block of norm_short, and how many such blocks registers must leave room for.
-constexpr int norm_short_threads(int lanes, int vectors) {
-  return lanes == 8 && vectors == 1 ? 256 : 128;
-}
-constexpr int norm_short_blocks(int lanes, int vectors, bool any) {
-  if (norm_short_threads(lanes, vectors) == 256) return any ? 4 : 8;
+constexpr int norm_short_threads(int vectors, int rows) { return vectors * rows == 1 ? 256 : 128; }
+constexpr int norm_short_blocks(int vectors, int rows, bool any) {
   if (any) return vectors > 2 ? 7 : 9;
+  if (vectors * rows == 1) return 8;
   return vectors > 2 ? 8 : vectors == 2 ? 10 : 12;
 }
 

@@ -92,19 +92,18 @@ __global__ void __launch_bounds__(kNormLongThreads, norm_long_blocks(kVectors, k
       count += kElements;
     });
     const float2 joined =
-        team.join(scratch, distances.of_warp(count).about_mean(), args.inverse_columns);
+        team.join(scratch, distances.of_warp(count).entry(count), args.inverse_columns);
     mean = joined.x;
     square = joined.y;
   }
   const float rstd = reciprocal_root(fmaf(square, args.inverse_columns, args.eps));
 
   char* const out = args.out + int64_t{row} * args.out_stride + first * Format::kBytes;
-  const RowStatistics statistics{mean, rstd};
+  const Normaliser<Format, kLayerNorm> normalised(mean, rstd);
   each([&](int v) {
     Values value;
     value.load_any(reinterpret_cast<const char*>(&held[slot(v)]));
-    statistics.normalised<kLayerNorm, Format>(value, weights[v], biases[v])
-        .store(out + slot(v) * 16);
+    normalised(value, weights[v], biases[v]).store(out + slot(v) * 16);
   });
 }
 

@@ -12,7 +12,7 @@
 
 namespace tiercel {
 
-// kWarp: a warp has a row; else a block or a cluster.
+// kWarp: a warp has a row, else a block.
 template <typename Format, int kVectors, bool kLayer, bool kWarp>
 __global__ void __launch_bounds__(norm_plain_threads(kVectors, kWarp),
                                   norm_plain_blocks(kVectors, kWarp))
@@ -20,17 +20,13 @@ __global__ void __launch_bounds__(norm_plain_threads(kVectors, kWarp),
   using Values = Chunk<Format, true>;
   constexpr int kElements = Values::kElements;
   const int places = kWarp ? 32 : blockDim.x, place = kWarp ? threadIdx.x % 32 : threadIdx.x;
-  const int log2 = kWarp ? 0 : args.cluster_log2;
-  const int rank = blockIdx.x & ((1 << log2) - 1);
-  const int row =
-      kWarp ? blockIdx.x * (kNormPlainWarpThreads / 32) + threadIdx.x / 32 : blockIdx.x >> log2;
+  const int row = kWarp ? blockIdx.x * (kNormPlainWarpThreads / 32) + threadIdx.x / 32 : blockIdx.x;
   if (kWarp && row >= args.rows) return;
-  const int first = rank * args.slice, behind = min(first + args.slice, args.columns);
-  const auto column = [&](int v) { return first + (v * places + place) * kElements; };
+  const auto column = [&](int v) { return (v * places + place) * kElements; };
   const auto each = [&](auto visit) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      if (column(v) < behind) visit(v);
+      if (column(v) < args.columns) visit(v);
     }
   };
 
@@ -46,13 +42,18 @@ __global__ void __launch_bounds__(norm_plain_threads(kVectors, kWarp),
 
   Values values[kVectors], weights[kVectors], biases[kVectors];
   each([&](int v) { values[v].load(x + column(v) * Format::kBytes); });
-  each([&](int v) {
-    read_packed<Format>(weights[v], args.weight, column(v), 1.0f);
-    if constexpr (kLayer) read_packed<Format>(biases[v], args.bias, column(v), 0.0f);
-  });
+  const auto read = [&](Values(&to)[kVectors], const char* from, float absent) {
+    if (from == nullptr) {
+#pragma unroll
+      for (Values& vector : to) vector.fill(absent);
+    } else {
+      each([&](int v) { to[v].load(from + column(v) * Format::kBytes); });
+    }
+  };
+  read(weights, args.weight, 1.0f);
+  if constexpr (kLayer) read(biases, args.bias, 0.0f);
   __shared__ BlockScratch scratch;
-  const BlockTeam team(rank, 1 << log2);
-  if constexpr (!kWarp) team.start(scratch);
+  const BlockTeam team(0, 1);
 
   float mean = 0.0f, square = 0.0f;
   if constexpr (kLayer) {
@@ -65,10 +66,12 @@ __global__ void __launch_bounds__(norm_plain_threads(kVectors, kWarp),
       distances.add(f);
       count += kElements;
     });
-    const float4 part = distances.of_warp(count).about_mean();
-    mean = part.z, square = part.y;
-    if constexpr (!kWarp) {
-      const float2 joined = team.join(scratch, part, args.inverse_columns);
+    const Moments moments = distances.of_warp(count);
+    if constexpr (kWarp) {
+      mean = moments.mean(args.inverse_columns);
+      square = moments.about_mean(args.inverse_columns);
+    } else {
+      const float2 joined = team.join(scratch, moments.entry(count), args.inverse_columns);
       mean = joined.x, square = joined.y;
     }
   } else {
@@ -83,11 +86,10 @@ __global__ void __launch_bounds__(norm_plain_threads(kVectors, kWarp),
   }
   const float rstd = reciprocal_root(fmaf(square, args.inverse_columns, args.eps));
 
-  const RowStatistics statistics{mean, rstd};
+  const Normaliser<Format, kLayer> normalised(mean, rstd);
   char* const out = args.out + int64_t{row} * args.out_stride;
   each([&](int v) {
-    statistics.normalised<kLayer, Format>(values[v], weights[v], biases[v])
-        .store(out + column(v) * Format::kBytes);
+    normalised(values[v], weights[v], biases[v]).store(out + column(v) * Format::kBytes);
   });
 }
 

@@ -14,8 +14,8 @@ namespace tiercel {
 
 template <typename Format, bool kWide, int kLanes, int kVectors, int kRows, bool kResidual,
           bool kAny, bool kLayer>
-__global__ void __launch_bounds__(norm_short_threads(kLanes, kVectors),
-                                  norm_short_blocks(kLanes, kVectors, kAny))
+__global__ void __launch_bounds__(norm_short_threads(kVectors, kRows),
+                                  norm_short_blocks(kVectors, kRows, kAny))
     norm_short(const __grid_constant__ NormForwardArgs args) {
   using Values = Chunk<Format, kWide>;
   constexpr int kElements = Values::kElements;
@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(norm_short_threads(kLanes, kVectors),
   constexpr bool kPacked = !kAny || Format::kBytes == 4;
   // One or two vectors of the parameters are read with x; of more, registers hold fewer rows.
   constexpr bool kEarly = kWide && kVectors <= 2;
-  constexpr int kGroups = norm_short_threads(kLanes, kVectors) / kLanes;
+  constexpr int kGroups = norm_short_threads(kVectors, kRows) / kLanes;
   const int place = threadIdx.x % kLanes;
   const int row = blockIdx.x * (kGroups * kRows) + threadIdx.x / kLanes;
   const auto column = [&](int v) { return (v * kLanes + place) * kElements; };

@@ -50,24 +50,23 @@ __device__ __forceinline__ void read_packed(Chunk<Format, true>& vector, const c
                                             int column, float absent) {
   if (data != nullptr) {
     vector.load(data + column * Format::kBytes);
-    return;
+  } else {
+    vector.fill(absent);
   }
-  float same[16 / Format::kBytes];
-#pragma unroll
-  for (float& value : same) value = absent;
-  vector.pack(same);
 }
 
-// A row's statistics, and what they make of a vector. An RMS norm has neither mean nor bias.
-struct RowStatistics {
-  float mean, rstd;
+// What a row's statistics make of its vectors. An RMS norm has neither mean nor bias.
+template <typename Format, bool kLayer>
+class Normaliser {
+ public:
+  using Values = Chunk<Format, true>;
 
-  template <bool kLayer, typename Format>
-  __device__ __forceinline__ Chunk<Format, true> normalised(Chunk<Format, true> x,
-                                                            Chunk<Format, true> weight,
-                                                            Chunk<Format, true> bias) const {
-    constexpr int kElements = 16 / Format::kBytes;
-    float f[kElements], w[kElements], b[kElements];
+  // Of float32, x - mean to the last bits: so the mean is not multiplied before.
+  __device__ __forceinline__ Normaliser(float mean, float rstd)
+      : rstd_(rstd), shift_(kMultiplied ? -mean * rstd : mean) {}
+
+  __device__ __forceinline__ Values operator()(Values x, Values weight, Values bias) const {
+    float f[Values::kElements], w[Values::kElements], b[Values::kElements];
     x.forget();
     x.unpack(f);
     weight.forget();
@@ -77,19 +76,22 @@ struct RowStatistics {
       bias.unpack(b);
     }
 #pragma unroll
-    for (int i = 0; i < kElements; ++i) {
-      if constexpr (!kLayer) {
-        f[i] = f[i] * rstd * w[i];
-      } else if constexpr (Format::kBytes == 2) {
-        f[i] = fmaf(fmaf(f[i], rstd, -mean * rstd), w[i], b[i]);
+    for (int i = 0; i < Values::kElements; ++i) {
+      if constexpr (kLayer) {
+        const float standard = kMultiplied ? fmaf(f[i], rstd_, shift_) : (f[i] - shift_) * rstd_;
+        f[i] = fmaf(standard, w[i], b[i]);
       } else {
-        f[i] = fmaf((f[i] - mean) * rstd, w[i], b[i]);  // to the last bits of a float32
+        f[i] = f[i] * rstd_ * w[i];
       }
     }
-    Chunk<Format, true> result;
+    Values result;
     result.pack(f);
     return result;
   }
+
+ private:
+  static constexpr bool kMultiplied = Format::kBytes == 2;
+  float rstd_, shift_;
 };
 
 }  // namespace tiercel
