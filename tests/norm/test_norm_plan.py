@@ -92,6 +92,16 @@ def test_every_backward_plan_covers_its_rows(op, columns, dtype, residual):
         assert got["parts"] == got["grid"] // cluster <= 132
 
 
+def test_most_calls_have_kernels_of_their_own():
+    assert "norm_plain" in forward(16384, 4096)["kernel"]
+    assert "norm_plain" in forward(16, 1024, "float16", op="layer_norm")["kernel"]
+    assert "lanes=32" in forward(32768, 1024)["kernel"]
+    assert "norm_long" in forward(4096, 16384, op="layer_norm")["kernel"]
+    assert "norm_long" in forward(4096, 16384, "float32", op="layer_norm")["kernel"]
+    for kind in ({"residual": True}, {"address": ADDRESS + 2}):
+        assert "norm_forward" in forward(16384, 4096, **kind)["kernel"]
+
+
 def test_the_kernel_is_the_kinds():
     assert "Layer" in backward(100, 1024, op="layer_norm")["kernel"]
     assert "Rms" in backward(100, 1024)["kernel"]
