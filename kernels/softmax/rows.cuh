@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "kernels/sm90/ahead.h"
 #include "kernels/sm90/float_format.cuh"
 #include "kernels/softmax/row_group.cuh"
 #include "kernels/softmax/softmax_kernels.h"
@@ -132,6 +133,18 @@ __device__ __forceinline__ void pad_outside(uint32_t (&words)[4], int column, in
       outside |= has ? 0 : (kPerWord == 1 ? ~0u : 0xffffu << 16 * i);
     }
     words[w] = (words[w] & ~outside) | (pad_word<Format>(pad) & outside);
+  }
+}
+
+// Brings the lines of what a group's threads will load to the L2, a thread of eight each.
+template <int kVectors, typename Format, typename Group>
+__device__ __forceinline__ void prefetch_row(const RowPlace<Format, Group, true>& place,
+                                             const Group& group, const SoftmaxRows& rows) {
+  if (group.rank() % (kSoftmaxLineBytes / kSoftmaxVectorBytes) != 0) return;
+  const char* base = place.base(rows);
+#pragma unroll 1
+  for (int v = 0; v < kVectors; ++v) {
+    if (place.whole(v)) prefetch_l2(base + place.offset(v));
   }
 }
 

@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <string>
 
+#include "kernels/sm90/ahead.h"
 #include "kernels/sm90/checks.h"
 #include "kernels/sm90/row_matrix.h"
 #include "kernels/softmax/softmax_kernels.h"
@@ -130,6 +132,13 @@ Status lay_out_mask(const char* op, const TensorView& mask, const Argument& x, b
   return Status();
 }
 
+// The most that rows start behind a multiple of 128 bytes.
+int64_t line_shift(const SoftmaxRows& rows) {
+  const int64_t step = std::gcd(rows.row_stride, int64_t{kSoftmaxLineBytes});
+  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(rows.data) % step) + kSoftmaxLineBytes -
+         step;
+}
+
 struct Choice {
   const SoftmaxKernel* kernel = nullptr;
   unsigned block = 0;
@@ -159,9 +168,8 @@ int64_t places(const SoftmaxKernel& kernel, unsigned blocks, int64_t vectors) {
 // cluster as in one large block, and those of other rows go on meanwhile.
 bool fit_blocks(const SoftmaxKernel& kernel, bool few, int64_t vectors, int64_t rows,
                 Choice* choice) {
-  const int64_t most = few && kernel.vectors == 1   ? (vectors <= 256 ? 256 : 128)
-                       : few || kernel.vectors >= 4 ? std::min(kernel.threads, 256)
-                                                    : kernel.threads;
+  const bool small = kernel.vectors >= 4 || (few && kernel.vectors > 1);
+  const int64_t most = small ? std::min(kernel.threads, 256) : kernel.threads;
   const int64_t alone = few && kernel.vectors > 1 ? 512 : most;  // threads of a block by itself
   unsigned blocks = 1;
   while (blocks < kSoftmaxBlocks && vectors > blocks * most * kernel.vectors &&
@@ -188,16 +196,21 @@ bool fit_blocks(const SoftmaxKernel& kernel, bool few, int64_t vectors, int64_t 
   return true;
 }
 
-// Who shares a row. `vectors`: of a row, one more where it may begin between two; whole blocks
-// begin at a line.
+// Who shares a row. `vectors`: of a row, one more where it may begin between two.
 Choice choose(DType dtype, bool backward, bool masked, bool aligned, int64_t vectors,
               const SoftmaxArgs& args) {
   int count = 0;
   const SoftmaxKernel* kernels =
       backward ? softmax_backward_kernels(&count) : softmax_forward_kernels(&count);
   const bool few = args.rows * vectors <= kFewVectors;
-  const int wanted = vectors_a_thread(backward, few, vectors);
-  const int64_t of_blocks = vectors + (aligned ? 0 : kSoftmaxLineBytes / kSoftmaxVectorBytes - 1);
+  // An added mask's vectors wait for each other: for fewer, where the block stays small.
+  const bool adds =
+      args.mask.kind == SoftmaxMask::kAdd || args.mask.kind == SoftmaxMask::kAddFloat32;
+  const int wanted = adds && !few && vectors <= 256 ? 2 : vectors_a_thread(backward, few, vectors);
+  // Whole blocks begin at a line.
+  const int64_t bytes = args.columns * dtype_bytes(dtype) + line_shift(args.x);
+  const int64_t of_blocks =
+      aligned || !args.vectors ? vectors : (bytes + kSoftmaxVectorBytes - 1) / kSoftmaxVectorBytes;
   Choice best;
   for (int i = 0; i < count; ++i) {
     const SoftmaxKernel& kernel = kernels[i];
@@ -311,6 +324,7 @@ Status run(const Call& call, int device, void* stream) {
   config.block.x = choice.block;
   config.cluster.x = choice.blocks;
   config.dependent = true;
+  args.ahead = first_blocks(config.block);
   void* pointers[] = {&args};
   return choice.kernel->kernel.launch(config, device, stream, pointers);
 }

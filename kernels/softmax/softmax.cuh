@@ -182,23 +182,40 @@ __device__ __forceinline__ void softmax_of_block(uint32_t (&words)[kVectors][4],
                                                  Store store) {
   constexpr bool kExact = Format::kBytes == 4;
   constexpr int kPerVector = kSoftmaxVectorBytes / Format::kBytes;
-  float largest = group_reduce<32>(largest_of<Format>(words), MaxOf());
+  constexpr bool kKeepsTerms = kVectors == 1;  // few rows: the shorter way to the results
+  float terms[kKeepsTerms ? kPerVector : 1];
+  const float of_warp = group_reduce<32>(largest_of<Format>(words), MaxOf());
   float sums[4] = {};
   {
-    const ExpBelow<kExact> exp_below(largest == -kInfinity ? 0.0f : largest, factor);
+    const ExpBelow<kExact> exp_below(of_warp == -kInfinity ? 0.0f : of_warp, factor);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       float x[kPerVector];
       keep_packed(words[v]);
       unpack<Format>(words[v], x);
 #pragma unroll
-      for (int i = 0; i < kPerVector; ++i) sums[i % 4] += exp_below(x[i]);
+      for (int i = 0; i < kPerVector; ++i) {
+        const float term = exp_below(x[i]);
+        sums[i % 4] += term;
+        if (kKeepsTerms) terms[i] = term;
+      }
     }
   }
-  const float2 all = group.join(largest, lanes_reduce<32>(sum_of(sums), SumOf()),
+  const float2 all = group.join(of_warp, lanes_reduce<32>(sum_of(sums), SumOf()),
                                 [&](float x, float y) { return ExpBelow<kExact>(y, factor)(x); });
-  largest = all.x;
+  const float largest = all.x;
   const ExpBelow<kExact> exp_below(largest, factor);
+  if (kKeepsTerms && !log) {
+    const float share = exp_below(of_warp);
+    const float inverse = inverse_of<kVectors>(all.y);
+    float x[kPerVector];
+#pragma unroll
+    for (int i = 0; i < kPerVector; ++i) {
+      x[i] = share_of<kExact>(terms[kKeepsTerms ? i : 0] * share, all.y, inverse);
+    }
+    store(0, x);
+    return;
+  }
   const float last = log ? logf(all.y) : inverse_of<kVectors>(all.y);
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
@@ -207,8 +224,8 @@ __device__ __forceinline__ void softmax_of_block(uint32_t (&words)[kVectors][4],
     unpack<Format>(words[v], x);
 #pragma unroll
     for (int i = 0; i < kPerVector; ++i) {
-      x[i] = log ? fmaf(x[i] - largest, factor, -last)
-                 : share_of<kExact>(exp_below(x[i]), all.y, last);
+      x[i] = kKeepsTerms || log ? fmaf(x[i] - largest, factor, -last)
+                                : share_of<kExact>(exp_below(x[i]), all.y, last);
     }
     store(v, x);
   }
@@ -253,10 +270,12 @@ struct ScoreReader {
 };
 
 // How many of the largest blocks a multiprocessor is to hold: as many as get along without spills.
-// Rows of whole vectors take few registers beside the `words` of their data.
+// Rows of whole vectors take few registers beside the `words` of their data. A block's single
+// vectors a thread are for few rows, which leave room.
 constexpr int blocks_for(int max_threads, bool aligned, int words) {
   if (!aligned) return words > 32 ? 1 : max_threads > kSoftmaxWideThreads ? 2 : 3;
-  const int registers = words <= 8 ? 32 : words <= 16 ? 40 : words <= 32 ? 64 : 128;
+  const bool single = words < 8 && max_threads == kSoftmaxThreads;
+  const int registers = words <= 8 && !single ? 32 : words <= 16 ? 40 : words <= 32 ? 64 : 128;
   return 65536 / registers / max_threads;
 }
 
@@ -276,19 +295,20 @@ __global__ void __launch_bounds__(kMaxThreads,
     softmax_forward(const __grid_constant__ SoftmaxArgs args) {
   constexpr bool kKeeps = kMasked && kAligned;
   const Group group(args.blocks);
-  grid_dependency_wait();
-
   const RowPlace<Format, Group, kAligned> place(args, group);
+  if constexpr (kAligned) {
+    if (is_ahead(args.ahead)) prefetch_row<kVectors>(place, group, args.x);
+  }
+  grid_dependency_wait();
+  grid_dependency_launch();  // the next grid's blocks take what room the last of these leave
+
   uint32_t words[kVectors][4];
   load_row(words, place, args.x, args.pad);
   if constexpr (kKeeps) {
     uint32_t kept[kVectors][4 / Format::kBytes];
     load_kept(kept, args.mask, place);
-    grid_dependency_launch();
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) pad_dropped<Format>(words[v], kept[v], args.pad);
-  } else {
-    grid_dependency_launch();
   }
   group.meet();
   const ScoreReader<Format, kMasked && !kKeeps> read(args, place.row);
@@ -348,9 +368,15 @@ __global__ void __launch_bounds__(kMaxThreads,
     softmax_backward(const __grid_constant__ SoftmaxArgs args) {
   constexpr int kPerVector = RowPlace<Format, Group>::kPerVector;
   const Group group(args.blocks);
+  const RowPlace<Format, Group, kAligned> place(args, group);
+  if constexpr (kAligned) {
+    if (is_ahead(args.ahead)) {
+      prefetch_row<kVectors>(place, group, args.x);
+      prefetch_row<kVectors>(place, group, args.grad);
+    }
+  }
   grid_dependency_wait();
 
-  const RowPlace<Format, Group, kAligned> place(args, group);
   uint32_t y_words[kVectors][4], grad_words[kVectors][4];
   load_row(y_words, place, args.x, 0.0f);
   load_row(grad_words, place, args.grad, 0.0f);

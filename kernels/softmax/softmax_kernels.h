@@ -45,6 +45,7 @@ struct SoftmaxArgs {
   float scale;      // not 0
   float pad;        // the infinity that the scale makes -inf
   uint32_t blocks;  // a row, where it has whole ones
+  int ahead;        // so many blocks bring aligned rows to the L2 before they may read
   bool log;         // log_softmax
   bool vectors;     // all matrices' rows start at the same distance from a multiple of 16 bytes
 };

@@ -56,6 +56,23 @@ def test_every_size_has_a_plan_that_covers_it(dtype, columns):
                 assert got["grid"] == rows * got["blocks_per_row"]
 
 
+@pytest.mark.parametrize("columns", [1032, 2048, 2056, 5001, 50_257, 65_536])
+@pytest.mark.parametrize("offset", [0, 3, 8, 32])
+def test_blocks_have_places_for_whole_lines_and_no_more(columns, offset):
+    """They number rows from a multiple of 128 bytes, which is up to 63 scores before them."""
+    shape, place = (4096, columns), {"dtype": "bfloat16", "address": ADDRESS + 2 * offset}
+    mask = ExchangeTensor(*shape, dtype="float32")  # for the kernels of unaligned rows
+    got = _C.softmax_plan(
+        ExchangeTensor(*shape, **place), mask, ExchangeTensor(*shape, **place), 1.0, False
+    )
+    assert "aligned=false" in got["kernel"] and "by_blocks" in got["kernel"]
+    shift = max((offset + row * columns) % 64 for row in range(64))
+    vectors = -(-(columns + shift) // 8)
+    a_warp = 32 * int(got["kernel"].partition("<")[0].rpartition("x")[2])
+    warps = -(-vectors // (a_warp * got["blocks_per_row"]))
+    assert got["block"] == 32 * max(warps, 2)
+
+
 def test_rows(make):
     assert plan(make, 4, 5, 64)["vectors"] is True
     assert plan(make, 4, 5, 63)["vectors"] is True  # rows that move together
