@@ -23,10 +23,10 @@ class Choice(NamedTuple):
     down: tuple[int, int] | None
 
 
-def block_size(elements: int, experts: int, float8: bool = False) -> int:
+def block_size(elements: int, experts: int) -> int:
     """For many tokens, as many rows as a multiprocessor takes at a time; for few, half of that,
     since most are padding."""
-    return 128 if elements > (40 if float8 else 24) * max(experts, 1) else 64
+    return 128 if elements > 40 * max(experts, 1) else 64
 
 
 # kMoeRoutedIds and kMoeRoutedExperts of moe_mlp.h.
@@ -63,7 +63,7 @@ def heuristic(
     block_scaled: bool = False,
 ) -> Choice:
     elements = tokens * k
-    block = block_size(elements, experts, float8)
+    block = block_size(elements, experts)
     if block == 128:
         return Choice(block, None, None)
     if block_scaled:  # whose tiles are all as wide
@@ -88,7 +88,7 @@ def choose(
     experts, hidden, inner = w_down.shape
     float8 = w_down.element_size() == 1
     if expert_map is not None:  # how many tokens come to these experts is another question
-        return Choice(block_size(tokens * k, experts, float8), None, None)
+        return Choice(block_size(tokens * k, experts), None, None)
     device, dtype = w_down.get_device(), str(w_down.dtype).removeprefix("torch.")
     sizes = (experts, k, hidden, inner)
     if not block_scaled:  # whose kernels are others
