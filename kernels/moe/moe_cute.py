@@ -63,7 +63,8 @@ def function(dtype, act, tile_m, tile_n, pingpong, cluster, stages, by_boxes=Fal
     kernel = MoeGrouped(name, element, act, *sizes, block_scaled(dtype), by_boxes)
     x, w, out = Pointer("x", element), Pointer("w", element), Pointer("out", kernel.out_dtype)
     routing = [
-        Pointer(name, cutlass.Int32, align=4) for name in ("sorted_ids", "expert_ids", "used")
+        Pointer(name, cutlass.Int32, align=4)
+        for name in ("sorted_ids", "expert_ids", "used", "counter")
     ]
     weights = Pointer("weights", cutlass.Float32, align=4)
     ids = Pointer("ids", cutlass.Int32, align=4)

@@ -35,6 +35,7 @@ class MoeGrouped(MoeBlockScales):
         sorted_ids: cute.Pointer,
         expert_ids: cute.Pointer,
         used: cute.Pointer,
+        counter: cute.Pointer,
         weights: cute.Pointer,
         ids: cute.Pointer,
         x_scale: cute.Pointer,
@@ -80,9 +81,9 @@ class MoeGrouped(MoeBlockScales):
             )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
-            *(tma_w, tma_x, x, sorted_ids, expert_ids, used, weights, ids, x_scale, w_scale, out),
-            *(experts, w_rows, k, second, rows, elements, divide, x_pieces, id_words, bound),
-            *(early, x_scale_step, w_scale_expert, w_scale_step, x_rows, to_slots),
+            *(tma_w, tma_x, x, sorted_ids, expert_ids, used, counter, weights, ids, x_scale),
+            *(w_scale, out, experts, w_rows, k, second, rows, elements, divide, x_pieces),
+            *(id_words, bound, early, x_scale_step, w_scale_expert, w_scale_step, x_rows, to_slots),
         ).launch(
             grid=(blocks, 1, 1),
             block=(self.threads, 1, 1),
@@ -101,6 +102,7 @@ class MoeGrouped(MoeBlockScales):
         sorted_ids: cute.Pointer,  # null where blocks of threads route ids themselves
         expert_ids: cute.Pointer,
         used: cute.Pointer,
+        counter: cute.Pointer,  # of tiles taken, from 0; or null
         weights: cute.Pointer,  # of elements, or null
         ids: cute.Pointer,  # of experts, by element; or null: see clear_rows_of_none
         x_scale: cute.Pointer,  # of rows of x
@@ -135,6 +137,7 @@ class MoeGrouped(MoeBlockScales):
                 for i in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(full + i, self.gatherers + 1)
                     cute.arch.mbarrier_init(empty + i, 4 * self.sharing * self.cluster)
+                self.init_turns(storage)
             cute.arch.mbarrier_init_fence()
         if const_expr(self.cluster > 1):
             cute.arch.cluster_arrive_relaxed()
@@ -176,12 +179,12 @@ class MoeGrouped(MoeBlockScales):
                 if warp_index == 0:
                     self.load_weights(
                         *(tma_w, storage, full, empty, routing, place, sizes, second),
-                        *(tma_x, x_rows),
+                        *(tma_x, x_rows, counter),
                     )
             elif const_expr(self.gatherers == WARPGROUP):
                 self.load_both(
                     *(thread, tma_w, x, x_pieces, storage, full, empty, routing, place, sizes),
-                    *(second, limits),
+                    *(second, limits, counter),
                 )
             elif warp_index == 0:
                 self.load_weights(tma_w, storage, full, empty, routing, place, sizes, second)
@@ -259,12 +262,19 @@ class MoeGrouped(MoeBlockScales):
         facts, ahead = self.facts(), self.facts()
         scales = cute.make_rmem_tensor(self.wg_rows // 32, Float32)  # of this lane's rows of sums
         columns_scales = self.columns_scales()
-        if mine < tiles:
-            self.look_up(ahead, routing, place, mine, thread, consumer, elements)
-        for number in cutlass.range(mine, tiles, every, unroll=1):
+        number, entry = mine, Int32(0)
+        if const_expr(self.by_turns):
+            number = self.in_order(mine, routing, tiles, columns)
+        if number < tiles:
+            self.look_up(ahead, routing, place, number, thread, consumer, elements)
+        while number < tiles:
+            after = number + every
+            if const_expr(self.by_turns):
+                after = self.take(storage, entry)
+                entry += 1
             for i in cutlass.range_constexpr(cute.size(facts)):
                 facts[i] = ahead[i]
-            following = cutlass.min(number + every, tiles - 1)
+            following = cutlass.min(after, tiles - 1)
             block = number // columns * self.cluster + rank
             column = number % columns
             expert, multiplies = facts[0], facts[0] >= 0
@@ -338,6 +348,7 @@ class MoeGrouped(MoeBlockScales):
                     *(thread, consumer, storage, sums, facts, scales, columns_scales, of_columns),
                     *(column, elements, rows, second, out, block if to_slots > 0 else Int32(-1)),
                 )
+            number = after
 
     @cute.jit
     def prepare(self, ahead_of, of_rows, of_chunk):
@@ -345,15 +356,6 @@ class MoeGrouped(MoeBlockScales):
         self.look_up(*ahead_of)
         self.scales_of_rows(*of_rows)
         self.scales_of_columns(*of_chunk)
-
-    @cute.jit
-    def release(self, empty, index):
-        with cute.arch.elect_one():
-            if const_expr(self.cluster == 1):
-                cute.arch.mbarrier_arrive(empty + index)
-            else:
-                for rank in cutlass.range_constexpr(self.cluster):
-                    cute.arch.mbarrier_arrive(empty + index, rank)
 
     def facts(self):
         """Of a tile: its expert, that of the other block in the cluster, whether rows are real

@@ -11,6 +11,7 @@ from moe_activations_cute import ACTIVATIONS
 ROW = 128  # bytes of a row in shared memory: one swizzle
 EPI = 64  # rows and columns of a piece of the result on its way out
 WARPGROUP = 128
+TURNS = 4  # tiles whose numbers are on their way from who takes them to who works on them
 # What blocks of threads route by themselves (moe_routing_cute.py): as moe_mlp.h says.
 ROUTED_IDS, ROUTED_EXPERTS = 1024, 512
 ROUTED_BLOCKS = ROUTED_EXPERTS + ROUTED_IDS // 64
@@ -43,6 +44,7 @@ class MoeLayouts:
         self.pingpong = pingpong
         self.cluster = cluster
         self.stages = stages
+        self.by_turns = tile_m > EPI and cluster == 1
         self.by_boxes = by_boxes
         # Threads that copy rows of x.
         self.gatherers = 0 if by_boxes else WARPGROUP if tile_m > EPI else 2 * 32
@@ -82,19 +84,19 @@ class MoeLayouts:
             x: tiles(self.dtype, self.stages * self.tile_m)
             w: tiles(self.dtype, self.stages * self.tile_n)
             y: tiles(self.out_dtype, self.consumers * self.pieces * EPI)
-            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages]
+            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages + 2 * TURNS]
             routing: cute.struct.MemRange[Int32, self.routing_words()]
 
         return Storage
 
     def routing_words(self):
-        return ROUTED_IDS + 2 * ROUTED_BLOCKS + 1 if self.routes else 1
+        return ROUTED_IDS + 2 * ROUTED_BLOCKS + 1 if self.routes else TURNS
 
     def smem_bytes(self):
         """What the storage takes, as the launch asks for it."""
         ring = self.stages * ((self.tile_m + self.tile_n) * ROW + 16)
         rest = self.consumers * self.pieces * EPI * ROW + 4 * self.routing_words()
-        return (ring + rest + 1023) // 1024 * 1024
+        return (ring + 16 * TURNS + rest + 1023) // 1024 * 1024
 
     @cute.jit
     def next(self, index, phase):

@@ -6,13 +6,13 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from moe_layouts_cute import ROW, coordinates
-from moe_routing_cute import MoeRouting
+from moe_tiles_cute import MoeTiles
 
 GATHERERS = 64  # threads, where tiles have 64 rows
 COPIES = GATHERERS // 8  # rows that they copy at a time, 16 bytes of a row each
 
 
-class MoeLoads(MoeRouting):
+class MoeLoads(MoeTiles):
     @cute.jit
     def load_weights(
         self,
@@ -26,6 +26,7 @@ class MoeLoads(MoeRouting):
         second,
         tma_x=None,
         x_rows=None,
+        counter=None,
     ):
         """One warp: both halves of each step's tile of weights; x's rows too, where by boxes."""
         _, _, _, k_tiles, _ = routing
@@ -35,7 +36,12 @@ class MoeLoads(MoeRouting):
             to_x, from_x = self.parts_of_rows(tma_x, storage, x_rows, sizes[2])
         step_columns = self.width // self.half  # in halves
         index, phase = Int32(0), Int32(1)
-        for number in cutlass.range(first, tiles, grid, unroll=1):
+        number, turn, entry = first, first, Int32(0)
+        if const_expr(self.by_turns):
+            number = self.in_order(first, routing, tiles, columns)
+            self.publish(storage, entry, self.in_order(first + grid, routing, tiles, columns))
+            turn = self.claim(counter, first + grid, grid)
+        while number < tiles:
             block = number // columns * self.cluster + rank
             column = number % columns * step_columns
             expert, shared = self.experts_of(routing, block)
@@ -47,6 +53,14 @@ class MoeLoads(MoeRouting):
                 if const_expr(self.by_boxes):
                     copy(tma_x, from_x[None, (block, step)], to_x[None, index], full + index)
                 index, phase = self.next(index, phase)
+            if const_expr(self.by_turns):
+                number = self.take(storage, entry)
+                entry += 1
+                turn = cute.arch.shuffle_sync(turn, 0)
+                self.publish(storage, entry, self.in_order(turn, routing, tiles, columns))
+                turn = self.claim(counter, turn, grid)
+            else:
+                number += grid
 
     def parts_of_weights(self, tma_w, storage, sizes, second):
         """Where the ring has a step's two halves, and where they are."""

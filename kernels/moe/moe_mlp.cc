@@ -34,7 +34,7 @@ Status check_rows(const Argument& argument) {
 struct Call {
   const MoeMlpKernel* kernel = nullptr;
   CUtensorMap w, x_map;
-  const void *x, *sorted, *experts, *used, *weights, *ids, *x_scale, *w_scale;
+  const void *x, *sorted, *experts, *used, *counter, *weights, *ids, *x_scale, *w_scale;
   void* out;
   int32_t expert_count, w_rows, k, second, rows, elements, divide, x_pieces, id_words, bound, early,
       x_scale_step, w_scale_expert, w_scale_step, x_rows, to_slots;
@@ -70,6 +70,12 @@ Status check_ids_to_route(const char* op, int64_t elements, int64_t experts,
       std::to_string(routing.block_size));
 }
 
+// Whether counters of tiles follow the number of slots.
+bool has_counters(const MoeRouting& routing) {
+  const TensorView* used = routing.num_tokens_post_padded;
+  return used != nullptr && used->ndim == 1 && used->shape[0] == 3;
+}
+
 Status check_routing(const char* op, const Argument& x, const MoeRouting& routing) {
   for (const TensorView* list :
        {routing.sorted_token_ids, routing.expert_ids, routing.num_tokens_post_padded}) {
@@ -89,7 +95,7 @@ Status check_routing(const char* op, const Argument& x, const MoeRouting& routin
     TIERCEL_RETURN_IF_ERROR(check_cuda(*argument));
     TIERCEL_RETURN_IF_ERROR(check_contiguous(*argument));
   }
-  TIERCEL_RETURN_IF_ERROR(check_shape(used, {1}, "[1]"));
+  if (!has_counters(routing)) TIERCEL_RETURN_IF_ERROR(check_shape(used, {1}, "[1]"));
   const int64_t block = routing.block_size;
   if (block != 64 && block != 128) {
     return Status::Unimplemented(std::string(op) +
@@ -278,6 +284,8 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
   call->sorted = data_of(routing.sorted_token_ids);
   call->experts = data_of(routing.expert_ids);
   call->used = data_of(routing.num_tokens_post_padded);
+  call->counter =
+      has_counters(routing) ? static_cast<const int32_t*>(call->used) + (up ? 1 : 2) : nullptr;
   call->weights = data_of(weights);
   call->ids = data_of(ids.ids);
   call->x_scale = data_of(scales.x);
@@ -329,6 +337,7 @@ Status launch(bool up, const TensorView& x, const TensorView& w, const MoeScales
                   &c.sorted,
                   &c.experts,
                   &c.used,
+                  &c.counter,
                   &c.weights,
                   &c.ids,
                   &c.x_scale,

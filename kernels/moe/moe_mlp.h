@@ -30,7 +30,9 @@ struct MoeTile {
 };
 
 // What moe_align_block_size made of topk_ids [T, k], all int32 and contiguous; or three times null,
-// where MoeIds has the ids: then the kernels route them, in blocks of 64.
+// where MoeIds has the ids: then the kernels route them, in blocks of 64. num_tokens_post_padded is
+// [1], or [3]: with counters of the tiles taken, of `up` and of `down`, zero before each launch.
+// With them blocks of threads take tiles of 128 rows as they come to them.
 struct MoeRouting {
   const TensorView* sorted_token_ids;
   const TensorView* expert_ids;

@@ -9,7 +9,7 @@ before it is on its way.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Int32, Int64, Uint32, const_expr
 from moe_layouts_cute import ROW, WARPGROUP
 from moe_loads_cute import MoeLoads, copy_16
 
@@ -32,6 +32,7 @@ class MoeWideLoads(MoeLoads):
         sizes,
         second,
         limits,
+        counter,
     ):
         """Weights, by the first warp, and rows of x: row, row + COPIES, ... of a thread."""
         _, _, _, k_tiles, _ = routing
@@ -44,9 +45,15 @@ class MoeWideLoads(MoeLoads):
         inverse = Uint32(0xFFFFFFFF) // Uint32(divide)
         sources = cute.make_rmem_tensor(self.tile_m // COPIES, Int32)  # in 16 bytes
         ahead = cute.make_rmem_tensor(self.tile_m // COPIES, Int32)
-        self.read_ids(ahead, routing, place, first, row, elements)
+        number, turn, entry = first, first, Int32(0)
+        if const_expr(self.by_turns):
+            number = self.in_order(first, routing, tiles, columns)
+            if thread < 32:
+                self.publish(storage, entry, self.in_order(first + grid, routing, tiles, columns))
+                turn = self.claim(counter, first + grid, grid)
+        self.read_ids(ahead, routing, place, number, row, elements)
         index, phase = Int32(0), Int32(1)
-        for number in cutlass.range(first, tiles, grid, unroll=1):
+        while number < tiles:
             block = number // columns * self.cluster + rank
             expert, shared = self.experts_of(routing, block)
             steps = k_tiles if expert >= 0 else 0
@@ -56,7 +63,11 @@ class MoeWideLoads(MoeLoads):
                 if element - of_x * divide >= divide:
                     of_x += 1
                 sources[i] = of_x * x_pieces + piece if element < elements else Int32(-1)
-            self.read_ids(ahead, routing, place, number + grid, row, elements)
+            following = number + grid
+            if const_expr(self.by_turns):
+                following = self.take(storage, entry)
+                entry += 1
+            self.read_ids(ahead, routing, place, following, row, elements)
             for step in cutlass.range(steps, unroll=1):
                 cute.arch.mbarrier_wait(empty + index, phase)
                 if thread < 32:
@@ -71,6 +82,12 @@ class MoeWideLoads(MoeLoads):
                     copy_16(to + i * (COPIES * ROW), at_row, 16 if inside else 0, sources[i] >= 0)
                 cute.arch.cp_async_mbarrier_arrive_noinc(full + index)
                 index, phase = self.next(index, phase)
+            if const_expr(self.by_turns):
+                if thread < 32:
+                    turn = cute.arch.shuffle_sync(turn, 0)
+                    self.publish(storage, entry, self.in_order(turn, routing, tiles, columns))
+                    turn = self.claim(counter, turn, grid)
+            number = following
 
     @cute.jit
     def read_ids(self, ids, routing, place, number, row, elements):

@@ -218,6 +218,12 @@ __device__ __forceinline__ void store_slot(const MoeAlignArgs& args, uint32_t sl
   }
 }
 
+// How many slots are in use, and counters behind it: by one thread.
+__device__ __forceinline__ void store_number(const MoeAlignArgs& args, uint32_t blocks) {
+  *args.num_padded = blocks * args.block_size;
+  for (int i = 1; i <= args.counters; ++i) args.num_padded[i] = 0;
+}
+
 // Counts a block's ids: each gets its rank among its warp's alike, each warp's counts, from zero,
 // become sums over the warps before it. Thread e returns how many ids the block has for expert e;
 // the cluster's other blocks get it too.
@@ -323,9 +329,7 @@ __device__ __forceinline__ void align_block(const MoeAlignArgs& args, const Alig
       }
     }
   }
-  if (e == 0 && (!kCluster || cluster_rank() == 0)) {
-    *args.num_padded = all_blocks * args.block_size;
-  }
+  if (e == 0 && (!kCluster || cluster_rank() == 0)) store_number(args, all_blocks);
 }
 
 }  // namespace tiercel

@@ -16,7 +16,7 @@ struct MoeAlignArgs {
   const int32_t* expert_map;  // [experts] or null
   int32_t* sorted_ids;        // [slots]
   int32_t* expert_ids;        // [blocks]
-  int32_t* num_padded;        // [1]
+  int32_t* num_padded;        // [1 + counters]
   uint32_t* counts;           // [gridDim.x, experts], for the pair of kernels
   uint32_t numel;
   uint32_t slots;
@@ -26,6 +26,7 @@ struct MoeAlignArgs {
   int block_shift;  // log2(block_size), or -1
   uint32_t span;    // ids of one thread block
   int experts;
+  int counters;    // zeroed
   bool wide_ids;   // int64
   bool map_first;  // experts that the map has not are left out; otherwise only marked
 };

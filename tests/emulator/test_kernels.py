@@ -8,7 +8,9 @@ import pytest
 import torch
 from support.emulator import options, sm90
 
+from tiercel import ref
 from tiercel._op import families
+from tiercel.ops.routing_align import align_for_products
 
 F32, BF16, F16, FP8 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn
 FLOATS = [F32, BF16, F16]
@@ -349,6 +351,15 @@ def test_topk_softmax(shape, k, dtype):
 def test_moe_align_block_size(tokens, experts):
     ids = torch.randint(-1, experts + 1, (tokens, 4), dtype=torch.int32)
     check("moe_align_block_size", ids, 16, experts, None, False, False, None)
+
+
+@pytest.mark.parametrize("tokens", [33, 300, 7000])  # a block, a cluster, two launches
+def test_counters_behind_the_number_of_slots(tokens):
+    ids = torch.randint(-1, 9, (tokens, 4), dtype=torch.int32)
+    got = align_for_products(ids, 128, 8, None)
+    due = ref.moe_align_block_size(ids, 128, 8)
+    assert all(torch.equal(a, b) for a, b in zip(got[:2], due[:2], strict=True))
+    assert got[2].tolist() == [due[2].item(), 0, 0]
 
 
 @pytest.mark.parametrize("tokens", [1, 9])

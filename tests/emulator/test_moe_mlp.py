@@ -55,12 +55,15 @@ def check_halves(
     dtype=torch.bfloat16,
     tile=None,
     change=None,
+    counters=False,
 ):
-    """`change`: of ids, which the kernels then route themselves."""
+    """`change`: of ids, which the kernels then route themselves. `counters`: of tiles taken."""
     x, w_up, w_down, weights, ids = data(tokens, experts, k, hidden, inner, dtype)
     routing, rest = UNROUTED, REST
     if change is None:
         routing = ref.moe_align_block_size(ids, block, experts)
+        if counters:
+            routing = (*routing[:2], torch.cat([routing[2], torch.zeros(2, dtype=torch.int32)]))
     else:
         ids = change(ids)
         rest = (ids, experts, None, None)
@@ -86,6 +89,14 @@ TILES += [(128, None)]  # multicast in `up`
 @pytest.mark.parametrize(("block", "tile"), TILES)
 def test_halves(block, tile, dtype):
     check_halves(150, 3, 2, 328, 360, block, dtype=dtype, tile=tile)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "counters"), [(2200, 1, True), (2100, 3, False), (700, 17, True)]
+)
+def test_turns(tokens, experts, counters):
+    """Several a block of threads; an expert's blocks in the order of turns, up to 16 at a time."""
+    check_halves(tokens, experts, 1, 64, 2056, 128, counters=counters)
 
 
 def strays(ids):

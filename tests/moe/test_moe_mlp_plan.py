@@ -78,6 +78,15 @@ def test_plans(dtype, block):
             assert got["dynamic_smem"] <= 227 * 1024 - 1024
 
 
+def test_counters_behind_the_number_of_slots(make):
+    one, three = (
+        up(make, block=128, num_tokens_post_padded=make(n, dtype="int32")) for n in (1, 3)
+    )
+    assert one == three
+    with pytest.raises(ValueError, match="`num_tokens_post_padded` must have shape .1. = .1., got"):
+        up(make, block=128, num_tokens_post_padded=make(2, dtype="int32"))
+
+
 def float8(make, **changes):
     e4m3, rows = "float8_e4m3fn", T * K
     arguments = {

@@ -34,7 +34,7 @@ from tiercel.ops.moe_halves import (
 from tiercel.ops.quant import _fp8_outputs as quantize_outputs
 from tiercel.ops.quant import _fp8_plan as quantize_plan
 from tiercel.ops.quant import fp8_between
-from tiercel.ops.routing_align import align_plan, align_sm90
+from tiercel.ops.routing_align import align_for_products, align_plan
 from tiercel.ref import moe as ref
 
 __all__ = ["fused_moe"]
@@ -145,7 +145,7 @@ def run(
     routing: tuple[Tensor | None, ...] = (None, None, None)
     of_up: tuple[Tensor | None, int] = (topk_ids, experts)
     if not by_kernels:
-        routing = align_sm90(topk_ids, block, everywhere, expert_map, False, False, None)
+        routing = align_for_products(topk_ids, block, everywhere, expert_map)
         of_up = NO_IDS
     if up_scale is not None:
         fp8_between(x, (rows, scale), _granularity(up_scale), not by_kernels, False)

@@ -180,6 +180,17 @@ def align_sm90(
     return outputs
 
 
+def align_for_products(
+    topk_ids: Tensor, block_size: int, num_experts: int, expert_map: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """With two counters, zero, behind the number of slots: of the tiles that moe_up's blocks have
+    taken, and moe_down's."""
+    *lists, _ = empty_outputs(topk_ids, topk_ids.numel(), num_experts, block_size, False)
+    outputs = (lists[0], lists[1], empty(topk_ids, (3,), torch.int32))
+    _launch(topk_ids, outputs, block_size, num_experts, expert_map, False)
+    return outputs
+
+
 def align_sm90_out(topk_ids: Tensor, *args: Any) -> None:
     _launch(topk_ids, args[:3], *args[3:7])
 
