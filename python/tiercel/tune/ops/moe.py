@@ -21,8 +21,7 @@ def tiles(block: int, half: str, dtype: str) -> tuple[tuple[int, int], ...]:
     if block == 64:
         wide_only = half == "up" and dtype == "float8_e4m3fn"
         return ((128, 1),) if wide_only else ((128, 1), (64, 1))
-    multicast = half == "up" and dtype != "float8_e4m3fn"
-    return ((256, 1), (256, 2)) if multicast else ((256, 1),)
+    return ((256, 1),)
 
 
 def candidates(problem: Problem, tokens: int, quick: bool, compiled: bool) -> list[Candidate]:
@@ -50,8 +49,8 @@ def half_needs(c: Candidate, half: str) -> Needs:
     block, tile = c["block_size"], c[f"{half}_tile"]
     width = tile // 2 if half == "up" else tile
     pieces = 2 * (2 if width > _PIECE and block > 64 else 1)  # of the warpgroups that multiply
-    lists = 4 * (1024 + 2 * 528 + 1 if block == 64 else 1)  # of the rows of blocks of 64
-    ring = _STAGES[tile] * ((block + tile) * _ROW + 16)
+    lists = 4 * (1024 + 2 * 528 + 1 if block == 64 else 4)  # of rows, or of the next tiles
+    ring = _STAGES[tile] * ((block + tile) * _ROW + 16) + 64
     shared = -(-(ring + pieces * _PIECE * _ROW + lists) // 1024) * 1024
     busiest = 64 * tile // _WARPGROUP + 56
     cluster = c[f"{half}_cluster"]
