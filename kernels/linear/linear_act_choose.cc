@@ -28,7 +28,7 @@ constexpr double kSplit = 0.3;        // for each more block that adds to a tile
 constexpr double kSplitRows = 0.1;    // and for each more 64 rows of it
 constexpr double kNextBlock = 2.0;    // until a block that waited for another one's end streams
 constexpr double kFewBlocks = 0.95;   // rate with less than three blocks for two multiprocessors
-constexpr double kManyRows = 0.8;     // for each row of split-K tiles beyond the fourth
+constexpr double kManyRows = 1.2;     // for each row of split-K tiles beyond the fourth
 constexpr double kWide = 0.93;        // rate with clusters of more than two
 
 constexpr int64_t kBand = 2048;  // rows of x that stay in the L2 together
@@ -89,17 +89,15 @@ double small_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
   const double sm_count = multiprocessors;
   const double per_sm = kernel.dynamic_smem <= 113 * 1024 ? 2 : 1;
   const double step_bytes = kRowBytes * static_cast<double>(v.tile_n + rows);
-  // The ring's stages are what the shared memory holds of whole tiles.
-  const double stage_bytes = kRowBytes * (v.tile_m + v.tile_n);
-  const double in_flight = step_bytes * std::floor(kernel.dynamic_smem / stage_bytes);
+  const double in_flight = step_bytes * v.stages;
   const double again = k_bytes * static_cast<double>(tiles * rows) / kXBytes +
                        k_bytes * static_cast<double>((row_tiles - 1) * n) / kL2Bytes;
   // Shared memory feeds the tensor cores 128 bytes a cycle, and takes what is loaded.
   const double step_cycles =
       v.tile_m + v.tile_n * v.tile_m / 64.0 + static_cast<double>(rows) + v.tile_n;
   double best = std::numeric_limits<double>::infinity();
-  // These tiles gain where one row of them fills the chip; elsewhere others were faster.
-  const double only_one_row = v.tile_n > 64 && v.tile_n % 64 != 0 && row_tiles > 1 ? 2.0 : 1.0;
+  // These tiles gain where one row of them fills the chip; elsewhere others were mostly faster.
+  const double only_one_row = v.tile_n > 64 && v.tile_n % 64 != 0 && row_tiles > 1 ? 1.45 : 1.0;
   for (int splits = 1; splits <= kMaxSplits && splits <= k_tiles; ++splits) {
     const double blocks = static_cast<double>(tiles * splits);
     const double steps = static_cast<double>(ceil_div(k_tiles, splits));

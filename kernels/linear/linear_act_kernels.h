@@ -19,6 +19,7 @@ struct LinearActVariant {
   int tile_n;
   bool pingpong;
   int cluster;  // of a kernel that multicasts; a split-K kernel takes any
+  int stages;   // of the ring
   bool split_k;
 };
 

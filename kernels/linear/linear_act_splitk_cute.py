@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """y[M, N] = act(x[M, K] @ w[N, K]^T + bias[N]) for small M, where reading w is all that costs.
 
-The blocks of a cluster share one tile of the output, a slice of K each, and add their partial sums
-through distributed shared memory: no workspace, no second kernel. One warp loads, one warpgroup
-multiplies. A tile may have fewer rows than the multiplication takes, so that M divides evenly: what
+The blocks of a cluster share one tile of the output, a slice of K each, and a share of its rows to
+add up, whose partial sums the others send to them: no workspace, no second kernel, no fence. One
+warp loads, one warpgroup multiplies. A tile may have fewer rows than the multiplication takes, so that M divides evenly: what
 lies in the others spoils rows of the product that nobody reads.
 
 Kinds ("plain", "gated", "grad_x"), residual and sums are those of linear_act_cute.py.
@@ -31,6 +31,7 @@ from linear_layouts_cute import (
 VECTOR = 4  # columns that a thread reduces at a time
 ROWS = 4  # that a thread reduces at a time: their loads are on the way together
 AHEAD = 4  # steps of w that are on their way to the L2 while the kernel before still runs
+MOST_SPLITS = 8  # as linear_act_choose.cc has it: kMaxSplits
 PAD = 8  # floats a row, so that a warp's stores of partial sums meet no bank twice
 
 
@@ -64,18 +65,21 @@ class LinearActSplitK:
 
         @cute.struct
         class Storage:
-            # Also the partial sums, once the ring is drained.
+            # Also the partial sums, once the rings are drained.
             x: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(x_layout)], 1024]
             w: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(w_layout)], 1024]
             barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages]
+            received: cute.struct.MemRange[cutlass.Int64, 1]
 
         return Storage
 
     def smem_bytes(self):
         """What the storage takes, as the launch asks for it."""
         ring = self.stages * (self.tile_m + self.tile_n) * ROW
-        assert ring >= self.tile_m * (self.tile_n + PAD) * 4, "no room for the partial sums"
-        return round_up(ring + self.stages * 16)
+        # Of all rows, and of those that fill up the last block's share.
+        sums = (self.tile_m + MOST_SPLITS - 1) * (self.tile_n + PAD)
+        assert ring >= sums * 4, "no room for the partial sums"
+        return round_up(ring + self.stages * 16 + 8)
 
     @cute.jit
     def __call__(
@@ -156,6 +160,9 @@ class LinearActSplitK:
         storage = cutlass.utils.SmemAllocator().allocate(self.storage())
         sx = storage.x.get_tensor(x_layout.outer, swizzle=x_layout.inner)
         sw = storage.w.get_tensor(w_layout.outer, swizzle=w_layout.inner)
+        received = storage.received.data_ptr()
+        if thread == 0:
+            cute.arch.mbarrier_init(received, 5)  # warps: the loader and those that multiply
         ring = pipeline.PipelineTmaAsync.create(
             barrier_storage=storage.barriers.data_ptr(),
             num_stages=self.stages,
@@ -179,38 +186,38 @@ class LinearActSplitK:
         to_w, from_w = copies_of_w(self, tma_w, sw, n, k)
         if warp_index == 0:
             for step in cutlass.range(first, cutlass.min(first + AHEAD, last), unroll=1):
-                for part in cutlass.range_constexpr(self.parts):
-                    with cute.arch.elect_one():
+                with cute.arch.elect_one():
+                    for part in cutlass.range_constexpr(self.parts):
                         cute.prefetch(tma_w, from_w[part][None, column, step])
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-
-        # Of the columns that this thread adds up: loads that arrive while others multiply.
+        # Of the columns that this thread adds up.
         in_column = thread % self.vectors * VECTOR
         my_column = column * self.width + in_column
         in_tile = thread < self.below * self.vectors and my_column < n
+        if thread < self.vectors and in_tile:
+            if bias.toint() != 0:
+                for p in cutlass.range_constexpr(self.parts):
+                    _prefetch(bias + p * n + my_column)
+        cute.arch.griddepcontrol_wait()
+
         biases = cute.make_rmem_tensor((VECTOR, self.parts), self.out_dtype)
         biases.fill(0.0)
         scales = cute.make_rmem_tensor((VECTOR, self.parts), Float32)
-        for p in cutlass.range_constexpr(self.parts):
-            if in_tile:
-                if bias.toint() != 0:
-                    of_bias = (bias + p * n + my_column).align(8)
-                    theirs = cute.make_tensor(of_bias, cute.make_layout(VECTOR))
-                    for v in cutlass.range_constexpr(VECTOR):
-                        biases[v, p] = theirs[v]
-                if const_expr(self.scaled):
-                    for v in cutlass.range_constexpr(VECTOR):
-                        scales[v, p] = (w_scale + (p * n + my_column + v) * w_step).load()
+        beside = (biases, scales, bias, w_scale, n, my_column, w_step)
 
-        partial_pointer = cute.recast_ptr(storage.x.data_ptr(), dtype=Float32)
-        partial = cute.make_tensor(
-            partial_pointer,
-            cute.make_layout((self.tile_m, self.tile_n), stride=(self.tile_n + PAD, 1)),
-        )
+        # The blocks add up a share of the tile's rows each: this is where their sums arrive.
+        pitch = self.tile_n + PAD
+        partials = cute.recast_ptr(storage.x.data_ptr(), dtype=Float32)
+        share_of_rows = cute.ceil_div(rows, splits)
+        slot = share_of_rows * pitch  # of one block's sums
+        first_row = rank * share_of_rows
         valid_rows = cutlass.min(m - row * rows, rows)
+        my_rows = cutlass.max(cutlass.min(valid_rows - first_row, share_of_rows), 0)
 
         if warp_index == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(
+                    received, my_rows * (splits - 1) * (self.tile_n * 4)
+                )
             mine = cute.domain_offset((row * rows, 0), coordinates(m, k))
             gx = cute.local_tile(mine, (self.tile_m, self.tile_k), (0, None))
             one = cute.make_layout(1)
@@ -232,8 +239,16 @@ class LinearActSplitK:
                     )
                 cute.copy(tma_x, from_x[None, step], to_x[None, write.index], tma_bar_ptr=barrier)
                 write.advance()
-            ring.producer_tail(write)
+            # Late: what the next kernel brings to the L2 would be in the way of these loads.
+            cute.arch.griddepcontrol_launch_dependents()
+            # Not before the loop, which would wait for it.
+            if in_tile:
+                self.load_beside(*beside)
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
         elif warp_index >= 4:
+            if in_tile:
+                self.load_beside(*beside)
             mma = hopper.make_trivial_tiled_mma(
                 self.dtype,
                 self.dtype,
@@ -264,41 +279,37 @@ class LinearActSplitK:
                     release.advance()
                 read.advance()
             warpgroup.wait_group(0)
-            if last > first:
-                ring.consumer_release(release)
-            # All four warps are done with the ring before its memory is written.
-            cute.arch.barrier(barrier_id=1, number_of_threads=WARPGROUP)
-            own = part.partition_C(partial)
-            places = part.partition_C(cute.make_identity_tensor((self.tile_m, self.tile_n)))
-            for i in cutlass.range_constexpr(cute.size(acc) // 2):
-                if places[2 * i][0] < valid_rows:
-                    own[2 * i] = acc[2 * i]
-                    own[2 * i + 1] = acc[2 * i + 1]
+            # All blocks have begun, and are done with the memory where their sums arrive.
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+            self.send(
+                *(acc, rank, slot, pitch, share_of_rows, valid_rows),
+                *(partials, received, (warp_index - 4) * 16, thread % 32),
+            )
+        else:
+            if in_tile:
+                self.load_beside(*beside)
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        cute.arch.mbarrier_wait(received, 0)
 
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-
-        # The cluster's blocks take turns with its tile's rows.
         if in_tile:
             layout = cute.make_layout(VECTOR)
-            apart = self.below * splits
-            mine = partial_pointer + in_column
             totals = cute.make_rmem_tensor((VECTOR, self.parts, self.at_once), Float32)
             added = cute.make_rmem_tensor((VECTOR, self.at_once), self.out_dtype)
             out = cute.make_rmem_tensor(layout, self.out_dtype)
             for top in cutlass.range(
-                thread // self.vectors * splits + rank, valid_rows, apart * self.at_once, unroll=1
+                thread // self.vectors, my_rows, self.below * self.at_once, unroll=1
             ):
                 totals.fill(0.0)
                 added.fill(0.0)
                 # All loads before their first use; rows beyond the last one repeat it.
-                rows_of_tile = [
-                    cutlass.min(top + u * apart, valid_rows - 1) for u in range(self.at_once)
-                ]
-                offsets = [cutlass.Int64(row * rows + r) * n + my_column for r in rows_of_tile]
-                partials = [
-                    (mine + r * (self.tile_n + PAD) + p * self.width).align(16)
-                    for r in rows_of_tile
+                turns = [cutlass.min(top + u * self.below, my_rows - 1) for u in range(self.at_once)]
+                rows_of_x = [row * rows + first_row + turn for turn in turns]
+                offsets = [cutlass.Int64(r) * n + my_column for r in rows_of_x]
+                places = [
+                    partials + (turn * pitch + p * self.width + in_column)
+                    for turn in turns
                     for p in range(self.parts)
                 ]
                 if const_expr(self.parts == 1):
@@ -309,7 +320,8 @@ class LinearActSplitK:
                                 added[v, u] = theirs[v]
                 for peer in cutlass.range(splits, unroll=1):
                     loaded = [
-                        _load_remote(cute.arch.map_dsmem_ptr(there, peer)) for there in partials
+                        cute.make_tensor((place + peer * slot).align(16), layout).load()
+                        for place in places
                     ]
                     for u in cutlass.range_constexpr(self.at_once):
                         for p in cutlass.range_constexpr(self.parts):
@@ -317,13 +329,13 @@ class LinearActSplitK:
                                 totals[v, p, u] += loaded[u * self.parts + p][v]
                 for u in cutlass.range_constexpr(self.at_once):
                     if const_expr(self.scaled):
-                        of_row = (x_scale + (row * rows + rows_of_tile[u]) * x_step).load()
+                        of_row = (x_scale + rows_of_x[u] * x_step).load()
                     for p in cutlass.range_constexpr(self.parts):
                         for v in cutlass.range_constexpr(VECTOR):
                             if const_expr(self.scaled):
                                 totals[v, p, u] *= of_row * scales[v, p]
                             totals[v, p, u] += biases[v, p].to(Float32)
-                    if top + u * apart < valid_rows:
+                    if top + u * self.below < my_rows:
                         if const_expr(self.parts == 1):
                             if sums.toint() != 0:
                                 for v in cutlass.range_constexpr(VECTOR):
@@ -340,15 +352,58 @@ class LinearActSplitK:
                             out[v] = value.to(self.out_dtype)
                         cute.make_tensor((y + offsets[u]).align(8), layout).store(out.load())
 
-        # Nobody leaves while others read from it.
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
+    @cute.jit
+    def send(
+        self, acc, rank, slot, pitch, share_of_rows, valid_rows, partials, received, top, lane
+    ):
+        """The rows of partial sums to the blocks that add them up, and word of its own."""
+        for half in cutlass.range_constexpr(self.tile_m // 32):
+            of_tile = half // 2 * 64 + top + half % 2 * 8 + lane // 4
+            if of_tile < valid_rows:
+                owner = of_tile // share_of_rows
+                row = of_tile - owner * share_of_rows
+                place = partials + (rank * slot + row * pitch + lane % 4 * 2)
+                pairs = [
+                    [acc[(c, half % 2, eight), half // 2, 0] for c in range(2)]
+                    for eight in range(self.tile_n // 8)
+                ]
+                if owner == rank:
+                    for eight in cutlass.range_constexpr(self.tile_n // 8):
+                        here = (place + eight * 8).align(8)
+                        two = cute.make_tensor(here, cute.make_layout(2))
+                        two[0], two[1] = pairs[eight]
+                else:
+                    there = cute.arch.map_dsmem_ptr(place, owner).toint()
+                    counter = cute.arch.map_dsmem_ptr(received, owner).toint()
+                    for eight in cutlass.range_constexpr(self.tile_n // 8):
+                        _send(there + eight * 32, pairs[eight], counter)
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(received)
+
+    @cute.jit
+    def load_beside(self, biases, scales, bias, w_scale, n, column, w_step):
+        """What there is for the columns that a thread adds up."""
+        for p in cutlass.range_constexpr(self.parts):
+            if bias.toint() != 0:
+                of_bias = (bias + p * n + column).align(8)
+                theirs = cute.make_tensor(of_bias, cute.make_layout(VECTOR))
+                for v in cutlass.range_constexpr(VECTOR):
+                    biases[v, p] = theirs[v]
+            if const_expr(self.scaled):
+                for v in cutlass.range_constexpr(VECTOR):
+                    scales[v, p] = (w_scale + (p * n + column + v) * w_step).load()
 
 
-def _load_remote(pointer):
-    """Four floats of another block of the cluster."""
-    return cute.arch.inline_ptx(
-        "ld.shared::cluster.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-        write_only_types=[Float32] * VECTOR,
-        read_only_args=[pointer.toint()],
+def _prefetch(pointer):
+    """To the L2, where all writes of the kernel before meet: this is no read."""
+    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[pointer.toint()])
+
+
+def _send(place, pair, counter):
+    """Two floats to another block of the cluster, counted there."""
+    cute.arch.inline_ptx(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32"
+        " [{$r0}], {{$r1}, {$r2}}, [{$r3}];",
+        read_only_args=[place, *pair, counter],
     )

@@ -39,8 +39,8 @@ _LARGE = (
     (128, 256, False, 2, 4, 2),
     (128, 192, False, 2, 5, 1),
     (128, 128, True, 2, 6, 1),
-    (128, 128, False, 1, 6, 2),
 )
+_ALONE = (128, 128, False, 1, 6, 2)  # of some kinds: no cluster
 # Tile rows and columns, stages.
 _SMALL = (
     (64, 32, 8),
@@ -56,12 +56,12 @@ _EXTRA = (_LARGE[2],)
 _GATES = ("silu", "gelu", "gelu_tanh")
 _GATED = (_LARGE[2], (128, 256, False, 1, 4, 2))
 _GRADIENTS = {
-    "grad_x": (_LARGE[0], _LARGE[2], _LARGE[3]),
+    "grad_x": (_LARGE[0], _LARGE[2], _ALONE),
     "grad_weight": (_LARGE[0], _LARGE[2]),
 }
 
 _FP8_ACTIVATIONS = ("none", "silu", "gelu", "gelu_tanh")
-_FP8_LARGE = _LARGE[2:]
+_FP8_LARGE = (_LARGE[2], _ALONE)
 
 _SCALARS = ("m", "n", "k", "group", "save", "x_step", "w_step", "rows", "splits", "blocks")
 _PROBLEMS = tuple(
@@ -93,7 +93,7 @@ def _beside(kernel, align):
     return (*pointers, *scales)
 
 
-def _attributes(dtype, act, tile_m, tile_n, pingpong, cluster, split_k, kind):
+def _attributes(dtype, act, tile_m, tile_n, pingpong, cluster, stages, split_k, kind):
     flags = [str(flag).lower() for flag in (pingpong, split_k)]
     return (
         f"LinearKind::{_KINDS[kind]}",
@@ -103,6 +103,7 @@ def _attributes(dtype, act, tile_m, tile_n, pingpong, cluster, split_k, kind):
         str(tile_n),
         flags[0],
         str(cluster),
+        str(stages),
         flags[1],
     )
 
@@ -134,7 +135,7 @@ def _large(dtype, act, tile_m, tile_n, pingpong, cluster, stages, epi_stages, ki
         smem=kernel.smem_bytes(),
         dependent=True,
     )
-    attributes = _attributes(dtype, act, tile_m, tile_n, pingpong, cluster, False, kind)
+    attributes = _attributes(dtype, act, tile_m, tile_n, pingpong, cluster, stages, False, kind)
     arguments = (x, w, *beside, y, sums, *scalars, Scalar("blocks"))
     # Rows that lie together begin on 16 bytes each.
     step = 8 if kernel.majors[0] == "mn" else 1
@@ -163,14 +164,14 @@ def _small(dtype, act, tile_m, tile_n, stages, kind="plain"):
         smem=kernel.smem_bytes(),
         dependent=True,
     )
-    attributes = _attributes(dtype, act, tile_m, tile_n, False, 1, True, kind)
+    attributes = _attributes(dtype, act, tile_m, tile_n, False, 1, stages, True, kind)
     arguments = (x, w, *beside, y, sums, *scalars, Scalar("splits"), Scalar("blocks"))
     return Function(name, kernel, arguments, (launch,), attributes, _PROBLEMS)
 
 
 def variant(dtype, act, tile_m, tile_n, pingpong, split_k, kind="plain"):
     """One that the precompiled set lacks; tiercel.jit compiles it on the user's machine."""
-    for shape in _SMALL if split_k else _LARGE:
+    for shape in _SMALL if split_k else (*_LARGE, _ALONE):
         if shape[:2] == (tile_m, tile_n) and (split_k or shape[2] == pingpong):
             make, kind = (_small, "plain") if split_k else (_large, kind)
             return make(dtype, act, *shape, kind=kind)

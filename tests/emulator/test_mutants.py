@@ -16,15 +16,9 @@ pytestmark = pytest.mark.torch
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["support.mutant"])
 
-CLUSTER_BARRIER = r"barrier\.cluster\.arrive;\s*barrier\.cluster\.wait;"
-
 
 def replace(pattern, by="", count=1):
     return lambda text: re.sub(pattern, by, text, count=count)
-
-
-def replace_last(pattern):
-    return lambda text: re.sub(rf"(.*){pattern}", r"\1", text, flags=re.DOTALL)
 
 
 MUTANTS = {
@@ -38,7 +32,7 @@ MUTANTS = {
         "is deadlocked",
     ),
     "fewer bytes expected than come": (
-        replace(r"(arrive\.expect_tx\.shared\.b64 [^;]*), %r\d+;", r"\1, 64;"),
+        replace(r"(arrive\.expect_tx\.shared\.b64 [^;]*\+\d+\]), %r\d+;", r"\1, 64;"),
         "mbarrier.complete_tx: ",
     ),
     "products that are read before they are done": (
@@ -49,8 +43,18 @@ MUTANTS = {
         replace(r"(wgmma\.wait_group\.sync\.aligned\s+)1;", r"\g<1>63;"),
         "wrong",
     ),
-    "sums that are read before all are there": (replace(CLUSTER_BARRIER), "wrong"),
-    "a block that ends while others read its sums": (replace_last(CLUSTER_BARRIER), "has ended"),
+    "sums that are read before all are there": (
+        replace(r"(mbarrier\.try_wait[^;]*, )0(, \d+;)", r"\g<1>1\2"),
+        "has ended",
+    ),
+    "fewer sums expected than others send": (
+        replace(r"(arrive\.expect_tx\.shared\.b64 [^;]*\[%r\d+\]), %r\d+;", r"\1, 0;"),
+        "has ended",
+    ),
+    "sums that nobody is told of": (
+        replace(r"mbarrier\.arrive\.shared\.b64 [^;+]*;"),
+        "is deadlocked",
+    ),
 }
 
 

@@ -52,7 +52,9 @@ def _small(shape: tuple[int, ...], splits: int) -> Candidate:
 def _shared(c: Candidate) -> int:
     stage = (c["tile_m"] + c["tile_n"]) * _TILE_K * 2 + 16
     ring = c["stages"] * stage
-    if not c["split_k"]:
+    if c["split_k"]:
+        ring += 8  # the barrier of partial sums
+    else:
         ring += 2 * (c["epi_stages"] * _PIECE * _PIECE * 2 + c["tile_n"] * 4)
     return -(-ring // 1024) * 1024
 
