@@ -6,28 +6,27 @@
 namespace tiercel {
 namespace {
 
-#define TIERCEL_KERNEL(dtype, wide, vectors, partial, kind, layer)                            \
-  {DType::k##dtype,                                                                           \
-   wide,                                                                                      \
-   NormKind::k##kind,                                                                         \
-   vectors,                                                                                   \
-   partial,                                                                                   \
-   Kernel("norm_backward<" #dtype ", wide=" #wide ", vectors=" #vectors ", partial=" #partial \
-          ", " #kind ">",                                                                     \
-          reinterpret_cast<const void*>(norm_backward<dtype, wide, vectors, partial, layer>), \
+#define TIERCEL_KERNEL(dtype, wide, vectors, rows, kind, layer)                                    \
+  {DType::k##dtype,                                                                                \
+   wide,                                                                                           \
+   NormKind::k##kind,                                                                              \
+   vectors,                                                                                        \
+   rows,                                                                                           \
+   Kernel("norm_backward<" #dtype ", wide=" #wide ", vectors=" #vectors ", rows=" #rows ", " #kind \
+          ">",                                                                                     \
+          reinterpret_cast<const void*>(norm_backward<dtype, wide, vectors, rows, layer>),         \
           kNormMaxDynamicSmem)}
-#define TIERCEL_KINDS(dtype, wide, vectors, partial)         \
-  TIERCEL_KERNEL(dtype, wide, vectors, partial, Rms, false), \
-      TIERCEL_KERNEL(dtype, wide, vectors, partial, Layer, true)
-#define TIERCEL_ALL(dtype)                                                   \
-  TIERCEL_KINDS(dtype, true, 2, true), TIERCEL_KINDS(dtype, true, 2, false), \
-      TIERCEL_KINDS(dtype, true, 4, false)
-#define TIERCEL_HALVES(dtype) \
-  TIERCEL_ALL(dtype), TIERCEL_KINDS(dtype, true, 3, false), TIERCEL_KINDS(dtype, false, 8, false)
+#define TIERCEL_KINDS(dtype, wide, vectors, rows)         \
+  TIERCEL_KERNEL(dtype, wide, vectors, rows, Rms, false), \
+      TIERCEL_KERNEL(dtype, wide, vectors, rows, Layer, true)
+#define TIERCEL_ALL(dtype) TIERCEL_KINDS(dtype, true, 2, 1), TIERCEL_KINDS(dtype, true, 4, 1)
+#define TIERCEL_HALVES(dtype)                                                             \
+  TIERCEL_ALL(dtype), TIERCEL_KINDS(dtype, true, 2, 2), TIERCEL_KINDS(dtype, true, 3, 1), \
+      TIERCEL_KINDS(dtype, false, 8, 1)
 
-const NormBackwardKernel kBackward[] = {
-    TIERCEL_HALVES(BFloat16), TIERCEL_HALVES(Float16), TIERCEL_ALL(Float32),
-    TIERCEL_KINDS(Float32, true, 8, false), TIERCEL_KINDS(Float32, false, 16, false)};
+const NormBackwardKernel kBackward[] = {TIERCEL_HALVES(BFloat16), TIERCEL_HALVES(Float16),
+                                        TIERCEL_ALL(Float32), TIERCEL_KINDS(Float32, true, 8, 1),
+                                        TIERCEL_KINDS(Float32, false, 16, 1)};
 
 #define TIERCEL_REDUCE(dtype) \
   {DType::k##dtype,           \

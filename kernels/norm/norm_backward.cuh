@@ -2,13 +2,12 @@
 // Gradients of rms_norm and layer_norm. One block a multiprocessor, or a cluster for very long
 // rows, goes through the rows in tiles of neighbours, a row a team of threads. The copy engine
 // fetches rows ahead into a ring of stages that each team has of its own, so that teams need not
-// wait for each other; an mbarrier a stage says that its row is there, and the last warp to have
-// read one has it filled again. The statistics are computed again, which reads nothing more. A row
-// takes two passes with its sums between them; the next row's first pass comes before the second
-// one of this, so that no warp waits for the sums of the others. Each thread has its columns of
-// every row, so the parameters' gradients are sums in its registers; they leave once, as a row of
-// partial sums a block, which norm_reduce adds up in a fixed order. Bytes: x and grad read once,
-// grad_x written once; the floor is those at the speed of a copy.
+// wait for each other; an mbarrier a stage says that its row is there. The statistics are computed
+// again, which reads nothing more. Each thread has its columns of every row, so the parameters'
+// gradients are sums in its registers; they leave once, as a row of partial sums a block, which
+// norm_reduce adds up in a fixed order. Bytes: x and grad read once, grad_x written once; the floor
+// is those at the speed of a copy. 16-bit layer norms come near what the SMs can issue, too: about
+// 24 instructions an element of 43 in that time.
 #ifndef KERNELS_NORM_NORM_BACKWARD_CUH_
 #define KERNELS_NORM_NORM_BACKWARD_CUH_
 
@@ -24,36 +23,25 @@
 
 namespace tiercel {
 
-// Counts in shared memory from 0 to `last` and round; returns the count before. What the callers
-// before have read is read.
-__device__ __forceinline__ uint32_t count_shared(uint32_t* counter, uint32_t last) {
-  uint32_t count;
-  asm volatile("atom.acq_rel.cta.shared::cta.inc.u32 %0, [%1], %2;"
-               : "=r"(count)
-               : "r"(shared_address(counter)), "r"(last)
-               : "memory");
-  return count;
-}
-
-// kPartial: parts of a warp have a row, else whole warps; where rows are not on 16 bytes, either.
-template <typename Format, bool kWide, int kVectors, bool kPartialWarps, bool kLayerNorm>
+template <typename Format, bool kWide, int kVectors, int kRows, bool kLayerNorm>
 __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 1)
     norm_backward(const __grid_constant__ NormBackwardArgs args) {
   using Values = Chunk<Format, true>;
   constexpr int kElements = Values::kElements;
   constexpr int kKinds = kLayerNorm ? 2 : 1;
   constexpr NormKind kKind = kLayerNorm ? NormKind::kLayer : NormKind::kRms;
-  constexpr bool kKeep = norm_backward_keeps(Format::kBytes, kWide, kVectors, kKind);
+  constexpr bool kHold = norm_backward_holds(Format::kBytes, kVectors, kRows, kKind);
+  constexpr bool kKeep = norm_backward_keeps(Format::kBytes, kWide, kVectors, kRows, kKind);
+  // When a tile's stages are filled again: once it is in registers, or once grad_x is written.
+  constexpr bool kEarly = Format::kBytes == 2;  // measured
   constexpr int kParts = kElements / 4;
-  constexpr bool kPartial = !kWide || kPartialWarps;
-  constexpr bool kShared = !kWide || !kPartialWarps;
-  constexpr int kSums = kLayerNorm ? 4 : 2;
-  using Sums = RowSums<kSums, kPartial, kShared>;
+  // Whether parts of a warp may have a row, and whether several warps may.
+  constexpr bool kPartial = !kWide || kVectors * kRows <= 2;
+  constexpr bool kShared = !kWide || kVectors * kRows > 2;
+  using Sums = RowSums<kRows, kLayerNorm ? 4 : 2, kPartial, kShared>;
   extern __shared__ __align__(128) char shared[];
   __shared__ typename Sums::Scratch scratch;
   __shared__ uint64_t full[kNormMaxWarps * kNormMaxStages];
-  // A team's warps that are done with a row, and with the next one: none is two rows ahead.
-  __shared__ uint32_t done[kNormMaxWarps][2];
   __shared__ __align__(16) char pivots[kNormMaxStages][3][16];
 
   const Team team(args.threads_per_row);
@@ -65,11 +53,14 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   const int first = team.rank * args.slice;
   const int columns = max(0, min(args.slice, args.columns - first));
   const int chunks = (columns + kElements - 1) / kElements;
+  const int rows_at_once = teams * rows_per_warp;  // a thread's rows are so far apart
+  const int rows_per_tile = rows_at_once * kRows;  // neighbours
   const int parts = gridDim.x / team.blocks, part = blockIdx.x / team.blocks;
   // Blocks take tiles in turns: neighbours are read at about the same time, which memory likes.
-  const int first_row = (part * teams + team.index) * rows_per_warp;
-  const int row_step = parts * teams * rows_per_warp;
-  const int tiles = max(0, (args.rows - first_row + row_step - 1) / row_step);  // the team's
+  const int tiles = ((args.rows + rows_per_tile - 1) / rows_per_tile - part + parts - 1) / parts;
+  const auto row_of = [&](int tile) {
+    return (part + tile * parts) * rows_per_tile + team.index * rows_per_warp;
+  };
   // A team has a ring of its own, whose stages have a row each, or one for each part of a warp.
   const int pitch = args.slice * Format::kBytes;
   const int stream_bytes = pitch * rows_per_warp;
@@ -85,25 +76,25 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
     if constexpr (kWide) {
 #pragma unroll 1
       for (int s = 0; s < args.stages; ++s) mbarrier_init(&arrived[s], 1);
-      done[team.index][0] = done[team.index][1] = 0;
     }
-    Sums::start(team, scratch);
+    if (clustered) Sums::start(scratch);
     mbarrier_init_fence();
   }
   if (clustered) cluster_arrive();
 
-  // One thread starts the copies of the team's tile of that number; or, before x may be read,
-  // brings it to the L2.
-  const auto fetch = [&](int tile, int stage, bool ahead) {
+  // One thread starts the copies of the team's row number `unit`; or, before x may be read, brings
+  // it to the L2.
+  const auto fetch = [&](int unit, int stage, bool ahead) {
+    const int tile = unit / kRows;
     if (tile >= tiles) return;
-    const int row = first_row + tile * row_step;
-    const int rows = kPartial ? min(rows_per_warp, args.rows - row) : 1;
+    const int row = row_of(tile) + unit % kRows * rows_at_once;
+    const int rows = max(0, min(rows_per_warp, args.rows - row));
     const uint32_t bytes = columns * Format::kBytes;
-    const bool guess = kLayerNorm && clustered;  // of the mean: other blocks' columns
+    const bool guess = kLayerNorm && clustered && rows > 0;  // of the mean: other blocks' columns
     if (!ahead) {
       mbarrier_expect(&arrived[stage], bytes * rows * args.stream_count + (guess ? 48 : 0));
     }
-    if (bytes > 0) {
+    if (bytes * rows > 0) {
 #pragma unroll 1
       for (int k = 0; k < args.stream_count; ++k) {
         const char* from =
@@ -141,12 +132,11 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   };
   fetch_first(true);
   grid_dependency_wait();
-  grid_dependency_launch();  // norm_reduce finds room beside, and waits there
   fetch_first(false);
 
   // What it cannot copy, the team's threads do, an element at a time; zeros fill the last vector.
   const auto copy = [&](int tile) {
-    const int row = first_row + tile * row_step;
+    const int row = row_of(tile);
 #pragma unroll 1
     for (int k = 0; k < args.stream_count; ++k) {
 #pragma unroll 1
@@ -221,9 +211,11 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   if (clustered) cluster_wait();
   __syncthreads();  // barriers and weights are there
 
-  const uint32_t weights = shared_address(weight) + place * 16;
+  const uint32_t weights = shared_address(weight) + min(place, last) * 16;  // any will do beyond
   const uint32_t weight_part = (last + 1) * 16;
   const uint32_t step = places * 16;
+  // Of a thread's vectors so many are in the row: the others' values are zero.
+  const int mine = max(0, (chunks - place + places - 1) / places);
   const auto read_weight = [&](float (&w)[kElements], int v) {
     const uint32_t at = weights + v * step;
 #pragma unroll
@@ -241,160 +233,192 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   const uint32_t pivot_stage = clustered ? sizeof(pivots[0]) : stage_bytes;
   const uint32_t pivot_middle = clustered ? 16 : chunks / 2 * 16;
   const uint32_t pivot_last = clustered ? 32 : last * 16;
-  // Of a thread's vectors so many are in the row.
-  const int mine = max(0, (chunks - place + places - 1) / places);
-  // Whether there is a row for this part of the warp.
-  const auto real = [&](int tile) {
-    return !kPartial || first_row + tile * row_step + in_warp < args.rows;
-  };
+  const bool third = args.stream_count == 3;
+  const bool read_once = kHold && !third;
 
-  // Calls visit(v, x, weight, gradient, address) with the values of `count` vectors in a stage.
-  const auto visit_all = [&](int stage, int count, auto visit) {
-    uint32_t at = own + stage * stage_bytes + place * 16;
-    asm volatile("" : "+r"(at));  // made once, not at each use
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      if (v >= count) break;
-      const uint32_t from = at + v * step;
-      Values vx, vg;
-      load_shared(vx.words, from);
-      load_shared(vg.words, from + stream_bytes);
-      float xs[kElements], gs[kElements];
-      vx.unpack(xs);
-      vg.unpack(gs);
-      if constexpr (kKeep) {
-        visit(v, xs, kept[v], gs, from);
-      } else {
-        float ws[kElements];
-        read_weight(ws, v);
-        visit(v, xs, ws, gs, from);
-      }
-    }
+  Values x[kHold ? kRows : 1][kHold ? kVectors : 1], grad[kHold ? kRows : 1][kHold ? kVectors : 1];
+  int stage = 0;
+  uint32_t phase = 0;  // of the barriers of this stage
+  const auto advance = [&](int& stage) {
+    if (++stage == args.stages) stage = 0;
   };
-
-  // A single stage has no room for a row ahead.
-  const int ahead = kWide && args.stages > 1 ? 1 : 0;
-  int stage = 0, oldest = 0;  // of the first pass, of the second
-  uint32_t phase = 0;         // of the barriers of `stage`
-  float mean = 0.0f, held = 0.0f;
 #pragma unroll 1
-  for (int step_number = 0; step_number < tiles + ahead; ++step_number) {
-    float guess = 0.0f, given = 0.0f;
-    if (const int tile = step_number; tile < tiles) {
+  for (int tile = 0; tile < tiles; ++tile) {
+    const int row = row_of(tile) + in_warp;
+    const auto real = [&](int r) { return row + r * rows_at_once < args.rows; };
+    if constexpr (!kWide) copy(tile);
+    const auto first_stage = [&] {  // of this tile, once all of it is read
+      const int first = stage - kRows;
+      return first < 0 ? first + args.stages : first;
+    };
+    const auto refill = [&] {
       if constexpr (kWide) {
-        mbarrier_wait(&arrived[stage], phase);
-      } else {
-        copy(tile);
-      }
-      const bool there = real(tile);
-      if (kLayerNorm && there) {
-        // The middle one of three of the row's values: so little cancels.
-        const uint32_t from = pivot_base + stage * pivot_stage;
-        uint32_t words[3];
-        load_shared(words[0], from);
-        load_shared(words[1], from + pivot_middle);
-        load_shared(words[2], from + pivot_last);
-        const float a = Format::from_bits(words[0]), b = Format::from_bits(words[1]);
-        guess = fmaxf(fminf(a, b), fminf(fmaxf(a, b), Format::from_bits(words[2])));
-      }
-      // RMS: the sum of squares of x and that of its products with the weighted gradient. Layer:
-      // the sums of distances from a value near the mean, of weighted gradients, of squared
-      // distances, of products.
-      float sums[kSums];
-#pragma unroll
-      for (int k = 0; k < kSums; ++k) sums[k] = 0.0f;
-      visit_all(stage, there ? mine : 0,
-                [&](int v, const auto& xs, const auto& ws, const auto& gs, uint32_t) {
-                  // Of the row's columns: what it copies as vectors has no others.
-                  const int left = kWide ? kElements : columns - (v * places + place) * kElements;
-#pragma unroll
-                  for (int i = 0; i < kElements; ++i) {
-                    const float weighted = ws[i] * gs[i];
-                    if constexpr (kLayerNorm) {
-                      const float distance = i < left ? xs[i] - guess : 0.0f;
-                      sums[0] += distance;
-                      sums[1] += weighted;
-                      sums[2] += distance * distance;
-                      sums[3] += distance * weighted;
-                    } else if (i < left) {
-                      sums[0] += xs[i] * xs[i];
-                      sums[1] += xs[i] * weighted;
-                    }
-                  }
-                });
-      if (++stage == args.stages) {
-        stage = 0;
-        phase ^= 1;
-      }
-      given = Sums::give(team, scratch, tile, sums);
-    }
-    if (const int tile = step_number - ahead; tile >= 0) {
-      if (ahead == 0) {
-        mean = guess;
-        held = given;
-      }
-      float sums[kSums];
-      Sums::take(team, scratch, tile, held, sums);
-      float square = sums[0], dot = sums[1], total = 0.0f;
-      if constexpr (kLayerNorm) {
-        const float distance = sums[0] * args.inverse_columns;
-        mean += distance;
-        total = sums[1];
-        square = sums[2] - sums[0] * distance;
-        dot = sums[3] - sums[1] * distance;
-      }
-      // grad_x = rstd * (w g - mean(w g) - n mean(w g n)), n = (x - mean) rstd.
-      const float rstd = reciprocal_root(fmaf(square, args.inverse_columns, args.eps));
-      dot *= args.inverse_columns * rstd * rstd * rstd;
-      total *= args.inverse_columns * rstd;
-      const int64_t row = first_row + int64_t{tile} * row_step + in_warp;
-      char* const out =
-          args.grad_x + row * args.grad_x_stride + first * Format::kBytes + place * 16;
-      visit_all(oldest, real(tile) ? mine : 0,
-                [&](int v, auto& xs, const auto& ws, const auto& gs, uint32_t from) {
-#pragma unroll
-                  for (int i = 0; i < kElements; ++i) {
-                    const float distance = kLayerNorm ? xs[i] - mean : xs[i];
-                    const float scaled = gs[i] * rstd;
-                    sum_weight[v][i] += scaled * distance;
-                    if constexpr (kLayerNorm) sum_bias[v][i] += gs[i];
-                    xs[i] = ws[i] * scaled - (kLayerNorm ? distance * dot + total : distance * dot);
-                  }
-                  if (args.stream_count == 3) {
-                    float added[kElements];
-                    Values values;
-                    load_shared(values.words, from + 2 * stream_bytes);
-                    values.unpack(added);
-#pragma unroll
-                    for (int i = 0; i < kElements; ++i) xs[i] += added[i];
-                  }
-                  char* const to = out + v * step;
-                  if constexpr (kWide) {
-                    Values result;
-                    result.pack(xs);
-                    result.store(to);
-                  } else {
-                    const int left = columns - (v * places + place) * kElements;
-#pragma unroll
-                    for (int i = 0; i < kElements; ++i) {
-                      if (i < left) store_element<Format>(to + i * Format::kBytes, xs[i]);
-                    }
-                  }
-                });
-      if constexpr (kWide) {
-        __syncwarp();
-        const uint32_t others = team.warps - 1;
-        if (lane == 0 &&
-            (others == 0 || count_shared(&done[team.index][tile & 1], others) == others)) {
-          fetch(tile + args.stages, oldest, false);
+        if (leader) {
+          int refilled = first_stage();
+#pragma unroll 1
+          for (int r = 0; r < kRows; ++r) {
+            fetch(tile * kRows + args.stages + r, refilled, false);
+            advance(refilled);
+          }
         }
-        if (++oldest == args.stages) oldest = 0;
+        __syncwarp();
+      }
+    };
+    int live[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) live[r] = real(r) ? mine : 0;
+
+    float sums[kLayerNorm ? 4 : 2][kRows], means[kRows];
+    // Calls visit(r, v, x, weight, gradient, address) with a vector's values.
+    const auto visit_all = [&](bool again, auto visit) {
+      int at_stage = again ? first_stage() : stage;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        uint32_t at = own + at_stage * stage_bytes + place * 16;
+        asm volatile("" : "+r"(at));  // made once, not at each use
+        advance(at_stage);
+        if (!again) {
+          if constexpr (kWide) mbarrier_wait(&arrived[stage], phase);
+          means[r] = 0.0f;
+          if (kLayerNorm && real(r)) {
+            // The middle one of three of the row's values: so little cancels.
+            const uint32_t from = pivot_base + stage * pivot_stage;
+            uint32_t words[3];
+            load_shared(words[0], from);
+            load_shared(words[1], from + pivot_middle);
+            load_shared(words[2], from + pivot_last);
+            const float a = Format::from_bits(words[0]), b = Format::from_bits(words[1]);
+            means[r] = fmaxf(fminf(a, b), fminf(fmaxf(a, b), Format::from_bits(words[2])));
+          }
+          stage = at_stage;
+          if (stage == 0) phase ^= 1;
+        }
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+          Values& vx = x[kHold ? r : 0][kHold ? v : 0];
+          Values& vg = grad[kHold ? r : 0][kHold ? v : 0];
+          const uint32_t from = at + v * step;
+          if (!kHold || !again) {
+            if (v < live[r]) {
+              load_shared(vx.words, from);
+              load_shared(vg.words, from + stream_bytes);
+            } else {  // no distance from the guess, no gradient
+              float same[kElements];
+#pragma unroll
+              for (int i = 0; i < kElements; ++i) same[i] = kLayerNorm ? means[r] : 0.0f;
+              vx.pack(same);
+              vg.clear();
+            }
+          } else {
+            vx.forget();
+            vg.forget();
+          }
+          float xs[kElements], gs[kElements];
+          vx.unpack(xs);
+          vg.unpack(gs);
+          if constexpr (kKeep) {
+            visit(r, v, xs, kept[v], gs, from);
+          } else {
+            float ws[kElements];
+            read_weight(ws, v < mine ? v : 0);
+            visit(r, v, xs, ws, gs, from);
+          }
+        }
+      }
+    };
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int k = 0; k < (kLayerNorm ? 4 : 2); ++k) sums[k][r] = 0.0f;
+    }
+
+    // Of each row. RMS: the sum of squares of x and that of its products with the weighted
+    // gradient. Layer: the sums of distances from a value near the mean, of weighted gradients,
+    // of squared distances, of products.
+    visit_all(false, [&](int r, int v, const auto& xs, const auto& ws, const auto& gs, uint32_t) {
+      if constexpr (kLayerNorm) {
+        const int left = columns - (v * places + place) * kElements;
+#pragma unroll
+        for (int i = 0; i < kElements; ++i) {
+          const float distance = kWide || i < left ? xs[i] - means[r] : 0.0f;
+          const float weighted = ws[i] * gs[i];
+          sums[0][r] += distance;
+          sums[1][r] += weighted;
+          sums[2][r] += distance * distance;
+          sums[3][r] += distance * weighted;
+        }
       } else {
-        team.sync();
+#pragma unroll
+        for (int i = 0; i < kElements; ++i) {
+          sums[0][r] += xs[i] * xs[i];
+          sums[1][r] += xs[i] * (ws[i] * gs[i]);
+        }
+      }
+    });
+    Sums::add(team, scratch, tile, sums);  // and all of the team have read the stages
+    if (kEarly && read_once) refill();
+    float squares[kRows], dots[kRows], totals[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if constexpr (kLayerNorm) {
+        const float distance = sums[0][r] * args.inverse_columns;
+        means[r] += distance;
+        totals[r] = sums[1][r];
+        squares[r] = sums[2][r] - sums[0][r] * distance;
+        dots[r] = sums[3][r] - sums[1][r] * distance;
+      } else {
+        squares[r] = sums[0][r];
+        dots[r] = sums[1][r];
+        totals[r] = 0.0f;
       }
     }
-    mean = guess;
-    held = given;
+
+    // grad_x = rstd * (w g - mean(w g) - n mean(w g n)), n = (x - mean) rstd.
+    float rstds[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float rstd =
+          real(r) ? reciprocal_root(fmaf(squares[r], args.inverse_columns, args.eps)) : 0.0f;
+      rstds[r] = rstd;
+      dots[r] *= args.inverse_columns * rstd * rstd * rstd;
+      totals[r] *= args.inverse_columns * rstd;
+    }
+    char* const out =
+        args.grad_x + int64_t{row} * args.grad_x_stride + first * Format::kBytes + place * 16;
+    visit_all(true, [&](int r, int v, auto& xs, const auto& ws, const auto& gs, uint32_t from) {
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) {
+        const float distance = kLayerNorm ? xs[i] - means[r] : xs[i];
+        const float scaled = gs[i] * rstds[r];
+        sum_weight[v][i] += scaled * distance;
+        if constexpr (kLayerNorm) sum_bias[v][i] += gs[i];
+        xs[i] = ws[i] * scaled - (kLayerNorm ? distance * dots[r] + totals[r] : distance * dots[r]);
+      }
+      if (v < live[r]) {
+        if (third) {
+          float added[kElements];
+          Values values;
+          load_shared(values.words, from + 2 * stream_bytes);
+          values.unpack(added);
+#pragma unroll
+          for (int i = 0; i < kElements; ++i) xs[i] += added[i];
+        }
+        char* const to = out + r * rows_at_once * args.grad_x_stride + v * step;
+        if constexpr (kWide) {
+          Values result;
+          result.pack(xs);
+          result.store(to);
+        } else {
+          const int left = columns - (v * places + place) * kElements;
+#pragma unroll
+          for (int i = 0; i < kElements; ++i) {
+            if (i < left) store_element<Format>(to + i * Format::kBytes, xs[i]);
+          }
+        }
+      }
+    });
+    if (!kWide || !read_once) team.sync();
+    if (!kEarly || !read_once) refill();
   }
 
   if (args.partial[0] == nullptr && args.partial[1] == nullptr) return;
@@ -405,6 +429,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
                       reinterpret_cast<float*>(shared), args.slice, columns,
                       args.partial[kind] + static_cast<int64_t>(part) * args.columns + first);
   }
+  grid_dependency_launch();
 }
 
 }  // namespace tiercel

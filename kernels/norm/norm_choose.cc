@@ -114,8 +114,8 @@ NormChoice<NormForwardKernel> choose_long(const NormProblem& problem, int64_t ve
 }
 
 struct BackwardShape {
-  int vectors;   // a thread, of a row
-  bool partial;  // parts of a warp may have a row, not several warps
+  int vectors;  // a thread, of a row
+  int rows;     // a thread, at once
   int cluster;
   int threads;  // a block, about
   int stages;   // a team's, of a row each
@@ -127,11 +127,12 @@ const NormBackwardKernel* backward_kernel(const NormProblem& problem, const Back
   return find(kernels, count, [&](const NormBackwardKernel& kernel) {
     return kernel.dtype == problem.dtype && kernel.wide == problem.wide &&
            kernel.kind == problem.kind && kernel.vectors == shape.vectors &&
-           kernel.partial == shape.partial;
+           kernel.rows == shape.rows;
   });
 }
 
-// Measured on an H200. The cluster is the smallest that holds a row.
+// Measured on an H200. The cluster is the smallest that holds a row. Few bytes on their way are
+// better than many, as long as there are enough: 64 to 128 KB in all stages.
 BackwardShape backward_shape(const NormProblem& problem, int64_t vectors) {
   const auto clustered = [&](BackwardShape shape) {
     while (ceil_div(vectors, shape.cluster) > int64_t{shape.vectors} * shape.threads) {
@@ -140,22 +141,29 @@ BackwardShape backward_shape(const NormProblem& problem, int64_t vectors) {
     return shape;
   };
   const bool narrow_element = dtype_bytes(problem.dtype) == 2;
-  if (!problem.wide) return clustered({narrow_element ? 8 : 16, false, 1, kNormNarrowThreads, 1});
-  if (vectors <= (narrow_element ? 32 : 64)) return {2, true, 1, kNormMaxThreads, 3};
+  if (!problem.wide) return clustered({narrow_element ? 8 : 16, 1, 1, kNormNarrowThreads, 1});
   const bool layer = problem.kind == NormKind::kLayer;
-  if (narrow_element && layer && vectors <= 128) return {4, false, 1, 384, 3};
-  if (narrow_element && layer && vectors <= 400) return {3, false, 1, kNormMaxThreads, 3};
-  if (narrow_element && !layer && vectors > 400 && vectors <= 576) return {3, false, 1, 384, 4};
-  // Four vectors a thread where a smaller cluster is worth more than registers.
-  const bool fours = narrow_element ? !layer && vectors > 2048 : layer && vectors > 1024;
-  if (!fours) {
-    const int stages = !narrow_element && vectors <= 1024 ? 3 : 4;
-    const BackwardShape shape = clustered({2, false, 1, kNormMaxThreads, stages});
+  if (vectors <= (narrow_element ? 32 : 64)) return {2, 1, 1, 384, 3};
+  if (!narrow_element) {
+    if (vectors <= 1024) return {4, 1, 1, 256, 2};
+    if (!layer && vectors <= 4096) return clustered({4, 1, 1, 256, 2});
+    const BackwardShape shape = clustered({4, 1, 1, kNormMaxThreads, 2});
     if (shape.cluster <= kNormMaxCluster) return shape;
+    return clustered({8, 1, 1, kNormMaxThreads, 2});
   }
-  const BackwardShape shape = clustered({4, false, 1, kNormMaxThreads, 3});
-  if (shape.cluster <= kNormMaxCluster) return shape;
-  return clustered({8, false, 1, kNormMaxThreads, 2});
+  // A layer norm's block has room for two of the longest rows of two tensors, not of three.
+  if (vectors > 4096 || (layer && vectors > 1056 && problem.streams == 2)) {
+    return clustered({4, 1, 1, kNormMaxThreads, 2});
+  }
+  // Three vectors a thread where that leaves no more of them idle than two.
+  const bool threes = 3 * threads_for(vectors, 3, 32) <= 2 * threads_for(vectors, 2, 32);
+  if (layer) {
+    if (vectors <= 1056 && threes) return {3, 1, 1, vectors > 96 ? kNormMaxThreads : 384, 2};
+    return clustered({2, 2, 1, kNormMaxThreads, 4});
+  }
+  if (vectors <= 1056 && (threes || vectors > 256)) return {3, 1, 1, 384, 2};
+  if (vectors > 1024 && vectors <= 2112) return clustered({3, 1, 1, 384, 3});
+  return clustered({2, 2, 1, vectors > 1024 ? kNormMaxThreads : 384, 4});
 }
 
 }  // namespace
@@ -211,17 +219,17 @@ NormChoice<NormBackwardKernel> choose_norm_backward(const NormProblem& problem) 
   const int64_t vectors = ceil_div(problem.columns, elements);
   BackwardShape shape = backward_shape(problem, vectors);
   const NormBackwardKernel* const kernel = backward_kernel(problem, shape);
-  const bool keeps =
-      norm_backward_keeps(static_cast<int>(element), problem.wide, shape.vectors, problem.kind);
+  const bool keeps = norm_backward_keeps(static_cast<int>(element), problem.wide, shape.vectors,
+                                         shape.rows, problem.kind);
   // Of a warp, as the kernels have it.
-  const int fewest = !problem.wide ? 8 : shape.partial ? 4 : 32;
+  const int fewest = !problem.wide ? 8 : shape.vectors * shape.rows > 2 ? 32 : 4;
   for (; shape.cluster <= kNormMaxCluster; shape.cluster *= 2) {
     const int64_t part = ceil_div(vectors, shape.cluster);
     choice.cluster = shape.cluster;
     choice.threads_per_row = threads_for(part, shape.vectors, fewest);
     choice.slice = static_cast<int>(part) * elements;
     const int team_threads = std::max(choice.threads_per_row, 32);
-    const int rows_per_team = team_threads / choice.threads_per_row;
+    const int rows_per_team = team_threads / choice.threads_per_row * shape.rows;
     // Blocks for all multiprocessors first, then teams in them. Larger clusters do not find room on
     // all of them: of 132 on 120.
     const int multiprocessors =
@@ -234,10 +242,11 @@ NormChoice<NormBackwardKernel> choose_norm_backward(const NormProblem& problem) 
     choice.block = static_cast<int>(teams) * team_threads;
     const int64_t weight = keeps ? 0 : choice.slice * int64_t{4};
     const int64_t room = kNormMaxDynamicSmem - weight - 128;
-    const int64_t stage = choice.slice * element * problem.streams * rows_per_team * teams;
+    const int64_t stage = choice.slice * element * problem.streams *
+                          (team_threads / choice.threads_per_row) * teams;  // of all teams
     // The ring's memory holds the teams' sums of the weight's gradient at the end.
     const int64_t sums = teams * choice.slice * int64_t{4};
-    if (stage > room || sums > room) continue;
+    if (stage * shape.rows > room || sums > room) continue;
     choice.stages = static_cast<int>(std::min<int64_t>(room / stage, shape.stages));
     choice.weight_offset = static_cast<int>(round_up(std::max(choice.stages * stage, sums), 128));
     // More than half of what there is: two blocks on one multiprocessor leave another empty.

@@ -82,11 +82,18 @@ constexpr int norm_forward_blocks(DType dtype, bool wide, int vectors, bool resi
   return 65536 / registers / threads;
 }
 
-// Whether norm_backward keeps the weight in registers: beside the sums there is not always room. A
-// weight that it does not keep is in shared memory.
-constexpr bool norm_backward_keeps(int element, bool wide, int vectors, NormKind kind) {
-  const int elements = vectors * 16 / element;
-  return wide && elements * (kind == NormKind::kLayer ? 3 : 2) <= 72;
+// Whether norm_backward holds x and grad in registers between its two passes, and the weight all
+// the time: beside the sums there is not always room. A weight that it does not keep is in shared
+// memory.
+constexpr int norm_backward_sums(int element, int vectors, NormKind kind) {
+  return vectors * 16 / element * (kind == NormKind::kLayer ? 2 : 1);
+}
+constexpr bool norm_backward_holds(int element, int vectors, int rows, NormKind kind) {
+  return norm_backward_sums(element, vectors, kind) + 8 * vectors * rows <= 64;
+}
+constexpr bool norm_backward_keeps(int element, bool wide, int vectors, int rows, NormKind kind) {
+  return wide && norm_backward_holds(element, vectors, rows, kind) &&
+         norm_backward_sums(element, vectors, kind) + vectors * (8 * rows + 16 / element) < 96;
 }
 
 // All strides and offsets are in bytes.
@@ -158,8 +165,8 @@ struct NormBackwardKernel {
   DType dtype;
   bool wide;  // rows begin and end on 16 bytes: the copy engine can fetch them
   NormKind kind;
-  int vectors;   // a thread, of a row
-  bool partial;  // wide: parts of a warp have a row, else whole warps
+  int vectors;  // a thread, of a row
+  int rows;     // a thread, at once
   Kernel kernel;
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums over the columns of rows, by a team of threads: shuffles that halve what is left to add
-// instead of one tree a value, and no barrier that all wait at.
+// Sums over the columns of several rows at once, by a team of threads: one barrier for all of them,
+// and shuffles that halve what is left to add instead of one tree a value.
 #ifndef KERNELS_NORM_ROW_SUMS_CUH_
 #define KERNELS_NORM_ROW_SUMS_CUH_
 
@@ -30,85 +30,87 @@ __device__ __forceinline__ float lanes_scatter(float (&values)[kValues], int lan
   return values[0];
 }
 
-// kKinds sums of a row, in two steps: a thread gives its share, and takes the sums of all when it
-// has done something else, so that none waits for the slowest. kPartial: parts of a warp may have a
-// row; kShared: several warps may, and the blocks of a cluster.
-template <int kKinds, bool kPartial, bool kShared>
+// kKinds sums of each of kRows rows. kPartial: parts of a warp may have a row; kShared: several
+// warps may, and the blocks of a cluster.
+template <int kRows, int kKinds, bool kPartial, bool kShared>
 struct RowSums {
-  // While a warp still takes a row's sums, others may give those of the next three rows.
-  static constexpr int kBuffers = 4;
+  static constexpr int kValues = kKinds * kRows;
+  static_assert(kValues <= (kPartial ? kShared ? 8 : 4 : 32), "the fewest lanes of a row");
 
+  // What warps leave for the others, twice: sums are read while the next ones are written.
   struct Scratch {
-    float sums[kBuffers][kNormMaxCluster * kNormMaxWarps][kKinds];
-    uint64_t given[kNormMaxWarps / 2]
-                  [kBuffers];  // mbarriers of a team: all of its warps' are there
+    float sums[2][kNormMaxCluster * kNormMaxWarps][kValues];
+    uint64_t arrived[2];  // mbarriers: all of a cluster's sums are there
   };
 
-  // One thread of a team, before the cluster's first barrier.
-  static __device__ __forceinline__ void start(const Team& team, Scratch& scratch) {
-    if constexpr (kShared) {
-      if (team.entries() == 1) return;
-#pragma unroll 1
-      for (int b = 0; b < kBuffers; ++b) {
-        mbarrier_init(&scratch.given[given_of(team)][b], team.blocks == 1 ? team.warps : 1);
-      }
-    }
+  // One thread, before the cluster's first barrier.
+  static __device__ __forceinline__ void start(Scratch& scratch) {
+    mbarrier_init(&scratch.arrived[0], 1);
+    mbarrier_init(&scratch.arrived[1], 1);
   }
 
-  // Returns what a row of one warp or less has summed: sum number lane % kKinds.
-  static __device__ __forceinline__ float give(const Team& team, Scratch& scratch, int tile,
-                                               float (&sums)[kKinds]) {
-    const float held = lanes_scatter(sums, kPartial ? team.lanes : 32);
-    if (!kShared || team.entries() == 1) return held;
-    const int lane = threadIdx.x % 32, b = tile % kBuffers;
-    uint64_t* const given = &scratch.given[given_of(team)][b];
-    float* const to = &scratch.sums[b][team.entry()][lane % kKinds];
-    if (team.blocks == 1) {
-      if (lane < kKinds) *to = held;
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(given);
-      return held;
-    }
-    if (threadIdx.x == 0) mbarrier_expect(given, team.entries() * kKinds * sizeof(float));
-    // The lanes that have a sum send it to a block each.
-#pragma unroll 1
-    for (int i = lane / kKinds; i < static_cast<int>(team.blocks); i += 32 / kKinds) {
-      send_remote(to, given, i, held);
-    }
-    return held;
-  }
-
-  // The row's sums, the same bits in every thread.
-  static __device__ __forceinline__ void take(const Team& team, const Scratch& scratch, int tile,
-                                              float held, float (&sums)[kKinds]) {
-    if (kShared && team.entries() > 1) {
-      const int lane = threadIdx.x % 32, b = tile % kBuffers;
-      uint64_t* const given = const_cast<uint64_t*>(&scratch.given[given_of(team)][b]);
-      const uint32_t parity = tile / kBuffers & 1;
-      if (team.blocks == 1) {
-        mbarrier_wait(given, parity);
-      } else {
-        mbarrier_wait_cluster(given, parity);
-      }
-      const float* const from = scratch.sums[b][team.first_entry()] + lane;
-      const int left = team.entries() * kKinds - lane;
-      held = left > 0 ? *from : 0.0f;
-#pragma unroll 1
-      for (int i = 32; i < left; i += 32) held += from[i];
+  // Each row's sums over all that share it, in `sums[kind][row]`; every thread gets them, the same
+  // bits.
+  static __device__ __forceinline__ void add(const Team& team, Scratch& scratch, int tile,
+                                             float (&sums)[kKinds][kRows]) {
+    float values[kValues];
 #pragma unroll
-      for (int offset = kKinds; offset < 32; offset *= 2) {
-        held += __shfl_xor_sync(kFullWarp, held, offset);
+    for (int k = 0; k < kKinds; ++k) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) values[k * kRows + r] = sums[k][r];
+    }
+    float held = lanes_scatter(values, kPartial ? team.lanes : 32);
+    if (kShared && team.entries() > 1) {
+      const int lane = threadIdx.x % 32, parity = tile & 1;
+      auto& mine = scratch.sums[parity][team.entry()];
+      uint64_t* const arrived = &scratch.arrived[parity];
+      if (team.blocks > 1 && threadIdx.x == 0) {
+        mbarrier_expect(arrived, team.entries() * kValues * sizeof(float));
       }
+      write(team, mine[lane % kValues], arrived, lane / kValues, 32 / kValues, held);
+      if (team.blocks == 1) {
+        team.sync();
+      } else {
+        mbarrier_wait_cluster(arrived, tile >> 1 & 1);
+      }
+      const auto* const entries = scratch.sums[parity] + team.first_entry();
+      held = 0.0f;
+#pragma unroll 1
+      for (int i = lane / kValues; i < team.entries(); i += 32 / kValues) {
+        held += entries[i][lane % kValues];
+      }
+      held = over_copies<kValues>(held);
     }
 #pragma unroll
     for (int k = 0; k < kKinds; ++k) {
-      sums[k] = __shfl_sync(kFullWarp, held, k, kPartial ? team.lanes : 32);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        sums[k][r] = __shfl_sync(kFullWarp, held, k * kRows + r, kPartial ? team.lanes : 32);
+      }
     }
   }
 
  private:
-  static __device__ __forceinline__ int given_of(const Team& team) {
-    return team.warps > 1 ? team.index : 0;
+  template <int kFrom>
+  static __device__ __forceinline__ float over_copies(float value) {
+#pragma unroll
+    for (int offset = kFrom; offset < 32; offset *= 2) {
+      value += __shfl_xor_sync(kFullWarp, value, offset);
+    }
+    return value;
+  }
+
+  // To this place in all blocks that share the row; the lanes that have it do a part each.
+  static __device__ __forceinline__ void write(const Team& team, float& place, uint64_t* arrived,
+                                               int copy, int copies, float value) {
+    if (team.blocks == 1) {
+      if (copy == 0) place = value;
+      return;
+    }
+#pragma unroll 1
+    for (int b = copy; b < static_cast<int>(team.blocks); b += copies) {
+      send_remote(&place, arrived, b, value);
+    }
   }
 };
 
