@@ -2,6 +2,8 @@
 """Correct first, then timed, in turn."""
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 
@@ -129,3 +131,15 @@ def test_host_time_beside_the_baseline(toy, toy_case, impl, fake_clock):
     assert set(rows) == {"tiercel", "torch.double"}
     assert rows["tiercel"].summary.median == 0.004
     assert rows["torch.double"].ratio == pytest.approx(2.5)
+
+
+def test_a_gradient_may_be_the_first_operator_that_is_asked_for():
+    code = (
+        "from tiercel.bench import ours\n"
+        "from tiercel.bench.ops.norm import BENCHES\n"
+        "(bench,) = (b for b in BENCHES if b.op == 'rms_norm_backward')\n"
+        "ours.impls(bench, ['ref'])\n"
+        "import torch\n"
+        "assert torch.ops.tiercel.rms_norm_backward_no_grad_residual\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
