@@ -304,7 +304,9 @@ class LinearActSplitK:
                 totals.fill(0.0)
                 added.fill(0.0)
                 # All loads before their first use; rows beyond the last one repeat it.
-                turns = [cutlass.min(top + u * self.below, my_rows - 1) for u in range(self.at_once)]
+                turns = [
+                    cutlass.min(top + u * self.below, my_rows - 1) for u in range(self.at_once)
+                ]
                 rows_of_x = [row * rows + first_row + turn for turn in turns]
                 offsets = [cutlass.Int64(r) * n + my_column for r in rows_of_x]
                 places = [

@@ -25,17 +25,17 @@ def block_scaled(dtype):
 
 
 def _shapes(dtype, act):
-    """Tile rows, which are the routing's blocks, and columns, turns instead of sharing, blocks of a
-    cluster, stages of the ring, rows of x by boxes. tune/ops/moe.py lists them too."""
+    """Tile rows, which are the routing's blocks, and columns, turns instead of sharing, stages of
+    the ring, rows of x by boxes. tune/ops/moe.py lists them too."""
     # Of 64 rows, the bytes of a tile take no longer than its way out: turns hide that.
-    shapes = [(64, 128, True, 1, 8)]
+    shapes = [(64, 128, True, 8)]
     if block_scaled(dtype):  # two sets of sums leave no registers for 256 columns
-        return [*shapes, (128, 128, False, 1, 6)]
+        return [*shapes, (128, 128, False, 6)]
     if act is None or dtype != "fp8":  # for `up` of float8 wider ones were better everywhere
-        shapes.append((64, 64, True, 1, 12))
-    shapes.append((128, 256, False, 1, 4))
+        shapes.append((64, 64, True, 12))
+    shapes.append((128, 256, False, 4))
     if act is None and dtype != "fp8":  # `up` may store rows in the routing's order
-        shapes.append((128, 256, False, 1, 4, True))
+        shapes.append((128, 256, False, 4, True))
     return shapes
 
 
@@ -52,12 +52,12 @@ _PROBLEMS = tuple(
 )
 
 
-def function(dtype, act, tile_m, tile_n, pingpong, cluster, stages, by_boxes=False):
+def function(dtype, act, tile_m, tile_n, pingpong, stages, by_boxes=False):
     element = _DTYPES[dtype][0]
     half = "down" if act is None else f"up_{act}"
     name = f"moe_{half}_{dtype}_{tile_m}x{tile_n}"
-    name += "_pingpong" * pingpong + "_multicast" * (cluster > 1) + "_boxes" * by_boxes
-    sizes = (tile_m, tile_n, pingpong, cluster, stages)
+    name += "_pingpong" * pingpong + "_boxes" * by_boxes
+    sizes = (tile_m, tile_n, pingpong, stages)
     kernel = MoeGrouped(name, element, act, *sizes, block_scaled(dtype), by_boxes)
     x, w, out = Pointer("x", element), Pointer("w", element), Pointer("out", kernel.out_dtype)
     routing = [
@@ -77,7 +77,6 @@ def function(dtype, act, tile_m, tile_n, pingpong, cluster, stages, by_boxes=Fal
         ),
         grid=("blocks", 1, 1),
         block=(kernel.threads, 1, 1),
-        cluster=(cluster, 1, 1),
         smem=kernel.smem_bytes(),
         dependent=True,
     )
@@ -88,7 +87,7 @@ def function(dtype, act, tile_m, tile_n, pingpong, cluster, stages, by_boxes=Fal
         f"MoeActivation::{_ACTIVATIONS[act]}",
         str(tile_m),
         str(tile_n),
-        str(cluster),
+        "1",  # blocks of a cluster
         str(by_boxes).lower(),
     )
     arguments = (x, w, *rest, Scalar("blocks"))

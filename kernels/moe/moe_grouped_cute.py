@@ -11,9 +11,8 @@ keeps enough of them on their way; `down` begins to load its own before `up` has
 A tile is one block of the routing times tile_n rows of weights: for `up` a half of them of the gate
 and their partners, which meet in the activation; for `down` neighbours. Warps of the first
 warpgroup load, the others' multiply, 64 rows of the tile a warpgroup. One whose rows are all
-padding multiplies nothing. The two blocks of a cluster work on tiles one below the other and
-multicast a half of the weights each, where their experts are the same. float8 rows and weights have
-scales, which meet the sums before the activation, or each step's (moe_block_scales_cute.py).
+padding multiplies nothing. float8 rows and weights have scales, which meet the sums before the
+activation, or each step's (moe_block_scales_cute.py).
 """
 
 import cutlass
@@ -62,9 +61,8 @@ class MoeGrouped(MoeBlockScales):
     ):
         k16 = cute.assume(k, divby=128 // self.dtype.width)
         load = cpasync.CopyBulkTensorTileG2SOp()
-        multicast = cpasync.CopyBulkTensorTileG2SMulticastOp()
         tma_w, _ = cpasync.make_tiled_tma_atom(
-            multicast if const_expr(self.cluster > 1) else load,
+            load,
             cute.make_tensor(
                 w, cute.make_layout((w_rows, k16, experts), stride=(k16, 1, w_rows * k16))
             ),
@@ -87,7 +85,7 @@ class MoeGrouped(MoeBlockScales):
         ).launch(
             grid=(blocks, 1, 1),
             block=(self.threads, 1, 1),
-            cluster=(self.cluster, 1, 1),
+            cluster=(1, 1, 1),
             min_blocks_per_mp=1,
             use_pdl=True,
             stream=stream,
@@ -136,20 +134,17 @@ class MoeGrouped(MoeBlockScales):
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(full + i, self.gatherers + 1)
-                    cute.arch.mbarrier_init(empty + i, 4 * self.sharing * self.cluster)
+                    cute.arch.mbarrier_init(empty + i, 4 * self.sharing)
                 self.init_turns(storage)
             cute.arch.mbarrier_init_fence()
-        if const_expr(self.cluster > 1):
-            cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
+        cute.arch.sync_threads()
 
         columns = cute.ceil_div(rows, self.width)
         k_tiles = cute.ceil_div(k, self.tile_k)
+        # Always 0. Without it ptxas makes other code, which has not been measured.
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        first = cute.arch.block_idx()[0] // self.cluster
-        grid = cute.arch.grid_dim()[0] // self.cluster
+        first = cute.arch.block_idx()[0]
+        grid = cute.arch.grid_dim()[0]
         lists = (sorted_ids, expert_ids)
         blocks, places = Int32(0), Int32(0)
         if const_expr(self.routes):
@@ -166,7 +161,7 @@ class MoeGrouped(MoeBlockScales):
             cute.arch.griddepcontrol_launch_dependents()
         if places == 0:
             blocks = used.load() // self.tile_m
-        tiles = cute.ceil_div(blocks, self.cluster) * columns
+        tiles = blocks * columns
         routing = (*lists, blocks, k_tiles, places)
         place = (rank, first, grid, tiles, columns)
 
@@ -205,9 +200,6 @@ class MoeGrouped(MoeBlockScales):
                 *(thread, consumer, storage, full, empty, routing, place),
                 *(elements, rows, factors, of_weights, out, to_slots),
             )
-        if const_expr(self.cluster > 1):  # nobody leaves while others signal it
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
 
     @cute.jit
     def multiply(
@@ -227,7 +219,7 @@ class MoeGrouped(MoeBlockScales):
         to_slots,
     ):
         """A warpgroup: its rows of its tiles, from the ring to the result."""
-        _, _, blocks, k_tiles, _ = routing
+        k_tiles = routing[3]
         rank, first, grid, tiles, columns = place
         w_scale, w_scale_expert, w_scale_step, second = of_weights
         lane = thread % 32
@@ -256,7 +248,7 @@ class MoeGrouped(MoeBlockScales):
             if consumer == 1:
                 arrive(_TURN + 0)
                 if first < tiles:
-                    steps = self.steps_of(routing, first // columns * self.cluster + rank)
+                    steps = self.steps_of(routing, first // columns + rank)
                     index, phase = self.skip(index, phase, steps)
         # What is known of a tile is read while the one before it is multiplied.
         facts, ahead = self.facts(), self.facts()
@@ -275,19 +267,14 @@ class MoeGrouped(MoeBlockScales):
             for i in cutlass.range_constexpr(cute.size(facts)):
                 facts[i] = ahead[i]
             following = cutlass.min(after, tiles - 1)
-            block = number // columns * self.cluster + rank
+            block = number // columns + rank
             column = number % columns
-            expert, multiplies = facts[0], facts[0] >= 0
-            if const_expr(self.cluster > 1):
-                expert = facts[0] if block < blocks else Int32(-1)
-                multiplies = (expert >= 0) | (facts[1] >= 0)
-            steps = k_tiles if multiplies else Int32(0)
+            expert = facts[0]
+            steps = k_tiles if expert >= 0 else Int32(0)
             real = facts[2] < elements
             for i in cutlass.range_constexpr(1, self.wg_rows // 32):
                 real = real | (facts[2 + i] < elements)
             any_real = cute.arch.vote_any_sync(real)
-            if const_expr(self.cluster > 1):
-                any_real = any_real & (block < blocks)
             multiplies = any_real & (expert >= 0)
             of_columns = (w_scale + Int64(cutlass.max(expert, 0)) * w_scale_expert, w_scale_step)
             ahead_of = (ahead, routing, place, following, thread, consumer, elements)
@@ -296,10 +283,10 @@ class MoeGrouped(MoeBlockScales):
             if const_expr(not self.begins):
                 self.prepare(ahead_of, of_rows, of_chunk)
             sums.fill(0.0)
-            other = Int32(0)
+            theirs = Int32(0)  # steps of the tile of the other warpgroup's turn
             if const_expr(self.pingpong):
                 if number + grid < tiles:
-                    other = self.steps_of(routing, (number + grid) // columns * self.cluster + rank)
+                    theirs = self.steps_of(routing, (number + grid) // columns + rank)
                 sync(_TURN + consumer)
             if multiplies:
                 if const_expr(self.block_scaled):
@@ -338,7 +325,7 @@ class MoeGrouped(MoeBlockScales):
                 if multiplies:
                     self.release(empty, index - 1 if index > 0 else self.stages - 1)
             if const_expr(self.pingpong):
-                index, phase = self.skip(index, phase, other)
+                index, phase = self.skip(index, phase, theirs)
                 # A warp without real rows has nothing to store.
                 at = 2 + self.wg_rows // 32 + 4
                 mine_real = (facts[at] < elements) | (facts[at + 1] < elements)
@@ -358,20 +345,17 @@ class MoeGrouped(MoeBlockScales):
         self.scales_of_columns(*of_chunk)
 
     def facts(self):
-        """Of a tile: its expert, that of the other block in the cluster, whether rows are real
-        (32 at a time, a lane each), elements of this lane's rows on their way out and of sums."""
+        """Of a tile: its expert, a word that nobody reads, whether rows are real (32 at a time, a
+        lane each), elements of this lane's rows on their way out and of sums."""
         return cute.make_rmem_tensor(2 + self.wg_rows // 32 + self.wg_rows // EPI * 6, Int32)
 
     @cute.jit
     def look_up(self, facts, routing, place, number, thread, consumer, elements):
-        _, _, blocks, _, _ = routing
-        rank, _, _, _, columns = place
+        blocks, rank, columns = routing[2], place[0], place[4]
         lane, warp_row = thread % 32, thread % WARPGROUP // 32 * 16
-        block = number // columns * self.cluster + rank
+        block = number // columns + rank
         inside = cutlass.min(block, blocks - 1)
         facts[0] = self.expert_of(routing, inside)
-        if const_expr(self.cluster > 1):
-            facts[1] = self.expert_of(routing, cutlass.min(block ^ 1, blocks - 1))
         rows = self.rows_of(routing, inside)
         mine = 0 if const_expr(self.pingpong) else consumer * EPI
         at = 2

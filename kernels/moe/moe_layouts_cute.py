@@ -18,14 +18,12 @@ ROUTED_BLOCKS = ROUTED_EXPERTS + ROUTED_IDS // 64
 
 
 class MoeLayouts:
-    """`act` is None for `down`; `cluster` blocks, one below the other, share tiles of weights of
-    the same expert; `pingpong`: two warpgroups take turns with tiles instead of sharing them;
+    """`act` is None for `down`; `pingpong`: two warpgroups take turns with tiles instead of sharing
+    them;
     `block_scaled`: scales of 1x128 values of x and 128x128 of weights, instead of rows;
     `by_boxes`: x is in the routing's order, so that the copy engine takes a tile's rows."""
 
-    def __init__(
-        self, name, dtype, act, tile_m, tile_n, pingpong, cluster, stages, block_scaled, by_boxes
-    ):
+    def __init__(self, name, dtype, act, tile_m, tile_n, pingpong, stages, block_scaled, by_boxes):
         self.name = name
         self.dtype = dtype
         self.block_scaled = block_scaled
@@ -42,9 +40,8 @@ class MoeLayouts:
         # Shared memory that the lists of rows take in the other case.
         self.pieces = 1 if pingpong else min(2, self.width // self.chunk)
         self.pingpong = pingpong
-        self.cluster = cluster
         self.stages = stages
-        self.by_turns = tile_m > EPI and cluster == 1
+        self.by_turns = tile_m > EPI
         self.by_boxes = by_boxes
         # Threads that copy rows of x.
         self.gatherers = 0 if by_boxes else WARPGROUP if tile_m > EPI else 2 * 32

@@ -42,14 +42,14 @@ class MoeLoads(MoeTiles):
             self.publish(storage, entry, self.in_order(first + grid, routing, tiles, columns))
             turn = self.claim(counter, first + grid, grid)
         while number < tiles:
-            block = number // columns * self.cluster + rank
+            block = number // columns + rank
             column = number % columns * step_columns
-            expert, shared = self.experts_of(routing, block)
+            expert = self.expert_of(routing, block)
             steps = k_tiles if expert >= 0 else 0
             for step in cutlass.range(steps, unroll=1):
                 cute.arch.mbarrier_wait(empty + index, phase)
                 at = (column, step, expert)
-                self.copy_weights(tma_w, parts, at, shared, rank, full, index)
+                self.copy_weights(tma_w, parts, at, full, index)
                 if const_expr(self.by_boxes):
                     copy(tma_x, from_x[None, (block, step)], to_x[None, index], full + index)
                 index, phase = self.next(index, phase)
@@ -80,23 +80,15 @@ class MoeLoads(MoeTiles):
         return cpasync.tma_partition(tma_x, 0, one, cute.group_modes(sx, 0, 2), tiles)
 
     @cute.jit
-    def copy_weights(self, tma_w, parts, at, shared, rank, full, index):
+    def copy_weights(self, tma_w, parts, at, full, index):
         """Both halves of a step's tile, by a warp."""
         to_w, from_first, from_second = parts
         barrier, to = full + index, 2 * index
         with cute.arch.elect_one():
             rows = self.tile_n + (self.tile_m if const_expr(self.by_boxes) else 0)
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, rows * ROW)
-        if const_expr(self.cluster == 1):
-            copy(tma_w, from_first[None, at], to_w[None, to], barrier)
-            copy(tma_w, from_second[None, at], to_w[None, to + 1], barrier)
-        else:
-            # A half each for both, or both for itself.
-            whom = cutlass.Int16(3 if shared else 1 << rank)
-            if not shared or rank == 0:
-                copy(tma_w, from_first[None, at], to_w[None, to], barrier, whom)
-            if not shared or rank == 1:
-                copy(tma_w, from_second[None, at], to_w[None, to + 1], barrier, whom)
+        copy(tma_w, from_first[None, at], to_w[None, to], barrier)
+        copy(tma_w, from_second[None, at], to_w[None, to + 1], barrier)
 
     def partition(self, tma, smem, places):
         one = cute.make_layout(1)
@@ -106,7 +98,6 @@ class MoeLoads(MoeTiles):
     @cute.jit
     def gather_rows(self, thread, x, x_pieces, storage, full, empty, routing, place, limits):
         """Each thread a 16-byte piece of its rows: row, row + COPIES, ..."""
-        _, _, blocks, _, _ = routing
         rank, first, grid, tiles, columns = place
         elements, divide, pieces = limits
         row, piece = thread // 8, thread % 8
@@ -114,13 +105,11 @@ class MoeLoads(MoeTiles):
         sources = cute.make_rmem_tensor(self.tile_m // COPIES, Int32)  # in 16 bytes
         index, phase = Int32(0), Int32(1)
         for number in cutlass.range(first, tiles, grid, unroll=1):
-            block = number // columns * self.cluster + rank
+            block = number // columns + rank
             steps = self.steps_of(routing, block)
             rows = self.rows_of(routing, block)
             for i in cutlass.range_constexpr(self.tile_m // COPIES):
-                element = elements
-                if const_expr(self.cluster == 1) or block < blocks:
-                    element = self.element_of(routing, rows, row + i * COPIES, elements)
+                element = self.element_of(routing, rows, row + i * COPIES, elements)
                 sources[i] = Int32(-1)
                 if element < elements:
                     sources[i] = element // divide * x_pieces + piece
@@ -158,8 +147,8 @@ class MoeLoads(MoeTiles):
                     cute.make_tensor(to.align(16), cute.make_layout(8)).store(zeros.load())
 
 
-def copy(tma, source, to, barrier, to_whom=None):
-    cute.copy(tma, source, to, tma_bar_ptr=barrier, mcast_mask=to_whom)
+def copy(tma, source, to, barrier):
+    cute.copy(tma, source, to, tma_bar_ptr=barrier)
 
 
 def copy_16(to, source, size, real):

@@ -20,28 +20,9 @@ class MoeRouting(MoeLayouts):
         return (experts + block).load()
 
     @cute.jit
-    def experts_of(self, routing, block):
-        """A block's expert, and whether it is that of the other block in the cluster. A block
-        without one takes part in the other's steps."""
-        expert, shared, blocks = Int32(-1), False, routing[2]
-        if const_expr(self.cluster == 1):
-            expert = self.expert_of(routing, block)
-        else:
-            other = Int32(-1)
-            if block < blocks:
-                expert = self.expert_of(routing, block)
-            if (block ^ 1) < blocks:
-                other = self.expert_of(routing, block ^ 1)
-            if expert < 0:
-                expert = other
-            shared = (expert == other) | (other < 0)
-        return expert, shared
-
-    @cute.jit
     def steps_of(self, routing, block):
         """Of a tile; experts that are elsewhere take none."""
-        expert, _ = self.experts_of(routing, block)
-        return routing[3] if expert >= 0 else Int32(0)
+        return routing[3] if self.expert_of(routing, block) >= 0 else Int32(0)
 
     @cute.jit
     def rows_of(self, routing, block):

@@ -9,9 +9,8 @@ blocks that only count in steps of the grid drift apart, until weights are read 
 Without a counter they count so all the same.
 """
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, Int64
 from moe_layouts_cute import TURNS
 from moe_routing_cute import MoeRouting
 
@@ -73,11 +72,7 @@ class MoeTiles(MoeRouting):
     @cute.jit
     def release(self, empty, index):
         with cute.arch.elect_one():
-            if const_expr(self.cluster == 1):
-                cute.arch.mbarrier_arrive(empty + index)
-            else:
-                for rank in cutlass.range_constexpr(self.cluster):
-                    cute.arch.mbarrier_arrive(empty + index, rank)
+            cute.arch.mbarrier_arrive(empty + index)
 
     def init_turns(self, storage):
         full, empty = self.turn_barriers(storage)

@@ -54,8 +54,8 @@ class MoeWideLoads(MoeLoads):
         self.read_ids(ahead, routing, place, number, row, elements)
         index, phase = Int32(0), Int32(1)
         while number < tiles:
-            block = number // columns * self.cluster + rank
-            expert, shared = self.experts_of(routing, block)
+            block = number // columns + rank
+            expert = self.expert_of(routing, block)
             steps = k_tiles if expert >= 0 else 0
             for i in cutlass.range_constexpr(self.tile_m // COPIES):
                 element = ahead[i]
@@ -72,7 +72,7 @@ class MoeWideLoads(MoeLoads):
                 cute.arch.mbarrier_wait(empty + index, phase)
                 if thread < 32:
                     at = (number % columns * step_columns, step, expert)
-                    self.copy_weights(tma_w, parts, at, shared, rank, full, index)
+                    self.copy_weights(tma_w, parts, at, full, index)
                 # The last step's pieces beyond a row's end are zeros, from nowhere.
                 inside = step * (ROW // 16) + piece < pieces
                 source = x.toint() + (Int64(step) * ROW if inside else Int64(0))
@@ -94,7 +94,7 @@ class MoeWideLoads(MoeLoads):
         """The elements of a thread's rows of a tile; of the last one behind it."""
         sorted_ids, _, blocks, _, _ = routing
         rank, _, _, tiles, columns = place
-        block = cutlass.max(cutlass.min(number, tiles - 1), 0) // columns * self.cluster + rank
+        block = cutlass.max(cutlass.min(number, tiles - 1), 0) // columns + rank
         for i in cutlass.range_constexpr(self.tile_m // COPIES):
             ids[i] = elements
             if block < blocks:
