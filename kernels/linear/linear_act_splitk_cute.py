@@ -3,8 +3,8 @@
 
 The blocks of a cluster share one tile of the output, a slice of K each, and a share of its rows to
 add up, whose partial sums the others send to them: no workspace, no second kernel, no fence. One
-warp loads, one warpgroup multiplies. A tile may have fewer rows than the multiplication takes, so that M divides evenly: what
-lies in the others spoils rows of the product that nobody reads.
+warp loads, one warpgroup multiplies. A tile may have fewer rows than the multiplication takes, so
+that M divides evenly: what lies in the others spoils rows of the product that nobody reads.
 
 Kinds ("plain", "gated", "grad_x"), residual and sums are those of linear_act_cute.py.
 """
