@@ -235,6 +235,12 @@ Status prepare(const NormBackward& call, int multiprocessors, NormBackwardArgs* 
   args->grad_x = grad_x.data;
   args->grad_x_stride = columns * dtype_bytes(call.x->dtype);
   args->rows = static_cast<int>(grad_x.count);
+  const int rows_per_warp = std::max(1, 32 / choice->threads_per_row);
+  const int teams = choice->block / std::max(32, choice->threads_per_row);
+  const int warps_rows = rows_per_warp * choice->parts();
+  args->rows_of_tiles = warps_rows * teams * choice->kernel->rows;
+  args->whole_tiles = args->rows / args->rows_of_tiles;
+  args->last_share = (args->rows % args->rows_of_tiles + warps_rows - 1) / warps_rows;
   args->columns = columns;
   args->slice = choice->slice;
   args->threads_per_row = choice->threads_per_row;
@@ -289,8 +295,8 @@ const NormReduceKernel* reduce_kernel(DType dtype) {
 
 Status launch_reduce(NormReduceArgs& args, DType dtype, int device, void* stream) {
   LaunchConfig config;
-  config.grid.x = (args.columns + 31) / 32;
-  config.grid.y = 2;
+  config.grid.x = (args.columns + kNormReduceColumns - 1) / kNormReduceColumns;
+  config.grid.y = args.out[1] == nullptr ? 1 : 2;
   config.block.x = kNormReduceThreads;
   config.dependent = true;
   void* pointers[] = {&args};

@@ -55,12 +55,17 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   const int chunks = (columns + kElements - 1) / kElements;
   const int rows_at_once = teams * rows_per_warp;  // a thread's rows are so far apart
   const int rows_per_tile = rows_at_once * kRows;  // neighbours
-  const int parts = gridDim.x / team.blocks, part = blockIdx.x / team.blocks;
+  const int part = blockIdx.x / team.blocks;
   // Blocks take tiles in turns: neighbours are read at about the same time, which memory likes.
-  const int tiles = ((args.rows + rows_per_tile - 1) / rows_per_tile - part + parts - 1) / parts;
+  // What is left after as many tiles for all is a last one of fewer rows, the same for each block.
+  const int tiles = args.whole_tiles + (args.last_share > 0 ? 1 : 0);
+  // The team's rows in a tile are row_of(tile) + r * rows_at_once; in the last one, for the first
+  // last_rounds r.
   const auto row_of = [&](int tile) {
-    return (part + tile * parts) * rows_per_tile + team.index * rows_per_warp;
+    const int share = tile < args.whole_tiles ? rows_per_tile : args.last_share * rows_per_warp;
+    return tile * args.rows_of_tiles + part * share + team.index * rows_per_warp;
   };
+  const int last_rounds = (args.last_share - team.index + teams - 1) / teams;
   // A team has a ring of its own, whose stages have a row each, or one for each part of a warp.
   const int pitch = args.slice * Format::kBytes;
   const int stream_bytes = pitch * rows_per_warp;
@@ -72,6 +77,10 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   uint64_t* const arrived = full + team.index * args.stages;
   float* const weight = reinterpret_cast<float*>(shared + args.weight_offset);
   const bool leader = team.warp == 0 && lane == 0;
+  const int weight_bytes = args.weight_float32 ? 4 : Format::kBytes;
+  // Whether the weight can be read 16 bytes at a time.
+  const bool whole_weights =
+      kWide && args.weight != nullptr && reinterpret_cast<uintptr_t>(args.weight) % 16 == 0;
   if (leader) {
     if constexpr (kWide) {
 #pragma unroll 1
@@ -88,7 +97,8 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
     const int tile = unit / kRows;
     if (tile >= tiles) return;
     const int row = row_of(tile) + unit % kRows * rows_at_once;
-    const int rows = max(0, min(rows_per_warp, args.rows - row));
+    const bool none = tile == args.whole_tiles && unit % kRows >= last_rounds;
+    const int rows = none ? 0 : max(0, min(rows_per_warp, args.rows - row));
     const uint32_t bytes = columns * Format::kBytes;
     const bool guess = kLayerNorm && clustered && rows > 0;  // of the mean: other blocks' columns
     if (!ahead) {
@@ -131,6 +141,10 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
     }
   };
   fetch_first(true);
+  if (leader && team.index == 0 && whole_weights && columns > 0) {
+    bulk_prefetch(args.weight + first * weight_bytes, columns * weight_bytes);
+  }
+  grid_dependency_launch();
   grid_dependency_wait();
   fetch_first(false);
 
@@ -141,7 +155,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
     for (int k = 0; k < args.stream_count; ++k) {
 #pragma unroll 1
       for (int r = 0; r < rows_per_warp; ++r) {
-        if (row + r >= args.rows) break;
+        if (row + r >= args.rows || (tile == args.whole_tiles && last_rounds == 0)) break;
         const char* from = args.streams[k] + int64_t{row + r} * args.strides[k];
         char* to = ring + k * stream_bytes + r * pitch;
 #pragma unroll 4
@@ -171,29 +185,50 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
     one.load_any(args.weight + (first + c) * Format::kBytes);
     return Format::from_bits(one.words[0]);
   };
+  const auto weights_at = [&](float (&w)[kElements], int c) {
+    if (whole_weights && c < columns) {
+      const char* const from = args.weight + static_cast<int64_t>(first + c) * weight_bytes;
+      if (Format::kBytes == 4 || args.weight_float32) {
+#pragma unroll
+        for (int p = 0; p < kParts; ++p) {
+          uint32_t words[4];
+          load_vector(words, from + p * 16);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) w[4 * p + i] = __uint_as_float(words[i]);
+        }
+      } else {
+        Values values;
+        values.load_any(from);
+        values.unpack(w);
+      }
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) w[i] = weight_at(c + i);
+  };
   float kept[kKeep ? kVectors : 1][kElements];
   if constexpr (kKeep) {
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-      for (int i = 0; i < kElements; ++i) {
-        kept[v][i] = weight_at((v * places + place) * kElements + i);
-      }
-    }
+    for (int v = 0; v < kVectors; ++v) weights_at(kept[v], (v * places + place) * kElements);
   } else {
     // The quarters or halves of a vector lie apart, so that neighbours read neighbouring banks.
-    constexpr int kAtOnce = 8;
-    const int step = blockDim.x;
+    constexpr int kAtOnce = 2;
 #pragma unroll 1
-    for (int c = threadIdx.x; c < (last + 1) * kElements; c += kAtOnce * step) {
-      float some[kAtOnce];
+    for (int c = threadIdx.x; c <= last; c += kAtOnce * blockDim.x) {
+      float some[kAtOnce][kElements];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) some[i] = weight_at(c + i * step);
+      for (int k = 0; k < kAtOnce; ++k) weights_at(some[k], (c + k * blockDim.x) * kElements);
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int at = c + i * step;
-        if (at >= (last + 1) * kElements) break;
-        weight[(at / 4 % kParts * (last + 1) + at / kElements) * 4 + at % 4] = some[i];
+      for (int k = 0; k < kAtOnce; ++k) {
+        const int at = c + k * blockDim.x;
+        if (at > last) break;
+#pragma unroll
+        for (int p = 0; p < kParts; ++p) {
+          uint32_t words[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) words[i] = __float_as_uint(some[k][4 * p + i]);
+          store_vector(weight + (p * (last + 1) + at) * 4, words);
+        }
       }
     }
   }
@@ -237,6 +272,9 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   const bool read_once = kHold && !third;
 
   Values x[kHold ? kRows : 1][kHold ? kVectors : 1], grad[kHold ? kRows : 1][kHold ? kVectors : 1];
+  // Of the rows of this thread in the last tile so many are real.
+  const int last_row = row_of(args.whole_tiles) + in_warp;
+  const int last_count = min(last_rounds, (args.rows - last_row + rows_at_once - 1) / rows_at_once);
   int stage = 0;
   uint32_t phase = 0;  // of the barriers of this stage
   const auto advance = [&](int& stage) {
@@ -245,7 +283,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
 #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
     const int row = row_of(tile) + in_warp;
-    const auto real = [&](int r) { return row + r * rows_at_once < args.rows; };
+    const auto real = [&](int r) { return tile < args.whole_tiles || r < last_count; };
     if constexpr (!kWide) copy(tile);
     const auto first_stage = [&] {  // of this tile, once all of it is read
       const int first = stage - kRows;
@@ -429,7 +467,6 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
                       reinterpret_cast<float*>(shared), args.slice, columns,
                       args.partial[kind] + static_cast<int64_t>(part) * args.columns + first);
   }
-  grid_dependency_launch();
 }
 
 }  // namespace tiercel

@@ -146,7 +146,7 @@ BackwardShape backward_shape(const NormProblem& problem, int64_t vectors) {
   if (vectors <= (narrow_element ? 32 : 64)) return {2, 1, 1, 384, 3};
   if (!narrow_element) {
     if (vectors <= 1024) return {4, 1, 1, 256, 2};
-    if (!layer && vectors <= 4096) return clustered({4, 1, 1, 256, 2});
+    if (!layer && vectors <= 4096) return clustered({4, 1, 1, 256, 3});
     const BackwardShape shape = clustered({4, 1, 1, kNormMaxThreads, 2});
     if (shape.cluster <= kNormMaxCluster) return shape;
     return clustered({8, 1, 1, kNormMaxThreads, 2});

@@ -20,6 +20,7 @@ inline constexpr int kNormPlainWarpThreads = 64;
 inline constexpr int kNormLongThreads = 256;
 inline constexpr int kNormMaxStages = 8;
 inline constexpr int kNormReduceThreads = 512;
+inline constexpr int kNormReduceColumns = 64;  // a block
 
 // Who has a row: some lanes of a warp (norm_short), a block or a cluster (norm_forward), a warp or
 // those (norm_plain), or a cluster that holds it in shared memory (norm_long).
@@ -139,6 +140,9 @@ struct NormBackwardArgs {
   float inverse_columns;
   float eps;
   bool weight_float32;
+  int whole_tiles;    // that each block has
+  int rows_of_tiles;  // of a tile of each block
+  int last_share;     // what a block has in a last tile, in rows that a warp has at once; or 0
 };
 
 struct NormReduceArgs {

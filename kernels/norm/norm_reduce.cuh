@@ -30,6 +30,21 @@ __device__ __forceinline__ void leave_sums(float (&sums)[kVectors][kElements], c
     }
   }
   const int teams = blockDim.x / 32 / team.warps;
+  if (kWide && teams == 1) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int column = (v * team.places + team.place) * kElements;
+      if (column >= columns || threadIdx.x % 32 >= lanes) continue;
+#pragma unroll
+      for (int p = 0; p < kElements; p += 4) {
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words[i] = __float_as_uint(sums[v][p + i]);
+        store_vector(out + column + p, words);
+      }
+    }
+    return;
+  }
   __syncthreads();  // the memory was used for something else
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
@@ -68,38 +83,49 @@ __global__ void __launch_bounds__(kNormReduceThreads)
     norm_reduce(const __grid_constant__ NormReduceArgs args) {
   constexpr int kWarps = kNormReduceThreads / 32;
   constexpr int kAtOnce = (132 + kWarps - 1) / kWarps;
-  __shared__ float sums[kWarps][32];
+  constexpr int kColumns = kNormReduceColumns / 32;  // a lane's
+  __shared__ float sums[kWarps][kNormReduceColumns];
   const int kind = blockIdx.y;
-  const int column = blockIdx.x * 32 + threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
-  grid_dependency_wait();
+  const int block_column = blockIdx.x * kNormReduceColumns;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   grid_dependency_launch();
+  grid_dependency_wait();
   if (args.out[kind] == nullptr) return;
-  float sum = 0.0f;
-  const float* const from = args.partial[kind] + column;
+  float sum[kColumns] = {};
+  const float* const from = args.partial[kind] + block_column + lane;
+  const int left = args.columns - block_column - lane;
 #pragma unroll 1
   for (int first = warp; first < args.parts; first += kAtOnce * kWarps) {
-    float some[kAtOnce];
+    float some[kAtOnce][kColumns];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int part = first + i * kWarps;
-      some[i] = part < args.parts && column < args.columns
-                    ? from[static_cast<int64_t>(part) * args.columns]
-                    : 0.0f;
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        some[i][c] = part < args.parts && c * 32 < left
+                         ? from[static_cast<int64_t>(part) * args.columns + c * 32]
+                         : 0.0f;
+      }
     }
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) sum += some[i];
-  }
-  sums[warp][threadIdx.x % 32] = sum;
-  __syncthreads();
-  if (warp != 0 || column >= args.columns) return;
+    for (int i = 0; i < kAtOnce; ++i) {
 #pragma unroll
-  for (int w = 1; w < kWarps; ++w) sum += sums[w][threadIdx.x];
+      for (int c = 0; c < kColumns; ++c) sum[c] += some[i][c];
+    }
+  }
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) sums[warp][c * 32 + lane] = sum[c];
+  __syncthreads();
+  const int column = block_column + threadIdx.x;
+  if (threadIdx.x >= kNormReduceColumns || column >= args.columns) return;
+  float total = 0.0f;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) total += sums[w][threadIdx.x];
   if (args.float32[kind]) {
-    reinterpret_cast<float*>(args.out[kind])[column] = sum;
+    reinterpret_cast<float*>(args.out[kind])[column] = total;
   } else {
     Chunk<Format, false> one;
-    one.words[0] = Format::to_bits(sum);
+    one.words[0] = Format::to_bits(total);
     one.store(args.out[kind] + column * Format::kBytes);
   }
 }
