@@ -112,8 +112,9 @@ def test_the_newest_run_that_has_ours_counts(record):
 
 def test_limits_take_the_best_copy(record):
     rows = [
-        record("torch", family="limits", op="copy", gbps=4300.0),
-        record("torch", family="limits", op="copy", gbps=4200.0),
+        record("torch", family="limits", op="copy", case="64 MB", gbps=3600.0),
+        record("torch", family="limits", op="copy", case="1 GB", gbps=4300.0),
+        record("torch", family="limits", op="copy", case="2 GB", gbps=4200.0),
         record("torch", 0.0005, family="limits", op="launch"),
         record("torch", family="limits", op="gemm", tflops=780.0),
     ]
@@ -121,7 +122,7 @@ def test_limits_take_the_best_copy(record):
     assert found["copy_gbps"] == 4300.0 and found["launch_us"] == 0.5
     assert found["bfloat16_tflops"] == found["float16_tflops"] == 780.0
     assert limits.as_text(found) == (
-        "copy 4300 GB/s, launch 0.50 µs, bf16 matrix product 780 TFLOP/s"
+        "copy 4300 GB/s (64 MB 3600), launch 0.50 µs, bf16 matrix product 780 TFLOP/s"
     )
     assert limits.as_text({}) == "not measured"
 

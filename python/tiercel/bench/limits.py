@@ -11,6 +11,7 @@ from tiercel.bench.records import NUMBERS, Record, rounded
 from tiercel.bench.timing import Clock
 
 _COPY_BYTES = (1 << 30, 2 << 30, 4 << 30, 8 << 30)  # read and written together
+_SMALL_COPY_BYTES = (64 << 20, 128 << 20, 256 << 20)
 _SAMPLES = 7
 _GEMM = 8192
 
@@ -20,16 +21,24 @@ def measure(clock: Clock) -> list[Record]:
     import torch
 
     found = []
-    for moved in _COPY_BYTES:
-        half = moved // 2
-        if torch.cuda.mem_get_info()[0] < moved + (1 << 30):
+    for moved in _SMALL_COPY_BYTES + _COPY_BYTES:
+        # Small ones in turn over more than the L2 holds.
+        sets = max(1, _COPY_BYTES[0] // moved)
+        if torch.cuda.mem_get_info()[0] < moved * sets + (1 << 30):
             continue
-        source = torch.rand(half // 4, device="cuda")
-        target = torch.empty_like(source)
+        sources = [torch.rand(moved // 8, device="cuda") for _ in range(sets)]
+        targets = [torch.empty_like(source) for source in sources]
         # A kernel, not copy_(): in a graph that is a node for the copy engine, which is slower.
-        ms = _ms(clock, lambda s=source, t=target: (torch.neg(s, out=t),))
-        found.append(_record("copy", f"{moved >> 30} GB", "float32", ms, gbps=moved / ms / 1e6))
-        del source, target
+        ms = _ms(
+            clock,
+            *(
+                lambda s=s, t=t: (torch.neg(s, out=t),)
+                for s, t in zip(sources, targets, strict=True)
+            ),
+        )
+        size = f"{moved >> 30} GB" if moved >> 30 else f"{moved >> 20} MB"
+        found.append(_record("copy", size, "float32", ms, gbps=moved / ms / 1e6))
+        del sources, targets
     ms = _ms(clock, lambda: _empty_kernel(torch))
     found.append(_record("launch", "one thread, nothing to do", "none", ms))
     a, b = (torch.randn(_GEMM, _GEMM, device="cuda").bfloat16() for _ in range(2))
@@ -59,9 +68,10 @@ def _empty_kernel(torch: Any) -> tuple[()]:
     return ()
 
 
-def _ms(clock: Clock, run: Any) -> float:
-    run()
-    return statistics.median(clock.prepare([Launch(run)]).sample(_SAMPLES))
+def _ms(clock: Clock, *runs: Any) -> float:
+    for run in runs:
+        run()
+    return statistics.median(clock.prepare([Launch(run) for run in runs]).sample(_SAMPLES))
 
 
 def _record(op: str, case: str, dtype: str, ms: float, **rates: float) -> Record:
@@ -80,6 +90,8 @@ def summary(records: list[Record]) -> dict[str, float]:
     for record in records:
         if record["op"] == "copy":
             found["copy_gbps"] = max(found.get("copy_gbps", 0.0), record["gbps"])
+            if record["case"].endswith("MB"):
+                found[f"copy of {record['case']}"] = record["gbps"]
         elif record["op"] == "launch":
             found["launch_us"] = record["ms_median"] * 1e3
         elif record["op"] == "gemm":
@@ -94,8 +106,9 @@ def summary(records: list[Record]) -> dict[str, float]:
 def as_text(found: dict[str, float]) -> str:
     if not found:
         return "not measured"
+    small = "; ".join(f"{k[8:]} {v:.0f}" for k, v in found.items() if k.startswith("copy of "))
     text = (
-        f"copy {found['copy_gbps']:.0f} GB/s, launch {found['launch_us']:.2f} µs, "
+        f"copy {found['copy_gbps']:.0f} GB/s{small and f' ({small})'}, launch {found['launch_us']:.2f} µs, "
         f"bf16 matrix product {found['bfloat16_tflops']:.0f} TFLOP/s"
     )
     fp8 = found.get("float8_e4m3fn_tflops")
