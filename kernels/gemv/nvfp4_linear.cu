@@ -95,10 +95,17 @@ __device__ __forceinline__ void send_sums(uint32_t address, uint32_t met, uint32
       : "memory");
 }
 
+// One lane of a warp that is whole, which the compiler knows to be one.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t one;
+  asm volatile("{ .reg .pred one; elect.sync _|one, 0xffffffff; selp.u32 %0, 1, 0, one; }"
+               : "=r"(one));
+  return one != 0;
+}
+
 // What fills a warp's stages: along K, then turn by turn. What is behind the end of rows or of K
 // comes as zeros, and counts. Scales go to the registers of the threads that want them, four of
 // each of their two rows.
-template <int kStages>
 struct Filler {
   const Nvfp4LinearArgs& args;
   char* weights;
@@ -110,14 +117,33 @@ struct Filler {
   int column, last_column;
   const char* scale[2];
 
-  __device__ __forceinline__ void fill(int stage, uint32_t (&scales)[2]) {
-    if (turn >= last) return;
-    if (lane == 0) {
-      mbarrier_expect(filled + stage, kLineBytes);
-      box_load(weights + stage * kLineBytes, &args.weight_map, k / 2, row, filled + stage);
-    }
+  __device__ __forceinline__ bool more() const { return turn < last; }
+
+  __device__ __forceinline__ void copy(int stage) const {
+    if (!elect_one()) return;
+    mbarrier_expect(filled + stage, kLineBytes);
+    box_load(weights + stage * kLineBytes, &args.weight_map, k / 2, row, filled + stage);
+  }
+
+  __device__ __forceinline__ void read(uint32_t (&scales)[2]) const {
     scales[0] = *reinterpret_cast<const uint32_t*>(scale[0] + column);
     scales[1] = *reinterpret_cast<const uint32_t*>(scale[1] + column);
+  }
+
+  // To the L2: a hint, which reads nothing, so that the grid before may still write.
+  __device__ __forceinline__ void prefetch_scales() const {
+    if (lane % 4 != 0) return;
+    prefetch_l2(scale[0] + column);
+    prefetch_l2(scale[1] + column);
+  }
+
+  // The same for a first line of weights too.
+  __device__ __forceinline__ void prefetch() const {
+    if (lane == 0) box_prefetch(&args.weight_map, k / 2, row);
+    prefetch_scales();
+  }
+
+  __device__ __forceinline__ void next() {
     k += args.parts * kLinearLine;
     column = min(column + args.parts * (kLinearLine / 16), last_column);
     if (++pass < args.passes) return;
@@ -130,15 +156,6 @@ struct Filler {
       turn = begin;
     }
     start();
-  }
-
-  // A first line to the L2: a hint, which reads nothing, so that the grid before may still write.
-  __device__ __forceinline__ void prefetch() const {
-    if (lane == 0) box_prefetch(&args.weight_map, k / 2, row);
-    if (lane % 4 == 0) {
-      prefetch_l2(scale[0] + column);
-      prefetch_l2(scale[1] + column);
-    }
   }
 
   // Behind the end of rows any others are as good, behind the end of K others of the row.
@@ -154,37 +171,41 @@ struct Filler {
   }
 };
 
-template <int kTiles, bool kSingle, int kStages>
+template <int kTiles, bool kSingle>
 __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
     nvfp4_linear(const __grid_constant__ Nvfp4LinearArgs args) {
   extern __shared__ __align__(1024) char shared[];
   constexpr float kFactor = kSingle ? 0x1p14f : 0x1p7f;  // of what decoding leaves out
   constexpr int kSums = kSingle ? 16 : kTiles * 128;     // of 16 rows, of a warp
   constexpr int kLineOfX = kSingle ? 512 : kTiles * kLinearTileBytes;
+  // Of few tokens a second line comes at once: of one the memory, of many the multiplication is
+  // what there is to wait for.
+  constexpr bool kTwo = !kSingle && kTiles == 1;
+  // Known to be uniform; and nothing is divided, which every block would wait for.
+  const int part = __shfl_sync(0xffffffffu, threadIdx.y, 0);
+  const int tile = __shfl_sync(0xffffffffu, threadIdx.z, 0);
   const int lane = threadIdx.x % 32;
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be uniform
-  const int warps = blockDim.x / 32;
   const int quad = lane / 4;
   const int in_quad = lane % 4;
   const int parts = args.parts;
-  const int part = warp % parts;
   const int tiles = args.tiles;
-  const int tile = warp / parts;
+  const int warp = tile * parts + part;
+  const int warps = tiles * parts;
   const int blocks = cluster_blocks();
   const int blocks_shift = __ffs(blocks) - 1;  // a power of two
   const int rank = cluster_rank();
-  const int first_turn = blockIdx.x / blocks * args.turns;
+  const int first_turn = (blockIdx.x >> blocks_shift) * args.turns;
   const int last_turn = min(first_turn + args.turns, args.all_turns);
   const int lines = args.passes * parts;  // of K, of a section
   const int first_line = rank * args.sections * lines;
 
-  char* const x = shared + warps * kStages * kLineBytes;
+  char* const x = shared + warps * 2 * kLineBytes;
   uint64_t* const barriers = reinterpret_cast<uint64_t*>(
       x + lines * (kLineOfX + (kSingle ? 16 : 0)) + (kSingle ? kLinearZeroBytes : 0));
-  uint64_t* const filled = barriers + warp * kStages;
-  uint64_t* const met = barriers + warps * kStages;  // a group's sums, all bytes of them
+  uint64_t* const filled = barriers + warp * 2;
+  uint64_t* const met = barriers + warps * 2;  // a group's sums, all bytes of them
   if (lane == 0) {
-    for (int s = 0; s < kStages; ++s) mbarrier_init(filled + s, 1);
+    for (int s = 0; s < 2; ++s) mbarrier_init(filled + s, 1);
     if (warp == 0) mbarrier_init(met, 1);
     mbarrier_init_fence();
     map_prefetch(&args.weight_map);
@@ -192,47 +213,66 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
   __syncwarp();
   if (blocks > 1) cluster_arrive_relaxed();
 
-  Filler<kStages> filler{args,
-                         shared + warp * kStages * kLineBytes,
-                         filled,
-                         lane,
-                         tile,
-                         first_line + part,
-                         first_turn,
-                         first_turn,
-                         min(first_turn + args.group, last_turn),
-                         args.passes > 0 ? last_turn : first_turn,  // there may be no columns
-                         0,
-                         0,
-                         0,
-                         0,
-                         0,
-                         args.k / 16 - 4,
-                         {}};
+  char* const my_weights = shared + warp * 2 * kLineBytes;
+  Filler filler{args,
+                my_weights,
+                filled,
+                lane,
+                tile,
+                first_line + part,
+                first_turn,
+                first_turn,
+                min(first_turn + args.group, last_turn),
+                args.passes > 0 ? last_turn : first_turn,  // there may be no columns
+                0,
+                0,
+                0,
+                0,
+                0,
+                args.k / 16 - 4,
+                {}};
   filler.start();
   if (args.passes > 0) {
     if (args.ahead) filler.prefetch();
-    const int line = blockIdx.x * blockDim.x + threadIdx.x, of_token = args.k / 64;
-    if (line < args.tokens * of_token) {
-      prefetch_l2(args.x + line / of_token * args.x_row + line % of_token * 128);
+    // Of the grid's warps every 16th is of a token.
+    const int all = blockIdx.x * warps + warp;
+    const int token = all % 16, column = (all / 16 * 32 + lane) * 64;
+    if (token < args.tokens && column < args.k) {
+      prefetch_l2(args.x + token * args.x_row + column * 2);
     }
   }
   grid_dependency_wait();
   grid_dependency_launch();
-  uint32_t scales[kStages - 1][2] = {};
-#pragma unroll
-  for (int s = 0; s < kStages - 1; ++s) filler.fill(s, scales[s]);
+  uint32_t scales[2] = {};
+  const bool any = filler.more();
+  if (any) {
+    filler.copy(0);
+    // Of several tokens x comes before them: the compiler would have it wait for scales that are on
+    // their way to registers.
+    if (kSingle) {
+      filler.read(scales);
+    } else {
+      filler.prefetch_scales();
+    }
+  }
+  load_x<kTiles, kSingle>(args, x, first_line * kLinearLine, lines, warp);
+  if (any) {
+    if (!kSingle) filler.read(scales);
+    filler.next();
+    if (kTwo && filler.more()) filler.copy(1);
+  }
+  bool copied = kTwo;  // what is wanted next
+  __syncthreads();
 
   // Of 16 rows that the block owns, every `blocks`th: [block][part][sum], then what the warp keeps
   // from section to section: [turn of the group][warp][sum].
-  float* const received = reinterpret_cast<float*>(barriers + (warps * kStages + 2) / 2 * 2);
+  float* const received = reinterpret_cast<float*>(barriers + warps * 2 + 2);
   const int of_strip = blocks * parts * kSums;
   float* const kept =
       received + (args.group * tiles + blocks - 1) / blocks * of_strip + warp * kSums;
   const uint32_t my_received = shared_address(received + (rank * parts + part) * kSums) +
                                (kSingle ? (in_quad * 8 + quad) * 4 : lane * 16);
   const int piece = quad * 128 + (in_quad * 2 ^ quad) * 16;
-  const char* const my_weights = shared + warp * kStages * kLineBytes;
   // Of a single token the group of 16 in every two that this thread's column has, or zeros, which
   // are in other banks than what the others read.
   const char* first_x = x + part * kLineOfX;
@@ -247,16 +287,16 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
   for (int begin = first_turn; begin < last_turn; begin += args.group) {
     const int turns = min(args.group, last_turn - begin);
     for (int section = 0; section < args.sections; ++section) {
-      if (args.sections > 1 || begin == first_turn) {
-        if (section > 0 || begin > first_turn) __syncthreads();  // all have done with the last one
-        load_x<kTiles, kSingle>(args, x, (first_line + section * lines) * kLinearLine, lines);
+      if (args.sections > 1 && (section > 0 || begin > first_turn)) {
+        __syncthreads();  // all have done with the last one
+        load_x<kTiles, kSingle>(args, x, (first_line + section * lines) * kLinearLine, lines, warp);
         __syncthreads();
       }
       const bool last = section == args.sections - 1;
       if (blocks > 1 && last) {
         cluster_wait();  // they run, and have done with the last sums
         const int strips = (turns * tiles + blocks - 1 - rank) >> blocks_shift;
-        if (threadIdx.x == 0) mbarrier_expect(met, strips * of_strip * 4);
+        if (warp == 0 && lane == 0) mbarrier_expect(met, strips * of_strip * 4);
       }
       for (int turn = 0; turn < turns; ++turn) {
         float* const mine = kept + turn * warps * kSums;
@@ -275,12 +315,15 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
         for (int pass = 0; pass < args.passes; ++pass) {
           mbarrier_wait(filled + stage, parity);
           __syncwarp();
-          const uint32_t bits[2] = {scales[0][0], scales[0][1]};
-#pragma unroll
-          for (int s = 0; s + 2 < kStages; ++s) {
-            scales[s][0] = scales[s + 1][0], scales[s][1] = scales[s + 1][1];
+          const uint32_t bits[2] = {scales[0], scales[1]};
+          // That nothing but the next pass waits for these scales is up to the compiler's
+          // scoreboards: a wait within this pass costs a sixth of the time.
+          if (filler.more()) {
+            if (!copied) filler.copy(stage ^ 1);
+            filler.read(scales);
+            filler.next();
           }
-          filler.fill(stage == 0 ? kStages - 1 : stage - 1, scales[kStages - 2]);
+          copied = false;
           const char* from = my_weights + stage * kLineBytes;
           float of_line[2] = {};
 #pragma unroll
@@ -321,7 +364,8 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
               const int i = unit * 4 + w;
 #pragma unroll
               for (int t = 0; t < kTiles; ++t) {
-                const char* place = from_x + t * kLinearTileBytes + i * 512 + (lane ^ i) * 16;
+                const char* place =
+                    from_x + t * kLinearTileBytes + i * kLinearPieceBytes + lane * 16;
                 const uint4 b = kSingle ? single_x[w % 2] : *reinterpret_cast<const uint4*>(place);
                 float (&p)[4] = products[kSingle ? w / 2 : t];
                 multiply_accumulate<kSingle>(p, a[0][0], a[1][0], a[0][1], a[1][1], b.x, b.y);
@@ -344,7 +388,7 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
             inverse += parts * 16;
           }
           from_x += next_x;
-          stage = stage + 1 == kStages ? 0 : stage + 1;
+          stage ^= 1;
           parity ^= stage == 0;
         }
         const int strip = turn * tiles + tile;
@@ -431,26 +475,23 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
 
 struct Entry {
   int tokens;
-  int stages;
   Kernel kernel;
 };
 
-#define TIERCEL_KERNEL(tokens, tiles, single, stages)             \
-  {tokens, stages,                                                \
-   Kernel("nvfp4_linear<tokens=" #tokens ", stages=" #stages ">", \
-          reinterpret_cast<const void*>(nvfp4_linear<tiles, single, stages>), kLinearMaxShared)}
-#define TIERCEL_KERNELS(stages)                                            \
-  TIERCEL_KERNEL(1, 1, true, stages), TIERCEL_KERNEL(8, 1, false, stages), \
-      TIERCEL_KERNEL(16, 2, false, stages)
+#define TIERCEL_KERNEL(tokens, tiles, single)         \
+  {tokens, Kernel("nvfp4_linear<tokens=" #tokens ">", \
+                  reinterpret_cast<const void*>(nvfp4_linear<tiles, single>), kLinearMaxShared)}
 
 // By tokens.
-const Entry kKernels[] = {TIERCEL_KERNELS(2), TIERCEL_KERNELS(3)};
+const Entry kKernels[] = {TIERCEL_KERNEL(1, 1, true), TIERCEL_KERNEL(8, 1, false),
+                          TIERCEL_KERNEL(16, 2, false)};
 
 }  // namespace
 
 const Kernel* nvfp4_linear_kernel(int tokens, int stages) {
+  if (stages != 2) return nullptr;
   for (const Entry& entry : kKernels) {
-    if (entry.tokens >= tokens && entry.stages == stages) return &entry.kernel;
+    if (entry.tokens >= tokens) return &entry.kernel;
   }
   return nullptr;
 }

@@ -26,7 +26,7 @@ struct Nvfp4LinearConfig {
   int cluster;  // a power of two
   int tiles;    // of 16 rows, a block at a time
   int parts;
-  int stages;  // in flight, a warp
+  int stages;  // of a warp: 2
 };
 
 // x [T, K] bfloat16, T up to 16, rows at multiples of 16 bytes; weight [N, K / 2] pairs of e2m1;

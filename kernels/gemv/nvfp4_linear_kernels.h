@@ -38,8 +38,11 @@ inline constexpr int kLinearMaxShared = 226 * 1024;  // of 227 KiB
 // Of a block: as many as leave the registers that the kernel wants.
 constexpr int linear_max_threads(int tokens) { return tokens == 1 ? 640 : tokens <= 8 ? 896 : 768; }
 
-inline constexpr int kLinearLine = 256;                       // values of K, 128 bytes of weights
-inline constexpr int kLinearTileBytes = 8 * kLinearLine * 2;  // of x, of 8 tokens
+inline constexpr int kLinearLine = 256;  // values of K, 128 bytes of weights
+// Of x: what a warp takes at a time, of 8 tokens, apart so that storing it too uses all banks; and
+// all of these of a line.
+inline constexpr int kLinearPieceBytes = 512 + 16;
+inline constexpr int kLinearTileBytes = 8 * kLinearPieceBytes;
 
 // Shared memory for a line of x; of a single token with what to multiply by again.
 constexpr int linear_line_bytes(int tokens) {
@@ -54,7 +57,7 @@ inline constexpr int kLinearStageBytes = 16 * (kLinearLine / 2 + 1);
 // Of the sums of 16 rows that a warp has, for that many tokens.
 constexpr int linear_sum_bytes(int tokens) { return tokens == 1 ? 64 : tokens <= 8 ? 512 : 1024; }
 
-// For up to `tokens` tokens, with that many stages in flight a warp; null where there is none.
+// For up to `tokens` tokens, with that many stages a warp; null where there is none.
 const Kernel* nvfp4_linear_kernel(int tokens, int stages);
 
 }  // namespace tiercel

@@ -37,24 +37,25 @@ __device__ __forceinline__ uint32_t largest_of(const uint4& words) {
 // of a warp, eight values of each thread in the order of decode_wide().
 template <int kTiles, bool kSingle>
 __device__ __forceinline__ void load_x(const Nvfp4LinearArgs& args, char* to, int first_k,
-                                       int lines) {
-  const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
+                                       int lines, int warp) {
+  const int lane = threadIdx.x % 32, warps = args.tiles * args.parts;
   const int i = lane % 8;
-  const int tokens = kSingle ? 1 : args.tokens;
-  const int all = lines * tokens;
-  constexpr int kAtOnce = kSingle ? 1 : 4;
-  if (kSingle && threadIdx.x < kLinearZeroBytes / 16) {
-    reinterpret_cast<uint4*>(to + lines * 512)[threadIdx.x] = make_uint4(0, 0, 0, 0);
+  // A line has as many places of tokens as the next power of two.
+  const int shift = kSingle ? 0 : 32 - __clz(args.tokens - 1);
+  const int all = lines << shift;
+  constexpr int kAtOnce = kSingle ? 1 : kTiles * 4;
+  if (kSingle && warp == 0 && lane < kLinearZeroBytes / 16) {
+    reinterpret_cast<uint4*>(to + lines * 512)[lane] = make_uint4(0, 0, 0, 0);
   }
-  for (int base = threadIdx.x / 32; base < all; base += warps * kAtOnce) {
+  for (int base = warp; base < all; base += warps * kAtOnce) {
     uint4 values[kAtOnce];
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       const int item = base + j * warps;
-      const int token = item % tokens;
-      const int k = first_k + item / tokens * kLinearLine + lane * 8;
+      const int token = item & ((1 << shift) - 1);
+      const int k = first_k + (item >> shift) * kLinearLine + lane * 8;
       values[j] = make_uint4(0, 0, 0, 0);
-      if (item < all && k < args.k) {
+      if (item < all && token < args.tokens && k < args.k) {
         const char* from = args.x + token * args.x_row + k * int64_t{2};
         values[j] = *reinterpret_cast<const uint4*>(from);
       }
@@ -63,7 +64,7 @@ __device__ __forceinline__ void load_x(const Nvfp4LinearArgs& args, char* to, in
     for (int j = 0; j < kAtOnce; ++j) {
       const int item = base + j * warps;
       if (item >= all) break;
-      const int token = item % tokens, line = item / tokens;
+      const int token = item & ((1 << shift) - 1), line = item >> shift;
       const uint4 v = values[j];
       if constexpr (kSingle) {
         const float2 factor = range_of(__reduce_max_sync(0xffffffffu, largest_of(v)));
@@ -77,10 +78,9 @@ __device__ __forceinline__ void load_x(const Nvfp4LinearArgs& args, char* to, in
         }
         continue;
       }
-      // The places of a thread's eights are such that all banks are used, both ways.
-      const int place = (token % 8 * 4 + lane / 8) ^ i;
-      *reinterpret_cast<uint4*>(to + (line * kTiles + token / 8) * kLinearTileBytes + i * 512 +
-                                place * 16) =
+      const int place = token % 8 * 4 + lane / 8;
+      *reinterpret_cast<uint4*>(to + (line * kTiles + token / 8) * kLinearTileBytes +
+                                i * kLinearPieceBytes + place * 16) =
           make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.y, v.w, 0x5410),
                      __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x7632));
     }

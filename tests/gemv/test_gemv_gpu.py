@@ -169,7 +169,7 @@ def test_linear_cuts(generator, tokens):
     for features, k in [(3000, 2880), (2500, 4096), (70, 8192)]:
         data = linear_data(generator, tokens, features, k)
         due = linear_truth(*data)
-        for cut in [*cuts, (8, 1, 2, 3 if k % 256 == 0 else 2)]:
+        for cut in [*cuts, (8, 1, 2, 2)]:
             out = torch.full((tokens, features), torch.nan, dtype=torch.bfloat16, device="cuda")
             _C.nvfp4_linear(*data, None, out, cut)
             assert_tokens_close(out, due)
