@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""nvfp4_linear: how rows and K are cut up among warps, blocks and clusters, stages in flight."""
+"""nvfp4_linear: how rows and K are cut up among warps, blocks and clusters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiercel.tune.problem import Candidate, Problem
 
 _LINE = 256  # values of K, as in kernels/gemv/nvfp4_linear_kernels.h
 _FEATURES = 16  # of a tile
-_WARPS = (1, 2, 4, 6, 7, 8, 10, 12, 14, 15, 16, 18, 20, 21, 24, 28)
+_WARPS = (1, 2, 4, 6, 7, 8, 10, 12, 14, 15, 16, 18, 19, 20, 21, 24, 28)
 _PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 15, 16)
 _CLUSTERS = (1, 2, 4, 8)
 
@@ -28,12 +28,11 @@ def candidates(problem: Problem, tokens: int, quick: bool, compiled: bool) -> li
         of_block = -(-lines // cluster)
         if cluster > 1 and of_block * (cluster // 2) >= lines:
             continue  # half of a cluster has all of K
-        for stages in (2,) if quick or problem["K"] % _LINE else (2, 3):
-            for warps in _WARPS:
-                for parts in _PARTS:
-                    if warps % parts == 0 and parts <= max(of_block, 1):
-                        cut = {"cluster": cluster, "tiles": warps // parts}
-                        found.append(cut | {"parts": parts, "stages": stages})
+        for warps in _WARPS:
+            for parts in _PARTS:
+                if warps % parts == 0 and parts <= max(of_block, 1):
+                    cut = {"cluster": cluster, "tiles": warps // parts}
+                    found.append(cut | {"parts": parts, "stages": 2})
     return _least_work(problem, found) if quick else found
 
 
@@ -58,9 +57,10 @@ def needs(problem: Problem, tokens: int, c: Candidate) -> Needs:
     warps = c["tiles"] * c["parts"]
     share = c["parts"] * c["cluster"]  # of K, together
     passes = -(-problem["K"] // (_LINE * share))
-    line = 528 if tokens == 1 else 4096 * (-(-tokens // 8))
+    line = 528 if tokens == 1 else 4224 * (-(-tokens // 8))
     sums = 64 if tokens == 1 else 512 * (-(-tokens // 8))
     least = warps * c["stages"] * 16 * (_LINE // 2 + 1) + share * sums
+    least += 1024  # the launcher takes 226 of 227 KiB
     least += 192 if tokens == 1 else 0
     whole = passes * c["parts"] * line + warps * sums
     sections = c["parts"] * line + 2 * warps * sums
