@@ -76,15 +76,17 @@ uint64_t alignment_bits(const HeadsOfTokens& heads) {
          static_cast<uint64_t>(heads.head_stride);
 }
 
-// The widest kernel with at most `heads` heads a thread.
-const RotaryKernel* find(DType dtype, bool interleaved, int vector_bytes, int heads) {
+// The widest kernel with at most `heads` heads a thread, or null.
+const RotaryKernel* find(DType dtype, bool interleaved, int vector_bytes, int heads,
+                         bool exchanged) {
   int count = 0;
   const RotaryKernel* kernels = rotary_kernels(&count);
   const RotaryKernel* found = nullptr;
   for (int i = 0; i < count; ++i) {
     const RotaryKernel& kernel = kernels[i];
     if (kernel.dtype == dtype && kernel.interleaved == interleaved &&
-        kernel.vector_bytes == vector_bytes && (found == nullptr || kernel.heads <= heads)) {
+        kernel.exchanged == exchanged && kernel.vector_bytes == vector_bytes &&
+        (found == nullptr || kernel.heads <= heads)) {
       found = &kernel;
     }
   }
@@ -96,7 +98,12 @@ const RotaryKernel* find(DType dtype, bool interleaved, int vector_bytes, int he
 Status choose(const RotaryArgs& args, const TensorView& q, bool interleaved, int vector_bytes,
               int places, Choice* choice) {
   const bool few = args.tokens * args.heads * places <= 132 * 4096;
-  choice->kernel = find(q.dtype, interleaved, vector_bytes, few ? 1 : kRotaryMostHeads);
+  const int heads = few ? 1 : kRotaryMostHeads;
+  const bool exchanged = !few && args.turning <= 2 && args.rest == 2 * args.turning;
+  choice->kernel = exchanged ? find(q.dtype, interleaved, vector_bytes, heads, true) : nullptr;
+  if (choice->kernel == nullptr) {
+    choice->kernel = find(q.dtype, interleaved, vector_bytes, heads, false);
+  }
   const int64_t slots = (args.heads + choice->kernel->heads - 1) / choice->kernel->heads;
   const int64_t together = std::max<int64_t>((few ? 128 : 384) / places, 1);
   const int64_t blocks = (slots + together - 1) / together;  // of a token's heads

@@ -6,7 +6,9 @@
 // elements make pairs (or one that holds both halves, when interleaved), or as much that is only
 // copied. It asks for its token's position, which leads to the cosines and sines, and for all of
 // them before it waits for either. In place and out of place are the same code: a thread writes
-// what only it has read.
+// what only it has read. Where few vectors of a head turn, pairs of them are apart by less than the
+// 64 bytes that memory is read by: there a thread has one of them and one to copy, and gets its
+// pairs' others from its neighbour's registers (kExchanged).
 #include <cstdint>
 
 #include "kernels/rotary/element_formats.cuh"
@@ -39,7 +41,7 @@ __device__ __forceinline__ char* head_of(const HeadsOfTokens& q, const HeadsOfTo
 
 // kVector elements are read at once; kInterleaved: pairs side by side. kVector 1 with kInterleaved
 // is a pair of elements. A block has places x heads x tokens, the grid tokens x heads.
-template <typename Element, int kVector, bool kInterleaved, int kHeads>
+template <typename Element, int kVector, bool kInterleaved, int kHeads, bool kExchanged = false>
 __global__ void __launch_bounds__(kRotaryMostThreads)
     rotary_embedding(const __grid_constant__ RotaryArgs args) {
   constexpr bool kSideBySide = kInterleaved && kVector > 1;
@@ -47,9 +49,12 @@ __global__ void __launch_bounds__(kRotaryMostThreads)
   constexpr int kPairs = kVector * kParts / 2;
   constexpr int kVectorBytes = kVector * Element::kBytes;
   const int place = threadIdx.x, copied = place - args.turning;
-  const bool turns = copied < 0;
+  const bool turns = kExchanged || copied < 0;
   int offsets[2];  // of the vectors in a head, bytes
-  if (turns) {
+  if (kExchanged) {
+    offsets[0] = place * kVectorBytes;
+    offsets[1] = offsets[0] + args.rotated * Element::kBytes;
+  } else if (turns) {
     offsets[0] = place * (kInterleaved && kParts == 2 ? 2 : 1) * kVectorBytes;
     offsets[1] = offsets[0] + (kInterleaved ? 1 : args.turning) * kVectorBytes;
   } else {
@@ -79,7 +84,12 @@ __global__ void __launch_bounds__(kRotaryMostThreads)
   // First of all: where the angles are depends on it.
   Integer position;
   position.load(args.positions, token, args.wide_positions);
-  Packed<Element, kVector> x[kHeads][kParts];
+  // The angles of a token of the next wave of blocks come to the L2 meanwhile.
+  const int64_t next_token = token + static_cast<int64_t>(args.ahead) * blockDim.z;
+  const bool asks = place + threadIdx.y + blockIdx.y == 0 && next_token < args.tokens;
+  Integer next;
+  if (asks) next.load(args.positions, next_token, args.wide_positions);
+  Packed<Element, kVector> x[kHeads][kParts] = {};
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) {
     const int head = first + i * blockDim.y;
@@ -88,9 +98,16 @@ __global__ void __launch_bounds__(kRotaryMostThreads)
 #pragma unroll
     for (int p = 0; p < kParts; ++p) x[i][p].load(from + offsets[p]);
   }
+  if (asks) {
+    const int bytes = args.rotated * (args.wide_cache ? 4 : Element::kBytes);
+    const char* const row = args.cache + next.value(args.wide_positions) * bytes;
+#pragma unroll 1
+    for (int b = 0; b < bytes; b += 128) prefetch_l2(row + b);
+  }
   float cosines[kPairs], sines[kPairs];
   if (turns) {
-    const int64_t cosine = position.value(args.wide_positions) * args.rotated + place * kPairs;
+    const int pair = (kExchanged ? place & (args.turning - 1) : place) * kPairs;
+    const int64_t cosine = position.value(args.wide_positions) * args.rotated + pair;
     const int64_t sine = cosine + args.rotated / 2;
     if (args.wide_cache) {
       load_angles<Float32Element>(cosines, args.cache, cosine);
@@ -103,8 +120,22 @@ __global__ void __launch_bounds__(kRotaryMostThreads)
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) {
     const int head = first + i * blockDim.y;
+    if constexpr (kExchanged) {
+      float turned[kVector];
+      Packed<Element, kVector> other;
+#pragma unroll
+      for (int w = 0; w < Packed<Element, kVector>::kWords; ++w) {
+        other.words[w] = __shfl_xor_sync(0xffffffffu, x[i][0].words[w], args.turning);
+      }
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        const float sine = place < args.turning ? -sines[j] : sines[j];
+        turned[j] = x[i][0][j] * cosines[j] + other[j] * sine;
+      }
+      x[i][0].round(turned);
+    }
     if (head >= args.heads) continue;
-    if (turns) {
+    if (turns && !kExchanged) {
       float turned[kParts][kVector];
 #pragma unroll
       for (int j = 0; j < kPairs; ++j) {
@@ -123,7 +154,11 @@ __global__ void __launch_bounds__(kRotaryMostThreads)
 }
 
 #define TIERCEL_ROTARY(dtype, vector, interleaved, heads)                              \
-  {DType::k##dtype, interleaved, vector * dtype##Element::kBytes, heads,               \
+  {DType::k##dtype,                                                                    \
+   interleaved,                                                                        \
+   false,                                                                              \
+   vector * dtype##Element::kBytes,                                                    \
+   heads,                                                                              \
    Kernel("rotary_embedding<" #dtype ", vector=" #vector ", interleaved=" #interleaved \
           ", heads=" #heads ">",                                                       \
           reinterpret_cast<const void*>(                                               \
@@ -132,11 +167,20 @@ __global__ void __launch_bounds__(kRotaryMostThreads)
   TIERCEL_ROTARY(dtype, vector, false, 1), TIERCEL_ROTARY(dtype, vector, false, 2),   \
       TIERCEL_ROTARY(dtype, vector, true, 1), TIERCEL_ROTARY(dtype, vector, true, 2), \
       TIERCEL_ROTARY(dtype, 1, false, 2), TIERCEL_ROTARY(dtype, 1, true, 2)
+#define TIERCEL_ROTARY_EXCHANGED(dtype)                                 \
+  {DType::k##dtype,                                                     \
+   false,                                                               \
+   true,                                                                \
+   16,                                                                  \
+   2,                                                                   \
+   Kernel("rotary_embedding<" #dtype ", vector=8, exchanged, heads=2>", \
+          reinterpret_cast<const void*>(rotary_embedding<dtype##Element, 8, false, 2, true>))}
 
 // By dtype; vectors before elements, few heads before many.
-const RotaryKernel kKernels[] = {TIERCEL_ROTARY_DTYPE(Float32, 4),
-                                 TIERCEL_ROTARY_DTYPE(BFloat16, 8),
-                                 TIERCEL_ROTARY_DTYPE(Float16, 8)};
+const RotaryKernel kKernels[] = {
+    TIERCEL_ROTARY_DTYPE(Float32, 4), TIERCEL_ROTARY_DTYPE(BFloat16, 8),
+    TIERCEL_ROTARY_DTYPE(Float16, 8), TIERCEL_ROTARY_EXCHANGED(BFloat16),
+    TIERCEL_ROTARY_EXCHANGED(Float16)};
 
 }  // namespace
 

@@ -35,6 +35,7 @@ struct RotaryArgs {
 struct RotaryKernel {
   DType dtype;
   bool interleaved;
+  bool exchanged;  // a head's places are as many vectors that turn, then as many that are copied
   int vector_bytes;
   int heads;  // a thread
   Kernel kernel;
