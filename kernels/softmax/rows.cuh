@@ -20,6 +20,7 @@ namespace tiercel {
 // all rows are whole vectors.
 template <typename Format, typename Group, bool kAligned = false>
 struct RowPlace {
+  static constexpr bool kAlignedRows = kAligned;
   static constexpr int kPerVector = kSoftmaxVectorBytes / Format::kBytes;
   static constexpr int kPerLine = kSoftmaxLineBytes / Format::kBytes;
 
@@ -50,6 +51,11 @@ struct RowPlace {
   __device__ __forceinline__ bool whole(int v) const {
     return (kAligned || column(v) >= 0) && column(v) <= last_whole;
   }
+  // Whether the thread's first kVectors vectors are.
+  template <int kVectors>
+  __device__ __forceinline__ bool all_whole() const {
+    return (kAligned || first >= 0) && column(kVectors - 1) <= last_whole;
+  }
   __device__ __forceinline__ bool some(int v) const {
     return column(v) > -kPerVector && column(v) < columns;
   }
@@ -63,6 +69,8 @@ struct RowPlace {
   __device__ __forceinline__ int offset(int v, int i = 0) const {
     return (v * stride + i) * Format::kBytes;
   }
+  // Bytes from one vector to the next.
+  __device__ __forceinline__ uint32_t step() const { return stride * Format::kBytes; }
 };
 
 // The element-by-element ways below are loops on purpose: unrolled for every vector they would need
@@ -137,24 +145,33 @@ __device__ __forceinline__ void pad_outside(uint32_t (&words)[4], int column, in
 }
 
 // Brings the lines of what a group's threads will load to the L2, a thread of eight each.
-template <int kVectors, typename Format, typename Group>
-__device__ __forceinline__ void prefetch_row(const RowPlace<Format, Group, true>& place,
-                                             const Group& group, const SoftmaxRows& rows) {
+template <int kVectors, typename Place, typename Group>
+__device__ __forceinline__ void prefetch_row(const Place& place, const Group& group,
+                                             const SoftmaxRows& rows) {
   if (group.rank() % (kSoftmaxLineBytes / kSoftmaxVectorBytes) != 0) return;
   const char* base = place.base(rows);
 #pragma unroll 1
   for (int v = 0; v < kVectors; ++v) {
-    if (place.whole(v)) prefetch_l2(base + place.offset(v));
+    if (place.some(v)) prefetch_l2(base + place.offset(v));
   }
 }
 
 // A thread's vectors of a row, as words; `pad` stands where the row has no element. A row's ends
-// are read with their neighbours where these are of the matrix too.
-template <typename Format, typename Group, bool kAligned, int kVectors>
+// are read with their neighbours where these are of the matrix too. kBranches: threads of whole
+// vectors have a way of their own. (Where rows are unaligned, warps at their ends would go both
+// ways, which costs more.)
+template <bool kBranches = false, typename Format, typename Group, bool kAligned, int kVectors>
 __device__ __forceinline__ void load_row(uint32_t (&words)[kVectors][4],
                                          const RowPlace<Format, Group, kAligned>& place,
                                          const SoftmaxRows& rows, float pad) {
   const char* base = place.base(rows);
+  if constexpr (kBranches) {
+    if (place.template all_whole<kVectors>()) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v, base += place.step()) load_stream(words[v], base);
+      return;
+    }
+  }
   int least = 0, most = place.last_whole;  // columns of what is read as a vector
   if constexpr (!kAligned) {
     const char* start = rows.data + place.row * rows.row_stride;
@@ -170,42 +187,53 @@ __device__ __forceinline__ void load_row(uint32_t (&words)[kVectors][4],
     for (int w = 0; w < 4; ++w) words[v][w] = pad_word<Format>(pad);
     if (place.column(v) >= least && place.column(v) <= most) {
       load_stream(words[v], base + place.offset(v));
-    } else if (!kAligned && place.some(v)) {
-      load_elements<Format>(words[v], base + place.offset(v), Format::kBytes, place.column(v),
-                            place.columns, pad);
     }
   }
   if constexpr (!kAligned) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      if (place.some(v) && !place.whole(v)) {
+      if (!place.some(v) || place.whole(v)) continue;
+      if (place.column(v) < least || place.column(v) > most) {
+        load_elements<Format>(words[v], base + place.offset(v), Format::kBytes, place.column(v),
+                              place.columns, pad);
+      } else {
         pad_outside<Format>(words[v], place.column(v), place.columns, pad);
       }
     }
   }
 }
 
-template <typename Format, typename Group, bool kAligned>
-__device__ __forceinline__ void store_row(
-    const float (&values)[RowPlace<Format, Group, kAligned>::kPerVector],
-    const RowPlace<Format, Group, kAligned>& place, const SoftmaxRows& rows, int v) {
-  char* address = place.base(rows) + place.offset(v);
-  uint32_t words[4];
-  pack<Format>(values, words);
-  if (place.whole(v)) {
-    store_vector(address, words);
-    return;
-  }
-  if (kAligned || !place.some(v)) return;
-  VectorBits bits(words);
+// Writes a thread's vectors of a row, one after another from its first.
+template <typename Format, typename Place>
+class RowWriter {
+ public:
+  static constexpr bool kAligned = Place::kAlignedRows;
+  __device__ __forceinline__ RowWriter(const Place& place, const SoftmaxRows& rows)
+      : place_(place), address_(place.base(rows)) {}
+
+  __device__ __forceinline__ void operator()(int v, const float (&values)[Place::kPerVector]) {
+    uint32_t words[4];
+    pack<Format>(values, words);
+    if (place_.whole(v)) {
+      store_vector(address_, words);
+    } else if (!kAligned && place_.some(v)) {
+      VectorBits bits(words);
+      char* address = address_;
 #pragma unroll 1
-  for (int i = 0; i < place.kPerVector; ++i, address += Format::kBytes) {
-    const uint32_t element = bits.pop<8 * Format::kBytes>();
-    if (!place.has(v, i)) continue;
-    *reinterpret_cast<typename Format::Storage*>(address) =
-        static_cast<typename Format::Storage>(element);
+      for (int i = 0; i < Place::kPerVector; ++i, address += Format::kBytes) {
+        const uint32_t element = bits.pop<8 * Format::kBytes>();
+        if (!place_.has(v, i)) continue;
+        *reinterpret_cast<typename Format::Storage*>(address) =
+            static_cast<typename Format::Storage>(element);
+      }
+    }
+    address_ += place_.step();
   }
-}
+
+ private:
+  const Place& place_;
+  char* address_;
+};
 
 // Where a row's mask begins.
 __device__ __forceinline__ const char* mask_row(const SoftmaxMaskRows& mask, int64_t row) {
@@ -269,6 +297,37 @@ __device__ __forceinline__ uint32_t mask_bits(const SoftmaxMaskRows& mask, const
     }
   }
   return bits;
+}
+
+// What an added mask has at a thread's vectors, where each is whole or behind the row, and aligned:
+// none waits for another one.
+template <typename Format, typename Place, int kVectors>
+__device__ __forceinline__ void load_added(float (&added)[kVectors][Place::kPerVector],
+                                           const SoftmaxMaskRows& mask, const char* mask_row,
+                                           const Place& place) {
+  const bool is_float = Format::kBytes == 4 || mask.kind == SoftmaxMask::kAddFloat32;
+  const char* address = mask_row + place.first * mask.step;
+  const int64_t step = place.stride * mask.step;
+  if (is_float) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v, address += step) {
+#pragma unroll
+      for (int i = 0; i < Place::kPerVector; i += 4) {
+        uint32_t words[4] = {};
+        if (place.whole(v)) load_vector(words, address + 4 * i);
+#pragma unroll
+        for (int w = 0; w < 4; ++w) added[v][i + w] = __uint_as_float(words[w]);
+      }
+    }
+    return;
+  }
+  uint32_t words[kVectors][4] = {};
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v, address += step) {
+    if (place.whole(v)) load_vector(words[v], address);
+  }
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) unpack<Format>(words[v], added[v]);
 }
 
 // Applies the mask to a vector's scaled scores; -inf where the row has none.

@@ -10,8 +10,10 @@
 // While a block reduces it loads nothing, so others of the multiprocessor have to: what counts is
 // how many bytes its registers can await. 16-bit scores stay packed, two to a register, and their
 // exponentials are computed twice (the second time is cheaper than the registers for the first):
-// 64 registers a thread hold 8 vectors, 128 KiB a multiprocessor.
-// A bool mask of whole vectors is read with the scores and makes them -inf as they are, packed.
+// 64 registers a thread hold 8 vectors, 128 KiB a multiprocessor. Both times count: whatever a
+// block computes between its loads and its stores, its registers await nothing (exponentials.cuh).
+// A bool mask of whole vectors is read with the scores and makes them -inf as they are, packed; an
+// added one is read before any of it is used.
 // Rows that do not start at a multiple of 16 bytes are read from the multiple before, with their
 // neighbours' elements (rows.cuh). Longer ones than fit are read twice (softmax_long.cuh).
 #ifndef KERNELS_SOFTMAX_SOFTMAX_CUH_
@@ -22,30 +24,12 @@
 
 #include "kernels/sm90/float_format.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
+#include "kernels/softmax/exponentials.cuh"
 #include "kernels/softmax/row_group.cuh"
 #include "kernels/softmax/rows.cuh"
 #include "kernels/softmax/softmax_kernels.h"
 
 namespace tiercel {
-
-// exp(factor * (x - largest)). Exact: to a unit in the last place. Otherwise to about 2^-20, in
-// three instructions; the difference comes first, which is exact for large scores too. NaN for a
-// largest of -inf or +inf as it has to be: such rows are NaN.
-template <bool kExact>
-struct ExpBelow {
-  float largest, factor;
-  __device__ __forceinline__ ExpBelow(float largest, float factor)
-      : largest(largest), factor(kExact ? factor : factor * kLog2E) {}
-  __device__ __forceinline__ float operator()(float x) const {
-    if constexpr (kExact) return expf((x - largest) * factor);
-    float value;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"((x - largest) * factor));
-    return value;
-  }
-
- private:
-  static constexpr float kLog2E = 1.44269504f;
-};
 
 // Keeps the compiler from holding unpacked values from one use to the next: twice the registers.
 __device__ __forceinline__ void keep_packed(uint32_t (&words)[4]) {
@@ -143,13 +127,55 @@ __device__ __forceinline__ float largest_of(const uint32_t (&words)[kVectors][4]
   }
 }
 
+// Each vector's results, of its scores.
+template <typename Format, int kVectors, typename Store, typename Result>
+__device__ __forceinline__ void finish_rows(uint32_t (&words)[kVectors][4], Store& store,
+                                            Result result) {
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    float x[kSoftmaxVectorBytes / Format::kBytes];
+    keep_packed(words[v]);
+    unpack<Format>(words[v], x);
+#pragma unroll
+    for (float& value : x) value = result(value);
+    store(v, x);
+  }
+}
+
+// The same from the row's largest score and sum of exponentials.
+template <typename Format, int kVectors, typename Store, typename Exp>
+__device__ __forceinline__ void finish_of(uint32_t (&words)[kVectors][4], const Exp& exp_below,
+                                          float sum, float factor, bool log, Store& store) {
+  if constexpr (std::is_same_v<Exp, PackedExpBelow>) {
+    // One instruction does for either function: two loops would be twice the code, and the compiler
+    // would compute both results for each score.
+    const float by = log ? 1.0f : exp_below.factor;
+    const float less = log ? exp_below.largest : exp_below.shift;
+    const float times = log ? factor : inverse_of<kVectors>(sum);
+    const float plus = log ? -exp_below.log_of(sum) : 0.0f;
+    finish_rows<Format>(words, store, [&](float x) {
+      const float below = fmaf(x, by, -less);
+      return fmaf(log ? below : exp2_approx(below), times, plus);
+    });
+  } else if (log) {
+    const float log_sum = exp_below.log_of(sum);
+    finish_rows<Format>(words, store,
+                        [&](float x) { return fmaf(x - exp_below.largest, factor, -log_sum); });
+  } else {
+    const float inverse = inverse_of<kVectors>(sum);
+    finish_rows<Format>(words, store, [&](float x) {
+      return share_of<Format::kBytes == 4>(exp_below(x), sum, inverse);
+    });
+  }
+}
+
 // The same for packed 16-bit scores; `store(v, results)` takes each vector's.
 template <typename Format, typename Group, int kVectors, typename Store>
 __device__ __forceinline__ void softmax_of_packed(uint32_t (&words)[kVectors][4],
                                                   const Group& group, float factor, bool log,
-                                                  Store store) {
+                                                  Store& store) {
   const float largest = group.reduce(largest_of<Format>(words), MaxOf(), 0);
-  const ExpBelow<false> exp_below(largest, factor);
+  const PackedExpBelow exp_below(largest, factor);
   float sums[4] = {};
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
@@ -160,18 +186,7 @@ __device__ __forceinline__ void softmax_of_packed(uint32_t (&words)[kVectors][4]
     for (int i = 0; i < 8; ++i) sums[i % 4] += exp_below(x[i]);
   }
   const float sum = group.reduce(sum_of(sums), SumOf(), 1);
-  const float last = log ? logf(sum) : inverse_of<kVectors>(sum);
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    float x[8];
-    keep_packed(words[v]);
-    unpack<Format>(words[v], x);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      x[i] = log ? fmaf(x[i] - largest, factor, -last) : exp_below(x[i]) * last;
-    }
-    store(v, x);
-  }
+  finish_of<Format>(words, exp_below, sum, factor, log, store);
 }
 
 // The same for a block's or a cluster's row: each warp takes exponentials below its own maximum, so
@@ -179,7 +194,7 @@ __device__ __forceinline__ void softmax_of_packed(uint32_t (&words)[kVectors][4]
 template <typename Format, int kVectors, typename Store>
 __device__ __forceinline__ void softmax_of_block(uint32_t (&words)[kVectors][4],
                                                  const BlockGroup& group, float factor, bool log,
-                                                 Store store) {
+                                                 Store& store) {
   constexpr bool kExact = Format::kBytes == 4;
   constexpr int kPerVector = kSoftmaxVectorBytes / Format::kBytes;
   constexpr bool kKeepsTerms = kVectors == 1;  // few rows: the shorter way to the results
@@ -187,7 +202,7 @@ __device__ __forceinline__ void softmax_of_block(uint32_t (&words)[kVectors][4],
   const float of_warp = group_reduce<32>(largest_of<Format>(words), MaxOf());
   float sums[4] = {};
   {
-    const ExpBelow<kExact> exp_below(of_warp == -kInfinity ? 0.0f : of_warp, factor);
+    const BlockExp<Format> exp_below(of_warp == -kInfinity ? 0.0f : of_warp, factor);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       float x[kPerVector];
@@ -201,34 +216,21 @@ __device__ __forceinline__ void softmax_of_block(uint32_t (&words)[kVectors][4],
       }
     }
   }
-  const float2 all = group.join(of_warp, lanes_reduce<32>(sum_of(sums), SumOf()),
-                                [&](float x, float y) { return ExpBelow<kExact>(y, factor)(x); });
-  const float largest = all.x;
-  const ExpBelow<kExact> exp_below(largest, factor);
-  if (kKeepsTerms && !log) {
-    const float share = exp_below(of_warp);
-    const float inverse = inverse_of<kVectors>(all.y);
-    float x[kPerVector];
+  const float2 all =
+      group.join(of_warp, lanes_reduce<32>(sum_of(sums), SumOf()),
+                 [&](float x, float y) { return BlockExp<Format>(y, factor).of_largest(x); });
+  const BlockExp<Format> exp_below(all.x, factor);
+  if constexpr (kKeepsTerms) {
+    if (!log) {
+      const float share = exp_below.of_largest(of_warp);
+      const float inverse = inverse_of<kVectors>(all.y);
 #pragma unroll
-    for (int i = 0; i < kPerVector; ++i) {
-      x[i] = share_of<kExact>(terms[kKeepsTerms ? i : 0] * share, all.y, inverse);
+      for (float& term : terms) term = share_of<kExact>(term * share, all.y, inverse);
+      store(0, terms);
+      return;
     }
-    store(0, x);
-    return;
   }
-  const float last = log ? logf(all.y) : inverse_of<kVectors>(all.y);
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    float x[kPerVector];
-    keep_packed(words[v]);
-    unpack<Format>(words[v], x);
-#pragma unroll
-    for (int i = 0; i < kPerVector; ++i) {
-      x[i] = kKeepsTerms || log ? fmaf(x[i] - largest, factor, -last)
-                                : share_of<kExact>(exp_below(x[i]), all.y, last);
-    }
-    store(v, x);
-  }
+  finish_of<Format>(words, exp_below, all.y, factor, log, store);
 }
 
 // A negative scale is taken out of the scores as their sign, two to a word.
@@ -267,6 +269,31 @@ struct ScoreReader {
       unpack<Format>(flipped, x);
     }
   }
+
+  // All of a thread's vectors.
+  template <typename Place, int kVectors>
+  __device__ __forceinline__ void read_all(const uint32_t (&words)[kVectors][4],
+                                           float (&x)[kVectors][Place::kPerVector],
+                                           const Place& place) const {
+    if constexpr (kMasked) {
+      if (args.mask.kind != SoftmaxMask::kKeep && args.mask.vectors &&
+          args.columns % Place::kPerVector == 0) {
+        load_added<Format>(x, args.mask, mask, place);
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+          float scores[Place::kPerVector];
+          unpack<Format>(words[v], scores);
+#pragma unroll
+          for (int i = 0; i < Place::kPerVector; ++i) {
+            x[v][i] = fmaf(scores[i], args.scale, x[v][i]);
+          }
+        }
+        return;
+      }
+    }
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) (*this)(words[v], x[v], place, v);
+  }
 };
 
 // How many of the largest blocks a multiprocessor is to hold: as many as get along without spills.
@@ -296,14 +323,16 @@ __global__ void __launch_bounds__(kMaxThreads,
   constexpr bool kKeeps = kMasked && kAligned;
   const Group group(args.blocks);
   const RowPlace<Format, Group, kAligned> place(args, group);
-  if constexpr (kAligned) {
+  constexpr bool kBlock = std::is_same_v<Group, BlockGroup>;
+  if constexpr (kAligned || (kBlock && kVectors == 8)) {  // the others' rows are few or masked
     if (is_ahead(args.ahead)) prefetch_row<kVectors>(place, group, args.x);
   }
   grid_dependency_wait();
   grid_dependency_launch();  // the next grid's blocks take what room the last of these leave
 
   uint32_t words[kVectors][4];
-  load_row(words, place, args.x, args.pad);
+  constexpr bool kBranches = kAligned || (kMasked && kVectors < 8);
+  load_row<kBlock && kVectors != 1 && kBranches>(words, place, args.x, args.pad);
   if constexpr (kKeeps) {
     uint32_t kept[kVectors][4 / Format::kBytes];
     load_kept(kept, args.mask, place);
@@ -312,14 +341,15 @@ __global__ void __launch_bounds__(kMaxThreads,
   }
   group.meet();
   const ScoreReader<Format, kMasked && !kKeeps> read(args, place.row);
-  constexpr bool kBlock = std::is_same_v<Group, BlockGroup>;
   if constexpr ((Format::kBytes == 2 || kBlock) && (!kMasked || kKeeps)) {
+    if (read.flip != 0) {
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
+      for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
-      for (int w = 0; w < 4; ++w) words[v][w] ^= read.flip;
+        for (int w = 0; w < 4; ++w) words[v][w] ^= read.flip;
+      }
     }
-    const auto store = [&](int v, const auto& x) { store_row<Format>(x, place, args.out, v); };
+    RowWriter<Format, std::decay_t<decltype(place)>> store(place, args.out);
     if constexpr (kBlock) {
       softmax_of_block<Format>(words, group, read.factor, args.log, store);
     } else {
@@ -327,11 +357,11 @@ __global__ void __launch_bounds__(kMaxThreads,
     }
   } else {
     float x[kVectors][RowPlace<Format, Group>::kPerVector];
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) read(words[v], x[v], place, v);
+    read.read_all(words, x, place);
     softmax_of<Format::kBytes == 4>(x, group, read.factor, args.log);
+    RowWriter<Format, std::decay_t<decltype(place)>> store(place, args.out);
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) store_row<Format>(x[v], place, args.out, v);
+    for (int v = 0; v < kVectors; ++v) store(v, x[v]);
   }
 }
 
@@ -393,6 +423,7 @@ __global__ void __launch_bounds__(kMaxThreads,
   // know that these words are the ones from before it.
   const uint32_t zero = args.blocks >> 31;
   const auto finish = [&](auto log) {
+    RowWriter<Format, std::decay_t<decltype(place)>> store(place, args.out);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       float y[kPerVector], grad[kPerVector];
@@ -409,7 +440,7 @@ __global__ void __launch_bounds__(kMaxThreads,
       uint32_t keep = ~0u;
       if constexpr (kMasked) keep = mask_bits(args.mask, mask, place, v);
       gradients<decltype(log)::value, Format::kBytes == 4>(y, grad, total, args.scale, keep);
-      store_row<Format>(y, place, args.out, v);
+      store(v, y);
     }
   };
   if (args.log) {

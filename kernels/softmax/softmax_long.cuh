@@ -67,6 +67,7 @@ __global__ void __launch_bounds__(kSoftmaxThreads, 1)
   for_each_tile(start, [&](const Place& place) {
     uint32_t words[kLongVectors][4];
     load_row(words, place, args.x, args.pad);
+    RowWriter<Format, std::decay_t<decltype(place)>> store(place, args.out);
 #pragma unroll
     for (int v = 0; v < kLongVectors; ++v) {
       float x[Place::kPerVector];
@@ -76,7 +77,7 @@ __global__ void __launch_bounds__(kSoftmaxThreads, 1)
         x[i] = args.log ? fmaf(x[i] - most, read.factor, -last)
                         : share_of<kExact>(exp_below(x[i]), sum, last);
       }
-      store_row<Format>(x, place, args.out, v);
+      store(v, x);
     }
   });
 }
@@ -107,6 +108,7 @@ __global__ void __launch_bounds__(kSoftmaxThreads, 1)
     uint32_t y_words[kLongVectors][4], grad_words[kLongVectors][4];
     load_row(y_words, place, args.x, 0.0f);
     load_row(grad_words, place, args.grad, 0.0f);
+    RowWriter<Format, std::decay_t<decltype(place)>> store(place, args.out);
 #pragma unroll
     for (int v = 0; v < kLongVectors; ++v) {
       float y[Place::kPerVector], grad[Place::kPerVector];
@@ -115,7 +117,7 @@ __global__ void __launch_bounds__(kSoftmaxThreads, 1)
       const uint32_t keep = kMasked ? mask_bits(args.mask, mask, place, v) : ~0u;
       args.log ? gradients<true, Format::kBytes == 4>(y, grad, total, args.scale, keep)
                : gradients<false, Format::kBytes == 4>(y, grad, total, args.scale, keep);
-      store_row<Format>(y, place, args.out, v);
+      store(v, y);
     }
   });
 }

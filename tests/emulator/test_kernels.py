@@ -101,6 +101,22 @@ def test_softmax_of_special_values(columns, dtype):
         assert not ((result - exact).abs() > allowed).any()
 
 
+@pytest.mark.parametrize("scale", [None, 1e-4, -3.0])
+@pytest.mark.parametrize("columns", [8, 1000, 5003, 20_000])
+def test_softmax_of_huge_scores(columns, scale):
+    """Scores whose products with the scale are rounded by more than an exponential bears."""
+    x = torch.full((8, columns), -100.0, dtype=torch.bfloat16)
+    most = torch.finfo(x.dtype).max
+    x[0], x[1], x[2], x[3, 3:] = -most, most, -most / 2, -most
+    x[4], x[5], x[6, ::5], x[7] = -1e9, 1e10 + 1e9 * torch.rand(columns), 3e8, 1e6
+    for name in ("softmax_online_no_mask", "log_softmax_no_mask"):
+        result = sm90(name)(x, -1, scale, None).double()
+        function = torch.softmax if name[0] == "s" else torch.log_softmax
+        exact = function(x.double() * (scale or 1.0), -1).to(x.dtype).double()
+        near = (result - exact).abs() <= 2**-7 * exact.abs() + 1e-7
+        assert (near | (result == exact)).all()  # infinite where it is too much for the dtype
+
+
 @pytest.mark.parametrize("scale", [None, 0.37])
 @pytest.mark.parametrize("columns", [64, 1000, 20_000])
 def test_log_softmax_of_large_scores(columns, scale):
