@@ -17,10 +17,9 @@ _BLOCK = 128
 
 class MoeBlockScales(MoeScales):
     @cute.jit
-    def multiply_blocks(self, mmas, fragments, ring, facts, factors, of_weights, tile, elements):
-        """A tile's steps; the place in the ring after them."""
-        accs, sums, rx, rw = fragments
-        full, empty, index, phase, steps = ring
+    def scales_of_blocks(self, facts, factors, of_weights, tile, elements):
+        """Where a tile's scales are, and those of its first step. They come from memory: who asks
+        for them before its turn gets them while the other warpgroup multiplies."""
         x_scale, x_scale_step, divide, _ = factors
         w_scale, w_scale_expert, w_scale_step, second = of_weights
         expert, column = tile
@@ -30,11 +29,19 @@ class MoeBlockScales(MoeScales):
             places.append(x_scale + Int64(element // divide) * x_scale_step)
         for half in cutlass.range_constexpr(2 if const_expr(self.up) else 1):
             row = (column * self.width + half * second) // _BLOCK
-            places.append(w_scale + (Int64(expert) * w_scale_expert + row * w_scale_step))
-        now = cute.make_rmem_tensor(len(places), Float32)
+            of_expert = Int64(cutlass.max(expert, 0)) * w_scale_expert
+            places.append(w_scale + (of_expert + row * w_scale_step))
         ahead = cute.make_rmem_tensor(len(places), Float32)
         for i in cutlass.range_constexpr(len(places)):
             ahead[i] = places[i].load()
+        return places, ahead
+
+    @cute.jit
+    def multiply_blocks(self, mmas, fragments, ring, places, ahead):
+        """A tile's steps; the place in the ring after them."""
+        accs, sums, rx, rw = fragments
+        full, empty, index, phase, steps = ring
+        now = cute.make_rmem_tensor(len(places), Float32)
         for step in cutlass.range(steps, unroll=1):
             cute.arch.mbarrier_wait(full + index, phase)
             # The gathered rows were not written by the copy engine.

@@ -282,6 +282,9 @@ class MoeGrouped(MoeBlockScales):
             of_chunk = (columns_scales, of_columns, column, 0, rows, second, lane)
             if const_expr(not self.begins):
                 self.prepare(ahead_of, of_rows, of_chunk)
+            if const_expr(self.block_scaled):
+                of_tile = (facts, factors, of_weights, (expert, column), elements)
+                of_blocks = self.scales_of_blocks(*of_tile)
             sums.fill(0.0)
             theirs = Int32(0)  # steps of the tile of the other warpgroup's turn
             if const_expr(self.pingpong):
@@ -292,7 +295,7 @@ class MoeGrouped(MoeBlockScales):
                 if const_expr(self.block_scaled):
                     index, phase = self.multiply_blocks(
                         *(mmas, (accs, sums, rx, rw), (full, empty, index, phase, steps)),
-                        *(facts, factors, of_weights, (expert, column), elements),
+                        *of_blocks,
                     )
                 else:
                     for step in cutlass.range(steps, unroll=1):
