@@ -59,7 +59,7 @@ bool is_aligned(const ReduceArgs& args, int64_t element) {
          multiple_of(args.inner_stride, 16) && multiple_of(args.length * element, 16);
 }
 
-// Rows that share a block: groups of lanes, each with one row to four.
+// Rows that share a block: groups of lanes, each with one row to eight.
 void choose_short_rows(DType dtype, bool max, int64_t row_bytes, ReduceLaunch* launch) {
   const ReduceArgs& args = launch->args;
   const int64_t element = dtype_bytes(dtype);
@@ -87,19 +87,20 @@ void choose_short_rows(DType dtype, bool max, int64_t row_bytes, ReduceLaunch* l
     return;
   }
   int lanes = 32, rows = 1;
+  Kind kind = aligned ? Kind::rows_aligned : Kind::rows;
   if (aligned && row_bytes <= 128 && outputs * 8 <= kMultiprocessors * 2048) {
     lanes = 8;  // a thread for each vector: latency counts
-  } else if (aligned && row_bytes <= 256) {
-    lanes = 4, rows = row_bytes <= 128 ? 4 : 2;
   } else if (aligned && row_bytes <= 512) {
-    lanes = 8, rows = 2;
+    kind = Kind::rows_turned;
+    lanes = row_bytes <= 64 ? 4 : row_bytes <= 128 ? 8 : row_bytes <= 256 ? 16 : 32;
+    rows = 8;
   } else if (aligned && row_bytes <= 1024 && outputs >= kMultiprocessors * 16) {
     rows = 2;
   } else if (!aligned && row_bytes <= 256) {
     lanes = row_bytes <= 16 ? 1 : 8;
   }
-  launch->kernel = find_rows(dtype, max, aligned ? Kind::rows_aligned : Kind::rows, lanes, rows);
-  launch->block = lanes < 32 ? 128 : 256;
+  launch->kernel = find_rows(dtype, max, kind, lanes, rows);
+  launch->block = lanes < 32 && kind != Kind::rows_turned ? 128 : 256;
   const auto blocks = [&] { return ceil_div(outputs, launch->block / lanes * rows); };
   while (launch->block > 64 && blocks() < kMultiprocessors * 2) launch->block /= 2;
   launch->grid = static_cast<unsigned>(std::min(blocks(), kMostBlocks + 1));
@@ -184,14 +185,14 @@ void choose_columns(DType dtype, bool max, int vector_bytes, bool may_split, Red
     lanes = 16, block = 512;
   } else if (args.length <= 128 || strips(8) >= 1024) {
     // A block a strip.
-  } else if (strips(8) >= 256) {
+  } else if (strips(8) >= 512 || (strips(8) >= 256 && args.length < 4096)) {
     block = 512;
   } else if (bytes <= (4 << 20) && args.length <= 2048) {
     lanes = 1;  // narrow strips are on more multiprocessors
     block = args.length <= 512 ? 256 : 512;
   } else if (vectors >= 64) {
-    lanes = 32, block = 512;
-    parts = std::min((2 * kMultiprocessors + strips(32) / 2) / strips(32), args.length / 128);
+    lanes = 32, block = 512;  // four blocks a multiprocessor
+    parts = std::min({4 * kMultiprocessors / strips(32), args.length / 128, int64_t{128}});
   } else if (vectors >= 32) {
     parts = std::min(6 * kMultiprocessors / strips(8), args.length / 128);
   } else {
@@ -240,8 +241,9 @@ void choose_one(const ReduceArgs& args, DType dtype, bool max, bool may_split,
 }
 
 // How many blocks ask for their data before they may read it: 64 KiB a multiprocessor, 64 bytes a
-// thread. What they wait for is often a call's second, tiny kernel, which leaves the memory idle.
-// Of small tensors it costs more down columns than it gains.
+// thread, or twice that where a thread has eight rows. What they wait for is often a call's second,
+// tiny kernel, which leaves the memory idle. Of small tensors it costs more down columns than it
+// gains.
 int ahead(const ReduceLaunch& launch, int64_t element) {
   const ReduceArgs& args = launch.args;
   const bool worth = down_columns(args, element)

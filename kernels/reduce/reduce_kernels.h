@@ -37,9 +37,14 @@ struct ReduceArgs {
 
 // The shared memory and threads of a block of the kernel for rows of a few elements.
 inline constexpr int kReducePackedBytes = 16 * 1024;
-inline constexpr int kReducePackedThreads = 256;
-// An even number, so that a block of 16-bit rows begins at a whole word.
-constexpr int reduce_packed_rows(int row_bytes) { return kReducePackedBytes / row_bytes & ~1; }
+inline constexpr int kReducePackedThreads = 128;
+// An even number, so that a block of 16-bit rows begins at a whole word, and whole turns of the
+// threads where it has one: of a row a thread, or of two where words are parts of both.
+constexpr int reduce_packed_rows(int row_bytes) {
+  const int most = kReducePackedBytes / row_bytes;
+  const int turn = row_bytes % 4 == 0 ? kReducePackedThreads : 2 * kReducePackedThreads;
+  return most >= turn ? most / turn * turn : most & ~1;
+}
 
 // The longest rows of the kernels that have one for each length.
 inline constexpr int kReduceTinyLength = 6;
@@ -48,7 +53,15 @@ inline constexpr int kReduceTinyLength = 6;
 constexpr int reduce_shifted_width(int lanes, int element) { return (lanes - 1) * (16 / element); }
 
 struct ReduceKernel {
-  enum class Kind { rows, rows_aligned, rows_packed, rows_tiny, columns, columns_shifted };
+  enum class Kind {
+    rows,
+    rows_aligned,
+    rows_turned,
+    rows_packed,
+    rows_tiny,
+    columns,
+    columns_shifted,
+  };
 
   DType dtype;
   bool max;  // else a sum

@@ -6,19 +6,22 @@
 // reading 16-byte vectors side by side, kUnroll of each of kRows rows in flight: rows and vectors
 // together are four loads a thread, or two where a whole block has a row. Sums are float32, one for
 // each place in a vector, then a tree over places, lanes and warps: a fixed order, whatever the
-// timing. A row that does not begin or end on 16 bytes has its ends read by element. Few long rows
+// timing. Many rows of at most 512 bytes have a kernel of their own (rows_turned.cuh). A row that
+// does not begin or end on 16 bytes has its ends read by element. Few long rows
 // are split: among the blocks of a cluster, which combine theirs in shared memory, or in parts
 // whose results go to a workspace and through a kernel of this file once more.
 #include <cooperative_groups.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/reduce/accumulate.cuh"
 #include "kernels/reduce/reduce_kernels.h"
+#include "kernels/reduce/rows_turned.cuh"
 #include "kernels/sm90/ahead.h"
-#include "kernels/sm90/async_copy.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/reduce.cuh"
+#include "kernels/sm90/ring.cuh"
 
 namespace tiercel {
 namespace {
@@ -246,13 +249,14 @@ __device__ __forceinline__ float words_total(const uint32_t* row, int words) {
   return Op()(result[0], result[1]);
 }
 
-// Rows of a few elements, one after the other: a block's rows go through shared memory as aligned
-// vectors, whatever their own alignment, and then each thread adds up rows of its own, by words
-// where they begin with one; of 16-bit rows with an odd length, two together do.
+// Rows of a few elements, one after the other: the copy engine brings a block's rows to shared
+// memory in one piece, whatever their own alignment, and then each thread adds up rows of its own,
+// by words where they begin with one; of 16-bit rows with an odd length, two together do.
 template <typename Format, typename Op>
 __global__ void __launch_bounds__(kReducePackedThreads)
     reduce_rows_packed(const __grid_constant__ ReduceArgs args) {
-  __shared__ __align__(16) char staged[kReducePackedBytes + 32];
+  __shared__ __align__(16) char staged[kReducePackedBytes + 16];
+  __shared__ uint64_t arrived;
   const int length = static_cast<int>(args.length);
   const int row_bytes = length * Format::kBytes;
   const int rows_of_block = reduce_packed_rows(row_bytes);
@@ -261,31 +265,35 @@ __global__ void __launch_bounds__(kReducePackedThreads)
   const char* start = args.x + first_row * row_bytes;
   const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(start) % 16);
   const int bytes = shift + rows * row_bytes;  // from the aligned address before the first row
+  const char* aligned = start - shift;
   const char* end = args.x + args.inner * row_bytes;
+  // The copy engine brings whole 16 bytes of the tensor, threads what is left at its ends.
+  const int begin = aligned < args.x ? 16 : 0;
+  const int up = (bytes + 15) & ~15;
+  const int stop = aligned + up > end ? up - 16 : up;
+  if (threadIdx.x == 0) {
+    mbarrier_init(&arrived, 1);
+    mbarrier_init_fence();
+  }
   grid_dependency_wait();
   grid_dependency_launch();
 
-  for (int offset = threadIdx.x * 16; offset < bytes; offset += kReducePackedThreads * 16) {
-    const char* address = start - shift + offset;
-    if (address >= args.x && address + 16 <= end) {
-      async_copy_16(static_cast<uint32_t>(__cvta_generic_to_shared(staged + offset)), address,
-                    true);
-    } else {  // at the tensor's ends
-      for (int b = 0; b < 16; b += Format::kBytes) {
-        if (address + b < args.x || address + b >= end) continue;
-        if constexpr (Format::kBytes == 2) {
-          *reinterpret_cast<uint16_t*>(staged + offset + b) =
-              *reinterpret_cast<const uint16_t*>(address + b);
-        } else {
-          *reinterpret_cast<uint32_t*>(staged + offset + b) =
-              *reinterpret_cast<const uint32_t*>(address + b);
-        }
-      }
-    }
+  if (threadIdx.x == 0) {
+    const int whole = max(stop - begin, 0);
+    mbarrier_expect(&arrived, whole);
+    if (whole > 0) bulk_load(staged + begin, aligned + begin, whole, &arrived);
   }
-  async_copy_commit();
-  async_copy_wait<0>();
+  const auto by_element = [&](int first) {
+    using T = std::conditional_t<Format::kBytes == 2, uint16_t, uint32_t>;
+    const int place = static_cast<int>(threadIdx.x) * Format::kBytes, offset = first + place;
+    if (place < 16 && offset >= shift && offset < bytes) {
+      *reinterpret_cast<T*>(staged + offset) = *reinterpret_cast<const T*>(aligned + offset);
+    }
+  };
+  if (begin > 0) by_element(0);
+  if (stop < up) by_element(stop);
   __syncthreads();
+  mbarrier_wait(&arrived, 0);
   const auto store = [&](int row, float value) {
     store_result(args.out, args.out_dtype, first_row + row, mean_of(value, args));
   };
@@ -410,10 +418,11 @@ __global__ void __launch_bounds__(256) reduce_rows_tiny(const __grid_constant__ 
 #define TIERCEL_ALL_ROWS(dtype, op)                                                             \
   TIERCEL_PACKED(dtype, op), TIERCEL_TINY(dtype, op, 2), TIERCEL_TINY(dtype, op, 3),            \
       TIERCEL_TINY(dtype, op, 4), TIERCEL_TINY(dtype, op, 5), TIERCEL_TINY(dtype, op, 6),       \
-      TIERCEL_ROWS(rows_aligned, dtype, op, 4, 2, 4),                                           \
-      TIERCEL_ROWS(rows_aligned, dtype, op, 4, 4, 2),                                           \
+      TIERCEL_ROWS(rows_turned, dtype, op, 4, 1, 8),                                            \
+      TIERCEL_ROWS(rows_turned, dtype, op, 8, 1, 8),                                            \
+      TIERCEL_ROWS(rows_turned, dtype, op, 16, 1, 8),                                           \
+      TIERCEL_ROWS(rows_turned, dtype, op, 32, 1, 8),                                           \
       TIERCEL_ROWS(rows_aligned, dtype, op, 8, 1, 1),                                           \
-      TIERCEL_ROWS(rows_aligned, dtype, op, 8, 4, 2),                                           \
       TIERCEL_ROWS(rows_aligned, dtype, op, 32, 2, 2),                                          \
       TIERCEL_ROWS(rows_aligned, dtype, op, 32, 4, 1),                                          \
       TIERCEL_ROWS(rows_aligned, dtype, op, 128, 2, 1),                                         \

@@ -230,6 +230,25 @@ def test_reduce(shape, dim, op, dtype):
     check("reduce", x, dim, op, False, None, None, scale=None if op == "amax" else size)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("op", ["sum", "amax"])
+@pytest.mark.parametrize("shape", [(34001, 24), (34001, 32), (300, 40), (301, 64), (301, 100)])
+def test_reduce_short_rows(shape, op, dtype):
+    """So many that lanes exchange rows, and the last warp has some of them only."""
+    x = normal(*shape, dtype=dtype)
+    size = x.double().abs().sum(1)
+    check("reduce", x, 1, op, False, None, None, scale=None if op == "amax" else size)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("rows", [1, 2, 1500])
+@pytest.mark.parametrize("columns", [7, 10, 50])
+def test_reduce_packed_rows_at_any_alignment(rows, columns, dtype):
+    for offset in (0, 1, 2, 7):
+        x = normal(rows * columns + offset, dtype=dtype)[offset:].view(rows, columns)
+        check("reduce", x, 1, "sum", False, None, None, scale=x.double().abs().sum(1))
+
+
 def test_sums_down_long_columns_are_as_good_as_torchs():
     x = normal(4096, 4096)
     exact = x.double().sum(0)
@@ -251,10 +270,19 @@ def test_activation(columns, dtype):
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, torch.int8, torch.int16, torch.bool])
-@pytest.mark.parametrize("shape", [(64, 64), (70, 133), (3, 257), (1, 5), (2500, 2501)])
+@pytest.mark.parametrize(
+    "shape", [(64, 64), (70, 133), (3, 257), (1, 5), (2500, 2501), (2504, 1304)]
+)
 def test_copy_transpose(shape, dtype):
     x = (torch.randn(shape) * 50).to(dtype)
     assert torch.equal(sm90("copy_transpose")(x, 0, None), x.T)
+
+
+@pytest.mark.parametrize("shape", [(42, 196, 386), (300, 100, 107), (20, 768, 211)])
+def test_copy_transpose_of_many_short_columns(shape):
+    """Columns that begin on 8 bytes, and on 16, where rows do not."""
+    x = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16)
+    assert torch.equal(sm90("copy_transpose")(x, 0, None), x.transpose(1, 2))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
