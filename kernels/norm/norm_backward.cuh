@@ -55,17 +55,22 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   const int chunks = (columns + kElements - 1) / kElements;
   const int rows_at_once = teams * rows_per_warp;  // a thread's rows are so far apart
   const int rows_per_tile = rows_at_once * kRows;  // neighbours
-  const int part = blockIdx.x / team.blocks;
+  const int parts = gridDim.x / team.blocks, part = blockIdx.x / team.blocks;
   // Blocks take tiles in turns: neighbours are read at about the same time, which memory likes.
   // What is left after as many tiles for all is a last one of fewer rows, the same for each block.
-  const int tiles = args.whole_tiles + (args.last_share > 0 ? 1 : 0);
-  // The team's rows in a tile are row_of(tile) + r * rows_at_once; in the last one, for the first
-  // last_rounds r.
+  // (Not where rows are not of 16 bytes: there it would take registers that are not there.)
+  const int tiles =
+      kWide ? args.whole_tiles + (args.last_share > 0 ? 1 : 0)
+            : ((args.rows + rows_per_tile - 1) / rows_per_tile - part + parts - 1) / parts;
+  // The team's rows in a tile are row_of(tile) + r * rows_at_once, as long as they are below `end`.
   const auto row_of = [&](int tile) {
+    if (!kWide) return (part + tile * parts) * rows_per_tile + team.index * rows_per_warp;
     const int share = tile < args.whole_tiles ? rows_per_tile : args.last_share * rows_per_warp;
     return tile * args.rows_of_tiles + part * share + team.index * rows_per_warp;
   };
-  const int last_rounds = (args.last_share - team.index + teams - 1) / teams;
+  const int end = kWide ? min(args.rows, args.whole_tiles * args.rows_of_tiles +
+                                             (part + 1) * args.last_share * rows_per_warp)
+                        : args.rows;
   // A team has a ring of its own, whose stages have a row each, or one for each part of a warp.
   const int pitch = args.slice * Format::kBytes;
   const int stream_bytes = pitch * rows_per_warp;
@@ -97,8 +102,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
     const int tile = unit / kRows;
     if (tile >= tiles) return;
     const int row = row_of(tile) + unit % kRows * rows_at_once;
-    const bool none = tile == args.whole_tiles && unit % kRows >= last_rounds;
-    const int rows = none ? 0 : max(0, min(rows_per_warp, args.rows - row));
+    const int rows = max(0, min(rows_per_warp, end - row));
     const uint32_t bytes = columns * Format::kBytes;
     const bool guess = kLayerNorm && clustered && rows > 0;  // of the mean: other blocks' columns
     if (!ahead) {
@@ -155,7 +159,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
     for (int k = 0; k < args.stream_count; ++k) {
 #pragma unroll 1
       for (int r = 0; r < rows_per_warp; ++r) {
-        if (row + r >= args.rows || (tile == args.whole_tiles && last_rounds == 0)) break;
+        if (row + r >= args.rows) break;
         const char* from = args.streams[k] + int64_t{row + r} * args.strides[k];
         char* to = ring + k * stream_bytes + r * pitch;
 #pragma unroll 4
@@ -272,9 +276,6 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   const bool read_once = kHold && !third;
 
   Values x[kHold ? kRows : 1][kHold ? kVectors : 1], grad[kHold ? kRows : 1][kHold ? kVectors : 1];
-  // Of the rows of this thread in the last tile so many are real.
-  const int last_row = row_of(args.whole_tiles) + in_warp;
-  const int last_count = min(last_rounds, (args.rows - last_row + rows_at_once - 1) / rows_at_once);
   int stage = 0;
   uint32_t phase = 0;  // of the barriers of this stage
   const auto advance = [&](int& stage) {
@@ -283,7 +284,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
 #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
     const int row = row_of(tile) + in_warp;
-    const auto real = [&](int r) { return tile < args.whole_tiles || r < last_count; };
+    const auto real = [&](int r) { return row + r * rows_at_once < end; };
     if constexpr (!kWide) copy(tile);
     const auto first_stage = [&] {  // of this tile, once all of it is read
       const int first = stage - kRows;

@@ -187,6 +187,18 @@ def test_norm_backward(shape, dtype):
         close(result[1:], exact[1:], scale=8.0 * shape[0] ** 0.5)
 
 
+def test_norm_backward_of_many_rows():
+    """Blocks have as many whole tiles of rows, then share what is left."""
+    x, grad = normal(600, 4096, dtype=BF16), normal(600, 4096, dtype=BF16)
+    weight = normal(4096, dtype=BF16)
+    for name in ("rms_norm", "layer_norm"):
+        arguments = (x, weight, grad, True, name == "layer_norm", BF16, 1e-5, None)
+        result = sm90(f"{name}_backward_no_grad_residual")(*arguments)
+        exact = reference(f"{name}_backward_no_grad_residual", *arguments)
+        close(result[:1], exact[:1], scale=24.0)
+        close(result[1:], exact[1:], scale=8.0 * 600**0.5)
+
+
 @pytest.mark.parametrize("columns", [1000, 4096, 20_000])
 def test_layer_norm_backward_far_from_zero(columns):
     """Distances are measured from one of the row's own values, wherever the mean is; of the three

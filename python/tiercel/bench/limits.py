@@ -108,7 +108,8 @@ def as_text(found: dict[str, float]) -> str:
         return "not measured"
     small = "; ".join(f"{k[8:]} {v:.0f}" for k, v in found.items() if k.startswith("copy of "))
     text = (
-        f"copy {found['copy_gbps']:.0f} GB/s{small and f' ({small})'}, launch {found['launch_us']:.2f} µs, "
+        f"copy {found['copy_gbps']:.0f} GB/s{small and f' ({small})'}, "
+        f"launch {found['launch_us']:.2f} µs, "
         f"bf16 matrix product {found['bfloat16_tflops']:.0f} TFLOP/s"
     )
     fp8 = found.get("float8_e4m3fn_tflops")
