@@ -360,6 +360,13 @@ def test_rotary_embedding(interleaved, dtype):
     check("rotary_embedding", positions, q, k, cache[:, :2].contiguous(), interleaved, None)
 
 
+def test_rotary_embedding_of_few_vectors_that_turn():
+    """Many tokens, odd heads: neighbours exchange what their pairs need."""
+    positions, cache = torch.randint(0, 50, (2040,)), normal(50, 16, dtype=BF16)
+    q, k = normal(2040, 131, 32, dtype=BF16), normal(2040, 2, 32, dtype=BF16)
+    check("rotary_embedding", positions, q, k, cache, False, None, scale=16.0)
+
+
 @pytest.mark.parametrize("cache_dtype", [None, FP8])
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_kv_cache_write(dtype, cache_dtype):

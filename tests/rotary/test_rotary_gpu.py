@@ -75,6 +75,19 @@ def test_many_tokens_in_place_and_strided(make, interleaved):
     assert torch.equal(out[0], views[0]) and torch.equal(out[1], views[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [(64, 32), (32, 16)])
+@pytest.mark.parametrize("heads", [(32, 8), (35, 10)])
+def test_few_vectors_that_turn(make, heads, size, dtype):
+    """Of many tokens neighbours exchange what their pairs need."""
+    tensors = make(7001, *heads, *size, dtype)
+    got = tiercel.rotary_embedding(*tensors)
+    assert (
+        "exchanged" in tiercel.explain(tiercel.rotary_embedding, *tensors).configuration["kernel"]
+    )
+    assert_right(got, *tensors, False)
+
+
 def test_gradients(make):
     positions, q, k, cache = make(50, 4, 2, 64, 32, torch.float32)
     grads = []

@@ -48,6 +48,21 @@ def test_rotary_blocks(tokens, size):
             assert 1 <= got["block"] <= 512 and got["grid"] >= 1
 
 
+@pytest.mark.parametrize("rotated", [8, 16, 24, 32, 48, 64])
+@pytest.mark.parametrize("tokens", [64, 8192])
+def test_neighbours_exchange_pairs_of_few_vectors(tokens, rotated):
+    """As many that turn as are copied, no more than 64 bytes of either, and many tokens."""
+    out = {
+        name: ExchangeTensor(tokens, heads, 64, dtype="bfloat16", address=2 * ADDRESS)
+        for name, heads in (("q_out", 32), ("k_out", 8))
+    }
+    for interleaved in (False, True):
+        given = rotary(ExchangeTensor, tokens, 32, 8, 64, rotated, interleaved=interleaved, **out)
+        kernel = _C.rotary_embedding_plan(*given)["kernel"]
+        wanted = tokens == 8192 and rotated == 32 and not interleaved
+        assert ("exchanged" in kernel) == wanted
+
+
 def test_an_empty_batch_launches_nothing(make):
     assert _C.rotary_embedding_plan(*rotary(make, tokens=0))["kernel"] == "none"
 
