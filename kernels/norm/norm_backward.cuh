@@ -16,6 +16,7 @@
 #include "kernels/norm/elements.cuh"
 #include "kernels/norm/norm_kernels.h"
 #include "kernels/norm/norm_reduce.cuh"
+#include "kernels/norm/parameters.cuh"
 #include "kernels/norm/row_sums.cuh"
 #include "kernels/norm/teams.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
@@ -191,20 +192,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   };
   const auto weights_at = [&](float (&w)[kElements], int c) {
     if (whole_weights && c < columns) {
-      const char* const from = args.weight + static_cast<int64_t>(first + c) * weight_bytes;
-      if (Format::kBytes == 4 || args.weight_float32) {
-#pragma unroll
-        for (int p = 0; p < kParts; ++p) {
-          uint32_t words[4];
-          load_vector(words, from + p * 16);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) w[4 * p + i] = __uint_as_float(words[i]);
-        }
-      } else {
-        Values values;
-        values.load_any(from);
-        values.unpack(w);
-      }
+      read_parameter<Format, true>(w, args.weight, args.weight_float32, first + c);
       return;
     }
 #pragma unroll

@@ -110,7 +110,7 @@ def test_nvfp4_linear_takes_what_is_not_pruned(tokens, n, k):
                 _C.nvfp4_linear_plan(x, w, scale, None, out, config)
             pruned += 1
     assert launched > 5
-    assert pruned or tokens == 1 or k == 64 or (tokens, k) == (8, 4096)
+    assert (pruned > 0) == (tokens != 8 or k > 4096)  # there all of them fit
 
 
 MOE = ops.load()["moe"]
