@@ -35,7 +35,7 @@ class MoeWideLoads(MoeLoads):
         counter,
     ):
         """Weights, by the first warp, and rows of x: row, row + COPIES, ... of a thread."""
-        _, _, _, k_tiles, _ = routing
+        k_tiles = routing[3]
         rank, first, grid, tiles, columns = place
         elements, divide, pieces = limits
         parts = self.parts_of_weights(tma_w, storage, sizes, second)
@@ -55,6 +55,7 @@ class MoeWideLoads(MoeLoads):
         index, phase = Int32(0), Int32(1)
         while number < tiles:
             block = number // columns + rank
+            column = number % columns * step_columns
             expert = self.expert_of(routing, block)
             steps = k_tiles if expert >= 0 else 0
             for i in cutlass.range_constexpr(self.tile_m // COPIES):
@@ -71,7 +72,7 @@ class MoeWideLoads(MoeLoads):
             for step in cutlass.range(steps, unroll=1):
                 cute.arch.mbarrier_wait(empty + index, phase)
                 if thread < 32:
-                    at = (number % columns * step_columns, step, expert)
+                    at = (column, step, expert)
                     self.copy_weights(tma_w, parts, at, full, index)
                 # The last step's pieces beyond a row's end are zeros, from nowhere.
                 inside = step * (ROW // 16) + piece < pieces
@@ -92,7 +93,7 @@ class MoeWideLoads(MoeLoads):
     @cute.jit
     def read_ids(self, ids, routing, place, number, row, elements):
         """The elements of a thread's rows of a tile; of the last one behind it."""
-        sorted_ids, _, blocks, _, _ = routing
+        sorted_ids, blocks = routing[0], routing[2]
         rank, _, _, tiles, columns = place
         block = cutlass.max(cutlass.min(number, tiles - 1), 0) // columns + rank
         for i in cutlass.range_constexpr(self.tile_m // COPIES):
