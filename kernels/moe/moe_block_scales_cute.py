@@ -17,7 +17,7 @@ _BLOCK = 128
 
 class MoeBlockScales(MoeScales):
     @cute.jit
-    def scales_of_blocks(self, facts, factors, of_weights, tile, elements):
+    def scales_of_blocks(self, facts, factors, of_weights, tile, elements, slot):
         """Where a tile's scales are, and those of its first step. They come from memory: who asks
         for them before its turn gets them while the other warpgroup multiplies."""
         x_scale, x_scale_step, divide, _ = factors
@@ -25,8 +25,10 @@ class MoeBlockScales(MoeScales):
         expert, column = tile
         places = []
         for i in cutlass.range_constexpr(2):  # this lane's rows; those of padding leave nothing
-            element = cutlass.min(facts[2 + self.wg_rows // 32 + 4 + i], elements - 1)
-            places.append(x_scale + Int64(element // divide) * x_scale_step)
+            row = cutlass.min(facts[2 + self.wg_rows // 32 + 4 + i], elements - 1) // divide
+            if const_expr(self.by_boxes):
+                row = slot + i * 8
+            places.append(x_scale + Int64(row) * x_scale_step)
         for half in cutlass.range_constexpr(2 if const_expr(self.up) else 1):
             row = (column * self.width + half * second) // _BLOCK
             of_expert = Int64(cutlass.max(expert, 0)) * w_scale_expert

@@ -30,7 +30,8 @@ def _shapes(dtype, act):
     # Of 64 rows, the bytes of a tile take no longer than its way out: turns hide that.
     shapes = [(64, 128, True, 8)]
     if block_scaled(dtype):  # two sets of sums leave no registers for 256 columns
-        return [*shapes, (128, 128, False, 6)]
+        shapes.append((128, 128, False, 6))
+        return [*shapes, (128, 128, False, 6, True)] if act is None else shapes
     if act is None or dtype != "fp8":  # for `up` of float8 wider ones were better everywhere
         shapes.append((64, 64, True, 12))
     shapes.append((128, 256, False, 4))
@@ -62,7 +63,7 @@ def function(dtype, act, tile_m, tile_n, pingpong, stages, by_boxes=False):
     x, w, out = Pointer("x", element), Pointer("w", element), Pointer("out", kernel.out_dtype)
     routing = [
         Pointer(name, cutlass.Int32, align=4)
-        for name in ("sorted_ids", "expert_ids", "used", "counter")
+        for name in ("sorted_ids", "expert_ids", "used", "counter", "progress")
     ]
     weights = Pointer("weights", cutlass.Float32, align=4)
     ids = Pointer("ids", cutlass.Int32, align=4)

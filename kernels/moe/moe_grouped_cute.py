@@ -35,6 +35,7 @@ class MoeGrouped(MoeBlockScales):
         expert_ids: cute.Pointer,
         used: cute.Pointer,
         counter: cute.Pointer,
+        progress: cute.Pointer,
         weights: cute.Pointer,
         ids: cute.Pointer,
         x_scale: cute.Pointer,
@@ -79,9 +80,10 @@ class MoeGrouped(MoeBlockScales):
             )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
-            *(tma_w, tma_x, x, sorted_ids, expert_ids, used, counter, weights, ids, x_scale),
-            *(w_scale, out, experts, w_rows, k, second, rows, elements, divide, x_pieces),
-            *(id_words, bound, early, x_scale_step, w_scale_expert, w_scale_step, x_rows, to_slots),
+            *(tma_w, tma_x, x, sorted_ids, expert_ids, used, counter, progress, weights, ids),
+            *(x_scale, w_scale, out, experts, w_rows, k, second, rows, elements, divide),
+            *(x_pieces, id_words, bound, early, x_scale_step, w_scale_expert, w_scale_step),
+            *(x_rows, to_slots),
         ).launch(
             grid=(blocks, 1, 1),
             block=(self.threads, 1, 1),
@@ -101,6 +103,7 @@ class MoeGrouped(MoeBlockScales):
         expert_ids: cute.Pointer,
         used: cute.Pointer,
         counter: cute.Pointer,  # of tiles taken, from 0; or null
+        progress: cute.Pointer,  # of `up`, see moe_progress_cute.py; or null
         weights: cute.Pointer,  # of elements, or null
         ids: cute.Pointer,  # of experts, by element; or null: see clear_rows_of_none
         x_scale: cute.Pointer,  # of rows of x
@@ -155,7 +158,10 @@ class MoeGrouped(MoeBlockScales):
                     cute.arch.griddepcontrol_wait()
                 made = self.route(thread, storage, ids, id_words, experts, elements)
                 lists, places, blocks = made[:2], made[2], made[3]
-        if warp_index > 0 or early == 0:
+        if const_expr(self.flows):
+            if progress.toint() == 0:
+                cute.arch.griddepcontrol_wait()
+        elif warp_index > 0 or early == 0:
             cute.arch.griddepcontrol_wait()
         if warp_index > 0:
             cute.arch.griddepcontrol_launch_dependents()
@@ -174,7 +180,7 @@ class MoeGrouped(MoeBlockScales):
                 if warp_index == 0:
                     self.load_weights(
                         *(tma_w, storage, full, empty, routing, place, sizes, second),
-                        *(tma_x, x_rows, counter),
+                        *(tma_x, x_rows, counter, progress),
                     )
             elif const_expr(self.gatherers == WARPGROUP):
                 self.load_both(
@@ -190,6 +196,9 @@ class MoeGrouped(MoeBlockScales):
             if const_expr(not self.up):
                 if (warp_index == 3) & (ids.toint() != 0):
                     self.clear_rows_of_none(ids, id_words, bound, elements, rows, out)
+            if const_expr(self.flows):
+                if warp_index == 3:  # who waits for this grid waits for the one before it
+                    cute.arch.griddepcontrol_wait()
         else:
             if const_expr(self.registers > 0):
                 cute.arch.setmaxregister_increase(self.registers)
@@ -198,7 +207,7 @@ class MoeGrouped(MoeBlockScales):
             of_weights = (w_scale, w_scale_expert, w_scale_step, second)
             self.multiply(
                 *(thread, consumer, storage, full, empty, routing, place),
-                *(elements, rows, factors, of_weights, out, to_slots),
+                *(elements, rows, factors, of_weights, out, to_slots, progress),
             )
 
     @cute.jit
@@ -217,6 +226,7 @@ class MoeGrouped(MoeBlockScales):
         of_weights,
         out,
         to_slots,
+        progress,
     ):
         """A warpgroup: its rows of its tiles, from the ring to the result."""
         k_tiles = routing[3]
@@ -255,6 +265,7 @@ class MoeGrouped(MoeBlockScales):
         scales = cute.make_rmem_tensor(self.wg_rows // 32, Float32)  # of this lane's rows of sums
         columns_scales = self.columns_scales()
         number, entry = mine, Int32(0)
+        stored, share = Int32(0), Int32(0)  # the block of the tile before, columns of it
         if const_expr(self.by_turns):
             number = self.in_order(mine, routing, tiles, columns)
         if number < tiles:
@@ -283,7 +294,9 @@ class MoeGrouped(MoeBlockScales):
             if const_expr(not self.begins):
                 self.prepare(ahead_of, of_rows, of_chunk)
             if const_expr(self.block_scaled):
-                of_tile = (facts, factors, of_weights, (expert, column), elements)
+                # The first of this lane's rows of x, where they are in the routing's order.
+                slot = block * self.tile_m + consumer * EPI + thread % WARPGROUP // 32 * 16
+                of_tile = (facts, factors, of_weights, (expert, column), elements, slot + lane // 4)
                 of_blocks = self.scales_of_blocks(*of_tile)
             sums.fill(0.0)
             theirs = Int32(0)  # steps of the tile of the other warpgroup's turn
@@ -309,12 +322,16 @@ class MoeGrouped(MoeBlockScales):
                         warpgroup.commit_group()
                         if const_expr(self.begins):
                             if step == 0:  # while its products are made
+                                if const_expr(self.counts):
+                                    self.count_stored(progress, stored, share)
                                 self.prepare(ahead_of, of_rows, of_chunk)
                         warpgroup.wait_group(1)
                         if step > 0:
                             self.release(empty, index - 1 if index > 0 else self.stages - 1)
                         index, phase = self.next(index, phase)
             else:
+                if const_expr(self.counts):
+                    self.count_stored(progress, stored, share)
                 if const_expr(self.begins):
                     self.prepare(ahead_of, of_rows, of_chunk)
                 for _ in cutlass.range(steps, unroll=1):
@@ -338,7 +355,11 @@ class MoeGrouped(MoeBlockScales):
                     *(thread, consumer, storage, sums, facts, scales, columns_scales, of_columns),
                     *(column, elements, rows, second, out, block if to_slots > 0 else Int32(-1)),
                 )
+            if const_expr(self.counts):
+                stored, share = block, cutlass.min(self.width, rows - column * self.width)
             number = after
+        if const_expr(self.counts):
+            self.count_stored(progress, stored, share)
 
     @cute.jit
     def prepare(self, ahead_of, of_rows, of_chunk):

@@ -45,6 +45,10 @@ class MoeLayouts:
         self.by_boxes = by_boxes
         # Threads that copy rows of x.
         self.gatherers = 0 if by_boxes else WARPGROUP if tile_m > EPI else 2 * 32
+        # See moe_progress_cute.py: who counts, and who reads rows as they are stored. float8's are
+        # quantised in between.
+        self.counts = self.by_turns and self.up and dtype.width == 16
+        self.flows = by_boxes and dtype.width == 16
         self.consumers = 2 if pingpong else tile_m // EPI
         self.threads = (1 + self.consumers) * WARPGROUP
         # Handed from the loaders to those that multiply, where there are two.

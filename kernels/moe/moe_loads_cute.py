@@ -27,9 +27,10 @@ class MoeLoads(MoeTiles):
         tma_x=None,
         x_rows=None,
         counter=None,
+        progress=None,
     ):
         """One warp: both halves of each step's tile of weights; x's rows too, where by boxes."""
-        _, _, _, k_tiles, _ = routing
+        k_tiles = routing[3]
         rank, first, grid, tiles, columns = place
         parts = self.parts_of_weights(tma_w, storage, sizes, second)
         if const_expr(self.by_boxes):
@@ -41,18 +42,32 @@ class MoeLoads(MoeTiles):
             number = self.in_order(first, routing, tiles, columns)
             self.publish(storage, entry, self.in_order(first + grid, routing, tiles, columns))
             turn = self.claim(counter, first + grid, grid)
+        given = Int32(0)  # steps of the first tile whose weights are on their way
+        if const_expr(self.by_boxes and not self.flows):
+            if number < tiles:
+                expert = self.expert_of(routing, number // columns)
+                given = cutlass.min(k_tiles if expert >= 0 else 0, self.stages)
+                for step in cutlass.range(given, unroll=1):
+                    at = (number % columns * step_columns, step, expert)
+                    self.copy_weights(tma_w, parts, at, full, step)
+            cute.arch.griddepcontrol_wait()
         while number < tiles:
             block = number // columns + rank
             column = number % columns * step_columns
             expert = self.expert_of(routing, block)
             steps = k_tiles if expert >= 0 else 0
+            if const_expr(self.flows):
+                if progress.toint() != 0:
+                    self.wait_for(progress, block, sizes[2])
             for step in cutlass.range(steps, unroll=1):
                 cute.arch.mbarrier_wait(empty + index, phase)
                 at = (column, step, expert)
-                self.copy_weights(tma_w, parts, at, full, index)
+                if step >= given:
+                    self.copy_weights(tma_w, parts, at, full, index)
                 if const_expr(self.by_boxes):
                     copy(tma_x, from_x[None, (block, step)], to_x[None, index], full + index)
                 index, phase = self.next(index, phase)
+            given = Int32(0)
             if const_expr(self.by_turns):
                 number = self.take(storage, entry)
                 entry += 1

@@ -34,7 +34,7 @@ Status check_rows(const Argument& argument) {
 struct Call {
   const MoeMlpKernel* kernel = nullptr;
   CUtensorMap w, x_map;
-  const void *x, *sorted, *experts, *used, *counter, *weights, *ids, *x_scale, *w_scale;
+  const void *x, *sorted, *experts, *used, *counter, *progress, *weights, *ids, *x_scale, *w_scale;
   void* out;
   int32_t expert_count, w_rows, k, second, rows, elements, divide, x_pieces, id_words, bound, early,
       x_scale_step, w_scale_expert, w_scale_step, x_rows, to_slots;
@@ -70,10 +70,17 @@ Status check_ids_to_route(const char* op, int64_t elements, int64_t experts,
       std::to_string(routing.block_size));
 }
 
+// Whether counters of what is stored follow those of tiles.
+bool has_progress(const MoeRouting& routing) {
+  const TensorView* used = routing.num_tokens_post_padded;
+  return used != nullptr && used->ndim == 1 && routing.expert_ids->ndim == 1 &&
+         used->shape[0] == moe_counters(routing.expert_ids->shape[0]);
+}
+
 // Whether counters of tiles follow the number of slots.
 bool has_counters(const MoeRouting& routing) {
   const TensorView* used = routing.num_tokens_post_padded;
-  return used != nullptr && used->ndim == 1 && used->shape[0] == 3;
+  return used != nullptr && used->ndim == 1 && (used->shape[0] == 3 || has_progress(routing));
 }
 
 Status check_routing(const char* op, const Argument& x, const MoeRouting& routing) {
@@ -238,6 +245,7 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
     TIERCEL_RETURN_IF_ERROR(check_cuda(ids_arg));
     TIERCEL_RETURN_IF_ERROR(check_contiguous(ids_arg));
   }
+  const bool flows = (to_slots || by_boxes) && has_progress(routing);
   const int64_t block = routing.block_size;
   const int64_t slots = routing.by_kernels()
                             ? (std::min(elements, experts) + elements / block) * block
@@ -283,6 +291,7 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
   call->used = data_of(routing.num_tokens_post_padded);
   call->counter =
       has_counters(routing) ? static_cast<const int32_t*>(call->used) + (up ? 1 : 2) : nullptr;
+  call->progress = flows ? static_cast<const int32_t*>(call->used) + 3 : nullptr;
   call->weights = data_of(weights);
   call->ids = data_of(ids.ids);
   call->x_scale = data_of(scales.x);
@@ -299,7 +308,7 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
   call->id_words = ids.ids != nullptr && ids.ids->dtype == DType::kInt64 ? 2 : 1;
   call->bound = static_cast<int32_t>(std::min<int64_t>(ids.experts, INT32_MAX));
   // Where products bind it, the ring's first stages are not worth blocks that wait.
-  call->early = ids.ids != nullptr && block == 64 && (!up || scaled);
+  call->early = ids.ids != nullptr && (block == 64 || by_boxes) && (!up || scaled);
   if (block_scaled) {
     call->x_scale_step = call->w_scale_step = static_cast<int32_t>(scales.w->shape[2]);
     call->w_scale_expert = static_cast<int32_t>(scales.w->shape[1] * scales.w->shape[2]);
@@ -335,6 +344,7 @@ Status launch(bool up, const TensorView& x, const TensorView& w, const MoeScales
                   &c.experts,
                   &c.used,
                   &c.counter,
+                  &c.progress,
                   &c.weights,
                   &c.ids,
                   &c.x_scale,

@@ -45,6 +45,11 @@ struct MoeRouting {
   }
 };
 
+// num_tokens_post_padded may be [moe_counters(blocks)]: behind those counters one of each block,
+// zero before `up`. With 16-bit rows in the routing's order it counts what it stores, and `down`,
+// the next launch, begins with blocks that are whole while `up` still works on others.
+inline constexpr int64_t moe_counters(int64_t blocks) { return 3 + blocks; }
+
 // Up to how many ids, and experts, the kernels route.
 inline constexpr int64_t kMoeRoutedIds = 1024, kMoeRoutedExperts = 512;
 
@@ -70,9 +75,9 @@ struct MoeScales {
 //   [a, b] = x @ w[expert].T;  out = silu(a) * b, gelu(a) * b, relu(a) * b, or gelu(a) * (b + 1)
 // x [elements, I], w [E, H, I], weights [elements] float32 or null, out [elements, H].
 //   out = weights * (x @ w[expert].T); zeros where the expert is -1
-// For blocks of 128 and 16-bit dtypes the rows between the halves may be in the routing's order:
-// then `up` has ids and its out, and the x of `down`, have a row a slot of sorted_token_ids. The
-// padding's are not written.
+// For blocks of 128 and 16-bit dtypes, or scales of blocks, the rows between the halves may be in
+// the routing's order: then `up` has ids and its out, and the x of `down`, have a row a slot of
+// sorted_token_ids. The padding's are not written.
 // bfloat16, float16, or float8_e4m3fn with a bfloat16 result; float32 sums. Rows of x and w are of
 // neighbouring elements, at multiples of 16 bytes, and of a multiple of 16 bytes; out is contiguous
 // with rows of a multiple of 8 elements. What the routing leaves out is not written.

@@ -27,7 +27,7 @@ class MoeRouting(MoeLayouts):
     @cute.jit
     def rows_of(self, routing, block):
         """Of a block's first row: where its element is; and how many rows are not padding."""
-        _, _, _, _, places = routing
+        places = routing[4]
         first, count = block * self.tile_m, Int32(self.tile_m)
         if const_expr(self.routes):
             if places != 0:

@@ -12,12 +12,12 @@ Without a counter they count so all the same.
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 from moe_layouts_cute import TURNS
-from moe_routing_cute import MoeRouting
+from moe_progress_cute import MoeProgress
 
 _WINDOW = 16  # blocks; an expert's are told apart within one
 
 
-class MoeTiles(MoeRouting):
+class MoeTiles(MoeProgress):
     @cute.jit
     def in_order(self, turn, routing, tiles, columns):
         """The tile of a turn; the turn itself at the end. By a whole warp."""

@@ -135,7 +135,7 @@ Status moe_align_check(const char* op, const Argument& first, int64_t numel,
   }
   TIERCEL_RETURN_IF_ERROR(check_shape(experts, {ceil_div(slots, options.block_size)},
                                       "[ceil(sorted_token_ids / block_size)]"));
-  const bool counters = number.view.ndim == 1 && number.view.shape[0] == 3;
+  const bool counters = number.view.ndim == 1 && number.view.shape[0] >= 3;
   if (!counters) TIERCEL_RETURN_IF_ERROR(check_shape(number, {1}, "[1]"));
   TIERCEL_RETURN_IF_ERROR(check_cuda(first));
   for (const Argument* output : {&sorted, &experts, &number}) {
@@ -168,7 +168,7 @@ MoeAlignArgs moe_align_args(int64_t numel, const TensorView* expert_map,
   if ((args.block_size & (args.block_size - 1)) == 0)
     args.block_shift = __builtin_ctz(args.block_size);
   args.experts = static_cast<int>(options.num_experts);
-  args.counters = static_cast<int>(outputs.num_tokens_post_padded.shape[0]) - 1;
+  args.counters = static_cast<uint32_t>(outputs.num_tokens_post_padded.shape[0] - 1);
   args.slots_head = (16 - reinterpret_cast<uintptr_t>(args.sorted_ids) % 16) % 16 / 4;
   args.map_first = expert_map != nullptr && options.ignore_invalid;
   return args;

@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kMoeAlignMaxThreads, 1)
     __syncthreads();
     store_block(args, shared, ids, id);
   }
-  if (blockIdx.x == 0 && threadIdx.x == 0) store_number(args, all_blocks);
+  if (blockIdx.x == 0) store_number(args, all_blocks);
 }
 
 // With 7 bits, up to 128 experts; with 9, up to 512.

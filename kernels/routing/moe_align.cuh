@@ -218,10 +218,10 @@ __device__ __forceinline__ void store_slot(const MoeAlignArgs& args, uint32_t sl
   }
 }
 
-// How many slots are in use, and counters behind it: by one thread.
+// How many slots are in use, and counters behind it: by one block.
 __device__ __forceinline__ void store_number(const MoeAlignArgs& args, uint32_t blocks) {
-  *args.num_padded = blocks * args.block_size;
-  for (int i = 1; i <= args.counters; ++i) args.num_padded[i] = 0;
+  if (threadIdx.x == 0) *args.num_padded = blocks * args.block_size;
+  for (uint32_t i = threadIdx.x; i < args.counters; i += blockDim.x) args.num_padded[1 + i] = 0;
 }
 
 // Counts a block's ids: each gets its rank among its warp's alike, each warp's counts, from zero,
@@ -329,7 +329,7 @@ __device__ __forceinline__ void align_block(const MoeAlignArgs& args, const Alig
       }
     }
   }
-  if (e == 0 && (!kCluster || cluster_rank() == 0)) store_number(args, all_blocks);
+  if (!kCluster || cluster_rank() == 0) store_number(args, all_blocks);
 }
 
 }  // namespace tiercel

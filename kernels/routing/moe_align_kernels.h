@@ -26,9 +26,9 @@ struct MoeAlignArgs {
   int block_shift;  // log2(block_size), or -1
   uint32_t span;    // ids of one thread block
   int experts;
-  int counters;    // zeroed
-  bool wide_ids;   // int64
-  bool map_first;  // experts that the map has not are left out; otherwise only marked
+  uint32_t counters;  // zeroed
+  bool wide_ids;      // int64
+  bool map_first;     // experts that the map has not are left out; otherwise only marked
 };
 
 inline constexpr uint32_t kMoeAlignMaxThreads = 1024;

@@ -202,6 +202,29 @@ def test_experts_elsewhere_and_ids_of_none(make, tokens, dtype):
     assert_whole(tiercel.fused_moe(*values, expert_map=expert_map), due)
 
 
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "blocks"])
+@pytest.mark.parametrize(("tokens", "experts"), [(700, 8), (1500, 33), (5000, 40)])
+def test_whole_is_its_halves_one_after_the_other(make, tokens, experts, kind):
+    """`down` begins while `up` still works, and reads rows in another order: the same bits."""
+    dtype = torch.float16 if kind == "float16" else torch.bfloat16
+    x, w_up, w_down, weights, ids = make(tokens, experts, 4, 1024, 640, dtype)
+    routing = tiercel.moe_align_block_size(ids, 128, experts)
+    rows, scales, of_up, of_down = x, {}, {}, {}
+    if kind == "blocks":
+        (w_up, up_scale), (w_down, down_scale) = blocks_of(w_up), blocks_of(w_down)
+        scales = {"w_up_scale": up_scale, "w_down_scale": down_scale}
+        rows, x_scale = tiercel.fp8_quantize(x, "1x128")
+        of_up = {"x_scale": x_scale, "w_up_scale": up_scale}
+    rows = tiercel.moe_up(rows, w_up, *routing, 4, 128, **of_up)
+    if kind == "blocks":
+        rows, x_scale = tiercel.fp8_quantize(rows, "1x128")
+        of_down = {"x_scale": x_scale, "w_down_scale": down_scale}
+    outer = tiercel.moe_down(rows, w_down, weights.flatten(), *routing, 128, **of_down)
+    due = tiercel.moe_sum(outer.view(tokens, 4, -1))
+    for _ in range(10):
+        assert torch.equal(tiercel.fused_moe(x, w_up, w_down, weights, ids, **scales), due)
+
+
 def test_all_tokens_to_one_expert(make):
     x, w_up, w_down, weights, ids = make(100, 8, 1, 320, 320)
     values = (x, w_up, w_down, weights, torch.full_like(ids, 5))

@@ -107,10 +107,10 @@ def _sm90(
     return run(x, weights, topk_weights, topk_ids, activation, expert_map)
 
 
-def _in_order(block: int, up_scale: Tensor | None, down_scale: Tensor | None) -> bool:
-    """Whether rows between the halves are in the routing's order. Those that are quantised are not:
-    that would take the padding's, too."""
-    return block == 128 and up_scale is None and down_scale is None
+def _in_order(block: int, down_scale: Tensor | None) -> bool:
+    """Whether rows between the halves are in the routing's order. Those of one scale are not: the
+    padding's, quantised and read too, would cost more than the copy engine saves."""
+    return block == 128 and (down_scale is None or block_scaled(down_scale))
 
 
 def _granularity(scale: Tensor) -> str:
@@ -154,7 +154,7 @@ def run(
     named = (topk_ids, everywhere)
     # In the routing's order, `down` has a block's rows one below the other.
     between = elements
-    if _in_order(block, up_scale, down_scale):
+    if _in_order(block, down_scale):
         assert routing[0] is not None
         of_up, between = named, routing[0].shape[0]
     inner = x.new_empty((between, w_down.shape[2]))
@@ -201,7 +201,7 @@ def _plan_of(
     if not routed_by_kernels(elements, experts, block, expert_map):
         lists = empty_routing(x, elements, experts, block)
         routing, ids = lists, NO_IDS
-        if _in_order(block, up_scale, down_scale):
+        if _in_order(block, down_scale):
             ids, between = (topk_ids, everywhere), lists[0].shape[0]
     inner, outer = x.new_empty((between, w_down.shape[2])), x.new_empty((elements, x.shape[1]))
     made = []

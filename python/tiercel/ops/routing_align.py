@@ -183,10 +183,9 @@ def align_sm90(
 def align_for_products(
     topk_ids: Tensor, block_size: int, num_experts: int, expert_map: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """With two counters, zero, behind the number of slots: of the tiles that moe_up's blocks have
-    taken, and moe_down's."""
+    """With counters, zero, behind the number of slots: see kernels/moe/moe_mlp.h."""
     *lists, _ = empty_outputs(topk_ids, topk_ids.numel(), num_experts, block_size, False)
-    outputs = (lists[0], lists[1], empty(topk_ids, (3,), torch.int32))
+    outputs = (lists[0], lists[1], empty(topk_ids, (3 + lists[1].shape[0],), torch.int32))
     _launch(topk_ids, outputs, block_size, num_experts, expert_map, False)
     return outputs
 
