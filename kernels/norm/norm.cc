@@ -245,6 +245,7 @@ Status prepare(const NormBackward& call, int multiprocessors, NormBackwardArgs* 
   args->slice = choice->slice;
   args->threads_per_row = choice->threads_per_row;
   args->stages = choice->stages;
+  args->ahead = choice->stages + choice->ahead;
   args->weight_offset = choice->weight_offset;
   args->inverse_columns = 1.0f / static_cast<float>(columns);
   args->eps = call.eps;
@@ -294,8 +295,16 @@ const NormReduceKernel* reduce_kernel(DType dtype) {
 }
 
 Status launch_reduce(NormReduceArgs& args, DType dtype, int device, void* stream) {
+  // So many warps have the same columns that each reads all its parts at once; at least two, as a
+  // block has but so many threads to write what its warps have added.
+  constexpr int kWarps = kNormReduceThreads / 32;
+  args.part_warps = kWarps;
+  while (args.part_warps > 2 && args.part_warps / 2 * kNormReduceAtOnce >= args.parts) {
+    args.part_warps /= 2;
+  }
+  const int columns = kNormReduceColumns * (kWarps / args.part_warps);  // a block's
   LaunchConfig config;
-  config.grid.x = (args.columns + kNormReduceColumns - 1) / kNormReduceColumns;
+  config.grid.x = (args.columns + columns - 1) / columns;
   config.grid.y = args.out[1] == nullptr ? 1 : 2;
   config.block.x = kNormReduceThreads;
   config.dependent = true;

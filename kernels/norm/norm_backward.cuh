@@ -35,11 +35,15 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   constexpr bool kKeep = norm_backward_keeps(Format::kBytes, kWide, kVectors, kRows, kKind);
   // When a tile's stages are filled again: once it is in registers, or once grad_x is written.
   constexpr bool kEarly = Format::kBytes == 2;  // measured
+  // Whether it may ask for more rows ahead than it has stages: again a question of registers.
+  constexpr bool kAhead = !(kLayerNorm && kRows == 2);
   constexpr int kParts = kElements / 4;
   // Whether parts of a warp may have a row, and whether several warps may.
   constexpr bool kPartial = !kWide || kVectors * kRows <= 2;
   constexpr bool kShared = !kWide || kVectors * kRows > 2;
-  using Sums = RowSums<kRows, kLayerNorm ? 4 : 2, kPartial, kShared>;
+  // Measured; and what registers have room for.
+  constexpr bool kDirect = !kWide || (Format::kBytes == 2 && kRows == (kLayerNorm ? 2 : 1));
+  using Sums = RowSums<kRows, kLayerNorm ? 4 : 2, kPartial, kShared, kDirect>;
   extern __shared__ __align__(128) char shared[];
   __shared__ typename Sums::Scratch scratch;
   __shared__ uint64_t full[kNormMaxWarps * kNormMaxStages];
@@ -142,7 +146,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
     if constexpr (kWide) {
       if (!leader) return;
 #pragma unroll 1
-      for (int s = 0; s < args.stages; ++s) fetch(s, s, ahead);
+      for (int s = 0; s < (ahead && kAhead ? args.ahead : args.stages); ++s) fetch(s, s, ahead);
     }
   };
   fetch_first(true);

@@ -117,8 +117,9 @@ struct BackwardShape {
   int vectors;  // a thread, of a row
   int rows;     // a thread, at once
   int cluster;
-  int threads;  // a block, about
-  int stages;   // a team's, of a row each
+  int threads;    // a block, about
+  int stages;     // a team's, of a row each
+  int ahead = 0;  // rows a team asks for beyond those, before it may read them
 };
 
 const NormBackwardKernel* backward_kernel(const NormProblem& problem, const BackwardShape& shape) {
@@ -143,27 +144,41 @@ BackwardShape backward_shape(const NormProblem& problem, int64_t vectors) {
   const bool narrow_element = dtype_bytes(problem.dtype) == 2;
   if (!problem.wide) return clustered({narrow_element ? 8 : 16, 1, 1, kNormNarrowThreads, 1});
   const bool layer = problem.kind == NormKind::kLayer;
-  if (vectors <= (narrow_element ? 32 : 64)) return {2, 1, 1, 384, 3};
+  if (vectors <= (narrow_element ? 32 : 64)) {
+    return {2, 1, 1, layer && narrow_element ? kNormMaxThreads : 384, 3};
+  }
   if (!narrow_element) {
-    if (vectors <= 1024) return {4, 1, 1, 256, 2};
-    if (!layer && vectors <= 4096) return clustered({4, 1, 1, 256, 3});
-    const BackwardShape shape = clustered({4, 1, 1, kNormMaxThreads, 2});
+    if (vectors <= 1024) return {4, 1, 1, 256, 2, layer ? 0 : 4};
+    if (!layer && vectors <= 4096) return clustered({4, 1, 1, 256, 3, 4});
+    const BackwardShape shape = clustered({4, 1, 1, kNormMaxThreads, 2, 2});
     if (shape.cluster <= kNormMaxCluster) return shape;
     return clustered({8, 1, 1, kNormMaxThreads, 2});
   }
   // A layer norm's block has room for two of the longest rows of two tensors, not of three.
-  if (vectors > 4096 || (layer && vectors > 1056 && problem.streams == 2)) {
+  if (layer && vectors > 1056 && problem.streams == 2) {
+    return clustered({4, 1, 1, kNormMaxThreads, 2});
+  }
+  if (vectors > 4096) {
+    const BackwardShape shape = clustered({2, 2, 1, kNormMaxThreads, 4});
+    if (!layer && shape.cluster <= kNormMaxCluster) return shape;
     return clustered({4, 1, 1, kNormMaxThreads, 2});
   }
   // Three vectors a thread where that leaves no more of them idle than two.
   const bool threes = 3 * threads_for(vectors, 3, 32) <= 2 * threads_for(vectors, 2, 32);
   if (layer) {
     if (vectors <= 1056 && threes) return {3, 1, 1, vectors > 96 ? kNormMaxThreads : 384, 2};
+    const bool many = problem.rows >= int64_t{64} * problem.multiprocessors;
+    if (many && vectors > 96 && vectors <= 256) return {4, 1, 1, 384, 2, vectors <= 128 ? 2 : 0};
+    // Two rows a thread leave no room for a second team.
+    if (vectors > 512 && vectors <= 896) return {4, 1, 1, kNormMaxThreads, 2};
     return clustered({2, 2, 1, kNormMaxThreads, 4});
   }
-  if (vectors <= 1056 && (threes || vectors > 256)) return {3, 1, 1, 384, 2};
+  if (vectors <= 1056 && (threes || vectors > 256)) {
+    return {3, 1, 1, vectors > 576 && vectors <= 672 ? kNormMaxThreads : 384, 2};
+  }
   if (vectors > 1024 && vectors <= 2112) return clustered({3, 1, 1, 384, 3});
-  return clustered({2, 2, 1, vectors > 1024 ? kNormMaxThreads : 384, 4});
+  if (vectors > 1024) return clustered({2, 2, 1, kNormMaxThreads, 4});
+  return {2, 2, 1, 384, 4, 4};
 }
 
 }  // namespace
@@ -248,6 +263,7 @@ NormChoice<NormBackwardKernel> choose_norm_backward(const NormProblem& problem) 
     const int64_t sums = teams * choice.slice * int64_t{4};
     if (stage * shape.rows > room || sums > room) continue;
     choice.stages = static_cast<int>(std::min<int64_t>(room / stage, shape.stages));
+    choice.ahead = shape.ahead;
     choice.weight_offset = static_cast<int>(round_up(std::max(choice.stages * stage, sums), 128));
     // More than half of what there is: two blocks on one multiprocessor leave another empty.
     choice.dynamic_smem =

@@ -30,6 +30,7 @@ struct NormChoice {
   int grid = 0;
   int dynamic_smem = 0;
   int stages = 0;         // backward
+  int ahead = 0;          // backward: rows that a team asks for beyond its stages'
   int weight_offset = 0;  // backward
 
   int parts() const { return grid / cluster; }

@@ -20,7 +20,8 @@ inline constexpr int kNormPlainWarpThreads = 64;
 inline constexpr int kNormLongThreads = 256;
 inline constexpr int kNormMaxStages = 8;
 inline constexpr int kNormReduceThreads = 512;
-inline constexpr int kNormReduceColumns = 64;  // a block
+inline constexpr int kNormReduceColumns = 64;  // a warp
+inline constexpr int kNormReduceAtOnce = 9;    // parts that a warp reads at once
 
 // Who has a row: some lanes of a warp (norm_short), a block or a cluster (norm_forward), a warp or
 // those (norm_plain), or a cluster that holds it in shared memory (norm_long).
@@ -142,6 +143,7 @@ struct NormBackwardArgs {
   bool weight_float32;
   int whole_tiles;    // that each block has
   int rows_of_tiles;  // of a tile of each block
+  int ahead;          // rows that a team asks for before it may read them
   int last_share;     // what a block has in a last tile, in rows that a warp has at once; or 0
 };
 
@@ -150,6 +152,7 @@ struct NormReduceArgs {
   char* out[2];
   int parts;
   int columns;
+  int part_warps;  // that have the same columns: a power of two, and two at least
   bool float32[2];
 };
 

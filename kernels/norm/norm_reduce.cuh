@@ -76,30 +76,33 @@ __device__ __forceinline__ void leave_sums(float (&sums)[kVectors][kElements], c
   }
 }
 
-// A warp's lanes take neighbouring columns, its warps every sixteenth part. All that one
-// multiprocessor each leaves is under way at once: this kernel is but latency.
+// A warp's lanes take neighbouring columns; `part_warps` warps have the same columns, a part each
+// of what is to be added: of 132 parts all 16, of few parts fewer, and then a block has more
+// columns. All that one multiprocessor each leaves is under way at once: this kernel is but
+// latency.
 template <typename Format>
 __global__ void __launch_bounds__(kNormReduceThreads)
     norm_reduce(const __grid_constant__ NormReduceArgs args) {
   constexpr int kWarps = kNormReduceThreads / 32;
-  constexpr int kAtOnce = (132 + kWarps - 1) / kWarps;
+  constexpr int kAtOnce = kNormReduceAtOnce;
   constexpr int kColumns = kNormReduceColumns / 32;  // a lane's
   __shared__ float sums[kWarps][kNormReduceColumns];
   const int kind = blockIdx.y;
-  const int block_column = blockIdx.x * kNormReduceColumns;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int group = blockIdx.x * (kWarps / args.part_warps);  // of columns: the block's first
   grid_dependency_launch();
   grid_dependency_wait();
   if (args.out[kind] == nullptr) return;
   float sum[kColumns] = {};
-  const float* const from = args.partial[kind] + block_column + lane;
-  const int left = args.columns - block_column - lane;
+  const int first_column = (group + warp / args.part_warps) * kNormReduceColumns + lane;
+  const float* const from = args.partial[kind] + first_column;
+  const int left = args.columns - first_column;
 #pragma unroll 1
-  for (int first = warp; first < args.parts; first += kAtOnce * kWarps) {
+  for (int first = warp % args.part_warps; first < args.parts; first += kAtOnce * args.part_warps) {
     float some[kAtOnce][kColumns];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int part = first + i * kWarps;
+      const int part = first + i * args.part_warps;
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
         some[i][c] = part < args.parts && c * 32 < left
@@ -116,11 +119,12 @@ __global__ void __launch_bounds__(kNormReduceThreads)
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) sums[warp][c * 32 + lane] = sum[c];
   __syncthreads();
-  const int column = block_column + threadIdx.x;
-  if (threadIdx.x >= kNormReduceColumns || column >= args.columns) return;
+  const int own = threadIdx.x / kNormReduceColumns, at = threadIdx.x % kNormReduceColumns;
+  const int column = (group + own) * kNormReduceColumns + at;
+  if (own >= kWarps / args.part_warps || column >= args.columns) return;
   float total = 0.0f;
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) total += sums[w][threadIdx.x];
+#pragma unroll 4
+  for (int w = 0; w < args.part_warps; ++w) total += sums[own * args.part_warps + w][at];
   if (args.float32[kind]) {
     reinterpret_cast<float*>(args.out[kind])[column] = total;
   } else {

@@ -31,8 +31,10 @@ __device__ __forceinline__ float lanes_scatter(float (&values)[kValues], int lan
 }
 
 // kKinds sums of each of kRows rows. kPartial: parts of a warp may have a row; kShared: several
-// warps may, and the blocks of a cluster.
-template <int kRows, int kKinds, bool kPartial, bool kShared>
+// warps may, and the blocks of a cluster. There every warp sends its sums to all blocks (kDirect);
+// or one warp sends its block's, which takes a barrier more but fewer messages: a block takes them
+// one by one.
+template <int kRows, int kKinds, bool kPartial, bool kShared, bool kDirect>
 struct RowSums {
   static constexpr int kValues = kKinds * kRows;
   static_assert(kValues <= (kPartial ? kShared ? 8 : 4 : 32), "the fewest lanes of a row");
@@ -41,6 +43,7 @@ struct RowSums {
   struct Scratch {
     float sums[2][kNormMaxCluster * kNormMaxWarps][kValues];
     uint64_t arrived[2];  // mbarriers: all of a cluster's sums are there
+    float blocks[kDirect ? 1 : 2][kDirect ? 1 : kNormMaxCluster][kValues];
   };
 
   // One thread, before the cluster's first barrier.
@@ -64,22 +67,26 @@ struct RowSums {
       const int lane = threadIdx.x % 32, parity = tile & 1;
       auto& mine = scratch.sums[parity][team.entry()];
       uint64_t* const arrived = &scratch.arrived[parity];
-      if (team.blocks > 1 && threadIdx.x == 0) {
-        mbarrier_expect(arrived, team.entries() * kValues * sizeof(float));
-      }
-      write(team, mine[lane % kValues], arrived, lane / kValues, 32 / kValues, held);
-      if (team.blocks == 1) {
-        team.sync();
+      if (!kDirect && team.blocks > 1) {
+        held = through_one_warp(team, scratch, tile, held);
       } else {
-        mbarrier_wait_cluster(arrived, tile >> 1 & 1);
-      }
-      const auto* const entries = scratch.sums[parity] + team.first_entry();
-      held = 0.0f;
+        if (team.blocks > 1 && threadIdx.x == 0) {
+          mbarrier_expect(arrived, team.entries() * kValues * sizeof(float));
+        }
+        write(team, mine[lane % kValues], arrived, lane / kValues, 32 / kValues, held);
+        if (team.blocks == 1) {
+          team.sync();
+        } else {
+          mbarrier_wait_cluster(arrived, tile >> 1 & 1);
+        }
+        const auto* const entries = scratch.sums[parity] + team.first_entry();
+        held = 0.0f;
 #pragma unroll 1
-      for (int i = lane / kValues; i < team.entries(); i += 32 / kValues) {
-        held += entries[i][lane % kValues];
+        for (int i = lane / kValues; i < team.entries(); i += 32 / kValues) {
+          held += entries[i][lane % kValues];
+        }
+        held = over_copies<kValues>(held);
       }
-      held = over_copies<kValues>(held);
     }
 #pragma unroll
     for (int k = 0; k < kKinds; ++k) {
@@ -91,6 +98,37 @@ struct RowSums {
   }
 
  private:
+  static __device__ __forceinline__ float over_entries(const float (*entries)[kValues], int count) {
+    const int lane = threadIdx.x % 32;
+    float value = 0.0f;
+#pragma unroll 1
+    for (int i = lane / kValues; i < count; i += 32 / kValues) value += entries[i][lane % kValues];
+    return over_copies<kValues>(value);
+  }
+
+  // The sums over the cluster, where only one warp of each block sends.
+  static __device__ __forceinline__ float through_one_warp(const Team& team, Scratch& scratch,
+                                                           int tile, float held) {
+    if constexpr (!kDirect) {
+      const int lane = threadIdx.x % 32, parity = tile & 1;
+      uint64_t* const arrived = &scratch.arrived[parity];
+      auto* const warps = scratch.sums[parity];  // a cluster's block has one team
+      if (lane < kValues) warps[team.warp][lane] = held;
+      if (team.warp == 0) {
+        team.sync();
+        held = over_entries(warps, team.warps);
+        if (lane == 0) mbarrier_expect(arrived, team.blocks * kValues * sizeof(float));
+        write(team, scratch.blocks[parity][team.rank][lane % kValues], arrived, lane / kValues,
+              32 / kValues, held);
+      } else {
+        team.arrive();
+      }
+      mbarrier_wait_cluster(arrived, tile >> 1 & 1);
+      held = over_entries(scratch.blocks[parity], team.blocks);
+    }
+    return held;
+  }
+
   template <int kFrom>
   static __device__ __forceinline__ float over_copies(float value) {
 #pragma unroll

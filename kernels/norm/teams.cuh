@@ -127,6 +127,11 @@ struct Team {
     }
   }
 
+  // Says that this warp has come to where another one waits in sync().
+  __device__ __forceinline__ void arrive() const {
+    asm volatile("bar.arrive %0, %1;" ::"r"(index + 1), "r"(warps * 32) : "memory");
+  }
+
   // Warps that share a row.
   __device__ __forceinline__ int entries() const { return warps * static_cast<int>(blocks); }
   // The place of the first of them, of this warp.
