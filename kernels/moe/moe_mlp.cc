@@ -4,31 +4,14 @@
 #include <algorithm>
 #include <string>
 
+#include "kernels/moe/moe_checks.h"
 #include "kernels/moe/moe_mlp_kernels.h"
-#include "kernels/sm90/checks.h"
 #include "kernels/sm90/driver.h"
 
 namespace tiercel {
 namespace {
 
-constexpr int64_t kScaleBlock = 128;  // values
-
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Rows of neighbouring elements at multiples of 16 bytes, as the copies take them.
-Status check_rows(const Argument& argument) {
-  const TensorView& view = argument.view;
-  const int last = view.ndim - 1;
-  bool fits = view.strides[last] == 1 || view.shape[last] <= 1;
-  for (int i = 0; i < last; ++i) {
-    fits = fits && (view.shape[i] <= 1 || view.strides[i] * dtype_bytes(view.dtype) % 16 == 0);
-  }
-  fits = fits && reinterpret_cast<uintptr_t>(view.data) % 16 == 0;
-  if (fits) return Status();
-  return Status::Unimplemented(
-      mismatch(argument, "have rows of neighbouring elements at multiples of 16 bytes",
-               "strides " + shape_text(view.strides, view.ndim)));
-}
 
 // The kernel's arguments; x_map only where it takes x by boxes.
 struct Call {
@@ -98,8 +81,7 @@ Status check_routing(const char* op, const Argument& x, const MoeRouting& routin
   for (const Argument* argument : {&sorted, &experts, &used}) {
     TIERCEL_RETURN_IF_ERROR(check_rank(*argument, 1));
     TIERCEL_RETURN_IF_ERROR(check_dtype(*argument, {DType::kInt32}));
-    TIERCEL_RETURN_IF_ERROR(check_same_device(*argument, x));
-    TIERCEL_RETURN_IF_ERROR(check_cuda(*argument));
+    TIERCEL_RETURN_IF_ERROR(check_beside(*argument, x));
     TIERCEL_RETURN_IF_ERROR(check_contiguous(*argument));
   }
   if (!has_counters(routing)) TIERCEL_RETURN_IF_ERROR(check_shape(used, {1}, "[1]"));
@@ -142,13 +124,6 @@ bool has_block_scales(const MoeScales& scales) {
 
 const void* data_of(const TensorView* view) { return view == nullptr ? nullptr : view->data; }
 
-Status check_scale(const Argument& scale, const Argument& x) {
-  TIERCEL_RETURN_IF_ERROR(check_dtype(scale, {DType::kFloat32}));
-  TIERCEL_RETURN_IF_ERROR(check_same_device(scale, x));
-  TIERCEL_RETURN_IF_ERROR(check_cuda(scale));
-  return check_contiguous(scale);
-}
-
 Status check_scales(const char* op, const Argument& x, const TensorView& w,
                     const MoeScales& scales) {
   const bool scaled = x.view.dtype == DType::kFloat8E4M3;
@@ -165,16 +140,13 @@ Status check_scales(const char* op, const Argument& x, const TensorView& w,
     const int64_t groups = ceil_div(w.shape[2], kScaleBlock);
     TIERCEL_RETURN_IF_ERROR(
         check_shape(x_scale, {x.view.shape[0], groups}, "[rows of x, columns / 128]"));
-    return check_shape(w_scale, {w.shape[0], ceil_div(w.shape[1], kScaleBlock), groups},
-                       "[E, rows of weights / 128, columns / 128]");
+    return check_weights_scale(w_scale, w);
   }
   TIERCEL_RETURN_IF_ERROR(check_rank(x_scale, 1));
-  TIERCEL_RETURN_IF_ERROR(check_rank(w_scale, 2));
   if (scales.x->shape[0] != 1) {
     TIERCEL_RETURN_IF_ERROR(check_shape(x_scale, {x.view.shape[0]}, "[rows of x]"));
   }
-  if (scales.w->shape[1] == 1) return check_shape(w_scale, {w.shape[0], 1}, "[E, 1]");
-  return check_shape(w_scale, {w.shape[0], w.shape[1]}, "[E, rows of weights]");
+  return check_weights_scale(w_scale, w);
 }
 
 Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScales& scales,
@@ -215,8 +187,7 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
   }
   TIERCEL_RETURN_IF_ERROR(check_cuda(x_arg));
   for (const Argument* argument : {&w_arg, &out_arg}) {
-    TIERCEL_RETURN_IF_ERROR(check_same_device(*argument, x_arg));
-    TIERCEL_RETURN_IF_ERROR(check_cuda(*argument));
+    TIERCEL_RETURN_IF_ERROR(check_beside(*argument, x_arg));
   }
   TIERCEL_RETURN_IF_ERROR(check_contiguous(out_arg));
   TIERCEL_RETURN_IF_ERROR(check_scales(op, x_arg, w, scales));
@@ -227,8 +198,7 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
     const Argument weights_arg{op, "weights", *weights};
     TIERCEL_RETURN_IF_ERROR(check_dtype(weights_arg, {DType::kFloat32}));
     TIERCEL_RETURN_IF_ERROR(check_shape(weights_arg, {elements}, "[T * k]"));
-    TIERCEL_RETURN_IF_ERROR(check_same_device(weights_arg, x_arg));
-    TIERCEL_RETURN_IF_ERROR(check_cuda(weights_arg));
+    TIERCEL_RETURN_IF_ERROR(check_beside(weights_arg, x_arg));
     TIERCEL_RETURN_IF_ERROR(check_contiguous(weights_arg));
   }
   if (ids.ids != nullptr) {
@@ -241,8 +211,7 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
                                               "have " + std::to_string(elements) + " elements",
                                               shape_text(ids.ids->shape, 2)));
     }
-    TIERCEL_RETURN_IF_ERROR(check_same_device(ids_arg, x_arg));
-    TIERCEL_RETURN_IF_ERROR(check_cuda(ids_arg));
+    TIERCEL_RETURN_IF_ERROR(check_beside(ids_arg, x_arg));
     TIERCEL_RETURN_IF_ERROR(check_contiguous(ids_arg));
   }
   const bool flows = (to_slots || by_boxes) && has_progress(routing);

@@ -114,7 +114,7 @@ Status Kernel::launch(const LaunchConfig& config, int device, void* stream, void
     TIERCEL_RETURN_IF_ERROR(prepare(device));
   }
 
-  CUlaunchAttribute attributes[2];
+  CUlaunchAttribute attributes[3];
   CUlaunchConfig launch{};
   launch.gridDimX = config.grid.x;
   launch.gridDimY = config.grid.y;
@@ -137,11 +137,22 @@ Status Kernel::launch(const LaunchConfig& config, int device, void* stream, void
     attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
     attribute.value.programmaticStreamSerializationAllowed = 1;
   }
+  if (config.cooperative) {
+    CUlaunchAttribute& attribute = attributes[launch.numAttrs++];
+    attribute.id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
+    attribute.value.cooperative = 1;
+  }
   auto function = static_cast<CUfunction>(handle_.load(std::memory_order_acquire));
   const Function* known = function_.load(std::memory_order_acquire);
   if (known != nullptr && known->device == device) function = known->handle;
   const CUresult result = driver_api().launch_kernel_ex(&launch, function, args, nullptr);
   if (result == CUDA_SUCCESS) return Status();
+  if (result == CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE) {
+    return kernel_error(name_, device, "launched",
+                        "its " + std::to_string(config.grid.x * config.grid.y * config.grid.z) +
+                            " blocks must run at the same time, and fewer multiprocessors are "
+                            "available here (a green context, or a share of MPS)");
+  }
   return kernel_error(name_, device, "launched", driver_error_text(result));
 }
 

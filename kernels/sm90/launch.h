@@ -25,6 +25,9 @@ struct LaunchConfig {
   // runs. Only for kernels whose every thread executes grid_dependency_wait() before it touches
   // global memory.
   bool dependent = false;
+  // All blocks run at the same time, so that they may wait for each other; a grid that has no room
+  // for that is refused. Not together with `dependent`.
+  bool cooperative = false;
 };
 
 // A __global__ function compiled into this library, or a kernel of an embedded cubin. Make one

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "kernels/moe/few_tokens.h"
 #include "kernels/moe/moe_mlp.h"
 #include "kernels/sm90/driver.h"
 #include "python/bindings/call.h"
@@ -11,6 +12,24 @@ namespace {
 
 // Of an H100 SXM or H200, for plans where there is no device to ask.
 constexpr int kMultiprocessors = 132;
+
+int MultiprocessorsOf(const TensorView& x) {
+  int count = 0;
+  const bool known =
+      x.device_type == DeviceType::kCUDA && multiprocessor_count(x.device_index, &count).ok();
+  return known ? count : kMultiprocessors;
+}
+
+bool ReadActivation(PyObject* value, const char* op, MoeActivation* activation) {
+  const long index = PyLong_AsLong(value);
+  if (index == -1 && PyErr_Occurred()) return false;
+  if (index < 0 || index > static_cast<long>(MoeActivation::kGeluResidual)) {
+    PyErr_Format(PyExc_ValueError, "%s: no activation has the index %ld", op, index);
+    return false;
+  }
+  *activation = static_cast<MoeActivation>(index);
+  return true;
+}
 
 // (x, w, sorted_token_ids, expert_ids, num_tokens_post_padded, weights or None, out, block_size,
 // activation's index, topk_ids or None, experts everywhere, x_scale or None, w_scale or None) and,
@@ -41,13 +60,7 @@ struct MoeMlpCall {
     }
     block_size = PyLong_AsLong(values[7]);
     if (block_size == -1 && PyErr_Occurred()) return false;
-    const long index = PyLong_AsLong(values[8]);
-    if (index == -1 && PyErr_Occurred()) return false;
-    if (index < 0 || index > static_cast<long>(MoeActivation::kGeluResidual)) {
-      PyErr_Format(PyExc_ValueError, "%s: no activation has the index %ld", op, index);
-      return false;
-    }
-    activation = static_cast<MoeActivation>(index);
+    if (!ReadActivation(values[8], op, &activation)) return false;
     everywhere = PyLong_AsLong(values[10]);
     return everywhere != -1 || !PyErr_Occurred();
   }
@@ -78,15 +91,11 @@ PyObject* MoeDown(PyObject*, PyObject* const* values, Py_ssize_t count) {
 PyObject* PlanOf(bool up, PyObject* const* values, Py_ssize_t count) {
   MoeMlpCall call;
   if (!call.Parse(up ? "moe_up" : "moe_down", up, values, count)) return nullptr;
-  int multiprocessors = 0;
-  if (call.x.view().device_type != DeviceType::kCUDA ||
-      !multiprocessor_count(call.x.view().device_index, &multiprocessors).ok()) {
-    multiprocessors = kMultiprocessors;
-  }
   MoeMlpPlan plan{};
-  const Status status = moe_mlp_plan(
-      up, call.x.view(), call.w.view(), call.scales(), call.routing(), call.weights.view(),
-      call.ids(), call.out.view(), call.activation, call.tile, multiprocessors, &plan);
+  const Status status =
+      moe_mlp_plan(up, call.x.view(), call.w.view(), call.scales(), call.routing(),
+                   call.weights.view(), call.ids(), call.out.view(), call.activation, call.tile,
+                   MultiprocessorsOf(call.x.view()), &plan);
   if (!status.ok()) return Raise(status);
   return Py_BuildValue("{s:s, s:i, s:i, s:i, s:i, s:I, s:I, s:I}", "kernel", plan.kernel, "tile_m",
                        plan.tile_m, "tile_n", plan.tile_n, "cluster", plan.cluster, "tiles",
@@ -100,7 +109,51 @@ PyObject* MoeUpPlan(PyObject*, PyObject* const* values, Py_ssize_t count) {
 PyObject* MoeDownPlan(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return PlanOf(false, values, count);
 }
-PyObject* MoeLoad(PyObject*, PyObject* device) { return Load(device, moe_mlp_load); }
+
+// (x, w_up, w_down, w_up_scale, w_down_scale, topk_weights, topk_ids, inner, out, activation's
+// index).
+struct FewTokensArguments {
+  PythonTensor x, w_up, w_down, up_scale, down_scale, weights, ids, inner, out;
+  MoeActivation activation = MoeActivation::kSilu;
+
+  bool Parse(PyObject* const* values, Py_ssize_t count) {
+    constexpr char kOp[] = "fused_moe";
+    return Arguments(kOp, values, count).Expect(10) && x.Read(values[0], kOp, "x") &&
+           w_up.Read(values[1], kOp, "w_up") && w_down.Read(values[2], kOp, "w_down") &&
+           up_scale.Read(values[3], kOp, "w_up_scale") &&
+           down_scale.Read(values[4], kOp, "w_down_scale") &&
+           weights.Read(values[5], kOp, "topk_weights") && ids.Read(values[6], kOp, "topk_ids") &&
+           inner.Read(values[7], kOp, "inner") && out.Read(values[8], kOp, "out") &&
+           ReadActivation(values[9], kOp, &activation);
+  }
+
+  FewTokensCall call() const {
+    return {&x.view(),       &w_up.view(), &w_down.view(), &up_scale.view(), &down_scale.view(),
+            &weights.view(), &ids.view(),  &inner.view(),  &out.view(),      activation};
+  }
+
+  const PythonTensor& First() const { return x; }
+  Status Run(void* stream) const { return fused_moe_few_tokens(call(), stream); }
+};
+
+PyObject* FewTokensPlanOf(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  FewTokensArguments arguments;
+  if (!arguments.Parse(values, count)) return nullptr;
+  FewTokensPlan plan{};
+  const Status status =
+      fused_moe_few_tokens_plan(arguments.call(), MultiprocessorsOf(arguments.x.view()), &plan);
+  if (!status.ok()) return Raise(status);
+  return Py_BuildValue("{s:s, s:i, s:i, s:I, s:I, s:I}", "kernel", plan.kernel, "slots", plan.slots,
+                       "slot_bytes", plan.slot_bytes, "grid", plan.grid, "block", plan.block,
+                       "dynamic_smem", plan.dynamic_smem);
+}
+
+Status LoadAll(int device) {
+  TIERCEL_RETURN_IF_ERROR(moe_mlp_load(device));
+  return fused_moe_few_tokens_load(device);
+}
+
+PyObject* MoeLoad(PyObject*, PyObject* device) { return Load(device, LoadAll); }
 
 #define TIERCEL_FAST(name, function, text)                                                     \
   {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, \
@@ -108,11 +161,19 @@ PyObject* MoeLoad(PyObject*, PyObject* device) { return Load(device, moe_mlp_loa
    "(x, w, sorted_token_ids, expert_ids, num_tokens_post_padded, weights, out, block_size, "   \
    "activation, topk_ids, experts, x_scale, w_scale, config=None, /)\n--\n\n" text}
 
+#define TIERCEL_FEW                                                                  \
+  "(x, w_up, w_down, w_up_scale, w_down_scale, topk_weights, topk_ids, inner, out, " \
+  "activation, /)\n--\n\n"
+
 PyMethodDef functions[] = {
     TIERCEL_FAST("moe_up", MoeUp, "Launches the kernel on the current stream; fills `out`."),
     TIERCEL_FAST("moe_down", MoeDown, "Launches the kernel on the current stream; fills `out`."),
     TIERCEL_FAST("moe_up_plan", MoeUpPlan, "Checks as a launch does; the configuration."),
     TIERCEL_FAST("moe_down_plan", MoeDownPlan, "Checks as a launch does; the configuration."),
+    {"fused_moe_few_tokens", AsMethod(Run<FewTokensArguments>), METH_FASTCALL,
+     "fused_moe_few_tokens" TIERCEL_FEW "Launches the kernel on the current stream; fills `out`."},
+    {"fused_moe_few_tokens_plan", AsMethod(FewTokensPlanOf), METH_FASTCALL,
+     "fused_moe_few_tokens_plan" TIERCEL_FEW "Checks as a launch does; the configuration."},
     {"moe_load", MoeLoad, METH_O,
      "moe_load(device, /)\n--\n\nLoads the kernels on a CUDA device, by its index."},
     {nullptr, nullptr, 0, nullptr},

@@ -46,6 +46,14 @@ class _MoeMlpPlan(TypedDict):
     block: int
     dynamic_smem: int
 
+class _FewTokensPlan(TypedDict):
+    kernel: str
+    slots: int
+    slot_bytes: int
+    grid: int
+    block: int
+    dynamic_smem: int
+
 class _MoeAlignPlan(TypedDict):
     kernel: str
     items: int
@@ -602,6 +610,32 @@ def moe_down_plan(
     config: tuple[int, int] | None = ...,
     /,
 ) -> _MoeMlpPlan: ...
+def fused_moe_few_tokens(
+    x: Any,
+    w_up: Any,
+    w_down: Any,
+    w_up_scale: Any,
+    w_down_scale: Any,
+    topk_weights: Any,
+    topk_ids: Any,
+    inner: Any,
+    out: Any,
+    activation: int,
+    /,
+) -> None: ...
+def fused_moe_few_tokens_plan(
+    x: Any,
+    w_up: Any,
+    w_down: Any,
+    w_up_scale: Any,
+    w_down_scale: Any,
+    topk_weights: Any,
+    topk_ids: Any,
+    inner: Any,
+    out: Any,
+    activation: int,
+    /,
+) -> _FewTokensPlan: ...
 def moe_load(device: int, /) -> None: ...
 def grouped_gemm(a: Any, b: Any, offsets: Any, out: Any, kind: int, /) -> None: ...
 def grouped_gemm_plan(a: Any, b: Any, offsets: Any, out: Any, kind: int, /) -> dict[str, Any]: ...

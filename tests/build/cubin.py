@@ -109,4 +109,5 @@ def demangle(symbols: list[str]) -> dict[str, str]:
 
 def readable(name: str) -> str:
     name = name.removeprefix("void ").replace("(anonymous namespace)::", "")
-    return re.sub(r"\(.*\)$", "", name.replace("tiercel::", ""))
+    name = re.sub(r"\(\w+\)(?=\d)", "", name.replace("tiercel::", ""))  # an enumerator's type
+    return re.sub(r"\(.*\)$", "", name)

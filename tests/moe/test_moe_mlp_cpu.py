@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 import tiercel
-from tiercel.ops.moe_choice import block_size
+from tiercel.ops.moe_choice import FEW, block_size, choose, of_config
 
 pytestmark = pytest.mark.torch
 
@@ -296,6 +296,28 @@ def test_opcheck():
 )
 def test_blocks_by_tokens_of_an_expert(elements, experts, block):
     assert block_size(elements, experts) == block
+
+
+def test_few_tokens_take_one_launch():
+    def chosen(tokens, k=8, sizes=(64, 2048, 1024), expert_map=None, **options):
+        dtype = options.pop("dtype", torch.float8_e4m3fn)
+        w_down = torch.empty(sizes, dtype=dtype, device="meta")
+        ids = torch.zeros(tokens, k, dtype=torch.int32)
+        return choose(w_down, ids, expert_map, False, **options)
+
+    assert all(chosen(tokens) is FEW for tokens in (1, 3, 4)) and chosen(1, 32) is FEW
+    for other in (
+        chosen(5, 1),
+        chosen(4, 9),
+        chosen(0),
+        chosen(1, 2, (8, 4096, 14336)),  # so many weights that launches are little beside them
+        chosen(1, dtype=torch.bfloat16),
+        chosen(1, expert_map=torch.arange(64, dtype=torch.int32)),
+        chosen(1, one_launch=False),
+    ):
+        assert other is not FEW and other.block == 64
+    assert of_config((0, 0, 0, 0, 0)) is FEW
+    assert of_config((64, 128, 1, 64, 1)) == (64, (128, 1), (64, 1))
 
 
 BAD = [

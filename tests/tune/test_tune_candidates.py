@@ -152,6 +152,9 @@ def test_moes_candidates_are_launched_as_said(tokens, dtype):
     assert quick <= {name_of(c) for c in found}
     for c in found:
         assert why_not(MOE.needs(problem, tokens, c)) is None
+        if c["block_size"] == 0:  # in one launch
+            assert tokens == 1
+            continue
         for half in ("up", "down"):
             plan, needs = moe_plan(problem, tokens, c, half), moe.half_needs(c, half)
             assert plan["tile_m"] == c["block_size"]

@@ -79,6 +79,7 @@ def readable(name: str) -> str:
     name = (
         name.removeprefix("void ").replace("(anonymous namespace)::", "").replace("tiercel::", "")
     )
+    name = re.sub(r"\(\w+\)(?=\d)", "", name)  # an enumerator's type
     return re.sub(r"\(.*\)$", "", name)
 
 

@@ -18,7 +18,8 @@ from tiercel._checks import (
 )
 from tiercel._op import Backend, Op
 from tiercel._platform import Reason
-from tiercel.ops.moe_choice import Choice, choose, routed_by_kernels
+from tiercel.ops import moe_few
+from tiercel.ops.moe_choice import FEW, Choice, choose, routed_by_kernels
 from tiercel.ops.moe_halves import (
     DTYPES,
     INDEX,
@@ -127,7 +128,7 @@ def run(
     expert_map: Tensor | None,
     choice: Choice | None = None,
 ) -> Tensor:
-    """The kernels one after the other; `choice` is the tuner's."""
+    """The kernels one after the other, or the one that does it all; `choice` is the tuner's."""
     (w_up, up_scale), (w_down, down_scale) = weights
     tokens, hidden = x.shape
     k = topk_ids.shape[1]
@@ -135,6 +136,13 @@ def run(
     if choice is None:
         in_blocks = block_scaled(up_scale) or block_scaled(down_scale)
         choice = choose(w_down, topk_ids, expert_map, in_blocks)
+        if choice is FEW:
+            try:
+                return moe_few.run(x, weights, topk_weights, topk_ids, activation)
+            except NotImplementedError:  # of these sizes or strides
+                choice = choose(w_down, topk_ids, expert_map, in_blocks, one_launch=False)
+    if choice is FEW:
+        return moe_few.run(x, weights, topk_weights, topk_ids, activation)
     block, up, down = choice
     everywhere = experts if expert_map is None else expert_map.shape[0]
     by_kernels = routed_by_kernels(elements, experts, block, expert_map)
@@ -191,7 +199,13 @@ def _plan_of(
     (w_up, up_scale), (w_down, down_scale) = up, down
     elements, experts = topk_ids.numel(), w_down.shape[0]
     in_blocks = block_scaled(up_scale) or block_scaled(down_scale)
-    block, *tiles = choose(w_down, topk_ids, expert_map, in_blocks)
+    choice = choose(w_down, topk_ids, expert_map, in_blocks)
+    if choice is FEW:
+        try:
+            return moe_few.plan(x, (up, down), topk_weights, topk_ids, "silu")
+        except NotImplementedError:
+            choice = choose(w_down, topk_ids, expert_map, in_blocks, one_launch=False)
+    block, *tiles = choice
     everywhere = experts if expert_map is None else expert_map.shape[0]
     # It has to take so many experts.
     align_plan(topk_ids[:0], block, everywhere, expert_map, False, False, None)

@@ -23,6 +23,21 @@ class Choice(NamedTuple):
     down: tuple[int, int] | None
 
 
+# Not in blocks: all in one launch, for few tokens and float8 weights.
+FEW = Choice(0, None, None)
+_FEW_TOKENS = 4
+_FEW_IDS = 32  # kFewIds of few_tokens_kernels.h: T * k at most
+_FEW_BYTES = 300_000_000  # of weights: beyond, what a launch costs is little beside them
+
+
+def suits_one_launch(tokens: int, k: int, w_down: Tensor) -> bool:
+    """Whether launches one after the other would be much of the time."""
+    if tokens > _FEW_TOKENS or not 0 < tokens * k <= _FEW_IDS or w_down.element_size() > 1:
+        return False
+    experts, hidden, inner = w_down.shape
+    return min(tokens * k, experts) * 3 * hidden * inner <= _FEW_BYTES
+
+
 def block_size(elements: int, experts: int) -> int:
     """For many tokens, as many rows as a multiprocessor takes at a time; for few, half of that,
     since most are padding."""
@@ -78,12 +93,19 @@ def heuristic(
 def of_config(config: tuple[int, ...]) -> Choice:
     """Of a configuration's fields, in the order of _tuned.OPS."""
     block, up_tile, up_cluster, down_tile, down_cluster = config
+    if block == 0:
+        return FEW
     return Choice(block, (up_tile, up_cluster), (down_tile, down_cluster))
 
 
 def choose(
-    w_down: Tensor, topk_ids: Tensor, expert_map: Tensor | None, block_scaled: bool
+    w_down: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    block_scaled: bool,
+    one_launch: bool = True,
 ) -> Choice:
+    """`one_launch`: FEW is a choice."""
     tokens, k = topk_ids.shape
     experts, hidden, inner = w_down.shape
     float8 = w_down.element_size() == 1
@@ -95,6 +117,11 @@ def choose(
         config = _tuned.FUSED_MOE.find(
             device, (dtype, *sizes), tokens, lambda: _tuned.hint(_NAME, device, dtype, *sizes)
         )
-        if config is not None:
-            return of_config(config)
+        choice = None if config is None else of_config(config)
+        # Tuned for another number of tokens, a single launch may not take these.
+        fits = one_launch and float8 and 0 < tokens * k <= _FEW_IDS
+        if choice is not None and (choice is not FEW or fits):
+            return choice
+    if one_launch and suits_one_launch(tokens, k, w_down):
+        return FEW
     return heuristic(tokens, k, experts, hidden, inner, float8, block_scaled)

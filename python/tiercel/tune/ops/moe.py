@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fused_moe: slots of the routing's blocks, tiles and clusters of both halves."""
+"""fused_moe: slots of the routing's blocks, tiles and clusters of both halves; for few tokens and
+float8 also a single launch, which is zeros."""
 
 from __future__ import annotations
 
@@ -10,6 +11,11 @@ from tiercel.tune.hardware import Needs
 from tiercel.tune.ops import Tunable
 from tiercel.tune.problem import Candidate, Problem
 
+# kFewIds, kFewThreads and, at most, kFewMaxShared of kernels/moe/few_tokens_kernels.h.
+_FEW_IDS, _FEW_THREADS, _FEW_SHARED = 32, 544, 226 * 1024
+_ONE_LAUNCH: Candidate = dict.fromkeys(
+    ("block_size", "up_tile", "up_cluster", "down_tile", "down_cluster"), 0
+)
 _STAGES = {128: 8, 64: 12, 256: 4}
 _ROW, _PIECE, _WARPGROUP = 128, 64, 128  # as in kernels/moe/moe_layouts_cute.py
 # Elements an expert: beyond, blocks of 64 are many; below, blocks of 128 are padding.
@@ -26,7 +32,10 @@ def tiles(block: int, half: str, dtype: str) -> tuple[tuple[int, int], ...]:
 
 def candidates(problem: Problem, tokens: int, quick: bool, compiled: bool) -> list[Candidate]:
     each = tokens * problem["k"] / problem["E"]
+    whole = problem["H"] % 128 == problem["I"] % 128 == 0
     found: list[Candidate] = []
+    if problem.dtype == "float8_e4m3fn" and tokens * problem["k"] <= _FEW_IDS and whole:
+        found.append(dict(_ONE_LAUNCH))
     for block in (64, 128):
         if each > _MOST_OF_64 if block == 64 else each < _LEAST_OF_128:
             continue
@@ -59,6 +68,8 @@ def half_needs(c: Candidate, half: str) -> Needs:
 
 def needs(problem: Problem, tokens: int, c: Candidate) -> Needs:
     """Of the half that takes more."""
+    if c["block_size"] == 0:
+        return Needs(_FEW_THREADS, _FEW_SHARED, 96)
     return max((half_needs(c, half) for half in ("up", "down")), key=lambda n: n.shared)
 
 

@@ -1,0 +1,416 @@
+// SPDX-License-Identifier: Apache-2.0
+// fused_moe of few tokens with float8 weights: one launch for all of it.
+//
+// The plan. The weights of the experts that the ids name are read once, 3 * I * H bytes each (166
+// MB at T 4, E 64, H 2048, I 1024: 39 us at 4.26 TB/s); everything else is latency that must not
+// stop them. A block of threads a multiprocessor, all of them at once (a cooperative launch):
+//  - every warp routes the ids, a lane each. One thread then keeps a ring of slots full by bulk
+//    copies: 8 rows of the first half of w_up and the 8 of the second that go with them (a unit);
+//    then 16 rows of w_down of each expert. It needs no x, so it runs ahead of all that follows,
+//    the grid's barrier included.
+//  - meanwhile 16 warps quantise x into shared memory. They multiply in four groups, each with
+//    units of its own: a unit's 16 rows by mma.sync with up to 8 tokens, K divided between the
+//    group's warps, whose sums meet in shared memory. Up's results go to `inner` as bfloat16, with
+//    each row's largest magnitude.
+//  - three quarters of up's units are dealt out; the rest goes to whoever is free, since
+//    multiprocessors do not load equally fast and the barrier waits for the last one.
+//  - after the barrier each block quantises all rows between the halves, multiplies them with 16
+//    rows of w_down of every expert, and so has all k terms of 16 columns of y to add up.
+// Results are those of the launches that this one replaces: the same quantisation and rounding, the
+// same order of the sum over k.
+#ifndef KERNELS_MOE_FEW_TOKENS_CUH_
+#define KERNELS_MOE_FEW_TOKENS_CUH_
+
+#include <cstdint>
+
+#include "kernels/activation/functions.cuh"
+#include "kernels/moe/few_tokens_grid.cuh"
+#include "kernels/moe/few_tokens_kernels.h"
+#include "kernels/moe/few_tokens_rows.cuh"
+#include "kernels/sm90/ahead.h"
+#include "kernels/sm90/async_copy.cuh"
+#include "kernels/sm90/float_format.cuh"
+#include "kernels/sm90/ring.cuh"
+
+namespace tiercel {
+
+struct FewShared {
+  uint64_t full[kFewMaxSlots], empty[kFewMaxSlots];
+  uint64_t known[kFewKnown];  // which unit of up is the next but so many
+  int unit[kFewKnown];        // -1: none
+  int taken;                  // units of this block
+  int unused[3];
+  int expert[kFewIds];
+  int count[kFewIds];
+  int element[kFewIds][kFewColumns];
+  int token[kFewIds][kFewColumns];
+  uint32_t largest[kFewIds];  // of a row
+  float weight[kFewIds];
+  float result[kFewIds][kFewRows];
+};
+
+struct FewRing {
+  int slot = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void advance(int by, int slots) {
+    for (slot += by; slot >= slots; slot -= slots) phase ^= 1;
+  }
+};
+
+// c += a b of a 16x32 and a 32x8 matrix, words as those of 16-bit elements in warp_matrix.cuh.
+__device__ __forceinline__ void multiply_e4m3(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2,
+                                              uint32_t a3, uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// 64 e4m3 of each row: two products, whose order along K is free as long as both sides have it.
+__device__ __forceinline__ void multiply_e4m3(float (&c)[4], const uint4& low, const uint4& high,
+                                              const uint4& b) {
+  multiply_e4m3(c, low.x, high.x, low.y, high.y, b.x, b.y);
+  multiply_e4m3(c, low.z, high.z, low.w, high.w, b.z, b.w);
+}
+
+__device__ __forceinline__ void swap(uint4 (&pair)[2]) {
+  const uint4 first = pair[0];
+  pair[0] = pair[1];
+  pair[1] = first;
+}
+
+__device__ __forceinline__ float few_activation(int which, float a, float b) {
+  switch (which) {
+    case 0:
+      return Silu<false>::value(a) * b;
+    case 1:
+      return Gelu<false>::value(a) * b;
+    case 2:
+      return Relu<false>::value(a) * b;
+    default:
+      return Gelu<false>::value(a) * (b + 1.0f);
+  }
+}
+
+template <FewScales kScales>
+__global__ void __launch_bounds__(kFewThreads, 1)
+    fused_moe_few_tokens(const __grid_constant__ FewTokensArgs args) {
+  extern __shared__ __align__(128) char shared[];
+  constexpr bool kBlocks = kScales == FewScales::kBlocks;
+  constexpr int kGroups = kFewGroups, kGroupWarps = kFewWarps / kGroups;
+  char* const ring = shared;
+  FewShared& s = *reinterpret_cast<FewShared*>(shared + args.slots * args.slot_bytes);
+  float4* const parts = reinterpret_cast<float4*>(&s + 1);
+  char* const rows = shared + args.x_offset;
+  float* const down_scales = reinterpret_cast<float*>(shared + args.down_scales_offset);
+  float* const row_scales = reinterpret_cast<float*>(shared + args.row_scales_offset);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (warp == kFewWarps && lane == 0) {
+    for (int i = 0; i < args.slots; ++i) {
+      mbarrier_init(&s.full[i], 1);
+      mbarrier_init(&s.empty[i], kGroupWarps);
+    }
+    for (int i = 0; i < kFewKnown; ++i) mbarrier_init(&s.known[i], 1);
+    mbarrier_init_fence();
+  }
+  if (warp < kFewWarps) {
+    const int lines = (args.hidden * 2 + 127) / 128;
+    for (int i = threadIdx.x; i < args.tokens * lines; i += kFewWarps * 32) {
+      prefetch_l2(args.x + i / lines * args.x_row + i % lines * 128);
+    }
+  }
+  unsigned before;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(before) : "l"(&few_arrived));
+  FewRouting routing;
+  routing.make(args, lane);
+  // Every warp writes the same, so that none waits for another.
+  if (routing.leads()) s.expert[routing.entry] = routing.id;
+  __syncwarp();
+  const int expert_units = args.inner_size / 8;
+  const int units = routing.entries * expert_units;
+  const int tiles = args.hidden / kFewRows;
+  const int my_tiles = blockIdx.x < tiles ? (tiles - 1 - blockIdx.x) / gridDim.x + 1 : 0;
+  const int dealt = units / static_cast<int>(gridDim.x) * 3 / 4;
+  FewRing at;
+
+  if (warp == kFewWarps) {
+    asm volatile("bar.sync 2, %0;" ::"n"(kFewThreads) : "memory");
+    if (lane != 0) return;
+    const auto load = [&](const char* from, int bytes) {
+      mbarrier_wait(&s.empty[at.slot], at.phase ^ 1);
+      mbarrier_expect(&s.full[at.slot], bytes);
+      bulk_load(ring + at.slot * args.slot_bytes, from, bytes, &s.full[at.slot]);
+      at.advance(1, args.slots);
+    };
+    // The first units are dealt out, the last quarter goes to whoever comes for it: multiprocessors
+    // do not load equally fast, and all wait for the last one.
+    int unit = dealt > 0 ? blockIdx.x : 0, taken = 0;
+    int ticket = atomicAdd(&few_taken, 1);
+    if (dealt == 0) {
+      unit = ticket;
+      if (unit < units) ticket = atomicAdd(&few_taken, 1);
+    }
+    for (; unit < units; ++taken) {
+      s.unit[taken % kFewKnown] = unit;
+      mbarrier_arrive(&s.known[taken % kFewKnown]);
+      const int entry = unit / expert_units;
+      const int i = (unit - entry * expert_units) * 8;
+      const char* from = args.w_up + s.expert[entry] * args.up_expert;
+      load(from + static_cast<int64_t>(i) * args.hidden, 8 * args.hidden);
+      load(from + static_cast<int64_t>(args.inner_size + i) * args.hidden, 8 * args.hidden);
+      if (taken + 1 < dealt) {
+        unit += gridDim.x;
+      } else {
+        unit = dealt * gridDim.x + ticket;
+        if (unit < units) ticket = atomicAdd(&few_taken, 1);
+      }
+    }
+    s.taken = taken;
+    for (int i = 0; i < kGroups; ++i) {
+      s.unit[(taken + i) % kFewKnown] = -1;
+      mbarrier_arrive(&s.known[(taken + i) % kFewKnown]);
+    }
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+      for (int entry = 0; entry < routing.entries; ++entry) {
+        load(args.w_down + s.expert[entry] * args.down_expert +
+                 static_cast<int64_t>(tile) * kFewRows * args.inner_size,
+             kFewRows * args.inner_size);
+      }
+    }
+    return;
+  }
+
+  if (warp == 0) {
+    if (routing.leads()) s.count[routing.entry] = routing.count;
+    if (routing.id >= 0) {
+      s.element[routing.entry][routing.column] = lane;
+      s.token[routing.entry][routing.column] = lane / args.per_token;
+      s.weight[lane] = args.weights == nullptr ? 1.0f : args.weights[lane];
+    }
+  }
+  const int hidden_groups = args.hidden / 128, inner_groups = args.inner_size / 128;
+  const int down_many = kBlocks ? inner_groups : kFewRows;
+  for (int set = warp; set < my_tiles * routing.entries; set += kFewWarps) {
+    const int turn = set / routing.entries, entry = set - turn * routing.entries;
+    const int tile = blockIdx.x + turn * gridDim.x;
+    const float* from =
+        args.down_scale + static_cast<int64_t>(s.expert[entry]) * args.down_scale_expert;
+    float* to = down_scales + set * down_many;
+    for (int j = lane; j < down_many; j += 32) {
+      const int row = kBlocks ? tile / 8 : tile * kFewRows + j;
+      async_copy_4(shared_address(to + j), from + row * args.down_scale_step + (kBlocks ? j : 0),
+                   true);
+    }
+  }
+  async_copy_commit();
+  const int group = warp / kGroupWarps, member = warp % kGroupWarps;
+  const int g = lane / 4, t = lane % 4;
+  // Scales of a unit's rows of weights, or of their blocks along K, a lane each; those of the first
+  // unit are asked for before the weights, behind which they would queue for microseconds.
+  const auto ask_scales = [&](int unit, float* first, float* second) {
+    const int entry = unit / expert_units;
+    const int i = (unit - entry * expert_units) * 8;
+    const float* const scales =
+        args.up_scale + static_cast<int64_t>(s.expert[entry]) * args.up_scale_expert;
+    const int row = kBlocks ? i / 128 : i + g;
+    const int place = kBlocks ? min(lane, hidden_groups - 1) : 0;
+    *first = scales[row * args.up_scale_step + place];
+    *second =
+        scales[(row + (kBlocks ? inner_groups : args.inner_size)) * args.up_scale_step + place];
+  };
+  float first_scale = 1.0f, second_scale = 1.0f;
+  if (group < dealt) ask_scales(blockIdx.x + group * gridDim.x, &first_scale, &second_scale);
+  asm volatile("bar.sync 2, %0;" ::"n"(kFewThreads) : "memory");
+  take_rows<kScales>(args.x, args.x_row, args.tokens, args.hidden, rows, args.hidden + kFewPad,
+                     row_scales, s.largest, nullptr);
+  multipliers_sync();
+
+  const bool odd = g % 2 != 0;
+  int turn = 0;  // of this group's units
+  // What was in the slot before may be another group's: without the first wait, a turn that has not
+  // ended yet could be taken for the next but one.
+  const auto wait_full = [&] {
+    mbarrier_wait(&s.empty[at.slot], at.phase ^ 1);
+    mbarrier_wait(&s.full[at.slot], at.phase);
+  };
+  // The products of one unit's 16 rows, which lie in one slot or in two; the sums of the group's
+  // warps, which share the columns, in the warp that returns true.
+  const auto multiply = [&](int row_bytes, bool in_two, int row_of_g, int row_a, int row_b,
+                            float first_blocks, float second_blocks, int groups, float (&sum)[4]) {
+    const char* b_at = rows + row_of_g * (row_bytes + kFewPad) + t * 16;
+    float c[4] = {0.0f, 0.0f, 0.0f, 0.0f}, d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    const int one = at.slot;
+    wait_full();
+    const char* low_at = ring + at.slot * args.slot_bytes + g * row_bytes + t * 16;
+    const char* high_at = low_at + 8 * row_bytes;
+    at.advance(1, args.slots);
+    const int other = at.slot;
+    if (in_two) {
+      wait_full();
+      high_at = ring + at.slot * args.slot_bytes + g * row_bytes + t * 16;
+      at.advance(1, args.slots);
+    }
+#pragma unroll 1
+    for (int at_byte = member * 128; at_byte < row_bytes; at_byte += kGroupWarps * 128) {
+      // Odd rows take the second 64 bytes first: rows begin at the same bank.
+      const int mine = at_byte + (odd ? 64 : 0), others = at_byte + (odd ? 0 : 64);
+      uint4 low[2] = {*reinterpret_cast<const uint4*>(low_at + mine),
+                      *reinterpret_cast<const uint4*>(low_at + others)};
+      uint4 high[2] = {*reinterpret_cast<const uint4*>(high_at + mine),
+                       *reinterpret_cast<const uint4*>(high_at + others)};
+      if (odd) swap(low), swap(high);
+      float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+      float (&first_sum)[4] = kBlocks ? part : c;
+      float (&second_sum)[4] = kBlocks ? part : d;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint4 b = *reinterpret_cast<const uint4*>(b_at + at_byte + half * 64);
+        multiply_e4m3(half == 0 ? first_sum : second_sum, low[half], high[half], b);
+      }
+      if constexpr (kBlocks) {
+        const int group = at_byte / 128;  // the same in all lanes
+        const float first_scale = __shfl_sync(kFullWarp, first_blocks, group);
+        const float second_scale = __shfl_sync(kFullWarp, second_blocks, group);
+        const float x_a = row_scales[row_a * groups + group];
+        const float x_b = row_scales[row_b * groups + group];
+        c[0] = fmaf(part[0], x_a * first_scale, c[0]);
+        c[1] = fmaf(part[1], x_b * first_scale, c[1]);
+        c[2] = fmaf(part[2], x_a * second_scale, c[2]);
+        c[3] = fmaf(part[3], x_b * second_scale, c[3]);
+      }
+    }
+    __syncwarp();
+    if (lane == 0) {
+      mbarrier_arrive(&s.empty[one]);
+      if (in_two) mbarrier_arrive(&s.empty[other]);
+    }
+    at.advance((kGroups - 1) * (in_two ? 2 : 1), args.slots);
+    float4* const mine = parts + (group * 2 + turn % 2) * (kGroupWarps * 32);
+    mine[member * 32 + lane] = make_float4(c[0] + d[0], c[1] + d[1], c[2] + d[2], c[3] + d[3]);
+    asm volatile("bar.sync %0, %1;" ::"r"(3 + group), "n"(kGroupWarps * 32) : "memory");
+    const bool ends = turn % kGroupWarps == member;
+    ++turn;
+    if (!ends) return false;
+    sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kGroupWarps; ++w) {
+      const float4 part = mine[w * 32 + lane];
+      sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
+    }
+    return true;
+  };
+
+  at.advance(2 * group, args.slots);
+  for (int n = group;; n += kGroups) {
+    mbarrier_wait(&s.known[n % kFewKnown], n / kFewKnown & 1);
+    const int unit = s.unit[n % kFewKnown];
+    if (unit < 0) break;
+    const int entry = unit / expert_units;
+    const int from_i = (unit - entry * expert_units) * 8;
+    if (n != group || n >= dealt) ask_scales(unit, &first_scale, &second_scale);
+    const int count = s.count[entry];
+    const auto token = [&](int column) { return s.token[entry][column < count ? column : 0]; };
+    const int row_a = token(2 * t), row_b = token(2 * t + 1);
+    float sum[4];
+    if (!multiply(args.hidden, true, token(g), row_a, row_b, first_scale, second_scale,
+                  hidden_groups, sum)) {
+      continue;
+    }
+    const int i = from_i + g;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const bool there = 2 * t + j < count;
+      float a = sum[j], b = sum[2 + j];
+      if constexpr (!kBlocks) {
+        const float x_scale = row_scales[j == 0 ? row_a : row_b];
+        a *= x_scale * first_scale;
+        b *= x_scale * second_scale;
+      }
+      const uint32_t bits = BFloat16::to_bits(few_activation(args.activation, a, b));
+      const int element = s.element[entry][there ? 2 * t + j : 0];
+      if (there) {
+        reinterpret_cast<uint16_t*>(
+            args.inner)[static_cast<int64_t>(element) * args.inner_size + i] =
+            static_cast<uint16_t>(bits);
+      }
+      if constexpr (!kBlocks) {
+        uint32_t largest = there ? (bits & 0x7fffu) << 16 : 0;
+#pragma unroll
+        for (int offset = 4; offset < 32; offset *= 2) {
+          largest = max(largest, __shfl_xor_sync(kFullWarp, largest, offset));
+        }
+        if (there && g == 0) atomicMax(&few_largest[before >> 31][element], largest);
+      }
+    }
+  }
+  grid_barrier(before);
+  if (blockIdx.x == 0) {
+    if (threadIdx.x == 0) few_taken = 0;
+    if (threadIdx.x < kFewIds) few_largest[before >> 31 ^ 1][threadIdx.x] = 0;
+  }
+
+  const int elements = args.tokens * args.per_token;
+  if (blockIdx.x < tiles) {
+    take_rows<kScales>(args.inner, static_cast<int64_t>(args.inner_size) * 2, elements,
+                       args.inner_size, rows, args.inner_size + kFewPad, row_scales, s.largest,
+                       few_largest[before >> 31]);
+  }
+  async_copy_wait<0>();
+  multipliers_sync();
+  at = FewRing();
+  at.advance(2 * s.taken, args.slots);
+  const float* tile_scales = down_scales;
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    FewRing next = at;
+    next.advance(routing.entries, args.slots);
+    at.advance(group, args.slots);
+    for (int entry = group; entry < routing.entries; entry += kGroups) {
+      const int count = s.count[entry];
+      const auto element = [&](int column) {
+        return s.element[entry][column < count ? column : 0];
+      };
+      const int row_a = element(2 * t), row_b = element(2 * t + 1);
+      float sum[4];
+      float blocks = 1.0f;
+      if constexpr (kBlocks) {
+        blocks = tile_scales[entry * inner_groups + min(lane, inner_groups - 1)];
+      }
+      if (!multiply(args.inner_size, false, element(g), row_a, row_b, blocks, blocks, inner_groups,
+                    sum)) {
+        continue;
+      }
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        if (2 * t + j >= count) continue;
+        const int row = j == 0 ? row_a : row_b;
+        const float weight = s.weight[row];
+        float low = sum[j], high = sum[2 + j];
+        if constexpr (!kBlocks) {
+          low *= row_scales[row] * tile_scales[entry * kFewRows + g];
+          high *= row_scales[row] * tile_scales[entry * kFewRows + 8 + g];
+        }
+        s.result[row][g] = BFloat16::from_bits(BFloat16::to_bits(low * weight));
+        s.result[row][8 + g] = BFloat16::from_bits(BFloat16::to_bits(high * weight));
+      }
+    }
+    at = next;
+    multipliers_sync();
+    const int token = threadIdx.x / kFewRows, column = threadIdx.x % kFewRows;
+    if (token < args.tokens) {
+      float sum = 0.0f;
+      for (int e = token * args.per_token; e < (token + 1) * args.per_token; ++e) {
+        if (routing.valid >> e & 1) sum += s.result[e][column];
+      }
+      reinterpret_cast<uint16_t*>(
+          args.y)[static_cast<int64_t>(token) * args.hidden + tile * kFewRows + column] =
+          static_cast<uint16_t>(BFloat16::to_bits(sum));
+    }
+    multipliers_sync();
+    tile_scales += routing.entries * (kBlocks ? inner_groups : kFewRows);
+  }
+}
+
+}  // namespace tiercel
+
+#endif  // KERNELS_MOE_FEW_TOKENS_CUH_

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// All of an expert MLP with float8 weights over few tokens in one launch.
+#ifndef KERNELS_MOE_FEW_TOKENS_H_
+#define KERNELS_MOE_FEW_TOKENS_H_
+
+#include "kernels/moe/moe_mlp.h"
+
+namespace tiercel {
+
+// What a call would launch.
+struct FewTokensPlan {
+  const char* kernel;  // "none" where nothing is to be done
+  int slots;           // of weights on their way, a block
+  int slot_bytes;
+  unsigned grid;
+  unsigned block;
+  unsigned dynamic_smem;
+};
+
+// x [T, H], w_up [E, 2 * I, H], w_down [E, H, I], topk_weights and topk_ids [T, k], out [T, H]:
+//   out[t] = sum over j of topk_weights[t, j] * (act(x[t] @ w_up[e].T) @ w_down[e].T),
+//   e = topk_ids[t, j], which adds nothing where it is no expert
+// T * k is 1 to 32. bfloat16 x and out, float8_e4m3fn weights with float32 scales: [E, rows of w]
+// or [E, 1], or both of blocks, [E, rows / 128, columns / 128]. x, and what is between the halves,
+// is quantised as fp8_quantize does it, a scale a row or 128 values. inner [T * k, I] bfloat16 is
+// written and read.
+// Rows of x are of neighbouring elements, at multiples of 16 bytes; an expert's rows follow each
+// other without gaps, experts are at multiples of 16 bytes; the others are contiguous. H and I are
+// multiples of 128, with blocks 4096 at most. What does not fit into a multiprocessor's shared
+// memory is unimplemented.
+struct FewTokensCall {
+  const TensorView* x = nullptr;
+  const TensorView* w_up = nullptr;
+  const TensorView* w_down = nullptr;
+  const TensorView* w_up_scale = nullptr;
+  const TensorView* w_down_scale = nullptr;
+  const TensorView* topk_weights = nullptr;
+  const TensorView* topk_ids = nullptr;
+  const TensorView* inner = nullptr;
+  const TensorView* out = nullptr;
+  MoeActivation activation = MoeActivation::kSilu;
+};
+
+// All checks and the layout for a device with that many multiprocessors; needs no GPU and no
+// driver.
+Status fused_moe_few_tokens_plan(const FewTokensCall& call, int multiprocessors,
+                                 FewTokensPlan* plan);
+
+// The same for the tensors' device, then the launch on `stream` (a CUstream). Its blocks wait for
+// each other: it starts when all multiprocessors have room.
+Status fused_moe_few_tokens(const FewTokensCall& call, void* stream);
+
+Status fused_moe_few_tokens_load(int device);
+
+}  // namespace tiercel
+
+#endif  // KERNELS_MOE_FEW_TOKENS_H_

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the launcher of fused_moe for few tokens and its device code agree on.
+#ifndef KERNELS_MOE_FEW_TOKENS_KERNELS_H_
+#define KERNELS_MOE_FEW_TOKENS_KERNELS_H_
+
+#include <cstdint>
+
+#include "kernels/sm90/launch.h"
+
+namespace tiercel {
+
+inline constexpr int kFewIds = 32;     // T * k at most: a lane each
+inline constexpr int kFewColumns = 8;  // tokens an expert takes at a time
+inline constexpr int kFewRows = 16;    // of weights, a unit
+inline constexpr int kFewWarps = 16;   // that multiply, in groups that share a unit
+inline constexpr int kFewGroups = 4;
+inline constexpr int kFewThreads = (kFewWarps + 1) * 32;
+inline constexpr int kFewPad = 64;  // behind a row of x: other banks for the next one
+inline constexpr int kFewMaxSlots = 16;
+inline constexpr int kFewKnown = 16;  // units whose numbers are on their way
+inline constexpr int kFewPartBytes = 2 * kFewWarps * 32 * 16;  // sums of two units a group
+inline constexpr int kFewMaxShared = 226 * 1024;
+
+struct FewTokensArgs {
+  const char* x;       // rows of H 16-bit values
+  const char* w_up;    // [E, 2 * I, H]
+  const char* w_down;  // [E, H, I]
+  const float* up_scale;
+  const float* down_scale;
+  const void* ids;
+  const float* weights;            // [T * k] or null
+  char* inner;                     // [T * k, I] 16-bit values
+  char* y;                         // [T, H]
+  int64_t x_row;                   // bytes
+  int64_t up_expert, down_expert;  // bytes; an expert's rows follow each other
+  int tokens, per_token, experts, hidden, inner_size;
+  int id_words;
+  int activation;
+  // Of scales: from one expert's to the next, and between rows (or blocks) of weights.
+  int up_scale_expert, up_scale_step, down_scale_expert, down_scale_step;
+  // Shared memory: the ring's slots and their bytes; where other things begin.
+  int slots, slot_bytes;
+  int x_offset, down_scales_offset, row_scales_offset;
+};
+
+// For weights with scales a row (or an expert) or, with `blocks`, of 128x128 values.
+const Kernel& few_tokens_kernel(bool blocks);
+
+// Of shared memory: what a block of threads wants beside the ring, rows and scales.
+int few_tokens_fixed_shared();
+
+}  // namespace tiercel
+
+#endif  // KERNELS_MOE_FEW_TOKENS_KERNELS_H_
