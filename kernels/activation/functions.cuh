@@ -7,13 +7,9 @@
 
 #include <cstdint>
 
-namespace tiercel {
+#include "kernels/sm90/exponential.cuh"
 
-__device__ __forceinline__ float fast_exp2(float x) {
-  float value;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
-  return value;
-}
+namespace tiercel {
 
 __device__ __forceinline__ float fast_reciprocal(float x) {
   float value;
@@ -21,11 +17,9 @@ __device__ __forceinline__ float fast_reciprocal(float x) {
   return value;
 }
 
-inline constexpr float kLog2E = 1.44269504f;
-
 template <bool kExact>
 __device__ __forceinline__ float exponential(float x) {
-  return kExact ? expf(x) : fast_exp2(x * kLog2E);
+  return kExact ? expf(x) : exp2_approx(x * kLog2E);
 }
 
 // x / d for d >= 1, d = inf included: what IEEE division gives, but for rare last places.
@@ -81,7 +75,7 @@ struct Gelu {
     } else {
       // Abramowitz and Stegun 7.1.26, as erfc(|x| / sqrt 2) / 2: no cancellation for x < 0.
       const float t = fast_reciprocal(fmaf(fabsf(x), 0.3275911f * kInvSqrt2, 1.0f));
-      *bell = fast_exp2(x * x * (-0.5f * kLog2E));
+      *bell = exp2_approx(x * x * (-0.5f * kLog2E));
       float p = fmaf(t, 0.5f * 1.061405429f, 0.5f * -1.453152027f);
       p = fmaf(t, p, 0.5f * 1.421413741f);
       p = fmaf(t, p, 0.5f * -0.284496736f);

@@ -5,17 +5,13 @@
 
 #include <cstdint>
 
-namespace tiercel {
+#include "kernels/sm90/exponential.cuh"
 
-__device__ __forceinline__ float power_of_2(float x) {
-  float value;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
-  return value;
-}
+namespace tiercel {
 
 // By exponentials: the instruction for it has 11 bits only.
 __device__ __forceinline__ float hyperbolic_tangent(float x) {
-  return 1.0f - __fdividef(2.0f, 1.0f + power_of_2(x * 2.885390082f));
+  return 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(x * 2.885390082f));
 }
 
 // Two e4m3, in the low or the high half of `word`, as float16.

@@ -251,7 +251,7 @@ __device__ __forceinline__ void finish(const DecodeArgs& args, const Tile& tile,
 #pragma unroll
     for (int w = 0; w < Shape::kWarps; ++w) {
       const float own = shared->largest[w][row];
-      const float factor = own == -INFINITY ? 0.0f : power_of_2(own - sums.largest);
+      const float factor = own == -INFINITY ? 0.0f : exp2_approx(own - sums.largest);
       sums.sum += shared->sum[w][row] * factor;
 #pragma unroll
       for (int i = 0; i < 8; ++i) sums.out[i] += shared->rings[w].out[row][d + i] * factor;
@@ -289,7 +289,7 @@ __device__ __forceinline__ void finish(const DecodeArgs& args, const Tile& tile,
     }
     for (uint32_t from = 0; from < blocks; ++from) {
       const float2 both = shared->inbox_sums[from][row];
-      const float factor = both.x == -INFINITY ? 0.0f : power_of_2(both.x - sums.largest);
+      const float factor = both.x == -INFINITY ? 0.0f : exp2_approx(both.x - sums.largest);
       sums.sum += both.y * factor;
       const float4* parts =
           &shared->inbox[from * (kDecodeMaxCluster / blocks)][vector / blocks * 2];

@@ -70,7 +70,7 @@ struct Part {
   __device__ __forceinline__ void add(float2 sums, float4 other) {
     if (sums.x == -INFINITY) return;
     const float grown = fmaxf(largest, sums.x);
-    const float mine = power_of_2(largest - grown), theirs = power_of_2(sums.x - grown);
+    const float mine = exp2_approx(largest - grown), theirs = exp2_approx(sums.x - grown);
     largest = grown;
     sum = sum * mine + sums.y * theirs;
     out.x = out.x * mine + other.x * theirs;

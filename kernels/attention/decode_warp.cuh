@@ -304,7 +304,7 @@ __device__ __forceinline__ void softmax(const DecodeArgs& args, const Rows<Shape
   if (__any_sync(kFullWarp, grown)) {
 #pragma unroll
     for (int r = 0; r < 2 * kTiles; ++r) {
-      const float shrink = power_of_2(state->largest[r] - against[r]);
+      const float shrink = exp2_approx(state->largest[r] - against[r]);
       state->sum[r] *= shrink;
       state->largest[r] = largest[r];
 #pragma unroll
@@ -321,7 +321,7 @@ __device__ __forceinline__ void softmax(const DecodeArgs& args, const Rows<Shape
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int r = 2 * n + i % 2;
-        const float p = power_of_2(fmaf(s[n][block][i], factor[r], -against[r]));
+        const float p = exp2_approx(fmaf(s[n][block][i], factor[r], -against[r]));
         state->sum[r] += p;
         s[n][block][i] = p;
       }

@@ -5,15 +5,10 @@
 
 #include <type_traits>
 
+#include "kernels/sm90/exponential.cuh"
 #include "kernels/softmax/row_group.cuh"
 
 namespace tiercel {
-
-__device__ __forceinline__ float exp2_approx(float x) {
-  float value;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
-  return value;
-}
 
 // Never part of a fused multiplication and addition.
 __device__ __forceinline__ float rounded_product(float a, float b) {
@@ -21,8 +16,6 @@ __device__ __forceinline__ float rounded_product(float a, float b) {
   asm("mul.rn.f32 %0, %1, %2;" : "=f"(value) : "f"(a), "f"(b));
   return value;
 }
-
-inline constexpr float kLog2E = 1.44269504f;
 
 // exp(factor * (x - largest)). Exact: to a unit in the last place. Otherwise to about 2^-20, in
 // three instructions; the difference comes first, which is exact for large scores too. NaN for a
