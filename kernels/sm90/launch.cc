@@ -15,6 +15,9 @@ namespace {
 
 std::mutex g_first_use;
 
+// Blocks, that every GPU places without being told that more may come.
+constexpr uint32_t kPortableCluster = 8;
+
 // Loading a module is forbidden while this thread captures a stream in the default mode.
 class RelaxedCaptureScope {
  public:
@@ -79,20 +82,23 @@ Status Kernel::prepare(int device) const {
   const DriverApi& api = driver_api();
   CUfunction function = nullptr;
   CUresult result = api.kernel_get_function(&function, handle);
-  if (result == CUDA_SUCCESS && max_dynamic_smem_ > 48 * 1024) {
-    CUdevice ordinal = 0;
-    result = api.device_get(&ordinal, device);
-    if (result == CUDA_SUCCESS) {
-      result = api.kernel_set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                                        static_cast<int>(max_dynamic_smem_), handle, ordinal);
-    }
+  const bool large = max_dynamic_smem_ > 48 * 1024, wide = max_cluster_ > kPortableCluster;
+  CUdevice ordinal = 0;
+  if (result == CUDA_SUCCESS && (large || wide)) result = api.device_get(&ordinal, device);
+  if (result == CUDA_SUCCESS && large) {
+    result = api.kernel_set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                                      static_cast<int>(max_dynamic_smem_), handle, ordinal);
+  }
+  if (result == CUDA_SUCCESS && wide) {
+    result = api.kernel_set_attribute(CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1,
+                                      handle, ordinal);
   }
   if (result != CUDA_SUCCESS) {
     return load_error(name_, device, result, driver_error_text(result));
   }
   handle_.store(handle, std::memory_order_release);
-  // Never freed: another thread may be reading it. (The limit above is the CUkernel's.)
-  if (max_dynamic_smem_ <= 48 * 1024) {
+  // Never freed: another thread may be reading it. (The limits above are the CUkernel's.)
+  if (!large && !wide) {
     function_.store(new Function{device, function}, std::memory_order_release);
   }
   ready_devices_.fetch_or(bit, std::memory_order_release);
@@ -125,12 +131,19 @@ Status Kernel::launch(const LaunchConfig& config, int device, void* stream, void
   launch.sharedMemBytes = config.dynamic_smem;
   launch.hStream = static_cast<CUstream>(stream);
   launch.attrs = attributes;
-  if (config.cluster.x * config.cluster.y * config.cluster.z > 1) {
+  const uint32_t cluster = config.cluster.x * config.cluster.y * config.cluster.z;
+  if (cluster > 1) {
     CUlaunchAttribute& attribute = attributes[launch.numAttrs++];
     attribute.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
     attribute.value.clusterDim.x = config.cluster.x;
     attribute.value.clusterDim.y = config.cluster.y;
     attribute.value.clusterDim.z = config.cluster.z;
+  }
+  if (cluster > kPortableCluster) {
+    // (Measured on an H200: 1 % faster, and nothing with fewer blocks.)
+    CUlaunchAttribute& attribute = attributes[launch.numAttrs++];
+    attribute.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE;
+    attribute.value.clusterSchedulingPolicyPreference = CU_CLUSTER_SCHEDULING_POLICY_LOAD_BALANCING;
   }
   if (config.dependent) {
     CUlaunchAttribute& attribute = attributes[launch.numAttrs++];

@@ -35,9 +35,13 @@ struct LaunchConfig {
 // until its first launch.
 class Kernel {
  public:
-  // `max_dynamic_smem`: the most that any launch of it asks for.
-  constexpr Kernel(const char* name, const void* entry, uint32_t max_dynamic_smem = 0)
-      : name_(name), entry_(entry), max_dynamic_smem_(max_dynamic_smem) {}
+  // `max_dynamic_smem`, `max_cluster`: the most that any launch of it asks for.
+  constexpr Kernel(const char* name, const void* entry, uint32_t max_dynamic_smem = 0,
+                   uint32_t max_cluster = 8)
+      : name_(name),
+        entry_(entry),
+        max_dynamic_smem_(max_dynamic_smem),
+        max_cluster_(max_cluster) {}
 
   // `cubin` must outlive this.
   constexpr Kernel(const char* name, const CubinSymbol* cubin, uint32_t max_dynamic_smem)
@@ -65,6 +69,7 @@ class Kernel {
   const void* entry_ = nullptr;
   const CubinSymbol* cubin_ = nullptr;
   uint32_t max_dynamic_smem_;
+  uint32_t max_cluster_ = 8;  // blocks; more than 8 is allowed per device at first use
   mutable std::atomic<void*> handle_{nullptr};              // CUkernel
   mutable std::atomic<const Function*> function_{nullptr};  // of the device loaded on last
   mutable std::atomic<uint64_t> ready_devices_{0};          // bit d: loaded on device d

@@ -9,6 +9,7 @@
 #include "kernels/sm90/cluster.cuh"
 #include "kernels/sm90/reduce.cuh"
 #include "kernels/sm90/ring.cuh"
+#include "kernels/softmax/softmax_kernels.h"
 
 namespace tiercel {
 
@@ -122,10 +123,9 @@ struct BlockGroup {
 
  private:
   static constexpr int kSlots = 2;
-  static constexpr int kMostWarps = 16 * 8;  // of a block and of a cluster of them
   struct Shared {
     uint64_t arrived[kSlots];
-    float2 of_warps[kSlots][kMostWarps];
+    float2 of_warps[kSlots][kSoftmaxWarps];
   };
   static __device__ __forceinline__ Shared& shared() {
     __shared__ Shared memory;

@@ -4,7 +4,7 @@
 // The plan. Bound by bytes: forward reads and writes a row once, backward reads two and writes one.
 // A group of threads holds a row in registers, kVectors 16-byte vectors a thread, so that nothing
 // is read twice: 2 to 32 lanes of a warp (rows of up to 1024 16-bit scores), a block (32768), or a
-// cluster of up to 8 blocks (262144). All loads are issued at once. The maximum M and the sum of
+// cluster of up to 16 blocks (262144). All loads are issued at once. The maximum M and the sum of
 // exp(x - M) are reduced by shuffles, then through shared memory between warps and through
 // distributed shared memory between blocks.
 // While a block reduces it loads nothing, so others of the multiprocessor have to: what counts is

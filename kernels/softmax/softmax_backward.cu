@@ -12,6 +12,7 @@ namespace {
    lanes,                                                                                   \
    vectors,                                                                                 \
    threads,                                                                                 \
+   kSoftmaxBlocks,                                                                          \
    Kernel("softmax_backward_" name "<" #type ", masked=" #masked ", aligned=" #aligned ">", \
           reinterpret_cast<const void*>(__VA_ARGS__))}
 #define TIERCEL_LANES(type, masked, aligned, lanes, vectors)                                       \

@@ -12,8 +12,10 @@ namespace {
    lanes,                                                                                  \
    vectors,                                                                                \
    threads,                                                                                \
+   aligned && vectors == 8 ? kSoftmaxWideBlocks : kSoftmaxBlocks,                          \
    Kernel("softmax_forward_" name "<" #type ", masked=" #masked ", aligned=" #aligned ">", \
-          reinterpret_cast<const void*>(__VA_ARGS__))}
+          reinterpret_cast<const void*>(__VA_ARGS__), 0,                                   \
+          aligned && vectors == 8 ? kSoftmaxWideBlocks : kSoftmaxBlocks)}
 #define TIERCEL_LANES(type, masked, aligned, lanes, vectors)                                       \
   TIERCEL_KERNEL(                                                                                  \
       type, masked, aligned, lanes, vectors, kSoftmaxLaneThreads, "by_lanes_" #lanes "x" #vectors, \

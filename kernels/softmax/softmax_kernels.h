@@ -58,6 +58,7 @@ struct SoftmaxKernel {
   int lanes;     // of a warp that share a row; 0: whole blocks do
   int vectors;   // a thread holds; 0: it goes through the row twice, however long that is
   int threads;   // at most, a block
+  int blocks;    // at most, that share a row
   Kernel kernel;
 };
 
@@ -69,6 +70,8 @@ inline constexpr int kSoftmaxThreads = 512;
 inline constexpr int kSoftmaxWideThreads = 320;
 inline constexpr int kSoftmaxLaneThreads = 256;  // where lanes share a row
 inline constexpr int kSoftmaxBlocks = 8;         // at most, a row: what every GPU can place
+inline constexpr int kSoftmaxWideBlocks = 16;    // where threads hold 8 aligned vectors, forward
+inline constexpr int kSoftmaxWarps = 128;        // at most, a row
 
 const SoftmaxKernel* softmax_forward_kernels(int* count);
 const SoftmaxKernel* softmax_backward_kernels(int* count);

@@ -130,6 +130,13 @@ def test_clusters_that_do_not_fit(tmp_path):
     fails(
         kernel(tmp_path, ""), zeros(1), grid=3, cluster=2, match="clusters of 2 x 1 x 1 in a grid"
     )
+    fails(
+        kernel(tmp_path, ""),
+        zeros(1),
+        grid=16,
+        cluster=16,
+        match="clusters of 16 x 1 x 1 in a grid",
+    )
     launch = kernel(
         tmp_path, "mov.u32 %r1, 5; mov.u32 %r2, dynamic; mapa.shared::cluster.u32 %r3, %r2, %r1;"
     )

@@ -85,6 +85,12 @@ def test_softmax(shape, dtype):
     check("softmax_online_backward", grad, y, keep, -1, 0.37, None, scale=4 * y.double().abs())
 
 
+def test_softmax_of_a_cluster_of_16():
+    """Rows of 131072 take one where they are not few."""
+    x = normal(9, 131_072, dtype=BF16)
+    check("softmax_online_no_mask", x, -1, 1.5, None)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("columns", [8, 5000, 300_000])
 def test_softmax_of_special_values(columns, dtype):

@@ -22,11 +22,13 @@ using tiercel::emulator::Program;
 namespace {
 
 constexpr uint32_t kSharedLimit = 227 * 1024, kSharedDefault = 48 * 1024;
+constexpr uint32_t kClusterLimit = 16, kClusterDefault = 8;  // blocks
 constexpr uint32_t kMultiprocessors = 132;
 
 struct KernelHandle {
   std::string name;
   uint32_t max_dynamic_shared = kSharedDefault;
+  uint32_t max_cluster = kClusterDefault;
 };
 
 std::mutex g_lock;
@@ -71,7 +73,7 @@ std::string wrong_with(const Launch& launch, const KernelHandle& handle) {
   if (launch.block.count() == 0 || launch.block.count() > 1024 || launch.block.z > 64) {
     return "blocks of " + text(launch.block) + " threads";
   }
-  if (launch.cluster.count() > 8 || launch.grid.x % launch.cluster.x != 0 ||
+  if (launch.cluster.count() > handle.max_cluster || launch.grid.x % launch.cluster.x != 0 ||
       launch.grid.y % launch.cluster.y != 0 || launch.grid.z % launch.cluster.z != 0) {
     return "clusters of " + text(launch.cluster) + " in a grid of " + text(launch.grid);
   }
@@ -246,6 +248,9 @@ EXPORT CUresult cuKernelSetAttribute(CUfunction_attribute attribute, int value, 
                                      CUdevice) {
   if (attribute == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) {
     reinterpret_cast<KernelHandle*>(kernel)->max_dynamic_shared = static_cast<uint32_t>(value);
+  } else if (attribute == CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED) {
+    reinterpret_cast<KernelHandle*>(kernel)->max_cluster =
+        value != 0 ? kClusterLimit : kClusterDefault;
   }
   return CUDA_SUCCESS;
 }
