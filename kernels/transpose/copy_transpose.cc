@@ -2,6 +2,7 @@
 #include "kernels/transpose/copy_transpose.h"
 
 #include <algorithm>
+#include <numeric>
 #include <string>
 
 #include "kernels/sm90/checks.h"
@@ -62,14 +63,6 @@ int widest_vector(const CopyTransposeArgs& args, int element) {
   return width;
 }
 
-// Whether rows begin on 16 bytes.
-bool is_aligned(const char* data, int64_t row_stride, int64_t batch_stride) {
-  return (reinterpret_cast<uint64_t>(data) | static_cast<uint64_t>(row_stride) |
-          static_cast<uint64_t>(batch_stride)) %
-             16 ==
-         0;
-}
-
 int64_t tiles(int64_t size, int tile) { return (size + tile - 1) / tile; }
 
 // What is left to each of `count` parts, a multiple of `step`.
@@ -78,17 +71,27 @@ int part_of(int64_t size, int64_t count, int step) {
 }
 
 // Of the kernels of this element size and tile, the first that the alignment allows.
-const CopyTransposeKernel* find(int element, int rows, int columns, int vector) {
+const CopyTransposeKernel* find(int element, int rows, int columns, int vector,
+                                bool whole = false) {
   int count = 0;
   const CopyTransposeKernel* kernels = copy_transpose_kernels(&count);
   for (int i = 0; i < count; ++i) {
     const CopyTransposeKernel& kernel = kernels[i];
     if (kernel.element_bytes == element && kernel.tile_rows == rows &&
-        kernel.tile_columns == columns && kernel.vector_bytes <= vector) {
+        kernel.tile_columns == columns && kernel.vector_bytes <= vector && kernel.whole == whole) {
       return &kernel;
     }
   }
   return nullptr;
+}
+
+// Whether a tile can have whole columns: matrices begin on 16 bytes, and a tile fits.
+bool has_whole_columns(const CopyTransposeArgs& args, int element) {
+  return args.rows <= 256 && args.column_stride == element &&
+         (reinterpret_cast<uint64_t>(args.out) |
+          static_cast<uint64_t>(args.rows * args.columns * element)) %
+                 16 ==
+             0;
 }
 
 // Large tiles read and write longer runs, small ones fill the multiprocessors sooner. Measured on
@@ -106,16 +109,10 @@ const CopyTransposeKernel* choose(const CopyTransposeArgs& args, int64_t batch, 
   int tile = element == 4 ? 32 : 64;
   if (vector != 16 && large && shorter >= 96) {
     tile = element == 1 ? 128 : 64;
-    // Where much of the tiles would be outside of the matrix: others, which need not be square.
-    const int64_t covered = tiles(args.rows, 64) * 64 * (tiles(args.columns, 64) * 64);
-    if (element == 2 && covered * 5 > args.rows * args.columns * 6) {
-      return find(2, 72, 120, vector);
+    if (element == 2 && has_whole_columns(args, element)) {
+      return args.rows <= 128 ? find(2, 128, 128, vector, true) : find(2, 256, 64, vector, true);
     }
-    // Long runs of x where rows of one side only do not begin on 16 bytes.
-    const bool from = is_aligned(args.x, args.row_stride, args.batch_stride);
-    const bool to = is_aligned(args.out, args.rows * element, 0);
-    if (element == 2 && from != to) return find(2, 64, 128, vector);
-    if (element == 2 && !from && shorter >= 1024) tile = 128;
+    if (element == 2) return find(2, 64, 128, vector);
   }
   if (shorter <= 32 || bytes < 132 * tile * tile * element / 2) tile = 32;
   return find(element, tile, tile, vector);
@@ -136,6 +133,8 @@ Status prepare(const TensorView& x, const TensorView& out, int64_t tile_size,
   args->row_stride = args->rows > 1 ? x.strides[first] * element : 0;
   args->column_stride = args->columns > 1 ? x.strides[first + 1] * element : element;
   if (batch == 0 || args->rows == 0 || args->columns == 0) return Status();
+  args->end = args->x + (batch - 1) * args->batch_stride + (args->rows - 1) * args->row_stride +
+              (args->columns - 1) * args->column_stride + element;
 
   const int tile = static_cast<int>(tile_size);
   const int vector = widest_vector(*args, element);
@@ -143,13 +142,31 @@ Status prepare(const TensorView& x, const TensorView& out, int64_t tile_size,
       tile != 0 ? find(element, tile, tile, vector) : choose(*args, batch, element, vector);
   args->tile_height = choice->kernel->tile_rows;
   args->tile_width = choice->kernel->tile_columns;
+  const CopyTransposeKernel& kernel = *choice->kernel;
+  const bool chooses = tile == 0 && kernel.vector_bytes == element;
+  if (kernel.whole) {
+    args->tile_height = static_cast<int>(args->rows);
+    args->group = static_cast<int>(16 / std::gcd(args->rows * element, int64_t{16}));
+  }
+  // What rows of tiles begin at multiples of, in bytes and in columns.
+  uint64_t begins = reinterpret_cast<uint64_t>(args->x) |
+                    static_cast<uint64_t>(args->row_stride | args->batch_stride);
+  if (kernel.whole) begins |= static_cast<uint64_t>(args->group * element);
+  const int least = static_cast<int>(std::gcd(begins, uint64_t{16}));
+  const int step = kernel.whole ? args->group : std::max(least / element, 1);
+  if (chooses && args->tile_width >= 64) {
+    // The lanes that read a row take the tile's width, wherever it begins in a chunk.
+    args->tile_width = (args->tile_width - (16 - least) / element) / step * step;
+  }
   const int64_t down = tiles(args->rows, args->tile_height);
   const int64_t across = tiles(args->columns, args->tile_width);
-  if (tile == 0 && choice->kernel->vector_bytes == element) {
+  if (chooses) {
     // As many tiles of nearly one size: small ones at the edges take as long as whole ones.
-    args->tile_height =
-        part_of(args->rows, down, copy_transpose_run(element, choice->kernel->tile_rows) / element);
-    args->tile_width = part_of(args->columns, across, 1);
+    if (!kernel.whole) {
+      args->tile_height =
+          part_of(args->rows, down, copy_transpose_run(element, kernel.tile_rows) / element);
+    }
+    args->tile_width = part_of(args->columns, across, step);
   }
   if (down > 0x7fffffff / across / batch) {
     return Status::Unimplemented(std::string(kOp) + ": too large for one launch, got shape " +
@@ -189,6 +206,11 @@ Status copy_transpose(const TensorView& x, const TensorView& out, int64_t tile_s
   config.grid.x = choice.grid;
   config.block.x = choice.kernel->block;
   config.dynamic_smem = choice.kernel->dynamic_smem;
+  if (choice.kernel->whole) {  // what shared memory does not have, the L1 has
+    const CopyTransposeKernel& kernel = *choice.kernel;
+    config.dynamic_smem -= static_cast<uint32_t>((kernel.tile_rows - args.tile_height) *
+                                                 (kernel.tile_columns * kernel.element_bytes + 16));
+  }
   config.dependent = true;
   void* pointers[] = {&args};
   return choice.kernel->kernel.launch(config, x.device_index, stream, pointers);

@@ -22,7 +22,9 @@ struct CopyTransposeArgs {
   int tile_columns;
   int tile_height;  // of a tile, in elements: in kernels that realign less than the most at times
   int tile_width;
-  int ahead;  // so many blocks ask for their data before they may read it
+  int ahead;        // so many blocks ask for their data before they may read it
+  int group;        // columns that are whole chunks together, in kernels of whole columns
+  const char* end;  // behind x's last element
 };
 
 // What runs of out begin at multiples of, in kernels that realign: whole sectors of memory, where a
@@ -38,6 +40,7 @@ struct CopyTransposeKernel {
   int tile_rows;  // elements, at most
   int tile_columns;
   int vector_bytes;  // of loads and stores; both sides must allow it
+  bool whole;        // of whole columns, of up to tile_rows elements
   unsigned block;
   unsigned dynamic_smem;
   Kernel kernel;

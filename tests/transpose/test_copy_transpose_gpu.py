@@ -68,6 +68,24 @@ def test_large(draw, dtype):
 
 
 @pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "shape", [(50, 196, 386), (340, 100, 102), (330, 101, 104), (66, 255, 208), (128, 30_008)]
+)
+def test_short_columns(draw, shape, dtype):
+    """Tiles of whole columns, where matrices begin on 16 bytes; and where they do not."""
+    x = draw(*shape, dtype=dtype)
+    assert_right(tiercel.copy_transpose(x), x)
+    wide = draw(*shape[:-1], shape[-1] + 3, dtype=dtype)[..., 1:-2]
+    got = tiercel.copy_transpose(wide)
+    assert torch.equal(bits(got), bits(wide).transpose(-2, -1))
+    aside = draw(x.numel() + 8, dtype=dtype)
+    out = aside[1 : 1 + x.numel()].view(*shape[:-2], shape[-1], shape[-2])
+    tiercel.copy_transpose(x, out=out)
+    assert_right(out, x)
+
+
+@pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tile", [None, 64])
 def test_strides(draw, dtype, tile):

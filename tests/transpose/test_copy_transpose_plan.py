@@ -58,6 +58,20 @@ def test_large_and_many_matrices(make):
         plan(make, 1 << 24, 1 << 24)
 
 
+@pytest.mark.parametrize(
+    ("matrices", "rows", "columns"), [(64, 196, 386), (400, 101, 104), (1, 250, 99_992)]
+)
+def test_short_columns_are_whole(matrices, rows, columns):
+    got = plan(ExchangeTensor, matrices, rows, columns)
+    assert "columns" in got["kernel"] and got["tile_rows"] == rows
+    # A tile's first column begins on 16 bytes of out.
+    assert got["tile_columns"] * rows * 2 % 16 == 0
+    unaligned = plan(ExchangeTensor, matrices, rows, columns, out_address=ADDRESS + 2)
+    assert "realigned" in unaligned["kernel"]
+    assert "realigned" in plan(ExchangeTensor, 200, rows, 387)["kernel"]
+    assert "realigned" in plan(ExchangeTensor, matrices, rows + 256, columns)["kernel"]
+
+
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 3, 4), (3, 0, 4), (3, 4, 0)])
 def test_nothing_to_copy_launches_nothing(make, shape):
     got = plan(make, *shape, address=0, out_address=0)
