@@ -28,9 +28,14 @@ class RelaxedCaptureScope {
   CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
 };
 
+std::string kernel_text(const char* name, int device, const char* action,
+                        const std::string& reason) {
+  return std::string("kernel ") + name + " could not be " + action + " on CUDA device " +
+         std::to_string(device) + ": " + reason;
+}
+
 Status kernel_error(const char* name, int device, const char* action, const std::string& reason) {
-  return Status::RuntimeError(std::string("kernel ") + name + " could not be " + action +
-                              " on CUDA device " + std::to_string(device) + ": " + reason);
+  return Status::RuntimeError(kernel_text(name, device, action, reason));
 }
 
 Status load_error(const char* name, int device, CUresult result, const std::string& reason) {
@@ -161,10 +166,12 @@ Status Kernel::launch(const LaunchConfig& config, int device, void* stream, void
   const CUresult result = driver_api().launch_kernel_ex(&launch, function, args, nullptr);
   if (result == CUDA_SUCCESS) return Status();
   if (result == CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE) {
-    return kernel_error(name_, device, "launched",
-                        "its " + std::to_string(config.grid.x * config.grid.y * config.grid.z) +
-                            " blocks must run at the same time, and fewer multiprocessors are "
-                            "available here (a green context, or a share of MPS)");
+    // Not an error of the call: other kernels may do the same.
+    return Status::Unimplemented(
+        kernel_text(name_, device, "launched",
+                    "its " + std::to_string(config.grid.x * config.grid.y * config.grid.z) +
+                        " blocks must run at the same time, and fewer multiprocessors are "
+                        "available here (a green context, or a share of MPS)"));
   }
   return kernel_error(name_, device, "launched", driver_error_text(result));
 }

@@ -26,7 +26,7 @@ struct LaunchConfig {
   // global memory.
   bool dependent = false;
   // All blocks run at the same time, so that they may wait for each other; a grid that has no room
-  // for that is refused. Not together with `dependent`.
+  // for that is refused as unimplemented. Not together with `dependent`.
   bool cooperative = false;
 };
 

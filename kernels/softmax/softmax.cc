@@ -8,6 +8,7 @@
 
 #include "kernels/sm90/ahead.h"
 #include "kernels/sm90/checks.h"
+#include "kernels/sm90/driver.h"
 #include "kernels/sm90/row_matrix.h"
 #include "kernels/softmax/softmax_kernels.h"
 
@@ -146,9 +147,10 @@ struct Choice {
   int64_t grid = 0;
 };
 
-// So few vectors in all that latency counts, not bytes in flight: 1024 of each of 132
-// multiprocessors.
-constexpr int64_t kFewVectors = 132 * 1024;
+constexpr int kMultiprocessors = 132;  // of an H100 SXM or H200
+
+// So few vectors in all that latency counts, not bytes in flight: 1024 of each multiprocessor.
+constexpr int64_t kFewVectors = kMultiprocessors * 1024;
 
 // How many vectors a thread is to hold, where whole blocks share a row (measured on an H200): few
 // for a short way, many so that few threads await many bytes.
@@ -316,6 +318,19 @@ Status prepare(const SoftmaxBackwardCall& call, SoftmaxArgs* args, Choice* choic
   return finish(op, call.y->dtype, true, call.mask != nullptr, args, choice, plan);
 }
 
+// Clusters of more than 8 blocks have a place on a whole GPU only, maybe none on a slice of one.
+Status fit_device(int device, SoftmaxArgs* args, Choice* choice) {
+  if (choice->blocks <= kSoftmaxBlocks) return Status();
+  int multiprocessors = 0;
+  TIERCEL_RETURN_IF_ERROR(multiprocessor_count(device, &multiprocessors));
+  if (multiprocessors >= kMultiprocessors) return Status();
+  choice->block *= 2;
+  choice->blocks /= 2;
+  choice->grid /= 2;
+  args->blocks = choice->blocks;
+  return Status();
+}
+
 template <typename Call>
 Status run(const Call& call, int device, void* stream) {
   SoftmaxArgs args{};
@@ -323,6 +338,7 @@ Status run(const Call& call, int device, void* stream) {
   SoftmaxPlan plan;
   TIERCEL_RETURN_IF_ERROR(prepare(call, &args, &choice, &plan));
   if (choice.kernel == nullptr) return Status();
+  TIERCEL_RETURN_IF_ERROR(fit_device(device, &args, &choice));
   LaunchConfig config;
   config.grid.x = static_cast<uint32_t>(choice.grid);
   config.block.x = choice.block;

@@ -243,7 +243,8 @@ def test_float8_halves_as_operators(granularity):
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("tokens", [17, 100])  # more than one launch takes, whose blocks wait
+# 3: the emulator refuses the single launch, as a share of a GPU would; then others do it.
+@pytest.mark.parametrize("tokens", [3, 100])
 def test_float8_blocks_whole(tokens, mixed):
     x, w_up, w_down, weights, ids = data(tokens, 4, 2, 256, 128)
     (w_up, up_scale, _), (w_down, down_scale, _) = blocks(w_up), blocks(w_down)

@@ -103,15 +103,19 @@ def plan(operator):
 
 
 @contextlib.contextmanager
-def options(lazy=True, seed=0, max_instructions=2_000_000_000, short_fp8_adder=False):
+def options(
+    lazy=True, seed=0, max_instructions=2_000_000_000, short_fp8_adder=False, multiprocessors=0
+):
     """How launches in the block run."""
     driver.emulator_set_options(lazy, seed, max_instructions)
     driver.emulator_set_short_fp8_adder(short_fp8_adder)
+    driver.emulator_set_multiprocessors(multiprocessors)
     try:
         yield
     finally:
         driver.emulator_set_options(True, 0, 2_000_000_000)
         driver.emulator_set_short_fp8_adder(False)
+        driver.emulator_set_multiprocessors(0)
 
 
 def instructions():

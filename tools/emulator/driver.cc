@@ -33,6 +33,7 @@ struct KernelHandle {
 
 std::mutex g_lock;
 Options g_options;
+uint32_t g_multiprocessors = kMultiprocessors;
 std::string g_error;  // the last one's text
 uint64_t g_instructions = 0;
 int g_context;  // its address stands for the context
@@ -73,7 +74,8 @@ std::string wrong_with(const Launch& launch, const KernelHandle& handle) {
   if (launch.block.count() == 0 || launch.block.count() > 1024 || launch.block.z > 64) {
     return "blocks of " + text(launch.block) + " threads";
   }
-  if (launch.cluster.count() > handle.max_cluster || launch.grid.x % launch.cluster.x != 0 ||
+  const uint32_t most = g_multiprocessors < kMultiprocessors ? kClusterDefault : handle.max_cluster;
+  if (launch.cluster.count() > most || launch.grid.x % launch.cluster.x != 0 ||
       launch.grid.y % launch.cluster.y != 0 || launch.grid.z % launch.cluster.z != 0) {
     return "clusters of " + text(launch.cluster) + " in a grid of " + text(launch.grid);
   }
@@ -96,6 +98,10 @@ CUresult launch(const CUlaunchConfig& config, const KernelHandle& handle, void**
   made.grid = {config.gridDimX, config.gridDimY, config.gridDimZ};
   made.block = {config.blockDimX, config.blockDimY, config.blockDimZ};
   for (unsigned i = 0; i < config.numAttrs; ++i) {
+    // Blocks run one after the other: they cannot wait for each other.
+    if (config.attrs[i].id == CU_LAUNCH_ATTRIBUTE_COOPERATIVE) {
+      return CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE;
+    }
     if (config.attrs[i].id != CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) continue;
     const auto& dim = config.attrs[i].value.clusterDim;
     made.cluster = {dim.x, dim.y, dim.z};
@@ -178,7 +184,7 @@ EXPORT CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, C
       *value = 0;
       return CUDA_SUCCESS;
     case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
-      *value = kMultiprocessors;
+      *value = static_cast<int>(g_multiprocessors);
       return CUDA_SUCCESS;
     case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN:
       *value = kSharedLimit;
@@ -327,6 +333,12 @@ EXPORT void emulator_set_options(int lazy, uint64_t seed, uint64_t max_instructi
 EXPORT void emulator_set_short_fp8_adder(int on) {
   std::lock_guard<std::mutex> lock(g_lock);
   g_options.short_fp8_adder = on != 0;
+}
+
+// Of a slice of a GPU, which takes clusters of 8 at most; 0: all.
+EXPORT void emulator_set_multiprocessors(uint32_t count) {
+  std::lock_guard<std::mutex> lock(g_lock);
+  g_multiprocessors = count == 0 ? kMultiprocessors : count;
 }
 
 // Warp instructions of all launches that ended well.
