@@ -53,17 +53,11 @@ Status check_ids_to_route(const char* op, int64_t elements, int64_t experts,
       std::to_string(routing.block_size));
 }
 
-// Whether counters of what is stored follow those of tiles.
-bool has_progress(const MoeRouting& routing) {
+// Whether counters of tiles, and of what is stored, follow the number of slots.
+bool has_counters(const MoeRouting& routing) {
   const TensorView* used = routing.num_tokens_post_padded;
   return used != nullptr && used->ndim == 1 && routing.expert_ids->ndim == 1 &&
          used->shape[0] == moe_counters(routing.expert_ids->shape[0]);
-}
-
-// Whether counters of tiles follow the number of slots.
-bool has_counters(const MoeRouting& routing) {
-  const TensorView* used = routing.num_tokens_post_padded;
-  return used != nullptr && used->ndim == 1 && (used->shape[0] == 3 || has_progress(routing));
 }
 
 Status check_routing(const char* op, const Argument& x, const MoeRouting& routing) {
@@ -214,7 +208,7 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
     TIERCEL_RETURN_IF_ERROR(check_beside(ids_arg, x_arg));
     TIERCEL_RETURN_IF_ERROR(check_contiguous(ids_arg));
   }
-  const bool flows = (to_slots || by_boxes) && has_progress(routing);
+  const bool flows = (to_slots || by_boxes) && has_counters(routing);
   const int64_t block = routing.block_size;
   const int64_t slots = routing.by_kernels()
                             ? (std::min(elements, experts) + elements / block) * block

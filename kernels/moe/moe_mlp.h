@@ -31,8 +31,10 @@ struct MoeTile {
 
 // What moe_align_block_size made of topk_ids [T, k], all int32 and contiguous; or three times null,
 // where MoeIds has the ids: then the kernels route them, in blocks of 64. num_tokens_post_padded is
-// [1], or [3]: with counters of the tiles taken, of `up` and of `down`, zero before each launch.
-// With them blocks of threads take tiles of 128 rows as they come to them.
+// [1], or [moe_counters(blocks)] with counters that are zero before `up`. One is of the tiles that
+// `up` has taken, one of `down`'s: blocks of threads take tiles of 128 rows as they come to them.
+// The others are one a block: with 16-bit rows in the routing's order `up` counts what it stores,
+// and `down`, the next launch, begins with blocks that are whole while `up` still works on others.
 struct MoeRouting {
   const TensorView* sorted_token_ids;
   const TensorView* expert_ids;
@@ -45,9 +47,6 @@ struct MoeRouting {
   }
 };
 
-// num_tokens_post_padded may be [moe_counters(blocks)]: behind those counters one of each block,
-// zero before `up`. With 16-bit rows in the routing's order it counts what it stores, and `down`,
-// the next launch, begins with blocks that are whole while `up` still works on others.
 inline constexpr int64_t moe_counters(int64_t blocks) { return 3 + blocks; }
 
 // Up to how many ids, and experts, the kernels route.

@@ -135,7 +135,7 @@ Status moe_align_check(const char* op, const Argument& first, int64_t numel,
   }
   TIERCEL_RETURN_IF_ERROR(check_shape(experts, {ceil_div(slots, options.block_size)},
                                       "[ceil(sorted_token_ids / block_size)]"));
-  const bool counters = number.view.ndim == 1 && number.view.shape[0] >= 3;
+  const bool counters = number.view.ndim == 1 && number.view.shape[0] == 3 + experts.view.shape[0];
   if (!counters) TIERCEL_RETURN_IF_ERROR(check_shape(number, {1}, "[1]"));
   TIERCEL_RETURN_IF_ERROR(check_cuda(first));
   for (const Argument* output : {&sorted, &experts, &number}) {

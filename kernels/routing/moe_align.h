@@ -22,7 +22,7 @@ struct MoeAlignOptions {
 struct MoeAlignOutputs {
   const TensorView& sorted_token_ids;        // [slots], at least moe_align_slots()
   const TensorView& expert_ids;              // [slots / block_size, rounded up]
-  const TensorView& num_tokens_post_padded;  // [1], or longer with counters that become 0
+  const TensorView& num_tokens_post_padded;  // [1], or [3 + blocks] with counters that become 0
 };
 
 // What a call would launch.

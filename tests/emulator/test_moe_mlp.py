@@ -57,13 +57,14 @@ def check_halves(
     change=None,
     counters=False,
 ):
-    """`change`: of ids, which the kernels then route themselves. `counters`: of tiles taken."""
+    """`change`: of ids, which the kernels then route themselves. `counters`: of tiles taken and of what is stored."""
     x, w_up, w_down, weights, ids = data(tokens, experts, k, hidden, inner, dtype)
     routing, rest = UNROUTED, REST
     if change is None:
         routing = ref.moe_align_block_size(ids, block, experts)
         if counters:
-            routing = (*routing[:2], torch.cat([routing[2], torch.zeros(2, dtype=torch.int32)]))
+            zeros = torch.zeros(2 + routing[1].numel(), dtype=torch.int32)
+            routing = (*routing[:2], torch.cat([routing[2], zeros]))
     else:
         ids = change(ids)
         rest = (ids, experts, None, None)

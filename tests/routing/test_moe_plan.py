@@ -124,6 +124,11 @@ ALIGN_BAD = {
         ValueError,
         "`num_tokens_post_padded` must have shape [1] = [1], got [2]",
     ),
+    "numbers": (  # it could be room for counters, of another number of blocks
+        lambda make: {"num_tokens_post_padded": make(12, dtype="int32")},
+        ValueError,
+        "`num_tokens_post_padded` must have shape [1] = [1], got [12]",
+    ),
     "other device": (
         lambda make: {"expert_ids": make(8, dtype="int32", device="cuda:1")},
         ValueError,
