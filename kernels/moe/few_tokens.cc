@@ -88,7 +88,8 @@ Status check_weights(const Argument& w) {
 }
 
 // Where things lie in shared memory, and how many slots fit beside them.
-Status lay_out(bool blocks, int64_t grid, FewTokensArgs* args, int64_t* shared) {
+Status lay_out(const Argument& w_down, bool blocks, int64_t grid, FewTokensArgs* args,
+               int64_t* shared) {
   const int64_t tokens = args->tokens, elements = tokens * args->per_token;
   const int64_t hidden = args->hidden, inner = args->inner_size;
   const int64_t rows = std::max(tokens * (hidden + kFewPad), elements * (inner + kFewPad));
@@ -104,10 +105,10 @@ Status lay_out(bool blocks, int64_t grid, FewTokensArgs* args, int64_t* shared) 
   const int64_t room = std::max<int64_t>(kFewMaxShared - beside, 0) / slot;
   const int64_t slots = std::min<int64_t>(room, kFewMaxSlots);
   if (slots < least) {
-    return Status::Unimplemented(std::string(kOp) + ": " + std::to_string(tokens) + " x " +
-                                 std::to_string(args->per_token) + " rows of " +
-                                 std::to_string(hidden) + " and " + std::to_string(inner) +
-                                 " values do not fit into shared memory");
+    return Status::Unimplemented(mismatch(
+        w_down,
+        "leave room in shared memory for a single launch with " + std::to_string(elements) + " ids",
+        shape_text(w_down.view.shape, 3)));
   }
   args->slots = static_cast<int>(slots);
   args->slot_bytes = static_cast<int>(slot);
@@ -144,12 +145,11 @@ Status prepare(const FewTokensCall& call, int multiprocessors, Choice* choice) {
   TIERCEL_RETURN_IF_ERROR(check_rows({kOp, "inner", *call.inner}));
   TIERCEL_RETURN_IF_ERROR(check_rows({kOp, "out", *call.out}));
   const int64_t inner = w_down.shape[2];
-  // Of blocks, a lane has the scale of each along a row. Else nothing fits beyond these, and 32
-  // bits count no more.
-  const int64_t largest = blocks ? 32 * kScaleBlock : 1 << 17;
-  if (hidden > largest || inner > largest || w_up.shape[0] > 1 << 17) {
+  // Sizes beyond these do not fit anyway, and 32 bits count no more.
+  constexpr int64_t kLargest = 1 << 17;
+  if (hidden > kLargest || inner > kLargest || w_down.shape[0] > kLargest) {
     return Status::Unimplemented(
-        mismatch(up_arg, "be smaller for a single launch", shape_text(w_up.shape, 3)));
+        mismatch(down_arg, "be smaller for a single launch", shape_text(w_down.shape, 3)));
   }
   FewTokensArgs& args = choice->args;
   args.x = static_cast<const char*>(x.data);
@@ -174,7 +174,7 @@ Status prepare(const FewTokensCall& call, int multiprocessors, Choice* choice) {
   args.id_words = call.topk_ids->dtype == DType::kInt64 ? 2 : 1;
   args.activation = static_cast<int>(call.activation);
   int64_t shared = 0;
-  TIERCEL_RETURN_IF_ERROR(lay_out(blocks, multiprocessors, &args, &shared));
+  TIERCEL_RETURN_IF_ERROR(lay_out(down_arg, blocks, multiprocessors, &args, &shared));
   choice->kernel = &few_tokens_kernel(blocks);
   choice->config.grid.x = static_cast<uint32_t>(multiprocessors);
   choice->config.block.x = kFewThreads;

@@ -16,8 +16,8 @@
 //    multiprocessors do not load equally fast and the barrier waits for the last one.
 //  - after the barrier each block quantises all rows between the halves, multiplies them with 16
 //    rows of w_down of every expert, and so has all k terms of 16 columns of y to add up.
-// Results are those of the launches that this one replaces: the same quantisation and rounding, the
-// same order of the sum over k.
+// Results are those of the launches that this one replaces, but for the order of float32 sums
+// along K: the same quantisation and rounding, the same order of the sum over k.
 #ifndef KERNELS_MOE_FEW_TOKENS_CUH_
 #define KERNELS_MOE_FEW_TOKENS_CUH_
 

@@ -26,8 +26,8 @@ struct FewTokensPlan {
 // written and read.
 // Rows of x are of neighbouring elements, at multiples of 16 bytes; an expert's rows follow each
 // other without gaps, experts are at multiples of 16 bytes; the others are contiguous. H and I are
-// multiples of 128, with blocks 4096 at most. What does not fit into a multiprocessor's shared
-// memory is unimplemented.
+// multiples of 128. What does not fit into a multiprocessor's shared memory is unimplemented: about
+// H from 3328 and I from 1664 on.
 struct FewTokensCall {
   const TensorView* x = nullptr;
   const TensorView* w_up = nullptr;

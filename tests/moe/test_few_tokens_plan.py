@@ -2,12 +2,14 @@
 """fused_moe of few tokens in one launch: checks and plans, without PyTorch or a GPU."""
 
 import pytest
+from support import few_tokens
 from support.dlpack_tensor import AttributeTensor, ExchangeTensor
+from support.few_tokens import E4M3
 
 from tiercel import _C
+from tiercel._few_tokens import fits_one_launch
 
 T, E, K, H, I = 4, 64, 8, 2048, 1024  # noqa: E741
-E4M3 = "float8_e4m3fn"
 
 
 @pytest.fixture(params=[ExchangeTensor, AttributeTensor])
@@ -15,32 +17,9 @@ def make(request):
     return request.param
 
 
-def scales(make, of, experts=E, hidden=H, i=I):
-    shapes = {
-        "rows": ((experts, 2 * i), (experts, hidden)),
-        "experts": ((experts, 1), (experts, 1)),
-        "blocks": (
-            (experts, -(-2 * i // 128), -(-hidden // 128)),
-            (experts, -(-hidden // 128), -(-i // 128)),
-        ),
-    }
-    up, down = shapes[of]
-    return {"w_up_scale": make(*up), "w_down_scale": make(*down)}
-
-
 def plan(make, tokens=T, experts=E, k=K, hidden=H, i=I, of="rows", **changes):
-    arguments = {
-        "x": make(tokens, hidden, dtype="bfloat16"),
-        "w_up": make(experts, 2 * i, hidden, dtype=E4M3),
-        "w_down": make(experts, hidden, i, dtype=E4M3),
-        **scales(make, of, experts, hidden, i),
-        "topk_weights": make(tokens, k),
-        "topk_ids": make(tokens, k, dtype="int32"),
-        "inner": make(tokens * k, i, dtype="bfloat16"),
-        "out": make(tokens, hidden, dtype="bfloat16"),
-        "activation": 0,
-    } | changes
-    return _C.fused_moe_few_tokens_plan(*arguments.values())
+    given = few_tokens.arguments(tokens, experts, k, hidden, i, of, make) | changes
+    return _C.fused_moe_few_tokens_plan(*given.values())
 
 
 def fits(got, slot_bytes):
@@ -83,14 +62,36 @@ def test_only_few_ids_are_taken(make, sizes):
     "sizes", [{"hidden": 16384}, {"i": 8192}, {"hidden": 4096}, {"tokens": 32, "k": 1, "i": 2048}]
 )
 def test_what_does_not_fit(make, sizes):
-    with pytest.raises(NotImplementedError, match="values do not fit into shared memory"):
+    with pytest.raises(
+        NotImplementedError, match="`w_down` must leave room in shared memory for a"
+    ):
         plan(make, **sizes)
 
 
 def test_what_the_kernels_do_not_count(make):
-    for sizes in ({"hidden": 1 << 18}, {"i": 4224, "of": "blocks"}):  # a lane a block's scale
-        with pytest.raises(NotImplementedError, match="`w_up` must be smaller for a single launch"):
-            plan(make, **sizes)
+    with pytest.raises(NotImplementedError, match="`w_down` must be smaller for a single launch"):
+        plan(make, hidden=1 << 18)
+
+
+@pytest.mark.parametrize("of", ["rows", "blocks"])
+@pytest.mark.parametrize(("tokens", "k"), [(1, 8), (4, 8), (3, 6), (4, 2)])
+def test_what_is_chosen_fits(tokens, k, of):
+    """fits_one_launch() against the launcher: never yes where that says no, seldom the reverse."""
+    wrong = 0
+    for hidden in range(128, 4096, 128):
+        for inner in range(128, 2048, 128):
+            try:
+                plan(ExchangeTensor, tokens, k=k, hidden=hidden, i=inner, of=of)
+            except NotImplementedError:
+                assert not fits_one_launch(tokens, k, hidden, inner)
+            else:
+                wrong += not fits_one_launch(tokens, k, hidden, inner)
+    assert wrong <= 3 * 31
+
+
+def test_what_never_fits():
+    for sizes in ((5, 1, 512, 512), (4, 9, 512, 512), (1, 0, 512, 512), (1, 8, 576, 512)):
+        assert not fits_one_launch(*sizes)
 
 
 @pytest.mark.parametrize("of", ["rows", "experts", "blocks"])

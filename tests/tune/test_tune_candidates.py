@@ -2,6 +2,7 @@
 """Candidates: what fits, what is pruned, and that the launchers take what is left."""
 
 import pytest
+from support import few_tokens
 from support.dlpack_tensor import ExchangeTensor
 
 from tiercel import _C
@@ -153,7 +154,11 @@ def test_moes_candidates_are_launched_as_said(tokens, dtype):
     for c in found:
         assert why_not(MOE.needs(problem, tokens, c)) is None
         if c["block_size"] == 0:  # in one launch
-            assert tokens == 1
+            given = few_tokens.arguments(tokens, *(size for _, size in problem.sizes))
+            plan = _C.fused_moe_few_tokens_plan(*given.values())
+            needs = MOE.needs(problem, tokens, c)
+            assert tokens == 1 and plan["block"] == needs.threads
+            assert plan["dynamic_smem"] <= needs.shared
             continue
         for half in ("up", "down"):
             plan, needs = moe_plan(problem, tokens, c, half), moe.half_needs(c, half)

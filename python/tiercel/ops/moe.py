@@ -139,7 +139,7 @@ def run(
         if choice is FEW:
             try:
                 return moe_few.run(x, weights, topk_weights, topk_ids, activation)
-            except NotImplementedError:  # of these sizes or strides
+            except NotImplementedError:  # of these strides, or on a share of a GPU
                 choice = choose(w_down, topk_ids, expert_map, in_blocks, one_launch=False)
     if choice is FEW:
         return moe_few.run(x, weights, topk_weights, topk_ids, activation)
@@ -368,7 +368,9 @@ def fused_moe(
         w_up_scale: Of float8 weights, float32, contiguous: a factor a row ``[E, 2 * I]``, one an
             expert ``[E, 1]``, or one a block of 128x128 values ``[E, 2 * I / 128, H / 128]``, sizes
             rounded up.
-        w_down_scale: The same, ``[E, H]``, ``[E, 1]`` or ``[E, H / 128, I / 128]``.
+        w_down_scale: The same, ``[E, H]``, ``[E, 1]`` or ``[E, H / 128, I / 128]``. Up to 4 tokens
+            may then take one launch whose blocks wait for each other: it starts when the whole GPU
+            is free.
         backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
 
     Returns:

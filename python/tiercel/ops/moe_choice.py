@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tiercel import _tuned
+from tiercel._few_tokens import fits_one_launch
 
 _NAME = "fused_moe"
 
@@ -25,16 +26,14 @@ class Choice(NamedTuple):
 
 # Not in blocks: all in one launch, for few tokens and float8 weights.
 FEW = Choice(0, None, None)
-_FEW_TOKENS = 4
-_FEW_IDS = 32  # kFewIds of few_tokens_kernels.h: T * k at most
 _FEW_BYTES = 300_000_000  # of weights: beyond, what a launch costs is little beside them
 
 
 def suits_one_launch(tokens: int, k: int, w_down: Tensor) -> bool:
-    """Whether launches one after the other would be much of the time."""
-    if tokens > _FEW_TOKENS or not 0 < tokens * k <= _FEW_IDS or w_down.element_size() > 1:
-        return False
+    """Whether launches one after the other would be much of the time, and one takes these sizes."""
     experts, hidden, inner = w_down.shape
+    if w_down.element_size() > 1 or not fits_one_launch(tokens, k, hidden, inner):
+        return False
     return min(tokens * k, experts) * 3 * hidden * inner <= _FEW_BYTES
 
 
@@ -119,7 +118,7 @@ def choose(
         )
         choice = None if config is None else of_config(config)
         # Tuned for another number of tokens, a single launch may not take these.
-        fits = one_launch and float8 and 0 < tokens * k <= _FEW_IDS
+        fits = one_launch and float8 and fits_one_launch(tokens, k, hidden, inner)
         if choice is not None and (choice is not FEW or fits):
             return choice
     if one_launch and suits_one_launch(tokens, k, w_down):

@@ -7,12 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tiercel._few_tokens import fits_one_launch
 from tiercel.tune.hardware import Needs
 from tiercel.tune.ops import Tunable
 from tiercel.tune.problem import Candidate, Problem
 
-# kFewIds, kFewThreads and, at most, kFewMaxShared of kernels/moe/few_tokens_kernels.h.
-_FEW_IDS, _FEW_THREADS, _FEW_SHARED = 32, 544, 226 * 1024
+# kFewThreads and, at most, kFewMaxShared of kernels/moe/few_tokens_kernels.h.
+_FEW_THREADS, _FEW_SHARED = 544, 226 * 1024
 _ONE_LAUNCH: Candidate = dict.fromkeys(
     ("block_size", "up_tile", "up_cluster", "down_tile", "down_cluster"), 0
 )
@@ -32,9 +33,9 @@ def tiles(block: int, half: str, dtype: str) -> tuple[tuple[int, int], ...]:
 
 def candidates(problem: Problem, tokens: int, quick: bool, compiled: bool) -> list[Candidate]:
     each = tokens * problem["k"] / problem["E"]
-    whole = problem["H"] % 128 == problem["I"] % 128 == 0
+    one_launch = fits_one_launch(tokens, problem["k"], problem["H"], problem["I"])
     found: list[Candidate] = []
-    if problem.dtype == "float8_e4m3fn" and tokens * problem["k"] <= _FEW_IDS and whole:
+    if problem.dtype == "float8_e4m3fn" and one_launch:
         found.append(dict(_ONE_LAUNCH))
     for block in (64, 128):
         if each > _MOST_OF_64 if block == 64 else each < _LEAST_OF_128:
