@@ -318,17 +318,17 @@ Status prepare(const SoftmaxBackwardCall& call, SoftmaxArgs* args, Choice* choic
   return finish(op, call.y->dtype, true, call.mask != nullptr, args, choice, plan);
 }
 
-// Clusters of more than 8 blocks have a place on a whole GPU only, maybe none on a slice of one.
-Status fit_device(int device, SoftmaxArgs* args, Choice* choice) {
-  if (choice->blocks <= kSoftmaxBlocks) return Status();
-  int multiprocessors = 0;
-  TIERCEL_RETURN_IF_ERROR(multiprocessor_count(device, &multiprocessors));
-  if (multiprocessors >= kMultiprocessors) return Status();
-  choice->block *= 2;
-  choice->blocks /= 2;
-  choice->grid /= 2;
-  args->blocks = choice->blocks;
-  return Status();
+Status launch(const Choice& choice, int blocks, SoftmaxArgs* args, int device, void* stream) {
+  LaunchConfig config;
+  config.grid.x = static_cast<uint32_t>(choice.grid / choice.blocks * blocks);
+  config.block.x = choice.block * choice.blocks / blocks;
+  config.cluster.x = args->blocks = blocks;
+  config.dependent = true;
+  // Eight vectors a thread take registers that leave half of the threads. (Measured on an H200: all
+  // of what those threads will load is too much, up to a sixth of the time of some problems.)
+  args->ahead = first_blocks(config.block) * 3 / (choice.kernel->vectors == 8 ? 16 : 8);
+  void* pointers[] = {args};
+  return choice.kernel->kernel.launch(config, device, stream, pointers);
 }
 
 template <typename Call>
@@ -338,17 +338,16 @@ Status run(const Call& call, int device, void* stream) {
   SoftmaxPlan plan;
   TIERCEL_RETURN_IF_ERROR(prepare(call, &args, &choice, &plan));
   if (choice.kernel == nullptr) return Status();
-  TIERCEL_RETURN_IF_ERROR(fit_device(device, &args, &choice));
-  LaunchConfig config;
-  config.grid.x = static_cast<uint32_t>(choice.grid);
-  config.block.x = choice.block;
-  config.cluster.x = choice.blocks;
-  config.dependent = true;
-  // Eight vectors a thread take registers that leave half of the threads. (Measured on an H200: all
-  // of what those threads will load is too much, up to a sixth of the time of some problems.)
-  args.ahead = first_blocks(config.block) * 3 / (choice.kernel->vectors == 8 ? 16 : 8);
-  void* pointers[] = {&args};
-  return choice.kernel->kernel.launch(config, device, stream, pointers);
+  if (choice.blocks <= kSoftmaxBlocks) return launch(choice, choice.blocks, &args, device, stream);
+  // Clusters of more blocks have a place on a whole GPU only, maybe none on a share of one; one
+  // that its multiprocessors do not show (a green context) refuses them.
+  int multiprocessors = 0;
+  TIERCEL_RETURN_IF_ERROR(multiprocessor_count(device, &multiprocessors));
+  if (multiprocessors >= kMultiprocessors &&
+      launch(choice, choice.blocks, &args, device, stream).ok()) {
+    return Status();
+  }
+  return launch(choice, choice.blocks / 2, &args, device, stream);
 }
 
 template <typename Call>

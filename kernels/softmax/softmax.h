@@ -42,7 +42,8 @@ struct SoftmaxBackwardCall {
   const TensorView* x_grad = nullptr;
 };
 
-// All checks and the choice of kernel; needs no GPU and no driver.
+// All checks and the choice of kernel, for a whole GPU (a share of one gets clusters of 8 blocks
+// instead of 16); needs no GPU and no driver.
 Status softmax_plan(const SoftmaxCall& call, SoftmaxPlan* plan);
 Status softmax_backward_plan(const SoftmaxBackwardCall& call, SoftmaxPlan* plan);
 

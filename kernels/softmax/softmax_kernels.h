@@ -69,9 +69,9 @@ inline constexpr int kSoftmaxLineBytes = 128;
 inline constexpr int kSoftmaxThreads = 512;
 inline constexpr int kSoftmaxWideThreads = 320;
 inline constexpr int kSoftmaxLaneThreads = 256;  // where lanes share a row
-inline constexpr int kSoftmaxBlocks = 8;         // at most, a row: what every GPU can place
-inline constexpr int kSoftmaxWideBlocks = 16;    // where threads hold 8 aligned vectors, forward
-inline constexpr int kSoftmaxWarps = 128;        // at most, a row
+inline constexpr int kSoftmaxBlocks = 8;       // at most, a row elsewhere: what every GPU can place
+inline constexpr int kSoftmaxWideBlocks = 16;  // where threads hold 8 aligned vectors, forward
+inline constexpr int kSoftmaxWarps = 128;      // at most, a row
 
 const SoftmaxKernel* softmax_forward_kernels(int* count);
 const SoftmaxKernel* softmax_backward_kernels(int* count);

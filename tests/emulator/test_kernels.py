@@ -85,11 +85,12 @@ def test_softmax(shape, dtype):
     check("softmax_online_backward", grad, y, keep, -1, 0.37, None, scale=4 * y.double().abs())
 
 
-@pytest.mark.parametrize("multiprocessors", [132, 60])
-def test_softmax_of_a_cluster_of_16(multiprocessors):
-    """Rows of 131072 take one where they are not few; on a slice of a GPU one of 8."""
+@pytest.mark.parametrize(("multiprocessors", "share"), [(132, False), (60, True), (132, True)])
+def test_softmax_of_a_cluster_of_16(multiprocessors, share):
+    """Rows of 131072 take one where they are not few; on a share of a GPU one of 8, also where the
+    device does not show that it is one."""
     x = normal(9, 131_072, dtype=BF16)
-    with options(multiprocessors=multiprocessors):
+    with options(multiprocessors=multiprocessors, share=share):
         check("softmax_online_no_mask", x, -1, 1.5, None)
 
 
@@ -182,11 +183,25 @@ def test_layer_norm_far_from_zero(columns, dtype):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(
     "shape",
-    [(5, 33), (700, 64), (3, 1000), (900, 768), (70, 4096), (600, 4096), (2, 9001), (70, 17_000)],
+    [
+        *((5, 33), (700, 64), (3, 1000), (900, 768), (70, 4096), (600, 4096), (2, 9001)),
+        *((3, 16_400), (70, 17_000)),
+    ],
 )
 def test_norm_backward(shape, dtype):
     """Of 600 rows blocks have whole tiles, and share what is left; of 70 long ones clusters have
     several, one after the other."""
+    check_norm_backward(shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_norm_backward_on_few_multiprocessors(dtype):
+    """A cluster has more tiles than there is room for sums of."""
+    with options(multiprocessors=8):
+        check_norm_backward((9, 17_000), dtype)
+
+
+def check_norm_backward(shape, dtype):
     x, grad = normal(*shape, dtype=dtype), normal(*shape, dtype=dtype)
     weight = normal(shape[1], dtype=dtype)
     for name in ("rms_norm", "layer_norm"):
@@ -291,10 +306,10 @@ def test_copy_transpose(shape, dtype):
 
 
 @pytest.mark.parametrize(
-    "shape", [(42, 196, 386), (300, 100, 107), (20, 768, 211), (310, 101, 104), (128, 25_008)]
+    "shape", [(42, 196, 386), (300, 100, 107), (20, 768, 211), (310, 101, 104), (300, 104, 107)]
 )
 def test_copy_transpose_of_many_short_columns(shape):
-    """Columns that begin on 8 bytes, and on 16, where rows do not."""
+    """Columns that begin on 2 to 16 bytes, where rows or columns do not begin on 16."""
     x = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16)
     assert torch.equal(sm90("copy_transpose")(x, 0, None), x.transpose(-2, -1))
 

@@ -60,6 +60,13 @@ def test_every_size_has_a_plan_that_covers_it(dtype, columns):
                 assert got["grid"] == rows * got["blocks_per_row"]
 
 
+def test_clusters_of_16_for_many_long_rows():
+    def blocks(rows):
+        return plan(ExchangeTensor, rows, 131_072, dtype="bfloat16")["blocks_per_row"]
+
+    assert [blocks(rows) for rows in (8, 9, 70)] == [8, 16, 16]
+
+
 @pytest.mark.parametrize("columns", [1032, 2048, 2056, 5001, 50_257, 65_536])
 @pytest.mark.parametrize("offset", [0, 3, 8, 32])
 def test_blocks_have_places_for_whole_lines_and_no_more(columns, offset):

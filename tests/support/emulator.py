@@ -104,18 +104,23 @@ def plan(operator):
 
 @contextlib.contextmanager
 def options(
-    lazy=True, seed=0, max_instructions=2_000_000_000, short_fp8_adder=False, multiprocessors=0
+    lazy=True,
+    seed=0,
+    max_instructions=2_000_000_000,
+    short_fp8_adder=False,
+    multiprocessors=0,
+    share=False,
 ):
-    """How launches in the block run."""
+    """How launches in the block run; `share`: of a GPU, which takes clusters of 8 at most."""
     driver.emulator_set_options(lazy, seed, max_instructions)
     driver.emulator_set_short_fp8_adder(short_fp8_adder)
-    driver.emulator_set_multiprocessors(multiprocessors)
+    driver.emulator_set_multiprocessors(multiprocessors, share)
     try:
         yield
     finally:
         driver.emulator_set_options(True, 0, 2_000_000_000)
         driver.emulator_set_short_fp8_adder(False)
-        driver.emulator_set_multiprocessors(0)
+        driver.emulator_set_multiprocessors(0, False)
 
 
 def instructions():

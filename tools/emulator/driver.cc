@@ -34,7 +34,8 @@ struct KernelHandle {
 std::mutex g_lock;
 Options g_options;
 uint32_t g_multiprocessors = kMultiprocessors;
-std::string g_error;  // the last one's text
+bool g_share = false;  // of a GPU, which takes clusters of 8 at most
+std::string g_error;   // the last one's text
 uint64_t g_instructions = 0;
 int g_context;  // its address stands for the context
 thread_local int g_depth = 0;
@@ -74,7 +75,7 @@ std::string wrong_with(const Launch& launch, const KernelHandle& handle) {
   if (launch.block.count() == 0 || launch.block.count() > 1024 || launch.block.z > 64) {
     return "blocks of " + text(launch.block) + " threads";
   }
-  const uint32_t most = g_multiprocessors < kMultiprocessors ? kClusterDefault : handle.max_cluster;
+  const uint32_t most = g_share ? kClusterDefault : handle.max_cluster;
   if (launch.cluster.count() > most || launch.grid.x % launch.cluster.x != 0 ||
       launch.grid.y % launch.cluster.y != 0 || launch.grid.z % launch.cluster.z != 0) {
     return "clusters of " + text(launch.cluster) + " in a grid of " + text(launch.grid);
@@ -335,10 +336,11 @@ EXPORT void emulator_set_short_fp8_adder(int on) {
   g_options.short_fp8_adder = on != 0;
 }
 
-// Of a slice of a GPU, which takes clusters of 8 at most; 0: all.
-EXPORT void emulator_set_multiprocessors(uint32_t count) {
+// 0: all of a GPU's.
+EXPORT void emulator_set_multiprocessors(uint32_t count, int share) {
   std::lock_guard<std::mutex> lock(g_lock);
   g_multiprocessors = count == 0 ? kMultiprocessors : count;
+  g_share = share != 0;
 }
 
 // Warp instructions of all launches that ended well.
