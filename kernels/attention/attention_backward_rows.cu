@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Before and after attention's backward: what it needs of each query's row, and dq from its sums.
 #include "kernels/attention/attention_backward_kernels.h"
+#include "kernels/sm90/exponential.cuh"
 #include "kernels/sm90/float_format.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/reduce.cuh"
@@ -14,7 +15,6 @@ template <int kD>
 constexpr int kRows = kD == 64 ? 128 : 64;
 
 constexpr int kThreads = kAttentionBackwardThreads;
-constexpr float kLog2E = 1.4426950408889634f;
 
 struct Place {
   int64_t pair;  // batch entry and head

@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   // Whether parts of a warp may have a row, and whether several warps may.
   constexpr bool kPartial = !kWide || kVectors * kRows <= 2;
   constexpr bool kShared = !kWide || kVectors * kRows > 2;
-  // Measured; and what registers have room for.
+  // Whether each warp sends its sums itself (row_sums.cuh): measured, and what registers allow.
   constexpr bool kDirect = !kWide || (Format::kBytes == 2 && kRows == (kLayerNorm ? 2 : 1));
   using Sums = RowSums<kRows, kLayerNorm ? 4 : 2, kPartial, kShared, kDirect>;
   extern __shared__ __align__(128) char shared[];

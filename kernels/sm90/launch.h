@@ -23,7 +23,7 @@ struct LaunchConfig {
   Dim3 cluster;               // 1x1x1: no cluster
   // Programmatic dependent launch: the grid may start while its predecessor in the stream still
   // runs. Only for kernels whose every thread executes grid_dependency_wait() before it touches
-  // global memory.
+  // global memory, but for what is known to be older or to be waited for otherwise.
   bool dependent = false;
   // All blocks run at the same time, so that they may wait for each other; a grid that has no room
   // for that is refused as unimplemented. Not together with `dependent`.

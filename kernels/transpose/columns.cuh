@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// copy_transpose of many matrices with short columns that do not begin on 16 bytes.
+// copy_transpose to short columns of 2-byte elements, where rows or columns do not begin on 16
+// bytes but the matrices do.
 //
 // The plan. A tile has whole columns, so what it writes is one piece: whole 16-byte chunks, if a
 // tile begins with a group of columns that are whole chunks together (args.group of them). x comes

@@ -108,11 +108,11 @@ const CopyTransposeKernel* choose(const CopyTransposeArgs& args, int64_t batch, 
   }
   int tile = element == 4 ? 32 : 64;
   if (vector != 16 && large && shorter >= 96) {
-    tile = element == 1 ? 128 : 64;
     if (element == 2 && has_whole_columns(args, element)) {
       return args.rows <= 128 ? find(2, 128, 128, vector, true) : find(2, 256, 64, vector, true);
     }
     if (element == 2) return find(2, 64, 128, vector);
+    tile = element == 1 ? 128 : 64;
   }
   if (shorter <= 32 || bytes < 132 * tile * tile * element / 2) tile = 32;
   return find(element, tile, tile, vector);

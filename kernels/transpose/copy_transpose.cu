@@ -13,7 +13,7 @@
 //    the last tenth of bandwidth takes. Vectors are swizzled by their row, so that neither side
 //    has bank conflicts.
 //  - realigned, where a row of x or of out does not begin on 16 bytes (realigned.cuh).
-//  - columns, where short columns do not (columns.cuh).
+//  - columns, the same with short columns (columns.cuh).
 // Blocks next to each other are tiles below each other (their writes are next to each other too),
 // or beside each other where the squares come straight from memory: what measured best.
 #include <cstdint>
@@ -199,8 +199,7 @@ __global__ void __launch_bounds__(kThreads)
   TIERCEL_UNALIGNED("columns", true, bytes, rows, columns, 0, threads, \
                     copy_transpose_columns<bytes, rows, columns, threads>)
 
-// By element, then tile; of each tile first the one that needs alignment. The last kernel of an
-// element that fits its alignment is the one for large problems.
+// By element, then tile; of each tile first the one that needs alignment.
 const CopyTransposeKernel kKernels[] = {
     TIERCEL_IN_REGISTERS(1, 4, 8, 1, 2),   TIERCEL_REALIGNED(1, 32, 32, 128, 8),
     TIERCEL_IN_REGISTERS(1, 8, 8, 1, 2),   TIERCEL_REALIGNED(1, 64, 64, 128, 8),

@@ -57,7 +57,8 @@ def check_halves(
     change=None,
     counters=False,
 ):
-    """`change`: of ids, which the kernels then route themselves. `counters`: of tiles taken and of what is stored."""
+    """`change`: of ids, which the kernels then route themselves. `counters`: of tiles taken and of
+    what is stored."""
     x, w_up, w_down, weights, ids = data(tokens, experts, k, hidden, inner, dtype)
     routing, rest = UNROUTED, REST
     if change is None:

@@ -59,7 +59,8 @@ def test_large_and_many_matrices(make):
 
 
 @pytest.mark.parametrize(
-    ("matrices", "rows", "columns"), [(64, 196, 386), (400, 101, 104), (1, 250, 99_992)]
+    ("matrices", "rows", "columns"),
+    [(64, 196, 386), (400, 101, 104), (300, 104, 107), (1, 250, 99_992)],
 )
 def test_short_columns_are_whole(matrices, rows, columns):
     got = plan(ExchangeTensor, matrices, rows, columns)
@@ -68,7 +69,8 @@ def test_short_columns_are_whole(matrices, rows, columns):
     assert got["tile_columns"] * rows * 2 % 16 == 0
     unaligned = plan(ExchangeTensor, matrices, rows, columns, out_address=ADDRESS + 2)
     assert "realigned" in unaligned["kernel"]
-    assert "realigned" in plan(ExchangeTensor, 200, rows, 387)["kernel"]
+    if rows % 8:  # else matrices of any number of columns begin on 16 bytes
+        assert "realigned" in plan(ExchangeTensor, 200, rows, 387)["kernel"]
     assert "realigned" in plan(ExchangeTensor, matrices, rows + 256, columns)["kernel"]
 
 

@@ -8,7 +8,7 @@ CPU seconds of the compilers, by Bazel's own accounts of a build without caches,
 how many kernels that was and their code, by //python:kernel_list. --check writes nothing and fails
 when all of them together are beyond the limit.
 
-One machine's CPU seconds differ by a third from hour to hour, and machines by more. So a fixed piece
+One machine's CPU seconds differ by half from hour to hour, and machines by more. So a fixed piece
 of work, //tools/cuda/reference, is compiled before and after each family, and all figures are in
 seconds of a machine that takes budget.json's reference_cpu_seconds for it.
 """
