@@ -34,7 +34,7 @@ struct KernelHandle {
 std::mutex g_lock;
 Options g_options;
 uint32_t g_multiprocessors = kMultiprocessors;
-bool g_share = false;  // of a GPU, which takes clusters of 8 at most
+bool g_share = false;  // of a GPU: no cooperative launches, clusters of 8 at most
 std::string g_error;   // the last one's text
 uint64_t g_instructions = 0;
 int g_context;  // its address stands for the context
@@ -99,13 +99,15 @@ CUresult launch(const CUlaunchConfig& config, const KernelHandle& handle, void**
   made.grid = {config.gridDimX, config.gridDimY, config.gridDimZ};
   made.block = {config.blockDimX, config.blockDimY, config.blockDimZ};
   for (unsigned i = 0; i < config.numAttrs; ++i) {
-    // Blocks run one after the other: they cannot wait for each other.
     if (config.attrs[i].id == CU_LAUNCH_ATTRIBUTE_COOPERATIVE) {
-      return CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE;
+      made.cooperative = config.attrs[i].value.cooperative != 0;
     }
     if (config.attrs[i].id != CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) continue;
     const auto& dim = config.attrs[i].value.clusterDim;
     made.cluster = {dim.x, dim.y, dim.z};
+  }
+  if (made.cooperative && (g_share || made.grid.count() > g_multiprocessors)) {
+    return CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE;  // a block a multiprocessor is what kernels ask
   }
   made.dynamic_shared = config.sharedMemBytes;
   made.shared_bytes = up_to(kernel.static_shared + config.sharedMemBytes, 16);

@@ -161,13 +161,17 @@ class WarpRun {
   Slice slice_;
 };
 
-class ClusterRun {
+// Clusters that run at the same time: one, or all of a cooperative launch.
+class ClustersRun {
  public:
-  ClusterRun(Launch& launch, Cluster& cluster) : launch_(launch), cluster_(cluster) {}
+  ClustersRun(Launch& launch, std::vector<Cluster>& clusters)
+      : launch_(launch), clusters_(clusters) {}
 
   void run() {
-    for (std::unique_ptr<Cta>& cta : cluster_.ctas) {
-      for (Warp& warp : cta->warps) order_.push_back(&warp);
+    for (Cluster& cluster : clusters_) {
+      for (std::unique_ptr<Cta>& cta : cluster.ctas) {
+        for (Warp& warp : cta->warps) order_.push_back(&warp);
+      }
     }
     int idle_passes = 0;
     while (!order_.empty()) {
@@ -177,20 +181,14 @@ class ClusterRun {
                    order_.end());
       if (!pass.idle) {
         idle_passes = 0;
-      } else if (!cluster_.async.empty()) {
-        // Copies are not ordered among each other.
-        const uint64_t chosen =
-            launch_.options.seed != 0 ? launch_.next_random() % cluster_.async.size() : 0;
-        const auto place = cluster_.async.begin() + static_cast<std::ptrdiff_t>(chosen);
-        AsyncWork work = std::move(*place);
-        cluster_.async.erase(place);
-        work.complete();
+      } else if (complete_one()) {
         idle_passes = 0;
       } else if (!order_.empty() && (!pass.executed || ++idle_passes > kMaxIdlePasses)) {
         deadlock();
       }
     }
-    for (; !cluster_.async.empty(); cluster_.async.pop_front()) cluster_.async.front().complete();
+    while (complete_one()) {
+    }
   }
 
  private:
@@ -198,6 +196,22 @@ class ClusterRun {
     bool idle = true;
     bool executed = false;
   };
+
+  // Of what was to complete later: the first, or with a seed any, since copies are not ordered
+  // among each other.
+  bool complete_one() {
+    size_t all = 0;
+    for (const Cluster& cluster : clusters_) all += cluster.async.size();
+    if (all == 0) return false;
+    size_t chosen = launch_.options.seed != 0 ? launch_.next_random() % all : 0;
+    auto cluster = clusters_.begin();
+    for (; chosen >= cluster->async.size(); ++cluster) chosen -= cluster->async.size();
+    const auto place = cluster->async.begin() + static_cast<std::ptrdiff_t>(chosen);
+    AsyncWork work = std::move(*place);
+    cluster->async.erase(place);
+    work.complete();
+    return true;
+  }
 
   Pass run_all() {
     Pass pass;
@@ -252,7 +266,7 @@ class ClusterRun {
   }
 
   Launch& launch_;
-  Cluster& cluster_;
+  std::vector<Cluster>& clusters_;
   std::vector<Warp*> order_;
 };
 
@@ -326,10 +340,10 @@ void Cluster::add(std::function<void()> complete) {
 void run_launch(Launch& launch) {
   launch.random = launch.options.seed;
   const uint64_t clusters = launch.grid.count() / launch.cluster.count();
-  Cluster cluster;
-  for (uint64_t i = 0; i < clusters; ++i) {
-    start_cluster(launch, i, cluster);
-    ClusterRun(launch, cluster).run();
+  std::vector<Cluster> together(launch.cooperative ? clusters : 1);
+  for (uint64_t i = 0; i < clusters; i += together.size()) {
+    for (size_t j = 0; j < together.size(); ++j) start_cluster(launch, i + j, together[j]);
+    ClustersRun(launch, together).run();
   }
 }
 

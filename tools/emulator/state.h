@@ -55,6 +55,7 @@ struct Cta;
 struct Launch {
   const Kernel* kernel = nullptr;
   Dim grid, block, cluster;
+  bool cooperative = false;   // all blocks run at the same time
   uint32_t shared_bytes = 0;  // static and dynamic
   uint32_t dynamic_shared = 0;
   std::vector<uint8_t> parameters;
