@@ -34,12 +34,11 @@
 
 namespace tiercel {
 
-struct FewShared {
+struct alignas(16) FewShared {
   uint64_t full[kFewMaxSlots], empty[kFewMaxSlots];
   uint64_t known[kFewKnown];  // which unit of up is the next but so many
   int unit[kFewKnown];        // -1: none
   int taken;                  // units of this block
-  int unused[3];
   int expert[kFewIds];
   int count[kFewIds];
   int element[kFewIds][kFewColumns];
@@ -122,6 +121,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
   }
   unsigned before;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(before) : "l"(&few_arrived));
+  FewGrid& grid = few_grids[before >> 30];
   FewRouting routing;
   routing.make(args, lane);
   // Every warp writes the same, so that none waits for another.
@@ -146,10 +146,10 @@ __global__ void __launch_bounds__(kFewThreads, 1)
     // The first units are dealt out, the last quarter goes to whoever comes for it: multiprocessors
     // do not load equally fast, and all wait for the last one.
     int unit = dealt > 0 ? blockIdx.x : 0, taken = 0;
-    int ticket = atomicAdd(&few_taken, 1);
+    int ticket = atomicAdd(&grid.taken, 1);
     if (dealt == 0) {
       unit = ticket;
-      if (unit < units) ticket = atomicAdd(&few_taken, 1);
+      if (unit < units) ticket = atomicAdd(&grid.taken, 1);
     }
     for (; unit < units; ++taken) {
       s.unit[taken % kFewKnown] = unit;
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
         unit += gridDim.x;
       } else {
         unit = dealt * gridDim.x + ticket;
-        if (unit < units) ticket = atomicAdd(&few_taken, 1);
+        if (unit < units) ticket = atomicAdd(&grid.taken, 1);
       }
     }
     s.taken = taken;
@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
     if (routing.id >= 0) {
       s.element[routing.entry][routing.column] = lane;
       s.token[routing.entry][routing.column] = lane / args.per_token;
-      s.weight[lane] = args.weights == nullptr ? 1.0f : args.weights[lane];
+      s.weight[lane] = args.weights[lane];
     }
   }
   const int hidden_groups = args.hidden / 128, inner_groups = args.inner_size / 128;
@@ -269,15 +269,15 @@ __global__ void __launch_bounds__(kFewThreads, 1)
         multiply_e4m3(half == 0 ? first_sum : second_sum, low[half], high[half], b);
       }
       if constexpr (kBlocks) {
-        const int group = at_byte / 128;  // the same in all lanes
-        const float first_scale = __shfl_sync(kFullWarp, first_blocks, group);
-        const float second_scale = __shfl_sync(kFullWarp, second_blocks, group);
-        const float x_a = row_scales[row_a * groups + group];
-        const float x_b = row_scales[row_b * groups + group];
-        c[0] = fmaf(part[0], x_a * first_scale, c[0]);
-        c[1] = fmaf(part[1], x_b * first_scale, c[1]);
-        c[2] = fmaf(part[2], x_a * second_scale, c[2]);
-        c[3] = fmaf(part[3], x_b * second_scale, c[3]);
+        const int block = at_byte / 128;  // of K, the same in all lanes
+        const float low_scale = __shfl_sync(kFullWarp, first_blocks, block);
+        const float high_scale = __shfl_sync(kFullWarp, second_blocks, block);
+        const float x_a = row_scales[row_a * groups + block];
+        const float x_b = row_scales[row_b * groups + block];
+        c[0] = fmaf(part[0], x_a * low_scale, c[0]);
+        c[1] = fmaf(part[1], x_b * low_scale, c[1]);
+        c[2] = fmaf(part[2], x_a * high_scale, c[2]);
+        c[3] = fmaf(part[3], x_b * high_scale, c[3]);
       }
     }
     __syncwarp();
@@ -340,21 +340,18 @@ __global__ void __launch_bounds__(kFewThreads, 1)
         for (int offset = 4; offset < 32; offset *= 2) {
           largest = max(largest, __shfl_xor_sync(kFullWarp, largest, offset));
         }
-        if (there && g == 0) atomicMax(&few_largest[before >> 31][element], largest);
+        if (there && g == 0) atomicMax(&grid.largest[element], largest);
       }
     }
   }
+  if (blockIdx.x == 0 && warp == 0) clear_few_grid(before);
   grid_barrier(before);
-  if (blockIdx.x == 0) {
-    if (threadIdx.x == 0) few_taken = 0;
-    if (threadIdx.x < kFewIds) few_largest[before >> 31 ^ 1][threadIdx.x] = 0;
-  }
 
   const int elements = args.tokens * args.per_token;
   if (blockIdx.x < tiles) {
     take_rows<kScales>(args.inner, static_cast<int64_t>(args.inner_size) * 2, elements,
                        args.inner_size, rows, args.inner_size + kFewPad, row_scales, s.largest,
-                       few_largest[before >> 31]);
+                       grid.largest);
   }
   async_copy_wait<0>();
   multipliers_sync();

@@ -49,21 +49,35 @@ struct FewRouting {
   __device__ __forceinline__ bool leads() const { return id >= 0 && column == 0; }
 };
 
-// Of all launches on a device: a grid takes more than half of every multiprocessor's shared memory,
-// and starts as a whole, so that no two of them are at their barriers at the same time.
-__device__ unsigned few_arrived;
-__device__ int few_taken;  // units of up that went to whoever came; zero between launches
-// Of each element's row between the halves, as a float's bits: for this launch and the next one, by
-// the barrier's highest bit; zero before a launch.
-__device__ uint32_t few_largest[2][kFewIds];
+// Of all launches on a device. A grid takes more than half of every multiprocessor's shared memory,
+// so a block of the next one begins where one of this has ended: when all of this one are behind
+// their barrier, and all before it have ended.
+__device__ unsigned
+    few_arrived;  // in its two highest bits launches behind their barriers, modulo 4
 
-// The grid's barrier: its highest bit changes once all blocks have arrived, whatever it was before.
-// All blocks run at the same time, and `before` is what the bit was when the kernel began. Whoever
-// returns sees what all wrote before.
+// What blocks of a launch share; zero when it begins.
+struct FewGrid {
+  int taken;                  // units of up that went to whoever came
+  uint32_t largest[kFewIds];  // of each element's row between the halves, as a float's bits
+};
+__device__ FewGrid few_grids[4];  // by few_arrived when a launch begins
+
+// For the launch after the next one: what the one before the last left. By one warp, before the
+// barrier, which the next launch waits for.
+__device__ __forceinline__ void clear_few_grid(unsigned before) {
+  static_assert(kFewIds == 32, "a lane each");
+  FewGrid& grid = few_grids[((before >> 30) + 2) % 4];
+  if (threadIdx.x == 0) grid.taken = 0;
+  grid.largest[threadIdx.x] = 0;
+}
+
+// The grid's barrier: few_arrived's highest bits change once all blocks have arrived. All blocks
+// run at the same time, and `before` is what it was when the kernel began. Whoever returns sees
+// what all wrote before.
 __device__ __forceinline__ void grid_barrier(unsigned before) {
   multipliers_sync();
   if (threadIdx.x == 0) {
-    const unsigned mine = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1u;
+    const unsigned mine = blockIdx.x == 0 ? 0x40000000u - (gridDim.x - 1) : 1u;
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(&few_arrived), "r"(mine)
                  : "memory");
     unsigned now;
@@ -72,7 +86,7 @@ __device__ __forceinline__ void grid_barrier(unsigned before) {
                    : "=r"(now)
                    : "l"(&few_arrived)
                    : "memory");
-    } while (((before ^ now) & 0x80000000u) == 0);
+    } while ((before ^ now) >> 30 == 0);
   }
   multipliers_sync();
 }

@@ -28,7 +28,7 @@ struct FewTokensArgs {
   const float* up_scale;
   const float* down_scale;
   const void* ids;
-  const float* weights;            // [T * k] or null
+  const float* weights;            // [T * k]
   char* inner;                     // [T * k, I] 16-bit values
   char* y;                         // [T, H]
   int64_t x_row;                   // bytes

@@ -14,11 +14,6 @@ namespace tiercel {
 
 enum class FewScales { kRows, kBlocks };
 
-__device__ __forceinline__ float few_scale(uint32_t largest) {
-  const float scale = __fdiv_rn(__uint_as_float(largest), kE4M3Max);
-  return scale < 0x1p-126f ? 0x1p-126f : scale;  // NaN stays
-}
-
 // Rows of bfloat16 to shared memory as fp8_quantize makes them, by all warps that multiply: eights
 // of values, whichever row they are of, a thread each. With a scale a row, the rows' largest
 // magnitudes are `known` (as a float's bits, in global memory) or else found first; `largest` is
@@ -77,7 +72,7 @@ __device__ __forceinline__ void take_rows(const char* from, int64_t from_row, in
     if (kScales == FewScales::kRows && base == 0) {
       if (threadIdx.x < rows) {
         const float scale =
-            few_scale(known == nullptr ? largest[threadIdx.x] : __ldcg(known + threadIdx.x));
+            e4m3_scale(known == nullptr ? largest[threadIdx.x] : __ldcg(known + threadIdx.x));
         scales[threadIdx.x] = scale;
         largest[threadIdx.x] = __float_as_uint(__frcp_rn(scale));
       }
@@ -90,7 +85,7 @@ __device__ __forceinline__ void take_rows(const char* from, int64_t from_row, in
       if constexpr (kScales == FewScales::kRows) {
         inverse = __uint_as_float(largest[min(r, rows - 1)]);
       } else {
-        const float scale = few_scale(lanes_reduce<16>(hold[i].largest(), Max()));
+        const float scale = e4m3_scale(lanes_reduce<16>(hold[i].largest(), Max()));
         if (r < rows && threadIdx.x % 16 == 0) scales[(r * vectors + p) / 16] = scale;
         inverse = __frcp_rn(scale);
       }

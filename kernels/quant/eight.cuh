@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "kernels/sm90/narrow_floats.cuh"
 #include "kernels/sm90/vector.cuh"
 
 namespace tiercel {
@@ -32,6 +33,12 @@ struct Float16Source {
 struct Float32Source {
   static constexpr int kBytes = 4;
 };
+
+// Of values that become float8_e4m3fn, by the largest magnitude as a float's bits.
+__device__ __forceinline__ float e4m3_scale(uint32_t largest) {
+  const float scale = __fdiv_rn(__uint_as_float(largest), kE4M3Max);
+  return scale < 0x1p-126f ? 0x1p-126f : scale;  // NaN stays
+}
 
 __device__ __forceinline__ uint32_t max_of_halves(uint32_t a, uint32_t b) {
   uint32_t larger;

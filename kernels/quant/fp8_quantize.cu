@@ -29,11 +29,6 @@
 namespace tiercel {
 namespace {
 
-__device__ __forceinline__ float scale_of(uint32_t largest) {
-  const float scale = __fdiv_rn(__uint_as_float(largest), kE4M3Max);
-  return scale < 0x1p-126f ? 0x1p-126f : scale;  // NaN stays
-}
-
 template <typename Source>
 __device__ __forceinline__ uint2 scaled(const Eight<Source>& x, float inverse) {
   float values[8];
@@ -108,7 +103,7 @@ __global__ void __launch_bounds__(kFp8RowMaxThreads)
   uint32_t largest = 0;
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) largest = max(largest, values[v].largest());
-  const float scale = scale_of(block_max(largest, scratch));
+  const float scale = e4m3_scale(block_max(largest, scratch));
   const float inverse = __frcp_rn(scale);
   char* q = args.q + row * args.columns;
 #pragma unroll
@@ -144,7 +139,7 @@ __global__ void __launch_bounds__(kFp8RowMaxThreads)
     values.load(x + static_cast<int64_t>(index) * 8 * Source::kBytes);
     largest = max(largest, values.largest());
   }
-  const float scale = scale_of(block_max(largest, scratch));
+  const float scale = e4m3_scale(block_max(largest, scratch));
   const float inverse = __frcp_rn(scale);
   char* q = args.q + row * args.columns;
 #pragma unroll 4
@@ -183,9 +178,9 @@ __global__ void __launch_bounds__(kFp8GroupThreads)
   if (second < eights) b.load(x + second * 8 * Source::kBytes);
   uint32_t largest = a.largest(), other = b.largest();
   if (Mine::kNeighbours) largest = other = max(largest, other);
-  const float scale = scale_of(lanes_reduce<kLanes>(largest, Max()));
+  const float scale = e4m3_scale(lanes_reduce<kLanes>(largest, Max()));
   const float other_scale =
-      Mine::kNeighbours ? scale : scale_of(lanes_reduce<kLanes>(other, Max()));
+      Mine::kNeighbours ? scale : e4m3_scale(lanes_reduce<kLanes>(other, Max()));
   float* scales = args.scale + row * ((args.eights + 15) / 16);
   if (threadIdx.x % kLanes == 0) {
     if (first < eights) scales[first / 16] = scale;
@@ -225,7 +220,7 @@ __global__ void __launch_bounds__(kFp8BlockThreads)
   uint32_t largest = 0;
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) largest = max(largest, values[v].largest());
-  const float scale = scale_of(block_max(largest, scratch));
+  const float scale = e4m3_scale(block_max(largest, scratch));
   const float inverse = __frcp_rn(scale);
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
@@ -337,7 +332,7 @@ __global__ void __launch_bounds__(kFp8TensorThreads)
     for (int i = threadIdx.x; i < args.partials; i += kFp8TensorThreads) {
       largest = max(largest, __float_as_uint(args.partial[i]));
     }
-    scale = scale_of(block_max(largest, scratch));
+    scale = e4m3_scale(block_max(largest, scratch));
     if (blockIdx.x == 0 && threadIdx.x == 0) *args.scale = scale;
   }
   const float inverse = __frcp_rn(scale);
@@ -380,7 +375,7 @@ __global__ void __launch_bounds__(kFp8SmallThreads)
   cluster_wait();
 #pragma unroll
   for (int i = 0; i < kFp8SmallCluster; ++i) largest = max(largest, block_largest[i]);
-  const float scale = scale_of(largest);
+  const float scale = e4m3_scale(largest);
   const float inverse = __frcp_rn(scale);
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
