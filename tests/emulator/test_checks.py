@@ -34,6 +34,12 @@ def test_misaligned(tmp_path):
     assert "thread (1, 0, 0)" in fails(launch, zeros(40), match="misaligned read of 8 bytes")
 
 
+def test_prefetches_have_bounds_too(tmp_path):
+    launch = kernel(tmp_path, "mov.u32 %r1, 48; cp.async.bulk.prefetch.L2.global [%rd0+16], %r1;")
+    launch(zeros(16))
+    fails(launch, zeros(12), match="out-of-bounds read of 48 bytes")
+
+
 def test_shared_memory_has_an_end(tmp_path):
     launch = kernel(tmp_path, "mov.u32 %r1, dynamic; ld.shared.u32 %r2, [%r1+64];")
     launch(zeros(1), shared=80)

@@ -174,6 +174,23 @@ Step run_copy(Warp& warp, const Instruction& in, Mask mask) {
   return Step::kNext;
 }
 
+// Fetches nothing; what a copy could not read is an error here too.
+Step run_prefetch(Warp& warp, const Instruction& in, Mask mask) {
+  const auto& copy = *static_cast<const Copy*>(kept(in));
+  for (int lane = 0; lane < kLanes; ++lane) {
+    if (!(mask >> lane & 1)) continue;
+    const uint64_t from = generic_side(warp, copy.from, lane);
+    const uint32_t bytes = warp.in<uint32_t>(copy.size)[lane];
+    try {
+      check_bulk(0, from, bytes);
+      if (bytes != 0) memory_of(*warp.cta->cluster).global(from, bytes, Access::read);
+    } catch (const EmulatorError& error) {
+      throw EmulatorError(error.what(), lane);
+    }
+  }
+  return Step::kNext;
+}
+
 Step run_commit(Warp& warp, const Instruction&, Mask mask) {
   for (int lane = 0; lane < kLanes; ++lane)
     if (mask >> lane & 1) tensor_state(warp).bulk[lane].commit();
@@ -293,8 +310,15 @@ void decode_bulk(Decode& d, Instruction& out) {
     out.imm = d.immediate(0);
     out.run = run_wait;
   } else if (d.take("prefetch")) {
+    const bool tensor = d.take("tensor");
     for (const std::string& word : d.rest()) d.take(word.c_str());
     out.run = run_nothing;
+    if (tensor) return;
+    auto copy = std::make_shared<Copy>();
+    copy->from = address_of(d, 0);
+    copy->size = d.source(1, t::b32);
+    keep(d, out, copy);
+    out.run = run_prefetch;
   } else {
     decode_copy(d, out, d.take("reduce"));
   }
