@@ -2,6 +2,7 @@
 // The loop: which group of which warp runs next, until a launch is done or cannot go on.
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 
 #include "tools/emulator/state.h"
 
@@ -12,9 +13,12 @@ void fill_specials(const Launch& launch, Warp& warp);
 
 namespace {
 
-constexpr uint64_t kSlice = 4096;        // instructions of a warp before the next one's turn
-constexpr int kMaxIdlePasses = 20'000;   // polls in vain by all warps before it is a deadlock
-constexpr uint32_t kMaxPollLength = 24;  // instructions of a loop that only polls
+constexpr uint64_t kSlice = 4096;       // instructions of a warp before the next one's turn
+constexpr int kMaxIdlePasses = 20'000;  // polls in vain by all warps before it is a deadlock
+// After so many a copy completes though not all wait for one: slices that a seed cuts short look
+// busy where they only poll.
+constexpr int kBusyPasses = 64;
+constexpr uint32_t kMaxPollLength = 48;  // instructions of a loop that only polls
 
 std::string hex(Mask mask) {
   char text[16];
@@ -136,8 +140,9 @@ class WarpRun {
       if (step == Step::kYield) {
         warp_.group->pc = pc + 1;
         warp_.group->blocked = true;  // until the next slice
-        slice_.polled = warp_.polled_at == pc && executed - slice_.executed <= kMaxPollLength;
-        warp_.polled_at = pc;
+        const bool again = std::count(std::begin(warp_.polled_at), std::end(warp_.polled_at), pc);
+        slice_.polled = again && executed - slice_.executed <= kMaxPollLength;
+        if (!again) warp_.polled_at[warp_.polls++ % std::size(warp_.polled_at)] = pc;
         ++executed;
       } else if (step == Step::kBlocked) {
         warp_.group->pc = pc;
@@ -173,7 +178,7 @@ class ClustersRun {
         for (Warp& warp : cta->warps) order_.push_back(&warp);
       }
     }
-    int idle_passes = 0;
+    int idle_passes = 0, busy_passes = 0;
     while (!order_.empty()) {
       const Pass pass = run_all();
       order_.erase(std::remove_if(order_.begin(), order_.end(),
@@ -181,6 +186,7 @@ class ClustersRun {
                    order_.end());
       if (!pass.idle) {
         idle_passes = 0;
+        if (++busy_passes % kBusyPasses == 0) complete_one();
       } else if (complete_one()) {
         idle_passes = 0;
       } else if (!order_.empty() && (!pass.executed || ++idle_passes > kMaxIdlePasses)) {
@@ -285,7 +291,7 @@ void start_warp(const Launch& launch, Cta& cta, uint32_t index, Warp& warp) {
   std::fill(std::begin(warp.copy_groups), std::end(warp.copy_groups), 0);
   warp.copies.clear();
   warp.tensor_state.reset();
-  warp.polled_at = 0;
+  std::fill(std::begin(warp.polled_at), std::end(warp.polled_at), 0);
   warp.high_first = false;
   fill_specials(launch, warp);
 }

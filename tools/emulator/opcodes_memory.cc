@@ -103,7 +103,7 @@ int set_elements(Decode& d, const PtxOperand& operand, const Type& type, int cou
   return wide->bits;
 }
 
-// Who acquires may ask again: others run first.
+// Who reads what others may write meanwhile may ask again: others run first.
 template <Step (*kRun)(Warp&, const Instruction&, Mask)>
 Step then_yield(Warp& warp, const Instruction& in, Mask mask) {
   kRun(warp, in, mask);
@@ -111,15 +111,15 @@ Step then_yield(Warp& warp, const Instruction& in, Mask mask) {
 }
 
 void decode_ld(Decode& d, Instruction& out) {
-  const bool acquires = d.take("acquire");
+  const bool asks = d.take("acquire") || d.take("relaxed");
   const Space space = d.space();
   d.take_cache_hints();
   const int count = d.vector_length();
   const Type type = d.type();
   set_address(d, 1, space, out);
   const int bits = set_elements(d, d.operand(0), type, count, true, out);
-  if (acquires) {
-    if (type.bits != 32 || bits != 32) d.fail("ld.acquire of other than 32 bits");
+  if (asks) {
+    if (type.bits != 32 || bits != 32) d.fail("ld.acquire or ld.relaxed of other than 32 bits");
     out.run = then_yield<load<uint32_t, uint32_t>>;
     return;
   }

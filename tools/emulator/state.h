@@ -121,7 +121,8 @@ struct Warp {
   uint32_t copy_groups[kLanes] = {};    // cp.async: committed so far
   std::vector<LaneCopy> copies;
   MemoryCache cache;
-  uint32_t polled_at = 0;              // where it yielded last
+  uint32_t polled_at[8] = {};  // where it yielded last; lanes may poll apart
+  uint32_t polls = 0;
   bool high_first = false;             // its slice ended in a group that keeps the others waiting
   std::shared_ptr<void> tensor_state;  // wgmma and the like: tools/emulator/tensor's own
 };
