@@ -44,7 +44,7 @@ Status check(const FewTokensCall& call) {
   const Argument x{kOp, "x", *call.x}, w_up{kOp, "w_up", *call.w_up};
   const Argument w_down{kOp, "w_down", *call.w_down}, ids{kOp, "topk_ids", *call.topk_ids};
   const Argument weights{kOp, "topk_weights", *call.topk_weights};
-  const Argument inner{kOp, "inner", *call.inner}, out{kOp, "out", *call.out};
+  const Argument out{kOp, "out", *call.out};
   TIERCEL_RETURN_IF_ERROR(check_rank(x, 2));
   TIERCEL_RETURN_IF_ERROR(check_rank(w_up, 3));
   TIERCEL_RETURN_IF_ERROR(check_rank(w_down, 3));
@@ -54,7 +54,6 @@ Status check(const FewTokensCall& call) {
   TIERCEL_RETURN_IF_ERROR(check_dtype(w_down, {DType::kFloat8E4M3}));
   TIERCEL_RETURN_IF_ERROR(check_dtype(weights, {DType::kFloat32}));
   TIERCEL_RETURN_IF_ERROR(check_dtype(ids, {DType::kInt32, DType::kInt64}));
-  TIERCEL_RETURN_IF_ERROR(check_dtype(inner, {x.view.dtype}));
   TIERCEL_RETURN_IF_ERROR(check_dtype(out, {x.view.dtype}));
   const int64_t tokens = x.view.shape[0], hidden = x.view.shape[1], k = ids.view.shape[1];
   const int64_t experts = w_down.view.shape[0], inner_size = w_down.view.shape[2];
@@ -62,13 +61,12 @@ Status check(const FewTokensCall& call) {
   TIERCEL_RETURN_IF_ERROR(check_shape(w_up, {experts, 2 * inner_size, hidden}, "[E, 2 * I, H]"));
   TIERCEL_RETURN_IF_ERROR(check_shape(ids, {tokens, k}, "[T, k]"));
   TIERCEL_RETURN_IF_ERROR(check_shape(weights, {tokens, k}, "[T, k]"));
-  TIERCEL_RETURN_IF_ERROR(check_shape(inner, {tokens * k, inner_size}, "[T * k, I]"));
   TIERCEL_RETURN_IF_ERROR(check_shape(out, {tokens, hidden}, "[T, H]"));
   TIERCEL_RETURN_IF_ERROR(check_cuda(x));
-  for (const Argument* argument : {&w_up, &w_down, &weights, &ids, &inner, &out}) {
+  for (const Argument* argument : {&w_up, &w_down, &weights, &ids, &out}) {
     TIERCEL_RETURN_IF_ERROR(check_beside(*argument, x));
   }
-  for (const Argument* argument : {&weights, &ids, &inner, &out}) {
+  for (const Argument* argument : {&weights, &ids, &out}) {
     TIERCEL_RETURN_IF_ERROR(check_contiguous(*argument));
   }
   return check_scales(call, x);
@@ -104,7 +102,7 @@ Status lay_out(const Argument& w_down, bool blocks, int64_t grid, FewTokensArgs*
   const int64_t least = 2 * kFewGroups;  // a unit for each group
   const int64_t room = std::max<int64_t>(kFewMaxShared - beside, 0) / slot;
   const int64_t slots = std::min<int64_t>(room, kFewMaxSlots);
-  if (slots < least) {
+  if (slots < least || elements * inner > kFewInner || inner > kFewInnerMost) {
     return Status::Unimplemented(mismatch(
         w_down,
         "leave room in shared memory for a single launch with " + std::to_string(elements) + " ids",
@@ -112,6 +110,8 @@ Status lay_out(const Argument& w_down, bool blocks, int64_t grid, FewTokensArgs*
   }
   args->slots = static_cast<int>(slots);
   args->slot_bytes = static_cast<int>(slot);
+  args->in_flight = static_cast<int>(std::clamp<int64_t>(kFewInFlight / slot, 2, slots));
+  args->waits = elements <= kFewWaits;
   args->x_offset = static_cast<int>(slots * slot + whole_lines(fixed));
   args->down_scales_offset = static_cast<int>(args->x_offset + whole_lines(rows));
   args->row_scales_offset = static_cast<int>(args->down_scales_offset + whole_lines(down_scales));
@@ -142,7 +142,6 @@ Status prepare(const FewTokensCall& call, int multiprocessors, Choice* choice) {
   TIERCEL_RETURN_IF_ERROR(check_rows(x_arg));
   TIERCEL_RETURN_IF_ERROR(check_weights(up_arg));
   TIERCEL_RETURN_IF_ERROR(check_weights(down_arg));
-  TIERCEL_RETURN_IF_ERROR(check_rows({kOp, "inner", *call.inner}));
   TIERCEL_RETURN_IF_ERROR(check_rows({kOp, "out", *call.out}));
   const int64_t inner = w_down.shape[2];
   // Sizes beyond these do not fit anyway, and 32 bits count no more.
@@ -161,7 +160,6 @@ Status prepare(const FewTokensCall& call, int multiprocessors, Choice* choice) {
   step_scales(*call.w_down_scale, &args.down_scale_expert, &args.down_scale_step);
   args.ids = call.topk_ids->data;
   args.weights = static_cast<const float*>(call.topk_weights->data);
-  args.inner = static_cast<char*>(call.inner->data);
   args.y = static_cast<char*>(call.out->data);
   args.x_row = x.strides[0] * dtype_bytes(x.dtype);
   args.up_expert = w_up.strides[0] * dtype_bytes(w_up.dtype);

@@ -7,15 +7,18 @@
 //  - every warp routes the ids, a lane each. One thread then keeps a ring of slots full by bulk
 //    copies: 8 rows of the first half of w_up and the 8 of the second that go with them (a unit);
 //    then 16 rows of w_down of each expert. It needs no x, so it runs ahead of all that follows,
-//    the grid's barrier included.
+//    but with no more on their way than keep memory busy.
 //  - meanwhile 16 warps quantise x into shared memory. They multiply in four groups, each with
 //    units of its own: a unit's 16 rows by mma.sync with up to 8 tokens, K divided between the
-//    group's warps, whose sums meet in shared memory. Up's results go to `inner` as bfloat16, with
-//    each row's largest magnitude.
+//    group's warps, whose sums meet in shared memory. Up's results go to global memory as bfloat16.
 //  - three quarters of up's units are dealt out; the rest goes to whoever is free, since
-//    multiprocessors do not load equally fast and the barrier waits for the last one.
-//  - after the barrier each block quantises all rows between the halves, multiplies them with 16
-//    rows of w_down of every expert, and so has all k terms of 16 columns of y to add up.
+//    multiprocessors do not load equally fast and all wait for the last one.
+//  - each block quantises all rows between the halves, a warp a row. With more than kFewWaits of
+//    them it takes each as soon as it is there, which the values say themselves: while memory is
+//    busy a word takes more than a microsecond to a block and back, and a barrier takes three of
+//    these. Of few rows the barrier is as fast, and asking for them would only keep memory busier.
+//  - it multiplies them with 16 rows of w_down of every expert, and so has all k terms of 16
+//    columns of y to add up.
 // Results are those of the launches that this one replaces, but for the order of float32 sums
 // along K: the same quantisation and rounding, the same order of the sum over k.
 #ifndef KERNELS_MOE_FEW_TOKENS_CUH_
@@ -39,6 +42,7 @@ struct alignas(16) FewShared {
   uint64_t known[kFewKnown];  // which unit of up is the next but so many
   int unit[kFewKnown];        // -1: none
   int taken;                  // units of this block
+  unsigned before;            // few_arrived when the launch began
   int expert[kFewIds];
   int count[kFewIds];
   int element[kFewIds][kFewColumns];
@@ -73,12 +77,6 @@ __device__ __forceinline__ void multiply_e4m3(float (&c)[4], const uint4& low, c
   multiply_e4m3(c, low.z, high.z, low.w, high.w, b.z, b.w);
 }
 
-__device__ __forceinline__ void swap(uint4 (&pair)[2]) {
-  const uint4 first = pair[0];
-  pair[0] = pair[1];
-  pair[1] = first;
-}
-
 __device__ __forceinline__ float few_activation(int which, float a, float b) {
   switch (which) {
     case 0:
@@ -105,13 +103,16 @@ __global__ void __launch_bounds__(kFewThreads, 1)
   float* const down_scales = reinterpret_cast<float*>(shared + args.down_scales_offset);
   float* const row_scales = reinterpret_cast<float*>(shared + args.row_scales_offset);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (warp == kFewWarps && lane == 0) {
-    for (int i = 0; i < args.slots; ++i) {
-      mbarrier_init(&s.full[i], 1);
-      mbarrier_init(&s.empty[i], kGroupWarps);
-    }
-    for (int i = 0; i < kFewKnown; ++i) mbarrier_init(&s.known[i], 1);
+  unsigned before = 0;
+  if (warp == kFewWarps && lane < kFewMaxSlots) {
+    static_assert(kFewKnown == kFewMaxSlots);
+    mbarrier_init(&s.full[lane], 1);
+    mbarrier_init(&s.empty[lane], kGroupWarps);
+    mbarrier_init(&s.known[lane], 1);
     mbarrier_init_fence();
+    if (lane == 0) {
+      asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(before) : "l"(&few_arrived));
+    }
   }
   if (warp < kFewWarps) {
     const int lines = (args.hidden * 2 + 127) / 128;
@@ -119,9 +120,6 @@ __global__ void __launch_bounds__(kFewThreads, 1)
       prefetch_l2(args.x + i / lines * args.x_row + i % lines * 128);
     }
   }
-  unsigned before;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(before) : "l"(&few_arrived));
-  FewGrid& grid = few_grids[before >> 30];
   FewRouting routing;
   routing.make(args, lane);
   // Every warp writes the same, so that none waits for another.
@@ -135,36 +133,45 @@ __global__ void __launch_bounds__(kFewThreads, 1)
   FewRing at;
 
   if (warp == kFewWarps) {
-    asm volatile("bar.sync 2, %0;" ::"n"(kFewThreads) : "memory");
+    if (lane == 0) s.before = before;
+    __syncwarp();
+    asm volatile("bar.arrive 2, %0;" ::"n"(kFewThreads) : "memory");
     if (lane != 0) return;
+    FewGrid& grid = few_grids[before >> 30];
+    // No more on their way than memory needs to be busy: behind the others, what warps load
+    // themselves would wait.
+    FewRing landed;
+    int on_their_way = 0;
     const auto load = [&](const char* from, int bytes) {
       mbarrier_wait(&s.empty[at.slot], at.phase ^ 1);
+      if (on_their_way == args.in_flight) {
+        mbarrier_wait(&s.full[landed.slot], landed.phase);
+        landed.advance(1, args.slots);
+      } else {
+        ++on_their_way;
+      }
       mbarrier_expect(&s.full[at.slot], bytes);
       bulk_load(ring + at.slot * args.slot_bytes, from, bytes, &s.full[at.slot]);
       at.advance(1, args.slots);
     };
-    // The first units are dealt out, the last quarter goes to whoever comes for it: multiprocessors
-    // do not load equally fast, and all wait for the last one.
-    int unit = dealt > 0 ? blockIdx.x : 0, taken = 0;
-    int ticket = atomicAdd(&grid.taken, 1);
-    if (dealt == 0) {
-      unit = ticket;
-      if (unit < units) ticket = atomicAdd(&grid.taken, 1);
-    }
-    for (; unit < units; ++taken) {
+    int taken = 0;
+    const auto take = [&](int unit) {
       s.unit[taken % kFewKnown] = unit;
       mbarrier_arrive(&s.known[taken % kFewKnown]);
+      ++taken;
       const int entry = unit / expert_units;
       const int i = (unit - entry * expert_units) * 8;
       const char* from = args.w_up + s.expert[entry] * args.up_expert;
       load(from + static_cast<int64_t>(i) * args.hidden, 8 * args.hidden);
       load(from + static_cast<int64_t>(args.inner_size + i) * args.hidden, 8 * args.hidden);
-      if (taken + 1 < dealt) {
-        unit += gridDim.x;
-      } else {
-        unit = dealt * gridDim.x + ticket;
-        if (unit < units) ticket = atomicAdd(&grid.taken, 1);
-      }
+    };
+    // The first units are dealt out, the last quarter goes to whoever comes for it: multiprocessors
+    // do not load equally fast, and all wait for the last one. Nothing waits for the first copies.
+    if (dealt > 0) take(blockIdx.x);
+    int ticket = atomicAdd(&grid.taken, 1);
+    while (taken < dealt) take(blockIdx.x + taken * gridDim.x);
+    for (int unit; (unit = dealt * gridDim.x + ticket) < units; take(unit)) {
+      ticket = atomicAdd(&grid.taken, 1);
     }
     s.taken = taken;
     for (int i = 0; i < kGroups; ++i) {
@@ -178,6 +185,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
              kFewRows * args.inner_size);
       }
     }
+    wait_for_few_grid(before);
     return;
   }
 
@@ -223,10 +231,14 @@ __global__ void __launch_bounds__(kFewThreads, 1)
   if (group < dealt) ask_scales(blockIdx.x + group * gridDim.x, &first_scale, &second_scale);
   asm volatile("bar.sync 2, %0;" ::"n"(kFewThreads) : "memory");
   take_rows<kScales>(args.x, args.x_row, args.tokens, args.hidden, rows, args.hidden + kFewPad,
-                     row_scales, s.largest, nullptr);
+                     row_scales, s.largest);
   multipliers_sync();
+  FewGrid& grid = few_grids[s.before >> 30];
+  if (warp == kFewWarps - 1) {
+    clear_few_grid(s.before);
+    if (!args.waits && lane == 0) arrive_at_few_grid();
+  }
 
-  const bool odd = g % 2 != 0;
   int turn = 0;  // of this group's units
   // What was in the slot before may be another group's: without the first wait, a turn that has not
   // ended yet could be taken for the next but one.
@@ -253,13 +265,10 @@ __global__ void __launch_bounds__(kFewThreads, 1)
     }
 #pragma unroll 1
     for (int at_byte = member * 128; at_byte < row_bytes; at_byte += kGroupWarps * 128) {
-      // Odd rows take the second 64 bytes first: rows begin at the same bank.
-      const int mine = at_byte + (odd ? 64 : 0), others = at_byte + (odd ? 0 : 64);
-      uint4 low[2] = {*reinterpret_cast<const uint4*>(low_at + mine),
-                      *reinterpret_cast<const uint4*>(low_at + others)};
-      uint4 high[2] = {*reinterpret_cast<const uint4*>(high_at + mine),
-                       *reinterpret_cast<const uint4*>(high_at + others)};
-      if (odd) swap(low), swap(high);
+      const uint4 low[2] = {*reinterpret_cast<const uint4*>(low_at + at_byte),
+                            *reinterpret_cast<const uint4*>(low_at + at_byte + 64)};
+      const uint4 high[2] = {*reinterpret_cast<const uint4*>(high_at + at_byte),
+                             *reinterpret_cast<const uint4*>(high_at + at_byte + 64)};
       float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
       float (&first_sum)[4] = kBlocks ? part : c;
       float (&second_sum)[4] = kBlocks ? part : d;
@@ -328,31 +337,16 @@ __global__ void __launch_bounds__(kFewThreads, 1)
         b *= x_scale * second_scale;
       }
       const uint32_t bits = BFloat16::to_bits(few_activation(args.activation, a, b));
-      const int element = s.element[entry][there ? 2 * t + j : 0];
-      if (there) {
-        reinterpret_cast<uint16_t*>(
-            args.inner)[static_cast<int64_t>(element) * args.inner_size + i] =
-            static_cast<uint16_t>(bits);
-      }
-      if constexpr (!kBlocks) {
-        uint32_t largest = there ? (bits & 0x7fffu) << 16 : 0;
-#pragma unroll
-        for (int offset = 4; offset < 32; offset *= 2) {
-          largest = max(largest, __shfl_xor_sync(kFullWarp, largest, offset));
-        }
-        if (there && g == 0) atomicMax(&grid.largest[element], largest);
-      }
+      if (there) store_inner(grid, s.element[entry][2 * t + j] * args.inner_size + i, bits);
     }
   }
-  if (blockIdx.x == 0 && warp == 0) clear_few_grid(before);
-  grid_barrier(before);
-
-  const int elements = args.tokens * args.per_token;
-  if (blockIdx.x < tiles) {
-    take_rows<kScales>(args.inner, static_cast<int64_t>(args.inner_size) * 2, elements,
-                       args.inner_size, rows, args.inner_size + kFewPad, row_scales, s.largest,
-                       grid.largest);
+  if (blockIdx.x >= tiles) {
+    multipliers_sync();
+    if (args.waits && threadIdx.x == 0) arrive_at_few_grid();
+    return;
   }
+  take_inner<kScales>(grid, routing.valid, args.tokens * args.per_token, args.inner_size, rows,
+                      args.inner_size + kFewPad, row_scales, args.waits, s.before);
   async_copy_wait<0>();
   multipliers_sync();
   at = FewRing();

@@ -22,8 +22,7 @@ struct FewTokensPlan {
 //   e = topk_ids[t, j], which adds nothing where it is no expert
 // T * k is 1 to 32. bfloat16 x and out, float8_e4m3fn weights with float32 scales: [E, rows of w]
 // or [E, 1], or both of blocks, [E, rows / 128, columns / 128]. x, and what is between the halves,
-// is quantised as fp8_quantize does it, a scale a row or 128 values. inner [T * k, I] bfloat16 is
-// written and read.
+// is quantised as fp8_quantize does it, a scale a row or 128 values.
 // Rows of x are of neighbouring elements, at multiples of 16 bytes; an expert's rows follow each
 // other without gaps, experts are at multiples of 16 bytes; the others are contiguous. H and I are
 // multiples of 128. What does not fit into a multiprocessor's shared memory is unimplemented: about
@@ -36,7 +35,6 @@ struct FewTokensCall {
   const TensorView* w_down_scale = nullptr;
   const TensorView* topk_weights = nullptr;
   const TensorView* topk_ids = nullptr;
-  const TensorView* inner = nullptr;
   const TensorView* out = nullptr;
   MoeActivation activation = MoeActivation::kSilu;
 };

@@ -49,46 +49,72 @@ struct FewRouting {
   __device__ __forceinline__ bool leads() const { return id >= 0 && column == 0; }
 };
 
-// Of all launches on a device. A grid takes more than half of every multiprocessor's shared memory,
-// so a block of the next one begins where one of this has ended: when all of this one are behind
-// their barrier, and all before it have ended.
-__device__ unsigned
-    few_arrived;  // in its two highest bits launches behind their barriers, modulo 4
+// Of all launches on a device: blocks that have arrived, and in the two highest bits launches all
+// of whose blocks have, modulo 4. A grid takes more than half of every multiprocessor's shared
+// memory, so a block of the next one begins where one of this has ended: when all of this one have
+// arrived, and all before it have ended.
+__device__ unsigned few_arrived;
 
-// What blocks of a launch share; zero when it begins.
+// What blocks of a launch share, by those bits when it begins; zero then.
 struct FewGrid {
-  int taken;                  // units of up that went to whoever came
-  uint32_t largest[kFewIds];  // of each element's row between the halves, as a float's bits
+  int taken;  // units of up that went to whoever came
+  // Rows between the halves, bits of bfloat16, all of them flipped: 0 is what is not there yet, and
+  // flipped a NaN that no conversion makes. So whoever reads a row needs no other sign that it has
+  // been written.
+  uint4 inner[kFewInner / 8];
 };
-__device__ FewGrid few_grids[4];  // by few_arrived when a launch begins
+__device__ FewGrid few_grids[4];
 
-// For the launch after the next one: what the one before the last left. By one warp, before the
-// barrier, which the next launch waits for.
+// By a warp of each block: its share of what the launch before the last left, for the one after the
+// next.
 __device__ __forceinline__ void clear_few_grid(unsigned before) {
-  static_assert(kFewIds == 32, "a lane each");
   FewGrid& grid = few_grids[((before >> 30) + 2) % 4];
-  if (threadIdx.x == 0) grid.taken = 0;
-  grid.largest[threadIdx.x] = 0;
+  const int lane = threadIdx.x % 32;
+  for (unsigned i = blockIdx.x * 32 + lane; i < kFewInner / 8; i += gridDim.x * 32) {
+    grid.inner[i] = make_uint4(0, 0, 0, 0);
+  }
+  if (blockIdx.x == 0 && lane == 0) grid.taken = 0;
+  __syncwarp();
 }
 
-// The grid's barrier: few_arrived's highest bits change once all blocks have arrived. All blocks
-// run at the same time, and `before` is what it was when the kernel began. Whoever returns sees
-// what all wrote before.
-__device__ __forceinline__ void grid_barrier(unsigned before) {
-  multipliers_sync();
-  if (threadIdx.x == 0) {
-    const unsigned mine = blockIdx.x == 0 ? 0x40000000u - (gridDim.x - 1) : 1u;
-    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(&few_arrived), "r"(mine)
-                 : "memory");
-    unsigned now;
-    do {
-      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
-                   : "=r"(now)
-                   : "l"(&few_arrived)
-                   : "memory");
-    } while ((before ^ now) >> 30 == 0);
-  }
-  multipliers_sync();
+// By a thread of each block, once all of the block have read few_arrived.
+__device__ __forceinline__ void arrive_at_few_grid() {
+  const unsigned mine = blockIdx.x == 0 ? 0x40000000u - (gridDim.x - 1) : 1u;
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(&few_arrived), "r"(mine)
+               : "memory");
+}
+
+// For all blocks to arrive: at the latest before a block ends, so that none of this launch takes
+// itself for one of the next.
+__device__ __forceinline__ void wait_for_few_grid(unsigned before) {
+  unsigned now;
+  do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(&few_arrived) : "memory");
+  } while ((before ^ now) >> 30 == 0);
+}
+
+__device__ __forceinline__ void store_inner(FewGrid& grid, int at, uint32_t bits) {
+  asm volatile(
+      "st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(reinterpret_cast<uint16_t*>(grid.inner) + at),
+      "h"(static_cast<uint16_t>(~bits))
+      : "memory");
+}
+
+// Eight values, if they are there.
+__device__ __forceinline__ uint4 ask_inner(const FewGrid& grid, int at) {
+  uint4 w;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+               : "l"(grid.inner + at)
+               : "memory");
+  return w;
+}
+
+__device__ __forceinline__ bool all_there(const uint32_t (&words)[4]) {
+  uint32_t none = 0;  // a bit where a half is 0
+#pragma unroll
+  for (int w = 0; w < 4; ++w) none |= (words[w] - 0x00010001u) & ~words[w];
+  return (none & 0x80008000u) == 0;
 }
 
 }  // namespace tiercel

@@ -15,11 +15,15 @@ inline constexpr int kFewRows = 16;    // of weights, a unit
 inline constexpr int kFewWarps = 16;   // that multiply, in groups that share a unit
 inline constexpr int kFewGroups = 4;
 inline constexpr int kFewThreads = (kFewWarps + 1) * 32;
-inline constexpr int kFewPad = 64;  // behind a row of x: other banks for the next one
+inline constexpr int kFewInFlight = 48 * 1024;  // bytes on their way to a multiprocessor
+inline constexpr int kFewWaits = 16;            // T * k up to which blocks wait for all
+inline constexpr int kFewPad = 64;              // behind a row of x: other banks for the next one
 inline constexpr int kFewMaxSlots = 16;
 inline constexpr int kFewKnown = 16;  // units whose numbers are on their way
 inline constexpr int kFewPartBytes = 2 * kFewWarps * 32 * 16;  // sums of two units a group
 inline constexpr int kFewMaxShared = 226 * 1024;
+inline constexpr int kFewInnerMost = 7 * 256;     // I: a lane of a warp seven times eight of a row
+inline constexpr int kFewInner = kFewIds * 1408;  // values between the halves, T * k * I
 
 struct FewTokensArgs {
   const char* x;       // rows of H 16-bit values
@@ -29,7 +33,6 @@ struct FewTokensArgs {
   const float* down_scale;
   const void* ids;
   const float* weights;            // [T * k]
-  char* inner;                     // [T * k, I] 16-bit values
   char* y;                         // [T, H]
   int64_t x_row;                   // bytes
   int64_t up_expert, down_expert;  // bytes; an expert's rows follow each other
@@ -40,6 +43,8 @@ struct FewTokensArgs {
   int up_scale_expert, up_scale_step, down_scale_expert, down_scale_step;
   // Shared memory: the ring's slots and their bytes; where other things begin.
   int slots, slot_bytes;
+  int in_flight;  // slots that copies are on their way to, at most
+  bool waits;     // blocks wait for all before they read rows between the halves, not for each row
   int x_offset, down_scales_offset, row_scales_offset;
 };
 

@@ -52,10 +52,11 @@ struct Eight {
 
   uint32_t words[kWords];
 
-  __device__ __forceinline__ void clear() {
+  __device__ __forceinline__ void fill(uint32_t word) {
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) words[w] = 0;
+    for (int w = 0; w < kWords; ++w) words[w] = word;
   }
+  __device__ __forceinline__ void clear() { fill(0); }
   __device__ __forceinline__ void load(const void* address) {
 #pragma unroll
     for (int w = 0; w < kWords; w += 4) {

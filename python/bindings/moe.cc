@@ -110,26 +110,25 @@ PyObject* MoeDownPlan(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return PlanOf(false, values, count);
 }
 
-// (x, w_up, w_down, w_up_scale, w_down_scale, topk_weights, topk_ids, inner, out, activation's
+// (x, w_up, w_down, w_up_scale, w_down_scale, topk_weights, topk_ids, out, activation's
 // index).
 struct FewTokensArguments {
-  PythonTensor x, w_up, w_down, up_scale, down_scale, weights, ids, inner, out;
+  PythonTensor x, w_up, w_down, up_scale, down_scale, weights, ids, out;
   MoeActivation activation = MoeActivation::kSilu;
 
   bool Parse(PyObject* const* values, Py_ssize_t count) {
     constexpr char kOp[] = "fused_moe";
-    return Arguments(kOp, values, count).Expect(10) && x.Read(values[0], kOp, "x") &&
+    return Arguments(kOp, values, count).Expect(9) && x.Read(values[0], kOp, "x") &&
            w_up.Read(values[1], kOp, "w_up") && w_down.Read(values[2], kOp, "w_down") &&
            up_scale.Read(values[3], kOp, "w_up_scale") &&
            down_scale.Read(values[4], kOp, "w_down_scale") &&
            weights.Read(values[5], kOp, "topk_weights") && ids.Read(values[6], kOp, "topk_ids") &&
-           inner.Read(values[7], kOp, "inner") && out.Read(values[8], kOp, "out") &&
-           ReadActivation(values[9], kOp, &activation);
+           out.Read(values[7], kOp, "out") && ReadActivation(values[8], kOp, &activation);
   }
 
   FewTokensCall call() const {
     return {&x.view(),       &w_up.view(), &w_down.view(), &up_scale.view(), &down_scale.view(),
-            &weights.view(), &ids.view(),  &inner.view(),  &out.view(),      activation};
+            &weights.view(), &ids.view(),  &out.view(),    activation};
   }
 
   const PythonTensor& First() const { return x; }
@@ -161,8 +160,8 @@ PyObject* MoeLoad(PyObject*, PyObject* device) { return Load(device, LoadAll); }
    "(x, w, sorted_token_ids, expert_ids, num_tokens_post_padded, weights, out, block_size, "   \
    "activation, topk_ids, experts, x_scale, w_scale, config=None, /)\n--\n\n" text}
 
-#define TIERCEL_FEW                                                                  \
-  "(x, w_up, w_down, w_up_scale, w_down_scale, topk_weights, topk_ids, inner, out, " \
+#define TIERCEL_FEW                                                           \
+  "(x, w_up, w_down, w_up_scale, w_down_scale, topk_weights, topk_ids, out, " \
   "activation, /)\n--\n\n"
 
 PyMethodDef functions[] = {

@@ -31,11 +31,9 @@ class Problem:
         self.ids = torch.rand(tokens, experts).topk(k).indices.to(index)
 
     def run(self, activation=0, multiprocessors=6, **how):
-        elements, (_, hidden, inner) = self.ids.numel(), self.down[0].shape
-        middle = torch.full((elements, inner), torch.nan).bfloat16()
-        out = torch.full((len(self.x), hidden), torch.nan).bfloat16()
+        out = torch.full_like(self.x, torch.nan)
         (up, up_scale), (down, down_scale) = self.up, self.down
-        given = (self.x, up, down, up_scale, down_scale, self.weights, self.ids, middle, out)
+        given = (self.x, up, down, up_scale, down_scale, self.weights, self.ids, out)
         with options(multiprocessors=multiprocessors, **how):
             kernels.fused_moe_few_tokens(*given, activation)
         return out
@@ -71,6 +69,8 @@ ACTIVATIONS = ("silu", "gelu", "relu", "gelu_residual")
         (4, 8, 2, 384, 256),
         (3, 2, 1, 256, 640),
         (4, 8, 4, 512, 256),
+        (3, 8, 7, 256, 128),  # rows between the halves as they come
+        (4, 8, 6, 128, 640),
         (16, 4, 2, 128, 128),  # more than eight elements an expert
     ],
 )
@@ -107,11 +107,28 @@ def test_nan_of_a_weight_stays_in_its_row():
     assert out[1].isnan().all() and out[[0, 2]].isfinite().all()
 
 
+@pytest.mark.parametrize("tokens", [2, 9])
+def test_nan_of_x_stays_in_its_token(tokens):
+    """Also where a value says by its bits whether it is there."""
+    problem = Problem("rows", tokens)
+    problem.x[1, 5] = torch.nan
+    out = problem.run()
+    assert out[1].isnan().all() and out[0].isfinite().all() and out[2:].isfinite().all()
+
+
+def test_launches_of_other_sizes_leave_nothing_behind():
+    problems = [Problem("rows", 9), Problem("blocks", 3, 8, 7), Problem("rows", 2, inner=384)]
+    due = [problem.run() for problem in problems]
+    for n in (1, 2, 0, 0, 2, 1, 1, 0):
+        assert torch.equal(problems[n].run(seed=n), due[n])
+
+
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [3, 9])
 @pytest.mark.parametrize("seed", range(1, 5))
-def test_any_order_of_warps_and_copies(kind, seed):
+def test_any_order_of_warps_and_copies(kind, tokens, seed):
     """Units go to whoever comes: the same sums in every order, launch after launch."""
-    problem = Problem(kind)
+    problem = Problem(kind, tokens)
     first = problem.run()
     assert torch.equal(problem.run(seed=seed), first)
     assert torch.equal(problem.run(lazy=False), first)

@@ -38,7 +38,6 @@ def arguments(
         **scales(make, of, experts, hidden, inner),
         "topk_weights": make(tokens, k),
         "topk_ids": make(tokens, k, dtype="int32"),
-        "inner": make(tokens * k, inner, dtype="bfloat16"),
         "out": make(tokens, hidden, dtype="bfloat16"),
         "activation": 0,
     }

@@ -18,10 +18,9 @@ def _arguments(
 ) -> tuple[Any, ...]:
     """As the launcher takes them; the result is the last but one."""
     (w_up, up_scale), (w_down, down_scale) = weights
-    inner = x.new_empty((topk_ids.numel(), w_down.shape[2]))
     out = x.new_empty(x.shape)
     scales = (up_scale, down_scale)
-    return (x, w_up, w_down, *scales, topk_weights, topk_ids, inner, out, INDEX[activation])
+    return (x, w_up, w_down, *scales, topk_weights, topk_ids, out, INDEX[activation])
 
 
 def run(*given: Any) -> Tensor:
