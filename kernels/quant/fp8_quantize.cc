@@ -97,10 +97,18 @@ void choose_row(DType dtype, Choice* choice) {
     vectors = 0;
     threads = kFp8RowMaxThreads;
   }
+  // More blocks than an H200 holds at once.
+  const bool by_warps =
+      choice->args.rows > 132 * 2048 / std::max(threads, 32) && eights <= 32 * most;
+  if (by_warps) {
+    vectors = eights <= 32 ? 1 : eights <= 64 ? 2 : most;
+    threads = 32;
+    choice->config.block.y = kFp8RowsOfBlock;
+  }
   choice->vectors = vectors;
   choice->kernel =
       fp8_quantize_kernel(vectors == 0 ? Fp8Kernel::kLongRow : Fp8Kernel::kRow, dtype, vectors);
-  set(&choice->config, choice->args.rows, std::max(threads, 32));
+  set(&choice->config, ceil_div(choice->args.rows, choice->config.block.y), std::max(threads, 32));
 }
 
 void choose_tensor(DType dtype, bool given, Choice* choice) {
@@ -203,7 +211,7 @@ Status fp8_quantize_plan(const TensorView& x, const TensorView& q, const TensorV
   *plan = {"none", 0, 0, 0, 0};
   if (scale.shape[0] * scale.shape[1] == 0) return Status();
   *plan = {choice.kernel->name(), choice.first != nullptr ? 2 : 1, choice.vectors,
-           int64_t{choice.config.grid.x}, choice.config.block.x};
+           int64_t{choice.config.grid.x}, choice.config.block.x * choice.config.block.y};
   return Status();
 }
 

@@ -8,7 +8,7 @@
 // read once; only a whole tensor is read twice, by two kernels with a maximum a block
 // between them, unless it is so small that a cluster of 8 blocks has it in no time.
 //  - rows: a block a row, up to 8 eights a thread; longer rows are read twice, the second time from
-//    the L2.
+//    the L2. Of many short ones a warp takes each: a multiprocessor begins one block after the other.
 //  - groups: two eights a thread, neighbours if they are of 16 bits, so that 8 lanes (16 in
 //    float32) share a group and q is written 16 bytes at once; no shared memory.
 //  - tiles: 512 threads, 4 eights each.
@@ -81,9 +81,10 @@ template <typename Source, int kVectors>
 __global__ void __launch_bounds__(kFp8RowMaxThreads)
     fp8_quantize_row(const __grid_constant__ Fp8QuantizeArgs args) {
   __shared__ uint32_t scratch[32];
-  const int64_t row = blockIdx.x;
+  const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+  const bool is_there = row < args.rows;
   const char* x = args.x + row * args.row_bytes;
-  if (is_ahead(args.ahead)) {
+  if (is_ahead(args.ahead) && is_there) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int index = v * blockDim.x + threadIdx.x;
@@ -93,6 +94,7 @@ __global__ void __launch_bounds__(kFp8RowMaxThreads)
   if (args.starts_next) grid_dependency_launch();
   if (!args.waits_last) grid_dependency_wait();
   grid_dependency_launch();
+  if (!is_there) return;
   Eight<Source> values[kVectors];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {

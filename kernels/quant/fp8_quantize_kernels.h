@@ -30,7 +30,7 @@ struct Fp8QuantizeArgs {
 };
 
 enum class Fp8Kernel {
-  kRow,          // a block a row, which stays in registers
+  kRow,          // a block or a warp a row, which stays in registers
   kLongRow,      // a block a row, read twice
   kGroup,        // 8 or 16 lanes a group of 128
   kBlock,        // a block a tile of 128x128
@@ -40,6 +40,7 @@ enum class Fp8Kernel {
 };
 
 inline constexpr int kFp8RowMaxThreads = 1024;
+inline constexpr int kFp8RowsOfBlock = 8;  // where each has a warp
 inline constexpr int kFp8GroupThreads = 256;
 inline constexpr int kFp8GroupVectors = 2;  // a thread
 inline constexpr int kFp8BlockThreads = 512;

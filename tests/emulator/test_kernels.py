@@ -336,6 +336,17 @@ def test_fp8_quantize(shape, granularity, dtype, gap):
         assert torch.equal(q.view(torch.uint8), exact.view(torch.uint8))
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("shape", [(8453, 128), (8455, 256), (4300, 264), (2115, 1024)])
+def test_fp8_quantize_of_many_short_rows(shape, dtype):
+    """A warp takes each."""
+    x = normal(*shape, dtype=dtype)
+    exact, due = families["fp8_quantize"][0].backends["ref"].run(x, "row", None)
+    q, scale = sm90("fp8_quantize")(x, "row", None)
+    assert torch.equal(scale, due)
+    assert torch.equal(q.view(torch.uint8), exact.view(torch.uint8))
+
+
 @pytest.mark.parametrize("granularity", ["tensor", "row", "1x128"])
 @pytest.mark.parametrize("columns", [128, 264])
 def test_fp8_quantize_to_any_multiple_of_8_bytes(granularity, columns):
