@@ -21,6 +21,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from moe_block_scales_cute import MoeBlockScales
 from moe_layouts_cute import EPI, WARPGROUP
+from moe_scales_cute import sync
 
 _TURN = 3  # named barriers 3 and 4: whose turn it is to multiply
 
@@ -290,7 +291,8 @@ class MoeGrouped(MoeBlockScales):
             of_columns = (w_scale + Int64(cutlass.max(expert, 0)) * w_scale_expert, w_scale_step)
             ahead_of = (ahead, routing, place, following, thread, consumer, elements)
             of_rows = (scales, facts, factors, elements)
-            of_chunk = (columns_scales, of_columns, column, 0, rows, second, lane)
+            first_column = column * self.width
+            of_chunk = (columns_scales, of_columns, first_column, rows, second, thread)
             if const_expr(not self.begins):
                 self.prepare(ahead_of, of_rows, of_chunk)
             if const_expr(self.block_scaled):
@@ -303,7 +305,7 @@ class MoeGrouped(MoeBlockScales):
             if const_expr(self.pingpong):
                 if number + grid < tiles:
                     theirs = self.steps_of(routing, (number + grid) // columns + rank)
-                sync(_TURN + consumer)
+                sync(_TURN + consumer, 2 * WARPGROUP)
             if multiplies:
                 if const_expr(self.block_scaled):
                     index, phase = self.multiply_blocks(
@@ -353,10 +355,11 @@ class MoeGrouped(MoeBlockScales):
             if any_real:
                 self.put_out(
                     *(thread, consumer, storage, sums, facts, scales, columns_scales, of_columns),
-                    *(column, elements, rows, second, out, block if to_slots > 0 else Int32(-1)),
+                    *(first_column, elements, rows, second, out),
+                    block if to_slots > 0 else Int32(-1),
                 )
             if const_expr(self.counts):
-                stored, share = block, cutlass.min(self.width, rows - column * self.width)
+                stored, share = block, cutlass.min(self.width, rows - first_column)
             number = after
         if const_expr(self.counts):
             self.count_stored(progress, stored, share)
@@ -406,7 +409,7 @@ class MoeGrouped(MoeBlockScales):
         scales,
         columns_scales,
         of_columns,
-        column,
+        first_column,
         elements,
         rows,
         second,
@@ -426,6 +429,8 @@ class MoeGrouped(MoeBlockScales):
         piece = cute.make_rmem_tensor(to_sy.shape[:3], self.out_dtype)
         if const_expr(self.chunk < EPI):
             piece.fill(0.0)
+        if const_expr(self.lists_scales):
+            self.list_scales(storage, consumer, columns_scales, thread)
         vector = cute.make_layout(8)
         lower = True
         if const_expr(self.pingpong):
@@ -433,12 +438,13 @@ class MoeGrouped(MoeBlockScales):
         y_row = wg_thread // 32 * 16 + lane // 8  # and every fourth after it
         for half in cutlass.range_constexpr(self.wg_rows // EPI):
             for chunk in cutlass.range_constexpr(self.width // self.chunk):
-                first = column * self.width + chunk * self.chunk
+                first = first_column + chunk * self.chunk
                 factors = columns_scales
-                if const_expr(half + chunk > 0):
+                if const_expr(self.lists_scales):
+                    factors = self.listed_scales(storage, consumer, chunk * self.chunk, lane)
+                elif const_expr(half + chunk > 0):
                     factors = self.columns_scales()
-                    at = (of_columns, column, chunk, rows, second, lane)
-                    self.scales_of_columns(factors, *at)
+                    self.scales_of_columns(factors, of_columns, first, rows, second, lane)
                 at = half * (self.tile_n // 2) + chunk * (self.chunk // 2)
                 self.finish(piece, acc, factors, scales[half * 2], at, 0)
                 # With few tokens the lower 8 rows of a warp are padding.
@@ -466,10 +472,6 @@ class MoeGrouped(MoeBlockScales):
                         if (at_column < rows) & (lane % 8 * 8 < self.chunk):
                             to = out + (Int64(owner) * rows + at_column)
                             cute.make_tensor(to.align(16), vector).store(values.load())
-
-
-def sync(barrier):
-    cute.arch.barrier(barrier_id=barrier, number_of_threads=2 * WARPGROUP)
 
 
 def arrive(barrier):

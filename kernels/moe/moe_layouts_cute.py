@@ -43,6 +43,8 @@ class MoeLayouts:
         self.stages = stages
         self.by_turns = tile_m > EPI
         self.by_boxes = by_boxes
+        # Scales of a tile's rows of weights meet the sums from shared memory: one warpgroup's.
+        self.lists_scales = self.scaled and not pingpong
         # Threads that copy rows of x.
         self.gatherers = 0 if by_boxes else WARPGROUP if tile_m > EPI else 2 * 32
         # See moe_progress_cute.py: who counts, and who reads rows as they are stored. float8's are
@@ -91,7 +93,9 @@ class MoeLayouts:
         return Storage
 
     def routing_words(self):
-        return ROUTED_IDS + 2 * ROUTED_BLOCKS + 1 if self.routes else TURNS
+        if self.routes:
+            return ROUTED_IDS + 2 * ROUTED_BLOCKS + 1
+        return TURNS + self.consumers * self.tile_n * self.lists_scales
 
     def smem_bytes(self):
         """What the storage takes, as the launch asks for it."""

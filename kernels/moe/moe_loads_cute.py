@@ -44,12 +44,7 @@ class MoeLoads(MoeTiles):
             turn = self.claim(counter, first + grid, grid)
         given = Int32(0)  # steps of the first tile whose weights are on their way
         if const_expr(self.by_boxes and not self.flows):
-            if number < tiles:
-                expert = self.expert_of(routing, number // columns)
-                given = cutlass.min(k_tiles if expert >= 0 else 0, self.stages)
-                for step in cutlass.range(given, unroll=1):
-                    at = (number % columns * step_columns, step, expert)
-                    self.copy_weights(tma_w, parts, at, full, step)
+            given = self.begin_weights(tma_w, parts, full, routing, place, number)
             cute.arch.griddepcontrol_wait()
         while number < tiles:
             block = number // columns + rank
@@ -76,6 +71,19 @@ class MoeLoads(MoeTiles):
                 turn = self.claim(counter, turn, grid)
             else:
                 number += grid
+
+    @cute.jit
+    def begin_weights(self, tma_w, parts, full, routing, place, number):
+        """As many steps of the first tile as the ring has room for, by a warp; how many."""
+        _, _, _, tiles, columns = place
+        given = Int32(0)
+        if number < tiles:
+            expert = self.expert_of(routing, number // columns)
+            given = cutlass.min(routing[3] if expert >= 0 else 0, self.stages)
+            column = number % columns * (self.width // self.half)
+            for step in cutlass.range(given, unroll=1):
+                self.copy_weights(tma_w, parts, (column, step, expert), full, step)
+        return given
 
     def parts_of_weights(self, tma_w, storage, sizes, second):
         """Where the ring has a step's two halves, and where they are."""

@@ -270,8 +270,9 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
   call->x_pieces = static_cast<int32_t>(x.strides[0] / piece);
   call->id_words = ids.ids != nullptr && ids.ids->dtype == DType::kInt64 ? 2 : 1;
   call->bound = static_cast<int32_t>(std::min<int64_t>(ids.experts, INT32_MAX));
-  // Where products bind it, the ring's first stages are not worth blocks that wait.
-  call->early = ids.ids != nullptr && (block == 64 || by_boxes) && (!up || scaled);
+  // For `up` of many tokens ids are the routing's, which may still be made.
+  const bool older = block == 64 || by_boxes || (!up && scaled);
+  call->early = ids.ids != nullptr && older && (!up || scaled);
   if (block_scaled) {
     call->x_scale_step = call->w_scale_step = static_cast<int32_t>(scales.w->shape[2]);
     call->w_scale_expert = static_cast<int32_t>(scales.w->shape[1] * scales.w->shape[2]);

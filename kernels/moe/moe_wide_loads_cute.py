@@ -48,6 +48,11 @@ class MoeWideLoads(MoeLoads):
         number, turn, entry = first, first, Int32(0)
         if const_expr(self.by_turns):
             number = self.in_order(first, routing, tiles, columns)
+        given = Int32(0)  # steps of the first tile whose weights are on their way
+        if thread < 32:  # before all else that is read for the first tile
+            given = self.begin_weights(tma_w, parts, full, routing, place, number)
+            cute.arch.griddepcontrol_wait()
+        if const_expr(self.by_turns):
             if thread < 32:
                 self.publish(storage, entry, self.in_order(first + grid, routing, tiles, columns))
                 turn = self.claim(counter, first + grid, grid)
@@ -71,7 +76,7 @@ class MoeWideLoads(MoeLoads):
             self.read_ids(ahead, routing, place, following, row, elements)
             for step in cutlass.range(steps, unroll=1):
                 cute.arch.mbarrier_wait(empty + index, phase)
-                if thread < 32:
+                if (thread < 32) & (step >= given):
                     at = (column, step, expert)
                     self.copy_weights(tma_w, parts, at, full, index)
                 # The last step's pieces beyond a row's end are zeros, from nowhere.
@@ -83,6 +88,7 @@ class MoeWideLoads(MoeLoads):
                     copy_16(to + i * (COPIES * ROW), at_row, 16 if inside else 0, sources[i] >= 0)
                 cute.arch.cp_async_mbarrier_arrive_noinc(full + index)
                 index, phase = self.next(index, phase)
+            given = Int32(0)
             if const_expr(self.by_turns):
                 if thread < 32:
                     turn = cute.arch.shuffle_sync(turn, 0)

@@ -8,7 +8,8 @@
 // read once; only a whole tensor is read twice, by two kernels with a maximum a block
 // between them, unless it is so small that a cluster of 8 blocks has it in no time.
 //  - rows: a block a row, up to 8 eights a thread; longer rows are read twice, the second time from
-//    the L2. Of many short ones a warp takes each: a multiprocessor begins one block after the other.
+//    the L2. Of many short ones a warp takes each: a multiprocessor begins one block after the
+//    other.
 //  - groups: two eights a thread, neighbours if they are of 16 bits, so that 8 lanes (16 in
 //    float32) share a group and q is written 16 bytes at once; no shared memory.
 //  - tiles: 512 threads, 4 eights each.

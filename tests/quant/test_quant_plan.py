@@ -43,7 +43,11 @@ def test_every_size_has_a_plan(dtype, granularity):
                 2 if "tensor<" in got["kernel"] and "small" not in got["kernel"] else 1
             )
             if granularity == ROW:
-                each = 8 if rows == 70_000 and columns <= (1000 if "float>" in got["kernel"] else 2000) else 1
+                each = (
+                    8
+                    if rows == 70_000 and columns <= (1000 if "float>" in got["kernel"] else 2000)
+                    else 1
+                )
                 assert got["grid"] == -(-rows // each)
                 threads = got["block"] // each
                 held = got["vectors"] * threads * 8

@@ -161,7 +161,8 @@ def test_moes_candidates_are_launched_as_said(tokens, dtype):
             assert plan["dynamic_smem"] <= needs.shared
             continue
         for half in ("up", "down"):
-            plan, needs = moe_plan(problem, tokens, c, half), moe.half_needs(c, half)
+            plan = moe_plan(problem, tokens, c, half)
+            needs = moe.half_needs(problem, c, half)
             assert plan["tile_m"] == c["block_size"]
             assert (plan["tile_n"], plan["cluster"]) == (c[f"{half}_tile"], needs.cluster)
             assert (plan["dynamic_smem"], plan["block"]) == (needs.shared, needs.threads)

@@ -55,11 +55,13 @@ def candidates(problem: Problem, tokens: int, quick: bool, compiled: bool) -> li
     return found
 
 
-def half_needs(c: Candidate, half: str) -> Needs:
+def half_needs(problem: Problem, c: Candidate, half: str) -> Needs:
     block, tile = c["block_size"], c[f"{half}_tile"]
     width = tile // 2 if half == "up" else tile
     pieces = 2 * (2 if width > _PIECE and block > 64 else 1)  # of the warpgroups that multiply
-    lists = 4 * (1024 + 2 * 528 + 1 if block == 64 else 4)  # of rows, or of the next tiles
+    # Of rows, or of the next tiles and of scales.
+    scales = 2 * tile if problem.dtype == "float8_e4m3fn" else 0
+    lists = 4 * (1024 + 2 * 528 + 1 if block == 64 else 4 + scales)
     ring = _STAGES[tile] * ((block + tile) * _ROW + 16) + 64
     shared = -(-(ring + pieces * _PIECE * _ROW + lists) // 1024) * 1024
     busiest = 64 * tile // _WARPGROUP + 56
@@ -71,7 +73,7 @@ def needs(problem: Problem, tokens: int, c: Candidate) -> Needs:
     """Of the half that takes more."""
     if c["block_size"] == 0:
         return Needs(_FEW_THREADS, _FEW_SHARED, 96)
-    return max((half_needs(c, half) for half in ("up", "down")), key=lambda n: n.shared)
+    return max((half_needs(problem, c, half) for half in ("up", "down")), key=lambda n: n.shared)
 
 
 def _invalid(problem: Problem, tokens: int) -> str | None:
