@@ -166,20 +166,39 @@ def float8(x, dim):
 @pytest.mark.parametrize("tokens", [1, 70])
 @pytest.mark.parametrize(("block", "tile"), TILES)
 def test_float8(tokens, block, tile, per_channel):
-    x, w_up, w_down, weights, ids = data(tokens, 3, 2, 208, 144, torch.float32)
+    check_float8(tokens, 208, 144, block, tile, per_channel)
+
+
+@pytest.mark.parametrize(("tokens", "counters", "seed"), [(200, True, 1), (500, False, 2)])
+def test_float8_of_wide_tiles(tokens, counters, seed):
+    """Of sizes that leave some columns without rows; turns are taken, or not."""
+    with options(seed=seed, multiprocessors=3):
+        check_float8(tokens, 592, 432, 128, (256, 1), True, counters, elsewhere=1)
+
+
+def check_float8(tokens, hidden, inner, block, tile, per_channel, counters=False, elsewhere=None):
+    """`elsewhere`: an expert of another device."""
+    x, w_up, w_down, weights, ids = data(tokens, 3, 2, hidden, inner, torch.float32)
     routing = ref.moe_align_block_size(ids, block, 3)
+    if counters:
+        routing = (*routing[:2], torch.cat([routing[2], torch.zeros(2, dtype=torch.int32)]))
+    if elsewhere is not None:
+        routing[1][routing[1] == elsewhere] = -1
     x, x_scale = float8(x, 1)
     (w_up, up_scale), (w_down, down_scale) = float8(w_up, 2), float8(w_down, 2)
     if not per_channel:
         up_scale, down_scale = up_scale[:, :1].contiguous(), down_scale[:, :1].contiguous()
-    middle = torch.full((ids.numel(), 144), torch.nan, dtype=torch.bfloat16)
-    out = torch.full((ids.numel(), 208), torch.nan, dtype=torch.bfloat16)
+    middle = torch.full((ids.numel(), inner), torch.nan, dtype=torch.bfloat16)
+    out = torch.full((ids.numel(), hidden), torch.nan, dtype=torch.bfloat16)
     of_up = tile if tile in moe.tiles(block, "up", "float8_e4m3fn") else None
     kernels.moe_up(x, w_up, *routing, None, middle, block, 0, None, 0, x_scale, up_scale, of_up)
     q, q_scale = float8(middle.float(), 1)
     factors = (weights.flatten(), out, block, 0, None, 0, q_scale, down_scale, tile)
     kernels.moe_down(q, w_down, *routing, *factors)
     for element, expert in enumerate(ids.flatten().tolist()):
+        if expert == elsewhere:
+            assert not middle[element].any() and not out[element].any()
+            continue
         row = x[element // 2].double() * x_scale[element // 2].double()
         sums = w_up[expert].double() @ row * up_scale[expert].double()
         assert_rounded(middle[element], ACTIVATIONS[0](*sums.chunk(2)))

@@ -43,11 +43,8 @@ def test_every_size_has_a_plan(dtype, granularity):
                 2 if "tensor<" in got["kernel"] and "small" not in got["kernel"] else 1
             )
             if granularity == ROW:
-                each = (
-                    8
-                    if rows == 70_000 and columns <= (1000 if "float>" in got["kernel"] else 2000)
-                    else 1
-                )
+                short = columns <= (1024 if dtype == "float32" else 2048)
+                each = 8 if rows == 70_000 and short else 1  # a warp each
                 assert got["grid"] == -(-rows // each)
                 threads = got["block"] // each
                 held = got["vectors"] * threads * 8
