@@ -181,7 +181,8 @@ def check_float8(tokens, hidden, inner, block, tile, per_channel, counters=False
     x, w_up, w_down, weights, ids = data(tokens, 3, 2, hidden, inner, torch.float32)
     routing = ref.moe_align_block_size(ids, block, 3)
     if counters:
-        routing = (*routing[:2], torch.cat([routing[2], torch.zeros(2, dtype=torch.int32)]))
+        zeros = torch.zeros(2 + len(routing[1]), dtype=torch.int32)
+        routing = (*routing[:2], torch.cat([routing[2], zeros]))
     if elsewhere is not None:
         routing[1][routing[1] == elsewhere] = -1
     x, x_scale = float8(x, 1)
