@@ -97,9 +97,9 @@ void choose_row(DType dtype, Choice* choice) {
     vectors = 0;
     threads = kFp8RowMaxThreads;
   }
-  // More blocks than an H200 holds at once.
+  // More blocks than an H200 holds at once; where rows are longer, a block each is as fast.
   const bool by_warps =
-      choice->args.rows > 132 * 2048 / std::max(threads, 32) && eights <= 32 * most;
+      choice->args.rows > 132 * 2048 / std::max(threads, 32) && eights <= kFp8ShortRow;
   if (by_warps) {
     vectors = eights <= 32 ? 1 : eights <= 64 ? 2 : most;
     threads = 32;

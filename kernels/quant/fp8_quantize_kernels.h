@@ -41,6 +41,7 @@ enum class Fp8Kernel {
 
 inline constexpr int kFp8RowMaxThreads = 1024;
 inline constexpr int kFp8RowsOfBlock = 8;  // where each has a warp
+inline constexpr int kFp8ShortRow = 128;   // eights of values
 inline constexpr int kFp8GroupThreads = 256;
 inline constexpr int kFp8GroupVectors = 2;  // a thread
 inline constexpr int kFp8BlockThreads = 512;

@@ -43,8 +43,7 @@ def test_every_size_has_a_plan(dtype, granularity):
                 2 if "tensor<" in got["kernel"] and "small" not in got["kernel"] else 1
             )
             if granularity == ROW:
-                short = columns <= (1024 if dtype == "float32" else 2048)
-                each = 8 if rows == 70_000 and short else 1  # a warp each
+                each = 8 if rows == 70_000 and columns <= 1024 else 1  # a warp each
                 assert got["grid"] == -(-rows // each)
                 threads = got["block"] // each
                 held = got["vectors"] * threads * 8
