@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
       load(from + static_cast<int64_t>(args.inner_size + i) * args.hidden, 8 * args.hidden);
     };
     // The first units are dealt out, the last quarter goes to whoever comes for it: multiprocessors
-    // do not load equally fast, and all wait for the last one. Nothing waits for the first copies.
+    // do not load equally fast, and all wait for the last one. No copy waits for the first ticket.
     if (dealt > 0) take(blockIdx.x);
     int ticket = atomicAdd(&grid.taken, 1);
     while (taken < dealt) take(blockIdx.x + taken * gridDim.x);

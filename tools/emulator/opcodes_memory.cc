@@ -111,15 +111,16 @@ Step then_yield(Warp& warp, const Instruction& in, Mask mask) {
 }
 
 void decode_ld(Decode& d, Instruction& out) {
-  const bool asks = d.take("acquire") || d.take("relaxed");
+  const bool acquires = d.take("acquire"), relaxed = d.take("relaxed");
   const Space space = d.space();
   d.take_cache_hints();
   const int count = d.vector_length();
   const Type type = d.type();
   set_address(d, 1, space, out);
   const int bits = set_elements(d, d.operand(0), type, count, true, out);
-  if (asks) {
-    if (type.bits != 32 || bits != 32) d.fail("ld.acquire or ld.relaxed of other than 32 bits");
+  const bool word = type.bits == 32 && bits == 32;
+  if (acquires && !word) d.fail("ld.acquire of other than 32 bits");
+  if (acquires || (relaxed && word)) {
     out.run = then_yield<load<uint32_t, uint32_t>>;
     return;
   }
