@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "kernels/sm90/grid_dependency.cuh"
+#include "kernels/sm90/vector.cuh"
 #include "kernels/transpose/copy_transpose_kernels.h"
 #include "kernels/transpose/realigned.cuh"
 #include "kernels/transpose/tile.cuh"
@@ -57,7 +58,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     for (int k = lane / kDown * chunks + chunk; k < all; k += kAcross * chunks) {
       uint32_t words[4];
       collect<kBytes>(words, staged, places);
-      store_chunk(out + static_cast<int64_t>(k) * 16, words);
+      store_vector(out + static_cast<int64_t>(k) * 16, words);
 #pragma unroll
       for (int e = 0; e < kPerChunk; ++e) places[e] += further;
     }

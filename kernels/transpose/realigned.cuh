@@ -202,11 +202,6 @@ __device__ __forceinline__ void collect(uint32_t (&words)[4], const char* staged
   }
 }
 
-// Stores a chunk of out past the L1, which then keeps what loads await.
-__device__ __forceinline__ void store_chunk(char* to, const uint32_t (&words)[4]) {
-  __stcg(reinterpret_cast<uint4*>(to), make_uint4(words[0], words[1], words[2], words[3]));
-}
-
 // Rows of a tile whose runs of out may need elements of the tile below.
 template <int kBytes, int kTileRows, int kTileColumns>
 struct RunStaging
@@ -265,7 +260,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       if (mine + j * kStep >= columns) break;
       uint32_t words[4];
       collect<kBytes>(words, staged + j * kStep * kBytes, places);
-      store_chunk(chunk, words);
+      store_vector(chunk, words);
       chunk += kStep * out_stride;
     }
   } else if (down < args.tile_height) {
