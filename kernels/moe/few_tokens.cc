@@ -102,6 +102,8 @@ Status lay_out(const Argument& w_down, bool blocks, int64_t grid, FewTokensArgs*
   const int64_t least = 2 * kFewGroups;  // a unit for each group
   const int64_t room = std::max<int64_t>(kFewMaxShared - beside, 0) / slot;
   const int64_t slots = std::min<int64_t>(room, kFewMaxSlots);
+  // What has room in shared memory has it in FewGrid and in a warp's registers, too: the first
+  // condition decides, the others keep it so.
   if (slots < least || elements * inner > kFewInner || inner > kFewInnerMost) {
     return Status::Unimplemented(mismatch(
         w_down,

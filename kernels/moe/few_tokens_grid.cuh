@@ -58,9 +58,8 @@ __device__ unsigned few_arrived;
 // What blocks of a launch share, by those bits when it begins; zero then.
 struct FewGrid {
   int taken;  // units of up that went to whoever came
-  // Rows between the halves, bits of bfloat16, all of them flipped: 0 is what is not there yet, and
-  // flipped a NaN that no conversion makes. So whoever reads a row needs no other sign that it has
-  // been written.
+  // Rows between the halves, bfloat16 with all bits flipped: 0, which would be a NaN that no
+  // conversion makes, is what is not there yet. So whoever reads a row needs no other sign.
   uint4 inner[kFewInner / 8];
 };
 __device__ FewGrid few_grids[4];
