@@ -29,9 +29,9 @@ def _shapes(dtype, act):
     the ring, rows of x by boxes. tune/ops/moe.py lists them too."""
     # Of 64 rows, the bytes of a tile take no longer than its way out: turns hide that.
     shapes = [(64, 128, True, 8)]
-    if block_scaled(dtype):  # two sets of sums leave no registers for 256 columns
-        shapes.append((128, 128, False, 6))
-        return [*shapes, (128, 128, False, 6, True)] if act is None else shapes
+    if block_scaled(dtype):
+        shapes.append((128, 256, False, 4))
+        return [*shapes, (128, 256, False, 4, True)] if act is None else shapes
     if act is None or dtype != "fp8":  # for `up` of float8 wider ones were better everywhere
         shapes.append((64, 64, True, 12))
     shapes.append((128, 256, False, 4))
@@ -67,7 +67,9 @@ def function(dtype, act, tile_m, tile_n, pingpong, stages, by_boxes=False):
     ]
     weights = Pointer("weights", cutlass.Float32, align=4)
     ids = Pointer("ids", cutlass.Int32, align=4)
-    scales = [Pointer(name, cutlass.Float32, align=4) for name in ("x_scale", "w_scale")]
+    scales = [
+        Pointer(name, cutlass.Float32, align=4) for name in ("x_scale", "w_scale", "out_scale")
+    ]
     scalars = [Scalar(name) for name in _SCALARS]
     rest = (*routing, weights, ids, *scales, out, *scalars)
     launch = Launch(

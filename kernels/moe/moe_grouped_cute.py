@@ -19,14 +19,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
-from moe_block_scales_cute import MoeBlockScales
 from moe_layouts_cute import EPI, WARPGROUP
+from moe_quantize_cute import MoeQuantize
 from moe_scales_cute import sync
 
 _TURN = 3  # named barriers 3 and 4: whose turn it is to multiply
 
 
-class MoeGrouped(MoeBlockScales):
+class MoeGrouped(MoeQuantize):
     @cute.jit
     def __call__(
         self,
@@ -41,6 +41,7 @@ class MoeGrouped(MoeBlockScales):
         ids: cute.Pointer,
         x_scale: cute.Pointer,
         w_scale: cute.Pointer,
+        out_scale: cute.Pointer,
         out: cute.Pointer,
         experts: Int32,
         w_rows: Int32,
@@ -82,7 +83,7 @@ class MoeGrouped(MoeBlockScales):
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
             *(tma_w, tma_x, x, sorted_ids, expert_ids, used, counter, progress, weights, ids),
-            *(x_scale, w_scale, out, experts, w_rows, k, second, rows, elements, divide),
+            *(x_scale, w_scale, out_scale, out, experts, w_rows, k, second, rows, elements, divide),
             *(x_pieces, id_words, bound, early, x_scale_step, w_scale_expert, w_scale_step),
             *(x_rows, to_slots),
         ).launch(
@@ -109,6 +110,7 @@ class MoeGrouped(MoeBlockScales):
         ids: cute.Pointer,  # of experts, by element; or null: see clear_rows_of_none
         x_scale: cute.Pointer,  # of rows of x
         w_scale: cute.Pointer,  # of rows of weights
+        out_scale: cute.Pointer,  # of 1x128 values of the result, then of float8; or null
         out: cute.Pointer,  # [elements, rows]
         experts: Int32,
         w_rows: Int32,  # of an expert
@@ -208,7 +210,7 @@ class MoeGrouped(MoeBlockScales):
             of_weights = (w_scale, w_scale_expert, w_scale_step, second)
             self.multiply(
                 *(thread, consumer, storage, full, empty, routing, place),
-                *(elements, rows, factors, of_weights, out, to_slots, progress),
+                *(elements, rows, factors, of_weights, (out, out_scale), to_slots, progress),
             )
 
     @cute.jit
@@ -225,7 +227,7 @@ class MoeGrouped(MoeBlockScales):
         rows,
         factors,
         of_weights,
-        out,
+        outs,
         to_slots,
         progress,
     ):
@@ -249,7 +251,9 @@ class MoeGrouped(MoeBlockScales):
         if const_expr(self.block_scaled):
             start = self.mma(self.dtype, self.sharing, wide)
             start.set(warpgroup.Field.ACCUMULATE, False)
-            mmas, accs = (start, mma), (acc, cute.make_rmem_tensor(acc.shape, Float32))
+            mmas, accs = (start, mma), (acc, acc)
+            if const_expr(not self.in_turn):
+                accs = (acc, cute.make_rmem_tensor(acc.shape, Float32))
             sums = cute.make_rmem_tensor(2 * cute.size(acc), Float32)
 
         index, phase = Int32(0), Int32(0)
@@ -268,7 +272,7 @@ class MoeGrouped(MoeBlockScales):
         number, entry = mine, Int32(0)
         stored, share = Int32(0), Int32(0)  # the block of the tile before, columns of it
         if const_expr(self.by_turns):
-            number = self.in_order(mine, routing, tiles, columns)
+            number = self.in_order(mine, routing, columns)
         if number < tiles:
             self.look_up(ahead, routing, place, number, thread, consumer, elements)
         while number < tiles:
@@ -278,7 +282,6 @@ class MoeGrouped(MoeBlockScales):
                 entry += 1
             for i in cutlass.range_constexpr(cute.size(facts)):
                 facts[i] = ahead[i]
-            following = cutlass.min(after, tiles - 1)
             block = number // columns + rank
             column = number % columns
             expert = facts[0]
@@ -289,7 +292,7 @@ class MoeGrouped(MoeBlockScales):
             any_real = cute.arch.vote_any_sync(real)
             multiplies = any_real & (expert >= 0)
             of_columns = (w_scale + Int64(cutlass.max(expert, 0)) * w_scale_expert, w_scale_step)
-            ahead_of = (ahead, routing, place, following, thread, consumer, elements)
+            ahead_of = (ahead, routing, place, after, thread, consumer, elements)
             of_rows = (scales, facts, factors, elements)
             first_column = column * self.width
             of_chunk = (columns_scales, of_columns, first_column, rows, second, thread)
@@ -349,15 +352,22 @@ class MoeGrouped(MoeBlockScales):
             if const_expr(self.pingpong):
                 index, phase = self.skip(index, phase, theirs)
                 # A warp without real rows has nothing to store.
-                at = 2 + self.wg_rows // 32 + 4
+                at = 2 + self.wg_rows // 32
                 mine_real = (facts[at] < elements) | (facts[at + 1] < elements)
                 any_real = any_real & cute.arch.vote_any_sync(mine_real)
             if any_real:
-                self.put_out(
-                    *(thread, consumer, storage, sums, facts, scales, columns_scales, of_columns),
-                    *(first_column, elements, rows, second, out),
-                    block if to_slots > 0 else Int32(-1),
-                )
+                slots_of = block if to_slots > 0 else Int32(-1)
+                wanted = (thread, consumer, storage, sums, facts)
+                of_both = (scales, columns_scales, of_columns, first_column, elements, rows, second)
+                if const_expr(self.quantizes):
+                    if outs[1].toint() != 0:
+                        self.put_out_quantized(
+                            *(*wanted, first_column, rows, outs, slots_of, elements)
+                        )
+                    else:
+                        self.put_out(*wanted, *of_both, outs[0], slots_of)
+                else:
+                    self.put_out(*wanted, *of_both, outs[0], slots_of)
             if const_expr(self.counts):
                 stored, share = block, cutlass.min(self.width, rows - first_column)
             number = after
@@ -373,8 +383,8 @@ class MoeGrouped(MoeBlockScales):
 
     def facts(self):
         """Of a tile: its expert, a word that nobody reads, whether rows are real (32 at a time, a
-        lane each), elements of this lane's rows on their way out and of sums."""
-        return cute.make_rmem_tensor(2 + self.wg_rows // 32 + self.wg_rows // EPI * 6, Int32)
+        lane each), elements of this lane's rows of sums."""
+        return cute.make_rmem_tensor(2 + self.wg_rows // 32 + self.wg_rows // EPI * 2, Int32)
 
     @cute.jit
     def look_up(self, facts, routing, place, number, thread, consumer, elements):
@@ -391,12 +401,15 @@ class MoeGrouped(MoeBlockScales):
         at += self.wg_rows // 32
         for half in cutlass.range_constexpr(self.wg_rows // EPI):
             row = mine + half * EPI + warp_row
-            for i in cutlass.range_constexpr(4):
-                of_row = row + lane // 8 + i * 4
-                facts[at + half * 6 + i] = self.element_of(routing, rows, of_row, elements)
             for i in cutlass.range_constexpr(2):
                 of_row = row + lane // 4 + i * 8
-                facts[at + half * 6 + 4 + i] = self.element_of(routing, rows, of_row, elements)
+                facts[at + half * 2 + i] = self.element_of(routing, rows, of_row, elements)
+
+    @cute.jit
+    def owner(self, facts, i, half=0):
+        """The element of a warp's row lane / 8 + i * 4, from the lanes that have it for their sums."""
+        of_sums = facts[2 + self.wg_rows // 32 + half * 2 + i // 2]
+        return cute.arch.shuffle_sync(of_sums, cute.arch.lane_idx() // 8 * 4 + i % 2 * 16)
 
     @cute.jit
     def put_out(
@@ -434,7 +447,7 @@ class MoeGrouped(MoeBlockScales):
         vector = cute.make_layout(8)
         lower = True
         if const_expr(self.pingpong):
-            lower = cute.arch.vote_any_sync(facts[2 + self.wg_rows // 32 + 5] < elements)
+            lower = cute.arch.vote_any_sync(facts[2 + self.wg_rows // 32 + 1] < elements)
         y_row = wg_thread // 32 * 16 + lane // 8  # and every fourth after it
         for half in cutlass.range_constexpr(self.wg_rows // EPI):
             for chunk in cutlass.range_constexpr(self.width // self.chunk):
@@ -462,7 +475,7 @@ class MoeGrouped(MoeBlockScales):
                     at_row = y_row + i * 4
                     offset = at_row * EPI + (lane % 8 ^ at_row % 8) * 8
                     values = cute.make_tensor((from_y + offset).align(16), vector)
-                    owner = facts[2 + self.wg_rows // 32 + half * 6 + i]
+                    owner = self.owner(facts, i, half)
                     if owner < elements:
                         if const_expr(self.up):
                             if slots_of >= 0:

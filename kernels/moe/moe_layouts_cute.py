@@ -11,6 +11,7 @@ from moe_activations_cute import ACTIVATIONS
 ROW = 128  # bytes of a row in shared memory: one swizzle
 EPI = 64  # rows and columns of a piece of the result on its way out
 WARPGROUP = 128
+SCALE_BLOCK = 128
 TURNS = 4  # tiles whose numbers are on their way from who takes them to who works on them
 # What blocks of threads route by themselves (moe_routing_cute.py): as moe_mlp.h says.
 ROUTED_IDS, ROUTED_EXPERTS = 1024, 512
@@ -37,14 +38,19 @@ class MoeLayouts:
         self.width = self.half if self.up else tile_n  # columns of the result
         self.chunk = min(self.width, EPI)  # columns of them on their way out
         self.routes = pingpong
-        # Shared memory that the lists of rows take in the other case.
-        self.pieces = 1 if pingpong else min(2, self.width // self.chunk)
         self.pingpong = pingpong
         self.stages = stages
         self.by_turns = tile_m > EPI
         self.by_boxes = by_boxes
         # Scales of a tile's rows of weights meet the sums from shared memory: one warpgroup's.
         self.lists_scales = self.scaled and not pingpong
+        # Scales of blocks: whether a tile's halves have one each, and are multiplied in turn; and
+        # whether the result may be quantised.
+        self.in_turn = block_scaled and self.half >= SCALE_BLOCK
+        self.scale_a_half = block_scaled and (self.up or self.in_turn)
+        self.quantizes = self.in_turn and self.up
+        # Shared memory that the lists of rows take where warps route; registers, where they quantise.
+        self.pieces = 1 if pingpong or self.quantizes else min(2, self.width // self.chunk)
         # Threads that copy rows of x.
         self.gatherers = 0 if by_boxes else WARPGROUP if tile_m > EPI else 2 * 32
         # See moe_progress_cute.py: who counts, and who reads rows as they are stored. float8's are
@@ -55,6 +61,8 @@ class MoeLayouts:
         self.threads = (1 + self.consumers) * WARPGROUP
         # Handed from the loaders to those that multiply, where there are two.
         self.loader_registers, self.registers = (56, 224) if self.consumers == 2 else (0, 0)
+        if self.in_turn:
+            self.loader_registers, self.registers = 40, 232
         self.sharing = 1 if pingpong else self.consumers
         self.wg_rows = tile_m // self.sharing
         # A tile's first products are under way before anything else is read for it. Turns hide

@@ -39,8 +39,8 @@ class MoeLoads(MoeTiles):
         index, phase = Int32(0), Int32(1)
         number, turn, entry = first, first, Int32(0)
         if const_expr(self.by_turns):
-            number = self.in_order(first, routing, tiles, columns)
-            self.publish(storage, entry, self.in_order(first + grid, routing, tiles, columns))
+            number = self.in_order(first, routing, columns)
+            self.publish(storage, entry, self.in_order(first + grid, routing, columns))
             turn = self.claim(counter, first + grid, grid)
         given = Int32(0)  # steps of the first tile whose weights are on their way
         if const_expr(self.by_boxes and not self.flows):
@@ -67,7 +67,7 @@ class MoeLoads(MoeTiles):
                 number = self.take(storage, entry)
                 entry += 1
                 turn = cute.arch.shuffle_sync(turn, 0)
-                self.publish(storage, entry, self.in_order(turn, routing, tiles, columns))
+                self.publish(storage, entry, self.in_order(turn, routing, columns))
                 turn = self.claim(counter, turn, grid)
             else:
                 number += grid
@@ -75,10 +75,11 @@ class MoeLoads(MoeTiles):
     @cute.jit
     def begin_weights(self, tma_w, parts, full, routing, place, number):
         """As many steps of the first tile as the ring has room for, by a warp; how many."""
-        _, _, _, tiles, columns = place
+        columns = place[4]
         given = Int32(0)
-        if number < tiles:
-            expert = self.expert_of(routing, number // columns)
+        block = number // columns
+        if block < routing[2]:
+            expert = self.expert_of(routing, block)
             given = cutlass.min(routing[3] if expert >= 0 else 0, self.stages)
             column = number % columns * (self.width // self.half)
             for step in cutlass.range(given, unroll=1):

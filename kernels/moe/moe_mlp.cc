@@ -17,7 +17,8 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 struct Call {
   const MoeMlpKernel* kernel = nullptr;
   CUtensorMap w, x_map;
-  const void *x, *sorted, *experts, *used, *counter, *progress, *weights, *ids, *x_scale, *w_scale;
+  const void *x, *sorted, *experts, *used, *counter, *progress, *weights, *ids, *x_scale, *w_scale,
+      *out_scale;
   void* out;
   int32_t expert_count, w_rows, k, second, rows, elements, divide, x_pieces, id_words, bound, early,
       x_scale_step, w_scale_expert, w_scale_step, x_rows, to_slots;
@@ -108,7 +109,6 @@ const MoeMlpKernel* find(bool up, DType dtype, bool block_scaled, MoeActivation 
 MoeTile default_tile(bool up, DType dtype, bool block_scaled, int64_t block) {
   const bool float8 = dtype == DType::kFloat8E4M3;
   if (block == 64) return {float8 && !block_scaled && !up ? 64 : 128, 1};
-  if (block_scaled) return {128, 1};
   return {256, 1};
 }
 
@@ -143,6 +143,20 @@ Status check_scales(const char* op, const Argument& x, const TensorView& w,
   return check_weights_scale(w_scale, w);
 }
 
+Status check_out_scale(const char* op, bool up, const Argument& x, const MoeRouting& routing,
+                       const MoeScales& scales, const TensorView& out) {
+  if (scales.out == nullptr) return Status();
+  if (!up || !has_block_scales(scales) || routing.block_size != 128) {
+    return Status::InvalidArgument(std::string(op) +
+                                   ": `out_scale` is of moe_up with scales of blocks and "
+                                   "`block_size` 128");
+  }
+  const Argument out_scale{op, "out_scale", *scales.out};
+  TIERCEL_RETURN_IF_ERROR(check_scale(out_scale, x));
+  return check_shape(out_scale, {out.shape[0], ceil_div(out.shape[1], kScaleBlock)},
+                     "[rows of out, I / 128]");
+}
+
 Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScales& scales,
                const MoeRouting& routing, const TensorView* weights, const MoeIds& ids,
                const TensorView& out, MoeActivation activation, const MoeTile& tile, Call* call) {
@@ -157,7 +171,9 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
       check_dtype(x_arg, {DType::kBFloat16, DType::kFloat16, DType::kFloat8E4M3}));
   TIERCEL_RETURN_IF_ERROR(check_dtype(w_arg, {x.dtype}));
   const bool scaled = x.dtype == DType::kFloat8E4M3;
-  TIERCEL_RETURN_IF_ERROR(check_dtype(out_arg, {scaled ? DType::kBFloat16 : x.dtype}));
+  const DType of_result = scaled ? DType::kBFloat16 : x.dtype;
+  TIERCEL_RETURN_IF_ERROR(check_dtype(
+      out_arg, {scales.out != nullptr ? DType::kFloat8E4M3 : of_result}));
   const int64_t experts = w.shape[0], k = x.shape[1];
   const int64_t rows = out.shape[1];
   // The rows between the halves may be in the routing's order.
@@ -185,6 +201,7 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
   }
   TIERCEL_RETURN_IF_ERROR(check_contiguous(out_arg));
   TIERCEL_RETURN_IF_ERROR(check_scales(op, x_arg, w, scales));
+  TIERCEL_RETURN_IF_ERROR(check_out_scale(op, up, x_arg, routing, scales, out));
   TIERCEL_RETURN_IF_ERROR(routing.by_kernels()
                               ? check_ids_to_route(op, elements, experts, routing, ids)
                               : check_routing(op, x_arg, routing));
@@ -259,6 +276,7 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
   call->ids = data_of(ids.ids);
   call->x_scale = data_of(scales.x);
   call->w_scale = data_of(scales.w);
+  call->out_scale = data_of(scales.out);
   call->out = out.data;
   call->expert_count = static_cast<int32_t>(experts);
   call->w_rows = static_cast<int32_t>(w.shape[1]);
@@ -313,6 +331,7 @@ Status launch(bool up, const TensorView& x, const TensorView& w, const MoeScales
                   &c.ids,
                   &c.x_scale,
                   &c.w_scale,
+                  &c.out_scale,
                   &c.out,
                   &c.expert_count,
                   &c.w_rows,

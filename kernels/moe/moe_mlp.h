@@ -63,10 +63,12 @@ struct MoeIds {
 
 // Of float8 x and w, both float32: [rows of x] or [1], and [E, rows of w] or [E, 1]; or, of 1x128
 // and 128x128 values, [rows of x, columns / 128] and [E, rows of w / 128, columns / 128].
-// Contiguous. With other dtypes both are null.
+// Contiguous. With other dtypes both are null. Of `up`'s result, with scales of 1x128 values and
+// blocks of 128: float32 [rows of out, I / 128] where out is to be float8_e4m3fn, else null.
 struct MoeScales {
   const TensorView* x;
   const TensorView* w;
+  const TensorView* out;
 };
 
 // x [T, H], w [E, 2 * I, H], out [elements, I] with elements a multiple of T: element e of topk_ids
@@ -77,7 +79,8 @@ struct MoeScales {
 // For blocks of 128 and 16-bit dtypes, or scales of blocks, the rows between the halves may be in
 // the routing's order: then `up` has ids and its out, and the x of `down`, have a row a slot of
 // sorted_token_ids. The padding's are not written.
-// bfloat16, float16, or float8_e4m3fn with a bfloat16 result; float32 sums. Rows of x and w are of
+// bfloat16, float16, or float8_e4m3fn with a bfloat16 result, or one as fp8_quantize makes of that;
+// float32 sums. Rows of x and w are of
 // neighbouring elements, at multiples of 16 bytes, and of a multiple of 16 bytes; out is contiguous
 // with rows of a multiple of 8 elements. What the routing leaves out is not written.
 

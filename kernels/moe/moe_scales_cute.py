@@ -22,7 +22,7 @@ class MoeScales(MoeWideLoads):
         x_scale, x_scale_step, divide, weights = factors
         for i in cutlass.range_constexpr(self.wg_rows // 32):
             scales[i] = 1.0
-            element = facts[2 + self.wg_rows // 32 + i // 2 * 6 + 4 + i % 2]
+            element = facts[2 + self.wg_rows // 32 + i]
             if element < elements:
                 if const_expr(self.scaled):
                     scales[i] = (x_scale + element // divide * x_scale_step).load()

@@ -19,12 +19,12 @@ _WINDOW = 16  # blocks; an expert's are told apart within one
 
 class MoeTiles(MoeProgress):
     @cute.jit
-    def in_order(self, turn, routing, tiles, columns):
+    def in_order(self, turn, routing, columns):
         """The tile of a turn; the turn itself at the end. By a whole warp."""
         number = turn
         blocks = routing[2]
-        if turn < tiles:
-            block, lane = turn // columns, cute.arch.lane_idx()
+        block, lane = turn // columns, cute.arch.lane_idx()
+        if block < blocks:
             window = block // _WINDOW * _WINDOW
             place = block - window
             expert = Int32(-2)

@@ -9,7 +9,7 @@ before it is on its way.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, const_expr
+from cutlass import Int32, Int64, const_expr
 from moe_layouts_cute import ROW, WARPGROUP
 from moe_loads_cute import MoeLoads, copy_16
 
@@ -36,44 +36,44 @@ class MoeWideLoads(MoeLoads):
     ):
         """Weights, by the first warp, and rows of x: row, row + COPIES, ... of a thread."""
         k_tiles = routing[3]
-        rank, first, grid, tiles, columns = place
+        rank, first, grid, _, columns = place
         elements, divide, pieces = limits
         parts = self.parts_of_weights(tma_w, storage, sizes, second)
         step_columns = self.width // self.half  # in halves
-        row, piece = thread // 8, thread % 8
+        lane, row, piece = thread % 32, thread // 8, thread % 8
         to_x = storage.x.data_ptr().toint() + row * ROW + (piece ^ row % 8) * 16
-        inverse = Uint32(0xFFFFFFFF) // Uint32(divide)
-        sources = cute.make_rmem_tensor(self.tile_m // COPIES, Int32)  # in 16 bytes
-        ahead = cute.make_rmem_tensor(self.tile_m // COPIES, Int32)
+        copies = self.tile_m // COPIES
+        sources = cute.make_rmem_tensor(copies, Int32)  # of a tile's rows
+        # A warp copies 32 rows: each lane finds where one of them is, for the others too.
+        mine = thread // 32 * 4 + lane % 4 + lane // 4 * COPIES
         number, turn, entry = first, first, Int32(0)
         if const_expr(self.by_turns):
-            number = self.in_order(first, routing, tiles, columns)
+            number = self.in_order(first, routing, columns)
         given = Int32(0)  # steps of the first tile whose weights are on their way
         if thread < 32:  # before all else that is read for the first tile
             given = self.begin_weights(tma_w, parts, full, routing, place, number)
             cute.arch.griddepcontrol_wait()
         if const_expr(self.by_turns):
             if thread < 32:
-                self.publish(storage, entry, self.in_order(first + grid, routing, tiles, columns))
+                self.publish(storage, entry, self.in_order(first + grid, routing, columns))
                 turn = self.claim(counter, first + grid, grid)
-        self.read_ids(ahead, routing, place, number, row, elements)
+        ahead = self.read_id(routing, place, number, mine, elements)
         index, phase = Int32(0), Int32(1)
-        while number < tiles:
-            block = number // columns + rank
+        block = number // columns
+        while block < routing[2]:
             column = number % columns * step_columns
-            expert = self.expert_of(routing, block)
+            expert = self.expert_of(routing, block + rank)
             steps = k_tiles if expert >= 0 else 0
-            for i in cutlass.range_constexpr(self.tile_m // COPIES):
-                element = ahead[i]
-                of_x = Int32(Int64(element) * Int64(inverse) >> 32)  # element / divide or one less
-                if element - of_x * divide >= divide:
-                    of_x += 1
-                sources[i] = of_x * x_pieces + piece if element < elements else Int32(-1)
+            source_row = Int32(-1)  # in 16 bytes
+            if ahead < elements:
+                source_row = ahead // divide * x_pieces
+            for i in cutlass.range_constexpr(0 if const_expr(self.in_turn) else copies):
+                sources[i] = cute.arch.shuffle_sync(source_row, lane // 8 + i * 4)
             following = number + grid
             if const_expr(self.by_turns):
                 following = self.take(storage, entry)
                 entry += 1
-            self.read_ids(ahead, routing, place, following, row, elements)
+            ahead = self.read_id(routing, place, following, mine, elements)
             for step in cutlass.range(steps, unroll=1):
                 cute.arch.mbarrier_wait(empty + index, phase)
                 if (thread < 32) & (step >= given):
@@ -81,28 +81,29 @@ class MoeWideLoads(MoeLoads):
                     self.copy_weights(tma_w, parts, at, full, index)
                 # The last step's pieces beyond a row's end are zeros, from nowhere.
                 inside = step * (ROW // 16) + piece < pieces
-                source = x.toint() + (Int64(step) * ROW if inside else Int64(0))
+                source = x.toint() + (Int64(step) * ROW + piece * 16 if inside else Int64(0))
                 to = to_x + index * (self.tile_m * ROW)
-                for i in cutlass.range_constexpr(self.tile_m // COPIES):
-                    at_row = source + Int64(sources[i]) * 16
-                    copy_16(to + i * (COPIES * ROW), at_row, 16 if inside else 0, sources[i] >= 0)
+                for i in cutlass.range_constexpr(copies):
+                    of_row = sources[i]
+                    if const_expr(self.in_turn):  # which leaves no registers for them
+                        of_row = cute.arch.shuffle_sync(source_row, lane // 8 + i * 4)
+                    at_row = source + Int64(of_row) * 16
+                    copy_16(to + i * (COPIES * ROW), at_row, 16 if inside else 0, of_row >= 0)
                 cute.arch.cp_async_mbarrier_arrive_noinc(full + index)
                 index, phase = self.next(index, phase)
             given = Int32(0)
             if const_expr(self.by_turns):
                 if thread < 32:
                     turn = cute.arch.shuffle_sync(turn, 0)
-                    self.publish(storage, entry, self.in_order(turn, routing, tiles, columns))
+                    self.publish(storage, entry, self.in_order(turn, routing, columns))
                     turn = self.claim(counter, turn, grid)
-            number = following
+            number, block = following, following // columns
 
     @cute.jit
-    def read_ids(self, ids, routing, place, number, row, elements):
-        """The elements of a thread's rows of a tile; of the last one behind it."""
-        sorted_ids, blocks = routing[0], routing[2]
-        rank, _, _, tiles, columns = place
-        block = cutlass.max(cutlass.min(number, tiles - 1), 0) // columns + rank
-        for i in cutlass.range_constexpr(self.tile_m // COPIES):
-            ids[i] = elements
-            if block < blocks:
-                ids[i] = (sorted_ids + (block * self.tile_m + row + i * COPIES)).load()
+    def read_id(self, routing, place, number, row, elements):
+        """The element of a row of a tile; behind the last tile, none."""
+        block = number // place[4]
+        element = elements
+        if block < routing[2]:
+            element = (routing[0] + ((block + place[0]) * self.tile_m + row)).load()
+        return element

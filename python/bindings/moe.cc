@@ -33,16 +33,17 @@ bool ReadActivation(PyObject* value, const char* op, MoeActivation* activation) 
 
 // (x, w, sorted_token_ids, expert_ids, num_tokens_post_padded, weights or None, out, block_size,
 // activation's index, topk_ids or None, experts everywhere, x_scale or None, w_scale or None) and,
-// from the tuner, a configuration or None; `up` has no weights. The routing is None three times
+// from the tuner, a configuration or None, and out_scale or None; `up` has no weights. The routing is None three times
 // where the kernels are to route topk_ids.
 struct MoeMlpCall {
   PythonTensor x, w, out;
-  OptionalTensor sorted, experts, used, weights, topk_ids, x_scale, w_scale;
+  OptionalTensor sorted, experts, used, weights, topk_ids, x_scale, w_scale, out_scale;
   long block_size = 0, everywhere = 0;
   MoeActivation activation = MoeActivation::kSilu;
   MoeTile tile;
 
   bool Parse(const char* op, bool up, PyObject* const* values, Py_ssize_t count) {
+    if (count == 15 && !out_scale.Read(values[--count], op, "out_scale")) return false;
     if (count == 14 && values[--count] != Py_None) {
       std::array<int, 2> fields;
       if (!ReadConfig(values[count], op, &fields)) return false;
@@ -66,7 +67,7 @@ struct MoeMlpCall {
   }
 
   MoeRouting routing() const { return {sorted.view(), experts.view(), used.view(), block_size}; }
-  MoeScales scales() const { return {x_scale.view(), w_scale.view()}; }
+  MoeScales scales() const { return {x_scale.view(), w_scale.view(), out_scale.view()}; }
   MoeIds ids() const { return {topk_ids.view(), everywhere}; }
 };
 

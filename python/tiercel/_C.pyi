@@ -557,6 +557,7 @@ def moe_up(
     x_scale: Any,
     w_scale: Any,
     config: tuple[int, int] | None = ...,
+    out_scale: Any = ...,
     /,
 ) -> None: ...
 def moe_up_plan(
@@ -574,6 +575,7 @@ def moe_up_plan(
     x_scale: Any,
     w_scale: Any,
     config: tuple[int, int] | None = ...,
+    out_scale: Any = ...,
     /,
 ) -> _MoeMlpPlan: ...
 def moe_down(
@@ -591,6 +593,7 @@ def moe_down(
     x_scale: Any,
     w_scale: Any,
     config: tuple[int, int] | None = ...,
+    out_scale: Any = ...,
     /,
 ) -> None: ...
 def moe_down_plan(
@@ -608,6 +611,7 @@ def moe_down_plan(
     x_scale: Any,
     w_scale: Any,
     config: tuple[int, int] | None = ...,
+    out_scale: Any = ...,
     /,
 ) -> _MoeMlpPlan: ...
 def fused_moe_few_tokens(

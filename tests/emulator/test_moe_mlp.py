@@ -216,7 +216,7 @@ def blocks(w):
     return w.to(torch.float8_e4m3fn), scale, wide
 
 
-BLOCK_TILES = [(64, (128, 1)), (128, (128, 1))]
+BLOCK_TILES = [(64, (128, 1)), (128, (256, 1))]
 
 
 @pytest.mark.parametrize("tokens", [1, 70])
@@ -239,6 +239,48 @@ def test_float8_with_scales_of_blocks(tokens, block, tile):
         assert_rounded(middle[element], ACTIVATIONS[0](*sums.chunk(2)))
         due = (w_down[expert].double() * down_wide[expert]) @ q_wide[element]
         assert_rounded(out[element], due * weights.flatten()[element].double())
+
+
+def in_order(tokens, inner, special=None):
+    """moe_up's arguments in the routing's order, for float8 with scales of blocks; and how many
+    rows it has."""
+    x, w_up, _, _, ids = data(tokens, 3, 2, 256, inner, torch.float32)
+    if special is not None:
+        x[0, 0] = special
+    routing = ref.moe_align_block_size(ids, 128, 3)
+    x, x_scale = ref.fp8_quantize(x, "1x128")
+    w_up, up_scale, _ = blocks(w_up)
+    rest = (ids, 3, x_scale, up_scale, None)
+    return (x, w_up, *routing, None), rest, len(routing[0])
+
+
+@pytest.mark.parametrize("activation", range(4))
+@pytest.mark.parametrize(
+    ("tokens", "inner", "special"), [(1, 128, None), (150, 384, None), (3, 256, torch.nan)]
+)
+def test_rows_that_are_quantised_as_they_are_stored(tokens, inner, special, activation):
+    head, rest, slots = in_order(tokens, inner, special)
+    plain = torch.zeros(slots, inner, dtype=torch.bfloat16)
+    kernels.moe_up(*head, plain, 128, activation, *rest)
+    q = torch.zeros(slots, inner, dtype=torch.float8_e4m3fn)
+    scale = torch.zeros(slots, inner // 128)
+    kernels.moe_up(*head, q, 128, activation, *rest, scale)
+    due, due_scale = ref.fp8_quantize(plain, "1x128")
+    real = head[2] < 2 * tokens
+    assert torch.equal(q.view(torch.uint8)[real], due.view(torch.uint8)[real])
+    torch.testing.assert_close(scale[real], due_scale[real], rtol=0, atol=0, equal_nan=True)
+    assert not q.view(torch.uint8)[~real].any() and not scale[~real].any()
+
+
+def test_scales_of_the_result_that_do_not_fit():
+    head, rest, slots = in_order(2, 256)
+    q = torch.zeros(slots, 256, dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"`out_scale` must have shape .rows of out, I / 128. = "):
+        kernels.moe_up(*head, q, 128, 0, *rest, torch.zeros(slots, 3))
+    with pytest.raises(TypeError, match="`out` must have dtype float8_e4m3fn, got b"):
+        kernels.moe_up(*head, q.bfloat16(), 128, 0, *rest, torch.zeros(slots, 2))
+    with pytest.raises(ValueError, match="`out_scale` is of moe_up with scales of blocks and `bloc"):
+        kernels.moe_up(*head, q, 64, 0, *rest, torch.zeros(slots, 2))
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "row", "1x128"])

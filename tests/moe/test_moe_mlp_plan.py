@@ -122,7 +122,7 @@ def blocks(make, rows=10, hidden=384, inner=256, block=64, **changes):
 
 def test_scales_of_blocks(make):
     assert blocks(make)["kernel"] == "moe_down_fp8_blocks_64x128_pingpong"
-    assert blocks(make, block=128)["kernel"] == "moe_down_fp8_blocks_128x128"
+    assert blocks(make, block=128)["kernel"] == "moe_down_fp8_blocks_128x256"
     with pytest.raises(ValueError) as info:
         blocks(make, x_scale=make(10, 3))
     shape = "`x_scale` must have shape [rows of x, columns / 128] = [10, 2], got [10, 3]"

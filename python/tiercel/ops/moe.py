@@ -114,6 +114,11 @@ def _in_order(block: int, down_scale: Tensor | None) -> bool:
     return block == 128 and (down_scale is None or block_scaled(down_scale))
 
 
+def _quantizes(block: int, up_scale: Tensor | None, down_scale: Tensor | None) -> bool:
+    """Whether moe_up's rows are quantised as they are stored: its tiles have whole scales of them."""
+    return block == 128 and block_scaled(up_scale) and block_scaled(down_scale)
+
+
 def _granularity(scale: Tensor) -> str:
     """Of a product's rows, by the scales of its weights."""
     return "1x128" if block_scaled(scale) else "row"
@@ -165,13 +170,19 @@ def run(
     if _in_order(block, down_scale):
         assert routing[0] is not None
         of_up, between = named, routing[0].shape[0]
-    inner = x.new_empty((between, w_down.shape[2]))
+    inner_scale = None
+    if quantizes := _quantizes(block, up_scale, down_scale):
+        inner = x.new_empty((between, w_down.shape[2]), dtype=w_down.dtype)
+        groups = -(-w_down.shape[2] // 128)
+        inner_scale = x.new_empty((between, groups), dtype=torch.float32)
+    else:
+        inner = x.new_empty((between, w_down.shape[2]))
     outer = x.new_empty((elements, hidden))
     out = x.new_empty((tokens, hidden))
-    factors = (None, inner, block, INDEX[activation], *of_up, scale, up_scale, up)
+    factors = (None, inner, block, INDEX[activation], *of_up, scale, up_scale, up, inner_scale)
     _C.moe_up(rows, w_up, *routing, *factors)
-    rows, scale = inner, None
-    if down_scale is not None:
+    rows, scale = inner, inner_scale
+    if down_scale is not None and not quantizes:
         rows, scale = quantize_outputs(inner, _granularity(down_scale))
         # The next launch begins with weights.
         fp8_between(inner, (rows, scale), _granularity(down_scale), False, True)
