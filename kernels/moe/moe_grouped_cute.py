@@ -191,7 +191,10 @@ class MoeGrouped(MoeQuantize):
                     *(second, limits, counter),
                 )
             elif warp_index == 0:
-                self.load_weights(tma_w, storage, full, empty, routing, place, sizes, second)
+                self.load_weights(
+                    *(tma_w, storage, full, empty, routing, place, sizes, second),
+                    counter=counter,
+                )
             elif warp_index < 1 + self.gatherers // 32:
                 self.gather_rows(
                     thread - 32, x, x_pieces, storage, full, empty, routing, place, limits
@@ -257,31 +260,41 @@ class MoeGrouped(MoeQuantize):
             sums = cute.make_rmem_tensor(2 * cute.size(acc), Float32)
 
         index, phase = Int32(0), Int32(0)
-        mine, every = first, grid
+        number, every, entry = first, grid, Int32(0)
+        dealt = const_expr(self.pingpong and not self.by_turns)
+        if const_expr(dealt):
+            number, every = first + consumer * grid, self.consumers * grid
         if const_expr(self.pingpong):
-            mine, every = first + consumer * grid, self.consumers * grid
             if consumer == 1:
                 arrive(_TURN + 0)
                 if first < tiles:
                     steps = self.steps_of(routing, first // columns + rank)
                     index, phase = self.skip(index, phase, steps)
-        # What is known of a tile is read while the one before it is multiplied.
+                    if const_expr(self.by_turns):
+                        number = self.take(storage, entry)
+                        entry += 1
+        else:
+            number = self.in_order(first, routing, columns)
+        # What is known of a tile is read while the one before it is multiplied; where warpgroups
+        # take turns with tiles as they come, while the other one multiplies.
         facts, ahead = self.facts(), self.facts()
         scales = cute.make_rmem_tensor(self.wg_rows // 32, Float32)  # of this lane's rows of sums
         columns_scales = self.columns_scales()
-        number, entry = mine, Int32(0)
         stored, share = Int32(0), Int32(0)  # the block of the tile before, columns of it
-        if const_expr(self.by_turns):
-            number = self.in_order(mine, routing, columns)
-        if number < tiles:
-            self.look_up(ahead, routing, place, number, thread, consumer, elements)
+        looks_ahead = const_expr(dealt or not self.pingpong)
+        if const_expr(looks_ahead):
+            if number < tiles:
+                self.look_up(ahead, routing, place, number, thread, consumer, elements)
         while number < tiles:
             after = number + every
-            if const_expr(self.by_turns):
+            if const_expr(self.by_turns and not self.pingpong):
                 after = self.take(storage, entry)
                 entry += 1
-            for i in cutlass.range_constexpr(cute.size(facts)):
-                facts[i] = ahead[i]
+            if const_expr(looks_ahead):
+                for i in cutlass.range_constexpr(cute.size(facts)):
+                    facts[i] = ahead[i]
+            else:
+                self.look_up(facts, routing, place, number, thread, consumer, elements)
             block = number // columns + rank
             column = number % columns
             expert = facts[0]
@@ -296,7 +309,10 @@ class MoeGrouped(MoeQuantize):
             of_rows = (scales, facts, factors, elements)
             first_column = column * self.width
             of_chunk = (columns_scales, of_columns, first_column, rows, second, thread)
-            if const_expr(not self.begins):
+            if const_expr(not looks_ahead):
+                self.scales_of_rows(*of_rows)
+                self.scales_of_columns(*of_chunk)
+            elif const_expr(not self.begins):
                 self.prepare(ahead_of, of_rows, of_chunk)
             if const_expr(self.block_scaled):
                 # The first of this lane's rows of x, where they are in the routing's order.
@@ -305,9 +321,10 @@ class MoeGrouped(MoeQuantize):
                 of_blocks = self.scales_of_blocks(*of_tile)
             sums.fill(0.0)
             theirs = Int32(0)  # steps of the tile of the other warpgroup's turn
-            if const_expr(self.pingpong):
+            if const_expr(dealt):
                 if number + grid < tiles:
                     theirs = self.steps_of(routing, (number + grid) // columns + rank)
+            if const_expr(self.pingpong):
                 sync(_TURN + consumer, 2 * WARPGROUP)
             if multiplies:
                 if const_expr(self.block_scaled):
@@ -350,6 +367,11 @@ class MoeGrouped(MoeQuantize):
                 if multiplies:
                     self.release(empty, index - 1 if index > 0 else self.stages - 1)
             if const_expr(self.pingpong):
+                if const_expr(self.by_turns):
+                    after = self.take(storage, entry)
+                    entry += 1
+                    if after < tiles:
+                        theirs = self.steps_of(routing, after // columns + rank)
                 index, phase = self.skip(index, phase, theirs)
                 # A warp without real rows has nothing to store.
                 at = 2 + self.wg_rows // 32
@@ -370,6 +392,10 @@ class MoeGrouped(MoeQuantize):
                     self.put_out(*wanted, *of_both, outs[0], slots_of)
             if const_expr(self.counts):
                 stored, share = block, cutlass.min(self.width, rows - first_column)
+            if const_expr(not looks_ahead):
+                if after < tiles:  # so far the other warpgroup's
+                    after = self.take(storage, entry)
+                    entry += 1
             number = after
         if const_expr(self.counts):
             self.count_stored(progress, stored, share)

@@ -38,7 +38,7 @@ class MoeLoads(MoeTiles):
         step_columns = self.width // self.half  # in halves
         index, phase = Int32(0), Int32(1)
         number, turn, entry = first, first, Int32(0)
-        if const_expr(self.by_turns):
+        if const_expr(self.in_expert_order):
             number = self.in_order(first, routing, columns)
             self.publish(storage, entry, self.in_order(first + grid, routing, columns))
             turn = self.claim(counter, first + grid, grid)
@@ -63,14 +63,20 @@ class MoeLoads(MoeTiles):
                     copy(tma_x, from_x[None, (block, step)], to_x[None, index], full + index)
                 index, phase = self.next(index, phase)
             given = Int32(0)
-            if const_expr(self.by_turns):
+            if const_expr(self.in_expert_order):
                 number = self.take(storage, entry)
                 entry += 1
                 turn = cute.arch.shuffle_sync(turn, 0)
                 self.publish(storage, entry, self.in_order(turn, routing, columns))
                 turn = self.claim(counter, turn, grid)
-            else:
+            elif const_expr(not self.by_turns):
                 number += grid
+            else:
+                # Weights needed no waiting, the counter does. The ring is full meanwhile.
+                cute.arch.griddepcontrol_wait()
+                number = self.claim_next(counter, number, grid, tiles)
+                self.publish(storage, entry, number)
+                entry += 1
 
     @cute.jit
     def begin_weights(self, tma_w, parts, full, routing, place, number):
@@ -128,7 +134,8 @@ class MoeLoads(MoeTiles):
         to_x = storage.x.data_ptr().toint() + row * ROW + (piece ^ row) * 16
         sources = cute.make_rmem_tensor(self.tile_m // COPIES, Int32)  # in 16 bytes
         index, phase = Int32(0), Int32(1)
-        for number in cutlass.range(first, tiles, grid, unroll=1):
+        number, entry = first, Int32(0)
+        while number < tiles:
             block = number // columns + rank
             steps = self.steps_of(routing, block)
             rows = self.rows_of(routing, block)
@@ -149,6 +156,11 @@ class MoeLoads(MoeTiles):
                     copy_16(to + i * (COPIES * ROW), source, size, sources[i] >= 0)
                 cute.arch.cp_async_mbarrier_arrive_noinc(full + index)
                 index, phase = self.next(index, phase)
+            if const_expr(self.by_turns):
+                number = self.take(storage, entry)
+                entry += 1
+            else:
+                number += grid
 
     @cute.jit
     def clear_rows_of_none(self, ids, id_words, bound, elements, rows, out):

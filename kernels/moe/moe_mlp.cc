@@ -38,8 +38,15 @@ struct Call {
 };
 
 // Where the kernels route: what they can take.
-Status check_ids_to_route(const char* op, int64_t elements, int64_t experts,
+Status check_ids_to_route(const char* op, const Argument& x, int64_t elements, int64_t experts,
                           const MoeRouting& routing, const MoeIds& ids) {
+  if (routing.num_tokens_post_padded != nullptr) {
+    const Argument counters{op, "num_tokens_post_padded", *routing.num_tokens_post_padded};
+    TIERCEL_RETURN_IF_ERROR(check_dtype(counters, {DType::kInt32}));
+    TIERCEL_RETURN_IF_ERROR(check_shape(counters, {kMoeCounters}, "[4] without a routing"));
+    TIERCEL_RETURN_IF_ERROR(check_beside(counters, x));
+    TIERCEL_RETURN_IF_ERROR(check_contiguous(counters));
+  }
   if (ids.ids == nullptr || ids.experts != experts) {
     return Status::InvalidArgument(std::string(op) +
                                    ": `topk_ids` of the experts here are needed without a routing");
@@ -57,6 +64,7 @@ Status check_ids_to_route(const char* op, int64_t elements, int64_t experts,
 // Whether counters of tiles, and of what is stored, follow the number of slots.
 bool has_counters(const MoeRouting& routing) {
   const TensorView* used = routing.num_tokens_post_padded;
+  if (routing.by_kernels()) return used != nullptr;
   return used != nullptr && used->ndim == 1 && routing.expert_ids->ndim == 1 &&
          used->shape[0] == moe_counters(routing.expert_ids->shape[0]);
 }
@@ -203,7 +211,7 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
   TIERCEL_RETURN_IF_ERROR(check_scales(op, x_arg, w, scales));
   TIERCEL_RETURN_IF_ERROR(check_out_scale(op, up, x_arg, routing, scales, out));
   TIERCEL_RETURN_IF_ERROR(routing.by_kernels()
-                              ? check_ids_to_route(op, elements, experts, routing, ids)
+                              ? check_ids_to_route(op, x_arg, elements, experts, routing, ids)
                               : check_routing(op, x_arg, routing));
   if (weights != nullptr) {
     const Argument weights_arg{op, "weights", *weights};
@@ -269,9 +277,9 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
   call->sorted = data_of(routing.sorted_token_ids);
   call->experts = data_of(routing.expert_ids);
   call->used = data_of(routing.num_tokens_post_padded);
-  call->counter =
-      has_counters(routing) ? static_cast<const int32_t*>(call->used) + (up ? 1 : 2) : nullptr;
-  call->progress = flows ? static_cast<const int32_t*>(call->used) + 3 : nullptr;
+  const auto* counters = static_cast<const int32_t*>(call->used);
+  call->counter = has_counters(routing) ? counters + (up ? 1 : 2) : nullptr;
+  call->progress = flows ? counters + 3 : nullptr;
   call->weights = data_of(weights);
   call->ids = data_of(ids.ids);
   call->x_scale = data_of(scales.x);

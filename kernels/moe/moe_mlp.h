@@ -29,8 +29,9 @@ struct MoeTile {
   int cluster = 0;
 };
 
-// What moe_align_block_size made of topk_ids [T, k], all int32 and contiguous; or three times null,
-// where MoeIds has the ids: then the kernels route them, in blocks of 64. num_tokens_post_padded is
+// What moe_align_block_size made of topk_ids [T, k], all int32 and contiguous; or without lists,
+// where MoeIds has the ids: then the kernels route them, in blocks of 64, and float8's may have
+// num_tokens_post_padded [kMoeCounters], zeros before `up`. With lists num_tokens_post_padded is
 // [1], or [moe_counters(blocks)] with counters that are zero before `up`. One is of the tiles that
 // `up` has taken, one of `down`'s: blocks of threads take tiles of 128 rows as they come to them.
 // The others are one a block: with 16-bit rows in the routing's order `up` counts what it stores,
@@ -42,11 +43,11 @@ struct MoeRouting {
   int64_t block_size;
 
   bool by_kernels() const {
-    return sorted_token_ids == nullptr && expert_ids == nullptr &&
-           num_tokens_post_padded == nullptr;
+    return sorted_token_ids == nullptr && expert_ids == nullptr;
   }
 };
 
+inline constexpr int64_t kMoeCounters = 4;
 inline constexpr int64_t moe_counters(int64_t blocks) { return 3 + blocks; }
 
 // Up to how many ids, and experts, the kernels route.

@@ -8,7 +8,7 @@ memory: the launch that would make them takes longer, and what comes after it wa
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
-from moe_layouts_cute import ROUTED_BLOCKS, ROUTED_IDS, MoeLayouts
+from moe_layouts_cute import ROUTED_BLOCKS, ROUTED_IDS, TURNS, MoeLayouts
 
 
 class MoeRouting(MoeLayouts):
@@ -61,7 +61,7 @@ class MoeRouting(MoeLayouts):
     def route(self, thread, storage, ids, id_words, experts, elements):
         """Sorts the elements' numbers by expert; the lists, and how many blocks there are. All
         blocks of threads come to the same order."""
-        lists = storage.routing.data_ptr().toint()
+        lists = (storage.routing.data_ptr() + TURNS * self.by_turns).toint()
         of_blocks = lists + ROUTED_IDS * 4
         places = of_blocks + ROUTED_BLOCKS * 4
         used = places + ROUTED_BLOCKS * 4

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tile a block of threads takes next, where tiles have 128 rows.
+"""Which tile a block of threads takes next.
 
-Tiles are numbered a block of the routing after the other, its columns one after the other. They are
-begun in another order: the blocks of an expert one after the other for each column, so that those
-that multiply the same weights come from the L2 at the same time. A block of threads takes whichever
-is next when it is done with one, by a counter in memory: tiles of few rows take less time, and
-blocks that only count in steps of the grid drift apart, until weights are read from memory twice.
+Tiles are numbered a block of the routing after the other, its columns one after the other. Those of
+128 rows are begun in another order: the blocks of an expert one after the other for each column, so
+that those that multiply the same weights come from the L2 at the same time. A block of threads takes whichever
+is next when it is done with one, by a counter in memory: tiles of few rows take less time, memory
+serves some multiprocessors faster than others, and blocks that only count in steps of the grid
+drift apart, until weights are read from memory twice, or some work long after the rest has ended.
 Without a counter they count so all the same.
 """
 
@@ -50,6 +51,16 @@ class MoeTiles(MoeProgress):
         return taken
 
     @cute.jit
+    def claim_next(self, counter, number, grid, tiles):
+        """The same one turn ahead, where the first tiles alone are dealt; waited for, by a warp."""
+        taken = number + grid
+        if (counter.toint() != 0) & (grid < tiles):
+            if cute.arch.lane_idx() == 0:
+                taken = grid + _count(counter.toint())
+            taken = cute.arch.shuffle_sync(taken, 0)
+        return taken
+
+    @cute.jit
     def publish(self, storage, entry, number):
         """By one warp: what `take` reads."""
         full, empty = self.turn_barriers(storage)
@@ -76,7 +87,8 @@ class MoeTiles(MoeProgress):
 
     def init_turns(self, storage):
         full, empty = self.turn_barriers(storage)
-        readers = 4 * self.consumers + (1 if self.by_boxes else 4)  # warps
+        loaders = 1 if self.by_boxes else self.gatherers // 32
+        readers = 4 * self.consumers + loaders  # warps
         for i in range(TURNS * self.by_turns):
             cute.arch.mbarrier_init(full + i, 1)
             cute.arch.mbarrier_init(empty + i, readers)

@@ -46,17 +46,15 @@ class MoeWideLoads(MoeLoads):
         sources = cute.make_rmem_tensor(copies, Int32)  # of a tile's rows
         # A warp copies 32 rows: each lane finds where one of them is, for the others too.
         mine = thread // 32 * 4 + lane % 4 + lane // 4 * COPIES
-        number, turn, entry = first, first, Int32(0)
-        if const_expr(self.by_turns):
-            number = self.in_order(first, routing, columns)
+        number, entry = self.in_order(first, routing, columns), Int32(0)
         given = Int32(0)  # steps of the first tile whose weights are on their way
         if thread < 32:  # before all else that is read for the first tile
             given = self.begin_weights(tma_w, parts, full, routing, place, number)
             cute.arch.griddepcontrol_wait()
-        if const_expr(self.by_turns):
-            if thread < 32:
-                self.publish(storage, entry, self.in_order(first + grid, routing, columns))
-                turn = self.claim(counter, first + grid, grid)
+        turn = first
+        if thread < 32:
+            self.publish(storage, entry, self.in_order(first + grid, routing, columns))
+            turn = self.claim(counter, first + grid, grid)
         ahead = self.read_id(routing, place, number, mine, elements)
         index, phase = Int32(0), Int32(1)
         block = number // columns
@@ -69,10 +67,8 @@ class MoeWideLoads(MoeLoads):
                 source_row = ahead // divide * x_pieces
             for i in cutlass.range_constexpr(0 if const_expr(self.in_turn) else copies):
                 sources[i] = cute.arch.shuffle_sync(source_row, lane // 8 + i * 4)
-            following = number + grid
-            if const_expr(self.by_turns):
-                following = self.take(storage, entry)
-                entry += 1
+            following = self.take(storage, entry)
+            entry += 1
             ahead = self.read_id(routing, place, following, mine, elements)
             for step in cutlass.range(steps, unroll=1):
                 cute.arch.mbarrier_wait(empty + index, phase)
@@ -92,11 +88,10 @@ class MoeWideLoads(MoeLoads):
                 cute.arch.cp_async_mbarrier_arrive_noinc(full + index)
                 index, phase = self.next(index, phase)
             given = Int32(0)
-            if const_expr(self.by_turns):
-                if thread < 32:
-                    turn = cute.arch.shuffle_sync(turn, 0)
-                    self.publish(storage, entry, self.in_order(turn, routing, columns))
-                    turn = self.claim(counter, turn, grid)
+            if thread < 32:
+                turn = cute.arch.shuffle_sync(turn, 0)
+                self.publish(storage, entry, self.in_order(turn, routing, columns))
+                turn = self.claim(counter, turn, grid)
             number, block = following, following // columns
 
     @cute.jit

@@ -224,10 +224,22 @@ Status fp8_quantize(const TensorView& x, const TensorView& q, const TensorView& 
 }
 
 Status fp8_quantize_between(const TensorView& x, const TensorView& q, const TensorView& scale,
-                            Fp8Granularity granularity, bool x_is_older, bool starts_next,
-                            void* stream) {
+                            const TensorView* counters, Fp8Granularity granularity,
+                            bool x_is_older, bool starts_next, void* stream) {
   Choice choice;
   TIERCEL_RETURN_IF_ERROR(choose(x, q, scale, nullptr, granularity, false, &choice));
+  if (counters != nullptr) {
+    const Argument argument{kOp, "counters", *counters};
+    TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {DType::kInt32}));
+    TIERCEL_RETURN_IF_ERROR(check_shape(argument, {kFp8Counters}, "[4]"));
+    TIERCEL_RETURN_IF_ERROR(check_contiguous(argument));
+    TIERCEL_RETURN_IF_ERROR(check_same_device(argument, {kOp, "x", x}));
+    TIERCEL_RETURN_IF_ERROR(check_cuda(argument));
+    if (x_is_older) {
+      return Status::InvalidArgument(std::string(kOp) + ": `counters` may be in use: x is older");
+    }
+    choice.args.counters = static_cast<int32_t*>(counters->data);
+  }
   if (choice.args.rows == 0) return Status();
   choice.args.waits_last = x_is_older;
   choice.args.starts_next = starts_next;

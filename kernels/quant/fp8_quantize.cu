@@ -78,6 +78,13 @@ __device__ __forceinline__ uint32_t block_max(uint32_t value, uint32_t* scratch)
   return warp_max(lane < warps ? scratch[lane] : 0);
 }
 
+__device__ __forceinline__ void clear_counters(const Fp8QuantizeArgs& args) {
+  if (args.counters != nullptr && blockIdx.x == 0 && threadIdx.y == 0 &&
+      threadIdx.x < kFp8Counters) {
+    args.counters[threadIdx.x] = 0;
+  }
+}
+
 template <typename Source, int kVectors>
 __global__ void __launch_bounds__(kFp8RowMaxThreads)
     fp8_quantize_row(const __grid_constant__ Fp8QuantizeArgs args) {
@@ -94,6 +101,7 @@ __global__ void __launch_bounds__(kFp8RowMaxThreads)
   }
   if (args.starts_next) grid_dependency_launch();
   if (!args.waits_last) grid_dependency_wait();
+  clear_counters(args);
   grid_dependency_launch();
   if (!is_there) return;
   Eight<Source> values[kVectors];
@@ -134,6 +142,7 @@ __global__ void __launch_bounds__(kFp8RowMaxThreads)
   }
   if (args.starts_next) grid_dependency_launch();
   if (!args.waits_last) grid_dependency_wait();
+  clear_counters(args);
   grid_dependency_launch();
   uint32_t largest = 0;
 #pragma unroll 4
@@ -173,6 +182,7 @@ __global__ void __launch_bounds__(kFp8GroupThreads)
   }
   if (args.starts_next) grid_dependency_launch();
   if (!args.waits_last) grid_dependency_wait();
+  clear_counters(args);
   grid_dependency_launch();
   Eight<Source> a, b;
   a.clear();

@@ -37,9 +37,10 @@ Status fp8_quantize(const TensorView& x, const TensorView& q, const TensorView& 
 // Of rows or groups, between launches that it overlaps with. `x_is_older`: x was written before the
 // launch before this one, which may still run: it has to have waited for its own dependencies, and
 // works in other memory than q and scale. `starts_next`: the launch after this one begins with what
-// is older than the launch before this one.
+// is older than the launch before this one. `counters` [4] int32, contiguous, or null:
+// set to zero, unless x is older.
 Status fp8_quantize_between(const TensorView& x, const TensorView& q, const TensorView& scale,
-                            Fp8Granularity granularity, bool x_is_older, bool starts_next,
+                            const TensorView* counters, Fp8Granularity granularity, bool x_is_older, bool starts_next,
                             void* stream);
 
 // The same with a scale [1, 1] that is given: q = e4m3(x * (1 / scale)).

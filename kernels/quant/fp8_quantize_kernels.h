@@ -10,12 +10,15 @@
 
 namespace tiercel {
 
+inline constexpr int kFp8Counters = 4;
+
 struct Fp8QuantizeArgs {
   const char* x;
   int64_t row_bytes;  // from one row of x to the next
   char* q;            // contiguous
   float* scale;
   const float* given;  // per tensor: the scale to use, or null
+  int32_t* counters;   // rows, groups: kFp8Counters to clear, or null
   float* partial;      // per tensor: one largest magnitude a block of the first kernel
   int64_t rows;
   int64_t columns;

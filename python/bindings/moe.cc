@@ -33,8 +33,8 @@ bool ReadActivation(PyObject* value, const char* op, MoeActivation* activation) 
 
 // (x, w, sorted_token_ids, expert_ids, num_tokens_post_padded, weights or None, out, block_size,
 // activation's index, topk_ids or None, experts everywhere, x_scale or None, w_scale or None) and,
-// from the tuner, a configuration or None, and out_scale or None; `up` has no weights. The routing is None three times
-// where the kernels are to route topk_ids.
+// from the tuner, a configuration or None, and out_scale or None; `up` has no weights. The lists of
+// the routing are None where the kernels are to route topk_ids.
 struct MoeMlpCall {
   PythonTensor x, w, out;
   OptionalTensor sorted, experts, used, weights, topk_ids, x_scale, w_scale, out_scale;

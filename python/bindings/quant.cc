@@ -58,15 +58,16 @@ PyObject* Fp8QuantizePlanOf(PyObject*, PyObject* const* values, Py_ssize_t count
                        static_cast<long long>(plan.grid), "block", plan.block);
 }
 
-// (x, q, scale, None, granularity's index, x_is_older, starts_next)
+// (x, q, scale, counters or None, granularity's index, x_is_older, starts_next)
 PyObject* Fp8QuantizeBetween(PyObject*, PyObject* const* values, Py_ssize_t count) {
   if (!Arguments(kFp8Quantize, values, count).Expect(7)) return nullptr;
   Fp8QuantizeCall call;
   if (!call.Parse(values, 5)) return nullptr;
   const bool x_is_older = values[5] == Py_True, starts_next = values[6] == Py_True;
   return Launch(call.scale, [&](void* stream) {
-    return fp8_quantize_between(call.x.view(), call.q.view(), call.scale.view(), call.granularity,
-                                x_is_older, starts_next, stream);
+    return fp8_quantize_between(call.x.view(), call.q.view(), call.scale.view(),
+                                call.partial.view(), call.granularity, x_is_older, starts_next,
+                                stream);
   });
 }
 

@@ -211,7 +211,7 @@ def fp8_quantize_between(
     x: Any,
     q: Any,
     scale: Any,
-    partial: Any,
+    counters: Any,
     granularity: int,
     x_is_older: bool,
     starts_next: bool,

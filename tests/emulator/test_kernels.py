@@ -6,7 +6,7 @@ The shapes are small, and chosen to reach each kernel that a family's plan can c
 
 import pytest
 import torch
-from support.emulator import options, sm90
+from support.emulator import kernels, options, sm90
 
 from tiercel import ref
 from tiercel._op import families
@@ -345,6 +345,23 @@ def test_fp8_quantize_of_many_short_rows(shape, dtype):
     q, scale = sm90("fp8_quantize")(x, "row", None)
     assert torch.equal(scale, due)
     assert torch.equal(q.view(torch.uint8), exact.view(torch.uint8))
+
+
+@pytest.mark.parametrize("shape", [(300, 128), (5, 2048), (2, 40000)])
+@pytest.mark.parametrize("granularity", ["row", "1x128"])
+def test_fp8_quantize_clears_counters_for_the_next_launch(shape, granularity):
+    x = normal(*shape, dtype=BF16)
+    exact, due = families["fp8_quantize"][0].backends["ref"].run(x, granularity, None)
+    q, scale = torch.empty_like(exact), torch.empty_like(due)
+    counters = torch.full((6,), 7, dtype=torch.int32)
+    index = ["tensor", "row", "1x128"].index(granularity)
+    kernels.fp8_quantize_between(x, q, scale, counters[1:5], index, False, False)
+    assert counters.tolist() == [7, 0, 0, 0, 0, 7]
+    assert torch.equal(q.view(torch.uint8), exact.view(torch.uint8))
+    with pytest.raises(ValueError, match="`counters` may be in use"):
+        kernels.fp8_quantize_between(x, q, scale, counters[1:5], index, True, False)
+    with pytest.raises(ValueError, match="`counters` must have shape"):
+        kernels.fp8_quantize_between(x, q, scale, counters, index, False, False)
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "row", "1x128"])

@@ -69,6 +69,8 @@ def check_halves(
     else:
         ids = change(ids)
         rest = (ids, experts, None, None)
+        if counters:  # `up` clears them
+            routing = (None, None, torch.full((4,), 7, dtype=torch.int32))
     middle = torch.full((ids.numel(), inner), torch.nan, dtype=dtype)
     out = torch.full((ids.numel(), hidden), torch.nan, dtype=dtype)
     kernels.moe_up(x, w_up, *routing, None, middle, block, activation, *rest, tile)
@@ -116,6 +118,16 @@ def test_ids_that_the_kernels_route(tile, tokens, change):
     check_halves(tokens, 4, 2, 136, 72, 64, tile=tile, change=change)
 
 
+@pytest.mark.parametrize("lists", [False, True])
+@pytest.mark.parametrize(("multiprocessors", "seed"), [(2, 1), (3, 2), (7, 3)])
+@pytest.mark.parametrize("tile", moe.tiles(64, "down", "bfloat16"))
+def test_turns_of_few_rows(tile, multiprocessors, seed, lists):
+    """Tiles as blocks of threads come to them, of lists or of what they route themselves."""
+    change = None if lists else strays
+    with options(seed=seed, multiprocessors=multiprocessors):
+        check_halves(150, 4, 2, 136, 328, 64, tile=tile, change=change, counters=True)
+
+
 @pytest.mark.parametrize("experts", [1, 33, 200, 512])
 def test_experts_that_the_kernels_route_to(experts):
     check_halves(16, experts, min(experts, 4), 136, 72, 64, change=lambda ids: ids)
@@ -134,8 +146,10 @@ def test_ids_that_the_kernels_do_not_route(experts, shape, block):
         with pytest.raises(ValueError, match="`topk_ids` of the experts here"):
             kernels.moe_up(x, w, *UNROUTED, None, out, block, 0, given, known, None, None)
     used = torch.zeros(1, dtype=torch.int32)
-    with pytest.raises(ValueError, match="all tensors or all None"):
+    with pytest.raises(ValueError, match="`num_tokens_post_padded` must have shape .4. without a"):
         kernels.moe_up(x, w, None, None, used, None, out, block, 0, None, 0, None, None)
+    with pytest.raises(ValueError, match="all tensors or all None"):
+        kernels.moe_up(x, w, None, used, used, None, out, block, 0, None, 0, None, None)
 
 
 @pytest.mark.parametrize("block", [64, 128])

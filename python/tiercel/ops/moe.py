@@ -155,13 +155,17 @@ def run(
     if up_scale is not None:
         # Memory that the routing's kernels do not work in: they may still run when it is written.
         rows, scale = quantize_outputs(x, _granularity(up_scale))
-    routing: tuple[Tensor | None, ...] = (None, None, None)
+    counters = None  # of tiles that blocks of threads take
+    if by_kernels and up_scale is not None:
+        counters = x.new_empty(4, dtype=torch.int32)
+    routing: tuple[Tensor | None, ...] = (None, None, counters)
     of_up: tuple[Tensor | None, int] = (topk_ids, experts)
     if not by_kernels:
         routing = align_for_products(topk_ids, block, everywhere, expert_map)
         of_up = NO_IDS
     if up_scale is not None:
-        fp8_between(x, (rows, scale), _granularity(up_scale), not by_kernels, False)
+        granularity = _granularity(up_scale)
+        fp8_between(x, (rows, scale), granularity, not by_kernels, False, counters)
         scale = of_rows(scale, up_scale)
     # Ids that are no expert's are in no block: with them at hand, `down` zeroes their rows.
     named = (topk_ids, everywhere)

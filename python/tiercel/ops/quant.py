@@ -83,10 +83,15 @@ def _fp8_sm90(x: Tensor, granularity: str, backend: Any) -> tuple[Tensor, Tensor
 
 
 def fp8_between(
-    x: Tensor, made: tuple[Tensor, Tensor], granularity: str, older: bool, next_: bool
+    x: Tensor,
+    made: tuple[Tensor, Tensor],
+    granularity: str,
+    older: bool,
+    next_: bool,
+    counters: Tensor | None = None,
 ) -> None:
     """Of rows or groups, overlapping with the launches before and after it: see fp8_quantize.h."""
-    _C.fp8_quantize_between(x, *made, None, _INDEX[granularity], older, next_)
+    _C.fp8_quantize_between(x, *made, counters, _INDEX[granularity], older, next_)
 
 
 def _fp8_static_sm90(x: Tensor, scale: Tensor, backend: Any) -> Tensor:
