@@ -108,3 +108,26 @@ def test_the_stub_has_every_function():
     declared = {name for name in public if not (name[0] == "_" and name[1].isupper())}
     present = {name for name in dir(_C) if callable(getattr(_C, name)) and name[:2] != "__"}
     assert declared == present
+
+
+def test_the_stubs_arguments_are_those_of_the_functions():
+    import ast
+    from pathlib import Path
+
+    import tiercel
+
+    def names(function):
+        of = function.args
+        return [one.arg for one in (*of.posonlyargs, *of.args, *of.kwonlyargs)]
+
+    stub = ast.parse((Path(tiercel.__file__).parent / "_C.pyi").read_text()).body
+    functions = [n for n in stub if isinstance(n, ast.FunctionDef) and not n.args.vararg]
+    declared = {n.name: names(n) for n in functions}
+    signatures = {name: getattr(_C, name).__text_signature__ for name in declared}
+    said = {
+        name: names(ast.parse(f"def {name}{text}: ...").body[0])
+        for name, text in signatures.items()
+        if text is not None and text != "(...)"
+    }
+    assert "fused_moe_few_tokens" in said
+    assert said == {name: declared[name] for name in said}
