@@ -169,9 +169,11 @@ def test_ids_of_none_and_the_same_ones(kind, index):
     assert not problem.few().any()
 
 
-def test_nan_and_infinity_stay_in_their_token():
+@pytest.mark.parametrize("k", [4, 8])
+def test_nan_and_infinity_stay_in_their_token(k):
+    """Of 32 ids a value says by its bits whether it is there."""
     for kind in KINDS:
-        problem = Problem(kind)
+        problem = Problem(kind, k=k)
         clean = problem.few()
         problem.x[1, 7], problem.x[3, 0] = float("nan"), float("inf")
         dirty = problem.few()
