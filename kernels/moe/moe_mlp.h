@@ -55,8 +55,8 @@ inline constexpr int64_t kMoeRoutedIds = 1024, kMoeRoutedExperts = 512;
 
 // Of topk_ids itself. For `down`: with them, rows of ids that are no expert's (not within 0 to
 // `experts` - 1, of all devices) are zeroed, since they are in no block. For `down`, and for `up`
-// of float8, they also say that the routing, or what it is to be made of, was made before the
-// launch before this one, so that this one may read it before that has ended.
+// of float8 in blocks of 64, they also say that the routing, or what it is to be made of, was made
+// before the launch before this one, so that this one may read it before that has ended.
 struct MoeIds {
   const TensorView* ids;  // [T, k] int32 or int64, contiguous; or null
   int64_t experts;
