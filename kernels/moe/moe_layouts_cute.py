@@ -51,7 +51,7 @@ class MoeLayouts:
         self.in_turn = block_scaled and self.half >= SCALE_BLOCK
         self.scale_a_half = block_scaled and (self.up or self.in_turn)
         self.quantizes = self.in_turn and self.up
-        # Shared memory that the lists of rows take where warps route; registers, where they quantise.
+        # Shared memory that the lists of rows take in other kernels; and registers in some.
         self.pieces = 1 if pingpong or self.quantizes else min(2, self.width // self.chunk)
         # Threads that copy rows of x.
         self.gatherers = 0 if by_boxes else WARPGROUP if tile_m > EPI else 2 * 32

@@ -180,8 +180,8 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
   TIERCEL_RETURN_IF_ERROR(check_dtype(w_arg, {x.dtype}));
   const bool scaled = x.dtype == DType::kFloat8E4M3;
   const DType of_result = scaled ? DType::kBFloat16 : x.dtype;
-  TIERCEL_RETURN_IF_ERROR(check_dtype(
-      out_arg, {scales.out != nullptr ? DType::kFloat8E4M3 : of_result}));
+  TIERCEL_RETURN_IF_ERROR(
+      check_dtype(out_arg, {scales.out != nullptr ? DType::kFloat8E4M3 : of_result}));
   const int64_t experts = w.shape[0], k = x.shape[1];
   const int64_t rows = out.shape[1];
   // The rows between the halves may be in the routing's order.

@@ -42,9 +42,7 @@ struct MoeRouting {
   const TensorView* num_tokens_post_padded;
   int64_t block_size;
 
-  bool by_kernels() const {
-    return sorted_token_ids == nullptr && expert_ids == nullptr;
-  }
+  bool by_kernels() const { return sorted_token_ids == nullptr && expert_ids == nullptr; }
 };
 
 inline constexpr int64_t kMoeCounters = 4;

@@ -9,11 +9,11 @@ rounded to bfloat16 first.
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from moe_block_scales_cute import MoeBlockScales
 from moe_layouts_cute import EPI, ROW, SCALE_BLOCK, WARPGROUP
+from moe_out_cute import MoeOut
 
 
-class MoeQuantize(MoeBlockScales):
+class MoeQuantize(MoeOut):
     @cute.jit
     def put_out_quantized(
         self,

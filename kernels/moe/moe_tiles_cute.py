@@ -3,11 +3,11 @@
 
 Tiles are numbered a block of the routing after the other, its columns one after the other. Those of
 128 rows are begun in another order: the blocks of an expert one after the other for each column, so
-that those that multiply the same weights come from the L2 at the same time. A block of threads takes whichever
-is next when it is done with one, by a counter in memory: tiles of few rows take less time, memory
-serves some multiprocessors faster than others, and blocks that only count in steps of the grid
-drift apart, until weights are read from memory twice, or some work long after the rest has ended.
-Without a counter they count so all the same.
+that those that multiply the same weights come from the L2 at the same time. A block of threads
+takes whichever is next when it is done with one, by a counter in memory: tiles of few rows take
+less time, memory serves some multiprocessors faster than others, and blocks that only count in
+steps of the grid drift apart, until weights are read from memory twice, or some work long after the
+rest has ended. Without a counter they count so all the same.
 """
 
 import cutlass.cute as cute

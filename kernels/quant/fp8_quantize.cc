@@ -224,8 +224,8 @@ Status fp8_quantize(const TensorView& x, const TensorView& q, const TensorView& 
 }
 
 Status fp8_quantize_between(const TensorView& x, const TensorView& q, const TensorView& scale,
-                            const TensorView* counters, Fp8Granularity granularity,
-                            bool x_is_older, bool starts_next, void* stream) {
+                            const TensorView* counters, Fp8Granularity granularity, bool x_is_older,
+                            bool starts_next, void* stream) {
   Choice choice;
   TIERCEL_RETURN_IF_ERROR(choose(x, q, scale, nullptr, granularity, false, &choice));
   if (counters != nullptr) {

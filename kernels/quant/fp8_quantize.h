@@ -40,8 +40,8 @@ Status fp8_quantize(const TensorView& x, const TensorView& q, const TensorView& 
 // is older than the launch before this one. `counters` [4] int32, contiguous, or null:
 // set to zero, unless x is older.
 Status fp8_quantize_between(const TensorView& x, const TensorView& q, const TensorView& scale,
-                            const TensorView* counters, Fp8Granularity granularity, bool x_is_older, bool starts_next,
-                            void* stream);
+                            const TensorView* counters, Fp8Granularity granularity, bool x_is_older,
+                            bool starts_next, void* stream);
 
 // The same with a scale [1, 1] that is given: q = e4m3(x * (1 / scale)).
 Status fp8_quantize_static(const TensorView& x, const TensorView& scale, const TensorView& q,

@@ -293,7 +293,9 @@ def test_scales_of_the_result_that_do_not_fit():
         kernels.moe_up(*head, q, 128, 0, *rest, torch.zeros(slots, 3))
     with pytest.raises(TypeError, match="`out` must have dtype float8_e4m3fn, got b"):
         kernels.moe_up(*head, q.bfloat16(), 128, 0, *rest, torch.zeros(slots, 2))
-    with pytest.raises(ValueError, match="`out_scale` is of moe_up with scales of blocks and `bloc"):
+    with pytest.raises(
+        ValueError, match="`out_scale` is of moe_up with scales of blocks and `bloc"
+    ):
         kernels.moe_up(*head, q, 64, 0, *rest, torch.zeros(slots, 2))
 
 

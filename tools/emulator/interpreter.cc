@@ -15,8 +15,8 @@ namespace {
 
 constexpr uint64_t kSlice = 4096;       // instructions of a warp before the next one's turn
 constexpr int kMaxIdlePasses = 20'000;  // polls in vain by all warps before it is a deadlock
-// With a seed, after so many a copy completes though not all wait for one: slices that it cuts short
-// look busy where they only poll.
+// With a seed, after so many a copy completes though not all wait for one: slices that it cuts
+// short look busy where they only poll.
 constexpr int kBusyPasses = 64;
 constexpr uint32_t kMaxPollLength = 48;  // instructions of a loop that only polls
 

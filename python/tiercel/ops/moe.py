@@ -115,7 +115,7 @@ def _in_order(block: int, down_scale: Tensor | None) -> bool:
 
 
 def _quantizes(block: int, up_scale: Tensor | None, down_scale: Tensor | None) -> bool:
-    """Whether moe_up's rows are quantised as they are stored: its tiles have whole scales of them."""
+    """Whether moe_up's rows are quantised as they are stored: its tiles have their scales whole."""
     return block == 128 and block_scaled(up_scale) and block_scaled(down_scale)
 
 
