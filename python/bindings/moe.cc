@@ -159,7 +159,8 @@ PyObject* MoeLoad(PyObject*, PyObject* device) { return Load(device, LoadAll); }
   {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, \
    name                                                                                        \
    "(x, w, sorted_token_ids, expert_ids, num_tokens_post_padded, weights, out, block_size, "   \
-   "activation, topk_ids, experts, x_scale, w_scale, config=None, /)\n--\n\n" text}
+   "activation, topk_ids, experts, x_scale, w_scale, config=None, out_scale=None, "            \
+   "/)\n--\n\n" text}
 
 #define TIERCEL_FEW                                                           \
   "(x, w_up, w_down, w_up_scale, w_down_scale, topk_weights, topk_ids, out, " \

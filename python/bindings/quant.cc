@@ -168,7 +168,7 @@ PyMethodDef functions[] = {
     TIERCEL_FAST("fp8_quantize_plan", Fp8QuantizePlanOf, "(x, q, scale, partial, granularity, /)",
                  "Checks the arguments as a launch does and returns the configuration."),
     TIERCEL_FAST("fp8_quantize_between", Fp8QuantizeBetween,
-                 "(x, q, scale, partial, granularity, x_is_older, starts_next, /)",
+                 "(x, q, scale, counters, granularity, x_is_older, starts_next, /)",
                  "Of rows or groups, overlapping with the launches before and after it."),
     TIERCEL_FAST("fp8_quantize_static", Fp8QuantizeStatic, "(x, scale, q, /)",
                  "The same with a scale that is given; fills `q`."),
