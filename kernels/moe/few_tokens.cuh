@@ -13,10 +13,11 @@
 //    group's warps, whose sums meet in shared memory. Up's results go to global memory as bfloat16.
 //  - three quarters of up's units are dealt out; the rest goes to whoever is free, since
 //    multiprocessors do not load equally fast and all wait for the last one.
-//  - each block quantises all rows between the halves, a warp a row. With more than kFewWaits of
-//    them it takes each as soon as it is there, which the values say themselves: while memory is
-//    busy a word takes more than a microsecond to a block and back, and a barrier takes three of
-//    these. Of few rows the barrier is as fast, and asking for them would only keep memory busier.
+//  - each block quantises all rows between the halves, a warp a row, as soon as they are there,
+//    which the values say themselves: while memory is busy a word takes more than a microsecond to
+//    a block and back, and a barrier takes three of these. Up to kFewWaits rows it first waits for
+//    a count of blocks, since asking for few rows all the time would only keep memory busier; what
+//    was stored before a block counted itself need not be there yet, so no block waits for stores.
 //  - it multiplies them with 16 rows of w_down of every expert, and so has all k terms of 16
 //    columns of y to add up.
 // Results are those of the launches that this one replaces, but for the order of float32 sums
@@ -29,6 +30,7 @@
 #include "kernels/activation/functions.cuh"
 #include "kernels/moe/few_tokens_grid.cuh"
 #include "kernels/moe/few_tokens_kernels.h"
+#include "kernels/moe/few_tokens_loader.cuh"
 #include "kernels/moe/few_tokens_rows.cuh"
 #include "kernels/sm90/ahead.h"
 #include "kernels/sm90/async_copy.cuh"
@@ -36,29 +38,6 @@
 #include "kernels/sm90/ring.cuh"
 
 namespace tiercel {
-
-struct alignas(16) FewShared {
-  uint64_t full[kFewMaxSlots], empty[kFewMaxSlots];
-  uint64_t known[kFewKnown];  // which unit of up is the next but so many
-  int unit[kFewKnown];        // -1: none
-  int taken;                  // units of this block
-  unsigned before;            // few_arrived when the launch began
-  int expert[kFewIds];
-  int count[kFewIds];
-  int element[kFewIds][kFewColumns];
-  int token[kFewIds][kFewColumns];
-  uint32_t largest[kFewIds];  // of a row
-  float weight[kFewIds];
-  float result[kFewIds][kFewRows];
-};
-
-struct FewRing {
-  int slot = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ void advance(int by, int slots) {
-    for (slot += by; slot >= slots; slot -= slots) phase ^= 1;
-  }
-};
 
 // c += a b of a 16x32 and a 32x8 matrix, words as those of 16-bit elements in warp_matrix.cuh.
 __device__ __forceinline__ void multiply_e4m3(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2,
@@ -103,25 +82,19 @@ __global__ void __launch_bounds__(kFewThreads, 1)
   float* const down_scales = reinterpret_cast<float*>(shared + args.down_scales_offset);
   float* const row_scales = reinterpret_cast<float*>(shared + args.row_scales_offset);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  unsigned before = 0;
-  if (warp == kFewWarps && lane < kFewMaxSlots) {
-    static_assert(kFewKnown == kFewMaxSlots);
-    mbarrier_init(&s.full[lane], 1);
-    mbarrier_init(&s.empty[lane], kGroupWarps);
-    mbarrier_init(&s.known[lane], 1);
-    mbarrier_init_fence();
-    if (lane == 0) {
-      asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(before) : "l"(&few_arrived));
-    }
-  }
-  if (warp < kFewWarps) {
-    const int lines = (args.hidden * 2 + 127) / 128;
-    for (int i = threadIdx.x; i < args.tokens * lines; i += kFewWarps * 32) {
-      prefetch_l2(args.x + i / lines * args.x_row + i % lines * 128);
-    }
+  if (warp == kFewWarps) {
+    load_few_weights(args, s, ring, lane);
+    return;
   }
   FewRouting routing;
-  routing.make(args, lane);
+  const int64_t asked = routing.ask(args, lane);
+  for (int row = 0; row < args.tokens; ++row) {
+#pragma unroll 1
+    for (int byte = threadIdx.x * 128; byte < args.hidden * 2; byte += kFewWarps * 32 * 128) {
+      prefetch_l2(args.x + row * args.x_row + byte);
+    }
+  }
+  routing.make(args, asked, lane);
   // Every warp writes the same, so that none waits for another.
   if (routing.leads()) s.expert[routing.entry] = routing.id;
   __syncwarp();
@@ -129,65 +102,8 @@ __global__ void __launch_bounds__(kFewThreads, 1)
   const int units = routing.entries * expert_units;
   const int tiles = args.hidden / kFewRows;
   const int my_tiles = blockIdx.x < tiles ? (tiles - 1 - blockIdx.x) / gridDim.x + 1 : 0;
-  const int dealt = units / static_cast<int>(gridDim.x) * 3 / 4;
+  const int dealt = few_dealt(units);
   FewRing at;
-
-  if (warp == kFewWarps) {
-    if (lane == 0) s.before = before;
-    __syncwarp();
-    asm volatile("bar.arrive 2, %0;" ::"n"(kFewThreads) : "memory");
-    if (lane != 0) return;
-    FewGrid& grid = few_grids[before >> 30];
-    // No more on their way than memory needs to be busy: behind the others, what warps load
-    // themselves would wait.
-    FewRing landed;
-    int on_their_way = 0;
-    const auto load = [&](const char* from, int bytes) {
-      mbarrier_wait(&s.empty[at.slot], at.phase ^ 1);
-      if (on_their_way == args.in_flight) {
-        mbarrier_wait(&s.full[landed.slot], landed.phase);
-        landed.advance(1, args.slots);
-      } else {
-        ++on_their_way;
-      }
-      mbarrier_expect(&s.full[at.slot], bytes);
-      bulk_load(ring + at.slot * args.slot_bytes, from, bytes, &s.full[at.slot]);
-      at.advance(1, args.slots);
-    };
-    int taken = 0;
-    const auto take = [&](int unit) {
-      s.unit[taken % kFewKnown] = unit;
-      mbarrier_arrive(&s.known[taken % kFewKnown]);
-      ++taken;
-      const int entry = unit / expert_units;
-      const int i = (unit - entry * expert_units) * 8;
-      const char* from = args.w_up + s.expert[entry] * args.up_expert;
-      load(from + static_cast<int64_t>(i) * args.hidden, 8 * args.hidden);
-      load(from + static_cast<int64_t>(args.inner_size + i) * args.hidden, 8 * args.hidden);
-    };
-    // The first units are dealt out, the last quarter goes to whoever comes for it: multiprocessors
-    // do not load equally fast, and all wait for the last one. No copy waits for the first ticket.
-    if (dealt > 0) take(blockIdx.x);
-    int ticket = atomicAdd(&grid.taken, 1);
-    while (taken < dealt) take(blockIdx.x + taken * gridDim.x);
-    for (int unit; (unit = dealt * gridDim.x + ticket) < units; take(unit)) {
-      ticket = atomicAdd(&grid.taken, 1);
-    }
-    s.taken = taken;
-    for (int i = 0; i < kGroups; ++i) {
-      s.unit[(taken + i) % kFewKnown] = -1;
-      mbarrier_arrive(&s.known[(taken + i) % kFewKnown]);
-    }
-    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-      for (int entry = 0; entry < routing.entries; ++entry) {
-        load(args.w_down + s.expert[entry] * args.down_expert +
-                 static_cast<int64_t>(tile) * kFewRows * args.inner_size,
-             kFewRows * args.inner_size);
-      }
-    }
-    wait_for_few_grid(before);
-    return;
-  }
 
   if (warp == 0) {
     if (routing.leads()) s.count[routing.entry] = routing.count;
@@ -236,7 +152,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
   FewGrid& grid = few_grids[s.before >> 30];
   if (warp == kFewWarps - 1) {
     clear_few_grid(s.before);
-    if (!args.waits && lane == 0) arrive_at_few_grid();
+    if (lane == 0) arrive_at_few_grid();
   }
 
   int turn = 0;  // of this group's units
@@ -342,11 +258,11 @@ __global__ void __launch_bounds__(kFewThreads, 1)
   }
   if (blockIdx.x >= tiles) {
     multipliers_sync();
-    if (args.waits && threadIdx.x == 0) arrive_at_few_grid();
+    if (args.waits && threadIdx.x == 0) end_up(grid);
     return;
   }
   take_inner<kScales>(grid, routing.valid, args.tokens * args.per_token, args.inner_size, rows,
-                      args.inner_size + kFewPad, row_scales, args.waits, s.before);
+                      args.inner_size + kFewPad, row_scales, args.waits);
   async_copy_wait<0>();
   multipliers_sync();
   at = FewRing();

@@ -23,17 +23,15 @@ struct FewRouting {
   int entries;
   unsigned valid;  // a bit an element
 
-  __device__ __forceinline__ void make(const FewTokensArgs& args, int lane) {
-    id = -1;
-    if (lane < args.tokens * args.per_token) {
-      if (args.id_words == 2) {
-        const int64_t wide = static_cast<const int64_t*>(args.ids)[lane];
-        if (wide >= 0 && wide < args.experts) id = static_cast<int>(wide);
-      } else {
-        const int narrow = static_cast<const int*>(args.ids)[lane];
-        if (narrow >= 0 && narrow < args.experts) id = narrow;
-      }
-    }
+  // This lane's id as it lies in memory; -1: none.
+  static __device__ __forceinline__ int64_t ask(const FewTokensArgs& args, int lane) {
+    if (lane >= args.tokens * args.per_token) return -1;
+    return args.id_words == 2 ? static_cast<const int64_t*>(args.ids)[lane]
+                              : static_cast<const int*>(args.ids)[lane];
+  }
+
+  __device__ __forceinline__ void make(const FewTokensArgs& args, int64_t asked, int lane) {
+    id = asked >= 0 && asked < args.experts ? static_cast<int>(asked) : -1;
     valid = __ballot_sync(kFullWarp, id >= 0);
     const unsigned same = __match_any_sync(kFullWarp, id);
     const unsigned before = (1u << lane) - 1;
@@ -57,7 +55,8 @@ __device__ unsigned few_arrived;
 
 // What blocks of a launch share, by those bits when it begins; zero then.
 struct FewGrid {
-  int taken;  // units of up that went to whoever came
+  int taken;       // units of up that went to whoever came
+  unsigned ended;  // blocks whose units of up are over, if they say so: a hint that orders nothing
   // Rows between the halves, bfloat16 with all bits flipped: 0, which would be a NaN that no
   // conversion makes, is what is not there yet. So whoever reads a row needs no other sign.
   uint4 inner[kFewInner / 8];
@@ -72,7 +71,7 @@ __device__ __forceinline__ void clear_few_grid(unsigned before) {
   for (unsigned i = blockIdx.x * 32 + lane; i < kFewInner / 8; i += gridDim.x * 32) {
     grid.inner[i] = make_uint4(0, 0, 0, 0);
   }
-  if (blockIdx.x == 0 && lane == 0) grid.taken = 0;
+  if (blockIdx.x == 0 && lane == 0) grid.taken = 0, grid.ended = 0;
   __syncwarp();
 }
 
@@ -90,6 +89,17 @@ __device__ __forceinline__ void wait_for_few_grid(unsigned before) {
   do {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(&few_arrived) : "memory");
   } while ((before ^ now) >> 30 == 0);
+}
+
+// By a thread of each block, and for all of them: then rows are there, or are on their way.
+__device__ __forceinline__ void end_up(FewGrid& grid) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(&grid.ended) : "memory");
+}
+__device__ __forceinline__ void wait_for_ends(const FewGrid& grid) {
+  unsigned now;
+  do {
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(&grid.ended) : "memory");
+  } while (now < gridDim.x);
 }
 
 __device__ __forceinline__ void store_inner(FewGrid& grid, int at, uint32_t bits) {

@@ -16,7 +16,7 @@ inline constexpr int kFewWarps = 16;   // that multiply, in groups that share a 
 inline constexpr int kFewGroups = 4;
 inline constexpr int kFewThreads = (kFewWarps + 1) * 32;
 inline constexpr int kFewInFlight = 48 * 1024;  // bytes on their way to a multiprocessor
-inline constexpr int kFewWaits = 16;            // T * k up to which blocks wait for all
+inline constexpr int kFewWaits = 16;            // T * k up to which blocks wait for their count
 inline constexpr int kFewPad = 64;              // behind a row of x: other banks for the next one
 inline constexpr int kFewMaxSlots = 16;
 inline constexpr int kFewKnown = 16;  // units whose numbers are on their way
@@ -44,7 +44,7 @@ struct FewTokensArgs {
   // Shared memory: the ring's slots and their bytes; where other things begin.
   int slots, slot_bytes;
   int in_flight;  // slots that copies are on their way to, at most
-  bool waits;     // blocks wait for all before they read rows between the halves, not for each row
+  bool waits;     // for a count of blocks, before rows between the halves are asked for
   int x_offset, down_scales_offset, row_scales_offset;
 };
 

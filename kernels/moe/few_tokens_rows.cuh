@@ -90,9 +90,8 @@ __device__ __forceinline__ void take_rows(const char* from, int64_t from_row, in
 
 // Rows between the halves to shared memory, likewise, as soon as they are there: a warp a row.
 template <FewScales kScales>
-__device__ __forceinline__ void take_inner(const FewGrid& grid, unsigned valid, int rows,
-                                           int columns, char* to, int to_row, float* scales,
-                                           bool waits, unsigned before) {
+__device__ __forceinline__ void take_inner(FewGrid& grid, unsigned valid, int rows, int columns,
+                                           char* to, int to_row, float* scales, bool waits) {
   constexpr int kHold = kFewInnerMost / 256;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, vectors = columns / 8;
   Eight<BFloat16Source> hold[kHold];
@@ -111,8 +110,8 @@ __device__ __forceinline__ void take_inner(const FewGrid& grid, unsigned valid, 
   multipliers_sync();  // who reads x's rows, before others take their place
   if (waits) {
     if (threadIdx.x == 0) {
-      arrive_at_few_grid();
-      wait_for_few_grid(before);
+      end_up(grid);
+      wait_for_ends(grid);
     }
     multipliers_sync();
     ask_all(warp);

@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+// The warp of fused_moe for few tokens that brings the weights, and what it shares with the others.
+#ifndef KERNELS_MOE_FEW_TOKENS_LOADER_CUH_
+#define KERNELS_MOE_FEW_TOKENS_LOADER_CUH_
+
+#include <cstdint>
+
+#include "kernels/moe/few_tokens_grid.cuh"
+#include "kernels/moe/few_tokens_kernels.h"
+#include "kernels/sm90/ring.cuh"
+
+namespace tiercel {
+
+struct alignas(16) FewShared {
+  uint64_t full[kFewMaxSlots], empty[kFewMaxSlots];
+  uint64_t known[kFewKnown];  // which unit of up is the next but so many
+  int unit[kFewKnown];        // -1: none
+  int taken;                  // units of this block
+  unsigned before;            // few_arrived when the launch began
+  int expert[kFewIds];
+  int count[kFewIds];
+  int element[kFewIds][kFewColumns];
+  int token[kFewIds][kFewColumns];
+  uint32_t largest[kFewIds];  // of a row
+  float weight[kFewIds];
+  float result[kFewIds][kFewRows];
+};
+
+struct FewRing {
+  int slot = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void advance(int by, int slots) {
+    for (slot += by; slot >= slots; slot -= slots) phase ^= 1;
+  }
+};
+
+// Of so many units of up, those that each block is dealt.
+__device__ __forceinline__ int few_dealt(int units) {
+  return units / static_cast<int>(gridDim.x) * 3 / 4;
+}
+
+// All that one warp does. Before the first copy comes only what it needs, in time as in the code,
+// whose lines have to be fetched, too.
+__device__ __forceinline__ void load_few_weights(const FewTokensArgs& args, FewShared& s,
+                                                 char* ring, int lane) {
+  FewRouting routing;
+  const int64_t asked = routing.ask(args, lane);
+  unsigned before = 0;
+  if (lane == 0) {
+    static_assert(kFewKnown == kFewMaxSlots);
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(before) : "l"(&few_arrived));
+    // By one lane at constant addresses: lanes take turns at this, 48 of which take a microsecond.
+#pragma unroll
+    for (int i = 0; i < kFewMaxSlots; ++i) {
+      mbarrier_init(&s.full[i], 1);
+      mbarrier_init(&s.empty[i], kFewWarps / kFewGroups);
+      mbarrier_init(&s.known[i], 1);
+    }
+    mbarrier_init_fence();
+  }
+  routing.make(args, asked, lane);
+  if (routing.leads()) s.expert[routing.entry] = routing.id;
+  __syncwarp();
+  const int expert_units = args.inner_size / 8;
+  const int units = routing.entries * expert_units;
+  const int tiles = args.hidden / kFewRows;
+  FewRing at;
+  // No more on their way than memory needs to be busy: behind the others, what warps load
+  // themselves would wait.
+  FewRing landed;
+  int on_their_way = 0;
+  const auto load = [&](const char* from, int bytes) {
+    mbarrier_wait(&s.empty[at.slot], at.phase ^ 1);
+    if (on_their_way == args.in_flight) {
+      mbarrier_wait(&s.full[landed.slot], landed.phase);
+      landed.advance(1, args.slots);
+    } else {
+      ++on_their_way;
+    }
+    mbarrier_expect(&s.full[at.slot], bytes);
+    bulk_load(ring + at.slot * args.slot_bytes, from, bytes, &s.full[at.slot]);
+    at.advance(1, args.slots);
+  };
+  int taken = 0, entry = 0, first_unit = 0;  // the last unit's entry, and the first of its units
+  const auto take = [&](int unit) {
+    s.unit[taken % kFewKnown] = unit;
+    mbarrier_arrive(&s.known[taken % kFewKnown]);
+    ++taken;
+    for (; unit >= first_unit + expert_units; first_unit += expert_units) ++entry;
+    const int i = (unit - first_unit) * 8;
+    const char* from = args.w_up + s.expert[entry] * args.up_expert;
+    load(from + static_cast<int64_t>(i) * args.hidden, 8 * args.hidden);
+    load(from + static_cast<int64_t>(args.inner_size + i) * args.hidden, 8 * args.hidden);
+  };
+  // The first units are dealt out, the last quarter goes to whoever comes for it: multiprocessors
+  // do not load equally fast, and all wait for the last one. No copy waits for the first ticket.
+  const int dealt = few_dealt(units);
+  if (lane == 0 && dealt > 0) take(blockIdx.x);
+  if (lane == 0) s.before = before;
+  __syncwarp();
+  asm volatile("bar.arrive 2, %0;" ::"n"(kFewThreads) : "memory");
+  if (lane != 0) return;
+  FewGrid& grid = few_grids[before >> 30];
+  int ticket = atomicAdd(&grid.taken, 1);
+  while (taken < dealt) take(blockIdx.x + taken * gridDim.x);
+  for (int unit; (unit = dealt * gridDim.x + ticket) < units; take(unit)) {
+    ticket = atomicAdd(&grid.taken, 1);
+  }
+  s.taken = taken;
+  for (int i = 0; i < kFewGroups; ++i) {
+    s.unit[(taken + i) % kFewKnown] = -1;
+    mbarrier_arrive(&s.known[(taken + i) % kFewKnown]);
+  }
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    for (int e = 0; e < routing.entries; ++e) {
+      load(args.w_down + s.expert[e] * args.down_expert +
+               static_cast<int64_t>(tile) * kFewRows * args.inner_size,
+           kFewRows * args.inner_size);
+    }
+  }
+  wait_for_few_grid(before);
+}
+
+}  // namespace tiercel
+
+#endif  // KERNELS_MOE_FEW_TOKENS_LOADER_CUH_
