@@ -117,10 +117,20 @@ struct BackwardShape {
   int vectors;  // a thread, of a row
   int rows;     // a thread, at once
   int cluster;
-  int threads;    // a block, about
-  int stages;     // a team's, of a row each
-  int ahead = 0;  // rows a team asks for beyond those, before it may read them
+  int threads;        // a block, about
+  int stages;         // a team's, of a row each
+  int ahead = 0;      // rows a team asks for beyond those, before it may read them
+  bool even = false;  // whether a few blocks fewer take part where the rows divide among them
 };
+
+// As many blocks as there is room for, or up to a thirty-second fewer, with the same number of rows
+// each: 128 of 132 for a power of two of rows. 0 if no such number divides the rows.
+int even_blocks(int64_t rows, int blocks) {
+  for (int count = blocks; count * 32 >= blocks * 31; --count) {
+    if (rows % count == 0) return count;
+  }
+  return 0;
+}
 
 const NormBackwardKernel* backward_kernel(const NormProblem& problem, const BackwardShape& shape) {
   int count = 0;
@@ -145,6 +155,11 @@ BackwardShape backward_shape(const NormProblem& problem, int64_t vectors) {
   if (!problem.wide) return clustered({narrow_element ? 8 : 16, 1, 1, kNormNarrowThreads, 1});
   const bool layer = problem.kind == NormKind::kLayer;
   if (vectors <= (narrow_element ? 32 : 64)) {
+    const bool most = problem.rows >= int64_t{1024} * problem.multiprocessors;
+    const bool heads = narrow_element && !layer && vectors > 8 && vectors <= 16;
+    if (most && heads && even_blocks(problem.rows, problem.multiprocessors) > 0) {
+      return {2, 1, 1, kNormMaxThreads, 3, 3, true};
+    }
     return {2, 1, 1, layer && narrow_element ? kNormMaxThreads : 384, 3};
   }
   if (!narrow_element) {
@@ -156,7 +171,7 @@ BackwardShape backward_shape(const NormProblem& problem, int64_t vectors) {
   }
   // A layer norm's block has room for two of the longest rows of two tensors, not of three.
   if (layer && vectors > 1056 && problem.streams == 2) {
-    return clustered({4, 1, 1, kNormMaxThreads, 2});
+    return clustered({4, 1, 1, kNormMaxThreads, 2, vectors <= 2048 ? 1 : 0, true});
   }
   if (vectors > 4096) {
     const BackwardShape shape = clustered({2, 2, 1, kNormMaxThreads, 4});
@@ -166,8 +181,12 @@ BackwardShape backward_shape(const NormProblem& problem, int64_t vectors) {
   // Three vectors a thread where that leaves no more of them idle than two.
   const bool threes = 3 * threads_for(vectors, 3, 32) <= 2 * threads_for(vectors, 2, 32);
   if (layer) {
-    if (vectors <= 1056 && threes) return {3, 1, 1, vectors > 96 ? kNormMaxThreads : 384, 2};
     const bool many = problem.rows >= int64_t{64} * problem.multiprocessors;
+    // Whole teams of 96 or 128 threads; beside such blocks there is room for norm_reduce.
+    if (many && problem.streams == 2 && (vectors == 384 || vectors == 512)) {
+      return {4, 1, 1, 384, 2, 0, true};
+    }
+    if (vectors <= 1056 && threes) return {3, 1, 1, vectors > 96 ? kNormMaxThreads : 384, 2};
     if (many && vectors > 96 && vectors <= 256) return {4, 1, 1, 384, 2, vectors <= 128 ? 2 : 0};
     // Two rows a thread leave no room for a second team.
     if (vectors > 512 && vectors <= 896) return {4, 1, 1, kNormMaxThreads, 2};
@@ -249,7 +268,9 @@ NormChoice<NormBackwardKernel> choose_norm_backward(const NormProblem& problem) 
     // all of them: of 132 on 120.
     const int multiprocessors =
         shape.cluster > 2 ? problem.multiprocessors * 10 / 11 : problem.multiprocessors;
-    const int blocks = std::max(1, multiprocessors / shape.cluster);
+    const int most_blocks = std::max(1, multiprocessors / shape.cluster);
+    const int even = shape.even ? even_blocks(problem.rows, most_blocks) : 0;
+    const int blocks = even > 0 ? even : most_blocks;
     const int64_t most_teams = std::max(1, shape.threads / team_threads);
     const int64_t teams_of_rows =
         std::max<int64_t>(1, ceil_div(ceil_div(problem.rows, rows_per_team), blocks));

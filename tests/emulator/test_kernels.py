@@ -185,20 +185,24 @@ def test_layer_norm_far_from_zero(columns, dtype):
     "shape",
     [
         *((5, 33), (700, 64), (3, 1000), (900, 768), (70, 4096), (600, 4096), (2, 9001)),
-        *((3, 16_400), (70, 17_000)),
+        *((3, 16_400), (70, 17_000), (256, 9000)),
     ],
 )
 def test_norm_backward(shape, dtype):
     """Of 600 rows blocks have whole tiles, and share what is left; of 70 long ones clusters have
-    several, one after the other."""
+    several, one after the other. 128 blocks divide 256 long ones among them."""
     check_norm_backward(shape, dtype)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_norm_backward_on_few_multiprocessors(dtype):
-    """A cluster has more tiles than there is room for sums of."""
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((9, 17_000), F32), ((9, 17_000), BF16), ((515, 3072), BF16), ((8192, 128), BF16)],
+)
+def test_norm_backward_on_few_multiprocessors(shape, dtype):
+    """A cluster has more tiles than there is room for sums of. The others are many rows for so few
+    blocks."""
     with options(multiprocessors=8):
-        check_norm_backward((9, 17_000), dtype)
+        check_norm_backward(shape, dtype)
 
 
 def check_norm_backward(shape, dtype):

@@ -102,6 +102,20 @@ def test_most_calls_have_kernels_of_their_own():
         assert "norm_forward" in forward(16384, 4096, **kind)["kernel"]
 
 
+@pytest.mark.parametrize(
+    ("rows", "parts"), [(16384, 128), (16000, 128), (13100, 131), (16381, 132)]
+)
+@pytest.mark.parametrize("columns", [3072, 4096, 16384])
+def test_blocks_that_divide_the_rows_evenly(rows, columns, parts):
+    got = backward(rows, columns, op="layer_norm")
+    assert got["parts"] == got["grid"] == parts
+
+
+def test_blocks_of_very_many_short_rows():
+    assert backward(262_144, 128)["parts"] == 128
+    assert backward(262_143, 128)["parts"] == 132
+
+
 def test_the_kernel_is_the_kinds():
     assert "Layer" in backward(100, 1024, op="layer_norm")["kernel"]
     assert "Rms" in backward(100, 1024)["kernel"]
