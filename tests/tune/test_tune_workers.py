@@ -9,14 +9,18 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tiercel.tune import TuneError
 from tiercel.tune.board import StoreBoard
+from tiercel.tune.command import _agree
 from tiercel.tune.problem import name_of
+from tiercel.tune.shared import Place
 
 HERE = Path(__file__).parent
 COMMAND = ["nvfp4-linear", "--problem", "N=4096,K=4096", "--num-tokens", "1", "8", "--quick"]
@@ -39,18 +43,19 @@ def place(tmp_path):
     return env | {"TUNE_DELAY": "0.05"}, ["tune", *COMMAND, *more]
 
 
-def workers(place, count, port):
+def worker(place, rank, count, port):
     env, args = place
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "tiercel", *args],
-            env=env | address | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(count)
-    ]
+    return subprocess.Popen(
+        [sys.executable, "-m", "tiercel", *args],
+        env=env | address | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def workers(place, count, port):
+    return [worker(place, rank, count, port) for rank in range(count)]
 
 
 def finish(processes):
@@ -88,10 +93,7 @@ def test_three_share_the_work(place, tmp_path):
 def test_a_dead_ones_share_is_taken_over(place, tmp_path):
     victim = 1
     processes = workers(place, 3, free_port())
-    deadline = time.monotonic() + 60
-    while ranks_so_far(tmp_path).get(str(victim), 0) < 5:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(tmp_path, victim)
     processes[victim].send_signal(signal.SIGKILL)
     codes, said = finish(processes)
     assert codes[victim] == -signal.SIGKILL
@@ -112,8 +114,12 @@ def test_a_dead_ones_share_is_taken_over(place, tmp_path):
         assert name_of(row["best"]["candidate"]) == name_of(best)
 
 
-def ranks_so_far(tmp_path):
-    return ranks(tmp_path) if (tmp_path / "log").exists() else {}
+def wait_for(tmp_path, rank):
+    """Until this worker has checked a few candidates."""
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "log").exists() or ranks(tmp_path)[str(rank)] < 5:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_torchrun_starts_them_again(place, tmp_path):
@@ -131,20 +137,35 @@ def test_torchrun_starts_them_again(place, tmp_path):
     assert "trials are in the journal already" in result.stdout
 
 
-def test_workers_that_differ_are_refused(place, tmp_path):
-    port = free_port()
+def test_the_worker_that_differs_is_refused(place, tmp_path):
+    """It is not the one whose store the others use, even where it comes first."""
     env, args = place
-    # The store is the first ones': their sweep may not end before the other worker has come.
-    first = workers((env, [*args, "--num-tokens", "1", "2", "4", "8", "16"]), 2, port)[0:2]
-    first[1].kill()
-    first[1].communicate()
-    other = workers((env, [*args, "--num-tokens", "2"]), 2, port)
-    other[0].kill()
-    other[0].communicate()
-    said = other[1].communicate(timeout=120)[0].decode()
-    first[0].kill()
-    first[0].communicate()
-    assert other[1].returncode == 2 and "workers differ" in said, said
+    port = free_port()
+    other = worker((env, [*args, "--num-tokens", "2"]), 1, 2, port)
+    # Its sweep may not end before the other worker has come.
+    first = worker((env, [*args, "--num-tokens", "1", "2", "4", "8", "16"]), 0, 2, port)
+    (refused, ended), said = finish([other, first])
+    assert refused == 2 and "workers differ: rank 0 runs" in said[0], said
+    assert ended == 0 and "wrote" in said[1], said
+
+
+def test_rank_0_says_what_is_measured():
+    store = SimpleNamespace(store=torch.distributed.HashStore())
+    facts = {"gpu": "g", "tiercel": "0", "commit": "c"}
+    with ThreadPoolExecutor() as pool:
+        early = pool.submit(_agree, store, Place(1, 2, 1), "mine", facts)
+        time.sleep(0.2)
+        _agree(store, Place(0, 2, 0), "what all run", facts)
+        with pytest.raises(TuneError, match="rank 0 runs `what all run .*this one `mine "):
+            early.result()
+
+
+def test_workers_without_their_store_say_so(place, tmp_path):
+    processes = workers(place, 2, free_port())
+    wait_for(tmp_path, 1)
+    processes[0].kill()
+    codes, said = finish(processes)
+    assert codes[1] == 2 and "store is gone" in said[1] and "Traceback" not in said[1], said
 
 
 def test_half_of_torchruns_environment_is_named(monkeypatch, capsys):

@@ -40,7 +40,7 @@ def tune(args: argparse.Namespace) -> int:
     facts = bench.facts()
     same = {name: facts[name] for name in ("gpu", "tiercel", "commit")}
     folder = args.output.with_name(args.output.name + ".journal")
-    with _alone(folder, where.worker):
+    with _alone(folder, where.worker), shared.one_line_without_store(where):
         journal = Journal(folder, where.worker, same)
         try:
             groups, records = _measure(args, tunable, work, total, bench, journal, where)
@@ -105,7 +105,7 @@ def _measure(
         heart = Heart(shared.connect(where), where.worker, lease=args.lease)
     try:
         if heart is not None:
-            _agree(heart, repeat(args), bench.facts())
+            _agree(heart, where, repeat(args), bench.facts())
         board = _board(heart, "sweep", [batch.name for batch in work])
         trials = [batch.trial(c) for batch in work for c in batch.candidates]
         known = sum(trial in journal.records for trial in trials)
@@ -131,12 +131,18 @@ def _measure(
             heart.stop()
 
 
-def _agree(heart: Heart, command: str, facts: dict[str, str]) -> None:
-    """All workers must measure the same on the same kind of GPU, with the same kernels."""
+def _agree(heart: Heart, where: shared.Place, command: str, facts: dict[str, str]) -> None:
+    """All workers must measure the same on the same kind of GPU, with the same kernels.
+
+    Rank 0 says what, whoever comes first: if it left, its store would leave with it.
+    """
     mine = " | ".join((command, facts["gpu"], facts["tiercel"], facts["commit"]))
-    first = heart.store.compare_set("what", "", mine).decode()
+    if where.rank == 0:
+        heart.store.set("what", mine)
+        return
+    first = heart.store.get("what").decode()
     if first != mine:
-        raise TuneError(f"workers differ: the first one runs `{first}`, this one `{mine}`")
+        raise TuneError(f"workers differ: rank 0 runs `{first}`, this one `{mine}`")
 
 
 def _board(heart: Heart | None, prefix: str, names: Sequence[str]) -> Board:

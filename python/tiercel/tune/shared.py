@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,3 +60,21 @@ def connect(where: Place) -> Any:
     run = os.environ.get("TORCHELASTIC_RUN_ID", "run")
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"tiercel_tune/{run}/{restart}", store)
+
+
+@contextlib.contextmanager
+def one_line_without_store(where: Place) -> Iterator[None]:
+    """A store that goes while workers need it is what the user hears of, not the call that met it."""
+    if where.world == 1:
+        yield
+        return
+    import torch.distributed as dist
+
+    try:
+        yield
+    except dist.DistError as error:
+        reason = str(error).partition("\n")[0]
+        raise TuneError(
+            f"the workers' store is gone, rank 0 with it? ({reason}); "
+            "run the command again to go on"
+        ) from error
