@@ -216,6 +216,7 @@ def test_plot_without_matplotlib(monkeypatch, record, tmp_path):
 
 def test_what_a_plot_shows(record):
     rows = [record(), record("quack", 0.004), record("torch", family="limits", op="copy")]
+    rows.append(record("deepgemm", part="its two grouped products"))
     shown, compute = plot.series(rows)
     assert not compute
     assert shown == {"tiercel": [(200000.0, 100.0)], "quack": [(400000.0, 100.0)]}

@@ -14,6 +14,7 @@ from tiercel.bench.peers import deepgemm
 
 BENCHES = ops.load()
 HALF = {"T": 9, "E": 4, "k": 2, "H": 256, "I": 128, "bs": 8}
+MANY = {"T": 150, "E": 2, "k": 2, "H": 256, "I": 256, "act": "silu", "weights": "same"}
 GROUPS = {"M": 70, "E": 3, "N": 24, "K": 40, "aligned": False}
 
 
@@ -79,6 +80,66 @@ def test_deepgemm_gets_rows_by_their_group(monkeypatch):
     case, inputs, *_ = solved("grouped_gemm", GROUPS)
     with pytest.raises(Unsupported, match="multiples of 128"):
         adapter(case, inputs)
+
+
+def _deepgemm_product(kinds):
+    """A product that holds its arguments against what DeepGEMM takes."""
+
+    def multiply(a, w, out, of_rows):
+        blocks = of_rows.view(-1, 128)
+        assert of_rows.dtype == torch.int32 and int(blocks[:, 0].min()) >= 0
+        # Of each block one expert; padding only at its end.
+        assert bool(((blocks == blocks[:, :1]) | (blocks == -1)).all())
+        assert bool((blocks[:, 1:] >= 0).le(blocks[:, :-1] >= 0).all())
+        if isinstance(a, tuple):
+            (a, a_scale), (w, w_scale) = a, w
+            assert a_scale.stride() == (1, len(a)) and w_scale.is_contiguous()
+            w = w.float() * w_scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+            a = a.float() * a_scale.repeat_interleave(128, 1)
+        kinds.append(tuple(w.shape[1:]))
+        out.fill_(torch.nan)  # what padding gets is nobody's
+        for expert in range(len(w)):
+            out[of_rows == expert] = (a[of_rows == expert].float() @ w[expert].float().T).bfloat16()
+
+    return multiply
+
+
+@pytest.mark.parametrize("weights", ["same", "float8_blocks"])
+def test_deepgemm_s_products_beside_fused_moe(monkeypatch, weights):
+    kinds = []
+    kind = "fp8" if weights == "float8_blocks" else "bf16"
+    name = f"m_grouped_{kind}_gemm_nt_contiguous"
+    fake = types.SimpleNamespace(**{name: _deepgemm_product(kinds)})
+    monkeypatch.setattr(deepgemm, "module", lambda: fake)
+    params = MANY | {"weights": weights}
+    inputs = BENCHES["fused_moe"].make(Case("moe", "fused_moe", "bfloat16", params), "cpu", 0)
+    adapter = adapters.load()["deepgemm"]["fused_moe"]
+    launch = adapter(Case("moe", "fused_moe", "bfloat16", params), inputs)
+    assert not launch.exact and launch.details["part"]
+    outputs = launch.run()
+    assert kinds == [(512, 256), (256, 256)]  # the whole of w_up and of w_down
+    rows = int((inputs["topk_ids"].flatten().bincount() + 127).div(128).floor().sum()) * 128
+    assert [tuple(out.shape) for out in outputs] == [(rows, 512), (rows, 256)]
+    assert 1e-4 < launch.check(outputs).rms < 4e-3
+    for spoiled in range(2):
+        wrong = [out.clone() for out in outputs]
+        wrong[spoiled][0, 7] += 1
+        with pytest.raises(WrongResult):
+            launch.check(tuple(wrong))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "changed", "reason"),
+    [
+        ("float16", {}, "it takes"),
+        ("bfloat16", {"weights": "float8"}, "it takes"),
+        ("bfloat16", {"T": 100}, "padding"),
+    ],
+)
+def test_deepgemm_s_products_are_for_many_tokens_and_its_scales(dtype, changed, reason):
+    case = Case("moe", "fused_moe", dtype, MANY | changed)
+    with pytest.raises(Unsupported, match=reason):
+        adapters.load()["deepgemm"]["fused_moe"](case, {})
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,15 @@ def rows(record):
     ]
 
 
+def test_a_part_of_an_operator_is_named_and_in_no_summary(rows, record):
+    given = {"exact": False, "ratio": 0.85, "part": "its products"}
+    text = page([*rows, record("deepgemm", 0.0017, **given)])
+    assert "`~`: it is not exact; of deepgemm only its products.\n" in text
+    assert "~1.70 (0.85)" in text
+    assert "| topk_softmax | GPU | bfloat16 | deepgemm" not in text
+    assert "only" not in page(rows)
+
+
 def test_what_it_says(rows):
     text = page(rows)
     head = "| case | dtype | tiercel | GB/s | of limit | quack | torch | vllm |"

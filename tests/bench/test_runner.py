@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from tiercel.bench.launch import Unsupported
+from tiercel.bench.launch import Unsupported, WrongResult
+from tiercel.bench.ops import Error
 from tiercel.bench.runner import Settings, input_sets, run_case
 
 SETTINGS = Settings(warmup=2, iterations=3, rounds=5)
@@ -43,6 +44,28 @@ def test_a_wrong_one_is_never_timed(toy, toy_case, impl, fake_clock):
     assert wrong.rounds == [] and wrong.ratio is None
     assert "fast and wrong" not in {entry[1] for entry in clock.log}
     assert rows["tiercel"].status == "ok"
+
+
+def test_a_part_is_checked_as_what_it_is(toy, toy_case, impl, fake_clock):
+    """By its own check, once called and once from its graph, and wrong by that alone."""
+    seen = []
+
+    def halves(outputs):
+        seen.append(outputs[0].tolist())
+        if seen[-1] != [3.0, 6.0, 9.0, 12.0]:
+            raise WrongResult("not three times")
+        return Error(rms=0.0, maximum=0.0)
+
+    clock = fake_clock({"tiercel": 2.0, "part": 1.0, "twice": 1.0})
+    impls = [
+        impl("tiercel", ours=True),
+        impl("part", 3.0, check=halves, exact=False),
+        impl("twice", 2.0, check=halves, exact=False),
+    ]
+    rows = by_name(run_case(toy, toy_case, impls, clock, SETTINGS, "cpu"))
+    assert rows["part"].status == "ok" and rows["part"].ratio == 0.5
+    assert len(seen) == 3  # the last of them the other's
+    assert (rows["twice"].status, rows["twice"].reason) == ("wrong", "not three times")
 
 
 def test_a_graph_that_does_nothing_is_wrong(toy, toy_case, impl, fake_clock):

@@ -27,6 +27,8 @@ class Launch:
         strict: Whether the outputs must be the reference's own where others may choose (ties).
         slack: Relative error in the inputs that the implementation's method amounts to.
         graph: Whether it can be captured in a CUDA graph.
+        check: Compares the outputs where they are not the operator's, but those of the part of it
+            that `details["part"]` names: (outputs) -> the error; raises WrongResult.
         details: What ran, for the record.
     """
 
@@ -36,6 +38,7 @@ class Launch:
     strict: bool = False
     slack: float = 0.0
     graph: bool = True
+    check: Callable[[tuple[Any, ...]], Any] | None = None
     details: dict[str, Any] = field(default_factory=dict)
 
 

@@ -19,7 +19,8 @@ def series(rows: Sequence[Record]) -> tuple[Series, bool]:
 
     Operators that only move data have no use for that: their points are GB/s by bytes moved.
     """
-    good = [r for r in rows if r["status"] == "ok" and r["gbps"] and r["family"] != "limits"]
+    whole = [r for r in rows if r["family"] != "limits" and "part" not in r]
+    good = [r for r in whole if r["status"] == "ok" and r["gbps"]]
     compute = bool(good) and all(r["tflops"] is not None for r in good)
     found: Series = {}
     for record in good:

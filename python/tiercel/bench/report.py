@@ -120,6 +120,8 @@ def _op(op: str, host: bool, rows: list[Record]) -> str:
         note += "; `†`: by events around a loop of calls, since no graph holds them"
     if any(r.get("other_run") for r in rows):
         note += "; `‡`: of another run than ours, which lacked it"
+    parts = {(r["impl"], r["part"]) for r in rows if "part" in r}
+    note += "".join(f"; of {impl} only {part}" for impl, part in sorted(parts))
     note += ".\n\n"
     return title + note + _markdown([*head, *peers], lines, numbers_from=2)
 

@@ -33,7 +33,7 @@ def result_line(record: Record) -> str:
     if record["ratio"] is not None:
         words.append(f"{record['ratio']:.2f}x")
     if not record["exact"]:
-        words.append("not exact")
+        words.append(f"only {record['part']}" if "part" in record else "not exact")
     return "  ".join(words)
 
 
@@ -65,7 +65,7 @@ def summary_rows(records: Iterable[Record]) -> list[tuple[str, ...]]:
         if best is not None and timing != "host":
             ratios.setdefault((op, timing, dtype, "fastest exact peer"), []).append(best["ratio"])
         for name, row in rows.items():
-            if row.get("ratio") is not None:
+            if row.get("ratio") is not None and "part" not in row:
                 ratios.setdefault((op, timing, dtype, name), []).append(row["ratio"])
 
     def place(key: tuple[str, str, str, str]) -> tuple[str, int, int, str]:

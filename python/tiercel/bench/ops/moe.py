@@ -141,7 +141,7 @@ class _Wide:
         return self._weights[expert].double()
 
 
-def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error:
+def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch | None) -> Error:
     """In units of the dtype's rounding: one between the halves, one of each expert's output, one of
     the sum, of values whose mean square is the result's times k at most."""
     import torch
@@ -241,15 +241,18 @@ def _half_reference(name: str, case: Any, inputs: Inputs, *sizes: int) -> Any:
     return getattr(ref, name)(*arguments, **scales)
 
 
-def _check_half(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error:
-    """Of what is given as float8 nothing is rounded but the result."""
-    like = {"x": outputs[0].new_empty(0)}
-    return _check(like, expected, outputs, launch)
+def check_product(expected: Any, result: Any) -> Error:
+    """One product's result, of a half or a peer's: of float8 operands nothing is rounded but it."""
+    return _check({"x": result.new_empty(0)}, expected, (result,), None)
 
 
 def _half_bytes(matrices: int, case: Any) -> int:
     element = _ELEMENT if case["weights"] == "same" else 1
     return int(element * active(case) * matrices * case["I"] * case["H"])
+
+
+def _check_half(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error:
+    return check_product(expected, *outputs)
 
 
 _HALF = _PARAMS | {"bs": 64, "weights": "same"}
