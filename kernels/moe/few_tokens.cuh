@@ -8,7 +8,8 @@
 //    copies: 8 rows of the first half of w_up and the 8 of the second that go with them (a unit);
 //    then 16 rows of w_down of each expert. It needs no x, so it runs ahead of all that follows,
 //    but with no more on their way than keep memory busy.
-//  - meanwhile 16 warps quantise x into shared memory. They multiply in four groups, each with
+//  - meanwhile 16 warps quantise x, asked for right behind the ids, into shared memory. They
+//    multiply in four groups (w_down of 5 to 8 experts: eight, which is one turn), each with
 //    units of its own: a unit's 16 rows by mma.sync with up to 8 tokens, K divided between the
 //    group's warps, whose sums meet in shared memory. Up's results go to global memory as bfloat16.
 //  - three quarters of up's units are dealt out; the rest goes to whoever is free, since
@@ -32,7 +33,6 @@
 #include "kernels/moe/few_tokens_kernels.h"
 #include "kernels/moe/few_tokens_loader.cuh"
 #include "kernels/moe/few_tokens_rows.cuh"
-#include "kernels/sm90/ahead.h"
 #include "kernels/sm90/async_copy.cuh"
 #include "kernels/sm90/float_format.cuh"
 #include "kernels/sm90/ring.cuh"
@@ -69,6 +69,15 @@ __device__ __forceinline__ float few_activation(int which, float a, float b) {
   }
 }
 
+// Warps that multiply, divided into groups that share a unit, and a warp's place there.
+template <int kGroups>
+struct FewTeam {
+  static constexpr int groups = kGroups, warps = kFewWarps / kGroups;
+  int group, member;
+  __device__ __forceinline__ explicit FewTeam(int warp)
+      : group(warp / warps), member(warp % warps) {}
+};
+
 template <FewScales kScales>
 __global__ void __launch_bounds__(kFewThreads, 1)
     fused_moe_few_tokens(const __grid_constant__ FewTokensArgs args) {
@@ -88,12 +97,9 @@ __global__ void __launch_bounds__(kFewThreads, 1)
   }
   FewRouting routing;
   const int64_t asked = routing.ask(args, lane);
-  for (int row = 0; row < args.tokens; ++row) {
-#pragma unroll 1
-    for (int byte = threadIdx.x * 128; byte < args.hidden * 2; byte += kFewWarps * 32 * 128) {
-      prefetch_l2(args.x + row * args.x_row + byte);
-    }
-  }
+  FewX x;
+  x.ask(args);
+  if (threadIdx.x < kFewIds) s.largest[threadIdx.x] = 0;
   routing.make(args, asked, lane);
   // Every warp writes the same, so that none waits for another.
   if (routing.leads()) s.expert[routing.entry] = routing.id;
@@ -114,20 +120,6 @@ __global__ void __launch_bounds__(kFewThreads, 1)
     }
   }
   const int hidden_groups = args.hidden / 128, inner_groups = args.inner_size / 128;
-  const int down_many = kBlocks ? inner_groups : kFewRows;
-  for (int set = warp; set < my_tiles * routing.entries; set += kFewWarps) {
-    const int turn = set / routing.entries, entry = set - turn * routing.entries;
-    const int tile = blockIdx.x + turn * gridDim.x;
-    const float* from =
-        args.down_scale + static_cast<int64_t>(s.expert[entry]) * args.down_scale_expert;
-    float* to = down_scales + set * down_many;
-    for (int j = lane; j < down_many; j += 32) {
-      const int row = kBlocks ? tile / 8 : tile * kFewRows + j;
-      async_copy_4(shared_address(to + j), from + row * args.down_scale_step + (kBlocks ? j : 0),
-                   true);
-    }
-  }
-  async_copy_commit();
   const int group = warp / kGroupWarps, member = warp % kGroupWarps;
   const int g = lane / 4, t = lane % 4;
   // Scales of a unit's rows of weights, or of their blocks along K, a lane each; those of the first
@@ -146,9 +138,24 @@ __global__ void __launch_bounds__(kFewThreads, 1)
   float first_scale = 1.0f, second_scale = 1.0f;
   if (group < dealt) ask_scales(blockIdx.x + group * gridDim.x, &first_scale, &second_scale);
   asm volatile("bar.sync 2, %0;" ::"n"(kFewThreads) : "memory");
-  take_rows<kScales>(args.x, args.x_row, args.tokens, args.hidden, rows, args.hidden + kFewPad,
-                     row_scales, s.largest);
+  x.take<kScales>(rows, args.hidden + kFewPad, row_scales, s.largest);
   multipliers_sync();
+  const int down_many = kBlocks ? inner_groups : kFewRows;
+  if (group == kGroups - 1) {  // whose first unit comes last
+    for (int set = member; set < my_tiles * routing.entries; set += kGroupWarps) {
+      const int turn = set / routing.entries, entry = set - turn * routing.entries;
+      const int tile = blockIdx.x + turn * gridDim.x;
+      const float* from =
+          args.down_scale + static_cast<int64_t>(s.expert[entry]) * args.down_scale_expert;
+      float* to = down_scales + set * down_many;
+      for (int j = lane; j < down_many; j += 32) {
+        const int row = kBlocks ? tile / 8 : tile * kFewRows + j;
+        async_copy_4(shared_address(to + j), from + row * args.down_scale_step + (kBlocks ? j : 0),
+                     true);
+      }
+    }
+  }
+  async_copy_commit();
   FewGrid& grid = few_grids[s.before >> 30];
   if (warp == kFewWarps - 1) {
     clear_few_grid(s.before);
@@ -164,8 +171,9 @@ __global__ void __launch_bounds__(kFewThreads, 1)
   };
   // The products of one unit's 16 rows, which lie in one slot or in two; the sums of the group's
   // warps, which share the columns, in the warp that returns true.
-  const auto multiply = [&](int row_bytes, bool in_two, int row_of_g, int row_a, int row_b,
-                            float first_blocks, float second_blocks, int groups, float (&sum)[4]) {
+  const auto multiply = [&](auto team, int row_bytes, bool in_two, int row_of_g, int row_a,
+                            int row_b, float first_blocks, float second_blocks, int groups,
+                            float (&sum)[4]) {
     const char* b_at = rows + row_of_g * (row_bytes + kFewPad) + t * 16;
     float c[4] = {0.0f, 0.0f, 0.0f, 0.0f}, d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     const int one = at.slot;
@@ -180,7 +188,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
       at.advance(1, args.slots);
     }
 #pragma unroll 1
-    for (int at_byte = member * 128; at_byte < row_bytes; at_byte += kGroupWarps * 128) {
+    for (int at_byte = team.member * 128; at_byte < row_bytes; at_byte += team.warps * 128) {
       const uint4 low[2] = {*reinterpret_cast<const uint4*>(low_at + at_byte),
                             *reinterpret_cast<const uint4*>(low_at + at_byte + 64)};
       const uint4 high[2] = {*reinterpret_cast<const uint4*>(high_at + at_byte),
@@ -207,19 +215,20 @@ __global__ void __launch_bounds__(kFewThreads, 1)
     }
     __syncwarp();
     if (lane == 0) {
-      mbarrier_arrive(&s.empty[one]);
-      if (in_two) mbarrier_arrive(&s.empty[other]);
+      // A slot's barrier counts the warps of a group as they are for up.
+      mbarrier_arrive(&s.empty[one], kGroupWarps / team.warps);
+      if (in_two) mbarrier_arrive(&s.empty[other], kGroupWarps / team.warps);
     }
-    at.advance((kGroups - 1) * (in_two ? 2 : 1), args.slots);
-    float4* const mine = parts + (group * 2 + turn % 2) * (kGroupWarps * 32);
-    mine[member * 32 + lane] = make_float4(c[0] + d[0], c[1] + d[1], c[2] + d[2], c[3] + d[3]);
-    asm volatile("bar.sync %0, %1;" ::"r"(3 + group), "n"(kGroupWarps * 32) : "memory");
-    const bool ends = turn % kGroupWarps == member;
+    at.advance((team.groups - 1) * (in_two ? 2 : 1), args.slots);
+    float4* const mine = parts + (team.group * 2 + turn % 2) * (team.warps * 32);
+    mine[team.member * 32 + lane] = make_float4(c[0] + d[0], c[1] + d[1], c[2] + d[2], c[3] + d[3]);
+    asm volatile("bar.sync %0, %1;" ::"r"(3 + team.group), "n"(team.warps * 32) : "memory");
+    const bool ends = turn % team.warps == team.member;
     ++turn;
     if (!ends) return false;
     sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
 #pragma unroll
-    for (int w = 0; w < kGroupWarps; ++w) {
+    for (int w = 0; w < team.warps; ++w) {
       const float4 part = mine[w * 32 + lane];
       sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
     }
@@ -238,8 +247,8 @@ __global__ void __launch_bounds__(kFewThreads, 1)
     const auto token = [&](int column) { return s.token[entry][column < count ? column : 0]; };
     const int row_a = token(2 * t), row_b = token(2 * t + 1);
     float sum[4];
-    if (!multiply(args.hidden, true, token(g), row_a, row_b, first_scale, second_scale,
-                  hidden_groups, sum)) {
+    if (!multiply(FewTeam<kGroups>(warp), args.hidden, true, token(g), row_a, row_b, first_scale,
+                  second_scale, hidden_groups, sum)) {
       continue;
     }
     const int i = from_i + g;
@@ -271,41 +280,50 @@ __global__ void __launch_bounds__(kFewThreads, 1)
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     FewRing next = at;
     next.advance(routing.entries, args.slots);
-    at.advance(group, args.slots);
-    for (int entry = group; entry < routing.entries; entry += kGroups) {
-      const int count = s.count[entry];
-      const auto element = [&](int column) {
-        return s.element[entry][column < count ? column : 0];
-      };
-      const int row_a = element(2 * t), row_b = element(2 * t + 1);
-      float sum[4];
-      float blocks = 1.0f;
-      if constexpr (kBlocks) {
-        blocks = tile_scales[entry * inner_groups + min(lane, inner_groups - 1)];
-      }
-      if (!multiply(args.inner_size, false, element(g), row_a, row_b, blocks, blocks, inner_groups,
-                    sum)) {
-        continue;
-      }
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        if (2 * t + j >= count) continue;
-        const int row = j == 0 ? row_a : row_b;
-        const float weight = s.weight[row];
-        float low = sum[j], high = sum[2 + j];
-        if constexpr (!kBlocks) {
-          low *= row_scales[row] * tile_scales[entry * kFewRows + g];
-          high *= row_scales[row] * tile_scales[entry * kFewRows + 8 + g];
+    const auto multiply_entries = [&](auto team) {
+      at.advance(team.group, args.slots);
+      for (int entry = team.group; entry < routing.entries; entry += team.groups) {
+        const int count = s.count[entry];
+        const auto element = [&](int column) {
+          return s.element[entry][column < count ? column : 0];
+        };
+        const int row_a = element(2 * t), row_b = element(2 * t + 1);
+        float sum[4];
+        float blocks = 1.0f;
+        if constexpr (kBlocks) {
+          blocks = tile_scales[entry * inner_groups + min(lane, inner_groups - 1)];
         }
-        s.result[row][g] = BFloat16::from_bits(BFloat16::to_bits(low * weight));
-        s.result[row][8 + g] = BFloat16::from_bits(BFloat16::to_bits(high * weight));
+        if (!multiply(team, args.inner_size, false, element(g), row_a, row_b, blocks, blocks,
+                      inner_groups, sum)) {
+          continue;
+        }
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          if (2 * t + j >= count) continue;
+          const int row = j == 0 ? row_a : row_b;
+          const float weight = s.weight[row];
+          float low = sum[j], high = sum[2 + j];
+          if constexpr (!kBlocks) {
+            low *= row_scales[row] * tile_scales[entry * kFewRows + g];
+            high *= row_scales[row] * tile_scales[entry * kFewRows + 8 + g];
+          }
+          s.result[row][g] = BFloat16::from_bits(BFloat16::to_bits(low * weight));
+          s.result[row][8 + g] = BFloat16::from_bits(BFloat16::to_bits(high * weight));
+        }
       }
+    };
+    // One turn of twice the groups is shorter than two.
+    if (routing.entries > kGroups && routing.entries <= 2 * kGroups) {
+      multiply_entries(FewTeam<2 * kGroups>(warp));
+    } else {
+      multiply_entries(FewTeam<kGroups>(warp));
     }
     at = next;
     multipliers_sync();
     const int token = threadIdx.x / kFewRows, column = threadIdx.x % kFewRows;
     if (token < args.tokens) {
       float sum = 0.0f;
+#pragma unroll 8
       for (int e = token * args.per_token; e < (token + 1) * args.per_token; ++e) {
         if (routing.valid >> e & 1) sum += s.result[e][column];
       }

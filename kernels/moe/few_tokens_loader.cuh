@@ -78,7 +78,7 @@ __device__ __forceinline__ void load_few_weights(const FewTokensArgs& args, FewS
       ++on_their_way;
     }
     mbarrier_expect(&s.full[at.slot], bytes);
-    bulk_load(ring + at.slot * args.slot_bytes, from, bytes, &s.full[at.slot]);
+    bulk_load_once(ring + at.slot * args.slot_bytes, from, bytes, &s.full[at.slot]);
     at.advance(1, args.slots);
   };
   int taken = 0, entry = 0, first_unit = 0;  // the last unit's entry, and the first of its units

@@ -24,69 +24,78 @@ __device__ __forceinline__ void store_e4m3(char* to, const Eight<BFloat16Source>
 }
 
 // Rows of x to shared memory as fp8_quantize makes them, by all warps that multiply: eights of
-// values, whichever row they are of, a thread each. `largest` is room for a word a row.
-template <FewScales kScales>
-__device__ __forceinline__ void take_rows(const char* from, int64_t from_row, int rows, int columns,
-                                          char* to, int to_row, float* scales, uint32_t* largest) {
-  constexpr int kHold = 2, kThreads = kFewWarps * 32;
-  const int vectors = columns / 8, all = rows * vectors;
-  const int step_rows = kThreads / vectors, step_places = kThreads - step_rows * vectors;
-  const int first_row = threadIdx.x / vectors, first_place = threadIdx.x - first_row * vectors;
-  if (kScales == FewScales::kRows) {
-    if (threadIdx.x < rows) largest[threadIdx.x] = 0;
-    multipliers_sync();
-  }
+// values, whichever row they are of, a thread each.
+struct FewX {
+  static constexpr int kHold = 2, kThreads = kFewWarps * 32;
+  const char* from;
+  int64_t from_row;
+  int rows, vectors, all, step_rows, step_places, row, place;
   Eight<BFloat16Source> hold[kHold];
-  // Calls what(i, row, place) for each of the kHold vectors from `row`, `place` on, which move on.
-  const auto each = [&](int& row, int& place, auto&& what) {
+
+  // Calls what(i, r, p) for each of the kHold vectors from row r, place p on, which move on.
+  template <typename What>
+  __device__ __forceinline__ void each(int& r, int& p, What&& what) {
 #pragma unroll
     for (int i = 0; i < kHold; ++i) {
-      what(i, row, place);
-      row += step_rows, place += step_places;
-      if (place >= vectors) place -= vectors, ++row;
+      what(i, r, p);
+      r += step_rows, p += step_places;
+      if (p >= vectors) p -= vectors, ++r;
     }
-  };
-  const auto load = [&](int i, int row, int place) {
-    hold[i].clear();
-    if (row < rows) {
-      const uint4 w = __ldcg(reinterpret_cast<const uint4*>(from + row * from_row) + place);
-      hold[i].words[0] = w.x, hold[i].words[1] = w.y, hold[i].words[2] = w.z,
-      hold[i].words[3] = w.w;
-    }
-  };
-  bool loaded = false;
-  if (kScales == FewScales::kRows) {
-    int load_row = first_row, load_place = first_place, row = first_row, place = first_place;
-    for (int base = 0; base < all; base += kHold * kThreads) {
-      each(load_row, load_place, load);
-      each(row, place, [&](int i, int r, int) {
-        if (base + i * kThreads >= all) return;
-        if (vectors % 32 == 0) {
-          const uint32_t most = warp_max(hold[i].largest());
-          if (threadIdx.x % 32 == 0 && r < rows) atomicMax(&largest[r], most);
-        } else if (r < rows) {
-          atomicMax(&largest[r], hold[i].largest());
-        }
-      });
-    }
-    multipliers_sync();
-    loaded = all <= kHold * kThreads;
   }
-  int load_row = first_row, load_place = first_place, row = first_row, place = first_place;
-  for (int base = 0; base < all; base += kHold * kThreads) {
-    if (!loaded) each(load_row, load_place, load);
-    each(row, place, [&](int i, int r, int p) {
-      if (base + i * kThreads >= all) return;
-      constexpr bool kRows = kScales == FewScales::kRows;
-      const float scale = e4m3_scale(kRows ? largest[min(r, rows - 1)]
-                                           : lanes_reduce<16>(hold[i].largest(), Max()));
-      if (r >= rows) return;
-      if (kRows && p == 0) scales[r] = scale;
-      if (!kRows && threadIdx.x % 16 == 0) scales[(r * vectors + p) / 16] = scale;
-      store_e4m3(to + r * to_row + p * 8, hold[i], __frcp_rn(scale));
+  __device__ __forceinline__ void load(int r, int p) {
+    each(r, p, [&](int i, int at_row, int at_place) {
+      hold[i].clear();
+      if (at_row < rows) {
+        const uint4 w = __ldcg(reinterpret_cast<const uint4*>(from + at_row * from_row) + at_place);
+        hold[i].words[0] = w.x, hold[i].words[1] = w.y, hold[i].words[2] = w.z,
+        hold[i].words[3] = w.w;
+      }
     });
   }
-}
+  // Asks for the first of them.
+  __device__ __forceinline__ void ask(const FewTokensArgs& args) {
+    from = args.x, from_row = args.x_row, rows = args.tokens, vectors = args.hidden / 8;
+    all = rows * vectors;
+    step_rows = kThreads / vectors, step_places = kThreads - step_rows * vectors;
+    row = threadIdx.x / vectors, place = threadIdx.x - row * vectors;
+    load(row, place);
+  }
+  // `largest` is room for a word a row, zeros.
+  template <FewScales kScales>
+  __device__ __forceinline__ void take(char* to, int to_row, float* scales, uint32_t* largest) {
+    constexpr bool kRows = kScales == FewScales::kRows;
+    if (kRows) {
+      int r0 = row, p0 = place;
+      for (int base = 0; base < all; base += kHold * kThreads) {
+        if (base > 0) load(r0, p0);
+        each(r0, p0, [&](int i, int r, int) {
+          if (base + i * kThreads >= all) return;
+          if (vectors % 32 == 0) {
+            const uint32_t most = warp_max(hold[i].largest());
+            if (threadIdx.x % 32 == 0 && r < rows) atomicMax(&largest[r], most);
+          } else if (r < rows) {
+            atomicMax(&largest[r], hold[i].largest());
+          }
+        });
+      }
+      multipliers_sync();
+    }
+    const bool again = kRows && all > kHold * kThreads;
+    int r0 = row, p0 = place;
+    for (int base = 0; base < all; base += kHold * kThreads) {
+      if (base > 0 || again) load(r0, p0);
+      each(r0, p0, [&](int i, int r, int p) {
+        if (base + i * kThreads >= all) return;
+        const float scale = e4m3_scale(kRows ? largest[min(r, rows - 1)]
+                                             : lanes_reduce<16>(hold[i].largest(), Max()));
+        if (r >= rows) return;
+        if (kRows && p == 0) scales[r] = scale;
+        if (!kRows && threadIdx.x % 16 == 0) scales[(r * vectors + p) / 16] = scale;
+        store_e4m3(to + r * to_row + p * 8, hold[i], __frcp_rn(scale));
+      });
+    }
+  }
+};
 
 // Rows between the halves to shared memory, likewise, as soon as they are there: a warp a row.
 template <FewScales kScales>

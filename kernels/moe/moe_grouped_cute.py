@@ -179,20 +179,21 @@ class MoeGrouped(MoeQuantize):
                 cute.arch.setmaxregister_decrease(self.loader_registers)
             sizes = (experts, w_rows, k)
             limits = (elements, divide, k * self.dtype.width // 128)
+            weights_at = (second, self.hint_for_weights(experts, elements))
             if const_expr(self.by_boxes):
                 if warp_index == 0:
                     self.load_weights(
-                        *(tma_w, storage, full, empty, routing, place, sizes, second),
+                        *(tma_w, storage, full, empty, routing, place, sizes, weights_at),
                         *(tma_x, x_rows, counter, progress),
                     )
             elif const_expr(self.gatherers == WARPGROUP):
                 self.load_both(
                     *(thread, tma_w, x, x_pieces, storage, full, empty, routing, place, sizes),
-                    *(second, limits, counter),
+                    *(weights_at, limits, counter),
                 )
             elif warp_index == 0:
                 self.load_weights(
-                    *(tma_w, storage, full, empty, routing, place, sizes, second),
+                    *(tma_w, storage, full, empty, routing, place, sizes, weights_at),
                     counter=counter,
                 )
             elif warp_index < 1 + self.gatherers // 32:
@@ -304,11 +305,13 @@ class MoeGrouped(MoeQuantize):
                 real = real | (facts[2 + i] < elements)
             any_real = cute.arch.vote_any_sync(real)
             multiplies = any_real & (expert >= 0)
-            of_columns = (w_scale + Int64(cutlass.max(expert, 0)) * w_scale_expert, w_scale_step)
+            # Zeros of experts that are elsewhere meet no scale or weight, which might be infinite.
+            w_scale_at = w_scale + Int64(cutlass.max(expert, 0)) * w_scale_expert
+            of_columns = (w_scale_at, w_scale_step, rows if expert >= 0 else Int32(0))
             ahead_of = (ahead, routing, place, after, thread, consumer, elements)
-            of_rows = (scales, facts, factors, elements)
+            of_rows = (scales, facts, factors, elements if expert >= 0 else Int32(0))
             first_column = column * self.width
-            of_chunk = (columns_scales, of_columns, first_column, rows, second, thread)
+            of_chunk = (columns_scales, of_columns, first_column, second, thread)
             if const_expr(not looks_ahead):
                 self.scales_of_rows(*of_rows)
                 self.scales_of_columns(*of_chunk)

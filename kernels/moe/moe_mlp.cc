@@ -114,11 +114,7 @@ const MoeMlpKernel* find(bool up, DType dtype, bool block_scaled, MoeActivation 
 }
 
 // What suits a problem that nothing was tuned for.
-MoeTile default_tile(bool up, DType dtype, bool block_scaled, int64_t block) {
-  const bool float8 = dtype == DType::kFloat8E4M3;
-  if (block == 64) return {float8 && !block_scaled && !up ? 64 : 128, 1};
-  return {256, 1};
-}
+MoeTile default_tile(int64_t block) { return {block == 64 ? 128 : 256, 1}; }
 
 bool has_block_scales(const MoeScales& scales) {
   return scales.w != nullptr && scales.w->ndim == 3;
@@ -255,7 +251,7 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
   TIERCEL_RETURN_IF_ERROR(check_rows(x_arg));
   TIERCEL_RETURN_IF_ERROR(check_rows(w_arg));
   TIERCEL_RETURN_IF_ERROR(check_rows(out_arg));
-  const MoeTile chosen = tile.tile_n != 0 ? tile : default_tile(up, x.dtype, block_scaled, block);
+  const MoeTile chosen = tile.tile_n != 0 ? tile : default_tile(block);
   const MoeMlpKernel* kernel = find(up, x.dtype, block_scaled, activation, block, chosen, by_boxes);
   if (kernel == nullptr) {
     return Status::Unimplemented(std::string(op) + ": the configuration block " +

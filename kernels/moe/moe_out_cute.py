@@ -62,7 +62,7 @@ class MoeOut(MoeBlockScales):
                     factors = self.listed_scales(storage, consumer, chunk * self.chunk, lane)
                 elif const_expr(half + chunk > 0):
                     factors = self.columns_scales()
-                    self.scales_of_columns(factors, of_columns, first, rows, second, lane)
+                    self.scales_of_columns(factors, of_columns, first, second, lane)
                 at = half * (self.tile_n // 2) + chunk * (self.chunk // 2)
                 self.finish(piece, acc, factors, scales[half * 2], at, 0)
                 # With few tokens the lower 8 rows of a warp are padding.

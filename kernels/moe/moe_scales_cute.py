@@ -31,9 +31,9 @@ class MoeScales(MoeWideLoads):
                         scales[i] *= (weights + element).load()
 
     @cute.jit
-    def scales_of_columns(self, scales, of_columns, first, rows, second, thread):
+    def scales_of_columns(self, scales, of_columns, first, second, thread):
         """Those of columns from `first` on; of a chunk, or for the list of a tile."""
-        scale, step = of_columns
+        scale, step, rows = of_columns
         if const_expr(self.scaled):
             scales.fill(1.0)
             for i in cutlass.range_constexpr(cute.size(scales, mode=[0])):

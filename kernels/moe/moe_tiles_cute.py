@@ -52,7 +52,7 @@ class MoeTiles(MoeProgress):
 
     @cute.jit
     def claim_next(self, counter, number, grid, tiles):
-        """The same one turn ahead, where the first tiles alone are dealt; waited for, by a warp."""
+        """The tile after `number`, where only the first ones are dealt; waited for, by a warp."""
         taken = number + grid
         if (counter.toint() != 0) & (grid < tiles):
             if cute.arch.lane_idx() == 0:

@@ -30,7 +30,7 @@ class MoeWideLoads(MoeLoads):
         routing,
         place,
         sizes,
-        second,
+        weights_at,
         limits,
         counter,
     ):
@@ -38,7 +38,7 @@ class MoeWideLoads(MoeLoads):
         k_tiles = routing[3]
         rank, first, grid, _, columns = place
         elements, divide, pieces = limits
-        parts = self.parts_of_weights(tma_w, storage, sizes, second)
+        parts = self.parts_of_weights(tma_w, storage, sizes, weights_at)
         step_columns = self.width // self.half  # in halves
         lane, row, piece = thread % 32, thread // 8, thread % 8
         to_x = storage.x.data_ptr().toint() + row * ROW + (piece ^ row % 8) * 16

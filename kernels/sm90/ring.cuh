@@ -33,8 +33,9 @@ __device__ __forceinline__ void mbarrier_expect(uint64_t* barrier, uint32_t byte
       : "memory");
 }
 
-__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier, uint32_t times = 1) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(times)
                : "memory");
 }
 
@@ -70,6 +71,17 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t b
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
           "r"(shared_address(to)),
       "l"(from), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+
+// The same, of bytes that are read once: they leave the L2 before all others.
+__device__ __forceinline__ void bulk_load_once(void* to, const void* from, uint32_t bytes,
+                                               uint64_t* barrier) {
+  constexpr uint64_t kEvictFirst = 0x12F0000000000000;  // as createpolicy makes it, of all bytes
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(kEvictFirst)
       : "memory");
 }
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How tensors cross into tiercel._C, with producers of our own."""
 
+import ast
 import ctypes
+from pathlib import Path
 
 import pytest
 from support.dlpack_tensor import (
@@ -13,6 +15,7 @@ from support.dlpack_tensor import (
     make_capsule,
 )
 
+import tiercel
 from tiercel import _C
 
 _keep = []  # exchange tables must outlive the types that publish them
@@ -111,11 +114,6 @@ def test_the_stub_has_every_function():
 
 
 def test_the_stubs_arguments_are_those_of_the_functions():
-    import ast
-    from pathlib import Path
-
-    import tiercel
-
     def names(function):
         of = function.args
         return [one.arg for one in (*of.posonlyargs, *of.args, *of.kwonlyargs)]

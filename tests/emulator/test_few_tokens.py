@@ -66,12 +66,15 @@ ACTIVATIONS = ("silu", "gelu", "relu", "gelu_residual")
     [
         (1, 4, 1, 128, 128),
         (1, 8, 8, 256, 128),
+        (1, 6, 5, 384, 256),
         (4, 8, 2, 384, 256),
         (3, 2, 1, 256, 640),
         (4, 8, 4, 512, 256),
         (3, 8, 7, 256, 128),  # rows between the halves as they come
         (4, 8, 6, 128, 640),
         (16, 4, 2, 128, 128),  # more than eight elements an expert
+        (2, 16, 8, 256, 128),  # more experts than eight groups take at once
+        (4, 4, 2, 2432, 128),  # x in several passes
     ],
 )
 def test_sizes(kind, tokens, experts, k, hidden, inner):

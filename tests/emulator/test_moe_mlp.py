@@ -56,9 +56,10 @@ def check_halves(
     tile=None,
     change=None,
     counters=False,
+    elsewhere=None,
 ):
     """`change`: of ids, which the kernels then route themselves. `counters`: of tiles taken and of
-    what is stored."""
+    what is stored. `elsewhere`: an expert of another device, whose weights are not to be met."""
     x, w_up, w_down, weights, ids = data(tokens, experts, k, hidden, inner, dtype)
     routing, rest = UNROUTED, REST
     if change is None:
@@ -66,17 +67,18 @@ def check_halves(
         if counters:
             zeros = torch.zeros(2 + routing[1].numel(), dtype=torch.int32)
             routing = (*routing[:2], torch.cat([routing[2], zeros]))
+        if elsewhere is not None:
+            routing[1][routing[1] == elsewhere] = -1
+            weights[ids == elsewhere] = torch.nan
     else:
         ids = change(ids)
         rest = (ids, experts, None, None)
-        if counters:  # `up` clears them
-            routing = (None, None, torch.full((4,), 7, dtype=torch.int32))
     middle = torch.full((ids.numel(), inner), torch.nan, dtype=dtype)
     out = torch.full((ids.numel(), hidden), torch.nan, dtype=dtype)
     kernels.moe_up(x, w_up, *routing, None, middle, block, activation, *rest, tile)
     kernels.moe_down(middle, w_down, *routing, weights.flatten(), out, block, 0, *rest, tile)
     for element, expert in enumerate(ids.flatten().tolist()):
-        if not 0 <= expert < experts:
+        if not 0 <= expert < experts or expert == elsewhere:
             assert not out[element].any()
             continue
         sums = w_up[expert].double() @ x[element // k].double()
@@ -92,6 +94,11 @@ TILES = [(block, tile) for block in (64, 128) for tile in moe.tiles(block, "down
 @pytest.mark.parametrize(("block", "tile"), TILES)
 def test_halves(block, tile, dtype):
     check_halves(150, 3, 2, 328, 360, block, dtype=dtype, tile=tile)
+
+
+@pytest.mark.parametrize(("block", "tile"), TILES)
+def test_an_expert_elsewhere(block, tile):
+    check_halves(70, 3, 2, 136, 72, block, tile=tile, elsewhere=1)
 
 
 @pytest.mark.parametrize(
@@ -116,16 +123,6 @@ CHANGES = [lambda ids: ids, lambda ids: ids * 0 + 1, strays]
 @pytest.mark.parametrize("tile", moe.tiles(64, "down", "bfloat16"))
 def test_ids_that_the_kernels_route(tile, tokens, change):
     check_halves(tokens, 4, 2, 136, 72, 64, tile=tile, change=change)
-
-
-@pytest.mark.parametrize("lists", [False, True])
-@pytest.mark.parametrize(("multiprocessors", "seed"), [(2, 1), (3, 2), (7, 3)])
-@pytest.mark.parametrize("tile", moe.tiles(64, "down", "bfloat16"))
-def test_turns_of_few_rows(tile, multiprocessors, seed, lists):
-    """Tiles as blocks of threads come to them, of lists or of what they route themselves."""
-    change = None if lists else strays
-    with options(seed=seed, multiprocessors=multiprocessors):
-        check_halves(150, 4, 2, 136, 328, 64, tile=tile, change=change, counters=True)
 
 
 @pytest.mark.parametrize("experts", [1, 33, 200, 512])
@@ -190,28 +187,58 @@ def test_float8_of_wide_tiles(tokens, counters, seed):
         check_float8(tokens, 592, 432, 128, (256, 1), True, counters, elsewhere=1)
 
 
-def check_float8(tokens, hidden, inner, block, tile, per_channel, counters=False, elsewhere=None):
-    """`elsewhere`: an expert of another device."""
+@pytest.mark.parametrize("lists", [False, True])
+@pytest.mark.parametrize(("multiprocessors", "seed"), [(1, 4), (2, 1), (3, 2), (7, 3)])
+@pytest.mark.parametrize("tile", moe.tiles(64, "down", "float8_e4m3fn"))
+def test_float8_of_few_rows_in_turns(tile, multiprocessors, seed, lists):
+    """Tiles as blocks of threads come to them, of lists or of what they route themselves."""
+    with options(seed=seed, multiprocessors=multiprocessors):
+        elsewhere = 1 if lists else None
+        check_float8(150, 144, 336, 64, tile, True, True, elsewhere, lists=lists)
+
+
+def check_float8(
+    tokens,
+    hidden,
+    inner,
+    block,
+    tile,
+    per_channel,
+    counters=False,
+    elsewhere=None,
+    lists=True,
+):
+    """`elsewhere`: an expert of another device. Without `lists` the kernels route."""
     x, w_up, w_down, weights, ids = data(tokens, 3, 2, hidden, inner, torch.float32)
-    routing = ref.moe_align_block_size(ids, block, 3)
+    routing, named = ref.moe_align_block_size(ids, block, 3), (None, 0)
     if counters:
         zeros = torch.zeros(2 + len(routing[1]), dtype=torch.int32)
         routing = (*routing[:2], torch.cat([routing[2], zeros]))
+    if not lists:
+        routing, named = (None, None, torch.zeros(4, dtype=torch.int32)), (ids, 3)
     if elsewhere is not None:
         routing[1][routing[1] == elsewhere] = -1
     x, x_scale = float8(x, 1)
     (w_up, up_scale), (w_down, down_scale) = float8(w_up, 2), float8(w_down, 2)
     if not per_channel:
         up_scale, down_scale = up_scale[:, :1].contiguous(), down_scale[:, :1].contiguous()
+    if elsewhere is not None:  # an expert's that is not asked for
+        up_scale[0], down_scale[0] = torch.inf, torch.nan
+        routing[1][routing[1] == 0] = -1
     middle = torch.full((ids.numel(), inner), torch.nan, dtype=torch.bfloat16)
     out = torch.full((ids.numel(), hidden), torch.nan, dtype=torch.bfloat16)
     of_up = tile if tile in moe.tiles(block, "up", "float8_e4m3fn") else None
-    kernels.moe_up(x, w_up, *routing, None, middle, block, 0, None, 0, x_scale, up_scale, of_up)
+    kernels.moe_up(x, w_up, *routing, None, middle, block, 0, *named, x_scale, up_scale, of_up)
     q, q_scale = float8(middle.float(), 1)
-    factors = (weights.flatten(), out, block, 0, None, 0, q_scale, down_scale, tile)
+    if elsewhere is not None:
+        gone = (ids.flatten() == 0) | (ids.flatten() == elsewhere)
+        weights.view(-1)[gone], q_scale[gone] = torch.nan, torch.inf
+    factors = (weights.flatten(), out, block, 0, *named, q_scale, down_scale, tile)
     kernels.moe_down(q, w_down, *routing, *factors)
+    if counters:  # of tiles that were taken
+        assert routing[2][1] > 0 and routing[2][2] > 0
     for element, expert in enumerate(ids.flatten().tolist()):
-        if expert == elsewhere:
+        if elsewhere is not None and expert in (0, elsewhere):
             assert not middle[element].any() and not out[element].any()
             continue
         row = x[element // 2].double() * x_scale[element // 2].double()
@@ -233,11 +260,19 @@ def blocks(w):
 BLOCK_TILES = [(64, (128, 1)), (128, (256, 1))]
 
 
-@pytest.mark.parametrize("tokens", [1, 70])
+@pytest.mark.parametrize(("tokens", "multiprocessors"), [(1, 132), (70, 132), (70, 3)])
 @pytest.mark.parametrize(("block", "tile"), BLOCK_TILES)
-def test_float8_with_scales_of_blocks(tokens, block, tile):
+def test_float8_with_scales_of_blocks(tokens, multiprocessors, block, tile):
+    """The last of them: several tiles a block of threads, in turns."""
+    with options(multiprocessors=multiprocessors):
+        check_scales_of_blocks(tokens, block, tile)
+
+
+def check_scales_of_blocks(tokens, block, tile):
     x, w_up, w_down, weights, ids = data(tokens, 3, 2, 384, 256, torch.float32)
     routing = ref.moe_align_block_size(ids, block, 3)
+    zeros = torch.zeros(2 + len(routing[1]), dtype=torch.int32)
+    routing = (*routing[:2], torch.cat([routing[2], zeros]))
     x, x_scale = ref.fp8_quantize(x, "1x128")
     (w_up, up_scale, up_wide), (w_down, down_scale, down_wide) = blocks(w_up), blocks(w_down)
     middle = torch.full((ids.numel(), 256), torch.nan, dtype=torch.bfloat16)

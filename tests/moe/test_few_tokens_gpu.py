@@ -232,6 +232,26 @@ def test_two_streams_at_once():
         assert all(torch.equal(result, one) for result in found)
 
 
+def test_a_graph_beside_calls_on_another_stream():
+    problems = [Problem("blocks", 4, 64, 8, 1024, 256), Problem("rows", 2, 64, 8, 2048, 512)]
+    due = [problem.few() for problem in problems]
+    streams = [torch.cuda.Stream() for _ in problems]
+    graph, captured = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph, stream=streams[0]):
+        for _ in range(5):
+            captured.append(problems[0].few())
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(20):
+        with torch.cuda.stream(streams[0]):
+            graph.replay()
+        with torch.cuda.stream(streams[1]):
+            found += [problems[1].few() for _ in range(5)]
+    torch.cuda.synchronize()
+    assert all(torch.equal(result, due[0]) for result in captured)
+    assert all(torch.equal(result, due[1]) for result in found)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_every_time(kind):
     problem = Problem(kind, 4, 64, 8, 1024, 512)

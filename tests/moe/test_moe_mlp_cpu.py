@@ -292,7 +292,7 @@ def test_opcheck():
 
 @pytest.mark.parametrize(
     ("elements", "experts", "block"),
-    [(8, 64, 64), (2048, 64, 64), (4096, 64, 128), (32768, 128, 128), (0, 0, 64)],
+    [(8, 64, 64), (3072, 64, 64), (4096, 64, 128), (32768, 128, 128), (0, 0, 64)],
 )
 def test_blocks_by_tokens_of_an_expert(elements, experts, block):
     assert block_size(elements, experts) == block

@@ -102,9 +102,10 @@ def float8(make, **changes):
 
 
 def test_float8(make):
-    assert float8(make)["kernel"] == "moe_down_fp8_64x64_pingpong"
+    assert float8(make)["kernel"] == "moe_down_fp8_64x128_pingpong"
     assert (
-        float8(make, x_scale=make(1), w_scale=make(E, 1))["kernel"] == "moe_down_fp8_64x64_pingpong"
+        float8(make, x_scale=make(1), w_scale=make(E, 1))["kernel"]
+        == "moe_down_fp8_64x128_pingpong"
     )
 
 

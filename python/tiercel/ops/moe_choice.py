@@ -40,7 +40,7 @@ def suits_one_launch(tokens: int, k: int, w_down: Tensor) -> bool:
 def block_size(elements: int, experts: int) -> int:
     """For many tokens, as many rows as a multiprocessor takes at a time; for few, half of that,
     since most are padding."""
-    return 128 if elements > 40 * max(experts, 1) else 64
+    return 128 if elements > 56 * max(experts, 1) else 64
 
 
 # kMoeRoutedIds and kMoeRoutedExperts of moe_mlp.h.
@@ -74,16 +74,13 @@ def heuristic(
     hidden: int,
     inner: int,
     float8: bool = False,
-    block_scaled: bool = False,
 ) -> Choice:
     elements = tokens * k
     block = block_size(elements, experts)
     if block == 128:
         return Choice(block, None, None)
-    if block_scaled:  # whose tiles are all as wide
-        return Choice(block, (128, 1), (128, 1))
     if float8:  # whose tiles of weights have half of the bytes; measured
-        return Choice(block, (128, 1), (64 if elements < 8 * experts else 128, 1))
+        return Choice(block, (128, 1), (128, 1))
     # Experts that tokens come to, where all are as likely: a block each.
     active = experts * (1 - (1 - min(k / max(experts, 1), 1)) ** tokens)
     return Choice(block, *(_tile(active, n) for n in (inner / 32, hidden / 64)))
@@ -123,4 +120,4 @@ def choose(
             return choice
     if one_launch and suits_one_launch(tokens, k, w_down):
         return FEW
-    return heuristic(tokens, k, experts, hidden, inner, float8, block_scaled)
+    return heuristic(tokens, k, experts, hidden, inner, float8)
