@@ -179,7 +179,13 @@ Status prepare(const NormForward& call, int multiprocessors, NormForwardArgs* ar
   args->columns = columns;
   args->slice = choice->slice;
   args->cluster_log2 = log2_of(choice->cluster);
-  const int at_once = choice->kernel->shape == NormShape::kPlain ? 1024 : 2048;  // threads
+  // Threads of a multiprocessor whose rows are asked for ahead: what was fastest on an H200.
+  const NormShape shape = choice->kernel->shape;
+  int at_once = shape == NormShape::kPlain || shape == NormShape::kShort ? 1024 : 2048;
+  if (shape == NormShape::kPlain && call.kind == NormKind::kLayer && choice->kernel->lanes == 0 &&
+      choice->kernel->vectors == 4) {
+    at_once = 512;
+  }
   args->ahead = multiprocessors * std::max(1, at_once / std::max(1, choice->block));
   args->inverse_columns = 1.0f / static_cast<float>(columns);
   args->eps = call.eps;
@@ -237,7 +243,7 @@ Status prepare(const NormBackward& call, int multiprocessors, NormBackwardArgs* 
   args->rows = static_cast<int>(grad_x.count);
   const int rows_per_warp = std::max(1, 32 / choice->threads_per_row);
   const int teams = choice->block / std::max(32, choice->threads_per_row);
-  const int warps_rows = rows_per_warp * choice->parts();
+  const int warps_rows = rows_per_warp * choice->parts() * (choice->paired ? 2 : 1);
   args->rows_of_tiles = warps_rows * teams * choice->kernel->rows;
   args->whole_tiles = args->rows / args->rows_of_tiles;
   args->last_share = (args->rows % args->rows_of_tiles + warps_rows - 1) / warps_rows;
@@ -247,6 +253,7 @@ Status prepare(const NormBackward& call, int multiprocessors, NormBackwardArgs* 
   args->stages = choice->stages;
   args->ahead = choice->stages + choice->ahead;
   args->weight_offset = choice->weight_offset;
+  args->paired = choice->paired;
   args->inverse_columns = 1.0f / static_cast<float>(columns);
   args->eps = call.eps;
   args->weight_float32 = is_float32(call.weight);

@@ -49,7 +49,10 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   __shared__ uint64_t full[kNormMaxWarps * kNormMaxStages];
   __shared__ __align__(16) char pivots[kNormMaxStages][3][16];
 
-  const Team team(args.threads_per_row);
+  constexpr bool kPairs = norm_backward_pairs(Format::kBytes, kWide, kVectors, kRows, kKind);
+  const bool paired = kPairs && args.paired;
+  Team team(args.threads_per_row);
+  if (paired) team.rank = 0, team.blocks = 1;  // of a row's cluster
   const int lane = threadIdx.x % 32;
   const int in_warp = kPartial ? lane / team.lanes : 0;
   const int rows_per_warp = kPartial ? 32 / team.lanes : 1;
@@ -453,6 +456,12 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   }
 
   if (args.partial[0] == nullptr && args.partial[1] == nullptr) return;
+  if constexpr (kPairs) {
+    if (paired) {
+      leave_sums_of_pair(sum_weight, sum_bias, reinterpret_cast<float4*>(shared), args);
+      return;
+    }
+  }
 #pragma unroll
   for (int kind = 0; kind < kKinds; ++kind) {
     if (args.partial[kind] == nullptr) continue;

@@ -117,16 +117,18 @@ struct BackwardShape {
   int vectors;  // a thread, of a row
   int rows;     // a thread, at once
   int cluster;
-  int threads;        // a block, about
-  int stages;         // a team's, of a row each
-  int ahead = 0;      // rows a team asks for beyond those, before it may read them
-  bool even = false;  // whether a few blocks fewer take part where the rows divide among them
+  int threads;         // a block, about
+  int stages;          // a team's, of a row each
+  int ahead = 0;       // rows a team asks for beyond those, before it may read them
+  bool even = false;   // whether a few blocks fewer take part where the rows divide among them
+  bool pairs = false;  // whether two blocks, of a row each, add their sums up
 };
 
 // As many blocks as there is room for, or up to a thirty-second fewer, with the same number of rows
-// each: 128 of 132 for a power of two of rows. 0 if no such number divides the rows.
-int even_blocks(int64_t rows, int blocks) {
-  for (int count = blocks; count * 32 >= blocks * 31; --count) {
+// each: 128 of 132 for a power of two of rows. 0 if no such number divides the rows. Of blocks that
+// go in pairs (`step` 2) an even number.
+int even_blocks(int64_t rows, int blocks, int step = 1) {
+  for (int count = blocks; count * 32 >= blocks * 31; count -= step) {
     if (rows % count == 0) return count;
   }
   return 0;
@@ -165,13 +167,16 @@ BackwardShape backward_shape(const NormProblem& problem, int64_t vectors) {
   if (!narrow_element) {
     if (vectors <= 1024) return {4, 1, 1, 256, 2, layer ? 0 : 4};
     if (!layer && vectors <= 4096) return clustered({4, 1, 1, 256, 3, 4});
-    const BackwardShape shape = clustered({4, 1, 1, kNormMaxThreads, 2, 2});
+    const bool even = layer && vectors > 2048;
+    const BackwardShape shape = clustered({4, 1, 1, kNormMaxThreads, 2, 2, even});
     if (shape.cluster <= kNormMaxCluster) return shape;
     return clustered({8, 1, 1, kNormMaxThreads, 2});
   }
-  // A layer norm's block has room for two of the longest rows of two tensors, not of three.
+  // A layer norm's block has room for two of the longest rows of two tensors, not of three. Blocks
+  // of such rows leave so many sums that it pays to add up those of two first.
   if (layer && vectors > 1056 && problem.streams == 2) {
-    return clustered({4, 1, 1, kNormMaxThreads, 2, vectors <= 2048 ? 1 : 0, true});
+    const bool whole = vectors <= int64_t{4} * kNormMaxThreads;  // a block has a row
+    return clustered({4, 1, 1, kNormMaxThreads, 2, whole ? 1 : 0, true, whole});
   }
   if (vectors > 4096) {
     const BackwardShape shape = clustered({2, 2, 1, kNormMaxThreads, 4});
@@ -183,8 +188,9 @@ BackwardShape backward_shape(const NormProblem& problem, int64_t vectors) {
   if (layer) {
     const bool many = problem.rows >= int64_t{64} * problem.multiprocessors;
     // Whole teams of 96 or 128 threads; beside such blocks there is room for norm_reduce.
-    if (many && problem.streams == 2 && (vectors == 384 || vectors == 512)) {
-      return {4, 1, 1, 384, 2, 0, true};
+    const bool some = problem.rows >= int64_t{30} * problem.multiprocessors;
+    if (problem.streams == 2 && ((many && vectors == 384) || (some && vectors == 512))) {
+      return {4, 1, 1, 384, 2, 0, vectors == 384};
     }
     if (vectors <= 1056 && threes) return {3, 1, 1, vectors > 96 ? kNormMaxThreads : 384, 2};
     if (many && vectors > 96 && vectors <= 256) return {4, 1, 1, 384, 2, vectors <= 128 ? 2 : 0};
@@ -243,6 +249,11 @@ NormChoice<NormForwardKernel> choose_norm_forward(const NormProblem& problem) {
   choice.slice = static_cast<int>(ceil_div(vectors, choice.cluster)) * elements;
   choice.grid = static_cast<int>(problem.rows * choice.cluster);
   choice.kernel = forward_kernel(problem, NormShape::kBlock, 0, per_thread);
+  // Four such blocks on a multiprocessor: five have more on their way than memory likes.
+  if (problem.wide && !small && problem.streams == 2 && element == 2 && per_thread == 2 &&
+      choice.block == 256) {
+    choice.dynamic_smem = 44 * 1024;
+  }
   return choice;
 }
 
@@ -268,8 +279,10 @@ NormChoice<NormBackwardKernel> choose_norm_backward(const NormProblem& problem) 
     // all of them: of 132 on 120.
     const int multiprocessors =
         shape.cluster > 2 ? problem.multiprocessors * 10 / 11 : problem.multiprocessors;
-    const int most_blocks = std::max(1, multiprocessors / shape.cluster);
-    const int even = shape.even ? even_blocks(problem.rows, most_blocks) : 0;
+    choice.paired = shape.pairs && problem.rows >= multiprocessors && multiprocessors > 1;
+    const int step = choice.paired ? 2 : 1;
+    const int most_blocks = std::max(1, multiprocessors / shape.cluster) / step * step;
+    const int even = shape.even ? even_blocks(problem.rows, most_blocks, step) : 0;
     const int blocks = even > 0 ? even : most_blocks;
     const int64_t most_teams = std::max(1, shape.threads / team_threads);
     const int64_t teams_of_rows =
@@ -291,6 +304,7 @@ NormChoice<NormBackwardKernel> choose_norm_backward(const NormProblem& problem) 
         static_cast<int>(std::max<int64_t>(choice.weight_offset + weight, 116 * 1024));
     const int64_t tiles = std::max<int64_t>(1, ceil_div(problem.rows, rows_per_team * teams));
     choice.grid = static_cast<int>(std::min<int64_t>(blocks, tiles)) * shape.cluster;
+    if (choice.paired) choice.cluster = 2;
     choice.kernel = kernel;
     return choice;
   }

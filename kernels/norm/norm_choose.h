@@ -32,6 +32,7 @@ struct NormChoice {
   int stages = 0;         // backward
   int ahead = 0;          // backward: rows that a team asks for beyond its stages'
   int weight_offset = 0;  // backward
+  bool paired = false;    // backward: a cluster's two blocks have rows of their own
 
   int parts() const { return grid / cluster; }
 };

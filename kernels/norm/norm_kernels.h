@@ -55,6 +55,11 @@ constexpr int norm_plain_blocks(int vectors, bool warp) {
   return 1024 / norm_plain_threads(vectors, warp);
 }
 
+// Whether two blocks of norm_backward can add their sums up before they leave them.
+constexpr bool norm_backward_pairs(int element, bool wide, int vectors, int rows, NormKind kind) {
+  return wide && element == 2 && vectors == 4 && rows == 1 && kind == NormKind::kLayer;
+}
+
 // When a thread of norm_forward reads its part of weight and bias: when it needs it; with x, where
 // they have x's type; or with x whatever their type.
 enum class NormParameters { kLate, kPacked, kFloats };
@@ -145,6 +150,7 @@ struct NormBackwardArgs {
   int rows_of_tiles;  // of a tile of each block
   int ahead;          // rows that a team asks for before it may read them
   int last_share;     // what a block has in a last tile, in rows that a warp has at once; or 0
+  bool paired;        // clusters are of two blocks with rows of their own, which add their sums up
 };
 
 struct NormReduceArgs {

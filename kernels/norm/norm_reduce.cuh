@@ -76,6 +76,53 @@ __device__ __forceinline__ void leave_sums(float (&sums)[kVectors][kElements], c
   }
 }
 
+// The same of two blocks of a cluster, a row a block: each sends the other every second vector's
+// sums, and writes what both have of its own. Half as much is written, and read again.
+template <int kVectors, int kElements>
+__device__ __forceinline__ void leave_sums_of_pair(float (&weight)[kVectors][kElements],
+                                                   float (&bias)[kVectors][kElements],
+                                                   float4* shared, const NormBackwardArgs& args) {
+  constexpr int kQuads = kElements / 4;
+  const int rank = static_cast<int>(cluster_rank());
+  const auto slot = [&](int v, int kind, int quad) {
+    return shared + ((v / 2 * 2 + kind) * kQuads + quad) * blockDim.x + threadIdx.x;
+  };
+  cluster_arrive();
+  cluster_wait();  // the memory was used for something else
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (v % 2 == rank) continue;
+#pragma unroll
+    for (int quad = 0; quad < kQuads; ++quad) {
+      const float* const w = &weight[v][4 * quad];
+      const float* const b = &bias[v][4 * quad];
+      store_remote(slot(v, 0, quad), rank ^ 1, make_float4(w[0], w[1], w[2], w[3]));
+      store_remote(slot(v, 1, quad), rank ^ 1, make_float4(b[0], b[1], b[2], b[3]));
+    }
+  }
+  cluster_arrive();
+  cluster_wait();  // the other's are here; none ends before the other has sent
+  const int64_t row = int64_t{blockIdx.x / 2} * args.columns;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const int column = static_cast<int>(v * blockDim.x + threadIdx.x) * kElements;
+    if (v % 2 != rank || column >= args.columns) continue;
+#pragma unroll
+    for (int kind = 0; kind < 2; ++kind) {
+      if (args.partial[kind] == nullptr) continue;
+#pragma unroll
+      for (int quad = 0; quad < kQuads; ++quad) {
+        const float* const own = kind == 0 ? &weight[v][4 * quad] : &bias[v][4 * quad];
+        const float4 other = *slot(v, kind, quad);
+        const uint32_t words[4] = {
+            __float_as_uint(own[0] + other.x), __float_as_uint(own[1] + other.y),
+            __float_as_uint(own[2] + other.z), __float_as_uint(own[3] + other.w)};
+        store_vector(args.partial[kind] + row + column + 4 * quad, words);
+      }
+    }
+  }
+}
+
 // A warp's lanes take neighbouring columns; `part_warps` warps have the same columns, a part each
 // of what is to be added: of 132 parts all 16, of few parts fewer, and then a block has more
 // columns. All that one multiprocessor each leaves is under way at once: this kernel is but

@@ -105,10 +105,36 @@ def test_most_calls_have_kernels_of_their_own():
 @pytest.mark.parametrize(
     ("rows", "parts"), [(16384, 128), (16000, 128), (13100, 131), (16381, 132)]
 )
-@pytest.mark.parametrize("columns", [3072, 4096, 16384])
-def test_blocks_that_divide_the_rows_evenly(rows, columns, parts):
-    got = backward(rows, columns, op="layer_norm")
+def test_blocks_that_divide_the_rows_evenly(rows, parts):
+    got = backward(rows, 3072, op="layer_norm")
     assert got["parts"] == got["grid"] == parts
+    assert backward(rows, 4096, op="layer_norm")["grid"] == 132
+
+
+def test_rows_of_4096_columns():
+    for rows, block in ((4096, 384), (16384, 384), (2048, 512)):
+        assert backward(rows, 4096, op="layer_norm")["block"] == block
+
+
+def test_clusters_that_divide_the_rows_evenly():
+    for rows, clusters in ((4096, 64), (4099, 66)):
+        got = backward(rows, 16384, "float32", op="layer_norm")
+        assert (got["cluster"], got["parts"]) == (2, clusters)
+
+
+@pytest.mark.parametrize(
+    ("rows", "blocks"), [(16384, 128), (16000, 128), (13000, 130), (13100, 132), (132, 132)]
+)
+@pytest.mark.parametrize("columns", [9000, 16384])
+def test_pairs_of_blocks_leave_one_row_of_sums(rows, columns, blocks):
+    got = backward(rows, columns, op="layer_norm")
+    assert (got["grid"], got["cluster"], got["parts"]) == (blocks, 2, blocks // 2)
+    assert got["threads_per_row"] == got["block"]
+
+
+def test_no_pairs_of_few_rows():
+    got = backward(131, 16384, op="layer_norm")
+    assert (got["grid"], got["cluster"], got["parts"]) == (131, 1, 131)
 
 
 def test_blocks_of_very_many_short_rows():
