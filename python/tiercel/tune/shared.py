@@ -64,7 +64,7 @@ def connect(where: Place) -> Any:
 
 @contextlib.contextmanager
 def one_line_without_store(where: Place) -> Iterator[None]:
-    """A store that goes while workers need it is what the user hears of, not the call that met it."""
+    """The user hears of a store that goes while workers need it, not of the call that met it."""
     if where.world == 1:
         yield
         return
