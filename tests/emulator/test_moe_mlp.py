@@ -260,7 +260,9 @@ def blocks(w):
 BLOCK_TILES = [(64, (128, 1)), (128, (256, 1))]
 
 
-@pytest.mark.parametrize(("tokens", "multiprocessors"), [(1, 132), (70, 132), (70, 3)])
+@pytest.mark.parametrize(
+    ("tokens", "multiprocessors"), [(1, 132), (70, 132), (70, 3), (420, 5), (600, 132)]
+)
 @pytest.mark.parametrize(("block", "tile"), BLOCK_TILES)
 def test_float8_with_scales_of_blocks(tokens, multiprocessors, block, tile):
     """The last of them: several tiles a block of threads, in turns."""
