@@ -10,8 +10,9 @@ steps of the grid drift apart, until weights are read from memory twice, or some
 rest has ended. Without a counter they count so all the same.
 """
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 from moe_layouts_cute import TURNS
 from moe_progress_cute import MoeProgress
 
@@ -21,8 +22,9 @@ _WINDOW = 16  # blocks; an expert's are told apart within one
 class MoeTiles(MoeProgress):
     @cute.jit
     def in_order(self, turn, routing, columns):
-        """The tile of a turn; the turn itself at the end. By a whole warp."""
-        number = turn
+        """The tile of a turn, its expert, and whether it is its column's first; the turn itself at
+        the end. By a whole warp."""
+        number, mine, leads = turn, Int32(-1), Int32(0)
         blocks = routing[2]
         block, lane = turn // columns, cute.arch.lane_idx()
         if block < blocks:
@@ -39,7 +41,16 @@ class MoeTiles(MoeProgress):
             at = turn - (window + begin) * columns
             column = at // count
             number = (window + begin + at - column * count) * columns + column
-        return number
+            leads = Int32(at == column * count)
+        return number, mine, leads
+
+    @cute.jit
+    def expert_for(self, routing, block, handed):
+        """Of a tile, whose expert was handed on with its number or is not known yet."""
+        expert = handed
+        if const_expr(not self.hands_experts):
+            expert = self.expert_of(routing, block)
+        return expert
 
     @cute.jit
     def claim(self, counter, turn, grid):
@@ -61,24 +72,33 @@ class MoeTiles(MoeProgress):
         return taken
 
     @cute.jit
-    def publish(self, storage, entry, number):
+    def publish(self, storage, entry, number, expert=None, leads=None):
         """By one warp: what `take` reads."""
         full, empty = self.turn_barriers(storage)
         slot = entry % TURNS
         cute.arch.mbarrier_wait(empty + slot, (entry // TURNS & 1) ^ 1)
         if cute.arch.lane_idx() == 0:
             storage.routing.data_ptr()[slot] = number
+            if const_expr(self.hands_experts):
+                storage.routing.data_ptr()[TURNS + slot] = expert
+            if const_expr(self.fetches_ahead):
+                storage.routing.data_ptr()[2 * TURNS + slot] = leads
             cute.arch.mbarrier_arrive(full + slot)
 
     @cute.jit
-    def take(self, storage, entry):
+    def take(self, storage, entry, loads: cutlass.Constexpr = False):
         full, empty = self.turn_barriers(storage)
         slot = entry % TURNS
         cute.arch.mbarrier_wait(full + slot, entry // TURNS & 1)
         number = cute.arch.make_warp_uniform(storage.routing.data_ptr()[slot])
+        expert, leads = Int32(0), Int32(0)
+        if const_expr(self.hands_experts):
+            expert = cute.arch.make_warp_uniform(storage.routing.data_ptr()[TURNS + slot])
+        if const_expr(self.fetches_ahead and loads):
+            leads = cute.arch.make_warp_uniform(storage.routing.data_ptr()[2 * TURNS + slot])
         cute.arch.sync_warp()
         self.release(empty, slot)
-        return number
+        return number, expert, leads
 
     @cute.jit
     def release(self, empty, index):
@@ -87,7 +107,7 @@ class MoeTiles(MoeProgress):
 
     def init_turns(self, storage):
         full, empty = self.turn_barriers(storage)
-        loaders = 1 if self.by_boxes else self.gatherers // 32
+        loaders = self.gatherers // 32 + self.by_boxes
         readers = 4 * self.consumers + loaders  # warps
         for i in range(TURNS * self.by_turns):
             cute.arch.mbarrier_init(full + i, 1)
