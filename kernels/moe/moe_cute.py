@@ -31,7 +31,9 @@ def _shapes(dtype, act):
     shapes = [(64, 128, True, 8)]
     if block_scaled(dtype):
         shapes.append((128, 256, False, 4))
-        return [*shapes, (128, 256, False, 4, True)] if act is None else shapes
+        by_boxes = act is None
+        shapes += [(128, 256, False, 4, True)] * by_boxes
+        return [*shapes, (128, 256, False, 4, by_boxes, 2)]
     if act is None or dtype != "fp8":  # for `up` of float8 wider ones were better everywhere
         shapes.append((64, 64, True, 12))
     shapes.append((128, 256, False, 4))
@@ -53,13 +55,13 @@ _PROBLEMS = tuple(
 )
 
 
-def function(dtype, act, tile_m, tile_n, pingpong, stages, by_boxes=False):
+def function(dtype, act, tile_m, tile_n, pingpong, stages, by_boxes=False, cluster=1):
     element = _DTYPES[dtype][0]
     half = "down" if act is None else f"up_{act}"
     name = f"moe_{half}_{dtype}_{tile_m}x{tile_n}"
-    name += "_pingpong" * pingpong + "_boxes" * by_boxes
+    name += "_pingpong" * pingpong + "_boxes" * by_boxes + "_multicast" * (cluster > 1)
     sizes = (tile_m, tile_n, pingpong, stages)
-    kernel = MoeGrouped(name, element, act, *sizes, block_scaled(dtype), by_boxes)
+    kernel = MoeGrouped(name, element, act, *sizes, block_scaled(dtype), by_boxes, cluster)
     x, w, out = Pointer("x", element), Pointer("w", element), Pointer("out", kernel.out_dtype)
     routing = [
         Pointer(name, cutlass.Int32, align=4)
@@ -80,6 +82,7 @@ def function(dtype, act, tile_m, tile_n, pingpong, stages, by_boxes=False):
         ),
         grid=("blocks", 1, 1),
         block=(kernel.threads, 1, 1),
+        cluster=(cluster, 1, 1),
         smem=kernel.smem_bytes(),
         dependent=True,
     )
@@ -90,7 +93,7 @@ def function(dtype, act, tile_m, tile_n, pingpong, stages, by_boxes=False):
         f"MoeActivation::{_ACTIVATIONS[act]}",
         str(tile_m),
         str(tile_n),
-        "1",  # blocks of a cluster
+        str(cluster),
         str(by_boxes).lower(),
     )
     arguments = (x, w, *rest, Scalar("blocks"))

@@ -64,8 +64,9 @@ class MoeGrouped(MoeQuantize):
     ):
         k16 = cute.assume(k, divby=128 // self.dtype.width)
         load = cpasync.CopyBulkTensorTileG2SOp()
+        multicast = cpasync.CopyBulkTensorTileG2SMulticastOp()
         tma_w, _ = cpasync.make_tiled_tma_atom(
-            load,
+            multicast if const_expr(self.cluster > 1) else load,
             cute.make_tensor(
                 w, cute.make_layout((w_rows, k16, experts), stride=(k16, 1, w_rows * k16))
             ),
@@ -89,7 +90,7 @@ class MoeGrouped(MoeQuantize):
         ).launch(
             grid=(blocks, 1, 1),
             block=(self.threads, 1, 1),
-            cluster=(1, 1, 1),
+            cluster=(self.cluster, 1, 1),
             min_blocks_per_mp=1,
             use_pdl=True,
             stream=stream,
@@ -140,17 +141,23 @@ class MoeGrouped(MoeQuantize):
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(full + i, self.gatherers + 1)
-                    cute.arch.mbarrier_init(empty + i, 4 * self.sharing)
+                    cute.arch.mbarrier_init(empty + i, 4 * self.sharing * self.cluster)
                 self.init_turns(storage)
             cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        if const_expr(self.cluster > 1):
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
 
         columns = cute.ceil_div(rows, self.width)
         k_tiles = cute.ceil_div(k, self.tile_k)
         # Always 0. Without it ptxas makes other code, which has not been measured.
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        first = cute.arch.block_idx()[0]
-        grid = cute.arch.grid_dim()[0]
+        if const_expr(self.cluster > 1):
+            rank = Int32(0)
+        first = cute.arch.block_idx()[0] // self.cluster
+        grid = cute.arch.grid_dim()[0] // self.cluster
         lists = (sorted_ids, expert_ids)
         blocks, places = Int32(0), Int32(0)
         if const_expr(self.routes):
@@ -223,6 +230,9 @@ class MoeGrouped(MoeQuantize):
                 *(thread, consumer, storage, full, empty, routing, place),
                 *(elements, rows, factors, of_weights, (out, out_scale), to_slots, progress),
             )
+        if const_expr(self.cluster > 1):  # nobody leaves while others signal it
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
     @cute.jit
     def multiply(
@@ -279,10 +289,10 @@ class MoeGrouped(MoeQuantize):
                     steps = self.steps_of(routing, first // columns + rank)
                     index, phase = self.skip(index, phase, steps)
                     if const_expr(self.by_turns):
-                        number, _, _ = self.take(storage, entry)
+                        number, _, _, _ = self.take(storage, entry)
                         entry += 1
         else:
-            number, next_for, _ = self.in_order(first, routing, columns)
+            number, next_for, _, _ = self.in_order(first, routing, columns)
         # What is known of a tile is read while the one before it is multiplied; where warpgroups
         # take turns with tiles as they come, while the other one multiplies.
         facts, ahead = self.facts(), self.facts()
@@ -296,7 +306,7 @@ class MoeGrouped(MoeQuantize):
         while number < tiles:
             after, now_for = number + every, next_for
             if const_expr(self.by_turns and not self.pingpong):
-                after, next_for, _ = self.take(storage, entry)
+                after, next_for, _, _ = self.take(storage, entry)
                 entry += 1
             if const_expr(looks_ahead):
                 for i in cutlass.range_constexpr(cute.size(facts)):
@@ -381,7 +391,7 @@ class MoeGrouped(MoeQuantize):
                     self.release(empty, index - 1 if index > 0 else self.stages - 1)
             if const_expr(self.pingpong):
                 if const_expr(self.by_turns):
-                    after, _, _ = self.take(storage, entry)
+                    after, _, _, _ = self.take(storage, entry)
                     entry += 1
                     if after < tiles:
                         theirs = self.steps_of(routing, after // columns + rank)
@@ -409,7 +419,7 @@ class MoeGrouped(MoeQuantize):
                 stored, share = block, cutlass.min(self.width, rows - first_column)
             if const_expr(not looks_ahead):
                 if after < tiles:  # so far the other warpgroup's
-                    after, _, _ = self.take(storage, entry)
+                    after, _, _, _ = self.take(storage, entry)
                     entry += 1
             number = after
         if const_expr(self.counts):

@@ -24,7 +24,9 @@ class MoeLayouts:
     `block_scaled`: scales of 1x128 values of x and 128x128 of weights, instead of rows;
     `by_boxes`: x is in the routing's order, so that the copy engine takes a tile's rows."""
 
-    def __init__(self, name, dtype, act, tile_m, tile_n, pingpong, stages, block_scaled, by_boxes):
+    def __init__(
+        self, name, dtype, act, tile_m, tile_n, pingpong, stages, block_scaled, by_boxes, cluster=1
+    ):
         self.name = name
         self.dtype = dtype
         self.block_scaled = block_scaled
@@ -40,6 +42,7 @@ class MoeLayouts:
         self.routes = pingpong
         self.pingpong = pingpong
         self.stages = stages
+        self.cluster = cluster
         self.in_expert_order = tile_m > EPI
         # Tiles are taken as they come; of 16 bits and few rows that was up to 3 % slower (H200).
         self.by_turns = self.in_expert_order or dtype.width == 8
@@ -109,7 +112,7 @@ class MoeLayouts:
             x: tiles(self.dtype, self.stages * self.tile_m)
             w: tiles(self.dtype, self.stages * self.tile_n)
             y: tiles(self.out_dtype, self.consumers * self.pieces * EPI)
-            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages + 2 * TURNS]
+            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages + 2 * TURNS + 4]
             routing: cute.struct.MemRange[Int32, self.routing_words()]
 
         return Storage
@@ -125,14 +128,13 @@ class MoeLayouts:
 
     def turn_words(self):
         """Of tiles' numbers, and what is handed on with them; even."""
-        handed = 1 + self.hands_experts + self.fetches_ahead
-        return TURNS * (handed + handed % 2)
+        return TURNS * 4 + 2
 
     def smem_bytes(self):
         """What the storage takes, as the launch asks for it."""
         ring = self.stages * ((self.tile_m + self.tile_n) * ROW + 16)
         rest = self.consumers * self.pieces * EPI * ROW + 4 * self.routing_words()
-        return (ring + 16 * TURNS + rest + 1023) // 1024 * 1024
+        return (ring + 16 * TURNS + 32 + rest + 1023) // 1024 * 1024
 
     @cute.jit
     def next(self, index, phase):

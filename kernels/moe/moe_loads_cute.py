@@ -39,14 +39,14 @@ class MoeLoads(MoeScaleLoads):
             to_x, from_x = self.parts_of_rows(tma_x, storage, x_rows, sizes[2])
         step_columns = self.width // self.half  # in halves
         index, phase = Int32(0), Int32(1)
-        number, turn, entry, handed = first, first, Int32(0), Int32(0)
+        number, turn, entry, handed, shared = first, first, Int32(0), Int32(0), Int32(0)
         if const_expr(self.in_expert_order):
-            number, handed, _ = self.in_order(first, routing, columns)
+            number, handed, _, shared = self.in_order(first, routing, columns)
             self.publish(storage, entry, *self.in_order(first + grid, routing, columns))
             turn = self.claim(counter, first + grid, grid)
         given = Int32(0)  # steps of the first tile whose weights are on their way
         if const_expr(self.by_boxes and not self.flows):
-            given = self.begin_weights(tma_w, parts, full, routing, place, number)
+            given = self.begin_weights(tma_w, parts, full, routing, place, number, shared)
             cute.arch.griddepcontrol_wait()
         while number < tiles:
             block = number // columns + rank
@@ -56,16 +56,16 @@ class MoeLoads(MoeScaleLoads):
             if const_expr(self.flows):
                 if progress.toint() != 0:
                     self.wait_for(progress, block, sizes[2])
-            next_for, leads = Int32(0), Int32(0)
+            next_for, leads, next_shared = Int32(0), Int32(0), Int32(0)
             if const_expr(self.fetches_ahead):
-                following, next_for, leads = self.take(storage, entry, True)
+                following, next_for, leads, next_shared = self.take(storage, entry, True)
                 entry += 1
                 leads = leads if (following < tiles) & (next_for >= 0) else Int32(0)
             for step in cutlass.range(steps, unroll=1):
                 cute.arch.mbarrier_wait(empty + index, phase)
                 at = (column, step, expert)
                 if step >= given:
-                    self.copy_weights(tma_w, parts, at, full, index)
+                    self.copy_weights(tma_w, parts, at, full, index, shared)
                 if const_expr(self.by_boxes):
                     copy(tma_x, from_x[None, (block, step)], to_x[None, index], full + index)
                 if const_expr(self.fetches_ahead):
@@ -76,11 +76,11 @@ class MoeLoads(MoeScaleLoads):
             given = Int32(0)
             if const_expr(self.in_expert_order):
                 if const_expr(self.fetches_ahead):
-                    number, handed = following, next_for
+                    number, handed, shared = following, next_for, next_shared
                 else:
-                    number, handed, _ = self.take(storage, entry)
+                    number, handed, _, _ = self.take(storage, entry)
                     entry += 1
-                turn = cute.arch.shuffle_sync(turn, 0)
+                turn = self.agree(storage, entry - 1, cute.arch.shuffle_sync(turn, 0))
                 self.publish(storage, entry, *self.in_order(turn, routing, columns))
                 turn = self.claim(counter, turn, grid)
             elif const_expr(not self.by_turns):
@@ -93,7 +93,7 @@ class MoeLoads(MoeScaleLoads):
                 entry += 1
 
     @cute.jit
-    def begin_weights(self, tma_w, parts, full, routing, place, number):
+    def begin_weights(self, tma_w, parts, full, routing, place, number, shared):
         """As many steps of the first tile as the ring has room for, by a warp; how many."""
         columns = place[4]
         given = Int32(0)
@@ -103,7 +103,7 @@ class MoeLoads(MoeScaleLoads):
             given = cutlass.min(routing[3] if expert >= 0 else 0, self.stages)
             column = number % columns * (self.width // self.half)
             for step in cutlass.range(given, unroll=1):
-                self.copy_weights(tma_w, parts, (column, step, expert), full, step)
+                self.copy_weights(tma_w, parts, (column, step, expert), full, step, shared)
         return given
 
     @cute.jit
@@ -134,15 +134,23 @@ class MoeLoads(MoeScaleLoads):
         return cpasync.tma_partition(tma_x, 0, one, cute.group_modes(sx, 0, 2), tiles)
 
     @cute.jit
-    def copy_weights(self, tma_w, parts, at, full, index):
+    def copy_weights(self, tma_w, parts, at, full, index, shared):
         """Both halves of a step's tile, by a warp."""
         to_w, from_first, from_second, hint = parts
         barrier, to = full + index, 2 * index
         with cute.arch.elect_one():
             rows = self.tile_n + (self.tile_m if const_expr(self.by_boxes) else 0)
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, rows * ROW)
-        copy(tma_w, from_first[None, at], to_w[None, to], barrier, hint)
-        copy(tma_w, from_second[None, at], to_w[None, to + 1], barrier, hint)
+        if const_expr(self.cluster == 1):
+            copy(tma_w, from_first[None, at], to_w[None, to], barrier, hint)
+            copy(tma_w, from_second[None, at], to_w[None, to + 1], barrier, hint)
+        else:  # a half each for both, or both for itself
+            side = self.side()
+            whom = cutlass.Int16(3 if shared > 0 else 1 << side)
+            if (shared == 0) | (side == 0):
+                copy(tma_w, from_first[None, at], to_w[None, to], barrier, hint, whom)
+            if (shared == 0) | (side == 1):
+                copy(tma_w, from_second[None, at], to_w[None, to + 1], barrier, hint, whom)
 
     @cute.jit
     def fetch_weights(self, tma_w, parts, at):
@@ -200,7 +208,7 @@ class MoeLoads(MoeScaleLoads):
                 cute.arch.cp_async_mbarrier_arrive_noinc(full + index)
                 index, phase = self.next(index, phase)
             if const_expr(self.by_turns):
-                number, _, _ = self.take(storage, entry)
+                number, _, _, _ = self.take(storage, entry)
                 entry += 1
             else:
                 number += grid
@@ -226,8 +234,8 @@ class MoeLoads(MoeScaleLoads):
                     cute.make_tensor(to.align(16), cute.make_layout(8)).store(zeros.load())
 
 
-def copy(tma, source, to, barrier, hint=None):
-    cute.copy(tma, source, to, tma_bar_ptr=barrier, cache_policy=hint)
+def copy(tma, source, to, barrier, hint=None, whom=None):
+    cute.copy(tma, source, to, tma_bar_ptr=barrier, cache_policy=hint, mcast_mask=whom)
 
 
 def copy_16(to, source, size, real):

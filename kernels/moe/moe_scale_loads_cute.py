@@ -35,7 +35,7 @@ class MoeScaleLoads(MoeTiles):
         """A warp, where rows are in the routing's order and come by boxes."""
         x_scale, x_scale_step = x_scale
         first, tiles, columns = place[1], place[3], place[4]
-        number, expert, _ = self.in_order(first, routing, columns)
+        number, expert, _, _ = self.in_order(first, routing, columns)
         entry = Int32(0)
         index, phase = Int32(0), Int32(1)
         while number < tiles:
@@ -53,7 +53,7 @@ class MoeScaleLoads(MoeTiles):
                 copy_scale(to + (self.tile_m + lane) * 4, of_weights[0], at, Int32(4), lane < 2)
                 cute.arch.cp_async_mbarrier_arrive_noinc(full + index)
                 index, phase = self.next(index, phase)
-            number, expert, _ = self.take(storage, entry)
+            number, expert, _, _ = self.take(storage, entry)
             entry += 1
 
     @cute.jit

@@ -48,11 +48,11 @@ class MoeWideLoads(MoeLoads):
         sources = cute.make_rmem_tensor(copies, Int32)  # of a tile's rows
         # A warp copies 32 rows: each lane finds where one of them is, for the others too.
         mine = thread // 32 * 4 + lane % 4 + lane // 4 * COPIES
-        number, handed, _ = self.in_order(first, routing, columns)
+        number, handed, _, shared = self.in_order(first, routing, columns)
         entry = Int32(0)
         given = Int32(0)  # steps of the first tile whose weights are on their way
         if thread < 32:  # before all else that is read for the first tile
-            given = self.begin_weights(tma_w, parts, full, routing, place, number)
+            given = self.begin_weights(tma_w, parts, full, routing, place, number, shared)
             cute.arch.griddepcontrol_wait()
         turn = first
         if thread < 32:
@@ -75,7 +75,7 @@ class MoeWideLoads(MoeLoads):
                 of_half = self.scale_of_half(of_weights, expert, number % columns, thread)
             for i in cutlass.range_constexpr(0 if const_expr(self.in_turn) else copies):
                 sources[i] = cute.arch.shuffle_sync(source_row, lane // 8 + i * 4)
-            following, next_for, leads = self.take(storage, entry, True)
+            following, next_for, leads, next_shared = self.take(storage, entry, True)
             entry += 1
             leads = leads if (following // columns < routing[2]) & (next_for >= 0) else Int32(0)
             ahead = self.read_id(routing, place, following, mine, elements)
@@ -83,7 +83,7 @@ class MoeWideLoads(MoeLoads):
                 cute.arch.mbarrier_wait(empty + index, phase)
                 if (thread < 32) & (step >= given):
                     at = (column, step, expert)
-                    self.copy_weights(tma_w, parts, at, full, index)
+                    self.copy_weights(tma_w, parts, at, full, index, shared)
                 if const_expr(self.fetches_ahead):
                     if (thread < 32) & (leads > 0):
                         after = following % columns * step_columns
@@ -106,10 +106,11 @@ class MoeWideLoads(MoeLoads):
                 index, phase = self.next(index, phase)
             given = Int32(0)
             if thread < 32:
-                turn = cute.arch.shuffle_sync(turn, 0)
+                turn = self.agree(storage, entry - 1, cute.arch.shuffle_sync(turn, 0))
                 self.publish(storage, entry, *self.in_order(turn, routing, columns))
                 turn = self.claim(counter, turn, grid)
             number, block, handed = following, following // columns, next_for
+            shared = next_shared
 
     @cute.jit
     def read_id(self, routing, place, number, row, elements):
