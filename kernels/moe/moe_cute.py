@@ -31,9 +31,7 @@ def _shapes(dtype, act):
     shapes = [(64, 128, True, 8)]
     if block_scaled(dtype):
         shapes.append((128, 256, False, 4))
-        by_boxes = act is None
-        shapes += [(128, 256, False, 4, True)] * by_boxes
-        return [*shapes, (128, 256, False, 4, by_boxes, 2)]
+        return [*shapes, (128, 256, False, 4, True)] if act is None else shapes
     if act is None or dtype != "fp8":  # for `up` of float8 wider ones were better everywhere
         shapes.append((64, 64, True, 12))
     shapes.append((128, 256, False, 4))
@@ -55,13 +53,13 @@ _PROBLEMS = tuple(
 )
 
 
-def function(dtype, act, tile_m, tile_n, pingpong, stages, by_boxes=False, cluster=1):
+def function(dtype, act, tile_m, tile_n, pingpong, stages, by_boxes=False):
     element = _DTYPES[dtype][0]
     half = "down" if act is None else f"up_{act}"
     name = f"moe_{half}_{dtype}_{tile_m}x{tile_n}"
-    name += "_pingpong" * pingpong + "_boxes" * by_boxes + "_multicast" * (cluster > 1)
+    name += "_pingpong" * pingpong + "_boxes" * by_boxes
     sizes = (tile_m, tile_n, pingpong, stages)
-    kernel = MoeGrouped(name, element, act, *sizes, block_scaled(dtype), by_boxes, cluster)
+    kernel = MoeGrouped(name, element, act, *sizes, block_scaled(dtype), by_boxes)
     x, w, out = Pointer("x", element), Pointer("w", element), Pointer("out", kernel.out_dtype)
     routing = [
         Pointer(name, cutlass.Int32, align=4)
@@ -82,7 +80,6 @@ def function(dtype, act, tile_m, tile_n, pingpong, stages, by_boxes=False, clust
         ),
         grid=("blocks", 1, 1),
         block=(kernel.threads, 1, 1),
-        cluster=(cluster, 1, 1),
         smem=kernel.smem_bytes(),
         dependent=True,
     )
@@ -93,7 +90,7 @@ def function(dtype, act, tile_m, tile_n, pingpong, stages, by_boxes=False, clust
         f"MoeActivation::{_ACTIVATIONS[act]}",
         str(tile_m),
         str(tile_n),
-        str(cluster),
+        "1",  # blocks of a cluster
         str(by_boxes).lower(),
     )
     arguments = (x, w, *rest, Scalar("blocks"))

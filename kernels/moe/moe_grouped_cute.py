@@ -64,9 +64,8 @@ class MoeGrouped(MoeQuantize):
     ):
         k16 = cute.assume(k, divby=128 // self.dtype.width)
         load = cpasync.CopyBulkTensorTileG2SOp()
-        multicast = cpasync.CopyBulkTensorTileG2SMulticastOp()
         tma_w, _ = cpasync.make_tiled_tma_atom(
-            multicast if const_expr(self.cluster > 1) else load,
+            load,
             cute.make_tensor(
                 w, cute.make_layout((w_rows, k16, experts), stride=(k16, 1, w_rows * k16))
             ),
@@ -90,7 +89,7 @@ class MoeGrouped(MoeQuantize):
         ).launch(
             grid=(blocks, 1, 1),
             block=(self.threads, 1, 1),
-            cluster=(self.cluster, 1, 1),
+            cluster=(1, 1, 1),
             min_blocks_per_mp=1,
             use_pdl=True,
             stream=stream,
@@ -141,23 +140,17 @@ class MoeGrouped(MoeQuantize):
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(full + i, self.gatherers + 1)
-                    cute.arch.mbarrier_init(empty + i, 4 * self.sharing * self.cluster)
+                    cute.arch.mbarrier_init(empty + i, 4 * self.sharing)
                 self.init_turns(storage)
             cute.arch.mbarrier_init_fence()
-        if const_expr(self.cluster > 1):
-            cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
+        cute.arch.sync_threads()
 
         columns = cute.ceil_div(rows, self.width)
         k_tiles = cute.ceil_div(k, self.tile_k)
         # Always 0. Without it ptxas makes other code, which has not been measured.
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        if const_expr(self.cluster > 1):
-            rank = Int32(0)
-        first = cute.arch.block_idx()[0] // self.cluster
-        grid = cute.arch.grid_dim()[0] // self.cluster
+        first = cute.arch.block_idx()[0]
+        grid = cute.arch.grid_dim()[0]
         lists = (sorted_ids, expert_ids)
         blocks, places = Int32(0), Int32(0)
         if const_expr(self.routes):
@@ -187,22 +180,16 @@ class MoeGrouped(MoeQuantize):
             sizes = (experts, w_rows, k)
             limits = (elements, divide, k * self.dtype.width // 128)
             weights_at = (second, self.hint_for_weights(experts, elements))
-            scales = ((x_scale, x_scale_step), (w_scale, w_scale_expert, w_scale_step, second))
             if const_expr(self.by_boxes):
                 if warp_index == 0:
                     self.load_weights(
                         *(tma_w, storage, full, empty, routing, place, sizes, weights_at),
                         *(tma_x, x_rows, counter, progress),
                     )
-                if const_expr(self.block_scaled):
-                    if warp_index == 1:
-                        self.load_scales(
-                            *(thread - 32, storage, full, empty, routing, place, *scales)
-                        )
             elif const_expr(self.gatherers == WARPGROUP):
                 self.load_both(
                     *(thread, tma_w, x, x_pieces, storage, full, empty, routing, place, sizes),
-                    *(weights_at, limits, counter, *scales),
+                    *(weights_at, limits, counter),
                 )
             elif warp_index == 0:
                 self.load_weights(
@@ -211,8 +198,7 @@ class MoeGrouped(MoeQuantize):
                 )
             elif warp_index < 1 + self.gatherers // 32:
                 self.gather_rows(
-                    *(thread - 32, x, x_pieces, storage, full, empty, routing, place, limits),
-                    *scales,
+                    thread - 32, x, x_pieces, storage, full, empty, routing, place, limits
                 )
             if const_expr(not self.up):
                 if (warp_index == 3) & (ids.toint() != 0):
@@ -230,9 +216,6 @@ class MoeGrouped(MoeQuantize):
                 *(thread, consumer, storage, full, empty, routing, place),
                 *(elements, rows, factors, of_weights, (out, out_scale), to_slots, progress),
             )
-        if const_expr(self.cluster > 1):  # nobody leaves while others signal it
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
 
     @cute.jit
     def multiply(
@@ -278,7 +261,7 @@ class MoeGrouped(MoeQuantize):
             sums = cute.make_rmem_tensor(2 * cute.size(acc), Float32)
 
         index, phase = Int32(0), Int32(0)
-        number, every, entry, next_for = first, grid, Int32(0), Int32(0)
+        number, every, entry = first, grid, Int32(0)
         dealt = const_expr(self.pingpong and not self.by_turns)
         if const_expr(dealt):
             number, every = first + consumer * grid, self.consumers * grid
@@ -289,10 +272,10 @@ class MoeGrouped(MoeQuantize):
                     steps = self.steps_of(routing, first // columns + rank)
                     index, phase = self.skip(index, phase, steps)
                     if const_expr(self.by_turns):
-                        number, _, _, _ = self.take(storage, entry)
+                        number = self.take(storage, entry)
                         entry += 1
         else:
-            number, next_for, _, _ = self.in_order(first, routing, columns)
+            number = self.in_order(first, routing, columns)
         # What is known of a tile is read while the one before it is multiplied; where warpgroups
         # take turns with tiles as they come, while the other one multiplies.
         facts, ahead = self.facts(), self.facts()
@@ -304,9 +287,9 @@ class MoeGrouped(MoeQuantize):
             if number < tiles:
                 self.look_up(ahead, routing, place, number, thread, consumer, elements)
         while number < tiles:
-            after, now_for = number + every, next_for
+            after = number + every
             if const_expr(self.by_turns and not self.pingpong):
-                after, next_for, _, _ = self.take(storage, entry)
+                after = self.take(storage, entry)
                 entry += 1
             if const_expr(looks_ahead):
                 for i in cutlass.range_constexpr(cute.size(facts)):
@@ -316,8 +299,6 @@ class MoeGrouped(MoeQuantize):
             block = number // columns + rank
             column = number % columns
             expert = facts[0]
-            if const_expr(self.hands_experts):
-                expert = now_for
             steps = k_tiles if expert >= 0 else Int32(0)
             real = facts[2] < elements
             for i in cutlass.range_constexpr(1, self.wg_rows // 32):
@@ -334,14 +315,13 @@ class MoeGrouped(MoeQuantize):
             if const_expr(not looks_ahead):
                 self.scales_of_rows(*of_rows)
                 self.scales_of_columns(*of_chunk)
-            elif const_expr(self.looks_late):
-                self.scales_of_rows(*of_rows)
             elif const_expr(not self.begins):
                 self.prepare(ahead_of, of_rows, of_chunk)
             if const_expr(self.block_scaled):
-                row = thread % WARPGROUP // 32 * 16 + lane // 4
-                if const_expr(not self.pingpong):
-                    row += consumer * EPI
+                # The first of this lane's rows of x, where they are in the routing's order.
+                slot = block * self.tile_m + consumer * EPI + thread % WARPGROUP // 32 * 16
+                of_tile = (facts, factors, of_weights, (expert, column), elements, slot + lane // 4)
+                of_blocks = self.scales_of_blocks(*of_tile)
             sums.fill(0.0)
             theirs = Int32(0)  # steps of the tile of the other warpgroup's turn
             if const_expr(dealt):
@@ -353,7 +333,7 @@ class MoeGrouped(MoeQuantize):
                 if const_expr(self.block_scaled):
                     index, phase = self.multiply_blocks(
                         *(mmas, (accs, sums, rx, rw), (full, empty, index, phase, steps)),
-                        *(storage, row),
+                        *of_blocks,
                     )
                 else:
                     for step in cutlass.range(steps, unroll=1):
@@ -391,7 +371,7 @@ class MoeGrouped(MoeQuantize):
                     self.release(empty, index - 1 if index > 0 else self.stages - 1)
             if const_expr(self.pingpong):
                 if const_expr(self.by_turns):
-                    after, _, _, _ = self.take(storage, entry)
+                    after = self.take(storage, entry)
                     entry += 1
                     if after < tiles:
                         theirs = self.steps_of(routing, after // columns + rank)
@@ -400,8 +380,6 @@ class MoeGrouped(MoeQuantize):
                 at = 2 + self.wg_rows // 32
                 mine_real = (facts[at] < elements) | (facts[at + 1] < elements)
                 any_real = any_real & cute.arch.vote_any_sync(mine_real)
-            if const_expr(self.looks_late):
-                self.look_up(*ahead_of)
             if any_real:
                 slots_of = block if to_slots > 0 else Int32(-1)
                 wanted = (thread, consumer, storage, sums, facts)
@@ -419,7 +397,7 @@ class MoeGrouped(MoeQuantize):
                 stored, share = block, cutlass.min(self.width, rows - first_column)
             if const_expr(not looks_ahead):
                 if after < tiles:  # so far the other warpgroup's
-                    after, _, _, _ = self.take(storage, entry)
+                    after = self.take(storage, entry)
                     entry += 1
             number = after
         if const_expr(self.counts):
@@ -443,8 +421,7 @@ class MoeGrouped(MoeQuantize):
         lane, warp_row = thread % 32, thread % WARPGROUP // 32 * 16
         block = number // columns + rank
         inside = cutlass.min(block, blocks - 1)
-        if const_expr(not self.hands_experts):
-            facts[0] = self.expert_of(routing, inside)
+        facts[0] = self.expert_of(routing, inside)
         rows = self.rows_of(routing, inside)
         mine = 0 if const_expr(self.pingpong) else consumer * EPI
         at = 2

@@ -24,9 +24,7 @@ class MoeLayouts:
     `block_scaled`: scales of 1x128 values of x and 128x128 of weights, instead of rows;
     `by_boxes`: x is in the routing's order, so that the copy engine takes a tile's rows."""
 
-    def __init__(
-        self, name, dtype, act, tile_m, tile_n, pingpong, stages, block_scaled, by_boxes, cluster=1
-    ):
+    def __init__(self, name, dtype, act, tile_m, tile_n, pingpong, stages, block_scaled, by_boxes):
         self.name = name
         self.dtype = dtype
         self.block_scaled = block_scaled
@@ -42,7 +40,6 @@ class MoeLayouts:
         self.routes = pingpong
         self.pingpong = pingpong
         self.stages = stages
-        self.cluster = cluster
         self.in_expert_order = tile_m > EPI
         # Tiles are taken as they come; of 16 bits and few rows that was up to 3 % slower (H200).
         self.by_turns = self.in_expert_order or dtype.width == 8
@@ -56,11 +53,8 @@ class MoeLayouts:
         self.quantizes = self.in_turn and self.up
         # Shared memory that the lists of rows take in other kernels; and registers in some.
         self.pieces = 1 if pingpong or self.quantizes else min(2, self.width // self.chunk)
-        # Threads that copy rows of x; beside boxes, their scales.
-        self.gatherers = WARPGROUP if tile_m > EPI else 2 * 32
-        if by_boxes:
-            self.gatherers = 32 * block_scaled
-        self.stage_scales = (tile_m + 2) * block_scaled
+        # Threads that copy rows of x.
+        self.gatherers = 0 if by_boxes else WARPGROUP if tile_m > EPI else 2 * 32
         # See moe_progress_cute.py: who counts, and who reads rows as they are stored. float8's are
         # quantised in between.
         self.counts = self.in_expert_order and self.up and dtype.width == 16
@@ -75,16 +69,7 @@ class MoeLayouts:
         self.wg_rows = tile_m // self.sharing
         # A tile's first products are under way before anything else is read for it. Turns hide
         # that anyway; and it made float8's `down` 7 % slower on an H200.
-        self.begins = (
-            not pingpong and not block_scaled and (self.up or not self.scaled) and not by_boxes
-        )
-        # An expert is handed on with a tile's number: memory is asked for it once.
-        self.hands_experts = self.in_expert_order
-        # Weights of a tile come to the L2 a tile before, asked for by the first of who reads them.
-        self.fetches_ahead = block_scaled and not pingpong
-        # What is to be known of the next tile is read while a tile's sums go out: where rows are
-        # gathered, each step has a fence, which waits for what is read.
-        self.looks_late = block_scaled and not pingpong and not by_boxes
+        self.begins = not pingpong and not block_scaled and (self.up or not self.scaled)
 
     def mma(self, dtype, warpgroups, columns):
         return hopper.make_trivial_tiled_mma(
@@ -112,29 +97,22 @@ class MoeLayouts:
             x: tiles(self.dtype, self.stages * self.tile_m)
             w: tiles(self.dtype, self.stages * self.tile_n)
             y: tiles(self.out_dtype, self.consumers * self.pieces * EPI)
-            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages + 2 * TURNS + 4]
+            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages + 2 * TURNS]
             routing: cute.struct.MemRange[Int32, self.routing_words()]
 
         return Storage
 
     def routing_words(self):
-        """Of turns; then the lists, or scales; then scales of the ring's steps."""
-        of_steps = self.stages * self.stage_scales
+        """Of turns; then the lists, or scales."""
         if self.routes:
-            lists = ROUTED_IDS + 2 * ROUTED_BLOCKS + 2  # even: scales are read as pairs
-            return TURNS * self.by_turns + lists + of_steps
-        lists = self.consumers * self.tile_n * self.lists_scales
-        return self.turn_words() + lists + of_steps
-
-    def turn_words(self):
-        """Of tiles' numbers, and what is handed on with them; even."""
-        return TURNS * 4 + 2
+            return TURNS * self.by_turns + ROUTED_IDS + 2 * ROUTED_BLOCKS + 1
+        return TURNS + self.consumers * self.tile_n * self.lists_scales
 
     def smem_bytes(self):
         """What the storage takes, as the launch asks for it."""
         ring = self.stages * ((self.tile_m + self.tile_n) * ROW + 16)
         rest = self.consumers * self.pieces * EPI * ROW + 4 * self.routing_words()
-        return (ring + 16 * TURNS + 32 + rest + 1023) // 1024 * 1024
+        return (ring + 16 * TURNS + rest + 1023) // 1024 * 1024
 
     @cute.jit
     def next(self, index, phase):

@@ -6,7 +6,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from moe_layouts_cute import EPI, ROW, coordinates
-from moe_scale_loads_cute import MoeScaleLoads
+from moe_tiles_cute import MoeTiles
 
 # As createpolicy.fractional.L2 makes them, of all bytes.
 EVICT_NORMAL, EVICT_FIRST = 0x1000000000000000, 0x12F0000000000000
@@ -14,7 +14,7 @@ GATHERERS = 64  # threads, where tiles have 64 rows
 COPIES = GATHERERS // 8  # rows that they copy at a time, 16 bytes of a row each
 
 
-class MoeLoads(MoeScaleLoads):
+class MoeLoads(MoeTiles):
     @cute.jit
     def load_weights(
         self,
@@ -39,49 +39,37 @@ class MoeLoads(MoeScaleLoads):
             to_x, from_x = self.parts_of_rows(tma_x, storage, x_rows, sizes[2])
         step_columns = self.width // self.half  # in halves
         index, phase = Int32(0), Int32(1)
-        number, turn, entry, handed, shared = first, first, Int32(0), Int32(0), Int32(0)
+        number, turn, entry = first, first, Int32(0)
         if const_expr(self.in_expert_order):
-            number, handed, _, shared = self.in_order(first, routing, columns)
-            self.publish(storage, entry, *self.in_order(first + grid, routing, columns))
+            number = self.in_order(first, routing, columns)
+            self.publish(storage, entry, self.in_order(first + grid, routing, columns))
             turn = self.claim(counter, first + grid, grid)
         given = Int32(0)  # steps of the first tile whose weights are on their way
         if const_expr(self.by_boxes and not self.flows):
-            given = self.begin_weights(tma_w, parts, full, routing, place, number, shared)
+            given = self.begin_weights(tma_w, parts, full, routing, place, number)
             cute.arch.griddepcontrol_wait()
         while number < tiles:
             block = number // columns + rank
             column = number % columns * step_columns
-            expert = self.expert_for(routing, block, handed)
+            expert = self.expert_of(routing, block)
             steps = k_tiles if expert >= 0 else 0
             if const_expr(self.flows):
                 if progress.toint() != 0:
                     self.wait_for(progress, block, sizes[2])
-            next_for, leads, next_shared = Int32(0), Int32(0), Int32(0)
-            if const_expr(self.fetches_ahead):
-                following, next_for, leads, next_shared = self.take(storage, entry, True)
-                entry += 1
-                leads = leads if (following < tiles) & (next_for >= 0) else Int32(0)
             for step in cutlass.range(steps, unroll=1):
                 cute.arch.mbarrier_wait(empty + index, phase)
                 at = (column, step, expert)
                 if step >= given:
-                    self.copy_weights(tma_w, parts, at, full, index, shared)
+                    self.copy_weights(tma_w, parts, at, full, index)
                 if const_expr(self.by_boxes):
                     copy(tma_x, from_x[None, (block, step)], to_x[None, index], full + index)
-                if const_expr(self.fetches_ahead):
-                    if leads > 0:
-                        after = following % columns * step_columns
-                        self.fetch_weights(tma_w, parts, (after, step, next_for))
                 index, phase = self.next(index, phase)
             given = Int32(0)
             if const_expr(self.in_expert_order):
-                if const_expr(self.fetches_ahead):
-                    number, handed, shared = following, next_for, next_shared
-                else:
-                    number, handed, _, _ = self.take(storage, entry)
-                    entry += 1
-                turn = self.agree(storage, entry - 1, cute.arch.shuffle_sync(turn, 0))
-                self.publish(storage, entry, *self.in_order(turn, routing, columns))
+                number = self.take(storage, entry)
+                entry += 1
+                turn = cute.arch.shuffle_sync(turn, 0)
+                self.publish(storage, entry, self.in_order(turn, routing, columns))
                 turn = self.claim(counter, turn, grid)
             elif const_expr(not self.by_turns):
                 number += grid
@@ -93,7 +81,7 @@ class MoeLoads(MoeScaleLoads):
                 entry += 1
 
     @cute.jit
-    def begin_weights(self, tma_w, parts, full, routing, place, number, shared):
+    def begin_weights(self, tma_w, parts, full, routing, place, number):
         """As many steps of the first tile as the ring has room for, by a warp; how many."""
         columns = place[4]
         given = Int32(0)
@@ -103,7 +91,7 @@ class MoeLoads(MoeScaleLoads):
             given = cutlass.min(routing[3] if expert >= 0 else 0, self.stages)
             column = number % columns * (self.width // self.half)
             for step in cutlass.range(given, unroll=1):
-                self.copy_weights(tma_w, parts, (column, step, expert), full, step, shared)
+                self.copy_weights(tma_w, parts, (column, step, expert), full, step)
         return given
 
     @cute.jit
@@ -134,29 +122,15 @@ class MoeLoads(MoeScaleLoads):
         return cpasync.tma_partition(tma_x, 0, one, cute.group_modes(sx, 0, 2), tiles)
 
     @cute.jit
-    def copy_weights(self, tma_w, parts, at, full, index, shared):
+    def copy_weights(self, tma_w, parts, at, full, index):
         """Both halves of a step's tile, by a warp."""
         to_w, from_first, from_second, hint = parts
         barrier, to = full + index, 2 * index
         with cute.arch.elect_one():
             rows = self.tile_n + (self.tile_m if const_expr(self.by_boxes) else 0)
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, rows * ROW)
-        if const_expr(self.cluster == 1):
-            copy(tma_w, from_first[None, at], to_w[None, to], barrier, hint)
-            copy(tma_w, from_second[None, at], to_w[None, to + 1], barrier, hint)
-        else:  # a half each for both, or both for itself
-            side = self.side()
-            whom = cutlass.Int16(3 if shared > 0 else 1 << side)
-            if (shared == 0) | (side == 0):
-                copy(tma_w, from_first[None, at], to_w[None, to], barrier, hint, whom)
-            if (shared == 0) | (side == 1):
-                copy(tma_w, from_second[None, at], to_w[None, to + 1], barrier, hint, whom)
-
-    @cute.jit
-    def fetch_weights(self, tma_w, parts, at):
-        """The same to the L2 only."""
-        cute.prefetch(tma_w, parts[1][None, at])
-        cute.prefetch(tma_w, parts[2][None, at])
+        copy(tma_w, from_first[None, at], to_w[None, to], barrier, hint)
+        copy(tma_w, from_second[None, at], to_w[None, to + 1], barrier, hint)
 
     def partition(self, tma, smem, places):
         one = cute.make_layout(1)
@@ -164,9 +138,7 @@ class MoeLoads(MoeScaleLoads):
         return cpasync.tma_partition(tma, 0, one, cute.group_modes(smem, 0, 2), tiles)
 
     @cute.jit
-    def gather_rows(
-        self, thread, x, x_pieces, storage, full, empty, routing, place, limits, x_scale, of_weights
-    ):
+    def gather_rows(self, thread, x, x_pieces, storage, full, empty, routing, place, limits):
         """Each thread a 16-byte piece of its rows: row, row + COPIES, ..."""
         rank, first, grid, tiles, columns = place
         elements, divide, pieces = limits
@@ -184,13 +156,6 @@ class MoeLoads(MoeScaleLoads):
                 sources[i] = Int32(-1)
                 if element < elements:
                     sources[i] = element // divide * x_pieces + piece
-            of_row, of_half = Int32(-1), Int32(0)
-            if const_expr(self.block_scaled):
-                element = self.element_of(routing, rows, thread, elements)
-                if element < elements:
-                    of_row = element // divide * x_scale[1]
-                expert = self.expert_of(routing, block)
-                of_half = self.scale_of_half(of_weights, expert, number % columns, thread)
             for step in cutlass.range(steps, unroll=1):
                 cute.arch.mbarrier_wait(empty + index, phase)
                 inside = step * (ROW // 16) + piece < pieces
@@ -201,14 +166,10 @@ class MoeLoads(MoeScaleLoads):
                     source = x.toint() + Int64(at) * 16
                     size = 16 if inside else 0
                     copy_16(to + i * (COPIES * ROW), source, size, sources[i] >= 0)
-                if const_expr(self.block_scaled):
-                    at_row = of_row + step if of_row >= 0 else Int32(-1)
-                    of_step = (x_scale[0], at_row, of_weights, of_half + step)
-                    self.copy_scales(thread, thread, storage, index, *of_step)
                 cute.arch.cp_async_mbarrier_arrive_noinc(full + index)
                 index, phase = self.next(index, phase)
             if const_expr(self.by_turns):
-                number, _, _, _ = self.take(storage, entry)
+                number = self.take(storage, entry)
                 entry += 1
             else:
                 number += grid
@@ -234,8 +195,8 @@ class MoeLoads(MoeScaleLoads):
                     cute.make_tensor(to.align(16), cute.make_layout(8)).store(zeros.load())
 
 
-def copy(tma, source, to, barrier, hint=None, whom=None):
-    cute.copy(tma, source, to, tma_bar_ptr=barrier, cache_policy=hint, mcast_mask=whom)
+def copy(tma, source, to, barrier, hint=None):
+    cute.copy(tma, source, to, tma_bar_ptr=barrier, cache_policy=hint)
 
 
 def copy_16(to, source, size, real):

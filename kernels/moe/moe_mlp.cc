@@ -251,10 +251,7 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
   TIERCEL_RETURN_IF_ERROR(check_rows(x_arg));
   TIERCEL_RETURN_IF_ERROR(check_rows(w_arg));
   TIERCEL_RETURN_IF_ERROR(check_rows(out_arg));
-  MoeTile chosen = tile.tile_n != 0 ? tile : default_tile(block);
-  // A block of the routing without a partner gives its columns to a cluster by pairs.
-  const bool pairs = block_scaled && block == 128 && (up || by_boxes);
-  if (pairs && ceil_div(rows, up ? 128 : 256) % 2 == 0) chosen.cluster = 2;
+  const MoeTile chosen = tile.tile_n != 0 ? tile : default_tile(block);
   const MoeMlpKernel* kernel = find(up, x.dtype, block_scaled, activation, block, chosen, by_boxes);
   if (kernel == nullptr) {
     return Status::Unimplemented(std::string(op) + ": the configuration block " +

@@ -4,7 +4,7 @@
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
-from moe_layouts_cute import WARPGROUP
+from moe_layouts_cute import TURNS, WARPGROUP
 from moe_wide_loads_cute import MoeWideLoads
 
 _LIST = 3  # named barriers 3 and 4: a warpgroup's list of scales
@@ -71,7 +71,7 @@ class MoeScales(MoeWideLoads):
         return scales
 
     def scales_list(self, storage, consumer):
-        words = storage.routing.data_ptr() + (self.turn_words() + consumer * self.tile_n)
+        words = storage.routing.data_ptr() + (TURNS + consumer * self.tile_n)
         return cute.recast_ptr(words, dtype=Float32)
 
     @cute.jit

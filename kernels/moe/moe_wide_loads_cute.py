@@ -33,8 +33,6 @@ class MoeWideLoads(MoeLoads):
         weights_at,
         limits,
         counter,
-        x_scale,
-        of_weights,
     ):
         """Weights, by the first warp, and rows of x: row, row + COPIES, ... of a thread."""
         k_tiles = routing[3]
@@ -48,69 +46,53 @@ class MoeWideLoads(MoeLoads):
         sources = cute.make_rmem_tensor(copies, Int32)  # of a tile's rows
         # A warp copies 32 rows: each lane finds where one of them is, for the others too.
         mine = thread // 32 * 4 + lane % 4 + lane // 4 * COPIES
-        number, handed, _, shared = self.in_order(first, routing, columns)
-        entry = Int32(0)
+        number, entry = self.in_order(first, routing, columns), Int32(0)
         given = Int32(0)  # steps of the first tile whose weights are on their way
         if thread < 32:  # before all else that is read for the first tile
-            given = self.begin_weights(tma_w, parts, full, routing, place, number, shared)
+            given = self.begin_weights(tma_w, parts, full, routing, place, number)
             cute.arch.griddepcontrol_wait()
         turn = first
         if thread < 32:
-            self.publish(storage, entry, *self.in_order(first + grid, routing, columns))
+            self.publish(storage, entry, self.in_order(first + grid, routing, columns))
             turn = self.claim(counter, first + grid, grid)
         ahead = self.read_id(routing, place, number, mine, elements)
         index, phase = Int32(0), Int32(1)
         block = number // columns
         while block < routing[2]:
             column = number % columns * step_columns
-            expert = self.expert_for(routing, block + rank, handed)
+            expert = self.expert_of(routing, block + rank)
             steps = k_tiles if expert >= 0 else 0
             source_row = Int32(-1)  # in 16 bytes
             if ahead < elements:
                 source_row = ahead // divide * x_pieces
-            of_row, of_half = Int32(-1), Int32(0)
-            if const_expr(self.block_scaled):
-                if ahead < elements:
-                    of_row = ahead // divide * x_scale[1]
-                of_half = self.scale_of_half(of_weights, expert, number % columns, thread)
             for i in cutlass.range_constexpr(0 if const_expr(self.in_turn) else copies):
                 sources[i] = cute.arch.shuffle_sync(source_row, lane // 8 + i * 4)
-            following, next_for, leads, next_shared = self.take(storage, entry, True)
+            following = self.take(storage, entry)
             entry += 1
-            leads = leads if (following // columns < routing[2]) & (next_for >= 0) else Int32(0)
             ahead = self.read_id(routing, place, following, mine, elements)
             for step in cutlass.range(steps, unroll=1):
                 cute.arch.mbarrier_wait(empty + index, phase)
                 if (thread < 32) & (step >= given):
                     at = (column, step, expert)
-                    self.copy_weights(tma_w, parts, at, full, index, shared)
-                if const_expr(self.fetches_ahead):
-                    if (thread < 32) & (leads > 0):
-                        after = following % columns * step_columns
-                        self.fetch_weights(tma_w, parts, (after, step, next_for))
+                    self.copy_weights(tma_w, parts, at, full, index)
                 # The last step's pieces beyond a row's end are zeros, from nowhere.
                 inside = step * (ROW // 16) + piece < pieces
                 source = x.toint() + (Int64(step) * ROW + piece * 16 if inside else Int64(0))
                 to = to_x + index * (self.tile_m * ROW)
                 for i in cutlass.range_constexpr(copies):
-                    from_row = sources[i]
+                    of_row = sources[i]
                     if const_expr(self.in_turn):  # which leaves no registers for them
-                        from_row = cute.arch.shuffle_sync(source_row, lane // 8 + i * 4)
-                    at_row = source + Int64(from_row) * 16
-                    copy_16(to + i * (COPIES * ROW), at_row, 16 if inside else 0, from_row >= 0)
-                if const_expr(self.block_scaled):
-                    at_scale = of_row + step if of_row >= 0 else Int32(-1)
-                    of_step = (x_scale[0], at_scale, of_weights, of_half + step)
-                    self.copy_scales(thread, mine, storage, index, *of_step)
+                        of_row = cute.arch.shuffle_sync(source_row, lane // 8 + i * 4)
+                    at_row = source + Int64(of_row) * 16
+                    copy_16(to + i * (COPIES * ROW), at_row, 16 if inside else 0, of_row >= 0)
                 cute.arch.cp_async_mbarrier_arrive_noinc(full + index)
                 index, phase = self.next(index, phase)
             given = Int32(0)
             if thread < 32:
-                turn = self.agree(storage, entry - 1, cute.arch.shuffle_sync(turn, 0))
-                self.publish(storage, entry, *self.in_order(turn, routing, columns))
+                turn = cute.arch.shuffle_sync(turn, 0)
+                self.publish(storage, entry, self.in_order(turn, routing, columns))
                 turn = self.claim(counter, turn, grid)
-            number, block, handed = following, following // columns, next_for
-            shared = next_shared
+            number, block = following, following // columns
 
     @cute.jit
     def read_id(self, routing, place, number, row, elements):
