@@ -265,7 +265,8 @@ BLOCK_TILES = [(64, (128, 1)), (128, (256, 1))]
 )
 @pytest.mark.parametrize(("block", "tile"), BLOCK_TILES)
 def test_float8_with_scales_of_blocks(tokens, multiprocessors, block, tile):
-    """The last of them: several tiles a block of threads, in turns."""
+    """On few multiprocessors a block of threads has several tiles, in turns; of 420 tokens and more
+    an expert has several blocks of the routing."""
     with options(multiprocessors=multiprocessors):
         check_scales_of_blocks(tokens, block, tile)
 

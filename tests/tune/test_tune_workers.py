@@ -142,7 +142,7 @@ def test_the_worker_that_differs_is_refused(place, tmp_path):
     env, args = place
     port = free_port()
     other = worker((env, [*args, "--num-tokens", "2"]), 1, 2, port)
-    # Its sweep may not end before the other worker has come.
+    # The sweep of rank 0 may not end before the other worker has come.
     first = worker((env, [*args, "--num-tokens", "1", "2", "4", "8", "16"]), 0, 2, port)
     (refused, ended), said = finish([other, first])
     assert refused == 2 and "workers differ: rank 0 runs" in said[0], said
@@ -150,12 +150,12 @@ def test_the_worker_that_differs_is_refused(place, tmp_path):
 
 
 def test_rank_0_says_what_is_measured():
-    store = SimpleNamespace(store=torch.distributed.HashStore())
+    heart = SimpleNamespace(store=torch.distributed.HashStore())
     facts = {"gpu": "g", "tiercel": "0", "commit": "c"}
     with ThreadPoolExecutor() as pool:
-        early = pool.submit(_agree, store, Place(1, 2, 1), "mine", facts)
+        early = pool.submit(_agree, heart, Place(1, 2, 1), "mine", facts)
         time.sleep(0.2)
-        _agree(store, Place(0, 2, 0), "what all run", facts)
+        _agree(heart, Place(0, 2, 0), "what all run", facts)
         with pytest.raises(TuneError, match="rank 0 runs `what all run .*this one `mine "):
             early.result()
 
