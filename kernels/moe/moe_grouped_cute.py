@@ -180,16 +180,22 @@ class MoeGrouped(MoeQuantize):
             sizes = (experts, w_rows, k)
             limits = (elements, divide, k * self.dtype.width // 128)
             weights_at = (second, self.hint_for_weights(experts, elements))
+            scales = ((x_scale, x_scale_step), (w_scale, w_scale_expert, w_scale_step, second))
             if const_expr(self.by_boxes):
                 if warp_index == 0:
                     self.load_weights(
                         *(tma_w, storage, full, empty, routing, place, sizes, weights_at),
                         *(tma_x, x_rows, counter, progress),
                     )
+                if const_expr(self.block_scaled):
+                    if warp_index == 1:
+                        self.load_scales(
+                            *(thread - 32, storage, full, empty, routing, place, *scales)
+                        )
             elif const_expr(self.gatherers == WARPGROUP):
                 self.load_both(
                     *(thread, tma_w, x, x_pieces, storage, full, empty, routing, place, sizes),
-                    *(weights_at, limits, counter),
+                    *(weights_at, limits, counter, *scales),
                 )
             elif warp_index == 0:
                 self.load_weights(
@@ -198,7 +204,8 @@ class MoeGrouped(MoeQuantize):
                 )
             elif warp_index < 1 + self.gatherers // 32:
                 self.gather_rows(
-                    thread - 32, x, x_pieces, storage, full, empty, routing, place, limits
+                    *(thread - 32, x, x_pieces, storage, full, empty, routing, place, limits),
+                    *scales,
                 )
             if const_expr(not self.up):
                 if (warp_index == 3) & (ids.toint() != 0):
@@ -262,6 +269,7 @@ class MoeGrouped(MoeQuantize):
 
         index, phase = Int32(0), Int32(0)
         number, every, entry = first, grid, Int32(0)
+        of_order, next_column, now_for, next_for = Int32(0), Int32(0), Int32(0), Int32(0)
         dealt = const_expr(self.pingpong and not self.by_turns)
         if const_expr(dealt):
             number, every = first + consumer * grid, self.consumers * grid
@@ -272,10 +280,10 @@ class MoeGrouped(MoeQuantize):
                     steps = self.steps_of(routing, first // columns + rank)
                     index, phase = self.skip(index, phase, steps)
                     if const_expr(self.by_turns):
-                        number = self.take(storage, entry)
+                        number, _, _ = self.take(storage, entry)
                         entry += 1
         else:
-            number = self.in_order(first, routing, columns)
+            number, next_column, next_for = self.in_order(first, routing, columns)
         # What is known of a tile is read while the one before it is multiplied; where warpgroups
         # take turns with tiles as they come, while the other one multiplies.
         facts, ahead = self.facts(), self.facts()
@@ -283,22 +291,25 @@ class MoeGrouped(MoeQuantize):
         columns_scales = self.columns_scales()
         stored, share = Int32(0), Int32(0)  # the block of the tile before, columns of it
         looks_ahead = const_expr(dealt or not self.pingpong)
+        end = self.end_of(routing, place)
         if const_expr(looks_ahead):
-            if number < tiles:
+            if number < end:
                 self.look_up(ahead, routing, place, number, thread, consumer, elements)
-        while number < tiles:
-            after = number + every
-            if const_expr(self.by_turns and not self.pingpong):
-                after = self.take(storage, entry)
+        while number < end:
+            after, of_order, now_for = number + every, next_column, next_for
+            if const_expr(self.in_expert_order):
+                after, next_column, next_for = self.take(storage, entry)
                 entry += 1
             if const_expr(looks_ahead):
                 for i in cutlass.range_constexpr(cute.size(facts)):
                     facts[i] = ahead[i]
             else:
                 self.look_up(facts, routing, place, number, thread, consumer, elements)
-            block = number // columns + rank
-            column = number % columns
+            block = self.block_of(number, place)
+            column = self.column_of(number, of_order, place)
             expert = facts[0]
+            if const_expr(self.in_expert_order):
+                expert = now_for
             steps = k_tiles if expert >= 0 else Int32(0)
             real = facts[2] < elements
             for i in cutlass.range_constexpr(1, self.wg_rows // 32):
@@ -315,13 +326,14 @@ class MoeGrouped(MoeQuantize):
             if const_expr(not looks_ahead):
                 self.scales_of_rows(*of_rows)
                 self.scales_of_columns(*of_chunk)
+            elif const_expr(self.looks_late):
+                self.scales_of_rows(*of_rows)
             elif const_expr(not self.begins):
                 self.prepare(ahead_of, of_rows, of_chunk)
             if const_expr(self.block_scaled):
-                # The first of this lane's rows of x, where they are in the routing's order.
-                slot = block * self.tile_m + consumer * EPI + thread % WARPGROUP // 32 * 16
-                of_tile = (facts, factors, of_weights, (expert, column), elements, slot + lane // 4)
-                of_blocks = self.scales_of_blocks(*of_tile)
+                row = thread % WARPGROUP // 32 * 16 + lane // 4
+                if const_expr(not self.pingpong):
+                    row += consumer * EPI
             sums.fill(0.0)
             theirs = Int32(0)  # steps of the tile of the other warpgroup's turn
             if const_expr(dealt):
@@ -333,7 +345,7 @@ class MoeGrouped(MoeQuantize):
                 if const_expr(self.block_scaled):
                     index, phase = self.multiply_blocks(
                         *(mmas, (accs, sums, rx, rw), (full, empty, index, phase, steps)),
-                        *of_blocks,
+                        *(storage, row),
                     )
                 else:
                     for step in cutlass.range(steps, unroll=1):
@@ -371,7 +383,7 @@ class MoeGrouped(MoeQuantize):
                     self.release(empty, index - 1 if index > 0 else self.stages - 1)
             if const_expr(self.pingpong):
                 if const_expr(self.by_turns):
-                    after = self.take(storage, entry)
+                    after, _, _ = self.take(storage, entry)
                     entry += 1
                     if after < tiles:
                         theirs = self.steps_of(routing, after // columns + rank)
@@ -380,6 +392,8 @@ class MoeGrouped(MoeQuantize):
                 at = 2 + self.wg_rows // 32
                 mine_real = (facts[at] < elements) | (facts[at + 1] < elements)
                 any_real = any_real & cute.arch.vote_any_sync(mine_real)
+            if const_expr(self.looks_late):
+                self.look_up(*ahead_of)
             if any_real:
                 slots_of = block if to_slots > 0 else Int32(-1)
                 wanted = (thread, consumer, storage, sums, facts)
@@ -397,7 +411,7 @@ class MoeGrouped(MoeQuantize):
                 stored, share = block, cutlass.min(self.width, rows - first_column)
             if const_expr(not looks_ahead):
                 if after < tiles:  # so far the other warpgroup's
-                    after = self.take(storage, entry)
+                    after, _, _ = self.take(storage, entry)
                     entry += 1
             number = after
         if const_expr(self.counts):
@@ -417,11 +431,10 @@ class MoeGrouped(MoeQuantize):
 
     @cute.jit
     def look_up(self, facts, routing, place, number, thread, consumer, elements):
-        blocks, rank, columns = routing[2], place[0], place[4]
         lane, warp_row = thread % 32, thread % WARPGROUP // 32 * 16
-        block = number // columns + rank
-        inside = cutlass.min(block, blocks - 1)
-        facts[0] = self.expert_of(routing, inside)
+        inside = cutlass.min(self.block_of(number, place), routing[2] - 1)
+        if const_expr(not self.in_expert_order):
+            facts[0] = self.expert_of(routing, inside)
         rows = self.rows_of(routing, inside)
         mine = 0 if const_expr(self.pingpong) else consumer * EPI
         at = 2

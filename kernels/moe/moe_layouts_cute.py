@@ -6,7 +6,7 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
-from moe_activations_cute import ACTIVATIONS
+from moe_activations_cute import activation
 
 ROW = 128  # bytes of a row in shared memory: one swizzle
 EPI = 64  # rows and columns of a piece of the result on its way out
@@ -31,7 +31,7 @@ class MoeLayouts:
         self.scaled = dtype.width == 8 and not block_scaled
         self.out_dtype = cutlass.BFloat16 if dtype.width == 8 else dtype
         self.up = act is not None
-        self.act = ACTIVATIONS.get(act)
+        self.act = activation(act) if self.up else None
         self.tile_m, self.tile_n = tile_m, tile_n
         self.tile_k = ROW * 8 // dtype.width
         self.half = tile_n // 2
@@ -53,8 +53,11 @@ class MoeLayouts:
         self.quantizes = self.in_turn and self.up
         # Shared memory that the lists of rows take in other kernels; and registers in some.
         self.pieces = 1 if pingpong or self.quantizes else min(2, self.width // self.chunk)
-        # Threads that copy rows of x.
-        self.gatherers = 0 if by_boxes else WARPGROUP if tile_m > EPI else 2 * 32
+        # Threads that copy rows of x; beside boxes, their scales.
+        self.gatherers = WARPGROUP if tile_m > EPI else 2 * 32
+        if by_boxes:
+            self.gatherers = 32 * block_scaled
+        self.stage_scales = (tile_m + 2) * block_scaled
         # See moe_progress_cute.py: who counts, and who reads rows as they are stored. float8's are
         # quantised in between.
         self.counts = self.in_expert_order and self.up and dtype.width == 16
@@ -63,13 +66,16 @@ class MoeLayouts:
         self.threads = (1 + self.consumers) * WARPGROUP
         # Handed from the loaders to those that multiply, where there are two.
         self.loader_registers, self.registers = (56, 224) if self.consumers == 2 else (0, 0)
-        if self.in_turn:
-            self.loader_registers, self.registers = 40, 232
         self.sharing = 1 if pingpong else self.consumers
         self.wg_rows = tile_m // self.sharing
         # A tile's first products are under way before anything else is read for it. Turns hide
         # that anyway; and it made float8's `down` 7 % slower on an H200.
-        self.begins = not pingpong and not block_scaled and (self.up or not self.scaled)
+        self.begins = (
+            not pingpong and not block_scaled and (self.up or not self.scaled) and not by_boxes
+        )
+        # What is to be known of the next tile is read while a tile's sums go out: where rows are
+        # gathered, each step has a fence, which waits for what is read.
+        self.looks_late = block_scaled and not pingpong
 
     def mma(self, dtype, warpgroups, columns):
         return hopper.make_trivial_tiled_mma(
@@ -103,10 +109,17 @@ class MoeLayouts:
         return Storage
 
     def routing_words(self):
-        """Of turns; then the lists, or scales."""
+        """Of turns; then the lists, or scales; then scales of the ring's steps."""
+        of_steps = self.stages * self.stage_scales
         if self.routes:
-            return TURNS * self.by_turns + ROUTED_IDS + 2 * ROUTED_BLOCKS + 1
-        return TURNS + self.consumers * self.tile_n * self.lists_scales
+            lists = ROUTED_IDS + 2 * ROUTED_BLOCKS + 2  # even: scales are read as pairs
+            return TURNS * self.by_turns + lists + of_steps
+        lists = self.consumers * self.tile_n * self.lists_scales
+        return self.turn_words() + lists + of_steps
+
+    def turn_words(self):
+        """Of tiles' numbers, and what is handed on with them; even."""
+        return TURNS * 3
 
     def smem_bytes(self):
         """What the storage takes, as the launch asks for it."""

@@ -6,7 +6,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from moe_layouts_cute import EPI, ROW, coordinates
-from moe_tiles_cute import MoeTiles
+from moe_scale_loads_cute import MoeScaleLoads
 
 # As createpolicy.fractional.L2 makes them, of all bytes.
 EVICT_NORMAL, EVICT_FIRST = 0x1000000000000000, 0x12F0000000000000
@@ -14,7 +14,7 @@ GATHERERS = 64  # threads, where tiles have 64 rows
 COPIES = GATHERERS // 8  # rows that they copy at a time, 16 bytes of a row each
 
 
-class MoeLoads(MoeTiles):
+class MoeLoads(MoeScaleLoads):
     @cute.jit
     def load_weights(
         self,
@@ -40,18 +40,20 @@ class MoeLoads(MoeTiles):
         step_columns = self.width // self.half  # in halves
         index, phase = Int32(0), Int32(1)
         number, turn, entry = first, first, Int32(0)
+        of_order, handed = Int32(0), Int32(0)
         if const_expr(self.in_expert_order):
-            number = self.in_order(first, routing, columns)
-            self.publish(storage, entry, self.in_order(first + grid, routing, columns))
+            number, of_order, handed = self.in_order(first, routing, columns)
+            self.publish(storage, entry, *self.in_order(first + grid, routing, columns))
             turn = self.claim(counter, first + grid, grid)
         given = Int32(0)  # steps of the first tile whose weights are on their way
         if const_expr(self.by_boxes and not self.flows):
-            given = self.begin_weights(tma_w, parts, full, routing, place, number)
+            tile = (number, of_order, handed)
+            given = self.begin_weights(tma_w, parts, full, routing, tile)
             cute.arch.griddepcontrol_wait()
-        while number < tiles:
-            block = number // columns + rank
-            column = number % columns * step_columns
-            expert = self.expert_of(routing, block)
+        while number < self.end_of(routing, place):
+            block = self.block_of(number, place)
+            column = self.column_of(number, of_order, place) * step_columns
+            expert = self.expert_for(routing, block, handed)
             steps = k_tiles if expert >= 0 else 0
             if const_expr(self.flows):
                 if progress.toint() != 0:
@@ -66,10 +68,10 @@ class MoeLoads(MoeTiles):
                 index, phase = self.next(index, phase)
             given = Int32(0)
             if const_expr(self.in_expert_order):
-                number = self.take(storage, entry)
+                number, of_order, handed = self.take(storage, entry)
                 entry += 1
                 turn = cute.arch.shuffle_sync(turn, 0)
-                self.publish(storage, entry, self.in_order(turn, routing, columns))
+                self.publish(storage, entry, *self.in_order(turn, routing, columns))
                 turn = self.claim(counter, turn, grid)
             elif const_expr(not self.by_turns):
                 number += grid
@@ -81,17 +83,15 @@ class MoeLoads(MoeTiles):
                 entry += 1
 
     @cute.jit
-    def begin_weights(self, tma_w, parts, full, routing, place, number):
+    def begin_weights(self, tma_w, parts, full, routing, tile):
         """As many steps of the first tile as the ring has room for, by a warp; how many."""
-        columns = place[4]
+        block, column, expert = tile
         given = Int32(0)
-        block = number // columns
-        if block < routing[2]:
-            expert = self.expert_of(routing, block)
-            given = cutlass.min(routing[3] if expert >= 0 else 0, self.stages)
-            column = number % columns * (self.width // self.half)
+        if (block < routing[2]) & (expert >= 0):
+            given = cutlass.min(routing[3], self.stages)
             for step in cutlass.range(given, unroll=1):
-                self.copy_weights(tma_w, parts, (column, step, expert), full, step)
+                at = (column * (self.width // self.half), step, expert)
+                self.copy_weights(tma_w, parts, at, full, step)
         return given
 
     @cute.jit
@@ -138,7 +138,9 @@ class MoeLoads(MoeTiles):
         return cpasync.tma_partition(tma, 0, one, cute.group_modes(smem, 0, 2), tiles)
 
     @cute.jit
-    def gather_rows(self, thread, x, x_pieces, storage, full, empty, routing, place, limits):
+    def gather_rows(
+        self, thread, x, x_pieces, storage, full, empty, routing, place, limits, x_scale, of_weights
+    ):
         """Each thread a 16-byte piece of its rows: row, row + COPIES, ..."""
         rank, first, grid, tiles, columns = place
         elements, divide, pieces = limits
@@ -156,6 +158,13 @@ class MoeLoads(MoeTiles):
                 sources[i] = Int32(-1)
                 if element < elements:
                     sources[i] = element // divide * x_pieces + piece
+            of_row, of_half = Int32(-1), Int32(0)
+            if const_expr(self.block_scaled):
+                element = self.element_of(routing, rows, thread, elements)
+                if element < elements:
+                    of_row = element // divide * x_scale[1]
+                expert = self.expert_of(routing, block)
+                of_half = self.scale_of_half(of_weights, expert, number % columns, thread)
             for step in cutlass.range(steps, unroll=1):
                 cute.arch.mbarrier_wait(empty + index, phase)
                 inside = step * (ROW // 16) + piece < pieces
@@ -166,10 +175,14 @@ class MoeLoads(MoeTiles):
                     source = x.toint() + Int64(at) * 16
                     size = 16 if inside else 0
                     copy_16(to + i * (COPIES * ROW), source, size, sources[i] >= 0)
+                if const_expr(self.block_scaled):
+                    at_row = of_row + step if of_row >= 0 else Int32(-1)
+                    of_step = (x_scale[0], at_row, of_weights, of_half + step)
+                    self.copy_scales(thread, thread, storage, index, *of_step)
                 cute.arch.cp_async_mbarrier_arrive_noinc(full + index)
                 index, phase = self.next(index, phase)
             if const_expr(self.by_turns):
-                number = self.take(storage, entry)
+                number, _, _ = self.take(storage, entry)
                 entry += 1
             else:
                 number += grid

@@ -9,6 +9,11 @@ from moe_block_scales_cute import MoeBlockScales
 from moe_layouts_cute import EPI, WARPGROUP
 
 
+def aligned(address, dtype):
+    """A pointer to 16 bytes in memory."""
+    return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16)
+
+
 class MoeOut(MoeBlockScales):
     @cute.jit
     def owner(self, facts, i, half=0):
@@ -54,7 +59,18 @@ class MoeOut(MoeBlockScales):
         if const_expr(self.pingpong):
             lower = cute.arch.vote_any_sync(facts[2 + self.wg_rows // 32 + 1] < elements)
         y_row = wg_thread // 32 * 16 + lane // 8  # and every fourth after it
+        starts = cute.make_rmem_tensor(4, Int64)  # of a lane's rows of the result; -1 of padding's
         for half in cutlass.range_constexpr(self.wg_rows // EPI):
+            for i in cutlass.range_constexpr(4):
+                owner = self.owner(facts, i, half)
+                starts[i] = Int64(-1)
+                if owner < elements:
+                    if const_expr(self.up):
+                        if slots_of >= 0:
+                            owner = slots_of * self.tile_m + y_row + i * 4
+                            if const_expr(not self.pingpong):
+                                owner += consumer * EPI
+                    starts[i] = Int64(owner) * rows
             for chunk in cutlass.range_constexpr(self.width // self.chunk):
                 first = first_column + chunk * self.chunk
                 factors = columns_scales
@@ -80,13 +96,6 @@ class MoeOut(MoeBlockScales):
                     at_row = y_row + i * 4
                     offset = at_row * EPI + (lane % 8 ^ at_row % 8) * 8
                     values = cute.make_tensor((from_y + offset).align(16), vector)
-                    owner = self.owner(facts, i, half)
-                    if owner < elements:
-                        if const_expr(self.up):
-                            if slots_of >= 0:
-                                owner = slots_of * self.tile_m + at_row
-                                if const_expr(not self.pingpong):
-                                    owner += consumer * EPI
-                        if (at_column < rows) & (lane % 8 * 8 < self.chunk):
-                            to = out + (Int64(owner) * rows + at_column)
-                            cute.make_tensor(to.align(16), vector).store(values.load())
+                    if (starts[i] >= 0) & (at_column < rows) & (lane % 8 * 8 < self.chunk):
+                        to = out.toint() + (starts[i] + at_column) * (self.out_dtype.width // 8)
+                        cute.make_tensor(aligned(to, self.out_dtype), vector).store(values.load())

@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from moe_layouts_cute import EPI, ROW, SCALE_BLOCK, WARPGROUP
-from moe_out_cute import MoeOut
+from moe_out_cute import MoeOut, aligned
 
 
 class MoeQuantize(MoeOut):
@@ -40,8 +40,8 @@ class MoeQuantize(MoeOut):
             largest = Int32(0)  # magnitude, as bits: NaN is larger than infinity
             for i in cutlass.range_constexpr(0, half, 2):
                 if const_expr(i // 2 % 2 == lower):
-                    values = [self.act(sums[i + j], sums[half + i + j]) for j in range(2)]
-                    rounded = _rounded(*values)
+                    partners = (sums[half + i], sums[half + i + 1])
+                    rounded = _rounded(*self.act((sums[i], sums[i + 1]), partners))
                     for j in cutlass.range_constexpr(2):
                         sums[i + j] = rounded[j]
                         largest = cutlass.max(largest, _bits(rounded[j]) & 0x7FFFFFFF)
@@ -71,8 +71,7 @@ class MoeQuantize(MoeOut):
                 if slots_of >= 0:
                     owner = slots_of * self.tile_m + consumer * EPI + at_row
                 to = Int64(owner) * rows + (first_column + lane % 8 * 16)  # in bytes
-                target = cute.recast_ptr(out, dtype=Int32) + to // 4
-                cute.make_tensor(target.align(16), words).store(values.load())
+                cute.make_tensor(aligned(out.toint() + to, Int32), words).store(values.load())
 
 
 def _rounded(first, second):

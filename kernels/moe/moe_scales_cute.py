@@ -4,7 +4,7 @@
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
-from moe_layouts_cute import TURNS, WARPGROUP
+from moe_layouts_cute import WARPGROUP
 from moe_wide_loads_cute import MoeWideLoads
 
 _LIST = 3  # named barriers 3 and 4: a warpgroup's list of scales
@@ -71,25 +71,26 @@ class MoeScales(MoeWideLoads):
         return scales
 
     def scales_list(self, storage, consumer):
-        words = storage.routing.data_ptr() + (TURNS + consumer * self.tile_n)
+        words = storage.routing.data_ptr() + (self.turn_words() + consumer * self.tile_n)
         return cute.recast_ptr(words, dtype=Float32)
 
     @cute.jit
     def finish(self, piece, acc, factors, of_row, at, lower):
         """A piece's values of this lane's upper or lower row, from sums `at` on."""
-        for i in cutlass.range_constexpr(self.chunk // 2):
-            if const_expr(i // 2 % 2 == lower):
-                value = acc[at + i]
-                if const_expr(self.scaled or not self.up):
-                    value = value * of_row
+        for i in cutlass.range_constexpr(2 * lower, self.chunk // 2, 4):
+            values = [acc[at + i + j] for j in range(2)]
+            columns = [i // 4 * 2 + j for j in range(2)]
+            if const_expr(self.scaled or not self.up):
+                values = [value * of_row for value in values]
+            if const_expr(self.scaled):
+                values = [values[j] * factors[columns[j], 0] for j in range(2)]
+            if const_expr(self.up):
+                partners = [acc[at + i + j + self.half // 2] for j in range(2)]
                 if const_expr(self.scaled):
-                    value = value * factors[i // 4 * 2 + i % 2, 0]
-                if const_expr(self.up):
-                    partner = acc[at + i + self.half // 2]
-                    if const_expr(self.scaled):
-                        partner = partner * of_row * factors[i // 4 * 2 + i % 2, 1]
-                    value = self.act(value, partner)
-                piece[i] = value.to(self.out_dtype)
+                    partners = [partners[j] * of_row * factors[columns[j], 1] for j in range(2)]
+                values = self.act(values, partners)
+            for j in cutlass.range_constexpr(2):
+                piece[i + j] = values[j].to(self.out_dtype)
 
 
 def sync(barrier, threads):

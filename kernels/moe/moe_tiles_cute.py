@@ -10,8 +10,9 @@ steps of the grid drift apart, until weights are read from memory twice, or some
 rest has ended. Without a counter they count so all the same.
 """
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 from moe_layouts_cute import TURNS
 from moe_progress_cute import MoeProgress
 
@@ -21,10 +22,11 @@ _WINDOW = 16  # blocks; an expert's are told apart within one
 class MoeTiles(MoeProgress):
     @cute.jit
     def in_order(self, turn, routing, columns):
-        """The tile of a turn; the turn itself at the end. By a whole warp."""
-        number = turn
+        """The tile of a turn: its block, behind the last one at the end, its column and its expert.
+        By a whole warp."""
         blocks = routing[2]
         block, lane = turn // columns, cute.arch.lane_idx()
+        column, mine = Int32(0), Int32(-1)
         if block < blocks:
             window = block // _WINDOW * _WINDOW
             place = block - window
@@ -38,8 +40,32 @@ class MoeTiles(MoeProgress):
             count = place + cute.arch.popc((others & -others) - 1) - begin
             at = turn - (window + begin) * columns
             column = at // count
-            number = (window + begin + at - column * count) * columns + column
-        return number
+            block = window + begin + at - column * count
+        return block, column, mine
+
+    def block_of(self, number, place):
+        """Of a tile's number; where tiles are in the experts' order they are known by their blocks."""
+        rank, columns = place[0], place[4]
+        if const_expr(self.in_expert_order):
+            return number
+        return number // columns + rank
+
+    def column_of(self, number, column, place):
+        if const_expr(self.in_expert_order):
+            return column
+        return number % place[4]
+
+    def end_of(self, routing, place):
+        """Behind the last tile's number."""
+        return routing[2] if const_expr(self.in_expert_order) else place[3]
+
+    @cute.jit
+    def expert_for(self, routing, block, handed):
+        """Of a tile, whose expert was handed on with its number or is not known yet."""
+        expert = handed
+        if const_expr(not self.in_expert_order):
+            expert = self.expert_of(routing, block)
+        return expert
 
     @cute.jit
     def claim(self, counter, turn, grid):
@@ -61,24 +87,30 @@ class MoeTiles(MoeProgress):
         return taken
 
     @cute.jit
-    def publish(self, storage, entry, number):
+    def publish(self, storage, entry, *tile):
         """By one warp: what `take` reads."""
         full, empty = self.turn_barriers(storage)
         slot = entry % TURNS
         cute.arch.mbarrier_wait(empty + slot, (entry // TURNS & 1) ^ 1)
         if cute.arch.lane_idx() == 0:
-            storage.routing.data_ptr()[slot] = number
+            for i in cutlass.range_constexpr(len(tile)):
+                storage.routing.data_ptr()[i * TURNS + slot] = tile[i]
             cute.arch.mbarrier_arrive(full + slot)
 
     @cute.jit
     def take(self, storage, entry):
+        """A tile's number; or its block, column and expert, where they are in the experts' order."""
         full, empty = self.turn_barriers(storage)
         slot = entry % TURNS
         cute.arch.mbarrier_wait(full + slot, entry // TURNS & 1)
-        number = cute.arch.make_warp_uniform(storage.routing.data_ptr()[slot])
+        words = storage.routing.data_ptr()
+        tile = [Int32(0)] * 3
+        for i in cutlass.range_constexpr(3 if const_expr(self.in_expert_order) else 1):
+            tile[i] = cute.arch.make_warp_uniform(words[i * TURNS + slot])
         cute.arch.sync_warp()
-        self.release(empty, slot)
-        return number
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(empty + slot)
+        return tuple(tile)
 
     @cute.jit
     def release(self, empty, index):
@@ -87,7 +119,7 @@ class MoeTiles(MoeProgress):
 
     def init_turns(self, storage):
         full, empty = self.turn_barriers(storage)
-        loaders = 1 if self.by_boxes else self.gatherers // 32
+        loaders = self.gatherers // 32 + self.by_boxes
         readers = 4 * self.consumers + loaders  # warps
         for i in range(TURNS * self.by_turns):
             cute.arch.mbarrier_init(full + i, 1)

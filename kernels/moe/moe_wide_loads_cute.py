@@ -33,10 +33,12 @@ class MoeWideLoads(MoeLoads):
         weights_at,
         limits,
         counter,
+        x_scale,
+        of_weights,
     ):
         """Weights, by the first warp, and rows of x: row, row + COPIES, ... of a thread."""
         k_tiles = routing[3]
-        rank, first, grid, _, columns = place
+        first, grid, columns = place[1], place[2], place[4]
         elements, divide, pieces = limits
         parts = self.parts_of_weights(tma_w, storage, sizes, weights_at)
         step_columns = self.width // self.half  # in halves
@@ -46,30 +48,34 @@ class MoeWideLoads(MoeLoads):
         sources = cute.make_rmem_tensor(copies, Int32)  # of a tile's rows
         # A warp copies 32 rows: each lane finds where one of them is, for the others too.
         mine = thread // 32 * 4 + lane % 4 + lane // 4 * COPIES
-        number, entry = self.in_order(first, routing, columns), Int32(0)
+        block, at_column, expert = self.in_order(first, routing, columns)
+        entry = Int32(0)
         given = Int32(0)  # steps of the first tile whose weights are on their way
         if thread < 32:  # before all else that is read for the first tile
-            given = self.begin_weights(tma_w, parts, full, routing, place, number)
+            given = self.begin_weights(tma_w, parts, full, routing, (block, at_column, expert))
             cute.arch.griddepcontrol_wait()
         turn = first
         if thread < 32:
-            self.publish(storage, entry, self.in_order(first + grid, routing, columns))
+            self.publish(storage, entry, *self.in_order(first + grid, routing, columns))
             turn = self.claim(counter, first + grid, grid)
-        ahead = self.read_id(routing, place, number, mine, elements)
+        ahead = self.read_id(routing, block, mine, elements)
         index, phase = Int32(0), Int32(1)
-        block = number // columns
         while block < routing[2]:
-            column = number % columns * step_columns
-            expert = self.expert_of(routing, block + rank)
+            column = at_column * step_columns
             steps = k_tiles if expert >= 0 else 0
             source_row = Int32(-1)  # in 16 bytes
             if ahead < elements:
                 source_row = ahead // divide * x_pieces
-            for i in cutlass.range_constexpr(0 if const_expr(self.in_turn) else copies):
+            of_row, of_half = Int32(-1), Int32(0)
+            if const_expr(self.block_scaled):
+                if ahead < elements:
+                    of_row = ahead // divide * x_scale[1]
+                of_half = self.scale_of_half(of_weights, expert, at_column, thread)
+            for i in cutlass.range_constexpr(copies):
                 sources[i] = cute.arch.shuffle_sync(source_row, lane // 8 + i * 4)
-            following = self.take(storage, entry)
+            following, next_column, next_for = self.take(storage, entry)
             entry += 1
-            ahead = self.read_id(routing, place, following, mine, elements)
+            ahead = self.read_id(routing, following, mine, elements)
             for step in cutlass.range(steps, unroll=1):
                 cute.arch.mbarrier_wait(empty + index, phase)
                 if (thread < 32) & (step >= given):
@@ -80,25 +86,25 @@ class MoeWideLoads(MoeLoads):
                 source = x.toint() + (Int64(step) * ROW + piece * 16 if inside else Int64(0))
                 to = to_x + index * (self.tile_m * ROW)
                 for i in cutlass.range_constexpr(copies):
-                    of_row = sources[i]
-                    if const_expr(self.in_turn):  # which leaves no registers for them
-                        of_row = cute.arch.shuffle_sync(source_row, lane // 8 + i * 4)
-                    at_row = source + Int64(of_row) * 16
-                    copy_16(to + i * (COPIES * ROW), at_row, 16 if inside else 0, of_row >= 0)
+                    at_row = source + Int64(sources[i]) * 16
+                    copy_16(to + i * (COPIES * ROW), at_row, 16 if inside else 0, sources[i] >= 0)
+                if const_expr(self.block_scaled):
+                    at_scale = of_row + step if of_row >= 0 else Int32(-1)
+                    of_step = (x_scale[0], at_scale, of_weights, of_half + step)
+                    self.copy_scales(thread, mine, storage, index, *of_step)
                 cute.arch.cp_async_mbarrier_arrive_noinc(full + index)
                 index, phase = self.next(index, phase)
             given = Int32(0)
             if thread < 32:
                 turn = cute.arch.shuffle_sync(turn, 0)
-                self.publish(storage, entry, self.in_order(turn, routing, columns))
+                self.publish(storage, entry, *self.in_order(turn, routing, columns))
                 turn = self.claim(counter, turn, grid)
-            number, block = following, following // columns
+            block, at_column, expert = following, next_column, next_for
 
     @cute.jit
-    def read_id(self, routing, place, number, row, elements):
+    def read_id(self, routing, block, row, elements):
         """The element of a row of a tile; behind the last tile, none."""
-        block = number // place[4]
         element = elements
         if block < routing[2]:
-            element = (routing[0] + ((block + place[0]) * self.tile_m + row)).load()
+            element = (routing[0] + (block * self.tile_m + row)).load()
         return element
