@@ -16,7 +16,7 @@ from moe_scales_cute import MoeScales
 
 class MoeBlockScales(MoeScales):
     @cute.jit
-    def multiply_blocks(self, mmas, fragments, ring, storage, row):
+    def multiply_blocks(self, mmas, fragments, ring, storage, row, counted):
         """A tile's steps, at least one; the place in the ring after them. `row`: this lane's first.
         What a step waits for and looks up is done while the one before it is multiplied."""
         accs, sums, rx, rw = fragments
@@ -27,6 +27,9 @@ class MoeBlockScales(MoeScales):
             self.multiply_half(mmas, accs, rx, rw, 0, index)
             if const_expr(not self.in_turn):
                 self.multiply_half(mmas, accs, rx, rw, 1, index)
+            if const_expr(self.counts):
+                if step == 0:  # while its products are made
+                    self.count_stored(*counted)
             by_first = (upper * first, lower * first)
             by_second = (upper * second, lower * second)
             if const_expr(not self.scale_a_half):

@@ -190,7 +190,8 @@ class MoeGrouped(MoeQuantize):
                 if const_expr(self.block_scaled):
                     if warp_index == 1:
                         self.load_scales(
-                            *(thread - 32, storage, full, empty, routing, place, *scales)
+                            *(thread - 32, storage, full, empty, routing, place, k, progress),
+                            *scales,
                         )
             elif const_expr(self.gatherers == WARPGROUP):
                 self.load_both(
@@ -345,7 +346,7 @@ class MoeGrouped(MoeQuantize):
                 if const_expr(self.block_scaled):
                     index, phase = self.multiply_blocks(
                         *(mmas, (accs, sums, rx, rw), (full, empty, index, phase, steps)),
-                        *(storage, row),
+                        *(storage, row, (progress, stored, share)),
                     )
                 else:
                     for step in cutlass.range(steps, unroll=1):

@@ -58,10 +58,10 @@ class MoeLayouts:
         if by_boxes:
             self.gatherers = 32 * block_scaled
         self.stage_scales = (tile_m + 2) * block_scaled
-        # See moe_progress_cute.py: who counts, and who reads rows as they are stored. float8's are
-        # quantised in between.
-        self.counts = self.in_expert_order and self.up and dtype.width == 16
-        self.flows = by_boxes and dtype.width == 16
+        # See moe_progress_cute.py: who counts, and who reads rows as they are stored. Those of one
+        # scale are quantised in between.
+        self.counts = self.in_expert_order and self.up and not self.scaled
+        self.flows = by_boxes
         self.consumers = 2 if pingpong else tile_m // EPI
         self.threads = (1 + self.consumers) * WARPGROUP
         # Handed from the loaders to those that multiply, where there are two.

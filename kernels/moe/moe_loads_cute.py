@@ -45,11 +45,6 @@ class MoeLoads(MoeScaleLoads):
             number, of_order, handed = self.in_order(first, routing, columns)
             self.publish(storage, entry, *self.in_order(first + grid, routing, columns))
             turn = self.claim(counter, first + grid, grid)
-        given = Int32(0)  # steps of the first tile whose weights are on their way
-        if const_expr(self.by_boxes and not self.flows):
-            tile = (number, of_order, handed)
-            given = self.begin_weights(tma_w, parts, full, routing, tile)
-            cute.arch.griddepcontrol_wait()
         while number < self.end_of(routing, place):
             block = self.block_of(number, place)
             column = self.column_of(number, of_order, place) * step_columns
@@ -61,12 +56,10 @@ class MoeLoads(MoeScaleLoads):
             for step in cutlass.range(steps, unroll=1):
                 cute.arch.mbarrier_wait(empty + index, phase)
                 at = (column, step, expert)
-                if step >= given:
-                    self.copy_weights(tma_w, parts, at, full, index)
+                self.copy_weights(tma_w, parts, at, full, index)
                 if const_expr(self.by_boxes):
                     copy(tma_x, from_x[None, (block, step)], to_x[None, index], full + index)
                 index, phase = self.next(index, phase)
-            given = Int32(0)
             if const_expr(self.in_expert_order):
                 number, of_order, handed = self.take(storage, entry)
                 entry += 1

@@ -31,7 +31,9 @@ class MoeScaleLoads(MoeTiles):
         return cutlass.max(expert, 0) * w_scale_expert + of_row
 
     @cute.jit
-    def load_scales(self, lane, storage, full, empty, routing, place, x_scale, of_weights):
+    def load_scales(
+        self, lane, storage, full, empty, routing, place, k, progress, x_scale, of_weights
+    ):
         """A warp, where rows are in the routing's order and come by boxes."""
         x_scale, x_scale_step = x_scale
         block, column, expert = self.in_order(place[1], routing, place[4])
@@ -39,6 +41,8 @@ class MoeScaleLoads(MoeTiles):
         index, phase = Int32(0), Int32(1)
         while block < routing[2]:
             steps = routing[3] if expert >= 0 else Int32(0)
+            if progress.toint() != 0:
+                self.wait_for(progress, block, k)
             of_row = (block * self.tile_m + lane) * x_scale_step
             of_half = self.scale_of_half(of_weights, expert, column, lane)
             for step in cutlass.range(steps, unroll=1):

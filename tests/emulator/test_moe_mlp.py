@@ -360,13 +360,29 @@ def test_float8_halves_as_operators(granularity):
     assert_rounded(sm90("moe_down_fp8")(*given), due)
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-# A share of a GPU refuses the single launch of few tokens; then others do it.
-@pytest.mark.parametrize(("tokens", "share"), [(3, True), (3, False), (100, False)])
+def test_columns_that_are_stored_are_counted():
+    """`down` takes a block's rows by the copy engine once `up` has counted all of them."""
+    (x, w_up, *routing, _), rest, slots = in_order(500, 384)
+    blocks_used, all_blocks = int(routing[2]) // 128, len(routing[1])
+    counters = torch.cat([routing[2], torch.zeros(2 + all_blocks, dtype=torch.int32)])
+    q = torch.zeros(slots, 384, dtype=torch.float8_e4m3fn)
+    scale = torch.zeros(slots, 3)
+    with options(multiprocessors=3):
+        kernels.moe_up(x, w_up, *routing[:2], counters, None, q, 128, 0, *rest, scale)
+    stored = [8 * 384] * blocks_used + [0] * (all_blocks - blocks_used)  # by 8 warps
+    assert counters[3:].tolist() == stored
+
+
+@pytest.mark.parametrize("mixed", [None, "up", "down"])
+# A share of a GPU refuses the single launch of few tokens; then others do it. 300 tokens are in
+# blocks of 128.
+@pytest.mark.parametrize(("tokens", "share"), [(3, True), (3, False), (100, False), (300, False)])
 def test_float8_blocks_whole(tokens, share, mixed):
     x, w_up, w_down, weights, ids = data(tokens, 4, 2, 256, 128)
     (w_up, up_scale, _), (w_down, down_scale, _) = blocks(w_up), blocks(w_down)
-    if mixed:
+    if mixed == "up":
+        up_scale = up_scale[:, :1, 0].contiguous()
+    if mixed == "down":
         down_scale = down_scale[:, :1, 0].contiguous()
     arguments = (x, w_up, w_down, up_scale, down_scale, weights, ids, "silu", None, None)
     with options(share=share):
