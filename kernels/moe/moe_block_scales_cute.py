@@ -16,7 +16,7 @@ from moe_scales_cute import MoeScales
 
 class MoeBlockScales(MoeScales):
     @cute.jit
-    def multiply_blocks(self, mmas, fragments, ring, storage, row, counted):
+    def multiply_blocks(self, mmas, fragments, ring, storage, row, counted, factors):
         """A tile's steps, at least one; the place in the ring after them. `row`: this lane's first.
         What a step waits for and looks up is done while the one before it is multiplied."""
         accs, sums, rx, rw = fragments
@@ -27,9 +27,12 @@ class MoeBlockScales(MoeScales):
             self.multiply_half(mmas, accs, rx, rw, 0, index)
             if const_expr(not self.in_turn):
                 self.multiply_half(mmas, accs, rx, rw, 1, index)
-            if const_expr(self.counts):
-                if step == 0:  # while its products are made
-                    self.count_stored(*counted)
+            if const_expr(self.looks_late):
+                if step == steps // 2:  # what was stored or asked for before is done by now
+                    if const_expr(self.counts):
+                        self.count_stored(*counted)
+                    else:
+                        self.settle(factors)
             by_first = (upper * first, lower * first)
             by_second = (upper * second, lower * second)
             if const_expr(not self.scale_a_half):
@@ -47,6 +50,12 @@ class MoeBlockScales(MoeScales):
             self.release(empty, now)
             self.scale_half(accs, sums, by_second, 1)
         return index, phase
+
+    def settle(self, factors):
+        """Waits for values that memory was asked for: their first use would also wait for all that
+        is asked for until then."""
+        for i in range(cute.size(factors)):
+            factors[i] = cute.arch.shuffle_sync(factors[i], cute.arch.lane_idx())
 
     @cute.jit
     def wait_for_step(self, full, index, phase):

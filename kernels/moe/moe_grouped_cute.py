@@ -346,7 +346,7 @@ class MoeGrouped(MoeQuantize):
                 if const_expr(self.block_scaled):
                     index, phase = self.multiply_blocks(
                         *(mmas, (accs, sums, rx, rw), (full, empty, index, phase, steps)),
-                        *(storage, row, (progress, stored, share)),
+                        *(storage, row, (progress, stored, share), scales),
                     )
                 else:
                     for step in cutlass.range(steps, unroll=1):
