@@ -16,7 +16,7 @@ from moe_scales_cute import MoeScales
 
 class MoeBlockScales(MoeScales):
     @cute.jit
-    def multiply_blocks(self, mmas, fragments, ring, storage, row, counted, factors):
+    def multiply_blocks(self, mmas, fragments, ring, storage, row, counted, row_scales):
         """A tile's steps, at least one; the place in the ring after them. `row`: this lane's first.
         What a step waits for and looks up is done while the one before it is multiplied."""
         accs, sums, rx, rw = fragments
@@ -32,7 +32,7 @@ class MoeBlockScales(MoeScales):
                     if const_expr(self.counts):
                         self.count_stored(*counted)
                     else:
-                        self.settle(factors)
+                        self.settle(row_scales)
             by_first = (upper * first, lower * first)
             by_second = (upper * second, lower * second)
             if const_expr(not self.scale_a_half):
@@ -51,11 +51,11 @@ class MoeBlockScales(MoeScales):
             self.scale_half(accs, sums, by_second, 1)
         return index, phase
 
-    def settle(self, factors):
+    def settle(self, row_scales):
         """Waits for values that memory was asked for: their first use would also wait for all that
         is asked for until then."""
-        for i in range(cute.size(factors)):
-            factors[i] = cute.arch.shuffle_sync(factors[i], cute.arch.lane_idx())
+        for i in range(cute.size(row_scales)):
+            row_scales[i] = cute.arch.shuffle_sync(row_scales[i], cute.arch.lane_idx())
 
     @cute.jit
     def wait_for_step(self, full, index, phase):

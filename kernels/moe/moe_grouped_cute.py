@@ -147,7 +147,7 @@ class MoeGrouped(MoeQuantize):
 
         columns = cute.ceil_div(rows, self.width)
         k_tiles = cute.ceil_div(k, self.tile_k)
-        # Always 0. Without it ptxas makes other code, which has not been measured.
+        # Always 0, of tiles by number. Without it ptxas makes other code, which was not measured.
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         first = cute.arch.block_idx()[0]
         grid = cute.arch.grid_dim()[0]
@@ -161,7 +161,7 @@ class MoeGrouped(MoeQuantize):
                     cute.arch.griddepcontrol_wait()
                 made = self.route(thread, storage, ids, id_words, experts, elements)
                 lists, places, blocks = made[:2], made[2], made[3]
-        if const_expr(self.flows):
+        if const_expr(self.by_boxes):
             if progress.toint() == 0:
                 cute.arch.griddepcontrol_wait()
         elif warp_index > 0 or early == 0:
@@ -211,7 +211,7 @@ class MoeGrouped(MoeQuantize):
             if const_expr(not self.up):
                 if (warp_index == 3) & (ids.toint() != 0):
                     self.clear_rows_of_none(ids, id_words, bound, elements, rows, out)
-            if const_expr(self.flows):
+            if const_expr(self.by_boxes):
                 if warp_index == 3:  # who waits for this grid waits for the one before it
                     cute.arch.griddepcontrol_wait()
         else:
@@ -270,7 +270,7 @@ class MoeGrouped(MoeQuantize):
 
         index, phase = Int32(0), Int32(0)
         number, every, entry = first, grid, Int32(0)
-        of_order, next_column, now_for, next_for = Int32(0), Int32(0), Int32(0), Int32(0)
+        at_column, next_column, handed, next_expert = Int32(0), Int32(0), Int32(0), Int32(0)
         dealt = const_expr(self.pingpong and not self.by_turns)
         if const_expr(dealt):
             number, every = first + consumer * grid, self.consumers * grid
@@ -284,9 +284,10 @@ class MoeGrouped(MoeQuantize):
                         number, _, _ = self.take(storage, entry)
                         entry += 1
         else:
-            number, next_column, next_for = self.in_order(first, routing, columns)
-        # What is known of a tile is read while the one before it is multiplied; where warpgroups
-        # take turns with tiles as they come, while the other one multiplies.
+            number, next_column, next_expert = self.in_order(first, routing, columns)
+        # What is known of a tile is read while the one before it is multiplied, or goes out (see
+        # `looks_late`); where warpgroups take turns with tiles as they come, while the other one
+        # multiplies.
         facts, ahead = self.facts(), self.facts()
         scales = cute.make_rmem_tensor(self.wg_rows // 32, Float32)  # of this lane's rows of sums
         columns_scales = self.columns_scales()
@@ -297,9 +298,9 @@ class MoeGrouped(MoeQuantize):
             if number < end:
                 self.look_up(ahead, routing, place, number, thread, consumer, elements)
         while number < end:
-            after, of_order, now_for = number + every, next_column, next_for
+            after, at_column, handed = number + every, next_column, next_expert
             if const_expr(self.in_expert_order):
-                after, next_column, next_for = self.take(storage, entry)
+                after, next_column, next_expert = self.take(storage, entry)
                 entry += 1
             if const_expr(looks_ahead):
                 for i in cutlass.range_constexpr(cute.size(facts)):
@@ -307,10 +308,10 @@ class MoeGrouped(MoeQuantize):
             else:
                 self.look_up(facts, routing, place, number, thread, consumer, elements)
             block = self.block_of(number, place)
-            column = self.column_of(number, of_order, place)
+            column = self.column_of(number, at_column, place)
             expert = facts[0]
             if const_expr(self.in_expert_order):
-                expert = now_for
+                expert = handed
             steps = k_tiles if expert >= 0 else Int32(0)
             real = facts[2] < elements
             for i in cutlass.range_constexpr(1, self.wg_rows // 32):
@@ -426,8 +427,8 @@ class MoeGrouped(MoeQuantize):
         self.scales_of_columns(*of_chunk)
 
     def facts(self):
-        """Of a tile: its expert, a word that nobody reads, whether rows are real (32 at a time, a
-        lane each), elements of this lane's rows of sums."""
+        """Of a tile: its expert where that is not handed on, a word that nobody reads, whether rows
+        are real (32 at a time, a lane each), elements of this lane's rows of sums."""
         return cute.make_rmem_tensor(2 + self.wg_rows // 32 + self.wg_rows // EPI * 2, Int32)
 
     @cute.jit

@@ -58,10 +58,9 @@ class MoeLayouts:
         if by_boxes:
             self.gatherers = 32 * block_scaled
         self.stage_scales = (tile_m + 2) * block_scaled
-        # See moe_progress_cute.py: who counts, and who reads rows as they are stored. Those of one
-        # scale are quantised in between.
+        # See moe_progress_cute.py; who takes rows by boxes may read them as they are stored. Rows
+        # of one scale are quantised in between.
         self.counts = self.in_expert_order and self.up and not self.scaled
-        self.flows = by_boxes
         self.consumers = 2 if pingpong else tile_m // EPI
         self.threads = (1 + self.consumers) * WARPGROUP
         # Handed from the loaders to those that multiply, where there are two.
@@ -69,12 +68,13 @@ class MoeLayouts:
         self.sharing = 1 if pingpong else self.consumers
         self.wg_rows = tile_m // self.sharing
         # A tile's first products are under way before anything else is read for it. Turns hide
-        # that anyway; and it made float8's `down` 7 % slower on an H200.
+        # that anyway; it made float8's `down` 7 % slower on an H200; and by boxes no step has a
+        # fence, which would wait for what is read.
         self.begins = (
             not pingpong and not block_scaled and (self.up or not self.scaled) and not by_boxes
         )
-        # What is to be known of the next tile is read while a tile's sums go out: where rows are
-        # gathered, each step has a fence, which waits for what is read.
+        # What is to be known of the next tile is read while a tile's sums go out: before, a fence
+        # of gathered rows would wait for it, and by boxes the first of a tile's steps.
         self.looks_late = block_scaled and not pingpong
 
     def mma(self, dtype, warpgroups, columns):

@@ -33,24 +33,24 @@ class MoeLoads(MoeScaleLoads):
     ):
         """One warp: both halves of each step's tile of weights; x's rows too, where by boxes."""
         k_tiles = routing[3]
-        rank, first, grid, tiles, columns = place
+        _, first, grid, tiles, columns = place
         parts = self.parts_of_weights(tma_w, storage, sizes, weights_at)
         if const_expr(self.by_boxes):
             to_x, from_x = self.parts_of_rows(tma_x, storage, x_rows, sizes[2])
         step_columns = self.width // self.half  # in halves
         index, phase = Int32(0), Int32(1)
         number, turn, entry = first, first, Int32(0)
-        of_order, handed = Int32(0), Int32(0)
+        at_column, handed = Int32(0), Int32(0)
         if const_expr(self.in_expert_order):
-            number, of_order, handed = self.in_order(first, routing, columns)
+            number, at_column, handed = self.in_order(first, routing, columns)
             self.publish(storage, entry, *self.in_order(first + grid, routing, columns))
             turn = self.claim(counter, first + grid, grid)
         while number < self.end_of(routing, place):
             block = self.block_of(number, place)
-            column = self.column_of(number, of_order, place) * step_columns
+            column = self.column_of(number, at_column, place) * step_columns
             expert = self.expert_for(routing, block, handed)
             steps = k_tiles if expert >= 0 else 0
-            if const_expr(self.flows):
+            if const_expr(self.by_boxes):
                 if progress.toint() != 0:
                     self.wait_for(progress, block, sizes[2])
             for step in cutlass.range(steps, unroll=1):
@@ -61,7 +61,7 @@ class MoeLoads(MoeScaleLoads):
                     copy(tma_x, from_x[None, (block, step)], to_x[None, index], full + index)
                 index, phase = self.next(index, phase)
             if const_expr(self.in_expert_order):
-                number, of_order, handed = self.take(storage, entry)
+                number, at_column, handed = self.take(storage, entry)
                 entry += 1
                 turn = cute.arch.shuffle_sync(turn, 0)
                 self.publish(storage, entry, *self.in_order(turn, routing, columns))
@@ -74,18 +74,6 @@ class MoeLoads(MoeScaleLoads):
                 number = self.claim_next(counter, number, grid, tiles)
                 self.publish(storage, entry, number)
                 entry += 1
-
-    @cute.jit
-    def begin_weights(self, tma_w, parts, full, routing, tile):
-        """As many steps of the first tile as the ring has room for, by a warp; how many."""
-        block, column, expert = tile
-        given = Int32(0)
-        if (block < routing[2]) & (expert >= 0):
-            given = cutlass.min(routing[3], self.stages)
-            for step in cutlass.range(given, unroll=1):
-                at = (column * (self.width // self.half), step, expert)
-                self.copy_weights(tma_w, parts, at, full, step)
-        return given
 
     @cute.jit
     def hint_for_weights(self, experts, elements):
@@ -134,7 +122,8 @@ class MoeLoads(MoeScaleLoads):
     def gather_rows(
         self, thread, x, x_pieces, storage, full, empty, routing, place, limits, x_scale, of_weights
     ):
-        """Each thread a 16-byte piece of its rows: row, row + COPIES, ..."""
+        """Each thread a 16-byte piece of its rows: row, row + COPIES, ...; and a row's scale of
+        blocks, or a half's."""
         rank, first, grid, tiles, columns = place
         elements, divide, pieces = limits
         row, piece = thread // 8, thread % 8

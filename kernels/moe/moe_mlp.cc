@@ -229,7 +229,9 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
     TIERCEL_RETURN_IF_ERROR(check_beside(ids_arg, x_arg));
     TIERCEL_RETURN_IF_ERROR(check_contiguous(ids_arg));
   }
-  const bool flows = (to_slots || by_boxes) && has_counters(routing);
+  // `up` with a scale a row stores what is still to be quantised, and counts nothing.
+  const bool counts = to_slots && (!scaled || has_block_scales(scales));
+  const bool flows = (counts || by_boxes) && has_counters(routing);
   const int64_t block = routing.block_size;
   const int64_t slots = routing.by_kernels()
                             ? (std::min(elements, experts) + elements / block) * block
@@ -293,7 +295,7 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
   call->id_words = ids.ids != nullptr && ids.ids->dtype == DType::kInt64 ? 2 : 1;
   call->bound = static_cast<int32_t>(std::min<int64_t>(ids.experts, INT32_MAX));
   // For `up` of many tokens ids are the routing's, which may still be made.
-  const bool older = block == 64 || by_boxes || (!up && scaled);
+  const bool older = block == 64 || (!up && scaled);
   call->early = ids.ids != nullptr && older && (!up || scaled);
   if (block_scaled) {
     call->x_scale_step = call->w_scale_step = static_cast<int32_t>(scales.w->shape[2]);

@@ -34,9 +34,9 @@ struct MoeTile {
 // num_tokens_post_padded [kMoeCounters], zeros before `up`. With lists num_tokens_post_padded is
 // [1], or [moe_counters(blocks)] with counters that are zero before `up`. One is of the tiles that
 // `up` has taken, one of `down`'s: blocks of threads take tiles of 128 rows as they come to them.
-// The others are one a block: of rows in the routing's order `up` counts what it stores, and
-// `down`, which then has to be the next launch, begins with blocks that are whole while `up` still
-// works on others.
+// The others are one a block: of rows in the routing's order `up` counts what it stores, but not
+// with scales of rows; and `down` begins with blocks that are whole while `up` still works on
+// others. That has to be the very next launch: after others it gets [1], or waits for ever.
 struct MoeRouting {
   const TensorView* sorted_token_ids;
   const TensorView* expert_ids;

@@ -34,7 +34,8 @@ class MoeScaleLoads(MoeTiles):
     def load_scales(
         self, lane, storage, full, empty, routing, place, k, progress, x_scale, of_weights
     ):
-        """A warp, where rows are in the routing's order and come by boxes."""
+        """A warp, where rows are in the routing's order and come by boxes. It waits for their block
+        itself: that drops lines of the L1, through which these copies read."""
         x_scale, x_scale_step = x_scale
         block, column, expert = self.in_order(place[1], routing, place[4])
         entry = Int32(0)

@@ -44,7 +44,7 @@ class MoeTiles(MoeProgress):
         return block, column, mine
 
     def block_of(self, number, place):
-        """Of a tile's number; where tiles are in the experts' order they are known by their blocks."""
+        """Of a tile's number; in the experts' order that is its block."""
         rank, columns = place[0], place[4]
         if const_expr(self.in_expert_order):
             return number
@@ -99,7 +99,7 @@ class MoeTiles(MoeProgress):
 
     @cute.jit
     def take(self, storage, entry):
-        """A tile's number; or its block, column and expert, where they are in the experts' order."""
+        """A tile's number; in the experts' order its block, column and expert."""
         full, empty = self.turn_barriers(storage)
         slot = entry % TURNS
         cute.arch.mbarrier_wait(full + slot, entry // TURNS & 1)
@@ -108,8 +108,7 @@ class MoeTiles(MoeProgress):
         for i in cutlass.range_constexpr(3 if const_expr(self.in_expert_order) else 1):
             tile[i] = cute.arch.make_warp_uniform(words[i * TURNS + slot])
         cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(empty + slot)
+        self.release(empty, slot)
         return tuple(tile)
 
     @cute.jit

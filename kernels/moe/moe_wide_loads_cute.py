@@ -36,7 +36,8 @@ class MoeWideLoads(MoeLoads):
         x_scale,
         of_weights,
     ):
-        """Weights, by the first warp, and rows of x: row, row + COPIES, ... of a thread."""
+        """Weights, by the first warp, and rows of x: row, row + COPIES, ... of a thread; and their
+        scales of blocks."""
         k_tiles = routing[3]
         first, grid, columns = place[1], place[2], place[4]
         elements, divide, pieces = limits
@@ -100,6 +101,18 @@ class MoeWideLoads(MoeLoads):
                 self.publish(storage, entry, *self.in_order(turn, routing, columns))
                 turn = self.claim(counter, turn, grid)
             block, at_column, expert = following, next_column, next_for
+
+    @cute.jit
+    def begin_weights(self, tma_w, parts, full, routing, tile):
+        """As many steps of the first tile as the ring has room for, by a warp; how many."""
+        block, column, expert = tile
+        given = Int32(0)
+        if (block < routing[2]) & (expert >= 0):
+            given = cutlass.min(routing[3], self.stages)
+            for step in cutlass.range(given, unroll=1):
+                at = (column * (self.width // self.half), step, expert)
+                self.copy_weights(tma_w, parts, at, full, step)
+        return given
 
     @cute.jit
     def read_id(self, routing, block, row, elements):

@@ -384,13 +384,33 @@ def test_float8_blocks_whole(tokens, share, mixed):
         up_scale = up_scale[:, :1, 0].contiguous()
     if mixed == "down":
         down_scale = down_scale[:, :1, 0].contiguous()
-    arguments = (x, w_up, w_down, up_scale, down_scale, weights, ids, "silu", None, None)
     with options(share=share):
-        got = sm90("fused_moe_fp8")(*arguments)
+        assert_float8_whole(x, w_up, w_down, up_scale, down_scale, weights, ids)
+
+
+def assert_float8_whole(x, w_up, w_down, up_scale, down_scale, weights, ids, expert_map=None):
+    named = (up_scale, down_scale, weights, ids, "silu", expert_map, None)
+    got = sm90("fused_moe_fp8")(x, w_up, w_down, *named)
     wide = (x.double(), w_up, w_down, weights.double(), ids)
-    due = ref.fused_moe(*wide, w_up_scale=up_scale, w_down_scale=down_scale)
+    scales = {"w_up_scale": up_scale, "w_down_scale": down_scale}
+    due = ref.fused_moe(*wide, expert_map=expert_map, **scales)
     error = (got.double() - due).square().mean().sqrt() / due.square().mean().sqrt()
     assert error < 4e-2  # a value between the halves may be rounded to float8's neighbour
+
+
+@pytest.mark.parametrize(
+    ("lazy", "seed", "elsewhere"), [(True, 1, False), (True, 2, True), (False, 3, False)]
+)
+def test_float8_blocks_in_turns(lazy, seed, elsewhere):
+    """Several tiles a block of threads, more steps than the ring has stages, a last tile of one
+    half, whatever the order of copies and warps."""
+    expert_map = torch.tensor([0, -1, 1, 2, 3], dtype=torch.int32) if elsewhere else None
+    everywhere = 5 if elsewhere else None
+    x, w_up, w_down, weights, ids = data(300, 4, 2, 384, 768, everywhere=everywhere)
+    (w_up, up_scale, _), (w_down, down_scale, _) = blocks(w_up), blocks(w_down)
+    with options(lazy=lazy, seed=seed, multiprocessors=3):
+        given = (x, w_up, w_down, up_scale, down_scale, weights, ids, expert_map)
+        assert_float8_whole(*given)
 
 
 @pytest.mark.parametrize("tokens", [3, 300])

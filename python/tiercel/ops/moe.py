@@ -188,10 +188,10 @@ def run(
     rows, scale = inner, inner_scale
     if down_scale is not None and not quantizes:
         rows, scale = quantize_outputs(inner, _granularity(down_scale))
-        # The next launch begins with weights.
+        # The next launch begins with weights, but where it takes rows in the routing's order.
         fp8_between(inner, (rows, scale), _granularity(down_scale), False, True)
         scale = of_rows(scale, down_scale)
-        if _in_order(block, down_scale):  # not as moe_up stores them, which is what it counts
+        if _in_order(block, down_scale):  # without counters: nobody counts what is quantised
             assert routing[2] is not None
             routing = (*routing[:2], routing[2][:1])
     factors = (topk_weights.view(-1), outer, block, 0, *named, scale, down_scale, down)

@@ -60,8 +60,9 @@ def half_needs(problem: Problem, c: Candidate, half: str) -> Needs:
     width = tile // 2 if half == "up" else tile
     pieces = 2 * (2 if width > _PIECE and block > 64 else 1)  # of the warpgroups that multiply
     # Of rows, or of the next tiles and of scales.
-    scales = 2 * tile if problem.dtype == "float8_e4m3fn" else 0
-    lists = 4 * (1024 + 2 * 528 + 1 if block == 64 else 4 + scales)
+    float8 = problem.dtype == "float8_e4m3fn"
+    of_rows, of_tiles = 1024 + 2 * 528 + 2 + 4 * float8, 12 + 2 * tile * float8
+    lists = 4 * (of_rows if block == 64 else of_tiles)
     ring = _STAGES[tile] * ((block + tile) * _ROW + 16) + 64
     shared = -(-(ring + pieces * _PIECE * _ROW + lists) // 1024) * 1024
     busiest = 64 * tile // _WARPGROUP + 56
