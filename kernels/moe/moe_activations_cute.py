@@ -7,8 +7,7 @@ import cutlass.cute as cute
 from activations_cute import gelu, relu
 
 _LOG2_E = math.log2(math.e)
-# The product of two such odds is finite. Of gates below -42 x * 2^-60 is left instead of nearly
-# nothing: far below what float32 sums of such values lose.
+# The product of two such odds is finite. Of gates below -42 x * 2^-60 is left instead of less.
 _LARGEST_POWER = 60.0
 
 

@@ -2,8 +2,8 @@
 """Scales of blocks on their way to the ring, beside the rows and weights that they are of.
 
 A step has a scale for each row of its tile and for each half of its weights. Who multiplies finds
-them in shared memory: one that asks memory itself waits for it in each step, since the next fence
-does, and that is longer than the products take.
+them in shared memory, and so can read those of a step while the one before it is multiplied: from
+memory they would have to be on their way longer, and each step's fence waits for what is.
 """
 
 import cutlass
