@@ -9,6 +9,7 @@
 #include "kernels/norm/norm_kernels.h"
 #include "kernels/sm90/checks.h"
 #include "kernels/sm90/driver.h"
+#include "kernels/sm90/memory_rate.h"
 
 namespace tiercel {
 namespace {
@@ -196,7 +197,7 @@ Status prepare(const NormForward& call, int multiprocessors, NormForwardArgs* ar
   return Status();
 }
 
-Status prepare(const NormBackward& call, int multiprocessors, NormBackwardArgs* args,
+Status prepare(const NormBackward& call, const NormDevice& device, NormBackwardArgs* args,
                NormReduceArgs* reduce, NormChoice<NormBackwardKernel>* choice) {
   const char* op = op_name(call.kind);
   const Argument x{op, "x", *call.x};
@@ -234,8 +235,10 @@ Status prepare(const NormBackward& call, int multiprocessors, NormBackwardArgs* 
   TIERCEL_RETURN_IF_ERROR(check_rows(op, grad_x.count));
 
   const int columns = static_cast<int>(call.x->shape[call.x->ndim - 1]);
-  *choice = choose_norm_backward(
-      {call.kind, call.x->dtype, grad_x.count, columns, wide, args->stream_count, multiprocessors});
+  NormProblem problem{call.kind, call.x->dtype,      grad_x.count,          columns,
+                      wide,      args->stream_count, device.multiprocessors};
+  problem.memory_gbps = device.memory_gbps;
+  *choice = choose_norm_backward(problem);
   if (choice->kernel == nullptr) return no_kernel(op, columns, wide);
   args->weight = data_of(call.weight);
   args->grad_x = grad_x.data;
@@ -321,7 +324,7 @@ Status launch_reduce(NormReduceArgs& args, DType dtype, int device, void* stream
 
 template <typename Choice>
 NormPlan plan_of(const Choice& choice, int64_t rows, DType dtype) {
-  if (rows == 0) return {"none", 0, 0, 0, 0, 0, 0, 0, choice.parts()};
+  if (rows == 0) return {"none", 0, 0, 0, 0, 0, 0, 0, 0, choice.parts()};
   return {choice.kernel->kernel.name(),
           choice.kernel->wide ? 16 : static_cast<int>(dtype_bytes(dtype)),
           choice.threads_per_row,
@@ -330,6 +333,7 @@ NormPlan plan_of(const Choice& choice, int64_t rows, DType dtype) {
           static_cast<unsigned>(choice.block),
           static_cast<unsigned>(choice.dynamic_smem),
           choice.stages,
+          choice.ahead,
           choice.parts()};
 }
 
@@ -349,11 +353,11 @@ Status norm_forward_plan(const NormForward& call, int multiprocessors, NormPlan*
   return Status();
 }
 
-Status norm_backward_plan(const NormBackward& call, int multiprocessors, NormPlan* plan) {
+Status norm_backward_plan(const NormBackward& call, const NormDevice& device, NormPlan* plan) {
   NormBackwardArgs args;
   NormReduceArgs reduce;
   NormChoice<NormBackwardKernel> choice;
-  TIERCEL_RETURN_IF_ERROR(prepare(call, multiprocessors, &args, &reduce, &choice));
+  TIERCEL_RETURN_IF_ERROR(prepare(call, device, &args, &reduce, &choice));
   *plan = plan_of(choice, args.rows, call.x->dtype);
   return Status();
 }
@@ -369,13 +373,14 @@ Status norm_forward(const NormForward& call, void* stream) {
 }
 
 Status norm_backward(const NormBackward& call, void* stream) {
-  int multiprocessors = 0;
-  TIERCEL_RETURN_IF_ERROR(multiprocessors_of(*call.x, &multiprocessors));
+  const int device = call.x->device_index;
+  NormDevice facts{};
+  TIERCEL_RETURN_IF_ERROR(multiprocessors_of(*call.x, &facts.multiprocessors));
+  if (facts.multiprocessors > 0) facts.memory_gbps = memory_gbps(device);
   NormBackwardArgs args;
   NormReduceArgs reduce;
   NormChoice<NormBackwardKernel> choice;
-  TIERCEL_RETURN_IF_ERROR(prepare(call, multiprocessors, &args, &reduce, &choice));
-  const int device = call.x->device_index;
+  TIERCEL_RETURN_IF_ERROR(prepare(call, facts, &args, &reduce, &choice));
   if (args.rows > 0) TIERCEL_RETURN_IF_ERROR(launch(choice, args, device, stream));
   if (call.grad_weight == nullptr && call.grad_bias == nullptr) return Status();
   if (args.rows == 0) reduce.parts = 0;  // no row: the sums are zero

@@ -60,12 +60,19 @@ struct NormPlan {
   unsigned block;
   unsigned dynamic_smem;
   int stages;  // backward: rows that are under way, a team
+  int ahead;   // backward: rows that a team asks for beyond those, before it may read them
   int parts;   // backward: partial sums of a weight
+};
+
+// What the choice of a backward kernel depends on; the memory's rate as memory_gbps() says it.
+struct NormDevice {
+  int multiprocessors;
+  int memory_gbps;
 };
 
 // Checks and the choice of kernel, for a device with that many multiprocessors; no GPU needed.
 Status norm_forward_plan(const NormForward& call, int multiprocessors, NormPlan* plan);
-Status norm_backward_plan(const NormBackward& call, int multiprocessors, NormPlan* plan);
+Status norm_backward_plan(const NormBackward& call, const NormDevice& device, NormPlan* plan);
 
 // The same for the tensors' device, then the launch on `stream` (a CUstream).
 Status norm_forward(const NormForward& call, void* stream);

@@ -2,26 +2,15 @@
 #include "kernels/norm/norm_choose.h"
 
 #include <algorithm>
-#include <initializer_list>
+
+#include "kernels/norm/norm_backward_shapes.h"
+#include "kernels/norm/norm_threads.h"
 
 namespace tiercel {
 namespace {
 
 // Rows of more vectors than this are best held in shared memory: measured on an H200.
 constexpr int64_t kNormLongVectors = 1024;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
-
-// Threads that share a row of so many vectors in a block, `per_thread` each: part of a warp, a
-// power of two, or whole warps.
-int threads_for(int64_t vectors, int per_thread, int fewest = 8) {
-  const int64_t threads = ceil_div(vectors, per_thread);
-  if (threads > 32) return static_cast<int>(round_up(threads, 32));
-  int lanes = fewest;
-  while (lanes < threads) lanes *= 2;
-  return lanes;
-}
 
 template <typename Kernel, typename Fits>
 const Kernel* find(const Kernel* kernels, int count, Fits fits) {
@@ -113,28 +102,8 @@ NormChoice<NormForwardKernel> choose_long(const NormProblem& problem, int64_t ve
   return choice;
 }
 
-struct BackwardShape {
-  int vectors;  // a thread, of a row
-  int rows;     // a thread, at once
-  int cluster;
-  int threads;         // a block, about
-  int stages;          // a team's, of a row each
-  int ahead = 0;       // rows a team asks for beyond those, before it may read them
-  bool even = false;   // whether a few blocks fewer take part where the rows divide among them
-  bool pairs = false;  // whether two blocks, of a row each, add their sums up
-};
-
-// As many blocks as there is room for, or up to a thirty-second fewer, with the same number of rows
-// each: 128 of 132 for a power of two of rows. 0 if no such number divides the rows. Of blocks that
-// go in pairs (`step` 2) an even number.
-int even_blocks(int64_t rows, int blocks, int step = 1) {
-  for (int count = blocks; count * 32 >= blocks * 31; count -= step) {
-    if (rows % count == 0) return count;
-  }
-  return 0;
-}
-
-const NormBackwardKernel* backward_kernel(const NormProblem& problem, const BackwardShape& shape) {
+const NormBackwardKernel* backward_kernel(const NormProblem& problem,
+                                          const NormBackwardShape& shape) {
   int count = 0;
   const NormBackwardKernel* kernels = norm_backward_kernels(&count);
   return find(kernels, count, [&](const NormBackwardKernel& kernel) {
@@ -142,68 +111,6 @@ const NormBackwardKernel* backward_kernel(const NormProblem& problem, const Back
            kernel.kind == problem.kind && kernel.vectors == shape.vectors &&
            kernel.rows == shape.rows;
   });
-}
-
-// Measured on an H200. The cluster is the smallest that holds a row. Few bytes on their way are
-// better than many, as long as there are enough: 64 to 128 KB in all stages.
-BackwardShape backward_shape(const NormProblem& problem, int64_t vectors) {
-  const auto clustered = [&](BackwardShape shape) {
-    while (ceil_div(vectors, shape.cluster) > int64_t{shape.vectors} * shape.threads) {
-      shape.cluster *= 2;
-    }
-    return shape;
-  };
-  const bool narrow_element = dtype_bytes(problem.dtype) == 2;
-  if (!problem.wide) return clustered({narrow_element ? 8 : 16, 1, 1, kNormNarrowThreads, 1});
-  const bool layer = problem.kind == NormKind::kLayer;
-  if (vectors <= (narrow_element ? 32 : 64)) {
-    const bool most = problem.rows >= int64_t{1024} * problem.multiprocessors;
-    const bool heads = narrow_element && !layer && vectors > 8 && vectors <= 16;
-    if (most && heads && even_blocks(problem.rows, problem.multiprocessors) > 0) {
-      return {2, 1, 1, kNormMaxThreads, 3, 3, true};
-    }
-    return {2, 1, 1, layer && narrow_element ? kNormMaxThreads : 384, 3};
-  }
-  if (!narrow_element) {
-    if (vectors <= 1024) return {4, 1, 1, 256, 2, layer ? 0 : 4};
-    if (!layer && vectors <= 4096) return clustered({4, 1, 1, 256, 3, 4});
-    const bool even = layer && vectors > 2048;
-    const BackwardShape shape = clustered({4, 1, 1, kNormMaxThreads, 2, 2, even});
-    if (shape.cluster <= kNormMaxCluster) return shape;
-    return clustered({8, 1, 1, kNormMaxThreads, 2});
-  }
-  // A layer norm's block has room for two of the longest rows of two tensors, not of three. Blocks
-  // of such rows leave so many sums that it pays to add up those of two first.
-  if (layer && vectors > 1056 && problem.streams == 2) {
-    const bool whole = vectors <= int64_t{4} * kNormMaxThreads;  // a block has a row
-    return clustered({4, 1, 1, kNormMaxThreads, 2, whole ? 1 : 0, true, whole});
-  }
-  if (vectors > 4096) {
-    const BackwardShape shape = clustered({2, 2, 1, kNormMaxThreads, 4});
-    if (!layer && shape.cluster <= kNormMaxCluster) return shape;
-    return clustered({4, 1, 1, kNormMaxThreads, 2});
-  }
-  // Three vectors a thread where that leaves no more of them idle than two.
-  const bool threes = 3 * threads_for(vectors, 3, 32) <= 2 * threads_for(vectors, 2, 32);
-  if (layer) {
-    const bool many = problem.rows >= int64_t{64} * problem.multiprocessors;
-    // Whole teams of 96 or 128 threads; beside such blocks there is room for norm_reduce.
-    const bool some = problem.rows >= int64_t{30} * problem.multiprocessors;
-    if (problem.streams == 2 && ((many && vectors == 384) || (some && vectors == 512))) {
-      return {4, 1, 1, 384, 2, 0, vectors == 384};
-    }
-    if (vectors <= 1056 && threes) return {3, 1, 1, vectors > 96 ? kNormMaxThreads : 384, 2};
-    if (many && vectors > 96 && vectors <= 256) return {4, 1, 1, 384, 2, vectors <= 128 ? 2 : 0};
-    // Two rows a thread leave no room for a second team.
-    if (vectors > 512 && vectors <= 896) return {4, 1, 1, kNormMaxThreads, 2};
-    return clustered({2, 2, 1, kNormMaxThreads, 4});
-  }
-  if (vectors <= 1056 && (threes || vectors > 256)) {
-    return {3, 1, 1, vectors > 576 && vectors <= 672 ? kNormMaxThreads : 384, 2};
-  }
-  if (vectors > 1024 && vectors <= 2112) return clustered({3, 1, 1, 384, 3});
-  if (vectors > 1024) return clustered({2, 2, 1, kNormMaxThreads, 4});
-  return {2, 2, 1, 384, 4, 4};
 }
 
 }  // namespace
@@ -262,7 +169,7 @@ NormChoice<NormBackwardKernel> choose_norm_backward(const NormProblem& problem) 
   const int64_t element = dtype_bytes(problem.dtype);
   const int elements = static_cast<int>(16 / element);  // of a vector in shared memory
   const int64_t vectors = ceil_div(problem.columns, elements);
-  BackwardShape shape = backward_shape(problem, vectors);
+  NormBackwardShape shape = norm_backward_shape(problem, vectors);
   const NormBackwardKernel* const kernel = backward_kernel(problem, shape);
   const bool keeps = norm_backward_keeps(static_cast<int>(element), problem.wide, shape.vectors,
                                          shape.rows, problem.kind);
@@ -282,7 +189,7 @@ NormChoice<NormBackwardKernel> choose_norm_backward(const NormProblem& problem) 
     choice.paired = shape.pairs && problem.rows >= multiprocessors && multiprocessors > 1;
     const int step = choice.paired ? 2 : 1;
     const int most_blocks = std::max(1, multiprocessors / shape.cluster) / step * step;
-    const int even = shape.even ? even_blocks(problem.rows, most_blocks, step) : 0;
+    const int even = shape.even ? norm_even_blocks(problem.rows, most_blocks, step) : 0;
     const int blocks = even > 0 ? even : most_blocks;
     const int64_t most_teams = std::max(1, shape.threads / team_threads);
     const int64_t teams_of_rows =
@@ -296,7 +203,9 @@ NormChoice<NormBackwardKernel> choose_norm_backward(const NormProblem& problem) 
     // The ring's memory holds the teams' sums of the weight's gradient at the end.
     const int64_t sums = teams * choice.slice * int64_t{4};
     if (stage * shape.rows > room || sums > room) continue;
-    choice.stages = static_cast<int>(std::min<int64_t>(room / stage, shape.stages));
+    const int64_t enough = std::min<int64_t>(ceil_div(shape.least, stage), kNormMaxStages);
+    const int64_t stages = std::max<int64_t>(shape.stages, enough);
+    choice.stages = static_cast<int>(std::min(room / stage, stages));
     choice.ahead = shape.ahead;
     choice.weight_offset = static_cast<int>(round_up(std::max(choice.stages * stage, sums), 128));
     // More than half of what there is: two blocks on one multiprocessor leave another empty.

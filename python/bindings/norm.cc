@@ -3,6 +3,7 @@
 
 #include "kernels/norm/norm_kernels.h"
 #include "kernels/sm90/driver.h"
+#include "kernels/sm90/memory_rate.h"
 #include "python/bindings/call.h"
 #include "python/bindings/families.h"
 
@@ -36,6 +37,15 @@ class Values {
     const double number = PyFloat_AsDouble(*values_++);
     *value = static_cast<float>(number);
     return number != -1.0 || !PyErr_Occurred();
+  }
+  bool Count(const char* name, int least, int* value) {
+    const long number = PyLong_AsLong(*values_++);
+    if (number == -1 && PyErr_Occurred()) return false;
+    *value = static_cast<int>(number);
+    if (number >= least && number <= 1'000'000) return true;
+    PyErr_Format(PyExc_ValueError, "%s: `%s` must be from %d to 1000000, got %ld", op_, name, least,
+                 number);
+    return false;
   }
 
  private:
@@ -92,12 +102,17 @@ int Multiprocessors(const TensorView& view) {
   return count;
 }
 
+NormDevice DeviceOf(const TensorView& view) {
+  const bool cuda = view.device_type == DeviceType::kCUDA;
+  return {Multiprocessors(view), cuda ? memory_gbps(view.device_index) : 0};
+}
+
 PyObject* PlanDict(const NormPlan& plan) {
-  return Py_BuildValue("{s:s, s:i, s:i, s:i, s:I, s:I, s:I, s:i, s:i}", "kernel", plan.kernel,
+  return Py_BuildValue("{s:s, s:i, s:i, s:i, s:I, s:I, s:I, s:i, s:i, s:i}", "kernel", plan.kernel,
                        "vector_bytes", plan.vector_bytes, "threads_per_row", plan.threads_per_row,
                        "cluster", plan.cluster, "grid", plan.grid, "block", plan.block,
-                       "dynamic_smem", plan.dynamic_smem, "stages", plan.stages, "parts",
-                       plan.parts);
+                       "dynamic_smem", plan.dynamic_smem, "stages", plan.stages, "ahead",
+                       plan.ahead, "parts", plan.parts);
 }
 
 template <NormKind kKind>
@@ -125,10 +140,22 @@ PyObject* Backward(PyObject*, PyObject* const* values, Py_ssize_t count) {
 
 template <NormKind kKind>
 PyObject* BackwardPlan(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  constexpr Py_ssize_t kArguments = 9;  // a launch's; two more name another device
+  const bool named = count == kArguments + 2;
   BackwardCall call;
-  if (!call.Parse(kKind, values, count)) return nullptr;
+  if (!call.Parse(kKind, values, named ? kArguments : count)) return nullptr;
+  NormDevice device{};
+  if (named) {
+    Values next(OpName(kKind), values + kArguments);
+    if (!next.Count("multiprocessors", 1, &device.multiprocessors) ||
+        !next.Count("memory_gbps", 0, &device.memory_gbps)) {
+      return nullptr;
+    }
+  } else {
+    device = DeviceOf(*call.call.x);
+  }
   NormPlan plan{};
-  const Status status = norm_backward_plan(call.call, Multiprocessors(*call.call.x), &plan);
+  const Status status = norm_backward_plan(call.call, device, &plan);
   return status.ok() ? PlanDict(plan) : Raise(status);
 }
 
@@ -165,8 +192,10 @@ PyObject* NormLoad(PyObject*, PyObject* device) { return Load(device, LoadNorm);
       TIERCEL_FAST(name "_backward_plan", BackwardPlan<kind>,                                 \
                    name                                                                       \
                    "_backward_plan(x, weight, grad, grad_residual, grad_x, grad_weight, "     \
-                   "grad_bias, workspace, eps, /)\n--\n\n"                                    \
-                   "The same checks, and the configuration. Needs no GPU.")
+                   "grad_bias, workspace, eps, multiprocessors=None, "                        \
+                   "memory_gbps=None, /)\n--\n\n"                                             \
+                   "The same checks, and the configuration, on x's device or as on one with " \
+                   "so many multiprocessors and gigabytes a second. Needs no GPU.")
 
 PyMethodDef functions[] = {
     TIERCEL_NORM("rms_norm", NormKind::kRms),

@@ -135,6 +135,7 @@ class _NormPlan(TypedDict):
     block: int
     dynamic_smem: int
     stages: int
+    ahead: int
     parts: int
 
 class _Fp8QuantizePlan(TypedDict):
@@ -670,6 +671,8 @@ def layer_norm_backward_plan(
     grad_bias: Any,
     workspace: Any,
     eps: float,
+    multiprocessors: int = ...,
+    memory_gbps: int = ...,
     /,
 ) -> _NormPlan: ...
 def rms_norm(
@@ -700,6 +703,8 @@ def rms_norm_backward_plan(
     grad_bias: Any,
     workspace: Any,
     eps: float,
+    multiprocessors: int = ...,
+    memory_gbps: int = ...,
     /,
 ) -> _NormPlan: ...
 def norm_load(device: int, /) -> None: ...

@@ -7,66 +7,18 @@ The shapes are small, and chosen to reach each kernel that a family's plan can c
 import pytest
 import torch
 from support.emulator import kernels, options, sm90
+from support.near import BF16, F16, F32, FLOATS, RELATIVE, ROWS, check, normal, reference
 
 from tiercel import ref
 from tiercel._op import families
 from tiercel.ops.routing_align import align_for_products
 
-F32, BF16, F16, FP8 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn
-FLOATS = [F32, BF16, F16]
-INF, NAN = float("inf"), float("nan")
-
-# A result is right to this much of its size, rounding to the type included.
-RELATIVE = {F32: 4e-6, BF16: 2**-8, F16: 2**-11 * 1.02}
+FP8, INF, NAN = torch.float8_e4m3fn, float("inf"), float("nan")
 
 
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
-
-
-def normal(*shape, dtype=F32):
-    return torch.randn(shape).to(dtype)
-
-
-def reference(operator, *arguments):
-    """What the reference makes of the arguments in float64, where they are floating point."""
-    wide = [
-        x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-        for x in arguments
-    ]
-    for operators in families.values():
-        for one in operators:
-            if one.name == operator:
-                return one.backends["ref"].run(*wide)
-    raise LookupError(operator)
-
-
-def close(result, expected, scale=None):
-    """scale: the size that errors are a part of, where it is not the result's own."""
-    if result is None or isinstance(result, torch.Tensor):
-        result, expected = [result], [expected]
-    for one, exact in zip(result, expected, strict=True):
-        if one is None:
-            continue
-        assert one.shape == exact.shape
-        if not one.is_floating_point():
-            assert torch.equal(one, exact.to(one.dtype))
-            continue
-        exact = exact.double()
-        size = exact.abs() if scale is None else torch.as_tensor(scale).expand_as(exact)
-        tiny = torch.finfo(one.dtype).smallest_normal
-        wrong = (one.double() - exact).abs() - RELATIVE[one.dtype] * size.clamp_min(tiny)
-        same = (one.double() == exact) | (one.isnan() & exact.isnan())  # infinities, too
-        assert ((wrong <= 0) | same).all(), f"off by {(one.double() - exact).abs().max():.3g}"
-
-
-def check(operator, *arguments, scale=None):
-    close(sm90(operator)(*arguments), reference(operator, *arguments), scale)
-
-
-# One row a few lanes, a warp, a block, a cluster, several passes; vectors or not.
-ROWS = [(7, 1), (5, 33), (3, 64), (2, 1000), (2, 4096), (1, 9000), (3, 40001)]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -138,113 +90,6 @@ def test_log_softmax_of_large_scores(columns, scale):
         None,
     )
     check(*arguments, scale=reference(*arguments).abs() + 0.01)  # 5e-6 more, for float32's sums
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("shape", ROWS)
-def test_norm(shape, dtype):
-    x, residual = normal(*shape, dtype=dtype), normal(*shape, dtype=dtype)
-    weight, bias = normal(shape[1], dtype=dtype), normal(shape[1], dtype=dtype)
-    for name in ("rms_norm", "layer_norm"):
-        check(f"{name}_no_weight_no_bias_no_residual", x, 1e-5, None, scale=8.0)
-        if shape[1] > 1:
-            check(name, x, weight, bias, residual, 1e-5, None, scale=24.0)
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("shape", [(3, 1000), (2, 16_400), (1600, 1024)])
-def test_norm_of_plain_calls(shape, dtype):
-    """What most calls are, without one parameter or the other: a row a warp, a block, a cluster."""
-    rows, columns = shape
-    x = normal(rows, columns // (2 if dtype == F32 and rows > 1000 else 1), dtype=dtype)
-    weight, bias = normal(x.shape[1], dtype=dtype), normal(x.shape[1], dtype=dtype)
-    check("rms_norm_no_bias_no_residual", x, weight, 1e-5, None, scale=24.0)
-    check("layer_norm_no_bias_no_residual", x, weight, 1e-5, None, scale=24.0)
-    if rows < 1000:
-        check("layer_norm_no_residual", x, weight, bias, 1e-5, None, scale=24.0)
-        check("layer_norm_no_weight_no_residual", x, bias, 1e-5, None, scale=24.0)
-
-
-@pytest.mark.parametrize("columns", [1000, 16_400, 33_000])
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_layer_norm_far_from_zero(columns, dtype):
-    """One pass, and yet the variance does not cancel: not of a row far from zero, nor where the
-    elements that threads measure from are far from the others."""
-    x = normal(3, columns, dtype=dtype)
-    x[1] += 1000.0 if dtype == F32 else 8.0
-    x[2, ::8] = 100.0
-    result = sm90("layer_norm_no_weight_no_bias_no_residual")(x, 1e-5, None)
-    exact = reference("layer_norm_no_weight_no_bias_no_residual", x, 1e-5, None)
-    torch.testing.assert_close(
-        result.double(), exact.double(), rtol=2 * torch.finfo(dtype).eps, atol=2e-4
-    )
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(
-    "shape",
-    [
-        *((5, 33), (700, 64), (3, 1000), (900, 768), (70, 4096), (600, 4096), (2, 9001)),
-        *((3, 16_400), (70, 17_000), (256, 9000)),
-    ],
-)
-def test_norm_backward(shape, dtype):
-    """Of 600 rows blocks have whole tiles, and share what is left; of 70 long ones clusters have
-    several, one after the other. 128 blocks divide 256 long ones among them, two by two."""
-    check_norm_backward(shape, dtype)
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [((9, 17_000), F32), ((9, 16_384), F16)]
-    + [(shape, BF16) for shape in ((9, 17_000), (515, 3072), (8192, 128), (21, 9000))],
-)
-def test_norm_backward_on_few_multiprocessors(shape, dtype):
-    """A cluster has more tiles than there is room for sums of; the others are many rows here."""
-    with options(multiprocessors=8):
-        check_norm_backward(shape, dtype)
-
-
-def check_norm_backward(shape, dtype):
-    x, grad = normal(*shape, dtype=dtype), normal(*shape, dtype=dtype)
-    weight = normal(shape[1], dtype=dtype)
-    for name in ("rms_norm", "layer_norm"):
-        arguments = (x, weight, grad, True, name == "layer_norm", dtype, 1e-5, None)
-        result = sm90(f"{name}_backward_no_grad_residual")(*arguments)
-        exact = reference(f"{name}_backward_no_grad_residual", *arguments)
-        assert all(one.isfinite().all() for one in result if one is not None)
-        close(result[:1], exact[:1], scale=24.0)
-        close(result[1:], exact[1:], scale=8.0 * shape[0] ** 0.5)
-
-
-@pytest.mark.parametrize("columns", [1000, 4096, 20_000])
-def test_layer_norm_backward_far_from_zero(columns):
-    """Distances are measured from one of the row's own values, wherever the mean is; of the three
-    that are looked at one is an outlier."""
-    x, grad, weight = normal(3, columns), normal(3, columns), normal(columns)
-    x += 1000.0
-    x[:, 0] = torch.tensor([-1000.0, 0.0, 1.0e4])
-    arguments = (x, weight, grad, True, True, F32, 1e-5, None)
-    result = sm90("layer_norm_backward_no_grad_residual")(*arguments)
-    exact = reference("layer_norm_backward_no_grad_residual", *arguments)
-    for one, due in zip(result, exact, strict=True):
-        assert (one.double() - due).abs().max() <= 2e-4 * due.abs().max()
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_norm_backward_of_one_column(dtype):
-    """What is due is a small difference, or none, of terms of this size."""
-    x, grad = normal(131, 1, dtype=dtype), normal(131, 1, dtype=dtype)
-    weight = normal(1, dtype=dtype)
-    for name in ("rms_norm", "layer_norm"):
-        arguments = (x, weight, grad, True, name == "layer_norm", dtype, 1e-5, None)
-        result = sm90(f"{name}_backward_no_grad_residual")(*arguments)
-        exact = reference(f"{name}_backward_no_grad_residual", *arguments)
-        square = x.double().square() if name == "rms_norm" else 0.0 * x.double()
-        terms = (square + 1e-5).rsqrt() * (grad.double() * weight.double()).abs()
-        allowed = RELATIVE[dtype] * exact[0].abs() + 1e-6 * terms + 2.0**-24
-        assert ((result[0].double() - exact[0]).abs() <= allowed).all()
-        close(result[1:], exact[1:], scale=30.0)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -45,6 +45,12 @@ Program& program() {
   return *only;
 }
 
+// An H200's memory, unless the environment says otherwise: launchers may ask once a process.
+bool is_h100() {
+  const char* gpu = std::getenv("TIERCEL_EMULATOR_GPU");
+  return gpu != nullptr && std::strcmp(gpu, "H100") == 0;
+}
+
 CUresult report(CUresult result, const std::string& text) {
   g_error = text;
   std::fprintf(stderr, "emulator: %s\n", text.c_str());
@@ -188,6 +194,12 @@ EXPORT CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, C
       return CUDA_SUCCESS;
     case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
       *value = static_cast<int>(g_multiprocessors);
+      return CUDA_SUCCESS;
+    case CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE:
+      *value = is_h100() ? 2'619'000 : 3'201'000;
+      return CUDA_SUCCESS;
+    case CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH:
+      *value = is_h100() ? 5120 : 6144;
       return CUDA_SUCCESS;
     case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN:
       *value = kSharedLimit;

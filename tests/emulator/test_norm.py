@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The norms' kernels, run by the emulator, against the reference in float64.
+
+The shapes are small, and chosen to reach each kernel that a plan can choose.
+"""
+
+import os
+
+import pytest
+import torch
+from support.emulator import kernels, options, sm90
+from support.near import BF16, F16, F32, FLOATS, RELATIVE, ROWS, check, close, normal, reference
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", ROWS)
+def test_norm(shape, dtype):
+    x, residual = normal(*shape, dtype=dtype), normal(*shape, dtype=dtype)
+    weight, bias = normal(shape[1], dtype=dtype), normal(shape[1], dtype=dtype)
+    for name in ("rms_norm", "layer_norm"):
+        check(f"{name}_no_weight_no_bias_no_residual", x, 1e-5, None, scale=8.0)
+        if shape[1] > 1:
+            check(name, x, weight, bias, residual, 1e-5, None, scale=24.0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(3, 1000), (2, 16_400), (1600, 1024)])
+def test_norm_of_plain_calls(shape, dtype):
+    """What most calls are, without one parameter or the other: a row a warp, a block, a cluster."""
+    rows, columns = shape
+    x = normal(rows, columns // (2 if dtype == F32 and rows > 1000 else 1), dtype=dtype)
+    weight, bias = normal(x.shape[1], dtype=dtype), normal(x.shape[1], dtype=dtype)
+    check("rms_norm_no_bias_no_residual", x, weight, 1e-5, None, scale=24.0)
+    check("layer_norm_no_bias_no_residual", x, weight, 1e-5, None, scale=24.0)
+    if rows < 1000:
+        check("layer_norm_no_residual", x, weight, bias, 1e-5, None, scale=24.0)
+        check("layer_norm_no_weight_no_residual", x, bias, 1e-5, None, scale=24.0)
+
+
+@pytest.mark.parametrize("columns", [1000, 16_400, 33_000])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_layer_norm_far_from_zero(columns, dtype):
+    """One pass, and yet the variance does not cancel: not of a row far from zero, nor where the
+    elements that threads measure from are far from the others."""
+    x = normal(3, columns, dtype=dtype)
+    x[1] += 1000.0 if dtype == F32 else 8.0
+    x[2, ::8] = 100.0
+    result = sm90("layer_norm_no_weight_no_bias_no_residual")(x, 1e-5, None)
+    exact = reference("layer_norm_no_weight_no_bias_no_residual", x, 1e-5, None)
+    torch.testing.assert_close(
+        result.double(), exact.double(), rtol=2 * torch.finfo(dtype).eps, atol=2e-4
+    )
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *((5, 33), (700, 64), (3, 1000), (900, 768), (70, 4096), (600, 4096), (2, 9001)),
+        *((3, 16_400), (70, 17_000), (256, 9000)),
+    ],
+)
+def test_norm_backward(shape, dtype):
+    """Of 600 rows blocks have whole tiles, and share what is left; of 70 long ones clusters have
+    several, one after the other. 128 blocks divide 256 long ones among them, two by two."""
+    check_norm_backward(shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((9, 17_000), F32), ((9, 16_384), F16)]
+    + [(shape, BF16) for shape in ((9, 17_000), (515, 3072), (8192, 128), (21, 9000))],
+)
+def test_norm_backward_on_few_multiprocessors(shape, dtype):
+    """A cluster has more tiles than there is room for sums of; the others are many rows here."""
+    with options(multiprocessors=8):
+        check_norm_backward(shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("columns", "dtype"),
+    [(n, BF16) for n in (512, 1024, 1536, 2048, 5120, 8192, 16_384, 32_768)]
+    + [(n, F16) for n in (384, 768, 2560, 4096)]
+    + [(1024, F32), (16_384, F32)],
+)
+def test_norm_backward_of_many_lengths(columns, dtype):
+    """Of each an H100 has another shape; where rows end, a tile of some is not whole."""
+    with options(multiprocessors=2):
+        check_norm_backward((39, columns), dtype)
+
+
+def test_norm_backward_knows_the_memory():
+    x, weight = normal(1000, 4096, dtype=BF16), normal(4096, dtype=BF16)
+    arguments = (x, weight, x, None, x, None, None, None, 1e-5)
+    rate = 3352 if os.environ.get("TIERCEL_EMULATOR_GPU") == "H100" else 4916
+    got, h100 = (kernels.rms_norm_backward_plan(*arguments, *d) for d in ((), (132, 3352)))
+    assert got == kernels.rms_norm_backward_plan(*arguments, 132, rate)
+    assert (got == h100) == (rate == 3352)
+
+
+def check_norm_backward(shape, dtype):
+    x, grad = normal(*shape, dtype=dtype), normal(*shape, dtype=dtype)
+    weight = normal(shape[1], dtype=dtype)
+    for name in ("rms_norm", "layer_norm"):
+        arguments = (x, weight, grad, True, name == "layer_norm", dtype, 1e-5, None)
+        result = sm90(f"{name}_backward_no_grad_residual")(*arguments)
+        exact = reference(f"{name}_backward_no_grad_residual", *arguments)
+        assert all(one.isfinite().all() for one in result if one is not None)
+        close(result[:1], exact[:1], scale=24.0)
+        close(result[1:], exact[1:], scale=8.0 * shape[0] ** 0.5)
+
+
+@pytest.mark.parametrize("columns", [1000, 4096, 20_000])
+def test_layer_norm_backward_far_from_zero(columns):
+    """Distances are measured from one of the row's own values, wherever the mean is; of the three
+    that are looked at one is an outlier."""
+    x, grad, weight = normal(3, columns), normal(3, columns), normal(columns)
+    x += 1000.0
+    x[:, 0] = torch.tensor([-1000.0, 0.0, 1.0e4])
+    arguments = (x, weight, grad, True, True, F32, 1e-5, None)
+    result = sm90("layer_norm_backward_no_grad_residual")(*arguments)
+    exact = reference("layer_norm_backward_no_grad_residual", *arguments)
+    for one, due in zip(result, exact, strict=True):
+        assert (one.double() - due).abs().max() <= 2e-4 * due.abs().max()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_norm_backward_of_one_column(dtype):
+    """What is due is a small difference, or none, of terms of this size."""
+    x, grad = normal(131, 1, dtype=dtype), normal(131, 1, dtype=dtype)
+    weight = normal(1, dtype=dtype)
+    for name in ("rms_norm", "layer_norm"):
+        arguments = (x, weight, grad, True, name == "layer_norm", dtype, 1e-5, None)
+        result = sm90(f"{name}_backward_no_grad_residual")(*arguments)
+        exact = reference(f"{name}_backward_no_grad_residual", *arguments)
+        square = x.double().square() if name == "rms_norm" else 0.0 * x.double()
+        terms = (square + 1e-5).rsqrt() * (grad.double() * weight.double()).abs()
+        allowed = RELATIVE[dtype] * exact[0].abs() + 1e-6 * terms + 2.0**-24
+        assert ((result[0].double() - exact[0]).abs() <= allowed).all()
+        close(result[1:], exact[1:], scale=30.0)

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What shapes the norms' gradients have on memory of another speed: plans, without a GPU."""
+
+import re
+
+import pytest
+from support.dlpack_tensor import ADDRESS, ExchangeTensor
+
+from tiercel import _C
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+OPS = ["rms_norm", "layer_norm"]
+H100, H200 = (132, 3352), (132, 4916)  # multiprocessors, gigabytes a second
+
+
+def backward(
+    rows, columns, dtype="bfloat16", *, op="rms_norm", device=(), third=False, address=ADDRESS
+):
+    def tensor(**more):
+        return ExchangeTensor(rows, columns, dtype=dtype, **more)
+
+    return getattr(_C, f"{op}_backward_plan")(
+        tensor(address=address),
+        ExchangeTensor(columns, dtype=dtype),
+        tensor(),
+        tensor() if third else None,
+        tensor(),
+        *(None, None, None, 1e-5),
+        *device,
+    )
+
+
+def shape_of(got):
+    """A plan's vectors and rows a thread, blocks and threads a row, teams, stages, rows asked for
+    ahead, blocks."""
+    vectors, rows = map(int, re.search("vectors=([0-9]+), rows=([0-9]+)", got["kernel"]).groups())
+    threads = got["threads_per_row"]
+    teams = got["block"] // max(threads, 32)
+    return vectors, rows, got["cluster"], threads, teams, *map(got.get, ("stages", "ahead", "grid"))
+
+
+def check(got, columns, dtype):
+    vectors, at_once, cluster, threads, teams, stages, ahead, grid = shape_of(got)
+    need = -(-columns * BYTES[dtype] // 16)
+    assert vectors * threads * cluster >= need
+    assert at_once <= stages <= 8, "a tile's rows have a stage each"
+    assert vectors * at_once > 2 or threads <= 32, "such kernels have no row of several warps"
+    assert got["block"] <= 512 and got["block"] == teams * max(threads, 32)
+    assert cluster in (1, 2, 4, 8) and grid % cluster == 0 and teams >= 1
+    assert got["dynamic_smem"] <= 232448 - 10240
+    slice_bytes = -(-need // cluster) * 16
+    rows_per_team = max(1, 32 // threads)
+    ring = stages * teams * rows_per_team * slice_bytes * 2
+    assert ring <= got["dynamic_smem"]
+    assert got["parts"] == grid // cluster > 0 and ahead >= 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("op", OPS)
+def test_every_length_has_a_shape_that_the_kernels_can_have(op, dtype):
+    elements = 16 // BYTES[dtype]
+    most = 131_072 // elements
+    ends = [n + k for n in (3072, 4096, 6144, 8192, 12288, 16384) for k in (0, 1)]
+    for n in (*range(1, 2500), *range(2500, most, 17), *(n for n in ends if n < most), most):
+        for rows in (100, 528, 4096, 100_003):
+            got = backward(rows, n * elements, dtype, op=op, device=H100)
+            check(got, n * elements, dtype)
+            assert got["parts"] <= 132
+
+
+@pytest.mark.parametrize("device", [(114, 2039), (132, 3938), (78, 3000), (8, 3352), (1, 1)])
+@pytest.mark.parametrize("op", OPS)
+def test_other_devices(op, device):
+    for dtype in BYTES:
+        elements = 16 // BYTES[dtype]
+        for n in (1, 16, 33, 64, 65, 97, 129, 257, 449, 577, 641, 897, 1025, 1057, 2049, 4097):
+            for rows in (1, 7, 528, 8192, 262_144):
+                got = backward(rows, n * elements, dtype, op=op, device=device)
+                check(got, n * elements, dtype)
+                assert got["parts"] <= device[0]
+
+
+# With shapes as shape_of() has them.
+MEASURED = [
+    ("rms_norm", "bfloat16", 262_144, 128, (2, 1, 1, 8, 8, 6, 3, 128)),
+    ("rms_norm", "bfloat16", 65536, 512, (2, 2, 1, 32, 12, 2, 4, 132)),
+    ("rms_norm", "float16", 32768, 768, (4, 1, 1, 32, 8, 6, 4, 128)),
+    ("rms_norm", "bfloat16", 32768, 1024, (4, 1, 1, 32, 4, 6, 4, 128)),
+    ("rms_norm", "bfloat16", 16384, 2048, (2, 2, 1, 128, 3, 3, 4, 128)),
+    ("rms_norm", "bfloat16", 16384, 2560, (3, 1, 1, 128, 2, 6, 4, 132)),
+    ("rms_norm", "bfloat16", 16384, 4096, (3, 1, 1, 192, 1, 4, 0, 132)),
+    ("rms_norm", "bfloat16", 16384, 5120, (4, 1, 1, 160, 1, 3, 0, 132)),
+    ("rms_norm", "bfloat16", 16384, 8192, (2, 2, 1, 512, 1, 2, 1, 128)),
+    ("rms_norm", "bfloat16", 4096, 16384, (2, 2, 4, 256, 1, 6, 0, 120)),
+    ("rms_norm", "bfloat16", 1024, 32768, (3, 1, 4, 352, 1, 2, 4, 120)),
+    ("rms_norm", "bfloat16", 1024, 65536, (3, 1, 8, 352, 1, 2, 4, 120)),
+    ("layer_norm", "bfloat16", 65536, 512, (2, 2, 1, 32, 8, 4, 0, 128)),
+    ("layer_norm", "bfloat16", 16384, 768, (3, 1, 1, 32, 8, 3, 0, 128)),
+    ("layer_norm", "bfloat16", 32768, 1024, (4, 1, 1, 32, 8, 2, 4, 132)),
+    ("layer_norm", "float16", 16384, 2048, (3, 1, 1, 96, 4, 2, 4, 128)),
+    ("layer_norm", "bfloat16", 16384, 3072, (3, 1, 1, 128, 2, 3, 0, 132)),
+    ("layer_norm", "bfloat16", 16384, 4096, (4, 1, 1, 128, 2, 2, 4, 128)),
+    ("layer_norm", "bfloat16", 16384, 5120, (2, 2, 1, 320, 1, 6, 0, 128)),
+    ("layer_norm", "bfloat16", 8192, 8192, (4, 1, 1, 256, 1, 2, 4, 128)),
+    ("layer_norm", "bfloat16", 4096, 16384, (2, 2, 2, 512, 1, 3, 0, 128)),
+    ("rms_norm", "float32", 32768, 1024, (4, 1, 1, 64, 3, 2, 8, 132)),
+    ("layer_norm", "float32", 32768, 1024, (4, 1, 1, 64, 3, 2, 8, 132)),
+    ("rms_norm", "float32", 4096, 16384, (4, 1, 4, 256, 1, 2, 4, 120)),
+]
+
+
+@pytest.mark.parametrize(("op", "dtype", "rows", "columns", "shape"), MEASURED)
+def test_what_was_measured_on_an_h100(op, dtype, rows, columns, shape):
+    assert shape_of(backward(rows, columns, dtype, op=op, device=H100)) == shape
+    assert shape_of(backward(rows, columns, dtype, op=op, device=H200)) != shape
+
+
+@pytest.mark.parametrize(("op", "dtype", "rows", "columns", "shape"), MEASURED)
+def test_all_else_has_an_h200s_shape(op, dtype, rows, columns, shape):
+    """A device of unknown rate, few rows, three tensors, rows that do not begin on 16 bytes."""
+
+    def same(rows, one, other, **changes):
+        plans = [
+            backward(rows, columns, dtype, op=op, device=device, **changes)
+            for device in (one, other)
+        ]
+        return plans[0] == plans[1]
+
+    assert same(rows, (), H200) and same(rows, (132, 0), H200) and same(rows, (132, 4000), H200)
+    assert not same(rows, (132, 3999), H200)
+    assert same(527, H100, H200)
+    assert same(rows, H100, H200, third=True)
+    assert same(rows, H100, H200, address=ADDRESS + 4)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_short_rows_have_enough_bytes_on_their_way(op):
+    for dtype, elements, least in (("bfloat16", 8, 64), ("float32", 4, 48)):
+        for n in range(65, 513):
+            got = backward(100_003, n * elements, dtype, op=op, device=H100)
+            teams, stages = got["block"] // max(got["threads_per_row"], 32), got["stages"]
+            assert teams * stages * n * 16 * 2 >= least * 1024
+
+
+def test_bad_devices():
+    with pytest.raises(TypeError, match="rms_norm: expected 9 positional arguments, got 10"):
+        backward(8, 64, device=(132,))
+    with pytest.raises(ValueError, match="`multiprocessors` must be from 1 to 1000000, got 0"):
+        backward(8, 64, device=(0, 3352))
+    with pytest.raises(ValueError, match="`memory_gbps` must be from 0 to 1000000, got -1"):
+        backward(8, 64, device=(132, -1))
