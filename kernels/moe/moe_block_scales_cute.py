@@ -16,26 +16,16 @@ from moe_scales_cute import MoeScales
 
 class MoeBlockScales(MoeScales):
     @cute.jit
-    def multiply_blocks(
-        self, mmas, fragments, ring, storage, row, counted, row_scales, begun, more
-    ):
+    def multiply_blocks(self, mmas, fragments, ring, storage, row, counted, row_scales):
         """A tile's steps, at least one; the place in the ring after them. `row`: this lane's first.
-        What a step waits for and looks up is done while the one before it is multiplied. Wide
-        halves: `begun` says whether the first step's first one is on its way, `more` whether the
-        next tile's is to be while this one's sums go out. Without `more` it is all the same, of
-        whatever is there, for nobody: ptxas lets nothing be on its way that is so on some paths
-        only."""
+        What a step waits for and looks up is done while the one before it is multiplied."""
         accs, sums, rx, rw = fragments
         full, empty, index, phase, steps = ring
-        if begun == 0:
-            self.wait_for_step(full, index, phase)
-            if const_expr(self.in_turn):
-                warpgroup.wait_group(0)
-                self.multiply_half(mmas, accs, rx, rw, 0, index)
+        self.wait_for_step(full, index, phase)
         upper, lower, first, second = self.scales_of_step(storage, index, row)
         for step in cutlass.range(steps, unroll=1):
+            self.multiply_half(mmas, accs, rx, rw, 0, index)
             if const_expr(not self.in_turn):
-                self.multiply_half(mmas, accs, rx, rw, 0, index)
                 self.multiply_half(mmas, accs, rx, rw, 1, index)
             if const_expr(self.looks_late):
                 if step == steps // 2:  # what was stored or asked for before is done by now
@@ -53,15 +43,12 @@ class MoeBlockScales(MoeScales):
                 self.multiply_half(mmas, accs, rx, rw, 1, index)
             now = index
             index, phase = self.next(index, phase)
-            continues = (step + 1 < steps) | (more > 0)
-            if continues:
+            if step + 1 < steps:
                 self.wait_for_step(full, index, phase)
                 upper, lower, first, second = self.scales_of_step(storage, index, row)
             warpgroup.wait_group(0)
             self.release(empty, now)
             self.scale_half(accs, sums, by_second, 1)
-            if const_expr(self.in_turn):
-                self.multiply_half(mmas, accs, rx, rw, 0, index)
         return index, phase
 
     def settle(self, row_scales):

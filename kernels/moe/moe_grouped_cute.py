@@ -292,14 +292,11 @@ class MoeGrouped(MoeQuantize):
         scales = cute.make_rmem_tensor(self.wg_rows // 32, Float32)  # of this lane's rows of sums
         columns_scales = self.columns_scales()
         stored, share = Int32(0), Int32(0)  # the block of the tile before, columns of it
-        begun = Int32(0)  # see multiply_blocks
         looks_ahead = const_expr(dealt or not self.pingpong)
         end = self.end_of(routing, place)
         if const_expr(looks_ahead):
             if number < end:
                 self.look_up(ahead, routing, place, number, thread, consumer, elements)
-        if const_expr(self.in_turn):  # for nobody
-            self.multiply_half(mmas, accs, rx, rw, 0, index)
         while number < end:
             after, at_column, handed = number + every, next_column, next_expert
             if const_expr(self.in_expert_order):
@@ -348,15 +345,10 @@ class MoeGrouped(MoeQuantize):
                 sync(_TURN + consumer, 2 * WARPGROUP)
             if multiplies:
                 if const_expr(self.block_scaled):
-                    more = Int32(0)
-                    if const_expr(self.in_turn):
-                        if (after < end) & (next_expert >= 0):
-                            more = Int32(1)
                     index, phase = self.multiply_blocks(
                         *(mmas, (accs, sums, rx, rw), (full, empty, index, phase, steps)),
-                        *(storage, row, (progress, stored, share), scales, begun, more),
+                        *(storage, row, (progress, stored, share), scales),
                     )
-                    begun = more
                 else:
                     for step in cutlass.range(steps, unroll=1):
                         cute.arch.mbarrier_wait(full + index, phase)
@@ -377,8 +369,6 @@ class MoeGrouped(MoeQuantize):
                             self.release(empty, index - 1 if index > 0 else self.stages - 1)
                         index, phase = self.next(index, phase)
             else:
-                if const_expr(self.in_turn):
-                    begun = Int32(0)
                 if const_expr(self.counts):
                     self.count_stored(progress, stored, share)
                 if const_expr(self.begins):
@@ -389,8 +379,7 @@ class MoeGrouped(MoeQuantize):
                     index, phase = self.next(index, phase)
             if const_expr(self.pingpong):
                 arrive(_TURN + 1 - consumer)
-            if const_expr(not self.in_turn):
-                warpgroup.wait_group(0)
+            warpgroup.wait_group(0)
             if const_expr(not self.block_scaled):
                 if multiplies:
                     self.release(empty, index - 1 if index > 0 else self.stages - 1)
@@ -409,10 +398,7 @@ class MoeGrouped(MoeQuantize):
                 self.look_up(*ahead_of)
             if any_real:
                 slots_of = block if to_slots > 0 else Int32(-1)
-                # Never negative, which no compiler knows: so no address of the way out is made
-                # before the loop, to be kept in registers that products need.
-                own = thread | block >> 31 if const_expr(self.in_turn) else thread
-                wanted = (own, consumer, storage, sums, facts)
+                wanted = (thread, consumer, storage, sums, facts)
                 of_both = (scales, columns_scales, of_columns, first_column, elements, rows, second)
                 if const_expr(self.quantizes):
                     if outs[1].toint() != 0:
@@ -430,8 +416,6 @@ class MoeGrouped(MoeQuantize):
                     after, _, _ = self.take(storage, entry)
                     entry += 1
             number = after
-        if const_expr(self.in_turn):
-            warpgroup.wait_group(0)
         if const_expr(self.counts):
             self.count_stored(progress, stored, share)
 

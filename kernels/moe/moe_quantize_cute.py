@@ -48,16 +48,11 @@ class MoeQuantize(MoeOut):
             for lanes in (1, 2):
                 largest = cutlass.max(largest, _of_lane_across(largest, lanes))
             scale, inverse = _scale_of(largest)
-            # A word of a matrix has a lane's pairs of two neighbouring groups of 8 columns.
-            to_row = warp * 16 + lower * 8 + lane % 8
-            for first in cutlass.range_constexpr(0, SCALE_BLOCK // 16, 4):
-                four = []
-                for i in cutlass.range_constexpr(first * 8, first * 8 + 32, 8):
-                    at = i + 2 * lower
-                    pairs = [sums[at + j] * inverse for j in (0, 1, 4, 5)]
-                    four.append(_two_pairs(*pairs))
-                matrix = to_row * ROW + (first + lane // 8 ^ to_row % 8) * 16
-                _store_matrices(bytes_y + matrix, four)
+            for i in cutlass.range_constexpr(0, half, 2):
+                if const_expr(i // 2 % 2 == lower):
+                    column = i // 4 * 8
+                    at = row * ROW + (column // 16 ^ row % 8) * 16 + column % 16 + lane % 4 * 2
+                    _store_pair(bytes_y + at, sums[i] * inverse, sums[i + 1] * inverse)
             element = facts[2 + self.wg_rows // 32 + lower]
             if (element < elements) & (lane % 4 == 0):
                 owner = element
@@ -70,18 +65,13 @@ class MoeQuantize(MoeOut):
         for i in cutlass.range_constexpr(4):
             at_row = warp * 16 + lane // 8 + i * 4
             source = from_y + (at_row * EPI + (lane % 8 ^ at_row % 8) * 8)
-            values = cute.make_tensor(cute.recast_ptr(source, dtype=Int32).align(16), words).load()
-            # In the matrix pairs of both groups took turns.
-            ordered = cute.make_rmem_tensor(4, Int32)
-            for j in cutlass.range_constexpr(4):
-                pairs = (values[j % 2 * 2], values[j % 2 * 2 + 1])
-                ordered[j] = _halves(*pairs, "0x7632" if const_expr(j > 1) else "0x5410")
+            values = cute.make_tensor(cute.recast_ptr(source, dtype=Int32).align(16), words)
             owner = self.owner(facts, i)
             if owner < elements:
                 if slots_of >= 0:
                     owner = slots_of * self.tile_m + consumer * EPI + at_row
                 to = Int64(owner) * rows + (first_column + lane % 8 * 16)  # in bytes
-                cute.make_tensor(aligned(out.toint() + to, Int32), words).store(ordered.load())
+                cute.make_tensor(aligned(out.toint() + to, Int32), words).store(values.load())
 
 
 def _rounded(first, second):
@@ -119,28 +109,10 @@ def _scale_of(largest):
     )
 
 
-def _two_pairs(*values):
-    """As float8_e4m3fn, in a word."""
-    return cute.arch.inline_ptx(
-        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0}; "
-        "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; mov.b32 {$w0}, {low, high}; }",
-        write_only_types=[Int32],
-        read_only_args=list(values),
-    )
-
-
-def _store_matrices(address, words):
-    """To shared memory; each lane says where a row of 16 bytes goes."""
+def _store_pair(address, first, second):
+    """As float8_e4m3fn, to shared memory."""
     cute.arch.inline_ptx(
-        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-        read_only_args=[address, *words],
-    )
-
-
-def _halves(first, second, which):
-    """A half of each."""
-    return cute.arch.inline_ptx(
-        f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {which};",
-        write_only_types=[Int32],
-        read_only_args=[first, second],
+        "{ .reg .b16 pair; cvt.rn.satfinite.e4m3x2.f32 pair, {$r2}, {$r1}; "
+        "st.shared.b16 [{$r0}], pair; }",
+        read_only_args=[address, first, second],
     )
