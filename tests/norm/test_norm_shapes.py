@@ -115,6 +115,14 @@ def test_what_was_measured_on_an_h100(op, dtype, rows, columns, shape):
     assert shape_of(backward(rows, columns, dtype, op=op, device=H200)) != shape
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns", "shape"),
+    [(16384, 4096, (3, 1, 1, 192, 2, 2, 4, 132)), (4096, 16384, (3, 1, 2, 352, 1, 3, 0, 128))],
+)
+def test_what_was_measured_on_an_h200(rows, columns, shape):
+    assert shape_of(backward(rows, columns, device=H200)) == shape
+
+
 @pytest.mark.parametrize(("op", "dtype", "rows", "columns", "shape"), MEASURED)
 def test_all_else_has_an_h200s_shape(op, dtype, rows, columns, shape):
     """A device of unknown rate, few rows, three tensors, rows that do not begin on 16 bytes."""
