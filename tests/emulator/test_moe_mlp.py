@@ -156,6 +156,22 @@ def test_activations(activation, block):
 
 
 @pytest.mark.parametrize("block", [64, 128])
+def test_silu_of_large_gates(block):
+    """Two share a reciprocal: neither's size may reach the other."""
+    gates = torch.tensor([-100.0, 1.5, -41, -88, 200, -2e4, 3e38, -3e38]).bfloat16()
+    x, w = torch.zeros(1, 8).bfloat16(), torch.zeros(1, 16, 8).bfloat16()
+    x[0, 0], w[0, :8, 0], w[0, 8:, 0] = 1, gates, torch.tensor([1.0, -2] * 4).bfloat16()
+    out = torch.full((1, 8), torch.nan, dtype=torch.bfloat16)
+    routing = ref.moe_align_block_size(torch.zeros(1, 1, dtype=torch.int32), block, 1)
+    kernels.moe_up(x, w, *routing, None, out, block, 0, *REST, None)
+    due = functional.silu(gates.double()) * w[0, 8:, 0].double()
+    # Below -42 2^-60 of a gate is left.
+    assert (
+        (out[0].double() - due).abs() <= 2**-8 * due.abs() + 2**-58 * gates.double().abs()
+    ).all()
+
+
+@pytest.mark.parametrize("block", [64, 128])
 @pytest.mark.parametrize("tokens", [1, 64, 65, 257])
 def test_few_and_more_tokens(tokens, block):
     check_halves(tokens, 4, 3, 200, 264, block)
