@@ -235,10 +235,9 @@ Status prepare(const NormBackward& call, const NormDevice& device, NormBackwardA
   TIERCEL_RETURN_IF_ERROR(check_rows(op, grad_x.count));
 
   const int columns = static_cast<int>(call.x->shape[call.x->ndim - 1]);
-  NormProblem problem{call.kind, call.x->dtype,      grad_x.count,          columns,
-                      wide,      args->stream_count, device.multiprocessors};
-  problem.memory_gbps = device.memory_gbps;
-  *choice = choose_norm_backward(problem);
+  *choice =
+      choose_norm_backward({call.kind, call.x->dtype, grad_x.count, columns, wide,
+                            args->stream_count, device.multiprocessors, false, device.memory_gbps});
   if (choice->kernel == nullptr) return no_kernel(op, columns, wide);
   args->weight = data_of(call.weight);
   args->grad_x = grad_x.data;
@@ -353,6 +352,13 @@ Status norm_forward_plan(const NormForward& call, int multiprocessors, NormPlan*
   return Status();
 }
 
+Status norm_device(const TensorView& x, NormDevice* device) {
+  *device = {};
+  TIERCEL_RETURN_IF_ERROR(multiprocessors_of(x, &device->multiprocessors));
+  if (x.device_type == DeviceType::kCUDA) device->memory_gbps = memory_gbps(x.device_index);
+  return Status();
+}
+
 Status norm_backward_plan(const NormBackward& call, const NormDevice& device, NormPlan* plan) {
   NormBackwardArgs args;
   NormReduceArgs reduce;
@@ -374,9 +380,8 @@ Status norm_forward(const NormForward& call, void* stream) {
 
 Status norm_backward(const NormBackward& call, void* stream) {
   const int device = call.x->device_index;
-  NormDevice facts{};
-  TIERCEL_RETURN_IF_ERROR(multiprocessors_of(*call.x, &facts.multiprocessors));
-  if (facts.multiprocessors > 0) facts.memory_gbps = memory_gbps(device);
+  NormDevice facts;
+  TIERCEL_RETURN_IF_ERROR(norm_device(*call.x, &facts));
   NormBackwardArgs args;
   NormReduceArgs reduce;
   NormChoice<NormBackwardKernel> choice;

@@ -66,11 +66,14 @@ struct NormPlan {
 
 // What the choice of a backward kernel depends on; the memory's rate as memory_gbps() says it.
 struct NormDevice {
-  int multiprocessors;
-  int memory_gbps;
+  int multiprocessors = 0;
+  int memory_gbps = 0;
 };
 
-// Checks and the choice of kernel, for a device with that many multiprocessors; no GPU needed.
+// Of the tensor's device; zeros where that is no GPU.
+Status norm_device(const TensorView& x, NormDevice* device);
+
+// Checks and the choice of kernel, for a device of that kind; no GPU needed.
 Status norm_forward_plan(const NormForward& call, int multiprocessors, NormPlan* plan);
 Status norm_backward_plan(const NormBackward& call, const NormDevice& device, NormPlan* plan);
 

@@ -14,13 +14,12 @@ NormBackwardShape clustered(NormBackwardShape shape, int64_t vectors) {
   return shape;
 }
 
-// Memory of fewer gigabytes a second gives multiprocessors unequal shares: what is best there
-// differs. An H100's has 3352, an H200's 4916.
-constexpr int kSlowMemory = 4000;
+// On an H100 multiprocessors get unequal shares of the memory: what is best there differs. Of its
+// 3352 gigabytes a second each of 132 has 25, of an H200's 4916 37.
+constexpr int64_t kSlowMemory = 30;
 
-// What was measured has 7 rows a multiprocessor at least. Of a few, teams that take two would leave
-// some multiprocessors none.
-constexpr int64_t kSlowRows = 4;
+// What was measured has so many rows a multiprocessor at least.
+constexpr int64_t kSlowRows = 7;
 
 struct Line {
   int most;   // vectors of a row: more than the line's before
@@ -40,7 +39,7 @@ constexpr Line kSlowRms[] = {
     {576, 64, {3, 1, 1, 192, 4}},            // 4096, 16384: 150, 142.1
     {640, 48, {4, 1, 1, 192, 3}},            // 5120, 16384: 186.9, 170.8
     {1024, 64, {2, 2, 1, 512, 2, 1, true}},  // 8192, 16384: 291, 275.8
-    {2048, 64, {2, 2, 4, 512, 6, 0, true}},  // 16384, 4096: 153, 138.8
+    {2048, 64, {2, 2, 4, 512, 6}},           // 16384, 4096: 153, 138.8
     {12288, 64, {3, 1, 1, 512, 2, 4}},       // 32768 and 65536, 1024: 77, 73.5 and 150, 140.4
 };
 constexpr Line kSlowLayer[] = {
@@ -63,7 +62,7 @@ constexpr Line kSlowFloatLayer[] = {
     {512, 48, {4, 1, 1, 192, 2, 8}},  // 1024, 32768: 147.3, 139.3
 };
 
-// Whether a team can have each of the lines' rows, and its ring a tile.
+// Whether a cluster can have each of the lines' rows, and a team's ring a tile.
 template <int kLines>
 constexpr bool is_sound(const Line (&lines)[kLines]) {
   int before = 0;
@@ -72,7 +71,8 @@ constexpr bool is_sound(const Line (&lines)[kLines]) {
     if (line.most <= before) return false;
     before = line.most;
     if (shape.vectors == 0) continue;
-    if (shape.vectors * shape.rows <= 2) return false;  // a warp's at most
+    if (shape.vectors * shape.rows <= 2) return false;  // such kernels have rows of one warp only
+    if ((shape.cluster & (shape.cluster - 1)) != 0 || shape.cluster > kNormMaxCluster) return false;
     if (shape.stages < shape.rows || shape.stages > kNormMaxStages) return false;
     if (shape.threads % 32 != 0 || shape.threads > kNormMaxThreads) return false;
     if (line.most > shape.vectors * shape.threads * kNormMaxCluster) return false;
@@ -83,7 +83,8 @@ static_assert(is_sound(kSlowRms) && is_sound(kSlowLayer));
 static_assert(is_sound(kSlowFloatRms) && is_sound(kSlowFloatLayer));
 
 bool is_slow(const NormProblem& problem) {
-  return problem.memory_gbps > 0 && problem.memory_gbps < kSlowMemory && problem.streams == 2 &&
+  return problem.memory_gbps > 0 && problem.streams == 2 &&
+         problem.memory_gbps < kSlowMemory * problem.multiprocessors &&
          problem.rows >= kSlowRows * problem.multiprocessors;
 }
 
@@ -117,7 +118,7 @@ int norm_even_blocks(int64_t rows, int blocks, int step) {
   return 0;
 }
 
-// Measured on an H200, but what slow memory has. The cluster is the smallest that holds a row. Few
+// Measured on an H200, except where is_slow(). The cluster is the smallest that holds a row. Few
 // bytes on their way are better than many, as long as there are enough: 64 to 128 KB in all stages.
 NormBackwardShape norm_backward_shape(const NormProblem& problem, int64_t vectors) {
   const bool narrow_element = dtype_bytes(problem.dtype) == 2;
@@ -136,7 +137,7 @@ NormBackwardShape norm_backward_shape(const NormProblem& problem, int64_t vector
   }
   if (is_slow(problem)) {
     const NormBackwardShape shape = slow_shape(problem, vectors);
-    if (shape.vectors > 0 && shape.cluster <= kNormMaxCluster) return shape;
+    if (shape.vectors > 0) return shape;
   }
   if (!narrow_element) {
     if (vectors <= 1024) return {4, 1, 1, 256, 2, layer ? 0 : 4};

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which kernel of the norms, in what shape, for a problem: from sizes and alignment alone.
+// Which kernel of the norms, in what shape, for a problem: from sizes, alignment and the device's
+// facts.
 #ifndef KERNELS_NORM_NORM_CHOOSE_H_
 #define KERNELS_NORM_NORM_CHOOSE_H_
 
@@ -17,7 +18,7 @@ struct NormProblem {
   bool wide;    // rows begin and end on 16 bytes
   int streams;  // tensors of [rows, columns] that are read
   int multiprocessors;
-  bool plain = false;   // forward: parameters of x's dtype, and no bias but a layer norm's
+  bool plain;           // forward: parameters of x's dtype, and no bias but a layer norm's
   int memory_gbps = 0;  // backward: or 0 where that is not known
 };
 

@@ -6,7 +6,8 @@
 namespace tiercel {
 
 // Gigabytes a second, by the memory's clock and width: 3352 of an H100, 4916 of an H200; 0 where
-// the driver does not say. A device is asked once, as its clock can take long to read. Thread-safe.
+// the driver does not say, and of the 65th device on. What a process was told stays: the clock can
+// take long to read, and plan and launch have to agree. Thread-safe.
 int memory_gbps(int device);
 
 }  // namespace tiercel

@@ -3,7 +3,6 @@
 
 #include "kernels/norm/norm_kernels.h"
 #include "kernels/sm90/driver.h"
-#include "kernels/sm90/memory_rate.h"
 #include "python/bindings/call.h"
 #include "python/bindings/families.h"
 
@@ -102,17 +101,20 @@ int Multiprocessors(const TensorView& view) {
   return count;
 }
 
-NormDevice DeviceOf(const TensorView& view) {
-  const bool cuda = view.device_type == DeviceType::kCUDA;
-  return {Multiprocessors(view), cuda ? memory_gbps(view.device_index) : 0};
-}
-
 PyObject* PlanDict(const NormPlan& plan) {
-  return Py_BuildValue("{s:s, s:i, s:i, s:i, s:I, s:I, s:I, s:i, s:i, s:i}", "kernel", plan.kernel,
+  return Py_BuildValue("{s:s, s:i, s:i, s:i, s:I, s:I, s:I, s:i, s:i}", "kernel", plan.kernel,
                        "vector_bytes", plan.vector_bytes, "threads_per_row", plan.threads_per_row,
                        "cluster", plan.cluster, "grid", plan.grid, "block", plan.block,
-                       "dynamic_smem", plan.dynamic_smem, "stages", plan.stages, "ahead",
-                       plan.ahead, "parts", plan.parts);
+                       "dynamic_smem", plan.dynamic_smem, "stages", plan.stages, "parts",
+                       plan.parts);
+}
+
+PyObject* BackwardPlanDict(const NormPlan& plan) {
+  PyObject* dict = PlanDict(plan);
+  PyObject* ahead = PyLong_FromLong(plan.ahead);
+  if (dict && (!ahead || PyDict_SetItemString(dict, "ahead", ahead) < 0)) Py_CLEAR(dict);
+  Py_XDECREF(ahead);
+  return dict;
 }
 
 template <NormKind kKind>
@@ -144,19 +146,19 @@ PyObject* BackwardPlan(PyObject*, PyObject* const* values, Py_ssize_t count) {
   const bool named = count == kArguments + 2;
   BackwardCall call;
   if (!call.Parse(kKind, values, named ? kArguments : count)) return nullptr;
-  NormDevice device{};
+  NormDevice device;
   if (named) {
     Values next(OpName(kKind), values + kArguments);
     if (!next.Count("multiprocessors", 1, &device.multiprocessors) ||
         !next.Count("memory_gbps", 0, &device.memory_gbps)) {
       return nullptr;
     }
-  } else {
-    device = DeviceOf(*call.call.x);
+  } else if (!norm_device(*call.call.x, &device).ok() || device.multiprocessors == 0) {
+    device = {kMultiprocessors, 0};
   }
   NormPlan plan{};
   const Status status = norm_backward_plan(call.call, device, &plan);
-  return status.ok() ? PlanDict(plan) : Raise(status);
+  return status.ok() ? BackwardPlanDict(plan) : Raise(status);
 }
 
 Status LoadNorm(int device) {
@@ -174,28 +176,29 @@ PyObject* NormLoad(PyObject*, PyObject* device) { return Load(device, LoadNorm);
 
 #define TIERCEL_FAST(name, function, text) \
   {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, text}
-#define TIERCEL_NORM(name, kind)                                                              \
-  TIERCEL_FAST(name, Forward<kind>,                                                           \
-               name                                                                           \
-               "(x, weight, bias, residual, out, residual_out, eps, /)\n--\n\n"               \
-               "Launches the kernel on the current stream; fills `out` and `residual_out`."), \
-      TIERCEL_FAST(name "_plan", ForwardPlan<kind>,                                           \
-                   name                                                                       \
-                   "_plan(x, weight, bias, residual, out, residual_out, eps, /)\n--\n\n"      \
-                   "Checks the arguments as a launch does and returns the configuration. "    \
-                   "Needs no GPU."),                                                          \
-      TIERCEL_FAST(name "_backward", Backward<kind>,                                          \
-                   name                                                                       \
-                   "_backward(x, weight, grad, grad_residual, grad_x, grad_weight, "          \
-                   "grad_bias, workspace, eps, /)\n--\n\n"                                    \
-                   "Launches the kernels on the current stream; fills the gradients."),       \
-      TIERCEL_FAST(name "_backward_plan", BackwardPlan<kind>,                                 \
-                   name                                                                       \
-                   "_backward_plan(x, weight, grad, grad_residual, grad_x, grad_weight, "     \
-                   "grad_bias, workspace, eps, multiprocessors=None, "                        \
-                   "memory_gbps=None, /)\n--\n\n"                                             \
-                   "The same checks, and the configuration, on x's device or as on one with " \
-                   "so many multiprocessors and gigabytes a second. Needs no GPU.")
+#define TIERCEL_NORM(name, kind)                                                                 \
+  TIERCEL_FAST(name, Forward<kind>,                                                              \
+               name                                                                              \
+               "(x, weight, bias, residual, out, residual_out, eps, /)\n--\n\n"                  \
+               "Launches the kernel on the current stream; fills `out` and `residual_out`."),    \
+      TIERCEL_FAST(name "_plan", ForwardPlan<kind>,                                              \
+                   name                                                                          \
+                   "_plan(x, weight, bias, residual, out, residual_out, eps, /)\n--\n\n"         \
+                   "Checks the arguments as a launch does and returns the configuration. "       \
+                   "Needs no GPU."),                                                             \
+      TIERCEL_FAST(name "_backward", Backward<kind>,                                             \
+                   name                                                                          \
+                   "_backward(x, weight, grad, grad_residual, grad_x, grad_weight, "             \
+                   "grad_bias, workspace, eps, /)\n--\n\n"                                       \
+                   "Launches the kernels on the current stream; fills the gradients."),          \
+      TIERCEL_FAST(name "_backward_plan", BackwardPlan<kind>,                                    \
+                   name                                                                          \
+                   "_backward_plan(x, weight, grad, grad_residual, grad_x, grad_weight, "        \
+                   "grad_bias, workspace, eps, multiprocessors=None, "                           \
+                   "memory_gbps=None, /)\n--\n\n"                                                \
+                   "The same checks, and the configuration, on x's device or as on one with "    \
+                   "so many multiprocessors and gigabytes a second (both or neither). Needs no " \
+                   "GPU.")
 
 PyMethodDef functions[] = {
     TIERCEL_NORM("rms_norm", NormKind::kRms),

@@ -135,8 +135,10 @@ class _NormPlan(TypedDict):
     block: int
     dynamic_smem: int
     stages: int
-    ahead: int
     parts: int
+
+class _NormBackwardPlan(_NormPlan):
+    ahead: int
 
 class _Fp8QuantizePlan(TypedDict):
     kernel: str
@@ -674,7 +676,7 @@ def layer_norm_backward_plan(
     multiprocessors: int = ...,
     memory_gbps: int = ...,
     /,
-) -> _NormPlan: ...
+) -> _NormBackwardPlan: ...
 def rms_norm(
     x: Any, weight: Any, bias: Any, residual: Any, out: Any, residual_out: Any, eps: float, /
 ) -> None: ...
@@ -706,7 +708,7 @@ def rms_norm_backward_plan(
     multiprocessors: int = ...,
     memory_gbps: int = ...,
     /,
-) -> _NormPlan: ...
+) -> _NormBackwardPlan: ...
 def norm_load(device: int, /) -> None: ...
 def nvfp4_dequantize(q: Any, scale: Any, global_scale: Any, out: Any, /) -> None: ...
 def nvfp4_dequantize_plan(q: Any, scale: Any, global_scale: Any, out: Any, /) -> _Nvfp4Plan: ...

@@ -5,11 +5,9 @@ import re
 
 import pytest
 from support.dlpack_tensor import ADDRESS, AttributeTensor, ExchangeTensor
+from support.norm_plan import BYTES, OPS, backward
 
 from tiercel import _C
-
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-OPS = ["rms_norm", "layer_norm"]
 
 
 @pytest.fixture(params=[ExchangeTensor, AttributeTensor])
@@ -27,21 +25,6 @@ def forward(
         make(rows, columns, dtype=dtype) if residual else None,
         make(rows, columns, dtype=dtype),
         make(rows, columns, dtype=dtype) if residual else None,
-        1e-5,
-    )
-
-
-def backward(rows, columns, dtype="bfloat16", *, op="rms_norm", residual=False, **x):
-    make = ExchangeTensor
-    return getattr(_C, f"{op}_backward_plan")(
-        make(rows, columns, dtype=dtype, **x),
-        make(columns, dtype=dtype),
-        make(rows, columns, dtype=dtype),
-        make(rows, columns, dtype=dtype) if residual else None,
-        make(rows, columns, dtype=dtype),
-        None,
-        None,
-        None,
         1e-5,
     )
 
@@ -129,7 +112,7 @@ def test_clusters_that_divide_the_rows_evenly():
 def test_pairs_of_blocks_leave_one_row_of_sums(rows, columns, blocks):
     got = backward(rows, columns, op="layer_norm")
     assert (got["grid"], got["cluster"], got["parts"]) == (blocks, 2, blocks // 2)
-    assert got["threads_per_row"] == got["block"]
+    assert got["threads_per_row"] == got["block"] and "vectors=4, rows=1" in got["kernel"]
 
 
 def test_no_pairs_of_few_rows():

@@ -48,7 +48,10 @@ Program& program() {
 // An H200's memory, unless the environment says otherwise: launchers may ask once a process.
 bool is_h100() {
   const char* gpu = std::getenv("TIERCEL_EMULATOR_GPU");
-  return gpu != nullptr && std::strcmp(gpu, "H100") == 0;
+  if (gpu == nullptr || std::strcmp(gpu, "H200") == 0) return false;
+  if (std::strcmp(gpu, "H100") == 0) return true;
+  std::fprintf(stderr, "emulator: TIERCEL_EMULATOR_GPU must be H100 or H200, got %s\n", gpu);
+  std::abort();
 }
 
 CUresult report(CUresult result, const std::string& text) {
