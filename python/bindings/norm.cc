@@ -2,7 +2,6 @@
 #include "kernels/norm/norm.h"
 
 #include "kernels/norm/norm_kernels.h"
-#include "kernels/sm90/driver.h"
 #include "python/bindings/call.h"
 #include "python/bindings/families.h"
 
@@ -92,13 +91,10 @@ struct BackwardCall {
   }
 };
 
-int Multiprocessors(const TensorView& view) {
-  int count = 0;
-  if (view.device_type != DeviceType::kCUDA ||
-      !multiprocessor_count(view.device_index, &count).ok()) {
-    count = kMultiprocessors;
-  }
-  return count;
+NormDevice DeviceOf(const TensorView& view) {
+  NormDevice device;
+  const bool known = norm_device(view, &device).ok() && device.multiprocessors > 0;
+  return known ? device : NormDevice{kMultiprocessors, 0};
 }
 
 PyObject* PlanDict(const NormPlan& plan) {
@@ -129,7 +125,7 @@ PyObject* ForwardPlan(PyObject*, PyObject* const* values, Py_ssize_t count) {
   ForwardCall call;
   if (!call.Parse(kKind, values, count)) return nullptr;
   NormPlan plan{};
-  const Status status = norm_forward_plan(call.call, Multiprocessors(*call.call.x), &plan);
+  const Status status = norm_forward_plan(call.call, DeviceOf(*call.call.x).multiprocessors, &plan);
   return status.ok() ? PlanDict(plan) : Raise(status);
 }
 
@@ -153,8 +149,8 @@ PyObject* BackwardPlan(PyObject*, PyObject* const* values, Py_ssize_t count) {
         !next.Count("memory_gbps", 0, &device.memory_gbps)) {
       return nullptr;
     }
-  } else if (!norm_device(*call.call.x, &device).ok() || device.multiprocessors == 0) {
-    device = {kMultiprocessors, 0};
+  } else {
+    device = DeviceOf(*call.call.x);
   }
   NormPlan plan{};
   const Status status = norm_backward_plan(call.call, device, &plan);

@@ -95,13 +95,19 @@ def test_norm_backward_of_many_lengths(columns, dtype):
             check_norm_backward((rows, columns), dtype)
 
 
-def test_norm_backward_knows_the_memory():
-    x, weight = normal(1000, 4096, dtype=BF16), normal(4096, dtype=BF16)
+@pytest.mark.parametrize("multiprocessors", [2, 132])
+@pytest.mark.parametrize("columns", [1024, 4096, 16_384])
+def test_norm_backward_knows_the_memory(columns, multiprocessors):
+    """Where launches above take place, too: they have an H100's shapes."""
+    x, weight = normal(1000, columns, dtype=BF16), normal(columns, dtype=BF16)
     arguments = (x, weight, x, None, x, None, None, None, 1e-5)
-    rate = 3352 if os.environ.get("TIERCEL_EMULATOR_GPU") == "H100" else 4916
-    got, h100 = (kernels.rms_norm_backward_plan(*arguments, *d) for d in ((), (132, 3352)))
-    assert got == kernels.rms_norm_backward_plan(*arguments, 132, rate)
-    assert (got == h100) == (rate == 3352)
+    with options(multiprocessors=multiprocessors):
+        got, h100, h200 = (
+            kernels.rms_norm_backward_plan(*arguments, *device)
+            for device in ((), (multiprocessors, 3352), (multiprocessors, 4916))
+        )
+    assert h100 != h200
+    assert got == (h100 if os.environ["TIERCEL_EMULATOR_GPU"] == "H100" else h200)
 
 
 def check_norm_backward(shape, dtype):
