@@ -16,7 +16,7 @@ from moe_scales_cute import MoeScales
 
 class MoeBlockScales(MoeScales):
     @cute.jit
-    def multiply_blocks(self, mmas, fragments, ring, storage, row, counted, row_scales):
+    def multiply_blocks(self, mmas, fragments, ring, storage, row, row_scales):
         """A tile's steps, at least one; the place in the ring after them. `row`: this lane's first.
         What a step waits for and looks up is done while the one before it is multiplied."""
         accs, sums, rx, rw = fragments
@@ -27,12 +27,9 @@ class MoeBlockScales(MoeScales):
             self.multiply_half(mmas, accs, rx, rw, 0, index)
             if const_expr(not self.in_turn):
                 self.multiply_half(mmas, accs, rx, rw, 1, index)
-            if const_expr(self.looks_late):
-                if step == steps // 2:  # what was stored or asked for before is done by now
-                    if const_expr(self.counts):
-                        self.count_stored(*counted)
-                    else:
-                        self.settle(row_scales)
+            if const_expr(self.looks_late and not self.up):
+                if step == steps // 2:  # what was asked for before is here by now
+                    self.settle(row_scales)
             by_first = (upper * first, lower * first)
             by_second = (upper * second, lower * second)
             if const_expr(not self.scale_a_half):

@@ -142,6 +142,7 @@ class MoeGrouped(MoeQuantize):
                     cute.arch.mbarrier_init(full + i, self.gatherers + 1)
                     cute.arch.mbarrier_init(empty + i, 4 * self.sharing)
                 self.init_turns(storage)
+                self.init_stored(storage)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -196,7 +197,7 @@ class MoeGrouped(MoeQuantize):
             elif const_expr(self.gatherers == WARPGROUP):
                 self.load_both(
                     *(thread, tma_w, x, x_pieces, storage, full, empty, routing, place, sizes),
-                    *(weights_at, limits, counter, *scales),
+                    *(weights_at, limits, counter, (progress, rows), *scales),
                 )
             elif warp_index == 0:
                 self.load_weights(
@@ -222,7 +223,7 @@ class MoeGrouped(MoeQuantize):
             of_weights = (w_scale, w_scale_expert, w_scale_step, second)
             self.multiply(
                 *(thread, consumer, storage, full, empty, routing, place),
-                *(elements, rows, factors, of_weights, (out, out_scale), to_slots, progress),
+                *(elements, rows, factors, of_weights, (out, out_scale), to_slots),
             )
 
     @cute.jit
@@ -241,7 +242,6 @@ class MoeGrouped(MoeQuantize):
         of_weights,
         outs,
         to_slots,
-        progress,
     ):
         """A warpgroup: its rows of its tiles, from the ring to the result."""
         k_tiles = routing[3]
@@ -291,7 +291,6 @@ class MoeGrouped(MoeQuantize):
         facts, ahead = self.facts(), self.facts()
         scales = cute.make_rmem_tensor(self.wg_rows // 32, Float32)  # of this lane's rows of sums
         columns_scales = self.columns_scales()
-        stored, share = Int32(0), Int32(0)  # the block of the tile before, columns of it
         looks_ahead = const_expr(dealt or not self.pingpong)
         end = self.end_of(routing, place)
         if const_expr(looks_ahead):
@@ -347,7 +346,7 @@ class MoeGrouped(MoeQuantize):
                 if const_expr(self.block_scaled):
                     index, phase = self.multiply_blocks(
                         *(mmas, (accs, sums, rx, rw), (full, empty, index, phase, steps)),
-                        *(storage, row, (progress, stored, share), scales),
+                        *(storage, row, scales),
                     )
                 else:
                     for step in cutlass.range(steps, unroll=1):
@@ -361,16 +360,12 @@ class MoeGrouped(MoeQuantize):
                         warpgroup.commit_group()
                         if const_expr(self.begins):
                             if step == 0:  # while its products are made
-                                if const_expr(self.counts):
-                                    self.count_stored(progress, stored, share)
                                 self.prepare(ahead_of, of_rows, of_chunk)
                         warpgroup.wait_group(1)
                         if step > 0:
                             self.release(empty, index - 1 if index > 0 else self.stages - 1)
                         index, phase = self.next(index, phase)
             else:
-                if const_expr(self.counts):
-                    self.count_stored(progress, stored, share)
                 if const_expr(self.begins):
                     self.prepare(ahead_of, of_rows, of_chunk)
                 for _ in cutlass.range(steps, unroll=1):
@@ -410,14 +405,12 @@ class MoeGrouped(MoeQuantize):
                 else:
                     self.put_out(*wanted, *of_both, outs[0], slots_of)
             if const_expr(self.counts):
-                stored, share = block, cutlass.min(self.width, rows - first_column)
+                self.say_stored(storage)
             if const_expr(not looks_ahead):
                 if after < tiles:  # so far the other warpgroup's
                     after, _, _ = self.take(storage, entry)
                     entry += 1
             number = after
-        if const_expr(self.counts):
-            self.count_stored(progress, stored, share)
 
     @cute.jit
     def prepare(self, ahead_of, of_rows, of_chunk):

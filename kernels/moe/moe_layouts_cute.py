@@ -103,7 +103,7 @@ class MoeLayouts:
             x: tiles(self.dtype, self.stages * self.tile_m)
             w: tiles(self.dtype, self.stages * self.tile_n)
             y: tiles(self.out_dtype, self.consumers * self.pieces * EPI)
-            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages + 2 * TURNS]
+            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages + 2 * TURNS + 1]
             routing: cute.struct.MemRange[Int32, self.routing_words()]
 
         return Storage
@@ -125,7 +125,7 @@ class MoeLayouts:
         """What the storage takes, as the launch asks for it."""
         ring = self.stages * ((self.tile_m + self.tile_n) * ROW + 16)
         rest = self.consumers * self.pieces * EPI * ROW + 4 * self.routing_words()
-        return (ring + 16 * TURNS + rest + 1023) // 1024 * 1024
+        return (ring + 16 * TURNS + 8 + rest + 1023) // 1024 * 1024
 
     @cute.jit
     def next(self, index, phase):

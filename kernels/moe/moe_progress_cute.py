@@ -5,21 +5,44 @@
 is whole with (rows of a block / 16) * (columns of the result).
 """
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
+from moe_layouts_cute import TURNS
 from moe_routing_cute import MoeRouting
 
 
 class MoeProgress(MoeRouting):
+    def stored_barrier(self, storage):
+        return storage.barriers.data_ptr() + (2 * self.stages + 2 * TURNS)
+
+    def init_stored(self, storage):
+        cute.arch.mbarrier_init(self.stored_barrier(storage), 4 * self.consumers)
+
     @cute.jit
-    def count_stored(self, progress, block, columns):
-        """By a warp, some time after its stores, for which this waits; not where there are none."""
+    def say_stored(self, storage):
+        """By each warp that multiplies, after its stores of a tile."""
         cute.arch.sync_warp()
-        if (cute.arch.lane_idx() == 0) & (columns > 0) & (progress.toint() != 0):
-            cute.arch.inline_ptx(
-                "red.release.gpu.global.add.u32 [{$r0}], {$r1};",
-                read_only_args=[progress.toint() + Int64(block) * 4, columns],
-            )
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.stored_barrier(storage))
+
+    @cute.jit
+    def count_tile(self, thread, storage, counted, tile, tiles):
+        """By one warp of the loaders, so that who multiplies need not wait for memory: the last of
+        `tiles`, once all of it is stored and before the next one is."""
+        progress, rows = counted
+        block, column = tile
+        if (thread // 32 == 3) & (tiles > 0) & (progress.toint() != 0):
+            cute.arch.mbarrier_wait(self.stored_barrier(storage), (tiles - 1) & 1)
+            columns = cutlass.min(self.width, rows - column * self.width)
+            if cute.arch.lane_idx() == 0:
+                cute.arch.inline_ptx(
+                    "red.release.gpu.global.add.u32 [{$r0}], {$r1};",
+                    read_only_args=[
+                        progress.toint() + Int64(block) * 4,
+                        columns * (4 * self.consumers),
+                    ],
+                )
 
     @cute.jit
     def wait_for(self, progress, block, columns):

@@ -33,6 +33,7 @@ class MoeWideLoads(MoeLoads):
         weights_at,
         limits,
         counter,
+        counted,
         x_scale,
         of_weights,
     ):
@@ -61,6 +62,7 @@ class MoeWideLoads(MoeLoads):
             turn = self.claim(counter, first + grid, grid)
         ahead = self.read_id(routing, block, mine, elements)
         index, phase = Int32(0), Int32(1)
+        before, tiles = (Int32(0), Int32(0)), Int32(0)  # the tile that is to be counted
         while block < routing[2]:
             column = at_column * step_columns
             steps = k_tiles if expert >= 0 else 0
@@ -77,8 +79,14 @@ class MoeWideLoads(MoeLoads):
             following, next_column, next_for = self.take(storage, entry)
             entry += 1
             ahead = self.read_id(routing, following, mine, elements)
+            if const_expr(self.counts):
+                if steps <= self.stages:
+                    self.count_tile(thread, storage, counted, before, tiles)
             for step in cutlass.range(steps, unroll=1):
                 cute.arch.mbarrier_wait(empty + index, phase)
+                if const_expr(self.counts):  # who multiplies is at this tile: the last is stored
+                    if step == self.stages:
+                        self.count_tile(thread, storage, counted, before, tiles)
                 if (thread < 32) & (step >= given):
                     at = (column, step, expert)
                     self.copy_weights(tma_w, parts, at, full, index)
@@ -100,7 +108,10 @@ class MoeWideLoads(MoeLoads):
                 turn = cute.arch.shuffle_sync(turn, 0)
                 self.publish(storage, entry, *self.in_order(turn, routing, columns))
                 turn = self.claim(counter, turn, grid)
+            before, tiles = (block, at_column), tiles + 1
             block, at_column, expert = following, next_column, next_for
+        if const_expr(self.counts):
+            self.count_tile(thread, storage, counted, before, tiles)
 
     @cute.jit
     def begin_weights(self, tma_w, parts, full, routing, tile):
