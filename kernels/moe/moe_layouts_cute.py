@@ -32,6 +32,7 @@ class MoeLayouts:
         self.out_dtype = cutlass.BFloat16 if dtype.width == 8 else dtype
         self.up = act is not None
         self.act = activation(act) if self.up else None
+        self.act_before_float8 = activation(act, True) if self.up else None
         self.tile_m, self.tile_n = tile_m, tile_n
         self.tile_k = ROW * 8 // dtype.width
         self.half = tile_n // 2

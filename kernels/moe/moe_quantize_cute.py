@@ -2,8 +2,8 @@
 """`up`'s rows as float8 with a scale of each 1x128 values, as fp8_quantize makes them.
 
 A tile of 128 columns has all of a scale's values: what fp8_quantize would read and write again
-(at T = 4096, k = 8, I = 1024: 134 MB) stays in registers. The results are the same bits: values are
-rounded to bfloat16 first.
+(at T = 4096, k = 8, I = 1024: 134 MB) stays in registers. Values are rounded to bfloat16 first, so
+that the results are the same bits, but SiLU's: see moe_activations_cute.py.
 """
 
 import cutlass
@@ -37,16 +37,14 @@ class MoeQuantize(MoeOut):
         cute.arch.sync_warp()  # with those who read it for the tile before
         for lower in cutlass.range_constexpr(2):
             row = warp * 16 + lower * 8 + lane // 4
-            largest = Int32(0)  # magnitude, as bits: NaN is larger than infinity
+            largest = Int32(0)  # magnitudes of two, as bfloat16
             for i in cutlass.range_constexpr(0, half, 2):
                 if const_expr(i // 2 % 2 == lower):
                     partners = (sums[half + i], sums[half + i + 1])
-                    rounded = _rounded(*self.act((sums[i], sums[i + 1]), partners))
-                    for j in cutlass.range_constexpr(2):
-                        sums[i + j] = rounded[j]
-                        largest = cutlass.max(largest, _bits(rounded[j]) & 0x7FFFFFFF)
+                    made = self.act_before_float8((sums[i], sums[i + 1]), partners)
+                    sums[i], sums[i + 1], largest = _rounded(*made, largest)
             for lanes in (1, 2):
-                largest = cutlass.max(largest, _of_lane_across(largest, lanes))
+                largest = _larger(largest, _of_lane_across(largest, lanes))
             scale, inverse = _scale_of(largest)
             for i in cutlass.range_constexpr(0, half, 2):
                 if const_expr(i // 2 % 2 == lower):
@@ -74,19 +72,23 @@ class MoeQuantize(MoeOut):
                 cute.make_tensor(aligned(out.toint() + to, Int32), words).store(values.load())
 
 
-def _rounded(first, second):
-    """To bfloat16; together, since one alone takes four times as long."""
+def _rounded(first, second, largest):
+    """To bfloat16, and the largest magnitudes with them; together, since one alone takes four times
+    as long."""
     return cute.arch.inline_ptx(
-        "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, {$r1}, {$r0}; "
+        "{ .reg .b32 pair, size, most; mov.b32 most, {$r2}; cvt.rn.bf16x2.f32 pair, {$r1}, {$r0}; "
+        "abs.bf16x2 size, pair; max.NaN.bf16x2 {$w2}, most, size; "
         "shl.b32 {$w0}, pair, 16; and.b32 {$w1}, pair, 0xffff0000; }",
-        write_only_types=[Float32, Float32],
-        read_only_args=[first, second],
+        write_only_types=[Float32, Float32, Int32],
+        read_only_args=[first, second, largest],
     )
 
 
-def _bits(value):
+def _larger(first, second):
     return cute.arch.inline_ptx(
-        "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value]
+        "max.NaN.bf16x2 {$w0}, {$r0}, {$r1};",
+        write_only_types=[Int32],
+        read_only_args=[first, second],
     )
 
 
@@ -99,9 +101,12 @@ def _of_lane_across(value, lanes):
 
 
 def _scale_of(largest):
-    """max(largest / 448, 2^-126), NaN stays NaN; and what it is to be multiplied by."""
+    """max(largest / 448, 2^-126), NaN stays NaN; and what it is to be multiplied by. `largest`: of
+    two bfloat16."""
     return cute.arch.inline_ptx(
-        "{ .reg .pred small; .reg .f32 value; mov.b32 value, {$r0}; "
+        "{ .reg .pred small; .reg .f32 value, other; .reg .b32 bits; "
+        "shl.b32 bits, {$r0}, 16; mov.b32 value, bits; "
+        "and.b32 bits, {$r0}, 0xffff0000; mov.b32 other, bits; max.NaN.f32 value, value, other; "
         "div.rn.f32 value, value, 0f43E00000; setp.lt.f32 small, value, 0f00800000; "
         "@small mov.f32 value, 0f00800000; mov.f32 {$w0}, value; rcp.rn.f32 {$w1}, value; }",
         write_only_types=[Float32, Float32],
