@@ -194,15 +194,15 @@ class MoeGrouped(MoeQuantize):
                             *(thread - 32, storage, full, empty, routing, place, k, progress),
                             *scales,
                         )
-            elif const_expr(self.gatherers == WARPGROUP):
-                self.load_both(
-                    *(thread, tma_w, x, x_pieces, storage, full, empty, routing, place, sizes),
-                    *(weights_at, limits, counter, (progress, rows), *scales),
-                )
             elif warp_index == 0:
                 self.load_weights(
                     *(tma_w, storage, full, empty, routing, place, sizes, weights_at),
                     counter=counter,
+                )
+            elif const_expr(self.in_expert_order):
+                self.load_rows(
+                    *(thread - 32, x, x_pieces, storage, full, empty, routing, place, limits),
+                    *((progress, rows), *scales),
                 )
             elif warp_index < 1 + self.gatherers // 32:
                 self.gather_rows(

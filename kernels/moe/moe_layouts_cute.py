@@ -55,7 +55,7 @@ class MoeLayouts:
         # Shared memory that the lists of rows take in other kernels; and registers in some.
         self.pieces = 1 if pingpong or self.quantizes else min(2, self.width // self.chunk)
         # Threads that copy rows of x; beside boxes, their scales.
-        self.gatherers = WARPGROUP if tile_m > EPI else 2 * 32
+        self.gatherers = (3 if tile_m > EPI else 2) * 32
         if by_boxes:
             self.gatherers = 32 * block_scaled
         self.stage_scales = (tile_m + 2) * block_scaled

@@ -41,8 +41,13 @@ class MoeLoads(MoeScaleLoads):
         index, phase = Int32(0), Int32(1)
         number, turn, entry = first, first, Int32(0)
         at_column, handed = Int32(0), Int32(0)
+        given = Int32(0)  # steps of the first tile whose weights are on their way
         if const_expr(self.in_expert_order):
             number, at_column, handed = self.in_order(first, routing, columns)
+            if const_expr(not self.by_boxes):  # before all else that is read for the first tile
+                begun = (number, at_column * step_columns, handed)
+                given = self.begin_weights(tma_w, parts, full, routing, begun)
+                cute.arch.griddepcontrol_wait()
             self.publish(storage, entry, *self.in_order(first + grid, routing, columns))
             turn = self.claim(counter, first + grid, grid)
         while number < self.end_of(routing, place):
@@ -56,10 +61,12 @@ class MoeLoads(MoeScaleLoads):
             for step in cutlass.range(steps, unroll=1):
                 cute.arch.mbarrier_wait(empty + index, phase)
                 at = (column, step, expert)
-                self.copy_weights(tma_w, parts, at, full, index)
+                if step >= given:
+                    self.copy_weights(tma_w, parts, at, full, index)
                 if const_expr(self.by_boxes):
                     copy(tma_x, from_x[None, (block, step)], to_x[None, index], full + index)
                 index, phase = self.next(index, phase)
+            given = Int32(0)
             if const_expr(self.in_expert_order):
                 number, at_column, handed = self.take(storage, entry)
                 entry += 1
@@ -74,6 +81,17 @@ class MoeLoads(MoeScaleLoads):
                 number = self.claim_next(counter, number, grid, tiles)
                 self.publish(storage, entry, number)
                 entry += 1
+
+    @cute.jit
+    def begin_weights(self, tma_w, parts, full, routing, tile):
+        """As many steps of the first tile as the ring has room for, by a warp; how many."""
+        block, column, expert = tile
+        given = Int32(0)
+        if (block < routing[2]) & (expert >= 0):
+            given = cutlass.min(routing[3], self.stages)
+            for step in cutlass.range(given, unroll=1):
+                self.copy_weights(tma_w, parts, (column, step, expert), full, step)
+        return given
 
     @cute.jit
     def hint_for_weights(self, experts, elements):

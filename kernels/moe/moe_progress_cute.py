@@ -27,12 +27,12 @@ class MoeProgress(MoeRouting):
             cute.arch.mbarrier_arrive(self.stored_barrier(storage))
 
     @cute.jit
-    def count_tile(self, thread, storage, counted, tile, tiles):
+    def count_tile(self, warp, storage, counted, tile, tiles):
         """By one warp of the loaders, so that who multiplies need not wait for memory: the last of
         `tiles`, once all of it is stored and before the next one is."""
         progress, rows = counted
         block, column = tile
-        if (thread // 32 == 3) & (tiles > 0) & (progress.toint() != 0):
+        if (warp == 2) & (tiles > 0) & (progress.toint() != 0):
             cute.arch.mbarrier_wait(self.stored_barrier(storage), (tiles - 1) & 1)
             columns = cutlass.min(self.width, rows - column * self.width)
             if cute.arch.lane_idx() == 0:

@@ -51,9 +51,9 @@ class MoeScaleLoads(MoeTiles):
                 to = self.scales_of_stage(storage, index).toint()
                 for i in cutlass.range_constexpr(self.tile_m // 32):
                     at = of_row + i * 32 * x_scale_step + step
-                    copy_scale(to + (lane + i * 32) * 4, x_scale, at, Int32(4))
-                at = of_half + step
-                copy_scale(to + (self.tile_m + lane) * 4, of_weights[0], at, Int32(4), lane < 2)
+                    copy_scale(to + (lane + i * 32) * 4, x_scale.toint() + Int64(at) * 4)
+                at = of_weights[0].toint() + Int64(of_half + step) * 4
+                copy_scale(to + (self.tile_m + lane) * 4, at, lane < 2)
                 cute.arch.cp_async_mbarrier_arrive_noinc(full + index)
                 index, phase = self.next(index, phase)
             block, column, expert = self.take(storage, entry)
@@ -64,15 +64,15 @@ class MoeScaleLoads(MoeTiles):
         """Of one row a thread, whose scale is at `of_row` or nowhere, and of the halves."""
         to = self.scales_of_stage(storage, index).toint()
         size = Int32(4) if of_row >= 0 else Int32(0)
-        copy_scale(to + row * 4, x_scale, cutlass.max(of_row, 0), size)
+        copy_scale(to + row * 4, x_scale.toint() + Int64(cutlass.max(of_row, 0)) * 4, size=size)
         to_half = to + (self.tile_m + thread) * 4
-        copy_scale(to_half, of_weights[0], of_half, Int32(4), thread < 2)
+        copy_scale(to_half, of_weights[0].toint() + Int64(of_half) * 4, thread < 2)
 
 
-def copy_scale(to, scales, at, size, real=None):
+def copy_scale(to, address, real=None, size=4):
     """To shared memory; of size 0, zero."""
     cute.arch.inline_ptx(
         "cp.async.ca.shared.global [{$r0}], [{$r1}], 4, {$r2};",
-        read_only_args=[to, scales.toint() + Int64(at) * 4, size],
+        read_only_args=[to, address, Int32(size)],
         predicate=real,
     )
