@@ -143,7 +143,6 @@ class MoeGrouped(MoeQuantize):
                     cute.arch.mbarrier_init(empty + i, 4 * self.sharing)
                 self.init_turns(storage)
                 self.init_stored(storage)
-                self.init_pieces(storage)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -213,9 +212,6 @@ class MoeGrouped(MoeQuantize):
             if const_expr(not self.up):
                 if (warp_index == 3) & (ids.toint() != 0):
                     self.clear_rows_of_none(ids, id_words, bound, elements, rows, out)
-            if const_expr(self.stores_apart):
-                if warp_index >= 2:
-                    self.store_tiles(warp_index - 2, storage, routing, place, elements, rows, out)
             if const_expr(self.by_boxes):
                 if warp_index == 3:  # who waits for this grid waits for the one before it
                     cute.arch.griddepcontrol_wait()

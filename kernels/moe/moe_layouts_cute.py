@@ -54,8 +54,6 @@ class MoeLayouts:
         self.quantizes = self.in_turn and self.up
         # Shared memory that the lists of rows take in other kernels; and registers in some.
         self.pieces = 1 if pingpong or self.quantizes else min(2, self.width // self.chunk)
-        # Rows of the result are stored by loaders, which `down` has to spare, see store_tiles.
-        self.stores_apart = by_boxes
         # Threads that copy rows of x; beside boxes, their scales.
         self.gatherers = (3 if tile_m > EPI else 2) * 32
         if by_boxes:
@@ -106,9 +104,7 @@ class MoeLayouts:
             x: tiles(self.dtype, self.stages * self.tile_m)
             w: tiles(self.dtype, self.stages * self.tile_n)
             y: tiles(self.out_dtype, self.consumers * self.pieces * EPI)
-            barriers: cute.struct.MemRange[
-                cutlass.Int64, 2 * self.stages + 2 * TURNS + 1 + 8 * self.stores_apart
-            ]
+            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages + 2 * TURNS + 1]
             routing: cute.struct.MemRange[Int32, self.routing_words()]
 
         return Storage
@@ -130,7 +126,7 @@ class MoeLayouts:
         """What the storage takes, as the launch asks for it."""
         ring = self.stages * ((self.tile_m + self.tile_n) * ROW + 16)
         rest = self.consumers * self.pieces * EPI * ROW + 4 * self.routing_words()
-        return (ring + 16 * TURNS + 8 + 64 * self.stores_apart + rest + 1023) // 1024 * 1024
+        return (ring + 16 * TURNS + 8 + rest + 1023) // 1024 * 1024
 
     @cute.jit
     def next(self, index, phase):

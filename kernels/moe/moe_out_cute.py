@@ -3,10 +3,10 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int64, const_expr
 from cutlass.cute.nvgpu import warp
 from moe_block_scales_cute import MoeBlockScales
-from moe_layouts_cute import EPI, TURNS, WARPGROUP
+from moe_layouts_cute import EPI, WARPGROUP
 
 
 def aligned(address, dtype):
@@ -61,7 +61,7 @@ class MoeOut(MoeBlockScales):
         y_row = wg_thread // 32 * 16 + lane // 8  # and every fourth after it
         starts = cute.make_rmem_tensor(4, Int64)  # of a lane's rows of the result; -1 of padding's
         for half in cutlass.range_constexpr(self.wg_rows // EPI):
-            for i in cutlass.range_constexpr(0 if const_expr(self.stores_apart) else 4):
+            for i in cutlass.range_constexpr(4):
                 owner = self.owner(facts, i, half)
                 starts[i] = Int64(-1)
                 if owner < elements:
@@ -85,68 +85,17 @@ class MoeOut(MoeBlockScales):
                 if const_expr(not self.pingpong) or lower:
                     self.finish(piece, acc, factors, scales[half * 2 + 1], at, 1)
                 # With two pieces of shared memory, the last one's readers are done with this one.
-                buffer = consumer * self.pieces + chunk % self.pieces
                 if const_expr(self.pieces == 1):
                     cute.arch.sync_warp()
-                if const_expr(self.stores_apart):
-                    filled, stored = self.piece_barriers(storage, buffer)
-                    cute.arch.mbarrier_wait(stored, chunk // 2 % 2 ^ 1)
+                buffer = consumer * self.pieces + chunk % self.pieces
                 cute.copy(r2s, piece, to_sy[None, None, None, buffer])
                 cute.arch.sync_warp()
-                if const_expr(self.stores_apart):
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive(filled)
                 from_y = storage.y.data_ptr() + buffer * (EPI * EPI)
                 at_column = first + lane % 8 * 8
-                for i in cutlass.range_constexpr(0 if const_expr(self.stores_apart) else 4):
+                for i in cutlass.range_constexpr(4):
                     at_row = y_row + i * 4
                     offset = at_row * EPI + (lane % 8 ^ at_row % 8) * 8
                     values = cute.make_tensor((from_y + offset).align(16), vector)
                     if (starts[i] >= 0) & (at_column < rows) & (lane % 8 * 8 < self.chunk):
                         to = out.toint() + (starts[i] + at_column) * (self.out_dtype.width // 8)
                         cute.make_tensor(aligned(to, self.out_dtype), vector).store(values.load())
-
-    def piece_barriers(self, storage, buffer):
-        """That a piece of the result is in shared memory; that it is stored."""
-        filled = storage.barriers.data_ptr() + (2 * self.stages + 2 * TURNS + 1) + buffer
-        return filled, filled + 4
-
-    def init_pieces(self, storage):
-        for buffer in range(4 * self.stores_apart):
-            filled, stored = self.piece_barriers(storage, buffer)
-            cute.arch.mbarrier_init(filled, 4)
-            cute.arch.mbarrier_init(stored, 1)
-
-    @cute.jit
-    def store_tiles(self, consumer, storage, routing, place, elements, rows, out):
-        """A warp: the pieces of a warpgroup that multiplies, which would wait for their way to the
-        L2, 64 KB a tile. Each piece of shared memory is filled twice a tile."""
-        lane = cute.arch.lane_idx()
-        block, at_column, _ = self.in_order(place[1], routing, place[4])
-        entry = Int32(0)
-        vector = cute.make_layout(8)
-        while block < routing[2]:
-            of_block, first = self.rows_of(routing, block), consumer * EPI + lane
-            upper = self.element_of(routing, of_block, first, elements)
-            lower = self.element_of(routing, of_block, first + 32, elements)
-            if cute.arch.vote_any_sync((upper < elements) | (lower < elements)):
-                for chunk in cutlass.range_constexpr(self.width // self.chunk):
-                    buffer = consumer * self.pieces + chunk % self.pieces
-                    filled, stored = self.piece_barriers(storage, buffer)
-                    cute.arch.mbarrier_wait(filled, chunk // 2 % 2)
-                    from_y = storage.y.data_ptr() + buffer * (EPI * EPI)
-                    at = at_column * self.width + chunk * self.chunk + lane % 8 * 8
-                    for i in cutlass.range_constexpr(EPI // 4):
-                        row = i * 4 + lane // 8
-                        found = upper if const_expr(i < 8) else lower
-                        owner = cute.arch.shuffle_sync(found, row % 32)
-                        offset = row * EPI + (lane % 8 ^ row % 8) * 8
-                        values = cute.make_tensor((from_y + offset).align(16), vector)
-                        if (owner < elements) & (at < rows):
-                            to = out.toint() + (Int64(owner) * rows + at) * 2
-                            to_row = cute.make_tensor(aligned(to, self.out_dtype), vector)
-                            to_row.store(values.load())
-                    cute.arch.sync_warp()
-                    self.release(stored, 0)
-            block, at_column, _ = self.take(storage, entry)
-            entry += 1

@@ -119,7 +119,6 @@ class MoeTiles(MoeProgress):
     def init_turns(self, storage):
         full, empty = self.turn_barriers(storage)
         loaders = self.gatherers // 32 + self.in_expert_order
-        loaders += self.consumers * self.stores_apart
         readers = 4 * self.consumers + loaders  # warps
         for i in range(TURNS * self.by_turns):
             cute.arch.mbarrier_init(full + i, 1)
