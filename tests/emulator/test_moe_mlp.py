@@ -324,7 +324,8 @@ def in_order(tokens, inner, special=None):
 
 @pytest.mark.parametrize("activation", range(4))
 @pytest.mark.parametrize(
-    ("tokens", "inner", "special"), [(1, 128, None), (150, 384, None), (3, 256, torch.nan)]
+    ("tokens", "inner", "special"),
+    [(1, 128, None), (150, 384, None), (3, 256, torch.nan), (3, 256, 1e6)],
 )
 def test_rows_that_are_quantised_as_they_are_stored(tokens, inner, special, activation):
     head, rest, slots = in_order(tokens, inner, special)
