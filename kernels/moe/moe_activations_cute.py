@@ -22,9 +22,10 @@ def _silu_of_two(x, y):
 
 
 def _silu_before_float8(x, y):
-    """By tanh.approx: off by the gate * 2^-12 at most (PTX ISA: 2^-11 of the tanh). Of values that
-    are float8 next it changes their error from 2.27 to 2.27 % of normal gates, and it takes two
-    thirds as long."""
+    """By tanh.approx: off by the gate * 2^-12 at most (PTX ISA: 2^-11 of the tanh), beside float8
+    nothing: simulated with normal gates of deviation 0.5 to 8, the RMS error after float8 is 2.3 %
+    either way. It takes 17 instructions and two of the special unit a pair, the other 24 and three.
+    """
     halves = (x * 0.5, y * 0.5)
     return [half * cute.math.tanh(half, fastmath=True) + half for half in halves]
 

@@ -12,6 +12,7 @@ ROW = 128  # bytes of a row in shared memory: one swizzle
 EPI = 64  # rows and columns of a piece of the result on its way out
 WARPGROUP = 128
 SCALE_BLOCK = 128
+GATHERERS, WIDE_GATHERERS = 64, 96  # threads that copy rows of tiles of 64 rows, of 128
 TURNS = 4  # tiles whose numbers are on their way from who takes them to who works on them
 # What blocks of threads route by themselves (moe_routing_cute.py): as moe_mlp.h says.
 ROUTED_IDS, ROUTED_EXPERTS = 1024, 512
@@ -55,7 +56,7 @@ class MoeLayouts:
         # Shared memory that the lists of rows take in other kernels; and registers in some.
         self.pieces = 1 if pingpong or self.quantizes else min(2, self.width // self.chunk)
         # Threads that copy rows of x; beside boxes, their scales.
-        self.gatherers = (3 if tile_m > EPI else 2) * 32
+        self.gatherers = WIDE_GATHERERS if tile_m > EPI else GATHERERS
         if by_boxes:
             self.gatherers = 32 * block_scaled
         self.stage_scales = (tile_m + 2) * block_scaled

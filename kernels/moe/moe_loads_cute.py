@@ -5,12 +5,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
-from moe_layouts_cute import EPI, ROW, coordinates
+from moe_layouts_cute import EPI, GATHERERS, ROW, coordinates
 from moe_scale_loads_cute import MoeScaleLoads
 
 # As createpolicy.fractional.L2 makes them, of all bytes.
 EVICT_NORMAL, EVICT_FIRST = 0x1000000000000000, 0x12F0000000000000
-GATHERERS = 64  # threads, where tiles have 64 rows
 COPIES = GATHERERS // 8  # rows that they copy at a time, 16 bytes of a row each
 
 

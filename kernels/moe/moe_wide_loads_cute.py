@@ -11,11 +11,10 @@ addresses are made once a tile; and they find a tile's rows while the tile befor
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
-from moe_layouts_cute import ROW
+from moe_layouts_cute import ROW, WIDE_GATHERERS
 from moe_loads_cute import MoeLoads, copy_16
 from moe_scale_loads_cute import copy_scale
 
-WIDE_GATHERERS = 96  # threads
 _COPIES = WIDE_GATHERERS // 8  # rows that they copy at a time, 16 bytes of a row each
 _PASSES = -(-128 // _COPIES)
 _REST = (_PASSES - 8) * 4  # lanes of a warp that find a second row
