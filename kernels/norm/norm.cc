@@ -180,13 +180,16 @@ Status prepare(const NormForward& call, int multiprocessors, NormForwardArgs* ar
   args->columns = columns;
   args->slice = choice->slice;
   args->cluster_log2 = log2_of(choice->cluster);
-  // Threads of a multiprocessor whose rows are asked for ahead: what was fastest on an H200.
+  // Threads of a multiprocessor whose rows are asked for ahead: what was fastest, of more rows than
+  // are read at once fewer.
   const NormShape shape = choice->kernel->shape;
+  const bool plain_layer = shape == NormShape::kPlain && call.kind == NormKind::kLayer &&
+                           choice->kernel->lanes == 0 && choice->kernel->vectors == 4;
   int at_once = shape == NormShape::kPlain || shape == NormShape::kShort ? 1024 : 2048;
-  if (shape == NormShape::kPlain && call.kind == NormKind::kLayer && choice->kernel->lanes == 0 &&
-      choice->kernel->vectors == 4) {
-    at_once = 512;
+  if (int64_t{choice->grid} * choice->block > int64_t{2048} * multiprocessors) {
+    at_once = call.residual ? 512 : 768;
   }
+  if (plain_layer) at_once = 512;
   args->ahead = multiprocessors * std::max(1, at_once / std::max(1, choice->block));
   args->inverse_columns = 1.0f / static_cast<float>(columns);
   args->eps = call.eps;
@@ -296,14 +299,16 @@ Status launch(const Choice& choice, Args& args, int device, void* stream) {
   return choice.kernel->kernel.launch(config, device, stream, pointers);
 }
 
-const NormReduceKernel* reduce_kernel(DType dtype) {
+const NormReduceKernel* reduce_kernel(DType dtype, int columns) {
   int count = 0;
   const NormReduceKernel* kernels = norm_reduce_kernels(&count);
-  return std::find_if(kernels, kernels + count,
-                      [&](const NormReduceKernel& kernel) { return kernel.dtype == dtype; });
+  return std::find_if(kernels, kernels + count, [&](const NormReduceKernel& kernel) {
+    return kernel.dtype == dtype && kernel.columns == columns;
+  });
 }
 
-Status launch_reduce(NormReduceArgs& args, DType dtype, int device, void* stream) {
+Status launch_reduce(NormReduceArgs& args, DType dtype, int device, int multiprocessors,
+                     void* stream) {
   // So many warps have the same columns that each reads all its parts at once; at least two, as a
   // block has but so many threads to write what its warps have added.
   constexpr int kWarps = kNormReduceThreads / 32;
@@ -311,14 +316,21 @@ Status launch_reduce(NormReduceArgs& args, DType dtype, int device, void* stream
   while (args.part_warps > 2 && args.part_warps / 2 * kNormReduceAtOnce >= args.parts) {
     args.part_warps /= 2;
   }
-  const int columns = kNormReduceColumns * (kWarps / args.part_warps);  // a block's
+  const int kinds = args.out[1] == nullptr ? 1 : 2;
+  const auto blocks = [&](int lane_columns) {
+    const int columns = lane_columns * 32 * (kWarps / args.part_warps);  // a block's
+    return (args.columns + columns - 1) / columns;
+  };
+  // Two columns a lane where one would make more blocks than multiprocessors: the next grid's
+  // blocks wait for room beside them.
+  const int lane_columns = blocks(1) * kinds <= multiprocessors ? 1 : 2;
   LaunchConfig config;
-  config.grid.x = (args.columns + columns - 1) / columns;
-  config.grid.y = args.out[1] == nullptr ? 1 : 2;
+  config.grid.x = blocks(lane_columns);
+  config.grid.y = kinds;
   config.block.x = kNormReduceThreads;
   config.dependent = true;
   void* pointers[] = {&args};
-  return reduce_kernel(dtype)->kernel.launch(config, device, stream, pointers);
+  return reduce_kernel(dtype, lane_columns)->kernel.launch(config, device, stream, pointers);
 }
 
 template <typename Choice>
@@ -389,7 +401,7 @@ Status norm_backward(const NormBackward& call, void* stream) {
   if (args.rows > 0) TIERCEL_RETURN_IF_ERROR(launch(choice, args, device, stream));
   if (call.grad_weight == nullptr && call.grad_bias == nullptr) return Status();
   if (args.rows == 0) reduce.parts = 0;  // no row: the sums are zero
-  return launch_reduce(reduce, call.x->dtype, device, stream);
+  return launch_reduce(reduce, call.x->dtype, device, facts.multiprocessors, stream);
 }
 
 }  // namespace tiercel

@@ -28,12 +28,14 @@ const NormBackwardKernel kBackward[] = {TIERCEL_HALVES(BFloat16), TIERCEL_HALVES
                                         TIERCEL_ALL(Float32), TIERCEL_KINDS(Float32, true, 8, 1),
                                         TIERCEL_KINDS(Float32, false, 16, 1)};
 
-#define TIERCEL_REDUCE(dtype) \
-  {DType::k##dtype,           \
-   Kernel("norm_reduce<" #dtype ">", reinterpret_cast<const void*>(norm_reduce<dtype>))}
+#define TIERCEL_REDUCE(dtype, columns)                     \
+  {DType::k##dtype, columns,                               \
+   Kernel("norm_reduce<" #dtype ", columns=" #columns ">", \
+          reinterpret_cast<const void*>(norm_reduce<dtype, columns>))}
 
-const NormReduceKernel kReduce[] = {TIERCEL_REDUCE(BFloat16), TIERCEL_REDUCE(Float16),
-                                    TIERCEL_REDUCE(Float32)};
+const NormReduceKernel kReduce[] = {TIERCEL_REDUCE(BFloat16, 1), TIERCEL_REDUCE(BFloat16, 2),
+                                    TIERCEL_REDUCE(Float16, 1),  TIERCEL_REDUCE(Float16, 2),
+                                    TIERCEL_REDUCE(Float32, 1),  TIERCEL_REDUCE(Float32, 2)};
 
 }  // namespace
 

@@ -89,7 +89,8 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   char* const ring = shared + team.index * args.stages * stage_bytes;
   uint64_t* const arrived = full + team.index * args.stages;
   float* const weight = reinterpret_cast<float*>(shared + args.weight_offset);
-  const bool leader = team.warp == 0 && lane == 0;
+  const bool leads = team.warp == 0;  // a warp of each team starts its copies
+  const bool leader = leads && lane == 0;
   const int weight_bytes = args.weight_float32 ? 4 : Format::kBytes;
   // Whether the weight can be read 16 bytes at a time.
   const bool whole_weights =
@@ -104,8 +105,8 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   }
   if (clustered) cluster_arrive();
 
-  // One thread starts the copies of the team's row number `unit`; or, before x may be read, brings
-  // it to the L2.
+  // One warp starts the copies of the team's row number `unit`; or, before x may be read, brings it
+  // to the L2.
   const auto fetch = [&](int unit, int stage, bool ahead) {
     const int tile = unit / kRows;
     if (tile >= tiles) return;
@@ -114,7 +115,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
     const uint32_t bytes = columns * Format::kBytes;
     const bool guess = kLayerNorm && clustered && rows > 0;  // of the mean: other blocks' columns
     if (!ahead) {
-      mbarrier_expect(&arrived[stage], bytes * rows * args.stream_count + (guess ? 48 : 0));
+      elected_expect(&arrived[stage], bytes * rows * args.stream_count + (guess ? 48 : 0));
     }
     if (bytes * rows > 0) {
 #pragma unroll 1
@@ -128,9 +129,9 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
 #pragma unroll 1
         for (int i = 0; i < pieces; ++i, from += args.strides[k], to += pitch) {
           if (ahead) {
-            bulk_prefetch(from, size);
+            elected_prefetch(from, size);
           } else {
-            bulk_load(to, from, size, &arrived[stage]);
+            elected_load(to, from, size, &arrived[stage]);
           }
         }
       }
@@ -140,14 +141,15 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
 #pragma unroll 1
       for (int i = 0; i < 3; ++i) {
         const int vector = i == 0 ? 0 : i == 1 ? vectors / 2 : vectors - 1;
-        bulk_load(pivots[stage][i], args.streams[0] + int64_t{row} * args.strides[0] + vector * 16,
-                  16, &arrived[stage]);
+        elected_load(pivots[stage][i],
+                     args.streams[0] + int64_t{row} * args.strides[0] + vector * 16, 16,
+                     &arrived[stage]);
       }
     }
   };
   const auto fetch_first = [&](bool ahead) {
     if constexpr (kWide) {
-      if (!leader) return;
+      if (!leads) return;
 #pragma unroll 1
       for (int s = 0; s < (ahead && kAhead ? args.ahead : args.stages); ++s) fetch(s, s, ahead);
     }
@@ -158,6 +160,29 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   }
   grid_dependency_launch();
   grid_dependency_wait();
+
+  // A vector of the weight as it is in memory: asked for before the rows, behind which it would
+  // come microseconds later.
+  constexpr int kAsked = kKeep ? kVectors : 2;  // by a thread at once
+  uint32_t asked[kAsked][kElements];
+  const int last = max(chunks - 1, 0);
+  const auto ask_one = [&](uint32_t (&words)[kElements], int chunk) {
+    if (!whole_weights || chunk >= chunks) return;
+    const char* const from = args.weight + (first + chunk * kElements) * weight_bytes;
+#pragma unroll
+    for (int p = 0; p < kParts; ++p) {
+      uint32_t part[4];
+      if (p > 0 && !args.weight_float32) break;
+      load_vector(part, from + 16 * p);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) words[4 * p + i] = part[i];
+    }
+  };
+  const auto ask = [&](int chunk) {
+#pragma unroll
+    for (int k = 0; k < kAsked; ++k) ask_one(asked[k], chunk + k * (kKeep ? places : blockDim.x));
+  };
+  ask(kKeep ? place : threadIdx.x);
   fetch_first(false);
 
   // What it cannot copy, the team's threads do, an element at a time; zeros fill the last vector.
@@ -189,7 +214,6 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   };
 
   // The weight as float32, ones where there is none.
-  const int last = max(chunks - 1, 0);
   const auto weight_at = [&](int c) {
     if (args.weight == nullptr || c >= columns) return c < columns ? 1.0f : 0.0f;
     if (args.weight_float32) return reinterpret_cast<const float*>(args.weight)[first + c];
@@ -197,51 +221,49 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
     one.load_any(args.weight + (first + c) * Format::kBytes);
     return Format::from_bits(one.words[0]);
   };
-  const auto weights_at = [&](float (&w)[kElements], int c) {
-    if (whole_weights && c < columns) {
-      read_parameter<Format, true>(w, args.weight, args.weight_float32, first + c);
-      return;
-    }
+  const auto weights_of = [&](float (&w)[kElements], const uint32_t (&words)[kElements], int c) {
+    if (!whole_weights || c >= columns) {
 #pragma unroll
-    for (int i = 0; i < kElements; ++i) w[i] = weight_at(c + i);
+      for (int i = 0; i < kElements; ++i) w[i] = weight_at(c + i);
+    } else if (args.weight_float32) {
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) w[i] = __uint_as_float(words[i]);
+    } else {
+      Values packed;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) packed.words[i] = words[i];
+      packed.unpack(w);
+    }
   };
   float kept[kKeep ? kVectors : 1][kElements];
   if constexpr (kKeep) {
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) weights_at(kept[v], (v * places + place) * kElements);
+    for (int v = 0; v < kVectors; ++v) {
+      weights_of(kept[v], asked[v], (v * places + place) * kElements);
+    }
   } else {
     // The quarters or halves of a vector lie apart, so that neighbours read neighbouring banks.
-    constexpr int kAtOnce = 2;
 #pragma unroll 1
-    for (int c = threadIdx.x; c <= last; c += kAtOnce * blockDim.x) {
-      float some[kAtOnce][kElements];
+    for (int c = threadIdx.x; c <= last; c += kAsked * blockDim.x) {
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) weights_at(some[k], (c + k * blockDim.x) * kElements);
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
+      for (int k = 0; k < kAsked; ++k) {
         const int at = c + k * blockDim.x;
         if (at > last) break;
+        float some[kElements];
+        weights_of(some, asked[k], at * kElements);
 #pragma unroll
         for (int p = 0; p < kParts; ++p) {
           uint32_t words[4];
 #pragma unroll
-          for (int i = 0; i < 4; ++i) words[i] = __float_as_uint(some[k][4 * p + i]);
+          for (int i = 0; i < 4; ++i) words[i] = __float_as_uint(some[4 * p + i]);
           store_vector(weight + (p * (last + 1) + at) * 4, words);
         }
       }
+      ask(c + kAsked * blockDim.x);
     }
   }
 
-  float sum_weight[kVectors][kElements];
-  float sum_bias[kVectors][kElements];
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-    for (int i = 0; i < kElements; ++i) {
-      sum_weight[v][i] = 0.0f;
-      if constexpr (kLayerNorm) sum_bias[v][i] = 0.0f;
-    }
-  }
+  float gradients[kKinds][kVectors][kElements] = {};  // of weight and bias
   if (clustered) cluster_wait();
   __syncthreads();  // barriers and weights are there
 
@@ -287,7 +309,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
     };
     const auto refill = [&] {
       if constexpr (kWide) {
-        if (leader) {
+        if (leads) {
           int refilled = first_stage();
 #pragma unroll 1
           for (int r = 0; r < kRows; ++r) {
@@ -424,8 +446,8 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
       for (int i = 0; i < kElements; ++i) {
         const float distance = kLayerNorm ? xs[i] - means[r] : xs[i];
         const float scaled = gs[i] * rstds[r];
-        sum_weight[v][i] += scaled * distance;
-        if constexpr (kLayerNorm) sum_bias[v][i] += gs[i];
+        gradients[0][v][i] += scaled * distance;
+        if constexpr (kLayerNorm) gradients[1][v][i] += gs[i];
         xs[i] = ws[i] * scaled - (kLayerNorm ? distance * dots[r] + totals[r] : distance * dots[r]);
       }
       if (v < live[r]) {
@@ -458,17 +480,18 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   if (args.partial[0] == nullptr && args.partial[1] == nullptr) return;
   if constexpr (kPairs) {
     if (paired) {
-      leave_sums_of_pair(sum_weight, sum_bias, reinterpret_cast<float4*>(shared), args);
+      leave_sums_of_pair(gradients, reinterpret_cast<float4*>(shared), args);
       return;
     }
   }
+  float* out[kKinds];
 #pragma unroll
-  for (int kind = 0; kind < kKinds; ++kind) {
-    if (args.partial[kind] == nullptr) continue;
-    leave_sums<kWide>(kind == 0 ? sum_weight : sum_bias, team, kPartial ? team.lanes : 32,
-                      reinterpret_cast<float*>(shared), args.slice, columns,
-                      args.partial[kind] + static_cast<int64_t>(part) * args.columns + first);
+  for (int k = 0; k < kKinds; ++k) {
+    out[k] = args.partial[k];
+    if (out[k] != nullptr) out[k] += static_cast<int64_t>(part) * args.columns + first;
   }
+  leave_sums<kWide>(gradients, team, kPartial ? team.lanes : 32, reinterpret_cast<float*>(shared),
+                    args.slice, columns, out);
 }
 
 }  // namespace tiercel

@@ -200,8 +200,9 @@ NormChoice<NormBackwardKernel> choose_norm_backward(const NormProblem& problem) 
     const int64_t room = kNormMaxDynamicSmem - weight - 128;
     const int64_t stage = choice.slice * element * problem.streams *
                           (team_threads / choice.threads_per_row) * teams;  // of all teams
-    // The ring's memory holds the teams' sums of the weight's gradient at the end.
-    const int64_t sums = teams * choice.slice * int64_t{4};
+    // The ring's memory holds the teams' sums of the parameters' gradients at the end.
+    const int64_t sums =
+        (problem.kind == NormKind::kLayer ? 2 : 1) * teams * choice.slice * int64_t{4};
     if (stage * shape.rows > room || sums > room) continue;
     const int64_t enough = std::min<int64_t>(ceil_div(shape.least, stage), kNormMaxStages);
     const int64_t stages = std::max<int64_t>(shape.stages, enough);

@@ -20,8 +20,7 @@ inline constexpr int kNormPlainWarpThreads = 64;
 inline constexpr int kNormLongThreads = 256;
 inline constexpr int kNormMaxStages = 8;
 inline constexpr int kNormReduceThreads = 512;
-inline constexpr int kNormReduceColumns = 64;  // a warp
-inline constexpr int kNormReduceAtOnce = 9;    // parts that a warp reads at once
+inline constexpr int kNormReduceAtOnce = 9;  // parts that a warp reads at once
 
 // Who has a row: some lanes of a warp (norm_short), a block or a cluster (norm_forward), a warp or
 // those (norm_plain), or a cluster that holds it in shared memory (norm_long).
@@ -96,7 +95,7 @@ constexpr int norm_backward_sums(int element, int vectors, NormKind kind) {
   return vectors * 16 / element * (kind == NormKind::kLayer ? 2 : 1);
 }
 constexpr bool norm_backward_holds(int element, int vectors, int rows, NormKind kind) {
-  return norm_backward_sums(element, vectors, kind) + 8 * vectors * rows <= 64;
+  return norm_backward_sums(element, vectors, kind) + 8 * vectors * rows <= 72;
 }
 constexpr bool norm_backward_keeps(int element, bool wide, int vectors, int rows, NormKind kind) {
   return wide && norm_backward_holds(element, vectors, rows, kind) &&
@@ -158,7 +157,7 @@ struct NormReduceArgs {
   char* out[2];
   int parts;
   int columns;
-  int part_warps;  // that have the same columns: a power of two, and two at least
+  int part_warps;  // that have the same columns: a power of two, and not less than a lane's columns
   bool float32[2];
 };
 
@@ -185,6 +184,7 @@ struct NormBackwardKernel {
 
 struct NormReduceKernel {
   DType dtype;
+  int columns;  // a lane
   Kernel kernel;
 };
 

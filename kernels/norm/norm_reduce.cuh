@@ -9,28 +9,38 @@
 #include "kernels/norm/elements.cuh"
 #include "kernels/norm/norm_kernels.h"
 #include "kernels/norm/teams.cuh"
+#include "kernels/sm90/ahead.h"
 #include "kernels/sm90/grid_dependency.cuh"
 
 namespace tiercel {
 
-// Adds the sums of the block's teams, which have the same columns, in `shared`, and writes them to
-// `out`. `lanes` of a warp have a row; a team has `slice` columns, `columns` of them real.
-template <bool kWide, int kVectors, int kElements>
-__device__ __forceinline__ void leave_sums(float (&sums)[kVectors][kElements], const Team& team,
-                                           int lanes, float* shared, int slice, int columns,
-                                           float* out) {
+// Adds the sums of the block's teams, which have the same columns, in `shared`, and writes them: of
+// kind k to `out[k]`, if that is wanted. `lanes` of a warp have a row; a team has `slice` columns,
+// `columns` of them real.
+template <bool kWide, int kKinds, int kVectors, int kElements>
+__device__ __forceinline__ void leave_sums(float (&sums)[kKinds][kVectors][kElements],
+                                           const Team& team, int lanes, float* shared, int slice,
+                                           int columns, float* const (&out)[kKinds]) {
 #pragma unroll 1
   for (int offset = lanes; offset < 32; offset *= 2) {
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
+    for (int k = 0; k < kKinds; ++k) {
 #pragma unroll
-      for (int i = 0; i < kElements; ++i) {
-        sums[v][i] += __shfl_xor_sync(kFullWarp, sums[v][i], offset);
+      for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+        for (int i = 0; i < kElements; ++i) {
+          sums[k][v][i] += __shfl_xor_sync(kFullWarp, sums[k][v][i], offset);
+        }
       }
     }
   }
   const int teams = blockDim.x / 32 / team.warps;
-  if (kWide && teams == 1) {
+  const bool alone = kWide && teams == 1;
+  if (!alone) __syncthreads();  // the memory was used for something else
+#pragma unroll
+  for (int k = 0; k < kKinds; ++k) {
+    float* const to = alone ? out[k] : shared + (k * teams + team.index) * slice;
+    if (out[k] == nullptr) continue;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int column = (v * team.places + team.place) * kElements;
@@ -39,48 +49,38 @@ __device__ __forceinline__ void leave_sums(float (&sums)[kVectors][kElements], c
       for (int p = 0; p < kElements; p += 4) {
         uint32_t words[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) words[i] = __float_as_uint(sums[v][p + i]);
-        store_vector(out + column + p, words);
+        for (int i = 0; i < 4; ++i) words[i] = __float_as_uint(sums[k][v][p + i]);
+        store_vector(to + column + p, words);
       }
     }
-    return;
   }
-  __syncthreads();  // the memory was used for something else
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    const int column = (v * team.places + team.place) * kElements;
-    if (column >= columns || threadIdx.x % 32 >= lanes) continue;
-    float4* const to = reinterpret_cast<float4*>(shared + team.index * slice + column);
-#pragma unroll
-    for (int p = 0; p < kElements / 4; ++p) {
-      to[p] =
-          make_float4(sums[v][4 * p], sums[v][4 * p + 1], sums[v][4 * p + 2], sums[v][4 * p + 3]);
-    }
-  }
+  if (alone) return;
   __syncthreads();
   constexpr int kTogether = kWide ? 4 : 1;  // rows on 16 bytes have whole vectors
 #pragma unroll 1
-  for (int c = threadIdx.x * kTogether; c < columns; c += blockDim.x * kTogether) {
+  for (int at = threadIdx.x * kTogether; at < kKinds * slice; at += blockDim.x * kTogether) {
+    const int k = at < slice ? 0 : kKinds - 1, c = at - k * slice;
+    float* const to = k == 0 ? out[0] : out[kKinds - 1];
+    if (c >= columns || to == nullptr) continue;
     float sum[kTogether] = {};
 #pragma unroll 4
     for (int t = 0; t < teams; ++t) {
       uint32_t words[kTogether];
-      load_vector(words, shared + t * slice + c);
+      load_vector(words, shared + (k * teams + t) * slice + c);
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) sum[i] += __uint_as_float(words[i]);
     }
     uint32_t words[kTogether];
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) words[i] = __float_as_uint(sum[i]);
-    store_vector(out + c, words);
+    store_vector(to + c, words);
   }
 }
 
 // The same of two blocks of a cluster, a row a block: each sends the other every second vector's
 // sums, and writes what both have of its own. Half as much is written, and read again.
 template <int kVectors, int kElements>
-__device__ __forceinline__ void leave_sums_of_pair(float (&weight)[kVectors][kElements],
-                                                   float (&bias)[kVectors][kElements],
+__device__ __forceinline__ void leave_sums_of_pair(float (&sums)[2][kVectors][kElements],
                                                    float4* shared, const NormBackwardArgs& args) {
   constexpr int kQuads = kElements / 4;
   const int rank = static_cast<int>(cluster_rank());
@@ -94,10 +94,11 @@ __device__ __forceinline__ void leave_sums_of_pair(float (&weight)[kVectors][kEl
     if (v % 2 == rank) continue;
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad) {
-      const float* const w = &weight[v][4 * quad];
-      const float* const b = &bias[v][4 * quad];
-      store_remote(slot(v, 0, quad), rank ^ 1, make_float4(w[0], w[1], w[2], w[3]));
-      store_remote(slot(v, 1, quad), rank ^ 1, make_float4(b[0], b[1], b[2], b[3]));
+#pragma unroll
+      for (int kind = 0; kind < 2; ++kind) {
+        const float* const own = &sums[kind][v][4 * quad];
+        store_remote(slot(v, kind, quad), rank ^ 1, make_float4(own[0], own[1], own[2], own[3]));
+      }
     }
   }
   cluster_arrive();
@@ -112,7 +113,7 @@ __device__ __forceinline__ void leave_sums_of_pair(float (&weight)[kVectors][kEl
       if (args.partial[kind] == nullptr) continue;
 #pragma unroll
       for (int quad = 0; quad < kQuads; ++quad) {
-        const float* const own = kind == 0 ? &weight[v][4 * quad] : &bias[v][4 * quad];
+        const float* const own = &sums[kind][v][4 * quad];
         const float4 other = *slot(v, kind, quad);
         const uint32_t words[4] = {
             __float_as_uint(own[0] + other.x), __float_as_uint(own[1] + other.y),
@@ -123,29 +124,34 @@ __device__ __forceinline__ void leave_sums_of_pair(float (&weight)[kVectors][kEl
   }
 }
 
-// A warp's lanes take neighbouring columns; `part_warps` warps have the same columns, a part each
-// of what is to be added: of 132 parts all 16, of few parts fewer, and then a block has more
-// columns. All that one multiprocessor each leaves is under way at once: this kernel is but
-// latency.
-template <typename Format>
+// A warp's lanes take neighbouring columns, kColumns each; `part_warps` warps have the same
+// columns, a part each of what is to be added: of 132 parts all 16, of few parts fewer, and then a
+// block has more columns. All that one multiprocessor each leaves is under way at once: this kernel
+// is but latency.
+template <typename Format, int kColumns>
 __global__ void __launch_bounds__(kNormReduceThreads)
     norm_reduce(const __grid_constant__ NormReduceArgs args) {
   constexpr int kWarps = kNormReduceThreads / 32;
   constexpr int kAtOnce = kNormReduceAtOnce;
-  constexpr int kColumns = kNormReduceColumns / 32;  // a lane's
-  __shared__ float sums[kWarps][kNormReduceColumns];
+  constexpr int kWidth = kColumns * 32;  // columns of a warp
+  __shared__ float sums[kWarps][kWidth];
   const int kind = blockIdx.y;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int first_part = warp % args.part_warps;
   const int group = blockIdx.x * (kWarps / args.part_warps);  // of columns: the block's first
+  const int first_column = (group + warp / args.part_warps) * kWidth + lane;
+  const int left = args.columns - first_column;
+  const float* const from = args.partial[kind] + first_column;
   grid_dependency_launch();
+  // What is asked for here need not be there yet: but its page is looked up before the wait.
+  if (args.out[kind] != nullptr && first_part < args.parts && left > 0 && lane == 0) {
+    prefetch_l2(from + static_cast<int64_t>(first_part) * args.columns);
+  }
   grid_dependency_wait();
   if (args.out[kind] == nullptr) return;
   float sum[kColumns] = {};
-  const int first_column = (group + warp / args.part_warps) * kNormReduceColumns + lane;
-  const float* const from = args.partial[kind] + first_column;
-  const int left = args.columns - first_column;
 #pragma unroll 1
-  for (int first = warp % args.part_warps; first < args.parts; first += kAtOnce * args.part_warps) {
+  for (int first = first_part; first < args.parts; first += kAtOnce * args.part_warps) {
     float some[kAtOnce][kColumns];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
@@ -166,8 +172,8 @@ __global__ void __launch_bounds__(kNormReduceThreads)
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) sums[warp][c * 32 + lane] = sum[c];
   __syncthreads();
-  const int own = threadIdx.x / kNormReduceColumns, at = threadIdx.x % kNormReduceColumns;
-  const int column = (group + own) * kNormReduceColumns + at;
+  const int own = threadIdx.x / kWidth, at = threadIdx.x % kWidth;
+  const int column = (group + own) * kWidth + at;
   if (own >= kWarps / args.part_warps || column >= args.columns) return;
   float total = 0.0f;
 #pragma unroll 4

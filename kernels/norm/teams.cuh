@@ -110,8 +110,10 @@ struct Team {
     const int thread = threadIdx.x;
     lanes = threads_per_row < 32 ? threads_per_row : 32;
     warps = threads_per_row < 32 ? 1 : threads_per_row / 32;
-    warp = thread / 32 % warps;
-    index = thread / 32 / warps;
+    // By a shuffle, so that the compiler knows it the same in all of a warp (uniform registers).
+    const int of_block = __shfl_sync(kFullWarp, thread / 32, 0);
+    warp = of_block % warps;
+    index = of_block / warps;
     place = thread % threads_per_row;
     places = threads_per_row;
     rank = cluster_rank();

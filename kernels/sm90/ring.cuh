@@ -85,6 +85,43 @@ __device__ __forceinline__ void bulk_load_once(void* to, const void* from, uint3
       : "memory");
 }
 
+// By one of a warp's threads, which all come here with the same values: then these may be in
+// uniform registers, as the copy engine wants them.
+__device__ __forceinline__ void elected_expect(uint64_t* barrier, uint32_t bytes) {
+  asm volatile(
+      "{\n"
+      ".reg .pred one;\n"
+      "elect.sync _|one, 0xffffffff;\n"
+      "@one mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
+}
+
+__device__ __forceinline__ void elected_load(void* to, const void* from, uint32_t bytes,
+                                             uint64_t* barrier) {
+  asm volatile(
+      "{\n"
+      ".reg .pred one;\n"
+      "elect.sync _|one, 0xffffffff;\n"
+      "@one cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];\n"
+      "}" ::"r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+
+__device__ __forceinline__ void elected_prefetch(const void* from, uint32_t bytes) {
+  asm volatile(
+      "{\n"
+      ".reg .pred one;\n"
+      "elect.sync _|one, 0xffffffff;\n"
+      "@one cp.async.bulk.prefetch.L2.global [%0], %1;\n"
+      "}" ::"l"(from),
+      "r"(bytes)
+      : "memory");
+}
+
 // The same bytes to the L2 only, as a hint.
 __device__ __forceinline__ void bulk_prefetch(const void* from, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
