@@ -18,48 +18,81 @@ NormBackwardShape clustered(NormBackwardShape shape, int64_t vectors) {
 // is 3352 gigabytes a second, an H200's 4916.
 constexpr int kSlowMemory = 4000;
 
-// What was measured has so many rows a multiprocessor at least.
-constexpr int64_t kSlowRows = 7;
+// What was measured has so many rows a multiprocessor at least, and two tensors.
+constexpr int kMeasuredRows = 7;
 
 struct Line {
   int most;   // vectors of a row: more than the line's before
-  int least;  // KB on their way to a block: with fewer than 64 most lengths were far slower
+  int least;  // KB on their way to a block, for rows that are shorter than those measured
   NormBackwardShape shape;
 };
 
-// Measured on an H100, two tensors; in the comments, columns and rows that each line was measured
-// with, and the microseconds before and after. Shapes: vectors, rows, cluster or more, threads,
-// stages or more, ahead, even.
+// In the comments, columns and rows that each line was measured with, and the microseconds. Shapes:
+// vectors, rows, cluster or more, threads, stages or more, ahead, even, pairs. Of no vectors:
+// the shape of fewer rows does as well.
 constexpr Line kSlowRms[] = {
-    {64, 48, {2, 2, 1, 384, 2, 4}},          // 512, 65536: 72.4, 70.4
-    {112, 64, {4, 1, 1, 256, 6, 4, true}},   // 768, 32768: 55.0, 53.1
-    {128, 64, {4, 1, 1, 128, 6, 4, true}},   // 1024, 32768: 72.5, 70.1
-    {256, 64, {2, 2, 1, 384, 3, 4, true}},   // 2048, 16384: 72.9, 71.2
-    {384, 64, {3, 1, 1, 256, 6, 4}},         // 2560, 16384: 95.6, 88.0
-    {576, 64, {3, 1, 1, 192, 4}},            // 4096, 16384: 150, 142.1
-    {640, 48, {4, 1, 1, 192, 3}},            // 5120, 16384: 186.9, 170.8
-    {1024, 64, {2, 2, 1, 512, 2, 1, true}},  // 8192, 16384: 291, 275.8
-    {2048, 64, {2, 2, 4, 512, 6}},           // 16384, 4096: 153, 138.8
-    {12288, 64, {3, 1, 1, 512, 2, 4}},       // 32768 and 65536, 1024: 77, 73.5 and 150, 140.4
+    {64, 48, {2, 2, 1, 384, 2, 4}},          // 512, 65536: 69.5
+    {96, 48, {3, 1, 1, 128, 4, 0, true}},    // 768, 32768: 51.8
+    {128, 48, {3, 1, 1, 256, 3}},            // 1024, 32768: 69.6
+    {256, 64, {2, 2, 1, 384, 3, 4, true}},   // 2048, 16384: 70.1
+    {384, 40, {3, 1, 1, 256, 2, 2}},         // 2560, 16384: 88.2
+    {576, 64, {3, 1, 1, 192, 4, 0, true}},   // 4096, 16384: 135.0
+    {640, 48, {4, 1, 1, 160, 3, 5, true}},   // 5120, 16384: 173.9
+    {1024, 64, {2, 2, 1, 512, 2, 1, true}},  // 8192, 8192: 140.3
+    {2048, 64, {2, 2, 4, 256, 4, 4, true}},  // 16384, 4096: 139.0
+    {4096, 64, {2, 2, 8, 256, 5}},           // 32768, 1024: 71.8
+    {12288, 64, {3, 1, 1, 512, 2, 4}},       // 65536, 1024: 140.0
 };
 constexpr Line kSlowLayer[] = {
-    {64, 64, {2, 2, 1, 256, 4, 0, true}},    // 512, 65536: 75.9, 70.9
-    {96, 64, {3, 1, 1, 256, 3, 0, true}},    // 768, 16384: 30.4, 29.7
-    {128, 64, {2, 2, 1, 384, 8}},            // 1024, 32768: 75.3, 72.1
-    {256, 64, {3, 1, 1, 384, 2, 4, true}},   // 2048, 16384: 82.2, 72.8
-    {448, 64, {3, 1, 1, 256, 3}},            // 3072, 16384: 120, 106.3
-    {576, 64, {4, 1, 1, 256, 2, 4, true}},   // 4096, 16384: 158, 141.4
-    {896, 64, {2, 2, 1, 448, 6, 0, true}},   // 5120, 16384: 191, 174.4
-    {1056, 64, {4, 1, 1, 288, 2, 4, true}},  // 8192, 8192: 157.5, 144.1
-    {2048, 64, {2, 2, 1, 512, 3, 0, true}},  // 16384, 4096: 153.2, 147.0
+    {64, 64, {3, 1, 1, 384, 4, 3}},          // 512, 65536: 70.6
+    {96, 64, {3, 1, 1, 256, 3, 4, true}},    // 768, 16384: 27.0
+    {128, 64, {4, 1, 1, 256, 2, 4}},         // 1024, 32768: 71.1
+    {256, 64, {4, 1, 1, 256, 2, 3, true}},   // 2048, 16384: 71.3
+    {448, 48, {3, 1, 1, 256, 2, 4}},         // 3072, 16384: 105.7
+    {576, 64, {4, 1, 1, 256, 2, 4, true}},   // 4096, 16384: 140.9
+    {896, 48, {3, 1, 1, 320, 3, 0, true}},   // 5120, 16384: 171.6
+    {1056, 64, {2, 2, 2, 288, 6}},           // 8192, 8192: 143.0
+    {2048, 64, {3, 1, 2, 352, 2, 0, true}},  // 16384, 4096: 142.5
 };
 constexpr Line kSlowFloatRms[] = {
-    {512, 48, {4, 1, 1, 192, 2, 8}},  // 1024, 32768: 146, 138.7
-    {1024, 0, {}},
-    {4096, 64, {4, 1, 4, 256, 2, 4}},  // 16384, 4096: 293, 272.7
+    {512, 48, {4, 1, 1, 192, 2, 5}},         // 1024, 32768: 138.5
+    {1024, 64, {4, 1, 2, 128, 4, 0, true}},  // 4096, 16384: 266.6
+    {4096, 64, {4, 1, 4, 256, 2, 4}},        // 16384, 4096: 274.4
 };
 constexpr Line kSlowFloatLayer[] = {
-    {512, 48, {4, 1, 1, 192, 2, 8}},  // 1024, 32768: 147.3, 139.3
+    {512, 48, {4, 1, 1, 192, 2, 5}},  // 1024, 32768: 139.1
+    {1024, 0, {4, 1, 1, 512, 3}},     // 4096, 16384: 284.9
+    {2048, 0, {}},
+    {4096, 64, {4, 1, 4, 256, 2, 4}},  // 16384, 4096: 275.5
+};
+
+constexpr Line kFastRms[] = {
+    {64, 64, {2, 2, 1, 256, 4, 1, true}},    // 512, 65536: 49.9
+    {96, 48, {3, 1, 1, 256, 2, 1, true}},    // 768, 32768: 38.4
+    {128, 64, {4, 1, 1, 256, 2, 4, true}},   // 1024, 32768: 50.1
+    {256, 64, {4, 1, 1, 256, 2, 0, true}},   // 2048, 16384: 50.2
+    {384, 64, {2, 2, 1, 384, 4, 0, true}},   // 2560, 16384: 61.7
+    {576, 64, {4, 1, 1, 256, 2, 4, true}},   // 4096, 16384: 97.8
+    {768, 64, {2, 2, 1, 384, 4, 0, true}},   // 5120, 16384: 120.6
+    {1056, 64, {3, 1, 1, 352, 2, 4}},        // 8192, 8192: 99.6
+    {2048, 64, {3, 1, 2, 352, 2, 4}},        // 16384, 4096: 101.1
+    {4096, 64, {3, 1, 4, 352, 3, 0, true}},  // 32768, 1024: 53.4
+    {8192, 64, {2, 2, 8, 512, 4, 4}},        // 65536, 1024: 102.5
+};
+constexpr Line kFastLayer[] = {
+    {64, 64, {2, 2, 1, 384, 4}},                   // 512, 65536: 50.8
+    {96, 64, {3, 1, 1, 384, 2}},                   // 768, 16384: 22.2
+    {128, 64, {4, 1, 1, 384, 2, 3}},               // 1024, 32768: 52.7
+    {256, 64, {4, 1, 1, 384, 2, 2}},               // 2048, 16384: 52.7
+    {448, 64, {3, 1, 1, 384, 3, 1}},               // 3072, 16384: 76.0
+    {576, 64, {4, 1, 1, 384, 3, 2, true}},         // 4096, 16384: 100.8
+    {896, 64, {3, 1, 1, 448, 2}},                  // 5120, 16384: 128.6
+    {1024, 64, {2, 2, 1, 512, 6, 0, true}},        // 8192, 8192: 108.0
+    {2048, 64, {4, 1, 1, 512, 2, 2, true, true}},  // 16384, 4096: 108.6
+};
+constexpr Line kFastFloatLayer[] = {
+    {2048, 0, {}},
+    {4096, 64, {4, 1, 4, 256, 4, 0, true}},  // 16384, 4096: 189.8
 };
 
 // Whether a cluster can have each of the lines' rows, and a team's ring a tile.
@@ -81,13 +114,16 @@ constexpr bool is_sound(const Line (&lines)[kLines]) {
 }
 static_assert(is_sound(kSlowRms) && is_sound(kSlowLayer));
 static_assert(is_sound(kSlowFloatRms) && is_sound(kSlowFloatLayer));
+static_assert(is_sound(kFastRms) && is_sound(kFastLayer) && is_sound(kFastFloatLayer));
 
+bool is_measured(const NormProblem& problem) {
+  return problem.streams == 2 && problem.rows >= int64_t{kMeasuredRows} * problem.multiprocessors;
+}
 bool is_slow(const NormProblem& problem) {
-  return problem.memory_gbps > 0 && problem.memory_gbps < kSlowMemory && problem.streams == 2 &&
-         problem.rows >= kSlowRows * problem.multiprocessors;
+  return problem.memory_gbps > 0 && problem.memory_gbps < kSlowMemory;
 }
 
-// Of no vectors where nothing better was measured than on an H200.
+// Of no vectors where the shape of fewer rows does as well.
 template <int kLines>
 NormBackwardShape find_line(const Line (&lines)[kLines], int64_t vectors) {
   for (const Line& line : lines) {
@@ -100,12 +136,16 @@ NormBackwardShape find_line(const Line (&lines)[kLines], int64_t vectors) {
   return {};
 }
 
-NormBackwardShape slow_shape(const NormProblem& problem, int64_t vectors) {
-  const bool layer = problem.kind == NormKind::kLayer;
+NormBackwardShape measured_shape(const NormProblem& problem, int64_t vectors) {
+  const bool layer = problem.kind == NormKind::kLayer, slow = is_slow(problem);
   if (dtype_bytes(problem.dtype) == 2) {
-    return layer ? find_line(kSlowLayer, vectors) : find_line(kSlowRms, vectors);
+    if (layer) return slow ? find_line(kSlowLayer, vectors) : find_line(kFastLayer, vectors);
+    return slow ? find_line(kSlowRms, vectors) : find_line(kFastRms, vectors);
   }
-  return layer ? find_line(kSlowFloatLayer, vectors) : find_line(kSlowFloatRms, vectors);
+  if (layer) {
+    return slow ? find_line(kSlowFloatLayer, vectors) : find_line(kFastFloatLayer, vectors);
+  }
+  return slow ? find_line(kSlowFloatRms, vectors) : NormBackwardShape{};
 }
 
 }  // namespace
@@ -129,13 +169,13 @@ NormBackwardShape norm_backward_shape(const NormProblem& problem, int64_t vector
     const bool most = problem.rows >= int64_t{1024} * problem.multiprocessors;
     const bool heads = narrow_element && !layer && vectors > 8 && vectors <= 16;
     if (most && heads && norm_even_blocks(problem.rows, problem.multiprocessors) > 0) {
-      if (is_slow(problem)) return {2, 1, 1, 256, 6, 3, true};  // N 128, 262144 rows
+      if (is_slow(problem) && is_measured(problem)) return {2, 1, 1, 384, 2, 5, true};  // 69.6 us
       return {2, 1, 1, kNormMaxThreads, 3, 3, true};
     }
     return {2, 1, 1, layer && narrow_element ? kNormMaxThreads : 384, 3};
   }
-  if (is_slow(problem)) {
-    const NormBackwardShape shape = slow_shape(problem, vectors);
+  if (is_measured(problem)) {
+    const NormBackwardShape shape = measured_shape(problem, vectors);
     if (shape.vectors > 0) return shape;
   }
   if (!narrow_element) {
@@ -161,11 +201,6 @@ NormBackwardShape norm_backward_shape(const NormProblem& problem, int64_t vector
   const bool threes = 3 * threads_for(vectors, 3, 32) <= 2 * threads_for(vectors, 2, 32);
   if (layer) {
     const bool many = problem.rows >= int64_t{64} * problem.multiprocessors;
-    // Whole teams of 96 or 128 threads; beside such blocks there is room for norm_reduce.
-    const bool some = problem.rows >= int64_t{30} * problem.multiprocessors;
-    if (problem.streams == 2 && ((many && vectors == 384) || (some && vectors == 512))) {
-      return {4, 1, 1, 384, 2, 0, vectors == 384};
-    }
     if (vectors <= 1056 && threes) return {3, 1, 1, vectors > 96 ? kNormMaxThreads : 384, 2};
     if (many && vectors > 96 && vectors <= 256) return {4, 1, 1, 384, 2, vectors <= 128 ? 2 : 0};
     // Two rows a thread leave no room for a second team.
@@ -173,8 +208,7 @@ NormBackwardShape norm_backward_shape(const NormProblem& problem, int64_t vector
     return clustered({2, 2, 1, kNormMaxThreads, 4}, vectors);
   }
   if (vectors <= 1056 && (threes || vectors > 256)) {
-    const bool ahead = vectors > 448 && vectors <= 576;  // N 4096, 16384 rows: 103.3 us, 100.2
-    return {3, 1, 1, vectors > 576 && vectors <= 672 ? kNormMaxThreads : 384, 2, ahead ? 4 : 0};
+    return {3, 1, 1, vectors > 576 && vectors <= 672 ? kNormMaxThreads : 384, 2};
   }
   if (vectors > 1024 && vectors <= 2112) return clustered({3, 1, 1, 384, 3, 0, true}, vectors);
   if (vectors > 1024) return clustered({2, 2, 1, kNormMaxThreads, 4}, vectors);
