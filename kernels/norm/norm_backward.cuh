@@ -147,20 +147,22 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
       }
     }
   };
-  if constexpr (kWide) {
-    if (leads) {
+  const auto fetch_first = [&](bool ahead) {
+    if constexpr (kWide) {
+      if (!leads) return;
 #pragma unroll 1
-      for (int s = 0; s < (kAhead ? args.ahead : args.stages); ++s) fetch(s, s, true);
+      for (int s = 0; s < (ahead && kAhead ? args.ahead : args.stages); ++s) fetch(s, s, ahead);
     }
-  }
+  };
+  fetch_first(true);
   if (leader && team.index == 0 && whole_weights && columns > 0) {
     bulk_prefetch(args.weight + first * weight_bytes, columns * weight_bytes);
   }
   grid_dependency_launch();
   grid_dependency_wait();
 
-  // A vector of the weight as it is in memory: asked for after the first row only, as behind all of
-  // them it would come microseconds later.
+  // A vector of the weight as it is in memory: asked for before the rows, behind which it would
+  // come microseconds later.
   constexpr int kAsked = kKeep ? kVectors : 2;  // by a thread at once
   uint32_t asked[kAsked][kElements];
   const int last = max(chunks - 1, 0);
@@ -180,16 +182,8 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
 #pragma unroll
     for (int k = 0; k < kAsked; ++k) ask_one(asked[k], chunk + k * (kKeep ? places : blockDim.x));
   };
-  const int own_chunk = kKeep ? place : threadIdx.x;
-  if (kWide && leads) {
-#pragma unroll 1
-    for (int s = 0; s < args.stages; ++s) {
-      fetch(s, s, false);
-      if (s == 0) ask(own_chunk);
-    }
-  } else {
-    ask(own_chunk);
-  }
+  ask(kKeep ? place : threadIdx.x);
+  fetch_first(false);
 
   // What it cannot copy, the team's threads do, an element at a time; zeros fill the last vector.
   const auto copy = [&](int tile) {
