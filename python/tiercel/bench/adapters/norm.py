@@ -71,9 +71,9 @@ def _formula(layer: bool, with_bias: bool) -> Callable[..., tuple[Any, ...]]:
     """The gradients as autograd has them, for a compiler to fuse."""
     from tiercel.ref.norm import norm_backward
 
-    def gradients(x: Any, weight: Any, grad: Any) -> tuple[Any, ...]:
+    def gradients(x: Any, weight: Any, grad: Any, grad_residual: Any) -> tuple[Any, ...]:
         results = norm_backward(
-            layer, x, weight, grad, None, weight is not None, with_bias, x.dtype, EPS
+            layer, x, weight, grad, grad_residual, weight is not None, with_bias, x.dtype, EPS
         )
         return tuple(result for result in results if result.numel())
 
@@ -82,7 +82,7 @@ def _formula(layer: bool, with_bias: bool) -> Callable[..., tuple[Any, ...]]:
 
 def _backward_compiled(op: str, case: Any, inputs: Inputs) -> Launch:
     compiled = _compile(case.key, _formula(op == "layer_norm", case["bias"]))
-    arguments = (inputs["x"], inputs["weight"], inputs["grad"])
+    arguments = tuple(inputs[name] for name in ("x", "weight", "grad", "grad_residual"))
     return Launch(run=lambda: compiled(*arguments))
 
 
@@ -91,8 +91,15 @@ def _backward_torch(op: str, case: Any, inputs: Inputs) -> Launch:
     import torch
 
     x, weight, bias, grad = (inputs[name] for name in ("x", "weight", "bias", "grad"))
+    grad_residual = inputs["grad_residual"]
     shape, wanted = list(x.shape[-1:]), [True, weight is not None, bias is not None]
     aten = torch.ops.aten
+
+    def given(grad_x: Any, *others: Any) -> tuple[Any, ...]:
+        if grad_residual is not None:
+            grad_x = grad_x + grad_residual
+        return (grad_x, *(other for other in others if other is not None))
+
     if op == "layer_norm":
         _, mean, rstd = aten.native_layer_norm(x, shape, weight, bias, EPS)
 
@@ -100,7 +107,7 @@ def _backward_torch(op: str, case: Any, inputs: Inputs) -> Launch:
             grads = aten.native_layer_norm_backward(
                 grad, x, shape, mean, rstd, weight, bias, wanted
             )
-            return tuple(g for g in grads if g is not None)
+            return given(*grads)
 
         return Launch(run)
     if bias is not None:
@@ -108,8 +115,7 @@ def _backward_torch(op: str, case: Any, inputs: Inputs) -> Launch:
     _, rstd = aten._fused_rms_norm(x, shape, weight, EPS)
 
     def run_rms() -> tuple[Any, ...]:
-        grads = aten._fused_rms_norm_backward(grad, x, shape, rstd, weight, wanted[:2])
-        return tuple(g for g in grads if g is not None)
+        return given(*aten._fused_rms_norm_backward(grad, x, shape, rstd, weight, wanted[:2]))
 
     return Launch(run_rms)
 
@@ -134,7 +140,10 @@ def _quack(op: str, case: Any, inputs: Inputs) -> Launch:
 
 def _backward_quack(op: str, case: Any, inputs: Inputs) -> Launch:
     module: Any = importlib.import_module("quack.rmsnorm")
+    grad_residual = inputs["grad_residual"]
     if op == "layer_norm":
+        if grad_residual is not None:
+            raise Unsupported("its layer norm adds nothing")
         _, rstd, mean = module.layernorm_fwd(
             inputs["x"],
             inputs["weight"].float(),
@@ -157,7 +166,7 @@ def _backward_quack(op: str, case: Any, inputs: Inputs) -> Launch:
     with_bias = case["bias"]
 
     def run() -> tuple[Any, ...]:
-        grads = module.rmsnorm_bwd(x, weight, inputs["grad"], rstd, has_bias=with_bias)
+        grads = module.rmsnorm_bwd(x, weight, inputs["grad"], rstd, grad_residual, with_bias)
         return tuple(g for g in grads[:3] if g is not None)
 
     return Launch(run)
@@ -197,11 +206,28 @@ def _liger(op: str, case: Any, inputs: Inputs) -> Launch:
 def _backward_liger(op: str, case: Any, inputs: Inputs) -> Launch:
     module = _liger_module(op, inputs)
     x, weight, bias, grad = (inputs[name] for name in ("x", "weight", "bias", "grad"))
+    grad_residual = inputs["grad_residual"]
     if op == "layer_norm":
+        if grad_residual is not None:
+            raise Unsupported("its layer norm adds nothing")
         _, rows, mean, rstd, _, _ = module.layer_norm_forward(x, weight, bias, EPS)
         return Launch(
             run=lambda: tuple(module.layer_norm_backward(grad, rows, weight, bias, mean, rstd))
         )
+    if grad_residual is not None:
+        fused: Any = importlib.import_module("liger_kernel.ops.fused_add_rms_norm")
+        nothing = x.new_zeros(()).expand_as(x).contiguous()
+        _, total, rstd, block, warps, stages, mode = fused.fused_add_rms_norm_forward(
+            x, nothing, weight, EPS, 0.0, "llama"
+        )
+
+        def add() -> tuple[Any, ...]:
+            grad_x, _, grad_weight = fused.fused_add_rms_norm_backward(
+                grad, grad_residual, total, weight, rstd, 0.0, mode, block, warps, stages, False
+            )
+            return grad_x, grad_weight
+
+        return Launch(add)
     _, rows, rstd, block, warps, mode = module.rms_norm_forward(x, weight, EPS, 0.0, "llama", None)
 
     def run() -> tuple[Any, ...]:

@@ -42,14 +42,15 @@ def _make(backward: bool, case: Any, device: str, seed: int) -> Inputs:
         "bias": random(case["N"], dtype=parameter) if case["bias"] else None,
         "residual": random(*rows) if case["residual"] else None,
     }
-    if backward:
+    if backward:  # of x, which is the sum where there was a residual
+        inputs["grad_residual"] = inputs.pop("residual")
         inputs["grad"] = random(*rows)
     return inputs
 
 
 def _call(case: Any, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     options = {"eps": EPS}
-    if inputs["residual"] is not None:
+    if inputs.get("residual") is not None:
         options["residual"] = inputs["residual"]
     return (inputs["x"], inputs["weight"], inputs["bias"]), options
 
@@ -61,11 +62,11 @@ def _out(case: Any, inputs: Inputs) -> Any:
     return out if inputs["residual"] is None else (out, torch.empty_like(out))
 
 
-def _bytes(tensors: int, case: Any) -> int:
-    """`tensors` of [M, N], two more with a residual, and the parameters."""
+def _bytes(tensors: int, more: int, case: Any) -> int:
+    """`tensors` of [M, N], `more` with a residual, and the parameters."""
     parameter = 4 if case["weight"] == "float32" else _ELEMENT[case.dtype]
     parameters = (case["weight"] != "none") + case["bias"]
-    count = tensors + (2 if case["residual"] else 0)
+    count = tensors + (more if case["residual"] else 0)
     return int(
         case["M"] * case["N"] * _ELEMENT[case.dtype] * count + case["N"] * parameter * parameters
     )
@@ -96,14 +97,13 @@ def _reference(layer: bool, case: Any, inputs: Inputs) -> tuple[Any, ...]:
 def _backward_reference(layer: bool, case: Any, inputs: Inputs) -> tuple[Any, ...]:
     from tiercel.ref.norm import norm_backward
 
-    weight, bias = inputs["weight"], inputs["bias"]
-    wide = None if weight is None else weight.double()
+    weight, bias, added = (inputs[name] for name in ("weight", "bias", "grad_residual"))
     grads = norm_backward(
         layer,
         inputs["x"].double(),
-        wide,
+        None if weight is None else weight.double(),
         inputs["grad"].double(),
-        None,
+        None if added is None else added.double(),
         weight is not None,
         bias is not None,
         inputs["x"].double().dtype,
@@ -145,10 +145,13 @@ def _backward_ours(op: str, case: Any, inputs: Inputs, backend: str) -> Launch:
     """The operator that the gradient calls; a user meets it only in ``backward()``."""
     import torch
 
-    weight, bias = inputs["weight"], inputs["bias"]
-    names = f"{op}_backward{'' if weight is not None else '_no_weight'}_no_grad_residual"
-    function = getattr(torch.ops.tiercel, names)
-    tensors = [t for t in (inputs["x"], weight) if t is not None]
+    weight, bias, added = (inputs[name] for name in ("weight", "bias", "grad_residual"))
+    name = f"{op}_backward"
+    name += ("" if weight is not None else "_no_weight") + (
+        "" if added is not None else "_no_grad_residual"
+    )
+    function = getattr(torch.ops.tiercel, name)
+    tensors = [t for t in (inputs["x"], weight, added) if t is not None]
     dtype = inputs["x"].dtype if bias is None else bias.dtype
     wanted = (weight is not None, bias is not None)
 
@@ -178,7 +181,7 @@ def _bench(op: str) -> OpBench:
         make=partial(_make, False),
         call=_call,
         out=_out,
-        bytes_moved=partial(_bytes, 2),
+        bytes_moved=partial(_bytes, 2, 2),
         reference=partial(_reference, layer),
         check=_check,
         host_baselines={f"torch.{op}": partial(_eager, op)},
@@ -191,13 +194,11 @@ def _backward_bench(op: str) -> OpBench:
         family="norm",
         op=f"{op}_backward",
         params={"M": None, "N": None, "weight": "same", "bias": False, "residual": False},
-        invalid=lambda params: (
-            "`residual` is not measured here" if params["residual"] else _invalid(params)
-        ),
+        invalid=_invalid,
         make=partial(_make, True),
         call=_call,
         out=lambda case, inputs: None,
-        bytes_moved=partial(_bytes, 3),
+        bytes_moved=partial(_bytes, 3, 1),
         reference=partial(_backward_reference, layer),
         check=_check,
         ours=partial(_backward_ours, op),

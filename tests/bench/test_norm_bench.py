@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Benchmarks of the norms' gradients: what their checks let through."""
+
+import pytest
+import torch
+
+from tiercel.bench import adapters, ops, ours
+from tiercel.bench.cases import Case
+from tiercel.bench.launch import Launch, WrongResult
+
+BENCHES = ops.load()
+ADAPTERS = adapters.load()
+GRADIENTS = ["rms_norm_backward", "layer_norm_backward"]
+
+
+def case(op, **params):
+    params = {"M": 67, "N": 136, "bias": op.startswith("layer")} | params
+    return Case("norm", op, "bfloat16", {**BENCHES[op].params, **params})
+
+
+def prepared(problem):
+    bench = BENCHES[problem.op]
+    assert bench.invalid(problem.params) is None
+    inputs = bench.make(problem, "cpu", 3)
+    return bench, inputs, bench.reference(problem, inputs)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("op", GRADIENTS)
+def test_torch_and_our_reference_agree_with_float64(op, residual):
+    problem = case(op, residual=residual)
+    bench, inputs, expected = prepared(problem)
+    launches = [impl.prepare(problem, inputs) for impl in ours.impls(bench, ["ref"])]
+    if op == "layer_norm_backward":  # the RMS norm's kernel is a GPU's only
+        launches.append(ADAPTERS["torch"][op](problem, inputs))
+    for launch in launches:
+        bench.check(inputs, expected, launch.run(), launch)
+
+
+@pytest.mark.parametrize("op", GRADIENTS)
+def test_a_gradient_without_the_residuals_is_caught(op):
+    bench, inputs, expected = prepared(case(op, residual=True))
+    good = [due.to(torch.bfloat16) for due in expected]
+    bench.check(inputs, expected, good, Launch(run=tuple))
+    good[0] = (expected[0] - inputs["grad_residual"].double()).to(torch.bfloat16)
+    with pytest.raises(WrongResult, match="off by"):
+        bench.check(inputs, expected, good, Launch(run=tuple))
+
+
+@pytest.mark.parametrize(("residual", "tensors"), [(False, 3), (True, 4)])
+@pytest.mark.parametrize("op", GRADIENTS)
+def test_bytes(op, residual, tensors):
+    problem = case(op, residual=residual)
+    parameters = 2 if op.startswith("layer") else 1
+    assert BENCHES[op].bytes_moved(problem) == (67 * 136 * tensors + 136 * parameters) * 2
