@@ -16,7 +16,6 @@
 #include "kernels/norm/elements.cuh"
 #include "kernels/norm/norm_kernels.h"
 #include "kernels/norm/norm_reduce.cuh"
-#include "kernels/norm/parameters.cuh"
 #include "kernels/norm/row_sums.cuh"
 #include "kernels/norm/teams.cuh"
 #include "kernels/sm90/grid_dependency.cuh"

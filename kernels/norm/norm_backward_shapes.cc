@@ -157,7 +157,7 @@ int norm_even_blocks(int64_t rows, int blocks, int step) {
   return 0;
 }
 
-// Measured on an H200, except where is_slow(). The cluster is the smallest that holds a row. Few
+// Beside the tables, measured on an H200. The cluster is the smallest that holds a row. Few
 // bytes on their way are better than many, as long as there are enough: 64 to 128 KB in all stages.
 NormBackwardShape norm_backward_shape(const NormProblem& problem, int64_t vectors) {
   const bool narrow_element = dtype_bytes(problem.dtype) == 2;
