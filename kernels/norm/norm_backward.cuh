@@ -153,10 +153,11 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
       for (int s = 0; s < (ahead && kAhead ? args.ahead : args.stages); ++s) fetch(s, s, ahead);
     }
   };
-  fetch_first(true);
+  // The weight before the rows, which it would wait behind where no grid is before this one.
   if (leader && team.index == 0 && whole_weights && columns > 0) {
     bulk_prefetch(args.weight + first * weight_bytes, columns * weight_bytes);
   }
+  fetch_first(true);
   grid_dependency_launch();
   grid_dependency_wait();
 
@@ -490,7 +491,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
     if (out[k] != nullptr) out[k] += static_cast<int64_t>(part) * args.columns + first;
   }
   leave_sums<kWide>(gradients, team, kPartial ? team.lanes : 32, reinterpret_cast<float*>(shared),
-                    args.slice, columns, out);
+                    args.stages * stage_bytes / 4, args.slice, columns, out);
 }
 
 }  // namespace tiercel

@@ -16,11 +16,12 @@ namespace tiercel {
 
 // Adds the sums of the block's teams, which have the same columns, in `shared`, and writes them: of
 // kind k to `out[k]`, if that is wanted. `lanes` of a warp have a row; a team has `slice` columns,
-// `columns` of them real.
+// `columns` of them real, and `room` floats of its own in `shared`: if its sums fit there, it need
+// not wait for other teams' last rows before it leaves them.
 template <bool kWide, int kKinds, int kVectors, int kElements>
 __device__ __forceinline__ void leave_sums(float (&sums)[kKinds][kVectors][kElements],
-                                           const Team& team, int lanes, float* shared, int slice,
-                                           int columns, float* const (&out)[kKinds]) {
+                                           const Team& team, int lanes, float* shared, int room,
+                                           int slice, int columns, float* const (&out)[kKinds]) {
 #pragma unroll 1
   for (int offset = lanes; offset < 32; offset *= 2) {
 #pragma unroll
@@ -36,10 +37,12 @@ __device__ __forceinline__ void leave_sums(float (&sums)[kKinds][kVectors][kElem
   }
   const int teams = blockDim.x / 32 / team.warps;
   const bool alone = kWide && teams == 1;
-  if (!alone) __syncthreads();  // the memory was used for something else
+  const bool own = kWide && room >= kKinds * slice;
+  const int pitch = own ? room : kKinds * slice;
+  if (!alone && !own) __syncthreads();  // the memory was used for something else
 #pragma unroll
   for (int k = 0; k < kKinds; ++k) {
-    float* const to = alone ? out[k] : shared + (k * teams + team.index) * slice;
+    float* const to = alone ? out[k] : shared + team.index * pitch + k * slice;
     if (out[k] == nullptr) continue;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -66,7 +69,7 @@ __device__ __forceinline__ void leave_sums(float (&sums)[kKinds][kVectors][kElem
 #pragma unroll 4
     for (int t = 0; t < teams; ++t) {
       uint32_t words[kTogether];
-      load_vector(words, shared + (k * teams + t) * slice + c);
+      load_vector(words, shared + t * pitch + at);
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) sum[i] += __uint_as_float(words[i]);
     }
@@ -159,7 +162,7 @@ __global__ void __launch_bounds__(kNormReduceThreads)
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
         some[i][c] = part < args.parts && c * 32 < left
-                         ? from[static_cast<int64_t>(part) * args.columns + c * 32]
+                         ? __ldcg(from + static_cast<int64_t>(part) * args.columns + c * 32)
                          : 0.0f;
       }
     }
