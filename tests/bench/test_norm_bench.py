@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks of the norms' gradients: what their checks let through."""
+"""Benchmarks of the norms: what their checks let through."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from tiercel.bench import adapters, ops, ours
+from tiercel.bench import adapters, ops, ours, runner
 from tiercel.bench.cases import Case
-from tiercel.bench.launch import Launch, WrongResult
+from tiercel.bench.launch import Impl, Launch, WrongResult
 
 BENCHES = ops.load()
 ADAPTERS = adapters.load()
@@ -53,3 +55,62 @@ def test_bytes(op, residual, tensors):
     problem = case(op, residual=residual)
     parameters = 2 if op.startswith("layer") else 1
     assert BENCHES[op].bytes_moved(problem) == (67 * 136 * tensors + 136 * parameters) * 2
+
+
+def add_in_place(x, residual, weight, eps):
+    residual += x
+    x.copy_(torch.nn.functional.rms_norm(residual.float(), x.shape[-1:], weight.float(), eps))
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Stands in for vLLM's operator, in place on `x` and `residual`."""
+
+    class Operators:
+        fused_add_rms_norm = staticmethod(add_in_place)
+
+    monkeypatch.setattr(torch.ops, "_C", Operators, raising=False)
+    return Operators
+
+
+@pytest.fixture
+def prepare(fused, fake_clock):
+    def prepare(dead=()):
+        problem = Case(
+            "norm",
+            "rms_norm",
+            "bfloat16",
+            {**BENCHES["rms_norm"].params, "M": 67, "N": 136, "residual": True},
+        )
+        bench, inputs, expected = prepared(problem)
+        clock = fake_clock({"vllm": 0.01})
+        clock.dead_graphs |= set(dead)
+
+        def launch(case, inputs):
+            return replace(ADAPTERS["vllm"]["rms_norm"](case, inputs), details={"name": "vllm"})
+
+        impl = Impl("vllm", "", launch)
+        return runner.prepare(bench, problem, impl, [inputs], expected, clock)
+
+    return prepare
+
+
+def test_a_norm_in_place_is_checked_after_its_first_call_too(prepare, fused):
+    assert prepare().error.rms < 5e-3
+    with pytest.raises(WrongResult, match="nothing was added"):
+        prepare(dead=["vllm"])
+
+
+@pytest.mark.parametrize("good", [0, 2])
+def test_a_wrong_norm_in_place_is_caught(prepare, fused, good):
+    calls = []
+
+    def wrong(x, residual, weight, eps):
+        add_in_place(x, residual, weight, eps)
+        calls.append(x)
+        if len(calls) > good:
+            x *= 1.1
+
+    fused.fused_add_rms_norm = staticmethod(wrong)
+    with pytest.raises(WrongResult, match="off by"):
+        prepare()

@@ -28,7 +28,9 @@ class Launch:
         slack: Relative error in the inputs that the implementation's method amounts to.
         graph: Whether it can be captured in a CUDA graph.
         check: Compares the outputs where they are not the operator's, but those of the part of it
-            that `details["part"]` names: (outputs) -> the error; raises WrongResult.
+            that `details["part"]` names: (outputs) -> the error; raises WrongResult. With `reset`,
+            those of any call but the first.
+        reset: Of a call that works in place, on what it left before: gives it its inputs back.
         details: What ran, for the record.
     """
 
@@ -39,6 +41,7 @@ class Launch:
     slack: float = 0.0
     graph: bool = True
     check: Callable[[tuple[Any, ...]], Any] | None = None
+    reset: Callable[[], None] | None = None
     details: dict[str, Any] = field(default_factory=dict)
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from tiercel.bench.launch import Launch, Unsupported
-from tiercel.bench.ops.norm import EPS
+from tiercel.bench.launch import Launch, Unsupported, WrongResult
+from tiercel.bench.ops.norm import EPS, check_norm, reference
 
 Inputs = dict[str, Any]
 
@@ -257,16 +257,25 @@ def _vllm(case: Any, inputs: Inputs) -> Launch:
             return (out,)
 
         return Launch(run)
-    # The first call gives what is checked; the next ones normalise their own results, which takes
-    # as long.
-    x, residual = x.clone(), residual.clone()
+    # The next calls normalise their own results, which takes as long.
+    normal, total = x.clone(), residual.clone()
     fused: Any = operators.fused_add_rms_norm
 
     def add() -> tuple[Any, ...]:
-        fused(x, residual, weight, EPS)
-        return x, residual
+        fused(normal, total, weight, EPS)
+        return normal, total
 
-    return Launch(add)
+    def reset() -> None:
+        normal.copy_(x)
+        total.copy_(residual)
+
+    def check(outputs: tuple[Any, ...]) -> Any:
+        if torch.equal(outputs[1], residual):
+            raise WrongResult("nothing was added")
+        given = {"x": outputs[1], "weight": weight, "bias": None, "residual": None}
+        return check_norm(given, reference(False, case, given), outputs[:1], Launch(add))
+
+    return Launch(add, check=check, reset=reset)
 
 
 def _both(function: Callable[..., Launch], suffix: str = "") -> dict[str, Callable[..., Launch]]:

@@ -84,7 +84,7 @@ def _total(inputs: Inputs) -> Any:
     return x if residual is None else x + residual
 
 
-def _reference(layer: bool, case: Any, inputs: Inputs) -> tuple[Any, ...]:
+def reference(layer: bool, case: Any, inputs: Inputs) -> tuple[Any, ...]:
     total = _total(inputs)
     result = _normal(layer, total.double())
     if inputs["weight"] is not None:
@@ -112,7 +112,7 @@ def _backward_reference(layer: bool, case: Any, inputs: Inputs) -> tuple[Any, ..
     return tuple(grad for grad in grads if grad.numel())
 
 
-def _check(inputs: Inputs, expected: tuple[Any, ...], outputs: Any, launch: Launch) -> Error:
+def check_norm(inputs: Inputs, expected: tuple[Any, ...], outputs: Any, launch: Launch) -> Error:
     """Every element, and the RMS of the errors, in units of the dtype's rounding.
 
     Others may round before the weight too, or sum in another order.
@@ -182,8 +182,8 @@ def _bench(op: str) -> OpBench:
         call=_call,
         out=_out,
         bytes_moved=partial(_bytes, 2, 2),
-        reference=partial(_reference, layer),
-        check=_check,
+        reference=partial(reference, layer),
+        check=check_norm,
         host_baselines={f"torch.{op}": partial(_eager, op)},
     )
 
@@ -200,7 +200,7 @@ def _backward_bench(op: str) -> OpBench:
         out=lambda case, inputs: None,
         bytes_moved=partial(_bytes, 3, 1),
         reference=partial(_backward_reference, layer),
-        check=_check,
+        check=check_norm,
         ours=partial(_backward_ours, op),
     )
 
