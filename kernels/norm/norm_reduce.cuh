@@ -129,8 +129,8 @@ __device__ __forceinline__ void leave_sums_of_pair(float (&sums)[2][kVectors][kE
 
 // A warp's lanes take neighbouring columns, kColumns each; `part_warps` warps have the same
 // columns, a part each of what is to be added: of 132 parts all 16, of few parts fewer, and then a
-// block has more columns. All that one multiprocessor each leaves is under way at once: this kernel
-// is but latency.
+// block has more columns. All that one multiprocessor each leaves is under way at once, past the
+// L1, which has none of it: this kernel is but latency.
 template <typename Format, int kColumns>
 __global__ void __launch_bounds__(kNormReduceThreads)
     norm_reduce(const __grid_constant__ NormReduceArgs args) {

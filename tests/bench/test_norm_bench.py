@@ -76,12 +76,7 @@ def fused(monkeypatch):
 @pytest.fixture
 def prepare(fused, fake_clock):
     def prepare(dead=()):
-        problem = Case(
-            "norm",
-            "rms_norm",
-            "bfloat16",
-            {**BENCHES["rms_norm"].params, "M": 67, "N": 136, "residual": True},
-        )
+        problem = case("rms_norm", residual=True)
         bench, inputs, expected = prepared(problem)
         clock = fake_clock({"vllm": 0.01})
         clock.dead_graphs |= set(dead)
@@ -95,7 +90,7 @@ def prepare(fused, fake_clock):
     return prepare
 
 
-def test_a_norm_in_place_is_checked_after_its_first_call_too(prepare, fused):
+def test_a_norm_in_place_is_checked_after_its_first_call_too(prepare):
     assert prepare().error.rms < 5e-3
     with pytest.raises(WrongResult, match="nothing was added"):
         prepare(dead=["vllm"])
