@@ -17,6 +17,7 @@
 #include "kernels/norm/norm_kernels.h"
 #include "kernels/norm/norm_reduce.cuh"
 #include "kernels/norm/row_sums.cuh"
+#include "kernels/norm/row_tiles.cuh"
 #include "kernels/norm/teams.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/ring.cuh"
@@ -36,6 +37,9 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   constexpr bool kEarly = Format::kBytes == 2;  // measured
   // Whether it may ask for more rows ahead than it has stages: again a question of registers.
   constexpr bool kAhead = !(kLayerNorm && kRows == 2);
+  // Whether teams of one warp step pointers: instructions count there (row_tiles.cuh; measured).
+  constexpr bool kStepped =
+      kWide && Format::kBytes == 2 && kLayerNorm && kRows == 1 && kVectors > 2;
   constexpr int kParts = kElements / 4;
   // Whether parts of a warp may have a row, and whether several warps may.
   constexpr bool kPartial = !kWide || kVectors * kRows <= 2;
@@ -61,23 +65,8 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   const int columns = max(0, min(args.slice, args.columns - first));
   const int chunks = (columns + kElements - 1) / kElements;
   const int rows_at_once = teams * rows_per_warp;  // a thread's rows are so far apart
-  const int rows_per_tile = rows_at_once * kRows;  // neighbours
-  const int parts = gridDim.x / team.blocks, part = blockIdx.x / team.blocks;
-  // Blocks take tiles in turns: neighbours are read at about the same time, which memory likes.
-  // What is left after as many tiles for all is a last one of fewer rows, the same for each block.
-  // (Not where rows are not of 16 bytes: there it would take registers that are not there.)
-  const int tiles =
-      kWide ? args.whole_tiles + (args.last_share > 0 ? 1 : 0)
-            : ((args.rows + rows_per_tile - 1) / rows_per_tile - part + parts - 1) / parts;
-  // The team's rows in a tile are row_of(tile) + r * rows_at_once, as long as they are below `end`.
-  const auto row_of = [&](int tile) {
-    if (!kWide) return (part + tile * parts) * rows_per_tile + team.index * rows_per_warp;
-    const int share = tile < args.whole_tiles ? rows_per_tile : args.last_share * rows_per_warp;
-    return tile * args.rows_of_tiles + part * share + team.index * rows_per_warp;
-  };
-  const int end = kWide ? min(args.rows, args.whole_tiles * args.rows_of_tiles +
-                                             (part + 1) * args.last_share * rows_per_warp)
-                        : args.rows;
+  // A team's rows: first_row(tile) + r * rows_at_once, as long as they are below `end`.
+  const RowTiles<kWide> tiles(args, team, rows_per_warp, rows_at_once * kRows);
   // A team has a ring of its own, whose stages have a row each, or one for each part of a warp.
   const int pitch = args.slice * Format::kBytes;
   const int stream_bytes = pitch * rows_per_warp;
@@ -108,9 +97,9 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   // to the L2.
   const auto fetch = [&](int unit, int stage, bool ahead) {
     const int tile = unit / kRows;
-    if (tile >= tiles) return;
-    const int row = row_of(tile) + unit % kRows * rows_at_once;
-    const int rows = max(0, min(rows_per_warp, end - row));
+    if (tile >= tiles.count) return;
+    const int row = tiles.first_row(tile) + unit % kRows * rows_at_once;
+    const int rows = max(0, min(rows_per_warp, tiles.end - row));
     const uint32_t bytes = columns * Format::kBytes;
     const bool guess = kLayerNorm && clustered && rows > 0;  // of the mean: other blocks' columns
     if (!ahead) {
@@ -187,7 +176,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
 
   // What it cannot copy, the team's threads do, an element at a time; zeros fill the last vector.
   const auto copy = [&](int tile) {
-    const int row = row_of(tile);
+    const int row = tiles.first_row(tile);
 #pragma unroll 1
     for (int k = 0; k < args.stream_count; ++k) {
 #pragma unroll 1
@@ -292,6 +281,11 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   const bool third = args.stream_count == 3;
   const bool read_once = kHold && !third;
 
+  uint32_t arrived_at = shared_address(arrived), ring_at = shared_address(ring);
+  asm("" : "+r"(arrived_at), "+r"(ring_at));  // made once
+  const bool stepped = kStepped && team.entries() == 1 && !third;
+  NextRows next(args, tiles.first_row(args.stages));
+
   Values x[kHold ? kRows : 1][kHold ? kVectors : 1], grad[kHold ? kRows : 1][kHold ? kVectors : 1];
   int stage = 0;
   uint32_t phase = 0;  // of the barriers of this stage
@@ -299,9 +293,9 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
     if (++stage == args.stages) stage = 0;
   };
 #pragma unroll 1
-  for (int tile = 0; tile < tiles; ++tile) {
-    const int row = row_of(tile) + in_warp;
-    const auto real = [&](int r) { return row + r * rows_at_once < end; };
+  for (int tile = 0; tile < tiles.count; ++tile) {
+    const int row = tiles.first_row(tile) + in_warp;
+    const auto real = [&](int r) { return row + r * rows_at_once < tiles.end; };
     if constexpr (!kWide) copy(tile);
     const auto first_stage = [&] {  // of this tile, once all of it is read
       const int first = stage - kRows;
@@ -309,7 +303,11 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
     };
     const auto refill = [&] {
       if constexpr (kWide) {
-        if (leads) {
+        if (stepped && tile + args.stages < args.whole_tiles) {
+          const int refilled = first_stage();
+          next.load(ring_at + refilled * stage_bytes, stream_bytes, columns * Format::kBytes,
+                    arrived_at + refilled * 8);
+        } else if (leads) {
           int refilled = first_stage();
 #pragma unroll 1
           for (int r = 0; r < kRows; ++r) {
@@ -334,7 +332,10 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
         asm volatile("" : "+r"(at));  // made once, not at each use
         advance(at_stage);
         if (!again) {
-          if constexpr (kWide) mbarrier_wait(&arrived[stage], phase);
+          if constexpr (kWide) {
+            mbarrier_wait(kStepped ? arrived_at + stage * 8 : shared_address(&arrived[stage]),
+                          phase);
+          }
           means[r] = 0.0f;
           if (kLayerNorm && real(r)) {
             // The middle one of three of the row's values: so little cancels.
@@ -488,7 +489,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
 #pragma unroll
   for (int k = 0; k < kKinds; ++k) {
     out[k] = args.partial[k];
-    if (out[k] != nullptr) out[k] += static_cast<int64_t>(part) * args.columns + first;
+    if (out[k] != nullptr) out[k] += static_cast<int64_t>(tiles.part) * args.columns + first;
   }
   leave_sums<kWide>(gradients, team, kPartial ? team.lanes : 32, reinterpret_cast<float*>(shared),
                     args.stages * stage_bytes / 4, args.slice, columns, out);

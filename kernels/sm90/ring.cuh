@@ -39,16 +39,21 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier, uint32_t time
                : "memory");
 }
 
-__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
+// `barrier` is as shared_address() has it.
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
       "again:\n"
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra again;\n"
-      "}" ::"r"(shared_address(barrier)),
+      "}" ::"r"(barrier),
       "r"(parity)
       : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
+  mbarrier_wait(shared_address(barrier), parity);
 }
 
 // For what other blocks of a cluster have sent.
@@ -108,6 +113,25 @@ __device__ __forceinline__ void elected_load(void* to, const void* from, uint32_
       "[%3];\n"
       "}" ::"r"(shared_address(to)),
       "l"(from), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+
+// Two times `bytes`, announced to the barrier and asked for by the same thread. Shared memory's
+// addresses are as shared_address() has them.
+__device__ __forceinline__ void elected_load_pair(uint32_t to, const void* from, uint32_t second_to,
+                                                  const void* second_from, uint32_t bytes,
+                                                  uint32_t barrier) {
+  asm volatile(
+      "{\n"
+      ".reg .pred one;\n"
+      "elect.sync _|one, 0xffffffff;\n"
+      "@one mbarrier.arrive.expect_tx.shared::cta.b64 _, [%5], %6;\n"
+      "@one cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %4, "
+      "[%5];\n"
+      "@one cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%2], [%3], %4, "
+      "[%5];\n"
+      "}" ::"r"(to),
+      "l"(from), "r"(second_to), "l"(second_from), "r"(bytes), "r"(barrier), "r"(2 * bytes)
       : "memory");
 }
 
