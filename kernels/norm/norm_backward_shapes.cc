@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/norm/norm_backward_shapes.h"
 
+#include <string>
+
 #include "kernels/norm/norm_kernels.h"
 #include "kernels/norm/norm_threads.h"
 
@@ -150,7 +152,14 @@ constexpr Line kFastFloatLayer[] = {
     {4096, 64, {4, 1, 4, 256, 4, 0, true}},  // 16384, 4096: 189.8
 };
 
-// Whether a cluster can have each of the lines' rows, and a team's ring a tile.
+// Whether a cluster can have it, and a team's ring a tile.
+constexpr bool is_sound(const NormBackwardShape& shape) {
+  if (shape.cluster < 1 || shape.cluster > kNormMaxCluster) return false;
+  if ((shape.cluster & (shape.cluster - 1)) != 0) return false;
+  if (shape.stages < shape.rows || shape.stages > kNormMaxStages) return false;
+  return shape.threads > 0 && shape.threads % 32 == 0 && shape.threads <= kNormMaxThreads;
+}
+
 template <int kLines>
 constexpr bool is_sound(const Line (&lines)[kLines]) {
   int before = 0;
@@ -160,9 +169,7 @@ constexpr bool is_sound(const Line (&lines)[kLines]) {
     before = line.most;
     if (shape.vectors == 0) continue;
     if (shape.vectors * shape.rows <= 2) return false;  // such kernels have rows of one warp only
-    if ((shape.cluster & (shape.cluster - 1)) != 0 || shape.cluster > kNormMaxCluster) return false;
-    if (shape.stages < shape.rows || shape.stages > kNormMaxStages) return false;
-    if (shape.threads % 32 != 0 || shape.threads > kNormMaxThreads) return false;
+    if (!is_sound(shape)) return false;
     if (line.most > shape.vectors * shape.threads * kNormMaxCluster) return false;
   }
   return true;
@@ -203,7 +210,38 @@ NormBackwardShape measured_shape(const NormProblem& problem, int64_t vectors) {
   return slow ? find_line(kSlowFloatRms, vectors) : NormBackwardShape{};
 }
 
+thread_local NormBackwardShape on_trial{};  // of no vectors: none is
+
+// Of no vectors where the problem's kernel could not have it.
+NormBackwardShape tried_shape(const NormProblem& problem, int64_t vectors) {
+  const NormBackwardShape& shape = on_trial;
+  const int element = static_cast<int>(dtype_bytes(problem.dtype));
+  // Rows of one warp; and of one block, which has a kernel for pairs.
+  if (shape.vectors * shape.rows <= 2 && vectors > int64_t{32} * shape.vectors) return {};
+  if (shape.pairs &&
+      (shape.cluster > 1 || vectors > int64_t{shape.vectors} * shape.threads ||
+       !norm_backward_pairs(element, problem.wide, shape.vectors, shape.rows, problem.kind))) {
+    return {};
+  }
+  return shape;
+}
+
 }  // namespace
+
+Status norm_try_backward_shape(const NormBackwardShape* shape) {
+  if (shape != nullptr && !(shape->vectors > 0 && shape->rows > 0 && shape->ahead >= 0 &&
+                            shape->ahead <= kNormMaxStages && is_sound(*shape))) {
+    return Status::InvalidArgument(
+        "norm_try_backward_shape: expected `vectors` and `rows` from 1, `cluster` 1, 2, 4 or 8, "
+        "`threads` a multiple of 32 up to 512, `stages` from `rows` to 8 and `ahead` from 0 to 8, "
+        "got " +
+        std::to_string(shape->vectors) + ", " + std::to_string(shape->rows) + ", " +
+        std::to_string(shape->cluster) + ", " + std::to_string(shape->threads) + ", " +
+        std::to_string(shape->stages) + ", " + std::to_string(shape->ahead));
+  }
+  on_trial = shape != nullptr ? *shape : NormBackwardShape{};
+  return Status();
+}
 
 int norm_even_blocks(int64_t rows, int blocks, int step) {
   for (int count = blocks; count * 32 >= blocks * 31; count -= step) {
@@ -215,6 +253,7 @@ int norm_even_blocks(int64_t rows, int blocks, int step) {
 // Beside the tables, measured on an H200. The cluster is the smallest that holds a row. Few
 // bytes on their way are better than many, as long as there are enough: 64 to 128 KB in all stages.
 NormBackwardShape norm_backward_shape(const NormProblem& problem, int64_t vectors) {
+  if (on_trial.vectors > 0) return tried_shape(problem, vectors);
   const bool narrow_element = dtype_bytes(problem.dtype) == 2;
   if (!problem.wide) {
     return clustered({narrow_element ? 8 : 16, 1, 1, kNormNarrowThreads, 1}, vectors);

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "kernels/norm/norm_choose.h"
+#include "kernels/sm90/status.h"
 
 namespace tiercel {
 
@@ -26,8 +27,11 @@ struct NormBackwardShape {
 // go in pairs (`step` 2) an even number.
 int norm_even_blocks(int64_t rows, int blocks, int step = 1);
 
-// For rows of so many vectors of 16 bytes.
+// For rows of so many vectors of 16 bytes; of no vectors where a shape on trial has no kernel.
 NormBackwardShape norm_backward_shape(const NormProblem& problem, int64_t vectors);
+
+// For a search: what this thread's calls have instead, whatever the problem, until null is given.
+Status norm_try_backward_shape(const NormBackwardShape* shape);
 
 }  // namespace tiercel
 

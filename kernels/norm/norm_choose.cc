@@ -170,6 +170,7 @@ NormChoice<NormBackwardKernel> choose_norm_backward(const NormProblem& problem) 
   const int elements = static_cast<int>(16 / element);  // of a vector in shared memory
   const int64_t vectors = ceil_div(problem.columns, elements);
   NormBackwardShape shape = norm_backward_shape(problem, vectors);
+  if (shape.vectors == 0) return choice;
   const NormBackwardKernel* const kernel = backward_kernel(problem, shape);
   const bool keeps = norm_backward_keeps(static_cast<int>(element), problem.wide, shape.vectors,
                                          shape.rows, problem.kind);

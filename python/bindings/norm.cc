@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/norm/norm.h"
 
+#include <algorithm>
+
+#include "kernels/norm/norm_backward_shapes.h"
 #include "kernels/norm/norm_kernels.h"
 #include "python/bindings/call.h"
 #include "python/bindings/families.h"
@@ -157,6 +160,21 @@ PyObject* BackwardPlan(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return status.ok() ? BackwardPlanDict(plan) : Raise(status);
 }
 
+PyObject* TryBackwardShape(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  constexpr const char* kName = "norm_try_backward_shape";
+  if (count > 0 && !Arguments(kName, values, count).Expect(8)) return nullptr;
+  int of[8] = {};
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    const long number = PyLong_AsLong(values[i]);
+    if (number == -1 && PyErr_Occurred()) return nullptr;
+    of[i] = static_cast<int>(std::max(-1L, std::min(number, 1'000'000L)));
+  }
+  const NormBackwardShape shape{of[0], of[1], of[2], of[3], of[4], of[5], of[6] != 0, of[7] != 0};
+  const Status status = norm_try_backward_shape(count > 0 ? &shape : nullptr);
+  if (!status.ok()) return Raise(status);
+  Py_RETURN_NONE;
+}
+
 Status LoadNorm(int device) {
   int count = 0;
   const NormForwardKernel* forward = norm_forward_kernels(&count);
@@ -199,6 +217,12 @@ PyObject* NormLoad(PyObject*, PyObject* device) { return Load(device, LoadNorm);
 PyMethodDef functions[] = {
     TIERCEL_NORM("rms_norm", NormKind::kRms),
     TIERCEL_NORM("layer_norm", NormKind::kLayer),
+    TIERCEL_FAST(
+        "norm_try_backward_shape", TryBackwardShape,
+        "norm_try_backward_shape(*shape)\n--\n\n"
+        "For a search: the shape of this thread's backward calls and plans (vectors, rows, "
+        "cluster, threads, stages, ahead, even, pairs); without arguments, the tables' "
+        "again."),
     {"norm_load", NormLoad, METH_O,
      "norm_load(device, /)\n--\n\nLoads the kernels on a CUDA device, by its index."},
     {nullptr, nullptr, 0, nullptr},
