@@ -7,7 +7,7 @@ python benchmarks/norm_shapes.py layer_norm --columns 4608 9216 --rows 16384 [--
 `kernels/norm/norm_backward_shapes.cc` has tables of what this finds. For each number of columns it
 times every candidate once, then the fastest and the tables' own in turns, each checked against
 float64, and prints their microseconds, their share of a large copy's rate, and a line for the
-table. One multiprocessor's luck is 1 percent: what is not faster by more stays as it is.
+table. The same kernel is up to 1 percent apart between runs: less than that is no gain.
 """
 
 import argparse

@@ -73,11 +73,12 @@ def test_norm_backward(shape, dtype):
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [((9, 17_000), F32), ((9, 16_384), F16)]
+    [((9, 17_000), F32), ((9, 16_384), F16), ((803, 1000), F16), ((800, 768), BF16)]
     + [(shape, BF16) for shape in ((9, 17_000), (515, 3072), (8192, 128), (21, 9000))],
 )
 def test_norm_backward_on_few_multiprocessors(shape, dtype):
-    """A cluster has more tiles than there is room for sums of; the others are many rows here."""
+    """A cluster has more tiles than there is room for sums of; the others are many rows here, where
+    a row has one warp many more than that has stages."""
     with options(multiprocessors=8):
         check_norm_backward(shape, dtype)
 
