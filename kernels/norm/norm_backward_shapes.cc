@@ -216,14 +216,13 @@ thread_local NormBackwardShape on_trial{};  // of no vectors: none is
 NormBackwardShape tried_shape(const NormProblem& problem, int64_t vectors) {
   const NormBackwardShape& shape = on_trial;
   const int element = static_cast<int>(dtype_bytes(problem.dtype));
-  // Rows of one warp; and of one block, which has a kernel for pairs.
-  if (shape.vectors * shape.rows <= 2 && vectors > int64_t{32} * shape.vectors) return {};
-  if (shape.pairs &&
-      (shape.cluster > 1 || vectors > int64_t{shape.vectors} * shape.threads ||
-       !norm_backward_pairs(element, problem.wide, shape.vectors, shape.rows, problem.kind))) {
-    return {};
-  }
-  return shape;
+  const bool of_one_warp = shape.vectors * shape.rows <= 2;  // such kernels' rows
+  const int lanes = of_one_warp ? 32 : shape.cluster * shape.threads;
+  if (vectors > int64_t{shape.vectors} * lanes || (of_one_warp && shape.cluster > 1)) return {};
+  const bool has_pairs =
+      shape.cluster == 1 &&
+      norm_backward_pairs(element, problem.wide, shape.vectors, shape.rows, problem.kind);
+  return shape.pairs && !has_pairs ? NormBackwardShape{} : shape;
 }
 
 }  // namespace

@@ -77,6 +77,8 @@ def test_bad_arguments(trial):
     [
         ((5, 1, 1, 256, 2, 0, 0, 0), "rms_norm", "bfloat16", 4096),  # nobody has five vectors
         ((2, 1, 1, 256, 2, 0, 0, 0), "rms_norm", "bfloat16", 520),  # of one warp only
+        ((2, 1, 2, 256, 2, 0, 0, 0), "rms_norm", "bfloat16", 512),  # of one block, too
+        ((4, 1, 2, 256, 2, 0, 0, 0), "rms_norm", "bfloat16", 16392),  # longer than two blocks
         ((4, 1, 1, 512, 2, 0, 1, 1), "rms_norm", "bfloat16", 16384),  # no kernel adds two up
         ((4, 1, 1, 512, 2, 0, 1, 1), "layer_norm", "bfloat16", 16392),  # a row has two blocks
     ],
