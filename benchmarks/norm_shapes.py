@@ -61,27 +61,11 @@ def line(columns, element, rows, shape, us):
     return f"{{{vectors}, {least}, {{{inner}}}}},  // {columns}, {rows}: {us:.1f}"
 
 
-def copy_rate(clock):
-    import torch
-
-    source = torch.randn(1 << 28, device="cuda")
-    target = torch.empty_like(source)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
-    for _ in range(10):
-        start.record()
-        torch.add(source, 0, out=target)
-        end.record()
-        clock.synchronize()
-        times.append(start.elapsed_time(end))
-    return 2 * source.numel() * 4 / min(times) / 1e6
-
-
 class Search:
     """Of one problem."""
 
     def __init__(self, op, columns, rows, dtype, residual, clock):
-        from tiercel.bench import runner
+        from tiercel.bench import ours, runner
         from tiercel.bench.cases import Case
         from tiercel.bench.ops.norm import BENCHES
 
@@ -91,15 +75,26 @@ class Search:
         self.bench = next(bench for bench in BENCHES if bench.op == name)
         count = runner.input_sets(self.bench, self.case)
         self.sets = [self.bench.make(self.case, "cuda", seed) for seed in range(count)]
+        self.impl = ours.impls(self.bench, ["sm90"])[0]
         self.clock = clock
 
-    def replay(self, shape):
+    @functools.cached_property
+    def expected(self):
+        return self.bench.reference(self.case, self.sets[0])
+
+    def replay(self, shape, checked=False):
         """Of a shape, or of the tables' where that is None; None where no kernel has it."""
         from tiercel import _C
+        from tiercel.bench import runner
 
         _C.norm_try_backward_shape(*(shape or ()))
         try:
-            launches = [self.bench.ours(self.case, inputs, "sm90") for inputs in self.sets]
+            if checked:
+                case, inputs, expected = self.case, self.sets, self.expected
+                return runner.prepare(
+                    self.bench, case, self.impl, inputs, expected, self.clock
+                ).replay
+            launches = [self.impl.prepare(self.case, inputs) for inputs in self.sets]
             for launch in launches:
                 launch.run()
             return self.clock.prepare(launches)
@@ -107,13 +102,6 @@ class Search:
             return None
         finally:
             _C.norm_try_backward_shape()
-
-    @functools.cached_property
-    def expected(self):
-        return self.bench.reference(self.case, self.sets[0])
-
-    def check(self, replay):
-        self.bench.check(self.sets[0], self.expected, replay.outputs, None)
 
     @staticmethod
     def microseconds(replay, count):
@@ -128,9 +116,7 @@ class Search:
             if replay:
                 quick[shape] = self.microseconds(replay, 6)
         kept = [None, *sorted(quick, key=quick.get)[:best]]
-        replays = {shape: self.replay(shape) for shape in kept}
-        for replay in replays.values():
-            self.check(replay)
+        replays = {shape: self.replay(shape, checked=True) for shape in kept}
         rounds = [
             {shape: self.microseconds(replay, 20) for shape, replay in replays.items()}
             for _ in range(5)
@@ -150,12 +136,13 @@ def main():
 
     import torch
 
+    from tiercel.bench import limits
     from tiercel.bench.timing import CudaClock
 
     if not torch.cuda.is_available():
         parser.error("needs a GPU")
     clock = CudaClock()
-    rate = copy_rate(clock)
+    rate = limits.summary(limits.measure(clock))["copy_gbps"]
     element = 4 if args.dtype == "float32" else 2
     print(f"{torch.cuda.get_device_name()}, copy {rate:.0f} GB/s")
     for columns in args.columns:

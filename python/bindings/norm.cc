@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/norm/norm.h"
 
-#include <algorithm>
-
 #include "kernels/norm/norm_backward_shapes.h"
 #include "kernels/norm/norm_kernels.h"
 #include "python/bindings/call.h"
@@ -163,11 +161,12 @@ PyObject* BackwardPlan(PyObject*, PyObject* const* values, Py_ssize_t count) {
 PyObject* TryBackwardShape(PyObject*, PyObject* const* values, Py_ssize_t count) {
   constexpr const char* kName = "norm_try_backward_shape";
   if (count > 0 && !Arguments(kName, values, count).Expect(8)) return nullptr;
+  constexpr const char* kNames[8] = {"vectors", "rows",  "cluster", "threads",
+                                     "stages",  "ahead", "even",    "pairs"};
   int of[8] = {};
+  Values next(kName, values);
   for (Py_ssize_t i = 0; i < count; ++i) {
-    const long number = PyLong_AsLong(values[i]);
-    if (number == -1 && PyErr_Occurred()) return nullptr;
-    of[i] = static_cast<int>(std::max(-1L, std::min(number, 1'000'000L)));
+    if (!next.Count(kNames[i], 0, &of[i])) return nullptr;
   }
   const NormBackwardShape shape{of[0], of[1], of[2], of[3], of[4], of[5], of[6] != 0, of[7] != 0};
   const Status status = norm_try_backward_shape(count > 0 ? &shape : nullptr);
