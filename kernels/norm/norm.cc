@@ -238,9 +238,9 @@ Status prepare(const NormBackward& call, const NormDevice& device, NormBackwardA
   TIERCEL_RETURN_IF_ERROR(check_rows(op, grad_x.count));
 
   const int columns = static_cast<int>(call.x->shape[call.x->ndim - 1]);
-  *choice =
-      choose_norm_backward({call.kind, call.x->dtype, grad_x.count, columns, wide,
-                            args->stream_count, device.multiprocessors, false, device.memory_gbps});
+  *choice = choose_norm_backward({call.kind, call.x->dtype, grad_x.count, columns, wide,
+                                  args->stream_count, device.multiprocessors,
+                                  on_16_bytes(call.weight), device.memory_gbps});
   if (choice->kernel == nullptr) return no_kernel(op, columns, wide);
   args->weight = data_of(call.weight);
   args->grad_x = grad_x.data;
@@ -266,6 +266,8 @@ Status prepare(const NormBackward& call, const NormDevice& device, NormBackwardA
   *reduce = {};
   reduce->parts = choice->parts();
   reduce->columns = columns;
+  reduce->whole_lines = columns % 32 == 0 && call.workspace != nullptr &&
+                        reinterpret_cast<uintptr_t>(call.workspace->data) % 128 == 0;
   if (call.grad_weight == nullptr && call.grad_bias == nullptr) return Status();
   if (call.workspace == nullptr) {
     return Status::InvalidArgument(std::string(op) + ": gradients of parameters need a workspace");

@@ -37,9 +37,6 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   constexpr bool kEarly = Format::kBytes == 2;  // measured
   // Whether it may ask for more rows ahead than it has stages: again a question of registers.
   constexpr bool kAhead = !(kLayerNorm && kRows == 2);
-  // Whether teams of one warp step pointers: instructions count there (row_tiles.cuh; measured).
-  constexpr bool kStepped =
-      kWide && Format::kBytes == 2 && kLayerNorm && kRows == 1 && kVectors > 2;
   constexpr int kParts = kElements / 4;
   // Whether parts of a warp may have a row, and whether several warps may.
   constexpr bool kPartial = !kWide || kVectors * kRows <= 2;
@@ -281,11 +278,6 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   const bool third = args.stream_count == 3;
   const bool read_once = kHold && !third;
 
-  uint32_t arrived_at = shared_address(arrived), ring_at = shared_address(ring);
-  asm("" : "+r"(arrived_at), "+r"(ring_at));  // made once
-  const bool stepped = kStepped && team.entries() == 1 && !third;
-  NextRows next(args, tiles.first_row(args.stages));
-
   Values x[kHold ? kRows : 1][kHold ? kVectors : 1], grad[kHold ? kRows : 1][kHold ? kVectors : 1];
   int stage = 0;
   uint32_t phase = 0;  // of the barriers of this stage
@@ -303,11 +295,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
     };
     const auto refill = [&] {
       if constexpr (kWide) {
-        if (stepped && tile + args.stages < args.whole_tiles) {
-          const int refilled = first_stage();
-          next.load(ring_at + refilled * stage_bytes, stream_bytes, columns * Format::kBytes,
-                    arrived_at + refilled * 8);
-        } else if (leads) {
+        if (leads) {
           int refilled = first_stage();
 #pragma unroll 1
           for (int r = 0; r < kRows; ++r) {
@@ -333,8 +321,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
         advance(at_stage);
         if (!again) {
           if constexpr (kWide) {
-            mbarrier_wait(kStepped ? arrived_at + stage * 8 : shared_address(&arrived[stage]),
-                          phase);
+            mbarrier_wait(&arrived[stage], phase);
           }
           means[r] = 0.0f;
           if (kLayerNorm && real(r)) {

@@ -65,11 +65,7 @@ constexpr Line kSlowRms[] = {
     {12288, 64, {3, 1, 1, 512, 2, 4}},       // 65536, 1024: 140.0
 };
 constexpr Line kSlowLayer[] = {
-    {40, 48, {2, 2, 1, 384, 4}},             // 320, 65536: 49.0
-    {64, 48, {3, 1, 1, 256, 3, 0, true}},    // 512, 65536: 70.0
-    {96, 64, {3, 1, 1, 256, 3, 4, true}},    // 768, 16384: 26.8
-    {112, 48, {2, 2, 1, 256, 4}},            // 896, 65536: 121.1
-    {128, 64, {4, 1, 1, 256, 2, 4}},         // 1024, 32768: 70.4
+    {128, 0, {}},
     {160, 64, {3, 1, 1, 384, 3, 3}},         // 1280, 16384: 44.4
     {192, 64, {3, 1, 1, 256, 4, 3, true}},   // 1536, 16384: 53.0
     {256, 64, {4, 1, 1, 256, 2, 3, true}},   // 2048, 16384: 71.3
@@ -100,6 +96,35 @@ constexpr Line kSlowLayer[] = {
     {6144, 0, {}},
     {8192, 64, {3, 1, 8, 352, 3}},  // 65536, 4096: 542.3
 };
+// Of norm_backward_short, which asks for three rows more ahead: warps and stages. The more rows
+// there are, the fewer bytes on their way are best: a hundred KB while the first ones come, 30 to
+// 40 KB later.
+struct ShortLine {
+  int most;  // as a Line's
+  struct {
+    int warps, stages;
+  } of[4];  // up to so many MB of x and grad:
+};
+constexpr int kShortMegabytes[] = {72, 168, 288};
+// In the comments, columns, and percent of the rate of a large copy at 48, 96, 192 and 384 MB.
+constexpr ShortLine kSlowShort[] = {
+    {40, {{12, 5}, {8, 6}, {8, 4}, {8, 3}}},  // 320: 91.5, 93.7, 94.7, 94.2
+    {48, {{12, 6}, {8, 3}, {8, 3}, {6, 4}}},  // 384: 94.2, 93.4, 95.2, 95.0
+    {56, {{12, 5}, {4, 6}, {4, 6}, {4, 6}}},  // 448: 93.4, 95.1, 97.7, 97.9
+    {64, {{8, 6}, {4, 5}, {8, 2}, {8, 2}}},   // 512: 93.8, 93.8, 95.5, 95.5
+    {72, {{8, 6}, {4, 5}, {8, 2}, {4, 4}}},   // 576: 93.5, 93.7, 94.7, 95.0
+    {80, {{8, 5}, {8, 2}, {4, 4}, {6, 2}}},   // 640: 93.3, 93.9, 94.8, 94.9
+    {88, {{8, 4}, {8, 2}, {6, 2}, {6, 2}}},   // 704: 93.3, 94.2, 93.8, 95.5
+    {96, {{8, 3}, {8, 2}, {6, 2}, {5, 2}}},   // 768: 93.3, 95.1, 95.0, 94.3
+    {104, {{8, 4}, {4, 3}, {4, 3}, {5, 2}}},  // 832: 93.3, 92.9, 94.7, 92.7
+    {112, {{8, 3}, {4, 3}, {5, 2}, {5, 2}}},  // 896: 93.1, 93.0, 93.0, 94.8
+    {120, {{8, 2}, {4, 3}, {5, 2}, {4, 2}}},  // 960: 93.1, 93.2, 93.1, 94.0
+    {128, {{8, 2}, {6, 2}, {4, 2}, {4, 2}}},  // 1024: 93.3, 94.1, 94.2, 96.3
+};
+constexpr NormBackwardShape short_shape(int64_t vectors, int warps, int stages) {
+  return {static_cast<int>(ceil_div(vectors, 32)), 1, 1, warps * 32, stages, 3};
+}
+
 constexpr Line kSlowFloatRms[] = {
     {512, 48, {4, 1, 1, 192, 2, 5}},         // 1024, 32768: 138.5
     {640, 48, {4, 1, 1, 160, 3, 3}},         // 2560, 8192: 87.9
@@ -174,7 +199,18 @@ constexpr bool is_sound(const Line (&lines)[kLines]) {
   }
   return true;
 }
-static_assert(is_sound(kSlowRms) && is_sound(kSlowLayer));
+constexpr bool is_sound(const ShortLine (&lines)[sizeof(kSlowShort) / sizeof(ShortLine)]) {
+  int before = 32;
+  for (const ShortLine& line : lines) {
+    if (line.most <= before) return false;
+    before = line.most;
+    for (const auto& one : line.of) {
+      if (!is_sound(short_shape(line.most, one.warps, one.stages))) return false;
+    }
+  }
+  return true;
+}
+static_assert(is_sound(kSlowRms) && is_sound(kSlowLayer) && is_sound(kSlowShort));
 static_assert(is_sound(kSlowFloatRms) && is_sound(kSlowFloatLayer));
 static_assert(is_sound(kFastRms) && is_sound(kFastLayer) && is_sound(kFastFloatLayer));
 
@@ -198,10 +234,27 @@ NormBackwardShape find_line(const Line (&lines)[kLines], int64_t vectors) {
   return {};
 }
 
+// Of no vectors where norm_backward_short has none.
+NormBackwardShape measured_short_shape(const NormProblem& problem, int64_t vectors) {
+  if (!norm_backward_has_short(problem, vectors)) return {};
+  const int64_t megabytes = problem.rows * vectors * 32 >> 20;
+  int many = 0;
+  for (const int most : kShortMegabytes) many += megabytes > most ? 1 : 0;
+  for (const ShortLine& line : kSlowShort) {
+    if (vectors > line.most) continue;
+    return short_shape(vectors, line.of[many].warps, line.of[many].stages);
+  }
+  return {};
+}
+
 NormBackwardShape measured_shape(const NormProblem& problem, int64_t vectors) {
   const bool layer = problem.kind == NormKind::kLayer, slow = is_slow(problem);
   if (dtype_bytes(problem.dtype) == 2) {
-    if (layer) return slow ? find_line(kSlowLayer, vectors) : find_line(kFastLayer, vectors);
+    if (layer && slow) {
+      const NormBackwardShape shape = measured_short_shape(problem, vectors);
+      return shape.vectors > 0 ? shape : find_line(kSlowLayer, vectors);
+    }
+    if (layer) return find_line(kFastLayer, vectors);
     return slow ? find_line(kSlowRms, vectors) : find_line(kFastRms, vectors);
   }
   if (layer) {
@@ -240,6 +293,12 @@ Status norm_try_backward_shape(const NormBackwardShape* shape) {
   }
   on_trial = shape != nullptr ? *shape : NormBackwardShape{};
   return Status();
+}
+
+bool norm_backward_has_short(const NormProblem& problem, int64_t vectors) {
+  return problem.wide && problem.plain && problem.streams == 2 &&
+         problem.kind == NormKind::kLayer && dtype_bytes(problem.dtype) == 2 && vectors > 32 &&
+         vectors <= 128;
 }
 
 int norm_even_blocks(int64_t rows, int blocks, int step) {

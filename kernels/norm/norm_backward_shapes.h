@@ -27,6 +27,10 @@ struct NormBackwardShape {
 // go in pairs (`step` 2) an even number.
 int norm_even_blocks(int64_t rows, int blocks, int step = 1);
 
+// Whether norm_backward_short has a kernel: of as few vectors a thread as a row of one warp can do
+// with, one row at once.
+bool norm_backward_has_short(const NormProblem& problem, int64_t vectors);
+
 // For rows of so many vectors of 16 bytes; of no vectors where a shape on trial has no kernel.
 NormBackwardShape norm_backward_shape(const NormProblem& problem, int64_t vectors);
 

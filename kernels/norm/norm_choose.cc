@@ -103,13 +103,13 @@ NormChoice<NormForwardKernel> choose_long(const NormProblem& problem, int64_t ve
 }
 
 const NormBackwardKernel* backward_kernel(const NormProblem& problem,
-                                          const NormBackwardShape& shape) {
+                                          const NormBackwardShape& shape, bool is_short) {
   int count = 0;
   const NormBackwardKernel* kernels = norm_backward_kernels(&count);
   return find(kernels, count, [&](const NormBackwardKernel& kernel) {
     return kernel.dtype == problem.dtype && kernel.wide == problem.wide &&
            kernel.kind == problem.kind && kernel.vectors == shape.vectors &&
-           kernel.rows == shape.rows;
+           kernel.rows == shape.rows && kernel.is_short == is_short;
   });
 }
 
@@ -171,7 +171,12 @@ NormChoice<NormBackwardKernel> choose_norm_backward(const NormProblem& problem) 
   const int64_t vectors = ceil_div(problem.columns, elements);
   NormBackwardShape shape = norm_backward_shape(problem, vectors);
   if (shape.vectors == 0) return choice;
-  const NormBackwardKernel* const kernel = backward_kernel(problem, shape);
+  const bool short_rows = norm_backward_has_short(problem, vectors) && shape.rows == 1 &&
+                          shape.cluster == 1 && shape.vectors == ceil_div(vectors, 32);
+  if (short_rows) {
+    shape.threads = std::min(shape.threads, norm_backward_short_threads(shape.vectors));
+  }
+  const NormBackwardKernel* const kernel = backward_kernel(problem, shape, short_rows);
   const bool keeps = norm_backward_keeps(static_cast<int>(element), problem.wide, shape.vectors,
                                          shape.rows, problem.kind);
   // Of a warp, as the kernels have it.
@@ -197,7 +202,8 @@ NormChoice<NormBackwardKernel> choose_norm_backward(const NormProblem& problem) 
         std::max<int64_t>(1, ceil_div(ceil_div(problem.rows, rows_per_team), blocks));
     const int64_t teams = shape.cluster > 1 ? 1 : std::min(most_teams, teams_of_rows);
     choice.block = static_cast<int>(teams) * team_threads;
-    const int64_t weight = keeps ? 0 : choice.slice * int64_t{4};
+    const int64_t weights = short_rows ? int64_t{32} * shape.vectors * elements : choice.slice;
+    const int64_t weight = keeps && !short_rows ? 0 : weights * 4;
     const int64_t room = kNormMaxDynamicSmem - weight - 128;
     const int64_t stage = choice.slice * element * problem.streams *
                           (team_threads / choice.threads_per_row) * teams;  // of all teams

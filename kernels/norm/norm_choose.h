@@ -18,7 +18,8 @@ struct NormProblem {
   bool wide;    // rows begin and end on 16 bytes
   int streams;  // tensors of [rows, columns] that are read
   int multiprocessors;
-  bool plain;           // forward: parameters of x's dtype, and no bias but a layer norm's
+  bool plain;           // forward: parameters of x's dtype, and no bias but a layer norm's;
+                        // backward: a weight on 16 bytes, or none
   int memory_gbps = 0;  // backward: or 0 where that is not known
 };
 

@@ -102,6 +102,12 @@ constexpr bool norm_backward_keeps(int element, bool wide, int vectors, int rows
          norm_backward_sums(element, vectors, kind) + vectors * (8 * rows + 16 / element) < 96;
 }
 
+// The most threads of a block of norm_backward_short: registers hold a row of three vectors and
+// more.
+constexpr int norm_backward_short_threads(int vectors) {
+  return vectors == 2 ? kNormMaxThreads : 384;
+}
+
 // All strides and offsets are in bytes.
 struct NormForwardArgs {
   const char* x;
@@ -159,6 +165,7 @@ struct NormReduceArgs {
   int columns;
   int part_warps;  // that have the same columns: a power of two, and not less than a lane's columns
   bool float32[2];
+  bool whole_lines;  // 32 columns of `partial` are a line of the L2
 };
 
 struct NormForwardKernel {
@@ -177,8 +184,9 @@ struct NormBackwardKernel {
   DType dtype;
   bool wide;  // rows begin and end on 16 bytes: the copy engine can fetch them
   NormKind kind;
-  int vectors;  // a thread, of a row
-  int rows;     // a thread, at once
+  int vectors;    // a thread, of a row
+  int rows;       // a thread, at once
+  bool is_short;  // norm_backward_short, of rows that have a warp each
   Kernel kernel;
 };
 

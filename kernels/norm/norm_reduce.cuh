@@ -10,6 +10,7 @@
 #include "kernels/norm/norm_kernels.h"
 #include "kernels/norm/teams.cuh"
 #include "kernels/sm90/ahead.h"
+#include "kernels/sm90/discard.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
 
 namespace tiercel {
@@ -127,6 +128,25 @@ __device__ __forceinline__ void leave_sums_of_pair(float (&sums)[2][kVectors][kE
   }
 }
 
+// What a warp of norm_reduce has read, line by line, a lane each: nobody reads it again, but it
+// would be written to memory, late in the next grid's time.
+template <int kColumns>
+__device__ __forceinline__ void discard_parts(const NormReduceArgs& args) {
+  if (!args.whole_lines) return;
+  int thread = threadIdx.x;
+  asm volatile("" : "+r"(thread));  // nothing of this is held in registers before
+  const int warp = thread / 32, lane = thread % 32;
+  const int first_group = blockIdx.x * (kNormReduceThreads / 32 / args.part_warps);
+  const int column = (first_group + warp / args.part_warps) * kColumns * 32 + lane % kColumns * 32;
+  if (column >= args.columns) return;
+  const float* const lines = args.partial[blockIdx.y] + column;
+#pragma unroll 1
+  for (int part = warp % args.part_warps + lane / kColumns * args.part_warps; part < args.parts;
+       part += 32 / kColumns * args.part_warps) {
+    discard_line(lines + static_cast<int64_t>(part) * args.columns);
+  }
+}
+
 // A warp's lanes take neighbouring columns, kColumns each; `part_warps` warps have the same
 // columns, a part each of what is to be added: of 132 parts all 16, of few parts fewer, and then a
 // block has more columns. All that one multiprocessor each leaves is under way at once, past the
@@ -174,6 +194,7 @@ __global__ void __launch_bounds__(kNormReduceThreads)
   }
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) sums[warp][c * 32 + lane] = sum[c];
+  discard_parts<kColumns>(args);
   __syncthreads();
   const int own = threadIdx.x / kWidth, at = threadIdx.x % kWidth;
   const int column = (group + own) * kWidth + at;

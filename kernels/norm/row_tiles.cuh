@@ -7,7 +7,6 @@
 
 #include "kernels/norm/norm_kernels.h"
 #include "kernels/norm/teams.cuh"
-#include "kernels/sm90/ring.cuh"
 
 namespace tiercel {
 
@@ -50,30 +49,45 @@ struct RowTiles {
   int team_;
 };
 
-// Of a warp that has rows of its own, in whole tiles: there the next row is always equally far, so
-// that pointers are stepped on instead of made again from row numbers.
-class NextRows {
+// Where a team's rows are in each of some tensors, for one after the other: stepped on, as in whole
+// tiles the next row is always equally far, and not made again from row numbers.
+template <int kTensors>
+class RowPointers {
  public:
-  // From row `row` on.
-  __device__ __forceinline__ NextRows(const NormBackwardArgs& args, int row) {
+  // At row number 0; `first` and `strides` are arguments of the kernel.
+  template <typename Pointer>
+  __device__ __forceinline__ RowPointers(Pointer* const* first, const int64_t* strides,
+                                         const NormBackwardArgs& args, const RowTiles<true>& tiles)
+      : args_(args), tiles_(tiles), strides_(strides) {
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      from_[k] = args.streams[k] + int64_t{row} * args.strides[k];
-      step_[k] = int64_t{args.rows_of_tiles} * args.strides[k];
+    for (int k = 0; k < kTensors; ++k) {
+      first_[k] = first[k];
+      at_[k] = first_[k] + int64_t{tiles.first_row(0)} * strides[k];
+      step_[k] = int64_t{args.rows_of_tiles} * strides[k];
+      asm("" : "+l"(step_[k]));  // made once
     }
   }
 
-  // Asks for the row's `bytes` of x, and for those of grad `apart` behind them, and steps on.
-  __device__ __forceinline__ void load(uint32_t to, uint32_t apart, uint32_t bytes,
-                                       uint32_t barrier) {
-    elected_load_pair(to, from_[0], to + apart, from_[1], bytes, barrier);
+  // Row number `i`, the one after that of the last step(): the last is as far as its tile is.
+  __device__ __forceinline__ void come_to(int i) {
+    if (i != args_.whole_tiles) return;
 #pragma unroll
-    for (int k = 0; k < 2; ++k) from_[k] += step_[k];
+    for (int k = 0; k < kTensors; ++k)
+      at_[k] = first_[k] + int64_t{tiles_.first_row(i)} * strides_[k];
   }
+  __device__ __forceinline__ void step() {
+#pragma unroll
+    for (int k = 0; k < kTensors; ++k) at_[k] += step_[k];
+  }
+  __device__ __forceinline__ const char* at(int k) const { return at_[k]; }
 
  private:
-  const char* from_[2];
-  int64_t step_[2];
+  const NormBackwardArgs& args_;
+  const RowTiles<true>& tiles_;
+  const int64_t* strides_;
+  const char* first_[kTensors];
+  const char* at_[kTensors];
+  int64_t step_[kTensors];
 };
 
 }  // namespace tiercel

@@ -40,6 +40,30 @@ def test_prefetches_have_bounds_too(tmp_path):
     fails(launch, zeros(12), match="out-of-bounds read of 48 bytes")
 
 
+def test_what_a_line_held_is_gone(tmp_path):
+    launch = kernel(
+        tmp_path,
+        f"{THREAD} st.global.u32 [%rd9], %r1; setp.eq.u32 %p1, %r1, 0; "
+        "@%p1 discard.global.L2 [%rd0], 128;",
+    )
+    out = on_a_line(33)
+    launch(out)
+    assert (out[:32] == -1).all() and out[32] == 0
+
+
+def test_only_lines_are_discarded(tmp_path):
+    launch = kernel(tmp_path, "discard.global.L2 [%rd0+64], 128;")
+    fails(launch, on_a_line(64), match="discard of what is not a line")
+    launch = kernel(tmp_path, "discard.global.L2 [%rd0], 128;")
+    fails(launch, on_a_line(16), match="out-of-bounds write of 16 bytes")
+
+
+def on_a_line(count):
+    room = zeros(count + 32)
+    skipped = -room.data_ptr() % 128 // 4
+    return room[skipped : skipped + count]
+
+
 def test_shared_memory_has_an_end(tmp_path):
     launch = kernel(tmp_path, "mov.u32 %r1, dynamic; ld.shared.u32 %r2, [%r1+64];")
     launch(zeros(1), shared=80)

@@ -11,7 +11,8 @@ from support.norm_plan import BYTES, H100, H200, OPS, backward
 def shape_of(got):
     """A plan's vectors and rows a thread, blocks and threads a row, teams, stages, rows asked for
     ahead, blocks."""
-    vectors, rows = map(int, re.search("vectors=([0-9]+), rows=([0-9]+)", got["kernel"]).groups())
+    found = re.search("vectors=([0-9]+)(?:, rows=([0-9]+))?", got["kernel"])
+    vectors, rows = int(found[1]), int(found[2] or 1)
     threads = got["threads_per_row"]
     teams = got["block"] // max(threads, 32)
     return vectors, rows, got["cluster"], threads, teams, *map(got.get, ("stages", "ahead", "grid"))
@@ -141,7 +142,7 @@ MEASURED = [
         "bfloat16",
         65536,
         512,
-        (3, 1, 1, 32, 8, 3, 0, 128),
+        (2, 1, 1, 32, 4, 5, 3, 132),
         (2, 2, 1, 32, 12, 4, 0, 132),
     ),
     (
@@ -149,7 +150,7 @@ MEASURED = [
         "bfloat16",
         16384,
         768,
-        (3, 1, 1, 32, 8, 3, 4, 128),
+        (3, 1, 1, 32, 8, 3, 3, 132),
         (3, 1, 1, 32, 12, 2, 0, 132),
     ),
     (
@@ -157,7 +158,7 @@ MEASURED = [
         "bfloat16",
         32768,
         1024,
-        (4, 1, 1, 32, 8, 2, 4, 132),
+        (4, 1, 1, 32, 6, 2, 3, 132),
         (4, 1, 1, 32, 12, 2, 3, 132),
     ),
     (
@@ -298,10 +299,34 @@ def test_all_else_has_an_h200s_shape(op, dtype, rows, columns):
 @pytest.mark.parametrize("op", OPS)
 def test_short_rows_have_enough_bytes_on_their_way(op):
     for dtype, elements, least in (("bfloat16", 8, 40), ("float32", 4, 48)):
-        for n in range(65, 513):
+        for n in range(65 if (op, dtype) != ("layer_norm", "bfloat16") else 129, 513):
             got = backward(100_003, n * elements, dtype, op=op, device=H100)
             teams, stages = got["block"] // max(got["threads_per_row"], 32), got["stages"]
             assert teams * stages * n * 16 * 2 >= least * 1024
+
+
+def test_the_more_short_rows_the_fewer_bytes_on_their_way():
+    """Of layer norms of a warp a row, and only of what it has been measured for."""
+    for n in range(33, 129):
+        ways = []
+        for megabytes in (40, 100, 200, 400):
+            got = backward((megabytes << 20) // (n * 32), n * 8, op="layer_norm", device=H100)
+            vectors, rows, cluster, threads, teams, stages, ahead, _ = shape_of(got)
+            assert "norm_backward_short" in got["kernel"] and ahead == 3
+            assert (vectors, rows, cluster, threads) == (-(-n // 32), 1, 1, 32)
+            ways.append(teams * stages * n * 32 / 1024)
+        assert ways[0] > 48 and ways[0] > 1.3 * max(ways[2:]), (n, ways)
+        assert min(ways[2:]) > 22 and max(ways[1:]) < 64, (n, ways)
+
+
+def test_what_the_kernel_for_short_rows_is_for():
+    assert "short" in backward(16384, 1024, op="layer_norm", device=H100)["kernel"]
+    assert "short" not in backward(16384, 1032, op="layer_norm", device=H100)["kernel"]
+    assert "short" not in backward(16384, 256, op="layer_norm", device=H100)["kernel"]
+    assert "short" not in backward(16384, 1024, op="rms_norm", device=H100)["kernel"]
+    for change in ({"dtype": "float32"}, {"residual": True}, {"address": ADDRESS + 2}):
+        got = backward(16384, 1024, **{"op": "layer_norm", "device": H100, **change})
+        assert "short" not in got["kernel"]
 
 
 def test_bad_devices():

@@ -366,11 +366,35 @@ void decode_getctarank(Decode& d, Instruction& out) {
   out.run = type.bits == 64 ? getctarank<uint64_t> : getctarank<uint32_t>;
 }
 
+// discard.global.L2 [a], 128: what was there is undefined from here on.
+Step run_discard(Warp& warp, const Instruction& in, Mask mask) {
+  constexpr uint32_t kLine = 128;
+  for (int i = 0; i < kLanes; ++i) {
+    if (!(mask >> i & 1)) continue;
+    const uint64_t address = address_of(warp, in, i);
+    if (address % kLine != 0) {
+      throw EmulatorError("discard of what is not a line: " + std::to_string(address), i);
+    }
+    for (uint32_t at = 0; at < kLine; at += 16) {
+      std::memset(resolve(warp, Space::kGlobal, address + at, 16, i, true), 0xff, 16);
+    }
+  }
+  return Step::kNext;
+}
+
+void decode_discard(Decode& d, Instruction& out) {
+  if (d.space() != Space::kGlobal || !d.take("L2")) d.fail("a discard of other than global.L2");
+  set_address(d, 0, Space::kGlobal, out);
+  if (d.immediate(1) != 128) d.fail("a discard of other than 128 bytes");
+  out.run = run_discard;
+}
+
 const Opcode opcodes[] = {
-    {"ld", decode_ld},     {"ldu", decode_ld},
-    {"st", decode_st},     {"cp", decode_cp_async},
-    {"cvta", decode_cvta}, {"isspacep", decode_isspacep},
-    {"mapa", decode_mapa}, {"getctarank", decode_getctarank},
+    {"ld", decode_ld},           {"ldu", decode_ld},
+    {"st", decode_st},           {"cp", decode_cp_async},
+    {"cvta", decode_cvta},       {"isspacep", decode_isspacep},
+    {"mapa", decode_mapa},       {"getctarank", decode_getctarank},
+    {"discard", decode_discard},
 };
 
 }  // namespace
