@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
 
   // A vector of the weight as it is in memory: asked for before the rows, behind which it would
   // come microseconds later.
-  constexpr int kAsked = kKeep ? kVectors : 2;  // by a thread at once
+  constexpr int kAsked = kKeep || kVectors > 2 ? kVectors : 2;  // by a thread at once
   uint32_t asked[kAsked][kElements];
   const int last = max(chunks - 1, 0);
   const auto ask_one = [&](uint32_t (&words)[kElements], int chunk) {
@@ -207,11 +207,8 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
     one.load_any(args.weight + (first + c) * Format::kBytes);
     return Format::from_bits(one.words[0]);
   };
-  const auto weights_of = [&](float (&w)[kElements], const uint32_t (&words)[kElements], int c) {
-    if (!whole_weights || c >= columns) {
-#pragma unroll
-      for (int i = 0; i < kElements; ++i) w[i] = weight_at(c + i);
-    } else if (args.weight_float32) {
+  const auto floats_of = [&](float (&w)[kElements], const uint32_t (&words)[kElements]) {
+    if (args.weight_float32) {
 #pragma unroll
       for (int i = 0; i < kElements; ++i) w[i] = __uint_as_float(words[i]);
     } else {
@@ -225,9 +222,15 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   if constexpr (kKeep) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      weights_of(kept[v], asked[v], (v * places + place) * kElements);
+      const int c = (v * places + place) * kElements;
+      if (whole_weights && c < columns) {
+        floats_of(kept[v], asked[v]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kElements; ++i) kept[v][i] = weight_at(c + i);
+      }
     }
-  } else {
+  } else if (whole_weights) {
     // The quarters or halves of a vector lie apart, so that neighbours read neighbouring banks.
 #pragma unroll 1
     for (int c = threadIdx.x; c <= last; c += kAsked * blockDim.x) {
@@ -236,7 +239,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
         const int at = c + k * blockDim.x;
         if (at > last) break;
         float some[kElements];
-        weights_of(some, asked[k], at * kElements);
+        floats_of(some, asked[k]);
 #pragma unroll
         for (int p = 0; p < kParts; ++p) {
           uint32_t words[4];
@@ -246,6 +249,12 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
         }
       }
       ask(c + kAsked * blockDim.x);
+    }
+  } else {
+#pragma unroll 1
+    for (int c = threadIdx.x; c < (last + 1) * kElements; c += blockDim.x) {
+      const int at = c / kElements, i = c % kElements;
+      weight[(i / 4 * (last + 1) + at) * 4 + i % 4] = weight_at(c);
     }
   }
 

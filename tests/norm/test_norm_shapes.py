@@ -291,7 +291,8 @@ def test_all_else_has_an_h200s_shape(op, dtype, rows, columns):
 
     assert same(rows, (132, 0), H200) and same(rows, (132, 4000), H200)
     assert not same(rows, (132, 3999), H200)
-    assert same(923, H100, H200)
+    few = min(923, (40 << 20) // (2 * columns * BYTES[dtype]) - 1)
+    assert same(few, H100, H200)
     assert same(rows, H100, H200, residual=True)
     assert same(rows, H100, H200, address=ADDRESS + 4)
 
@@ -300,9 +301,46 @@ def test_all_else_has_an_h200s_shape(op, dtype, rows, columns):
 def test_short_rows_have_enough_bytes_on_their_way(op):
     for dtype, elements, least in (("bfloat16", 8, 40), ("float32", 4, 48)):
         for n in range(65 if (op, dtype) != ("layer_norm", "bfloat16") else 129, 513):
-            got = backward(100_003, n * elements, dtype, op=op, device=H100)
+            got = backward((165 << 20) // (n * 32), n * elements, dtype, op=op, device=H100)
             teams, stages = got["block"] // max(got["threads_per_row"], 32), got["stages"]
             assert teams * stages * n * 16 * 2 >= least * 1024
+
+
+# How the number of rows decides: shapes at some 50, 130 and 390 MB of x and grad.
+BY_ROWS = [
+    (
+        "rms_norm",
+        "bfloat16",
+        4608,
+        (3, 1, 1, 192, 2, 2, 3),
+        (3, 1, 1, 192, 2, 2, 3),
+        (4, 1, 1, 160, 1, 4, 0),
+    ),
+    (
+        "rms_norm",
+        "bfloat16",
+        1280,
+        (2, 2, 1, 96, 4, 4, 3),
+        (3, 1, 1, 64, 6, 2, 3),
+        (3, 1, 1, 64, 4, 2, 0),
+    ),
+    (
+        "layer_norm",
+        "bfloat16",
+        16384,
+        (2, 2, 2, 512, 1, 4, 0),
+        (3, 1, 2, 352, 1, 2, 0),
+        (3, 1, 2, 352, 1, 2, 0),
+    ),
+]
+
+
+@pytest.mark.parametrize(("op", "dtype", "columns", "few", "usual", "many"), BY_ROWS)
+def test_few_and_many_rows(op, dtype, columns, few, usual, many):
+    row = 2 * columns * BYTES[dtype]
+    for megabytes, shape in ((50, few), (130, usual), (390, many)):
+        got = shape_of(backward((megabytes << 20) // row, columns, dtype, op=op, device=H100))
+        assert got[:7] == shape, (columns, megabytes)
 
 
 def test_the_more_short_rows_the_fewer_bytes_on_their_way():
