@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which shapes of norm_backward were measured to be best, of two tensors and 7 rows a
-// multiprocessor or more.
+// Which shapes of norm_backward and norm_backward_short were measured to be best: of two tensors,
+// and as many rows as is_measured() says. kSlow: on an H100, kFast: on an H200.
 #ifndef KERNELS_NORM_NORM_BACKWARD_TABLES_H_
 #define KERNELS_NORM_NORM_BACKWARD_TABLES_H_
 
@@ -15,9 +15,9 @@ struct Line {
   NormBackwardShape shape;
 };
 
-// In the comments, columns and rows that each line was measured with, and the microseconds. Shapes:
-// vectors, rows, cluster or more, threads, stages or more, ahead, even, pairs. Of no vectors:
-// the shape of fewer rows does as well.
+// In the comments, columns and rows that each line was measured with, and the microseconds or the
+// share of a large copy's rate. Shapes: vectors, rows, cluster or more, threads, stages or more,
+// ahead, even, pairs. Of no vectors: what has no line does as well.
 constexpr Line kSlowRms[] = {
     {32, 0, {2, 1, 1, 384, 2, 3}},           // 256, 98304: 95 %
     {64, 48, {2, 2, 1, 384, 2, 4}},          // 512, 65536: 69.5
@@ -93,6 +93,7 @@ constexpr Line kSlowFloatRms[] = {
     {1280, 48, {4, 1, 2, 160, 3, 3, true}},  // 5120, 8192: 177.8
     {1536, 48, {4, 1, 2, 192, 2}},           // 6144, 8192: 208.9
     {1792, 48, {4, 1, 2, 224, 2, 0, true}},  // 7168, 8192: 238.5
+    {2048, 48, {4, 1, 2, 256, 2, 3}},        // 8192, 3072: 97 %
     {4096, 64, {4, 1, 4, 256, 2, 4}},        // 16384, 4096: 274.4
 };
 constexpr Line kSlowFloatLayer[] = {
@@ -103,6 +104,7 @@ constexpr Line kSlowFloatLayer[] = {
     {768, 48, {4, 1, 1, 192, 2}},      // 3072, 8192: 106.5
     {896, 48, {4, 1, 1, 224, 2, 3}},   // 3584, 16384: 95 %
     {1024, 64, {8, 1, 1, 128, 2, 3}},  // 4096, 8192: 143.6
+    {1152, 48, {8, 1, 1, 160, 2, 3}},  // 4608, 5472: 93 %
     {1280, 64, {4, 1, 2, 160, 4}},     // 5120, 8192: 172.8
     {1536, 48, {4, 1, 2, 192, 2}},     // 6144, 8192: 213.9
     {1792, 0, {}},
@@ -160,7 +162,7 @@ constexpr SizedLine kSlowLayerFew[] = {
     {224, 60, {4, 1, 1, 384, 3}},            // 1792: 87.8
     {256, 60, {4, 1, 1, 384, 3}},            // 2048: 88.7
     {288, 84, {3, 1, 1, 384, 3, 3}},         // 2304: 88.1
-    {320, 160, {3, 1, 1, 384, 2}},           // 2560: 86.3
+    {320, 120, {3, 1, 1, 384, 2}},           // 2560: 86.3
     {384, 84, {2, 2, 1, 384, 6}},            // 3072: 87.3
     {448, 120, {4, 1, 1, 384, 4}},           // 3584: 85.7
     {512, 160, {2, 2, 1, 256, 4}},           // 4096: 85.8
@@ -187,7 +189,7 @@ constexpr SizedLine kSlowFloatRmsFew[] = {
     {1024, 60, {8, 1, 1, 256, 3}},      // 4096: 91.1
     {1152, 160, {4, 1, 2, 160, 4}},     // 4608: 90.8
     {1536, 120, {4, 1, 2, 192, 4, 3}},  // 6144: 92.2
-    {2048, 300, {4, 1, 2, 256, 3, 3}},  // 8192: 92.5
+    {2048, 160, {4, 1, 2, 256, 3, 3}},  // 8192: 92.5
     {4096, 60, {4, 1, 4, 256, 4, 3}},   // 16384: 90.7
 };
 constexpr SizedLine kSlowFloatLayerFew[] = {
@@ -200,9 +202,12 @@ constexpr SizedLine kSlowFloatLayerFew[] = {
     {640, 84, {8, 1, 1, 384, 2}},             // 2560: 90.1
     {896, 160, {4, 1, 1, 224, 3, 3}},         // 3584: 89.9
     {1024, 120, {4, 1, 1, 256, 3}},           // 4096: 88.3
+    {1152, 120, {8, 1, 1, 160, 3, 3}},        // 4608: 83.7
     {1280, 120, {4, 1, 2, 160, 3}},           // 5120: 83.0
     {2048, 120, {4, 1, 2, 256, 3}},           // 8192: 88.2
+    {2560, 120, {8, 1, 2, 160, 3}},           // 10240: 87.6 at 72 MB
     {4096, 120, {4, 1, 4, 256, 4, 0, true}},  // 16384: 86.0
+    {8192, 120, {4, 1, 8, 256, 3, 3}},        // 32768: 91.4 at 96 MB
 };
 
 // The same at 192 and 384 MB.
