@@ -4,7 +4,7 @@
 
 python benchmarks/norm_shapes.py layer_norm --columns 4608 9216 --rows 16384 [--residual]
 
-`kernels/norm/norm_backward_shapes.cc` has tables of what this finds. For each number of columns it
+`kernels/norm/norm_backward_tables.h` has tables of what this finds. For each number of columns it
 times every candidate once, then the fastest and the tables' own in turns, each checked against
 float64, and prints their microseconds, their share of a large copy's rate, and a line for the
 table. The same kernel is up to 1 percent apart between runs: less than that is no gain.
@@ -16,8 +16,8 @@ import itertools
 import statistics
 
 VECTORS_AND_ROWS = {2: [(2, 1), (3, 1), (4, 1), (2, 2)], 4: [(2, 1), (4, 1), (8, 1)]}
-CLUSTERS, STAGES, AHEAD = (1, 2, 4, 8), (2, 3, 4, 6), (0, 3)
-MOST_THREADS, FEWEST_THREADS = 512, 128
+CLUSTERS, STAGES, AHEAD = (1, 2, 4, 8), (2, 3, 4, 5, 6), (0, 3)
+MOST_THREADS, FEWEST_THREADS = 512, 96
 
 
 def team_threads(vectors, each):
@@ -27,7 +27,7 @@ def team_threads(vectors, each):
 
 def candidates(columns, element):
     """Shapes (vectors, rows, cluster, threads, stages, ahead, even, pairs) worth a try: at most
-    two in five of a row's lanes idle, blocks of four warps or more."""
+    two in five of a row's lanes idle, blocks of three warps or more."""
     vectors = -(-columns * element // 16)
     found = []
     for (each, rows), cluster in itertools.product(VECTORS_AND_ROWS[element], CLUSTERS):
@@ -39,7 +39,7 @@ def candidates(columns, element):
             continue
         teams = [1] if cluster > 1 else range(1, MOST_THREADS // team + 1)
         blocks = [
-            team * n for n in teams if team * n >= FEWEST_THREADS and n in (1, 2, 3, 4, 6, 8, 12)
+            team * n for n in teams if team * n >= FEWEST_THREADS and n in (1, 2, 3, 4, 5, 6, 8, 12)
         ]
         for threads, stages, ahead, even in itertools.product(blocks, STAGES, AHEAD, (0, 1)):
             if stages >= rows:
@@ -48,17 +48,19 @@ def candidates(columns, element):
 
 
 def line(columns, element, rows, shape, us):
-    """As the table has it, with the KB that are on their way to a block, up to 64."""
+    """As a table has it, with the KB that are on their way to a block, up to 64; and the MB of x
+    and grad, which tables of fewer or more rows have instead."""
     *numbers, ahead, even, pairs = shape
     each, _, cluster, threads, stages = numbers
     vectors = -(-columns * element // 16)
     part = -(-vectors // cluster)
     teams = max(1, threads // team_threads(part, each)) if cluster == 1 else 1
     least = min(64, stages * teams * part * 16 * 2 // 1024 // 8 * 8)
+    megabytes = rows * vectors * 32 >> 20
     flags = ["true" if even or pairs else "", "true" if pairs else ""]
     numbers += [ahead] if ahead or even or pairs else []
     inner = ", ".join([*map(str, numbers), *filter(None, flags)])
-    return f"{{{vectors}, {least}, {{{inner}}}}},  // {columns}, {rows}: {us:.1f}"
+    return f"{{{vectors}, {least}, {{{inner}}}}},  // {columns}, {rows}: {us:.1f}, {megabytes} MB"
 
 
 class Search:

@@ -266,8 +266,6 @@ Status prepare(const NormBackward& call, const NormDevice& device, NormBackwardA
   *reduce = {};
   reduce->parts = choice->parts();
   reduce->columns = columns;
-  reduce->whole_lines = columns % 32 == 0 && call.workspace != nullptr &&
-                        reinterpret_cast<uintptr_t>(call.workspace->data) % 128 == 0;
   if (call.grad_weight == nullptr && call.grad_bias == nullptr) return Status();
   if (call.workspace == nullptr) {
     return Status::InvalidArgument(std::string(op) + ": gradients of parameters need a workspace");
@@ -278,6 +276,8 @@ Status prepare(const NormBackward& call, const NormDevice& device, NormBackwardA
   TIERCEL_RETURN_IF_ERROR(check_same_device(workspace, x));
   TIERCEL_RETURN_IF_ERROR(check_cuda(workspace));
   TIERCEL_RETURN_IF_ERROR(check_contiguous(workspace));
+  reduce->whole_lines =
+      columns % 32 == 0 && reinterpret_cast<uintptr_t>(call.workspace->data) % 128 == 0;
   for (int i = 0; i < 2; ++i) {
     if (parameters[i] == nullptr) continue;
     args->partial[i] = static_cast<float*>(call.workspace->data) +

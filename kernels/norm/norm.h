@@ -35,8 +35,8 @@ struct NormForward {
 // Gradients of the above, for x the normalised tensor (residual_out where there is one) and grad
 // that of out. grad_residual, where there is one, adds to grad_x, which is x's and residual's
 // gradient. grad_weight and grad_bias [N], each or both null (that of an RMS norm is), have the
-// parameters' dtypes; they need a workspace [2, norm_backward_parts(), N] float32. The order of all
-// sums is fixed.
+// parameters' dtypes; they need a workspace [2, norm_backward_parts(), N] float32, whose contents
+// are undefined afterwards. The order of all sums is fixed.
 struct NormBackward {
   NormKind kind;
   const TensorView* x;

@@ -78,8 +78,8 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   const bool leader = leads && lane == 0;
   const int weight_bytes = args.weight_float32 ? 4 : Format::kBytes;
   // Whether the weight can be read 16 bytes at a time.
-  const bool whole_weights =
-      kWide && args.weight != nullptr && reinterpret_cast<uintptr_t>(args.weight) % 16 == 0;
+  const bool whole_weights = kWide && columns > 0 && args.weight != nullptr &&
+                             reinterpret_cast<uintptr_t>(args.weight) % 16 == 0;
   if (leader) {
     if constexpr (kWide) {
 #pragma unroll 1
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
     }
   };
   // The weight before the rows, which it would wait behind where no grid is before this one.
-  if (leader && team.index == 0 && whole_weights && columns > 0) {
+  if (leader && team.index == 0 && whole_weights) {
     bulk_prefetch(args.weight + first * weight_bytes, columns * weight_bytes);
   }
   fetch_first(true);

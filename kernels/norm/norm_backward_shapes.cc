@@ -61,9 +61,10 @@ constexpr bool is_sound(const ShortLine (&lines)[kLines]) {
     before = line.most;
     for (const auto& one : line.of) {
       if (!is_sound(short_shape(line.most, one.warps, one.stages))) return false;
+      if (one.warps * 32 > norm_backward_short_threads(line.most / 32)) return false;
     }
   }
-  return true;
+  return before == 128;
 }
 static_assert(is_sound(kSlowRms) && is_sound(kSlowLayer) && is_sound(kSlowShort));
 static_assert(is_sound(kSlowFloatRms) && is_sound(kSlowFloatLayer));
@@ -95,10 +96,10 @@ NormBackwardShape find_line(const Line (&lines)[kLines], int64_t vectors) {
   return {};
 }
 
-// At most so many bytes as a line's longest row has on their way to a block.
+// What a line's longest rows have on their way to a block, or `limit` if that is less.
 int least_bytes(const NormBackwardShape& shape, int most, int limit) {
   const int64_t part = ceil_div(most, shape.cluster);
-  const int64_t team = round_up(ceil_div(part, shape.vectors), 32);
+  const int team = threads_for(part, shape.vectors, 32);
   const int64_t teams = shape.cluster > 1 ? 1 : std::max<int64_t>(1, shape.threads / team);
   return static_cast<int>(std::min<int64_t>(shape.stages * teams * part * 32, limit));
 }
@@ -169,7 +170,7 @@ NormBackwardShape tried_shape(const NormProblem& problem, int64_t vectors) {
   const int lanes = of_one_warp ? 32 : shape.cluster * shape.threads;
   if (vectors > int64_t{shape.vectors} * lanes || (of_one_warp && shape.cluster > 1)) return {};
   const bool has_pairs =
-      shape.cluster == 1 &&
+      shape.cluster == 1 && shape.threads < 2 * threads_for(vectors, shape.vectors, 32) &&
       norm_backward_pairs(element, problem.wide, shape.vectors, shape.rows, problem.kind);
   return shape.pairs && !has_pairs ? NormBackwardShape{} : shape;
 }

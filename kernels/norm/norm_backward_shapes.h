@@ -27,8 +27,8 @@ struct NormBackwardShape {
 // go in pairs (`step` 2) an even number.
 int norm_even_blocks(int64_t rows, int blocks, int step = 1);
 
-// Whether norm_backward_short has a kernel: of as few vectors a thread as a row of one warp can do
-// with, one row at once.
+// Whether norm_backward_short has a kernel for it: with as many vectors a thread as a row needs
+// that has one warp.
 bool norm_backward_has_short(const NormProblem& problem, int64_t vectors);
 
 // For rows of so many vectors of 16 bytes; of no vectors where a shape on trial has no kernel.

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gradients of layer_norm for short rows of 16 bits: a warp has a row, of up to 32 * kVectors
-// vectors of 16 bytes. As in norm_backward, one block a multiprocessor goes through tiles of
-// neighbouring rows, each warp has a ring of stages that the copy engine fills ahead, and the
-// parameters' gradients are sums in registers that leave once a block, for norm_reduce to add up.
-// Such rows come near what the SMs can issue: so what the first pass makes of x and grad (distances
-// from a value near the mean, grad as float32, its product with the weight) stays in registers for
-// the second, and addresses are stepped from row to row. About 15 instructions an element and 100 a
-// row. Bytes: x and grad read once, grad_x written once; the floor is those at the speed of a copy.
+// Gradients of layer_norm for short rows of 16 bits: a warp has a row, of more than
+// 32 * (kVectors - 1) and up to 32 * kVectors vectors of 16 bytes. As in norm_backward, one block a
+// multiprocessor goes through tiles of neighbouring rows, each warp has a ring of stages that the
+// copy engine fills ahead, and the parameters' gradients are sums in registers that leave once a
+// block, for norm_reduce to add up. Such rows come near what the SMs can issue: so what the first
+// pass makes of x and grad (distances from a value near the mean, grad as float32, its product with
+// the weight) stays in registers for the second, and addresses are stepped from row to row. About
+// 15 instructions an element and 100 a row. Bytes: x and grad read once, grad_x written once; the
+// floor is those at the speed of a copy.
 #ifndef KERNELS_NORM_NORM_BACKWARD_SHORT_CUH_
 #define KERNELS_NORM_NORM_BACKWARD_SHORT_CUH_
 
@@ -29,7 +30,8 @@ __global__ void __launch_bounds__(norm_backward_short_threads(kVectors), 1)
   using Values = Chunk<Format, true>;
   constexpr int kElements = Values::kElements;
   constexpr int kApart = 32 * 16;  // bytes between a lane's vectors
-  // Whether the products of grad and weight stay in registers, too: of 12 warps.
+  // Whether the products of grad and weight stay in registers, too: of four vectors 12 warps' do
+  // not hold them.
   constexpr bool kHold = kVectors < 4;
   extern __shared__ __align__(128) char shared[];
   __shared__ uint64_t full[kNormMaxWarps * kNormMaxStages];
@@ -169,12 +171,12 @@ __global__ void __launch_bounds__(norm_backward_short_threads(kVectors), 1)
     const float held = lanes_scatter(sums, 32);  // and all lanes have read the stage
 #pragma unroll
     for (int k = 0; k < 4; ++k) sums[k] = __shfl_sync(kFullWarp, held, k);
+    __syncwarp();
     if (i + args.stages < count) {
       from.come_to(i + args.stages);
       elected_load_pair(stage_at, from.at(0), stage_at + pitch, from.at(1), pitch, barrier);
       from.step();
     }
-    __syncwarp();
     stage_at += stage_bytes;
     barrier += 8;
     if (++stage == args.stages) {

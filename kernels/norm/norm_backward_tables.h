@@ -19,7 +19,7 @@ struct Line {
 // share of a large copy's rate. Shapes: vectors, rows, cluster or more, threads, stages or more,
 // ahead, even, pairs. Of no vectors: what has no line does as well.
 constexpr Line kSlowRms[] = {
-    {32, 0, {2, 1, 1, 384, 2, 3}},           // 256, 98304: 95 %
+    {32, 24, {2, 1, 1, 384, 2, 3}},          // 256, 98304: 95 %
     {64, 48, {2, 2, 1, 384, 2, 4}},          // 512, 65536: 69.5
     {72, 64, {4, 1, 1, 256, 4, 3, true}},    // 576, 65536: 78.7
     {80, 48, {2, 2, 1, 384, 4, 3, true}},    // 640, 65536: 87.5
@@ -52,7 +52,7 @@ constexpr Line kSlowRms[] = {
     {12288, 64, {3, 1, 1, 512, 2, 4}},       // 65536, 1024: 140.0
 };
 constexpr Line kSlowLayer[] = {
-    {32, 0, {2, 1, 1, 256, 5}},  // 256, 196608: 95 %
+    {32, 40, {2, 1, 1, 256, 5}},  // 256, 196608: 95 %
     {128, 0, {}},
     {160, 64, {3, 1, 1, 384, 3, 3}},         // 1280, 16384: 44.4
     {192, 64, {3, 1, 1, 256, 4, 3, true}},   // 1536, 16384: 53.0
@@ -114,8 +114,8 @@ constexpr Line kSlowFloatLayer[] = {
 };
 
 // For fewer or more rows than those: x and grad have up to `megabytes`, or more than that. The more
-// there are, the fewer bytes on their way are best: while the first rows come a hundred KB or more,
-// later 30 to 40. Of no vectors: as any number of rows.
+// there are, the fewer bytes on their way are best: 60 KB and more where it counts how soon the
+// first rows are there, later 30 to 40. Of no vectors: as any number of rows.
 struct SizedLine {
   int most;  // as a Line's
   int megabytes;
@@ -156,7 +156,8 @@ constexpr SizedLine kSlowRmsFew[] = {
 };
 constexpr SizedLine kSlowLayerFew[] = {
     {32, 72, {2, 1, 1, 384, 3, 3}},  // 256: 91.7
-    {144, 120, {3, 1, 1, 384, 2}},   // 1152: 88.3
+    {128, 0, {}},
+    {144, 120, {3, 1, 1, 384, 2}},  // 1152: 88.3
     {160, 0, {}},
     {192, 60, {2, 2, 1, 384, 6}},            // 1536: 90.2
     {224, 60, {4, 1, 1, 384, 3}},            // 1792: 87.8
@@ -230,7 +231,8 @@ constexpr SizedLine kSlowRmsMany[] = {
     {384, 168, {2, 2, 1, 192, 4}},  // 3072: 95.1, 96.3
 };
 constexpr SizedLine kSlowLayerMany[] = {
-    {32, 288, {2, 1, 1, 256, 2, 3}},   // 256: -, 94.4
+    {32, 288, {2, 1, 1, 256, 2, 3}},  // 256: -, 94.4
+    {128, 0, {}},
     {144, 168, {3, 1, 1, 384, 2, 3}},  // 1152: 95.1, 94.0
     {160, 168, {3, 1, 1, 256, 2}},     // 1280: 93.5, 95.2
     {192, 168, {2, 2, 1, 384, 2}},     // 1536: 93.9, 96.4
@@ -247,7 +249,6 @@ constexpr SizedLine kSlowFloatRmsMany[] = {
     {320, 168, {4, 1, 1, 192, 2}},  // 1280: 94.3, 95.7
 };
 constexpr SizedLine kSlowFloatLayerMany[] = {
-    {64, 0, {}},
     {128, 288, {8, 1, 1, 128, 3}},  // 512: -, 97.6
     {160, 0, {}},
     {192, 168, {8, 1, 1, 96, 3, 3}},  // 768: 96.1, 96.9
@@ -256,9 +257,7 @@ constexpr SizedLine kSlowFloatLayerMany[] = {
     {320, 168, {4, 1, 1, 192, 2}},  // 1280: 92.3, 94.0
 };
 
-// Of norm_backward_short, which asks for three rows more ahead: warps and stages. The more rows
-// there are, the fewer bytes on their way are best: a hundred KB while the first ones come, 30 to
-// 40 KB later.
+// Of norm_backward_short, which asks for three rows more ahead: warps and stages.
 struct ShortLine {
   int most;  // as a Line's
   struct {

@@ -202,8 +202,8 @@ NormChoice<NormBackwardKernel> choose_norm_backward(const NormProblem& problem) 
         std::max<int64_t>(1, ceil_div(ceil_div(problem.rows, rows_per_team), blocks));
     const int64_t teams = shape.cluster > 1 ? 1 : std::min(most_teams, teams_of_rows);
     choice.block = static_cast<int>(teams) * team_threads;
-    const int64_t weights = short_rows ? int64_t{32} * shape.vectors * elements : choice.slice;
-    const int64_t weight = keeps && !short_rows ? 0 : weights * 4;
+    const int64_t weights = short_rows ? 32 * shape.vectors * elements : keeps ? 0 : choice.slice;
+    const int64_t weight = weights * 4;
     const int64_t room = kNormMaxDynamicSmem - weight - 128;
     const int64_t stage = choice.slice * element * problem.streams *
                           (team_threads / choice.threads_per_row) * teams;  // of all teams

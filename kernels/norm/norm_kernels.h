@@ -102,8 +102,7 @@ constexpr bool norm_backward_keeps(int element, bool wide, int vectors, int rows
          norm_backward_sums(element, vectors, kind) + vectors * (8 * rows + 16 / element) < 96;
 }
 
-// The most threads of a block of norm_backward_short: registers hold a row of three vectors and
-// more.
+// The most threads of a block of norm_backward_short: 384 have 168 registers each.
 constexpr int norm_backward_short_threads(int vectors) {
   return vectors == 2 ? kNormMaxThreads : 384;
 }
@@ -165,7 +164,7 @@ struct NormReduceArgs {
   int columns;
   int part_warps;  // that have the same columns: a power of two, and not less than a lane's columns
   bool float32[2];
-  bool whole_lines;  // 32 columns of `partial` are a line of the L2
+  bool whole_lines;  // each 32 columns of `partial` are a line of the L2, with nothing else in it
 };
 
 struct NormForwardKernel {

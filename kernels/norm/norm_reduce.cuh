@@ -128,11 +128,12 @@ __device__ __forceinline__ void leave_sums_of_pair(float (&sums)[2][kVectors][kE
   }
 }
 
-// What a warp of norm_reduce has read, line by line, a lane each: nobody reads it again, but it
-// would be written to memory, late in the next grid's time.
+// Discards what its warp has read, a lane a line: nobody reads it again, but it would be written to
+// memory, late in the next grid's time.
 template <int kColumns>
 __device__ __forceinline__ void discard_parts(const NormReduceArgs& args) {
   if (!args.whole_lines) return;
+  __syncwarp();  // all of the warp have read
   int thread = threadIdx.x;
   asm volatile("" : "+r"(thread));  // nothing of this is held in registers before
   const int warp = thread / 32, lane = thread % 32;

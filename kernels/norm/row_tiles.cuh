@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which rows a block of norm_backward has, tile by tile, and where a warp goes on reading.
+// Which rows a block of norm_backward has, tile by tile, and where they are.
 #ifndef KERNELS_NORM_ROW_TILES_CUH_
 #define KERNELS_NORM_ROW_TILES_CUH_
 
@@ -55,8 +55,7 @@ template <int kTensors>
 class RowPointers {
  public:
   // At row number 0; `first` and `strides` are arguments of the kernel.
-  template <typename Pointer>
-  __device__ __forceinline__ RowPointers(Pointer* const* first, const int64_t* strides,
+  __device__ __forceinline__ RowPointers(const char* const* first, const int64_t* strides,
                                          const NormBackwardArgs& args, const RowTiles<true>& tiles)
       : args_(args), tiles_(tiles), strides_(strides) {
 #pragma unroll
@@ -68,7 +67,7 @@ class RowPointers {
     }
   }
 
-  // Row number `i`, the one after that of the last step(): the last is as far as its tile is.
+  // Goes to row number `i`, the next one: after the whole tiles it is less far.
   __device__ __forceinline__ void come_to(int i) {
     if (i != args_.whole_tiles) return;
 #pragma unroll

@@ -5,10 +5,8 @@
 
 namespace tiercel {
 
-inline constexpr int kLineBytes = 128;
-
-// The line at `address`, a multiple of its size: what it holds is undefined from here on, so the L2
-// need not write it to memory.
+// The line of 128 bytes at `address`, a multiple of that: what it holds is undefined from here on,
+// so the L2 need not write it to memory.
 __device__ __forceinline__ void discard_line(const void* address) {
   asm volatile("discard.global.L2 [%0], 128;" ::"l"(address) : "memory");
 }

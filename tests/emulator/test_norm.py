@@ -73,7 +73,8 @@ def test_norm_backward(shape, dtype):
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [((9, 17_000), F32), ((9, 16_384), F16), ((803, 1000), F16), ((800, 768), BF16)]
+    [((9, 17_000), F32), ((9, 16_384), F16), ((800, 768), BF16)]
+    + [((803, columns), F16) for columns in (512, 1000)]
     + [(shape, BF16) for shape in ((9, 17_000), (515, 3072), (8192, 128), (21, 9000))],
 )
 def test_norm_backward_on_few_multiprocessors(shape, dtype):
@@ -111,11 +112,45 @@ def test_norm_backward_knows_the_memory(columns, multiprocessors):
     assert got == (h100 if os.environ["TIERCEL_EMULATOR_GPU"] == "H100" else h200)
 
 
-def check_norm_backward(shape, dtype):
+@pytest.mark.parametrize("columns", [320, 520, 768, 1000, 4096])
+def test_norm_backward_of_any_weight(columns):
+    """In float32, none, and one that is not on 16 bytes."""
+    wide = normal(columns, dtype=F32)
+    with options(multiprocessors=2):
+        check_norm_backward((39, columns), BF16, wide)
+        check_norm_backward((39, columns), BF16, None)
+        check_norm_backward((39, columns), BF16, normal(columns + 1, dtype=BF16)[1:])
+        check_norm_backward((39, columns), F16, normal(columns + 1, dtype=F32)[1:])
+
+
+@pytest.mark.parametrize("columns", [96, 100, 768, 4096])
+def test_sums_that_were_read_are_discarded(columns):
+    """Whole lines of them, if the workspace begins at one; after that they read as NaN."""
+    x, grad = normal(40, columns, dtype=BF16), normal(40, columns, dtype=BF16)
+    weight, grad_x = normal(columns, dtype=BF16), torch.empty_like(x)
+    sums = [torch.empty_like(weight) for _ in range(2)]
+    arguments = (x, weight, grad, None, grad_x)
+    due = reference(
+        "layer_norm_backward_no_grad_residual", x, weight, grad, True, True, BF16, 1e-5, None
+    )
+    with options(multiprocessors=2):
+        parts = kernels.layer_norm_backward_plan(*arguments, None, None, None, 1e-5)["parts"]
+        room = torch.zeros(2 * parts * columns + 32 + 4)
+        begin = -room.data_ptr() % 128 // 4
+        for skipped in (0, 4):
+            workspace = room[begin + skipped :][: 2 * parts * columns].view(2, parts, columns)
+            kernels.layer_norm_backward(*arguments, *sums, workspace, 1e-5)
+            discarded = columns % 32 == 0 and skipped == 0
+            assert workspace.isnan().all() if discarded else workspace.isfinite().all()
+            close((grad_x, *sums), due, scale=50.0)
+
+
+def check_norm_backward(shape, dtype, *other_weight):
     x, grad = normal(*shape, dtype=dtype), normal(*shape, dtype=dtype)
-    weight = normal(shape[1], dtype=dtype)
+    weight = other_weight[0] if other_weight else normal(shape[1], dtype=dtype)
+    wanted, parameter = weight is not None, dtype if weight is None else weight.dtype
     for name in ("rms_norm", "layer_norm"):
-        arguments = (x, weight, grad, True, name == "layer_norm", dtype, 1e-5, None)
+        arguments = (x, weight, grad, wanted, name == "layer_norm", parameter, 1e-5, None)
         result = sm90(f"{name}_backward_no_grad_residual")(*arguments)
         exact = reference(f"{name}_backward_no_grad_residual", *arguments)
         assert all(one.isfinite().all() for one in result if one is not None)

@@ -96,7 +96,7 @@ def test_long_rows(op, make, columns, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
-@pytest.mark.parametrize("columns", [64, 1001, 4096])
+@pytest.mark.parametrize("columns", [64, 512, 1000, 1001, 4096])
 def test_float32_parameters(op, make, columns, dtype):
     check(op, make(500, columns, dtype=dtype), make(columns), make(columns))
 
@@ -104,6 +104,8 @@ def test_float32_parameters(op, make, columns, dtype):
 def test_many_rows(op, make):
     for columns in (64, 320, 1024):
         check(op, make(20_011, columns, dtype=torch.bfloat16), make(columns, dtype=torch.bfloat16))
+        off_16_bytes = make(columns + 1, dtype=torch.float16)[1:]
+        check(op, make(20_011, columns, dtype=torch.float16), off_16_bytes)
 
 
 def test_strides(op, make):

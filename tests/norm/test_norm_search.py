@@ -84,6 +84,7 @@ def test_bad_arguments(trial):
         ((4, 1, 2, 256, 2, 0, 0, 0), "rms_norm", "bfloat16", 16392),  # longer than two blocks
         ((4, 1, 1, 512, 2, 0, 1, 1), "rms_norm", "bfloat16", 16384),  # no kernel adds two up
         ((4, 1, 1, 512, 2, 0, 1, 1), "layer_norm", "bfloat16", 16392),  # a row has two blocks
+        ((4, 1, 1, 512, 2, 0, 1, 1), "layer_norm", "bfloat16", 1024),  # a block has many rows
     ],
 )
 def test_what_no_kernel_could_have(trial, shape, op, dtype, columns):
@@ -135,14 +136,14 @@ def test_a_search_times_the_tables_and_the_fastest_again(search):
 
 def test_a_line_for_the_table(search):
     assert search.line(768, 2, 16384, (3, 1, 1, 256, 3, 4, 1, 0), 26.99) == (
-        "{96, 64, {3, 1, 1, 256, 3, 4, true}},  // 768, 16384: 27.0"
+        "{96, 64, {3, 1, 1, 256, 3, 4, true}},  // 768, 16384: 27.0, 48 MB"
     )
     assert search.line(5376, 2, 16384, (3, 1, 1, 224, 2, 0, 0, 0), 184.3) == (
-        "{672, 40, {3, 1, 1, 224, 2}},  // 5376, 16384: 184.3"
+        "{672, 40, {3, 1, 1, 224, 2}},  // 5376, 16384: 184.3, 336 MB"
     )
     assert search.line(4096, 4, 8192, (8, 1, 1, 128, 2, 0, 0, 0), 143.6) == (
-        "{1024, 64, {8, 1, 1, 128, 2}},  // 4096, 8192: 143.6"
+        "{1024, 64, {8, 1, 1, 128, 2}},  // 4096, 8192: 143.6, 256 MB"
     )
     assert search.line(16384, 2, 4096, (4, 1, 1, 512, 2, 0, 1, 1), 108.6) == (
-        "{2048, 64, {4, 1, 1, 512, 2, 0, true, true}},  // 16384, 4096: 108.6"
+        "{2048, 64, {4, 1, 1, 512, 2, 0, true, true}},  // 16384, 4096: 108.6, 256 MB"
     )

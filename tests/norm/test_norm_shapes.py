@@ -298,6 +298,15 @@ def test_all_else_has_an_h200s_shape(op, dtype, rows, columns):
 
 
 @pytest.mark.parametrize("op", OPS)
+def test_very_short_rows_have_enough_bytes_on_their_way(op):
+    for n in range(4, 33):
+        for megabytes in (50, 130, 400):
+            got = backward((megabytes << 20) // (n * 32), n * 8, op=op, device=H100)
+            rows_per_warp = 32 // got["threads_per_row"]
+            assert got["block"] // 32 * rows_per_warp * got["stages"] * n * 32 >= 15 * 1024
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_short_rows_have_enough_bytes_on_their_way(op):
     for dtype, elements, least in (("bfloat16", 8, 40), ("float32", 4, 48)):
         for n in range(65 if (op, dtype) != ("layer_norm", "bfloat16") else 129, 513):
@@ -362,7 +371,8 @@ def test_what_the_kernel_for_short_rows_is_for():
     assert "short" not in backward(16384, 1032, op="layer_norm", device=H100)["kernel"]
     assert "short" not in backward(16384, 256, op="layer_norm", device=H100)["kernel"]
     assert "short" not in backward(16384, 1024, op="rms_norm", device=H100)["kernel"]
-    for change in ({"dtype": "float32"}, {"residual": True}, {"address": ADDRESS + 2}):
+    changes = {"dtype": "float32"}, {"residual": True}, {"address": ADDRESS + 2}
+    for change in (*changes, {"weight_address": ADDRESS + 2}):
         got = backward(16384, 1024, **{"op": "layer_norm", "device": H100, **change})
         assert "short" not in got["kernel"]
 

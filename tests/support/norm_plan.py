@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans of the norms' gradients, of a named device: a machine's own GPU decides nothing."""
 
-from support.dlpack_tensor import ExchangeTensor
+from support.dlpack_tensor import ADDRESS, ExchangeTensor
 
 from tiercel import _C
 
@@ -11,14 +11,22 @@ H100, H200 = (132, 3352), (132, 4916)  # multiprocessors, gigabytes a second
 
 
 def backward(
-    rows, columns, dtype="bfloat16", *, op="rms_norm", residual=False, device=H200, **of_x
+    rows,
+    columns,
+    dtype="bfloat16",
+    *,
+    op="rms_norm",
+    residual=False,
+    device=H200,
+    weight_address=ADDRESS,
+    **of_x,
 ):
     def tensor(**more):
         return ExchangeTensor(rows, columns, dtype=dtype, **more)
 
     return getattr(_C, f"{op}_backward_plan")(
         tensor(**of_x),
-        ExchangeTensor(columns, dtype=dtype),
+        ExchangeTensor(columns, dtype=dtype, address=weight_address),
         tensor(),
         tensor() if residual else None,
         tensor(),

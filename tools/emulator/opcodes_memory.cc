@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// ld, st, cp.async, and what is done to addresses.
+// ld, st, cp.async, discard, and what is done to addresses.
 #include <algorithm>
 
 #include "tools/emulator/lanes.h"
