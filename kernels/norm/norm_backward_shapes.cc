@@ -215,17 +215,14 @@ NormBackwardShape norm_backward_shape(const NormProblem& problem, int64_t vector
   }
   const bool layer = problem.kind == NormKind::kLayer;
   const bool measured = is_measured(problem, vectors);
-  if (vectors <= (narrow_element ? 32 : 64)) {
+  const bool in_tables = measured && is_slow(problem) && narrow_element;
+  if (vectors <= (narrow_element ? 32 : 64) && !in_tables) {
     const bool most = problem.rows >= int64_t{1024} * problem.multiprocessors;
     const bool heads = narrow_element && !layer && vectors > 8 && vectors <= 16;
-    const bool slow = measured && is_slow(problem);
     if (most && heads && norm_even_blocks(problem.rows, problem.multiprocessors) > 0) {
-      if (!slow) return {2, 1, 1, kNormMaxThreads, 3, 3, true};
-      if (megabytes_of(problem, vectors) <= 168) return {2, 1, 1, 384, 2, 5, true};  // 96 percent
+      return {2, 1, 1, kNormMaxThreads, 3, 3, true};
     }
-    if (!slow || !narrow_element) {
-      return {2, 1, 1, layer && narrow_element ? kNormMaxThreads : 384, 3};
-    }
+    return {2, 1, 1, layer && narrow_element ? kNormMaxThreads : 384, 3};
   }
   if (measured) {
     const NormBackwardShape shape = measured_shape(problem, vectors);
