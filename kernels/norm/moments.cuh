@@ -9,6 +9,20 @@
 
 namespace tiercel {
 
+// How many elements somebody has, and the inverse, of none 1: known before the elements are.
+struct Count {
+  float number, inverse;
+
+  __device__ __forceinline__ explicit Count(int count) {
+    number = static_cast<float>(count);
+    inverse = __fdividef(1.0f, fmaxf(number, 1.0f));
+  }
+  // A warp's, of each thread's.
+  static __device__ __forceinline__ Count of_warp(int count) {
+    return Count(__reduce_add_sync(kFullWarp, count));
+  }
+};
+
 // A warp's: the sum of its elements' distances from `about`, which is near their mean, and the
 // squares of those. Of `count` elements, inverse_count = 1 / count:
 struct Moments {
@@ -20,11 +34,9 @@ struct Moments {
   __device__ __forceinline__ float about_mean(float inverse_count) const {
     return fmaf(-sum * inverse_count, sum, square);
   }
-  // What BlockTeam::join() wants; `count` is this thread's.
-  __device__ __forceinline__ float4 entry(int count) const {
-    const float all = static_cast<float>(__reduce_add_sync(kFullWarp, count));
-    const float inverse = __fdividef(1.0f, fmaxf(all, 1.0f));
-    return make_float4(0.0f, about_mean(inverse), mean(inverse), all);
+  // What a team's join() wants.
+  __device__ __forceinline__ float4 entry(Count of_warp) const {
+    return make_float4(about_mean(of_warp.inverse), mean(of_warp.inverse), of_warp.number, 0.0f);
   }
 };
 
@@ -45,12 +57,12 @@ class Distances {
     }
   }
 
-  // The warp's, of which this thread has added `count`.
-  __device__ __forceinline__ Moments of_warp(int count) const {
-    const float n = static_cast<float>(count);
+  // The warp's, of which this thread has added its own.
+  __device__ __forceinline__ Moments of_warp(Count own) const {
+    const float n = own.number;
     const float sum = kWays > 1 ? sums_[0] + sums_[kWays - 1] : sums_[0];
     const float squares = kWays > 1 ? squares_[0] + squares_[kWays - 1] : squares_[0];
-    const float apart = __fdividef(sum, fmaxf(n, 1.0f));
+    const float apart = sum * own.inverse;
     const float mean = first_ + apart;
     // About what is nearly the mean, and right for that.
     const float square = fmaf(apart, fmaf(n, apart, -2.0f * sum), squares);

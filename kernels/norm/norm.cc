@@ -180,17 +180,7 @@ Status prepare(const NormForward& call, int multiprocessors, NormForwardArgs* ar
   args->columns = columns;
   args->slice = choice->slice;
   args->cluster_log2 = log2_of(choice->cluster);
-  // Threads of a multiprocessor whose rows are asked for ahead: what was fastest, of more rows than
-  // are read at once fewer.
-  const NormShape shape = choice->kernel->shape;
-  const bool plain_layer = shape == NormShape::kPlain && call.kind == NormKind::kLayer &&
-                           choice->kernel->lanes == 0 && choice->kernel->vectors == 4;
-  int at_once = shape == NormShape::kPlain || shape == NormShape::kShort ? 1024 : 2048;
-  if (int64_t{choice->grid} * choice->block > int64_t{2048} * multiprocessors) {
-    at_once = call.residual ? 512 : 768;
-  }
-  if (plain_layer) at_once = 512;
-  args->ahead = multiprocessors * std::max(1, at_once / std::max(1, choice->block));
+  args->ahead = multiprocessors * choice->ahead;
   args->inverse_columns = 1.0f / static_cast<float>(columns);
   args->eps = call.eps;
   args->layer_norm = call.kind == NormKind::kLayer;

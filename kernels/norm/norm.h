@@ -60,7 +60,8 @@ struct NormPlan {
   unsigned block;
   unsigned dynamic_smem;
   int stages;  // backward: rows that are under way, a team
-  int ahead;   // backward: rows that a team asks for beyond those, before it may read them
+  int ahead;   // forward: blocks a multiprocessor that ask for rows before they may read them;
+               // backward: rows that a team asks for beyond its stages
   int parts;   // backward: partial sums of a weight
 };
 

@@ -18,17 +18,22 @@ const Kernel* find(const Kernel* kernels, int count, Fits fits) {
   return found == kernels + count ? nullptr : found;
 }
 
-// Of norm_short and norm_long there are kernels for just what most calls are.
-NormKinds kinds_of(const NormProblem& problem) {
-  if (problem.streams == 2 || !problem.wide || !problem.plain) return NormKinds::kBoth;
-  return problem.kind == NormKind::kLayer ? NormKinds::kLayer : NormKinds::kRms;
+// Of norm_short, norm_plain and norm_long there are kernels for just what most calls are.
+NormKinds kinds_of(const NormProblem& problem, NormShape shape) {
+  const bool layer = problem.kind == NormKind::kLayer;
+  if (shape == NormShape::kBlock || !problem.wide || !problem.plain) return NormKinds::kBoth;
+  if (problem.streams == 2) {
+    const bool has = shape == NormShape::kPlain && !layer && dtype_bytes(problem.dtype) == 2;
+    return has ? NormKinds::kRms : NormKinds::kBoth;
+  }
+  return layer ? NormKinds::kLayer : NormKinds::kRms;
 }
 
 const NormForwardKernel* forward_kernel(const NormProblem& problem, NormShape shape, int lanes,
                                         int vectors) {
   int count = 0;
   const NormForwardKernel* kernels = norm_forward_kernels(&count);
-  const NormKinds kinds = shape == NormShape::kBlock ? NormKinds::kBoth : kinds_of(problem);
+  const NormKinds kinds = kinds_of(problem, shape);
   return find(kernels, count, [&](const NormForwardKernel& kernel) {
     return kernel.dtype == problem.dtype && kernel.wide == problem.wide &&
            kernel.residual == (problem.streams == 2) && kernel.kinds == kinds &&
@@ -59,32 +64,55 @@ NormChoice<NormForwardKernel> choose_short(const NormProblem& problem, int64_t v
 // What norm_long has kernels for. Float32 rows fit into registers, but a long layer norm's leave no
 // room there for weight and bias.
 bool is_long(const NormProblem& problem, int64_t vectors) {
-  if (kinds_of(problem) == NormKinds::kBoth) return false;
+  if (kinds_of(problem, NormShape::kLong) == NormKinds::kBoth) return false;
   if (dtype_bytes(problem.dtype) == 2) return vectors > kNormLongVectors;
   return problem.kind == NormKind::kLayer && vectors > 2 * kNormLongVectors &&
          vectors <= kNormMaxCluster * kNormLongVectors;
 }
 
-// What norm_plain has kernels for, but rows that norm_short or norm_long takes (measured on an
-// H200): of four bytes only rows of a warp. `small` as in choose_norm_forward().
+// What norm_plain has kernels for, but rows that norm_short or norm_long takes: of four bytes only
+// many rows of a warp. `small` as in choose_norm_forward().
 bool is_plain(const NormProblem& problem, int64_t vectors, bool small) {
-  if (kinds_of(problem) == NormKinds::kBoth) return false;
-  if (!small && vectors > 64 && vectors <= 128) return true;
-  if (dtype_bytes(problem.dtype) == 4 || vectors <= (small ? 32 : 128)) return false;
-  return vectors <= kNormLongVectors;
+  if (kinds_of(problem, NormShape::kPlain) == NormKinds::kBoth) return false;
+  if (dtype_bytes(problem.dtype) == 4) return !small && vectors > 32 && vectors <= 128;
+  return vectors > (problem.streams == 2 ? 64 : 32) && vectors <= kNormLongVectors;
 }
 
-// A row has a warp or a block.
-NormChoice<NormForwardKernel> choose_plain(const NormProblem& problem, int64_t vectors,
-                                           bool small) {
+struct PlainShape {
+  bool warp;    // a row has a warp, without a barrier; else a block
+  int vectors;  // a thread
+  int ahead;    // threads of a multiprocessor whose rows are asked for ahead
+};
+
+// Measured on an H100, rows of 384 to 8192 columns. What decides is how many vectors a
+// multiprocessor has: of few, each has a thread of its own; of many, rows ahead wait for bytes.
+PlainShape plain_shape(const NormProblem& problem, int64_t vectors) {
+  const int64_t share = problem.rows * vectors / std::max(1, problem.multiprocessors);
+  const bool layer = problem.kind == NormKind::kLayer, residual = problem.streams == 2;
+  const bool warp = vectors <= 128 && problem.rows > problem.multiprocessors;
+  const PlainShape warps{true, vectors <= 64 ? 2 : 4, 1024};
+  if (dtype_bytes(problem.dtype) == 4 || (warp && vectors <= 64)) return warps;
+  if (share > (layer ? 2048 : 3072)) return {warp, 4, 512};
+  if (residual) {
+    if (share > 1536 || (share > 768 && vectors <= 128)) return {false, 2, 512};
+    if (share > 768) return {false, 4, 2048};
+    return warp ? warps : PlainShape{false, 2, 2048};
+  }
+  if (layer && warp && share <= 1024) return warps;
+  if (share > (layer ? 1536 : 2048)) return {false, 2, 512};
+  const int64_t ones = !layer || share > 1024 ? 512 : 128;  // vectors that have a thread each
+  return {false, vectors <= ones ? 1 : 2, 2048};
+}
+
+NormChoice<NormForwardKernel> choose_plain(const NormProblem& problem, int64_t vectors) {
   NormChoice<NormForwardKernel> choice;
-  const bool warp = !small && vectors <= 128;
-  const int per_thread = small ? 2 : 4;
-  choice.threads_per_row = threads_for(vectors, per_thread, 32);
-  choice.block = warp ? kNormPlainWarpThreads : choice.threads_per_row;
+  const PlainShape shape = plain_shape(problem, vectors);
+  choice.threads_per_row = shape.warp ? 32 : threads_for(vectors, shape.vectors, 32);
+  choice.block = shape.warp ? kNormPlainWarpThreads : choice.threads_per_row;
   choice.slice = problem.columns;
   choice.grid = static_cast<int>(ceil_div(problem.rows, choice.block / choice.threads_per_row));
-  choice.kernel = forward_kernel(problem, NormShape::kPlain, warp ? 32 : 0, per_thread);
+  choice.ahead = shape.ahead / choice.block;
+  choice.kernel = forward_kernel(problem, NormShape::kPlain, shape.warp ? 32 : 0, shape.vectors);
   return choice;
 }
 
@@ -102,26 +130,13 @@ NormChoice<NormForwardKernel> choose_long(const NormProblem& problem, int64_t ve
   return choice;
 }
 
-const NormBackwardKernel* backward_kernel(const NormProblem& problem,
-                                          const NormBackwardShape& shape, bool is_short) {
-  int count = 0;
-  const NormBackwardKernel* kernels = norm_backward_kernels(&count);
-  return find(kernels, count, [&](const NormBackwardKernel& kernel) {
-    return kernel.dtype == problem.dtype && kernel.wide == problem.wide &&
-           kernel.kind == problem.kind && kernel.vectors == shape.vectors &&
-           kernel.rows == shape.rows && kernel.is_short == is_short;
-  });
-}
-
-}  // namespace
-
-NormChoice<NormForwardKernel> choose_norm_forward(const NormProblem& problem) {
+NormChoice<NormForwardKernel> choose_forward(const NormProblem& problem) {
   NormChoice<NormForwardKernel> choice;
   const int elements = problem.wide ? static_cast<int>(16 / dtype_bytes(problem.dtype)) : 1;
   const int64_t vectors = ceil_div(problem.columns, elements);
   // Few enough that each vector can have a thread of its own: latency counts, not bytes.
   const bool small = problem.rows * vectors <= problem.multiprocessors * int64_t{1536};
-  if (is_plain(problem, vectors, small)) return choose_plain(problem, vectors, small);
+  if (is_plain(problem, vectors, small)) return choose_plain(problem, vectors);
   if (!(vectors > 128 || (problem.wide && small && vectors > 32))) {
     return choose_short(problem, vectors);
   }
@@ -161,6 +176,31 @@ NormChoice<NormForwardKernel> choose_norm_forward(const NormProblem& problem) {
       choice.block == 256) {
     choice.dynamic_smem = 44 * 1024;
   }
+  return choice;
+}
+
+const NormBackwardKernel* backward_kernel(const NormProblem& problem,
+                                          const NormBackwardShape& shape, bool is_short) {
+  int count = 0;
+  const NormBackwardKernel* kernels = norm_backward_kernels(&count);
+  return find(kernels, count, [&](const NormBackwardKernel& kernel) {
+    return kernel.dtype == problem.dtype && kernel.wide == problem.wide &&
+           kernel.kind == problem.kind && kernel.vectors == shape.vectors &&
+           kernel.rows == shape.rows && kernel.is_short == is_short;
+  });
+}
+
+}  // namespace
+
+NormChoice<NormForwardKernel> choose_norm_forward(const NormProblem& problem) {
+  NormChoice<NormForwardKernel> choice = choose_forward(problem);
+  if (choice.kernel == nullptr || choice.kernel->shape == NormShape::kPlain) return choice;
+  // Of more rows than are read at once, fewer are best asked for ahead.
+  int threads = choice.kernel->shape == NormShape::kShort ? 1024 : 2048;
+  if (int64_t{choice.grid} * choice.block > int64_t{2048} * problem.multiprocessors) {
+    threads = problem.streams == 2 ? 512 : 768;
+  }
+  choice.ahead = std::max(1, threads / choice.block);
   return choice;
 }
 

@@ -33,7 +33,8 @@ struct NormChoice {
   int grid = 0;
   int dynamic_smem = 0;
   int stages = 0;         // backward
-  int ahead = 0;          // backward: rows that a team asks for beyond its stages'
+  int ahead = 0;          // forward: blocks a multiprocessor that ask for their rows before they
+                          // may read; backward: rows that a team asks for beyond its stages'
   int weight_offset = 0;  // backward
   bool paired = false;    // backward: a cluster's two blocks have rows of their own
 

@@ -43,20 +43,23 @@ namespace {
           reinterpret_cast<const void*>(norm_forward<dtype, wide, vectors, residual>))}
 #define TIERCEL_BLOCKS(dtype, wide, vectors) \
   TIERCEL_BLOCK(dtype, wide, vectors, false), TIERCEL_BLOCK(dtype, wide, vectors, true)
-#define TIERCEL_PLAIN(dtype, lanes, vectors, kinds, layer)                              \
-  {DType::k##dtype,                                                                     \
-   true,                                                                                \
-   false,                                                                               \
-   NormKinds::k##kinds,                                                                 \
-   NormShape::kPlain,                                                                   \
-   lanes,                                                                               \
-   vectors,                                                                             \
-   1,                                                                                   \
-   Kernel("norm_plain<" #dtype ", lanes=" #lanes ", vectors=" #vectors ", " #kinds ">", \
-          reinterpret_cast<const void*>(norm_plain<dtype, vectors, layer, lanes == 32>))}
+#define TIERCEL_PLAIN(dtype, lanes, vectors, residual, kinds)                                   \
+  {DType::k##dtype,                                                                             \
+   true,                                                                                        \
+   residual,                                                                                    \
+   NormKinds::k##kinds,                                                                         \
+   NormShape::kPlain,                                                                           \
+   lanes,                                                                                       \
+   vectors,                                                                                     \
+   1,                                                                                           \
+   Kernel("norm_plain<" #dtype ", lanes=" #lanes ", vectors=" #vectors ", residual=" #residual  \
+          ", " #kinds ">",                                                                      \
+          reinterpret_cast<const void*>(                                                        \
+              norm_plain<dtype, vectors, NormKinds::k##kinds == NormKinds::kLayer, lanes == 32, \
+                         residual>))}
 #define TIERCEL_PLAINS(dtype, lanes, vectors)       \
-  TIERCEL_PLAIN(dtype, lanes, vectors, Rms, false), \
-      TIERCEL_PLAIN(dtype, lanes, vectors, Layer, true)
+  TIERCEL_PLAIN(dtype, lanes, vectors, false, Rms), \
+      TIERCEL_PLAIN(dtype, lanes, vectors, false, Layer)
 #define TIERCEL_LONG(dtype, vectors, kinds, layer)                   \
   {DType::k##dtype,                                                  \
    true,                                                             \
@@ -69,20 +72,23 @@ namespace {
    Kernel("norm_long<" #dtype ", vectors=" #vectors ", " #kinds ">", \
           reinterpret_cast<const void*>(norm_long<dtype, vectors, layer>))}
 // Of 16 bits, what most calls are.
-#define TIERCEL_MOST(dtype)                                                                     \
-  TIERCEL_PLAINS(dtype, 0, 2), TIERCEL_PLAINS(dtype, 0, 4), TIERCEL_LONG(dtype, 4, Rms, false), \
-      TIERCEL_LONG(dtype, 4, Layer, true), TIERCEL_LONG(dtype, 8, Rms, false),                  \
+#define TIERCEL_MOST(dtype)                                                              \
+  TIERCEL_PLAINS(dtype, 0, 1), TIERCEL_PLAINS(dtype, 0, 2), TIERCEL_PLAINS(dtype, 0, 4), \
+      TIERCEL_PLAIN(dtype, 0, 2, true, Rms), TIERCEL_PLAIN(dtype, 0, 4, true, Rms),      \
+      TIERCEL_PLAIN(dtype, 32, 4, true, Rms), TIERCEL_LONG(dtype, 4, Rms, false),        \
+      TIERCEL_LONG(dtype, 4, Layer, true), TIERCEL_LONG(dtype, 8, Rms, false),           \
       TIERCEL_LONG(dtype, 8, Layer, true)
 #define TIERCEL_ALL(dtype)                                                                  \
   TIERCEL_SHORT(dtype, true, 8, 1, 1, false, Rms),                                          \
       TIERCEL_SHORT(dtype, true, 8, 1, 2, false, Layer), TIERCEL_ANY(dtype, true, 8, 1, 2), \
       TIERCEL_LANES(dtype, 16, 1, 2), TIERCEL_LANES(dtype, 32, 1, 2),                       \
-      TIERCEL_LANES(dtype, 32, 2, 1), TIERCEL_PLAINS(dtype, 32, 4),                         \
-      TIERCEL_ANY(dtype, true, 32, 4, 1), TIERCEL_ANY(dtype, false, 8, 4, 1),               \
-      TIERCEL_ANY(dtype, false, 32, 4, 1), TIERCEL_BLOCK(dtype, true, 1, true),             \
-      TIERCEL_BLOCKS(dtype, true, 2), TIERCEL_BLOCKS(dtype, true, 4),                       \
-      TIERCEL_BLOCKS(dtype, true, 8), TIERCEL_BLOCKS(dtype, false, 4),                      \
-      TIERCEL_BLOCK(dtype, false, 32, false), TIERCEL_BLOCK(dtype, false, 16, true)
+      TIERCEL_ANY(dtype, true, 32, 2, 1), TIERCEL_PLAINS(dtype, 32, 2),                     \
+      TIERCEL_PLAINS(dtype, 32, 4), TIERCEL_ANY(dtype, true, 32, 4, 1),                     \
+      TIERCEL_ANY(dtype, false, 8, 4, 1), TIERCEL_ANY(dtype, false, 32, 4, 1),              \
+      TIERCEL_BLOCK(dtype, true, 1, true), TIERCEL_BLOCKS(dtype, true, 2),                  \
+      TIERCEL_BLOCKS(dtype, true, 4), TIERCEL_BLOCKS(dtype, true, 8),                       \
+      TIERCEL_BLOCKS(dtype, false, 4), TIERCEL_BLOCK(dtype, false, 32, false),              \
+      TIERCEL_BLOCK(dtype, false, 16, true)
 
 const NormForwardKernel kForward[] = {TIERCEL_ALL(BFloat16),
                                       TIERCEL_MOST(BFloat16),

@@ -157,7 +157,8 @@ __global__ void __launch_bounds__(norm_forward_threads(Format::kBytes, kWide, kV
       distances.add(x);
     }
     const float2 joined =
-        team.join(scratch, distances.of_warp(count).entry(count), args.inverse_columns);
+        team.join(scratch, distances.of_warp(Count(count)).entry(Count::of_warp(count)),
+                  args.inverse_columns);
     mean = joined.x;
     square = joined.y;
   }

@@ -52,6 +52,15 @@ __global__ void __launch_bounds__(kNormLongThreads, norm_long_blocks(kVectors, k
     value.unpack(f);
   };
 
+  // All addresses before the wait: after it, nothing comes before the loads.
+  const int mine = first * Format::kBytes + static_cast<int>(threadIdx.x) * 16;
+  const char* from = args.x + int64_t{row} * args.x_stride + mine;
+  const char* weight = args.weight == nullptr ? nullptr : args.weight + mine;
+  const char* bias = args.bias == nullptr ? nullptr : args.bias + mine;
+  char* const out = args.out + int64_t{row} * args.out_stride + mine;
+  made_by_here(from, weight, bias);
+  constexpr int kStep = kNormLongThreads * 16;
+
   const BlockTeam team(rank, 1 << args.cluster_log2);
   team.start(scratch);
   if (threadIdx.x == 0 && static_cast<int>(blockIdx.x) < args.ahead) bulk_prefetch(x, bytes);
@@ -60,14 +69,13 @@ __global__ void __launch_bounds__(kNormLongThreads, norm_long_blocks(kVectors, k
 
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    if (valid(v)) async_copy_16(shared_address(&held[slot(v)]), x + slot(v) * 16, true);
+    if (valid(v)) async_copy_16(shared_address(&held[slot(v)]), from + v * kStep, true);
     async_copy_commit();
   }
-  const auto column = [&](int v) { return first + slot(v) * kElements; };
   Values weights[kVectors], biases[kVectors];
-  each([&](int v) { read_packed<Format>(weights[v], args.weight, column(v), 1.0f); });
+  each([&](int v) { read_packed<Format>(weights[v], weight, v * kStep, 1.0f); });
   if constexpr (kLayerNorm) {
-    each([&](int v) { read_packed<Format>(biases[v], args.bias, column(v), 0.0f); });
+    each([&](int v) { read_packed<Format>(biases[v], bias, v * kStep, 0.0f); });
   }
 
   float square = 0.0f, mean = 0.0f;
@@ -82,28 +90,28 @@ __global__ void __launch_bounds__(kNormLongThreads, norm_long_blocks(kVectors, k
     square = team.sum(scratch, lanes_reduce<32>(square, Sum()));
   } else {
     Distances<1> distances;
-    int count = 0;
     as_they_arrive<kVectors>([&](int v) {
       if (!valid(v)) return;
       float f[kElements];
       unpack(v, f);
       if (v == 0) distances.measure_from(f[0]);
       distances.add(f);
-      count += kElements;
     });
+    int elements = 0;
+    each([&](int) { elements += kElements; });
     const float2 joined =
-        team.join(scratch, distances.of_warp(count).entry(count), args.inverse_columns);
+        team.join(scratch, distances.of_warp(Count(elements)).entry(Count::of_warp(elements)),
+                  args.inverse_columns);
     mean = joined.x;
     square = joined.y;
   }
   const float rstd = reciprocal_root(fmaf(square, args.inverse_columns, args.eps));
 
-  char* const out = args.out + int64_t{row} * args.out_stride + first * Format::kBytes;
   const Normaliser<Format, kLayerNorm> normalised(mean, rstd);
   each([&](int v) {
     Values value;
     value.load_any(reinterpret_cast<const char*>(&held[slot(v)]));
-    normalised(value, weights[v], biases[v]).store(out + slot(v) * 16);
+    normalised(value, weights[v], biases[v]).store(out + v * kStep);
   });
 }
 

@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// rms_norm and layer_norm as most calls are: rows on 16 bytes, parameters of x's type, nothing
-// added before. As norm_forward, or with a row a warp, in fewer instructions: at the memory's speed
-// a multiprocessor has time for about 30 of them an element of 16 bits.
+// rms_norm, with a residual or without, and layer_norm without one, as most calls are: rows on 16
+// bytes, parameters of x's type. As norm_forward, or with a row a warp, in fewer instructions: at
+// the memory's speed a multiprocessor has time for about 30 of them an element of 16 bits. Of few
+// bytes the latency counts, from the end of the grid before to the last store; so all that needs
+// no data is done before that end. Bytes as in norm_forward.
 #ifndef KERNELS_NORM_NORM_PLAIN_CUH_
 #define KERNELS_NORM_NORM_PLAIN_CUH_
 
+#include "kernels/norm/lone_block.cuh"
 #include "kernels/norm/moments.cuh"
 #include "kernels/norm/parameters.cuh"
 #include "kernels/norm/teams.cuh"
@@ -13,7 +16,7 @@
 namespace tiercel {
 
 // kWarp: a warp has a row, else a block.
-template <typename Format, int kVectors, bool kLayer, bool kWarp>
+template <typename Format, int kVectors, bool kLayer, bool kWarp, bool kResidual>
 __global__ void __launch_bounds__(norm_plain_threads(kVectors, kWarp),
                                   norm_plain_blocks(kVectors, kWarp))
     norm_plain(const __grid_constant__ NormForwardArgs args) {
@@ -22,75 +25,100 @@ __global__ void __launch_bounds__(norm_plain_threads(kVectors, kWarp),
   const int places = kWarp ? 32 : blockDim.x, place = kWarp ? threadIdx.x % 32 : threadIdx.x;
   const int row = kWarp ? blockIdx.x * (kNormPlainWarpThreads / 32) + threadIdx.x / 32 : blockIdx.x;
   if (kWarp && row >= args.rows) return;
-  const auto column = [&](int v) { return (v * places + place) * kElements; };
+
+  // All addresses before the wait: after it, nothing comes before the loads.
+  const int first = place * 16, step = places * 16;
+  const char* x = args.x + row * args.x_stride + first;
+  const char* residual = args.residual + row * args.residual_stride + first;
+  const char* weight = args.weight == nullptr ? nullptr : args.weight + first;
+  const char* bias = args.bias == nullptr ? nullptr : args.bias + first;
+  char* out = args.out + row * args.out_stride + first;
+  char* residual_out = args.residual_out + row * args.out_stride + first;
+  int bytes = args.columns * Format::kBytes - first;  // from this thread's first vector on
+  made_by_here(x, weight, out, bytes);
+  if constexpr (kLayer) made_by_here(bias);
+  if constexpr (kResidual) made_by_here(residual, residual_out);
+  __builtin_assume(__isGlobal(out));
+  if constexpr (kResidual) __builtin_assume(__isGlobal(residual_out));
   const auto each = [&](auto visit) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      if (column(v) < args.columns) visit(v);
+      if (v * step < bytes) visit(v);
     }
   };
 
-  const char* const x = args.x + int64_t{row} * args.x_stride;
   if (static_cast<int>(blockIdx.x) < args.ahead) {
     each([&](int v) {
-      prefetch_l2(x + column(v) * Format::kBytes);
-      if (row < kNormParametersAhead) prefetch_parameters<Format>(args, column(v));
+      prefetch_l2(x + v * step);
+      if constexpr (kResidual) prefetch_l2(residual + v * step);
     });
+    if (row < kNormParametersAhead) {
+      if (weight != nullptr) each([&](int v) { prefetch_l2(weight + v * step); });
+      if (kLayer && bias != nullptr) each([&](int v) { prefetch_l2(bias + v * step); });
+    }
   }
+  using Block = LoneBlock<kWarp ? 1 : norm_plain_threads(kVectors, kWarp) / 32>;
+  __shared__ typename Block::Scratch scratch;
+  const Block block(scratch);
+  int elements = 0;  // this thread's
+  each([&](int) { elements += kElements; });
+  Count own(elements), of_warp = kLayer && !kWarp ? Count::of_warp(elements) : own;
+  if constexpr (kLayer && (kWarp || kVectors < 4)) made_by_here(own.number, own.inverse);
+  if constexpr (kLayer && kVectors < 4) made_by_here(of_warp.number, of_warp.inverse);
   grid_dependency_wait();
   grid_dependency_launch();
 
-  Values values[kVectors], weights[kVectors], biases[kVectors];
-  each([&](int v) { values[v].load(x + column(v) * Format::kBytes); });
-  const auto read = [&](Values(&to)[kVectors], const char* from, float absent) {
-    if (from == nullptr) {
-#pragma unroll
-      for (Values& vector : to) vector.fill(absent);
-    } else {
-      each([&](int v) { to[v].load(from + column(v) * Format::kBytes); });
-    }
+  const auto read = [&](Values(&to)[kVectors], const char* from) {
+    each([&](int v) { to[v].load(from + v * step); });
   };
-  read(weights, args.weight, 1.0f);
-  if constexpr (kLayer) read(biases, args.bias, 0.0f);
-  __shared__ BlockScratch scratch;
-  const BlockTeam team(0, 1);
-
+  const auto read_or_fill = [&](Values(&to)[kVectors], const char* from, float absent) {
+    if (from != nullptr) return read(to, from);
+#pragma unroll
+    for (Values& vector : to) vector.fill(absent);
+  };
+  Values values[kVectors], others[kVectors], weights[kVectors], biases[kVectors];
+  read(values, x);
+  if constexpr (kResidual) read(others, residual);
+  read_or_fill(weights, weight, 1.0f);
+  if constexpr (kLayer) read_or_fill(biases, bias, 0.0f);
+  if constexpr (kResidual) {
+    each([&](int v) {
+      values[v].add(others[v]);
+      values[v].store(residual_out + v * step);
+    });
+  }
   float mean = 0.0f, square = 0.0f;
   if constexpr (kLayer) {
     Distances<> distances;
-    int count = 0;
     each([&](int v) {
       float f[kElements];
       values[v].unpack(f);
       if (v == 0) distances.measure_from(f[0]);
       distances.add(f);
-      count += kElements;
     });
-    const Moments moments = distances.of_warp(count);
+    const Moments moments = distances.of_warp(own);
     if constexpr (kWarp) {
       mean = moments.mean(args.inverse_columns);
       square = moments.about_mean(args.inverse_columns);
     } else {
-      const float2 joined = team.join(scratch, moments.entry(count), args.inverse_columns);
+      const float2 joined = block.join(moments.entry(of_warp), args.inverse_columns);
       mean = joined.x, square = joined.y;
     }
   } else {
+    float squares[2] = {};
     each([&](int v) {
       float f[kElements];
       values[v].unpack(f);
 #pragma unroll
-      for (int i = 0; i < kElements; ++i) square += f[i] * f[i];
+      for (int i = 0; i < kElements; ++i) squares[i % 2] = fmaf(f[i], f[i], squares[i % 2]);
     });
-    square = lanes_reduce<32>(square, Sum());
-    if constexpr (!kWarp) square = team.sum(scratch, square);
+    square = lanes_reduce<32>(squares[0] + squares[1], Sum());
+    if constexpr (!kWarp) square = block.sum(square);
   }
   const float rstd = reciprocal_root(fmaf(square, args.inverse_columns, args.eps));
 
   const Normaliser<Format, kLayer> normalised(mean, rstd);
-  char* const out = args.out + int64_t{row} * args.out_stride;
-  each([&](int v) {
-    normalised(values[v], weights[v], biases[v]).store(out + column(v) * Format::kBytes);
-  });
+  each([&](int v) { normalised(values[v], weights[v], biases[v]).store(out + v * step); });
 }
 
 }  // namespace tiercel

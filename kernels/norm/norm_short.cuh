@@ -29,8 +29,25 @@ __global__ void __launch_bounds__(norm_short_threads(kVectors, kRows),
   const auto column = [&](int v) { return (v * kLanes + place) * kElements; };
   const auto inside = [&](int v) { return column(v) < args.columns; };
   const auto real = [&](int r) { return row + r * kGroups < args.rows; };
-  const char* const x = args.x + int64_t{row} * args.x_stride;
-  const char* const residual = args.residual + int64_t{row} * args.residual_stride;
+  // All addresses before the wait: after it, nothing comes before the loads.
+  const auto rows_of = [&](auto*(&rows)[kRows], auto* first, int64_t stride, int64_t inner) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      rows[r] = first + (row + r * kGroups) * stride + column(0) * inner;
+      made_by_here(rows[r]);
+      __builtin_assume(__isGlobal(rows[r]));
+    }
+  };
+  const int64_t x_inner = kWide ? Format::kBytes : args.x_inner;
+  const int64_t residual_inner = kWide ? Format::kBytes : args.residual_inner;
+  const char *x[kRows], *residual[kRows];
+  char *out[kRows], *residual_out[kRows];
+  rows_of(x, args.x, args.x_stride, x_inner);
+  rows_of(out, args.out, args.out_stride, Format::kBytes);
+  if constexpr (kResidual) {
+    rows_of(residual, args.residual, args.residual_stride, residual_inner);
+    rows_of(residual_out, args.residual_out, args.out_stride, Format::kBytes);
+  }
   const auto each = [&](auto visit) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -38,15 +55,15 @@ __global__ void __launch_bounds__(norm_short_threads(kVectors, kRows),
       for (int v = 0; v < kVectors; ++v) visit(r, v, inside(v) && real(r));
     }
   };
-  const auto at = [&](const char* rows, int64_t stride, int64_t inner, int r, int v) {
-    return rows + r * kGroups * stride + column(v) * (kWide ? int64_t{Format::kBytes} : inner);
+  const auto at = [&](auto* first, int64_t inner, int v) {
+    return first + v * (kLanes * kElements) * inner;
   };
 
   if (kWide && static_cast<int>(blockIdx.x) < args.ahead) {
     each([&](int r, int v, bool valid) {
       if (!valid) return;
-      prefetch_l2(at(x, args.x_stride, 0, r, v));
-      if constexpr (kResidual) prefetch_l2(at(residual, args.residual_stride, 0, r, v));
+      prefetch_l2(at(x[r], x_inner, v));
+      if constexpr (kResidual) prefetch_l2(at(residual[r], residual_inner, v));
       if (row < kNormParametersAhead && r == 0) prefetch_parameters<Format>(args, column(v));
     });
   }
@@ -56,13 +73,13 @@ __global__ void __launch_bounds__(norm_short_threads(kVectors, kRows),
   Values values[kRows][kVectors];
   each([&](int r, int v, bool valid) {
     values[r][v].clear();
-    if (valid) values[r][v].load(at(x, args.x_stride, args.x_inner, r, v));
+    if (valid) values[r][v].load(at(x[r], x_inner, v));
   });
   Values others[kResidual ? kRows : 1][kVectors];
   if constexpr (kResidual) {
     each([&](int r, int v, bool valid) {
       others[r][v].clear();
-      if (valid) others[r][v].load(at(residual, args.residual_stride, args.residual_inner, r, v));
+      if (valid) others[r][v].load(at(residual[r], residual_inner, v));
     });
   }
   Values weights[kVectors], biases[kVectors];
@@ -78,7 +95,6 @@ __global__ void __launch_bounds__(norm_short_threads(kVectors, kRows),
 #pragma unroll
   for (int v = 0; kEarly && v < kVectors; ++v) read_packed(v);
   if constexpr (kResidual) {
-    char* const sum = args.residual_out + int64_t{row} * args.out_stride;
     each([&](int r, int v, bool valid) {
       float a[kElements], b[kElements];
       values[r][v].unpack(a);
@@ -86,8 +102,7 @@ __global__ void __launch_bounds__(norm_short_threads(kVectors, kRows),
 #pragma unroll
       for (int i = 0; i < kElements; ++i) a[i] += b[i];
       values[r][v].pack(a);
-      if (valid)
-        values[r][v].store(const_cast<char*>(at(sum, args.out_stride, Format::kBytes, r, v)));
+      if (valid) values[r][v].store(at(residual_out[r], Format::kBytes, v));
     });
   }
 
@@ -119,7 +134,6 @@ __global__ void __launch_bounds__(norm_short_threads(kVectors, kRows),
   const float square = lanes_scatter(squares, kLanes);  // of row number lane % kRows
   const float held = reciprocal_root(fmaf(square, args.inverse_columns, args.eps));
 
-  char* const out = args.out + int64_t{row} * args.out_stride;
   each([&](int r, int v, bool valid) {
     if (!kEarly && r == 0) read_packed(v);
     const float rstd = __shfl_sync(kFullWarp, held, r, kLanes);
@@ -151,7 +165,7 @@ __global__ void __launch_bounds__(norm_short_threads(kVectors, kRows),
     if (!valid) return;
     Values result;
     result.pack(f);
-    result.store(const_cast<char*>(at(out, args.out_stride, Format::kBytes, r, v)));
+    result.store(at(out[r], Format::kBytes, v));
   });
 }
 

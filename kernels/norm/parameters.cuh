@@ -44,12 +44,13 @@ __device__ __forceinline__ void prefetch_parameters(const NormForwardArgs& args,
   }
 }
 
-// A vector of weight or bias as it is in memory; of `absent` where there is none.
+// A vector of weight or bias as it is in memory, `offset` bytes on; of `absent` where there is
+// none.
 template <typename Format>
 __device__ __forceinline__ void read_packed(Chunk<Format, true>& vector, const char* data,
-                                            int column, float absent) {
+                                            int offset, float absent) {
   if (data != nullptr) {
-    vector.load(data + column * Format::kBytes);
+    vector.load(data + offset);
   } else {
     vector.fill(absent);
   }

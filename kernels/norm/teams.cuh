@@ -72,20 +72,20 @@ struct BlockTeam {
     return lanes_reduce<32>(value, Sum());
   }
 
-  // Of the warps' (sum, squares about its mean, mean, count): mean and squares of all.
+  // Of the warps' (squares about its mean, mean, count): mean and squares of all.
   __device__ __forceinline__ float2 join(BlockScratch& scratch, float4 value,
                                          float inverse_columns) const {
     const int entries = warps() * blocks;
     exchange(scratch, value);
     // About the first warp's mean, which is as good as the row's: all sums at once.
-    const float about = scratch.values[0].z;
+    const float about = scratch.values[0].y;
     float sum = 0.0f, square = 0.0f;
 #pragma unroll 1
     for (int i = threadIdx.x % 32; i < entries; i += 32) {
       const float4 part = scratch.values[i];
-      const float distance = part.z - about;
-      sum += part.w * distance;
-      square += part.y + part.w * distance * distance;
+      const float distance = part.y - about;
+      sum += part.z * distance;
+      square += part.x + part.z * distance * distance;
     }
     sum = lanes_reduce<32>(sum, Sum());
     square = lanes_reduce<32>(square, Sum());

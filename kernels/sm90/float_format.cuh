@@ -21,6 +21,9 @@ struct Float32 {
   static __device__ __forceinline__ uint32_t pack(const float* values) {
     return __float_as_uint(values[0]);
   }
+  static __device__ __forceinline__ uint32_t add_words(uint32_t a, uint32_t b) {
+    return __float_as_uint(__uint_as_float(a) + __uint_as_float(b));
+  }
 };
 
 struct BFloat16 {
@@ -43,6 +46,11 @@ struct BFloat16 {
     uint32_t larger;
     asm("max.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
     return larger;
+  }
+  static __device__ __forceinline__ uint32_t add_words(uint32_t a, uint32_t b) {
+    uint32_t sum;
+    asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+    return sum;
   }
   static __device__ __forceinline__ uint32_t pack(const float* values) {
     uint32_t word;
@@ -71,6 +79,11 @@ struct Float16 {
     uint32_t larger;
     asm("max.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
     return larger;
+  }
+  static __device__ __forceinline__ uint32_t add_words(uint32_t a, uint32_t b) {
+    uint32_t sum;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+    return sum;
   }
   static __device__ __forceinline__ uint32_t pack(const float* values) {
     uint32_t word;

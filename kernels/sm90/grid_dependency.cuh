@@ -4,6 +4,8 @@
 #ifndef KERNELS_SM90_GRID_DEPENDENCY_CUH_
 #define KERNELS_SM90_GRID_DEPENDENCY_CUH_
 
+#include <type_traits>
+
 namespace tiercel {
 
 // Returns once all grids before this one have finished and their writes are visible. A kernel
@@ -17,6 +19,22 @@ __device__ __forceinline__ void grid_dependency_wait() {
 // calls the above.
 __device__ __forceinline__ void grid_dependency_launch() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// The values are made before this, not where they are used: what is made before a
+// grid_dependency_wait() costs no time after it.
+template <typename... Values>
+__device__ __forceinline__ void made_by_here(Values&... values) {
+  const auto one = [](auto& value) {
+    if constexpr (sizeof(value) == 8) {
+      asm volatile("" : "+l"(value));
+    } else if constexpr (std::is_floating_point_v<std::remove_reference_t<decltype(value)>>) {
+      asm volatile("" : "+f"(value));
+    } else {
+      asm volatile("" : "+r"(value));
+    }
+  };
+  (one(values), ...);
 }
 
 }  // namespace tiercel

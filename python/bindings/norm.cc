@@ -99,19 +99,11 @@ NormDevice DeviceOf(const TensorView& view) {
 }
 
 PyObject* PlanDict(const NormPlan& plan) {
-  return Py_BuildValue("{s:s, s:i, s:i, s:i, s:I, s:I, s:I, s:i, s:i}", "kernel", plan.kernel,
+  return Py_BuildValue("{s:s, s:i, s:i, s:i, s:I, s:I, s:I, s:i, s:i, s:i}", "kernel", plan.kernel,
                        "vector_bytes", plan.vector_bytes, "threads_per_row", plan.threads_per_row,
                        "cluster", plan.cluster, "grid", plan.grid, "block", plan.block,
-                       "dynamic_smem", plan.dynamic_smem, "stages", plan.stages, "parts",
-                       plan.parts);
-}
-
-PyObject* BackwardPlanDict(const NormPlan& plan) {
-  PyObject* dict = PlanDict(plan);
-  PyObject* ahead = PyLong_FromLong(plan.ahead);
-  if (dict && (!ahead || PyDict_SetItemString(dict, "ahead", ahead) < 0)) Py_CLEAR(dict);
-  Py_XDECREF(ahead);
-  return dict;
+                       "dynamic_smem", plan.dynamic_smem, "stages", plan.stages, "ahead",
+                       plan.ahead, "parts", plan.parts);
 }
 
 template <NormKind kKind>
@@ -155,7 +147,7 @@ PyObject* BackwardPlan(PyObject*, PyObject* const* values, Py_ssize_t count) {
   }
   NormPlan plan{};
   const Status status = norm_backward_plan(call.call, device, &plan);
-  return status.ok() ? BackwardPlanDict(plan) : Raise(status);
+  return status.ok() ? PlanDict(plan) : Raise(status);
 }
 
 PyObject* TryBackwardShape(PyObject*, PyObject* const* values, Py_ssize_t count) {

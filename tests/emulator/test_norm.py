@@ -42,6 +42,22 @@ def test_norm_of_plain_calls(shape, dtype):
         check("layer_norm_no_weight_no_residual", x, bias, 1e-5, None, scale=24.0)
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize(
+    ("columns", "all_rows"),
+    [(504, (2, 9)), (1000, (2, 9, 14, 20, 30, 40, 60)), (4104, (1, 4, 5, 7, 9, 14))],
+)
+def test_norm_by_vectors_a_multiprocessor(columns, all_rows, dtype):
+    """Each shape that plain calls have (tests/norm/test_norm_plan.py)."""
+    weight, bias = normal(columns, dtype=dtype), normal(columns, dtype=dtype)
+    with options(multiprocessors=2):
+        for rows in all_rows:
+            x, residual = normal(rows, columns, dtype=dtype), normal(rows, columns, dtype=dtype)
+            check("rms_norm_no_bias_no_residual", x, weight, 1e-5, None, scale=24.0)
+            check("layer_norm_no_residual", x, weight, bias, 1e-5, None, scale=24.0)
+            check("rms_norm_no_bias", x, weight, residual, 1e-5, None, scale=24.0)
+
+
 @pytest.mark.parametrize("columns", [1000, 16_400, 33_000])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_layer_norm_far_from_zero(columns, dtype):

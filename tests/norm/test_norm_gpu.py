@@ -99,6 +99,19 @@ def test_many_rows(op, make, columns):
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("columns", [504, 512, 1000, 1024, 2048, 4096, 8192])
+def test_shapes_by_the_number_of_rows(op, make, columns, dtype):
+    """Of each number of vectors a multiprocessor (tests/norm/test_norm_plan.py)."""
+    weight, bias = make(columns, dtype=dtype), make(columns, dtype=dtype)
+    for share in (100, 700, 900, 1200, 1800, 2500, 4000):
+        rows = share * 132 * 8 // columns
+        x, residual = make(rows, columns, dtype=dtype), make(rows, columns, dtype=dtype)
+        check(op, x, weight)
+        check(op, x, weight, bias)
+        check(op, x, weight, None, residual)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize("columns", [64, 1000, 1001, 4096, 16384])
 def test_float32_parameters(op, make, columns, dtype):
     x = make(17, columns, dtype=dtype)

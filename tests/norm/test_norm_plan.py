@@ -81,8 +81,55 @@ def test_most_calls_have_kernels_of_their_own():
     assert "lanes=32" in forward(32768, 1024)["kernel"]
     assert "norm_long" in forward(4096, 16384, op="layer_norm")["kernel"]
     assert "norm_long" in forward(4096, 16384, "float32", op="layer_norm")["kernel"]
-    for kind in ({"residual": True}, {"address": ADDRESS + 2}):
+    assert "norm_plain" in forward(16384, 4096, residual=True)["kernel"]
+    for kind in ({"residual": True, "op": "layer_norm"}, {"address": ADDRESS + 2}):
         assert "norm_forward" in forward(16384, 4096, **kind)["kernel"]
+
+
+# By how many vectors a multiprocessor has, lanes (0: a block has a row), vectors a thread, and how
+# many threads' rows are asked for ahead. From one line to the next the first number of rows that
+# has it.
+PLAIN = [
+    ("rms_norm", False, 1024, [(1, 0, 1, 2048), (2114, 0, 2, 512), (3170, 32, 4, 512)]),
+    ("rms_norm", False, 8192, [(1, 0, 2, 2048), (265, 0, 2, 512), (397, 0, 4, 512)]),
+    ("rms_norm", False, 512, [(1, 0, 1, 2048), (133, 32, 2, 1024), (99999, 32, 2, 1024)]),
+    (
+        "rms_norm",
+        True,
+        1024,
+        [(1, 0, 2, 2048), (133, 32, 4, 1024), (794, 0, 2, 512), (3170, 32, 4, 512)],
+    ),
+    (
+        "rms_norm",
+        True,
+        4096,
+        [(1, 0, 2, 2048), (199, 0, 4, 2048), (397, 0, 2, 512), (793, 0, 4, 512)],
+    ),
+    (
+        "layer_norm",
+        False,
+        1024,
+        [(1, 0, 1, 2048), (133, 32, 4, 1024), (1058, 0, 1, 2048), (1586, 0, 2, 512)]
+        + [(2114, 32, 4, 512)],
+    ),
+    (
+        "layer_norm",
+        False,
+        4096,
+        [(1, 0, 2, 2048), (265, 0, 1, 2048), (397, 0, 2, 512), (529, 0, 4, 512)],
+    ),
+]
+
+
+@pytest.mark.parametrize(("op", "residual", "columns", "lines"), PLAIN)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_plain_shapes_go_by_vectors_a_multiprocessor(op, residual, columns, lines, dtype):
+    for number, (rows, lanes, vectors, threads) in enumerate(lines):
+        last = lines[number + 1][0] - 1 if number + 1 < len(lines) else 1_000_000
+        for some in (rows, last):
+            got = forward(some, columns, dtype, op=op, residual=residual)
+            assert f"lanes={lanes}, vectors={vectors}, " in got["kernel"], some
+            assert got["ahead"] == threads // got["block"], some
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+// How the warps of a block that has a row alone add up. What can be made before the row is there is
+// made then; and afterwards no more levels of a tree than there are warps.
+#ifndef KERNELS_NORM_LONE_BLOCK_CUH_
+#define KERNELS_NORM_LONE_BLOCK_CUH_
+
+#include <cstdint>
+
+#include "kernels/norm/elements.cuh"
+#include "kernels/sm90/grid_dependency.cuh"
+#include "kernels/sm90/reduce.cuh"
+#include "kernels/sm90/ring.cuh"
+
+namespace tiercel {
+
+// Of at most kWarps warps, a power of two.
+template <int kWarps>
+class LoneBlock {
+ public:
+  struct Scratch {
+    float4 moments[kWarps];
+    float sums[kWarps];
+  };
+
+  // What a block has no warp for counts nothing.
+  __device__ __forceinline__ explicit LoneBlock(Scratch& scratch)
+      : moments_(shared_address(scratch.moments)),
+        sums_(shared_address(scratch.sums)),
+        warps_(blockDim.x / 32) {
+    if constexpr (kWarps == 1) return;
+    const int thread = threadIdx.x;
+    if (thread >= warps_ && thread < kWarps) {
+      scratch.moments[thread] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      scratch.sums[thread] = 0.0f;
+    }
+    made_by_here(moments_, sums_, warps_);
+  }
+
+  // The sum of all warps' values.
+  __device__ __forceinline__ float sum(float value) const {
+    if (threadIdx.x % 32 == 0) {
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(sums_ + threadIdx.x / 8), "f"(value) : "memory");
+    }
+    __syncthreads();
+    float sum = 0.0f;
+#pragma unroll
+    for (int first = 0; first < kWarps; first += 4) {
+      if (first >= warps_) break;
+      const float4 four = read(sums_ + first * 4);
+      sum += (four.x + four.y) + (four.z + four.w);
+    }
+    return sum;
+  }
+
+  // Of the warps' (squares about its mean, mean, count): mean and squares of all.
+  __device__ __forceinline__ float2 join(float4 value, float inverse_columns) const {
+    if (threadIdx.x % 32 == 0) {
+      asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(moments_ + threadIdx.x / 2),
+                   "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
+                   : "memory");
+    }
+    __syncthreads();
+    // About the first warp's mean, which is as good as the row's: all sums at once.
+    const float about = read(moments_).y;
+    const float4 part = read(moments_ + threadIdx.x % kWarps * 16);
+    const float apart = part.y - about, product = part.z * apart;
+    const float sum = lanes_reduce<kWarps>(product, Sum());
+    const float square = lanes_reduce<kWarps>(fmaf(product, apart, part.x), Sum());
+    const float distance = sum * inverse_columns;
+    return make_float2(about + distance, fmaf(-sum, distance, square));
+  }
+
+ private:
+  static __device__ __forceinline__ float4 read(uint32_t address) {
+    uint32_t words[4];
+    load_shared(words, address);
+    return make_float4(__uint_as_float(words[0]), __uint_as_float(words[1]),
+                       __uint_as_float(words[2]), __uint_as_float(words[3]));
+  }
+
+  uint32_t moments_, sums_;  // in shared memory
+  int warps_;
+};
+
+}  // namespace tiercel
+
+#endif  // KERNELS_NORM_LONE_BLOCK_CUH_
