@@ -91,7 +91,8 @@ PlainShape plain_shape(const NormProblem& problem, int64_t vectors) {
   const bool layer = problem.kind == NormKind::kLayer, residual = problem.streams == 2;
   const bool warp = vectors <= 128 && problem.rows > problem.multiprocessors;
   const PlainShape warps{true, vectors <= 64 ? 2 : 4, 1024};
-  if (dtype_bytes(problem.dtype) == 4 || (warp && vectors <= 64)) return warps;
+  if (dtype_bytes(problem.dtype) == 4) return warps;
+  if (warp && vectors <= 64) return {true, 2, share > 1024 && share <= 2048 ? 512 : 1024};
   if (share > (layer ? 2048 : 3072)) return {warp, 4, 512};
   if (residual) {
     if (share > 1536 || (share > 768 && vectors <= 128)) return {false, 2, 512};
