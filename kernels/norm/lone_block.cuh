@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the warps of a block that has a row alone add up. What can be made before the row is there is
-// made then; and afterwards no more levels of a tree than there are warps.
+// How the warps of a block that has a row alone add up, once: what can be made before the row is
+// there is made then, and afterwards there are as few steps as the block's warps allow.
 #ifndef KERNELS_NORM_LONE_BLOCK_CUH_
 #define KERNELS_NORM_LONE_BLOCK_CUH_
 
@@ -13,9 +13,12 @@
 
 namespace tiercel {
 
-// Of at most kWarps warps, a power of two.
+// Of at most kWarps warps. sum() or join() is called once: nothing waits for what they have read.
 template <int kWarps>
 class LoneBlock {
+  static_assert(kWarps == 1 || kWarps == 4 || kWarps == 8 || kWarps == 16,
+                "four at a time, a tree");
+
  public:
   struct Scratch {
     float4 moments[kWarps];

@@ -35,8 +35,8 @@ struct Moments {
     return fmaf(-sum * inverse_count, sum, square);
   }
   // What a team's join() wants.
-  __device__ __forceinline__ float4 entry(Count of_warp) const {
-    return make_float4(about_mean(of_warp.inverse), mean(of_warp.inverse), of_warp.number, 0.0f);
+  __device__ __forceinline__ float4 entry(Count warps) const {
+    return make_float4(about_mean(warps.inverse), mean(warps.inverse), warps.number, 0.0f);
   }
 };
 

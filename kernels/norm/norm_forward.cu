@@ -25,10 +25,9 @@ namespace {
 #define TIERCEL_ANY(dtype, wide, lanes, vectors, rows)           \
   TIERCEL_SHORT(dtype, wide, lanes, vectors, rows, false, Both), \
       TIERCEL_SHORT(dtype, wide, lanes, vectors, rows, true, Both)
-#define TIERCEL_LANES(dtype, lanes, vectors, rows)                    \
-  TIERCEL_SHORT(dtype, true, lanes, vectors, rows, false, Rms),       \
-      TIERCEL_SHORT(dtype, true, lanes, vectors, rows, false, Layer), \
-      TIERCEL_ANY(dtype, true, lanes, vectors, rows)
+#define TIERCEL_LANES(dtype, lanes)                    \
+  TIERCEL_SHORT(dtype, true, lanes, 1, 2, false, Rms), \
+      TIERCEL_SHORT(dtype, true, lanes, 1, 2, false, Layer), TIERCEL_ANY(dtype, true, lanes, 1, 2)
 #define TIERCEL_BLOCK(dtype, wide, vectors, residual)                                          \
   {DType::k##dtype,                                                                            \
    wide,                                                                                       \
@@ -60,7 +59,7 @@ namespace {
 #define TIERCEL_PLAINS(dtype, lanes, vectors)       \
   TIERCEL_PLAIN(dtype, lanes, vectors, false, Rms), \
       TIERCEL_PLAIN(dtype, lanes, vectors, false, Layer)
-#define TIERCEL_LONG(dtype, vectors, kinds, layer)                   \
+#define TIERCEL_LONG(dtype, vectors, kinds)                          \
   {DType::k##dtype,                                                  \
    true,                                                             \
    false,                                                            \
@@ -70,33 +69,29 @@ namespace {
    vectors,                                                          \
    1,                                                                \
    Kernel("norm_long<" #dtype ", vectors=" #vectors ", " #kinds ">", \
-          reinterpret_cast<const void*>(norm_long<dtype, vectors, layer>))}
+          reinterpret_cast<const void*>(                             \
+              norm_long<dtype, vectors, NormKinds::k##kinds == NormKinds::kLayer>))}
 // Of 16 bits, what most calls are.
 #define TIERCEL_MOST(dtype)                                                              \
   TIERCEL_PLAINS(dtype, 0, 1), TIERCEL_PLAINS(dtype, 0, 2), TIERCEL_PLAINS(dtype, 0, 4), \
       TIERCEL_PLAIN(dtype, 0, 2, true, Rms), TIERCEL_PLAIN(dtype, 0, 4, true, Rms),      \
-      TIERCEL_PLAIN(dtype, 32, 4, true, Rms), TIERCEL_LONG(dtype, 4, Rms, false),        \
-      TIERCEL_LONG(dtype, 4, Layer, true), TIERCEL_LONG(dtype, 8, Rms, false),           \
-      TIERCEL_LONG(dtype, 8, Layer, true)
-#define TIERCEL_ALL(dtype)                                                                  \
-  TIERCEL_SHORT(dtype, true, 8, 1, 1, false, Rms),                                          \
-      TIERCEL_SHORT(dtype, true, 8, 1, 2, false, Layer), TIERCEL_ANY(dtype, true, 8, 1, 2), \
-      TIERCEL_LANES(dtype, 16, 1, 2), TIERCEL_LANES(dtype, 32, 1, 2),                       \
-      TIERCEL_ANY(dtype, true, 32, 2, 1), TIERCEL_PLAINS(dtype, 32, 2),                     \
-      TIERCEL_PLAINS(dtype, 32, 4), TIERCEL_ANY(dtype, true, 32, 4, 1),                     \
-      TIERCEL_ANY(dtype, false, 8, 4, 1), TIERCEL_ANY(dtype, false, 32, 4, 1),              \
-      TIERCEL_BLOCK(dtype, true, 1, true), TIERCEL_BLOCKS(dtype, true, 2),                  \
-      TIERCEL_BLOCKS(dtype, true, 4), TIERCEL_BLOCKS(dtype, true, 8),                       \
-      TIERCEL_BLOCKS(dtype, false, 4), TIERCEL_BLOCK(dtype, false, 32, false),              \
-      TIERCEL_BLOCK(dtype, false, 16, true)
+      TIERCEL_PLAIN(dtype, 32, 4, true, Rms), TIERCEL_LONG(dtype, 4, Rms),               \
+      TIERCEL_LONG(dtype, 4, Layer), TIERCEL_LONG(dtype, 8, Rms), TIERCEL_LONG(dtype, 8, Layer)
+#define TIERCEL_ALL(dtype)                                                                    \
+  TIERCEL_SHORT(dtype, true, 8, 1, 1, false, Rms),                                            \
+      TIERCEL_SHORT(dtype, true, 8, 1, 2, false, Layer), TIERCEL_ANY(dtype, true, 8, 1, 2),   \
+      TIERCEL_LANES(dtype, 16), TIERCEL_LANES(dtype, 32), TIERCEL_ANY(dtype, true, 32, 2, 1), \
+      TIERCEL_PLAINS(dtype, 32, 2), TIERCEL_PLAINS(dtype, 32, 4),                             \
+      TIERCEL_ANY(dtype, true, 32, 4, 1), TIERCEL_ANY(dtype, false, 8, 4, 1),                 \
+      TIERCEL_ANY(dtype, false, 32, 4, 1), TIERCEL_BLOCK(dtype, true, 1, true),               \
+      TIERCEL_BLOCKS(dtype, true, 2), TIERCEL_BLOCKS(dtype, true, 4),                         \
+      TIERCEL_BLOCKS(dtype, true, 8), TIERCEL_BLOCKS(dtype, false, 4),                        \
+      TIERCEL_BLOCK(dtype, false, 32, false), TIERCEL_BLOCK(dtype, false, 16, true)
 
-const NormForwardKernel kForward[] = {TIERCEL_ALL(BFloat16),
-                                      TIERCEL_MOST(BFloat16),
-                                      TIERCEL_ALL(Float16),
-                                      TIERCEL_MOST(Float16),
-                                      TIERCEL_ALL(Float32),
-                                      TIERCEL_BLOCK(Float32, true, 1, false),
-                                      TIERCEL_LONG(Float32, 4, Layer, true)};
+const NormForwardKernel kForward[] = {
+    TIERCEL_ALL(BFloat16),          TIERCEL_MOST(BFloat16), TIERCEL_ALL(Float16),
+    TIERCEL_MOST(Float16),          TIERCEL_ALL(Float32),   TIERCEL_BLOCK(Float32, true, 1, false),
+    TIERCEL_LONG(Float32, 4, Layer)};
 
 }  // namespace
 

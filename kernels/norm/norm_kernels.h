@@ -23,7 +23,7 @@ inline constexpr int kNormReduceThreads = 512;
 inline constexpr int kNormReduceAtOnce = 9;  // parts that a warp reads at once
 
 // Who has a row: some lanes of a warp (norm_short), a block or a cluster (norm_forward), a warp or
-// those (norm_plain), or a cluster that holds it in shared memory (norm_long).
+// a block (norm_plain), or a cluster that holds it in shared memory (norm_long).
 enum class NormShape { kShort, kBlock, kPlain, kLong };
 
 // What a kernel, but norm_forward's, is made for: an RMS norm without bias and with a weight of
@@ -34,8 +34,7 @@ enum class NormKinds { kRms, kLayer, kBoth };
 constexpr int norm_short_threads(int vectors, int rows) { return vectors * rows == 1 ? 256 : 128; }
 constexpr int norm_short_blocks(int vectors, int rows, bool any) {
   if (any) return vectors > 2 ? 7 : 9;
-  if (vectors * rows == 1) return 8;
-  return vectors > 2 ? 8 : vectors == 2 ? 10 : 12;
+  return rows == 1 ? 8 : 12;
 }
 
 // The same of norm_long.

@@ -62,9 +62,10 @@ __global__ void __launch_bounds__(norm_plain_threads(kVectors, kWarp),
   const Block block(scratch);
   int elements = 0;  // this thread's
   each([&](int) { elements += kElements; });
-  Count own(elements), of_warp = kLayer && !kWarp ? Count::of_warp(elements) : own;
+  Count own(elements), warps = kLayer && !kWarp ? Count::of_warp(elements) : own;
+  // Of a block with four vectors a thread, registers have no room for these.
   if constexpr (kLayer && (kWarp || kVectors < 4)) made_by_here(own.number, own.inverse);
-  if constexpr (kLayer && kVectors < 4) made_by_here(of_warp.number, of_warp.inverse);
+  if constexpr (kLayer && !kWarp && kVectors < 4) made_by_here(warps.number, warps.inverse);
   grid_dependency_wait();
   grid_dependency_launch();
 
@@ -101,7 +102,7 @@ __global__ void __launch_bounds__(norm_plain_threads(kVectors, kWarp),
       mean = moments.mean(args.inverse_columns);
       square = moments.about_mean(args.inverse_columns);
     } else {
-      const float2 joined = block.join(moments.entry(of_warp), args.inverse_columns);
+      const float2 joined = block.join(moments.entry(warps), args.inverse_columns);
       mean = joined.x, square = joined.y;
     }
   } else {

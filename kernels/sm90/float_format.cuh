@@ -21,9 +21,6 @@ struct Float32 {
   static __device__ __forceinline__ uint32_t pack(const float* values) {
     return __float_as_uint(values[0]);
   }
-  static __device__ __forceinline__ uint32_t add_words(uint32_t a, uint32_t b) {
-    return __float_as_uint(__uint_as_float(a) + __uint_as_float(b));
-  }
 };
 
 struct BFloat16 {

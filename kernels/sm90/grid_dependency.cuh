@@ -26,9 +26,11 @@ __device__ __forceinline__ void grid_dependency_launch() {
 template <typename... Values>
 __device__ __forceinline__ void made_by_here(Values&... values) {
   const auto one = [](auto& value) {
+    using Value = std::remove_reference_t<decltype(value)>;
+    static_assert(sizeof(Value) == 4 || (sizeof(Value) == 8 && !std::is_floating_point_v<Value>));
     if constexpr (sizeof(value) == 8) {
       asm volatile("" : "+l"(value));
-    } else if constexpr (std::is_floating_point_v<std::remove_reference_t<decltype(value)>>) {
+    } else if constexpr (std::is_floating_point_v<Value>) {
       asm volatile("" : "+f"(value));
     } else {
       asm volatile("" : "+r"(value));

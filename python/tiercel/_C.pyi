@@ -135,10 +135,8 @@ class _NormPlan(TypedDict):
     block: int
     dynamic_smem: int
     stages: int
-    parts: int
-
-class _NormBackwardPlan(_NormPlan):
     ahead: int
+    parts: int
 
 class _Fp8QuantizePlan(TypedDict):
     kernel: str
@@ -676,7 +674,7 @@ def layer_norm_backward_plan(
     multiprocessors: int = ...,
     memory_gbps: int = ...,
     /,
-) -> _NormBackwardPlan: ...
+) -> _NormPlan: ...
 def rms_norm(
     x: Any, weight: Any, bias: Any, residual: Any, out: Any, residual_out: Any, eps: float, /
 ) -> None: ...
@@ -708,7 +706,7 @@ def rms_norm_backward_plan(
     multiprocessors: int = ...,
     memory_gbps: int = ...,
     /,
-) -> _NormBackwardPlan: ...
+) -> _NormPlan: ...
 def norm_load(device: int, /) -> None: ...
 def norm_try_backward_shape(*shape: int) -> None: ...
 def nvfp4_dequantize(q: Any, scale: Any, global_scale: Any, out: Any, /) -> None: ...

@@ -58,6 +58,26 @@ def test_norm_by_vectors_a_multiprocessor(columns, all_rows, dtype):
             check("rms_norm_no_bias", x, weight, residual, 1e-5, None, scale=24.0)
 
 
+@pytest.mark.parametrize("columns", [252, 508])
+def test_many_rows_of_float32_have_a_warp_each(columns):
+    x, weight, bias = normal(60, columns), normal(columns), normal(columns)
+    with options(multiprocessors=2):
+        check("rms_norm_no_bias_no_residual", x, weight, 1e-5, None, scale=24.0)
+        check("layer_norm_no_residual", x, weight, bias, 1e-5, None, scale=24.0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("columns", [60, 64, 128, 256])
+def test_short_rows_two_at_a_time(columns, dtype):
+    """A lane has two rows, which are many rows apart."""
+    x, residual = normal(70, columns, dtype=dtype), normal(70, columns, dtype=dtype)
+    weight, bias = normal(columns, dtype=dtype), normal(columns, dtype=dtype)
+    for name in ("rms_norm", "layer_norm"):
+        check(name, x, weight, bias, residual, 1e-5, None, scale=24.0)
+    check("rms_norm_no_bias_no_residual", x, weight, 1e-5, None, scale=24.0)
+    check("layer_norm_no_residual", x, weight, bias, 1e-5, None, scale=24.0)
+
+
 @pytest.mark.parametrize("columns", [1000, 16_400, 33_000])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_layer_norm_far_from_zero(columns, dtype):

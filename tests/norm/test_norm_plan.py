@@ -40,10 +40,13 @@ def vectors_of(got, columns, dtype):
 
 @pytest.mark.parametrize("dtype", BYTES)
 @pytest.mark.parametrize("columns", COLUMNS + LONG)
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("residual", [False, True])
-def test_every_forward_plan_covers_its_rows(columns, dtype, residual):
-    for rows in (1, 16, 128, 1000, 100_003):
-        got = forward(rows, columns, dtype, residual=residual)
+def test_every_forward_plan_covers_its_rows(op, columns, dtype, residual):
+    shares = (100, 500, 900, 1300, 1700, 2500, 4000)  # vectors a multiprocessor
+    vectors = -(-columns * BYTES[dtype] // 16)
+    for rows in (1, 16, 100_003, *(-(-share * 132 // vectors) for share in shares)):
+        got = forward(rows, columns, dtype, op=op, residual=residual)
         per_thread = int(re.search("vectors=([0-9]+)", got["kernel"])[1])
         threads, cluster = got["threads_per_row"], got["cluster"]
         assert per_thread * threads * cluster >= vectors_of(got, columns, dtype)
