@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kNormLongThreads, norm_long_blocks(kVectors, k
   // What is read has its addresses before the wait: after it, nothing comes before the loads. That
   // of `out`, too, would spill.
   const int mine = first * Format::kBytes + static_cast<int>(threadIdx.x) * 16;
-  const char* from = x + threadIdx.x * 16;
+  const char* from = args.x + int64_t{row} * args.x_stride + mine;
   const char* weight = args.weight == nullptr ? nullptr : args.weight + mine;
   const char* bias = args.bias == nullptr ? nullptr : args.bias + mine;
   char* const out = args.out + int64_t{row} * args.out_stride + mine;
