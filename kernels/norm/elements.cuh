@@ -71,9 +71,10 @@ struct Chunk {
     }
   }
 
+  // Of 16 bits.
   __device__ __forceinline__ void add(const Chunk& other) {
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) words[w] = Format::add_words(words[w], other.words[w]);
+    for (int w = 0; w < kWords; ++w) words[w] = Format::add_pairs(words[w], other.words[w]);
   }
 
   // Keeps the compiler from holding unpacked values from one use to the next: twice the registers.

@@ -71,7 +71,7 @@ bool is_long(const NormProblem& problem, int64_t vectors) {
 }
 
 // What norm_plain has kernels for, but rows that norm_short or norm_long takes: of four bytes only
-// many rows of a warp. `small` as in choose_norm_forward().
+// many rows of a warp. `small` as in choose_forward().
 bool is_plain(const NormProblem& problem, int64_t vectors, bool small) {
   if (kinds_of(problem, NormShape::kPlain) == NormKinds::kBoth) return false;
   if (dtype_bytes(problem.dtype) == 4) return !small && vectors > 32 && vectors <= 128;
@@ -92,7 +92,7 @@ PlainShape plain_shape(const NormProblem& problem, int64_t vectors) {
   const bool layer = problem.kind == NormKind::kLayer, residual = problem.streams == 2;
   const bool warp = vectors <= 128 && problem.rows > problem.multiprocessors;
   const PlainShape warps{true, vectors <= 64 ? 2 : 4, 1024};
-  if (dtype_bytes(problem.dtype) == 4) {
+  if (dtype_bytes(problem.dtype) == 4) {  // not measured so: ahead as in choose_norm_forward()
     return {true, warps.vectors, problem.rows > int64_t{64} * problem.multiprocessors ? 768 : 1024};
   }
   if (warp && vectors <= 64) return {true, 2, share > 1024 && share <= 2048 ? 512 : 1024};

@@ -44,7 +44,8 @@ struct BFloat16 {
     asm("max.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
     return larger;
   }
-  static __device__ __forceinline__ uint32_t add_words(uint32_t a, uint32_t b) {
+  // Rounds as the sum in float32 does.
+  static __device__ __forceinline__ uint32_t add_pairs(uint32_t a, uint32_t b) {
     uint32_t sum;
     asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
     return sum;
@@ -77,7 +78,8 @@ struct Float16 {
     asm("max.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
     return larger;
   }
-  static __device__ __forceinline__ uint32_t add_words(uint32_t a, uint32_t b) {
+  // Rounds as the sum in float32 does.
+  static __device__ __forceinline__ uint32_t add_pairs(uint32_t a, uint32_t b) {
     uint32_t sum;
     asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
     return sum;
