@@ -5,6 +5,7 @@
 # usage: ci/graph.sh
 set -euo pipefail
 
+source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # The output of every kernel compile below the wheels, without the folder of its configuration.

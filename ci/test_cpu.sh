@@ -5,6 +5,7 @@
 # usage: [OUT=FOLDER] ci/test_cpu.sh [BAZEL_TEST_OPTION...]        (default folder: out)
 set -euo pipefail
 
+source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source ci/cache.sh
 out=${OUT:-out}

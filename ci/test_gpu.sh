@@ -8,6 +8,7 @@
 #   PYTEST_ARGS, SANITIZER_ARGS, BENCH_ARGS   words added to each step's command
 set -euo pipefail
 
+source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
 invoked_from=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}

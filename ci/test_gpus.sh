@@ -5,6 +5,7 @@
 # usage: ci/test_gpus.sh [BAZEL_TEST_OPTION...]
 set -euo pipefail
 
+source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source ci/cache.sh
 if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then
