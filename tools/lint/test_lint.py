@@ -45,6 +45,12 @@ def test_ruff_format(tools: programs.Programs) -> None:
     passes(tools.ruff_format())
 
 
+def test_ruff_without_arguments_agrees(tools: programs.Programs) -> None:
+    """What somebody types who has not read CONTRIBUTING.md: it looks at the docs' examples too."""
+    command = [tools.ruff, "format", "--check", "--no-cache", "."]
+    passes(subprocess.run(command, cwd=workspace.root(), capture_output=True, text=True))
+
+
 def test_clang_format(tools: programs.Programs) -> None:
     passes(tools.clang_format_all())
 
