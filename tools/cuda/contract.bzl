@@ -17,6 +17,7 @@ def kernel_contract_test(name, library, contract, output_group = "pic_objects", 
         name = name + "_objects",
         srcs = [library],
         output_group = output_group,
+        tags = ["manual"],
         visibility = ["//visibility:private"],
     )
     pytest_test(

@@ -42,6 +42,8 @@ def sm90_cuda_library(name, srcs, hdrs = [], deps = [], copts = [], **kwargs):
         }),
         copts = copts,
         host_copts = ["-fvisibility=hidden"],
+        # Wheels and tests ask for it with one Python set; `//...`, which sets none, would compile it again.
+        tags = ["manual"],
         deps = deps,
         **kwargs
     )

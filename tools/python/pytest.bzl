@@ -25,11 +25,13 @@ def _pytest_test_impl(ctx):
         is_executable = True,
     )
     files = ctx.files.srcs + ctx.files.data + ctx.files.wheel + ctx.files.packages + ctx.files._pip
+    runfiles = ctx.runfiles(files + [ctx.file._runner], transitive_files = python.files)
+
+    # What a program in data runs with: an interpreter's library, for one.
+    for target in ctx.attr.data:
+        runfiles = runfiles.merge(target[DefaultInfo].default_runfiles)
     return [
-        DefaultInfo(
-            executable = script,
-            runfiles = ctx.runfiles(files + [ctx.file._runner], transitive_files = python.files),
-        ),
+        DefaultInfo(executable = script, runfiles = runfiles),
         testing.TestEnvironment({
             key: ctx.expand_location(value, ctx.attr.data)
             for key, value in ctx.attr.env.items()
