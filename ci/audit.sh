@@ -6,6 +6,7 @@
 #   --rebuild   also builds the wheels of this checkout again, twice from nothing, and compares
 set -euo pipefail
 
+source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 rebuild=""
 if [[ ${1:-} == --rebuild ]]; then

@@ -5,6 +5,7 @@
 # usage: ci/canary.sh
 set -euo pipefail
 
+source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 TIERCEL_CACHE=$(mktemp -d "${XDG_CACHE_HOME:-$HOME/.cache}/tiercel-canary.XXXXXX")
 export TIERCEL_CACHE TIERCEL_BAZEL_MODE=airgap

@@ -5,6 +5,7 @@
 # usage: ci/times.sh FOLDER      FOLDER is new or empty, not below /tmp, and has 10 GB
 set -euo pipefail
 
+source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
 [[ $# -eq 1 ]] || {
   echo "usage: ci/times.sh FOLDER" >&2
   exit 2
