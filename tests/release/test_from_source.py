@@ -4,6 +4,8 @@
 import email
 import os
 import pathlib
+import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +30,10 @@ cd "$(dirname "$0")"
 echo "$*" >>calls
 echo "$PATH" >path
 case $1 in cquery) echo bazel-out/{name} ;; esac
+if [ "$1" = build ] && [ -f says ]; then
+  while IFS= read -r line; do echo "$line" >&2; sleep 0.5; done <says
+  sleep 1.5
+fi
 exit $(cat status 2>/dev/null || echo 0)
 """
 
@@ -38,6 +44,8 @@ class Checkout:
         (root / "tools" / "pep517").mkdir(parents=True)
         for name in TOP:
             shutil.copy(HERE / name, root / name)
+        (root / "tools" / "cuda").mkdir()
+        shutil.copy(HERE / "tools" / "cuda" / "archs.bzl", root / "tools" / "cuda" / "archs.bzl")
         for path in PEP517:
             shutil.copy(path, root / "tools" / "pep517" / path.name)
         # The package's sources: what the wheel has and Bazel does not make.
@@ -62,13 +70,39 @@ class Venv:
         command = [sys.executable, "-I", "-m", "venv", "--without-pip", folder]
         subprocess.run(command, check=True)
 
-    def pip(self, *words: object, cwd: pathlib.Path) -> subprocess.CompletedProcess:
+    @property
+    def env(self) -> dict[str, str]:
         env = {k: v for k, v in os.environ.items() if not k.startswith("PIP_")}
-        env |= {"PYTHONPATH": str(HERE / PIP), "PIP_CONFIG_FILE": os.devnull}
-        command = [self.python, "-m", "pip", *words, "--no-index", "--disable-pip-version-check"]
+        return env | {"PYTHONPATH": str(HERE / PIP), "PIP_CONFIG_FILE": os.devnull, "TERM": "xterm"}
+
+    def command(self, *words: object) -> list[str]:
+        words = [self.python, "-m", "pip", *words, "--no-index", "--disable-pip-version-check"]
+        return list(map(str, words))
+
+    def pip(self, *words: object, cwd: pathlib.Path) -> subprocess.CompletedProcess:
         return subprocess.run(
-            list(map(str, command)), cwd=cwd, env=env, capture_output=True, text=True
+            self.command(*words), cwd=cwd, env=self.env, capture_output=True, text=True
         )
+
+    def pip_on_a_terminal(self, *words: object, cwd: pathlib.Path) -> str:
+        """What a person sees."""
+        child, terminal = pty.fork()
+        if child == 0:
+            os.chdir(cwd)
+            os.execve(self.python, self.command(*words), self.env)
+        seen = b""
+        while True:
+            try:
+                part = os.read(terminal, 4096)
+            except OSError:  # it has ended
+                break
+            if not part:
+                break
+            seen += part
+        _, status = os.waitpid(child, 0)
+        os.close(terminal)
+        assert status == 0, seen.decode()
+        return seen.decode()
 
     def run(self, code: str) -> str:
         command = [self.python, "-I", "-W", "error", "-c", code]
@@ -104,6 +138,39 @@ def test_install(checkout: Checkout, venv: Venv) -> None:
     # Bazel does not see the Python that pip made for the build.
     path = (checkout.root / "path").read_text()
     assert str(venv.python.parent) not in path and "pip-build-env" not in path
+
+
+SAYS = """Loading: 0 packages loaded
+Analyzing: target //python:wheel (3 packages loaded, 0 targets configured)
+[1,230 / 1,520] Compiling kernels/norm/norm.cu; 12s linux-sandbox ... (2 actions running)
+INFO: Elapsed time: 3 s
+"""
+
+
+def test_progress_is_shown_where_pip_hides_it(checkout: Checkout, venv: Venv) -> None:
+    (checkout.root / "says").write_text(SAYS)
+    seen = venv.pip_on_a_terminal("install", ".", cwd=checkout.root)
+    assert "tiercel: 0:00 " in seen and "out/pip.log" in seen
+    assert "Analyzing: target //python:wheel (3 packages loaded" in seen
+    step = "1,230 of 1,520 steps: Compiling kernels/norm/norm.cu"
+    # Redrawn each second, also when Bazel says nothing.
+    times = set(re.findall(rf"tiercel: (\d:\d\d) {re.escape(step)}", seen))
+    assert len(times) > 1 and "INFO" not in seen
+    assert "Successfully installed tiercel" in seen
+    assert (checkout.root / "out" / "pip.log").read_text() == SAYS
+    seen = venv.pip_on_a_terminal(
+        "install", ".", "--force-reinstall", "-C", "progress=no", cwd=checkout.root
+    )
+    assert "tiercel: 0:" not in seen and "Successfully installed tiercel" in seen
+
+
+def test_progress_without_a_terminal(checkout: Checkout, venv: Venv) -> None:
+    """All that Bazel says is in pip's output where that is asked for, or after a failure."""
+    (checkout.root / "says").write_text(SAYS)
+    result = venv.pip("install", "-v", ".", cwd=checkout.root)
+    assert result.returncode == 0, result.stderr
+    said = result.stdout + result.stderr
+    assert "[1,230 / 1,520] Compiling kernels/norm/norm.cu" in said and "tiercel: 0:0" not in said
 
 
 def test_editable(checkout: Checkout, venv: Venv) -> None:
@@ -172,6 +239,8 @@ def test_sdist_builds_the_same_wheel(
     ("setting", "error"),
     [
         ("architecture=sm_90a", "--config-settings architecture: expected one of arch, bazel"),
+        ("arch=sm_80", "--config-settings arch=sm_80: expected sm_90a, the kernels are written"),
+        ("progress=maybe", "--config-settings progress=maybe: expected true or false"),
         ("debug=perhaps", "--config-settings debug=perhaps: expected true or false"),
     ],
 )
@@ -197,6 +266,60 @@ def test_a_python_without_a_wheel(checkout: Checkout, venv: Venv) -> None:
     assert f"Python {running} on linux-x86_64 is not supported" in result.stdout + result.stderr
 
 
+def test_distributions_in_the_checkout_leave_it_clean(checkout: Checkout) -> None:
+    """As docs/from-source.md has the command; a release refuses a tree with anything untracked."""
+    git = ["git", "-C", checkout.root, "-c", "user.name=A", "-c", "user.email=a@example.com"]
+    ignored = (HERE / ".gitignore").read_text()
+    (checkout.root / ".gitignore").write_text(ignored + "/bazel-out/\n")
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    subprocess.run([*git, "add", "--all"], check=True)
+    subprocess.run([*git, "commit", "--quiet", "-m", "One"], check=True)
+    name = backend(checkout.root, "b.build_sdist('.')")
+    first = (checkout.root / name).read_bytes()
+    assert backend(checkout.root, "b.build_sdist('.')") == name
+    assert (checkout.root / name).read_bytes() == first, "it does not hold the one before"
+    status = subprocess.run([*git, "status", "--porcelain"], capture_output=True, check=True)
+    assert status.stdout == b""
+
+
+RELATIVE = re.compile(r"\]\((?!https://|#)")
+
+
+def test_links_of_the_index_page(checkout: Checkout, tmp_path: pathlib.Path) -> None:
+    """An index shows the description alone: what README.md links to is not beside it."""
+    version, readme = os.environ["VERSION"], (HERE / "README.md").read_text()
+    assert RELATIVE.search(readme), "relative in the checkout, for a clone and a branch"
+    with zipfile.ZipFile(WHEEL) as archive:
+        said = archive.read(f"tiercel-{version}.dist-info/METADATA").decode()
+        links = archive.read("tiercel/_version.py").decode()
+    repository = re.search('^REPOSITORY = "(.*)"$', links, re.MULTILINE)[1]
+    headers, _, page = said.partition("\n\n")
+    assert not RELATIVE.search(page)
+    assert f"]({repository}/blob/v{version}/docs/plugins.md)" in page
+    assert "](#" not in readme or "](#" in page
+    code = f"b.sdist.description.absolute('[a](b.md) ![c](d.png) [e](#f)', 'R', '{version}')"
+    shown = f"[a](R/blob/v{version}/b.md) ![c](R/raw/v{version}/d.png) [e](#f)"
+    assert backend(checkout.root, code) == shown
+    nightly = code.replace(f"'{version}'", "'0.2.0.dev20260101'")
+    assert "[a](R/blob/main/b.md)" in backend(checkout.root, nightly)
+    # The same of a source distribution.
+    name = backend(checkout.root, f"b.build_sdist({str(tmp_path)!r})")
+    with tarfile.open(tmp_path / name) as archive:
+        info = archive.extractfile(f"{name.removesuffix('.tar.gz')}/PKG-INFO").read().decode()
+    other, _, same = info.partition("\n\n")
+    assert same.strip() == page.strip()
+    urls = [line for line in headers.splitlines() if line.startswith("Project-URL: ")]
+    assert len(urls) == 4
+    assert urls == [line for line in other.splitlines() if line.startswith("Project-URL: ")]
+
+
+def test_texts_of_the_wheel_name_no_page_that_it_lacks() -> None:
+    with zipfile.ZipFile(WHEEL) as archive:
+        sources = {n: archive.read(n).decode() for n in archive.namelist() if n.endswith(".py")}
+    bare = re.compile(r"(?<![\w/.])docs/[\w/-]+\.md")
+    assert {name: found for name, text in sources.items() if (found := bare.findall(text))} == {}
+
+
 def test_pyproject_says_what_the_wheel_says() -> None:
     project = tomllib.loads((HERE / "pyproject.toml").read_text())["project"]
     with zipfile.ZipFile(WHEEL) as archive:
@@ -210,5 +333,7 @@ def test_pyproject_says_what_the_wheel_says() -> None:
     assert sorted(extras) == sorted(said.get_all("Provides-Extra"))
     declared = {f"{r}; extra == '{extra}'" for extra, listed in extras.items() for r in listed}
     assert declared == set(said.get_all("Requires-Dist"))
+    urls = dict(line.split(", ") for line in said.get_all("Project-URL"))
+    assert project["urls"] == urls and len(urls) == 4
     (script,) = project["scripts"].items()
     assert " = ".join(script) in entries

@@ -10,12 +10,14 @@ import re
 import subprocess
 import tarfile
 
+import description
+
 # 1980, as in the wheels.
 TIME = 315532800
 
 
 def version(root: pathlib.Path) -> str:
-    return re.search(r'^VERSION = "([^"]+)"$', (root / "version.bzl").read_text(), re.MULTILINE)[1]
+    return description.constant((root / "version.bzl").read_text(), "VERSION")
 
 
 def supported_pythons(root: pathlib.Path) -> list[str]:
@@ -37,17 +39,23 @@ def sources(root: pathlib.Path) -> list[str]:
             here = pathlib.Path(folder).relative_to(root)
             paths += [str(here / file) for file in files if not file.startswith(".bazelrc.")]
     paths = {path for path in paths if path != "PKG-INFO" and (root / path).is_file()}
+    paths -= {path for path in paths if re.fullmatch(r"tiercel-[^/]*\.(tar\.gz|whl)", path)}
     return sorted(path for path in paths if not (root / path).is_symlink())
 
 
 def metadata(root: pathlib.Path) -> str:
+    repository = description.constant((root / "version.bzl").read_text(), "REPOSITORY")
     readme = (root / "README.md").read_text()
+    readme = description.absolute(readme, repository, version(root))
+    urls = description.project_urls(repository).items()
+    lines = "\n".join(f"Project-URL: {label}, {address}" for label, address in urls)
     return f"""\
 Metadata-Version: 2.1
 Name: tiercel
 Version: {version(root)}
 Summary: Precompiled Hopper (H100, H200) kernels for PyTorch
 License: Apache-2.0
+{lines}
 Requires-Python: >={supported_pythons(root)[0]}
 Description-Content-Type: text/markdown
 

@@ -5,8 +5,10 @@ pip install . --config-settings arch=sm_90a --config-settings debug=true
 pip install . --config-settings bazel=--disk_cache=FOLDER        (any option of bazel build)
 """
 
+import ast
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -17,8 +19,10 @@ ROOT = _HERE.parents[2]
 sys.path.insert(0, str(_HERE.parent))
 
 import editable
+import progress
 import sdist
 
+LOG = ROOT / "out" / "pip.log"
 _TRUE, _FALSE = ("true", "1", "yes"), ("false", "0", "no")
 
 
@@ -33,21 +37,42 @@ def _flag(key: str, value) -> bool:
     raise BuildError(f"--config-settings {key}={value}: expected true or false")
 
 
+def architectures() -> list[str]:
+    """What kernels can be built for: tools/cuda/archs.bzl."""
+    text = (ROOT / "tools" / "cuda" / "archs.bzl").read_text()
+    return sorted(ast.literal_eval(re.search(r"^ARCHS = (\{.*?\})", text, re.M | re.S)[1]))
+
+
+def _architecture(value) -> str:
+    if value not in architectures():
+        raise BuildError(
+            f"--config-settings arch={value}: expected {' or '.join(architectures())}, the kernels"
+            " are written for nothing else"
+        )
+    return value
+
+
+def shows_progress(settings: dict | None) -> bool:
+    return _flag("progress", (settings or {}).get("progress", "true"))
+
+
 def bazel_options(settings: dict | None) -> list[str]:
     """What --config-settings ask for, as options of bazel build."""
     options = []
     for key, value in (settings or {}).items():
         if key == "arch":
-            options.append(f"--//tools:arch={value}")
+            options.append(f"--//tools:arch={_architecture(value)}")
         elif key == "debug":
             options += ["--config=debug"] if _flag(key, value) else []
         elif key == "lineinfo":
             options += ["--//tools/cuda:lineinfo"] if _flag(key, value) else []
         elif key == "bazel":
             options += [value] if isinstance(value, str) else list(value)
+        elif key == "progress":
+            _flag(key, value)
         elif key not in ("editable_mode",):  # setuptools' own, which pip may pass on
             raise BuildError(
-                f"--config-settings {key}: expected one of arch, bazel, debug, lineinfo"
+                f"--config-settings {key}: expected one of arch, bazel, debug, lineinfo, progress"
             )
     return options
 
@@ -72,6 +97,16 @@ def _environment() -> dict[str, str]:
     ]
     env["PATH"] = os.pathsep.join(kept or ["/usr/local/bin", "/usr/bin", "/bin"])
     return env
+
+
+def _build(options: list[str], target: str, show: bool) -> None:
+    """bazelw build; how far it is shows on the terminal also where pip hides what we print."""
+    if sys.stderr.isatty():
+        _bazelw("build", *options, target)
+        return
+    command = [str(ROOT / "bazelw"), "build", *options, target]
+    if code := progress.run(command, log=LOG, show=show, cwd=ROOT, env=_environment()):
+        raise BuildError(f"{' '.join(command)} failed ({code}), see above or {LOG}")
 
 
 def _bazelw(*words: str, capture: bool = False) -> str:
@@ -100,7 +135,7 @@ def _built(settings: dict | None) -> pathlib.Path:
         )
     target = f"//python:wheel_cp{running.replace('.', '')}"
     options = bazel_options(settings)
-    _bazelw("build", *options, target)
+    _build(options, target, shows_progress(settings))
     listed = _bazelw("cquery", *options, "--output=files", target, capture=True).split()
     wheels = [ROOT / path for path in listed if path.endswith(".whl")]
     if len(wheels) != 1 or not wheels[0].is_file():

@@ -61,10 +61,12 @@ def _text(contract: "Contract", name: str, language: str) -> str:
         return render(contract, name)
     template = _template(contract.op, language)
     if not template.exists():
+        from tiercel._links import docs
+
         there = ", ".join(["torch", *(n for n in LANGUAGES if _template(contract.op, n).exists())])
         raise ValueError(
             f"there is no template for {contract.op} in {language} yet, only in {there}; "
-            "docs/plugins.md says how to register a kernel without one"
+            f"{docs('plugins.md')} says how to register a kernel without one"
         )
     # The licence line is of our file, not of theirs.
     return template.read_text(encoding="utf-8").split("\n", 1)[1].replace("new_kernel", name)

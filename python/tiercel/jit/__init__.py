@@ -6,7 +6,8 @@
 - :func:`extension`: a pybind11 module, without torch's headers
 - :func:`load`: what ``save=`` wrote, without a compiler
 
-``pip install tiercel[jit]`` brings the compilers along. See docs/first-kernel.md.
+``pip install tiercel[jit]`` brings the compilers along. See
+https://github.com/tiercel/tiercel/blob/main/docs/first-kernel.md.
 """
 
 from __future__ import annotations

@@ -101,7 +101,8 @@ def cute(function: Any, *, key: Sequence[object] = (), arch: str = ARCH) -> Cute
 
     Args:
         function: A :class:`tiercel.jit.dsl.declaration.Function`: what to compile and what its one
-            launch looks like. See docs/cute-dsl.md.
+            launch looks like. See
+            https://github.com/tiercel/tiercel/blob/main/docs/cute-dsl.md.
         key: What the code depends on other than the kernel class's source file and its attributes.
         arch: What to compile for.
 

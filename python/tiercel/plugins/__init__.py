@@ -6,5 +6,5 @@
 - :mod:`tiercel.plugins.types`: the same as type aliases for annotations
 - ``tiercel smoke``, ``tiercel new-kernel``: checking and beginning one
 
-See docs/plugins.md.
+See https://github.com/tiercel/tiercel/blob/main/docs/plugins.md.
 """

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""README.md as an index shows it: with absolute links, since the files they name are not there.
+
+description.py README VERSION_BZL OUT
+"""
+
+import pathlib
+import re
+import sys
+
+# A link or an image of Markdown, and its target: no scheme, no anchor of the page itself.
+_RELATIVE = re.compile(r"(?P<before>(?P<image>!?)\[[^\]\n]*\]\()(?!\w+:|#|//)(?P<path>[^)\s]+)")
+
+
+def constant(text: str, name: str) -> str:
+    """A string of version.bzl."""
+    return re.search(rf'^{name} = "([^"]+)"$', text, re.MULTILINE)[1]
+
+
+def revision(version: str) -> str:
+    """Where a version's files are: its tag; a nightly has none."""
+    return "main" if ".dev" in version else f"v{version}"
+
+
+def absolute(readme: str, repository: str, version: str) -> str:
+    def link(match: re.Match) -> str:
+        kind = "raw" if match["image"] else "blob"
+        path = match["path"].removeprefix("./")
+        return f"{match['before']}{repository}/{kind}/{revision(version)}/{path}"
+
+    return _RELATIVE.sub(link, readme)
+
+
+def project_urls(repository: str) -> dict[str, str]:
+    """As in pyproject.toml; a test compares them with the wheel."""
+    return {
+        "Changelog": f"{repository}/blob/main/CHANGELOG.md",
+        "Documentation": f"{repository}/blob/main/docs/README.md",
+        "Issues": f"{repository}/issues",
+        "Source": repository,
+    }
+
+
+def main(readme: str, version_bzl: str, out: str) -> None:
+    known = pathlib.Path(version_bzl).read_text()
+    repository, version = constant(known, "REPOSITORY"), constant(known, "VERSION")
+    pathlib.Path(out).write_text(absolute(pathlib.Path(readme).read_text(), repository, version))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
