@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Runs a command whose libraries were built with --config=asan: Python is not, so the sanitizers have
+# to be there before it. bazel test --run_under=//tools/emulator:sanitized
+set -euo pipefail
+
+libraries=""
+for name in libasan.so libubsan.so libstdc++.so; do # libstdc++, so that exceptions are seen
+  path=$(gcc -print-file-name="$name")
+  [[ $path == /* ]] || {
+    echo "sanitized: error: gcc has no $name: install the package libgcc-$(gcc -dumpversion)-dev" >&2
+    exit 2
+  }
+  libraries+="${libraries:+ }$path"
+done
+# Python keeps what it allocated until it ends: leaks say nothing here.
+export ASAN_OPTIONS="detect_leaks=0:abort_on_error=1:${ASAN_OPTIONS:-}"
+export UBSAN_OPTIONS="print_stacktrace=1:${UBSAN_OPTIONS:-}"
+LD_PRELOAD=$libraries exec "$@"
