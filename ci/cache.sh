@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Tells Bazel of caches, in .bazelrc.ci (git-ignored); ci/'s scripts source it first.
+# Tells Bazel of caches, in .bazelrc.ci (git-ignored), until the script that sourced it ends: an
+# address may hold a password, which does not stay on the disk.
+# usage: source ci/cache.sh
 #   TIERCEL_REMOTE_CACHE   address of a remote cache: http(s)://..., grpc(s)://..., unix:/...
 #   TIERCEL_DISK_CACHE     folder of a disk cache
 # CI that runs a stranger's change sets TIERCEL_CACHE_READONLY=1 too.
@@ -8,7 +10,11 @@
 tiercel_write_cache_rc() {
   local file part
   file=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.bazelrc.ci
-  part=$(mktemp "$file.XXXXXX") # only its owner can read it: an address may hold a password
+  # A script that another one calls has that one's.
+  [[ ${TIERCEL_CACHE_RC:-} != "$file" ]] || return 0
+  export TIERCEL_CACHE_RC=$file
+  part=$(mktemp "$file.XXXXXX") # only its owner can read it
+  trap "rm -f '$file' '$part'" EXIT
   {
     [[ -z ${TIERCEL_DISK_CACHE:-} ]] || echo "build --disk_cache='$TIERCEL_DISK_CACHE'"
     if [[ -n ${TIERCEL_REMOTE_CACHE:-} ]]; then

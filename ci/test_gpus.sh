@@ -19,5 +19,5 @@ fi
 }
 count=$(awk -F, '{ print NF }' <<<"$gpus")
 echo "test_gpus: $count GPU(s): $gpus"
-exec ./bazelw test //... --config=gpu --local_test_jobs="$count" --test_env=TIERCEL_GPUS="$gpus" \
+./bazelw test //... --config=gpu --local_test_jobs="$count" --test_env=TIERCEL_GPUS="$gpus" \
   --run_under=//tools/gpu:one_gpu "$@" </dev/null

@@ -179,6 +179,14 @@ def assets(state: State, match, query, body):
     return 201, asset
 
 
+def gpu_runs(state: State, match, query, body):
+    """All commits have passed, unless the test says otherwise."""
+    passed = {"status": "completed", "conclusion": "success", "head_branch": "main"}
+    passed["html_url"] = "https://github.com/someone/tiercel/actions/runs/1"
+    file = state.folder / "gpu_runs.json"
+    return 200, {"workflow_runs": json.loads(file.read_text()) if file.exists() else [passed]}
+
+
 def delete_asset(state: State, match, query, body):
     for release in state.releases:
         release["assets"] = [a for a in release["assets"] if a["id"] != int(match[1])]
@@ -212,6 +220,7 @@ ROUTES = [
     ("POST", r"/releases/(\d+)/assets", assets),
     ("DELETE", r"/releases/assets/(\d+)", delete_asset),
     ("PATCH", r"/git/refs/tags/([^/]+)", move_tag),
+    ("GET", r"/actions/workflows/gpu\.yml/runs", gpu_runs),
     ("POST", r"/graphql", graphql),
 ]
 

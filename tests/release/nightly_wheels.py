@@ -7,7 +7,8 @@ _PROGRAM = '''\
 # SPDX-License-Identifier: Apache-2.0
 import base64, hashlib, os, pathlib, re, sys, zipfile
 
-folder = pathlib.Path(sys.argv[1])
+option, folder = sys.argv[1], pathlib.Path(sys.argv[2])
+assert option == "--release"
 folder.mkdir(parents=True, exist_ok=True)
 print("building", flush=True)
 pathlib.Path("out/environment").write_text(str(dict(os.environ)))

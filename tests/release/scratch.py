@@ -29,11 +29,13 @@ with (folder / "SHA256SUMS").open("w") as sums:
 # What stands for the build: the wheels are there, //python:wheels made them.
 BUILD = """#!/bin/sh
 set -eu
+[ "$1" = --release ]
+shift
 mkdir -p "$1"
 env >"$1/../environment"
 echo building
 for wheel in {wheels}; do install -m 644 "$wheel" "$1/"; done
-{python} tools/release/record.py "$1"
+{python} tools/release/record.py --release "$1"
 """
 
 
@@ -134,7 +136,8 @@ class Releaser:
         }
         if not whole:
             self.env |= {"AUDIT": str(checkout.root / "ci" / "audit.py"), "PYTHONS": PYTHONS[-1]}
-        self.program, self.arguments = "tools/release/main.py", [VERSION]
+        self.program = "tools/release/main.py"
+        self.arguments = [VERSION, "--without-gpu-run"]
         self.command_lines: set[str] = set()
 
     def start(self, *options: str, **env: str) -> subprocess.Popen:

@@ -58,10 +58,27 @@ def root(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def written(root: pathlib.Path, **env: str) -> list[str]:
-    command = ["bash", "-euo", "pipefail", "-c", "source ci/cache.sh"]
-    subprocess.run(command, check=True, cwd=root, env={"PATH": os.environ["PATH"]} | env)
-    assert [path.name for path in root.iterdir() if path.is_file()] == [".bazelrc.ci"]
-    return (root / ".bazelrc.ci").read_text().splitlines()
+    """What it says while a script runs, of which nothing stays."""
+    code = """
+source ci/cache.sh
+test "$(stat -c %a .bazelrc.ci)" = 600
+bash -euc 'source ci/cache.sh'  # a script that this one calls takes nothing away
+ls -A | grep -v '^ci$' >&2
+cat .bazelrc.ci
+"""
+    command = ["bash", "-euo", "pipefail", "-c", code]
+    env = {"PATH": os.environ["PATH"]} | env
+    done = subprocess.run(command, check=True, cwd=root, env=env, capture_output=True, text=True)
+    assert done.stderr.split() == [".bazelrc.ci"]
+    assert [path for path in root.iterdir() if path.is_file()] == []
+    return done.stdout.splitlines()
+
+
+def test_nothing_stays_after_a_failure(root: pathlib.Path) -> None:
+    command = ["bash", "-euc", "source ci/cache.sh; test -s .bazelrc.ci; false"]
+    env = {"PATH": os.environ["PATH"], "TIERCEL_REMOTE_CACHE": "http://user:password@cache"}
+    assert subprocess.run(command, cwd=root, env=env).returncode == 1
+    assert [path for path in root.iterdir() if path.is_file()] == []
 
 
 def test_one_variable(root: pathlib.Path) -> None:
@@ -69,7 +86,6 @@ def test_one_variable(root: pathlib.Path) -> None:
     lines = written(root, TIERCEL_REMOTE_CACHE="http://cache:8080/tiercel")
     assert lines[0] == "build --remote_cache=http://cache:8080/tiercel"
     assert "--noremote_upload_local_results" not in " ".join(lines)
-    assert (root / ".bazelrc.ci").stat().st_mode & 0o077 == 0
     lines = written(root, TIERCEL_REMOTE_CACHE="grpc://cache", TIERCEL_CACHE_READONLY="1")
     assert "build --noremote_upload_local_results" in lines
     assert written(root, TIERCEL_DISK_CACHE="/a folder") == ["build --disk_cache='/a folder'"]

@@ -73,7 +73,7 @@ def checkout(tmp_path: pathlib.Path) -> Checkout:
     found = Checkout(tmp_path / "checkout")
     build = found.root / "ci" / "build.sh"
     write_wheels(found.root / "ci" / "make_wheels.py")
-    build.write_text(f'#!/bin/sh\nexec {sys.executable} ci/make_wheels.py "$1"\n')
+    build.write_text(f'#!/bin/sh\nexec {sys.executable} ci/make_wheels.py "$@"\n')
     (found.root / "benchmarks").mkdir()
     page = "Read me.\n<!-- results: begin (do not edit) -->\n| op | ms |\n<!-- results: end -->\n"
     (found.root / "benchmarks" / "README.md").write_text(page)
@@ -173,6 +173,79 @@ def test_killed_at_each_step(checkout: Checkout, github: GitHub, nightly: Nightl
     usable(github, "20260102")
     drafts = [release for release in github.state["releases"] if release["draft"]]
     assert not drafts and ".dev" not in (checkout.root / "version.bzl").read_text()
+
+
+RUN = {"head_branch": "main", "html_url": "https://github.com/someone/tiercel/actions/runs/7"}
+
+
+def test_the_gpu_tests_have_to_have_passed(
+    checkout: Checkout, github: GitHub, nightly: Nightly
+) -> None:
+    runs = github.folder / "gpu_runs.json"
+    failed = RUN | {"status": "completed", "conclusion": "failure"}
+    passed = RUN | {"status": "completed", "conclusion": "success"}
+    for known, error in (
+        ([failed], f"failed: {RUN['html_url']}; --without-gpu-run goes on without"),
+        ([], "have not run (gpu.yml); --without-gpu-run goes on without"),
+        ([passed | {"head_branch": "another"}], "have not run"),
+        ([RUN | {"status": "in_progress", "conclusion": None}], "still run"),
+    ):
+        runs.write_text(json.dumps(known))
+        code, text = nightly.run("--date", "20260101", "--gpu-minutes", "0.01")
+        assert code == 1 and error in text, text
+        assert "step build" not in text and github.state["releases"] == []
+    runs.write_text(json.dumps([failed]))
+    passes(nightly, "20260101", "--without-gpu-run")
+    # A rerun that passed counts, and one that passes while we wait.
+    runs.write_text(json.dumps([failed, passed]))
+    passes(nightly, "20260102")
+    runs.write_text(json.dumps([RUN | {"status": "queued", "conclusion": None}]))
+    process = nightly.start("--date", "20260103", "--gpu-minutes", "1")
+    for line in process.stdout:
+        if f"waiting for the GPU tests: {RUN['html_url']}" in line:
+            runs.write_text(json.dumps([passed]))
+    assert process.wait() == 0
+    process.stdin.close()
+    usable(github, "20260103")
+
+
+def test_gpu_run_script(checkout: Checkout, github: GitHub, nightly: Nightly) -> None:
+    command = [sys.executable, pathlib.Path("tools/release/gpu_run.py").absolute()]
+    wait = [*command, "--minutes", "0.01"]
+    options = {"cwd": checkout.root, "env": nightly.env, "capture_output": True, "text": True}
+    result = subprocess.run(wait, **options)
+    assert result.returncode == 0 and "the GPU tests passed: " in result.stdout
+    (github.folder / "gpu_runs.json").write_text("[]")
+    result = subprocess.run([*wait, "0" * 40], **options)
+    assert result.returncode == 1 and f"{'0' * 12} have not run" in result.stdout
+
+
+def test_gh_is_looked_for_before_the_build(checkout: Checkout, nightly: Nightly) -> None:
+    code, text = nightly.run("--date", "20260101", GH_PROGRAM="/nowhere/gh")
+    assert code == 1 and "gh is not installed" in text and "step build" not in text
+    passes(nightly, "20260101", "--dry-run")
+
+
+def test_one_job_builds_and_another_publishes(
+    checkout: Checkout, github: GitHub, nightly: Nightly, tmp_path: pathlib.Path
+) -> None:
+    folder = tmp_path / "dist"
+    passes(nightly, "20260101", "--dry-run", "--folder", str(folder), GH_PROGRAM="/nowhere/gh")
+    assert github.state["releases"] == []
+    code, text = nightly.run("--date", "20260101", "--folder", str(folder))
+    assert code == 1 and "exists already" in text
+    # The job that publishes has nothing of Bazel's, and may begin after midnight.
+    for name in ("AUDIT", "PYTHONS", "TEST_WHEELS", "PYTHONPATH"):
+        nightly.env.pop(name, None)
+    (wheel, *_) = sorted(folder.glob("*.whl"))
+    built = wheel.read_bytes()
+    wheel.write_bytes(built + b"more")
+    code, text = nightly.run("--publish", "--folder", str(folder))
+    assert code == 1 and f"{wheel.name} in {folder}: not what was audited there" in text
+    wheel.write_bytes(built)
+    passes(nightly, "20260102", "--publish", "--folder", str(folder))
+    usable(github, "20260101")
+    assert github.files[wheel.name] == built
 
 
 def test_next_version(checkout: Checkout, nightly: Nightly) -> None:

@@ -143,7 +143,7 @@ def test_what_is_refused(checkout: Checkout, indexes, releaser: Releaser) -> Non
     checkout.git("checkout", "--quiet", "README.md")
     # Wheels of another commit, of a dirty tree, and changed ones.
     folder = checkout.root.parent / "wheels"
-    build = [checkout.root / "ci" / "build.sh", folder]
+    build = [checkout.root / "ci" / "build.sh", "--release", folder]
     subprocess.run(build, check=True, cwd=checkout.root, capture_output=True)
     checkout.commit("Another")
     assert "are of another commit" in refused(releaser, "--wheels", str(folder))
@@ -157,11 +157,141 @@ def test_what_is_refused(checkout: Checkout, indexes, releaser: Releaser) -> Non
     assert "not those that were built" in refused(releaser, "--wheels", str(folder))
     (folder / "build.json").unlink()
     assert "has no build.json" in refused(releaser, "--wheels", str(folder))
+    subprocess.run(build, check=True, cwd=checkout.root, capture_output=True)
+    record = folder / "build.json"
+    record.write_text(record.read_text().replace('"committed"', '"of this machine"'))
+    assert "built with settings of this machine" in refused(releaser, "--wheels", str(folder))
     # A version that is released: as a tag, or on the index with other bytes.
     checkout.git("tag", f"v{VERSION}", "HEAD~1")
     assert "is released already: v" in refused(releaser)
     checkout.git("tag", "--delete", f"v{VERSION}")
     assert test.files == production.files == {}
+
+
+def test_what_is_uploaded_is_what_was_tried(
+    checkout: Checkout, indexes, releaser: Releaser
+) -> None:
+    """Whatever happens to the folder while the question waits for its answer."""
+    test, production = indexes
+    checkout.bump()
+    process = releaser.start(**SECRETS)
+    said = ""
+    while "Type the version" not in said:
+        said += process.stdout.read(1) or pytest.fail(said)
+    folder = checkout.root / "out" / "release" / VERSION / "wheels"
+    for path in folder.glob("*.whl"):
+        path.write_bytes(b"another wheel")
+    text, _ = process.communicate(f"{VERSION}\n", timeout=300)
+    assert process.returncode == 0, text
+    assert published(test) and published(production)
+
+
+def test_copies_are_hashed_again(checkout: Checkout, tmp_path: pathlib.Path) -> None:
+    sys.path.insert(0, str(pathlib.Path("tools/release").absolute()))
+    from shell import Failed
+    from wheels import Copies
+
+    folder = tmp_path / "wheels"
+    build = [checkout.root / "ci" / "build.sh", "--release", folder]
+    subprocess.run(build, check=True, cwd=checkout.root, capture_output=True)
+    copies = Copies(folder)
+    assert copies.folder.stat().st_mode & 0o077 == 0
+    copies.require_unchanged()
+    (copies.folder / WHEELS[0].name).write_bytes(b"another wheel")
+    with pytest.raises(Failed, match=WHEELS[0].name):
+        copies.require_unchanged()
+    with (folder / WHEELS[0].name).open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(Failed, match="not what was built in"):
+        Copies(folder)
+
+
+def test_sums_by_hand_are_no_audit(checkout: Checkout, releaser: Releaser, tmp_path) -> None:
+    checkout.bump()
+    folder = tmp_path / "dist"
+    build = [checkout.root / "ci" / "build.sh", "--release", folder]
+    subprocess.run(build, check=True, cwd=checkout.root, capture_output=True)
+    by_hand = "sha256sum tiercel-*.whl >SHA256SUMS"
+    subprocess.run(["sh", "-c", by_hand], check=True, cwd=folder)
+    (checkout.root / "ci" / "audit.py").write_text("import sys; sys.exit('a finding')")
+    checkout.commit("An audit that finds something")
+    subprocess.run(build, check=True, cwd=checkout.root, capture_output=True)
+    text = refused(releaser, "--dry-run", "--wheels", str(folder))
+    assert "the audit failed" in text and "passed before" not in text
+
+
+def test_an_audit_that_passed_is_not_repeated(checkout: Checkout, releaser: Releaser) -> None:
+    checkout.bump()
+    code, text = releaser.run("--dry-run")
+    assert code == 0 and "passed before" not in text, text
+    code, text = releaser.run("--dry-run")
+    assert code == 0 and "these wheels passed before" in text, text
+
+
+def test_who_tags_is_asked_before_the_upload(
+    checkout: Checkout, indexes, releaser: Releaser
+) -> None:
+    test, production = indexes
+    checkout.bump()
+    for key in ("name", "email"):
+        checkout.git("config", "--unset", f"user.{key}")
+    checkout.git("config", "user.useConfigOnly", "true")
+    text = refused(releaser)
+    assert "git does not know who makes the tag" in text and "GIT_COMMITTER_NAME" in text
+    named = {"GIT_COMMITTER_NAME": "A", "GIT_COMMITTER_EMAIL": "a@example.com"}
+    checkout.git("remote", "add", "origin", str(checkout.root / "nowhere"))
+    assert "nowhere" in refused(releaser, **named)
+    checkout.git("remote", "remove", "origin")
+    assert test.files == production.files == {}
+    code, text = releaser.run("--yes", **SECRETS, **named)
+    assert code == 0 and checkout.git("tag") == f"v{VERSION}", text
+
+
+def test_jobs_of_the_workflow(checkout: Checkout, indexes, releaser: Releaser, tmp_path) -> None:
+    """Uploads are another's: no step here has credentials, and the tag needs nothing of Bazel."""
+    test, production = indexes
+    checkout.bump()
+    folder = tmp_path / "dist"
+    build = [checkout.root / "ci" / "build.sh", "--release", folder]
+    subprocess.run(build, check=True, cwd=checkout.root, capture_output=True)
+    wheels = ["--wheels", str(folder)]
+    code, text = releaser.run("--dry-run", *wheels)
+    assert code == 0 and (folder / "SHA256SUMS").is_file(), text
+    for name, data in OURS.items():
+        (test.folder / name).write_bytes(data)
+    code, text = releaser.run("--only", "install", *wheels)
+    assert code == 0 and f": tiercel {VERSION}, " in text, text
+    for name in ("AUDIT", "PYTHONS", "TEST_WHEELS", "PYTHONPATH"):
+        releaser.env.pop(name, None)
+    (production.folder / WHEELS[0].name).write_bytes(b"another")
+    code, text = releaser.run("--only", "tag", *wheels)
+    assert code == 1 and "with other contents" in text and checkout.git("tag") == ""
+    for name, data in OURS.items():
+        (production.folder / name).write_bytes(data)
+    code, text = releaser.run("--only", "tag", *wheels)
+    assert code == 0 and checkout.git("tag") == f"v{VERSION}", text
+    assert "POST" not in test.requests + production.requests
+
+
+def test_the_gpu_tests_have_to_have_passed(
+    checkout: Checkout, indexes, releaser: Releaser, tmp_path
+) -> None:
+    test, production = indexes
+    checkout.bump()
+    releaser.arguments.remove("--without-gpu-run")
+    text = refused(releaser, GH_PROGRAM="/nowhere/gh")
+    assert "gh is not installed" in text and "--without-gpu-run" in text
+    gh = tmp_path / "gh"
+    run = '{"status": "completed", "conclusion": "CONCLUSION", "head_branch": "main"'
+    run += ', "html_url": "https://example.com/runs/7"}'
+    gh.write_text(f"#!/bin/sh\necho '{{\"workflow_runs\": [{run}]}}'\n")
+    gh.chmod(0o755)
+    text = refused(releaser, GH_PROGRAM=str(gh))
+    assert "failed: https://example.com/runs/7" in text
+    assert test.files == production.files == {}
+    gh.write_text(gh.read_text().replace("CONCLUSION", "success"))
+    code, text = releaser.run("--yes", GH_PROGRAM=str(gh), **SECRETS)
+    assert code == 0 and "the GPU tests passed: https://example.com/runs/7" in text, text
 
 
 def test_what_the_indexes_have(checkout: Checkout, indexes, releaser: Releaser) -> None:

@@ -43,6 +43,23 @@ class Checkout:
         lines = sorted((line.split() for line in listed.splitlines()), key=lambda words: words[1])
         return lines[-1][0] if lines else ""
 
+    def require_can_tag(self, remote: str, tag: str, commit: str) -> None:
+        """Failed where the tag could not be made or pushed; asked before what cannot be undone."""
+        try:
+            self.git("var", "GIT_COMMITTER_IDENT")
+        except Failed as error:
+            raise Failed(
+                f"git does not know who makes the tag {tag}: git config user.name and user.email,"
+                f" or GIT_COMMITTER_NAME and GIT_COMMITTER_EMAIL\n{error}"
+            ) from error
+        if remote not in self.git("remote").split():
+            return
+        there = self.tagged_remotely(remote, tag)
+        if there and there != commit:
+            raise Failed(f"{remote} has {tag} at another commit, {there[:12]}")
+        if not there:
+            self.git("push", "--dry-run", "--quiet", remote, f"{commit}:refs/tags/{tag}")
+
     def require_ready(self, version: str) -> str:
         """The commit to release, or Failed with what is in the way."""
         bump = bump_module(self.root)

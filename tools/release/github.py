@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rolling prerelease on GitHub, by its own command line (gh)."""
+"""What is asked of GitHub, by its own command line (gh): the rolling prerelease, GPU test runs."""
 
 import json
 import os
 import pathlib
+import shutil
 import subprocess
+import time
 
 import record
 from shell import Failed, Shell
 
 TAG = "tiercel-nightly"
+GPU_WORKFLOW = "gpu.yml"
+WITHOUT = "--without-gpu-run goes on without"
 
 
 class GitHub:
@@ -20,6 +24,51 @@ class GitHub:
         secrets = {key: os.environ[key] for key in keys if os.environ.get(key)}
         self.env = shell.environment(secrets | {"GH_PROMPT_DISABLED": "1", "NO_COLOR": "1"})
 
+    def require(self, purpose: str) -> None:
+        """Failed where there is no gh, before anything that takes time."""
+        if not shutil.which(self.program):
+            raise Failed(f"gh is not installed: the GitHub command line {purpose}")
+
+    def require_for_gpu_runs(self) -> None:
+        self.require(f"knows of the GPU tests; {WITHOUT}")
+
+    def _output(self, *words) -> subprocess.CompletedProcess:
+        command = [self.program, *words]
+        return subprocess.run(
+            command, cwd=self.root, env=self.env, capture_output=True, text=True, timeout=300
+        )
+
+    def gpu_runs(self, commit: str) -> list[dict]:
+        path = f"repos/{{owner}}/{{repo}}/actions/workflows/{GPU_WORKFLOW}/runs?head_sha={commit}"
+        result = self._output("api", path)
+        if result.returncode:
+            raise Failed(self.shell.redacted(f"gh api: {result.stderr.strip()}; {WITHOUT}"))
+        # Of other branches: the same commit, but not what main's protection let through.
+        return [r for r in json.loads(result.stdout)["workflow_runs"] if r["head_branch"] == "main"]
+
+    def wait_for_gpu_run(self, commit: str, minutes: float) -> None:
+        """Until the GPU tests have passed at the commit; Failed where they have not."""
+        self.require_for_gpu_runs()
+        limit, said = time.monotonic() + 60 * minutes, ""
+        while True:
+            runs = self.gpu_runs(commit)
+            passed = [run for run in runs if run["conclusion"] == "success"]
+            if passed:
+                self.shell.say(f"the GPU tests passed: {passed[0]['html_url']}")
+                return
+            active = [run for run in runs if run["status"] != "completed"]
+            if not active:
+                what = f"have not run ({GPU_WORKFLOW})"
+                if runs:
+                    what = f"failed: {runs[0]['html_url']}"
+                raise Failed(f"the GPU tests of {commit[:12]} {what}; {WITHOUT}")
+            if time.monotonic() > limit:
+                raise Failed(f"the GPU tests still run: {active[0]['html_url']}; {WITHOUT}")
+            if said != active[0]["html_url"]:
+                said = active[0]["html_url"]
+                self.shell.say(f"waiting for the GPU tests: {said}")
+            time.sleep(min(30, 0.6 * minutes))
+
     def _run(self, *words, fails: str) -> None:
         self.shell.run(
             [self.program, *words], cwd=self.root, env=self.env, fails=fails, timeout=1800
@@ -27,15 +76,7 @@ class GitHub:
 
     def release(self) -> dict:
         """Body and assets of the prerelease, or {} where there is none yet."""
-        command = [self.program, "release", "view", TAG, "--json", "body,assets,isDraft"]
-        try:
-            result = subprocess.run(
-                command, cwd=self.root, env=self.env, capture_output=True, text=True, timeout=300
-            )
-        except FileNotFoundError as error:
-            raise Failed(
-                "gh is not installed: the GitHub command line publishes nightlies"
-            ) from error
+        result = self._output("release", "view", TAG, "--json", "body,assets,isDraft")
         if result.returncode == 0:
             found = json.loads(result.stdout)
             if not found["isDraft"]:

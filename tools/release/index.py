@@ -63,8 +63,11 @@ class Index:
                     f"the address of the {self.title} holds credentials: see docs/releasing.md"
                 )
             return self.repository
-        from twine.exceptions import TwineException
-        from twine.utils import get_repository_from_config
+        try:
+            from twine.exceptions import TwineException
+            from twine.utils import get_repository_from_config
+        except ImportError as error:  # --only tag, which runs without Bazel's packages
+            raise Failed(f"the {self.title} {self.repository!r}: name it by address") from error
 
         try:
             return get_repository_from_config("~/.pypirc", self.repository)["repository"]

@@ -13,10 +13,11 @@ class Failed(Exception):
     """A step cannot go on; the text says why and what to do."""
 
 
-# Only the program that uploads gets these; their values never reach the log.
+# Only the program that uploads gets these; their values never reach the log. ci/run_tool.sh keeps
+# the same ones from Bazel.
 SECRETS = (
     *("TWINE_USERNAME", "TWINE_PASSWORD", "TWINE_TEST_USERNAME", "TWINE_TEST_PASSWORD"),
-    *("GH_TOKEN", "GITHUB_TOKEN", "ACTIONS_ID_TOKEN_REQUEST_TOKEN"),
+    *("GH_TOKEN", "GITHUB_TOKEN", "ACTIONS_ID_TOKEN_REQUEST_TOKEN", "ACTIONS_RUNTIME_TOKEN"),
 )
 # What `bazel run` adds for this program alone.
 OURS = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "BUILD_WORKSPACE_DIRECTORY", "RUNFILES_DIR")
