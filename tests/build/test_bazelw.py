@@ -403,7 +403,7 @@ def _with_hash_of(name, data):
 
 
 def test_patchelf_is_held_to_our_own_hash(machine):
-    """The archive's hashes are its own word; the pinned one is not. Nor is a file left behind taken."""
+    """The archive's hashes are its own word. A file that was left behind is not taken either."""
     source = rewritten(machine, _with_hash_of)
     forget(machine)
     result = machine.run("--import-toolchain", str(source))
