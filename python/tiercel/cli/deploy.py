@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "bring doctor's report and the results back into a folder (tiercel-deploy-DATE)"
     add("--save", nargs="?", const="", metavar="FOLDER", help=text)
     add("--python", default="python3", metavar="PROGRAM", help="there (python3)")
-    text = "keep the environment in this folder there, instead of removing it"
+    text = "keep the environment there, in a new folder or one that --keep made before"
     add("--keep", metavar="FOLDER", help=text)
 
 
@@ -59,7 +59,7 @@ def _deploy(args: argparse.Namespace) -> int:
 
     target = session.Target.parse(args.ssh)
     words = session.command(target, args.python)
-    outcome = session.run(words, payload, session.show)
+    outcome = session.run(words, payload, session.Screen())
     if args.save is not None and outcome.results is not None:
         folder = Path(args.save or time.strftime("tiercel-deploy-%Y%m%d-%H%M%S"))
         for path in session.save(outcome.results, folder):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import io
 import json
@@ -13,18 +14,30 @@ import struct
 import subprocess
 import sys
 import tarfile
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from tiercel._terminal import line, plain
 from tiercel.deploy import DeployError, agent
 
 _START = (
     "import sys; n = int(sys.stdin.buffer.readline()); "
     "exec(compile(sys.stdin.buffer.read(n), 'agent', 'exec'), {'__name__': 'tiercel_agent'})"
 )
-_GRACE_S = 10.0
+_GRACE_S = 30.0  # the other end may have a large folder to remove
+_LOGIN_BYTES = 1 << 20  # that its login scripts may print
+# What a message may hold, by its kind.
+_MOST = {
+    agent.HELLO: 1 << 16,
+    agent.OUTPUT: 1 << 20,
+    agent.FAILED: 1 << 16,
+    agent.END: 64,
+    agent.RESULT: len(agent.RESULTS) * (agent.MOST_BYTES + 1024) + (1 << 16),
+}
+_FACTS = ("tag", "python", "machine", "libc", "host")
 
 
 @dataclass(frozen=True)
@@ -108,47 +121,68 @@ def _hello(process: subprocess.Popen[bytes]) -> dict[str, str]:
         byte = process.stdout.read(1)
         if not byte:
             status = process.wait()
-            said = seen.decode(errors="replace").strip()
+            said = line(seen.decode(errors="replace"), 2000)
             if status == 255:
                 raise DeployError("ssh did not connect; its message is above")
             if status == 127:
                 raise DeployError("there is no such Python at the other end: name one by --python")
             raise DeployError(f"the other end stopped with status {status}. {said}".strip())
         seen += byte
-        if len(seen) > 1 << 20:
+        if len(seen) > _LOGIN_BYTES:
             raise DeployError("the other end's login scripts print without end")
     kind, data = _message(process.stdout)
-    assert kind == agent.HELLO
-    there: dict[str, str] = json.loads(data)
-    return there
+    if kind != agent.HELLO:
+        raise _unintelligible(f"a message of kind {kind!r} where it was to say what it is")
+    try:
+        there = json.loads(data)
+        found = {name: there[name] for name in _FACTS}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise _unintelligible("what it says of itself is incomplete") from None
+    if not all(isinstance(text, str) and len(text) <= 200 for text in found.values()):
+        raise _unintelligible("what it says of itself is no short text")
+    return {name: line(text) for name, text in found.items()}
+
+
+def _unintelligible(what: str) -> DeployError:
+    return DeployError(f"the other end does not speak as tiercel deploy's agent does: {what}")
 
 
 def _message(stream: IO[bytes]) -> tuple[bytes, bytes]:
+    """(kind, data).
+
+    Raises:
+        DeployError: It is none, or the connection ended.
+    """
     head = stream.read(9)
-    if len(head) < 9:
-        raise EOFError
-    data = stream.read(struct.unpack(">Q", head[1:])[0])
-    return head[:1], data
+    if len(head) == 9:
+        kind, size = head[:1], struct.unpack(">Q", head[1:])[0]
+        if kind not in _MOST:
+            raise _unintelligible(f"a message of kind {kind!r}")
+        if size > _MOST[kind]:
+            raise _unintelligible(f"a message of {size} bytes, at most {_MOST[kind]} are taken")
+        data = stream.read(size)
+        if len(data) == size:
+            return kind, data
+    raise DeployError("the connection was lost; the other end cleans up by itself")
 
 
 def _follow(process: subprocess.Popen[bytes], output: Callable[[bytes], Any]) -> Outcome:
     assert process.stdout is not None
     results = None
     while True:
-        try:
-            kind, data = _message(process.stdout)
-        except EOFError:
-            raise DeployError(
-                "the connection was lost; the other end cleans up by itself"
-            ) from None
+        kind, data = _message(process.stdout)
         if kind == agent.OUTPUT:
             output(data)
         elif kind == agent.RESULT:
             results = data
         elif kind == agent.FAILED:
-            raise DeployError(f"at the other end: {data.decode(errors='replace')}")
+            raise DeployError(f"at the other end: {line(data.decode(errors='replace'), 2000)}")
         elif kind == agent.END:
+            if re.fullmatch(rb"-?\d{1,9}", data) is None:
+                raise _unintelligible("it ended with no status")
             return Outcome(int(data), results)
+        else:
+            raise _unintelligible(f"a message of kind {kind!r} in the middle of its work")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -156,31 +190,57 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     assert process.stdin is not None and process.stdout is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.close()
+    # What is still on its way is read, so that it can end; there may be no end of it.
+    threading.Thread(target=_drain, args=(process.stdout,), daemon=True).start()
     try:
-        process.stdout.read()  # what is still on its way, so that it can end
         process.wait(_GRACE_S)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
         process.terminate()
         process.wait()
 
 
+def _drain(stream: IO[bytes]) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        while stream.read1(1 << 16):  # type: ignore[attr-defined]
+            pass
+
+
 def save(results: bytes, folder: Path) -> list[Path]:
-    """Writes the results' files into a folder; nothing of theirs gets out of it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    with tarfile.open(fileobj=io.BytesIO(results)) as archive:
-        for member in archive:
-            parts = Path(member.name).parts[1:]
-            source = archive.extractfile(member) if member.isreg() else None
-            if source is None or not parts or ".." in parts:
-                continue
-            path = folder.joinpath(*parts)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(source.read())
-            written.append(path)
-    return written
+    """Writes the results into a folder: the files that were asked for, and no others.
+
+    Raises:
+        DeployError: They are no results, or cannot be written.
+    """
+    found: dict[str, bytes] = {}
+    try:
+        with tarfile.open(fileobj=io.BytesIO(results), mode="r:") as archive:
+            for member in archive:
+                name = member.name.removeprefix("out/")
+                # A sparse member may claim any size.
+                if name not in agent.RESULTS or not member.isreg() or member.issparse():
+                    continue
+                if member.size > agent.MOST_BYTES:
+                    raise _unintelligible(f"{name} of {member.size} bytes")
+                source = archive.extractfile(member)
+                assert source is not None
+                found[name] = source.read()
+    except (tarfile.TarError, EOFError, ValueError, OSError, OverflowError):
+        raise _unintelligible("its results are no archive") from None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in found.items():
+            (folder / name).write_bytes(content)
+    except OSError as error:
+        raise DeployError(f"cannot write to {folder}: {error.strerror}") from None
+    return [folder / name for name in found]
 
 
-def show(data: bytes) -> None:
-    sys.stdout.write(data.decode(errors="replace"))
-    sys.stdout.flush()
+class Screen:
+    """Shows what programs at the other end print, without letting it command the terminal."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def __call__(self, data: bytes) -> None:
+        sys.stdout.write(plain(self._decoder.decode(data)))
+        sys.stdout.flush()
