@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,20 @@ from typing import Any
 
 from tiercel import _C
 from tiercel._log import logger
+from tiercel._terminal import line, plain
 from tiercel._tuned_table import Table
 
 SCHEMA = 1
+DTYPES = (
+    "bfloat16",
+    "float16",
+    "float32",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float4_e2m1fn_x2",
+)
+MOST = 1 << 40  # of sizes and tokens: far from where the launchers' products overflow
+MOST_FIELD = 4096  # of tiles, stages, splits and the like
 FOLDER = Path(__file__).parent / "configs"
 
 
@@ -81,8 +93,8 @@ class ConfigError(ValueError):
 
 
 def device_label(name: str) -> str:
-    """A device's name as files have it."""
-    return name.replace(" ", "_").replace("/", "_").replace(",", "_")
+    """A device's name as files have it: nothing in it leads to another folder or is a pattern."""
+    return re.sub(r"[^A-Za-z0-9_.()+-]", "_", name)
 
 
 def _text(op: str, sizes: Sequence[int], between: str) -> str:
@@ -91,7 +103,13 @@ def _text(op: str, sizes: Sequence[int], between: str) -> str:
 
 
 def file_name(op: str, sizes: Sequence[int], dtype: str, device: str) -> str:
-    """No comma: wheel tools split the lines of RECORD at them."""
+    """No comma: wheel tools split the lines of RECORD at them.
+
+    Raises:
+        ConfigError: No operator is tuned for that dtype.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"`dtype` must be one of {', '.join(DTYPES)}, got {shown(dtype)}")
     return f"{_text(op, sizes, '-')}-dtype={dtype}-device={device_label(device)}.json"
 
 
@@ -108,29 +126,52 @@ def read(path: Path, op: str) -> tuple[str, tuple[int, ...], list[tuple[int, tup
         ConfigError: It is not such a file.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if data["schema"] != SCHEMA:
-            raise ConfigError(f"{path}: schema {data['schema']}, this version reads {SCHEMA}")
-        if data["op"] != op:
-            raise ConfigError(f"{path}: is for {data['op']}, and lies with {op}'s")
-        problem = data["problem"]
-        entries = [(int(t), _fields(op, config)) for t, config in data["configs"].items()]
-        if any(tokens < 1 for tokens, _ in entries):
-            raise ConfigError(f"{path}: a number of tokens must be positive")
-        sizes = tuple(int(problem[name]) for name in OPS[op].sizes)
-        return str(problem["dtype"]), sizes, sorted(entries)
-    except ConfigError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path}: {type(error).__name__}: {error}") from None
+        return check(json.loads(path.read_text(encoding="utf-8")), op)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except Exception as error:  # RecursionError and MemoryError too: nothing in a file may raise
+        raise ConfigError(f"{path}: {type(error).__name__}: {line(error)}") from None
+
+
+def check(data: Any, op: str) -> tuple[str, tuple[int, ...], list[tuple[int, tuple[int, ...]]]]:
+    """As `read`, of what a file holds.
+
+    Raises:
+        ConfigError, KeyError, TypeError, ValueError: No launcher could take it.
+    """
+    if data["schema"] != SCHEMA:
+        raise ConfigError(f"schema {shown(data['schema'])}, this version reads {SCHEMA}")
+    if data["op"] != op:
+        raise ConfigError(f"is for {line(data['op'])}, and lies with {op}'s")
+    problem = data["problem"]
+    dtype = problem["dtype"]
+    if dtype not in DTYPES:
+        raise ConfigError(f"`dtype` must be one of {', '.join(DTYPES)}, got {shown(dtype)}")
+    sizes = tuple(_whole(f"`{name}`", problem[name]) for name in OPS[op].sizes)
+    configs = data["configs"]
+    entries = [(_whole("a number of tokens", int(t)), _fields(op, c)) for t, c in configs.items()]
+    return dtype, sizes, sorted(entries)
+
+
+def shown(value: object) -> str:
+    """A value in an error text, whatever it holds."""
+    return line(repr(value), 80)
+
+
+def _whole(what: str, value: Any) -> int:
+    if type(value) is not int or not 1 <= value <= MOST:
+        raise ConfigError(f"{what} must be a whole number from 1 to 2**40, got {shown(value)}")
+    return value
 
 
 def _fields(op: str, config: Mapping[str, Any]) -> tuple[int, ...]:
     values = []
     for name, kind in OPS[op].fields.items():
         value = config[name]
-        if type(value) is not kind or value < 0:
-            raise ConfigError(f"`{name}` must be a {kind.__name__}, got {value!r}")
+        if type(value) is not kind:
+            raise ConfigError(f"`{name}` must be a {kind.__name__}, got {shown(value)}")
+        if not 0 <= value <= MOST_FIELD:
+            raise ConfigError(f"`{name}` must be from 0 to {MOST_FIELD}, got {shown(value)}")
         values.append(int(value))
     return tuple(values)
 
@@ -138,15 +179,27 @@ def _fields(op: str, config: Mapping[str, Any]) -> tuple[int, ...]:
 def load(device: int, name: str) -> None:
     """Hands the launchers what was tuned on devices of this name; a bad file is said and left."""
     for op, tuned in OPS.items():
-        problems = []
-        for folder in folders():
-            for path in sorted((folder / op).glob(f"*-device={device_label(name)}.json")):
-                try:
-                    dtype, sizes, configs = read(path, op)
-                    problems.append((dtype, *sizes, configs))
-                except ConfigError as error:
-                    logger.warning("a tuned configuration is left out: %s", error)
-        tuned.set(device, problems)
+        tuned.set(device, [])  # the device was looked at
+        for path in _files(op, name):
+            try:
+                dtype, sizes, configs = read(path, op)
+                tuned.set(device, [(dtype, *sizes, configs)])
+            except Exception as error:  # of the launcher as well: no file keeps operators from work
+                text = str(error) if isinstance(error, ConfigError) else f"{path}: {line(error)}"
+                logger.warning("a tuned configuration is left out: %s", plain(text))
+
+
+def _files(op: str, name: str) -> list[Path]:
+    ending = f"-device={device_label(name)}.json"
+    found: list[Path] = []
+    for folder in folders():
+        try:
+            found += sorted(p for p in (folder / op).iterdir() if p.name.endswith(ending))
+        except (FileNotFoundError, NotADirectoryError):
+            pass  # a folder need not have all operators
+        except (OSError, ValueError) as error:
+            logger.warning("tuned configurations are left out: %s: %s", plain(str(folder)), error)
+    return found
 
 
 def hint(op: str, device: int, dtype: str, *sizes: int) -> None:

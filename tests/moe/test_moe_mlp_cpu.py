@@ -359,3 +359,21 @@ def test_other_bad_arguments_are_named():
     inner = tiercel.moe_up(x, w_up, *routing, 2, 8)
     with pytest.raises(ValueError, match="moe_down: `topk_weights` must have shape"):
         tiercel.moe_down(inner, w_down, weights, *routing, 8)
+
+
+def test_a_configuration_that_names_no_kernel_is_left(monkeypatch):
+    """A file may say anything: then the heuristic chooses, and nothing fails at the launch."""
+    from tiercel import _tuned
+    from tiercel.ops import moe_choice
+
+    class Weights:  # as one on a GPU
+        shape, dtype = (8, 64, 32), torch.bfloat16
+        element_size, get_device = (lambda self: 2), (lambda self: 0)
+
+    def choose(*config):
+        monkeypatch.setattr(_tuned.FUSED_MOE, "find", lambda *args: config or None)
+        return moe_choice.choose(Weights(), torch.zeros(4, 2, dtype=torch.int32), None, False)
+
+    assert choose(128, 256, 1, 256, 1) == moe_choice.Choice(128, (256, 1), (256, 1))
+    for config in ((64, 7, 1, 128, 1), (96, 128, 1, 128, 1), (64, 128, 1, 128, 9)):
+        assert choose(*config) == choose()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tiercel import _tuned
 from tiercel._few_tokens import fits_one_launch
+from tiercel._moe_tiles import tiles
 
 _NAME = "fused_moe"
 
@@ -94,6 +95,18 @@ def of_config(config: tuple[int, ...]) -> Choice:
     return Choice(block, (up_tile, up_cluster), (down_tile, down_cluster))
 
 
+@functools.lru_cache(maxsize=1024)
+def has_kernels(config: tuple[int, ...], dtype: str) -> bool:
+    """Whether the wheel has the kernels of a configuration, or it asks for the single launch."""
+    block, *halves = config
+    if block == 0:
+        return True
+    up, down = (tuple(halves[at : at + 2]) for at in (0, 2))
+    if block not in (64, 128):
+        return False
+    return up in tiles(block, "up", dtype) and down in tiles(block, "down", dtype)
+
+
 def choose(
     w_down: Tensor,
     topk_ids: Tensor,
@@ -113,6 +126,8 @@ def choose(
         config = _tuned.FUSED_MOE.find(
             device, (dtype, *sizes), tokens, lambda: _tuned.hint(_NAME, device, dtype, *sizes)
         )
+        if config is not None and not has_kernels(config, dtype):  # a file may say anything
+            config = None
         choice = None if config is None else of_config(config)
         # Tuned for another number of tokens, a single launch may not take these.
         fits = one_launch and float8 and fits_one_launch(tokens, k, hidden, inner)

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tiercel import _tuned
+from tiercel._terminal import line
 from tiercel.tune import TuneError
 from tiercel.tune.ops import Tunable
 from tiercel.tune.results import write
@@ -23,51 +25,83 @@ def apply(data: Mapping[str, Any], tunable: Tunable, folder: Path) -> list[tuple
     if tunable.op not in _tuned.OPS:
         raise TuneError(f"{tunable.op} reads no configurations")
     try:
-        device = data["gpu"]
-        names = tunable.sizes
-        rows: dict[tuple[tuple[int, ...], str], dict[str, Any]] = {}
-        for row in data["results"]:
-            p, winner = row["problem"], row["best_precompiled"]
-            sizes = tuple(int(p[name]) for name in names)
-            configs = rows.setdefault((sizes, p["dtype"]), {})
-            if winner is not None:
-                config = tunable.config(winner["candidate"])
-                measured = {"us": _round(winner["us"]), "before_us": _round(row["today_us"])}
-                configs[str(row["tokens"])] = config | measured
-        facts = ("command", "date", "gpu", "driver", "torch", "tiercel", "commit")
-        source = {name: data[name] for name in facts}
-    except (KeyError, TypeError) as error:
-        raise TuneError(f"the results lack {error}") from None
-    written = []
-    for (sizes, dtype), configs in rows.items():
-        if not configs:
+        files = _files(data, tunable)
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+        lacks = isinstance(error, KeyError)
+        said = f"lack {line(error)}" if lacks else f"are none of tiercel tune: {line(error)}"
+        raise TuneError(f"the results {said}") from None
+    folder = folder / tunable.op
+    # All of them first, so that a bad problem leaves no half of the others.
+    merged = {folder / name: _merged(folder / name, new, tunable.op) for name, new in files.items()}
+    for path, content in merged.items():
+        write(path, content)
+    return [(path, len(files[path.name]["configs"])) for path in merged]
+
+
+def _files(data: Mapping[str, Any], tunable: Tunable) -> dict[str, dict[str, Any]]:
+    """What a sweep says, by file name; each entry has its source, which `_merged` moves out."""
+    device = data["gpu"]
+    if not isinstance(device, str) or not 0 < len(device) <= 100:
+        raise TuneError(f"`gpu` must be a device's name, got {_tuned.shown(device)}")
+    facts = ("command", "date", "gpu", "driver", "torch", "tiercel", "commit")
+    source = {name: _text(name, data[name]) for name in facts}
+    found: dict[str, dict[str, Any]] = {}
+    for row in data["results"]:
+        problem, winner, tokens = row["problem"], row["best_precompiled"], row["tokens"]
+        if winner is None:
             continue
-        path = folder / tunable.op / _tuned.file_name(tunable.op, sizes, dtype, device)
-        merged = _before(path, tunable.op) | {t: c | {"source": source} for t, c in configs.items()}
-        ordered = {tokens: merged[tokens] for tokens in sorted(merged, key=int)}
-        problem = {**dict(zip(names, sizes, strict=True)), "dtype": dtype}
-        head = {"schema": _tuned.SCHEMA, "op": tunable.op, "problem": problem, "device": device}
-        write(path, head | _sources(ordered))
-        _tuned.read(path, tunable.op)  # what no operator could read must not be left unsaid
-        written.append((path, len(configs)))
-    return written
+        named = {size: problem[size] for size in tunable.sizes} | {"dtype": problem["dtype"]}
+        if type(tokens) is not int:
+            raise TuneError(f"`tokens` must be an int, got {_tuned.shown(tokens)}")
+        candidate = tunable.config(winner["candidate"])
+        config = {name: candidate[name] for name in _tuned.OPS[tunable.op].fields}
+        measured = {"us": _round(winner["us"]), "before_us": _round(row["today_us"])}
+        head = {"schema": _tuned.SCHEMA, "op": tunable.op, "problem": named, "device": device}
+        entry = config | measured | {"source": source}
+        # What no operator could read is not written.
+        dtype, sizes, _ = _tuned.check(head | {"configs": {str(tokens): entry}}, tunable.op)
+        name = _tuned.file_name(tunable.op, sizes, dtype, device)
+        found.setdefault(name, head | {"configs": {}})["configs"][str(tokens)] = entry
+    return found
+
+
+def _merged(path: Path, new: Mapping[str, Any], op: str) -> dict[str, Any]:
+    """With what the file has for other numbers of tokens."""
+    configs = _before(path, op) | new["configs"]
+    ordered = {tokens: configs[tokens] for tokens in sorted(configs, key=int)}
+    return {**new, **_sources(ordered)}
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise TuneError(f"`{name}` must be a text, got {_tuned.shown(value)}")
+    return value
 
 
 def _round(us: float | None) -> float | None:
-    return None if us is None else round(us, 3)
+    if us is None:
+        return None
+    if isinstance(us, bool) or not isinstance(us, (int, float)) or not math.isfinite(us):
+        raise TuneError(f"a time must be a finite number, got {_tuned.shown(us)}")
+    return round(float(us), 3)
 
 
 def _before(path: Path, op: str) -> dict[str, Any]:
     """What the file has, each entry with its source."""
-    if not path.exists():
-        return {}
     try:
+        if not path.exists():
+            return {}
         _tuned.read(path, op)
+        data = json.loads(path.read_text(encoding="utf-8"))
+        sources = data["sources"]
+        return {t: {**c, "source": sources[c["source"]]} for t, c in data["configs"].items()}
     except _tuned.ConfigError as error:
         raise TuneError(f"{error}: remove or mend it first") from None
-    data = json.loads(path.read_text(encoding="utf-8"))
-    sources = data["sources"]
-    return {t: {**c, "source": sources[c["source"]]} for t, c in data["configs"].items()}
+    except OSError as error:
+        raise TuneError(f"cannot read {path}: {error.strerror}") from None
+    except (KeyError, IndexError, TypeError) as error:
+        text = f"{path}: {type(error).__name__}: {line(error)}: remove or mend it first"
+        raise TuneError(text) from None
 
 
 def _sources(configs: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tiercel import _tuned
+from tiercel._terminal import line
 from tiercel.bench import BenchError
 from tiercel.cache.lock import locked_now
 from tiercel.tune import TuneError, hardware, ops, results, shared
@@ -216,9 +217,10 @@ def _list(work: Sequence[Batch]) -> int:
 def apply(args: argparse.Namespace) -> int:
     data = results.read(args.results)
     tunables = {tunable.op: tunable for tunable in ops.load().values()}
-    if data["op"] not in tunables:
-        raise TuneError(f"{args.results} is for {data['op']}, which is no operator that is tuned")
-    written = apply_results(data, tunables[data["op"]], args.to or _tuned.FOLDER)
+    op = line(data["op"])
+    if op not in tunables:
+        raise TuneError(f"{args.results} is for {op}, which is no operator that is tuned")
+    written = apply_results(data, tunables[op], args.to or _tuned.FOLDER)
     for path, count in written:
         say(f"wrote {path}: {count} numbers of tokens")
     if not written:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tiercel._terminal import line
 from tiercel.tune import TuneError
 from tiercel.tune.board import Record
 from tiercel.tune.ops import Tunable
@@ -77,10 +78,10 @@ def read(path: Path) -> dict[str, Any]:
         _ = data["results"], data["op"]
     except OSError as error:
         raise TuneError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise TuneError(f"{path} is no result of tiercel tune") from None
     if schema != SCHEMA:
-        raise TuneError(f"{path} has schema {schema}, this version reads {SCHEMA}")
+        raise TuneError(f"{path} has schema {line(schema)}, this version reads {SCHEMA}")
     return data
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tiercel._few_tokens import fits_one_launch
+from tiercel._moe_tiles import tiles
 from tiercel.tune.hardware import Needs
 from tiercel.tune.ops import Tunable
 from tiercel.tune.problem import Candidate, Problem
@@ -21,14 +22,6 @@ _STAGES = {128: 8, 64: 12, 256: 4}
 _ROW, _PIECE, _WARPGROUP = 128, 64, 128  # as in kernels/moe/moe_layouts_cute.py
 # Elements an expert: beyond, blocks of 64 are many; below, blocks of 128 are padding.
 _MOST_OF_64, _LEAST_OF_128 = 128, 8
-
-
-def tiles(block: int, half: str, dtype: str) -> tuple[tuple[int, int], ...]:
-    """(tile, cluster) of the kernels that there are: those of kernels/moe/moe_cute.py."""
-    if block == 64:
-        wide_only = half == "up" and dtype == "float8_e4m3fn"
-        return ((128, 1),) if wide_only else ((128, 1), (64, 1))
-    return ((256, 1),)
 
 
 def candidates(problem: Problem, tokens: int, quick: bool, compiled: bool) -> list[Candidate]:
