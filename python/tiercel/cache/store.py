@@ -12,6 +12,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tiercel._log import logger
-from tiercel.cache.folder import CacheError, prepare
+from tiercel.cache.folder import CacheError, explained, is_full, prepare, prepare_inside
 from tiercel.cache.keys import SCHEMA, digest, key_of
 from tiercel.cache.lock import locked, locked_now
 
@@ -93,15 +94,27 @@ class Cache:
         path = self._path(key)
         found = _verified(path)
         if found is None:
-            with self._locked(key):
-                found = _verified(path)  # by another, while this one waited
-                if found is None:
-                    self._remove(key)
-                    found = self._build(key, fields, build)
-            self._evict(key)
+            try:
+                found = self._get_locked(key, fields, build)
+            except _OfBuild as error:  # the build's own errors are passed on as they are
+                raise error.error from error.error.__cause__
+            except OSError as error:
+                raise explained(error, self.folder) from None
+            with contextlib.suppress(OSError):  # it is built, whatever becomes of older ones
+                self._evict(key)
         else:
             _touch(path)
         return (path / _DATA, *found)
+
+    def _get_locked(
+        self, key: str, fields: Mapping[str, Any], build: Callable[[Path], object]
+    ) -> tuple[int, str]:
+        with self._locked(key):
+            found = _verified(self._path(key))  # by another, while this one waited
+            if found is None:
+                self._remove(key)
+                found = self._build(key, fields, build)
+            return found
 
     def _build(
         self, key: str, fields: Mapping[str, Any], build: Callable[[Path], object]
@@ -110,7 +123,12 @@ class Cache:
         making = Path(tempfile.mkdtemp(prefix=f"{key}.", dir=self._making))
         try:
             data = making / _DATA
-            build(data)
+            try:
+                build(data)
+            except OSError as error:
+                if is_full(error):  # the cache's disk
+                    raise
+                raise _OfBuild(error) from None
             if not data.is_file() or data.is_symlink():
                 raise CacheError(f"the build of {_brief(fields)} wrote no file to {data}")
             for leftover in making.iterdir():  # a compiler's other files
@@ -153,7 +171,13 @@ class Cache:
 
         Returns:
             How many entries were removed.
+
+        Raises:
+            CacheError: The folder cannot be used.
+            ValueError: `unused_days` is negative.
         """
+        if unused_days is not None and not unused_days >= 0:
+            raise ValueError(f"unused_days must be at least 0, got {unused_days}")
         if not self.folder.exists():
             return 0
         self._prepare()
@@ -186,7 +210,7 @@ class Cache:
     def _tidy(self) -> None:
         """Removes earlier versions, and what killed builds left."""
         for path in self.folder.glob("v[0-9]*"):
-            if path.name[1:].isdecimal() and int(path.name[1:]) < SCHEMA:
+            if path.name[1:].isdecimal() and int(path.name[1:]) < SCHEMA and _is_cache(path):
                 shutil.rmtree(path, ignore_errors=True)
         left = {path.name.partition(".")[0] for path in self._making.iterdir()}
         for key in left | {path.stem for path in self._locks.iterdir()}:
@@ -226,8 +250,27 @@ class Cache:
         return self._entries / key[:2] / key
 
     def _prepare(self) -> None:
-        for path in (self.folder, self._root, self._entries, self._locks, self._making):
-            prepare(path)
+        prepare(self.folder)
+        for path in (self._root, self._entries, self._locks, self._making):
+            prepare_inside(path)
+
+
+class _OfBuild(Exception):
+    """An OSError of the caller's build, which is not the cache's."""
+
+    def __init__(self, error: OSError) -> None:
+        self.error = error
+
+
+def _is_cache(root: Path) -> bool:
+    """Whether a folder has what an earlier version's has, and nothing else."""
+    if root.is_symlink() or not root.is_dir():
+        return False
+    names = {path.name: path for path in root.iterdir()}
+    if not names or names.keys() - {"entries", "locks", "making"}:
+        return False
+    inside = [path.name for folder in names.values() if folder.is_dir() for path in folder.iterdir()]
+    return all(re.fullmatch(r"[0-9a-f]{2}|[0-9a-f]{8,64}\.[\w-]+", name) for name in inside)
 
 
 def _verified(path: Path) -> tuple[int, str] | None:
