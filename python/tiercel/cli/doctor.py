@@ -3,6 +3,7 @@
 
 import argparse
 import dataclasses
+import io
 import json
 import sys
 from pathlib import Path
@@ -48,10 +49,12 @@ def _log(name: str, as_json: bool) -> int:
 
     try:
         if name == "-":
-            found = logs.diagnose(sys.stdin)
+            if isinstance(sys.stdin, io.TextIOWrapper):
+                sys.stdin.reconfigure(errors="replace")
+            found = logs.diagnose(logs.lines_of(sys.stdin))
         else:
-            with Path(name).open(encoding="utf-8", errors="replace") as lines:
-                found = logs.diagnose(lines)
+            with Path(name).open(encoding="utf-8", errors="replace") as file:
+                found = logs.diagnose(logs.lines_of(file))
     except OSError as error:
         print(f"tiercel doctor: cannot read {name}: {error.strerror}", file=sys.stderr)
         return 2
