@@ -67,6 +67,29 @@ def test_old_torch(run_python, tmp_path):
     assert check["mend"] == "pip install --upgrade torch"
 
 
+def test_the_exit_status_is_of_severity_on_request(run_command, tmp_path):
+    command = [sys.executable, "-m", "tiercel", "doctor"]
+    none = {"TIERCEL_LIBCUDA": "/nonexistent.so"}
+    for words in ([], ["--json"]):
+        assert run_command([*command, *words], **none).returncode == 0
+        assert run_command([*command, *words, "--check"], check=False, **none).returncode == 2
+    for text, code in (
+        ("all is well\n", 0),
+        ("Allowing ninja to set a default number of workers\n", 1),
+        ("nvcc: not found\n", 2),
+    ):
+        (tmp_path / "log").write_text(text)
+        words = [*command, "--log", "log"]
+        assert run_command(words).returncode == 0
+        assert run_command([*words, "--check"], check=False).returncode == code
+
+
+def test_an_old_driver_has_something_to_try(run_python, tmp_path):
+    library = fake_driver.build(tmp_path, version=12080)
+    text = run_python(DOCTOR, TIERCEL_LIBCUDA=library).stdout
+    assert "cuda-compat-13-0" in text and "not tested by us" in text
+
+
 def test_shell_is_shell(run_python, run_command):
     shell = DOCTOR.replace("*sys.argv[1:]", "'--shell'")
     text = run_python(shell).stdout

@@ -3,6 +3,7 @@
 
 import pytest
 
+from tiercel import doctor
 from tiercel.doctor import checks, show, tools
 
 GB = 1 << 30
@@ -122,6 +123,30 @@ def test_what_keeps_the_kernels_from_running_is_red(facts, change, name, text, m
             "leaves out 9.0a",
             "=9.0a",
         ),
+        (
+            {"environment": {"TORCH_CUDA_ARCH_LIST": "9.0"}},
+            "arch pinning",
+            "'9.0' lacks the a of 9.0a",
+            "=9.0a",
+        ),
+        (
+            {"environment": {"TORCH_CUDA_ARCH_LIST": "Hopper"}},
+            "arch pinning",
+            "'Hopper' lacks the a",
+            "=9.0a",
+        ),
+        (
+            {"nvcc_missing": {"CUDA_HOME": "/nonexistent"}, "nvcc": None},
+            "nvcc",
+            "CUDA_HOME=/nonexistent has no nvcc that runs",
+            "unset CUDA_HOME",
+        ),
+        (
+            {"nvcc_missing": {"CUDA_HOME": "/gone", "CUDACXX": "/gone/nvcc"}},
+            "nvcc",
+            "CUDA_HOME=/gone, CUDACXX=/gone/nvcc has no nvcc that runs; there is /usr/local/cuda/bin",
+            "export CUDA_HOME=/usr/local/cuda; export CUDACXX=/usr/local/cuda/bin/nvcc",
+        ),
         ({"environment": {}, "memory": 16 * GB}, "MAX_JOBS", "18 at once", "export MAX_JOBS=4"),
         (
             {"environment": {"MAX_JOBS": "64"}},
@@ -162,6 +187,44 @@ def test_another_gpu_is_pinned_to_its_own_arch(facts, made):
     assert check.mend == "export TORCH_CUDA_ARCH_LIST=8.6"
 
 
+def test_any_variant_of_another_gpu_s_arch_will_do(facts, made):
+    facts["gpus"] = [{"index": 0, "capability": "10.0", "name": None}]
+    made["environment"]["TORCH_CUDA_ARCH_LIST"] = "10.0a"
+    assert find("arch pinning", checks.development(facts, made)).level == "green"
+
+
+def test_without_a_gpu_nothing_speaks_of_one_here(facts, made):
+    made["environment"]["TORCH_CUDA_ARCH_LIST"] = "8.0"
+    check = find("arch pinning", checks.development(facts | {"gpus": []}, made))
+    assert check.text == "'8.0' leaves out 9.0a, what H100 and H200 run"
+    assert "the GPU here" in find("arch pinning", checks.development(facts, made)).text
+
+
+def test_an_older_driver_has_something_to_try(facts):
+    problem = {"driver_problem": "the NVIDIA driver supports CUDA 12.8", "driver_cuda": "12.8"}
+    mend = find("driver", checks.runtime(facts | problem)).mend
+    assert mend.startswith("install the NVIDIA driver R580 or newer")
+    assert "cuda-compat-13" in mend and "not tested by us" in mend and "data-centre" in mend
+    none = {"driver_problem": "no NVIDIA driver", "driver_cuda": None}
+    assert "compat" not in find("driver", checks.runtime(facts | none)).mend
+
+
+@pytest.mark.parametrize(
+    ("levels", "code"),
+    [([], 0), (["green"], 0), (["green", "yellow"], 1), (["red", "yellow", "green"], 2)],
+)
+def test_the_exit_status_is_the_worst_level(levels, code):
+    assert doctor.status(levels) == code
+
+
+@pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH", "CUDACXX"])
+def test_a_toolkit_that_is_not_there_is_said(facts, made, variable, tmp_path):
+    found = tools.examine({variable: "/nonexistent", "HOME": str(tmp_path), "PATH": "/usr/bin"})
+    assert found["nvcc_missing"] == {variable: "/nonexistent"}
+    check = find("nvcc", checks.development(facts, made | {"nvcc_missing": found["nvcc_missing"]}))
+    assert check.level == "yellow" and f"{variable}=/nonexistent" in check.text
+
+
 @pytest.mark.parametrize(
     ("cpus", "memory", "jobs"),
     [(16, 128 * GB, 16), (16, 30 * GB, 7), (64, 2 * GB, 1), (2, 0, 2), (1, 128 * GB, 1)],
@@ -197,6 +260,6 @@ def test_programs_are_asked_and_a_broken_one_is_not_there(monkeypatch, tmp_path)
         {"CUDA_HOME": str(tmp_path / "home"), "HOME": str(tmp_path), "MAX_JOBS": "3", "SECRET": "x"}
     )
     assert found["ninja"] == "1.11.1" and found["ccache"] is None
-    assert found["nvcc"] == {"path": str(nvcc), "release": "13.0"}
+    assert found["nvcc"] == {"path": str(nvcc), "release": "13.0"} and not found["nvcc_missing"]
     assert found["environment"] == {"CUDA_HOME": str(tmp_path / "home"), "MAX_JOBS": "3"}
     assert found["caches"]["triton"]["folder"] == f"{tmp_path}/.triton/cache"

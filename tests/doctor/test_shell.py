@@ -58,3 +58,13 @@ def test_nothing_there(made, tmp_path):
 def test_what_the_user_has_set_stays(made, tmp_path):
     made["environment"] = {"CUDA_HOME": "/mine"}
     assert "CUDA_HOME" not in shell.exports({"gpus": []}, made, links=tmp_path)
+
+
+def test_a_cuda_home_that_is_not_there_is_replaced(made, tmp_path):
+    made["environment"] = {"CUDA_HOME": "/nonexistent"}
+    there = shell.exports({"gpus": []}, made, links=tmp_path)
+    assert "export CUDA_HOME=" not in there
+    gone = made | {"nvcc_missing": {"CUDA_HOME": "/nonexistent"}}
+    text = shell.exports({"gpus": []}, gone, links=tmp_path)
+    home = made["nvcc"]["path"].removesuffix("/bin/nvcc")
+    assert sourced(text, "CUDA_HOME") == [home]

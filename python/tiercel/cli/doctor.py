@@ -18,22 +18,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--shell", action="store_true", help=text)
     text = "explain the log of a build or a run that failed or was slow (- reads stdin)"
     what.add_argument("--log", metavar="FILE", help=text)
+    text = "exit with 0 if all is green, 1 if something is yellow, 2 if something is red"
+    parser.add_argument("--check", action="store_true", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.log is not None:
-        return _log(args.log, args.json)
-    from tiercel.doctor import checks, facts, shell, show, tools
+        return _log(args.log, args.json, args.check)
+    from tiercel.doctor import checks, facts, shell, show, status, tools
 
     found, made = facts.examine(), tools.examine()
     if args.shell:
         print(shell.exports(found, made), end="")
         return 0
     needed, wanted = checks.runtime(found), checks.development(found, made)
+    code = status(check.level for check in (*needed, *wanted)) if args.check else 0
     if args.json:
         listed = [dataclasses.asdict(check) for check in (*needed, *wanted)]
         print(json.dumps(found | {"tools": made, "checks": listed}, indent=2))
-        return 0
+        return code
     colours = show.coloured()
     print(f"tiercel {found['tiercel']} on {found['platform']}\n")
     print("To run the precompiled kernels:")
@@ -41,11 +44,11 @@ def run(args: argparse.Namespace) -> int:
     print("\nTo compile kernels of your own:")
     print(show.as_text(wanted, colours))
     print(f"\n{show.conclusion((*needed, *wanted))}")
-    return 0
+    return code
 
 
-def _log(name: str, as_json: bool) -> int:
-    from tiercel.doctor import logs
+def _log(name: str, as_json: bool, check: bool) -> int:
+    from tiercel.doctor import logs, status
 
     try:
         if name == "-":
@@ -62,4 +65,4 @@ def _log(name: str, as_json: bool) -> int:
         print(json.dumps([dataclasses.asdict(finding) for finding in found], indent=2))
     else:
         print(logs.as_text(found, name))
-    return 0
+    return status(finding.level for finding in found) if check else 0

@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``tiercel doctor`` looks at and what it says, each part on its own."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 GREEN, YELLOW, RED = "green", "yellow", "red"
+
+
+def status(levels: Iterable[str]) -> int:
+    """The exit status of --check: 0 where all is green, 1 for yellow at worst, 2 for red."""
+    return max(((GREEN, YELLOW, RED).index(level) for level in levels), default=0)
 
 
 @dataclass(frozen=True)

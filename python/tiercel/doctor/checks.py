@@ -2,7 +2,9 @@
 """Facts to findings: what is well, what is missing, and the command that mends it."""
 
 import re
+import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from tiercel.doctor import GREEN, RED, YELLOW, Check
@@ -11,8 +13,14 @@ from tiercel.doctor.tools import JOB_BYTES, jobs
 Facts = Mapping[str, Any]
 ARCH = "9.0a"  # as PyTorch spells what the kernels are built for
 DSL = "4.8.1"
+_NAMED = {"hopper": "9.0"}  # names that TORCH_CUDA_ARCH_LIST may have
 _FREE_BYTES = 2 << 30
 _DRIVER = "install the NVIDIA driver R580 or newer; a container: start it with --gpus all"
+# Of NVIDIA's forward compatibility; nobody here has run the kernels on it.
+_COMPAT = (
+    "; or, for a data-centre GPU and not tested by us, NVIDIA's cuda-compat-13-x package: apt-get "
+    "install cuda-compat-13-0; export LD_LIBRARY_PATH=/usr/local/cuda-13.0/compat:$LD_LIBRARY_PATH"
+)
 
 
 def runtime(facts: Facts) -> list[Check]:
@@ -67,7 +75,9 @@ def _torch(facts: Facts) -> Check:
 
 def _driver(facts: Facts) -> Check:
     if facts["driver_problem"]:
-        return Check("driver", RED, facts["driver_problem"], _DRIVER)
+        old = facts["driver_cuda"] is not None and float(facts["driver_cuda"]) < 13
+        mend = _DRIVER + _COMPAT if old else _DRIVER
+        return Check("driver", RED, facts["driver_problem"], mend)
     return Check("driver", GREEN, f"supports CUDA {facts['driver_cuda']}")
 
 
@@ -91,15 +101,30 @@ def _run(facts: Facts) -> Check:
 
 
 def _nvcc(facts: Facts, tools: Facts) -> Check:
-    found, cuda = tools["nvcc"], facts["torch_cuda"]
+    found, cuda, named = tools["nvcc"], facts["torch_cuda"], tools.get("nvcc_missing") or {}
+    if named:
+        text = ", ".join(f"{name}={value}" for name, value in named.items())
+        text += " has no nvcc that runs" + (f"; there is {found['path']}" if found else "")
+        return Check("nvcc", YELLOW, text, _instead(named, found))
     if found is None:
         text = "not found: no CUDA C++ can be compiled here"
-        return Check("nvcc", YELLOW, text, "pip install 'tiercel[jit]', or export CUDA_HOME=...")
+        mend = "pip install 'tiercel[jit]', or export CUDA_HOME=/usr/local/cuda where a toolkit is"
+        return Check("nvcc", YELLOW, text, mend)
     text = f"{found['release']} ({found['path']})"
     if cuda and found["release"].split(".")[0] != cuda.split(".")[0]:
         text += f", but PyTorch is for CUDA {cuda}: its extensions refuse another major version"
         return Check("nvcc", YELLOW, text, f"export CUDA_HOME=/usr/local/cuda-{cuda}")
     return Check("nvcc", GREEN, text)
+
+
+def _instead(named: Mapping[str, str], found: "Mapping[str, str] | None") -> str:
+    """Exports and unsets that make builds take the nvcc that there is."""
+    home = "" if found is None else str(Path(found["path"]).parents[1])
+    words = []
+    for name in named:
+        value = found["path"] if found is not None and name == "CUDACXX" else home
+        words.append(f"export {name}={shlex.quote(value)}" if value else f"unset {name}")
+    return "; ".join(words)
 
 
 def _compiler(tools: Facts) -> Check:
@@ -141,9 +166,16 @@ def _arch(facts: Facts, tools: Facts) -> Check:
         text = "TORCH_CUDA_ARCH_LIST is not set: PyTorch compiles extensions for what it sees"
         return Check(name, YELLOW, text, mend)
     listed = [arch for arch in re.split(r"[;\s]+", value) if arch]
-    have = {arch.removesuffix("+PTX").rstrip("af") for arch in listed}
-    if wanted.rstrip("af") not in have:
-        return Check(name, YELLOW, f"{value!r} leaves out {wanted}, the GPU here", mend)
+    have = {_NAMED.get(arch.lower(), arch).removesuffix("+PTX") for arch in listed}
+    plain = wanted.rstrip("af")
+    if wanted == plain:  # any of its variants will do
+        have = {arch.rstrip("af") for arch in have}
+    if wanted not in have and plain in have:
+        text = f"{value!r} lacks the a of {wanted}: code for sm_90 has no wgmma and no setmaxnreg"
+        return Check(name, YELLOW, text, mend)
+    if wanted not in have:
+        whose = "the GPU here" if facts["gpus"] else "what H100 and H200 run"
+        return Check(name, YELLOW, f"{value!r} leaves out {wanted}, {whose}", mend)
     if len(listed) > 1 or value.endswith("+PTX"):
         text = f"{value!r}: each file is compiled {len(listed)} times"
         return Check(name, YELLOW, text + (", and PTX" if "+PTX" in value else ""), mend)

@@ -30,7 +30,8 @@ def exports(facts: Mapping[str, Any], tools: Mapping[str, Any], links: Path = _C
     nvcc = tools["nvcc"]
     if nvcc:
         home = Path(nvcc["path"]).resolve().parents[1]
-        if "CUDA_HOME" not in tools["environment"] and (home / "nvvm").is_dir():
+        named = tools["environment"].keys() - (tools.get("nvcc_missing") or {})
+        if "CUDA_HOME" not in named and (home / "nvvm").is_dir():
             export("CUDA_HOME", str(home), f"CUDA {nvcc['release']}")
     else:
         lines.append("# no nvcc: pip install 'tiercel[jit]'")

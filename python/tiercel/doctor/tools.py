@@ -18,6 +18,7 @@ def examine(environment: "Mapping[str, str] | None" = None) -> dict[str, Any]:
     env = os.environ if environment is None else environment
     return {
         "nvcc": _nvcc(env),
+        "nvcc_missing": _nvcc_missing(env),
         "cxx": _version([*(env.get("CXX") or "c++").split(), "--version"]),
         "ninja": _version(["ninja", "--version"]),
         "ccache": _version(["ccache", "--version"]),
@@ -31,6 +32,7 @@ def examine(environment: "Mapping[str, str] | None" = None) -> dict[str, Any]:
 
 _READ = (
     "CUDA_HOME",
+    "CUDA_PATH",
     "CUDACXX",
     "CUTE_DSL_ARCH",
     "MAX_JOBS",
@@ -53,11 +55,26 @@ def _nvcc(env: Mapping[str, str]) -> "dict[str, str] | None":
     except Exception:  # it says that there is none
         pass
     for place in filter(None, places):
-        said = _run([place, "--version"])
-        found = re.search(r"release (\d+\.\d+)", said or "")
-        if found:
-            return {"path": str(place), "release": found[1]}
+        release = _release(place)
+        if release is not None:
+            return {"path": str(place), "release": release}
     return None
+
+
+def _nvcc_missing(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that name a toolkit or an nvcc which is not there: builds go by them."""
+    named = {}
+    if env.get("CUDACXX"):
+        named["CUDACXX"] = env["CUDACXX"]
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if env.get(variable):
+            named[variable] = str(Path(env[variable], "bin", "nvcc"))
+    return {name: env[name] for name, place in named.items() if _release(place) is None}
+
+
+def _release(nvcc: "str | None") -> "str | None":
+    found = re.search(r"release (\d+\.\d+)", _run([nvcc, "--version"]) or "") if nvcc else None
+    return found[1] if found else None
 
 
 def _version(command: list[str]) -> "str | None":
