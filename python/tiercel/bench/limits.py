@@ -107,10 +107,13 @@ def as_text(found: dict[str, float]) -> str:
     if not found:
         return "not measured"
     small = "; ".join(f"{k[8:]} {v:.0f}" for k, v in found.items() if k.startswith("copy of "))
-    text = (
-        f"copy {found['copy_gbps']:.0f} GB/s{small and f' ({small})'}, "
-        f"launch {found['launch_us']:.2f} µs, "
-        f"bf16 matrix product {found['bfloat16_tflops']:.0f} TFLOP/s"
-    )
-    fp8 = found.get("float8_e4m3fn_tflops")
-    return text if fp8 is None else f"{text}, fp8 {fp8:.0f}"
+    parts = []
+    if "copy_gbps" in found:
+        parts.append(f"copy {found['copy_gbps']:.0f} GB/s{small and f' ({small})'}")
+    if "launch_us" in found:
+        parts.append(f"launch {found['launch_us']:.2f} µs")
+    if "bfloat16_tflops" in found:
+        parts.append(f"bf16 matrix product {found['bfloat16_tflops']:.0f} TFLOP/s")
+    if "float8_e4m3fn_tflops" in found:
+        parts.append(f"fp8 {found['float8_e4m3fn_tflops']:.0f}")
+    return ", ".join(parts) or "not measured"

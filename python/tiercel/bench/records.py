@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import json
-import math
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tiercel._terminal import line, plain
 from tiercel.bench import BenchError, stats
-from tiercel.bench.cases import Case
+from tiercel.bench.cases import DTYPES, Case
 from tiercel.bench.ops import OpBench
 from tiercel.bench.runner import Result, Settings
 
@@ -22,25 +23,72 @@ NUMBERS = ("ms_median", "ms_p10", "ms_p90", "gbps", "tflops", "limit_frac", "rel
 TIMINGS = ("graph", "events", "host")
 
 
+# What names a file: no separator, nothing hidden.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._()+-]{0,99}")
+_MOST_TEXT = 4000
+
+
 def problems(record: Any) -> list[str]:
     """What is wrong with a record; nothing if it follows the schema."""
     if not isinstance(record, dict):
         return ["is no JSON object"]
     found = [f"`{name}` is no text" for name in TEXT if not isinstance(record.get(name), str)]
+    optional = ("command", "part", "reason")
+    found += [f"`{n}` is no text" for n in optional if not isinstance(record.get(n, ""), str)]
     for name in NUMBERS:
         value = record.get(name, "missing")
-        if value is not None and (isinstance(value, (str, bool)) or not math.isfinite(value)):
+        if value is not None and not _is_number(value):
             found.append(f"`{name}` is no number or null")
     if found:
         return found
-    if record["status"] == "ok":
-        if record["timing"] not in TIMINGS:
-            found.append(f"`timing` is {record['timing']!r}, not one of {', '.join(TIMINGS)}")
-        if record["ms_median"] is None and record["family"] != "limits":
-            found.append("`ms_median` is null though `status` is ok")
-    elif record["ms_median"] is not None:
-        found.append("`ms_median` is set though `status` is not ok")
+    for name, text in record.items():
+        if isinstance(text, str) and (len(text) > _MOST_TEXT or plain(text) != text):
+            return [f"`{line(name)}` is no plain text of up to {_MOST_TEXT} letters"]
+    if record["status"] != "ok":
+        return ["`ms_median` is set though `status` is not ok"] * (record["ms_median"] is not None)
+    found += [f"`{name}` is empty" for name in ("op", "case", "impl") if not record[name]]
+    if record["timing"] not in TIMINGS:
+        found.append(f"`timing` is {record['timing']!r}, not one of {', '.join(TIMINGS)}")
+    if record["family"] == "limits":
+        return found + _limit_problems(record)
+    if record["ms_median"] is None:
+        found.append("`ms_median` is null though `status` is ok")
+    elif not record["ms_median"] > 0:
+        found.append("`ms_median` is not positive")
+    if record["dtype"] not in DTYPES:
+        found.append(f"`dtype` is {line(record['dtype'])!r}, not one of {', '.join(DTYPES)}")
+    if not isinstance(record.get("exact"), bool):
+        found.append("`exact` is neither true nor false")
+    ratio = record.get("ratio")
+    if ratio is not None and not (_is_number(ratio) and ratio > 0):
+        found.append("`ratio` is no positive number or null")
+    if record["timing"] != "host" and record["gbps"] is None:
+        found.append("`gbps` is null though `status` is ok")
     return found
+
+
+def _limit_problems(record: Mapping[str, Any]) -> list[str]:
+    figure = {"copy": "gbps", "launch": "ms_median", "gemm": "tflops"}.get(record["op"])
+    if figure is not None and record[figure] is None:
+        return [f"`{figure}` is null though it is what {record['op']} is measured for"]
+    return []
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return -1e15 < value < 1e15  # not NaN either
+
+
+def file_name(text: str, what: str) -> str:
+    """A GPU's or a family's name as a part of a path.
+
+    Raises:
+        BenchError: It would lead elsewhere.
+    """
+    if _NAME.fullmatch(text) is None:
+        raise BenchError(f"`{what}` is no name for a file: {line(text)!r}")
+    return text.replace(" ", "_")
 
 
 def from_result(
@@ -106,14 +154,16 @@ def read(path: Path) -> list[Record]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise BenchError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise BenchError(f"{path} is no UTF-8 text: {error.reason}") from None
     found = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
+    for number, text in enumerate(lines, 1):
+        if not text.strip():
             continue
         try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise BenchError(f"{path}:{number}: no JSON: {error}") from None
+            record = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise BenchError(f"{path}:{number}: no JSON: {line(error)}") from None
         wrong = problems(record)
         if wrong:
             raise BenchError(f"{path}:{number}: {wrong[0]}")

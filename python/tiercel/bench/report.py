@@ -31,6 +31,8 @@ def update(folder: Path, *, check: bool) -> bool:
         text = readme.read_text(encoding="utf-8")
     except OSError as error:
         raise BenchError(f"cannot read {readme}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise BenchError(f"{readme} is no UTF-8 text: {error.reason}") from None
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -38,16 +40,19 @@ def update(folder: Path, *, check: bool) -> bool:
     overview, tables = render(records.read_tree(folder / "results"))
     pages = {readme: f"{before}{BEGIN}\n\n{overview}\n{END}{after}"}
     pages |= {folder / path: page for path, page in tables.items()}
-    stale = {path: page for path, page in pages.items() if _read(path) != page}
-    if not check:
-        for path, page in stale.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(page, encoding="utf-8")
+    try:
+        stale = {path: page for path, page in pages.items() if _read(path) != page}
+        if not check:
+            for path, page in stale.items():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise BenchError(f"cannot read or write {error.filename}: {error.strerror}") from None
     return not stale
 
 
 def _read(path: Path) -> str | None:
-    return path.read_text(encoding="utf-8") if path.exists() else None
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
 
 
 def render(found: Iterable[Record]) -> tuple[str, dict[str, str]]:
@@ -59,11 +64,12 @@ def render(found: Iterable[Record]) -> tuple[str, dict[str, str]]:
     overviews, pages = [], {}
     for gpu in sorted({r["gpu"] for r in shown}):
         here = [r for r in shown if r["gpu"] == gpu]
-        folder = f"results/{gpu.replace(' ', '_')}"
+        folder = f"results/{records.file_name(gpu, 'gpu')}"
         overviews += [f"## {gpu}\n", _overview(here, folder)]
         for family in sorted({r["family"] for r in here}):
             rows = [r for r in here if r["family"] == family]
-            pages[f"{folder}/{family}.md"] = _family(f"{family}, {gpu}", rows, found)
+            name = records.file_name(family, "family")
+            pages[f"{folder}/{name}.md"] = _family(f"{family}, {gpu}", rows, found)
     return "\n".join(overviews), pages
 
 
@@ -142,7 +148,7 @@ def _percent(fraction: float | None) -> str:
 def _order(problem: table.Problem) -> tuple[Any, ...]:
     """dtype, then the case with its numbers as numbers."""
     words = [word for word in re.split(r"(\d+)", problem[1]) if word]
-    numbered = [(0, int(word), "") if word.isdigit() else (1, 0, word) for word in words]
+    numbered = [(0, int(word), "") if word.isdecimal() else (1, 0, word) for word in words]
     # What comes last in a name (an option) varies slowest.
     return list(DTYPES).index(problem[2]), numbered[-1], numbered, problem
 
@@ -164,4 +170,5 @@ def _runs(shown: list[Record], found: list[Record]) -> str:
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]], numbers_from: int) -> str:
     rule = ["---:" if i >= numbers_from else "---" for i in range(len(head))]
-    return "".join(f"| {' | '.join(row)} |\n" for row in (head, rule, *rows))
+    cells = ([cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows)
+    return "".join(f"| {' | '.join(row)} |\n" for row in (head, rule, *cells))
