@@ -2,10 +2,12 @@
 """What is read out of reports."""
 
 import json
+import random
 import re
 from pathlib import Path
 
 import pytest
+from support import mutate
 
 from tiercel.cli import main
 from tiercel.profiling import ProfileError, reports, show
@@ -153,3 +155,65 @@ def test_another_file(tmp_path):
     (tmp_path / "a.txt").touch()
     with pytest.raises(ProfileError, match=r"none of \.ncu-rep"):
         reports.read(tmp_path / "a.txt")
+
+
+def extracted(path, capsys):
+    """(status, output) of `profile extract`: one line where it is refused, never a traceback."""
+    status = main(["profile", "extract", str(path)])
+    said = capsys.readouterr()
+    assert status in (0, 2) and said.err.count("\n") == (status == 2)
+    for text in (said.out, said.err):
+        assert re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", text) is None
+    return status, said.out + said.err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (as_csv().splitlines()[1], "its head is damaged or cut short"),
+        (as_csv(ROWS, [*HEAD[:1], *HEAD[2:]]), "its head is damaged or cut short"),
+        (as_csv([]), "the report holds no kernels"),
+        ('"ID","Kernel Name"\n"",""\n"' + "x" * 200_000 + '",1\n', "the report is no CSV"),
+    ],
+)
+def test_a_damaged_report(tmp_path, capsys, text, said):
+    path = tmp_path / "a.csv"
+    path.write_text(text)
+    assert extracted(path, capsys)[0] == 2 and said in extracted(path, capsys)[1]
+
+
+def test_a_kernel_s_name_does_not_command_the_terminal(tmp_path, capsys):
+    path = tmp_path / "a.csv"
+    path.write_text(as_csv().replace("gemm", "ge\x1b[2Jmm\x07"))
+    assert "ge\\x1b[2Jmm\\x07" in extracted(path, capsys)[1]
+    found = reports.from_sanitizer("===== Invalid read \x1b[2J\nERROR SUMMARY: 1 error\n")
+    assert found["first"] == ["Invalid read \\x1b[2J"]
+
+
+def test_no_floor_of_nothing(report, capsys):
+    assert main(["profile", "extract", str(report), "--floor", "0"]) == 2
+    assert "--floor must be more than 0" in capsys.readouterr().err
+
+
+def test_fuzz_ncu(tmp_path, capsys):
+    chance, path, read = random.Random(5), tmp_path / "a.csv", 0
+    text = as_csv()
+    for _ in range(300):
+        read += extracted(mutate.write(path, mutate.damaged(text, chance)), capsys)[0] == 0
+    for _ in range(200):
+        words = [word if chance.random() > 0.05 else chance.choice(ODD) for word in ROWS[0]]
+        read += extracted(mutate.write(path, as_csv([words, ROWS[1]])), capsys)[0] == 0
+    assert read > 20
+
+
+ODD = ("", "nan", "inf", "-1", "1e999", "9" * 400, "x", "\udc80", "\x1b[2J")
+
+
+def test_fuzz_nsys():
+    chance, read = random.Random(6), 0
+    for _ in range(400):
+        try:
+            read += bool("\n".join(map(show.as_text, reports.from_nsys(mutate.damaged(NSYS, chance)))))
+        except ProfileError:
+            pass
+    assert read > 20

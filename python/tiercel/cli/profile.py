@@ -98,9 +98,12 @@ def _extract(words: list[str]) -> int:
     found = reports.read(args.file, args.kernel)
     if args.floor:
         try:
-            found = reports.floors(found, parse_size(args.floor))
+            floor = parse_size(args.floor)
         except ValueError as error:
             raise ProfileError(str(error)) from None
+        if floor == 0:
+            raise ProfileError("--floor must be more than 0 bytes")
+        found = reports.floors(found, floor)
     _print(found, args.json)
     return 0
 

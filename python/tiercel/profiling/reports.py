@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tiercel._terminal import line
 from tiercel.profiling import ProfileError, programs
 
 _PERCENT = "avg.pct_of_peak_sustained_elapsed"
@@ -36,7 +37,7 @@ def read(path: Path, kernel: "str | None" = None) -> list[dict[str, Any]]:
     if not path.is_file():
         raise ProfileError(f"{path} is no file")
     if path.suffix == ".csv":
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = _text(path)
     elif path.suffix == ".ncu-rep":
         words = ["--import", str(path), "--csv", "--page", "raw", "--print-units", "base"]
         text = _said([programs.find("ncu"), *words])
@@ -49,10 +50,19 @@ def read(path: Path, kernel: "str | None" = None) -> list[dict[str, Any]]:
     return _named(from_ncu(text), kernel)
 
 
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ProfileError(f"cannot read {path}: {error.strerror}") from None
+
+
 def _named(found: list[dict[str, Any]], kernel: "str | None") -> list[dict[str, Any]]:
     chosen = [entry for entry in found if kernel is None or kernel in entry["kernel"]]
     if not chosen:
         there = ", ".join(sorted({entry["kernel"] for entry in found})) or "none"
+        if kernel is None:
+            raise ProfileError("the report holds no kernels")
         raise ProfileError(f"no kernel named {kernel!r} in the report; there are: {there}")
     return chosen
 
@@ -70,7 +80,7 @@ def _said(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode != 0 or "could not be found" in done.stderr:
         last = (done.stderr or done.stdout).strip().splitlines() or ["no message"]
-        raise ProfileError(f"{Path(command[0]).name} could not read the report: {last[-1]}")
+        raise ProfileError(f"{Path(command[0]).name} could not read the report: {line(last[-1])}")
     return done.stdout
 
 
@@ -80,7 +90,9 @@ def from_ncu(text: str) -> list[dict[str, Any]]:
     start = next((n for n, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:
         raise ProfileError("the report holds no kernels")
-    rows = list(csv.reader(io.StringIO("\n".join(lines[start:]))))
+    rows = _rows(lines[start:])
+    if len(rows) < 2 or "Kernel Name" not in rows[0] or len(rows[0]) != len(rows[1]):
+        raise ProfileError("the report holds no kernels: its head is damaged or cut short")
     names, units = rows[0], rows[1]
     scale = [_SCALES.get(unit, 1.0) for unit in units]
     found = []
@@ -95,6 +107,13 @@ def from_ncu(text: str) -> list[dict[str, Any]]:
         }
         found.append(_kernel(values, figures))
     return found
+
+
+def _rows(lines: list[str]) -> list[list[str]]:
+    try:
+        return list(csv.reader(io.StringIO("\n".join(lines))))
+    except csv.Error as error:
+        raise ProfileError(f"the report is no CSV: {error}") from None
 
 
 # To bytes and nanoseconds, for reports whose units are not base ones.
@@ -114,17 +133,18 @@ _SCALES = {
 
 def _number(text: str) -> "float | None":
     try:
-        return float(text.replace(",", ""))
+        number = float(text.replace(",", ""))
     except ValueError:
         return None
+    return number if abs(number) < 1e300 else None  # not NaN either
 
 
 def _kernel(values: Mapping[str, str], figures: Mapping[str, float]) -> dict[str, Any]:
     nanoseconds = figures.get("gpu__time_duration.sum")
     found: dict[str, Any] = {
-        "kernel": values["Kernel Name"],
-        "grid": values.get("Grid Size", ""),
-        "block": values.get("Block Size", ""),
+        "kernel": line(values["Kernel Name"], 4000),
+        "grid": line(values.get("Grid Size", "")),
+        "block": line(values.get("Block Size", "")),
         "us": None if nanoseconds is None else nanoseconds / 1e3,
         "throughput": {name: figures[m] for name, m in _THROUGHPUT.items() if m in figures},
         "pipes": _by(_PIPE, figures, leave=("pred_on_any",)),
@@ -163,23 +183,33 @@ def from_nsys(text: str) -> list[dict[str, Any]]:
     start = next((n for n, line in enumerate(lines) if line.startswith("Time (%)")), None)
     if start is None:
         raise ProfileError("the report holds no kernels: none ran on a GPU under nsys")
+    rows = _rows(lines[start:])
+    wanted = ("Name", "Time (%)", "Instances", "Med (ns)")
+    if not rows or not set(wanted) <= set(rows[0]):
+        raise ProfileError(f"the report lacks a column of {', '.join(wanted)}")
     found = []
-    for row in csv.DictReader(io.StringIO("\n".join(lines[start:]))):
-        entry = {"kernel": row["Name"], "share": float(row["Time (%)"])}
-        entry |= {"calls": int(row["Instances"]), "us": float(row["Med (ns)"]) / 1e3}
-        found.append(entry)
+    for row in rows[1:]:
+        values = dict(zip(rows[0], row))  # noqa: B905 - one that is cut short lacks some
+        name, share, calls, median = (values.get(column, "") for column in wanted)
+        figures = [_number(text) for text in (share, calls, median)]
+        if None in figures:
+            continue
+        part, count, nanoseconds = (float(figure or 0) for figure in figures)
+        entry = {"kernel": line(name, 4000), "share": part}
+        found.append(entry | {"calls": int(count), "us": nanoseconds / 1e3})
     return found
 
 
 def from_sanitizer(text: str) -> dict[str, Any]:
     """The tool's own count of errors, and the first few."""
-    counted = re.search(r"ERROR SUMMARY: (\d+) error", text)
-    hazards = re.search(r"RACECHECK SUMMARY: (\d+) hazard", text)
+    counted = re.search(r"ERROR SUMMARY: (\d{1,18}) error", text)
+    hazards = re.search(r"RACECHECK SUMMARY: (\d{1,18}) hazard", text)
     total = sum(int(match[1]) for match in (counted, hazards) if match)
     first = re.findall(
-        r"^=+ (?=Invalid|Error|Program hit|Uninitialized|Race|Barrier)(.*)", text, re.M
+        r"^={1,32} (?=Invalid|Error|Program hit|Uninitialized|Race|Barrier)(.*)", text, re.M
     )
-    return {"errors": total, "finished": bool(counted or hazards), "first": first[:5]}
+    shown = [line(text) for text in first[:5]]
+    return {"errors": total, "finished": bool(counted or hazards), "first": shown}
 
 
 def floors(found: Iterable[dict[str, Any]], floor_bytes: float) -> list[dict[str, Any]]:
