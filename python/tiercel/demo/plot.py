@@ -3,10 +3,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from tiercel.demo.tour import Stop
+
+
+ENDINGS = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
+
+
+def problem(path: Path) -> str | None:
+    """Why no picture can be written there, before there is one."""
+    if path.suffix.lower() not in ENDINGS:
+        return f"--plot must end in one of {', '.join(ENDINGS)}, got {path}"
+    if path.is_dir():
+        return f"--plot must be a file, and {path} is a folder"
+    if not path.parent.is_dir():
+        return f"--plot: there is no folder {path.parent}"
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        return f"--plot: {path} cannot be written"
+    return None
 
 
 def draw(stops: Sequence[Stop], path: Path, title: str) -> bool:

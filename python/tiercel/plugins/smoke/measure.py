@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -133,15 +133,39 @@ def compare(
     return share, "; ".join(reasons) or None
 
 
-def race(contract: Contract, backend: str, case: Case, device: str) -> tuple[float, float]:
+def race(
+    contract: Contract,
+    backend: str,
+    case: Case,
+    device: str,
+    *,
+    rounds: int = _ROUNDS,
+    round_ms: float = _ROUND_MS,
+) -> tuple[float, float]:
     """Milliseconds of an eager call by the backend and by ref, in turn; medians."""
     arguments = contract.make(case, device, _SEED)
-    timer = _cuda_ms if torch.device(device).type == "cuda" else _cpu_ms
     calls = [lambda b=b: _call(contract, arguments, b) for b in (backend, "ref")]
+    return _race(calls, device, rounds, round_ms)
+
+
+def race_plain(
+    contract: Contract, case: Case, device: str, *, rounds: int, round_ms: float
+) -> tuple[float, float]:
+    """As `race`: of an eager call on ref, and of its plain PyTorch without Tiercel around it."""
+    arguments = contract.make(case, device, _SEED)
+    plain = getattr(tiercel.ref, contract.op)
+    calls = [lambda: _call(contract, arguments, "ref"), lambda: plain(**arguments)]
+    return _race(calls, device, rounds, round_ms)
+
+
+def _race(
+    calls: Sequence[Callable[[], Any]], device: str, rounds: int, round_ms: float
+) -> tuple[float, float]:
+    timer = _cuda_ms if torch.device(device).type == "cuda" else _cpu_ms
     once = [_once(timer, call) for call in calls]
-    counts = [min(max(math.ceil(_ROUND_MS / ms), 1), 1000) for ms in once]
+    counts = [min(max(math.ceil(round_ms / ms), 1), 1000) for ms in once]
     samples: list[list[float]] = [[], []]
-    for _ in range(_ROUNDS if sum(once) < _SLOW_MS else 1):
+    for _ in range(rounds if sum(once) < _SLOW_MS else 1):
         for call, count, kept in zip(calls, counts, samples, strict=True):
             kept.append(timer(call, count) / count)
     return statistics.median(samples[0]), statistics.median(samples[1])
