@@ -101,6 +101,37 @@ def test_verbose_and_save(fake, tmp_path, capsys):
         jit.load(path, "twice")
 
 
+def test_only_a_whole_file_is_loaded(fake, tmp_path):
+    """The driver takes an image without its length."""
+    path = tmp_path / "saved"
+    jit.cuda(GOOD, "twice", save=path)
+    assert [p.name for p in tmp_path.glob("saved*")] == ["saved"]
+    whole = path.read_bytes()
+    for size in range(0, len(whole), 7):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match="was not written by|cut short or damaged|of another"):
+            jit.load(path, "twice")
+    for at in range(0, len(whole), 11):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(ValueError, match="was not written by|cut short or damaged|of another"):
+            jit.load(path, "twice")
+    path.write_bytes(whole + b"more")
+    with pytest.raises(ValueError, match="saved is cut short or damaged"):
+        jit.load(path, "twice")
+    path.write_bytes(whole.replace(b"tiercel-kernels 2", b"tiercel-kernels 1", 1))
+    with pytest.raises(ValueError, match="of another version of tiercel.jit: save it again"):
+        jit.load(path, "twice")
+    path.write_bytes(whole)
+    assert jit.load(path, "twice").compile("sm_90a").registers == 40
+
+
+def test_it_compiles_without_a_cache(fake, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TIERCEL_CACHE_DIR", str(tmp_path / "file" / "c"))
+    with pytest.warns(RuntimeWarning, match="kept for this process alone"):
+        assert jit.cuda(GOOD, "twice").compile("sm_90a").registers == 40
+
+
 def test_errors_of_the_compiler(fake, tmp_path):
     with pytest.raises(jit.CompileError) as info:
         jit.cuda("BAD", "twice").compile("sm_90a")

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-_MAGIC = b"tiercel-kernels 1\n"
+FORMAT = 2  # a line with this, one with length and SHA-256 of all the rest, one of JSON, the image
+_NAME = b"tiercel-kernels "
+_MAGIC = _NAME + str(FORMAT).encode() + b"\n"
 
 
 @dataclass(frozen=True)
@@ -48,16 +51,31 @@ class Compiled:
     def pack(self) -> bytes:
         about: dict[str, Any] = {"arch": self.arch, "command": self.command}
         about["reports"] = [asdict(report) for report in self.reports]
-        return _MAGIC + json.dumps(about).encode() + b"\n" + self.image
+        rest = json.dumps(about).encode() + b"\n" + self.image
+        return _MAGIC + f"{len(rest)} {hashlib.sha256(rest).hexdigest()}\n".encode() + rest
 
     @staticmethod
     def unpack(data: bytes, where: str) -> Compiled:
+        """What `pack` made.
+
+        Raises:
+            ValueError: It is nothing of ours, of another version, or not whole: the driver takes
+                an image without its length, so only what is whole may reach it.
+        """
         if not data.startswith(_MAGIC):
+            if data.startswith(_NAME):
+                raise ValueError(f"{where} is of another version of tiercel.jit: save it again")
             raise ValueError(f"{where} was not written by tiercel.jit")
-        about, _, image = data[len(_MAGIC) :].partition(b"\n")
-        fields = json.loads(about)
-        reports = tuple(KernelReport(**report) for report in fields["reports"])
-        return Compiled(image, fields["arch"], fields["command"], reports)
+        length_and_hash, _, rest = data[len(_MAGIC) :].partition(b"\n")
+        if length_and_hash != f"{len(rest)} {hashlib.sha256(rest).hexdigest()}".encode():
+            raise ValueError(f"{where} is cut short or damaged: save it again")
+        about, _, image = rest.partition(b"\n")
+        try:
+            fields = json.loads(about)
+            reports = tuple(KernelReport(**report) for report in fields["reports"])
+            return Compiled(image, fields["arch"], fields["command"], reports)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise ValueError(f"{where} was not written by tiercel.jit") from None
 
 
 _PROPERTIES = re.compile(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -188,15 +189,26 @@ def cuda(
         compiled = file.compiled(arch or _current_arch())
         for name in names:
             _find(compiled, name)
-        Path(save).write_bytes(compiled.pack())
+        _write(Path(save), compiled.pack())
     return kernels[0] if isinstance(kernel, str) else kernels
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Whole or not at all."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(content)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def load(path: str | Path, kernel: str) -> Kernel:
     """A kernel that ``cuda(..., save=path)`` compiled; needs no compiler.
 
     Raises:
-        ValueError: The file is none of ours, or has no such kernel.
+        ValueError: The file is none of ours, is damaged (its length and hash are checked), or has
+            no such kernel. A file from elsewhere is code that runs: load only what you trust.
     """
     saved = _Saved(Path(path))
     found = Kernel(saved, kernel, None)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tiercel import cache
 from tiercel.jit import toolchain
-from tiercel.jit.compiled import Compiled, reports_of
+from tiercel.jit.compiled import FORMAT, Compiled, reports_of
 from tiercel.jit.sources import SourceFile, included
 
 # Environment variables that nvcc and its host compiler take more arguments from.
@@ -73,6 +73,7 @@ def compile_file(source: SourceFile, arch: str, options: Options) -> tuple[Compi
 
     fields = {
         "kind": "cuda",
+        "format": FORMAT,
         "source": source.text,
         "path": None if source.path is None else str(source.path),
         "includes": included(source, options.include),
