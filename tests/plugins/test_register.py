@@ -73,7 +73,7 @@ warnings.simplefilter("error")
 @tiercel.backends.register(op="topk_softmax", name="mine")
 def mine(scores, k, softmax_first, renormalize, indices_dtype):
     print("mine")
-    return scores[:, :k].float(), torch.zeros(len(scores), k, dtype=indices_dtype)
+    return scores[:, :k].clone(), torch.zeros(len(scores), k, dtype=indices_dtype)
 tiercel.topk_softmax(torch.zeros(1, 2), 1)
 """
     assert run_python(code, TIERCEL_BACKEND="topk_softmax=mine").stdout == "mine\n"
@@ -129,6 +129,58 @@ def test_outputs_are_checked_after(scores, change, error, message):
     register(name="bad", fn=lambda *args: change(*good(*args)))
     with pytest.raises(error, match=f"topk_softmax: backend 'bad' must return .*{message}"):
         tiercel.topk_softmax(scores, 2, backend="bad")
+
+
+class Mine(torch.Tensor):
+    pass
+
+
+def freed(tensor):
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda w, i: (torch.nn.Parameter(w), i), TypeError, "as a plain Tensor, got Parameter"),
+        (lambda w, i: (w.as_subclass(Mine), i), TypeError, "as a plain Tensor, got Mine"),
+        (lambda w, i: (w.clone().requires_grad_(), i), ValueError, "without requires_grad"),
+        (lambda w, i: (freed(w), i), ValueError, "storage has 0 bytes of 32: it was freed"),
+        (lambda w, i: (w, w.view(torch.int32)), ValueError, "shares that of the output `weights`"),
+    ],
+)
+def test_outputs_are_plain_and_new(scores, change, error, message):
+    register(name="bad", fn=lambda *args: change(*good(*args)))
+    with pytest.raises(error, match=f"topk_softmax: backend 'bad' must return .*{message}"):
+        tiercel.topk_softmax(scores, 2, backend="bad")
+
+
+@pytest.mark.parametrize(
+    "alias", [lambda x: x, lambda x: x.detach(), lambda x: x.view(-1)[: x.numel()].view(x.shape)]
+)
+def test_an_output_is_no_argument(alias):
+    """A later write to it would change the caller's tensor, and torch.compile relies on it."""
+    backends.register(op="silu", name="bad", fn=lambda *args: alias(args[0]))
+    x = torch.randn(4, 8)
+    with pytest.raises(ValueError, match="`out` in memory of its own, .* shares that of the argu"):
+        tiercel.silu(x, backend="bad")
+    backends.register(op="silu", name="bad", fn=lambda *args: args[0] * 1, replace=True)
+    assert torch.equal(tiercel.silu(x, backend="bad"), x)
+    empty = x[:0]
+    backends.register(op="silu", name="bad", fn=lambda *args: args[0], replace=True)
+    assert tiercel.silu(empty, backend="bad").shape == (0, 8)
+
+
+def test_outputs_may_be_parts_of_one_allocation(scores):
+    def parts(*args):
+        weights, indices = good(*args)
+        both = torch.empty(2, 4, 2)
+        both[0], both.view(torch.int32)[1] = weights, indices
+        return both[0], both.view(torch.int32)[1]
+
+    register(name="mine", fn=parts)
+    assert tiercel.topk_softmax(scores, 2, backend="mine")[1].dtype == torch.int32
 
 
 def test_a_list_is_a_tuple(scores):

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tiercel.plugins.outputs import check_new
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -130,8 +132,9 @@ class Contract:
         """The outputs as a tuple.
 
         Raises:
-            TypeError: Not that many tensors, or of other dtypes.
-            ValueError: Other shapes, device or strides.
+            TypeError: Not that many tensors, subclasses of them, or of other dtypes.
+            ValueError: Other shapes, device or strides; memory that is an argument's, another
+                output's or freed; one that requires a gradient.
         """
         import torch
 
@@ -174,7 +177,13 @@ class Contract:
                     f"{who} must return `{spec.name}` contiguous, got strides "
                     f"{list(result.stride())} for shape {shape}"
                 )
+        check_new(who, [spec.name for spec in due], results, self._not_new(values), self.written)
         return tuple(results)
+
+    def _not_new(self, values: Sequence[Any]) -> dict[str, Any]:
+        """The tensors among the arguments, by name."""
+        named = zip(self.names, values, strict=True)
+        return {name: value for name, value in named if hasattr(value, "untyped_storage")}
 
     def _dtypes(self, spec: TensorSpec, values: Sequence[Any]) -> list[Any]:
         import torch
