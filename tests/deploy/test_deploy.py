@@ -182,7 +182,20 @@ def test_addresses(text, host, port):
     assert session.Target.parse(text) == session.Target(host, port)
 
 
-@pytest.mark.parametrize("text", ["", "a b", "-oProxyCommand=x", "me@", "box:x", "me@-x"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "a b",
+        "-oProxyCommand=x",
+        "me@",
+        "box:x",
+        "me@-x",
+        "box:0",
+        "box:65536",
+        "box:" + "9" * 5000,
+    ],
+)
 def test_what_is_no_address(text):
     with pytest.raises(DeployError, match="is not"):
         session.Target.parse(text)

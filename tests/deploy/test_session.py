@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tiercel deploy` where one end means the other ill, or a folder is not its own. No sshd needed."""
+"""`tiercel deploy` where one end means the other ill, or a folder is not its own; without sshd."""
 
 import io
 import json

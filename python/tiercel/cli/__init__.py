@@ -10,6 +10,7 @@ from tiercel._version import __version__
 from tiercel.cli import (
     bench,
     cache,
+    completion,
     demo,
     deploy,
     doctor,
@@ -20,10 +21,23 @@ from tiercel.cli import (
     tune,
 )
 
-COMMANDS = (bench, cache, demo, deploy, doctor, kernels, new_kernel, profile, smoke, tune)
+COMMANDS = (
+    bench,
+    cache,
+    completion,
+    demo,
+    deploy,
+    doctor,
+    kernels,
+    new_kernel,
+    profile,
+    smoke,
+    tune,
+)
 
 
-def main(argv: "Sequence[str] | None" = None) -> int:
+def parser() -> argparse.ArgumentParser:
+    """Of all commands."""
     parser = argparse.ArgumentParser(prog="tiercel", description="Hopper kernels for PyTorch.")
     parser.add_argument("--version", action="version", version=f"tiercel {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -32,7 +46,11 @@ def main(argv: "Sequence[str] | None" = None) -> int:
         sub = commands.add_parser(name, help=command.HELP, description=command.HELP)
         command.add_arguments(sub)
         sub.set_defaults(run=command.run)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: "Sequence[str] | None" = None) -> int:
+    args = parser().parse_args(argv)
     try:
         status: int = args.run(args)
         sys.stdout.flush()

@@ -2,8 +2,9 @@
 """``tiercel bench``: measures operators beside their peers; ``tiercel bench report`` renders."""
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
+
+from tiercel.cli.values import number, whole
 
 HELP = "Times operators beside their peers on this GPU, correctness first."
 
@@ -18,14 +19,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "a file that registers backends, for --backend; may be repeated"
     add("--path", action="append", default=[], type=Path, metavar="FILE", help=text)
     add("--peers", default="all", metavar="all|none|A,B", help="others to measure (all)")
-    add("--warmup", type=_count(0), default=3, help="replays before each round (3)")
-    add("--iterations", type=_count(1), default=20, help="samples in each round (20)")
-    add("--rounds", type=_count(1), default=5, help="interleaved rounds (5)")
+    add("--warmup", type=whole(0), default=3, help="replays before each round (3)")
+    add("--iterations", type=whole(1), default=20, help="samples in each round (20)")
+    add("--rounds", type=whole(1), default=5, help="interleaved rounds (5)")
     limits = argparse.BooleanOptionalAction
     add("--limits", action=limits, default=True, help="measure the GPU's limits first")
     add("--out", type=Path, metavar="FILE", help="write the records here (JSON Lines)")
     add("--compare", type=Path, metavar="FILE", help="set beside earlier records; fail if slower")
-    add("--threshold", type=float, default=0.05, help="slower by this is a regression (0.05)")
+    text = "slower by this is a regression (0.05)"
+    add("--threshold", type=number(least=0), default=0.05, help=text)
     add("--plot", type=Path, metavar="FILE", help="draw a roofline (PNG)")
     add("--device", default="cuda", help=argparse.SUPPRESS)
     parser.set_defaults(action="bench")
@@ -35,16 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     report.add_argument("--check", action="store_true", help="only say whether it is up to date")
     report.add_argument("--root", type=Path, metavar="FOLDER", help="the checkout")
     report.set_defaults(action="report")
-
-
-def _count(least: int) -> "Callable[[str], int]":
-    def count(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
-        return value
-
-    return count
 
 
 def run(args: argparse.Namespace) -> int:

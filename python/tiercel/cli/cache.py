@@ -10,6 +10,7 @@ HELP = "Shows or empties the folder of kernels that were compiled on this machin
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from tiercel.cache.folder import parse_size
+    from tiercel.cli.values import number
 
     def size(text: str) -> int:
         try:
@@ -25,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "remove what is damaged, left over, or beyond the size limit"
     prune = actions.add_parser("prune", help=text)
     prune.add_argument("--size", type=size, metavar="S", help="down to this, such as 500MB")
-    prune.add_argument("--days", type=float, metavar="N", help="what was not used for N days, too")
+    days = number(above=0)
+    prune.add_argument("--days", type=days, metavar="N", help="what was not used for N days, too")
 
 
 def run(args: argparse.Namespace) -> int:

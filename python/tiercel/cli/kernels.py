@@ -36,11 +36,14 @@ def run(args: argparse.Namespace) -> int:
     ]
     if args.json:
         print(json.dumps(listed | {"kernels": chosen}, indent=2))
+    elif not chosen:
+        of = f" of the family {args.family}" if args.family is not None else ""
+        print(f"tiercel kernels: no kernel{of} has {args.name!r} in its name", file=sys.stderr)
     else:
         print(summary(chosen) if args.summary else table(chosen))
         size = sum(kernel["bytes"] for kernel in chosen)
         print(f"{len(chosen)} kernels for {listed['arch']}, {size / 1e6:.2f} MB of code")
-    return 0
+    return 0 if chosen else 1
 
 
 def load() -> dict[str, Any]:

@@ -30,7 +30,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     try:
         path = write(args.name, args.language, args.op, args.out)
-    except (ValueError, OSError) as error:
+    except FileExistsError as error:
+        text = f"{error.filename} is there already; --out FILE writes another"
+        print(f"tiercel new-kernel: {text}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(
+            f"tiercel new-kernel: cannot write {error.filename}: {error.strerror}", file=sys.stderr
+        )
+        return 2
+    except ValueError as error:
         print(f"tiercel new-kernel: {error}", file=sys.stderr)
         return 2
     print(f"wrote {path}; check it with: tiercel smoke --path {path}")

@@ -24,7 +24,8 @@ _TOOLS = ("ncu", "nsys", "sanitizer")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = _USAGE
     # All words, `--` among them: a positional before them would swallow it.
-    parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    words = parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    words.completes = (*_TOOLS, "extract")  # type: ignore[attr-defined]
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tiercel.cli.values import number
+
 HELP = "Checks and times backends, each in a process of its own: ours, installed ones, your files."
 _EPILOG = (
     "Without BACKEND and --path: everything that is registered, by Tiercel and by installed "
@@ -24,15 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--path", action="append", default=[], type=Path, metavar="FILE", help=text)
     text = "write JSON Lines, to tiercel-smoke.jsonl or to FILE"
     add("--save", nargs="?", const="tiercel-smoke.jsonl", type=Path, metavar="FILE", help=text)
-    add("--timeout", type=_seconds, default=120.0, metavar="S", help="for each backend (120 s)")
+    add(
+        "--timeout",
+        type=number(above=0),
+        default=120.0,
+        metavar="S",
+        help="for each backend (120 s)",
+    )
     add("--device", choices=("cuda", "cpu"), help="by default cuda where there is one")
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
-    return value
 
 
 def run(args: argparse.Namespace) -> int:

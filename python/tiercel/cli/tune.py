@@ -6,6 +6,8 @@ import functools
 import re
 from pathlib import Path
 
+from tiercel.cli.values import number, whole
+
 HELP = "Finds the fastest configuration of an operator for a problem, on this GPU."
 
 _OPS = {
@@ -29,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_sweep(parser: argparse.ArgumentParser, sizes: "list[str]") -> None:
     add = parser.add_argument
-    add("--num-tokens", nargs="+", type=_positive, metavar="T", help="rows of x to tune for")
+    add("--num-tokens", nargs="+", type=whole(1), metavar="T", help="rows of x to tune for")
     text = "sizes of weights; may be repeated (default: those of common models)"
     form = ",".join(f"{name}=.." for name in sizes)
     problem = functools.partial(_problem, sizes)
@@ -44,23 +46,16 @@ def _add_sweep(parser: argparse.ArgumentParser, sizes: "list[str]") -> None:
     text = "how many are timed again at last, 1 to 16 (5)"
     add("--finalists", type=int, choices=choices, default=5, metavar="N", help=text)
     text = "end the process when a trial takes longer: a hung kernel (300)"
-    add("--trial-limit", type=float, default=300.0, metavar="SECONDS", help=text)
+    add("--trial-limit", type=number(above=0), default=300.0, metavar="SECONDS", help=text)
     text = "under torchrun, take over from a worker without a sign of life for so long (20)"
-    add("--lease", type=float, default=20.0, metavar="SECONDS", help=text)
+    add("--lease", type=number(above=0), default=20.0, metavar="SECONDS", help=text)
     add("--dry-run", action="store_true", help="only list the trials; needs no GPU")
     add("--bench", metavar="MODULE:NAME", help=argparse.SUPPRESS)
     parser.set_defaults(action="tune")
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
 def _problem(sizes: "list[str]", text: str) -> "tuple[int, ...]":
-    match = re.fullmatch(",".join(rf"{name}=(\d+)" for name in sizes), text)
+    match = re.fullmatch(",".join(rf"{name}=(\d{{1,12}})" for name in sizes), text)
     if match is None or not all(map(int, match.groups())):
         form = ",".join(f"{name}=4096" for name in sizes)
         raise argparse.ArgumentTypeError(f"must look like {form}, got {text!r}")

@@ -133,11 +133,11 @@ def claim(folder):
     os.makedirs(folder, mode=0o700, exist_ok=True)
     status = os.stat(folder)
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise Refused("%s belongs to another user, or others can write to it" % folder)
+        raise Refused(f"{folder} belongs to another user, or others can write to it")
     if not os.path.isfile(marker) or os.path.islink(marker):
         if os.listdir(folder):
             raise Refused(
-                "%s is not empty and was not made by tiercel deploy: name a new folder" % folder
+                f"{folder} is not empty and was not made by tiercel deploy: name a new folder"
             )
         with open(marker, "x") as file:
             file.write("made by tiercel deploy --keep\n")

@@ -52,6 +52,8 @@ class Target:
         match = re.fullmatch(r"((?:[^@\s]+@)?(?:\[[^\]\s]+\]|[^:@\s\-][^:@\s]*))(?::(\d+))?", text)
         if match is None:
             raise DeployError(f"{text!r} is not [USER@]HOST[:PORT]")
+        if match[2] and not (len(match[2]) <= 5 and 1 <= int(match[2]) <= 65535):
+            raise DeployError(f"{text!r} is not [USER@]HOST[:PORT]: ports are 1 to 65535")
         return cls(match[1].replace("[", "").replace("]", ""), int(match[2]) if match[2] else None)
 
 
