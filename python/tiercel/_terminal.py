@@ -6,7 +6,9 @@ import re
 # Colours, cursor movements and the like; every repetition is bounded.
 _SEQUENCE = re.compile(r"\x1b\[[0-?]{0,64}[ -/]{0,8}[@-~]")
 # C0 and C1 controls but tab and newline, what reorders text, and what no encoding has.
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 def without_colours(text: str) -> str:

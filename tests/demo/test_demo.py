@@ -34,7 +34,9 @@ def test_the_quick_tour_shows_every_operator():
     stops = list(tour.tour("cpu", float("inf"), quick=True))
     assert time.process_time() - started < 15 and torch.get_num_threads() == before
     assert [stop.op for stop in stops] == list(CONTRACTS)
-    assert all(stop.right and stop.cost and "of PyTorch alone" in tour.as_line(stop) for stop in stops)
+    assert all(
+        stop.right and stop.cost and "of PyTorch alone" in tour.as_line(stop) for stop in stops
+    )
     assert demo._SECONDS >= 60.0
 
 
@@ -76,7 +78,9 @@ def test_a_gpu_that_is_not_there_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["demo", "--device", "cuda"]) == 2
     said = capsys.readouterr().err
-    assert said == "tiercel demo: --device cuda: PyTorch sees no GPU here; tiercel doctor says why\n"
+    assert (
+        said == "tiercel demo: --device cuda: PyTorch sees no GPU here; tiercel doctor says why\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def test_what_keeps_the_kernels_from_running_is_red(facts, change, name, text, m
         (
             {"nvcc_missing": {"CUDA_HOME": "/gone", "CUDACXX": "/gone/nvcc"}},
             "nvcc",
-            "CUDA_HOME=/gone, CUDACXX=/gone/nvcc has no nvcc that runs; there is /usr/local/cuda/bin",
+            "CUDA_HOME=/gone, CUDACXX=/gone/nvcc has no nvcc that runs; there is /usr/local",
             "export CUDA_HOME=/usr/local/cuda; export CUDACXX=/usr/local/cuda/bin/nvcc",
         ),
         ({"environment": {}, "memory": 16 * GB}, "MAX_JOBS", "18 at once", "export MAX_JOBS=4"),

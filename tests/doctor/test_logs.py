@@ -29,8 +29,8 @@ FAILURES = {
         "RuntimeError: CUDA error: CUDA_ERROR_SYSTEM_NOT_READY",
     ],
     "GPU not supported by PyTorch": [
-        "Tesla V100-SXM2-16GB with CUDA capability sm_70 is not compatible with the current PyTorch "
-        "installation.",
+        "Tesla V100-SXM2-16GB with CUDA capability sm_70 is not compatible with the current "
+        "PyTorch installation.",
         "Found GPU0 Tesla K80 which is of cuda capability 3.7.",
         "The current PyTorch install supports CUDA capabilities sm_75 sm_80 sm_90. If you want to "
         "use the Tesla V100 GPU with PyTorch, please check the instructions",
@@ -80,7 +80,7 @@ FAILURES = {
         "#error -- unsupported GNU version! gcc versions later than 13 are not supported!",
     ],
     "host compiler too old": [
-        '#error "You\'re trying to build PyTorch with a too old version of GCC. We need GCC 9 or '
+        "#error \"You're trying to build PyTorch with a too old version of GCC. We need GCC 9 or "
         'later."',
         "RuntimeError: The current installed version of g++ (4.8.5) is less than the minimum "
         "required version (6.0.0) by CUDA 12.4.",
@@ -115,9 +115,9 @@ FAILURES = {
     ],
     "error in the source": [
         'mine.cu(12): error: identifier "tile" is undefined',
-        "csrc/kernels/mine.cuh(112): error #20: identifier \"x\" is undefined",
+        'csrc/kernels/mine.cuh(112): error #20: identifier "x" is undefined',
         "csrc/ops.cpp:30:5: error: 'Tensor' was not declared in this scope",
-        "mine.cu:14: error: expected a \";\"",
+        'mine.cu:14: error: expected a ";"',
         '2 errors detected in the compilation of "mine.cu".',
         "ptxas /tmp/tmpx.ptx, line 91; error   : Unexpected instruction types specified for 'add'",
     ],
@@ -134,7 +134,7 @@ FAILURES = {
         "make[2]: *** [CMakeFiles/mine.dir/build.make:76: mine.cu.o] Killed",
         "ninja: fatal: posix_spawn: Cannot allocate memory",
         "OSError: [Errno 12] Cannot allocate memory",
-        "ERROR: process \"/bin/sh -c pip install .\" did not complete: exit code: 137",
+        'ERROR: process "/bin/sh -c pip install ." did not complete: exit code: 137',
         "The command '/bin/sh -c make' returned a non-zero code: 137",
         "error: command '/usr/local/cuda/bin/nvcc' failed with exit code -9",
         "subprocess.CalledProcessError: Command '['ninja']' returned non-zero exit status 137.",
@@ -192,7 +192,7 @@ def test_every_kind_has_its_log():
         "checking for error.h: yes; compiling error.cpp, exit status 0, 137 tests passed",
         "Exception: No module named 'torchvision'",
         "No module named 'torch.utils.mine'",
-        "mine.cu(12): warning #177-D: variable \"error\" was declared but never referenced",
+        'mine.cu(12): warning #177-D: variable "error" was declared but never referenced',
         "[ 50%] Building CUDA object CMakeFiles/error.dir/error.cu.o -Werror -DNAME=ccache",
         "Killed 3 stale workers before the start",
         "-- CUDA extensions: sm_90a",
@@ -235,7 +235,7 @@ CONTAINER = """
 #12 ERROR: process "/bin/sh -c pip install ." did not complete successfully: exit code: 137
 """
 ISOLATED = """
-  × Getting requirements to build wheel did not run successfully.
+  x Getting requirements to build wheel did not run successfully.
   │ exit code: 1
   ╰─> [20 lines of output]
       Traceback (most recent call last):

@@ -35,7 +35,7 @@ def expand(items, most=4000):
             more = expand(value[3])
         elif name in ("MAX_REPEAT", "MIN_REPEAT"):
             least, _, inner = value
-            more = [text for text in expand(inner)] if least else ["", *expand(inner)]
+            more = expand(inner) if least else ["", *expand(inner)]
         elif name in ("AT", "ASSERT", "ASSERT_NOT"):
             more = [""]
         else:
@@ -123,7 +123,9 @@ def test_a_line_without_end_is_read_in_pieces(tmp_path):
     path = tmp_path / "w.log"
     with path.open("w") as file:
         file.write("x" * (3 << 20) + "undefined symbol: _Z1f\n")
-        file.write("y" * 5000 + " undefined symbol: _Z1g " + "y" * 5000 + "\nNo space left on device")
+        file.write(
+            "y" * 5000 + " undefined symbol: _Z1g " + "y" * 5000 + "\nNo space left on device"
+        )
     with path.open() as file:
         found = logs.diagnose(logs.lines_of(file))
     assert [(f.name, f.line) for f in found] == [("undefined symbol", 2), ("disk full", 3)]
@@ -136,7 +138,8 @@ def test_what_lies_across_two_pieces_is_seen_once(at):
 
 
 ESCAPES = (
-    "x.cu:1: \x1b]0;owned\x07\x1b[2J\x1b[31merror: undefined symbol: \x1bP1\x1b\\f \x9b2J \u202e\r\n"
+    "x.cu:1: \x1b]0;owned\x07\x1b[2J\x1b[31merror: undefined symbol: "
+    "\x1bP1\x1b\\f \x9b2J \u202e\r\n"
 )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files as they come from elsewhere: cut short, with bytes changed, or with values of other kinds."""
+"""Files as they come from elsewhere: cut short, with bytes or whole values changed."""
 
 import copy
 import json

@@ -13,15 +13,18 @@ from tiercel import _tuned
 from tiercel.tune import command
 
 GPU = "NVIDIA Test"
+LABEL = _tuned.device_label(GPU)
 NAMES = {
     "linear_act": {"N": 256, "K": 1024, "dtype": "bfloat16"},
     "nvfp4_linear": {"N": 256, "K": 1024, "dtype": "float4_e2m1fn_x2"},
     "fused_moe": {"E": 6, "k": 2, "H": 64, "I": 32, "dtype": "bfloat16"},
 }
 FIELDS = {
-    "linear_act": dict(tile_m=64, tile_n=32, pingpong=False, split_k=True, splits=3, group=0),
-    "nvfp4_linear": dict(cluster=1, tiles=2, parts=2, stages=4),
-    "fused_moe": dict(block_size=64, up_tile=64, up_cluster=1, down_tile=128, down_cluster=1),
+    "linear_act": {"tile_m": 64, "tile_n": 32, "pingpong": False, "split_k": True}
+    | {"splits": 3, "group": 0},
+    "nvfp4_linear": {"cluster": 1, "tiles": 2, "parts": 2, "stages": 4},
+    "fused_moe": {"block_size": 64, "up_tile": 64, "up_cluster": 1}
+    | {"down_tile": 128, "down_cluster": 1},
 }
 
 
@@ -45,7 +48,7 @@ def configs(tmp_path, monkeypatch):
     monkeypatch.setenv("TIERCEL_CONFIGS", str(tmp_path))
     monkeypatch.setattr(_tuned, "FOLDER", tmp_path / "none")
 
-    def load(text, caplog, op="linear_act", name=f"a-device={_tuned.device_label(GPU)}.json"):
+    def load(text, caplog, op="linear_act", name=f"a-device={LABEL}.json"):
         (tmp_path / op).mkdir(exist_ok=True)
         mutate.write(tmp_path / op / name, text)
         caplog.clear()

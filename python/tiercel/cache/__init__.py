@@ -8,9 +8,9 @@ A key is made of everything that the result depends on. Entries hold their lengt
 every read checks: one that was cut short or altered is removed and built again.
 
 The folder is TIERCEL_CACHE_DIR, else ``tiercel/compiled`` in XDG_CACHE_HOME or ``~/.cache``. Above
-TIERCEL_CACHE_SIZE (2GiB) the entries that were used longest ago are evicted. Where the folder cannot
-be used (a full or read-only disk, one that others can write to), a warning says so and what is
-compiled is kept for the process alone.
+TIERCEL_CACHE_SIZE (2GiB) the entries that were used longest ago are evicted. Where the folder
+cannot be used (a full or read-only disk, one that others can write to), a warning says so and what
+is compiled is kept for the process alone.
 """
 
 from __future__ import annotations

@@ -269,7 +269,9 @@ def _is_cache(root: Path) -> bool:
     names = {path.name: path for path in root.iterdir()}
     if not names or names.keys() - {"entries", "locks", "making"}:
         return False
-    inside = [path.name for folder in names.values() if folder.is_dir() for path in folder.iterdir()]
+    inside = [
+        path.name for folder in names.values() if folder.is_dir() for path in folder.iterdir()
+    ]
     return all(re.fullmatch(r"[0-9a-f]{2}|[0-9a-f]{8,64}\.[\w-]+", name) for name in inside)
 
 

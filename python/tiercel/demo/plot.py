@@ -9,7 +9,6 @@ from pathlib import Path
 
 from tiercel.demo.tour import Stop
 
-
 ENDINGS = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
 
 
