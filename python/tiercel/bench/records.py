@@ -23,7 +23,7 @@ NUMBERS = ("ms_median", "ms_p10", "ms_p90", "gbps", "tflops", "limit_frac", "rel
 TIMINGS = ("graph", "events", "host")
 
 
-# What names a file: no separator, nothing hidden.
+# Names that become parts of a path: no separator, nothing hidden.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._()+-]{0,99}")
 _MOST_TEXT = 4000
 

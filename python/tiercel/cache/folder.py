@@ -151,7 +151,7 @@ def check(path: Path) -> None:
             f"({os.geteuid()}), so what is in it is not trusted; {_HINT}"
         )
     if status.st_mode & 0o022:
-        # Of a folder that holds anything else, such as /tmp, the mode is not ours to advise on.
+        # A folder that holds anything else, such as /tmp, has a mode that is not ours to advise on.
         names = [entry.name for entry in path.iterdir()]
         ours = all(map(_OURS.fullmatch, names)) and (names or not status.st_mode & stat.S_ISVTX)
         mend = f"chmod 700 {path}, after a look at what is in it" if ours else _HINT

@@ -29,7 +29,7 @@ _START = (
 )
 _GRACE_S = 30.0  # the other end may have a large folder to remove
 _LOGIN_BYTES = 1 << 20  # that its login scripts may print
-# What a message may hold, by its kind.
+# The most bytes of a message, by its kind.
 _MOST = {
     agent.HELLO: 1 << 16,
     agent.OUTPUT: 1 << 20,
@@ -192,7 +192,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     assert process.stdin is not None and process.stdout is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.close()
-    # What is still on its way is read, so that it can end; there may be no end of it.
+    # The rest is read, so that the other end can stop; it may go on without end.
     threading.Thread(target=_drain, args=(process.stdout,), daemon=True).start()
     try:
         process.wait(_GRACE_S)

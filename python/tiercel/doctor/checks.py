@@ -16,7 +16,7 @@ DSL = "4.8.1"
 _NAMED = {"hopper": "9.0"}  # names that TORCH_CUDA_ARCH_LIST may have
 _FREE_BYTES = 2 << 30
 _DRIVER = "install the NVIDIA driver R580 or newer; a container: start it with --gpus all"
-# Of NVIDIA's forward compatibility; nobody here has run the kernels on it.
+# NVIDIA's forward compatibility; nobody here has run the kernels on it.
 _COMPAT = (
     "; or, for a data-centre GPU and not tested by us, NVIDIA's cuda-compat-13-x package: apt-get "
     "install cuda-compat-13-0; export LD_LIBRARY_PATH=/usr/local/cuda-13.0/compat:$LD_LIBRARY_PATH"

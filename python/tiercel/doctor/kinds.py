@@ -14,14 +14,16 @@ from tiercel.doctor import RED, YELLOW
 
 @dataclass(frozen=True)
 class Kind:
-    """Args:
-    name: What it is called.
-    pattern: A regular expression for its line.
-    means: The line in plain words.
-    do: What mends it.
-    level: red for a failure, yellow for what only takes longer.
-    applies: Whether a match counts.
-    rest: Counts only where no other kind fits the line.
+    """A usual failure and the line that tells it.
+
+    Args:
+        name: Its name.
+        pattern: A regular expression for its line.
+        means: The line in plain words.
+        do: The mend, commands where there are some.
+        level: red for a failure, yellow for something that only takes longer.
+        applies: Tells whether a match counts.
+        rest: Counts only where no other failure fits the line.
     """
 
     name: str

@@ -135,7 +135,7 @@ def jobs(cpus: int, memory: int) -> int:
 
 def _caches(env: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """The folders of compiled code: where, and how much room their disk has."""
-    home = Path(env.get("HOME") or "~").expanduser()
+    home = Path(env.get("HOME") or os.path.expanduser("~"))  # "~" itself where there is none
     base = Path(env.get("XDG_CACHE_HOME") or home / ".cache")
     folders = {
         "torch extensions": Path(env.get("TORCH_EXTENSIONS_DIR") or base / "torch_extensions"),

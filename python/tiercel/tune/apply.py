@@ -58,7 +58,7 @@ def _files(data: Mapping[str, Any], tunable: Tunable) -> dict[str, dict[str, Any
         measured = {"us": _round(winner["us"]), "before_us": _round(row["today_us"])}
         head = {"schema": _tuned.SCHEMA, "op": tunable.op, "problem": named, "device": device}
         entry = config | measured | {"source": source}
-        # What no operator could read is not written.
+        # An entry that no operator could read is not written.
         dtype, sizes, _ = _tuned.check(head | {"configs": {str(tokens): entry}}, tunable.op)
         name = _tuned.file_name(tunable.op, sizes, dtype, device)
         found.setdefault(name, head | {"configs": {}})["configs"][str(tokens)] = entry
