@@ -1,11 +1,22 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Tests an installed wheel on this machine's GPU: pytest, compute-sanitizer, a short benchmark.
-# Needs Python, and an index for the packages that it lacks; no Bazel and no CUDA toolkit.
-# usage: [PYTHON=python3.12] [OUT=FOLDER] ci/test_gpu.sh [WHEEL]
-#   WHEEL   default: the one in dist/ for this Python
-#   OUT     logs and results go there (default: out)
-#   PYTEST_ARGS, SANITIZER_ARGS, BENCH_ARGS   words added to each step's command
+# Tests an installed wheel on this machine's GPU: pytest, `tiercel smoke`, compute-sanitizer, a short
+# benchmark. Needs Python, and an index for the packages that it lacks; no Bazel, no CUDA toolkit.
+# usage: [PYTHON=python3.12] [OUT=FOLDER] ci/test_gpu.sh [OPTION...] [WHEEL]
+#   WHEEL            default: the one in dist/ for this Python
+#   --sanitize       all four tools of compute-sanitizer, which then has to be there; without it
+#                    memcheck alone, where it is found
+#   --collect-only   installs the wheel and collects the tests, for which no GPU is needed
+#   --no-tests, --no-smoke, --no-sanitizers, --no-bench   leave this step out
+# Variables:
+#   OUT                 logs and results go there (default: out)
+#   TESTS               files and folders of tests (default: tests)
+#   PYTEST_ARGS, SMOKE_ARGS, SANITIZER_ARGS, BENCH_ARGS   words added to each step's command
+#   SANITIZER_TOOLS     of memcheck, racecheck, synccheck and initcheck
+#   SANITIZER_SECONDS   the most that one tool may take (default: 3600); what is left then fails
+#   SANITIZER_JOBS      processes at a time (default: 4)
+#   SANITIZER_PART      K/N: only the K-th of N parts of the tests
+# Findings that are excepted, and why: tools/sanitizer/exceptions.json.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
@@ -22,9 +33,31 @@ die() {
   exit 2
 }
 
+read -ra tests <<<"${TESTS:-tests}"
+tools=${SANITIZER_TOOLS:-memcheck}
+collect_only="" required="" wheel=""
+steps=" tests smoke sanitizers bench "
+while (($#)); do
+  case $1 in
+    --sanitize)
+      required=yes
+      tools=${SANITIZER_TOOLS:-memcheck racecheck synccheck initcheck}
+      ;;
+    --collect-only) collect_only=yes ;;
+    --no-tests | --no-smoke | --no-sanitizers | --no-bench) steps=${steps/ ${1#--no-} / } ;;
+    -*) die "no such option: $1 (--help)" ;;
+    *)
+      [[ -z $wheel ]] || die "one wheel, not both $wheel and $1"
+      wheel=$1
+      ;;
+  esac
+  shift
+done
+wants() { [[ $steps == *" $1 "* ]]; }
+
 tag=$("$python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])') ||
   die "$python does not run: PYTHON names another"
-wheel=${1:-$(compgen -G "dist/tiercel-*-$tag-$tag-*.whl" | tail -n 1 || true)}
+[[ -n $wheel ]] || wheel=$(compgen -G "dist/tiercel-*-$tag-$tag-*.whl" | tail -n 1 || true)
 [[ -n $wheel ]] || die "dist/ has no wheel for $tag: build it (ci/build.sh) or name one"
 [[ -e $wheel || $wheel == /* ]] || wheel=$invoked_from/$wheel
 [[ -f $wheel ]] || die "$wheel is no file"
@@ -34,7 +67,7 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 "$python" -m venv --without-pip --system-site-packages "$scratch/venv"
 venv=$scratch/venv/bin/python
-"$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+"$python" -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
   >"$("$venv" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/parent.pth"
 # The tests' own settings only: the current folder is not on the path.
 export PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1
@@ -50,6 +83,18 @@ need() { # need MODULE PACKAGE
 need torch torch
 need pytest pytest
 need yaml pyyaml || say "no PyYAML: the benchmark will be left out"
+
+run_pytest() {
+  "$venv" -m pytest -c tests/pytest.ini --rootdir tests -p no:cacheprovider "$@"
+}
+
+if [[ -n $collect_only ]]; then
+  for marks in gpu "gpu and sanitize"; do
+    say "collecting the tests marked $marks"
+    run_pytest --collect-only -q -m "$marks" "${tests[@]}"
+  done
+  exit
+fi
 
 machine=$("$venv" - <<'PYTHON'
 import tiercel
@@ -73,44 +118,65 @@ note() {
 # The last line of pytest's output, without its frame.
 last_line() { tail -n 1 "$1" | sed -E 's/^=+ *| *=+$//g'; }
 
-run_pytest() {
-  "$@" "$venv" -m pytest -c tests/pytest.ini --rootdir tests --import-mode=importlib \
-    -p no:cacheprovider --ignore=tests/build --ignore=tests/cute --ignore=tests/packaging \
-    "${pytest_args[@]}" tests
-}
-
-read -ra extra <<<"${PYTEST_ARGS:-}"
-pytest_args=(-m gpu "--junitxml=$out/gpu_tests.xml" "${extra[@]}")
-if run_pytest env 2>&1 | tee "$out/gpu_tests.log"; then
-  note tests "$(last_line "$out/gpu_tests.log")"
-else
-  note tests "FAILED: $(last_line "$out/gpu_tests.log")"
-  failures=$((failures + 1))
-fi
-
-sanitizer=$(type -P compute-sanitizer ||
-  compgen -G '/usr/local/cuda*/bin/compute-sanitizer' | tail -n 1 || true)
-read -ra extra <<<"${SANITIZER_ARGS:-}"
-pytest_args=(-m "gpu and sanitize" "${extra[@]}")
-if [[ -z $sanitizer ]]; then
-  note memcheck "skipped: compute-sanitizer was not found"
-else
-  say "memcheck, with $sanitizer; this takes a while"
-  # PyTorch's cache of blocks would hide an overrun: without it each tensor has its own allocation.
-  if PYTORCH_NO_CUDA_MEMORY_CACHING=1 run_pytest "$sanitizer" --tool memcheck --error-exitcode 86 \
-    >"$out/memcheck.log" 2>&1; then
-    note memcheck "$(grep -oE 'ERROR SUMMARY.*' "$out/memcheck.log" | tail -n 1)"
-  elif grep -q 'Device not supported' "$out/memcheck.log"; then
-    note memcheck "skipped: compute-sanitizer does not support this machine"
+if wants tests; then
+  read -ra extra <<<"${PYTEST_ARGS:-}"
+  if run_pytest -m gpu "--junitxml=$out/gpu_tests.xml" "${extra[@]}" "${tests[@]}" 2>&1 |
+    tee "$out/gpu_tests.log"; then
+    note tests "$(last_line "$out/gpu_tests.log")"
   else
-    tail -n 40 "$out/memcheck.log"
-    note memcheck "FAILED, see $out/memcheck.log"
+    note tests "FAILED: $(last_line "$out/gpu_tests.log")"
     failures=$((failures + 1))
   fi
 fi
 
+if wants smoke; then
+  read -ra extra <<<"${SMOKE_ARGS:-}"
+  if "$venv" -m tiercel smoke "${extra[@]}" 2>&1 | tee "$out/smoke.log"; then
+    note smoke "$(last_line "$out/smoke.log")"
+  else
+    note smoke "FAILED: $(last_line "$out/smoke.log")"
+    failures=$((failures + 1))
+  fi
+fi
+
+sanitizer=$(type -P compute-sanitizer ||
+  compgen -G '/usr/local/cuda*/bin/compute-sanitizer' | tail -n 1 || true)
+if ! wants sanitizers; then
+  :
+elif [[ -z $sanitizer && -n $required ]]; then
+  note sanitizers "FAILED: compute-sanitizer was not found; it comes with the CUDA toolkit"
+  failures=$((failures + 1))
+elif [[ -z $sanitizer ]]; then
+  note sanitizers "skipped: compute-sanitizer was not found"
+else
+  say "$tools, with $sanitizer; this takes a while"
+  read -ra extra <<<"${SANITIZER_ARGS:-}"
+  read -ra tools <<<"$tools"
+  kernels=$("$venv" -c 'import tiercel, os; print(os.path.dirname(tiercel.__file__))')/_kernels.json
+  status=0
+  "$venv" tools/sanitizer/run.py --sanitizer "$sanitizer" --out "$out/sanitizers" \
+    --tools "${tools[@]}" --seconds "${SANITIZER_SECONDS:-3600}" --jobs "${SANITIZER_JOBS:-4}" \
+    --part "${SANITIZER_PART:-1/1}" --kernels "$kernels" --paths "${tests[@]}" -- \
+    "$venv" -m pytest -c tests/pytest.ini --rootdir tests -p no:cacheprovider \
+    -m "gpu and sanitize" "${extra[@]}" > >(tee "$out/sanitizers.log") 2>&1 || status=$?
+  if ((status == 3)) && [[ -z $required ]]; then
+    note sanitizers "skipped: compute-sanitizer does not support this machine"
+  else
+    ((status == 0)) || failures=$((failures + 1))
+    if [[ -e $out/sanitizers/result.txt ]]; then
+      while IFS=: read -r tool result; do
+        note "$tool" "${result# }"
+      done <"$out/sanitizers/result.txt"
+    else
+      note sanitizers "FAILED, see $out/sanitizers.log"
+    fi
+  fi
+fi
+
 read -ra extra <<<"${BENCH_ARGS:-}"
-if ! "$venv" -c 'import yaml' 2>/dev/null; then
+if ! wants bench; then
+  :
+elif ! "$venv" -c 'import yaml' 2>/dev/null; then
   note benchmark "skipped: PyYAML is not installed"
 elif "$venv" -m tiercel bench --out "$out/bench.jsonl" "${extra[@]}" 2>&1 |
   tee "$out/bench.log"; then

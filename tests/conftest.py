@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all tests of the installed wheel share. Run them as ``pytest tests/routing``, with
-``-m gpu`` on a machine with an H100 or H200."""
+``-m gpu`` on a machine with an H100 or H200. What only Bazel can run is skipped elsewhere."""
 
 import os
 import subprocess
@@ -10,7 +10,51 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # for `support`
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))  # for `support`
+
+# Tests of what their Bazel targets bring: a variable that is set there, or a file of the checkout,
+# and the targets. Without it they are skipped; under Bazel (TEST_SRCDIR) never.
+NEEDS = {
+    "build": ("$TEST_SRCDIR", "//tests/build/..."),
+    "ci/test_gpu_script.py": ("$WHEEL", "//tests/ci/..."),
+    "cute": ("$CUTE_SITE", "//tests/cute/..."),
+    "deploy/test_deploy.py": ("$WHEEL", "//tests/deploy:deploy_test"),
+    "emulator": ("$TIERCEL_LIBCUDA", "//tests/emulator/..."),
+    "emulator/tensor": ("$EMULATOR_PROBE", "//tests/emulator/tensor/..."),
+    "packaging": ("$TEST_SRCDIR", "//tests/packaging/..."),
+    "release": ("$TEST_SRCDIR", "//tests/release/..."),
+    "routing/test_sorting_networks.py": (
+        "kernels/routing/sorting.cuh",
+        "//tests/routing:test_sorting_networks",
+    ),
+}
+
+
+def _lacks(path):
+    """Why a test file cannot run here, or None."""
+    if "TEST_SRCDIR" in os.environ or not path.is_relative_to(ROOT / "tests"):
+        return None
+    inside = path.relative_to(ROOT / "tests")
+    for place in (inside, *inside.parents):
+        if entry := NEEDS.get(place.as_posix()):
+            thing, targets = entry
+            there = thing[1:] in os.environ if thing[0] == "$" else (ROOT / thing).exists()
+            return None if there else f"needs {thing} of its Bazel target: ./bazelw test {targets}"
+    return None
+
+
+class _Skipped(pytest.Module):
+    """A test file that is not even imported."""
+
+    def collect(self):
+        pytest.skip(_lacks(self.path), allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    if _lacks(module_path):
+        return _Skipped.from_parent(parent, path=module_path)
+    return None
 
 
 def pytest_collection_modifyitems(config, items):
