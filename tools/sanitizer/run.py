@@ -143,8 +143,9 @@ class Runner:
             command = [*self.options.canary, tool, name]
             problem, seconds, stem = self.process(job, command, CANARY_SECONDS)
             outcome = Outcome(job, seconds, problem)
-            text = stem.with_suffix(".log").read_text(errors="replace") if not problem else ""
-            if any(record.kernel == name for record in report.parse(text).records):
+            log = stem.with_suffix(".log")
+            text = log.read_text(errors="replace") if log.exists() else ""
+            if not problem and any(r.kernel == name for r in report.parse(text).records):
                 continue
             self.read(outcome, stem)
             why = outcome.problem or last_line(stem.with_suffix(".txt").read_text())
@@ -196,7 +197,7 @@ def jobs_of(tool: str, tests: list[str], part: tuple[int, int]) -> list[Job]:
 
 
 def collect(options: argparse.Namespace, environment: dict[str, str]) -> list[str]:
-    command = [*options.pytest, "--collect-only", "-q", *options.paths]
+    command = [*options.pytest, "--collect-only", "--verbosity=-1", *options.paths]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     tests = [line for line in done.stdout.splitlines() if re.match(r"\S+\.py::", line)]
     if done.returncode or not tests:
