@@ -142,6 +142,11 @@ Status prepare(const NormForward& call, int multiprocessors, NormForwardArgs* ar
   if (call.bias) TIERCEL_RETURN_IF_ERROR(check_parameter({op, "bias", *call.bias}, x));
   if (call.residual) TIERCEL_RETURN_IF_ERROR(check_like_x({op, "residual", *call.residual}, x));
   TIERCEL_RETURN_IF_ERROR(check_output({op, "out", *call.out}, x));
+  if ((call.residual == nullptr) != (call.residual_out == nullptr)) {
+    return Status::InvalidArgument(std::string(op) +
+                                   ": `residual` and `residual_out` must come together, got only " +
+                                   (call.residual ? "`residual`" : "`residual_out`"));
+  }
   if (call.residual_out) {
     TIERCEL_RETURN_IF_ERROR(check_output({op, "residual_out", *call.residual_out}, x));
   }

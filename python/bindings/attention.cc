@@ -3,6 +3,7 @@
 #include "kernels/sm90/driver.h"
 #include "python/bindings/call.h"
 #include "python/bindings/families.h"
+#include "python/bindings/numbers.h"
 
 namespace tiercel::python {
 namespace {
@@ -12,16 +13,6 @@ constexpr char kVarlen[] = "attention_varlen";
 
 // Of an H100 SXM or H200, for plans where there is no device to ask.
 constexpr int kMultiprocessors = 132;
-
-bool ReadInteger(PyObject* object, int64_t* value) {
-  *value = PyLong_AsLongLong(object);
-  return !(*value == -1 && PyErr_Occurred());
-}
-
-bool ReadFloat(PyObject* object, double* value) {
-  *value = PyFloat_AsDouble(object);
-  return !(*value == -1.0 && PyErr_Occurred());
-}
 
 // What both functions below take: (q, k, v, out, lse or None, left, right, scale, softcap).
 struct AttentionCall {

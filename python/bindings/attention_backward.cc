@@ -4,6 +4,7 @@
 #include "kernels/sm90/driver.h"
 #include "python/bindings/call.h"
 #include "python/bindings/families.h"
+#include "python/bindings/numbers.h"
 #include "python/bindings/optional_tensor.h"
 
 namespace tiercel::python {
@@ -35,13 +36,13 @@ struct BackwardCall {
     }
     call = {&grad.view(),    &q.view(),  &k.view(),  &v.view(),  &out.view(),     &lse.view(),
             grad_lse.view(), &dq.view(), &dk.view(), &dv.view(), workspace.view()};
-    options.left = PyLong_AsLongLong(values[11]);
-    options.right = PyLong_AsLongLong(values[12]);
-    options.scale = PyFloat_AsDouble(values[13]);
-    options.softcap = PyFloat_AsDouble(values[14]);
+    if (!ReadInteger(values[11], &options.left) || !ReadInteger(values[12], &options.right) ||
+        !ReadFloat(values[13], &options.scale) || !ReadFloat(values[14], &options.softcap)) {
+      return false;
+    }
     const int truth = PyObject_IsTrue(values[15]);
     deterministic = truth == 1;
-    return truth >= 0 && PyErr_Occurred() == nullptr;
+    return truth >= 0;
   }
 };
 

@@ -4,6 +4,7 @@
 #include "kernels/sm90/driver.h"
 #include "python/bindings/call.h"
 #include "python/bindings/families.h"
+#include "python/bindings/numbers.h"
 #include "python/bindings/optional_tensor.h"
 
 namespace tiercel::python {
@@ -34,21 +35,18 @@ struct Fp8Call {
     }
     call = {&q.view(),        &k.view(),        &v.view(),        &out.view(),     lse.view(),
             q_descale.view(), k_descale.view(), v_descale.view(), workspace.view()};
-    options.left = PyLong_AsLongLong(values[9]);
-    options.right = PyLong_AsLongLong(values[10]);
-    options.scale = PyFloat_AsDouble(values[11]);
-    options.softcap = PyFloat_AsDouble(values[12]);
-    if (packed) {
-      if (!starts_q.Read(values[13], name, "cu_seqlens_q") ||
-          !starts_k.Read(values[14], name, "cu_seqlens_k")) {
-        return false;
-      }
-      call.starts_q = &starts_q.view();
-      call.starts_k = &starts_k.view();
-      call.max_q = PyLong_AsLongLong(values[15]);
-      call.max_k = PyLong_AsLongLong(values[16]);
+    if (!ReadInteger(values[9], &options.left) || !ReadInteger(values[10], &options.right) ||
+        !ReadFloat(values[11], &options.scale) || !ReadFloat(values[12], &options.softcap)) {
+      return false;
     }
-    return PyErr_Occurred() == nullptr;
+    if (!packed) return true;
+    if (!starts_q.Read(values[13], name, "cu_seqlens_q") ||
+        !starts_k.Read(values[14], name, "cu_seqlens_k")) {
+      return false;
+    }
+    call.starts_q = &starts_q.view();
+    call.starts_k = &starts_k.view();
+    return ReadInteger(values[15], &call.max_q) && ReadInteger(values[16], &call.max_k);
   }
 };
 

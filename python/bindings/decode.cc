@@ -9,6 +9,7 @@
 #include "python/bindings/allocate.h"
 #include "python/bindings/call.h"
 #include "python/bindings/families.h"
+#include "python/bindings/numbers.h"
 #include "python/bindings/optional_tensor.h"
 #include "python/bindings/reference.h"
 #include "python/bindings/workspace.h"
@@ -21,16 +22,6 @@ constexpr char kMerge[] = "merge_attention_states";
 
 // Of an H100 SXM or H200, for plans where there is no device to ask.
 constexpr int kMultiprocessors = 132;
-
-bool ReadInteger(PyObject* object, int64_t* value) {
-  *value = PyLong_AsLongLong(object);
-  return !(*value == -1 && PyErr_Occurred());
-}
-
-bool ReadFloat(PyObject* object, double* value) {
-  *value = PyFloat_AsDouble(object);
-  return !(*value == -1.0 && PyErr_Occurred());
-}
 
 // None or (left, right).
 bool ReadWindow(PyObject* object, DecodeOptions* options) {
@@ -136,8 +127,9 @@ PyObject* DecodeOperator(PyObject*, PyObject* const* values, Py_ssize_t count) {
   } else {
     out.Take(NewTensor(values[0], {q.shape[0], q.shape[1], q.shape[2], q.shape[3]}));
     if (kLse && out) lse.Take(NewFloat32(values[0], {q.shape[0], q.shape[2], q.shape[1]}));
+    if (!out || (kLse && !lse)) return nullptr;
   }
-  if (!out || !call.out.Read(out.get(), kDecode, "out") || (kLse && !lse) ||
+  if (!call.out.Read(out.get(), kDecode, "out") ||
       (kLse && !call.lse.Read(lse.get(), kDecode, "lse"))) {
     return nullptr;
   }

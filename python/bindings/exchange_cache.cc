@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "python/bindings/exchange_cache.h"
 
+#include <dlfcn.h>
+
+#include <cstdint>
+
 namespace tiercel::python {
 namespace {
 
@@ -30,6 +34,13 @@ const dlpack::ExchangeApi* Usable(const void* table) {
   return api;
 }
 
+// An int may be anything: of those, only the address of a static table of a loaded library is used.
+const void* TableAt(const void* address) {
+  Dl_info library;
+  const bool aligned = reinterpret_cast<uintptr_t>(address) % alignof(dlpack::ExchangeApi) == 0;
+  return aligned && dladdr(address, &library) != 0 ? address : nullptr;
+}
+
 bool LookUp(PyTypeObject* type, const dlpack::ExchangeApi** api) {
   *api = nullptr;
   for (const char* attribute : kAttributes) {
@@ -44,9 +55,10 @@ bool LookUp(PyTypeObject* type, const dlpack::ExchangeApi** api) {
       table = PyCapsule_GetPointer(value, dlpack::kCapsuleName);
     } else if (PyLong_Check(value)) {
       table = PyLong_AsVoidPtr(value);
+      if (table == nullptr) PyErr_Clear();  // no address at all, such as -1 << 64
+      table = TableAt(table);
     }
     Py_DECREF(value);
-    if (PyErr_Occurred()) return false;
     *api = Usable(table);
     if (*api != nullptr) return true;
   }

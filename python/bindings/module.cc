@@ -19,23 +19,38 @@ namespace {
 
 // Opening the driver is the first thing that asks for a GPU, so it happens here and not on import.
 py::dict DriverInfo() {
-  const Status status = driver_status();
+  Status status;
+  int version = 0;
+  {
+    const py::gil_scoped_release others_run;  // starting the driver takes seconds on a large machine
+    status = driver_status();
+    version = driver_version();
+  }
   py::dict info;
   info["ok"] = status.ok();
-  info["version"] = driver_version();
+  info["version"] = version;
   info["message"] = status.ok() ? std::string() : status.message();
   return info;
 }
 
 py::tuple DeviceCapability(int device) {
   int major = 0, minor = 0;
-  const Status status = device_capability(device, &major, &minor);
+  Status status;
+  {
+    const py::gil_scoped_release others_run;
+    status = device_capability(device, &major, &minor);
+  }
   if (!status.ok()) {
     Raise(status);
     throw py::error_already_set();
   }
   return py::make_tuple(major, minor);
 }
+
+// Types, hooks and caches are the process's, so one interpreter alone may have them.
+bool IsMainInterpreter() { return PyInterpreterState_Get() == PyInterpreterState_Main(); }
+
+constexpr char kOtherInterpreter[] = "tiercel._C does not support loading in subinterpreters";
 
 void AddType(py::module_& module, const char* name, PyObject* type) {
   if (type == nullptr) throw py::error_already_set();
@@ -73,7 +88,14 @@ void AddAll(py::module_& module) {
 }  // namespace
 }  // namespace tiercel::python
 
+// pybind11's own initialisation would wait for ever in a subinterpreter of Python 3.10 or 3.11, so
+// it is a function that PyInit__C calls.
+#define PyInit__C InitModule
 PYBIND11_MODULE(_C, module) {
+  // Python 3.13 calls PyInit__C in the main interpreter, whichever imports.
+  if (!tiercel::python::IsMainInterpreter()) {
+    throw py::import_error(tiercel::python::kOtherInterpreter);
+  }
   module.doc() = "Launchers of tiercel's precompiled kernels; private, see tiercel.ops.";
   module.def("driver_info", &tiercel::python::DriverInfo,
              "Opens the NVIDIA driver and says whether it will do, its CUDA version and why not.");
@@ -81,4 +103,11 @@ PYBIND11_MODULE(_C, module) {
              "The (major, minor) compute capability of a device.");
   module.def("_clear_exchange_cache", &tiercel::python::ClearExchangeCache);
   tiercel::python::AddAll(module);
+}
+#undef PyInit__C
+
+extern "C" PYBIND11_EXPORT PyObject* PyInit__C() {
+  if (tiercel::python::IsMainInterpreter()) return InitModule();
+  PyErr_SetString(PyExc_ImportError, tiercel::python::kOtherInterpreter);
+  return nullptr;
 }

@@ -3,6 +3,7 @@
 
 import ast
 import ctypes
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -31,14 +32,45 @@ def tensor_type(**attributes):
     return type("Producer", (ExchangeTensor,), {"__dlpack_c_exchange_api__": None, **attributes})
 
 
-@pytest.mark.parametrize("attribute", ["__dlpack_c_exchange_api__", "__c_dlpack_exchange_api__"])
+NAMES = ["__dlpack_c_exchange_api__", "__c_dlpack_exchange_api__"]
+
+
+@pytest.fixture(scope="module")
+def static_api(tmp_path_factory):
+    """A table in a library's own memory, as frameworks have it."""
+    folder = tmp_path_factory.mktemp("table")
+    size = ctypes.sizeof(make_api())
+    (folder / "table.c").write_text(f"_Alignas(8) char table[{size}] = {{1}};\n")
+    library = folder / "libtable.so"
+    subprocess.run(["gcc", "-shared", folder / "table.c", "-o", library], check=True)
+    table = type(make_api()).in_dll(ctypes.CDLL(library), "table")
+    filled = make_api()
+    ctypes.memmove(ctypes.addressof(table), ctypes.addressof(filled), size)
+    _keep.extend([table, filled])
+    return table
+
+
+@pytest.mark.parametrize("attribute", NAMES)
 @pytest.mark.parametrize("as_capsule", [True, False])
-def test_both_names_and_both_forms(attribute, as_capsule):
-    api = make_api()
-    _keep.append(api)
-    value = make_capsule(api) if as_capsule else ctypes.addressof(api)
+def test_both_names_and_both_forms(attribute, as_capsule, static_api):
+    value = make_capsule(static_api) if as_capsule else ctypes.addressof(static_api)
     kind = tensor_type(**{attribute: value})
     assert plan(kind(4, 8))["vector_bytes"] == 16
+
+
+@pytest.mark.parametrize("attribute", NAMES)
+def test_an_int_that_is_no_table_is_not_followed(run_python, attribute):
+    code = f"""
+from tiercel import _C
+for number in (0x41414141, 0, 7, -1, 1 << 80, id(_C), {ctypes.addressof(make_api())}):
+    scores = type("Producer", (), {{"{attribute}": number}})()
+    try:
+        _C.topk_softmax_plan(scores, scores, scores, True, False)
+    except TypeError as error:
+        print(error)
+"""
+    lines = run_python(code).stdout.splitlines()
+    assert lines == ["topk_softmax: `scores` must be a torch.Tensor, got Producer"] * 7
 
 
 def test_an_older_table_behind_a_newer_one_is_found():

@@ -268,6 +268,20 @@ def test_strides_that_are_no_rows(make):
 
 
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("residual", "residual_out", "came"), [(True, False, "residual"), (False, True, "residual_out")]
+)
+def test_a_residual_comes_with_its_output(make, op, residual, residual_out, came):
+    x, other, out = make(4, 64), make(4, 64), make(4, 64)
+    text = f"{op}: `residual` and `residual_out` must come together, got only `{came}`"
+    for function in (f"{op}_plan", op):
+        with pytest.raises(ValueError, match=text):
+            getattr(_C, function)(
+                x, None, None, other if residual else None, out, other if residual_out else None, 1.0
+            )
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_gradients_of_parameters_need_a_workspace(make, op):
     tensors = [make(4, 64), make(64), make(4, 64), None, make(4, 64), make(64), None]
     plan = getattr(_C, f"{op}_backward_plan")

@@ -4,8 +4,9 @@
 import subprocess
 
 SOURCE = """
+#include <unistd.h>
 #define NOTHING(name) int name(void) { return 801; }
-int cuInit(unsigned flags) { (void)flags; return INIT; }
+int cuInit(unsigned flags) { (void)flags; sleep(SECONDS); return INIT; }
 int cuDriverGetVersion(int* version) { *version = VERSION; return 0; }
 int cuGetErrorName(int error, const char** text) { (void)error; *text = "FAKE_ERROR"; return 0; }
 int cuGetErrorString(int error, const char** text) { (void)error; *text = "made up"; return 0; }
@@ -35,7 +36,9 @@ NOTHING(cuLaunchKernelEx)
 """
 
 
-def build(folder, version=13000, capability=(9, 0), init=0, no_launch=False, count=1):
+def build(
+    folder, version=13000, capability=(9, 0), init=0, no_launch=False, count=1, init_seconds=0
+):
     """Compiles the library in a folder and returns its path."""
     source, library = folder / "fake_cuda.c", folder / "libfakecuda.so"
     source.write_text(SOURCE)
@@ -45,6 +48,7 @@ def build(folder, version=13000, capability=(9, 0), init=0, no_launch=False, cou
         "MINOR": capability[1],
         "INIT": init,
         "COUNT": count,
+        "SECONDS": init_seconds,
     }
     defines = [f"-D{name}={value}" for name, value in values.items()]
     if no_launch:
