@@ -89,10 +89,8 @@ run_pytest() {
 }
 
 if [[ -n $collect_only ]]; then
-  for marks in gpu "gpu and sanitize"; do
-    say "collecting the tests marked $marks"
-    run_pytest --collect-only -q -m "$marks" "${tests[@]}"
-  done
+  say "collecting the GPU tests"
+  run_pytest --collect-only -q -m gpu "${tests[@]}"
   exit
 fi
 

@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT / "tests"))  # for `support`
 # and the targets. Without it they are skipped; under Bazel (TEST_SRCDIR) never.
 NEEDS = {
     "build": ("$TEST_SRCDIR", "//tests/build/..."),
-    "ci/test_gpu_script.py": ("$WHEEL", "//tests/ci/..."),
+    "ci/test_gpu_script.py": ("$WHEEL", "//tests/ci:gpu_script_test"),
     "cute": ("$CUTE_SITE", "//tests/cute/..."),
     "deploy/test_deploy.py": ("$WHEEL", "//tests/deploy:deploy_test"),
     "emulator": ("$TIERCEL_LIBCUDA", "//tests/emulator/..."),
