@@ -52,6 +52,16 @@ def test_all_gpu_tests_are_found(collected: str) -> None:
     assert due and due <= files
 
 
+def test_the_sanitizers_see_every_family() -> None:
+    marked = {
+        path.parent.name
+        for path in (ROOT / "tests").glob("*/test_*_gpu*.py")
+        if "mark.sanitize" in path.read_text()
+    }
+    kernels = {path.parent.name for path in (ROOT / "kernels").glob("*/*contract.json")}
+    assert kernels and kernels <= marked
+
+
 def test_exceptions_are_of_tests_that_there_are(collected: str) -> None:
     ids = [line for line in collected.splitlines() if "::" in line]
     exceptions = json.loads((ROOT / "tools/sanitizer/exceptions.json").read_text())

@@ -130,6 +130,7 @@ def test_sizes(kind, tokens, experts, k, hidden, inner):
     Problem(kind, tokens, experts, k, hidden, inner).check()
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("hidden", "inner"), [(128, 128), (384, 128), (128, 640), (2176, 1408), (1280, 896)]

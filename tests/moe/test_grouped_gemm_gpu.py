@@ -28,6 +28,7 @@ def test_sizes(rows, sizes, first, dtype):
     check(rows, sizes, 264, 520, dtype, first)
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("rows", "sizes", "first"),

@@ -78,6 +78,7 @@ def test_halves(make, tokens, block, dtype):
     assert_halves(make(tokens, 8, 2, 512, 384, dtype), block)
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("block", [64, 128])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(make, activation, block):
@@ -147,6 +148,7 @@ def blocks_of(w):
     return narrow.flatten(3).flatten(1, 2).to(torch.float8_e4m3fn), scale
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("block", [64, 128])
 @pytest.mark.parametrize("granularity", ["tensor", "row", "1x128"])
 @pytest.mark.parametrize("tokens", [3, 400])
