@@ -4,6 +4,7 @@
 from tiercel import _needs_torch as _needs_torch
 from tiercel import backends
 from tiercel._op import registry
+from tiercel.ops import _optional
 from tiercel.ops.activation import (
     gelu,
     gelu_and_mul,
@@ -73,3 +74,5 @@ __all__ = [
     "topk_softmax",
     "topk_softmax_align",
 ]
+
+_optional.register({name: globals()[name] for name in __all__})

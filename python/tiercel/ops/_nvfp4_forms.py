@@ -192,7 +192,8 @@ def _dequantize_operators(with_global: bool) -> tuple[Op, Op]:
 
     plain = Op(
         name,
-        f"({tensors}, ScalarType dtype=float, str? backend=None) -> Tensor",
+        # 15 is bfloat16 in a schema. torch leaves out an argument that equals the default there.
+        f"({tensors}, ScalarType dtype=15, str? backend=None) -> Tensor",
         check=lambda *args: _check_dequantize(*split(args)),
         fake=lambda *args: _dequantize_output(args[0], args[-2]),
         sm90=Backend(
