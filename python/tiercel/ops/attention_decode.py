@@ -166,7 +166,7 @@ _TORCH = ("all keys gathered, all scores in memory, float32", "torch")
 _TENSORS = "Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor seqused_k"
 _OPTIONS = (
     "Tensor? prefix=None, Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, "
-    "int[]? window=None, float? scale=None, float? softcap=None, int? max_seqused_k=None, "
+    "int[]? window=None, float? scale=None, float? softcap=None, SymInt? max_seqused_k=None, "
     "str? backend=None"
 )
 

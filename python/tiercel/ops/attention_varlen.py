@@ -123,8 +123,8 @@ def _from_scores(
 
 
 _SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_seqlen_q, "
-    f"int max_seqlen_k, {OPTIONS}) -> "
+    "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+    f"SymInt max_seqlen_q, SymInt max_seqlen_k, {OPTIONS}) -> "
 )
 _CUTE = ("as attention's; tensor maps that end where a sequence does", "cute")
 _TORCH = ("one sequence after the other, all scores of it in memory, float32", "torch")

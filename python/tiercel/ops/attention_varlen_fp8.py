@@ -78,8 +78,9 @@ def _reference(lse: bool, *args: Any) -> Any:
 
 
 _SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_seqlen_q, "
-    f"int max_seqlen_k, {', '.join(f'Tensor? {name}=None' for name in DESCALES)}, {OPTIONS}) -> "
+    "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, "
+    f"{', '.join(f'Tensor? {name}=None' for name in DESCALES)}, {OPTIONS}) -> "
 )
 
 

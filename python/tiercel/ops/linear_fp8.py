@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -62,7 +63,7 @@ def _check(given: _Given) -> None:
     n = weight.shape[0] if weight.dim() else 0
     check_shape(_NAME, "weight", weight, (n, x.shape[-1]), "[N, K]")
     check_same_device(_NAME, "weight", weight, "x", x)
-    _check_scale("x_scale", x_scale, x.shape[:-1].numel(), "M", x)
+    _check_scale("x_scale", x_scale, math.prod(x.shape[:-1]), "M", x)
     _check_scale("weight_scale", weight_scale, n, "N", x)
     if bias is not None:
         check_dtype(_NAME, "bias", bias.dtype, (torch.bfloat16,))

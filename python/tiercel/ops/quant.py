@@ -56,6 +56,22 @@ def _check_fp8_static(x: Tensor, scale: Tensor, *rest: Any) -> None:
         check_narrow(_FP8, "q", rest[0], E4M3, x.shape, "[T, K]", ("x", x))
 
 
+def _fp8_fake(x: Tensor, granularity: str, backend: Any = None) -> tuple[Tensor, Tensor]:
+    q, scale = _fp8_outputs(x, granularity)
+    if torch.compiler.is_exporting() and any(isinstance(n, torch.SymInt) for n in scale.shape):
+        # torch would ask whether a rounded quotient is 1, and so bind the exported sizes: such a
+        # size becomes a symbol of its own.
+        tile = ref.GRANULARITIES[granularity]
+        shape = [
+            torch.library.get_ctx().new_dynamic_size()
+            if isinstance(size, torch.SymInt) and of_one > 1
+            else size
+            for size, of_one in zip(scale.shape, tile, strict=True)
+        ]
+        scale = scale.new_empty(shape)
+    return q, scale
+
+
 def _fp8_outputs(x: Tensor, granularity: str, backend: Any = None) -> tuple[Tensor, Tensor]:
     scale = empty(x, tuple(ref.scale_shape(x, granularity)), torch.float32)
     return empty(x, tuple(x.shape), E4M3), scale
@@ -133,7 +149,7 @@ _FP8_QUANTIZE = Op(
     _FP8,
     "(Tensor x, str granularity='row', str? backend=None) -> (Tensor q, Tensor scale)",
     check=_check_fp8,
-    fake=_fp8_outputs,
+    fake=_fp8_fake,
     sm90=Backend("sm90", _fp8_sm90, *_FP8_CUDA, why_not=lambda *args: _fp8_why_not(*args[:2])),
     ref=Backend("ref", _fp8_ref, *_FP8_TORCH),
     describe=_fp8_plan,

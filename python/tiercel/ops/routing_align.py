@@ -39,7 +39,8 @@ def _check_int(op: str, name: str, value: object, least: int) -> None:
 def check_sizes(op: str, block_size: int, num_experts: int, slots: int) -> None:
     _check_int(op, "block_size", block_size, 1)
     _check_int(op, "num_experts", num_experts, 1)
-    if slots > 2**31 - 1:
+    # Sizes that vary from call to call are known, and checked, when it runs.
+    if not isinstance(slots, torch.SymInt) and slots > 2**31 - 1:
         raise ValueError(f"{op}: more slots than int32 can number are needed, {slots}")
 
 
@@ -86,9 +87,11 @@ def slots_for(numel: int, num_experts: int, block_size: int, pad: bool = False) 
     slots = numel + num_experts * (block_size - 1)
     if pad:
         slots = (slots + block_size - 1) // block_size * block_size
-    if numel < num_experts:
-        slots = min(numel * block_size, slots)
-    return slots
+    # Of fewer ids than experts each may have a block of its own. No branch on `numel`: under
+    # torch.export it is a symbol.
+    least = torch.sym_min if isinstance(numel, torch.SymInt) else min
+    result: int = least(numel * block_size, slots)
+    return result
 
 
 def empty_outputs(

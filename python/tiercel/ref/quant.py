@@ -42,8 +42,8 @@ def scale_shape(x: Tensor, granularity: str) -> tuple[int, int]:
     """How many scales x [T, K] gets, down and across."""
     rows, columns = GRANULARITIES[granularity]
     return (
-        -(-x.shape[0] // rows) if rows else 1,
-        -(-x.shape[1] // columns) if columns else 1,
+        (x.shape[0] + rows - 1) // rows if rows else 1,
+        (x.shape[1] + columns - 1) // columns if columns else 1,
     )
 
 
