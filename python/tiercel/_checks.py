@@ -29,11 +29,15 @@ def check_bool(op: str, name: str, value: object) -> None:
         raise TypeError(f"{op}: `{name}` must be a bool, got {type(value).__name__}")
 
 
-def check_rank(op: str, name: str, tensor: Tensor, rank: int) -> None:
-    # First of all: other layouts lack sizes and strides, or fail deep inside torch.
+def check_dense(op: str, name: str, tensor: Tensor) -> None:
+    """First of all: other layouts lack sizes and strides, or fail deep inside torch."""
     if tensor.layout != torch.strided or tensor.is_nested:
         layout = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
         raise TypeError(f"{op}: `{name}` must be a dense tensor, got {layout}")
+
+
+def check_rank(op: str, name: str, tensor: Tensor, rank: int) -> None:
+    check_dense(op, name, tensor)
     if tensor.dim() != rank:
         raise ValueError(
             f"{op}: `{name}` must have {rank} dimensions, got {tensor.dim()} "

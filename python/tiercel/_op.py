@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from tiercel import _C, _platform, backends
+from tiercel._checks import check_dense
 from tiercel._eager import DIRECT, GRAD, TRANSFORMED, is_dynamo_compiling, route
 from tiercel._platform import Reason
 
@@ -101,7 +102,7 @@ class Op:
         self.name = name
         self.family = family or name
         families.setdefault(self.family, []).append(self)
-        self.check = check
+        self._check = check
         self.describe = describe
         self.load = load
         self._fake = fake
@@ -116,6 +117,12 @@ class Op:
             (defaults or {}).get(argument.name, argument.default_value) for argument in arguments
         )
         self._tensors = sum(isinstance(a.type, torch.TensorType) for a in arguments)
+        # (place, name, whether it may be None) of every tensor argument
+        self._every_tensor = tuple(
+            (i, argument.name, i >= self._tensors)
+            for i, argument in enumerate(arguments)
+            if i < self._tensors or str(argument.type) == "Optional[Tensor]"
+        )
         self._mutated = tuple(i for i, a in enumerate(arguments) if a.is_write)
         self.direct = _C.Direct(
             count=len(arguments),
@@ -132,7 +139,7 @@ class Op:
         self._function = _make_function(self, autograd) if autograd is not None else None
 
         def checked_fake(*args: Any) -> Any:
-            check(*args)
+            self.check(*args)
             return fake(*args)
 
         library.impl(name, self._filled(self._run), "CompositeExplicitAutograd")
@@ -165,12 +172,21 @@ class Op:
             return self._run_transformed(args)
         return self._dispatch(args)
 
+    def check(self, *args: Any) -> None:
+        """Raises for arguments that no backend takes."""
+        self.check_tensors(args)
+        self._check(*args)
+
     def check_tensors(self, args: tuple[Any, ...]) -> None:
-        """Raises where a tensor argument is no tensor."""
-        for name, tensor in zip(self.argument_names, args[: self._tensors], strict=False):
-            if not isinstance(tensor, torch.Tensor) and not hasattr(tensor, "__torch_function__"):
+        """Raises where a tensor argument is no tensor, or a sparse or nested one."""
+        for place, name, optional in self._every_tensor:
+            tensor = args[place]
+            if isinstance(tensor, torch.Tensor):
+                check_dense(self.family, name, tensor)
+            elif not (optional and tensor is None) and not hasattr(tensor, "__torch_function__"):
                 raise TypeError(
-                    f"{self.family}: `{name}` must be a torch.Tensor, got {type(tensor).__name__}"
+                    f"{self.family}: `{name}` must be a torch.Tensor{' or None' * optional}, got "
+                    f"{type(tensor).__name__}"
                 )
 
     def _dispatch(self, args: tuple[Any, ...]) -> Any:
@@ -201,6 +217,7 @@ class Op:
         return outputs
 
     def _run_resolved(self, name: str | None, args: tuple[Any, ...]) -> Any:
+        _platform.refuse_fork(self.family, args[0])
         self.check(*args)
         if args[0].is_meta:
             return self._fake(*args)
@@ -241,7 +258,16 @@ class Op:
         if (args[-1] or backends.requested(self.family)) != "ref":
             text = "torch.func transforms and forward-mode AD see only plain PyTorch"
             backends.fall_back(self.family, NotImplementedError, text)
-        return self.backends["ref"].run(*args)
+        try:
+            return self.backends["ref"].run(*args)
+        except RuntimeError as error:
+            # What PyTorch says where a batched tensor's values are asked for.
+            if not any(word in str(error) for word in ("vmap", "doesn't have storage")):
+                raise
+            raise NotImplementedError(
+                f"{self.family}: torch.vmap is not supported for these arguments: how the work is "
+                "divided depends on the values of a tensor; call it in a loop over the batch"
+            ) from error
 
     def _run_grad(self, direct: bool, args: tuple[Any, ...]) -> Any:
         if self._function is None:

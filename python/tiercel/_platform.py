@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,18 @@ class Reason(NamedTuple):
 # CUDA devices that the kernels run on. Membership is the one test on the fast path.
 ready: set[int] = set()
 _refused: dict[int, Reason] = {}
+
+# In a forked child calls leave the fast path, where PyTorch's own error would come first.
+os.register_at_fork(after_in_child=ready.clear)
+
+
+def refuse_fork(op: str, tensor: torch.Tensor) -> None:
+    """Raises for a CUDA tensor in a child that was forked after CUDA was used."""
+    if tensor.is_cuda and torch.cuda._is_in_bad_fork():
+        raise RuntimeError(
+            f"{op}: CUDA cannot be used in a forked child process; use the 'spawn' start method "
+            "(torch.multiprocessing.set_start_method('spawn'))"
+        )
 
 
 def why_not(device: torch.device) -> Reason | None:

@@ -6,9 +6,10 @@ device). Unless told otherwise it takes sm90 where that applies and ref, with on
 where it does not; with TIERCEL_STRICT=1 that is an error instead.
 
 What is asked for is looked up inside the operator on every call, so it also holds for graphs that
-torch.compile has compiled before. In order: the call's ``backend=``, ``with use_backend(...)``,
-``set_backend(...)``, the environment's TIERCEL_BACKEND (``ref``, or ``topk_softmax=ref,...``; read
-when the operators are first used). A backend that was asked for and does not apply is an error.
+torch.compile has compiled before. In order: the call's ``backend=``,
+``with use_backend(op=..., name=...)``, ``set_backend(op=..., name=...)``, the environment's
+TIERCEL_BACKEND (``ref``, or ``topk_softmax=ref,...``; read when the operators are first used). A
+backend that was asked for and does not apply is an error.
 """
 
 from __future__ import annotations
@@ -102,8 +103,10 @@ def warn_of_unknown_names(known: Iterable[str]) -> None:
             )
 
 
-def set_backend(op: str | None, name: str | None) -> None:
+def set_backend(op: str | None = None, name: str | None = None) -> None:
     """Sets the backend of one operator for the whole process.
+
+    Best called by keyword, as `use_backend` is, whose positional order is the other one.
 
     Args:
         op: The operator's name, such as ``"topk_softmax"``; None for every operator.
@@ -111,6 +114,9 @@ def set_backend(op: str | None, name: str | None) -> None:
 
     Raises:
         ValueError: No such operator or backend.
+
+    Example:
+        >>> tiercel.set_backend(op="topk_softmax", name="ref")
     """
     _check_names(op, name)
     with _lock:
@@ -131,6 +137,10 @@ def use_backend(name: str, op: str | None = None) -> Iterator[None]:
 
     Raises:
         ValueError: No such operator or backend.
+
+    Example:
+        >>> with tiercel.use_backend(op="topk_softmax", name="ref"):
+        ...     tiercel.topk_softmax(scores, 8)
     """
     _check_names(op, name)
     token = _context.set({**(_context.get() or {}), op: name})
@@ -149,7 +159,9 @@ def _check_names(op: str | None, name: str | None) -> None:
     from tiercel._op import registry
 
     if op is not None and op not in registry:
-        raise ValueError(f"tiercel has no operator {op!r}; it has {', '.join(sorted(registry))}")
+        swapped = f" (did you mean op={name!r}, name={op!r}?)" if name in registry else ""
+        known_ops = ", ".join(sorted(registry))
+        raise ValueError(f"tiercel has no operator {op!r}{swapped}; it has {known_ops}")
     known = {b for o in registry.values() if op in (None, o.name) for b in o.backends} | {"auto"}
     if name is not None and name not in known:
         raise ValueError(

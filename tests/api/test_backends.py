@@ -158,6 +158,28 @@ def test_unknown_names(scores):
         tiercel.topk_softmax(scores, 2, backend="nope")
 
 
+def test_choices_by_keyword_in_one_order(scores, probe):
+    tiercel.set_backend(op="topk_softmax", name="probe")
+    tiercel.topk_softmax(scores, 2)
+    with tiercel.use_backend(op="topk_softmax", name="ref"):
+        tiercel.topk_softmax(scores, 3)
+    tiercel.set_backend(op="topk_softmax", name=None)
+    with tiercel.use_backend(op="topk_softmax", name="probe"):
+        tiercel.topk_softmax(scores, 4)
+    tiercel.set_backend(name="probe")  # of every operator
+    tiercel.topk_softmax(scores, 5)
+    assert probe == [2, 4, 5]
+
+
+def test_the_wrong_order_is_told():
+    told = r"has no operator 'ref' \(did you mean op='topk_softmax', name='ref'\?\)"
+    with pytest.raises(ValueError, match=told):
+        tiercel.set_backend("ref", "topk_softmax")
+    with pytest.raises(ValueError, match=told):
+        with tiercel.use_backend("topk_softmax", "ref"):
+            pass
+
+
 @pytest.mark.parametrize("value", ["ref", "topk_softmax=ref", " topk_softmax = ref ,other=sm90"])
 def test_environment(run_python, value):
     code = """

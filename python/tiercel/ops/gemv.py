@@ -52,8 +52,8 @@ def _check_tensor(
     check_shape(_GEMV, name, tensor, shape, why)
 
 
-def _check_cpu(name: str, tensor: Tensor) -> None:
-    if tensor.device.type not in ("cpu", "meta"):
+def _check_cpu(name: str, tensor: Tensor, a: Tensor) -> None:
+    if tensor.device.type != "cpu" and not (tensor.is_meta and a.is_meta):
         raise ValueError(f"{_GEMV}: `{name}` must be a CPU tensor, got a tensor on {tensor.device}")
 
 
@@ -95,9 +95,9 @@ def _check_gemv(
     groups = in_bytes // 8
     _check_tensor("c", c, torch.float16, (rows, 1, batches), "[m, 1, l]")
     _check_tensor("scale_a", scale_a, _E4M3, (rows, groups, batches), "[m, k / 16, l]")
-    _check_cpu("scale_a", scale_a)
+    _check_cpu("scale_a", scale_a, a)
     _check_tensor("scale_b", scale_b, _E4M3, (1, groups, batches), "[1, k / 16, l]")
-    _check_cpu("scale_b", scale_b)
+    _check_cpu("scale_b", scale_b, a)
     _check_permuted("scale_a_permuted", scale_a_permuted, rows, groups, batches)
     _check_permuted("scale_b_permuted", scale_b_permuted, 1, groups, batches)
     others = {
