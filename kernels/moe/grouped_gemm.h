@@ -9,7 +9,8 @@
 namespace tiercel {
 
 // With offsets [E + 1], int32 or int64, not decreasing, and e a group of the rows
-// offsets[e] <= row < offsets[e + 1]:
+// offsets[e] <= row < offsets[e + 1] (an offset that is none from 0 to M counts as the nearest; of
+// a row that several groups have, any one's product may stay):
 enum class GroupedKind {
   kPlain,       // a x [M, K], b w [E, N, K]:     out[rows] = x[rows] @ w[e]^T, [M, N]
   kGradX,       // a grad [M, N], b w [E, N, K]:  out[rows] = grad[rows] @ w[e], [M, K]

@@ -19,7 +19,7 @@ engine stores them and the next tile is multiplied.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from grouped_gemm_layouts_cute import CONSUMERS, GroupedGemmLayouts
 from linear_layouts_cute import EPI, ROW, WARPGROUP, coordinates, matrix
@@ -145,7 +145,11 @@ class GroupedGemm(GroupedGemmLayouts):
         """Where part `index` begins: 0 are the rows before all groups, groups + 1 those after."""
         offsets, words, groups, m = bounds
         at = cutlass.min(cutlass.max(index - 1, 0), groups) * words
-        row = cutlass.min(cutlass.max((offsets + at).load(), 0), m)
+        low, high = (offsets + at).load(), (offsets + (at + words - 1)).load()
+        high = high if words == 2 else low >> 31
+        # The nearest row, whatever the offset is.
+        row = Int32(cutlass.min(Uint32(low), Uint32(m))) if high == 0 else m
+        row = row if high >= 0 else Int32(0)
         row = Int32(0) if index == 0 else row
         return m if index > groups + 1 else row
 

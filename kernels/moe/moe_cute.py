@@ -43,12 +43,13 @@ def _shapes(dtype, act):
 _SCALARS = (
     *("experts", "w_rows", "k", "second", "rows", "elements", "divide", "x_pieces", "id_words"),
     *("bound", "early", "x_scale_step", "w_scale_expert", "w_scale_step", "x_rows", "to_slots"),
+    "listed",
 )
 _PROBLEMS = tuple(
     dict(zip((*_SCALARS, "blocks"), values, strict=True))
     for values in (
-        (5, 272, 336, 136, 136, 40, 2, 42, 1, 5, 0, 1, 272, 1, 40, 0, 132),
-        (1, 8, 16, 128, 8, 1, 1, 2, 2, 1, 1, 0, 1, 0, 8, 1, 2),
+        (5, 272, 336, 136, 136, 40, 2, 42, 1, 5, 0, 1, 272, 1, 40, 0, 3, 132),
+        (1, 8, 16, 128, 8, 1, 1, 2, 2, 1, 1, 0, 1, 0, 8, 1, 2, 2),
     )
 )
 

@@ -59,6 +59,7 @@ class MoeGrouped(MoeQuantize):
         w_scale_step: Int32,
         x_rows: Int32,
         to_slots: Int32,
+        listed: Int32,
         blocks: Int32,
         stream,
     ):
@@ -85,7 +86,7 @@ class MoeGrouped(MoeQuantize):
             *(tma_w, tma_x, x, sorted_ids, expert_ids, used, counter, progress, weights, ids),
             *(x_scale, w_scale, out_scale, out, experts, w_rows, k, second, rows, elements, divide),
             *(x_pieces, id_words, bound, early, x_scale_step, w_scale_expert, w_scale_step),
-            *(x_rows, to_slots),
+            *(x_rows, to_slots, listed),
         ).launch(
             grid=(blocks, 1, 1),
             block=(self.threads, 1, 1),
@@ -128,6 +129,7 @@ class MoeGrouped(MoeQuantize):
         w_scale_step: Int32,
         x_rows: Int32,
         to_slots: Int32,  # rows of the result are in the routing's order
+        listed: Int32,  # blocks that the lists have room for
     ):
         thread = cute.arch.thread_idx()[0]
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -170,9 +172,9 @@ class MoeGrouped(MoeQuantize):
         if warp_index > 0:
             cute.arch.griddepcontrol_launch_dependents()
         if places == 0:
-            blocks = used.load() // self.tile_m
+            blocks = cutlass.min(cutlass.max(used.load(), 0) // self.tile_m, listed)
         tiles = blocks * columns
-        routing = (*lists, blocks, k_tiles, places)
+        routing = (*lists, blocks, k_tiles, places, experts)
         place = (rank, first, grid, tiles, columns)
 
         if warpgroup_index == 0:

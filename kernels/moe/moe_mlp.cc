@@ -21,7 +21,7 @@ struct Call {
       *out_scale;
   void* out;
   int32_t expert_count, w_rows, k, second, rows, elements, divide, x_pieces, id_words, bound, early,
-      x_scale_step, w_scale_expert, w_scale_step, x_rows, to_slots;
+      x_scale_step, w_scale_expert, w_scale_step, x_rows, to_slots, listed;
   int64_t tiles = 0;
 
   LaunchConfig config(int multiprocessors) const {
@@ -264,9 +264,10 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
   const int half = kernel->variant.tile_n / 2;
   const int64_t columns = ceil_div(rows, up ? half : 2 * half);
   call->tiles = ceil_div(slots / block, kernel->variant.cluster) * columns;
-  const int64_t last_x = x.shape[0] * (x.strides[0] / piece);  // the kernel counts in 16 bytes
+  const int64_t x_row = x.shape[0] > 1 ? x.strides[0] : k;  // one row's stride means nothing
+  const int64_t last_x = x.shape[0] * (x_row / piece);      // the kernel counts in 16 bytes
   const int64_t largest =
-      std::max({2 * elements, rows, slots, k, call->tiles, last_x, w.shape[1], x.strides[0]});
+      std::max({2 * elements, rows, slots, k, call->tiles, last_x, w.shape[1], x_row});
   if (largest > INT32_MAX) {
     return Status::Unimplemented(std::string(op) + ": too large for one launch, got " +
                                  shape_text(out.shape, 2) + " from " + shape_text(w.shape, 3));
@@ -291,7 +292,7 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
   call->rows = static_cast<int32_t>(rows);
   call->elements = static_cast<int32_t>(elements);
   call->divide = up ? static_cast<int32_t>(elements / x.shape[0]) : 1;
-  call->x_pieces = static_cast<int32_t>(x.strides[0] / piece);
+  call->x_pieces = static_cast<int32_t>(x_row / piece);
   call->id_words = ids.ids != nullptr && ids.ids->dtype == DType::kInt64 ? 2 : 1;
   call->bound = static_cast<int32_t>(std::min<int64_t>(ids.experts, INT32_MAX));
   // For `up` of many tokens ids are the routing's, which may still be made.
@@ -307,6 +308,7 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
   }
   call->x_rows = static_cast<int32_t>(x.shape[0]);
   call->to_slots = to_slots;
+  call->listed = static_cast<int32_t>(slots / block);
   call->kernel = kernel;
   if (by_boxes) TIERCEL_RETURN_IF_ERROR(check_tensor_map(kernel->maps[1], x, op, "x"));
   // The map's own rules, said before a driver is asked for.
@@ -354,7 +356,8 @@ Status launch(bool up, const TensorView& x, const TensorView& w, const MoeScales
                   &c.w_scale_expert,
                   &c.w_scale_step,
                   &c.x_rows,
-                  &c.to_slots};
+                  &c.to_slots,
+                  &c.listed};
   void** first = args;
   if (c.kernel->variant.by_boxes) {
     TIERCEL_RETURN_IF_ERROR(encode_tensor_map(c.kernel->maps[1], x, op, "x", &c.x_map));

@@ -82,7 +82,9 @@ struct MoeScales {
 // bfloat16, float16, or float8_e4m3fn with a bfloat16 result, or one as fp8_quantize makes of that;
 // float32 sums. Rows of x and w are of
 // neighbouring elements, at multiples of 16 bytes, and of a multiple of 16 bytes; out is contiguous
-// with rows of a multiple of 8 elements. What the routing leaves out is not written.
+// with rows of a multiple of 8 elements. What the routing leaves out is not written. Lists may hold
+// anything: what is no element counts as padding, what is no expert as -1, and a number of slots as
+// the nearest that there are, in whole blocks.
 
 // All checks and the choice of kernel for a device with that many multiprocessors; needs no GPU and
 // no driver.

@@ -3,21 +3,27 @@
 
 moe_align_block_size made lists of it; for few ids each block of threads makes its own, in shared
 memory: the launch that would make them takes longer, and what comes after it waits.
+
+Lists may hold anything: what is no expert is -1, and what is no element is padding. Both are made so
+where they are read.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, Int64, Uint32, const_expr
 from moe_layouts_cute import ROUTED_BLOCKS, ROUTED_IDS, TURNS, MoeLayouts
 
 
 class MoeRouting(MoeLayouts):
     @cute.jit
     def expert_of(self, routing, block):
-        experts = routing[1]
+        """-1 where there is none."""
+        listed = routing[1]
         if const_expr(self.routes):
-            return _load("", experts + Int64(block) * 4)
-        return (experts + block).load()
+            expert = _load("", listed + Int64(block) * 4)
+        else:
+            expert = (listed + block).load()
+        return expert if Uint32(expert) < Uint32(routing[5]) else Int32(-1)
 
     @cute.jit
     def steps_of(self, routing, block):
@@ -40,9 +46,9 @@ class MoeRouting(MoeLayouts):
         first, count = rows
         if const_expr(self.routes):
             at = first + cutlass.min(row, count - 1)
-            element = _load("", routing[0] + Int64(at) * 4)
+            element = inside(_load("", routing[0] + Int64(at) * 4), elements)
             return element if row < count else elements
-        return (routing[0] + (first + row)).load()
+        return inside((routing[0] + (first + row)).load(), elements)
 
     @cute.jit
     def prepare_routing(self, thread, storage, ids, id_words, experts, elements):
@@ -183,6 +189,11 @@ class MoeRouting(MoeLayouts):
                 _store(places + block * 4, first + row | rows << 16)
                 block += 1
             first += count
+
+
+def inside(number, end):
+    """`end` instead of what is not from 0 to it."""
+    return Int32(cutlass.min(Uint32(number), Uint32(end)))
 
 
 def _load(space, address, kind="s32"):

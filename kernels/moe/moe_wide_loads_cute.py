@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 from moe_layouts_cute import ROW, WIDE_GATHERERS
 from moe_loads_cute import MoeLoads, copy_16
+from moe_routing_cute import inside
 from moe_scale_loads_cute import copy_scale
 
 _COPIES = WIDE_GATHERERS // 8  # rows that they copy at a time, 16 bytes of a row each
@@ -122,5 +123,5 @@ class MoeWideLoads(MoeLoads):
         none."""
         element = elements
         if (block < routing[2]) & (row < self.tile_m):
-            element = (routing[0] + (block * self.tile_m + row)).load()
+            element = inside((routing[0] + (block * self.tile_m + row)).load(), elements)
         return element

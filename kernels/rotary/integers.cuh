@@ -21,6 +21,12 @@ struct Integer {
     const int32_t above = wide ? static_cast<int32_t>(high) : static_cast<int32_t>(low) >> 31;
     return static_cast<int64_t>(static_cast<uint64_t>(above) << 32 | low);
   }
+  // The nearest number from 0 to `last`.
+  __device__ __forceinline__ uint32_t clamped(bool wide, uint32_t last) const {
+    const int32_t above = wide ? static_cast<int32_t>(high) : static_cast<int32_t>(low) >> 31;
+    const uint32_t inside = above > 0 ? last : min(low, last);
+    return above < 0 ? 0 : inside;
+  }
 };
 
 }  // namespace tiercel

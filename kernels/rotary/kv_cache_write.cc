@@ -87,11 +87,12 @@ Status check(const KvCacheTensors& t) {
 
 HeadsOfTokens heads_of(const TensorView& view) {
   const int64_t element = dtype_bytes(view.dtype);
-  return {static_cast<char*>(view.data), view.strides[0] * element, view.strides[1] * element};
+  return {static_cast<char*>(view.data), step_along(view, 0) * element,
+          step_along(view, 1) * element};
 }
 
 void set_strides(const TensorView& cache, int64_t (&strides)[3]) {
-  for (int i = 0; i < 3; ++i) strides[i] = cache.strides[i] * dtype_bytes(cache.dtype);
+  for (int i = 0; i < 3; ++i) strides[i] = step_along(cache, i) * dtype_bytes(cache.dtype);
 }
 
 const float* set_scale(const TensorView* scale, bool* per_head) {
@@ -162,6 +163,8 @@ Status prepare(const KvCacheTensors& t, KvCacheArgs* args, Choice* choice) {
   args->token_vectors = static_cast<int>(t.key.shape[1]) * args->head_vectors;
   if (args->tokens == 0 || args->token_vectors == 0) return Status();
   if (t.key_cache.shape[0] == 0 || args->block_size == 0) return Status();
+  // More blocks than 64 bits count may come from a stride of 0.
+  args->slot_count = std::min(t.key_cache.shape[0], INT64_MAX / args->block_size) * args->block_size;
   args->block_shift = -1;
   for (int shift = 0; shift < 31; ++shift) {
     if (args->block_size == 1 << shift) args->block_shift = shift;

@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kKvCacheThreads)
     of_value = divisor_of(args.value_scale, args.value_scale_per_head, head);
   }
   const int64_t slot = number.value(args.wide_slots);
-  if (slot < 0) return;
+  if (static_cast<uint64_t>(slot) >= static_cast<uint64_t>(args.slot_count)) return;
   const int64_t block = args.block_shift >= 0 ? slot >> args.block_shift : slot / args.block_size;
   const int64_t place = slot - block * args.block_size;
   char* key_to = args.key_cache + block * args.key_strides[0] + place * args.key_strides[1] +

@@ -13,7 +13,7 @@ struct KvCacheTensors {
   const TensorView& value;        // the same
   const TensorView& key_cache;    // [blocks, block size, H, D] of key's dtype or float8_e4m3fn
   const TensorView& value_cache;  // the same
-  const TensorView& slots;        // [T] int32 or int64: block * block size + place; < 0: skipped
+  const TensorView& slots;        // [T] int32 or int64: block * block size + place
   const TensorView* key_scale;    // float32, 1 or H elements, or null: 1
   const TensorView* value_scale;
 };
@@ -26,7 +26,8 @@ struct KvCachePlan {
 };
 
 // A float8 cache holds element / scale, rounded to nearest even and saturated at +-448 (NaN stays
-// NaN); scales are for float8 only. Slots have to lie in the cache, each at most once.
+// NaN); scales are for float8 only. Slots outside of the cache, -1 among them, are skipped; of
+// tokens with the same slot any one may stay, or parts of several.
 
 // All checks and the choice of kernel; needs no GPU and no driver.
 Status kv_cache_plan(const KvCacheTensors& tensors, KvCachePlan* plan);

@@ -47,6 +47,10 @@ Status check(const RotaryTensors& t) {
         mismatch(cache, "have an even second dimension of at most D = " + std::to_string(size),
                  std::to_string(rotated)));
   }
+  if (t.cache.shape[0] == 0 && tokens != 0 && rotated != 0) {
+    return Status::InvalidArgument(
+        mismatch(cache, "have at least one row", shape_text(t.cache.shape, 2)));
+  }
   TIERCEL_RETURN_IF_ERROR(check_dtype(q_out, {t.q.dtype}));
   TIERCEL_RETURN_IF_ERROR(check_shape(q_out, {tokens, t.q.shape[1], size}, "[T, H, D]"));
   TIERCEL_RETURN_IF_ERROR(check_dtype(k_out, {t.q.dtype}));
@@ -64,7 +68,8 @@ Status check(const RotaryTensors& t) {
 
 HeadsOfTokens heads_of(const TensorView& view) {
   const int64_t element = dtype_bytes(view.dtype);
-  return {static_cast<char*>(view.data), view.strides[0] * element, view.strides[1] * element};
+  return {static_cast<char*>(view.data), step_along(view, 0) * element,
+          step_along(view, 1) * element};
 }
 
 bool in_place(const HeadsOfTokens& a, const HeadsOfTokens& b) {
@@ -125,6 +130,13 @@ Status choose(const RotaryArgs& args, const TensorView& q, bool interleaved, int
 
 Status prepare(const RotaryTensors& t, bool interleaved, RotaryArgs* args, Choice* choice) {
   TIERCEL_RETURN_IF_ERROR(check(t));
+  constexpr int64_t kMost = 0x7fffffff;  // the kernels count heads, elements and rows in 32 bits
+  if (t.q.shape[2] > kMost || t.q.shape[1] > kMost || t.k.shape[1] > kMost - t.q.shape[1] ||
+      t.cache.shape[0] > kMost) {
+    return Status::Unimplemented(std::string(kOp) + ": too large for the kernels, got shapes " +
+                                 shape_text(t.q.shape, 3) + ", " + shape_text(t.k.shape, 3) +
+                                 " and " + shape_text(t.cache.shape, 2));
+  }
   const int element = static_cast<int>(dtype_bytes(t.q.dtype));
   const int size = static_cast<int>(t.q.shape[2]);
   args->q = heads_of(t.q);
@@ -134,6 +146,7 @@ Status prepare(const RotaryTensors& t, bool interleaved, RotaryArgs* args, Choic
   args->positions = t.positions.data;
   args->cache = static_cast<const char*>(t.cache.data);
   args->tokens = t.positions.shape[0];
+  args->last_position = static_cast<uint32_t>(std::max<int64_t>(t.cache.shape[0] - 1, 0));
   args->q_heads = static_cast<int>(t.q.shape[1]);
   args->heads = static_cast<int>(t.q.shape[1] + t.k.shape[1]);
   args->rotated = static_cast<int>(t.cache.shape[1]);

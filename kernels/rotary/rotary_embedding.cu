@@ -99,15 +99,17 @@ __global__ void __launch_bounds__(kRotaryMostThreads)
     for (int p = 0; p < kParts; ++p) x[i][p].load(from + offsets[p]);
   }
   if (asks) {
-    const int bytes = args.rotated * (args.wide_cache ? 4 : Element::kBytes);
-    const char* const row = args.cache + next.value(args.wide_positions) * bytes;
+    const uint32_t bytes = args.rotated * (args.wide_cache ? 4 : Element::kBytes);
+    const uint64_t at = next.clamped(args.wide_positions, args.last_position);
+    const char* const row = args.cache + at * bytes;
 #pragma unroll 1
-    for (int b = 0; b < bytes; b += 128) prefetch_l2(row + b);
+    for (uint32_t b = 0; b < bytes; b += 128) prefetch_l2(row + b);
   }
   float cosines[kPairs], sines[kPairs];
   if (turns) {
     const int pair = (kExchanged ? place & (args.turning - 1) : place) * kPairs;
-    const int64_t cosine = position.value(args.wide_positions) * args.rotated + pair;
+    const uint64_t row = position.clamped(args.wide_positions, args.last_position);
+    const int64_t cosine = row * static_cast<uint32_t>(args.rotated) + pair;
     const int64_t sine = cosine + args.rotated / 2;
     if (args.wide_cache) {
       load_angles<Float32Element>(cosines, args.cache, cosine);

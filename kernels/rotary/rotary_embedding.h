@@ -27,7 +27,7 @@ struct RotaryPlan {
 
 // Pairs (x, y) of a head's first R elements become (x cos - y sin, y cos + x sin): elements i and
 // i + R / 2, or, interleaved, 2 i and 2 i + 1. The others are copied. Arithmetic is float32.
-// Positions have to be rows of `cache`.
+// A position that is no row of `cache` takes the nearest one.
 
 // All checks and the choice of kernel; needs no GPU and no driver.
 Status rotary_plan(const RotaryTensors& tensors, bool interleaved, RotaryPlan* plan);

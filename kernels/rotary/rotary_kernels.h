@@ -22,6 +22,7 @@ struct RotaryArgs {
   const void* positions;
   const char* cache;
   int64_t tokens;
+  uint32_t last_position;  // row of `cache`: positions beyond it, and below 0, take the nearest row
   int q_heads;
   int heads;            // of q and k
   int rotated;          // elements of a head
@@ -55,6 +56,7 @@ struct KvCacheArgs {
   const void* slots;
   const float* key_scale;  // null: 1
   const float* value_scale;
+  int64_t slot_count;  // places of the cache: other slots are skipped
   int64_t tokens;
   int token_vectors;  // of a token's key; as many of its value
   int head_vectors;   // of one head

@@ -94,7 +94,7 @@ Status topk_softmax_prepare(const char* op, const TensorView& scores, const Tens
   args->rows = scores.shape[0];
   args->experts = static_cast<int>(scores.shape[1]);
   args->k = static_cast<int>(weights.shape[1]);
-  args->vector_bytes = scores.strides[1] == 1
+  args->vector_bytes = scores.strides[1] == 1 || args->experts == 1
                            ? widest_vector_bytes(scores.data, args->rows, scores.strides[0],
                                                  args->experts, scores.dtype)
                            : static_cast<int>(element);

@@ -160,6 +160,10 @@ Status prepare(const TensorView& x, const TensorView& out, int64_t tile_size,
   }
   const int64_t down = tiles(args->rows, args->tile_height);
   const int64_t across = tiles(args->columns, args->tile_width);
+  if (down > 0x7fffffff / across / batch) {
+    return Status::Unimplemented(std::string(kOp) + ": too large for one launch, got shape " +
+                                 shape_text(x.shape, x.ndim));
+  }
   if (chooses) {
     // As many tiles of nearly one size: small ones at the edges take as long as whole ones.
     if (!kernel.whole) {
@@ -167,10 +171,6 @@ Status prepare(const TensorView& x, const TensorView& out, int64_t tile_size,
           part_of(args->rows, down, copy_transpose_run(element, kernel.tile_rows) / element);
     }
     args->tile_width = part_of(args->columns, across, step);
-  }
-  if (down > 0x7fffffff / across / batch) {
-    return Status::Unimplemented(std::string(kOp) + ": too large for one launch, got shape " +
-                                 shape_text(x.shape, x.ndim));
   }
   if (args->rows * args->columns * batch * element > kSmallBytes) {
     args->ahead = kAheadBytes / (args->tile_height * args->tile_width * element);

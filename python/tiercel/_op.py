@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
-from tiercel import _C, _platform, backends
+from tiercel import _C, _index_checks, _platform, backends
 from tiercel._checks import check_dense
 from tiercel._eager import DIRECT, GRAD, TRANSFORMED, is_dynamo_compiling, route
 from tiercel._platform import Reason
@@ -81,6 +81,8 @@ class Op:
         load: Loads sm90's kernels on a CUDA device, for ``tiercel.load``.
         launch: sm90's ``run`` as one function of ``_C``, which takes all arguments but ``backend``:
             a call then goes to it without Python in between.
+        indices: What the arguments that hold places in others may hold, for TIERCEL_CHECK=1; every
+            operator with such an argument has it.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Op:
         describe: Callable[..., dict[str, Any]] | None = None,
         load: Callable[[int], None] | None = None,
         launch: Callable[..., Any] | None = None,
+        indices: Callable[..., Iterable[_index_checks.Index]] | None = None,
     ) -> None:
         self.name = name
         self.family = family or name
@@ -108,6 +111,7 @@ class Op:
         self._fake = fake
         self.backends = {backend.name: backend for backend in (sm90, ref)}
         self.public: Callable[..., Any] | None = None
+        self.indices = indices
 
         library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
         self.overload = getattr(torch.ops.tiercel, name).default
@@ -124,7 +128,7 @@ class Op:
             if i < self._tensors or str(argument.type) == "Optional[Tensor]"
         )
         self._mutated = tuple(i for i, a in enumerate(arguments) if a.is_write)
-        self.direct = _C.Direct(
+        self.direct: Callable[..., Any] = _C.Direct(
             count=len(arguments),
             tensors=self._tensors,
             mutated=self._mutated,
@@ -136,6 +140,9 @@ class Op:
             increment_version=torch._C._increment_version,
             without_backend=launch is not None,
         )
+        if indices is not None and _index_checks.ENABLED:
+            self.direct = self._call
+            self._run = self._run_checked  # type: ignore[method-assign]
         self._function = _make_function(self, autograd) if autograd is not None else None
 
         def checked_fake(*args: Any) -> Any:
@@ -215,6 +222,18 @@ class Op:
         if self._mutated:
             torch._C._increment_version([args[i] for i in self._mutated])
         return outputs
+
+    def check_indices(self, args: tuple[Any, ...]) -> None:
+        """Raises for what TIERCEL_CHECK=1 finds wrong in the operator's arguments."""
+        if self.indices is not None:
+            _index_checks.check(self.family, self.indices(*args))
+
+    def _run_checked(self, *args: Any) -> Any:
+        """`_run` with TIERCEL_CHECK=1."""
+        if _index_checks.can_look(args[0]):
+            self.check(*args)
+            self.check_indices(args)
+        return Op._run(self, *args)
 
     def _run_resolved(self, name: str | None, args: tuple[Any, ...]) -> Any:
         _platform.refuse_fork(self.family, args[0])

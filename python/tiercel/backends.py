@@ -183,11 +183,11 @@ def fall_back(op: str, error: type[Exception], text: str) -> None:
     _warned.add(key)
     message = f"{op} runs on the slower 'ref' backend: {text}"
     logger.info(message)
-    warnings.warn(message, FallbackWarning, stacklevel=_callers_level())
+    warnings.warn(message, FallbackWarning, stacklevel=callers_level())
 
 
-def _callers_level() -> int:
-    """The stacklevel of the first frame outside of tiercel and torch, seen from fall_back."""
+def callers_level() -> int:
+    """The stacklevel of the first frame outside of tiercel and torch, seen from the caller."""
     level, frame = 1, sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] not in ("tiercel", "torch"):

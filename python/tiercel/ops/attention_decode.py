@@ -18,9 +18,11 @@ from tiercel._checks import (
     check_shape,
 )
 from tiercel._eager import empty
+from tiercel._index_checks import Index
 from tiercel._op import Backend, Op
 from tiercel._platform import Reason
 from tiercel.ops._attention_checks import check_options
+from tiercel.ops._attention_indices import paged_indices
 from tiercel.ref.attention import decode_attention as reference
 
 __all__ = ["decode_attention"]
@@ -96,6 +98,10 @@ def _check_outputs(q: Tensor, out: Tensor, lse: Tensor | None) -> None:
         check_shape(_NAME, "lse", lse, (q.shape[0], q.shape[2], q.shape[1]), "[B, H, Sq]")
         check_same_device(_NAME, "lse", lse, "q", q)
         check_contiguous(_NAME, "lse", lse)
+
+
+def _indices(inputs: Any, optional: Any, options: Any) -> list[Index]:
+    return paged_indices(inputs[1], *inputs[3:], optional[0], options[-1])
 
 
 def _empty_lse(q: Tensor) -> Tensor:
@@ -197,6 +203,7 @@ def _operator(lse: bool) -> Op:
         ),
         ref=Backend("ref", lambda *args: _reference(*split(args), lse), *_TORCH),
         family=_NAME,
+        indices=lambda *args: _indices(*split(args)),
         describe=lambda *args: _plan(*split(args)),
         load=None if lse else _C.decode_attention_load,
         launch=launch,
@@ -236,6 +243,7 @@ def _out_operator(lse: bool) -> Op:
         ),
         ref=Backend("ref", run_reference, *_TORCH),
         family=_NAME,
+        indices=lambda *args: _indices(*split(args)),
         launch=launch,
     )
 

@@ -14,6 +14,7 @@ from tiercel import _C, _platform
 from tiercel._op import Autograd, Backend, Op
 from tiercel._platform import Reason
 from tiercel.ops._attention_checks import FLOAT8, OPTIONS, check_options, check_packed
+from tiercel.ops._attention_indices import packed_indices
 from tiercel.ops.attention_backward import has_kernels, native_options
 from tiercel.ops.attention_fp8 import refuse_descales
 from tiercel.ops.attention_varlen_backward import BACKWARD, BACKWARD_LSE
@@ -142,6 +143,7 @@ def _operator(lse: bool) -> Op:
         family=_NAME,
         describe=_plan,
         load=None if lse else _C.attention_load,
+        indices=packed_indices,
     )
 
 

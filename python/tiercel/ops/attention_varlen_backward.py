@@ -12,6 +12,7 @@ from tiercel import _platform
 from tiercel._checks import check_contiguous, check_dtype, check_same_device, check_shape
 from tiercel._op import Backend, Op
 from tiercel._platform import Reason
+from tiercel.ops._attention_indices import packed_gradients_indices
 from tiercel.ops.attention_backward import launch, plan_of
 from tiercel.ref.attention import attention_varlen_backward as reference
 from tiercel.ref.attention import sequences
@@ -121,6 +122,7 @@ def _operator(lse: bool) -> Op:
             "ref", lambda *args: _reference(*split(args)), "all scores in memory, float32", "torch"
         ),
         family=_NAME,
+        indices=packed_gradients_indices,
     )
 
 

@@ -13,6 +13,7 @@ from tiercel import _C, _platform
 from tiercel._op import Backend, Op
 from tiercel._platform import Reason
 from tiercel.ops._attention_checks import FLOAT8, OPTIONS, check_packed
+from tiercel.ops._attention_indices import packed_indices
 from tiercel.ops.attention_backward import native_options
 from tiercel.ops.attention_fp8 import DESCALES, check_descales
 from tiercel.ref.attention import attention_varlen as reference
@@ -104,6 +105,7 @@ def _operator(lse: bool) -> Op:
             "torch",
         ),
         family=_NAME,
+        indices=packed_indices,
         describe=_plan,
         load=None if lse else _C.attention_fp8_load,
     )

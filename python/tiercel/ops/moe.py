@@ -16,6 +16,7 @@ from tiercel._checks import (
     check_same_device,
     check_shape,
 )
+from tiercel._index_checks import Index, places
 from tiercel._op import Backend, Op
 from tiercel._platform import Reason
 from tiercel.ops import moe_few
@@ -92,6 +93,11 @@ def _check_rest(
     for name, tensor in named.items():
         check_same_device(_NAME, name, tensor, "x", x)
     check_activation(_NAME, activation)
+
+
+def _indices(w: Tensor, topk_ids: Tensor, expert_map: Tensor | None) -> list[Index]:
+    everywhere = w.shape[0] if expert_map is None else expert_map.shape[0]
+    return [places("topk_ids", topk_ids, everywhere), places("expert_map", expert_map, w.shape[0])]
 
 
 def _sm90(
@@ -277,6 +283,7 @@ _OP = Op(
     ref=Backend("ref", _reference, "a loop over experts", "torch"),
     describe=_plan,
     load=_C.moe_load,
+    indices=lambda *args: _indices(args[1], args[4], args[6]),
 )
 
 
@@ -341,6 +348,7 @@ _FP8_OP = Op(
     ref=Backend("ref", _fp8_reference, "a loop over experts", "torch"),
     describe=_fp8_plan,
     family=_NAME,
+    indices=lambda *args: _indices(args[1], args[6], args[8]),
 )
 
 
@@ -382,7 +390,8 @@ def fused_moe(
             ``"gelu"`` (by the error function) or ``"relu"`` of a, times b; or
             ``"gelu_residual"``, gelu(a) * (b + 1).
         expert_map: ``[experts everywhere]`` int32, for expert parallelism: an expert's place in
-            ``w_up`` and ``w_down``, or -1 where it is on another device and adds nothing here.
+            ``w_up`` and ``w_down``, or -1 where it is on another device and adds nothing here, nor
+            does any other number that is no place.
         w_up_scale: Of float8 weights, float32, contiguous: a factor a row ``[E, 2 * I]``, one an
             expert ``[E, 1]``, or one a block of 128x128 values ``[E, 2 * I / 128, H / 128]``, sizes
             rounded up.

@@ -16,6 +16,7 @@ from tiercel._checks import (
     check_same_device,
     check_shape,
 )
+from tiercel._index_checks import Index, ascending, between
 from tiercel._op import Autograd, Backend, Op
 from tiercel.ops.moe_halves import DTYPES, reason_of
 from tiercel.ref import moe as ref
@@ -48,6 +49,10 @@ def _check(x: Tensor, w: Tensor, offsets: Tensor, backend: str | None) -> None:
     _check_offsets(_NAME, offsets, w.shape[0])
     for name, tensor in (("w", w), ("offsets", offsets)):
         check_same_device(_NAME, name, tensor, "x", x)
+
+
+def _indices(x: Tensor, _: Tensor, offsets: Tensor, *rest: Any) -> list[Index]:
+    return [between("offsets", offsets, 0, x.shape[0]), ascending("offsets", offsets)]
 
 
 def _output(x: Tensor, w: Tensor, *_: Any) -> Tensor:
@@ -113,6 +118,7 @@ def _operator(kind: int) -> Op:
         ref=Backend("ref", lambda *args: reference(*args[:-1]), "a loop over groups", "torch"),
         family=f"{_NAME}_backward",
         describe=plan,
+        indices=_indices,
     )
 
 
@@ -155,6 +161,7 @@ _OP = Op(
     autograd=Autograd(_save, _backward),
     describe=_plan,
     load=_C.grouped_gemm_load,
+    indices=_indices,
 )
 
 
@@ -172,7 +179,9 @@ def grouped_gemm(x: Tensor, w: Tensor, offsets: Tensor, *, backend: str | None =
             of 8, rows at multiples of 16 bytes, and up to 512 groups; ref takes others.
         w: ``[E, N, K]``, the dtype of ``x``.
         offsets: ``[E + 1]`` int32 or int64, contiguous, not decreasing: where groups begin, and
-            where the last one ends. Groups may be empty.
+            where the last one ends. Groups may be empty. An offset below 0 counts as 0, one
+            beyond M as M; where offsets decrease, a row that several groups have gets the product
+            of any of them, or zeros.
         backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
 
     Returns:

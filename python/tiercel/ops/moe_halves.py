@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from tiercel._checks import (
     check_same_device,
     check_shape,
 )
+from tiercel._index_checks import Index, between, places
 from tiercel._op import Backend, Op
 from tiercel._platform import Reason
 from tiercel.ops.routing_align import slots_for
@@ -157,6 +158,17 @@ class _Half:
         check_contiguous(self.name, "x_scale", x_scale)
         check_same_device(self.name, "x_scale", x_scale, "x", x)
 
+    def _indices(self, given: _Given) -> Iterator[Index]:
+        (sorted_ids, experts, used), block = given.routing, given.block
+        slots = sorted_ids.shape[0] // block * block
+        number = between(_ROUTING[2], used, 0, slots)
+        due = f"hold a multiple of `block_size` = {block} from 0 to {slots}"
+        yield Index(_ROUTING[2], used, lambda n: number.wrong(n) | (n % block != 0), due)
+        blocks = int(used) // block  # only these are read
+        yield places("expert_ids", experts[:blocks], given.w.shape[0])
+        elements = given.x.shape[0] * given.top_k
+        yield between("sorted_token_ids", sorted_ids[: blocks * block], 0, elements)
+
     # -- calls -------------------------------------------------------------------------------------
 
     def _output(self, given: _Given, zeros: bool = False) -> Tensor:
@@ -229,6 +241,7 @@ class _Half:
                 "torch",
             ),
             describe=lambda *args: self._plan(given(args)),
+            indices=lambda *args: self._indices(given(args)),
             family=self.name,
             load=None if scaled else _C.moe_load,
         )
@@ -273,9 +286,11 @@ def moe_up(
     Args:
         x: ``[T, H]`` bfloat16, float16 or, with scales, float8_e4m3fn.
         w_up: ``[E, 2 * I, H]``, the dtype of ``x``.
-        sorted_token_ids: As from :func:`tiercel.moe_align_block_size`, int32, contiguous.
-        expert_ids: The same; -1 leaves a block's rows zeros.
-        num_tokens_post_padded: The same.
+        sorted_token_ids: As from :func:`tiercel.moe_align_block_size`, int32, contiguous. What is
+            no element's number is padding.
+        expert_ids: The same; -1, and whatever else is no expert, leaves a block's rows zeros.
+        num_tokens_post_padded: The same; what is not from 0 to the number of slots counts as the
+            nearest of both.
         top_k: Experts of a token: element e of the ids is token e / top_k's.
         block_size: As the routing was made with; the precompiled kernels take 64 and 128.
         activation: As of :func:`tiercel.fused_moe`.
@@ -327,9 +342,11 @@ def moe_down(
             float8_e4m3fn.
         w_down: ``[E, H, I]``, the dtype of ``x``.
         topk_weights: ``[T * k]`` float32, contiguous.
-        sorted_token_ids: As from :func:`tiercel.moe_align_block_size`, int32, contiguous.
-        expert_ids: The same; -1 leaves a block's rows zeros.
-        num_tokens_post_padded: The same.
+        sorted_token_ids: As from :func:`tiercel.moe_align_block_size`, int32, contiguous. What is
+            no element's number is padding.
+        expert_ids: The same; -1, and whatever else is no expert, leaves a block's rows zeros.
+        num_tokens_post_padded: The same; what is not from 0 to the number of slots counts as the
+            nearest of both.
         block_size: As the routing was made with; the precompiled kernels take 64 and 128.
         x_scale: As of :func:`tiercel.moe_up`: ``[T * k, 1]``, ``[1, 1]`` or ``[T * k, I / 128]``.
         w_down_scale: The same: ``[E, H]``, ``[E, 1]`` or ``[E, H / 128, I / 128]``.

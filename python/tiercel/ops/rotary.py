@@ -18,6 +18,7 @@ from tiercel._checks import (
     check_shape,
 )
 from tiercel._eager import empty
+from tiercel._index_checks import Index, between, places
 from tiercel._launcher import Argument, Like, Output, launcher
 from tiercel._op import Autograd, Backend, Op
 from tiercel._platform import Reason
@@ -56,6 +57,11 @@ def _check_rotary(
         raise ValueError(
             f"{_ROTARY}: `cos_sin_cache` must have an even second dimension of at most "
             f"D = {size}, got {rotated}"
+        )
+    if cos_sin_cache.shape[0] == 0 and tokens != 0 and rotated != 0:
+        raise ValueError(
+            f"{_ROTARY}: `cos_sin_cache` must have at least one row, "
+            f"got {list(cos_sin_cache.shape)}"
         )
     for name, tensor in (("positions", positions), ("k", k), ("cos_sin_cache", cos_sin_cache)):
         check_same_device(_ROTARY, name, tensor, "q", q)
@@ -160,6 +166,10 @@ def _rotary_why_not_out(*args: Any) -> Reason | None:
     return _unless(_ROTARY, args[1].device, lambda: _C.rotary_embedding_plan(*args[:-1]))
 
 
+def _rotary_indices(positions: Tensor, q: Tensor, k: Tensor, cache: Tensor, *_: Any) -> list[Index]:
+    return [between("positions", positions, 0, cache.shape[0] - 1)]
+
+
 def _rotary_save(ctx: Any, args: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
     positions, _, _, cos_sin_cache, ctx.interleaved = args[:5]
     ctx.save_for_backward(positions, cos_sin_cache)
@@ -195,6 +205,7 @@ _ROTARY_OP = Op(
     autograd=Autograd(_rotary_save, _rotary_backward),
     describe=_rotary_plan,
     load=_C.rotary_embedding_load,
+    indices=_rotary_indices,
 )
 
 _ROTARY_OUT = Op(
@@ -207,6 +218,7 @@ _ROTARY_OUT = Op(
     ref=Backend("ref", _rotary_ref_out, *_ROTARY_TORCH),
     family=_ROTARY,
     launch=_C.rotary_embedding,
+    indices=_rotary_indices,
 )
 
 _ROTARY_IN_PLACE = Op(
@@ -218,6 +230,7 @@ _ROTARY_IN_PLACE = Op(
     sm90=Backend("sm90", _rotary_sm90_in_place, *_ROTARY_CUDA, why_not=_rotary_why_not),
     ref=Backend("ref", _rotary_ref_in_place, *_ROTARY_TORCH),
     family=_ROTARY,
+    indices=_rotary_indices,
 )
 
 
@@ -244,12 +257,13 @@ def rotary_embedding(
     and torch.export, and in CUDA graphs; it never synchronises.
 
     Args:
-        positions: ``[T]`` int32 or int64, contiguous: rows of ``cos_sin_cache``; not checked.
+        positions: ``[T]`` int32 or int64, contiguous: rows of ``cos_sin_cache``. Below 0 the first
+            row is taken, beyond the end the last one.
         q: ``[T, H, D]``, float32, bfloat16 or float16. The precompiled kernels take any strides
             with a contiguous last dimension; fastest with all others multiples of 16 bytes.
         k: ``[T, Hk, D]``, the same; Hk may be 0.
         cos_sin_cache: ``[P, R]``, contiguous: R/2 cosines, then R/2 sines. float32 or the dtype of
-            ``q``; R is even and at most D.
+            ``q``; R is even and at most D, and P is 1 or more.
         interleaved: Which elements make a pair.
         inplace: Turn ``q`` and ``k`` themselves.
         out: ``(q_out, k_out)`` to write to, of the shapes, dtypes and device of ``q`` and ``k``.
@@ -343,6 +357,12 @@ def _kv_why_not(*args: Any) -> Reason | None:
     return _unless(_KV, args[0].device, lambda: _kv_plan(*args))
 
 
+def _kv_indices(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, *_: Any
+) -> list[Index]:
+    return [places("slots", slots, key_cache.shape[0] * key_cache.shape[1])]
+
+
 _KV_OP = Op(
     _KV,
     "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slots,"
@@ -354,6 +374,7 @@ _KV_OP = Op(
     describe=_kv_plan,
     load=_C.kv_cache_write_load,
     launch=_C.kv_cache_write,
+    indices=_kv_indices,
 )
 
 
@@ -383,8 +404,9 @@ def kv_cache_write(
         key_cache: ``[blocks, block size, H, D]`` of the dtype of ``key`` or float8_e4m3fn, written
             to; any strides with a contiguous last dimension.
         value_cache: The same.
-        slots: ``[T]`` int32 or int64, contiguous: ``block * block_size + place`` for each token; a
-            negative one is skipped. Not checked: they have to lie in the cache, each at most once.
+        slots: ``[T]`` int32 or int64, contiguous: ``block * block_size + place`` for each token.
+            -1, and whatever else lies outside of the cache, is skipped. Of tokens with the same
+            slot any one may stay, or parts of several.
         key_scale: float32, one element or H of them; None is 1. For float8 only.
         value_scale: The same.
         backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.

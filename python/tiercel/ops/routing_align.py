@@ -18,6 +18,7 @@ from tiercel._checks import (
     check_shape,
 )
 from tiercel._eager import empty
+from tiercel._index_checks import Index, places
 from tiercel._op import Backend, Op
 from tiercel._platform import Reason
 from tiercel.ref import routing as ref
@@ -145,6 +146,15 @@ def _fake(
     topk_ids: Tensor, block_size: int, num_experts: int, expert_map: Any, pad: bool, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     return empty_outputs(topk_ids, topk_ids.numel(), num_experts, block_size, pad)
+
+
+def _indices(topk_ids: Tensor, experts: int, expert_map: Tensor | None) -> list[Index]:
+    return [places("topk_ids", topk_ids, experts), map_index(expert_map, experts)]
+
+
+def map_index(expert_map: Tensor | None, experts: int) -> Index:
+    """There are no more experts on a device than on all of them."""
+    return places("expert_map", expert_map, experts)
 
 
 def _launch(
@@ -277,6 +287,7 @@ _ALIGN = Op(
     ref=Backend("ref", _ref, *_TORCH),
     describe=align_plan,
     load=_C.moe_align_block_size_load,
+    indices=lambda *args: _indices(args[0], args[2], args[3]),
 )
 
 _ALIGN_OUT = Op(
@@ -289,6 +300,7 @@ _ALIGN_OUT = Op(
     sm90=Backend("sm90", align_sm90_out, *_CUDA, why_not=_why_not_out),
     ref=Backend("ref", _ref_out, *_TORCH),
     family=_NAME,
+    indices=lambda *args: _indices(args[0], args[5], args[6]),
 )
 
 
@@ -319,7 +331,8 @@ def moe_align_block_size(
         block_size: Slots of one block, such as 16 to 256.
         num_experts: How many experts there are; the precompiled kernels take up to 512.
         expert_map: ``[num_experts]`` int32, for expert parallelism: an expert's number on this
-            device, or -1 where it is on another one.
+            device, or -1 where it is on another one. Any other number is handed on, and with
+            ``ignore_invalid_experts`` counts as -1.
         pad_sorted_ids: Make the number of slots a multiple of ``block_size``.
         ignore_invalid_experts: What ``expert_map`` does. False: all experts' tokens are sorted, and
             ``expert_ids`` holds the mapped numbers, -1 included. True: tokens of experts that the

@@ -30,6 +30,7 @@ from tiercel.ops.routing_align import (
     check_sizes,
     empty_outputs,
     fill_outputs,
+    map_index,
     slots_for,
     tuple_of,
 )
@@ -208,6 +209,7 @@ _FUSED = Op(
     defaults={"indices_dtype": torch.int32},
     describe=_plan,
     load=_C.topk_softmax_align_load,
+    indices=lambda *args: [map_index(args[3], args[0].shape[1])],
 )
 
 _FUSED_OUT = Op(
@@ -220,6 +222,7 @@ _FUSED_OUT = Op(
     sm90=Backend("sm90", _sm90_out, *_CUDA, why_not=_why_not_out),
     ref=Backend("ref", _ref_out, *_TORCH),
     family=_NAME,
+    indices=lambda *args: [map_index(args[7], args[0].shape[1])],
 )
 
 

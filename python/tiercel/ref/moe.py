@@ -89,7 +89,7 @@ def fused_moe(
 def grouped_gemm(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     """As :func:`tiercel.grouped_gemm`, for any sizes; float64 is computed in float64."""
     out = torch.zeros(x.shape[0], w.shape[1], dtype=x.dtype, device=x.device)
-    bounds = offsets.tolist()
+    bounds = offsets.clamp(0, x.shape[0]).tolist()
     for group, (first, end) in enumerate(itertools.pairwise(bounds)):
         out[first:end] = (_wide(x[first:end]) @ _wide(w[group]).T).to(x.dtype)
     return out
@@ -102,7 +102,7 @@ def grouped_gemm_backward_x(grad: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
 
 def grouped_gemm_backward_weight(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     """The gradient of w in :func:`grouped_gemm`; zeros where a group is empty."""
-    bounds = offsets.tolist()
+    bounds = offsets.clamp(0, grad.shape[0]).tolist()
     sizes = (len(bounds) - 1, grad.shape[1], x.shape[1])
     out = torch.zeros(sizes, dtype=x.dtype, device=x.device)
     for group, (first, end) in enumerate(itertools.pairwise(bounds)):
@@ -111,14 +111,15 @@ def grouped_gemm_backward_weight(grad: Tensor, x: Tensor, offsets: Tensor) -> Te
 
 
 def _blocks(
-    routing: tuple[Tensor, Tensor, Tensor], block_size: int, elements: int
+    routing: tuple[Tensor, Tensor, Tensor], block_size: int, elements: int, matrices: int
 ) -> Iterator[tuple[int, Tensor]]:
     """Of each block in use that has an expert: that and its elements."""
     sorted_ids, experts, used = routing
-    for block, expert in enumerate(experts[: int(used) // block_size].tolist()):
+    slots = min(max(int(used), 0), sorted_ids.shape[0])
+    for block, expert in enumerate(experts[: slots // block_size].tolist()):
         ids = sorted_ids[block * block_size : (block + 1) * block_size].long()
-        if expert >= 0:
-            yield expert, ids[ids < elements]
+        if 0 <= expert < matrices:
+            yield expert, ids[(ids >= 0) & (ids < elements)]
 
 
 def _half(x: Tensor, w: Tensor, x_scale: Tensor | None, w_scale: Tensor | None) -> Any:
@@ -148,7 +149,7 @@ def moe_up(
     elements = x.shape[0] * top_k
     out = torch.zeros(elements, w_up.shape[1] // 2, dtype=dtype, device=x.device)
     routing = (sorted_token_ids, expert_ids, num_tokens_post_padded)
-    for expert, ids in _blocks(routing, block_size, elements):
+    for expert, ids in _blocks(routing, block_size, elements, w_up.shape[0]):
         out[ids] = _activate(rows[ids // top_k] @ matrix(expert).T, activation).to(dtype)
     return out
 
@@ -170,6 +171,6 @@ def moe_down(
     out = torch.zeros(x.shape[0], w_down.shape[1], dtype=dtype, device=x.device)
     weights = _wide(topk_weights)
     routing = (sorted_token_ids, expert_ids, num_tokens_post_padded)
-    for expert, ids in _blocks(routing, block_size, x.shape[0]):
+    for expert, ids in _blocks(routing, block_size, x.shape[0], w_down.shape[0]):
         out[ids] = (rows[ids] @ matrix(expert).T * weights[ids, None]).to(dtype)
     return out

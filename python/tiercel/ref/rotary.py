@@ -25,7 +25,10 @@ def rotary_embedding(
 def _turned(x: Tensor, positions: Tensor, cache: Tensor, interleaved: bool) -> Tensor:
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     rotated = cache.shape[1]
-    angles = cache[positions.long()].to(wide)[:, None]
+    if rotated == 0:
+        return x.clone()
+    # A position that is no row takes the nearest one.
+    angles = cache[positions.long().clamp(0, cache.shape[0] - 1)].to(wide)[:, None]
     cosines, sines = angles[..., : rotated // 2], angles[..., rotated // 2 :]
     turning = x[..., :rotated].to(wide)
     if interleaved:
@@ -48,7 +51,7 @@ def kv_cache_write(
     value_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As :func:`tiercel.kv_cache_write`."""
-    kept = slots >= 0
+    kept = (slots >= 0) & (slots < key_cache.shape[0] * key_cache.shape[1])
     blocks = torch.div(slots[kept].long(), key_cache.shape[1], rounding_mode="floor")
     places = slots[kept].long() % key_cache.shape[1]
     for new, cache, scale in ((key, key_cache, key_scale), (value, value_cache, value_scale)):

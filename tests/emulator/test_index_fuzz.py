@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever index tensors hold, kernels stay inside of their tensors and do as the reference does.
+
+The emulator stops an access outside. Margins of somebody else's bytes lie around each tensor.
+"""
+
+import pytest
+import torch
+from support.index_fuzz import CASES, Draw, reference, run
+
+pytestmark = pytest.mark.torch
+
+# Operators whose index tensors this file fuzzes: see tests/api/test_index_checks.py.
+FUZZED = (
+    "grouped_gemm",
+    "kv_cache_write",
+    "moe_align_block_size",
+    "rotary_embedding",
+    "topk_softmax_align",
+)
+
+
+@pytest.mark.parametrize("case", range(CASES))
+def test_kv_cache_write(case):
+    draw = Draw(case)
+    tokens, heads, size = draw.of(1, 5, 33), draw.of(1, 3), draw.of(20, 64)
+    blocks, places = draw.of(2, 5), draw.of(1, 8, 12)
+    dtype = draw.of(torch.bfloat16, torch.float16)
+    float8 = draw.of(False, True)
+    order = torch.randperm(blocks * places, generator=draw.generator)[:tokens]
+    slots = torch.full((tokens,), -1)
+    slots[: len(order)] = order
+    slots = draw.strays(slots, blocks * places, wide=draw.of(False, True))
+    kind = torch.float8_e4m3fn if float8 else dtype
+    caches = [draw.normal(blocks, places, heads, size).to(kind) for _ in range(2)]
+    key, value = (draw.normal(tokens, heads, size, dtype=dtype) for _ in range(2))
+    scale = draw.uniform(draw.of(1, heads)) + 0.5 if float8 else None
+    due = [cache.clone() for cache in caches]
+    reference("kv_cache_write")(key, value, *due, slots, scale, scale, None)
+    _, given = run("kv_cache_write", key, value, *caches, slots, scale, scale, None)
+    for got, exact in zip(given[2:4], due, strict=True):
+        assert torch.equal(got.view(torch.uint8), exact.view(torch.uint8))
+
+
+@pytest.mark.parametrize("case", range(CASES))
+def test_rotary_embedding(case):
+    draw = Draw(case)
+    tokens, heads, others = draw.of(1, 9, 40), draw.of(1, 4), draw.of(0, 2)
+    size = draw.of(64, 48, 10)
+    turned = draw.of(size, size // 4 * 2)
+    dtype = draw.of(torch.float32, torch.bfloat16, torch.float16)
+    rows = draw.of(1, 7, 50)
+    positions = torch.randint(rows, (tokens,), generator=draw.generator)
+    positions = draw.strays(positions, rows, wide=draw.of(False, True))
+    cache = draw.normal(rows, turned, dtype=draw.of(torch.float32, dtype))
+    q, k = draw.normal(tokens, heads, size, dtype=dtype), draw.normal(tokens, others, size, dtype=dtype)
+    interleaved = draw.of(False, True)
+    due = reference("rotary_embedding")(positions, q, k, cache, interleaved, None)
+    form = draw.of("rotary_embedding", "rotary_embedding_", "rotary_embedding_out")
+    outputs = [torch.full_like(x, torch.nan) for x in (q, k)] if form.endswith("out") else []
+    got, given = run(form, positions, q, k, cache, *outputs, interleaved, None)
+    if got is None:
+        got = given[4:6] if outputs else given[1:3]
+    for one, exact in zip(got, due, strict=True):
+        torch.testing.assert_close(one, exact, rtol=2**-7, atol=1e-2)
+
+
+@pytest.mark.parametrize("case", range(CASES))
+def test_moe_align_block_size(case):
+    draw = Draw(case)
+    tokens, k = draw.of(1, 20, 70, 300), draw.of(1, 4)
+    experts, block = draw.of(1, 8, 130), draw.of(4, 16, 24)
+    wide = draw.of(False, True)
+    ids = torch.randint(experts, (tokens, k), generator=draw.generator)
+    ids = draw.strays(ids, experts, wide)
+    expert_map = None
+    if draw.of(False, True):
+        expert_map = torch.randperm(experts, generator=draw.generator)
+        expert_map = draw.strays(expert_map, experts, wide=False)
+    args = (ids, block, experts, expert_map, draw.of(False, True), draw.of(False, True), None)
+    due = reference("moe_align_block_size")(*args)
+    got, _ = run("moe_align_block_size", *args)
+    for one, exact in zip(got, due, strict=True):
+        assert torch.equal(one, exact)
+
+
+def test_moe_align_block_size_in_two_launches():
+    draw = Draw(1)
+    ids = draw.strays(torch.randint(8, (7000, 4), generator=draw.generator), 8, wide=True)
+    due = reference("moe_align_block_size")(ids, 16, 8, None, False, False, None)
+    got, _ = run("moe_align_block_size", ids, 16, 8, None, False, False, None)
+    for one, exact in zip(got, due, strict=True):
+        assert torch.equal(one, exact)
+
+
+@pytest.mark.parametrize("case", range(CASES))
+def test_topk_softmax_align(case):
+    draw = Draw(case)
+    tokens, experts = draw.of(1, 9, 40), draw.of(8, 64)
+    expert_map = torch.randperm(experts, generator=draw.generator)
+    expert_map = draw.strays(expert_map, experts, wide=False)
+    scores = draw.normal(tokens, experts, dtype=draw.of(torch.float32, torch.bfloat16))
+    options = (True, draw.of(False, True), draw.of(torch.int32, torch.int64), False)
+    args = (scores, 4, 16, expert_map, *options, draw.of(False, True), None)
+    due = reference("topk_softmax_align")(*args)
+    got, _ = run("topk_softmax_align", *args)
+    for one, exact in zip(got[1:], due[1:], strict=True):
+        assert torch.equal(one, exact)
+
+
+def covered(offsets, rows):
+    """How many groups each row is in, those before the first one and behind the last one too."""
+    bounds = [0, *offsets.clamp(0, rows).tolist(), rows]
+    count = torch.zeros(rows, dtype=torch.int64)
+    for first, end in zip(bounds, bounds[1:], strict=False):
+        count[first:end] += 1
+    return count
+
+
+@pytest.mark.parametrize("case", range(CASES))
+def test_grouped_gemm(case):
+    draw = Draw(case)
+    rows, groups = draw.of(5, 70, 200), draw.of(1, 3, 6)
+    n, k = draw.of(8, 72), draw.of(16, 80)
+    offsets = torch.sort(torch.randint(rows + 1, (groups + 1,), generator=draw.generator)).values
+    offsets = draw.strays(offsets, rows + 1, wide=draw.of(False, True))
+    dtype = draw.of(torch.bfloat16, torch.float16)
+    x, grad = draw.normal(rows, k, dtype=dtype), draw.normal(rows, n, dtype=dtype)
+    w = draw.normal(groups, n, k, dtype=dtype)
+    name, args = draw.of(
+        ("grouped_gemm", (x, w)),
+        ("grouped_gemm_backward_x", (grad, w)),
+        ("grouped_gemm_backward_weight", (grad, x)),
+    )
+    due = reference(name)(*args, offsets, None)
+    got, _ = run(name, *args, offsets, None)
+    if not name.endswith("weight"):
+        once = covered(offsets, rows) == 1
+        got, due = got[once], due[once]
+    torch.testing.assert_close(got, due, rtol=2**-6, atol=5e-2)
