@@ -21,6 +21,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from moe_layouts_cute import EPI, WARPGROUP
 from moe_quantize_cute import MoeQuantize
+from moe_routing_cute import inside
 from moe_scales_cute import sync
 
 _TURN = 3  # named barriers 3 and 4: whose turn it is to multiply
@@ -304,10 +305,10 @@ class MoeGrouped(MoeQuantize):
                 after, next_column, next_expert = self.take(storage, entry)
                 entry += 1
             if const_expr(looks_ahead):
-                for i in cutlass.range_constexpr(cute.size(facts)):
-                    facts[i] = ahead[i]
+                self.bound(facts, ahead, routing, elements)
             else:
                 self.look_up(facts, routing, place, number, thread, consumer, elements)
+                self.bound(facts, facts, routing, elements)
             block = self.block_of(number, place)
             column = self.column_of(number, at_column, place)
             expert = facts[0]
@@ -427,12 +428,20 @@ class MoeGrouped(MoeQuantize):
         return cute.make_rmem_tensor(2 + self.wg_rows // 32 + self.wg_rows // EPI * 2, Int32)
 
     @cute.jit
+    def bound(self, facts, found, routing, elements):
+        """What is true of what the lists say."""
+        if const_expr(not self.in_expert_order):
+            facts[0] = self.real_expert(routing, found[0])
+        for i in cutlass.range_constexpr(2, cute.size(facts)):
+            facts[i] = inside(found[i], elements)
+
+    @cute.jit
     def look_up(self, facts, routing, place, number, thread, consumer, elements):
         lane, warp_row = thread % 32, thread % WARPGROUP // 32 * 16
-        inside = cutlass.min(self.block_of(number, place), routing[2] - 1)
+        block = cutlass.min(self.block_of(number, place), routing[2] - 1)
         if const_expr(not self.in_expert_order):
-            facts[0] = self.expert_of(routing, inside)
-        rows = self.rows_of(routing, inside)
+            facts[0] = self.listed_expert(routing, block)
+        rows = self.rows_of(routing, block)
         mine = 0 if const_expr(self.pingpong) else consumer * EPI
         at = 2
         for i in cutlass.range_constexpr(self.wg_rows // 32):

@@ -4,8 +4,8 @@
 moe_align_block_size made lists of it; for few ids each block of threads makes its own, in shared
 memory: the launch that would make them takes longer, and what comes after it waits.
 
-Lists may hold anything: what is no expert is -1, and what is no element is padding. Both are made so
-where they are read.
+Lists may hold anything: what is no expert counts as -1, and what is no element as padding. What is
+read ahead is made so when it is used, so that nothing waits for it before.
 """
 
 import cutlass
@@ -18,11 +18,18 @@ class MoeRouting(MoeLayouts):
     @cute.jit
     def expert_of(self, routing, block):
         """-1 where there is none."""
-        listed = routing[1]
+        return self.real_expert(routing, self.listed_expert(routing, block))
+
+    @cute.jit
+    def listed_expert(self, routing, block):
+        """As the list has it."""
+        experts = routing[1]
         if const_expr(self.routes):
-            expert = _load("", listed + Int64(block) * 4)
-        else:
-            expert = (listed + block).load()
+            return _load("", experts + Int64(block) * 4)
+        return (experts + block).load()
+
+    @cute.jit
+    def real_expert(self, routing, expert):
         return expert if Uint32(expert) < Uint32(routing[5]) else Int32(-1)
 
     @cute.jit
@@ -43,12 +50,13 @@ class MoeRouting(MoeLayouts):
 
     @cute.jit
     def element_of(self, routing, rows, row, elements):
+        """As the list has it."""
         first, count = rows
         if const_expr(self.routes):
             at = first + cutlass.min(row, count - 1)
-            element = inside(_load("", routing[0] + Int64(at) * 4), elements)
+            element = _load("", routing[0] + Int64(at) * 4)
             return element if row < count else elements
-        return inside((routing[0] + (first + row)).load(), elements)
+        return (routing[0] + (first + row)).load()
 
     @cute.jit
     def prepare_routing(self, thread, storage, ids, id_words, experts, elements):

@@ -60,6 +60,7 @@ class MoeWideLoads(MoeLoads):
         before, tiles = (Int32(0), Int32(0)), Int32(0)  # the tile that is to be counted
         while block < routing[2]:
             steps = routing[3] if expert >= 0 else 0
+            ahead, ahead_second = inside(ahead, elements), inside(ahead_second, elements)
             token, second_token = ahead // divide, ahead_second // divide
             is_real, is_second = ahead < elements, ahead_second < elements
             from_row = token * x_pieces if is_real else Int32(-1)
@@ -119,9 +120,9 @@ class MoeWideLoads(MoeLoads):
 
     @cute.jit
     def read_id(self, routing, block, row, elements):
-        """The element of a row of a tile; of rows that it has not, and behind the last tile,
-        none."""
+        """The element of a row of a tile, as the list has it; of rows that the tile has not, and
+        behind the last tile, none."""
         element = elements
         if (block < routing[2]) & (row < self.tile_m):
-            element = inside((routing[0] + (block * self.tile_m + row)).load(), elements)
+            element = (routing[0] + (block * self.tile_m + row)).load()
         return element

@@ -86,13 +86,11 @@ Status check(const KvCacheTensors& t) {
 }
 
 HeadsOfTokens heads_of(const TensorView& view) {
-  const int64_t element = dtype_bytes(view.dtype);
-  return {static_cast<char*>(view.data), step_along(view, 0) * element,
-          step_along(view, 1) * element};
+  return {static_cast<char*>(view.data), step_along(view, 0), step_along(view, 1)};
 }
 
 void set_strides(const TensorView& cache, int64_t (&strides)[3]) {
-  for (int i = 0; i < 3; ++i) strides[i] = step_along(cache, i) * dtype_bytes(cache.dtype);
+  for (int i = 0; i < 3; ++i) strides[i] = step_along(cache, i);
 }
 
 const float* set_scale(const TensorView* scale, bool* per_head) {

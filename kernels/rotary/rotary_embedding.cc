@@ -67,9 +67,7 @@ Status check(const RotaryTensors& t) {
 }
 
 HeadsOfTokens heads_of(const TensorView& view) {
-  const int64_t element = dtype_bytes(view.dtype);
-  return {static_cast<char*>(view.data), step_along(view, 0) * element,
-          step_along(view, 1) * element};
+  return {static_cast<char*>(view.data), step_along(view, 0), step_along(view, 1)};
 }
 
 bool in_place(const HeadsOfTokens& a, const HeadsOfTokens& b) {

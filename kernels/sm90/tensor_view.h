@@ -37,12 +37,6 @@ struct TensorView {
   const int64_t* strides;  // in elements; never null
 };
 
-// From one entry along a dimension to the next, in elements: 0 where there is no next one, whose
-// stride may be any number.
-inline int64_t step_along(const TensorView& view, int dimension) {
-  return view.shape[dimension] > 1 ? view.strides[dimension] : 0;
-}
-
 constexpr int64_t dtype_bytes(DType dtype) {
   switch (dtype) {
     case DType::kFloat64:

@@ -63,11 +63,34 @@ def test_neighbours_exchange_pairs_of_few_vectors(tokens, rotated):
         assert ("exchanged" in kernel) == wanted
 
 
+@pytest.mark.parametrize(("heads", "size"), [(4, 2**32 + 64), (2**32 + 64, 64), (4, 2**32)])
+def test_rotary_sizes_that_32_bits_cannot_count_are_left_to_ref(make, heads, size):
+    with pytest.raises(NotImplementedError, match="too large for the kernels"):
+        _C.rotary_embedding_plan(*rotary(make, heads=heads, size=size))
+    with pytest.raises(NotImplementedError, match="too large for the kernels"):
+        _C.rotary_embedding_plan(*rotary(make, heads=0, kv_heads=heads, size=size))
+
+
+def test_one_token_has_any_stride():
+    """Vectors are read, and in place is in place."""
+    odd = {
+        name: ExchangeTensor(1, heads, 64, dtype="bfloat16", strides=(2**40 + 1, 64, 1))
+        for name, heads in (("q", 4), ("k", 2))
+    }
+    given = rotary(ExchangeTensor, tokens=1, **odd)
+    assert _C.rotary_embedding_plan(*given) == _C.rotary_embedding_plan(*rotary(ExchangeTensor, 1))
+
+
 def test_an_empty_batch_launches_nothing(make):
     assert _C.rotary_embedding_plan(*rotary(make, tokens=0))["kernel"] == "none"
 
 
 BAD_ROTARY = {
+    "no rows of the cache": (
+        lambda make: {"cache": make(0, 64)},
+        ValueError,
+        "`cos_sin_cache` must have at least one row, got [0, 64]",
+    ),
     "positions dtype": (
         lambda make: {"positions": make(6)},
         TypeError,

@@ -56,6 +56,9 @@ def test_large_and_many_matrices(make):
     assert plan(make, 1 << 20, 8, 8)["grid"] == 1 << 20
     with pytest.raises(NotImplementedError, match="too large for one launch"):
         plan(make, 1 << 24, 1 << 24)
+    for shape in ((1 << 37, 1), (1, 1 << 37), (1 << 40, 1 << 20), (1 << 33, 1, 1)):
+        with pytest.raises(NotImplementedError, match="too large for one launch"):
+            plan(make, *shape, dtype="uint8")
 
 
 @pytest.mark.parametrize(
