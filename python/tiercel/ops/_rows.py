@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from torch import Tensor
 
 
@@ -10,8 +12,10 @@ def rows(x: Tensor) -> Tensor:
     """x, or a copy where its rows are not at one distance, or its elements not neighbours."""
     if x.is_contiguous():
         return x
-    steps = x.stride()
-    regular = steps[-1] == 1 and all(
-        steps[i] == steps[i + 1] * x.shape[i + 1] for i in range(x.dim() - 2)
+    *outer, (columns, step) = zip(x.shape, x.stride(), strict=True)
+    # The stride along a dimension of size 1 means nothing.
+    outer = [(size, stride) for size, stride in outer if size != 1]
+    regular = (step == 1 or columns == 1) and all(
+        stride == size * inner for (_, stride), (size, inner) in itertools.pairwise(outer)
     )
     return x if regular else x.contiguous()
