@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "remove what is damaged, left over, or beyond the size limit"
     prune = actions.add_parser("prune", help=text)
     prune.add_argument("--size", type=size, metavar="S", help="down to this, such as 500MB")
-    days = number(above=0)
+    days = number()
     prune.add_argument("--days", type=days, metavar="N", help="what was not used for N days, too")
 
 

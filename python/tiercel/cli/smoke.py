@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--save", nargs="?", const="tiercel-smoke.jsonl", type=Path, metavar="FILE", help=text)
     add(
         "--timeout",
-        type=number(above=0),
+        type=number(),
         default=120.0,
         metavar="S",
         help="for each backend (120 s)",

@@ -46,9 +46,9 @@ def _add_sweep(parser: argparse.ArgumentParser, sizes: "list[str]") -> None:
     text = "how many are timed again at last, 1 to 16 (5)"
     add("--finalists", type=int, choices=choices, default=5, metavar="N", help=text)
     text = "end the process when a trial takes longer: a hung kernel (300)"
-    add("--trial-limit", type=number(above=0), default=300.0, metavar="SECONDS", help=text)
+    add("--trial-limit", type=number(), default=300.0, metavar="SECONDS", help=text)
     text = "under torchrun, take over from a worker without a sign of life for so long (20)"
-    add("--lease", type=number(above=0), default=20.0, metavar="SECONDS", help=text)
+    add("--lease", type=number(), default=20.0, metavar="SECONDS", help=text)
     add("--dry-run", action="store_true", help="only list the trials; needs no GPU")
     add("--bench", metavar="MODULE:NAME", help=argparse.SUPPRESS)
     parser.set_defaults(action="tune")

@@ -12,29 +12,30 @@ def whole(least: int, most: int = 1 << 40) -> Callable[[str], int]:
     def read(text: str) -> int:
         try:
             value = int(text)
-        except ValueError:
-            value = least - 1
-        if not least <= value <= most:
-            upper = "" if value <= most else f" and at most {most}"
-            expected = f"must be a whole number of at least {least}{upper}"
-            raise argparse.ArgumentTypeError(f"{expected}, got {_shown(text)}")
+        except ValueError:  # no number, or one of thousands of digits
+            expected = f"must be a whole number of at least {least}"
+            raise argparse.ArgumentTypeError(f"{expected}, got {_shown(text)}") from None
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {text[:40]}")
+        if value > most:
+            raise argparse.ArgumentTypeError(f"must be at most {most}, got {text[:40]}")
         return value
 
     return read
 
 
-def number(*, above: "float | None" = None, least: "float | None" = None) -> Callable[[str], float]:
-    """A finite number, above or from a bound on."""
+def number(*, least: "float | None" = None) -> Callable[[str], float]:
+    """A finite number from `least` on, or a positive one."""
 
     def read(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        low = above is not None and not value > above
-        if not math.isfinite(value) or low or (least is not None and not value >= least):
-            bound = f"above {above:g}" if above is not None else f"of at least {least:g}"
-            raise argparse.ArgumentTypeError(f"must be a number {bound}, got {_shown(text)}")
+        fits = value > 0 if least is None else value >= least
+        if not math.isfinite(value) or not fits:
+            bound = "positive" if least is None else f"a number of at least {least:g}"
+            raise argparse.ArgumentTypeError(f"must be {bound}, got {_shown(text)}")
         return value
 
     return read

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TextIO
 
+from tiercel import _terminal
 from tiercel._terminal import plain, without_colours
 from tiercel.doctor import RED
 from tiercel.doctor.kinds import KINDS, WORDS, Kind
@@ -88,7 +89,8 @@ def _shortened(line: str, start: int, width: int = 160) -> str:
 
 def as_text(found: list[Finding], name: str) -> str:
     if not found:
-        return f"{name}: none of the usual failures. What came first is most telling, not last."
+        shown = _terminal.line(name)
+        return f"{shown}: none of the usual failures. What came first is most telling, not last."
     parts = []
     for finding in found:
         times = f", {finding.count} times" if finding.count > 1 else ""

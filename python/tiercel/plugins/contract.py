@@ -181,9 +181,12 @@ class Contract:
         return tuple(results)
 
     def _not_new(self, values: Sequence[Any]) -> dict[str, Any]:
-        """The tensors among the arguments, by name."""
+        """The arguments whose memory no output may share, by name: not those that the operator
+        writes to anyway, nor one that is handed through as the output of its name."""
+        through = {*self.mutates, *(spec.name for spec in self.outputs)}
         named = zip(self.names, values, strict=True)
-        return {name: value for name, value in named if hasattr(value, "untyped_storage")}
+        tensors = {name: value for name, value in named if hasattr(value, "untyped_storage")}
+        return {name: value for name, value in tensors.items() if name not in through}
 
     def _dtypes(self, spec: TensorSpec, values: Sequence[Any]) -> list[Any]:
         import torch
