@@ -8,8 +8,9 @@ import pathlib
 import re
 import sys
 
-# A link or an image of Markdown, and its target: no scheme, no anchor of the page itself.
-_RELATIVE = re.compile(r"(?P<before>(?P<image>!?)\[[^\]\n]*\]\()(?!\w+:|#|//)(?P<path>[^)\s]+)")
+# A link or an image of Markdown, and its target without a scheme. Headings of the page itself, too:
+# an index need not give them the anchors that the code host gives.
+_RELATIVE = re.compile(r"(?P<before>(?P<image>!?)\[[^\]\n]*\]\()(?!\w+:|//)(?P<path>[^)\s]+)")
 
 
 def constant(text: str, name: str) -> str:
@@ -26,6 +27,7 @@ def absolute(readme: str, repository: str, version: str) -> str:
     def link(match: re.Match) -> str:
         kind = "raw" if match["image"] else "blob"
         path = match["path"].removeprefix("./")
+        path = f"README.md{path}" if path.startswith("#") else path
         return f"{match['before']}{repository}/{kind}/{revision(version)}/{path}"
 
     return _RELATIVE.sub(link, readme)
