@@ -45,6 +45,7 @@ std::multimap<std::string, Registered>& opcodes() {
 int slot_bytes(int bits) { return bits <= 1 ? 4 : kLanes * (bits <= 32 ? 4 : bits / 8); }
 
 Operand add_register(Kernel& kernel, int bits) {
+  kernel.register_bytes = (kernel.register_bytes + 7) / 8 * 8;  // a predicate's slot has four bytes
   Operand made{kernel.register_bytes};
   kernel.register_bytes += slot_bytes(bits);
   return made;

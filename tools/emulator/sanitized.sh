@@ -13,7 +13,13 @@ for name in libasan.so libubsan.so libstdc++.so; do # libstdc++, so that excepti
   }
   libraries+="${libraries:+ }$path"
 done
+# What they say goes to files first: pytest holds what a process that ends at once wrote to stderr.
+logs=$(mktemp -d)
 # Python keeps what it allocated until it ends: leaks say nothing here.
-export ASAN_OPTIONS="detect_leaks=0:abort_on_error=1:${ASAN_OPTIONS:-}"
-export UBSAN_OPTIONS="print_stacktrace=1:${UBSAN_OPTIONS:-}"
-LD_PRELOAD=$libraries exec "$@"
+export ASAN_OPTIONS="detect_leaks=0:abort_on_error=1:log_path=$logs/report:${ASAN_OPTIONS:-}"
+export UBSAN_OPTIONS="print_stacktrace=1:log_path=$logs/report:${UBSAN_OPTIONS:-}"
+status=0
+LD_PRELOAD=$libraries "$@" || status=$?
+find "$logs" -type f -exec cat {} + >&2
+rm -rf "$logs"
+exit "$status"
