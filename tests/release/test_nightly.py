@@ -94,8 +94,8 @@ def nightly(checkout: Checkout, github: GitHub, tmp_path: pathlib.Path) -> Night
     return Nightly(checkout, tmp_path / "home", github)
 
 
-def passes(nightly: Nightly, date: str, *options: str) -> str:
-    code, text = nightly.run("--date", date, *options)
+def passes(nightly: Nightly, date: str, *options: str, **env: str) -> str:
+    code, text = nightly.run("--date", date, *options, **env)
     assert code == 0, text
     return text
 
