@@ -79,9 +79,11 @@ def test_a_wait_is_seen(waits) -> None:
 def test_a_forward_returns_at_once(name: str, waits, no_fallback) -> None:
     tried = 0
     for call in calls(name, "cuda", "sm90"):
-        for _ in range(WARM_UP):
-            call.forward()
-        assert not waits(call.forward), f"{call.title}: the call waited for the GPU"
+        for gradients in (False, True):
+            with torch.set_grad_enabled(gradients):
+                for _ in range(WARM_UP):
+                    call.forward()
+                assert not waits(call.forward), f"{call.title}: it waited, {gradients=}"
         tried += 1
     assert tried, f"sm90 takes none of the cases of {name}"
 

@@ -80,6 +80,7 @@ class Runner:
         command = [self.options.sanitizer, "--tool", tool, "--log-file", str(log)]
         # The default limit, 100, would hide our findings behind others'.
         command += ["--print-limit", "200000", "--show-backtrace", "device"]
+        command += ["--launch-timeout", "120"]  # several start at a time
         if tool in ("memcheck", "synccheck"):
             command += ["--destroy-on-device-error", "kernel"]  # the next test still can run
         return command + (self.ours.filters() if tool in FILTERED else [])
