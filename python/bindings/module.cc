@@ -22,7 +22,7 @@ py::dict DriverInfo() {
   Status status;
   int version = 0;
   {
-    const py::gil_scoped_release others_run;  // starting the driver takes seconds on a large machine
+    const py::gil_scoped_release others_run;  // to start the driver may take seconds
     status = driver_status();
     version = driver_version();
   }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What needs Bazel is skipped by plain pytest, with the command that runs it, and by Bazel never."""
+"""What needs Bazel is skipped by plain pytest, with the command that runs it; by Bazel never."""
 
 import os
 import re
@@ -56,7 +56,10 @@ PLACES = {
 
 
 def test_it_is_skipped_and_the_reason_says_how_it_runs(collect) -> None:
-    plain = {"norm/test_a.py": "def test_it():\n    pass\n", "cache/test_a.py": "def test_it(): 0\n"}
+    plain = {
+        "norm/test_a.py": "def test_it():\n    pass\n",
+        "cache/test_a.py": "def test_it(): 0\n",
+    }
     code, output = collect(plain | dict.fromkeys(PLACES, NEEDY))
     assert code == 0, output
     assert "2 tests collected" in output and "error" not in output

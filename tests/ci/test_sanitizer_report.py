@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tools/sanitizer reads compute-sanitizer's logs: each tool's findings, and an end that is cut off."""
+# ruff: noqa: E501 (lines of logs)
+"""tools/sanitizer reads compute-sanitizer's logs: each tool's findings, and where they are cut."""
 
 import json
 import sys

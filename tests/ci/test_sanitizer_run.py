@@ -13,7 +13,7 @@ import pytest
 FOLDER = Path(__file__).absolute().parents[2] / "tools" / "sanitizer"
 
 # Says of a kernel what the canary or a test asks for: a line "TOOL KERNEL MESSAGE" in $ASKED.
-PROGRAM = r'''#!/usr/bin/env python3
+PROGRAM = r"""#!/usr/bin/env python3
 import os, pathlib, subprocess, sys
 words, options, filters = sys.argv[1:], {}, []
 while words[0].startswith("--"):
@@ -25,7 +25,8 @@ asked = pathlib.Path(options["--log-file"] + ".asked")
 asked.unlink(missing_ok=True)
 if os.environ.get("UNSUPPORTED"):
     sys.exit("========= Error: Device not supported. Please refer to the documentation")
-code = subprocess.run(words, env=os.environ | {"ASKED": str(asked), "TOOL": options["--tool"]}).returncode
+told = {"ASKED": str(asked), "TOOL": options["--tool"]}
+code = subprocess.run(words, env=os.environ | told).returncode
 lines = ["COMPUTE-SANITIZER"]
 for line in asked.read_text().splitlines() if asked.exists() else []:
     tool, kernel, message = line.split(" ", 2)
@@ -41,8 +42,10 @@ with open(os.environ["CALLS"], "a") as file:
     print(options["--tool"], os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING", "cached"),
           *filters, file=file)
 sys.exit(code)
-'''
-CANARY = "import os, sys; open(os.environ['ASKED'], 'w').write(' '.join(sys.argv[1:]) + ' a mistake')"
+"""
+CANARY = """import os, sys
+open(os.environ["ASKED"], "w").write(" ".join(sys.argv[1:]) + " a mistake")
+"""
 TESTS = """
 import os
 
@@ -191,7 +194,7 @@ def test_what_did_not_run_to_its_end_fails(run) -> None:
     code, output, _, _ = run(*words, SLEEP="60")
     assert code == 1
     assert re.search(r"not done after \d s|not begun when the tool's time was up", output)
-    code, output, told, _ = run(UNSUPPORTED="1")
+    code, output, _, _ = run(UNSUPPORTED="1")
     assert code == 3
     assert "compute-sanitizer does not support this machine" in output
     code, output, _, _ = run(keyword="nosuch")

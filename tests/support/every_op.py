@@ -5,8 +5,9 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 
-import tiercel
 import torch
+
+import tiercel
 from tiercel._op import families, registry
 from tiercel.plugins.contracts import CONTRACTS
 from tiercel.plugins.smoke.measure import why_not

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What of compute-sanitizer's findings is the tool's and not ours: exceptions.json.
 
-A list of objects, all of whose values are texts but for the last:
+A list of objects; all values are texts but the last:
 
     tool          memcheck, racecheck, synccheck or initcheck
-    kernel        a regular expression for the whole of the kernel's name, as `tiercel kernels` has it
+    kernel        a regular expression for the kernel's whole name, as `tiercel kernels` has it
     message       the same for the finding's first line, without its place
     reason        why nothing is wrong
     shown_by      the minimal case, or the argument, which shows that
-    test          a regular expression for where in their ids the tests are that show the finding
+    test          a regular expression that is found in the ids of tests which show the finding
     ends_kernel   true if the tool then ends the kernel, so that these tests fail under it
 """
 

@@ -5,14 +5,16 @@
            [--kernels FILE] [--exceptions FILE] [--canary COMMAND]
            [--rootdir FOLDER] --paths PATH... -- PYTEST_COMMAND...
 
-The tests are what PYTEST_COMMAND, which names no path, collects of these. Each process runs a few of one file; its logs are
-FOLDER/TOOL/NAME.log (the tool's), .txt (pytest's) and .xml. FOLDER/summary.json has the findings,
-FOLDER/result.txt a line a tool. A tool's first process is a kernel with a mistake of that kind,
-which the tool has to report. Ends with 1 on an error, with 3 where the tools do not run at all.
+The tests are what PYTEST_COMMAND, which names no path, collects of these. Each process runs a few
+of one file; its logs are FOLDER/TOOL/NAME.log (the tool's), .txt (pytest's) and .xml.
+FOLDER/summary.json has the findings, FOLDER/result.txt a line a tool. A tool's first process is a
+kernel with a mistake of that kind, which the tool has to report. Ends with 1 on an error, with 3
+where the tools do not run at all.
 """
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import os
@@ -85,8 +87,10 @@ class Runner:
             command += ["--destroy-on-device-error", "kernel"]  # the next test still can run
         return command + (self.ours.filters() if tool in FILTERED else [])
 
-    def process(self, job: Job, command: list[str], seconds: float) -> tuple[str, float, pathlib.Path]:
-        """Runs it: why it did not end, how long it took, and where its files are but for their ending."""
+    def process(
+        self, job: Job, command: list[str], seconds: float
+    ) -> tuple[str, float, pathlib.Path]:
+        """Runs it: why it did not end, its seconds, and its files' path without their ending."""
         stem = self.options.out / job.tool / job.name
         stem.parent.mkdir(parents=True, exist_ok=True)
         log = stem.with_suffix(".log")
@@ -108,10 +112,8 @@ class Runner:
             except subprocess.TimeoutExpired:
                 problem = f"not done after {seconds:.0f} s"
             finally:
-                try:
+                with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # whatever it left behind
-                except ProcessLookupError:
-                    pass
                 process.wait()
         return problem, time.monotonic() - began, stem
 
@@ -173,7 +175,8 @@ class Runner:
             if len(cases) < len(job.tests) and not outcome.problem:
                 outcome.problem = f"{len(cases)} of {len(job.tests)} tests ran"
         elif not outcome.problem:
-            outcome.problem = "pytest did not end: " + last_line(stem.with_suffix(".txt").read_text())
+            said = stem.with_suffix(".txt").read_text(errors="replace")
+            outcome.problem = "pytest did not end: " + last_line(said)
         return outcome
 
 

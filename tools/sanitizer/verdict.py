@@ -59,7 +59,9 @@ def judge(outcomes: list[Outcome], rules: list[Rule]) -> Verdict:
         if outcome.problem:
             errors.append(f"{tool}/{outcome.job.name}: {outcome.problem}")
         for test in outcome.failed:
-            ended = [r for r in seen if r.tool == tool and r.ends_kernel and re.search(r.test, test)]
+            ended = [
+                r for r in seen if r.tool == tool and r.ends_kernel and re.search(r.test, test)
+            ]
             if not ended:
                 errors.append(f"{tool}/{outcome.job.name}: {test} failed")
     for rule, count in seen.items():
