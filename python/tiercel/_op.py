@@ -187,6 +187,8 @@ class Op:
     def check_tensors(self, args: tuple[Any, ...]) -> None:
         """Raises where a tensor argument is no tensor, or a sparse or nested one."""
         for place, name, optional in self._every_tensor:
+            if place >= len(args):  # `explain` knows the first ones
+                break
             tensor = args[place]
             if isinstance(tensor, torch.Tensor):
                 check_dense(self.family, name, tensor)

@@ -36,7 +36,9 @@ LENGTHS = (33, *range(2, 40, 2))
 
 
 def _leaves(length):
-    tensors = [torch.randn(2 * length, 2, 16, dtype=torch.bfloat16) for _ in range(3)]
+    generator = torch.Generator().manual_seed(length)
+    made = [torch.randn(2 * length, 2, 16, generator=generator) for _ in range(3)]
+    tensors = [tensor.bfloat16() for tensor in made]
     starts = torch.tensor([0, length, 2 * length], dtype=torch.int32)
     return [t.requires_grad_() for t in tensors], starts
 
@@ -56,7 +58,9 @@ def test_lengths_of_packed_sequences(return_lse):
         for call in (run, compiled):
             loss = sum(call(leaves, starts, length))
             grads.append(torch.autograd.grad(loss, leaves))
-        calls.same(*grads)
+        for eager, of_graph in zip(*grads, strict=True):  # by two formulas, rounded to bfloat16
+            off = (of_graph.float() - eager.float()).abs().max()
+            assert off <= 1e-2 * eager.float().abs().max()
     assert counter.frame_count <= 2
 
 

@@ -126,7 +126,7 @@ def test_lengths_of_packed_sequences(no_fallback):
         due = torch.autograd.grad(run(leaves, starts, length), leaves)
         got = torch.autograd.grad(compiled(leaves, starts, length), leaves)
         for a, b in zip(got, due, strict=True):
-            torch.testing.assert_close(a.float(), b.float(), rtol=2e-2, atol=2e-2)
+            assert (a.float() - b.float()).abs().max() <= 1e-2 * b.float().abs().max()
     assert counter.frame_count <= 2
 
 

@@ -182,10 +182,10 @@ def test_halves_of_float8_opcheck():
     for of_rows, of_weights in SCALES.values():
         (q, x_scale), (up, up_scale) = of_rows(x), of_weights(w_up)
         arguments = (q, up, x_scale, up_scale, *routing, 2, 8)
-        torch.library.opcheck(ops.moe_up_fp8, arguments, test_utils=OF_FLOAT8)
+        torch.library.opcheck(ops.moe_up_fp8.default, arguments, test_utils=OF_FLOAT8)
         (q, x_scale), (down, down_scale) = of_rows(w_down[0, :10].clone()), of_weights(w_down)
         arguments = (q, down, x_scale, down_scale, weights.flatten(), *routing, 8)
-        torch.library.opcheck(ops.moe_down_fp8, arguments, test_utils=OF_FLOAT8)
+        torch.library.opcheck(ops.moe_down_fp8.default, arguments, test_utils=OF_FLOAT8)
 
 
 def test_halves_of_float8_errors():
@@ -277,17 +277,17 @@ def test_a_tensor_that_requires_grad_is_refused():
 def test_opcheck():
     x, w_up, w_down, weights, ids = data()
     ops = torch.ops.tiercel
-    torch.library.opcheck(ops.fused_moe, (x, w_up, w_down, weights, ids))
+    torch.library.opcheck(ops.fused_moe.default, (x, w_up, w_down, weights, ids))
     expert_map = torch.tensor([0, 1, -1, 2], dtype=torch.int32)
     options = {"activation": "relu", "expert_map": expert_map}
-    torch.library.opcheck(ops.fused_moe, (x, w_up, w_down, weights, ids), options)
+    torch.library.opcheck(ops.fused_moe.default, (x, w_up, w_down, weights, ids), options)
     (up, up_scale), (down, down_scale) = float8(w_up), float8(w_down)
     scaled = (x, up, down, up_scale, down_scale, weights, ids)
-    torch.library.opcheck(ops.fused_moe_fp8, scaled, test_utils=OF_FLOAT8)
+    torch.library.opcheck(ops.fused_moe_fp8.default, scaled, test_utils=OF_FLOAT8)
     routing = tiercel.moe_align_block_size(ids, 8, 4)
-    torch.library.opcheck(ops.moe_up, (x, w_up, *routing, 2, 8))
+    torch.library.opcheck(ops.moe_up.default, (x, w_up, *routing, 2, 8))
     inner = tiercel.moe_up(x, w_up, *routing, 2, 8)
-    torch.library.opcheck(ops.moe_down, (inner, w_down, weights.flatten(), *routing, 8))
+    torch.library.opcheck(ops.moe_down.default, (inner, w_down, weights.flatten(), *routing, 8))
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,6 @@ def contract(op):
     return CONTRACTS[_OF_OTHERS.get(op, op)]
 
 
-
 def tensor_specs(op):
     return [spec for spec in contract(op).arguments if hasattr(spec, "dims")]
 
@@ -111,5 +110,3 @@ def without_defaults(op, values):
     """The minimal call: only the arguments that have no default."""
     needed = inspect.signature(function(op)).parameters.values()
     return {p.name: values[p.name] for p in needed if p.default is p.empty}
-
-

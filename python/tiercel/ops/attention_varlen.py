@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tiercel import _C, _platform
+from tiercel._eager import DISPATCH, route
 from tiercel._op import Autograd, Backend, Op
 from tiercel._platform import Reason
 from tiercel.ops._attention_checks import FLOAT8, OPTIONS, check_options, check_packed
@@ -111,10 +112,27 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     return (*grads_of, None, None)
 
 
+def _traced(
+    inputs: tuple[Tensor, ...], grads: tuple[Tensor | None, ...], rest: tuple[Any, ...]
+) -> tuple[Tensor | None, ...]:
+    """By operators: a graph cannot hold a loop over sequences, whose starts it does not know."""
+    out, lse = _VARLEN_LSE(*(x.detach() for x in inputs), *rest, "ref")
+    grad = torch.zeros_like(out) if grads[0] is None else grads[0]
+    options = (*rest[2:], False, "ref")
+    found: tuple[Tensor, ...]
+    if len(grads) == 1 or grads[1] is None:
+        found = BACKWARD(grad, *inputs, out, lse, *options)
+    else:
+        found = BACKWARD_LSE(grad, *inputs, out, lse, grads[1], *options)
+    return found
+
+
 def _from_scores(
     inputs: tuple[Tensor, ...], grads: tuple[Tensor | None, ...], rest: tuple[Any, ...]
 ) -> tuple[Tensor | None, ...]:
     """From all scores of a sequence at a time."""
+    if route(*inputs) == DISPATCH:
+        return _traced(inputs, grads, rest)
     wanted = [(grad, i) for i, grad in enumerate(grads) if grad is not None]
     leaves = [x.detach().requires_grad_() for x in inputs[:3]]
     with torch.enable_grad():
