@@ -21,7 +21,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from moe_layouts_cute import EPI, WARPGROUP
 from moe_quantize_cute import MoeQuantize
-from moe_routing_cute import inside
+from moe_routing_cute import within
 from moe_scales_cute import sync
 
 _TURN = 3  # named barriers 3 and 4: whose turn it is to multiply
@@ -408,7 +408,7 @@ class MoeGrouped(MoeQuantize):
                 else:
                     self.put_out(*wanted, *of_both, outs[0], slots_of)
             if const_expr(self.counts):
-                self.say_stored(storage)
+                self.say_stored(storage, entry - 1)
             if const_expr(not looks_ahead):
                 if after < tiles:  # so far the other warpgroup's
                     after, _, _ = self.take(storage, entry)
@@ -433,7 +433,7 @@ class MoeGrouped(MoeQuantize):
         if const_expr(not self.in_expert_order):
             facts[0] = self.real_expert(routing, found[0])
         for i in cutlass.range_constexpr(2, cute.size(facts)):
-            facts[i] = inside(found[i], elements)
+            facts[i] = within(found[i], elements)
 
     @cute.jit
     def look_up(self, facts, routing, place, number, thread, consumer, elements):

@@ -6,7 +6,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from moe_layouts_cute import EPI, GATHERERS, ROW, coordinates
-from moe_routing_cute import inside
+from moe_routing_cute import within
 from moe_scale_loads_cute import MoeScaleLoads
 
 # As createpolicy.fractional.L2 makes them, of all bytes.
@@ -155,13 +155,13 @@ class MoeLoads(MoeScaleLoads):
             rows = self.rows_of(routing, block)
             for i in cutlass.range_constexpr(self.tile_m // COPIES):
                 element = self.element_of(routing, rows, row + i * COPIES, elements)
-                element = inside(element, elements)
+                element = within(element, elements)
                 sources[i] = Int32(-1)
                 if element < elements:
                     sources[i] = element // divide * x_pieces + piece
             of_row, of_half = Int32(-1), Int32(0)
             if const_expr(self.block_scaled):
-                element = inside(self.element_of(routing, rows, thread, elements), elements)
+                element = within(self.element_of(routing, rows, thread, elements), elements)
                 if element < elements:
                     of_row = element // divide * x_scale[1]
                 expert = self.expert_of(routing, block)

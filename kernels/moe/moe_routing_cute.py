@@ -199,7 +199,7 @@ class MoeRouting(MoeLayouts):
             first += count
 
 
-def inside(number, end):
+def within(number, end):
     """`end` instead of what is not from 0 to it."""
     return Int32(cutlass.min(Uint32(number), Uint32(end)))
 

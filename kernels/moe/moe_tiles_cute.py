@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 from moe_layouts_cute import TURNS
 from moe_progress_cute import MoeProgress
-from moe_routing_cute import inside
+from moe_routing_cute import within
 
 _NEVER = 0x7FFFFFFF  # behind all turns: what a counter that did not begin with 0 may lead to
 _WINDOW = 16  # blocks; an expert's are told apart within one
@@ -75,7 +75,7 @@ class MoeTiles(MoeProgress):
         taken = turn + grid
         if counter.toint() != 0:
             if cute.arch.lane_idx() == 0:
-                taken = inside(2 * grid + _count(counter.toint()), _NEVER)
+                taken = within(2 * grid + _count(counter.toint()), _NEVER)
         return taken
 
     @cute.jit
@@ -84,7 +84,7 @@ class MoeTiles(MoeProgress):
         taken = number + grid
         if (counter.toint() != 0) & (grid < tiles):
             if cute.arch.lane_idx() == 0:
-                taken = inside(grid + _count(counter.toint()), _NEVER)
+                taken = within(grid + _count(counter.toint()), _NEVER)
             taken = cute.arch.shuffle_sync(taken, 0)
         return taken
 

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 from moe_layouts_cute import ROW, WIDE_GATHERERS
 from moe_loads_cute import MoeLoads, copy_16
-from moe_routing_cute import inside
+from moe_routing_cute import within
 from moe_scale_loads_cute import copy_scale
 
 _COPIES = WIDE_GATHERERS // 8  # rows that they copy at a time, 16 bytes of a row each
@@ -60,7 +60,7 @@ class MoeWideLoads(MoeLoads):
         before, tiles = (Int32(0), Int32(0)), Int32(0)  # the tile that is to be counted
         while block < routing[2]:
             steps = routing[3] if expert >= 0 else 0
-            ahead, ahead_second = inside(ahead, elements), inside(ahead_second, elements)
+            ahead, ahead_second = within(ahead, elements), within(ahead_second, elements)
             token, second_token = ahead // divide, ahead_second // divide
             is_real, is_second = ahead < elements, ahead_second < elements
             from_row = token * x_pieces if is_real else Int32(-1)

@@ -162,7 +162,8 @@ Status prepare(const KvCacheTensors& t, KvCacheArgs* args, Choice* choice) {
   if (args->tokens == 0 || args->token_vectors == 0) return Status();
   if (t.key_cache.shape[0] == 0 || args->block_size == 0) return Status();
   // More blocks than 64 bits count may come from a stride of 0.
-  args->slot_count = std::min(t.key_cache.shape[0], INT64_MAX / args->block_size) * args->block_size;
+  args->slot_count =
+      std::min(t.key_cache.shape[0], INT64_MAX / args->block_size) * args->block_size;
   args->block_shift = -1;
   for (int shift = 0; shift < 31; ++shift) {
     if (args->block_size == 1 << shift) args->block_shift = shift;

@@ -10,8 +10,8 @@
 
 namespace tiercel {
 
-// From one entry along a dimension to the next, in bytes: 0 where there is no next one, whose stride
-// may be any number.
+// From one entry along a dimension to the next, in bytes: 0 where there is no next one, whose
+// stride may be any number.
 inline int64_t step_along(const TensorView& view, int dimension) {
   return view.shape[dimension] > 1 ? view.strides[dimension] * dtype_bytes(view.dtype) : 0;
 }

@@ -82,7 +82,7 @@ _warned = False
 
 
 def can_look(tensor: Tensor) -> bool:
-    """Whether values can be read now: not while a CUDA graph is captured, which one warning says."""
+    """Whether values can be read now: not while a CUDA graph is captured; one warning says so."""
     global _warned
     if tensor.is_meta:
         return False

@@ -301,7 +301,7 @@ for way in ways:
 """
 
 
-@pytest.mark.parametrize(("value", "checks"), [("1", True), ("0", False), ("", False)])
+@pytest.mark.parametrize(("value", "checks"), [("1", True), ("0", False)])
 def test_every_way_to_call(value, checks):
     environment = {**os.environ, "TIERCEL_CHECK": value}
     done = subprocess.run(
@@ -335,16 +335,17 @@ def test_contents_that_are_no_places_on_ref():
     some = down(sorted_token_ids=int32(0, -1, -(2**31), 3, 2, 4, 99, 4, 4))
     assert tiercel.moe_down(**some)[[0, 3]].any() and not tiercel.moe_down(**some)[1].any()
     beyond = groups(offsets=torch.tensor([-5, 4, 2**40]))
-    assert torch.equal(
-        tiercel.grouped_gemm(**beyond), tiercel.grouped_gemm(**groups(offsets=int32(0, 4, 9)))
-    )
+    nearest = beyond | {"offsets": int32(0, 4, 9)}
+    assert torch.equal(tiercel.grouped_gemm(**beyond), tiercel.grouped_gemm(**nearest))
 
 
 def test_a_cache_without_rows():
     with pytest.raises(ValueError, match=r"`cos_sin_cache` must have at least one row, got .0, 8."):
         tiercel.rotary_embedding(**rotary(cos_sin_cache=torch.zeros(0, 8)))
     nobody = rotary(
-        positions=int32(), q=torch.zeros(0, 2, 8), k=torch.zeros(0, 1, 8),
+        positions=int32(),
+        q=torch.zeros(0, 2, 8),
+        k=torch.zeros(0, 1, 8),
         cos_sin_cache=torch.zeros(0, 8),
     )
     assert tiercel.rotary_embedding(**nobody)[0].shape == (0, 2, 8)

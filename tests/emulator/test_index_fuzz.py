@@ -4,6 +4,8 @@
 The emulator stops an access outside. Margins of somebody else's bytes lie around each tensor.
 """
 
+import itertools
+
 import pytest
 import torch
 from support.index_fuzz import CASES, Draw, reference, run
@@ -53,7 +55,10 @@ def test_rotary_embedding(case):
     positions = torch.randint(rows, (tokens,), generator=draw.generator)
     positions = draw.strays(positions, rows, wide=draw.of(False, True))
     cache = draw.normal(rows, turned, dtype=draw.of(torch.float32, dtype))
-    q, k = draw.normal(tokens, heads, size, dtype=dtype), draw.normal(tokens, others, size, dtype=dtype)
+    q, k = (
+        draw.normal(tokens, heads, size, dtype=dtype),
+        draw.normal(tokens, others, size, dtype=dtype),
+    )
     interleaved = draw.of(False, True)
     due = reference("rotary_embedding")(positions, q, k, cache, interleaved, None)
     form = draw.of("rotary_embedding", "rotary_embedding_", "rotary_embedding_out")
@@ -112,7 +117,7 @@ def covered(offsets, rows):
     """How many groups each row is in, those before the first one and behind the last one too."""
     bounds = [0, *offsets.clamp(0, rows).tolist(), rows]
     count = torch.zeros(rows, dtype=torch.int64)
-    for first, end in zip(bounds, bounds[1:], strict=False):
+    for first, end in itertools.pairwise(bounds):
         count[first:end] += 1
     return count
 

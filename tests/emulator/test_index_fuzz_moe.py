@@ -7,6 +7,7 @@ from support.emulator import kernels, options
 from support.index_fuzz import CASES, Draw, embedded, margins_kept, reference, run
 
 from tiercel import ref
+from tiercel.ops import moe
 
 pytestmark = pytest.mark.torch
 
@@ -137,3 +138,23 @@ def test_fused_moe(case):
     # A value between the halves may be rounded to float8's neighbour.
     error = (got.float() - due).square().mean().sqrt()
     assert error <= (2**-7 if kind is None else 4e-2) * due.square().mean().sqrt() + 1e-6
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_most_experts_are_elsewhere(seed):
+    """Nobody loads for their tiles, so who multiplies may be several tiles ahead of who loads."""
+    draw = Draw(seed)
+    inner, hidden, everywhere, here = draw.of(72, 264), 64, 8, 2
+    expert_map = torch.full((everywhere,), -1, dtype=torch.int32)
+    order = torch.randperm(everywhere, generator=draw.generator)
+    expert_map[order[:here]] = torch.arange(here, dtype=torch.int32)
+    ids = torch.rand(300, everywhere, generator=draw.generator).topk(2).indices
+    w_up, _ = weights_of(draw, (here, 2 * inner, hidden), None)
+    w_down, _ = weights_of(draw, (here, hidden, inner), None)
+    x, weights = draw.normal(300, hidden), draw.uniform(300, 2)
+    due = reference("fused_moe")(x, w_up, w_down, weights, ids, "silu", expert_map, None).float()
+    wide = (128, (256, 1), (256, 1))
+    with options(multiprocessors=1 + seed % 4, seed=seed):
+        got = moe.run(x, ((w_up, None), (w_down, None)), weights, ids, "silu", expert_map, wide)
+    error = (got.float() - due).square().mean().sqrt()
+    assert error <= 2**-7 * due.square().mean().sqrt()

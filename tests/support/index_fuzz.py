@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Index tensors that hold anything, for kernels on the emulator.
 
-A test draws cases by number, so that one that failed can be tried again. TIERCEL_FUZZ_CASES says how
-many there are of each operator; by default a quick sample.
+A test draws cases by number, so that one that failed can be tried again. TIERCEL_FUZZ_CASES says
+how many there are of each operator; by default a quick sample.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ def margins_kept():
 
 
 def embedded(tensor):
-    """A copy in the middle of a larger buffer. The emulator knows where the copy begins and ends."""
+    """A copy in a larger buffer; the emulator knows where the copy begins and ends."""
     size = tensor.numel() * tensor.element_size()
     buffer = torch.full((size + 2 * _MARGIN,), _FILL, dtype=torch.uint8)
     _margins.append((buffer, size))
@@ -71,8 +71,8 @@ class Draw:
         return torch.rand(*shape, generator=self.generator)
 
     def strays(self, right, count, wide):
-        """`right` as int32 or, if `wide`, int64, where some, many or all numbers are others: what is
-        next to 0 and to `count`, what programs use for none, the largest, what int32 cuts off."""
+        """`right` as int32 or, if `wide`, int64, where some, many or all numbers are others: next
+        to 0 and to `count`, what programs use for none, the largest, what int32 cuts off."""
         bits = 64 if wide else 32
         last = 2 ** (bits - 1) - 1
         others = [-1, -2, count, count + 1, -count, 2**29, -(2**29), 2**31 - 1, -(2**31), 10**6]

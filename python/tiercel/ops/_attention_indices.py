@@ -38,7 +38,13 @@ def packed_indices(
 
 
 def packed_gradients_indices(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *_: Any
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *_: Any,
 ) -> list[Index]:
     """Of its gradients."""
     return [
