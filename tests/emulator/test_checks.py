@@ -149,6 +149,18 @@ def test_a_missing_barrier_shows_in_some_order(tmp_path):
         assert all(results) == right
 
 
+@pytest.mark.parametrize("instead", ["wgmma.wait_group.sync.aligned 0;", "add.u32 %r2, %r2, 1;"])
+def test_warps_of_a_warpgroup_wait_together(tmp_path, instead):
+    """Warps below the bound wait at one place, the others at another or not at all."""
+    body = (
+        f"{THREAD} setp.lt.u32 %p1, %r1, BOUND; @%p1 bra FIRST;\n{instead}\nbra END;\n"
+        "FIRST:\nwgmma.wait_group.sync.aligned 0;\nEND:\nwgmma.fence.sync.aligned;"
+    )
+    kernel(tmp_path, body.replace("BOUND", "128"))(zeros(256), block=256)
+    launch = kernel(tmp_path, body.replace("BOUND", "32"))
+    fails(launch, zeros(128), match="another warp of the warpgroup is at PTX line", block=128)
+
+
 def test_barriers_that_do_not_fit(tmp_path):
     launch = kernel(tmp_path, "bar.sync 0, 33;")
     fails(launch, zeros(1), block=64, match="must be a multiple of 32")

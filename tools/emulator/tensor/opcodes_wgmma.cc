@@ -14,6 +14,7 @@ namespace {
 // op[0] and op[1]: descriptors of a and b; op[2]: scale-d. more: d's registers, then a's.
 Step run_wgmma(Warp& warp, const Instruction& in, Mask mask) {
   if (!warp.together(kAllLanes, mask)) return Step::kBlocked;
+  check_warpgroup_order(warp, in, "wgmma.mma_async");
   Wgmma shape = *static_cast<const Wgmma*>(kept(in));
   shape.short_adder = warp.cta->cluster->launch->options.short_fp8_adder;
   const Mask scale = warp.predicate(in.op[2]);
@@ -33,20 +34,24 @@ Step run_wgmma(Warp& warp, const Instruction& in, Mask mask) {
   return Step::kNext;
 }
 
-Step run_commit(Warp& warp, const Instruction&, Mask mask) {
+Step run_commit(Warp& warp, const Instruction& in, Mask mask) {
   if (!warp.together(kAllLanes, mask)) return Step::kBlocked;
+  check_warpgroup_order(warp, in, "wgmma.commit_group");
   tensor_state(warp).queue.commit();
   return Step::kNext;
 }
 
 Step run_wait(Warp& warp, const Instruction& in, Mask mask) {
   if (!warp.together(kAllLanes, mask)) return Step::kBlocked;
+  check_warpgroup_order(warp, in, "wgmma.wait_group");
   tensor_state(warp).queue.wait(static_cast<uint32_t>(in.imm));
   return Step::kNext;
 }
 
-Step run_fence(Warp& warp, const Instruction&, Mask mask) {
-  return warp.together(kAllLanes, mask) ? Step::kNext : Step::kBlocked;
+Step run_fence(Warp& warp, const Instruction& in, Mask mask) {
+  if (!warp.together(kAllLanes, mask)) return Step::kBlocked;
+  check_warpgroup_order(warp, in, "wgmma.fence");
+  return Step::kNext;
 }
 
 bool negative(Decode& d, int i) {

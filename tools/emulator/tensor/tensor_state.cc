@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tools/emulator/tensor/tensor_state.h"
 
+#include <algorithm>
+#include <deque>
+#include <map>
 #include <utility>
 
 #include "tools/emulator/tensor/fault.h"
@@ -60,6 +63,40 @@ WarpTensorState::WarpTensorState(Warp& warp)
 WarpTensorState& tensor_state(Warp& warp) {
   if (!warp.tensor_state) warp.tensor_state = std::make_shared<WarpTensorState>(warp);
   return *static_cast<WarpTensorState*>(warp.tensor_state.get());
+}
+
+namespace {
+
+constexpr uint32_t kWarps = 4;  // of a warpgroup
+
+// A warpgroup's instructions that some of its warps have not come to yet.
+struct WarpgroupOrder {
+  std::deque<const Instruction*> ahead;
+  uint64_t first = 0;           // the number of ahead.front()
+  uint64_t count[kWarps] = {};  // instructions so far
+};
+
+struct CtaTensorState {
+  std::map<uint32_t, WarpgroupOrder> warpgroups;
+};
+
+}  // namespace
+
+void check_warpgroup_order(Warp& warp, const Instruction& in, const char* what) {
+  if (!warp.cta->tensor_state) warp.cta->tensor_state = std::make_shared<CtaTensorState>();
+  auto& state = *static_cast<CtaTensorState*>(warp.cta->tensor_state.get());
+  WarpgroupOrder& order = state.warpgroups[warp.index / kWarps];
+  const uint64_t at = order.count[warp.index % kWarps]++ - order.first;
+  if (at == order.ahead.size()) {
+    order.ahead.push_back(&in);
+  } else if (order.ahead[at] != &in) {
+    fault("%s: another warp of the warpgroup is at PTX line %d instead", what,
+          order.ahead[at]->line);
+  }
+  while (*std::min_element(order.count, order.count + kWarps) > order.first) {
+    order.ahead.pop_front();
+    ++order.first;
+  }
 }
 
 uint32_t shared_address(Warp& warp, Operand operand, bool narrow, int64_t offset, int lane) {

@@ -56,6 +56,10 @@ struct WarpTensorState {
 
 WarpTensorState& tensor_state(Warp& warp);
 
+// wgmma instructions are for a whole warpgroup: its four warps execute the same ones, in the same
+// order. Throws when the warp is at another one than the first warp to get that far.
+void check_warpgroup_order(Warp& warp, const Instruction& in, const char* what);
+
 // A shared address from an operand: 32 bits as it is, 64 bits generic.
 uint32_t shared_address(Warp& warp, Operand operand, bool narrow, int64_t offset, int lane);
 
