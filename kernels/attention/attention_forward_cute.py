@@ -291,7 +291,7 @@ class AttentionForward(AttentionSteps):
                         to_lse = lse + self.lse_place(starts, entry, head, heads, seq_q, start)
                         for r in cutlass.range_constexpr(2):
                             if at_row + 8 * r < queries:
-                                value = row_max[r] * scale_log2 + cute.math.log2(row_sum[r])
+                                value = row_max[r] + cute.math.log2(row_sum[r])
                                 if const_expr(self.lift != 0.0):
                                     value -= self.lift
                                 (to_lse + (at_row + 8 * r)).store(value * _LN2)

@@ -26,7 +26,14 @@ import cutlass
 import cutlass.cute as cute
 from attention_launch_cute import Launcher
 from attention_layouts_cute import PIECE, ROWS
-from attention_softmax_cute import add_up, float_from_bits, hold, inverse, softmax
+from attention_softmax_cute import (
+    add_up,
+    float_from_bits,
+    hold,
+    inverse,
+    softmax,
+    some_negative,
+)
 from cutlass import BFloat16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
@@ -134,21 +141,47 @@ class AttentionFp8Steps(Launcher):
             cute.gemm(mma, sums[1], p[None, None, block], rv[None, None, block, stage], sums[1])
         warpgroup.commit_group()
 
-    def soften(self, s, rows, scale, first, masked, as_integers=False, pause=None):
+    def soften(self, s, rows, scale, first, masked, as_integers=False, which=(0, 1)):
         softmax(
             *(s, *rows, scale, first, masked, self.lift),
-            *(not self.counted, as_integers, pause),
+            *(not self.counted, as_integers, which),
         )
 
-    def step(self, s, sums, p, rows, scale, masked, v_read, v_ring, lse, batch, as_integers):
-        def pause():
-            hold(batch)
-            warpgroup.wait_group(0)
-            v_ring.consumer_release(v_read)
+    @cute.jit
+    def absorb(
+        self, s, sums, p, rows, scale, masked: cutlass.Constexpr[bool], v_read, v_ring, lse, batch
+    ):
+        """As the base's. The warps of a warpgroup may compare in different ways, but have to wait
+        for products by one instruction: it stands outside of the branches."""
+        negative = some_negative(rows[0])
+        if const_expr(self.held):
+            if const_expr(self.as_integers):
+                if negative:
+                    self.before_wait(s, rows, scale, masked, batch, False)
+                else:
+                    self.before_wait(s, rows, scale, masked, batch, True)
+            else:
+                self.before_wait(s, rows, scale, masked, batch, False)
+        warpgroup.wait_group(0)
+        v_ring.consumer_release(v_read)
+        if const_expr(self.as_integers and self.held is not True):
+            if negative:
+                self.after_wait(s, sums, p, rows, scale, masked, lse, False)
+            else:
+                self.after_wait(s, sums, p, rows, scale, masked, lse, True)
+        else:
+            self.after_wait(s, sums, p, rows, scale, masked, lse, False)
 
-        half = self.held == "half"
-        self.soften(s, rows, scale, False, masked, as_integers, pause if half else None)
-        self.finish(s, sums, p, rows, v_read, v_ring, lse, batch)
+    def before_wait(self, s, rows, scale, masked, batch, as_integers):
+        which = (0,) if self.held == "half" else (0, 1)
+        self.soften(s, rows, scale, False, masked, as_integers, which)
+        hold(batch)
+
+    def after_wait(self, s, sums, p, rows, scale, masked, lse, as_integers):
+        if self.held is not True:
+            which = (1,) if self.held == "half" else (0, 1)
+            self.soften(s, rows, scale, False, masked, as_integers, which)
+        self.finish(s, sums, p, rows, lse)
 
     @cute.jit
     def count(self, s, rows, lse, first: cutlass.Constexpr[bool]):
@@ -165,12 +198,7 @@ class AttentionFp8Steps(Launcher):
                 rescale[r] = inverse(self.total(sums, self.d // 2 + 2 * r)) * gain
 
     @cute.jit
-    def finish(self, s, sums, p, rows, v_read, v_ring, lse, batch):
-        if const_expr(self.held != "half"):
-            if const_expr(self.held):
-                hold(batch)
-            warpgroup.wait_group(0)
-            v_ring.consumer_release(v_read)
+    def finish(self, s, sums, p, rows, lse):
         self.to_operand(s, p)
         for i in cutlass.range_constexpr(cute.size(sums[0])):
             sums[0][i] = self.total(sums, i)

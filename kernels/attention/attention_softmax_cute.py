@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 _LOG2_E = 1.4426950408889634
+_LOWEST = -(2.0**80)  # in place of minus infinity, where no key of a row is seen
 
 
 @cute.jit
@@ -24,42 +25,57 @@ def softmax(
     lift: cutlass.Constexpr[float] = 0.0,
     summed: cutlass.Constexpr[bool] = True,
     as_integers: cutlass.Constexpr[bool] = False,
-    pause: cutlass.Constexpr = None,
+    which: cutlass.Constexpr = (0, 1),
 ):
     """Scores become probabilities up to a factor, the largest of a row 2**lift; updates the rows'
-    maxima and, if `summed`, sums. `rescale` is what earlier sums are to be multiplied by. With
-    `as_integers`, the maxima so far are not negative: then integers and floats compare the same
-    way, and there is an instruction for the largest of three integers. `pause` comes between two
-    rows.
+    maxima, which are kept times `scale`, and, if `summed`, sums. `rescale` is what earlier sums are
+    to be multiplied by. With `as_integers`, the maxima so far are not negative: then integers and
+    floats compare the same way, and there is an instruction for the largest of three integers.
+    `which` of the two rows.
 
     Measured and left out, each slower: to rescale only when a maximum grows by much, and to take a
     part of the exponentials from a polynomial instead of the unit for special functions.
     """
     for r in cutlass.range_constexpr(2):
-        values = [s[at] for at in row_places(s, r)]
-        if const_expr(as_integers):
-            best = _largest_of([row_max[r], *values])
-        else:
-            best = _tree(values, cute.arch.fmax)
-        best = cute.arch.warp_reduction_max(best, threads_in_group=4)
-        if const_expr(not first and not as_integers):
-            best = cute.arch.fmax(best, row_max[r])
-        safe = best
-        if const_expr(masked and not as_integers):
-            safe = best if best != -Float32.inf else Float32(0.0)
-        top = safe * scale
-        shift = top
-        if const_expr(lift != 0.0):
-            shift = top - lift
-        for at in row_places(s, r):
-            s[at] = cute.math.exp2(s[at] * scale - shift, fastmath=True)
-        if const_expr(not first):
-            rescale[r] = cute.math.exp2(row_max[r] * scale - top, fastmath=True)
-        if const_expr(summed):
-            add_up(s, row_sum, rescale, r, first)
-        row_max[r] = best
-        if const_expr(pause is not None and r == 0):
-            pause()
+        if const_expr(r in which):
+            values = [s[at] for at in row_places(s, r)]
+            if const_expr(as_integers):
+                best = _largest_of(values)
+            else:
+                best = _tree(values, cute.arch.fmax)
+            best = cute.arch.warp_reduction_max(best, threads_in_group=4)
+            if const_expr(masked and not as_integers):
+                best = cute.arch.fmax(best, Float32(_LOWEST))
+            # Rounded as earlier shifts were: an unchanged maximum rescales by 1 exactly.
+            top = _product(best, scale)
+            if const_expr(not first):
+                top = cute.arch.fmax(top, row_max[r])
+            shift = top
+            if const_expr(lift != 0.0):
+                shift = top - lift
+            for at in row_places(s, r):
+                s[at] = cute.math.exp2(_fused(s[at], scale, -shift), fastmath=True)
+            if const_expr(not first):
+                rescale[r] = cute.math.exp2(row_max[r] - top, fastmath=True)
+            if const_expr(summed):
+                add_up(s, row_sum, rescale, r, first)
+            row_max[r] = top
+
+
+def _product(a, b):
+    """Rounded by itself, not fused with what follows."""
+    return cute.arch.inline_ptx(
+        "mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+    )
+
+
+def _fused(a, b, c):
+    """a * b + c, rounded once: else it is ptxas that decides."""
+    return cute.arch.inline_ptx(
+        "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};",
+        write_only_types=[Float32],
+        read_only_args=[a, b, c],
+    )
 
 
 @cute.jit
@@ -77,7 +93,7 @@ def row_places(s, r):
 
 @cute.jit
 def some_negative(row_max):
-    """Whether one of a warp's rows has a negative maximum so far."""
+    """Whether one of a warp's rows has a negative maximum so far: not the same in all warps."""
     return cute.arch.vote_any_sync(_bits(row_max[0]) | _bits(row_max[1]) < 0)
 
 

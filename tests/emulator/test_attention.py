@@ -89,6 +89,24 @@ def test_any_order_of_warps(seed):
         check(1, 300, 300, (2, 1), 128, causal=True)
 
 
+def attend(q, k, v, causal=False):
+    out = torch.full_like(q, torch.nan)
+    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), torch.nan)
+    right = 0 if causal else UNLIMITED
+    kernels.attention(q, k, v, out, lse, UNLIMITED, right, q.shape[-1] ** -0.5, 0.0)
+    return out, lse
+
+
+@pytest.mark.parametrize("key", [251, 160])
+def test_blocks_of_equal_scores(key):
+    """A block counts as those after it do: no factor that adds up while the maximum stays."""
+    q, k = torch.full((1, 64, 1, 128), 256.0), torch.full((1, 1536, 1, 128), float(key))
+    v = torch.zeros(1, 1536, 1, 128)
+    v[:, 768:] = 1.0
+    out, _ = attend(*(x.bfloat16() for x in (q, k, v)))
+    torch.testing.assert_close(out.float(), torch.full((1, 64, 1, 128), 0.5), atol=2e-3, rtol=0)
+
+
 def check_varlen(queries, keys, heads, d, dtype=torch.bfloat16, longest=None, **options):
     k_shape = (sum(keys), heads[1], d)
     q, k, v = draw(dtype, (sum(queries), heads[0], d), k_shape, k_shape)
