@@ -321,7 +321,8 @@ __device__ __forceinline__ void softmax(const DecodeArgs& args, const Rows<Shape
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int r = 2 * n + i % 2;
-        const float p = exp2_approx(fmaf(s[n][block][i], factor[r], -against[r]));
+        // Not fused: the product of the largest has to be rounded here as it was there.
+        const float p = exp2_approx(__fadd_rn(__fmul_rn(s[n][block][i], factor[r]), -against[r]));
         state->sum[r] += p;
         s[n][block][i] = p;
       }

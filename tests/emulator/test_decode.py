@@ -63,6 +63,15 @@ def run(inputs, split=0, prefix=None, k_scale=None, v_scale=None, workspace=None
 RAGGED = [0, 1, 100, 16, 17]
 
 
+@pytest.mark.parametrize("value", [4080.0, 133120.0, -(2.0**44)])
+@pytest.mark.parametrize("split", [-1, 2])
+def test_equal_scores_however_large(value, split):
+    """The largest has probability 1, where float32 has no digits behind a score's point either."""
+    inputs = make([300], d=128)
+    inputs[0].fill_(4096.0), inputs[1].fill_(value), inputs[2].fill_(1.0)
+    run(inputs, split)
+
+
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize(("d", "cache"), list(itertools.product([64, 128, 256], [None, FP8])))
 def test_splits(split, d, cache):
