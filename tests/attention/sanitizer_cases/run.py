@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one of copy_engine.cu's programs and compares its result: run.py CASE. Needs a GPU, and
+nvcc as tiercel.jit finds it. Under compute-sanitizer, see test_sanitizer_cases_gpu.py."""
+
+import ctypes
+import pathlib
+import sys
+
+import torch
+
+import tiercel
+
+SOURCE = pathlib.Path(__file__).with_name("copy_engine.cu")
+STEPS = 64
+FLOATS = 32
+
+
+def tensor_map(tensor):
+    """The driver's description of a vector of floats, in the GPU's memory."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    encoded = (ctypes.c_uint64 * 24)()
+    start = (ctypes.addressof(encoded) + 63) // 64 * 64
+    whole, box = ctypes.c_uint64(FLOATS), ctypes.c_uint32(FLOATS)
+    step, stride = ctypes.c_uint32(1), ctypes.c_uint64(0)
+    float32, rank = 7, 1
+    result = driver.cuTensorMapEncodeTiled(
+        *(ctypes.c_void_p(start), float32, rank, ctypes.c_void_p(tensor.data_ptr())),
+        *(ctypes.byref(x) for x in (whole, stride, box, step)),
+        *(0, 0, 0, 0),
+    )
+    assert result == 0, result
+    return torch.frombuffer(bytearray(ctypes.string_at(start, 128)), dtype=torch.uint8).cuda()
+
+
+def ring(by_engine):
+    kernel = tiercel.jit.cuda(SOURCE, f"sums_through_a_ring<{by_engine}, {STEPS}>")
+    rows = torch.arange(STEPS * FLOATS, dtype=torch.float32).view(STEPS, FLOATS).cuda()
+    out = torch.zeros(2, FLOATS, device="cuda")
+    kernel(1, 96, rows, out)
+    expected = rows.cpu().sum(0).expand(2, -1)
+    assert torch.equal(out.cpu(), expected), "wrong sums"
+
+
+def store(by_engine):
+    names = (f"store_floats<{by_engine}>", "read_floats")
+    write, read = tiercel.jit.cuda(SOURCE, names)
+    there = torch.empty(FLOATS, device="cuda")
+    out = torch.zeros(FLOATS, device="cuda")
+    write(1, FLOATS, tensor_map(there), there)
+    read(1, FLOATS, there, out)
+    assert torch.equal(out.cpu(), torch.arange(FLOATS, dtype=torch.float32)), "wrong floats"
+
+
+CASES = {
+    "ring-by-engine": lambda: ring("true"),
+    "ring-by-threads": lambda: ring("false"),
+    "store-by-engine": lambda: store("true"),
+    "store-by-threads": lambda: store("false"),
+}
+
+if __name__ == "__main__":
+    CASES[sys.argv[1]]()
+    print(sys.argv[1], "right")
