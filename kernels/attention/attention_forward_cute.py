@@ -16,7 +16,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as hopper
 from attention_layouts_cute import PIECE, ROWS, WARPGROUP
-from attention_softmax_cute import cap, inverse
+from attention_softmax_cute import cap, inverse, largest
 from attention_steps_cute import AttentionSteps, sync
 from attention_tiles_cute import free_blocks, rounds_of_block
 from cutlass import Float32, Int32, const_expr
@@ -291,7 +291,8 @@ class AttentionForward(AttentionSteps):
                         to_lse = lse + self.lse_place(starts, entry, head, heads, seq_q, start)
                         for r in cutlass.range_constexpr(2):
                             if at_row + 8 * r < queries:
-                                value = row_max[r] + cute.math.log2(row_sum[r])
+                                value = largest(row_max[r], self.limited(scale_log2))
+                                value += cute.math.log2(row_sum[r])
                                 if const_expr(self.lift != 0.0):
                                     value -= self.lift
                                 (to_lse + (at_row + 8 * r)).store(value * _LN2)

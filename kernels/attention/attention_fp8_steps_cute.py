@@ -33,6 +33,7 @@ from attention_softmax_cute import (
     inverse,
     softmax,
     some_negative,
+    with_limit,
 )
 from cutlass import BFloat16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
@@ -143,7 +144,7 @@ class AttentionFp8Steps(Launcher):
 
     def soften(self, s, rows, scale, first, masked, as_integers=False, which=(0, 1)):
         softmax(
-            *(s, *rows, scale, first, masked, self.lift),
+            *(s, *rows, self.limited(scale), first, masked, self.lift),
             *(not self.counted, as_integers, which),
         )
 
@@ -233,7 +234,12 @@ class AttentionFp8Steps(Launcher):
         of_scores, of_values = mine.load(), (mine + 1).load()
         if const_expr(self.capped):
             return float_from_bits(scale), float_from_bits(slope) * of_scores, of_values
-        return float_from_bits(scale) * of_scores, None, of_values
+        scale = float_from_bits(scale) * of_scores
+        return scale if self.held == "half" else with_limit(scale, self.lift), None, of_values
+
+    def limited(self, scale):
+        """With the limit, for which those tiles have no registers from one use to the next."""
+        return with_limit(scale, self.lift) if self.held == "half" and not self.capped else scale
 
 
 def tile_columns(tile_n):

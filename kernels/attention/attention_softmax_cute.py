@@ -33,33 +33,80 @@ def softmax(
     floats compare the same way, and there is an instruction for the largest of three integers.
     `which` of the two rows.
 
+    `scale` is a number where scores are known to be small, else `with_limit`'s.
+
     Measured and left out, each slower: to rescale only when a maximum grows by much, and to take a
     part of the exponentials from a polynomial instead of the unit for special functions.
     """
     for r in cutlass.range_constexpr(2):
         if const_expr(r in which):
             values = [s[at] for at in row_places(s, r)]
-            if const_expr(as_integers):
-                best = _largest_of(values)
-            else:
-                best = _tree(values, cute.arch.fmax)
+            best = _largest_of(values) if const_expr(as_integers) else _tree(values, cute.arch.fmax)
             best = cute.arch.warp_reduction_max(best, threads_in_group=4)
             if const_expr(masked and not as_integers):
                 best = cute.arch.fmax(best, Float32(_LOWEST))
+            factor = scale
+            if const_expr(isinstance(scale, tuple)):
+                factor = _factor(best, *scale, as_integers)
             # Rounded as earlier shifts were: an unchanged maximum rescales by 1 exactly.
-            top = _product(best, scale)
+            top = _product(best, factor)
             if const_expr(not first):
                 top = cute.arch.fmax(top, row_max[r])
             shift = top
             if const_expr(lift != 0.0):
                 shift = top - lift
             for at in row_places(s, r):
-                s[at] = cute.math.exp2(_fused(s[at], scale, -shift), fastmath=True)
+                s[at] = cute.math.exp2(_fused(s[at], factor, -shift), fastmath=True)
             if const_expr(not first):
                 rescale[r] = cute.math.exp2(row_max[r] - top, fastmath=True)
             if const_expr(summed):
                 add_up(s, row_sum, rescale, r, first)
             row_max[r] = top
+
+
+def with_limit(scale, lift=0.0):
+    """`scale`; what scores are multiplied by instead from a limit on; and that limit: from there
+    products have no digits behind the point. The product with the largest is rounded, and those
+    that it is subtracted from are not, so the largest's probability would be anything. With a power
+    of 2, the one above `scale`, no product is rounded, and scores that differ at all do so by more
+    than it changes."""
+    places = 24 if lift else 27  # e4m3's probabilities may only double before they overflow
+    power, limit = cute.arch.inline_ptx(
+        "{ .reg .u32 bits, rest; mov.b32 bits, {$r0}; "
+        "and.b32 bits, bits, 0x7f800000; add.u32 bits, bits, 0x00800000; "
+        f"sub.u32 rest, {(254 + places) << 23}, bits; min.u32 rest, rest, 0x7f000000; "
+        "mov.b32 {$w0}, bits; mov.b32 {$w1}, rest; }",
+        write_only_types=[Float32, Float32],
+        read_only_args=[scale],
+    )
+    return scale, power, limit
+
+
+def largest(top, scale):
+    """A row's largest score times scale, of what `softmax` keeps as its maximum."""
+    if not isinstance(scale, tuple):
+        return top
+    scale, power, limit = scale
+    return cute.arch.inline_ptx(
+        "{ .reg .pred large; .reg .f32 size, bound, back; abs.f32 size, {$r0}; "
+        "mul.rn.f32 bound, {$r2}, {$r3}; setp.ge.f32 large, size, bound; "
+        "rcp.approx.f32 back, {$r2}; mul.rn.f32 back, back, {$r1}; mul.rn.f32 back, back, {$r0}; "
+        "selp.f32 {$w0}, back, {$r0}, large; }",
+        write_only_types=[Float32],
+        read_only_args=[top, scale, power, limit],
+    )
+
+
+def _factor(best, scale, power, limit, as_integers):
+    """What a row's scores are multiplied by. As integers, of negative scores the smallest is found,
+    but then an earlier block's counts."""
+    size = "mov" if as_integers else "abs"
+    return cute.arch.inline_ptx(
+        f"{{ .reg .pred large; .reg .f32 size; {size}.f32 size, {{$r0}}; "
+        "setp.ge.f32 large, size, {$r3}; selp.f32 {$w0}, {$r2}, {$r1}, large; }",
+        write_only_types=[Float32],
+        read_only_args=[best, scale, power, limit],
+    )
 
 
 def _product(a, b):

@@ -4,7 +4,14 @@
 import cutlass
 import cutlass.cute as cute
 from attention_layouts_cute import PACKED_ROWS, WARPGROUP, AttentionLayouts
-from attention_softmax_cute import float_from_bits, hide_outside, softmax, some_negative, to_operand
+from attention_softmax_cute import (
+    float_from_bits,
+    hide_outside,
+    softmax,
+    some_negative,
+    to_operand,
+    with_limit,
+)
 from attention_tiles_cute import key_blocks, place, tile_position
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
@@ -73,7 +80,12 @@ class AttentionSteps(AttentionLayouts):
     def scales(self, factors, entry, head, sizes, scale, slope):
         """Of a tile: what scores are multiplied by for a power of 2 and for the cap's tangent, and
         what results are multiplied by, unless None."""
-        return float_from_bits(scale), float_from_bits(slope), None
+        scale = float_from_bits(scale)
+        return scale if self.capped else with_limit(scale), float_from_bits(slope), None
+
+    def limited(self, scale):
+        """A tile's scale as `softmax` and `largest` take it."""
+        return scale
 
     def value_tile(self):
         return self.tile_n, self.d

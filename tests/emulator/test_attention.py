@@ -97,6 +97,45 @@ def attend(q, k, v, causal=False):
     return out, lse
 
 
+# Scores from where float32 has no digits behind the point to 2^63; float16's largest are near 2^39.
+HUGE = [
+    (torch.bfloat16, 4080.0),
+    (torch.bfloat16, 133120.0),
+    (torch.bfloat16, -(2.0**44)),
+    (torch.float16, 60000.0),
+]
+
+
+@pytest.mark.parametrize(("dtype", "value"), HUGE)
+@pytest.mark.parametrize("causal", [False, True])
+def test_equal_scores_however_large(dtype, value, causal):
+    """Each key counts the same, also from block to block. Masks hide the last keys from some."""
+    q, k = torch.full((1, 70, 1, 128), 4096.0), torch.full((1, 700, 1, 128), value)
+    k = k.to(dtype)
+    v = torch.ones(1, 700, 1, 128, dtype=dtype)
+    v[..., 64:] = torch.arange(700).view(1, 700, 1, 1) % 2
+    out, lse = attend(q.to(dtype), k, v, causal)
+    assert bool((out[..., :64] == 1).all())
+    torch.testing.assert_close(
+        out[..., 64:].float(), torch.full((1, 70, 1, 64), 0.5), atol=2e-3, rtol=0
+    )
+    scores = 4096.0 * k[0, 0, 0, 0].double() * 128**0.5
+    torch.testing.assert_close(lse.double(), scores.expand(1, 1, 70), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("dtype", "value"), HUGE)
+def test_the_largest_of_huge_scores(dtype, value):
+    """Nothing else counts, and no other score is near it."""
+    q = torch.full((1, 70, 1, 128), 4096.0, dtype=dtype)
+    k = torch.full((1, 300, 1, 128), -value, dtype=dtype)
+    at = 17 if value > 0 else slice(None)
+    k[:, at] = value
+    v = torch.randn(1, 300, 1, 128, generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected = v[:, at].float().mean(dim=1) if value < 0 else v[:, at].float()
+    out, _ = attend(q, k, v)
+    torch.testing.assert_close(out.float(), expected.expand(1, 70, 1, 128), atol=4e-3, rtol=4e-3)
+
+
 @pytest.mark.parametrize("key", [251, 160])
 def test_blocks_of_equal_scores(key):
     """A block counts as those after it do: no factor that adds up while the maximum stays."""

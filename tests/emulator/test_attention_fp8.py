@@ -84,6 +84,37 @@ def test_scores_of_one_sign(positive):
     compare(results, tiercel.ref.attention, inputs, (), {})
 
 
+@pytest.mark.parametrize("factor", [1.0, 1e3, 1e8])
+@pytest.mark.parametrize("d", [64, 128])
+def test_equal_scores_however_large(d, factor):
+    """Each key counts the same, also where float32 has no digits behind a score's point."""
+    q, k = torch.full((1, 70, 1, d), 416.0), torch.full((1, 700, 1, d), 352.0)
+    v = torch.ones(1, 700, 1, d)
+    v[..., d // 2 :] = torch.arange(700).view(1, 700, 1, 1) % 2
+    scales = [torch.tensor(factor), torch.tensor(factor), None]
+    inputs = [x.to(FLOAT8) for x in (q, k, v)]
+    out, lse = sm90("attention_fp8_lse")(*inputs, *scales, False, None, None, None, None)
+    expected = torch.where(torch.arange(d) < d // 2, 1.0, 0.5).expand(1, 70, 1, d)
+    torch.testing.assert_close(out.float(), expected, atol=2e-3, rtol=0)
+    score = 416.0 * 352.0 * factor**2 * d**0.5
+    assert bool(((lse.double() - score).abs() <= 1e-6 * score + 7).all())
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_huge_negative_score_beside_small_ones(d):
+    """Of scores that are compared as integers: only large ones give a row another scale."""
+    q, k = torch.full((1, 70, 1, d), 448.0), torch.zeros(1, 256, 1, d)
+    k[:, :128, :, 0] = -(2.0**-9)
+    k[:, 5] = -448.0
+    v = torch.zeros(1, 256, 1, d)
+    v[:, :128] = 1.0
+    inputs = [x.to(FLOAT8) for x in (q, k, v)]
+    scales = [torch.tensor(14.5 * 64 / d), None, None]
+    results = sm90("attention_fp8_lse")(*inputs, *scales, False, None, None, None, None)
+    named = dict(zip(DESCALES, scales, strict=True))
+    compare(results, tiercel.ref.attention, inputs, (), named)
+
+
 def check_varlen(queries, keys, heads, d, *, causal=False, window=None, longest=None):
     generator = torch.Generator().manual_seed(7)
 
