@@ -90,7 +90,8 @@ def _save(ctx: Any, args: tuple[Any, ...], outputs: Any) -> None:
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     if all(grad is None for grad in grads):
         return None, None, None
-    inputs, outputs = list(ctx.saved_tensors[:3]), ctx.saved_tensors[3:]
+    saved = ctx.saved_tensors  # once: checkpoints hand them out a single time
+    inputs, outputs = list(saved[:3]), saved[3:]
     if not outputs:
         outputs = _ATTENTION_LSE(*(x.detach() for x in inputs), *ctx.options, ctx.backend)
     found = gradients(inputs, outputs, grads, ctx.options, ctx.backend)
