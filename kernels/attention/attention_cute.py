@@ -4,6 +4,7 @@
 import cutlass
 from attention_launch_cute import Attention, AttentionPacked
 from attention_layouts_cute import PIECE, ROWS
+from attention_packed_cute import SCALARS
 from attention_problems_cute import MASKS, PROBLEMS, REST
 from declaration import Function, Launch, Pointer, Scalar, TensorMap
 
@@ -38,8 +39,9 @@ def function(dtype, tile, mask, capped=False, packed=False):
     q, k, v, o = (Pointer(name, element) for name in ("q", "k", "v", "o"))
     lse = Pointer("lse", cutlass.Float32, align=4)
     starts = [Pointer(name, cutlass.Int32, align=4) for name in ("starts_q", "starts_k") if packed]
+    passed = (*starts, o) if packed else ()
     names = ("batch", "seq_q", "seq_k", "heads", "kv_heads", *REST, "band")
-    names += ("total_q", "blocks") if packed else ("blocks",)
+    names += (*SCALARS, "blocks") if packed else ("blocks",)
     scalars = [Scalar(name) for name in names]
     outer = ("batch", 2) if packed else ("batch",)
     q_shape, k_shape = (*outer, "heads", "seq_q", d), (*outer, "kv_heads", "seq_k", d)
@@ -50,7 +52,7 @@ def function(dtype, tile, mask, capped=False, packed=False):
             TensorMap("k", k_shape, (*ones, tile_n, PIECE)),
             TensorMap("v", k_shape, (*ones, tile_n, PIECE)),
             TensorMap("o", q_shape, (*ones, ROWS, PIECE)),
-            *(lse, *starts, *scalars[:-1]),
+            *(lse, *passed, *scalars[:-1]),
         ),
         grid=("blocks", 1, 1),
         block=(kernel.threads, 1, 1),

@@ -16,6 +16,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as hopper
 from attention_layouts_cute import PIECE, ROWS, WARPGROUP
+from attention_packed_cute import clear_rows_of_no_sequence
 from attention_softmax_cute import cap, inverse, largest
 from attention_steps_cute import AttentionSteps, sync
 from attention_tiles_cute import free_blocks, rounds_of_block
@@ -39,7 +40,7 @@ class AttentionForward(AttentionSteps):
         tma_v,
         tma_o,
         lse,
-        starts,
+        packed,
         factors,
         batch,
         seq_q,
@@ -109,7 +110,7 @@ class AttentionForward(AttentionSteps):
                 for turn in cutlass.range(mine, unroll=1):
                     row, head, entry = self.tile(turn, q_tiles, heads, batch, band)
                     kv_head = head // (heads // kv_heads)
-                    queries, keys, q_at, k_at, _ = self.sequence(starts, entry, batch, seq_q, seq_k)
+                    queries, keys, q_at, k_at, _ = self.sequence(packed, entry, batch, seq_q, seq_k)
                     low, last = self.key_blocks(row, queries, keys, left, right)
                     q_extents = ((seq_q, self.d), heads, batch)
                     k_extents = ((seq_k, self.d), kv_heads, batch)
@@ -164,6 +165,12 @@ class AttentionForward(AttentionSteps):
                     )
                     v_write.advance()
                 v_ring.producer_tail(v_write)
+            else:
+                if const_expr(self.packed):
+                    clear_rows_of_no_sequence(
+                        *(packed, lse, batch, heads, q_tiles * self.tile_m),
+                        *(self.out_dtype, self.d // 8, thread),
+                    )
         else:
             cute.arch.setmaxregister_increase(self.registers)
             wg = cute.arch.make_warp_uniform(thread // WARPGROUP) - 1
@@ -210,7 +217,7 @@ class AttentionForward(AttentionSteps):
 
             # The first tile's first block of keys: scores and softmax alone.
             row, head, entry = self.tile(Int32(0), q_tiles, heads, batch, band)
-            queries, keys, q_at, _, start = self.sequence(starts, entry, batch, seq_q, seq_k)
+            queries, keys, q_at, _, start = self.sequence(packed, entry, batch, seq_q, seq_k)
             low, last = self.key_blocks(row, queries, keys, left, right)
             sizes = (batch, heads, kv_heads)
             scale_log2, slope_float, gain = self.scales(factors, entry, head, sizes, scale, slope)
@@ -267,7 +274,7 @@ class AttentionForward(AttentionSteps):
                 more = turn + 1 < mine
                 next_row, next_head, next_entry = self.tile(turn + 1, q_tiles, heads, batch, band)
                 next_queries, next_keys, next_at, _, next_start = self.sequence(
-                    starts, next_entry, batch, seq_q, seq_k
+                    packed, next_entry, batch, seq_q, seq_k
                 )
                 next_low, next_last = self.key_blocks(
                     next_row, next_queries, next_keys, left, right
@@ -288,7 +295,7 @@ class AttentionForward(AttentionSteps):
                     row_sum[r] = total
                 if lse.toint() != 0:
                     if lane % 4 == 0:
-                        to_lse = lse + self.lse_place(starts, entry, head, heads, seq_q, start)
+                        to_lse = lse + self.lse_place(packed, entry, head, heads, seq_q, start)
                         for r in cutlass.range_constexpr(2):
                             if at_row + 8 * r < queries:
                                 value = largest(row_max[r], self.limited(scale_log2))

@@ -38,6 +38,11 @@ Status check_descale(const char* op, const char* name, const TensorView* scale, 
                                           shape_text(shape, scale->ndim)));
 }
 
+PackedAttention packed_of(const AttentionFp8Call& call) {
+  return {call.q,        call.k,        call.v,     call.out,  call.lse,
+          call.starts_q, call.starts_k, call.max_q, call.max_k};
+}
+
 // Of packed sequences, no fewer than their tiles have.
 int64_t packed_keys(const AttentionFp8Call& call) {
   return call.k->shape[0] + call.starts_k->shape[0] * kAttentionFp8Keys;
@@ -52,9 +57,7 @@ Status check(const AttentionFp8Call& call, const AttentionOptions& options,
       call.starts_q == nullptr
           ? check_attention(op, q, *call.k, *call.v, *call.out, call.lse, options, problem,
                             kElements)
-          : check_attention_varlen({&q, call.k, call.v, call.out, call.lse, call.starts_q,
-                                    call.starts_k, call.max_q, call.max_k},
-                                   options, problem, kElements));
+          : check_attention_varlen(packed_of(call), options, problem, kElements));
   const int64_t batch = problem->batch, kv_heads = problem->kv_heads;
   TIERCEL_RETURN_IF_ERROR(check_descale(op, "q_descale", call.q_descale, q, batch, kv_heads));
   TIERCEL_RETURN_IF_ERROR(check_descale(op, "k_descale", call.k_descale, q, batch, kv_heads));
@@ -66,10 +69,10 @@ Status check(const AttentionFp8Call& call, const AttentionOptions& options,
                  "kernels of float8_e4m3fn",
                  std::to_string(problem->d)));
   }
+  if (problem->empty()) return Status();
   // Blocks of keys are counted in 32 bits, and columns of packed values.
   constexpr int64_t kMaxBlocks = int64_t{1} << 30, kMaxPackedKeys = int64_t{1} << 29;
-  const bool many = !problem->empty() &&
-                    ceil_div(problem->seq_k, kAttentionFp8Keys) > kMaxBlocks / (batch * kv_heads);
+  const bool many = ceil_div(problem->seq_k, kAttentionFp8Keys) > kMaxBlocks / batch / kv_heads;
   if (many || (problem->packed && packed_keys(call) > kMaxPackedKeys)) {
     return Status::Unimplemented(mismatch(Argument{op, "k", *call.k},
                                           "have fewer than 2^30 blocks of 128 keys",
@@ -200,11 +203,14 @@ Status attention_fp8(const AttentionFp8Call& call, const AttentionOptions& optio
   values.factors = static_cast<float*>(call.workspace->data);
   values.transposed = static_cast<char*>(call.workspace->data) + choice.factors;
   values.row_bytes = choice.columns;
-  values.starts = problem.packed ? static_cast<const int*>(call.starts_k->data) : nullptr;
+  if (problem.packed) {
+    values.starts = static_cast<const int*>(call.starts_k->data);
+    values.start_step = static_cast<int>(call.starts_k->strides[0]);
+  }
   values.q_scale = scale_of(call.q_descale);
   values.k_scale = scale_of(call.k_descale);
   values.v_scale = scale_of(call.v_descale);
-  values.keys = static_cast<int>(problem.seq_k);
+  values.keys = static_cast<int>(problem.packed ? call.k->shape[0] : problem.seq_k);
   values.heads = static_cast<int>(problem.kv_heads);
   values.blocks = choice.blocks;
   values.tile_n = kernel.variant.tile_n;
@@ -239,12 +245,33 @@ Status attention_fp8(const AttentionFp8Call& call, const AttentionOptions& optio
   TIERCEL_RETURN_IF_ERROR(
       attention_fp8_values_kernel().launch(values_config, device, stream, values_args));
   if (problem.packed) {
-    void* starts_q = call.starts_q->data;
-    void* starts_k = call.starts_k->data;
-    int32_t total_q = static_cast<int32_t>(q.shape[0]);
-    void* args[] = {&maps[0],  &maps[1], &maps[2], &maps[3], &lse,    &values.factors, &starts_q,
-                    &starts_k, &batch,   &seq_q,   &seq_k,   &heads,  &kv_heads,       &scale,
-                    &slope,    &left,    &right,   &band,    &total_q};
+    AttentionPackedArgs packed(packed_of(call));
+    void* args[] = {&maps[0],
+                    &maps[1],
+                    &maps[2],
+                    &maps[3],
+                    &lse,
+                    &values.factors,
+                    &packed.starts_q,
+                    &packed.starts_k,
+                    &packed.out,
+                    &batch,
+                    &seq_q,
+                    &seq_k,
+                    &heads,
+                    &kv_heads,
+                    &scale,
+                    &slope,
+                    &left,
+                    &right,
+                    &band,
+                    &packed.total_q,
+                    &packed.total_k,
+                    &packed.step_q,
+                    &packed.step_k,
+                    &packed.row_step,
+                    &packed.head_step,
+                    &packed.columns};
     return kernel.kernel.launch(config, device, stream, args);
   }
   void* args[] = {&maps[0], &maps[1], &maps[2],  &maps[3], &lse,   &values.factors, &batch, &seq_q,

@@ -5,6 +5,7 @@ import cutlass
 from attention_fp8_launch_cute import AttentionFp8, AttentionFp8Packed
 from attention_fp8_steps_cute import swizzle
 from attention_layouts_cute import PIECE, ROWS
+from attention_packed_cute import SCALARS
 from attention_problems_cute import MASKS, PROBLEMS, REST
 from declaration import Function, Launch, Pointer, Scalar, TensorMap
 
@@ -40,8 +41,9 @@ def function(tile, mask, capped=False, packed=False):
     o = Pointer("o", cutlass.BFloat16)
     floats = [Pointer(name, cutlass.Float32, align=4) for name in ("lse", "factors")]
     starts = [Pointer(name, cutlass.Int32, align=4) for name in ("starts_q", "starts_k") if packed]
+    passed = (*starts, o) if packed else ()
     names = ("batch", "seq_q", "seq_k", "heads", "kv_heads", *REST, "band")
-    names += ("total_q", "blocks") if packed else ("blocks",)
+    names += (*SCALARS, "blocks") if packed else ("blocks",)
     scalars = [Scalar(name) for name in names]
     outer = ("batch", 2) if packed else ("batch",)
     ones = (1,) * (len(outer) + 1)
@@ -54,7 +56,7 @@ def function(tile, mask, capped=False, packed=False):
             TensorMap("k", (*outer, "kv_heads", "seq_k", d), (*ones, tile_n, d), f"{d}B"),
             TensorMap("v", v_shape, (1, 1, d, row_bytes), f"{row_bytes}B"),
             TensorMap("o", (*outer, "heads", "seq_q", d), (*ones, ROWS, PIECE)),
-            *(*floats, *starts, *scalars[:-1]),
+            *(*floats, *passed, *scalars[:-1]),
         ),
         grid=("blocks", 1, 1),
         block=(kernel.threads, 1, 1),

@@ -36,7 +36,8 @@ struct AttentionFp8Scale {
   int64_t batch_stride, head_stride;
 };
 
-// Block (entry * heads + head) * blocks + i has 128 keys.
+// Block (entry * heads + head) * blocks + i has 128 keys, and of a longer sequence than was said
+// every 128 * blocks further on, too.
 struct AttentionFp8ValuesArgs {
   const char* v;  // [batch, keys, heads, d], strides in bytes
   int64_t batch_stride, key_stride, head_stride;
@@ -44,10 +45,11 @@ struct AttentionFp8ValuesArgs {
   // begins with tile starts[i] / tile_n + i: before that is room for all tiles of the others.
   char* transposed;
   int64_t row_bytes;
-  const int* starts;  // null for sequences of one length
+  const int* starts;  // null for sequences of one length; of any contents
   float* factors;     // [batch, heads, 2]: of scores, of values
   AttentionFp8Scale q_scale, k_scale, v_scale;
-  int keys;          // of the longest sequence
+  int start_step;    // from one start to the next, in elements
+  int keys;          // of a sequence; of packed ones, of all of them
   int tile_n;        // keys of a tile; after the last key zeros
   int tile_columns;  // its place in a row, of which the rest is not written
   int heads;

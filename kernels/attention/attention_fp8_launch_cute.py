@@ -3,6 +3,7 @@
 
 import cutlass.cute as cute
 from attention_fp8_steps_cute import AttentionFp8Steps
+from attention_packed_cute import Packed
 from cutlass import Int32
 
 
@@ -95,14 +96,21 @@ class AttentionFp8Packed(AttentionFp8Steps):
         right: Int32,
         band: Int32,
         total_q: Int32,
+        total_k: Int32,
+        step_q: Int32,
+        step_k: Int32,
+        row_step: Int32,
+        head_step: Int32,
+        columns: Int32,
         blocks: Int32,
         stream,
     ):
         maps = self.maps((q, k, v, o), batch, seq_q, seq_k, heads, kv_heads)
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         launch = self.kernel(
-            *(*maps, lse, factors, starts_q, starts_k),
-            *(batch, seq_q, seq_k, heads, kv_heads, scale, slope, left, right, band, total_q),
+            *(*maps, lse, factors, starts_q, starts_k, o),
+            *(batch, seq_q, seq_k, heads, kv_heads, scale, slope, left, right, band),
+            *(total_q, total_k, step_q, step_k, row_step, head_step, columns),
         )
         self.launch(launch, blocks, stream)
 
@@ -117,6 +125,7 @@ class AttentionFp8Packed(AttentionFp8Steps):
         factors: cute.Pointer,
         starts_q: cute.Pointer,
         starts_k: cute.Pointer,
+        o: cute.Pointer,
         batch: Int32,
         seq_q: Int32,
         seq_k: Int32,
@@ -128,8 +137,18 @@ class AttentionFp8Packed(AttentionFp8Steps):
         right: Int32,
         band: Int32,
         total_q: Int32,
+        total_k: Int32,
+        step_q: Int32,
+        step_k: Int32,
+        row_step: Int32,
+        head_step: Int32,
+        columns: Int32,
     ):
+        packed = Packed(
+            *(starts_q, starts_k, o),
+            *(total_q, total_k, step_q, step_k, row_step, head_step, columns),
+        )
         self.run(
-            *(tma_q, tma_k, tma_v, tma_o, lse, (starts_q, starts_k, total_q), factors),
+            *(tma_q, tma_k, tma_v, tma_o, lse, packed, factors),
             *(batch, seq_q, seq_k, heads, kv_heads, scale, slope, left, right, band),
         )

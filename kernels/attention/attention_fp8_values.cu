@@ -37,11 +37,56 @@ __device__ __forceinline__ void transpose_bytes(uint32_t (&words)[4]) {
   words[3] = __byte_perm(c, d, 0x7632);
 }
 
+// A head of a sequence.
+struct Values {
+  const char* v;     // the first key
+  char* transposed;  // the first dimension's
+  int64_t before;    // tiles of others in a row
+  int keys;
+  int tiles;
+};
+
+// The keys from `first` on, through `tile`.
+__device__ __forceinline__ void transpose_keys(const AttentionFp8ValuesArgs& args,
+                                               const Values& values, int first, uint32_t* tile) {
+  const int words = args.d / 4, chunks = args.d / 16, left = values.keys - first;
+  for (int i = threadIdx.x; i < kKeys * chunks; i += kThreads) {
+    const int key = i / chunks, chunk = i % chunks;
+    uint32_t piece[4] = {};
+    if (key < left) load_vector(piece, values.v + (first + key) * args.key_stride + chunk * 16);
+    store_vector(tile + key * words + key / kGroup * 4 + chunk * 4, piece);
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < kGroups * words; i += kThreads) {
+    const int group = i % kGroups, word = i / kGroups;
+    const int key = first + group * kGroup, its_tile = key / args.tile_n;
+    if (its_tile >= values.tiles) continue;
+    const uint32_t* from = tile + group * (kGroup * words + 4) + word;
+    uint32_t columns[4][4];  // of each four keys
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+#pragma unroll
+      for (int at = 0; at < 4; ++at) {
+        columns[q][at] = from[(at / 2 * 8 + 2 * q + at % 2) * words];
+      }
+      transpose_bytes(columns[q]);
+    }
+    char* to = values.transposed + word * 4 * args.row_bytes +
+               (values.before + its_tile) * args.tile_columns + key % args.tile_n;
+#pragma unroll
+    for (int column = 0; column < 4; ++column) {
+      const uint32_t piece[4] = {columns[0][column], columns[1][column], columns[2][column],
+                                 columns[3][column]};
+      store_vector(to + column * args.row_bytes, piece);
+    }
+  }
+}
+
 __global__ void __launch_bounds__(kThreads)
     attention_fp8_values(const __grid_constant__ AttentionFp8ValuesArgs args) {
   grid_dependency_wait();
   grid_dependency_launch();
-  // Groups stand 4 words apart, so that the reads below meet all banks.
+  // Groups stand 4 words apart, so that the reads above meet all banks.
   __shared__ alignas(16) uint32_t tile[kKeys * kMaxWords + kGroups * 4];
   const int64_t pair = blockIdx.x / args.blocks;
   const int block = blockIdx.x % args.blocks;
@@ -53,46 +98,24 @@ __global__ void __launch_bounds__(kThreads)
     args.factors[2 * pair + 1] = scale_of(args.v_scale, entry, head);
   }
   const bool packed = args.starts != nullptr;
-  const int start = packed ? args.starts[entry] : 0;
-  const int keys = packed ? args.starts[entry + 1] - start : args.keys;
-  // A sequence without keys has a tile of zeros: it is multiplied.
-  const int tiles = max(1, (keys + args.tile_n - 1) / args.tile_n);
-  const int64_t before = packed ? start / args.tile_n + entry : 0;
-  const int words = args.d / 4, chunks = args.d / 16;
-  const int first = block * kKeys, left = keys - first;
-  if (first >= tiles * args.tile_n) return;
-  const char* v = args.v + entry * args.batch_stride + head * args.head_stride;
-  v += start * args.key_stride;
-  for (int i = threadIdx.x; i < kKeys * chunks; i += kThreads) {
-    const int key = i / chunks, chunk = i % chunks;
-    uint32_t piece[4] = {};
-    if (key < left) load_vector(piece, v + (first + key) * args.key_stride + chunk * 16);
-    store_vector(tile + key * words + key / kGroup * 4 + chunk * 4, piece);
+  int start = 0, keys = args.keys;
+  if (packed) {  // cut to the tensor, as rows_between in attention_packed_cute.py does it
+    const int* at = args.starts + entry * args.start_step;
+    start = min(max(at[0], 0), args.keys);
+    keys = max(min(at[args.start_step], args.keys), start) - start;
   }
-  __syncthreads();
-  const int64_t row = (packed ? head : pair) * args.d;
-  for (int i = threadIdx.x; i < kGroups * words; i += kThreads) {
-    const int group = i % kGroups, word = i / kGroups;
-    const int key = first + group * kGroup, its_tile = key / args.tile_n;
-    if (its_tile >= tiles) continue;
-    const uint32_t* from = tile + group * (kGroup * words + 4) + word;
-    uint32_t columns[4][4];  // of each four keys
-#pragma unroll
-    for (int q = 0; q < 4; ++q) {
-#pragma unroll
-      for (int at = 0; at < 4; ++at) {
-        columns[q][at] = from[(at / 2 * 8 + 2 * q + at % 2) * words];
-      }
-      transpose_bytes(columns[q]);
-    }
-    char* to = args.transposed + (row + word * 4) * args.row_bytes +
-               (before + its_tile) * args.tile_columns + key % args.tile_n;
-#pragma unroll
-    for (int column = 0; column < 4; ++column) {
-      const uint32_t piece[4] = {columns[0][column], columns[1][column], columns[2][column],
-                                 columns[3][column]};
-      store_vector(to + column * args.row_bytes, piece);
-    }
+  Values values;
+  values.v = args.v + entry * args.batch_stride + head * args.head_stride + start * args.key_stride;
+  values.transposed = args.transposed + (packed ? head : pair) * args.d * args.row_bytes;
+  values.before = packed ? start / args.tile_n + entry : 0;
+  values.keys = keys;
+  // A sequence without keys has a tile of zeros: it is multiplied.
+  values.tiles = max(1, (keys + args.tile_n - 1) / args.tile_n);
+#pragma unroll 1  // twice only for a sequence that is longer than it was said to be
+  for (int first = block * kKeys; first < values.tiles * args.tile_n;
+       first += args.blocks * kKeys) {
+    transpose_keys(args, values, first, tile);
+    __syncthreads();
   }
 }
 

@@ -4,6 +4,7 @@
 import cutlass.cute as cute
 from attention_forward_cute import AttentionForward
 from attention_layouts_cute import PIECE, ROWS
+from attention_packed_cute import Packed
 from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
@@ -139,14 +140,21 @@ class AttentionPacked(Launcher):
         right: Int32,
         band: Int32,
         total_q: Int32,
+        total_k: Int32,
+        step_q: Int32,
+        step_k: Int32,
+        row_step: Int32,
+        head_step: Int32,
+        columns: Int32,
         blocks: Int32,
         stream,
     ):
         maps = self.maps((q, k, v, o), batch, seq_q, seq_k, heads, kv_heads)
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         launch = self.kernel(
-            *(*maps, lse, starts_q, starts_k),
-            *(batch, seq_q, seq_k, heads, kv_heads, scale, slope, left, right, band, total_q),
+            *(*maps, lse, starts_q, starts_k, o),
+            *(batch, seq_q, seq_k, heads, kv_heads, scale, slope, left, right, band),
+            *(total_q, total_k, step_q, step_k, row_step, head_step, columns),
         )
         self.launch(launch, blocks, stream)
 
@@ -160,6 +168,7 @@ class AttentionPacked(Launcher):
         lse: cute.Pointer,
         starts_q: cute.Pointer,
         starts_k: cute.Pointer,
+        o: cute.Pointer,
         batch: Int32,
         seq_q: Int32,
         seq_k: Int32,
@@ -171,8 +180,18 @@ class AttentionPacked(Launcher):
         right: Int32,
         band: Int32,
         total_q: Int32,
+        total_k: Int32,
+        step_q: Int32,
+        step_k: Int32,
+        row_step: Int32,
+        head_step: Int32,
+        columns: Int32,
     ):
+        packed = Packed(
+            *(starts_q, starts_k, o),
+            *(total_q, total_k, step_q, step_k, row_step, head_step, columns),
+        )
         self.run(
-            *(tma_q, tma_k, tma_v, tma_o, lse, (starts_q, starts_k, total_q), None),
+            *(tma_q, tma_k, tma_v, tma_o, lse, packed, None),
             *(batch, seq_q, seq_k, heads, kv_heads, scale, slope, left, right, band),
         )

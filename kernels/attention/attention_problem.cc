@@ -153,7 +153,7 @@ Status attention_problem(const char* op, const TensorView& q, int64_t batch, int
     }
   }
   // Tiles are counted in 32 bits.
-  if (ceil_div(seq_q, 64) > (int64_t{1} << 30) / (batch * heads)) {
+  if (ceil_div(seq_q, 64) > (int64_t{1} << 30) / batch / heads) {
     return unsupported(op, "q", "have fewer than 2^30 tiles of 64 queries",
                        "shape " + shape_text(q.shape, q.ndim));
   }
@@ -193,8 +193,8 @@ AttentionPlan attention_plan_of(DType dtype, const AttentionProblem& problem, in
 }
 
 Status attention_launch(const char* op, const AttentionProblem& problem,
-                        const AttentionOptions& options, const TensorView (&views)[4],
-                        const AttentionPointers& pointers, void* stream) {
+                        const AttentionOptions& options, const TensorView (&views)[4], void* lse,
+                        AttentionPackedArgs* packed, void* stream) {
   const TensorView& q = views[0];
   int multiprocessors = 0;
   TIERCEL_RETURN_IF_ERROR(multiprocessor_count(q.device_index, &multiprocessors));
@@ -206,16 +206,12 @@ Status attention_launch(const char* op, const AttentionProblem& problem,
   for (int i = 0; i < 4; ++i) {
     TIERCEL_RETURN_IF_ERROR(encode_tensor_map(kernel.maps[i], views[i], op, kNames[i], &maps[i]));
   }
-  void* lse = pointers.lse;
-  void* starts_q = pointers.starts_q;
-  void* starts_k = pointers.starts_k;
   int32_t batch = static_cast<int32_t>(problem.batch);
   int32_t seq_q = static_cast<int32_t>(problem.seq_q);
   int32_t seq_k = static_cast<int32_t>(problem.seq_k);
   int32_t heads = static_cast<int32_t>(problem.heads);
   int32_t kv_heads = static_cast<int32_t>(problem.kv_heads);
   int32_t band = choice.band;
-  int32_t total_q = static_cast<int32_t>(pointers.total_q);
   auto [scale, slope] = attention_scales(options);
   int32_t left = attention_limit(options.left);
   int32_t right = attention_limit(options.right);
@@ -225,10 +221,32 @@ Status attention_launch(const char* op, const AttentionProblem& problem,
   config.block.x = kernel.block;
   config.dynamic_smem = kernel.dynamic_smem;
   config.dependent = kernel.dependent;
-  if (problem.packed) {
-    void* args[] = {&maps[0],  &maps[1], &maps[2], &maps[3], &lse,   &starts_q,
-                    &starts_k, &batch,   &seq_q,   &seq_k,   &heads, &kv_heads,
-                    &scale,    &slope,   &left,    &right,   &band,  &total_q};
+  if (packed != nullptr) {
+    void* args[] = {&maps[0],
+                    &maps[1],
+                    &maps[2],
+                    &maps[3],
+                    &lse,
+                    &packed->starts_q,
+                    &packed->starts_k,
+                    &packed->out,
+                    &batch,
+                    &seq_q,
+                    &seq_k,
+                    &heads,
+                    &kv_heads,
+                    &scale,
+                    &slope,
+                    &left,
+                    &right,
+                    &band,
+                    &packed->total_q,
+                    &packed->total_k,
+                    &packed->step_q,
+                    &packed->step_k,
+                    &packed->row_step,
+                    &packed->head_step,
+                    &packed->columns};
     return kernel.kernel.launch(config, q.device_index, stream, args);
   }
   void* args[] = {&maps[0], &maps[1],  &maps[2], &maps[3], &lse,  &batch, &seq_q, &seq_k,

@@ -14,7 +14,7 @@ struct AttentionProblem {
   bool growing;  // later queries see more keys
   bool packed;
 
-  bool empty() const { return batch * seq_q * heads == 0; }
+  bool empty() const { return batch == 0 || seq_q == 0 || heads == 0; }
 };
 
 // The problem of these options, whose lengths and head dimensions there is a kernel for.
@@ -57,18 +57,26 @@ Status check_attention_tensors(const char* op, const TensorView& q, const Tensor
 Status check_attention_lse(const char* op, const TensorView& lse, const TensorView& q,
                            std::initializer_list<int64_t> shape, const char* why);
 
-// What a launch needs beside the maps of q, k, v and out.
-struct AttentionPointers {
-  void* lse = nullptr;
-  void* starts_q = nullptr;  // of packed sequences
-  void* starts_k = nullptr;
-  int64_t total_q = 0;
+// What kernels of packed sequences take beside the maps; SCALARS in attention_packed_cute.py.
+struct AttentionPackedArgs {
+  explicit AttentionPackedArgs(const PackedAttention& call);
+
+  void* starts_q;
+  void* starts_k;
+  void* out;
+  int32_t total_q;  // rows of q, and of k
+  int32_t total_k;
+  int32_t step_q;  // from one of the starts to the next, in bytes
+  int32_t step_k;
+  int32_t row_step;  // of out, in 16 bytes
+  int32_t head_step;
+  int32_t columns;
 };
 
-// Views are [batch, heads, rows, d], as the maps see them.
+// Views are [batch, heads, rows, d], as the maps see them; `packed` is null unless the problem is.
 Status attention_launch(const char* op, const AttentionProblem& problem,
-                        const AttentionOptions& options, const TensorView (&views)[4],
-                        const AttentionPointers& pointers, void* stream);
+                        const AttentionOptions& options, const TensorView (&views)[4], void* lse,
+                        AttentionPackedArgs* packed, void* stream);
 
 // [B, S, H, D] as [B, H, S, D]: a copy takes rows of one head.
 struct AttentionByHead {

@@ -4,6 +4,7 @@
 import cutlass
 import cutlass.cute as cute
 from attention_layouts_cute import PACKED_ROWS, WARPGROUP, AttentionLayouts
+from attention_packed_cute import rows_between
 from attention_softmax_cute import (
     float_from_bits,
     hide_outside,
@@ -24,13 +25,16 @@ class AttentionSteps(AttentionLayouts):
         at = place(turn, self.mask != "none")
         return tile_position(at, q_tiles, heads, batch, band, self.mask != "none")
 
-    def sequence(self, starts, entry, batch, seq_q, seq_k):
+    def sequence(self, packed, entry, batch, seq_q, seq_k):
         """Of one sequence: queries, keys, where maps have it, and its first query's row."""
         if not self.packed:
             return seq_q, seq_k, entry, entry, Int32(0)
         entry = cutlass.min(entry, batch - 1)
-        (q_start, q_end), (k_start, k_end) = (
-            ((pointer + entry).load(), (pointer + entry + 1).load()) for pointer in starts[:2]
+        q_start, q_end = rows_between(
+            packed.starts_q, packed.step_q, packed.total_q, entry, entry + 1
+        )
+        k_start, k_end = rows_between(
+            packed.starts_k, packed.step_k, packed.total_k, entry, entry + 1
         )
         return q_end - q_start, k_end - k_start, q_end, k_end, q_start
 
@@ -42,10 +46,10 @@ class AttentionSteps(AttentionLayouts):
         """A map's outermost coordinates, of one sequence."""
         return (PACKED_ROWS, entry) if self.packed else (entry,)
 
-    def lse_place(self, starts, entry, head, heads, seq_q, start):
+    def lse_place(self, packed, entry, head, heads, seq_q, start):
         if not self.packed:
             return cutlass.Int64(entry * heads + head) * seq_q
-        return cutlass.Int64(head) * starts[2] + start
+        return cutlass.Int64(head) * packed.total_q + start
 
     @cute.jit
     def key_blocks(self, row, queries, keys, left, right):

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <cstdint>
 #include <string>
 
@@ -11,6 +12,16 @@ namespace {
 
 constexpr char kOp[] = "attention_varlen";
 
+// Rows of all sequences, so that what is added to a row's number fits 32 bits.
+constexpr int64_t kMaxRows = int64_t{1} << 29;
+constexpr int64_t kMaxStep = 0x7fffffff;
+constexpr int64_t kVector = 8;  // elements of out in 16 bytes
+
+Status unsupported(const Argument& argument, const std::string& expected, const std::string& got) {
+  return Status::Unimplemented(
+      mismatch(argument, expected + " for the precompiled kernels", got));
+}
+
 Status check_starts(const char* name, const TensorView& starts, int64_t batch,
                     const TensorView& q) {
   const Argument argument{kOp, name, starts};
@@ -18,7 +29,9 @@ Status check_starts(const char* name, const TensorView& starts, int64_t batch,
   TIERCEL_RETURN_IF_ERROR(check_shape(argument, {batch + 1}, "[B + 1]"));
   TIERCEL_RETURN_IF_ERROR(check_same_device(argument, Argument{kOp, "q", q}));
   TIERCEL_RETURN_IF_ERROR(check_cuda(argument));
-  return check_contiguous(argument);
+  if (batch == 0 || starts.strides[0] <= kMaxStep / 4) return Status();
+  return unsupported(argument, "have elements that are less than 2 GiB apart",
+                     "strides " + shape_text(starts.strides, 1));
 }
 
 }  // namespace
@@ -59,8 +72,14 @@ Status check_attention_varlen(const PackedAttention& call, const AttentionOption
         std::string(kOp) + ": `max_seqlen_q` and `max_seqlen_k` must be at least 0, got " +
         std::to_string(call.max_q) + " and " + std::to_string(call.max_k));
   }
-  const int64_t seq_q = total_q == 0 ? 0 : call.max_q;
-  const int64_t seq_k = total_k == 0 ? 0 : call.max_k;
+  for (const Argument* argument : {&q_arg, &k_arg}) {
+    if (argument->view.shape[0] >= kMaxRows) {
+      return unsupported(*argument, "have fewer than 2^29 rows",
+                         "shape " + shape_text(argument->view.shape, 3));
+    }
+  }
+  // No sequence is longer than all of them, whatever was said.
+  const int64_t seq_q = std::min(call.max_q, total_q), seq_k = std::min(call.max_k, total_k);
   TIERCEL_RETURN_IF_ERROR(
       attention_problem(kOp, q, batch, seq_q, seq_k, kv_heads, options, true, problem));
   if (problem->empty()) return Status();
@@ -69,8 +88,27 @@ Status check_attention_varlen(const PackedAttention& call, const AttentionOption
   TIERCEL_RETURN_IF_ERROR(check_tensor_map(any, q, kOp, "q"));
   TIERCEL_RETURN_IF_ERROR(check_tensor_map(any, k, kOp, "k"));
   TIERCEL_RETURN_IF_ERROR(check_tensor_map(any, v, kOp, "v"));
-  return check_tensor_map(any, out, kOp, "out");
+  TIERCEL_RETURN_IF_ERROR(check_tensor_map(any, out, kOp, "out"));
+  for (int i = 0; i < 2; ++i) {
+    if (out.shape[i] > 1 && out.strides[i] / kVector > kMaxStep) {
+      return unsupported(out_arg, "have rows that are less than 32 GiB apart",
+                         "strides " + shape_text(out.strides, 3));
+    }
+  }
+  return Status();
 }
+
+AttentionPackedArgs::AttentionPackedArgs(const PackedAttention& call)
+    : starts_q(call.starts_q->data),
+      starts_k(call.starts_k->data),
+      out(call.out->data),
+      total_q(static_cast<int32_t>(call.q->shape[0])),
+      total_k(static_cast<int32_t>(call.k->shape[0])),
+      step_q(static_cast<int32_t>(call.starts_q->strides[0] * 4)),
+      step_k(static_cast<int32_t>(call.starts_k->strides[0] * 4)),
+      row_step(static_cast<int32_t>(call.out->strides[0] / kVector)),
+      head_step(static_cast<int32_t>(call.out->strides[1] / kVector)),
+      columns(static_cast<int32_t>(call.out->shape[2])) {}
 
 Status attention_varlen_plan(const PackedAttention& call, const AttentionOptions& options,
                              int multiprocessors, AttentionPlan* plan) {
@@ -86,13 +124,9 @@ Status attention_varlen(const PackedAttention& call, const AttentionOptions& opt
   TIERCEL_RETURN_IF_ERROR(check_attention_varlen(call, options, &problem));
   if (problem.empty()) return Status();
   const AttentionPackedRows q(*call.q), k(*call.k), v(*call.v), out(*call.out);
-  AttentionPointers pointers;
-  pointers.lse = call.lse == nullptr ? nullptr : call.lse->data;
-  pointers.starts_q = call.starts_q->data;
-  pointers.starts_k = call.starts_k->data;
-  pointers.total_q = call.q->shape[0];
-  return attention_launch(kOp, problem, options, {q.view, k.view, v.view, out.view}, pointers,
-                          stream);
+  AttentionPackedArgs packed(call);
+  return attention_launch(kOp, problem, options, {q.view, k.view, v.view, out.view},
+                          call.lse == nullptr ? nullptr : call.lse->data, &packed, stream);
 }
 
 }  // namespace tiercel

@@ -19,6 +19,9 @@ constexpr double kLog2E = 1.4426950408889634;
 // Keys of a sequence, and limits of a window, so that their sums fit 32 bits.
 constexpr int64_t kMostKeys = int64_t{1} << 29;
 
+// Steps of 32 bits.
+constexpr int64_t kMostBytes = 0x7fffffff;
+
 Status unsupported(const char* name, const std::string& expected, const std::string& got) {
   return Status::Unimplemented(std::string(kOp) + ": `" + name + "` must " + expected +
                                " for the precompiled kernels, got " + got);
@@ -62,8 +65,7 @@ Status check_lengths(const Argument& lengths, const Argument& q) {
   TIERCEL_RETURN_IF_ERROR(check_dtype(lengths, {DType::kInt32}));
   TIERCEL_RETURN_IF_ERROR(check_shape(lengths, {q.view.shape[0]}, "[B]"));
   TIERCEL_RETURN_IF_ERROR(check_same_device(lengths, q));
-  TIERCEL_RETURN_IF_ERROR(check_cuda(lengths));
-  return check_contiguous(lengths);
+  return check_cuda(lengths);
 }
 
 Status check_cache(const DecodeTensors& t, const Argument& q) {
@@ -159,9 +161,17 @@ Status check_supported(const DecodeTensors& t, const DecodeOptions& options) {
     return unsupported("page_table", "have room for 1 to 2^29 keys of a sequence",
                        "shape " + shape_text(table.shape, 2));
   }
-  if (table.shape[1] > 1 && table.strides[1] != 1) {
-    return unsupported("page_table", "be contiguous in its last dimension",
-                       "strides " + shape_text(table.strides, 2));
+  if (t.k_cache.shape[0] < 1) return unsupported("k_cache", "have at least one page", "none");
+  for (const Argument& argument :
+       {Argument{kOp, "page_table", table}, Argument{kOp, "seqused_k", t.seqused_k},
+        Argument{kOp, "prefix", t.prefix == nullptr ? t.seqused_k : *t.prefix}}) {
+    const TensorView& view = argument.view;
+    const int last = view.ndim - 1;
+    if (view.shape[last] > 1 && view.strides[last] > kMostBytes / 4) {
+      return unsupported(argument.name,
+                         "have elements that are less than 2 GiB apart in its last dimension",
+                         "strides " + shape_text(view.strides, view.ndim));
+    }
   }
   for (const Argument& argument :
        {Argument{kOp, "q", t.q}, Argument{kOp, "k_cache", t.k_cache},
@@ -172,7 +182,7 @@ Status check_supported(const DecodeTensors& t, const DecodeOptions& options) {
        {Argument{kOp, "k_cache", t.k_cache}, Argument{kOp, "v_cache", t.v_cache}}) {
     for (int i = 0; i < 2; ++i) {
       const int64_t bytes = cache.view.strides[i] * dtype_bytes(cache.view.dtype);
-      if (cache.view.shape[i] > 1 && bytes > 0x7fffffff) {
+      if (cache.view.shape[i] > 1 && bytes > kMostBytes) {
         return unsupported(cache.name, "have pages that are less than 2 GiB apart",
                            "strides " + shape_text(cache.view.strides, 4));
       }
@@ -217,6 +227,12 @@ DecodeStrides strides_of(const TensorView& cache) {
   return {cache.strides[2] * element, static_cast<int32_t>(page), static_cast<int32_t>(place)};
 }
 
+// Of int32 elements, bytes from one to the next in the last dimension.
+int32_t step_of(const TensorView& view) {
+  const int last = view.ndim - 1;
+  return view.shape[last] > 1 ? static_cast<int32_t>(view.strides[last] * 4) : 0;
+}
+
 const float* set_scale(const TensorView* scale, bool* per_head) {
   if (scale == nullptr) return nullptr;
   *per_head = false;
@@ -240,7 +256,12 @@ void set_args(const DecodeTensors& t, const DecodeOptions& options, DecodeArgs* 
   set_strides(t.out, args->out_strides);
   args->k_strides = strides_of(t.k_cache);
   args->v_strides = strides_of(t.v_cache);
-  args->table_stride = t.page_table.strides[0];
+  args->table_stride = t.page_table.strides[0] * 4;
+  args->table_step = step_of(t.page_table);
+  args->length_step = step_of(t.seqused_k);
+  args->prefix_step = t.prefix == nullptr ? 0 : step_of(*t.prefix);
+  // Pages beyond 2^31 have no number in the table.
+  args->last_page = static_cast<int>(std::min(t.k_cache.shape[0] - 1, kMostBytes));
   args->batch = static_cast<int>(t.q.shape[0]);
   args->queries = static_cast<int>(t.q.shape[1]);
   args->heads = static_cast<int>(t.q.shape[2]);

@@ -345,6 +345,11 @@ __device__ __forceinline__ void put_parts_together(const DecodeArgs& args,
   }
 }
 
+__device__ __forceinline__ const int32_t* table_of(const DecodeArgs& args, int b) {
+  return reinterpret_cast<const int32_t*>(reinterpret_cast<const char*>(args.page_table) +
+                                          b * args.table_stride);
+}
+
 // The page table's entries of the steps that a warp asks for next.
 template <typename Shape>
 struct NextPages {
@@ -363,7 +368,7 @@ __device__ __forceinline__ void attend(const DecodeArgs& args, const Tile& tile,
                                        QueryLoader<Shape>* queries, NextPages<Shape> next,
                                        DecodeShared<Shape>* shared, WarpState<Shape>* state) {
   constexpr int kStages = Shape::kStages;
-  const int32_t* table = args.page_table + tile.b * args.table_stride;
+  const int32_t* table = table_of(args, tile.b);
   const char* k = args.k + tile.head * args.k_strides.head;
   const char* v = args.v + tile.head * args.v_strides.head;
   const uint32_t ring =
@@ -442,7 +447,7 @@ __global__ void __launch_bounds__(Shape::kThreads, kResidents)
     // Without a window the first keys are known, and their page table entries are read before the
     // length has come.
     NextPages<Shape> next;
-    const int32_t* table = args.page_table + tile.b * args.table_stride;
+    const int32_t* table = table_of(args, tile.b);
     const bool ahead = args.left < 0;
     if (ahead) {
 #pragma unroll

@@ -44,6 +44,7 @@ struct DecodeArgs {
   float* lse;  // [B, H, Sq], or null
   const char* k;
   const char* v;
+  // Of any contents: what they say is cut to the cache and to the table where it is read.
   const int32_t* page_table;
   const int32_t* lengths;
   const int32_t* prefixes;  // or null
@@ -62,7 +63,11 @@ struct DecodeArgs {
   int64_t out_strides[3];
   DecodeStrides k_strides;
   DecodeStrides v_strides;
-  int64_t table_stride;  // elements
+  int64_t table_stride;  // bytes: from a sequence to the next
+  int32_t table_step;    // from a page to the next
+  int32_t length_step;
+  int32_t prefix_step;
+  int32_t last_page;  // of the cache: what an entry beyond it, or below 0, counts as
   int batch;
   int queries;  // of a sequence
   int heads;

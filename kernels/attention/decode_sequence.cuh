@@ -10,6 +10,12 @@
 
 namespace tiercel {
 
+// Of integers that lie any number of bytes apart.
+__device__ __forceinline__ int32_t load_strided(const int32_t* from, int32_t step, int at) {
+  return *reinterpret_cast<const int32_t*>(reinterpret_cast<const char*>(from) +
+                                           static_cast<int64_t>(step) * at);
+}
+
 // Steps that hold no visible key are left out: those before the window, but not of the prefix.
 template <int kStep>
 struct Sequence {
@@ -20,7 +26,9 @@ struct Sequence {
   int steps;
 
   __device__ __forceinline__ Sequence(const DecodeArgs& args, int b)
-      : Sequence(args, args.lengths[b], args.prefixes == nullptr ? 0 : args.prefixes[b]) {}
+      : Sequence(args, load_strided(args.lengths, args.length_step, b),
+                 args.prefixes == nullptr ? 0
+                                          : load_strided(args.prefixes, args.prefix_step, b)) {}
 
   __device__ __forceinline__ Sequence(const DecodeArgs& args, int given_length, int given_prefix) {
     length = min(max(given_length, 0), args.capacity);

@@ -88,13 +88,15 @@ template <typename Shape>
 struct Pages {
   int32_t entry[Shape::kPages];
 
-  // Entries past the sequence's end are read, but not used.
+  // Entries past the sequence's end are read, but not used. Negative ones are large unsigned.
   __device__ __forceinline__ void load(const DecodeArgs& args, const int32_t* table, int key) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < Shape::kPages; ++i) {
-      entry[i] =
-          table[min(key + 32 * i + lane % Shape::kStep, args.capacity - 1) >> args.page_bits];
+      const int at = min(key + 32 * i + lane % Shape::kStep, args.capacity - 1) >> args.page_bits;
+      entry[i] = static_cast<int32_t>(
+          min(static_cast<uint32_t>(load_strided(table, args.table_step, at)),
+              static_cast<uint32_t>(args.last_page)));
     }
   }
   __device__ __forceinline__ int32_t of(int row) const {

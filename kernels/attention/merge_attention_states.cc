@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/attention/merge_attention_states.h"
 
+#include <algorithm>
 #include <string>
 
 #include "kernels/sm90/checks.h"
@@ -81,12 +82,14 @@ Status prepare(const MergeTensors& t, MergeArgs* args, Choice* choice) {
   set_strides(t.out_a, args->a_strides);
   set_strides(t.out_b, args->b_strides);
   set_strides(t.out, args->out_strides);
-  args->row_vectors = static_cast<int>(shape[3] * dtype_bytes(t.out_a.dtype) / 16);
-  args->vectors = rows * args->row_vectors;
+  constexpr int64_t kMost = 0x7fffffff;  // of what is counted in 32 bits
+  const int64_t row_vectors = shape[3] * dtype_bytes(t.out_a.dtype) / 16;
+  args->row_vectors = static_cast<int>(row_vectors);
+  args->vectors = rows * row_vectors;
   args->queries = static_cast<int>(shape[1]);
   args->heads = static_cast<int>(shape[2]);
   const int64_t grid = (args->vectors + kMergeThreads - 1) / kMergeThreads;
-  if (grid > 0x7fffffff) {
+  if (std::max({shape[1], shape[2], row_vectors, grid}) > kMost) {
     return Status::Unimplemented(std::string(kOp) + ": too large for one launch, got shape " +
                                  shape_text(shape, 4));
   }

@@ -129,9 +129,14 @@ def test_packed_sequences(make, d, right):
 
 
 def test_three_warpgroups_for_long_packed_sequences():
-    got = plan_packed(ExchangeTensor, longest=(5000, 5000))
+    got = plan_packed(ExchangeTensor, (5000, 1000), longest=(5000, 5000))
     assert (got["tile_m"], got["tile_n"]) == (192, 96)
     assert got["workspace"] == 128 + 2 * 64 * (1000 // 96 + 3) * 128
+
+
+def test_longest_is_at_most_all_rows():
+    most = plan_packed(ExchangeTensor, longest=(900, 1000))
+    assert plan_packed(ExchangeTensor, longest=(2**62, 2**63 - 1)) == most
 
 
 @pytest.mark.parametrize(

@@ -173,9 +173,9 @@ def test_a_bad_argument_of_the_backward():
         torch.ops.tiercel.attention_varlen_backward(*wrong, backend="ref")
 
 
-def float8(**options):
-    tensors = [x.to(torch.float8_e4m3fn) for x in arguments(dtype=torch.float32, **options)[:3]]
-    return *tensors, *arguments(**options)[3:]
+def float8(*lengths):
+    given = arguments(*lengths, dtype=torch.float32)
+    return *(x.to(torch.float8_e4m3fn) for x in given[:3]), *given[3:]
 
 
 def test_float8_is_attention_of_each_sequence():
@@ -226,3 +226,80 @@ def test_float8_compiles():
         backend="aot_eager",
     )
     torch.testing.assert_close(function(*given), tiercel.attention_varlen(*given, return_lse=True))
+
+
+def outside(make=arguments, **options):
+    """Three rows before the first sequence, two after the last one; three keys each."""
+    q, k, v, of_q, of_k, *longest = make((3, 5, 0, 9, 2), (3, 5, 3, 12, 3), **options)
+    return (q, k, v, of_q[1:-1], of_k[1:-1], *longest), slice(3, 17), slice(3, 23)
+
+
+@pytest.mark.parametrize("make", [arguments, float8])
+def test_rows_in_no_sequence(make):
+    (q, k, v, of_q, of_k, *longest), queries, keys = outside(make)
+    out, lse = tiercel.attention_varlen(q, k, v, of_q, of_k, *longest, return_lse=True)
+    inner = (q[queries], k[keys], v[keys], of_q - 3, of_k - 3)
+    due, sums = tiercel.attention_varlen(*inner, *longest, return_lse=True)
+    assert torch.equal(out[queries], due) and torch.equal(lse[:, queries], sums)
+    rest = torch.ones(len(q), dtype=torch.bool)
+    rest[queries] = False
+    assert (out[rest] == 0).all() and (lse[:, rest] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_gradients_of_rows_in_no_sequence(monkeypatch, kernels, return_lse):
+    if kernels:  # as if there were any: the operators run the reference
+        module = import_module("tiercel.ops.attention_varlen")
+        monkeypatch.setattr(module, "has_kernels", lambda *_: True)
+    (q, k, v, *rest), queries, keys = outside(grad=True)
+    found = tiercel.attention_varlen(q, k, v, *rest, return_lse=return_lse)
+    results = found if return_lse else (found,)
+    sum(x.masked_fill(x.isinf(), 0.0).sum() for x in results).backward()
+    for tensor, rows in ((q, queries), (k, keys), (v, keys)):
+        inside = torch.zeros(len(tensor), dtype=torch.bool)
+        inside[rows] = True
+        assert (tensor.grad[~inside] == 0).all() and (tensor.grad[inside] != 0).any()
+
+
+def test_no_sequence_at_all():
+    q, k, v, of_q, of_k, *longest = arguments(grad=True)
+    for starts_ in ((of_q[:1], of_k[:1]), (of_q * 0, of_k)):
+        out = tiercel.attention_varlen(q, k, v, *starts_, *longest)
+        assert (out == 0).all() and out.shape == q.shape
+        out.sum().backward()
+        assert all((x.grad == 0).all() for x in (q, k, v))
+
+
+@pytest.mark.parametrize(
+    ("given", "counts_as"),
+    [
+        ((-40, 5, 5, 14), (0, 5, 5, 14)),
+        ((0, 5, 5, 2**31 - 1), (0, 5, 5, 14)),
+        ((20, 30, 40, 50), (14, 14, 14, 14)),
+        ((-(2**31), -1, 9, 9), (0, 0, 9, 9)),
+        ((0, 9, 5, 14), (0, 9, 9, 14)),  # the third: its first rows are the first sequence's
+    ],
+)
+def test_starts_are_cut_to_the_tensor(given, counts_as):
+    q, k, v, _, of_k, *longest = arguments(keys=(5, 5, 5))
+    given, counts_as = (torch.tensor(x, dtype=torch.int32) for x in (given, counts_as))
+    out, lse = tiercel.attention_varlen(q, k, v, given, of_k, *longest, return_lse=True)
+    same = (q, k, v, counts_as, of_k, *longest)
+    due, sums = tiercel.attention_varlen(*same, return_lse=True)
+    assert torch.equal(out, due) and torch.equal(lse, sums)
+
+
+@pytest.mark.parametrize("longest", [(9, 12), (2**62, 2**62), (9, 1)])
+def test_longest_may_be_any_number_that_is_more(longest):
+    given = arguments()
+    due = tiercel.attention_varlen(*given, causal=True)
+    assert torch.equal(tiercel.attention_varlen(*given[:5], *longest, causal=True), due)
+
+
+def test_starts_of_any_stride():
+    q, k, v, of_q, of_k, *longest = arguments()
+    apart = [torch.stack([x, -x], dim=1)[:, 0] for x in (of_q, of_k)]
+    assert not any(x.is_contiguous() for x in apart)
+    due = tiercel.attention_varlen(q, k, v, of_q, of_k, *longest)
+    assert torch.equal(tiercel.attention_varlen(q, k, v, *apart, *longest), due)

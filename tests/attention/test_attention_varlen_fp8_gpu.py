@@ -72,3 +72,35 @@ def test_as_sequences_of_one_length(make, d):
     apart = [x.unflatten(0, (3, 512)) for x in given[:3]]
     expected = tiercel.attention(*apart, causal=True)
     assert torch.equal(tiercel.attention_varlen(*given, causal=True), expected.flatten(0, 1))
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("d", [64, 128])
+def test_rows_in_no_sequence(make, d):
+    q, k, v, of_q, of_k, *longest = make([20, 100, 1, 90], [20, 90, 7, 90], (4, 2), d)
+    out, lse = tiercel.attention_varlen(
+        q, k, v, of_q[1:-1], of_k[1:-1], *longest, return_lse=True
+    )
+    inner = (q[20:121], k[20:117], v[20:117], of_q[1:-1] - 20, of_k[1:-1] - 20)
+    due, sums = tiercel.attention_varlen(*inner, *longest, return_lse=True)
+    assert torch.equal(out[20:121], due) and torch.equal(lse[:, 20:121], sums)
+    for rest in (slice(0, 20), slice(121, None)):
+        assert (out[rest] == 0).all() and (lse[:, rest] == -torch.inf).all()
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("starts", [(-40, 60, 100), (0, 101, 2**31 - 1), (2**29, -5, 70)])
+def test_any_contents_of_starts(make, starts):
+    given = make([300], [300], (2, 2), 64)
+    starts = torch.tensor(starts, dtype=torch.int64, device="cuda").int()
+    inner = [x[100:200] for x in given[:3]]
+    out = tiercel.attention_varlen(*inner, starts, starts, 100, 100)
+    expected = tiercel.ref.attention_varlen(*inner, starts, starts, 100, 100)
+    if (starts.clamp(0, 100).diff() >= 0).all():
+        torch.testing.assert_close(out, expected, rtol=0.1, atol=0.1)
+
+
+def test_keys_beyond_the_longest_count(make):
+    given = make([100, 50], [700, 300], (2, 2), 64)
+    due = tiercel.attention_varlen(*given)
+    assert torch.equal(tiercel.attention_varlen(*given[:5], 100, 90), due)

@@ -74,6 +74,77 @@ def test_longest_may_be_more(make):
     check((*given, 1000, 513), causal=True)
 
 
+def padded(given, before, after):
+    """The same sequences amid rows that belong to none: NaN, so that one that counts shows."""
+    q, k, v, of_q, of_k, *longest = given
+
+    def pad(x):
+        rows = [x.new_full((n, *x.shape[1:]), float("nan")) for n in (before, after)]
+        return torch.cat([rows[0], x, rows[1]])
+
+    return pad(q), pad(k), pad(v), of_q + before, of_k + before, *longest
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize(("before", "after"), [(0, 3), (5, 0), (130, 700)])
+@pytest.mark.parametrize("d", [40, 128])
+def test_rows_in_no_sequence(make, d, before, after):
+    given = make([100, 1, 30], [100, 7, 60], (6, 2), d)
+    out, lse = tiercel.attention_varlen(*padded(given, before, after), return_lse=True)
+    inside = slice(before, before + 131)
+    due, sums = tiercel.attention_varlen(*given, return_lse=True)
+    assert torch.equal(out[inside], due) and torch.equal(lse[:, inside], sums)
+    for rest in (slice(0, before), slice(before + 131, None)):
+        assert (out[rest] == 0).all() and (lse[:, rest] == -torch.inf).all()
+
+
+def test_gradients_of_rows_in_no_sequence(make):
+    q, k, v, *rest = padded(make([100, 30], [100, 60], (2, 2), 64), 10, 20)
+    leaves = [x.nan_to_num().requires_grad_() for x in (q, k, v)]
+    out, lse = tiercel.attention_varlen(*leaves, *rest, causal=True, return_lse=True)
+    (out.float().sum() + lse.masked_fill(lse.isinf(), 0.0).sum()).backward()
+    for leaf, rows in zip(leaves, (130, 160, 160), strict=True):
+        assert leaf.grad.isfinite().all() and (leaf.grad[10 : 10 + rows] != 0).any()
+        assert (leaf.grad[:10] == 0).all() and (leaf.grad[10 + rows :] == 0).all()
+
+
+def test_a_graph_whose_sequences_change(make):
+    """As for a server: the tensors' size is fixed, starts are written between two replays."""
+    q, k, v, of_q, of_k, *_ = make([100, 300], [100, 300], (4, 4), 128)
+    starts = torch.zeros_like(of_q)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = tiercel.attention_varlen(q, k, v, starts, starts, 400, 400, causal=True)
+    for lengths in ((0, 0), (30, 70), (100, 300)):
+        starts.copy_(torch.tensor([0, *lengths]).cumsum(0).int())
+        graph.replay()
+        due = tiercel.attention_varlen(q, k, v, starts, starts, 400, 400, causal=True)
+        assert torch.equal(result, due) and (result[sum(lengths) :] == 0).all()
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize(
+    "starts", [(-40, 60, 100), (0, 101, 2**31 - 1), (2**29, -5, 70), (100, 50, 0)]
+)
+def test_any_contents_of_starts(make, starts):
+    """Nothing beside the tensors is touched: they are rows 100 to 200 of larger ones."""
+    q, k, v, *_ = make([300], [300], (2, 2), 64)
+    starts = torch.tensor(starts, dtype=torch.int64, device="cuda").int()
+    inner = [x[100:200] for x in (q, k, v)]
+    out, lse = tiercel.attention_varlen(*inner, starts, starts, 100, 100, return_lse=True)
+    expected = tiercel.ref.attention_varlen(*inner, starts, starts, 100, 100, return_lse=True)
+    if (starts.clamp(0, 100).diff() >= 0).all():
+        torch.testing.assert_close(out, expected[0], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(lse, expected[1], rtol=1e-4, atol=1e-4)
+
+
+def test_starts_of_any_stride(make):
+    q, k, v, of_q, of_k, *longest = make([100, 300], [100, 300], (4, 4), 64)
+    apart = [torch.stack([x, x * 0 - 7], dim=1)[:, 0] for x in (of_q, of_k)]
+    due = tiercel.attention_varlen(q, k, v, of_q, of_k, *longest)
+    assert torch.equal(tiercel.attention_varlen(q, k, v, *apart, *longest), due)
+
+
 def test_strides(make):
     q, k, v, *rest = make([100, 300], [100, 300], (4, 4), 64)
     packed = torch.stack([q, k, v], dim=1)

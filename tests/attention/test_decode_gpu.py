@@ -176,6 +176,31 @@ def test_strides(make):
     assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("lengths", [RAGGED, [3000, 5]])
+def test_index_tensors_of_any_strides(make, lengths):
+    q, k, v, table, lengths = make(lengths, 2)
+    apart = table.new_full((*table.shape, 2), -1)
+    apart[..., 0] = table
+    of_each = torch.stack([lengths, -lengths], dim=1)[:, 0]
+    expected = tiercel.decode_attention(q, k, v, table, lengths, prefix=lengths)
+    for given in (apart[..., 0], table.T.contiguous().T):
+        result = tiercel.decode_attention(q, k, v, given, of_each, prefix=of_each)
+        assert torch.equal(result, expected)
+
+
+@pytest.mark.sanitize
+def test_entries_that_are_no_pages(make):
+    """They count as the last page of the cache."""
+    q, k, v, table, lengths = make([100, 60, 0])
+    bad, good = table.clone(), table.clone()
+    for at, entry in (((0, 1), -1), ((0, 3), len(k)), ((1, 0), 2**31 - 1), ((1, 2), -(2**31))):
+        bad[at], good[at] = entry, len(k) - 1
+    result, lse = tiercel.decode_attention(q, k, v, bad, lengths, return_lse=True)
+    expected, sums = tiercel.decode_attention(q, k, v, good, lengths, return_lse=True)
+    assert torch.equal(result, expected) and torch.equal(lse, sums)
+    assert (result[2] == 0).all() and (lse[2] == -torch.inf).all()
+
+
 def test_more_keys_than_the_table_has_room_for(make):
     q, k, v, table, _ = make([64, 64])
     table[:, -1] = 0

@@ -271,6 +271,10 @@ def test_heads_lse_and_prefix(make):
         ("`softcap` must be None or positive", {"softcap": -1.0}),
         ("`k_cache` must have a page size that is a power of two", {"page": 24}),
         ("`page_table` must have room for 1 to 2\\^29 keys", {"columns": 0}),
+        (
+            "`k_cache` must have at least one page",
+            {n: ExchangeTensor(0, 16, 8, 128, dtype="bfloat16") for n in ("k_cache", "v_cache")},
+        ),
     ],
 )
 def test_what_there_is_no_kernel_for(make, text, options):
@@ -294,9 +298,20 @@ def test_layouts(make):
     ):
         with pytest.raises(NotImplementedError, match=f"^decode_attention: `{name}` must {text}"):
             plan(make, **{name: tensor})
+    far = make(4, 64, dtype="int32", strides=(1, 2**29))
+    with pytest.raises(NotImplementedError, match="`page_table` must have elements that are less"):
+        plan(make, page_table=far)
     strides = (2 * 16 * 1024, 1024, 128, 1)  # k and v in turn
     k, v = (make(*cache, dtype="bfloat16", strides=strides) for _ in range(2))
     assert plan(make, k_cache=k, v_cache=v)["grid"] > 0
+
+
+def test_index_tensors_have_any_strides(make):
+    got = plan(make)
+    for strides in ((128, 2), (1, 4), (0, 1)):
+        assert plan(make, page_table=make(4, 64, dtype="int32", strides=strides)) == got
+    apart = make(4, dtype="int32", strides=(3,))
+    assert plan(make, seqused_k=apart, prefix=apart) == got
 
 
 def merge_plan(make, shape=(3, 2, 8, 128), dtype="bfloat16", **given):
@@ -322,6 +337,9 @@ def test_merge(make):
         merge_plan(make, out_b=make(3, 2, 8, 128, dtype="float16"))
     with pytest.raises(NotImplementedError, match="`out_a` must have rows of whole 16 bytes"):
         merge_plan(make, (3, 2, 8, 12))
+    for shape in ((1, 2**31, 1, 8), (1, 1, 2**31, 8), (1, 1, 1, 2**40), (2**31, 1, 1, 2048)):
+        with pytest.raises(NotImplementedError, match="too large for one launch, got shape"):
+            merge_plan(make, shape)
     one, same = (make(3, 8, 2, dtype="float32") for _ in range(2))
     with pytest.raises(ValueError, match="`lse` must not be `lse_a` or `lse_b`, got the same"):
         merge_plan(make, lse_a=one, lse=same)

@@ -151,7 +151,6 @@ def check_packed(
         check_dtype(op, name, starts.dtype, (torch.int32,))
         check_shape(op, name, starts, (cu_seqlens_q.shape[0],), "[B + 1]")
         check_same_device(op, name, starts, "q", q)
-        check_contiguous(op, name, starts)
     if cu_seqlens_q.shape[0] == 0:
         raise ValueError(f"{op}: `cu_seqlens_q` must have at least one element, got none")
     if max_seqlen_q < 0 or max_seqlen_k < 0:
@@ -159,3 +158,18 @@ def check_packed(
             f"{op}: `max_seqlen_q` and `max_seqlen_k` must be at least 0, "
             f"got {max_seqlen_q} and {max_seqlen_k}"
         )
+
+
+def no_tiles(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *_: Any,
+) -> bool:
+    """Of packed sequences: whether no query sees a key, so that there is nothing to compute."""
+    empty = cu_seqlens_q.shape[:1] == (1,) or k.shape[0] == 0
+    return bool(empty or max_seqlen_q == 0 or max_seqlen_k == 0)

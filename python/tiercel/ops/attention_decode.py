@@ -39,7 +39,6 @@ _INPUTS = 5  # tensors that there always are
 def _check_lengths(name: str, tensor: Tensor, q: Tensor) -> None:
     check_dtype(_NAME, name, tensor.dtype, (torch.int32,))
     check_shape(_NAME, name, tensor, (q.shape[0],), "[B]")
-    check_contiguous(_NAME, name, tensor)
     check_same_device(_NAME, name, tensor, "q", q)
 
 
@@ -298,11 +297,11 @@ def decode_attention(
             query head h reads head h // (H // Hk). The precompiled kernels take page sizes that
             are powers of two, 1 included.
         v_cache: The same.
-        page_table: ``[B, pages of a sequence]`` int32. Entries are not checked: those of keys
-            before ``seqused_k`` have to be pages of the cache, others are not looked at.
-        seqused_k: ``[B]`` int32, contiguous: the keys of each sequence, 0 included; more than the
-            table has room for counts as that.
-        prefix: ``[B]`` int32, contiguous: that many first keys are seen by all queries, whatever
+        page_table: ``[B, pages of a sequence]`` int32, any strides. An entry that is no page of the
+            cache counts as its last page; those of keys from ``seqused_k`` on have no meaning.
+        seqused_k: ``[B]`` int32, any stride: the keys of each sequence, 0 included, which gives
+            rows of 0; more than the table has room for counts as that, less than 0 as 0.
+        prefix: ``[B]`` int32, any stride: that many first keys are seen by all queries, whatever
             the causal mask and the window say (prefix-LM; with a window, attention sinks).
         k_scale: float32, one element or Hk of them: what stored keys are multiplied by; None is 1.
             For float8 only.

@@ -14,7 +14,7 @@ from tiercel import _C, _platform
 from tiercel._eager import DISPATCH, route
 from tiercel._op import Autograd, Backend, Op
 from tiercel._platform import Reason
-from tiercel.ops._attention_checks import FLOAT8, OPTIONS, check_options, check_packed
+from tiercel.ops._attention_checks import FLOAT8, OPTIONS, check_options, check_packed, no_tiles
 from tiercel.ops._attention_indices import packed_indices
 from tiercel.ops.attention_backward import has_kernels, native_options
 from tiercel.ops.attention_fp8 import refuse_descales
@@ -41,7 +41,7 @@ def _native(out: Tensor, lse: Tensor | None, *args: Any) -> tuple[Any, ...]:
 
 
 def _launch(out: Tensor, lse: Tensor | None, *args: Any) -> None:
-    if args[1].shape[0] == 0 or args[6] == 0:  # no keys
+    if no_tiles(*args):
         check_packed(*args)
         out.zero_()
         if lse is not None:
@@ -68,7 +68,7 @@ def _plan(*args: Any) -> dict[str, Any]:
 
 def _why_not(*args: Any) -> Reason | None:
     reason = _platform.why_not(args[0].device)
-    if reason is not None or args[1].shape[0] == 0 or args[6] == 0:
+    if reason is not None or no_tiles(*args):
         return reason
     try:
         _plan(*args)
@@ -92,7 +92,8 @@ def _save(ctx: Any, args: tuple[Any, ...], outputs: Any) -> None:
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     if all(grad is None for grad in grads):
         return None, None, None, None, None
-    inputs, outputs = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+    saved = ctx.saved_tensors  # once: checkpoints hand them out a single time
+    inputs, outputs = saved[:5], saved[5:]
     if has_kernels(inputs[0], ctx.backend, _NAME):
         if not outputs:
             outputs = _VARLEN_LSE(*(x.detach() for x in inputs), *ctx.rest, ctx.backend)
@@ -138,7 +139,11 @@ def _from_scores(
     with torch.enable_grad():
         results = _reference(True, *leaves, *inputs[3:], *rest)
         outputs = [results[i] for _, i in wanted]
-        return torch.autograd.grad(outputs, leaves, [g for g, _ in wanted], allow_unused=True)
+        if not outputs[0].requires_grad:  # no sequence has a row
+            return tuple(torch.zeros_like(x) for x in inputs[:3])
+        return torch.autograd.grad(
+            outputs, leaves, [g for g, _ in wanted], materialize_grads=True
+        )
 
 
 _SCHEMA = (
@@ -192,7 +197,14 @@ def attention_varlen(
     """:func:`tiercel.attention` of sequences of several lengths, without padding between them.
 
     Sequence i has the queries ``q[cu_seqlens_q[i]:cu_seqlens_q[i + 1]]``, and keys and values
-    likewise; masks are aligned with its last query and its last key.
+    likewise; masks are aligned with its last query and its last key. Rows of ``q`` in no sequence,
+    before the first one or after the last, are like queries that see no key: their results and
+    gradients are 0, and minus infinity as logarithms.
+
+    No contents of ``cu_seqlens_q`` and ``cu_seqlens_k`` make a kernel read or write outside of the
+    tensors: starts below 0 count as 0 and those beyond the last row as its end, and a sequence that
+    ends before it starts is empty. Where starts decrease, which results the rows of several
+    sequences get is not specified, nor what those between hold.
 
     float8_e4m3fn tensors are as for :func:`tiercel.attention`, with bfloat16 results and without
     gradients.
@@ -206,11 +218,13 @@ def attention_varlen(
             128 that is a multiple of 8 (float8_e4m3fn: of 16), and no softcap; ref takes others.
         k: ``[Tk, Hk, D]``, the dtype and device of ``q``; Hk divides H.
         v: The shape, dtype and device of ``k``.
-        cu_seqlens_q: ``[B + 1]`` int32: where sequences start, and at last where the last one ends.
-            It is not looked at before the kernel does, which trusts it.
+        cu_seqlens_q: ``[B + 1]`` int32, any stride: where sequences start, and at last where the
+            last one ends. It stays on the GPU and must not decrease.
         cu_seqlens_k: ``[B + 1]`` int32, the same for keys.
-        max_seqlen_q: The largest number of queries of a sequence, or more.
-        max_seqlen_k: The largest number of keys of a sequence, or more.
+        max_seqlen_q: The largest number of queries of a sequence, or more. The queries that a
+            longer sequence has beyond it may be left out, like rows in no sequence.
+        max_seqlen_k: The largest number of keys of a sequence, or more; 0 means that there are
+            none.
         causal: As for :func:`tiercel.attention`, and the following too.
         window: ``(left, right)``.
         scale: What scores are multiplied by.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tiercel import _platform
-from tiercel._checks import check_contiguous, check_dtype, check_same_device, check_shape
+from tiercel._checks import check_dtype, check_same_device, check_shape
 from tiercel._op import Backend, Op
 from tiercel._platform import Reason
 from tiercel.ops._attention_indices import packed_gradients_indices
@@ -48,7 +48,6 @@ def _check(tensors: Any, starts: Any, results: Any, *_: Any) -> None:
     for name, tensor in zip(("cu_seqlens_q", "cu_seqlens_k"), starts, strict=True):
         check_dtype(_NAME, name, tensor.dtype, (torch.int32,))
         check_shape(_NAME, name, tensor, (starts[0].shape[0],), "[B + 1]")
-        check_contiguous(_NAME, name, tensor)
 
 
 def _of_one(tensors: Any, results: Any, queries: slice, keys: slice) -> tuple[Any, ...]:
@@ -64,7 +63,7 @@ def _sm90(
     tensors: Any, starts: Any, results: Any, options: tuple[Any, ...], deterministic: bool
 ) -> tuple[Tensor, ...]:
     found = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in tensors[1:]]
-    for queries, keys in sequences(*starts):
+    for queries, keys in sequences(*starts, len(tensors[1]), len(tensors[2])):
         if queries.start < queries.stop and keys.start < keys.stop and 0 not in tensors[1].shape:
             rows = (queries, keys, keys)
             parts = [whole[None, part] for whole, part in zip(found, rows, strict=True)]

@@ -12,7 +12,7 @@ from torch import Tensor
 from tiercel import _C, _platform
 from tiercel._op import Backend, Op
 from tiercel._platform import Reason
-from tiercel.ops._attention_checks import FLOAT8, OPTIONS, check_packed
+from tiercel.ops._attention_checks import FLOAT8, OPTIONS, check_packed, no_tiles
 from tiercel.ops._attention_indices import packed_indices
 from tiercel.ops.attention_backward import native_options
 from tiercel.ops.attention_fp8 import DESCALES, check_descales
@@ -40,13 +40,9 @@ def _native(outputs: tuple[Tensor, Tensor | None], workspace: Tensor | None, *ar
     return (*args[:3], *outputs, *args[7:10], workspace, *options, *args[3:7])
 
 
-def _no_keys(args: tuple[Any, ...]) -> bool:
-    return bool(args[1].shape[0] == 0 or args[6] == 0)
-
-
 def _run(lse: bool, *args: Any) -> Any:
     outputs = _outputs(args[0], lse)
-    if _no_keys(args):
+    if no_tiles(*args):
         _check(*args)
         outputs[0].zero_()
         if outputs[1] is not None:
@@ -64,7 +60,7 @@ def _plan(*args: Any) -> dict[str, Any]:
 
 def _why_not(*args: Any) -> Reason | None:
     reason = _platform.why_not(args[0].device)
-    if reason is not None or _no_keys(args):
+    if reason is not None or no_tiles(*args):
         return reason
     try:
         _plan(*args)

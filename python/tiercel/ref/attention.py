@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -57,7 +58,8 @@ def attention_backward(
     scores, _, slope = _scores(queries, keys, causal, window, scale, softcap)
     grads, results = (x.transpose(1, 2).to(queries.dtype) for x in (grad, out))
     sums = lse.to(queries.dtype)
-    weights = torch.exp(scores - sums.masked_fill(sums == -torch.inf, 0.0)[..., None])
+    blind = (sums == -torch.inf)[..., None]  # rows that saw no key
+    weights = torch.exp(scores - sums[..., None].masked_fill(blind, 0.0)).masked_fill(blind, 0.0)
     delta = (grads * results).sum(-1)
     if grad_lse is not None:
         delta = delta - grad_lse
@@ -140,10 +142,23 @@ def attention_varlen(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """As :func:`tiercel.attention_varlen`: one sequence after the other; it waits for the GPU."""
     dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
-    out = [q.new_zeros(0, *q.shape[1:], dtype=dtype)]
-    sums = [q.new_zeros(q.shape[1], 0, dtype=torch.float32)]
+    sum_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out: list[Tensor] = []
+    sums: list[Tensor] = []
+    done = 0
+
+    def skip_to(row: int) -> None:
+        """Rows in no sequence."""
+        out.append(q.new_zeros(row - done, *q.shape[1:], dtype=dtype))
+        sums.append(q.new_full((q.shape[1], row - done), -torch.inf, dtype=sum_dtype))
+
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    for i, (queries, keys) in enumerate(sequences(cu_seqlens_q, cu_seqlens_k)):
+    if max_seqlen_k == 0:
+        k, v = k[:0], v[:0]
+    pairs = sequences(cu_seqlens_q, cu_seqlens_k, len(q), len(k))
+    for i, (queries, keys) in enumerate(pairs):
+        if queries.stop <= done:
+            continue
         own = {name: _entry(scale, i) for name, scale in descales.items()}
         result, lse = attention(
             q[None, queries],
@@ -156,8 +171,12 @@ def attention_varlen(
             return_lse=True,
             **own,
         )
-        out.append(result[0])
-        sums.append(lse[0])
+        skip_to(max(queries.start, done))
+        new = max(done - queries.start, 0)  # starts that decrease: the first sequence's rows stay
+        out.append(result[0, new:])
+        sums.append(lse[0, :, new:])
+        done = queries.stop
+    skip_to(len(q))
     return (torch.cat(out), torch.cat(sums, 1)) if return_lse else torch.cat(out)
 
 
@@ -185,7 +204,7 @@ def attention_varlen_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As attention_backward, one sequence after the other; it waits for the GPU."""
     found = tuple(torch.zeros_like(x) for x in (q, k, v))
-    for queries, keys in sequences(cu_seqlens_q, cu_seqlens_k):
+    for queries, keys in sequences(cu_seqlens_q, cu_seqlens_k, len(q), len(k)):
         parts = attention_backward(
             grad[None, queries],
             q[None, queries],
@@ -204,11 +223,19 @@ def attention_varlen_backward(
     return found
 
 
-def sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[tuple[slice, slice]]:
-    """The rows of each sequence's queries and keys; it waits for the GPU."""
-    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    for i in range(len(starts_q) - 1):
-        yield slice(starts_q[i], starts_q[i + 1]), slice(starts_k[i], starts_k[i + 1])
+def sequences(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, queries: int, keys: int
+) -> Iterator[tuple[slice, slice]]:
+    """The rows of each sequence's queries and keys, of that many; it waits for the GPU."""
+    starts = (cu_seqlens_q.tolist(), queries), (cu_seqlens_k.tolist(), keys)
+    yield from zip(*(_slices(*each) for each in starts), strict=True)
+
+
+def _slices(starts: list[int], rows: int) -> Iterator[slice]:
+    """Contents are not trusted: each is cut to the rows, and is empty where it would end early."""
+    cut = [min(max(start, 0), rows) for start in starts]
+    for first, last in itertools.pairwise(cut):
+        yield slice(first, max(first, last))
 
 
 def decode_attention(
@@ -236,8 +263,8 @@ def decode_attention(
     key = torch.arange(table.shape[1] * places, device=q.device)
     length = seqused_k.long().clamp(0, len(key))[:, None, None]
     used = key < length[:, 0]
-    # Entries of the table past a sequence's end may be anything.
-    table = table.where(used[:, ::places], 0)
+    # Contents are not trusted: an entry that is no page counts as the last one.
+    table = table.where((table >= 0) & (table < pages), pages - 1)
 
     def rows(cache: Tensor, factor: Tensor | None) -> Tensor:
         """[B, H, keys, D]"""

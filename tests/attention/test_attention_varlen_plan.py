@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""attention_varlen's checks and its choice of kernel: neither needs PyTorch or a GPU."""
+
+import pytest
+from support.dlpack_tensor import AttributeTensor, ExchangeTensor
+
+from tiercel import _C
+
+MOST = 2**29 - 1  # rows
+
+
+@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
+def make(request):
+    return request.param
+
+
+def plan(make, rows=(900, 1000), heads=(8, 2), d=64, *, batch=3, longest=(500, 400), **given):
+    shapes = {"q": (rows[0], heads[0], d)} | {name: (rows[1], heads[1], d) for name in "kv"}
+    tensors = [given.get(name) or make(*shape, dtype="bfloat16") for name, shape in shapes.items()]
+    starts = [
+        given.get(name) or make(batch + 1, dtype="int32")
+        for name in ("cu_seqlens_q", "cu_seqlens_k")
+    ]
+    out = given.get("out") or make(*shapes["q"], dtype="bfloat16")
+    options = (-1, given.get("right", -1), 0.1, 0.0)
+    return _C.attention_varlen_plan(*tensors, *starts, out, None, *longest, *options)
+
+
+@pytest.mark.parametrize("d", [8, 40, 64, 72, 128])
+@pytest.mark.parametrize("right", [-1, 0, 30])
+def test_tiles_of_the_longest_sequence(make, d, right):
+    got = plan(make, d=d, right=right, heads=(2, 2))
+    assert got["kernel"].startswith(f"attention_bf16_d{64 if d <= 64 else 128}_128x128")
+    assert got["grid"] == 4 * 2 * 3
+
+
+def test_longest_is_at_most_all_rows(make):
+    most = plan(make, longest=(900, 1000))
+    for longest in ((901, 1001), (2**62, 2**62), (2**63 - 1, 1)):
+        assert plan(make, longest=longest)["grid"] == most["grid"]
+
+
+def test_starts_of_any_stride(make):
+    for stride in (0, 2, 2**29 - 1):
+        apart = make(4, dtype="int32", strides=(stride,))
+        assert plan(make, cu_seqlens_q=apart, cu_seqlens_k=apart) == plan(make)
+
+
+def far(*shape, strides, dtype="bfloat16"):
+    return ExchangeTensor(*shape, dtype=dtype, strides=strides)
+
+
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [
+        ("`q` must have fewer than 2\\^29 rows", {"rows": (MOST + 1, 1000)}),
+        ("`k` must have fewer than 2\\^29 rows", {"rows": (900, MOST + 1)}),
+        (
+            "`cu_seqlens_k` must have elements that are less than 2 GiB apart",
+            {"cu_seqlens_k": far(4, strides=(2**29,), dtype="int32")},
+        ),
+        ("`q` must have fewer than 2\\^30 tiles", {"batch": 2**30 - 1}),
+        ("`q` must have fewer than 2\\^30 tiles", {"batch": 2**62 - 1, "heads": (4, 2)}),
+        (
+            "`out` must have rows that are less than 32 GiB apart",
+            {"out": far(900, 8, 64, strides=(64, 2**34 + 64, 1))},
+        ),
+    ],
+)
+def test_what_there_is_no_kernel_for(text, given):
+    with pytest.raises(NotImplementedError, match=f"^attention_varlen: {text}"):
+        plan(ExchangeTensor, **given)
+
+
+def test_most_rows(make):
+    assert plan(make, rows=(MOST, MOST), heads=(1, 1), d=8, longest=(MOST, MOST), batch=1)
