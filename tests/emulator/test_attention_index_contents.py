@@ -19,6 +19,9 @@ from tiercel.ref.attention import attention_varlen_backward as reference
 
 pytestmark = pytest.mark.torch
 
+# Operators whose index tensors this file fuzzes: see tests/api/test_index_checks.py.
+FUZZED = ("attention_varlen", "decode_attention")
+
 CASES = int(os.environ.get("TIERCEL_FUZZ_CASES", "50"))
 FLOAT8 = torch.float8_e4m3fn
 EXTREMES = (-(2**31), -(2**30), -40, -1, 0, 1, 2**29 - 1, 2**29, 2**30, 2**31 - 1)

@@ -53,6 +53,13 @@ def _make(case: Case, device: str, seed: int) -> dict[str, Any]:
     return {**tensors, **case.options}
 
 
+def _apart(integers: Any) -> Any:
+    """The same with other numbers between them."""
+    import torch
+
+    return torch.stack([integers, -integers - 1], dim=-1)[..., 0]
+
+
 def _both(call: Any, *args: Any) -> Any:
     return call(*args, True)
 
@@ -152,8 +159,8 @@ def _make_varlen(case: Case, device: str, seed: int) -> dict[str, Any]:
     spoken = case.values.removesuffix(" strided")
     lengths = [[int(n) for n in part.split()] for part in spoken.split(" of ")]
     for name, of_one in zip("qk", lengths, strict=True):
-        starts = torch.tensor([0, *of_one]).cumsum(0)
-        made[f"cu_seqlens_{name}"] = starts.to(device=device, dtype=torch.int32)
+        starts = torch.tensor([0, *of_one]).cumsum(0).to(device=device, dtype=torch.int32)
+        made[f"cu_seqlens_{name}"] = _apart(starts) if strided else starts
     longest = {"max_seqlen_q": max(lengths[0]), "max_seqlen_k": max(lengths[1])}
     return {**made, **longest, **case.options}
 
@@ -165,8 +172,8 @@ ATTENTION_VARLEN = Contract(
         TensorSpec("q", ("Tq", "H", "D"), ("bfloat16", "float16"), strided=True),
         TensorSpec("k", ("Tk", "Hk", "D"), ("q",), strided=True),
         TensorSpec("v", ("Tk", "Hk", "D"), ("q",), strided=True),
-        TensorSpec("cu_seqlens_q", ("B1",), ("int32",)),
-        TensorSpec("cu_seqlens_k", ("B1",), ("int32",)),
+        TensorSpec("cu_seqlens_q", ("B1",), ("int32",), strided=True),
+        TensorSpec("cu_seqlens_k", ("B1",), ("int32",), strided=True),
         ScalarSpec("max_seqlen_q", "int"),
         ScalarSpec("max_seqlen_k", "int"),
         *ATTENTION.arguments[3:],
@@ -242,6 +249,10 @@ def _make_decode(case: Case, device: str, seed: int) -> dict[str, Any]:
         **scales,
     }
     placed = {name: x if x is None else x.to(device) for name, x in tensors.items()}
+    if case.values.endswith(" strided"):
+        for name in ("page_table", "seqused_k", "prefix"):
+            if placed[name] is not None:
+                placed[name] = _apart(placed[name])
     window = None if left is None else (left, -1)
     rest = {**_DECODE_REST, "window": window, **options}
     return {**placed, **rest, "max_seqused_k": None, "return_lse": True}
@@ -269,8 +280,8 @@ DECODE_ATTENTION = Contract(
         TensorSpec("k_cache", _CACHE, ("bfloat16", "float16", "float8_e4m3fn"), strided=True),
         TensorSpec("v_cache", _CACHE, ("k_cache",), strided=True),
         TensorSpec("page_table", ("B", "columns"), ("int32",), strided=True),
-        TensorSpec("seqused_k", ("B",), ("int32",)),
-        TensorSpec("prefix", ("B",), ("int32",), optional=True),
+        TensorSpec("seqused_k", ("B",), ("int32",), strided=True),
+        TensorSpec("prefix", ("B",), ("int32",), strided=True, optional=True),
         TensorSpec("k_scale", ("scales",), ("float32",), optional=True),
         TensorSpec("v_scale", ("scales",), ("float32",), optional=True),
         ScalarSpec("causal", "bool"),
