@@ -62,9 +62,9 @@ Status attention(const TensorView& q, const TensorView& k, const TensorView& v,
   TIERCEL_RETURN_IF_ERROR(check_attention(kOp, q, k, v, out, lse, options, &problem));
   if (problem.empty()) return Status();
   const AttentionByHead q_rows(q), k_rows(k), v_rows(v), out_rows(out);
-  return attention_launch(
-      kOp, problem, options, {q_rows.view, k_rows.view, v_rows.view, out_rows.view},
-      lse == nullptr ? nullptr : lse->data, /*packed=*/nullptr, stream);
+  return attention_launch(kOp, problem, options,
+                          {q_rows.view, k_rows.view, v_rows.view, out_rows.view},
+                          lse == nullptr ? nullptr : lse->data, /*packed=*/nullptr, stream);
 }
 
 }  // namespace tiercel

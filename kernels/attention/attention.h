@@ -49,9 +49,9 @@ Status attention(const TensorView& q, const TensorView& k, const TensorView& v,
 
 // Sequences of several lengths, behind each other: q and out are [Tq, H, D], k and v [Tk, Hk, D],
 // lse, [H, Tq], may be null. Sequence i has the rows from starts[i] to starts[i + 1] of int32
-// [B + 1], of any stride and contents: both are cut to the tensor, and a sequence that ends before it
-// starts is empty. Rows of out that no sequence has are 0, and minus infinity in lse; so are those
-// that a sequence longer than max_q, rounded up to a tile, has beyond it.
+// [B + 1], of any stride and contents: both are cut to the tensor, and a sequence that ends before
+// it starts is empty. Rows of out that no sequence has are 0, and minus infinity in lse; so are
+// those that a sequence longer than max_q, rounded up to a tile, has beyond it.
 struct PackedAttention {
   const TensorView* q;
   const TensorView* k;

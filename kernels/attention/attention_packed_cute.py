@@ -59,9 +59,7 @@ def clear_rows_of_no_sequence(packed, lse, batch, heads, planned, dtype, lanes, 
             row = i + end - begin
         _clear(packed, lse, heads, row, dtype, lanes, lane)
     for entry in cutlass.range(worker, batch, workers, unroll=1):
-        first, last = rows_between(
-            packed.starts_q, packed.step_q, packed.total_q, entry, entry + 1
-        )
+        first, last = rows_between(packed.starts_q, packed.step_q, packed.total_q, entry, entry + 1)
         for row in cutlass.range(first + planned, last, unroll=1):
             _clear(packed, lse, heads, row, dtype, lanes, lane)
 

@@ -18,8 +18,7 @@ constexpr int64_t kMaxStep = 0x7fffffff;
 constexpr int64_t kVector = 8;  // elements of out in 16 bytes
 
 Status unsupported(const Argument& argument, const std::string& expected, const std::string& got) {
-  return Status::Unimplemented(
-      mismatch(argument, expected + " for the precompiled kernels", got));
+  return Status::Unimplemented(mismatch(argument, expected + " for the precompiled kernels", got));
 }
 
 Status check_starts(const char* name, const TensorView& starts, int64_t batch,

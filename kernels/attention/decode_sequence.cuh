@@ -27,8 +27,7 @@ struct Sequence {
 
   __device__ __forceinline__ Sequence(const DecodeArgs& args, int b)
       : Sequence(args, load_strided(args.lengths, args.length_step, b),
-                 args.prefixes == nullptr ? 0
-                                          : load_strided(args.prefixes, args.prefix_step, b)) {}
+                 args.prefixes == nullptr ? 0 : load_strided(args.prefixes, args.prefix_step, b)) {}
 
   __device__ __forceinline__ Sequence(const DecodeArgs& args, int given_length, int given_prefix) {
     length = min(max(given_length, 0), args.capacity);

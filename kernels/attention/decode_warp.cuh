@@ -94,9 +94,9 @@ struct Pages {
 #pragma unroll
     for (int i = 0; i < Shape::kPages; ++i) {
       const int at = min(key + 32 * i + lane % Shape::kStep, args.capacity - 1) >> args.page_bits;
-      entry[i] = static_cast<int32_t>(
-          min(static_cast<uint32_t>(load_strided(table, args.table_step, at)),
-              static_cast<uint32_t>(args.last_page)));
+      entry[i] =
+          static_cast<int32_t>(min(static_cast<uint32_t>(load_strided(table, args.table_step, at)),
+                                   static_cast<uint32_t>(args.last_page)));
     }
   }
   __device__ __forceinline__ int32_t of(int row) const {

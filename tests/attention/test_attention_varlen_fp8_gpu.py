@@ -78,9 +78,7 @@ def test_as_sequences_of_one_length(make, d):
 @pytest.mark.parametrize("d", [64, 128])
 def test_rows_in_no_sequence(make, d):
     q, k, v, of_q, of_k, *longest = make([20, 100, 1, 90], [20, 90, 7, 90], (4, 2), d)
-    out, lse = tiercel.attention_varlen(
-        q, k, v, of_q[1:-1], of_k[1:-1], *longest, return_lse=True
-    )
+    out, lse = tiercel.attention_varlen(q, k, v, of_q[1:-1], of_k[1:-1], *longest, return_lse=True)
     inner = (q[20:121], k[20:117], v[20:117], of_q[1:-1] - 20, of_k[1:-1] - 20)
     due, sums = tiercel.attention_varlen(*inner, *longest, return_lse=True)
     assert torch.equal(out[20:121], due) and torch.equal(lse[:, 20:121], sums)

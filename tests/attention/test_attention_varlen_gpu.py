@@ -110,7 +110,7 @@ def test_gradients_of_rows_in_no_sequence(make):
 
 def test_a_graph_whose_sequences_change(make):
     """As for a server: the tensors' size is fixed, starts are written between two replays."""
-    q, k, v, of_q, of_k, *_ = make([100, 300], [100, 300], (4, 4), 128)
+    q, k, v, of_q, *_ = make([100, 300], [100, 300], (4, 4), 128)
     starts = torch.zeros_like(of_q)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -15,7 +15,7 @@ def make(request):
 
 
 def plan(make, rows=(900, 1000), heads=(8, 2), d=64, *, batch=3, longest=(500, 400), **given):
-    shapes = {"q": (rows[0], heads[0], d)} | {name: (rows[1], heads[1], d) for name in "kv"}
+    shapes = {"q": (rows[0], heads[0], d)} | dict.fromkeys("kv", (rows[1], heads[1], d))
     tensors = [given.get(name) or make(*shape, dtype="bfloat16") for name, shape in shapes.items()]
     starts = [
         given.get(name) or make(batch + 1, dtype="int32")

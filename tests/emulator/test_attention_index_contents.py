@@ -2,10 +2,11 @@
 """Attention with any contents of its index tensors, on the emulator.
 
 Tensors are views in the middle of larger buffers: what a kernel touches outside of a view is an
-error, and a loop that goes on for longer than the tensors are exceeds the instruction limit. Results
-are compared wherever they are specified. TIERCEL_FUZZ_CASES says how many cases an op gets.
+error, and a loop that goes on for longer than the tensors are exceeds the instruction limit.
+Results are compared wherever they are specified. TIERCEL_FUZZ_CASES says how many cases an op gets.
 """
 
+import itertools
 import os
 import random
 
@@ -68,7 +69,7 @@ def starts(draw, sequences, rows):
 
 def do_not_decrease(values, rows):
     cut = [min(max(value, 0), rows) for value in values]
-    return all(a <= b for a, b in zip(cut, cut[1:], strict=False))
+    return all(a <= b for a, b in itertools.pairwise(cut))
 
 
 class Packed:
@@ -130,7 +131,7 @@ class Packed:
         """Rows in no sequence, and those that came out as such, where they may."""
         cut = [min(max(value, 0), self.rows[0]) for value in self.values[0]]
         found = torch.ones(self.rows[0], dtype=torch.bool)
-        for first, last in zip(cut, cut[1:], strict=False):
+        for first, last in itertools.pairwise(cut):
             found[first:last] = False
             late = slice(min(first + self.longest[0], last), last)
             found[late] = (self.out[late] == 0).flatten(1).all(1)

@@ -141,9 +141,7 @@ def _from_scores(
         outputs = [results[i] for _, i in wanted]
         if not outputs[0].requires_grad:  # no sequence has a row
             return tuple(torch.zeros_like(x) for x in inputs[:3])
-        return torch.autograd.grad(
-            outputs, leaves, [g for g, _ in wanted], materialize_grads=True
-        )
+        return torch.autograd.grad(outputs, leaves, [g for g, _ in wanted], materialize_grads=True)
 
 
 _SCHEMA = (
