@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "kernels/norm/elements.cuh"
+#include "kernels/norm/moments.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/reduce.cuh"
 #include "kernels/sm90/ring.cuh"
@@ -55,8 +56,8 @@ class LoneBlock {
     return sum;
   }
 
-  // Of the warps' (squares about its mean, mean, count): mean and squares of all.
-  __device__ __forceinline__ float2 join(float4 value, float inverse_columns) const {
+  // Of the warps' entries: the row's moments.
+  __device__ __forceinline__ RowMoments join(float4 value, float inverse_columns) const {
     if (threadIdx.x % 32 == 0) {
       asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(moments_ + threadIdx.x / 2),
                    "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
@@ -64,13 +65,12 @@ class LoneBlock {
     }
     __syncthreads();
     // About the first warp's mean, which is as good as the row's: all sums at once.
-    const float about = read(moments_).y;
-    const float4 part = read(moments_ + threadIdx.x % kWarps * 16);
-    const float apart = part.y - about, product = part.z * apart;
-    const float sum = lanes_reduce<kWarps>(product, Sum());
-    const float square = lanes_reduce<kWarps>(fmaf(product, apart, part.x), Sum());
-    const float distance = sum * inverse_columns;
-    return make_float2(about + distance, fmaf(-sum, distance, square));
+    const float4 first = read(moments_), part = read(moments_ + threadIdx.x % kWarps * 16);
+    const float about = first.y + first.w;
+    const float distance = Moments::distance(part, about), product = part.z * distance;
+    const Moments all = {about, lanes_reduce<kWarps>(product, Sum()),
+                         lanes_reduce<kWarps>(fmaf(product, distance, part.x), Sum())};
+    return all.of_row(inverse_columns);
   }
 
  private:

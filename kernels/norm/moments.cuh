@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Mean and variance in one pass. A thread measures its elements from the first of them: squares
 // about that are at most their count and one times those about their mean, so little cancels
-// whatever the data. Chan's formula joins threads, warps and blocks.
+// whatever the data. Chan's formula joins threads, warps and blocks. A mean is kept in two parts,
+// some value near it and the distance from there: rounded to float32 it would be wrong by up to
+// half a unit of its last place, and x - mean by as much, which may be more than the deviation.
 #ifndef KERNELS_NORM_MOMENTS_CUH_
 #define KERNELS_NORM_MOMENTS_CUH_
 
@@ -23,20 +25,35 @@ struct Count {
   }
 };
 
-// A warp's: the sum of its elements' distances from `about`, which is near their mean, and the
-// squares of those. Of `count` elements, inverse_count = 1 / count:
+// The middle one of three of a row's values: distances from it cancel little, whatever the mean, if
+// one of the three is an outlier.
+__device__ __forceinline__ float middle_of(float a, float b, float c) {
+  return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c));
+}
+
+// Of a row: the mean is `about` + `apart`, `square` the sum of squared distances from it.
+struct RowMoments {
+  float about, apart, square;
+};
+
+// Of some elements: the sum of their distances from `about`, which is near their mean, and of the
+// squares of those.
 struct Moments {
   float about, sum, square;
 
-  __device__ __forceinline__ float mean(float inverse_count) const {
-    return fmaf(sum, inverse_count, about);
+  // inverse_count: 1 / the number of elements.
+  __device__ __forceinline__ RowMoments of_row(float inverse_count) const {
+    const float apart = sum * inverse_count;
+    return {about, apart, fmaf(-apart, sum, square)};
   }
-  __device__ __forceinline__ float about_mean(float inverse_count) const {
-    return fmaf(-sum * inverse_count, sum, square);
-  }
-  // What a team's join() wants.
+  // What a team's join() wants of a warp.
   __device__ __forceinline__ float4 entry(Count warps) const {
-    return make_float4(about_mean(warps.inverse), mean(warps.inverse), warps.number, 0.0f);
+    const RowMoments own = of_row(warps.inverse);
+    return make_float4(own.square, own.about, warps.number, own.apart);
+  }
+  // Distance of the mean that an entry has from `about`.
+  static __device__ __forceinline__ float distance(float4 entry, float about) {
+    return (entry.y - about) + entry.w;
   }
 };
 
@@ -63,11 +80,10 @@ class Distances {
     const float sum = kWays > 1 ? sums_[0] + sums_[kWays - 1] : sums_[0];
     const float squares = kWays > 1 ? squares_[0] + squares_[kWays - 1] : squares_[0];
     const float apart = sum * own.inverse;
-    const float mean = first_ + apart;
     // About what is nearly the mean, and right for that.
     const float square = fmaf(apart, fmaf(n, apart, -2.0f * sum), squares);
-    const float about = __shfl_sync(kFullWarp, mean, 0);
-    const float distance = mean - about, part = n * distance;
+    const float about = __shfl_sync(kFullWarp, first_ + apart, 0);
+    const float distance = (first_ - about) + apart, part = n * distance;
     return {about, lanes_reduce<32>(part, Sum()),
             lanes_reduce<32>(fmaf(part, distance, square), Sum())};
   }

@@ -7,7 +7,7 @@
 // gradients are sums in its registers; they leave once, as a row of partial sums a block, which
 // norm_reduce adds up in a fixed order. Bytes: x and grad read once, grad_x written once; the floor
 // is those at the speed of a copy. 16-bit layer norms come near what the SMs can issue, too: about
-// 24 instructions an element of 43 in that time.
+// 25 instructions an element of 43 in that time.
 #ifndef KERNELS_NORM_NORM_BACKWARD_CUH_
 #define KERNELS_NORM_NORM_BACKWARD_CUH_
 
@@ -319,7 +319,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
 #pragma unroll
     for (int r = 0; r < kRows; ++r) live[r] = real(r) ? mine : 0;
 
-    float sums[kLayerNorm ? 4 : 2][kRows], means[kRows];
+    float sums[kLayerNorm ? 4 : 2][kRows], guesses[kRows];
     // Calls visit(r, v, x, weight, gradient, address) with a vector's values.
     const auto visit_all = [&](bool again, auto visit) {
       int at_stage = again ? first_stage() : stage;
@@ -332,16 +332,15 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
           if constexpr (kWide) {
             mbarrier_wait(&arrived[stage], phase);
           }
-          means[r] = 0.0f;
+          guesses[r] = 0.0f;
           if (kLayerNorm && real(r)) {
-            // The middle one of three of the row's values: so little cancels.
             const uint32_t from = pivot_base + stage * pivot_stage;
             uint32_t words[3];
             load_shared(words[0], from);
             load_shared(words[1], from + pivot_middle);
             load_shared(words[2], from + pivot_last);
-            const float a = Format::from_bits(words[0]), b = Format::from_bits(words[1]);
-            means[r] = fmaxf(fminf(a, b), fminf(fmaxf(a, b), Format::from_bits(words[2])));
+            guesses[r] = middle_of(Format::from_bits(words[0]), Format::from_bits(words[1]),
+                                   Format::from_bits(words[2]));
           }
           stage = at_stage;
           if (stage == 0) phase ^= 1;
@@ -358,7 +357,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
             } else {  // no distance from the guess, no gradient
               float same[kElements];
 #pragma unroll
-              for (int i = 0; i < kElements; ++i) same[i] = kLayerNorm ? means[r] : 0.0f;
+              for (int i = 0; i < kElements; ++i) same[i] = kLayerNorm ? guesses[r] : 0.0f;
               vx.pack(same);
               vg.clear();
             }
@@ -393,7 +392,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
         const int left = columns - (v * places + place) * kElements;
 #pragma unroll
         for (int i = 0; i < kElements; ++i) {
-          const float distance = kWide || i < left ? xs[i] - means[r] : 0.0f;
+          const float distance = kWide || i < left ? xs[i] - guesses[r] : 0.0f;
           const float weighted = ws[i] * gs[i];
           sums[0][r] += distance;
           sums[1][r] += weighted;
@@ -410,42 +409,42 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
     });
     Sums::add(team, scratch, tile, sums);  // and all of the team have read the stages
     if (kEarly && read_once) refill();
-    float squares[kRows], dots[kRows], totals[kRows];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      if constexpr (kLayerNorm) {
-        const float distance = sums[0][r] * args.inverse_columns;
-        means[r] += distance;
-        totals[r] = sums[1][r];
-        squares[r] = sums[2][r] - sums[0][r] * distance;
-        dots[r] = sums[3][r] - sums[1][r] * distance;
-      } else {
-        squares[r] = sums[0][r];
-        dots[r] = sums[1][r];
-        totals[r] = 0.0f;
-      }
-    }
 
-    // grad_x = rstd * (w g - mean(w g) - n mean(w g n)), n = (x - mean) rstd.
-    float rstds[kRows];
+    // grad_x = rstd * (w g - mean(w g) - n mean(w g n)), n = (x - mean) rstd. The mean stays the
+    // distance from the guess: added to that it would be rounded (moments.cuh).
+    float rstds[kRows], aparts[kRows], dots[kRows], totals[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
+      const float apart = kLayerNorm ? sums[0][r] * args.inverse_columns : 0.0f;
+      const float square = kLayerNorm ? fmaf(-apart, sums[0][r], sums[2][r]) : sums[0][r];
       const float rstd =
-          real(r) ? reciprocal_root(fmaf(squares[r], args.inverse_columns, args.eps)) : 0.0f;
+          real(r) ? reciprocal_root(fmaf(square, args.inverse_columns, args.eps)) : 0.0f;
+      const float share = args.inverse_columns * rstd;
       rstds[r] = rstd;
-      dots[r] *= args.inverse_columns * rstd * rstd * rstd;
-      totals[r] *= args.inverse_columns * rstd;
+      if constexpr (kLayerNorm) {
+        aparts[r] = apart;
+        dots[r] = fmaf(-apart, sums[1][r], sums[3][r]) * (share * rstd * rstd);
+        totals[r] = sums[1][r] * share;
+      } else {
+        dots[r] = sums[1][r] * (share * rstd * rstd);
+      }
     }
     char* const out =
         args.grad_x + int64_t{row} * args.grad_x_stride + first * Format::kBytes + place * 16;
     visit_all(true, [&](int r, int v, auto& xs, const auto& ws, const auto& gs, uint32_t from) {
 #pragma unroll
       for (int i = 0; i < kElements; ++i) {
-        const float distance = kLayerNorm ? xs[i] - means[r] : xs[i];
-        const float scaled = gs[i] * rstds[r];
-        gradients[0][v][i] += scaled * distance;
-        if constexpr (kLayerNorm) gradients[1][v][i] += gs[i];
-        xs[i] = ws[i] * scaled - (kLayerNorm ? distance * dots[r] + totals[r] : distance * dots[r]);
+        if constexpr (kLayerNorm) {
+          const float distance = (xs[i] - guesses[r]) - aparts[r];
+          const float scaled = gs[i] * rstds[r];
+          gradients[0][v][i] += scaled * distance;
+          gradients[1][v][i] += gs[i];
+          xs[i] = ws[i] * scaled - (distance * dots[r] + totals[r]);
+        } else {
+          const float scaled = gs[i] * rstds[r];
+          gradients[0][v][i] += scaled * xs[i];
+          xs[i] = ws[i] * scaled - xs[i] * dots[r];
+        }
       }
       if (v < live[r]) {
         if (third) {

@@ -129,13 +129,12 @@ __global__ void __launch_bounds__(norm_backward_short_threads(kVectors), 1)
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {
     mbarrier_wait(barrier, phase);
-    // The middle one of three of the row's values: distances from it cancel little.
     uint32_t first_word, middle_word, last_word;
     load_shared(first_word, stage_at);
     load_shared(middle_word, stage_at + middle);
     load_shared(last_word, stage_at + last);
-    const float a = Format::from_bits(first_word), b = Format::from_bits(middle_word);
-    const float guess = fmaxf(fminf(a, b), fminf(fmaxf(a, b), Format::from_bits(last_word)));
+    const float guess = middle_of(Format::from_bits(first_word), Format::from_bits(middle_word),
+                                  Format::from_bits(last_word));
 
     float distances[kVectors][kElements], grads[kVectors][kElements];
     float products[kHold ? kVectors : 1][kElements];

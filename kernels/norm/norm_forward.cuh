@@ -132,16 +132,16 @@ __global__ void __launch_bounds__(norm_forward_threads(Format::kBytes, kWide, kV
     }
   }
 
-  float mean = 0.0f, square = 0.0f;
+  RowMoments moments = {};
   if (!args.layer_norm) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       float x[kElements];
       values[v].unpack(x);
 #pragma unroll
-      for (int i = 0; i < kElements; ++i) square += x[i] * x[i];
+      for (int i = 0; i < kElements; ++i) moments.square += x[i] * x[i];
     }
-    square = team.sum(scratch, lanes_reduce<32>(square, Sum()));
+    moments.square = team.sum(scratch, lanes_reduce<32>(moments.square, Sum()));
   } else {
     float first_values[kElements];
     values[0].unpack(first_values);
@@ -156,13 +156,11 @@ __global__ void __launch_bounds__(norm_forward_threads(Format::kBytes, kWide, kV
       values[v].unpack(x);
       distances.add(x);
     }
-    const float2 joined =
-        team.join(scratch, distances.of_warp(Count(count)).entry(Count::of_warp(count)),
-                  args.inverse_columns);
-    mean = joined.x;
-    square = joined.y;
+    moments = team.join(scratch, distances.of_warp(Count(count)).entry(Count::of_warp(count)),
+                        args.inverse_columns);
   }
-  const float rstd = reciprocal_root(fmaf(square, args.inverse_columns, args.eps));
+  const float rstd = reciprocal_root(fmaf(moments.square, args.inverse_columns, args.eps));
+  const float shift = -moments.apart * rstd;
 
   char* const out = args.out + int64_t{row} * args.out_stride;
 #pragma unroll
@@ -172,7 +170,7 @@ __global__ void __launch_bounds__(norm_forward_threads(Format::kBytes, kWide, kV
     values[v].forget();
     values[v].unpack(x);
 #pragma unroll
-    for (int i = 0; i < kElements; ++i) x[i] = (x[i] - mean) * rstd;
+    for (int i = 0; i < kElements; ++i) x[i] = fmaf(x[i] - moments.about, rstd, shift);
     if (args.weight != nullptr) {
       float w[kElements];
       if (kPacked && (kFloat32 || !args.weight_float32)) {

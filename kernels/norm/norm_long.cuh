@@ -74,21 +74,30 @@ __global__ void __launch_bounds__(kNormLongThreads, norm_long_blocks(kVectors, k
     async_copy_commit();
   }
   Values weights[kVectors], biases[kVectors];
+  // Of eight vectors' biases the last waits until the first result has left registers for it.
+  constexpr int kEarly = kVectors > 4 ? kVectors - 1 : kVectors;
+  const auto ask_bias = [&](int from, int to) {
+    each([&](int v) {
+      if (kLayerNorm && v >= from && v < to) {
+        read_packed<Format>(biases[v], bias, v * kStep, 0.0f);
+      }
+    });
+  };
   each([&](int v) { read_packed<Format>(weights[v], weight, v * kStep, 1.0f); });
   if constexpr (kLayerNorm) {
-    each([&](int v) { read_packed<Format>(biases[v], bias, v * kStep, 0.0f); });
+    ask_bias(0, kEarly);
   }
 
-  float square = 0.0f, mean = 0.0f;
+  RowMoments moments = {};
   if constexpr (!kLayerNorm) {
     as_they_arrive<kVectors>([&](int v) {
       if (!valid(v)) return;
       float f[kElements];
       unpack(v, f);
 #pragma unroll
-      for (int i = 0; i < kElements; ++i) square += f[i] * f[i];
+      for (int i = 0; i < kElements; ++i) moments.square += f[i] * f[i];
     });
-    square = team.sum(scratch, lanes_reduce<32>(square, Sum()));
+    moments.square = team.sum(scratch, lanes_reduce<32>(moments.square, Sum()));
   } else {
     Distances<1> distances;
     as_they_arrive<kVectors>([&](int v) {
@@ -100,19 +109,17 @@ __global__ void __launch_bounds__(kNormLongThreads, norm_long_blocks(kVectors, k
     });
     int elements = 0;
     each([&](int) { elements += kElements; });
-    const float2 joined =
-        team.join(scratch, distances.of_warp(Count(elements)).entry(Count::of_warp(elements)),
-                  args.inverse_columns);
-    mean = joined.x;
-    square = joined.y;
+    moments = team.join(scratch, distances.of_warp(Count(elements)).entry(Count::of_warp(elements)),
+                        args.inverse_columns);
   }
-  const float rstd = reciprocal_root(fmaf(square, args.inverse_columns, args.eps));
+  const float rstd = reciprocal_root(fmaf(moments.square, args.inverse_columns, args.eps));
 
-  const Normaliser<Format, kLayerNorm> normalised(mean, rstd);
+  const Normaliser<Format, kLayerNorm> normalised(moments, rstd);
   each([&](int v) {
     Values value;
     value.load_any(reinterpret_cast<const char*>(&held[slot(v)]));
     normalised(value, weights[v], biases[v]).store(out + v * kStep);
+    if (v == 0) ask_bias(kEarly, kVectors);
   });
 }
 

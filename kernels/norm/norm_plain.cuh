@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(norm_plain_threads(kVectors, kWarp),
       values[v].store(residual_out + v * step);
     });
   }
-  float mean = 0.0f, square = 0.0f;
+  RowMoments row_moments = {};
   if constexpr (kLayer) {
     Distances<> distances;
     each([&](int v) {
@@ -99,11 +99,9 @@ __global__ void __launch_bounds__(norm_plain_threads(kVectors, kWarp),
     });
     const Moments moments = distances.of_warp(own);
     if constexpr (kWarp) {
-      mean = moments.mean(args.inverse_columns);
-      square = moments.about_mean(args.inverse_columns);
+      row_moments = moments.of_row(args.inverse_columns);
     } else {
-      const float2 joined = block.join(moments.entry(warps), args.inverse_columns);
-      mean = joined.x, square = joined.y;
+      row_moments = block.join(moments.entry(warps), args.inverse_columns);
     }
   } else {
     float squares[2] = {};
@@ -113,12 +111,12 @@ __global__ void __launch_bounds__(norm_plain_threads(kVectors, kWarp),
 #pragma unroll
       for (int i = 0; i < kElements; ++i) squares[i % 2] = fmaf(f[i], f[i], squares[i % 2]);
     });
-    square = lanes_reduce<32>(squares[0] + squares[1], Sum());
-    if constexpr (!kWarp) square = block.sum(square);
+    const float square = lanes_reduce<32>(squares[0] + squares[1], Sum());
+    row_moments.square = kWarp ? square : block.sum(square);
   }
-  const float rstd = reciprocal_root(fmaf(square, args.inverse_columns, args.eps));
+  const float rstd = reciprocal_root(fmaf(row_moments.square, args.inverse_columns, args.eps));
 
-  const Normaliser<Format, kLayer> normalised(mean, rstd);
+  const Normaliser<Format, kLayer> normalised(row_moments, rstd);
   each([&](int v) { normalised(values[v], weights[v], biases[v]).store(out + v * step); });
 }
 

@@ -6,6 +6,7 @@
 #ifndef KERNELS_NORM_NORM_SHORT_CUH_
 #define KERNELS_NORM_NORM_SHORT_CUH_
 
+#include "kernels/norm/moments.cuh"
 #include "kernels/norm/parameters.cuh"
 #include "kernels/norm/row_sums.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
@@ -23,11 +24,13 @@ __global__ void __launch_bounds__(norm_short_threads(kVectors, kRows),
   constexpr bool kPacked = !kAny || Format::kBytes == 4;
   // One or two vectors of the parameters are read with x; of more, registers hold fewer rows.
   constexpr bool kEarly = kWide && kVectors <= 2;
+  constexpr bool kCentred = kAny || kLayer;
   constexpr int kGroups = norm_short_threads(kVectors, kRows) / kLanes;
   const int place = threadIdx.x % kLanes;
   const int row = blockIdx.x * (kGroups * kRows) + threadIdx.x / kLanes;
   const auto column = [&](int v) { return (v * kLanes + place) * kElements; };
   const auto inside = [&](int v) { return column(v) < args.columns; };
+  const int last = min(kLanes, (args.columns + kElements - 1) / kElements) - 1;  // lane with some
   const auto real = [&](int r) { return row + r * kGroups < args.rows; };
   // All addresses before the wait: after it, nothing comes before the loads.
   const auto rows_of = [&](auto*(&rows)[kRows], auto* first, int64_t stride, int64_t inner) {
@@ -84,13 +87,15 @@ __global__ void __launch_bounds__(norm_short_threads(kVectors, kRows),
   }
   Values weights[kVectors], biases[kVectors];
   const bool has_weight = args.weight != nullptr;
-  const bool has_bias = (kAny || kLayer) && args.bias != nullptr;
+  const bool has_bias = kCentred && args.bias != nullptr;
   const bool weight_packed = has_weight && (kPacked || !args.weight_float32);
   const bool bias_packed = has_bias && (kPacked || !args.bias_float32);
   const auto read_packed = [&](int v) {
     if (!inside(v)) return;
     if (weight_packed) weights[v].load_any(args.weight + column(v) * Format::kBytes);
     if (bias_packed) biases[v].load_any(args.bias + column(v) * Format::kBytes);
+    if (!kAny && !has_weight) weights[v].fill(1.0f);
+    if (!kAny && !has_bias) biases[v].fill(0.0f);
   };
 #pragma unroll
   for (int v = 0; kEarly && v < kVectors; ++v) read_packed(v);
@@ -106,42 +111,65 @@ __global__ void __launch_bounds__(norm_short_threads(kVectors, kRows),
     });
   }
 
-  float means[kRows], squares[kRows];
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) means[r] = squares[r] = 0.0f;
+  // A layer norm measures distances from one of the row's own values, so little cancels.
+  float abouts[kRows], apart = 0.0f, square;  // the latter of row number lane % kRows
   if (kAny ? args.layer_norm : kLayer) {
+    float sums[2 * kRows] = {};  // of distances, then of their squares
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      float f[kElements];
+      values[r][0].unpack(f);
+      const auto of_lane = [&](int lane) { return __shfl_sync(kFullWarp, f[0], lane, kLanes); };
+      abouts[r] = middle_of(of_lane(0), of_lane(last / 2), of_lane(last));
+    }
+    each([&](int r, int v, bool) {
+      float f[kElements], sum = 0.0f, square = 0.0f;
+      values[r][v].unpack(f);
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) {
+        const float distance = kWide || inside(v) ? f[i] - abouts[r] : 0.0f;
+        sum += distance;
+        square = fmaf(distance, distance, square);
+      }
+      sums[r] += !kWide || inside(v) ? sum : 0.0f;  // zeros there are no distances
+      sums[kRows + r] += !kWide || inside(v) ? square : 0.0f;
+    });
+    const float held = lanes_scatter(sums, kLanes);
+    const float other = __shfl_xor_sync(kFullWarp, held, kRows);
+    const bool squares = threadIdx.x & kRows;
+    const Moments all = {0.0f, squares ? other : held, squares ? held : other};
+    const RowMoments moments = all.of_row(args.inverse_columns);
+    apart = moments.apart, square = moments.square;
+  } else {
+    float squares[kRows] = {};
     each([&](int r, int v, bool) {
       float f[kElements];
       values[r][v].unpack(f);
 #pragma unroll
-      for (int i = 0; i < kElements; ++i) means[r] += f[i];
+      for (int i = 0; i < kElements; ++i) squares[r] = fmaf(f[i], f[i], squares[r]);
     });
-    const float held = lanes_scatter(means, kLanes) * args.inverse_columns;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) means[r] = __shfl_sync(kFullWarp, held, r, kLanes);
+    for (int r = 0; r < kRows; ++r) abouts[r] = 0.0f;
+    square = lanes_scatter(squares, kLanes);
   }
-  each([&](int r, int v, bool) {
-    if (!inside(v)) return;  // zeros there are no distance from the mean
-    float f[kElements];
-    values[r][v].forget();
-    values[r][v].unpack(f);
-#pragma unroll
-    for (int i = 0; i < kElements; ++i) {
-      const float distance = f[i] - means[r];
-      squares[r] += distance * distance;
-    }
-  });
-  const float square = lanes_scatter(squares, kLanes);  // of row number lane % kRows
   const float held = reciprocal_root(fmaf(square, args.inverse_columns, args.eps));
+  const float held_shift = -apart * held;
 
   each([&](int r, int v, bool valid) {
     if (!kEarly && r == 0) read_packed(v);
     const float rstd = __shfl_sync(kFullWarp, held, r, kLanes);
+    const float shift = kCentred ? __shfl_sync(kFullWarp, held_shift, r, kLanes) : 0.0f;
+    if constexpr (!kAny) {
+      const Normaliser<Format, kLayer> normalised(abouts[r], rstd, shift);
+      if (!valid) return;
+      normalised(values[r][v], weights[v], biases[v]).store(at(out[r], Format::kBytes, v));
+      return;
+    }
     float f[kElements];
     values[r][v].forget();
     values[r][v].unpack(f);
 #pragma unroll
-    for (int i = 0; i < kElements; ++i) f[i] = (f[i] - means[r]) * rstd;
+    for (int i = 0; i < kElements; ++i) f[i] = fmaf(f[i] - abouts[r], rstd, shift);
     if (has_weight) {
       float w[kElements];
       if (kPacked || weight_packed) {

@@ -4,6 +4,7 @@
 #define KERNELS_NORM_PARAMETERS_CUH_
 
 #include "kernels/norm/elements.cuh"
+#include "kernels/norm/moments.cuh"
 #include "kernels/norm/norm_kernels.h"
 #include "kernels/sm90/ahead.h"
 
@@ -62,25 +63,28 @@ class Normaliser {
  public:
   using Values = Chunk<Format, true>;
 
-  // Of float32, x - mean to the last bits: so the mean is not multiplied before.
-  __device__ __forceinline__ Normaliser(float mean, float rstd)
-      : rstd_(rstd), shift_(kMultiplied ? -mean * rstd : mean) {}
+  // x - about comes before all else: x * rstd - about * rstd would cancel. `shift`: minus the
+  // mean's distance from `about`, times rstd.
+  __device__ __forceinline__ Normaliser(float about, float rstd, float shift)
+      : about_(about), rstd_(rstd), shift_(shift) {}
+  __device__ __forceinline__ Normaliser(RowMoments row, float rstd)
+      : Normaliser(row.about, rstd, -row.apart * rstd) {}
 
-  __device__ __forceinline__ Values operator()(Values x, Values weight, Values bias) const {
+  __device__ __forceinline__ Values operator()(Values x, Values weight, const Values& bias) const {
     float f[Values::kElements], w[Values::kElements], b[Values::kElements];
     x.forget();
     x.unpack(f);
     weight.forget();
     weight.unpack(w);
     if constexpr (kLayer) {
-      bias.forget();
-      bias.unpack(b);
+      Values own = bias;  // an RMS norm's is not even set
+      own.forget();
+      own.unpack(b);
     }
 #pragma unroll
     for (int i = 0; i < Values::kElements; ++i) {
       if constexpr (kLayer) {
-        const float standard = kMultiplied ? fmaf(f[i], rstd_, shift_) : (f[i] - shift_) * rstd_;
-        f[i] = fmaf(standard, w[i], b[i]);
+        f[i] = fmaf(fmaf(f[i] - about_, rstd_, shift_), w[i], b[i]);
       } else {
         f[i] = f[i] * rstd_ * w[i];
       }
@@ -91,8 +95,7 @@ class Normaliser {
   }
 
  private:
-  static constexpr bool kMultiplied = Format::kBytes == 2;
-  float rstd_, shift_;
+  float about_, rstd_, shift_;
 };
 
 }  // namespace tiercel

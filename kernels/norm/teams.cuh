@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "kernels/norm/moments.cuh"
 #include "kernels/norm/norm_kernels.h"
 #include "kernels/sm90/cluster.cuh"
 #include "kernels/sm90/reduce.cuh"
@@ -72,25 +73,23 @@ struct BlockTeam {
     return lanes_reduce<32>(value, Sum());
   }
 
-  // Of the warps' (squares about its mean, mean, count): mean and squares of all.
-  __device__ __forceinline__ float2 join(BlockScratch& scratch, float4 value,
-                                         float inverse_columns) const {
+  // Of the warps' entries: the row's moments.
+  __device__ __forceinline__ RowMoments join(BlockScratch& scratch, float4 value,
+                                             float inverse_columns) const {
     const int entries = warps() * blocks;
     exchange(scratch, value);
     // About the first warp's mean, which is as good as the row's: all sums at once.
-    const float about = scratch.values[0].y;
-    float sum = 0.0f, square = 0.0f;
+    Moments all = {scratch.values[0].y + scratch.values[0].w, 0.0f, 0.0f};
 #pragma unroll 1
     for (int i = threadIdx.x % 32; i < entries; i += 32) {
       const float4 part = scratch.values[i];
-      const float distance = part.y - about;
-      sum += part.z * distance;
-      square += part.x + part.z * distance * distance;
+      const float distance = Moments::distance(part, all.about);
+      all.sum += part.z * distance;
+      all.square += part.x + part.z * distance * distance;
     }
-    sum = lanes_reduce<32>(sum, Sum());
-    square = lanes_reduce<32>(square, Sum());
-    const float distance = sum * inverse_columns;
-    return make_float2(about + distance, square - sum * distance);
+    all.sum = lanes_reduce<32>(all.sum, Sum());
+    all.square = lanes_reduce<32>(all.square, Sum());
+    return all.of_row(inverse_columns);
   }
 };
 

@@ -228,3 +228,48 @@ def test_deterministic(op, make):
 def test_rows_too_long_run_on_ref(op, make):
     with pytest.warns(tiercel.FallbackWarning, match="up to 131072 columns, got 131080"):
         op(make(2, 131_080))
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_short_rows_of_one_value_give_the_bias(make, columns, dtype):
+    check_rows_of_one_value(make, columns, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", LONG)
+def test_long_rows_of_one_value_give_the_bias(make, columns, dtype):
+    check_rows_of_one_value(make, columns, dtype)
+
+
+def check_rows_of_one_value(make, columns, dtype):
+    """Exactly, however far from zero the value is, with a residual too."""
+    values = torch.tensor([1.1, -59904.0, 2.0**-14, 3.0], device="cuda")
+    for rows in (1, 4, 700 if columns < 10_000 else 40):
+        x = values.repeat(rows)[:rows, None].to(dtype).repeat(1, columns)
+        weight, bias = make(columns, dtype=dtype), make(columns, dtype=dtype)
+        due = bias.expand_as(x)
+        assert torch.equal(tiercel.layer_norm(x, weight, bias, eps=1e-6), due)
+        if columns == 65537:  # beyond the limit with a residual where rows are not on 16 bytes
+            continue
+        half = x / 2
+        result, _ = tiercel.layer_norm(half, weight.float(), bias, residual=half, eps=1e-6)
+        assert torch.equal(result, due)
+
+
+@pytest.mark.parametrize("ratio", [1e3, 1e4, 1e6])
+@pytest.mark.parametrize("columns", [33, 128, 512, 768, 1000, 2048, 4096, 9000, 32768, 100_000])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mean_far_from_zero(make, dtype, columns, ratio):
+    """Errors are a part of the normalised value or of 1, not of mean / deviation."""
+    x = (make(9, columns) * (1000.0 / ratio) + 1000.0).to(dtype)
+    weight, bias = make(columns, dtype=dtype), make(columns, dtype=dtype)
+    wide = x.double() - x.double().mean(-1, keepdim=True)
+    standard = wide * (wide.square().mean(-1, keepdim=True) + 1e-9).rsqrt()
+    due = weight.double() * standard + bias.double()
+    result = tiercel.layer_norm(x, weight, bias, eps=1e-9).double()
+    unit = torch.finfo(dtype).eps / 2 if dtype != torch.float32 else 0.0
+    allowed = 1.02 * unit * due.abs() + 2.0**-17 * weight.double().abs() * (1 + standard.abs())
+    allowed += 2.0**-22 * due.abs() + torch.finfo(dtype).smallest_normal * unit
+    assert ((result - due).abs() <= allowed).all(), ((result - due).abs() / allowed).max()

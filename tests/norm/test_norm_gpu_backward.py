@@ -184,3 +184,27 @@ def test_training_step_under_compile(make):
     module(x).square().sum().backward()
     torch.testing.assert_close(grads[0], x.grad)
     torch.testing.assert_close(grads[1], module.weight.grad)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [33, 128, 300, 768, 1024, 1001, 4096, 9001, 17_000, 65_536])
+def test_layer_norm_far_from_zero(make, columns, dtype):
+    """Rows of one value: the weight's gradient is 0, exactly. Others: a part of the terms."""
+    for rows in (3, 400):
+        x = torch.full((rows, columns), -59904.0, device="cuda", dtype=dtype)
+        weight = make(columns, dtype=dtype).requires_grad_()
+        grad = (make(rows, columns) * 2.0**-6).to(dtype)
+        tiercel.layer_norm(x.requires_grad_(), weight, eps=1e-6).backward(grad)
+        assert not weight.grad.any() and x.grad.isfinite().all()
+
+    x = (make(9, columns) * 1e-2 + 1000.0).to(dtype).requires_grad_()
+    weight, grad = make(columns, dtype=dtype).requires_grad_(), make(9, columns).to(dtype)
+    tiercel.layer_norm(x, weight, eps=1e-3).backward(grad)
+    wide, of_weight = (t.detach().double().requires_grad_() for t in (x, weight))
+    tiercel.ref.layer_norm(wide, of_weight, eps=1e-3).backward(grad.double())
+    centred = wide.detach() - wide.detach().mean(-1, keepdim=True)
+    rstd = (centred.square().mean(-1, keepdim=True) + 1e-3).rsqrt()
+    normal, weighted = (centred * rstd).abs(), (grad.double() * of_weight.detach()).abs()
+    terms = weighted + weighted.mean(-1, True) + normal * (weighted * normal).mean(-1, True)
+    assert_close(x.grad, wide.grad, "x", 2 * rstd * terms)
+    assert_close(weight.grad, of_weight.grad, "weight", 2 * (grad.abs() * (1 + normal)).sum(0))
