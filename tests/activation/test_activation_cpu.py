@@ -3,9 +3,20 @@
 
 import pytest
 import torch
+from support.activation_truth import (
+    FUNCTIONS,
+    NORMAL,
+    SLACK,
+    allowed_of,
+    assert_right,
+    every_value,
+    slope,
+    value,
+)
 from torch.nn import functional
 
 import tiercel
+from tiercel import ref
 
 pytestmark = pytest.mark.torch
 
@@ -195,3 +206,40 @@ def test_modules():
     module = nn.GeluAndMul(approximate="tanh", backend="ref")
     assert torch.equal(module(x), tiercel.gelu_and_mul(x, approximate="tanh"))
     assert repr(module) == "GeluAndMul(approximate='tanh', backend='ref')"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_every_value(function, dtype):
+    """Relative exactness in the tails, too, where torch.nn.functional's are 0 too early."""
+    name, _, approximate = function.partition("_")
+    options = {"approximate": approximate or "none"} if name == "gelu" else {}
+    x = every_value(dtype)
+    exact = value(function, x)
+    slack = SLACK[function, dtype == torch.float32]
+    result = getattr(tiercel, name)(x, **options)
+    assert_right(result, exact, allowed_of(dtype, exact, slack))
+    factor = torch.full_like(x, 16.0)
+    gated = getattr(tiercel, f"{name}_and_mul")(x, factor, **options)
+    assert_right(gated, 16 * exact, allowed_of(dtype, 16 * exact, slack, factor=16.0))
+
+    x = x[x.isnan() | (x.abs() < 1e18)].requires_grad_()  # beyond, PyTorch's are NaN, too
+    getattr(tiercel, name)(x, **options).backward(torch.ones_like(x))
+    exact = slope(function, x.detach())
+    allowed = allowed_of(dtype, exact, 4 * slack, smallest=8 * NORMAL)
+    assert_right(x.grad, exact, allowed + ((x > -4) & (x < 1)) * 2.0**-19)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS[:3])
+def test_second_derivatives(function):
+    name, _, approximate = function.partition("_")
+    options = {"approximate": approximate or "none"} if name == "gelu" else {}
+    x = torch.tensor([-80.0, -9.0, -1.5, -0.25, 0.0, 0.25, 3.0, 30.0], dtype=torch.float64)
+    x.requires_grad_()
+    result = getattr(ref, name)(x, **options)
+    (first,) = torch.autograd.grad(result.sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    wide = x.detach().requires_grad_()
+    due = torch.autograd.grad(slope(function, wide).sum(), wide)[0]
+    torch.testing.assert_close(first, slope(function, x), rtol=1e-9, atol=1e-30)
+    torch.testing.assert_close(second, due, rtol=1e-9, atol=1e-12)

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from support import activation_truth as every
 from torch.nn import functional
 
 import tiercel
@@ -77,6 +78,26 @@ def test_forward_and_backward(form, function, dtype, shape):
     expected.backward(grad.double())
     for got, due in zip(inputs, wide, strict=True):
         assert_right(got.grad, due.grad, slack=3e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_every_value(function, dtype):
+    """Values, gated ones and slopes: a part of the exact one, in the tails too."""
+    host = every.every_value(dtype)
+    slack = every.SLACK[function, dtype == torch.float32]
+    for x in (host, host[host.isnan() | (host.abs() < 1e18)]):
+        exact, given = every.value(function, x), x.cuda().requires_grad_()
+        result = call(function, "plain", [given])
+        every.assert_right(result.cpu(), exact, every.allowed_of(dtype, exact, slack))
+        factor = torch.full_like(given, 16.0)
+        gated = call(function, "pair", [given.detach(), factor.detach()]).cpu()
+        allowed = every.allowed_of(dtype, 16 * exact, slack, factor=16.0)
+        every.assert_right(gated, 16 * exact, allowed)
+    result.backward(torch.ones_like(result))
+    exact = every.slope(function, x)
+    allowed = every.allowed_of(dtype, exact, 4 * slack, smallest=8 * every.NORMAL)
+    every.assert_right(given.grad.cpu(), exact, allowed + ((x > -4) & (x < 1)) * 2.0**-19)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
