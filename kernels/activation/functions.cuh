@@ -49,6 +49,15 @@ __device__ __forceinline__ float sigmoid_times(float z, float x, float* sigmoid 
   }
 }
 
+// The polynomial with these terms, the constant one first.
+template <int kCount>
+__device__ __forceinline__ float horner(const float (&terms)[kCount], float x) {
+  float value = terms[kCount - 1];
+#pragma unroll
+  for (int i = kCount - 2; i >= 0; --i) value = fmaf(x, value, terms[i]);
+  return value;
+}
+
 // Every activation has
 //   value(x), and slope(x, &value), its derivative; NaN in, NaN out; infinities as in PyTorch.
 template <bool kExact>
@@ -78,21 +87,16 @@ struct Gelu {
   // and Stegun's 7.1.26 has this form, but is right to 1.5e-7 of 1: 3.6 % off for Phi(-12.5).)
   static constexpr float kT = kExact ? 0.34f : 0.26f;
   static __device__ __forceinline__ float polynomial(float t) {
-    constexpr float kExactTerms[] = {0.135620952f,  0.136104062f,   0.115260288f,
-                                     0.115097329f,  -0.0440658554f, 0.201186404f,
-                                     -0.272219867f, 0.139038861f,   -0.0260221642f};
-    constexpr float kFewTerms[] = {0.103526808f,  0.107022382f, 0.0742388517f, 0.163741022f,
-                                   -0.102363221f, 0.225860566f, -0.0720258653f};
-    float p = 0.0f;
-#pragma unroll
-    for (int i = 9 - 1; i >= 0; --i) {
-      if (kExact) {
-        p = fmaf(t, p, kExactTerms[i]);
-      } else if (i < 7) {
-        p = fmaf(t, p, kFewTerms[i]);
-      }
+    if constexpr (kExact) {
+      constexpr float kTerms[] = {0.135620952f,  0.136104062f,   0.115260288f,
+                                  0.115097329f,  -0.0440658554f, 0.201186404f,
+                                  -0.272219867f, 0.139038861f,   -0.0260221642f};
+      return horner(kTerms, t);
+    } else {
+      constexpr float kTerms[] = {0.103526808f,  0.107022382f, 0.0742388517f, 0.163741022f,
+                                  -0.102363221f, 0.225860566f, -0.0720258653f};
+      return horner(kTerms, t);
     }
-    return p;
   }
 
   // Phi(x), and exp(-x^2 / 2) as a by-product.
