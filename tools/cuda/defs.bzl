@@ -25,9 +25,11 @@ def sm90_cuda_library(name, srcs, hdrs = [], deps = [], copts = [], **kwargs):
         "--expt-relaxed-constexpr",
         # nvcc makes names of anonymous namespaces from the source file's absolute path: say another.
         "-Xcudafe=--orig_src_path_name=tiercel",
+        # A warning of the pinned compiler is an error, ptxas's below too.
+        "-Xcudafe=--promote_warnings",
     ] + select({
         "//tools/cuda:with_device_debug": ["-G"],
-        "//conditions:default": ["-O3"],
+        "//conditions:default": ["-O3", "-Xptxas=-Werror"],
     }) + select({
         "//tools/cuda:with_lineinfo": ["-lineinfo"],
         "//conditions:default": [],
