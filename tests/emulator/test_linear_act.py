@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from support.activation_truth import value
 from support.emulator import kernels, options
 from torch.nn import functional
 
@@ -176,3 +177,36 @@ def test_float8(shape, expected, act):
 
 def test_float8_in_turns():
     test_float8((2200, 2056, 144), "pingpong", "gelu")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh"])
+def test_activation_of_every_value(act, dtype):
+    """As docs/kernels/linear_act.md promises: each sum is one value of the type."""
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).nan_to_num(0.0, 0.0, 0.0)
+    x, y = x.view(8192, 8), torch.full((8192, 8), torch.nan, dtype=dtype)
+    kernels.linear_act(x, torch.eye(8, dtype=dtype), None, y, list(ACTIVATIONS).index(act))
+    truth = value(act, x)
+    info = torch.finfo(dtype)
+    allowed = info.eps / 2 * truth.abs().clamp_min(info.smallest_normal) + 2.6e-5 * truth.abs()
+    allowed += (x < -5.5) * 7e-12 if act == "gelu" else (x < -9) * 1.6e-36
+    error = (y.double() - truth).abs()
+    assert (error <= allowed).all(), (error / allowed).max()
+
+
+def test_float8_sums_that_cancel_with_an_adder_of_13_bits():
+    """As smoke and the tests on a GPU take them: a part of the products' magnitudes is lost."""
+    m, n, k = 128, 256, 1024
+    generator = torch.Generator().manual_seed(5)
+    x, w = (torch.randn(rows, k, generator=generator) for rows in (m, n))
+    x, w = x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn)
+    x_scale, w_scale = torch.ones(1), torch.full((1,), k**-0.5)
+    y = torch.full((m, n), torch.nan, dtype=torch.bfloat16)
+    with options(short_fp8_adder=True):
+        kernels.fp8_linear(x, w, x_scale, w_scale, None, y, list(ACTIVATIONS).index("none"))
+    truth, sizes = (
+        (a.double() @ b.double().T) * w_scale.double()
+        for a, b in ((x, w), (x.float().abs(), w.float().abs()))
+    )
+    lost = ((y.double() - truth).abs() - 2**-8 * truth.abs()) / sizes
+    assert 2**-15 < lost.max() <= 2**-12

@@ -24,6 +24,9 @@ class TensorSpec:
             name, with the strides that it came with.
         rtol: As in torch.testing.assert_close, for outputs.
         atol: The same. With both 0, outputs must be equal.
+        of_sums: Of an output that is a sum: the part of the sum of its terms' magnitudes
+            (`Contract.sums`) that it may be off by besides. What short adders lose is a part of
+            that, however much of the sum cancels.
         comes_with: Of an output: the argument without which there is none.
     """
 
@@ -35,6 +38,7 @@ class TensorSpec:
     written: bool = False
     rtol: float = 0.0
     atol: float = 0.0
+    of_sums: float = 0.0
     comes_with: str = ""
 
     def __str__(self) -> str:
@@ -82,6 +86,8 @@ class Contract:
         cases: What `tiercel smoke` tries.
         timing: What it times, by device type.
         make: (case, device, seed) -> the arguments by name: the input generator.
+        sums: (arguments by name) -> the sum of the terms' magnitudes of each element of the outputs
+            that have `of_sums`.
         derive: (dimensions, arguments by name) -> further dimensions, that outputs have.
         variants: By name of a variant of the operator: a function of ``call``, which runs a
             backend and checks its outputs, and of the variant's arguments without ``backend``.
@@ -97,6 +103,7 @@ class Contract:
     make: Callable[[Case, str, int], dict[str, Any]]
     variants: Mapping[str, Callable[..., Any]]
     mutates: tuple[str, ...] = ()
+    sums: Callable[[dict[str, Any]], Any] | None = None
     derive: Callable[[dict[str, int], dict[str, Any]], dict[str, int]] = lambda sizes, values: {}
 
     @property
