@@ -32,7 +32,7 @@ KERNELS = {
     "loud": ("print('x' * 100000)", "right", None),
     "dtype": ("weights = weights.double()", "error", "`weights` of dtype float32, got float64"),
     "shape": ("indices = indices[:, :1]", "error", r"`indices` of shape [T, k] = [1, 2], got"),
-    "raises": ("raise KeyError('x')", "error", "KeyError: 'x' (T=1 E=8 k=2"),
+    "raises": ("raise KeyError('x', 'y')", "error", "KeyError: ('x', 'y') (T=1 E=8 k=2"),
     "values": ("weights = weights * 1.001", "wrong", "by up to"),
     "ties": ("if rest[0] == 8: indices = indices.flip(1)", "wrong", "of `indices` are wrong"),
     "changes": ("scores += 1", "wrong", "it changed `scores`"),
@@ -80,7 +80,7 @@ def run(tmp_path_factory):
 def test_each_backend_gets_its_own_result(run):
     _, records = run
     found = {record["backend"]: record for record in records if record["backend"] != "-"}
-    assert set(found) == set(KERNELS)
+    assert set(found) == {*KERNELS, "ref", "sm90"}
     for name, (_, status, reason) in KERNELS.items():
         record = found[name]
         assert record["status"] == status, record
@@ -108,7 +108,7 @@ def test_files_that_do_not_load_have_a_row(run):
 def test_table_and_exit_code(run):
     result, records = run
     assert result.returncode == 1 and "Traceback" not in result.stderr
-    lines = result.stdout.splitlines()
+    lines = result.stdout.partition("\n\n")[0].splitlines()
     assert len(lines) == 1 + len(records)
     assert lines[0].split() == ["op", "backend", "language", "correct", "time", "speed-up"]
     row = next(line for line in lines if " right " in line)
@@ -116,6 +116,91 @@ def test_table_and_exit_code(run):
     row = next(line for line in lines if " segfault " in line)
     assert re.search(r"torch +\d\d\.\d % +crash: killed by SIGSEGV", row)
     assert any(" broken.py " in line and "no_such_module" in line for line in lines)
+
+
+def test_below_the_table_are_frames_and_values(run):
+    result, _ = run
+    sections = dict(re.findall(r"^(\S.*)\n((?:  .*\n?)+)", result.stdout.partition("\n\n")[2], re.M))
+    (raised,) = (text for title, text in sections.items() if title.startswith("topk_softmax raises:"))
+    assert re.search(r'File ".*raises.py", line 10, in kernel', raised)
+    assert "raise KeyError('x', 'y')\n  KeyError: ('x', 'y')\n" in raised
+    assert "measure.py" not in raised  # what called the kernel is of no use
+    (values,) = (text for title, text in sections.items() if title.startswith("topk_softmax values:"))
+    first = re.match(r"  weights\[0, 0\]: expected ([\d.]+), got ([\d.]+)\n", values)
+    assert first and float(first[2]) == pytest.approx(float(first[1]) * 1.001, rel=1e-4)
+    assert 2 <= len(values.splitlines()) <= 4
+    (ties,) = (text for title, text in sections.items() if title.startswith("topk_softmax ties:"))
+    assert re.search(r"indices\[\d+, \d+\]: expected \d+, got \d+\n", ties)
+    (broken,) = (text for title, text in sections.items() if title.startswith("- broken.py:"))
+    assert re.search(r'File ".*broken.py", line 1, in <module>', broken)
+    assert not any("loud" in title for title in sections)  # what it printed is for --verbose
+
+
+def test_verbose_shows_tracebacks_whole_and_what_was_printed(tmp_path):
+    (tmp_path / "fails.py").write_text(
+        KERNEL.format(
+            name="fails",
+            body="""
+    print("from Python", flush=False)
+    ctypes.CDLL(None).printf(b"from C\\n")
+    compile_it()
+def compile_it():
+    lines = [f"k.cu({i}): error: no {i}" for i in range(40)]
+    raise RuntimeError("\\n".join(["nvcc failed:", *lines]))
+""",
+        ).replace("    return weights, indices\n", "", 1)
+    )
+    (tmp_path / "dies.py").write_text(
+        KERNEL.format(name="dies", body="print('last words'); ctypes.string_at(0)")
+    )
+    paths = ["--path", "fails.py", "--path", "dies.py", "fails", "dies"]
+    plain = smoke(*paths, cwd=tmp_path).stdout
+    assert "error: no 0\n" in plain and "in compile_it" in plain
+    assert "no 39" not in plain and "more lines: --verbose" in plain and "from C" not in plain
+    text = smoke(*paths, "--verbose", cwd=tmp_path).stdout
+    for part in ("no 39", "Traceback (most recent call last)", "measure.py", "from Python\n"):
+        assert part in text, text
+    assert "from C\n" in text and "last words\n" in text
+    assert re.search(r'File ".*dies.py", line 10 in kernel', text)  # where the crash was
+
+
+@pytest.mark.parametrize("place", ["at the top", "in the kernel"])
+@pytest.mark.parametrize(
+    ("module", "mend"),
+    [("triton", "pip install triton"), ("cutlass", "pip install 'tiercel[jit]'")],
+)
+def test_a_missing_package_is_no_error(tmp_path, module, mend, place):
+    # An import that is blocked fails as one that is not installed.
+    text = f"import sys; sys.modules['{module}'] = None; import {module}"
+    kernel = KERNEL.format(name="mine", body="pass" if place == "at the top" else text)
+    (tmp_path / "k.py").write_text(f"{text}\n{kernel}" if place == "at the top" else kernel)
+    result = smoke("--path", "k.py", cwd=tmp_path)
+    assert result.returncode == 0, result.stdout
+    assert re.search(r"skipped: it needs .*, which is not installed: ", result.stdout)
+    assert mend in result.stdout
+
+
+def test_a_file_alone_is_beside_ours_and_the_reference(tmp_path):
+    (tmp_path / "k.py").write_text(KERNEL.format(name="mine", body="pass"))
+    result = smoke("--path", "k.py", cwd=tmp_path)
+    assert result.returncode == 0
+    rows = [line.split()[:3] for line in lines_of(result)]
+    assert [row[1] for row in rows] == ["ref", "sm90", "mine"]
+    assert {row[0] for row in rows} == {"topk_softmax"}
+
+
+def test_the_cases_are_listed(tmp_path):
+    result = smoke("--list", "--op", "topk_softmax", cwd=tmp_path)
+    contract = CONTRACTS["topk_softmax"]
+    lines = result.stdout.splitlines()
+    assert lines[0] == str(contract) and len(lines) == 1 + len(contract.cases) + 2
+    assert lines[1] == f"  {contract.cases[0]}"
+    assert lines[-1].startswith("  timed on ")
+    (tmp_path / "k.py").write_text(KERNEL.format(name="mine", body="pass"))
+    assert smoke("--list", "--path", "k.py", cwd=tmp_path).stdout == result.stdout
+    (tmp_path / "broken.py").write_text("import no_such_module")
+    result = smoke("--list", "--path", "broken.py", cwd=tmp_path)
+    assert result.returncode == 2 and "No module named 'no_such_module'" in result.stderr
 
 
 def test_versions_of_one_kernel_side_by_side(tmp_path):

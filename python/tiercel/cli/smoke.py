@@ -12,7 +12,8 @@ from tiercel.cli.values import number
 HELP = "Checks and times backends, each in a process of its own: ours, installed ones, your files."
 _EPILOG = (
     "Without BACKEND and --path: everything that is registered, by Tiercel and by installed "
-    "packages. The time is that of an eager call, the speed-up is against the reference. The exit "
+    "packages. With --path alone: what the files register, beside sm90 and ref of these operators. "
+    "The time is that of an eager call, the speed-up is against the reference. The exit "
     "code is 0 if all that ran were right, 1 if not, 2 if there was nothing to run."
 )
 
@@ -33,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="for each backend (120 s)",
     )
+    add("--list", action="store_true", help="only list the cases that would be tried")
+    text = "show whole tracebacks, all of a compiler's errors, and what each process printed"
+    add("--verbose", action="store_true", help=text)
     add("--device", choices=("cuda", "cpu"), help="by default cuda where there is one")
 
 
@@ -53,9 +57,15 @@ def _smoke(args: argparse.Namespace) -> int:
     from tiercel.plugins.smoke import table
 
     targets = _targets(args)
+    if args.list:
+        print(_cases(targets))
+        return 0
     device = args.device or _device()
     results = run_.run(targets, device, args.timeout, _tell)
     print(table.as_text(results))
+    details = table.details(results, args.verbose)
+    if details:
+        print("\n" + details)
     if args.save is not None:
         lines = [json.dumps(record) + "\n" for record in table.records(results, device)]
         args.save.write_text("".join(lines), encoding="utf-8")
@@ -82,6 +92,9 @@ def _targets(args: argparse.Namespace) -> list[Any]:
             raise FileNotFoundError(f"there is no file or folder {path}")
         for file in files:
             found += run_.discover({"path": str(file.resolve())}, args.op, args.timeout)
+    if args.path and not args.backends:
+        ops = dict.fromkeys(t.op for t in found if isinstance(t, run_.Target))
+        found = [target for op in ops for target in run_.builtin(op)] + found
     known = {target.name for target in found if isinstance(target, run_.Target)}
     if args.backends:
         unknown = [name for name in args.backends if name not in known]
@@ -95,6 +108,21 @@ def _targets(args: argparse.Namespace) -> list[Any]:
     if not found:
         raise ValueError("there is nothing to run")
     return found
+
+
+def _cases(targets: list[Any]) -> str:
+    """The contract, the cases and what is timed, of each operator among the targets."""
+    from tiercel.plugins.contracts import CONTRACTS
+
+    lines = []
+    for op in dict.fromkeys(getattr(target, "op", "-") for target in targets):
+        if op in CONTRACTS:
+            contract = CONTRACTS[op]
+            lines += [str(contract), *(f"  {case}" for case in contract.cases)]
+            lines += [f"  timed on {device}: {case}" for device, case in contract.timing.items()]
+    if not lines:
+        raise ValueError("; ".join(f"{r.target.origin}: {r.reason}" for r in targets))
+    return "\n".join(lines)
 
 
 def _device() -> str:

@@ -16,6 +16,7 @@ import tiercel
 from tiercel._explain import reach
 from tiercel._op import registry
 from tiercel.plugins.contract import Case, Contract
+from tiercel.plugins.smoke.failures import error_report, line_of, missing_package, some_values
 
 _ROUNDS = 5
 _ROUND_MS = 20.0
@@ -25,7 +26,9 @@ _SEED = 1
 Report = dict[str, Any]
 
 
-def examine(contract: Contract, backend: str, device: str) -> Iterator[Report]:
+def examine(
+    contract: Contract, backend: str, device: str, source: dict[str, str] | None = None
+) -> Iterator[Report]:
     """One report at the beginning of each step, and one with its result."""
     timed = contract.timing[torch.device(device).type]
     reason = why_not(contract, backend, timed, device)
@@ -34,7 +37,10 @@ def examine(contract: Contract, backend: str, device: str) -> Iterator[Report]:
         return
     for case in (*contract.cases, timed):
         yield {"step": "begin", "case": str(case)}
-        result = try_case(contract, backend, case, device)
+        result = try_case(contract, backend, case, device, source)
+        if result["status"] == "skipped":
+            yield {"step": "skipped", "reason": result["reason"]}
+            return
         yield {"step": "case", "case": str(case), **result}
     if result["status"] == "right":
         yield {"step": "begin", "case": f"timing {timed}"}
@@ -50,7 +56,13 @@ def why_not(contract: Contract, backend: str, case: Case, device: str) -> str | 
     return None if found is None else found.text
 
 
-def try_case(contract: Contract, backend: str, case: Case, device: str) -> Report:
+def try_case(
+    contract: Contract,
+    backend: str,
+    case: Case,
+    device: str,
+    source: dict[str, str] | None = None,
+) -> Report:
     """How much of one case is right: `share`, from 0 to 1."""
     arguments = contract.make(case, device, _SEED)
     tensors = {n: v for n, v in arguments.items() if isinstance(v, Tensor)}
@@ -59,17 +71,24 @@ def try_case(contract: Contract, backend: str, case: Case, device: str) -> Repor
         outputs = _call(contract, arguments, backend)
         _synchronize(device)
     except NotImplementedError as error:
-        return {"status": "unsupported", "share": 0.0, "reason": _line(error)}
+        return {"status": "unsupported", "share": 0.0, "reason": line_of(error)}
     except Exception as error:
-        return {"status": "error", "share": 0.0, "reason": _line(error)}
+        missing = missing_package(error)
+        if missing is not None:
+            return {"status": "skipped", "share": 0.0, "reason": missing}
+        found = error_report(error, source or {})
+        return {"status": "error", "share": 0.0, "reason": line_of(error), **found}
     for name, before in kept.items():
         if name in contract.mutates:
             continue
         bits = _BITS.get(before.dtype, before.dtype)
         if not torch.equal(arguments[name].view(bits), before.view(bits)):
             return {"status": "wrong", "share": 0.0, "reason": f"it changed `{name}`"}
-    share, reason = compare(contract, arguments, _expected(contract, arguments), outputs)
-    return {"status": "right" if reason is None else "wrong", "share": share, "reason": reason}
+    expected = _expected(contract, arguments)
+    share, reason, values = compare(contract, arguments, expected, outputs)
+    if reason is None:
+        return {"status": "right", "share": share, "reason": None}
+    return {"status": "wrong", "share": share, "reason": reason, "values": values}
 
 
 # NaN is no reason to differ.
@@ -108,14 +127,16 @@ def compare(
     arguments: dict[str, Any],
     expected: tuple[Tensor, ...],
     outputs: tuple[Tensor, ...],
-) -> tuple[float, str | None]:
-    """The share of rows in which all outputs are right, and what is wrong with the others."""
+) -> tuple[float, str | None, list[str]]:
+    """The share of rows in which all outputs are right, what is wrong with the others, and a few
+    of their values."""
     rows = outputs[0].shape[0] if outputs[0].dim() else 1
     right = torch.ones(rows, dtype=torch.bool, device=outputs[0].device)
-    reasons = []
+    reasons, values = [], []
     specs = contract.outputs[: len(expected)]  # what comes only with an argument comes last
     for spec, due, got in zip(specs, expected, outputs, strict=True):
         exact = spec.rtol == 0 and spec.atol == 0
+        shown = due, got
         if got.is_floating_point() and not _is_wide(got) and exact:
             got, due = got.view(torch.uint8), due.view(torch.uint8)  # not all have an ==
         if exact:
@@ -126,6 +147,8 @@ def compare(
                 assert contract.sums is not None
                 atol = atol + spec.of_sums * contract.sums(arguments).double()
             close = _is_close(got.double(), due.double(), spec.rtol, atol)
+        if not bool(close.all()):
+            values += some_values(spec.name, *shown, close)
         close = close.reshape(close.shape[0], math.prod(close.shape[1:])).all(dim=1)
         if not bool(close.all()):
             text = f"{int((~close).sum())} of {len(close)} rows of `{spec.name}` are wrong"
@@ -137,7 +160,7 @@ def compare(
             reasons.append(text)
         right &= close if len(close) == rows else close.all()  # outputs may differ in length
     share = float(right.double().mean()) if rows else 1.0
-    return share, "; ".join(reasons) or None
+    return share, "; ".join(reasons) or None, values
 
 
 def _is_close(got: Tensor, due: Tensor, rtol: float, atol: Any) -> Tensor:
@@ -215,9 +238,3 @@ def _cuda_ms(call: Callable[[], Any], count: int) -> float:
 def _synchronize(device: str) -> None:
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
-
-
-def _line(error: BaseException) -> str:
-    """One line: the type where it tells something, and the message's first line."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

@@ -41,9 +41,10 @@ class End:
     status: str
     how: str
     output: str
+    said: bool = False  # whether the last line of its output is the reason
 
     def text(self, at: str) -> str:
-        last = self.output.strip().splitlines()[-1:] if self.status == CRASH else []
+        last = self.output.strip().splitlines()[-1:] if self.said else []
         return f"{self.how} at {at}" + "".join(f": {line.strip()[:200]}" for line in last)
 
 
@@ -110,10 +111,10 @@ def _end(code: int | None, timeout: float, output: str) -> End:
         return End(HANG, f"no end after {timeout:g} s", output)
     if code < 0:
         with contextlib.suppress(ValueError):
-            return End(CRASH, f"killed by {signal.Signals(-code).name}", "")
-        return End(CRASH, f"killed by signal {-code}", "")
+            return End(CRASH, f"killed by {signal.Signals(-code).name}", output)
+        return End(CRASH, f"killed by signal {-code}", output)
     if code > 0:
-        return End(CRASH, f"ended with exit code {code}", output)
+        return End(CRASH, f"ended with exit code {code}", output, said=True)
     return End(RIGHT, "", output)
 
 

@@ -39,6 +39,8 @@ class Result:
     ref_ms: float | None = None
     reason: str | None = None
     cases: list[dict[str, Any]] = field(default_factory=list)
+    output: str = ""  # what its process printed
+    failure: dict[str, str] = field(default_factory=dict)  # of a file that does not load
 
     @property
     def speedup(self) -> float | None:
@@ -69,16 +71,27 @@ def discover(source: dict[str, str], op: str | None, timeout: float) -> list[Tar
                 if op in (None, p["op"])
             ]
     unknown = Target(op or "-", "-", "", "", source)
-    failed = [report["reason"] for report in reports if report["step"] == "failed"]
-    if failed:
-        return [Result(unknown, ERROR, reason=failed[0])]
-    return [Result(unknown, end.status, reason=end.text("loading it"))]
+    for report in reports:
+        result = _unexamined(unknown, report, end.output)
+        if result is not None:
+            return [result]
+    return [Result(unknown, end.status, reason=end.text("loading it"), output=end.output)]
+
+
+def _unexamined(target: Target, report: dict[str, Any], output: str) -> Result | None:
+    """The result of one that was not tried, if that is what a report says."""
+    if report["step"] == "skipped":
+        return Result(target, SKIPPED, reason=report["reason"], output=output)
+    if report["step"] == "failed":
+        failure = {name: report[name] for name in ("frames", "traceback")}
+        return Result(target, ERROR, reason=report["reason"], output=output, failure=failure)
+    return None
 
 
 def examine(target: Target, device: str, timeout: float) -> Result:
     request = {"source": target.source, "op": target.op, "backend": target.name, "device": device}
     reports, end = ask(request, timeout)
-    result = Result(target, RIGHT)
+    result = Result(target, RIGHT, output=end.output)
     at = "starting"
     for report in reports:
         if report["step"] == "begin":
@@ -87,17 +100,18 @@ def examine(target: Target, device: str, timeout: float) -> Result:
             result.cases.append({name: report[name] for name in _CASE if name in report})
         elif report["step"] == "time":
             result.ms, result.ref_ms = report["ms"], report["ref_ms"]
-        elif report["step"] == "skipped":
-            return Result(target, SKIPPED, reason=report["reason"])
-        elif report["step"] == "failed":
-            return Result(target, ERROR, reason=report["reason"])
+        else:
+            untried = _unexamined(target, report, end.output)
+            if untried is not None:
+                return untried
     if end.status != RIGHT:
-        result.cases.append(dict(zip(_CASE, (at, end.status, 0.0, end.text(at)), strict=True)))
+        case = {"case": at, "status": end.status, "share": 0.0, "reason": end.text(at)}
+        result.cases.append(case)
     _judge(result)
     return result
 
 
-_CASE = ("case", "status", "share", "reason")
+_CASE = ("case", "status", "share", "reason", "values", "frames", "traceback")
 
 
 def _judge(result: Result) -> None:

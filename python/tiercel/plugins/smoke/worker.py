@@ -9,6 +9,8 @@ gets a line of JSON as each thing is known.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -54,29 +56,40 @@ def _work(files: dict[str, str]) -> None:
     output = os.open(files["output"], os.O_WRONLY | os.O_CREAT, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    # Nothing printed is lost where the process is killed.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.enable()
     with open(files["request"], encoding="utf-8") as file:
         request = json.load(file)
     with open(files["reports"], "a", encoding="utf-8") as reports:
         for report in serve(request):
             reports.write(json.dumps(report) + "\n")
             reports.flush()
+    ctypes.CDLL(None).fflush(None)  # what C and kernels printed: a forked process drops it
 
 
 def serve(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    from tiercel.plugins.smoke.measure import _line, examine
+    from tiercel.plugins.smoke.failures import error_report, line_of, missing_package
+    from tiercel.plugins.smoke.measure import examine
 
     yield {"step": "begin", "case": "loading it"}
     try:
         plugins = _load(request["source"])
     except Exception as error:  # what the file does is its own result
-        yield {"step": "failed", "reason": _line(error)}
+        missing = missing_package(error)
+        if missing is not None:
+            yield {"step": "skipped", "reason": missing}
+        else:
+            found = error_report(error, request["source"])
+            yield {"step": "failed", "reason": line_of(error), **found}
         return
     if "backend" not in request:
         yield {"step": "list", "plugins": plugins}
         return
     from tiercel.plugins.contracts import contract_of
 
-    yield from examine(contract_of(request["op"]), request["backend"], request["device"])
+    contract = contract_of(request["op"])
+    yield from examine(contract, request["backend"], request["device"], request["source"])
 
 
 def _load(source: dict[str, str]) -> list[dict[str, str]]:
