@@ -120,12 +120,18 @@ def test_table_and_exit_code(run):
 
 def test_below_the_table_are_frames_and_values(run):
     result, _ = run
-    sections = dict(re.findall(r"^(\S.*)\n((?:  .*\n?)+)", result.stdout.partition("\n\n")[2], re.M))
-    (raised,) = (text for title, text in sections.items() if title.startswith("topk_softmax raises:"))
+    sections = dict(
+        re.findall(r"^(\S.*)\n((?:  .*\n?)+)", result.stdout.partition("\n\n")[2], re.M)
+    )
+    (raised,) = (
+        text for title, text in sections.items() if title.startswith("topk_softmax raises:")
+    )
     assert re.search(r'File ".*raises.py", line 10, in kernel', raised)
     assert "raise KeyError('x', 'y')\n  KeyError: ('x', 'y')\n" in raised
     assert "measure.py" not in raised  # what called the kernel is of no use
-    (values,) = (text for title, text in sections.items() if title.startswith("topk_softmax values:"))
+    (values,) = (
+        text for title, text in sections.items() if title.startswith("topk_softmax values:")
+    )
     first = re.match(r"  weights\[0, 0\]: expected ([\d.]+), got ([\d.]+)\n", values)
     assert first and float(first[2]) == pytest.approx(float(first[1]) * 1.001, rel=1e-4)
     assert 2 <= len(values.splitlines()) <= 4

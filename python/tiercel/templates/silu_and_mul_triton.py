@@ -15,9 +15,7 @@ from tiercel.plugins.types import Factor, GatedResult, GateInput
 
 
 @triton.jit
-def new_kernel_kernel(
-    x, up, out, columns, x_row, x_column, up_row, up_column, block: tl.constexpr
-):
+def new_kernel_kernel(x, up, out, columns, x_row, x_column, up_row, up_column, block: tl.constexpr):
     """A block of one row a program."""
     row = tl.program_id(0).to(tl.int64)
     n = (tl.program_id(1) * block + tl.arange(0, block)).to(tl.int64)
