@@ -120,6 +120,33 @@ def test_filters_that_name_nothing(filters, text):
         select(entry(), **filters)
 
 
+def test_several_operators_and_no_others():
+    data = {"suites": {"s": [entry(), {"op": "copy_transpose", "M": 8, "N": 8}]}}
+    silu = {"op": "silu_and_mul", "M": 8, "N": 8}
+    data["suites"]["s"].append(silu)
+    found = cases.select(data, OPS, suite="s", op=["copy_transpose", "topk_softmax"])
+    assert [case.op for case in found] == ["topk_softmax", "copy_transpose"]
+    with pytest.raises(BenchError, match="no operator 'sonnet'"):
+        cases.select(data, OPS, suite="s", op=["copy_transpose", "sonnet"])
+
+
+def test_the_tile_of_a_transpose_is_a_parameter():
+    import torch
+
+    found = select({"op": "copy_transpose", "M": 8, "N": 8, "tile_size": [False, 32, 128]})
+    assert [case.name for case in found] == [
+        "M8 N8 B1",
+        "M8 N8 B1 tile_size32",
+        "M8 N8 B1 tile_size128",
+    ]
+    inputs = {"x": torch.zeros(8, 8)}
+    tiles = [OPS["copy_transpose"].call(case, inputs)[1]["tile_size"] for case in found]
+    assert tiles == [None, 32, 128]
+    for wrong in (48, 0, True):
+        with pytest.raises(BenchError, match="tile_size must be 32, 64 or 128"):
+            select({"op": "copy_transpose", "M": 8, "N": 8, "tile_size": wrong})
+
+
 def test_an_unknown_suite_lists_the_others():
     with pytest.raises(BenchError, match="no suite 'huge'; there are s"):
         cases.select({"suites": {"s": []}}, OPS, suite="huge")

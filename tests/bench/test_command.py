@@ -241,6 +241,46 @@ def test_the_command_to_repeat_a_run(bench, tmp_path, capsys):
     )
 
 
+def test_several_operators_are_repeated(bench, tmp_path, monkeypatch, capsys):
+    more = "    - {op: copy_transpose, dtype: float32, M: 8, N: 8}\n"
+    more += "    - {op: reduce, dtype: float32, M: 8, N: 8}\n"
+    (tmp_path / "suites.yaml").write_text(SUITES + more)
+    out = tmp_path / "r.jsonl"
+    bench("--peers", "none", "--op", "copy_transpose", "--op", "topk_softmax", "--out", out)
+    rows = records.read(out)
+    assert {row["op"] for row in rows} == {"copy_transpose", "topk_softmax"}
+    assert "--op copy_transpose --op topk_softmax" in rows[0]["command"]
+
+
+def test_the_cases_are_listed_without_a_gpu(tmp_path, capsys):
+    (tmp_path / "suites.yaml").write_text(SUITES)
+    assert main(["bench", "--suites", str(tmp_path / "suites.yaml"), "--list"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "topk_softmax  T8 E16 k2 softmax  bfloat16",
+        "topk_softmax  T8 E16 k2 softmax  float32",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "FileNotFoundError: there is no file"),
+        ("import tiercel\nimport no_such_module\n", ", line 2: ModuleNotFoundError: No module"),
+        ("def f(:\n", "SyntaxError: invalid syntax"),
+        ("x = 1\n", "registers no backend"),
+        ("raise RuntimeError('first\\nsecond')\n", ", line 1: RuntimeError: first\n"),
+    ],
+)
+def test_a_file_that_does_not_load_is_one_line(bench, tmp_path, capsys, text, said):
+    path = tmp_path / "k.py"
+    if text is not None:
+        path.write_text(text)
+    assert bench("--path", path) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"tiercel bench: cannot load {path}") and said in error
+    assert error.count("\n") == 1
+
+
 def test_launch_has_no_surprising_defaults():
     launch = Launch(run=tuple)
     assert (launch.exact, launch.strict, launch.slack, launch.graph) == (True, False, 0.0, True)

@@ -105,6 +105,19 @@ def test_only_one_kernel(report, capsys):
     assert "no kernel named 'sort'" in capsys.readouterr().err
 
 
+def test_several_reports(report, tmp_path, capsys):
+    log = tmp_path / "b.sanitizer.txt"
+    log.write_text("========= ERROR SUMMARY: 0 errors\n")
+    assert main(["profile", "extract", str(report), str(log)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"{report}:\n") and f"\n{log}:\n" in text and '"errors": 0' in text
+    assert main(["profile", "extract", str(report), str(log), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == [str(report), str(log)]
+    assert len(found[str(report)]) == 2 and found[str(log)]["errors"] == 0
+    assert main(["profile", "extract", str(report), str(tmp_path / "no.ncu-rep")]) == 2
+
+
 def test_with_a_floor(report, capsys):
     assert main(["profile", "extract", str(report), "--kernel", "topk", "--floor", "2MB"]) == 0
     assert "1.19 times the floor" in capsys.readouterr().out

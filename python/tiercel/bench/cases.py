@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,22 +89,24 @@ def select(
     *,
     suite: str,
     family: str | None = None,
-    op: str | None = None,
+    op: str | Sequence[str] | None = None,
 ) -> list[Case]:
-    """The cases of a suite, each once, in the file's order."""
+    """The cases of a suite, each once, in the file's order; of one operator, several or all."""
     suites = data["suites"]
     if suite not in suites:
         raise BenchError(f"no suite {suite!r}; there are {', '.join(sorted(suites))}")
     families = {o.family for o in ops.values()}
     if family is not None and family not in families:
         raise BenchError(f"no family {family!r}; there are {', '.join(sorted(families))}")
-    if op is not None and op not in ops:
-        raise BenchError(f"no operator {op!r}; there are {', '.join(sorted(ops))}")
+    wanted = (op,) if isinstance(op, str) else tuple(op or ops)
+    for name in wanted:
+        if name not in ops:
+            raise BenchError(f"no operator {name!r}; there are {', '.join(sorted(ops))}")
     cases: dict[tuple[str, str, str], Case] = {}
     for number, entry in enumerate(suites[suite] or ()):
         where = f"suite {suite!r}, entry {number + 1}"
         for case in _expand(entry, ops, where):
-            if family in (None, case.family) and op in (None, case.op):
+            if family in (None, case.family) and case.op in wanted:
                 cases.setdefault(case.key, case)
     if not cases:
         raise BenchError(f"suite {suite!r} has no case for this --family and --op")

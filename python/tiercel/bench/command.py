@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -38,10 +39,13 @@ def bench(args: argparse.Namespace, clock: Clock | None = None) -> int:
     benches = ops.load()
     data = cases_.read(environment.suites_path(args.suites))
     chosen = cases_.select(data, benches, suite=args.suite, family=args.family, op=args.op)
+    if args.list:
+        say("\n".join(f"{case.op}  {case.name}  {case.dtype}" for case in chosen))
+        return 0
     wanted = peers.choose(peers.load(), args.peers)
     old = read(args.compare) if args.compare else None
     for path in args.path:
-        backends.load_path(path)
+        _load(path)
     if clock is None:
         environment.check_gpu()
         clock = CudaClock()
@@ -85,6 +89,18 @@ def bench(args: argparse.Namespace, clock: Clock | None = None) -> int:
     return _conclude(args, rows, old)
 
 
+def _load(path: Path) -> None:
+    """The backends of a file of the user's: whatever is wrong with it is one line."""
+    try:
+        backends.load_path(path)
+    except Exception as error:
+        said = (str(error).strip().splitlines() or [""])[0]
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path.resolve())]
+        place = f", line {lines[-1]}" if lines else ""
+        raise BenchError(f"cannot load {path}{place}: {type(error).__name__}: {said}") from None
+
+
 def _conclude(args: argparse.Namespace, rows: list[Record], old: list[Record] | None) -> int:
     say("\n" + table.as_text(table.SUMMARY_HEAD, table.summary_rows(rows)))
     code = 0
@@ -109,9 +125,10 @@ def _conclude(args: argparse.Namespace, rows: list[Record], old: list[Record] | 
 def repeat(args: argparse.Namespace) -> str:
     """The command that repeats the run, without the places of files."""
     words = ["tiercel", "bench", "--suite", args.suite]
-    for name in ("family", "op"):
-        if getattr(args, name):
-            words += [f"--{name}", getattr(args, name)]
+    if args.family:
+        words += ["--family", args.family]
+    for name in args.op or ():
+        words += ["--op", name]
     if args.backend != ["sm90"]:
         words += ["--backend", *args.backend]
     words += ["--peers", args.peers]

@@ -14,7 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--suite", default="smoke", help="smoke (default), full, or another of the suites")
     add("--suites", type=Path, metavar="PATH", help="a suites file, or a folder of them")
     add("--family", help="only this family's operators")
-    add("--op", help="only this operator")
+    add("--op", action="append", help="only this operator; may be repeated")
+    add("--list", action="store_true", help="only list the cases; needs no GPU")
     add("--backend", nargs="+", default=["sm90"], metavar="B", help="ours to measure (sm90)")
     text = "a file that registers backends, for --backend; may be repeated"
     add("--path", action="append", default=[], type=Path, metavar="FILE", help=text)

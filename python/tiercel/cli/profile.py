@@ -9,7 +9,7 @@ from pathlib import Path
 HELP = "Runs a command under Nsight Compute, Nsight Systems or compute-sanitizer; reads reports."
 _USAGE = """\
 tiercel profile ncu|nsys|sanitizer [--extract] [--out FOLDER] [TOOL OPTIONS] -- COMMAND
-       tiercel profile extract FILE [--json] [--kernel NAME] [--floor SIZE]
+       tiercel profile extract FILE... [--json] [--kernel NAME] [--floor SIZE]
 
 The tool's own options pass through, for example
   tiercel profile ncu --extract --kernel-name regex:topk -- python script.py
@@ -88,15 +88,12 @@ def _extract(words: list[str]) -> int:
     from tiercel.profiling import ProfileError, reports
 
     parser = argparse.ArgumentParser(prog="tiercel profile extract", usage=_USAGE)
-    parser.add_argument("file", type=Path)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--kernel", metavar="NAME", help="only kernels with this in their name")
     parser.add_argument("--floor", metavar="SIZE", help="bytes that a launch has to move (64MB)")
     args = parser.parse_args(words)
-    if args.file.name.endswith(".sanitizer.txt"):
-        print(json.dumps(reports.from_sanitizer(_text(args.file)), indent=2))
-        return 0
-    found = reports.read(args.file, args.kernel)
+    floor = None
     if args.floor:
         try:
             floor = parse_size(args.floor)
@@ -104,8 +101,25 @@ def _extract(words: list[str]) -> int:
             raise ProfileError(str(error)) from None
         if floor == 0:
             raise ProfileError("--floor must be more than 0 bytes")
-        found = reports.floors(found, floor)
-    _print(found, args.json)
+
+    def read(file: Path) -> object:
+        if file.name.endswith(".sanitizer.txt"):
+            return reports.from_sanitizer(_text(file))
+        found = reports.read(file, args.kernel)
+        return found if floor is None else reports.floors(found, floor)
+
+    all_found = {str(file): read(file) for file in args.files}
+    several = len(all_found) > 1
+    if args.json and several:  # by file
+        print(json.dumps(all_found, indent=2))
+        return 0
+    for name, found in all_found.items():
+        if several:
+            print(f"{name}:")
+        if isinstance(found, list):
+            _print(found, args.json)
+        else:
+            print(json.dumps(found, indent=2))
     return 0
 
 

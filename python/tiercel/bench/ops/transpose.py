@@ -16,6 +16,9 @@ def _invalid(params: Mapping[str, Any]) -> str | None:
     sizes = [params[name] for name in "MNB"]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         return "M, N and B must be positive whole numbers"
+    tile = params["tile_size"]
+    if tile is not False and (tile is True or tile not in (32, 64, 128)):
+        return "tile_size must be 32, 64 or 128, or false for the heuristic's choice"
     return None
 
 
@@ -29,7 +32,7 @@ def _make(case: Any, device: str, seed: int) -> Inputs:
 
 
 def _call(case: Any, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (inputs["x"],), {}
+    return (inputs["x"],), {"tile_size": case["tile_size"] or None}
 
 
 def _out(case: Any, inputs: Inputs) -> Any:
@@ -73,7 +76,7 @@ BENCHES = [
     OpBench(
         family="transpose",
         op="copy_transpose",
-        params={"M": None, "N": None, "B": 1},
+        params={"M": None, "N": None, "B": 1, "tile_size": False},
         invalid=_invalid,
         make=_make,
         call=_call,
