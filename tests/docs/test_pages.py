@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 import tiercel
 
 README = Path(os.environ.get("README", Path(__file__).parents[2] / "README.md")).absolute()

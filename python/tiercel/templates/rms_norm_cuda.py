@@ -10,8 +10,8 @@ import torch
 
 import tiercel
 from tiercel.plugins.types import (
-    NormBias,
     Normalised,
+    NormBias,
     NormWeight,
     Residual,
     ResidualSum,

@@ -12,8 +12,8 @@ import triton.language as tl
 
 import tiercel
 from tiercel.plugins.types import (
-    NormBias,
     Normalised,
+    NormBias,
     NormWeight,
     Residual,
     ResidualSum,
