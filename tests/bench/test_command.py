@@ -243,7 +243,7 @@ def test_the_command_to_repeat_a_run(bench, tmp_path, capsys):
 
 def test_several_operators_are_repeated(bench, tmp_path, monkeypatch, capsys):
     more = "    - {op: copy_transpose, dtype: float32, M: 8, N: 8}\n"
-    more += "    - {op: reduce, dtype: float32, M: 8, N: 8}\n"
+    more += "    - {op: silu_and_mul, dtype: float32, M: 8, N: 8}\n"
     (tmp_path / "suites.yaml").write_text(SUITES + more)
     out = tmp_path / "r.jsonl"
     bench("--peers", "none", "--op", "copy_transpose", "--op", "topk_softmax", "--out", out)
@@ -256,8 +256,8 @@ def test_the_cases_are_listed_without_a_gpu(tmp_path, capsys):
     (tmp_path / "suites.yaml").write_text(SUITES)
     assert main(["bench", "--suites", str(tmp_path / "suites.yaml"), "--list"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "topk_softmax  T8 E16 k2 softmax  bfloat16",
-        "topk_softmax  T8 E16 k2 softmax  float32",
+        "topk_softmax  T8 E16 k2 renorm  bfloat16",
+        "topk_softmax  T8 E16 k2 renorm  float32",
     ]
 
 
