@@ -101,9 +101,6 @@ __global__ void __launch_bounds__(kFewThreads, 1)
   x.ask(args);
   if (threadIdx.x < kFewIds) s.largest[threadIdx.x] = 0;
   routing.make(args, asked, lane);
-  // Every warp writes the same, so that none waits for another.
-  if (routing.leads()) s.expert[routing.entry] = routing.id;
-  __syncwarp();
   const int expert_units = args.inner_size / 8;
   const int units = routing.entries * expert_units;
   const int tiles = args.hidden / kFewRows;
@@ -112,7 +109,10 @@ __global__ void __launch_bounds__(kFewThreads, 1)
   FewRing at;
 
   if (warp == 0) {
-    if (routing.leads()) s.count[routing.entry] = routing.count;
+    if (routing.leads()) {
+      s.expert[routing.entry] = routing.id;
+      s.count[routing.entry] = routing.count;
+    }
     if (routing.id >= 0) {
       s.element[routing.entry][routing.column] = lane;
       s.token[routing.entry][routing.column] = lane / args.per_token;
@@ -124,11 +124,11 @@ __global__ void __launch_bounds__(kFewThreads, 1)
   const int g = lane / 4, t = lane % 4;
   // Scales of a unit's rows of weights, or of their blocks along K, a lane each; those of the first
   // unit are asked for before the weights, behind which they would queue for microseconds.
-  const auto ask_scales = [&](int unit, float* first, float* second) {
+  const auto ask_scales = [&](int unit, int expert, float* first, float* second) {
     const int entry = unit / expert_units;
     const int i = (unit - entry * expert_units) * 8;
     const float* const scales =
-        args.up_scale + static_cast<int64_t>(s.expert[entry]) * args.up_scale_expert;
+        args.up_scale + static_cast<int64_t>(expert) * args.up_scale_expert;
     const int row = kBlocks ? i / 128 : i + g;
     const int place = kBlocks ? min(lane, hidden_groups - 1) : 0;
     *first = scales[row * args.up_scale_step + place];
@@ -136,7 +136,10 @@ __global__ void __launch_bounds__(kFewThreads, 1)
         scales[(row + (kBlocks ? inner_groups : args.inner_size)) * args.up_scale_step + place];
   };
   float first_scale = 1.0f, second_scale = 1.0f;
-  if (group < dealt) ask_scales(blockIdx.x + group * gridDim.x, &first_scale, &second_scale);
+  if (group < dealt) {  // others' writes to shared memory are not waited for yet
+    const int unit = blockIdx.x + group * gridDim.x;
+    ask_scales(unit, routing.expert_of(unit / expert_units), &first_scale, &second_scale);
+  }
   asm volatile("bar.sync 2, %0;" ::"n"(kFewThreads) : "memory");
   x.take<kScales>(rows, args.hidden + kFewPad, row_scales, s.largest);
   multipliers_sync();
@@ -242,7 +245,9 @@ __global__ void __launch_bounds__(kFewThreads, 1)
     if (unit < 0) break;
     const int entry = unit / expert_units;
     const int from_i = (unit - entry * expert_units) * 8;
-    if (n != group || n >= dealt) ask_scales(unit, &first_scale, &second_scale);
+    if (n != group || n >= dealt) {
+      ask_scales(unit, s.expert[entry], &first_scale, &second_scale);
+    }
     const int count = s.count[entry];
     const auto token = [&](int column) { return s.token[entry][column < count ? column : 0]; };
     const int row_a = token(2 * t), row_b = token(2 * t + 1);

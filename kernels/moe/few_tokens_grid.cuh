@@ -45,6 +45,11 @@ struct FewRouting {
     entry = __popc(leaders & ((1u << leader) - 1));
   }
   __device__ __forceinline__ bool leads() const { return id >= 0 && column == 0; }
+  // An entry's expert, by a whole warp, which so waits for no other.
+  __device__ __forceinline__ int expert_of(int which) const {
+    const unsigned leader = __ballot_sync(kFullWarp, leads() && entry == which);
+    return __shfl_sync(kFullWarp, id, __ffs(leader) - 1);
+  }
 };
 
 // Of all launches on a device: blocks that have arrived, and in the two highest bits launches all

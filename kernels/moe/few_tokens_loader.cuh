@@ -17,7 +17,8 @@ struct alignas(16) FewShared {
   int unit[kFewKnown];        // -1: none
   int taken;                  // units of this block
   unsigned before;            // few_arrived when the launch began
-  int expert[kFewIds];
+  int expert[kFewIds];  // of an entry, for the warps that multiply
+  int loaded[kFewIds];  // the same for this file's warp, which waits for none of them
   int count[kFewIds];
   int element[kFewIds][kFewColumns];
   int token[kFewIds][kFewColumns];
@@ -59,7 +60,7 @@ __device__ __forceinline__ void load_few_weights(const FewTokensArgs& args, FewS
     mbarrier_init_fence();
   }
   routing.make(args, asked, lane);
-  if (routing.leads()) s.expert[routing.entry] = routing.id;
+  if (routing.leads()) s.loaded[routing.entry] = routing.id;
   __syncwarp();
   const int expert_units = args.inner_size / 8;
   const int units = routing.entries * expert_units;
@@ -88,7 +89,7 @@ __device__ __forceinline__ void load_few_weights(const FewTokensArgs& args, FewS
     ++taken;
     for (; unit >= first_unit + expert_units; first_unit += expert_units) ++entry;
     const int i = (unit - first_unit) * 8;
-    const char* from = args.w_up + s.expert[entry] * args.up_expert;
+    const char* from = args.w_up + s.loaded[entry] * args.up_expert;
     load(from + static_cast<int64_t>(i) * args.hidden, 8 * args.hidden);
     load(from + static_cast<int64_t>(args.inner_size + i) * args.hidden, 8 * args.hidden);
   };
@@ -113,7 +114,7 @@ __device__ __forceinline__ void load_few_weights(const FewTokensArgs& args, FewS
   }
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     for (int e = 0; e < routing.entries; ++e) {
-      load(args.w_down + s.expert[e] * args.down_expert +
+      load(args.w_down + s.loaded[e] * args.down_expert +
                static_cast<int64_t>(tile) * kFewRows * args.inner_size,
            kFewRows * args.inner_size);
     }
