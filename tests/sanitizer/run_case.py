@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one of copy_engine.cu's programs and compares its result: run.py CASE. Needs a GPU, and
+"""Runs one of cases.cu's programs and compares its result: run_case.py CASE. Needs a GPU, and
 nvcc as tiercel.jit finds it. Under compute-sanitizer, see test_sanitizer_cases_gpu.py."""
 
 import ctypes
@@ -10,7 +10,7 @@ import torch
 
 import tiercel
 
-SOURCE = pathlib.Path(__file__).with_name("copy_engine.cu")
+SOURCE = pathlib.Path(__file__).with_name("cases.cu")
 STEPS = 64
 FLOATS = 32
 
@@ -51,11 +51,55 @@ def store(by_engine):
     assert torch.equal(out.cpu(), torch.arange(FLOATS, dtype=torch.float32)), "wrong floats"
 
 
+def run_blocks(name, blocks, threads, values, *more):
+    """The kernel's output, a float a thread."""
+    kernel = tiercel.jit.cuda(SOURCE, name)
+    out = torch.zeros(blocks * threads, device="cuda")
+    kernel(blocks, threads, values.cuda(), out, *more)
+    return out.cpu()
+
+
+def roles(apart):
+    values = torch.arange(256, dtype=torch.float32)
+    out = run_blocks(f"roles_meet<{apart}>", 1, 256, values)
+    expected = torch.where(values < 128, values, values * 2) + 1
+    assert torch.equal(out, expected), "wrong values"
+
+
+def elected(by_one, expect):
+    values = torch.arange(128, dtype=torch.float32)
+    out = run_blocks(f"values_by_an_elected_lane<{by_one}, {expect}>", 1, 256, values, 128)
+    assert torch.equal(out, values.roll(-33).repeat(2)), "wrong values"
+
+
+def expect(at_once):
+    values = torch.arange(128, dtype=torch.float32)
+    out = run_blocks(f"set_up_and_expect<{at_once}>", 1, 128, values)
+    assert torch.equal(out, values.flip(0)), "wrong values"
+
+
+def one_warp(by_sending):
+    steps = 16
+    values = torch.arange(steps * 16, dtype=torch.float32)
+    out = run_blocks(f"sums_through_one_warp<{by_sending}, {steps}>", 2, 256, values)
+    assert torch.equal(out, (2 * values.sum()).expand(512)), "wrong sums"
+
+
 CASES = {
     "ring-by-engine": lambda: ring("true"),
     "ring-by-threads": lambda: ring("false"),
     "store-by-engine": lambda: store("true"),
     "store-by-threads": lambda: store("false"),
+    "roles-apart": lambda: roles("true"),
+    "roles-together": lambda: roles("false"),
+    "elected-lane-and-expected-bytes": lambda: elected("true", "true"),
+    "elected-lane": lambda: elected("true", "false"),
+    "expected-bytes": lambda: elected("false", "true"),
+    "all-lanes": lambda: elected("false", "false"),
+    "set-up-and-expect": lambda: expect("true"),
+    "set-up-barrier-expect": lambda: expect("false"),
+    "one-warp-sends": lambda: one_warp("true"),
+    "one-warp-writes": lambda: one_warp("false"),
 }
 
 if __name__ == "__main__":
