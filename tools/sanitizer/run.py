@@ -35,8 +35,13 @@ from verdict import Job, Outcome, judge
 
 TESTS_A_PROCESS = 24
 CANARY_SECONDS = 120
-# PyTorch's cache of blocks hides overruns and what nothing has written since.
-UNCACHED = {"memcheck", "initcheck"}
+# PyTorch's cache of blocks hides overruns and what nothing has written since. A launch in which
+# racecheck meets more pairs of accesses than its limit is not looked at to the end.
+ENVIRONMENT = {
+    "memcheck": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+    "initcheck": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+    "racecheck": {"NV_COMPUTE_SANITIZER_MAX_RACECHECK_HAZARDS": "100000000"},
+}
 # Only our kernels are instrumented. Not so under initcheck, which has to see what others write, nor
 # under memcheck: a kernel of PyTorch's that overruns a tensor of ours got it from us.
 FILTERED = {"racecheck", "synccheck"}
@@ -95,7 +100,6 @@ class Runner:
         stem.parent.mkdir(parents=True, exist_ok=True)
         log = stem.with_suffix(".log")
         log.unlink(missing_ok=True)
-        uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if job.tool in UNCACHED else {}
         began = time.monotonic()
         with stem.with_suffix(".txt").open("w") as output:
             process = subprocess.Popen(
@@ -103,7 +107,7 @@ class Runner:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=self.environment | uncached,
+                env=self.environment | ENVIRONMENT.get(job.tool, {}),
                 start_new_session=True,
             )
             try:
