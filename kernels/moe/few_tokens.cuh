@@ -127,8 +127,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
   const auto ask_scales = [&](int unit, int expert, float* first, float* second) {
     const int entry = unit / expert_units;
     const int i = (unit - entry * expert_units) * 8;
-    const float* const scales =
-        args.up_scale + static_cast<int64_t>(expert) * args.up_scale_expert;
+    const float* const scales = args.up_scale + static_cast<int64_t>(expert) * args.up_scale_expert;
     const int row = kBlocks ? i / 128 : i + g;
     const int place = kBlocks ? min(lane, hidden_groups - 1) : 0;
     *first = scales[row * args.up_scale_step + place];

@@ -17,8 +17,8 @@ struct alignas(16) FewShared {
   int unit[kFewKnown];        // -1: none
   int taken;                  // units of this block
   unsigned before;            // few_arrived when the launch began
-  int expert[kFewIds];  // of an entry, for the warps that multiply
-  int loaded[kFewIds];  // the same for this file's warp, which waits for none of them
+  int expert[kFewIds];        // of an entry, for the warps that multiply
+  int loaded[kFewIds];        // the same for this file's warp, which waits for none of them
   int count[kFewIds];
   int element[kFewIds][kFewColumns];
   int token[kFewIds][kFewColumns];

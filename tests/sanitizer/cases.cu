@@ -147,8 +147,8 @@ __global__ void roles_meet(const float* in, float* out) {
   __shared__ float values[256];
   const int warp = threadIdx.x / 32;
   const auto meet = [] {
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" :::
-                     "memory");
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::
+                     : "memory");
   };
   const float mine = in[threadIdx.x];
   if (warp == 0) {
@@ -174,8 +174,8 @@ template __global__ void roles_meet<false>(const float*, float*);
 // linear_act's split_k kernels with a block's own partial sums. A warp's writes come before its
 // bar.warp.sync, that before the arrival of an elected lane, that before the waits. The tool knows
 // of mbarriers what ptxas lists in the cubin (EIATTR_MBARRIER_INSTR_OFFSETS), in which
-// arrive.expect_tx is not; and ptxas elects before bar.warp.sync, of which a NOP is left. With kByOne
-// false every lane arrives for itself, with kExpect false nothing is expected.
+// arrive.expect_tx is not; and ptxas elects before bar.warp.sync, of which a NOP is left. With
+// kByOne false every lane arrives for itself, with kExpect false nothing is expected.
 template <bool kByOne, bool kExpect>
 __global__ void values_by_an_elected_lane(const float* in, float* out, int count) {
   __shared__ float values[128];
@@ -243,10 +243,11 @@ __global__ void set_up_and_expect(const float* in, float* out) {
 template __global__ void set_up_and_expect<true>(const float*, float*);
 template __global__ void set_up_and_expect<false>(const float*, float*);
 
-// Warps leave two values each step, in one of two places by turns; warp 0 adds them up and sends the
-// sum to the blocks of the cluster, each of which waits until all have: norm_backward's order. A
-// place is written again two steps later, after a wait for what was sent, which depends on what was
-// read there; the tool knows neither arrive.expect_tx nor st.async. With kBySending false there is a barrier of the block instead, and a sum for each block.
+// Warps leave two values each step, in one of two places by turns; warp 0 adds them up and sends
+// the sum to the blocks of the cluster, each of which waits until all have: norm_backward's order.
+// A place is written again two steps later, after a wait for what was sent, which depends on what
+// was read there; the tool knows neither arrive.expect_tx nor st.async. With kBySending false there
+// is a barrier of the block instead, and a sum for each block.
 template <bool kBySending, int kSteps>
 __global__ void __cluster_dims__(2, 1, 1) sums_through_one_warp(const float* in, float* out) {
   constexpr int kWarps = 8;

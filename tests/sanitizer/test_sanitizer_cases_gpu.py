@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What compute-sanitizer reports of right programs, each beside its like of which it reports nothing.
+"""What compute-sanitizer reports of right programs, each beside one of which it reports nothing.
 
 These are why findings in our kernels are excepted: tools/sanitizer/exceptions.json names them. A
 case that is reported no more is one whose exceptions can go.
