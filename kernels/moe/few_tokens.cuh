@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
   if (warp == 0) {
     if (routing.leads()) {
       s.expert[routing.entry] = routing.id;
-      s.count[routing.entry] = routing.count;
+      s.count[routing.entry] = static_cast<uint8_t>(routing.count);
     }
     if (routing.id >= 0) {
       s.element[routing.entry][routing.column] = lane;

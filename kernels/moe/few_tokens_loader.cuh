@@ -19,7 +19,7 @@ struct alignas(16) FewShared {
   unsigned before;            // few_arrived when the launch began
   int expert[kFewIds];        // of an entry, for the warps that multiply
   int loaded[kFewIds];        // the same for this file's warp, which waits for none of them
-  int count[kFewIds];
+  uint8_t count[kFewIds];     // of an entry's elements
   int element[kFewIds][kFewColumns];
   int token[kFewIds][kFewColumns];
   uint32_t largest[kFewIds];  // of a row
