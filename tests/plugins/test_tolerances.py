@@ -35,7 +35,7 @@ def judge(case, sums):
     arguments, expected = case
     activation = torch.nn.functional.gelu if arguments["activation"] == "gelu" else lambda x: x
     out = activation(sums + arguments["bias"].double()).to(BF16)
-    return compare(FP8_LINEAR, arguments, expected, (out,))
+    return compare(FP8_LINEAR, arguments, expected, (out,))[:2]
 
 
 def magnitudes(arguments):
@@ -87,4 +87,4 @@ def test_nan_and_infinities(case):
     assert judge(case, sums)[0] == 63 / 64
     infinite = [due.index_fill(0, torch.tensor([3]), torch.inf) for due in expected]
     same = compare(FP8_LINEAR, arguments, tuple(infinite), tuple(t.to(BF16) for t in infinite))
-    assert same == (1.0, None)
+    assert same[:2] == (1.0, None)
