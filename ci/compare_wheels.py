@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times two wheels beside each other on this machine's GPU: did a change make anything slower?
 
-    ci/compare_wheels.py OLD.whl NEW.whl [--family NAME ...] [--suite full] [--rounds 3] [--out FOLDER]
+    ci/compare_wheels.py OLD.whl NEW.whl [--family NAME ...] [--suite full] [--rounds 3]
 
-Each round runs `tiercel bench --peers none` with one wheel and then with the other, in the other order
-the next time, so that a drift of the clocks meets both. A case's ratio is the median over rounds of
-new / old. Exits with 1 where a case is slower by more than --threshold (0.01).
+Each round runs `tiercel bench --peers none` with one wheel and then with the other, in the other
+order the next time, so that a drift of the clocks meets both. A case's ratio is the median over
+rounds of new / old. Exits with 1 where a case is slower by more than --threshold (0.01).
 """
 
 import argparse
@@ -90,7 +90,9 @@ def main() -> int:
                     measure(pythons[side], args, family, out)
                     for key, ms in milliseconds(out).items():
                         times[key][side].append(ms)
-                print(f"{family or 'all families'}: round {number + 1} of {args.rounds}", flush=True)
+                print(
+                    f"{family or 'all families'}: round {number + 1} of {args.rounds}", flush=True
+                )
     return report(times, args)
 
 

@@ -408,7 +408,8 @@ class MoeGrouped(MoeQuantize):
                 else:
                     self.put_out(*wanted, *of_both, outs[0], slots_of)
             if const_expr(self.counts):
-                self.say_stored(storage, entry - 1)
+                if expert >= 0:
+                    self.say_stored(storage)
             if const_expr(not looks_ahead):
                 if after < tiles:  # so far the other warpgroup's
                     after, _, _ = self.take(storage, entry)

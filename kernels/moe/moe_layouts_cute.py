@@ -13,7 +13,6 @@ EPI = 64  # rows and columns of a piece of the result on its way out
 WARPGROUP = 128
 SCALE_BLOCK = 128
 GATHERERS, WIDE_GATHERERS = 64, 96  # threads that copy rows of tiles of 64 rows, of 128
-STORED = 8  # barriers of tiles that are stored; more than tiles that anyone is ahead of another
 TURNS = 4  # tiles whose numbers are on their way from who takes them to who works on them
 # What blocks of threads route by themselves (moe_routing_cute.py): as moe_mlp.h says.
 ROUTED_IDS, ROUTED_EXPERTS = 1024, 512
@@ -106,7 +105,7 @@ class MoeLayouts:
             x: tiles(self.dtype, self.stages * self.tile_m)
             w: tiles(self.dtype, self.stages * self.tile_n)
             y: tiles(self.out_dtype, self.consumers * self.pieces * EPI)
-            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages + 2 * TURNS + STORED]
+            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages + 2 * TURNS + 1]
             routing: cute.struct.MemRange[Int32, self.routing_words()]
 
         return Storage
@@ -128,7 +127,7 @@ class MoeLayouts:
         """What the storage takes, as the launch asks for it."""
         ring = self.stages * ((self.tile_m + self.tile_n) * ROW + 16)
         rest = self.consumers * self.pieces * EPI * ROW + 4 * self.routing_words()
-        return (ring + 16 * TURNS + 8 * STORED + rest + 1023) // 1024 * 1024
+        return (ring + 16 * TURNS + 8 + rest + 1023) // 1024 * 1024
 
     @cute.jit
     def next(self, index, phase):

@@ -56,7 +56,7 @@ class MoeLoads(MoeScaleLoads):
             expert = self.expert_for(routing, block, handed)
             steps = k_tiles if expert >= 0 else 0
             if const_expr(self.by_boxes):
-                if progress.toint() != 0:
+                if (progress.toint() != 0) & (steps > 0):
                     self.wait_for(progress, block, sizes[2])
             for step in cutlass.range(steps, unroll=1):
                 cute.arch.mbarrier_wait(empty + index, phase)

@@ -2,33 +2,30 @@
 """How much of its rows `moe_up` has stored, for those who read them while it still works on others.
 
 `progress` counts for each block of the routing, from zero, the columns that warps have stored: it
-is whole with (rows of a block / 16) * (columns of the result).
+is whole with (rows of a block / 16) * (columns of the result). Blocks of experts that are elsewhere
+are not counted: nobody loads for them, so those who multiply could run ahead of who counts.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
-from moe_layouts_cute import STORED, TURNS
+from moe_layouts_cute import TURNS
 from moe_routing_cute import MoeRouting
 
 
 class MoeProgress(MoeRouting):
-    def stored_barriers(self, storage):
-        """One a tile, in turn. Those who multiply do not wait for the loaders where an expert is
-        elsewhere: they may be as many tiles ahead as their numbers are on their way, and a phase of
-        one barrier would be taken for the next but one."""
+    def stored_barrier(self, storage):
         return storage.barriers.data_ptr() + (2 * self.stages + 2 * TURNS)
 
     def init_stored(self, storage):
-        for i in range(STORED):
-            cute.arch.mbarrier_init(self.stored_barriers(storage) + i, 4 * self.consumers)
+        cute.arch.mbarrier_init(self.stored_barrier(storage), 4 * self.consumers)
 
     @cute.jit
-    def say_stored(self, storage, tile):
-        """By each warp that multiplies, after its stores of its tile of that number."""
+    def say_stored(self, storage):
+        """By each warp that multiplies, after its stores of a tile."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.stored_barriers(storage) + tile % STORED)
+            cute.arch.mbarrier_arrive(self.stored_barrier(storage))
 
     @cute.jit
     def count_tile(self, warp, storage, counted, tile, tiles):
@@ -37,9 +34,7 @@ class MoeProgress(MoeRouting):
         progress, rows = counted
         block, column = tile
         if (warp == 2) & (tiles > 0) & (progress.toint() != 0):
-            last = tiles - 1
-            stored = self.stored_barriers(storage) + last % STORED
-            cute.arch.mbarrier_wait(stored, last // STORED & 1)
+            cute.arch.mbarrier_wait(self.stored_barrier(storage), (tiles - 1) & 1)
             columns = cutlass.min(self.width, rows - column * self.width)
             if cute.arch.lane_idx() == 0:
                 cute.arch.inline_ptx(

@@ -42,7 +42,7 @@ class MoeScaleLoads(MoeTiles):
         index, phase = Int32(0), Int32(1)
         while block < routing[2]:
             steps = routing[3] if expert >= 0 else Int32(0)
-            if progress.toint() != 0:
+            if (progress.toint() != 0) & (steps > 0):
                 self.wait_for(progress, block, k)
             of_row = (block * self.tile_m + lane) * x_scale_step
             of_half = self.scale_of_half(of_weights, expert, column, lane)

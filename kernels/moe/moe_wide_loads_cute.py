@@ -83,7 +83,7 @@ class MoeWideLoads(MoeLoads):
             ahead = self.read_id(routing, following, mine, elements)
             ahead_second = self.read_id(routing, following, second, elements)
             if const_expr(self.counts):
-                if steps <= self.stages:
+                if (steps > 0) & (steps <= self.stages):
                     self.count_tile(warp, storage, counted, before, tiles)
             source = x.toint() + piece * 16
             for step in cutlass.range(steps, unroll=1):
@@ -113,7 +113,10 @@ class MoeWideLoads(MoeLoads):
                     if step == self.stages:
                         self.count_tile(warp, storage, counted, before, tiles)
                 index, phase = self.next(index, phase)
-            before, tiles = (block, at_column), tiles + 1
+            # Nobody waits for the rows of experts that are elsewhere.
+            is_here = steps > 0
+            before = (block if is_here else before[0], at_column if is_here else before[1])
+            tiles += 1 if is_here else 0
             block, at_column, expert = following, next_column, next_for
         if const_expr(self.counts):
             self.count_tile(warp, storage, counted, before, tiles)
