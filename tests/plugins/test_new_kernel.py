@@ -91,9 +91,10 @@ def test_cuda_compiles(op):
     from tiercel.jit import toolchain
 
     try:
-        toolchain.find_nvcc()
-    except RuntimeError as error:
-        pytest.skip(str(error))
+        command = [toolchain.find_nvcc(), "--version"]
+        subprocess.run(command, check=True, capture_output=True)
+    except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no nvcc that runs: {error}")
     path = _TEMPLATES / f"{op}_cuda.py"
     spec = importlib.util.spec_from_file_location(f"template_{op}", path)
     module = importlib.util.module_from_spec(spec)
@@ -136,7 +137,7 @@ def test_they_pass_smoke_on_a_gpu(tmp_path, op, language):
         (["class", "--language", "torch"], "'class' is no Python identifier"),
         (["sm90", "--language", "torch"], "the name 'sm90' is Tiercel's own"),
         (["x", "--language", "torch", "--op", "nope"], "no operator 'nope' takes backends"),
-        (["there", "--language", "torch"], "File exists: 'there.py'"),
+        (["there", "--language", "torch"], "there.py is there already; --out FILE writes another"),
     ],
 )
 def test_what_cannot_be_written(tmp_path, monkeypatch, capsys, arguments, message):
