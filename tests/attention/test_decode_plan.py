@@ -310,8 +310,8 @@ def test_index_tensors_have_any_strides(make):
     got = plan(make)
     for strides in ((128, 2), (1, 4), (0, 1)):
         assert plan(make, page_table=make(4, 64, dtype="int32", strides=strides)) == got
-    apart = make(4, dtype="int32", strides=(3,))
-    assert plan(make, seqused_k=apart, prefix=apart) == got
+    lengths, prefix = (make(4, dtype="int32", strides=(3,)) for _ in range(2))
+    assert plan(make, seqused_k=lengths, prefix=prefix) == got
 
 
 def merge_plan(make, shape=(3, 2, 8, 128), dtype="bfloat16", **given):
