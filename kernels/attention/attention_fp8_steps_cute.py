@@ -152,8 +152,8 @@ class AttentionFp8Steps(Launcher):
     def absorb(
         self, s, sums, p, rows, scale, masked: cutlass.Constexpr[bool], v_read, v_ring, lse, batch
     ):
-        """As the base's. The warps of a warpgroup may compare in different ways, but have to wait
-        for products by one instruction: it stands outside of the branches."""
+        """Overrides the 16-bit step. The warps of a warpgroup may compare in different ways, but
+        must wait for products by one instruction, so the wait stands outside of the branches."""
         negative = some_negative(rows[0])
         if const_expr(self.held):
             if const_expr(self.as_integers):

@@ -17,7 +17,7 @@ SCALARS = ("total_q", "total_k", "step_q", "step_k", "row_step", "head_step", "c
 
 
 class Packed(NamedTuple):
-    """What a kernel of packed sequences is told beside the maps; AttentionPackedArgs in
+    """The scalars that a kernel of packed sequences takes beside the maps; AttentionPackedArgs in
     attention_problem.h."""
 
     starts_q: cute.Pointer

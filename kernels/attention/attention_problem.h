@@ -57,7 +57,7 @@ Status check_attention_tensors(const char* op, const TensorView& q, const Tensor
 Status check_attention_lse(const char* op, const TensorView& lse, const TensorView& q,
                            std::initializer_list<int64_t> shape, const char* why);
 
-// What kernels of packed sequences take beside the maps; SCALARS in attention_packed_cute.py.
+// The scalars of kernels of packed sequences, beside the maps; SCALARS in attention_packed_cute.py.
 struct AttentionPackedArgs {
   explicit AttentionPackedArgs(const PackedAttention& call);
 

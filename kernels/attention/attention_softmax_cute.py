@@ -98,7 +98,7 @@ def largest(top, scale):
 
 
 def _factor(best, scale, power, limit, as_integers):
-    """What a row's scores are multiplied by. As integers, of negative scores the smallest is found,
+    """The factor of a row's scores. A comparison as integers finds the smallest of negative scores,
     but then an earlier block's counts."""
     size = "mov" if as_integers else "abs"
     return cute.arch.inline_ptx(
@@ -140,7 +140,7 @@ def row_places(s, r):
 
 @cute.jit
 def some_negative(row_max):
-    """Whether one of a warp's rows has a negative maximum so far: not the same in all warps."""
+    """True if one of the warp's rows has a negative maximum so far; warps may differ."""
     return cute.arch.vote_any_sync(_bits(row_max[0]) | _bits(row_max[1]) < 0)
 
 

@@ -227,7 +227,7 @@ DecodeStrides strides_of(const TensorView& cache) {
   return {cache.strides[2] * element, static_cast<int32_t>(page), static_cast<int32_t>(place)};
 }
 
-// Of int32 elements, bytes from one to the next in the last dimension.
+// The stride of an int32 tensor's last dimension, in bytes.
 int32_t step_of(const TensorView& view) {
   const int last = view.ndim - 1;
   return view.shape[last] > 1 ? static_cast<int32_t>(view.strides[last] * 4) : 0;

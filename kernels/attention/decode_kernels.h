@@ -44,7 +44,7 @@ struct DecodeArgs {
   float* lse;  // [B, H, Sq], or null
   const char* k;
   const char* v;
-  // Of any contents: what they say is cut to the cache and to the table where it is read.
+  // Contents are not trusted: each value is clamped to the cache and the table where it is read.
   const int32_t* page_table;
   const int32_t* lengths;
   const int32_t* prefixes;  // or null

@@ -10,7 +10,7 @@
 
 namespace tiercel {
 
-// Of integers that lie any number of bytes apart.
+// Loads element `at` of integers that are `step` bytes apart.
 __device__ __forceinline__ int32_t load_strided(const int32_t* from, int32_t step, int at) {
   return *reinterpret_cast<const int32_t*>(reinterpret_cast<const char*>(from) +
                                            static_cast<int64_t>(step) * at);

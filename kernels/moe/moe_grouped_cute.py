@@ -430,7 +430,7 @@ class MoeGrouped(MoeQuantize):
 
     @cute.jit
     def bound(self, facts, found, routing, elements):
-        """What is true of what the lists say."""
+        """Clamps what the lists say to valid experts and elements."""
         if const_expr(not self.in_expert_order):
             facts[0] = self.real_expert(routing, found[0])
         for i in cutlass.range_constexpr(2, cute.size(facts)):

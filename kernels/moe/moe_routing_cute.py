@@ -22,7 +22,7 @@ class MoeRouting(MoeLayouts):
 
     @cute.jit
     def listed_expert(self, routing, block):
-        """As the list has it."""
+        """The list's value, which may be anything."""
         experts = routing[1]
         if const_expr(self.routes):
             return _load("", experts + Int64(block) * 4)
@@ -50,7 +50,7 @@ class MoeRouting(MoeLayouts):
 
     @cute.jit
     def element_of(self, routing, rows, row, elements):
-        """As the list has it."""
+        """The list's value, which may be anything."""
         first, count = rows
         if const_expr(self.routes):
             at = first + cutlass.min(row, count - 1)

@@ -56,7 +56,7 @@ class LoneBlock {
     return sum;
   }
 
-  // Of the warps' entries: the row's moments.
+  // Joins the warps' entries into the row's moments.
   __device__ __forceinline__ RowMoments join(float4 value, float inverse_columns) const {
     if (threadIdx.x % 32 == 0) {
       asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(moments_ + threadIdx.x / 2),

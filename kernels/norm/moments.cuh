@@ -31,13 +31,13 @@ __device__ __forceinline__ float middle_of(float a, float b, float c) {
   return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c));
 }
 
-// Of a row: the mean is `about` + `apart`, `square` the sum of squared distances from it.
+// A row's moments: the mean is `about` + `apart`; `square` is the sum of squared distances from it.
 struct RowMoments {
   float about, apart, square;
 };
 
-// Of some elements: the sum of their distances from `about`, which is near their mean, and of the
-// squares of those.
+// Sums over some elements of their distances from `about`, which is near their mean, and of the
+// squares of those distances.
 struct Moments {
   float about, sum, square;
 
@@ -46,7 +46,7 @@ struct Moments {
     const float apart = sum * inverse_count;
     return {about, apart, fmaf(-apart, sum, square)};
   }
-  // What a team's join() wants of a warp.
+  // The entry that a warp passes to its team's join().
   __device__ __forceinline__ float4 entry(Count warps) const {
     const RowMoments own = of_row(warps.inverse);
     return make_float4(own.square, own.about, warps.number, own.apart);

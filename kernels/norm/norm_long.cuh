@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kNormLongThreads, norm_long_blocks(kVectors, k
     async_copy_commit();
   }
   Values weights[kVectors], biases[kVectors];
-  // Of eight vectors' biases the last waits until the first result has left registers for it.
+  // With eight vectors the last bias is loaded after the first result has freed its registers.
   constexpr int kEarly = kVectors > 4 ? kVectors - 1 : kVectors;
   const auto ask_bias = [&](int from, int to) {
     each([&](int v) {

@@ -73,7 +73,7 @@ struct BlockTeam {
     return lanes_reduce<32>(value, Sum());
   }
 
-  // Of the warps' entries: the row's moments.
+  // Joins the warps' entries into the row's moments.
   __device__ __forceinline__ RowMoments join(BlockScratch& scratch, float4 value,
                                              float inverse_columns) const {
     const int entries = warps() * blocks;

@@ -22,7 +22,7 @@ ENABLED = os.environ.get("TIERCEL_CHECK", "0").lower() not in ("", "0", "false",
 
 
 class Index(NamedTuple):
-    """What an argument may hold.
+    """The rule for an argument's values.
 
     Args:
         name: The argument.
@@ -82,7 +82,7 @@ _warned = False
 
 
 def can_look(tensor: Tensor) -> bool:
-    """Whether values can be read now: not while a CUDA graph is captured; one warning says so."""
+    """True if values can be read now: not during a graph capture, which warns once."""
     global _warned
     if tensor.is_meta:
         return False

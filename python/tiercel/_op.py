@@ -282,7 +282,7 @@ class Op:
         try:
             return self.backends["ref"].run(*args)
         except RuntimeError as error:
-            # What PyTorch says where a batched tensor's values are asked for.
+            # PyTorch's errors when the values of a batched tensor are read.
             if not any(word in str(error) for word in ("vmap", "doesn't have storage")):
                 raise
             raise NotImplementedError(

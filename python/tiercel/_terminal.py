@@ -23,7 +23,7 @@ def plain(text: str) -> str:
 
 
 def line(text: object, most: int = 200) -> str:
-    """As `plain`, on one line and no longer than `most`."""
+    """`plain` text on one line and no longer than `most`."""
     shown = " ".join(plain(str(text)).split())
     return shown if len(shown) <= most else f"{shown[: most - 3]}..."
 

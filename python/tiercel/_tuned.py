@@ -134,7 +134,7 @@ def read(path: Path, op: str) -> tuple[str, tuple[int, ...], list[tuple[int, tup
 
 
 def check(data: Any, op: str) -> tuple[str, tuple[int, ...], list[tuple[int, tuple[int, ...]]]]:
-    """As `read`, of what a file holds.
+    """Checks a file's parsed contents and returns what `read` does.
 
     Raises:
         ConfigError, KeyError, TypeError, ValueError: No launcher could take it.

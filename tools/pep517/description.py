@@ -19,7 +19,7 @@ def constant(text: str, name: str) -> str:
 
 
 def revision(version: str) -> str:
-    """Where a version's files are: its tag; a nightly has none."""
+    """The git reference of a version's files: its tag; a nightly has none."""
     return "main" if ".dev" in version else f"v{version}"
 
 
@@ -34,7 +34,7 @@ def absolute(readme: str, repository: str, version: str) -> str:
 
 
 def project_urls(repository: str) -> dict[str, str]:
-    """As in pyproject.toml; a test compares them with the wheel."""
+    """The URLs of pyproject.toml; a test compares them with the wheel."""
     return {
         "Changelog": f"{repository}/blob/main/CHANGELOG.md",
         "Documentation": f"{repository}/blob/main/docs/README.md",

@@ -21,7 +21,7 @@ _BEFORE = re.compile(r"(?:bazelw|Loading|Analyzing|Fetching|Computing|Starting)\
 
 
 def doing(line: str) -> str:
-    """What a line of Bazel's output says of the build; "" where it says nothing of that."""
+    """The progress that a line of Bazel's output reports, or ""."""
     line = "".join(c for c in line.strip() if c.isprintable())
     if match := _STEPS.fullmatch(line):
         done, total, what = match.groups()

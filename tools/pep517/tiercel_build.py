@@ -38,7 +38,7 @@ def _flag(key: str, value) -> bool:
 
 
 def architectures() -> list[str]:
-    """What kernels can be built for: tools/cuda/archs.bzl."""
+    """The architectures that kernels can be built for: tools/cuda/archs.bzl."""
     text = (ROOT / "tools" / "cuda" / "archs.bzl").read_text()
     return sorted(ast.literal_eval(re.search(r"^ARCHS = (\{.*?\})", text, re.M | re.S)[1]))
 

@@ -27,7 +27,7 @@ def _pytest_test_impl(ctx):
     files = ctx.files.srcs + ctx.files.data + ctx.files.wheel + ctx.files.packages + ctx.files._pip
     runfiles = ctx.runfiles(files + [ctx.file._runner], transitive_files = python.files)
 
-    # What a program in data runs with: an interpreter's library, for one.
+    # The runfiles of programs in data: an interpreter's library, for one.
     for target in ctx.attr.data:
         runfiles = runfiles.merge(target[DefaultInfo].default_runfiles)
     return [

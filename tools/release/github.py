@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of GitHub, by its own command line (gh): the rolling prerelease, GPU test runs."""
+"""Calls GitHub by its own command line (gh): the rolling prerelease, GPU test runs."""
 
 import json
 import os
@@ -43,7 +43,7 @@ class GitHub:
         result = self._output("api", path)
         if result.returncode:
             raise Failed(self.shell.redacted(f"gh api: {result.stderr.strip()}; {WITHOUT}"))
-        # Of other branches: the same commit, but not what main's protection let through.
+        # A run of another branch may have the same commit, but did not pass main's protection.
         return [r for r in json.loads(result.stdout)["workflow_runs"] if r["head_branch"] == "main"]
 
     def wait_for_gpu_run(self, commit: str, minutes: float) -> None:

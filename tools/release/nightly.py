@@ -77,7 +77,7 @@ class Nightly:
         smoke(os.environ["PYTHONS"].split(), pip_wheel(), self.version, wheels, source, self.shell)
 
     def files(self) -> list[pathlib.Path]:
-        """What is published: what has passed the audit, which wrote the sums."""
+        """The files to publish: those that passed the audit, which wrote the sums."""
         wheels = record.wheels(self.folder)
         passed = (self.folder / "SHA256SUMS").read_text().splitlines()
         if other := [n for n, digest in wheels.items() if f"{digest}  {n}" not in passed]:

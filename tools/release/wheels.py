@@ -31,7 +31,7 @@ class Copies:
             raise Failed(f"{', '.join(more)}: not built in {self.source}")
 
     def keep(self) -> None:
-        """What the audit wrote beside them (SHA256SUMS, the bill of materials) to the source."""
+        """Copies what the audit wrote (SHA256SUMS, the bill of materials) to the source."""
         for path in self.folder.iterdir():
             if path.name not in self.hashes:
                 shutil.copyfile(path, self.source / path.name)

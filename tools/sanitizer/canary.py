@@ -31,7 +31,7 @@ _PTX = """.version 7.0
 # For 64 threads and 256 bytes of global memory that nothing has written.
 _BODIES = {
     "memcheck": "  st.global.u32 [%place+1048576], %thread;",
-    # What another warp has written, without a barrier.
+    # Reads another warp's write without a barrier.
     "racecheck": """  shl.b32 %other, %thread, 2;
   mov.u32 %mine, words;
   add.u32 %mine, %mine, %other;

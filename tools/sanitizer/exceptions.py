@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of compute-sanitizer's findings is the tool's and not ours: exceptions.json.
+"""Reads exceptions.json: findings that are compute-sanitizer's fault and not ours.
 
 A list of objects; all values are texts but the last:
 

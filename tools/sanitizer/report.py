@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What compute-sanitizer's log says: its records, and whether it said all of them."""
+"""Reads compute-sanitizer's log: its records, and whether the log is complete."""
 
 import dataclasses
 import re
@@ -9,7 +9,7 @@ _MORE = re.compile(r"^={9} {2,}(.+)$")
 _TOTAL = re.compile(r"^(?:ERROR|RACECHECK|LEAK) SUMMARY: (.+)$")
 _UNSEEN = re.compile(r"(\d+) (?:errors|hazards)\b.* (?:was|were) not printed")
 _COUNTED = re.compile(r"^(\d+) (?:errors?|hazards?)\b")
-# Of the session, not of a kernel. That tests failed is in pytest's own report.
+# Messages of the whole run, not of a kernel. That tests failed is in pytest's own report.
 _REMARKS = re.compile(
     r"COMPUTE-SANITIZER$|Target application returned an error|Saved host backtrace|"
     r"Host Frame|Process ID:|Command line"

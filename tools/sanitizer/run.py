@@ -64,7 +64,7 @@ class Ours:
         return re.sub(r"_\d+$", "", name) in self._dsl or name.partition("<")[0] in self._cuda
 
     def name(self, kernel: str) -> str:
-        """As `tiercel kernels` has it: without the number that the DSL adds."""
+        """The name that `tiercel kernels` prints: without the number that the DSL adds."""
         name = report.readable(kernel)
         without = re.sub(r"_\d+$", "", name)
         return without if without in self._dsl else name

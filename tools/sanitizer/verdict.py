@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the findings of all processes come to, beside the exceptions."""
+"""Judges the findings of all processes against the exceptions."""
 
 import collections
 import dataclasses

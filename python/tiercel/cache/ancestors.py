@@ -71,7 +71,7 @@ def _overflow() -> int:
 
 
 def _is_private(group: int) -> bool:
-    """Whether a group is the user's alone, as those are that many systems make with a user."""
+    """True if a group has this user alone, as the groups that many systems create with a user."""
     try:
         user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
     except KeyError:

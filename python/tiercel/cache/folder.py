@@ -82,7 +82,7 @@ def show_size(size: float) -> str:
 
 
 def explained(error: OSError, path: Path) -> CacheUnusable:
-    """What the system refused, and what to do."""
+    """The error for what the system refused, with a hint."""
     hint = _HINTS.get(error.errno or 0, _HINT)
     return CacheUnusable(f"cannot use the cache folder {path}: {error.strerror}; {hint}")
 
@@ -110,7 +110,7 @@ def prepare(path: Path) -> None:
 
 
 def prepare_inside(path: Path) -> None:
-    """As `prepare`, of a folder in one that was prepared."""
+    """Prepares a folder inside of one that `prepare` has returned."""
     try:
         path.mkdir(mode=0o700, exist_ok=True)
         check(path)
@@ -119,7 +119,7 @@ def prepare_inside(path: Path) -> None:
 
 
 def _make(path: Path) -> bool:
-    """Whether there was something to make."""
+    """Returns True if a folder was made."""
     missing = []
     while not path.exists():
         missing.append(path)

@@ -263,7 +263,7 @@ class _OfBuild(Exception):
 
 
 def _is_cache(root: Path) -> bool:
-    """Whether a folder has what an earlier version's has, and nothing else."""
+    """True if a folder has the layout of an earlier version's cache, and nothing else."""
     if root.is_symlink() or not root.is_dir():
         return False
     names = {path.name: path for path in root.iterdir()}

@@ -37,7 +37,7 @@ COMMANDS = (
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of all commands."""
+    """The parser of all commands."""
     parser = argparse.ArgumentParser(prog="tiercel", description="Hopper kernels for PyTorch.")
     parser.add_argument("--version", action="version", version=f"tiercel {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

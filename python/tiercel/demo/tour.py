@@ -33,7 +33,7 @@ class Stop:
 
     @property
     def cost(self) -> float | None:
-        """Of one that runs on ref: its time over that of the same PyTorch without Tiercel."""
+        """The overhead of an op on ref: its time over that of the same PyTorch without Tiercel."""
         if self.ms is None or self.torch_ms is None or self.backend != "ref":
             return None
         return self.ms / self.torch_ms

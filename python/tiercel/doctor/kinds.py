@@ -40,7 +40,7 @@ def _many_archs(match: "re.Match[str]") -> bool:
 
 
 def _no_hits(match: "re.Match[str]") -> bool:
-    """Of ccache's statistics: something was asked for, and next to nothing was found."""
+    """True if ccache's statistics show requests and next to no hits."""
     try:
         return float(match["percent"]) < 10
     except ValueError:

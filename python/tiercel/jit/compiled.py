@@ -56,7 +56,7 @@ class Compiled:
 
     @staticmethod
     def unpack(data: bytes, where: str) -> Compiled:
-        """What `pack` made.
+        """Reads what `pack` made.
 
         Raises:
             ValueError: It is nothing of ours, of another version, or not whole: the driver takes

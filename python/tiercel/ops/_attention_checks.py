@@ -170,6 +170,6 @@ def no_tiles(
     max_seqlen_k: int,
     *_: Any,
 ) -> bool:
-    """Of packed sequences: whether no query sees a key, so that there is nothing to compute."""
+    """True if no query of packed sequences sees a key, so that there is nothing to compute."""
     empty = cu_seqlens_q.shape[:1] == (1,) or k.shape[0] == 0
     return bool(empty or max_seqlen_q == 0 or max_seqlen_k == 0)

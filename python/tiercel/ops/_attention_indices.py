@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What attention's index tensors may hold, for TIERCEL_CHECK=1."""
+"""The rules for attention's index tensors, for TIERCEL_CHECK=1."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiercel._index_checks import Index, ascending, between
 
 
 def bounds_of_sequences(name: str, starts: Tensor, rows: int, longest: int | None) -> list[Index]:
-    """Of `cu_seqlens`: where sequences begin and end among `rows`, none longer than `longest`."""
+    """`cu_seqlens` begins and ends sequences among `rows`, none of them longer than `longest`."""
     found = [between(name, starts, 0, rows), ascending(name, starts)]
     if longest is not None:
         due = f"hold sequences of at most `{name.replace('cu_seqlens', 'max_seqlen')}` = {longest}"
@@ -30,7 +30,7 @@ def packed_indices(
     max_seqlen_k: int,
     *_: Any,
 ) -> list[Index]:
-    """Of attention_varlen, whose operators begin with these arguments."""
+    """The rules for attention_varlen, whose operators begin with these arguments."""
     return [
         *bounds_of_sequences("cu_seqlens_q", cu_seqlens_q, q.shape[0], max_seqlen_q),
         *bounds_of_sequences("cu_seqlens_k", cu_seqlens_k, k.shape[0], max_seqlen_k),
@@ -46,7 +46,7 @@ def packed_gradients_indices(
     cu_seqlens_k: Tensor,
     *_: Any,
 ) -> list[Index]:
-    """Of its gradients."""
+    """The rules for attention_varlen's gradients."""
     return [
         *bounds_of_sequences("cu_seqlens_q", cu_seqlens_q, q.shape[0], None),
         *bounds_of_sequences("cu_seqlens_k", cu_seqlens_k, k.shape[0], None),
@@ -60,7 +60,7 @@ def paged_indices(
     prefix: Tensor | None,
     max_seqused_k: int | None,
 ) -> list[Index]:
-    """Of decode_attention: of the page table, entries of keys that there are."""
+    """The rules for decode_attention; page entries count only for keys that exist."""
     pages, size = k_cache.shape[:2]
     columns = page_table.shape[1]
     first_keys = torch.arange(columns, device=page_table.device) * size

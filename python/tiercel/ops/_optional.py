@@ -79,7 +79,7 @@ def _schemas(name: str, function: Callable[..., Any]) -> dict[str, str]:
 
 
 def _lacks(name: str, function: Callable[..., Any]) -> bool:
-    """Whether the operator of that name takes fewer calls than the function."""
+    """True if the function takes calls that the operator of that name does not."""
     operator = getattr(torch.ops.tiercel, name, None)
     if operator is None:
         return True

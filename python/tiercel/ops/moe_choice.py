@@ -97,7 +97,7 @@ def of_config(config: tuple[int, ...]) -> Choice:
 
 @functools.lru_cache(maxsize=1024)
 def has_kernels(config: tuple[int, ...], dtype: str) -> bool:
-    """Whether the wheel has the kernels of a configuration, or it asks for the single launch."""
+    """True if the wheel has a configuration's kernels, or if it asks for the single launch."""
     block, *halves = config
     if block == 0:
         return True

@@ -88,8 +88,8 @@ def slots_for(numel: int, num_experts: int, block_size: int, pad: bool = False) 
     slots = numel + num_experts * (block_size - 1)
     if pad:
         slots = (slots + block_size - 1) // block_size * block_size
-    # Of fewer ids than experts each may have a block of its own. No branch on `numel`: under
-    # torch.export it is a symbol.
+    # With fewer ids than experts, each id may need a block of its own. No branch on `numel`:
+    # it is a symbol under torch.export.
     least = torch.sym_min if isinstance(numel, torch.SymInt) else min
     result: int = least(numel * block_size, slots)
     return result

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether what a backend returns is new: plain tensors in memory that is nobody else's."""
+"""Checks that a backend's outputs are new: plain tensors in memory of their own."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def check_new(
 
 
 def _place(tensor: Any) -> int:
-    """Where a tensor's storage begins; 0 where there is nothing to share, or nothing to look at."""
+    """The address of a tensor's storage; 0 if it is empty or has none."""
     try:
         return int(tensor.untyped_storage().data_ptr()) if tensor.numel() else 0
     except (RuntimeError, NotImplementedError):  # one without storage

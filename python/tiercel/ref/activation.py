@@ -67,7 +67,7 @@ def _gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 
 def _two_u(x: Tensor) -> Tensor:
-    """Of gelu by tanh: x * sigmoid(two_u) is 0.5 * x * (1 + tanh(u))."""
+    """The argument of gelu by tanh: x * sigmoid(two_u) is 0.5 * x * (1 + tanh(u))."""
     return math.sqrt(8 / math.pi) * x * (1 + 0.044715 * x * x)
 
 

@@ -23,7 +23,7 @@ __device__ float value_of(int code) {
   return code & 8 ? -size : size;
 }
 
-// Of a row and its group of 16 values; atoms of 128 rows and 4 groups lie along k.
+// The scale of a row's group of 16 values; atoms of 128 rows and 4 groups lie along k.
 __device__ float scale_of(const __nv_fp8_e4m3* scales, int row, int group, int atoms) {
   const long atom = long(row / 128) * atoms + group / 4;
   return float(scales[atom * 512 + row % 32 * 16 + row % 128 / 32 * 4 + group % 4]);

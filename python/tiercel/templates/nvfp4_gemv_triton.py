@@ -33,7 +33,7 @@ def product_of(one, other):
 
 @triton.jit
 def load_scale(scales, row, group, atoms, inside):
-    """Of a row and its group of 16 values; atoms of 128 rows and 4 groups lie along k."""
+    """The place of a scale, by row and group of 16; atoms of 128 rows, 4 groups lie along k."""
     atom = (row // 128) * atoms + group // 4
     place = (row % 32) * 16 + (row % 128) // 32 * 4 + group % 4
     scale = tl.load(scales + atom * 512 + place, mask=inside).to(tl.float32)

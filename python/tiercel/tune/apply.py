@@ -39,7 +39,7 @@ def apply(data: Mapping[str, Any], tunable: Tunable, folder: Path) -> list[tuple
 
 
 def _files(data: Mapping[str, Any], tunable: Tunable) -> dict[str, dict[str, Any]]:
-    """What a sweep says, by file name; each entry has its source, which `_merged` moves out."""
+    """A sweep's results by file name; each entry has its source, which `_merged` moves out."""
     device = data["gpu"]
     if not isinstance(device, str) or not 0 < len(device) <= 100:
         raise TuneError(f"`gpu` must be a device's name, got {_tuned.shown(device)}")

@@ -54,7 +54,7 @@ def _make(case: Case, device: str, seed: int) -> dict[str, Any]:
 
 
 def _apart(integers: Any) -> Any:
-    """The same with other numbers between them."""
+    """A copy with a stride of two, and other numbers between its elements."""
     import torch
 
     return torch.stack([integers, -integers - 1], dim=-1)[..., 0]

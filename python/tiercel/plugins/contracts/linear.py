@@ -180,7 +180,7 @@ def _fp8_variant(bias: bool, out: bool) -> Any:
 
 
 def _fp8_sums(arguments: dict[str, Any]) -> Any:
-    """Of each element, the sum of the products' magnitudes."""
+    """Each element's sum of its products' magnitudes."""
     rows, columns = (
         arguments[name].float().abs() * arguments[scale].reshape(-1, 1)
         for name, scale in (("x", "x_scale"), ("weight", "weight_scale"))

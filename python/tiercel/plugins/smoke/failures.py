@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a report says of an exception, of wrong values and of a package that is missing."""
+"""Report texts for exceptions, wrong values and missing packages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-# What kernels are written with, by the module that they import, and how it is installed.
+# The packages that kernels import, by module, and how to install them.
 _PACKAGES = {
     "triton": ("Triton", "pip install triton; CUDA builds of PyTorch bring it along"),
     "cutlass": ("the CuTe DSL", "pip install 'tiercel[jit]'"),

@@ -164,7 +164,7 @@ def compare(
 
 
 def _is_close(got: Tensor, due: Tensor, rtol: float, atol: Any) -> Tensor:
-    """As torch.isclose, whose `atol` is no tensor; NaN equals NaN."""
+    """torch.isclose with an `atol` that may be a tensor; NaN equals NaN."""
     near = due.isfinite() & ((got - due).abs() <= atol + rtol * due.abs())
     return near | (got == due) | (got.isnan() & due.isnan())
 
@@ -187,7 +187,7 @@ def race(
 def race_plain(
     contract: Contract, case: Case, device: str, *, rounds: int, round_ms: float
 ) -> tuple[float, float]:
-    """As `race`: of an eager call on ref, and of its plain PyTorch without Tiercel around it."""
+    """`race` between an eager call on ref and the same plain PyTorch without Tiercel."""
     arguments = contract.make(case, device, _SEED)
     plain = getattr(tiercel.ref, contract.op)
     calls = [lambda: _call(contract, arguments, "ref"), lambda: plain(**arguments)]
