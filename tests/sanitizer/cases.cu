@@ -68,7 +68,8 @@ __device__ void send(float* place, int block, float value, uint64_t* barrier) {
 // wait for the barrier that counts its bytes. A later write of the stage comes after them: a warp's
 // reads before its __syncwarp, that before its arrival, those of all warps before the producer's
 // wait, and that before the copy is issued. With kByEngine false warp 0 writes by itself, in the
-// same order.
+// same order; racecheck reports both, but not values_by_an_elected_lane<false, false>, in which
+// each lane arrives for itself.
 template <bool kByEngine, int kSteps>
 __global__ void sums_through_a_ring(const float* in, float* out) {
   __shared__ alignas(128) float stage[kStages][kFloats];
@@ -137,37 +138,6 @@ template __global__ void store_floats<false>(const unsigned char*, float*);
 
 // A later kernel's read of them.
 __global__ void read_floats(const float* in, float* out) { out[threadIdx.x] = in[threadIdx.x]; }
-
-// The warps of a block, which is no cluster's, meet at the cluster's barrier: each role at its own
-// instruction, as PTX allows where all threads of a warp execute the same one. ptxas makes of it a
-// barrier of the block for a launch without clusters, as in linear_act's split_k kernels. With
-// kApart false all come to the same instruction.
-template <bool kApart>
-__global__ void roles_meet(const float* in, float* out) {
-  __shared__ float values[256];
-  const int warp = threadIdx.x / 32;
-  const auto meet = [] {
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::
-                     : "memory");
-  };
-  const float mine = in[threadIdx.x];
-  if (warp == 0) {
-    values[threadIdx.x] = mine + 1.0f;
-    if constexpr (kApart) meet();
-  } else if (warp >= 4) {
-    values[threadIdx.x] = mine * 2.0f - in[0] * mine + 1.0f;
-    if constexpr (kApart) meet();
-  } else {
-    values[threadIdx.x] = fmaxf(mine, 0.0f) + 1.0f;
-    if constexpr (kApart) meet();
-  }
-  if constexpr (!kApart) meet();
-  if constexpr (!kApart) __syncthreads();
-  out[threadIdx.x] = values[threadIdx.x];
-}
-
-template __global__ void roles_meet<true>(const float*, float*);
-template __global__ void roles_meet<false>(const float*, float*);
 
 // Four of eight warps leave values in shared memory, and all threads read them once an mbarrier has
 // counted these warps and one thread that says how many bytes to expect (none): the order of
@@ -246,8 +216,8 @@ template __global__ void set_up_and_expect<false>(const float*, float*);
 // Warps leave two values each step, in one of two places by turns; warp 0 adds them up and sends
 // the sum to the blocks of the cluster, each of which waits until all have: norm_backward's order.
 // A place is written again two steps later, after a wait for what was sent, which depends on what
-// was read there; the tool knows neither arrive.expect_tx nor st.async. With kBySending false there
-// is a barrier of the block instead, and a sum for each block.
+// was read there. With kBySending false there is a barrier of the block instead, and a sum for each
+// block; racecheck reports both.
 template <bool kBySending, int kSteps>
 __global__ void __cluster_dims__(2, 1, 1) sums_through_one_warp(const float* in, float* out) {
   constexpr int kWarps = 8;

@@ -59,13 +59,6 @@ def run_blocks(name, blocks, threads, values, *more):
     return out.cpu()
 
 
-def roles(apart):
-    values = torch.arange(256, dtype=torch.float32)
-    out = run_blocks(f"roles_meet<{apart}>", 1, 256, values)
-    expected = torch.where(values < 128, values, values * 2) + 1
-    assert torch.equal(out, expected), "wrong values"
-
-
 def elected(by_one, expect):
     values = torch.arange(128, dtype=torch.float32)
     out = run_blocks(f"values_by_an_elected_lane<{by_one}, {expect}>", 1, 256, values, 128)
@@ -90,8 +83,6 @@ CASES = {
     "ring-by-threads": lambda: ring("false"),
     "store-by-engine": lambda: store("true"),
     "store-by-threads": lambda: store("false"),
-    "roles-apart": lambda: roles("true"),
-    "roles-together": lambda: roles("false"),
     "elected-lane-and-expected-bytes": lambda: elected("true", "true"),
     "elected-lane": lambda: elected("true", "false"),
     "expected-bytes": lambda: elected("false", "true"),
