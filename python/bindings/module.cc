@@ -5,12 +5,11 @@
 #include "kernels/sm90/driver.h"
 #include "python/bindings/allocate.h"
 #include "python/bindings/call.h"
-#include "python/bindings/direct.h"
 #include "python/bindings/eager.h"
+#include "python/bindings/eager_call.h"
 #include "python/bindings/exchange_cache.h"
 #include "python/bindings/families.h"
 #include "python/bindings/jit.h"
-#include "python/bindings/launcher.h"
 
 namespace py = pybind11;
 
@@ -59,29 +58,18 @@ void AddType(py::module_& module, const char* name, PyObject* type) {
 
 void AddAll(py::module_& module) {
   using Functions = PyMethodDef* (*)();
-  static constexpr Functions kTables[] = {AllocateFunctions,
-                                          EagerFunctions,
-                                          ActivationFunctions,
-                                          AttentionFunctions,
-                                          AttentionBackwardFunctions,
-                                          AttentionFp8Functions,
-                                          DecodeFunctions,
-                                          GemvFunctions,
-                                          GroupedGemmFunctions,
-                                          LinearFunctions,
-                                          MoeFunctions,
-                                          NormFunctions,
-                                          QuantFunctions,
-                                          ReduceFunctions,
-                                          RotaryFunctions,
-                                          RoutingFunctions,
-                                          SoftmaxFunctions,
-                                          TransposeFunctions};
+  static constexpr Functions kTables[] = {
+      AllocateFunctions,     EagerFunctions,     EagerCallFunctions,
+      ActivationFunctions,   AttentionFunctions, AttentionBackwardFunctions,
+      AttentionFp8Functions, DecodeFunctions,    GemvFunctions,
+      GroupedGemmFunctions,  LinearFunctions,    MoeFunctions,
+      NormFunctions,         QuantFunctions,     ReduceFunctions,
+      RotaryFunctions,       RoutingFunctions,   SoftmaxFunctions,
+      TransposeFunctions};
   for (const Functions functions : kTables) {
     if (PyModule_AddFunctions(module.ptr(), functions()) != 0) throw py::error_already_set();
   }
-  AddType(module, "Direct", MakeDirectType());
-  AddType(module, "Launcher", MakeLauncherType());
+  AddType(module, "EagerCall", MakeEagerCallType());
   AddJit(module);
 }
 

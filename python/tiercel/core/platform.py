@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from tiercel import _C, _tuned
+from tiercel import _C
+from tiercel.core import tuned
 
 CAPABILITY = (9, 0)
 
@@ -51,7 +52,7 @@ def why_not(device: torch.device) -> Reason | None:
     if index not in _refused:
         reason = _ask_driver(index)
         if reason is None:
-            _tuned.load(
+            tuned.load(
                 index, torch.cuda.get_device_name(index) if torch.cuda.is_available() else ""
             )
             ready.add(index)

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from tiercel import _C
-from tiercel._log import logger
+from tiercel.core.log import logger
 from tiercel._terminal import line, plain
-from tiercel._tuned_table import Table
+from tiercel.core.tuned_table import Table
 
 SCHEMA = 1
 DTYPES = (
@@ -31,7 +31,7 @@ DTYPES = (
 )
 MOST = 1 << 40  # of sizes and tokens: far from where the launchers' products overflow
 MOST_FIELD = 4096  # of tiles, stages, splits and the like
-FOLDER = Path(__file__).parent / "configs"
+FOLDER = Path(__file__).parent.parent / "configs"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tiercel import backends
+from tiercel.core import selection
 
 ENABLED = os.environ.get("TIERCEL_CHECK", "0").lower() not in ("", "0", "false", "no", "off")
 
@@ -91,5 +91,5 @@ def can_look(tensor: Tensor) -> bool:
     if not _warned:
         _warned = True
         text = "TIERCEL_CHECK: index tensors are not checked while a CUDA graph is captured"
-        warnings.warn(text, UserWarning, stacklevel=backends.callers_level())
+        warnings.warn(text, UserWarning, stacklevel=selection.callers_level())
     return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator layer: an operator is declared once and gets registration, autograd, backends."""
+"""One operator of ``torch.ops.tiercel``: registration, autograd, choice and run of a backend."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from typing import Any, TypeVar
 
 import torch
 
-from tiercel import _C, _index_checks, _platform, backends
-from tiercel._checks import check_dense
-from tiercel._eager import DIRECT, GRAD, TRANSFORMED, is_dynamo_compiling, route
-from tiercel._platform import Reason
+from tiercel import _C
+from tiercel.core import index_checks, platform, selection
+from tiercel.core.checks import check_dense
+from tiercel.core.eager import DIRECT, GRAD, TRANSFORMED, is_dynamo_compiling, route
+from tiercel.core.platform import Reason
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 library = torch.library.Library("tiercel", "FRAGMENT")
 
-# Public operators by name.
-registry: dict[str, Op] = {}
+# The operators of public ops, by the op's name.
+registry: dict[str, Operator] = {}
 
-# A public operator's name -> it and its variants, which have the same backends.
-families: dict[str, list[Op]] = {}
+# A public op's name -> its operators, which have the same backends.
+variants: dict[str, list[Operator]] = {}
 
 
 @dataclass(frozen=True)
@@ -44,45 +45,72 @@ class Autograd:
     backward: Callable[..., tuple[Any, ...]]  # (ctx, *output gradients)
 
 
-class Probe(str):
+class ExplainRequest(str):
     """As ``backend``, it stops a call where the operator is reached: for ``explain``."""
 
-    def __new__(cls, asked: str | None) -> Probe:
-        probe = super().__new__(cls, "probe")
-        probe.asked = asked
-        return probe
+    def __new__(cls, asked: str | None) -> ExplainRequest:
+        request = super().__new__(cls, "explain")
+        request.asked = asked
+        return request
 
     asked: str | None
 
 
-class Reached(BaseException):
-    """A Probe got to this operator with these arguments."""
+class CallIntercepted(BaseException):
+    """An ExplainRequest got to this operator with these arguments."""
 
-    def __init__(self, op: Op, args: tuple[Any, ...]) -> None:
+    def __init__(self, op: Operator, args: tuple[Any, ...]) -> None:
         super().__init__()
         self.op = op
         self.args = args
 
 
-class Op:
-    """An operator of ``torch.ops.tiercel``; calling it is the fastest way that is right.
+@dataclass(frozen=True)
+class Eager:
+    """How `_C.EagerCall` launches sm90 without Python: see eager_call.cc.
 
     Args:
-        name: The name in ``torch.ops.tiercel``.
-        schema: Its signature: tensors first, ``str? backend`` last.
+        native: The function of `_C`.
+        slots: What it takes, each as ("argument", place), ("output", place),
+            ("lookup", (place, table)) or ("constant", value).
+        outputs: The results to allocate, see `Spec.allocation`.
+        contiguous: Places of tensors that have to be contiguous.
+        ranks: (place, rank) of tensors that have to have that many dimensions.
+        equals: (place, dimension, place of an int argument) that have to be equal.
+        returns: Whether the native function returns the results itself.
+    """
+
+    native: Callable[..., Any]
+    slots: tuple[tuple[str, Any], ...]
+    outputs: tuple[Any, ...] = ()
+    contiguous: tuple[int, ...] = ()
+    ranks: tuple[tuple[int, int], ...] = ()
+    equals: tuple[tuple[int, int, int], ...] = ()
+    returns: bool = False
+
+
+class Operator:
+    """An operator of ``torch.ops.tiercel``; calling it is the fastest way that is right.
+
+    Inside, its arguments are always positional, in one order: those of the schema, the results to
+    write to (keyword-only in the schema), then ``backend``.
+
+    Args:
+        name: The name in ``torch.ops.tiercel``, with ``.out`` or another overload behind it.
+        schema: Its signature: a tensor first, ``str? backend=None`` the last positional argument.
         check: Raises for arguments that no backend takes, with the public error texts.
         fake: The outputs' metadata, made from the arguments.
         sm90: The fast backend. Its ``run`` may raise NotImplementedError: ref then stands in.
         ref: The reference backend.
         autograd: The derivative, if there is one.
         defaults: Defaults that a schema cannot hold as the value itself, such as a dtype's.
-        family: The public operator that this is a variant of, whose backend choice it follows.
+        variant_of: The public op that this belongs to: its name in texts and its choice of backend.
         describe: The configuration that sm90 would launch, for ``explain``.
         load: Loads sm90's kernels on a CUDA device, for ``tiercel.load``.
-        launch: sm90's ``run`` as one function of ``_C``, which takes all arguments but ``backend``:
-            a call then goes to it without Python in between.
-        indices: What the arguments that hold places in others may hold, for TIERCEL_CHECK=1; every
-            operator with such an argument has it.
+        eager: How to launch sm90 without Python; by default its ``run`` is called.
+        indices: The allowed values of index tensors, for TIERCEL_CHECK=1; every operator with such
+            an argument has it.
+        plugin: (plug-in's function, contract, arguments) -> outputs; by default the contract says.
     """
 
     def __init__(
@@ -96,15 +124,16 @@ class Op:
         ref: Backend,
         autograd: Autograd | None = None,
         defaults: dict[str, Any] | None = None,
-        family: str | None = None,
+        variant_of: str | None = None,
         describe: Callable[..., dict[str, Any]] | None = None,
         load: Callable[[int], None] | None = None,
-        launch: Callable[..., Any] | None = None,
-        indices: Callable[..., Iterable[_index_checks.Index]] | None = None,
+        eager: Eager | None = None,
+        indices: Callable[..., Iterable[index_checks.Index]] | None = None,
+        plugin: Callable[..., Any] | None = None,
     ) -> None:
         self.name = name
-        self.family = family or name
-        families.setdefault(self.family, []).append(self)
+        self.variant_of = variant_of or name
+        variants.setdefault(self.variant_of, []).append(self)
         self._check = check
         self.describe = describe
         self.load = load
@@ -112,35 +141,44 @@ class Op:
         self.backends = {backend.name: backend for backend in (sm90, ref)}
         self.public: Callable[..., Any] | None = None
         self.indices = indices
+        self.plugin = plugin
 
         library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
-        self.overload = getattr(torch.ops.tiercel, name).default
+        packet, _, overload = name.partition(".")
+        self.overload = getattr(getattr(torch.ops.tiercel, packet), overload or "default")
         arguments = self.overload._schema.arguments
+        self._positional = sum(not argument.kwarg_only for argument in arguments) - 1
+        backend = arguments.pop(self._positional)
+        arguments.append(backend)
         self.argument_names = tuple(argument.name for argument in arguments)
         self._defaults = tuple(
             (defaults or {}).get(argument.name, argument.default_value) for argument in arguments
         )
-        self._tensors = sum(isinstance(a.type, torch.TensorType) for a in arguments)
         # (place, name, whether it may be None) of every tensor argument
-        self._every_tensor = tuple(
-            (i, argument.name, i >= self._tensors)
+        self._tensors = tuple(
+            (i, argument.name, str(argument.type) == "Optional[Tensor]")
             for i, argument in enumerate(arguments)
-            if i < self._tensors or str(argument.type) == "Optional[Tensor]"
+            if str(argument.type) in ("Tensor", "Optional[Tensor]")
         )
         self._mutated = tuple(i for i, a in enumerate(arguments) if a.is_write)
-        self.direct: Callable[..., Any] = _C.Direct(
+        self.direct: Callable[..., Any] = _C.EagerCall(
             count=len(arguments),
-            tensors=self._tensors,
+            tensors=tuple(place for place, _, _ in self._tensors),
             mutated=self._mutated,
-            ready=_platform.ready,
-            overrides=vars(backends),
-            run=launch or sm90.run,
+            ready=platform.ready,
+            run=sm90.run,
             recover=self._recover,
-            otherwise=self._call,
+            fallback=self._call,
             increment_version=torch._C._increment_version,
-            without_backend=launch is not None,
+            native=None if eager is None else eager.native,
+            slots=() if eager is None else eager.slots,
+            outputs=() if eager is None else eager.outputs,
+            contiguous=() if eager is None else eager.contiguous,
+            ranks=() if eager is None else eager.ranks,
+            equals=() if eager is None else eager.equals,
+            returns=eager is not None and eager.returns,
         )
-        if indices is not None and _index_checks.ENABLED:
+        if indices is not None and index_checks.ENABLED:
             self.direct = self._call
             self._run = self._run_checked  # type: ignore[method-assign]
         self._function = _make_function(self, autograd) if autograd is not None else None
@@ -156,21 +194,33 @@ class Op:
     def export(self, public: _Function) -> _Function:
         """Decorates the documented function, so that names lead from it to the operator."""
         self.public = public
-        registry[self.name] = self
+        registry[self.variant_of] = self
         return public
 
     def pick(self) -> Callable[..., Any]:
-        """What a call goes to. Calling that costs a little less than calling the operator."""
-        return self.overload if is_dynamo_compiling() else self.direct
+        """The function that a call goes to; calling it costs less than calling the operator."""
+        return self.call_overload if is_dynamo_compiling() else self.direct
 
     def __call__(self, *args: Any) -> Any:
         return self.pick()(*args)
 
+    def call_overload(self, *args: Any) -> Any:
+        """Calls ``torch.ops.tiercel``'s operator, through the dispatcher."""
+        first = self._positional
+        if first == len(args) - 1:
+            return self.overload(*args)
+        outs = dict(zip(self.argument_names[first:-1], args[first:-1], strict=True))
+        return self.overload(*args[:first], args[-1], **outs)
+
+    def _given(self, args: tuple[Any, ...]) -> list[Any]:
+        """The tensor arguments, and whatever stands in their place."""
+        return [args[i] for i, _, optional in self._tensors if not (optional and args[i] is None)]
+
     def _call(self, *args: Any) -> Any:
-        """A call that is not the plain case: see `_C.Direct`."""
-        if type(args[-1]) is Probe:
-            raise Reached(self, (*args[:-1], args[-1].asked))
-        how = route(*args[: self._tensors])
+        """A call that is not the plain case: see `_C.EagerCall`."""
+        if type(args[-1]) is ExplainRequest:
+            raise CallIntercepted(self, (*args[:-1], args[-1].asked))
+        how = route(*self._given(args))
         if how == DIRECT:
             return self._run(*args)
         if how == GRAD:
@@ -186,15 +236,15 @@ class Op:
 
     def check_tensors(self, args: tuple[Any, ...]) -> None:
         """Raises where a tensor argument is no tensor, or a sparse or nested one."""
-        for place, name, optional in self._every_tensor:
+        for place, name, optional in self._tensors:
             if place >= len(args):  # `explain` knows the first ones
                 break
             tensor = args[place]
             if isinstance(tensor, torch.Tensor):
-                check_dense(self.family, name, tensor)
+                check_dense(self.variant_of, name, tensor)
             elif not (optional and tensor is None) and not hasattr(tensor, "__torch_function__"):
                 raise TypeError(
-                    f"{self.family}: `{name}` must be a torch.Tensor{' or None' * optional}, got "
+                    f"{self.variant_of}: `{name}` must be a torch.Tensor{' or None' * optional}, got "
                     f"{type(tensor).__name__}"
                 )
 
@@ -204,17 +254,17 @@ class Op:
         for i in self._mutated:
             if args[i].is_neg():
                 raise ValueError(
-                    f"{self.family}: `{self.argument_names[i]}` must hold its own values, got a "
+                    f"{self.variant_of}: `{self.argument_names[i]}` must hold its own values, got a "
                     "negated view (Tensor.resolve_neg() makes a copy)"
                 )
-        return self.overload(*args)
+        return self.call_overload(*args)
 
     def _run(self, *args: Any) -> Any:
-        """Runs a backend on real tensors; what the dispatcher calls below autograd."""
+        """Runs a backend on real tensors; the dispatcher calls it below autograd."""
         name = args[-1]
-        if name is None and backends.overriding:
-            name = backends.requested(self.family)
-        if (name is None or name == "sm90") and args[0].get_device() in _platform.ready:
+        if name is None and selection.overriding:
+            name = selection.requested(self.variant_of)
+        if (name is None or name == "sm90") and args[0].get_device() in platform.ready:
             try:
                 outputs = self.backends["sm90"].run(*args)
             except Exception as error:  # no cost when there is none
@@ -226,33 +276,33 @@ class Op:
         return outputs
 
     def check_indices(self, args: tuple[Any, ...]) -> None:
-        """Raises for what TIERCEL_CHECK=1 finds wrong in the operator's arguments."""
+        """Raises for a wrong value in an index tensor: TIERCEL_CHECK=1."""
         if self.indices is not None:
-            _index_checks.check(self.family, self.indices(*args))
+            index_checks.check(self.variant_of, self.indices(*args))
 
     def _run_checked(self, *args: Any) -> Any:
         """`_run` with TIERCEL_CHECK=1."""
-        if _index_checks.can_look(args[0]):
+        if index_checks.can_look(args[0]):
             self.check(*args)
             self.check_indices(args)
-        return Op._run(self, *args)
+        return Operator._run(self, *args)
 
     def _run_resolved(self, name: str | None, args: tuple[Any, ...]) -> Any:
-        _platform.refuse_fork(self.family, args[0])
+        platform.refuse_fork(self.variant_of, args[0])
         self.check(*args)
         if args[0].is_meta:
             return self._fake(*args)
         backend, reason = self.resolve(name, args)
         if reason is not None:
-            backends.fall_back(self.family, *reason)
+            selection.fall_back(self.variant_of, *reason)
         return backend.run(*args)
 
     def _recover(self, error: Exception, name: str | None, args: tuple[Any, ...]) -> Any:
         self.check(*args)  # a bad argument gets the public text
         if name is not None or not isinstance(error, NotImplementedError):
             raise error
-        text = str(error).removeprefix(f"{self.family}: ")
-        backends.fall_back(self.family, NotImplementedError, text)
+        text = str(error).removeprefix(f"{self.variant_of}: ")
+        selection.fall_back(self.variant_of, NotImplementedError, text)
         return self.backends["ref"].run(*args)
 
     def resolve(self, name: str | None, args: tuple[Any, ...]) -> tuple[Backend, Reason | None]:
@@ -263,22 +313,22 @@ class Op:
         backend = self.backends.get(name)
         if backend is None:
             known = ", ".join(sorted(self.backends))
-            where = "" if args[-1] == name else f" ({backends.named_in(self.family)} asks for it)"
-            raise ValueError(f"{self.family} has no backend {name!r}{where}; it has {known}")
+            where = "" if args[-1] == name else f" ({selection.named_in(self.variant_of)} asks for it)"
+            raise ValueError(f"{self.variant_of} has no backend {name!r}{where}; it has {known}")
         reason = backend.why_not(*args)
         if reason is not None:
-            by = "" if args[-1] == name else f" by {backends.named_in(self.family)}"
+            by = "" if args[-1] == name else f" by {selection.named_in(self.variant_of)}"
             raise reason.error(
-                f"{self.family}: backend {name!r} was asked for{by}, but {reason.text}"
+                f"{self.variant_of}: backend {name!r} was asked for{by}, but {reason.text}"
             )
         return backend, None
 
     def _run_transformed(self, args: tuple[Any, ...]) -> Any:
         """Under torch.func and forward-mode AD, torch itself differentiates and batches ref."""
         self.check(*args)
-        if (args[-1] or backends.requested(self.family)) != "ref":
+        if (args[-1] or selection.requested(self.variant_of)) != "ref":
             text = "torch.func transforms and forward-mode AD see only plain PyTorch"
-            backends.fall_back(self.family, NotImplementedError, text)
+            selection.fall_back(self.variant_of, NotImplementedError, text)
         try:
             return self.backends["ref"].run(*args)
         except RuntimeError as error:
@@ -286,21 +336,21 @@ class Op:
             if not any(word in str(error) for word in ("vmap", "doesn't have storage")):
                 raise
             raise NotImplementedError(
-                f"{self.family}: torch.vmap is not supported for these arguments: how the work is "
+                f"{self.variant_of}: torch.vmap is not supported for these arguments: how the work is "
                 "divided depends on the values of a tensor; call it in a loop over the batch"
             ) from error
 
     def _run_grad(self, direct: bool, args: tuple[Any, ...]) -> Any:
         if self._function is None:
             raise RuntimeError(
-                f"{self.family}: there is no derivative{' for `out=`' if self._mutated else ''}, "
+                f"{self.variant_of}: there is no derivative{' for `out=`' if self._mutated else ''}, "
                 "but a tensor requires grad"
             )
         return self._function.apply(direct, *args)
 
     def _run_autograd(self, *args: Any) -> Any:
-        """What the dispatcher calls first."""
-        tensors = args[: self._tensors]
+        """The dispatcher calls it first."""
+        tensors = self._given(args)
         how = route(*tensors)
         if how == DIRECT:
             return self._run(*args)
@@ -310,19 +360,25 @@ class Op:
 
     def _below_autograd(self, args: tuple[Any, ...]) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            return self.overload(*args)
+            return self.call_overload(*args)
 
     def _filled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """torch leaves out trailing arguments that have their default value."""
-        defaults = self._defaults
+        """A function for the dispatcher, which leaves out trailing default values and passes the
+        results to write to by name."""
+        defaults, outs = self._defaults, self.argument_names[self._positional : -1]
+        if not outs:
+            return lambda *args: function(*args, *defaults[len(args) :])
+        first = self._positional
 
-        def filled(*args: Any) -> Any:
-            return function(*args, *defaults[len(args) :])
+        def filled(*args: Any, **named: Any) -> Any:
+            backend = args[first] if len(args) > first else defaults[-1]
+            values = (*args[:first], *defaults[len(args) : first])
+            return function(*values, *(named[name] for name in outs), backend)
 
         return filled
 
 
-def _make_function(op: Op, autograd: Autograd) -> Any:
+def _make_function(op: Operator, autograd: Autograd) -> Any:
     """An autograd.Function around the operator; its first argument says: call directly."""
 
     class Function(torch.autograd.Function):
@@ -338,5 +394,5 @@ def _make_function(op: Op, autograd: Autograd) -> Any:
             inputs = autograd.backward(ctx, *grads)
             return None, *inputs, *[None] * (len(op.argument_names) - len(inputs))
 
-    Function.__name__ = Function.__qualname__ = f"{op.name}_backward"
+    Function.__name__ = Function.__qualname__ = f"{op.name.replace('.', '_')}_backward"
     return Function

@@ -1,0 +1,561 @@
+// SPDX-License-Identifier: Apache-2.0
+// tiercel._C.EagerCall: an eager call of an operator, from plain tensors to the launch, without
+// Python in between.
+//
+//   route   the tensor arguments are torch's own, nothing watches, no gradient is wanted
+//   choose  sm90 applies: no other backend was asked for, and it runs on the tensors' device
+//   launch  the outputs are allocated, and the native function gets its arguments
+//
+// Every other call goes on to a Python function that knows all cases: `fallback` if the route or
+// the backend differs, `run` if only the layout does.
+#include "python/bindings/eager_call.h"
+
+#include <structmember.h>
+
+#include <array>
+#include <cstring>
+
+#include "python/bindings/allocate.h"
+#include "python/bindings/eager.h"
+
+namespace tiercel::python {
+namespace {
+
+constexpr Py_ssize_t kMaxArguments = 24;
+constexpr Py_ssize_t kMaxTensors = 10;
+constexpr Py_ssize_t kMaxOutputs = 5;
+constexpr Py_ssize_t kMaxSlots = 24;
+constexpr Py_ssize_t kMaxSizes = 4;
+constexpr Py_ssize_t kMaxRules = 8;
+
+// Set by set_overriding: true if a backend was asked for outside of the call.
+bool overriding = false;
+
+// One argument of the native function.
+struct Slot {
+  enum Kind { kArgument, kOutput, kLookup, kConstant } kind;
+  Py_ssize_t index;
+  PyObject* value;  // the table of a lookup, or a constant
+};
+
+// A size of an output: argument `place`'s dimension `dim`, or its value if it is an int, divided by
+// `divisor` unless argument `unless` (-1: none) is given.
+struct Size {
+  Py_ssize_t place, dim;
+  long long divisor;
+  Py_ssize_t unless;
+};
+
+// A contiguous output on the device of argument `like`.
+struct Output {
+  Py_ssize_t like;
+  PyObject* dtype;  // null: that of argument `dtype_place`, or the dtype that it is
+  Py_ssize_t dtype_place;
+  PyObject* other_dtype;  // if argument `other_place` is given; null: never
+  Py_ssize_t other_place;
+  bool batched;  // begins with all dimensions of `like` but the last `dropped`
+  Py_ssize_t dropped;
+  Py_ssize_t count;
+  Size sizes[kMaxSizes];
+};
+
+// Argument `place` has `rank` dimensions.
+struct Rank {
+  Py_ssize_t place, rank;
+};
+
+// Dimension `dim` of argument `place` is the int argument `number`.
+struct Equal {
+  Py_ssize_t place, dim, number;
+};
+
+// An operator's own; lives as long as the process.
+struct EagerCall {
+  PyObject_HEAD vectorcallfunc vectorcall;
+  Py_ssize_t count;  // of the operator's arguments, `backend` last
+  Py_ssize_t tensor_count;
+  Py_ssize_t tensors[kMaxTensors];  // places of the tensor arguments, which may be None
+  PyObject* mutated;                // places of the arguments that are written to, a tuple
+  PyObject* ready;                  // set of devices that sm90 runs on
+  PyObject* run;                    // sm90 in Python: (*arguments) -> outputs
+  PyObject* recover;                // (error, backend, arguments) -> outputs, or raises
+  PyObject* fallback;               // (*arguments) -> outputs: every other call
+  PyObject* increment_version;
+  PyObject* name_sm90;
+  PyObject* native;     // a function of this module, or null: `run` is called
+  bool returns;         // the native function returns the outputs itself
+  uint64_t contiguous;  // bit i: argument i is contiguous
+  Py_ssize_t slot_count, output_count, rank_count, equal_count;
+  Slot slots[kMaxSlots];
+  Output outputs[kMaxOutputs];
+  Rank ranks[kMaxRules];
+  Equal equals[kMaxRules];
+};
+
+// The tensor arguments of one call that are not None, read once.
+class Tensors {
+ public:
+  Tensors(const EagerCall* self, PyObject* const* args) {
+    places_.fill(-1);
+    for (Py_ssize_t i = 0; i < self->tensor_count; ++i) {
+      const Py_ssize_t place = self->tensors[i];
+      if (args[place] == Py_None && i > 0) continue;
+      places_[place] = static_cast<signed char>(count_);
+      objects_[count_++] = args[place];
+    }
+  }
+
+  bool FindRoute(Route* route) { return python::FindRoute(objects_.data(), count_, &read_, route); }
+
+  // Null where argument `place` is None, no tensor argument, or could not be read.
+  const TensorView* view(Py_ssize_t place) const {
+    return places_[place] < 0 ? nullptr : read_.view(places_[place]);
+  }
+  const TensorView* first() const { return read_.view(0); }
+
+  // The native function finds them from here on.
+  void Use() { read_.Use(); }
+
+ private:
+  Py_ssize_t count_ = 0;
+  std::array<PyObject*, kMaxTensors> objects_;
+  std::array<signed char, kMaxArguments> places_;
+  TensorsOfCall read_;
+};
+
+// 1 for yes, 0 for no, -1 with a Python exception.
+int TakesSm90(const EagerCall* self, PyObject* const* args, const Tensors& tensors) {
+  PyObject* backend = args[self->count - 1];
+  if (backend == Py_None) {
+    if (overriding) return 0;
+  } else if (backend != self->name_sm90) {
+    if (!PyUnicode_Check(backend)) return 0;
+    const int differs = PyUnicode_Compare(backend, self->name_sm90);
+    if (differs != 0) return PyErr_Occurred() ? -1 : 0;
+  }
+  const TensorView* first = tensors.first();
+  const bool on_gpu = first != nullptr && first->device_type == DeviceType::kCUDA;
+  PyObject* device =
+      on_gpu ? PyLong_FromLong(first->device_index) : DeviceOf(args[self->tensors[0]]);
+  if (device == nullptr) return -1;
+  const int ready = PySet_Contains(self->ready, device);
+  Py_DECREF(device);
+  return ready;
+}
+
+PyObject* ArgumentTuple(PyObject* const* args, Py_ssize_t count) {
+  PyObject* tuple = PyTuple_New(count);
+  if (tuple == nullptr) return nullptr;
+  for (Py_ssize_t i = 0; i < count; ++i) PyTuple_SET_ITEM(tuple, i, Py_NewRef(args[i]));
+  return tuple;
+}
+
+// Python's `except Exception as error: return recover(...)`.
+PyObject* Recover(const EagerCall* self, PyObject* const* args) {
+  if (!PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;
+  PyObject *type, *error, *trace;
+  PyErr_Fetch(&type, &error, &trace);
+  PyErr_NormalizeException(&type, &error, &trace);
+  if (trace != nullptr) PyException_SetTraceback(error, trace);
+  PyObject* tuple = ArgumentTuple(args, self->count);
+  PyObject* outputs = nullptr;
+  if (tuple != nullptr) {
+    outputs =
+        PyObject_CallFunctionObjArgs(self->recover, error, args[self->count - 1], tuple, nullptr);
+  }
+  Py_XDECREF(tuple);
+  Py_XDECREF(type);
+  Py_XDECREF(error);
+  Py_XDECREF(trace);
+  return outputs;
+}
+
+bool CountAsWritten(const EagerCall* self, PyObject* const* args) {
+  const Py_ssize_t count = PyTuple_GET_SIZE(self->mutated);
+  PyObject* written = PyTuple_New(count);
+  if (written == nullptr) return false;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* tensor = args[PyLong_AsSsize_t(PyTuple_GET_ITEM(self->mutated, i))];
+    PyTuple_SET_ITEM(written, i, Py_NewRef(tensor));
+  }
+  PyObject* none = PyObject_CallOneArg(self->increment_version, written);
+  Py_DECREF(written);
+  Py_XDECREF(none);
+  return none != nullptr;
+}
+
+bool IsContiguous(const TensorView& view) {
+  int64_t step = 1;
+  for (int i = view.ndim - 1; i >= 0; --i) {
+    if (view.shape[i] == 0) return true;
+    if (view.shape[i] != 1 && view.strides[i] != step) return false;
+    step *= view.shape[i];
+  }
+  return true;
+}
+
+// False without a Python exception where it is not an int.
+bool ReadInt(PyObject* value, long long* number) {
+  if (!PyLong_CheckExact(value)) return false;
+  *number = PyLong_AsLongLong(value);
+  if (*number == -1 && PyErr_Occurred()) {
+    PyErr_Clear();
+    return false;
+  }
+  return true;
+}
+
+bool HasPlainLayout(const EagerCall* self, PyObject* const* args, const Tensors& tensors) {
+  for (Py_ssize_t i = 0; i < self->tensor_count; ++i) {
+    const Py_ssize_t place = self->tensors[i];
+    if (args[place] == Py_None) continue;
+    const TensorView* view = tensors.view(place);
+    if (view == nullptr) return false;
+    if ((self->contiguous >> place & 1) && !IsContiguous(*view)) return false;
+  }
+  for (Py_ssize_t i = 0; i < self->rank_count; ++i) {
+    const TensorView* view = tensors.view(self->ranks[i].place);
+    if (view == nullptr || view->ndim != self->ranks[i].rank) return false;
+  }
+  for (Py_ssize_t i = 0; i < self->equal_count; ++i) {
+    const Equal& rule = self->equals[i];
+    const TensorView* view = tensors.view(rule.place);
+    long long number = 0;
+    if (view == nullptr || rule.dim >= view->ndim || !ReadInt(args[rule.number], &number) ||
+        view->shape[rule.dim] != number) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// The next three return null without a Python exception where the call is not the plain case.
+
+bool SizeOf(const Size& size, PyObject* const* args, const Tensors& tensors, int64_t* value) {
+  if (const TensorView* view = tensors.view(size.place)) {
+    const Py_ssize_t dim = size.dim < 0 ? size.dim + view->ndim : size.dim;
+    if (dim < 0 || dim >= view->ndim) return false;
+    *value = view->shape[dim];
+  } else {
+    long long number = 0;
+    if (!ReadInt(args[size.place], &number) || number < 0) return false;
+    *value = number;
+  }
+  if (size.divisor == 1 || (size.unless >= 0 && args[size.unless] != Py_None)) return true;
+  if (*value % size.divisor != 0) return false;
+  *value /= size.divisor;
+  return true;
+}
+
+PyObject* SizesOf(const Output& output, PyObject* const* args, const Tensors& tensors) {
+  const TensorView& like = *tensors.view(output.like);
+  const Py_ssize_t batch = output.batched ? like.ndim - output.dropped : 0;
+  if (batch < 0) return nullptr;
+  PyObject* sizes = PyTuple_New(batch + output.count);
+  for (Py_ssize_t i = 0; sizes != nullptr && i < batch + output.count; ++i) {
+    int64_t value = i < batch ? like.shape[i] : 0;
+    PyObject* size = nullptr;
+    if (i < batch || SizeOf(output.sizes[i - batch], args, tensors, &value)) {
+      size = PyLong_FromLongLong(value);
+    }
+    if (size != nullptr) {
+      PyTuple_SET_ITEM(sizes, i, size);
+    } else {
+      Py_CLEAR(sizes);
+    }
+  }
+  return sizes;
+}
+
+PyObject* MakeOutput(const Output& output, PyObject* const* args, const Tensors& tensors) {
+  PyObject* sizes = tensors.view(output.like) ? SizesOf(output, args, tensors) : nullptr;
+  if (sizes == nullptr) return nullptr;
+  PyObject* dtype = output.dtype;
+  if (output.other_dtype != nullptr && args[output.other_place] != Py_None) {
+    dtype = Py_NewRef(output.other_dtype);
+  } else if (dtype == nullptr) {
+    dtype = args[output.dtype_place];
+    dtype = tensors.view(output.dtype_place) ? DTypeObjectOf(dtype) : Py_NewRef(dtype);
+  } else {
+    Py_INCREF(dtype);
+  }
+  PyObject* made = dtype == nullptr ? nullptr : NewTensor(args[output.like], sizes, dtype);
+  Py_XDECREF(dtype);
+  Py_DECREF(sizes);
+  return made;
+}
+
+// A borrowed reference; null also where the table has nothing for the argument.
+PyObject* LookUp(const Slot& slot, PyObject* const* args) {
+  PyObject* key = args[slot.index];
+  // Others may not be hashable.
+  if (key != Py_None && !PyUnicode_CheckExact(key) && !PyLong_CheckExact(key)) return nullptr;
+  return PyDict_GetItemWithError(slot.value, key);
+}
+
+// The operator's result: None, a tensor, or a tuple of them. Takes the references.
+PyObject* Pack(const EagerCall* self, PyObject* const* outputs) {
+  const Py_ssize_t count = self->output_count;
+  if (count == 0) Py_RETURN_NONE;
+  if (count == 1) return outputs[0];
+  PyObject* tuple = PyTuple_New(count);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (tuple == nullptr) {
+      Py_DECREF(outputs[i]);
+    } else {
+      PyTuple_SET_ITEM(tuple, i, outputs[i]);
+    }
+  }
+  return tuple;
+}
+
+// The outputs and the launch. Null with a Python exception; `plain` is false where there is none
+// and nothing was done.
+PyObject* Launch(const EagerCall* self, PyObject* const* args, const Tensors& tensors,
+                 bool* plain) {
+  *plain = HasPlainLayout(self, args, tensors);
+  if (!*plain) return nullptr;
+  std::array<PyObject*, kMaxOutputs> outputs;
+  Py_ssize_t made = 0;
+  const auto drop = [&](bool was_plain) -> PyObject* {
+    for (Py_ssize_t i = 0; i < made; ++i) Py_DECREF(outputs[i]);
+    *plain = was_plain || PyErr_Occurred();
+    return nullptr;
+  };
+  for (; made < self->output_count; ++made) {
+    outputs[made] = MakeOutput(self->outputs[made], args, tensors);
+    if (outputs[made] == nullptr) return drop(false);
+  }
+  std::array<PyObject*, kMaxSlots> values;
+  for (Py_ssize_t i = 0; i < self->slot_count; ++i) {
+    const Slot& slot = self->slots[i];
+    values[i] = slot.kind == Slot::kArgument ? args[slot.index]
+                : slot.kind == Slot::kOutput ? outputs[slot.index]
+                : slot.kind == Slot::kLookup ? LookUp(slot, args)
+                                             : slot.value;
+    if (values[i] == nullptr) return drop(false);
+  }
+  PyObject* launched = PyObject_Vectorcall(self->native, values.data(), self->slot_count, nullptr);
+  if (launched == nullptr) return drop(true);
+  if (self->returns) return launched;
+  Py_DECREF(launched);
+  return Pack(self, outputs.data());
+}
+
+PyObject* Call(PyObject* object, PyObject* const* args, size_t flags, PyObject* names) {
+  const auto* self = reinterpret_cast<const EagerCall*>(object);
+  if (PyVectorcall_NARGS(flags) != self->count || names != nullptr) {
+    return PyObject_Vectorcall(self->fallback, args, flags, names);
+  }
+  PyObject* outputs = nullptr;
+  bool launched = false;
+  {
+    Route route;
+    Tensors tensors(self, args);
+    if (!tensors.FindRoute(&route)) return nullptr;
+    const int chosen = route == Route::kDirect ? TakesSm90(self, args, tensors) : 0;
+    if (chosen < 0) return nullptr;
+    if (chosen == 0) return PyObject_Vectorcall(self->fallback, args, self->count, nullptr);
+    if (self->native != nullptr) {
+      tensors.Use();
+      outputs = Launch(self, args, tensors, &launched);
+    }
+  }
+  // Python may change tensors, so what was read of them is no longer in use here.
+  if (!launched) outputs = PyObject_Vectorcall(self->run, args, self->count, nullptr);
+  if (outputs == nullptr) outputs = Recover(self, args);
+  if (outputs == nullptr) return nullptr;
+  if (PyTuple_GET_SIZE(self->mutated) > 0 && !CountAsWritten(self, args)) Py_CLEAR(outputs);
+  return outputs;
+}
+
+bool Fail(const char* text) {
+  PyErr_Format(PyExc_ValueError, "EagerCall: %s", text);
+  return false;
+}
+
+bool IsPlace(const EagerCall* self, Py_ssize_t place) { return place >= 0 && place < self->count; }
+
+// Calls `read(item)` for each item of a tuple, of which there may be `most`.
+template <typename Read>
+bool ReadEach(PyObject* items, Py_ssize_t most, const char* many, Read&& read) {
+  if (PyTuple_GET_SIZE(items) > most) return Fail(many);
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items); ++i) {
+    if (!read(PyTuple_GET_ITEM(items, i))) return false;
+  }
+  return true;
+}
+
+bool ReadPlace(const EagerCall* self, PyObject* item, Py_ssize_t* place) {
+  *place = PyLong_AsSsize_t(item);
+  if (*place == -1 && PyErr_Occurred()) return false;
+  return IsPlace(self, *place) || Fail("a place is out of range");
+}
+
+// ("argument", place), ("output", place), ("lookup", (place, table)) or ("constant", value).
+bool ReadSlot(EagerCall* self, PyObject* item) {
+  const char* kind = nullptr;
+  PyObject* value = nullptr;
+  if (!PyArg_ParseTuple(item, "sO", &kind, &value)) return false;
+  Slot& slot = self->slots[self->slot_count++];
+  const bool lookup = std::strcmp(kind, "lookup") == 0;
+  if (std::strcmp(kind, "constant") == 0) {
+    slot.kind = Slot::kConstant;
+    slot.value = Py_NewRef(value);
+    return true;
+  }
+  if (lookup) {
+    if (!PyArg_ParseTuple(value, "nO!", &slot.index, &PyDict_Type, &slot.value)) return false;
+    Py_INCREF(slot.value);
+  } else {
+    slot.index = PyLong_AsSsize_t(value);
+    if (slot.index == -1 && PyErr_Occurred()) return false;
+  }
+  const bool output = std::strcmp(kind, "output") == 0;
+  slot.kind = lookup ? Slot::kLookup : output ? Slot::kOutput : Slot::kArgument;
+  const Py_ssize_t end = output ? self->output_count : self->count;
+  return (slot.index >= 0 && slot.index < end) || Fail("a slot's place is out of range");
+}
+
+// (like, dtype or its argument's place, dropped or None, ((place, dim, divisor, unless), ...),
+// (place, dtype if that argument is given) or None)
+bool ReadOutput(EagerCall* self, PyObject* item) {
+  Output& output = self->outputs[self->output_count++];
+  PyObject *dtype = nullptr, *dropped = nullptr, *sizes = nullptr, *other = nullptr;
+  if (!PyArg_ParseTuple(item, "nOOO!O", &output.like, &dtype, &dropped, &PyTuple_Type, &sizes,
+                        &other)) {
+    return false;
+  }
+  if (other != Py_None) {
+    if (!PyArg_ParseTuple(other, "nO", &output.other_place, &output.other_dtype)) return false;
+    if (!IsPlace(self, output.other_place)) return Fail("a dtype depends on no argument");
+    Py_INCREF(output.other_dtype);
+  }
+  if (!IsPlace(self, output.like)) return Fail("an output is like no argument");
+  output.dtype_place = output.like;
+  if (!PyLong_CheckExact(dtype)) {
+    output.dtype = Py_NewRef(dtype);
+  } else if (!ReadPlace(self, dtype, &output.dtype_place)) {
+    return false;
+  }
+  output.batched = dropped != Py_None;
+  if (output.batched) output.dropped = PyLong_AsSsize_t(dropped);
+  if (PyErr_Occurred()) return false;
+  return ReadEach(sizes, kMaxSizes, "an output has too many sizes", [&](PyObject* size) {
+    Size& to = output.sizes[output.count++];
+    if (!PyArg_ParseTuple(size, "nnLn", &to.place, &to.dim, &to.divisor, &to.unless)) return false;
+    return (IsPlace(self, to.place) && to.divisor > 0 && to.unless < self->count) ||
+           Fail("a size is no argument's");
+  });
+}
+
+PyObject* New(PyTypeObject* type, PyObject* positional, PyObject* keywords) {
+  static const char* names[] = {"count",  "tensors", "mutated",  "ready",
+                                "run",    "recover", "fallback", "increment_version",
+                                "native", "slots",   "outputs",  "contiguous",
+                                "ranks",  "equals",  "returns",  nullptr};
+  Py_ssize_t count;
+  PyObject *tensors, *mutated, *ready, *run, *recover, *fallback, *increment_version;
+  PyObject *native, *slots, *outputs, *contiguous, *ranks, *equals;
+  int returns = 0;
+  if (!PyArg_ParseTupleAndKeywords(positional, keywords, "$nO!O!O!OOOOOO!O!O!O!O!p:EagerCall",
+                                   const_cast<char**>(names), &count, &PyTuple_Type, &tensors,
+                                   &PyTuple_Type, &mutated, &PySet_Type, &ready, &run, &recover,
+                                   &fallback, &increment_version, &native, &PyTuple_Type, &slots,
+                                   &PyTuple_Type, &outputs, &PyTuple_Type, &contiguous,
+                                   &PyTuple_Type, &ranks, &PyTuple_Type, &equals, &returns)) {
+    return nullptr;
+  }
+  if (count < 2 || count > kMaxArguments || PyTuple_GET_SIZE(tensors) < 1) {
+    Fail("wrong number of arguments");
+    return nullptr;
+  }
+  auto* self = reinterpret_cast<EagerCall*>(type->tp_alloc(type, 0));
+  if (self == nullptr) return nullptr;
+  self->vectorcall = Call;
+  self->count = count;
+  self->mutated = Py_NewRef(mutated);
+  self->ready = Py_NewRef(ready);
+  self->run = Py_NewRef(run);
+  self->recover = Py_NewRef(recover);
+  self->fallback = Py_NewRef(fallback);
+  self->increment_version = Py_NewRef(increment_version);
+  self->native = native == Py_None ? nullptr : Py_NewRef(native);
+  self->returns = returns != 0;
+  self->name_sm90 = PyUnicode_InternFromString("sm90");
+  const auto add_place = [&](PyObject* item) {
+    return ReadPlace(self, item, &self->tensors[self->tensor_count++]);
+  };
+  const auto check_place = [&](PyObject* item) {
+    Py_ssize_t place;
+    return ReadPlace(self, item, &place);
+  };
+  const auto add_contiguous = [&](PyObject* item) {
+    Py_ssize_t place;
+    if (!ReadPlace(self, item, &place)) return false;
+    self->contiguous |= uint64_t{1} << place;
+    return true;
+  };
+  const auto add_rank = [&](PyObject* item) {
+    Rank& rank = self->ranks[self->rank_count++];
+    return PyArg_ParseTuple(item, "nn", &rank.place, &rank.rank) &&
+           (IsPlace(self, rank.place) || Fail("a place is out of range"));
+  };
+  const auto add_equal = [&](PyObject* item) {
+    Equal& rule = self->equals[self->equal_count++];
+    return PyArg_ParseTuple(item, "nnn", &rule.place, &rule.dim, &rule.number) &&
+           ((IsPlace(self, rule.place) && IsPlace(self, rule.number) && rule.dim >= 0) ||
+            Fail("a place is out of range"));
+  };
+  const auto add_output = [&](PyObject* item) { return ReadOutput(self, item); };
+  const auto add_slot = [&](PyObject* item) { return ReadSlot(self, item); };
+  if (ReadEach(tensors, kMaxTensors, "too many tensors", add_place) &&
+      ReadEach(mutated, kMaxTensors, "too many tensors", check_place) &&
+      ReadEach(contiguous, kMaxTensors, "too many tensors", add_contiguous) &&
+      ReadEach(ranks, kMaxRules, "too many ranks", add_rank) &&
+      ReadEach(equals, kMaxRules, "too many equal sizes", add_equal) &&
+      ReadEach(outputs, kMaxOutputs, "too many outputs", add_output) &&
+      ReadEach(slots, kMaxSlots, "too many slots", add_slot)) {
+    return reinterpret_cast<PyObject*>(self);
+  }
+  Py_DECREF(self);
+  return nullptr;
+}
+
+PyObject* SetOverriding(PyObject*, PyObject* value) {
+  const int truth = PyObject_IsTrue(value);
+  if (truth < 0) return nullptr;
+  overriding = truth != 0;
+  Py_RETURN_NONE;
+}
+
+PyMemberDef members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(EagerCall, vectorcall), READONLY, nullptr},
+    {"run", T_OBJECT_EX, offsetof(EagerCall, run), 0, "sm90's function."},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+PyType_Slot type_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(New)},
+    {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+    {Py_tp_members, members},
+    {Py_tp_doc, const_cast<char*>("An operator's eager call, see tiercel.core.op.")},
+    {0, nullptr},
+};
+
+PyType_Spec type_spec = {"tiercel._C.EagerCall", sizeof(EagerCall), 0,
+                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, type_slots};
+
+PyMethodDef functions[] = {
+    {"set_overriding", SetOverriding, METH_O,
+     "set_overriding(value, /)\n--\n\nWhether a backend was asked for outside of the call."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace
+
+PyObject* MakeEagerCallType() { return PyType_FromSpec(&type_spec); }
+
+PyMethodDef* EagerCallFunctions() { return functions; }
+
+}  // namespace tiercel::python

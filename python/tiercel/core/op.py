@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An op made from its declaration: the operator, its ``out`` overload, gradient and backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from tiercel.core import platform
+from tiercel.core.dispatch import Autograd, Backend, Eager, Operator
+from tiercel.core.eager import empty, is_dynamo_compiling
+from tiercel.core.index_checks import Index
+from tiercel.core.platform import Reason
+from tiercel.core.spec import Call, Spec
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class Lookup(NamedTuple):
+    """In what a native function takes: the table's entry for an argument, -1 if there is none."""
+
+    argument: str
+    table: dict[Any, Any]
+
+
+@dataclass(frozen=True)
+class Native:
+    """The kernels of an op, as functions of `_C`.
+
+    Args:
+        run: Launches on the current stream and fills the results.
+        plan: Takes the same and returns the configuration, without a GPU; raises
+            NotImplementedError for what the kernels do not take.
+        takes: Their arguments: names of arguments and results, `Lookup`s, or constants that are no
+            str. A name that the op lacks is None.
+        description: How the kernels work, in a line.
+        language: ``cuda`` or ``cute``.
+        load: Loads the kernels on a CUDA device.
+        contiguous: Tensors that `launch` would rearrange unless they are contiguous.
+        launch: (native function, call) -> its result, for arguments that have to be rearranged
+            first; by default they are passed as they are.
+        direct: Whether a call may go to `run` without Python; no if `launch` always has to look.
+        sample: (call) -> arguments to replace for a plan that tells whether the kernels apply: a few
+            rows say as much as all.
+        returns: `run` allocates and returns the results.
+    """
+
+    run: Callable[..., Any]
+    plan: Callable[..., Any]
+    takes: Sequence[Any]
+    description: str
+    language: str = "cuda"
+    load: Callable[[int], None] | None = None
+    contiguous: Sequence[str] = ()
+    launch: Callable[[Callable[..., Any], Call], Any] | None = None
+    direct: bool = True
+    sample: Callable[[Call], dict[str, Any]] | None = None
+    returns: bool = False
+
+
+@dataclass(frozen=True)
+class Python:
+    """An sm90 backend that is more than one launch.
+
+    Args:
+        run: (call) -> the results; with ``out`` they are in the call already.
+        plan: (call) -> the configuration; raises NotImplementedError where the kernels do not apply.
+        description: How it works, in a line.
+        language: ``cuda`` or ``cute``.
+        load: Loads the kernels on a CUDA device.
+        sample: As in `Native`.
+    """
+
+    run: Callable[[Call], Any]
+    plan: Callable[[Call], dict[str, Any]]
+    description: str
+    language: str = "cuda"
+    load: Callable[[int], None] | None = None
+    sample: Callable[[Call], dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The derivative of an op.
+
+    Args:
+        save: (ctx, call, results): keeps what the backward needs. ``ctx.wants`` says by name which
+            tensor arguments need a gradient.
+        backward: (ctx, *gradients of the results) -> gradients by argument name.
+    """
+
+    save: Callable[..., None]
+    backward: Callable[..., dict[str, Tensor | None]]
+
+
+def _packed(results: Sequence[Any]) -> Any:
+    return None if not results else results[0] if len(results) == 1 else tuple(results)
+
+
+def _unpacked(results: Any) -> tuple[Any, ...]:
+    return results if isinstance(results, tuple) else tuple(results) if isinstance(
+        results, list
+    ) else (results,)
+
+
+class Op:
+    """An op. Calling it with the operator's arguments, ``backend`` last, is the fastest right way.
+
+    Args:
+        spec: The declaration.
+        sm90: The kernels.
+        reference: (call) -> the results in plain PyTorch; an op without results writes itself.
+        method: How the reference works, in a line.
+        gradient: The derivative, if there is one.
+        indices: (call) -> the allowed values of index tensors, for TIERCEL_CHECK=1.
+        out: Whether there is an overload that writes to given results.
+        fake: (call) -> the results' metadata, where `Spec.empty` does not say it.
+        plugin: (plug-in's function, call) -> the results, where the plug-in's arguments and results
+            are not simply those of the op with the batch dimensions joined; None and no contract:
+            a plug-in runs the reference.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        *,
+        sm90: Native | Python,
+        reference: Callable[[Call], Any],
+        method: str,
+        gradient: Gradient | None = None,
+        indices: Callable[[Call], Iterable[Index]] | None = None,
+        out: bool = True,
+        fake: Callable[[Call], Any] | None = None,
+        plugin: Callable[..., Any] | None = None,
+    ) -> None:
+        self.spec = spec
+        self._sm90 = sm90
+        self._reference = reference
+        self._fake = fake
+        self._plugin = plugin
+        self._method = method
+        self._indices = indices
+        self.operator = self._operator(spec.names, "", spec.schema(), gradient)
+        self.pick = self.operator.pick
+        self.out: Operator | None = None
+        if out and spec.results:
+            names = (*spec.names, *spec.result_names)
+            self.out = self._operator(names, ".out", spec.out_schema(), None)
+
+    def __call__(self, *args: Any) -> Any:
+        return self.operator.pick()(*args)
+
+    def into(self, out: Any, *args: Any) -> Any:
+        """The call that writes to `out`, a tensor or a tuple of them, and returns it."""
+        assert self.out is not None
+        outs = (out,)
+        if len(self.spec.results) > 1:
+            if not isinstance(out, (tuple, list)) or len(out) != len(self.spec.results):
+                self._refuse_out(out)
+            outs = out = tuple(out)
+        self.out.pick()(*args[:-1], *outs, args[-1])
+        return out
+
+    def _refuse_out(self, out: Any) -> None:
+        got = f"{len(out)} values" if isinstance(out, (tuple, list)) else type(out).__name__
+        count = len(self.spec.results)
+        raise TypeError(
+            f"{self.spec.public}: {self.spec.out_text}`out` must be "
+            f"{'a pair' if count == 2 else f'{count} tensors'} "
+            f"({', '.join(self.spec.result_names)}), got {got}"
+        )
+
+    def export(self, public: _Function) -> _Function:
+        """Decorates the documented function, so that names lead from it to the operators."""
+        return self.operator.export(public)
+
+    # -- the operators -----------------------------------------------------------------------------
+
+    def _operator(
+        self, names: tuple[str, ...], overload: str, schema: str, gradient: Gradient | None
+    ) -> Operator:
+        spec, sm90 = self.spec, self._sm90
+        into_out = bool(overload)
+
+        def named(function: Callable[[Call], Any]) -> Callable[..., Any]:
+            return lambda *args: function(Call(**dict(zip(names, args, strict=False))))
+
+        def reference(call: Call) -> Any:
+            results = self._reference(call)
+            if not spec.results:
+                return None
+            made = tuple(result.contiguous() for result in _unpacked(results))
+            if not into_out:
+                return _packed(made)
+            for result, value in zip(spec.result_names, made, strict=True):
+                getattr(call, result).copy_(value)
+            return None
+
+        def plugin(function: Callable[..., Any], contract: Any, *args: Any) -> Any:
+            call = Call(**dict(zip(names, args, strict=False)))
+            if self._plugin is not None:
+                made = _unpacked(self._plugin(function, call))
+            elif spec.name == spec.public or any(r.name == "out" for r in spec.results):
+                made = contract.run(function, call)
+            else:
+                return named(reference)(*args)
+            if not into_out:
+                return _packed(made) if spec.results else None
+            for result, value in zip(spec.result_names, made, strict=True):
+                given = getattr(call, result)
+                if given is not value:
+                    given.copy_(value)
+            return None
+
+        return Operator(
+            spec.name + overload,
+            schema,
+            check=named(spec.validate),
+            fake=(lambda *args: None) if into_out else named(self._metadata),
+            sm90=Backend(
+                "sm90",
+                named(self._run_out if into_out else self._run),
+                sm90.description,
+                sm90.language,
+                why_not=named(self.why_not),
+            ),
+            ref=Backend("ref", named(reference), self._method, "torch"),
+            autograd=None if gradient is None else self._autograd(gradient),
+            defaults=spec.defaults(),
+            variant_of=spec.public,
+            describe=named(self.plan),
+            load=None if into_out else sm90.load,
+            eager=self._eager(names) if isinstance(sm90, Native) and sm90.direct else None,
+            indices=None if self._indices is None else named(self._indices),
+            plugin=plugin,
+        )
+
+    def _metadata(self, call: Call) -> Any:
+        return _packed(self.spec.empty(call)) if self._fake is None else self._fake(call)
+
+    def _autograd(self, gradient: Gradient) -> Autograd:
+        names = self.spec.names
+        wanted = [(i, argument.name) for i, argument in enumerate(self.spec.arguments)]
+        tensors = {argument.name for argument in self.spec.tensors}
+
+        def save(ctx: Any, args: tuple[Any, ...], outputs: Any) -> None:
+            call = Call(**dict(zip(names, args, strict=False)), backend=args[-1])
+            # The first one says how to run.
+            needs = ctx.needs_input_grad[1:]
+            ctx.wants = {name: needs[i] for i, name in wanted if name in tensors}
+            gradient.save(ctx, call, outputs)
+
+        def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+            found = gradient.backward(ctx, *grads)
+            return tuple(found.get(name) for name in names)
+
+        return Autograd(save, backward)
+
+    # -- sm90 --------------------------------------------------------------------------------------
+
+    def _values(self, call: Call) -> list[Any]:
+        assert isinstance(self._sm90, Native)
+        values = []
+        for taken in self._sm90.takes:
+            if isinstance(taken, Lookup):
+                taken = taken.table.get(getattr(call, taken.argument), -1)
+            elif isinstance(taken, str):
+                taken = getattr(call, taken, None)
+            values.append(taken)
+        return values
+
+    def _launch(self, native: Callable[..., Any], call: Call) -> Any:
+        assert isinstance(self._sm90, Native)
+        if self._sm90.launch is not None:
+            return self._sm90.launch(native, call)
+        return native(*self._values(call))
+
+    def launch(self, native: Callable[..., Any], call: Call) -> Any:
+        """Calls a native function with the arguments and results that the call has."""
+        return native(*self._values(call))
+
+    def _with_results(self, call: Call) -> tuple[Any, ...]:
+        """New results, which the call has from then on."""
+        spec, known = self.spec, self.spec.sizes(call)
+        first = getattr(call, spec.arguments[0].name)
+        made = tuple(
+            empty(first, tuple(spec.result_shape(r, call, known)), spec.result_dtype(r, call))
+            for r in spec.results
+        )
+        call.__dict__.update(zip(spec.result_names, made, strict=True))
+        return made
+
+    def _run(self, call: Call) -> Any:
+        if isinstance(self._sm90, Python):
+            return self._sm90.run(call)
+        if self._sm90.returns:
+            return self._launch(self._sm90.run, call)
+        made = self._with_results(call)
+        self._launch(self._sm90.run, call)
+        return _packed(made)
+
+    def _run_out(self, call: Call) -> None:
+        if isinstance(self._sm90, Python):
+            self._sm90.run(call)
+            return
+        ints = {a.name for a in self.spec.scalars if a.kind == "int"}
+        if any(not ints.isdisjoint(result.own_dims) for result in self.spec.results):
+            self.spec.validate(call)  # the native function takes such a size from the results
+        self._launch(self._sm90.run, call)
+
+    def _eager(self, names: tuple[str, ...]) -> Eager | None:
+        sm90, spec = self._sm90, self.spec
+        assert isinstance(sm90, Native)
+        place = {name: i for i, name in enumerate(names)}
+        into_out = len(names) > len(spec.names)
+        outputs = () if into_out or sm90.returns else spec.allocation(place)
+        if outputs is None:
+            return None
+        slots: list[tuple[str, Any]] = []
+        for taken in sm90.takes:
+            if isinstance(taken, Lookup):
+                slots.append(("lookup", (place[taken.argument], taken.table)))
+            elif not isinstance(taken, str):
+                slots.append(("constant", taken))
+            elif taken in place:
+                slots.append(("argument", place[taken]))
+            elif taken in spec.result_names:
+                slots.append(("output", spec.result_names.index(taken)))
+            else:
+                slots.append(("constant", None))
+        return Eager(
+            sm90.run,
+            tuple(slots),
+            outputs,
+            contiguous=tuple(place[name] for name in sm90.contiguous if name in place),
+            ranks=spec.ranks(place),
+            equals=spec.int_dims(place),
+            returns=sm90.returns,
+        )
+
+    def plan(self, call: Call) -> dict[str, Any]:
+        """The configuration that sm90 would launch; NotImplementedError where it does not apply."""
+        if isinstance(self._sm90, Python):
+            return self._sm90.plan(call)
+        call = Call(**call.__dict__)
+        if self.spec.results:
+            self._with_results(call)
+        return dict(self._launch(self._sm90.plan, call))
+
+    def why_not(self, call: Call) -> Reason | None:
+        """Why sm90 does not apply, or None."""
+        device: Any = getattr(call, self.spec.arguments[0].name).device
+        reason = platform.why_not(device)
+        if reason is not None:
+            return reason
+        if self._sm90.sample is not None:
+            call = Call(**{**call.__dict__, **self._sm90.sample(call)})
+        try:
+            self.plan(call)
+        except NotImplementedError as error:
+            return Reason(NotImplementedError, str(error).removeprefix(f"{self.spec.public}: "))
+        return None
+
+
+__all__ = ["Gradient", "Lookup", "Native", "Op", "Python", "is_dynamo_compiling"]

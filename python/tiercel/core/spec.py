@@ -1,0 +1,523 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The declaration of an op, as data. Needs no torch until it is used.
+
+A `Spec` lists the arguments and results of an op once. Derived from it are the schemas of the
+operator and of its ``out`` overload, the argument checks with their error texts, the allocation of
+the results (of fake tensors too), the layout that the eager call hands to the native function, the
+contract for plug-in backends, the table of ops in README.md and the tests of bad arguments.
+
+    RMS_NORM = Spec(
+        "rms_norm",
+        Tensor("x", "... N", FLOATS, strided=True),
+        Tensor("weight", "N", ("x", "float32"), optional=True),
+        Float("eps", 1e-6, at_least=0),
+        results=[Tensor("out", "... N", "x")],
+    )
+
+Dimensions are words: a name binds where it first occurs and must agree everywhere else, a number is
+itself, and a leading ``...`` stands for any number of batch dimensions. `Spec.dims` defines names
+that occur in no argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+FLOATS = ("float32", "bfloat16", "float16")
+HALVES = ("bfloat16", "float16")
+INDICES = ("int32", "int64")
+
+# The spelling of a dtype's default value in a schema.
+_SCHEMA_DTYPES = {"int32": "int", "int64": "long", "float32": "float", "float16": "half"}
+
+
+class _Required:
+    def __repr__(self) -> str:
+        return "REQUIRED"
+
+
+REQUIRED: Any = _Required()
+
+
+class Call(SimpleNamespace):
+    """The arguments and results of one call by name; ``"bias" in call`` says if there is one."""
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.__dict__
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor argument or result.
+
+    Args:
+        name: Its name.
+        dims: Its dimensions, separated by spaces.
+        dtypes: The allowed dtypes. The name of an argument stands for the dtype of that tensor, or
+            for the dtype that it is. A result has the first.
+        strided: Whether any strides are allowed; otherwise the tensor is contiguous.
+        optional: Whether it may be None.
+        written: Of an argument: the op writes to it.
+        shape_text: The words for the shape in error texts; by default ``[dims]``.
+        dtype_with: Of a result: (argument, dtype) if that argument is not None.
+        comes_with: Of a result: the argument without which there is none.
+        rtol: Of a result: as in torch.testing.assert_close, against the reference.
+        atol: The same. With both 0, results must be equal.
+        of_sums: Of a result that is a sum: the allowed error as a part of the sum of its terms'
+            magnitudes, in addition. The error of an adder grows with those, not with the result.
+    """
+
+    name: str
+    dims: str
+    dtypes: str | tuple[str, ...]
+    strided: bool = False
+    optional: bool = False
+    written: bool = False
+    shape_text: str = ""
+    dtype_with: tuple[str, str] | None = None
+    comes_with: str = ""
+    rtol: float = 0.0
+    atol: float = 0.0
+    of_sums: float = 0.0
+
+    @property
+    def batched(self) -> bool:
+        return self.dims.split()[:1] == ["..."]
+
+    @property
+    def own_dims(self) -> tuple[str, ...]:
+        """The dimensions without ``...``."""
+        return tuple(word for word in self.dims.split() if word != "...")
+
+    @property
+    def allowed(self) -> tuple[str, ...]:
+        return (self.dtypes,) if isinstance(self.dtypes, str) else self.dtypes
+
+    @property
+    def text(self) -> str:
+        return self.shape_text or f"[{', '.join(self.dims.split())}]"
+
+    def schema(self, alias: str = "") -> str:
+        kind = f"Tensor{alias}{'?' if self.optional else ''}"
+        return f"{kind} {self.name}{'=None' if self.optional else ''}"
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """An argument that is no tensor.
+
+    Args:
+        name: Its name.
+        kind: ``int``, ``float``, ``bool``, ``str`` or ``dtype``, or another type of a schema.
+        default: Its default value; of a dtype, the name.
+        optional: Whether it may be None.
+        choices: The allowed values.
+        at_least: The least allowed value.
+        varies: Of an int: it differs from call to call, so that a compiled graph takes a symbol.
+    """
+
+    name: str
+    kind: str
+    default: Any = REQUIRED
+    optional: bool = False
+    choices: tuple[Any, ...] = ()
+    at_least: float | None = None
+    varies: bool = False
+
+    def schema(self) -> str:
+        kind = {"dtype": "ScalarType", "int": "SymInt" if self.varies else "int"}.get(
+            self.kind, self.kind
+        )
+        kind += "?" if self.optional else ""
+        if self.default is REQUIRED:
+            return f"{kind} {self.name}"
+        value = repr(self.default)
+        if self.kind == "dtype" and self.default is not None:
+            value = _SCHEMA_DTYPES.get(self.default, self.default)
+        return f"{kind} {self.name}={value}"
+
+
+def Int(name: str, default: Any = REQUIRED, **more: Any) -> Scalar:
+    return Scalar(name, "int", default, **more)
+
+
+def Float(name: str, default: Any = REQUIRED, **more: Any) -> Scalar:
+    return Scalar(name, "float", default, **more)
+
+
+def Bool(name: str, default: Any = REQUIRED, **more: Any) -> Scalar:
+    return Scalar(name, "bool", default, **more)
+
+
+def Str(name: str, default: Any = REQUIRED, **more: Any) -> Scalar:
+    return Scalar(name, "str", default, **more)
+
+
+def DType(name: str, default: Any = REQUIRED, **more: Any) -> Scalar:
+    return Scalar(name, "dtype", default, **more)
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A dimension made from an argument's: its size, divided unless another argument is given."""
+
+    argument: str
+    dim: int
+    divisor: int = 1
+    unless: str = ""
+
+
+@dataclass(frozen=True, init=False)
+class Spec:
+    """The declaration of an op.
+
+    Args:
+        name: The operator's name in ``torch.ops.tiercel``.
+        arguments: In the order of the schema, the first one a tensor.
+        results: What it returns. None of them: the op only writes to arguments.
+        dims: Dimensions that occur in no argument, by name: a `Dim`, or a function of the call.
+        check: Raises for a relation between arguments that the data above cannot express; called
+            after all other checks.
+        public: The name of the public function, which error texts and backends go by.
+        out_text: The beginning of the error text for a wrong ``out=``.
+    """
+
+    name: str
+    arguments: tuple[Tensor | Scalar, ...]
+    results: tuple[Tensor, ...]
+    dims: Mapping[str, Any]
+    check: Callable[[Call], None] | None
+    public: str
+    out_text: str
+
+    def __init__(
+        self,
+        name: str,
+        *arguments: Tensor | Scalar,
+        results: Sequence[Tensor] = (),
+        dims: Mapping[str, Any] | None = None,
+        check: Callable[[Call], None] | None = None,
+        public: str = "",
+        out_text: str = "",
+    ) -> None:
+        for key, value in {
+            "name": name,
+            "arguments": arguments,
+            "results": tuple(results),
+            "dims": dims or {},
+            "check": check,
+            "public": public or name,
+            "out_text": out_text,
+        }.items():
+            object.__setattr__(self, key, value)
+
+    # -- other specs -------------------------------------------------------------------------------
+
+    def changed(self, **fields: Any) -> Spec:
+        """A copy with other fields."""
+        names = ("name", "arguments", "results", "dims", "check", "public", "out_text")
+        values = {name: getattr(self, name) for name in names} | fields
+        return Spec(values.pop("name"), *values.pop("arguments"), **values)
+
+    def without(self, *names: str, **fields: Any) -> Spec:
+        """A copy that lacks these optional arguments, and the results that come with them."""
+        arguments = tuple(a for a in self.arguments if a.name not in names)
+        results = tuple(r for r in self.results if r.comes_with not in names)
+        return self.changed(arguments=arguments, results=results, **fields)
+
+    def having(self, *names: str, **fields: Any) -> Spec:
+        """A copy in which these optional arguments are required."""
+        arguments = tuple(
+            replace(a, optional=False) if a.name in names else a for a in self.arguments
+        )
+        return self.changed(arguments=arguments, **fields)
+
+    # -- names and schemas -------------------------------------------------------------------------
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(argument.name for argument in self.arguments)
+
+    @property
+    def result_names(self) -> tuple[str, ...]:
+        return tuple(result.name for result in self.results)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(a for a in self.arguments if isinstance(a, Tensor))
+
+    @property
+    def scalars(self) -> tuple[Scalar, ...]:
+        return tuple(a for a in self.arguments if isinstance(a, Scalar))
+
+    def argument(self, name: str) -> Tensor | Scalar:
+        for argument in (*self.arguments, *self.results):
+            if argument.name == name:
+                return argument
+        raise KeyError(name)
+
+    def schema(self) -> str:
+        aliases = iter("abcdefgh")
+        arguments = [
+            a.schema(f"({next(aliases)}!)") if isinstance(a, Tensor) and a.written else a.schema()
+            for a in self.arguments
+        ]
+        results = ", ".join(f"Tensor {result.name}" for result in self.results)
+        if len(self.results) == 1:
+            results = "Tensor"
+        else:
+            results = f"({results})"
+        return f"({', '.join([*arguments, 'str? backend=None'])}) -> {results}"
+
+    def out_schema(self) -> str:
+        """Of the overload ``out``, which writes the results where it is told."""
+        arguments = [a.schema() for a in self.arguments]
+        outs = [
+            f"Tensor({alias}!) {result.name}"
+            for alias, result in zip("abcdefgh", self.results, strict=False)
+        ]
+        return f"({', '.join([*arguments, 'str? backend=None', '*', *outs])}) -> ()"
+
+    def defaults(self) -> dict[str, Any]:
+        """The default values that the schema spells in another way."""
+        import torch
+
+        return {
+            a.name: getattr(torch, a.default)
+            for a in self.scalars
+            if a.kind == "dtype" and isinstance(a.default, str)
+        }
+
+    # -- sizes -------------------------------------------------------------------------------------
+
+    def sizes(self, call: Call) -> dict[str, Any]:
+        """The dimensions' values; the batch dimensions are those of ``...``."""
+        found: dict[str, Any] = {}
+        for argument in self.arguments:
+            value = getattr(call, argument.name)
+            if isinstance(argument, Scalar):
+                if argument.kind == "int":
+                    found[argument.name] = value
+            elif value is not None:
+                own = argument.own_dims
+                shape = tuple(value.shape)
+                if argument.batched:
+                    found.setdefault("...", shape[: len(shape) - len(own)])
+                    shape = shape[len(shape) - len(own) :]
+                for name, size in zip(own, shape, strict=True):
+                    found.setdefault(name, size)
+        return found
+
+    def size(self, name: str, call: Call, known: Mapping[str, Any]) -> Any:
+        """The value of one dimension, None if it is not known yet."""
+        if name.isdigit():
+            return int(name)
+        derived = self.dims.get(name)
+        if derived is None:
+            return known.get(name)
+        if not isinstance(derived, Dim):
+            return derived(call)
+        size = getattr(call, derived.argument).shape[derived.dim]
+        given = derived.unless and getattr(call, derived.unless) is not None
+        return size if derived.divisor == 1 or given else size // derived.divisor
+
+    def result_shape(self, result: Tensor, call: Call, known: Mapping[str, Any]) -> tuple[Any, ...]:
+        batch = tuple(known["..."]) if result.batched else ()
+        return (*batch, *(self.size(name, call, known) for name in result.own_dims))
+
+    def result_dtype(self, result: Tensor, call: Call) -> Any:
+        import torch
+
+        if result.dtype_with is not None and getattr(call, result.dtype_with[0], None) is not None:
+            return getattr(torch, result.dtype_with[1])
+        return self._dtype(result.allowed[0], call)
+
+    def _dtype(self, name: str, call: Call) -> Any:
+        import torch
+
+        if name in self.names:
+            value = getattr(call, name)
+            return value.dtype if isinstance(value, torch.Tensor) else value
+        return getattr(torch, name)
+
+    def empty(self, call: Call) -> tuple[Any, ...]:
+        """New results, for fake and for real tensors."""
+        known = self.sizes(call)
+        first = getattr(call, self.arguments[0].name)
+        return tuple(
+            first.new_empty(
+                self.result_shape(result, call, known), dtype=self.result_dtype(result, call)
+            )
+            for result in self.results
+        )
+
+    # -- checks ------------------------------------------------------------------------------------
+
+    def validate(self, call: Call) -> None:
+        """Raises for arguments that no backend takes.
+
+        Raises:
+            TypeError: A dtype or a type is not allowed.
+            ValueError: A shape, stride, device or value is not allowed.
+        """
+        known: dict[str, Any] = {}
+        for argument in self.arguments:
+            if isinstance(argument, Tensor):
+                value = getattr(call, argument.name)
+                if value is not None:
+                    self._check_tensor(argument, value, argument.allowed, call, known)
+            else:
+                self._check_scalar(argument, getattr(call, argument.name))
+                if argument.kind == "int":
+                    known[argument.name] = getattr(call, argument.name)
+        if self.check is not None:
+            self.check(call)
+        for result in self.results:
+            if result.name in call:
+                allowed = result.allowed
+                if result.dtype_with and getattr(call, result.dtype_with[0], None) is not None:
+                    allowed = (result.dtype_with[1],)
+                self._check_tensor(result, getattr(call, result.name), allowed, call, known)
+
+    def _check_tensor(
+        self,
+        spec: Tensor,
+        tensor: Any,
+        allowed: tuple[str, ...],
+        call: Call,
+        known: dict[str, Any],
+    ) -> None:
+        from tiercel.core.checks import check_contiguous, check_dtype, check_same_device
+
+        op, name = self.public, spec.name
+        dtypes = tuple(dict.fromkeys(self._dtype(dtype, call) for dtype in allowed))
+        check_dtype(op, name, tensor.dtype, dtypes)
+        self._check_shape(spec, tensor, call, known)
+        first = self.arguments[0].name
+        check_same_device(op, name, tensor, first, getattr(call, first))
+        if not spec.strided:
+            check_contiguous(op, name, tensor)
+
+    def _check_shape(self, spec: Tensor, tensor: Any, call: Call, known: dict[str, Any]) -> None:
+        from tiercel.core.checks import check_rank, check_shape
+
+        op, own, rank = self.public, spec.own_dims, tensor.dim()
+        sizes = [self.size(name, call, known) for name in own]
+        batch = known.get("...") if spec.batched else ()
+        if batch is None:  # the first tensor with batch dimensions
+            if rank < len(own):
+                raise ValueError(
+                    f"{op}: `{spec.name}` must have at least {len(own)} "
+                    f"dimension{'s' if len(own) > 1 else ''}, got {rank}"
+                )
+            batch = known["..."] = tuple(tensor.shape[: rank - len(own)])
+        elif rank != len(batch) + len(own) and None in sizes and not spec.batched:
+            check_rank(op, spec.name, tensor, len(own))
+        if rank == len(batch) + len(own):
+            actual = tensor.shape[len(batch) :]
+            sizes = [is_ if due is None else due for due, is_ in zip(sizes, actual, strict=True)]
+        due = (*batch, *(-1 if size is None else size for size in sizes))
+        check_shape(op, spec.name, tensor, due, spec.text)
+        known.update(zip(own, sizes, strict=True))
+
+    def _check_scalar(self, spec: Scalar, value: Any) -> None:
+        import torch
+
+        from tiercel.core.checks import check_bool, check_dtype
+
+        op, name = self.public, spec.name
+        if value is None and spec.optional:
+            return
+        if spec.kind == "bool":
+            check_bool(op, name, value)
+        elif spec.kind == "dtype":
+            if not isinstance(value, torch.dtype):
+                raise TypeError(
+                    f"{op}: `{name}` must be a torch.dtype, got {type(value).__name__}"
+                )
+            if spec.choices:
+                check_dtype(op, name, value, tuple(getattr(torch, c) for c in spec.choices))
+        elif spec.kind == "str":
+            if spec.choices and not (isinstance(value, str) and value in spec.choices):
+                known = ", ".join(map(repr, spec.choices))
+                raise ValueError(f"{op}: `{name}` must be one of {known}, got {value!r}")
+        elif spec.kind in ("int", "float"):
+            kinds: tuple[Any, ...] = (int, torch.SymInt)
+            if spec.kind == "float":
+                kinds += (float, torch.SymFloat)
+            if isinstance(value, bool) or not isinstance(value, kinds):
+                article = "an int" if spec.kind == "int" else "a float"
+                raise TypeError(f"{op}: `{name}` must be {article}, got {type(value).__name__}")
+            if spec.at_least is not None and not value >= spec.at_least:
+                least = (
+                    "must not be negative"
+                    if spec.at_least == 0
+                    else f"must be at least {spec.at_least}"
+                )
+                raise ValueError(f"{op}: `{name}` {least}, got {value}")
+
+    # -- the eager call ----------------------------------------------------------------------------
+
+    def allocation(self, place: Mapping[str, int]) -> tuple[Any, ...] | None:
+        """The results for `_C.EagerCall`, or None if only Python can make them."""
+        import torch
+
+        made = []
+        first = self.arguments[0]
+        assert isinstance(first, Tensor)
+        for result in self.results:
+            sizes = []
+            for name in result.own_dims:
+                size = self._native_size(name, place)
+                if size is None:
+                    return None
+                sizes.append(size)
+            dtype: Any = result.allowed[0]
+            dtype = place[dtype] if dtype in place else getattr(torch, dtype)
+            other = None
+            if result.dtype_with is not None:
+                other = (place[result.dtype_with[0]], getattr(torch, result.dtype_with[1]))
+            dropped = len(first.own_dims) if result.batched else None
+            made.append((place[first.name], dtype, dropped, tuple(sizes), other))
+        return tuple(made)
+
+    def _native_size(self, name: str, place: Mapping[str, int]) -> tuple[int, int, int, int] | None:
+        derived = self.dims.get(name)
+        if isinstance(derived, Dim):
+            unless = place[derived.unless] if derived.unless else -1
+            return place[derived.argument], derived.dim, derived.divisor, unless
+        if derived is not None or name.isdigit():
+            return None
+        for argument in self.arguments:
+            if isinstance(argument, Scalar):
+                if argument.name == name and argument.kind == "int":
+                    return place[name], 0, 1, -1
+            elif name in argument.own_dims and not argument.optional:
+                dim = argument.own_dims.index(name)
+                if argument.batched:
+                    dim -= len(argument.own_dims)
+                return place[argument.name], dim, 1, -1
+        return None
+
+    def ranks(self, place: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
+        """The required arguments that have a fixed number of dimensions."""
+        return tuple(
+            (place[a.name], len(a.own_dims))
+            for a in self.tensors
+            if not a.batched and not a.optional
+        )
+
+    def int_dims(self, place: Mapping[str, int]) -> tuple[tuple[int, int, int], ...]:
+        """The dimensions of given results that an int argument states."""
+        ints = {a.name for a in self.scalars if a.kind == "int"}
+        return tuple(
+            (place[result.name], dim, place[name])
+            for result in self.results
+            if result.name in place and not result.batched
+            for dim, name in enumerate(result.own_dims)
+            if name in ints
+        )
+
