@@ -69,7 +69,7 @@ class Search:
     def __init__(self, op, columns, rows, dtype, residual, clock):
         from tiercel.bench import ours, runner
         from tiercel.bench.cases import Case
-        from tiercel.bench.ops.norm import BENCHES
+        from tiercel.ops.norm.cases import BENCHES
 
         name = f"{op}_backward"
         params = {"M": rows, "N": columns, "weight": "same", "bias": op == "layer_norm"}

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiercel import _needs_torch as _needs_torch
-from tiercel import ops as ops  # fills the registry
 from tiercel._op import Op, Probe, Reached, registry
 from tiercel.backends import requested
+from tiercel.ops import _register as _register  # fills the registry
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ import torch
 
 from tiercel import _C, _platform
 from tiercel import _needs_torch as _needs_torch
-from tiercel import ops as ops  # fills the registry
 from tiercel._explain import _find
 from tiercel._op import registry
+from tiercel.ops import _register as _register  # fills the registry
 
 
 def load(

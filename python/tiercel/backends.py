@@ -74,8 +74,8 @@ def use_backend(name: str, op: str | None = None) -> Iterator[None]:
 
 
 def _check_names(op: str | None, name: str | None) -> None:
-    from tiercel import ops as ops  # fills the registry
     from tiercel.core.dispatch import registry
+    from tiercel.ops import _register as _register  # fills the registry
 
     if op is not None and op not in registry:
         swapped = f" (did you mean op={name!r}, name={op!r}?)" if name in registry else ""

@@ -20,6 +20,8 @@ FIRST_USES = [
     "import tiercel.ops",
     "import tiercel.ref",
     "import tiercel.nn",
+    "import tiercel.ops.norm",
+    "import tiercel.ops.norm.contract; tiercel.ops.rms_norm",
     "import tiercel; tiercel.explain('topk_softmax')",
     "import tiercel; tiercel.set_backend('topk_softmax', 'ref')",
 ]
@@ -95,6 +97,18 @@ def test_a_broken_torch_keeps_its_own_message(run_python, tmp_path):
         "import tiercel; tiercel.topk_softmax", path=[tmp_path / "stub"], check=False
     )
     assert "No module named 'no_such_library'" in result.stderr
+
+
+@pytest.mark.parametrize("kind", ["cases", "contract", "peers", "tune"])
+def test_the_data_of_families_imports_without_torch(run_python, kind):
+    code = f"""
+from tiercel import _families
+names = _families.files({kind!r})
+for name in names:
+    __import__(name)
+assert names and "torch" not in sys.modules
+"""
+    run_python(NO_TORCH + code)
 
 
 def test_the_compiled_module_imports_without_torch(run_python):

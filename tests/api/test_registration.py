@@ -17,6 +17,9 @@ CALL = "print(torch.ops.tiercel.topk_softmax(torch.zeros(2, 4), 1)[1].tolist())"
         "import tiercel; import torch; tiercel.topk_softmax(torch.zeros(2, 4), 1); " + CALL,
         "from tiercel import topk_softmax; import torch; " + CALL,
         "import tiercel.nn; import torch; " + CALL,
+        "import tiercel; dir(tiercel); import torch; import tiercel.ops; " + CALL,
+        "import tiercel.ref; import torch; import tiercel.ops; " + CALL,
+        "import tiercel.ops.norm.contract; import torch; tiercel.ops.rms_norm; " + CALL,
     ],
 )
 def test_registered(run_python, code):

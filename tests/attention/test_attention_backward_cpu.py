@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import tiercel
-from tiercel.ops import attention_backward as operators
-from tiercel.ref.attention import attention_backward as reference
+from tiercel.ops.attention import backward as operators
+from tiercel.ops.attention.reference import attention_backward as reference
 
 pytestmark = pytest.mark.torch
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import tiercel
-from tiercel.ref.attention import attention_backward as reference
+from tiercel.ops.attention.reference import attention_backward as reference
 
 pytestmark = [pytest.mark.torch, pytest.mark.gpu, pytest.mark.usefixtures("no_fallback")]
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import tiercel
-from tiercel.ops import attention_varlen_backward as backward
-from tiercel.ref.attention import attention_backward, attention_varlen_backward
+from tiercel.ops.attention import varlen_backward as backward
+from tiercel.ops.attention.reference import attention_backward, attention_varlen_backward
 
 pytestmark = pytest.mark.torch
 
@@ -124,7 +124,7 @@ def test_the_backward_s_reference_is_the_derivative(options):
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_gradients_through_the_operators(monkeypatch, return_lse):
     """As if there were kernels: the operators run the reference."""
-    module = import_module("tiercel.ops.attention_varlen")
+    module = import_module("tiercel.ops.attention.varlen")
     monkeypatch.setattr(module, "has_kernels", lambda *_: True)
     q, k, v, *rest = arguments(grad=True)
     doubles = [x.detach().double().requires_grad_() for x in (q, k, v)]
@@ -250,7 +250,7 @@ def test_rows_in_no_sequence(make):
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_gradients_of_rows_in_no_sequence(monkeypatch, kernels, return_lse):
     if kernels:  # as if there were any: the operators run the reference
-        module = import_module("tiercel.ops.attention_varlen")
+        module = import_module("tiercel.ops.attention.varlen")
         monkeypatch.setattr(module, "has_kernels", lambda *_: True)
     (q, k, v, *rest), queries, keys = outside(grad=True)
     found = tiercel.attention_varlen(q, k, v, *rest, return_lse=return_lse)

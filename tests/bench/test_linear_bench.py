@@ -10,7 +10,7 @@ import torch
 from tiercel.bench import adapters, ops, ours, peers, runner
 from tiercel.bench.cases import Case
 from tiercel.bench.launch import Launch, Unsupported, WrongResult
-from tiercel.bench.ops.linear import ACTIVATIONS, activate
+from tiercel.ops.linear.cases import ACTIVATIONS, activate
 
 BENCH = ops.load()["linear_act"]
 PEERS = peers.load()

@@ -159,7 +159,7 @@ def test_host_time_beside_the_baseline(toy, toy_case, impl, fake_clock):
 def test_a_gradient_may_be_the_first_operator_that_is_asked_for():
     code = (
         "from tiercel.bench import ours\n"
-        "from tiercel.bench.ops.norm import BENCHES\n"
+        "from tiercel.ops.norm.cases import BENCHES\n"
         "(bench,) = (b for b in BENCHES if b.op == 'rms_norm_backward')\n"
         "ours.impls(bench, ['ref'])\n"
         "import torch\n"

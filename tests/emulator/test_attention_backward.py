@@ -8,7 +8,7 @@ from support.emulator import options as running
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tiercel
-from tiercel.ref.attention import attention_backward as reference
+from tiercel.ops.attention.reference import attention_backward as reference
 
 pytestmark = pytest.mark.torch
 

@@ -16,7 +16,7 @@ from support.emulator import kernels, sm90
 from support.emulator import options as running
 
 import tiercel
-from tiercel.ref.attention import attention_varlen_backward as reference
+from tiercel.ops.attention.reference import attention_varlen_backward as reference
 
 pytestmark = pytest.mark.torch
 

@@ -6,8 +6,8 @@ import torch
 from support.dlpack_tensor import ExchangeTensor
 from support.emulator import kernels, options
 
-from tiercel.ref.gemv import permute_scales
-from tiercel.ref.quant import nvfp4_values
+from tiercel.ops.gemv.reference import permute_scales
+from tiercel.ops.quant.reference import nvfp4_values
 
 pytestmark = pytest.mark.torch
 

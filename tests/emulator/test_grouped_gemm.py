@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.emulator import kernels, options, sm90
 
-from tiercel.ref import moe as ref
+from tiercel.ops.moe import reference as ref
 
 pytestmark = pytest.mark.torch
 

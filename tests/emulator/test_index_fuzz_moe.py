@@ -7,7 +7,7 @@ from support.emulator import kernels, options
 from support.index_fuzz import CASES, Draw, embedded, margins_kept, reference, run
 
 from tiercel import ref
-from tiercel.ops import moe
+from tiercel.ops.moe import fused as moe
 
 pytestmark = pytest.mark.torch
 

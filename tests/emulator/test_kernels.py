@@ -11,7 +11,7 @@ from support.near import BF16, F16, F32, FLOATS, RELATIVE, ROWS, check, normal, 
 
 from tiercel import ref
 from tiercel._op import families
-from tiercel.ops.routing_align import align_for_products
+from tiercel.ops.routing.align import align_for_products
 
 FP8, INF, NAN = torch.float8_e4m3fn, float("inf"), float("nan")
 

@@ -7,7 +7,7 @@ from support.emulator import kernels, options, plan, sm90
 from torch.nn import functional
 
 from tiercel import ref
-from tiercel.tune.ops import moe
+from tiercel.ops.moe import tune as moe
 
 pytestmark = pytest.mark.torch
 

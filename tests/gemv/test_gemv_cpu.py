@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import tiercel
-from tiercel.ref.gemv import permute_scales
+from tiercel.ops.gemv.reference import permute_scales
 
 pytestmark = pytest.mark.torch
 

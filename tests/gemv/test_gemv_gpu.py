@@ -6,8 +6,8 @@ import torch
 
 import tiercel
 from tiercel import _C
-from tiercel.ref.gemv import permute_scales
-from tiercel.ref.quant import nvfp4_values
+from tiercel.ops.gemv.reference import permute_scales
+from tiercel.ops.quant.reference import nvfp4_values
 
 pytestmark = [pytest.mark.torch, pytest.mark.gpu, pytest.mark.usefixtures("no_fallback")]
 

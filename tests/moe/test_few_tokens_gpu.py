@@ -6,9 +6,9 @@ import torch
 from torch.nn import functional
 
 import tiercel
-from tiercel.ops import moe_few
-from tiercel.ops.moe import run
-from tiercel.ops.moe_choice import FEW, choose
+from tiercel.ops.moe import single_launch
+from tiercel.ops.moe.choice import FEW, choose
+from tiercel.ops.moe.fused import run
 
 pytestmark = [pytest.mark.torch, pytest.mark.gpu, pytest.mark.usefixtures("no_fallback")]
 
@@ -56,7 +56,7 @@ class Problem:
         self.ids = scores.topk(k).indices.to(index or torch.int32)
 
     def few(self, activation="silu"):
-        return moe_few.run(self.x, self.weights, self.factors, self.ids, activation)
+        return single_launch.run(self.x, self.weights, self.factors, self.ids, activation)
 
     def call(self, **options):
         (up, up_scale), (down, down_scale) = self.weights
@@ -270,7 +270,7 @@ def test_compiled():
 def test_what_is_chosen():
     problem = Problem()
     assert choose(problem.weights[1][0], problem.ids, None, False) is FEW
-    explained = moe_few.plan(problem.x, problem.weights, problem.factors, problem.ids, "silu")
+    explained = single_launch.plan(problem.x, problem.weights, problem.factors, problem.ids, "silu")
     assert explained["kernel"] == "fused_moe_few_tokens<Rows>"
     many = Problem(tokens=9)
     assert choose(many.weights[1][0], many.ids, None, False) is not FEW

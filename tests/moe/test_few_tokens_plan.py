@@ -7,7 +7,7 @@ from support.dlpack_tensor import AttributeTensor, ExchangeTensor
 from support.few_tokens import E4M3
 
 from tiercel import _C
-from tiercel._few_tokens import fits_one_launch
+from tiercel.ops.moe.few_tokens import fits_one_launch
 
 T, E, K, H, I = 4, 64, 8, 2048, 1024  # noqa: E741
 

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 import tiercel
-from tiercel.ops.moe_choice import FEW, block_size, choose, of_config
+from tiercel.ops.moe.choice import FEW, block_size, choose, of_config
 
 pytestmark = pytest.mark.torch
 
@@ -364,7 +364,7 @@ def test_other_bad_arguments_are_named():
 def test_a_configuration_that_names_no_kernel_is_left(monkeypatch):
     """A file may say anything: then the heuristic chooses, and nothing fails at the launch."""
     from tiercel import _tuned
-    from tiercel.ops import moe_choice
+    from tiercel.ops.moe import choice as moe_choice
 
     class Weights:  # as one on a GPU
         shape, dtype = (8, 64, 32), torch.bfloat16

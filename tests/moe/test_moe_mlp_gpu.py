@@ -6,9 +6,9 @@ import torch
 from torch.nn import functional
 
 import tiercel
-from tiercel.ops.moe import run
-from tiercel.ops.moe_choice import Choice
-from tiercel.tune.ops.moe import tiles
+from tiercel.ops.moe.choice import Choice
+from tiercel.ops.moe.fused import run
+from tiercel.ops.moe.tune import tiles
 
 pytestmark = [pytest.mark.torch, pytest.mark.gpu, pytest.mark.usefixtures("no_fallback")]
 

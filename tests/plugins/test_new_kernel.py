@@ -215,9 +215,11 @@ def mine(
 
 
 def test_what_is_taken_of_a_reference(tmp_path, monkeypatch):
-    (tmp_path / "linear.py").write_text("from tiercel.ref.other import linear_act")
-    (tmp_path / "other.py").write_text(REFERENCE)
-    monkeypatch.setattr(rendering, "_REFERENCES", tmp_path)
+    text = "from tiercel.ops.other.reference import linear_act"
+    for family, source in (("linear", text), ("other", REFERENCE)):
+        (tmp_path / family).mkdir()
+        (tmp_path / family / "reference.py").write_text(source)
+    monkeypatch.setattr(rendering, "_FAMILIES", tmp_path)
     assert rendering.render(CONTRACTS["linear_act"], "mine").endswith(f'"""\n{RENDERED}')
     for name in ("torch", "_helper", "x", "tiercel"):
         with pytest.raises(ValueError, match=f"uses the name {name!r} itself"):

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from tiercel.plugins.contracts.linear import FP8_LINEAR
+from tiercel.ops.linear.contract import FP8_LINEAR
 from tiercel.plugins.smoke.measure import _expected, compare
 
 pytestmark = pytest.mark.torch

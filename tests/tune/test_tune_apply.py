@@ -14,8 +14,8 @@ from support.dlpack_tensor import ExchangeTensor
 
 from tiercel import _C, _tuned
 from tiercel.cli import main
+from tiercel.ops.moe import tune as moe
 from tiercel.tune import ops
-from tiercel.tune.ops import moe
 
 GPU = "NVIDIA Test"
 

@@ -6,9 +6,9 @@ from support import few_tokens
 from support.dlpack_tensor import ExchangeTensor
 
 from tiercel import _C
+from tiercel.ops.moe import tune as moe
 from tiercel.tune import hardware, ops
 from tiercel.tune.hardware import Needs, blocks_per_sm, why_not
-from tiercel.tune.ops import moe
 from tiercel.tune.problem import Problem, name_of
 
 LINEAR = ops.load()["linear"]

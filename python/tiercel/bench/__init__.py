@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``tiercel bench``: times operators and their peers side by side.
 
-What is measured is data: cases in ``benchmarks/suites/``, an operator's inputs, byte count,
-reference and tolerance in ``ops/<family>.py``, another implementation in ``peers/<name>.py``.
+What is measured is data: cases in ``benchmarks/suites/``, an operator's inputs, byte count, reference
+and tolerance in ``tiercel/ops/<family>/cases.py``, another implementation in ``peers/<name>.py``.
 """
 
 

@@ -117,8 +117,8 @@ def register(
 
 
 def _add(op: str, name: str, fn: Any, description: str, language: str, replace: bool) -> None:
-    from tiercel import ops as ops  # fills the registry
     from tiercel._op import Backend, families
+    from tiercel.ops import _register as _register  # fills the registry
     from tiercel.plugins.contracts import contract_of
     from tiercel.plugins.signature import conform
 

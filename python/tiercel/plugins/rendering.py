@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tiercel.plugins.contract import Contract, ScalarSpec, TensorSpec
 
-_REFERENCES = Path(__file__).parent.parent / "ref"
+_FAMILIES = Path(__file__).parent.parent / "ops"
 
 _FILE = '''\
 """{name}: {op} in plain PyTorch, from the source of tiercel.ref.{op}.
@@ -71,8 +71,8 @@ def render(contract: Contract, name: str) -> str:
 class _Module:
     """The file that defines an operator's reference."""
 
-    def __init__(self, op: str, file: str) -> None:
-        source = (_REFERENCES / f"{file}.py").read_text(encoding="utf-8")
+    def __init__(self, op: str, family: str) -> None:
+        source = (_FAMILIES / family / "reference.py").read_text(encoding="utf-8")
         self._lines = source.splitlines()
         self._top: dict[str, ast.stmt] = {}
         for node in ast.parse(source).body:
@@ -80,10 +80,10 @@ class _Module:
         found = self._top.get(op)
         if isinstance(found, ast.ImportFrom):
             assert found.module is not None
-            self.__init__(op, found.module.rpartition(".")[2])  # type: ignore[misc]
+            self.__init__(op, found.module.split(".")[-2])  # type: ignore[misc]
             return
         if not isinstance(found, ast.FunctionDef):
-            raise ValueError(f"tiercel/ref/{file}.py does not define {op}")
+            raise ValueError(f"tiercel/ops/{family}/reference.py does not define {op}")
         self.function = found
 
     def reached(self, start: ast.stmt) -> list[tuple[str, ast.stmt]]:

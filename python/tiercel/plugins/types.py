@@ -8,18 +8,18 @@ from typing import Annotated, Protocol
 import torch
 from torch import Tensor
 
-from tiercel.plugins.contracts.activation import GELU_AND_MUL, SILU, SILU_AND_MUL
-from tiercel.plugins.contracts.attention import ATTENTION, ATTENTION_VARLEN
-from tiercel.plugins.contracts.gemv import NVFP4_GEMV, NVFP4_LINEAR
-from tiercel.plugins.contracts.linear import LINEAR_ACT
-from tiercel.plugins.contracts.moe import FUSED_MOE, MOE_DOWN, MOE_UP
-from tiercel.plugins.contracts.norm import RMS_NORM
-from tiercel.plugins.contracts.quant import FP8_QUANTIZE, NVFP4_DEQUANTIZE, NVFP4_QUANTIZE
-from tiercel.plugins.contracts.reduce import REDUCE
-from tiercel.plugins.contracts.routing import TOPK_SOFTMAX
-from tiercel.plugins.contracts.routing_moe import MOE_ALIGN_BLOCK_SIZE, MOE_SUM, TOPK_SOFTMAX_ALIGN
-from tiercel.plugins.contracts.softmax import SOFTMAX_ONLINE
-from tiercel.plugins.contracts.transpose import COPY_TRANSPOSE
+from tiercel.ops.activation.contract import GELU_AND_MUL, SILU, SILU_AND_MUL
+from tiercel.ops.attention.contract import ATTENTION, ATTENTION_VARLEN
+from tiercel.ops.gemv.contract import NVFP4_GEMV, NVFP4_LINEAR
+from tiercel.ops.linear.contract import LINEAR_ACT
+from tiercel.ops.moe.contract import FUSED_MOE, MOE_DOWN, MOE_UP
+from tiercel.ops.norm.contract import RMS_NORM
+from tiercel.ops.quant.contract import FP8_QUANTIZE, NVFP4_DEQUANTIZE, NVFP4_QUANTIZE
+from tiercel.ops.reduce.contract import REDUCE
+from tiercel.ops.routing.contract import TOPK_SOFTMAX
+from tiercel.ops.routing.contract_moe import MOE_ALIGN_BLOCK_SIZE, MOE_SUM, TOPK_SOFTMAX_ALIGN
+from tiercel.ops.softmax.contract import SOFTMAX_ONLINE
+from tiercel.ops.transpose.contract import COPY_TRANSPOSE
 
 __all__ = [
     "Activated",

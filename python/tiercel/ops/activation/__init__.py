@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activations, and the gated ones: silu_and_mul and its like."""

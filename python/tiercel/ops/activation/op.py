@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activations, plain and gated, with a float8 result on request."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tiercel.ops.activation import reference as ref
+from tiercel.ops.activation.forms import Activation
+
+__all__ = ["gelu", "gelu_and_mul", "relu", "relu_and_mul", "silu", "silu_and_mul"]
+
+# ActivationFunction in kernels/activation/activation.h, by `approximate` where there is that.
+_SILU: dict[str | None, int] = {None: 0}
+_GELU: dict[str | None, int] = {"none": 1, "tanh": 2}
+_RELU: dict[str | None, int] = {None: 3}
+
+_FORMS = {
+    name: Activation(name, gated=gated, indices=indices, reference=getattr(ref, name))
+    for name, gated, indices in (
+        ("silu_and_mul", True, _SILU),
+        ("gelu_and_mul", True, _GELU),
+        ("relu_and_mul", True, _RELU),
+        ("silu", False, _SILU),
+        ("gelu", False, _GELU),
+        ("relu", False, _RELU),
+    )
+}
+
+
+@_FORMS["silu_and_mul"].main.export
+def silu_and_mul(
+    x: Tensor,
+    up: Tensor | None = None,
+    *,
+    scale: Tensor | None = None,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """SwiGLU's activation: ``silu(gate) * up``.
+
+    silu(x) = x / (1 + exp(-x)); Shazeer, 2020, arXiv:2002.05202.
+    Arithmetic is float32 and the result is rounded once.
+
+    Differentiable in ``x`` and ``up``, by one kernel; works under torch.compile and torch.export,
+    and in CUDA graphs; it never synchronises.
+
+    Args:
+        x: ``[..., 2N]``, the gate in the first half and the factor in the second; or, with ``up``,
+            the gate alone, ``[..., N]``. float32, bfloat16 or float16. Rows may be apart; where
+            they are at several distances, or elements are not neighbours, a copy is made.
+        up: The factor, of the shape and dtype of ``x``, or None.
+        scale: One float32 on the device of ``x``, or None. With it the result is float8_e4m3fn:
+            the product times ``1 / scale``; beyond 448 it is 448, NaN stays NaN. No gradient
+            flows.
+        out: ``[..., N]`` to write to, contiguous, of the result's dtype, on the device of ``x``.
+            Then no gradient flows.
+        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+
+    Returns:
+        ``[..., N]``, the dtype of ``x``, or float8_e4m3fn with ``scale``.
+
+    Raises:
+        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        ValueError: A shape, stride or device does not fit, or there is no such backend.
+        RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it; or a
+            gradient is wanted with ``scale`` or ``out``.
+
+    Example:
+        >>> hidden = tiercel.silu_and_mul(x @ gate_up.T)
+    """
+    return _FORMS["silu_and_mul"](x, up, scale, out, backend)
+
+
+@_FORMS["gelu_and_mul"].main.export
+def gelu_and_mul(
+    x: Tensor,
+    up: Tensor | None = None,
+    *,
+    approximate: str = "none",
+    scale: Tensor | None = None,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """GEGLU's activation: ``gelu(gate) * up``.
+
+    gelu(x) = x Phi(x), Phi the normal distribution's; Hendrycks and Gimpel, 2016,
+    arXiv:1606.08415, and Shazeer, 2020, arXiv:2002.05202.
+    Arithmetic is float32 and the result is rounded once.
+
+    Differentiable in ``x`` and ``up``, by one kernel; works under torch.compile and torch.export,
+    and in CUDA graphs; it never synchronises.
+
+    Args:
+        x: ``[..., 2N]``, the gate in the first half and the factor in the second; or, with ``up``,
+            the gate alone, ``[..., N]``. float32, bfloat16 or float16. Rows may be apart; where
+            they are at several distances, or elements are not neighbours, a copy is made.
+        up: The factor, of the shape and dtype of ``x``, or None.
+        approximate: ``"none"`` for the error function, ``"tanh"`` for the approximation by tanh.
+        scale: One float32 on the device of ``x``, or None. With it the result is float8_e4m3fn:
+            the product times ``1 / scale``; beyond 448 it is 448, NaN stays NaN. No gradient
+            flows.
+        out: ``[..., N]`` to write to, contiguous, of the result's dtype, on the device of ``x``.
+            Then no gradient flows.
+        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+
+    Returns:
+        ``[..., N]``, the dtype of ``x``, or float8_e4m3fn with ``scale``.
+
+    Raises:
+        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        ValueError: A shape, stride or device does not fit, or there is no such approximation or
+            backend.
+        RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it; or a
+            gradient is wanted with ``scale`` or ``out``.
+
+    Example:
+        >>> hidden = tiercel.gelu_and_mul(x @ gate_up.T)
+    """
+    return _FORMS["gelu_and_mul"](x, up, scale, out, approximate, backend)
+
+
+@_FORMS["relu_and_mul"].main.export
+def relu_and_mul(
+    x: Tensor,
+    up: Tensor | None = None,
+    *,
+    scale: Tensor | None = None,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """ReGLU's activation: ``relu(gate) * up``.
+
+    Shazeer, 2020, arXiv:2002.05202.
+    Arithmetic is float32 and the result is rounded once.
+
+    Differentiable in ``x`` and ``up``, by one kernel; works under torch.compile and torch.export,
+    and in CUDA graphs; it never synchronises.
+
+    Args:
+        x: ``[..., 2N]``, the gate in the first half and the factor in the second; or, with ``up``,
+            the gate alone, ``[..., N]``. float32, bfloat16 or float16. Rows may be apart; where
+            they are at several distances, or elements are not neighbours, a copy is made.
+        up: The factor, of the shape and dtype of ``x``, or None.
+        scale: One float32 on the device of ``x``, or None. With it the result is float8_e4m3fn:
+            the product times ``1 / scale``; beyond 448 it is 448, NaN stays NaN. No gradient
+            flows.
+        out: ``[..., N]`` to write to, contiguous, of the result's dtype, on the device of ``x``.
+            Then no gradient flows.
+        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+
+    Returns:
+        ``[..., N]``, the dtype of ``x``, or float8_e4m3fn with ``scale``.
+
+    Raises:
+        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        ValueError: A shape, stride or device does not fit, or there is no such backend.
+        RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it; or a
+            gradient is wanted with ``scale`` or ``out``.
+
+    Example:
+        >>> hidden = tiercel.relu_and_mul(x @ gate_up.T)
+    """
+    return _FORMS["relu_and_mul"](x, up, scale, out, backend)
+
+
+@_FORMS["silu"].main.export
+def silu(
+    x: Tensor,
+    *,
+    scale: Tensor | None = None,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """``x / (1 + exp(-x))``, also called swish.
+
+    Arithmetic is float32 and the result is rounded once. Differentiable; works under torch.compile
+    and torch.export, and in CUDA graphs; it never synchronises.
+
+    Args:
+        x: Any shape; float32, bfloat16 or float16. Rows may be apart, as for
+            :func:`tiercel.silu_and_mul`.
+        scale: As for :func:`tiercel.silu_and_mul`: makes the result float8_e4m3fn.
+        out: To write to: contiguous, of the shape and on the device of ``x``, of the result's
+            dtype. Then no gradient flows.
+        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+
+    Returns:
+        The shape and dtype of ``x``, or float8_e4m3fn with ``scale``.
+
+    Raises:
+        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        ValueError: A shape, stride or device does not fit, or there is no such backend.
+        RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it; or a
+            gradient is wanted with ``scale`` or ``out``.
+
+    Example:
+        >>> hidden = tiercel.silu(x)
+    """
+    return _FORMS["silu"](x, None, scale, out, backend)
+
+
+@_FORMS["gelu"].main.export
+def gelu(
+    x: Tensor,
+    *,
+    approximate: str = "none",
+    scale: Tensor | None = None,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """``x * Phi(x)``, Phi the normal distribution's.
+
+    Arithmetic is float32 and the result is rounded once. Differentiable; works under torch.compile
+    and torch.export, and in CUDA graphs; it never synchronises.
+
+    Args:
+        x: Any shape; float32, bfloat16 or float16. Rows may be apart, as for
+            :func:`tiercel.gelu_and_mul`.
+        approximate: ``"none"`` for the error function, ``"tanh"`` for the approximation by tanh.
+        scale: As for :func:`tiercel.gelu_and_mul`: makes the result float8_e4m3fn.
+        out: To write to: contiguous, of the shape and on the device of ``x``, of the result's
+            dtype. Then no gradient flows.
+        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+
+    Returns:
+        The shape and dtype of ``x``, or float8_e4m3fn with ``scale``.
+
+    Raises:
+        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        ValueError: A shape, stride or device does not fit, or there is no such approximation or
+            backend.
+        RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it; or a
+            gradient is wanted with ``scale`` or ``out``.
+
+    Example:
+        >>> hidden = tiercel.gelu(x)
+    """
+    return _FORMS["gelu"](x, None, scale, out, approximate, backend)
+
+
+@_FORMS["relu"].main.export
+def relu(
+    x: Tensor,
+    *,
+    scale: Tensor | None = None,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """``max(x, 0)``; NaN stays NaN.
+
+    Arithmetic is float32 and the result is rounded once. Differentiable; works under torch.compile
+    and torch.export, and in CUDA graphs; it never synchronises.
+
+    Args:
+        x: Any shape; float32, bfloat16 or float16. Rows may be apart, as for
+            :func:`tiercel.relu_and_mul`.
+        scale: As for :func:`tiercel.relu_and_mul`: makes the result float8_e4m3fn.
+        out: To write to: contiguous, of the shape and on the device of ``x``, of the result's
+            dtype. Then no gradient flows.
+        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+
+    Returns:
+        The shape and dtype of ``x``, or float8_e4m3fn with ``scale``.
+
+    Raises:
+        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        ValueError: A shape, stride or device does not fit, or there is no such backend.
+        RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it; or a
+            gradient is wanted with ``scale`` or ``out``.
+
+    Example:
+        >>> hidden = tiercel.relu(x)
+    """
+    return _FORMS["relu"](x, None, scale, out, backend)

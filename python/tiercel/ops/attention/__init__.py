@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention: forward, backward, packed sequences, decoding from a cache, merging."""

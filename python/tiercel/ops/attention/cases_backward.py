@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradients of attention's q, k and v."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tiercel.bench.launch import Launch, WrongResult
+from tiercel.bench.ops import Error, Inputs, OpBench
+from tiercel.ops.attention.cases import BENCHES as FORWARD
+
+(_FORWARD,) = [bench for bench in FORWARD if bench.op == "attention"]
+
+
+def _make(case: Any, device: str, seed: int) -> Inputs:
+    import torch
+
+    inputs = _FORWARD.make(case, device, seed)
+    generator = torch.Generator(device=device).manual_seed(seed + 1)
+    q = inputs["q"]
+    grad = torch.randn(q.shape, device=device, generator=generator).to(q.dtype)
+    return {**inputs, "grad": grad}
+
+
+def _ours(case: Any, inputs: Inputs, backend: str) -> Launch:
+    """The operator that the gradient calls; a user meets it only in ``backward()``."""
+    import torch
+
+    import tiercel
+
+    q, k, v = (inputs[name] for name in "qkv")
+    results = tiercel.attention(q, k, v, causal=case["causal"], return_lse=True, backend=backend)
+    function = torch.ops.tiercel.attention_backward
+    rest = (case["causal"], None, None, None, case["deterministic"], backend)
+    return Launch(
+        lambda: function(inputs["grad"], q, k, v, *results, *rest),
+        strict=True,
+        details={"kernel": "attention_backward"},
+    )
+
+
+def _bytes(case: Any) -> int:
+    """Read q, k, v, the result and its gradient; write three gradients."""
+    return 2 * _FORWARD.bytes_moved(case)
+
+
+def _flops(case: Any) -> int:
+    """Five products where the forward has two."""
+    assert _FORWARD.flops is not None
+    return _FORWARD.flops(case) // 2 * 5
+
+
+def _reference(case: Any, inputs: Inputs) -> Any:
+    """float64, of the last entry's last head of keys and the heads of queries that read it."""
+    from tiercel.ops.attention.reference import attention, attention_backward
+
+    share = inputs["q"].shape[2] // inputs["k"].shape[2]
+    tensors = [inputs[name][-1:, :, -share:].double() for name in ("grad", "q")]
+    grad, q = tensors
+    k, v = (inputs[name][-1:, :, -1:].double() for name in "kv")
+    causal = case["causal"]
+    results = attention(q, k, v, causal=causal, return_lse=True)
+    return share, attention_backward(grad, q, k, v, *results, causal=causal)
+
+
+def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error:
+    """p, ds and each gradient are rounded to the dtype, and so is the result that delta is of."""
+    import torch
+
+    share, truths = expected
+    unit = torch.finfo(inputs["q"].dtype).eps / 2
+    worst = Error(rms=0.0, maximum=0.0)
+    for name, result, truth in zip("qkv", outputs, truths, strict=True):
+        if result.shape != inputs[name].shape or result.dtype != inputs[name].dtype:
+            raise WrongResult(f"d{name}: shape {tuple(result.shape)}, {result.dtype}")
+        part = result[-1:, :, -(share if name == "q" else 1) :].double()
+        error = (part - truth).abs()
+        if not bool(error.isfinite().all()):
+            raise WrongResult(f"d{name} is not finite")
+        rms = float(error.square().mean().sqrt() / truth.square().mean().sqrt())
+        if rms > 4 * unit:
+            raise WrongResult(f"d{name}: RMS error {rms:.1e}, tolerance {4 * unit:.1e}")
+        largest = float(error.max() / truth.abs().max())
+        worst = Error(rms=max(worst.rms, rms), maximum=max(worst.maximum, largest))
+    return worst
+
+
+BENCHES = [
+    OpBench(
+        family="attention",
+        op="attention_backward",
+        params={**_FORWARD.params, "deterministic": False},
+        invalid=_FORWARD.invalid,
+        make=_make,
+        call=_FORWARD.call,
+        out=lambda case, inputs: None,
+        bytes_moved=_bytes,
+        flops=_flops,
+        reference=_reference,
+        check=_check,
+        ours=_ours,
+    )
+]

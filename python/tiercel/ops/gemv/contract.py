@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrices of 4-bit floats times few vectors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tiercel.plugins.contract import Case, Contract, TensorSpec
+
+
+def _draw(seed: int) -> Any:
+    """Functions that draw codes and scales, on the CPU: the same numbers on every device."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def codes(*shape: int) -> Any:
+        drawn = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        return drawn.view(torch.float4_e2m1fn_x2)
+
+    def scales(*shape: int) -> Any:
+        return (torch.rand(*shape, generator=generator) + 0.05).to(torch.float8_e4m3fn)
+
+    def normal(*shape: int) -> Any:
+        return torch.randn(*shape, generator=generator).to(torch.bfloat16)
+
+    return codes, scales, normal
+
+
+# --------------------------------------------------------------------------------------- gemv
+
+
+def _gemv_case(m: int, k: int, batches: int) -> Case:
+    return Case({"m": m, "k": k, "l": batches}, "float16")
+
+
+def _gemv_make(case: Case, device: str, seed: int) -> dict[str, Any]:
+    import torch
+
+    from tiercel.ops.gemv.reference import permute_scales
+
+    m, k, batches = (case.sizes[name] for name in "mkl")
+    codes, scales, _ = _draw(seed)
+    # In memory batches are outermost and k is innermost.
+    a, b = codes(batches, m, k // 2), codes(batches, 1, k // 2)
+    scale_a = scales(batches, m, k // 16).permute(1, 2, 0)
+    scale_b = scales(batches, 1, k // 16).permute(1, 2, 0)
+    c = torch.zeros(batches, m, 1, dtype=torch.float16, device=device)
+    return {
+        "a": a.to(device).permute(1, 2, 0),
+        "b": b.to(device).permute(1, 2, 0),
+        "scale_a": scale_a,
+        "scale_b": scale_b,
+        "scale_a_permuted": permute_scales(scale_a.to(device)),
+        "scale_b_permuted": permute_scales(scale_b.to(device)),
+        "c": c.permute(1, 2, 0),
+    }
+
+
+def _gemv_written(call: Any, *values: Any) -> None:
+    call(*values)
+
+
+_PERMUTED = ("32", "4", "m / 128", "4", "k / 64", "l")
+
+# k counts values; two lie in one byte, so that torch's shapes show k / 2.
+NVFP4_GEMV = Contract(
+    family="gemv",
+    op="nvfp4_gemv",
+    arguments=(
+        TensorSpec("a", ("m", "k / 2", "l"), ("float4_e2m1fn_x2",), strided=True),
+        TensorSpec("b", ("1", "k / 2", "l"), ("float4_e2m1fn_x2",), strided=True),
+        TensorSpec("scale_a", ("m", "k / 16", "l"), ("float8_e4m3fn",), strided=True),
+        TensorSpec("scale_b", ("1", "k / 16", "l"), ("float8_e4m3fn",), strided=True),
+        TensorSpec("scale_a_permuted", _PERMUTED, ("float8_e4m3fn",), strided=True),
+        TensorSpec(
+            "scale_b_permuted",
+            tuple(dim.replace("m / 128", "1") for dim in _PERMUTED),
+            ("float8_e4m3fn",),
+            strided=True,
+        ),
+        TensorSpec("c", ("m", "1", "l"), ("float16",), strided=True, written=True),
+    ),
+    # One rounding to float16, and float32 sums of what may cancel.
+    outputs=(TensorSpec("c", ("m", "1", "l"), ("float16",), rtol=1e-3, atol=2e-2),),
+    cases=(
+        _gemv_case(1, 64, 1),
+        _gemv_case(33, 96, 1),
+        _gemv_case(128, 256, 2),
+        _gemv_case(200, 1056, 3),
+        _gemv_case(512, 2048, 1),
+        _gemv_case(0, 64, 1),
+    ),
+    timing={"cpu": _gemv_case(128, 512, 1), "cuda": _gemv_case(7168, 16384, 1)},
+    make=_gemv_make,
+    variants={"nvfp4_gemv": _gemv_written},
+)
+
+
+# ------------------------------------------------------------------------------------- linear
+
+
+def _linear_case(tokens: int, features: int, k: int, values: str = "random") -> Case:
+    return Case({"T": tokens, "N": features, "K": k}, "bfloat16", {}, values)
+
+
+def _linear_make(case: Case, device: str, seed: int) -> dict[str, Any]:
+    import torch
+
+    tokens, features, k = (case.sizes[name] for name in "TNK")
+    codes, scales, normal = _draw(seed)
+    scaled, strided = case.values == "global scale", case.values == "strided"
+    return {
+        "x": (normal(tokens, 2 * k)[:, :k] if strided else normal(tokens, k)).to(device),
+        "weight": codes(features, k // 2).to(device),
+        "scale": scales(features, k // 16).to(device),
+        "global_scale": torch.full((1,), 0.3, device=device) if scaled else None,
+    }
+
+
+def _linear_into(call: Any, x: Any, weight: Any, scale: Any, *rest: Any) -> None:
+    *given, out = rest
+    out.copy_(call(x, weight, scale, *(given or [None]))[0])
+
+
+NVFP4_LINEAR = Contract(
+    family="gemv",
+    op="nvfp4_linear",
+    arguments=(
+        TensorSpec("x", ("T", "K"), ("bfloat16",), strided=True),
+        TensorSpec("weight", ("N", "K / 2"), ("float4_e2m1fn_x2",), strided=True),
+        TensorSpec("scale", ("N", "K / 16"), ("float8_e4m3fn",), strided=True),
+        TensorSpec("global_scale", ("one",), ("float32",), optional=True),
+    ),
+    # Weights may be rounded to bfloat16 with their scale, the result is.
+    outputs=(TensorSpec("out", ("T", "N"), ("bfloat16",), rtol=8e-3, atol=5e-2),),
+    cases=(
+        _linear_case(1, 64, 64),
+        _linear_case(7, 100, 192),
+        _linear_case(8, 256, 512, "global scale"),
+        _linear_case(16, 128, 1024),
+        _linear_case(17, 64, 128),
+        _linear_case(5, 64, 128, "strided"),
+        _linear_case(0, 64, 64),
+    ),
+    timing={"cpu": _linear_case(4, 256, 256), "cuda": _linear_case(4, 7168, 16384)},
+    make=_linear_make,
+    variants={
+        "nvfp4_linear": lambda call, *values: call(*values, None)[0],
+        "nvfp4_linear_out": _linear_into,
+        "nvfp4_linear_scaled": lambda call, *values: call(*values)[0],
+        "nvfp4_linear_scaled_out": _linear_into,
+    },
+)
+
+CONTRACTS = (NVFP4_GEMV, NVFP4_LINEAR)

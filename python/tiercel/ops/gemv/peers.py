@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrices of 4-bit floats times few vectors.
+
+PyTorch has no such product on this GPU: it multiplies what the weights stand for, made bfloat16
+beforehand, which they fit exactly. vLLM's is Marlin, with weights and scales put into its own order
+beforehand; it has vectors of bfloat16 only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tiercel.bench.launch import Launch, Unsupported
+from tiercel.bench.peers.vllm import operator
+from tiercel.ops.gemv.cases import values_of
+
+
+def _torch_linear(case: Any, inputs: dict[str, Any]) -> Launch:
+    import torch
+
+    weight = values_of(inputs["weight"], inputs["scale"], torch.bfloat16)
+    x = inputs["x"]
+    return Launch(run=lambda: (torch.nn.functional.linear(x, weight),))
+
+
+def _batches(inputs: dict[str, Any]) -> tuple[Any, Any]:
+    """The matrices [l, m, k] and vectors [l, 1, k] as bfloat16."""
+    import torch
+
+    made = []
+    for name in ("a", "b"):
+        scale = inputs[f"scale_{name}"].to(inputs["a"].device).permute(2, 0, 1)
+        made.append(values_of(inputs[name].permute(2, 0, 1), scale, torch.bfloat16))
+    return made[0], made[1]
+
+
+def _torch_gemv(case: Any, inputs: dict[str, Any]) -> Launch:
+    import torch
+
+    matrices, vectors = _batches(inputs)
+    columns = vectors.mT.contiguous()
+    return Launch(run=lambda: (torch.bmm(matrices, columns).permute(1, 2, 0),))
+
+
+# e2m1 among vLLM's scalar types: 2 bits of exponent, 1 of mantissa, signed, finite values only.
+_E2M1_TYPE = 2 | 1 << 8 | 1 << 16 | 1 << 49
+
+
+def _marlin_scales(scale: Any, n: int, k: int) -> Any:
+    """Scales [n, k / 16] in Marlin's order and format: e4m3's bits without the sign, shifted."""
+    import torch
+
+    order = [i + 8 * j for i in range(8) for j in range(8)]
+    turned = scale.float().t().contiguous().half()
+    turned = turned.reshape(-1, len(order))[:, order].reshape(-1, n).contiguous()
+    turned = turned.view(-1, 4)[:, [0, 2, 1, 3]].reshape(turned.shape[0], -1)
+    bits = (turned * 2.0**7).view(torch.int16) << 1
+    return bits.view(torch.float8_e4m3fn)[:, 1::2].contiguous()
+
+
+class _Marlin:
+    """One weight [n, k] prepared for it."""
+
+    def __init__(self, weight: Any, scale: Any) -> None:
+        import torch
+
+        repack, self._gemm = operator("_C", "gptq_marlin_repack"), operator("_C", "marlin_gemm")
+        self._n, self._k = weight.shape[0], 2 * weight.shape[1]
+        if self._n % 64 or self._k % 128:
+            raise Unsupported("N must be a multiple of 64 and K of 128")
+        packed = weight.view(torch.uint8).view(torch.int32).t().contiguous()
+        names = [a.name for a in repack.default._schema.arguments]
+        sizes = {"size_k": self._k, "size_n": self._n, "num_bits": 4, "is_a_8bit": False}
+        given: dict[str, Any] = {name: sizes[name] for name in names if name in sizes}
+        if "perm" in names:
+            given["perm"] = torch.empty(0, dtype=torch.int32, device=weight.device)
+        self._weight = repack(packed, **given)
+        self._scale = _marlin_scales(scale, self._n, self._k)
+        self._workspace = torch.zeros(1024, dtype=torch.int32, device=weight.device)
+        # 2^126 makes bfloat16 of e2m1's bits, 2^-7 takes back what the scales got.
+        self._global = torch.tensor([2.0**119], device=weight.device)
+
+    def __call__(self, x: Any, out: Any = None) -> Any:
+        values = {
+            "a": x,
+            "c_or_none": out,
+            "b_q_weight": self._weight,
+            "b_scales": self._scale,
+            "global_scale": self._global,
+            "workspace": self._workspace,
+            "b_type_id": _E2M1_TYPE,
+            "size_m": x.shape[0],
+            "size_n": self._n,
+            "size_k": self._k,
+            "use_atomic_add": True,
+            "use_fp32_reduce": True,
+            "is_zp_float": False,
+            "is_k_full": True,
+        }
+        names = [argument.name for argument in self._gemm.default._schema.arguments]
+        return self._gemm(*(values.get(name) for name in names))
+
+    def settle(self, x: Any, weight: Any) -> None:
+        """Versions differ in the global scale's dtype: takes the one that gives the product."""
+        import torch
+
+        due = x.float() @ weight.float().T
+        for dtype in (torch.float32, torch.bfloat16):
+            self._global = self._global.to(dtype)
+            try:
+                got = self(x).float()
+            except RuntimeError as error:
+                text = str(error)
+                continue
+            text = "its product is another one"
+            if bool(((got - due).abs() <= 0.05 * due.square().mean().sqrt()).all()):
+                return
+        raise Unsupported(f"marlin_gemm does not take these weights: {text.splitlines()[0]}")
+
+
+def _vllm_linear(case: Any, inputs: dict[str, Any]) -> Launch:
+    import torch
+
+    x = inputs["x"]
+    marlin = _Marlin(inputs["weight"], inputs["scale"])
+    marlin.settle(x, values_of(inputs["weight"], inputs["scale"], torch.bfloat16))
+    return Launch(run=lambda: (marlin(x),))
+
+
+def _vllm_gemv(case: Any, inputs: dict[str, Any]) -> Launch:
+
+    matrices, vectors = _batches(inputs)
+    marlins = []
+    for i in range(case["L"]):
+        scale = inputs["scale_a"][..., i].to(vectors.device)
+        marlins.append(_Marlin(inputs["a"][..., i].contiguous(), scale))
+        marlins[-1].settle(vectors[i], matrices[i])
+
+    out = vectors.new_empty(case["L"], 1, case["M"])
+
+    def run() -> tuple[Any]:
+        for i, marlin in enumerate(marlins):
+            marlin(vectors[i], out[i])
+        return (out.permute(2, 1, 0),)
+
+    return Launch(run)
+
+
+ADAPTERS = {
+    "torch": {"nvfp4_gemv": _torch_gemv, "nvfp4_linear": _torch_linear},
+    "vllm": {"nvfp4_gemv": _vllm_gemv, "nvfp4_linear": _vllm_linear},
+}

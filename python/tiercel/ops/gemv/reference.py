@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NVFP4 products in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tiercel.ops.quant.reference import nvfp4_values
+
+
+def nvfp4_gemv(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    scale_a_permuted: Tensor,
+    scale_b_permuted: Tensor,
+    c: Tensor,
+) -> Tensor:
+    """As :func:`tiercel.nvfp4_gemv`, for any k; by the scales on the CPU, not the permuted ones."""
+    wide = torch.promote_types(c.dtype, torch.float32)
+    # Values that depend on no order of summation; [l, m, k] and [l, 1, k].
+    matrix = _scaled(a, scale_a, wide)
+    vector = _scaled(b, scale_b, wide)
+    c.copy_((matrix @ vector.mT).permute(1, 2, 0))
+    return c
+
+
+def _scaled(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    values = nvfp4_values(q.permute(2, 0, 1)).to(dtype)
+    scales = scale.to(q.device).permute(2, 0, 1).to(dtype)
+    return (values.unflatten(-1, (scales.shape[-1], 16)) * scales[..., None]).flatten(-2)
+
+
+def permute_scales(scale: Tensor) -> Tensor:
+    """Scales ``[m, k / 16, l]`` in the layout of the block-scaled tensor-core instructions.
+
+    Returns:
+        ``[32, 4, ceil(m / 128), 4, ceil(k / 64), l]``: element ``[i, j, p, q, r, b]`` is the scale
+        of row ``128 p + 32 j + i`` and group ``4 r + q`` of batch ``b``. In memory an atom of 128
+        rows and 4 groups, 512 bytes, follows the other, along k first; what pads them is 0.
+    """
+    rows, groups, batches = scale.shape
+    down, along = -(-rows // 128), -(-groups // 4)
+    bits = scale.permute(2, 0, 1).view(torch.uint8)
+    padded = bits.new_zeros(batches, down * 128, along * 4)
+    padded[:, :rows, :groups] = bits
+    atoms = padded.view(batches, down, 4, 32, along, 4)
+    memory = atoms.permute(0, 1, 4, 3, 2, 5).contiguous()  # l, down, along, 32, 4, 4
+    return memory.view(scale.dtype).permute(3, 4, 1, 5, 2, 0)
+
+
+def nvfp4_linear(
+    x: Tensor, weight: Tensor, scale: Tensor, *, global_scale: Tensor | None = None
+) -> Tensor:
+    """As :func:`tiercel.nvfp4_linear`, for any number of tokens and any K."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    values = nvfp4_values(weight).to(wide).unflatten(-1, (scale.shape[-1], 16))
+    matrix = (values * scale.to(wide)[..., None]).flatten(-2)
+    product = x.to(wide) @ matrix.mT
+    if global_scale is not None:
+        product = product * global_scale
+    return product.to(x.dtype)

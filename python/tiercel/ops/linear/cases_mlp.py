@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gated linear layers, the MLP of two layers, a linear layer's backward, and float8."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tiercel.bench.launch import Launch, WrongResult
+from tiercel.bench.ops import Error, Inputs, OpBench
+from tiercel.ops.linear.cases import ACTIVATIONS, activate
+
+_ELEMENT = 2  # bytes; both dtypes have 16 bits
+GATES = ACTIVATIONS[2:]
+
+
+def _sizes(params: Mapping[str, Any], known: tuple[str, ...]) -> str | None:
+    if params["act"] not in known:
+        return f"`act` must be one of {', '.join(known)}"
+    sizes = [value for name, value in params.items() if len(name) == 1]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        return "sizes must be positive whole numbers"
+    flags = [name for name in ("bias", "gated", "residual") if name in params]
+    if not all(isinstance(params[name], bool) for name in flags):
+        return f"{', '.join(flags)} must be true or false"
+    return None
+
+
+def _random(case: Any, device: str, seed: int) -> Any:
+    import torch
+
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def random(*shape: int, scale: float = 1.0) -> Any:
+        drawn = torch.randn(*shape, device=device, generator=generator)
+        return drawn.mul_(scale).to(getattr(torch, case.dtype))
+
+    return random
+
+
+def _make_gated(case: Any, device: str, seed: int) -> Inputs:
+    random, m, n, k = _random(case, device, seed), *(case[name] for name in "MNK")
+    bias = random(2 * n) if case["bias"] else None
+    return {"x": random(m, k), "weight": random(2 * n, k, scale=k**-0.5), "bias": bias}
+
+
+def _gate(case: Any, both: Any) -> Any:
+    gate, up = both.chunk(2, dim=-1)
+    return activate(case["act"], gate) * up
+
+
+def _gated_reference(case: Any, inputs: Inputs) -> tuple[Any, ...]:
+    both = inputs["x"].double() @ inputs["weight"].double().T
+    if inputs["bias"] is not None:
+        both += inputs["bias"].double()
+    return (_gate(case, both),)
+
+
+def _make_mlp(case: Any, device: str, seed: int) -> Inputs:
+    random, m, n, h = _random(case, device, seed), *(case[name] for name in "MNH")
+    return {
+        "x": random(m, n),
+        "up": random((1 + case["gated"]) * h, n, scale=n**-0.5),
+        "down": random(n, h, scale=h**-0.5),
+        "residual": random(m, n) if case["residual"] else None,
+    }
+
+
+def _mlp_reference(case: Any, inputs: Inputs) -> tuple[Any, ...]:
+    sums = inputs["x"].double() @ inputs["up"].double().T
+    hidden = _gate(case, sums) if case["gated"] else activate(case["act"], sums)
+    result = hidden @ inputs["down"].double().T
+    return (result if inputs["residual"] is None else result.add_(inputs["residual"]),)
+
+
+def _make_backward(case: Any, device: str, seed: int) -> Inputs:
+    random, m, n, k = _random(case, device, seed), *(case[name] for name in "MNK")
+    x, weight = random(m, k), random(n, k, scale=k**-0.5)
+    return {"x": x, "weight": weight, "sums": random(m, n), "grad": random(m, n)}
+
+
+def _backward_reference(case: Any, inputs: Inputs) -> tuple[Any, ...]:
+    import torch
+
+    x, weight, sums, grad = (inputs[name].double() for name in ("x", "weight", "sums", "grad"))
+    sums.requires_grad_()
+    (slope,) = torch.autograd.grad(activate(case["act"], sums), sums, grad)
+    found = (slope @ weight, slope.T @ x)
+    return (*found, slope.sum(0)) if case["bias"] else found
+
+
+FP8_ACTIVATIONS = ("none", *GATES)
+
+
+def _make_fp8(case: Any, device: str, seed: int) -> Inputs:
+    import torch
+
+    random, m, n, k = _random(case, device, seed), *(case[name] for name in "MNK")
+
+    def quantized(rows: int, factor: float) -> tuple[Any, Any]:
+        values = random(rows, k).float()
+        scale = values.abs().amax(1, keepdim=True) / 448
+        return (values / scale).to(torch.float8_e4m3fn), scale * factor
+
+    x, x_scale = quantized(m, 1.0)
+    weight, weight_scale = quantized(n, k**-0.5)
+    bias = random(n) if case["bias"] else None
+    scales = {"x_scale": x_scale, "weight_scale": weight_scale}
+    return {"x": x, "weight": weight, **scales, "bias": bias}
+
+
+def _call_fp8(case: Any, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return tuple(inputs.values()), {"activation": case["act"]}
+
+
+def _fp8_reference(case: Any, inputs: Inputs) -> tuple[Any, ...]:
+    x = inputs["x"].double() * inputs["x_scale"]
+    sums = x @ (inputs["weight"].double() * inputs["weight_scale"]).T
+    if inputs["bias"] is not None:
+        sums += inputs["bias"].double()
+    return (activate(case["act"], sums),)
+
+
+def _ours_backward(case: Any, inputs: Inputs, backend: str) -> Launch:
+    """What the gradient calls; a user meets it only in ``backward()``."""
+    from tiercel.ops.linear.backward import products
+
+    def run() -> tuple[Any, ...]:
+        names = ("x", "weight", "sums", "grad")
+        found = products(*(inputs[n] for n in names), case["act"], case["bias"], backend)
+        return found if case["bias"] else found[:2]
+
+    return Launch(run, strict=True, details={"kernel": "linear_act_backward"})
+
+
+def _check(inputs: Inputs, expected: tuple[Any, ...], outputs: Any, launch: Launch) -> Error:
+    """Every element, and the RMS of the errors, in units of the dtype's rounding u (half an ulp).
+
+    What is between two products is rounded too, up to three times: each adds errors of about u
+    of the result's RMS, of either sign, of which the worst of many is some six times as large.
+    """
+    import torch
+
+    worst = Error(rms=0.0, maximum=0.0)
+    for result, due in zip(outputs, expected, strict=True):
+        if result.shape != due.shape:
+            raise WrongResult(f"shape {tuple(result.shape)}, {tuple(due.shape)} due")
+        unit = torch.finfo(result.dtype).eps / 2
+        scale = float(due.square().mean().sqrt())
+        errors = (result.double() - due).abs_()
+        rms, largest = float(errors.square().mean().sqrt()) / scale, float(errors.max())
+        if not largest < float("inf"):
+            raise WrongResult("a result is not finite")
+        if not rms <= 3 * unit:
+            raise WrongResult(f"RMS error {rms:.1e}, tolerance {3 * unit:.1e}")
+        off = float((errors / due.abs().mul(2.5 * unit).add_(12 * unit * scale)).max())
+        if off > 1:
+            raise WrongResult(f"a result is off by {off:.1f} times its tolerance")
+        maximum = largest / float(due.abs().max())
+        worst = Error(rms=max(worst.rms, rms), maximum=max(worst.maximum, maximum))
+    return worst
+
+
+def _elements(case: Any, *parts: tuple[str, int]) -> int:
+    """Products of sizes, each so many times."""
+    total = 0
+    for names, times in parts:
+        product = times
+        for name in names:
+            product *= case[name]
+        total += product
+    return total
+
+
+def _ours_mlp(case: Any, inputs: Inputs, backend: str) -> Launch:
+    """Two operators, neither of which has the public function's name."""
+    import tiercel
+
+    options = {"activation": case["act"], "gated": case["gated"], "residual": inputs["residual"]}
+    arguments = (inputs["x"], inputs["up"], inputs["down"])
+
+    def run() -> tuple[Any, ...]:
+        return (tiercel.fused_mlp(*arguments, **options, backend=backend),)
+
+    return Launch(run, host=run, strict=True, details={"kernel": "two kernels"})
+
+
+BENCHES = [
+    OpBench(
+        family="linear",
+        op="gated_linear",
+        params={"M": None, "N": None, "K": None, "act": "silu", "bias": False},
+        invalid=lambda params: _sizes(params, GATES),
+        make=_make_gated,
+        call=lambda case, i: ((i["x"], i["weight"], i["bias"]), {"activation": case["act"]}),
+        out=lambda case, inputs: inputs["x"].new_empty(case["M"], case["N"]),
+        bytes_moved=lambda c: _ELEMENT * _elements(c, ("MK", 1), ("NK", 2), ("MN", 1)),
+        flops=lambda case: 2 * _elements(case, ("MNK", 2)),
+        reference=_gated_reference,
+        check=_check,
+    ),
+    OpBench(
+        family="linear",
+        op="fused_mlp",
+        params={
+            "M": None,
+            "N": None,
+            "H": None,
+            "act": "silu",
+            "gated": True,
+            "residual": True,
+        },
+        invalid=lambda params: _sizes(params, ACTIVATIONS),
+        make=_make_mlp,
+        call=lambda case, i: (
+            (i["x"], i["up"], i["down"]),
+            {"activation": case["act"], "gated": case["gated"], "residual": i["residual"]},
+        ),
+        out=lambda case, inputs: None,
+        bytes_moved=lambda c: (
+            _ELEMENT * _elements(c, ("MN", 2 + c["residual"]), ("MH", 2), ("NH", 2 + c["gated"]))
+        ),
+        flops=lambda case: 2 * _elements(case, ("MNH", 2 + case["gated"])),
+        reference=_mlp_reference,
+        check=_check,
+        ours=_ours_mlp,
+    ),
+    OpBench(
+        family="linear",
+        op="linear_act_backward",
+        params={"M": None, "N": None, "K": None, "act": "gelu_tanh", "bias": True},
+        invalid=lambda params: _sizes(params, ACTIVATIONS),
+        make=_make_backward,
+        call=lambda case, inputs: ((), {}),
+        out=lambda case, inputs: None,
+        bytes_moved=lambda c: _ELEMENT * _elements(c, ("MN", 2), ("NK", 2), ("MK", 2)),
+        flops=lambda case: 4 * _elements(case, ("MNK", 1)),
+        reference=_backward_reference,
+        check=_check,
+        ours=_ours_backward,
+    ),
+    OpBench(
+        family="linear",
+        op="fp8_linear",
+        params={"M": None, "N": None, "K": None, "act": "none", "bias": False},
+        invalid=lambda params: _sizes(params, FP8_ACTIVATIONS),
+        make=_make_fp8,
+        call=_call_fp8,
+        out=lambda case, i: i["x_scale"].new_empty(case["M"], case["N"]).bfloat16(),
+        bytes_moved=lambda c: _elements(c, ("MK", 1), ("NK", 1), ("MN", 2), ("M", 4), ("N", 4)),
+        flops=lambda case: 2 * _elements(case, ("MNK", 1)),
+        reference=_fp8_reference,
+        check=_check,
+    ),
+]

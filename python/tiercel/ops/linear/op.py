@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers with an activation, gated ones, and the MLP of both."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tiercel.ops.linear.forms import Form, Linear
+from tiercel.ops.linear.reference import ACTIVATIONS, GATES
+
+__all__ = ["fused_mlp", "gated_linear", "linear_act"]
+
+_LINEAR = Linear("linear_act", 1, tuple(ACTIVATIONS))
+_GATED = Linear("gated_linear", 2, GATES)
+check_activation = _LINEAR.check_activation
+
+_PLAIN = _LINEAR.operators[Form()]
+_PLAIN_NO_BIAS = _LINEAR.operators[Form(bias=False)]
+
+
+def _wants_gradient(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and (
+        getattr(x, "requires_grad", False)  # what is no tensor is told so later
+        or getattr(weight, "requires_grad", False)
+        or getattr(bias, "requires_grad", False)
+    )
+
+
+@_LINEAR.main.export
+def linear_act(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str = "gelu",
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """A linear layer with its activation in one kernel: ``act(x @ weight.T + bias)``.
+
+    With ``residual`` that is added to the activation's result, in the same kernel. Sums, bias,
+    activation and residual are float32, and the result is rounded once; torch's own steps round in
+    between.
+
+    Differentiable in ``x``, ``weight``, ``bias`` and ``residual``. Where a gradient is wanted the
+    kernel also writes what the activation is taken of, rounded, and the backward starts from that;
+    ReLU's needs only the result, and no activation nothing. Works under torch.compile and
+    torch.export, and in CUDA graphs; it never synchronises.
+
+    Args:
+        x: ``[..., K]``, bfloat16 or float16. The precompiled kernels take rows at any distance
+            that is a multiple of 16 bytes, and K and N that are multiples of 8; ref takes others.
+        weight: ``[N, K]``, the dtype and device of ``x``.
+        bias: ``[N]``, or None.
+        activation: ``"none"``, ``"relu"``, ``"silu"``, ``"gelu"`` (by the error function),
+            ``"gelu_tanh"`` or ``"relu_squared"``; the last one is not precompiled (TIERCEL_JIT).
+        residual: ``[..., N]``, the dtype and device of ``x``, or None.
+        out: ``[..., N]`` to write to, contiguous, of the dtype and on the device of ``x``. Then no
+            gradient flows.
+        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+
+    Returns:
+        ``[..., N]``, the dtype of ``x``.
+
+    Raises:
+        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        ValueError: A shape, stride or device does not fit, or there is no such activation or
+            backend.
+        NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.
+        RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.
+
+    Example:
+        >>> hidden = tiercel.linear_act(x, up.weight, up.bias, activation="gelu")
+    """
+    if residual is None and out is None:  # the usual call costs no more than this
+        if activation in ("none", "relu") or not _wants_gradient(x, weight, bias):
+            result: Tensor = (
+                _PLAIN_NO_BIAS.pick()(x, weight, activation, backend)
+                if bias is None
+                else _PLAIN.pick()(x, weight, bias, activation, backend)
+            )
+            return result
+    form = Form(
+        bias is not None,
+        residual is not None,
+        out is not None,
+        out is None and activation != "none" and _wants_gradient(x, weight, bias),
+    )
+    tensors = [t for t in (x, weight, bias, residual, out) if t is not None]
+    made = _LINEAR.operators[form].pick()(*tensors, activation, backend)
+    if form.out:
+        return tensors[-1]
+    result = made[0] if form.sums else made
+    return result
+
+
+@_GATED.main.export
+def gated_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """A gated linear layer in one kernel: ``act(x @ gate.T) * (x @ up.T)``, as in SwiGLU.
+
+    ``weight`` has the rows of the gate and then those of what it multiplies, as
+    :func:`tiercel.silu_and_mul` and :func:`tiercel.fused_moe` have them. Sums, biases, activation
+    and product are float32, and the result is rounded once: the two halves of the sums never leave
+    the kernel.
+
+    Differentiable in ``x``, ``weight`` and ``bias``. Where a gradient is wanted the layer runs as
+    two kernels instead, since the backward needs both halves: :func:`tiercel.linear_act` without an
+    activation, then :func:`tiercel.silu_and_mul` or its like; the result is rounded in between.
+    Works under torch.compile and torch.export, and in CUDA graphs; it never synchronises.
+
+    Args:
+        x: ``[..., K]``, bfloat16 or float16. The precompiled kernels take rows at any distance
+            that is a multiple of 16 bytes, and K and N that are multiples of 8; ref takes others.
+        weight: ``[2N, K]``, the dtype and device of ``x``.
+        bias: ``[2N]``, or None.
+        activation: ``"silu"``, ``"gelu"`` (by the error function) or ``"gelu_tanh"``.
+        out: ``[..., N]`` to write to, contiguous, of the dtype and on the device of ``x``. Then no
+            gradient flows.
+        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+
+    Returns:
+        ``[..., N]``, the dtype of ``x``.
+
+    Raises:
+        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        ValueError: A shape, stride or device does not fit, or there is no such activation or
+            backend.
+        NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.
+        RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.
+
+    Example:
+        >>> hidden = tiercel.gated_linear(x, torch.cat([gate.weight, up.weight]))
+    """
+    if out is None and _wants_gradient(x, weight, bias):
+        _GATED.check_activation(activation)
+        both = linear_act(x, weight, bias, activation="none", backend=backend)
+        return _gate(both, activation, backend)
+    tensors = [t for t in (x, weight, bias, out) if t is not None]
+    op = _GATED.operators[Form(bias is not None, False, out is not None)]
+    result = op.pick()(*tensors, activation, backend)
+    return result if out is None else out
+
+
+def _gate(both: Tensor, activation: str, backend: str | None) -> Tensor:
+    from tiercel.ops.activation.op import gelu_and_mul, silu_and_mul
+
+    if activation == "silu":
+        return silu_and_mul(both, backend=backend)
+    approximate = "tanh" if activation == "gelu_tanh" else "none"
+    return gelu_and_mul(both, approximate=approximate, backend=backend)
+
+
+def fused_mlp(
+    x: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    gated: bool = True,
+    residual: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """A transformer's MLP in two kernels: ``down(act(up(x)))``, gated or not, plus a residual.
+
+    The first is :func:`tiercel.gated_linear`, or :func:`tiercel.linear_act` with ``gated=False``;
+    the second is :func:`tiercel.linear_act` without an activation, which adds the residual. It
+    begins before the first has ended (programmatic dependent launch).
+
+    Differentiable in all tensors. Works under torch.compile and torch.export, and in CUDA graphs.
+
+    Args:
+        x: ``[..., K]``, bfloat16 or float16.
+        up_weight: ``[2H, K]``, the gate's rows first, or ``[H, K]`` with ``gated=False``.
+        down_weight: ``[N, H]``.
+        up_bias: ``[2H]`` or ``[H]``, or None.
+        down_bias: ``[N]``, or None.
+        activation: As the first of the two takes it.
+        gated: Whether half of the first layer gates the other.
+        residual: ``[..., N]`` to add, or None.
+        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+
+    Returns:
+        ``[..., N]``, the dtype of ``x``.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: As the two layers do.
+
+    Example:
+        >>> x = tiercel.fused_mlp(normed, gate_up.weight, down.weight, residual=x)
+    """
+    first = gated_linear if gated else linear_act
+    hidden = first(x, up_weight, up_bias, activation=activation, backend=backend)
+    return linear_act(
+        hidden, down_weight, down_bias, activation="none", residual=residual, backend=backend
+    )

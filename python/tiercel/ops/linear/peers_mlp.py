@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gated linear layers, the MLP of two layers, a linear layer's backward, and float8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tiercel.bench.launch import Launch
+from tiercel.ops.linear.cases import activate
+
+Inputs = dict[str, Any]
+
+
+def gated_linear(x: Any, weight: Any, bias: Any, act: str) -> tuple[Any, ...]:
+    import torch
+
+    gate, up = torch.nn.functional.linear(x, weight, bias).chunk(2, dim=-1)
+    return (activate(act, gate) * up,)
+
+
+def fused_mlp(x: Any, up: Any, down: Any, residual: Any, act: str, gated: bool) -> tuple[Any, ...]:
+    from torch.nn import functional
+
+    if gated:
+        (hidden,) = gated_linear(x, up, None, act)
+    else:
+        hidden = activate(act, functional.linear(x, up))
+    result = functional.linear(hidden, down)
+    return (result if residual is None else result + residual,)
+
+
+def linear_act_backward(
+    x: Any, weight: Any, sums: Any, grad: Any, act: str, bias: bool
+) -> tuple[Any, ...]:
+    """What autograd of torch.nn.functional runs, with what its forward saves."""
+    import torch
+
+    aten = torch.ops.aten
+    if act == "relu":
+        grad = aten.threshold_backward(grad, sums, 0)
+    elif act == "silu":
+        grad = aten.silu_backward(grad, sums)
+    elif act != "none":
+        approximate = "tanh" if act == "gelu_tanh" else "none"
+        grad = aten.gelu_backward(grad, sums, approximate=approximate)
+    found = (grad @ weight, grad.t() @ x)
+    return (*found, grad.sum(0)) if bias else found
+
+
+def fp8_linear(
+    x: Any, weight: Any, x_scale: Any, weight_scale: Any, bias: Any, act: str
+) -> tuple[Any, ...]:
+    """With sums as the tensor cores have them, as ours."""
+    import torch
+
+    options: dict[str, Any] = {"bias": bias, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+    sums = torch._scaled_mm(x, weight.t(), x_scale, weight_scale.t(), **options)
+    return (activate(act, sums),)
+
+
+def _arguments(op: str, case: Any, inputs: Inputs) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    function, names, options = {
+        "gated_linear": (gated_linear, ("x", "weight", "bias"), ("act",)),
+        "fused_mlp": (fused_mlp, ("x", "up", "down", "residual"), ("act", "gated")),
+        "linear_act_backward": (
+            linear_act_backward,
+            ("x", "weight", "sums", "grad"),
+            ("act", "bias"),
+        ),
+        "fp8_linear": (
+            fp8_linear,
+            ("x", "weight", "x_scale", "weight_scale", "bias"),
+            ("act",),
+        ),
+    }[op]
+    return function, (*(inputs[name] for name in names), *(case[name] for name in options))
+
+
+def _torch(op: str) -> Callable[[Any, Inputs], Launch]:
+    def prepare(case: Any, inputs: Inputs) -> Launch:
+        function, arguments = _arguments(op, case, inputs)
+        return Launch(run=lambda: function(*arguments))
+
+    return prepare
+
+
+_last: dict[Any, Callable[..., Any]] = {}  # one compilation for all inputs of a case
+
+
+def _compiled(op: str) -> Callable[[Any, Inputs], Launch]:
+    def prepare(case: Any, inputs: Inputs) -> Launch:
+        import torch
+
+        function, arguments = _arguments(op, case, inputs)
+        if case.key not in _last:
+            torch._dynamo.reset()
+            _last.clear()
+            _last[case.key] = torch.compile(function, dynamic=False, fullgraph=True)
+        compiled = _last[case.key]
+        return Launch(run=lambda: compiled(*arguments))
+
+    return prepare
+
+
+_OPS = ("gated_linear", "fused_mlp", "linear_act_backward", "fp8_linear")
+ADAPTERS = {
+    "torch": {op: _torch(op) for op in _OPS},
+    "torch.compile": {op: _compiled(op) for op in _OPS},
+}

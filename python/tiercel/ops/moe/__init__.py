@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixture-of-experts layers: the whole MLP, its halves, grouped products."""

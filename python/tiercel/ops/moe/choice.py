@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fused_moe's work is cut up: as was tuned for the problem, or by a heuristic."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tiercel import _tuned
+from tiercel.ops.moe.few_tokens import fits_one_launch
+from tiercel.ops.moe.tiles import tiles
+
+_NAME = "fused_moe"
+
+
+class Choice(NamedTuple):
+    """Slots of a routing block; rows of weights a tile and blocks a cluster of each half, None for
+    the launcher's own."""
+
+    block: int
+    up: tuple[int, int] | None
+    down: tuple[int, int] | None
+
+
+# Not in blocks: all in one launch, for few tokens and float8 weights.
+FEW = Choice(0, None, None)
+_FEW_BYTES = 300_000_000  # of weights: beyond, what a launch costs is little beside them
+
+
+def suits_one_launch(tokens: int, k: int, w_down: Tensor) -> bool:
+    """Whether launches one after the other would be much of the time, and one takes these sizes."""
+    experts, hidden, inner = w_down.shape
+    if w_down.element_size() > 1 or not fits_one_launch(tokens, k, hidden, inner):
+        return False
+    return min(tokens * k, experts) * 3 * hidden * inner <= _FEW_BYTES
+
+
+def block_size(elements: int, experts: int) -> int:
+    """For many tokens, as many rows as a multiprocessor takes at a time; for few, half of that,
+    since most are padding."""
+    return 128 if elements > 56 * max(experts, 1) else 64
+
+
+# kMoeRoutedIds and kMoeRoutedExperts of moe_mlp.h.
+_ROUTED_IDS, _ROUTED_EXPERTS = 1024, 512
+
+
+def routed_by_kernels(elements: int, experts: int, block: int, expert_map: Tensor | None) -> bool:
+    """Whether each block of threads sorts all ids by itself, instead of a launch before."""
+    few = elements <= _ROUTED_IDS and experts <= _ROUTED_EXPERTS
+    return few and block == 64 and expert_map is None
+
+
+# Of an H100 SXM or H200.
+_MULTIPROCESSORS = 132
+
+
+def _tile(blocks: float, rows: float) -> tuple[int, int]:
+    """For few tokens: narrower tiles where they leave fewer multiprocessors without work at last.
+    `rows`: of the result, in tiles of 64."""
+    narrow, wide = (
+        math.ceil(blocks * math.ceil(rows / tiles) / _MULTIPROCESSORS) * tiles for tiles in (1, 2)
+    )
+    return (64, 1) if narrow < 0.9 * wide else (128, 1)
+
+
+@functools.lru_cache(maxsize=4096)
+def heuristic(
+    tokens: int,
+    k: int,
+    experts: int,
+    hidden: int,
+    inner: int,
+    float8: bool = False,
+) -> Choice:
+    elements = tokens * k
+    block = block_size(elements, experts)
+    if block == 128:
+        return Choice(block, None, None)
+    if float8:  # whose tiles of weights have half of the bytes; measured
+        return Choice(block, (128, 1), (128, 1))
+    # Experts that tokens come to, where all are as likely: a block each.
+    active = experts * (1 - (1 - min(k / max(experts, 1), 1)) ** tokens)
+    return Choice(block, *(_tile(active, n) for n in (inner / 32, hidden / 64)))
+
+
+def of_config(config: tuple[int, ...]) -> Choice:
+    """Of a configuration's fields, in the order of _tuned.OPS."""
+    block, up_tile, up_cluster, down_tile, down_cluster = config
+    if block == 0:
+        return FEW
+    return Choice(block, (up_tile, up_cluster), (down_tile, down_cluster))
+
+
+@functools.lru_cache(maxsize=1024)
+def has_kernels(config: tuple[int, ...], dtype: str) -> bool:
+    """True if the wheel has a configuration's kernels, or if it asks for the single launch."""
+    block, *halves = config
+    if block == 0:
+        return True
+    up, down = (tuple(halves[at : at + 2]) for at in (0, 2))
+    if block not in (64, 128):
+        return False
+    return up in tiles(block, "up", dtype) and down in tiles(block, "down", dtype)
+
+
+def choose(
+    w_down: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    block_scaled: bool,
+    one_launch: bool = True,
+) -> Choice:
+    """`one_launch`: FEW is a choice."""
+    tokens, k = topk_ids.shape
+    experts, hidden, inner = w_down.shape
+    float8 = w_down.element_size() == 1
+    if expert_map is not None:  # how many tokens come to these experts is another question
+        return Choice(block_size(tokens * k, experts), None, None)
+    device, dtype = w_down.get_device(), str(w_down.dtype).removeprefix("torch.")
+    sizes = (experts, k, hidden, inner)
+    if not block_scaled:  # whose kernels are others
+        config = _tuned.FUSED_MOE.find(
+            device, (dtype, *sizes), tokens, lambda: _tuned.hint(_NAME, device, dtype, *sizes)
+        )
+        if config is not None and not has_kernels(config, dtype):  # a file may say anything
+            config = None
+        choice = None if config is None else of_config(config)
+        # Tuned for another number of tokens, a single launch may not take these.
+        fits = one_launch and float8 and fits_one_launch(tokens, k, hidden, inner)
+        if choice is not None and (choice is not FEW or fits):
+            return choice
+    if one_launch and suits_one_launch(tokens, k, w_down):
+        return FEW
+    return heuristic(tokens, k, experts, hidden, inner, float8)

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixture of experts: the experts' MLPs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tiercel.plugins.contract import Case, Contract, ScalarSpec, TensorSpec
+
+_16_BIT = ("bfloat16", "float16")
+_WEIGHTS = (*_16_BIT, "float8_e4m3fn")
+_ROUTING = (
+    TensorSpec("sorted_token_ids", ("slots",), ("int32",)),
+    TensorSpec("expert_ids", ("blocks",), ("int32",)),
+    TensorSpec("num_tokens_post_padded", ("1",), ("int32",)),
+)
+
+
+def _case(
+    names: str, sizes: tuple[int, ...], dtype: str, values: str = "random", **more: Any
+) -> Case:
+    return Case(dict(zip(names.split(), sizes, strict=True)), dtype, more, values)
+
+
+def _fused(*sizes: int, dtype: str = "bfloat16", values: str = "random", act: str = "silu") -> Case:
+    return _case("T E k H I", sizes, dtype, values, activation=act)
+
+
+def _up(*sizes: int, dtype: str = "bfloat16", values: str = "random", act: str = "silu") -> Case:
+    return _case("T E top_k H I block_size", sizes, dtype, values, activation=act)
+
+
+def _down(*sizes: int, dtype: str = "bfloat16", values: str = "random") -> Case:
+    return _case("elements E H I block_size", sizes, dtype, values)
+
+
+def _values(case: Case, device: str, seed: int) -> dict[str, Any]:
+    import torch
+
+    sizes = case.sizes
+    experts, hidden, inner = (sizes[name] for name in "EHI")
+    # Of one element a token where they are all that counts.
+    tokens, k = sizes.get("T", sizes.get("elements", 0)), sizes.get("k", sizes.get("top_k", 1))
+    # On the CPU and then moved: the same numbers on every device.
+    generator = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, case.dtype)
+
+    def random(*shape: int, scale: float = 1.0) -> Any:
+        drawn = torch.randn(*shape, generator=generator) * scale
+        return drawn.to(device=device, dtype=dtype)
+
+    x = random(tokens, inner if "elements" in sizes else hidden)
+    if case.values == "strided":
+        x = torch.cat([x, -x], dim=1)[:, : x.shape[1]]
+    ids = torch.rand(tokens, experts, generator=generator).topk(k).indices.int()
+    return {
+        "x": x,
+        "w_up": random(experts, 2 * inner, hidden, scale=hidden**-0.5),
+        "w_down": random(experts, hidden, inner, scale=inner**-0.5),
+        "topk_weights": torch.rand(tokens, k, generator=generator).to(device),
+        "topk_ids": ids.to(device),
+    }
+
+
+def _make(case: Case, device: str, seed: int) -> dict[str, Any]:
+    import torch
+
+    expert_map = None
+    if case.values == "elsewhere":  # every second expert is
+        experts = torch.arange(2 * case.sizes["E"], dtype=torch.int32)
+        expert_map = torch.where(experts % 2 == 0, experts // 2, -1).int().to(device)
+    values = _values(case, device, seed)
+    if expert_map is not None:
+        values["topk_ids"] = values["topk_ids"] * 2 + values["topk_ids"] % 2
+    scales = {"w_up_scale": None, "w_down_scale": None}
+    return {**values, **case.options, "expert_map": expert_map, **scales}
+
+
+def _scaled(call: Any, x: Any, w_up: Any, w_down: Any, up: Any, down: Any, *rest: Any) -> Any:
+    return call(x, w_up, w_down, *rest, up, down)[0]
+
+
+def _float8(call: Any, *args: Any) -> None:
+    raise NotImplementedError("a registered backend does not take float8_e4m3fn")
+
+
+def _routing(ids: Any, case: Case) -> dict[str, Any]:
+    from tiercel.ops.routing.reference import moe_align_block_size
+
+    names = [spec.name for spec in _ROUTING]
+    found = moe_align_block_size(ids, case.sizes["block_size"], case.sizes["E"])
+    return dict(zip(names, found, strict=True))
+
+
+def _make_up(case: Case, device: str, seed: int) -> dict[str, Any]:
+    values = _values(case, device, seed)
+    routing = _routing(values["topk_ids"], case)
+    sizes = {"top_k": case.sizes["top_k"], "block_size": case.sizes["block_size"]}
+    return {"x": values["x"], "w_up": values["w_up"], **routing, **sizes, **case.options}
+
+
+def _make_down(case: Case, device: str, seed: int) -> dict[str, Any]:
+    values = _values(case, device, seed)
+    return {
+        "x": values["x"],
+        "w_down": values["w_down"],
+        "topk_weights": values["topk_weights"].flatten(),
+        **_routing(values["topk_ids"], case),
+        "block_size": case.sizes["block_size"],
+    }
+
+
+# Roundings to bfloat16, 2**-9 each: between the halves, of each expert's output, of the sum. What
+# cancels in sums has an absolute error, of values of about 1. (Float32 sums of products lose less
+# than 2**-18 of their magnitudes, which are at most 30; float8 has no case here.)
+_TOLERANCE = {"rtol": 1.6e-2, "atol": 1.6e-2}
+
+FUSED_MOE = Contract(
+    family="moe",
+    op="fused_moe",
+    arguments=(
+        TensorSpec("x", ("T", "H"), _16_BIT, strided=True),
+        TensorSpec("w_up", ("E", "2I", "H"), _WEIGHTS, strided=True),
+        TensorSpec("w_down", ("E", "H", "I"), _WEIGHTS, strided=True),
+        TensorSpec("topk_weights", ("T", "k"), ("float32",)),
+        TensorSpec("topk_ids", ("T", "k"), ("int32", "int64")),
+        ScalarSpec("activation", "str"),
+        TensorSpec("expert_map", ("experts",), ("int32",), optional=True),
+        # Of float8 weights; a last dimension of 1 is a factor for all rows of an expert.
+        TensorSpec("w_up_scale", ("E", "2I or 1"), ("float32",), optional=True),
+        TensorSpec("w_down_scale", ("E", "H or 1"), ("float32",), optional=True),
+    ),
+    outputs=(TensorSpec("out", ("T", "H"), ("x",), **_TOLERANCE),),
+    cases=(
+        _fused(1, 8, 2, 320, 320),
+        _fused(17, 6, 3, 384, 328, dtype="float16", act="gelu"),
+        _fused(40, 4, 2, 336, 320, act="relu"),
+        _fused(5, 4, 2, 320, 352, act="gelu_residual"),
+        _fused(9, 4, 2, 320, 320, values="elsewhere"),
+        _fused(9, 4, 2, 320, 320, values="strided"),
+        _fused(0, 4, 2, 320, 320),
+    ),
+    timing={"cpu": _fused(8, 8, 2, 320, 320), "cuda": _fused(16, 64, 8, 2048, 1024)},
+    make=_make,
+    variants={
+        "fused_moe": lambda call, *values: call(*values, None, None)[0],
+        "fused_moe_fp8": _scaled,
+    },
+)
+
+MOE_UP = Contract(
+    family="moe",
+    op="moe_up",
+    arguments=(
+        TensorSpec("x", ("T", "H"), _16_BIT, strided=True),
+        TensorSpec("w_up", ("E", "2I", "H"), ("x",), strided=True),
+        *_ROUTING,
+        ScalarSpec("top_k", "int"),
+        ScalarSpec("block_size", "int"),
+        ScalarSpec("activation", "str"),
+    ),
+    outputs=(TensorSpec("out", ("elements", "I"), ("x",), rtol=8e-3, atol=4e-3),),
+    cases=(
+        _up(1, 8, 2, 320, 320, 64),
+        _up(17, 6, 3, 384, 328, 64, dtype="float16", act="gelu"),
+        _up(40, 4, 2, 336, 320, 128, act="relu"),
+        _up(9, 4, 2, 320, 320, 64, values="strided"),
+        _up(0, 4, 2, 320, 320, 64),
+    ),
+    timing={"cpu": _up(8, 8, 2, 320, 320, 64), "cuda": _up(16, 64, 8, 2048, 1024, 64)},
+    make=_make_up,
+    derive=lambda sizes, values: {
+        "elements": sizes["T"] * sizes["top_k"],
+        "I": sizes["2I"] // 2,
+    },
+    variants={"moe_up": lambda call, *values: call(*values)[0], "moe_up_fp8": _float8},
+)
+
+MOE_DOWN = Contract(
+    family="moe",
+    op="moe_down",
+    arguments=(
+        TensorSpec("x", ("elements", "I"), _16_BIT, strided=True),
+        TensorSpec("w_down", ("E", "H", "I"), ("x",), strided=True),
+        TensorSpec("topk_weights", ("elements",), ("float32",)),
+        *_ROUTING,
+        ScalarSpec("block_size", "int"),
+    ),
+    outputs=(TensorSpec("out", ("elements", "H"), ("x",), rtol=8e-3, atol=4e-3),),
+    cases=(
+        _down(1, 8, 320, 320, 64),
+        _down(51, 6, 384, 328, 64, dtype="float16"),
+        _down(80, 4, 336, 320, 128),
+        _down(9, 4, 320, 320, 64, values="strided"),
+        _down(0, 4, 320, 320, 64),
+    ),
+    timing={"cpu": _down(16, 8, 320, 320, 64), "cuda": _down(128, 64, 2048, 1024, 64)},
+    make=_make_down,
+    variants={"moe_down": lambda call, *values: call(*values)[0], "moe_down_fp8": _float8},
+)
+
+
+def _groups(*sizes: int, dtype: str = "bfloat16", values: str = "random") -> Case:
+    return _case("M E N K", sizes, dtype, values)
+
+
+def _make_groups(case: Case, device: str, seed: int) -> dict[str, Any]:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    rows, groups, columns, k = (case.sizes[name] for name in ("M", "E", "N", "K"))
+    dtype = getattr(torch, case.dtype)
+    x = torch.randn(rows, k, generator=generator)
+    if case.values == "strided":
+        x = torch.cat([x, -x], dim=1)
+    w = torch.randn(groups, columns, k, generator=generator) * k**-0.5
+    ends = torch.randint(0, rows + 1, (groups + 1,), generator=generator).sort().values
+    return {
+        "x": x.to(device=device, dtype=dtype)[:, :k],
+        "w": w.to(device=device, dtype=dtype),
+        "offsets": ends.int().to(device),
+    }
+
+
+GROUPED_GEMM = Contract(
+    family="moe",
+    op="grouped_gemm",
+    arguments=(
+        TensorSpec("x", ("M", "K"), _16_BIT, strided=True),
+        TensorSpec("w", ("E", "N", "K"), ("x",), strided=True),
+        TensorSpec("offsets", ("E + 1",), ("int32", "int64")),
+    ),
+    outputs=(TensorSpec("out", ("M", "N"), ("x",), rtol=8e-3, atol=4e-3),),
+    cases=(
+        _groups(300, 4, 136, 200),
+        _groups(40, 8, 64, 72, dtype="float16"),
+        _groups(90, 3, 64, 128, values="strided"),
+        _groups(0, 4, 64, 64),
+    ),
+    timing={"cpu": _groups(64, 4, 128, 128), "cuda": _groups(8192, 64, 2048, 2048)},
+    make=_make_groups,
+    variants={"grouped_gemm": lambda call, *values: call(*values)[0]},
+)
+
+CONTRACTS = (FUSED_MOE, GROUPED_GEMM, MOE_DOWN, MOE_UP)

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums, means and maxima."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tiercel.bench.launch import Launch
+from tiercel.ops.reduce.cases import dim_of, reduced
+
+
+def _torch(case: Any, inputs: dict[str, Any]) -> Launch:
+    x, dim, by = inputs["x"], dim_of(case), case["by"]
+    return Launch(run=lambda: (reduced(x, dim, by),))
+
+
+_last: dict[Any, Any] = {}  # one compilation for all inputs of a case
+
+
+def _compiled(case: Any, inputs: dict[str, Any]) -> Launch:
+    import torch
+
+    if case.key not in _last:
+        torch._dynamo.reset()
+        _last.clear()
+        _last[case.key] = torch.compile(reduced, dynamic=False, fullgraph=True)
+    compiled = _last[case.key]
+    x, dim, by = inputs["x"], dim_of(case), case["by"]
+    return Launch(run=lambda: (compiled(x, dim, by),))
+
+
+ADAPTERS = {
+    "torch": {"reduce": _torch},
+    "torch.compile": {"reduce": _compiled},
+}
