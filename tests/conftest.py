@@ -81,11 +81,11 @@ def _needs_gpu(request):
 def _from_the_start():
     """Backends and warnings as in a new process."""
     yield
-    backends = sys.modules.get("tiercel.backends")
-    if backends is not None:
-        backends._warned.clear()
-        backends._process.clear()
-        backends._update(0)
+    selection = sys.modules.get("tiercel.core.selection")
+    if selection is not None:
+        selection._warned.clear()
+        selection._process.clear()
+        selection._update(0)
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ class Getter {
   PyObject* self_ = nullptr;
 };
 
-// What tiercel._eager hands over once torch is there. Never freed: Python may be gone at exit.
+// What tiercel.core.eager hands over once torch is there. Never freed: Python may be gone at exit.
 struct Hooks {
   PyObject* exact_types[2];  // torch.Tensor and torch.nn.Parameter
   Getter transforms;         // whether a functorch transform is active
@@ -168,7 +168,7 @@ PyObject* SetRouteHooks(PyObject*, PyObject* const* values, Py_ssize_t count) {
 
 PyMethodDef functions[] = {
     {"route", AsMethod(RouteOf), METH_FASTCALL,
-     "route(*tensors)\n--\n\nHow to run an operator on these tensors, see tiercel._eager."},
+     "route(*tensors)\n--\n\nHow to run an operator on these tensors, see tiercel.core.eager."},
     {"set_route_hooks", AsMethod(SetRouteHooks), METH_FASTCALL,
      "set_route_hooks(tensor, parameter, transforms, forward_ad, dispatch_modes, function_modes, "
      "is_tracing, is_grad_enabled, /)\n--\n\nWhat of torch's `route` asks."},

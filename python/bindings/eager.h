@@ -9,7 +9,7 @@
 
 namespace tiercel::python {
 
-// The ways to run an operator; tiercel._eager has the same values.
+// The ways to run an operator; tiercel.core.eager has the same values.
 enum class Route : long {
   kDispatch = 0,     // a mode, a tracer or a tensor subclass wants to see the call
   kDirect = 1,       // plain tensors, nothing watching, no gradient wanted

@@ -109,7 +109,7 @@ template <typename Config>
 void HintOnce(TunedTable<Config>& table, const char* op) {
   TunedProblem problem;
   if (!table.take_miss(&problem)) return;
-  PyObject* tuned = PyImport_ImportModule("tiercel._tuned");
+  PyObject* tuned = PyImport_ImportModule("tiercel.core.tuned");
   PyObject* none = tuned == nullptr
                        ? nullptr
                        : PyObject_CallMethod(

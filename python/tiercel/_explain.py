@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiercel import _needs_torch as _needs_torch
-from tiercel._op import Op, Probe, Reached, registry
-from tiercel.backends import requested
+from tiercel.core.dispatch import CallIntercepted, ExplainRequest, Operator, registry
+from tiercel.core.selection import requested
 from tiercel.ops import _register as _register  # fills the registry
 
 
@@ -41,11 +41,11 @@ def explain(op: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     Example:
         >>> print(tiercel.explain(tiercel.topk_softmax, scores, 8))
     """
-    found = _find(op)
-    variant, values, arguments = reach(found, *args, **kwargs)
+    found = find(op)
+    variant, values, arguments = resolve_call(found, *args, **kwargs)
     variant.check_tensors(values[:1])  # others may be optional, and are compared with it
     variant.check(*values)
-    name = values[-1] or requested(found.family)
+    name = values[-1] or requested(found.variant_of)
     backend, fallback = variant.resolve(name, values)
     if fallback is not None:
         reason = f"sm90 does not apply, {fallback.text}"
@@ -60,31 +60,31 @@ def explain(op: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
             configuration = found.describe(*values)
         else:
             configuration = variant.describe(*values)
-    return Explanation(found.name, backend.name, reason, configuration)
+    return Explanation(found.variant_of, backend.name, reason, configuration)
 
 
-def reach(op: Op, /, *args: Any, **kwargs: Any) -> tuple[Op, tuple[Any, ...], dict[str, Any]]:
-    """Which variant of an operator a call gets to, with what, and the call's own arguments."""
+def resolve_call(op: Operator, /, *args: Any, **kwargs: Any) -> tuple[Operator, tuple[Any, ...], dict[str, Any]]:
+    """The operator that a call reaches, the arguments that it gets, and the call's own."""
     assert op.public is not None
     signature = inspect.signature(op.public)
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
-    arguments = bound.arguments | {"backend": Probe(bound.arguments["backend"])}
+    arguments = bound.arguments | {"backend": ExplainRequest(bound.arguments["backend"])}
     by_place = [p.name for p in signature.parameters.values() if p.kind is not p.KEYWORD_ONLY]
     first = [arguments.pop(name) for name in by_place]
     try:
         op.public(*first, **arguments)
-    except Reached as reached:
-        if reached.op.family == op.family:
-            return reached.op, reached.args, bound.arguments
+    except CallIntercepted as intercepted:
+        if intercepted.op.variant_of == op.variant_of:
+            return intercepted.op, intercepted.args, bound.arguments
         # One that it is made of.
         values = tuple(bound.arguments[argument] for argument in op.argument_names)
         return op, values, bound.arguments
     raise AssertionError("the operator was not called")
 
 
-def _find(op: str | Callable[..., Any]) -> Op:
-    for candidate in registry.values():
-        if op == candidate.name or op is candidate.public:
+def find(op: str | Callable[..., Any]) -> Operator:
+    for name, candidate in registry.items():
+        if op == name or op is candidate.public:
             return candidate
     raise ValueError(f"tiercel has no operator {op!r}; it has {', '.join(sorted(registry))}")

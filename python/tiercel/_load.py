@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from tiercel import _C, _platform
+from tiercel import _C
+from tiercel.core import platform
 from tiercel import _needs_torch as _needs_torch
-from tiercel._explain import _find
-from tiercel._op import registry
+from tiercel._explain import find
+from tiercel.core.dispatch import registry
 from tiercel.ops import _register as _register  # fills the registry
 
 
@@ -32,9 +33,9 @@ def load(
     Example:
         >>> tiercel.load(tiercel.topk_softmax, device="cuda:1")
     """
-    chosen = [_find(op) for op in operators] or list(registry.values())
+    chosen = [find(op) for op in operators] or list(registry.values())
     index = _index(device)
-    reason = _platform.why_not(torch.device("cuda", index))
+    reason = platform.why_not(torch.device("cuda", index))
     if reason is not None:
         raise reason.error(f"tiercel.load: {reason.text}")
     for op in chosen:

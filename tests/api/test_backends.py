@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import tiercel
-from tiercel import _eager, _op, _platform
-from tiercel._op import Backend
+from tiercel.core import dispatch as _op
+from tiercel.core import eager, platform
+from tiercel.core.dispatch import Backend
 
 pytestmark = pytest.mark.torch
 
@@ -52,9 +53,9 @@ def fast(monkeypatch):
         return op.backends["ref"].run(*args)
 
     _launches(monkeypatch, op, run)
-    _platform.ready.add(-1)
+    platform.ready.add(-1)
     yield calls
-    _platform.ready.discard(-1)
+    platform.ready.discard(-1)
 
 
 @pytest.fixture
@@ -270,22 +271,22 @@ def test_watched_calls_go_through_the_dispatcher(scores, fast, counted):
 
 
 def test_routes(scores):
-    assert _eager.route(scores) == _eager.DIRECT
-    assert _eager.route(scores, scores) == _eager.DIRECT
-    assert _eager.route(scores, [1]) == _eager.DISPATCH
+    assert eager.route(scores) == eager.DIRECT
+    assert eager.route(scores, scores) == eager.DIRECT
+    assert eager.route(scores, [1]) == eager.DISPATCH
     negated = torch.view_as_complex(torch.ones(4, 8, 2)).conj().imag
-    assert negated.is_neg() and _eager.route(negated) == _eager.DISPATCH
+    assert negated.is_neg() and eager.route(negated) == eager.DISPATCH
     wanted = scores.clone().requires_grad_()
-    assert _eager.route(scores, wanted) == _eager.GRAD
+    assert eager.route(scores, wanted) == eager.GRAD
     with torch.no_grad():
-        assert _eager.route(wanted) == _eager.DIRECT
+        assert eager.route(wanted) == eager.DIRECT
     with torch.inference_mode():
-        assert _eager.route(scores) == _eager.DIRECT
+        assert eager.route(scores) == eager.DIRECT
     torch.vmap(lambda s: [s, _transformed(s)][0])(scores)
 
 
 def _transformed(tensor):
-    assert _eager.route(tensor) == _eager.TRANSFORMED
+    assert eager.route(tensor) == eager.TRANSFORMED
 
 
 def test_a_launch_that_has_no_kernel_falls_back(scores, fast, monkeypatch):

@@ -107,9 +107,9 @@ _C.topk_softmax(T(4, 8), T(4, 2), T(4, 2, dtype="int32"), True, False)
 ON_FAKE_GPU = """
 import warnings
 import torch, tiercel
-from tiercel import _platform
-real = _platform.why_not
-_platform.why_not = lambda device: real(torch.device("cuda:0"))
+from tiercel.core import platform
+real = platform.why_not
+platform.why_not = lambda device: real(torch.device("cuda:0"))
 """
 THREE_CALLS = """
 with warnings.catch_warnings(record=True) as caught:

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 import tiercel
-from tiercel import _C, _index_checks, _op
+from tiercel import _C
+from tiercel.core import dispatch as _op
+from tiercel.core import index_checks
 from tiercel._explain import reach
 from tiercel.plugins.contract import TensorSpec
 from tiercel.plugins.contracts import CONTRACTS
@@ -226,13 +228,13 @@ def test_each_index_tensor_has_a_rule_and_its_error_is_tested():
     assert ("rotary_embedding", "positions") in asked and len(asked) > 15
     assert {(name, argument) for name, _, argument, _, _ in WRONG} == asked
     for name in {op for op, _ in asked}:
-        for operator in _op.families[name]:
+        for operator in _op.variants[name]:
             assert operator.indices is not None, operator.name
 
 
 def test_gradients_have_rules():
     for name in ("grouped_gemm_backward", "attention_varlen_backward"):
-        for operator in _op.families[name]:
+        for operator in _op.variants[name]:
             assert operator.indices is not None, operator.name
 
 
@@ -248,8 +250,8 @@ def test_each_operator_with_index_tensors_is_fuzzed():
 
 
 def test_it_costs_nothing_where_it_is_off():
-    assert not _index_checks.ENABLED
-    for family in _op.families.values():
+    assert not index_checks.ENABLED
+    for family in _op.variants.values():
         for operator in family:
             assert type(operator.direct) is _C.Direct
             assert "_run" not in vars(operator)
@@ -260,12 +262,12 @@ def test_a_graph_that_is_captured_is_not_looked_at(monkeypatch):
     monkeypatch.setattr(_index_checks, "_warned", False)
     tensor = types.SimpleNamespace(is_meta=False, is_cuda=True)
     with pytest.warns(UserWarning, match="TIERCEL_CHECK: .* not checked while a CUDA graph"):
-        assert not _index_checks.can_look(tensor)
+        assert not index_checks.can_look(tensor)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not _index_checks.can_look(tensor)
-        assert _index_checks.can_look(torch.zeros(1))
-        assert not _index_checks.can_look(torch.zeros(1, device="meta"))
+        assert not index_checks.can_look(tensor)
+        assert index_checks.can_look(torch.zeros(1))
+        assert not index_checks.can_look(torch.zeros(1, device="meta"))
 
 
 PROGRAM = """

@@ -9,7 +9,8 @@ import torch
 from support import contract_calls as calls
 
 import tiercel
-from tiercel import _op, _platform
+from tiercel.core import dispatch as _op
+from tiercel.core import platform
 
 pytestmark = [
     pytest.mark.torch,
@@ -205,12 +206,12 @@ def test_a_cuda_tensor_in_a_forked_child(monkeypatch):
 
 def test_a_forked_child_leaves_the_fast_path():
     """There, PyTorch's own error would come first."""
-    _platform.ready.add(99)
+    platform.ready.add(99)
     try:
         child = os.fork()
         if child == 0:
-            os._exit(len(_platform.ready))
+            os._exit(len(platform.ready))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert 99 in _platform.ready
+        assert 99 in platform.ready
     finally:
-        _platform.ready.discard(99)
+        platform.ready.discard(99)

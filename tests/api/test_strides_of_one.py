@@ -9,7 +9,8 @@ import pytest
 import torch
 from support.dlpack_tensor import DTYPES, ExchangeTensor
 
-from tiercel import _C, _op
+from tiercel import _C
+from tiercel.core import dispatch as _op
 from tiercel._explain import reach
 from tiercel.plugins.contracts import CONTRACTS
 

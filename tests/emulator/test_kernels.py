@@ -10,7 +10,7 @@ from support.emulator import kernels, options, sm90
 from support.near import BF16, F16, F32, FLOATS, RELATIVE, ROWS, check, normal, reference
 
 from tiercel import ref
-from tiercel._op import families
+from tiercel.core.dispatch import variants as families
 from tiercel.ops.routing.align import align_for_products
 
 FP8, INF, NAN = torch.float8_e4m3fn, float("inf"), float("nan")

@@ -206,31 +206,39 @@ def test_bad_arguments(op, error, text, changes):
         op(**arguments)
 
 
-VARIANTS = [
-    ("", ("weight", "bias", "residual")),
-    ("_no_bias_no_residual", ("weight",)),
-    ("_no_residual", ("weight", "bias")),
-    ("_no_bias", ("weight", "residual")),
-    ("_no_weight_no_bias_no_residual", ()),
+GIVEN = [
+    ("weight", "bias", "residual"),
+    ("weight",),
+    ("weight", "bias"),
+    ("weight", "residual"),
+    (),
 ]
 
 
-@pytest.mark.parametrize(("suffix", "given"), VARIANTS)
-def test_opcheck(op, suffix, given):
+@pytest.mark.parametrize("given", GIVEN)
+def test_opcheck(op, given):
     every = tensors(grad=True)
-    values = [every["x"], *(every[name] for name in given)]
-    ops = torch.ops.tiercel
-    torch.library.opcheck(getattr(ops, op.__name__ + suffix).default, values)
-    outs = [torch.empty(5, 24) for _ in range(1 + ("residual" in given))]
-    into = getattr(ops, f"{op.__name__}{suffix}_out").default
-    torch.library.opcheck(into, [*(v.detach() for v in values), *outs])
+    named = {name: every[name] if name in given else None for name in ("weight", "bias")}
+    name, values = op.__name__, [every["x"], *named.values()]
+    if "residual" in given:
+        name, values = f"add_{name}", [every["x"], every["residual"], *named.values()]
+    operator = getattr(torch.ops.tiercel, name)
+    torch.library.opcheck(operator.default, values)
+    outs = {"out": torch.empty(5, 24)}
+    if "residual" in given:
+        outs["residual_out"] = torch.empty(5, 24)
+    without_gradient = [None if v is None else v.detach() for v in values]
+    torch.library.opcheck(operator.out, without_gradient, outs)
 
 
 def test_opcheck_backward(op):
     every = tensors()
     function = getattr(torch.ops.tiercel, f"{op.__name__}_backward").default
-    values = (every["x"], every["weight"], every["residual"], make(5, 24, seed=9))
-    torch.library.opcheck(function, (*values, True, True, torch.float32, 1e-5))
+    grads = (make(5, 24, seed=9), every["residual"])
+    for weight, grad_residual in ((every["weight"], grads[1]), (None, None)):
+        values = (every["x"], weight, grads[0], grad_residual)
+        options = (weight is not None, True, torch.float32, 1e-5)
+        torch.library.opcheck(function, (*values, *options))
 
 
 def test_compile(op):

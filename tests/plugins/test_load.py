@@ -5,7 +5,9 @@ import pytest
 import torch
 
 import tiercel
-from tiercel import _C, _op, _platform
+from tiercel import _C
+from tiercel.core import dispatch as _op
+from tiercel.core import platform
 
 pytestmark = pytest.mark.torch
 

@@ -6,7 +6,8 @@ import textwrap
 import pytest
 
 import tiercel
-from tiercel import _op, backends
+from tiercel import backends
+from tiercel.core import dispatch as _op
 from tiercel.plugins import registration
 
 pytestmark = pytest.mark.torch
@@ -68,7 +69,7 @@ def test_a_file_that_fails_leaves_nothing(tmp_path):
     with pytest.raises(ZeroDivisionError):
         backends.load_path(tmp_path / "new.py", replace=True)
     assert names() == ["a"]
-    for op in _op.families["topk_softmax"]:
+    for op in _op.variants["topk_softmax"]:
         assert op.backends["a"].description == "old"
     assert registration.registered["topk_softmax", "a"].description == "old"
 
@@ -132,7 +133,7 @@ def packages(tmp_path):
 def test_entry_points_only_on_request(packages, run_python):
     code = """
 import sys, torch, tiercel, tiercel.ops
-from tiercel._op import registry
+from tiercel.core.dispatch import registry
 assert not {"by_import", "by_function"} & set(sys.modules)
 print(tiercel.backends.load_entry_points("by_function"))
 assert "by_import" not in sys.modules

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import tiercel
-from tiercel import _op, backends
+from tiercel import backends
+from tiercel.core import dispatch as _op
 from tiercel.plugins import types
 from tiercel.plugins.contracts import CONTRACTS, contract_of
 
@@ -312,12 +313,12 @@ def test_contracts_are_those_of_the_operators():
         f"{name}_backward"
         for name in ("attention", "attention_varlen", "grouped_gemm", "linear_act")
     }
-    assert set(CONTRACTS) == set(_op.registry) == set(_op.families) - gradients
+    assert set(CONTRACTS) == set(_op.registry) == set(_op.variants) - gradients
     for op, contract in CONTRACTS.items():
         names = _op.registry[op].argument_names[:-1]
         # A contract also has what only a variant takes: an optional tensor, `return_lse`.
         assert [name for name in contract.names if name in names] == list(names)
-        assert set(contract.variants) == {v.name for v in _op.families[op]}
+        assert set(contract.variants) == {v.name for v in _op.variants[op]}
         assert set(contract.timing) == {"cpu", "cuda"}
     assert str(contract_of("topk_softmax")) == (
         "topk_softmax(scores [T, E] float32 or bfloat16 or float16, k: int, softmax_first: bool, "

@@ -202,7 +202,7 @@ BAD = [
         TypeError,
         "`indices` must have dtype int32 or int64, got float32",
     ),
-    ({"out": out(torch.empty(4, 3))}, ValueError, "`out` has 3 columns, but `k` is 2"),
+    ({"out": out(torch.empty(4, 3))}, ValueError, "`weights` must have shape \\[T, k\\] = \\[5, 2\\], got \\[5, 3\\]"),
     (
         {"out": out(torch.empty(3, 2))},
         ValueError,
@@ -329,9 +329,8 @@ def test_opcheck_out():
     weights, indices = torch.empty(6, 3), torch.empty(6, 3, dtype=torch.int64)
     for dtype in DTYPES:
         scores = torch.randn(6, 16).to(dtype)
-        torch.library.opcheck(
-            torch.ops.tiercel.topk_softmax_out.default, (scores, weights, indices)
-        )
+        outs = {"weights": weights, "indices": indices}
+        torch.library.opcheck(torch.ops.tiercel.topk_softmax.out, (scores, 3), outs)
 
 
 def test_fake_tensors():

@@ -83,7 +83,7 @@ kernels = sys.modules["tiercel._C"] = _load()
 
 
 def _operator(name):
-    from tiercel._op import families
+    from tiercel.core.dispatch import variants as families
 
     for operators in families.values():
         for one in operators:

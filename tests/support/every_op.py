@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 import tiercel
-from tiercel._op import families, registry
+from tiercel.core.dispatch import registry, variants as families
 from tiercel.plugins.contracts import CONTRACTS
 from tiercel.plugins.smoke.measure import why_not
 

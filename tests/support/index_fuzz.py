@@ -48,7 +48,7 @@ def run(name, *args, multiprocessors=4):
 
 
 def reference(name):
-    from tiercel._op import families
+    from tiercel.core.dispatch import variants as families
 
     found = [op for family in families.values() for op in family if op.name == name]
     return found[0].backends["ref"].run

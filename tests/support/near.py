@@ -4,7 +4,7 @@
 import torch
 from support.emulator import sm90  # before tiercel
 
-from tiercel._op import families
+from tiercel.core.dispatch import variants as families
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 FLOATS = [F32, BF16, F16]

@@ -12,7 +12,8 @@ import pytest
 from support import few_tokens
 from support.dlpack_tensor import ExchangeTensor
 
-from tiercel import _C, _tuned
+from tiercel import _C
+from tiercel.core import tuned
 from tiercel.cli import main
 from tiercel.ops.moe import tune as moe
 from tiercel.tune import ops
@@ -84,7 +85,7 @@ def test_the_nearest_count_is_used(results, tmp_path, monkeypatch):
     apply(results({4: small(7), 16: small(3), 64: small(5)}), tmp_path)
     monkeypatch.setenv("TIERCEL_CONFIGS", str(tmp_path))
     untuned = {m: plan(m) for m in (1, 2, 200)}
-    _tuned.load(0, GPU)
+    tuned.load(0, GPU)
     try:
         nearest = {2: 7, 4: 7, 7: 7, 9: 3, 16: 3, 31: 3, 33: 5, 64: 5, 128: 5}
         assert {m: plan(m)["splits"] for m in nearest} == nearest
@@ -102,7 +103,7 @@ def test_what_does_not_fit_this_m_is_left(results, tmp_path, monkeypatch):
     apply(results({8: small(4)}, n=512, k=128), tmp_path)
     monkeypatch.setenv("TIERCEL_CONFIGS", str(tmp_path))
     before = plan(8, 512, 128)
-    _tuned.load(0, GPU)
+    tuned.load(0, GPU)
     assert plan(8, 512, 128) == before
 
 
@@ -125,7 +126,7 @@ def test_bad_files_are_said_and_left_out(results, tmp_path, monkeypatch, caplog,
     path.write_text(json.dumps(data))
     monkeypatch.setenv("TIERCEL_CONFIGS", str(tmp_path))
     with caplog.at_level(logging.WARNING, "tiercel"):
-        _tuned.load(0, GPU)
+        tuned.load(0, GPU)
     assert "a tuned configuration is left out" in caplog.text and text in caplog.text
 
 
@@ -176,12 +177,12 @@ def test_fused_moe_takes_the_nearest_count(tmp_path, monkeypatch, results):
     (file,) = (tmp_path / "fused_moe").glob("*.json")
     assert file.name == "E=6-k=2-H=64-I=32-dtype=bfloat16-device=NVIDIA_Test.json"
     monkeypatch.setenv("TIERCEL_CONFIGS", str(tmp_path))
-    _tuned.load(7, GPU)
+    tuned.load(7, GPU)
     said = []
 
     def find(tokens, device=7, experts=6, dtype="bfloat16"):
         name = (dtype, experts, 2, 64, 32)
-        return _tuned.FUSED_MOE.find(device, name, tokens, lambda: said.append(tokens))
+        return tuned.FUSED_MOE.find(device, name, tokens, lambda: said.append(tokens))
 
     first = (64, 64, 1, 128, 1)
     assert {t: find(t) for t in (2, 4, 7, 9, 31)} == dict.fromkeys((2, 4, 7, 9, 31), first)
@@ -194,7 +195,8 @@ def test_fused_moe_takes_the_nearest_count(tmp_path, monkeypatch, results):
 
 HINT = """
 from support.dlpack_tensor import ExchangeTensor as make
-from tiercel import _C, _tuned
+from tiercel import _C
+from tiercel.core import tuned
 
 def plan(n, k):
     def tensor(*shape):
@@ -202,7 +204,7 @@ def plan(n, k):
     _C.linear_act_plan(tensor(4, k), tensor(n, k), None, tensor(4, n), 0)
 
 plan(512, 64)           # nothing is said before a device's files were read
-_tuned.load(0, "NVIDIA Test")
+tuned.load(0, "NVIDIA Test")
 plan(256, 1024)         # has a file
 for n in (640, 768, 640):
     plan(n, 64)
@@ -224,13 +226,13 @@ def test_a_problem_without_a_file_is_hinted_at_once(results, tmp_path):
 def test_shipped_files_can_be_launched():
     """Every file of the package is read, is named as what it holds, and its kernels are here."""
     tunables = {tunable.op: tunable for tunable in ops.load().values()}
-    paths = sorted(_tuned.FOLDER.glob("*/*.json"))
+    paths = sorted(tuned.FOLDER.glob("*/*.json"))
     assert paths
     for path in paths:
         op = path.parent.name
-        dtype, sizes, entries = _tuned.read(path, op)
+        dtype, sizes, entries = tuned.read(path, op)
         data = json.loads(path.read_text())
-        assert path.name == _tuned.file_name(op, sizes, dtype, data["device"])
+        assert path.name == tuned.file_name(op, sizes, dtype, data["device"])
         assert tunables[op].op == op
         for tokens, fields in entries:
             assert launchable(op, dtype, sizes, tokens, fields)

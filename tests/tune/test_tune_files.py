@@ -9,11 +9,11 @@ import logging
 import pytest
 from support import mutate
 
-from tiercel import _tuned
+from tiercel.core import tuned
 from tiercel.tune import command
 
 GPU = "NVIDIA Test"
-LABEL = _tuned.device_label(GPU)
+LABEL = tuned.device_label(GPU)
 NAMES = {
     "linear_act": {"N": 256, "K": 1024, "dtype": "bfloat16"},
     "nvfp4_linear": {"N": 256, "K": 1024, "dtype": "float4_e2m1fn_x2"},
@@ -53,7 +53,7 @@ def configs(tmp_path, monkeypatch):
         mutate.write(tmp_path / op / name, text)
         caplog.clear()
         with caplog.at_level(logging.WARNING, "tiercel"):
-            _tuned.load(0, GPU)
+            tuned.load(0, GPU)
         return caplog.text
 
     return load
@@ -62,10 +62,10 @@ def configs(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def _nothing_is_tuned():
     yield
-    _tuned.FUSED_MOE._devices.clear()
+    tuned.FUSED_MOE._devices.clear()
     for op in ("linear_act", "nvfp4_linear"):
         names = NAMES[op]
-        _tuned.OPS[op].set(0, [(names["dtype"], names["N"], names["K"], [])])
+        tuned.OPS[op].set(0, [(names["dtype"], names["N"], names["K"], [])])
 
 
 @pytest.mark.parametrize(
@@ -110,11 +110,11 @@ def test_a_field_that_no_launcher_takes(configs, caplog, change, text):
 
 def test_the_good_files_beside_it_count(configs, caplog):
     """Whatever a launcher itself may refuse: each file is handed over on its own."""
-    label = _tuned.device_label(GPU)
+    label = tuned.device_label(GPU)
     configs(json.dumps(a_file("fused_moe")), caplog, "fused_moe", f"z-device={label}.json")
     said = configs("{", caplog, "fused_moe", f"a-device={label}.json")
     assert "a-device" in said and "z-device" not in said
-    found = _tuned.FUSED_MOE.find(0, ("bfloat16", 6, 2, 64, 32), 16, lambda: None)
+    found = tuned.FUSED_MOE.find(0, ("bfloat16", 6, 2, 64, 32), 16, lambda: None)
     assert found == tuple(FIELDS["fused_moe"].values())
 
 
@@ -129,9 +129,9 @@ def test_a_launcher_that_refuses_a_file_keeps_no_other(configs, caplog, monkeypa
         handed.extend(problems)
 
     monkeypatch.setitem(
-        _tuned.OPS, "linear_act", dataclasses.replace(_tuned.OPS["linear_act"], set=pick)
+        tuned.OPS, "linear_act", dataclasses.replace(tuned.OPS["linear_act"], set=pick)
     )
-    label = _tuned.device_label(GPU)
+    label = tuned.device_label(GPU)
     name = f"z-device={label}.json"
     configs(json.dumps(a_file("linear_act", N=512)), caplog, name=name)
     said = configs(json.dumps(a_file("linear_act")), caplog)
@@ -153,14 +153,14 @@ def test_fuzz_nothing_in_a_file_makes_an_operator_raise(configs, caplog, op):
 )
 def test_odd_places(tmp_path, monkeypatch, caplog, path):
     monkeypatch.setenv("TIERCEL_CONFIGS", str(tmp_path / "x"))
-    label = _tuned.device_label(GPU)
+    label = tuned.device_label(GPU)
     if path == "a file for a folder":
         (tmp_path / "x").mkdir()
         (tmp_path / "x/linear_act").write_text("")
     if path == "a folder for a file":
         (tmp_path / f"x/linear_act/a-device={label}.json").mkdir(parents=True)
     with caplog.at_level(logging.WARNING, "tiercel"):
-        _tuned.load(0, "NVIDIA [*] Test" if path == "a pattern" else GPU)
+        tuned.load(0, "NVIDIA [*] Test" if path == "a pattern" else GPU)
     assert ("is left out" in caplog.text) == (path == "a folder for a file")
 
 
@@ -202,9 +202,9 @@ def test_a_device_leads_nowhere_else(tmp_path, gpu):
     path.write_text(json.dumps(results(gpu=gpu)))
     assert apply(path, tmp_path / "to") == 0
     (made,) = set(files(tmp_path)) - {"results.json"}
-    label = _tuned.device_label(gpu)
+    label = tuned.device_label(gpu)
     assert made == f"to/linear_act/N=256-K=1024-dtype=bfloat16-device={label}.json"
-    assert _tuned.device_label("NVIDIA H100 80GB HBM3") == "NVIDIA_H100_80GB_HBM3"
+    assert tuned.device_label("NVIDIA H100 80GB HBM3") == "NVIDIA_H100_80GB_HBM3"
 
 
 def test_a_bad_problem_leaves_no_half_of_the_others(tmp_path, capsys):
@@ -225,7 +225,7 @@ def test_fuzz_apply_says_it_in_a_line_or_writes_what_is_read(tmp_path, capsys, o
         assert status in (0, 2) and error.count("\n") == (status == 2) and "\x1b" not in error
         wrote += status == 0
         for name in files(folder) if folder.exists() else ():
-            _tuned.read(folder / name, op)
+            tuned.read(folder / name, op)
             (folder / name).unlink()
     assert wrote and files(tmp_path) == ["results.json"]
 

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from tiercel.core import platform
-from tiercel.core.dispatch import Autograd, Backend, Eager, Operator
-from tiercel.core.eager import empty, is_dynamo_compiling
+from tiercel.core.dispatch import Autograd, Backend, Eager, Operator, library
+from tiercel.core.eager import empty
 from tiercel.core.index_checks import Index
 from tiercel.core.platform import Reason
 from tiercel.core.spec import Call, Spec
@@ -365,4 +366,14 @@ class Op:
         return None
 
 
-__all__ = ["Gradient", "Lookup", "Native", "Op", "Python", "is_dynamo_compiling"]
+def composite(spec: Spec, public: _Function) -> _Function:
+    """Decorates a public function that only calls other ops: torch.ops has it, too, and decomposes
+    it into them."""
+    library.define(spec.name + spec.schema(), tags=(torch.Tag.pt2_compliant_tag,))
+    names = (*spec.names, "backend")
+
+    def call(*args: Any) -> Any:
+        return public(**dict(zip(names, args, strict=False)))
+
+    library.impl(spec.name, call, "CompositeImplicitAutograd")
+    return public

@@ -229,11 +229,12 @@ class Spec:
         return self.changed(arguments=arguments, results=results, **fields)
 
     def having(self, *names: str, **fields: Any) -> Spec:
-        """A copy in which these optional arguments are required."""
-        arguments = tuple(
+        """A copy in which these optional arguments are required, before those with a default."""
+        arguments = [
             replace(a, optional=False) if a.name in names else a for a in self.arguments
-        )
-        return self.changed(arguments=arguments, **fields)
+        ]
+        arguments.sort(key=_has_default)
+        return self.changed(arguments=tuple(arguments), **fields)
 
     # -- names and schemas -------------------------------------------------------------------------
 
@@ -260,26 +261,35 @@ class Spec:
         raise KeyError(name)
 
     def schema(self) -> str:
-        aliases = iter("abcdefgh")
-        arguments = [
-            a.schema(f"({next(aliases)}!)") if isinstance(a, Tensor) and a.written else a.schema()
-            for a in self.arguments
-        ]
         results = ", ".join(f"Tensor {result.name}" for result in self.results)
         if len(self.results) == 1:
             results = "Tensor"
         else:
             results = f"({results})"
-        return f"({', '.join([*arguments, 'str? backend=None'])}) -> {results}"
+        return f"({', '.join([*self._schemas(), 'str? backend=None'])}) -> {results}"
 
     def out_schema(self) -> str:
         """Of the overload ``out``, which writes the results where it is told."""
-        arguments = [a.schema() for a in self.arguments]
         outs = [
             f"Tensor({alias}!) {result.name}"
             for alias, result in zip("abcdefgh", self.results, strict=False)
         ]
-        return f"({', '.join([*arguments, 'str? backend=None', '*', *outs])}) -> ()"
+        return f"({', '.join([*self._schemas(), 'str? backend=None', '*', *outs])}) -> ()"
+
+    def _schemas(self) -> list[str]:
+        """The arguments in a schema, where no default may stand before a required argument."""
+        aliases = iter("abcdefgh")
+        texts, required = [], 0
+        for i, argument in enumerate(self.arguments):
+            if isinstance(argument, Tensor) and argument.written:
+                texts.append(argument.schema(f"({next(aliases)}!)"))
+            else:
+                texts.append(argument.schema())
+            if not _has_default(argument):
+                required = i
+        return [
+            text.partition("=")[0] if i < required else text for i, text in enumerate(texts)
+        ]
 
     def defaults(self) -> dict[str, Any]:
         """The default values that the schema spells in another way."""
@@ -370,17 +380,25 @@ class Spec:
                 if value is not None:
                     self._check_tensor(argument, value, argument.allowed, call, known)
             else:
-                self._check_scalar(argument, getattr(call, argument.name))
+                self.check_value(argument.name, getattr(call, argument.name))
                 if argument.kind == "int":
                     known[argument.name] = getattr(call, argument.name)
         if self.check is not None:
             self.check(call)
         for result in self.results:
             if result.name in call:
-                allowed = result.allowed
+                allowed = self._allowed_given(result)
                 if result.dtype_with and getattr(call, result.dtype_with[0], None) is not None:
                     allowed = (result.dtype_with[1],)
                 self._check_tensor(result, getattr(call, result.name), allowed, call, known)
+
+    def _allowed_given(self, result: Tensor) -> tuple[str, ...]:
+        """The dtypes of a given result: an argument that is a dtype does not count then."""
+        if result.allowed[0] in self.names:
+            argument = self.argument(result.allowed[0])
+            if isinstance(argument, Scalar):
+                return argument.choices
+        return result.allowed
 
     def _check_tensor(
         self,
@@ -423,12 +441,14 @@ class Spec:
         check_shape(op, spec.name, tensor, due, spec.text)
         known.update(zip(own, sizes, strict=True))
 
-    def _check_scalar(self, spec: Scalar, value: Any) -> None:
+    def check_value(self, name: str, value: Any, op: str = "") -> None:
+        """Raises for the value of an argument that is no tensor; `op` begins the error texts."""
         import torch
 
         from tiercel.core.checks import check_bool, check_dtype
 
-        op, name = self.public, spec.name
+        spec, op = self.argument(name), op or self.public
+        assert isinstance(spec, Scalar)
         if value is None and spec.optional:
             return
         if spec.kind == "bool":
@@ -445,10 +465,10 @@ class Spec:
                 known = ", ".join(map(repr, spec.choices))
                 raise ValueError(f"{op}: `{name}` must be one of {known}, got {value!r}")
         elif spec.kind in ("int", "float"):
-            kinds: tuple[Any, ...] = (int, torch.SymInt)
+            fits = hasattr(value, "__index__")
             if spec.kind == "float":
-                kinds += (float, torch.SymFloat)
-            if isinstance(value, bool) or not isinstance(value, kinds):
+                fits = isinstance(value, (int, float, torch.SymInt, torch.SymFloat))
+            if isinstance(value, bool) or not fits:
                 article = "an int" if spec.kind == "int" else "a float"
                 raise TypeError(f"{op}: `{name}` must be {article}, got {type(value).__name__}")
             if spec.at_least is not None and not value >= spec.at_least:
@@ -521,3 +541,8 @@ class Spec:
             if name in ints
         )
 
+
+def _has_default(argument: Tensor | Scalar) -> bool:
+    if isinstance(argument, Tensor):
+        return argument.optional
+    return argument.default is not REQUIRED

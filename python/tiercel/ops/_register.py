@@ -3,13 +3,12 @@
 
 import sys
 
-from tiercel import _families, backends
+from tiercel import _families
 from tiercel import _needs_torch as _needs_torch
-from tiercel._op import registry
-from tiercel.ops import _optional
+from tiercel.core.dispatch import registry
+from tiercel.core.selection import warn_of_unknown_names
 
 PUBLIC = _families.defined(_families.modules("op"), _families.public_names())
 NAMES = {family: sys.modules[f"tiercel.ops.{family}"] for family in _families.names()} | PUBLIC
 
-backends.warn_of_unknown_names(registry)
-_optional.register(PUBLIC)
+warn_of_unknown_names(registry)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tiercel.core import spec as declaration
 from tiercel.plugins.outputs import check_new
 
 
@@ -92,6 +93,7 @@ class Contract:
         variants: By name of a variant of the operator: a function of ``call``, which runs a
             backend and checks its outputs, and of the variant's arguments without ``backend``.
         mutates: Arguments that the operator writes to; a backend itself returns new tensors.
+        batched: Tensors whose batch dimensions are joined to one before a backend gets them.
     """
 
     family: str
@@ -101,10 +103,72 @@ class Contract:
     cases: tuple[Case, ...]
     timing: Mapping[str, Case]
     make: Callable[[Case, str, int], dict[str, Any]]
-    variants: Mapping[str, Callable[..., Any]]
+    variants: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     mutates: tuple[str, ...] = ()
+    batched: tuple[str, ...] = ()
     sums: Callable[[dict[str, Any]], Any] | None = None
     derive: Callable[[dict[str, int], dict[str, Any]], dict[str, int]] = lambda sizes, values: {}
+
+    @classmethod
+    def of(
+        cls, family: str, spec: declaration.Spec, *, batch: str = "M", **more: Any
+    ) -> Contract:
+        """The contract of a declared op; `batch` names the joined batch dimensions.
+
+        Args:
+            family: The kernel family.
+            spec: The declaration, with all optional arguments of the public op.
+            batch: The name of the joined batch dimensions.
+            **more: The fields of `Contract` that the declaration does not give.
+        """
+
+        def tensor(each: declaration.Tensor) -> TensorSpec:
+            dims = tuple(batch if word == "..." else word for word in each.dims.split())
+            same = ("name", "strided", "optional", "written", "rtol", "atol", "of_sums")
+            named = {name: getattr(each, name) for name in (*same, "comes_with")}
+            return TensorSpec(dims=dims, dtypes=each.allowed, **named)
+
+        return cls(
+            family=family,
+            op=spec.public,
+            arguments=tuple(
+                tensor(each)
+                if isinstance(each, declaration.Tensor)
+                else ScalarSpec(each.name, each.kind)
+                for each in spec.arguments
+            ),
+            outputs=tuple(map(tensor, spec.results)),
+            batched=tuple(
+                each.name
+                for each in (*spec.arguments, *spec.results)
+                if isinstance(each, declaration.Tensor) and each.batched
+            ),
+            mutates=tuple(each.name for each in spec.tensors if each.written),
+            **more,
+        )
+
+    def run(self, backend: Callable[..., Any], call: declaration.Call) -> tuple[Any, ...]:
+        """The outputs of a backend, which `backend` runs and checks, for a call of the op.
+
+        An argument that the operator lacks is None.
+        """
+        values, batch = [], None
+        for argument in self.arguments:
+            value = getattr(call, argument.name, None)
+            if argument.name in self.batched and value is not None:
+                assert isinstance(argument, TensorSpec)
+                own = len(argument.dims) - 1
+                if batch is None:
+                    batch = value.shape[: value.dim() - own]
+                value = value.reshape(-1, *value.shape[value.dim() - own :])
+            values.append(value)
+        due = [spec for spec in self.outputs if not spec.comes_with or spec.comes_with in call]
+        return tuple(
+            result.view(*batch, *result.shape[1:])
+            if spec.name in self.batched and batch is not None
+            else result
+            for spec, result in zip(due, backend(*values), strict=False)
+        )
 
     @property
     def written(self) -> tuple[str, ...]:

@@ -117,7 +117,7 @@ def register(
 
 
 def _add(op: str, name: str, fn: Any, description: str, language: str, replace: bool) -> None:
-    from tiercel._op import Backend, families
+    from tiercel.core.dispatch import Backend, variants
     from tiercel.ops import _register as _register  # fills the registry
     from tiercel.plugins.contracts import contract_of
     from tiercel.plugins.signature import conform
@@ -130,7 +130,7 @@ def _add(op: str, name: str, fn: Any, description: str, language: str, replace: 
     source = _source.get()
     with _lock:
         present = registered.get((op, name))
-        if name == "auto" or (present is None and name in families[op][0].backends):
+        if name == "auto" or (present is None and name in variants[op][0].backends):
             raise ValueError(f"{who}: that name is Tiercel's own")
         if present is not None and not (replace or (source is not None and source.replace)):
             raise ValueError(
@@ -139,8 +139,8 @@ def _add(op: str, name: str, fn: Any, description: str, language: str, replace: 
         origin = source.origin if source is not None else _defined_in(fn)
         plugin = Plugin(op, name, fn, description, language, origin)
         undo = []
-        for variant in families[op]:
-            run = _runner(contract, variant.name, who, call)
+        for variant in variants[op]:
+            run = _runner(contract, variant, who, call)
             backend = Backend(name, run, description, language, _why_not(language))
             undo.append(_put(variant.backends, name, backend))
         undo.append(_put(registered, (op, name), plugin))
@@ -169,12 +169,12 @@ def unregister(op: str, name: str) -> None:
     Raises:
         ValueError: There is none of that name.
     """
-    from tiercel._op import families
+    from tiercel.core.dispatch import variants
 
     with _lock:
         if registered.pop((op, name), None) is None:
             raise ValueError(f"{op} has no registered backend {name!r}")
-        for variant in families[op]:
+        for variant in variants[op]:
             variant.backends.pop(name, None)
 
 
@@ -198,17 +198,19 @@ def _defined_in(fn: Any) -> str:
     return getattr(fn, "__module__", None) or "code"
 
 
-def _runner(contract: Any, variant: str, who: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+def _runner(contract: Any, variant: Any, who: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     def call(*values: Any) -> tuple[Any, ...]:
         checked: tuple[Any, ...] = contract.check_outputs(who, values, fn(*values))
         return checked
 
-    run = contract.variants[variant]
-    return lambda *args: run(call, *args[:-1])  # without `backend`
+    if variant.plugin is not None:
+        return lambda *args: variant.plugin(call, contract, *args[:-1])  # without `backend`
+    run = contract.variants[variant.name]
+    return lambda *args: run(call, *args[:-1])
 
 
 def _why_not(language: str) -> Callable[..., Any]:
-    from tiercel._platform import Reason
+    from tiercel.core.platform import Reason
 
     def why_not(*args: Any) -> Any:
         device = args[0].device.type

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tiercel import _tuned
+from tiercel.core import tuned
 from tiercel._terminal import line
 from tiercel.tune import TuneError
 from tiercel.tune.ops import Tunable
@@ -22,7 +22,7 @@ def apply(data: Mapping[str, Any], tunable: Tunable, folder: Path) -> list[tuple
     Only kernels that the wheel has are written: a faster one that has to be compiled first is a
     proposal for the precompiled set, which the sweep's table shows.
     """
-    if tunable.op not in _tuned.OPS:
+    if tunable.op not in tuned.OPS:
         raise TuneError(f"{tunable.op} reads no configurations")
     try:
         files = _files(data, tunable)
@@ -42,7 +42,7 @@ def _files(data: Mapping[str, Any], tunable: Tunable) -> dict[str, dict[str, Any
     """A sweep's results by file name; each entry has its source, which `_merged` moves out."""
     device = data["gpu"]
     if not isinstance(device, str) or not 0 < len(device) <= 100:
-        raise TuneError(f"`gpu` must be a device's name, got {_tuned.shown(device)}")
+        raise TuneError(f"`gpu` must be a device's name, got {tuned.shown(device)}")
     facts = ("command", "date", "gpu", "driver", "torch", "tiercel", "commit")
     source = {name: _text(name, data[name]) for name in facts}
     found: dict[str, dict[str, Any]] = {}
@@ -52,15 +52,15 @@ def _files(data: Mapping[str, Any], tunable: Tunable) -> dict[str, dict[str, Any
             continue
         named = {size: problem[size] for size in tunable.sizes} | {"dtype": problem["dtype"]}
         if type(tokens) is not int:
-            raise TuneError(f"`tokens` must be an int, got {_tuned.shown(tokens)}")
+            raise TuneError(f"`tokens` must be an int, got {tuned.shown(tokens)}")
         candidate = tunable.config(winner["candidate"])
-        config = {name: candidate[name] for name in _tuned.OPS[tunable.op].fields}
+        config = {name: candidate[name] for name in tuned.OPS[tunable.op].fields}
         measured = {"us": _round(winner["us"]), "before_us": _round(row["today_us"])}
-        head = {"schema": _tuned.SCHEMA, "op": tunable.op, "problem": named, "device": device}
+        head = {"schema": tuned.SCHEMA, "op": tunable.op, "problem": named, "device": device}
         entry = config | measured | {"source": source}
         # An entry that no operator could read is not written.
-        dtype, sizes, _ = _tuned.check(head | {"configs": {str(tokens): entry}}, tunable.op)
-        name = _tuned.file_name(tunable.op, sizes, dtype, device)
+        dtype, sizes, _ = tuned.check(head | {"configs": {str(tokens): entry}}, tunable.op)
+        name = tuned.file_name(tunable.op, sizes, dtype, device)
         found.setdefault(name, head | {"configs": {}})["configs"][str(tokens)] = entry
     return found
 
@@ -74,7 +74,7 @@ def _merged(path: Path, new: Mapping[str, Any], op: str) -> dict[str, Any]:
 
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise TuneError(f"`{name}` must be a text, got {_tuned.shown(value)}")
+        raise TuneError(f"`{name}` must be a text, got {tuned.shown(value)}")
     return value
 
 
@@ -82,7 +82,7 @@ def _round(us: float | None) -> float | None:
     if us is None:
         return None
     if isinstance(us, bool) or not isinstance(us, (int, float)) or not math.isfinite(us):
-        raise TuneError(f"a time must be a finite number, got {_tuned.shown(us)}")
+        raise TuneError(f"a time must be a finite number, got {tuned.shown(us)}")
     return round(float(us), 3)
 
 
@@ -91,11 +91,11 @@ def _before(path: Path, op: str) -> dict[str, Any]:
     try:
         if not path.exists():
             return {}
-        _tuned.read(path, op)
+        tuned.read(path, op)
         data = json.loads(path.read_text(encoding="utf-8"))
         sources = data["sources"]
         return {t: {**c, "source": sources[c["source"]]} for t, c in data["configs"].items()}
-    except _tuned.ConfigError as error:
+    except tuned.ConfigError as error:
         raise TuneError(f"{error}: remove or mend it first") from None
     except OSError as error:
         raise TuneError(f"cannot read {path}: {error.strerror}") from None

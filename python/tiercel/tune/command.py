@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tiercel import _tuned
+from tiercel.core import tuned
 from tiercel._terminal import line
 from tiercel.bench import BenchError
 from tiercel.cache.lock import locked_now
@@ -220,7 +220,7 @@ def apply(args: argparse.Namespace) -> int:
     op = line(data["op"])
     if op not in tunables:
         raise TuneError(f"{args.results} is for {op}, which is no operator that is tuned")
-    written = apply_results(data, tunables[op], args.to or _tuned.FOLDER)
+    written = apply_results(data, tunables[op], args.to or tuned.FOLDER)
     for path, count in written:
         say(f"wrote {path}: {count} numbers of tokens")
     if not written:

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tiercel import _C, _platform
-from tiercel._checks import check_contiguous, check_dtype, check_same_device, check_shape
-from tiercel._eager import empty
+from tiercel import _C
+from tiercel.core import platform
+from tiercel.core.checks import check_contiguous, check_dtype, check_same_device, check_shape
+from tiercel.core.eager import empty
 from tiercel._launcher import Argument, Choice, Like, Output, launcher
 from tiercel._op import Autograd, Backend, Op
-from tiercel._platform import Reason
+from tiercel.core.platform import Reason
 from tiercel.ops._rows import rows
 from tiercel.ops.activation import reference as ref
 
@@ -331,4 +332,4 @@ class Activation:
 
 
 def _why_not(x: Tensor) -> Reason | None:
-    return _platform.why_not(x.device)
+    return platform.why_not(x.device)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercel import _C, _platform
+from tiercel import _C
+from tiercel.core import platform
 from tiercel._op import Autograd, Backend, Op
-from tiercel._platform import Reason
+from tiercel.core.platform import Reason
 from tiercel.ops.attention.backward import gradients, native_options
 from tiercel.ops.attention.checks import (
     DTYPES,
@@ -70,7 +71,7 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> dict[str, Any]:
 
 
 def _why_not(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Reason | None:
-    reason = _platform.why_not(q.device)
+    reason = platform.why_not(q.device)
     if reason is not None or k.shape[1] == 0:
         return reason
     try:

@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercel import _C, _platform, backends
-from tiercel._checks import (
+from tiercel import _C, backends
+from tiercel.core import platform
+from tiercel.core.checks import (
     check_contiguous,
     check_dtype,
     check_same_device,
     check_shape,
 )
 from tiercel._op import Backend, Op
-from tiercel._platform import Reason
+from tiercel.core.platform import Reason
 from tiercel.ops.attention.reference import attention as forward_reference
 from tiercel.ops.attention.reference import attention_backward as reference
 
@@ -116,7 +117,7 @@ def _why_not(
     tensors: tuple[Any, ...], options: tuple[Any, ...], deterministic: bool
 ) -> Reason | None:
     grad, q, k, *rest = tensors
-    reason = _platform.why_not(q.device)
+    reason = platform.why_not(q.device)
     if reason is not None or 0 in q.shape or 0 in k.shape:
         return reason
     try:
@@ -172,7 +173,7 @@ def has_kernels(q: Tensor, backend: str | None, family: str = "attention") -> bo
     asked = backend or backends.requested(family)
     if asked not in (None, "auto", "sm90") or not 8 <= q.shape[-1] <= _LARGEST_D:
         return False
-    return q.shape[-1] % 8 == 0 and _platform.why_not(q.device) is None
+    return q.shape[-1] % 8 == 0 and platform.why_not(q.device) is None
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:

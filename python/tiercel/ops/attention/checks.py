@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercel._checks import (
+from tiercel.core.checks import (
     check_bool,
     check_contiguous,
     check_dtype,

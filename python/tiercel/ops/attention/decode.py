@@ -9,18 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercel import _C, _platform
-from tiercel._checks import (
+from tiercel import _C
+from tiercel.core import platform
+from tiercel.core.checks import (
     check_contiguous,
     check_dtype,
     check_rank,
     check_same_device,
     check_shape,
 )
-from tiercel._eager import empty
-from tiercel._index_checks import Index
+from tiercel.core.eager import empty
+from tiercel.core.index_checks import Index
 from tiercel._op import Backend, Op
-from tiercel._platform import Reason
+from tiercel.core.platform import Reason
 from tiercel.ops.attention.checks import check_options
 from tiercel.ops.attention.indices import paged_indices
 from tiercel.ops.attention.reference import decode_attention as reference
@@ -156,7 +157,7 @@ def _plan(
 def _why_not(
     inputs: tuple[Tensor, ...], optional: tuple[Tensor | None, ...], options: tuple[Any, ...]
 ) -> Reason | None:
-    reason = _platform.why_not(inputs[0].device)
+    reason = platform.why_not(inputs[0].device)
     if reason is not None:
         return reason
     try:

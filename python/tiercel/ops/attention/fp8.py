@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercel import _C, _platform
-from tiercel._checks import check_dtype, check_same_device, dtype_name
+from tiercel import _C
+from tiercel.core import platform
+from tiercel.core.checks import check_dtype, check_same_device, dtype_name
 from tiercel._op import Backend, Op
-from tiercel._platform import Reason
+from tiercel.core.platform import Reason
 from tiercel.ops.attention.backward import native_options
 from tiercel.ops.attention.checks import (
     FLOAT8,
@@ -91,7 +92,7 @@ def _why_not(
     inputs: tuple[Tensor, ...], descales: tuple[Tensor | None, ...], options: tuple[Any, ...]
 ) -> Reason | None:
     q, k, v = inputs
-    reason = _platform.why_not(q.device)
+    reason = platform.why_not(q.device)
     if reason is not None or k.shape[1] == 0:
         return reason
     try:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercel._index_checks import Index, ascending, between
+from tiercel.core.index_checks import Index, ascending, between
 
 
 def bounds_of_sequences(name: str, starts: Tensor, rows: int, longest: int | None) -> list[Index]:

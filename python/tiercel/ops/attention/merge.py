@@ -8,17 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercel import _C, _platform
-from tiercel._checks import (
+from tiercel import _C
+from tiercel.core import platform
+from tiercel.core.checks import (
     check_contiguous,
     check_dtype,
     check_rank,
     check_same_device,
     check_shape,
 )
-from tiercel._eager import empty
+from tiercel.core.eager import empty
 from tiercel._op import Backend, Op
-from tiercel._platform import Reason
+from tiercel.core.platform import Reason
 from tiercel.ops.attention.reference import merge_attention_states as reference
 
 __all__ = ["merge_attention_states"]
@@ -72,7 +73,7 @@ def _plan(*args: Any) -> dict[str, Any]:
 
 
 def _why_not(*args: Any) -> Reason | None:
-    reason = _platform.why_not(args[0].device)
+    reason = platform.why_not(args[0].device)
     if reason is not None:
         return reason
     try:

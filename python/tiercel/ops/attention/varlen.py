@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercel import _C, _platform
-from tiercel._eager import DISPATCH, route
+from tiercel import _C
+from tiercel.core import platform
+from tiercel.core.eager import DISPATCH, route
 from tiercel._op import Autograd, Backend, Op
-from tiercel._platform import Reason
+from tiercel.core.platform import Reason
 from tiercel.ops.attention.backward import has_kernels, native_options
 from tiercel.ops.attention.checks import FLOAT8, OPTIONS, check_options, check_packed, no_tiles
 from tiercel.ops.attention.fp8 import refuse_descales
@@ -67,7 +68,7 @@ def _plan(*args: Any) -> dict[str, Any]:
 
 
 def _why_not(*args: Any) -> Reason | None:
-    reason = _platform.why_not(args[0].device)
+    reason = platform.why_not(args[0].device)
     if reason is not None or no_tiles(*args):
         return reason
     try:

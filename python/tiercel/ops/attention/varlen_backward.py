@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercel import _platform
-from tiercel._checks import check_dtype, check_same_device, check_shape
+from tiercel.core import platform
+from tiercel.core.checks import check_dtype, check_same_device, check_shape
 from tiercel._op import Backend, Op
-from tiercel._platform import Reason
+from tiercel.core.platform import Reason
 from tiercel.ops.attention.backward import launch, plan_of
 from tiercel.ops.attention.indices import packed_gradients_indices
 from tiercel.ops.attention.reference import attention_varlen_backward as reference
@@ -75,7 +75,7 @@ def _sm90(
 def _why_not(
     tensors: Any, starts: Any, results: Any, options: tuple[Any, ...], deterministic: bool
 ) -> Reason | None:
-    reason = _platform.why_not(tensors[1].device)
+    reason = platform.why_not(tensors[1].device)
     if reason is not None or any(0 in x.shape for x in tensors):
         return reason
     try:

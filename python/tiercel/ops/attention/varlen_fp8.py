@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercel import _C, _platform
+from tiercel import _C
+from tiercel.core import platform
 from tiercel._op import Backend, Op
-from tiercel._platform import Reason
+from tiercel.core.platform import Reason
 from tiercel.ops.attention.backward import native_options
 from tiercel.ops.attention.checks import FLOAT8, OPTIONS, check_packed, no_tiles
 from tiercel.ops.attention.fp8 import DESCALES, check_descales
@@ -59,7 +60,7 @@ def _plan(*args: Any) -> dict[str, Any]:
 
 
 def _why_not(*args: Any) -> Reason | None:
-    reason = _platform.why_not(args[0].device)
+    reason = platform.why_not(args[0].device)
     if reason is not None or no_tiles(*args):
         return reason
     try:

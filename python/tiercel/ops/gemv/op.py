@@ -8,18 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercel import _C, _platform
-from tiercel._checks import (
+from tiercel import _C
+from tiercel.core import platform
+from tiercel.core.checks import (
     check_contiguous,
     check_dtype,
     check_rank,
     check_same_device,
     check_shape,
 )
-from tiercel._eager import empty
+from tiercel.core.eager import empty
 from tiercel._launcher import Argument, Like, Output, launcher
 from tiercel._op import Backend, Op
-from tiercel._platform import Reason
+from tiercel.core.platform import Reason
 from tiercel.ops.gemv import reference as ref
 
 __all__ = ["nvfp4_gemv", "nvfp4_linear"]
@@ -29,7 +30,7 @@ _E4M3, _E2M1 = torch.float8_e4m3fn, torch.float4_e2m1fn_x2
 
 def _reason(op: str, plan: Any, *args: Any) -> Reason | None:
     """Why the kernels do not take arguments that are right."""
-    reason = _platform.why_not(args[0].device)
+    reason = platform.why_not(args[0].device)
     if reason is not None:
         return reason
     try:

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercel import _C, _platform
-from tiercel._checks import check_dtype, check_rank, check_same_device, check_shape
+from tiercel import _C
+from tiercel.core import platform
+from tiercel.core.checks import check_dtype, check_rank, check_same_device, check_shape
 from tiercel._op import Backend, Op
-from tiercel._platform import Reason
+from tiercel.core.platform import Reason
 from tiercel.ops.linear.reference import ACTIVATIONS
 
 _NAME = "linear_act_backward"
@@ -57,7 +58,7 @@ def _operator(of_weight: bool) -> Op:
         )
 
     def why_not(grad: Tensor, other: Tensor, *_: Any) -> Reason | None:
-        reason = _platform.why_not(grad.device)
+        reason = platform.why_not(grad.device)
         if reason is not None:
             return reason
         try:

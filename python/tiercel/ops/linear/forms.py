@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tiercel import _C, _platform
-from tiercel._checks import check_contiguous, check_dtype, check_same_device, check_shape
-from tiercel._eager import empty
+from tiercel import _C
+from tiercel.core import platform
+from tiercel.core.checks import check_contiguous, check_dtype, check_same_device, check_shape
+from tiercel.core.eager import empty
 from tiercel._launcher import Argument, Choice, Like, Output, launcher
 from tiercel._op import Autograd, Backend, Op
-from tiercel._platform import Reason
+from tiercel.core.platform import Reason
 from tiercel.ops.linear import backward
 from tiercel.ops.linear import reference as ref
 
@@ -235,7 +236,7 @@ class Linear:
         return plan if index is not None else plan | {"kernel": "compiled here (TIERCEL_JIT)"}
 
     def _why_not(self, form: Form, given: Given) -> Reason | None:
-        reason = _platform.why_not(given.x.device)
+        reason = platform.why_not(given.x.device)
         if reason is not None:
             return reason
         if given.activation not in INDEX:

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tiercel import _C, _platform
-from tiercel._checks import check_contiguous, check_dtype, check_same_device, check_shape
-from tiercel._eager import empty
+from tiercel import _C
+from tiercel.core import platform
+from tiercel.core.checks import check_contiguous, check_dtype, check_same_device, check_shape
+from tiercel.core.eager import empty
 from tiercel._op import Backend, Op
-from tiercel._platform import Reason
+from tiercel.core.platform import Reason
 from tiercel.ops.linear import reference as ref
 from tiercel.ops.linear.forms import INDEX, rows
 
@@ -93,7 +94,7 @@ def _plan(given: _Given) -> dict[str, Any]:
 
 
 def _why_not(given: _Given) -> Reason | None:
-    reason = _platform.why_not(given.x.device)
+    reason = platform.why_not(given.x.device)
     if reason is not None:
         return reason
     try:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tiercel import _tuned
+from tiercel.core import tuned
 from tiercel.ops.moe.few_tokens import fits_one_launch
 from tiercel.ops.moe.tiles import tiles
 
@@ -88,7 +88,7 @@ def heuristic(
 
 
 def of_config(config: tuple[int, ...]) -> Choice:
-    """Of a configuration's fields, in the order of _tuned.OPS."""
+    """Of a configuration's fields, in the order of tuned.OPS."""
     block, up_tile, up_cluster, down_tile, down_cluster = config
     if block == 0:
         return FEW
@@ -123,8 +123,8 @@ def choose(
     device, dtype = w_down.get_device(), str(w_down.dtype).removeprefix("torch.")
     sizes = (experts, k, hidden, inner)
     if not block_scaled:  # whose kernels are others
-        config = _tuned.FUSED_MOE.find(
-            device, (dtype, *sizes), tokens, lambda: _tuned.hint(_NAME, device, dtype, *sizes)
+        config = tuned.FUSED_MOE.find(
+            device, (dtype, *sizes), tokens, lambda: tuned.hint(_NAME, device, dtype, *sizes)
         )
         if config is not None and not has_kernels(config, dtype):  # a file may say anything
             config = None

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from tiercel import _C
-from tiercel._checks import (
+from tiercel.core.checks import (
     check_contiguous,
     check_dtype,
     check_rank,
     check_same_device,
     check_shape,
 )
-from tiercel._index_checks import Index, places
+from tiercel.core.index_checks import Index, places
 from tiercel._op import Backend, Op
-from tiercel._platform import Reason
+from tiercel.core.platform import Reason
 from tiercel.ops.moe import reference as ref
 from tiercel.ops.moe import single_launch
 from tiercel.ops.moe.choice import FEW, Choice, choose, routed_by_kernels

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from tiercel import _C
-from tiercel._checks import (
+from tiercel.core.checks import (
     check_contiguous,
     check_dtype,
     check_rank,
     check_same_device,
     check_shape,
 )
-from tiercel._index_checks import Index, ascending, between
+from tiercel.core.index_checks import Index, ascending, between
 from tiercel._op import Autograd, Backend, Op
 from tiercel.ops.moe import reference as ref
 from tiercel.ops.moe.halves import DTYPES, reason_of

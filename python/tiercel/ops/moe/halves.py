@@ -9,17 +9,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tiercel import _C, _platform
-from tiercel._checks import (
+from tiercel import _C
+from tiercel.core import platform
+from tiercel.core.checks import (
     check_contiguous,
     check_dtype,
     check_rank,
     check_same_device,
     check_shape,
 )
-from tiercel._index_checks import Index, between, places
+from tiercel.core.index_checks import Index, between, places
 from tiercel._op import Backend, Op
-from tiercel._platform import Reason
+from tiercel.core.platform import Reason
 from tiercel.ops.moe import reference as ref
 from tiercel.ops.routing.align import slots_for
 
@@ -49,7 +50,7 @@ def empty_routing(x: Tensor, elements: int, experts: int, block: int) -> tuple[T
 
 def reason_of(plan: Callable[[], Any], x: Tensor) -> Reason | None:
     """Why the kernels do not take arguments that are right."""
-    reason = _platform.why_not(x.device)
+    reason = platform.why_not(x.device)
     if reason is not None:
         return reason
     try:

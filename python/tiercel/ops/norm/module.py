@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercel.ops.norm.op import check_eps, layer_norm, rms_norm
+from tiercel.ops.norm import spec
+from tiercel.ops.norm.op import layer_norm, rms_norm
 
 
 def _columns(name: str, shape: int | list[int] | tuple[int, ...] | torch.Size) -> int:
@@ -37,7 +38,7 @@ class RMSNorm(torch.nn.RMSNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_eps("RMSNorm", eps)
+        spec.RMS_NORM.check_value("eps", eps, "RMSNorm")
         columns = _columns("RMSNorm", normalized_shape)
         super().__init__(columns, eps, elementwise_affine, device=device, dtype=dtype)
         self.backend = backend
@@ -68,7 +69,7 @@ class LayerNorm(torch.nn.LayerNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_eps("LayerNorm", eps)
+        spec.LAYER_NORM.check_value("eps", eps, "LayerNorm")
         columns = _columns("LayerNorm", normalized_shape)
         super().__init__(columns, eps, elementwise_affine, bias, device=device, dtype=dtype)
         self.backend = backend

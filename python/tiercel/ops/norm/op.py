@@ -3,20 +3,198 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from tiercel.ops.norm.operators import LAYER, RMS, check_eps, operators
+from tiercel import _C
+from tiercel.core.eager import empty
+from tiercel.core.op import Gradient, Native, Op, Python
+from tiercel.core.spec import Call
+from tiercel.ops.norm import reference as ref
+from tiercel.ops.norm import spec
 
-__all__ = ["check_eps", "layer_norm", "rms_norm"]
+__all__ = ["layer_norm", "rms_norm"]
 
-_RMS_NORM = operators(RMS)
-_LAYER_NORM = operators(LAYER)
-_ALL = (True, True, True)
+# Bytes of the longest row of which a cluster's shared memory holds three tensors and the weight.
+_MAX_ROW_BYTES_WITH_RESIDUAL = 98304 * 4
+
+_METHOD = "mean, square and rsqrt in float32"
+_DESCRIPTION = "a row in registers, read once; statistics in float32"
+_TAKES = ("x", "weight", "bias", "residual", "out", "residual_out", "eps")
 
 
-@_RMS_NORM.plain[_ALL].export
+def _rows(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.reshape(-1, tensor.shape[-1])
+
+
+def _launch(native: Callable[..., Any], call: Call) -> Any:
+    """Joins the batch dimensions where a tensor is not contiguous."""
+    given = {name: getattr(call, name, None) for name in _TAKES}
+    sources = [given[name] for name in ("x", "residual") if given[name] is not None]
+    if call.x.dim() > 2 and not all(tensor.is_contiguous() for tensor in sources):
+        for name in ("x", "residual", "out", "residual_out"):
+            given[name] = _rows(given[name])
+    return native(*given.values())
+
+
+def _two_rows(call: Call) -> dict[str, Any]:
+    return {
+        name: _rows(getattr(call, name))[:2]  # type: ignore[index]
+        for name in ("x", "residual")
+        if getattr(call, name, None) is not None
+    }
+
+
+class _Norm:
+    """The operators of a norm: without and with `residual`, and the gradients."""
+
+    def __init__(self, declared: spec.Spec, layer: bool) -> None:
+        name = declared.name
+        self._layer = layer
+        self._reference = getattr(ref, name)
+        self._backward_kernel = getattr(_C, f"{name}_backward")
+        self._backward_plan = getattr(_C, f"{name}_backward_plan")
+        native = Native(
+            getattr(_C, name),
+            getattr(_C, f"{name}_plan"),
+            _TAKES,
+            _DESCRIPTION,
+            load=_C.norm_load,
+            contiguous=("x", "residual"),
+            launch=_launch,
+            sample=_two_rows,
+        )
+
+        def op(declared: spec.Spec) -> Op:
+            return Op(
+                declared,
+                sm90=native,
+                reference=self._forward,
+                method=_METHOD,
+                gradient=Gradient(self._save, self._gradients),
+            )
+
+        self.plain = op(declared.without("residual"))
+        self.added = op(declared.having("residual", name=f"add_{name}"))
+        self._backward = Op(
+            spec.BACKWARD[name],
+            sm90=Python(
+                self._run_backward,
+                lambda call: self.plain.plan(Call(**call.__dict__, bias=None)),
+                _DESCRIPTION,
+                sample=_two_rows,
+            ),
+            reference=lambda call: ref.norm_backward(layer, **call.__dict__),
+            method=_METHOD,
+            out=False,
+            fake=_empty_gradients,
+        )
+
+    def _forward(self, call: Call) -> Any:
+        residual = getattr(call, "residual", None)
+        return self._reference(call.x, call.weight, call.bias, residual, eps=call.eps)
+
+    def _save(self, ctx: Any, call: Call, results: Any) -> None:
+        ctx.eps, ctx.backend = call.eps, call.backend
+        ctx.bias_dtype = call.x.dtype if call.bias is None else call.bias.dtype
+        normalised = results[1] if "residual" in call else call.x
+        ctx.save_for_backward(normalised, call.weight)
+
+    def _gradients(
+        self, ctx: Any, grad: Tensor | None, grad_residual: Tensor | None = None
+    ) -> dict[str, Tensor | None]:
+        if grad is None:
+            return {"x": grad_residual, "residual": grad_residual}
+        x, weight = ctx.saved_tensors
+        arguments = (
+            x,
+            weight,
+            grad,
+            grad_residual,
+            weight is not None and ctx.wants["weight"],
+            ctx.wants["bias"],
+            ctx.bias_dtype,
+            ctx.eps,
+        )
+        if torch.is_grad_enabled():  # it will be differentiated itself
+            found = ref.norm_backward(self._layer, *arguments)
+        else:
+            found = self._backward(*arguments, ctx.backend)
+        grad_x, grad_weight, grad_bias = found
+        return {
+            "x": grad_x,
+            "weight": grad_weight if arguments[4] else None,
+            "bias": grad_bias if arguments[5] else None,
+            "residual": grad_x,
+        }
+
+    def _run_backward(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        x, grad = call.x.reshape(-1, call.x.shape[-1]), call.grad.reshape(-1, call.x.shape[-1])
+        weight, grad_residual, eps = call.weight, _rows(call.grad_residual), call.eps
+        too_long = x.shape[1] * x.element_size() > _MAX_ROW_BYTES_WITH_RESIDUAL
+        apart = grad_residual if too_long else None
+        if too_long:
+            grad_residual = None
+        grad_x, columns = empty(x, tuple(x.shape), x.dtype), x.shape[1]
+        grad_weight = grad_bias = workspace = None
+        # An RMS norm seldom has a bias: no kernel keeps its sums.
+        kernel_bias = call.bias_grad and self._layer
+        if call.weight_grad or kernel_bias:
+            plan = self._backward_plan(x, weight, grad, grad_residual, grad_x, None, None, None, eps)
+            workspace = x.new_empty((2, plan["parts"], columns), dtype=torch.float32)
+        if call.weight_grad:
+            grad_weight = torch.empty_like(weight)
+        if kernel_bias:
+            grad_bias = x.new_empty(columns, dtype=call.bias_dtype)
+        self._backward_kernel(
+            x, weight, grad, grad_residual, grad_x, grad_weight, grad_bias, workspace, eps
+        )
+        if call.bias_grad and not self._layer:
+            grad_bias = grad.sum(dim=0, dtype=torch.float32).to(call.bias_dtype)
+        if apart is not None:
+            grad_x.add_(apart)
+        return (
+            grad_x.view(call.x.shape),
+            x.new_empty(0) if grad_weight is None else grad_weight,
+            x.new_empty(0) if grad_bias is None else grad_bias,
+        )
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        eps: float,
+        out: Any,
+        backend: str | None,
+    ) -> Any:
+        if residual is None:
+            if out is None:
+                return self.plain.pick()(x, weight, bias, eps, backend)
+            return self.plain.into(out, x, weight, bias, eps, backend)
+        if out is None:
+            return self.added.pick()(x, residual, weight, bias, eps, backend)
+        return self.added.into(out, x, residual, weight, bias, eps, backend)
+
+
+def _empty_gradients(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    x, columns, nothing = call.x, call.x.shape[-1], call.x.new_empty
+    return (
+        x.new_empty(x.shape),
+        nothing(columns, dtype=call.weight.dtype) if call.weight_grad else nothing(0),
+        nothing(columns, dtype=call.bias_dtype) if call.bias_grad else nothing(0),
+    )
+
+
+_RMS_NORM = _Norm(spec.RMS_NORM, layer=False)
+_LAYER_NORM = _Norm(spec.LAYER_NORM, layer=True)
+
+
+@_RMS_NORM.plain.export
 def rms_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -62,10 +240,10 @@ def rms_norm(
     Example:
         >>> hidden, stream = tiercel.rms_norm(attended, norm.weight, eps=1e-6, residual=stream)
     """
-    return _RMS_NORM(x, weight, bias, residual, out, eps, backend)
+    return _RMS_NORM(x, weight, bias, residual, eps, out, backend)
 
 
-@_LAYER_NORM.plain[_ALL].export
+@_LAYER_NORM.plain.export
 def layer_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -110,4 +288,4 @@ def layer_norm(
     Example:
         >>> hidden = tiercel.layer_norm(x, norm.weight, norm.bias)
     """
-    return _LAYER_NORM(x, weight, bias, residual, out, eps, backend)
+    return _LAYER_NORM(x, weight, bias, residual, eps, out, backend)

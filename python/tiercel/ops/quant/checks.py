@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercel import _platform
-from tiercel._checks import (
+from tiercel.core import platform
+from tiercel.core.checks import (
     check_contiguous,
     check_dtype,
     check_rank,
     check_same_device,
     check_shape,
 )
-from tiercel._platform import Reason
+from tiercel.core.platform import Reason
 
 VALUES = (torch.float32, torch.bfloat16, torch.float16)
 E4M3, E2M1 = torch.float8_e4m3fn, torch.float4_e2m1fn_x2
@@ -24,7 +24,7 @@ E4M3, E2M1 = torch.float8_e4m3fn, torch.float4_e2m1fn_x2
 
 def reason_of(plan: Any, *args: Any) -> Reason | None:
     """What the kernels do not take of arguments that are right."""
-    reason = _platform.why_not(args[0].device)
+    reason = platform.why_not(args[0].device)
     if reason is not None:
         return reason
     try:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tiercel import _C
-from tiercel._checks import (
+from tiercel.core.checks import (
     check_contiguous,
     check_dtype,
     check_rank,
@@ -17,7 +17,7 @@ from tiercel._checks import (
     check_shape,
 )
 from tiercel._op import Backend, Op
-from tiercel._platform import Reason
+from tiercel.core.platform import Reason
 from tiercel.ops.quant import reference as ref
 from tiercel.ops.quant.checks import (
     E2M1,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tiercel import _C
-from tiercel._eager import empty
+from tiercel.core.eager import empty
 from tiercel._op import Backend, Op
-from tiercel._platform import Reason
+from tiercel.core.platform import Reason
 from tiercel.ops.quant import nvfp4
 from tiercel.ops.quant import reference as ref
 from tiercel.ops.quant.checks import E4M3, check_narrow, check_values, reason_of

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercel import _C, _platform
-from tiercel._checks import (
+from tiercel import _C
+from tiercel.core import platform
+from tiercel.core.checks import (
     check_bool,
     check_contiguous,
     check_dtype,
@@ -17,9 +18,9 @@ from tiercel._checks import (
     check_same_device,
     check_shape,
 )
-from tiercel._eager import empty
+from tiercel.core.eager import empty
 from tiercel._op import Autograd, Backend, Op
-from tiercel._platform import Reason
+from tiercel.core.platform import Reason
 from tiercel.ops.reduce.reference import reduce as reference
 
 __all__ = ["reduce", "reduce_sum"]
@@ -150,7 +151,7 @@ def _plan(x: Tensor, dim: int | None, op: str, *options: Any) -> dict[str, Any]:
 
 
 def _why_not(x: Tensor, dim: int | None, op: str, *options: Any) -> Reason | None:
-    reason = _platform.why_not(x.device)
+    reason = platform.why_not(x.device)
     if reason is not None:
         return reason
     try:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercel import _C, _platform
-from tiercel._checks import (
+from tiercel import _C
+from tiercel.core import platform
+from tiercel.core.checks import (
     check_bool,
     check_contiguous,
     check_dtype,
@@ -17,11 +18,11 @@ from tiercel._checks import (
     check_same_device,
     check_shape,
 )
-from tiercel._eager import empty
-from tiercel._index_checks import Index, between, places
+from tiercel.core.eager import empty
+from tiercel.core.index_checks import Index, between, places
 from tiercel._launcher import Argument, Like, Output, launcher
 from tiercel._op import Autograd, Backend, Op
-from tiercel._platform import Reason
+from tiercel.core.platform import Reason
 from tiercel.ops.rotary import reference as ref
 
 __all__ = ["kv_cache_write", "rotary_embedding"]
@@ -148,7 +149,7 @@ def _rotary_plan(
 
 
 def _unless(op: str, device: torch.device, plan: Any) -> Reason | None:
-    reason = _platform.why_not(device)
+    reason = platform.why_not(device)
     if reason is not None:
         return reason
     try:

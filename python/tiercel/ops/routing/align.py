@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercel import _C, _platform
-from tiercel._checks import (
+from tiercel import _C
+from tiercel.core import platform
+from tiercel.core.checks import (
     check_bool,
     check_contiguous,
     check_dtype,
@@ -17,10 +18,10 @@ from tiercel._checks import (
     check_same_device,
     check_shape,
 )
-from tiercel._eager import empty
-from tiercel._index_checks import Index, places
+from tiercel.core.eager import empty
+from tiercel.core.index_checks import Index, places
 from tiercel._op import Backend, Op
-from tiercel._platform import Reason
+from tiercel.core.platform import Reason
 from tiercel.ops.routing import reference as ref
 
 __all__ = ["moe_align_block_size"]
@@ -256,7 +257,7 @@ def align_plan(
 
 
 def _why_not(topk_ids: Tensor, *rest: Any) -> Reason | None:
-    reason = _platform.why_not(topk_ids.device)
+    reason = platform.why_not(topk_ids.device)
     if reason is not None:
         return reason
     try:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixture-of-experts routing."""
+"""Smoke cases of topk_softmax, and the contract of its plug-ins."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tiercel.plugins.contract import Case, Contract, ScalarSpec, TensorSpec
+from tiercel.ops.routing.spec import TOPK_SOFTMAX
+from tiercel.plugins.contract import Case, Contract
 
 _OPTIONS: dict[str, Any] = {"softmax_first": True, "renormalize": False, "indices_dtype": "int32"}
 
@@ -54,39 +55,15 @@ def _make(case: Case, device: str, seed: int) -> dict[str, Any]:
     return {"scores": scores, "k": case.sizes["k"], **options}
 
 
-def _into(
-    call: Any, scores: Any, weights: Any, indices: Any, softmax_first: bool, renormalize: bool
-) -> None:
-    results = call(scores, weights.shape[1], softmax_first, renormalize, indices.dtype)
-    weights.copy_(results[0])
-    indices.copy_(results[1])
-
-
-TOPK_SOFTMAX = Contract(
-    family="routing",
-    op="topk_softmax",
-    arguments=(
-        TensorSpec("scores", ("T", "E"), ("float32", "bfloat16", "float16"), strided=True),
-        ScalarSpec("k", "int"),
-        ScalarSpec("softmax_first", "bool"),
-        ScalarSpec("renormalize", "bool"),
-        ScalarSpec("indices_dtype", "dtype"),
+CONTRACTS = (
+    Contract.of(
+        "routing",
+        TOPK_SOFTMAX,
+        cases=_CASES,
+        timing={
+            "cpu": _case(512, 128, 8, "float32", renormalize=True),
+            "cuda": _case(8192, 128, 8, "bfloat16", renormalize=True),
+        },
+        make=_make,
     ),
-    outputs=(
-        # float32 arithmetic: some roundings of 2**-24 each.
-        TensorSpec("weights", ("T", "k"), ("float32",), rtol=1e-5, atol=1e-6),
-        TensorSpec("indices", ("T", "k"), ("indices_dtype",)),
-    ),
-    cases=_CASES,
-    timing={
-        "cpu": _case(512, 128, 8, "float32", renormalize=True),
-        "cuda": _case(8192, 128, 8, "bfloat16", renormalize=True),
-    },
-    make=_make,
-    variants={
-        "topk_softmax": lambda call, *values: call(*values),
-        "topk_softmax_out": _into,
-    },
 )
-
-CONTRACTS = (TOPK_SOFTMAX,)

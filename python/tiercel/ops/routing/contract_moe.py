@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tiercel.ops.routing.contract import TOPK_SOFTMAX
+from tiercel.ops.routing.contract import CONTRACTS as _TOPK
 from tiercel.plugins.contract import Case, Contract, ScalarSpec, TensorSpec
 
 
@@ -177,7 +177,7 @@ TOPK_SOFTMAX_ALIGN = _AlignContract(
     family="routing",
     op="topk_softmax_align",
     arguments=(
-        TOPK_SOFTMAX.spec("scores"),
+        _TOPK[0].spec("scores"),
         ScalarSpec("k", "int"),
         ScalarSpec("block_size", "int"),
         TensorSpec("expert_map", ("E",), ("int32",), optional=True),
@@ -187,7 +187,7 @@ TOPK_SOFTMAX_ALIGN = _AlignContract(
         ScalarSpec("pad_sorted_ids", "bool"),
         ScalarSpec("ignore_invalid_experts", "bool"),
     ),
-    outputs=(*TOPK_SOFTMAX.outputs, *_ALIGNED),
+    outputs=(*_TOPK[0].outputs, *_ALIGNED),
     cases=_FUSED_CASES,
     timing={
         "cpu": _fused_case(64, 64, 8, 16, "float32"),

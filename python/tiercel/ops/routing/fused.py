@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercel import _C, _platform
-from tiercel._checks import (
+from tiercel import _C
+from tiercel.core import platform
+from tiercel.core.checks import (
     check_bool,
     check_contiguous,
     check_dtype,
@@ -17,11 +18,13 @@ from tiercel._checks import (
     check_same_device,
     check_shape,
 )
-from tiercel._eager import empty
+from tiercel.core.eager import empty
 from tiercel._op import Autograd, Backend, Op
-from tiercel._platform import Reason
+from tiercel.core.platform import Reason
 from tiercel.ops.routing import reference as ref
 from tiercel.ops.routing import topk_softmax as routing
+from tiercel.ops.routing.spec import check_k
+from tiercel.core.spec import Call
 from tiercel.ops.routing.align import (
     OUTPUTS,
     align_sm90,
@@ -59,14 +62,14 @@ def _check(
     backend: str | None,
 ) -> None:
     check_rank(_NAME, "scores", scores, 2)
-    check_dtype(_NAME, "scores", scores.dtype, routing.SCORES)
-    check_dtype(_NAME, "indices_dtype", indices_dtype, routing.INDICES)
+    check_dtype(_NAME, "scores", scores.dtype, (torch.float32, torch.bfloat16, torch.float16))
+    check_dtype(_NAME, "indices_dtype", indices_dtype, (torch.int32, torch.int64))
     check_bool(_NAME, "softmax_first", softmax_first)
     check_bool(_NAME, "renormalize", renormalize)
     check_bool(_NAME, "pad_sorted_ids", pad_sorted_ids)
     check_bool(_NAME, "ignore_invalid_experts", ignore_invalid_experts)
     rows, experts = scores.shape
-    routing.check_k(_NAME, k, experts)
+    check_k(_NAME, k, experts)
     check_sizes(_NAME, block_size, experts, 0)
     slots = slots_for(rows * k, experts, block_size, pad_sorted_ids)
     check_sizes(_NAME, block_size, experts, slots)
@@ -108,8 +111,8 @@ def _outputs(
 def _sm90(scores: Tensor, k: int, block_size: int, expert_map: Any, *args: Any) -> _Five:
     softmax_first, renormalize, indices_dtype, pad, ignore, _ = args
     if scores.shape[0] > _ONE_LAUNCH:
-        weights, indices = routing.topk_sm90(
-            scores, k, softmax_first, renormalize, indices_dtype, None
+        weights, indices = routing._TOPK_SOFTMAX._run(
+            Call(scores=scores, k=k, softmax_first=softmax_first, renormalize=renormalize, indices_dtype=indices_dtype)
         )
         experts = scores.shape[1]
         aligned = align_sm90(indices, block_size, experts, expert_map, pad, ignore, None)
@@ -165,7 +168,7 @@ def _plan(scores: Tensor, k: int, block_size: int, expert_map: Any, *args: Any) 
 
 
 def _why_not(scores: Tensor, *args: Any) -> Reason | None:
-    reason = _platform.why_not(scores.device)
+    reason = platform.why_not(scores.device)
     if reason is not None:
         return reason
     try:
@@ -183,12 +186,12 @@ def _why_not_out(scores: Tensor, weights: Tensor, indices: Tensor, *args: Any) -
 
 
 def _save(ctx: Any, args: tuple[Any, ...], outputs: _Five) -> None:
-    routing.save(ctx, (*args[:2], *args[4:6]), outputs[:2])
+    routing.save(ctx, Call(scores=args[0], softmax_first=args[4], renormalize=args[5]), outputs)
     ctx.mark_non_differentiable(*outputs[1:])
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None]:
-    return routing.backward(ctx, grad, None)
+    return (routing.gradients(ctx, grad).get('scores'),)
 
 
 _CUDA = ("a warp a row, then a cluster sorts; one launch up to 128 tokens", "cuda")
@@ -285,7 +288,6 @@ def topk_softmax_align(
         )
         return result
     outputs = tuple_of(_NAME, out, ("weights", "indices", *OUTPUTS))
-    routing.check_columns(_NAME, outputs[0], k)
     options_out = (softmax_first, renormalize, ignore_invalid_experts)
     _FUSED_OUT(scores, *outputs, block_size, expert_map, *options_out, backend)
     return outputs  # type: ignore[return-value]

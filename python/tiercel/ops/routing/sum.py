@@ -8,18 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercel import _C, _platform
-from tiercel._checks import (
+from tiercel import _C
+from tiercel.core import platform
+from tiercel.core.checks import (
     check_contiguous,
     check_dtype,
     check_rank,
     check_same_device,
     check_shape,
 )
-from tiercel._eager import empty
+from tiercel.core.eager import empty
 from tiercel._launcher import Argument, Like, Output, launcher
 from tiercel._op import Autograd, Backend, Op
-from tiercel._platform import Reason
+from tiercel.core.platform import Reason
 from tiercel.ops.routing import reference as ref
 
 __all__ = ["moe_sum"]
@@ -115,7 +116,7 @@ def _operator(weighted: bool, into: bool) -> Op:
         return None
 
     def why_not(*args: Any) -> Reason | None:
-        return _platform.why_not(args[0].device)
+        return platform.why_not(args[0].device)
 
     def save(ctx: Any, args: tuple[Any, ...], output: Tensor) -> None:
         _save(ctx, *split(args)[:2])

@@ -9,18 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercel import _C, _platform
-from tiercel._checks import (
+from tiercel import _C
+from tiercel.core import platform
+from tiercel.core.checks import (
     check_contiguous,
     check_dtype,
     check_same_device,
     check_shape,
     dtype_name,
 )
-from tiercel._eager import empty
+from tiercel.core.eager import empty
 from tiercel._launcher import Argument, Choice, Like, Output, launcher
 from tiercel._op import Autograd, Backend, Op
-from tiercel._platform import Reason
+from tiercel.core.platform import Reason
 from tiercel.ops._rows import rows
 from tiercel.ops.softmax import reference as ref
 
@@ -117,7 +118,7 @@ class _Softmax:
     def _why_not(
         self, x: Tensor, mask: Tensor | None, dim: int, scale: float | None
     ) -> Reason | None:
-        reason = _platform.why_not(x.device)
+        reason = platform.why_not(x.device)
         if reason is not None:
             return reason
         try:

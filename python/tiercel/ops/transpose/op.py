@@ -8,17 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercel import _C, _platform
-from tiercel._checks import (
+from tiercel import _C
+from tiercel.core import platform
+from tiercel.core.checks import (
     check_contiguous,
     check_dtype,
     check_rank,
     check_same_device,
     check_shape,
 )
-from tiercel._eager import empty
+from tiercel.core.eager import empty
 from tiercel._op import Autograd, Backend, Op
-from tiercel._platform import Reason
+from tiercel.core.platform import Reason
 from tiercel.ops.transpose import reference as ref
 
 __all__ = ["copy_transpose"]
@@ -94,7 +95,7 @@ def _plan(x: Tensor, tile_size: int | None, backend: str | None = None) -> dict[
 
 
 def _why_not(x: Tensor, *_: Any) -> Reason | None:
-    return _platform.why_not(x.device)
+    return platform.why_not(x.device)
 
 
 def _save(ctx: Any, args: tuple[Any, ...], output: Tensor) -> None:
