@@ -101,7 +101,7 @@ def parts():
 
 
 def measure(fake_driver):
-    from tiercel.bench.timing import CudaClock
+    from tiercel.workbench.bench.timing import CudaClock
 
     clock, found = CudaClock(), {}
     groups = {op: rows(op) for op in ("topk_softmax", "linear_act", "others")}

@@ -67,9 +67,9 @@ class Search:
     """Of one problem."""
 
     def __init__(self, op, columns, rows, dtype, residual, clock):
-        from tiercel.bench import ours, runner
-        from tiercel.bench.cases import Case
         from tiercel.ops.norm.cases import BENCHES
+        from tiercel.workbench.bench import ours, runner
+        from tiercel.workbench.bench.cases import Case
 
         name = f"{op}_backward"
         params = {"M": rows, "N": columns, "weight": "same", "bias": op == "layer_norm"}
@@ -87,7 +87,7 @@ class Search:
     def replay(self, shape, checked=False):
         """Of a shape, or of the tables' where that is None; None where no kernel has it."""
         from tiercel import _C
-        from tiercel.bench import runner
+        from tiercel.workbench.bench import runner
 
         _C.norm_try_backward_shape(*(shape or ()))
         try:
@@ -138,8 +138,8 @@ def main():
 
     import torch
 
-    from tiercel.bench import limits
-    from tiercel.bench.timing import CudaClock
+    from tiercel.workbench.bench import limits
+    from tiercel.workbench.bench.timing import CudaClock
 
     if not torch.cuda.is_available():
         parser.error("needs a GPU")

@@ -25,11 +25,12 @@ def _home(name: str) -> str:
     """The module that has a public name."""
     if name in _LAZY:
         return _LAZY[name]
-    from tiercel._families import public_names
+    if not name.startswith("_"):
+        from tiercel._families import public_names
 
-    if name not in public_names():
-        raise AttributeError(f"module 'tiercel' has no attribute {name!r}")
-    return "tiercel.ops"
+        if name in public_names():
+            return "tiercel.ops"
+    raise AttributeError(f"module 'tiercel' has no attribute {name!r}")
 
 
 def __getattr__(name: str) -> object:
@@ -41,8 +42,6 @@ def __getattr__(name: str) -> object:
         from tiercel._families import public_names
 
         return sorted({"__version__", *_LAZY, *_SUBMODULES, *public_names()})
-    if name.startswith("__"):  # what Python itself looks for
-        raise AttributeError(f"module 'tiercel' has no attribute {name!r}")
     value = getattr(import_module(_home(name)), name)
     globals()[name] = value  # the next look-up does not come here
     return value

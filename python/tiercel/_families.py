@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The op families: the folders of ``tiercel/ops``. Needs no torch.
 
-A file's kind is its name up to an underscore, such as ``cases`` for ``cases_backward.py``, or "op" if
-that is none of the kinds below: then it defines operators or is what they are made of.
+A file's kind is its name up to an underscore, such as ``cases`` for ``cases_backward.py``. Files
+of none of the kinds below are of kind "op": they define operators, or parts of them.
 """
 
 from __future__ import annotations

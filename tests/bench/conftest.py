@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiercel.bench.cases import Case
-from tiercel.bench.launch import Impl, Launch, WrongResult
-from tiercel.bench.ops import Error, OpBench
+from tiercel.workbench.bench.cases import Case
+from tiercel.workbench.bench.launch import Impl, Launch, WrongResult
+from tiercel.workbench.bench.ops import Error, OpBench
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

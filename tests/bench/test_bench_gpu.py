@@ -7,8 +7,8 @@ pytestmark = pytest.mark.gpu
 
 
 def test_a_short_run(benchmarks, tmp_path, capfd):
-    from tiercel.bench import limits, records
     from tiercel.cli import main
+    from tiercel.workbench.bench import limits, records
 
     out = tmp_path / "results.jsonl"
     words = ["bench", "--suites", str(benchmarks / "suites"), "--peers", "torch"]
@@ -26,8 +26,8 @@ def test_a_short_run(benchmarks, tmp_path, capfd):
 def test_a_replay_is_proportional_to_its_work():
     import torch
 
-    from tiercel.bench.launch import Launch
-    from tiercel.bench.timing import CudaClock
+    from tiercel.workbench.bench.launch import Launch
+    from tiercel.workbench.bench.timing import CudaClock
 
     clock = CudaClock()
     times = []

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tiercel.bench import BenchError, cases, ops
+from tiercel.workbench.bench import BenchError, cases, ops
 
 OPS = ops.load()
 

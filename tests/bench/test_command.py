@@ -8,10 +8,10 @@ import sys
 import pytest
 import torch
 
-from tiercel.bench import BenchError, command, environment, plot, records
-from tiercel.bench.launch import Launch
-from tiercel.bench.timing import CudaClock
 from tiercel.cli import main
+from tiercel.workbench.bench import BenchError, command, environment, plot, records
+from tiercel.workbench.bench.launch import Launch
+from tiercel.workbench.bench.timing import CudaClock
 
 SUITES = """
 suites:
@@ -175,7 +175,7 @@ def test_report_command(tmp_path, capsys, benchmarks, monkeypatch):
 
 
 def environment_markers():
-    from tiercel.bench import report
+    from tiercel.workbench.bench import report
 
     return report.BEGIN, report.END
 

@@ -3,7 +3,7 @@
 
 import pytest
 
-from tiercel.bench import compare
+from tiercel.workbench.bench import compare
 
 
 def test_only_ours_beyond_the_threshold_is_a_regression(record):

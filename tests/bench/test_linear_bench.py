@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch
 
-from tiercel.bench import adapters, ops, ours, peers, runner
-from tiercel.bench.cases import Case
-from tiercel.bench.launch import Launch, Unsupported, WrongResult
 from tiercel.ops.linear.cases import ACTIVATIONS, activate
+from tiercel.workbench.bench import adapters, ops, ours, peers, runner
+from tiercel.workbench.bench.cases import Case
+from tiercel.workbench.bench.launch import Launch, Unsupported, WrongResult
 
 BENCH = ops.load()["linear_act"]
 PEERS = peers.load()

@@ -6,9 +6,9 @@ import dataclasses
 import pytest
 import torch
 
-from tiercel.bench import adapters, ops, ours
-from tiercel.bench.cases import Case
-from tiercel.bench.launch import Launch, WrongResult
+from tiercel.workbench.bench import adapters, ops, ours
+from tiercel.workbench.bench.cases import Case
+from tiercel.workbench.bench.launch import Launch, WrongResult
 
 BENCHES = ops.load()
 ADAPTERS = adapters.load()

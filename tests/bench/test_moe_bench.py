@@ -7,10 +7,10 @@ import types
 import pytest
 import torch
 
-from tiercel.bench import adapters, ops, ours, vllm_experts
-from tiercel.bench.cases import Case
-from tiercel.bench.launch import Unsupported, WrongResult
-from tiercel.bench.peers import deepgemm
+from tiercel.workbench.bench import adapters, ops, ours, vllm_experts
+from tiercel.workbench.bench.cases import Case
+from tiercel.workbench.bench.launch import Unsupported, WrongResult
+from tiercel.workbench.bench.peers import deepgemm
 
 BENCHES = ops.load()
 HALF = {"T": 9, "E": 4, "k": 2, "H": 256, "I": 128, "bs": 8}

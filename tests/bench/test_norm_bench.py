@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tiercel.bench import adapters, ops, ours, runner
-from tiercel.bench.cases import Case
-from tiercel.bench.launch import Impl, Launch, WrongResult
+from tiercel.workbench.bench import adapters, ops, ours, runner
+from tiercel.workbench.bench.cases import Case
+from tiercel.workbench.bench.launch import Impl, Launch, WrongResult
 
 BENCHES = ops.load()
 ADAPTERS = adapters.load()

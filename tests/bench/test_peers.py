@@ -9,9 +9,9 @@ import types
 import pytest
 import torch
 
-from tiercel.bench import peers
-from tiercel.bench.launch import Unsupported
-from tiercel.bench.peers import Missing, deepgemm, fa3, vllm
+from tiercel.workbench.bench import peers
+from tiercel.workbench.bench.launch import Unsupported
+from tiercel.workbench.bench.peers import Missing, deepgemm, fa3, vllm
 
 PACKAGES = {
     "fa4": ("flash_attn", "flash-attn-4"),

@@ -8,7 +8,7 @@ import random
 import pytest
 from support import mutate
 
-from tiercel.bench import BenchError, command, compare, limits, records, report
+from tiercel.workbench.bench import BenchError, command, compare, limits, records, report
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from tiercel.bench import BenchError, limits, records
-from tiercel.bench.runner import Settings, run_case
+from tiercel.workbench.bench import BenchError, limits, records
+from tiercel.workbench.bench.runner import Settings, run_case
 
 COMMON = dict.fromkeys(("run", "date", "commit", "gpu", "driver", "torch", "command"), "x")
 LIMITS = {"copy_gbps": 4000.0, "launch_us": 0.5, "float32_tflops": 50.0}

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from tiercel.bench import BenchError, report
-from tiercel.bench.records import dump
+from tiercel.workbench.bench import BenchError, report
+from tiercel.workbench.bench.records import dump
 
 
 def test_the_committed_page_is_up_to_date(benchmarks):

@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from tiercel.bench import adapters, ops, ours, peers
-from tiercel.bench.cases import Case
-from tiercel.bench.launch import Launch, Unsupported, WrongResult
+from tiercel.workbench.bench import adapters, ops, ours, peers
+from tiercel.workbench.bench.cases import Case
+from tiercel.workbench.bench.launch import Launch, Unsupported, WrongResult
 
 BENCH = ops.load()["topk_softmax"]
 

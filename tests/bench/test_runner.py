@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from tiercel.bench.launch import Unsupported, WrongResult
-from tiercel.bench.ops import Error
-from tiercel.bench.runner import Settings, input_sets, run_case
+from tiercel.workbench.bench.launch import Unsupported, WrongResult
+from tiercel.workbench.bench.ops import Error
+from tiercel.workbench.bench.runner import Settings, input_sets, run_case
 
 SETTINGS = Settings(warmup=2, iterations=3, rounds=5)
 
@@ -158,7 +158,7 @@ def test_host_time_beside_the_baseline(toy, toy_case, impl, fake_clock):
 
 def test_a_gradient_may_be_the_first_operator_that_is_asked_for():
     code = (
-        "from tiercel.bench import ours\n"
+        "from tiercel.workbench.bench import ours\n"
         "from tiercel.ops.norm.cases import BENCHES\n"
         "(bench,) = (b for b in BENCHES if b.op == 'rms_norm_backward')\n"
         "ours.impls(bench, ['ref'])\n"

@@ -3,7 +3,7 @@
 
 import pytest
 
-from tiercel.bench import stats, timing
+from tiercel.workbench.bench import stats, timing
 
 
 def test_summary_is_over_all_samples():

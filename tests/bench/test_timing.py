@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tiercel.bench.launch import Launch
-from tiercel.bench.timing import CudaClock
+from tiercel.workbench.bench.launch import Launch
+from tiercel.workbench.bench.timing import CudaClock
 
 
 class Cuda:

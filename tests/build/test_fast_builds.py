@@ -63,7 +63,7 @@ def test_times_are_of_the_clock_and_of_the_cpus() -> None:
 
 
 def test_doctor_names_the_dsl_that_the_build_takes() -> None:
-    checks = (ROOT / "python/tiercel/doctor/checks.py").read_text()
+    checks = (ROOT / "python/tiercel/workbench/doctor/checks.py").read_text()
     lock = (ROOT / "tools/python/locks/cute.lock").read_text()
     version = re.search(r'^DSL = "(.+)"$', checks, re.M)[1]
     assert f"nvidia-cutlass-dsl=={version} " in lock

@@ -83,10 +83,10 @@ def test_what_goes_wrong(monkeypatch):
 def test_the_template(monkeypatch, tmp_path):
     """What `tiercel new-kernel --language cute` writes compiles; its declaration fits."""
     pytest.importorskip("torch")
-    import tiercel.templates
+    import tiercel.workbench.templates
 
     monkeypatch.chdir(tmp_path)  # the DSL leaves copies of its cubins
-    path = pathlib.Path(tiercel.templates.__file__).with_name("linear_act_cute.py")
+    path = pathlib.Path(tiercel.workbench.templates.__file__).with_name("linear_act_cute.py")
     spec = importlib.util.spec_from_file_location("template", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules["template"] = module

@@ -11,9 +11,9 @@ import torch
 
 import tiercel
 from tiercel.cli import demo, main
-from tiercel.demo import plot, tour
 from tiercel.plugins.contracts import CONTRACTS
-from tiercel.plugins.smoke import measure
+from tiercel.workbench.demo import plot, tour
+from tiercel.workbench.smoke import measure
 
 
 def test_a_quick_tour_on_the_cpu(tmp_path, capsys):

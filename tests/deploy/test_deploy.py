@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from support import sshd
 
-from tiercel.deploy import DeployError, job, session
+from tiercel.workbench.deploy import DeployError, job, session
 
 WHEEL = Path(os.environ.get("WHEEL", "dist")).absolute()
 BACKEND = """

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tiercel.deploy import DeployError, agent, session
+from tiercel.workbench.deploy import DeployError, agent, session
 
 THERE = {
     "tag": "cp312",
@@ -257,7 +257,7 @@ def test_an_endless_end_is_left(tmp_path):
     fake.write_bytes(b"#!/bin/sh\nprintf '\\ntiercel-deploy-1\\nx'\nexec yes\n")
     fake.chmod(0o755)
     code = (
-        "from tiercel.deploy import session, DeployError\nsession._GRACE_S = 1.0\n"
+        "from tiercel.workbench.deploy import session, DeployError\nsession._GRACE_S = 1.0\n"
         f"try: session.run([{str(fake)!r}], lambda there: b'', print)\n"
         "except DeployError as error: print(error)\n"
     )

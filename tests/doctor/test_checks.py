@@ -3,8 +3,8 @@
 
 import pytest
 
-from tiercel import doctor
-from tiercel.doctor import checks, show, tools
+from tiercel.workbench import doctor
+from tiercel.workbench.doctor import checks, show, tools
 
 GB = 1 << 30
 

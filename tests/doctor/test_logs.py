@@ -3,7 +3,7 @@
 
 import pytest
 
-from tiercel.doctor import logs
+from tiercel.workbench.doctor import logs
 
 FAILURES = {
     "CUDA not available": [

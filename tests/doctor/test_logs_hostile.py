@@ -15,7 +15,7 @@ try:
 except ImportError:  # Python 3.10
     import sre_parse as parser
 
-from tiercel.doctor import logs
+from tiercel.workbench.doctor import logs
 
 LINE = 8192
 SECONDS = 1.0  # of processor time for a line of LINE letters; a linear pattern takes milliseconds

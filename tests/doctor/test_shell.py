@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from tiercel.doctor import shell
+from tiercel.workbench.doctor import shell
 
 
 @pytest.fixture

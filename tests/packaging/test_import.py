@@ -52,3 +52,17 @@ print(bool(compileall.compile_dir(folder, quiet=1, force=True, legacy=False)))
 def test_import_loads_no_driver() -> None:
     code = "import tiercel, tiercel._C; print(open('/proc/self/maps').read())"
     assert "libcuda" not in run(code)
+
+
+def test_stubs_have_the_public_names() -> None:
+    """They are made of the sources; the names, when the package is imported."""
+    code = """
+import ast, pathlib, tiercel
+from tiercel._families import public_names
+folder = pathlib.Path(tiercel.__file__).parent
+for package, names in ((".", tiercel.__all__), ("ops", public_names())):
+    tree = ast.parse((folder / package / "__init__.pyi").read_text())
+    listed = next(n.value for n in tree.body if isinstance(n, ast.Assign))
+    print(ast.literal_eval(listed) == sorted(names))
+"""
+    assert run(code).split() == ["True", "True"]

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from tiercel.plugins.contracts import CONTRACTS
-from tiercel.plugins.smoke import processes, table
+from tiercel.workbench.smoke import processes, table
 
 pytestmark = pytest.mark.torch
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tiercel.ops.linear.contract import FP8_LINEAR
-from tiercel.plugins.smoke.measure import _expected, compare
+from tiercel.workbench.smoke.measure import _expected, compare
 
 pytestmark = pytest.mark.torch
 BF16 = torch.bfloat16

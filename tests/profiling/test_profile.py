@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tiercel.cli import main
-from tiercel.profiling import ProfileError, launch, programs
+from tiercel.workbench.profiling import ProfileError, launch, programs
 
 FAKE = """#!{python}
 import pathlib, sys

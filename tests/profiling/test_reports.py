@@ -11,7 +11,7 @@ import pytest
 from support import mutate
 
 from tiercel.cli import main
-from tiercel.profiling import ProfileError, reports, show
+from tiercel.workbench.profiling import ProfileError, reports, show
 
 HEAD = [
     ("ID", ""),

@@ -192,7 +192,9 @@ def test_editable(checkout: Checkout, venv: Venv) -> None:
     )
     assert kernels.returncode == 0 and b"registers" in kernels.stdout
     folder = "pathlib.Path(tiercel.__file__).parent"
-    assert ".yaml" in venv.run(f"import pathlib, tiercel; print(*{folder}.glob('bench/suites/*'))")
+    assert ".yaml" in venv.run(
+        f"import pathlib, tiercel; print(*{folder}.glob('workbench/bench/suites/*'))"
+    )
     # Again, as after a new kernel.
     assert venv.pip("install", "-e", ".", cwd=checkout.root).returncode == 0
     assert venv.run("import tiercel._C, tiercel; print(tiercel.EDITED)") == "True"

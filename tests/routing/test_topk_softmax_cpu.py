@@ -202,7 +202,11 @@ BAD = [
         TypeError,
         "`indices` must have dtype int32 or int64, got float32",
     ),
-    ({"out": out(torch.empty(4, 3))}, ValueError, "`weights` must have shape \\[T, k\\] = \\[5, 2\\], got \\[5, 3\\]"),
+    (
+        {"out": out(torch.empty(4, 3))},
+        ValueError,
+        "`weights` must have shape [T, k] = [4, 2], got [4, 3]",
+    ),
     (
         {"out": out(torch.empty(3, 2))},
         ValueError,

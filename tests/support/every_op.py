@@ -10,7 +10,7 @@ import torch
 import tiercel
 from tiercel.core.dispatch import registry, variants as families
 from tiercel.plugins.contracts import CONTRACTS
-from tiercel.plugins.smoke.measure import why_not
+from tiercel.workbench.smoke.measure import why_not
 
 SEED = 1
 

@@ -7,8 +7,8 @@ import signal
 import time
 from pathlib import Path
 
-from tiercel.bench.launch import WrongResult
-from tiercel.tune.problem import name_of
+from tiercel.workbench.bench.launch import WrongResult
+from tiercel.workbench.tune.problem import name_of
 
 
 def milliseconds(problem, tokens, candidate):

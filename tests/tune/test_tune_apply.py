@@ -16,7 +16,7 @@ from tiercel import _C
 from tiercel.core import tuned
 from tiercel.cli import main
 from tiercel.ops.moe import tune as moe
-from tiercel.tune import ops
+from tiercel.workbench.tune import ops
 
 GPU = "NVIDIA Test"
 

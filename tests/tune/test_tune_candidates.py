@@ -7,9 +7,9 @@ from support.dlpack_tensor import ExchangeTensor
 
 from tiercel import _C
 from tiercel.ops.moe import tune as moe
-from tiercel.tune import hardware, ops
-from tiercel.tune.hardware import Needs, blocks_per_sm, why_not
-from tiercel.tune.problem import Problem, name_of
+from tiercel.workbench.tune import hardware, ops
+from tiercel.workbench.tune.hardware import Needs, blocks_per_sm, why_not
+from tiercel.workbench.tune.problem import Problem, name_of
 
 LINEAR = ops.load()["linear"]
 NVFP4 = ops.load()["nvfp4-linear"]

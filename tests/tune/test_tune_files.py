@@ -10,7 +10,7 @@ import pytest
 from support import mutate
 
 from tiercel.core import tuned
-from tiercel.tune import command
+from tiercel.workbench.tune import command
 
 GPU = "NVIDIA Test"
 LABEL = tuned.device_label(GPU)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tiercel.cli import main
-from tiercel.tune import ops
-from tiercel.tune.problem import Problem, name_of
+from tiercel.workbench.tune import ops
+from tiercel.workbench.tune.problem import Problem, name_of
 
 HERE = Path(__file__).parent
 SHAPE = Problem.of("nvfp4_linear", "float4_e2m1fn_x2", N=4096, K=4096)
@@ -59,7 +59,7 @@ def start(out, log, *more, env=None):
 
 
 def expected(tokens):
-    from tiercel.tune import hardware
+    from tiercel.workbench.tune import hardware
 
     tunable = ops.load()["nvfp4-linear"]
     every = tunable.candidates(SHAPE, tokens, True, False)

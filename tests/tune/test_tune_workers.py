@@ -16,11 +16,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tiercel.tune import TuneError
-from tiercel.tune.board import StoreBoard
-from tiercel.tune.command import _agree
-from tiercel.tune.problem import name_of
-from tiercel.tune.shared import Place
+from tiercel.workbench.tune import TuneError
+from tiercel.workbench.tune.board import StoreBoard
+from tiercel.workbench.tune.command import _agree
+from tiercel.workbench.tune.problem import name_of
+from tiercel.workbench.tune.shared import Place
 
 HERE = Path(__file__).parent
 COMMAND = ["nvfp4-linear", "--problem", "N=4096,K=4096", "--num-tokens", "1", "8", "--quick"]

@@ -41,6 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tiercel.bench import command  # only now: it is of no use to the other commands
+    from tiercel.workbench.bench import command  # only now: it is of no use to the other commands
 
     return command.main(getattr(command, args.action), args)

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
 def _demo(args: argparse.Namespace) -> int:
     import torch
 
-    from tiercel.demo import plot, tour
+    from tiercel.workbench.demo import plot, tour
 
     problem = plot.problem(args.plot)
     if args.device == "cuda" and not torch.cuda.is_available():

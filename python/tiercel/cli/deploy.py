@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tiercel.deploy import DeployError
+    from tiercel.workbench.deploy import DeployError
 
     try:
         return _deploy(args)
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _deploy(args: argparse.Namespace) -> int:
-    from tiercel.deploy import job, session
+    from tiercel.workbench.deploy import job, session
 
     work = job.Work(args.backends, args.suites, args.bench, args.tune)
 

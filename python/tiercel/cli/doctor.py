@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.log is not None:
         return _log(args.log, args.json, args.check)
-    from tiercel.doctor import checks, facts, shell, show, status, tools
+    from tiercel.workbench.doctor import checks, facts, shell, show, status, tools
 
     found, made = facts.examine(), tools.examine()
     if args.shell:
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _log(name: str, as_json: bool, check: bool) -> int:
-    from tiercel.doctor import logs, status
+    from tiercel.workbench.doctor import logs, status
 
     try:
         if name == "-":

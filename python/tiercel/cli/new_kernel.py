@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 HELP = "Writes a backend of an operator that is right already, to begin your own from."
 LANGUAGES = ("torch", "triton", "cuda", "cute")
-_TEMPLATES = Path(__file__).parent.parent / "templates"
+_TEMPLATES = Path(__file__).parent.parent / "workbench" / "templates"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

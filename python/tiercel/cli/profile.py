@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tiercel.profiling import ProfileError
+    from tiercel.workbench.profiling import ProfileError
 
     tool, words = (args.words or [""])[0], args.words[1:]
     try:
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _profile(tool: str, words: list[str]) -> int:
-    from tiercel.profiling import ProfileError, launch, reports
+    from tiercel.workbench.profiling import ProfileError, launch, reports
 
     parser = argparse.ArgumentParser(
         prog=f"tiercel profile {tool}", usage=_USAGE, allow_abbrev=False
@@ -75,7 +75,7 @@ def _profile(tool: str, words: list[str]) -> int:
 
 
 def _text(path: Path) -> str:
-    from tiercel.profiling import ProfileError
+    from tiercel.workbench.profiling import ProfileError
 
     try:
         return path.read_text(encoding="utf-8", errors="replace")
@@ -85,7 +85,7 @@ def _text(path: Path) -> str:
 
 def _extract(words: list[str]) -> int:
     from tiercel.cache.folder import parse_size
-    from tiercel.profiling import ProfileError, reports
+    from tiercel.workbench.profiling import ProfileError, reports
 
     parser = argparse.ArgumentParser(prog="tiercel profile extract", usage=_USAGE)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
@@ -124,6 +124,6 @@ def _extract(words: list[str]) -> int:
 
 
 def _print(found: "list[dict[str, object]]", as_json: bool) -> None:
-    from tiercel.profiling import show
+    from tiercel.workbench.profiling import show
 
     print(json.dumps(found, indent=2) if as_json else "\n".join(map(show.as_text, found)))

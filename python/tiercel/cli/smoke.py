@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _smoke(args: argparse.Namespace) -> int:
     from tiercel import _needs_torch  # noqa: F401
-    from tiercel.plugins.smoke import run as run_
-    from tiercel.plugins.smoke import table
+    from tiercel.workbench.smoke import run as run_
+    from tiercel.workbench.smoke import table
 
     targets = _targets(args)
     if args.list:
@@ -77,7 +77,7 @@ def _smoke(args: argparse.Namespace) -> int:
 def _targets(args: argparse.Namespace) -> list[Any]:
     from tiercel.plugins import loading
     from tiercel.plugins.contracts import contract_of
-    from tiercel.plugins.smoke import run as run_
+    from tiercel.workbench.smoke import run as run_
 
     if args.op is not None:
         contract_of(args.op)

@@ -63,6 +63,6 @@ def _problem(sizes: "list[str]", text: str) -> "tuple[int, ...]":
 
 
 def run(args: argparse.Namespace) -> int:
-    from tiercel.tune import command  # only now: it is of no use to the other commands
+    from tiercel.workbench.tune import command  # only now: it is of no use to the other commands
 
     return command.main(getattr(command, args.action), args)

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from tiercel.bench.launch import Launch, Unsupported
-from tiercel.bench.peers import vllm
 from tiercel.ops.activation.cases import OPS, empty_output, options
+from tiercel.workbench.bench.launch import Launch, Unsupported
+from tiercel.workbench.bench.peers import vllm
 
 Inputs = dict[str, Any]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiercel.bench.launch import Launch, WrongResult
-from tiercel.bench.ops import Error, Inputs, OpBench
 from tiercel.ops.attention.cases import BENCHES as FORWARD
+from tiercel.workbench.bench.launch import Launch, WrongResult
+from tiercel.workbench.bench.ops import Error, Inputs, OpBench
 
 (_FORWARD,) = [bench for bench in FORWARD if bench.op == "attention"]
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from tiercel.bench.launch import Launch, Unsupported
-from tiercel.bench.peers import fa3
+from tiercel.workbench.bench.launch import Launch, Unsupported
+from tiercel.workbench.bench.peers import fa3
 
 _FLOAT8 = "float8_e4m3fn"
 

@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from tiercel.bench.launch import Launch, Unsupported
+from tiercel.workbench.bench.launch import Launch, Unsupported
 
 
 def _timed(inputs: dict[str, Any], forward: Callable[..., Any]) -> Launch:

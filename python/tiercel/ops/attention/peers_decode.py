@@ -6,9 +6,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from tiercel.bench.launch import Launch, Unsupported
-from tiercel.bench.peers import fa3
 from tiercel.ops.attention.cases_decode import lengths
+from tiercel.workbench.bench.launch import Launch, Unsupported
+from tiercel.workbench.bench.peers import fa3
 
 _FLOAT8 = "float8_e4m3fn"
 _WORKSPACE = 256 << 20  # bytes, what FlashInfer's documentation asks for

@@ -6,9 +6,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from tiercel.bench.launch import Launch, Unsupported
-from tiercel.bench.peers import fa3
 from tiercel.ops.attention.cases_varlen import FLOAT8, lengths
+from tiercel.workbench.bench.launch import Launch, Unsupported
+from tiercel.workbench.bench.peers import fa3
 
 
 def _fa3(case: Any, inputs: dict[str, Any]) -> Launch:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiercel.bench.launch import Launch, Unsupported
-from tiercel.bench.peers.vllm import operator
 from tiercel.ops.gemv.cases import values_of
+from tiercel.workbench.bench.launch import Launch, Unsupported
+from tiercel.workbench.bench.peers.vllm import operator
 
 
 def _torch_linear(case: Any, inputs: dict[str, Any]) -> Launch:

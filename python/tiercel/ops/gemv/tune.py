@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tiercel.tune.hardware import Needs
-from tiercel.tune.ops import Tunable
-from tiercel.tune.problem import Candidate, Problem
+from tiercel.workbench.tune.hardware import Needs
+from tiercel.workbench.tune.ops import Tunable
+from tiercel.workbench.tune.problem import Candidate, Problem
 
 _LINE = 256  # values of K, as in kernels/gemv/nvfp4_linear_kernels.h
 _FEATURES = 16  # of a tile
@@ -83,7 +83,7 @@ def _invalid(problem: Problem, tokens: int) -> str | None:
 
 
 def _case(problem: Problem, tokens: int) -> Any:
-    from tiercel.bench.cases import Case
+    from tiercel.workbench.bench.cases import Case
 
     params = {"T": tokens, "N": problem["N"], "K": problem["K"]}
     return Case("gemv", "nvfp4_linear", "nvfp4", params)

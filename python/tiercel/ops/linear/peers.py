@@ -7,8 +7,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from tiercel.bench.launch import Launch, Unsupported
 from tiercel.ops.linear.cases import activate, empty_output
+from tiercel.workbench.bench.launch import Launch, Unsupported
 
 
 def linear_act(x: Any, weight: Any, bias: Any, residual: Any, activation: str) -> Any:

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tiercel.bench.launch import Launch
 from tiercel.ops.linear.cases import activate
+from tiercel.workbench.bench.launch import Launch
 
 Inputs = dict[str, Any]
 

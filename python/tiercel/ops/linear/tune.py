@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import tiercel
-from tiercel.tune.hardware import SHARED_PER_BLOCK, Needs
-from tiercel.tune.ops import Tunable
-from tiercel.tune.problem import Candidate, Problem
+from tiercel.workbench.tune.hardware import SHARED_PER_BLOCK, Needs
+from tiercel.workbench.tune.ops import Tunable
+from tiercel.workbench.tune.problem import Candidate, Problem
 
 _SOURCE = Path(tiercel.__file__).parent / "jit" / "kernels" / "linear" / "linear_cute.py"
 _TILE_K, _WARPGROUP, _PIECE = 64, 128, 64  # as in kernels/linear/linear_layouts_cute.py
@@ -149,7 +149,7 @@ def _invalid(problem: Problem, tokens: int) -> str | None:
 
 
 def _case(problem: Problem, tokens: int) -> Any:
-    from tiercel.bench.cases import Case
+    from tiercel.workbench.bench.cases import Case
 
     params = {"M": tokens, "N": problem["N"], "K": problem["K"], "act": "gelu", "bias": True}
     return Case("linear", "linear_act", problem.dtype, params)

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from tiercel.bench.launch import Launch, WrongResult
-from tiercel.bench.ops import Error, Inputs, OpBench
+from tiercel.workbench.bench.launch import Launch, WrongResult
+from tiercel.workbench.bench.ops import Error, Inputs, OpBench
 
 _ELEMENT = 2  # bytes; both dtypes have 16 bits
 # The dtype of x, or float8 with a scale a row or a block of 128x128.

@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from tiercel.bench.launch import Launch, WrongResult
-from tiercel.bench.ops import Error, Inputs, OpBench
+from tiercel.workbench.bench.launch import Launch, WrongResult
+from tiercel.workbench.bench.ops import Error, Inputs, OpBench
 
 _SIZES = ("M", "E", "N", "K")
 _PARAMS = {**dict.fromkeys(_SIZES), "aligned": False}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tiercel.bench.launch import Launch, Unsupported
+from tiercel.workbench.bench.launch import Launch, Unsupported
 
 
 def _activation(case: Any) -> Callable[[Any], Any]:
@@ -53,7 +53,7 @@ def _vllm(case: Any, inputs: dict[str, Any]) -> Launch:
     """Its Triton kernels with the configuration that it has for this problem, or its default."""
     if case["act"] not in ("silu", "gelu"):
         raise Unsupported("it has no such activation")
-    from tiercel.bench.vllm_experts import fused_experts
+    from tiercel.workbench.bench.vllm_experts import fused_experts
 
     x, w_up, w_down, weights, ids, *scales = inputs.values()
     experts = fused_experts(x, w_up, w_down, weights, ids, case["act"], *scales)
@@ -74,7 +74,7 @@ def _grouped_torch(case: Any, inputs: dict[str, Any]) -> Launch:
 def _grouped_deepgemm(case: Any, inputs: dict[str, Any]) -> Launch:
     import torch
 
-    from tiercel.bench.peers import deepgemm
+    from tiercel.workbench.bench.peers import deepgemm
 
     if case.dtype != "bfloat16" or not case["aligned"]:
         raise Unsupported("it takes bfloat16, in groups that begin at multiples of 128 rows")

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tiercel.bench.launch import Launch, Unsupported
-from tiercel.bench.ops import Error
 from tiercel.ops.moe.cases import check_product
+from tiercel.workbench.bench.launch import Launch, Unsupported
+from tiercel.workbench.bench.ops import Error
 
 _ROWS = 128  # DeepGEMM's groups begin at multiples of this
 
@@ -44,8 +44,8 @@ def _product(
     """DeepGEMM's product of rows that are brought to their places now; and its result's check."""
     import torch
 
-    from tiercel.bench.peers import deepgemm
     from tiercel.ops.quant.reference import fp8_quantize
+    from tiercel.workbench.bench.peers import deepgemm
 
     module = deepgemm.module()
     rows, scale = a.new_zeros(len(of_places), a.shape[1]), None

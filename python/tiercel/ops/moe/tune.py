@@ -9,9 +9,9 @@ from typing import Any
 
 from tiercel.ops.moe.few_tokens import fits_one_launch
 from tiercel.ops.moe.tiles import tiles
-from tiercel.tune.hardware import Needs
-from tiercel.tune.ops import Tunable
-from tiercel.tune.problem import Candidate, Problem
+from tiercel.workbench.tune.hardware import Needs
+from tiercel.workbench.tune.ops import Tunable
+from tiercel.workbench.tune.problem import Candidate, Problem
 
 # kFewThreads and, at most, kFewMaxShared of kernels/moe/few_tokens_kernels.h.
 _FEW_THREADS, _FEW_SHARED = 544, 226 * 1024
@@ -82,7 +82,7 @@ def _invalid(problem: Problem, tokens: int) -> str | None:
 
 
 def _case(problem: Problem, tokens: int) -> Any:
-    from tiercel.bench.cases import Case
+    from tiercel.workbench.bench.cases import Case
 
     float8 = problem.dtype == "float8_e4m3fn"
     params = {"T": tokens, **dict(problem.sizes), "act": "silu"}

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from tiercel.bench.launch import Launch, Unsupported, WrongResult
 from tiercel.ops.norm.cases import EPS, check_norm, reference
+from tiercel.workbench.bench.launch import Launch, Unsupported, WrongResult
 
 Inputs = dict[str, Any]
 

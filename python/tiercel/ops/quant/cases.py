@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tiercel.bench.launch import Launch, WrongResult
-from tiercel.bench.ops import Error, Inputs, OpBench
+from tiercel.workbench.bench.launch import Launch, WrongResult
+from tiercel.workbench.bench.ops import Error, Inputs, OpBench
 
 _ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
 _L2_BYTES = 50e6  # what of a tensor can be read again without DRAM, at most

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tiercel.bench.launch import Launch, Unsupported
-from tiercel.bench.peers.vllm import operator
 from tiercel.ops.quant.cases import fp8_out
+from tiercel.workbench.bench.launch import Launch, Unsupported
+from tiercel.workbench.bench.peers.vllm import operator
 
 
 def fp8_quantize(x: Any, granularity: str, scale: Any) -> tuple[Any, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiercel.bench.launch import Launch
 from tiercel.ops.reduce.cases import dim_of, reduced
+from tiercel.workbench.bench.launch import Launch
 
 
 def _torch(case: Any, inputs: dict[str, Any]) -> Launch:

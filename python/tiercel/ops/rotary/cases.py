@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tiercel.bench.launch import Launch, WrongResult
-from tiercel.bench.ops import Error, Inputs, OpBench
+from tiercel.workbench.bench.launch import Launch, WrongResult
+from tiercel.workbench.bench.ops import Error, Inputs, OpBench
 
 _ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 _ROWS = 32768  # positions

@@ -10,9 +10,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from tiercel.bench.launch import Launch, Unsupported
-from tiercel.bench.peers.vllm import operator
 from tiercel.ops.rotary.cases import rotated
+from tiercel.workbench.bench.launch import Launch, Unsupported
+from tiercel.workbench.bench.peers.vllm import operator
 
 _last: dict[Any, Any] = {}  # one compilation for all inputs of a case
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tiercel.bench.launch import Launch, WrongResult
-from tiercel.bench.ops import Error, Inputs, OpBench
 from tiercel.ops.routing import cases as routing
+from tiercel.workbench.bench.launch import Launch, WrongResult
+from tiercel.workbench.bench.ops import Error, Inputs, OpBench
 
 _ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
 _NONE = Error(rms=0.0, maximum=0.0)

@@ -7,7 +7,7 @@ import importlib
 import math
 from typing import Any
 
-from tiercel.bench.launch import Launch, Unsupported
+from tiercel.workbench.bench.launch import Launch, Unsupported
 
 
 def topk_softmax(scores: Any, k: int, weights: str) -> tuple[Any, Any]:

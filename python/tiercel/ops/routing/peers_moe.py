@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tiercel.bench.launch import Launch, Unsupported
 from tiercel.ops.routing.cases_moe import empty
 from tiercel.ops.routing.peers import topk_quack, topk_vllm
+from tiercel.workbench.bench.launch import Launch, Unsupported
 
 
 def _extra(function: Any, given: int) -> list[Any]:

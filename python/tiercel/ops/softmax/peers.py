@@ -8,8 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from tiercel.bench.launch import Launch, Unsupported
 from tiercel.ops.softmax.cases import OPS, empty_output, result_of, scale_of
+from tiercel.workbench.bench.launch import Launch, Unsupported
 
 Inputs = dict[str, Any]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiercel.bench.launch import Launch
+from tiercel.workbench.bench.launch import Launch
 
 
 def copy_transpose(x: Any) -> Any:

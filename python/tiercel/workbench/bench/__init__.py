@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tiercel bench``: times operators and their peers side by side.
+
+What is measured is data: cases in ``benchmarks/suites/``, an operator's inputs, byte count,
+reference and tolerance in its family's ``cases.py``, another implementation in ``peers/<name>.py``.
+"""
+
+
+class BenchError(Exception):
+    """Something that the user can put right; its text is the whole message."""
