@@ -63,7 +63,9 @@ def explain(op: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     return Explanation(found.variant_of, backend.name, reason, configuration)
 
 
-def resolve_call(op: Operator, /, *args: Any, **kwargs: Any) -> tuple[Operator, tuple[Any, ...], dict[str, Any]]:
+def resolve_call(
+    op: Operator, /, *args: Any, **kwargs: Any
+) -> tuple[Operator, tuple[Any, ...], dict[str, Any]]:
     """The operator that a call reaches, the arguments that it gets, and the call's own."""
     assert op.public is not None
     signature = inspect.signature(op.public)

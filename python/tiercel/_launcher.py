@@ -12,11 +12,11 @@ class Output(int):
     pass
 
 
-def Choice(*args: Any) -> Any:
+def Choice(*args: Any) -> Any:  # noqa: N802
     return args
 
 
-def Like(*args: Any, **named: Any) -> Any:
+def Like(*args: Any, **named: Any) -> Any:  # noqa: N802
     return args
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from tiercel import _C
-from tiercel.core import platform
 from tiercel import _needs_torch as _needs_torch
 from tiercel._explain import find
+from tiercel.core import platform
 from tiercel.core.dispatch import registry
 from tiercel.ops import _register as _register  # fills the registry
 

@@ -13,7 +13,9 @@ registry = registry
 families = variants
 
 
-def Op(name: str, schema: str, *, family: str | None = None, launch: Any = None, **more: Any) -> Any:
+def Op(
+    name: str, schema: str, *, family: str | None = None, launch: Any = None, **more: Any
+) -> Any:
     eager = None
     if launch is not None:
         count = schema.partition("->")[0].count(",")

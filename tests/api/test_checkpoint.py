@@ -7,7 +7,8 @@ from torch.utils.checkpoint import checkpoint
 
 import tiercel
 from tiercel import ops as ops  # fills the registry
-from tiercel.core.dispatch import registry, variants as families
+from tiercel.core.dispatch import registry
+from tiercel.core.dispatch import variants as families
 from tiercel.plugins.contracts import CONTRACTS
 
 pytestmark = pytest.mark.torch

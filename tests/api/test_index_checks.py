@@ -14,9 +14,9 @@ import torch
 
 import tiercel
 from tiercel import _C
+from tiercel._explain import reach
 from tiercel.core import dispatch as _op
 from tiercel.core import index_checks
-from tiercel._explain import reach
 from tiercel.plugins.contract import TensorSpec
 from tiercel.plugins.contracts import CONTRACTS
 
@@ -259,7 +259,7 @@ def test_it_costs_nothing_where_it_is_off():
 
 def test_a_graph_that_is_captured_is_not_looked_at(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(_index_checks, "_warned", False)
+    monkeypatch.setattr(index_checks, "_warned", False)
     tensor = types.SimpleNamespace(is_meta=False, is_cuda=True)
     with pytest.warns(UserWarning, match="TIERCEL_CHECK: .* not checked while a CUDA graph"):
         assert not index_checks.can_look(tensor)

@@ -10,8 +10,8 @@ import torch
 from support.dlpack_tensor import DTYPES, ExchangeTensor
 
 from tiercel import _C
-from tiercel.core import dispatch as _op
 from tiercel._explain import reach
+from tiercel.core import dispatch as _op
 from tiercel.plugins.contracts import CONTRACTS
 
 pytestmark = pytest.mark.torch

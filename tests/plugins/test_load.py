@@ -7,7 +7,6 @@ import torch
 import tiercel
 from tiercel import _C
 from tiercel.core import dispatch as _op
-from tiercel.core import platform
 
 pytestmark = pytest.mark.torch
 
@@ -18,7 +17,7 @@ def loaded(monkeypatch):
     seen = []
     for op in _op.registry.values():
         monkeypatch.setattr(op, "load", lambda index, name=op.name: seen.append((name, index)))
-    monkeypatch.setattr(_platform, "why_not", lambda device: None)
+    monkeypatch.setattr(platform, "why_not", lambda device: None)
     return seen
 
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 import tiercel
-from tiercel.core.dispatch import registry, variants as families
+from tiercel.core.dispatch import registry
+from tiercel.core.dispatch import variants as families
 from tiercel.plugins.contracts import CONTRACTS
 from tiercel.workbench.smoke.measure import why_not
 

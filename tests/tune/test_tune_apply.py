@@ -13,8 +13,8 @@ from support import few_tokens
 from support.dlpack_tensor import ExchangeTensor
 
 from tiercel import _C
-from tiercel.core import tuned
 from tiercel.cli import main
+from tiercel.core import tuned
 from tiercel.ops.moe import tune as moe
 from tiercel.workbench.tune import ops
 

@@ -46,7 +46,7 @@ def results(op="linear_act", gpu=GPU, tokens=16, **problem):
 def configs(tmp_path, monkeypatch):
     """TIERCEL_CONFIGS, and (file name, text) -> what loading it says."""
     monkeypatch.setenv("TIERCEL_CONFIGS", str(tmp_path))
-    monkeypatch.setattr(_tuned, "FOLDER", tmp_path / "none")
+    monkeypatch.setattr(tuned, "FOLDER", tmp_path / "none")
 
     def load(text, caplog, op="linear_act", name=f"a-device={LABEL}.json"):
         (tmp_path / op).mkdir(exist_ok=True)

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiercel.core.log import logger
 from tiercel.cache.folder import CacheError, explained, is_full, prepare, prepare_inside
 from tiercel.cache.keys import SCHEMA, digest, key_of
 from tiercel.cache.lock import locked, locked_now
+from tiercel.core.log import logger
 
 _DATA, _ABOUT = "data", "about.json"
 

@@ -244,8 +244,8 @@ class Operator:
                 check_dense(self.variant_of, name, tensor)
             elif not (optional and tensor is None) and not hasattr(tensor, "__torch_function__"):
                 raise TypeError(
-                    f"{self.variant_of}: `{name}` must be a torch.Tensor{' or None' * optional}, got "
-                    f"{type(tensor).__name__}"
+                    f"{self.variant_of}: `{name}` must be a torch.Tensor{' or None' * optional}, "
+                    f"got {type(tensor).__name__}"
                 )
 
     def _dispatch(self, args: tuple[Any, ...]) -> Any:
@@ -254,8 +254,8 @@ class Operator:
         for i in self._mutated:
             if args[i].is_neg():
                 raise ValueError(
-                    f"{self.variant_of}: `{self.argument_names[i]}` must hold its own values, got a "
-                    "negated view (Tensor.resolve_neg() makes a copy)"
+                    f"{self.variant_of}: `{self.argument_names[i]}` must hold its own values, got "
+                    "a negated view (Tensor.resolve_neg() makes a copy)"
                 )
         return self.call_overload(*args)
 
@@ -313,7 +313,9 @@ class Operator:
         backend = self.backends.get(name)
         if backend is None:
             known = ", ".join(sorted(self.backends))
-            where = "" if args[-1] == name else f" ({selection.named_in(self.variant_of)} asks for it)"
+            where = (
+                "" if args[-1] == name else f" ({selection.named_in(self.variant_of)} asks for it)"
+            )
             raise ValueError(f"{self.variant_of} has no backend {name!r}{where}; it has {known}")
         reason = backend.why_not(*args)
         if reason is not None:
@@ -336,14 +338,14 @@ class Operator:
             if not any(word in str(error) for word in ("vmap", "doesn't have storage")):
                 raise
             raise NotImplementedError(
-                f"{self.variant_of}: torch.vmap is not supported for these arguments: how the work is "
-                "divided depends on the values of a tensor; call it in a loop over the batch"
+                f"{self.variant_of}: torch.vmap is not supported for these arguments: how the work "
+                "is divided depends on the values of a tensor; call it in a loop over the batch"
             ) from error
 
     def _run_grad(self, direct: bool, args: tuple[Any, ...]) -> Any:
         if self._function is None:
             raise RuntimeError(
-                f"{self.variant_of}: there is no derivative{' for `out=`' if self._mutated else ''}, "
+                f"{self.variant_of}: there is no derivative{' for `out=`' * bool(self._mutated)}, "
                 "but a tensor requires grad"
             )
         return self._function.apply(direct, *args)

@@ -44,8 +44,8 @@ class Native:
         launch: (native function, call) -> its result, for arguments that have to be rearranged
             first; by default they are passed as they are.
         direct: Whether a call may go to `run` without Python; no if `launch` always has to look.
-        sample: (call) -> arguments to replace for a plan that tells whether the kernels apply: a few
-            rows say as much as all.
+        sample: (call) -> arguments to replace for a plan that only tells whether the kernels
+            apply: a few rows say as much as all.
         returns: `run` allocates and returns the results.
     """
 
@@ -68,7 +68,7 @@ class Python:
 
     Args:
         run: (call) -> the results; with ``out`` they are in the call already.
-        plan: (call) -> the configuration; raises NotImplementedError where the kernels do not apply.
+        plan: (call) -> the configuration; NotImplementedError where the kernels do not apply.
         description: How it works, in a line.
         language: ``cuda`` or ``cute``.
         load: Loads the kernels on a CUDA device.
@@ -102,9 +102,13 @@ def _packed(results: Sequence[Any]) -> Any:
 
 
 def _unpacked(results: Any) -> tuple[Any, ...]:
-    return results if isinstance(results, tuple) else tuple(results) if isinstance(
-        results, list
-    ) else (results,)
+    return (
+        results
+        if isinstance(results, tuple)
+        else tuple(results)
+        if isinstance(results, list)
+        else (results,)
+    )
 
 
 class Op:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,8 +112,8 @@ class Scalar:
 
     Args:
         name: Its name.
-        kind: ``int``, ``float``, ``bool``, ``str`` or ``dtype``, or another type of a schema.
         default: Its default value; of a dtype, the name.
+        kind: ``int``, ``float``, ``bool``, ``str`` or ``dtype``, or another type of a schema.
         optional: Whether it may be None.
         choices: The allowed values.
         at_least: The least allowed value.
@@ -120,8 +121,8 @@ class Scalar:
     """
 
     name: str
-    kind: str
     default: Any = REQUIRED
+    kind: str = "int"
     optional: bool = False
     choices: tuple[Any, ...] = ()
     at_least: float | None = None
@@ -140,24 +141,11 @@ class Scalar:
         return f"{kind} {self.name}={value}"
 
 
-def Int(name: str, default: Any = REQUIRED, **more: Any) -> Scalar:
-    return Scalar(name, "int", default, **more)
-
-
-def Float(name: str, default: Any = REQUIRED, **more: Any) -> Scalar:
-    return Scalar(name, "float", default, **more)
-
-
-def Bool(name: str, default: Any = REQUIRED, **more: Any) -> Scalar:
-    return Scalar(name, "bool", default, **more)
-
-
-def Str(name: str, default: Any = REQUIRED, **more: Any) -> Scalar:
-    return Scalar(name, "str", default, **more)
-
-
-def DType(name: str, default: Any = REQUIRED, **more: Any) -> Scalar:
-    return Scalar(name, "dtype", default, **more)
+Int = partial(Scalar, kind="int")
+Float = partial(Scalar, kind="float")
+Bool = partial(Scalar, kind="bool")
+Str = partial(Scalar, kind="str")
+DType = partial(Scalar, kind="dtype")
 
 
 @dataclass(frozen=True)
@@ -230,9 +218,7 @@ class Spec:
 
     def having(self, *names: str, **fields: Any) -> Spec:
         """A copy in which these optional arguments are required, before those with a default."""
-        arguments = [
-            replace(a, optional=False) if a.name in names else a for a in self.arguments
-        ]
+        arguments = [replace(a, optional=False) if a.name in names else a for a in self.arguments]
         arguments.sort(key=_has_default)
         return self.changed(arguments=tuple(arguments), **fields)
 
@@ -262,10 +248,7 @@ class Spec:
 
     def schema(self) -> str:
         results = ", ".join(f"Tensor {result.name}" for result in self.results)
-        if len(self.results) == 1:
-            results = "Tensor"
-        else:
-            results = f"({results})"
+        results = "Tensor" if len(self.results) == 1 else f"({results})"
         return f"({', '.join([*self._schemas(), 'str? backend=None'])}) -> {results}"
 
     def out_schema(self) -> str:
@@ -287,9 +270,7 @@ class Spec:
                 texts.append(argument.schema())
             if not _has_default(argument):
                 required = i
-        return [
-            text.partition("=")[0] if i < required else text for i, text in enumerate(texts)
-        ]
+        return [text.partition("=")[0] if i < required else text for i, text in enumerate(texts)]
 
     def defaults(self) -> dict[str, Any]:
         """The default values that the schema spells in another way."""
@@ -455,9 +436,7 @@ class Spec:
             check_bool(op, name, value)
         elif spec.kind == "dtype":
             if not isinstance(value, torch.dtype):
-                raise TypeError(
-                    f"{op}: `{name}` must be a torch.dtype, got {type(value).__name__}"
-                )
+                raise TypeError(f"{op}: `{name}` must be a torch.dtype, got {type(value).__name__}")
             if spec.choices:
                 check_dtype(op, name, value, tuple(getattr(torch, c) for c in spec.choices))
         elif spec.kind == "str":

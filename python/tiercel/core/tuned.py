@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from tiercel import _C
-from tiercel.core.log import logger
 from tiercel._terminal import line, plain
+from tiercel.core.log import logger
 from tiercel.core.tuned_table import Table
 
 SCHEMA = 1

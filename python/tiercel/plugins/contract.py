@@ -110,9 +110,7 @@ class Contract:
     derive: Callable[[dict[str, int], dict[str, Any]], dict[str, int]] = lambda sizes, values: {}
 
     @classmethod
-    def of(
-        cls, family: str, spec: declaration.Spec, *, batch: str = "M", **more: Any
-    ) -> Contract:
+    def of(cls, family: str, spec: declaration.Spec, *, batch: str = "M", **more: Any) -> Contract:
         """The contract of a declared op; `batch` names the joined batch dimensions.
 
         Args:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tiercel import _C
-from tiercel.core import platform
 from tiercel._op import Autograd, Backend, Op
+from tiercel.core import platform
 from tiercel.core.platform import Reason
 from tiercel.ops.attention.backward import gradients, native_options
 from tiercel.ops.attention.checks import (

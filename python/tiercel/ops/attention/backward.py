@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tiercel import _C, backends
+from tiercel._op import Backend, Op
 from tiercel.core import platform
 from tiercel.core.checks import (
     check_contiguous,
@@ -16,7 +17,6 @@ from tiercel.core.checks import (
     check_same_device,
     check_shape,
 )
-from tiercel._op import Backend, Op
 from tiercel.core.platform import Reason
 from tiercel.ops.attention.reference import attention as forward_reference
 from tiercel.ops.attention.reference import attention_backward as reference

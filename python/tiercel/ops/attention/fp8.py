@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tiercel import _C
+from tiercel._op import Backend, Op
 from tiercel.core import platform
 from tiercel.core.checks import check_dtype, check_same_device, dtype_name
-from tiercel._op import Backend, Op
 from tiercel.core.platform import Reason
 from tiercel.ops.attention.backward import native_options
 from tiercel.ops.attention.checks import (

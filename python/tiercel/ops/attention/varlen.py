@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tiercel import _C
+from tiercel._op import Autograd, Backend, Op
 from tiercel.core import platform
 from tiercel.core.eager import DISPATCH, route
-from tiercel._op import Autograd, Backend, Op
 from tiercel.core.platform import Reason
 from tiercel.ops.attention.backward import has_kernels, native_options
 from tiercel.ops.attention.checks import FLOAT8, OPTIONS, check_options, check_packed, no_tiles

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tiercel._op import Backend, Op
 from tiercel.core import platform
 from tiercel.core.checks import check_dtype, check_same_device, check_shape
-from tiercel._op import Backend, Op
 from tiercel.core.platform import Reason
 from tiercel.ops.attention.backward import launch, plan_of
 from tiercel.ops.attention.indices import packed_gradients_indices

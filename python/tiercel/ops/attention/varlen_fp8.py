@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tiercel import _C
-from tiercel.core import platform
 from tiercel._op import Backend, Op
+from tiercel.core import platform
 from tiercel.core.platform import Reason
 from tiercel.ops.attention.backward import native_options
 from tiercel.ops.attention.checks import FLOAT8, OPTIONS, check_packed, no_tiles

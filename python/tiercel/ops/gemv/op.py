@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from tiercel import _C
+from tiercel._launcher import Argument, Like, Output, launcher
+from tiercel._op import Backend, Op
 from tiercel.core import platform
 from tiercel.core.checks import (
     check_contiguous,
@@ -18,8 +20,6 @@ from tiercel.core.checks import (
     check_shape,
 )
 from tiercel.core.eager import empty
-from tiercel._launcher import Argument, Like, Output, launcher
-from tiercel._op import Backend, Op
 from tiercel.core.platform import Reason
 from tiercel.ops.gemv import reference as ref
 

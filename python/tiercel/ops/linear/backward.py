@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tiercel import _C
+from tiercel._op import Backend, Op
 from tiercel.core import platform
 from tiercel.core.checks import check_dtype, check_rank, check_same_device, check_shape
-from tiercel._op import Backend, Op
 from tiercel.core.platform import Reason
 from tiercel.ops.linear.reference import ACTIVATIONS
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from tiercel import _C
+from tiercel._launcher import Argument, Choice, Like, Output, launcher
+from tiercel._op import Autograd, Backend, Op
 from tiercel.core import platform
 from tiercel.core.checks import check_contiguous, check_dtype, check_same_device, check_shape
 from tiercel.core.eager import empty
-from tiercel._launcher import Argument, Choice, Like, Output, launcher
-from tiercel._op import Autograd, Backend, Op
 from tiercel.core.platform import Reason
 from tiercel.ops.linear import backward
 from tiercel.ops.linear import reference as ref

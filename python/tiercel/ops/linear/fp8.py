@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from tiercel import _C
+from tiercel._op import Backend, Op
 from tiercel.core import platform
 from tiercel.core.checks import check_contiguous, check_dtype, check_same_device, check_shape
 from tiercel.core.eager import empty
-from tiercel._op import Backend, Op
 from tiercel.core.platform import Reason
 from tiercel.ops.linear import reference as ref
 from tiercel.ops.linear.forms import INDEX, rows

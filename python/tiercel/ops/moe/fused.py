@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tiercel import _C
+from tiercel._op import Backend, Op
 from tiercel.core.checks import (
     check_contiguous,
     check_dtype,
@@ -17,7 +18,6 @@ from tiercel.core.checks import (
     check_shape,
 )
 from tiercel.core.index_checks import Index, places
-from tiercel._op import Backend, Op
 from tiercel.core.platform import Reason
 from tiercel.ops.moe import reference as ref
 from tiercel.ops.moe import single_launch

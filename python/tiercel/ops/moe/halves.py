@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tiercel import _C
+from tiercel._op import Backend, Op
 from tiercel.core import platform
 from tiercel.core.checks import (
     check_contiguous,
@@ -19,7 +20,6 @@ from tiercel.core.checks import (
     check_shape,
 )
 from tiercel.core.index_checks import Index, between, places
-from tiercel._op import Backend, Op
 from tiercel.core.platform import Reason
 from tiercel.ops.moe import reference as ref
 from tiercel.ops.routing.align import slots_for

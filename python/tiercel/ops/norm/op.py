@@ -143,7 +143,9 @@ class _Norm:
         # An RMS norm seldom has a bias: no kernel keeps its sums.
         kernel_bias = call.bias_grad and self._layer
         if call.weight_grad or kernel_bias:
-            plan = self._backward_plan(x, weight, grad, grad_residual, grad_x, None, None, None, eps)
+            plan = self._backward_plan(
+                x, weight, grad, grad_residual, grad_x, None, None, None, eps
+            )
             workspace = x.new_empty((2, plan["parts"], columns), dtype=torch.float32)
         if call.weight_grad:
             grad_weight = torch.empty_like(weight)

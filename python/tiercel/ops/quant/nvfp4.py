@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tiercel import _C
+from tiercel._op import Backend, Op
 from tiercel.core.checks import (
     check_contiguous,
     check_dtype,
@@ -16,7 +17,6 @@ from tiercel.core.checks import (
     check_same_device,
     check_shape,
 )
-from tiercel._op import Backend, Op
 from tiercel.core.platform import Reason
 from tiercel.ops.quant import reference as ref
 from tiercel.ops.quant.checks import (

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tiercel import _C
-from tiercel.core.eager import empty
 from tiercel._op import Backend, Op
+from tiercel.core.eager import empty
 from tiercel.core.platform import Reason
 from tiercel.ops.quant import nvfp4
 from tiercel.ops.quant import reference as ref

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tiercel import _C
+from tiercel._op import Autograd, Backend, Op
 from tiercel.core import platform
 from tiercel.core.checks import (
     check_bool,
@@ -19,7 +20,6 @@ from tiercel.core.checks import (
     check_shape,
 )
 from tiercel.core.eager import empty
-from tiercel._op import Autograd, Backend, Op
 from tiercel.core.platform import Reason
 from tiercel.ops.reduce.reference import reduce as reference
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from tiercel import _C
+from tiercel._launcher import Argument, Like, Output, launcher
+from tiercel._op import Autograd, Backend, Op
 from tiercel.core import platform
 from tiercel.core.checks import (
     check_bool,
@@ -20,8 +22,6 @@ from tiercel.core.checks import (
 )
 from tiercel.core.eager import empty
 from tiercel.core.index_checks import Index, between, places
-from tiercel._launcher import Argument, Like, Output, launcher
-from tiercel._op import Autograd, Backend, Op
 from tiercel.core.platform import Reason
 from tiercel.ops.rotary import reference as ref
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tiercel import _C
+from tiercel._op import Backend, Op
 from tiercel.core import platform
 from tiercel.core.checks import (
     check_bool,
@@ -20,7 +21,6 @@ from tiercel.core.checks import (
 )
 from tiercel.core.eager import empty
 from tiercel.core.index_checks import Index, places
-from tiercel._op import Backend, Op
 from tiercel.core.platform import Reason
 from tiercel.ops.routing import reference as ref
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tiercel import _C
+from tiercel._op import Autograd, Backend, Op
 from tiercel.core import platform
 from tiercel.core.checks import (
     check_bool,
@@ -19,12 +20,10 @@ from tiercel.core.checks import (
     check_shape,
 )
 from tiercel.core.eager import empty
-from tiercel._op import Autograd, Backend, Op
 from tiercel.core.platform import Reason
+from tiercel.core.spec import Call
 from tiercel.ops.routing import reference as ref
 from tiercel.ops.routing import topk_softmax as routing
-from tiercel.ops.routing.spec import check_k
-from tiercel.core.spec import Call
 from tiercel.ops.routing.align import (
     OUTPUTS,
     align_sm90,
@@ -38,6 +37,7 @@ from tiercel.ops.routing.align import (
     slots_for,
     tuple_of,
 )
+from tiercel.ops.routing.spec import check_k
 
 __all__ = ["topk_softmax_align"]
 
@@ -112,7 +112,13 @@ def _sm90(scores: Tensor, k: int, block_size: int, expert_map: Any, *args: Any) 
     softmax_first, renormalize, indices_dtype, pad, ignore, _ = args
     if scores.shape[0] > _ONE_LAUNCH:
         weights, indices = routing._TOPK_SOFTMAX._run(
-            Call(scores=scores, k=k, softmax_first=softmax_first, renormalize=renormalize, indices_dtype=indices_dtype)
+            Call(
+                scores=scores,
+                k=k,
+                softmax_first=softmax_first,
+                renormalize=renormalize,
+                indices_dtype=indices_dtype,
+            )
         )
         experts = scores.shape[1]
         aligned = align_sm90(indices, block_size, experts, expert_map, pad, ignore, None)
@@ -191,7 +197,7 @@ def _save(ctx: Any, args: tuple[Any, ...], outputs: _Five) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None]:
-    return (routing.gradients(ctx, grad).get('scores'),)
+    return (routing.gradients(ctx, grad).get("scores"),)
 
 
 _CUDA = ("a warp a row, then a cluster sorts; one launch up to 128 tokens", "cuda")

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from tiercel import _C
+from tiercel._launcher import Argument, Choice, Like, Output, launcher
+from tiercel._op import Autograd, Backend, Op
 from tiercel.core import platform
 from tiercel.core.checks import (
     check_contiguous,
@@ -19,8 +21,6 @@ from tiercel.core.checks import (
     dtype_name,
 )
 from tiercel.core.eager import empty
-from tiercel._launcher import Argument, Choice, Like, Output, launcher
-from tiercel._op import Autograd, Backend, Op
 from tiercel.core.platform import Reason
 from tiercel.ops._rows import rows
 from tiercel.ops.softmax import reference as ref

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tiercel.core import tuned
 from tiercel._terminal import line
+from tiercel.core import tuned
 from tiercel.workbench.tune import TuneError
 from tiercel.workbench.tune.ops import Tunable
 from tiercel.workbench.tune.results import write

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tiercel.core import tuned
 from tiercel._terminal import line
 from tiercel.cache.lock import locked_now
+from tiercel.core import tuned
 from tiercel.workbench.bench import BenchError
 from tiercel.workbench.tune import TuneError, hardware, ops, results, shared
 from tiercel.workbench.tune.apply import apply as apply_results
