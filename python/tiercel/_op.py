@@ -13,7 +13,7 @@ registry = registry
 families = variants
 
 
-def Op(
+def Op(  # noqa: N802
     name: str, schema: str, *, family: str | None = None, launch: Any = None, **more: Any
 ) -> Any:
     eager = None
