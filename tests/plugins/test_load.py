@@ -7,6 +7,7 @@ import torch
 import tiercel
 from tiercel import _C
 from tiercel.core import dispatch as _op
+from tiercel.core import platform
 
 pytestmark = pytest.mark.torch
 
