@@ -82,7 +82,7 @@ struct EagerCall {
   PyObject* fallback;               // (*arguments) -> outputs: every other call
   PyObject* increment_version;
   PyObject* name_sm90;
-  PyObject* native;     // a function of this module, or null: `run` is called
+  PyObject* native;     // a function of this module, or None: `run` is called
   bool returns;         // the native function returns the outputs itself
   uint64_t contiguous;  // bit i: argument i is contiguous
   Py_ssize_t slot_count, output_count, rank_count, equal_count;
@@ -356,7 +356,7 @@ PyObject* Call(PyObject* object, PyObject* const* args, size_t flags, PyObject* 
     const int chosen = route == Route::kDirect ? TakesSm90(self, args, tensors) : 0;
     if (chosen < 0) return nullptr;
     if (chosen == 0) return PyObject_Vectorcall(self->fallback, args, self->count, nullptr);
-    if (self->native != nullptr) {
+    if (self->native != Py_None) {
       tensors.Use();
       outputs = Launch(self, args, tensors, &launched);
     }
@@ -480,7 +480,7 @@ PyObject* New(PyTypeObject* type, PyObject* positional, PyObject* keywords) {
   self->recover = Py_NewRef(recover);
   self->fallback = Py_NewRef(fallback);
   self->increment_version = Py_NewRef(increment_version);
-  self->native = native == Py_None ? nullptr : Py_NewRef(native);
+  self->native = Py_NewRef(native);
   self->returns = returns != 0;
   self->name_sm90 = PyUnicode_InternFromString("sm90");
   const auto add_place = [&](PyObject* item) {
@@ -531,7 +531,8 @@ PyObject* SetOverriding(PyObject*, PyObject* value) {
 
 PyMemberDef members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(EagerCall, vectorcall), READONLY, nullptr},
-    {"run", T_OBJECT_EX, offsetof(EagerCall, run), 0, "sm90's function."},
+    {"run", T_OBJECT_EX, offsetof(EagerCall, run), 0, "sm90 in Python."},
+    {"native", T_OBJECT, offsetof(EagerCall, native), 0, "sm90's function, or None for `run`."},
     {nullptr, 0, 0, 0, nullptr},
 };
 

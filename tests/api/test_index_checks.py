@@ -253,7 +253,7 @@ def test_it_costs_nothing_where_it_is_off():
     assert not index_checks.ENABLED
     for family in _op.variants.values():
         for operator in family:
-            assert type(operator.direct) is _C.Direct
+            assert type(operator.direct) is _C.EagerCall
             assert "_run" not in vars(operator)
 
 

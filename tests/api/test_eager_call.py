@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tiercel._C.EagerCall: outputs and launch without Python, and the calls it leaves to Python."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from tiercel import _C
+from tiercel.core import eager  # noqa: F401  (hands torch to _C)
+
+pytestmark = pytest.mark.torch
+X, LIKE_X = ("argument", 0), (0, 0, 1, ((0, -1, 1, -1),), None)
+
+
+class Launch:
+    """Keeps what it was called with."""
+
+    def __init__(self, error=None):
+        self.calls = []
+        self.error = error
+
+    def __call__(self, *args):
+        self.calls.append(args)
+        if self.error is not None:
+            raise self.error
+
+
+def run_in_python(*args):
+    return ("run", *args)
+
+
+def fallback(*args):
+    return ("fallback", *args)
+
+
+def recover(error, backend, args):
+    raise error
+
+
+def made(native, slots, *, count, tensors=(0,), ready=(-1,), mutated=(), **options):
+    """An eager call for the CPU, whose index is -1."""
+    return _C.EagerCall(
+        count=count,
+        tensors=tensors,
+        mutated=mutated,
+        ready=set(ready),
+        run=run_in_python,
+        recover=recover,
+        fallback=fallback,
+        increment_version=torch._C._increment_version,
+        native=native,
+        slots=slots,
+        outputs=options.get("outputs", ()),
+        contiguous=options.get("contiguous", ()),
+        ranks=options.get("ranks", ()),
+        equals=options.get("equals", ()),
+        returns=options.get("returns", False),
+    )
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (1,), (0, 4), (2, 3, 4), (1,) * 6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_an_output_like_an_argument(shape, dtype):
+    launch, x = Launch(), torch.zeros(shape, dtype=dtype)
+    slots = (X, ("constant", None), ("output", 0), ("constant", 7), ("argument", 1))
+    call = made(launch, slots, count=3, contiguous=(0,), outputs=(LIKE_X,))
+    out = call(x, 1.5, None)
+    assert (out.shape, out.dtype, out.is_contiguous()) == (x.shape, dtype, True)
+    assert launch.calls == [(x, None, out, 7, 1.5)] and launch.calls[0][2] is out
+
+
+def test_a_divided_size_another_dtype_and_two_outputs():
+    launch, x = Launch(), torch.zeros(3, 8)
+    half = (0, torch.float16, 1, ((0, -1, 2, -1),), None)
+    slots = (("output", 1), ("output", 0))
+    pair = made(launch, slots, count=2, outputs=(half, LIKE_X))(x, None)
+    assert isinstance(pair, tuple) and [t.shape for t in pair] == [(3, 4), (3, 8)]
+    assert [t.dtype for t in pair] == [torch.float16, torch.float32]
+    assert launch.calls[0][0] is pair[1] and launch.calls[0][1] is pair[0]
+
+
+def test_sizes_of_several_arguments_and_an_int():
+    launch, x, weight = Launch(), torch.zeros(3, 8).t(), torch.zeros(5, 8)
+    output = (0, 3, None, ((0, 0, 1, -1), (1, 0, 1, -1), (2, 0, 1, -1)), None)
+    call = made(
+        launch, (X, ("output", 0)), count=5, tensors=(0, 1), outputs=(output,), ranks=((0, 2),)
+    )
+    out = call(x, weight, 4, torch.int64, None)
+    assert out.shape == (8, 5, 4) and out.dtype == torch.int64
+    for other in (x[None], torch.tensor(1)):
+        assert call(other, weight, 4, torch.int64, None)[0] == "run"
+    for size in (-1, 2.0, None, 1 << 80):
+        assert call(x, weight, size, torch.int64, None)[0] == "run"
+    assert len(launch.calls) == 1
+
+
+def test_a_size_and_a_dtype_that_depend_on_a_given_argument():
+    output = (0, 0, 1, ((0, -1, 2, 1),), (2, torch.float16))
+    call = made(Launch(), (X,), count=4, tensors=(0, 1, 2), outputs=(output,))
+    x = torch.zeros(2, 6)
+    assert call(x, None, None, None).shape == (2, 3)
+    assert call(x, x, None, None).shape == (2, 6)
+    assert call(x, None, x, None).dtype == torch.float16
+
+
+def test_a_size_that_an_int_states():
+    launch, x, out = Launch(), torch.zeros(3, 8), torch.zeros(3, 2)
+    call = made(
+        launch, (X,), count=4, tensors=(0, 2), mutated=(2,), equals=((2, 1, 1),)
+    )
+    assert call(x, 2, out, None) is None and len(launch.calls) == 1
+    assert call(x, 3, out, None)[0] == "run" and len(launch.calls) == 1
+
+
+def test_written_arguments_get_a_new_version():
+    x = torch.zeros(3)
+    made(Launch(), (X,), count=2, mutated=(0,))(x, None)
+    assert x._version == 1
+
+
+def test_results_of_the_native_function():
+    call = made(lambda x: x + 1, (X,), count=2, returns=True)
+    assert call(torch.zeros(2), None).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("key", "index"),
+    [("a", 1), ("b", 2), ("c", None), (1, 3), (True, None), ([], None), (None, 4)],
+)
+def test_lookups(key, index):
+    launch, table = Launch(), {"a": 1, "b": 2, 1: 3, None: 4}
+    call = made(launch, (("lookup", (1, table)),), count=3)
+    result = call(torch.zeros(1), key, None)
+    assert launch.calls == ([] if index is None else [(index,)])
+    assert (result is None) == (index is not None)
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("x", "reached"),
+    [
+        (torch.zeros(4, 8).t(), "run"),
+        (torch.zeros(4, 8)[:, ::2], "run"),
+        (torch.zeros(4, 8)[:, :7], "run"),
+        (torch.zeros(4, 7), "run"),  # cannot be halved
+        (torch.tensor(1.0), "run"),
+        (torch.zeros(4, 8).as_subclass(Subclass), "fallback"),
+        (torch.zeros(4, 8, requires_grad=True), "fallback"),
+        ("no tensor", "fallback"),
+        (None, "fallback"),
+    ],
+    ids=str,
+)
+def test_other_calls_are_left_to_python(x, reached):
+    launch = Launch()
+    half = (0, 0, 1, ((0, -1, 2, -1),), None)
+    call = made(launch, (X, ("output", 0)), count=2, contiguous=(0,), outputs=(half,))
+    result = call(x, None)
+    assert result[0] == reached and result[1] is x and not launch.calls
+    assert call(x, None, 3) == ("fallback", x, None, 3)
+
+
+def test_the_choice_of_a_backend():
+    launch, x = Launch(), torch.zeros(2)
+    call = made(launch, (X,), count=2)
+    assert call(x, "sm90") is None and call(x, "".join(["sm", "90"])) is None
+    assert call(x, "ref")[0] == "fallback" and call(x, 1)[0] == "fallback"
+    assert made(launch, (X,), count=2, ready=())(x, None)[0] == "fallback"
+    _C.set_overriding(True)
+    try:
+        assert call(x, None)[0] == "fallback" and call(x, "sm90") is None
+    finally:
+        _C.set_overriding(False)
+
+
+def test_an_error_of_the_launch_drops_the_outputs():
+    launch = Launch(ValueError("no"))
+    call = made(launch, (X, ("output", 0)), count=2, outputs=(LIKE_X,))
+    with pytest.raises(ValueError, match="no"):
+        call(torch.zeros(3), None)
+    out = weakref.ref(launch.calls.pop()[1])
+    launch.error.__traceback__ = None  # its frames hold what was passed
+    gc.collect()
+    assert out() is None
+
+
+@pytest.mark.parametrize(
+    ("slots", "options"),
+    [
+        ((("argument", 2),), {}),
+        ((("output", 0),), {}),
+        ((("lookup", (5, {})),), {}),
+        ((X,) * 25, {}),
+        ((X,), {"outputs": ((3, 0, 1, (), None),)}),
+        ((X,), {"outputs": ((0, 0, 1, ((0, 0, 0, -1),), None),)}),
+        ((X,), {"outputs": (LIKE_X,) * 6}),
+        ((X,), {"outputs": ((0, 5, 1, (), None),)}),
+        ((X,), {"tensors": (7,)}),
+        ((X,), {"contiguous": (7,)}),
+        ((X,), {"ranks": ((7, 1),)}),
+        ((X,), {"equals": ((0, 1, 7),)}),
+    ],
+)
+def test_wrong_descriptions_are_refused(slots, options):
+    with pytest.raises(ValueError, match="^EagerCall: "):
+        made(Launch(), slots, count=2, **options)
