@@ -486,37 +486,31 @@ class JitKernel:
     ) -> None: ...
     def load(self, device: int) -> None: ...
 
-class Direct:
+class EagerCall:
     run: Callable[..., Any]
+    native: Callable[..., Any] | None
     def __init__(
         self,
         *,
         count: int,
-        tensors: int,
+        tensors: tuple[int, ...],
         mutated: tuple[int, ...],
         ready: set[int],
-        overrides: dict[str, Any],
         run: Callable[..., Any],
         recover: Callable[..., Any],
-        otherwise: Callable[..., Any],
+        fallback: Callable[..., Any],
         increment_version: Callable[..., Any],
-        without_backend: bool,
-    ) -> None: ...
-    def __call__(self, *args: Any) -> Any: ...
-
-class Launcher:
-    def __init__(
-        self,
-        *,
-        launch: Callable[..., None],
-        count: int,
+        native: Callable[..., Any] | None,
         slots: tuple[tuple[str, Any], ...],
-        outputs: tuple[tuple[int, int, Any, int, tuple[tuple[int, int], ...]], ...],
-        dense: int,
-        otherwise: Callable[..., Any],
+        outputs: tuple[Any, ...],
+        contiguous: tuple[int, ...],
+        ranks: tuple[tuple[int, int], ...],
+        equals: tuple[tuple[int, int, int], ...],
+        returns: bool,
     ) -> None: ...
     def __call__(self, *args: Any) -> Any: ...
 
+def set_overriding(value: bool, /) -> None: ...
 def linear_act(
     x: Any, weight: Any, bias: Any, out: Any, activation: int, config: tuple[int, ...] = ..., /
 ) -> None: ...

@@ -74,6 +74,7 @@ def use_backend(name: str, op: str | None = None) -> Iterator[None]:
 
 
 def _check_names(op: str | None, name: str | None) -> None:
+    from tiercel import _needs_torch as _needs_torch
     from tiercel.core.dispatch import registry
     from tiercel.ops import _register as _register  # fills the registry
 
