@@ -85,6 +85,7 @@ struct EagerCall {
   PyObject* native;     // a function of this module, or None: `run` is called
   bool returns;         // the native function returns the outputs itself
   uint64_t contiguous;  // bit i: argument i is contiguous
+  uint64_t absent;      // bit i: argument i is None
   Py_ssize_t slot_count, output_count, rank_count, equal_count;
   Slot slots[kMaxSlots];
   Output outputs[kMaxOutputs];
@@ -209,6 +210,7 @@ bool HasPlainLayout(const EagerCall* self, PyObject* const* args, const Tensors&
   for (Py_ssize_t i = 0; i < self->tensor_count; ++i) {
     const Py_ssize_t place = self->tensors[i];
     if (args[place] == Py_None) continue;
+    if (self->absent >> place & 1) return false;
     const TensorView* view = tensors.view(place);
     if (view == nullptr) return false;
     if ((self->contiguous >> place & 1) && !IsContiguous(*view)) return false;
@@ -453,17 +455,18 @@ PyObject* New(PyTypeObject* type, PyObject* positional, PyObject* keywords) {
   static const char* names[] = {"count",  "tensors", "mutated",  "ready",
                                 "run",    "recover", "fallback", "increment_version",
                                 "native", "slots",   "outputs",  "contiguous",
-                                "ranks",  "equals",  "returns",  nullptr};
+                                "ranks",  "equals",  "returns",  "absent",
+                                nullptr};
   Py_ssize_t count;
   PyObject *tensors, *mutated, *ready, *run, *recover, *fallback, *increment_version;
-  PyObject *native, *slots, *outputs, *contiguous, *ranks, *equals;
+  PyObject *native, *slots, *outputs, *contiguous, *ranks, *equals, *absent;
   int returns = 0;
-  if (!PyArg_ParseTupleAndKeywords(positional, keywords, "$nO!O!O!OOOOOO!O!O!O!O!p:EagerCall",
-                                   const_cast<char**>(names), &count, &PyTuple_Type, &tensors,
-                                   &PyTuple_Type, &mutated, &PySet_Type, &ready, &run, &recover,
-                                   &fallback, &increment_version, &native, &PyTuple_Type, &slots,
-                                   &PyTuple_Type, &outputs, &PyTuple_Type, &contiguous,
-                                   &PyTuple_Type, &ranks, &PyTuple_Type, &equals, &returns)) {
+  if (!PyArg_ParseTupleAndKeywords(
+          positional, keywords, "$nO!O!O!OOOOOO!O!O!O!O!pO!:EagerCall", const_cast<char**>(names),
+          &count, &PyTuple_Type, &tensors, &PyTuple_Type, &mutated, &PySet_Type, &ready, &run,
+          &recover, &fallback, &increment_version, &native, &PyTuple_Type, &slots, &PyTuple_Type,
+          &outputs, &PyTuple_Type, &contiguous, &PyTuple_Type, &ranks, &PyTuple_Type, &equals,
+          &returns, &PyTuple_Type, &absent)) {
     return nullptr;
   }
   if (count < 2 || count > kMaxArguments || PyTuple_GET_SIZE(tensors) < 1) {
@@ -496,6 +499,12 @@ PyObject* New(PyTypeObject* type, PyObject* positional, PyObject* keywords) {
     self->contiguous |= uint64_t{1} << place;
     return true;
   };
+  const auto add_absent = [&](PyObject* item) {
+    Py_ssize_t place;
+    if (!ReadPlace(self, item, &place)) return false;
+    self->absent |= uint64_t{1} << place;
+    return true;
+  };
   const auto add_rank = [&](PyObject* item) {
     Rank& rank = self->ranks[self->rank_count++];
     return PyArg_ParseTuple(item, "nn", &rank.place, &rank.rank) &&
@@ -512,6 +521,7 @@ PyObject* New(PyTypeObject* type, PyObject* positional, PyObject* keywords) {
   if (ReadEach(tensors, kMaxTensors, "too many tensors", add_place) &&
       ReadEach(mutated, kMaxTensors, "too many tensors", check_place) &&
       ReadEach(contiguous, kMaxTensors, "too many tensors", add_contiguous) &&
+      ReadEach(absent, kMaxTensors, "too many tensors", add_absent) &&
       ReadEach(ranks, kMaxRules, "too many ranks", add_rank) &&
       ReadEach(equals, kMaxRules, "too many equal sizes", add_equal) &&
       ReadEach(outputs, kMaxOutputs, "too many outputs", add_output) &&

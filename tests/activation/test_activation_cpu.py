@@ -133,7 +133,7 @@ def test_out():
             {"x": "double"},
         ),
         (ValueError, r"`x` must have an even last dimension .* got \[5, 15\]", {"x": (5, 15)}),
-        (ValueError, r"`x` must have an even last dimension .* got \[\]", {"x": ()}),
+        (ValueError, "`x` must have at least 1 dimension, got 0", {"x": ()}),
         (ValueError, r"`up` must have shape that of `x` = \[5, 16\], got \[5, 8\]", {"up": (5, 8)}),
         (ValueError, r"`out` must have shape \[\.\.\., N\] = \[5, 8\], got", {"out": (5, 16)}),
         (TypeError, "`scale` must have dtype float32, got", {"scale": "double"}),
@@ -159,17 +159,19 @@ def test_unknown_approximation():
 def test_opcheck(name):
     ops, x, up = torch.ops.tiercel, rand(4, 8, grad=True), rand(4, 8, seed=1, grad=True)
     check = torch.library.opcheck
+    forward, backward = getattr(ops, name), getattr(ops, f"{name}_backward").default
+    plain = x.detach()
     if name in GATED:
-        check(getattr(ops, name).default, (x, up))
-        check(getattr(ops, f"{name}_packed").default, (x,))
-        check(getattr(ops, f"{name}_packed_out").default, (x.detach(), torch.empty(4, 4)))
-        check(getattr(ops, f"{name}_backward").default, tuple(t.detach() for t in (x, x, up)))
-        grad = rand(4, 4)
-        check(getattr(ops, f"{name}_packed_backward").default, (grad, x.detach()))
+        for factor, columns in ((up, 8), (None, 4)):
+            check(forward.default, (x, factor))
+            given = None if factor is None else factor.detach()
+            check(forward.out, (plain, given), {"out": torch.empty(4, columns)})
+            check(backward, (rand(4, columns), plain, given))
     else:
-        check(getattr(ops, name).default, (x,))
-        check(getattr(ops, f"{name}_out").default, (x.detach(), torch.empty(4, 8)))
-        check(getattr(ops, f"{name}_backward").default, (up.detach(), x.detach()))
+        check(forward.default, (x,))
+        check(forward.out, (plain,), {"out": torch.empty(4, 8)})
+        check(backward, (up.detach(), plain))
+    check(forward.default, (plain,), {"scale": torch.ones(1)})
 
 
 def test_compile():

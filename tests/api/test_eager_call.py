@@ -107,9 +107,7 @@ def test_a_size_and_a_dtype_that_depend_on_a_given_argument():
 
 def test_a_size_that_an_int_states():
     launch, x, out = Launch(), torch.zeros(3, 8), torch.zeros(3, 2)
-    call = made(
-        launch, (X,), count=4, tensors=(0, 2), mutated=(2,), equals=((2, 1, 1),)
-    )
+    call = made(launch, (X,), count=4, tensors=(0, 2), mutated=(2,), equals=((2, 1, 1),))
     assert call(x, 2, out, None) is None and len(launch.calls) == 1
     assert call(x, 3, out, None)[0] == "run" and len(launch.calls) == 1
 

@@ -78,6 +78,7 @@ class Eager:
         ranks: (place, rank) of tensors that have to have that many dimensions.
         equals: (place, dimension, place of an int argument) that have to be equal.
         returns: Whether the native function returns the results itself.
+        absent: Places of optional tensors with which a call goes to Python.
     """
 
     native: Callable[..., Any]
@@ -87,6 +88,7 @@ class Eager:
     ranks: tuple[tuple[int, int], ...] = ()
     equals: tuple[tuple[int, int, int], ...] = ()
     returns: bool = False
+    absent: tuple[int, ...] = ()
 
 
 class Operator:
@@ -177,6 +179,7 @@ class Operator:
             ranks=() if eager is None else eager.ranks,
             equals=() if eager is None else eager.equals,
             returns=eager is not None and eager.returns,
+            absent=() if eager is None else eager.absent,
         )
         if indices is not None and index_checks.ENABLED:
             self.direct = self._call

@@ -41,6 +41,7 @@ class Native:
         language: ``cuda`` or ``cute``.
         load: Loads the kernels on a CUDA device.
         contiguous: Tensors that `launch` would rearrange unless they are contiguous.
+        rearranged: Optional tensors that `launch` always rearranges.
         launch: (native function, call) -> its result, for arguments that have to be rearranged
             first; by default they are passed as they are.
         direct: Whether a call may go to `run` without Python; no if `launch` always has to look.
@@ -56,6 +57,7 @@ class Native:
     language: str = "cuda"
     load: Callable[[int], None] | None = None
     contiguous: Sequence[str] = ()
+    rearranged: Sequence[str] = ()
     launch: Callable[[Callable[..., Any], Call], Any] | None = None
     direct: bool = True
     sample: Callable[[Call], dict[str, Any]] | None = None
@@ -123,9 +125,8 @@ class Op:
         indices: (call) -> the allowed values of index tensors, for TIERCEL_CHECK=1.
         out: Whether there is an overload that writes to given results.
         fake: (call) -> the results' metadata, where `Spec.empty` does not say it.
-        plugin: (plug-in's function, call) -> the results, where the plug-in's arguments and results
-            are not simply those of the op with the batch dimensions joined; None and no contract:
-            a plug-in runs the reference.
+        plugin: (plug-in's function, call) -> the results, where more than the batch dimensions
+            differs for a plug-in. A gradient has no contract: a plug-in runs its reference.
     """
 
     def __init__(
@@ -208,10 +209,10 @@ class Op:
             call = Call(**dict(zip(names, args, strict=False)))
             if self._plugin is not None:
                 made = _unpacked(self._plugin(function, call))
-            elif spec.name == spec.public or any(r.name == "out" for r in spec.results):
-                made = contract.run(function, call)
-            else:
+            elif spec.name.endswith("_backward"):
                 return named(reference)(*args)
+            else:
+                made = contract.run(function, call)
             if not into_out:
                 return _packed(made) if spec.results else None
             for result, value in zip(spec.result_names, made, strict=True):
@@ -344,6 +345,7 @@ class Op:
             ranks=spec.ranks(place),
             equals=spec.int_dims(place),
             returns=sm90.returns,
+            absent=tuple(place[name] for name in sm90.rearranged if name in place),
         )
 
     def plan(self, call: Call) -> dict[str, Any]:

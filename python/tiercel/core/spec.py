@@ -14,9 +14,9 @@ contract for plug-in backends, the table of ops in README.md and the tests of ba
         results=[Tensor("out", "... N", "x")],
     )
 
-Dimensions are words: a name binds where it first occurs and must agree everywhere else, a number is
-itself, and a leading ``...`` stands for any number of batch dimensions. `Spec.dims` defines names
-that occur in no argument.
+Dimensions are words. A name binds where it first occurs and must agree everywhere else; a number
+is itself; a leading ``...`` stands for any number of batch dimensions; ``*`` alone is any shape,
+left to `check`. `Spec.dims` defines names that occur in no argument.
 """
 
 from __future__ import annotations
@@ -87,6 +87,10 @@ class Tensor:
     @property
     def batched(self) -> bool:
         return self.dims.split()[:1] == ["..."]
+
+    @property
+    def any_shape(self) -> bool:
+        return self.dims == "*"
 
     @property
     def own_dims(self) -> tuple[str, ...]:
@@ -292,7 +296,7 @@ class Spec:
             if isinstance(argument, Scalar):
                 if argument.kind == "int":
                     found[argument.name] = value
-            elif value is not None:
+            elif value is not None and not argument.any_shape:
                 own = argument.own_dims
                 shape = tuple(value.shape)
                 if argument.batched:
@@ -394,7 +398,8 @@ class Spec:
         op, name = self.public, spec.name
         dtypes = tuple(dict.fromkeys(self._dtype(dtype, call) for dtype in allowed))
         check_dtype(op, name, tensor.dtype, dtypes)
-        self._check_shape(spec, tensor, call, known)
+        if not spec.any_shape:
+            self._check_shape(spec, tensor, call, known)
         first = self.arguments[0].name
         check_same_device(op, name, tensor, first, getattr(call, first))
         if not spec.strided:
@@ -441,8 +446,10 @@ class Spec:
                 check_dtype(op, name, value, tuple(getattr(torch, c) for c in spec.choices))
         elif spec.kind == "str":
             if spec.choices and not (isinstance(value, str) and value in spec.choices):
-                known = ", ".join(map(repr, spec.choices))
-                raise ValueError(f"{op}: `{name}` must be one of {known}, got {value!r}")
+                known = " or ".join(map(repr, spec.choices))
+                if len(spec.choices) > 2:
+                    known = f"one of {', '.join(map(repr, spec.choices))}"
+                raise ValueError(f"{op}: `{name}` must be {known}, got {value!r}")
         elif spec.kind in ("int", "float"):
             fits = hasattr(value, "__index__")
             if spec.kind == "float":
@@ -506,7 +513,7 @@ class Spec:
         return tuple(
             (place[a.name], len(a.own_dims))
             for a in self.tensors
-            if not a.batched and not a.optional
+            if not (a.batched or a.any_shape or a.optional)
         )
 
     def int_dims(self, place: Mapping[str, int]) -> tuple[tuple[int, int, int], ...]:

@@ -110,31 +110,46 @@ class Contract:
     derive: Callable[[dict[str, int], dict[str, Any]], dict[str, int]] = lambda sizes, values: {}
 
     @classmethod
-    def of(cls, family: str, spec: declaration.Spec, *, batch: str = "M", **more: Any) -> Contract:
-        """The contract of a declared op; `batch` names the joined batch dimensions.
+    def of(
+        cls,
+        family: str,
+        spec: declaration.Spec,
+        *,
+        batch: str = "M",
+        replaced: Mapping[str, TensorSpec] | None = None,
+        order: Sequence[str] = (),
+        **more: Any,
+    ) -> Contract:
+        """The contract of a declared op.
 
         Args:
             family: The kernel family.
             spec: The declaration, with all optional arguments of the public op.
             batch: The name of the joined batch dimensions.
+            replaced: Tensors that a backend gets or returns in another form than the op.
+            order: The order in which a backend gets its arguments; by default the operator's.
             **more: The fields of `Contract` that the declaration does not give.
         """
+        replaced = replaced or {}
 
         def tensor(each: declaration.Tensor) -> TensorSpec:
+            if each.name in replaced:
+                return replaced[each.name]
             dims = tuple(batch if word == "..." else word for word in each.dims.split())
             same = ("name", "strided", "optional", "written", "rtol", "atol", "of_sums")
             named = {name: getattr(each, name) for name in (*same, "comes_with")}
             return TensorSpec(dims=dims, dtypes=each.allowed, **named)
 
+        def argument(name: str) -> TensorSpec | ScalarSpec:
+            each = spec.argument(name)
+            if isinstance(each, declaration.Tensor):
+                return tensor(each)
+            return ScalarSpec(each.name, each.kind + " | None" * each.optional)
+
         return cls(
             family=family,
             op=spec.public,
-            arguments=tuple(
-                tensor(each)
-                if isinstance(each, declaration.Tensor)
-                else ScalarSpec(each.name, each.kind)
-                for each in spec.arguments
-            ),
+            arguments=tuple(argument(name) for name in order or spec.names),
             outputs=tuple(map(tensor, spec.results)),
             batched=tuple(
                 each.name

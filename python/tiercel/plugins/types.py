@@ -8,18 +8,15 @@ from typing import Annotated, Protocol
 import torch
 from torch import Tensor
 
-from tiercel.ops.activation.contract import GELU_AND_MUL, SILU, SILU_AND_MUL
 from tiercel.ops.attention.contract import ATTENTION, ATTENTION_VARLEN
 from tiercel.ops.gemv.contract import NVFP4_GEMV, NVFP4_LINEAR
 from tiercel.ops.linear.contract import LINEAR_ACT
 from tiercel.ops.moe.contract import FUSED_MOE, MOE_DOWN, MOE_UP
-from tiercel.ops.norm.contract import RMS_NORM
 from tiercel.ops.quant.contract import FP8_QUANTIZE, NVFP4_DEQUANTIZE, NVFP4_QUANTIZE
 from tiercel.ops.reduce.contract import REDUCE
-from tiercel.ops.routing.contract import TOPK_SOFTMAX
 from tiercel.ops.routing.contract_moe import MOE_ALIGN_BLOCK_SIZE, MOE_SUM, TOPK_SOFTMAX_ALIGN
-from tiercel.ops.softmax.contract import SOFTMAX_ONLINE
 from tiercel.ops.transpose.contract import COPY_TRANSPOSE
+from tiercel.plugins.contracts import CONTRACTS
 
 __all__ = [
     "Activated",
@@ -112,6 +109,11 @@ __all__ = [
     "Weight",
     "Weights",
 ]
+
+GELU_AND_MUL, SILU, SILU_AND_MUL = (CONTRACTS[n] for n in ("gelu_and_mul", "silu", "silu_and_mul"))
+RMS_NORM, TOPK_SOFTMAX, SOFTMAX_ONLINE = (
+    CONTRACTS[n] for n in ("rms_norm", "topk_softmax", "softmax_online")
+)
 
 # Routing: scores [T, E] float32, bfloat16 or float16, any strides; weights [T, k] float32;
 # indices [T, k] of the dtype `indices_dtype`.

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations, plain and gated."""
+"""Smoke cases of the activations, and the contract of their plug-ins."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tiercel.plugins.contract import Case, Contract, ScalarSpec, TensorSpec
+from tiercel.core.spec import FLOATS, Call
+from tiercel.ops.activation.spec import GATED, SPECS
+from tiercel.plugins.contract import Case, Contract, TensorSpec
 
-_DTYPES = ("float32", "bfloat16", "float16")
 _SIZES = ((1, 8), (3, 1000), (33, 264), (129, 77), (0, 64))
 
 
 def _cases(options: dict[str, Any]) -> tuple[Case, ...]:
-    chosen = zip(_SIZES, _DTYPES * 2, strict=False)
+    chosen = zip(_SIZES, FLOATS * 2, strict=False)
     cases = [Case({"M": m, "N": n}, dtype, options) for (m, n), dtype in chosen]
     cases += [Case({"M": 33, "N": 264}, "bfloat16", options, "strided")]
     return tuple(cases)
@@ -34,88 +35,46 @@ def _make(gated: bool) -> Any:
     return make
 
 
-def _flat(call: Any, inputs: list[Any], options: tuple[Any, ...]) -> Any:
-    """The result for tensors of any number of dimensions."""
-    x = inputs[0]
-    shaped = [t.reshape(-1, t.shape[-1]) if t.dim() else t.reshape(1, 1) for t in inputs]
-    (result,) = call(*shaped, *options)
-    return result.view(x.shape)
-
-
-def _quantized(result: Any, scale: Any) -> Any:
+def flat_gate(backend: Any, call: Call, gated: bool) -> Any:
+    """The result of a backend, which gets the rows of a gate and a factor, for any call."""
     import torch
 
+    inputs, gate = [call.x], call.x
+    if gated:
+        inputs = [call.x, call.up] if call.up is not None else list(call.x.chunk(2, dim=-1))
+        gate = inputs[0]
+    inputs = [t.reshape(-1, t.shape[-1]) if t.dim() else t.reshape(1, 1) for t in inputs]
+    options = [call.approximate] if "approximate" in call else []
+    (result,) = backend(*inputs, *options)
+    result = result.view(gate.shape)
+    if call.scale is None:
+        return result
     largest = torch.finfo(torch.float8_e4m3fn).max
-    scaled = (result.float() * scale.reciprocal()).clamp(-largest, largest)
+    scaled = (result.float() * call.scale.reciprocal()).clamp(-largest, largest)
     return scaled.to(torch.float8_e4m3fn)
 
 
-def _variants(op: str, gated: bool, options: int) -> dict[str, Any]:
-    def variant(up: bool, scale: bool, out: bool) -> Any:
-        def run(call: Any, x: Any, *rest: Any) -> Any:
-            values = list(rest)
-            halves = list(x.chunk(2, dim=-1)) if gated and not up else [x]
-            inputs = [*halves, *([values.pop(0)] if up else [])]
-            factor = values.pop(0) if scale else None
-            target = values.pop(0) if out else None
-            result = _flat(call, inputs, tuple(values))
-            if factor is not None:
-                result = _quantized(result, factor)
-            if target is None:
-                return result
-            target.copy_(result)
-            return None
-
-        return run
-
-    def backward(call: Any, grad: Any, x: Any, *rest: Any) -> Any:
-        """The reference's gradient, whatever the backend."""
-        from tiercel.ops.activation.reference import backward
-
-        up = rest[0] if len(rest) > options else None
-        found = tuple(
-            g.contiguous() for g in backward(op, grad, x, up, *rest[len(rest) - options :])
-        )
-        return found if up is not None else found[0]
-
-    made: dict[str, Any] = {}
-    for up in (True, False) if gated else (False,):
-        packed = "_packed" if gated and not up else ""
-        for scale in (False, True):
-            for out in (False, True):
-                name = f"{op}{packed}{'_fp8' * scale}{'_out' * out}"
-                made[name] = variant(up, scale, out)
-        made[f"{op}{packed}_backward"] = backward
-    return made
-
-
-def _contract(op: str, gated: bool, has_option: bool) -> Contract:
-    inputs = [TensorSpec("x", ("M", "N"), _DTYPES, strided=True)]
-    inputs += [TensorSpec("up", ("M", "N"), ("x",), strided=True)] if gated else []
-    options = (ScalarSpec("approximate", "str"),) if has_option else ()
+def _contract(op: str) -> Contract:
+    gated, has_option = op in GATED, "gelu" in op
     chosen = {"approximate": "tanh"} if has_option else {}
     others = _cases({"approximate": "none"}) if has_option else ()
-    return Contract(
-        family="activation",
-        op=op,
-        arguments=(*inputs, *options),
-        # Two roundings to bfloat16, 2**-9 each, before and after the product.
-        outputs=(TensorSpec("out", ("M", "N"), ("x",), rtol=8e-3, atol=1e-5),),
+    spec = SPECS[op].without("scale")
+    result = spec.results[0]
+    return Contract.of(
+        "activation",
+        spec.having("up") if gated else spec,
+        replaced={
+            "x": TensorSpec("x", ("M", "N"), FLOATS, strided=True),
+            "up": TensorSpec("up", ("M", "N"), ("x",), strided=True),
+            "out": TensorSpec("out", ("M", "N"), ("x",), rtol=result.rtol, atol=result.atol),
+        },
         cases=_cases(chosen) + others,
         timing={
             "cpu": Case({"M": 256, "N": 1024}, "bfloat16", chosen),
             "cuda": Case({"M": 8192, "N": 4096}, "bfloat16", chosen),
         },
         make=_make(gated),
-        variants=_variants(op, gated, int(has_option)),
     )
 
 
-SILU_AND_MUL = _contract("silu_and_mul", True, False)
-GELU_AND_MUL = _contract("gelu_and_mul", True, True)
-RELU_AND_MUL = _contract("relu_and_mul", True, False)
-SILU = _contract("silu", False, False)
-GELU = _contract("gelu", False, True)
-RELU = _contract("relu", False, False)
-
-CONTRACTS = (SILU_AND_MUL, GELU_AND_MUL, RELU_AND_MUL, SILU, GELU, RELU)
+CONTRACTS = tuple(map(_contract, SPECS))

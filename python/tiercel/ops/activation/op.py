@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tiercel.ops.activation import reference as ref
 from tiercel.ops.activation.forms import Activation
 
 __all__ = ["gelu", "gelu_and_mul", "relu", "relu_and_mul", "silu", "silu_and_mul"]
@@ -15,20 +14,15 @@ _SILU: dict[str | None, int] = {None: 0}
 _GELU: dict[str | None, int] = {"none": 1, "tanh": 2}
 _RELU: dict[str | None, int] = {None: 3}
 
-_FORMS = {
-    name: Activation(name, gated=gated, indices=indices, reference=getattr(ref, name))
-    for name, gated, indices in (
-        ("silu_and_mul", True, _SILU),
-        ("gelu_and_mul", True, _GELU),
-        ("relu_and_mul", True, _RELU),
-        ("silu", False, _SILU),
-        ("gelu", False, _GELU),
-        ("relu", False, _RELU),
-    )
-}
+_SILU_AND_MUL = Activation("silu_and_mul", _SILU)
+_GELU_AND_MUL = Activation("gelu_and_mul", _GELU)
+_RELU_AND_MUL = Activation("relu_and_mul", _RELU)
+_PLAIN_SILU = Activation("silu", _SILU)
+_PLAIN_GELU = Activation("gelu", _GELU)
+_PLAIN_RELU = Activation("relu", _RELU)
 
 
-@_FORMS["silu_and_mul"].main.export
+@_SILU_AND_MUL.forward.export
 def silu_and_mul(
     x: Tensor,
     up: Tensor | None = None,
@@ -69,10 +63,12 @@ def silu_and_mul(
     Example:
         >>> hidden = tiercel.silu_and_mul(x @ gate_up.T)
     """
-    return _FORMS["silu_and_mul"](x, up, scale, out, backend)
+    if out is None:
+        return _SILU_AND_MUL.forward.pick()(x, up, scale, backend)  # type: ignore[no-any-return]
+    return _SILU_AND_MUL.forward.into(out, x, up, scale, backend)  # type: ignore[no-any-return]
 
 
-@_FORMS["gelu_and_mul"].main.export
+@_GELU_AND_MUL.forward.export
 def gelu_and_mul(
     x: Tensor,
     up: Tensor | None = None,
@@ -117,10 +113,12 @@ def gelu_and_mul(
     Example:
         >>> hidden = tiercel.gelu_and_mul(x @ gate_up.T)
     """
-    return _FORMS["gelu_and_mul"](x, up, scale, out, approximate, backend)
+    if out is None:
+        return _GELU_AND_MUL.forward.pick()(x, up, approximate, scale, backend)  # type: ignore[no-any-return]
+    return _GELU_AND_MUL.forward.into(out, x, up, approximate, scale, backend)  # type: ignore[no-any-return]
 
 
-@_FORMS["relu_and_mul"].main.export
+@_RELU_AND_MUL.forward.export
 def relu_and_mul(
     x: Tensor,
     up: Tensor | None = None,
@@ -161,10 +159,12 @@ def relu_and_mul(
     Example:
         >>> hidden = tiercel.relu_and_mul(x @ gate_up.T)
     """
-    return _FORMS["relu_and_mul"](x, up, scale, out, backend)
+    if out is None:
+        return _RELU_AND_MUL.forward.pick()(x, up, scale, backend)  # type: ignore[no-any-return]
+    return _RELU_AND_MUL.forward.into(out, x, up, scale, backend)  # type: ignore[no-any-return]
 
 
-@_FORMS["silu"].main.export
+@_PLAIN_SILU.forward.export
 def silu(
     x: Tensor,
     *,
@@ -197,10 +197,12 @@ def silu(
     Example:
         >>> hidden = tiercel.silu(x)
     """
-    return _FORMS["silu"](x, None, scale, out, backend)
+    if out is None:
+        return _PLAIN_SILU.forward.pick()(x, scale, backend)  # type: ignore[no-any-return]
+    return _PLAIN_SILU.forward.into(out, x, scale, backend)  # type: ignore[no-any-return]
 
 
-@_FORMS["gelu"].main.export
+@_PLAIN_GELU.forward.export
 def gelu(
     x: Tensor,
     *,
@@ -236,10 +238,12 @@ def gelu(
     Example:
         >>> hidden = tiercel.gelu(x)
     """
-    return _FORMS["gelu"](x, None, scale, out, approximate, backend)
+    if out is None:
+        return _PLAIN_GELU.forward.pick()(x, approximate, scale, backend)  # type: ignore[no-any-return]
+    return _PLAIN_GELU.forward.into(out, x, approximate, scale, backend)  # type: ignore[no-any-return]
 
 
-@_FORMS["relu"].main.export
+@_PLAIN_RELU.forward.export
 def relu(
     x: Tensor,
     *,
@@ -272,4 +276,6 @@ def relu(
     Example:
         >>> hidden = tiercel.relu(x)
     """
-    return _FORMS["relu"](x, None, scale, out, backend)
+    if out is None:
+        return _PLAIN_RELU.forward.pick()(x, scale, backend)  # type: ignore[no-any-return]
+    return _PLAIN_RELU.forward.into(out, x, scale, backend)  # type: ignore[no-any-return]

@@ -159,6 +159,8 @@ def _slope(grad: Tensor, sums: Tensor, activation: str, gated: bool, backend: st
         (result,) = torch.autograd.grad(value, sums, grad)
         return result
     function, option = _SLOPES[activation]
-    name = f"{function}_and_mul_packed_backward" if gated else f"{function}_backward"
-    result = getattr(torch.ops.tiercel, name)(grad, sums, *option, backend)
+    if gated:
+        operator = getattr(torch.ops.tiercel, f"{function}_and_mul_backward")
+        return operator(grad, sums, None, *option, backend)[0]
+    result = getattr(torch.ops.tiercel, f"{function}_backward")(grad, sums, *option, backend)
     return result

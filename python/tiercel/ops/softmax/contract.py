@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""softmax and its logarithm."""
+"""Smoke cases of softmax_online and log_softmax, and the contract of their plug-ins."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tiercel.plugins.contract import Case, Contract, ScalarSpec, TensorSpec
+from tiercel.core.spec import Call, Spec
+from tiercel.ops.softmax.spec import LOG_SOFTMAX, SOFTMAX_ONLINE
+from tiercel.plugins.contract import Case, Contract, TensorSpec
 
 
 def _case(rows: int, columns: int, dtype: str, values: str = "no mask", scale: Any = None) -> Case:
@@ -50,68 +52,28 @@ def _make(case: Case, device: str, seed: int) -> dict[str, Any]:
     return {"x": x, "mask": mask, "dim": -1, **case.options}
 
 
-def _along_last(call: Any, x: Any, mask: Any, dim: int, scale: Any) -> Any:
-    """The result for any number of dimensions, along any of them."""
-    moved = x.movedim(dim, -1)
-    flat = moved.reshape(-1, moved.shape[-1])
+def along_last(backend: Any, call: Call) -> Any:
+    """The result of a backend, which works on the rows of a matrix, along any dimension."""
+    moved = call.x.movedim(call.dim, -1)
+    flat, mask = moved.reshape(-1, moved.shape[-1]), call.mask
     if mask is not None:
-        mask = mask.expand(x.shape).movedim(dim, -1).reshape(flat.shape)
-    (result,) = call(flat, mask, -1, scale)
-    return result.view(moved.shape).movedim(-1, dim).contiguous()
+        mask = mask.expand(call.x.shape).movedim(call.dim, -1).reshape(flat.shape)
+    (result,) = backend(flat, mask, -1, call.scale)
+    return result.view(moved.shape).movedim(-1, call.dim).contiguous()
 
 
-def _backward(log: bool) -> Any:
-    """The reference's gradient, whatever the backend, from the result."""
-
-    def run(call: Any, grad: Any, y: Any, *rest: Any) -> Any:
-        *keep, dim, scale = rest
-        wide_grad, wide_y = grad.float(), y.float()
-        if log:
-            result = wide_grad - wide_y.exp() * wide_grad.sum(dim, keepdim=True)
-        else:
-            result = wide_y * (wide_grad - (wide_grad * wide_y).sum(dim, keepdim=True))
-        result = result if scale is None else result * scale
-        return (result.masked_fill(~keep[0], 0.0) if keep else result).to(y.dtype).contiguous()
-
-    return run
-
-
-def _contract(op: str, log: bool, rtol: float, atol: float) -> Contract:
-    def plain(call: Any, x: Any, dim: int, scale: Any) -> Any:
-        return _along_last(call, x, None, dim, scale)
-
-    def into(call: Any, x: Any, mask: Any, out: Any, dim: int, scale: Any) -> None:
-        out.copy_(_along_last(call, x, mask, dim, scale))
-
-    def plain_into(call: Any, x: Any, out: Any, dim: int, scale: Any) -> None:
-        out.copy_(_along_last(call, x, None, dim, scale))
-
-    return Contract(
-        family="softmax",
-        op=op,
-        arguments=(
-            TensorSpec("x", ("M", "N"), ("float32", "bfloat16", "float16"), strided=True),
-            TensorSpec("mask", ("M", "N"), ("bool", "float32"), strided=True, optional=True),
-            ScalarSpec("dim", "int"),
-            ScalarSpec("scale", "float | None"),
-        ),
-        # One rounding to bfloat16, 2**-9, on either side.
-        outputs=(TensorSpec("out", ("M", "N"), ("x",), rtol=rtol, atol=atol),),
+def _contract(spec: Spec) -> Contract:
+    return Contract.of(
+        "softmax",
+        spec,
+        replaced={
+            "mask": TensorSpec("mask", ("M", "N"), ("bool", "float32"), strided=True, optional=True)
+        },
+        order=("x", "mask", "dim", "scale"),
         cases=_CASES,
         timing={"cpu": _case(256, 1024, "bfloat16"), "cuda": _case(16384, 4096, "bfloat16")},
         make=_make,
-        variants={
-            op: _along_last,
-            f"{op}_out": into,
-            f"{op}_no_mask": plain,
-            f"{op}_no_mask_out": plain_into,
-            f"{op}_backward": _backward(log),
-            f"{op}_no_mask_backward": _backward(log),
-        },
     )
 
 
-SOFTMAX_ONLINE = _contract("softmax_online", False, 8e-3, 1e-7)
-LOG_SOFTMAX = _contract("log_softmax", True, 8e-3, 1e-5)
-
-CONTRACTS = (SOFTMAX_ONLINE, LOG_SOFTMAX)
+CONTRACTS = (_contract(SOFTMAX_ONLINE), _contract(LOG_SOFTMAX))
