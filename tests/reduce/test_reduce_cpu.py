@@ -91,7 +91,7 @@ BAD = [
     ({"dim": -3}, ValueError, "`dim` must be from -2 to 1, got -3"),
     ({"dim": 1.0}, TypeError, "`dim` must be an int or None, got float"),
     ({"dim": (0, 1)}, TypeError, "`dim` must be an int or None, got tuple"),
-    ({"op": "min"}, ValueError, "`op` must be one of sum, mean, max, amax, got 'min'"),
+    ({"op": "min"}, ValueError, "`op` must be one of 'sum', 'mean', 'max', 'amax', got 'min'"),
     ({"keepdim": 1}, TypeError, "`keepdim` must be a bool, got int"),
     (
         {"x": torch.zeros(4, 6, dtype=torch.bfloat16), "dtype": torch.float16},
@@ -169,7 +169,7 @@ def test_opcheck(args):
 
 def test_opcheck_out():
     x = draw(6, 8)
-    torch.library.opcheck(torch.ops.tiercel.reduce_out.default, (x, torch.empty(8), 0, "mean"))
+    torch.library.opcheck(torch.ops.tiercel.reduce.out, (x, 0, "mean"), {"out": torch.empty(8)})
 
 
 def test_fake_and_meta_tensors():

@@ -121,7 +121,7 @@ def test_set_backend():
         ),
         (ValueError, "`x` must have at least 1 dimension", {"x": torch.ones(())}),
         (ValueError, "`dim` must be from -2 to 1, got 2 for shape", {"dim": 2}),
-        (TypeError, "`scale` must be a float, got Tensor", {"scale": torch.ones(1)}),
+        (TypeError, "`scale` must be a float or None, got Tensor", {"scale": torch.ones(1)}),
         (
             TypeError,
             "`mask` must have dtype bool or float32, got int32",

@@ -372,14 +372,18 @@ class Op:
         return None
 
 
-def composite(spec: Spec, public: _Function) -> _Function:
+def composite(spec: Spec) -> Callable[[_Function], _Function]:
     """Decorates a public function that only calls other ops: torch.ops has it, too, and decomposes
     it into them."""
-    library.define(spec.name + spec.schema(), tags=(torch.Tag.pt2_compliant_tag,))
-    names = (*spec.names, "backend")
 
-    def call(*args: Any) -> Any:
-        return public(**dict(zip(names, args, strict=False)))
+    def declare(public: _Function) -> _Function:
+        names = (*spec.names, "backend")
+        library.define(spec.name + spec.schema(), tags=(torch.Tag.pt2_compliant_tag,))
 
-    library.impl(spec.name, call, "CompositeImplicitAutograd")
-    return public
+        def call(*args: Any) -> Any:
+            return public(**dict(zip(names, args, strict=False)))
+
+        library.impl(spec.name, call, "CompositeImplicitAutograd")
+        return public
+
+    return declare

@@ -63,6 +63,7 @@ class Tensor:
         optional: Whether it may be None.
         written: Of an argument: the op writes to it.
         shape_text: The words for the shape in error texts; by default ``[dims]``.
+        shape: (call) -> the shape, where words cannot say it; then `dims` is ``*``.
         dtype_with: Of a result: (argument, dtype) if that argument is not None.
         comes_with: Of a result: the argument without which there is none.
         rtol: Of a result: as in torch.testing.assert_close, against the reference.
@@ -78,6 +79,7 @@ class Tensor:
     optional: bool = False
     written: bool = False
     shape_text: str = ""
+    shape: Callable[[Call], tuple[Any, ...]] | None = None
     dtype_with: tuple[str, str] | None = None
     comes_with: str = ""
     rtol: float = 0.0
@@ -320,6 +322,8 @@ class Spec:
         return size if derived.divisor == 1 or given else size // derived.divisor
 
     def result_shape(self, result: Tensor, call: Call, known: Mapping[str, Any]) -> tuple[Any, ...]:
+        if result.shape is not None:
+            return result.shape(call)
         batch = tuple(known["..."]) if result.batched else ()
         return (*batch, *(self.size(name, call, known) for name in result.own_dims))
 
@@ -328,7 +332,8 @@ class Spec:
 
         if result.dtype_with is not None and getattr(call, result.dtype_with[0], None) is not None:
             return getattr(torch, result.dtype_with[1])
-        return self._dtype(result.allowed[0], call)
+        found = (self._dtype(name, call) for name in result.allowed)
+        return next(dtype for dtype in found if dtype is not None)
 
     def _dtype(self, name: str, call: Call) -> Any:
         import torch
@@ -365,7 +370,7 @@ class Spec:
                 if value is not None:
                     self._check_tensor(argument, value, argument.allowed, call, known)
             else:
-                self.check_value(argument.name, getattr(call, argument.name))
+                self.check_value(argument.name, getattr(call, argument.name), call=call)
                 if argument.kind == "int":
                     known[argument.name] = getattr(call, argument.name)
         if self.check is not None:
@@ -393,12 +398,19 @@ class Spec:
         call: Call,
         known: dict[str, Any],
     ) -> None:
-        from tiercel.core.checks import check_contiguous, check_dtype, check_same_device
+        from tiercel.core.checks import (
+            check_contiguous,
+            check_dtype,
+            check_same_device,
+            check_shape,
+        )
 
         op, name = self.public, spec.name
         dtypes = tuple(dict.fromkeys(self._dtype(dtype, call) for dtype in allowed))
         check_dtype(op, name, tensor.dtype, dtypes)
-        if not spec.any_shape:
+        if spec.shape is not None:
+            check_shape(op, name, tensor, spec.shape(call), spec.text)
+        elif not spec.any_shape:
             self._check_shape(spec, tensor, call, known)
         first = self.arguments[0].name
         check_same_device(op, name, tensor, first, getattr(call, first))
@@ -427,7 +439,7 @@ class Spec:
         check_shape(op, spec.name, tensor, due, spec.text)
         known.update(zip(own, sizes, strict=True))
 
-    def check_value(self, name: str, value: Any, op: str = "") -> None:
+    def check_value(self, name: str, value: Any, op: str = "", call: Call | None = None) -> None:
         """Raises for the value of an argument that is no tensor; `op` begins the error texts."""
         import torch
 
@@ -443,7 +455,8 @@ class Spec:
             if not isinstance(value, torch.dtype):
                 raise TypeError(f"{op}: `{name}` must be a torch.dtype, got {type(value).__name__}")
             if spec.choices:
-                check_dtype(op, name, value, tuple(getattr(torch, c) for c in spec.choices))
+                allowed = (self._dtype(choice, call or Call()) for choice in spec.choices)
+                check_dtype(op, name, value, tuple(dict.fromkeys(allowed)))
         elif spec.kind == "str":
             if spec.choices and not (isinstance(value, str) and value in spec.choices):
                 known = " or ".join(map(repr, spec.choices))
@@ -456,6 +469,7 @@ class Spec:
                 fits = isinstance(value, (int, float, torch.SymInt, torch.SymFloat))
             if isinstance(value, bool) or not fits:
                 article = "an int" if spec.kind == "int" else "a float"
+                article += " or None" if spec.optional else ""
                 raise TypeError(f"{op}: `{name}` must be {article}, got {type(value).__name__}")
             if spec.at_least is not None and not value >= spec.at_least:
                 least = (
@@ -475,6 +489,8 @@ class Spec:
         first = self.arguments[0]
         assert isinstance(first, Tensor)
         for result in self.results:
+            if result.any_shape:
+                return None
             sizes = []
             for name in result.own_dims:
                 size = self._native_size(name, place)

@@ -13,9 +13,7 @@ from tiercel.ops.gemv.contract import NVFP4_GEMV, NVFP4_LINEAR
 from tiercel.ops.linear.contract import LINEAR_ACT
 from tiercel.ops.moe.contract import FUSED_MOE, MOE_DOWN, MOE_UP
 from tiercel.ops.quant.contract import FP8_QUANTIZE, NVFP4_DEQUANTIZE, NVFP4_QUANTIZE
-from tiercel.ops.reduce.contract import REDUCE
 from tiercel.ops.routing.contract_moe import MOE_ALIGN_BLOCK_SIZE, MOE_SUM, TOPK_SOFTMAX_ALIGN
-from tiercel.ops.transpose.contract import COPY_TRANSPOSE
 from tiercel.plugins.contracts import CONTRACTS
 
 __all__ = [
@@ -114,6 +112,8 @@ GELU_AND_MUL, SILU, SILU_AND_MUL = (CONTRACTS[n] for n in ("gelu_and_mul", "silu
 RMS_NORM, TOPK_SOFTMAX, SOFTMAX_ONLINE = (
     CONTRACTS[n] for n in ("rms_norm", "topk_softmax", "softmax_online")
 )
+
+REDUCE, COPY_TRANSPOSE = CONTRACTS["reduce"], CONTRACTS["copy_transpose"]
 
 # Routing: scores [T, E] float32, bfloat16 or float16, any strides; weights [T, k] float32;
 # indices [T, k] of the dtype `indices_dtype`.

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums, means and maxima."""
+"""Smoke cases of reduce, and the contract of its plug-ins."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from tiercel.plugins.contract import Case, Contract, ScalarSpec, TensorSpec
+from tiercel.core.spec import FLOATS, Call
+from tiercel.ops.reduce.spec import REDUCE, shape_left
+from tiercel.plugins.contract import Case, Contract, TensorSpec
 
 
 def _case(
@@ -50,49 +52,36 @@ def _make(case: Case, device: str, seed: int) -> dict[str, Any]:
     return {"x": x, "dim": 1, "op": case.options["op"], "keepdim": False, "dtype": result}
 
 
-def _shaped(call: Any, x: Any, dim: int | None, op: str, keepdim: bool, dtype: Any) -> Any:
-    """As [A, N, B] over dimension 1."""
-    shape = tuple(x.shape)
-    if dim is None:
-        outer, length, inner, left = (), shape, (), (1,) * len(shape) if keepdim else ()
+def over_the_middle(backend: Any, call: Call) -> Any:
+    """The result of a backend, which works on [A, N, B] over the middle dimension."""
+    shape = tuple(call.x.shape)
+    if call.dim is None:
+        outer, length, inner = (), shape, ()
     else:
-        dim %= len(shape)
+        dim = call.dim % len(shape)
         outer, length, inner = shape[:dim], shape[dim : dim + 1], shape[dim + 1 :]
-        left = (*outer, *((1,) if keepdim else ()), *inner)
-    flat = x.reshape(math.prod(outer), math.prod(length), math.prod(inner))
-    (result,) = call(flat, 1, op, False, dtype or x.dtype)
-    return result.view(left)
+    flat = call.x.reshape(math.prod(outer), math.prod(length), math.prod(inner))
+    dtype = call.out.dtype if "out" in call else call.dtype or call.x.dtype
+    (result,) = backend(flat, 1, call.op, False, dtype)
+    return result.view(shape_left(call))
 
 
-def _into(call: Any, x: Any, out: Any, dim: int | None, op: str, keepdim: bool) -> None:
-    out.copy_(_shaped(call, x, dim, op, keepdim, out.dtype))
-
-
-REDUCE = Contract(
-    family="reduce",
-    op="reduce",
-    arguments=(
-        TensorSpec("x", ("A", "N", "B"), ("float32", "bfloat16", "float16"), strided=True),
-        ScalarSpec("dim", "int"),
-        ScalarSpec("op", "str"),
-        ScalarSpec("keepdim", "bool"),
-        ScalarSpec("dtype", "dtype"),
+CONTRACTS = (
+    Contract.of(
+        "reduce",
+        REDUCE,
+        replaced={
+            "x": TensorSpec("x", ("A", "N", "B"), FLOATS, strided=True),
+            "out": TensorSpec("out", ("A", "B"), ("dtype",), rtol=4e-3, atol=1e-5),
+        },
+        cases=_CASES,
+        timing={
+            "cpu": _case(512, 1024, 1, "float32", "sum"),
+            "cuda": _case(16384, 4096, 1, "bfloat16", "sum"),
+        },
+        make=_make,
     ),
-    # The result's rounding, and float32 sums of positive numbers.
-    outputs=(TensorSpec("out", ("A", "B"), ("dtype",), rtol=4e-3, atol=1e-5),),
-    cases=_CASES,
-    timing={
-        "cpu": _case(512, 1024, 1, "float32", "sum"),
-        "cuda": _case(16384, 4096, 1, "bfloat16", "sum"),
-    },
-    make=_make,
-    variants={
-        "reduce": _shaped,
-        "reduce_out": _into,
-    },
 )
-
-CONTRACTS = (REDUCE,)
 
 # Made of other operators.
 WITHOUT_CONTRACT = ["reduce_sum"]

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transposed copies."""
+"""Smoke cases of copy_transpose, and the contract of its plug-ins."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tiercel.plugins.contract import Case, Contract, ScalarSpec, TensorSpec
-
-# float8 comes too; but few of PyTorch's functions take it, so it is not tried.
-_DTYPES = ("bfloat16", "float16", "float32", "int8", "uint8", "int16", "int32")
+from tiercel.ops.transpose.spec import COPY_TRANSPOSE
+from tiercel.plugins.contract import Case, Contract
 
 
 def _case(batch: int, rows: int, columns: int, dtype: str, values: str = "random") -> Case:
@@ -43,33 +41,16 @@ def _make(case: Case, device: str, seed: int) -> dict[str, Any]:
     return {"x": x, "tile_size": None}
 
 
-def _batched(call: Any, x: Any, tile_size: int | None) -> Any:
-    (result,) = call(x if x.dim() == 3 else x[None], tile_size)
-    return result.view(*x.shape[:-2], x.shape[-1], x.shape[-2])
-
-
-def _into(call: Any, x: Any, out: Any, tile_size: int | None) -> None:
-    out.copy_(_batched(call, x, tile_size))
-
-
-COPY_TRANSPOSE = Contract(
-    family="transpose",
-    op="copy_transpose",
-    arguments=(
-        TensorSpec("x", ("B", "M", "N"), _DTYPES, strided=True),
-        ScalarSpec("tile_size", "int | None"),
+CONTRACTS = (
+    Contract.of(
+        "transpose",
+        COPY_TRANSPOSE,
+        batch="B",
+        cases=_CASES,
+        timing={
+            "cpu": _case(1, 512, 512, "float32"),
+            "cuda": _case(1, 8192, 8192, "bfloat16"),
+        },
+        make=_make,
     ),
-    outputs=(TensorSpec("out", ("B", "N", "M"), ("x",)),),
-    cases=_CASES,
-    timing={
-        "cpu": _case(1, 512, 512, "float32"),
-        "cuda": _case(1, 8192, 8192, "bfloat16"),
-    },
-    make=_make,
-    variants={
-        "copy_transpose": _batched,
-        "copy_transpose_out": _into,
-    },
 )
-
-CONTRACTS = (COPY_TRANSPOSE,)
