@@ -142,7 +142,7 @@ BAD = [
     (
         lambda: gemv_with(6, torch.zeros(9, 2, dtype=torch.float16)),
         ValueError,
-        "nvfp4_gemv: `c` must have 3 dimensions, got 2 (shape [9, 2])",
+        "nvfp4_gemv: `c` must have shape [m, 1, l] = [9, 1, 2], got [9, 2]",
     ),
     (
         lambda: linear_with(x=torch.ones(2, 64)),
@@ -150,7 +150,11 @@ BAD = [
         "nvfp4_linear: `x` must have dtype bfloat16, got float32",
     ),
     (
-        lambda: linear_with(x=torch.ones(2, 24, dtype=torch.bfloat16)),
+        lambda: linear_with(
+            x=torch.ones(2, 24, dtype=torch.bfloat16),
+            weight=codes(torch.Generator(), 8, 12),
+            scale=scales(torch.Generator(), 8, 1),
+        ),
         ValueError,
         "nvfp4_linear: `x` must have a multiple of 16 columns, got [2, 24]",
     ),

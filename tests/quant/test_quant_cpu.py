@@ -245,8 +245,9 @@ def test_opcheck():
     for granularity in GRANULARITIES:
         torch.library.opcheck(ops.fp8_quantize.default, (x, granularity))
     torch.library.opcheck(ops.fp8_quantize_static.default, (x, ONE))
-    for call in [(ops.nvfp4_quantize, x), (ops.nvfp4_quantize_scaled, x, given)]:
-        torch.library.opcheck(call[0].default, call[1:], test_utils=OPCHECKS[:2])
+    for global_scale in (None, given):
+        call = (x, global_scale)
+        torch.library.opcheck(ops.nvfp4_quantize.default, call, test_utils=OPCHECKS[:2])
 
 
 def test_fake_tensors():

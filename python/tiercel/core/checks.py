@@ -70,3 +70,8 @@ def check_same_device(op: str, name: str, tensor: Tensor, other: str, reference:
             f"{op}: `{name}` must be on the device of `{other}`, {_where(reference)}, "
             f"got {_where(tensor)}"
         )
+
+
+def check_on_cpu(op: str, name: str, tensor: Tensor, first: Tensor) -> None:
+    if tensor.device.type != "cpu" and not (tensor.is_meta and first.is_meta):
+        raise ValueError(f"{op}: `{name}` must be a CPU tensor, got {_where(tensor)}")

@@ -113,6 +113,12 @@ def _unpacked(results: Any) -> tuple[Any, ...]:
     )
 
 
+def _copy(source: Tensor, to: Tensor) -> None:
+    if source.dtype == torch.float4_e2m1fn_x2:  # PyTorch 2.9 does not copy these
+        source, to = source.view(torch.uint8), to.view(torch.uint8)
+    to.copy_(source)
+
+
 class Op:
     """An op. Calling it with the operator's arguments, ``backend`` last, is the fastest right way.
 
@@ -164,13 +170,18 @@ class Op:
         assert self.out is not None
         outs = (out,)
         if len(self.spec.results) > 1:
-            if not isinstance(out, (tuple, list)) or len(out) != len(self.spec.results):
-                self._refuse_out(out)
-            outs = out = tuple(out)
+            outs = out = self.checked_out(out)
         self.out.pick()(*args[:-1], *outs, args[-1])
         return out
 
-    def _refuse_out(self, out: Any) -> None:
+    def checked_out(self, out: Any) -> tuple[Any, ...]:
+        """The given results of an op that has several.
+
+        Raises:
+            TypeError: It is no tuple or list of that many values.
+        """
+        if isinstance(out, (tuple, list)) and len(out) == len(self.spec.results):
+            return tuple(out)
         got = f"{len(out)} values" if isinstance(out, (tuple, list)) else type(out).__name__
         count = len(self.spec.results)
         raise TypeError(
@@ -194,19 +205,28 @@ class Op:
         def named(function: Callable[[Call], Any]) -> Callable[..., Any]:
             return lambda *args: function(Call(**dict(zip(names, args, strict=False))))
 
+        # With given results, an argument that is a dtype does not count.
+        dtypes = {r.allowed[0]: r.name for r in spec.results if into_out}
+
+        def with_dtypes(call: Call) -> Call:
+            for argument, result in dtypes.items():
+                if argument in {scalar.name for scalar in spec.scalars}:
+                    call.__dict__[argument] = getattr(call, result).dtype
+            return call
+
         def reference(call: Call) -> Any:
-            results = self._reference(call)
+            results = self._reference(with_dtypes(call))
             if not spec.results:
                 return None
             made = tuple(result.contiguous() for result in _unpacked(results))
             if not into_out:
                 return _packed(made)
             for result, value in zip(spec.result_names, made, strict=True):
-                getattr(call, result).copy_(value)
+                _copy(value, getattr(call, result))
             return None
 
         def plugin(function: Callable[..., Any], contract: Any, *args: Any) -> Any:
-            call = Call(**dict(zip(names, args, strict=False)))
+            call = with_dtypes(Call(**dict(zip(names, args, strict=False))))
             if self._plugin is not None:
                 made = _unpacked(self._plugin(function, call))
             elif spec.name.endswith("_backward"):
@@ -218,7 +238,7 @@ class Op:
             for result, value in zip(spec.result_names, made, strict=True):
                 given = getattr(call, result)
                 if given is not value:
-                    given.copy_(value)
+                    _copy(value, given)
             return None
 
         return Operator(
@@ -288,15 +308,19 @@ class Op:
         """Calls a native function with the arguments and results that the call has."""
         return native(*self._values(call))
 
-    def _with_results(self, call: Call) -> tuple[Any, ...]:
-        """New results, which the call has from then on."""
+    def empty(self, call: Call) -> tuple[Any, ...]:
+        """New results."""
         spec, known = self.spec, self.spec.sizes(call)
         first = getattr(call, spec.arguments[0].name)
-        made = tuple(
+        return tuple(
             empty(first, tuple(spec.result_shape(r, call, known)), spec.result_dtype(r, call))
             for r in spec.results
         )
-        call.__dict__.update(zip(spec.result_names, made, strict=True))
+
+    def _with_results(self, call: Call) -> tuple[Any, ...]:
+        """New results, which the call has from then on."""
+        made = self.empty(call)
+        call.__dict__.update(zip(self.spec.result_names, made, strict=True))
         return made
 
     def _run(self, call: Call) -> Any:

@@ -15,8 +15,8 @@ contract for plug-in backends, the table of ops in README.md and the tests of ba
     )
 
 Dimensions are words. A name binds where it first occurs and must agree everywhere else; a number
-is itself; a leading ``...`` stands for any number of batch dimensions; ``*`` alone is any shape,
-left to `check`. `Spec.dims` defines names that occur in no argument.
+is itself; ``K/2`` is half of K; a leading ``...`` stands for any number of batch dimensions; ``*``
+alone is any shape, left to `check`. `Spec.dims` defines names that no argument has as they are.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class Tensor:
         strided: Whether any strides are allowed; otherwise the tensor is contiguous.
         optional: Whether it may be None.
         written: Of an argument: the op writes to it.
-        shape_text: The words for the shape in error texts; by default ``[dims]``.
+        on_cpu: Whether it lies on the CPU whatever the device of the others.
+        shape_text: The words for the shape in error texts, or a function of the call; by default
+            ``[dims]``.
         shape: (call) -> the shape, where words cannot say it; then `dims` is ``*``.
         dtype_with: Of a result: (argument, dtype) if that argument is not None.
         comes_with: Of a result: the argument without which there is none.
@@ -78,7 +80,8 @@ class Tensor:
     strided: bool = False
     optional: bool = False
     written: bool = False
-    shape_text: str = ""
+    on_cpu: bool = False
+    shape_text: str | Callable[[Call], str] = ""
     shape: Callable[[Call], tuple[Any, ...]] | None = None
     dtype_with: tuple[str, str] | None = None
     comes_with: str = ""
@@ -103,9 +106,10 @@ class Tensor:
     def allowed(self) -> tuple[str, ...]:
         return (self.dtypes,) if isinstance(self.dtypes, str) else self.dtypes
 
-    @property
-    def text(self) -> str:
-        return self.shape_text or f"[{', '.join(self.dims.split())}]"
+    def text(self, call: Call) -> str:
+        if callable(self.shape_text):
+            return self.shape_text(call)
+        return self.shape_text or f"[{', '.join(self.dims.split())}]".replace("/", " / ")
 
     def schema(self, alias: str = "") -> str:
         kind = f"Tensor{alias}{'?' if self.optional else ''}"
@@ -312,6 +316,10 @@ class Spec:
         """The value of one dimension, None if it is not known yet."""
         if name.isdigit():
             return int(name)
+        base, slash, divisor = name.partition("/")
+        if slash:
+            whole = self.size(base, call, known)
+            return known.get(name) if whole is None else whole // int(divisor)
         derived = self.dims.get(name)
         if derived is None:
             return known.get(name)
@@ -401,6 +409,7 @@ class Spec:
         from tiercel.core.checks import (
             check_contiguous,
             check_dtype,
+            check_on_cpu,
             check_same_device,
             check_shape,
         )
@@ -409,11 +418,14 @@ class Spec:
         dtypes = tuple(dict.fromkeys(self._dtype(dtype, call) for dtype in allowed))
         check_dtype(op, name, tensor.dtype, dtypes)
         if spec.shape is not None:
-            check_shape(op, name, tensor, spec.shape(call), spec.text)
+            check_shape(op, name, tensor, spec.shape(call), spec.text(call))
         elif not spec.any_shape:
             self._check_shape(spec, tensor, call, known)
         first = self.arguments[0].name
-        check_same_device(op, name, tensor, first, getattr(call, first))
+        if spec.on_cpu:
+            check_on_cpu(op, name, tensor, getattr(call, first))
+        else:
+            check_same_device(op, name, tensor, first, getattr(call, first))
         if not spec.strided:
             check_contiguous(op, name, tensor)
 
@@ -436,7 +448,7 @@ class Spec:
             actual = tensor.shape[len(batch) :]
             sizes = [is_ if due is None else due for due, is_ in zip(sizes, actual, strict=True)]
         due = (*batch, *(-1 if size is None else size for size in sizes))
-        check_shape(op, spec.name, tensor, due, spec.text)
+        check_shape(op, spec.name, tensor, due, spec.text(call))
         known.update(zip(own, sizes, strict=True))
 
     def check_value(self, name: str, value: Any, op: str = "", call: Call | None = None) -> None:
@@ -507,6 +519,10 @@ class Spec:
         return tuple(made)
 
     def _native_size(self, name: str, place: Mapping[str, int]) -> tuple[int, int, int, int] | None:
+        base, slash, divisor = name.partition("/")
+        if slash:
+            size = self._native_size(base, place)
+            return None if size is None else (*size[:2], size[2] * int(divisor), size[3])
         derived = self.dims.get(name)
         if isinstance(derived, Dim):
             unless = place[derived.unless] if derived.unless else -1

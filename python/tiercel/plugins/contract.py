@@ -135,7 +135,9 @@ class Contract:
         def tensor(each: declaration.Tensor) -> TensorSpec:
             if each.name in replaced:
                 return replaced[each.name]
-            dims = tuple(batch if word == "..." else word for word in each.dims.split())
+            dims = tuple(
+                batch if word == "..." else word.replace("/", " / ") for word in each.dims.split()
+            )
             same = ("name", "strided", "optional", "written", "rtol", "atol", "of_sums")
             named = {name: getattr(each, name) for name in (*same, "comes_with")}
             return TensorSpec(dims=dims, dtypes=each.allowed, **named)

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from tiercel.ops.attention.contract import ATTENTION, ATTENTION_VARLEN
-from tiercel.ops.gemv.contract import NVFP4_GEMV, NVFP4_LINEAR
 from tiercel.ops.linear.contract import LINEAR_ACT
 from tiercel.ops.moe.contract import FUSED_MOE, MOE_DOWN, MOE_UP
-from tiercel.ops.quant.contract import FP8_QUANTIZE, NVFP4_DEQUANTIZE, NVFP4_QUANTIZE
 from tiercel.ops.routing.contract_moe import MOE_ALIGN_BLOCK_SIZE, MOE_SUM, TOPK_SOFTMAX_ALIGN
 from tiercel.plugins.contracts import CONTRACTS
 
@@ -114,6 +112,11 @@ RMS_NORM, TOPK_SOFTMAX, SOFTMAX_ONLINE = (
 )
 
 REDUCE, COPY_TRANSPOSE = CONTRACTS["reduce"], CONTRACTS["copy_transpose"]
+
+FP8_QUANTIZE, NVFP4_DEQUANTIZE, NVFP4_QUANTIZE = (
+    CONTRACTS[n] for n in ("fp8_quantize", "nvfp4_dequantize", "nvfp4_quantize")
+)
+NVFP4_GEMV, NVFP4_LINEAR = CONTRACTS["nvfp4_gemv"], CONTRACTS["nvfp4_linear"]
 
 # Routing: scores [T, E] float32, bfloat16 or float16, any strides; weights [T, k] float32;
 # indices [T, k] of the dtype `indices_dtype`.

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices of 4-bit floats times few vectors."""
+"""Smoke cases of nvfp4_gemv and nvfp4_linear, and the contracts of their plug-ins."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from tiercel.ops.gemv.spec import NVFP4_GEMV, NVFP4_LINEAR
 from tiercel.plugins.contract import Case, Contract, TensorSpec
 
 
@@ -57,43 +59,36 @@ def _gemv_make(case: Case, device: str, seed: int) -> dict[str, Any]:
     }
 
 
-def _gemv_written(call: Any, *values: Any) -> None:
-    call(*values)
-
-
 _PERMUTED = ("32", "4", "m / 128", "4", "k / 64", "l")
 
-# k counts values; two lie in one byte, so that torch's shapes show k / 2.
-NVFP4_GEMV = Contract(
-    family="gemv",
-    op="nvfp4_gemv",
-    arguments=(
-        TensorSpec("a", ("m", "k / 2", "l"), ("float4_e2m1fn_x2",), strided=True),
-        TensorSpec("b", ("1", "k / 2", "l"), ("float4_e2m1fn_x2",), strided=True),
-        TensorSpec("scale_a", ("m", "k / 16", "l"), ("float8_e4m3fn",), strided=True),
-        TensorSpec("scale_b", ("1", "k / 16", "l"), ("float8_e4m3fn",), strided=True),
-        TensorSpec("scale_a_permuted", _PERMUTED, ("float8_e4m3fn",), strided=True),
-        TensorSpec(
-            "scale_b_permuted",
-            tuple(dim.replace("m / 128", "1") for dim in _PERMUTED),
-            ("float8_e4m3fn",),
-            strided=True,
+
+def _permuted(name: str, rows: str) -> TensorSpec:
+    dims = tuple(dim.replace("m / 128", rows) for dim in _PERMUTED)
+    return TensorSpec(name, dims, ("float8_e4m3fn",), strided=True)
+
+
+_GEMV = replace(
+    Contract.of(
+        "gemv",
+        NVFP4_GEMV,
+        replaced={
+            "scale_a_permuted": _permuted("scale_a_permuted", "m / 128"),
+            "scale_b_permuted": _permuted("scale_b_permuted", "1"),
+        },
+        cases=(
+            _gemv_case(1, 64, 1),
+            _gemv_case(33, 96, 1),
+            _gemv_case(128, 256, 2),
+            _gemv_case(200, 1056, 3),
+            _gemv_case(512, 2048, 1),
+            _gemv_case(0, 64, 1),
         ),
-        TensorSpec("c", ("m", "1", "l"), ("float16",), strided=True, written=True),
+        timing={"cpu": _gemv_case(128, 512, 1), "cuda": _gemv_case(7168, 16384, 1)},
+        make=_gemv_make,
     ),
+    mutates=(),
     # One rounding to float16, and float32 sums of what may cancel.
     outputs=(TensorSpec("c", ("m", "1", "l"), ("float16",), rtol=1e-3, atol=2e-2),),
-    cases=(
-        _gemv_case(1, 64, 1),
-        _gemv_case(33, 96, 1),
-        _gemv_case(128, 256, 2),
-        _gemv_case(200, 1056, 3),
-        _gemv_case(512, 2048, 1),
-        _gemv_case(0, 64, 1),
-    ),
-    timing={"cpu": _gemv_case(128, 512, 1), "cuda": _gemv_case(7168, 16384, 1)},
-    make=_gemv_make,
-    variants={"nvfp4_gemv": _gemv_written},
 )
 
 
@@ -118,39 +113,21 @@ def _linear_make(case: Case, device: str, seed: int) -> dict[str, Any]:
     }
 
 
-def _linear_into(call: Any, x: Any, weight: Any, scale: Any, *rest: Any) -> None:
-    *given, out = rest
-    out.copy_(call(x, weight, scale, *(given or [None]))[0])
-
-
-NVFP4_LINEAR = Contract(
-    family="gemv",
-    op="nvfp4_linear",
-    arguments=(
-        TensorSpec("x", ("T", "K"), ("bfloat16",), strided=True),
-        TensorSpec("weight", ("N", "K / 2"), ("float4_e2m1fn_x2",), strided=True),
-        TensorSpec("scale", ("N", "K / 16"), ("float8_e4m3fn",), strided=True),
-        TensorSpec("global_scale", ("one",), ("float32",), optional=True),
+CONTRACTS = (
+    _GEMV,
+    Contract.of(
+        "gemv",
+        NVFP4_LINEAR,
+        cases=(
+            _linear_case(1, 64, 64),
+            _linear_case(7, 100, 192),
+            _linear_case(8, 256, 512, "global scale"),
+            _linear_case(16, 128, 1024),
+            _linear_case(17, 64, 128),
+            _linear_case(5, 64, 128, "strided"),
+            _linear_case(0, 64, 64),
+        ),
+        timing={"cpu": _linear_case(4, 256, 256), "cuda": _linear_case(4, 7168, 16384)},
+        make=_linear_make,
     ),
-    # Weights may be rounded to bfloat16 with their scale, the result is.
-    outputs=(TensorSpec("out", ("T", "N"), ("bfloat16",), rtol=8e-3, atol=5e-2),),
-    cases=(
-        _linear_case(1, 64, 64),
-        _linear_case(7, 100, 192),
-        _linear_case(8, 256, 512, "global scale"),
-        _linear_case(16, 128, 1024),
-        _linear_case(17, 64, 128),
-        _linear_case(5, 64, 128, "strided"),
-        _linear_case(0, 64, 64),
-    ),
-    timing={"cpu": _linear_case(4, 256, 256), "cuda": _linear_case(4, 7168, 16384)},
-    make=_linear_make,
-    variants={
-        "nvfp4_linear": lambda call, *values: call(*values, None)[0],
-        "nvfp4_linear_out": _linear_into,
-        "nvfp4_linear_scaled": lambda call, *values: call(*values)[0],
-        "nvfp4_linear_scaled_out": _linear_into,
-    },
 )
-
-CONTRACTS = (NVFP4_GEMV, NVFP4_LINEAR)

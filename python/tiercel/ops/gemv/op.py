@@ -3,143 +3,28 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from tiercel import _C
-from tiercel._launcher import Argument, Like, Output, launcher
-from tiercel._op import Backend, Op
-from tiercel.core import platform
-from tiercel.core.checks import (
-    check_contiguous,
-    check_dtype,
-    check_rank,
-    check_same_device,
-    check_shape,
-)
-from tiercel.core.eager import empty
-from tiercel.core.platform import Reason
+from tiercel.core.op import Native, Op
 from tiercel.ops.gemv import reference as ref
+from tiercel.ops.gemv.spec import NVFP4_GEMV, NVFP4_LINEAR
 
 __all__ = ["nvfp4_gemv", "nvfp4_linear"]
 
-_E4M3, _E2M1 = torch.float8_e4m3fn, torch.float4_e2m1fn_x2
-
-
-def _reason(op: str, plan: Any, *args: Any) -> Reason | None:
-    """Why the kernels do not take arguments that are right."""
-    reason = platform.why_not(args[0].device)
-    if reason is not None:
-        return reason
-    try:
-        plan(*args)
-    except NotImplementedError as error:
-        return Reason(NotImplementedError, str(error).removeprefix(f"{op}: "))
-    return None
-
-
-# --------------------------------------------------------------------------------------- gemv
-
-_GEMV = "nvfp4_gemv"
-
-
-def _check_tensor(
-    name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], why: str
-) -> None:
-    check_rank(_GEMV, name, tensor, len(shape))
-    check_dtype(_GEMV, name, tensor.dtype, (dtype,))
-    check_shape(_GEMV, name, tensor, shape, why)
-
-
-def _check_cpu(name: str, tensor: Tensor, a: Tensor) -> None:
-    if tensor.device.type != "cpu" and not (tensor.is_meta and a.is_meta):
-        raise ValueError(f"{_GEMV}: `{name}` must be a CPU tensor, got a tensor on {tensor.device}")
-
-
-def _check_permuted(name: str, tensor: Tensor, rows: int, groups: int, batches: int) -> None:
-    down, along = -(-rows // 128), -(-groups // 4)
-    shape = (32, 4, down, 4, along, batches)
-    why = "[32, 4, 1, 4, ceil(k / 64), l]"
-    if name == "scale_a_permuted":
-        why = why.replace("1", "ceil(m / 128)")
-    _check_tensor(name, tensor, _E4M3, shape, why)
-    strides = (16, 4, 512 * along, 1, 512, 512 * along * down)
-    wrong = (n > 1 and a != b for n, a, b in zip(shape, tensor.stride(), strides, strict=True))
-    if down * along * batches and any(wrong):
-        raise ValueError(
-            f"{_GEMV}: `{name}` must have the strides of the permuted layout, {list(strides)}, "
-            f"got {list(tensor.stride())}"
-        )
-
-
-def _check_gemv(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    scale_a_permuted: Tensor,
-    scale_b_permuted: Tensor,
-    c: Tensor,
-    backend: str | None = None,
-) -> None:
-    check_rank(_GEMV, "a", a, 3)
-    rows, in_bytes, batches = a.shape
-    _check_tensor("a", a, _E2M1, (rows, in_bytes, batches), "[m, k / 2, l]")
-    _check_tensor("b", b, _E2M1, (1, in_bytes, batches), "[1, k / 2, l]")
-    if in_bytes % 8:
-        raise ValueError(
-            f"{_GEMV}: `a` must have a multiple of 16 values along K, 8 bytes, "
-            f"got {in_bytes} bytes (shape {list(a.shape)})"
-        )
-    groups = in_bytes // 8
-    _check_tensor("c", c, torch.float16, (rows, 1, batches), "[m, 1, l]")
-    _check_tensor("scale_a", scale_a, _E4M3, (rows, groups, batches), "[m, k / 16, l]")
-    _check_cpu("scale_a", scale_a, a)
-    _check_tensor("scale_b", scale_b, _E4M3, (1, groups, batches), "[1, k / 16, l]")
-    _check_cpu("scale_b", scale_b, a)
-    _check_permuted("scale_a_permuted", scale_a_permuted, rows, groups, batches)
-    _check_permuted("scale_b_permuted", scale_b_permuted, 1, groups, batches)
-    others = {
-        "b": b,
-        "scale_a_permuted": scale_a_permuted,
-        "scale_b_permuted": scale_b_permuted,
-        "c": c,
-    }
-    for name, tensor in others.items():
-        check_same_device(_GEMV, name, tensor, "a", a)
-
-
-def _gemv_ref(*args: Any) -> None:
-    ref.nvfp4_gemv(*args[:7])
-
-
-def _gemv_plan(*args: Any) -> dict[str, Any]:
-    return dict(_C.nvfp4_gemv_plan(*args[:7]))
-
+_METHOD = "a look-up, the scales and torch.matmul in float32"
 
 _NVFP4_GEMV = Op(
-    _GEMV,
-    "(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor scale_a_permuted,"
-    " Tensor scale_b_permuted, Tensor(a!) c, str? backend=None) -> ()",
-    check=_check_gemv,
-    fake=lambda *args: None,
-    sm90=Backend(
-        "sm90",
-        lambda *args: _C.nvfp4_gemv(*args[:7]),
+    NVFP4_GEMV,
+    sm90=Native(
+        _C.nvfp4_gemv,
+        _C.nvfp4_gemv_plan,
+        NVFP4_GEMV.names,
         "four rows a warp, exact integer products of a group",
-        "cuda",
-        why_not=lambda *args: _reason(_GEMV, _gemv_plan, *args),
+        load=_C.nvfp4_gemv_load,
     ),
-    ref=Backend(
-        "ref",
-        _gemv_ref,
-        "a look-up, the scales and torch.matmul in float32",
-        "torch",
-    ),
-    describe=_gemv_plan,
-    load=_C.nvfp4_gemv_load,
+    reference=lambda call: ref.nvfp4_gemv(**call.__dict__),
+    method=_METHOD,
 )
 
 
@@ -198,117 +83,20 @@ def nvfp4_gemv(
     return c
 
 
-# ------------------------------------------------------------------------------------- linear
-
-_LINEAR = "nvfp4_linear"
-
-
-def _check_linear(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    global_scale: Tensor | None,
-    out: Tensor | None = None,
-) -> None:
-    check_rank(_LINEAR, "x", x, 2)
-    check_rank(_LINEAR, "weight", weight, 2)
-    check_dtype(_LINEAR, "x", x.dtype, (torch.bfloat16,))
-    check_dtype(_LINEAR, "weight", weight.dtype, (_E2M1,))
-    check_dtype(_LINEAR, "scale", scale.dtype, (_E4M3,))
-    k, features = x.shape[1], weight.shape[0]
-    if k % 16:
-        raise ValueError(f"{_LINEAR}: `x` must have a multiple of 16 columns, got {list(x.shape)}")
-    check_shape(_LINEAR, "weight", weight, (features, k // 2), "[N, K / 2]")
-    check_shape(_LINEAR, "scale", scale, (features, k // 16), "[N, K / 16]")
-    check_same_device(_LINEAR, "weight", weight, "x", x)
-    check_same_device(_LINEAR, "scale", scale, "x", x)
-    if global_scale is not None:
-        check_dtype(_LINEAR, "global_scale", global_scale.dtype, (torch.float32,))
-        check_shape(_LINEAR, "global_scale", global_scale, (1,), "[1]")
-        check_same_device(_LINEAR, "global_scale", global_scale, "x", x)
-    if out is not None:
-        check_dtype(_LINEAR, "out", out.dtype, (torch.bfloat16,))
-        check_shape(_LINEAR, "out", out, (x.shape[0], features), "[T, N]")
-        check_same_device(_LINEAR, "out", out, "x", x)
-        check_contiguous(_LINEAR, "out", out)
-
-
-def _linear_output(x: Tensor, weight: Tensor) -> Tensor:
-    out: Tensor = empty(x, (x.shape[0], weight.shape[0]), x.dtype)
-    return out
-
-
-def _linear_sm90(x: Tensor, weight: Tensor, scale: Tensor, global_scale: Tensor | None) -> Tensor:
-    out = _linear_output(x, weight)
-    _C.nvfp4_linear(x, weight, scale, global_scale, out)
-    return out
-
-
-def _linear_plan(
-    x: Tensor, weight: Tensor, scale: Tensor, global_scale: Tensor | None
-) -> dict[str, Any]:
-    out = _linear_output(x, weight)
-    return dict(_C.nvfp4_linear_plan(x, weight, scale, global_scale, out))
-
-
-# As for linear_act, no tensor of a schema is optional: there is an operator with a global scale and
-# one without.
-def _linear_operators(with_global: bool) -> tuple[Op, Op]:
-    name = f"{_LINEAR}_scaled" if with_global else _LINEAR
-    tensors = "Tensor x, Tensor weight, Tensor scale" + (
-        ", Tensor global_scale" if with_global else ""
-    )
-    count = 4 if with_global else 3
-
-    def split(args: tuple[Any, ...]) -> tuple[Any, ...]:
-        tensors = args[:count] if with_global else (*args[:3], None)
-        return (*tensors, *args[count:-1])
-
-    def why_not(*args: Any) -> Reason | None:
-        return _reason(_LINEAR, _linear_plan, *split(args)[:4])
-
-    def reference(*args: Any) -> Tensor:
-        x, weight, scale, global_scale = split(args)[:4]
-        return ref.nvfp4_linear(x, weight, scale, global_scale=global_scale)
-
-    def reference_out(*args: Any) -> None:
-        split(args)[4].copy_(reference(*args))
-
-    x, weight, scale, global_scale = split(tuple(map(Argument, range(count + 1))))
-    run = launcher(
+_NVFP4_LINEAR = Op(
+    NVFP4_LINEAR,
+    sm90=Native(
         _C.nvfp4_linear,
-        (x, weight, scale, global_scale, Output(0)),
-        count=count + 1,
-        outputs=(Like(x, rank=2, dims=((x, 0), (weight, 0))),),
-        otherwise=lambda *args: _linear_sm90(*split(args)),
-    )
-    cuda = ("tensor cores on weights decoded in registers, K split over a cluster", "cuda")
-    plain = ("a look-up, the scales and torch.matmul in float32", "torch")
-    new = Op(
-        name,
-        f"({tensors}, str? backend=None) -> Tensor",
-        check=lambda *args: _check_linear(*split(args)),
-        fake=lambda *args: _linear_output(*args[:2]),
-        sm90=Backend("sm90", run, *cuda, why_not=why_not),
-        ref=Backend("ref", reference, *plain),
-        family=_LINEAR,
-        describe=lambda *args: _linear_plan(*split(args)),
-        load=None if with_global else _C.nvfp4_linear_load,
-    )
-    into = Op(
-        f"{name}_out",
-        f"({tensors}, Tensor(a!) out, str? backend=None) -> ()",
-        check=lambda *args: _check_linear(*split(args)),
-        fake=lambda *args: None,
-        sm90=Backend("sm90", lambda *args: _C.nvfp4_linear(*split(args)), *cuda, why_not=why_not),
-        ref=Backend("ref", reference_out, *plain),
-        family=_LINEAR,
-    )
-    return new, into
-
-
-_NVFP4_LINEAR, _NVFP4_LINEAR_OUT = _linear_operators(False)
-_NVFP4_LINEAR_SCALED, _NVFP4_LINEAR_SCALED_OUT = _linear_operators(True)
+        _C.nvfp4_linear_plan,
+        ("x", "weight", "scale", "global_scale", "out"),
+        "tensor cores on weights decoded in registers, K split over a cluster",
+        load=_C.nvfp4_linear_load,
+    ),
+    reference=lambda call: ref.nvfp4_linear(
+        call.x, call.weight, call.scale, global_scale=call.global_scale
+    ),
+    method=_METHOD,
+)
 
 
 @_NVFP4_LINEAR.export
@@ -353,11 +141,8 @@ def nvfp4_linear(
         >>> weight, scale = tiercel.nvfp4_quantize(layer.weight)
         >>> y = tiercel.nvfp4_linear(x, weight, scale)
     """
-    tensors = (x, weight, scale) if global_scale is None else (x, weight, scale, global_scale)
     if out is None:
-        operator = _NVFP4_LINEAR if global_scale is None else _NVFP4_LINEAR_SCALED
-        result: Tensor = operator.pick()(*tensors, backend)
-        return result
-    operator = _NVFP4_LINEAR_OUT if global_scale is None else _NVFP4_LINEAR_SCALED_OUT
-    operator(*tensors, out, backend)
-    return out
+        return _NVFP4_LINEAR.pick()(x, weight, scale, global_scale, backend)  # type: ignore[no-any-return]
+    return _NVFP4_LINEAR.into(  # type: ignore[no-any-return]
+        out, x, weight, scale, global_scale, backend
+    )

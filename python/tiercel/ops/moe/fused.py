@@ -34,9 +34,8 @@ from tiercel.ops.moe.halves import (
     of_rows,
     reason_of,
 )
-from tiercel.ops.quant.op import _fp8_outputs as quantize_outputs
-from tiercel.ops.quant.op import _fp8_plan as quantize_plan
-from tiercel.ops.quant.op import fp8_between
+from tiercel.ops.quant.op import empty_quantized as quantize_outputs
+from tiercel.ops.quant.op import quantize_overlapped, quantize_plan
 from tiercel.ops.routing.align import align_for_products, align_plan
 
 __all__ = ["fused_moe"]
@@ -171,7 +170,7 @@ def run(
         of_up = NO_IDS
     if up_scale is not None:
         granularity = _granularity(up_scale)
-        fp8_between(x, (rows, scale), granularity, not by_kernels, False, counters)
+        quantize_overlapped(x, (rows, scale), granularity, not by_kernels, False, counters)
         scale = of_rows(scale, up_scale)
     # Ids that are no expert's are in no block: with them at hand, `down` zeroes their rows.
     named = (topk_ids, everywhere)
@@ -195,7 +194,7 @@ def run(
     if down_scale is not None and not quantizes:
         rows, scale = quantize_outputs(inner, _granularity(down_scale))
         # The next launch begins with weights, but where it takes rows in the routing's order.
-        fp8_between(inner, (rows, scale), _granularity(down_scale), False, True)
+        quantize_overlapped(inner, (rows, scale), _granularity(down_scale), False, True)
         scale = of_rows(scale, down_scale)
         if _in_order(block, down_scale):  # without counters: nobody counts what is quantised
             assert routing[2] is not None

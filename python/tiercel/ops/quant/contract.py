@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""To 8-bit and 4-bit floats and back."""
+"""Smoke cases of the quantising ops, and the contracts of their plug-ins."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from tiercel.plugins.contract import Case, Contract, ScalarSpec, TensorSpec
-
-_WIDE = ("float32", "bfloat16", "float16")
-_TILES = {"tensor": (0, 0), "row": (1, 0), "1x128": (1, 128), "128x128": (128, 128)}
+from tiercel.ops.quant.spec import FP8_QUANTIZE, NVFP4_DEQUANTIZE, NVFP4_QUANTIZE, TILES
+from tiercel.plugins.contract import Case, Contract, TensorSpec
 
 
 def _random(rows: int, columns: int, dtype: str, values: str, device: str, seed: int) -> Any:
@@ -46,55 +45,37 @@ def _fp8_make(case: Case, device: str, seed: int) -> dict[str, Any]:
 
 
 def _fp8_sizes(sizes: dict[str, int], values: dict[str, Any]) -> dict[str, int]:
-    rows, columns = _TILES[values["granularity"]]
+    rows, columns = TILES[values["granularity"]]
     return {
         "scale rows": -(-sizes["T"] // rows) if rows else 1,
         "scale columns": -(-sizes["K"] // columns) if columns else 1,
     }
 
 
-def _fp8_into(call: Any, x: Any, q: Any, scale: Any, granularity: str) -> None:
-    for out, result in zip((q, scale), call(x, granularity, None), strict=True):
-        out.copy_(result)
-
-
-def _fp8_static_into(call: Any, x: Any, scale: Any, q: Any) -> None:
-    q.copy_(call(x, "tensor", scale)[0])
-
-
-FP8_QUANTIZE = Contract(
-    family="quant",
-    op="fp8_quantize",
-    arguments=(
-        TensorSpec("x", ("T", "K"), _WIDE, strided=True),
-        ScalarSpec("granularity", "str"),
-        TensorSpec("scale", ("one", "one"), ("float32",), optional=True),
+_FP8 = replace(
+    Contract.of(
+        "quant",
+        FP8_QUANTIZE,
+        cases=(
+            *(_fp8_case(33, 256, name) for name in TILES),
+            *(_fp8_case(130, 200, name, "float32") for name in TILES),
+            _fp8_case(64, 4096, "row", "float16"),
+            _fp8_case(40, 384, "tensor", values="given scale"),
+            _fp8_case(20, 128, "1x128", values="strided"),
+            _fp8_case(20, 256, "1x128", "float32", "special"),
+            _fp8_case(0, 64, "row"),
+        ),
+        timing={
+            "cpu": _fp8_case(256, 1024, "row"),
+            "cuda": _fp8_case(8192, 4096, "1x128"),
+        },
+        make=_fp8_make,
+        derive=_fp8_sizes,
     ),
     outputs=(
         TensorSpec("q", ("T", "K"), ("float8_e4m3fn",)),
         TensorSpec("scale", ("scale rows", "scale columns"), ("float32",)),
     ),
-    cases=(
-        *(_fp8_case(33, 256, name) for name in _TILES),
-        *(_fp8_case(130, 200, name, "float32") for name in _TILES),
-        _fp8_case(64, 4096, "row", "float16"),
-        _fp8_case(40, 384, "tensor", values="given scale"),
-        _fp8_case(20, 128, "1x128", values="strided"),
-        _fp8_case(20, 256, "1x128", "float32", "special"),
-        _fp8_case(0, 64, "row"),
-    ),
-    timing={
-        "cpu": _fp8_case(256, 1024, "row"),
-        "cuda": _fp8_case(8192, 4096, "1x128"),
-    },
-    make=_fp8_make,
-    variants={
-        "fp8_quantize": lambda call, x, granularity: call(x, granularity, None),
-        "fp8_quantize_out": _fp8_into,
-        "fp8_quantize_static": lambda call, x, scale: call(x, "tensor", scale)[0],
-        "fp8_quantize_static_out": _fp8_static_into,
-    },
-    derive=_fp8_sizes,
 )
 
 
@@ -129,21 +110,6 @@ def _dequantize_make(case: Case, device: str, seed: int) -> dict[str, Any]:
     }
 
 
-def _quantize_sizes(sizes: dict[str, int], values: dict[str, Any]) -> dict[str, int]:
-    return {"K / 2": sizes["K"] // 2, "K / 16": sizes["K"] // 16}
-
-
-def _quantize_into(call: Any, x: Any, *rest: Any) -> None:
-    *given, q, scale = rest
-    for out, result in zip((q, scale), call(x, *(given or [None])), strict=True):
-        out.copy_(result)
-
-
-def _dequantize_into(call: Any, q: Any, scale: Any, *rest: Any) -> None:
-    *given, out = rest
-    out.copy_(call(q, scale, *(given or [None]), out.dtype)[0])
-
-
 _CASES = (
     _nvfp4_case(1, 16),
     _nvfp4_case(33, 272),
@@ -152,54 +118,28 @@ _CASES = (
     _nvfp4_case(0, 64),
 )
 
-NVFP4_QUANTIZE = Contract(
-    family="quant",
-    op="nvfp4_quantize",
-    arguments=(
-        TensorSpec("x", ("T", "K"), _WIDE, strided=True),
-        TensorSpec("global_scale", ("one",), ("float32",), optional=True),
-    ),
-    outputs=(
-        TensorSpec("q", ("T", "K / 2"), ("float4_e2m1fn_x2",)),
-        TensorSpec("scale", ("T", "K / 16"), ("float8_e4m3fn",)),
-    ),
-    cases=(
-        *_CASES,
-        _nvfp4_case(20, 128, "bfloat16", "strided"),
-        _nvfp4_case(20, 128, "float32", "special"),
-    ),
-    timing={"cpu": _nvfp4_case(256, 1024), "cuda": _nvfp4_case(8192, 4096)},
-    make=_quantize_make,
-    variants={
-        "nvfp4_quantize": lambda call, x: call(x, None),
-        "nvfp4_quantize_out": _quantize_into,
-        "nvfp4_quantize_scaled": lambda call, x, global_scale: call(x, global_scale),
-        "nvfp4_quantize_scaled_out": _quantize_into,
-    },
-    derive=_quantize_sizes,
-)
+_NVFP4_TIMING = {"cpu": _nvfp4_case(256, 1024), "cuda": _nvfp4_case(8192, 4096)}
 
-NVFP4_DEQUANTIZE = Contract(
-    family="quant",
-    op="nvfp4_dequantize",
-    arguments=(
-        TensorSpec("q", ("T", "K / 2"), ("float4_e2m1fn_x2",)),
-        TensorSpec("scale", ("T", "K / 16"), ("float8_e4m3fn",)),
-        TensorSpec("global_scale", ("one",), ("float32",), optional=True),
-        ScalarSpec("dtype", "dtype"),
+CONTRACTS = (
+    _FP8,
+    Contract.of(
+        "quant",
+        NVFP4_DEQUANTIZE,
+        cases=_CASES,
+        timing=_NVFP4_TIMING,
+        make=_dequantize_make,
+        derive=lambda sizes, values: {"K": 2 * sizes["K / 2"]},
     ),
-    # Two products in float32, each rounded once.
-    outputs=(TensorSpec("out", ("T", "K"), ("dtype",), rtol=3e-7),),
-    cases=_CASES,
-    timing={"cpu": _nvfp4_case(256, 1024), "cuda": _nvfp4_case(8192, 4096)},
-    make=_dequantize_make,
-    variants={
-        "nvfp4_dequantize": lambda call, q, scale, dtype: call(q, scale, None, dtype)[0],
-        "nvfp4_dequantize_out": _dequantize_into,
-        "nvfp4_dequantize_scaled": lambda call, *values: call(*values)[0],
-        "nvfp4_dequantize_scaled_out": _dequantize_into,
-    },
-    derive=lambda sizes, values: {"K": 2 * sizes["K / 2"]},
+    Contract.of(
+        "quant",
+        NVFP4_QUANTIZE,
+        cases=(
+            *_CASES,
+            _nvfp4_case(20, 128, "bfloat16", "strided"),
+            _nvfp4_case(20, 128, "float32", "special"),
+        ),
+        timing=_NVFP4_TIMING,
+        make=_quantize_make,
+        derive=lambda sizes, values: {"K / 2": sizes["K"] // 2, "K / 16": sizes["K"] // 16},
+    ),
 )
-
-CONTRACTS = (FP8_QUANTIZE, NVFP4_DEQUANTIZE, NVFP4_QUANTIZE)

@@ -3,203 +3,123 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tiercel import _C
-from tiercel._op import Backend, Op
 from tiercel.core.eager import empty
-from tiercel.core.platform import Reason
-from tiercel.ops.quant import nvfp4
+from tiercel.core.op import Lookup, Native, Op
+from tiercel.core.spec import Call
 from tiercel.ops.quant import reference as ref
-from tiercel.ops.quant.checks import E4M3, check_narrow, check_values, reason_of
+from tiercel.ops.quant import spec
 
 __all__ = ["fp8_quantize", "nvfp4_dequantize", "nvfp4_quantize"]
 
-_INDEX = {name: index for index, name in enumerate(ref.GRANULARITIES)}  # Fp8Granularity
 _PARTIALS = 1024  # kFp8MaxPartials
+_NUMBER = {name: number for number, name in enumerate(spec.TILES)}  # Fp8Granularity
 
 
-_FP8 = "fp8_quantize"
-_SHAPES = {
-    "tensor": "[1, 1]",
-    "row": "[T, 1]",
-    "1x128": "[T, K / 128]",
-    "128x128": "[T / 128, K / 128]",
-}
+def _two_rows(call: Call) -> dict[str, Any]:
+    """Two rows show the strides."""
+    names = ("x",) if "x" in call else ("q", "scale")
+    return {name: getattr(call, name)[:2] for name in names}
 
 
-def _check_granularity(granularity: object) -> None:
-    if not isinstance(granularity, str) or granularity not in _INDEX:
-        known = ", ".join(map(repr, _INDEX))
-        raise ValueError(f"{_FP8}: `granularity` must be one of {known}, got {granularity!r}")
+# --------------------------------------------------------------------------------- fp8_quantize
 
 
-def _check_fp8(x: Tensor, granularity: str, backend: Any = None) -> None:
-    _check_granularity(granularity)
-    check_values(_FP8, "x", x)
-
-
-def _check_fp8_out(x: Tensor, q: Tensor, scale: Tensor, granularity: str, _: Any = None) -> None:
-    _check_fp8(x, granularity)
-    check_narrow(_FP8, "q", q, E4M3, x.shape, "[T, K]", ("x", x))
-    shape, why = ref.scale_shape(x, granularity), _SHAPES[granularity]
-    check_narrow(_FP8, "scale", scale, torch.float32, shape, why, ("x", x))
-
-
-def _check_fp8_static(x: Tensor, scale: Tensor, *rest: Any) -> None:
-    _check_fp8(x, "tensor")
-    check_narrow(_FP8, "scale", scale, torch.float32, (1, 1), "[1, 1]", ("x", x))
-    if len(rest) == 2:
-        check_narrow(_FP8, "q", rest[0], E4M3, x.shape, "[T, K]", ("x", x))
-
-
-def _fp8_fake(x: Tensor, granularity: str, backend: Any = None) -> tuple[Tensor, Tensor]:
-    q, scale = _fp8_outputs(x, granularity)
+def _fp8_fake(call: Call) -> tuple[Tensor, Tensor]:
+    q, scale = _FP8_QUANTIZE.spec.empty(call)
     if torch.compiler.is_exporting() and any(isinstance(n, torch.SymInt) for n in scale.shape):
         # torch would ask whether a rounded quotient is 1, and so bind the exported sizes: such a
         # size becomes a symbol of its own.
-        tile = ref.GRANULARITIES[granularity]
         shape = [
             torch.library.get_ctx().new_dynamic_size()
             if isinstance(size, torch.SymInt) and of_one > 1
             else size
-            for size, of_one in zip(scale.shape, tile, strict=True)
+            for size, of_one in zip(scale.shape, spec.TILES[call.granularity], strict=True)
         ]
         scale = scale.new_empty(shape)
     return q, scale
 
 
-def _fp8_outputs(x: Tensor, granularity: str, backend: Any = None) -> tuple[Tensor, Tensor]:
-    scale = empty(x, tuple(ref.scale_shape(x, granularity)), torch.float32)
-    return empty(x, tuple(x.shape), E4M3), scale
-
-
-def _fp8_sm90_out(
-    x: Tensor,
-    q: Tensor,
-    scale: Tensor,
-    granularity: str,
-    backend: Any,
-    *,
-    launch: Any = _C.fp8_quantize,
-) -> Any:
+def _fp8_launch(native: Callable[..., Any], call: Call) -> Any:
     partial = None
-    if granularity == "tensor":
-        partial = empty(x, (_PARTIALS,), torch.float32)
-    return launch(x, q, scale, partial, _INDEX.get(granularity, -1))
+    if call.granularity == "tensor":
+        partial = empty(call.x, (_PARTIALS,), torch.float32)
+    return native(call.x, call.q, call.scale, partial, _NUMBER.get(call.granularity, -1))
 
 
-def _fp8_sm90(x: Tensor, granularity: str, backend: Any) -> tuple[Tensor, Tensor]:
-    q, scale = _fp8_outputs(x, granularity)
-    _fp8_sm90_out(x, q, scale, granularity, None)
-    return q, scale
-
-
-def fp8_between(
-    x: Tensor,
-    made: tuple[Tensor, Tensor],
-    granularity: str,
-    older: bool,
-    next_: bool,
-    counters: Tensor | None = None,
-) -> None:
-    """Of rows or groups, overlapping with the launches before and after it: see fp8_quantize.h."""
-    _C.fp8_quantize_between(x, *made, counters, _INDEX[granularity], older, next_)
-
-
-def _fp8_static_sm90(x: Tensor, scale: Tensor, backend: Any) -> Tensor:
-    q: Tensor = empty(x, tuple(x.shape), E4M3)
-    _C.fp8_quantize_static(x, scale, q)
-    return q
-
-
-def _fp8_plan(x: Tensor, granularity: str, backend: Any = None) -> dict[str, Any]:
-    q, scale = _fp8_outputs(x, granularity)
-    return dict(_fp8_sm90_out(x, q, scale, granularity, None, launch=_C.fp8_quantize_plan))
-
-
-def _fp8_why_not(x: Tensor, granularity: str) -> Reason | None:
-    return reason_of(_fp8_plan, x[:2], granularity)  # two rows show the stride
-
-
-def _fp8_ref(x: Tensor, granularity: str, backend: Any = None) -> tuple[Tensor, Tensor]:
-    return ref.fp8_quantize(x, granularity)
-
-
-def _fp8_ref_out(x: Tensor, q: Tensor, scale: Tensor, granularity: str, backend: Any) -> None:
-    for out, result in zip((q, scale), ref.fp8_quantize(x, granularity), strict=True):
-        out.copy_(result)
-
-
-def _fp8_static_ref(x: Tensor, scale: Tensor, backend: Any = None) -> Tensor:
-    return ref.fp8_quantize(x, "tensor", scale=scale)[0]
-
-
-def _fp8_static_ref_out(x: Tensor, scale: Tensor, q: Tensor, backend: Any = None) -> None:
-    q.copy_(_fp8_static_ref(x, scale))
-
-
-_FP8_CUDA = ("one pass, values kept in registers while their scale is found", "cuda")
-_FP8_TORCH = ("amax, reciprocal, clamp and cast", "torch")
+_FP8_DESCRIPTION = "one pass, values kept in registers while their scale is found"
+_FP8_METHOD = "amax, reciprocal, clamp and cast"
 
 _FP8_QUANTIZE = Op(
-    _FP8,
-    "(Tensor x, str granularity='row', str? backend=None) -> (Tensor q, Tensor scale)",
-    check=_check_fp8,
+    spec.FP8_QUANTIZE.without("scale"),
+    sm90=Native(
+        _C.fp8_quantize,
+        _C.fp8_quantize_plan,
+        # The scale of a whole tensor needs a workspace.
+        (
+            *("x", "q", "scale", None),
+            Lookup("granularity", {n: i for n, i in _NUMBER.items() if n != "tensor"}),
+        ),
+        _FP8_DESCRIPTION,
+        load=_C.fp8_quantize_load,
+        launch=_fp8_launch,
+        sample=_two_rows,
+    ),
+    reference=lambda call: ref.fp8_quantize(call.x, call.granularity),
+    method=_FP8_METHOD,
     fake=_fp8_fake,
-    sm90=Backend("sm90", _fp8_sm90, *_FP8_CUDA, why_not=lambda *args: _fp8_why_not(*args[:2])),
-    ref=Backend("ref", _fp8_ref, *_FP8_TORCH),
-    describe=_fp8_plan,
-    load=_C.fp8_quantize_load,
+    plugin=lambda backend, call: backend(call.x, call.granularity, None),
 )
 
-_FP8_QUANTIZE_OUT = Op(
-    f"{_FP8}_out",
-    "(Tensor x, Tensor(a!) q, Tensor(b!) scale, str granularity='row', str? backend=None) -> ()",
-    check=_check_fp8_out,
-    fake=lambda *args: None,
-    sm90=Backend(
-        "sm90",
-        lambda *args: _fp8_sm90_out(*args),
-        *_FP8_CUDA,
-        why_not=lambda *args: _fp8_why_not(args[0], args[3]),
-    ),
-    ref=Backend("ref", _fp8_ref_out, *_FP8_TORCH),
-    family=_FP8,
-)
+
+def _static_plan(x: Tensor, scale: Tensor, q: Tensor) -> dict[str, Any]:
+    partial = empty(x, (_PARTIALS,), torch.float32)
+    return dict(_C.fp8_quantize_plan(x, q, scale, partial, _NUMBER["tensor"]))
+
 
 _FP8_QUANTIZE_STATIC = Op(
-    f"{_FP8}_static",
-    "(Tensor x, Tensor scale, str? backend=None) -> Tensor",
-    check=_check_fp8_static,
-    fake=lambda x, scale, _: torch.empty(x.shape, dtype=E4M3, device=x.device),
-    sm90=Backend(
-        "sm90",
-        _fp8_static_sm90,
-        *_FP8_CUDA,
-        why_not=lambda *args: _fp8_why_not(args[0], "tensor"),
+    spec.FP8_QUANTIZE_STATIC,
+    sm90=Native(
+        _C.fp8_quantize_static,
+        _static_plan,
+        ("x", "scale", "q"),
+        _FP8_DESCRIPTION,
+        sample=lambda call: {"x": call.x[:2]},
     ),
-    ref=Backend("ref", _fp8_static_ref, *_FP8_TORCH),
-    family=_FP8,
+    reference=lambda call: ref.fp8_quantize(call.x, "tensor", scale=call.scale)[0],
+    method=_FP8_METHOD,
+    plugin=lambda backend, call: backend(call.x, "tensor", call.scale)[0],
 )
 
-_FP8_QUANTIZE_STATIC_OUT = Op(
-    f"{_FP8}_static_out",
-    "(Tensor x, Tensor scale, Tensor(a!) q, str? backend=None) -> ()",
-    check=_check_fp8_static,
-    fake=lambda *args: None,
-    sm90=Backend(
-        "sm90",
-        lambda x, scale, q, _: _C.fp8_quantize_static(x, scale, q),
-        *_FP8_CUDA,
-        why_not=lambda *args: _fp8_why_not(args[0], "tensor"),
-    ),
-    ref=Backend("ref", _fp8_static_ref_out, *_FP8_TORCH),
-    family=_FP8,
-)
+
+def quantize_overlapped(
+    x: Tensor,
+    results: tuple[Tensor, Tensor],
+    granularity: str,
+    input_is_older: bool,
+    next_may_start: bool,
+    counters: Tensor | None = None,
+) -> None:
+    """Quantises per row or per group, overlapping its neighbours by programmatic dependent launch:
+    see fp8_quantize.h."""
+    number = _NUMBER[granularity]
+    _C.fp8_quantize_between(x, *results, counters, number, input_is_older, next_may_start)
+
+
+def empty_quantized(x: Tensor, granularity: str) -> tuple[Tensor, Tensor]:
+    """``q`` and ``scale`` for `quantize_overlapped`."""
+    return _FP8_QUANTIZE.empty(Call(x=x, granularity=granularity))  # type: ignore[return-value]
+
+
+def quantize_plan(x: Tensor, granularity: str) -> dict[str, Any]:
+    """The configuration that fp8_quantize launches."""
+    return _FP8_QUANTIZE.plan(Call(x=x, granularity=granularity))
 
 
 @_FP8_QUANTIZE.export
@@ -247,26 +167,42 @@ def fp8_quantize(
     Example:
         >>> q, scale = tiercel.fp8_quantize(activations, "1x128")
     """
-    if out is not None and (not isinstance(out, (tuple, list)) or len(out) != 2):
-        got = f"{len(out)} values" if isinstance(out, (tuple, list)) else type(out).__name__
-        raise TypeError(f"{_FP8}: `out` must be a pair (q, scale), got {got}")
     if scale is None:
         if out is None:
-            result: tuple[Tensor, Tensor] = _FP8_QUANTIZE(x, granularity, backend)
-            return result
-        _FP8_QUANTIZE_OUT(x, *out, granularity, backend)
-        return out[0], out[1]
+            return _FP8_QUANTIZE(x, granularity, backend)  # type: ignore[no-any-return]
+        return _FP8_QUANTIZE.into(out, x, granularity, backend)  # type: ignore[no-any-return]
+    if out is not None:
+        out = _FP8_QUANTIZE.checked_out(out)
     if granularity != "tensor":
-        raise ValueError(f"{_FP8}: a given `scale` needs granularity='tensor', got {granularity!r}")
+        raise ValueError(
+            f"fp8_quantize: a given `scale` needs granularity='tensor', got {granularity!r}"
+        )
     if out is None:
         return _FP8_QUANTIZE_STATIC(x, scale, backend), scale
     if out[1] is not scale:
-        raise ValueError(f"{_FP8}: the second of `out` must be the given `scale` itself")
-    _FP8_QUANTIZE_STATIC_OUT(x, scale, out[0], backend)
-    return out[0], scale
+        raise ValueError("fp8_quantize: the second of `out` must be the given `scale` itself")
+    return _FP8_QUANTIZE_STATIC.into(out[0], x, scale, backend), scale
 
 
-@nvfp4.QUANTIZE.export
+# ---------------------------------------------------------------------------------------- nvfp4
+
+
+_NVFP4_QUANTIZE = Op(
+    spec.NVFP4_QUANTIZE,
+    sm90=Native(
+        _C.nvfp4_quantize,
+        _C.nvfp4_quantize_plan,
+        ("x", "global_scale", "q", "scale"),
+        "a thread a group of 16, rounding by float additions",
+        load=_C.nvfp4_quantize_load,
+        sample=_two_rows,
+    ),
+    reference=lambda call: ref.nvfp4_quantize(call.x, global_scale=call.global_scale),
+    method="amax, reciprocal, comparisons with the halfway points",
+)
+
+
+@_NVFP4_QUANTIZE.export
 def nvfp4_quantize(
     x: Tensor,
     *,
@@ -307,20 +243,29 @@ def nvfp4_quantize(
     Example:
         >>> q, scale = tiercel.nvfp4_quantize(weight)
     """
-    tensors = (x,) if global_scale is None else (x, global_scale)
     if out is None:
-        operator = nvfp4.QUANTIZE if global_scale is None else nvfp4.QUANTIZE_SCALED
-        result: tuple[Tensor, Tensor] = operator(*tensors, backend)
-        return result
-    if not isinstance(out, (tuple, list)) or len(out) != 2:
-        got = f"{len(out)} values" if isinstance(out, (tuple, list)) else type(out).__name__
-        raise TypeError(f"nvfp4_quantize: `out` must be a pair (q, scale), got {got}")
-    operator = nvfp4.QUANTIZE_OUT if global_scale is None else nvfp4.QUANTIZE_SCALED_OUT
-    operator(*tensors, *out, backend)
-    return out[0], out[1]
+        return _NVFP4_QUANTIZE(x, global_scale, backend)  # type: ignore[no-any-return]
+    return _NVFP4_QUANTIZE.into(out, x, global_scale, backend)  # type: ignore[no-any-return]
 
 
-@nvfp4.DEQUANTIZE.export
+_NVFP4_DEQUANTIZE = Op(
+    spec.NVFP4_DEQUANTIZE,
+    sm90=Native(
+        _C.nvfp4_dequantize,
+        _C.nvfp4_dequantize_plan,
+        ("q", "scale", "global_scale", "out"),
+        "a thread half a group, decoding by shifts",
+        load=_C.nvfp4_dequantize_load,
+        sample=_two_rows,
+    ),
+    reference=lambda call: ref.nvfp4_dequantize(
+        call.q, call.scale, global_scale=call.global_scale, dtype=call.dtype
+    ),
+    method="a look-up and a product",
+)
+
+
+@_NVFP4_DEQUANTIZE.export
 def nvfp4_dequantize(
     q: Tensor,
     scale: Tensor,
@@ -360,11 +305,8 @@ def nvfp4_dequantize(
     Example:
         >>> weight = tiercel.nvfp4_dequantize(q, scale)
     """
-    tensors = (q, scale) if global_scale is None else (q, scale, global_scale)
     if out is None:
-        operator = nvfp4.DEQUANTIZE if global_scale is None else nvfp4.DEQUANTIZE_SCALED
-        result: Tensor = operator(*tensors, dtype, backend)
-        return result
-    operator = nvfp4.DEQUANTIZE_OUT if global_scale is None else nvfp4.DEQUANTIZE_SCALED_OUT
-    operator(*tensors, out, backend)
-    return out
+        return _NVFP4_DEQUANTIZE(q, scale, global_scale, dtype, backend)  # type: ignore[no-any-return]
+    return _NVFP4_DEQUANTIZE.into(  # type: ignore[no-any-return]
+        out, q, scale, global_scale, dtype, backend
+    )

@@ -61,8 +61,7 @@ def over_the_middle(backend: Any, call: Call) -> Any:
         dim = call.dim % len(shape)
         outer, length, inner = shape[:dim], shape[dim : dim + 1], shape[dim + 1 :]
     flat = call.x.reshape(math.prod(outer), math.prod(length), math.prod(inner))
-    dtype = call.out.dtype if "out" in call else call.dtype or call.x.dtype
-    (result,) = backend(flat, 1, call.op, False, dtype)
+    (result,) = backend(flat, 1, call.op, False, call.dtype or call.x.dtype)
     return result.view(shape_left(call))
 
 

@@ -40,8 +40,7 @@ def _launch(native: Callable[..., Any], call: Call) -> Any:
 
 
 def _reference(call: Call) -> Tensor:
-    dtype = call.out.dtype if "out" in call else call.dtype
-    return ref.reduce(call.x, call.dim, call.op, keepdim=call.keepdim, dtype=dtype)
+    return ref.reduce(call.x, call.dim, call.op, keepdim=call.keepdim, dtype=call.dtype)
 
 
 def _save(ctx: Any, call: Call, result: Tensor) -> None:

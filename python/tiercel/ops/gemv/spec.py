@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The declarations of nvfp4_gemv and nvfp4_linear."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tiercel.core.spec import Call, Spec, Tensor
+
+_CODES, _SCALES = "float4_e2m1fn_x2", "float8_e4m3fn"
+
+
+def _permuted_shape(rows: str) -> Callable[[Call], tuple[int, ...]]:
+    def shape(call: Call) -> tuple[int, ...]:
+        _, in_bytes, batches = call.a.shape
+        down = -(-getattr(call, rows).shape[0] // 128)
+        return (32, 4, down, 4, -(-in_bytes // 32), batches)
+
+    return shape
+
+
+def _permuted(name: str, rows: str) -> Tensor:
+    """Scales in atoms of 128 rows by 4 groups; its rows are those of the argument `rows`."""
+    down = "ceil(m / 128)" if rows == "a" else "1"
+    return Tensor(
+        *(name, "*", _SCALES),
+        strided=True,
+        shape=_permuted_shape(rows),
+        shape_text=f"[32, 4, {down}, 4, ceil(k / 64), l]",
+    )
+
+
+def _check_strides(name: str, tensor: Any) -> None:
+    _, _, down, _, along, batches = tensor.shape
+    due = (16, 4, 512 * along, 1, 512, 512 * along * down)
+    sizes = zip(tensor.shape, tensor.stride(), due, strict=True)
+    if down * along * batches and any(n > 1 and a != b for n, a, b in sizes):
+        raise ValueError(
+            f"nvfp4_gemv: `{name}` must have the strides of the permuted layout, {list(due)}, "
+            f"got {list(tensor.stride())}"
+        )
+
+
+def _check_gemv(call: Call) -> None:
+    in_bytes = call.a.shape[1]
+    if in_bytes % 8:
+        raise ValueError(
+            "nvfp4_gemv: `a` must have a multiple of 16 values along K, 8 bytes, "
+            f"got {in_bytes} bytes (shape {list(call.a.shape)})"
+        )
+    _check_strides("scale_a_permuted", call.scale_a_permuted)
+    _check_strides("scale_b_permuted", call.scale_b_permuted)
+
+
+# k counts values; two lie in one byte, so that torch's shapes show k / 2.
+NVFP4_GEMV = Spec(
+    "nvfp4_gemv",
+    Tensor("a", "m k/2 l", _CODES, strided=True),
+    Tensor("b", "1 k/2 l", _CODES, strided=True),
+    Tensor("scale_a", "m k/16 l", _SCALES, strided=True, on_cpu=True),
+    Tensor("scale_b", "1 k/16 l", _SCALES, strided=True, on_cpu=True),
+    _permuted("scale_a_permuted", "a"),
+    _permuted("scale_b_permuted", "b"),
+    Tensor("c", "m 1 l", "float16", strided=True, written=True),
+    dims={"k": lambda call: 2 * call.a.shape[1]},
+    check=_check_gemv,
+)
+
+
+def _check_linear(call: Call) -> None:
+    if call.x.shape[1] % 16:
+        shape = list(call.x.shape)
+        raise ValueError(f"nvfp4_linear: `x` must have a multiple of 16 columns, got {shape}")
+
+
+NVFP4_LINEAR = Spec(
+    "nvfp4_linear",
+    Tensor("x", "T K", "bfloat16", strided=True),
+    Tensor("weight", "N K/2", _CODES, strided=True),
+    Tensor("scale", "N K/16", _SCALES, strided=True),
+    Tensor("global_scale", "1", "float32", strided=True, optional=True),
+    # Weights may be rounded to bfloat16 with their scale, the result is.
+    results=[Tensor("out", "T N", "bfloat16", rtol=8e-3, atol=5e-2)],
+    check=_check_linear,
+)

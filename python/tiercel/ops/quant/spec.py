@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The declarations of the quantising ops."""
+
+from __future__ import annotations
+
+from tiercel.core.spec import FLOATS, Call, DType, Spec, Str, Tensor
+
+# Rows and columns that share a scale; 0: all of them.
+TILES = {"tensor": (0, 0), "row": (1, 0), "1x128": (1, 128), "128x128": (128, 128)}
+_SCALE_TEXTS = {
+    "tensor": "[1, 1]",
+    "row": "[T, 1]",
+    "1x128": "[T, K / 128]",
+    "128x128": "[T / 128, K / 128]",
+}
+
+
+def scale_shape(call: Call) -> tuple[int, int]:
+    """The number of scales, down and across."""
+    down, across = TILES[call.granularity]
+    rows, columns = call.x.shape
+    return (
+        (rows + down - 1) // down if down else 1,
+        (columns + across - 1) // across if across else 1,
+    )
+
+
+_X = Tensor("x", "T K", FLOATS, strided=True)
+_Q = Tensor("q", "T K", "float8_e4m3fn")
+# The given scale of a whole tensor.
+_ONE_SCALE = Tensor("scale", "1 1", "float32", optional=True)
+
+FP8_QUANTIZE = Spec(
+    "fp8_quantize",
+    _X,
+    Str("granularity", "row", choices=tuple(TILES)),
+    _ONE_SCALE,
+    results=[
+        _Q,
+        Tensor(
+            *("scale", "*", "float32"),
+            shape=scale_shape,
+            shape_text=lambda call: _SCALE_TEXTS[call.granularity],
+        ),
+    ],
+)
+FP8_QUANTIZE_STATIC = Spec(
+    "fp8_quantize_static",
+    _X,
+    Tensor("scale", "1 1", "float32"),
+    results=[_Q],
+    public="fp8_quantize",
+)
+
+_GLOBAL_SCALE = Tensor("global_scale", "1", "float32", optional=True)
+
+
+def _check_columns(op: str, name: str, tensor: Tensor, multiple: int) -> None:
+    if tensor.shape[1] % multiple:  # type: ignore[index]
+        shape = list(tensor.shape)  # type: ignore[call-overload]
+        raise ValueError(f"{op}: `{name}` must have a multiple of {multiple} columns, got {shape}")
+
+
+NVFP4_QUANTIZE = Spec(
+    "nvfp4_quantize",
+    _X,
+    _GLOBAL_SCALE,
+    results=[
+        Tensor("q", "T K/2", "float4_e2m1fn_x2"),
+        Tensor("scale", "T K/16", "float8_e4m3fn"),
+    ],
+    check=lambda call: _check_columns("nvfp4_quantize", "x", call.x, 16),
+)
+NVFP4_DEQUANTIZE = Spec(
+    "nvfp4_dequantize",
+    Tensor("q", "T K/2", "float4_e2m1fn_x2"),
+    Tensor("scale", "T K/16", "float8_e4m3fn"),
+    _GLOBAL_SCALE,
+    DType("dtype", "bfloat16", choices=FLOATS),
+    # Two products in float32, each rounded once.
+    results=[Tensor("out", "T K", "dtype", rtol=3e-7)],
+    dims={"K": lambda call: 2 * call.q.shape[1]},
+    check=lambda call: _check_columns("nvfp4_dequantize", "q", call.q, 8),
+)
