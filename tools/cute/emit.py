@@ -4,17 +4,7 @@
 import hashlib
 import json
 
-from declaration import Launch, Pointer, TensorMap
-
-_SWIZZLES = {
-    name: f"CU_TENSOR_MAP_SWIZZLE_{name.upper()}" for name in ("none", "32B", "64B", "128B")
-}
-_L2_PROMOTIONS = {
-    "none": "CU_TENSOR_MAP_L2_PROMOTION_NONE",
-    "64B": "CU_TENSOR_MAP_L2_PROMOTION_L2_64B",
-    "128B": "CU_TENSOR_MAP_L2_PROMOTION_L2_128B",
-    "256B": "CU_TENSOR_MAP_L2_PROMOTION_L2_256B",
-}
+from declaration import L2_PROMOTIONS, SWIZZLES, Launch, Pointer, TensorMap
 
 # A string literal compiles far faster than a list of numbers; octal escapes end after three digits.
 _ESCAPES = [f"\\{byte:03o}" for byte in range(256)]
@@ -35,8 +25,8 @@ def _maps(launch: Launch) -> str:
     for parameter in launch.parameters:
         if isinstance(parameter, TensorMap):
             box = ", ".join(str(side) for side in parameter.box)
-            swizzle = _SWIZZLES[parameter.swizzle]
-            promotion = _L2_PROMOTIONS[parameter.l2_promotion]
+            swizzle = f"CUtensorMapSwizzle({SWIZZLES.index(parameter.swizzle)})"
+            promotion = f"CUtensorMapL2promotion({L2_PROMOTIONS.index(parameter.l2_promotion)})"
             specs.append(f"{{{len(parameter.box)}, {{{box}}}, {swizzle}, {promotion}}}")
     return "{" + ", ".join(specs) + "}"
 

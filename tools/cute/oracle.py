@@ -13,12 +13,18 @@ import struct
 import subprocess
 
 import cubin
-from declaration import Function, Launch, Pointer, TensorMap, evaluate
+from declaration import (
+    L2_PROMOTIONS,
+    SWIZZLES,
+    Function,
+    Launch,
+    Pointer,
+    TensorMap,
+    evaluate,
+)
 
 _CLUSTER_ATTRIBUTE, _COOPERATIVE_ATTRIBUTE, _DEPENDENT_ATTRIBUTE = 4, 2, 6
-_SWIZZLES = ("none", "32B", "64B", "128B")
-_L2_PROMOTIONS = ("none", "64B", "128B", "256B")
-# A tensor map's own numbers for element types.
+# A tensor map's numbers for element types.
 _DTYPES = {"Float8E4M3FN": 0, "Float16": 6, "BFloat16": 10}
 
 
@@ -154,8 +160,8 @@ def decode_tensor_map(data: bytes) -> dict:
         "shape": [(dim & 0xFFFFFFFF) + 1 for dim in dims[:rank]][::-1],
         "strides": strides[: rank - 1][::-1],
         "box": [side + 1 for side in box[:rank]][::-1],
-        "swizzle": _SWIZZLES[low >> 13 & 3],
-        "l2_promotion": _L2_PROMOTIONS[low >> 17 & 3],
+        "swizzle": SWIZZLES[low >> 13 & 3],
+        "l2_promotion": L2_PROMOTIONS[low >> 17 & 3],
     }
 
 

@@ -17,13 +17,11 @@ from typing import Any
 
 from tiercel import _C, cache
 from tiercel.jit.dsl import description
-from tiercel.jit.dsl.declaration import evaluate
+from tiercel.jit.dsl.declaration import L2_PROMOTIONS, SWIZZLES, evaluate
 from tiercel.jit.toolchain import CompileError
 
 ARCH = "sm_90a"
 _PACKAGE = "nvidia-cutlass-dsl"
-_SWIZZLES = ("none", "32B", "64B", "128B")  # as the driver counts
-_L2_PROMOTIONS = ("none", "64B", "128B", "256B")
 _FAMILIES = Path(__file__).parent / "kernels"
 _DSL = Path(__file__).parent / "dsl"
 
@@ -88,8 +86,8 @@ class CuteKernel:
             return struct.pack("<i", value)
         if kind == "pointer":
             return bytes(8) if value is None else value
-        swizzle = _SWIZZLES.index(parameter["swizzle"])
-        promotion = _L2_PROMOTIONS.index(parameter["l2_promotion"])
+        swizzle = SWIZZLES.index(parameter["swizzle"])
+        promotion = L2_PROMOTIONS.index(parameter["l2_promotion"])
         return value, tuple(boxes.get(name, parameter["box"])), swizzle, promotion
 
 

@@ -9,10 +9,14 @@ import dataclasses
 
 Expression = int | str
 
+# In the order of the driver's numbers.
+SWIZZLES = ("none", "32B", "64B", "128B")
+L2_PROMOTIONS = ("none", "64B", "128B", "256B")
+
 
 @dataclasses.dataclass(frozen=True)
 class Pointer:
-    """A host argument that is an address; with a kernel parameter of the same name, passed on."""
+    """A host argument that is an address, and any kernel parameter of the same name."""
 
     name: str
     dtype: type  # a Numeric type of the DSL
@@ -28,13 +32,13 @@ class Scalar:
 
 @dataclasses.dataclass(frozen=True)
 class TensorMap:
-    """A kernel parameter that describes a tensor to the copy engine."""
+    """A kernel parameter that describes a tensor to TMA."""
 
     tensor: str  # the Pointer that it starts at
     shape: tuple[Expression, ...]  # row-major, as in torch
     box: tuple[int, ...]  # in the same order
-    swizzle: str = "128B"
-    l2_promotion: str = "128B"
+    swizzle: str = "128B"  # of SWIZZLES
+    l2_promotion: str = "128B"  # of L2_PROMOTIONS
 
 
 @dataclasses.dataclass(frozen=True)
