@@ -81,7 +81,6 @@ class PtxModule {
   // Throws EmulatorError.
   PtxModule(std::string path, std::string text);
 
-  bool has_entry(const std::string& name) const { return entries_.count(name) != 0; }
   const std::map<std::string, size_t>& entries() const { return entries_; }
   std::unique_ptr<PtxFunction> parse(const std::string& entry) const;
   const std::vector<PtxVariable>& variables() const { return variables_; }

@@ -105,8 +105,6 @@ struct Warp {
   // `members` is here; otherwise return Step::kBlocked.
   bool together(Mask members, Mask here) const { return (members & alive & ~here) == 0; }
 
-  int lane_thread(int lane) const { return static_cast<int>(index * kLanes) + lane; }
-
   uint8_t* base[2] = {nullptr, nullptr};  // registers, constants
   Cta* cta = nullptr;
   uint32_t index = 0;  // in the block
