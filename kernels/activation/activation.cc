@@ -6,6 +6,8 @@
 
 #include "kernels/activation/activation_kernels.h"
 #include "kernels/sm90/checks.h"
+#include "kernels/sm90/kernel_table.h"
+#include "kernels/sm90/math.h"
 #include "kernels/sm90/row_matrix.h"
 
 namespace tiercel {
@@ -21,7 +23,7 @@ Status check_on_device(const Argument& argument, const Argument& reference) {
   return check_cuda(argument);
 }
 
-// The checks that both directions share: x and up. `columns` is that of the result.
+// Checks x and up, for both directions. `columns` is the result's.
 Status check_inputs(const char* op, bool gated, const TensorView& x, const TensorView* up,
                     int64_t* columns) {
   const Argument x_arg{op, "x", x};
@@ -55,7 +57,7 @@ Status check_scale(const char* op, const TensorView& scale, const TensorView& x)
   return check_on_device(argument, {op, "x", x});
 }
 
-// One of a call's matrices: what it is in the kernel's arguments.
+// One of a call's matrices and its place in the kernel's arguments.
 struct Operand {
   const TensorView* view;
   ActivationRows* rows;
@@ -63,7 +65,7 @@ struct Operand {
   RowMatrix matrix;
 };
 
-// Fills in everything but the kernel. Operands with a null view are left alone.
+// Fills in everything but the kernel. Skips operands with a null view.
 template <int kCount>
 Status lay_out(const char* op, int64_t columns, Operand (&operands)[kCount], DType dtype,
                bool may_shift, ActivationArgs* args, ActivationPlan* plan) {
@@ -94,9 +96,9 @@ Status lay_out(const char* op, int64_t columns, Operand (&operands)[kCount], DTy
                           static_cast<uint64_t>(operand.rows->row_stride);
     aligned &= bits % static_cast<uint64_t>(per_vector * bytes) == 0;
   }
-  // A row that begins inside a vector may have part of one more.
+  // A row that begins inside a vector may need one vector more.
   const int64_t before = may_shift && !aligned && columns > 0 ? per_vector - 1 : 0;
-  const int64_t row_vectors = (before + columns + per_vector - 1) / per_vector;
+  const int64_t row_vectors = ceil_div(before + columns, per_vector);
   if (rows > 0 && row_vectors > 0 && row_vectors > (INT64_C(0xfff00000)) / rows) {
     return Status::Unimplemented(std::string(op) + ": too many elements for one launch, got " +
                                  std::to_string(rows) + " rows of " + std::to_string(columns));
@@ -111,40 +113,33 @@ Status lay_out(const char* op, int64_t columns, Operand (&operands)[kCount], DTy
   return Status();
 }
 
-// Which of the kernels, and how many vectors a block takes.
+// The kernel and its launch shape.
 struct Choice {
   const ActivationKernel* kernel = nullptr;
   unsigned block = 0;
   unsigned grid = 0;
 };
 
-// Below this many vectors latency counts.
-constexpr uint32_t kFewVectors = 132 * 2048;
+// Up to this many vectors, latency counts more than bandwidth.
+constexpr uint32_t kFewVectors = kDefaultMultiprocessors * 2048;
 
 Choice choose(ActivationFunction function, bool gated, bool backward, DType dtype, DType out_dtype,
               ActivationArgs* args) {
-  int count = 0;
-  const ActivationKernel* kernels =
-      backward ? activation_backward_kernels(&count) : activation_forward_kernels(&count);
   const bool shifted = gated && !backward && !args->aligned;
   const bool few = args->vectors <= kFewVectors;
-  args->of_thread = backward || shifted || few ? 1 : activation_forward_vectors(gated);
+  args->vectors_per_thread = backward || shifted || few ? 1 : activation_forward_vectors(gated);
   const unsigned many = backward  ? kActivationBackwardThreads
                         : shifted ? kActivationShiftedThreads
                         : gated   ? kActivationForwardThreads
                                   : kActivationPlainThreads;
   const unsigned block = few ? kActivationFewThreads : many;
-  const unsigned of_block = block * args->of_thread;
-  for (int i = 0; i < count; ++i) {
-    const ActivationKernel& kernel = kernels[i];
-    if (kernel.function != function || kernel.gated != gated || kernel.dtype != dtype ||
-        kernel.out_dtype != out_dtype || kernel.shifted != shifted) {
-      continue;
-    }
-    return {&kernel, block,
-            static_cast<unsigned>((uint64_t{args->vectors} + of_block - 1) / of_block)};
-  }
-  return {};  // not reached: the tables cover all that the checks let through
+  const unsigned vectors_per_block = block * args->vectors_per_thread;
+  const KernelTable kernels(backward ? activation_backward_kernels : activation_forward_kernels);
+  const ActivationKernel* found = kernels.find([&](const ActivationKernel& kernel) {
+    return kernel.function == function && kernel.gated == gated && kernel.dtype == dtype &&
+           kernel.out_dtype == out_dtype && kernel.shifted == shifted;
+  });
+  return {found, block, static_cast<unsigned>(ceil_div(args->vectors, vectors_per_block))};
 }
 
 Status launch(const Choice& choice, const ActivationArgs& args, int device, void* stream) {
@@ -265,11 +260,9 @@ Status activation_backward(const ActivationBackwardCall& call, void* stream) {
 
 Status activation_load(ActivationFunction function, bool gated, int device) {
   for (const auto kernels : {activation_forward_kernels, activation_backward_kernels}) {
-    int count = 0;
-    const ActivationKernel* table = kernels(&count);
-    for (int i = 0; i < count; ++i) {
-      if (table[i].function != function || table[i].gated != gated) continue;
-      TIERCEL_RETURN_IF_ERROR(table[i].kernel.load(device));
+    for (const ActivationKernel& kernel : KernelTable(kernels)) {
+      if (kernel.function != function || kernel.gated != gated) continue;
+      TIERCEL_RETURN_IF_ERROR(kernel.kernel.load(device));
     }
   }
   return Status();

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Activations and gated activations, forward and backward: out = f(x), out = f(gate) * up.
 //
-// The plan. Bound by bytes: each element is read once and written once (gated: two reads and a
-// write forward, three and two backward), so the floor is bytes / copy bandwidth, and a launch
-// where that is below it. Rows are cut into 16-byte vectors, numbered through all rows; each
-// thread takes one, or two of many in the plain forms, which read least: so enough bytes are in
-// flight. No shared memory, no barrier. Contiguous matrices arrive as one long row, so a vector's
-// row costs a multiplication; rows that are not aligned for vectors, and the end of a row that is
-// no multiple, go element by element. Launched as a programmatic dependent.
+// Bound by memory: each element is read once and written once (gated: two reads and one write
+// forward, three reads and two writes backward), so the floor is bytes / copy bandwidth, or the
+// launch time of small problems. Rows are divided into 16-byte vectors, numbered across all rows.
+// Each thread takes one vector; in the plain forms, which read least, two if there are many, so
+// that enough bytes are in flight. No shared memory, no barrier. Contiguous matrices are passed as
+// one long row, so a vector's row costs one multiplication. Rows that are not aligned for vectors,
+// and the partial vector at a row's end, are processed element by element. Launched with
+// programmatic dependent launch.
 #ifndef KERNELS_ACTIVATION_ACTIVATION_CUH_
 #define KERNELS_ACTIVATION_ACTIVATION_CUH_
 
@@ -20,16 +21,16 @@
 
 namespace tiercel {
 
-// Where a vector is.
+// The position of a vector.
 template <int kPerVector>
 struct VectorPlace {
   int64_t row;
   int64_t column;
-  bool there;  // not behind the last
-  bool whole;  // by vector accesses
+  bool there;  // false behind the last vector
+  bool whole;  // read and written by vector accesses
 
   __device__ __forceinline__ VectorPlace(const ActivationArgs& args, uint32_t vector) {
-    // One too small at most: the quotient's estimate is below by less than 1 + vector / 2^32.
+    // The estimate of the quotient is at most one too small: its error is below 1 + vector / 2^32.
     uint32_t quotient = __umulhi(vector, args.row_vectors_inv);
     uint32_t rest = vector - quotient * args.row_vectors;
     if (rest >= args.row_vectors) {
@@ -47,7 +48,7 @@ struct VectorPlace {
     return rows.data + row * rows.row_stride + (column + element) * Format::kBytes;
   }
 
-  // The elements of a vector that is not whole.
+  // The number of elements in a vector that is not whole.
   __device__ __forceinline__ int count(const ActivationArgs& args) const {
     if (!there) return 0;
     const int64_t rest = args.columns - column;
@@ -55,7 +56,7 @@ struct VectorPlace {
   }
 };
 
-// The work of a thread: `kVectors` vectors, a block's width apart.
+// The work of one thread: `kVectors` vectors, one block width apart.
 template <typename Function, typename Format, typename OutFormat, bool kGated, int kVectors>
 __device__ __forceinline__ void activate(const ActivationArgs& args) {
   constexpr int kPerVector = kActivationVectorBytes / Format::kBytes;
@@ -110,7 +111,7 @@ template <typename Function, typename Format, typename OutFormat, bool kGated>
 __global__ void __launch_bounds__(kActivationForwardThreads, 2048 / kActivationForwardThreads)
     activation_forward(const __grid_constant__ ActivationArgs args) {
   constexpr int kVectors = activation_forward_vectors(kGated);
-  if (kVectors > 1 && args.of_thread == 1) {  // few: the shortest way from loads to stores
+  if (kVectors > 1 && args.vectors_per_thread == 1) {  // few vectors: shortest latency
     activate<Function, Format, OutFormat, kGated, 1>(args);
   } else {
     activate<Function, Format, OutFormat, kGated, kVectors>(args);
@@ -131,7 +132,7 @@ __global__ void __launch_bounds__(kActivationBackwardThreads, 2048 / kActivation
     if (kGated) load_stream(up, place.template in<Format>(args.up));
   }
   grid_dependency_launch();
-  // x becomes its gradient, up becomes its own.
+  // Replaces x and up by their gradients.
   const auto compute = [&](float grad, float* x, float* up) {
     float value;
     const float slope = Function::slope(*x, &value);

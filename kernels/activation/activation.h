@@ -10,9 +10,9 @@ namespace tiercel {
 
 enum class ActivationFunction : int { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3 };
 
-// What a call would launch.
+// The launch of a call.
 struct ActivationPlan {
-  const char* kernel;  // "none" where there are no elements
+  const char* kernel;  // "none" if there are no elements
   int64_t rows;        // after neighbouring rows have been joined
   int64_t columns;
   bool aligned;  // 16-byte loads
@@ -20,14 +20,13 @@ struct ActivationPlan {
   unsigned block;
 };
 
-// One call; pointers that a form has no tensor for are null.
+// One call; the pointers of tensors that a form does not have are null.
 //   plain:        out = f(x)
 //   gated, pair:  out = f(x) * up
 //   gated, packed (`up` null): out = f(x[..., :N]) * x[..., N:]
-// x is float32, bfloat16 or float16; any number of dimensions whose leading ones have one distance
-// between rows, with neighbouring elements in the last; `up` has x's shape and dtype. `out` is
-// contiguous, of x's dtype, or float8_e4m3fn with `scale`: one float32; then f's result is divided
-// by it and values beyond 448 become 448.
+// x is float32, bfloat16 or float16, of any rank; its rows are contiguous and a constant stride
+// apart. `up` has x's shape and dtype. `out` is contiguous and has x's dtype, or float8_e4m3fn with
+// `scale` (one float32): then the result is divided by `scale` and saturated at 448.
 struct ActivationCall {
   ActivationFunction function = ActivationFunction::kSilu;
   bool gated = false;
@@ -37,8 +36,8 @@ struct ActivationCall {
   const TensorView* out = nullptr;
 };
 
-// The same forms, backward: `grad` is of `out`'s shape, `x_grad` and `up_grad` are contiguous, of
-// the shapes of x and up.
+// The backward of these forms: `grad` has the shape of `out`; `x_grad` and `up_grad` are contiguous
+// and have the shapes of x and up.
 struct ActivationBackwardCall {
   ActivationFunction function = ActivationFunction::kSilu;
   bool gated = false;
@@ -49,18 +48,18 @@ struct ActivationBackwardCall {
   const TensorView* up_grad = nullptr;
 };
 
-// The public operator of a form: "silu_and_mul", "gelu", ...
+// The public operator's name: "silu_and_mul", "gelu", ...
 const char* activation_op_name(ActivationFunction function, bool gated);
 
-// All checks and the choice of kernel; needs no GPU and no driver.
+// Checks the call and chooses the kernel; needs no GPU and no driver.
 Status activation_plan(const ActivationCall& call, ActivationPlan* plan);
 Status activation_backward_plan(const ActivationBackwardCall& call, ActivationPlan* plan);
 
-// The same, then the launch on `stream` (a CUstream) of the tensors' device.
+// Also launches, on `stream` (a CUstream of the tensors' device).
 Status activation(const ActivationCall& call, void* stream);
 Status activation_backward(const ActivationBackwardCall& call, void* stream);
 
-// Loads the kernels of an operator's function on a device, those of the backward too.
+// Loads an operator's forward and backward kernels on a device.
 Status activation_load(ActivationFunction function, bool gated, int device);
 
 }  // namespace tiercel

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The forward kernels, by function, dtype, result's dtype and form.
+// The forward kernels, by function, dtype, result dtype and form.
 #include "kernels/activation/activation_shifted.cuh"
 
 namespace tiercel {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the activations' launcher and their device code agree on: the kernels' argument and tables.
+// The interface of the activations' host and device code: the kernels' argument and tables.
 #ifndef KERNELS_ACTIVATION_ACTIVATION_KERNELS_H_
 #define KERNELS_ACTIVATION_ACTIVATION_KERNELS_H_
 
@@ -11,7 +11,7 @@
 
 namespace tiercel {
 
-// One matrix with equally distant rows; elements of a row are neighbours.
+// A matrix of contiguous rows, a constant stride apart.
 struct ActivationRows {
   char* data;
   char* end;           // behind the last element
@@ -20,17 +20,17 @@ struct ActivationRows {
 
 struct ActivationArgs {
   ActivationRows grad;     // backward: of the forward's output
-  ActivationRows x;        // what the activation is applied to: the gate
+  ActivationRows x;        // the input of f, the gate if gated
   ActivationRows up;       // gated: the other factor
   ActivationRows out;      // forward: the result; backward: x's gradient
   ActivationRows up_grad;  // backward, gated
   const float* scale;      // float8 results
   int64_t columns;
-  uint32_t vectors;          // of 16 bytes, all rows
-  uint32_t of_thread;        // of them
-  uint32_t row_vectors;      // of a row, the last one possibly in part
+  uint32_t vectors;  // of 16 bytes, in all rows
+  uint32_t vectors_per_thread;
+  uint32_t row_vectors;      // per row; the last one may be partial
   uint32_t row_vectors_inv;  // floor(2^32 / row_vectors)
-  bool aligned;              // every row of every matrix starts at a multiple of its vector
+  bool aligned;              // every row of every matrix is aligned to its vectors
 };
 
 struct ActivationKernel {
@@ -38,20 +38,19 @@ struct ActivationKernel {
   DType dtype;
   DType out_dtype;
   bool gated;
-  bool shifted;  // rows at any distance from a multiple of 16 bytes
+  bool shifted;  // rows may begin at any element
   Kernel kernel;
 };
 
 inline constexpr int kActivationVectorBytes = 16;
-// Threads of a block where vectors are many (measured on an H200), and where they are few: these
-// are on more multiprocessors.
+// Threads per block with many vectors (measured on an H200) and with few, where smaller blocks use
+// more multiprocessors.
 inline constexpr unsigned kActivationForwardThreads = 1024;
 inline constexpr unsigned kActivationPlainThreads = 128;
 inline constexpr unsigned kActivationShiftedThreads = 256;
 inline constexpr unsigned kActivationBackwardThreads = 256;
 inline constexpr unsigned kActivationFewThreads = 128;
-// A thread's vectors, at most: where it reads one matrix only, that is too little on the way with
-// one.
+// The most vectors per thread. One vector of a single matrix would leave too few bytes in flight.
 constexpr unsigned activation_forward_vectors(bool gated) { return gated ? 1 : 2; }
 
 const ActivationKernel* activation_forward_kernels(int* count);

@@ -2,12 +2,12 @@
 // Gated activations of rows that do not begin at multiples of 16 bytes: the second half of a packed
 // row with an odd length, or any view.
 //
-// The plan. The same bytes as activation.cuh's, and 16 at a time on both sides. Vectors of the
-// result are numbered in each row from the multiple of 16 bytes (of 8 or 4 for float8) before it; a
-// thread takes one. What belongs there of an input begins at any byte: the thread loads the two
-// aligned vectors that hold it (the neighbour reads one of them too, from the L1) and shifts them
-// by whole words and then by bytes, 15 instructions for 8 elements. A row's ends are stored element
-// by element, and what lies at the tensor's ends is read so.
+// Moves as many bytes as activation.cuh, 16 at a time in both directions. The result's vectors are
+// numbered in each row from the multiple of 16 bytes (8 or 4 for float8) before it; each thread
+// takes one. Its input may begin at any byte: the thread loads the two aligned vectors that contain
+// it (the neighbour reads one of them too, from L1) and shifts them by whole words and then by
+// bytes, 15 instructions for 8 elements. Stores at a row's ends and loads at the tensor's ends are
+// element by element.
 #ifndef KERNELS_ACTIVATION_ACTIVATION_SHIFTED_CUH_
 #define KERNELS_ACTIVATION_ACTIVATION_SHIFTED_CUH_
 
@@ -15,12 +15,12 @@
 
 namespace tiercel {
 
-// 16 bytes of a matrix, from any element on.
+// 16 bytes of a matrix that begin at any element.
 template <typename Format>
 struct ShiftedVector {
   const char* aligned;
-  uint32_t shift;  // bytes, from there on
-  bool inside;     // all that is read is of the matrix
+  uint32_t shift;  // bytes from `aligned`
+  bool inside;     // both aligned vectors lie in the matrix
   uint32_t words[8];
 
   __device__ __forceinline__ ShiftedVector(const ActivationRows& rows, const char* address)

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The activations and their slopes in float32, each in two forms: `kExact` to some 2^-22 of the
-// value (for float32 results), otherwise to some 2^-19 with few instructions (for results of at
-// most 11 bits, where a streaming kernel has some 27 instruction slots an element). Both hold as
-// far as the value is a normal float32 number, in the tails too: powers that would overflow, or be
-// flushed to 0, are scaled; nothing is the difference of two numbers near 1.
+// The activations and their derivatives in float32, each in two forms: `kExact` with a relative
+// error of about 2^-22 (for float32 results), otherwise of about 2^-19 with few instructions (for
+// results of at most 11 bits, where a streaming kernel has about 27 instruction slots per element).
+// Both hold wherever the value is a normal float32 number, in the tails too: powers that would
+// overflow or be flushed to 0 are scaled, and no value is the difference of two numbers near 1.
 #ifndef KERNELS_ACTIVATION_FUNCTIONS_CUH_
 #define KERNELS_ACTIVATION_FUNCTIONS_CUH_
 
@@ -19,7 +19,7 @@ __device__ __forceinline__ float fast_reciprocal(float x) {
   return value;
 }
 
-// x / d for 1 <= d < 2^126: what IEEE division gives, but for rare last places.
+// x / d for 1 <= d < 2^126; differs from IEEE division rarely, in the last place.
 __device__ __forceinline__ float quotient(float x, float d) {
   const float r = fast_reciprocal(d);
   const float q = x * r;
@@ -27,12 +27,13 @@ __device__ __forceinline__ float quotient(float x, float d) {
   return rest == rest ? fmaf(rest, r, q) : q;  // NaN where x is infinite
 }
 
-// x * sigmoid(z), and sigmoid(z) if it is asked for.
+// x * sigmoid(z); also stores sigmoid(z) if `sigmoid` is not null.
 template <bool kExact>
 __device__ __forceinline__ float sigmoid_times(float z, float x, float* sigmoid = nullptr) {
   if constexpr (kExact) {
-    // From some z on 1 + exp(-z) is too large for a reciprocal; exp(z) long is the sigmoid then,
-    // and is made as exp(z + kFar) * exp(-kFar): kFar is a number whose power is nearly a float.
+    // For z < -kFar, 1 + exp(-z) is too large for a reciprocal, but exp(z) equals the sigmoid. It
+    // is computed as exp(z + kFar) * exp(-kFar); kFar is chosen so that exp(-kFar) is nearly a
+    // float.
     constexpr float kFar = 0x1.fd5498p+5f, kFarPower = 0x1.1bd72cp-92f;  // 63.666...
     const bool far = z < -kFar;
     const float power = expf(far ? z + kFar : -z);
@@ -40,8 +41,9 @@ __device__ __forceinline__ float sigmoid_times(float z, float x, float* sigmoid 
     if (sigmoid != nullptr) *sigmoid = far ? power * kFarPower : quotient(1.0f, d);
     return far ? x * power * kFarPower : quotient(x, d);
   } else {
-    // 2^16 * sigmoid: so its reciprocal is finite, and it is no subnormal number, for all z whose
-    // sigmoid bfloat16 can tell from 0. x * 2^-16 is exact, of bfloat16's smallest numbers too.
+    // Computes 2^16 * sigmoid, so that the reciprocal is finite and the value not subnormal for all
+    // z whose sigmoid is not 0 in bfloat16. x * 2^-16 is exact, also for bfloat16's smallest
+    // numbers.
     constexpr float kScale = 0x1p-16f;
     const float scaled = fast_reciprocal(exp2_approx(fmaf(z, -kLog2E, -16.0f)) + kScale);
     if (sigmoid != nullptr) *sigmoid = scaled * kScale;
@@ -49,7 +51,7 @@ __device__ __forceinline__ float sigmoid_times(float z, float x, float* sigmoid 
   }
 }
 
-// The polynomial with these terms, the constant one first.
+// The polynomial with these coefficients, the constant first.
 template <int kCount>
 __device__ __forceinline__ float horner(const float (&terms)[kCount], float x) {
   float value = terms[kCount - 1];
@@ -58,8 +60,8 @@ __device__ __forceinline__ float horner(const float (&terms)[kCount], float x) {
   return value;
 }
 
-// Every activation has
-//   value(x), and slope(x, &value), its derivative; NaN in, NaN out; infinities as in PyTorch.
+// Every activation has value(x) and its derivative slope(x, &value). NaN gives NaN; infinities give
+// PyTorch's results.
 template <bool kExact>
 struct Silu {
   static __device__ __forceinline__ float value(float x) { return sigmoid_times<kExact>(x, x); }
@@ -79,12 +81,12 @@ struct Relu {
   }
 };
 
-// By the error function: x * Phi(x).
+// x * Phi(x), with the error function.
 template <bool kExact>
 struct Gelu {
-  // Phi(-a) / exp(-a^2 / 2) for a >= 0 as t * polynomial(t), t = 1 / (1 + kT * a): fitted to the
-  // least relative error on [0, 14.2], which is 3.2e-8, or 1.1e-6 with two terms less. (Abramowitz
-  // and Stegun's 7.1.26 has this form, but is right to 1.5e-7 of 1: 3.6 % off for Phi(-12.5).)
+  // Phi(-a) / exp(-a^2 / 2) for a >= 0 as t * polynomial(t), t = 1 / (1 + kT * a), fitted to the
+  // least relative error on [0, 14.2]: 3.2e-8, or 1.1e-6 with two terms fewer. (Abramowitz and
+  // Stegun's 7.1.26 has this form, but an absolute error of 1.5e-7: 3.6 % off at Phi(-12.5).)
   static constexpr float kT = kExact ? 0.34f : 0.26f;
   static __device__ __forceinline__ float polynomial(float t) {
     if constexpr (kExact) {
@@ -99,11 +101,11 @@ struct Gelu {
     }
   }
 
-  // Phi(x), and exp(-x^2 / 2) as a by-product.
+  // Phi(x); also yields exp(-x^2 / 2).
   static __device__ __forceinline__ float normal_cdf(float x, float* bell) {
     float t;
     if constexpr (kExact) {
-      const float a = fminf(fabsf(x), 15.0f);  // Phi(-15) is no float32 number
+      const float a = fminf(fabsf(x), 15.0f);  // Phi(-15) is below float32's range
       const float square = a * a, rest = fmaf(a, a, -square);
       *bell = expf(-0.5f * square);
       *bell = fmaf(*bell, -0.5f * rest, *bell);
@@ -129,7 +131,7 @@ struct Gelu {
   }
 };
 
-// By tanh: 0.5 x (1 + tanh(u)) = x * sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x^3).
+// With tanh: 0.5 x (1 + tanh(u)) = x * sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x^3).
 template <bool kExact>
 struct GeluTanh {
   static constexpr float kTwoBeta = 1.59576912f;  // 2 sqrt(2 / pi)

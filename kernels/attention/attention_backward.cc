@@ -8,6 +8,8 @@
 #include "kernels/attention/attention_problem.h"
 #include "kernels/sm90/checks.h"
 #include "kernels/sm90/driver.h"
+#include "kernels/sm90/kernel_table.h"
+#include "kernels/sm90/math.h"
 
 namespace tiercel {
 namespace {
@@ -15,8 +17,6 @@ namespace {
 constexpr char kOp[] = "attention_backward";
 constexpr int64_t kMaxHeadDimension = 128;
 constexpr int64_t kL2Bytes = 32 << 20;  // of 50 MB, what tiles under way may share
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 Status check_gradient(const char* name, const TensorView& gradient, const TensorView& like,
                       const TensorView& q, bool empty, const char* why) {
@@ -61,7 +61,7 @@ Status check(const AttentionBackwardCall& call, const AttentionOptions& options,
                  "kernels",
                  std::to_string(problem->d)));
   }
-  // Blocks of queries and tiles of keys are counted in 32 bits.
+  // Blocks of queries and tiles of keys have 32-bit numbers.
   const int64_t pairs = std::max<int64_t>(problem->batch * problem->heads, 1);
   const int64_t longest = std::max(problem->seq_q, problem->seq_k);
   if (ceil_div(longest, 64) > (int64_t{1} << 30) / pairs) {
@@ -89,30 +89,24 @@ struct Choice {
 Choice choose(DType dtype, const AttentionProblem& problem, bool deterministic,
               int multiprocessors) {
   Choice choice;
-  int count = 0;
-  const AttentionBackwardKernel* kernels = attention_backward_kernels(&count);
-  for (int i = 0; i < count; ++i) {
-    const AttentionBackwardVariant& variant = kernels[i].variant;
+  for (const AttentionBackwardKernel& kernel : KernelTable(attention_backward_kernels)) {
+    const AttentionBackwardVariant& variant = kernel.variant;
     if (variant.dtype == dtype && variant.capped == problem.capped && variant.max_d >= problem.d &&
         (choice.kernel == nullptr || variant.max_d < choice.kernel->variant.max_d)) {
-      choice.kernel = &kernels[i];
-    }
-  }
-  const AttentionBackwardRowsKernel* rows = attention_backward_rows_kernels(&count);
-  for (int i = 0; i < count; ++i) {
-    if (rows[i].dtype == dtype && rows[i].tile_d == choice.kernel->variant.tile_d &&
-        rows[i].tile_m == choice.kernel->variant.tile_m) {
-      choice.rows = &rows[i];
+      choice.kernel = &kernel;
     }
   }
   const AttentionBackwardVariant& variant = choice.kernel->variant;
+  choice.rows = KernelTable(attention_backward_rows_kernels).find([&](const auto& rows) {
+    return rows.dtype == dtype && rows.tile_d == variant.tile_d && rows.tile_m == variant.tile_m;
+  });
   choice.blocks = problem.batch * problem.heads * ceil_div(problem.seq_q, variant.tile_m);
   const int64_t pairs = problem.batch * problem.kv_heads;
   const int64_t tiles = pairs * ceil_div(problem.seq_k, kAttentionBackwardKeys);
   choice.grid = static_cast<unsigned>(std::min<int64_t>(tiles, multiprocessors));
-  // Tiles of early keys have the most queries under a causal mask: those of as many heads first as
-  // the L2 cache holds q, its gradient and dq's sums of. In order, late ones first: their sums are
-  // there when early ones need them.
+  // Under a causal mask, tiles of early keys have the most queries. They come first, for as many
+  // heads at a time as L2 holds q, its gradient and dq's sums of. In ordered mode late keys come
+  // first, so that their sums are complete when those of early keys need them.
   if (problem.growing) {
     const int64_t head = problem.seq_q * variant.tile_d * 8 * (problem.heads / problem.kv_heads);
     choice.band = static_cast<int>(std::clamp<int64_t>(kL2Bytes / head, 1, pairs));
@@ -216,13 +210,10 @@ Status attention_backward(const AttentionBackwardCall& call, const AttentionOpti
 }
 
 Status attention_backward_load(int device) {
-  int count = 0;
-  const AttentionBackwardKernel* kernels = attention_backward_kernels(&count);
-  for (int i = 0; i < count; ++i) TIERCEL_RETURN_IF_ERROR(kernels[i].kernel.load(device));
-  const AttentionBackwardRowsKernel* rows = attention_backward_rows_kernels(&count);
-  for (int i = 0; i < count; ++i) {
-    TIERCEL_RETURN_IF_ERROR(rows[i].prepare.load(device));
-    TIERCEL_RETURN_IF_ERROR(rows[i].finish.load(device));
+  TIERCEL_RETURN_IF_ERROR(KernelTable(attention_backward_kernels).load_all(device));
+  for (const AttentionBackwardRowsKernel& rows : KernelTable(attention_backward_rows_kernels)) {
+    TIERCEL_RETURN_IF_ERROR(rows.prepare.load(device));
+    TIERCEL_RETURN_IF_ERROR(rows.finish.load(device));
   }
   return Status();
 }

@@ -8,14 +8,13 @@
 #include "kernels/attention/attention_problem.h"
 #include "kernels/sm90/checks.h"
 #include "kernels/sm90/driver.h"
+#include "kernels/sm90/kernel_table.h"
+#include "kernels/sm90/math.h"
 
 namespace tiercel {
 namespace {
 
 constexpr int64_t kMaxHeadDimension = 128;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 bool is_one(const TensorView& scale) {
   return std::all_of(scale.shape, scale.shape + scale.ndim, [](int64_t n) { return n == 1; });
@@ -70,7 +69,7 @@ Status check(const AttentionFp8Call& call, const AttentionOptions& options,
                  std::to_string(problem->d)));
   }
   if (problem->empty()) return Status();
-  // Blocks of keys are counted in 32 bits, and columns of packed values.
+  // Blocks of keys and columns of packed values have 32-bit numbers.
   constexpr int64_t kMaxBlocks = int64_t{1} << 30, kMaxPackedKeys = int64_t{1} << 29;
   const bool many = ceil_div(problem->seq_k, kAttentionFp8Keys) > kMaxBlocks / batch / kv_heads;
   if (many || (problem->packed && packed_keys(call) > kMaxPackedKeys)) {
@@ -87,7 +86,7 @@ struct Choice {
   unsigned grid = 0;
   int blocks = 0;       // of keys, to be transposed
   int64_t columns = 0;  // of a row of transposed values
-  int64_t factors = 0;  // bytes before those
+  int64_t factors = 0;  // bytes, before the values
   int64_t workspace = 0;
 };
 
@@ -101,14 +100,12 @@ bool better(const AttentionFp8Variant& a, const AttentionFp8Variant& b, int64_t 
 
 Choice choose(const AttentionFp8Call& call, const AttentionProblem& problem, int multiprocessors) {
   Choice choice;
-  int count = 0;
-  const AttentionFp8Kernel* kernels = attention_fp8_kernels(&count);
-  for (int i = 0; i < count; ++i) {
-    const AttentionFp8Variant& variant = kernels[i].variant;
+  for (const AttentionFp8Kernel& kernel : KernelTable(attention_fp8_kernels)) {
+    const AttentionFp8Variant& variant = kernel.variant;
     if (variant.mask == problem.mask && variant.capped == problem.capped &&
         variant.packed == problem.packed && variant.max_d >= problem.d &&
         (choice.kernel == nullptr || better(variant, choice.kernel->variant, problem.seq_q))) {
-      choice.kernel = &kernels[i];
+      choice.kernel = &kernel;
     }
   }
   const int64_t q_tiles = ceil_div(problem.seq_q, choice.kernel->variant.tile_m);
@@ -136,8 +133,8 @@ AttentionFp8Scale scale_of(const TensorView* scale) {
   return {data, scale->strides[0], scale->strides[1]};
 }
 
-// `Rows` is how the maps see q, k and out. Transposed values are [batch, heads, d, columns], of
-// packed sequences a batch of one.
+// `Rows` is the view that the maps have of q, k and out. Transposed values are [batch, heads, d,
+// columns]; packed sequences are a batch of one.
 template <typename Rows>
 Status encode_maps(const AttentionFp8Call& call, const AttentionProblem& problem,
                    const Choice& choice, void* values, CUtensorMap (&maps)[4]) {
@@ -280,9 +277,7 @@ Status attention_fp8(const AttentionFp8Call& call, const AttentionOptions& optio
 }
 
 Status attention_fp8_load(int device) {
-  int count = 0;
-  const AttentionFp8Kernel* kernels = attention_fp8_kernels(&count);
-  for (int i = 0; i < count; ++i) TIERCEL_RETURN_IF_ERROR(kernels[i].kernel.load(device));
+  TIERCEL_RETURN_IF_ERROR(KernelTable(attention_fp8_kernels).load_all(device));
   return attention_fp8_values_kernel().load(device);
 }
 

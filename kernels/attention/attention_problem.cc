@@ -9,6 +9,8 @@
 
 #include "kernels/sm90/checks.h"
 #include "kernels/sm90/driver.h"
+#include "kernels/sm90/kernel_table.h"
+#include "kernels/sm90/math.h"
 
 namespace tiercel {
 namespace {
@@ -20,8 +22,6 @@ constexpr int64_t kUnlimited = int64_t{1} << 29;
 
 constexpr int64_t kMaxHeadDimension = 256;
 constexpr int64_t kMaxPackedHeadDimension = 128;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 Status unsupported(const char* op, const char* name, const std::string& expected,
                    const std::string& got) {
@@ -162,18 +162,16 @@ Status attention_problem(const char* op, const TensorView& q, int64_t batch, int
 
 AttentionChoice attention_choose(DType dtype, const AttentionProblem& problem,
                                  int multiprocessors) {
-  int count = 0;
-  const AttentionKernel* kernels = attention_kernels(&count);
   AttentionChoice choice{nullptr, 1, 0};
-  for (int i = 0; i < count; ++i) {
-    const AttentionVariant& variant = kernels[i].variant;
+  for (const AttentionKernel& kernel : KernelTable(attention_kernels)) {
+    const AttentionVariant& variant = kernel.variant;
     if (variant.dtype != dtype || variant.mask != problem.mask ||
         variant.capped != problem.capped || variant.packed != problem.packed ||
         variant.d < problem.d) {
       continue;
     }
     if (choice.kernel == nullptr || better(variant, choice.kernel->variant, problem)) {
-      choice.kernel = &kernels[i];
+      choice.kernel = &kernel;
     }
   }
   const int64_t pairs = problem.batch * problem.heads;

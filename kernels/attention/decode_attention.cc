@@ -9,6 +9,8 @@
 #include "kernels/attention/decode_kernels.h"
 #include "kernels/sm90/checks.h"
 #include "kernels/sm90/driver.h"
+#include "kernels/sm90/kernel_table.h"
+#include "kernels/sm90/math.h"
 
 namespace tiercel {
 namespace {
@@ -191,21 +193,18 @@ Status check_supported(const DecodeTensors& t, const DecodeOptions& options) {
   return Status();
 }
 
-// Rows of a tile, and parts of it as expected, that its last block puts together as fast as
-// decode_combine would.
+// The rows per tile, and its expected parts, that its last block combines as fast as
+// decode_combine.
 constexpr int kMostRows = 8;
 constexpr int64_t kMostParts = 40;
 
 const DecodeKernel* kernel_for(const DecodeTensors& t, int64_t rows, bool spread) {
   const bool float8 = t.k_cache.dtype == DType::kFloat8E4M3;
-  int count = 0;
-  const DecodeKernel* kernels =
-      t.q.dtype == DType::kBFloat16
-          ? (float8 ? decode_kernels_bf16_fp8(&count) : decode_kernels_bf16(&count))
-          : (float8 ? decode_kernels_fp16_fp8(&count) : decode_kernels_fp16(&count));
+  const KernelTable kernels(t.q.dtype == DType::kBFloat16
+                                ? (float8 ? decode_kernels_bf16_fp8 : decode_kernels_bf16)
+                                : (float8 ? decode_kernels_fp16_fp8 : decode_kernels_fp16));
   const DecodeKernel* best = nullptr;
-  for (int i = 0; i < count; ++i) {
-    const DecodeKernel& kernel = kernels[i];
+  for (const DecodeKernel& kernel : kernels) {
     if (kernel.spread != spread) continue;
     if (kernel.any_d ? t.q.shape[3] > kernel.d : t.q.shape[3] != kernel.d) continue;
     const bool wider = best != nullptr && best->d == kernel.d && best->any_d == kernel.any_d &&
@@ -304,7 +303,7 @@ Status prepare(const DecodeTensors& t, const DecodeOptions& options, int multipr
   if (args->left >= 0) keys = std::min(keys, int64_t{args->left} + args->queries);
   DecodeLoad load;
   load.tiles = int64_t{args->batch} * args->sequence_tiles;
-  load.steps = std::max<int64_t>((keys + step - 1) / step, 1);
+  load.steps = std::max<int64_t>(ceil_div(keys, step), 1);
   load.row_bytes = args->d * element;
   load.step_bytes = 2 * step * load.row_bytes;
   load.float8 = element == 1;
@@ -330,9 +329,9 @@ Status prepare(const DecodeTensors& t, const DecodeOptions& options, int multipr
 }
 
 const DecodeCombineKernel& combine_for(DType dtype) {
-  int count = 0;
-  const DecodeCombineKernel* kernels = decode_combine_kernels(&count);
-  return kernels[0].dtype == dtype ? kernels[0] : kernels[1];
+  return *KernelTable(decode_combine_kernels).find([&](const auto& kernel) {
+    return kernel.dtype == dtype;
+  });
 }
 
 Status check_workspace(const Argument& workspace, const Argument& q, int64_t needed) {

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "kernels/attention/decode_kernels.h"
+#include "kernels/sm90/math.h"
 
 namespace tiercel {
 namespace {
@@ -16,9 +17,9 @@ constexpr Rate kWide{4.42e6, 4.55e6}, kNarrow{4.3e6, 4.45e6};  // rows of up to 
 constexpr int64_t kNarrowRow = 128;
 constexpr double kSparse = 3.7e6;   // clustered, with one block a multiprocessor
 constexpr double kChain = 4.0;      // launch, lengths, first keys, results: all ways have them
-constexpr double kStep = 0.75;      // at least, of one step
-constexpr double kBeside = 1.25;    // times that, with other blocks on the multiprocessor
-constexpr double kConvert = 1.5;    // times that, for float8
+constexpr double kStep = 0.75;      // at least, per step
+constexpr double kBeside = 1.25;    // factor, with other blocks on the multiprocessor
+constexpr double kConvert = 1.5;    // factor for float8
 constexpr double kExchange = 0.05;  // of each of a cluster's blocks
 constexpr double kShares = 1.5;     // lengths first, before the page table
 constexpr double kCombine = 1.5;    // the parts of a tile
@@ -29,12 +30,11 @@ constexpr double kRestart = 1.0;    // a further tile of a block
 constexpr double kRoom[] = {1.0, 1.0, 0.94, 0.9};
 constexpr double kRound[] = {0.3, 1.5, 2.5, 3.7};
 
-// Spread blocks are even whatever the lengths; clusters that all run at once take as long as the
-// longest sequence, so they have to be better. With several rounds of single blocks that evens out.
+// Spread blocks are balanced for any lengths. Clusters that all run at once take as long as the
+// longest sequence, so they must be estimated better by a margin; several rounds of single blocks
+// balance.
 constexpr double kPreferSpread = 0.97;
 constexpr int kManyRounds = 3;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 const Rate& rate(const DecodeLoad& load) { return load.row_bytes > kNarrowRow ? kWide : kNarrow; }
 

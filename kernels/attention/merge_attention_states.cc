@@ -5,6 +5,8 @@
 #include <string>
 
 #include "kernels/sm90/checks.h"
+#include "kernels/sm90/kernel_table.h"
+#include "kernels/sm90/math.h"
 
 namespace tiercel {
 namespace {
@@ -88,17 +90,15 @@ Status prepare(const MergeTensors& t, MergeArgs* args, Choice* choice) {
   args->vectors = rows * row_vectors;
   args->queries = static_cast<int>(shape[1]);
   args->heads = static_cast<int>(shape[2]);
-  const int64_t grid = (args->vectors + kMergeThreads - 1) / kMergeThreads;
+  const int64_t grid = ceil_div(args->vectors, kMergeThreads);
   if (std::max({shape[1], shape[2], row_vectors, grid}) > kMost) {
     return Status::Unimplemented(std::string(kOp) + ": too large for one launch, got shape " +
                                  shape_text(shape, 4));
   }
   choice->grid = static_cast<unsigned>(grid);
-  int count = 0;
-  const MergeKernel* kernels = merge_kernels(&count);
-  for (int i = 0; i < count; ++i) {
-    if (kernels[i].dtype == t.out_a.dtype) choice->kernel = &kernels[i];
-  }
+  choice->kernel = KernelTable(merge_kernels).find([&](const auto& kernel) {
+    return kernel.dtype == t.out_a.dtype;
+  });
   return Status();
 }
 

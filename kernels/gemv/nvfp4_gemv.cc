@@ -6,15 +6,13 @@
 
 #include "kernels/gemv/nvfp4_gemv_kernels.h"
 #include "kernels/sm90/checks.h"
+#include "kernels/sm90/math.h"
 
 namespace tiercel {
 namespace {
 
 constexpr char kOp[] = "nvfp4_gemv";
-constexpr int64_t kMultiprocessors = 132;
-constexpr int64_t kWarps = kGemvMaxThreads / 32;  // that a multiprocessor holds
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t kWarps = kGemvMaxThreads / 32;  // resident per multiprocessor
 
 Status check_cpu(const Argument& argument) {
   if (argument.view.device_type == DeviceType::kCPU) return Status();
@@ -25,7 +23,7 @@ Status check_cpu(const Argument& argument) {
                    : "a tensor on another kind of device"));
 }
 
-// Packed codes [rows, k / 2, l] of which each row and batch lies at a multiple of 16 bytes.
+// Checks for packed codes [rows, k / 2, l] with rows and batches at multiples of 16 bytes.
 Status check_codes(const Argument& argument, int64_t rows, int64_t bytes, int64_t batches,
                    const char* why) {
   TIERCEL_RETURN_IF_ERROR(check_rank(argument, 3));
@@ -130,16 +128,17 @@ struct Choice {
   LaunchConfig config;
 };
 
-// As many warps as the GPU holds at a time, if there are rows or steps of K for them; two blocks a
+// As many warps as are resident at once, if there are enough rows or steps of K; two blocks per
 // multiprocessor. (Measured on an H200: more blocks decode b more often, fewer leave more idle.)
 void choose(Choice* choice, int64_t batches) {
   Nvfp4GemvArgs& args = choice->args;
   const int64_t steps = ceil_div(args.k, kGemvStep);
   const int64_t quads = args.quads * batches;
-  const int64_t most = std::min(steps, kMultiprocessors * kWarps / std::max<int64_t>(quads, 1));
+  const int64_t most =
+      std::min(steps, kDefaultMultiprocessors * kWarps / std::max<int64_t>(quads, 1));
   int parts = 1;
   while (2 * parts <= most && 2 * parts <= kWarps) parts *= 2;
-  const int64_t share = ceil_div(quads, kMultiprocessors);  // a multiprocessor's
+  const int64_t share = ceil_div(quads, kDefaultMultiprocessors);  // per multiprocessor
   const int64_t per_block = share * parts <= kWarps
                                 ? ceil_div(share, 2)
                                 : std::max<int64_t>((steps > 4 ? 8 : 4) / parts, 1);
@@ -171,7 +170,7 @@ Status prepare(const Nvfp4GemvData& data, Choice* choice) {
   args.scale_atoms = static_cast<int>(ceil_div(args.k, 64));
   args.scale_a_batch = int64_t{512} * args.scale_atoms * ceil_div(rows, 128);
   args.scale_b_batch = int64_t{512} * args.scale_atoms;
-  // The last atom may have fewer rows than 32: then fewer quads.
+  // If the last atom has fewer than 32 rows, it has fewer quads.
   const int64_t rest = rows % 128;
   args.quads = static_cast<int>(rows / 128 * 32 + std::min<int64_t>(rest, 32));
   choose(choice, data.a.shape[2]);

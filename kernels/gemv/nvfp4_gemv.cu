@@ -1,20 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // nvfp4_gemv: c[m] = sum over k of a[m, k] * b[k], a and b in NVFP4, for each of l batches.
 //
-// The plan. The bytes of a bind it: at M = 7168, K = 16384 58.7 MB and 7.3 MB of scales, 15 us at
-// 4.4 TB/s. At that rate an SM has 34 values a cycle to multiply, so every instruction counts:
-//  - e2m1 values are halves of whole numbers from -12 to 12. A byte permutation looks up four at a
-//    time: a code's sign bit, which it takes for "repeat the byte's sign", makes 0 of the negative
-//    ones, and the flipped one 0 of the positive ones. Two integer dot products of four (dp4a) then
-//    give the sum over the positive ones less that over the negative ones: a group of 16 exactly.
-//  - Its float value comes of an addition to 1.5 * 2^23 in the integers' place. Times both scales
-//  it
-//    is still exact in float32; only the sum over groups rounds.
-//  - b is decoded once a block, into shared memory.
-// A warp has the four rows m, m + 32, m + 64 and m + 96 of an atom of 128, since one 16-byte load
-// of permuted scales serves these, and 1024 values of K at a time: each lane 16 neighbouring bytes
-// of each row. The next step's five loads are under way while this one's are multiplied. `parts`
-// warps share the four rows along K and add their sums up in shared memory.
+// Bound by the bytes of a: at M = 7168, K = 16384, 58.7 MB and 7.3 MB of scales take 15 us at 4.4
+// TB/s. At that rate an SM multiplies 34 values per cycle, so every instruction counts:
+//  - e2m1 values are halves of integers from -12 to 12. One byte permutation looks up four of them.
+//    It interprets a code's sign bit as "repeat the byte's sign", which gives 0 for negative
+//    values, or for positive ones with the bit flipped. Two integer dot products of four (dp4a)
+//    then add the positive and subtract the negative values; a group of 16 is exact.
+//  - The integer sum is converted to float by accumulating it onto the bits of 1.5 * 2^23. The
+//    product with both scales is exact in float32; only the sum over groups rounds.
+//  - b is decoded once per block, into shared memory.
+// A warp processes rows m, m + 32, m + 64 and m + 96 of an atom of 128, because one 16-byte load of
+// permuted scales serves these, and 1024 values of K per step: 16 adjacent bytes of each row per
+// lane. The five loads of the next step are in flight during the multiplications of this one.
+// `parts` warps split K of the four rows and add their sums in shared memory.
 #include <cstdint>
 
 #include "kernels/gemv/nvfp4_gemv_kernels.h"
@@ -25,15 +24,15 @@
 namespace tiercel {
 namespace {
 
-// Twice the magnitudes of e2m1, by code.
+// Twice the magnitude of each e2m1 code.
 constexpr uint32_t kLowMagnitudes = 0x03020100u;
 constexpr uint32_t kHighMagnitudes = 0x0c080604u;
 constexpr uint32_t kSigns = 0x88888888u;
 constexpr int kMagic = 0x4b400000;  // 1.5 * 2^23
 constexpr float kMagicFloat = 12582912.0f;
 
-// Four codes at the low end of `codes` as bytes, those with the sign bit as 0. (Not __byte_perm,
-// which drops that bit.)
+// Looks up the lowest four codes as bytes; a code with the sign bit gives 0. (__byte_perm would
+// drop that bit.)
 __device__ __forceinline__ uint32_t magnitudes(uint32_t codes) {
   uint32_t bytes;
   asm("prmt.b32 %0, %1, %2, %3;"
@@ -76,12 +75,12 @@ __device__ __forceinline__ uint4 load_once(const char* address) {
   return v;
 }
 
-// A step's share of a lane.
+// A lane's operands of one step.
 struct Step {
-  uint4 codes[4];  // 32 of each row
-  uint4 scales;    // four of each row, two of which are the lane's
+  uint4 codes[4];  // 32 per row
+  uint4 scales;    // four per row, two of which this lane uses
 
-  // `valid` has bit j set where there is row j.
+  // Bit j of `valid` is set if row j exists.
   __device__ __forceinline__ void load(const char* a, int64_t row32, const char* scale, bool real,
                                        int valid) {
 #pragma unroll

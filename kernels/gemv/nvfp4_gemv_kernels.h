@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What nvfp4_gemv's launcher and its device code agree on.
+// The interface of nvfp4_gemv's host and device code.
 #ifndef KERNELS_GEMV_NVFP4_GEMV_KERNELS_H_
 #define KERNELS_GEMV_NVFP4_GEMV_KERNELS_H_
 
@@ -23,15 +23,15 @@ struct Nvfp4GemvArgs {
   int rows;
   int k;
   int scale_atoms;  // of 128 rows by 4 scales, along K
-  int quads;        // of rows, see the kernel
-  int parts;        // warps that share a quad, along K
+  int quads;        // groups of four rows, see the kernel
+  int parts;        // warps that split K of a quad
 };
 
-inline constexpr int kGemvStep = 1024;  // values of K that a warp takes at a time
+inline constexpr int kGemvStep = 1024;  // values of K per step of a warp
 inline constexpr int kGemvMaxThreads = 896;
 inline constexpr int kGemvMaxK = 131072;
 
-// Shared memory of a block: b as int8, its scales as float32, and each warp's four sums.
+// Shared memory per block: b as int8, its scales as float32, and four sums per warp.
 constexpr int gemv_shared_bytes(int k, int warps) {
   return (k + kGemvStep - 1) / kGemvStep * (kGemvStep + kGemvStep / 16 * 4) + warps * 16;
 }

@@ -9,17 +9,14 @@
 
 #include "kernels/gemv/nvfp4_linear_kernels.h"
 #include "kernels/sm90/checks.h"
+#include "kernels/sm90/math.h"
 #include "kernels/sm90/tensor_map.h"
 
 namespace tiercel {
 namespace {
 
 constexpr char kOp[] = "nvfp4_linear";
-constexpr int kMultiprocessors = 132;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Rows of neighbouring elements at multiples of `bytes`.
+// Checks for contiguous rows at multiples of `bytes`.
 Status check_rows(const Argument& argument, int64_t bytes) {
   const TensorView& view = argument.view;
   const int64_t stride = view.strides[0] * dtype_bytes(view.dtype);
@@ -94,18 +91,20 @@ struct Choice {
   LaunchConfig config;
 };
 
-// Blocks that the GPU runs at once, of one a multiprocessor, in clusters.
-int places(int cluster) { return cluster <= 2 ? kMultiprocessors : cluster == 4 ? 120 : 112; }
+// Blocks that run at once, one per multiprocessor, in clusters of this size.
+int places(int cluster) {
+  return cluster <= 2 ? kDefaultMultiprocessors : cluster == 4 ? 120 : 112;
+}
 
-// What a configuration comes to; or why there is none.
+// The launch of a configuration, or why it has none.
 struct Fit {
   int sections;
   int passes;
   int all_turns;
-  int turns;  // of a block
+  int turns;  // per block
   int group;
   int shared;
-  int together;  // blocks of a multiprocessor
+  int together;  // blocks per multiprocessor
 };
 
 const char* fit(const Nvfp4LinearArgs& args, const Nvfp4LinearConfig& config, Fit* fit) {
@@ -114,7 +113,7 @@ const char* fit(const Nvfp4LinearArgs& args, const Nvfp4LinearConfig& config, Fi
   const int most_warps = linear_max_threads(args.tokens) / 32;
   if (warps > most_warps) return "its block has too many threads";
   if (config.parts * config.cluster >= lines + config.cluster) return "it splits K too often";
-  const int64_t passes = ceil_div(lines, config.parts * config.cluster);  // of all sections
+  const int64_t passes = ceil_div(lines, config.parts * config.cluster);  // in all sections
   fit->all_turns = static_cast<int>(ceil_div(ceil_div(args.features, 16), config.tiles));
   const int queues = warps * config.stages * kLinearStageBytes;
   const int sum = linear_sum_bytes(args.tokens);
@@ -126,8 +125,8 @@ const char* fit(const Nvfp4LinearArgs& args, const Nvfp4LinearConfig& config, Fi
         std::min(kLinearMaxShared, 228 * 1024 / fit->together - 2048) - queues - of_strip - zeros;
     const int64_t clusters = places(config.cluster) * fit->together / config.cluster;
     fit->turns = static_cast<int>(ceil_div(fit->all_turns, clusters));
-    // Of a turn: every warp's sums, in the block that owns their rows, and here from section to
-    // section. There are as few sections as leave room for a turn.
+    // Shared memory per turn: every warp's sums in the block that owns their rows, and in this
+    // block between sections. The fewest sections that leave room for a turn.
     int turn = warps * sum;
     fit->sections = 1;
     if (passes * pass_bytes + turn > room) {
@@ -148,22 +147,22 @@ const char* fit(const Nvfp4LinearArgs& args, const Nvfp4LinearConfig& config, Fi
   return "it needs too much shared memory";
 }
 
-// Expected microseconds, of two stages. Fitted to sweeps of 35 problems on an H200
-// (tests/gemv/nvfp4_linear_h200.json), where its choice is within 4 % of the best; fitted without
-// any one of the seven shapes it still is. These sweeps were of this kernel's predecessor.
+// Estimated microseconds with two stages. Fitted to sweeps of 35 problems on an H200
+// (tests/gemv/nvfp4_linear_h200.json), where its choice is within 4 % of the best, also for each of
+// the seven shapes when fitted without it. The sweeps measured this kernel's predecessor.
 double estimate(const Nvfp4LinearArgs& args, const Nvfp4LinearConfig& config, const Fit& fit) {
   constexpr double kLaunch = 0.8;
-  constexpr double kBytes = 4.708e6;     // of memory, a microsecond
-  constexpr double kApart = 0.3834;      // more time for a line of rows that lie apart
-  constexpr double kTurn = 0.2397;       // of the end of a turn, which sends sums
-  constexpr double kLoadX = 1.026;       // of x
+  constexpr double kBytes = 4.708e6;     // from memory, per microsecond
+  constexpr double kApart = 0.3834;      // extra time for a line whose rows are not adjacent
+  constexpr double kTurn = 0.2397;       // the end of a turn, which sends sums
+  constexpr double kLoadX = 1.026;       // loading x
   constexpr double kLoadLine = 0.01557;  // and for each 512 bytes of it
-  constexpr double kMeet = 0.584;        // of a group's sums
-  constexpr double kAdd = 0.0349;        // four sums of one part, for each lane
-  constexpr double kCluster = 0.1406;    // of any
+  constexpr double kMeet = 0.584;        // waiting for a group's sums
+  constexpr double kAdd = 0.0349;        // adding four sums of one part, per lane
+  constexpr double kCluster = 0.1406;    // any cluster
   constexpr double kClusters = 0.0872;   // for each doubling
   const int kind = args.tokens == 1 ? 0 : args.tokens <= 8 ? 1 : 2;
-  // A line of 16 rows of a warp that is alone, and of one of many.
+  // A line of 16 rows: the only warp of a scheduler, and one of several.
   constexpr double kStep[] = {0.8125, 0.8674, 1.027};
   constexpr double kEach[] = {0.0665, 0.0688, 0.0818};
   const int warps = config.tiles * config.parts;
@@ -172,12 +171,12 @@ double estimate(const Nvfp4LinearArgs& args, const Nvfp4LinearConfig& config, co
       warps * std::min<int64_t>(fit.together, ceil_div(grid, places(config.cluster)));
   const double groups = static_cast<double>(ceil_div(fit.turns, fit.group));
   const double loads = fit.sections == 1 ? 1.0 : fit.sections * groups;
-  // Four schedulers share the warps: the one that has most of them is done last.
+  // Four schedulers share the warps; the one with most of them finishes last.
   const double of_schedulers = 4.0 * static_cast<double>(ceil_div(warps_at_once, 4));
   const double turns = static_cast<double>(fit.turns) * fit.sections;
   const double multiply =
       turns * (fit.passes * std::max(kEach[kind] * of_schedulers, kStep[kind]) + kTurn);
-  // Parts of a row are neighbours in memory and are wanted at the same time.
+  // Parts of a row are adjacent in memory and read at the same time.
   const double apart = 1.0 + kApart / config.parts;
   const double load = 0.5625 * args.features * static_cast<double>(args.k) * apart / kBytes;
   const int64_t lines = static_cast<int64_t>(fit.passes) * config.parts * args.tokens;
@@ -192,7 +191,7 @@ double estimate(const Nvfp4LinearArgs& args, const Nvfp4LinearConfig& config, co
 }
 
 Nvfp4LinearConfig choose(const Nvfp4LinearArgs& args) {
-  // What the sweeps tried.
+  // The range of the sweeps.
   constexpr int kParts[] = {1, 2, 3, 4, 5, 6, 7, 8, 12, 14, 16};
   constexpr int kWarps[] = {8, 10, 12, 14, 15, 16, 18, 20, 21, 24, 28};
   Nvfp4LinearConfig best{1, 1, 1, 2};  // which always fits
@@ -212,8 +211,8 @@ Nvfp4LinearConfig choose(const Nvfp4LinearArgs& args) {
   return best;
 }
 
-// The same, remembered: a model has a few problems, and weighing hundreds of cuts takes longer than
-// a launch.
+// Caches the choice: a model has few problems, and estimating hundreds of configurations takes
+// longer than a launch.
 Nvfp4LinearConfig choose_once(const Nvfp4LinearArgs& args) {
   struct Known {
     int tokens, features, k;
@@ -250,9 +249,10 @@ Status configure(const Nvfp4LinearConfig& config, Choice* choice) {
   args.sections = place.sections;
   args.all_turns = place.all_turns;
   args.turns = place.turns;
-  // Of larger weights they come at the cost of what the grid before still reads.
-  constexpr int64_t kAhead = 5'000'000;  // bytes
-  args.ahead = args.tokens == 1 && args.features * static_cast<int64_t>(args.k) / 2 <= kAhead;
+  // With larger weights, the prefetch slows the reads of the previous grid.
+  constexpr int64_t kLargestPrefetched = 5'000'000;  // bytes
+  args.prefetch_weights =
+      args.tokens == 1 && args.features * static_cast<int64_t>(args.k) / 2 <= kLargestPrefetched;
   args.group = place.group;
   const int64_t groups = ceil_div(place.all_turns, place.turns);
   choice->config.grid.x = static_cast<uint32_t>(groups * config.cluster);
@@ -264,7 +264,7 @@ Status configure(const Nvfp4LinearConfig& config, Choice* choice) {
   return Status();
 }
 
-// What the copy engine is told. Where K is 0 it is asked for nothing.
+// The tensor map of the weights. If K is 0, nothing is loaded.
 Status encode_map(const TensorView& weight, Nvfp4LinearArgs* args) {
   if (args->k == 0) return Status();
   constexpr CUtensorMapL2promotion kLines = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
@@ -291,7 +291,7 @@ Status prepare(const TensorView& x, const TensorView& weight, const TensorView& 
   if (config != nullptr) return configure(*config, choice);
   const TunedProblem problem{x.device_index, weight.dtype, args.features, args.k};
   const Nvfp4LinearConfig* tuned = nvfp4_linear_tuned().find(problem, args.tokens);
-  // Tuned for another number of tokens, it may not fit this one.
+  // A configuration tuned for another number of tokens may not fit.
   if (tuned != nullptr && configure(*tuned, choice).ok()) return Status();
   return configure(choose_once(args), choice);
 }
@@ -330,7 +330,8 @@ Status nvfp4_linear(const TensorView& x, const TensorView& weight, const TensorV
 }
 
 TunedTable<Nvfp4LinearConfig>& nvfp4_linear_tuned() {
-  static auto* table = new TunedTable<Nvfp4LinearConfig>();  // never destroyed: threads may launch
+  // Never destroyed, as threads may still launch.
+  static auto* table = new TunedTable<Nvfp4LinearConfig>();
   return *table;
 }
 

@@ -2,42 +2,41 @@
 // nvfp4_linear: out[t, n] = sum over k of x[t, k] * weight[n, k], weight in NVFP4, x in bfloat16,
 // up to 16 tokens.
 //
-// The plan. The weights' bytes bind it: at N = 7168, K = 16384 58.7 MB and 7.3 MB of scales, 15 us
-// at 4.4 TB/s. At that rate a multiprocessor has 33 weights to multiply a cycle, which leaves four
-// instructions of a thread for each, so that instructions are what has to be few.
-//  - A block keeps its part of x in shared memory, in the order in which threads want it as the B
-//    operand of mma.m16n8k16. A warp goes along K with 16 rows of the weight, whose sums stay in
-//    its registers. These rows come through the warp's own ring of stages, which the copy engine
-//    fills: no barrier of the block. Their scales go straight to the threads that want them.
-//  - Weights become bfloat16 in registers: e2m1's bits are moved to bfloat16's places, eleven
-//    instructions for eight weights, and multiplied by their scale. That product is exact. The
-//    order of K inside a product is free, so every thread takes weights as they lie.
-//  - Of a single token the eight columns of B have each another group of 16 values, and zeros: a
-//    sum belongs to one scale, which then multiplies sums, not weights. Two columns are of one of
-//    the four threads that share a row; where the other's weights pass, theirs do not count.
-//    Weights without their scale are too small for bfloat16, so these are float16, and so is x,
-//    times a power of two for each 256 values that brings the largest magnitude below 2^15: no
-//    value within 2^31 of that loses a bit.
-//  - `parts` warps of a block and the blocks of a cluster share K. They send their sums to the
-//    block of the cluster that owns the rows, which after a `group` of turns adds those of all
-//    parts up. Where x does not fit, K is cut into `sections`, for each of which the rows of a
-//    group pass by again.
+// Bound by the bytes of the weights: at N = 7168, K = 16384, 58.7 MB and 7.3 MB of scales take 15
+// us at 4.4 TB/s. At that rate a multiprocessor multiplies 33 weights per cycle, which leaves four
+// thread instructions per weight, so the instruction count decides.
+//  - A block keeps its part of x in shared memory, in the order in which threads read it as the B
+//    operand of mma.m16n8k16. A warp moves along K with 16 rows of the weight, whose sums stay in
+//    its registers. TMA loads these rows into the warp's own ring of stages, so the block needs no
+//    barrier. Scales are loaded directly by the threads that use them.
+//  - Weights are converted to bfloat16 in registers: e2m1's bits are moved into place, eleven
+//    instructions per eight weights, and multiplied by their scale. The product is exact. The order
+//    of K within a product is free, so each thread uses weights in memory order.
+//  - For a single token, each of the eight columns of B holds a different group of 16 values and
+//    zeros elsewhere. A sum then belongs to one scale, which multiplies the sum instead of the
+//    weights. Each of the four threads that share a row owns two columns, which are zero for the
+//    others' weights. Unscaled weights are too small for bfloat16, so they are float16. So is x,
+//    multiplied by a power of two per 256 values that brings the largest magnitude below 2^15;
+//    values down to 2^-31 of that lose no bit.
+//  - `parts` warps of a block and the blocks of a cluster split K. They send their sums to the
+//    block of the cluster that owns the rows, which adds all parts after a `group` of turns. If x
+//    does not fit, K is divided into `sections`, and the rows of a group are read once per section.
 #include <cstdint>
 
 #include "kernels/gemv/nvfp4_linear_kernels.h"
 #include "kernels/gemv/nvfp4_linear_x.cuh"
 #include "kernels/gemv/nvfp4_weights.cuh"
-#include "kernels/sm90/ahead.h"
 #include "kernels/sm90/cluster.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
-#include "kernels/sm90/ring.cuh"
+#include "kernels/sm90/prefetch.h"
+#include "kernels/sm90/tma.cuh"
 
 namespace tiercel {
 namespace {
 
-constexpr int kLineBytes = 16 * kLinearLine / 2;  // of 16 rows: a stage
+constexpr int kLineBytes = 16 * kLinearLine / 2;  // of 16 rows, one stage
 
-// Of float16 (kHalves) or bfloat16.
+// The MMA on float16 (kHalves) or bfloat16.
 template <bool kHalves>
 __device__ __forceinline__ void multiply_accumulate(float (&c)[4], uint32_t a0, uint32_t a1,
                                                     uint32_t a2, uint32_t a3, uint32_t b0,
@@ -55,8 +54,8 @@ __device__ __forceinline__ void multiply_accumulate(float (&c)[4], uint32_t a0, 
   }
 }
 
-// To `address` in the shared memory of block `owner`, counted at its barrier `met`; or, of a block
-// that is alone, plainly.
+// Stores to `address` in block `owner`'s shared memory and counts the bytes on its barrier `met`; a
+// plain store if there is only one block.
 template <typename T>
 __device__ __forceinline__ void send_sums(uint32_t address, uint32_t met, uint32_t owner,
                                           bool alone, T sum);
@@ -95,7 +94,7 @@ __device__ __forceinline__ void send_sums(uint32_t address, uint32_t met, uint32
       : "memory");
 }
 
-// One lane of a warp that is whole, which the compiler knows to be one.
+// Elects one lane of a converged warp, in a form that the compiler recognises.
 __device__ __forceinline__ bool elect_one() {
   uint32_t one;
   asm volatile("{ .reg .pred one; elect.sync _|one, 0xffffffff; selp.u32 %0, 1, 0, one; }"
@@ -103,8 +102,8 @@ __device__ __forceinline__ bool elect_one() {
   return one != 0;
 }
 
-// What fills a warp's stages: along K, then turn by turn. What is behind the end of rows or of K
-// comes as zeros, and counts. Scales go to the registers of the threads that want them, four of
+// Fills a warp's stages along K, then turn by turn. TMA writes, and counts, zeros behind the last
+// row or the end of K. Scales are loaded into the registers of the threads that use them, four for
 // each of their two rows.
 struct Filler {
   const Nvfp4LinearArgs& args;
@@ -130,14 +129,14 @@ struct Filler {
     scales[1] = *reinterpret_cast<const uint32_t*>(scale[1] + column);
   }
 
-  // To the L2: a hint, which reads nothing, so that the grid before may still write.
+  // A prefetch to L2 is only a hint, so the previous grid may still write.
   __device__ __forceinline__ void prefetch_scales() const {
     if (lane % 4 != 0) return;
     prefetch_l2(scale[0] + column);
     prefetch_l2(scale[1] + column);
   }
 
-  // The same for a first line of weights too.
+  // Also prefetches the first line of weights.
   __device__ __forceinline__ void prefetch() const {
     if (lane == 0) box_prefetch(&args.weight_map, k / 2, row);
     prefetch_scales();
@@ -158,7 +157,7 @@ struct Filler {
     start();
   }
 
-  // Behind the end of rows any others are as good, behind the end of K others of the row.
+  // Out-of-range rows and columns are clamped to valid ones; their products are discarded.
   __device__ __forceinline__ void start() {
     pass = 0;
     k = (first_line + section * args.passes * args.parts) * static_cast<unsigned>(kLinearLine);
@@ -175,13 +174,12 @@ template <int kTiles, bool kSingle>
 __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
     nvfp4_linear(const __grid_constant__ Nvfp4LinearArgs args) {
   extern __shared__ __align__(1024) char shared[];
-  constexpr float kFactor = kSingle ? 0x1p14f : 0x1p7f;  // of what decoding leaves out
-  constexpr int kSums = kSingle ? 16 : kTiles * 128;     // of 16 rows, of a warp
+  constexpr float kFactor = kSingle ? 0x1p14f : 0x1p7f;  // that decoding leaves out
+  constexpr int kSums = kSingle ? 16 : kTiles * 128;     // per warp, for 16 rows
   constexpr int kLineOfX = kSingle ? 512 : kTiles * kLinearTileBytes;
-  // Of few tokens a second line comes at once: of one the memory, of many the multiplication is
-  // what there is to wait for.
+  // Prefetch two lines only for 2-8 tokens: one token is bound by memory, more by the MMAs.
   constexpr bool kTwo = !kSingle && kTiles == 1;
-  // Known to be uniform; and nothing is divided, which every block would wait for.
+  // Uniform to the compiler, and without divisions, which would delay every block.
   const int part = __shfl_sync(0xffffffffu, threadIdx.y, 0);
   const int tile = __shfl_sync(0xffffffffu, threadIdx.z, 0);
   const int lane = threadIdx.x % 32;
@@ -196,14 +194,14 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
   const int rank = cluster_rank();
   const int first_turn = (blockIdx.x >> blocks_shift) * args.turns;
   const int last_turn = min(first_turn + args.turns, args.all_turns);
-  const int lines = args.passes * parts;  // of K, of a section
+  const int lines = args.passes * parts;  // of K, per section
   const int first_line = rank * args.sections * lines;
 
   char* const x = shared + warps * 2 * kLineBytes;
   uint64_t* const barriers = reinterpret_cast<uint64_t*>(
       x + lines * (kLineOfX + (kSingle ? 16 : 0)) + (kSingle ? kLinearZeroBytes : 0));
   uint64_t* const filled = barriers + warp * 2;
-  uint64_t* const met = barriers + warps * 2;  // a group's sums, all bytes of them
+  uint64_t* const met = barriers + warps * 2;  // counts the bytes of a group's sums
   if (lane == 0) {
     for (int s = 0; s < 2; ++s) mbarrier_init(filled + s, 1);
     if (warp == 0) mbarrier_init(met, 1);
@@ -223,7 +221,7 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
                 first_turn,
                 first_turn,
                 min(first_turn + args.group, last_turn),
-                args.passes > 0 ? last_turn : first_turn,  // there may be no columns
+                args.passes > 0 ? last_turn : first_turn,  // K may be 0
                 0,
                 0,
                 0,
@@ -233,8 +231,8 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
                 {}};
   filler.start();
   if (args.passes > 0) {
-    if (args.ahead) filler.prefetch();
-    // Of the grid's warps every 16th is of a token.
+    if (args.prefetch_weights) filler.prefetch();
+    // Every 16th warp of the grid handles a token.
     const int all = blockIdx.x * warps + warp;
     const int token = all % 16, column = (all / 16 * 32 + lane) * 64;
     if (token < args.tokens && column < args.k) {
@@ -247,8 +245,8 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
   const bool any = filler.more();
   if (any) {
     filler.copy(0);
-    // Of several tokens x comes before them: the compiler would have it wait for scales that are on
-    // their way to registers.
+    // With several tokens, x comes before the scales: otherwise the compiler makes it wait for
+    // scales in flight.
     if (kSingle) {
       filler.read(scales);
     } else {
@@ -261,11 +259,11 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
     filler.next();
     if (kTwo && filler.more()) filler.copy(1);
   }
-  bool copied = kTwo;  // what is wanted next
+  bool copied = kTwo;  // the next to use
   __syncthreads();
 
-  // Of 16 rows that the block owns, every `blocks`th: [block][part][sum], then what the warp keeps
-  // from section to section: [turn of the group][warp][sum].
+  // Sums of every `blocks`th 16 rows, which the block owns: [block][part][sum]. Then the sums that
+  // warps keep from section to section: [turn of the group][warp][sum].
   float* const received = reinterpret_cast<float*>(barriers + warps * 2 + 2);
   const int of_strip = blocks * parts * kSums;
   float* const kept =
@@ -273,8 +271,8 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
   const uint32_t my_received = shared_address(received + (rank * parts + part) * kSums) +
                                (kSingle ? (in_quad * 8 + quad) * 4 : lane * 16);
   const int piece = quad * 128 + (in_quad * 2 ^ quad) * 16;
-  // Of a single token the group of 16 in every two that this thread's column has, or zeros, which
-  // are in other banks than what the others read.
+  // For a single token: the group of 16, of every two, that this thread's column holds, or zeros in
+  // other banks than the other threads read.
   const char* first_x = x + part * kLineOfX;
   int next_x = parts * kLineOfX;
   if constexpr (kSingle) {
@@ -288,13 +286,13 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
     const int turns = min(args.group, last_turn - begin);
     for (int section = 0; section < args.sections; ++section) {
       if (args.sections > 1 && (section > 0 || begin > first_turn)) {
-        __syncthreads();  // all have done with the last one
+        __syncthreads();  // all warps are done with the last one
         load_x<kTiles, kSingle>(args, x, (first_line + section * lines) * kLinearLine, lines, warp);
         __syncthreads();
       }
       const bool last = section == args.sections - 1;
       if (blocks > 1 && last) {
-        cluster_wait();  // they run, and have done with the last sums
+        cluster_wait();  // all blocks run and are done with the last sums
         const int strips = (turns * tiles + blocks - 1 - rank) >> blocks_shift;
         if (warp == 0 && lane == 0) mbarrier_expect(met, strips * of_strip * 4);
       }
@@ -316,8 +314,8 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
           mbarrier_wait(filled + stage, parity);
           __syncwarp();
           const uint32_t bits[2] = {scales[0], scales[1]};
-          // That nothing but the next pass waits for these scales is up to the compiler's
-          // scoreboards: a wait within this pass costs a sixth of the time.
+          // These scales are for the next pass. Whether only that waits for them is up to the
+          // compiler's scoreboards; a wait in this pass costs a sixth of the time.
           if (filler.more()) {
             if (!copied) filler.copy(stage ^ 1);
             filler.read(scales);
@@ -395,7 +393,7 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
         const int owner = strip & (blocks - 1);
         const uint32_t theirs = my_received + (strip >> blocks_shift) * of_strip * 4;
         if constexpr (kSingle) {
-          // A row's sum is in four lanes; lanes 0 and 1 of these get this row's and that + 8's.
+          // Four lanes hold a row's sum; lanes 0 and 1 of them get the sums of row and row + 8.
           const bool odd = in_quad % 2;
           float sum = odd ? single[1] : single[0];
           sum += __shfl_xor_sync(0xffffffffu, odd ? single[0] : single[1], 1);
@@ -437,7 +435,7 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
       asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(sum * factor));
       args.out[static_cast<int64_t>(token) * args.features + feature] = bits;
     };
-    // A tile of tokens of 16 rows at a time.
+    // Each iteration handles 16 rows and one tile of tokens.
     const int strips = turns * tiles;
     for (int job = warp;; job += warps) {
       const int mine = job / kTiles, t = job % kTiles;
@@ -482,7 +480,7 @@ struct Entry {
   {tokens, Kernel("nvfp4_linear<tokens=" #tokens ">", \
                   reinterpret_cast<const void*>(nvfp4_linear<tiles, single>), kLinearMaxShared)}
 
-// By tokens.
+// By number of tokens.
 const Entry kKernels[] = {TIERCEL_KERNEL(1, 1, true), TIERCEL_KERNEL(8, 1, false),
                           TIERCEL_KERNEL(16, 2, false)};
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What nvfp4_linear's launcher and its device code agree on.
+// The interface of nvfp4_linear's host and device code.
 #ifndef KERNELS_GEMV_NVFP4_LINEAR_KERNELS_H_
 #define KERNELS_GEMV_NVFP4_LINEAR_KERNELS_H_
 
@@ -22,42 +22,42 @@ struct Nvfp4LinearArgs {
   int tokens;
   int features;  // rows of the weight
   int k;
-  int tiles;      // of 16 rows, which a block has at a time
-  int parts;      // warps that share one of them, along K
-  int passes;     // of a section: lines of K that a warp has one after another
-  int sections;   // of K, as many as x needs to fit
-  int all_turns;  // of a block's rows at a time
-  int turns;      // of one block
-  int group;      // of these, after which their sums meet
-  bool ahead;     // first weights are wanted in the L2 before the grid before has ended
+  int tiles;              // of 16 rows, per turn of a block
+  int parts;              // warps that split K of a tile
+  int passes;             // lines of K per warp and section
+  int sections;           // of K; as many as are needed for x to fit
+  int all_turns;          // of all blocks; each covers `tiles` tiles
+  int turns;              // per block
+  int group;              // turns after which the parts' sums are added
+  bool prefetch_weights;  // the first weights to L2, before the previous grid ends
 };
 
 inline constexpr int kLinearMaxTokens = 16;
 inline constexpr int kLinearMaxShared = 226 * 1024;  // of 227 KiB
 
-// Of a block: as many as leave the registers that the kernel wants.
+// Warps per block: the most that leave each thread the registers that the kernel needs.
 constexpr int linear_max_threads(int tokens) { return tokens == 1 ? 640 : tokens <= 8 ? 896 : 768; }
 
 inline constexpr int kLinearLine = 256;  // values of K, 128 bytes of weights
-// Of x: what a warp takes at a time, of 8 tokens, apart so that storing it too uses all banks; and
-// all of these of a line.
+// Layout of x in shared memory: the values of 8 tokens that a warp reads at once, padded so that
+// stores use all banks too; and all of these in a line.
 inline constexpr int kLinearPieceBytes = 512 + 16;
 inline constexpr int kLinearTileBytes = 8 * kLinearPieceBytes;
 
-// Shared memory for a line of x; of a single token with what to multiply by again.
+// Shared memory for a line of x; for a single token including the factor to multiply by later.
 constexpr int linear_line_bytes(int tokens) {
   return tokens == 1 ? kLinearLine * 2 + 16 : (tokens + 7) / 8 * kLinearTileBytes;
 }
-inline constexpr int kLinearZeroBytes = 192;  // of a single token, behind its lines
+inline constexpr int kLinearZeroBytes = 192;  // for a single token, behind its lines
 
-// Shared memory of one stage of one warp: a line of 16 rows of weights, and the barrier that says
-// that it has come, with room for the one of the sums and the next array's alignment.
+// Shared memory per stage and warp: a line of 16 rows of weights and the barrier on which it
+// arrives, with room for the sums' barrier and the next array's alignment.
 inline constexpr int kLinearStageBytes = 16 * (kLinearLine / 2 + 1);
 
-// Of the sums of 16 rows that a warp has, for that many tokens.
+// Shared memory for a warp's sums of 16 rows, for that many tokens.
 constexpr int linear_sum_bytes(int tokens) { return tokens == 1 ? 64 : tokens <= 8 ? 512 : 1024; }
 
-// For up to `tokens` tokens, with that many stages a warp; null where there is none.
+// The kernel for up to `tokens` tokens with `stages` stages per warp, or null.
 const Kernel* nvfp4_linear_kernel(int tokens, int stages);
 
 }  // namespace tiercel

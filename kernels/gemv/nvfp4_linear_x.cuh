@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// nvfp4_linear's x in shared memory, as the threads want it.
+// nvfp4_linear's x in shared memory, in the order in which threads read it.
 #ifndef KERNELS_GEMV_NVFP4_LINEAR_X_CUH_
 #define KERNELS_GEMV_NVFP4_LINEAR_X_CUH_
 
@@ -33,14 +33,14 @@ __device__ __forceinline__ uint32_t largest_of(const uint4& words) {
   return max(halves & 0xffffu, halves >> 16);
 }
 
-// The block's part of x: by line of K, tile of tokens and what a thread takes at a time, 512 bytes
-// of a warp, eight values of each thread in the order of decode_wide().
+// Stores the block's part of x by line of K, tile of tokens and read of a warp: 512 bytes, eight
+// values per thread in the order of decode_wide().
 template <int kTiles, bool kSingle>
 __device__ __forceinline__ void load_x(const Nvfp4LinearArgs& args, char* to, int first_k,
                                        int lines, int warp) {
   const int lane = threadIdx.x % 32, warps = args.tiles * args.parts;
   const int i = lane % 8;
-  // A line has as many places of tokens as the next power of two.
+  // A line has room for a power of two of tokens.
   const int shift = kSingle ? 0 : 32 - __clz(args.tokens - 1);
   const int all = lines << shift;
   constexpr int kAtOnce = kSingle ? 1 : kTiles * 4;

@@ -37,15 +37,16 @@ __device__ __forceinline__ void spread_scales(uint32_t (&scales)[2], uint32_t bi
       : "r"(pair));
 }
 
-// `a` where `mask` has bits, else `b`, in one instruction, which the compiler does not find.
+// The bits of `a` where `mask` is set, else those of `b`, in one instruction; the compiler misses
+// it.
 __device__ __forceinline__ uint32_t select_bits(uint32_t a, uint32_t b, uint32_t mask) {
   uint32_t bits;
   asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(bits) : "r"(a), "r"(b), "r"(mask));
   return bits;
 }
 
-// Eight e2m1 as float16, times 2^-14, in the order 0 4, 2 6, 1 5, 3 7. A byte of `even` or `odd` is
-// the upper half of a float16, but for bits that the masks drop.
+// Eight e2m1 as float16, times 2^-14, in the order 0 4, 2 6, 1 5, 3 7. Each byte of `even` and
+// `odd` is the upper half of a float16, apart from bits that the masks clear.
 __device__ __forceinline__ void decode(uint32_t (&halves)[4], uint32_t word) {
   constexpr uint32_t kSigns = 0x80808080u;
   constexpr uint32_t kBits = 0x8e008e00u;
@@ -57,8 +58,8 @@ __device__ __forceinline__ void decode(uint32_t (&halves)[4], uint32_t word) {
   halves[3] = odd & kBits;
 }
 
-// The same as bfloat16, times 2^-126: two weights of `high` or `low` are at their places in each
-// half, four bits apart.
+// Eight e2m1 as bfloat16, times 2^-126. Each half of `high` and `low` has two weights in place,
+// four bits apart.
 __device__ __forceinline__ void decode_wide(uint32_t (&pairs)[4], uint32_t word) {
   constexpr uint32_t kSigns = 0x88008800u;
   constexpr uint32_t kBits = 0x81c081c0u;

@@ -10,7 +10,7 @@
 namespace tiercel {
 namespace {
 
-// The copy engine moves 16 bytes at a time.
+// TMA moves 16 bytes at a time.
 constexpr int64_t kAlignedBytes = 16;
 
 const char* op_of(const LinearActCall& call) {
@@ -26,7 +26,7 @@ Status check_multiple(const Argument& argument, int64_t size, const char* letter
           ")"));
 }
 
-// A bias, or a matrix beside the result.
+// Checks a bias or an additional matrix.
 Status check_beside(const Argument& argument, std::initializer_list<int64_t> shape, const char* why,
                     const Argument& x, DType dtype) {
   TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {dtype}));
@@ -39,7 +39,7 @@ Status check_beside(const Argument& argument, std::initializer_list<int64_t> sha
       mismatch(argument, "start at a multiple of 8 bytes", "an address that does not"));
 }
 
-// The maps' own rules, said before a driver is asked for: any kernel's will do.
+// Checks the tensor maps' rules before the driver is needed, with any kernel's maps.
 Status check_maps(std::initializer_list<Argument> arguments) {
   const TensorMapSpec matrix{
       2, {64, 64}, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE};
@@ -65,7 +65,7 @@ Status check_first(const Argument& argument, bool scaled = false) {
   return check_cuda(argument);
 }
 
-// One of all, or one a row.
+// Checks for one scale per tensor or per row.
 Status check_scale(const Argument& argument, int64_t rows, const char* letter, const Argument& x) {
   TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {DType::kFloat32}));
   TIERCEL_RETURN_IF_ERROR(check_rank(argument, 1));
@@ -153,7 +153,7 @@ Status check(const LinearGradientCall& call, LinearProblem* problem) {
   return m == 0 ? Status() : check_maps({grad, other, out});
 }
 
-// What was asked for, what was tuned, or the least expected time.
+// Chooses the given configuration, the tuned one, or the one with the least estimated time.
 Status decide(const LinearProblem& problem, int device, int multiprocessors,
               const LinearActConfig* config, LinearActChoice* choice) {
   if (config != nullptr) return linear_act_configure(*config, problem, multiprocessors, choice);
@@ -187,7 +187,7 @@ LinearActPlan describe(const LinearActChoice& choice) {
 
 constexpr LinearActPlan kNothing{"none", 0, 0, false, 0, 0, 0, 0, 0, 0, 0};
 
-// From a row's scale to the next one's.
+// The stride of the rows' scales.
 int32_t scale_step(const TensorView* scale) {
   return scale != nullptr && scale->shape[0] > 1 ? 1 : 0;
 }
@@ -203,7 +203,7 @@ Status launch(const LinearProblem& problem, const LinearActCall& call, const cha
   TIERCEL_RETURN_IF_ERROR(decide(problem, device, multiprocessors, call.config, &choice));
   const LinearActKernel& kernel = *choice.kernel;
   CUtensorMap x_map, w_map, y_map, sums_map;
-  // A split-K kernel loads only the rows of its tile: filling in others would cost time.
+  // A split-K kernel loads only the rows of its tile, because loading others costs time.
   TensorMapSpec x_spec = kernel.maps[0];
   if (kernel.variant.split_k) x_spec.box[0] = static_cast<uint32_t>(choice.rows);
   TIERCEL_RETURN_IF_ERROR(encode_tensor_map(x_spec, *call.x, op, "x", &x_map));
@@ -248,7 +248,8 @@ Status launch(const LinearProblem& problem, const LinearActCall& call, const cha
 }  // namespace
 
 TunedTable<LinearActConfig>& linear_act_tuned() {
-  static auto* table = new TunedTable<LinearActConfig>();  // never destroyed: threads may launch
+  // Never destroyed, as threads may still launch.
+  static auto* table = new TunedTable<LinearActConfig>();
   return *table;
 }
 

@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which kernel for which problem: the one with the least expected time.
+// Chooses the kernel with the least estimated time.
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <string>
 
 #include "kernels/linear/linear_act_kernels.h"
+#include "kernels/sm90/kernel_table.h"
+#include "kernels/sm90/math.h"
 
 namespace tiercel {
 namespace {
 
-// Of a tile's rows in shared memory.
+// The bytes of a tile's rows in shared memory.
 constexpr int64_t kRowBytes = 128;
 
 // Measured on an H200. Times are in microseconds, rates per microsecond.
@@ -21,29 +23,27 @@ constexpr double kXBytes = 60e6;   // of x, read again for every tile of w
 constexpr double kSmBytes = 62e3;  // of w, into one multiprocessor
 constexpr double kCycles = 1900.0;
 constexpr double kLaunch = 3.0;       // first loads and last stores included
-constexpr double kSmallLaunch = 2.5;  // the same of a split-K kernel
-constexpr double kEpilogue = 1.5;     // of a 128x256 tile, where nothing hides it
-constexpr double kTurn = 0.015;       // part of its time that a kernel of two turns loses
-constexpr double kSplit = 0.3;        // for each more block that adds to a tile,
-constexpr double kSplitRows = 0.1;    // and for each more 64 rows of it
-constexpr double kNextBlock = 2.0;    // until a block that waited for another one's end streams
-constexpr double kFewBlocks = 0.95;   // rate with less than three blocks for two multiprocessors
-constexpr double kManyRows = 1.2;     // for each row of split-K tiles beyond the fourth
-constexpr double kWide = 0.93;        // rate with clusters of more than two
+constexpr double kSmallLaunch = 2.5;  // of a split-K kernel
+constexpr double kEpilogue = 1.5;     // of a 128x256 tile, if nothing hides it
+constexpr double kTurn = 0.015;       // fraction of its time that a kernel of two turns loses
+constexpr double kSplit = 0.3;        // per additional block of a tile,
+constexpr double kSplitRows = 0.1;    // and per additional 64 rows of it
+constexpr double kNextBlock = 2.0;  // until a block that waited for another's end reaches full rate
+constexpr double kFewBlocks = 0.95;  // rate with fewer than three blocks per two multiprocessors
+constexpr double kManyRows = 1.2;    // per row of split-K tiles beyond the fourth
+constexpr double kWide = 0.93;       // rate with clusters of more than two
 
-constexpr int64_t kBand = 2048;  // rows of x that stay in the L2 together
-constexpr int kMaxSplits = 8;    // the largest cluster that every H100 and H200 can place
+constexpr int64_t kBand = 2048;  // rows of x that stay in L2 together
+constexpr int kMaxSplits = 8;    // the largest portable cluster
 
-// Clusters are placed within a GPC, and not all GPCs have as many multiprocessors.
+// A cluster runs within one GPC, and GPCs differ in their number of multiprocessors.
 constexpr double kPlaceable[kMaxSplits + 1] = {0, 1, 1, 0.9, 0.85, 0.75, 0.75, 0.75, 0.75};
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int64_t element_bytes(const LinearProblem& p) { return p.dtype == DType::kFloat8E4M3 ? 1 : 2; }
 
 int64_t k_tiles_of(const LinearProblem& p) { return ceil_div(p.k * element_bytes(p), kRowBytes); }
 
-// Rows of w for one column of the result.
+// Rows of w per column of the result.
 int64_t parts(LinearKind kind) { return kind == LinearKind::kGated ? 2 : 1; }
 
 double dram_time(const LinearProblem& p) {
@@ -65,7 +65,7 @@ double large_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
   choice->group = static_cast<int>(std::max<int64_t>(1, kBand / (v.tile_m * v.cluster)));
   choice->blocks = static_cast<unsigned>(std::min(tiles, clusters) * v.cluster);
   const double rounds = static_cast<double>(ceil_div(tiles, clusters));
-  // A row of shared memory takes as long, whatever is in it.
+  // A row of shared memory takes equally long for any contents.
   const double depth = static_cast<double>(k_tiles_of(p) * kRowBytes / 2);
   const double tile = 2.0 * v.tile_m * v.tile_n * depth * multiprocessors / kFlops;
   const double missing = 1.0 - static_cast<double>(std::min<int64_t>(m, v.tile_m)) / v.tile_m;
@@ -73,7 +73,7 @@ double large_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
   const double compute =
       v.pingpong ? rounds * tile * (1.0 + kTurn) + 2.0 * epilogue : rounds * (tile + epilogue);
   const double busy = static_cast<double>(choice->blocks) / multiprocessors;
-  const double rate = busy < 1.0 ? kFewBlocks * std::sqrt(busy) : 1.0;  // of the memory's
+  const double rate = busy < 1.0 ? kFewBlocks * std::sqrt(busy) : 1.0;  // relative to the memory's
   return kLaunch + std::max(compute, dram_time(p) / rate) * (1.0 + missing);
 }
 
@@ -92,11 +92,11 @@ double small_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
   const double in_flight = step_bytes * v.stages;
   const double again = k_bytes * static_cast<double>(tiles * rows) / kXBytes +
                        k_bytes * static_cast<double>((row_tiles - 1) * n) / kL2Bytes;
-  // Shared memory feeds the tensor cores 128 bytes a cycle, and takes what is loaded.
+  // Shared memory delivers 128 bytes per cycle to the tensor cores and receives the loads.
   const double step_cycles =
       v.tile_m + v.tile_n * v.tile_m / 64.0 + static_cast<double>(rows) + v.tile_n;
   double best = std::numeric_limits<double>::infinity();
-  // These tiles gain where one row of them fills the chip; elsewhere others were mostly faster.
+  // These tiles are faster if one row of them fills the GPU; otherwise others mostly are.
   const double only_one_row = v.tile_n > 64 && v.tile_n % 64 != 0 && row_tiles > 1 ? 1.45 : 1.0;
   for (int splits = 1; splits <= kMaxSplits && splits <= k_tiles; ++splits) {
     const double blocks = static_cast<double>(tiles * splits);
@@ -104,7 +104,7 @@ double small_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
     const double slots = per_sm * sm_count * kPlaceable[splits];
     const double waves = std::ceil(blocks / slots);
     const double flying = std::min(blocks, slots) * in_flight / 1e6;  // megabytes
-    const double rate = std::min(1.0, 0.7 + 0.03 * flying) *          // of the memory's
+    const double rate = std::min(1.0, 0.7 + 0.03 * flying) *          // relative to the memory's
                         (blocks < 1.5 * sm_count ? kFewBlocks : 1.0) * (splits > 2 ? kWide : 1.0) *
                         std::sqrt(std::min(1.0, blocks / sm_count));
     const double stream = dram_time(p) / rate + again;
@@ -147,17 +147,15 @@ double linear_act_estimate(const LinearActKernel& kernel, const LinearProblem& p
 
 Status linear_act_configure(const LinearActConfig& config, const LinearProblem& problem,
                             int multiprocessors, LinearActChoice* choice) {
-  int count = 0;
-  const LinearActKernel* kernels = linear_act_kernels(&count);
   const int64_t most = std::min<int64_t>(kMaxSplits, k_tiles_of(problem));
   const bool splits = !config.split_k || (config.splits >= 1 && config.splits <= most);
-  for (int i = 0; i < count && splits && config.group >= 0; ++i) {
-    const LinearActVariant& v = kernels[i].variant;
-    if (!serves(v, problem) || v.tile_m != config.tile_m || v.tile_n != config.tile_n ||
-        v.pingpong != config.pingpong || v.split_k != config.split_k) {
+  for (const LinearActKernel& kernel : KernelTable(linear_act_kernels)) {
+    const LinearActVariant& v = kernel.variant;
+    if (!splits || config.group < 0 || !serves(v, problem) || v.tile_m != config.tile_m ||
+        v.tile_n != config.tile_n || v.pingpong != config.pingpong || v.split_k != config.split_k) {
       continue;
     }
-    linear_act_estimate(kernels[i], problem, multiprocessors, choice);
+    linear_act_estimate(kernel, problem, multiprocessors, choice);
     if (config.split_k) {
       choice->blocks = choice->blocks / choice->splits * config.splits;
       choice->splits = config.splits;
@@ -175,14 +173,12 @@ Status linear_act_configure(const LinearActConfig& config, const LinearProblem& 
 }
 
 LinearActChoice linear_act_choose(const LinearProblem& problem, int multiprocessors) {
-  int count = 0;
-  const LinearActKernel* kernels = linear_act_kernels(&count);
   LinearActChoice best{nullptr, 1, 0, 1, 0};
   double best_time = std::numeric_limits<double>::infinity();
-  for (int i = 0; i < count; ++i) {
-    if (!serves(kernels[i].variant, problem)) continue;
+  for (const LinearActKernel& kernel : KernelTable(linear_act_kernels)) {
+    if (!serves(kernel.variant, problem)) continue;
     LinearActChoice choice;
-    const double time = linear_act_estimate(kernels[i], problem, multiprocessors, &choice);
+    const double time = linear_act_estimate(kernel, problem, multiprocessors, &choice);
     if (time < best_time) {
       best_time = time;
       best = choice;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What linear_act's launcher and its compiled kernels (linear_cute.py) agree on.
+// The interface of linear_act's host code and its compiled kernels (linear_cute.py).
 #ifndef KERNELS_LINEAR_LINEAR_ACT_KERNELS_H_
 #define KERNELS_LINEAR_LINEAR_ACT_KERNELS_H_
 
@@ -8,7 +8,7 @@
 
 namespace tiercel {
 
-// As linear_act_cute.py has them. A split-K kernel takes residual and sums without being kExtra.
+// The values of linear_act_cute.py. Split-K kernels support residual and sums without kExtra.
 enum class LinearKind { kPlain, kExtra, kGated, kGradX, kGradWeight };
 
 struct LinearActVariant {
@@ -18,26 +18,26 @@ struct LinearActVariant {
   int tile_m;
   int tile_n;
   bool pingpong;
-  int cluster;  // of a kernel that multicasts; a split-K kernel takes any
-  int stages;   // of the ring
+  int cluster;  // for kernels that multicast; split-K kernels take any
+  int stages;   // in the ring
   bool split_k;
 };
 
 using LinearActKernel = CubinKernel<LinearActVariant>;
 
-// All kernels, as compiled.
+// All compiled kernels.
 const CubinKernel<LinearActVariant>* linear_act_kernels(int* count);
 
-// A kernel and how to launch it.
+// A kernel and its launch.
 struct LinearActChoice {
   const LinearActKernel* kernel;
   int splits;
-  int rows;   // of a split-K kernel's tile: at most tile_m
-  int group;  // rows of clusters that are worked on together, for the L2's sake
+  int rows;   // per tile of a split-K kernel: at most tile_m
+  int group;  // rows of clusters that are processed together, for reuse in L2
   unsigned blocks;
 };
 
-// What a kernel is wanted for; m, n and k as the kernel has them.
+// The problem to choose a kernel for; m, n and k are the kernel's.
 struct LinearProblem {
   LinearKind kind;
   DType dtype;
@@ -45,14 +45,14 @@ struct LinearProblem {
   int64_t m, n, k;
 };
 
-// How one kernel would be launched for a problem; its expected time in microseconds.
+// Sets the launch of a kernel for a problem and returns its estimated time in microseconds.
 double linear_act_estimate(const LinearActKernel& kernel, const LinearProblem& problem,
                            int multiprocessors, LinearActChoice* choice);
 
-// The kernel that has the least.
+// The kernel with the least estimated time.
 LinearActChoice linear_act_choose(const LinearProblem& problem, int multiprocessors);
 
-// A given configuration for a problem; not ok where no kernel has it or it cannot run.
+// The launch of a given configuration; an error if no kernel has it or it cannot run.
 Status linear_act_configure(const LinearActConfig& config, const LinearProblem& problem,
                             int multiprocessors, LinearActChoice* choice);
 

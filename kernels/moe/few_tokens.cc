@@ -7,6 +7,7 @@
 #include "kernels/moe/few_tokens_kernels.h"
 #include "kernels/moe/moe_checks.h"
 #include "kernels/sm90/driver.h"
+#include "kernels/sm90/math.h"
 
 namespace tiercel {
 namespace {
@@ -16,7 +17,6 @@ constexpr char kOp[] = "fused_moe";
 constexpr int64_t kLeastShared = 116 * 1024;
 constexpr int64_t kLineBytes = 128;  // of a row of weights: what a warp takes at a time
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t whole_lines(int64_t bytes) { return ceil_div(bytes, 128) * 128; }
 
 struct Choice {

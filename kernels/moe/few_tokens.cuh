@@ -35,7 +35,7 @@
 #include "kernels/moe/few_tokens_rows.cuh"
 #include "kernels/sm90/async_copy.cuh"
 #include "kernels/sm90/float_format.cuh"
-#include "kernels/sm90/ring.cuh"
+#include "kernels/sm90/mbarrier.cuh"
 
 namespace tiercel {
 

@@ -7,7 +7,7 @@
 
 #include "kernels/moe/few_tokens_grid.cuh"
 #include "kernels/moe/few_tokens_kernels.h"
-#include "kernels/sm90/ring.cuh"
+#include "kernels/sm90/tma.cuh"
 
 namespace tiercel {
 

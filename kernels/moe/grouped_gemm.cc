@@ -7,13 +7,13 @@
 #include "kernels/moe/grouped_gemm_kernels.h"
 #include "kernels/sm90/checks.h"
 #include "kernels/sm90/driver.h"
+#include "kernels/sm90/kernel_table.h"
+#include "kernels/sm90/math.h"
 
 namespace tiercel {
 namespace {
 
 constexpr int64_t kMostGroups = 512;  // as in grouped_gemm_layouts_cute.py
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct Names {
   const char *op, *a, *b;
@@ -91,11 +91,9 @@ Status check(const GroupedGemmCall& call, Problem* problem) {
 }
 
 const GroupedGemmKernel* find(GroupedKind kind, DType dtype) {
-  int count = 0;
-  const GroupedGemmKernel* kernels = grouped_gemm_kernels(&count);
-  for (int i = 0; i < count; ++i) {
-    const GroupedGemmVariant& v = kernels[i].variant;
-    if (v.kind == kind && v.dtype == dtype) return &kernels[i];
+  for (const GroupedGemmKernel& kernel : KernelTable(grouped_gemm_kernels)) {
+    const GroupedGemmVariant& v = kernel.variant;
+    if (v.kind == kind && v.dtype == dtype) return &kernel;
   }
   return nullptr;
 }
@@ -126,7 +124,8 @@ Status prepare(const GroupedGemmCall& call, Choice* choice) {
     return Status::Unimplemented(std::string(names.op) + ": no precompiled kernel has this dtype");
   }
   const GroupedGemmVariant& v = kernel->variant;
-  // Each group may end within a tile, and so may the rows before all groups and those after them.
+  // Each group may end within a tile, and so may the rows before the first and after the last
+  // group.
   const int64_t rows =
       of_weight ? p.groups * ceil_div(p.k, v.tile_m) : std::min(p.m, p.m / v.tile_m + p.groups + 2);
   choice->tiles = rows * ceil_div(p.n, v.tile_n);
@@ -186,11 +185,6 @@ Status grouped_gemm(const GroupedGemmCall& call, void* stream) {
   return choice.kernel->kernel.launch(choice.config(multiprocessors), device, stream, args);
 }
 
-Status grouped_gemm_load(int device) {
-  int count = 0;
-  const GroupedGemmKernel* kernels = grouped_gemm_kernels(&count);
-  for (int i = 0; i < count; ++i) TIERCEL_RETURN_IF_ERROR(kernels[i].kernel.load(device));
-  return Status();
-}
+Status grouped_gemm_load(int device) { return KernelTable(grouped_gemm_kernels).load_all(device); }
 
 }  // namespace tiercel

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/moe/moe_checks.h"
 
+#include "kernels/sm90/math.h"
+
 namespace tiercel {
 
 Status check_rows(const Argument& argument) {
@@ -30,7 +32,7 @@ Status check_scale(const Argument& scale, const Argument& x) {
 
 Status check_weights_scale(const Argument& scale, const TensorView& w) {
   if (scale.view.ndim == 3) {
-    const auto blocks = [](int64_t size) { return (size + kScaleBlock - 1) / kScaleBlock; };
+    const auto blocks = [](int64_t size) { return ceil_div(size, kScaleBlock); };
     return check_shape(scale, {w.shape[0], blocks(w.shape[1]), blocks(w.shape[2])},
                        "[E, rows of weights / 128, columns / 128]");
   }

@@ -7,11 +7,11 @@
 #include "kernels/moe/moe_checks.h"
 #include "kernels/moe/moe_mlp_kernels.h"
 #include "kernels/sm90/driver.h"
+#include "kernels/sm90/kernel_table.h"
+#include "kernels/sm90/math.h"
 
 namespace tiercel {
 namespace {
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The kernel's arguments; x_map only where it takes x by boxes.
 struct Call {
@@ -100,14 +100,12 @@ Status check_routing(const char* op, const Argument& x, const MoeRouting& routin
 
 const MoeMlpKernel* find(bool up, DType dtype, bool block_scaled, MoeActivation activation,
                          int64_t block, const MoeTile& tile, bool by_boxes) {
-  int count = 0;
-  const MoeMlpKernel* kernels = moe_mlp_kernels(&count);
-  for (int i = 0; i < count; ++i) {
-    const MoeMlpVariant& v = kernels[i].variant;
+  for (const MoeMlpKernel& kernel : KernelTable(moe_mlp_kernels)) {
+    const MoeMlpVariant& v = kernel.variant;
     if (v.up == up && v.dtype == dtype && v.block_scaled == block_scaled && v.tile_m == block &&
         v.tile_n == tile.tile_n && v.cluster == tile.cluster && v.by_boxes == by_boxes &&
         (!up || v.activation == activation)) {
-      return &kernels[i];
+      return &kernel;
     }
   }
   return nullptr;
@@ -264,7 +262,7 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
   const int half = kernel->variant.tile_n / 2;
   const int64_t columns = ceil_div(rows, up ? half : 2 * half);
   call->tiles = ceil_div(slots / block, kernel->variant.cluster) * columns;
-  const int64_t x_row = x.shape[0] > 1 ? x.strides[0] : k;  // one row's stride means nothing
+  const int64_t x_row = x.shape[0] > 1 ? x.strides[0] : k;  // a single row's stride is arbitrary
   const int64_t last_x = x.shape[0] * (x_row / piece);      // the kernel counts in 16 bytes
   const int64_t largest =
       std::max({2 * elements, rows, slots, k, call->tiles, last_x, w.shape[1], x_row});
@@ -399,11 +397,6 @@ Status moe_down(const TensorView& x, const TensorView& w, const MoeScales& scale
                 stream);
 }
 
-Status moe_mlp_load(int device) {
-  int count = 0;
-  const MoeMlpKernel* kernels = moe_mlp_kernels(&count);
-  for (int i = 0; i < count; ++i) TIERCEL_RETURN_IF_ERROR(kernels[i].kernel.load(device));
-  return Status();
-}
+Status moe_mlp_load(int device) { return KernelTable(moe_mlp_kernels).load_all(device); }
 
 }  // namespace tiercel

@@ -9,8 +9,8 @@
 #include "kernels/norm/elements.cuh"
 #include "kernels/norm/moments.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
+#include "kernels/sm90/mbarrier.cuh"
 #include "kernels/sm90/reduce.cuh"
-#include "kernels/sm90/ring.cuh"
 
 namespace tiercel {
 

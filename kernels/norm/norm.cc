@@ -9,7 +9,9 @@
 #include "kernels/norm/norm_kernels.h"
 #include "kernels/sm90/checks.h"
 #include "kernels/sm90/driver.h"
+#include "kernels/sm90/kernel_table.h"
 #include "kernels/sm90/memory_rate.h"
+#include "kernels/sm90/row_matrix.h"
 
 namespace tiercel {
 namespace {
@@ -26,31 +28,16 @@ struct Rows {
 };
 
 Status join_rows(const Argument& argument, Rows* rows) {
+  RowMatrix matrix;
+  TIERCEL_RETURN_IF_ERROR(join_leading(argument, &matrix));
   const TensorView& view = argument.view;
   const int64_t element = dtype_bytes(view.dtype);
-  const int last = view.ndim - 1;
-  int64_t stride = 0;
   rows->data = static_cast<char*>(view.data);
-  for (int i = last - 1; i >= 0; --i) {
-    if (view.shape[i] == 0) {
-      rows->count = 0;
-      break;
-    }
-    if (view.shape[i] == 1) continue;
-    if (rows->count == 1) {
-      stride = view.strides[i];
-    } else if (view.strides[i] != stride * rows->count) {
-      return Status::Unimplemented(mismatch(argument, "have rows at one distance",
-                                            "strides " + shape_text(view.strides, view.ndim) +
-                                                " for shape " + shape_text(view.shape, view.ndim)));
-    }
-    rows->count *= view.shape[i];
-  }
-  const int64_t columns = view.shape[last];
-  rows->stride = stride * element;
-  rows->inner = (columns > 1 ? view.strides[last] : 1) * element;
+  rows->count = matrix.rows;
+  rows->stride = matrix.row_stride * element;
+  rows->inner = (matrix.columns > 1 ? view.strides[view.ndim - 1] : 1) * element;
   const auto address = reinterpret_cast<uintptr_t>(view.data);
-  rows->wide = rows->inner == element && columns * element % 16 == 0 && address % 16 == 0 &&
+  rows->wide = rows->inner == element && matrix.columns * element % 16 == 0 && address % 16 == 0 &&
                (rows->count <= 1 || rows->stride % 16 == 0);
   return Status();
 }
@@ -297,9 +284,7 @@ Status launch(const Choice& choice, Args& args, int device, void* stream) {
 }
 
 const NormReduceKernel* reduce_kernel(DType dtype, int columns) {
-  int count = 0;
-  const NormReduceKernel* kernels = norm_reduce_kernels(&count);
-  return std::find_if(kernels, kernels + count, [&](const NormReduceKernel& kernel) {
+  return KernelTable(norm_reduce_kernels).find([&](const NormReduceKernel& kernel) {
     return kernel.dtype == dtype && kernel.columns == columns;
   });
 }

@@ -20,7 +20,7 @@
 #include "kernels/norm/row_tiles.cuh"
 #include "kernels/norm/teams.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
-#include "kernels/sm90/ring.cuh"
+#include "kernels/sm90/tma.cuh"
 
 namespace tiercel {
 

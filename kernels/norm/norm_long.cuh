@@ -11,6 +11,7 @@
 #include "kernels/norm/teams.cuh"
 #include "kernels/sm90/async_copy.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
+#include "kernels/sm90/tma.cuh"
 
 namespace tiercel {
 

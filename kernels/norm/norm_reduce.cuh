@@ -9,9 +9,9 @@
 #include "kernels/norm/elements.cuh"
 #include "kernels/norm/norm_kernels.h"
 #include "kernels/norm/teams.cuh"
-#include "kernels/sm90/ahead.h"
 #include "kernels/sm90/discard.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
+#include "kernels/sm90/prefetch.h"
 
 namespace tiercel {
 

@@ -5,10 +5,9 @@
 
 #include <cstdint>
 
-namespace tiercel {
+#include "kernels/sm90/math.h"
 
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+namespace tiercel {
 
 // Threads that share a row of so many vectors in a block, `per_thread` each: part of a warp, a
 // power of two, or whole warps.

@@ -6,7 +6,7 @@
 #include "kernels/norm/elements.cuh"
 #include "kernels/norm/moments.cuh"
 #include "kernels/norm/norm_kernels.h"
-#include "kernels/sm90/ahead.h"
+#include "kernels/sm90/prefetch.h"
 
 namespace tiercel {
 

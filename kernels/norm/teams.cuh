@@ -8,8 +8,8 @@
 #include "kernels/norm/moments.cuh"
 #include "kernels/norm/norm_kernels.h"
 #include "kernels/sm90/cluster.cuh"
+#include "kernels/sm90/mbarrier.cuh"
 #include "kernels/sm90/reduce.cuh"
-#include "kernels/sm90/ring.cuh"
 
 namespace tiercel {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Eight neighbouring values of a row as they lie in memory: one or two 16-byte loads.
+// Eight neighbouring values of a row in their memory format: one or two 16-byte loads.
 #ifndef KERNELS_QUANT_EIGHT_CUH_
 #define KERNELS_QUANT_EIGHT_CUH_
 
@@ -34,10 +34,10 @@ struct Float32Source {
   static constexpr int kBytes = 4;
 };
 
-// Of values that become float8_e4m3fn, by the largest magnitude as a float's bits.
+// The scale to float8_e4m3fn for the largest magnitude, given as a float's bits.
 __device__ __forceinline__ float e4m3_scale(uint32_t largest) {
   const float scale = __fdiv_rn(__uint_as_float(largest), kE4M3Max);
-  return scale < 0x1p-126f ? 0x1p-126f : scale;  // NaN stays
+  return scale < 0x1p-126f ? 0x1p-126f : scale;  // keeps NaN
 }
 
 __device__ __forceinline__ uint32_t max_of_halves(uint32_t a, uint32_t b) {
@@ -71,7 +71,7 @@ struct Eight {
       return i % 2 ? Source::high(words[i / 2]) : Source::low(words[i / 2]);
     }
   }
-  // The largest magnitude as a float's bits: as unsigned numbers they order like magnitudes, with
+  // The largest magnitude as a float's bits, which as unsigned integers order like magnitudes, with
   // NaN above infinity.
   __device__ __forceinline__ uint32_t largest() const {
     if constexpr (Source::kBytes == 4) {

@@ -6,21 +6,20 @@
 
 #include "kernels/quant/fp8_quantize_kernels.h"
 #include "kernels/quant/quant_checks.h"
-#include "kernels/sm90/ahead.h"
+#include "kernels/sm90/math.h"
+#include "kernels/sm90/prefetch.h"
 
 namespace tiercel {
 namespace {
 
 constexpr char kOp[] = "fp8_quantize";
 constexpr int64_t kMaxGrid = 0x7fffffff;
-constexpr int64_t kMaxEights = 1 << 30;  // of a row: a thread's next one is an int too
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t kMaxEights = 1 << 30;  // per row, so that a thread's next index fits an int
 
 // The kernels of a call, in order, and their arguments.
 struct Choice {
   Fp8QuantizeArgs args{};
-  const Kernel* first = nullptr;  // before the other, or null
+  const Kernel* first = nullptr;  // launched before the other, or null
   LaunchConfig first_config;
   const Kernel* kernel = nullptr;
   LaunchConfig config;
@@ -83,13 +82,13 @@ void set(LaunchConfig* config, int64_t grid, int block) {
   config->dependent = true;
 }
 
-// Most eights that a thread of the kernels that keep them has.
+// The most eights per thread in the kernels that keep them in registers.
 int most_vectors(DType dtype) { return dtype == DType::kFloat32 ? 4 : 8; }
 
 void choose_row(DType dtype, Choice* choice) {
   const int eights = choice->args.eights;
   const int most = most_vectors(dtype);
-  // (Measured on an H200: two eights a thread are fastest, up to the largest block.)
+  // (Measured on an H200: two eights per thread are fastest, up to the largest block.)
   const int vectors_of_most = eights <= 2 * kFp8RowMaxThreads ? 2 : most;
   int vectors = eights <= 128 ? 1 : vectors_of_most;
   int threads = static_cast<int>(ceil_div(ceil_div(eights, vectors), 32) * 32);
@@ -97,13 +96,14 @@ void choose_row(DType dtype, Choice* choice) {
     vectors = 0;
     threads = kFp8RowMaxThreads;
   }
-  // More blocks than an H200 holds at once; where rows are longer, a block each is as fast.
+  // More blocks than are resident at once; for longer rows, a block each is as fast.
   const bool by_warps =
-      choice->args.rows > 132 * 2048 / std::max(threads, 32) && eights <= kFp8ShortRow;
+      choice->args.rows > kDefaultMultiprocessors * 2048 / std::max(threads, 32) &&
+      eights <= kFp8ShortRow;
   if (by_warps) {
     vectors = eights <= 32 ? 1 : eights <= 64 ? 2 : most;
     threads = 32;
-    choice->config.block.y = kFp8RowsOfBlock;
+    choice->config.block.y = kFp8RowsPerBlock;
   }
   choice->vectors = vectors;
   choice->kernel =
@@ -115,7 +115,7 @@ void choose_tensor(DType dtype, bool given, Choice* choice) {
   const int64_t eights = choice->args.rows * choice->args.eights;
   const int most = most_vectors(dtype);
   const int64_t threads = kFp8SmallCluster * kFp8SmallThreads;
-  // (Measured on an H200: with more, two kernels on all multiprocessors take less time.)
+  // (Measured on an H200: for more, two kernels on all multiprocessors are faster.)
   if (!given && eights <= threads * most / 4) {
     choice->vectors = most / 4;
     choice->kernel = fp8_quantize_kernel(Fp8Kernel::kSmallTensor, dtype, choice->vectors);
@@ -128,8 +128,8 @@ void choose_tensor(DType dtype, bool given, Choice* choice) {
   set(&choice->config, ceil_div(eights, kFp8TensorThreads * kFp8TensorVectors), kFp8TensorThreads);
   if (given) return;
   // Four blocks fill a multiprocessor.
-  choice->args.partials =
-      static_cast<int>(std::min<int64_t>(ceil_div(eights, kFp8LargestThreads), 4 * 132));
+  choice->args.partials = static_cast<int>(
+      std::min<int64_t>(ceil_div(eights, kFp8LargestThreads), 4 * kDefaultMultiprocessors));
   choice->first = fp8_quantize_kernel(Fp8Kernel::kLargest, dtype, 0);
   set(&choice->first_config, choice->args.partials, kFp8LargestThreads);
 }
@@ -188,8 +188,8 @@ Status choose(const TensorView& x, const TensorView& q, const TensorView& scale,
     return Status::Unimplemented(std::string(kOp) + ": too many rows for one launch, got " +
                                  std::to_string(args.rows));
   }
-  args.ahead = first_blocks(choice->config.block);
-  args.wide = (reinterpret_cast<uintptr_t>(args.q) | (args.flat ? 0 : args.columns)) % 16 == 0;
+  args.prefetch_blocks = resident_blocks(choice->config.block);
+  args.aligned16 = (reinterpret_cast<uintptr_t>(args.q) | (args.flat ? 0 : args.columns)) % 16 == 0;
   return Status();
 }
 

@@ -1,30 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
-// fp8_quantize: q = e4m3(x / scale), scale = amax / 448 of each tensor, row, 1x128 group or 128x128
+// fp8_quantize: q = e4m3(x / scale), scale = amax / 448 per tensor, row, 1x128 group or 128x128
 // tile.
 //
-// The plan. Bytes alone bind it: at [8192, 8192] in bfloat16, 128 MiB are read and 64 MiB written,
-// so 47 us at 4.3 TB/s. Every thread works on eights of neighbouring values: 16 bytes in (32 in
-// float32), 8 out. What shares a scale stays in registers between finding it and using it, so x is
-// read once; only a whole tensor is read twice, by two kernels with a maximum a block
-// between them, unless it is so small that a cluster of 8 blocks has it in no time.
-//  - rows: a block a row, up to 8 eights a thread; longer rows are read twice, the second time from
-//    the L2. Of many short ones a warp takes each: a multiprocessor begins one block after the
-//    other.
-//  - groups: two eights a thread, neighbours if they are of 16 bits, so that 8 lanes (16 in
-//    float32) share a group and q is written 16 bytes at once; no shared memory.
+// Bound by memory: at [8192, 8192] in bfloat16, 128 MiB are read and 64 MiB written, 47 us at 4.3
+// TB/s. Each thread processes vectors of eight neighbouring values ("eights"): 16 bytes in (32 for
+// float32), 8 out. Values stay in registers from the maximum to the quantisation, so x is read
+// once. Only a whole tensor is read twice, by two kernels that pass one maximum per block, unless
+// it is small enough for a cluster of 8 blocks.
+//  - rows: a block per row with up to 8 eights per thread; longer rows are read twice, the second
+//    time from L2. Many short rows get a warp each, because a multiprocessor starts blocks one by
+//    one.
+//  - groups: two eights per thread, adjacent for 16-bit values, so that 8 lanes (16 for float32)
+//    share a group and q is written 16 bytes at a time; no shared memory.
 //  - tiles: 512 threads, 4 eights each.
-// While a grid waits for the one before, its first blocks bring their part of x to the L2. Hints
-// that x and q are read and written once cost a tenth (measured on an H200), so there are none.
-// The arithmetic is the reference's, bit for bit: scale = max(amax / 448, 2^-126) and
-// q = x * (1 / scale), each rounded to nearest even, then saturated.
+// While a grid waits for the previous one, its first blocks prefetch their part of x to L2. Hints
+// that x and q are used once cost 10 % (measured on an H200), so there are none. The arithmetic is
+// the reference's, bit for bit: scale = max(amax / 448, 2^-126) and q = x * (1 / scale), each
+// rounded to nearest even, then saturated.
 #include <cstdint>
 
 #include "kernels/quant/eight.cuh"
 #include "kernels/quant/fp8_quantize_kernels.h"
-#include "kernels/sm90/ahead.h"
 #include "kernels/sm90/cluster.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/narrow_floats.cuh"
+#include "kernels/sm90/prefetch.h"
 #include "kernels/sm90/reduce.cuh"
 
 namespace tiercel {
@@ -43,8 +43,8 @@ __device__ __forceinline__ void store_scaled(char* q, const Eight<Source>& x, fl
   *reinterpret_cast<uint2*>(q) = scaled(x, inverse);
 }
 
-// Two eights of a thread, among those of kThreads threads: neighbours if they are of 16 bits, so
-// that their results make 16 bytes.
+// Two eights per thread, of those of kThreads threads: adjacent for 16-bit values, so that their
+// results form 16 bytes.
 template <typename Source, int kThreads>
 struct Two {
   static constexpr bool kNeighbours = Source::kBytes == 2;
@@ -55,10 +55,10 @@ struct Two {
   static __device__ __forceinline__ int64_t second(int64_t first) {
     return first + (kNeighbours ? 1 : kThreads);
   }
-  // To number `first` of q, of which `eights` are there; `wide`: 16 bytes at once.
-  static __device__ __forceinline__ void store(char* q, int64_t first, int64_t eights, bool wide,
-                                               uint2 a, uint2 b) {
-    if (kNeighbours && wide && first + 1 < eights) {
+  // Stores to eight `first` of q, which has `eights`; `aligned16`: 16 bytes at once.
+  static __device__ __forceinline__ void store(char* q, int64_t first, int64_t eights,
+                                               bool aligned16, uint2 a, uint2 b) {
+    if (kNeighbours && aligned16 && first + 1 < eights) {
       *reinterpret_cast<uint4*>(q + first * 8) = make_uint4(a.x, a.y, b.x, b.y);
     } else {
       if (first < eights) *reinterpret_cast<uint2*>(q + first * 8) = a;
@@ -67,7 +67,7 @@ struct Two {
   }
 };
 
-// Over the block, whose size is a multiple of 32; `scratch` holds one word a warp.
+// The maximum over the block, a multiple of 32 threads; `scratch` holds one word per warp.
 __device__ __forceinline__ uint32_t block_max(uint32_t value, uint32_t* scratch) {
   value = warp_max(value);
   const int warps = blockDim.x / 32;
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kFp8RowMaxThreads)
   const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
   const bool is_there = row < args.rows;
   const char* x = args.x + row * args.row_bytes;
-  if (is_ahead(args.ahead) && is_there) {
+  if (is_prefetching(args.prefetch_blocks) && is_there) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int index = v * blockDim.x + threadIdx.x;
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kFp8RowMaxThreads)
   }
   if (threadIdx.x == 0) args.scale[row] = scale;
   if (args.waits_last)
-    grid_dependency_wait();  // who waits for this grid waits for the one before it
+    grid_dependency_wait();  // so that grids that wait for this one also wait for the previous
 }
 
 template <typename Source>
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kFp8RowMaxThreads)
   __shared__ uint32_t scratch[32];
   const int64_t row = blockIdx.x;
   const char* x = args.x + row * args.row_bytes;
-  if (is_ahead(args.ahead)) {
+  if (is_prefetching(args.prefetch_blocks)) {
 #pragma unroll
     for (int v = 0; v < 4; ++v) {
       const int index = v * blockDim.x + threadIdx.x;
@@ -162,21 +162,21 @@ __global__ void __launch_bounds__(kFp8RowMaxThreads)
   }
   if (threadIdx.x == 0) args.scale[row] = scale;
   if (args.waits_last)
-    grid_dependency_wait();  // who waits for this grid waits for the one before it
+    grid_dependency_wait();  // so that grids that wait for this one also wait for the previous
 }
 
-// A block has part of one row; or of all rows, where they follow each other in whole groups.
+// A block processes part of one row or, if there are no gaps and whole groups, of all rows.
 template <typename Source>
 __global__ void __launch_bounds__(kFp8GroupThreads)
     fp8_quantize_group(const __grid_constant__ Fp8QuantizeArgs args) {
   using Mine = Two<Source, kFp8GroupThreads>;
-  constexpr int kLanes = Mine::kNeighbours ? 8 : 16;  // of a group
+  constexpr int kLanes = Mine::kNeighbours ? 8 : 16;  // per group
   const int64_t row = args.flat ? 0 : blockIdx.x / args.row_blocks;
   const int64_t eights = args.flat ? args.rows * args.eights : args.eights;
   const int64_t first = Mine::first(blockIdx.x - row * args.row_blocks);
   const int64_t second = Mine::second(first);
   const char* x = args.x + row * args.row_bytes;
-  if (is_ahead(args.ahead)) {
+  if (is_prefetching(args.prefetch_blocks)) {
     if (first < eights) prefetch_l2(x + first * 8 * Source::kBytes);
     if (second < eights && !Mine::kNeighbours) prefetch_l2(x + second * 8 * Source::kBytes);
   }
@@ -199,8 +199,8 @@ __global__ void __launch_bounds__(kFp8GroupThreads)
     if (first < eights) scales[first / 16] = scale;
     if (second < eights && !Mine::kNeighbours) scales[second / 16] = other_scale;
   }
-  Mine::store(args.q + row * args.columns, first, eights, args.wide, scaled(a, __frcp_rn(scale)),
-              scaled(b, __frcp_rn(other_scale)));
+  Mine::store(args.q + row * args.columns, first, eights, args.aligned16,
+              scaled(a, __frcp_rn(scale)), scaled(b, __frcp_rn(other_scale)));
   if (args.waits_last) grid_dependency_wait();
 }
 
@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(kFp8BlockThreads)
   const auto has = [&](int v) {
     return row + v * (128 / kVectors) < args.rows && column < args.eights;
   };
-  if (is_ahead(args.ahead)) {
+  if (is_prefetching(args.prefetch_blocks)) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (has(v)) prefetch_l2(x + v * (128 / kVectors) * args.row_bytes);
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(kFp8BlockThreads)
   if (threadIdx.x == 0) args.scale[blockIdx.x] = scale;
 }
 
-// Where eight number `index` of a tensor lies.
+// The address of a tensor's eight number `index`.
 template <typename Source, bool kFlat>
 __device__ __forceinline__ const char* eight_at(const Fp8QuantizeArgs& args, int64_t index) {
   if (kFlat) return args.x + index * 8 * Source::kBytes;
@@ -254,7 +254,8 @@ __device__ __forceinline__ const char* eight_at(const Fp8QuantizeArgs& args, int
   return args.x + row * args.row_bytes + (index - row * args.eights) * 8 * Source::kBytes;
 }
 
-// The same for several, before the first is loaded: a division between them would part the loads.
+// The addresses of several eights, computed before the first load: divisions in between would
+// separate the loads.
 template <typename Source, int kCount>
 __device__ __forceinline__ void find_eights(const char* (&places)[kCount],
                                             const Fp8QuantizeArgs& args, int64_t first,
@@ -266,7 +267,7 @@ __device__ __forceinline__ void find_eights(const char* (&places)[kCount],
   for (int v = 0; v < kCount; ++v) places[v] = eight_at<Source, false>(args, first + v * step);
 }
 
-// Loads of a thread that are under way at once: what leaves room for four blocks of 512 threads.
+// Loads in flight per thread: the most that leave registers for four blocks of 512 threads.
 template <typename Source>
 constexpr int kLargestVectors = 4 / Source::kBytes;
 
@@ -316,21 +317,21 @@ __global__ void __launch_bounds__(kFp8TensorThreads)
   using Mine = Two<Source, kFp8TensorThreads>;
   __shared__ uint32_t scratch[32];
   const int64_t eights = args.rows * args.eights;
-  // From the end: what the kernel before this one read last is still in the L2.
+  // Backwards: the data that the previous kernel read last is still in L2.
   const int64_t block = args.given != nullptr ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
   const int64_t first = Mine::first(block), second = Mine::second(first);
   const char* places[2];
   find_eights<Source>(places, args, first, second - first);
   if (args.given != nullptr) {
-    if (is_ahead(args.ahead)) {
+    if (is_prefetching(args.prefetch_blocks)) {
       if (first < eights) prefetch_l2(places[0]);
       if (second < eights) prefetch_l2(places[1]);
     }
     grid_dependency_wait();
   }
   grid_dependency_launch();
-  // The kernel that finds the maxima let this one begin after its own wait, so what wrote x is
-  // done: x may be read while that kernel still runs.
+  // The kernel that computes the maxima allowed this one to start after its own wait, so x is
+  // complete and may be read while that kernel still runs.
   Eight<Source> a, b;
   a.clear();
   b.clear();
@@ -349,7 +350,7 @@ __global__ void __launch_bounds__(kFp8TensorThreads)
     if (blockIdx.x == 0 && threadIdx.x == 0) *args.scale = scale;
   }
   const float inverse = __frcp_rn(scale);
-  Mine::store(args.q, first, eights, args.wide, scaled(a, inverse), scaled(b, inverse));
+  Mine::store(args.q, first, eights, args.aligned16, scaled(a, inverse), scaled(b, inverse));
 }
 
 template <typename Source, int kVectors>
@@ -366,7 +367,7 @@ __global__ void __launch_bounds__(kFp8SmallThreads)
   for (int v = 0; v < kVectors; ++v) {
     if (first + v * kStep < eights) prefetch_l2(places[v]);
   }
-  cluster_arrive_relaxed();  // all blocks run before one writes to another
+  cluster_arrive_relaxed();  // all blocks run before any writes to another
   grid_dependency_wait();
   grid_dependency_launch();
   Eight<Source> values[kVectors];
@@ -380,7 +381,7 @@ __global__ void __launch_bounds__(kFp8SmallThreads)
   for (int v = 0; v < kVectors; ++v) largest = max(largest, values[v].largest());
   largest = block_max(largest, scratch);
   cluster_wait();
-  // Every block tells every other.
+  // Every block sends its maximum to every other.
   if (threadIdx.x < kFp8SmallCluster) {
     store_remote(&block_largest[blockIdx.x], threadIdx.x, largest);
   }
@@ -420,7 +421,7 @@ struct Entry {
       TIERCEL_KERNEL(kTensor, tensor, dtype, 0, "", ),                                           \
       TIERCEL_HELD(kSmallTensor, small_tensor, dtype, small)
 
-// By kind and dtype, fewer vectors first.
+// By kind and dtype, fewest vectors first.
 const Entry kKernels[] = {TIERCEL_KERNELS(BFloat16, 2, 8), TIERCEL_KERNELS(Float16, 2, 8),
                           TIERCEL_KERNELS(Float32, 1, 4)};
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What fp8_quantize's launcher and its device code agree on.
+// The interface of fp8_quantize's host and device code.
 #ifndef KERNELS_QUANT_FP8_QUANTIZE_KERNELS_H_
 #define KERNELS_QUANT_FP8_QUANTIZE_KERNELS_H_
 
@@ -19,34 +19,34 @@ struct Fp8QuantizeArgs {
   float* scale;
   const float* given;  // per tensor: the scale to use, or null
   int32_t* counters;   // rows, groups: kFp8Counters to clear, or null
-  float* partial;      // per tensor: one largest magnitude a block of the first kernel
+  float* partial;      // per tensor: a maximum per block of the first kernel
   int64_t rows;
   int64_t columns;
-  int eights;      // of a row: columns / 8
-  int row_blocks;  // kGroup, where it is not flat, and kBlock: blocks across
+  int eights;      // per row: columns / 8
+  int row_blocks;  // blocks per row of blocks, for kBlock and for kGroup if not flat
   int partials;
-  int ahead;         // so many blocks ask for x before they may read it
-  bool waits_last;   // rows, groups: x is older than the kernel before this one
-  bool starts_next;  // rows, groups: the kernel after this one may start at once
-  bool wide;         // kGroup, kTensor: all rows of q begin at multiples of 16 bytes
-  bool flat;         // rows follow each other without gaps; kGroup: and hold whole groups
+  int prefetch_blocks;  // blocks that prefetch their data to L2 before they may read it
+  bool waits_last;      // rows, groups: x is older than the previous kernel
+  bool starts_next;     // rows, groups: the next kernel may start at once
+  bool aligned16;       // kGroup, kTensor: all rows of q begin at multiples of 16 bytes
+  bool flat;            // no gaps between rows; kGroup: and whole groups per row
 };
 
 enum class Fp8Kernel {
-  kRow,          // a block or a warp a row, which stays in registers
-  kLongRow,      // a block a row, read twice
-  kGroup,        // 8 or 16 lanes a group of 128
-  kBlock,        // a block a tile of 128x128
-  kLargest,      // largest magnitudes, one a block
-  kTensor,       // with a scale that is known
+  kRow,          // a block or a warp per row, which stays in registers
+  kLongRow,      // a block per row, read twice
+  kGroup,        // 8 or 16 lanes per group of 128
+  kBlock,        // a block per tile of 128x128
+  kLargest,      // the maximum per block
+  kTensor,       // with a known scale
   kSmallTensor,  // one cluster, which keeps x in registers
 };
 
 inline constexpr int kFp8RowMaxThreads = 1024;
-inline constexpr int kFp8RowsOfBlock = 8;  // where each has a warp
-inline constexpr int kFp8ShortRow = 128;   // eights of values
+inline constexpr int kFp8RowsPerBlock = 8;  // with a warp per row
+inline constexpr int kFp8ShortRow = 128;    // in eights
 inline constexpr int kFp8GroupThreads = 256;
-inline constexpr int kFp8GroupVectors = 2;  // a thread
+inline constexpr int kFp8GroupVectors = 2;  // per thread
 inline constexpr int kFp8BlockThreads = 512;
 inline constexpr int kFp8LargestThreads = 512;
 inline constexpr int kFp8TensorThreads = 256;
@@ -54,8 +54,8 @@ inline constexpr int kFp8TensorVectors = 2;
 inline constexpr int kFp8SmallThreads = 1024;
 inline constexpr int kFp8SmallCluster = 8;
 
-// The kernel for x's dtype that keeps up to `vectors` eights a thread (for kRow and kSmallTensor; 0
-// otherwise); null where there is none.
+// The kernel for x's dtype with up to `vectors` eights per thread (kRow and kSmallTensor; otherwise
+// 0), or null.
 const Kernel* fp8_quantize_kernel(Fp8Kernel kind, DType dtype, int vectors);
 
 }  // namespace tiercel

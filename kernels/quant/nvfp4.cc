@@ -6,7 +6,8 @@
 
 #include "kernels/quant/nvfp4_kernels.h"
 #include "kernels/quant/quant_checks.h"
-#include "kernels/sm90/ahead.h"
+#include "kernels/sm90/math.h"
+#include "kernels/sm90/prefetch.h"
 
 namespace tiercel {
 namespace {
@@ -16,15 +17,15 @@ constexpr int64_t kMaxGrid = 0x7fffffff;
 struct Way {
   const Kernel* (*find)(DType);
   int threads;
-  int groups;  // a block
-  int among;   // one of so many first blocks asks for its data ahead (measured on an H200)
+  int groups;  // per block
+  int among;   // one of `among` resident blocks prefetches (measured on an H200)
 };
 
 constexpr Way kQuantize = {nvfp4_quantize_kernel, kNvfp4QuantizeThreads, kNvfp4QuantizeThreads, 1};
 constexpr Way kDequantize = {nvfp4_dequantize_kernel, kNvfp4DequantizeThreads,
                              kNvfp4DequantizeThreads * kNvfp4Halves / 2, 2};
 
-// `values` is the one that is not narrow; `values_name` and the others' names are the ops'.
+// `values` is the tensor that is not quantised. The names are the op's argument names.
 struct Call {
   const char* op;
   const char* values_name;
@@ -80,7 +81,7 @@ Status prepare(const Call& call, const Way& way, Nvfp4Args* args, LaunchConfig* 
   args->groups = call.values.shape[0] * row_groups;
   args->row_groups = static_cast<int>(std::min(row_groups, kMaxGrid / 2));
   args->flat = is_flat(call.values);
-  const int64_t grid = (args->groups + way.groups - 1) / way.groups;
+  const int64_t grid = ceil_div(args->groups, way.groups);
   if (grid > kMaxGrid || row_groups > kMaxGrid / 2) {
     return Status::Unimplemented(std::string(call.op) + ": too large for one launch, got shape " +
                                  shape_text(call.values.shape, 2));
@@ -88,7 +89,7 @@ Status prepare(const Call& call, const Way& way, Nvfp4Args* args, LaunchConfig* 
   config->grid.x = static_cast<uint32_t>(grid);
   config->block.x = static_cast<uint32_t>(way.threads);
   config->dependent = true;
-  args->ahead = first_blocks(config->block) / way.among;
+  args->prefetch_blocks = resident_blocks(config->block) / way.among;
   return Status();
 }
 

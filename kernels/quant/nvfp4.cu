@@ -1,20 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// nvfp4_quantize: 16 neighbouring values become 16 e2m1 and one e4m3 scale; nvfp4_dequantize: back.
+// nvfp4_quantize: 16 neighbouring values become 16 e2m1 and one e4m3 scale. nvfp4_dequantize: the
+// inverse.
 //
-// The plan. A thread has a whole group of 16: 32 bytes of 16-bit values in, 8 bytes
-// of codes and 1 of scale out, so nothing is exchanged between threads and nothing waits. At [8192,
-// 8192] in bfloat16 these are 128 MiB and 36 MiB, 40 us at 4.3 TB/s. At that rate an SM has some 17
-// instructions a value: the rounding to e2m1 is six float additions (narrow_floats.cuh), and a word
-// of eight codes is put together by multiplications and the signs by bytes. The arithmetic is the
-// reference's, bit for bit: scale = e4m3(min(amax / 6 / global, 448)) and q = e2m1(x * (1 / (scale
+// Each thread processes a whole group of 16: it reads 32 bytes of 16-bit values and writes 8 bytes
+// of codes and 1 of scale, so threads exchange nothing. At [8192, 8192] in bfloat16 these are 128
+// MiB and 36 MiB, 40 us at 4.3 TB/s. At that rate an SM has about 17 instructions per value:
+// rounding to e2m1 takes six float additions (narrow_floats.cuh); multiplications assemble a word
+// of eight codes, and byte operations its signs. The arithmetic is the reference's, bit for bit:
+// scale = e4m3(min(amax / 6 / global, 448)) and q = e2m1(x * (1 / (scale
 // * global))), every operation rounded to nearest even.
 #include <cstdint>
 
 #include "kernels/quant/eight.cuh"
 #include "kernels/quant/nvfp4_kernels.h"
-#include "kernels/sm90/ahead.h"
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/narrow_floats.cuh"
+#include "kernels/sm90/prefetch.h"
 
 namespace tiercel {
 namespace {
@@ -23,11 +24,11 @@ __device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b, uint32_t sel
   return __byte_perm(a, b, selector);
 }
 
-// The sign bits of eight values, each at its code's highest bit.
+// The sign bits of eight values, each in its code's highest bit.
 template <typename Source>
 __device__ __forceinline__ uint32_t signs_of(const Eight<Source>& x) {
   if constexpr (Source::kBytes == 2) {
-    // The upper bytes of the even values, and of the odd ones.
+    // The upper bytes of the even and of the odd values.
     const uint32_t even = permute(permute(x.words[0], x.words[1], 0x0051),
                                   permute(x.words[2], x.words[3], 0x0051), 0x5410);
     const uint32_t odd = permute(permute(x.words[0], x.words[1], 0x0073),
@@ -42,11 +43,11 @@ __device__ __forceinline__ uint32_t signs_of(const Eight<Source>& x) {
 }
 
 // The codes of eight values, value i at bits [4i, 4i + 4). `inverse_half` is half of 1 / scale; the
-// product is rounded, as the reference has it, and not fused with the additions that follow.
+// product is rounded as in the reference, not fused with the additions that follow.
 template <typename Source>
 __device__ __forceinline__ uint32_t codes_of(const Eight<Source>& x, float inverse_half) {
   uint32_t codes = 0;
-  uint32_t magic = 0;  // what the additions below bring along
+  uint32_t magic = 0;  // the constant that the additions below add
 #pragma unroll
   for (int i = 7; i >= 0; --i) {
     codes = codes * 16 + half_magnitude_to_e2m1(__fmul_rn(fabsf(x[i]), inverse_half));
@@ -55,7 +56,7 @@ __device__ __forceinline__ uint32_t codes_of(const Eight<Source>& x, float inver
   return (codes - magic) | signs_of(x);
 }
 
-// 1 / value of an e4m3, rounded to nearest even: without the cases that no e4m3 is.
+// 1 / value for an e4m3, rounded to nearest even; omits cases that no e4m3 reaches.
 __device__ __forceinline__ float reciprocal(float value) {
   float near;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(value));
@@ -65,7 +66,7 @@ __device__ __forceinline__ float reciprocal(float value) {
 template <typename Source>
 __global__ void __launch_bounds__(kNvfp4QuantizeThreads)
     nvfp4_quantize(const __grid_constant__ Nvfp4Args args) {
-  // A 16-bit amax by 1 / 6 becomes the same e4m3 as amax / 6. (Tried: all of them.)
+  // For 16-bit values, amax * (1 / 6) gives the same e4m3 as amax / 6 (tested exhaustively).
   constexpr bool kShort = Source::kBytes == 2;
   constexpr float kSixth = 1.0f / 6.0f;
   const int64_t group = static_cast<int64_t>(blockIdx.x) * kNvfp4QuantizeThreads + threadIdx.x;
@@ -76,7 +77,7 @@ __global__ void __launch_bounds__(kNvfp4QuantizeThreads)
     const int64_t row = group / args.row_groups;
     from += row * args.row_bytes + (group - row * args.row_groups) * 16 * Source::kBytes;
   }
-  if (is_ahead(args.ahead) && group < args.groups) prefetch_l2(from);
+  if (is_prefetching(args.prefetch_blocks) && group < args.groups) prefetch_l2(from);
   grid_dependency_wait();
   grid_dependency_launch();
   if (group >= args.groups) return;
@@ -91,14 +92,14 @@ __global__ void __launch_bounds__(kNvfp4QuantizeThreads)
   const uint32_t scale = float2_to_e4m3x2(wanted, 0.0f);
   const float total = e4m3_to_float(scale) * global;
   const float inverse = total == 0.0f ? 0.0f : scaled ? __frcp_rn(total) : reciprocal(total);
-  // Half of it is exact unless it falls below the normal floats, where every product is 0.
+  // Halving is exact unless it underflows the normal floats, where every product is 0.
   const uint32_t low = codes_of(first, inverse * 0.5f);
   const uint32_t high = codes_of(second, inverse * 0.5f);
   reinterpret_cast<uint2*>(args.q)[group] = make_uint2(low, high);
   args.scale[group] = static_cast<char>(scale);
 }
 
-// float32 pairs to 16-bit ones.
+// Converts float32 pairs to 16-bit pairs.
 struct BFloat16Target {
   static constexpr int kBytes = 2;
   static __device__ __forceinline__ uint32_t pair(float low, float high) {
@@ -146,15 +147,15 @@ __device__ __forceinline__ void decode_pair(float (&values)[8], uint32_t word, f
 template <typename Target>
 __global__ void __launch_bounds__(kNvfp4DequantizeThreads)
     nvfp4_dequantize(const __grid_constant__ Nvfp4Args args) {
-  // A thread has half a group, so that a warp's stores lie side by side.
+  // Half a group per thread, so that a warp's stores are adjacent.
   const int64_t first =
       static_cast<int64_t>(blockIdx.x) * kNvfp4DequantizeThreads * kNvfp4Halves + threadIdx.x;
-  if (is_ahead(args.ahead)) {
+  if (is_prefetching(args.prefetch_blocks)) {
 #pragma unroll
     for (int g = 0; g < kNvfp4Halves; ++g) {
       const int64_t half = first + g * kNvfp4DequantizeThreads;
       if (half / 2 >= args.groups) continue;
-      // By those at the beginning of 32 bytes.
+      // Prefetched by the threads at the beginning of 32 bytes.
       if (threadIdx.x % 8 == 0) prefetch_l2(args.q + half * 4);
       if (threadIdx.x % 32 == 0) prefetch_l2(args.scale + half / 2);
     }

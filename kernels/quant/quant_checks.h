@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checks that the quantising launchers share.
+// Checks shared by the quantising ops.
 #ifndef KERNELS_QUANT_QUANT_CHECKS_H_
 #define KERNELS_QUANT_QUANT_CHECKS_H_
 
@@ -7,13 +7,13 @@
 
 namespace tiercel {
 
-// Rows of neighbouring values that 16-byte loads can take; NotImplementedError otherwise.
+// Unimplemented unless rows are contiguous and aligned for 16-byte loads.
 Status check_rows_of_vectors(const Argument& argument);
 
-// Contiguous memory at an address that `bytes` divides.
+// Checks for contiguous memory aligned to `bytes`.
 Status check_aligned(const Argument& argument, int bytes);
 
-// Whether the rows of [T, K] follow each other without gaps.
+// True if there are no gaps between the rows of [T, K].
 bool is_flat(const TensorView& rows);
 
 }  // namespace tiercel

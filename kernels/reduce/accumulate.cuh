@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Elements as float32 values, the two ways to combine them, and results as elements.
+// Conversion of elements to float32 and back, and the two operations that combine them.
 #ifndef KERNELS_REDUCE_ACCUMULATE_CUH_
 #define KERNELS_REDUCE_ACCUMULATE_CUH_
 
@@ -73,13 +73,13 @@ struct MaxOf {
   }
 };
 
-// A word of elements that change nothing.
+// A word of the operation's neutral elements.
 template <typename Format, typename Op>
 __device__ __forceinline__ constexpr uint32_t none_of() {
   return Op::kMax ? Format::kLowest : 0;
 }
 
-// What a thread has seen so far, one value for each place in a vector of kBytes.
+// A thread's partial results, one per place in a vector of kBytes.
 template <typename Format, typename Op, int kBytes = 16>
 struct Accumulator {
   static constexpr int kCount = kBytes / Format::kBytes;
@@ -106,7 +106,7 @@ struct Accumulator {
     }
   }
 
-  // Two vectors, first to each other: half as many roundings in a row, and no more registers.
+  // Adds two vectors to each other first: half as many sequential roundings, no extra registers.
   template <int kWords>
   __device__ __forceinline__ void add(const uint32_t (&first)[kWords],
                                       const uint32_t (&second)[kWords]) {
@@ -124,7 +124,7 @@ struct Accumulator {
     }
   }
 
-  // All places together, as a tree.
+  // Combines all places, as a tree.
   __device__ __forceinline__ float total() const {
     float sums[kCount];
 #pragma unroll
@@ -138,7 +138,7 @@ struct Accumulator {
   }
 };
 
-// What no one reads again: kWords words.
+// Loads kWords words that are read only once.
 template <int kWords>
 __device__ __forceinline__ void load_once(uint32_t (&words)[kWords], const char* address) {
   if constexpr (kWords == 4) {
@@ -150,7 +150,7 @@ __device__ __forceinline__ void load_once(uint32_t (&words)[kWords], const char*
   }
 }
 
-// A division takes more instructions than a short row's sum.
+// Avoids a division, which takes more instructions than a short row's sum.
 __device__ __forceinline__ float mean_of(float sum, const ReduceArgs& args) {
   return args.divisor == 1.0f ? sum : sum / args.divisor;
 }

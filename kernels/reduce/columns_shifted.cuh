@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// reduce down columns where rows do not begin at multiples of 16 bytes.
+// reduce down columns whose rows do not begin at multiples of 16 bytes.
 //
-// The plan. As down other columns (reduce_columns.cu), but rows are read in vectors that are
-// aligned as memory is. A row and the one kDown * parts below it are equally far from a multiple of
-// 16 bytes, so a thread's vectors have the same columns from one row to the next, and only a
-// block's rows of threads differ: they meet by column, in shared memory. A strip is a vector
-// narrower than its threads, which are as many as begin or end inside it.
+// Like reduce_columns.cu, but rows are read in vectors aligned in memory. A row and the row
+// kDown * parts below have the same offset from a multiple of 16 bytes, so a thread's vectors cover
+// the same columns in all its rows. Only the offsets of a block's rows of threads differ; their
+// results are combined by column in shared memory. A strip is one vector narrower than its threads
+// read, because each row has a vector that begins before it or ends behind it.
 #ifndef KERNELS_REDUCE_COLUMNS_SHIFTED_CUH_
 #define KERNELS_REDUCE_COLUMNS_SHIFTED_CUH_
 
@@ -17,8 +17,8 @@
 
 namespace tiercel {
 
-// Reads a vector that has columns [column, column + kPlaces) of a row of `columns`; what is not of
-// the tensor is not read, and the row's neighbours are left in.
+// Loads the vector of columns [column, column + kPlaces) of a row of `columns`. Reads nothing
+// outside the tensor; elements of neighbouring rows are not masked.
 template <typename Format, typename Op>
 __device__ __forceinline__ void load_shifted(uint32_t (&words)[4], const char* address,
                                              const ReduceArgs& args, int column, int columns) {
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kThreads)
   const char* from = args.x + i * args.outer_stride + first * args.length_stride +
                      static_cast<int64_t>(strip) * Format::kBytes;
   const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(from) % 16) / Format::kBytes;
-  const int place = across * kPlaces - shift;  // of the first of the thread's columns, in the strip
+  const int place = across * kPlaces - shift;  // of the thread's first column in the strip
   from += place * Format::kBytes;
   grid_dependency_wait();
   grid_dependency_launch();

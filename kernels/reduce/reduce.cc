@@ -49,7 +49,7 @@ Status check(const TensorView& x, const TensorView& out, int64_t dim, ReduceOp o
   return check_contiguous(out_arg);
 }
 
-// What is left of x as two dimensions; strides in bytes.
+// The remaining dimensions of x, joined to two; strides in bytes.
 Status describe(const TensorView& x, int64_t dim, ReduceArgs* args) {
   const int64_t element = dtype_bytes(x.dtype);
   int64_t shape[2] = {1, 1}, strides[2] = {0, 0};
@@ -57,7 +57,7 @@ Status describe(const TensorView& x, int64_t dim, ReduceArgs* args) {
   for (int i = 0; i < x.ndim; ++i) {
     if (i == dim || x.shape[i] == 1) continue;
     const int64_t stride = x.strides[i] * element;
-    if (kept > 0 && strides[kept - 1] == stride * x.shape[i]) {  // joined with the one before
+    if (kept > 0 && strides[kept - 1] == stride * x.shape[i]) {  // joins the previous one
       shape[kept - 1] *= x.shape[i];
       strides[kept - 1] = stride;
       continue;

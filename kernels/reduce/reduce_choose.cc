@@ -1,26 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-// The bounds below are measured on an H200 (132 multiprocessors, 2048 threads each). They hold for
-// an H100 too, and the order of a sum shall not depend on the device.
+// The bounds below are measured on an H200 (132 multiprocessors, 2048 threads each). They are used
+// on an H100 too, because the order of a sum must not depend on the device.
 #include "kernels/reduce/reduce_choose.h"
 
 #include <algorithm>
 #include <string>
 
+#include "kernels/sm90/kernel_table.h"
+#include "kernels/sm90/math.h"
+
 namespace tiercel {
 namespace {
 
-constexpr int64_t kMultiprocessors = 132;
 constexpr int64_t kMostBlocks = 0x7fffffff;
-constexpr int64_t kLongestPart = int64_t{1} << 30;  // elements; places in a part are 32 bits
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t kLongestPart = int64_t{1} << 30;  // elements; positions in a part are 32-bit
 
 using Kind = ReduceKernel::Kind;
 
-const ReduceKernel* find(const ReduceKernel* kernels, int count, DType dtype, bool max, Kind kind,
+const ReduceKernel* find(KernelTable<ReduceKernel> kernels, DType dtype, bool max, Kind kind,
                          int lanes, int per_thread, int vector_bytes, unsigned block) {
-  for (int i = 0; i < count; ++i) {
-    const ReduceKernel& kernel = kernels[i];
+  for (const ReduceKernel& kernel : kernels) {
     if (kernel.dtype == dtype && kernel.max == max && kernel.kind == kind &&
         kernel.lanes == lanes && (per_thread == 0 || kernel.per_thread == per_thread) &&
         kernel.vector_bytes == vector_bytes && (block == 0 || kernel.block == block)) {
@@ -31,19 +30,16 @@ const ReduceKernel* find(const ReduceKernel* kernels, int count, DType dtype, bo
 }
 
 const ReduceKernel* find_rows(DType dtype, bool max, Kind kind, int lanes, int rows) {
-  int count = 0;
-  const ReduceKernel* kernels = reduce_rows_kernels(&count);
-  return find(kernels, count, dtype, max, kind, lanes, rows, 16, 0);
+  return find(KernelTable(reduce_rows_kernels), dtype, max, kind, lanes, rows, 16, 0);
 }
 
 const ReduceKernel* find_columns(DType dtype, bool max, int vector_bytes, int lanes,
                                  unsigned block) {
-  int count = 0;
-  const ReduceKernel* kernels = reduce_columns_kernels(&count);
-  return find(kernels, count, dtype, max, Kind::columns, lanes, 0, vector_bytes, block);
+  return find(KernelTable(reduce_columns_kernels), dtype, max, Kind::columns, lanes, 0,
+              vector_bytes, block);
 }
 
-// At most `wanted` parts, each a multiple of `step` long.
+// Splits into at most `wanted` parts, each a multiple of `step` long.
 void split(ReduceArgs* args, int64_t wanted, int64_t step) {
   wanted = std::max(wanted, ceil_div(args->length, kLongestPart));
   args->part = ceil_div(ceil_div(std::max<int64_t>(args->length, 1), wanted), step) * step;
@@ -52,14 +48,14 @@ void split(ReduceArgs* args, int64_t wanted, int64_t step) {
 
 bool multiple_of(int64_t bytes, int64_t size) { return bytes % size == 0; }
 
-// Whether rows are whole vectors, one after the other at one distance.
+// True if rows are whole vectors, a constant stride apart.
 bool is_aligned(const ReduceArgs& args, int64_t element) {
   return args.outer == 1 && args.length_stride == element &&
          multiple_of(reinterpret_cast<uintptr_t>(args.x), 16) &&
          multiple_of(args.inner_stride, 16) && multiple_of(args.length * element, 16);
 }
 
-// Rows that share a block: groups of lanes, each with one row to eight.
+// Rows that share a block: groups of lanes with one to eight rows each.
 void choose_short_rows(DType dtype, bool max, int64_t row_bytes, ReduceLaunch* launch) {
   const ReduceArgs& args = launch->args;
   const int64_t element = dtype_bytes(dtype);
@@ -74,7 +70,7 @@ void choose_short_rows(DType dtype, bool max, int64_t row_bytes, ReduceLaunch* l
   if (tiny != nullptr && multiple_of(reinterpret_cast<uintptr_t>(args.x), 16) &&
       multiple_of(reinterpret_cast<uintptr_t>(args.out), 16)) {
     launch->kernel = tiny;
-    launch->block = outputs < kMultiprocessors * 2048 ? 64 : tiny->block;
+    launch->block = outputs < kDefaultMultiprocessors * 2048 ? 64 : tiny->block;
     launch->grid = static_cast<unsigned>(
         std::min(ceil_div(outputs, launch->block * (16 / element)), kMostBlocks + 1));
     return;
@@ -88,13 +84,13 @@ void choose_short_rows(DType dtype, bool max, int64_t row_bytes, ReduceLaunch* l
   }
   int lanes = 32, rows = 1;
   Kind kind = aligned ? Kind::rows_aligned : Kind::rows;
-  if (aligned && row_bytes <= 128 && outputs * 8 <= kMultiprocessors * 2048) {
-    lanes = 8;  // a thread for each vector: latency counts
+  if (aligned && row_bytes <= 128 && outputs * 8 <= kDefaultMultiprocessors * 2048) {
+    lanes = 8;  // a thread per vector: latency counts
   } else if (aligned && row_bytes <= 512) {
     kind = Kind::rows_turned;
     lanes = row_bytes <= 64 ? 4 : row_bytes <= 128 ? 8 : row_bytes <= 256 ? 16 : 32;
     rows = 8;
-  } else if (aligned && row_bytes <= 1024 && outputs >= kMultiprocessors * 16) {
+  } else if (aligned && row_bytes <= 1024 && outputs >= kDefaultMultiprocessors * 16) {
     rows = 2;
   } else if (!aligned && row_bytes <= 256) {
     lanes = row_bytes <= 16 ? 1 : 8;
@@ -102,11 +98,11 @@ void choose_short_rows(DType dtype, bool max, int64_t row_bytes, ReduceLaunch* l
   launch->kernel = find_rows(dtype, max, kind, lanes, rows);
   launch->block = lanes < 32 && kind != Kind::rows_turned ? 128 : 256;
   const auto blocks = [&] { return ceil_div(outputs, launch->block / lanes * rows); };
-  while (launch->block > 64 && blocks() < kMultiprocessors * 2) launch->block /= 2;
+  while (launch->block > 64 && blocks() < kDefaultMultiprocessors * 2) launch->block /= 2;
   launch->grid = static_cast<unsigned>(std::min(blocks(), kMostBlocks + 1));
 }
 
-// How many threads read a row, two vectors each at a time: the first of these that leaves few idle.
+// The number of threads per row, with two vectors each at a time: the first that leaves few idle.
 int lanes_for(int64_t vectors, bool parts) {
   if (parts) return vectors > 512 ? 512 : 256;
   int best = 0;
@@ -118,9 +114,9 @@ int lanes_for(int64_t vectors, bool parts) {
   return best;
 }
 
-// Rows of a block each, or of several.
+// Rows with one or several blocks each.
 void choose_long_rows(DType dtype, bool max, int64_t row_bytes, ReduceLaunch* launch) {
-  constexpr int64_t kRoomFor = kMultiprocessors * 4;  // blocks of 512 threads
+  constexpr int64_t kRoomFor = kDefaultMultiprocessors * 4;  // blocks of 512 threads
   ReduceArgs& args = launch->args;
   const int64_t outputs = args.outer * args.inner;
   const int64_t element = dtype_bytes(dtype);
@@ -129,8 +125,8 @@ void choose_long_rows(DType dtype, bool max, int64_t row_bytes, ReduceLaunch* la
   if (outputs < kRoomFor / 2) parts = std::min(kRoomFor / outputs, row_bytes / 8192);
   bool cluster = false;
   if (parts > 1) {
-    // Blocks of a cluster start together and end together: that costs less than a second launch
-    // where they have little to do.
+    // The blocks of a cluster start and end together, which costs less than a second launch if they
+    // have little to do.
     cluster = parts < kReduceMaxCluster || row_bytes <= 128 * 1024;
     if (cluster) {
       parts = parts >= 8 ? 8 : parts >= 4 ? 4 : 2;
@@ -150,16 +146,15 @@ void choose_long_rows(DType dtype, bool max, int64_t row_bytes, ReduceLaunch* la
 void choose_shifted_columns(DType dtype, bool max, ReduceLaunch* launch) {
   ReduceArgs& args = launch->args;
   const int element = static_cast<int>(dtype_bytes(dtype));
-  int count = 0;
-  const ReduceKernel* kernels = reduce_columns_kernels(&count);
-  launch->kernel = find(kernels, count, dtype, max, Kind::columns_shifted, 32, 0, 16, 0);
+  launch->kernel =
+      find(KernelTable(reduce_columns_kernels), dtype, max, Kind::columns_shifted, 32, 0, 16, 0);
   launch->block = launch->kernel->block;
   const int64_t strips = args.outer * ceil_div(args.inner, reduce_shifted_width(32, element));
   int64_t parts = 1;
-  if (strips < kMultiprocessors * 2) {
-    // Whole turns of a block's threads down the rows.
+  if (strips < kDefaultMultiprocessors * 2) {
+    // A multiple of the rows that a block's threads read at once.
     constexpr int64_t kTurn = 32;
-    const int64_t wanted = ceil_div(kMultiprocessors * 5 / 2, strips);
+    const int64_t wanted = ceil_div(kDefaultMultiprocessors * 5 / 2, strips);
     const int64_t rows = ceil_div(ceil_div(args.length, wanted), kTurn) * kTurn;
     parts = ceil_div(args.length, std::max(rows, 2 * kTurn));
   }
@@ -178,23 +173,23 @@ void choose_columns(DType dtype, bool max, int vector_bytes, bool may_split, Red
   int64_t parts = 1;
   if (vector_bytes != 16) {
     lanes = 32;
-    if (strips(32) < kMultiprocessors * 2) {
-      parts = std::min(ceil_div(kMultiprocessors * 8, strips(32)), args.length / 64);
+    if (strips(32) < kDefaultMultiprocessors * 2) {
+      parts = std::min(ceil_div(kDefaultMultiprocessors * 8, strips(32)), args.length / 64);
     }
-  } else if (args.length > 64 && args.length <= 128 && strips(16) >= kMultiprocessors * 2) {
+  } else if (args.length > 64 && args.length <= 128 && strips(16) >= kDefaultMultiprocessors * 2) {
     lanes = 16, block = 512;
   } else if (args.length <= 128 || strips(8) >= 1024) {
-    // A block a strip.
+    // One block per strip.
   } else if (strips(8) >= 512 || (strips(8) >= 256 && args.length < 4096)) {
     block = 512;
   } else if (bytes <= (4 << 20) && args.length <= 2048) {
-    lanes = 1;  // narrow strips are on more multiprocessors
+    lanes = 1;  // narrow strips use more multiprocessors
     block = args.length <= 512 ? 256 : 512;
   } else if (vectors >= 64) {
-    lanes = 32, block = 512;  // four blocks a multiprocessor
-    parts = std::min({4 * kMultiprocessors / strips(32), args.length / 128, int64_t{128}});
+    lanes = 32, block = 512;  // four blocks per multiprocessor
+    parts = std::min({4 * kDefaultMultiprocessors / strips(32), args.length / 128, int64_t{128}});
   } else if (vectors >= 32) {
-    parts = std::min(6 * kMultiprocessors / strips(8), args.length / 128);
+    parts = std::min(6 * kDefaultMultiprocessors / strips(8), args.length / 128);
   } else {
     block = 512;
     lanes = vectors >= 8 ? 8 : vectors >= 4 ? 4 : vectors >= 2 ? 2 : 1;
@@ -240,16 +235,15 @@ void choose_one(const ReduceArgs& args, DType dtype, bool max, bool may_split,
   }
 }
 
-// How many blocks ask for their data before they may read it: 64 KiB a multiprocessor, 64 bytes a
-// thread, or twice that where a thread has eight rows. What they wait for is often a call's second,
-// tiny kernel, which leaves the memory idle. Of small tensors it costs more down columns than it
-// gains.
-int ahead(const ReduceLaunch& launch, int64_t element) {
+// The number of blocks that prefetch their data: 64 KiB per multiprocessor, 64 bytes per thread or,
+// with eight rows per thread, twice that. They often wait for a call's tiny second kernel, which
+// leaves the memory idle. Down the columns of small tensors the prefetch costs more than it gains.
+int prefetch_blocks(const ReduceLaunch& launch, int64_t element) {
   const ReduceArgs& args = launch.args;
   const bool worth = down_columns(args, element)
                          ? args.outer * args.inner * args.length * element >= int64_t{64} << 20
                          : args.parts == 1;
-  return worth ? static_cast<int>(kMultiprocessors * 1024 / launch.block) : 0;
+  return worth ? static_cast<int>(kDefaultMultiprocessors * 1024 / launch.block) : 0;
 }
 
 }  // namespace
@@ -257,7 +251,7 @@ int ahead(const ReduceLaunch& launch, int64_t element) {
 Status reduce_choose(const ReduceArgs& args, DType dtype, bool max, ReduceChoice* choice) {
   ReduceLaunch& first = choice->first;
   choose_one(args, dtype, max, true, &first);
-  first.args.ahead = ahead(first, dtype_bytes(dtype));
+  first.args.prefetch_blocks = prefetch_blocks(first, dtype_bytes(dtype));
   const int64_t outputs = args.outer * args.inner;
   if (first.grid > kMostBlocks) {
     return Status::Unimplemented("reduce: too many results for one launch, got " +
@@ -265,7 +259,7 @@ Status reduce_choose(const ReduceArgs& args, DType dtype, bool max, ReduceChoice
   }
   if (first.args.parts == 1 || first.args.cluster > 1) return Status();
 
-  // The parts' results once more, in the layout that the first kernel leaves them in.
+  // Combines the parts' results, in the layout that the first kernel writes.
   const int64_t parts = first.args.parts;
   choice->workspace = outputs * parts;
   ReduceArgs again = args;

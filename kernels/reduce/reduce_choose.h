@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which kernels a reduction takes.
+// Chooses the kernels of a reduction.
 #ifndef KERNELS_REDUCE_REDUCE_CHOOSE_H_
 #define KERNELS_REDUCE_REDUCE_CHOOSE_H_
 
@@ -18,15 +18,15 @@ struct ReduceLaunch {
   int vector_bytes = 0;  // of most loads of x
 };
 
-// One kernel, or one that writes partial results to a workspace and one that combines them.
+// One kernel, or one that writes partial results to a workspace and a second that combines them.
 struct ReduceChoice {
   ReduceLaunch first;
   ReduceLaunch second;
   int64_t workspace = 0;  // floats
 };
 
-// `args` describes the problem: its parts and cluster are still open. There is an output at least.
-// The caller sets the workspace's address in `first.args.out` and `second.args.x`.
+// `args` describes the problem, with at least one output; parts and cluster are not yet set. The
+// caller sets the workspace's address in `first.args.out` and `second.args.x`.
 Status reduce_choose(const ReduceArgs& args, DType dtype, bool max, ReduceChoice* choice);
 
 }  // namespace tiercel

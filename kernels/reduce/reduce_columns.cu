@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // reduce down columns: the reduced dimension is not the contiguous one.
 //
-// The plan. As along rows, each element is read once. A block has a strip of columns, kLanes
-// vectors wide, and its kThreads / kLanes rows of threads go down it, kUnroll loads in flight each;
-// a thread keeps a float32 value for each place in its vectors. The block's threads above each
-// other combine theirs by shuffles and shared memory. Where there are few strips, several blocks go
-// down one, a part of the rows each; parts go to a workspace and through this kernel once more. The
-// order is fixed, whatever the timing.
+// Each element is read once. A block processes a strip of columns, kLanes vectors wide: its
+// kThreads / kLanes rows of threads move down the strip with kUnroll loads in flight each, and a
+// thread keeps a float32 value per place in its vectors. Threads of the same columns combine their
+// values by shuffles and shared memory. If there are few strips, several blocks share one, each
+// with a part of the rows; this kernel then also combines the parts from a workspace. The order of
+// a sum is fixed.
 #include <cstdint>
 
 #include "kernels/reduce/accumulate.cuh"
 #include "kernels/reduce/columns_shifted.cuh"
 #include "kernels/reduce/reduce_kernels.h"
-#include "kernels/sm90/ahead.h"
 #include "kernels/sm90/grid_dependency.cuh"
+#include "kernels/sm90/prefetch.h"
 #include "kernels/sm90/reduce.cuh"
 
 namespace tiercel {
@@ -22,10 +22,10 @@ namespace {
 template <typename Format, typename Op, int kVector, int kLanes, int kUnroll, int kThreads>
 __global__ void __launch_bounds__(kThreads)
     reduce_columns(const __grid_constant__ ReduceArgs args) {
-  constexpr int kWords = kVector < 4 ? 1 : kVector / 4;  // half a word leaves one place unused
+  constexpr int kWords = kVector < 4 ? 1 : kVector / 4;  // with half a word, one place is unused
   constexpr int kPlaces = kVector / Format::kBytes;
   using Seen = Accumulator<Format, Op, kWords * 4>;
-  constexpr int kWidth = kLanes * kPlaces;  // columns of a strip
+  constexpr int kWidth = kLanes * kPlaces;  // columns per strip
   constexpr int kDown = kThreads / kLanes;
   constexpr int kWarps = kThreads / 32;
   constexpr int kWarpLanes = kLanes < 32 ? kLanes : 32;
@@ -33,20 +33,20 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ float of_warps[kWarps][kWidth];
 
   const int across = threadIdx.x % kLanes, down = threadIdx.x / kLanes;
-  // Blocks of one strip are next to each other.
+  // Blocks of one strip have adjacent indices.
   const unsigned strips = static_cast<unsigned>((args.inner + kWidth - 1) / kWidth);
   const unsigned split = blockIdx.x % args.parts, rest = blockIdx.x / args.parts;
   const int64_t strip = static_cast<int64_t>(rest % strips) * kWidth;
   const int64_t i = rest / strips;
   const int64_t column = strip + across * kPlaces;
-  // Parts take turns with rows, so that blocks that run together read what lies together.
+  // Parts alternate by rows, so that blocks that run together read adjacent memory.
   const int64_t first = static_cast<int64_t>(split) * kDown + down;
   const int64_t step = static_cast<int64_t>(args.parts) * kDown;
   const int64_t down_stride = step * args.length_stride;
   const char* from =
       args.x + i * args.outer_stride + column * Format::kBytes + first * args.length_stride;
-  // By those at the beginning of 32 bytes.
-  if (is_ahead(args.ahead) && across * kVector % 32 == 0 && column < args.inner) {
+  // Prefetched by the threads at the beginning of 32 bytes.
+  if (is_prefetching(args.prefetch_blocks) && across * kVector % 32 == 0 && column < args.inner) {
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       if (first + u * step < args.length) prefetch_l2(from + u * down_stride);
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kThreads)
 
   const int64_t row = split * args.outer + i;  // of the output
   for (int c = threadIdx.x; c < kWidth; c += kThreads) {
-    // Four at a time: half as many roundings in a row, and few registers.
+    // Four at a time: half as many sequential roundings, few registers.
     float value;
 #pragma unroll
     for (int w = 0; w < kWarps; w += 4) {
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kThreads)
       TIERCEL_COLUMNS(dtype, op, 16, 16, 4, 512), TIERCEL_COLUMNS(dtype, op, 16, 32, 4, 512), \
       TIERCEL_COLUMNS(dtype, op, element, 32, 8, 256), TIERCEL_SHIFTED(dtype, op, 32, 4, 256)
 
-// By dtype and operation, then by width.
+// By dtype and operation, then width.
 const ReduceKernel kKernels[] = {
     TIERCEL_ALL_COLUMNS(Float32, Sum, 4),  TIERCEL_ALL_COLUMNS(Float32, Max, 4),
     TIERCEL_ALL_COLUMNS(BFloat16, Sum, 2), TIERCEL_ALL_COLUMNS(BFloat16, Max, 2),

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What reduce's launcher and its device code agree on: the kernels' argument and the tables of
-// kernels.
+// The interface of reduce's host and device code: the kernels' argument and the tables of kernels.
 #ifndef KERNELS_REDUCE_REDUCE_KERNELS_H_
 #define KERNELS_REDUCE_REDUCE_KERNELS_H_
 
@@ -13,10 +12,10 @@ namespace tiercel {
 
 inline constexpr int kReduceMaxCluster = 8;
 
-// out[i][j] = op over r of x[i][r][j], with any strides of x. The blocks of part p, of `parts`,
-// reduce the entries [p * part, (p + 1) * part) of r along rows, every parts-th rows of threads
-// down columns. Either the parts of an output are a cluster, or their results are side by side as
-// the kernel says below.
+// out[i][j] = op over r of x[i][r][j], with any strides of x. Part p of `parts` covers entries
+// [p * part, (p + 1) * part) of r in kernels along rows; down columns, parts alternate in steps of
+// a block's rows of threads. The blocks of an output's parts form a cluster, or they write partial
+// results in the layout given below.
 struct ReduceArgs {
   const char* x;
   const char* end;  // behind x's last element
@@ -29,27 +28,28 @@ struct ReduceArgs {
   int64_t length_stride;  // bytes
   int64_t part;
   int parts;
-  int cluster;  // parts, or 1 if they are none
+  int cluster;  // `parts` if they form a cluster, else 1
   float divisor;
   DType out_dtype;
-  int ahead;  // so many blocks ask for their data before they may read it
+  int prefetch_blocks;  // blocks that prefetch their data to L2 before they may read it
 };
 
-// The shared memory and threads of a block of the kernel for rows of a few elements.
+// Shared memory and threads per block of the kernel for rows of a few elements.
 inline constexpr int kReducePackedBytes = 16 * 1024;
 inline constexpr int kReducePackedThreads = 128;
-// An even number, so that a block of 16-bit rows begins at a whole word, and whole turns of the
-// threads where it has one: of a row a thread, or of two where words are parts of both.
+// Rows per block: an even number, so that blocks of 16-bit rows begin at a whole word, and if
+// possible a multiple of the rows that all threads process at once: one each, or two if they share
+// words.
 constexpr int reduce_packed_rows(int row_bytes) {
   const int most = kReducePackedBytes / row_bytes;
   const int turn = row_bytes % 4 == 0 ? kReducePackedThreads : 2 * kReducePackedThreads;
   return most >= turn ? most / turn * turn : most & ~1;
 }
 
-// The longest rows of the kernels that have one for each length.
+// The longest rows for which each length has its own kernel.
 inline constexpr int kReduceTinyLength = 6;
 
-// The columns of a strip of the kernel for shifted columns: its threads' vectors but for one.
+// Columns per strip of the kernel for shifted columns: one vector less than its threads read.
 constexpr int reduce_shifted_width(int lanes, int element) { return (lanes - 1) * (16 / element); }
 
 struct ReduceKernel {
@@ -64,16 +64,16 @@ struct ReduceKernel {
   };
 
   DType dtype;
-  bool max;  // else a sum
+  bool max;  // else sum
   Kind kind;
-  int lanes;         // rows: that share one; columns: vectors side by side in a block
-  int per_thread;    // rows: of a group of lanes; columns: loads in flight
-  int vector_bytes;  // columns: of a load; rows take any alignment
+  int lanes;         // rows: lanes per row; columns: adjacent vectors per block
+  int per_thread;    // rows: rows per group of lanes; columns: loads in flight
+  int vector_bytes;  // columns: bytes per load; rows take any alignment
   unsigned block;    // at most
   Kernel kernel;
 };
 
-// Along rows: the reduced dimension is contiguous (or nothing is). Partial results: [outer * inner,
+// Along rows: the reduced dimension is contiguous, or none is. Partial results: [outer * inner,
 // parts].
 const ReduceKernel* reduce_rows_kernels(int* count);
 

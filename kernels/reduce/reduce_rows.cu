@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // reduce along rows: the reduced dimension is contiguous, or no dimension is.
 //
-// The plan. Each element is read once and next to nothing is written: 16384 rows of 4096 bfloat16
-// are 134 MB, 31 us at 4.4 TB/s. kLanes threads share a row (part of a warp, a warp, or a block),
-// reading 16-byte vectors side by side, kUnroll of each of kRows rows in flight: rows and vectors
-// together are four loads a thread, or two where a whole block has a row. Sums are float32, one for
-// each place in a vector, then a tree over places, lanes and warps: a fixed order, whatever the
-// timing. Many rows of at most 512 bytes have a kernel of their own (rows_turned.cuh). A row that
-// does not begin or end on 16 bytes has its ends read by element. Few long rows
-// are split: among the blocks of a cluster, which combine theirs in shared memory, or in parts
-// whose results go to a workspace and through a kernel of this file once more.
+// Each element is read once and little is written: 16384 rows of 4096 bfloat16 are 134 MB, 31 us at
+// 4.4 TB/s. kLanes threads (part of a warp, a warp, or a block) share a row and read adjacent
+// 16-byte vectors, with kUnroll loads for each of kRows rows in flight: four loads per thread in
+// all, or two if a block reads one row. Sums are float32, one per place in a vector, then a tree
+// over places, lanes and warps, in a fixed order. Many rows of at most 512 bytes have their own
+// kernel (rows_turned.cuh). The ends of rows that do not begin or end on 16 bytes are read element
+// by element. A few long rows are split among the blocks of a cluster, which combine their results
+// in shared memory, or into parts that a second launch of this file's kernels combines from a
+// workspace.
 #include <cooperative_groups.h>
 
 #include <cstdint>
@@ -18,28 +18,28 @@
 #include "kernels/reduce/accumulate.cuh"
 #include "kernels/reduce/reduce_kernels.h"
 #include "kernels/reduce/rows_turned.cuh"
-#include "kernels/sm90/ahead.h"
 #include "kernels/sm90/grid_dependency.cuh"
+#include "kernels/sm90/prefetch.h"
 #include "kernels/sm90/reduce.cuh"
-#include "kernels/sm90/ring.cuh"
+#include "kernels/sm90/tma.cuh"
 
 namespace tiercel {
 namespace {
 
 namespace cg = cooperative_groups;
 
-// Where an output's row begins. The division is for what is left of x in two dimensions only.
+// The address of an output's row. Only two remaining dimensions need the division.
 __device__ __forceinline__ const char* row_of(const ReduceArgs& args, int64_t output) {
   if (args.outer == 1) return args.x + output * args.inner_stride;
   return args.x + output / args.inner * args.outer_stride + output % args.inner * args.inner_stride;
 }
 
-// `count` elements by lane `lane` of kLanes; elements before the first vector and after the last
-// one, or all of them where they are apart, go to `edge`.
+// The share of lane `lane` of kLanes in `count` elements. Elements before the first and after the
+// last vector, or all if they are not adjacent, go to `edge`.
 template <typename Format, typename Op, int kLanes>
 struct Span {
   const char* vectors;  // the lane's first
-  int count;            // of vectors, from there on: those of all lanes
+  int count;            // of vectors of all lanes, from there on
 
   __device__ __forceinline__ void begin(const ReduceArgs& args, const char* start, int64_t elements,
                                         int lane, float& edge) {
@@ -67,7 +67,7 @@ struct Span {
   }
 };
 
-// A thread's sums become its rows' results: over the lanes, the block, the cluster.
+// Combines a thread's sums over the lanes, the block and the cluster to its rows' results.
 template <typename Op, int kLanes, int kRows, typename Seen>
 __device__ __forceinline__ void finish_rows(const ReduceArgs& args, const Seen (&seen)[kRows],
                                             int lane, int groups, int64_t first_output,
@@ -88,18 +88,18 @@ __device__ __forceinline__ void finish_rows(const ReduceArgs& args, const Seen (
     results[0] = lanes_reduce<kWarps>(scratch[threadIdx.x % kWarps], Op());
     if (args.cluster > 1) {
       const cg::cluster_group cluster = cg::this_cluster();
-      of_block = results[0];  // the same in every thread
+      of_block = results[0];  // equal in all threads
       cluster.sync();
       if (cluster.block_rank() == 0) {
         for (int b = 1; b < args.cluster; ++b) {
           results[0] = Op()(results[0], *cluster.map_shared_rank(&of_block, b));
         }
       }
-      cluster.sync();  // block 0 reads the others' until here
+      cluster.sync();  // block 0 has read the results of the others
       if (cluster.block_rank() != 0) return;
     }
   }
-  // Lane r stores row r, all in one instruction: a warp's rows are next to each other.
+  // Lane r stores row r; a warp's rows are adjacent, so this is one instruction.
   static_assert(kRows <= kLanes, "a lane a row");
   float result = results[0];
 #pragma unroll
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kLanes > 256 ? kLanes : 256)
     reduce_rows(const __grid_constant__ ReduceArgs args) {
   const int lane = threadIdx.x % kLanes;
   const int groups = kLanes > 32 ? 1 : blockDim.x / kLanes;
-  // Rows next to each other are read by one instruction.
+  // One instruction reads adjacent rows.
   const int64_t first_output =
       kLanes > 32 ? blockIdx.x / args.parts
                   : static_cast<int64_t>(blockIdx.x) * groups * kRows + threadIdx.x / kLanes;
@@ -166,13 +166,13 @@ __global__ void __launch_bounds__(kLanes > 256 ? kLanes : 256)
   finish_rows<Op, kLanes, kRows>(args, seen, lane, groups, first_output, part);
 }
 
-// The same where every row is whole vectors at multiples of 16 bytes, each `inner_stride` after the
-// one before: no ends, no division, and few instructions before the first load.
+// For rows of whole vectors at multiples of 16 bytes, `inner_stride` apart: no ends, no division,
+// and few instructions before the first load.
 template <typename Format, typename Op, int kLanes, int kUnroll, int kRows>
 __global__ void __launch_bounds__(kLanes > 256 ? kLanes : 256)
     reduce_rows_aligned(const __grid_constant__ ReduceArgs args) {
   const int lane = threadIdx.x % kLanes;
-  constexpr int kGroups = kLanes > 32 ? 1 : 32 / kLanes;  // of a warp, which has rows in a row
+  constexpr int kGroups = kLanes > 32 ? 1 : 32 / kLanes;  // per warp, with consecutive rows
   const int64_t warp = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
   const int64_t first_output =
       kLanes > 32 ? blockIdx.x / args.parts : warp * (kGroups * kRows) + threadIdx.x % 32 / kLanes;
@@ -184,8 +184,8 @@ __global__ void __launch_bounds__(kLanes > 256 ? kLanes : 256)
   const int64_t next_row = kGroups * args.inner_stride;
   int64_t left = args.inner - first_output;  // rows from the first on
   if constexpr (kLanes >= 32) {
-    // By those at the beginning of 32 bytes.
-    if (is_ahead(args.ahead) && lane % 2 == 0) {
+    // Prefetched by the lanes at the beginning of 32 bytes.
+    if (is_prefetching(args.prefetch_blocks) && lane % 2 == 0) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
 #pragma unroll
@@ -249,9 +249,9 @@ __device__ __forceinline__ float words_total(const uint32_t* row, int words) {
   return Op()(result[0], result[1]);
 }
 
-// Rows of a few elements, one after the other: the copy engine brings a block's rows to shared
-// memory in one piece, whatever their own alignment, and then each thread adds up rows of its own,
-// by words where they begin with one; of 16-bit rows with an odd length, two together do.
+// Rows of a few elements without gaps: TMA copies a block's rows to shared memory in one piece,
+// regardless of their alignment, and each thread reduces its own rows, by words if they begin at
+// one. Of 16-bit rows with an odd length, a pair begins at a word.
 template <typename Format, typename Op>
 __global__ void __launch_bounds__(kReducePackedThreads)
     reduce_rows_packed(const __grid_constant__ ReduceArgs args) {
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(kReducePackedThreads)
   const int bytes = shift + rows * row_bytes;  // from the aligned address before the first row
   const char* aligned = start - shift;
   const char* end = args.x + args.inner * row_bytes;
-  // The copy engine brings whole 16 bytes of the tensor, threads what is left at its ends.
+  // TMA copies whole 16 bytes of the tensor, threads the rest at its ends.
   const int begin = aligned < args.x ? 16 : 0;
   const int up = (bytes + 15) & ~15;
   const int stop = aligned + up > end ? up - 16 : up;
@@ -332,8 +332,8 @@ __global__ void __launch_bounds__(kReducePackedThreads)
   }
 }
 
-// Many rows of so few elements that a thread takes a whole vector of results: as many of rows as a
-// row has elements.
+// Many rows of so few elements that a thread computes a whole vector of results: it reads as many
+// vectors as a row has elements.
 template <typename Format, typename Op, int kLength>
 __global__ void __launch_bounds__(256) reduce_rows_tiny(const __grid_constant__ ReduceArgs args) {
   constexpr int kRows = 16 / Format::kBytes;
@@ -431,7 +431,7 @@ __global__ void __launch_bounds__(256) reduce_rows_tiny(const __grid_constant__ 
       TIERCEL_ROWS(rows, dtype, op, 8, 2, 1), TIERCEL_ROWS(rows, dtype, op, 32, 4, 1),          \
       TIERCEL_ROWS(rows, dtype, op, 256, 2, 1)
 
-// By dtype and operation, then by lanes.
+// By dtype and operation, then lanes.
 const ReduceKernel kKernels[] = {
     TIERCEL_ALL_ROWS(Float32, Sum),  TIERCEL_ALL_ROWS(Float32, Max),
     TIERCEL_ALL_ROWS(BFloat16, Sum), TIERCEL_ALL_ROWS(BFloat16, Max),

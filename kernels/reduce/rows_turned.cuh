@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// reduce along many short rows: as many as a vector a lane.
+// reduce along many short rows of at most one vector per lane.
 //
-// The plan. A row is kLanes vectors at most, and kLanes lanes read it in one piece; a thread asks
-// for its vector of each of kRows rows before it adds any. The lanes' sums meet in steps: in each a
-// lane gives away half of its rows and adds what it gets to the others, so that kRows rows take
-// about as many shuffles as one lane has rows, and every lane ends with results of its own.
+// kLanes lanes read a row, at most one vector each. A thread issues the loads of all its kRows rows
+// before it adds any. The lanes' sums are combined in steps: in each, a lane sends half of its rows
+// and adds the rows that it receives to the other half, so that kRows rows take about kRows
+// shuffles and every lane ends with its own results.
 #ifndef KERNELS_REDUCE_ROWS_TURNED_CUH_
 #define KERNELS_REDUCE_ROWS_TURNED_CUH_
 
@@ -12,8 +12,8 @@
 
 #include "kernels/reduce/accumulate.cuh"
 #include "kernels/reduce/reduce_kernels.h"
-#include "kernels/sm90/ahead.h"
 #include "kernels/sm90/grid_dependency.cuh"
+#include "kernels/sm90/prefetch.h"
 #include "kernels/sm90/reduce.cuh"
 
 namespace tiercel {
@@ -21,7 +21,7 @@ namespace tiercel {
 template <typename Format, typename Op, int kLanes, int kUnroll, int kRows>
 __global__ void __launch_bounds__(256) reduce_rows_turned(const __grid_constant__ ReduceArgs args) {
   static_assert(kUnroll == 1, "a vector a row and lane");
-  constexpr int kGroups = 32 / kLanes;  // of a warp: rows that lie side by side
+  constexpr int kGroups = 32 / kLanes;  // adjacent rows per warp
   const int lane = threadIdx.x % kLanes;
   const int64_t warp = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
   const int64_t first = warp * (kGroups * kRows) + threadIdx.x % 32 / kLanes;
@@ -30,8 +30,8 @@ __global__ void __launch_bounds__(256) reduce_rows_turned(const __grid_constant_
   const bool reads = left > 0 && lane < vectors;
   const char* address = args.x + first * args.inner_stride + lane * 16;
   const int64_t next_row = kGroups * args.inner_stride;
-  // By those at the beginning of 32 bytes.
-  if (is_ahead(args.ahead) && reads && lane % 2 == 0) {
+  // Prefetched by the lanes at the beginning of 32 bytes.
+  if (is_prefetching(args.prefetch_blocks) && reads && lane % 2 == 0) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       if (r * kGroups < left) prefetch_l2(address + r * next_row);
@@ -48,7 +48,8 @@ __global__ void __launch_bounds__(256) reduce_rows_turned(const __grid_constant_
   }
   if (reads) {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {  // behind the last row the first one again: no branches
+    for (int r = 0; r < kRows;
+         ++r) {  // behind the last row, reads the first again, to avoid branches
       load_once(words[r], address + (r * kGroups < left ? r * next_row : 0));
     }
   }
@@ -76,8 +77,8 @@ __global__ void __launch_bounds__(256) reduce_rows_turned(const __grid_constant_
       sums[0] = Op()(sums[0], __shfl_xor_sync(kFullWarp, sums[0], offset));
     }
   }
-  constexpr int kEach = kRows > kLanes ? kRows / kLanes : 1;    // rows that a lane ends with
-  constexpr int kShared = kLanes > kRows ? kLanes / kRows : 1;  // lanes that end with one
+  constexpr int kEach = kRows > kLanes ? kRows / kLanes : 1;    // results per lane
+  constexpr int kShared = kLanes > kRows ? kLanes / kRows : 1;  // lanes per result
   if (lane % kShared != 0) return;
 #pragma unroll
   for (int r = 0; r < kEach; ++r) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Elements of q, k and v as they lie in memory, as float32 values and back.
+// Conversion of elements of q, k and v between memory format and float32.
 #ifndef KERNELS_ROTARY_ELEMENT_FORMATS_CUH_
 #define KERNELS_ROTARY_ELEMENT_FORMATS_CUH_
 
@@ -48,7 +48,7 @@ struct Float16Element {
   }
 };
 
-// kCount elements side by side: one element, or 4 to 32 bytes.
+// kCount adjacent elements: one element, or 4 to 32 bytes.
 template <typename Element, int kCount>
 struct Packed {
   static constexpr int kPerWord = kCount == 1 ? 1 : 4 / Element::kBytes;

@@ -5,8 +5,10 @@
 #include <string>
 
 #include "kernels/rotary/rotary_kernels.h"
-#include "kernels/sm90/ahead.h"
 #include "kernels/sm90/checks.h"
+#include "kernels/sm90/kernel_table.h"
+#include "kernels/sm90/math.h"
+#include "kernels/sm90/prefetch.h"
 
 namespace tiercel {
 namespace {
@@ -102,19 +104,15 @@ const float* set_scale(const TensorView* scale, bool* per_head) {
 
 Status choose(const KvCacheArgs& args, const TensorView& key, bool to_float8, int elements,
               Choice* choice) {
-  int count = 0;
-  const KvCacheKernel* kernels = kv_cache_kernels(&count);
-  for (int i = 0; i < count && choice->kernel == nullptr; ++i) {
-    const KvCacheKernel& kernel = kernels[i];
-    if (kernel.dtype == key.dtype && kernel.to_float8 == to_float8 && kernel.elements == elements) {
-      choice->kernel = &kernel;
-    }
-  }
-  const int64_t columns = (args.token_vectors + kKvCacheThreads - 1) / kKvCacheThreads;
-  choice->block.x = static_cast<uint32_t>((args.token_vectors + columns - 1) / columns);
+  choice->kernel = KernelTable(kv_cache_kernels).find([&](const KvCacheKernel& kernel) {
+    return kernel.dtype == key.dtype && kernel.to_float8 == to_float8 &&
+           kernel.elements == elements;
+  });
+  const int64_t columns = ceil_div(args.token_vectors, kKvCacheThreads);
+  choice->block.x = static_cast<uint32_t>(ceil_div(args.token_vectors, columns));
   const int64_t together = std::min(int64_t{kKvCacheThreads} / choice->block.x, args.tokens);
   choice->block.y = static_cast<uint32_t>(together);
-  const int64_t grid = (args.tokens + together - 1) / together;
+  const int64_t grid = ceil_div(args.tokens, together);
   if (grid > 0x7fffffff || columns > 65535) {
     return Status::Unimplemented(std::string(kOp) + ": too large for one launch, got shape " +
                                  shape_text(key.shape, key.ndim));
@@ -169,7 +167,7 @@ Status prepare(const KvCacheTensors& t, KvCacheArgs* args, Choice* choice) {
     if (args->block_size == 1 << shift) args->block_shift = shift;
   }
   TIERCEL_RETURN_IF_ERROR(choose(*args, t.key, to_float8, elements, choice));
-  args->ahead = first_blocks(choice->block) / 2;  // (Measured on an H200: all are too many.)
+  args->prefetch_blocks = resident_blocks(choice->block) / 2;  // all are too many on an H200
   return Status();
 }
 

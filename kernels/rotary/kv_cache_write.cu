@@ -1,26 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-// kv_cache_write: each token's key and value to the cache slot that is its own.
+// kv_cache_write: writes each token's key and value to the token's cache slot.
 //
-// The plan. Everything is read once and written once. A thread has the same vector of a token's key
-// and value: 16 bytes in, the same out, or half of them as float8. Both are on their way before the
-// slot is waited for; a warp reads and writes runs of 512 bytes.
+// All data is read once and written once. A thread processes the same vector of a token's key and
+// value: 16 bytes in and 16, or 8 as float8, out. Both loads are in flight before the thread waits
+// for the slot; a warp reads and writes runs of 512 bytes.
 #include <cstdint>
 
 #include "kernels/rotary/element_formats.cuh"
 #include "kernels/rotary/integers.cuh"
 #include "kernels/rotary/rotary_kernels.h"
-#include "kernels/sm90/ahead.h"
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/narrow_floats.cuh"
+#include "kernels/sm90/prefetch.h"
 
 namespace tiercel {
 namespace {
 
-// What is divided by before it becomes float8.
+// The divisor of values that become float8.
 struct Divisor {
   float scale, inverse;
   bool one;
-  bool plain;  // nothing over- or underflows, and it is not just below a power of two
+  bool plain;  // neither overflow nor underflow is possible, and the scale is not just below a
+               // power of two
 };
 
 __device__ __forceinline__ Divisor divisor_of(const float* scales, bool per_head, int head) {
@@ -31,13 +32,14 @@ __device__ __forceinline__ Divisor divisor_of(const float* scales, bool per_head
   return {scale, __frcp_rn(scale), false, plain};
 }
 
-// x / scale by a plain scale: x * (1 / scale) and one step of Newton's. As float8 it is what the
-// correctly rounded quotient would be: of x with 11 bits or fewer, none lies close enough to a
-// bound between two float8. (Tried: all bfloat16 and float16, 700 scales.)
+// x / scale for a plain scale: x * (1 / scale) and one Newton step. Rounded to float8 it equals the
+// correctly rounded quotient, because no quotient of an x with at most 11 bits is close enough to a
+// boundary between two float8. (Tested: all bfloat16 and float16, 700 scales.)
 __device__ __forceinline__ float quotient(float x, const Divisor& divisor) {
   const float near = x * divisor.inverse;
   const float refined = fmaf(fmaf(-near, divisor.scale, x), divisor.inverse, near);
-  return copysignf(fabsf(near) < 512.0f ? refined : near, x);  // infinities; zeros keep their sign
+  return copysignf(fabsf(near) < 512.0f ? refined : near,
+                   x);  // handles infinities; zeros keep their sign
 }
 
 template <typename Element, int kElements>
@@ -65,13 +67,13 @@ __device__ __forceinline__ void store_float8(char* to, const Packed<Element, kEl
   }
 }
 
-// A block has vectors x tokens; the grid tokens x vectors.
+// A block covers vectors x tokens, the grid tokens x vectors.
 template <typename Element, bool kToFloat8, int kElements>
 __global__ void __launch_bounds__(kKvCacheThreads)
     kv_cache_write(const __grid_constant__ KvCacheArgs args) {
   constexpr int kBytes = kElements * Element::kBytes;
   constexpr int kOutBytes = kToFloat8 ? kElements : kBytes;
-  const int column = blockIdx.y * blockDim.x + threadIdx.x;  // of a token's key
+  const int column = blockIdx.y * blockDim.x + threadIdx.x;  // in a token's key
   const int64_t token = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   const int head = column / args.head_vectors, vector = column - head * args.head_vectors;
   const char* key_from =
@@ -79,16 +81,16 @@ __global__ void __launch_bounds__(kKvCacheThreads)
   const char* value_from = args.value.data + token * args.value.token_stride +
                            head * args.value.head_stride + vector * kBytes;
   const bool mine = column < args.token_vectors && token < args.tokens;
-  if (mine && is_ahead(args.ahead)) {
+  if (mine && is_prefetching(args.prefetch_blocks)) {
     prefetch_l2(key_from);
     prefetch_l2(value_from);
   }
-  if (is_ahead(args.ahead) && threadIdx.x + threadIdx.y + blockIdx.y == 0) {
+  if (is_prefetching(args.prefetch_blocks) && threadIdx.x + threadIdx.y + blockIdx.y == 0) {
     prefetch_line(args.slots, blockIdx.x, args.tokens * (args.wide_slots ? 8 : 4));
   }
   grid_dependency_wait();
   grid_dependency_launch();
-  // In a block of their own: before an early exit the compiler would move the loads behind it.
+  // In their own scope: the compiler would move the loads behind an early exit.
   Integer number = {~0u, ~0u};
   Packed<Element, kElements> key, value;
   if (mine) {
@@ -124,7 +126,7 @@ __global__ void __launch_bounds__(kKvCacheThreads)
    Kernel("kv_cache_write<" #dtype ", float8=" #to_float8 ", elements=" #elements ">", \
           reinterpret_cast<const void*>(kv_cache_write<dtype##Element, to_float8, elements>))}
 
-// By dtype; vectors before elements.
+// By dtype; vector kernels before element kernels.
 const KvCacheKernel kKernels[] = {
     TIERCEL_KV_CACHE(BFloat16, false, 8), TIERCEL_KV_CACHE(BFloat16, false, 1),
     TIERCEL_KV_CACHE(BFloat16, true, 8),  TIERCEL_KV_CACHE(BFloat16, true, 1),

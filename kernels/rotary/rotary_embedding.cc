@@ -5,8 +5,10 @@
 #include <string>
 
 #include "kernels/rotary/rotary_kernels.h"
-#include "kernels/sm90/ahead.h"
 #include "kernels/sm90/checks.h"
+#include "kernels/sm90/kernel_table.h"
+#include "kernels/sm90/math.h"
+#include "kernels/sm90/prefetch.h"
 
 namespace tiercel {
 namespace {
@@ -79,14 +81,11 @@ uint64_t alignment_bits(const HeadsOfTokens& heads) {
          static_cast<uint64_t>(heads.head_stride);
 }
 
-// The widest kernel with at most `heads` heads a thread, or null.
+// The kernel with the most heads per thread, up to `heads`, or null.
 const RotaryKernel* find(DType dtype, bool interleaved, int vector_bytes, int heads,
                          bool exchanged) {
-  int count = 0;
-  const RotaryKernel* kernels = rotary_kernels(&count);
   const RotaryKernel* found = nullptr;
-  for (int i = 0; i < count; ++i) {
-    const RotaryKernel& kernel = kernels[i];
+  for (const RotaryKernel& kernel : KernelTable(rotary_kernels)) {
     if (kernel.dtype == dtype && kernel.interleaved == interleaved &&
         kernel.exchanged == exchanged && kernel.vector_bytes == vector_bytes &&
         (found == nullptr || kernel.heads <= heads)) {
@@ -96,27 +95,27 @@ const RotaryKernel* find(DType dtype, bool interleaved, int vector_bytes, int he
   return found;
 }
 
-// Few tokens: small blocks, a head a thread, so that every multiprocessor gets some. Many: blocks
-// of a whole token. (Measured on an H200.)
+// Few tokens: small blocks with one head per thread, to use every multiprocessor. Many tokens:
+// blocks of a whole token. (Measured on an H200.)
 Status choose(const RotaryArgs& args, const TensorView& q, bool interleaved, int vector_bytes,
               int places, Choice* choice) {
-  const bool few = args.tokens * args.heads * places <= 132 * 4096;
+  const bool few = args.tokens * args.heads * places <= kDefaultMultiprocessors * 4096;
   const int heads = few ? 1 : kRotaryMostHeads;
   const bool exchanged = !few && args.turning <= 2 && args.rest == 2 * args.turning;
   choice->kernel = exchanged ? find(q.dtype, interleaved, vector_bytes, heads, true) : nullptr;
   if (choice->kernel == nullptr) {
     choice->kernel = find(q.dtype, interleaved, vector_bytes, heads, false);
   }
-  const int64_t slots = (args.heads + choice->kernel->heads - 1) / choice->kernel->heads;
+  const int64_t slots = ceil_div(args.heads, choice->kernel->heads);
   const int64_t together = std::max<int64_t>((few ? 128 : 384) / places, 1);
-  const int64_t blocks = (slots + together - 1) / together;  // of a token's heads
+  const int64_t blocks = ceil_div(slots, together);  // per token
   choice->block.x = static_cast<uint32_t>(places);
-  choice->block.y = static_cast<uint32_t>((slots + blocks - 1) / blocks);
+  choice->block.y = static_cast<uint32_t>(ceil_div(slots, blocks));
   const int64_t tokens = (few ? 128 : 192) / (choice->block.x * choice->block.y);
-  // The hardware takes 64 at most.
+  // The hardware allows at most 64.
   choice->block.z =
       static_cast<uint32_t>(std::max<int64_t>(std::min({tokens, args.tokens, int64_t{64}}), 1));
-  const int64_t grid = (args.tokens + choice->block.z - 1) / choice->block.z;
+  const int64_t grid = ceil_div(args.tokens, choice->block.z);
   if (places > kRotaryMostThreads || grid > 0x7fffffff || blocks > 65535) {
     return Status::Unimplemented(std::string(kOp) + ": too large for the kernels, got shape " +
                                  shape_text(q.shape, q.ndim));
@@ -156,11 +155,11 @@ Status prepare(const RotaryTensors& t, bool interleaved, RotaryArgs* args, Choic
   if (t.k.shape[1] > 0) bits |= alignment_bits(args->k) | alignment_bits(args->k_out);
   bits |= reinterpret_cast<uintptr_t>(args->cache);
   const int per_vector = 16 / element;
-  // Both halves of the pairs, and what is copied, are whole vectors.
+  // Both halves of the pairs and the copied elements are whole vectors.
   const bool vectors = bits % 16 == 0 && size % per_vector == 0 &&
                        args->rotated % (interleaved ? per_vector : 2 * per_vector) == 0;
   const int vector = vectors ? per_vector : 1;
-  const int parts = interleaved && vectors ? 1 : 2;  // vectors at a place
+  const int parts = interleaved && vectors ? 1 : 2;  // vectors per place
   const bool same =
       in_place(args->q, args->q_out) && (t.k.shape[1] == 0 || in_place(args->k, args->k_out));
   args->turning = args->rotated / (parts * vector);
@@ -168,8 +167,8 @@ Status prepare(const RotaryTensors& t, bool interleaved, RotaryArgs* args, Choic
   const int places = args->turning + (args->rest + parts - 1) / parts;
   if (places == 0) return Status();  // nothing turns and nothing moves
   TIERCEL_RETURN_IF_ERROR(choose(*args, t.q, interleaved, vectors ? 16 : element, places, choice));
-  args->ahead = first_blocks(choice->block);
-  if (choice->kernel->heads > 1) args->ahead /= 2;  // (Measured on an H200: all are too many.)
+  args->prefetch_blocks = resident_blocks(choice->block);
+  if (choice->kernel->heads > 1) args->prefetch_blocks /= 2;  // all are too many on an H200
   return Status();
 }
 

@@ -1,26 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-// rotary_embedding: pairs of elements of every head of q and k, turned by their token's angles.
+// rotary_embedding: rotates pairs of elements of every head of q and k by their token's angles.
 //
-// The plan. q and k are read and written once: 8192 tokens of 32 + 8 heads of 128 bfloat16 are
-// 168 MB, 40 us at 4.2 TB/s. A thread has one place of kHeads heads of a token: two vectors whose
-// elements make pairs (or one that holds both halves, when interleaved), or as much that is only
-// copied. It asks for its token's position, which leads to the cosines and sines, and for all of
-// them before it waits for either. In place and out of place are the same code: a thread writes
-// what only it has read. Where few vectors of a head turn, pairs of them are apart by less than the
-// 64 bytes that memory is read by: there a thread has one of them and one to copy, and gets its
-// pairs' others from its neighbour's registers (kExchanged).
+// q and k are read and written once: 8192 tokens of 32 + 8 heads of 128 bfloat16 are 168 MB, 40 us
+// at 4.2 TB/s. A thread processes one place in kHeads heads of a token: two vectors whose elements
+// form pairs (one vector with both halves if interleaved), or two that are only copied. It loads
+// its token's position, from which the cosines and sines follow, and all its vectors before it
+// waits for either. The same code works in place, because a thread writes only elements that it
+// alone has read. If few vectors of a head are rotated, the two vectors of a pair are less than 64
+// bytes apart, the unit of memory reads. Then a thread takes one of them and one to copy, and gets
+// the other elements of its pairs from its neighbour's registers (kExchanged).
 #include <cstdint>
 
 #include "kernels/rotary/element_formats.cuh"
 #include "kernels/rotary/integers.cuh"
 #include "kernels/rotary/rotary_kernels.h"
-#include "kernels/sm90/ahead.h"
 #include "kernels/sm90/grid_dependency.cuh"
+#include "kernels/sm90/prefetch.h"
 
 namespace tiercel {
 namespace {
 
-// kCount cosines or sines, from number `index` of the cache on.
+// kCount cosines or sines, from index `index` of the cache on.
 template <typename Element, int kCount>
 __device__ __forceinline__ void load_angles(float (&values)[kCount], const char* cache,
                                             int64_t index) {
@@ -30,7 +30,7 @@ __device__ __forceinline__ void load_angles(float (&values)[kCount], const char*
   for (int i = 0; i < kCount; ++i) values[i] = packed[i];
 }
 
-// Where a head of q or k lies; heads of k are counted after those of q.
+// The address of a head; heads of k are numbered after those of q.
 __device__ __forceinline__ char* head_of(const HeadsOfTokens& q, const HeadsOfTokens& k,
                                          int q_heads, int64_t token, int head) {
   const bool is_q = head < q_heads;
@@ -39,18 +39,18 @@ __device__ __forceinline__ char* head_of(const HeadsOfTokens& q, const HeadsOfTo
          static_cast<int64_t>(is_q ? head : head - q_heads) * heads.head_stride;
 }
 
-// kVector elements are read at once; kInterleaved: pairs side by side. kVector 1 with kInterleaved
-// is a pair of elements. A block has places x heads x tokens, the grid tokens x heads.
+// Reads kVector elements at once; kInterleaved: the elements of a pair are adjacent. kVector 1 with
+// kInterleaved reads one pair. A block covers places x heads x tokens, the grid tokens x heads.
 template <typename Element, int kVector, bool kInterleaved, int kHeads, bool kExchanged = false>
 __global__ void __launch_bounds__(kRotaryMostThreads)
     rotary_embedding(const __grid_constant__ RotaryArgs args) {
   constexpr bool kSideBySide = kInterleaved && kVector > 1;
-  constexpr int kParts = kSideBySide ? 1 : 2;  // vectors at a place
+  constexpr int kParts = kSideBySide ? 1 : 2;  // vectors per place
   constexpr int kPairs = kVector * kParts / 2;
   constexpr int kVectorBytes = kVector * Element::kBytes;
   const int place = threadIdx.x, copied = place - args.turning;
   const bool turns = kExchanged || copied < 0;
-  int offsets[2];  // of the vectors in a head, bytes
+  int offsets[2];  // of the vectors within a head, bytes
   if (kExchanged) {
     offsets[0] = place * kVectorBytes;
     offsets[1] = offsets[0] + args.rotated * Element::kBytes;
@@ -58,13 +58,13 @@ __global__ void __launch_bounds__(kRotaryMostThreads)
     offsets[0] = place * (kInterleaved && kParts == 2 ? 2 : 1) * kVectorBytes;
     offsets[1] = offsets[0] + (kInterleaved ? 1 : args.turning) * kVectorBytes;
   } else {
-    const int half = (args.rest + 1) / 2;  // the last place that copies may have one vector only
+    const int half = (args.rest + 1) / 2;  // the last copied place may have only one vector
     offsets[0] = args.rotated * Element::kBytes + copied * kVectorBytes;
     offsets[1] = offsets[0] + (copied + half < args.rest ? half : 0) * kVectorBytes;
   }
   const int64_t token = static_cast<int64_t>(blockIdx.x) * blockDim.z + threadIdx.z;
   const int first = blockIdx.y * kHeads * blockDim.y + threadIdx.y;
-  if (is_ahead(args.ahead) && token < args.tokens) {
+  if (is_prefetching(args.prefetch_blocks) && token < args.tokens) {
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) {
       const int head = first + i * blockDim.y;
@@ -74,18 +74,18 @@ __global__ void __launch_bounds__(kRotaryMostThreads)
       for (int p = 0; p < kParts; ++p) prefetch_l2(from + offsets[p]);
     }
   }
-  if (is_ahead(args.ahead) && place + threadIdx.y + threadIdx.z + blockIdx.y == 0) {
+  if (is_prefetching(args.prefetch_blocks) && place + threadIdx.y + threadIdx.z + blockIdx.y == 0) {
     prefetch_line(args.positions, blockIdx.x, args.tokens * (args.wide_positions ? 8 : 4));
   }
   grid_dependency_wait();
   grid_dependency_launch();
   if (token >= args.tokens) return;
 
-  // First of all: where the angles are depends on it.
+  // The first load, because the address of the angles depends on it.
   Integer position;
   position.load(args.positions, token, args.wide_positions);
-  // The angles of a token of the next wave of blocks come to the L2 meanwhile.
-  const int64_t next_token = token + static_cast<int64_t>(args.ahead) * blockDim.z;
+  // Prefetches the angles of a token of the next wave of blocks to L2.
+  const int64_t next_token = token + static_cast<int64_t>(args.prefetch_blocks) * blockDim.z;
   const bool asks = place + threadIdx.y + blockIdx.y == 0 && next_token < args.tokens;
   Integer next;
   if (asks) next.load(args.positions, next_token, args.wide_positions);
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kRotaryMostThreads)
    Kernel("rotary_embedding<" #dtype ", vector=8, exchanged, heads=2>", \
           reinterpret_cast<const void*>(rotary_embedding<dtype##Element, 8, false, 2, true>))}
 
-// By dtype; vectors before elements, few heads before many.
+// By dtype; vector kernels before element kernels, fewest heads first.
 const RotaryKernel kKernels[] = {
     TIERCEL_ROTARY_DTYPE(Float32, 4), TIERCEL_ROTARY_DTYPE(BFloat16, 8),
     TIERCEL_ROTARY_DTYPE(Float16, 8), TIERCEL_ROTARY_EXCHANGED(BFloat16),

@@ -6,6 +6,8 @@
 
 #include "kernels/routing/moe_align_kernels.h"
 #include "kernels/sm90/checks.h"
+#include "kernels/sm90/kernel_table.h"
+#include "kernels/sm90/math.h"
 
 namespace tiercel {
 namespace {
@@ -14,21 +16,19 @@ constexpr char kOp[] = "moe_align_block_size";
 
 std::string text(int64_t value) { return std::to_string(value); }
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 Status too_many(const char* op, int64_t slots) {
   return Status::InvalidArgument(std::string(op) +
                                  ": more slots than int32 can number are needed, " + text(slots));
 }
 
-// How ids are divided among threads, for one launch.
+// The distribution of ids over threads, for one launch.
 struct Shape {
   unsigned threads;
   unsigned items;
   unsigned cluster;
 };
 
-// Up to how many ids, and slots (all of which are written), a shape is the best; measured.
+// The numbers of ids and slots (all are written) up to which a shape is fastest; measured.
 struct Choice {
   int64_t max_ids;
   int64_t max_slots;
@@ -42,12 +42,14 @@ constexpr Choice kChoices[] = {
     {24576, INT64_MAX, {512, 8, 8}},
 };
 
-// For more: threads and thread blocks of the pair of kernels, measured too. Blocks that are few
-// have few counts to add up.
+// Threads and thread blocks of the pair of kernels for more ids, also measured. Few blocks have few
+// counts to sum.
 unsigned pair_threads(int64_t ids, int experts) {
   return ids <= 98304 && experts <= 128 ? 512 : 1024;
 }
-int64_t pair_grid(int64_t ids) { return ids <= 98304 ? 32 : ids <= 1 << 19 ? 66 : 132; }
+int64_t pair_grid(int64_t ids) {
+  return ids <= 98304 ? 32 : ids <= 1 << 19 ? 66 : kDefaultMultiprocessors;
+}
 
 const Choice* choose(int64_t ids, int64_t slots) {
   for (const Choice& choice : kChoices) {
@@ -56,16 +58,15 @@ const Choice* choose(int64_t ids, int64_t slots) {
   return nullptr;
 }
 
-const Kernel* find_kernel(const MoeAlignKernel* kernels, int count, unsigned items, bool cluster,
+const Kernel* find_kernel(KernelTable<MoeAlignKernel> kernels, unsigned items, bool cluster,
                           int experts) {
-  for (int i = 0; i < count; ++i) {
-    const MoeAlignKernel& kernel = kernels[i];
+  for (const MoeAlignKernel& kernel : kernels) {
     if (kernel.items == static_cast<int>(items) && kernel.cluster == cluster &&
         kernel.max_experts >= experts) {
       return &kernel.kernel;
     }
   }
-  return nullptr;  // not reached: the table has what kChoices names
+  return nullptr;  // not reached: the table has all kernels of kChoices
 }
 
 Status check(const TensorView& topk_ids, const TensorView* expert_map,
@@ -176,10 +177,10 @@ MoeAlignArgs moe_align_args(int64_t numel, const TensorView* expert_map,
 
 namespace {
 
-// Everything about a call: its arguments and what is launched.
+// A call's arguments and launches.
 struct Call {
   MoeAlignArgs args;
-  const Kernel* count = nullptr;  // before `kernel`, or null
+  const Kernel* count = nullptr;  // launched before `kernel`, or null
   const Kernel* kernel = nullptr;
   unsigned items = 0;
   LaunchConfig config;
@@ -193,17 +194,16 @@ Status prepare(const TensorView& topk_ids, const TensorView* expert_map,
   MoeAlignArgs& args = call->args;
   args = moe_align_args(numel, expert_map, outputs, options);
   args.ids = topk_ids.data;
-  args.wide_ids = topk_ids.dtype == DType::kInt64;
+  args.int64_ids = topk_ids.dtype == DType::kInt64;
   call->config.dependent = true;
   if (const Choice* choice = choose(numel, args.slots); choice != nullptr) {
     Shape shape = choice->shape;
-    // A thread an expert.
+    // One thread per expert.
     while (shape.threads < static_cast<unsigned>(args.experts)) shape.threads *= 2;
     const unsigned unit = 32 * shape.items;
     args.span = static_cast<uint32_t>(ceil_div(ceil_div(numel, shape.cluster), unit) * unit);
-    int count = 0;
-    const MoeAlignKernel* kernels = moe_align_small_kernels(&count);
-    call->kernel = find_kernel(kernels, count, shape.items, shape.cluster > 1, args.experts);
+    call->kernel = find_kernel(KernelTable(moe_align_small_kernels), shape.items, shape.cluster > 1,
+                               args.experts);
     call->items = shape.items;
     call->config.grid.x = shape.cluster;
     call->config.cluster.x = shape.cluster;
@@ -217,9 +217,8 @@ Status prepare(const TensorView& topk_ids, const TensorView* expert_map,
   const unsigned threads = pair_threads(numel, args.experts);
   args.span = static_cast<uint32_t>(ceil_div(ceil_div(numel, grid), 32) * 32);
   call->count = &moe_align_count_kernel();
-  int count = 0;
-  const MoeAlignKernel* kernels = moe_align_store_kernels(&count);
-  call->kernel = find_kernel(kernels, count, kMoeAlignStoreItems, false, args.experts);
+  call->kernel =
+      find_kernel(KernelTable(moe_align_store_kernels), kMoeAlignStoreItems, false, args.experts);
   call->items = kMoeAlignStoreItems;
   call->config.grid.x = static_cast<uint32_t>(grid);
   call->config.block.x = threads;

@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// moe_align_block_size: the numbers of all chosen experts, sorted by expert, each expert's share
-// padded to whole blocks.
+// moe_align_block_size: sorts the indices of all chosen experts by expert and pads each expert's
+// share to whole blocks.
 //
-// The plan. N = T * k ids of 4 or 8 bytes are read, N + padding slots of 4 bytes written: at T =
-// 8192, k = 8 that is 0.25 MiB in and 0.3 to 0.4 MiB out, which takes 0.2 us. What costs is the
-// chain: load, count, sum over experts, write. So it is one launch, and each step works on chip.
+// Reads N = T * k ids of 4 or 8 bytes and writes N + padding slots of 4 bytes: at T = 8192, k = 8,
+// 0.25 MiB in and 0.3 to 0.4 MiB out, which takes 0.2 us. The time goes to the chain of load,
+// count, sum over experts and write, so there is one launch, and each step works on chip.
 //  - moe_align_small: one block, or one cluster of blocks for more ids. Each warp ranks its ids
-//    among their alike with ballots, in order (no atomics: the result is the same every time); the
-//    counts of a block are summed over its warps and sent to the cluster's other blocks' shared
-//    memory, so that one cluster barrier is all that blocks wait for. Meanwhile each block sorts
-//    its ids in shared memory, so that writes to slots coalesce. Every slot is written once.
-//  - moe_align_count and moe_align_store, for more ids than a cluster holds in registers: the first
-//    counts per block into a workspace, the second, one grid later, sums that and then does as
-//    above, chunk by chunk. Floor: ids read twice (the second time half from L2), slots written.
+//    among those of the same expert with ballots, in order (no atomics, so the result is
+//    deterministic). The counts of a block are summed over its warps and sent to the shared memory
+//    of the cluster's other blocks, so blocks wait for one cluster barrier only. Meanwhile each
+//    block sorts its ids in shared memory, so that writes to slots coalesce. Every slot is written
+//    once.
+//  - moe_align_count and moe_align_store, for more ids than a cluster's registers hold: the first
+//    counts per block into a workspace; the second sums the counts and then works as above, chunk
+//    by chunk. Floor: ids read twice (the second time half from L2), slots written once.
 #include <cstdint>
 
 #include "kernels/routing/moe_align.cuh"
@@ -44,7 +45,7 @@ __global__ void __launch_bounds__(kMoeAlignMaxThreads, 1)
   align_block<kBits, kCluster>(args, shared, expert, first_id, active_warps);
 }
 
-// Each block's ids of each expert, into args.counts; and what padding holds, everywhere.
+// Counts each block's ids per expert into args.counts, and writes padding everywhere.
 __global__ void __launch_bounds__(kMoeAlignMaxThreads, 1)
     moe_align_count(const __grid_constant__ MoeAlignArgs args) {
   extern __shared__ uint32_t words[];
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(kMoeAlignMaxThreads, 1)
   }
 }
 
-// Sums args.counts: shared.first[e] over the blocks before this one, shared.base[e] over all.
+// Sums args.counts: shared.first[e] over the preceding blocks, shared.base[e] over all blocks.
 __device__ __forceinline__ void sum_blocks(const MoeAlignArgs& args, const AlignShared& shared) {
   for (int e = threadIdx.x; e < args.experts; e += blockDim.x) shared.first[e] = shared.base[e] = 0;
   __syncthreads();
@@ -126,7 +127,7 @@ __global__ void __launch_bounds__(kMoeAlignMaxThreads, 1)
     sort_block(args, shared, expert, rank, active_warps);
     if (id + chunk < end) {
       __syncwarp();
-      clear_counts(shared, args.experts);  // the warp's own
+      clear_counts(shared, args.experts);  // the warp's counts
       load_experts(expert, args, id + chunk, end - id - chunk);
     }
     __syncthreads();
@@ -135,7 +136,7 @@ __global__ void __launch_bounds__(kMoeAlignMaxThreads, 1)
   if (blockIdx.x == 0) store_number(args, all_blocks);
 }
 
-// With 7 bits, up to 128 experts; with 9, up to 512.
+// 7 bits: up to 128 experts; 9 bits: up to 512.
 #define TIERCEL_SMALL(items, cluster, bits)                                          \
   {items, cluster, 1 << bits,                                                        \
    Kernel("moe_align_small<items=" #items ", cluster=" #cluster ", bits=" #bits ">", \

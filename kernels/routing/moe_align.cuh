@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sorting a thread block's expert numbers, stably, into places that blocks of a cluster agree on.
+// Sorts a thread block's expert numbers stably into slots that the blocks of a cluster share out.
 #ifndef KERNELS_ROUTING_MOE_ALIGN_CUH_
 #define KERNELS_ROUTING_MOE_ALIGN_CUH_
 
@@ -11,12 +11,12 @@
 
 namespace tiercel {
 
-// The block's shared memory (moe_align_shared_bytes), cut up.
+// The layout of the block's shared memory (moe_align_shared_bytes).
 struct AlignShared {
-  uint32_t* counts;  // [warps][experts + 1]: a warp's, then the sum of the warps' before it
+  uint32_t* counts;  // [warps][experts + 1]: per warp, later the sums over the preceding warps
   uint32_t* totals;  // [cluster blocks][experts]
-  uint32_t* first;   // [experts]: where an expert begins among the block's sorted ids
-  uint32_t* base;    // [experts]: what takes a place there to its slot
+  uint32_t* first;   // [experts]: where an expert's ids begin among the block's sorted ids
+  uint32_t* base;    // [experts]: the offset from that position to the slot
   uint32_t* sums;    // [2][32]
   uint32_t* sorted;  // [span]
 };
@@ -39,7 +39,7 @@ __device__ __forceinline__ void clear_counts(const AlignShared& shared, int expe
   for (int e = lane; e < bins; e += 32) shared.counts[warp * bins + e] = 0;
 }
 
-// Makes chosen experts those to sort by; args.experts where one is not to be counted.
+// Maps chosen experts to those to sort by; args.experts for ids that are not counted.
 template <int kItems>
 __device__ __forceinline__ void to_local_experts(const MoeAlignArgs& args,
                                                  uint32_t (&expert)[kItems]) {
@@ -54,15 +54,15 @@ __device__ __forceinline__ void to_local_experts(const MoeAlignArgs& args,
   for (int i = 0; i < kItems; ++i) expert[i] = min(expert[i], none);
 }
 
-// The experts of the warp's kItems * 32 ids among the block's `ids` from `first_id` on: id
-// (warp * kItems + i) * 32 + lane is `expert[i]`. All loads leave back to back.
+// Loads the experts of the warp's kItems * 32 ids, from the block's `ids` from `first_id` on:
+// expert[i] is that of id (warp * kItems + i) * 32 + lane. All loads are issued back to back.
 template <int kItems>
 __device__ __forceinline__ void load_experts(uint32_t (&expert)[kItems], const MoeAlignArgs& args,
                                              uint32_t first_id, uint32_t ids) {
   const uint32_t first = threadIdx.x / 32 * kItems * 32 + threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < kItems; ++i) expert[i] = args.experts;
-  if (args.wide_ids) {
+  if (args.int64_ids) {
     const uint2* data = static_cast<const uint2*>(args.ids) + first_id;
     uint32_t high[kItems] = {};
 #pragma unroll
@@ -84,8 +84,8 @@ __device__ __forceinline__ void load_experts(uint32_t (&expert)[kItems], const M
   to_local_experts(args, expert);
 }
 
-// Writes what padding holds everywhere: numel to all slots, -1 to all blocks' experts; `part` of
-// `parts`, by one thread block each. A barrier has to order it before the slots are written.
+// Writes padding everywhere: numel to all slots, -1 to all blocks' experts. Each thread block
+// writes `part` of `parts`. A barrier must follow before the slots are written.
 __device__ __forceinline__ void fill_outputs(const MoeAlignArgs& args, uint32_t part,
                                              uint32_t parts) {
   const uint32_t thread = part * blockDim.x + threadIdx.x, threads = parts * blockDim.x;
@@ -101,8 +101,8 @@ __device__ __forceinline__ void fill_outputs(const MoeAlignArgs& args, uint32_t 
   for (uint32_t b = thread; b < args.blocks; b += threads) args.expert_ids[b] = -1;
 }
 
-// The lanes that hold the same expert, among those that hold one. The instruction for that is the
-// shortest way for one id, ballots bit by bit for many.
+// The lanes that hold the same expert, among those that hold one. The match instruction has the
+// lowest latency for one id, ballots per bit for many.
 template <int kBits, bool kOne>
 __device__ __forceinline__ uint32_t lanes_alike(uint32_t expert, uint32_t none) {
   if constexpr (kOne) return __match_any_sync(kFullWarp, expert);
@@ -122,7 +122,8 @@ __device__ __forceinline__ uint32_t lanes_below() {
   return mask;
 }
 
-// Ranks of a warp's experts among its own alike, in order; `counts` are the warp's, from zero.
+// Ranks each id among the warp's ids of the same expert, in order; `counts` are the warp's and
+// begin at 0.
 template <int kBits, int kItems>
 __device__ __forceinline__ void rank_warp(uint32_t* counts, const uint32_t (&expert)[kItems],
                                           uint32_t (&rank)[kItems], uint32_t none) {
@@ -141,15 +142,15 @@ __device__ __forceinline__ void rank_warp(uint32_t* counts, const uint32_t (&exp
   }
 }
 
-// How many neighbouring threads share the sum of an expert's counts over the warps.
+// The number of adjacent threads that share the sum of an expert's counts over the warps.
 __device__ __forceinline__ int threads_per_expert(int experts, int active_warps) {
   if (active_warps <= 8) return 1;
   const int threads = blockDim.x;
   return threads >= 4 * experts ? 4 : threads >= 2 * experts ? 2 : 1;
 }
 
-// Turns an expert's counts of each warp into sums over the warps before it; returns the sum of all.
-// `each` threads share that: this one is number `part` of them.
+// Replaces an expert's count in each warp by the sum over the preceding warps and returns the
+// total. `each` threads share the work; this one is number `part`.
 __device__ __forceinline__ uint32_t sum_warps(uint32_t* counts, int stride, int warps, int each,
                                               int part) {
   constexpr int kBatch = 8;
@@ -163,7 +164,7 @@ __device__ __forceinline__ uint32_t sum_warps(uint32_t* counts, int stride, int 
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) all += count[i];
   }
-  for (int step = 1; step < each; step *= 2) {  // all of the warp's lanes come here
+  for (int step = 1; step < each; step *= 2) {  // executed by all lanes of the warp
     const uint32_t other = __shfl_xor_sync(kFullWarp, all, step);
     before += part & step ? other : 0;
     all += other;
@@ -191,7 +192,7 @@ __device__ __forceinline__ uint32_t scan_warp(uint32_t value) {
   return value;
 }
 
-// What precedes the thread's value in the block; `sums` holds 32 words. Has a barrier inside.
+// The exclusive prefix sum of the block's values; `sums` holds 32 words. Contains a barrier.
 __device__ __forceinline__ uint32_t scan_block(uint32_t value, uint32_t* sums, uint32_t* all) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   const uint32_t inclusive = scan_warp(value);
@@ -203,7 +204,7 @@ __device__ __forceinline__ uint32_t scan_block(uint32_t value, uint32_t* sums, u
   return before + inclusive - value;
 }
 
-// The block that a slot is in; a division costs more than all the rest of a store.
+// The block of a slot. A division would cost more than the rest of a store.
 __device__ __forceinline__ uint32_t block_of(const MoeAlignArgs& args, uint32_t slot) {
   return args.block_shift >= 0 ? slot >> args.block_shift : slot / args.block_size;
 }
@@ -212,21 +213,21 @@ __device__ __forceinline__ void store_slot(const MoeAlignArgs& args, uint32_t sl
                                            uint32_t expert) {
   args.sorted_ids[slot] = index;
   const uint32_t block = block_of(args, slot);
-  if (block * args.block_size == slot) {  // each block has an id in its first slot
+  if (block * args.block_size == slot) {  // every block has an id in its first slot
     const bool mark = args.expert_map != nullptr && !args.map_first;
     args.expert_ids[block] = mark ? args.expert_map[expert] : expert;
   }
 }
 
-// How many slots are in use, and counters behind it: by one block.
+// One block stores the number of used slots and zeroes the counters behind it.
 __device__ __forceinline__ void store_number(const MoeAlignArgs& args, uint32_t blocks) {
   if (threadIdx.x == 0) *args.num_padded = blocks * args.block_size;
   for (uint32_t i = threadIdx.x; i < args.counters; i += blockDim.x) args.num_padded[1 + i] = 0;
 }
 
-// Counts a block's ids: each gets its rank among its warp's alike, each warp's counts, from zero,
-// become sums over the warps before it. Thread e returns how many ids the block has for expert e;
-// the cluster's other blocks get it too.
+// Counts a block's ids. Each id gets its rank among its warp's ids of the same expert; each warp's
+// counts, which begin at 0, become sums over the preceding warps. Thread e returns the block's
+// number of ids for expert e and sends it to the cluster's other blocks.
 template <int kBits, bool kCluster, int kItems>
 __device__ __forceinline__ uint32_t count_block(const MoeAlignArgs& args, const AlignShared& shared,
                                                 const uint32_t (&expert)[kItems],
@@ -243,7 +244,7 @@ __device__ __forceinline__ uint32_t count_block(const MoeAlignArgs& args, const 
       sum_warps(shared.counts + (real ? e : 0), bins, real ? active_warps : 0, each, part);
   if constexpr (kCluster) {
     const uint32_t rank_here = cluster_rank(), blocks = cluster_blocks();
-    cluster_wait();  // all run
+    cluster_wait();  // all blocks run
     for (uint32_t p = part; real && p < blocks; p += each) {
       store_remote(shared.totals + rank_here * experts + e, p, total);
     }
@@ -255,8 +256,8 @@ __device__ __forceinline__ uint32_t count_block(const MoeAlignArgs& args, const 
   return threadIdx.x < static_cast<unsigned>(experts) ? shared.first[threadIdx.x] : 0;
 }
 
-// Sorts a counted block's ids in shared memory, so that neighbouring threads will write
-// neighbouring slots. shared.first has the place of each expert's first id.
+// Sorts a counted block's ids in shared memory, so that adjacent threads write adjacent slots.
+// shared.first holds the position of each expert's first id.
 template <int kItems>
 __device__ __forceinline__ void sort_block(const MoeAlignArgs& args, const AlignShared& shared,
                                            const uint32_t (&expert)[kItems],
@@ -273,7 +274,7 @@ __device__ __forceinline__ void sort_block(const MoeAlignArgs& args, const Align
   }
 }
 
-// Writes the block's sorted ids to their slots; `first_id` is the number of its first one.
+// Writes the block's sorted ids to their slots; `first_id` is the index of its first id.
 __device__ __forceinline__ void store_block(const MoeAlignArgs& args, const AlignShared& shared,
                                             uint32_t ids, uint32_t first_id) {
   for (uint32_t place = threadIdx.x; place < ids; place += blockDim.x) {
@@ -283,8 +284,8 @@ __device__ __forceinline__ void store_block(const MoeAlignArgs& args, const Alig
   }
 }
 
-// All of it for ids that one block, or the blocks of one cluster, hold in registers. In a cluster,
-// cluster_arrive_relaxed() came before, and in any case fill_outputs().
+// The whole algorithm for ids that fit the registers of one block or cluster. Call fill_outputs()
+// before it and, in a cluster, cluster_arrive_relaxed().
 template <int kBits, bool kCluster, int kItems>
 __device__ __forceinline__ void align_block(const MoeAlignArgs& args, const AlignShared& shared,
                                             const uint32_t (&expert)[kItems], uint32_t first_id,
@@ -294,7 +295,7 @@ __device__ __forceinline__ void align_block(const MoeAlignArgs& args, const Alig
   const int e = threadIdx.x;
   const bool real = e < args.experts;
 
-  // Sorted on chip while the cluster's counts are on their way.
+  // Sorts on chip while the cluster's counts are in flight.
   uint32_t ids = 0, first = 0, before = 0, total = mine;
   if constexpr (kCluster) {
     first = scan_block(mine, shared.sums, &ids);
@@ -318,7 +319,7 @@ __device__ __forceinline__ void align_block(const MoeAlignArgs& args, const Alig
   __syncthreads();
   if constexpr (kCluster) {
     store_block(args, shared, ids, first_id);
-  } else {  // so few that sorting them first would take longer
+  } else {  // so few that sorting them first would be slower
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const uint32_t* counts = shared.counts + warp * (args.experts + 1);
 #pragma unroll

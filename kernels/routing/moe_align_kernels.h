@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What moe_align_block_size's launcher and its device code agree on.
+// The interface of moe_align_block_size's host and device code.
 #ifndef KERNELS_ROUTING_MOE_ALIGN_KERNELS_H_
 #define KERNELS_ROUTING_MOE_ALIGN_KERNELS_H_
 
@@ -20,15 +20,15 @@ struct MoeAlignArgs {
   uint32_t* counts;           // [gridDim.x, experts], for the pair of kernels
   uint32_t numel;
   uint32_t slots;
-  uint32_t slots_head;  // before the first at a multiple of 16 bytes
+  uint32_t slots_head;  // slots before the first multiple of 16 bytes
   uint32_t blocks;
   uint32_t block_size;
   int block_shift;  // log2(block_size), or -1
-  uint32_t span;    // ids of one thread block
+  uint32_t span;    // ids per thread block
   int experts;
-  uint32_t counters;  // zeroed
-  bool wide_ids;      // int64
-  bool map_first;     // experts that the map has not are left out; otherwise only marked
+  uint32_t counters;  // the number of counters to zero
+  bool int64_ids;
+  bool map_first;  // omits experts that the map lacks; otherwise marks them
 };
 
 inline constexpr uint32_t kMoeAlignMaxThreads = 1024;
@@ -36,29 +36,29 @@ inline constexpr uint32_t kMoeAlignMaxSharedBytes = 227 * 1024;
 inline constexpr int kMoeAlignStoreItems = 8;
 
 struct MoeAlignKernel {
-  int items;  // ids of one thread
+  int items;  // ids per thread
   bool cluster;
   int max_experts;
   Kernel kernel;
 };
 
-// One launch for ids that fit a block's or a cluster's registers; two for more.
+// One launch if the ids fit the registers of a block or cluster; otherwise two.
 const MoeAlignKernel* moe_align_small_kernels(int* count);
 const Kernel& moe_align_count_kernel();
 const MoeAlignKernel* moe_align_store_kernels(int* count);
 
-// Bytes of shared memory: for `span` ids of a thread block.
+// Bytes of shared memory for `span` ids per thread block.
 constexpr uint32_t moe_align_shared_bytes(int experts, int warps, int cluster, uint32_t span) {
   return 4 * (warps * (experts + 1) + (cluster + 2) * experts + 64 + span);
 }
 
-// What all that align have in common. Checks for `numel` ids that come with `first`, the tensor
-// that is compared with.
+// Shared by all ops that align. Checks the arguments for `numel` ids; `first` is the tensor that
+// others are compared with.
 Status moe_align_check(const char* op, const Argument& first, int64_t numel,
                        const TensorView* expert_map, const MoeAlignOutputs& outputs,
                        const MoeAlignOptions& options);
 
-// The arguments but for ids, span and workspace.
+// The arguments except ids, span and workspace.
 MoeAlignArgs moe_align_args(int64_t numel, const TensorView* expert_map,
                             const MoeAlignOutputs& outputs, const MoeAlignOptions& options);
 

@@ -6,6 +6,8 @@
 
 #include "kernels/routing/moe_sum_kernels.h"
 #include "kernels/sm90/checks.h"
+#include "kernels/sm90/kernel_table.h"
+#include "kernels/sm90/math.h"
 
 namespace tiercel {
 namespace {
@@ -13,8 +15,6 @@ namespace {
 constexpr char kOp[] = "moe_sum";
 constexpr int64_t kMaxThreads = 256;
 constexpr int64_t kVectorBytes = 16;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 Status check(const TensorView& x, const TensorView* weights, const TensorView& out) {
   const Argument x_arg{kOp, "x", x};
@@ -68,18 +68,16 @@ Status prepare(const TensorView& x, const TensorView* weights, const TensorView&
   args.columns = static_cast<int>(columns);
   args.k = static_cast<int>(x.shape[1]);
 
-  int count = 0;
-  const MoeSumKernel* kernels = moe_sum_kernels(&count);
-  for (int i = 0; i < count && call->kernel == nullptr; ++i) {
-    if (kernels[i].dtype == x.dtype && kernels[i].vector_bytes == vector &&
-        (kernels[i].k == 0 || kernels[i].k == args.k)) {
-      call->kernel = &kernels[i];
-    }
-  }
-  // Few vectors are spread over the multiprocessors in small blocks.
+  call->kernel = KernelTable(moe_sum_kernels).find([&](const MoeSumKernel& kernel) {
+    return kernel.dtype == x.dtype && kernel.vector_bytes == vector &&
+           (kernel.k == 0 || kernel.k == args.k);
+  });
+  // Small blocks distribute few vectors over the multiprocessors.
   const int64_t all = args.rows * columns;
-  const int64_t threads = all >= 132 * 4 * kMaxThreads ? kMaxThreads : all >= 132 * 256 ? 128 : 64;
-  const int64_t parts = std::max<int64_t>(ceil_div(columns, threads), 1);  // of a row
+  const int64_t threads = all >= kDefaultMultiprocessors * 4 * kMaxThreads ? kMaxThreads
+                          : all >= kDefaultMultiprocessors * 256           ? 128
+                                                                           : 64;
+  const int64_t parts = std::max<int64_t>(ceil_div(columns, threads), 1);  // per row
   const int64_t width = std::max<int64_t>(ceil_div(columns, parts), 1);
   const int64_t height = std::max<int64_t>(threads / width, 1);
   const int64_t grid = ceil_div(args.rows, height);

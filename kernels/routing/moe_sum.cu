@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// moe_sum: the outputs of each token's k experts, added up, with a weight each where there are
-// some.
+// moe_sum: sums the outputs of each token's k experts, optionally weighted.
 //
-// The plan. x [T, k, H] is read once and out [T, H] written once: (k + 1) * T * H elements, at T =
-// 8192, k = 8, H = 4096 in bfloat16 604 MB, 0.14 ms at the copy rate. A thread makes one vector of
-// 16 bytes of the output: k independent loads leave back to back (all of them where k is known when
-// this is compiled, 4 at a time otherwise), so that 2048 threads have 256 KiB on their way on each
-// multiprocessor. The sum is in float32, in order, rounded once. No shared memory, no barrier.
+// x [T, k, H] is read once and out [T, H] written once: (k + 1) * T * H elements; at T = 8192, k =
+// 8, H = 4096 in bfloat16, 604 MB, 0.14 ms at the copy rate. A thread computes one 16-byte vector
+// of the output from k independent loads, issued back to back (all if k is known at compile time,
+// otherwise 4 at a time), so that 2048 threads have 256 KiB in flight per multiprocessor. The sum
+// is in float32, in order, rounded once. No shared memory, no barrier.
 #include <cstdint>
 
 #include "kernels/routing/moe_sum_kernels.h"
@@ -52,7 +51,7 @@ struct Float16 {
   }
 };
 
-// Sums kUnrolled experts' vectors at a time; `k` of them in all.
+// Sums the vectors of `k` experts, kUnrolled at a time.
 template <typename Format, int kUnrolled>
 __device__ __forceinline__ void add_experts(float (&sum)[4 * Format::kPerWord], const char* x,
                                             const float* weights, int64_t stride, int k) {
@@ -84,7 +83,7 @@ __device__ __forceinline__ void add_experts(float (&sum)[4 * Format::kPerWord], 
   }
 }
 
-// A thread an output vector: x the columns, y the rows, of block and (swapped) of grid.
+// One thread per output vector. Block: x columns, y rows; grid: x rows, y columns.
 template <typename Format, int kK>
 __global__ void __launch_bounds__(256, 4)
     moe_sum_by_vectors(const __grid_constant__ MoeSumArgs args) {
@@ -104,7 +103,7 @@ __global__ void __launch_bounds__(256, 4)
   store_vector(args.out + (row * args.columns + column) * 16, words);
 }
 
-// An element a thread, for any strides and alignment.
+// One thread per element, for any strides and alignment.
 template <typename Format>
 __global__ void __launch_bounds__(256)
     moe_sum_by_elements(const __grid_constant__ MoeSumArgs args) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What moe_sum's launcher and its device code agree on.
+// The interface of moe_sum's host and device code.
 #ifndef KERNELS_ROUTING_MOE_SUM_KERNELS_H_
 #define KERNELS_ROUTING_MOE_SUM_KERNELS_H_
 
@@ -29,7 +29,7 @@ struct MoeSumKernel {
   Kernel kernel;
 };
 
-// The first that fits a call is taken.
+// The first kernel that fits a call is used.
 const MoeSumKernel* moe_sum_kernels(int* count);
 
 }  // namespace tiercel

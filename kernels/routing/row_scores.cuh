@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One lane's share of a row of scores, in registers.
+// A lane's share of a row of scores, in registers.
 #ifndef KERNELS_ROUTING_ROW_SCORES_CUH_
 #define KERNELS_ROUTING_ROW_SCORES_CUH_
 
@@ -9,7 +9,7 @@
 
 namespace tiercel {
 
-// Where a row lies and how it may be read.
+// A row's address and how it may be read.
 struct RowOfScores {
   const char* data;
   int64_t inner_stride;  // bytes
@@ -17,8 +17,8 @@ struct RowOfScores {
   int vector_bytes;
 };
 
-// kWords words of scores from `first` on. Past the row's end -infinity, which loses against every
-// real score because its index is higher.
+// kWords words of scores from `first` on. Behind the row's end they are -infinity, which loses
+// against every real score because of its higher index.
 template <typename Keys, int kWords>
 __device__ __forceinline__ void load_scores(uint32_t (&words)[kWords], const RowOfScores& row,
                                             int first) {
@@ -52,8 +52,7 @@ __device__ __forceinline__ void load_scores(uint32_t (&words)[kWords], const Row
   }
 }
 
-// kVectors vectors of kWords words; vector v holds the scores from (v * kLanes + lane) * kPerVector
-// on.
+// kVectors vectors of kWords words; vector v begins at score (v * kLanes + lane) * kPerVector.
 template <typename Keys, int kLanes, int kVectors, int kWords>
 struct LaneScores {
   static constexpr int kPerVector = kWords * Keys::kPerWord;
@@ -61,7 +60,8 @@ struct LaneScores {
   uint32_t words[kVectors][kWords];
 
   __device__ __forceinline__ void load(const RowOfScores& row, int lane) {
-    if (row.vector_bytes >= kWords * 4) {  // one branch for all loads: they leave back to back
+    // One branch for all loads, so that they are issued back to back.
+    if (row.vector_bytes >= kWords * 4) {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         const int first = (v * kLanes + lane) * kPerVector;
@@ -77,7 +77,7 @@ struct LaneScores {
     }
   }
 
-  // Keys of kCount scores from vector `v` on, numbered as if this were lane 0.
+  // The keys of kCount scores from vector `v` on, with indices as in lane 0.
   template <int kCount>
   __device__ __forceinline__ void keys_from(typename Keys::Key (&keys)[kCount], int v) const {
     static_assert(kCount % kPerVector == 0, "whole vectors");
@@ -89,7 +89,7 @@ struct LaneScores {
     }
   }
 
-  // Calls visit(number, score) for every score of the lane.
+  // Calls visit(index, score) for every score of the lane.
   template <typename Visit>
   __device__ __forceinline__ void for_each(Visit visit) const {
 #pragma unroll

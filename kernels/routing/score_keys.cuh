@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Scores as unsigned keys: a larger key is a larger score or, among equal scores, a lower index.
-// All keys of a row differ, so that sorting them needs no tie handling. -0 becomes +0, NaN the
-// largest score. The same holds for the keys of whole vectors, which order them by their largest
-// scores.
+// All keys of a row differ, so sorting needs no tie handling. -0 becomes +0, NaN the largest score.
+// Likewise for the keys of whole vectors, which order them by their largest scores.
 #ifndef KERNELS_ROUTING_SCORE_KEYS_CUH_
 #define KERNELS_ROUTING_SCORE_KEYS_CUH_
 
@@ -14,7 +13,7 @@ namespace tiercel {
 
 struct BFloat16Format {
   static constexpr uint32_t kMinusInfinity = 0xff80u;
-  // Adding +0 turns -0 into +0 and any NaN into the positive one, which orders above infinity.
+  // Adding +0 converts -0 to +0 and any NaN to the positive one, which orders above infinity.
   static __device__ __forceinline__ uint32_t add_zero(uint32_t pair) {
     uint32_t sum;
     asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(pair), "r"(0));
@@ -57,13 +56,13 @@ struct KeysOf16Bit {
   static constexpr int kPerWord = 2;
   static constexpr uint32_t kPad = Format::kMinusInfinity * 0x10001u;
 
-  // The keys of a word's scores, for the indices from `index` on.
+  // The keys of a word's scores, with indices from `index` on.
   static __device__ __forceinline__ void make(Key* keys, uint32_t word, int index) {
     const uint32_t ordered = order(word);
     keys[0] = (ordered << 16) | (0xffffu - index);
     keys[1] = (ordered & 0xffff0000u) | (0xffffu - (index + 1));
   }
-  // The key of a vector's largest score, with the vector's number for the index.
+  // The key of a vector's largest score, with the vector's number as the index.
   template <int kWords>
   static __device__ __forceinline__ Key of_vector(const uint32_t (&words)[kWords], int vector) {
     uint32_t largest = words[0];
@@ -83,7 +82,7 @@ struct KeysOf16Bit {
   }
 
  private:
-  // Both halves as unsigned numbers in the scores' order.
+  // Both halves as unsigned integers in the scores' order.
   static __device__ __forceinline__ uint32_t order(uint32_t word) {
     const uint32_t scores = Format::add_zero(word);
     uint32_t signs;  // 0xffff for each negative half
@@ -97,7 +96,7 @@ __device__ __forceinline__ uint32_t order_float(float score) {
   return bits ^ (static_cast<uint32_t>(static_cast<int>(bits) >> 31) | 0x80000000u);
 }
 
-// float32 scores: the same in 64 bits.
+// float32 scores: 64-bit keys.
 struct KeysOfFloat32 {
   using Key = uint64_t;
   static constexpr bool kExact = true;
@@ -128,9 +127,9 @@ struct KeysOfFloat32 {
   }
 };
 
-// float32 scores in 32 bits: the index takes the score's kIndexBits lowest bits, so that two scores
-// that differ only there may come out in the wrong order. Whoever uses these keys checks the result
-// (see settle_exactly in topk_softmax.cu).
+// float32 scores: 32-bit keys, in which the index replaces the score's kIndexBits lowest bits.
+// Scores that differ only there may come out in the wrong order, so callers check the result (see
+// settle_exactly in topk_softmax.cu).
 template <int kIndexBits>
 struct RoundedKeysOfFloat32 {
   using Key = uint32_t;

@@ -28,7 +28,8 @@ __device__ __forceinline__ void run_network(Key (&keys)[kCount],
   for (int i = 0; i < kPairs; ++i) order_pair(keys[pairs[i][0]], keys[pairs[i][1]]);
 }
 
-// The shortest known networks. They sort all sequences of 0 and 1, hence (0-1 principle) all.
+// The shortest known networks. They sort all sequences of 0 and 1, hence (0-1 principle) all
+// sequences.
 template <typename Key>
 __device__ __forceinline__ void sort_descending(Key (&keys)[1]) {}
 
@@ -64,7 +65,7 @@ __device__ __forceinline__ void sort_descending(Key (&keys)[16]) {
   run_network(keys, kNetwork);
 }
 
-// Sorts keys that first rise or fall and then fall or rise (the cleaner stages of a bitonic merge).
+// Sorts a bitonic sequence (the cleaner stages of a bitonic merge).
 template <int kCount, typename Key>
 __device__ __forceinline__ void sort_bitonic(Key (&keys)[kCount]) {
 #pragma unroll
@@ -76,7 +77,7 @@ __device__ __forceinline__ void sort_bitonic(Key (&keys)[kCount]) {
   }
 }
 
-// `top` and `other` are sorted; `top` becomes the sorted kCount largest of both.
+// Replaces `top` by the kCount largest of `top` and `other`, sorted; both are sorted.
 template <int kCount, typename Key>
 __device__ __forceinline__ void merge_top(Key (&top)[kCount], const Key (&other)[kCount]) {
 #pragma unroll
@@ -84,7 +85,7 @@ __device__ __forceinline__ void merge_top(Key (&top)[kCount], const Key (&other)
   sort_bitonic(top);
 }
 
-// The sorted kTop largest of `keys`; key 0 fills up where there are fewer.
+// The kTop largest of `keys`, sorted, padded with 0 if there are fewer.
 template <int kTop, int kCount, typename Key>
 __device__ __forceinline__ void select_top(Key (&top)[kTop], const Key (&keys)[kCount]) {
 #pragma unroll
@@ -104,8 +105,7 @@ __device__ __forceinline__ void select_top(Key (&top)[kTop], const Key (&keys)[k
   }
 }
 
-// Every lane of each group of kLanes neighbours gets the sorted kTop largest of what all of them
-// hold.
+// Gives every lane of each group of kLanes neighbours the group's kTop largest keys, sorted.
 template <int kLanes, int kTop, typename Key>
 __device__ __forceinline__ void merge_lanes(Key (&top)[kTop]) {
 #pragma unroll
@@ -117,7 +117,7 @@ __device__ __forceinline__ void merge_lanes(Key (&top)[kTop]) {
   }
 }
 
-// keys[place * kLanes + lane] without indexing registers by `lane`; 0 past the end.
+// keys[place * kLanes + lane] without indexing registers by `lane`; 0 behind the end.
 template <int kLanes, int kCount, typename Key>
 __device__ __forceinline__ Key pick(const Key (&keys)[kCount], int place, int lane) {
   Key picked = 0;

@@ -5,6 +5,7 @@
 
 #include "kernels/routing/topk_align_kernels.h"
 #include "kernels/sm90/checks.h"
+#include "kernels/sm90/kernel_table.h"
 
 namespace tiercel {
 namespace {
@@ -35,13 +36,9 @@ Status prepare(const TensorView& scores, const TensorView& weights, const Tensor
   call->align = moe_align_args(ids, expert_map, outputs, align);
   call->align.span = kTopkAlignRows * call->topk.k;
 
-  int count = 0;
-  const TopkAlignKernel* kernels = topk_align_kernels(&count);
-  for (int i = 0; i < count && call->kernel == nullptr; ++i) {
-    if (kernels[i].dtype == scores.dtype && kernels[i].max_experts >= call->topk.experts) {
-      call->kernel = &kernels[i];
-    }
-  }
+  call->kernel = KernelTable(topk_align_kernels).find([&](const TopkAlignKernel& kernel) {
+    return kernel.dtype == scores.dtype && kernel.max_experts >= call->topk.experts;
+  });
   unsigned cluster = 1;
   while (cluster * kTopkAlignRows < rows) cluster *= 2;
   call->config.grid.x = cluster;

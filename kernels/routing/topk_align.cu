@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // topk_softmax_align: topk_softmax and moe_align_block_size in one launch, for few tokens.
 //
-// The plan. One warp a row selects as topk_softmax_by_rounds does and writes weights and indices;
-// the indices of a block's rows stay in its shared memory, and the cluster's blocks then sort them
-// as moe_align_small does. Up to 8 blocks of 16 rows; the floor is the latency of the two chains
-// without the second launch and without the way of the indices through global memory.
+// One warp per row selects as in topk_softmax_by_rounds and writes weights and indices. The indices
+// of a block's rows stay in its shared memory, and the cluster's blocks sort them as in
+// moe_align_small. Up to 8 blocks of 16 rows. The floor is the latency of the two chains, without
+// the second launch and without the indices' path through global memory.
 #include <cstdint>
 
 #include "kernels/routing/moe_align.cuh"

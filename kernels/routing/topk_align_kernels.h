@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What topk_softmax_align's launcher and its device code agree on.
+// The interface of topk_softmax_align's host and device code.
 #ifndef KERNELS_ROUTING_TOPK_ALIGN_KERNELS_H_
 #define KERNELS_ROUTING_TOPK_ALIGN_KERNELS_H_
 
@@ -13,7 +13,7 @@
 
 namespace tiercel {
 
-inline constexpr int kTopkAlignRows = 16;  // of a block, one a warp
+inline constexpr int kTopkAlignRows = 16;  // per block, one per warp
 inline constexpr unsigned kTopkAlignThreads = 32 * kTopkAlignRows;
 inline constexpr int kTopkAlignMaxCluster = 8;
 static_assert(kTopkAlignRows * kTopkAlignMaxCluster == kTopkAlignMaxTokens);
@@ -25,7 +25,7 @@ struct TopkAlignKernel {
   Kernel kernel;
 };
 
-// By dtype and size: the first that covers a call is taken.
+// By dtype and size; the first kernel that covers a call is used.
 const TopkAlignKernel* topk_align_kernels(int* count);
 
 }  // namespace tiercel

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The k largest scores of a row by one warp, in k rounds, and the arithmetic of softmax weights.
+// Selects a row's k largest scores by one warp in k rounds; arithmetic of softmax weights.
 #ifndef KERNELS_ROUTING_TOPK_ROUNDS_CUH_
 #define KERNELS_ROUTING_TOPK_ROUNDS_CUH_
 
@@ -13,26 +13,25 @@
 
 namespace tiercel {
 
-// exp(score - largest), to one unit in the last place; NaN when the largest is NaN or infinite.
+// exp(score - largest), to one unit in the last place; NaN if `largest` is NaN or infinite.
 __device__ __forceinline__ float exp_below(float score, float largest) {
   return expf(score - largest);
 }
 
-// 1 / value for a normal value, correct to the last place but for rare roundings.
+// 1 / value for a normal value; correctly rounded except in rare cases.
 __device__ __forceinline__ float reciprocal(float value) {
   float estimate;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(value));
   return fmaf(estimate, fmaf(-value, estimate, 1.0f), estimate);
 }
 
-// numerator / denominator, correct to the last place but for rare roundings; `inverse` is the
-// denominator's.
+// numerator / denominator, correctly rounded except in rare cases; `inverse` is 1 / denominator.
 __device__ __forceinline__ float quotient(float numerator, float denominator, float inverse) {
   const float estimate = numerator * inverse;
   return fmaf(fmaf(-estimate, denominator, numerator), inverse, estimate);
 }
 
-// A lane's part of the denominator over the whole row; in four sums, so that rounding stays small.
+// A lane's part of the denominator over the whole row; four sums, to limit the rounding error.
 template <typename Scores>
 __device__ __forceinline__ float exp_sum(const Scores& scores, float largest) {
   float sums[4] = {};
@@ -49,7 +48,7 @@ __device__ __forceinline__ RowOfScores row_of(const TopkSoftmaxArgs& args, int64
 __device__ __forceinline__ void store_result(const TopkSoftmaxArgs& args, int64_t position,
                                              float weight, int index) {
   args.weights[position] = weight;
-  if (args.wide_indices) {
+  if (args.int64_indices) {
     static_cast<int64_t*>(args.indices)[position] = index;
   } else {
     static_cast<int32_t*>(args.indices)[position] = index;
@@ -65,8 +64,8 @@ __device__ __forceinline__ uint64_t warp_max_key(uint64_t key) {
   return static_cast<uint64_t>(best_score) << 32 | best_index;
 }
 
-// Whether the places' scores are what exact keys would have selected, in that order: they fall, and
-// no score of the row above the last of them is missing. All lanes of a row get the same answer.
+// True if exact keys would have selected the same scores in the same order: the scores descend, and
+// no score of the row above the last is missing. All lanes of a row get the same answer.
 template <int kLanes, int kPlaces, typename Scores>
 __device__ __forceinline__ bool is_exact(const Scores& scores, const float (&selected)[kPlaces],
                                          int lane, int k) {
@@ -95,7 +94,7 @@ __device__ __forceinline__ bool is_exact(const Scores& scores, const float (&sel
   return lanes_reduce<kLanes>(missing, Sum()) == 0;
 }
 
-// One row by one whole warp, from load to store. kUnrolled rounds at a time. Lane l < k gets the
+// Processes one row by a warp, from load to store, kUnrolled rounds at a time. Lane l < k gets the
 // l-th index.
 template <typename Keys, int kPerLane, int kUnrolled>
 __device__ __forceinline__ int finish_row_by_rounds(const TopkSoftmaxArgs& args, int64_t row) {
@@ -113,11 +112,11 @@ __device__ __forceinline__ int finish_row_by_rounds(const TopkSoftmaxArgs& args,
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) keys[i] = Keys::add_index(keys[i], lane * scores.kPerVector);
 
-  // Round r finds the row's r-th key; every lane learns it, lane r keeps it, its owner moves on.
+  // Round r finds the row's r-th key: all lanes get it, lane r keeps it, its owner advances.
   Key selected = 0;
   float largest = 0.0f;
   float sum = 0.0f;
-  float lost = 0.0f;  // what rounding took from the sum: exact, as the terms fall
+  float lost = 0.0f;  // the rounding error of the sum; exact, because the terms descend
 #pragma unroll kUnrolled
   for (int round = 0; round < kTopkSoftmaxMaxK; ++round) {
     if (round >= args.k) break;
@@ -144,8 +143,8 @@ __device__ __forceinline__ int finish_row_by_rounds(const TopkSoftmaxArgs& args,
   return Keys::index(selected);
 }
 
-// The same for float32 by keys that lack the scores' last bits, in half the instructions; a row for
-// which these matter is done again with exact keys.
+// For float32, with keys that lack the scores' last bits, in half the instructions. A row in which
+// these matter is repeated with exact keys.
 template <int kIndexBits, int kPerLane, int kUnrolled>
 __device__ __forceinline__ int finish_row_by_rounded_rounds(const TopkSoftmaxArgs& args,
                                                             int64_t row) {
@@ -176,7 +175,7 @@ __device__ __forceinline__ int finish_row_by_rounded_rounds(const TopkSoftmaxArg
   const int index = real ? Keys::index(selected) : 0;
   const float score[1] = {
       real ? *reinterpret_cast<const float*>(data.data + index * data.inner_stride)
-           : 0.0f};  // once more, from L1
+           : 0.0f};  // loaded again, from L1
   if (!is_exact<32>(scores, score, lane, args.k)) {
     return finish_row_by_rounds<KeysOfFloat32, kPerLane, 1>(args, row);
   }

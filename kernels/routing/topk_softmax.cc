@@ -5,6 +5,8 @@
 
 #include "kernels/routing/topk_softmax_kernels.h"
 #include "kernels/sm90/checks.h"
+#include "kernels/sm90/kernel_table.h"
+#include "kernels/sm90/math.h"
 
 namespace tiercel {
 namespace {
@@ -52,10 +54,7 @@ Status check(const char* op, const TensorView& scores, const TensorView& weights
 }
 
 TopkSoftmaxChoice choose(DType dtype, int64_t rows, int experts, int k) {
-  int count = 0;
-  const TopkSoftmaxKernel* kernels = topk_softmax_kernels(&count);
-  for (int i = 0; i < count; ++i) {
-    const TopkSoftmaxKernel& kernel = kernels[i];
+  for (const TopkSoftmaxKernel& kernel : KernelTable(topk_softmax_kernels)) {
     if (kernel.dtype == dtype && kernel.max_rows >= rows && kernel.max_experts >= experts &&
         kernel.max_k >= k) {
       return {&kernel, kTopkSoftmaxThreads, true};
@@ -69,11 +68,11 @@ unsigned rows_per_block(const TopkSoftmaxChoice& choice) {
 }
 
 int64_t grid_size(int64_t rows, const TopkSoftmaxChoice& choice) {
-  return (rows + rows_per_block(choice) - 1) / rows_per_block(choice);
+  return ceil_div(rows, rows_per_block(choice));
 }
 
-// Whether the next grid may be scheduled at this one's start. Blocks that wait take room from those
-// that work: it pays where this grid is soon done (measured on an H200).
+// True if the next grid may be scheduled when this one starts. Its waiting blocks occupy
+// multiprocessors, so this pays only if this grid ends soon (measured on an H200).
 bool launches_early(DType dtype, int64_t grid, const TopkSoftmaxChoice& choice) {
   if (choice.kernel->lanes_per_row >= 8) return grid <= 512;
   return grid <= 264 && dtype != DType::kFloat32 && choice.kernel->max_experts <= 128;
@@ -100,7 +99,7 @@ Status topk_softmax_prepare(const char* op, const TensorView& scores, const Tens
                            : static_cast<int>(element);
   // Dividing the selected weights by their sum cancels the row's denominator.
   args->all_scores = options.softmax_first && !options.renormalize;
-  args->wide_indices = indices.dtype == DType::kInt64;
+  args->int64_indices = indices.dtype == DType::kInt64;
   *choice = choose(scores.dtype, args->rows, args->experts, args->k);
   args->early_launch = launches_early(scores.dtype, grid_size(args->rows, *choice), *choice);
   if (grid_size(args->rows, *choice) > 0x7fffffff) {

@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 // topk_softmax: the k largest scores of each row, sorted, with softmax weights.
 //
-// The plan. A row is E scores (2 or 4 bytes each, E <= 512), read once; k weights and k indices are
-// written: at T = 8192, E = 128, k = 8 in bfloat16 that is 2 MiB in and 0.5 MiB out, so a launch is
-// bound by latency and by comparing, not by bytes. Scores become unsigned keys that hold score and
-// index (score_keys.cuh): every comparison is one min or max. L lanes of a warp share a row and
+// A row of E scores (2 or 4 bytes each, E <= 512) is read once; k weights and k indices are
+// written. At T = 8192, E = 128, k = 8 in bfloat16 these are 2 MiB in and 0.5 MiB out, so a launch
+// is bound by latency and comparisons, not by memory. Scores become unsigned keys of score and
+// index (score_keys.cuh), so each comparison is one min or max. L lanes of a warp share a row and
 // read interleaved 16-byte vectors. No shared memory, no barrier.
 //  - by_networks: each lane keeps the sorted top of its E / L keys by sorting networks, then
 //    log2(L) shuffle merges. 8 to 32 lanes for few rows (shortest path), 1 to 4 for many (fewest
 //    instructions).
-//  - by_vectors, many rows of more than 128 scores: the same over the vectors' largest scores
-//    first; the top k vectors hold the top k scores, so only those (read again, from L1) are
+//  - by_vectors, many rows of more than 128 scores: selects vectors by their largest scores in the
+//    same way. The top k vectors hold the top k scores, so only these (read again, from L1) are
 //    sorted.
-//  - by_rounds, few rows and small k, or few rows of float32: a warp a row, k rounds of a warp-wide
-//    maximum (redux.sync).
-// Many rows of float32 are sorted by 32-bit keys that lack the scores' last bits; a row for which
-// these could matter is noticed and done again by_rounds with exact 64-bit keys.
-// All are launched as programmatic dependents: they start under the end of the grid before them.
+//  - by_rounds, few rows and small k, or few rows of float32: a warp per row, k rounds of a
+//    warp-wide maximum (redux.sync).
+// Many rows of float32 are sorted by 32-bit keys that lack the scores' last bits. A row in which
+// these could matter is detected and repeated by_rounds with exact 64-bit keys. All use
+// programmatic dependent launch, so they start before the previous grid has ended.
 #include <cstdint>
 
 #include "kernels/routing/row_scores.cuh"
@@ -31,7 +31,7 @@
 namespace tiercel {
 namespace {
 
-// All kLanes lanes of a row know its top keys; lane l finishes places l, l + kLanes, ...
+// All kLanes lanes of a row hold its top keys; lane l completes results l, l + kLanes, ...
 template <typename Keys, int kLanes, int kTop, int kMaxExperts, typename Scores>
 __device__ __forceinline__ void finish_row(const TopkSoftmaxArgs& args, int64_t row,
                                            const RowOfScores& data, const Scores& scores,
@@ -46,7 +46,7 @@ __device__ __forceinline__ void finish_row(const TopkSoftmaxArgs& args, int64_t 
     index[p] = Keys::index(key);
     if constexpr (Keys::kExact) {
       score[p] = Keys::score(key);
-    } else {  // the key lacks the last bits: read the score again, from L1
+    } else {  // the key lacks the last bits, so reads the score again, from L1
       const bool real = p * kLanes + lane < args.k && data.experts > 0;
       const char* address = data.data + (real ? index[p] : 0) * data.inner_stride;
       score[p] = real ? *reinterpret_cast<const float*>(address) : 0.0f;
@@ -71,9 +71,9 @@ __device__ __forceinline__ void finish_row(const TopkSoftmaxArgs& args, int64_t 
 
   bool store = data.experts > 0;
   if constexpr (!Keys::kExact) {
-    const bool exact = is_exact<kLanes>(scores, score, lane, args.k);  // by every lane: it shuffles
+    const bool exact = is_exact<kLanes>(scores, score, lane, args.k);  // all lanes, as it shuffles
     const bool again = store && !exact;
-    // Row by row, the whole warp redoes those that are not. Rare, so the code is kept small.
+    // The whole warp repeats the others row by row. Rare, so the code is kept small.
     constexpr int kPerLane = (kMaxExperts < 64 ? 64 : kMaxExperts) / 32;
     for (unsigned rows = __ballot_sync(kFullWarp, again && lane == 0); rows != 0;
          rows &= rows - 1) {
@@ -92,7 +92,7 @@ __device__ __forceinline__ void finish_row(const TopkSoftmaxArgs& args, int64_t 
   }
 }
 
-// The widest has its registers by request (at least one block a multiprocessor); without it spills.
+// The widest kernel asks for one block per multiprocessor; without that it spills registers.
 template <typename Keys, int kPerLane>
 __global__ void __launch_bounds__(kTopkSoftmaxThreads, kPerLane < 16 ? 0 : 1)
     topk_softmax_by_rounds(const __grid_constant__ TopkSoftmaxArgs args) {
@@ -161,8 +161,7 @@ __global__ void __launch_bounds__(kTopkSoftmaxThreads)
   LaneScores<Keys, kLanes, kVectors, kWords> scores;
   scores.load(data, lane);
 
-  // The kTop vectors with the largest scores. If a score is among the kTop largest, its vector is
-  // among them.
+  // The kTop vectors with the largest maxima contain the kTop largest scores.
   Key vectors[kVectors];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
@@ -172,7 +171,7 @@ __global__ void __launch_bounds__(kTopkSoftmaxThreads)
   select_top(top, vectors);
   merge_lanes<kLanes>(top);
 
-  // Shared out among the lanes, read again and sorted by score.
+  // Distributes them over the lanes, reads them again and sorts by score.
   constexpr int kMine = (kTop + kLanes - 1) / kLanes;
   Key keys[kMine * kPerVector];
 #pragma unroll
@@ -223,7 +222,7 @@ using Float16Keys = KeysOf16Bit<Float16Format>;
       TIERCEL_SORTED(function, keys, dtype, kAnyRows, max_experts, lanes, per_lane, 8), \
       TIERCEL_SORTED(function, keys, dtype, kAnyRows, max_experts, lanes, per_lane, 16)
 
-// keys<n>: keys whose index has n bits.
+// keys<n>: keys with an index of n bits.
 #define TIERCEL_FEW_ROWS(dtype, keys)                                     \
   TIERCEL_ALL_ROUNDS(keys, dtype, kFewRows, 4),                           \
       TIERCEL_SORTED(by_networks, keys, dtype, kFewRows, 64, 8, 8, 8),    \
@@ -252,11 +251,11 @@ using Float16Keys = KeysOf16Bit<Float16Format>;
       TIERCEL_MANY_ROWS(dtype, keys, keys, keys, keys)
 
 constexpr int64_t kFewRows = 1024;
-constexpr int64_t kOneWave = 16384;  // so few that one lane a row would leave the SMs half empty
+constexpr int64_t kOneWave = 16384;  // one lane per row would leave the SMs half empty
 constexpr int64_t kAnyRows = INT64_MAX;
 
-// Of the entries that cover a call, the first is taken: few rows before many, small k before large.
-// The bounds are measured; some kernels stand here twice.
+// The first entry that covers a call is used: few rows before many, small k before large. The
+// bounds are measured; some kernels have two entries.
 const TopkSoftmaxKernel kKernels[] = {
     TIERCEL_16BIT(BFloat16, BFloat16Keys), TIERCEL_16BIT(Float16, Float16Keys),
     TIERCEL_ALL_ROUNDS(KeysOfFloat32, Float32, 2048, 16),

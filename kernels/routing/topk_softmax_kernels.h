@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What topk_softmax's launcher and its device code agree on: the kernels' argument and the table of
-// kernels.
+// The interface of topk_softmax's host and device code: the kernels' argument and table.
 #ifndef KERNELS_ROUTING_TOPK_SOFTMAX_KERNELS_H_
 #define KERNELS_ROUTING_TOPK_SOFTMAX_KERNELS_H_
 
@@ -21,40 +20,40 @@ struct TopkSoftmaxArgs {
   int64_t rows;
   int experts;
   int k;
-  int vector_bytes;   // one load of scores; a score's own size where the inner stride is not 1
-  bool all_scores;    // the weights' denominator is over the whole row, not over the selected
-  bool wide_indices;  // int64
-  bool early_launch;  // a dependent grid may be scheduled from the start, not from the stores on
+  int vector_bytes;  // per load of scores; the size of a score if the inner stride is not 1
+  bool all_scores;   // the weights' denominator is over the whole row, not over the selected
+  bool int64_indices;
+  bool early_launch;  // the dependent grid may be scheduled from the start, not only from the
+                      // stores on
 };
 
 struct TopkSoftmaxKernel {
   DType dtype;
-  int64_t max_rows;  // up to which it is the best
+  int64_t max_rows;  // up to which this kernel is the fastest
   int max_experts;
   int max_k;
   int lanes_per_row;
   Kernel kernel;
 };
 
-inline constexpr unsigned kTopkSoftmaxThreads = 128;  // at most, a block
+inline constexpr unsigned kTopkSoftmaxThreads = 128;  // at most, per block
 
-// All kernels, by dtype and preference: of those that cover a call, the first is taken.
+// All kernels, by dtype and preference; the first that covers a call is used.
 const TopkSoftmaxKernel* topk_softmax_kernels(int* count);
 
-// A kernel and how to launch it.
+// A kernel and its launch shape.
 struct TopkSoftmaxChoice {
   const TopkSoftmaxKernel* kernel;
   unsigned block;
   bool dependent;
 };
 
-// The checks of topk_softmax(), in the name of `op`, its arguments and the choice that it makes for
-// them.
+// The checks of topk_softmax(), with errors in the name of `op`; its arguments and its choice.
 Status topk_softmax_prepare(const char* op, const TensorView& scores, const TensorView& weights,
                             const TensorView& indices, const TopkSoftmaxOptions& options,
                             TopkSoftmaxArgs* args, TopkSoftmaxChoice* choice);
 
-// Launches a choice, the default one or a tuner's.
+// Launches a choice, the default or one under tuning.
 Status topk_softmax_launch(const TopkSoftmaxArgs& args, const TopkSoftmaxChoice& choice, int device,
                            void* stream);
 

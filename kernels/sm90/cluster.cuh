@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "kernels/sm90/mbarrier.cuh"
+
 namespace tiercel {
 
 __device__ __forceinline__ uint32_t cluster_rank() {
@@ -19,12 +21,12 @@ __device__ __forceinline__ uint32_t cluster_blocks() {
   return blocks;
 }
 
-// Says that this block runs, nothing more; paired with cluster_wait().
+// Only signals that this block runs; paired with cluster_wait().
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
-// What this thread wrote before is visible to whoever returns from the paired cluster_wait().
+// Makes this thread's earlier writes visible to threads that return from the paired cluster_wait().
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
@@ -33,10 +35,10 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Writes to the place that `address` (in this block's shared memory) is in block `rank`'s. That
-// block must run (a first barrier) and must not end before it (a last one).
+// Writes to block `rank`'s shared memory, at the offset that `address` has in this block's. That
+// block must already run and must not exit before: put a cluster barrier at both ends.
 __device__ __forceinline__ void store_remote(uint32_t* address, uint32_t rank, uint32_t value) {
-  const uint32_t local = static_cast<uint32_t>(__cvta_generic_to_shared(address));
+  const uint32_t local = shared_address(address);
   asm volatile(
       "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
       " st.shared::cluster.u32 [remote], %2; }" ::"r"(local),
@@ -48,9 +50,9 @@ __device__ __forceinline__ void store_remote(float* address, uint32_t rank, floa
   store_remote(reinterpret_cast<uint32_t*>(address), rank, __float_as_uint(value));
 }
 
-// The same for two and four numbers side by side; `address` is a multiple of their size.
+// Two and four adjacent numbers; `address` is aligned to their size.
 __device__ __forceinline__ void store_remote(float2* address, uint32_t rank, float2 v) {
-  const uint32_t local = static_cast<uint32_t>(__cvta_generic_to_shared(address));
+  const uint32_t local = shared_address(address);
   asm volatile(
       "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
       " st.shared::cluster.v2.f32 [remote], {%2, %3}; }" ::"r"(local),
@@ -59,7 +61,7 @@ __device__ __forceinline__ void store_remote(float2* address, uint32_t rank, flo
 }
 
 __device__ __forceinline__ void store_remote(float4* address, uint32_t rank, float4 v) {
-  const uint32_t local = static_cast<uint32_t>(__cvta_generic_to_shared(address));
+  const uint32_t local = shared_address(address);
   asm volatile(
       "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
       " st.shared::cluster.v4.f32 [remote], {%2, %3, %4, %5}; }" ::"r"(local),
@@ -67,18 +69,16 @@ __device__ __forceinline__ void store_remote(float4* address, uint32_t rank, flo
       : "memory");
 }
 
-// As the last of these, and counts the bytes at the mbarrier that is where `barrier` is in that
-// block: whoever waits there needs no other fence and no barrier of the cluster.
+// store_remote() that counts its bytes on the mbarrier at `barrier`'s offset in block `rank`. A
+// thread that waits there needs neither a fence nor a cluster barrier.
 __device__ __forceinline__ void send_remote(float4* address, uint64_t* barrier, uint32_t rank,
                                             float4 v) {
   asm volatile(
       "{ .reg .b32 remote, counter; mapa.shared::cluster.u32 remote, %0, %2;"
       " mapa.shared::cluster.u32 counter, %1, %2;"
       " st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32"
-      " [remote], {%3, %4, %5, %6}, [counter]; }" ::"r"(
-          static_cast<uint32_t>(__cvta_generic_to_shared(address))),
-      "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier))), "r"(rank), "f"(v.x), "f"(v.y),
-      "f"(v.z), "f"(v.w)
+      " [remote], {%3, %4, %5, %6}, [counter]; }" ::"r"(shared_address(address)),
+      "r"(shared_address(barrier)), "r"(rank), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
       : "memory");
 }
 
@@ -88,8 +88,8 @@ __device__ __forceinline__ void send_remote(float2* address, uint64_t* barrier, 
       "{ .reg .b32 remote, counter; mapa.shared::cluster.u32 remote, %0, %2;"
       " mapa.shared::cluster.u32 counter, %1, %2;"
       " st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [remote], {%3, %4}, [counter];"
-      " }" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(address))),
-      "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier))), "r"(rank), "f"(v.x), "f"(v.y)
+      " }" ::"r"(shared_address(address)),
+      "r"(shared_address(barrier)), "r"(rank), "f"(v.x), "f"(v.y)
       : "memory");
 }
 
@@ -99,8 +99,8 @@ __device__ __forceinline__ void send_remote(float* address, uint64_t* barrier, u
       "{ .reg .b32 remote, counter; mapa.shared::cluster.u32 remote, %0, %2;"
       " mapa.shared::cluster.u32 counter, %1, %2;"
       " st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [remote], %3, [counter]; }" ::"r"(
-          static_cast<uint32_t>(__cvta_generic_to_shared(address))),
-      "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier))), "r"(rank), "f"(value)
+          shared_address(address)),
+      "r"(shared_address(barrier)), "r"(rank), "f"(value)
       : "memory");
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The device's primary context, which is torch's, current in the calling thread.
+// Makes the device's primary context, the one that torch uses, current in the calling thread.
 #ifndef KERNELS_SM90_CONTEXT_H_
 #define KERNELS_SM90_CONTEXT_H_
 
@@ -7,8 +7,8 @@
 
 namespace tiercel {
 
-// Makes the device's primary context current for as long as it lives, when another or none is: a
-// thread that autograd has just started has none. The driver must be ready (driver_status).
+// After enter(), the device's primary context is current until destruction. A thread that autograd
+// has just started has no current context. The driver must be ready (driver_status).
 class ContextScope {
  public:
   ContextScope() = default;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Cubins embedded in this library: how kernels of the CuTe DSL, compiled ahead of time, are loaded.
+// Cubins embedded in this library: CuTe DSL kernels that were compiled ahead of time.
 #ifndef KERNELS_SM90_CUBIN_H_
 #define KERNELS_SM90_CUBIN_H_
 
@@ -17,13 +17,13 @@ struct CubinParameter {
   uint16_t size;
 };
 
-// Loaded once a process, on first use; never unloaded.
+// Loaded once per process, on first use; never unloaded.
 class Cubin {
  public:
   explicit constexpr Cubin(const void* image) : image_(image) {}
 
-  // The kernel of that name, loading the cubin if it is not yet. Callers hold a lock and allow
-  // loading in a stream capture; Kernel does both.
+  // Finds the kernel of that name and loads the cubin if needed. Callers hold a lock and allow
+  // loading during stream capture; Kernel does both.
   CUresult get_kernel(const char* symbol, CUkernel* kernel) const;
 
  private:
@@ -31,7 +31,7 @@ class Cubin {
   mutable std::atomic<CUlibrary> library_{nullptr};
 };
 
-// What a launcher and a kernel's compiled form must agree on.
+// A kernel of a cubin and the parameters that the host code passes to it.
 struct CubinSymbol {
   const Cubin* cubin;
   const char* symbol;
@@ -39,7 +39,7 @@ struct CubinSymbol {
   int parameter_count;
 };
 
-// Compares the parameters that the driver sees with the declared ones; empty where they agree.
+// Compares the parameters that the driver reports with the declared ones; empty if they agree.
 std::string parameter_mismatch(const CubinSymbol& symbol, CUkernel kernel);
 
 }  // namespace tiercel

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A row of the table that the build makes of a family's CuTe DSL kernels (tools/cute).
+// A row of the table that the build generates from a family's CuTe DSL kernels (tools/cute).
 #ifndef KERNELS_SM90_CUBIN_KERNEL_H_
 #define KERNELS_SM90_CUBIN_KERNEL_H_
 
@@ -13,7 +13,7 @@ namespace tiercel {
 
 inline constexpr int kCubinKernelMaxMaps = 6;
 
-// Variant is the family's: what its heuristics choose by.
+// Variant is the family's: the values that its heuristic chooses by.
 template <typename Variant>
 struct CubinKernel {
   Variant variant;

@@ -13,21 +13,21 @@ namespace tiercel {
 // The oldest driver that the kernels run on, as cuDriverGetVersion counts (13.0: driver R580).
 inline constexpr int kMinDriverVersion = 13000;
 
-// Fine once the driver library is open, new enough and initialised; otherwise a sentence that says
-// what is missing. Thread-safe; after the first success it costs two loads. TIERCEL_LIBCUDA names
-// another library file.
+// Ok once the driver library is open, new enough and initialised; otherwise the error says what is
+// missing. Thread-safe; two loads after the first success. TIERCEL_LIBCUDA names another library
+// file.
 Status driver_status();
 
-// As cuDriverGetVersion counts (13000 is 13.0); 0 when no driver library answers.
+// The value of cuDriverGetVersion (13000 is 13.0); 0 without a driver library.
 int driver_version();
 
 // The device's compute capability, 9 and 0 on an H100 or H200.
 Status device_capability(int device, int* major, int* minor);
 
-// How many multiprocessors the device has, 132 on an H200.
+// The device's number of multiprocessors, 132 on an H100 SXM or H200.
 Status multiprocessor_count(int device, int* count);
 
-// The entry points that kernels' launches need. Valid only after driver_status() was fine.
+// The driver functions that launches need. Valid only after driver_status() returned ok.
 struct DriverApi {
   decltype(&cuInit) init;
   decltype(&cuDriverGetVersion) driver_get_version;

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Programmatic dependent launch: a grid may start while the grid before it in the stream still
-// runs.
+// Programmatic dependent launch: a grid may start while the previous grid in the stream still runs.
 #ifndef KERNELS_SM90_GRID_DEPENDENCY_CUH_
 #define KERNELS_SM90_GRID_DEPENDENCY_CUH_
 
@@ -15,14 +14,14 @@ __device__ __forceinline__ void grid_dependency_wait() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// Lets a dependent grid be scheduled from here on; it still waits for this grid's end where it
-// calls the above.
+// Allows the dependent grid to be scheduled; its grid_dependency_wait() still waits for this grid's
+// end.
 __device__ __forceinline__ void grid_dependency_launch() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// The values are made before this, not where they are used: what is made before a
-// grid_dependency_wait() costs no time after it.
+// Keeps the compiler from sinking the computation of `values` below this point, so that it overlaps
+// the previous grid.
 template <typename... Values>
 __device__ __forceinline__ void made_by_here(Values&... values) {
   const auto one = [](auto& value) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One launch for all kernels: right context, first-use loading that a stream capture allows, errors
-// that name the kernel.
+// Launches every kernel: sets the context, loads on first use even during stream capture, and names
+// the kernel in errors.
 #ifndef KERNELS_SM90_LAUNCH_H_
 #define KERNELS_SM90_LAUNCH_H_
 
@@ -22,20 +22,20 @@ struct LaunchConfig {
   uint32_t dynamic_smem = 0;  // bytes; more than 48 KiB is allowed per device at first use
   Dim3 cluster;               // 1x1x1: no cluster
   // Programmatic dependent launch: the grid may start while its predecessor in the stream still
-  // runs. Only for kernels whose every thread executes grid_dependency_wait() before it touches
-  // global memory, but for what is known to be older or to be waited for otherwise.
+  // runs. Only for kernels in which every thread executes grid_dependency_wait() before it accesses
+  // global memory that the previous grid may use.
   bool dependent = false;
-  // All blocks run at the same time, so that they may wait for each other; a grid that has no room
-  // for that is refused as unimplemented. Not together with `dependent`.
+  // All blocks are resident at once, so that they may wait for each other; a grid too large for
+  // that is Unimplemented. Not together with `dependent`.
   bool cooperative = false;
 };
 
-// A __global__ function compiled into this library, or a kernel of an embedded cubin. Make one
-// static object of it in the kernel's .cu file; it registers nothing and touches no CUDA library
-// until its first launch.
+// A __global__ function compiled into this library, or a kernel of an embedded cubin. Define it as
+// a static object in the kernel's .cu file; it registers nothing and calls no CUDA library before
+// its first launch.
 class Kernel {
  public:
-  // `max_dynamic_smem`, `max_cluster`: the most that any launch of it asks for.
+  // `max_dynamic_smem`, `max_cluster`: the maxima over all launches.
   constexpr Kernel(const char* name, const void* entry, uint32_t max_dynamic_smem = 0,
                    uint32_t max_cluster = 8)
       : name_(name),
@@ -61,8 +61,8 @@ class Kernel {
 
   Status find(int device, CUkernel* kernel) const;
 
-  // The kernel as a CUfunction of one device: that takes a little less time to launch than the
-  // CUkernel, which any device takes.
+  // The kernel as a CUfunction, which is for one device and launches slightly faster than the
+  // CUkernel, which is for all.
   struct Function;
 
   const char* name_;
@@ -71,7 +71,7 @@ class Kernel {
   uint32_t max_dynamic_smem_;
   uint32_t max_cluster_ = 8;  // blocks; more than 8 is allowed per device at first use
   mutable std::atomic<void*> handle_{nullptr};              // CUkernel
-  mutable std::atomic<const Function*> function_{nullptr};  // of the device loaded on last
+  mutable std::atomic<const Function*> function_{nullptr};  // of the last device loaded on
   mutable std::atomic<uint64_t> ready_devices_{0};          // bit d: loaded on device d
 };
 

@@ -9,7 +9,7 @@
 namespace tiercel {
 namespace {
 
-constexpr int kDevices = 64;                // of which the answers are kept
+constexpr int kDevices = 64;                // whose rates are cached
 std::atomic<int> g_rates_plus_1[kDevices];  // 0: not asked yet
 
 int ask(int device) {

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// How fast a device's memory is.
+// A device's memory bandwidth.
 #ifndef KERNELS_SM90_MEMORY_RATE_H_
 #define KERNELS_SM90_MEMORY_RATE_H_
 
 namespace tiercel {
 
-// Gigabytes a second, by the memory's clock and width: 3352 of an H100, 4916 of an H200; 0 where
-// the driver does not say, and of the 65th device on. What a process was told stays: the clock can
-// take long to read, and plan and launch have to agree. Thread-safe.
+// GB/s from the memory's clock and bus width: 3352 on an H100, 4916 on an H200; 0 if the driver
+// does not tell, and for device numbers from 64 on. Cached per process, because the clock is slow
+// to read and plan and launch must agree. Thread-safe.
 int memory_gbps(int device);
 
 }  // namespace tiercel

@@ -31,7 +31,7 @@ __device__ __forceinline__ float e4m3_to_float(uint32_t bits) {
   return e4m3x2_to_float2(bits & 0xffu).x;
 }
 
-// To nearest even, beyond +-448 to +-448; NaN stays NaN. `first` in the lower byte.
+// Rounds to nearest even, saturates at +-448; NaN stays NaN. `first` is in the lower byte.
 __device__ __forceinline__ uint32_t float2_to_e4m3x2(float first, float second) {
   uint16_t pair;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
@@ -42,18 +42,18 @@ __device__ __forceinline__ uint32_t float4_to_e4m3x4(const float* values) {
   return float2_to_e4m3x2(values[0], values[1]) | float2_to_e4m3x2(values[2], values[3]) << 16;
 }
 
-// value saturated to [0, 1]; NaN becomes 0.
+// a + b saturated to [0, 1]; NaN becomes 0.
 __device__ __forceinline__ float saturated_sum(float a, float b) {
   float sum;
   asm("add.rn.sat.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
   return sum;
 }
 
-// The code, 0 to 7, of a magnitude of which `half` is half; to nearest even, beyond 6 to 6, NaN to
-// 0. It lies in the lowest bits; above them is the constant kE2M1Magic.
-// Codes 0-4 are the multiples of 0.5 up to 2, 4-6 those of 1 up to 4, 6-7 those of 2 up to 6. Each
-// stretch is cut out by saturation, counted in its own steps and rounded by adding it to a float
-// whose unit is 1. The stretches meet at even codes, so a tie goes to the even code.
+// The code, 0 to 7, of the magnitude 2 * `half`, rounded to nearest even; magnitudes above 6 become
+// 6, NaN becomes 0. The code is in the low bits; the high bits are those of kE2M1Magic. Codes 0-4
+// are the multiples of 0.5 up to 2, 4-6 those of 1 up to 4, 6-7 those of 2 up to 6. Each stretch is
+// cut out by saturation, counted in its own steps and rounded by adding it to a float whose unit
+// is 1. The stretches meet at even codes, so a tie goes to the even code.
 inline constexpr uint32_t kE2M1Magic = 0x4b000000u;  // 2^23
 __device__ __forceinline__ uint32_t half_magnitude_to_e2m1(float half) {
   float code = fmaf(saturated_sum(half, 0.0f), 4.0f, 8388608.0f);
@@ -72,17 +72,6 @@ __device__ __forceinline__ uint32_t e2m1_pair_to_half2(uint32_t word) {
   const uint32_t rest =
       kRest > 0 ? word << (kRest > 0 ? kRest : 0) : word >> (kRest > 0 ? 0 : -kRest);
   return (sign & 0x80008000u) | (rest & 0x0e000e00u);
-}
-
-// The same as bfloat16, times 2^-126.
-template <int i>
-__device__ __forceinline__ uint32_t e2m1_pair_to_bfloat162(uint32_t word) {
-  constexpr int kSign = 12 - 4 * i;
-  constexpr int kRest = 6 - 4 * i;
-  const uint32_t sign = word << kSign;
-  const uint32_t rest =
-      kRest > 0 ? word << (kRest > 0 ? kRest : 0) : word >> (kRest > 0 ? 0 : -kRest);
-  return (sign & 0x80008000u) | (rest & 0x01c001c0u);
 }
 
 }  // namespace tiercel

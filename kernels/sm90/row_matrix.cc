@@ -14,7 +14,7 @@ std::string expected_shape(const TensorView& like, int64_t last) {
 
 }  // namespace
 
-Status join_rows(const Argument& argument, RowMatrix* matrix) {
+Status join_leading(const Argument& argument, RowMatrix* matrix) {
   const TensorView& view = argument.view;
   if (view.ndim == 0) return Status();
   const int last = view.ndim - 1;
@@ -35,6 +35,14 @@ Status join_rows(const Argument& argument, RowMatrix* matrix) {
     }
     matrix->rows *= view.shape[i];
   }
+  return Status();
+}
+
+Status join_rows(const Argument& argument, RowMatrix* matrix) {
+  TIERCEL_RETURN_IF_ERROR(join_leading(argument, matrix));
+  const TensorView& view = argument.view;
+  const int last = view.ndim - 1;
+  if (last < 0 || matrix->rows == 0) return Status();
   if (view.shape[last] > 1 && view.strides[last] != 1) {
     return Status::Unimplemented(mismatch(argument, "be contiguous in its last dimension",
                                           "strides " + shape_text(view.strides, view.ndim)));

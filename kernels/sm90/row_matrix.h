@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tensors of any number of dimensions as the rows of their last one.
+// Tensors of any rank as rows of their last dimension.
 #ifndef KERNELS_SM90_ROW_MATRIX_H_
 #define KERNELS_SM90_ROW_MATRIX_H_
 
@@ -15,14 +15,16 @@ struct RowMatrix {
   int64_t row_stride = 0;  // elements
 };
 
-// The leading dimensions joined. Unimplemented where rows are at several distances or the elements
-// of a row are not neighbours.
+// Joins the leading dimensions; Unimplemented unless all rows are one stride apart.
+Status join_leading(const Argument& argument, RowMatrix* matrix);
+
+// Also Unimplemented unless each row is contiguous.
 Status join_rows(const Argument& argument, RowMatrix* matrix);
 
-// The last dimension's size; 1 of a scalar.
+// The last dimension's size; 1 for a scalar.
 int64_t last_size(const TensorView& view);
 
-// `like`'s shape, but with `last` in the last dimension; `why` says where it comes from.
+// Checks for `like`'s shape with `last` as the last dimension; the error quotes `why`.
 Status check_shape_like(const Argument& argument, const TensorView& like, int64_t last,
                         const char* why);
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a launcher returns instead of throwing: fine, or one full sentence with the kind of error.
+// The result of host functions, which do not throw: ok, or a kind of error with a full sentence.
 #ifndef KERNELS_SM90_STATUS_H_
 #define KERNELS_SM90_STATUS_H_
 
@@ -17,7 +17,7 @@ enum class StatusCode {
   kRuntimeError,     // RuntimeError: driver, device, launch
 };
 
-// One pointer wide; the fine case holds nothing, so that a launch on the fast path makes no string.
+// One pointer; ok is null, so that a successful launch constructs no string.
 class [[nodiscard]] Status {
  public:
   Status() = default;
@@ -64,7 +64,7 @@ class [[nodiscard]] Status {
 
 }  // namespace tiercel
 
-// Leaves the calling function with the first Status that is not fine.
+// Returns from the calling function if the Status is not ok.
 #define TIERCEL_RETURN_IF_ERROR(expr)                                                           \
   do {                                                                                          \
     if (::tiercel::Status tiercel_status = (expr); !tiercel_status.ok()) return tiercel_status; \

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is asked of a stream.
+// Identifies streams.
 #ifndef KERNELS_SM90_STREAM_H_
 #define KERNELS_SM90_STREAM_H_
 
@@ -9,8 +9,8 @@
 
 namespace tiercel {
 
-// A number that no other stream of this process has, now or later, or 0 while the stream is being
-// captured into a graph, or where the driver does not tell.
+// A number that no other stream of this process ever has; 0 during graph capture or if the driver
+// does not tell.
 Status stream_number(int device, void* stream, uint64_t* number);
 
 }  // namespace tiercel

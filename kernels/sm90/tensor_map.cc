@@ -10,7 +10,7 @@
 namespace tiercel {
 namespace {
 
-constexpr int64_t kAlignment = 16;  // bytes: the copy engine's unit
+constexpr int64_t kAlignment = 16;  // bytes
 
 CUtensorMapDataType data_type(DType dtype) {
   switch (dtype) {
@@ -27,7 +27,7 @@ CUtensorMapDataType data_type(DType dtype) {
     case DType::kInt64:
       return CU_TENSOR_MAP_DATA_TYPE_INT64;
     case DType::kInt16:
-      return CU_TENSOR_MAP_DATA_TYPE_UINT16;  // bits are copied, not numbers
+      return CU_TENSOR_MAP_DATA_TYPE_UINT16;  // TMA copies bits
     default:
       return CU_TENSOR_MAP_DATA_TYPE_UINT8;
   }
@@ -72,7 +72,7 @@ Status encode_tensor_map(const TensorMapSpec& spec, const TensorView& view, cons
   ContextScope context;
   TIERCEL_RETURN_IF_ERROR(context.enter(view.device_index));
   const int64_t element = dtype_bytes(view.dtype);
-  // The copy engine counts dimensions from the innermost.
+  // TMA counts dimensions from the innermost.
   cuuint64_t dims[kTensorMapMaxRank], strides[kTensorMapMaxRank];
   cuuint32_t box[kTensorMapMaxRank], steps[kTensorMapMaxRank];
   cuuint64_t packed = static_cast<cuuint64_t>(element);
@@ -82,7 +82,7 @@ Status encode_tensor_map(const TensorMapSpec& spec, const TensorView& view, cons
     box[i] = spec.box[from];
     steps[i] = 1;
     if (i > 0) {
-      // A dimension of size 1 may have any stride in torch; the engine wants a valid one.
+      // In torch, a dimension of size 1 may have any stride; TMA requires a valid one.
       strides[i - 1] = view.shape[from] == 1
                            ? (packed + kAlignment - 1) / kAlignment * kAlignment
                            : static_cast<cuuint64_t>(view.strides[from] * element);

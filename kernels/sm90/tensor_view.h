@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a launcher knows of a tensor: pointer, dtype, device, shape, strides. It owns nothing.
+// A non-owning view of a tensor: pointer, dtype, device, shape, strides.
 #ifndef KERNELS_SM90_TENSOR_VIEW_H_
 #define KERNELS_SM90_TENSOR_VIEW_H_
 
@@ -20,7 +20,7 @@ enum class DType : uint8_t {
   kFloat64,
   kFloat8E4M3,
   kFloat8E5M2,
-  kFloat4E2M1x2,  // two values a byte; shapes and strides count bytes, as torch's do
+  kFloat4E2M1x2,  // two values per byte; shapes and strides count bytes, as torch's do
   kUnknown,
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Matrix products of one warp (mma.sync), and the transpose that goes with them.
+// Matrix products of one warp (mma.sync), and transposes for their operands.
 //
 // Lane 4 g + t holds, of a 16x16 matrix A of 16-bit elements, words 0 to 3: rows g, g + 8, g, g + 8
 // and columns 2t, 2t + 1 (words 0, 1), 2t + 8, 2t + 9 (words 2, 3); of a 16x8 matrix B, words 0 and
@@ -14,7 +14,7 @@
 
 namespace tiercel {
 
-// c += a b with float32 sums.
+// c += a b, accumulated in float32.
 template <typename Format>
 __device__ __forceinline__ void warp_multiply_add(float (&c)[4], uint32_t a0, uint32_t a1,
                                                   uint32_t a2, uint32_t a3, uint32_t b0,
@@ -42,19 +42,19 @@ __device__ __forceinline__ void warp_multiply_add<Float16>(float (&c)[4], uint32
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// An 8x8 matrix of 16-bit elements, lane 4 g + t holding columns 2t and 2t + 1 of row g, turned.
+// Transposes an 8x8 matrix of 16-bit elements; lane 4 g + t holds columns 2t and 2t + 1 of row g.
 __device__ __forceinline__ uint32_t warp_transpose(uint32_t word) {
-  uint32_t turned;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(word));
-  return turned;
+  uint32_t transposed;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(word));
+  return transposed;
 }
 
-// Four 8x8 matrices of 16-bit elements from shared memory; lane 8 m + r has the place of row r of
-// matrix m. Lane 4 g + t gets columns 2t and 2t + 1 of row g, or turned rows 2t, 2t + 1 of column
-// g.
-template <bool kTurned>
+// Loads four 8x8 matrices of 16-bit elements from shared memory; lane 8 m + r passes the address of
+// row r of matrix m. Lane 4 g + t gets columns 2t and 2t + 1 of row g or, transposed, rows 2t and
+// 2t + 1 of column g.
+template <bool kTransposed>
 __device__ __forceinline__ void load_matrices(uint32_t (&words)[4], uint32_t place) {
-  if constexpr (kTurned) {
+  if constexpr (kTransposed) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                  : "r"(place)

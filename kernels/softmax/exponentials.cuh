@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Exponentials of scores below a row's largest one: exact, fast, and in two instructions.
+// Exponentials of scores relative to a row's maximum: exact, fast, and in two instructions.
 #ifndef KERNELS_SOFTMAX_EXPONENTIALS_CUH_
 #define KERNELS_SOFTMAX_EXPONENTIALS_CUH_
 
@@ -10,16 +10,16 @@
 
 namespace tiercel {
 
-// Never part of a fused multiplication and addition.
+// A multiplication that is never fused with an addition.
 __device__ __forceinline__ float rounded_product(float a, float b) {
   float value;
   asm("mul.rn.f32 %0, %1, %2;" : "=f"(value) : "f"(a), "f"(b));
   return value;
 }
 
-// exp(factor * (x - largest)). Exact: to a unit in the last place. Otherwise to about 2^-20, in
-// three instructions; the difference comes first, which is exact for large scores too. NaN for a
-// largest of -inf or +inf as it has to be: such rows are NaN.
+// exp(factor * (x - largest)). Exact: to a unit in the last place. Otherwise to about 2^-20 in
+// three instructions; subtracting first keeps large scores exact. NaN if `largest` is infinite, as
+// required: such rows are NaN.
 template <bool kExact>
 struct ExpBelow {
   float largest, factor;
@@ -28,20 +28,21 @@ struct ExpBelow {
   __device__ __forceinline__ float operator()(float x) const {
     return kExact ? expf((x - largest) * factor) : exp2_approx((x - largest) * factor);
   }
-  // The same of another largest score: the factor from sums below that one to sums below this.
+  // The factor that rescales sums relative to another maximum to this one.
   __device__ __forceinline__ float of_largest(float x) const { return operator()(x); }
   __device__ __forceinline__ float log_of(float sum) const { return logf(sum); }
 };
 
-// The same of 16-bit scores, in two instructions: 2 to a score's multiple minus the largest one's.
-// That rounds the latter, by as much for every score of a row: its shares do not show it.
+// For 16-bit scores, in two instructions: 2^(factor * x - factor * largest). The second product is
+// rounded, but equally for all scores of a row, so the quotients do not change.
 struct PackedExpBelow {
   float largest, factor, shift;
   __device__ __forceinline__ PackedExpBelow(float largest, float factor)
       : largest(largest), factor(factor * kLog2E), shift(rounded_product(largest, this->factor)) {
     if (fabsf(shift) >= 0x1p28f && fabsf(largest) < kInfinity) {
-      // Rounded by more than an exponential bears. But another 16-bit score is that far below that
-      // its exponential is 0, with any factor: one that makes the largest score 2^30 to 2^31.
+      // The rounding error is too large for an exponential. But then every smaller 16-bit score is
+      // so far below that its exponential is 0 with any factor; use one that brings the maximum to
+      // 2^30 to 2^31.
       const int exponent = __float_as_int(largest) >> 23 & 0xff;
       this->factor = __int_as_float((284 - max(exponent, 30)) << 23);
       shift = rounded_product(largest, this->factor);
@@ -53,7 +54,7 @@ struct PackedExpBelow {
   __device__ __forceinline__ float of_largest(float x) const {
     return exp2_approx(rounded_product(x, factor) - shift);
   }
-  // The logarithm of a sum of these, without what the rounding gave each.
+  // The logarithm of a sum of these exponentials, corrected for the rounding.
   __device__ __forceinline__ float log_of(float sum) const {
     return fmaf(fmaf(largest, factor, -shift), -1.0f / kLog2E, logf(sum));
   }

@@ -7,16 +7,15 @@
 #include <type_traits>
 
 #include "kernels/sm90/cluster.cuh"
+#include "kernels/sm90/mbarrier.cuh"
 #include "kernels/sm90/reduce.cuh"
-#include "kernels/sm90/ring.cuh"
 #include "kernels/softmax/softmax_kernels.h"
 
 namespace tiercel {
 
 inline constexpr float kInfinity = __builtin_huge_valf();
 
-// Both give NaN where an operand is NaN or where nothing else can be right later: fmaxf passes over
-// NaN, but then the sum of exponentials has it.
+// fmaxf ignores NaN, but the sum of exponentials then has it, so the row's results are NaN.
 struct MaxOf {
   static constexpr float kNeutral = -kInfinity;
   __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
@@ -26,8 +25,8 @@ struct SumOf {
   __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
 };
 
-// Over each group of kLanes lanes. A whole warp's maximum is one instruction of integers that are
-// in the floats' order; a NaN is beyond the infinities then, which is as good: the row is NaN.
+// Reduces each group of kLanes lanes. A whole warp's maximum is one instruction on integers in the
+// floats' order. A NaN orders beyond the infinities there, which also makes the row NaN.
 template <int kLanes, typename Op>
 __device__ __forceinline__ float group_reduce(float value, Op op) {
   if constexpr (kLanes == 32 && std::is_same_v<Op, MaxOf>) {
@@ -39,7 +38,7 @@ __device__ __forceinline__ float group_reduce(float value, Op op) {
   }
 }
 
-// kLanes lanes of a warp, 1 to 32: several rows a warp.
+// kLanes lanes of a warp, 1 to 32; several rows per warp.
 template <int kLanes>
 struct LaneGroup {
   __device__ __forceinline__ explicit LaneGroup(uint32_t) {}
@@ -55,9 +54,8 @@ struct LaneGroup {
   }
 };
 
-// A block, or a cluster of them in x. What blocks tell each other goes straight to shared memory
-// and counts at an mbarrier there: a barrier of the cluster would be a fence too, which waits for
-// all of memory.
+// A block, or a cluster of blocks in x. Blocks write to each other's shared memory and count on an
+// mbarrier there, because a cluster barrier is also a fence that waits for all memory accesses.
 struct BlockGroup {
   __device__ __forceinline__ explicit BlockGroup(uint32_t blocks) : blocks_(blocks) {
     if (blocks_ == 1) return;
@@ -77,24 +75,24 @@ struct BlockGroup {
   }
   __device__ __forceinline__ uint32_t size() const { return blocks_ * blockDim.x; }
 
-  // Once, before the first reduction: it writes to other blocks, which have to run by then. A block
-  // may end while others go on: by then it has what they send.
+  // Called once, before the first reduction, which writes to other blocks: these must already run.
+  // A block may exit before the others, because by then it has received their values.
   __device__ __forceinline__ void meet() const {
     if (blocks_ > 1) cluster_wait();
   }
 
-  // The online softmax's reduction, of a maximum and a sum of exponentials below it that are a
-  // warp's already: both of all threads. `scale(x, y)`: exp(x - y), as scaled.
+  // The online softmax's reduction of a warp's maximum and its sum of exponentials over all
+  // threads. `scale(x, y)` is the scaled exp(x - y).
   template <typename Scale>
   __device__ __forceinline__ float2 join(float largest, float sum, Scale scale) const {
     return join_all(exchange(make_float2(largest, sum), 0), warps(), scale);
   }
 
-  // The same of all warps' pairs.
+  // Reduces the pairs of all warps.
   template <typename Scale>
   static __device__ __forceinline__ float2 join_all(const float2* all, uint32_t warps,
                                                     Scale scale) {
-    // As many lanes have all of them as there are warps, and so do the lanes behind those.
+    // Each group of `span` lanes reads all pairs.
     const uint32_t span = warps > 16 ? 32 : warps > 8 ? 16 : warps > 4 ? 8 : 4;
     const uint32_t first = threadIdx.x % span;
     float largest = -kInfinity, sum = 0.0f;
@@ -110,7 +108,7 @@ struct BlockGroup {
     return make_float2(largest, sum);
   }
 
-  // Over all threads; each gets the same bits. `slot` is 0 or 1, each once.
+  // Reduces over all threads; all get the same bits. `slot` is 0 or 1, each used once.
   template <typename Op>
   __device__ __forceinline__ float reduce(float value, Op op, int slot) const {
     const float2* all = exchange(make_float2(group_reduce<32>(value, op), 0.0f), slot);
@@ -133,7 +131,7 @@ struct BlockGroup {
   }
   __device__ __forceinline__ uint32_t warps() const { return blocks_ * blockDim.x / 32; }
 
-  // Every warp's value, in shared memory.
+  // The warps' values, in shared memory.
   __device__ __forceinline__ const float2* exchange(float2 mine, int slot) const {
     float2* all = shared().of_warps[slot];
     const uint32_t lane = threadIdx.x % 32;

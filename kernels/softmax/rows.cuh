@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reading and writing a row by a group of threads: 16-byte vectors whatever the row's alignment,
-// and the mask's part of each.
+// Reads and writes a row by a group of threads, in 16-byte vectors for any alignment, with the mask
+// of each vector.
 #ifndef KERNELS_SOFTMAX_ROWS_CUH_
 #define KERNELS_SOFTMAX_ROWS_CUH_
 
 #include <cstdint>
 
-#include "kernels/sm90/ahead.h"
 #include "kernels/sm90/float_format.cuh"
+#include "kernels/sm90/prefetch.h"
 #include "kernels/softmax/row_group.cuh"
 #include "kernels/softmax/softmax_kernels.h"
 
 namespace tiercel {
 
-// A row's place in its matrices, as a group's thread sees it. A row that starts between two
-// multiples of 16 bytes is numbered from the one before; its first and last vector, which hold
-// elements of other rows, are not whole and go element by element. Where whole blocks have it, it
-// is numbered from a multiple of 128 bytes: what a warp reads and writes is whole lines. kAligned:
-// all rows are whole vectors.
+// The position of a thread's vectors in a row. In a row that begins between two multiples of 16
+// bytes, vectors are numbered from the multiple before it; its first and last vectors, which also
+// hold elements of other rows, are not whole and are written element by element. If whole blocks
+// share a row, vectors are numbered from a multiple of 128 bytes, so that warps access whole lines.
+// kAligned: all rows consist of whole vectors.
 template <typename Format, typename Group, bool kAligned = false>
 struct RowPlace {
   static constexpr bool kAlignedRows = kAligned;
@@ -25,10 +25,10 @@ struct RowPlace {
   static constexpr int kPerLine = kSoftmaxLineBytes / Format::kBytes;
 
   int64_t row;
-  int first;       // column of the thread's first vector, perhaps negative
-  int stride;      // columns to its next one
+  int first;       // column of the thread's first vector, may be negative
+  int stride;      // columns to the thread's next vector
   int columns;     // 0 behind the last row
-  int last_whole;  // column, of a vector whose elements are all the row's; below 0 if there is none
+  int last_whole;  // column of the row's last whole vector; negative if there is none
   bool vectors;
 
   __device__ __forceinline__ RowPlace(const SoftmaxArgs& args, const Group& group)
@@ -51,7 +51,7 @@ struct RowPlace {
   __device__ __forceinline__ bool whole(int v) const {
     return (kAligned || column(v) >= 0) && column(v) <= last_whole;
   }
-  // Whether the thread's first kVectors vectors are.
+  // True if the thread's first kVectors vectors are whole.
   template <int kVectors>
   __device__ __forceinline__ bool all_whole() const {
     return (kAligned || first >= 0) && column(kVectors - 1) <= last_whole;
@@ -62,7 +62,7 @@ struct RowPlace {
   __device__ __forceinline__ bool has(int v, int i) const {
     return static_cast<unsigned>(column(v) + i) < static_cast<unsigned>(columns);
   }
-  // The thread's first vector in a matrix; its next ones are `stride` columns apart.
+  // The thread's first vector in a matrix; the next ones follow every `stride` columns.
   __device__ __forceinline__ char* base(const SoftmaxRows& rows) const {
     return rows.data + row * rows.row_stride + static_cast<int64_t>(first) * Format::kBytes;
   }
@@ -73,8 +73,8 @@ struct RowPlace {
   __device__ __forceinline__ uint32_t step() const { return stride * Format::kBytes; }
 };
 
-// The element-by-element ways below are loops on purpose: unrolled for every vector they would need
-// more registers than the vectors themselves. They shift elements through a vector's 16 bytes.
+// The element-wise functions below are loops that shift elements through a vector's 16 bytes:
+// unrolled for every vector, they would need more registers than the vectors.
 struct VectorBits {
   uint64_t low, high;
 
@@ -86,13 +86,13 @@ struct VectorBits {
     words[0] = static_cast<uint32_t>(low), words[1] = static_cast<uint32_t>(low >> 32);
     words[2] = static_cast<uint32_t>(high), words[3] = static_cast<uint32_t>(high >> 32);
   }
-  // A new first element; the last one drops out.
+  // Shifts in a new first element; the last one drops out.
   template <int kBits>
   __device__ __forceinline__ void push(uint32_t element) {
     high = high << kBits | low >> (64 - kBits);
     low = low << kBits | element;
   }
-  // The first element; the others move up.
+  // Shifts out the first element; the others move up.
   template <int kBits>
   __device__ __forceinline__ uint32_t pop() {
     const uint32_t element = static_cast<uint32_t>(low);
@@ -102,14 +102,14 @@ struct VectorBits {
   }
 };
 
-// Nothing but `pad`.
+// A word of `pad`.
 template <typename Format>
 __device__ __forceinline__ uint32_t pad_word(float pad) {
   return Format::to_bits(pad) * (Format::kBytes == 4 ? 1u : 0x10001u);
 }
 
-// A vector's elements one by one, from `address` on, `step` bytes apart; `pad` where the row, at
-// its column `column`, has none.
+// Loads a vector's elements one by one, `step` bytes apart from `address` on. `column` is the
+// vector's; elements outside the row become `pad`.
 template <typename Format>
 __device__ __forceinline__ void load_elements(uint32_t (&words)[4], const char* address,
                                               int64_t step, int column, int columns, float pad) {
@@ -126,7 +126,7 @@ __device__ __forceinline__ void load_elements(uint32_t (&words)[4], const char* 
   bits.get(words);
 }
 
-// `pad` in place of a vector's elements where the row, at its column `column`, has none.
+// Replaces the elements of the vector at `column` that are outside the row by `pad`.
 template <typename Format>
 __device__ __forceinline__ void pad_outside(uint32_t (&words)[4], int column, int columns,
                                             float pad) {
@@ -144,7 +144,7 @@ __device__ __forceinline__ void pad_outside(uint32_t (&words)[4], int column, in
   }
 }
 
-// Brings the lines of what a group's threads will load to the L2, a thread of eight each.
+// Prefetches the lines that a group's threads will load to L2, one line per eight threads.
 template <int kVectors, typename Place, typename Group>
 __device__ __forceinline__ void prefetch_row(const Place& place, const Group& group,
                                              const SoftmaxRows& rows) {
@@ -156,10 +156,10 @@ __device__ __forceinline__ void prefetch_row(const Place& place, const Group& gr
   }
 }
 
-// A thread's vectors of a row, as words; `pad` stands where the row has no element. A row's ends
-// are read with their neighbours where these are of the matrix too. kBranches: threads of whole
-// vectors have a way of their own. (Where rows are unaligned, warps at their ends would go both
-// ways, which costs more.)
+// Loads a thread's vectors of a row as words, with `pad` for elements outside the row. Vectors at a
+// row's ends are read whole if they lie in the matrix. kBranches: a separate path for threads whose
+// vectors are all whole. (With unaligned rows, warps at their ends would execute both paths, which
+// costs more.)
 template <bool kBranches = false, typename Format, typename Group, bool kAligned, int kVectors>
 __device__ __forceinline__ void load_row(uint32_t (&words)[kVectors][4],
                                          const RowPlace<Format, Group, kAligned>& place,
@@ -172,7 +172,7 @@ __device__ __forceinline__ void load_row(uint32_t (&words)[kVectors][4],
       return;
     }
   }
-  int least = 0, most = place.last_whole;  // columns of what is read as a vector
+  int least = 0, most = place.last_whole;  // columns of vectors that are read whole
   if constexpr (!kAligned) {
     const char* start = rows.data + place.row * rows.row_stride;
     const char* end = start + static_cast<int64_t>(place.columns) * Format::kBytes;
@@ -203,7 +203,7 @@ __device__ __forceinline__ void load_row(uint32_t (&words)[kVectors][4],
   }
 }
 
-// Writes a thread's vectors of a row, one after another from its first.
+// Writes a thread's vectors of a row in order.
 template <typename Format, typename Place>
 class RowWriter {
  public:
@@ -235,9 +235,9 @@ class RowWriter {
   char* address_;
 };
 
-// Where a row's mask begins.
+// The address of a row's mask.
 __device__ __forceinline__ const char* mask_row(const SoftmaxMaskRows& mask, int64_t row) {
-  // Divisions cost more than a short row's loads.
+  // Avoids divisions, which cost more than a short row's loads.
   if (row < mask.sizes[1]) return mask.data + row * mask.strides[2];
   const int64_t middle = row / mask.sizes[1];
   const int64_t outer = middle / mask.sizes[0];
@@ -245,7 +245,7 @@ __device__ __forceinline__ const char* mask_row(const SoftmaxMaskRows& mask, int
          (row - middle * mask.sizes[1]) * mask.strides[2];
 }
 
-// A bool mask's bytes at a thread's vectors, where all of these are whole.
+// A bool mask's bytes for a thread's vectors, which are all whole.
 template <typename Format, typename Group, int kVectors>
 __device__ __forceinline__ void load_kept(uint32_t (&kept)[kVectors][4 / Format::kBytes],
                                           const SoftmaxMaskRows& mask,
@@ -257,14 +257,15 @@ __device__ __forceinline__ void load_kept(uint32_t (&kept)[kVectors][4 / Format:
   }
 }
 
-// `pad` in place of a vector's elements that the mask does not keep.
+// Replaces a vector's masked elements by `pad`.
 template <typename Format>
 __device__ __forceinline__ void pad_dropped(uint32_t (&words)[4],
                                             const uint32_t (&kept)[4 / Format::kBytes], float pad) {
 #pragma unroll
   for (int w = 0; w < 4; ++w) {
-    // The bytes' highest bits say whether the byte is anything but 0; a permutation spreads them,
-    // which __byte_perm() does not do.
+    // Each byte's highest bit is set if the byte is not 0. The permutation replicates that bit,
+    // which
+    // __byte_perm() cannot.
     const uint32_t bytes = kept[w * Format::kPerWord / 4];
     const uint32_t high = ((bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu) | bytes;
     const uint32_t first = w * Format::kPerWord % 4;
@@ -276,7 +277,7 @@ __device__ __forceinline__ void pad_dropped(uint32_t (&words)[4],
   }
 }
 
-// Bit i: whether a bool mask is true at the vector's element i.
+// Bit i is the bool mask of the vector's element i.
 template <typename Format, typename Group>
 __device__ __forceinline__ uint32_t mask_bits(const SoftmaxMaskRows& mask, const char* mask_row,
                                               const RowPlace<Format, Group>& place, int v) {
@@ -299,8 +300,8 @@ __device__ __forceinline__ uint32_t mask_bits(const SoftmaxMaskRows& mask, const
   return bits;
 }
 
-// What an added mask has at a thread's vectors, where each is whole or behind the row, and aligned:
-// none waits for another one.
+// An added mask's values for a thread's vectors, each whole or behind the row, and aligned. No load
+// waits for another.
 template <typename Format, typename Place, int kVectors>
 __device__ __forceinline__ void load_added(float (&added)[kVectors][Place::kPerVector],
                                            const SoftmaxMaskRows& mask, const char* mask_row,
@@ -330,7 +331,7 @@ __device__ __forceinline__ void load_added(float (&added)[kVectors][Place::kPerV
   for (int v = 0; v < kVectors; ++v) unpack<Format>(words[v], added[v]);
 }
 
-// Applies the mask to a vector's scaled scores; -inf where the row has none.
+// Applies the mask to a vector's scaled scores; -inf outside the row.
 template <typename Format, typename Group>
 __device__ __forceinline__ void apply_mask(float (&x)[RowPlace<Format, Group>::kPerVector],
                                            const SoftmaxMaskRows& mask, const char* mask_row,

@@ -6,9 +6,11 @@
 #include <numeric>
 #include <string>
 
-#include "kernels/sm90/ahead.h"
 #include "kernels/sm90/checks.h"
 #include "kernels/sm90/driver.h"
+#include "kernels/sm90/kernel_table.h"
+#include "kernels/sm90/math.h"
+#include "kernels/sm90/prefetch.h"
 #include "kernels/sm90/row_matrix.h"
 #include "kernels/softmax/softmax_kernels.h"
 
@@ -34,13 +36,12 @@ Status check_scores(const Argument& argument) {
   return check_cuda(argument);
 }
 
-// The distance of rows from a multiple of 16 bytes, when all rows have the same or when they all
-// move alike; see the use.
+// The offset of the first row from a multiple of 16 bytes.
 uint64_t row_bits(const SoftmaxRows& rows) {
   return reinterpret_cast<uintptr_t>(rows.data) % kSoftmaxVectorBytes;
 }
 
-// One of a call's matrices and what it is in the kernel's arguments; `view` may be null.
+// One of a call's matrices and its place in the kernel's arguments; `view` may be null.
 struct Operand {
   const char* name;
   const TensorView* view;
@@ -66,7 +67,7 @@ Status lay_out(const char* op, const Operand (&operands)[kCount], SoftmaxArgs* a
     char* data = static_cast<char*>(operand.view->data);
     const int64_t stride = matrix.rows == 1 ? 0 : matrix.row_stride * bytes;
     *operand.rows = {data, data + (matrix.rows - 1) * stride + matrix.columns * bytes, stride};
-    // Vectors work where all matrices' rows are equally far from a multiple of 16 bytes.
+    // Vectors require that the rows of all matrices have equal offsets from a multiple of 16 bytes.
     args->vectors &=
         first || (row_bits(*operand.rows) == row_bits(args->x) &&
                   (operand.rows->row_stride - args->x.row_stride) % kSoftmaxVectorBytes == 0);
@@ -75,7 +76,7 @@ Status lay_out(const char* op, const Operand (&operands)[kCount], SoftmaxArgs* a
   return Status();
 }
 
-// Every row of every matrix starts at a multiple of 16 bytes.
+// True if every row of every matrix begins at a multiple of 16 bytes.
 bool all_aligned(const SoftmaxArgs& args) {
   return args.vectors && row_bits(args.x) == 0 && args.x.row_stride % kSoftmaxVectorBytes == 0;
 }
@@ -103,7 +104,7 @@ Status lay_out_mask(const char* op, const TensorView& mask, const Argument& x, b
   rows.step = last_size(mask) > 1 ? mask.strides[mask.ndim - 1] * bytes : bytes;
   rows.sizes[0] = rows.sizes[1] = 1;
   int64_t sizes[3] = {1, 1, 1};
-  int place = 3;  // of the dimension that is being joined, from the innermost
+  int place = 3;  // the dimension being joined, from the innermost
   for (int i = mask.ndim - 2; i >= 0; --i) {
     if (mask.shape[i] == 1) continue;
     const int64_t stride = mask.strides[i] * bytes;
@@ -124,7 +125,7 @@ Status lay_out_mask(const char* op, const TensorView& mask, const Argument& x, b
   }
   rows.sizes[0] = static_cast<uint32_t>(sizes[1]);
   rows.sizes[1] = static_cast<uint32_t>(sizes[2]);
-  // A vector's part of the mask, in loads of at most 16 bytes.
+  // The mask of a vector, in loads of at most 16 bytes.
   const int64_t part = std::min<int64_t>(bytes * kSoftmaxVectorBytes / dtype_bytes(x.view.dtype),
                                          kSoftmaxVectorBytes);
   uint64_t bits = reinterpret_cast<uintptr_t>(rows.data);
@@ -133,7 +134,7 @@ Status lay_out_mask(const char* op, const TensorView& mask, const Argument& x, b
   return Status();
 }
 
-// The most that rows start behind a multiple of 128 bytes.
+// The largest offset of a row from a multiple of 128 bytes.
 int64_t line_shift(const SoftmaxRows& rows) {
   const int64_t step = std::gcd(rows.row_stride, int64_t{kSoftmaxLineBytes});
   return static_cast<int64_t>(reinterpret_cast<uintptr_t>(rows.data) % step) + kSoftmaxLineBytes -
@@ -143,39 +144,37 @@ int64_t line_shift(const SoftmaxRows& rows) {
 struct Choice {
   const SoftmaxKernel* kernel = nullptr;
   unsigned block = 0;
-  unsigned blocks = 1;  // a row
+  unsigned blocks = 1;  // per row
   int64_t grid = 0;
 };
 
-constexpr int kMultiprocessors = 132;  // of an H100 SXM or H200
+// Up to this many vectors, latency counts, not bytes in flight: 1024 per multiprocessor.
+constexpr int64_t kFewVectors = kDefaultMultiprocessors * 1024;
 
-// So few vectors in all that latency counts, not bytes in flight: 1024 of each multiprocessor.
-constexpr int64_t kFewVectors = kMultiprocessors * 1024;
-
-// How many vectors a thread is to hold, where whole blocks share a row (measured on an H200): few
-// for a short way, many so that few threads await many bytes.
+// The vectors per thread if whole blocks share a row (measured on an H200): few for low latency,
+// many so that few threads have many bytes in flight.
 int vectors_a_thread(bool backward, bool few, int64_t vectors) {
   if (few) return vectors <= 512 ? 1 : 2;
   if (backward) return vectors <= 512 ? 1 : vectors <= 1024 ? 2 : vectors <= 16384 ? 4 : 8;
   return vectors <= 2048 ? 4 : 8;
 }
 
-// Of vectors, that so many blocks of whole warps have.
+// The vectors that this many blocks of whole warps hold.
 int64_t places(const SoftmaxKernel& kernel, unsigned blocks, int64_t vectors) {
   const int64_t of_warps = int64_t{32} * kernel.vectors * blocks;
-  return (vectors + of_warps - 1) / of_warps * of_warps;
+  return round_up(vectors, of_warps);
 }
 
-// The fewest blocks that hold a row, small ones: their threads wait for each other as little in a
-// cluster as in one large block, and those of other rows go on meanwhile. (128 threads are 1 %
-// faster than 256 where each has 8 aligned vectors of 16-bit scores.)
+// Chooses the fewest small blocks that hold a row: their threads wait for each other no longer in a
+// cluster than in one large block, while blocks of other rows continue. (128 threads are 1 % faster
+// than 256 with 8 aligned vectors of 16-bit scores each.)
 bool fit_blocks(const SoftmaxKernel& kernel, bool few, int64_t vectors, int64_t rows,
                 Choice* choice) {
   const bool small = kernel.vectors >= 4 || (few && kernel.vectors > 1);
   const bool packed = kernel.dtype != DType::kFloat32 && kernel.aligned && kernel.vectors == 8;
   const int smallest = packed && !few ? 128 : 256;
   const int64_t most = small ? std::min(kernel.threads, smallest) : kernel.threads;
-  const int64_t alone = few && kernel.vectors > 1 ? 512 : most;  // threads of a block by itself
+  const int64_t alone = few && kernel.vectors > 1 ? 512 : most;  // threads of a single block
   const unsigned limit = few ? kSoftmaxBlocks : kernel.blocks;
   unsigned blocks = 1;
   while (blocks < limit && vectors > blocks * most * kernel.vectors &&
@@ -187,39 +186,36 @@ bool fit_blocks(const SoftmaxKernel& kernel, bool few, int64_t vectors, int64_t 
     blocks *= 2;
   }
   if (!few && !kernel.aligned && kernel.vectors == 8) {
-    // Where a sixteenth or more of the threads' places would be empty: any number of blocks.
+    // Allows any number of blocks if a sixteenth or more of the vectors' places would be empty.
     int64_t least = places(kernel, blocks, vectors) * 15 / 16;
     for (unsigned count = 2; count <= kSoftmaxBlocks; ++count) {
       const int64_t all = places(kernel, count, vectors);
       if (all < least && all <= count * most * kernel.vectors) blocks = count, least = all;
     }
   }
-  const int64_t part = (vectors + blocks - 1) / blocks;
-  const int64_t warps = (part + 32 * kernel.vectors - 1) / (32 * kernel.vectors);
+  const int64_t part = ceil_div(vectors, blocks);
+  const int64_t warps = ceil_div(part, 32 * kernel.vectors);
   if (32 * warps > kernel.threads || warps * blocks > kSoftmaxWarps) return false;
   *choice = {&kernel, static_cast<unsigned>(32 * std::max<int64_t>(warps, 2)), blocks,
              rows * blocks};
   return true;
 }
 
-// Who shares a row. `vectors`: of a row, one more where it may begin between two.
+// Chooses the threads that share a row. `vectors`: per row, one more if a row may begin within one.
 Choice choose(DType dtype, bool backward, bool masked, bool aligned, int64_t vectors,
               const SoftmaxArgs& args) {
-  int count = 0;
-  const SoftmaxKernel* kernels =
-      backward ? softmax_backward_kernels(&count) : softmax_forward_kernels(&count);
   const bool few = args.rows * vectors <= kFewVectors;
-  // An added mask's vectors wait for each other: for fewer, where the block stays small.
+  // An added mask's loads wait for each other; fewer per thread, if the block stays small.
   const bool adds =
       args.mask.kind == SoftmaxMask::kAdd || args.mask.kind == SoftmaxMask::kAddFloat32;
   const int wanted = adds && !few && vectors <= 256 ? 2 : vectors_a_thread(backward, few, vectors);
-  // Whole blocks begin at a line.
+  // Rows of whole blocks are numbered from a line.
   const int64_t bytes = args.columns * dtype_bytes(dtype) + line_shift(args.x);
   const int64_t of_blocks =
-      aligned || !args.vectors ? vectors : (bytes + kSoftmaxVectorBytes - 1) / kSoftmaxVectorBytes;
+      aligned || !args.vectors ? vectors : ceil_div(bytes, kSoftmaxVectorBytes);
   Choice best;
-  for (int i = 0; i < count; ++i) {
-    const SoftmaxKernel& kernel = kernels[i];
+  for (const SoftmaxKernel& kernel :
+       KernelTable(backward ? softmax_backward_kernels : softmax_forward_kernels)) {
     if (kernel.dtype != dtype || kernel.masked != masked) continue;
     if (kernel.aligned != aligned && kernel.vectors != 0) continue;
     if (kernel.lanes > 0) {
@@ -228,10 +224,10 @@ Choice choose(DType dtype, bool backward, bool masked, bool aligned, int64_t vec
                              : kernel.vectors > 1 ? 128
                                                   : kSoftmaxLaneThreads;
       const int64_t rows = block / kernel.lanes;
-      return {&kernel, block, 1, (args.rows + rows - 1) / rows};
+      return {&kernel, block, 1, ceil_div(args.rows, rows)};
     }
-    // The kernels of a form come by vectors a thread, the one that takes any row (0) before the
-    // widest: a wider one than wanted takes the place of that, and of a narrower one.
+    // The kernels of a form are sorted by vectors per thread; the one for any row (0) precedes the
+    // widest. A kernel with more vectors replaces a narrower one and the one for any row.
     if (kernel.vectors == 0) {
       if (best.kernel == nullptr) {
         const unsigned blocks = few ? kSoftmaxBlocks : 4;
@@ -252,7 +248,7 @@ Status finish(const char* op, DType dtype, bool backward, bool masked, SoftmaxAr
   const int64_t per_vector = kSoftmaxVectorBytes / dtype_bytes(dtype);
   const bool aligned = all_aligned(*args);
   const int64_t columns = args->columns + (aligned ? 0 : per_vector - 1);
-  const int64_t vectors = (columns + per_vector - 1) / per_vector;
+  const int64_t vectors = ceil_div(columns, per_vector);
   const bool keeps = !backward && args->mask.kind == SoftmaxMask::kKeep && args->mask.vectors;
   const bool whole = aligned && (!masked || keeps) && columns % per_vector == 0;
   *choice = choose(dtype, backward, masked, whole, vectors, *args);
@@ -324,9 +320,10 @@ Status launch(const Choice& choice, int blocks, SoftmaxArgs* args, int device, v
   config.block.x = choice.block * choice.blocks / blocks;
   config.cluster.x = args->blocks = blocks;
   config.dependent = true;
-  // Eight vectors a thread take registers that leave half of the threads. (Measured on an H200: all
-  // of what those threads will load is too much, up to a sixth of the time of some problems.)
-  args->ahead = first_blocks(config.block) * 3 / (choice.kernel->vectors == 8 ? 16 : 8);
+  // Registers for eight vectors per thread halve the number of threads. (Measured on an H200:
+  // prefetching all that resident threads will load costs up to a sixth of the time.)
+  args->prefetch_blocks =
+      resident_blocks(config.block) * 3 / (choice.kernel->vectors == 8 ? 16 : 8);
   void* pointers[] = {args};
   return choice.kernel->kernel.launch(config, device, stream, pointers);
 }
@@ -339,11 +336,11 @@ Status run(const Call& call, int device, void* stream) {
   TIERCEL_RETURN_IF_ERROR(prepare(call, &args, &choice, &plan));
   if (choice.kernel == nullptr) return Status();
   if (choice.blocks <= kSoftmaxBlocks) return launch(choice, choice.blocks, &args, device, stream);
-  // Clusters of more blocks have a place on a whole GPU only, maybe none on a share of one; one
-  // that its multiprocessors do not show (a green context) refuses them.
+  // Larger clusters fit on a whole GPU, but maybe not on a share of one. A share that the number of
+  // multiprocessors does not reveal (a green context) refuses them.
   int multiprocessors = 0;
   TIERCEL_RETURN_IF_ERROR(multiprocessor_count(device, &multiprocessors));
-  if (multiprocessors >= kMultiprocessors &&
+  if (multiprocessors >= kDefaultMultiprocessors &&
       launch(choice, choice.blocks, &args, device, stream).ok()) {
     return Status();
   }
@@ -374,12 +371,8 @@ Status softmax_backward(const SoftmaxBackwardCall& call, void* stream) {
 }
 
 Status softmax_load(int device) {
-  for (const auto kernels : {softmax_forward_kernels, softmax_backward_kernels}) {
-    int count = 0;
-    const SoftmaxKernel* table = kernels(&count);
-    for (int i = 0; i < count; ++i) TIERCEL_RETURN_IF_ERROR(table[i].kernel.load(device));
-  }
-  return Status();
+  TIERCEL_RETURN_IF_ERROR(KernelTable(softmax_forward_kernels).load_all(device));
+  return KernelTable(softmax_backward_kernels).load_all(device);
 }
 
 }  // namespace tiercel

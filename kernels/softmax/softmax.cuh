@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 // softmax and log_softmax over rows, forward and backward, with scale and mask.
 //
-// The plan. Bound by bytes: forward reads and writes a row once, backward reads two and writes one.
-// A group of threads holds a row in registers, kVectors 16-byte vectors a thread, so that nothing
+// Bound by memory: forward reads and writes a row once, backward reads two and writes one.
+// A group of threads holds a row in registers, kVectors 16-byte vectors per thread, so that nothing
 // is read twice: 2 to 32 lanes of a warp (rows of up to 1024 16-bit scores), a block (32768), or a
 // cluster of up to 16 blocks (262144). All loads are issued at once. The maximum M and the sum of
 // exp(x - M) are reduced by shuffles, then through shared memory between warps and through
-// distributed shared memory between blocks.
-// While a block reduces it loads nothing, so others of the multiprocessor have to: what counts is
-// how many bytes its registers can await. 16-bit scores stay packed, two to a register, and their
-// exponentials are computed twice (the second time is cheaper than the registers for the first):
-// 64 registers a thread hold 8 vectors, 128 KiB a multiprocessor. Both times count: whatever a
-// block computes between its loads and its stores, its registers await nothing (exponentials.cuh).
-// A bool mask of whole vectors is read with the scores and makes them -inf as they are, packed; an
-// added one is read before any of it is used.
-// Rows that do not start at a multiple of 16 bytes are read from the multiple before, with their
-// neighbours' elements (rows.cuh). Longer ones than fit are read twice (softmax_long.cuh).
+// distributed shared memory between blocks. A block loads nothing while it reduces, so the other
+// blocks of the multiprocessor must. Speed depends on the bytes in flight that the registers can
+// hold. 16-bit scores stay packed, two per register, and their exponentials are computed twice,
+// which is cheaper than registers for the first results: 64 registers per thread hold 8 vectors,
+// 128 KiB per multiprocessor. Both computations must be short, because a block has no loads in
+// flight between its loads and its stores (exponentials.cuh). A bool mask of whole vectors is read
+// with the scores and applied to the packed scores; an added mask is read completely before its
+// first use. Rows that do not begin at a multiple of 16 bytes are read from the multiple before,
+// with their neighbours' elements (rows.cuh). Rows too long for the registers are read twice
+// (softmax_long.cuh).
 #ifndef KERNELS_SOFTMAX_SOFTMAX_CUH_
 #define KERNELS_SOFTMAX_SOFTMAX_CUH_
 
@@ -31,7 +31,7 @@
 
 namespace tiercel {
 
-// Keeps the compiler from holding unpacked values from one use to the next: twice the registers.
+// Keeps the compiler from holding unpacked values between uses, which takes twice the registers.
 __device__ __forceinline__ void keep_packed(uint32_t (&words)[4]) {
 #pragma unroll
   for (int w = 0; w < 4; ++w) asm volatile("" : "+r"(words[w]));
@@ -45,8 +45,8 @@ __device__ __forceinline__ float sum_of(const float (&sums)[kCount]) {
   return sum;
 }
 
-// 1 / x, to a unit in the last place where latency counts: of few vectors. The exact one's branch
-// keeps the compiler from unpacking many of them before it.
+// 1 / x. With few vectors latency counts, so it is approximate to a unit in the last place. With
+// many, the branch of the exact division keeps the compiler from unpacking vectors before it.
 template <int kVectors>
 __device__ __forceinline__ float inverse_of(float x) {
   if constexpr (kVectors > 2) return 1.0f / x;
@@ -55,15 +55,15 @@ __device__ __forceinline__ float inverse_of(float x) {
   return value;
 }
 
-// x / sum; exact: but for rare last places.
+// x / sum; kExact: correct except for rare last places.
 template <bool kExact>
 __device__ __forceinline__ float share_of(float x, float sum, float inverse) {
   const float share = x * inverse;
   return kExact ? fmaf(fmaf(-sum, share, x), inverse, share) : share;
 }
 
-// A row's scores in registers to its results, in their place: float32 scores, or masked ones, which
-// are scores times the scale. `factor` is what they are still to be multiplied by, above 0.
+// Replaces a row's scores in registers by its results: float32 scores, or masked ones, which are
+// already scaled. `factor` > 0 is the scale that remains to be applied.
 template <bool kExact, typename Group, int kVectors, int kPerVector>
 __device__ __forceinline__ void softmax_of(float (&x)[kVectors][kPerVector], const Group& group,
                                            float factor, bool log) {
@@ -103,7 +103,7 @@ __device__ __forceinline__ void softmax_of(float (&x)[kVectors][kPerVector], con
   }
 }
 
-// The largest of a thread's scores.
+// The maximum of a thread's scores.
 template <typename Format, int kVectors>
 __device__ __forceinline__ float largest_of(const uint32_t (&words)[kVectors][4]) {
   if constexpr (Format::kBytes == 4) {
@@ -127,7 +127,7 @@ __device__ __forceinline__ float largest_of(const uint32_t (&words)[kVectors][4]
   }
 }
 
-// Each vector's results, of its scores.
+// Computes each vector's results from its scores.
 template <typename Format, int kVectors, typename Store, typename Result>
 __device__ __forceinline__ void finish_rows(uint32_t (&words)[kVectors][4], Store& store,
                                             Result result) {
@@ -142,13 +142,13 @@ __device__ __forceinline__ void finish_rows(uint32_t (&words)[kVectors][4], Stor
   }
 }
 
-// The same from the row's largest score and sum of exponentials.
+// Computes the results from the row's maximum and sum of exponentials.
 template <typename Format, int kVectors, typename Store, typename Exp>
 __device__ __forceinline__ void finish_of(uint32_t (&words)[kVectors][4], const Exp& exp_below,
                                           float sum, float factor, bool log, Store& store) {
   if constexpr (std::is_same_v<Exp, PackedExpBelow>) {
-    // One instruction does for either function: two loops would be twice the code, and the compiler
-    // would compute both results for each score.
+    // One instruction serves both functions: two loops would be twice the code, and the compiler
+    // would compute both results per score.
     const float by = log ? 1.0f : exp_below.factor;
     const float less = log ? exp_below.largest : exp_below.shift;
     const float times = log ? factor : inverse_of<kVectors>(sum);
@@ -169,7 +169,7 @@ __device__ __forceinline__ void finish_of(uint32_t (&words)[kVectors][4], const 
   }
 }
 
-// The same for packed 16-bit scores; `store(v, results)` takes each vector's.
+// softmax_of for packed 16-bit scores; passes each vector's results to `store(v, results)`.
 template <typename Format, typename Group, int kVectors, typename Store>
 __device__ __forceinline__ void softmax_of_packed(uint32_t (&words)[kVectors][4],
                                                   const Group& group, float factor, bool log,
@@ -189,15 +189,15 @@ __device__ __forceinline__ void softmax_of_packed(uint32_t (&words)[kVectors][4]
   finish_of<Format>(words, exp_below, sum, factor, log, store);
 }
 
-// The same for a block's or a cluster's row: each warp takes exponentials below its own maximum, so
-// that one reduction does for maximum and sum (the online softmax).
+// softmax_of for a row of a block or cluster. Each warp computes exponentials relative to its own
+// maximum, so that one reduction yields maximum and sum (the online softmax).
 template <typename Format, int kVectors, typename Store>
 __device__ __forceinline__ void softmax_of_block(uint32_t (&words)[kVectors][4],
                                                  const BlockGroup& group, float factor, bool log,
                                                  Store& store) {
   constexpr bool kExact = Format::kBytes == 4;
   constexpr int kPerVector = kSoftmaxVectorBytes / Format::kBytes;
-  constexpr bool kKeepsTerms = kVectors == 1;  // few rows: the shorter way to the results
+  constexpr bool kKeepsTerms = kVectors == 1;  // few rows: shortest latency
   float terms[kKeepsTerms ? kPerVector : 1];
   const float of_warp = group_reduce<32>(largest_of<Format>(words), MaxOf());
   float sums[4] = {};
@@ -233,13 +233,13 @@ __device__ __forceinline__ void softmax_of_block(uint32_t (&words)[kVectors][4],
   finish_of<Format>(words, exp_below, all.y, factor, log, store);
 }
 
-// A negative scale is taken out of the scores as their sign, two to a word.
+// Applies a negative scale's sign to the scores, two per word.
 template <typename Format>
 __device__ __forceinline__ uint32_t sign_flip(float scale) {
   return scale < 0.0f ? (Format::kBytes == 4 ? 0x80000000u : 0x80008000u) : 0u;
 }
 
-// Makes a vector's words the scores that softmax_of wants.
+// Converts a vector's words to the scores that softmax_of takes.
 template <typename Format, bool kMasked>
 struct ScoreReader {
   const SoftmaxArgs& args;
@@ -270,7 +270,7 @@ struct ScoreReader {
     }
   }
 
-  // All of a thread's vectors.
+  // Converts all of a thread's vectors.
   template <typename Place, int kVectors>
   __device__ __forceinline__ void read_all(const uint32_t (&words)[kVectors][4],
                                            float (&x)[kVectors][Place::kPerVector],
@@ -296,9 +296,9 @@ struct ScoreReader {
   }
 };
 
-// How many of the largest blocks a multiprocessor is to hold: as many as get along without spills.
-// Rows of whole vectors take few registers beside the `words` of their data. A block's single
-// vectors a thread are for few rows, which leave room.
+// The number of the largest blocks per multiprocessor for the launch bounds: the most without
+// spills. Rows of whole vectors need few registers besides the `words` of their data. Blocks with
+// one vector per thread are for few rows and need not share a multiprocessor.
 constexpr int blocks_for(int max_threads, bool aligned, int words) {
   if (!aligned) return words > 32 ? 1 : max_threads > kSoftmaxWideThreads ? 2 : 3;
   const bool single = words < 8 && max_threads == kSoftmaxThreads;
@@ -306,8 +306,7 @@ constexpr int blocks_for(int max_threads, bool aligned, int words) {
   return 65536 / registers / max_threads;
 }
 
-// The words that a thread of softmax_forward holds for each vector: its scores, packed or not, and
-// a mask's bytes.
+// The words that softmax_forward holds per vector: its scores, packed or not, and a mask's bytes.
 template <typename Format>
 constexpr int forward_words(bool masked, bool aligned) {
   if (masked && aligned) return 4 + 4 / Format::kBytes;
@@ -324,11 +323,13 @@ __global__ void __launch_bounds__(kMaxThreads,
   const Group group(args.blocks);
   const RowPlace<Format, Group, kAligned> place(args, group);
   constexpr bool kBlock = std::is_same_v<Group, BlockGroup>;
-  if constexpr (kAligned || (kBlock && kVectors == 8)) {  // the others' rows are few or masked
-    if (is_ahead(args.ahead)) prefetch_row<kVectors>(place, group, args.x);
+  if constexpr (kAligned ||
+                (kBlock && kVectors == 8)) {  // the other kernels are for few or masked rows
+    if (is_prefetching(args.prefetch_blocks)) prefetch_row<kVectors>(place, group, args.x);
   }
   grid_dependency_wait();
-  grid_dependency_launch();  // the next grid's blocks take what room the last of these leave
+  // The next grid's blocks use the room that this grid's last blocks leave.
+  grid_dependency_launch();
 
   uint32_t words[kVectors][4];
   constexpr bool kBranches = kAligned || (kMasked && kVectors < 8);
@@ -365,8 +366,8 @@ __global__ void __launch_bounds__(kMaxThreads,
   }
 }
 
-// A vector's gradients, in the place of its results y, from the row's sum. A score that the mask
-// took out has none, not even NaN.
+// Replaces a vector's results y by its gradients, given the row's sum. Masked scores get 0, even
+// where that would be NaN.
 //   softmax: y (g - sum(g y)); log_softmax: g - exp(y) sum(g); times the scale.
 template <bool kLog, bool kExact, int kPerVector>
 __device__ __forceinline__ void gradients(float (&y)[kPerVector], const float (&grad)[kPerVector],
@@ -380,7 +381,7 @@ __device__ __forceinline__ void gradients(float (&y)[kPerVector], const float (&
   }
 }
 
-// Adds what a vector gives to the row's sum.
+// Adds a vector's terms of the row's sum.
 template <typename Format, int kPerVector>
 __device__ __forceinline__ void add_products(float (&sums)[4], const uint32_t (&y_words)[4],
                                              const uint32_t (&grad_words)[4], bool log) {
@@ -400,7 +401,7 @@ __global__ void __launch_bounds__(kMaxThreads,
   const Group group(args.blocks);
   const RowPlace<Format, Group, kAligned> place(args, group);
   if constexpr (kAligned) {
-    if (is_ahead(args.ahead)) {
+    if (is_prefetching(args.prefetch_blocks)) {
       prefetch_row<kVectors>(place, group, args.x);
       prefetch_row<kVectors>(place, group, args.grad);
     }
@@ -419,8 +420,8 @@ __global__ void __launch_bounds__(kMaxThreads,
   group.meet();
   const float total = group.reduce(sum_of(sums), SumOf(), 0);
   const char* mask = kMasked ? mask_row(args.mask, place.row) : nullptr;
-  // Unpacked values held over the reduction would be twice the registers: the compiler must not
-  // know that these words are the ones from before it.
+  // Unpacked values held across the reduction would take twice the registers, so the compiler must
+  // not see that these words are unchanged.
   const uint32_t zero = args.blocks >> 31;
   const auto finish = [&](auto log) {
     RowWriter<Format, std::decay_t<decltype(place)>> store(place, args.out);

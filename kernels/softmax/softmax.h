@@ -8,21 +8,21 @@
 
 namespace tiercel {
 
-// What a call would launch.
+// The launch of a call.
 struct SoftmaxPlan {
-  const char* kernel;  // "none" where there are no elements
+  const char* kernel;  // "none" if there are no elements
   int threads_per_row;
-  int blocks_per_row;  // more than 1: a cluster; 0: several rows a block
+  int blocks_per_row;  // more than 1: a cluster; 0: several rows per block
   bool vectors;        // 16-byte loads
   unsigned grid;
   unsigned block;
 };
 
-// out = softmax(scale * x) of each row, or its logarithm; with a mask: of scale * x + mask, or, of
-// a bool mask, of scale * x where it is true and of -inf elsewhere.
-// x is float32, bfloat16 or float16; any number of dimensions whose leading ones have one distance
-// between rows, with neighbouring elements in the last. `mask` has x's shape, with stride 0 where
-// it is broadcast: bool, x's dtype or float32. `out` is contiguous, of x's shape and dtype.
+// out = softmax(scores) per row, or its logarithm. The scores are scale * x, scale * x + mask or,
+// with a bool mask, scale * x where it is true and -inf elsewhere. x is float32, bfloat16 or
+// float16, of any rank; its rows are contiguous and a constant stride apart. `mask` has x's shape,
+// with stride 0 in broadcast dimensions: bool, x's dtype or float32. `out` is contiguous, of x's
+// shape and dtype.
 struct SoftmaxCall {
   bool log = false;
   float scale = 1.0f;
@@ -31,8 +31,8 @@ struct SoftmaxCall {
   const TensorView* out = nullptr;
 };
 
-// x_grad from `grad`, the gradient of the result `y`. `mask`: a bool one, or null; where it is
-// false there is no gradient.
+// Computes x_grad from `grad`, the gradient of the result `y`. `mask` is bool or null; the gradient
+// is 0 where it is false.
 struct SoftmaxBackwardCall {
   bool log = false;
   float scale = 1.0f;
@@ -42,12 +42,12 @@ struct SoftmaxBackwardCall {
   const TensorView* x_grad = nullptr;
 };
 
-// All checks and the choice of kernel, for a whole GPU (a share of one gets clusters of 8 blocks
-// instead of 16); needs no GPU and no driver.
+// Checks the call and chooses the kernel for a whole GPU (on a share of one, clusters have at most
+// 8 blocks instead of 16); needs no GPU and no driver.
 Status softmax_plan(const SoftmaxCall& call, SoftmaxPlan* plan);
 Status softmax_backward_plan(const SoftmaxBackwardCall& call, SoftmaxPlan* plan);
 
-// The same, then the launch on `stream` (a CUstream) of the tensors' device.
+// Also launches, on `stream` (a CUstream of the tensors' device).
 Status softmax(const SoftmaxCall& call, void* stream);
 Status softmax_backward(const SoftmaxBackwardCall& call, void* stream);
 

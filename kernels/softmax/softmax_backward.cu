@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The backward kernels, by dtype, mask and who shares a row.
+// The backward kernels, by dtype, mask and the threads that share a row.
 #include "kernels/softmax/softmax_long.cuh"
 
 namespace tiercel {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// softmax for rows that do not fit into the registers of a cluster: the row is read twice. The
-// first time each thread keeps the running maximum and sum of its part (the online softmax), the
-// second time, from the L2 cache where the row fits there, the results are made. Bytes: three times
-// the row's forward, five times backward.
+// softmax for rows that do not fit in the registers of a cluster: the row is read twice. In the
+// first pass, each thread keeps the running maximum and sum of its part (the online softmax); the
+// second pass, which reads from L2 if the row fits there, computes the results. Moves three times
+// the row's bytes forward, five times backward.
 #ifndef KERNELS_SOFTMAX_SOFTMAX_LONG_CUH_
 #define KERNELS_SOFTMAX_SOFTMAX_LONG_CUH_
 
@@ -10,9 +10,9 @@
 
 namespace tiercel {
 
-inline constexpr int kLongVectors = 4;  // a thread, at a time
+inline constexpr int kLongVectors = 4;  // per thread and iteration
 
-// Calls `body` for each tile of a row, with `place` there.
+// Calls `body` for each tile of a row, with `place` moved to it.
 template <typename Place, typename Body>
 __device__ __forceinline__ void for_each_tile(const Place& start, Body body) {
   Place place = start;
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kSoftmaxThreads, 1)
 #pragma unroll
       for (int i = 0; i < Place::kPerVector; ++i) largest = fmaxf(largest, x[v][i]);
     }
-    // Nothing but -inf so far: a sum of 0, not of NaN.
+    // All scores so far are -inf: the sum is 0, not NaN.
     const ExpBelow<kExact> exp_below(largest == -kInfinity ? 0.0f : largest, read.factor);
     float sums[4] = {sum * exp_below(before)};
 #pragma unroll

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// copy_transpose to short columns of 2-byte elements, where rows or columns do not begin on 16
-// bytes but the matrices do.
+// copy_transpose to short columns of 2-byte elements whose rows or columns do not begin on 16
+// bytes, in matrices that do.
 //
-// The plan. A tile has whole columns, so what it writes is one piece: whole 16-byte chunks, if a
-// tile begins with a group of columns that are whole chunks together (args.group of them). x comes
-// to shared memory as in realigned.cuh. A thread collects the chunks of one place in each group:
-// their elements lie at the same places of the same rows, a group of columns further on each time.
+// A tile consists of whole columns, so it writes contiguous memory: whole 16-byte chunks, if tiles
+// begin at multiples of args.group columns, which together are whole chunks. x is loaded into
+// shared memory as in realigned.cuh. A thread assembles the chunks at one position of each group:
+// their elements have the same positions in the same rows, one group of columns apart.
 #ifndef KERNELS_TRANSPOSE_COLUMNS_CUH_
 #define KERNELS_TRANSPOSE_COLUMNS_CUH_
 
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   stage_tile<kThreads, Rows>(args, tile, staged);
   __syncthreads();
 
-  const int chunks = args.group * rows / kPerChunk;  // of a group
+  const int chunks = args.group * rows / kPerChunk;  // per group
   const int all = columns * rows / kPerChunk;
   const int lane = threadIdx.x % 32;
   char* out = args.out + (at.matrix * args.columns + first_column) * args.rows * kBytes;

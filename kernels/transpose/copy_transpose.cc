@@ -6,16 +6,18 @@
 #include <string>
 
 #include "kernels/sm90/checks.h"
+#include "kernels/sm90/kernel_table.h"
+#include "kernels/sm90/math.h"
 #include "kernels/transpose/copy_transpose_kernels.h"
 
 namespace tiercel {
 namespace {
 
 constexpr char kOp[] = "copy_transpose";
-// More is a large problem.
+// Larger problems count as large.
 constexpr int64_t kSmallBytes = int64_t{6} << 20;
-// What a large one asks for before it may read: 64 KiB a multiprocessor.
-constexpr int kAheadBytes = 132 * 64 * 1024;
+// The bytes that a large problem prefetches: 64 KiB per multiprocessor.
+constexpr int kPrefetchedBytes = kDefaultMultiprocessors * 64 * 1024;
 
 struct Choice {
   const CopyTransposeKernel* kernel = nullptr;
@@ -51,7 +53,7 @@ Status check(const TensorView& x, const TensorView& out, int64_t tile_size) {
   return check_contiguous(out_arg);
 }
 
-// The widest vector that addresses and strides of both sides allow.
+// The widest vector that the addresses and strides of both sides allow.
 int widest_vector(const CopyTransposeArgs& args, int element) {
   if (args.column_stride != element) return element;
   uint64_t bits = reinterpret_cast<uintptr_t>(args.x) | reinterpret_cast<uintptr_t>(args.out) |
@@ -63,20 +65,15 @@ int widest_vector(const CopyTransposeArgs& args, int element) {
   return width;
 }
 
-int64_t tiles(int64_t size, int tile) { return (size + tile - 1) / tile; }
-
-// What is left to each of `count` parts, a multiple of `step`.
+// The size of each of `count` parts, a multiple of `step`.
 int part_of(int64_t size, int64_t count, int step) {
-  return static_cast<int>(tiles(tiles(size, static_cast<int>(count)), step)) * step;
+  return static_cast<int>(round_up(ceil_div(size, count), step));
 }
 
-// Of the kernels of this element size and tile, the first that the alignment allows.
+// The first kernel of this element size and tile that the alignment allows.
 const CopyTransposeKernel* find(int element, int rows, int columns, int vector,
                                 bool whole = false) {
-  int count = 0;
-  const CopyTransposeKernel* kernels = copy_transpose_kernels(&count);
-  for (int i = 0; i < count; ++i) {
-    const CopyTransposeKernel& kernel = kernels[i];
+  for (const CopyTransposeKernel& kernel : KernelTable(copy_transpose_kernels)) {
     if (kernel.element_bytes == element && kernel.tile_rows == rows &&
         kernel.tile_columns == columns && kernel.vector_bytes <= vector && kernel.whole == whole) {
       return &kernel;
@@ -85,7 +82,7 @@ const CopyTransposeKernel* find(int element, int rows, int columns, int vector,
   return nullptr;
 }
 
-// Whether a tile can have whole columns: matrices begin on 16 bytes, and a tile fits.
+// True if tiles can have whole columns: matrices begin on 16 bytes, and a tile fits.
 bool has_whole_columns(const CopyTransposeArgs& args, int element) {
   return args.rows <= 256 && args.column_stride == element &&
          (reinterpret_cast<uint64_t>(args.out) |
@@ -94,13 +91,13 @@ bool has_whole_columns(const CopyTransposeArgs& args, int element) {
              0;
 }
 
-// Large tiles read and write longer runs, small ones fill the multiprocessors sooner. Measured on
+// Large tiles read and write longer runs; small ones fill the multiprocessors sooner. Measured on
 // an H200.
 const CopyTransposeKernel* choose(const CopyTransposeArgs& args, int64_t batch, int element,
                                   int vector) {
   const int64_t bytes = args.rows * args.columns * batch * element;
   const bool large = bytes > kSmallBytes;
-  // A tile that is mostly outside costs more than its runs gain.
+  // A tile that is mostly outside costs more than its longer runs gain.
   const int64_t shorter = std::min(args.rows, args.columns);
   if (vector == 16 && large && shorter >= 96) {
     if (element == 1) return find(1, args.rows >= 192 ? 256 : 128, 128, vector);
@@ -114,7 +111,7 @@ const CopyTransposeKernel* choose(const CopyTransposeArgs& args, int64_t batch, 
     if (element == 2) return find(2, 64, 128, vector);
     tile = element == 1 ? 128 : 64;
   }
-  if (shorter <= 32 || bytes < 132 * tile * tile * element / 2) tile = 32;
+  if (shorter <= 32 || bytes < kDefaultMultiprocessors * tile * tile * element / 2) tile = 32;
   return find(element, tile, tile, vector);
 }
 
@@ -128,7 +125,7 @@ Status prepare(const TensorView& x, const TensorView& out, int64_t tile_size,
   const int64_t batch = x.ndim == 3 ? x.shape[0] : 1;
   args->rows = x.shape[first];
   args->columns = x.shape[first + 1];
-  // Strides along what has one entry do not count.
+  // Strides of dimensions of size 1 do not matter.
   args->batch_stride = batch > 1 ? x.strides[0] * element : 0;
   args->row_stride = args->rows > 1 ? x.strides[first] * element : 0;
   args->column_stride = args->columns > 1 ? x.strides[first + 1] * element : element;
@@ -148,24 +145,25 @@ Status prepare(const TensorView& x, const TensorView& out, int64_t tile_size,
     args->tile_height = static_cast<int>(args->rows);
     args->group = static_cast<int>(16 / std::gcd(args->rows * element, int64_t{16}));
   }
-  // What rows of tiles begin at multiples of, in bytes and in columns.
+  // The multiples, in bytes and columns, at which rows of tiles begin.
   uint64_t begins = reinterpret_cast<uint64_t>(args->x) |
                     static_cast<uint64_t>(args->row_stride | args->batch_stride);
   if (kernel.whole) begins |= static_cast<uint64_t>(args->group * element);
   const int least = static_cast<int>(std::gcd(begins, uint64_t{16}));
   const int step = kernel.whole ? args->group : std::max(least / element, 1);
   if (chooses && args->tile_width >= 64) {
-    // The lanes that read a row take the tile's width, wherever it begins in a chunk.
+    // The lanes of a row cover the tile's width, wherever it begins in a chunk.
     args->tile_width = (args->tile_width - (16 - least) / element) / step * step;
   }
-  const int64_t down = tiles(args->rows, args->tile_height);
-  const int64_t across = tiles(args->columns, args->tile_width);
+  const int64_t down = ceil_div(args->rows, args->tile_height);
+  const int64_t across = ceil_div(args->columns, args->tile_width);
   if (down > 0x7fffffff / across / batch) {
     return Status::Unimplemented(std::string(kOp) + ": too large for one launch, got shape " +
                                  shape_text(x.shape, x.ndim));
   }
   if (chooses) {
-    // As many tiles of nearly one size: small ones at the edges take as long as whole ones.
+    // The same number of tiles, nearly equal in size: small tiles at the edges take as long as
+    // whole ones.
     if (!kernel.whole) {
       args->tile_height =
           part_of(args->rows, down, copy_transpose_run(element, kernel.tile_rows) / element);
@@ -173,8 +171,8 @@ Status prepare(const TensorView& x, const TensorView& out, int64_t tile_size,
     args->tile_width = part_of(args->columns, across, step);
   }
   if (args->rows * args->columns * batch * element > kSmallBytes) {
-    args->ahead = kAheadBytes / (args->tile_height * args->tile_width * element);
-    if (kernel.whole) args->ahead /= 2;  // 1 % faster on an H200
+    args->prefetch_blocks = kPrefetchedBytes / (args->tile_height * args->tile_width * element);
+    if (kernel.whole) args->prefetch_blocks /= 2;  // 1 % faster on an H200
   }
   args->tile_rows = static_cast<int>(down);
   args->tile_columns = static_cast<int>(across);
@@ -207,7 +205,7 @@ Status copy_transpose(const TensorView& x, const TensorView& out, int64_t tile_s
   config.grid.x = choice.grid;
   config.block.x = choice.kernel->block;
   config.dynamic_smem = choice.kernel->dynamic_smem;
-  if (choice.kernel->whole) {  // what shared memory does not have, the L1 has
+  if (choice.kernel->whole) {  // L1 gets the memory that shared memory leaves
     const CopyTransposeKernel& kernel = *choice.kernel;
     config.dynamic_smem -= static_cast<uint32_t>((kernel.tile_rows - args.tile_height) *
                                                  (kernel.tile_columns * kernel.element_bytes + 16));

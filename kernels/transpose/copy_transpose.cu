@@ -1,32 +1,32 @@
 // SPDX-License-Identifier: Apache-2.0
 // copy_transpose: out[b][j][i] = x[b][i][j] for elements of 1, 2 or 4 bytes.
 //
-// The plan. Every byte is read once and written once; at 4.2 TB/s a 16384x4096 bfloat16 matrix
-// takes 64 us, and nothing but the pattern of accesses decides how near one gets. A lane turns
-// squares of 16-byte (8-, 4-byte) vectors, one a row, by byte permutations; the kernels differ in
-// how vectors come to it.
+// Every byte is read once and written once; at 4.2 TB/s a 16384x4096 bfloat16 matrix takes 64 us.
+// The access pattern alone decides how close a kernel gets. A lane transposes squares of 16-byte
+// (8-, 4-byte) vectors, one per row, by byte permutations; the kernels differ in how the lane gets
+// them:
 //  - in_registers, small problems: a lane loads its square itself, up to 16 loads in flight. A warp
 //    is kLanesAcross by 32 / kLanesAcross lanes, so it reads segments of 16 * kLanesAcross bytes
 //    and writes 512 / kLanesAcross: whole sectors. No shared memory, no barrier.
 //  - staged, large problems: a block loads a tile, rows of kColumns elements, into shared memory,
-//    and stores columns of kRows: both runs are 256 bytes (128 for single bytes), which is what
-//    the last tenth of bandwidth takes. Vectors are swizzled by their row, so that neither side
-//    has bank conflicts.
-//  - realigned, where a row of x or of out does not begin on 16 bytes (realigned.cuh).
-//  - columns, the same with short columns (columns.cuh).
-// Blocks next to each other are tiles below each other (their writes are next to each other too),
-// or beside each other where the squares come straight from memory: what measured best.
+//    and stores columns of kRows: both runs are 256 bytes (128 for single bytes), which the last
+//    10 % of bandwidth requires. Vectors are swizzled by their row, so neither side has bank
+//    conflicts.
+//  - realigned, if a row of x or of out does not begin on 16 bytes (realigned.cuh).
+//  - columns, likewise with short columns (columns.cuh).
+// Consecutive blocks are tiles below each other, whose writes are adjacent, or beside each other if
+// the squares come directly from memory. Both are the fastest orders measured.
 #include <cstdint>
 
-#include "kernels/sm90/ahead.h"
 #include "kernels/sm90/grid_dependency.cuh"
-#include "kernels/sm90/ring.cuh"
+#include "kernels/sm90/prefetch.h"
+#include "kernels/sm90/tma.cuh"
 #include "kernels/sm90/vector.cuh"
 #include "kernels/transpose/columns.cuh"
 #include "kernels/transpose/copy_transpose_kernels.h"
 #include "kernels/transpose/realigned.cuh"
 #include "kernels/transpose/tile.cuh"
-#include "kernels/transpose/turn.cuh"
+#include "kernels/transpose/transpose_in_registers.cuh"
 
 namespace tiercel {
 namespace {
@@ -47,9 +47,9 @@ __global__ void __launch_bounds__(32 * kWarpsAcross * kWarpsDown)
       kEdge;
   const char* from =
       args.x + tile.matrix * args.batch_stride + row * args.row_stride + column * kBytes;
-  const bool mine = row < args.rows && column < args.columns;  // both are whole squares
-  // By those at the beginning of 32 bytes.
-  if (is_ahead(args.ahead) && mine && lane * kVector % 32 == 0) {
+  const bool mine = row < args.rows && column < args.columns;  // both are multiples of a square
+  // Prefetched by the lanes at the beginning of 32 bytes.
+  if (is_prefetching(args.prefetch_blocks) && mine && lane * kVector % 32 == 0) {
 #pragma unroll
     for (int i = 0; i < kEdge; ++i) prefetch_l2(from + i * args.row_stride);
   }
@@ -60,14 +60,14 @@ __global__ void __launch_bounds__(32 * kWarpsAcross * kWarpsDown)
   Square<kBytes, kEdge> square;
 #pragma unroll
   for (int i = 0; i < kEdge; ++i) load_vector(square.rows[i], from + i * args.row_stride);
-  const Square<kBytes, kEdge> turned = square.turned();
+  const Square<kBytes, kEdge> transposed = square.transposed();
   const int64_t out_stride = args.rows * kBytes;
   char* to = args.out + (tile.matrix * args.columns + column) * out_stride + row * kBytes;
 #pragma unroll
-  for (int j = 0; j < kEdge; ++j) store_vector(to + j * out_stride, turned.rows[j]);
+  for (int j = 0; j < kEdge; ++j) store_vector(to + j * out_stride, transposed.rows[j]);
 }
 
-// Where the vector `chunk` of row `row` of a tile lies in shared memory, in bytes.
+// The byte offset in shared memory of vector `chunk` of a tile's row `row`.
 template <int kPerVector, int kChunks>
 __device__ __forceinline__ int staged_at(int row, int chunk) {
   constexpr int kSwizzle = kChunks < 8 ? kChunks : 8;
@@ -77,7 +77,7 @@ __device__ __forceinline__ int staged_at(int row, int chunk) {
 template <int kBytes, int kRows, int kColumns, int kThreads>
 __global__ void __launch_bounds__(kThreads)
     copy_transpose_staged(const __grid_constant__ CopyTransposeArgs args) {
-  constexpr int kEdge = 16 / kBytes;         // of a square: the elements of a vector
+  constexpr int kEdge = 16 / kBytes;         // of a square: elements per vector
   constexpr int kChunks = kColumns / kEdge;  // vectors across
   constexpr int kStep = kThreads / kChunks;  // rows between a thread's loads
   constexpr int kLoads = kRows / kStep;
@@ -89,9 +89,10 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t first_column = static_cast<int64_t>(tile.column) * kColumns;
   const int rows = static_cast<int>(min(args.rows - first_row, int64_t{kRows}));
   const int chunks = static_cast<int>(min(args.columns - first_column, int64_t{kColumns})) / kEdge;
-  // (Measured on an H200: elements of 2 bytes gain by the second way only, of 4 by neither.)
+  // (Measured on an H200: 2-byte elements gain only from the second way, 4-byte elements from
+  // neither.)
   if constexpr (kBytes == 1) {
-    if (is_ahead(args.ahead)) {
+    if (is_prefetching(args.prefetch_blocks)) {
       const char* begin = args.x + tile.matrix * args.batch_stride + first_row * args.row_stride +
                           first_column * kBytes;
 #pragma unroll 1
@@ -100,8 +101,8 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
   } else if constexpr (kBytes == 2) {
-    // By those at the beginning of 32 bytes.
-    if (is_ahead(args.ahead) && threadIdx.x % 2 == 0) {
+    // Prefetched by the threads at the beginning of 32 bytes.
+    if (is_prefetching(args.prefetch_blocks) && threadIdx.x % 2 == 0) {
       const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
       const char* begin = args.x + tile.matrix * args.batch_stride +
                           (first_row + row) * args.row_stride + first_column * kBytes + chunk * 16;
@@ -120,7 +121,7 @@ __global__ void __launch_bounds__(kThreads)
   const char* from = args.x + tile.matrix * args.batch_stride +
                      (first_row + row) * args.row_stride + first_column * kBytes + chunk * 16;
   uint32_t words[kLoads][4];
-  if (kBytes == 2 && rows == kRows && chunks == kChunks) {  // most tiles: without conditions
+  if (kBytes == 2 && rows == kRows && chunks == kChunks) {  // most tiles, without bounds checks
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       load_vector(words[i], from + i * kStep * args.row_stride);
@@ -149,11 +150,11 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = 0; i < kEdge; ++i) {
     load_vector(square.rows[i], staged + staged_at<kEdge, kChunks>(down * kEdge + i, across));
   }
-  const Square<kBytes, kEdge> turned = square.turned();
+  const Square<kBytes, kEdge> transposed = square.transposed();
   to += across * kEdge * out_stride + down * 16;
 #pragma unroll
   for (int j = 0; j < kEdge; ++j) {
-    store_vector(to, turned.rows[j]);
+    store_vector(to, transposed.rows[j]);
     to += out_stride;
   }
 }
@@ -199,7 +200,7 @@ __global__ void __launch_bounds__(kThreads)
   TIERCEL_UNALIGNED("columns", true, bytes, rows, columns, 0, threads, \
                     copy_transpose_columns<bytes, rows, columns, threads>)
 
-// By element, then tile; of each tile first the one that needs alignment.
+// By element, then tile; for each tile, the kernel that needs alignment comes first.
 const CopyTransposeKernel kKernels[] = {
     TIERCEL_IN_REGISTERS(1, 4, 8, 1, 2),   TIERCEL_REALIGNED(1, 32, 32, 128, 8),
     TIERCEL_IN_REGISTERS(1, 8, 8, 1, 2),   TIERCEL_REALIGNED(1, 64, 64, 128, 8),

@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// copy_transpose where a row of x or of out does not begin on 16 bytes.
+// copy_transpose when a row of x or of out does not begin on 16 bytes.
 //
-// The plan. Aligned 16-byte chunks of x go through registers into shared memory as they are, each
-// row with its own shift; chunks of out, aligned as out is, are collected from there element by
-// element. A run of out, two chunks mostly, belongs to the tile that it begins in, which reads some
-// rows of the next one; only the ends of a column are written in elements. kDown lanes of a warp go
-// down a column and the others across: rows are a chunk more apart after each kPerChunk of them, so
-// that few lanes meet in a bank. All that a thread takes of out begins equally far from a run's
-// beginning in each of its columns, which are kStep apart: it lies at the same places of its rows.
-// (Measured on an H200: four blocks of 256 threads a multiprocessor are best. What loads await lies
-// in the L1, which has what shared memory leaves; more blocks have less of it each.)
+// Aligned 16-byte chunks of x are copied through registers into shared memory unchanged, each row
+// with its own shift. Chunks of out, aligned in out, are assembled from there element by element. A
+// run of out, mostly two chunks, belongs to the tile that it begins in, which therefore reads some
+// rows of the next tile; only the ends of a column are written as elements. kDown lanes of a warp
+// go down a column and the others across. The pitch grows by a chunk after each kPerChunk rows, so
+// that few lanes conflict in a bank. A thread's columns are kStep apart and have the same offset
+// from a run's beginning, so the elements for each lie at the same positions of its rows. (Measured
+// on an H200: four blocks of 256 threads per multiprocessor are best. Loads in flight occupy L1,
+// which gets the memory that shared memory leaves; more blocks would have less each.)
 #ifndef KERNELS_TRANSPOSE_REALIGNED_CUH_
 #define KERNELS_TRANSPOSE_REALIGNED_CUH_
 
 #include <cstdint>
 
-#include "kernels/sm90/ahead.h"
 #include "kernels/sm90/grid_dependency.cuh"
-#include "kernels/sm90/ring.cuh"
+#include "kernels/sm90/prefetch.h"
+#include "kernels/sm90/tma.cuh"
 #include "kernels/sm90/vector.cuh"
 #include "kernels/transpose/copy_transpose_kernels.h"
 #include "kernels/transpose/tile.cuh"
@@ -45,10 +45,10 @@ struct Source {
   const char* from;
   int rows;
   int columns;
-  bool gathers;  // elements of a row are not neighbours
-  int shift0;    // of its first row, in a chunk
-  int shift1;    // what each row adds to that
-  bool inside;   // its chunks are of x altogether, also where they are of other rows
+  bool gathers;  // the elements of a row are not adjacent
+  int shift0;    // of its first row, within a chunk
+  int shift1;    // increment per row
+  bool inside;   // all its chunks lie in x, possibly in other rows
 
   __device__ __forceinline__ Source(const CopyTransposeArgs& args, int64_t matrix, int64_t row,
                                     int64_t column, int rows, int columns)
@@ -64,7 +64,7 @@ struct Source {
   }
   __device__ __forceinline__ int shift(int row) const { return (shift0 + row * shift1) & 15; }
 
-  // Of the rest, at the ends of x, elements are read.
+  // The rest, at the ends of x, is read element by element.
   static __device__ __forceinline__ bool whole(const CopyTransposeArgs& args, const char* chunk) {
     return chunk >= args.x && chunk + 16 <= args.end;
   }
@@ -73,7 +73,7 @@ struct Source {
 template <int kThreads, int kBytes>
 __device__ __forceinline__ void prefetch_tile(const CopyTransposeArgs& args,
                                               const Source<kBytes>& tile) {
-  if (!is_ahead(args.ahead) || !tile.inside) return;
+  if (!is_prefetching(args.prefetch_blocks) || !tile.inside) return;
 #pragma unroll 1
   for (int r = threadIdx.x; r < tile.rows; r += kThreads) {
     const int shift = tile.shift(r);
@@ -82,13 +82,13 @@ __device__ __forceinline__ void prefetch_tile(const CopyTransposeArgs& args,
   }
 }
 
-// Rows of chunks in shared memory: kMore more than the tile has.
+// Rows of chunks in shared memory: kMore more than in the tile.
 template <int kBytes, int kTileRows, int kTileColumns, int kMore>
 struct Staging {
   static constexpr int kPerChunk = 16 / kBytes;
   static constexpr int kRows = kTileRows + kMore;
-  static constexpr int kLanes = kTileColumns / kPerChunk;  // that read a row
-  static constexpr int kPitch = (kLanes + 1) * 16;         // a row may begin inside a chunk
+  static constexpr int kLanes = kTileColumns / kPerChunk;  // per row
+  static constexpr int kPitch = (kLanes + 1) * 16;         // a row may begin within a chunk
   static constexpr int kSize = kRows * kPitch + (kRows / kPerChunk + 1) * 16;
 
   static __device__ __forceinline__ int offset(int row) {
@@ -96,7 +96,7 @@ struct Staging {
   }
 };
 
-// Brings a tile to shared memory.
+// Loads a tile into shared memory.
 template <int kThreads, typename Rows, int kBytes>
 __device__ __forceinline__ void stage_tile(const CopyTransposeArgs& args,
                                            const Source<kBytes>& tile, char* staged) {
@@ -150,7 +150,7 @@ __device__ __forceinline__ void stage_tile(const CopyTransposeArgs& args,
     place += kTogetherStep;
     left -= kTogether * kRowsAPass;
   }
-  if (columns * kBytes + (16 - kBytes) > kLanes * 16) {  // wide tiles' last chunks
+  if (columns * kBytes + (16 - kBytes) > kLanes * 16) {  // the last chunks of wide tiles
 #pragma unroll 1
     for (int r = threadIdx.x; r < rows; r += kThreads) {
       const char* last = tile.from + (r * args.row_stride - tile.shift(r)) + kLanes * 16;
@@ -162,10 +162,10 @@ __device__ __forceinline__ void stage_tile(const CopyTransposeArgs& args,
     }
   }
   if (tile.inside) return;
-  __syncthreads();  // the chunks' places are written above, with what is not read
+  __syncthreads();  // the code above has also written chunks of which parts were not read
 #pragma unroll 1
   for (int r = threadIdx.x; r < rows; r += kThreads) {
-    // Only a row's first and last elements can be in such chunks, and few of all rows are.
+    // Such chunks hold only a row's first and last elements, in few rows.
     const char* begin = tile.from + r * args.row_stride;
     const int shift = tile.shift(r), last = (shift + columns * kBytes - 1) / 16 * 16;
 #pragma unroll 1
@@ -181,7 +181,7 @@ __device__ __forceinline__ void stage_tile(const CopyTransposeArgs& args,
   }
 }
 
-// A chunk's words, whose elements lie at `places` behind `staged`.
+// Assembles a chunk from elements at offsets `places` from `staged`.
 template <int kBytes, int kPerChunk>
 __device__ __forceinline__ void collect(uint32_t (&words)[4], const char* staged,
                                         const int (&places)[kPerChunk]) {
@@ -189,7 +189,7 @@ __device__ __forceinline__ void collect(uint32_t (&words)[4], const char* staged
 #pragma unroll
   for (int e = 0; e < kPerChunk; ++e) {
     const uint32_t value = *reinterpret_cast<const T*>(staged + places[e]);
-    constexpr uint32_t kInto[4] = {0x3214, 0x3240, 0x3410, 0x4210};  // which byte it takes
+    constexpr uint32_t kInto[4] = {0x3214, 0x3240, 0x3410, 0x4210};  // selects the bytes
     const int at = e * kBytes % 4;
     uint32_t& word = words[e * kBytes / 4];
     if constexpr (kBytes == 4) {
@@ -202,7 +202,7 @@ __device__ __forceinline__ void collect(uint32_t (&words)[4], const char* staged
   }
 }
 
-// Rows of a tile whose runs of out may need elements of the tile below.
+// Rows whose runs of out may need elements of the tile below.
 template <int kBytes, int kTileRows, int kTileColumns>
 struct RunStaging
     : Staging<kBytes, kTileRows, kTileColumns, copy_transpose_run(kBytes, kTileRows) / kBytes> {
@@ -217,12 +217,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   constexpr int kPerChunk = Rows::kPerChunk, kRun = Rows::kRun;
   constexpr int kOfColumn = kTileRows / kPerChunk;  // chunks
   constexpr int kDown = kOfColumn < 8 ? kOfColumn : 8, kAcross = 32 / kDown;
-  constexpr int kGroups = kOfColumn / kDown;  // of lanes, to a column
+  constexpr int kGroups = kOfColumn / kDown;  // of lanes, per column
   constexpr int kStep = kAcross * (kThreads / 32 / kGroups);
   static_assert(kThreads / 32 % kGroups == 0 && kStep * kBytes % kRun == 0, "columns of one shift");
   extern __shared__ __align__(128) char staged[];
 
-  // From the last one on: tiles at the ends of x take longer, and do while others run.
+  // Starts with the last tile: tiles at the ends of x take longer, and so overlap the others.
   const Tile at = tile_of<true>(args, gridDim.x - 1 - blockIdx.x);
   const int64_t first_row = static_cast<int64_t>(at.row) * args.tile_height;
   const int64_t first_column = static_cast<int64_t>(at.column) * args.tile_width;
@@ -239,12 +239,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   grid_dependency_launch();
   stage_tile<kThreads, Rows>(args, tile, staged);
 
-  // The chunks of out that begin in this tile; the first tile has those before them as well, in
-  // elements, and the last one ends in the middle of one.
+  // The chunks of out that begin in this tile. The first tile also writes the elements before them;
+  // the last tile ends within a chunk.
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int mine = warp / kGroups * kAcross + lane / kDown;  // the thread's first column
   const int down = (warp % kGroups * kDown + lane % kDown) * kPerChunk;
-  // From the first run of it on.
+  // From its first run on.
   const int first = ((-(to_shift + mine * out_shift) & (kRun - 1)) / kBytes) + down;
   int places[kPerChunk];
 #pragma unroll

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which tile of which matrix a block takes.
+// The tile of a block.
 #ifndef KERNELS_TRANSPOSE_TILE_CUH_
 #define KERNELS_TRANSPOSE_TILE_CUH_
 

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Small matrices of 1-, 2- and 4-byte elements in registers, turned by byte permutations.
-#ifndef KERNELS_TRANSPOSE_TURN_CUH_
-#define KERNELS_TRANSPOSE_TURN_CUH_
+// Transposes small matrices of 1-, 2- and 4-byte elements in registers by byte permutations.
+#ifndef KERNELS_TRANSPOSE_TRANSPOSE_IN_REGISTERS_CUH_
+#define KERNELS_TRANSPOSE_TRANSPOSE_IN_REGISTERS_CUH_
 
 #include <cstdint>
 
 namespace tiercel {
 
-// A square of kEdge rows of kEdge elements of kBytes, as 32-bit words; the result has its columns
-// as rows. 2-byte elements cost one permutation a word, 1-byte elements two, 4-byte ones nothing.
+// kEdge rows of kEdge elements of kBytes, as 32-bit words. Transposing takes one permutation per
+// word for 2-byte elements, two for 1-byte elements and none for 4-byte elements.
 template <int kBytes, int kEdge>
 struct Square {
   static constexpr int kWords = kEdge * kBytes / 4;
@@ -17,7 +17,7 @@ struct Square {
 
   uint32_t rows[kEdge][kWords];
 
-  __device__ __forceinline__ Square turned() const {
+  __device__ __forceinline__ Square transposed() const {
     Square result;
     if constexpr (kBytes == 4) {
 #pragma unroll
@@ -42,7 +42,7 @@ struct Square {
         for (int j = 0; j < kEdge; j += 4) {
           const uint32_t a = rows[i][j / 4], b = rows[i + 1][j / 4];
           const uint32_t c = rows[i + 2][j / 4], d = rows[i + 3][j / 4];
-          // Bytes 0 and 1, then 2 and 3, of two rows each; then their halves.
+          // Interleaves bytes 0 and 1, then 2 and 3, of two rows; then the halves of these.
           const uint32_t ab01 = __byte_perm(a, b, 0x5140), cd01 = __byte_perm(c, d, 0x5140);
           const uint32_t ab23 = __byte_perm(a, b, 0x7362), cd23 = __byte_perm(c, d, 0x7362);
           result.rows[j][i / 4] = __byte_perm(ab01, cd01, 0x5410);
@@ -58,4 +58,4 @@ struct Square {
 
 }  // namespace tiercel
 
-#endif  // KERNELS_TRANSPOSE_TURN_CUH_
+#endif  // KERNELS_TRANSPOSE_TRANSPOSE_IN_REGISTERS_CUH_
