@@ -289,7 +289,7 @@ Status prepare(const TensorView& x, const TensorView& weight, const TensorView& 
   args.k = static_cast<int>(x.shape[1]);
   if (args.tokens == 0 || args.features == 0) return Status();
   if (config != nullptr) return configure(*config, choice);
-  const TunedProblem problem{x.device_index, weight.dtype, args.features, args.k};
+  const TunedProblem problem{x.device_index, weight.dtype, {args.features, args.k}};
   const Nvfp4LinearConfig* tuned = nvfp4_linear_tuned().find(problem, args.tokens);
   // A configuration tuned for another number of tokens may not fit.
   if (tuned != nullptr && configure(*tuned, choice).ok()) return Status();

@@ -159,7 +159,7 @@ Status decide(const LinearProblem& problem, int device, int multiprocessors,
   if (config != nullptr) return linear_act_configure(*config, problem, multiprocessors, choice);
   if (problem.kind == LinearKind::kPlain || problem.kind == LinearKind::kExtra) {
     const LinearActConfig* tuned =
-        linear_act_tuned().find({device, problem.dtype, problem.n, problem.k}, problem.m);
+        linear_act_tuned().find({device, problem.dtype, {problem.n, problem.k}}, problem.m);
     // Tuned for another M or kind, it may not suit this one.
     if (tuned != nullptr && linear_act_configure(*tuned, problem, multiprocessors, choice).ok()) {
       return Status();

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <string>
 
+#include "kernels/norm/norm_backward_config.h"
 #include "kernels/norm/norm_choose.h"
 #include "kernels/norm/norm_kernels.h"
 #include "kernels/sm90/checks.h"
@@ -219,10 +220,12 @@ Status prepare(const NormBackward& call, const NormDevice& device, NormBackwardA
   }
   TIERCEL_RETURN_IF_ERROR(check_rows(op, grad_x.count));
 
+  if (call.config != nullptr) TIERCEL_RETURN_IF_ERROR(norm_backward_check(op, *call.config));
   const int columns = static_cast<int>(call.x->shape[call.x->ndim - 1]);
-  *choice = choose_norm_backward({call.kind, call.x->dtype, grad_x.count, columns, wide,
-                                  args->stream_count, device.multiprocessors,
-                                  on_16_bytes(call.weight), device.memory_gbps});
+  *choice =
+      choose_norm_backward({call.kind, call.x->dtype, grad_x.count, columns, wide,
+                            args->stream_count, device.multiprocessors, on_16_bytes(call.weight),
+                            device.memory_gbps, device.index, call.config});
   if (choice->kernel == nullptr) return no_kernel(op, columns, wide);
   args->weight = data_of(call.weight);
   args->grad_x = grad_x.data;
@@ -349,7 +352,9 @@ Status norm_forward_plan(const NormForward& call, int multiprocessors, NormPlan*
 Status norm_device(const TensorView& x, NormDevice* device) {
   *device = {};
   TIERCEL_RETURN_IF_ERROR(multiprocessors_of(x, &device->multiprocessors));
-  if (x.device_type == DeviceType::kCUDA) device->memory_gbps = memory_gbps(x.device_index);
+  if (x.device_type != DeviceType::kCUDA) return Status();
+  device->memory_gbps = memory_gbps(x.device_index);
+  device->index = x.device_index;
   return Status();
 }
 

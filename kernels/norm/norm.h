@@ -32,6 +32,19 @@ struct NormForward {
   float eps;
 };
 
+// How norm_backward and norm_backward_short are launched.
+struct NormBackwardConfig {
+  int vectors;            // of 16 bytes, per thread and row
+  int rows;               // that a thread works on at once
+  int cluster;            // blocks per row, at least
+  int threads;            // per block, at most
+  int stages;             // rows in the ring of each team of threads, at least
+  int prefetch_rows = 0;  // rows that a team prefetches into the L2 beyond its ring
+  bool even = false;      // leave up to 1/32 of the blocks out if the rows then divide evenly
+  bool pairs = false;     // two blocks, of a row each, add their sums before they write them
+  int min_bytes = 0;      // in flight per block; stages are added to reach it
+};
+
 // Gradients of the above, for x the normalised tensor (residual_out where there is one) and grad
 // that of out. grad_residual, where there is one, adds to grad_x, which is x's and residual's
 // gradient. grad_weight and grad_bias [N], each or both null (that of an RMS norm is), have the
@@ -48,6 +61,8 @@ struct NormBackward {
   const TensorView* grad_bias;
   const TensorView* workspace;
   float eps;
+  // What to launch, or null: what was tuned or measured, else the heuristic's choice.
+  const NormBackwardConfig* config = nullptr;
 };
 
 // What a call would launch.
@@ -65,13 +80,15 @@ struct NormPlan {
   int parts;   // backward: partial sums of a weight
 };
 
-// What the choice of a backward kernel depends on; the memory's rate as memory_gbps() says it.
+// The properties of a device that decide on a backward kernel; memory_gbps as memory_gbps()
+// returns.
 struct NormDevice {
   int multiprocessors = 0;
   int memory_gbps = 0;
+  int index = -1;  // whose tuned configurations apply; -1: none
 };
 
-// Of the tensor's device; zeros where that is no GPU.
+// Describes the tensor's device; zeros for a tensor that is not on a GPU.
 Status norm_device(const TensorView& x, NormDevice* device);
 
 // Checks and the choice of kernel, for a device of that kind; no GPU needed.

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "kernels/norm/norm_backward_shapes.h"
+#include "kernels/norm/norm_backward_config.h"
 #include "kernels/norm/norm_threads.h"
 
 namespace tiercel {
@@ -21,7 +21,7 @@ const Kernel* find(const Kernel* kernels, int count, Fits fits) {
 // Of norm_short, norm_plain and norm_long there are kernels for just what most calls are.
 NormKinds kinds_of(const NormProblem& problem, NormShape shape) {
   const bool layer = problem.kind == NormKind::kLayer;
-  if (shape == NormShape::kBlock || !problem.wide || !problem.plain) return NormKinds::kBoth;
+  if (shape == NormShape::kBlock || !problem.aligned16 || !problem.plain) return NormKinds::kBoth;
   if (problem.streams == 2) {
     const bool has = shape == NormShape::kPlain && !layer && dtype_bytes(problem.dtype) == 2;
     return has ? NormKinds::kRms : NormKinds::kBoth;
@@ -35,7 +35,7 @@ const NormForwardKernel* forward_kernel(const NormProblem& problem, NormShape sh
   const NormForwardKernel* kernels = norm_forward_kernels(&count);
   const NormKinds kinds = kinds_of(problem, shape);
   return find(kernels, count, [&](const NormForwardKernel& kernel) {
-    return kernel.dtype == problem.dtype && kernel.wide == problem.wide &&
+    return kernel.dtype == problem.dtype && kernel.wide == problem.aligned16 &&
            kernel.residual == (problem.streams == 2) && kernel.kinds == kinds &&
            kernel.shape == shape && kernel.lanes == lanes && kernel.vectors == vectors;
   });
@@ -45,7 +45,7 @@ const NormForwardKernel* forward_kernel(const NormProblem& problem, NormShape sh
 NormChoice<NormForwardKernel> choose_short(const NormProblem& problem, int64_t vectors) {
   NormChoice<NormForwardKernel> choice;
   int per_thread = 4, lanes = vectors <= 32 ? 8 : 32;
-  if (problem.wide) {
+  if (problem.aligned16) {
     per_thread = vectors <= 32 ? 1 : vectors <= 64 ? 2 : 4;
     lanes = vectors <= 8 ? 8 : vectors <= 16 ? 16 : 32;
   }
@@ -136,18 +136,18 @@ NormChoice<NormForwardKernel> choose_long(const NormProblem& problem, int64_t ve
 
 NormChoice<NormForwardKernel> choose_forward(const NormProblem& problem) {
   NormChoice<NormForwardKernel> choice;
-  const int elements = problem.wide ? static_cast<int>(16 / dtype_bytes(problem.dtype)) : 1;
+  const int elements = problem.aligned16 ? static_cast<int>(16 / dtype_bytes(problem.dtype)) : 1;
   const int64_t vectors = ceil_div(problem.columns, elements);
   // Few enough that each vector can have a thread of its own: latency counts, not bytes.
   const bool small = problem.rows * vectors <= problem.multiprocessors * int64_t{1536};
   if (is_plain(problem, vectors, small)) return choose_plain(problem, vectors);
-  if (!(vectors > 128 || (problem.wide && small && vectors > 32))) {
+  if (!(vectors > 128 || (problem.aligned16 && small && vectors > 32))) {
     return choose_short(problem, vectors);
   }
   const int element = static_cast<int>(dtype_bytes(problem.dtype));
   if (is_long(problem, vectors)) return choose_long(problem, vectors);
   int per_thread = 4;
-  if (!problem.wide) {
+  if (!problem.aligned16) {
     if (vectors > 2048) per_thread = problem.streams == 2 ? 16 : 32;
   } else if (small && vectors <= 1024) {
     const bool no_ones = element == 2 && problem.streams == 1;  // there norm_plain does mostly
@@ -155,8 +155,10 @@ NormChoice<NormForwardKernel> choose_forward(const NormProblem& problem) {
   } else if (element == 2 && problem.streams == 2 && vectors <= 1024) {
     per_thread = 2;
   }
-  const auto most_threads = [&] { return norm_forward_threads(element, problem.wide, per_thread); };
-  if (problem.wide && vectors > int64_t{kNormMaxCluster} * most_threads() * per_thread) {
+  const auto most_threads = [&] {
+    return norm_forward_threads(element, problem.aligned16, per_thread);
+  };
+  if (problem.aligned16 && vectors > int64_t{kNormMaxCluster} * most_threads() * per_thread) {
     per_thread = 8;
   }
   const int most = most_threads();
@@ -176,7 +178,7 @@ NormChoice<NormForwardKernel> choose_forward(const NormProblem& problem) {
   choice.grid = static_cast<int>(problem.rows * choice.cluster);
   choice.kernel = forward_kernel(problem, NormShape::kBlock, 0, per_thread);
   // Four such blocks on a multiprocessor: five have more on their way than memory likes.
-  if (problem.wide && !small && problem.streams == 2 && element == 2 && per_thread == 2 &&
+  if (problem.aligned16 && !small && problem.streams == 2 && element == 2 && per_thread == 2 &&
       choice.block == 256) {
     choice.dynamic_smem = 44 * 1024;
   }
@@ -184,14 +186,77 @@ NormChoice<NormForwardKernel> choose_forward(const NormProblem& problem) {
 }
 
 const NormBackwardKernel* backward_kernel(const NormProblem& problem,
-                                          const NormBackwardShape& shape, bool is_short) {
+                                          const NormBackwardConfig& config, bool is_short) {
   int count = 0;
   const NormBackwardKernel* kernels = norm_backward_kernels(&count);
   return find(kernels, count, [&](const NormBackwardKernel& kernel) {
-    return kernel.dtype == problem.dtype && kernel.wide == problem.wide &&
-           kernel.kind == problem.kind && kernel.vectors == shape.vectors &&
-           kernel.rows == shape.rows && kernel.is_short == is_short;
+    return kernel.dtype == problem.dtype && kernel.wide == problem.aligned16 &&
+           kernel.kind == problem.kind && kernel.vectors == config.vectors &&
+           kernel.rows == config.rows && kernel.is_short == is_short;
   });
+}
+
+// The launch of a configuration; without a kernel if shared memory has no room or there is none.
+NormChoice<NormBackwardKernel> configure_backward(const NormProblem& problem,
+                                                  NormBackwardConfig config, int64_t vectors) {
+  NormChoice<NormBackwardKernel> choice;
+  const int64_t element = dtype_bytes(problem.dtype);
+  const int elements = static_cast<int>(16 / element);  // of a vector in shared memory
+  const bool short_rows = norm_backward_has_short(problem, vectors) && config.rows == 1 &&
+                          config.cluster == 1 && config.vectors == ceil_div(vectors, 32);
+  if (short_rows) {
+    config.threads = std::min(config.threads, norm_backward_short_threads(config.vectors));
+  }
+  const NormBackwardKernel* const kernel = backward_kernel(problem, config, short_rows);
+  const bool keeps = norm_backward_keeps(static_cast<int>(element), problem.aligned16,
+                                         config.vectors, config.rows, problem.kind);
+  // Of a warp, as the kernels have it.
+  const int fewest = !problem.aligned16 ? 8 : config.vectors * config.rows > 2 ? 32 : 4;
+  for (; config.cluster <= kNormMaxCluster; config.cluster *= 2) {
+    const int64_t part = ceil_div(vectors, config.cluster);
+    choice.cluster = config.cluster;
+    choice.threads_per_row = threads_for(part, config.vectors, fewest);
+    choice.slice = static_cast<int>(part) * elements;
+    const int team_threads = std::max(choice.threads_per_row, 32);
+    const int rows_per_team = team_threads / choice.threads_per_row * config.rows;
+    // Blocks for all multiprocessors first, then teams in them. Larger clusters do not find room on
+    // all of them: of 132 on 120.
+    const int multiprocessors =
+        config.cluster > 2 ? problem.multiprocessors * 10 / 11 : problem.multiprocessors;
+    choice.paired = config.pairs && problem.rows >= multiprocessors && multiprocessors > 1;
+    const int step = choice.paired ? 2 : 1;
+    const int most_blocks = std::max(1, multiprocessors / config.cluster) / step * step;
+    const int even = config.even ? norm_even_blocks(problem.rows, most_blocks, step) : 0;
+    const int blocks = even > 0 ? even : most_blocks;
+    const int64_t most_teams = std::max(1, config.threads / team_threads);
+    const int64_t teams_of_rows =
+        std::max<int64_t>(1, ceil_div(ceil_div(problem.rows, rows_per_team), blocks));
+    const int64_t teams = config.cluster > 1 ? 1 : std::min(most_teams, teams_of_rows);
+    choice.block = static_cast<int>(teams) * team_threads;
+    const int64_t weights = short_rows ? 32 * config.vectors * elements : keeps ? 0 : choice.slice;
+    const int64_t weight = weights * 4;
+    const int64_t room = kNormMaxDynamicSmem - weight - 128;
+    const int64_t stage = choice.slice * element * problem.streams *
+                          (team_threads / choice.threads_per_row) * teams;  // of all teams
+    // The ring's memory holds the teams' sums of the parameters' gradients at the end.
+    const int64_t sums =
+        (problem.kind == NormKind::kLayer ? 2 : 1) * teams * choice.slice * int64_t{4};
+    if (stage * config.rows > room || sums > room) continue;
+    const int64_t enough = std::min<int64_t>(ceil_div(config.min_bytes, stage), kNormMaxStages);
+    const int64_t stages = std::max<int64_t>(config.stages, enough);
+    choice.stages = static_cast<int>(std::min(room / stage, stages));
+    choice.ahead = config.prefetch_rows;
+    choice.weight_offset = static_cast<int>(round_up(std::max(choice.stages * stage, sums), 128));
+    // More than half of what there is: two blocks on one multiprocessor leave another empty.
+    choice.dynamic_smem =
+        static_cast<int>(std::max<int64_t>(choice.weight_offset + weight, 116 * 1024));
+    const int64_t tiles = std::max<int64_t>(1, ceil_div(problem.rows, rows_per_team * teams));
+    choice.grid = static_cast<int>(std::min<int64_t>(blocks, tiles)) * config.cluster;
+    if (choice.paired) choice.cluster = 2;
+    choice.kernel = kernel;
+    return choice;
+  }
+  return choice;
 }
 
 }  // namespace
@@ -209,67 +274,25 @@ NormChoice<NormForwardKernel> choose_norm_forward(const NormProblem& problem) {
 }
 
 NormChoice<NormBackwardKernel> choose_norm_backward(const NormProblem& problem) {
-  NormChoice<NormBackwardKernel> choice;
-  const int64_t element = dtype_bytes(problem.dtype);
-  const int elements = static_cast<int>(16 / element);  // of a vector in shared memory
-  const int64_t vectors = ceil_div(problem.columns, elements);
-  NormBackwardShape shape = norm_backward_shape(problem, vectors);
-  if (shape.vectors == 0) return choice;
-  const bool short_rows = norm_backward_has_short(problem, vectors) && shape.rows == 1 &&
-                          shape.cluster == 1 && shape.vectors == ceil_div(vectors, 32);
-  if (short_rows) {
-    shape.threads = std::min(shape.threads, norm_backward_short_threads(shape.vectors));
+  const int64_t vectors = ceil_div(int64_t{problem.columns} * dtype_bytes(problem.dtype), 16);
+  const auto choice_of = [&](const NormBackwardConfig* config) {
+    if (config == nullptr || !norm_backward_fits(problem, *config, vectors)) {
+      return NormChoice<NormBackwardKernel>();
+    }
+    return configure_backward(problem, *config, vectors);
+  };
+  if (problem.config != nullptr) return choice_of(problem.config);
+  if (problem.aligned16 && problem.streams == 2) {
+    const NormBackwardConfig* tuned =
+        norm_backward_tuned(problem.kind)
+            .find({problem.device, problem.dtype, {problem.columns}}, problem.rows);
+    const NormBackwardConfig measured = norm_backward_measured(problem, vectors);
+    for (const NormBackwardConfig* config : {tuned, &measured}) {
+      const NormChoice<NormBackwardKernel> choice = choice_of(config);
+      if (choice.kernel != nullptr) return choice;
+    }
   }
-  const NormBackwardKernel* const kernel = backward_kernel(problem, shape, short_rows);
-  const bool keeps = norm_backward_keeps(static_cast<int>(element), problem.wide, shape.vectors,
-                                         shape.rows, problem.kind);
-  // Of a warp, as the kernels have it.
-  const int fewest = !problem.wide ? 8 : shape.vectors * shape.rows > 2 ? 32 : 4;
-  for (; shape.cluster <= kNormMaxCluster; shape.cluster *= 2) {
-    const int64_t part = ceil_div(vectors, shape.cluster);
-    choice.cluster = shape.cluster;
-    choice.threads_per_row = threads_for(part, shape.vectors, fewest);
-    choice.slice = static_cast<int>(part) * elements;
-    const int team_threads = std::max(choice.threads_per_row, 32);
-    const int rows_per_team = team_threads / choice.threads_per_row * shape.rows;
-    // Blocks for all multiprocessors first, then teams in them. Larger clusters do not find room on
-    // all of them: of 132 on 120.
-    const int multiprocessors =
-        shape.cluster > 2 ? problem.multiprocessors * 10 / 11 : problem.multiprocessors;
-    choice.paired = shape.pairs && problem.rows >= multiprocessors && multiprocessors > 1;
-    const int step = choice.paired ? 2 : 1;
-    const int most_blocks = std::max(1, multiprocessors / shape.cluster) / step * step;
-    const int even = shape.even ? norm_even_blocks(problem.rows, most_blocks, step) : 0;
-    const int blocks = even > 0 ? even : most_blocks;
-    const int64_t most_teams = std::max(1, shape.threads / team_threads);
-    const int64_t teams_of_rows =
-        std::max<int64_t>(1, ceil_div(ceil_div(problem.rows, rows_per_team), blocks));
-    const int64_t teams = shape.cluster > 1 ? 1 : std::min(most_teams, teams_of_rows);
-    choice.block = static_cast<int>(teams) * team_threads;
-    const int64_t weights = short_rows ? 32 * shape.vectors * elements : keeps ? 0 : choice.slice;
-    const int64_t weight = weights * 4;
-    const int64_t room = kNormMaxDynamicSmem - weight - 128;
-    const int64_t stage = choice.slice * element * problem.streams *
-                          (team_threads / choice.threads_per_row) * teams;  // of all teams
-    // The ring's memory holds the teams' sums of the parameters' gradients at the end.
-    const int64_t sums =
-        (problem.kind == NormKind::kLayer ? 2 : 1) * teams * choice.slice * int64_t{4};
-    if (stage * shape.rows > room || sums > room) continue;
-    const int64_t enough = std::min<int64_t>(ceil_div(shape.least, stage), kNormMaxStages);
-    const int64_t stages = std::max<int64_t>(shape.stages, enough);
-    choice.stages = static_cast<int>(std::min(room / stage, stages));
-    choice.ahead = shape.ahead;
-    choice.weight_offset = static_cast<int>(round_up(std::max(choice.stages * stage, sums), 128));
-    // More than half of what there is: two blocks on one multiprocessor leave another empty.
-    choice.dynamic_smem =
-        static_cast<int>(std::max<int64_t>(choice.weight_offset + weight, 116 * 1024));
-    const int64_t tiles = std::max<int64_t>(1, ceil_div(problem.rows, rows_per_team * teams));
-    choice.grid = static_cast<int>(std::min<int64_t>(blocks, tiles)) * shape.cluster;
-    if (choice.paired) choice.cluster = 2;
-    choice.kernel = kernel;
-    return choice;
-  }
-  return choice;
+  return configure_backward(problem, norm_backward_heuristic(problem, vectors), vectors);
 }
 
 }  // namespace tiercel

@@ -15,12 +15,15 @@ struct NormProblem {
   DType dtype;
   int64_t rows;
   int columns;
-  bool wide;    // rows begin and end on 16 bytes
-  int streams;  // tensors of [rows, columns] that are read
+  bool aligned16;  // rows begin and end on 16 bytes
+  int streams;     // tensors of [rows, columns] that are read
   int multiprocessors;
-  bool plain;           // forward: parameters of x's dtype, and no bias but a layer norm's;
-                        // backward: a weight on 16 bytes, or none
-  int memory_gbps = 0;  // backward: or 0 where that is not known
+  bool plain;  // forward: parameters of x's dtype, and no bias but a layer norm's;
+               // backward: a weight on 16 bytes, or none
+  // Backward only:
+  int memory_gbps = 0;  // 0: unknown
+  int device = -1;      // the index whose tuned configurations apply; -1: none
+  const NormBackwardConfig* config = nullptr;  // what to launch; null: the best known
 };
 
 template <typename Kernel>

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Configurations that were tuned on a device: what `tiercel tune apply` wrote, looked up by
-// launchers.
+// Configurations that `tiercel tune apply` wrote for a device, and how an operator looks one up.
 #ifndef KERNELS_SM90_TUNED_H_
 #define KERNELS_SM90_TUNED_H_
 
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
@@ -20,21 +20,20 @@ namespace tiercel {
 struct TunedProblem {
   int device;
   DType dtype;
-  int64_t n;
-  int64_t k;
+  std::array<int64_t, 4> sizes;  // in the op's order; zeros beyond those that it has
   bool operator<(const TunedProblem& other) const {
-    return std::tie(device, dtype, n, k) < std::tie(other.device, other.dtype, other.n, other.k);
+    return std::tie(device, dtype, sizes) < std::tie(other.device, other.dtype, other.sizes);
   }
 };
 
-// Of one op. Readers take no lock: what they read is never changed and never freed.
+// One op's configurations. Readers take no lock: a snapshot is never changed and never freed.
 template <typename Config>
 class TunedTable {
  public:
   using ByTokens = std::vector<std::pair<int64_t, Config>>;  // ascending
   using Problems = std::map<TunedProblem, ByTokens>;
 
-  // Adds problems of a device, or replaces them; an empty map says that the device was looked at.
+  // Adds a device's problems, or replaces them; an empty map says that the device has been read.
   void set(int device, const Problems& problems) {
     std::lock_guard<std::mutex> lock(mutex_);
     const Snapshot* old = current_.load();
@@ -44,8 +43,8 @@ class TunedTable {
     current_.store(next);
   }
 
-  // The configuration of the nearest tuned token count, by ratio; null where the problem has none,
-  // or none within a factor of two beyond those tuned: one for 16 tokens says nothing of 4096.
+  // The configuration of the nearest tuned token count, by ratio; null if the problem has none, or
+  // none within a factor of two of `tokens`: a choice for 16 tokens says nothing about 4096.
   const Config* find(const TunedProblem& problem, int64_t tokens) {
     const Snapshot* table = current_.load(std::memory_order_acquire);
     if (table == nullptr) return nullptr;
@@ -69,7 +68,7 @@ class TunedTable {
     return best;
   }
 
-  // Whether a problem without a file was met: true once in a process.
+  // True once per process, after a problem without a file was looked up.
   bool take_miss(TunedProblem* problem) {
     if (state_.load(std::memory_order_relaxed) != kMissed) return false;
     int expected = kMissed;

@@ -24,6 +24,7 @@ PyMethodDef* RotaryFunctions();
 PyMethodDef* RoutingFunctions();
 PyMethodDef* SoftmaxFunctions();
 PyMethodDef* TransposeFunctions();
+PyMethodDef* TunedFunctions();
 
 }  // namespace tiercel::python
 

@@ -65,7 +65,7 @@ void AddAll(py::module_& module) {
       GroupedGemmFunctions,  LinearFunctions,    MoeFunctions,
       NormFunctions,         QuantFunctions,     ReduceFunctions,
       RotaryFunctions,       RoutingFunctions,   SoftmaxFunctions,
-      TransposeFunctions};
+      TransposeFunctions,    TunedFunctions};
   for (const Functions functions : kTables) {
     if (PyModule_AddFunctions(module.ptr(), functions()) != 0) throw py::error_already_set();
   }

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/norm/norm.h"
 
-#include "kernels/norm/norm_backward_shapes.h"
+#include "kernels/norm/norm_backward_config.h"
 #include "kernels/norm/norm_kernels.h"
 #include "python/bindings/call.h"
 #include "python/bindings/families.h"
+#include "python/bindings/tuned.h"
 
 namespace tiercel::python {
 namespace {
@@ -75,9 +76,20 @@ struct ForwardCall {
 // and grad_x may be None.
 struct BackwardCall {
   PythonTensor tensors[8];
+  NormBackwardConfig config{};
   NormBackward call{};
 
+  // Takes the tuner's configuration, a tuple, from the end of the arguments.
+  bool TakeConfig(NormKind kind, PyObject* const* values, Py_ssize_t* count) {
+    if (*count == 0 || !PyTuple_Check(values[*count - 1])) return true;
+    NormBackwardFields fields;
+    if (!ReadConfig(values[--*count], OpName(kind), &fields)) return false;
+    config = norm_backward_config_of(fields);
+    call.config = &config;
+    return true;
+  }
   bool Parse(NormKind kind, PyObject* const* values, Py_ssize_t count) {
+    LoadNormBackwardRanges();
     call.kind = kind;
     if (!Arguments(OpName(kind), values, count).Expect(9)) return false;
     Values next(OpName(kind), values);
@@ -95,7 +107,7 @@ struct BackwardCall {
 NormDevice DeviceOf(const TensorView& view) {
   NormDevice device;
   const bool known = norm_device(view, &device).ok() && device.multiprocessors > 0;
-  return known ? device : NormDevice{kMultiprocessors, 0};
+  return known ? device : NormDevice{kMultiprocessors, 0, view.device_index};
 }
 
 PyObject* PlanDict(const NormPlan& plan) {
@@ -125,15 +137,16 @@ PyObject* ForwardPlan(PyObject*, PyObject* const* values, Py_ssize_t count) {
 template <NormKind kKind>
 PyObject* Backward(PyObject*, PyObject* const* values, Py_ssize_t count) {
   BackwardCall call;
-  if (!call.Parse(kKind, values, count)) return nullptr;
+  if (!call.TakeConfig(kKind, values, &count) || !call.Parse(kKind, values, count)) return nullptr;
   return Launch(call.tensors[0], [&](void* stream) { return norm_backward(call.call, stream); });
 }
 
 template <NormKind kKind>
 PyObject* BackwardPlan(PyObject*, PyObject* const* values, Py_ssize_t count) {
   constexpr Py_ssize_t kArguments = 9;  // a launch's; two more name another device
-  const bool named = count == kArguments + 2;
   BackwardCall call;
+  if (!call.TakeConfig(kKind, values, &count)) return nullptr;
+  const bool named = count == kArguments + 2;
   if (!call.Parse(kKind, values, named ? kArguments : count)) return nullptr;
   NormDevice device;
   if (named) {
@@ -148,22 +161,6 @@ PyObject* BackwardPlan(PyObject*, PyObject* const* values, Py_ssize_t count) {
   NormPlan plan{};
   const Status status = norm_backward_plan(call.call, device, &plan);
   return status.ok() ? PlanDict(plan) : Raise(status);
-}
-
-PyObject* TryBackwardShape(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  constexpr const char* kName = "norm_try_backward_shape";
-  if (count > 0 && !Arguments(kName, values, count).Expect(8)) return nullptr;
-  constexpr const char* kNames[8] = {"vectors", "rows",  "cluster", "threads",
-                                     "stages",  "ahead", "even",    "pairs"};
-  int of[8] = {};
-  Values next(kName, values);
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    if (!next.Count(kNames[i], 0, &of[i])) return nullptr;
-  }
-  const NormBackwardShape shape{of[0], of[1], of[2], of[3], of[4], of[5], of[6] != 0, of[7] != 0};
-  const Status status = norm_try_backward_shape(count > 0 ? &shape : nullptr);
-  if (!status.ok()) return Raise(status);
-  Py_RETURN_NONE;
 }
 
 Status LoadNorm(int device) {
@@ -200,7 +197,7 @@ PyObject* NormLoad(PyObject*, PyObject* device) { return Load(device, LoadNorm);
                    name                                                                          \
                    "_backward_plan(x, weight, grad, grad_residual, grad_x, grad_weight, "        \
                    "grad_bias, workspace, eps, multiprocessors=None, "                           \
-                   "memory_gbps=None, /)\n--\n\n"                                                \
+                   "memory_gbps=None, config=..., /)\n--\n\n"                                    \
                    "The same checks, and the configuration, on x's device or as on one with "    \
                    "so many multiprocessors and gigabytes a second (both or neither). Needs no " \
                    "GPU.")
@@ -208,12 +205,6 @@ PyObject* NormLoad(PyObject*, PyObject* device) { return Load(device, LoadNorm);
 PyMethodDef functions[] = {
     TIERCEL_NORM("rms_norm", NormKind::kRms),
     TIERCEL_NORM("layer_norm", NormKind::kLayer),
-    TIERCEL_FAST(
-        "norm_try_backward_shape", TryBackwardShape,
-        "norm_try_backward_shape(*shape)\n--\n\n"
-        "For a search: the shape of this thread's backward calls and plans (vectors, rows, "
-        "cluster, threads, stages, ahead, even, pairs); without arguments, the tables' "
-        "again."),
     {"norm_load", NormLoad, METH_O,
      "norm_load(device, /)\n--\n\nLoads the kernels on a CUDA device, by its index."},
     {nullptr, nullptr, 0, nullptr},

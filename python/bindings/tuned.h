@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the bindings of tuned ops share: a configuration as an argument, tables of them, the hint.
+// Shared by the bindings of tuned ops: a configuration as an argument, the tables, the hint.
 #ifndef PYTHON_BINDINGS_TUNED_H_
 #define PYTHON_BINDINGS_TUNED_H_
 
@@ -17,7 +17,7 @@
 
 namespace tiercel::python {
 
-// A configuration crosses as a tuple of whole numbers (and bools), in the order of its fields.
+// Reads a configuration: a tuple of whole numbers and bools, in the order of its fields.
 template <size_t kCount>
 bool ReadConfig(PyObject* value, const char* op, std::array<int, kCount>* fields) {
   if (!PyTuple_Check(value) || PyTuple_GET_SIZE(value) != static_cast<Py_ssize_t>(kCount)) {
@@ -37,7 +37,14 @@ bool ReadConfig(PyObject* value, const char* op, std::array<int, kCount>* fields
   return true;
 }
 
-// kUnknown with a Python exception.
+// Tells `tiercel.core.tuned` about a problem that has no tuned configuration.
+void Hint(const char* op, const TunedProblem& problem);
+
+// Reads the measured ranges of norm_backward from the package's files, once per process. Needs the
+// GIL; a file that cannot be read is logged and left out.
+void LoadNormBackwardRanges();
+
+// The dtype of a name; kUnknown with a Python exception.
 inline DType DTypeNamed(const char* name) {
   for (int i = 0; i < static_cast<int>(DType::kUnknown); ++i) {
     if (std::strcmp(name, dtype_name(static_cast<DType>(i))) == 0) return static_cast<DType>(i);
@@ -64,7 +71,25 @@ bool EachTuple(PyObject* items, const char* op, Take&& take) {
   return true;
 }
 
-// A function (device, [(dtype, N, K, [(tokens, configuration)])]) that sets what was tuned.
+// Reads (dtype, size, ...) from the first `count` items of a tuple. False with a Python exception.
+inline bool ReadProblem(PyObject* items, Py_ssize_t count, const char* op, TunedProblem* problem) {
+  if (count < 2 || count > 1 + static_cast<Py_ssize_t>(problem->sizes.size())) {
+    PyErr_Format(PyExc_TypeError, "%s: expected a dtype and one to four sizes", op);
+    return false;
+  }
+  const char* dtype = PyUnicode_AsUTF8(PyTuple_GET_ITEM(items, 0));
+  if (dtype == nullptr) return false;
+  problem->dtype = DTypeNamed(dtype);
+  if (problem->dtype == DType::kUnknown) return false;
+  for (Py_ssize_t i = 1; i < count; ++i) {
+    const long long size = PyLong_AsLongLong(PyTuple_GET_ITEM(items, i));
+    if (size == -1 && PyErr_Occurred()) return false;
+    problem->sizes[i - 1] = size;
+  }
+  return true;
+}
+
+// The function (device, [(dtype, size, ..., [(tokens, configuration)])]) that fills a table.
 template <typename Config, size_t kCount>
 PyObject* SetTuned(TunedTable<Config>& table, const char* op, PyObject* const* values,
                    Py_ssize_t count, Config (*make)(const std::array<int, kCount>&)) {
@@ -77,15 +102,12 @@ PyObject* SetTuned(TunedTable<Config>& table, const char* op, PyObject* const* v
   }
   typename TunedTable<Config>::Problems all;
   const bool read = EachTuple(values[1], op, [&](PyObject* problem) {
-    const char* dtype = nullptr;
-    long long n = 0, k = 0;
-    PyObject* entries = nullptr;
-    if (!PyArg_ParseTuple(problem, "sLLO", &dtype, &n, &k, &entries)) return false;
-    const DType type = DTypeNamed(dtype);
-    if (type == DType::kUnknown) return false;
-    auto& configs = all[{static_cast<int>(device), type, n, k}];
+    const Py_ssize_t last = PyTuple_GET_SIZE(problem) - 1;
+    TunedProblem key{static_cast<int>(device), DType::kUnknown, {}};
+    if (!ReadProblem(problem, last, op, &key)) return false;
+    auto& configs = all[key];
     configs.clear();
-    return EachTuple(entries, op, [&](PyObject* entry) {
+    return EachTuple(PyTuple_GET_ITEM(problem, last), op, [&](PyObject* entry) {
       long long tokens = 0;
       PyObject* config = nullptr;
       std::array<int, kCount> fields;
@@ -108,16 +130,7 @@ PyObject* SetTuned(TunedTable<Config>& table, const char* op, PyObject* const* v
 template <typename Config>
 void HintOnce(TunedTable<Config>& table, const char* op) {
   TunedProblem problem;
-  if (!table.take_miss(&problem)) return;
-  PyObject* tuned = PyImport_ImportModule("tiercel.core.tuned");
-  PyObject* none = tuned == nullptr
-                       ? nullptr
-                       : PyObject_CallMethod(
-                             tuned, "hint", "sisLL", op, problem.device, dtype_name(problem.dtype),
-                             static_cast<long long>(problem.n), static_cast<long long>(problem.k));
-  if (none == nullptr) PyErr_WriteUnraisable(tuned);  // a hint fails no launch
-  Py_XDECREF(none);
-  Py_XDECREF(tuned);
+  if (table.take_miss(&problem)) Hint(op, problem);
 }
 
 }  // namespace tiercel::python

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, TypedDict
 
-# dtype, N, K, and by tokens the fields of a configuration
-_TunedProblem = tuple[str, int, int, Sequence[tuple[int, tuple[int, ...]]]]
+# dtype, the op's sizes, and by tokens the fields of a configuration
+_TunedProblem = tuple[Any, ...]
 
 class _DriverInfo(TypedDict):
     ok: bool
@@ -634,6 +634,10 @@ def fused_moe_few_tokens_plan(
     /,
 ) -> _FewTokensPlan: ...
 def moe_load(device: int, /) -> None: ...
+def fused_moe_tuned(device: int, problems: Sequence[_TunedProblem], /) -> None: ...
+def fused_moe_config(
+    device: int, problem: tuple[Any, ...], tokens: int, /
+) -> tuple[int, int, int, int, int] | None: ...
 def grouped_gemm(a: Any, b: Any, offsets: Any, out: Any, kind: int, /) -> None: ...
 def grouped_gemm_plan(a: Any, b: Any, offsets: Any, out: Any, kind: int, /) -> dict[str, Any]: ...
 def grouped_gemm_load(device: int, /) -> None: ...
@@ -653,6 +657,7 @@ def layer_norm_backward(
     grad_bias: Any,
     workspace: Any,
     eps: float,
+    config: tuple[int, ...] = ...,
     /,
 ) -> None: ...
 def layer_norm_backward_plan(
@@ -667,6 +672,7 @@ def layer_norm_backward_plan(
     eps: float,
     multiprocessors: int = ...,
     memory_gbps: int = ...,
+    config: tuple[int, ...] = ...,
     /,
 ) -> _NormPlan: ...
 def rms_norm(
@@ -685,6 +691,7 @@ def rms_norm_backward(
     grad_bias: Any,
     workspace: Any,
     eps: float,
+    config: tuple[int, ...] = ...,
     /,
 ) -> None: ...
 def rms_norm_backward_plan(
@@ -699,10 +706,19 @@ def rms_norm_backward_plan(
     eps: float,
     multiprocessors: int = ...,
     memory_gbps: int = ...,
+    config: tuple[int, ...] = ...,
     /,
 ) -> _NormPlan: ...
 def norm_load(device: int, /) -> None: ...
-def norm_try_backward_shape(*shape: int) -> None: ...
+def layer_norm_backward_tuned(device: int, problems: Sequence[_TunedProblem], /) -> None: ...
+def rms_norm_backward_tuned(device: int, problems: Sequence[_TunedProblem], /) -> None: ...
+def norm_backward_ranges(
+    memory_gbps_below: int,
+    rows_per_multiprocessor: int,
+    megabytes: int,
+    tables: Sequence[tuple[bool, str, list[list[Any]]]] | None,
+    /,
+) -> None: ...
 def nvfp4_dequantize(q: Any, scale: Any, global_scale: Any, out: Any, /) -> None: ...
 def nvfp4_dequantize_plan(q: Any, scale: Any, global_scale: Any, out: Any, /) -> _Nvfp4Plan: ...
 def nvfp4_dequantize_load(device: int, /) -> None: ...

@@ -363,7 +363,7 @@ def test_other_bad_arguments_are_named():
 
 def test_a_configuration_that_names_no_kernel_is_left(monkeypatch):
     """A file may say anything: then the heuristic chooses, and nothing fails at the launch."""
-    from tiercel.core import tuned
+    from tiercel import _C
     from tiercel.ops.moe import choice as moe_choice
 
     class Weights:  # as one on a GPU
@@ -371,7 +371,7 @@ def test_a_configuration_that_names_no_kernel_is_left(monkeypatch):
         element_size, get_device = (lambda self: 2), (lambda self: 0)
 
     def choose(*config):
-        monkeypatch.setattr(tuned.FUSED_MOE, "find", lambda *args: config or None)
+        monkeypatch.setattr(_C, "fused_moe_config", lambda *args: config or None)
         return moe_choice.choose(Weights(), torch.zeros(4, 2, dtype=torch.int32), None, False)
 
     assert choose(128, 256, 1, 256, 1) == moe_choice.Choice(128, (256, 1), (256, 1))

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What shapes the norms' gradients have on memory of another speed: plans, without a GPU."""
 
+import json
 import re
 
 import pytest
 from support.dlpack_tensor import ADDRESS
 from support.norm_plan import BYTES, H100, H200, OPS, backward
+
+from tiercel.core import tuned
 
 
 def shape_of(got):
@@ -60,225 +63,94 @@ def test_other_devices(op, device):
                 assert got["parts"] <= device[0]
 
 
-# With shapes as shape_of() has them, an H100's and an H200's.
+DEVICES = {"NVIDIA_H100_80GB_HBM3": H100, "NVIDIA_H200": H200}
+NAMES = ("vectors", "rows", "cluster", "threads", "stages", "prefetch_rows", "even", "pairs")
+
+
+def measured():
+    """(device, op, dtype, table, range) for each range of the package's files."""
+    for path in sorted((tuned.FOLDER / "norm_backward").iterdir()):
+        data = json.loads(path.read_text())
+        assert data["fields"] == tuned.RANGE_FIELDS
+        for name, rows in data["ranges"].items():
+            table = [dict(zip(data["fields"], row, strict=True)) for row in rows]
+            for found in table:
+                device = DEVICES[path.stem.removeprefix("device=")]
+                yield device, *name.split(), table, found
+
+
+def contains(found, columns, megabytes):
+    most = found["max_MB"] or 1 << 30
+    return found["min_N"] <= columns <= found["max_N"] and found["min_MB"] <= megabytes <= most
+
+
+def test_each_measured_range_is_launched():
+    """The plan of a range's longest rows is the one with the range's configuration."""
+    reached = 0
+    for device, op, dtype, table, found in measured():
+        columns = found["max_N"]
+        row = 2 * columns * BYTES[dtype]
+        for megabytes in {max(found["min_MB"], 50), found["max_MB"] or 450}:
+            rows = max((megabytes << 20) // row + 1, 7 * 132)
+            at = rows * row >> 20
+            if next((r for r in table if contains(r, columns, at)), None) is not found:
+                continue
+            reached += 1
+            config = [found[name] for name in NAMES]
+            while -(-columns * BYTES[dtype] // 16) > config[0] * config[2] * config[3]:
+                config[2] *= 2
+            got = backward(rows, columns, dtype, op=op, device=device)
+            tried = backward(rows, columns, dtype, op=op, device=device, config=tuple(config))
+            stages = got.pop("stages"), tried.pop("stages")
+            got.pop("dynamic_smem"), tried.pop("dynamic_smem")
+            assert got == tried and stages[0] >= stages[1], (op, dtype, found)
+    assert reached > 240
+
+
+def test_ranges_are_in_order():
+    """A range ends on 16 bytes, and none is hidden by those before it."""
+    for _, _, dtype, table, found in measured():
+        elements = 16 // BYTES[dtype]
+        assert found["min_N"] % elements == 1 and found["max_N"] % elements == 0
+        assert found["min_N"] < found["max_N"] and (found["max_MB"] or 1 << 30) > found["min_MB"]
+        before = table[: table.index(found)]
+        limits = [r["max_MB"] for r in before if contains(r, found["max_N"], found["min_MB"])]
+        assert 0 not in limits, found
+
+
+# Problems for which an H100 and an H200 have measured shapes that differ.
 MEASURED = [
-    (
-        "rms_norm",
-        "bfloat16",
-        262_144,
-        128,
-        (2, 1, 1, 8, 12, 2, 5, 128),
-        (2, 1, 1, 8, 16, 3, 3, 128),
-    ),
-    ("rms_norm", "bfloat16", 65536, 512, (2, 2, 1, 32, 12, 2, 4, 132), (2, 2, 1, 32, 8, 4, 1, 128)),
-    ("rms_norm", "float16", 32768, 768, (3, 1, 1, 32, 4, 4, 0, 128), (3, 1, 1, 32, 8, 2, 1, 128)),
-    ("rms_norm", "bfloat16", 32768, 1024, (3, 1, 1, 64, 4, 3, 0, 132), (4, 1, 1, 32, 8, 2, 4, 128)),
-    (
-        "rms_norm",
-        "bfloat16",
-        16384,
-        2048,
-        (2, 2, 1, 128, 3, 3, 4, 128),
-        (4, 1, 1, 64, 4, 2, 0, 128),
-    ),
-    (
-        "rms_norm",
-        "bfloat16",
-        16384,
-        2560,
-        (3, 1, 1, 128, 2, 2, 2, 132),
-        (2, 2, 1, 160, 2, 4, 0, 128),
-    ),
-    (
-        "rms_norm",
-        "bfloat16",
-        16384,
-        4096,
-        (3, 1, 1, 192, 1, 4, 0, 128),
-        (4, 1, 1, 128, 2, 2, 4, 128),
-    ),
-    (
-        "rms_norm",
-        "bfloat16",
-        16384,
-        5120,
-        (4, 1, 1, 160, 1, 3, 5, 128),
-        (2, 2, 1, 320, 1, 4, 0, 128),
-    ),
-    (
-        "rms_norm",
-        "bfloat16",
-        8192,
-        8192,
-        (2, 2, 1, 512, 1, 2, 1, 128),
-        (3, 1, 1, 352, 1, 2, 4, 132),
-    ),
-    (
-        "rms_norm",
-        "bfloat16",
-        4096,
-        16384,
-        (2, 2, 4, 256, 1, 4, 4, 120),
-        (3, 1, 2, 352, 1, 2, 4, 132),
-    ),
-    (
-        "rms_norm",
-        "bfloat16",
-        1024,
-        32768,
-        (2, 2, 8, 256, 1, 5, 0, 120),
-        (3, 1, 4, 352, 1, 3, 0, 120),
-    ),
-    (
-        "rms_norm",
-        "bfloat16",
-        1024,
-        65536,
-        (3, 1, 8, 352, 1, 2, 4, 120),
-        (2, 2, 8, 512, 1, 4, 4, 120),
-    ),
-    (
-        "layer_norm",
-        "bfloat16",
-        65536,
-        512,
-        (2, 1, 1, 32, 4, 5, 3, 132),
-        (2, 2, 1, 32, 12, 4, 0, 132),
-    ),
-    (
-        "layer_norm",
-        "bfloat16",
-        16384,
-        768,
-        (3, 1, 1, 32, 8, 3, 3, 132),
-        (3, 1, 1, 32, 12, 2, 0, 132),
-    ),
-    (
-        "layer_norm",
-        "bfloat16",
-        32768,
-        1024,
-        (4, 1, 1, 32, 6, 2, 3, 132),
-        (4, 1, 1, 32, 12, 2, 3, 132),
-    ),
-    (
-        "layer_norm",
-        "float16",
-        16384,
-        2048,
-        (4, 1, 1, 64, 4, 2, 3, 128),
-        (4, 1, 1, 64, 6, 2, 2, 132),
-    ),
-    (
-        "layer_norm",
-        "bfloat16",
-        16384,
-        3072,
-        (3, 1, 1, 128, 2, 2, 4, 132),
-        (3, 1, 1, 128, 3, 3, 1, 132),
-    ),
-    (
-        "layer_norm",
-        "bfloat16",
-        16384,
-        4096,
-        (4, 1, 1, 128, 2, 2, 4, 128),
-        (4, 1, 1, 128, 3, 3, 2, 128),
-    ),
-    (
-        "layer_norm",
-        "bfloat16",
-        16384,
-        5120,
-        (3, 1, 1, 224, 1, 3, 0, 128),
-        (3, 1, 1, 224, 2, 2, 0, 132),
-    ),
-    (
-        "layer_norm",
-        "bfloat16",
-        8192,
-        8192,
-        (2, 2, 2, 256, 1, 6, 0, 132),
-        (2, 2, 1, 512, 1, 6, 0, 128),
-    ),
-    (
-        "layer_norm",
-        "bfloat16",
-        4096,
-        16384,
-        (3, 1, 2, 352, 1, 2, 0, 128),
-        (4, 1, 2, 512, 1, 2, 2, 128),
-    ),
-    ("rms_norm", "float32", 32768, 1024, (4, 1, 1, 64, 3, 2, 5, 132), (4, 1, 1, 64, 4, 2, 4, 132)),
-    (
-        "rms_norm",
-        "float32",
-        16384,
-        4096,
-        (4, 1, 2, 128, 1, 4, 0, 128),
-        (4, 1, 1, 256, 1, 2, 4, 132),
-    ),
-    (
-        "rms_norm",
-        "float32",
-        4096,
-        16384,
-        (4, 1, 4, 256, 1, 2, 4, 120),
-        (4, 1, 4, 256, 1, 3, 4, 120),
-    ),
-    (
-        "layer_norm",
-        "float32",
-        32768,
-        1024,
-        (4, 1, 1, 64, 3, 2, 5, 132),
-        (4, 1, 1, 64, 4, 2, 0, 132),
-    ),
-    (
-        "layer_norm",
-        "float32",
-        16384,
-        4096,
-        (8, 1, 1, 128, 1, 2, 3, 132),
-        (4, 1, 1, 256, 1, 2, 0, 132),
-    ),
-    (
-        "layer_norm",
-        "float32",
-        4096,
-        16384,
-        (4, 1, 4, 256, 1, 2, 4, 120),
-        (4, 1, 4, 256, 1, 4, 0, 120),
-    ),
+    ("rms_norm", "bfloat16", 262144, 128),
+    ("rms_norm", "bfloat16", 65536, 512),
+    ("rms_norm", "float16", 32768, 768),
+    ("rms_norm", "bfloat16", 32768, 1024),
+    ("rms_norm", "bfloat16", 16384, 2048),
+    ("rms_norm", "bfloat16", 16384, 2560),
+    ("rms_norm", "bfloat16", 16384, 4096),
+    ("rms_norm", "bfloat16", 16384, 5120),
+    ("rms_norm", "bfloat16", 8192, 8192),
+    ("rms_norm", "bfloat16", 4096, 16384),
+    ("rms_norm", "bfloat16", 1024, 32768),
+    ("rms_norm", "bfloat16", 1024, 65536),
+    ("layer_norm", "bfloat16", 65536, 512),
+    ("layer_norm", "bfloat16", 16384, 768),
+    ("layer_norm", "bfloat16", 32768, 1024),
+    ("layer_norm", "float16", 16384, 2048),
+    ("layer_norm", "bfloat16", 16384, 3072),
+    ("layer_norm", "bfloat16", 16384, 4096),
+    ("layer_norm", "bfloat16", 16384, 5120),
+    ("layer_norm", "bfloat16", 8192, 8192),
+    ("layer_norm", "bfloat16", 4096, 16384),
+    ("rms_norm", "float32", 32768, 1024),
+    ("rms_norm", "float32", 16384, 4096),
+    ("rms_norm", "float32", 4096, 16384),
+    ("layer_norm", "float32", 32768, 1024),
+    ("layer_norm", "float32", 16384, 4096),
+    ("layer_norm", "float32", 4096, 16384),
 ]
 
 
-@pytest.mark.parametrize(("op", "dtype", "rows", "columns", "h100", "h200"), MEASURED)
-def test_what_was_measured(op, dtype, rows, columns, h100, h200):
-    assert shape_of(backward(rows, columns, dtype, op=op, device=H100)) == h100
-    assert shape_of(backward(rows, columns, dtype, op=op, device=H200)) == h200
-
-
-# Lengths that lie between those: with the next longer one's shape they took up to 55 %
-# longer (an RMS norm of 9216 columns 238 us instead of 154).
-BETWEEN = [
-    ("rms_norm", "bfloat16", 16384, 4608, (4, 1, 1, 160, 1, 4, 0, 132)),
-    ("rms_norm", "bfloat16", 8192, 9216, (3, 1, 2, 192, 1, 3, 0, 128)),
-    ("rms_norm", "bfloat16", 4096, 20480, (3, 1, 4, 224, 1, 3, 0, 120)),
-    ("rms_norm", "float32", 8192, 5120, (4, 1, 2, 160, 1, 3, 3, 128)),
-    ("layer_norm", "bfloat16", 16384, 1280, (3, 1, 1, 64, 6, 3, 3, 132)),
-    ("layer_norm", "bfloat16", 16384, 4608, (2, 2, 1, 288, 1, 4, 0, 128)),
-    ("layer_norm", "bfloat16", 4096, 28672, (2, 2, 4, 448, 1, 4, 0, 120)),
-    ("layer_norm", "float32", 4096, 8192, (8, 1, 2, 128, 1, 2, 3, 132)),
-]
-
-
-@pytest.mark.parametrize(("op", "dtype", "rows", "columns", "shape"), BETWEEN)
-def test_lengths_between(op, dtype, rows, columns, shape):
-    assert shape_of(backward(rows, columns, dtype, op=op, device=H100)) == shape
-
-
-@pytest.mark.parametrize(("op", "dtype", "rows", "columns"), [case[:4] for case in MEASURED])
+@pytest.mark.parametrize(("op", "dtype", "rows", "columns"), MEASURED)
 def test_all_else_has_an_h200s_shape(op, dtype, rows, columns):
     """A device of unknown or high rate, few rows, three tensors, rows not on 16 bytes."""
 
@@ -298,7 +170,7 @@ def test_all_else_has_an_h200s_shape(op, dtype, rows, columns):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_very_short_rows_have_enough_bytes_on_their_way(op):
+def test_very_short_rows_have_enough_bytes_in_flight(op):
     for n in range(4, 33):
         for megabytes in (50, 130, 400):
             got = backward((megabytes << 20) // (n * 32), n * 8, op=op, device=H100)
@@ -307,7 +179,7 @@ def test_very_short_rows_have_enough_bytes_on_their_way(op):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_short_rows_have_enough_bytes_on_their_way(op):
+def test_short_rows_have_enough_bytes_in_flight(op):
     for dtype, elements, least in (("bfloat16", 8, 40), ("float32", 4, 48)):
         for n in range(65 if (op, dtype) != ("layer_norm", "bfloat16") else 129, 513):
             got = backward((165 << 20) // (n * 32), n * elements, dtype, op=op, device=H100)
@@ -315,44 +187,7 @@ def test_short_rows_have_enough_bytes_on_their_way(op):
             assert teams * stages * n * 16 * 2 >= least * 1024
 
 
-# How the number of rows decides: shapes at some 50, 130 and 390 MB of x and grad.
-BY_ROWS = [
-    (
-        "rms_norm",
-        "bfloat16",
-        4608,
-        (3, 1, 1, 192, 2, 2, 3),
-        (3, 1, 1, 192, 2, 2, 3),
-        (4, 1, 1, 160, 1, 4, 0),
-    ),
-    (
-        "rms_norm",
-        "bfloat16",
-        1280,
-        (2, 2, 1, 96, 4, 4, 3),
-        (3, 1, 1, 64, 6, 2, 3),
-        (3, 1, 1, 64, 4, 2, 0),
-    ),
-    (
-        "layer_norm",
-        "bfloat16",
-        16384,
-        (2, 2, 2, 512, 1, 4, 0),
-        (3, 1, 2, 352, 1, 2, 0),
-        (3, 1, 2, 352, 1, 2, 0),
-    ),
-]
-
-
-@pytest.mark.parametrize(("op", "dtype", "columns", "few", "usual", "many"), BY_ROWS)
-def test_few_and_many_rows(op, dtype, columns, few, usual, many):
-    row = 2 * columns * BYTES[dtype]
-    for megabytes, shape in ((50, few), (130, usual), (390, many)):
-        got = shape_of(backward((megabytes << 20) // row, columns, dtype, op=op, device=H100))
-        assert got[:7] == shape, (columns, megabytes)
-
-
-def test_the_more_short_rows_the_fewer_bytes_on_their_way():
+def test_the_more_short_rows_the_fewer_bytes_in_flight():
     """Of layer norms of a warp a row, and only of what it has been measured for."""
     for n in range(33, 129):
         ways = []

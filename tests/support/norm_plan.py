@@ -19,6 +19,7 @@ def backward(
     residual=False,
     device=H200,
     weight_address=ADDRESS,
+    config=None,
     **of_x,
 ):
     def tensor(**more):
@@ -32,4 +33,5 @@ def backward(
         tensor(),
         *(None, None, None, 1e-5),
         *device,
+        *([] if config is None else [config]),
     )

@@ -178,19 +178,26 @@ def test_fused_moe_takes_the_nearest_count(tmp_path, monkeypatch, results):
     assert file.name == "E=6-k=2-H=64-I=32-dtype=bfloat16-device=NVIDIA_Test.json"
     monkeypatch.setenv("TIERCEL_CONFIGS", str(tmp_path))
     tuned.load(7, GPU)
-    said = []
 
     def find(tokens, device=7, experts=6, dtype="bfloat16"):
-        name = (dtype, experts, 2, 64, 32)
-        return tuned.FUSED_MOE.find(device, name, tokens, lambda: said.append(tokens))
+        return _C.fused_moe_config(device, (dtype, experts, 2, 64, 32), tokens)
 
     first = (64, 64, 1, 128, 1)
     assert {t: find(t) for t in (2, 4, 7, 9, 31)} == dict.fromkeys((2, 4, 7, 9, 31), first)
     assert find(33) == find(128) == (128, 256, 1, 128, 1)
     assert find(1) is find(129) is find(4, device=8) is None
-    assert not said
     assert find(4, experts=5) is find(5, dtype="float16") is None
-    assert said == [4]  # once
+
+
+def test_bad_arguments_of_a_look_up():
+    with pytest.raises(TypeError, match="expected 3 positional arguments, got 1"):
+        _C.fused_moe_config(0)
+    with pytest.raises(TypeError, match="expected a tuple, got list"):
+        _C.fused_moe_config(0, ["bfloat16", 1, 2, 3, 4], 1)
+    with pytest.raises(TypeError, match="expected a dtype and one to four sizes"):
+        _C.fused_moe_config(0, ("bfloat16",), 1)
+    with pytest.raises(ValueError, match="no dtype is named 'bf16'"):
+        _C.fused_moe_config(0, ("bf16", 1, 2, 3, 4), 1)
 
 
 HINT = """
@@ -202,6 +209,7 @@ def plan(n, k):
     def tensor(*shape):
         return make(*shape, dtype="bfloat16")
     _C.linear_act_plan(tensor(4, k), tensor(n, k), None, tensor(4, n), 0)
+    _C.fused_moe_config(0, ("bfloat16", 6, 2, n, k), 4)
 
 plan(512, 64)           # nothing is said before a device's files were read
 tuned.load(0, "NVIDIA Test")
@@ -218,7 +226,9 @@ def test_a_problem_without_a_file_is_hinted_at_once(results, tmp_path):
     command = [sys.executable, "-c", HINT]
     result = subprocess.run(command, env=os.environ | env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    (line,) = result.stderr.splitlines()
+    (moe, line) = sorted(result.stderr.splitlines(), key=lambda text: "linear_act" in text)
+    assert "fused_moe: nothing is tuned for E=6, k=2, H=256, I=1024, bfloat16 on GPU 0" in moe
+    assert "`tiercel tune moe --problem E=6,k=2,H=256,I=1024 --dtype bfloat16`" in moe
     assert "linear_act: nothing is tuned for N=640, K=64, bfloat16 on GPU 0" in line
     assert "`tiercel tune linear --problem N=640,K=64 --dtype bfloat16`" in line
 
@@ -226,7 +236,7 @@ def test_a_problem_without_a_file_is_hinted_at_once(results, tmp_path):
 def test_shipped_files_can_be_launched():
     """Every file of the package is read, is named as what it holds, and its kernels are here."""
     tunables = {tunable.op: tunable for tunable in ops.load().values()}
-    paths = sorted(tuned.FOLDER.glob("*/*.json"))
+    paths = sorted(path for op in tuned.OPS for path in (tuned.FOLDER / op).glob("*.json"))
     assert paths
     for path in paths:
         op = path.parent.name

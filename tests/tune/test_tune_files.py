@@ -9,6 +9,7 @@ import logging
 import pytest
 from support import mutate
 
+from tiercel import _C
 from tiercel.core import tuned
 from tiercel.workbench.tune import command
 
@@ -18,13 +19,19 @@ NAMES = {
     "linear_act": {"N": 256, "K": 1024, "dtype": "bfloat16"},
     "nvfp4_linear": {"N": 256, "K": 1024, "dtype": "float4_e2m1fn_x2"},
     "fused_moe": {"E": 6, "k": 2, "H": 64, "I": 32, "dtype": "bfloat16"},
+    "rms_norm_backward": {"N": 256, "dtype": "bfloat16"},
+    "layer_norm_backward": {"N": 256, "dtype": "bfloat16"},
 }
+_NORM = {"vectors": 2, "rows": 1, "cluster": 1, "threads": 128, "stages": 2}
+_NORM |= {"prefetch_rows": 0, "even": False, "pairs": False}
 FIELDS = {
     "linear_act": {"tile_m": 64, "tile_n": 32, "pingpong": False, "split_k": True}
     | {"splits": 3, "group": 0},
     "nvfp4_linear": {"cluster": 1, "tiles": 2, "parts": 2, "stages": 4},
     "fused_moe": {"block_size": 64, "up_tile": 64, "up_cluster": 1}
     | {"down_tile": 128, "down_cluster": 1},
+    "rms_norm_backward": _NORM,
+    "layer_norm_backward": _NORM,
 }
 
 
@@ -62,10 +69,9 @@ def configs(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def _nothing_is_tuned():
     yield
-    tuned.FUSED_MOE._devices.clear()
-    for op in ("linear_act", "nvfp4_linear"):
+    for op, entry in tuned.OPS.items():
         names = NAMES[op]
-        tuned.OPS[op].set(0, [(names["dtype"], names["N"], names["K"], [])])
+        entry.set(0, [(names["dtype"], *(names[size] for size in entry.sizes), [])])
 
 
 @pytest.mark.parametrize(
@@ -114,7 +120,7 @@ def test_the_good_files_beside_it_count(configs, caplog):
     configs(json.dumps(a_file("fused_moe")), caplog, "fused_moe", f"z-device={label}.json")
     said = configs("{", caplog, "fused_moe", f"a-device={label}.json")
     assert "a-device" in said and "z-device" not in said
-    found = tuned.FUSED_MOE.find(0, ("bfloat16", 6, 2, 64, 32), 16, lambda: None)
+    found = _C.fused_moe_config(0, ("bfloat16", 6, 2, 64, 32), 16)
     assert found == tuple(FIELDS["fused_moe"].values())
 
 

@@ -2,7 +2,8 @@
 """Tuned configurations at run time: from the files of ``configs/`` to the launchers' tables.
 
 A device's files are read once, when the first operator runs there. A call costs nothing more: the
-launcher looks its problem up, and takes the nearest tuned number of tokens.
+launcher looks its problem up, and takes the nearest tuned number of tokens. The gradients of norms
+also have measured ranges of lengths and sizes, which are read before the first such gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from typing import Any
 from tiercel import _C
 from tiercel._terminal import line, plain
 from tiercel.core.log import logger
-from tiercel.core.tuned_table import Table
 
 SCHEMA = 1
 DTYPES = (
@@ -51,7 +51,22 @@ class Tuned:
     command: str
 
 
-FUSED_MOE = Table()
+_NORM_BACKWARD = {
+    "vectors": int,
+    "rows": int,
+    "cluster": int,
+    "threads": int,
+    "stages": int,
+    "prefetch_rows": int,
+    "even": bool,
+    "pairs": bool,
+}
+# The columns of a range in the order that _C.norm_backward_ranges() reads; "measured" is a note.
+RANGE_FIELDS = [
+    *("min_N", "max_N", "min_MB", "max_MB", "short_rows"),
+    *_NORM_BACKWARD,
+    *("min_bytes", "measured"),
+]
 
 OPS = {
     "linear_act": Tuned(
@@ -82,8 +97,20 @@ OPS = {
             "down_tile": int,
             "down_cluster": int,
         },
-        FUSED_MOE.set,
+        _C.fused_moe_tuned,
         "tiercel tune moe --problem {sizes} --dtype {dtype}",
+    ),
+    "layer_norm_backward": Tuned(
+        ("N",),
+        _NORM_BACKWARD,
+        _C.layer_norm_backward_tuned,
+        "tiercel tune layer-norm-backward --problem {sizes} --dtype {dtype}",
+    ),
+    "rms_norm_backward": Tuned(
+        ("N",),
+        _NORM_BACKWARD,
+        _C.rms_norm_backward_tuned,
+        "tiercel tune rms-norm-backward --problem {sizes} --dtype {dtype}",
     ),
 }
 
@@ -178,23 +205,49 @@ def _fields(op: str, config: Mapping[str, Any]) -> tuple[int, ...]:
 
 def load(device: int, name: str) -> None:
     """Hands the launchers what was tuned on devices of this name; a bad file is said and left."""
+    ending = f"-device={device_label(name)}.json"
     for op, tuned in OPS.items():
         tuned.set(device, [])  # the device was looked at
-        for path in _files(op, name):
-            try:
-                dtype, sizes, configs = read(path, op)
-                tuned.set(device, [(dtype, *sizes, configs)])
-            except Exception as error:  # of the launcher as well: no file keeps operators from work
-                text = str(error) if isinstance(error, ConfigError) else f"{path}: {line(error)}"
-                logger.warning("a tuned configuration is left out: %s", plain(text))
+
+        def take(path: Path, op: str = op, tuned: Tuned = tuned) -> None:
+            dtype, sizes, configs = read(path, op)
+            tuned.set(device, [(dtype, *sizes, configs)])
+
+        _each(op, ending, take)
 
 
-def _files(op: str, name: str) -> list[Path]:
-    ending = f"-device={device_label(name)}.json"
+def load_ranges() -> None:
+    """Hands norm_backward what was measured on each kind of device; a bad file is said and left."""
+    _each("norm_backward", ".json", _take_ranges)
+
+
+def _take_ranges(path: Path) -> None:
+    data = json.loads(path.read_text(encoding="utf-8"))
+    if data["schema"] != SCHEMA or data["fields"] != RANGE_FIELDS:
+        raise ConfigError(f"{path}: this version reads schema {SCHEMA} with other fields")
+    tables = []
+    for name, ranges in data["ranges"].items():
+        op, dtype = name.split()
+        tables.append((op == "layer_norm", dtype, ranges))
+    bounds = (data[k] for k in ("memory_gbps_below", "rows_per_multiprocessor", "megabytes"))
+    _C.norm_backward_ranges(*bounds, tables)
+
+
+def _each(folder: str, ending: str, take: Callable[[Path], None]) -> None:
+    """Calls `take` for each file; what is wrong with one keeps no operator from work."""
+    for path in _files(folder, ending):
+        try:
+            take(path)
+        except Exception as error:
+            text = str(error) if isinstance(error, ConfigError) else f"{path}: {line(error)}"
+            logger.warning("a tuned configuration is left out: %s", plain(text))
+
+
+def _files(name: str, ending: str) -> list[Path]:
     found: list[Path] = []
     for folder in folders():
         try:
-            found += sorted(p for p in (folder / op).iterdir() if p.name.endswith(ending))
+            found += sorted(p for p in (folder / name).iterdir() if p.name.endswith(ending))
         except (FileNotFoundError, NotADirectoryError):
             pass  # a folder need not have all operators
         except (OSError, ValueError) as error:
@@ -202,8 +255,9 @@ def _files(op: str, name: str) -> list[Path]:
     return found
 
 
-def hint(op: str, device: int, dtype: str, *sizes: int) -> None:
+def hint(op: str, device: int, dtype: str, sizes: Sequence[int]) -> None:
     """A problem without a file was met; the launcher calls this once an operator and process."""
+    sizes = sizes[: len(OPS[op].sizes)]
     command = OPS[op].command.format(sizes=_text(op, sizes, ","), dtype=dtype)
     logger.info(
         "%s: nothing is tuned for %s, %s on GPU %d; a heuristic chooses. "

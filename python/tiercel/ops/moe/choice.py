@@ -9,11 +9,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tiercel.core import tuned
+from tiercel import _C
 from tiercel.ops.moe.few_tokens import fits_one_launch
 from tiercel.ops.moe.tiles import tiles
-
-_NAME = "fused_moe"
 
 
 class Choice(NamedTuple):
@@ -123,9 +121,7 @@ def choose(
     device, dtype = w_down.get_device(), str(w_down.dtype).removeprefix("torch.")
     sizes = (experts, k, hidden, inner)
     if not block_scaled:  # whose kernels are others
-        config = tuned.FUSED_MOE.find(
-            device, (dtype, *sizes), tokens, lambda: tuned.hint(_NAME, device, dtype, *sizes)
-        )
+        config = _C.fused_moe_config(device, (dtype, *sizes), tokens)
         if config is not None and not has_kernels(config, dtype):  # a file may say anything
             config = None
         choice = None if config is None else of_config(config)

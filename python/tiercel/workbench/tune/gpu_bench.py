@@ -47,7 +47,7 @@ class GpuBench:
 
             def run() -> tuple[Any, ...]:
                 made = launch(inputs, out)
-                return (out if made is None else made,)
+                return made if isinstance(made, tuple) else (out if made is None else made,)
 
             return Launch(run, strict=True)
 

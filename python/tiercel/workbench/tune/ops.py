@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tuner knows of each operator; the ``TUNABLE`` of the families' ``tune.py``."""
+"""How each operator is tuned: the `Tunable`s of the families' ``tune.py``."""
 
 from __future__ import annotations
 
@@ -51,5 +51,9 @@ class Tunable:
 
 def load() -> dict[str, Tunable]:
     """All of them by subcommand. Importing them needs no torch."""
-    found = [module.TUNABLE for module in _families.modules("tune")]
-    return {tunable.command: tunable for tunable in sorted(found, key=lambda t: t.command)}
+    found = {}
+    for module in _families.modules("tune"):
+        for value in vars(module).values():
+            if isinstance(value, Tunable):
+                found[value.command] = value
+    return dict(sorted(found.items()))
