@@ -25,7 +25,7 @@ struct Rows {
   int64_t count = 1;
   int64_t stride = 0;  // bytes, as all here
   int64_t inner = 0;
-  bool wide = false;  // begin and end on 16 bytes
+  bool aligned16 = false;  // begin and end on 16 bytes
 };
 
 Status join_rows(const Argument& argument, Rows* rows) {
@@ -38,8 +38,8 @@ Status join_rows(const Argument& argument, Rows* rows) {
   rows->stride = matrix.row_stride * element;
   rows->inner = (matrix.columns > 1 ? view.strides[view.ndim - 1] : 1) * element;
   const auto address = reinterpret_cast<uintptr_t>(view.data);
-  rows->wide = rows->inner == element && matrix.columns * element % 16 == 0 && address % 16 == 0 &&
-               (rows->count <= 1 || rows->stride % 16 == 0);
+  rows->aligned16 = rows->inner == element && matrix.columns * element % 16 == 0 &&
+                    address % 16 == 0 && (rows->count <= 1 || rows->stride % 16 == 0);
   return Status();
 }
 
@@ -55,7 +55,7 @@ Status check_like_x(const Argument& argument, const Argument& x) {
   return check_cuda(argument);
 }
 
-// A tensor that is written: besides, contiguous.
+// An output must also be contiguous.
 Status check_output(const Argument& argument, const Argument& x) {
   TIERCEL_RETURN_IF_ERROR(check_like_x(argument, x));
   return check_contiguous(argument);
@@ -115,10 +115,10 @@ int log2_of(int value) {
   return log2;
 }
 
-Status no_kernel(const char* op, int columns, bool wide) {
+Status no_kernel(const char* op, int columns, bool aligned16) {
   return Status::Unimplemented(std::string(op) + ": no kernel for rows of " +
                                std::to_string(columns) + " columns" +
-                               (wide ? "" : " that do not begin and end on 16 bytes"));
+                               (aligned16 ? "" : " that do not begin and end on 16 bytes"));
 }
 
 Status prepare(const NormForward& call, int multiprocessors, NormForwardArgs* args,
@@ -142,11 +142,12 @@ Status prepare(const NormForward& call, int multiprocessors, NormForwardArgs* ar
   Rows rows, residual, out, residual_out;
   TIERCEL_RETURN_IF_ERROR(join_rows(x, &rows));
   TIERCEL_RETURN_IF_ERROR(join_rows({op, "out", *call.out}, &out));
-  bool wide = rows.wide && out.wide && on_16_bytes(call.weight) && on_16_bytes(call.bias);
+  bool aligned16 =
+      rows.aligned16 && out.aligned16 && on_16_bytes(call.weight) && on_16_bytes(call.bias);
   if (call.residual) {
     TIERCEL_RETURN_IF_ERROR(join_rows({op, "residual", *call.residual}, &residual));
     TIERCEL_RETURN_IF_ERROR(join_rows({op, "residual_out", *call.residual_out}, &residual_out));
-    wide = wide && residual.wide && residual_out.wide;
+    aligned16 = aligned16 && residual.aligned16 && residual_out.aligned16;
   }
   TIERCEL_RETURN_IF_ERROR(check_rows(op, rows.count));
 
@@ -154,9 +155,10 @@ Status prepare(const NormForward& call, int multiprocessors, NormForwardArgs* ar
   const bool float32_parameters =
       call.x->dtype != DType::kFloat32 && (is_float32(call.weight) || is_float32(call.bias));
   *choice = choose_norm_forward(
-      {call.kind, call.x->dtype, rows.count, columns, wide, call.residual ? 2 : 1, multiprocessors,
+      {call.kind, call.x->dtype, rows.count, columns, aligned16, call.residual ? 2 : 1,
+       multiprocessors,
        !float32_parameters && (call.bias == nullptr || call.kind == NormKind::kLayer)});
-  if (choice->kernel == nullptr) return no_kernel(op, columns, wide);
+  if (choice->kernel == nullptr) return no_kernel(op, columns, aligned16);
   *args = {};
   args->x = rows.data;
   args->residual = residual.data;
@@ -173,7 +175,7 @@ Status prepare(const NormForward& call, int multiprocessors, NormForwardArgs* ar
   args->columns = columns;
   args->slice = choice->slice;
   args->cluster_log2 = log2_of(choice->cluster);
-  args->ahead = multiprocessors * choice->ahead;
+  args->prefetch_blocks = multiprocessors * choice->prefetch;
   args->inverse_columns = 1.0f / static_cast<float>(columns);
   args->eps = call.eps;
   args->layer_norm = call.kind == NormKind::kLayer;
@@ -209,24 +211,24 @@ Status prepare(const NormBackward& call, const NormDevice& device, NormBackwardA
   TIERCEL_RETURN_IF_ERROR(join_rows({op, "grad_x", *call.grad_x}, &grad_x));
   *args = {};
   args->stream_count = call.grad_residual ? 3 : 2;
-  bool wide = grad_x.wide;
+  bool aligned16 = grad_x.aligned16;
   for (int i = 0; i < args->stream_count; ++i) {
     Rows rows;
     TIERCEL_RETURN_IF_ERROR(join_rows({op, stream_names[i], *streams[i]}, &rows));
     args->streams[i] = rows.data;
     args->strides[i] = rows.stride;
     args->inner[i] = rows.inner;
-    wide = wide && rows.wide;
+    aligned16 = aligned16 && rows.aligned16;
   }
   TIERCEL_RETURN_IF_ERROR(check_rows(op, grad_x.count));
 
-  if (call.config != nullptr) TIERCEL_RETURN_IF_ERROR(norm_backward_check(op, *call.config));
+  if (call.config) TIERCEL_RETURN_IF_ERROR(norm_backward_check(op, *call.config));
   const int columns = static_cast<int>(call.x->shape[call.x->ndim - 1]);
-  *choice =
-      choose_norm_backward({call.kind, call.x->dtype, grad_x.count, columns, wide,
-                            args->stream_count, device.multiprocessors, on_16_bytes(call.weight),
-                            device.memory_gbps, device.index, call.config});
-  if (choice->kernel == nullptr) return no_kernel(op, columns, wide);
+  *choice = choose_norm_backward({call.kind, call.x->dtype, grad_x.count, columns, aligned16,
+                                  args->stream_count, device.multiprocessors,
+                                  on_16_bytes(call.weight), device.memory_gbps, device.index,
+                                  call.config ? &*call.config : nullptr});
+  if (choice->kernel == nullptr) return no_kernel(op, columns, aligned16);
   args->weight = data_of(call.weight);
   args->grad_x = grad_x.data;
   args->grad_x_stride = columns * dtype_bytes(call.x->dtype);
@@ -241,7 +243,7 @@ Status prepare(const NormBackward& call, const NormDevice& device, NormBackwardA
   args->slice = choice->slice;
   args->threads_per_row = choice->threads_per_row;
   args->stages = choice->stages;
-  args->ahead = choice->stages + choice->ahead;
+  args->prefetch_rows = choice->stages + choice->prefetch;
   args->weight_offset = choice->weight_offset;
   args->paired = choice->paired;
   args->inverse_columns = 1.0f / static_cast<float>(columns);
@@ -294,8 +296,8 @@ const NormReduceKernel* reduce_kernel(DType dtype, int columns) {
 
 Status launch_reduce(NormReduceArgs& args, DType dtype, int device, int multiprocessors,
                      void* stream) {
-  // So many warps have the same columns that each reads all its parts at once; at least two, as a
-  // block has but so many threads to write what its warps have added.
+  // Enough warps share columns for each to load all its parts at once. At least two: a block has
+  // only so many threads to write the sums of its warps.
   constexpr int kWarps = kNormReduceThreads / 32;
   args.part_warps = kWarps;
   while (args.part_warps > 2 && args.part_warps / 2 * kNormReduceAtOnce >= args.parts) {
@@ -303,11 +305,11 @@ Status launch_reduce(NormReduceArgs& args, DType dtype, int device, int multipro
   }
   const int kinds = args.out[1] == nullptr ? 1 : 2;
   const auto blocks = [&](int lane_columns) {
-    const int columns = lane_columns * 32 * (kWarps / args.part_warps);  // a block's
+    const int columns = lane_columns * 32 * (kWarps / args.part_warps);  // per block
     return (args.columns + columns - 1) / columns;
   };
-  // Two columns a lane where one would make more blocks than multiprocessors: the next grid's
-  // blocks wait for room beside them.
+  // Two columns per lane if one would need more blocks than there are multiprocessors: the next
+  // grid's blocks would wait for room.
   const int lane_columns = blocks(1) * kinds <= multiprocessors ? 1 : 2;
   LaunchConfig config;
   config.grid.x = blocks(lane_columns);
@@ -322,14 +324,14 @@ template <typename Choice>
 NormPlan plan_of(const Choice& choice, int64_t rows, DType dtype) {
   if (rows == 0) return {"none", 0, 0, 0, 0, 0, 0, 0, 0, choice.parts()};
   return {choice.kernel->kernel.name(),
-          choice.kernel->wide ? 16 : static_cast<int>(dtype_bytes(dtype)),
+          choice.kernel->aligned16 ? 16 : static_cast<int>(dtype_bytes(dtype)),
           choice.threads_per_row,
           choice.cluster,
           static_cast<unsigned>(choice.grid),
           static_cast<unsigned>(choice.block),
           static_cast<unsigned>(choice.dynamic_smem),
           choice.stages,
-          choice.ahead,
+          choice.prefetch,
           choice.parts()};
 }
 
@@ -387,7 +389,7 @@ Status norm_backward(const NormBackward& call, void* stream) {
   TIERCEL_RETURN_IF_ERROR(prepare(call, facts, &args, &reduce, &choice));
   if (args.rows > 0) TIERCEL_RETURN_IF_ERROR(launch(choice, args, device, stream));
   if (call.grad_weight == nullptr && call.grad_bias == nullptr) return Status();
-  if (args.rows == 0) reduce.parts = 0;  // no row: the sums are zero
+  if (args.rows == 0) reduce.parts = 0;  // no rows: the sums are zero
   return launch_reduce(reduce, call.x->dtype, device, facts.multiprocessors, stream);
 }
 

@@ -4,6 +4,7 @@
 #define KERNELS_NORM_NORM_H_
 
 #include <cstdint>
+#include <optional>
 
 #include "kernels/sm90/status.h"
 #include "kernels/sm90/tensor_view.h"
@@ -61,22 +62,21 @@ struct NormBackward {
   const TensorView* grad_bias;
   const TensorView* workspace;
   float eps;
-  // What to launch, or null: what was tuned or measured, else the heuristic's choice.
-  const NormBackwardConfig* config = nullptr;
+  std::optional<NormBackwardConfig> config;  // none: tuned, measured, or by the heuristic
 };
 
-// What a call would launch.
+// The launch that a call comes to.
 struct NormPlan {
   const char* kernel;  // "none" for an empty batch
-  int vector_bytes;    // of one access
+  int vector_bytes;    // per access
   int threads_per_row;
   int cluster;  // blocks that share a row
   unsigned grid;
   unsigned block;
   unsigned dynamic_smem;
-  int stages;  // backward: rows that are under way, a team
-  int ahead;   // forward: blocks a multiprocessor that ask for rows before they may read them;
-               // backward: rows that a team asks for beyond its stages
+  int stages;  // backward: rows in flight per team
+  int ahead;   // forward: blocks per multiprocessor that prefetch their rows;
+               // backward: rows that a team prefetches beyond its stages
   int parts;   // backward: partial sums of a weight
 };
 
@@ -95,7 +95,7 @@ Status norm_device(const TensorView& x, NormDevice* device);
 Status norm_forward_plan(const NormForward& call, int multiprocessors, NormPlan* plan);
 Status norm_backward_plan(const NormBackward& call, const NormDevice& device, NormPlan* plan);
 
-// The same for the tensors' device, then the launch on `stream` (a CUstream).
+// Checks and chooses for the tensors' device, then launches on `stream` (a CUstream).
 Status norm_forward(const NormForward& call, void* stream);
 Status norm_backward(const NormBackward& call, void* stream);
 

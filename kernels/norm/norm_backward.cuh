@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gradients of rms_norm and layer_norm. One block a multiprocessor, or a cluster for very long
-// rows, goes through the rows in tiles of neighbours, a row a team of threads. The copy engine
-// fetches rows ahead into a ring of stages that each team has of its own, so that teams need not
-// wait for each other; an mbarrier a stage says that its row is there. The statistics are computed
-// again, which reads nothing more. Each thread has its columns of every row, so the parameters'
-// gradients are sums in its registers; they leave once, as a row of partial sums a block, which
-// norm_reduce adds up in a fixed order. Bytes: x and grad read once, grad_x written once; the floor
-// is those at the speed of a copy. 16-bit layer norms come near what the SMs can issue, too: about
-// 25 instructions an element of 43 in that time.
+// Gradients of rms_norm and layer_norm.
+//
+// Plan: one block per multiprocessor, or a cluster for very long rows, walks over tiles of
+// neighbouring rows; a team of threads handles one row at a time. TMA bulk copies prefetch rows
+// into a ring of stages. Each team has its own ring, so teams do not wait for each other; one
+// mbarrier per stage signals that its row has arrived. The statistics are recomputed, which reads
+// nothing more. A thread owns the same columns of every row, so the parameters' gradients
+// accumulate in registers. Each block writes them once, as one row of partial sums, and norm_reduce
+// adds those in a fixed order.
+//
+// Floor: x and grad read once, grad_x written once, at the speed of a copy. 16-bit layer norms are
+// near the issue limit, too: about 25 of the 43 instructions per element that fit into that time.
 #ifndef KERNELS_NORM_NORM_BACKWARD_CUH_
 #define KERNELS_NORM_NORM_BACKWARD_CUH_
 
@@ -24,35 +27,37 @@
 
 namespace tiercel {
 
-template <typename Format, bool kWide, int kVectors, int kRows, bool kLayerNorm>
-__global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 1)
+template <typename Format, bool kAligned16, int kVectors, int kRows, bool kLayerNorm>
+__global__ void __launch_bounds__(kAligned16 ? kNormMaxThreads : kNormNarrowThreads, 1)
     norm_backward(const __grid_constant__ NormBackwardArgs args) {
   using Values = Chunk<Format, true>;
   constexpr int kElements = Values::kElements;
   constexpr int kKinds = kLayerNorm ? 2 : 1;
   constexpr NormKind kKind = kLayerNorm ? NormKind::kLayer : NormKind::kRms;
-  constexpr bool kHold = norm_backward_holds(Format::kBytes, kVectors, kRows, kKind);
-  constexpr bool kKeep = norm_backward_keeps(Format::kBytes, kWide, kVectors, kRows, kKind);
-  // When a tile's stages are filled again: once it is in registers, or once grad_x is written.
+  constexpr bool kHold = norm_backward_keeps_rows(Format::kBytes, kVectors, kRows, kKind);
+  constexpr bool kKeep =
+      norm_backward_keeps_weight(Format::kBytes, kAligned16, kVectors, kRows, kKind);
+  // Refill a tile's stages once it is in registers, instead of once grad_x is written.
   constexpr bool kEarly = Format::kBytes == 2;  // measured
-  // Whether it may ask for more rows ahead than it has stages: again a question of registers.
-  constexpr bool kAhead = !(kLayerNorm && kRows == 2);
+  // Prefetch more rows than there are stages, if registers allow.
+  constexpr bool kPrefetch = !(kLayerNorm && kRows == 2);
   constexpr int kParts = kElements / 4;
-  // Whether parts of a warp may have a row, and whether several warps may.
-  constexpr bool kPartial = !kWide || kVectors * kRows <= 2;
-  constexpr bool kShared = !kWide || kVectors * kRows > 2;
-  // Whether each warp sends its sums itself (row_sums.cuh): measured, and what registers allow.
-  constexpr bool kDirect = !kWide || (Format::kBytes == 2 && kRows == (kLayerNorm ? 2 : 1));
+  // A row may belong to part of a warp; a row may belong to several warps.
+  constexpr bool kPartial = !kAligned16 || kVectors * kRows <= 2;
+  constexpr bool kShared = !kAligned16 || kVectors * kRows > 2;
+  // Each warp sends its own sums (row_sums.cuh): where that is faster and registers allow it.
+  constexpr bool kDirect = !kAligned16 || (Format::kBytes == 2 && kRows == (kLayerNorm ? 2 : 1));
   using Sums = RowSums<kRows, kLayerNorm ? 4 : 2, kPartial, kShared, kDirect>;
   extern __shared__ __align__(128) char shared[];
   __shared__ typename Sums::Scratch scratch;
   __shared__ uint64_t full[kNormMaxWarps * kNormMaxStages];
   __shared__ __align__(16) char pivots[kNormMaxStages][3][16];
 
-  constexpr bool kPairs = norm_backward_pairs(Format::kBytes, kWide, kVectors, kRows, kKind);
+  constexpr bool kPairs =
+      norm_backward_can_pair(Format::kBytes, kAligned16, kVectors, kRows, kKind);
   const bool paired = kPairs && args.paired;
   Team team(args.threads_per_row);
-  if (paired) team.rank = 0, team.blocks = 1;  // of a row's cluster
+  if (paired) team.rank = 0, team.blocks = 1;  // a row has one block
   const int lane = threadIdx.x % 32;
   const int in_warp = kPartial ? lane / team.lanes : 0;
   const int rows_per_warp = kPartial ? 32 / team.lanes : 1;
@@ -61,10 +66,10 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   const int first = team.rank * args.slice;
   const int columns = max(0, min(args.slice, args.columns - first));
   const int chunks = (columns + kElements - 1) / kElements;
-  const int rows_at_once = teams * rows_per_warp;  // a thread's rows are so far apart
-  // A team's rows: first_row(tile) + r * rows_at_once, as long as they are below `end`.
-  const RowTiles<kWide> tiles(args, team, rows_per_warp, rows_at_once * kRows);
-  // A team has a ring of its own, whose stages have a row each, or one for each part of a warp.
+  const int rows_at_once = teams * rows_per_warp;  // distance between a thread's rows
+  // A team's rows are first_row(tile) + r * rows_at_once, below `end`.
+  const RowTiles<kAligned16> tiles(args, team, rows_per_warp, rows_at_once * kRows);
+  // Each stage of a team's ring holds one row, or one per part of a warp.
   const int pitch = args.slice * Format::kBytes;
   const int stream_bytes = pitch * rows_per_warp;
   const int stage_bytes = stream_bytes * args.stream_count;
@@ -77,11 +82,11 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   const bool leads = team.warp == 0;  // a warp of each team starts its copies
   const bool leader = leads && lane == 0;
   const int weight_bytes = args.weight_float32 ? 4 : Format::kBytes;
-  // Whether the weight can be read 16 bytes at a time.
-  const bool whole_weights = kWide && columns > 0 && args.weight != nullptr &&
+  // The weight can be read 16 bytes at a time.
+  const bool whole_weights = kAligned16 && columns > 0 && args.weight != nullptr &&
                              reinterpret_cast<uintptr_t>(args.weight) % 16 == 0;
   if (leader) {
-    if constexpr (kWide) {
+    if constexpr (kAligned16) {
 #pragma unroll 1
       for (int s = 0; s < args.stages; ++s) mbarrier_init(&arrived[s], 1);
     }
@@ -90,16 +95,16 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   }
   if (clustered) cluster_arrive();
 
-  // One warp starts the copies of the team's row number `unit`; or, before x may be read, brings it
-  // to the L2.
-  const auto fetch = [&](int unit, int stage, bool ahead) {
+  // One warp starts the copies of the team's row number `unit`, or prefetches it into the L2 while
+  // x may not be read yet.
+  const auto fetch = [&](int unit, int stage, bool prefetch) {
     const int tile = unit / kRows;
     if (tile >= tiles.count) return;
     const int row = tiles.first_row(tile) + unit % kRows * rows_at_once;
     const int rows = max(0, min(rows_per_warp, tiles.end - row));
     const uint32_t bytes = columns * Format::kBytes;
     const bool guess = kLayerNorm && clustered && rows > 0;  // of the mean: other blocks' columns
-    if (!ahead) {
+    if (!prefetch) {
       elected_expect(&arrived[stage], bytes * rows * args.stream_count + (guess ? 48 : 0));
     }
     if (bytes * rows > 0) {
@@ -113,7 +118,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
         const uint32_t size = together ? bytes * rows : bytes;
 #pragma unroll 1
         for (int i = 0; i < pieces; ++i, from += args.strides[k], to += pitch) {
-          if (ahead) {
+          if (prefetch) {
             elected_prefetch(from, size);
           } else {
             elected_load(to, from, size, &arrived[stage]);
@@ -122,7 +127,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
       }
     }
     if constexpr (kLayerNorm && kShared) {
-      if (!guess || ahead) return;
+      if (!guess || prefetch) return;
 #pragma unroll 1
       for (int i = 0; i < 3; ++i) {
         const int vector = i == 0 ? 0 : i == 1 ? vectors / 2 : vectors - 1;
@@ -132,14 +137,15 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
       }
     }
   };
-  const auto fetch_first = [&](bool ahead) {
-    if constexpr (kWide) {
+  const auto fetch_first = [&](bool prefetch) {
+    if constexpr (kAligned16) {
       if (!leads) return;
 #pragma unroll 1
-      for (int s = 0; s < (ahead && kAhead ? args.ahead : args.stages); ++s) fetch(s, s, ahead);
+      for (int s = 0; s < (prefetch && kPrefetch ? args.prefetch_rows : args.stages); ++s)
+        fetch(s, s, prefetch);
     }
   };
-  // The weight before the rows, which it would wait behind where no grid is before this one.
+  // Load the weight before the rows: behind them it arrives late if no grid runs before this one.
   if (leader && team.index == 0 && whole_weights) {
     bulk_prefetch(args.weight + first * weight_bytes, columns * weight_bytes);
   }
@@ -147,8 +153,8 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   grid_dependency_launch();
   grid_dependency_wait();
 
-  // A vector of the weight as it is in memory: asked for before the rows, behind which it would
-  // come microseconds later.
+  // Vectors of the weight as they are in memory. Loaded before the rows: behind them they would
+  // arrive microseconds later.
   constexpr int kAsked = kKeep || kVectors > 2 ? kVectors : 2;  // by a thread at once
   uint32_t asked[kAsked][kElements];
   const int last = max(chunks - 1, 0);
@@ -171,7 +177,8 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   ask(kKeep ? place : threadIdx.x);
   fetch_first(false);
 
-  // What it cannot copy, the team's threads do, an element at a time; zeros fill the last vector.
+  // Rows that TMA cannot copy are copied by the team's threads, one element at a time; zeros fill
+  // the last vector.
   const auto copy = [&](int tile) {
     const int row = tiles.first_row(tile);
 #pragma unroll 1
@@ -199,7 +206,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
     team.sync();
   };
 
-  // The weight as float32, ones where there is none.
+  // The weight as float32; ones if there is none.
   const auto weight_at = [&](int c) {
     if (args.weight == nullptr || c >= columns) return c < columns ? 1.0f : 0.0f;
     if (args.weight_float32) return reinterpret_cast<const float*>(args.weight)[first + c];
@@ -231,7 +238,8 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
       }
     }
   } else if (whole_weights) {
-    // The quarters or halves of a vector lie apart, so that neighbours read neighbouring banks.
+    // The quarters or halves of a vector are stored apart, so that neighbouring threads read
+    // neighbouring banks.
 #pragma unroll 1
     for (int c = threadIdx.x; c <= last; c += kAsked * blockDim.x) {
 #pragma unroll
@@ -260,12 +268,12 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
 
   float gradients[kKinds][kVectors][kElements] = {};  // of weight and bias
   if (clustered) cluster_wait();
-  __syncthreads();  // barriers and weights are there
+  __syncthreads();  // barriers and weights are ready
 
   const uint32_t weights = shared_address(weight) + min(place, last) * 16;  // any will do beyond
   const uint32_t weight_part = (last + 1) * 16;
   const uint32_t step = places * 16;
-  // Of a thread's vectors so many are in the row: the others' values are zero.
+  // The number of a thread's vectors inside the row; the values of the others are zero.
   const int mine = max(0, (chunks - place + places - 1) / places);
   const auto read_weight = [&](float (&w)[kElements], int v) {
     const uint32_t at = weights + v * step;
@@ -279,7 +287,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   };
 
   const uint32_t own = shared_address(ring) + in_warp * pitch;
-  // Where three of a row's values are: from the middle one distances are measured.
+  // Offsets of three of a row's values; distances are taken from their median.
   const uint32_t pivot_base = clustered ? shared_address(pivots) : own;
   const uint32_t pivot_stage = clustered ? sizeof(pivots[0]) : stage_bytes;
   const uint32_t pivot_middle = clustered ? 16 : chunks / 2 * 16;
@@ -297,13 +305,13 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
   for (int tile = 0; tile < tiles.count; ++tile) {
     const int row = tiles.first_row(tile) + in_warp;
     const auto real = [&](int r) { return row + r * rows_at_once < tiles.end; };
-    if constexpr (!kWide) copy(tile);
+    if constexpr (!kAligned16) copy(tile);
     const auto first_stage = [&] {  // of this tile, once all of it is read
       const int first = stage - kRows;
       return first < 0 ? first + args.stages : first;
     };
     const auto refill = [&] {
-      if constexpr (kWide) {
+      if constexpr (kAligned16) {
         if (leads) {
           int refilled = first_stage();
 #pragma unroll 1
@@ -320,7 +328,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
     for (int r = 0; r < kRows; ++r) live[r] = real(r) ? mine : 0;
 
     float sums[kLayerNorm ? 4 : 2][kRows], guesses[kRows];
-    // Calls visit(r, v, x, weight, gradient, address) with a vector's values.
+    // Calls visit(r, v, x, weight, gradient, address) for each vector.
     const auto visit_all = [&](bool again, auto visit) {
       int at_stage = again ? first_stage() : stage;
 #pragma unroll
@@ -329,7 +337,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
         asm volatile("" : "+r"(at));  // made once, not at each use
         advance(at_stage);
         if (!again) {
-          if constexpr (kWide) {
+          if constexpr (kAligned16) {
             mbarrier_wait(&arrived[stage], phase);
           }
           guesses[r] = 0.0f;
@@ -362,8 +370,8 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
               vg.clear();
             }
           } else {
-            vx.forget();
-            vg.forget();
+            vx.drop_unpacked_copies();
+            vg.drop_unpacked_copies();
           }
           float xs[kElements], gs[kElements];
           vx.unpack(xs);
@@ -384,15 +392,14 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
       for (int k = 0; k < (kLayerNorm ? 4 : 2); ++k) sums[k][r] = 0.0f;
     }
 
-    // Of each row. RMS: the sum of squares of x and that of its products with the weighted
-    // gradient. Layer: the sums of distances from a value near the mean, of weighted gradients,
-    // of squared distances, of products.
+    // Sums per row. RMS: squares of x, products of x and the weighted gradient. Layer: distances
+    // from a value near the mean, weighted gradients, squared distances, products.
     visit_all(false, [&](int r, int v, const auto& xs, const auto& ws, const auto& gs, uint32_t) {
       if constexpr (kLayerNorm) {
         const int left = columns - (v * places + place) * kElements;
 #pragma unroll
         for (int i = 0; i < kElements; ++i) {
-          const float distance = kWide || i < left ? xs[i] - guesses[r] : 0.0f;
+          const float distance = kAligned16 || i < left ? xs[i] - guesses[r] : 0.0f;
           const float weighted = ws[i] * gs[i];
           sums[0][r] += distance;
           sums[1][r] += weighted;
@@ -407,11 +414,11 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
         }
       }
     });
-    Sums::add(team, scratch, tile, sums);  // and all of the team have read the stages
+    Sums::add(team, scratch, tile, sums);  // also: the whole team has read the stages
     if (kEarly && read_once) refill();
 
-    // grad_x = rstd * (w g - mean(w g) - n mean(w g n)), n = (x - mean) rstd. The mean stays the
-    // distance from the guess: added to that it would be rounded (moments.cuh).
+    // grad_x = rstd * (w g - mean(w g) - n mean(w g n)), n = (x - mean) rstd. The mean stays a
+    // distance from the guess: adding the two would round it (moments.cuh).
     float rstds[kRows], aparts[kRows], dots[kRows], totals[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -456,7 +463,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
           for (int i = 0; i < kElements; ++i) xs[i] += added[i];
         }
         char* const to = out + r * rows_at_once * args.grad_x_stride + v * step;
-        if constexpr (kWide) {
+        if constexpr (kAligned16) {
           Values result;
           result.pack(xs);
           result.store(to);
@@ -469,7 +476,7 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
         }
       }
     });
-    if (!kWide || !read_once) team.sync();
+    if (!kAligned16 || !read_once) team.sync();
     if (!kEarly || !read_once) refill();
   }
 
@@ -486,8 +493,9 @@ __global__ void __launch_bounds__(kWide ? kNormMaxThreads : kNormNarrowThreads, 
     out[k] = args.partial[k];
     if (out[k] != nullptr) out[k] += static_cast<int64_t>(tiles.part) * args.columns + first;
   }
-  leave_sums<kWide>(gradients, team, kPartial ? team.lanes : 32, reinterpret_cast<float*>(shared),
-                    args.stages * stage_bytes / 4, args.slice, columns, out);
+  leave_sums<kAligned16>(gradients, team, kPartial ? team.lanes : 32,
+                         reinterpret_cast<float*>(shared), args.stages * stage_bytes / 4,
+                         args.slice, columns, out);
 }
 
 }  // namespace tiercel

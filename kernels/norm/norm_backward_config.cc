@@ -114,7 +114,8 @@ bool norm_backward_fits(const NormProblem& problem, const NormBackwardConfig& co
   if (!config.pairs) return true;
   const int element = static_cast<int>(dtype_bytes(problem.dtype));
   return config.cluster == 1 && config.threads < 2 * threads_for(vectors, config.vectors, 32) &&
-         norm_backward_pairs(element, problem.aligned16, config.vectors, config.rows, problem.kind);
+         norm_backward_can_pair(element, problem.aligned16, config.vectors, config.rows,
+                                problem.kind);
 }
 
 NormBackwardConfig norm_backward_measured(const NormProblem& problem, int64_t vectors) {

@@ -51,18 +51,18 @@ void clear_norm_backward_ranges();
 // An error unless a cluster can hold the range's longest rows with its configuration.
 Status norm_backward_check(const NormBackwardRange& range, NormKind kind, int element);
 
-// Whether the configuration's fields are valid, for whatever problem.
+// An error unless the configuration's fields are valid, independent of the problem.
 Status norm_backward_check(const char* op, const NormBackwardConfig& config);
 
 // The number of blocks, at most 1/32 below `blocks`, that divides the rows evenly: 128 of 132 for
 // a power of two. 0 if there is none. `step` 2 keeps it even, for blocks that work in pairs.
 int norm_even_blocks(int64_t rows, int blocks, int step = 1);
 
-// Whether norm_backward_short has a kernel for the problem, if a thread has as many vectors as rows
+// True if norm_backward_short has a kernel for the problem and a thread has as many vectors as rows
 // of one warp need.
 bool norm_backward_has_short(const NormProblem& problem, int64_t vectors);
 
-// Whether the problem's rows, of `vectors` 16-byte vectors, fit a configuration.
+// True if the problem's rows, of `vectors` 16-byte vectors, fit a configuration.
 bool norm_backward_fits(const NormProblem& problem, const NormBackwardConfig& config,
                         int64_t vectors);
 

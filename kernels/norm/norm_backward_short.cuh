@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gradients of layer_norm for short rows of 16 bits: a warp has a row, of more than
-// 32 * (kVectors - 1) and up to 32 * kVectors vectors of 16 bytes. As in norm_backward, one block a
-// multiprocessor goes through tiles of neighbouring rows, each warp has a ring of stages that the
-// copy engine fills ahead, and the parameters' gradients are sums in registers that leave once a
-// block, for norm_reduce to add up. Such rows come near what the SMs can issue: so what the first
-// pass makes of x and grad (distances from a value near the mean, grad as float32, its product with
-// the weight) stays in registers for the second, and addresses are stepped from row to row. About
-// 15 instructions an element and 100 a row. Bytes: x and grad read once, grad_x written once; the
-// floor is those at the speed of a copy.
+// Gradients of layer_norm for short 16-bit rows.
+//
+// Plan: one warp per row of 32 * (kVectors - 1) + 1 to 32 * kVectors 16-byte vectors. As in
+// norm_backward, one block per multiprocessor walks over tiles of neighbouring rows, each warp has
+// a ring of stages that TMA bulk copies fill, and the parameters' gradients accumulate in registers
+// until norm_reduce adds the blocks' partial sums. Such rows are near the issue limit. Therefore
+// the results of the first pass (distances from a value near the mean, grad as float32, its product
+// with the weight) stay in registers for the second, and addresses advance from row to row: about
+// 15 instructions per element and 100 per row.
+//
+// Floor: x and grad read once, grad_x written once, at the speed of a copy.
 #ifndef KERNELS_NORM_NORM_BACKWARD_SHORT_CUH_
 #define KERNELS_NORM_NORM_BACKWARD_SHORT_CUH_
 
@@ -30,8 +32,8 @@ __global__ void __launch_bounds__(norm_backward_short_threads(kVectors), 1)
   using Values = Chunk<Format, true>;
   constexpr int kElements = Values::kElements;
   constexpr int kApart = 32 * 16;  // bytes between a lane's vectors
-  // Whether the products of grad and weight stay in registers, too: of four vectors 12 warps' do
-  // not hold them.
+  // Keep the products of grad and weight in registers, too. With four vectors, 12 warps have no
+  // room for them.
   constexpr bool kHold = kVectors < 4;
   extern __shared__ __align__(128) char shared[];
   __shared__ uint64_t full[kNormMaxWarps * kNormMaxStages];
@@ -42,7 +44,7 @@ __global__ void __launch_bounds__(norm_backward_short_threads(kVectors), 1)
   const int chunks = columns / kElements;
   const RowTiles<true> tiles(args, team, 1, warps);
   const bool has_last = tiles.count > 0 && tiles.first_row(tiles.count - 1) < tiles.end;
-  const int count = tiles.count - (has_last ? 0 : 1);  // of the warp's rows
+  const int count = tiles.count - (has_last ? 0 : 1);  // the warp's rows
 
   const int pitch = columns * Format::kBytes, stage_bytes = 2 * pitch;
   char* const ring = shared + warp * args.stages * stage_bytes;
@@ -54,14 +56,14 @@ __global__ void __launch_bounds__(norm_backward_short_threads(kVectors), 1)
   }
   __syncwarp();
 
-  // The weight is on 16 bytes, or there is none. It is asked for before the rows, behind which it
-  // would come microseconds later.
+  // The weight is 16-byte aligned, or there is none. Loaded before the rows: behind them it would
+  // arrive microseconds later.
   const int weight_bytes = args.weight_float32 ? 4 : Format::kBytes;
   if (threadIdx.x == 0 && args.weight != nullptr) {
     bulk_prefetch(args.weight, columns * weight_bytes);
   }
 #pragma unroll 1
-  for (int i = 0; i < min(args.ahead, count); ++i) {
+  for (int i = 0; i < min(args.prefetch_rows, count); ++i) {
     const int64_t row = tiles.first_row(i);
     elected_prefetch(args.streams[0] + row * args.strides[0], pitch);
     elected_prefetch(args.streams[1] + row * args.strides[1], pitch);
@@ -87,7 +89,8 @@ __global__ void __launch_bounds__(norm_backward_short_threads(kVectors), 1)
     from.step();
   }
 
-  // As float32, the halves of a vector apart: neighbours read neighbouring banks.
+  // Stored as float32, with the halves of a vector apart: neighbouring lanes read neighbouring
+  // banks.
   float* const weight = reinterpret_cast<float*>(shared + args.weight_offset);
 #pragma unroll 1
   for (int c = threadIdx.x; c < kVectors * 32; c += blockDim.x) {
@@ -112,7 +115,7 @@ __global__ void __launch_bounds__(norm_backward_short_threads(kVectors), 1)
   __syncthreads();
 
   float gradients[2][kVectors][kElements] = {};             // of weight and bias
-  const bool inside = (kVectors - 1) * 32 + lane < chunks;  // all vectors but the last are
+  const bool inside = (kVectors - 1) * 32 + lane < chunks;  // all vectors but the last always are
   RowPointers<1> out(&args.grad_x, &args.grad_x_stride, args, tiles);
   const uint32_t middle = chunks / 2 * 16, last = (chunks - 1) * 16;
   const auto read_weight = [&](float (&w)[kElements], int v) {
@@ -138,7 +141,7 @@ __global__ void __launch_bounds__(norm_backward_short_threads(kVectors), 1)
 
     float distances[kVectors][kElements], grads[kVectors][kElements];
     float products[kHold ? kVectors : 1][kElements];
-    // Of distances, of weighted gradients, of squared distances, of products.
+    // Sums of distances, weighted gradients, squared distances, products.
     float sums[4] = {};
     const uint32_t at = stage_at + lane * 16;
 #pragma unroll
@@ -167,7 +170,7 @@ __global__ void __launch_bounds__(norm_backward_short_threads(kVectors), 1)
         sums[3] += distance * product;
       }
     }
-    const float held = lanes_scatter(sums, 32);  // and all lanes have read the stage
+    const float held = lanes_scatter(sums, 32);  // also: all lanes have read the stage
 #pragma unroll
     for (int k = 0; k < 4; ++k) sums[k] = __shfl_sync(kFullWarp, held, k);
     __syncwarp();
@@ -186,7 +189,7 @@ __global__ void __launch_bounds__(norm_backward_short_threads(kVectors), 1)
     }
 
     // grad_x = rstd * (w g - mean(w g) - n mean(w g n)), n = (x - mean) rstd.
-    const float mean = sums[0] * args.inverse_columns;  // as a distance
+    const float mean = sums[0] * args.inverse_columns;  // as a distance from the guess
     const float square = sums[2] - sums[0] * mean;
     const float rstd = reciprocal_root(fmaf(square, args.inverse_columns, args.eps));
     const float shift = -mean * rstd;

@@ -9,7 +9,7 @@
 namespace tiercel {
 namespace {
 
-// Rows of more vectors than this are best held in shared memory: measured on an H200.
+// Longer rows are faster in shared memory: measured on an H200.
 constexpr int64_t kNormLongVectors = 1024;
 
 template <typename Kernel, typename Fits>
@@ -18,30 +18,32 @@ const Kernel* find(const Kernel* kernels, int count, Fits fits) {
   return found == kernels + count ? nullptr : found;
 }
 
-// Of norm_short, norm_plain and norm_long there are kernels for just what most calls are.
-NormKinds kinds_of(const NormProblem& problem, NormShape shape) {
+// The specialised kernels of norm_short, norm_plain and norm_long that take the problem.
+NormSpecialization specialization_of(const NormProblem& problem, NormRowOwner owner) {
   const bool layer = problem.kind == NormKind::kLayer;
-  if (shape == NormShape::kBlock || !problem.aligned16 || !problem.plain) return NormKinds::kBoth;
-  if (problem.streams == 2) {
-    const bool has = shape == NormShape::kPlain && !layer && dtype_bytes(problem.dtype) == 2;
-    return has ? NormKinds::kRms : NormKinds::kBoth;
+  if (owner == NormRowOwner::kBlock || !problem.aligned16 || !problem.plain) {
+    return NormSpecialization::kBoth;
   }
-  return layer ? NormKinds::kLayer : NormKinds::kRms;
+  if (problem.streams == 2) {
+    const bool has = owner == NormRowOwner::kPlain && !layer && dtype_bytes(problem.dtype) == 2;
+    return has ? NormSpecialization::kRms : NormSpecialization::kBoth;
+  }
+  return layer ? NormSpecialization::kLayer : NormSpecialization::kRms;
 }
 
-const NormForwardKernel* forward_kernel(const NormProblem& problem, NormShape shape, int lanes,
+const NormForwardKernel* forward_kernel(const NormProblem& problem, NormRowOwner owner, int lanes,
                                         int vectors) {
   int count = 0;
   const NormForwardKernel* kernels = norm_forward_kernels(&count);
-  const NormKinds kinds = kinds_of(problem, shape);
+  const NormSpecialization specialization = specialization_of(problem, owner);
   return find(kernels, count, [&](const NormForwardKernel& kernel) {
-    return kernel.dtype == problem.dtype && kernel.wide == problem.aligned16 &&
-           kernel.residual == (problem.streams == 2) && kernel.kinds == kinds &&
-           kernel.shape == shape && kernel.lanes == lanes && kernel.vectors == vectors;
+    return kernel.dtype == problem.dtype && kernel.aligned16 == problem.aligned16 &&
+           kernel.residual == (problem.streams == 2) && kernel.specialization == specialization &&
+           kernel.owner == owner && kernel.lanes == lanes && kernel.vectors == vectors;
   });
 }
 
-// A row has 8 to 32 lanes.
+// 8 to 32 lanes per row.
 NormChoice<NormForwardKernel> choose_short(const NormProblem& problem, int64_t vectors) {
   NormChoice<NormForwardKernel> choice;
   int per_thread = 4, lanes = vectors <= 32 ? 8 : 32;
@@ -50,7 +52,7 @@ NormChoice<NormForwardKernel> choose_short(const NormProblem& problem, int64_t v
     lanes = vectors <= 8 ? 8 : vectors <= 16 ? 16 : 32;
   }
   const NormForwardKernel* const kernel =
-      forward_kernel(problem, NormShape::kShort, lanes, per_thread);
+      forward_kernel(problem, NormRowOwner::kShort, lanes, per_thread);
   choice.block = norm_short_threads(kernel->vectors, kernel->rows);
   const int64_t grid = ceil_div(problem.rows, choice.block / lanes * kernel->rows);
   if (grid > 0x7fffffff) return choice;
@@ -61,38 +63,38 @@ NormChoice<NormForwardKernel> choose_short(const NormProblem& problem, int64_t v
   return choice;
 }
 
-// What norm_long has kernels for. Float32 rows fit into registers, but a long layer norm's leave no
-// room there for weight and bias.
+// norm_long has a kernel. Float32 rows fit into registers, but those of a long layer norm leave no
+// room for weight and bias.
 bool is_long(const NormProblem& problem, int64_t vectors) {
-  if (kinds_of(problem, NormShape::kLong) == NormKinds::kBoth) return false;
+  if (specialization_of(problem, NormRowOwner::kLong) == NormSpecialization::kBoth) return false;
   if (dtype_bytes(problem.dtype) == 2) return vectors > kNormLongVectors;
   return problem.kind == NormKind::kLayer && vectors > 2 * kNormLongVectors &&
          vectors <= kNormMaxCluster * kNormLongVectors;
 }
 
-// What norm_plain has kernels for, but rows that norm_short or norm_long takes: of four bytes only
-// many rows of a warp. `small` as in choose_forward().
+// norm_plain has a kernel, and norm_short and norm_long do not take the rows. float32: only many
+// rows of one warp each. `small` as in choose_forward().
 bool is_plain(const NormProblem& problem, int64_t vectors, bool small) {
-  if (kinds_of(problem, NormShape::kPlain) == NormKinds::kBoth) return false;
+  if (specialization_of(problem, NormRowOwner::kPlain) == NormSpecialization::kBoth) return false;
   if (dtype_bytes(problem.dtype) == 4) return !small && vectors > 32 && vectors <= 128;
   return vectors > (problem.streams == 2 ? 64 : 32) && vectors <= kNormLongVectors;
 }
 
-struct PlainShape {
-  bool warp;    // a row has a warp, without a barrier; else a block
-  int vectors;  // a thread
-  int ahead;    // threads of a multiprocessor whose rows are asked for ahead
+struct PlainConfig {
+  bool warp;             // one warp per row, without a barrier; else one block
+  int vectors;           // per thread
+  int prefetch_threads;  // per multiprocessor, whose rows are prefetched
 };
 
-// By how many vectors a multiprocessor has, in steps that were measured on an H100 with 16 bits and
-// 384 to 8192 columns: they follow no simple rule. More rows ahead than here compete with what the
-// grid before still reads.
-PlainShape plain_shape(const NormProblem& problem, int64_t vectors) {
+// Depends on the vectors per multiprocessor, in steps measured on an H100 with 16-bit elements and
+// 384 to 8192 columns; they follow no simple rule. Prefetching more rows competes with the previous
+// grid's reads.
+PlainConfig plain_config(const NormProblem& problem, int64_t vectors) {
   const int64_t share = problem.rows * vectors / std::max(1, problem.multiprocessors);
   const bool layer = problem.kind == NormKind::kLayer, residual = problem.streams == 2;
   const bool warp = vectors <= 128 && problem.rows > problem.multiprocessors;
-  const PlainShape warps{true, vectors <= 64 ? 2 : 4, 1024};
-  if (dtype_bytes(problem.dtype) == 4) {  // not measured so: ahead as in choose_norm_forward()
+  const PlainConfig warps{true, vectors <= 64 ? 2 : 4, 1024};
+  if (dtype_bytes(problem.dtype) == 4) {  // not measured: prefetch as in choose_norm_forward()
     return {true, warps.vectors, problem.rows > int64_t{64} * problem.multiprocessors ? 768 : 1024};
   }
   if (warp && vectors <= 64) return {true, 2, share > 1024 && share <= 2048 ? 512 : 1024};
@@ -100,33 +102,35 @@ PlainShape plain_shape(const NormProblem& problem, int64_t vectors) {
   if (residual) {
     if (share > 1536 || (share > 768 && vectors <= 128)) return {false, 2, 512};
     if (share > 768) return {false, 4, 2048};
-    return warp ? warps : PlainShape{false, 2, 2048};
+    return warp ? warps : PlainConfig{false, 2, 2048};
   }
   if (layer && warp && share <= 1024) return warps;
   if (share > (layer ? 1536 : 2048)) return {false, 2, 512};
-  const int64_t ones = !layer || share > 1024 ? 512 : 128;  // vectors that have a thread each
+  const int64_t ones =
+      !layer || share > 1024 ? 512 : 128;  // up to so many vectors have a thread each
   return {false, vectors <= ones ? 1 : 2, 2048};
 }
 
 NormChoice<NormForwardKernel> choose_plain(const NormProblem& problem, int64_t vectors) {
   NormChoice<NormForwardKernel> choice;
-  const PlainShape shape = plain_shape(problem, vectors);
-  choice.threads_per_row = shape.warp ? 32 : threads_for(vectors, shape.vectors, 32);
-  choice.block = shape.warp ? kNormPlainWarpThreads : choice.threads_per_row;
+  const PlainConfig config = plain_config(problem, vectors);
+  choice.threads_per_row = config.warp ? 32 : threads_for(vectors, config.vectors, 32);
+  choice.block = config.warp ? kNormPlainWarpThreads : choice.threads_per_row;
   choice.slice = problem.columns;
   choice.grid = static_cast<int>(ceil_div(problem.rows, choice.block / choice.threads_per_row));
-  choice.ahead = shape.ahead / choice.block;
-  choice.kernel = forward_kernel(problem, NormShape::kPlain, shape.warp ? 32 : 0, shape.vectors);
+  choice.prefetch = config.prefetch_threads / choice.block;
+  choice.kernel =
+      forward_kernel(problem, NormRowOwner::kPlain, config.warp ? 32 : 0, config.vectors);
   return choice;
 }
 
-// A row has a cluster, of blocks of one size.
+// One cluster per row, of blocks of one size.
 NormChoice<NormForwardKernel> choose_long(const NormProblem& problem, int64_t vectors) {
   NormChoice<NormForwardKernel> choice;
   const int per_thread = vectors > int64_t{4} * kNormLongThreads * kNormMaxCluster ? 8 : 4;
   while (ceil_div(vectors, choice.cluster) > per_thread * kNormLongThreads) choice.cluster *= 2;
   if (problem.rows * choice.cluster > 0x7fffffff) return choice;
-  choice.kernel = forward_kernel(problem, NormShape::kLong, 0, per_thread);
+  choice.kernel = forward_kernel(problem, NormRowOwner::kLong, 0, per_thread);
   choice.block = choice.threads_per_row = kNormLongThreads;
   choice.slice =
       static_cast<int>(ceil_div(vectors, choice.cluster) * (16 / dtype_bytes(problem.dtype)));
@@ -138,7 +142,7 @@ NormChoice<NormForwardKernel> choose_forward(const NormProblem& problem) {
   NormChoice<NormForwardKernel> choice;
   const int elements = problem.aligned16 ? static_cast<int>(16 / dtype_bytes(problem.dtype)) : 1;
   const int64_t vectors = ceil_div(problem.columns, elements);
-  // Few enough that each vector can have a thread of its own: latency counts, not bytes.
+  // Few enough for one thread per vector: latency counts, not bytes.
   const bool small = problem.rows * vectors <= problem.multiprocessors * int64_t{1536};
   if (is_plain(problem, vectors, small)) return choose_plain(problem, vectors);
   if (!(vectors > 128 || (problem.aligned16 && small && vectors > 32))) {
@@ -150,7 +154,7 @@ NormChoice<NormForwardKernel> choose_forward(const NormProblem& problem) {
   if (!problem.aligned16) {
     if (vectors > 2048) per_thread = problem.streams == 2 ? 16 : 32;
   } else if (small && vectors <= 1024) {
-    const bool no_ones = element == 2 && problem.streams == 1;  // there norm_plain does mostly
+    const bool no_ones = element == 2 && problem.streams == 1;  // norm_plain takes most of these
     per_thread = vectors <= 512 && !no_ones ? 1 : 2;
   } else if (element == 2 && problem.streams == 2 && vectors <= 1024) {
     per_thread = 2;
@@ -162,10 +166,10 @@ NormChoice<NormForwardKernel> choose_forward(const NormProblem& problem) {
     per_thread = 8;
   }
   const int most = most_threads();
-  // A layer norm's float32 rows need the most of weight and bias: fewer blocks share a row.
+  // A float32 layer norm reads the most of weight and bias: let fewer blocks share a row.
   const int wanted = problem.kind == NormKind::kLayer && element == 4 ? 512 : 256;
   const auto threads = [&] { return threads_for(ceil_div(vectors, choice.cluster), per_thread); };
-  // Two blocks of half the size hide more of each other's latency; a cluster has eight at most.
+  // Two blocks of half the size hide more of each other's latency; a cluster has at most eight.
   while (threads() > (choice.cluster < kNormMaxCluster ? std::min(most, wanted) : most) &&
          choice.cluster < kNormMaxCluster) {
     if (threads() <= most && choice.cluster == kNormMaxCluster / 2) break;
@@ -176,8 +180,8 @@ NormChoice<NormForwardKernel> choose_forward(const NormProblem& problem) {
   choice.threads_per_row = choice.block = std::max(32, threads());
   choice.slice = static_cast<int>(ceil_div(vectors, choice.cluster)) * elements;
   choice.grid = static_cast<int>(problem.rows * choice.cluster);
-  choice.kernel = forward_kernel(problem, NormShape::kBlock, 0, per_thread);
-  // Four such blocks on a multiprocessor: five have more on their way than memory likes.
+  choice.kernel = forward_kernel(problem, NormRowOwner::kBlock, 0, per_thread);
+  // Limits a multiprocessor to four such blocks: five have more bytes in flight than is best.
   if (problem.aligned16 && !small && problem.streams == 2 && element == 2 && per_thread == 2 &&
       choice.block == 256) {
     choice.dynamic_smem = 44 * 1024;
@@ -190,7 +194,7 @@ const NormBackwardKernel* backward_kernel(const NormProblem& problem,
   int count = 0;
   const NormBackwardKernel* kernels = norm_backward_kernels(&count);
   return find(kernels, count, [&](const NormBackwardKernel& kernel) {
-    return kernel.dtype == problem.dtype && kernel.wide == problem.aligned16 &&
+    return kernel.dtype == problem.dtype && kernel.aligned16 == problem.aligned16 &&
            kernel.kind == problem.kind && kernel.vectors == config.vectors &&
            kernel.rows == config.rows && kernel.is_short == is_short;
   });
@@ -201,16 +205,16 @@ NormChoice<NormBackwardKernel> configure_backward(const NormProblem& problem,
                                                   NormBackwardConfig config, int64_t vectors) {
   NormChoice<NormBackwardKernel> choice;
   const int64_t element = dtype_bytes(problem.dtype);
-  const int elements = static_cast<int>(16 / element);  // of a vector in shared memory
+  const int elements = static_cast<int>(16 / element);  // per vector in shared memory
   const bool short_rows = norm_backward_has_short(problem, vectors) && config.rows == 1 &&
                           config.cluster == 1 && config.vectors == ceil_div(vectors, 32);
   if (short_rows) {
     config.threads = std::min(config.threads, norm_backward_short_threads(config.vectors));
   }
   const NormBackwardKernel* const kernel = backward_kernel(problem, config, short_rows);
-  const bool keeps = norm_backward_keeps(static_cast<int>(element), problem.aligned16,
-                                         config.vectors, config.rows, problem.kind);
-  // Of a warp, as the kernels have it.
+  const bool keeps = norm_backward_keeps_weight(static_cast<int>(element), problem.aligned16,
+                                                config.vectors, config.rows, problem.kind);
+  // The fewest lanes of a warp per row that the kernels support.
   const int fewest = !problem.aligned16 ? 8 : config.vectors * config.rows > 2 ? 32 : 4;
   for (; config.cluster <= kNormMaxCluster; config.cluster *= 2) {
     const int64_t part = ceil_div(vectors, config.cluster);
@@ -219,8 +223,8 @@ NormChoice<NormBackwardKernel> configure_backward(const NormProblem& problem,
     choice.slice = static_cast<int>(part) * elements;
     const int team_threads = std::max(choice.threads_per_row, 32);
     const int rows_per_team = team_threads / choice.threads_per_row * config.rows;
-    // Blocks for all multiprocessors first, then teams in them. Larger clusters do not find room on
-    // all of them: of 132 on 120.
+    // Fill all multiprocessors with blocks first, then the blocks with teams. Larger clusters fit
+    // on 120 of 132 multiprocessors only.
     const int multiprocessors =
         config.cluster > 2 ? problem.multiprocessors * 10 / 11 : problem.multiprocessors;
     choice.paired = config.pairs && problem.rows >= multiprocessors && multiprocessors > 1;
@@ -238,16 +242,17 @@ NormChoice<NormBackwardKernel> configure_backward(const NormProblem& problem,
     const int64_t room = kNormMaxDynamicSmem - weight - 128;
     const int64_t stage = choice.slice * element * problem.streams *
                           (team_threads / choice.threads_per_row) * teams;  // of all teams
-    // The ring's memory holds the teams' sums of the parameters' gradients at the end.
+    // At the end the ring's memory holds the teams' sums of the parameters' gradients.
     const int64_t sums =
         (problem.kind == NormKind::kLayer ? 2 : 1) * teams * choice.slice * int64_t{4};
     if (stage * config.rows > room || sums > room) continue;
     const int64_t enough = std::min<int64_t>(ceil_div(config.min_bytes, stage), kNormMaxStages);
     const int64_t stages = std::max<int64_t>(config.stages, enough);
     choice.stages = static_cast<int>(std::min(room / stage, stages));
-    choice.ahead = config.prefetch_rows;
+    choice.prefetch = config.prefetch_rows;
     choice.weight_offset = static_cast<int>(round_up(std::max(choice.stages * stage, sums), 128));
-    // More than half of what there is: two blocks on one multiprocessor leave another empty.
+    // More than half of the shared memory: two blocks on one multiprocessor would leave another
+    // idle.
     choice.dynamic_smem =
         static_cast<int>(std::max<int64_t>(choice.weight_offset + weight, 116 * 1024));
     const int64_t tiles = std::max<int64_t>(1, ceil_div(problem.rows, rows_per_team * teams));
@@ -263,13 +268,13 @@ NormChoice<NormBackwardKernel> configure_backward(const NormProblem& problem,
 
 NormChoice<NormForwardKernel> choose_norm_forward(const NormProblem& problem) {
   NormChoice<NormForwardKernel> choice = choose_forward(problem);
-  if (choice.kernel == nullptr || choice.kernel->shape == NormShape::kPlain) return choice;
-  // Of more rows than are read at once, fewer are best asked for ahead.
-  int threads = choice.kernel->shape == NormShape::kShort ? 1024 : 2048;
+  if (choice.kernel == nullptr || choice.kernel->owner == NormRowOwner::kPlain) return choice;
+  // With more rows than are read at once, prefetching fewer is better.
+  int threads = choice.kernel->owner == NormRowOwner::kShort ? 1024 : 2048;
   if (int64_t{choice.grid} * choice.block > int64_t{2048} * problem.multiprocessors) {
     threads = problem.streams == 2 ? 512 : 768;
   }
-  choice.ahead = std::max(1, threads / choice.block);
+  choice.prefetch = std::max(1, threads / choice.block);
   return choice;
 }
 

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which kernel of the norms, in what shape, for a problem: from sizes, alignment and the device's
-// facts.
+// Chooses a norm's kernel and its launch from sizes, alignment and properties of the device.
 #ifndef KERNELS_NORM_NORM_CHOOSE_H_
 #define KERNELS_NORM_NORM_CHOOSE_H_
 
@@ -30,21 +29,21 @@ template <typename Kernel>
 struct NormChoice {
   const Kernel* kernel = nullptr;
   int threads_per_row = 0;
-  int slice = 0;    // columns a block
+  int slice = 0;    // columns per block
   int cluster = 1;  // blocks that share a row
   int block = 0;
   int grid = 0;
   int dynamic_smem = 0;
   int stages = 0;         // backward
-  int ahead = 0;          // forward: blocks a multiprocessor that ask for their rows before they
-                          // may read; backward: rows that a team asks for beyond its stages'
+  int prefetch = 0;       // forward: blocks per multiprocessor that prefetch; backward: rows per
+                          // team beyond its stages
   int weight_offset = 0;  // backward
-  bool paired = false;    // backward: a cluster's two blocks have rows of their own
+  bool paired = false;    // backward: the two blocks of a cluster have rows of their own
 
   int parts() const { return grid / cluster; }
 };
 
-// `kernel` is null where there is none for so many columns.
+// `kernel` is null if there is none for so many columns.
 NormChoice<NormForwardKernel> choose_norm_forward(const NormProblem& problem);
 NormChoice<NormBackwardKernel> choose_norm_backward(const NormProblem& problem);
 

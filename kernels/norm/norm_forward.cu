@@ -8,20 +8,21 @@
 namespace tiercel {
 namespace {
 
-#define TIERCEL_SHORT(dtype, wide, lanes, vectors, rows, residual, kinds)                       \
-  {DType::k##dtype,                                                                             \
-   wide,                                                                                        \
-   residual,                                                                                    \
-   NormKinds::k##kinds,                                                                         \
-   NormShape::kShort,                                                                           \
-   lanes,                                                                                       \
-   vectors,                                                                                     \
-   rows,                                                                                        \
-   Kernel("norm_short<" #dtype ", wide=" #wide ", lanes=" #lanes ", vectors=" #vectors          \
-          ", rows=" #rows ", residual=" #residual ", " #kinds ">",                              \
-          reinterpret_cast<const void*>(norm_short<dtype, wide, lanes, vectors, rows, residual, \
-                                                   NormKinds::k##kinds == NormKinds::kBoth,     \
-                                                   NormKinds::k##kinds == NormKinds::kLayer>))}
+#define TIERCEL_SHORT(dtype, wide, lanes, vectors, rows, residual, kinds)              \
+  {DType::k##dtype,                                                                    \
+   wide,                                                                               \
+   residual,                                                                           \
+   NormSpecialization::k##kinds,                                                       \
+   NormRowOwner::kShort,                                                               \
+   lanes,                                                                              \
+   vectors,                                                                            \
+   rows,                                                                               \
+   Kernel("norm_short<" #dtype ", wide=" #wide ", lanes=" #lanes ", vectors=" #vectors \
+          ", rows=" #rows ", residual=" #residual ", " #kinds ">",                     \
+          reinterpret_cast<const void*>(                                               \
+              norm_short<dtype, wide, lanes, vectors, rows, residual,                  \
+                         NormSpecialization::k##kinds == NormSpecialization::kBoth,    \
+                         NormSpecialization::k##kinds == NormSpecialization::kLayer>))}
 #define TIERCEL_ANY(dtype, wide, lanes, vectors, rows)           \
   TIERCEL_SHORT(dtype, wide, lanes, vectors, rows, false, Both), \
       TIERCEL_SHORT(dtype, wide, lanes, vectors, rows, true, Both)
@@ -32,8 +33,8 @@ namespace {
   {DType::k##dtype,                                                                            \
    wide,                                                                                       \
    residual,                                                                                   \
-   NormKinds::kBoth,                                                                           \
-   NormShape::kBlock,                                                                          \
+   NormSpecialization::kBoth,                                                                  \
+   NormRowOwner::kBlock,                                                                       \
    0,                                                                                          \
    vectors,                                                                                    \
    1,                                                                                          \
@@ -42,20 +43,21 @@ namespace {
           reinterpret_cast<const void*>(norm_forward<dtype, wide, vectors, residual>))}
 #define TIERCEL_BLOCKS(dtype, wide, vectors) \
   TIERCEL_BLOCK(dtype, wide, vectors, false), TIERCEL_BLOCK(dtype, wide, vectors, true)
-#define TIERCEL_PLAIN(dtype, lanes, vectors, residual, kinds)                                   \
-  {DType::k##dtype,                                                                             \
-   true,                                                                                        \
-   residual,                                                                                    \
-   NormKinds::k##kinds,                                                                         \
-   NormShape::kPlain,                                                                           \
-   lanes,                                                                                       \
-   vectors,                                                                                     \
-   1,                                                                                           \
-   Kernel("norm_plain<" #dtype ", lanes=" #lanes ", vectors=" #vectors ", residual=" #residual  \
-          ", " #kinds ">",                                                                      \
-          reinterpret_cast<const void*>(                                                        \
-              norm_plain<dtype, vectors, NormKinds::k##kinds == NormKinds::kLayer, lanes == 32, \
-                         residual>))}
+#define TIERCEL_PLAIN(dtype, lanes, vectors, residual, kinds)                                     \
+  {DType::k##dtype,                                                                               \
+   true,                                                                                          \
+   residual,                                                                                      \
+   NormSpecialization::k##kinds,                                                                  \
+   NormRowOwner::kPlain,                                                                          \
+   lanes,                                                                                         \
+   vectors,                                                                                       \
+   1,                                                                                             \
+   Kernel(                                                                                        \
+       "norm_plain<" #dtype ", lanes=" #lanes ", vectors=" #vectors ", residual=" #residual       \
+       ", " #kinds ">",                                                                           \
+       reinterpret_cast<const void*>(                                                             \
+           norm_plain<dtype, vectors, NormSpecialization::k##kinds == NormSpecialization::kLayer, \
+                      lanes == 32, residual>))}
 #define TIERCEL_PLAINS(dtype, lanes, vectors)       \
   TIERCEL_PLAIN(dtype, lanes, vectors, false, Rms), \
       TIERCEL_PLAIN(dtype, lanes, vectors, false, Layer)
@@ -63,15 +65,16 @@ namespace {
   {DType::k##dtype,                                                  \
    true,                                                             \
    false,                                                            \
-   NormKinds::k##kinds,                                              \
-   NormShape::kLong,                                                 \
+   NormSpecialization::k##kinds,                                     \
+   NormRowOwner::kLong,                                              \
    0,                                                                \
    vectors,                                                          \
    1,                                                                \
    Kernel("norm_long<" #dtype ", vectors=" #vectors ", " #kinds ">", \
           reinterpret_cast<const void*>(                             \
-              norm_long<dtype, vectors, NormKinds::k##kinds == NormKinds::kLayer>))}
-// Of 16 bits, what most calls are.
+              norm_long<dtype, vectors,                              \
+                        NormSpecialization::k##kinds == NormSpecialization::kLayer>))}
+// Specialisations for the common 16-bit calls.
 #define TIERCEL_MOST(dtype)                                                              \
   TIERCEL_PLAINS(dtype, 0, 1), TIERCEL_PLAINS(dtype, 0, 2), TIERCEL_PLAINS(dtype, 0, 4), \
       TIERCEL_PLAIN(dtype, 0, 2, true, Rms), TIERCEL_PLAIN(dtype, 0, 4, true, Rms),      \

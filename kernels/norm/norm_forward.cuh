@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// rms_norm and layer_norm of rows that have a block each, or a cluster of blocks. Each thread holds
-// kVectors vectors of its row in registers, so x is read once. One row a team,
-// blocks in the order of rows: what the memory likes best. Bytes: x (and residual) read once, out
-// (and residual_out) written once; the floor is those at the speed of a copy, or for small inputs
-// the latency of a load, a reduction and a store: addresses need few instructions for that reason.
+// rms_norm and layer_norm with one block, or one cluster of blocks, per row.
+//
+// Plan: each thread holds kVectors vectors of its row in registers, so x is read once. Blocks take
+// rows in order, so DRAM accesses stay sequential.
+//
+// Floor: x (and residual) read once, out (and residual_out) written once, at the speed of a copy.
+// For small inputs: the latency of a load, a reduction and a store, hence few instructions for
+// addresses.
 #ifndef KERNELS_NORM_NORM_FORWARD_CUH_
 #define KERNELS_NORM_NORM_FORWARD_CUH_
 
@@ -24,16 +27,17 @@ inline constexpr DType kDType = Format::kBytes == 4                ? DType::kFlo
                                 : std::is_same_v<Format, BFloat16> ? DType::kBFloat16
                                                                    : DType::kFloat16;
 
-template <typename Format, bool kWide, int kVectors, bool kResidual>
-__global__ void __launch_bounds__(norm_forward_threads(Format::kBytes, kWide, kVectors),
-                                  norm_forward_blocks(kDType<Format>, kWide, kVectors, kResidual))
+template <typename Format, bool kAligned16, int kVectors, bool kResidual>
+__global__ void __launch_bounds__(norm_forward_threads(Format::kBytes, kAligned16, kVectors),
+                                  norm_forward_resident_blocks(kDType<Format>, kAligned16, kVectors,
+                                                               kResidual))
     norm_forward(const __grid_constant__ NormForwardArgs args) {
-  using Values = Chunk<Format, kWide>;
+  using Values = Chunk<Format, kAligned16>;
   constexpr int kElements = Values::kElements;
-  constexpr NormParameters kParameters = norm_forward_parameters(kWide, kVectors, kResidual);
+  constexpr NormParameters kParameters = norm_forward_parameters(kAligned16, kVectors, kResidual);
   constexpr bool kEarly = kParameters == NormParameters::kFloats;
   constexpr bool kPacked = kParameters == NormParameters::kPacked;
-  constexpr bool kFloat32 = Format::kBytes == 4;  // then parameters have x's type
+  constexpr bool kFloat32 = Format::kBytes == 4;  // parameters have x's type
 
   const int place = threadIdx.x, places = blockDim.x;
   const int row = blockIdx.x >> args.cluster_log2;
@@ -45,8 +49,8 @@ __global__ void __launch_bounds__(norm_forward_threads(Format::kBytes, kWide, kV
 
   const char* const x = args.x + int64_t{row} * args.x_stride;
   const char* const residual = args.residual + int64_t{row} * args.residual_stride;
-  // What the first blocks read comes to the L2 while the grid before still runs.
-  if (kWide && static_cast<int>(blockIdx.x) < args.ahead) {
+  // The first blocks prefetch their rows into the L2 while the previous grid still runs.
+  if (kAligned16 && static_cast<int>(blockIdx.x) < args.prefetch_blocks) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (!valid(v)) continue;
@@ -59,18 +63,17 @@ __global__ void __launch_bounds__(norm_forward_threads(Format::kBytes, kWide, kV
     }
   }
   grid_dependency_wait();
-  grid_dependency_launch();  // once the last blocks run, the next grid's may take what room there
-                             // is
+  grid_dependency_launch();  // the next grid may fill free room once the last blocks run
 
   Values values[kVectors];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     values[v].clear();
     if (valid(v)) {
-      values[v].load(x + (first + local(v)) * (kWide ? Format::kBytes : args.x_inner));
+      values[v].load(x + (first + local(v)) * (kAligned16 ? Format::kBytes : args.x_inner));
     }
   }
-  constexpr int kMost = kWide ? 8 : 4;  // so many of `residual` are loaded at a time
+  constexpr int kMost = kAligned16 ? 8 : 4;  // vectors of `residual` loaded at a time
   constexpr int kGroup = kVectors < kMost ? kVectors : kMost;
   Values others[kGroup];
   const auto load_others = [&](int group) {
@@ -78,8 +81,8 @@ __global__ void __launch_bounds__(norm_forward_threads(Format::kBytes, kWide, kV
     for (int g = 0; g < kGroup; ++g) {
       others[g].clear();
       if (valid(group + g)) {
-        others[g].load(residual +
-                       (first + local(group + g)) * (kWide ? Format::kBytes : args.residual_inner));
+        others[g].load(residual + (first + local(group + g)) *
+                                      (kAligned16 ? Format::kBytes : args.residual_inner));
       }
     }
   };
@@ -89,11 +92,12 @@ __global__ void __launch_bounds__(norm_forward_threads(Format::kBytes, kWide, kV
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (args.weight != nullptr && valid(v)) {
-        read_parameter<Format, kWide>(weights[v], args.weight, args.weight_float32,
-                                      first + local(v));
+        read_parameter<Format, kAligned16>(weights[v], args.weight, args.weight_float32,
+                                           first + local(v));
       }
       if (args.bias != nullptr && valid(v)) {
-        read_parameter<Format, kWide>(biases[v], args.bias, args.bias_float32, first + local(v));
+        read_parameter<Format, kAligned16>(biases[v], args.bias, args.bias_float32,
+                                           first + local(v));
       }
     }
   }
@@ -167,7 +171,7 @@ __global__ void __launch_bounds__(norm_forward_threads(Format::kBytes, kWide, kV
   for (int v = 0; v < kVectors; ++v) {
     if (!valid(v)) continue;
     float x[kElements];
-    values[v].forget();
+    values[v].drop_unpacked_copies();
     values[v].unpack(x);
 #pragma unroll
     for (int i = 0; i < kElements; ++i) x[i] = fmaf(x[i] - moments.about, rstd, shift);
@@ -176,7 +180,7 @@ __global__ void __launch_bounds__(norm_forward_threads(Format::kBytes, kWide, kV
       if (kPacked && (kFloat32 || !args.weight_float32)) {
         packed_weights[kPacked ? v : 0].unpack(w);
       } else if constexpr (!kEarly) {
-        read_parameter<Format, kWide>(w, args.weight, args.weight_float32, first + local(v));
+        read_parameter<Format, kAligned16>(w, args.weight, args.weight_float32, first + local(v));
       }
 #pragma unroll
       for (int i = 0; i < kElements; ++i) x[i] *= kEarly ? weights[kEarly ? v : 0][i] : w[i];
@@ -186,7 +190,7 @@ __global__ void __launch_bounds__(norm_forward_threads(Format::kBytes, kWide, kV
       if (kPacked && (kFloat32 || !args.bias_float32)) {
         packed_biases[kPacked ? v : 0].unpack(b);
       } else if constexpr (!kEarly) {
-        read_parameter<Format, kWide>(b, args.bias, args.bias_float32, first + local(v));
+        read_parameter<Format, kAligned16>(b, args.bias, args.bias_float32, first + local(v));
       }
 #pragma unroll
       for (int i = 0; i < kElements; ++i) x[i] += kEarly ? biases[kEarly ? v : 0][i] : b[i];

@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// rms_norm and layer_norm of long rows: as norm_forward, but a block's part of the row waits in
-// shared memory, where each thread's asynchronous copies bring what that thread needs. So registers
-// hold the parameters instead, which are there when the cluster's sums are, and more blocks fit.
-// For parameters of x's type, and rows on 16 bytes.
+// rms_norm and layer_norm of long rows, 16-byte aligned, with parameters of x's type.
+//
+// Plan: as norm_forward, but a block's part of the row stays in shared memory, where each thread
+// copies the elements it needs asynchronously. Registers hold the parameters instead, which have
+// arrived when the cluster's sums have, and more blocks fit on a multiprocessor.
+//
+// Floor: as norm_forward.
 #ifndef KERNELS_NORM_NORM_LONG_CUH_
 #define KERNELS_NORM_NORM_LONG_CUH_
 
@@ -15,7 +18,7 @@
 
 namespace tiercel {
 
-// Calls visit(v) for each of a thread's copies once it and those before it have arrived.
+// Calls visit(v) for each of a thread's copies, once that copy and those before it have arrived.
 template <int kVectors, int kFirst = 0, typename Visit>
 __device__ __forceinline__ void as_they_arrive(Visit visit) {
   if constexpr (kFirst < kVectors) {
@@ -26,7 +29,7 @@ __device__ __forceinline__ void as_they_arrive(Visit visit) {
 }
 
 template <typename Format, int kVectors, bool kLayerNorm>
-__global__ void __launch_bounds__(kNormLongThreads, norm_long_blocks(kVectors, kLayerNorm))
+__global__ void __launch_bounds__(kNormLongThreads, norm_long_resident_blocks(kVectors, kLayerNorm))
     norm_long(const __grid_constant__ NormForwardArgs args) {
   using Values = Chunk<Format, true>;
   constexpr int kElements = Values::kElements;
@@ -53,19 +56,20 @@ __global__ void __launch_bounds__(kNormLongThreads, norm_long_blocks(kVectors, k
     value.unpack(f);
   };
 
-  // What is read has its addresses before the wait: after it, nothing comes before the loads. That
-  // of `out`, too, would spill.
+  // Compute the addresses of all loads before the wait, so that the loads follow it at once. The
+  // address of `out`, too, would spill.
   const int mine = first * Format::kBytes + static_cast<int>(threadIdx.x) * 16;
   const char* from = args.x + int64_t{row} * args.x_stride + mine;
   const char* weight = args.weight == nullptr ? nullptr : args.weight + mine;
   const char* bias = args.bias == nullptr ? nullptr : args.bias + mine;
   char* const out = args.out + int64_t{row} * args.out_stride + mine;
-  made_by_here(from, weight, bias);
+  materialize_now(from, weight, bias);
   constexpr int kStep = kNormLongThreads * 16;
 
   const BlockTeam team(rank, 1 << args.cluster_log2);
   team.start(scratch);
-  if (threadIdx.x == 0 && static_cast<int>(blockIdx.x) < args.ahead) bulk_prefetch(x, bytes);
+  if (threadIdx.x == 0 && static_cast<int>(blockIdx.x) < args.prefetch_blocks)
+    bulk_prefetch(x, bytes);
   grid_dependency_wait();
   grid_dependency_launch();
 
@@ -75,7 +79,7 @@ __global__ void __launch_bounds__(kNormLongThreads, norm_long_blocks(kVectors, k
     async_copy_commit();
   }
   Values weights[kVectors], biases[kVectors];
-  // With eight vectors the last bias is loaded after the first result has freed its registers.
+  // With eight vectors the last bias is loaded once the first result has freed its registers.
   constexpr int kEarly = kVectors > 4 ? kVectors - 1 : kVectors;
   const auto ask_bias = [&](int from, int to) {
     each([&](int v) {

@@ -1,24 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-// rms_norm, with a residual or without, and layer_norm without one, as most calls are: rows on 16
-// bytes, parameters of x's type. As norm_forward, or with a row a warp, in fewer instructions: at
-// the memory's speed a multiprocessor has time for about 30 of them an element of 16 bits. Of few
-// bytes the latency counts, from the end of the grid before to the last store; so all that needs
-// no data is done before that end. Bytes as in norm_forward.
+// The common calls: rms_norm with or without a residual, layer_norm without one; 16-byte aligned
+// rows, parameters of x's type.
+//
+// Plan: as norm_forward, or one warp per row, in fewer instructions: at the memory's speed a
+// multiprocessor has time for about 30 per 16-bit element. With few bytes the latency counts, from
+// the end of the previous grid to the last store; everything that needs no data is therefore done
+// before that grid ends.
+//
+// Floor: as norm_forward.
 #ifndef KERNELS_NORM_NORM_PLAIN_CUH_
 #define KERNELS_NORM_NORM_PLAIN_CUH_
 
-#include "kernels/norm/lone_block.cuh"
 #include "kernels/norm/moments.cuh"
 #include "kernels/norm/parameters.cuh"
+#include "kernels/norm/single_block_reduce.cuh"
 #include "kernels/norm/teams.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
 
 namespace tiercel {
 
-// kWarp: a warp has a row, else a block.
+// kWarp: one warp per row, else one block.
 template <typename Format, int kVectors, bool kLayer, bool kWarp, bool kResidual>
 __global__ void __launch_bounds__(norm_plain_threads(kVectors, kWarp),
-                                  norm_plain_blocks(kVectors, kWarp))
+                                  norm_plain_resident_blocks(kVectors, kWarp))
     norm_plain(const __grid_constant__ NormForwardArgs args) {
   using Values = Chunk<Format, true>;
   constexpr int kElements = Values::kElements;
@@ -26,7 +30,7 @@ __global__ void __launch_bounds__(norm_plain_threads(kVectors, kWarp),
   const int row = kWarp ? blockIdx.x * (kNormPlainWarpThreads / 32) + threadIdx.x / 32 : blockIdx.x;
   if (kWarp && row >= args.rows) return;
 
-  // All addresses before the wait: after it, nothing comes before the loads.
+  // Compute all addresses before the wait, so that the loads follow it at once.
   const int first = place * 16, step = places * 16;
   const char* x = args.x + row * args.x_stride + first;
   const char* residual = args.residual + row * args.residual_stride + first;
@@ -34,10 +38,11 @@ __global__ void __launch_bounds__(norm_plain_threads(kVectors, kWarp),
   const char* bias = args.bias == nullptr ? nullptr : args.bias + first;
   char* out = args.out + row * args.out_stride + first;
   char* residual_out = args.residual_out + row * args.out_stride + first;
-  int bytes = args.columns * Format::kBytes - first;  // from this thread's first vector on
-  made_by_here(x, weight, out, bytes);
-  if constexpr (kLayer) made_by_here(bias);
-  if constexpr (kResidual) made_by_here(residual, residual_out);
+  int bytes =
+      args.columns * Format::kBytes - first;  // left of the row from this thread's first vector on
+  materialize_now(x, weight, out, bytes);
+  if constexpr (kLayer) materialize_now(bias);
+  if constexpr (kResidual) materialize_now(residual, residual_out);
   __builtin_assume(__isGlobal(out));
   if constexpr (kResidual) __builtin_assume(__isGlobal(residual_out));
   const auto each = [&](auto visit) {
@@ -47,7 +52,7 @@ __global__ void __launch_bounds__(norm_plain_threads(kVectors, kWarp),
     }
   };
 
-  if (static_cast<int>(blockIdx.x) < args.ahead) {
+  if (static_cast<int>(blockIdx.x) < args.prefetch_blocks) {
     each([&](int v) {
       prefetch_l2(x + v * step);
       if constexpr (kResidual) prefetch_l2(residual + v * step);
@@ -57,15 +62,15 @@ __global__ void __launch_bounds__(norm_plain_threads(kVectors, kWarp),
       if (kLayer && bias != nullptr) each([&](int v) { prefetch_l2(bias + v * step); });
     }
   }
-  using Block = LoneBlock<kWarp ? 1 : norm_plain_threads(kVectors, kWarp) / 32>;
+  using Block = SingleBlockReduce<kWarp ? 1 : norm_plain_threads(kVectors, kWarp) / 32>;
   __shared__ typename Block::Scratch scratch;
   const Block block(scratch);
   int elements = 0;  // this thread's
   each([&](int) { elements += kElements; });
   Count own(elements), warps = kLayer && !kWarp ? Count::of_warp(elements) : own;
-  // Of a block with four vectors a thread, registers have no room for these.
-  if constexpr (kLayer && (kWarp || kVectors < 4)) made_by_here(own.number, own.inverse);
-  if constexpr (kLayer && !kWarp && kVectors < 4) made_by_here(warps.number, warps.inverse);
+  // A block with four vectors per thread has no registers left for these.
+  if constexpr (kLayer && (kWarp || kVectors < 4)) materialize_now(own.number, own.inverse);
+  if constexpr (kLayer && !kWarp && kVectors < 4) materialize_now(warps.number, warps.inverse);
   grid_dependency_wait();
   grid_dependency_launch();
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The parameters' gradients: what norm_backward's blocks leave of them, and a second kernel that
-// adds it up.
+// The parameters' gradients: the partial sums that norm_backward's blocks write, and a second
+// kernel that adds them up.
 #ifndef KERNELS_NORM_NORM_REDUCE_CUH_
 #define KERNELS_NORM_NORM_REDUCE_CUH_
 
@@ -15,11 +15,11 @@
 
 namespace tiercel {
 
-// Adds the sums of the block's teams, which have the same columns, in `shared`, and writes them: of
-// kind k to `out[k]`, if that is wanted. `lanes` of a warp have a row; a team has `slice` columns,
-// `columns` of them real, and `room` floats of its own in `shared`: if its sums fit there, it need
-// not wait for other teams' last rows before it leaves them.
-template <bool kWide, int kKinds, int kVectors, int kElements>
+// Adds the sums of the block's teams, which own the same columns, in `shared`, and writes those of
+// kind k to `out[k]` unless that is null. A row has `lanes` lanes of a warp; a team has `slice`
+// columns, `columns` of them real, and `room` floats of its own in `shared`. If its sums fit there,
+// it need not wait for the other teams' last rows before it stores them.
+template <bool kAligned16, int kKinds, int kVectors, int kElements>
 __device__ __forceinline__ void leave_sums(float (&sums)[kKinds][kVectors][kElements],
                                            const Team& team, int lanes, float* shared, int room,
                                            int slice, int columns, float* const (&out)[kKinds]) {
@@ -37,10 +37,10 @@ __device__ __forceinline__ void leave_sums(float (&sums)[kKinds][kVectors][kElem
     }
   }
   const int teams = blockDim.x / 32 / team.warps;
-  const bool alone = kWide && teams == 1;
-  const bool own = kWide && room >= kKinds * slice;
+  const bool alone = kAligned16 && teams == 1;
+  const bool own = kAligned16 && room >= kKinds * slice;
   const int pitch = own ? room : kKinds * slice;
-  if (!alone && !own) __syncthreads();  // the memory was used for something else
+  if (!alone && !own) __syncthreads();  // the memory was in use for rows
 #pragma unroll
   for (int k = 0; k < kKinds; ++k) {
     float* const to = alone ? out[k] : shared + team.index * pitch + k * slice;
@@ -60,7 +60,7 @@ __device__ __forceinline__ void leave_sums(float (&sums)[kKinds][kVectors][kElem
   }
   if (alone) return;
   __syncthreads();
-  constexpr int kTogether = kWide ? 4 : 1;  // rows on 16 bytes have whole vectors
+  constexpr int kTogether = kAligned16 ? 4 : 1;  // rows on 16 bytes have whole vectors
 #pragma unroll 1
   for (int at = threadIdx.x * kTogether; at < kKinds * slice; at += blockDim.x * kTogether) {
     const int k = at < slice ? 0 : kKinds - 1, c = at - k * slice;
@@ -81,8 +81,8 @@ __device__ __forceinline__ void leave_sums(float (&sums)[kKinds][kVectors][kElem
   }
 }
 
-// The same of two blocks of a cluster, a row a block: each sends the other every second vector's
-// sums, and writes what both have of its own. Half as much is written, and read again.
+// For two blocks of a cluster that each own a row: each sends the other the sums of every
+// second vector and writes the total of the rest. This halves what is written and read again.
 template <int kVectors, int kElements>
 __device__ __forceinline__ void leave_sums_of_pair(float (&sums)[2][kVectors][kElements],
                                                    float4* shared, const NormBackwardArgs& args) {
@@ -92,7 +92,7 @@ __device__ __forceinline__ void leave_sums_of_pair(float (&sums)[2][kVectors][kE
     return shared + ((v / 2 * 2 + kind) * kQuads + quad) * blockDim.x + threadIdx.x;
   };
   cluster_arrive();
-  cluster_wait();  // the memory was used for something else
+  cluster_wait();  // the memory was in use for rows
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     if (v % 2 == rank) continue;
@@ -106,7 +106,7 @@ __device__ __forceinline__ void leave_sums_of_pair(float (&sums)[2][kVectors][kE
     }
   }
   cluster_arrive();
-  cluster_wait();  // the other's are here; none ends before the other has sent
+  cluster_wait();  // the other's sums have arrived; no block exits before the other has sent
   const int64_t row = int64_t{blockIdx.x / 2} * args.columns;
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
@@ -128,12 +128,12 @@ __device__ __forceinline__ void leave_sums_of_pair(float (&sums)[2][kVectors][kE
   }
 }
 
-// Discards what its warp has read, a lane a line: nobody reads it again, but it would be written to
-// memory, late in the next grid's time.
+// Discards the lines that its warp has read, one line per lane: nobody reads them again, but the L2
+// would write them to memory while the next grid runs.
 template <int kColumns>
 __device__ __forceinline__ void discard_parts(const NormReduceArgs& args) {
   if (!args.whole_lines) return;
-  __syncwarp();  // all of the warp have read
+  __syncwarp();  // the whole warp has read
   int thread = threadIdx.x;
   asm volatile("" : "+r"(thread));  // nothing of this is held in registers before
   const int warp = thread / 32, lane = thread % 32;
@@ -148,26 +148,28 @@ __device__ __forceinline__ void discard_parts(const NormReduceArgs& args) {
   }
 }
 
-// A warp's lanes take neighbouring columns, kColumns each; `part_warps` warps have the same
-// columns, a part each of what is to be added: of 132 parts all 16, of few parts fewer, and then a
-// block has more columns. All that one multiprocessor each leaves is under way at once, past the
-// L1, which has none of it: this kernel is but latency.
+// Adds the blocks' partial sums.
+//
+// Plan: a warp's lanes take neighbouring columns, kColumns each. `part_warps` warps share the same
+// columns and split the parts: all 16 for 132 parts; for few parts fewer, and then a block has more
+// columns. All loads are in flight at once and bypass the L1, which holds none of the data: this
+// kernel is pure latency.
 template <typename Format, int kColumns>
 __global__ void __launch_bounds__(kNormReduceThreads)
     norm_reduce(const __grid_constant__ NormReduceArgs args) {
   constexpr int kWarps = kNormReduceThreads / 32;
   constexpr int kAtOnce = kNormReduceAtOnce;
-  constexpr int kWidth = kColumns * 32;  // columns of a warp
+  constexpr int kWidth = kColumns * 32;  // columns per warp
   __shared__ float sums[kWarps][kWidth];
   const int kind = blockIdx.y;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first_part = warp % args.part_warps;
-  const int group = blockIdx.x * (kWarps / args.part_warps);  // of columns: the block's first
+  const int group = blockIdx.x * (kWarps / args.part_warps);  // the block's first group of columns
   const int first_column = (group + warp / args.part_warps) * kWidth + lane;
   const int left = args.columns - first_column;
   const float* const from = args.partial[kind] + first_column;
   grid_dependency_launch();
-  // What is asked for here need not be there yet: but its page is looked up before the wait.
+  // The prefetched data need not be final yet; this looks up its page before the wait.
   if (args.out[kind] != nullptr && first_part < args.parts && left > 0 && lane == 0) {
     prefetch_l2(from + static_cast<int64_t>(first_part) * args.columns);
   }

@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// rms_norm and layer_norm of short rows: kLanes lanes of a warp have kRows rows at once, kVectors
-// vectors of each in registers. Several rows a thread pay once for addresses and parameters, which
-// is what takes the time of rows of a vector or two a lane. Bytes as in norm_forward. kAny: for
-// both norms and parameters of any type (NormKinds::kBoth); else for kLayer's alone.
+// rms_norm and layer_norm of short rows.
+//
+// Plan: kLanes lanes of a warp work on kRows rows at once, with kVectors vectors of each row per
+// lane in registers. Several rows per thread pay once for addresses and parameters, which dominate
+// rows of one or two vectors per lane. kAny: both norms and parameters of any type
+// (NormSpecialization::kBoth); else the norm that kLayer names.
+//
+// Floor: as norm_forward.
 #ifndef KERNELS_NORM_NORM_SHORT_CUH_
 #define KERNELS_NORM_NORM_SHORT_CUH_
 
@@ -13,36 +17,38 @@
 
 namespace tiercel {
 
-template <typename Format, bool kWide, int kLanes, int kVectors, int kRows, bool kResidual,
+template <typename Format, bool kAligned16, int kLanes, int kVectors, int kRows, bool kResidual,
           bool kAny, bool kLayer>
 __global__ void __launch_bounds__(norm_short_threads(kVectors, kRows),
-                                  norm_short_blocks(kVectors, kRows, kAny))
+                                  norm_short_resident_blocks(kVectors, kRows, kAny))
     norm_short(const __grid_constant__ NormForwardArgs args) {
-  using Values = Chunk<Format, kWide>;
+  using Values = Chunk<Format, kAligned16>;
   constexpr int kElements = Values::kElements;
-  // Then parameters have x's type.
+  // Parameters have x's type.
   constexpr bool kPacked = !kAny || Format::kBytes == 4;
-  // One or two vectors of the parameters are read with x; of more, registers hold fewer rows.
-  constexpr bool kEarly = kWide && kVectors <= 2;
+  // Read one or two vectors of the parameters together with x; more would leave registers for fewer
+  // rows.
+  constexpr bool kEarly = kAligned16 && kVectors <= 2;
   constexpr bool kCentred = kAny || kLayer;
   constexpr int kGroups = norm_short_threads(kVectors, kRows) / kLanes;
   const int place = threadIdx.x % kLanes;
   const int row = blockIdx.x * (kGroups * kRows) + threadIdx.x / kLanes;
   const auto column = [&](int v) { return (v * kLanes + place) * kElements; };
   const auto inside = [&](int v) { return column(v) < args.columns; };
-  const int last = min(kLanes, (args.columns + kElements - 1) / kElements) - 1;  // lane with some
+  const int last =
+      min(kLanes, (args.columns + kElements - 1) / kElements) - 1;  // the last lane with elements
   const auto real = [&](int r) { return row + r * kGroups < args.rows; };
-  // All addresses before the wait: after it, nothing comes before the loads.
+  // Compute all addresses before the wait, so that the loads follow it at once.
   const auto rows_of = [&](auto*(&rows)[kRows], auto* first, int64_t stride, int64_t inner) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       rows[r] = first + (row + r * kGroups) * stride + column(0) * inner;
-      made_by_here(rows[r]);
+      materialize_now(rows[r]);
       __builtin_assume(__isGlobal(rows[r]));
     }
   };
-  const int64_t x_inner = kWide ? Format::kBytes : args.x_inner;
-  const int64_t residual_inner = kWide ? Format::kBytes : args.residual_inner;
+  const int64_t x_inner = kAligned16 ? Format::kBytes : args.x_inner;
+  const int64_t residual_inner = kAligned16 ? Format::kBytes : args.residual_inner;
   const char *x[kRows], *residual[kRows];
   char *out[kRows], *residual_out[kRows];
   rows_of(x, args.x, args.x_stride, x_inner);
@@ -62,7 +68,7 @@ __global__ void __launch_bounds__(norm_short_threads(kVectors, kRows),
     return first + v * (kLanes * kElements) * inner;
   };
 
-  if (kWide && static_cast<int>(blockIdx.x) < args.ahead) {
+  if (kAligned16 && static_cast<int>(blockIdx.x) < args.prefetch_blocks) {
     each([&](int r, int v, bool valid) {
       if (!valid) return;
       prefetch_l2(at(x[r], x_inner, v));
@@ -111,10 +117,10 @@ __global__ void __launch_bounds__(norm_short_threads(kVectors, kRows),
     });
   }
 
-  // A layer norm measures distances from one of the row's own values, so little cancels.
-  float abouts[kRows], apart = 0.0f, square;  // the latter of row number lane % kRows
+  // A layer norm sums distances from one of the row's own values, so little cancels.
+  float abouts[kRows], apart = 0.0f, square;  // `square`: of row number lane % kRows
   if (kAny ? args.layer_norm : kLayer) {
-    float sums[2 * kRows] = {};  // of distances, then of their squares
+    float sums[2 * kRows] = {};  // distances, then their squares
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       float f[kElements];
@@ -127,12 +133,12 @@ __global__ void __launch_bounds__(norm_short_threads(kVectors, kRows),
       values[r][v].unpack(f);
 #pragma unroll
       for (int i = 0; i < kElements; ++i) {
-        const float distance = kWide || inside(v) ? f[i] - abouts[r] : 0.0f;
+        const float distance = kAligned16 || inside(v) ? f[i] - abouts[r] : 0.0f;
         sum += distance;
         square = fmaf(distance, distance, square);
       }
-      sums[r] += !kWide || inside(v) ? sum : 0.0f;  // zeros there are no distances
-      sums[kRows + r] += !kWide || inside(v) ? square : 0.0f;
+      sums[r] += !kAligned16 || inside(v) ? sum : 0.0f;  // padding zeros are not distances
+      sums[kRows + r] += !kAligned16 || inside(v) ? square : 0.0f;
     });
     const float held = lanes_scatter(sums, kLanes);
     const float other = __shfl_xor_sync(kFullWarp, held, kRows);
@@ -166,7 +172,7 @@ __global__ void __launch_bounds__(norm_short_threads(kVectors, kRows),
       return;
     }
     float f[kElements];
-    values[r][v].forget();
+    values[r][v].drop_unpacked_copies();
     values[r][v].unpack(f);
 #pragma unroll
     for (int i = 0; i < kElements; ++i) f[i] = fmaf(f[i] - abouts[r], rstd, shift);
@@ -175,7 +181,7 @@ __global__ void __launch_bounds__(norm_short_threads(kVectors, kRows),
       if (kPacked || weight_packed) {
         weights[v].unpack(w);
       } else if (inside(v)) {
-        read_parameter<Format, kWide>(w, args.weight, true, column(v));
+        read_parameter<Format, kAligned16>(w, args.weight, true, column(v));
       }
 #pragma unroll
       for (int i = 0; i < kElements; ++i) f[i] *= w[i];
@@ -185,7 +191,7 @@ __global__ void __launch_bounds__(norm_short_threads(kVectors, kRows),
       if (kPacked || bias_packed) {
         biases[v].unpack(b);
       } else if (inside(v)) {
-        read_parameter<Format, kWide>(b, args.bias, true, column(v));
+        read_parameter<Format, kAligned16>(b, args.bias, true, column(v));
       }
 #pragma unroll
       for (int i = 0; i < kElements; ++i) f[i] += b[i];

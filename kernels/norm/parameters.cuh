@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Weight and bias of a norm, as they are read; and what is asked for before it may be read.
+// Reading a norm's weight and bias, and prefetching them before they may be read.
 #ifndef KERNELS_NORM_PARAMETERS_CUH_
 #define KERNELS_NORM_PARAMETERS_CUH_
 
@@ -10,15 +10,16 @@
 
 namespace tiercel {
 
-// A vector of weight or bias as float32.
-template <typename Format, bool kWide>
-__device__ __forceinline__ void read_parameter(float (&values)[Chunk<Format, kWide>::kElements],
-                                               const char* data, bool float32, int column) {
+// Reads a vector of weight or bias as float32.
+template <typename Format, bool kAligned16>
+__device__ __forceinline__ void read_parameter(
+    float (&values)[Chunk<Format, kAligned16>::kElements], const char* data, bool float32,
+    int column) {
   if (float32) {
     const float* const from = reinterpret_cast<const float*>(data) + column;
-    if constexpr (kWide) {
+    if constexpr (kAligned16) {
 #pragma unroll
-      for (int p = 0; p < Chunk<Format, kWide>::kElements / 4; ++p) {
+      for (int p = 0; p < Chunk<Format, kAligned16>::kElements / 4; ++p) {
         const float4 part = reinterpret_cast<const float4*>(from)[p];
         values[4 * p] = part.x, values[4 * p + 1] = part.y;
         values[4 * p + 2] = part.z, values[4 * p + 3] = part.w;
@@ -27,13 +28,13 @@ __device__ __forceinline__ void read_parameter(float (&values)[Chunk<Format, kWi
       values[0] = *from;
     }
   } else {
-    Chunk<Format, kWide> chunk;
+    Chunk<Format, kAligned16> chunk;
     chunk.load_any(data + column * Format::kBytes);
     chunk.unpack(values);
   }
 }
 
-// By the first rows' threads only: all blocks asking for the same lines would take long.
+// Only the first rows' threads prefetch: all blocks requesting the same lines would take long.
 inline constexpr int kNormParametersAhead = 8;
 template <typename Format>
 __device__ __forceinline__ void prefetch_parameters(const NormForwardArgs& args, int column) {
@@ -45,8 +46,8 @@ __device__ __forceinline__ void prefetch_parameters(const NormForwardArgs& args,
   }
 }
 
-// A vector of weight or bias as it is in memory, `offset` bytes on; of `absent` where there is
-// none.
+// Reads a vector of weight or bias as it is in memory, at `offset` bytes; `absent` if there is no
+// such parameter.
 template <typename Format>
 __device__ __forceinline__ void read_packed(Chunk<Format, true>& vector, const char* data,
                                             int offset, float absent) {
@@ -57,14 +58,14 @@ __device__ __forceinline__ void read_packed(Chunk<Format, true>& vector, const c
   }
 }
 
-// What a row's statistics make of its vectors. An RMS norm has neither mean nor bias.
+// Normalises a row's vectors with its statistics. An RMS norm has neither mean nor bias.
 template <typename Format, bool kLayer>
 class Normaliser {
  public:
   using Values = Chunk<Format, true>;
 
-  // x - about comes before all else: x * rstd - about * rstd would cancel. `shift`: minus the
-  // mean's distance from `about`, times rstd.
+  // Subtract `about` first: x * rstd - about * rstd would cancel. `shift` is minus the mean's
+  // distance from `about`, times rstd.
   __device__ __forceinline__ Normaliser(float about, float rstd, float shift)
       : about_(about), rstd_(rstd), shift_(shift) {}
   __device__ __forceinline__ Normaliser(RowMoments row, float rstd)
@@ -72,13 +73,13 @@ class Normaliser {
 
   __device__ __forceinline__ Values operator()(Values x, Values weight, const Values& bias) const {
     float f[Values::kElements], w[Values::kElements], b[Values::kElements];
-    x.forget();
+    x.drop_unpacked_copies();
     x.unpack(f);
-    weight.forget();
+    weight.drop_unpacked_copies();
     weight.unpack(w);
     if constexpr (kLayer) {
-      Values own = bias;  // an RMS norm's is not even set
-      own.forget();
+      Values own = bias;  // uninitialised for an RMS norm
+      own.drop_unpacked_copies();
       own.unpack(b);
     }
 #pragma unroll

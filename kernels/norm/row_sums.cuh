@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums over the columns of several rows at once, by a team of threads: one barrier for all of them,
-// and shuffles that halve what is left to add instead of one tree a value.
+// A team's sums over the columns of several rows at once: one barrier for all of them, and shuffles
+// that halve the number of values at each step, instead of one tree per value.
 #ifndef KERNELS_NORM_ROW_SUMS_CUH_
 #define KERNELS_NORM_ROW_SUMS_CUH_
 
@@ -8,8 +8,8 @@
 
 namespace tiercel {
 
-// Adds each value over groups of `lanes` lanes, a power of two and not less than kValues: a lane
-// gets the sum of value number lane % kValues.
+// Adds each value over groups of `lanes` lanes (a power of two, at least kValues). A lane gets the
+// sum of value number lane % kValues.
 template <int kValues>
 __device__ __forceinline__ float lanes_scatter(float (&values)[kValues], int lanes) {
   const int lane = threadIdx.x % 32;
@@ -30,30 +30,29 @@ __device__ __forceinline__ float lanes_scatter(float (&values)[kValues], int lan
   return values[0];
 }
 
-// kKinds sums of each of kRows rows. kPartial: parts of a warp may have a row; kShared: several
-// warps may, and the blocks of a cluster. There every warp sends its sums to all blocks (kDirect);
-// or one warp sends its block's, which takes a barrier more but fewer messages: a block takes them
-// one by one.
+// kKinds sums for each of kRows rows. kPartial: a row may belong to part of a warp. kShared: it may
+// belong to several warps, and to the blocks of a cluster. Then every warp sends its sums to all
+// blocks (kDirect), or one warp sends its block's: one more barrier but fewer messages, which a
+// block receives one by one.
 template <int kRows, int kKinds, bool kPartial, bool kShared, bool kDirect>
 struct RowSums {
   static constexpr int kValues = kKinds * kRows;
   static_assert(kValues <= (kPartial ? kShared ? 8 : 4 : 32), "the fewest lanes of a row");
 
-  // What warps leave for the others, twice: sums are read while the next ones are written.
+  // The warps' sums, double-buffered: they are read while the next ones are written.
   struct Scratch {
     float sums[2][kNormMaxCluster * kNormMaxWarps][kValues];
-    uint64_t arrived[2];  // mbarriers: all of a cluster's sums are there
+    uint64_t arrived[2];  // mbarriers: all of the cluster's sums have arrived
     float blocks[kDirect ? 1 : 2][kDirect ? 1 : kNormMaxCluster][kValues];
   };
 
-  // One thread, before the cluster's first barrier.
+  // Called by one thread, before the cluster's first barrier.
   static __device__ __forceinline__ void start(Scratch& scratch) {
     mbarrier_init(&scratch.arrived[0], 1);
     mbarrier_init(&scratch.arrived[1], 1);
   }
 
-  // Each row's sums over all that share it, in `sums[kind][row]`; every thread gets them, the same
-  // bits.
+  // Leaves each row's total in `sums[kind][row]`; all threads of a row get the same bits.
   static __device__ __forceinline__ void add(const Team& team, Scratch& scratch, int tile,
                                              float (&sums)[kKinds][kRows]) {
     float values[kValues];
@@ -106,7 +105,7 @@ struct RowSums {
     return over_copies<kValues>(value);
   }
 
-  // The sums over the cluster, where only one warp of each block sends.
+  // The cluster's sums if one warp per block sends.
   static __device__ __forceinline__ float through_one_warp(const Team& team, Scratch& scratch,
                                                            int tile, float held) {
     if constexpr (!kDirect) {
@@ -138,7 +137,7 @@ struct RowSums {
     return value;
   }
 
-  // To this place in all blocks that share the row; the lanes that have it do a part each.
+  // Sends to this place in all blocks of the row; the lanes that hold the sums share the work.
   static __device__ __forceinline__ void write(const Team& team, float& place, uint64_t* arrived,
                                                int copy, int copies, float value) {
     if (team.blocks == 1) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which rows a block of norm_backward has, tile by tile, and where they are.
+// The rows of a block of norm_backward, tile by tile, and their addresses.
 #ifndef KERNELS_NORM_ROW_TILES_CUH_
 #define KERNELS_NORM_ROW_TILES_CUH_
 
@@ -10,14 +10,14 @@
 
 namespace tiercel {
 
-// Blocks take tiles in turns: neighbours are read at about the same time, which memory likes.
-// What is left after as many tiles for all is a last one of fewer rows, the same for each block.
-// (Not where rows are not of 16 bytes: there it would take registers that are not there.)
-template <bool kWide>
+// Blocks take tiles in turn, so neighbouring rows are read at about the same time. The rows left
+// after an equal number of tiles are a last, smaller tile of equal size for each block (only for
+// 16-byte aligned rows: the others' kernels have no registers for it).
+template <bool kAligned16>
 struct RowTiles {
-  int part;   // this block's number, or its cluster's
-  int count;  // of its tiles
-  int end;    // the row that its last tile ends before
+  int part;   // number of this block or its cluster
+  int count;  // number of its tiles
+  int end;    // end of the rows of its last tile
 
   __device__ __forceinline__ RowTiles(const NormBackwardArgs& args, const Team& team, int per_warp,
                                       int per_tile)
@@ -27,16 +27,16 @@ struct RowTiles {
         per_warp_(per_warp),
         per_tile_(per_tile),
         team_(team.index) {
-    count = kWide ? args.whole_tiles + (args.last_share > 0 ? 1 : 0)
-                  : ((args.rows + per_tile - 1) / per_tile - part + parts_ - 1) / parts_;
-    end = kWide ? min(args.rows, args.whole_tiles * args.rows_of_tiles +
-                                     (part + 1) * args.last_share * per_warp)
-                : args.rows;
+    count = kAligned16 ? args.whole_tiles + (args.last_share > 0 ? 1 : 0)
+                       : ((args.rows + per_tile - 1) / per_tile - part + parts_ - 1) / parts_;
+    end = kAligned16 ? min(args.rows, args.whole_tiles * args.rows_of_tiles +
+                                          (part + 1) * args.last_share * per_warp)
+                     : args.rows;
   }
 
-  // The first of the team's rows in a tile.
+  // The team's first row in a tile.
   __device__ __forceinline__ int first_row(int tile) const {
-    if (!kWide) return (part + tile * parts_) * per_tile_ + team_ * per_warp_;
+    if (!kAligned16) return (part + tile * parts_) * per_tile_ + team_ * per_warp_;
     const int share = tile < args_.whole_tiles ? per_tile_ : args_.last_share * per_warp_;
     return tile * args_.rows_of_tiles + part * share + team_ * per_warp_;
   }
@@ -49,12 +49,13 @@ struct RowTiles {
   int team_;
 };
 
-// Where a team's rows are in each of some tensors, for one after the other: stepped on, as in whole
-// tiles the next row is always equally far, and not made again from row numbers.
+// Addresses of a team's rows in several tensors, one row after the other. In whole tiles the next
+// row is always at the same distance, so the addresses advance and are not recomputed from row
+// numbers.
 template <int kTensors>
 class RowPointers {
  public:
-  // At row number 0; `first` and `strides` are arguments of the kernel.
+  // Starts at row number 0; `first` and `strides` are kernel arguments.
   __device__ __forceinline__ RowPointers(const char* const* first, const int64_t* strides,
                                          const NormBackwardArgs& args, const RowTiles<true>& tiles)
       : args_(args), tiles_(tiles), strides_(strides) {
@@ -63,11 +64,11 @@ class RowPointers {
       first_[k] = first[k];
       at_[k] = first_[k] + int64_t{tiles.first_row(0)} * strides[k];
       step_[k] = int64_t{args.rows_of_tiles} * strides[k];
-      asm("" : "+l"(step_[k]));  // made once
+      asm("" : "+l"(step_[k]));  // computed once
     }
   }
 
-  // Goes to row number `i`, the next one: after the whole tiles it is less far.
+  // Advances to row number `i`, the next one; the step is shorter after the whole tiles.
   __device__ __forceinline__ void come_to(int i) {
     if (i != args_.whole_tiles) return;
 #pragma unroll

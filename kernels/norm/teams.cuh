@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who works on a row: a team of 4 to 512 threads, or a cluster of blocks; and how they add up.
+// The threads that share a row, a team of 4 to 512 threads or a cluster of blocks, and their
+// reductions.
 #ifndef KERNELS_NORM_TEAMS_CUH_
 #define KERNELS_NORM_TEAMS_CUH_
 
@@ -13,18 +14,18 @@
 
 namespace tiercel {
 
-// To the last bit or nearly: the hardware's approximation and a Newton step, which 0 and infinity
-// would not survive.
+// Exact to about the last bit: the hardware's approximation and one Newton step. 0 and infinity are
+// not valid inputs.
 __device__ __forceinline__ float reciprocal_root(float value) {
   const float root = rsqrtf(value);
   const float better = root * fmaf(-0.5f * value * root, root, 1.5f);
   return value > 0.0f && value < __int_as_float(0x7f800000) ? better : root;
 }
 
-// What the warps of a block, or of a cluster's blocks, leave for each other, once.
+// Scratch for one exchange between the warps of a block or of a cluster.
 struct BlockScratch {
   float4 values[kNormMaxCluster * kNormMaxWarps];
-  uint64_t arrived;  // an mbarrier: all of a cluster's values are there
+  uint64_t arrived;  // an mbarrier: all of the cluster's values have arrived
 };
 
 // A row that belongs to a whole block, or to all blocks of a cluster.
@@ -36,8 +37,8 @@ struct BlockTeam {
 
   __device__ __forceinline__ int warps() const { return blockDim.x / 32; }
 
-  // Every block has a barrier that counts what the cluster's blocks send. All have come by here
-  // before anything is sent.
+  // Every block has an mbarrier that counts the bytes the cluster's blocks send. All blocks pass
+  // here before anything is sent.
   __device__ __forceinline__ void start(BlockScratch& scratch) const {
     if (blocks == 1) return;
     if (threadIdx.x == 0) {
@@ -48,7 +49,7 @@ struct BlockTeam {
     cluster_arrive_relaxed();
   }
 
-  // Gives a warp's value to all, and waits for theirs.
+  // Sends a warp's value to all warps and waits for theirs.
   __device__ __forceinline__ void exchange(BlockScratch& scratch, float4 value) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     if (blocks == 1) {
@@ -56,14 +57,14 @@ struct BlockTeam {
       __syncthreads();
       return;
     }
-    cluster_wait();  // for start()
+    cluster_wait();  // pairs with start()
     if (lane < blocks) {
       send_remote(&scratch.values[rank * warps() + warp], &scratch.arrived, lane, value);
     }
     mbarrier_wait_cluster(&scratch.arrived, 0);
   }
 
-  // The sum of all warps' values.
+  // Returns the sum of all warps' values.
   __device__ __forceinline__ float sum(BlockScratch& scratch, float value) const {
     const int entries = warps() * blocks;
     exchange(scratch, make_float4(value, 0.0f, 0.0f, 0.0f));
@@ -78,7 +79,7 @@ struct BlockTeam {
                                              float inverse_columns) const {
     const int entries = warps() * blocks;
     exchange(scratch, value);
-    // About the first warp's mean, which is as good as the row's: all sums at once.
+    // Distances from the first warp's mean, which is near the row's: so all sums take one step.
     Moments all = {scratch.values[0].y + scratch.values[0].w, 0.0f, 0.0f};
 #pragma unroll 1
     for (int i = threadIdx.x % 32; i < entries; i += 32) {
@@ -93,15 +94,15 @@ struct BlockTeam {
   }
 };
 
-// A block's threads by rows: less than a warp a row (`lanes` < 32, several rows a warp), whole
-// warps, the whole block, or all blocks of a cluster.
+// The threads that share a row: part of a warp (`lanes` < 32, several rows per warp), whole warps,
+// the whole block, or all blocks of a cluster.
 struct Team {
   int lanes;      // of a warp that share a row
   int warps;      // of this block that share a row
-  int warp;       // this thread's, in the team
+  int warp;       // of this thread, in the team
   int index;      // of the team in the block
-  int place;      // this thread's among those of a row in this block
-  int places;     // how many those are
+  int place;      // of this thread among the block's threads of the row
+  int places;     // number of those threads
   uint32_t rank;  // of the block in the cluster
   uint32_t blocks;
 
@@ -109,7 +110,7 @@ struct Team {
     const int thread = threadIdx.x;
     lanes = threads_per_row < 32 ? threads_per_row : 32;
     warps = threads_per_row < 32 ? 1 : threads_per_row / 32;
-    // By a shuffle, so that the compiler knows it the same in all of a warp (uniform registers).
+    // A shuffle tells the compiler that it is uniform across the warp (uniform registers).
     const int of_block = __shfl_sync(kFullWarp, thread / 32, 0);
     warp = of_block % warps;
     index = of_block / warps;
@@ -128,7 +129,7 @@ struct Team {
     }
   }
 
-  // Says that this warp has come to where another one waits in sync().
+  // Arrives at the barrier that another warp waits for in sync().
   __device__ __forceinline__ void arrive() const {
     asm volatile("bar.arrive %0, %1;" ::"r"(index + 1), "r"(warps * 32) : "memory");
   }

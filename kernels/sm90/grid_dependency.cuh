@@ -23,7 +23,7 @@ __device__ __forceinline__ void grid_dependency_launch() {
 // Keeps the compiler from sinking the computation of `values` below this point, so that it overlaps
 // the previous grid.
 template <typename... Values>
-__device__ __forceinline__ void made_by_here(Values&... values) {
+__device__ __forceinline__ void materialize_now(Values&... values) {
   const auto one = [](auto& value) {
     using Value = std::remove_reference_t<decltype(value)>;
     static_assert(sizeof(Value) == 4 || (sizeof(Value) == 8 && !std::is_floating_point_v<Value>));

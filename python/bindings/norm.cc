@@ -76,7 +76,6 @@ struct ForwardCall {
 // and grad_x may be None.
 struct BackwardCall {
   PythonTensor tensors[8];
-  NormBackwardConfig config{};
   NormBackward call{};
 
   // Takes the tuner's configuration, a tuple, from the end of the arguments.
@@ -84,8 +83,7 @@ struct BackwardCall {
     if (*count == 0 || !PyTuple_Check(values[*count - 1])) return true;
     NormBackwardFields fields;
     if (!ReadConfig(values[--*count], OpName(kind), &fields)) return false;
-    config = norm_backward_config_of(fields);
-    call.config = &config;
+    call.config = norm_backward_config_of(fields);
     return true;
   }
   bool Parse(NormKind kind, PyObject* const* values, Py_ssize_t count) {

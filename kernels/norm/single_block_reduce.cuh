@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the warps of a block that has a row alone add up, once: what can be made before the row is
-// there is made then, and afterwards there are as few steps as the block's warps allow.
-#ifndef KERNELS_NORM_LONE_BLOCK_CUH_
-#define KERNELS_NORM_LONE_BLOCK_CUH_
+// One reduction over the warps of a block that owns a row. Everything that does not need the row is
+// computed before it arrives; after that there are as few steps as the number of warps allows.
+#ifndef KERNELS_NORM_SINGLE_BLOCK_REDUCE_CUH_
+#define KERNELS_NORM_SINGLE_BLOCK_REDUCE_CUH_
 
 #include <cstdint>
 
@@ -14,9 +14,9 @@
 
 namespace tiercel {
 
-// Of at most kWarps warps. sum() or join() is called once: nothing waits for what they have read.
+// Up to kWarps warps. Call sum() or join() once: nothing waits until all have read the scratch.
 template <int kWarps>
-class LoneBlock {
+class SingleBlockReduce {
   static_assert(kWarps == 1 || kWarps == 4 || kWarps == 8 || kWarps == 16,
                 "four at a time, a tree");
 
@@ -26,8 +26,8 @@ class LoneBlock {
     float sums[kWarps];
   };
 
-  // What a block has no warp for counts nothing.
-  __device__ __forceinline__ explicit LoneBlock(Scratch& scratch)
+  // Entries without a warp add nothing.
+  __device__ __forceinline__ explicit SingleBlockReduce(Scratch& scratch)
       : moments_(shared_address(scratch.moments)),
         sums_(shared_address(scratch.sums)),
         warps_(blockDim.x / 32) {
@@ -37,10 +37,10 @@ class LoneBlock {
       scratch.moments[thread] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       scratch.sums[thread] = 0.0f;
     }
-    made_by_here(moments_, sums_, warps_);
+    materialize_now(moments_, sums_, warps_);
   }
 
-  // The sum of all warps' values.
+  // Returns the sum of all warps' values.
   __device__ __forceinline__ float sum(float value) const {
     if (threadIdx.x % 32 == 0) {
       asm volatile("st.shared.f32 [%0], %1;" ::"r"(sums_ + threadIdx.x / 8), "f"(value) : "memory");
@@ -64,7 +64,7 @@ class LoneBlock {
                    : "memory");
     }
     __syncthreads();
-    // About the first warp's mean, which is as good as the row's: all sums at once.
+    // Distances from the first warp's mean, which is near the row's: so all sums take one step.
     const float4 first = read(moments_), part = read(moments_ + threadIdx.x % kWarps * 16);
     const float about = first.y + first.w;
     const float distance = Moments::distance(part, about), product = part.z * distance;
@@ -87,4 +87,4 @@ class LoneBlock {
 
 }  // namespace tiercel
 
-#endif  // KERNELS_NORM_LONE_BLOCK_CUH_
+#endif  // KERNELS_NORM_SINGLE_BLOCK_REDUCE_CUH_
