@@ -14,8 +14,10 @@ import pathlib
 import sys
 import tempfile
 
+_ROOT = pathlib.Path(__file__).absolute().parents[2]
+
 # What the package has of its own, to compile on a user's machine: declarations and the like.
-_SHARED = pathlib.Path(__file__).absolute().parents[2] / "python" / "tiercel" / "jit" / "dsl"
+_SHARED = _ROOT / "python" / "tiercel" / "jit" / "dsl"
 
 _TRIPLE = "x86_64-unknown-linux-gnu"  # the host code runs in this build only, on any x86-64
 
@@ -84,6 +86,7 @@ def main() -> None:
     for path in [*options.path, pathlib.Path(options.main).parent]:
         sys.path.insert(0, str(pathlib.Path(path).absolute()))
     sys.path.insert(0, str(_SHARED))
+    sys.path.append(str(_ROOT))  # a family of several folders imports kernels.<family>.<folder>
 
     folder = tempfile.TemporaryDirectory()
     os.chdir(folder.name)  # the DSL leaves copies of its cubins in the folder it is imported in

@@ -103,7 +103,7 @@ def manifest(compiled, arch: str, versions: dict[str, str]) -> str:
                     "attributes": list(item.function.attributes),
                     "dtypes": {
                         argument.name: argument.dtype.__name__
-                        for argument in item.function.arguments
+                        for argument in item.function.leaves
                         if isinstance(argument, Pointer)
                     },
                     "grid": list(launch.grid),

@@ -224,7 +224,7 @@ def check(function: Function, prefix: str, host: HostCode, kernels) -> tuple[lis
     """The symbols that a function launches, in order, and what its declaration gets wrong."""
     layouts = {kernel.symbol: kernel.parameters for kernel in kernels}
     by_symbol = {kernel.symbol: kernel for kernel in kernels}
-    pointers = {a.name: a for a in function.arguments if isinstance(a, Pointer)}
+    pointers = {a.name: a for a in function.leaves if isinstance(a, Pointer)}
     addresses = {name: (i + 1) << 32 for i, name in enumerate(pointers)}
     symbols, errors = [], []
     for scalars in function.problems:
@@ -232,7 +232,7 @@ def check(function: Function, prefix: str, host: HostCode, kernels) -> tuple[lis
             ctypes.c_uint64(addresses[argument.name])
             if isinstance(argument, Pointer)
             else ctypes.c_int32(scalars[argument.name])
-            for argument in function.arguments
+            for argument in function.leaves
         ]
         recorded = host.run(prefix, values, layouts)
         symbols = [launch.symbol for launch in recorded]

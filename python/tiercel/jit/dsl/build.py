@@ -11,11 +11,14 @@ def compile_function(function: Any, arch: str, more_options: str = "") -> Any:
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_stream, make_ptr
 
-    arguments = [
-        make_ptr(argument.dtype, 0, cute.AddressSpace.gmem, assumed_align=argument.align)
-        if hasattr(argument, "dtype")
-        else 1
-        for argument in function.arguments
-    ]
+    def example(argument: Any) -> Any:
+        if isinstance(argument, tuple):
+            return tuple(example(one) for one in argument)
+        if hasattr(argument, "dtype"):
+            align = argument.align
+            return make_ptr(argument.dtype, 0, cute.AddressSpace.gmem, assumed_align=align)
+        return None if argument is None else 1
+
+    arguments = [example(argument) for argument in function.arguments]
     options = f"--gpu-arch {arch} --keep-cubin {more_options}".strip()
     return cute.compile(function.function, *arguments, make_fake_stream(), options=options)

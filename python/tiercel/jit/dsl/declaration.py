@@ -6,6 +6,8 @@ expressions in the names of the function's scalars, such as "(m + 127) // 128".
 """
 
 import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 Expression = int | str
 
@@ -59,10 +61,23 @@ class Function:
 
     name: str  # what explain and error messages call it
     function: object  # what cute.compile takes
-    arguments: tuple[Pointer | Scalar, ...]  # of the host function, before the stream
+    arguments: tuple[object, ...]  # of the host function before the stream: see `leaves`
     launches: tuple[Launch, ...]
     attributes: tuple[str, ...]  # C++ initialisers of the family's variant struct
     problems: tuple[dict[str, int], ...]  # scalar values at which the build runs the host code
+
+    @property
+    def leaves(self) -> list[Pointer | Scalar]:
+        """The Pointers and Scalars of the arguments: some are in tuples, None is no argument."""
+        return list(_leaves(self.arguments))
+
+
+def _leaves(arguments: tuple[object, ...]) -> Iterator[Any]:
+    for argument in arguments:
+        if isinstance(argument, tuple):
+            yield from _leaves(argument)
+        elif argument is not None:
+            yield argument
 
 
 def evaluate(expression: Expression, scalars: dict[str, int]) -> int:
