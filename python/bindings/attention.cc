@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kernels/attention/attention_kernels.h"
+#include "kernels/attention/forward/forward.h"
+#include "kernels/attention/forward/kernels.h"
 #include "kernels/sm90/driver.h"
 #include "python/bindings/call.h"
 #include "python/bindings/families.h"

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kernels/attention/attention_backward.h"
-
+#include "kernels/attention/backward/backward.h"
 #include "kernels/sm90/driver.h"
 #include "python/bindings/call.h"
 #include "python/bindings/families.h"

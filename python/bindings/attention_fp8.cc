@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kernels/attention/attention_fp8.h"
-
+#include "kernels/attention/fp8/fp8.h"
 #include "kernels/sm90/driver.h"
 #include "python/bindings/call.h"
 #include "python/bindings/families.h"

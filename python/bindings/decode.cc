@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "kernels/attention/decode/decode.h"
+
 #include <algorithm>
 #include <cmath>
 
-#include "kernels/attention/decode_attention.h"
-#include "kernels/attention/decode_kernels.h"
-#include "kernels/attention/merge_attention_states.h"
+#include "kernels/attention/decode/kernels.h"
+#include "kernels/attention/merge/merge.h"
 #include "kernels/sm90/driver.h"
 #include "python/bindings/allocate.h"
 #include "python/bindings/call.h"

@@ -15,7 +15,7 @@ from tiercel import ref
 
 BF16, F16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 SPLITS = [-1, 1, 2, 4, 8]  # spread, or blocks of a cluster
-ARRIVED = 0x7D1FA3C59B64E28B  # of a part in the workspace, see decode_parts.cuh
+ARRIVED = 0x7D1FA3C59B64E28B  # of a part in the workspace, see parts.cuh
 
 
 def make(lengths, *, queries=1, heads=4, kv_heads=1, d=128, page=16, dtype=BF16, cache=None):

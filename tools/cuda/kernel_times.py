@@ -46,7 +46,7 @@ def cpu_seconds(events: str) -> float:
 
 
 def targets(family: str) -> list[str]:
-    pattern = f'kind("cuda_library|_compiled_kernels", //kernels/{family}:all)'
+    pattern = f'kind("cuda_library|_compiled_kernels", //kernels/{family}/...)'
     found = bazelw("query", "--ui_event_filters=-info", pattern).split()
     return found or sys.exit(f"kernels/{family} has no kernels")
 

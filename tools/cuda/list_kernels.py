@@ -104,7 +104,8 @@ def of_the_dsl(file: pathlib.Path, kernels: list[dict], manifests: list[dict]) -
 def main() -> None:
     out, lister = pathlib.Path(sys.argv[1]), Lister(sys.argv[2])
     given = [word.split("=", 1) for word in sys.argv[3:]]
-    files = [(package.rpartition("/")[2], pathlib.Path(path)) for package, path in given]
+    # A package is kernels/FAMILY or a folder below it.
+    files = [(package.split("/")[1], pathlib.Path(path)) for package, path in given]
     manifests: dict[str, list[dict]] = {}
     for family, path in files:
         if path.suffix == ".json":

@@ -29,7 +29,7 @@ _LARGEST_D = 128
 
 
 def native_options(q: Tensor, *options: Any) -> tuple[int, int, float, float]:
-    """(left, right, scale, softcap) as in kernels/attention/attention.h."""
+    """(left, right, scale, softcap) as in kernels/attention/common/options.h."""
     causal, window, scale, softcap = options
     left, right = (-1, -1) if window is None else window
     if scale is None:

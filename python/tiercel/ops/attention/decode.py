@@ -117,7 +117,7 @@ def _native(
     softcap: float | None,
     max_seqused_k: int | None,
 ) -> tuple[int, int, float, float, int, int]:
-    """(left, right, scale, softcap, max_keys, split) as in kernels/attention/decode_attention.h."""
+    """(left, right, scale, softcap, max_keys, split) as in kernels/attention/decode/decode.h."""
     left, right = (-1, -1) if window is None else window
     if scale is None:
         scale = float(max(q.shape[-1], 1)) ** -0.5

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// The gradients of attention's q, k and v.
+#ifndef KERNELS_ATTENTION_BACKWARD_BACKWARD_H_
+#define KERNELS_ATTENTION_BACKWARD_BACKWARD_H_
+
+#include "kernels/attention/common/options.h"
+
+namespace tiercel {
+
+// Tensors as those of attention. grad is out's gradient; out and lse are what attention gave, and
+// grad_lse, [B, H, Sq] float32 and contiguous, may be null. dq, dk and dv have the shapes of q, k
+// and v. The workspace is float32 and contiguous, of as many elements as the plan says.
+struct AttentionBackwardCall {
+  const TensorView* grad;
+  const TensorView* q;
+  const TensorView* k;
+  const TensorView* v;
+  const TensorView* out;
+  const TensorView* lse;
+  const TensorView* grad_lse;
+  const TensorView* dq;
+  const TensorView* dk;
+  const TensorView* dv;
+  const TensorView* workspace;  // the plan ignores it
+};
+
+// The middle one of a call's three launches.
+struct AttentionBackwardPlan {
+  const char* kernel;  // "none" for no queries or no keys
+  int tile_m;          // queries a step
+  int tile_n;          // keys a tile
+  int band;            // heads whose tiles alternate
+  bool descending;     // tiles of late keys come first
+  unsigned grid;
+  unsigned block;
+  unsigned dynamic_smem;
+  int64_t workspace;  // elements
+};
+
+// dk and dv are sums in a fixed order. dq is a sum of one part per tile of 128 keys, in the order
+// in which they finish, or in the order of the keys if `deterministic`.
+Status attention_backward_plan(const AttentionBackwardCall& call, const AttentionOptions& options,
+                               bool deterministic, int multiprocessors,
+                               AttentionBackwardPlan* plan);
+
+Status attention_backward(const AttentionBackwardCall& call, const AttentionOptions& options,
+                          bool deterministic, void* stream);
+
+// Loads the kernels on a device.
+Status attention_backward_load(int device);
+
+}  // namespace tiercel
+
+#endif  // KERNELS_ATTENTION_BACKWARD_BACKWARD_H_

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of attention's backward that are compiled ahead of time."""
+
+import cutlass
+from declaration import Function, Launch, Pointer, Scalar, TensorMap
+
+from kernels.attention.backward.kernel import TILE_N, AttentionBackward
+from kernels.attention.backward.problem import BackwardProblem
+from kernels.attention.common.layouts import PIECE, ROWS
+
+_DTYPES = {"bf16": (cutlass.BFloat16, "kBFloat16"), "fp16": (cutlass.Float16, "kFloat16")}
+
+# Head dimension, queries per step. Tiles have 64 columns or a multiple; only products over the head
+# dimension have fewer.
+_TILES = ((64, 128), (96, 64), (128, 64))
+
+_ONE = 0x3F800000
+_REST = {"scale": _ONE, "slope": _ONE, "gain": _ONE, "left": 5, "right": 0}
+
+
+def _problem(band, descending, blocks, **sizes):
+    return {**sizes, **_REST, "band": band, "descending": descending, "blocks": blocks}
+
+
+_PROBLEMS = (
+    _problem(3, 0, 28, batch=2, seq_q=1000, seq_k=777, heads=8, kv_heads=2),
+    _problem(1, 1, 1, batch=1, seq_q=64, seq_k=128, heads=1, kv_heads=1),
+    _problem(4, 0, 3, batch=3, seq_q=1, seq_k=1, heads=2, kv_heads=1),
+)
+
+
+def function(dtype, tile, capped=False):
+    element = _DTYPES[dtype][0]
+    columns, tile_m = tile
+    d = (columns + PIECE - 1) // PIECE * PIECE
+    name = f"attention_backward_{dtype}_d{columns}_{tile_m}x{TILE_N}" + (
+        "_capped" if capped else ""
+    )
+    kernel = AttentionBackward(name, element, d, tile_m, capped, columns)
+    tensors = {name: Pointer(name, element) for name in ("q", "k", "v", "do", "dk", "dv")}
+    floats = [Pointer(name, cutlass.Float32) for name in ("stats", "dq")]
+    pointers = [*floats, *(Pointer(name, cutlass.Int32, align=4) for name in ("turns", "counter"))]
+    scalars = BackwardProblem(*map(Scalar, BackwardProblem._fields))
+    q_shape, k_shape = ("batch", "heads", "seq_q", d), ("batch", "kv_heads", "seq_k", d)
+    launch = Launch(
+        parameters=(
+            TensorMap("q", q_shape, (1, 1, tile_m, PIECE)),
+            TensorMap("k", k_shape, (1, 1, TILE_N, PIECE)),
+            TensorMap("v", k_shape, (1, 1, TILE_N, PIECE)),
+            TensorMap("do", q_shape, (1, 1, tile_m, PIECE)),
+            TensorMap("dk", k_shape, (1, 1, ROWS, PIECE)),
+            TensorMap("dv", k_shape, (1, 1, ROWS, PIECE)),
+            *pointers,
+            *scalars,
+        ),
+        grid=("blocks", 1, 1),
+        block=(kernel.threads, 1, 1),
+        smem=kernel.smem_bytes(),
+        dependent=True,
+    )
+    attributes = (
+        f"DType::{_DTYPES[dtype][1]}",
+        str(columns),
+        str(d),
+        str(tile_m),
+        str(capped).lower(),
+    )
+    arguments = (*tensors.values(), *pointers, scalars, Scalar("blocks"))
+    return Function(name, kernel, arguments, (launch,), attributes, _PROBLEMS)
+
+
+def functions():
+    return [
+        function(dtype, tile, capped)
+        for dtype in _DTYPES
+        for tile in _TILES
+        for capped in (False, True)
+    ]

@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/attention/decode/instances.cuh"
+
+namespace tiercel {
+namespace {
+
+const DecodeKernel kKernels[] = TIERCEL_DECODE_TABLE(Float16, true);
+
+}  // namespace
+
+const DecodeKernel* decode_kernels_fp16_fp8(int* count) {
+  *count = sizeof(kKernels) / sizeof(kKernels[0]);
+  return kKernels;
+}
+
+}  // namespace tiercel

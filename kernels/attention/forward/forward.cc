@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/attention/forward/forward.h"
+
+#include <algorithm>
+
+#include "kernels/attention/common/problem.h"
+#include "kernels/attention/forward/kernels.h"
+#include "kernels/sm90/driver.h"
+#include "kernels/sm90/math.h"
+
+namespace tiercel {
+namespace {
+
+constexpr char kOp[] = "attention";
+constexpr char kVarlenOp[] = "attention_varlen";
+
+// Three warpgroups that share keys do more at once; two waste less of a short sequence.
+constexpr int64_t kShort = 1024;
+
+bool better(const AttentionVariant& a, const AttentionVariant& b, const AttentionProblem& problem) {
+  if (a.d != b.d) return a.d < b.d;
+  const bool small = problem.mask != AttentionMask::kNone && problem.seq_q <= kShort;
+  return small ? a.tile_m < b.tile_m : a.tile_m > b.tile_m;
+}
+
+struct Choice {
+  const AttentionKernel* kernel;
+  int band;
+  unsigned blocks;
+};
+
+Choice choose(DType dtype, const AttentionProblem& problem, int multiprocessors) {
+  int count = 0;
+  const AttentionKernel* kernels = attention_kernels(&count);
+  Choice choice{nullptr, 1, 0};
+  for (int i = 0; i < count; ++i) {
+    const AttentionVariant& variant = kernels[i].variant;
+    if (variant.dtype != dtype || variant.mask != problem.mask ||
+        variant.capped != problem.capped || variant.packed != problem.packed ||
+        variant.d < problem.d) {
+      continue;
+    }
+    if (choice.kernel == nullptr || better(variant, choice.kernel->variant, problem)) {
+      choice.kernel = &kernels[i];
+    }
+  }
+  const int64_t pairs = problem.batch * problem.heads;
+  const int64_t q_tiles = ceil_div(problem.seq_q, choice.kernel->variant.tile_m);
+  if (problem.growing) choice.band = attention_band(problem, q_tiles, multiprocessors, 2);
+  const int64_t tiles = q_tiles * pairs;
+  choice.blocks = static_cast<unsigned>(std::min<int64_t>(tiles, multiprocessors));
+  return choice;
+}
+
+AttentionPlan plan_of(DType dtype, const AttentionProblem& problem, int multiprocessors) {
+  if (problem.empty()) return {"none", 0, 0, 0, 0, 0, 0};
+  const Choice choice = choose(dtype, problem, multiprocessors);
+  const AttentionKernel& kernel = *choice.kernel;
+  return {kernel.kernel.name(), kernel.variant.tile_m, kernel.variant.tile_n, choice.band,
+          choice.blocks,        kernel.block,          kernel.dynamic_smem};
+}
+
+// Views are [batch, heads, rows, d], as the maps see them; `packed` is null unless the problem is.
+Status launch(const char* op, const AttentionProblem& problem, const AttentionOptions& options,
+              const TensorView (&views)[4], void* lse, AttentionPackedArgs* packed, void* stream) {
+  const TensorView& q = views[0];
+  int multiprocessors = 0;
+  TIERCEL_RETURN_IF_ERROR(multiprocessor_count(q.device_index, &multiprocessors));
+  const Choice choice = choose(q.dtype, problem, multiprocessors);
+  const AttentionKernel& kernel = *choice.kernel;
+
+  constexpr const char* kNames[] = {"q", "k", "v", "out"};
+  CUtensorMap maps[4];
+  for (int i = 0; i < 4; ++i) {
+    TIERCEL_RETURN_IF_ERROR(encode_tensor_map(kernel.maps[i], views[i], op, kNames[i], &maps[i]));
+  }
+  LaunchConfig config;
+  config.grid.x = choice.blocks;
+  config.block.x = kernel.block;
+  config.dynamic_smem = kernel.dynamic_smem;
+  config.dependent = kernel.dependent;
+  AttentionArgs args(problem, options, choice.band);
+  return kernel.kernel.launch(config, q.device_index, stream,
+                              args.list(maps, &lse, /*factors=*/nullptr, packed));
+}
+
+}  // namespace
+
+Status attention_plan(const TensorView& q, const TensorView& k, const TensorView& v,
+                      const TensorView& out, const TensorView* lse, const AttentionOptions& options,
+                      int multiprocessors, AttentionPlan* plan) {
+  AttentionProblem problem;
+  TIERCEL_RETURN_IF_ERROR(check_attention(kOp, q, k, v, out, lse, options, &problem));
+  *plan = plan_of(q.dtype, problem, multiprocessors);
+  return Status();
+}
+
+Status attention(const TensorView& q, const TensorView& k, const TensorView& v,
+                 const TensorView& out, const TensorView* lse, const AttentionOptions& options,
+                 void* stream) {
+  AttentionProblem problem;
+  TIERCEL_RETURN_IF_ERROR(check_attention(kOp, q, k, v, out, lse, options, &problem));
+  if (problem.empty()) return Status();
+  const AttentionByHead q_rows(q), k_rows(k), v_rows(v), out_rows(out);
+  return launch(kOp, problem, options, {q_rows.view, k_rows.view, v_rows.view, out_rows.view},
+                lse == nullptr ? nullptr : lse->data, /*packed=*/nullptr, stream);
+}
+
+Status attention_varlen_plan(const PackedAttention& call, const AttentionOptions& options,
+                             int multiprocessors, AttentionPlan* plan) {
+  AttentionProblem problem;
+  TIERCEL_RETURN_IF_ERROR(check_attention_varlen(call, options, &problem));
+  *plan = plan_of(call.q->dtype, problem, multiprocessors);
+  return Status();
+}
+
+Status attention_varlen(const PackedAttention& call, const AttentionOptions& options,
+                        void* stream) {
+  AttentionProblem problem;
+  TIERCEL_RETURN_IF_ERROR(check_attention_varlen(call, options, &problem));
+  if (problem.empty()) return Status();
+  const AttentionPackedRows q(*call.q), k(*call.k), v(*call.v), out(*call.out);
+  AttentionPackedArgs packed(call);
+  return launch(kVarlenOp, problem, options, {q.view, k.view, v.view, out.view},
+                call.lse == nullptr ? nullptr : call.lse->data, &packed, stream);
+}
+
+}  // namespace tiercel

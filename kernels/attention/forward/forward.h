@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention of many queries, forward.
+#ifndef KERNELS_ATTENTION_FORWARD_FORWARD_H_
+#define KERNELS_ATTENTION_FORWARD_FORWARD_H_
+
+#include "kernels/attention/common/options.h"
+
+namespace tiercel {
+
+// out = softmax(mask(cap(scale * q k^T))) v with float32 scores and sums, where
+// cap(s) = softcap * tanh(s / softcap) unless softcap is 0.
+//
+// q and out are [B, Sq, H, D]; k and v are [B, Sk, Hk, D], where Hk divides H: query head h reads
+// key head h / (H / Hk). One dtype, bfloat16 or float16; any strides that are multiples of 16
+// bytes, the last dimension contiguous. lse, [B, H, Sq] float32 and contiguous, may be null: it
+// gets the natural logarithm of each row's sum, minus infinity for a row that sees no key.
+
+// All checks and the choice of kernel for a device with that many multiprocessors; needs no GPU and
+// no driver.
+Status attention_plan(const TensorView& q, const TensorView& k, const TensorView& v,
+                      const TensorView& out, const TensorView* lse, const AttentionOptions& options,
+                      int multiprocessors, AttentionPlan* plan);
+
+// Checks and chooses for the tensors' device, then launches on `stream` (a CUstream).
+Status attention(const TensorView& q, const TensorView& k, const TensorView& v,
+                 const TensorView& out, const TensorView* lse, const AttentionOptions& options,
+                 void* stream);
+
+// For sequences of several lengths behind each other.
+Status attention_varlen_plan(const PackedAttention& call, const AttentionOptions& options,
+                             int multiprocessors, AttentionPlan* plan);
+
+Status attention_varlen(const PackedAttention& call, const AttentionOptions& options, void* stream);
+
+}  // namespace tiercel
+
+#endif  // KERNELS_ATTENTION_FORWARD_FORWARD_H_
