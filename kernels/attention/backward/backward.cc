@@ -16,7 +16,7 @@ namespace {
 
 constexpr char kOp[] = "attention_backward";
 constexpr int64_t kMaxHeadDimension = 128;
-constexpr int64_t kL2Bytes = 32 << 20;  // of 50 MB, what tiles under way may share
+constexpr int64_t kL2Bytes = 32 << 20;  // of 50 MB, for the tiles in flight
 
 Status check_gradient(const char* name, const TensorView& gradient, const TensorView& like,
                       const TensorView& q, bool empty, const char* why) {
@@ -104,9 +104,9 @@ Choice choose(DType dtype, const AttentionProblem& problem, bool deterministic,
   const int64_t pairs = problem.batch * problem.kv_heads;
   const int64_t tiles = pairs * ceil_div(problem.seq_k, kAttentionBackwardKeys);
   choice.grid = static_cast<unsigned>(std::min<int64_t>(tiles, multiprocessors));
-  // Under a causal mask, tiles of early keys have the most queries. They come first, for as many
-  // heads at a time as L2 holds q, its gradient and dq's sums of. In ordered mode late keys come
-  // first, so that their sums are complete when those of early keys need them.
+  // Under a causal mask, tiles of early keys have the most queries: they come first, for as many
+  // heads as the L2 cache holds q, its gradient and dq's sums of. If dq's order is fixed, late keys
+  // come first: their sums are ready when early ones need them.
   if (problem.growing) {
     const int64_t head = problem.seq_q * variant.tile_d * 8 * (problem.heads / problem.kv_heads);
     choice.band = static_cast<int>(std::clamp<int64_t>(kL2Bytes / head, 1, pairs));

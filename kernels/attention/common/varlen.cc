@@ -11,7 +11,7 @@ namespace {
 
 constexpr char kOp[] = "attention_varlen";
 
-// Rows of all sequences, so that what is added to a row's number fits 32 bits.
+// The limit of rows in all sequences: row numbers plus a tile fit 32 bits.
 constexpr int64_t kMaxRows = int64_t{1} << 29;
 constexpr int64_t kMaxStep = 0x7fffffff;
 constexpr int64_t kVector = 8;  // elements of out in 16 bytes
@@ -76,7 +76,7 @@ Status check_attention_varlen(const PackedAttention& call, const AttentionOption
                          "shape " + shape_text(argument->view.shape, 3));
     }
   }
-  // No sequence is longer than all of them, whatever was said.
+  // No sequence is longer than all of them, whatever max_q and max_k are.
   const int64_t seq_q = std::min(call.max_q, total_q), seq_k = std::min(call.max_k, total_k);
   TIERCEL_RETURN_IF_ERROR(
       attention_problem(kOp, q, batch, seq_q, seq_k, kv_heads, options, true, problem));

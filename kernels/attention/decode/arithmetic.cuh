@@ -9,7 +9,7 @@
 
 namespace tiercel {
 
-// By exponentials: the instruction for it has 11 bits only.
+// tanh by exponentials: its instruction has only 11 bits.
 __device__ __forceinline__ float hyperbolic_tangent(float x) {
   return 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(x * 2.885390082f));
 }

@@ -30,9 +30,8 @@ constexpr double kRestart = 1.0;    // a further tile of a block
 constexpr double kRoom[] = {1.0, 1.0, 0.94, 0.9};
 constexpr double kRound[] = {0.3, 1.5, 2.5, 3.7};
 
-// Spread blocks are balanced for any lengths. Clusters that all run at once take as long as the
-// longest sequence, so they must be estimated better by a margin; several rounds of single blocks
-// balance.
+// Spread blocks have equal work for any lengths; clusters that all run at once take as long as the
+// longest sequence, so they must be faster by a margin. Several rounds of single blocks even out.
 constexpr double kPreferSpread = 0.97;
 constexpr int kManyRounds = 3;
 
@@ -42,7 +41,7 @@ double least_step(const DecodeLoad& load, bool sparse) {
   return kStep * (sparse ? 1.0 : kBeside) * (load.float8 ? kConvert : 1.0);
 }
 
-// One step of each warp of as many clustered blocks at once.
+// The time of one step of each warp, with that many clustered blocks at once.
 double step_time(const DecodeLoad& load, int64_t blocks) {
   const bool sparse = blocks * 2 <= load.blocks;
   const double bytes = static_cast<double>(blocks * load.warps * load.step_bytes);

@@ -193,8 +193,8 @@ Status check_supported(const DecodeTensors& t, const DecodeOptions& options) {
   return Status();
 }
 
-// The rows per tile, and its expected parts, that its last block combines as fast as
-// decode_combine.
+// The most rows of a tile, and expected parts of it, that its last block combines as fast as
+// decode_combine would.
 constexpr int kMostRows = 8;
 constexpr int64_t kMostParts = 40;
 
@@ -259,7 +259,7 @@ void set_args(const DecodeTensors& t, const DecodeOptions& options, DecodeArgs* 
   args->table_step = step_of(t.page_table);
   args->length_step = step_of(t.seqused_k);
   args->prefix_step = t.prefix == nullptr ? 0 : step_of(*t.prefix);
-  // Pages beyond 2^31 have no number in the table.
+  // The table cannot name pages beyond 2^31.
   args->last_page = static_cast<int>(std::min(t.k_cache.shape[0] - 1, kMostBytes));
   args->batch = static_cast<int>(t.q.shape[0]);
   args->queries = static_cast<int>(t.q.shape[1]);

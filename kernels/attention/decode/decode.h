@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of a few queries a sequence over a paged cache of keys and values.
+// Attention of a few queries per sequence over a paged cache of keys and values.
 #ifndef KERNELS_ATTENTION_DECODE_DECODE_H_
 #define KERNELS_ATTENTION_DECODE_DECODE_H_
 
@@ -62,7 +62,7 @@ struct DecodePlan {
 };
 
 // All checks and the choice of kernel for a device with that many multiprocessors; needs no GPU and
-// no driver. The workspace is not looked at.
+// no driver. Ignores the workspace.
 Status decode_attention_plan(const DecodeTensors& tensors, const DecodeOptions& options,
                              int multiprocessors, DecodePlan* plan);
 
@@ -86,8 +86,8 @@ class DecodeLaunch {
   int device_ = 0;
 };
 
-// Both at once with `tensors.workspace`. Where that is needed and is null, nothing is launched and
-// `*needed` says how many floats.
+// Checks, chooses and launches with `tensors.workspace`. If that is needed and null, launches
+// nothing and sets `*needed` to the number of floats.
 Status decode_attention(const DecodeTensors& tensors, const DecodeOptions& options, void* stream,
                         int64_t* needed);
 

@@ -15,8 +15,8 @@ namespace {
 constexpr int kAtOnce = 9;
 constexpr int kWarps = kCombineThreads / 32;
 
-// `pitch` is D of the kernel that wrote the parts. Dimensions are 4 a lane; of more than 128, the
-// first half and the second are the grid's third dimension.
+// `pitch` is D of the kernel that wrote the parts. A lane has 4 dimensions; with more than 128, the
+// grid's third dimension selects the first half or the second.
 template <typename Format>
 __global__ void __launch_bounds__(kCombineThreads)
     decode_combine(const __grid_constant__ DecodeArgs args, int tile_rows, int pitch) {

@@ -39,14 +39,14 @@ namespace tiercel {
 template <typename Shape>
 struct DecodeShared {
   static constexpr int kPitch = Shape::kD + 4;
-  // A warp's stages, and when all of them were read, its sums.
+  // A warp's stages; after all of them are read, its sums.
   union Ring {
     alignas(128) unsigned char stages[Shape::kStages][Shape::kStage];
     float out[Shape::kRows][kPitch];
   };
   Ring rings[Shape::kWarps];
   ShareCursor cursor;
-  bool last;  // this block is, of those that share the tile
+  bool last;  // this block is the last to arrive of those that share the tile
   int64_t scratch[Shape::kWarps];
   float largest[Shape::kWarps][Shape::kRows];
   float sum[Shape::kWarps][Shape::kRows];
@@ -62,8 +62,8 @@ struct Steps {
   int first, stride, last;
 };
 
-// threadIdx.x, but what follows from it is computed again for each tile: kept, it would take
-// registers from the keys.
+// threadIdx.x; values derived from it are computed again for each tile, since they would occupy
+// registers that the keys need.
 __device__ __forceinline__ int this_thread() {
   int thread = threadIdx.x;
   asm volatile("" : "+r"(thread));
@@ -71,7 +71,7 @@ __device__ __forceinline__ int this_thread() {
 }
 
 // The tile's queries in the order of the fragments. float8 caches are multiplied in float16, whose
-// range is less than bfloat16's: then each row's largest magnitude is brought to between 1 and 2.
+// range is less than bfloat16's: each row is then scaled to a largest magnitude between 1 and 2.
 template <typename Shape>
 struct QueryLoader {
   using Format = typename Shape::Format;
@@ -234,7 +234,7 @@ __device__ __forceinline__ void join_warps(const WarpState<Shape>& state,
   __syncthreads();
 }
 
-// Puts the warps' parts together, and then the cluster's, or leaves the block's in the workspace.
+// Combines the warps' parts, then the cluster's, or leaves the block's part in the workspace.
 template <typename Shape>
 __device__ __forceinline__ void finish(const DecodeArgs& args, const Tile& tile, int64_t slot,
                                        uint32_t blocks, DecodeShared<Shape>* shared) {
@@ -301,12 +301,12 @@ __device__ __forceinline__ void finish(const DecodeArgs& args, const Tile& tile,
   }
 }
 
-// If this block is the last to arrive of those that share the tile. Follows a barrier.
+// Combines a shared tile if this block is the last to arrive. Call it after a barrier.
 template <typename Shape>
 __device__ __forceinline__ void put_parts_together(const DecodeArgs& args,
                                                    DecodeShared<Shape>* shared) {
   const int thread = this_thread();
-  const ShareCursor cursor = shared->cursor;  // which moves on while some threads are here
+  const ShareCursor cursor = shared->cursor;  // a copy: it advances while some threads are here
   if (thread < 32) {
     const bool last =
         arrive_last(args.arrived, 1, cursor.slot, cursor.first_block, args.columns, cursor.parts);
@@ -348,7 +348,7 @@ __device__ __forceinline__ const int32_t* table_of(const DecodeArgs& args, int b
                                           b * args.table_stride);
 }
 
-// The page table's entries of the steps that a warp asks for next.
+// The page table's entries of the steps that a warp copies next.
 template <typename Shape>
 struct NextPages {
   Pages<Shape> of[Shape::kStages];
@@ -442,8 +442,8 @@ __global__ void __launch_bounds__(Shape::kThreads, kResidents)
       steps.first += cursor.first;
       steps.last = cursor.last;
     }
-    // Without a window the first keys are known, and their page table entries are read before the
-    // length has come.
+    // Without a window the first keys are known: their page table entries are read before the
+    // length arrives.
     NextPages<Shape> next;
     const int32_t* table = table_of(args, tile.b);
     const bool ahead = args.left < 0;
@@ -466,7 +466,7 @@ __global__ void __launch_bounds__(Shape::kThreads, kResidents)
     WarpState<Shape> state;
     attend<Shape>(args, tile, sequence, steps, &queries, next, &shared, &state);
     join_warps<Shape>(state, &shared);
-    if (blocks > 1) cluster_wait();  // all of them run, so their inboxes are there
+    if (blocks > 1) cluster_wait();  // all blocks run, so their inboxes exist
     if constexpr (Shape::kSpread) {
       const int64_t slot = cursor.slot;
       finish<Shape>(args, cursor.tile, slot, 1, &shared);

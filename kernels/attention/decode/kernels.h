@@ -28,7 +28,7 @@ constexpr int decode_warps(bool spread, int stage_bytes, int tiles) {
   return spread && stage_bytes <= 8192 && tiles == 1 ? 8 : 4;
 }
 
-// Steps of a warp's ring in shared memory: of 8 warps two, of 4 three.
+// Steps of a warp's ring in shared memory: two with 8 warps, three with 4.
 constexpr int decode_stages(int warps) { return warps == 8 ? 2 : 3; }
 
 // Strides of a cache, in bytes. A row's address takes two products of 32 bits.
@@ -72,7 +72,7 @@ struct DecodeArgs {
   int queries;  // of a sequence
   int heads;
   int kv_heads;
-  int group;       // heads a key head
+  int group;       // heads per key head
   int rows;        // queries * group
   int row_blocks;  // tiles of a key head
   int sequence_tiles;
@@ -82,7 +82,7 @@ struct DecodeArgs {
   int page_bits;  // log2 of a page's keys
   int left;       // of the window; negative: no limit
   int right;
-  float scale;  // what raw scores are multiplied by: to powers of 2, or with a cap to shares of it
+  float scale;     // the factor of raw scores: to powers of 2 or, with a cap, to shares of it
   float cap_log2;  // the cap in powers of 2, or 0
   bool k_scale_per_head;
   bool v_scale_per_head;
@@ -95,7 +95,7 @@ struct DecodeKernel {
   int d;            // of the tiles
   bool any_d;       // takes smaller ones too
   int tiles;        // of 8 rows
-  int residents;    // blocks a multiprocessor holds
+  int residents;    // blocks per multiprocessor
   bool spread;      // blocks share all tiles evenly; otherwise a cluster has one
   int warps;        // of a block
   uint32_t shared;  // bytes of a block

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tiles that several blocks share: each leaves its part in a workspace, and the last one to arrive
-// puts the parts together, in their order.
+// Tiles that several blocks share: each block leaves its part in a workspace, and the last one to
+// arrive combines the parts, in their order.
 //
-// The workspace may hold anything at first. Nothing is counted: each part has a word of its own
-// that is kArrived from when it is there until somebody puts the tile together, who clears all of
-// its words, so that a graph may run again. Two that arrive at once may both find all parts: both
-// then write the same bits. Nobody waits, so no block needs another one to run.
+// The workspace may have any initial contents. There is no counter: each part has a word that is
+// kArrived from its arrival until a block combines the tile. That block clears all of the tile's
+// words, so that a graph may run again. Two blocks that arrive at once may both find all parts;
+// both then write the same bits. No block waits, so none needs another one to run.
 #ifndef KERNELS_ATTENTION_DECODE_PARTS_CUH_
 #define KERNELS_ATTENTION_DECODE_PARTS_CUH_
 
@@ -36,8 +36,8 @@ __device__ __forceinline__ uint64_t load_arrived(const uint64_t* word) {
   return value;
 }
 
-// Called by a whole warp after all writes of a part, this warp's or what a barrier has ordered
-// before. Whether all parts are there; then they may be read. `slots` is a tile's word of slot 0,
+// True if all parts have arrived; they may be read then. A whole warp calls it after all writes of
+// a part, its own or those that a barrier has ordered before. `slots` is a tile's word of slot 0,
 // `stride` the words of a slot.
 __device__ __forceinline__ bool arrive_last(uint64_t* slots, int stride, int64_t own,
                                             int first_block, int columns, int parts) {
@@ -46,7 +46,7 @@ __device__ __forceinline__ bool arrive_last(uint64_t* slots, int stride, int64_t
   __syncwarp();
   if (lane == 0) store_arrived(slots + own * stride, kArrived);
   __syncwarp();
-  __threadfence();  // of any two that arrive one at least sees the other
+  __threadfence();  // of two blocks that arrive, at least one sees the other
   bool all = true;
 #pragma unroll 1
   for (int at = lane; at < parts; at += 32) {

@@ -16,7 +16,7 @@ __device__ __forceinline__ int32_t load_strided(const int32_t* from, int32_t ste
                                            static_cast<int64_t>(step) * at);
 }
 
-// Steps that hold no visible key are left out: those before the window, but not of the prefix.
+// Steps without a visible key are skipped: those before the window and outside the prefix.
 template <int kStep>
 struct Sequence {
   int length;
@@ -46,7 +46,7 @@ struct Sequence {
     return last <= end && (args.right < 0 || last <= end + 1 - args.queries + args.right) &&
            (args.left < 0 || key >= end - args.left);
   }
-  // An empty sequence costs one, for its results have to be written.
+  // An empty sequence takes one step: its results have to be written.
   __device__ __forceinline__ int cost() const { return max(steps, 1); }
 };
 
@@ -54,19 +54,18 @@ struct Tile {
   int b, head, row_block;  // head of the keys
 };
 
-// Where a tile's results go.
-constexpr int64_t kWhole = -1;  // out; otherwise that place of the workspace
+// The destination of a tile's results.
+constexpr int64_t kWhole = -1;  // out; other values are places of the workspace
 
 // A block's share of the steps of all tiles. The tiles of a sequence are dealt to columns of
-// blocks; in a column the steps of all its tiles are laid in a row, sequence by sequence, and every
-// block gets as many. So the blocks of a group, one of each column, go through the same keys
-// together: what lies side by side in memory, the heads of a key, is read at the same time. Some
-// tiles lie in one block, others are shared by several of the column. All of it is in shared
-// memory, and thread 0 moves it on.
+// blocks. A column's steps, in the order of sequences and tiles, are divided evenly among its
+// blocks. So a group of blocks, one of each column, goes through the same keys together, and the
+// heads of a key, which are neighbours in memory, are read at the same time. A tile may be in one
+// block, or shared by several of the column. The cursor is in shared memory; thread 0 advances it.
 struct ShareCursor {
   int64_t at;  // among all steps
   int64_t end;
-  int64_t each;  // of every block
+  int64_t each;  // steps per block
   int group;
   Tile tile;        // where it is now
   int first;        // step of the tile

@@ -2,10 +2,10 @@
 // One warp's part of decode_attention: scores, softmax and sums of a few query rows over steps of
 // keys, from a stage of its ring. See kernel.cuh for the plan.
 //
-// Keys lie in the rows of the products, query rows in the columns: scores are K q^T, sums V^T p^T.
-// Eight query rows fill a product, and what belongs to a query row belongs to the same lanes in
-// both. Lanes are called 4 g + t, as in warp_matrix.cuh. float8 is read as pairs of 8 bits: a sum
-// over dimensions may take them in any order, and dimensions of V may be shared out in any way.
+// Keys are the rows of the products, query rows the columns: scores are K q^T, sums V^T p^T. Eight
+// query rows fill a product, and both products have a query row in the same lanes. Lanes are named
+// 4 g + t, as in warp_matrix.cuh. float8 is read in pairs of 8 bits: a sum over dimensions may take
+// them in any order, and dimensions of V may be assigned to lanes in any way.
 #ifndef KERNELS_ATTENTION_DECODE_WARP_CUH_
 #define KERNELS_ATTENTION_DECODE_WARP_CUH_
 
@@ -19,7 +19,7 @@
 
 namespace tiercel {
 
-// kD is the head dimension of the tiles; with kAnyD there may be fewer, the rest are zeros.
+// kD is the head dimension of the tiles; with kAnyD, heads may have fewer, the rest are zeros.
 template <typename Format_, bool kFloat8_, int kD_, bool kAnyD_, int kTiles_, bool kSpread_>
 struct DecodeShape {
   using Format = Format_;  // of queries and results
@@ -32,7 +32,7 @@ struct DecodeShape {
   static constexpr int kElement = kFloat8 ? 1 : 2;  // bytes, of the cache
   static constexpr int kStep = decode_step(kD, kElement);
   static constexpr int kBlocks = kStep / 16;
-  static constexpr int kFragments = kD / 32;  // 16-byte words of queries a lane, of 8 rows
+  static constexpr int kFragments = kD / 32;  // 16-byte words of queries per lane, for 8 rows
   static constexpr int kPages = kStep > 32 ? kStep / 32 : 1;
   static constexpr int kRowBytes = kD * kElement;
   static constexpr int kPairs = kRowBytes / 32;    // of 16-byte chunks of a row
@@ -55,7 +55,7 @@ __device__ __forceinline__ uint32_t chunk_place(int row, int chunk) {
   }
 }
 
-// Which queries the lane's two rows of each 8 are of, and how their scores count. Row 2t + i of
+// The queries of the lane's two rows among each 8, and the factors of their scores. Row 2t + i of
 // tile n is number 2n + i.
 template <typename Shape>
 struct Rows {
@@ -111,8 +111,8 @@ struct Pages {
   }
 };
 
-// Asks for a step's keys and values. Rows past `last`, the sequence's last key in this step, are
-// that one again.
+// Starts the copies of a step's keys and values. Rows past `last`, the sequence's last key in this
+// step, repeat that key.
 template <typename Shape>
 __device__ __forceinline__ void copy_step(const DecodeArgs& args, const char* k, const char* v,
                                           const Pages<Shape>& pages, int key, int last,
@@ -140,8 +140,8 @@ __device__ __forceinline__ void copy_step(const DecodeArgs& args, const char* k,
   }
 }
 
-// Where a lane reads what ldmatrix gives it of 16 rows and a pair of chunks: matrices 0 and 1 are
-// rows 0 to 7 and 8 to 15 of the first chunk, or with kAcross both chunks of rows 0 to 7.
+// The address that a lane gives to ldmatrix for 16 rows and a pair of chunks: matrices 0 and 1 are
+// rows 0 to 7 and 8 to 15 of the first chunk or, with kAcross, both chunks of rows 0 to 7.
 template <typename Shape, bool kAcross>
 __device__ __forceinline__ uint32_t matrix_place() {
   const int lane = threadIdx.x % 32, upper = lane / 8 % 2, later = lane / 16;
@@ -245,8 +245,8 @@ __device__ __forceinline__ void sums(uint32_t values,
   }
 }
 
-// Masks and caps a step's raw scores and makes probabilities of them, relative to the largest score
-// so far; what was summed before is brought to that.
+// Masks and caps a step's raw scores and turns them into probabilities, relative to the largest
+// score so far; rescales the earlier sums to that.
 template <typename Shape>
 __device__ __forceinline__ void softmax(const DecodeArgs& args, const Rows<Shape>& rows,
                                         const Sequence<Shape::kStep>& sequence, int key,

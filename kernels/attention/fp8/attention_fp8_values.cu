@@ -41,7 +41,7 @@ __device__ __forceinline__ void transpose_bytes(uint32_t (&words)[4]) {
 struct Values {
   const char* v;     // the first key
   char* transposed;  // the first dimension's
-  int64_t before;    // tiles of others in a row
+  int64_t before;    // tiles of other sequences, in a row
   int keys;
   int tiles;
 };
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kThreads)
     attention_fp8_values(const __grid_constant__ AttentionFp8ValuesArgs args) {
   grid_dependency_wait();
   grid_dependency_launch();
-  // Groups stand 4 words apart, so that the reads above meet all banks.
+  // Groups are 4 words apart, so that the reads above use all banks.
   __shared__ alignas(16) uint32_t tile[kKeys * kMaxWords + kGroups * 4];
   const int64_t pair = blockIdx.x / args.blocks;
   const int block = blockIdx.x % args.blocks;
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kThreads)
   values.keys = keys;
   // A sequence without keys has a tile of zeros: it is multiplied.
   values.tiles = max(1, (keys + args.tile_n - 1) / args.tile_n);
-#pragma unroll 1  // twice only for a sequence that is longer than it was said to be
+#pragma unroll 1  // repeats only if a sequence is longer than announced
   for (int first = block * kKeys; first < values.tiles * args.tile_n;
        first += args.blocks * kKeys) {
     transpose_keys(args, values, first, tile);

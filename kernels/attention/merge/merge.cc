@@ -39,7 +39,7 @@ Status check(const MergeTensors& t) {
     TIERCEL_RETURN_IF_ERROR(check_cuda(lse));
     TIERCEL_RETURN_IF_ERROR(check_contiguous(lse));
   }
-  // Others of a row read them still when one has written.
+  // Other threads of the row may still read them when one has written.
   const bool over = t.lse.data == t.lse_a.data || t.lse.data == t.lse_b.data;
   if (over && t.lse.data != nullptr) {
     return Status::InvalidArgument(

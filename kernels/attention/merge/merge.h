@@ -31,7 +31,7 @@ Status merge_attention_states_plan(const MergeTensors& tensors, MergePlan* plan)
 // Checks, then launches on `stream` (a CUstream) of the tensors' device.
 Status merge_attention_states(const MergeTensors& tensors, void* stream);
 
-// Between launcher and kernels.
+// The launch configuration, for host and kernels.
 inline constexpr unsigned kMergeThreads = 256;
 
 struct MergeArgs {

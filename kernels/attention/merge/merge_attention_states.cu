@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kMergeThreads)
   unpack<Format, 4>(second, y);
 #pragma unroll
   for (int i = 0; i < kElements; ++i) {
-    // Whatever stands in the result over no keys.
+    // The result over no keys may have any contents.
     x[i] =
         (weight_a == 0.0f ? 0.0f : weight_a * x[i]) + (weight_b == 0.0f ? 0.0f : weight_b * y[i]);
   }
