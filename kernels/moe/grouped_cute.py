@@ -3,7 +3,7 @@
 
 import cutlass
 from declaration import Function, Launch, Pointer, Scalar, TensorMap
-from grouped_gemm_cute import GroupedGemm
+from grouped_gemm_cute import Arguments, GroupedGemm
 from linear_layouts_cute import EPI
 
 _DTYPES = {"bf16": (cutlass.BFloat16, "kBFloat16"), "fp16": (cutlass.Float16, "kFloat16")}
@@ -11,7 +11,7 @@ _KINDS = {"plain": "kPlain", "grad_x": "kGradX", "grad_weight": "kGradWeight"}
 
 _SHAPE = (128, 256, 3)  # tile rows and columns, stages of the ring
 
-_SCALARS = ("groups", "m", "n", "k", "offset_words")
+_SCALARS = tuple(name for name, kind in Arguments.__annotations__.items() if kind is cutlass.Int32)
 _PROBLEMS = tuple(
     dict(zip((*_SCALARS, "blocks"), values, strict=True))
     for values in ((5, 272, 336, 136, 1, 132), (1, 8, 16, 128, 2, 2))
@@ -19,7 +19,7 @@ _PROBLEMS = tuple(
 
 
 def _maps(kernel):
-    """Of a, b and the result; where the sum does not lie together, boxes have 64 of each."""
+    """The maps of a, b and the result. Operands whose K is strided have boxes of 64 by 64."""
     sizes = zip((kernel.tile_m, kernel.tile_n), kernel.majors, strict=True)
     a_box, b_box = ((size, 64) if major == "k" else (64, EPI) for size, major in sizes)
     a = TensorMap("a", ("m", "k"), a_box)
@@ -36,11 +36,14 @@ def _function(dtype, kind):
     name = "grouped_gemm" + f"_{kind}" * (kind != "plain")
     name += f"_{dtype}_{_SHAPE[0]}x{_SHAPE[1]}"
     kernel = GroupedGemm(name, element, kind, *_SHAPE)
-    a, b, out = (Pointer(name, element) for name in ("a", "b", "out"))
-    offsets = Pointer("offsets", cutlass.Int32, align=4)
-    scalars = [Scalar(name) for name in _SCALARS]
+    a, b = (Pointer(name, element) for name in ("a", "b"))
+    pointers = {
+        "offsets": Pointer("offsets", cutlass.Int32, align=4),
+        "out": Pointer("out", element),
+    }
+    parameters = [pointers.get(name) or Scalar(name) for name in Arguments._fields]
     launch = Launch(
-        parameters=(*_maps(kernel), offsets, out, *scalars),
+        parameters=(*_maps(kernel), *parameters),
         grid=("blocks", 1, 1),
         block=(kernel.threads, 1, 1),
         smem=kernel.smem_bytes(),
@@ -52,7 +55,7 @@ def _function(dtype, kind):
         str(kernel.tile_m),
         str(kernel.tile_n),
     )
-    arguments = (a, b, offsets, out, *scalars, Scalar("blocks"))
+    arguments = (a, b, *parameters, Scalar("blocks"))
     return Function(name, kernel, arguments, (launch,), attributes, _PROBLEMS)
 
 

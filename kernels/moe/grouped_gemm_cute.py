@@ -1,51 +1,138 @@
 # SPDX-License-Identifier: Apache-2.0
 """grouped_gemm and its gradients: groups of neighbouring rows, each with a matrix of its own.
 
-Its kinds, for a group e of rows of a and what the copy engine brings of them:
+The kinds, for a group e of rows of a:
   "plain"        out[rows] = a[rows] @ b[e]^T,  a[m, k], b[groups, n, k]
   "grad_x"       out[rows] = a[rows] @ b[e],    a[m, k], b[groups, k, n]
   "grad_weight"  out[e] = a[rows]^T @ b[rows],  a[m, k], b[m, n], out[groups, k, n]
 
-How many rows a group has is known on the device only, so blocks of threads are persistent and find
-their tiles there: of the first two kinds by a search in shared memory, among how many tiles begin
-before each group. Rows outside of all groups make two more groups, which nothing is multiplied for.
-A tile of a group's last rows reads the next group's too, and does not store their products. Where
-the sum goes over a group's rows, those of the last step that are the next group's become zeros.
+Only the device knows how many rows a group has, so thread blocks are persistent and find their
+tiles there. For the first two kinds they search a table in shared memory of how many tiles begin
+before each group. Rows outside of all groups make two more groups, for which nothing is multiplied.
+The tile of a group's last rows also reads rows of the next group, and does not store their
+products. "grad_weight" sums over a group's rows: in its last step, rows of the next group become
+zeros.
 
-One warp loads tiles of a and b into a ring of stages. Two warpgroups multiply, 64 rows of a tile
-each. Their results lie in shared memory, in place of a fourth stage of the ring, while the copy
-engine stores them and the next tile is multiplied.
+Warp 0 loads tiles of a and b into a ring of stages (full[stage]: the copy engine's bytes;
+empty[stage]: one arrival per multiplying warp). Two warpgroups multiply, 64 rows of a tile each.
+Their results lie in shared memory, in place of a fourth stage of the ring, while the copy engine
+stores them and the next tile is multiplied.
 """
+
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
-from cutlass.cute.nvgpu import cpasync, warp, warpgroup
-from grouped_gemm_layouts_cute import CONSUMERS, GroupedGemmLayouts
-from linear_layouts_cute import EPI, ROW, WARPGROUP, coordinates, matrix
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from gemm_parts_cute import (
+    box_copies,
+    group_places,
+    next_stage,
+    release,
+    result_copies,
+    result_piece,
+    sync,
+    tensor_in,
+    tiled_mma,
+)
+from linear_layouts_cute import (
+    EPI,
+    MAJORS,
+    ROW,
+    WARPGROUP,
+    coordinates,
+    matrix,
+    round_up,
+    swizzled,
+)
 
-_STEP = 64  # elements of the sum, a stage
+CONSUMERS = 2  # warpgroups that multiply
+MOST_GROUPS = 512
+_STEP = 64  # elements of the sum per stage
 _BOTH = 1  # named barriers: of the two warpgroups,
 _WARPGROUP = 2  # and 3: within one
 _MOST_SEARCHED = 512  # the search's first step
 
 
-class GroupedGemm(GroupedGemmLayouts):
+class Arguments(NamedTuple):
+    """The kernel's parameters after its tensor maps, in order. This is the only such list in
+    Python; GroupedGemmArguments in grouped_gemm_kernels.h has members of the same names."""
+
+    offsets: cute.Pointer
+    out: cute.Pointer
+    groups: Int32
+    m: Int32
+    n: Int32
+    k: Int32
+    offset_words: Int32  # 2 for int64 offsets, else 1
+
+
+class GroupedGemm:
+    def __init__(self, name, dtype, kind, tile_m, tile_n, stages):
+        self.name = name
+        self.dtype = dtype
+        self.of_weight = kind == "grad_weight"
+        self.majors = MAJORS.get(kind, ("k", "k"))
+        self.tile_m, self.tile_n = tile_m, tile_n
+        self.tile_k = ROW // 2
+        self.stages = stages
+        self.threads = (1 + CONSUMERS) * WARPGROUP
+        self.pieces = tile_n // EPI  # stored per warpgroup
+        assert tile_m == CONSUMERS * EPI
+
+    def smem_layouts(self):
+        """Staged layouts of a, b and the output's pieces."""
+        return (
+            swizzled(self.dtype, self.tile_m, self.tile_k, self.stages, self.majors[0]),
+            swizzled(self.dtype, self.tile_n, self.tile_k, self.stages, self.majors[1]),
+            swizzled(self.dtype, EPI, EPI, self.pieces * CONSUMERS),
+        )
+
+    def storage(self):
+        def tiles(layout):
+            return cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], 1024]
+
+        a_layout, b_layout, y_layout = self.smem_layouts()
+
+        @cute.struct
+        class Storage:
+            a: tiles(a_layout)
+            b: tiles(b_layout)
+            y: tiles(y_layout)
+            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages]
+            begins: cute.struct.MemRange[Int32, MOST_GROUPS + 4]
+
+        return Storage
+
+    def smem_bytes(self):
+        """The size of storage() as the launch requests it."""
+        ring = self.stages * ((self.tile_m + self.tile_n) * ROW + 16)
+        return round_up(ring + self.pieces * CONSUMERS * EPI * EPI * 2 + (MOST_GROUPS + 4) * 4)
+
+    def matrices(self, groups, n, k):
+        """The groups' matrices in memory, as (column of the result, element of the sum, group)."""
+        n8, k8 = cute.assume(n, divby=8), cute.assume(k, divby=8)
+        stride = (k8, 1, n8 * k8) if self.majors[1] == "k" else (1, n8, n8 * k8)
+        return cute.make_layout((n8, k8, groups), stride=stride)
+
+    def places(self, groups, n, k):
+        """The coordinates of their tensor map."""
+        if self.majors[1] == "mn":
+            return cute.make_identity_tensor((n, k, groups))
+        return group_places(groups, n, k)
+
+    def results(self, m, groups, n, k):
+        """The coordinates of the result's map: (row, column), or (row, column, group)."""
+        if self.of_weight:
+            return group_places(groups, k, n)
+        return coordinates(m, n)
+
     @cute.jit
-    def __call__(
-        self,
-        a: cute.Pointer,
-        b: cute.Pointer,
-        offsets: cute.Pointer,
-        out: cute.Pointer,
-        groups: Int32,
-        m: Int32,
-        n: Int32,
-        k: Int32,
-        offset_words: Int32,
-        blocks: Int32,
-        stream,
-    ):
+    def __call__(self, a, b, *arguments):
+        *values, blocks, stream = arguments
+        p = Arguments(*values)
+        groups, m, n, k = p.groups, p.m, p.n, p.k
         load = cpasync.CopyBulkTensorTileG2SOp()
         a_layout, b_layout, y_layout = self.smem_layouts()
         n8 = cute.assume(n, divby=8)
@@ -69,12 +156,12 @@ class GroupedGemm(GroupedGemmLayouts):
         )
         tma_out, _ = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileS2GOp(),
-            cute.make_tensor(out, out_matrix),
+            cute.make_tensor(p.out, out_matrix),
             cute.slice_(y_layout, (None, None, 0)),
             (EPI, EPI),
         )
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(tma_a, tma_b, tma_out, offsets, out, groups, m, n, k, offset_words).launch(
+        self.kernel(tma_a, tma_b, tma_out, p).launch(
             grid=(blocks, 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=1,
@@ -87,14 +174,8 @@ class GroupedGemm(GroupedGemmLayouts):
         self,
         tma_a: cute.CopyAtom,
         tma_b: cute.CopyAtom,
-        tma_out: cute.CopyAtom,  # of the results of groups alone
-        offsets: cute.Pointer,
-        out: cute.Pointer,
-        groups: Int32,
-        m: Int32,
-        n: Int32,
-        k: Int32,
-        offset_words: Int32,  # 2 of int64 offsets, else 1
+        tma_out: cute.CopyAtom,  # only for the results of groups
+        p: Arguments,
     ):
         thread = cute.arch.thread_idx()[0]
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -112,58 +193,56 @@ class GroupedGemm(GroupedGemmLayouts):
             cute.arch.mbarrier_init_fence()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        bounds = (offsets, offset_words, groups, m)
         if const_expr(not self.of_weight):
             if warp_index == 0:
-                self.count_tiles(storage, bounds, thread)
+                self.count_tiles(storage, p, thread)
         cute.arch.sync_threads()
 
-        columns = cute.ceil_div(n, self.tile_n)
+        columns = cute.ceil_div(p.n, self.tile_n)
         first = cute.arch.block_idx()[0]
         grid = cute.arch.grid_dim()[0]
         tiles = Int32(0)
         if const_expr(self.of_weight):
-            tiles = groups * cute.ceil_div(k, self.tile_m) * columns
+            tiles = p.groups * cute.ceil_div(p.k, self.tile_m) * columns
         else:
-            tiles = storage.begins.data_ptr()[groups + 2] * columns
-        search = (storage, bounds, k, columns)
+            tiles = storage.begins.data_ptr()[p.groups + 2] * columns
+        search = (storage, p, columns)
         ring = (full, empty)
         if warpgroup_index == 0:
             cute.arch.setmaxregister_decrease(40)
             if warp_index == 0:
-                self.load(tma_a, tma_b, ring, search, (first, grid, tiles), n)
+                self.load(tma_a, tma_b, ring, search, (first, grid, tiles))
         else:
             cute.arch.setmaxregister_increase(232)
             consumer = warpgroup_index - 1
-            to_out = (tma_out, out)
-            self.multiply(thread, consumer, ring, search, (first, grid, tiles), n, to_out)
+            self.multiply(thread, consumer, ring, search, (first, grid, tiles), tma_out)
 
     # -- which tile --------------------------------------------------------------------------------
 
     @cute.jit
-    def bound(self, bounds, index):
+    def bound(self, p, index):
         """Where part `index` begins: 0 are the rows before all groups, groups + 1 those after."""
-        offsets, words, groups, m = bounds
-        at = cutlass.min(cutlass.max(index - 1, 0), groups) * words
-        low, high = (offsets + at).load(), (offsets + (at + words - 1)).load()
+        words, m = p.offset_words, p.m
+        at = cutlass.min(cutlass.max(index - 1, 0), p.groups) * words
+        low, high = (p.offsets + at).load(), (p.offsets + (at + words - 1)).load()
         high = high if words == 2 else low >> 31
         # The nearest row, whatever the offset is.
         row = Int32(cutlass.min(Uint32(low), Uint32(m))) if high == 0 else m
         row = row if high >= 0 else Int32(0)
         row = Int32(0) if index == 0 else row
-        return m if index > groups + 1 else row
+        return m if index > p.groups + 1 else row
 
     @cute.jit
-    def count_tiles(self, storage, bounds, lane):
+    def count_tiles(self, storage, p, lane):
         """One warp: how many tiles of rows begin before each part."""
         begins = storage.begins.data_ptr()
-        parts = bounds[2] + 2
+        parts = p.groups + 2
         before = Int32(0)
         if lane == 0:
             begins[0] = 0
         for start in cutlass.range(0, parts, 32, unroll=1):
             part = start + lane
-            rows = self.bound(bounds, part + 1) - self.bound(bounds, part)
+            rows = self.bound(p, part + 1) - self.bound(p, part)
             upto = cute.ceil_div(cutlass.max(rows, 0), self.tile_m)
             for i in cutlass.range_constexpr(5):
                 below = cute.arch.shuffle_sync_up(upto, 1 << i, mask_and_clamp=0)
@@ -176,16 +255,16 @@ class GroupedGemm(GroupedGemmLayouts):
     def find(self, search, number):
         """A tile's group, its first row and column and the row that ends it, the first row of the
         sum and what ends that, and steps."""
-        storage, bounds, k, columns = search
-        groups = bounds[2]
+        storage, p, columns = search
+        groups, k = p.groups, p.k
         row_tile, column = number // columns, number % columns
         group, row, end, low, high = Int32(0), Int32(0), k, Int32(0), k
         if const_expr(self.of_weight):
             rows = cute.ceil_div(k, self.tile_m)
             group = row_tile // rows
             row = (row_tile - group * rows) * self.tile_m
-            low = self.bound(bounds, group + 1)
-            high = cutlass.max(self.bound(bounds, group + 2), low)
+            low = self.bound(p, group + 1)
+            high = cutlass.max(self.bound(p, group + 2), low)
         else:
             begins = storage.begins.data_ptr()
             part, step = Int32(0), Int32(_MOST_SEARCHED)
@@ -195,22 +274,21 @@ class GroupedGemm(GroupedGemmLayouts):
                 part = probe if (probe <= groups + 1) & (before <= row_tile) else part
                 step = step // 2
             group = part - 1
-            row = self.bound(bounds, part) + (row_tile - begins[part]) * self.tile_m
-            end = self.bound(bounds, part + 1)
+            row = self.bound(p, part) + (row_tile - begins[part]) * self.tile_m
+            end = self.bound(p, part + 1)
             high = k if (group >= 0) & (group < groups) else Int32(0)
         return group, row, end, column, low, high, cute.ceil_div(high - low, _STEP)
 
     # -- to shared memory --------------------------------------------------------------------------
 
     @cute.jit
-    def load(self, tma_a, tma_b, ring, search, place, n):
+    def load(self, tma_a, tma_b, ring, search, place):
         full, empty = ring
-        storage, bounds, k, _ = search
-        _, _, groups, m = bounds
+        storage, p, _ = search
+        groups, m, n, k = p.groups, p.m, p.n, p.k
         first, grid, tiles = place
         a_layout, b_layout, _ = self.smem_layouts()
-        sa = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
-        sb = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
+        sa, sb = tensor_in(storage.a, a_layout), tensor_in(storage.b, b_layout)
         index, phase = Int32(0), Int32(1)
         for number in cutlass.range(first, tiles, grid, unroll=1):
             group, row, _, column, low, _, steps = self.find(search, number)
@@ -221,8 +299,8 @@ class GroupedGemm(GroupedGemmLayouts):
             else:
                 of_a = cute.domain_offset((row, 0), coordinates(m, k))
                 of_b = cute.domain_offset((column, 0, group), self.places(groups, n, k))
-            to_a, from_a = self.partition(tma_a, sa, of_a, self.tile_m)
-            to_b, from_b = self.partition(tma_b, sb, of_b, self.tile_n)
+            to_a, from_a = box_copies(tma_a, sa, of_a, (self.tile_m, _STEP))
+            to_b, from_b = box_copies(tma_b, sb, of_b, (self.tile_n, _STEP))
             for step in cutlass.range(steps, unroll=1):
                 cute.arch.mbarrier_wait(empty + index, phase)
                 barrier = full + index
@@ -233,25 +311,19 @@ class GroupedGemm(GroupedGemmLayouts):
                 at_b = (0, step) if const_expr(self.of_weight) else (0, step, 0)
                 cute.copy(tma_a, from_a[None, (0, step)], to_a[None, index], tma_bar_ptr=barrier)
                 cute.copy(tma_b, from_b[None, at_b], to_b[None, index], tma_bar_ptr=barrier)
-                index, phase = self.next(index, phase)
-
-    def partition(self, tma, smem, places, rows):
-        one = cute.make_layout(1)
-        tiles = cute.zipped_divide(places, (rows, _STEP))
-        return cpasync.tma_partition(tma, 0, one, cute.group_modes(smem, 0, 2), tiles)
+                index, phase = next_stage(self.stages, index, phase)
 
     # -- products ----------------------------------------------------------------------------------
 
     @cute.jit
-    def multiply(self, thread, consumer, ring, search, place, n, to_out):
+    def multiply(self, thread, consumer, ring, search, place, tma_out):
         """A warpgroup: its rows of its tiles, from the ring to the result."""
         full, empty = ring
-        storage, bounds, k, _ = search
+        storage, p, _ = search
         first, grid, tiles = place
         a_layout, b_layout, _ = self.smem_layouts()
-        sa = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
-        sb = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
-        mma = self.tiled_mma(self.dtype, CONSUMERS, self.tile_n, self.majors)
+        sa, sb = tensor_in(storage.a, a_layout), tensor_in(storage.b, b_layout)
+        mma = tiled_mma(self.dtype, CONSUMERS, self.tile_n, self.majors)
         part = mma.get_slice(consumer * WARPGROUP)
         ra = mma.make_fragment_A(part.partition_A(sa))
         rb = mma.make_fragment_B(part.partition_B(sb))
@@ -274,26 +346,20 @@ class GroupedGemm(GroupedGemmLayouts):
                 warpgroup.commit_group()
                 warpgroup.wait_group(1)
                 if step > 0:
-                    self.release(empty, index - 1 if index > 0 else self.stages - 1)
-                index, phase = self.next(index, phase)
+                    release(empty, index - 1 if index > 0 else self.stages - 1)
+                index, phase = next_stage(self.stages, index, phase)
             warpgroup.wait_group(0)
             if steps > 0:
-                self.release(empty, index - 1 if index > 0 else self.stages - 1)
-            sizes = (bounds[3], bounds[2], n, k)
+                release(empty, index - 1 if index > 0 else self.stages - 1)
             at = (row + consumer * EPI, column * self.tile_n, group)
-            self.put_out(thread % WARPGROUP, consumer, storage, acc, to_out, sizes, at, end)
+            self.put_out(p, storage, thread % WARPGROUP, consumer, acc, tma_out, at, end)
         if thread % WARPGROUP < 32:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def release(self, empty, index):
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(empty + index)
-
-    @cute.jit
     def clear_rows(self, storage, index, rows, thread):
-        """Zeros for a stage's rows of the next group, of both operands: what they are may not be
-        finite. In memory a row has 128 bytes of each 64 columns."""
+        """Zeros the next group's rows of a stage in both operands: they need not be finite. In
+        shared memory a row has 128 bytes per 64 columns."""
         threads = CONSUMERS * WARPGROUP
         vector = cute.make_layout(8)
         zeros = cute.make_rmem_tensor(8, self.dtype)
@@ -311,22 +377,16 @@ class GroupedGemm(GroupedGemmLayouts):
     # -- from registers ----------------------------------------------------------------------------
 
     @cute.jit
-    def put_out(self, wg_thread, consumer, storage, acc, to_out, sizes, at, end):
-        """A warpgroup's 64 rows, by the copy engine, which takes its time beside what follows; by
+    def put_out(self, p, storage, wg_thread, consumer, acc, tma_out, at, end):
+        """A warpgroup's 64 rows, stored by the copy engine while the next tile is multiplied, or by
         the threads where a group ends among them."""
-        tma_out, out = to_out
         row, column, _ = at
         _, _, layout = self.smem_layouts()
-        sy = storage.y.get_tensor(layout.outer, swizzle=layout.inner)
-        stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
-        copy_c = cute.make_tiled_copy_C_atom(stmatrix, self.tiled_mma(self.dtype, 1, EPI))
-        r2s = cute.make_tiled_copy_S(stmatrix, copy_c)
-        to_sy = r2s.get_slice(wg_thread).partition_D(sy)
-        piece = cute.make_rmem_tensor(to_sy.shape[:3], self.dtype)
+        sy, r2s, to_sy, piece = result_copies(self.dtype, storage.y, layout, wg_thread)
         storing = wg_thread < 32
         if storing:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-        sync_warpgroup(consumer)
+        sync(_WARPGROUP + consumer, WARPGROUP)
         for chunk in cutlass.range_constexpr(self.pieces):
             for i in cutlass.range_constexpr(EPI // 2):
                 piece[i] = acc[chunk * (EPI // 2) + i].to(self.dtype)
@@ -335,14 +395,12 @@ class GroupedGemm(GroupedGemmLayouts):
         whole = True if const_expr(self.of_weight) else row + EPI <= end
         if whole:
             cute.arch.fence_proxy("async.shared", space="cta")
-            sync_warpgroup(consumer)
+            sync(_WARPGROUP + consumer, WARPGROUP)
             if storing:
-                places = self.results(*sizes)
+                places = self.results(p.m, p.groups, p.n, p.k)
                 first = at if const_expr(self.of_weight) else (row, column)
-                places = cute.zipped_divide(cute.domain_offset(first, places), (EPI, EPI))
-                from_sy, to = cpasync.tma_partition(
-                    tma_out, 0, cute.make_layout(1), cute.group_modes(sy, 0, 2), places
-                )
+                places = cute.domain_offset(first, places)
+                from_sy, to = box_copies(tma_out, sy, places, (EPI, EPI))
                 for chunk in cutlass.range_constexpr(self.pieces):
                     there = (0, chunk, 0) if const_expr(self.of_weight) else (0, chunk)
                     here = consumer * self.pieces + chunk
@@ -352,11 +410,10 @@ class GroupedGemm(GroupedGemmLayouts):
             cute.arch.sync_warp()
             for chunk in cutlass.range_constexpr(self.pieces):
                 here = consumer * self.pieces + chunk
-                place = (row, end, column + chunk * EPI, sizes[2])
-                self.store_rows(storage, here, wg_thread, out, *place)
+                self.store_rows(p, storage, here, wg_thread, row, end, column + chunk * EPI)
 
     @cute.jit
-    def store_rows(self, storage, piece, wg_thread, out, row, end, column, n):
+    def store_rows(self, p, storage, piece, wg_thread, row, end, column):
         """A warp's 16 rows of a piece: 8 lanes store 128 neighbouring bytes."""
         lane = wg_thread % 32
         vector = cute.make_layout(8)
@@ -364,12 +421,7 @@ class GroupedGemm(GroupedGemmLayouts):
         at_column = column + lane % 8 * 8
         for i in cutlass.range_constexpr(4):
             at_row = wg_thread // 32 * 16 + lane // 8 + i * 4
-            offset = at_row * EPI + (lane % 8 ^ at_row % 8) * 8
-            values = cute.make_tensor((from_y + offset).align(16), vector)
-            if (row + at_row < end) & (at_column < n):
-                to = out + (Int64(row + at_row) * n + at_column)
+            values = cute.make_tensor(result_piece(from_y, at_row, lane).align(16), vector)
+            if (row + at_row < end) & (at_column < p.n):
+                to = p.out + (Int64(row + at_row) * p.n + at_column)
                 cute.make_tensor(to.align(16), vector).store(values.load())
-
-
-def sync_warpgroup(consumer):
-    cute.arch.barrier(barrier_id=_WARPGROUP + consumer, number_of_threads=WARPGROUP)

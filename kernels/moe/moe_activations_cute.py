@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of gates and their partners, float32 in registers, two at a time."""
+"""The activations of `up`, for two float32 gates and their two partners at a time."""
 
 import math
 
@@ -7,12 +7,12 @@ import cutlass.cute as cute
 from activations_cute import gelu, relu
 
 _LOG2_E = math.log2(math.e)
-# The product of two such odds is finite. Of gates below -42 x * 2^-60 is left instead of less.
+# The product of two such odds is finite. Gates below -42 give x * 2^-60 instead of a smaller value.
 _LARGEST_POWER = 60.0
 
 
 def _silu_of_two(x, y):
-    """Of two values with one reciprocal, which would take as long as all else."""
+    """Two values share one reciprocal: a second would take as long as all other instructions."""
     of_x, of_y = (
         1.0 + cute.math.exp2(cute.arch.fmin(v * -_LOG2_E, _LARGEST_POWER), fastmath=True)
         for v in (x, y)
@@ -22,10 +22,10 @@ def _silu_of_two(x, y):
 
 
 def _silu_before_float8(x, y):
-    """By tanh.approx: off by the gate * 2^-12 at most (PTX ISA: 2^-11 of the tanh), beside float8
-    nothing: simulated with normal gates of deviation 0.5 to 8, the RMS error after float8 is 2.3 %
-    either way. It takes 17 instructions and two of the special unit a pair, the other 24 and three.
-    """
+    """Uses tanh.approx. Its error is at most the gate * 2^-12 (PTX ISA: 2^-11 of the tanh), which
+    float8 hides: simulated with normal gates of deviation 0.5 to 8, the RMS error after float8 is
+    2.3 % either way. A pair takes 17 instructions and two of the special unit; _silu_of_two takes
+    24 and three."""
     halves = (x * 0.5, y * 0.5)
     return [half * cute.math.tanh(half, fastmath=True) + half for half in halves]
 
@@ -43,7 +43,7 @@ _FUNCTIONS = {
 
 
 def activation(name, before_float8=False):
-    """Of two gates and their two partners."""
+    """The function of two gates and their two partners."""
     offset = 1.0 if name == "gelu_residual" else 0.0
 
     function = _FUNCTIONS[name]

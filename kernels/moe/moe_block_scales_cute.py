@@ -1,84 +1,138 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of float8 with a scale of each 1x128 values of x and 128x128 of weights.
+"""float8 products with a scale per 1x128 values of x and 128x128 of the weights.
 
-A step of the ring has 128 values of a row, so its products have one scale a row and 128 columns:
-they meet in a second set of sums, which also keeps float32's precision where the tensor cores add
-with fewer bits. A half of a tile is scaled while the other one is multiplied; a wide one, whose
-sums leave no registers for that, while the other warpgroup multiplies.
+A step of the ring has 128 values of K, so its products have one scale per row and half of the
+weights. They are scaled into a second set of float32 sums, which also keeps the precision that the
+tensor cores' own sums lose. One half of a tile is scaled while the other is multiplied. A wide
+tile has no registers for the products of both halves: they are scaled in turn, while the other
+warpgroup multiplies.
+
+The scales of a step lie in the ring beside its rows and weights: tile_m of rows, then two of the
+weights' halves. The multiplying warps read them one step ahead. From global memory they would have
+to be in flight for longer, and each step's fence waits for such loads.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
-from moe_scales_cute import MoeScales
+from gemm_parts_cute import next_stage, release
+from moe_arguments_cute import address
+from moe_variant_cute import SCALE_BLOCK
 
 
-class MoeBlockScales(MoeScales):
-    @cute.jit
-    def multiply_blocks(self, mmas, fragments, ring, storage, row, row_scales):
-        """A tile's steps, at least one; the place in the ring after them. `row`: this lane's first.
-        What a step waits for and looks up is done while the one before it is multiplied."""
-        accs, sums, rx, rw = fragments
-        full, empty, index, phase, steps = ring
-        self.wait_for_step(full, index, phase)
-        upper, lower, first, second = self.scales_of_step(storage, index, row)
-        for step in cutlass.range(steps, unroll=1):
-            self.multiply_half(mmas, accs, rx, rw, 0, index)
-            if const_expr(not self.in_turn):
-                self.multiply_half(mmas, accs, rx, rw, 1, index)
-            if const_expr(self.looks_late and not self.up):
-                if step == steps // 2:  # what was asked for before is here by now
-                    self.settle(row_scales)
-            by_first = (upper * first, lower * first)
-            by_second = (upper * second, lower * second)
-            if const_expr(not self.scale_a_half):
-                by_second = by_first
-            warpgroup.wait_group(0 if const_expr(self.in_turn) else 1)
-            self.scale_half(accs, sums, by_first, 0)
-            if const_expr(self.in_turn):
-                self.multiply_half(mmas, accs, rx, rw, 1, index)
-            now = index
-            index, phase = self.next(index, phase)
-            if step + 1 < steps:
-                self.wait_for_step(full, index, phase)
-                upper, lower, first, second = self.scales_of_step(storage, index, row)
-            warpgroup.wait_group(0)
-            self.release(empty, now)
-            self.scale_half(accs, sums, by_second, 1)
-        return index, phase
+def stage_scales(v, storage, index):
+    """Where a stage's scales begin."""
+    first = v.words - v.stages * v.stage_scales
+    return storage.words.data_ptr() + (first + index * v.stage_scales)
 
-    def settle(self, row_scales):
-        """Waits for values that memory was asked for: their first use would also wait for all that
-        is asked for until then."""
-        for i in range(cute.size(row_scales)):
-            row_scales[i] = cute.arch.shuffle_sync(row_scales[i], cute.arch.lane_idx())
 
-    @cute.jit
-    def wait_for_step(self, full, index, phase):
-        cute.arch.mbarrier_wait(full + index, phase)
-        if const_expr(not self.by_boxes):  # then not all is the copy engine's
-            cute.arch.fence_proxy("async.shared", space="cta")
+# -- loading -----------------------------------------------------------------------------------
 
-    @cute.jit
-    def scales_of_step(self, storage, index, row):
-        """Of this lane's two rows of sums, and of both halves of the weights."""
-        at = cute.recast_ptr(self.scales_of_stage(storage, index), dtype=Float32)
-        halves = (at + self.tile_m).align(8)
-        pair = cute.make_tensor(halves, cute.make_layout(2)).load()
-        return (at + row).load(), (at + (row + 8)).load(), pair[0], pair[1]
 
-    @cute.jit
-    def multiply_half(self, mmas, accs, rx, rw, half, index):
-        start, mma = mmas
-        warpgroup.fence()
-        for at_k in cutlass.range_constexpr(cute.size(rx, mode=[2])):
-            a, b = rx[None, None, at_k, index], rw[None, None, at_k, 2 * index + half]
-            cute.gemm(start if const_expr(at_k == 0) else mma, accs[half], a, b, accs[half])
-        warpgroup.commit_group()
+@cute.jit
+def scale_of_half(v, p, expert, column, half):
+    """The index of the first scale of a half of a tile's weights."""
+    row = column * v.width
+    if const_expr(v.scale_a_half):
+        row += half * p.second
+    # The last tile of `down` may have one half only.
+    of_row = cutlass.min(row // SCALE_BLOCK * p.w_scale_step, p.w_scale_expert - p.w_scale_step)
+    return cutlass.max(expert, 0) * p.w_scale_expert + of_row
 
-    @cute.jit
-    def scale_half(self, accs, sums, by_row, half):
-        acc = accs[half]
-        for i in cutlass.range_constexpr(cute.size(acc)):
-            sums[half * cute.size(acc) + i] += acc[i] * by_row[i // 2 % 2]
+
+@cute.jit
+def copy_step_scales(v, p, storage, index, thread, of_row, of_half):
+    """A thread's row, whose scale is at `of_row` or 0 if that is negative, and two threads' halves
+    of the weights."""
+    to = stage_scales(v, storage, index).toint()
+    size = Int32(4) if of_row >= 0 else Int32(0)
+    copy_scale(to + thread * 4, address(p.x_scale) + Int64(cutlass.max(of_row, 0)) * 4, size=size)
+    to_half = to + (v.tile_m + thread) * 4
+    copy_scale(to_half, address(p.w_scale) + Int64(of_half) * 4, thread < 2)
+
+
+def copy_scale(to, source, real=None, size=4):
+    """To shared memory; a size of 0 writes zero."""
+    cute.arch.inline_ptx(
+        "cp.async.ca.shared.global [{$r0}], [{$r1}], 4, {$r2};",
+        read_only_args=[to, source, Int32(size)],
+        predicate=real,
+    )
+
+
+# -- multiplying -------------------------------------------------------------------------------
+
+
+@cute.jit
+def multiply_steps(v, mmas, fragments, ring, stage, steps, row, row_scales):
+    """A tile's steps, at least one; returns the stage after them. `row`: this lane's first. A step
+    waits for the next one's data, and reads its scales, while its own products are computed."""
+    accs, sums, rx, rw = fragments
+    storage, full, empty = ring
+    index, phase = stage
+    _wait(v, full, index, phase)
+    upper, lower, first, second = _step_scales(v, storage, index, row)
+    for step in cutlass.range(steps, unroll=1):
+        _multiply_half(mmas, accs, rx, rw, 0, index)
+        if const_expr(not v.halves_in_turn):
+            _multiply_half(mmas, accs, rx, rw, 1, index)
+        if const_expr(v.halves_in_turn and not v.up):
+            if step == steps // 2:  # the loads issued before the first step have arrived by now
+                _settle(row_scales)
+        by_first = (upper * first, lower * first)
+        by_second = (upper * second, lower * second)
+        if const_expr(not v.scale_a_half):
+            by_second = by_first
+        warpgroup.wait_group(0 if const_expr(v.halves_in_turn) else 1)
+        _scale_half(accs, sums, by_first, 0)
+        if const_expr(v.halves_in_turn):
+            _multiply_half(mmas, accs, rx, rw, 1, index)
+        now = index
+        index, phase = next_stage(v.stages, index, phase)
+        if step + 1 < steps:
+            _wait(v, full, index, phase)
+            upper, lower, first, second = _step_scales(v, storage, index, row)
+        warpgroup.wait_group(0)
+        release(empty, now)
+        _scale_half(accs, sums, by_second, 1)
+    return index, phase
+
+
+def _settle(row_scales):
+    """Waits for loads in flight: their first use later would also wait for loads issued since."""
+    for i in range(cute.size(row_scales)):
+        row_scales[i] = cute.arch.shuffle_sync(row_scales[i], cute.arch.lane_idx())
+
+
+@cute.jit
+def _wait(v, full, index, phase):
+    cute.arch.mbarrier_wait(full + index, phase)
+    if const_expr(not v.by_boxes):  # threads wrote to the stage, too
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+
+@cute.jit
+def _step_scales(v, storage, index, row):
+    """The scales of this lane's two rows of sums and of both halves of the weights."""
+    at = cute.recast_ptr(stage_scales(v, storage, index), dtype=Float32)
+    halves = (at + v.tile_m).align(8)
+    pair = cute.make_tensor(halves, cute.make_layout(2)).load()
+    return (at + row).load(), (at + (row + 8)).load(), pair[0], pair[1]
+
+
+@cute.jit
+def _multiply_half(mmas, accs, rx, rw, half, index):
+    start, mma = mmas
+    warpgroup.fence()
+    for at_k in cutlass.range_constexpr(cute.size(rx, mode=[2])):
+        a, b = rx[None, None, at_k, index], rw[None, None, at_k, 2 * index + half]
+        cute.gemm(start if const_expr(at_k == 0) else mma, accs[half], a, b, accs[half])
+    warpgroup.commit_group()
+
+
+@cute.jit
+def _scale_half(accs, sums, by_row, half):
+    acc = accs[half]
+    for i in cutlass.range_constexpr(cute.size(acc)):
+        sums[half * cute.size(acc) + i] += acc[i] * by_row[i // 2 % 2]

@@ -2,15 +2,18 @@
 """The kernels of moe_up and moe_down that are compiled ahead of time."""
 
 import cutlass
+from cutlass import Int32
 from declaration import Function, Launch, Pointer, Scalar, TensorMap
+from moe_arguments_cute import Arguments
 from moe_grouped_cute import MoeGrouped
+from moe_variant_cute import MoeVariant
 
 _DTYPES = {
     "bf16": (cutlass.BFloat16, "kBFloat16"),
     "fp16": (cutlass.Float16, "kFloat16"),
     "fp8": (cutlass.Float8E4M3FN, "kFloat8E4M3"),
 }
-_DTYPES["fp8_blocks"] = _DTYPES["fp8"]  # with scales of 1x128 and 128x128 values
+_DTYPES["fp8_blocks"] = _DTYPES["fp8"]  # a scale per 1x128 and 128x128 values
 _ACTIVATIONS = {
     None: "kSilu",
     "silu": "kSilu",
@@ -25,67 +28,64 @@ def block_scaled(dtype):
 
 
 def _shapes(dtype, act):
-    """Tile rows, which are the routing's blocks, and columns, turns instead of sharing, stages of
-    the ring, rows of x by boxes. tune/ops/moe.py lists them too."""
-    # Of 64 rows, the bytes of a tile take no longer than its way out: turns hide that.
-    shapes = [(64, 128, True, 8)]
+    """Rows and columns of a tile, stages of the ring, and x by boxes. tune/ops/moe.py lists them,
+    too. Tiles of 64 rows: the warpgroups take turns, since storing such a tile takes as long as
+    loading it. Tiles of 128: the warpgroups share one."""
+    shapes = [(64, 128, 8)]
     if block_scaled(dtype):
-        shapes.append((128, 256, False, 4))
-        return [*shapes, (128, 256, False, 4, True)] if act is None else shapes
-    if act is None or dtype != "fp8":  # for `up` of float8 wider ones were better everywhere
-        shapes.append((64, 64, True, 12))
-    shapes.append((128, 256, False, 4))
+        shapes.append((128, 256, 4))
+        return [*shapes, (128, 256, 4, True)] if act is None else shapes
+    if act is None or dtype != "fp8":  # for `up` of float8 wider ones were always faster
+        shapes.append((64, 64, 12))
+    shapes.append((128, 256, 4))
     if act is None and dtype != "fp8":  # `up` may store rows in the routing's order
-        shapes.append((128, 256, False, 4, True))
+        shapes.append((128, 256, 4, True))
     return shapes
 
 
-_SCALARS = (
-    *("experts", "w_rows", "k", "second", "rows", "elements", "divide", "x_pieces", "id_words"),
-    *("bound", "early", "x_scale_step", "w_scale_expert", "w_scale_step", "x_rows", "to_slots"),
-    "listed",
-)
+_SCALARS = tuple(name for name, kind in Arguments.__annotations__.items() if kind is Int32)
+# Pointers that are not int32 with 4-byte alignment.
+_FLOATS = ("weights", "x_scale", "w_scale", "out_scale")
+
+# Every scalar has a value of its own, so that two that changed places do not go unnoticed.
 _PROBLEMS = tuple(
-    dict(zip((*_SCALARS, "blocks"), values, strict=True))
-    for values in (
-        (5, 272, 336, 136, 136, 40, 2, 42, 1, 5, 0, 1, 272, 1, 40, 0, 3, 132),
-        (1, 8, 16, 128, 8, 1, 1, 2, 2, 1, 1, 0, 1, 0, 8, 1, 2, 2),
-    )
+    {name: first + i for i, name in enumerate(_SCALARS)} | {"k": k, "blocks": blocks}
+    for first, k, blocks in ((200, 336, 132), (30, 16, 2))
 )
 
 
-def function(dtype, act, tile_m, tile_n, pingpong, stages, by_boxes=False):
-    element = _DTYPES[dtype][0]
+def _parameters(variant):
+    """The kernel's parameters after its tensor maps."""
+    for name, kind in Arguments.__annotations__.items():
+        if kind is Int32:
+            yield Scalar(name)
+        elif name in ("x", "out"):
+            yield Pointer(name, variant.dtype if name == "x" else variant.out_dtype)
+        else:
+            yield Pointer(name, cutlass.Float32 if name in _FLOATS else Int32, align=4)
+
+
+def function(dtype, act, tile_m, tile_n, stages, by_boxes=False):
+    element, enumerator = _DTYPES[dtype]
+    pingpong = tile_m == 64
     half = "down" if act is None else f"up_{act}"
     name = f"moe_{half}_{dtype}_{tile_m}x{tile_n}"
     name += "_pingpong" * pingpong + "_boxes" * by_boxes
-    sizes = (tile_m, tile_n, pingpong, stages)
-    kernel = MoeGrouped(name, element, act, *sizes, block_scaled(dtype), by_boxes)
-    x, w, out = Pointer("x", element), Pointer("w", element), Pointer("out", kernel.out_dtype)
-    routing = [
-        Pointer(name, cutlass.Int32, align=4)
-        for name in ("sorted_ids", "expert_ids", "used", "counter", "progress")
-    ]
-    weights = Pointer("weights", cutlass.Float32, align=4)
-    ids = Pointer("ids", cutlass.Int32, align=4)
-    scales = [
-        Pointer(name, cutlass.Float32, align=4) for name in ("x_scale", "w_scale", "out_scale")
-    ]
-    scalars = [Scalar(name) for name in _SCALARS]
-    rest = (*routing, weights, ids, *scales, out, *scalars)
+    v = MoeVariant(name, element, act, tile_m, tile_n, stages, block_scaled(dtype), by_boxes)
+    w, parameters = Pointer("w", element), tuple(_parameters(v))
     launch = Launch(
         parameters=(
-            TensorMap("w", ("experts", "w_rows", "k"), (1, kernel.half, kernel.tile_k)),
-            *([TensorMap("x", ("x_rows", "k"), (tile_m, kernel.tile_k))] * by_boxes),
-            *(x, *rest),
+            TensorMap("w", ("experts", "w_rows", "k"), (1, v.half, v.tile_k)),
+            *([TensorMap("x", ("x_rows", "k"), (tile_m, v.tile_k))] * by_boxes),
+            *parameters,
         ),
         grid=("blocks", 1, 1),
-        block=(kernel.threads, 1, 1),
-        smem=kernel.smem_bytes(),
+        block=(v.threads, 1, 1),
+        smem=v.smem_bytes(),
         dependent=True,
     )
     attributes = (
-        f"DType::{_DTYPES[dtype][1]}",
+        f"DType::{enumerator}",
         str(block_scaled(dtype)).lower(),
         str(act is not None).lower(),
         f"MoeActivation::{_ACTIVATIONS[act]}",
@@ -94,8 +94,8 @@ def function(dtype, act, tile_m, tile_n, pingpong, stages, by_boxes=False):
         "1",  # blocks of a cluster
         str(by_boxes).lower(),
     )
-    arguments = (x, w, *rest, Scalar("blocks"))
-    return Function(name, kernel, arguments, (launch,), attributes, _PROBLEMS)
+    arguments = (w, *parameters, Scalar("blocks"))
+    return Function(name, MoeGrouped(v), arguments, (launch,), attributes, _PROBLEMS)
 
 
 def functions():

@@ -19,7 +19,7 @@ _ONE_LAUNCH: Candidate = dict.fromkeys(
     ("block_size", "up_tile", "up_cluster", "down_tile", "down_cluster"), 0
 )
 _STAGES = {128: 8, 64: 12, 256: 4}
-_ROW, _PIECE, _WARPGROUP = 128, 64, 128  # as in kernels/moe/moe_layouts_cute.py
+_ROW, _PIECE, _WARPGROUP = 128, 64, 128  # as in kernels/linear/linear_layouts_cute.py
 # Elements an expert: beyond, blocks of 64 are many; below, blocks of 128 are padding.
 _MOST_OF_64, _LEAST_OF_128 = 128, 8
 
