@@ -13,7 +13,7 @@
 namespace tiercel {
 namespace {
 
-constexpr int64_t kMostGroups = 512;  // as in grouped_gemm_layouts_cute.py
+constexpr int64_t kMostGroups = 512;  // as in grouped_gemm_cute.py
 
 struct Names {
   const char *op, *a, *b;
@@ -30,8 +30,8 @@ Names names_of(GroupedKind kind) {
   }
 }
 
-// As the kernel has them: columns of the result, and what is summed over; of kGradWeight, rows of
-// a group's result.
+// Sizes by the kernel's names: n columns of the result, a sum over k. kGradWeight: k rows of a
+// group's result, a sum over its rows.
 struct Problem {
   int64_t groups, m, n, k;
 };
@@ -134,7 +134,7 @@ Status prepare(const GroupedGemmCall& call, Choice* choice) {
                                  shape_text(call.out->shape, call.out->ndim));
   }
   choice->kernel = kernel;
-  // The maps' own rules, said before a driver is asked for. Nothing is read of no rows.
+  // The maps' own rules, reported before a driver is needed. Without rows nothing is read.
   if (p.m == 0 || p.groups == 0) return Status();
   TIERCEL_RETURN_IF_ERROR(check_tensor_map(kernel->maps[0], *call.a, names.op, names.a));
   return check_tensor_map(kernel->maps[1], *call.b, names.op, names.b);
@@ -167,22 +167,22 @@ Status grouped_gemm(const GroupedGemmCall& call, void* stream) {
   int multiprocessors = 0;
   TIERCEL_RETURN_IF_ERROR(multiprocessor_count(device, &multiprocessors));
   const Names names = names_of(call.kind);
-  CUtensorMap a_map{}, b_map{}, out_map{};
-  if (choice.problem.m != 0 && choice.problem.groups != 0) {
-    const TensorMapSpec* maps = choice.kernel->maps;
-    TIERCEL_RETURN_IF_ERROR(encode_tensor_map(maps[0], *call.a, names.op, names.a, &a_map));
-    TIERCEL_RETURN_IF_ERROR(encode_tensor_map(maps[1], *call.b, names.op, names.b, &b_map));
+  const Problem& p = choice.problem;
+  const TensorMapSpec* maps = choice.kernel->maps;
+  GroupedGemmArguments args{};
+  if (p.m != 0 && p.groups != 0) {
+    TIERCEL_RETURN_IF_ERROR(encode_tensor_map(maps[0], *call.a, names.op, names.a, &args.a_map));
+    TIERCEL_RETURN_IF_ERROR(encode_tensor_map(maps[1], *call.b, names.op, names.b, &args.b_map));
   }
-  const TensorMapSpec& of_out = choice.kernel->maps[2];
-  TIERCEL_RETURN_IF_ERROR(encode_tensor_map(of_out, *call.out, names.op, "out", &out_map));
-  const void* offsets = call.offsets->data;
-  void* out = call.out->data;
-  int32_t groups = static_cast<int32_t>(choice.problem.groups);
-  int32_t m = static_cast<int32_t>(choice.problem.m), n = static_cast<int32_t>(choice.problem.n);
-  int32_t k = static_cast<int32_t>(choice.problem.k);
-  int32_t offset_words = call.offsets->dtype == DType::kInt64 ? 2 : 1;
-  void* args[] = {&a_map, &b_map, &out_map, &offsets, &out, &groups, &m, &n, &k, &offset_words};
-  return choice.kernel->kernel.launch(choice.config(multiprocessors), device, stream, args);
+  TIERCEL_RETURN_IF_ERROR(encode_tensor_map(maps[2], *call.out, names.op, "out", &args.out_map));
+  args.offsets = call.offsets->data;
+  args.out = call.out->data;
+  args.groups = static_cast<int32_t>(p.groups);
+  args.m = static_cast<int32_t>(p.m);
+  args.n = static_cast<int32_t>(p.n);
+  args.k = static_cast<int32_t>(p.k);
+  args.offset_words = call.offsets->dtype == DType::kInt64 ? 2 : 1;
+  return choice.kernel->launch(choice.config(multiprocessors), device, stream, &args);
 }
 
 Status grouped_gemm_load(int device) { return KernelTable(grouped_gemm_kernels).load_all(device); }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What grouped_gemm's launcher and its compiled kernels (grouped_cute.py) agree on.
+// The interface between grouped_gemm's host code and its compiled kernels (grouped_cute.py).
 #ifndef KERNELS_MOE_GROUPED_GEMM_KERNELS_H_
 #define KERNELS_MOE_GROUPED_GEMM_KERNELS_H_
 
@@ -13,6 +13,15 @@ struct GroupedGemmVariant {
   GroupedKind kind;
   int tile_m;
   int tile_n;
+};
+
+// The kernel's parameters by the names that grouped_gemm_cute.py gives them. The order here does
+// not matter: the build binds the compiled kernels' parameters to these members.
+struct GroupedGemmArguments {
+  CUtensorMap a_map, b_map, out_map;
+  const void* offsets;
+  void* out;
+  int32_t groups, m, n, k, offset_words;
 };
 
 using GroupedGemmKernel = CubinKernel<GroupedGemmVariant>;

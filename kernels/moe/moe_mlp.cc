@@ -13,15 +13,9 @@
 namespace tiercel {
 namespace {
 
-// The kernel's arguments; x_map only where it takes x by boxes.
 struct Call {
-  const MoeMlpKernel* kernel = nullptr;
-  CUtensorMap w, x_map;
-  const void *x, *sorted, *experts, *used, *counter, *progress, *weights, *ids, *x_scale, *w_scale,
-      *out_scale;
-  void* out;
-  int32_t expert_count, w_rows, k, second, rows, elements, divide, x_pieces, id_words, bound, early,
-      x_scale_step, w_scale_expert, w_scale_step, x_rows, to_slots, listed;
+  const MoeMlpKernel* kernel = nullptr;  // null where nothing is to be done
+  MoeMlpArguments arguments;
   int64_t tiles = 0;
 
   LaunchConfig config(int multiprocessors) const {
@@ -37,7 +31,7 @@ struct Call {
   }
 };
 
-// Where the kernels route: what they can take.
+// The limits of problems that the kernels route themselves.
 Status check_ids_to_route(const char* op, const Argument& x, int64_t elements, int64_t experts,
                           const MoeRouting& routing, const MoeIds& ids) {
   if (routing.num_tokens_post_padded != nullptr) {
@@ -61,7 +55,7 @@ Status check_ids_to_route(const char* op, const Argument& x, int64_t elements, i
       std::to_string(routing.block_size));
 }
 
-// Whether counters of tiles, and of what is stored, follow the number of slots.
+// num_tokens_post_padded has counters of tiles, and of stored columns, behind the number of slots.
 bool has_counters(const MoeRouting& routing) {
   const TensorView* used = routing.num_tokens_post_padded;
   if (routing.by_kernels()) return used != nullptr;
@@ -111,7 +105,7 @@ const MoeMlpKernel* find(bool up, DType dtype, bool block_scaled, MoeActivation 
   return nullptr;
 }
 
-// What suits a problem that nothing was tuned for.
+// The tile for a problem without a tuned configuration.
 MoeTile default_tile(int64_t block) { return {block == 64 ? 128 : 256, 1}; }
 
 bool has_block_scales(const MoeScales& scales) {
@@ -178,7 +172,7 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
       check_dtype(out_arg, {scales.out != nullptr ? DType::kFloat8E4M3 : of_result}));
   const int64_t experts = w.shape[0], k = x.shape[1];
   const int64_t rows = out.shape[1];
-  // The rows between the halves may be in the routing's order.
+  // The rows between the halves may be in the routing's order (see moe_mlp.h).
   const int64_t listed = routing.by_kernels() || routing.sorted_token_ids == nullptr
                              ? -1
                              : routing.sorted_token_ids->shape[0];
@@ -227,7 +221,7 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
     TIERCEL_RETURN_IF_ERROR(check_beside(ids_arg, x_arg));
     TIERCEL_RETURN_IF_ERROR(check_contiguous(ids_arg));
   }
-  // `up` with a scale a row stores what is still to be quantised, and counts nothing.
+  // With a scale per row `up` stores rows that are still to be quantised, and counts nothing.
   const bool counts = to_slots && (!scaled || has_block_scales(scales));
   const bool flows = (counts || by_boxes) && has_counters(routing);
   const int64_t block = routing.block_size;
@@ -270,46 +264,47 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
     return Status::Unimplemented(std::string(op) + ": too large for one launch, got " +
                                  shape_text(out.shape, 2) + " from " + shape_text(w.shape, 3));
   }
-  call->x = x.data;
-  call->sorted = data_of(routing.sorted_token_ids);
-  call->experts = data_of(routing.expert_ids);
-  call->used = data_of(routing.num_tokens_post_padded);
-  const auto* counters = static_cast<const int32_t*>(call->used);
-  call->counter = has_counters(routing) ? counters + (up ? 1 : 2) : nullptr;
-  call->progress = flows ? counters + 3 : nullptr;
-  call->weights = data_of(weights);
-  call->ids = data_of(ids.ids);
-  call->x_scale = data_of(scales.x);
-  call->w_scale = data_of(scales.w);
-  call->out_scale = data_of(scales.out);
-  call->out = out.data;
-  call->expert_count = static_cast<int32_t>(experts);
-  call->w_rows = static_cast<int32_t>(w.shape[1]);
-  call->k = static_cast<int32_t>(k);
-  call->second = static_cast<int32_t>(up ? rows : half);
-  call->rows = static_cast<int32_t>(rows);
-  call->elements = static_cast<int32_t>(elements);
-  call->divide = up ? static_cast<int32_t>(elements / x.shape[0]) : 1;
-  call->x_pieces = static_cast<int32_t>(x_row / piece);
-  call->id_words = ids.ids != nullptr && ids.ids->dtype == DType::kInt64 ? 2 : 1;
-  call->bound = static_cast<int32_t>(std::min<int64_t>(ids.experts, INT32_MAX));
-  // For `up` of many tokens ids are the routing's, which may still be made.
+  MoeMlpArguments& a = call->arguments;
+  a.x = x.data;
+  a.sorted_ids = data_of(routing.sorted_token_ids);
+  a.expert_ids = data_of(routing.expert_ids);
+  a.used = data_of(routing.num_tokens_post_padded);
+  const auto* counters = static_cast<const int32_t*>(a.used);
+  a.counter = has_counters(routing) ? counters + (up ? 1 : 2) : nullptr;
+  a.progress = flows ? counters + 3 : nullptr;
+  a.weights = data_of(weights);
+  a.ids = data_of(ids.ids);
+  a.x_scale = data_of(scales.x);
+  a.w_scale = data_of(scales.w);
+  a.out_scale = data_of(scales.out);
+  a.out = out.data;
+  a.experts = static_cast<int32_t>(experts);
+  a.w_rows = static_cast<int32_t>(w.shape[1]);
+  a.k = static_cast<int32_t>(k);
+  a.second = static_cast<int32_t>(up ? rows : half);
+  a.rows = static_cast<int32_t>(rows);
+  a.elements = static_cast<int32_t>(elements);
+  a.divide = up ? static_cast<int32_t>(elements / x.shape[0]) : 1;
+  a.x_pieces = static_cast<int32_t>(x_row / piece);
+  a.id_words = ids.ids != nullptr && ids.ids->dtype == DType::kInt64 ? 2 : 1;
+  a.bound = static_cast<int32_t>(std::min<int64_t>(ids.experts, INT32_MAX));
+  // For `up` of many tokens the lists come from the previous launch, which may still run.
   const bool older = block == 64 || (!up && scaled);
-  call->early = ids.ids != nullptr && older && (!up || scaled);
+  a.early = ids.ids != nullptr && older && (!up || scaled);
   if (block_scaled) {
-    call->x_scale_step = call->w_scale_step = static_cast<int32_t>(scales.w->shape[2]);
-    call->w_scale_expert = static_cast<int32_t>(scales.w->shape[1] * scales.w->shape[2]);
+    a.x_scale_step = a.w_scale_step = static_cast<int32_t>(scales.w->shape[2]);
+    a.w_scale_expert = static_cast<int32_t>(scales.w->shape[1] * scales.w->shape[2]);
   } else {
-    call->x_scale_step = scaled && scales.x->shape[0] != 1;
-    call->w_scale_expert = scaled ? static_cast<int32_t>(scales.w->shape[1]) : 0;
-    call->w_scale_step = scaled && scales.w->shape[1] != 1;
+    a.x_scale_step = scaled && scales.x->shape[0] != 1;
+    a.w_scale_expert = scaled ? static_cast<int32_t>(scales.w->shape[1]) : 0;
+    a.w_scale_step = scaled && scales.w->shape[1] != 1;
   }
-  call->x_rows = static_cast<int32_t>(x.shape[0]);
-  call->to_slots = to_slots;
-  call->listed = static_cast<int32_t>(slots / block);
+  a.x_rows = static_cast<int32_t>(x.shape[0]);
+  a.to_slots = to_slots;
+  a.listed = static_cast<int32_t>(slots / block);
   call->kernel = kernel;
   if (by_boxes) TIERCEL_RETURN_IF_ERROR(check_tensor_map(kernel->maps[1], x, op, "x"));
-  // The map's own rules, said before a driver is asked for.
+  // The map's own rules, reported before a driver is needed.
   return check_tensor_map(kernel->maps[0], w, op, up ? "w_up" : "w_down");
 }
 
@@ -324,46 +319,11 @@ Status launch(bool up, const TensorView& x, const TensorView& w, const MoeScales
   TIERCEL_RETURN_IF_ERROR(multiprocessor_count(x.device_index, &multiprocessors));
   const char* op = up ? "moe_up" : "moe_down";
   TIERCEL_RETURN_IF_ERROR(
-      encode_tensor_map(c.kernel->maps[0], w, op, up ? "w_up" : "w_down", &c.w));
-  void* args[] = {&c.w,
-                  &c.x_map,
-                  &c.x,
-                  &c.sorted,
-                  &c.experts,
-                  &c.used,
-                  &c.counter,
-                  &c.progress,
-                  &c.weights,
-                  &c.ids,
-                  &c.x_scale,
-                  &c.w_scale,
-                  &c.out_scale,
-                  &c.out,
-                  &c.expert_count,
-                  &c.w_rows,
-                  &c.k,
-                  &c.second,
-                  &c.rows,
-                  &c.elements,
-                  &c.divide,
-                  &c.x_pieces,
-                  &c.id_words,
-                  &c.bound,
-                  &c.early,
-                  &c.x_scale_step,
-                  &c.w_scale_expert,
-                  &c.w_scale_step,
-                  &c.x_rows,
-                  &c.to_slots,
-                  &c.listed};
-  void** first = args;
+      encode_tensor_map(c.kernel->maps[0], w, op, up ? "w_up" : "w_down", &c.arguments.w_map));
   if (c.kernel->variant.by_boxes) {
-    TIERCEL_RETURN_IF_ERROR(encode_tensor_map(c.kernel->maps[1], x, op, "x", &c.x_map));
-  } else {  // one map only
-    first = args + 1;
-    args[1] = &c.w;
+    TIERCEL_RETURN_IF_ERROR(encode_tensor_map(c.kernel->maps[1], x, op, "x", &c.arguments.x_map));
   }
-  return c.kernel->kernel.launch(c.config(multiprocessors), x.device_index, stream, first);
+  return c.kernel->launch(c.config(multiprocessors), x.device_index, stream, &c.arguments);
 }
 
 }  // namespace

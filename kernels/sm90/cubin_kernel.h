@@ -12,6 +12,7 @@
 namespace tiercel {
 
 inline constexpr int kCubinKernelMaxMaps = 6;
+inline constexpr int kCubinKernelMaxParameters = 64;  // of kernels with a struct of arguments
 
 // Variant is the family's: the values that its heuristic chooses by.
 template <typename Variant>
@@ -22,6 +23,17 @@ struct CubinKernel {
   uint32_t dynamic_smem;
   bool dependent;
   Kernel kernel;
+  // Where the family's struct of arguments has each parameter; null for a family without one.
+  const uint16_t* members = nullptr;
+  int member_count = 0;
+
+  // `arguments` points to that struct. Its members have the names of the kernel's parameters, by
+  // which the build binds them, so their order does not matter.
+  Status launch(const LaunchConfig& config, int device, void* stream, void* arguments) const {
+    void* args[kCubinKernelMaxParameters];
+    for (int i = 0; i < member_count; ++i) args[i] = static_cast<char*>(arguments) + members[i];
+    return kernel.launch(config, device, stream, args);
+  }
 };
 
 }  // namespace tiercel

@@ -31,6 +31,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--cc", required=True, help="a C compiler, to link the checks")
     parser.add_argument("--header", required=True, help="what the C++ source includes")
     parser.add_argument("--variant", required=True, help="the struct of a kernel's attributes")
+    parser.add_argument("--arguments", default="", help="the struct of a launch's arguments")
     parser.add_argument("--table", required=True, help="the function that returns the kernels")
     parser.add_argument("--source", required=True, type=pathlib.Path)
     parser.add_argument("--manifest", required=True, type=pathlib.Path)
@@ -110,8 +111,8 @@ def main() -> None:
         (options.cubins / f"{item.function.name}.cubin").write_bytes(item.image)
         (options.ptx / f"{item.function.name}.ptx").write_text(item.ptx)
     options.manifest.write_text(emit.manifest(compiled, options.arch, versions))
-    source = emit.source(compiled, options.header, options.variant, options.table)
-    options.source.write_text(source)
+    names = (options.header, options.variant, options.table, options.arguments)
+    options.source.write_text(emit.source(compiled, *names))
 
 
 if __name__ == "__main__":

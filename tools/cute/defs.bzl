@@ -25,6 +25,8 @@ def _compiled_kernels_impl(ctx):
     args.add("--header", ctx.attr.header)
     args.add("--variant", ctx.attr.variant)
     args.add("--table", ctx.attr.table)
+    if ctx.attr.arguments:
+        args.add("--arguments", ctx.attr.arguments)
     args.add("--source", source)
     args.add("--manifest", manifest)
     args.add("--cubins", cubins.path)
@@ -56,6 +58,7 @@ _compiled_kernels = rule(
     # The DSL runs on one Python; its kernels know of none.
     cfg = any_python_transition,
     attrs = ALLOWLIST | {
+        "arguments": attr.string(),
         "header": attr.string(mandatory = True),
         "main": attr.label(
             mandatory = True,
@@ -75,7 +78,7 @@ _compiled_kernels = rule(
     toolchains = [TOOLCHAIN_TYPE] + use_cc_toolchain(),
 )
 
-def cute_kernels(name, main, header, variant, table, srcs = [], deps = [], **kwargs):
+def cute_kernels(name, main, header, variant, table, arguments = "", srcs = [], deps = [], **kwargs):
     """A family's CuTe DSL kernels as a C++ library, compiled and checked in one action.
 
     Args:
@@ -84,12 +87,15 @@ def cute_kernels(name, main, header, variant, table, srcs = [], deps = [], **kwa
       header: what the generated source includes; it declares `table` and `variant`.
       variant: the struct of a kernel's attributes.
       table: the generated function that returns all kernels.
+      arguments: a struct with a member for each kernel parameter's name (a map's ends in _map), which
+        CubinKernel::launch takes; without it the host code lists parameters in order.
       srcs: Python files that it imports, beside `main` or of another family.
       deps: C++ libraries with `header` and kernels/sm90.
       **kwargs: as for cc_library.
     """
     _compiled_kernels(
         name = name + "_compiled",
+        arguments = arguments,
         header = header,
         main = main,
         srcs = srcs,

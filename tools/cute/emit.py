@@ -31,9 +31,15 @@ def _maps(launch: Launch) -> str:
     return "{" + ", ".join(specs) + "}"
 
 
-def source(compiled, header: str, variant: str, table: str) -> str:
-    """The C++ source: images, parameter layouts and the table of kernels."""
-    images, layouts, rows = [], [], []
+def _member(parameter) -> str:
+    """A parameter's member of the family's struct of arguments."""
+    return f"{parameter.tensor}_map" if isinstance(parameter, TensorMap) else parameter.name
+
+
+def source(compiled, header: str, variant: str, table: str, arguments: str = "") -> str:
+    """The C++ source: images, parameter layouts and the table of kernels. With a struct of
+    `arguments`, each parameter is bound to the member of its name."""
+    images, layouts, rows, checks = [], [], [], {}
     for i, item in enumerate(compiled):
         images.append(
             f"alignas(64) const char kImage{i}[] =\n{_literal(item.image)};\n"
@@ -49,17 +55,30 @@ def source(compiled, header: str, variant: str, table: str) -> str:
                 f'const CubinSymbol kSymbol{i}_{j} = {{&kCubin{i}, "{symbol}", '
                 f"kParameters{i}_{j}, {len(parameters)}}};\n"
             )
+            members = ""
+            if arguments:
+                names = [_member(parameter) for parameter in launch.parameters]
+                offsets = ", ".join(f"offsetof({arguments}, {name})" for name in names)
+                layouts.append(f"const uint16_t kMembers{i}_{j}[] = {{{offsets}}};\n")
+                members = f", kMembers{i}_{j}, {len(names)}"
+                checks |= {
+                    f"static_assert(sizeof({arguments}::{name}) == {size});\n": None
+                    for name, (_, size) in zip(names, parameters, strict=True)
+                }
+                checks[f"static_assert({len(names)} <= kCubinKernelMaxParameters);\n"] = None
             block = launch.block[0] * launch.block[1] * launch.block[2]
             name, dependent = kernel_name(item.function, j), str(launch.dependent).lower()
             rows.append(
                 f"    {{{{{', '.join(item.function.attributes)}}}, {_maps(launch)}, {block}, "
-                f'{launch.smem}, {dependent}, Kernel("{name}", &kSymbol{i}_{j}, {launch.smem})}},\n'
+                f'{launch.smem}, {dependent}, Kernel("{name}", &kSymbol{i}_{j}, {launch.smem})'
+                f"{members}}},\n"
             )
     return (
         "// SPDX-License-Identifier: Apache-2.0\n"
         "// Generated from the family's CuTe DSL kernels; do not edit.\n"
-        f'#include "{header}"\n\n'
+        f'#include "{header}"\n\n#include <cstddef>\n\n'
         "namespace tiercel {\nnamespace {\n\n"
+        + "".join(checks)
         + "\n".join(images + layouts)
         + f"\nconst CubinKernel<{variant}> kKernels[] = {{\n{''.join(rows)}}};\n\n"
         "}  // namespace\n\n"
