@@ -13,9 +13,9 @@ namespace tiercel {
 namespace {
 
 constexpr char kOp[] = "fused_moe";
-// More than half of a multiprocessor's, so that no two grids are on it at the same time.
+// More than half of a multiprocessor's, so that two grids are never on it at the same time.
 constexpr int64_t kLeastShared = 116 * 1024;
-constexpr int64_t kLineBytes = 128;  // of a row of weights: what a warp takes at a time
+constexpr int64_t kLineBytes = 128;  // of a row of weights, per warp and step
 
 int64_t whole_lines(int64_t bytes) { return ceil_div(bytes, 128) * 128; }
 
@@ -39,7 +39,7 @@ Status check_scales(const FewTokensCall& call, const Argument& x) {
                                         shape_text(down.view.shape, down.view.ndim)));
 }
 
-// Shapes, dtypes and places.
+// Shapes, dtypes and devices.
 Status check(const FewTokensCall& call) {
   const Argument x{kOp, "x", *call.x}, w_up{kOp, "w_up", *call.w_up};
   const Argument w_down{kOp, "w_down", *call.w_down}, ids{kOp, "topk_ids", *call.topk_ids};
@@ -72,7 +72,7 @@ Status check(const FewTokensCall& call) {
   return check_scales(call, x);
 }
 
-// A copy takes several rows at once.
+// One copy loads several rows.
 Status check_weights(const Argument& w) {
   const TensorView& view = w.view;
   TIERCEL_RETURN_IF_ERROR(check_rows(w));
@@ -85,13 +85,13 @@ Status check_weights(const Argument& w) {
                                         "strides " + shape_text(view.strides, 3)));
 }
 
-// Where things lie in shared memory, and how many slots fit beside them.
+// The layout of shared memory, and how many slots fit into the rest.
 Status lay_out(const Argument& w_down, bool blocks, int64_t grid, FewTokensArgs* args,
                int64_t* shared) {
   const int64_t tokens = args->tokens, elements = tokens * args->per_token;
   const int64_t hidden = args->hidden, inner = args->inner_size;
   const int64_t rows = std::max(tokens * (hidden + kFewPad), elements * (inner + kFewPad));
-  const int64_t tiles = ceil_div(hidden / kFewRows, grid);  // of a block, at most
+  const int64_t tiles = ceil_div(hidden / kFewRows, grid);  // per thread block, at most
   const int64_t down_scales = 4 * elements * tiles * (blocks ? inner / kScaleBlock : kFewRows);
   const int64_t row_scales = 4 * std::max(tokens * (blocks ? hidden / kScaleBlock : 1),
                                           elements * (blocks ? inner / kScaleBlock : 1));
@@ -99,11 +99,11 @@ Status lay_out(const Argument& w_down, bool blocks, int64_t grid, FewTokensArgs*
   const int64_t beside =
       whole_lines(fixed) + whole_lines(rows) + whole_lines(down_scales) + whole_lines(row_scales);
   const int64_t slot = whole_lines(std::max(8 * hidden, kFewRows * inner));
-  const int64_t least = 2 * kFewGroups;  // a unit for each group
+  const int64_t least = 2 * kFewGroups;  // one unit per group
   const int64_t room = std::max<int64_t>(kFewMaxShared - beside, 0) / slot;
   const int64_t slots = std::min<int64_t>(room, kFewMaxSlots);
-  // What has room in shared memory has it in FewGrid and in a warp's registers, too: the first
-  // condition decides, the others keep it so.
+  // The first condition decides: what fits into shared memory also fits into FewGrid and a warp's
+  // registers. The others make sure that it stays so.
   if (slots < least || elements * inner > kFewInner || inner > kFewInnerMost) {
     return Status::Unimplemented(mismatch(
         w_down,
@@ -121,7 +121,7 @@ Status lay_out(const Argument& w_down, bool blocks, int64_t grid, FewTokensArgs*
   return Status();
 }
 
-// From one expert's scales to the next, and between rows (or blocks) of weights.
+// Strides of the scales: between experts, and between rows (or blocks) of weights.
 void step_scales(const TensorView& scale, int* expert, int* step) {
   *expert = static_cast<int>(scale.shape[1] * (scale.ndim == 3 ? scale.shape[2] : 1));
   *step = scale.ndim == 3 ? static_cast<int>(scale.shape[2]) : scale.shape[1] != 1;
@@ -146,7 +146,7 @@ Status prepare(const FewTokensCall& call, int multiprocessors, Choice* choice) {
   TIERCEL_RETURN_IF_ERROR(check_weights(down_arg));
   TIERCEL_RETURN_IF_ERROR(check_rows({kOp, "out", *call.out}));
   const int64_t inner = w_down.shape[2];
-  // Sizes beyond these do not fit anyway, and 32 bits count no more.
+  // Larger sizes do not fit anyway, and would not fit into 32 bits.
   constexpr int64_t kLargest = 1 << 17;
   if (hidden > kLargest || inner > kLargest || w_down.shape[0] > kLargest) {
     return Status::Unimplemented(
@@ -197,7 +197,7 @@ Status fused_moe_few_tokens_plan(const FewTokensCall& call, int multiprocessors,
 }
 
 Status fused_moe_few_tokens(const FewTokensCall& call, void* stream) {
-  // Before the number of multiprocessors is asked for: where x is no CUDA tensor, that says it.
+  // Before the number of multiprocessors is read: this names an x that is not a CUDA tensor.
   const Argument x{kOp, "x", *call.x};
   TIERCEL_RETURN_IF_ERROR(check_cuda(x));
   int multiprocessors = 0;

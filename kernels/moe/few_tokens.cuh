@@ -1,28 +1,34 @@
 // SPDX-License-Identifier: Apache-2.0
-// fused_moe of few tokens with float8 weights: one launch for all of it.
+// fused_moe for few tokens with float8 weights, in one launch.
 //
 // The plan. The weights of the experts that the ids name are read once, 3 * I * H bytes each (166
 // MB at T 4, E 64, H 2048, I 1024: 39 us at 4.26 TB/s); everything else is latency that must not
-// stop them. A block of threads a multiprocessor, all of them at once (a cooperative launch):
-//  - every warp routes the ids, a lane each. One thread then keeps a ring of slots full by bulk
-//    copies: 8 rows of the first half of w_up and the 8 of the second that go with them (a unit);
-//    then 16 rows of w_down of each expert. It needs no x, so it runs ahead of all that follows,
-//    but with no more on their way than keep memory busy.
-//  - meanwhile 16 warps quantise x, asked for right behind the ids, into shared memory. They
-//    multiply in four groups (w_down of 5 to 8 experts: eight, which is one turn), each with
-//    units of its own: a unit's 16 rows by mma.sync with up to 8 tokens, K divided between the
-//    group's warps, whose sums meet in shared memory. Up's results go to global memory as bfloat16.
-//  - three quarters of up's units are dealt out; the rest goes to whoever is free, since
+// stop these loads. One thread block per multiprocessor, all resident (a cooperative launch):
+//  - every warp routes the ids, one per lane. One thread of warp 16 keeps a ring of slots full by
+//    bulk copies: units of 8 rows of the first half of w_up and their 8 partners in the second
+//    half; then 16 rows of w_down of each expert. It needs no x, so it runs ahead of the other
+//    warps, but with no more in flight than keeps memory busy.
+//  - meanwhile warps 0 to 15 quantise x, loaded right behind the ids, into shared memory. They
+//    multiply in four groups (in eight for w_down of 5 to 8 experts, which then takes one turn),
+//    each with units of its own: a unit's 16 rows by mma.sync with up to 8 tokens, K divided
+//    between the group's warps, whose sums meet in shared memory. Up's results go to global memory
+//    as bfloat16.
+//  - three quarters of up's units are assigned in advance; the rest is taken dynamically, since
 //    multiprocessors do not load equally fast and all wait for the last one.
-//  - each block quantises all rows between the halves, a warp a row, as soon as they are there,
-//    which the values say themselves: while memory is busy a word takes more than a microsecond to
-//    a block and back, and a barrier takes three of these. Up to kFewWaits rows it first waits for
-//    a count of blocks, since asking for few rows all the time would only keep memory busier; what
-//    was stored before a block counted itself need not be there yet, so no block waits for stores.
+//  - each block quantises all rows between the halves, one row per warp, as soon as they are
+//  stored.
+//    Their values tell: while memory is busy, a word takes more than a microsecond to a block and
+//    back, and a barrier takes three such round trips. Up to kFewWaits rows a block first waits for
+//    a count of blocks, since polling few rows would only keep memory busier. Stores before the
+//    count need not have arrived by then, so no block waits for its stores.
 //  - it multiplies them with 16 rows of w_down of every expert, and so has all k terms of 16
 //    columns of y to add up.
-// Results are those of the launches that this one replaces, but for the order of float32 sums
+// Results are those of the launches that this one replaces, except for the order of float32 sums
 // along K: the same quantisation and rounding, the same order of the sum over k.
+//
+// Barriers: full[slot] and empty[slot] of the ring (the copy engine's bytes; the group's warps),
+// known[i] (the loader announces a unit), named 1 (the multiplying warps), 2 (the routing is in
+// shared memory), 3 and up (one per group: its warps' sums).
 #ifndef KERNELS_MOE_FEW_TOKENS_CUH_
 #define KERNELS_MOE_FEW_TOKENS_CUH_
 
@@ -39,7 +45,8 @@
 
 namespace tiercel {
 
-// c += a b of a 16x32 and a 32x8 matrix, words as those of 16-bit elements in warp_matrix.cuh.
+// c += a * b for a 16x32 and a 32x8 matrix, with words placed as for the 16-bit elements in
+// warp_matrix.cuh.
 __device__ __forceinline__ void multiply_e4m3(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2,
                                               uint32_t a3, uint32_t b0, uint32_t b1) {
   asm volatile(
@@ -49,7 +56,7 @@ __device__ __forceinline__ void multiply_e4m3(float (&c)[4], uint32_t a0, uint32
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// 64 e4m3 of each row: two products, whose order along K is free as long as both sides have it.
+// 64 e4m3 values per row: two products. Any order along K will do that is the same for both sides.
 __device__ __forceinline__ void multiply_e4m3(float (&c)[4], const uint4& low, const uint4& high,
                                               const uint4& b) {
   multiply_e4m3(c, low.x, high.x, low.y, high.y, b.x, b.y);
@@ -69,7 +76,7 @@ __device__ __forceinline__ float few_activation(int which, float a, float b) {
   }
 }
 
-// Warps that multiply, divided into groups that share a unit, and a warp's place there.
+// The multiplying warps in groups that share a unit, and a warp's place in its group.
 template <int kGroups>
 struct FewTeam {
   static constexpr int groups = kGroups, warps = kFewWarps / kGroups;
@@ -122,8 +129,8 @@ __global__ void __launch_bounds__(kFewThreads, 1)
   const int hidden_groups = args.hidden / 128, inner_groups = args.inner_size / 128;
   const int group = warp / kGroupWarps, member = warp % kGroupWarps;
   const int g = lane / 4, t = lane % 4;
-  // Scales of a unit's rows of weights, or of their blocks along K, a lane each; those of the first
-  // unit are asked for before the weights, behind which they would queue for microseconds.
+  // Scales of a unit's rows of weights, or of their blocks along K, one per lane. Those of the
+  // first unit are loaded before the weights: behind these they would queue for microseconds.
   const auto ask_scales = [&](int unit, int expert, float* first, float* second) {
     const int entry = unit / expert_units;
     const int i = (unit - entry * expert_units) * 8;
@@ -135,7 +142,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
         scales[(row + (kBlocks ? inner_groups : args.inner_size)) * args.up_scale_step + place];
   };
   float first_scale = 1.0f, second_scale = 1.0f;
-  if (group < dealt) {  // others' writes to shared memory are not waited for yet
+  if (group < dealt) {  // before the barrier: reads no shared memory of other warps
     const int unit = blockIdx.x + group * gridDim.x;
     ask_scales(unit, routing.expert_of(unit / expert_units), &first_scale, &second_scale);
   }
@@ -143,7 +150,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
   x.take<kScales>(rows, args.hidden + kFewPad, row_scales, s.largest);
   multipliers_sync();
   const int down_many = kBlocks ? inner_groups : kFewRows;
-  if (group == kGroups - 1) {  // whose first unit comes last
+  if (group == kGroups - 1) {  // its first unit is the last to arrive
     for (int set = member; set < my_tiles * routing.entries; set += kGroupWarps) {
       const int turn = set / routing.entries, entry = set - turn * routing.entries;
       const int tile = blockIdx.x + turn * gridDim.x;
@@ -164,15 +171,15 @@ __global__ void __launch_bounds__(kFewThreads, 1)
     if (lane == 0) arrive_at_few_grid();
   }
 
-  int turn = 0;  // of this group's units
-  // What was in the slot before may be another group's: without the first wait, a turn that has not
-  // ended yet could be taken for the next but one.
+  int turn = 0;  // counts this group's units
+  // The slot may have belonged to another group before. Without the first wait, a phase of `full`
+  // that has not ended yet could be taken for the one after the next.
   const auto wait_full = [&] {
     mbarrier_wait(&s.empty[at.slot], at.phase ^ 1);
     mbarrier_wait(&s.full[at.slot], at.phase);
   };
-  // The products of one unit's 16 rows, which lie in one slot or in two; the sums of the group's
-  // warps, which share the columns, in the warp that returns true.
+  // Multiplies a unit's 16 rows, which lie in one slot or in two. The group's warps divide the
+  // columns; the warp that returns true has their sums.
   const auto multiply = [&](auto team, int row_bytes, bool in_two, int row_of_g, int row_a,
                             int row_b, float first_blocks, float second_blocks, int groups,
                             float (&sum)[4]) {
@@ -204,7 +211,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
         multiply_e4m3(half == 0 ? first_sum : second_sum, low[half], high[half], b);
       }
       if constexpr (kBlocks) {
-        const int block = at_byte / 128;  // of K, the same in all lanes
+        const int block = at_byte / 128;  // along K, the same in all lanes
         const float low_scale = __shfl_sync(kFullWarp, first_blocks, block);
         const float high_scale = __shfl_sync(kFullWarp, second_blocks, block);
         const float x_a = row_scales[row_a * groups + block];
@@ -217,7 +224,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
     }
     __syncwarp();
     if (lane == 0) {
-      // A slot's barrier counts the warps of a group as they are for up.
+      // The slot's barrier expects the warps that a group has for up.
       mbarrier_arrive(&s.empty[one], kGroupWarps / team.warps);
       if (in_two) mbarrier_arrive(&s.empty[other], kGroupWarps / team.warps);
     }
@@ -316,7 +323,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
         }
       }
     };
-    // One turn of twice the groups is shorter than two.
+    // One turn with twice the groups is shorter than two turns.
     if (routing.entries > kGroups && routing.entries <= 2 * kGroups) {
       multiply_entries(FewTeam<2 * kGroups>(warp));
     } else {

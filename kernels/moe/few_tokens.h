@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// All of an expert MLP with float8 weights over few tokens in one launch.
+// A whole expert MLP with float8 weights over few tokens, in one launch.
 #ifndef KERNELS_MOE_FEW_TOKENS_H_
 #define KERNELS_MOE_FEW_TOKENS_H_
 
@@ -7,10 +7,10 @@
 
 namespace tiercel {
 
-// What a call would launch.
+// The launch that a call would make.
 struct FewTokensPlan {
   const char* kernel;  // "none" where nothing is to be done
-  int slots;           // of weights on their way, a block
+  int slots;           // of weights in flight, per thread block
   int slot_bytes;
   unsigned grid;
   unsigned block;
@@ -21,12 +21,12 @@ struct FewTokensPlan {
 //   out[t] = sum over j of topk_weights[t, j] * (act(x[t] @ w_up[e].T) @ w_down[e].T),
 //   e = topk_ids[t, j], which adds nothing where it is no expert
 // T * k is 1 to 32. bfloat16 x and out, float8_e4m3fn weights with float32 scales: [E, rows of w]
-// or [E, 1], or both of blocks, [E, rows / 128, columns / 128]. x, and what is between the halves,
-// is quantised as fp8_quantize does it, a scale a row or 128 values.
-// Rows of x are of neighbouring elements, at multiples of 16 bytes; an expert's rows follow each
-// other without gaps, experts are at multiples of 16 bytes; the others are contiguous. H and I are
-// multiples of 128. What does not fit into a multiprocessor's shared memory is unimplemented: about
-// H from 3328 and I from 1664 on.
+// or [E, 1], or both per 128x128 values, [E, rows / 128, columns / 128]. x and the rows between the
+// halves are quantised as by fp8_quantize, with a scale per row or per 128 values.
+// Rows of x are contiguous and begin at multiples of 16 bytes; an expert's rows follow each other
+// without gaps, experts begin at multiples of 16 bytes; the other tensors are contiguous. H and I
+// are multiples of 128. Problems that do not fit into a multiprocessor's shared memory are
+// unimplemented: about H from 3328 and I from 1664 on.
 struct FewTokensCall {
   const TensorView* x = nullptr;
   const TensorView* w_up = nullptr;
@@ -39,13 +39,13 @@ struct FewTokensCall {
   MoeActivation activation = MoeActivation::kSilu;
 };
 
-// All checks and the layout for a device with that many multiprocessors; needs no GPU and no
+// All checks and the layout for a device with that many multiprocessors. Needs no GPU and no
 // driver.
 Status fused_moe_few_tokens_plan(const FewTokensCall& call, int multiprocessors,
                                  FewTokensPlan* plan);
 
-// The same for the tensors' device, then the launch on `stream` (a CUstream). Its blocks wait for
-// each other: it starts when all multiprocessors have room.
+// Plans for the tensors' device and launches on `stream` (a CUstream). The thread blocks wait for
+// each other: the launch starts when all multiprocessors have room.
 Status fused_moe_few_tokens(const FewTokensCall& call, void* stream);
 
 Status fused_moe_few_tokens_load(int device);

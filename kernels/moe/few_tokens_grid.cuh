@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What fused_moe of few tokens routes, and how its blocks of threads wait for each other.
+// The routing of fused_moe for few tokens, and how its thread blocks wait for each other.
 #ifndef KERNELS_MOE_FEW_TOKENS_GRID_CUH_
 #define KERNELS_MOE_FEW_TOKENS_GRID_CUH_
 
@@ -15,15 +15,15 @@ __device__ __forceinline__ void multipliers_sync() {
   asm volatile("bar.sync 1, %0;" ::"n"(kFewWarps * 32) : "memory");
 }
 
-// What the ids say, in every warp alike: a lane an element. An entry is an expert with up to
+// The routing, the same in every warp, one element per lane. An entry is an expert with up to
 // kFewColumns of its elements.
 struct FewRouting {
-  int id, entry, column;  // of this lane's element; -1: no expert's
+  int id, entry, column;  // of this lane's element; id -1: no expert
   int count;              // elements of the entry that this lane leads
   int entries;
-  unsigned valid;  // a bit an element
+  unsigned valid;  // one bit per element
 
-  // This lane's id as it lies in memory; -1: none.
+  // This lane's id as stored; -1 for none.
   static __device__ __forceinline__ int64_t ask(const FewTokensArgs& args, int lane) {
     if (lane >= args.tokens * args.per_token) return -1;
     return args.id_words == 2 ? static_cast<const int64_t*>(args.ids)[lane]
@@ -45,31 +45,32 @@ struct FewRouting {
     entry = __popc(leaders & ((1u << leader) - 1));
   }
   __device__ __forceinline__ bool leads() const { return id >= 0 && column == 0; }
-  // An entry's expert, by a whole warp, which so waits for no other.
+  // An entry's expert, found by a whole warp, so that it waits for no other warp.
   __device__ __forceinline__ int expert_of(int which) const {
     const unsigned leader = __ballot_sync(kFullWarp, leads() && entry == which);
     return __shfl_sync(kFullWarp, id, __ffs(leader) - 1);
   }
 };
 
-// Of all launches on a device: blocks that have arrived, and in the two highest bits launches all
-// of whose blocks have, modulo 4. A grid takes more than half of every multiprocessor's shared
-// memory, so a block of the next one begins where one of this has ended: when all of this one have
-// arrived, and all before it have ended.
+// Blocks that have arrived, over all launches on a device. The two highest bits count the launches
+// all of whose blocks have arrived, modulo 4. A grid takes more than half of every multiprocessor's
+// shared memory, so a block of the next grid begins where a block of this one has ended. By then
+// all blocks of this grid have arrived and all earlier grids have ended.
 __device__ unsigned few_arrived;
 
-// What blocks of a launch share, by those bits when it begins; zero then.
+// Shared by the blocks of a launch; indexed by those two bits as the launch finds them, and zero
+// then.
 struct FewGrid {
-  int taken;       // units of up that went to whoever came
-  unsigned ended;  // blocks whose units of up are over, if they say so: a hint that orders nothing
-  // Rows between the halves, bfloat16 with all bits flipped: 0, which would be a NaN that no
-  // conversion makes, is what is not there yet. So whoever reads a row needs no other sign.
+  int taken;       // units of up handed out dynamically
+  unsigned ended;  // blocks that are done with up, where `waits` is set: a hint without ordering
+  // Rows between the halves, bfloat16 with all bits flipped. 0 means "not stored yet": it would be
+  // a NaN that no conversion produces. So a reader of a row needs no other signal.
   uint4 inner[kFewInner / 8];
 };
 __device__ FewGrid few_grids[4];
 
-// By a warp of each block: its share of what the launch before the last left, for the one after the
-// next.
+// One warp of each block clears its share of the grid that the launch before the last one used, for
+// the launch after the next.
 __device__ __forceinline__ void clear_few_grid(unsigned before) {
   FewGrid& grid = few_grids[((before >> 30) + 2) % 4];
   const int lane = threadIdx.x % 32;
@@ -80,15 +81,15 @@ __device__ __forceinline__ void clear_few_grid(unsigned before) {
   __syncwarp();
 }
 
-// By a thread of each block, once all of the block have read few_arrived.
+// Called by one thread per block, once the whole block has read few_arrived.
 __device__ __forceinline__ void arrive_at_few_grid() {
   const unsigned mine = blockIdx.x == 0 ? 0x40000000u - (gridDim.x - 1) : 1u;
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(&few_arrived), "r"(mine)
                : "memory");
 }
 
-// For all blocks to arrive: at the latest before a block ends, so that none of this launch takes
-// itself for one of the next.
+// Waits until all blocks have arrived. Every block does so before it ends, so that no block of this
+// launch counts as one of the next.
 __device__ __forceinline__ void wait_for_few_grid(unsigned before) {
   unsigned now;
   do {
@@ -96,7 +97,8 @@ __device__ __forceinline__ void wait_for_few_grid(unsigned before) {
   } while ((before ^ now) >> 30 == 0);
 }
 
-// By a thread of each block, and for all of them: then rows are there, or are on their way.
+// end_up: called by one thread per block. wait_for_ends: for all blocks; then rows are stored or in
+// flight.
 __device__ __forceinline__ void end_up(FewGrid& grid) {
   asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(&grid.ended) : "memory");
 }
@@ -114,7 +116,7 @@ __device__ __forceinline__ void store_inner(FewGrid& grid, int at, uint32_t bits
       : "memory");
 }
 
-// Eight values, if they are there.
+// Eight values; 0 where not stored yet.
 __device__ __forceinline__ uint4 ask_inner(const FewGrid& grid, int at) {
   uint4 w;
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"

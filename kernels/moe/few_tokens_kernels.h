@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the launcher of fused_moe for few tokens and its device code agree on.
+// The interface between the host code of fused_moe for few tokens and its kernels.
 #ifndef KERNELS_MOE_FEW_TOKENS_KERNELS_H_
 #define KERNELS_MOE_FEW_TOKENS_KERNELS_H_
 
@@ -9,20 +9,21 @@
 
 namespace tiercel {
 
-inline constexpr int kFewIds = 32;     // T * k at most: a lane each
-inline constexpr int kFewColumns = 8;  // tokens an expert takes at a time
-inline constexpr int kFewRows = 16;    // of weights, a unit
-inline constexpr int kFewWarps = 16;   // that multiply, in groups that share a unit
+inline constexpr int kFewIds = 32;     // T * k at most: one per lane
+inline constexpr int kFewColumns = 8;  // tokens of an expert multiplied at a time
+inline constexpr int kFewRows = 16;    // rows of weights per unit
+inline constexpr int kFewWarps = 16;   // multiplying warps, in groups that share a unit
 inline constexpr int kFewGroups = 4;
 inline constexpr int kFewThreads = (kFewWarps + 1) * 32;
-inline constexpr int kFewInFlight = 48 * 1024;  // bytes on their way to a multiprocessor
-inline constexpr int kFewWaits = 16;            // T * k up to which blocks wait for their count
-inline constexpr int kFewPad = 64;              // behind a row of x: other banks for the next one
+inline constexpr int kFewInFlight = 48 * 1024;  // bytes in flight per multiprocessor
+inline constexpr int kFewWaits = 16;  // T * k up to which blocks wait for a count of blocks
+inline constexpr int kFewPad = 64;  // bytes behind a row of x, so that the next one has other banks
 inline constexpr int kFewMaxSlots = 16;
-inline constexpr int kFewKnown = 16;  // units whose numbers are on their way
-inline constexpr int kFewPartBytes = 2 * kFewWarps * 32 * 16;  // sums of two units a group
+inline constexpr int kFewKnown = 16;  // units that the loader is ahead, at most
+inline constexpr int kFewPartBytes = 2 * kFewWarps * 32 * 16;  // sums of two units per group
 inline constexpr int kFewMaxShared = 226 * 1024;
-inline constexpr int kFewInnerMost = 7 * 256;     // I: a lane of a warp seven times eight of a row
+inline constexpr int kFewInnerMost =
+    7 * 256;  // I: each lane of a warp has up to seven times eight values
 inline constexpr int kFewInner = kFewIds * 1408;  // values between the halves, T * k * I
 
 struct FewTokensArgs {
@@ -39,19 +40,19 @@ struct FewTokensArgs {
   int tokens, per_token, experts, hidden, inner_size;
   int id_words;
   int activation;
-  // Of scales: from one expert's to the next, and between rows (or blocks) of weights.
+  // Strides of the scales: between experts, and between rows (or blocks) of weights.
   int up_scale_expert, up_scale_step, down_scale_expert, down_scale_step;
-  // Shared memory: the ring's slots and their bytes; where other things begin.
+  // Shared memory: the ring's slots and their bytes; offsets of the other parts.
   int slots, slot_bytes;
-  int in_flight;  // slots that copies are on their way to, at most
-  bool waits;     // for a count of blocks, before rows between the halves are asked for
+  int in_flight;  // slots that are loaded at the same time, at most
+  bool waits;     // for a count of blocks, before it reads rows between the halves
   int x_offset, down_scales_offset, row_scales_offset;
 };
 
-// For weights with scales a row (or an expert) or, with `blocks`, of 128x128 values.
+// For weights with a scale per row (or expert), or with `blocks` per 128x128 values.
 const Kernel& few_tokens_kernel(bool blocks);
 
-// Of shared memory: what a block of threads wants beside the ring, rows and scales.
+// Bytes of shared memory per thread block beside the ring, rows and scales.
 int few_tokens_fixed_shared();
 
 }  // namespace tiercel

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The warp of fused_moe for few tokens that brings the weights, and what it shares with the others.
+// The warp that loads the weights in fused_moe for few tokens, and the data that warps share.
 #ifndef KERNELS_MOE_FEW_TOKENS_LOADER_CUH_
 #define KERNELS_MOE_FEW_TOKENS_LOADER_CUH_
 
@@ -13,16 +13,16 @@ namespace tiercel {
 
 struct alignas(16) FewShared {
   uint64_t full[kFewMaxSlots], empty[kFewMaxSlots];
-  uint64_t known[kFewKnown];  // which unit of up is the next but so many
+  uint64_t known[kFewKnown];  // barriers: unit[] has the number of a unit of up
   int unit[kFewKnown];        // -1: none
   int taken;                  // units of this block
   unsigned before;            // few_arrived when the launch began
-  int expert[kFewIds];        // of an entry, for the warps that multiply
-  int loaded[kFewIds];        // the same for this file's warp, which waits for none of them
-  uint8_t count[kFewIds];     // of an entry's elements
+  int expert[kFewIds];        // by entry, for the multiplying warps
+  int loaded[kFewIds];        // a copy for the loading warp, which waits for no other
+  uint8_t count[kFewIds];     // elements by entry
   int element[kFewIds][kFewColumns];
   int token[kFewIds][kFewColumns];
-  uint32_t largest[kFewIds];  // of a row
+  uint32_t largest[kFewIds];  // magnitude by row
   float weight[kFewIds];
   float result[kFewIds][kFewRows];
 };
@@ -35,13 +35,13 @@ struct FewRing {
   }
 };
 
-// Of so many units of up, those that each block is dealt.
+// How many of up's units each block gets in advance.
 __device__ __forceinline__ int few_dealt(int units) {
   return units / static_cast<int>(gridDim.x) * 3 / 4;
 }
 
-// All that one warp does. Before the first copy comes only what it needs, in time as in the code,
-// whose lines have to be fetched, too.
+// The whole program of the loading warp. Only what the first copy needs comes before it, also in
+// the code, since instructions have to be fetched, too.
 __device__ __forceinline__ void load_few_weights(const FewTokensArgs& args, FewShared& s,
                                                  char* ring, int lane) {
   FewRouting routing;
@@ -50,7 +50,7 @@ __device__ __forceinline__ void load_few_weights(const FewTokensArgs& args, FewS
   if (lane == 0) {
     static_assert(kFewKnown == kFewMaxSlots);
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(before) : "l"(&few_arrived));
-    // By one lane at constant addresses: lanes take turns at this, 48 of which take a microsecond.
+    // One lane, constant addresses: lanes would take turns, and 48 of these take a microsecond.
 #pragma unroll
     for (int i = 0; i < kFewMaxSlots; ++i) {
       mbarrier_init(&s.full[i], 1);
@@ -66,8 +66,8 @@ __device__ __forceinline__ void load_few_weights(const FewTokensArgs& args, FewS
   const int units = routing.entries * expert_units;
   const int tiles = args.hidden / kFewRows;
   FewRing at;
-  // No more on their way than memory needs to be busy: behind the others, what warps load
-  // themselves would wait.
+  // No more in flight than keeps memory busy: loads of the multiplying warps would wait behind
+  // them.
   FewRing landed;
   int on_their_way = 0;
   const auto load = [&](const char* from, int bytes) {
@@ -82,7 +82,7 @@ __device__ __forceinline__ void load_few_weights(const FewTokensArgs& args, FewS
     bulk_load_once(ring + at.slot * args.slot_bytes, from, bytes, &s.full[at.slot]);
     at.advance(1, args.slots);
   };
-  int taken = 0, entry = 0, first_unit = 0;  // the last unit's entry, and the first of its units
+  int taken = 0, entry = 0, first_unit = 0;  // entry: of the last unit; first_unit: its first unit
   const auto take = [&](int unit) {
     s.unit[taken % kFewKnown] = unit;
     mbarrier_arrive(&s.known[taken % kFewKnown]);
@@ -93,8 +93,8 @@ __device__ __forceinline__ void load_few_weights(const FewTokensArgs& args, FewS
     load(from + static_cast<int64_t>(i) * args.hidden, 8 * args.hidden);
     load(from + static_cast<int64_t>(args.inner_size + i) * args.hidden, 8 * args.hidden);
   };
-  // The first units are dealt out, the last quarter goes to whoever comes for it: multiprocessors
-  // do not load equally fast, and all wait for the last one. No copy waits for the first ticket.
+  // The first units are assigned, the last quarter is taken dynamically: multiprocessors do not
+  // load equally fast, and all wait for the last one. No copy waits for the first ticket.
   const int dealt = few_dealt(units);
   if (lane == 0 && dealt > 0) take(blockIdx.x);
   if (lane == 0) s.before = before;

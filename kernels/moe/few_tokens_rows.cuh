@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows that fused_moe of few tokens multiplies weights with, quantised on their way.
+// Rows that fused_moe for few tokens multiplies the weights with, quantised while they are loaded.
 #ifndef KERNELS_MOE_FEW_TOKENS_ROWS_CUH_
 #define KERNELS_MOE_FEW_TOKENS_ROWS_CUH_
 
@@ -23,8 +23,8 @@ __device__ __forceinline__ void store_e4m3(char* to, const Eight<BFloat16Source>
       make_uint2(float4_to_e4m3x4(values), float4_to_e4m3x4(values + 4));
 }
 
-// Rows of x to shared memory as fp8_quantize makes them, by all warps that multiply: eights of
-// values, whichever row they are of, a thread each.
+// All multiplying warps quantise rows of x into shared memory, as fp8_quantize does. Each thread
+// takes eight values at a time, from any row.
 struct FewX {
   static constexpr int kHold = 2, kThreads = kFewWarps * 32;
   const char* from;
@@ -52,7 +52,7 @@ struct FewX {
       }
     });
   }
-  // Asks for the first of them.
+  // Issues the first loads.
   __device__ __forceinline__ void ask(const FewTokensArgs& args) {
     from = args.x, from_row = args.x_row, rows = args.tokens, vectors = args.hidden / 8;
     all = rows * vectors;
@@ -60,7 +60,7 @@ struct FewX {
     row = threadIdx.x / vectors, place = threadIdx.x - row * vectors;
     load(row, place);
   }
-  // `largest` is room for a word a row, zeros.
+  // `largest`: one word per row, zero.
   template <FewScales kScales>
   __device__ __forceinline__ void take(char* to, int to_row, float* scales, uint32_t* largest) {
     constexpr bool kRows = kScales == FewScales::kRows;
@@ -97,7 +97,7 @@ struct FewX {
   }
 };
 
-// Rows between the halves to shared memory, likewise, as soon as they are there: a warp a row.
+// The same for rows between the halves, as soon as they are stored; one row per warp.
 template <FewScales kScales>
 __device__ __forceinline__ void take_inner(FewGrid& grid, unsigned valid, int rows, int columns,
                                            char* to, int to_row, float* scales, bool waits) {
@@ -111,12 +111,12 @@ __device__ __forceinline__ void take_inner(FewGrid& grid, unsigned valid, int ro
     hold[i].words[0] = w.x, hold[i].words[1] = w.y, hold[i].words[2] = w.z, hold[i].words[3] = w.w;
   };
   const auto ask_all = [&](int row) {
-    if (row >= rows || !(valid >> row & 1)) return;  // of no expert's ids there never is a row
+    if (row >= rows || !(valid >> row & 1)) return;  // ids that name no expert have no row
 #pragma unroll
     for (int i = 0; i < kHold; ++i) ask(row, i);
   };
   if (!waits) ask_all(warp);
-  multipliers_sync();  // who reads x's rows, before others take their place
+  multipliers_sync();  // all have read x's rows, which these overwrite
   if (waits) {
     if (threadIdx.x == 0) {
       end_up(grid);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Groups of neighbouring rows, each times a matrix of its own, and the gradients of that.
+// Groups of neighbouring rows, each times a matrix of its own, and the gradients.
 #ifndef KERNELS_MOE_GROUPED_GEMM_H_
 #define KERNELS_MOE_GROUPED_GEMM_H_
 
@@ -9,28 +9,28 @@
 namespace tiercel {
 
 // With offsets [E + 1], int32 or int64, not decreasing, and e a group of the rows
-// offsets[e] <= row < offsets[e + 1] (an offset that is none from 0 to M counts as the nearest; of
-// a row that several groups have, any one's product may stay):
+// offsets[e] <= row < offsets[e + 1] (an offset outside 0 to M counts as the nearest of these; a
+// row in several groups gets the product of any one of them):
 enum class GroupedKind {
   kPlain,       // a x [M, K], b w [E, N, K]:     out[rows] = x[rows] @ w[e]^T, [M, N]
   kGradX,       // a grad [M, N], b w [E, N, K]:  out[rows] = grad[rows] @ w[e], [M, K]
   kGradWeight,  // a grad [M, N], b x [M, K]:     out[e] = grad[rows]^T @ x[rows], [E, N, K]
 };
 
-// What a call would launch.
+// The launch that a call would make.
 struct GroupedGemmPlan {
   const char* kernel;  // "none" where nothing is to be done
   int tile_m;
   int tile_n;
-  int tiles;  // at most: the sizes of groups are known on the device only
+  int tiles;  // an upper bound: only the device knows the sizes of groups
   unsigned grid;
   unsigned block;
   unsigned dynamic_smem;
 };
 
-// a, b and out are bfloat16 or float16, alike, with rows of neighbouring elements; those of a and b
-// at multiples of 16 bytes; out and offsets are contiguous. N and K are multiples of 8, and there
-// are up to 512 groups. Sums are float32; rows of out that are in no group become zeros.
+// a, b and out are all bfloat16 or all float16. Rows of a and b are contiguous and begin at
+// multiples of 16 bytes; out and offsets are contiguous. N and K are multiples of 8, and there are
+// up to 512 groups. Sums are float32; rows of out that are in no group become zeros.
 struct GroupedGemmCall {
   GroupedKind kind = GroupedKind::kPlain;
   const TensorView* a = nullptr;
@@ -43,7 +43,7 @@ struct GroupedGemmCall {
 // no driver.
 Status grouped_gemm_plan(const GroupedGemmCall& call, int multiprocessors, GroupedGemmPlan* plan);
 
-// The same for the tensors' device, then the launch on `stream` (a CUstream).
+// Plans for the tensors' device and launches on `stream` (a CUstream).
 Status grouped_gemm(const GroupedGemmCall& call, void* stream);
 
 Status grouped_gemm_load(int device);

@@ -8,35 +8,37 @@
 
 namespace tiercel {
 
-// What becomes of a row's two halves, a (the first I) and b.
+// How the two halves of a row, a (the first I) and b, are combined; see below.
 enum class MoeActivation { kSilu, kGelu, kRelu, kGeluResidual };
 
-// What a call would launch.
+// The launch that a call would make.
 struct MoeMlpPlan {
   const char* kernel;  // "none" where nothing is to be done
-  int tile_m;          // slots of the routing's blocks
-  int tile_n;          // rows of weights, a tile
+  int tile_m;          // slots per block of the routing
+  int tile_n;          // rows of weights per tile
   int cluster;
-  int tiles;  // at most: how many blocks are in use is known on the device only
+  int tiles;  // an upper bound: only the device knows how many blocks are in use
   unsigned grid;
   unsigned block;
   unsigned dynamic_smem;
 };
 
-// A kernel among those of the routing's block; zeros: what suits the problem.
+// Selects a kernel for the routing's block size; zeros: the heuristic chooses.
 struct MoeTile {
   int tile_n = 0;
   int cluster = 0;
 };
 
-// What moe_align_block_size made of topk_ids [T, k], all int32 and contiguous; or without lists,
-// where MoeIds has the ids: then the kernels route them, in blocks of 64, and float8's may have
-// num_tokens_post_padded [kMoeCounters], zeros before `up`. With lists num_tokens_post_padded is
-// [1], or [moe_counters(blocks)] with counters that are zero before `up`. One is of the tiles that
-// `up` has taken, one of `down`'s: blocks of threads take tiles of 128 rows as they come to them.
-// The others are one a block: of rows in the routing's order `up` counts what it stores, but not
-// with scales of rows; and `down` begins with blocks that are whole while `up` still works on
-// others. That has to be the very next launch: after others it gets [1], or waits for ever.
+// The lists that moe_align_block_size makes from topk_ids [T, k], all int32 and contiguous. Without
+// lists the kernels route the ids of MoeIds themselves, in blocks of 64; float8 kernels may then
+// get num_tokens_post_padded [kMoeCounters], all zero before `up`.
+//
+// With lists, num_tokens_post_padded is [1], or [moe_counters(blocks)] with counters behind its
+// first element that are zero before `up`. Counter 1 counts the tiles that `up` has taken, counter
+// 2 those of `down`: thread blocks take tiles of 128 rows as they get to them. The others are one
+// per block. If its rows are in the routing's order and have no scale per row, `up` counts what it
+// stores, and `down` begins with complete blocks while `up` still works on others. `down` has to be
+// the very next launch then: after another one it must get [1], or it waits for ever.
 struct MoeRouting {
   const TensorView* sorted_token_ids;
   const TensorView* expert_ids;
@@ -49,22 +51,23 @@ struct MoeRouting {
 inline constexpr int64_t kMoeCounters = 4;
 inline constexpr int64_t moe_counters(int64_t blocks) { return 3 + blocks; }
 
-// Up to how many ids, and experts, the kernels route.
+// The most ids and experts that the kernels route.
 inline constexpr int64_t kMoeRoutedIds = 1024, kMoeRoutedExperts = 512;
 
-// Of topk_ids itself. For `down`: with them, rows of ids that are no expert's (not within 0 to
-// `experts` - 1, of all devices) are zeroed, since they are in no block. For `down`, and for `up`
-// of float8 in blocks of 64, they also say that the routing, or what it is to be made of, was made
-// before the launch before this one, so that this one may read it before that has ended.
+// topk_ids itself. With it, `down` writes zeros to the rows of ids that name no expert (outside 0
+// to `experts` - 1, counting the experts of all devices), since they are in no block. For `down`,
+// and for float8 `up` in blocks of 64, it also promises that the routing, or topk_ids where the
+// kernels route, was complete before the previous launch began, so that this one may read it before
+// the previous one has ended.
 struct MoeIds {
   const TensorView* ids;  // [T, k] int32 or int64, contiguous; or null
   int64_t experts;
 };
 
-// Of float8 x and w, both float32: [rows of x] or [1], and [E, rows of w] or [E, 1]; or, of 1x128
-// and 128x128 values, [rows of x, columns / 128] and [E, rows of w / 128, columns / 128].
-// Contiguous. With other dtypes both are null. Of `up`'s result, with scales of 1x128 values and
-// blocks of 128: float32 [rows of out, I / 128] where out is to be float8_e4m3fn, else null.
+// Scales of float8 operands, float32 and contiguous; null for other dtypes. x: [rows of x] or [1],
+// w: [E, rows of w] or [E, 1]. With a scale per 1x128 and 128x128 values x: [rows of x, columns /
+// 128], w: [E, rows of w / 128, columns / 128]; then, in blocks of 128, `up` may store
+// float8_e4m3fn with out: [rows of out, I / 128], else null.
 struct MoeScales {
   const TensorView* x;
   const TensorView* w;
@@ -72,28 +75,29 @@ struct MoeScales {
 };
 
 // x [T, H], w [E, 2 * I, H], out [elements, I] with elements a multiple of T: element e of topk_ids
-// is of row e / (elements / T) of x.
+// reads row e / (elements / T) of x.
 //   [a, b] = x @ w[expert].T;  out = silu(a) * b, gelu(a) * b, relu(a) * b, or gelu(a) * (b + 1)
 // x [elements, I], w [E, H, I], weights [elements] float32 or null, out [elements, H].
 //   out = weights * (x @ w[expert].T); zeros where the expert is -1
-// For blocks of 128 and 16-bit dtypes, or scales of blocks, the rows between the halves may be in
-// the routing's order: then `up` has ids and its out, and the x of `down`, have a row a slot of
-// sorted_token_ids. The padding's are not written.
-// bfloat16, float16, or float8_e4m3fn with a bfloat16 result, or one as fp8_quantize makes of that;
-// float32 sums. Rows of x and w are of
-// neighbouring elements, at multiples of 16 bytes, and of a multiple of 16 bytes; out is contiguous
-// with rows of a multiple of 8 elements. What the routing leaves out is not written. Lists may hold
-// anything: what is no element counts as padding, what is no expert as -1, and a number of slots as
-// the nearest that there are, in whole blocks.
+// In blocks of 128, with 16-bit dtypes or block scales, the rows between the halves may be in the
+// routing's order: then `up` gets ids, and its out and the x of `down` have a row per slot of
+// sorted_token_ids. Rows of padding are not written.
+//
+// bfloat16, float16, or float8_e4m3fn with a bfloat16 result (or that result quantised as by
+// fp8_quantize); float32 sums. Rows of x and w are contiguous, begin at multiples of 16 bytes and
+// have a multiple of 16 bytes; out is contiguous with rows of a multiple of 8 elements. Elements
+// that the routing leaves out are not written. The lists may hold anything: a value that is no
+// element counts as padding, one that is no expert as -1, and a number of slots as the nearest
+// possible one, in whole blocks.
 
-// All checks and the choice of kernel for a device with that many multiprocessors; needs no GPU and
+// All checks and the choice of kernel for a device with that many multiprocessors. Needs no GPU and
 // no driver.
 Status moe_mlp_plan(bool up, const TensorView& x, const TensorView& w, const MoeScales& scales,
                     const MoeRouting& routing, const TensorView* weights, const MoeIds& ids,
                     const TensorView& out, MoeActivation activation, const MoeTile& tile,
                     int multiprocessors, MoeMlpPlan* plan);
 
-// The same for the tensors' device, then the launch on `stream` (a CUstream).
+// Plans for the tensors' device and launches on `stream` (a CUstream).
 Status moe_up(const TensorView& x, const TensorView& w, const MoeScales& scales,
               const MoeRouting& routing, const MoeIds& ids, const TensorView& out,
               MoeActivation activation, const MoeTile& tile, void* stream);
