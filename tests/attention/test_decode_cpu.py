@@ -162,8 +162,8 @@ def test_opcheck():
         torch.library.opcheck(ops.decode_attention.default, inputs, options)
         torch.library.opcheck(ops.decode_attention_lse.default, inputs, options)
     out, lse = torch.empty_like(inputs[0]), torch.empty(3, 4, 2)
-    torch.library.opcheck(ops.decode_attention_out.default, (*inputs, out))
-    torch.library.opcheck(ops.decode_attention_lse_out.default, (*inputs, out, lse))
+    torch.library.opcheck(ops.decode_attention.out, inputs, {"out": out})
+    torch.library.opcheck(ops.decode_attention_lse.out, inputs, {"out": out, "lse": lse})
 
 
 def test_compile():
@@ -227,5 +227,5 @@ def test_bad_states():
 def test_opcheck_of_merging():
     (a, b), _ = states()
     torch.library.opcheck(torch.ops.tiercel.merge_attention_states.default, (*a, *b))
-    places = torch.empty_like(a[0]), torch.empty_like(a[1])
-    torch.library.opcheck(torch.ops.tiercel.merge_attention_states_out.default, (*a, *b, *places))
+    places = {"out": torch.empty_like(a[0]), "lse": torch.empty_like(a[1])}
+    torch.library.opcheck(torch.ops.tiercel.merge_attention_states.out, (*a, *b), places)

@@ -151,8 +151,8 @@ def test_by_the_operator():
     q = inputs[0]
     out = torch.full_like(q, torch.nan)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), torch.nan)
-    options = (None, None, None, True, None, None, None, 100, None)
-    sm90("decode_attention_lse_out")(*inputs, out, lse, *options)
+    options = (None, None, None, True, None, None, None, 100)
+    sm90("decode_attention_lse.out")(*inputs, *options, out, lse, None)
     check(inputs, out, lse)
 
 

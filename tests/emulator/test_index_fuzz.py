@@ -61,11 +61,11 @@ def test_rotary_embedding(case):
     )
     interleaved = draw.of(False, True)
     due = reference("rotary_embedding")(positions, q, k, cache, interleaved, None)
-    form = draw.of("rotary_embedding", "rotary_embedding_", "rotary_embedding_out")
+    form = draw.of("rotary_embedding", "rotary_embedding_", "rotary_embedding.out")
     outputs = [torch.full_like(x, torch.nan) for x in (q, k)] if form.endswith("out") else []
-    got, given = run(form, positions, q, k, cache, *outputs, interleaved, None)
+    got, given = run(form, positions, q, k, cache, interleaved, *outputs, None)
     if got is None:
-        got = given[4:6] if outputs else given[1:3]
+        got = given[5:7] if outputs else given[1:3]
     for one, exact in zip(got, due, strict=True):
         torch.testing.assert_close(one, exact, rtol=2**-7, atol=1e-2)
 

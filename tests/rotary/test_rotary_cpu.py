@@ -101,7 +101,8 @@ def test_opcheck():
     torch.library.opcheck(ops.rotary_embedding.default, inputs)
     plain = positions, q.detach(), k.detach(), cache
     out = torch.empty_like(q), torch.empty_like(k)
-    torch.library.opcheck(ops.rotary_embedding_out.default, (*plain, *out))
+    places = dict(zip(("q_out", "k_out"), out, strict=True))
+    torch.library.opcheck(ops.rotary_embedding.out, plain, places)
     torch.library.opcheck(ops.rotary_embedding_.default, plain)
 
 

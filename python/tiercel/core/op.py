@@ -48,6 +48,8 @@ class Native:
         sample: (call) -> arguments to replace for a plan that only tells whether the kernels
             apply: a few rows say as much as all.
         returns: `run` allocates and returns the results.
+        run_out: As `run`, for the overload ``out``, where that is another function.
+        takes_out: Its arguments.
     """
 
     run: Callable[..., Any]
@@ -62,6 +64,14 @@ class Native:
     direct: bool = True
     sample: Callable[[Call], dict[str, Any]] | None = None
     returns: bool = False
+    run_out: Callable[..., Any] | None = None
+    takes_out: Sequence[Any] = ()
+
+    def functions(self, into_out: bool) -> tuple[Callable[..., Any], Sequence[Any]]:
+        """What launches, and what it takes."""
+        if into_out and self.run_out is not None:
+            return self.run_out, self.takes_out
+        return self.run, self.takes
 
 
 @dataclass(frozen=True)
@@ -232,10 +242,11 @@ class Op:
             elif spec.name.endswith("_backward"):
                 return named(reference)(*args)
             else:
-                made = contract.run(function, call)
-            if not into_out:
-                return _packed(made) if spec.results else None
-            for result, value in zip(spec.result_names, made, strict=True):
+                made = contract.run(function, call, spec.result_names)
+            if spec.results and not into_out:
+                return _packed(made)
+            places = spec.result_names or tuple(a.name for a in spec.tensors if a.written)
+            for result, value in zip(places, made, strict=True):
                 given = getattr(call, result)
                 if given is not value:
                     _copy(value, given)
@@ -287,10 +298,9 @@ class Op:
 
     # -- sm90 --------------------------------------------------------------------------------------
 
-    def _values(self, call: Call) -> list[Any]:
-        assert isinstance(self._sm90, Native)
+    def _values(self, call: Call, takes: Sequence[Any]) -> list[Any]:
         values = []
-        for taken in self._sm90.takes:
+        for taken in takes:
             if isinstance(taken, Lookup):
                 taken = taken.table.get(getattr(call, taken.argument), -1)
             elif isinstance(taken, str):
@@ -298,15 +308,16 @@ class Op:
             values.append(taken)
         return values
 
-    def _launch(self, native: Callable[..., Any], call: Call) -> Any:
+    def _launch(self, native: Callable[..., Any], call: Call, takes: Sequence[Any]) -> Any:
         assert isinstance(self._sm90, Native)
         if self._sm90.launch is not None:
             return self._sm90.launch(native, call)
-        return native(*self._values(call))
+        return native(*self._values(call, takes))
 
     def launch(self, native: Callable[..., Any], call: Call) -> Any:
         """Calls a native function with the arguments and results that the call has."""
-        return native(*self._values(call))
+        assert isinstance(self._sm90, Native)
+        return native(*self._values(call, self._sm90.takes))
 
     def empty(self, call: Call) -> tuple[Any, ...]:
         """New results."""
@@ -326,10 +337,11 @@ class Op:
     def _run(self, call: Call) -> Any:
         if isinstance(self._sm90, Python):
             return self._sm90.run(call)
+        run, takes = self._sm90.functions(False)
         if self._sm90.returns:
-            return self._launch(self._sm90.run, call)
+            return self._launch(run, call, takes)
         made = self._with_results(call)
-        self._launch(self._sm90.run, call)
+        self._launch(run, call, takes)
         return _packed(made)
 
     def _run_out(self, call: Call) -> None:
@@ -339,18 +351,20 @@ class Op:
         ints = {a.name for a in self.spec.scalars if a.kind == "int"}
         if any(not ints.isdisjoint(result.own_dims) for result in self.spec.results):
             self.spec.validate(call)  # the native function takes such a size from the results
-        self._launch(self._sm90.run, call)
+        run, takes = self._sm90.functions(True)
+        self._launch(run, call, takes)
 
     def _eager(self, names: tuple[str, ...]) -> Eager | None:
         sm90, spec = self._sm90, self.spec
         assert isinstance(sm90, Native)
         place = {name: i for i, name in enumerate(names)}
         into_out = len(names) > len(spec.names)
+        run, takes = sm90.functions(into_out)
         outputs = () if into_out or sm90.returns else spec.allocation(place)
         if outputs is None:
             return None
         slots: list[tuple[str, Any]] = []
-        for taken in sm90.takes:
+        for taken in takes:
             if isinstance(taken, Lookup):
                 slots.append(("lookup", (place[taken.argument], taken.table)))
             elif not isinstance(taken, str):
@@ -362,7 +376,7 @@ class Op:
             else:
                 slots.append(("constant", None))
         return Eager(
-            sm90.run,
+            run,
             tuple(slots),
             outputs,
             contiguous=tuple(place[name] for name in sm90.contiguous if name in place),
@@ -377,9 +391,9 @@ class Op:
         if isinstance(self._sm90, Python):
             return self._sm90.plan(call)
         call = Call(**call.__dict__)
-        if self.spec.results:
+        if any(result not in call for result in self.spec.result_names):
             self._with_results(call)
-        return dict(self._launch(self._sm90.plan, call))
+        return dict(self._launch(self._sm90.plan, call, self._sm90.takes))
 
     def why_not(self, call: Call) -> Reason | None:
         """Why sm90 does not apply, or None."""
@@ -388,7 +402,7 @@ class Op:
         if reason is not None:
             return reason
         if self._sm90.sample is not None:
-            call = Call(**{**call.__dict__, **self._sm90.sample(call)})
+            call = Call(**{**self.spec.values(call), **self._sm90.sample(call)})
         try:
             self.plan(call)
         except NotImplementedError as error:

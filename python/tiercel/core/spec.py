@@ -67,6 +67,7 @@ class Tensor:
             ``[dims]``.
         shape: (call) -> the shape, where words cannot say it; then `dims` is ``*``.
         dtype_with: Of a result: (argument, dtype) if that argument is not None.
+        dtype_instead: Of a result: (dtype, other) if `dtypes` gives it the first, it has the other.
         comes_with: Of a result: the argument without which there is none.
         rtol: Of a result: as in torch.testing.assert_close, against the reference.
         atol: The same. With both 0, results must be equal.
@@ -84,6 +85,7 @@ class Tensor:
     shape_text: str | Callable[[Call], str] = ""
     shape: Callable[[Call], tuple[Any, ...]] | None = None
     dtype_with: tuple[str, str] | None = None
+    dtype_instead: tuple[str, str] | None = None
     comes_with: str = ""
     rtol: float = 0.0
     atol: float = 0.0
@@ -250,6 +252,10 @@ class Spec:
     def scalars(self) -> tuple[Scalar, ...]:
         return tuple(a for a in self.arguments if isinstance(a, Scalar))
 
+    def values(self, call: Call) -> dict[str, Any]:
+        """The arguments of a call by name, without its results and backend."""
+        return {name: getattr(call, name) for name in self.names}
+
     def argument(self, name: str) -> Tensor | Scalar:
         for argument in (*self.arguments, *self.results):
             if argument.name == name:
@@ -341,7 +347,15 @@ class Spec:
         if result.dtype_with is not None and getattr(call, result.dtype_with[0], None) is not None:
             return getattr(torch, result.dtype_with[1])
         found = (self._dtype(name, call) for name in result.allowed)
-        return next(dtype for dtype in found if dtype is not None)
+        return self._instead(result, next(dtype for dtype in found if dtype is not None))
+
+    @staticmethod
+    def _instead(result: Tensor, dtype: Any) -> Any:
+        import torch
+
+        if result.dtype_instead is not None and dtype == getattr(torch, result.dtype_instead[0]):
+            return getattr(torch, result.dtype_instead[1])
+        return dtype
 
     def _dtype(self, name: str, call: Call) -> Any:
         import torch
@@ -415,8 +429,8 @@ class Spec:
         )
 
         op, name = self.public, spec.name
-        dtypes = tuple(dict.fromkeys(self._dtype(dtype, call) for dtype in allowed))
-        check_dtype(op, name, tensor.dtype, dtypes)
+        dtypes = (self._instead(spec, self._dtype(dtype, call)) for dtype in allowed)
+        check_dtype(op, name, tensor.dtype, tuple(dict.fromkeys(dtypes)))
         if spec.shape is not None:
             check_shape(op, name, tensor, spec.shape(call), spec.text(call))
         elif not spec.any_shape:
@@ -501,7 +515,7 @@ class Spec:
         first = self.arguments[0]
         assert isinstance(first, Tensor)
         for result in self.results:
-            if result.any_shape:
+            if result.any_shape or result.dtype_instead is not None:
                 return None
             sizes = []
             for name in result.own_dims:

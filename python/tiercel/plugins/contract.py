@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tiercel.core import spec as declaration
@@ -18,6 +18,7 @@ class TensorSpec:
     Args:
         name: Its name.
         dims: Its dimensions, by name; a name that an int argument has is that argument's value.
+            ``*`` alone: any shape.
         dtypes: Allowed dtypes. The name of an argument means: its dtype, or the dtype that it is.
         strided: Whether any strides may come; otherwise it is contiguous.
         optional: Whether None may come instead.
@@ -94,6 +95,7 @@ class Contract:
             backend and checks its outputs, and of the variant's arguments without ``backend``.
         mutates: Arguments that the operator writes to; a backend itself returns new tensors.
         batched: Tensors whose batch dimensions are joined to one before a backend gets them.
+        constants: Arguments that the operators lack, and what backends get there.
     """
 
     family: str
@@ -106,6 +108,7 @@ class Contract:
     variants: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     mutates: tuple[str, ...] = ()
     batched: tuple[str, ...] = ()
+    constants: Mapping[str, Any] = field(default_factory=dict)
     sums: Callable[[dict[str, Any]], Any] | None = None
     derive: Callable[[dict[str, int], dict[str, Any]], dict[str, int]] = lambda sizes, values: {}
 
@@ -128,7 +131,7 @@ class Contract:
             batch: The name of the joined batch dimensions.
             replaced: Tensors that a backend gets or returns in another form than the op.
             order: The order in which a backend gets its arguments; by default the operator's.
-            **more: The fields of `Contract` that the declaration does not give.
+            **more: The fields of `Contract` that the declaration does not give, or others instead.
         """
         replaced = replaced or {}
 
@@ -146,30 +149,34 @@ class Contract:
             each = spec.argument(name)
             if isinstance(each, declaration.Tensor):
                 return tensor(each)
-            return ScalarSpec(each.name, each.kind + " | None" * each.optional)
+            kind = {"int[]": "(int, int)"}.get(each.kind, each.kind)
+            return ScalarSpec(each.name, kind + " | None" * each.optional)
 
-        return cls(
-            family=family,
-            op=spec.public,
-            arguments=tuple(argument(name) for name in order or spec.names),
-            outputs=tuple(map(tensor, spec.results)),
-            batched=tuple(
+        given = {
+            "arguments": tuple(argument(name) for name in order or spec.names),
+            "outputs": tuple(replace(tensor(each), strided=False) for each in spec.results),
+            "batched": tuple(
                 each.name
                 for each in (*spec.arguments, *spec.results)
                 if isinstance(each, declaration.Tensor) and each.batched
             ),
-            mutates=tuple(each.name for each in spec.tensors if each.written),
-            **more,
-        )
+            "mutates": tuple(each.name for each in spec.tensors if each.written),
+        }
+        return cls(family=family, op=spec.public, **(given | more))
 
-    def run(self, backend: Callable[..., Any], call: declaration.Call) -> tuple[Any, ...]:
+    def run(
+        self, backend: Callable[..., Any], call: declaration.Call, wanted: Sequence[str] = ()
+    ) -> tuple[Any, ...]:
         """The outputs of a backend, which `backend` runs and checks, for a call of the op.
 
-        An argument that the operator lacks is None.
+        An argument that the operator lacks is None, or what `constants` says. Of the outputs those
+        are returned that are `wanted`; by default all.
         """
         values, batch = [], None
         for argument in self.arguments:
-            value = getattr(call, argument.name, None)
+            value = getattr(call, argument.name, self.constants.get(argument.name))
+            if isinstance(argument, TensorSpec) and value is not None:
+                self._refuse_dtype(argument, value)
             if argument.name in self.batched and value is not None:
                 assert isinstance(argument, TensorSpec)
                 own = len(argument.dims) - 1
@@ -183,7 +190,14 @@ class Contract:
             if spec.name in self.batched and batch is not None
             else result
             for spec, result in zip(due, backend(*values), strict=False)
+            if not wanted or spec.name in wanted
         )
+
+    def _refuse_dtype(self, argument: TensorSpec, value: Any) -> None:
+        """Raises where the operator takes a dtype that backends do not."""
+        dtype = str(value.dtype).removeprefix("torch.")
+        if not {*self.names, dtype}.intersection(argument.dtypes):
+            raise NotImplementedError(f"a registered backend does not take {dtype}")
 
     @property
     def written(self) -> tuple[str, ...]:
@@ -208,7 +222,7 @@ class Contract:
         """The dimensions' values in a call."""
         found: dict[str, int] = {}
         for spec, value in zip(self.arguments, values, strict=True):
-            if isinstance(spec, TensorSpec) and value is not None:
+            if isinstance(spec, TensorSpec) and value is not None and spec.dims != ("*",):
                 found |= zip(spec.dims, value.shape, strict=True)
             elif isinstance(spec, ScalarSpec) and spec.type == "int":
                 found[spec.name] = value

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from tiercel.core.spec import HALVES, Bool, Spec
+from tiercel.ops.attention import spec
 from tiercel.plugins.contract import Case, Contract, ScalarSpec, TensorSpec
 
 _REST = {"window": None, "scale": None, "softcap": None, "return_lse": True}
@@ -33,6 +36,13 @@ _CASES = (
     _case(0, 16, 16, (2, 2), 64),
     _case(2, 130, 130, (2, 2), 64, "bfloat16", True, "strided"),
 )
+
+
+def _with_both_results(declared: Spec) -> Spec:
+    """Backends always return both results, and take no float8 queries."""
+    declared = declared.without(*spec.DESCALES)
+    first = replace(declared.tensors[0], dtypes=HALVES)
+    return declared.changed(arguments=(first, *declared.arguments[1:], Bool("return_lse")))
 
 
 def _make(case: Case, device: str, seed: int) -> dict[str, Any]:
@@ -258,40 +268,10 @@ def _make_decode(case: Case, device: str, seed: int) -> dict[str, Any]:
     return {**placed, **rest, "max_seqused_k": None, "return_lse": True}
 
 
-def _decode_into(call: Any, *args: Any) -> None:
-    inputs, out, options = args[:5], args[5], args[6:]
-    out.copy_(_out(call, *inputs, *options))
-
-
-def _decode_both_into(call: Any, *args: Any) -> None:
-    inputs, out, lse, options = args[:5], args[5], args[6], args[7:]
-    results = _both(call, *inputs, *options)
-    out.copy_(results[0])
-    lse.copy_(results[1])
-
-
-_CACHE = ("pages", "page", "Hk", "D")
-
-DECODE_ATTENTION = Contract(
-    family="attention",
-    op="decode_attention",
-    arguments=(
-        TensorSpec("q", ("B", "Sq", "H", "D"), ("bfloat16", "float16"), strided=True),
-        TensorSpec("k_cache", _CACHE, ("bfloat16", "float16", "float8_e4m3fn"), strided=True),
-        TensorSpec("v_cache", _CACHE, ("k_cache",), strided=True),
-        TensorSpec("page_table", ("B", "columns"), ("int32",), strided=True),
-        TensorSpec("seqused_k", ("B",), ("int32",), strided=True),
-        TensorSpec("prefix", ("B",), ("int32",), strided=True, optional=True),
-        TensorSpec("k_scale", ("scales",), ("float32",), optional=True),
-        TensorSpec("v_scale", ("scales",), ("float32",), optional=True),
-        ScalarSpec("causal", "bool"),
-        ScalarSpec("window", "(int, int) or None"),
-        ScalarSpec("scale", "float or None"),
-        ScalarSpec("softcap", "float or None"),
-        ScalarSpec("max_seqused_k", "int or None"),
-        ScalarSpec("return_lse", "bool"),  # always true: both outputs are due
-    ),
-    outputs=ATTENTION.outputs,
+DECODE_ATTENTION = Contract.of(
+    "attention",
+    _with_both_results(spec.DECODE_ATTENTION_LSE),
+    constants={"return_lse": True},
     cases=(
         _decode_case("one", 1, (1, 1), 64, 16),
         _decode_case("ragged", 1, (8, 2), 128, 16),
@@ -306,12 +286,6 @@ DECODE_ATTENTION = Contract(
         "cuda": _decode_case("even", 1, (32, 8), 128, 16),
     },
     make=_make_decode,
-    variants={
-        "decode_attention": _out,
-        "decode_attention_lse": _both,
-        "decode_attention_out": _decode_into,
-        "decode_attention_lse_out": _decode_both_into,
-    },
 )
 
 
@@ -337,23 +311,9 @@ def _states(dtype: str, *sizes: int, values: str = "random") -> Case:
     return Case(dict(zip(("B", "S", "H", "D"), sizes, strict=True)), dtype, values=values)
 
 
-_STATE = ("B", "S", "H", "D")
-_STATES = ("float32", "bfloat16", "float16")
-
-MERGE_ATTENTION_STATES = Contract(
-    family="attention",
-    op="merge_attention_states",
-    arguments=(
-        TensorSpec("out_a", _STATE, _STATES, strided=True),
-        TensorSpec("lse_a", ("B", "H", "S"), ("float32",)),
-        TensorSpec("out_b", _STATE, ("out_a",), strided=True),
-        TensorSpec("lse_b", ("B", "H", "S"), ("float32",)),
-    ),
-    # The result's rounding to bfloat16, 2**-9.
-    outputs=(
-        TensorSpec("out", _STATE, ("out_a",), rtol=4e-3, atol=1e-5),
-        TensorSpec("lse", ("B", "H", "S"), ("float32",), rtol=1e-5, atol=1e-5),
-    ),
+MERGE_ATTENTION_STATES = Contract.of(
+    "attention",
+    spec.MERGE_ATTENTION_STATES,
     cases=(
         _states("float32", 1, 1, 1, 16),
         _states("bfloat16", 3, 5, 7, 128),
@@ -366,16 +326,6 @@ MERGE_ATTENTION_STATES = Contract(
         "cuda": _states("bfloat16", 64, 16, 32, 128),
     },
     make=_make_states,
-    variants={
-        "merge_attention_states": lambda call, *args: call(*args),
-        "merge_attention_states_out": lambda call, *args: _results_into(call(*args[:4]), args[4:]),
-    },
 )
-
-
-def _results_into(results: Any, places: Any) -> None:
-    for place, result in zip(places, results, strict=True):
-        place.copy_(result)
-
 
 CONTRACTS = (ATTENTION, ATTENTION_VARLEN, DECODE_ATTENTION, MERGE_ATTENTION_STATES)

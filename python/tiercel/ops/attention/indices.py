@@ -54,11 +54,13 @@ def packed_gradients_indices(
 
 
 def paged_indices(
+    *,
     k_cache: Tensor,
     page_table: Tensor,
     seqused_k: Tensor,
     prefix: Tensor | None,
     max_seqused_k: int | None,
+    **_: Any,
 ) -> list[Index]:
     """The rules for decode_attention; page entries count only for keys that exist."""
     pages, size = k_cache.shape[:2]

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from tiercel.plugins.contract import Case, Contract, ScalarSpec, TensorSpec
+from tiercel.core.spec import Tensor
+from tiercel.ops.rotary import spec
+from tiercel.plugins.contract import Case, Contract
 
 
 def _case(
@@ -55,44 +58,15 @@ def _make(case: Case, device: str, seed: int) -> dict[str, Any]:
     }
 
 
-def _into(call: Any, *values: Any) -> None:
-    *inputs, q_out, k_out, interleaved = values
-    for out, result in zip((q_out, k_out), call(*inputs, interleaved), strict=True):
-        out.copy_(result)
-
-
-def _in_place(call: Any, positions: Any, q: Any, k: Any, cache: Any, interleaved: bool) -> None:
-    _into(call, positions, q, k, cache, q, k, interleaved)
-
-
-_DTYPES = ("float32", "bfloat16", "float16")
-
-ROTARY_EMBEDDING = Contract(
-    family="rotary",
-    op="rotary_embedding",
-    arguments=(
-        TensorSpec("positions", ("T",), ("int32", "int64")),
-        TensorSpec("q", ("T", "H", "D"), _DTYPES, strided=True),
-        TensorSpec("k", ("T", "G", "D"), ("q",), strided=True),
-        TensorSpec("cos_sin_cache", ("P", "R"), _DTYPES),
-        ScalarSpec("interleaved", "bool"),
-    ),
-    # The results' rounding to bfloat16, 2**-9.
-    outputs=(
-        TensorSpec("q_out", ("T", "H", "D"), ("q",), rtol=4e-3, atol=1e-5),
-        TensorSpec("k_out", ("T", "G", "D"), ("q",), rtol=4e-3, atol=1e-5),
-    ),
+ROTARY_EMBEDDING = Contract.of(
+    "rotary",
+    spec.ROTARY_EMBEDDING,
     cases=_CASES,
     timing={
         "cpu": _case(256, 8, 2, 128, 128, "bfloat16"),
         "cuda": _case(4096, 32, 8, 128, 128, "bfloat16"),
     },
     make=_make,
-    variants={
-        "rotary_embedding": lambda call, *values: call(*values),
-        "rotary_embedding_out": _into,
-        "rotary_embedding_": _in_place,
-    },
 )
 
 
@@ -131,31 +105,19 @@ def _make_kv(case: Case, device: str, seed: int) -> dict[str, Any]:
     }
 
 
-def _into_caches(call: Any, *values: Any) -> None:
-    caches = values[2:4]
-    for cache, result in zip(caches, call(*values), strict=True):
-        cache.copy_(result)
+# A backend returns new caches, which the operator copies into those that it writes to.
+_NEW_CACHES = spec.KV_CACHE_WRITE.changed(
+    results=[
+        Tensor(f"new_{each.name}", each.dims, "key_cache")
+        for each in spec.KV_CACHE_WRITE.tensors
+        if each.written
+    ],
+    arguments=tuple(replace(each, written=False) for each in spec.KV_CACHE_WRITE.tensors),
+)
 
-
-_CACHE = ("blocks", "places", "H", "D")
-_CACHES = ("bfloat16", "float16", "float8_e4m3fn")
-
-KV_CACHE_WRITE = Contract(
-    family="rotary",
-    op="kv_cache_write",
-    arguments=(
-        TensorSpec("key", ("T", "H", "D"), ("bfloat16", "float16"), strided=True),
-        TensorSpec("value", ("T", "H", "D"), ("key",), strided=True),
-        TensorSpec("key_cache", _CACHE, _CACHES, strided=True),
-        TensorSpec("value_cache", _CACHE, ("key_cache",), strided=True),
-        TensorSpec("slots", ("T",), ("int32", "int64")),
-        TensorSpec("key_scale", ("scales",), ("float32",), optional=True),
-        TensorSpec("value_scale", ("scales",), ("float32",), optional=True),
-    ),
-    outputs=(
-        TensorSpec("new_key_cache", _CACHE, ("key_cache",)),
-        TensorSpec("new_value_cache", _CACHE, ("key_cache",)),
-    ),
+KV_CACHE_WRITE = Contract.of(
+    "rotary",
+    _NEW_CACHES,
     cases=(
         _kv_case(1, 1, 8, 2, 4, "bfloat16"),
         _kv_case(33, 8, 128, 5, 16, "bfloat16"),
@@ -169,7 +131,6 @@ KV_CACHE_WRITE = Contract(
         "cuda": _kv_case(4096, 8, 128, 512, 16, "bfloat16"),
     },
     make=_make_kv,
-    variants={"kv_cache_write": _into_caches},
     mutates=("key_cache", "value_cache"),
 )
 
