@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """attention's gradients with PyTorch and without a GPU: reference, operators, the way taken."""
 
+from importlib import import_module
+
 import pytest
 import torch
 
 import tiercel
 from tiercel.ops.attention import backward as operators
+from tiercel.ops.attention import forward
 from tiercel.ops.attention.reference import attention_backward as reference
 
 pytestmark = pytest.mark.torch
@@ -49,11 +52,11 @@ def test_the_operators_on_ref(options):
     tensors = operator_arguments(**options)
     window = options.get("window")
     rest = (options.get("causal", False), window, None, options.get("softcap"), True, "ref")
-    found = torch.ops.tiercel.attention_backward(*tensors, *rest)
+    found = torch.ops.tiercel.attention_backward(*tensors, None, *rest)
     for one, other in zip(found, reference(*tensors, **options), strict=True):
         assert torch.equal(one, other)
     grad_lse = torch.randn(2, 4, 9)
-    found = torch.ops.tiercel.attention_backward_lse(*tensors, grad_lse, *rest)
+    found = torch.ops.tiercel.attention_backward(*tensors, grad_lse, *rest)
     expected = reference(*tensors, grad_lse=grad_lse, **options)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
@@ -63,7 +66,7 @@ def test_opcheck():
     options = {"causal": True, "backend": "ref"}
     torch.library.opcheck(torch.ops.tiercel.attention_backward.default, tensors, options)
     more = (*tensors, torch.randn(2, 4, 9))
-    torch.library.opcheck(torch.ops.tiercel.attention_backward_lse.default, more, options)
+    torch.library.opcheck(torch.ops.tiercel.attention_backward.default, more, options)
 
 
 @pytest.mark.parametrize(
@@ -83,19 +86,16 @@ def test_bad_arguments(place, wrong, text):
 
 @pytest.fixture
 def as_if_there_were_kernels(monkeypatch):
-    """The gradient takes the operators, which run the reference."""
+    """The gradient takes the operator, which runs the reference: (with grad_lse, deterministic)."""
     seen = []
 
-    def spy(operator):
-        def call(*args):
-            seen.append((operator.name, args[-2]))
-            return operator(*args[:-1], "ref")
+    def spy(*args):
+        seen.append((args[6] is not None, args[-2]))
+        return operators.BACKWARD(*args[:-1], "ref")
 
-        return call
-
-    monkeypatch.setattr(operators, "has_kernels", lambda q, backend: q.shape[-1] <= 128)
-    for name in ("_BACKWARD", "_BACKWARD_LSE"):
-        monkeypatch.setattr(operators, name, spy(getattr(operators, name)))
+    monkeypatch.setattr(forward, "has_kernels", lambda op, q, backend: q.shape[-1] <= 128)
+    module = import_module("tiercel.ops.attention.attention")
+    monkeypatch.setattr(module._ATTENTION, "backward", spy)
     return seen
 
 
@@ -116,8 +116,7 @@ def test_gradients_through_the_operators(as_if_there_were_kernels, options, retu
             out.backward(gradient)
         else:
             torch.autograd.backward([out, lse], [gradient, torch.ones_like(lse)])
-    name = "attention_backward_lse" if return_lse else "attention_backward"
-    assert as_if_there_were_kernels == [(name, False)]
+    assert as_if_there_were_kernels == [(return_lse, False)]
     for tensor, double in zip(leaves, doubles, strict=True):
         assert (tensor.grad.double() - double.grad).norm() / double.grad.norm() < 2e-2
 
@@ -129,7 +128,7 @@ def test_a_fixed_order_is_torch_s_switch(as_if_there_were_kernels):
         tiercel.attention(q.requires_grad_(), k, v, backend="ref").backward(grad)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert as_if_there_were_kernels == [("attention_backward", True)]
+    assert as_if_there_were_kernels == [(False, True)]
     assert k.grad is None
 
 
@@ -137,7 +136,7 @@ def test_only_the_logarithms_gradient(as_if_there_were_kernels):
     q, k, v, _ = draw(dtype=torch.bfloat16)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     tiercel.attention(*leaves, return_lse=True, backend="ref")[1].sum().backward()
-    assert as_if_there_were_kernels == [("attention_backward_lse", False)]
+    assert as_if_there_were_kernels == [(True, False)]
     assert (v.grad == 0).all() and (q.grad != 0).any()
 
 

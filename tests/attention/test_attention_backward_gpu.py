@@ -199,7 +199,7 @@ def test_inside_a_graph(make):
     run = torch.ops.tiercel.attention_backward
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = run(grad, q, k, v, out, lse, True)
+        results = run(grad, q, k, v, out, lse, causal=True)
     for _ in range(3):
         for result in results:
             result.fill_(float("nan"))

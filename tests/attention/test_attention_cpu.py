@@ -183,8 +183,8 @@ def test_opcheck():
         torch.library.opcheck(ops.attention_lse.default, tensors, options)
     plain = [x.detach() for x in tensors]
     out, lse = torch.empty_like(plain[0]), torch.empty(2, 4, 9)
-    torch.library.opcheck(ops.attention_out.default, (*plain, out))
-    torch.library.opcheck(ops.attention_lse_out.default, (*plain, out, lse))
+    torch.library.opcheck(ops.attention.out, plain, {"out": out})
+    torch.library.opcheck(ops.attention_lse.out, plain, {"out": out, "lse": lse})
 
 
 def test_compile():

@@ -104,28 +104,26 @@ def test_no_gradients():
         tiercel.attention(q.requires_grad_(), k, v)
 
 
-def test_the_other_operator_refuses():
-    with pytest.raises(TypeError, match="`q` must have dtype bfloat16 or float16, got float8"):
-        torch.ops.tiercel.attention(*arguments())
-    with pytest.raises(TypeError, match="`q` must have dtype float8_e4m3fn, got bfloat16"):
-        torch.ops.tiercel.attention_fp8(*(x.bfloat16() for x in arguments()))
+def test_the_operator_refuses_factors_of_others():
+    with pytest.raises(ValueError, match="`q_descale` must be None unless `q` is float8_e4m3fn"):
+        torch.ops.tiercel.attention(*(x.bfloat16() for x in arguments()), q_descale=factors(1))
 
 
 def test_opcheck():
     # Without test_schema, which multiplies inputs: torch cannot do that in float8.
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
-    def check(operator, *args, **options):
-        torch.library.opcheck(operator.default, args, options, test_utils=tests)
+    def check(overload, *args, **options):
+        torch.library.opcheck(overload, args, options, test_utils=tests)
 
     tensors, scale = arguments(), factors(3, 2)
     ops = torch.ops.tiercel
     for options in ({}, {"q_descale": scale, "causal": True, "window": [3, 0]}):
-        check(ops.attention_fp8, *tensors, **options)
-        check(ops.attention_fp8_lse, *tensors, **options)
+        check(ops.attention.default, *tensors, **options)
+        check(ops.attention_lse.default, *tensors, **options)
     out, lse = torch.empty(3, 9, 4, 16, dtype=torch.bfloat16), torch.empty(3, 4, 9)
-    check(ops.attention_fp8_out, *tensors, out)
-    check(ops.attention_fp8_lse_out, *tensors, out, lse)
+    check(ops.attention.out, *tensors, out=out)
+    check(ops.attention_lse.out, *tensors, out=out, lse=lse)
 
 
 def test_compile_and_explain():

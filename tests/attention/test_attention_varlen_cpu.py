@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """attention_varlen with PyTorch and without a GPU."""
 
-from importlib import import_module
-
 import pytest
 import torch
 
 import tiercel
+from tiercel.ops.attention import forward
 from tiercel.ops.attention import varlen_backward as backward
 from tiercel.ops.attention.reference import attention_backward, attention_varlen_backward
 
@@ -124,8 +123,7 @@ def test_the_backward_s_reference_is_the_derivative(options):
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_gradients_through_the_operators(monkeypatch, return_lse):
     """As if there were kernels: the operators run the reference."""
-    module = import_module("tiercel.ops.attention.varlen")
-    monkeypatch.setattr(module, "has_kernels", lambda *_: True)
+    monkeypatch.setattr(forward, "has_kernels", lambda *_: True)
     q, k, v, *rest = arguments(grad=True)
     doubles = [x.detach().double().requires_grad_() for x in (q, k, v)]
     for tensors, run, more in (
@@ -143,16 +141,17 @@ def test_gradients_through_the_operators(monkeypatch, return_lse):
 def test_a_launch_for_each_sequence(monkeypatch):
     """The kernels' way, with the reference in their place."""
 
-    def launch(tensors, gradients, options, deterministic):
-        assert all(x.is_contiguous() for x in tensors[5:] if x is not None)
-        found = attention_backward(*tensors[:6], grad_lse=tensors[6], causal=options[0])
-        for place, gradient in zip(gradients, found, strict=True):
+    def launch(*values):
+        assert all(x.is_contiguous() for x in values[5:7] if x is not None)
+        found = attention_backward(*values[:6], grad_lse=values[6], causal=values[7])
+        for place, gradient in zip(values[12:], found, strict=True):
             place.copy_(gradient)
 
     monkeypatch.setattr(backward, "launch", launch)
     tensors, grad_lse = backward_arguments(causal=True)
-    results, options = (*tensors[6:], grad_lse), (True, None, None, None)
-    found = backward._sm90(tensors[:4], tensors[4:6], results, options, False)
+    options = (True, None, None, None, False)
+    found = [torch.empty_like(x) for x in tensors[1:4]]
+    backward._launch(*tensors, grad_lse, *options, *found)
     expected = attention_varlen_backward(*tensors, grad_lse=grad_lse, causal=True)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
@@ -163,7 +162,7 @@ def test_opcheck_of_the_backward():
     operators_ = torch.ops.tiercel
     torch.library.opcheck(operators_.attention_varlen_backward.default, tensors, options)
     more = (*tensors, grad_lse)
-    torch.library.opcheck(operators_.attention_varlen_backward_lse.default, more, options)
+    torch.library.opcheck(operators_.attention_varlen_backward.default, more, options)
 
 
 def test_a_bad_argument_of_the_backward():
@@ -250,8 +249,7 @@ def test_rows_in_no_sequence(make):
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_gradients_of_rows_in_no_sequence(monkeypatch, kernels, return_lse):
     if kernels:  # as if there were any: the operators run the reference
-        module = import_module("tiercel.ops.attention.varlen")
-        monkeypatch.setattr(module, "has_kernels", lambda *_: True)
+        monkeypatch.setattr(forward, "has_kernels", lambda *_: True)
     (q, k, v, *rest), queries, keys = outside(grad=True)
     found = tiercel.attention_varlen(q, k, v, *rest, return_lse=return_lse)
     results = found if return_lse else (found,)

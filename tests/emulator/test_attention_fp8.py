@@ -31,11 +31,12 @@ def check(batch, seq_q, seq_k, heads, d, *, causal=False, window=None, softcap=N
     inputs, scales = draw(batch, seq_q, seq_k, heads, d)
     scales = scales if scaled else [None] * 3
     limits = None if window is None else [-1 if x is None else x for x in window]
-    results = sm90("attention_fp8_lse")(*inputs, *scales, causal, limits, None, softcap, None)
+    given = (*inputs, causal, limits, None, softcap, *scales, None)
+    results = sm90("attention_lse")(*given)
     names = dict(zip(DESCALES, scales, strict=True))
     options = {"causal": causal, "window": window, "softcap": softcap, **names}
     compare(results, tiercel.ref.attention, inputs, (), options)
-    alone = sm90("attention_fp8")(*inputs, *scales, causal, limits, None, softcap, None)
+    alone = sm90("attention")(*given)
     assert torch.equal(alone, results[0])
 
 
@@ -80,7 +81,7 @@ def test_scores_of_one_sign(positive):
     k = -k.float().abs()
     k[:, slice(*positive)] *= -1
     inputs = (q.float().abs().to(FLOAT8), k.to(FLOAT8), v)
-    results = sm90("attention_fp8_lse")(*inputs, *[None] * 3, False, None, None, None, None)
+    results = sm90("attention_lse")(*inputs, False, *[None] * 7)
     compare(results, tiercel.ref.attention, inputs, (), {})
 
 
@@ -93,7 +94,7 @@ def test_equal_scores_however_large(d, factor):
     v[..., d // 2 :] = torch.arange(700).view(1, 700, 1, 1) % 2
     scales = [torch.tensor(factor), torch.tensor(factor), None]
     inputs = [x.to(FLOAT8) for x in (q, k, v)]
-    out, lse = sm90("attention_fp8_lse")(*inputs, *scales, False, None, None, None, None)
+    out, lse = sm90("attention_lse")(*inputs, False, None, None, None, *scales, None)
     expected = torch.where(torch.arange(d) < d // 2, 1.0, 0.5).expand(1, 70, 1, d)
     torch.testing.assert_close(out.float(), expected, atol=2e-3, rtol=0)
     score = 416.0 * 352.0 * factor**2 * d**0.5
@@ -110,7 +111,7 @@ def test_a_huge_negative_score_beside_small_ones(d):
     v[:, :128] = 1.0
     inputs = [x.to(FLOAT8) for x in (q, k, v)]
     scales = [torch.tensor(14.5 * 64 / d), None, None]
-    results = sm90("attention_fp8_lse")(*inputs, *scales, False, None, None, None, None)
+    results = sm90("attention_lse")(*inputs, False, None, None, None, *scales, None)
     named = dict(zip(DESCALES, scales, strict=True))
     compare(results, tiercel.ref.attention, inputs, (), named)
 
@@ -127,8 +128,8 @@ def check_varlen(queries, keys, heads, d, *, causal=False, window=None, longest=
     shapes = ((len(queries), heads[1]), (heads[1],), (1, 1))
     scales = [torch.rand(shape, generator=generator) + 0.5 for shape in shapes]
     limits = None if window is None else [-1 if x is None else x for x in window]
-    options = (causal, limits, None, None, None)
-    results = sm90("attention_varlen_fp8_lse")(*inputs, *starts, *scales, *options)
+    options = (causal, limits, None, None, *scales, None)
+    results = sm90("attention_varlen_lse")(*inputs, *starts, *options)
     named = {"causal": causal, "window": window, **dict(zip(DESCALES, scales, strict=True))}
     compare(results, tiercel.ref.attention_varlen, inputs, starts, named)
 
@@ -161,6 +162,6 @@ def test_sums_of_many_keys_with_an_adder_of_13_bits():
     v = torch.rand(1, keys, 1, 64, generator=generator) + 0.5
     q, k, v = (q * 0.1).to(FLOAT8), k.to(FLOAT8), v.to(FLOAT8)
     with running(short_fp8_adder=True):
-        result = sm90("attention_fp8")(q, k, v, *[None] * 8)
+        result = sm90("attention")(q, k, v, False, *[None] * 7)
     truth = tiercel.ref.attention(q.double(), k.double(), v.double())
     assert float(((result.double() - truth) / truth).abs().mean()) < 2**-9

@@ -183,7 +183,7 @@ def test_attention_varlen_backward(seed):
     options = (call.mask.get("causal", False), window and list(window), None, None, False)
     with running(max_instructions=LIMIT):
         found = sm90("attention_varlen_backward")(
-            grad, *call.inputs, *call.starts, inside(out), inside(lse), *options, None
+            grad, *call.inputs, *call.starts, inside(out), inside(lse), None, *options, None
         )
     assert all(untouched(x) for x in (grad, *call.inputs, *call.starts))
     pairs = zip(call.values, call.rows, strict=True)

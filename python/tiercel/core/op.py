@@ -371,7 +371,7 @@ class Op:
                 slots.append(("constant", taken))
             elif taken in place:
                 slots.append(("argument", place[taken]))
-            elif taken in spec.result_names:
+            elif taken in spec.result_names and not sm90.returns:
                 slots.append(("output", spec.result_names.index(taken)))
             else:
                 slots.append(("constant", None))

@@ -3,179 +3,45 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tiercel import _C
-from tiercel._op import Autograd, Backend, Op
-from tiercel.core import platform
-from tiercel.core.platform import Reason
-from tiercel.ops.attention.backward import gradients, native_options
-from tiercel.ops.attention.checks import (
-    DTYPES,
-    FLOAT8,
-    OPTIONS,
-    Window,
-    check_options,
-    check_out,
-    check_tensors,
-    empty_lse,
-    empty_out,
-)
-from tiercel.ops.attention.fp8 import attention_fp8, refuse_descales
-from tiercel.ops.attention.reference import attention as reference
+from tiercel.ops.attention import reference as ref
+from tiercel.ops.attention import spec
+from tiercel.ops.attention.backward import BACKWARD, from_torch
+from tiercel.ops.attention.forward import Forward, Kernels
+from tiercel.ops.attention.options import Window, check_options
 
 __all__ = ["attention"]
 
-_NAME = "attention"
 
-# Below, `options` is (causal, window, scale, softcap) as in the operators' schemas: a window is
-# None or two numbers, of which a negative one is no limit.
-
-
-def _launch(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, *options: Any
-) -> None:
-    if k.shape[1] == 0:
-        check_out(DTYPES, q, k, v, out, lse)
-        out.zero_()
-        if lse is not None:
-            lse.fill_(-math.inf)
-        return
-    _C.attention(q, k, v, out, lse, *native_options(q, *options))
+def _kernel(function: Any) -> Any:
+    return lambda inputs, _, outputs, options: function(*inputs, *outputs, *options)
 
 
-def _sm90(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    out = q.new_empty(q.shape)
-    _launch(q, k, v, out, None, *rest[:-1])
-    return out
+def _fp8_kernel(function: Any) -> Any:
+    return lambda inputs, _, outputs, more, options: function(*inputs, *outputs, *more, *options)
 
 
-def _sm90_lse(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    out, lse = q.new_empty(q.shape), empty_lse(q)
-    _launch(q, k, v, out, lse, *rest[:-1])
-    return out, lse
+_ATTENTION = Forward(
+    (spec.ATTENTION, spec.ATTENTION_LSE),
+    Kernels(
+        run=_kernel(_C.attention),
+        plan=_kernel(_C.attention_plan),
+        run_fp8=_fp8_kernel(_C.attention_fp8),
+        plan_fp8=_fp8_kernel(_C.attention_fp8_plan),
+        description="TMA, wgmma, persistent blocks; softmax overlaps products",
+    ),
+    ref.attention,
+    "all scores in memory, float32",
+    BACKWARD,
+    from_torch,
+)
 
 
-def _reference(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, *options: Any) -> Any:
-    names = ("causal", "window", "scale", "softcap")
-    named = dict(zip(names, options, strict=True))
-    return reference(q, k, v, **named, return_lse=return_lse)
-
-
-def _plan(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> dict[str, Any]:
-    return dict(_C.attention_plan(q, k, v, empty_out(q), None, *native_options(q, *options)))
-
-
-def _why_not(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Reason | None:
-    reason = platform.why_not(q.device)
-    if reason is not None or k.shape[1] == 0:
-        return reason
-    try:
-        # One query shows the strides.
-        _plan(q[:, :1], k, v, *options)
-    except NotImplementedError as error:
-        return Reason(NotImplementedError, str(error).removeprefix(f"{_NAME}: "))
-    return None
-
-
-def _save(ctx: Any, args: tuple[Any, ...], outputs: Any) -> None:
-    ctx.options, ctx.backend = args[3:7], args[7]
-    kept = outputs if isinstance(outputs, tuple) else ()
-    ctx.save_for_backward(*args[:3], *kept)
-
-
-def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    if all(grad is None for grad in grads):
-        return None, None, None
-    saved = ctx.saved_tensors  # once: checkpoints hand them out a single time
-    inputs, outputs = list(saved[:3]), saved[3:]
-    if not outputs:
-        outputs = _ATTENTION_LSE(*(x.detach() for x in inputs), *ctx.options, ctx.backend)
-    found = gradients(inputs, outputs, grads, ctx.options, ctx.backend)
-    wants = ctx.needs_input_grad[1:]  # after the flag that says how to run
-    return tuple(grad if want else None for grad, want in zip(found, wants[:3], strict=True))
-
-
-_CUTE = ("TMA, wgmma, persistent blocks; softmax overlaps products", "cute")
-_TORCH = ("all scores in memory, float32", "torch")
-
-
-def _operator(lse: bool) -> Op:
-    return Op(
-        f"{_NAME}_lse" if lse else _NAME,
-        f"(Tensor q, Tensor k, Tensor v, {OPTIONS}) -> {'(Tensor, Tensor)' if lse else 'Tensor'}",
-        check=lambda *args: check_tensors(DTYPES, *args[:3]),
-        fake=(lambda q, *_: (empty_out(q), empty_lse(q))) if lse else lambda q, *_: empty_out(q),
-        sm90=Backend(
-            "sm90",
-            _sm90_lse if lse else _sm90,
-            *_CUTE,
-            why_not=lambda *args: _why_not(*args[:-1]),
-        ),
-        ref=Backend(
-            "ref", lambda *args: _contiguous(_reference(*args[:3], lse, *args[3:-1])), *_TORCH
-        ),
-        autograd=Autograd(_save, _backward),
-        family=_NAME,
-        describe=lambda *args: _plan(*args[:-1]),
-        load=None if lse else _C.attention_load,
-    )
-
-
-def _contiguous(results: Any) -> Any:
-    if isinstance(results, Tensor):
-        return results.contiguous()
-    return tuple(result.contiguous() for result in results)
-
-
-def _out_operator(lse: bool) -> Op:
-    def split(args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """(q, k, v), (out, lse), options."""
-        options = args[5 if lse else 4 : -1]
-        return args[:3], (args[3], args[4] if lse else None), options
-
-    def check(*args: Any) -> None:
-        inputs, outputs, _ = split(args)
-        check_out(DTYPES, *inputs, *outputs)
-
-    def run(*args: Any) -> None:
-        inputs, outputs, options = split(args)
-        _launch(*inputs, *outputs, *options)
-
-    def run_reference(*args: Any) -> None:
-        inputs, (out, sums), options = split(args)
-        results = _reference(*inputs, True, *options)
-        out.copy_(results[0])
-        if sums is not None:
-            sums.copy_(results[1])
-
-    def why_not(*args: Any) -> Reason | None:
-        inputs, _, options = split(args)
-        return _why_not(*inputs, *options)
-
-    return Op(
-        f"{_NAME}_lse_out" if lse else f"{_NAME}_out",
-        f"(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {'Tensor(b!) lse, ' if lse else ''}"
-        f"{OPTIONS}) -> ()",
-        check=check,
-        fake=lambda *args: None,
-        sm90=Backend("sm90", run, *_CUTE, why_not=why_not),
-        ref=Backend("ref", run_reference, *_TORCH),
-        family=_NAME,
-    )
-
-
-_ATTENTION = _operator(False)
-_ATTENTION_LSE = _operator(True)
-_ATTENTION_OUT = _out_operator(False)
-_ATTENTION_LSE_OUT = _out_operator(True)
-
-
-@_ATTENTION.export
+@_ATTENTION.plain.export
 def attention(
     q: Tensor,
     k: Tensor,
@@ -248,25 +114,6 @@ def attention(
     Example:
         >>> out = tiercel.attention(q, k, v, causal=True)
     """
-    limits = check_options(causal, window, scale, softcap)
-    options = (causal, limits, scale, softcap, backend)
-    descales = (q_descale, k_descale, v_descale)
-    if getattr(q, "dtype", None) == FLOAT8:
-        return attention_fp8((q, k, v), descales, options, return_lse, out)  # type: ignore[no-any-return]
-    refuse_descales(q, descales)
-    if out is None:
-        # The backward needs the logarithms: kept from the forward, they cost nothing.
-        kept = torch.is_grad_enabled() and any(
-            getattr(x, "requires_grad", False) for x in (q, k, v)
-        )
-        if return_lse or kept:
-            result, lse = _ATTENTION_LSE(q, k, v, *options)
-            return (result, lse) if return_lse else result
-        result = _ATTENTION(q, k, v, *options)
-        return result  # type: ignore[no-any-return]
-    if not return_lse:
-        _ATTENTION_OUT(q, k, v, out, *options)
-        return out
-    lse = empty_lse(q)
-    _ATTENTION_LSE_OUT(q, k, v, out, lse, *options)
-    return out, lse
+    limits = check_options("attention", causal, window, scale, softcap)
+    given = (q, k, v, causal, limits, scale, softcap, q_descale, k_descale, v_descale, backend)
+    return _ATTENTION(given, return_lse, out)  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ from typing import Any
 
 from tiercel.core.spec import HALVES, Bool, Spec
 from tiercel.ops.attention import spec
-from tiercel.plugins.contract import Case, Contract, ScalarSpec, TensorSpec
+from tiercel.plugins.contract import Case, Contract
 
 _REST = {"window": None, "scale": None, "softcap": None, "return_lse": True}
 
@@ -36,6 +36,9 @@ _CASES = (
     _case(0, 16, 16, (2, 2), 64),
     _case(2, 130, 130, (2, 2), 64, "bfloat16", True, "strided"),
 )
+
+
+_CONSTANTS = {"return_lse": True}
 
 
 def _with_both_results(declared: Spec) -> Spec:
@@ -70,61 +73,16 @@ def _apart(integers: Any) -> Any:
     return torch.stack([integers, -integers - 1], dim=-1)[..., 0]
 
 
-def _both(call: Any, *args: Any) -> Any:
-    return call(*args, True)
-
-
-def _out(call: Any, *args: Any) -> Any:
-    return _both(call, *args)[0]
-
-
-def _into(call: Any, q: Any, k: Any, v: Any, out: Any, *options: Any) -> None:
-    out.copy_(_out(call, q, k, v, *options))
-
-
-def _both_into(call: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *options: Any) -> None:
-    results = _both(call, q, k, v, *options)
-    out.copy_(results[0])
-    lse.copy_(results[1])
-
-
-def _fp8(call: Any, *args: Any) -> None:
-    raise NotImplementedError("a registered backend does not take float8_e4m3fn")
-
-
-ATTENTION = Contract(
-    family="attention",
-    op="attention",
-    arguments=(
-        TensorSpec("q", ("B", "Sq", "H", "D"), ("bfloat16", "float16"), strided=True),
-        TensorSpec("k", ("B", "Sk", "Hk", "D"), ("q",), strided=True),
-        TensorSpec("v", ("B", "Sk", "Hk", "D"), ("q",), strided=True),
-        ScalarSpec("causal", "bool"),
-        ScalarSpec("window", "(int, int) or None"),
-        ScalarSpec("scale", "float or None"),
-        ScalarSpec("softcap", "float or None"),
-        ScalarSpec("return_lse", "bool"),  # always true: both outputs are due
-    ),
-    # Probabilities and results are rounded to bfloat16, 2**-9 each; values are about 1.
-    outputs=(
-        TensorSpec("out", ("B", "Sq", "H", "D"), ("q",), rtol=1e-2, atol=1e-2),
-        TensorSpec("lse", ("B", "H", "Sq"), ("float32",), rtol=1e-4, atol=1e-4),
-    ),
+ATTENTION = Contract.of(
+    "attention",
+    _with_both_results(spec.ATTENTION_LSE),
+    constants=_CONSTANTS,
     cases=_CASES,
     timing={
         "cpu": _case(1, 128, 128, (2, 2), 64),
         "cuda": _case(2, 2048, 2048, (16, 16), 128, "bfloat16", True),
     },
     make=_make,
-    variants={
-        "attention": _out,
-        "attention_lse": _both,
-        "attention_out": _into,
-        "attention_lse_out": _both_into,
-        **dict.fromkeys(
-            (f"attention_fp8{form}" for form in ("", "_lse", "_out", "_lse_out")), _fp8
-        ),
-    },
 )
 
 
@@ -175,35 +133,16 @@ def _make_varlen(case: Case, device: str, seed: int) -> dict[str, Any]:
     return {**made, **longest, **case.options}
 
 
-ATTENTION_VARLEN = Contract(
-    family="attention",
-    op="attention_varlen",
-    arguments=(
-        TensorSpec("q", ("Tq", "H", "D"), ("bfloat16", "float16"), strided=True),
-        TensorSpec("k", ("Tk", "Hk", "D"), ("q",), strided=True),
-        TensorSpec("v", ("Tk", "Hk", "D"), ("q",), strided=True),
-        TensorSpec("cu_seqlens_q", ("B1",), ("int32",), strided=True),
-        TensorSpec("cu_seqlens_k", ("B1",), ("int32",), strided=True),
-        ScalarSpec("max_seqlen_q", "int"),
-        ScalarSpec("max_seqlen_k", "int"),
-        *ATTENTION.arguments[3:],
-    ),
-    outputs=(
-        TensorSpec("out", ("Tq", "H", "D"), ("q",), rtol=1e-2, atol=1e-2),
-        TensorSpec("lse", ("H", "Tq"), ("float32",), rtol=1e-4, atol=1e-4),
-    ),
+ATTENTION_VARLEN = Contract.of(
+    "attention",
+    _with_both_results(spec.ATTENTION_VARLEN_LSE),
+    constants=_CONSTANTS,
     cases=_VARLEN_CASES,
     timing={
         "cpu": _varlen_case((64, 30), (64, 30), (2, 2), 64),
         "cuda": _varlen_case((2048, 1000, 500), (2048, 1000, 500), (16, 16), 128, causal=True),
     },
     make=_make_varlen,
-    variants={
-        "attention_varlen": _out,
-        "attention_varlen_lse": _both,
-        "attention_varlen_fp8": _fp8,
-        "attention_varlen_fp8_lse": _fp8,
-    },
 )
 
 
@@ -271,7 +210,7 @@ def _make_decode(case: Case, device: str, seed: int) -> dict[str, Any]:
 DECODE_ATTENTION = Contract.of(
     "attention",
     _with_both_results(spec.DECODE_ATTENTION_LSE),
-    constants={"return_lse": True},
+    constants=_CONSTANTS,
     cases=(
         _decode_case("one", 1, (1, 1), 64, 16),
         _decode_case("ragged", 1, (8, 2), 128, 16),

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +13,7 @@ from tiercel.core.spec import Spec
 from tiercel.ops.attention import reference as ref
 from tiercel.ops.attention import spec
 from tiercel.ops.attention.indices import paged_indices
-from tiercel.ops.attention.options import check_options, native_options, new_lse
+from tiercel.ops.attention.options import Window, check_options, native_options, new_lse
 
 __all__ = ["decode_attention"]
 
@@ -48,7 +47,7 @@ def _operator(declared: Spec, run: Any, run_out: Any) -> Op:
             **declared.values(call), return_lse="lse" in results
         ),
         method="all keys gathered, all scores in memory, float32",
-        indices=lambda call: paged_indices(**declared.values(call)),
+        indices=paged_indices,
     )
 
 
@@ -70,7 +69,7 @@ def decode_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     causal: bool = True,
-    window: Sequence[int | None] | None = None,
+    window: Window | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     max_seqused_k: int | None = None,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tiercel.ops.attention.attention import attention
-from tiercel.ops.attention.checks import check_options
+from tiercel.ops.attention.options import check_options
 
 
 class Attention(torch.nn.Module):
@@ -28,7 +28,7 @@ class Attention(torch.nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        check_options(causal, window, scale, softcap)
+        check_options("attention", causal, window, scale, softcap)
         self.causal = causal
         self.window = window
         self.scale = scale

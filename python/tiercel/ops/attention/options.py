@@ -48,15 +48,21 @@ def native_options(
     scale: float | None,
     softcap: float | None,
 ) -> tuple[int, int, float, float]:
-    """(left, right, scale, softcap) as in kernels/attention/attention.h."""
+    """(left, right, scale, softcap) as in kernels/attention/common/options.h."""
     left, right = (-1, -1) if window is None else window
     if scale is None:
         scale = float(max(q.shape[-1], 1)) ** -0.5
     return left, 0 if causal else right, scale, softcap or 0.0  # type: ignore[return-value]
 
 
+def empty_lse(q: Tensor) -> Tensor:
+    """For ``[B, S, H, D]`` it is ``[B, H, S]``, for ``[T, H, D]`` ``[H, T]``."""
+    *batch, rows, heads, _ = q.shape
+    return q.new_empty((*batch, heads, rows), dtype=torch.float32)
+
+
 def new_lse(op: Op, q: Tensor, *rest: Any) -> Tensor:
-    """The second result, to be written by the overload ``out``: ``[B, H, Sq]``."""
-    if not isinstance(q, Tensor) or q.dim() != 4:
+    """The `lse` of a call that gives only `out`."""
+    if not isinstance(q, Tensor) or q.dim() < 3:
         op.operator.check(q, *rest)
-    return q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    return empty_lse(q)

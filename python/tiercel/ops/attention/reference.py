@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,15 +48,12 @@ def attention_backward(
     out: Tensor,
     lse: Tensor,
     *,
-    causal: bool = False,
-    window: Sequence[int | None] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
     grad_lse: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, from what attention gave and the gradients of that."""
     queries, keys, values = _by_query_head(q, k, v)
-    scores, _, slope = _scores(queries, keys, causal, window, scale, softcap)
+    scores, _, slope = _scores(queries, keys, **options)
     grads, results = (x.transpose(1, 2).to(queries.dtype) for x in (grad, out))
     sums = lse.to(queries.dtype)
     blind = (sums == -torch.inf)[..., None]  # rows that saw no key
@@ -96,10 +94,10 @@ def _by_query_head_scale(scale: Tensor, q: Tensor, k: Tensor) -> Tensor:
 def _scores(
     queries: Tensor,
     keys: Tensor,
-    causal: bool,
-    window: Sequence[int | None] | None,
-    scale: float | None,
-    softcap: float | None,
+    causal: bool = False,
+    window: Sequence[int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | float]:
     """Masked scores, which of them are hidden, and their derivatives by the products."""
     slope: Tensor | float = queries.shape[-1] ** -0.5 if scale is None else scale
@@ -196,11 +194,8 @@ def attention_varlen_backward(
     out: Tensor,
     lse: Tensor,
     *,
-    causal: bool = False,
-    window: Sequence[int | None] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
     grad_lse: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As attention_backward, one sequence after the other; it waits for the GPU."""
     found = tuple(torch.zeros_like(x) for x in (q, k, v))
@@ -212,11 +207,8 @@ def attention_varlen_backward(
             v[None, keys],
             out[None, queries],
             lse[None, :, queries],
-            causal=causal,
-            window=window,
-            scale=scale,
-            softcap=softcap,
             grad_lse=None if grad_lse is None else grad_lse[None, :, queries],
+            **options,
         )
         for whole, rows, part in zip(found, (queries, keys, keys), parts, strict=True):
             whole[rows] = part[0]

@@ -19,6 +19,9 @@ def _options(causal: bool = False) -> tuple[Scalar, ...]:
     )
 
 
+OPTIONS = tuple(option.name for option in _options())
+
+
 def _results(out: str, lse: str) -> tuple[Tensor, Tensor]:
     # Probabilities and results are rounded to bfloat16, 2**-9 each; values are about 1.
     return (
@@ -46,6 +49,105 @@ def _check_heads(op: str, name: str, heads: int, kv_heads: int) -> None:
             f"{op}: `{name}` must have a number of heads that divides that of `q`, {heads}, "
             f"got {kv_heads}"
         )
+
+
+def _check_descales(op: str, call: Call, batch: int, kv_heads: int) -> None:
+    import torch
+
+    from tiercel.core.checks import dtype_name
+
+    for name in DESCALES:
+        scale = getattr(call, name)
+        if scale is None:
+            continue
+        if call.q.dtype != torch.float8_e4m3fn:
+            raise ValueError(
+                f"{op}: `{name}` must be None unless `q` is float8_e4m3fn, got a tensor and "
+                f"`q` of {dtype_name(call.q.dtype)}"
+            )
+        if scale.numel() != 1 and tuple(scale.shape) not in ((kv_heads,), (batch, kv_heads)):
+            raise ValueError(
+                f"{op}: `{name}` must have shape [B, Hk] = {[batch, kv_heads]}, [Hk] or one "
+                f"element, got {list(scale.shape)}"
+            )
+
+
+def _check_attention(call: Call) -> None:
+    batch, _, kv_heads, _ = call.k.shape
+    _check_heads("attention", "k", call.q.shape[2], kv_heads)
+    _check_descales("attention", call, batch, kv_heads)
+
+
+def _check_varlen(call: Call) -> None:
+    op, starts, kv_heads = "attention_varlen", call.cu_seqlens_q.shape[0], call.k.shape[1]
+    _check_heads(op, "k", call.q.shape[1], kv_heads)
+    if starts == 0:
+        raise ValueError(f"{op}: `cu_seqlens_q` must have at least one element, got none")
+    if call.max_seqlen_q < 0 or call.max_seqlen_k < 0:
+        raise ValueError(
+            f"{op}: `max_seqlen_q` and `max_seqlen_k` must be at least 0, "
+            f"got {call.max_seqlen_q} and {call.max_seqlen_k}"
+        )
+    _check_descales(op, call, starts - 1, kv_heads)
+
+
+_DESCALES = tuple(Tensor(name, "*", "float32", strided=True, optional=True) for name in DESCALES)
+_STARTS = tuple(
+    Tensor(f"cu_seqlens_{name}", "B1", "int32", strided=True, shape_text="[B + 1]") for name in "qk"
+)
+
+ATTENTION, ATTENTION_LSE = _with_lse(
+    Spec(
+        "attention",
+        Tensor("q", "B Sq H D", (*HALVES, FLOAT8), strided=True),
+        Tensor("k", "B Sk Hk D", "q", strided=True),
+        Tensor("v", "B Sk Hk D", "q", strided=True),
+        *_options(),
+        *_DESCALES,
+        results=_results("B Sq H D", "B H Sq"),
+        check=_check_attention,
+    )
+)
+
+ATTENTION_VARLEN, ATTENTION_VARLEN_LSE = _with_lse(
+    Spec(
+        "attention_varlen",
+        Tensor("q", "Tq H D", (*HALVES, FLOAT8), strided=True),
+        Tensor("k", "Tk Hk D", "q", strided=True),
+        Tensor("v", "Tk Hk D", "q", strided=True),
+        *_STARTS,
+        Int("max_seqlen_q", varies=True),
+        Int("max_seqlen_k", varies=True),
+        *_options(),
+        *_DESCALES,
+        results=_results("Tq H D", "H Tq"),
+        check=_check_varlen,
+    )
+)
+
+
+def _backward(name: str, queries: str, keys: str, sums: str, starts: tuple[Tensor, ...]) -> Spec:
+    """The gradients of q, k and v, of which `deterministic` fixes the order of q's sums."""
+    return Spec(
+        name,
+        Tensor("grad", queries, "q", strided=True),
+        Tensor("q", queries, HALVES, strided=True),
+        Tensor("k", keys, "q", strided=True),
+        Tensor("v", keys, "q", strided=True),
+        *starts,
+        Tensor("out", queries, "q", strided=True),
+        Tensor("lse", sums, "float32", strided=bool(starts)),
+        Tensor("grad_lse", sums, "float32", strided=True, optional=True),
+        *_options(),
+        Bool("deterministic", False),
+        results=[Tensor("dq", queries, "q"), Tensor("dk", keys, "q"), Tensor("dv", keys, "q")],
+    )
+
+
+ATTENTION_BACKWARD = _backward("attention_backward", "B Sq H D", "B Sk Hk D", "B H Sq", ())
+ATTENTION_VARLEN_BACKWARD = _backward(
+    "attention_varlen_backward", "Tq H D", "Tk Hk D", "H Tq", _STARTS
+)
 
 
 def _check_decode(call: Call) -> None:

@@ -3,177 +3,73 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tiercel import _C
-from tiercel._op import Autograd, Backend, Op
-from tiercel.core import platform
 from tiercel.core.eager import DISPATCH, route
-from tiercel.core.platform import Reason
-from tiercel.ops.attention.backward import has_kernels, native_options
-from tiercel.ops.attention.checks import FLOAT8, OPTIONS, check_options, check_packed, no_tiles
-from tiercel.ops.attention.fp8 import refuse_descales
+from tiercel.ops.attention import reference as ref
+from tiercel.ops.attention import spec
+from tiercel.ops.attention.forward import Forward, Kernels
 from tiercel.ops.attention.indices import packed_indices
-from tiercel.ops.attention.reference import attention_varlen as reference
-from tiercel.ops.attention.varlen_backward import BACKWARD, BACKWARD_LSE
-from tiercel.ops.attention.varlen_fp8 import attention_varlen_fp8
+from tiercel.ops.attention.options import Window, check_options
+from tiercel.ops.attention.varlen_backward import BACKWARD
 
 __all__ = ["attention_varlen"]
-
-_NAME = "attention_varlen"
-
-
-def _empty_out(q: Tensor) -> Tensor:
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-
-
-def _empty_lse(q: Tensor) -> Tensor:
-    return torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
-
-
-def _native(out: Tensor, lse: Tensor | None, *args: Any) -> tuple[Any, ...]:
-    """The binding's arguments, of the operator's without `backend`."""
-    return (*args[:5], out, lse, *args[5:7], *native_options(args[0], *args[7:]))
-
-
-def _launch(out: Tensor, lse: Tensor | None, *args: Any) -> None:
-    if no_tiles(*args):
-        check_packed(*args)
-        out.zero_()
-        if lse is not None:
-            lse.fill_(-math.inf)
-        return
-    _C.attention_varlen(*_native(out, lse, *args))
-
-
-def _sm90(*args: Any) -> Tensor:
-    out: Tensor = args[0].new_empty(args[0].shape)
-    _launch(out, None, *args[:-1])
-    return out
-
-
-def _sm90_lse(*args: Any) -> tuple[Tensor, Tensor]:
-    out, lse = args[0].new_empty(args[0].shape), _empty_lse(args[0])
-    _launch(out, lse, *args[:-1])
-    return out, lse
-
-
-def _plan(*args: Any) -> dict[str, Any]:
-    return dict(_C.attention_varlen_plan(*_native(_empty_out(args[0]), None, *args[:-1])))
-
-
-def _why_not(*args: Any) -> Reason | None:
-    reason = platform.why_not(args[0].device)
-    if reason is not None or no_tiles(*args):
-        return reason
-    try:
-        _plan(*args)
-    except NotImplementedError as error:
-        return Reason(NotImplementedError, str(error).removeprefix(f"{_NAME}: "))
-    return None
-
-
-def _reference(return_lse: bool, *args: Any) -> Any:
-    names = ("causal", "window", "scale", "softcap")
-    named = dict(zip(names, args[7:11], strict=True))
-    return reference(*args[:7], **named, return_lse=return_lse)
-
-
-def _save(ctx: Any, args: tuple[Any, ...], outputs: Any) -> None:
-    ctx.rest, ctx.backend = args[5:11], args[11]
-    kept = outputs if isinstance(outputs, tuple) else ()
-    ctx.save_for_backward(*args[:5], *kept)
-
-
-def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    if all(grad is None for grad in grads):
-        return None, None, None, None, None
-    saved = ctx.saved_tensors  # once: checkpoints hand them out a single time
-    inputs, outputs = saved[:5], saved[5:]
-    if has_kernels(inputs[0], ctx.backend, _NAME):
-        if not outputs:
-            outputs = _VARLEN_LSE(*(x.detach() for x in inputs), *ctx.rest, ctx.backend)
-        grad, grad_lse = grads if len(grads) == 2 else (grads[0], None)
-        if grad is None:
-            grad = torch.zeros_like(outputs[0])
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        rest = (*ctx.rest[2:], deterministic, ctx.backend)
-        if grad_lse is None:
-            found = BACKWARD(grad, *inputs, *outputs, *rest)
-        else:
-            found = BACKWARD_LSE(grad, *inputs, *outputs, grad_lse, *rest)
-    else:
-        found = _from_scores(inputs, grads, ctx.rest)
-    wants = ctx.needs_input_grad[1:4]  # after the flag that says how to run
-    grads_of = tuple(g if want else None for g, want in zip(found, wants, strict=True))
-    return (*grads_of, None, None)
-
-
-def _traced(
-    inputs: tuple[Tensor, ...], grads: tuple[Tensor | None, ...], rest: tuple[Any, ...]
-) -> tuple[Tensor | None, ...]:
-    """By operators: a graph cannot hold a loop over sequences, whose starts it does not know."""
-    out, lse = _VARLEN_LSE(*(x.detach() for x in inputs), *rest, "ref")
-    grad = torch.zeros_like(out) if grads[0] is None else grads[0]
-    options = (*rest[2:], False, "ref")
-    found: tuple[Tensor, ...]
-    if len(grads) == 1 or grads[1] is None:
-        found = BACKWARD(grad, *inputs, out, lse, *options)
-    else:
-        found = BACKWARD_LSE(grad, *inputs, out, lse, grads[1], *options)
-    return found
 
 
 def _from_scores(
     inputs: tuple[Tensor, ...], grads: tuple[Tensor | None, ...], rest: tuple[Any, ...]
 ) -> tuple[Tensor | None, ...]:
-    """From all scores of a sequence at a time."""
+    """The gradients from all scores of a sequence at a time."""
     if route(*inputs) == DISPATCH:
-        return _traced(inputs, grads, rest)
+        # A graph cannot hold a loop over sequences, whose starts it does not know: by operators.
+        results = _VARLEN.with_lse(inputs, *rest, "ref")
+        return _VARLEN.differentiate(inputs, results, grads, rest[2:], False, "ref")
     wanted = [(grad, i) for i, grad in enumerate(grads) if grad is not None]
     leaves = [x.detach().requires_grad_() for x in inputs[:3]]
     with torch.enable_grad():
-        results = _reference(True, *leaves, *inputs[3:], *rest)
+        options = dict(zip(spec.OPTIONS, rest[2:], strict=True))
+        results = ref.attention_varlen(*leaves, *inputs[3:], *rest[:2], **options, return_lse=True)
         outputs = [results[i] for _, i in wanted]
         if not outputs[0].requires_grad:  # no sequence has a row
             return tuple(torch.zeros_like(x) for x in inputs[:3])
         return torch.autograd.grad(outputs, leaves, [g for g, _ in wanted], materialize_grads=True)
 
 
-_SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-    f"SymInt max_seqlen_q, SymInt max_seqlen_k, {OPTIONS}) -> "
-)
-_CUTE = ("as attention's; tensor maps that end where a sequence does", "cute")
-_TORCH = ("one sequence after the other, all scores of it in memory, float32", "torch")
-
-
-def _operator(lse: bool) -> Op:
-    return Op(
-        f"{_NAME}_lse" if lse else _NAME,
-        _SCHEMA + ("(Tensor, Tensor)" if lse else "Tensor"),
-        check=check_packed,
-        fake=(lambda q, *_: (_empty_out(q), _empty_lse(q))) if lse else lambda q, *_: _empty_out(q),
-        sm90=Backend("sm90", _sm90_lse if lse else _sm90, *_CUTE, why_not=_why_not),
-        ref=Backend("ref", lambda *args: _reference(lse, *args), *_TORCH),
-        autograd=Autograd(_save, _backward),
-        family=_NAME,
-        describe=_plan,
-        load=None if lse else _C.attention_load,
-        indices=packed_indices,
+def _kernel(function: Any) -> Any:
+    return lambda inputs, starts, outputs, options: function(
+        *inputs, *starts[:2], *outputs, *starts[2:], *options
     )
 
 
-_VARLEN = _operator(False)
-_VARLEN_LSE = _operator(True)
+def _fp8_kernel(function: Any) -> Any:
+    return lambda inputs, starts, outputs, more, options: function(
+        *inputs, *outputs, *more, *options, *starts
+    )
 
 
-@_VARLEN.export
+_VARLEN = Forward(
+    (spec.ATTENTION_VARLEN, spec.ATTENTION_VARLEN_LSE),
+    Kernels(
+        run=_kernel(_C.attention_varlen),
+        plan=_kernel(_C.attention_varlen_plan),
+        run_fp8=_fp8_kernel(_C.attention_varlen_fp8),
+        plan_fp8=_fp8_kernel(_C.attention_varlen_fp8_plan),
+        description="as attention's; tensor maps that end where a sequence does",
+    ),
+    ref.attention_varlen,
+    "one sequence after the other, all scores of it in memory, float32",
+    BACKWARD,
+    _from_scores,
+    indices=packed_indices,
+    out=False,
+)
+
+
+@_VARLEN.plain.export
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -184,7 +80,7 @@ def attention_varlen(
     max_seqlen_k: int,
     *,
     causal: bool = False,
-    window: Sequence[int | None] | None = None,
+    window: Window | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
@@ -245,19 +141,9 @@ def attention_varlen(
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this.
         RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.
     """
-    limits = check_options(causal, window, scale, softcap, op=_NAME)
-    starts = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    descales = (q_descale, k_descale, v_descale)
-    if getattr(q, "dtype", None) == FLOAT8:
-        options = (causal, limits, scale, softcap, backend)
-        found: Tensor = attention_varlen_fp8((q, k, v, *starts), descales, options, return_lse)
-        return found
-    refuse_descales(q, descales, _NAME)
-    given = (q, k, v, *starts, causal, limits, scale, softcap, backend)
-    # The backward needs the logarithms: kept from the forward, they cost nothing.
-    kept = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v))
-    if return_lse or kept:
-        out, lse = _VARLEN_LSE(*given)
-        return (out, lse) if return_lse else out
-    result: Tensor = _VARLEN(*given)
-    return result
+    limits = check_options("attention_varlen", causal, window, scale, softcap)
+    given = (
+        *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        *(causal, limits, scale, softcap, q_descale, k_descale, v_descale, backend),
+    )
+    return _VARLEN(given, return_lse)  # type: ignore[no-any-return]
