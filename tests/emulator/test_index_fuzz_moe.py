@@ -67,13 +67,11 @@ def test_halves(half, case):
     up = half == "moe_up"
     x, x_scale = rows_of(draw, tokens if up else elements, columns, kind)
     w, w_scale = weights_of(draw, (experts, 2 * rows if up else rows, columns), kind)
-    scales = [] if kind is None else [x_scale, w_scale]
-    options = [k, block, draw.of("silu", "gelu"), None] if up else [block, None]
+    options = [k, block, draw.of("silu", "gelu")] if up else [block]
     factors = [] if up else [draw.uniform(elements)]
-    name = half if kind is None else f"{half}_fp8"
-    args = (x, w, *scales, *factors, *routing, *options)
-    due = reference(name)(*args)
-    got, _ = run(name, *args)
+    args = (x, w, *factors, *routing, *options, x_scale, w_scale, None)
+    due = reference(half)(*args)
+    got, _ = run(half, *args)
     same = once(routing, block, elements)
     torch.testing.assert_close(got[same], due[same], rtol=2**-6, atol=2**-6)
 
@@ -129,12 +127,11 @@ def test_fused_moe(case):
     ids = draw.strays(ids, everywhere, wide=draw.of(False, True))
     w_up, up_scale = weights_of(draw, (experts, 2 * inner, hidden), kind)
     w_down, down_scale = weights_of(draw, (experts, hidden, inner), kind)
-    scales = [] if kind is None else [up_scale, down_scale]
     x, weights = draw.normal(tokens, hidden), draw.uniform(tokens, k)
-    name = "fused_moe" if kind is None else "fused_moe_fp8"
-    args = (x, w_up, w_down, *scales, weights, ids, draw.of("silu", "relu"), expert_map, None)
-    due = reference(name)(*args).float()
-    got, _ = run(name, *args)
+    options = (draw.of("silu", "relu"), expert_map, up_scale, down_scale, None)
+    args = (x, w_up, w_down, weights, ids, *options)
+    due = reference("fused_moe")(*args).float()
+    got, _ = run("fused_moe", *args)
     # A value between the halves may be rounded to float8's neighbour.
     error = (got.float() - due).square().mean().sqrt()
     assert error <= (2**-7 if kind is None else 4e-2) * due.square().mean().sqrt() + 1e-6
@@ -152,7 +149,8 @@ def test_most_experts_are_elsewhere(seed):
     w_up, _ = weights_of(draw, (here, 2 * inner, hidden), None)
     w_down, _ = weights_of(draw, (here, hidden, inner), None)
     x, weights = draw.normal(300, hidden), draw.uniform(300, 2)
-    due = reference("fused_moe")(x, w_up, w_down, weights, ids, "silu", expert_map, None).float()
+    options = ("silu", expert_map, None, None, None)
+    due = reference("fused_moe")(x, w_up, w_down, weights, ids, *options).float()
     wide = (128, (256, 1), (256, 1))
     with options(multiprocessors=1 + seed % 4, seed=seed):
         got = moe.run(x, ((w_up, None), (w_down, None)), weights, ids, "silu", expert_map, wide)

@@ -371,16 +371,16 @@ def test_float8_halves_as_operators(granularity):
         made.append(blocks(w)[:2] if granularity == "1x128" else (q, scale))
     (up, up_scale), (down, down_scale) = made
     q, x_scale = ref.fp8_quantize(x, granularity)
-    given = (q, up, x_scale, up_scale, *routing, 2, 64, "silu", None)
-    inner = sm90("moe_up_fp8")(*given)
+    given = (q, up, *routing, 2, 64, "silu", x_scale, up_scale, None)
+    inner = sm90("moe_up")(*given)
     scales = {"x_scale": x_scale, "w_up_scale": up_scale}
     due = ref.moe_up(q.double(), up, *routing, 2, 64, **scales)
     assert_rounded(inner, due)
     q, x_scale = ref.fp8_quantize(inner, granularity)
-    given = (q, down, x_scale, down_scale, weights.flatten(), *routing, 64, None)
+    given = (q, down, weights.flatten(), *routing, 64, x_scale, down_scale, None)
     scales = {"x_scale": x_scale, "w_down_scale": down_scale}
     due = ref.moe_down(q.double(), down, weights.flatten().double(), *routing, 64, **scales)
-    assert_rounded(sm90("moe_down_fp8")(*given), due)
+    assert_rounded(sm90("moe_down")(*given), due)
 
 
 def test_columns_that_are_stored_are_counted():
@@ -412,8 +412,8 @@ def test_float8_blocks_whole(tokens, share, mixed):
 
 
 def assert_float8_whole(x, w_up, w_down, up_scale, down_scale, weights, ids, expert_map=None):
-    named = (up_scale, down_scale, weights, ids, "silu", expert_map, None)
-    got = sm90("fused_moe_fp8")(x, w_up, w_down, *named)
+    options = ("silu", expert_map, up_scale, down_scale, None)
+    got = sm90("fused_moe")(x, w_up, w_down, weights, ids, *options)
     wide = (x.double(), w_up, w_down, weights.double(), ids)
     scales = {"w_up_scale": up_scale, "w_down_scale": down_scale}
     due = ref.fused_moe(*wide, expert_map=expert_map, **scales)
@@ -441,9 +441,10 @@ def test_float8_whole(tokens):
     *values, ids = data(tokens, 4, 2, 208, 144)
     values = (values[0], *(v.float() for v in values[1:3]), *values[3:], ids)
     (w_up, up_scale), (w_down, down_scale) = float8(values[1], 2), float8(values[2], 2)
-    arguments = (values[0], w_up, w_down, up_scale, down_scale, values[3], ids, "silu", None, None)
-    got = sm90("fused_moe_fp8")(*arguments)
-    assert plan("fused_moe_fp8")(*arguments)["kernel"].startswith("moe_up_silu_fp8_")
+    options = ("silu", None, up_scale, down_scale, None)
+    arguments = (values[0], w_up, w_down, values[3], ids, *options)
+    got = sm90("fused_moe")(*arguments)
+    assert plan("fused_moe")(*arguments)["kernel"].startswith("moe_up_silu_fp8_")
     due = ref.fused_moe(
         values[0].double(),
         *(w_up, w_down, values[3].double(), ids),
@@ -470,7 +471,7 @@ def test_no_order_of_copies_and_warps_matters(lazy, seed, block, tile):
 )
 def test_whole(tokens, experts, k):
     values = data(tokens, experts, k, 200, 136)
-    assert_whole(sm90("fused_moe")(*values, "gelu", None, None), values, "gelu")
+    assert_whole(sm90("fused_moe")(*values, "gelu", None, None, None, None), values, "gelu")
 
 
 def assert_whole(got, values, activation, expert_map=None):
@@ -490,5 +491,5 @@ def test_experts_elsewhere_and_ids_of_none(tokens, dtype):
     values[4][0, 0], values[4][8, 1] = -1, 6
     if dtype == torch.int64:
         values[4][5, 1] = 2**32 + 1
-    got = sm90("fused_moe")(*values, NAMES[3], expert_map, None)
+    got = sm90("fused_moe")(*values, NAMES[3], expert_map, None, None, None)
     assert_whole(got, values, NAMES[3], expert_map)

@@ -6,9 +6,8 @@ import torch
 from torch.nn import functional
 
 import tiercel
-from tiercel.ops.moe import single_launch
-from tiercel.ops.moe.choice import FEW, choose
-from tiercel.ops.moe.fused import run
+from tiercel.ops.moe.fused import run, run_single_launch, single_launch_plan
+from tiercel.ops.moe.tiling import SINGLE_LAUNCH, choose
 
 pytestmark = [pytest.mark.torch, pytest.mark.gpu, pytest.mark.usefixtures("no_fallback")]
 
@@ -56,7 +55,7 @@ class Problem:
         self.ids = scores.topk(k).indices.to(index or torch.int32)
 
     def few(self, activation="silu"):
-        return single_launch.run(self.x, self.weights, self.factors, self.ids, activation)
+        return run_single_launch(self.x, self.weights, self.factors, self.ids, activation)
 
     def call(self, **options):
         (up, up_scale), (down, down_scale) = self.weights
@@ -65,7 +64,7 @@ class Problem:
 
     def ordinary(self, activation="silu"):
         down, scale = self.weights[1]
-        choice = choose(down, self.ids, None, scale.ndim == 3, one_launch=False)
+        choice = choose(down, self.ids, None, scale.ndim == 3, allow_single_launch=False)
         given = (self.x, self.weights, self.factors, self.ids, activation, None)
         return run(*given, choice)
 
@@ -269,13 +268,13 @@ def test_compiled():
 
 def test_what_is_chosen():
     problem = Problem()
-    assert choose(problem.weights[1][0], problem.ids, None, False) is FEW
-    explained = single_launch.plan(problem.x, problem.weights, problem.factors, problem.ids, "silu")
+    assert choose(problem.weights[1][0], problem.ids, None, False) is SINGLE_LAUNCH
+    explained = single_launch_plan(problem.x, problem.weights, problem.factors, problem.ids, "silu")
     assert explained["kernel"] == "fused_moe_few_tokens<Rows>"
     many = Problem(tokens=9)
-    assert choose(many.weights[1][0], many.ids, None, False) is not FEW
+    assert choose(many.weights[1][0], many.ids, None, False) is not SINGLE_LAUNCH
     more = Problem(tokens=5)
-    assert choose(more.weights[1][0], more.ids, None, False) is not FEW
+    assert choose(more.weights[1][0], more.ids, None, False) is not SINGLE_LAUNCH
     more.check()  # which the kernel takes all the same
     with pytest.raises(NotImplementedError, match="`topk_ids` must have 1 to 32 elements for a"):
         many.few()

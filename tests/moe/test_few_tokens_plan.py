@@ -7,7 +7,7 @@ from support.dlpack_tensor import AttributeTensor, ExchangeTensor
 from support.few_tokens import E4M3
 
 from tiercel import _C
-from tiercel.ops.moe.few_tokens import fits_one_launch
+from tiercel.ops.moe.tiling import fits_single_launch
 
 T, E, K, H, I = 4, 64, 8, 2048, 1024  # noqa: E741
 
@@ -76,22 +76,22 @@ def test_what_the_kernels_do_not_count(make):
 @pytest.mark.parametrize("of", ["rows", "blocks"])
 @pytest.mark.parametrize(("tokens", "k"), [(1, 8), (4, 8), (3, 6), (4, 2)])
 def test_what_is_chosen_fits(tokens, k, of):
-    """fits_one_launch() against the launcher: never yes where that says no, seldom the reverse."""
+    """Never true where the launcher says no, and seldom false where it says yes."""
     wrong = 0
     for hidden in range(128, 4096, 128):
         for inner in range(128, 2048, 128):
             try:
                 plan(ExchangeTensor, tokens, k=k, hidden=hidden, i=inner, of=of)
             except NotImplementedError:
-                assert not fits_one_launch(tokens, k, hidden, inner)
+                assert not fits_single_launch(tokens, k, hidden, inner)
             else:
-                wrong += not fits_one_launch(tokens, k, hidden, inner)
+                wrong += not fits_single_launch(tokens, k, hidden, inner)
     assert wrong <= 3 * 31
 
 
 def test_what_never_fits():
     for sizes in ((5, 1, 512, 512), (4, 9, 512, 512), (1, 0, 512, 512), (1, 8, 576, 512)):
-        assert not fits_one_launch(*sizes)
+        assert not fits_single_launch(*sizes)
 
 
 @pytest.mark.parametrize("of", ["rows", "experts", "blocks"])

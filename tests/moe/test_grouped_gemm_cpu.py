@@ -114,9 +114,9 @@ def test_bad_arguments_of_gradients_are_named():
     x, w = data()
     offsets, ops = torch.arange(0, 25, 5), torch.ops.tiercel
     grad = torch.zeros(20, 16).bfloat16()
-    with pytest.raises(ValueError, match="grouped_gemm_backward_x: `w` must have shape"):
+    with pytest.raises(ValueError, match="grouped_gemm_backward: `w` must have shape"):
         ops.grouped_gemm_backward_x(grad[:, :8], w, offsets)
-    with pytest.raises(ValueError, match="grouped_gemm_backward_weight: `x` must have shape"):
+    with pytest.raises(ValueError, match="grouped_gemm_backward: `x` must have shape"):
         ops.grouped_gemm_backward_weight(grad[:8], x, offsets)
     with pytest.raises(ValueError, match="`offsets` must have at least 1 element, got 0"):
         ops.grouped_gemm_backward_weight(grad, x, offsets[:0])

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 import tiercel
-from tiercel.ops.moe.choice import FEW, block_size, choose, of_config
+from tiercel.ops.moe.tiling import SINGLE_LAUNCH, block_size, choose, from_config
 
 pytestmark = pytest.mark.torch
 
@@ -181,11 +181,11 @@ def test_halves_of_float8_opcheck():
     routing, ops = tiercel.moe_align_block_size(ids, 8, 4), torch.ops.tiercel
     for of_rows, of_weights in SCALES.values():
         (q, x_scale), (up, up_scale) = of_rows(x), of_weights(w_up)
-        arguments = (q, up, x_scale, up_scale, *routing, 2, 8)
-        torch.library.opcheck(ops.moe_up_fp8.default, arguments, test_utils=OF_FLOAT8)
+        arguments = (q, up, *routing, 2, 8, "silu", x_scale, up_scale)
+        torch.library.opcheck(ops.moe_up.default, arguments, test_utils=OF_FLOAT8)
         (q, x_scale), (down, down_scale) = of_rows(w_down[0, :10].clone()), of_weights(w_down)
-        arguments = (q, down, x_scale, down_scale, weights.flatten(), *routing, 8)
-        torch.library.opcheck(ops.moe_down_fp8.default, arguments, test_utils=OF_FLOAT8)
+        arguments = (q, down, weights.flatten(), *routing, 8, x_scale, down_scale)
+        torch.library.opcheck(ops.moe_down.default, arguments, test_utils=OF_FLOAT8)
 
 
 def test_halves_of_float8_errors():
@@ -197,9 +197,9 @@ def test_halves_of_float8_errors():
         given = {"x_scale": x_scale, "w_up_scale": up_scale} | scales
         return tiercel.moe_up(x, w, *routing, 2, 8, **given)
 
-    with pytest.raises(ValueError, match="moe_up: `x_scale` must be given where the other scale"):
+    with pytest.raises(ValueError, match="moe_up: `x_scale` must be given where `w_up_scale` is"):
         call(x_scale=None)
-    with pytest.raises(ValueError, match="moe_up: `w_up_scale` must be given where the other"):
+    with pytest.raises(ValueError, match="moe_up: `w_up_scale` must be given where `x_scale`"):
         call(w_up_scale=None)
     with pytest.raises(TypeError, match="moe_up: `x` must have dtype float8_e4m3fn, got bfloat16"):
         call(x=x)
@@ -232,7 +232,7 @@ def test_float8_errors():
         given = {"w_up_scale": up_scale, "w_down_scale": down_scale} | scales
         return tiercel.fused_moe(x, up, down, weights, ids, **given)
 
-    with pytest.raises(ValueError, match="fused_moe: `w_down_scale` must be given where the other"):
+    with pytest.raises(ValueError, match="fused_moe: `w_down_scale` must be given where `w_up"):
         call(w_down_scale=None)
     with pytest.raises(
         TypeError, match="fused_moe: `w_up` must have dtype float8_e4m3fn, got bflo"
@@ -282,8 +282,8 @@ def test_opcheck():
     options = {"activation": "relu", "expert_map": expert_map}
     torch.library.opcheck(ops.fused_moe.default, (x, w_up, w_down, weights, ids), options)
     (up, up_scale), (down, down_scale) = float8(w_up), float8(w_down)
-    scaled = (x, up, down, up_scale, down_scale, weights, ids)
-    torch.library.opcheck(ops.fused_moe_fp8.default, scaled, test_utils=OF_FLOAT8)
+    scaled = (x, up, down, weights, ids, "silu", None, up_scale, down_scale)
+    torch.library.opcheck(ops.fused_moe.default, scaled, test_utils=OF_FLOAT8)
     routing = tiercel.moe_align_block_size(ids, 8, 4)
     torch.library.opcheck(ops.moe_up.default, (x, w_up, *routing, 2, 8))
     inner = tiercel.moe_up(x, w_up, *routing, 2, 8)
@@ -305,7 +305,10 @@ def test_few_tokens_take_one_launch():
         ids = torch.zeros(tokens, k, dtype=torch.int32)
         return choose(w_down, ids, expert_map, False, **options)
 
-    assert all(chosen(tokens) is FEW for tokens in (1, 3, 4)) and chosen(1, 32) is FEW
+    assert (
+        all(chosen(tokens) is SINGLE_LAUNCH for tokens in (1, 3, 4))
+        and chosen(1, 32) is SINGLE_LAUNCH
+    )
     for other in (
         chosen(5, 1),
         chosen(4, 9),
@@ -313,11 +316,11 @@ def test_few_tokens_take_one_launch():
         chosen(1, 2, (8, 4096, 14336)),  # so many weights that launches are little beside them
         chosen(1, dtype=torch.bfloat16),
         chosen(1, expert_map=torch.arange(64, dtype=torch.int32)),
-        chosen(1, one_launch=False),
+        chosen(1, allow_single_launch=False),
     ):
-        assert other is not FEW and other.block == 64
-    assert of_config((0, 0, 0, 0, 0)) is FEW
-    assert of_config((64, 128, 1, 64, 1)) == (64, (128, 1), (64, 1))
+        assert other is not SINGLE_LAUNCH and other.block == 64
+    assert from_config((0, 0, 0, 0, 0)) is SINGLE_LAUNCH
+    assert from_config((64, 128, 1, 64, 1)) == (64, (128, 1), (64, 1))
 
 
 BAD = [
@@ -344,7 +347,7 @@ def test_bad_arguments_are_named(place, change, error, text):
 def test_other_bad_arguments_are_named():
     x, w_up, w_down, weights, ids = data()
     with pytest.raises(
-        ValueError, match="`activation` must be one of silu, gelu, relu, gelu_resid"
+        ValueError, match="`activation` must be one of 'silu', 'gelu', 'relu', 'gelu_r"
     ):
         tiercel.fused_moe(x, w_up, w_down, weights, ids, activation="tanh")
     with pytest.raises(TypeError, match="`expert_map` must have dtype int32, got int64"):
@@ -364,7 +367,7 @@ def test_other_bad_arguments_are_named():
 def test_a_configuration_that_names_no_kernel_is_left(monkeypatch):
     """A file may say anything: then the heuristic chooses, and nothing fails at the launch."""
     from tiercel import _C
-    from tiercel.ops.moe import choice as moe_choice
+    from tiercel.ops.moe import tiling
 
     class Weights:  # as one on a GPU
         shape, dtype = (8, 64, 32), torch.bfloat16
@@ -372,8 +375,8 @@ def test_a_configuration_that_names_no_kernel_is_left(monkeypatch):
 
     def choose(*config):
         monkeypatch.setattr(_C, "fused_moe_config", lambda *args: config or None)
-        return moe_choice.choose(Weights(), torch.zeros(4, 2, dtype=torch.int32), None, False)
+        return tiling.choose(Weights(), torch.zeros(4, 2, dtype=torch.int32), None, False)
 
-    assert choose(128, 256, 1, 256, 1) == moe_choice.Choice(128, (256, 1), (256, 1))
+    assert choose(128, 256, 1, 256, 1) == tiling.MoeTiles(128, (256, 1), (256, 1))
     for config in ((64, 7, 1, 128, 1), (96, 128, 1, 128, 1), (64, 128, 1, 128, 9)):
         assert choose(*config) == choose()

@@ -6,9 +6,8 @@ import torch
 from torch.nn import functional
 
 import tiercel
-from tiercel.ops.moe.choice import Choice
 from tiercel.ops.moe.fused import run
-from tiercel.ops.moe.tune import tiles
+from tiercel.ops.moe.tiling import MoeTiles, tiles
 
 pytestmark = [pytest.mark.torch, pytest.mark.gpu, pytest.mark.usefixtures("no_fallback")]
 
@@ -180,14 +179,14 @@ def test_what_the_tuner_may_choose(make, tokens, block):
     due, plain = reference(values, activation="gelu"), ((w_up, None), (w_down, None))
     for up in tiles(block, "up", "bfloat16"):
         for down in tiles(block, "down", "bfloat16"):
-            choice = Choice(block, up, down)
+            choice = MoeTiles(block, up, down)
             assert_whole(run(x, plain, weights, ids, "gelu", None, choice), due)
     x, w_up, w_down, weights, ids = make(tokens, 6, 3, 528, 400)
     narrow = (float8(w_up), float8(w_down))
-    due = run(x, narrow, weights, ids, "silu", None, Choice(64, None, None))
+    due = run(x, narrow, weights, ids, "silu", None, MoeTiles(64, None, None))
     for up in tiles(block, "up", "float8_e4m3fn"):
         for down in tiles(block, "down", "float8_e4m3fn"):
-            got = run(x, narrow, weights, ids, "silu", None, Choice(block, up, down))
+            got = run(x, narrow, weights, ids, "silu", None, MoeTiles(block, up, down))
             assert torch.equal(got, due)  # the same sums of the same values, whatever the tiles
 
 

@@ -69,6 +69,9 @@ def test_stray_ids_are_left_out():
     assert_aligned(torch.full((5, 2), 3), 4, 8)  # the same expert twice
 
 
+LISTS = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
+
+
 def outputs(tokens=4, k=2, experts=8, block_size=4, extra=0):
     slots = min(tokens * k * block_size, tokens * k + experts * (block_size - 1)) + extra
     sizes = (slots, -(-slots // block_size), 1)
@@ -137,7 +140,7 @@ ALIGN_BAD = [
     (
         {"out": outputs()[:2]},
         TypeError,
-        "`out` must be a tuple (sorted_token_ids, expert_ids, num_tokens_post_padded), "
+        "`out` must be 3 tensors (sorted_token_ids, expert_ids, num_tokens_post_padded), "
         "got 2 values",
     ),
     (
@@ -170,8 +173,8 @@ def test_bad_arguments_of_align_are_named(changes, error, text):
 def test_opcheck_of_align(args):
     ids = random_ids(6, 8, 2)
     torch.library.opcheck(torch.ops.tiercel.moe_align_block_size.default, (ids, *args))
-    out = outputs(6)
-    torch.library.opcheck(torch.ops.tiercel.moe_align_block_size_out.default, (ids, *out, 4, 8))
+    out = dict(zip(LISTS, outputs(6), strict=True))
+    torch.library.opcheck(torch.ops.tiercel.moe_align_block_size.out, (ids, 4, 8), out)
 
 
 def test_align_of_fake_tensors():
@@ -234,9 +237,11 @@ def test_choosing_and_sorting_out():
     assert all(a is b for a, b in zip(result, out, strict=True))
     expected = tiercel.topk_softmax_align(scores, 2, 4)
     assert torch.equal(out[0], expected[0]) and torch.equal(out[2][:32], expected[2])
-    with pytest.raises(ValueError, match="topk_softmax_align: `out` has 2 columns, but `k` is 3"):
+    with pytest.raises(
+        ValueError, match=r"topk_softmax_align: `weights` must have shape \[T, k\] = \[4, 3"
+    ):
         tiercel.topk_softmax_align(scores, 3, 4, out=out)
-    with pytest.raises(TypeError, match=r"`out` must be a tuple \(weights, indices, sorted_tok"):
+    with pytest.raises(TypeError, match=r"`out` must be 5 tensors \(weights, indices, sorted_tok"):
         tiercel.topk_softmax_align(scores, 2, 4, out=out[:4])
 
 
@@ -255,9 +260,10 @@ def test_gradients_of_choosing_and_sorting(renormalize):
 def test_opcheck_of_choosing_and_sorting():
     for scores in (torch.randn(6, 16), torch.randn(6, 16, requires_grad=True)):
         torch.library.opcheck(torch.ops.tiercel.topk_softmax_align.default, (scores, 3, 8))
-    out = (torch.empty(4, 2), torch.empty(4, 2, dtype=torch.int32), *outputs())
-    arguments = (torch.randn(4, 8), *out, 4)
-    torch.library.opcheck(torch.ops.tiercel.topk_softmax_align_out.default, arguments)
+    out = {"weights": torch.empty(4, 2), "indices": torch.empty(4, 2, dtype=torch.int32)}
+    out |= zip(LISTS, outputs(), strict=True)
+    arguments = (torch.randn(4, 8), 2, 4)
+    torch.library.opcheck(torch.ops.tiercel.topk_softmax_align.out, arguments, out)
 
 
 @pytest.mark.parametrize(
@@ -325,12 +331,11 @@ def test_gradients_of_sums(weighted):
 def test_opcheck_of_sums(requires_grad):
     x = torch.randn(3, 4, 8, requires_grad=requires_grad)
     weights = torch.rand(3, 4, requires_grad=requires_grad)
-    torch.library.opcheck(torch.ops.tiercel.moe_sum_no_weights.default, (x,))
+    torch.library.opcheck(torch.ops.tiercel.moe_sum.default, (x,))
     torch.library.opcheck(torch.ops.tiercel.moe_sum.default, (x, weights))
-    out = torch.empty(3, 8)
-    torch.library.opcheck(torch.ops.tiercel.moe_sum_no_weights_out.default, (x.detach(), out))
-    plain = (x.detach(), weights.detach(), out)
-    torch.library.opcheck(torch.ops.tiercel.moe_sum_out.default, plain)
+    out = {"out": torch.empty(3, 8)}
+    for plain in ((x.detach(),), (x.detach(), weights.detach())):
+        torch.library.opcheck(torch.ops.tiercel.moe_sum.out, plain, out)
 
 
 @pytest.mark.parametrize(

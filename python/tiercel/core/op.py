@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -79,20 +80,23 @@ class Python:
     """An sm90 backend that is more than one launch.
 
     Args:
-        run: (call) -> the results; with ``out`` they are in the call already.
+        run: (call) -> the results; with ``out`` they are in the call already, and it returns None.
         plan: (call) -> the configuration; NotImplementedError where the kernels do not apply.
         description: How it works, in a line.
         language: ``cuda`` or ``cute``.
         load: Loads the kernels on a CUDA device.
         sample: As in `Native`.
+        positional: `run` takes the arguments, and behind them the results to write to, one by one:
+            faster than with a call.
     """
 
-    run: Callable[[Call], Any]
+    run: Callable[..., Any]
     plan: Callable[[Call], dict[str, Any]]
     description: str
     language: str = "cuda"
     load: Callable[[int], None] | None = None
     sample: Callable[[Call], dict[str, Any]] | None = None
+    positional: bool = False
 
 
 @dataclass(frozen=True)
@@ -259,7 +263,9 @@ class Op:
             fake=(lambda *args: None) if into_out else named(self._metadata),
             sm90=Backend(
                 "sm90",
-                named(self._run_out if into_out else self._run),
+                self._positional
+                if isinstance(sm90, Python) and sm90.positional
+                else named(self._run_out if into_out else self._run),
                 sm90.description,
                 sm90.language,
                 why_not=named(self.why_not),
@@ -344,6 +350,9 @@ class Op:
         self._launch(run, call, takes)
         return _packed(made)
 
+    def _positional(self, *args: Any) -> Any:
+        return self._sm90.run(*args[:-1])  # without the backend
+
     def _run_out(self, call: Call) -> None:
         if isinstance(self._sm90, Python):
             self._sm90.run(call)
@@ -406,7 +415,8 @@ class Op:
         try:
             self.plan(call)
         except NotImplementedError as error:
-            return Reason(NotImplementedError, str(error).removeprefix(f"{self.spec.public}: "))
+            # A native function's text begins with an op's name, which may be another's.
+            return Reason(NotImplementedError, re.sub(r"^\w+: ", "", str(error)))
         return None
 
 

@@ -56,7 +56,7 @@ class Tensor:
 
     Args:
         name: Its name.
-        dims: Its dimensions, separated by spaces.
+        dims: Its dimensions, separated by spaces; ``*`` for any, which `Spec.check` then looks at.
         dtypes: The allowed dtypes. The name of an argument stands for the dtype of that tensor, or
             for the dtype that it is. A result has the first.
         strided: Whether any strides are allowed; otherwise the tensor is contiguous.
@@ -66,7 +66,7 @@ class Tensor:
         shape_text: The words for the shape in error texts, or a function of the call; by default
             ``[dims]``.
         shape: (call) -> the shape, where words cannot say it; then `dims` is ``*``.
-        dtype_with: Of a result: (argument, dtype) if that argument is not None.
+        dtype_with: (argument, dtype): the dtype instead if that argument is not None.
         dtype_instead: Of a result: (dtype, other) if `dtypes` gives it the first, it has the other.
         comes_with: Of a result: the argument without which there is none.
         rtol: Of a result: as in torch.testing.assert_close, against the reference.
@@ -96,13 +96,13 @@ class Tensor:
         return self.dims.split()[:1] == ["..."]
 
     @property
-    def any_shape(self) -> bool:
-        return self.dims == "*"
-
-    @property
     def own_dims(self) -> tuple[str, ...]:
         """The dimensions without ``...``."""
         return tuple(word for word in self.dims.split() if word != "...")
+
+    @property
+    def any_shape(self) -> bool:
+        return self.dims == "*"
 
     @property
     def allowed(self) -> tuple[str, ...]:
@@ -178,7 +178,9 @@ class Spec:
         name: The operator's name in ``torch.ops.tiercel``.
         arguments: In the order of the schema, the first one a tensor.
         results: What it returns. None of them: the op only writes to arguments.
-        dims: Dimensions that occur in no argument, by name: a `Dim`, or a function of the call.
+        dims: Dimensions that occur in no argument, by name: a `Dim`, or a function of the call,
+            which may return None for a size that is not known.
+        together: Optional arguments of which a call has all or none.
         check: Raises for a relation between arguments that the data above cannot express; called
             after all other checks.
         public: The name of the public function, which error texts and backends go by.
@@ -192,6 +194,7 @@ class Spec:
     check: Callable[[Call], None] | None
     public: str
     out_text: str
+    together: tuple[str, ...]
 
     def __init__(
         self,
@@ -202,6 +205,7 @@ class Spec:
         check: Callable[[Call], None] | None = None,
         public: str = "",
         out_text: str = "",
+        together: tuple[str, ...] = (),
     ) -> None:
         for key, value in {
             "name": name,
@@ -211,6 +215,7 @@ class Spec:
             "check": check,
             "public": public or name,
             "out_text": out_text,
+            "together": together,
         }.items():
             object.__setattr__(self, key, value)
 
@@ -218,7 +223,7 @@ class Spec:
 
     def changed(self, **fields: Any) -> Spec:
         """A copy with other fields."""
-        names = ("name", "arguments", "results", "dims", "check", "public", "out_text")
+        names = ("name", "arguments", "results", "dims", "check", "public", "out_text", "together")
         values = {name: getattr(self, name) for name in names} | fields
         return Spec(values.pop("name"), *values.pop("arguments"), **values)
 
@@ -386,11 +391,17 @@ class Spec:
             ValueError: A shape, stride, device or value is not allowed.
         """
         known: dict[str, Any] = {}
+        missing = [name for name in self.together if getattr(call, name) is None]
+        if missing and len(missing) < len(self.together):
+            given = next(name for name in self.together if name not in missing)
+            raise ValueError(
+                f"{self.public}: `{missing[0]}` must be given where `{given}` is, got None"
+            )
         for argument in self.arguments:
             if isinstance(argument, Tensor):
                 value = getattr(call, argument.name)
                 if value is not None:
-                    self._check_tensor(argument, value, argument.allowed, call, known)
+                    self._check_tensor(argument, value, call, known)
             else:
                 self.check_value(argument.name, getattr(call, argument.name), call=call)
                 if argument.kind == "int":
@@ -399,27 +410,19 @@ class Spec:
             self.check(call)
         for result in self.results:
             if result.name in call:
-                allowed = self._allowed_given(result)
-                if result.dtype_with and getattr(call, result.dtype_with[0], None) is not None:
-                    allowed = (result.dtype_with[1],)
-                self._check_tensor(result, getattr(call, result.name), allowed, call, known)
+                self._check_tensor(result, getattr(call, result.name), call, known)
 
-    def _allowed_given(self, result: Tensor) -> tuple[str, ...]:
-        """The dtypes of a given result: an argument that is a dtype does not count then."""
-        if result.allowed[0] in self.names:
-            argument = self.argument(result.allowed[0])
+    def _allowed(self, tensor: Tensor, call: Call) -> tuple[str, ...]:
+        """The dtypes of a given tensor; an argument that is a dtype says nothing of a result."""
+        if tensor.dtype_with and getattr(call, tensor.dtype_with[0], None) is not None:
+            return (tensor.dtype_with[1],)
+        if tensor.allowed[0] in self.names:
+            argument = self.argument(tensor.allowed[0])
             if isinstance(argument, Scalar):
                 return argument.choices
-        return result.allowed
+        return tensor.allowed
 
-    def _check_tensor(
-        self,
-        spec: Tensor,
-        tensor: Any,
-        allowed: tuple[str, ...],
-        call: Call,
-        known: dict[str, Any],
-    ) -> None:
+    def _check_tensor(self, spec: Tensor, tensor: Any, call: Call, known: dict[str, Any]) -> None:
         from tiercel.core.checks import (
             check_contiguous,
             check_dtype,
@@ -429,7 +432,7 @@ class Spec:
         )
 
         op, name = self.public, spec.name
-        dtypes = (self._instead(spec, self._dtype(dtype, call)) for dtype in allowed)
+        dtypes = (self._instead(spec, self._dtype(each, call)) for each in self._allowed(spec, call))
         check_dtype(op, name, tensor.dtype, tuple(dict.fromkeys(dtypes)))
         if spec.shape is not None:
             check_shape(op, name, tensor, spec.shape(call), spec.text(call))

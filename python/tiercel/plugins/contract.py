@@ -143,7 +143,17 @@ class Contract:
             )
             same = ("name", "strided", "optional", "written", "rtol", "atol", "of_sums")
             named = {name: getattr(each, name) for name in (*same, "comes_with")}
-            return TensorSpec(dims=dims, dtypes=each.allowed, **named)
+            dtypes = (*each.allowed, *(each.dtype_with or ())[1:])
+            return TensorSpec(dims=dims, dtypes=dtypes, **named)
+
+        def derive(sizes: dict[str, int], values: dict[str, Any]) -> dict[str, int]:
+            call = declaration.Call(**values)
+            numbers = {word for result in spec.results for word in result.own_dims}
+            computed = (name for name, size in spec.dims.items() if callable(size))
+            return {
+                name: spec.size(name, call, sizes)
+                for name in (*computed, *filter(str.isdigit, numbers))
+            }
 
         def argument(name: str) -> TensorSpec | ScalarSpec:
             each = spec.argument(name)
@@ -161,6 +171,7 @@ class Contract:
                 if isinstance(each, declaration.Tensor) and each.batched
             ),
             "mutates": tuple(each.name for each in spec.tensors if each.written),
+            "derive": derive,
         }
         return cls(family=family, op=spec.public, **(given | more))
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from tiercel.ops.attention.contract import ATTENTION, ATTENTION_VARLEN
 from tiercel.ops.linear.contract import LINEAR_ACT
-from tiercel.ops.moe.contract import FUSED_MOE, MOE_DOWN, MOE_UP
-from tiercel.ops.routing.contract_moe import MOE_ALIGN_BLOCK_SIZE, MOE_SUM, TOPK_SOFTMAX_ALIGN
 from tiercel.plugins.contracts import CONTRACTS
 
 __all__ = [
@@ -117,6 +115,10 @@ FP8_QUANTIZE, NVFP4_DEQUANTIZE, NVFP4_QUANTIZE = (
     CONTRACTS[n] for n in ("fp8_quantize", "nvfp4_dequantize", "nvfp4_quantize")
 )
 NVFP4_GEMV, NVFP4_LINEAR = CONTRACTS["nvfp4_gemv"], CONTRACTS["nvfp4_linear"]
+MOE_ALIGN_BLOCK_SIZE, TOPK_SOFTMAX_ALIGN, MOE_SUM = (
+    CONTRACTS[n] for n in ("moe_align_block_size", "topk_softmax_align", "moe_sum")
+)
+FUSED_MOE, MOE_UP, MOE_DOWN = (CONTRACTS[n] for n in ("fused_moe", "moe_up", "moe_down"))
 
 # Routing: scores [T, E] float32, bfloat16 or float16, any strides; weights [T, k] float32;
 # indices [T, k] of the dtype `indices_dtype`.

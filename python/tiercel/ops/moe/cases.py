@@ -17,7 +17,7 @@ _PARAMS = {"T": None, "E": None, "k": None, "H": None, "I": None}
 
 
 def _invalid(params: Mapping[str, Any]) -> str | None:
-    from tiercel.ops.moe.reference import ACTIVATIONS
+    from tiercel.ops.moe.spec import ACTIVATIONS
 
     sizes = [params[name] for name in (*_PARAMS, *(["bs"] if "bs" in params else []))]
     if not all(isinstance(size, int) and size > 0 for size in sizes):

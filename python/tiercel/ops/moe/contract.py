@@ -5,15 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiercel.plugins.contract import Case, Contract, ScalarSpec, TensorSpec
-
-_16_BIT = ("bfloat16", "float16")
-_WEIGHTS = (*_16_BIT, "float8_e4m3fn")
-_ROUTING = (
-    TensorSpec("sorted_token_ids", ("slots",), ("int32",)),
-    TensorSpec("expert_ids", ("blocks",), ("int32",)),
-    TensorSpec("num_tokens_post_padded", ("1",), ("int32",)),
-)
+from tiercel.ops.moe import spec
+from tiercel.plugins.contract import Case, Contract
 
 
 def _case(
@@ -76,18 +69,10 @@ def _make(case: Case, device: str, seed: int) -> dict[str, Any]:
     return {**values, **case.options, "expert_map": expert_map, **scales}
 
 
-def _scaled(call: Any, x: Any, w_up: Any, w_down: Any, up: Any, down: Any, *rest: Any) -> Any:
-    return call(x, w_up, w_down, *rest, up, down)[0]
-
-
-def _float8(call: Any, *args: Any) -> None:
-    raise NotImplementedError("a registered backend does not take float8_e4m3fn")
-
-
 def _routing(ids: Any, case: Case) -> dict[str, Any]:
     from tiercel.ops.routing.reference import moe_align_block_size
 
-    names = [spec.name for spec in _ROUTING]
+    names = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
     found = moe_align_block_size(ids, case.sizes["block_size"], case.sizes["E"])
     return dict(zip(names, found, strict=True))
 
@@ -110,27 +95,9 @@ def _make_down(case: Case, device: str, seed: int) -> dict[str, Any]:
     }
 
 
-# Roundings to bfloat16, 2**-9 each: between the halves, of each expert's output, of the sum. What
-# cancels in sums has an absolute error, of values of about 1. (Float32 sums of products lose less
-# than 2**-18 of their magnitudes, which are at most 30; float8 has no case here.)
-_TOLERANCE = {"rtol": 1.6e-2, "atol": 1.6e-2}
-
-FUSED_MOE = Contract(
-    family="moe",
-    op="fused_moe",
-    arguments=(
-        TensorSpec("x", ("T", "H"), _16_BIT, strided=True),
-        TensorSpec("w_up", ("E", "2I", "H"), _WEIGHTS, strided=True),
-        TensorSpec("w_down", ("E", "H", "I"), _WEIGHTS, strided=True),
-        TensorSpec("topk_weights", ("T", "k"), ("float32",)),
-        TensorSpec("topk_ids", ("T", "k"), ("int32", "int64")),
-        ScalarSpec("activation", "str"),
-        TensorSpec("expert_map", ("experts",), ("int32",), optional=True),
-        # Of float8 weights; a last dimension of 1 is a factor for all rows of an expert.
-        TensorSpec("w_up_scale", ("E", "2I or 1"), ("float32",), optional=True),
-        TensorSpec("w_down_scale", ("E", "H or 1"), ("float32",), optional=True),
-    ),
-    outputs=(TensorSpec("out", ("T", "H"), ("x",), **_TOLERANCE),),
+FUSED_MOE = Contract.of(
+    "moe",
+    spec.FUSED_MOE,
     cases=(
         _fused(1, 8, 2, 320, 320),
         _fused(17, 6, 3, 384, 328, dtype="float16", act="gelu"),
@@ -142,24 +109,11 @@ FUSED_MOE = Contract(
     ),
     timing={"cpu": _fused(8, 8, 2, 320, 320), "cuda": _fused(16, 64, 8, 2048, 1024)},
     make=_make,
-    variants={
-        "fused_moe": lambda call, *values: call(*values, None, None)[0],
-        "fused_moe_fp8": _scaled,
-    },
 )
 
-MOE_UP = Contract(
-    family="moe",
-    op="moe_up",
-    arguments=(
-        TensorSpec("x", ("T", "H"), _16_BIT, strided=True),
-        TensorSpec("w_up", ("E", "2I", "H"), ("x",), strided=True),
-        *_ROUTING,
-        ScalarSpec("top_k", "int"),
-        ScalarSpec("block_size", "int"),
-        ScalarSpec("activation", "str"),
-    ),
-    outputs=(TensorSpec("out", ("elements", "I"), ("x",), rtol=8e-3, atol=4e-3),),
+MOE_UP = Contract.of(
+    "moe",
+    spec.MOE_UP.without("x_scale", "w_up_scale"),
     cases=(
         _up(1, 8, 2, 320, 320, 64),
         _up(17, 6, 3, 384, 328, 64, dtype="float16", act="gelu"),
@@ -169,24 +123,11 @@ MOE_UP = Contract(
     ),
     timing={"cpu": _up(8, 8, 2, 320, 320, 64), "cuda": _up(16, 64, 8, 2048, 1024, 64)},
     make=_make_up,
-    derive=lambda sizes, values: {
-        "elements": sizes["T"] * sizes["top_k"],
-        "I": sizes["2I"] // 2,
-    },
-    variants={"moe_up": lambda call, *values: call(*values)[0], "moe_up_fp8": _float8},
 )
 
-MOE_DOWN = Contract(
-    family="moe",
-    op="moe_down",
-    arguments=(
-        TensorSpec("x", ("elements", "I"), _16_BIT, strided=True),
-        TensorSpec("w_down", ("E", "H", "I"), ("x",), strided=True),
-        TensorSpec("topk_weights", ("elements",), ("float32",)),
-        *_ROUTING,
-        ScalarSpec("block_size", "int"),
-    ),
-    outputs=(TensorSpec("out", ("elements", "H"), ("x",), rtol=8e-3, atol=4e-3),),
+MOE_DOWN = Contract.of(
+    "moe",
+    spec.MOE_DOWN.without("x_scale", "w_down_scale"),
     cases=(
         _down(1, 8, 320, 320, 64),
         _down(51, 6, 384, 328, 64, dtype="float16"),
@@ -196,7 +137,6 @@ MOE_DOWN = Contract(
     ),
     timing={"cpu": _down(16, 8, 320, 320, 64), "cuda": _down(128, 64, 2048, 1024, 64)},
     make=_make_down,
-    variants={"moe_down": lambda call, *values: call(*values)[0], "moe_down_fp8": _float8},
 )
 
 
@@ -222,15 +162,9 @@ def _make_groups(case: Case, device: str, seed: int) -> dict[str, Any]:
     }
 
 
-GROUPED_GEMM = Contract(
-    family="moe",
-    op="grouped_gemm",
-    arguments=(
-        TensorSpec("x", ("M", "K"), _16_BIT, strided=True),
-        TensorSpec("w", ("E", "N", "K"), ("x",), strided=True),
-        TensorSpec("offsets", ("E + 1",), ("int32", "int64")),
-    ),
-    outputs=(TensorSpec("out", ("M", "N"), ("x",), rtol=8e-3, atol=4e-3),),
+GROUPED_GEMM = Contract.of(
+    "moe",
+    spec.GROUPED_GEMM,
     cases=(
         _groups(300, 4, 136, 200),
         _groups(40, 8, 64, 72, dtype="float16"),
@@ -239,7 +173,6 @@ GROUPED_GEMM = Contract(
     ),
     timing={"cpu": _groups(64, 4, 128, 128), "cuda": _groups(8192, 64, 2048, 2048)},
     make=_make_groups,
-    variants={"grouped_gemm": lambda call, *values: call(*values)[0]},
 )
 
 CONTRACTS = (FUSED_MOE, GROUPED_GEMM, MOE_DOWN, MOE_UP)

@@ -9,124 +9,69 @@ import torch
 from torch import Tensor
 
 from tiercel import _C
-from tiercel._op import Backend, Op
-from tiercel.core.checks import (
-    check_contiguous,
-    check_dtype,
-    check_rank,
-    check_same_device,
-    check_shape,
-)
+from tiercel.core.eager import empty
 from tiercel.core.index_checks import Index, places
-from tiercel.core.platform import Reason
+from tiercel.core.op import Op, Python
+from tiercel.core.spec import Call
 from tiercel.ops.moe import reference as ref
-from tiercel.ops.moe import single_launch
-from tiercel.ops.moe.choice import FEW, Choice, choose, routed_by_kernels
-from tiercel.ops.moe.halves import (
-    DTYPES,
-    INDEX,
-    NO_IDS,
-    NO_SCALES,
-    block_scaled,
-    check_activation,
-    check_weights_scale,
-    empty_routing,
-    of_rows,
-    reason_of,
-)
-from tiercel.ops.quant.op import empty_quantized as quantize_outputs
-from tiercel.ops.quant.op import quantize_overlapped, quantize_plan
-from tiercel.ops.routing.align import align_for_products, align_plan
+from tiercel.ops.moe import spec
+from tiercel.ops.moe.halves import ACTIVATION_INDEX, rows_scale
+from tiercel.ops.moe.tiling import SINGLE_LAUNCH, MoeTiles, choose, routed_by_kernels
+from tiercel.ops.quant import reference as quant
+from tiercel.ops.routing.align import align_for_products, empty_lists, fill_lists
 
 __all__ = ["fused_moe"]
 
-_NAME = "fused_moe"
+GRANULARITIES = tuple(quant.GRANULARITIES)
+_E4M3 = torch.float8_e4m3fn
+
+Weights = tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 
 
-def _check(
-    x: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    activation: str,
-    expert_map: Tensor | None,
-    backend: str | None,
-) -> None:
-    check_rank(_NAME, "x", x, 2)
-    check_dtype(_NAME, "x", x.dtype, DTYPES)
-    _check_rest(x, w_up, w_down, topk_weights, topk_ids, activation, expert_map, x.dtype)
+def _single_launch_arguments(
+    x: Tensor, weights: Weights, topk_weights: Tensor, topk_ids: Tensor, activation: str
+) -> tuple[Any, ...]:
+    """Those of the native function; the result is the last but one."""
+    (w_up, up_scale), (w_down, down_scale) = weights
+    out, index = x.new_empty(x.shape), ACTIVATION_INDEX[activation]
+    return (x, w_up, w_down, up_scale, down_scale, topk_weights, topk_ids, out, index)
 
 
-def _check_rest(
-    x: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    activation: str,
-    expert_map: Tensor | None,
-    of_weights: torch.dtype,
-) -> None:
-    for name, tensor, rank in (("w_up", w_up, 3), ("w_down", w_down, 3)):
-        check_rank(_NAME, name, tensor, rank)
-        check_dtype(_NAME, name, tensor.dtype, (of_weights,))
-    tokens, hidden = x.shape
-    experts, _, inner = w_down.shape
-    check_shape(_NAME, "w_up", w_up, (experts, 2 * inner, hidden), "[E, 2 * I, H]")
-    check_shape(_NAME, "w_down", w_down, (experts, hidden, inner), "[E, H, I]")
-    check_rank(_NAME, "topk_ids", topk_ids, 2)
-    check_dtype(_NAME, "topk_ids", topk_ids.dtype, (torch.int32, torch.int64))
-    k = topk_ids.shape[1]
-    check_shape(_NAME, "topk_ids", topk_ids, (tokens, k), "[T, k]")
-    check_dtype(_NAME, "topk_weights", topk_weights.dtype, (torch.float32,))
-    check_shape(_NAME, "topk_weights", topk_weights, (tokens, k), "[T, k]")
-    for name, tensor in (("topk_weights", topk_weights), ("topk_ids", topk_ids)):
-        check_contiguous(_NAME, name, tensor)
-    named = {"w_up": w_up, "w_down": w_down, "topk_weights": topk_weights, "topk_ids": topk_ids}
-    if expert_map is not None:
-        check_rank(_NAME, "expert_map", expert_map, 1)
-        check_dtype(_NAME, "expert_map", expert_map.dtype, (torch.int32,))
-        check_contiguous(_NAME, "expert_map", expert_map)
-        named["expert_map"] = expert_map
-    for name, tensor in named.items():
-        check_same_device(_NAME, name, tensor, "x", x)
-    check_activation(_NAME, activation)
+def run_single_launch(*given: Any) -> Tensor:
+    """Few tokens with float8 weights, in one launch whose blocks wait for each other.
+
+    Raises NotImplementedError, and launches nothing, where the kernel does not take these.
+    """
+    arguments = _single_launch_arguments(*given)
+    _C.fused_moe_few_tokens(*arguments)
+    return arguments[-2]  # type: ignore[no-any-return]
 
 
-def _indices(w: Tensor, topk_ids: Tensor, expert_map: Tensor | None) -> list[Index]:
-    everywhere = w.shape[0] if expert_map is None else expert_map.shape[0]
-    return [places("topk_ids", topk_ids, everywhere), places("expert_map", expert_map, w.shape[0])]
-
-
-def _sm90(
-    x: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    activation: str,
-    expert_map: Tensor | None,
-    backend: str | None,
-) -> Tensor:
-    weights = ((w_up, None), (w_down, None))
-    return run(x, weights, topk_weights, topk_ids, activation, expert_map)
+def single_launch_plan(*given: Any) -> dict[str, Any]:
+    return dict(_C.fused_moe_few_tokens_plan(*_single_launch_arguments(*given)))
 
 
 def _in_order(block: int, down_scale: Tensor | None) -> bool:
-    """Whether rows between the halves are in the routing's order. Those of one scale are not: the
+    """True if rows between the halves are in the routing's order. Those of one scale are not: the
     padding's, quantised and read too, would cost more than the copy engine saves."""
-    return block == 128 and (down_scale is None or block_scaled(down_scale))
+    return block == 128 and (down_scale is None or spec.block_scaled(down_scale))
 
 
 def _quantizes(block: int, up_scale: Tensor | None, down_scale: Tensor | None) -> bool:
-    """Whether moe_up's rows are quantised as they are stored: its tiles have their scales whole."""
-    return block == 128 and block_scaled(up_scale) and block_scaled(down_scale)
+    """True if moe_up's rows are quantised as they are stored: its tiles have their scales whole."""
+    return block == 128 and spec.block_scaled(up_scale) and spec.block_scaled(down_scale)
 
 
-def _granularity(scale: Tensor) -> str:
-    """Of a product's rows, by the scales of its weights."""
-    return "1x128" if block_scaled(scale) else "row"
+def _granularity(w_scale: Tensor) -> int:
+    """The index in Fp8Granularity for a product's rows, by the scales of its weights."""
+    return GRANULARITIES.index("1x128" if spec.block_scaled(w_scale) else "row")
+
+
+def _empty_quantized(x: Tensor, w_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of `x` in float8 and their scales, as the weights' scales ask for."""
+    rows, columns = x.shape
+    groups = -(-columns // 128) if spec.block_scaled(w_scale) else 1
+    return empty(x, (rows, columns), _E4M3), empty(x, (rows, groups), torch.float32)
 
 
 def run(
@@ -136,7 +81,7 @@ def run(
     topk_ids: Tensor,
     activation: str,
     expert_map: Tensor | None,
-    choice: Choice | None = None,
+    choice: MoeTiles | None = None,
 ) -> Tensor:
     """The kernels one after the other, or the one that does it all; `choice` is the tuner's."""
     (w_up, up_scale), (w_down, down_scale) = weights
@@ -144,71 +89,86 @@ def run(
     k = topk_ids.shape[1]
     elements, experts = tokens * k, w_down.shape[0]
     if choice is None:
-        in_blocks = block_scaled(up_scale) or block_scaled(down_scale)
+        in_blocks = spec.block_scaled(up_scale) or spec.block_scaled(down_scale)
         choice = choose(w_down, topk_ids, expert_map, in_blocks)
-        if choice is FEW:
+        if choice is SINGLE_LAUNCH:
             try:
-                return single_launch.run(x, weights, topk_weights, topk_ids, activation)
+                return run_single_launch(x, weights, topk_weights, topk_ids, activation)
             except NotImplementedError:  # of these strides, or on a share of a GPU
-                choice = choose(w_down, topk_ids, expert_map, in_blocks, one_launch=False)
-    if choice is FEW:
-        return single_launch.run(x, weights, topk_weights, topk_ids, activation)
+                choice = choose(w_down, topk_ids, expert_map, in_blocks, allow_single_launch=False)
+    if choice is SINGLE_LAUNCH:
+        return run_single_launch(x, weights, topk_weights, topk_ids, activation)
     block, up, down = choice
-    everywhere = experts if expert_map is None else expert_map.shape[0]
+    global_experts = experts if expert_map is None else expert_map.shape[0]
     by_kernels = routed_by_kernels(elements, experts, block, expert_map)
     rows, scale = x, None
     if up_scale is not None:
         # Memory that the routing's kernels do not work in: they may still run when it is written.
-        rows, scale = quantize_outputs(x, _granularity(up_scale))
+        rows, scale = _empty_quantized(x, up_scale)
     counters = None  # of tiles that blocks of threads take
     if by_kernels and up_scale is not None:
         counters = x.new_empty(4, dtype=torch.int32)
     routing: tuple[Tensor | None, ...] = (None, None, counters)
-    of_up: tuple[Tensor | None, int] = (topk_ids, experts)
+    up_ids: tuple[Tensor | None, int] = (topk_ids, experts)
     if not by_kernels:
-        routing = align_for_products(topk_ids, block, everywhere, expert_map)
-        of_up = NO_IDS
+        routing = align_for_products(topk_ids, block, global_experts, expert_map)
+        up_ids = (None, 0)
     if up_scale is not None:
-        granularity = _granularity(up_scale)
-        quantize_overlapped(x, (rows, scale), granularity, not by_kernels, False, counters)
-        scale = of_rows(scale, up_scale)
+        index = _granularity(up_scale)
+        _C.fp8_quantize_between(x, rows, scale, counters, index, not by_kernels, False)
+        scale = rows_scale(scale, up_scale)
     # Ids that are no expert's are in no block: with them at hand, `down` zeroes their rows.
-    named = (topk_ids, everywhere)
+    down_ids = (topk_ids, global_experts)
     # In the routing's order, `down` has a block's rows one below the other.
-    between = elements
+    intermediate_rows = elements
     if _in_order(block, down_scale):
         assert routing[0] is not None
-        of_up, between = named, routing[0].shape[0]
+        up_ids, intermediate_rows = down_ids, routing[0].shape[0]
     inner_scale = None
     if quantizes := _quantizes(block, up_scale, down_scale):
-        inner = x.new_empty((between, w_down.shape[2]), dtype=w_down.dtype)
+        inner = x.new_empty((intermediate_rows, w_down.shape[2]), dtype=w_down.dtype)
         groups = -(-w_down.shape[2] // 128)
-        inner_scale = x.new_empty((between, groups), dtype=torch.float32)
+        inner_scale = x.new_empty((intermediate_rows, groups), dtype=torch.float32)
     else:
-        inner = x.new_empty((between, w_down.shape[2]))
+        inner = x.new_empty((intermediate_rows, w_down.shape[2]))
     outer = x.new_empty((elements, hidden))
     out = x.new_empty((tokens, hidden))
-    factors = (None, inner, block, INDEX[activation], *of_up, scale, up_scale, up, inner_scale)
-    _C.moe_up(rows, w_up, *routing, *factors)
+    native_arguments = (
+        None,
+        inner,
+        block,
+        ACTIVATION_INDEX[activation],
+        *up_ids,
+        scale,
+        up_scale,
+        up,
+        inner_scale,
+    )
+    _C.moe_up(rows, w_up, *routing, *native_arguments)
     rows, scale = inner, inner_scale
     if down_scale is not None and not quantizes:
-        rows, scale = quantize_outputs(inner, _granularity(down_scale))
+        rows, scale = _empty_quantized(inner, down_scale)
         # The next launch begins with weights, but where it takes rows in the routing's order.
-        quantize_overlapped(inner, (rows, scale), _granularity(down_scale), False, True)
-        scale = of_rows(scale, down_scale)
+        _C.fp8_quantize_between(inner, rows, scale, None, _granularity(down_scale), False, True)
+        scale = rows_scale(scale, down_scale)
         if _in_order(block, down_scale):  # without counters: nobody counts what is quantised
             assert routing[2] is not None
             routing = (*routing[:2], routing[2][:1])
-    factors = (topk_weights.view(-1), outer, block, 0, *named, scale, down_scale, down)
-    _C.moe_down(rows, w_down, *routing, *factors)
+    native_arguments = (topk_weights.view(-1), outer, block, 0, *down_ids, scale, down_scale, down)
+    _C.moe_down(rows, w_down, *routing, *native_arguments)
     _C.moe_sum(outer.view(tokens, k, hidden), None, out)
     return out
 
 
-def _plan(
-    x: Tensor, w_up: Tensor, w_down: Tensor, topk_weights: Tensor, topk_ids: Tensor, *rest: Any
-) -> dict[str, Any]:
-    return _plan_of(x, (w_up, None), (w_down, None), topk_weights, topk_ids, rest[1])
+def _check_routing(topk_ids: Tensor, block: int, experts: int, expert_map: Tensor | None) -> None:
+    lists = empty_lists(topk_ids, topk_ids.numel(), experts, block)
+    native = _C.moe_align_block_size_plan
+    fill_lists(topk_ids, lists, block, experts, expert_map, native=native)
+
+
+def _check_quantize(rows: Tensor, w_scale: Tensor) -> None:
+    q, scale = _empty_quantized(rows, w_scale)
+    _C.fp8_quantize_plan(rows, q, scale, None, _granularity(w_scale))
 
 
 def _plan_of(
@@ -221,137 +181,93 @@ def _plan_of(
 ) -> dict[str, Any]:
     (w_up, up_scale), (w_down, down_scale) = up, down
     elements, experts = topk_ids.numel(), w_down.shape[0]
-    in_blocks = block_scaled(up_scale) or block_scaled(down_scale)
+    in_blocks = spec.block_scaled(up_scale) or spec.block_scaled(down_scale)
     choice = choose(w_down, topk_ids, expert_map, in_blocks)
-    if choice is FEW:
+    if choice is SINGLE_LAUNCH:
         try:
-            return single_launch.plan(x, (up, down), topk_weights, topk_ids, "silu")
+            return single_launch_plan(x, (up, down), topk_weights, topk_ids, "silu")
         except NotImplementedError:
-            choice = choose(w_down, topk_ids, expert_map, in_blocks, one_launch=False)
+            choice = choose(w_down, topk_ids, expert_map, in_blocks, allow_single_launch=False)
     block, *tiles = choice
-    everywhere = experts if expert_map is None else expert_map.shape[0]
+    global_experts = experts if expert_map is None else expert_map.shape[0]
     # It has to take so many experts.
-    align_plan(topk_ids[:0], block, everywhere, expert_map, False, False, None)
+    _check_routing(topk_ids[:0], block, global_experts, expert_map)
     routing: tuple[Tensor | None, ...] = (None, None, None)
     ids: tuple[Tensor | None, int] = (topk_ids, experts)
-    between = elements
+    intermediate_rows = elements
     if not routed_by_kernels(elements, experts, block, expert_map):
-        lists = empty_routing(x, elements, experts, block)
-        routing, ids = lists, NO_IDS
+        lists = empty_lists(x, elements, experts, block)
+        routing, ids = lists, (None, 0)
         if _in_order(block, down_scale):
-            ids, between = (topk_ids, everywhere), lists[0].shape[0]
-    inner, outer = x.new_empty((between, w_down.shape[2])), x.new_empty((elements, x.shape[1]))
+            ids, intermediate_rows = (topk_ids, global_experts), lists[0].shape[0]
+    inner, outer = (
+        x.new_empty((intermediate_rows, w_down.shape[2])),
+        x.new_empty((elements, x.shape[1])),
+    )
     made = []
     for rows, w, scale, factors, out, plan, tile in (
         (x, w_up, up_scale, None, inner, _C.moe_up_plan, tiles[0]),
         (inner, w_down, down_scale, topk_weights.view(-1), outer, _C.moe_down_plan, tiles[1]),
     ):
-        scales: tuple[Tensor | None, Tensor | None] = NO_SCALES
+        scales: tuple[Tensor | None, Tensor | None] = (None, None)
         if scale is not None:
-            quantize_plan(rows[:2], _granularity(scale))  # it has to take these rows
-            rows, factor = quantize_outputs(rows, _granularity(scale))
-            scales = (of_rows(factor, scale), scale)
+            _check_quantize(rows[:2], scale)
+            rows, factor = _empty_quantized(rows, scale)
+            scales = (rows_scale(factor, scale), scale)
         rest = (factors, out, block, 0, *ids, *scales, tile)
         made.append(dict(plan(rows, w, *routing, *rest)))
     return {"kernel": made[0]["kernel"], "block_size": block, "up": made[0], "down": made[1]}
 
 
-def _why_not(x: Tensor, *args: Any) -> Reason | None:
-    return reason_of(lambda: _plan(x, *args), x)
+def _plan(call: Call) -> dict[str, Any]:
+    weights = ((call.w_up, call.w_up_scale), (call.w_down, call.w_down_scale))
+    return _plan_of(call.x, *weights, call.topk_weights, call.topk_ids, call.expert_map)
 
 
-def _reference(*args: Any) -> Tensor:
-    *tensors, activation, expert_map, _ = args
-    return ref.fused_moe(*tensors, activation=activation, expert_map=expert_map)
-
-
-_CUTE = ("grouped products, rows gathered by the routing, weights streamed once", "cute")
-
-_OP = Op(
-    _NAME,
-    "(Tensor x, Tensor w_up, Tensor w_down, Tensor topk_weights, Tensor topk_ids,"
-    " str activation='silu', Tensor? expert_map=None, str? backend=None) -> Tensor",
-    check=_check,
-    fake=lambda x, *args: torch.empty(x.shape, dtype=x.dtype, device=x.device),
-    sm90=Backend(
-        "sm90",
-        _sm90,
-        *_CUTE,
-        why_not=_why_not,
-    ),
-    ref=Backend("ref", _reference, "a loop over experts", "torch"),
-    describe=_plan,
-    load=_C.moe_load,
-    indices=lambda *args: _indices(args[1], args[4], args[6]),
-)
-
-
-def _check_fp8(
+def _run(
     x: Tensor,
     w_up: Tensor,
     w_down: Tensor,
-    w_up_scale: Tensor,
-    w_down_scale: Tensor,
     topk_weights: Tensor,
     topk_ids: Tensor,
     activation: str,
     expert_map: Tensor | None,
-    backend: str | None,
-) -> None:
-    check_rank(_NAME, "x", x, 2)
-    check_dtype(_NAME, "x", x.dtype, (torch.bfloat16,))
-    rest = (topk_weights, topk_ids, activation, expert_map)
-    _check_rest(x, w_up, w_down, *rest, torch.float8_e4m3fn)
-    for name, scale, w in (
-        ("w_up_scale", w_up_scale, w_up),
-        ("w_down_scale", w_down_scale, w_down),
-    ):
-        check_weights_scale(_NAME, name, scale, w, x)
+    w_up_scale: Tensor | None,
+    w_down_scale: Tensor | None,
+) -> Tensor:
+    if (w_up_scale is None) != (w_down_scale is None):
+        raise ValueError("one scale is missing")  # the check has the public text
+    weights = ((w_up, w_up_scale), (w_down, w_down_scale))
+    return run(x, weights, topk_weights, topk_ids, activation, expert_map)
 
 
-def _fp8_plan(x: Tensor, w_up: Tensor, w_down: Tensor, *rest: Any) -> dict[str, Any]:
-    up_scale, down_scale, topk_weights, topk_ids, _, expert_map, *_ = rest
-    weights = ((w_up, up_scale), (w_down, down_scale))
-    return _plan_of(x, *weights, topk_weights, topk_ids, expert_map)
+def _indices(call: Call) -> list[Index]:
+    experts = call.w_up.shape[0]
+    global_experts = experts if call.expert_map is None else call.expert_map.shape[0]
+    return [
+        places("topk_ids", call.topk_ids, global_experts),
+        places("expert_map", call.expert_map, experts),
+    ]
 
 
-def _run_fp8(x: Tensor, w_up: Tensor, w_down: Tensor, *rest: Any) -> Tensor:
-    up_scale, down_scale, *more, _ = rest
-    return run(x, ((w_up, up_scale), (w_down, down_scale)), *more)
-
-
-def _fp8_reference(*args: Any) -> Tensor:
-    x, w_up, w_down, up_scale, down_scale, weights, ids, activation, expert_map, _ = args
-    return ref.fused_moe(
-        *(x, w_up, w_down, weights, ids),
-        activation=activation,
-        expert_map=expert_map,
-        w_up_scale=up_scale,
-        w_down_scale=down_scale,
-    )
-
-
-_FP8_OP = Op(
-    f"{_NAME}_fp8",
-    "(Tensor x, Tensor w_up, Tensor w_down, Tensor w_up_scale, Tensor w_down_scale,"
-    " Tensor topk_weights, Tensor topk_ids, str activation='silu', Tensor? expert_map=None,"
-    " str? backend=None) -> Tensor",
-    check=_check_fp8,
-    fake=lambda x, *args: torch.empty(x.shape, dtype=x.dtype, device=x.device),
-    sm90=Backend(
-        "sm90",
-        _run_fp8,
-        *_CUTE,
-        why_not=lambda *args: reason_of(lambda: _fp8_plan(*args), args[0]),
+_FUSED_MOE = Op(
+    spec.FUSED_MOE,
+    sm90=Python(
+        _run,
+        _plan,
+        "grouped products, rows gathered by the routing, weights streamed once",
+        language="cute",
+        load=_C.moe_load,
+        positional=True,
     ),
-    ref=Backend("ref", _fp8_reference, "a loop over experts", "torch"),
-    describe=_fp8_plan,
-    family=_NAME,
-    indices=lambda *args: _indices(args[1], args[6], args[8]),
+    reference=lambda call: ref.fused_moe(**call.__dict__),
+    method="a loop over experts",
+    indices=_indices,
+    out=False,
 )
 
 
-@_OP.export
+@_FUSED_MOE.export
 def fused_moe(
     x: Tensor,
     w_up: Tensor,
@@ -413,12 +329,6 @@ def fused_moe(
         >>> weights, experts = tiercel.topk_softmax(router(x), 8, renormalize=True)
         >>> y = tiercel.fused_moe(x, w_up, w_down, weights, experts)
     """
-    rest = (topk_weights, topk_ids, activation, expert_map, backend)
-    if w_up_scale is None and w_down_scale is None:
-        plain: Tensor = _OP(x, w_up, w_down, *rest)
-        return plain
-    if w_up_scale is None or w_down_scale is None:
-        missing = "w_up_scale" if w_up_scale is None else "w_down_scale"
-        raise ValueError(f"{_NAME}: `{missing}` must be given where the other scale is, got None")
-    result: Tensor = _FP8_OP(x, w_up, w_down, w_up_scale, w_down_scale, *rest)
+    options = (activation, expert_map, w_up_scale, w_down_scale, backend)
+    result: Tensor = _FUSED_MOE.pick()(x, w_up, w_down, topk_weights, topk_ids, *options)
     return result

@@ -13,8 +13,6 @@ from torch.nn import functional
 
 from tiercel.ops.quant.reference import fp8_quantize
 
-ACTIVATIONS = ("silu", "gelu", "relu", "gelu_residual")
-
 
 def _activate(sums: Tensor, activation: str) -> Tensor:
     a, b = sums.chunk(2, dim=-1)

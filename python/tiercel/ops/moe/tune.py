@@ -7,8 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tiercel.ops.moe.few_tokens import fits_one_launch
-from tiercel.ops.moe.tiles import tiles
+from tiercel.ops.moe.tiling import fits_single_launch, from_config, tiles
 from tiercel.workbench.tune.hardware import Needs
 from tiercel.workbench.tune.ops import Tunable
 from tiercel.workbench.tune.problem import Candidate, Problem
@@ -26,7 +25,7 @@ _MOST_OF_64, _LEAST_OF_128 = 128, 8
 
 def candidates(problem: Problem, tokens: int, quick: bool, compiled: bool) -> list[Candidate]:
     each = tokens * problem["k"] / problem["E"]
-    one_launch = fits_one_launch(tokens, problem["k"], problem["H"], problem["I"])
+    one_launch = fits_single_launch(tokens, problem["k"], problem["H"], problem["I"])
     found: list[Candidate] = []
     if problem.dtype == "float8_e4m3fn" and one_launch:
         found.append(dict(_ONE_LAUNCH))
@@ -91,10 +90,9 @@ def _case(problem: Problem, tokens: int) -> Any:
 
 
 def _launch(problem: Problem, candidate: Candidate | None) -> Callable[[Any, Any], Any]:
-    from tiercel.ops.moe.choice import of_config
     from tiercel.ops.moe.fused import run
 
-    choice = None if candidate is None else of_config(tuple(candidate.values()))
+    choice = None if candidate is None else from_config(tuple(candidate.values()))
 
     def launch(inputs: Any, out: Any) -> Any:
         x, w_up, w_down, weights, ids, *scales = inputs.values()

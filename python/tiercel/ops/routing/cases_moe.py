@@ -22,7 +22,7 @@ def _positive(params: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
 
 def slots_of(case: Any) -> int:
     """The slots that vLLM's wrapper allocates, too."""
-    from tiercel.ops.routing.align import slots_for
+    from tiercel.ops.routing.spec import slots_for
 
     return slots_for(case["T"] * case["k"], case["E"], case["bs"])
 

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fused_moe's work is cut up: as was tuned for the problem, or by a heuristic."""
+"""The block size and tiles of fused_moe: tuned for the problem, or by a heuristic. Needs no torch:
+the tuner reads it, too."""
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
-
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from tiercel import _C
-from tiercel.ops.moe.few_tokens import fits_one_launch
-from tiercel.ops.moe.tiles import tiles
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-class Choice(NamedTuple):
+class MoeTiles(NamedTuple):
     """Slots of a routing block; rows of weights a tile and blocks a cluster of each half, None for
     the launcher's own."""
 
@@ -23,17 +23,39 @@ class Choice(NamedTuple):
     down: tuple[int, int] | None
 
 
-# Not in blocks: all in one launch, for few tokens and float8 weights.
-FEW = Choice(0, None, None)
-_FEW_BYTES = 300_000_000  # of weights: beyond, what a launch costs is little beside them
+# Everything in one launch, without blocks: for few tokens and float8 weights.
+SINGLE_LAUNCH = MoeTiles(0, None, None)
+_SINGLE_LAUNCH_BYTES = 300_000_000  # of weights: beyond, what a launch costs is little beside them
 
 
-def suits_one_launch(tokens: int, k: int, w_down: Tensor) -> bool:
-    """Whether launches one after the other would be much of the time, and one takes these sizes."""
-    experts, hidden, inner = w_down.shape
-    if w_down.element_size() > 1 or not fits_one_launch(tokens, k, hidden, inner):
+_MOST_TOKENS = 4  # beyond, kernels that several tokens share weights in are faster
+_MOST_IDS = 32  # kFewIds of few_tokens_kernels.h: T * k
+_ROOM = 200_000  # bytes of shared memory, for the ring and the rows it is multiplied with
+
+
+def fits_single_launch(tokens: int, k: int, hidden: int, inner: int) -> bool:
+    """For float8 weights. The launcher (kernels/moe/few_tokens.cc) knows exactly; this errs to
+    False."""
+    if tokens > _MOST_TOKENS or not 0 < tokens * k <= _MOST_IDS or hidden % 128 or inner % 128:
         return False
-    return min(tokens * k, experts) * 3 * hidden * inner <= _FEW_BYTES
+    ring = 8 * max(8 * hidden, 16 * inner)  # a unit for each group of warps, at least
+    return ring + tokens * max(hidden, k * inner) <= _ROOM
+
+
+def tiles(block: int, half: str, dtype: str) -> tuple[tuple[int, int], ...]:
+    """(tile, cluster) of the kernels that there are: those of kernels/moe/moe_cute.py."""
+    if block == 64:
+        wide_only = half == "up" and dtype == "float8_e4m3fn"
+        return ((128, 1),) if wide_only else ((128, 1), (64, 1))
+    return ((256, 1),)
+
+
+def prefers_single_launch(tokens: int, k: int, w_down: Tensor) -> bool:
+    """True if several launches would be much of the time, and one takes these sizes."""
+    experts, hidden, inner = w_down.shape
+    if w_down.element_size() > 1 or not fits_single_launch(tokens, k, hidden, inner):
+        return False
+    return min(tokens * k, experts) * 3 * hidden * inner <= _SINGLE_LAUNCH_BYTES
 
 
 def block_size(elements: int, experts: int) -> int:
@@ -47,7 +69,7 @@ _ROUTED_IDS, _ROUTED_EXPERTS = 1024, 512
 
 
 def routed_by_kernels(elements: int, experts: int, block: int, expert_map: Tensor | None) -> bool:
-    """Whether each block of threads sorts all ids by itself, instead of a launch before."""
+    """True if each block of threads sorts all ids by itself, instead of a launch before."""
     few = elements <= _ROUTED_IDS and experts <= _ROUTED_EXPERTS
     return few and block == 64 and expert_map is None
 
@@ -73,24 +95,24 @@ def heuristic(
     hidden: int,
     inner: int,
     float8: bool = False,
-) -> Choice:
+) -> MoeTiles:
     elements = tokens * k
     block = block_size(elements, experts)
     if block == 128:
-        return Choice(block, None, None)
+        return MoeTiles(block, None, None)
     if float8:  # whose tiles of weights have half of the bytes; measured
-        return Choice(block, (128, 1), (128, 1))
+        return MoeTiles(block, (128, 1), (128, 1))
     # Experts that tokens come to, where all are as likely: a block each.
     active = experts * (1 - (1 - min(k / max(experts, 1), 1)) ** tokens)
-    return Choice(block, *(_tile(active, n) for n in (inner / 32, hidden / 64)))
+    return MoeTiles(block, *(_tile(active, n) for n in (inner / 32, hidden / 64)))
 
 
-def of_config(config: tuple[int, ...]) -> Choice:
-    """Of a configuration's fields, in the order of tuned.OPS."""
+def from_config(config: tuple[int, ...]) -> MoeTiles:
+    """From a configuration's fields, in the order of tuned.OPS."""
     block, up_tile, up_cluster, down_tile, down_cluster = config
     if block == 0:
-        return FEW
-    return Choice(block, (up_tile, up_cluster), (down_tile, down_cluster))
+        return SINGLE_LAUNCH
+    return MoeTiles(block, (up_tile, up_cluster), (down_tile, down_cluster))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -110,25 +132,25 @@ def choose(
     topk_ids: Tensor,
     expert_map: Tensor | None,
     block_scaled: bool,
-    one_launch: bool = True,
-) -> Choice:
-    """`one_launch`: FEW is a choice."""
+    allow_single_launch: bool = True,
+) -> MoeTiles:
+    """`allow_single_launch`: SINGLE_LAUNCH is a choice."""
     tokens, k = topk_ids.shape
     experts, hidden, inner = w_down.shape
     float8 = w_down.element_size() == 1
     if expert_map is not None:  # how many tokens come to these experts is another question
-        return Choice(block_size(tokens * k, experts), None, None)
+        return MoeTiles(block_size(tokens * k, experts), None, None)
     device, dtype = w_down.get_device(), str(w_down.dtype).removeprefix("torch.")
     sizes = (experts, k, hidden, inner)
     if not block_scaled:  # whose kernels are others
         config = _C.fused_moe_config(device, (dtype, *sizes), tokens)
         if config is not None and not has_kernels(config, dtype):  # a file may say anything
             config = None
-        choice = None if config is None else of_config(config)
+        choice = None if config is None else from_config(config)
         # Tuned for another number of tokens, a single launch may not take these.
-        fits = one_launch and float8 and fits_one_launch(tokens, k, hidden, inner)
-        if choice is not None and (choice is not FEW or fits):
+        fits = allow_single_launch and float8 and fits_single_launch(tokens, k, hidden, inner)
+        if choice is not None and (choice is not SINGLE_LAUNCH or fits):
             return choice
-    if one_launch and suits_one_launch(tokens, k, w_down):
-        return FEW
+    if allow_single_launch and prefers_single_launch(tokens, k, w_down):
+        return SINGLE_LAUNCH
     return heuristic(tokens, k, experts, hidden, inner, float8)

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The declarations of the mixture-of-experts ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tiercel.core.spec import HALVES, INDICES, Call, Int, Spec, Str, Tensor
+
+FLOAT8 = "float8_e4m3fn"
+# In the order of MoeActivation in moe_mlp.h.
+ACTIVATIONS = ("silu", "gelu", "relu", "gelu_residual")
+
+
+def block_scaled(scale: Any) -> bool:
+    """True if weights have a scale per 128x128 values; otherwise it is per row or per expert."""
+    return scale is not None and scale.ndim == 3
+
+
+def _check_weights_scale(op: str, name: str, scale: Any, w: Any) -> None:
+    from tiercel.core.checks import check_rank, check_shape
+
+    if block_scaled(scale):
+        blocks = tuple(-(-size // 128) for size in w.shape[1:])
+        per_block = "[E, rows / 128, columns / 128]"
+        check_shape(op, name, scale, (w.shape[0], *blocks), per_block)
+    else:
+        check_rank(op, name, scale, 2)
+        columns = 1 if scale.shape[1] == 1 else w.shape[1]
+        check_shape(op, name, scale, (w.shape[0], columns), "[E, rows] or [E, 1]")
+
+
+def _check_half_scales(op: str, call: Call, w_name: str) -> None:
+    from tiercel.core.checks import check_rank, check_shape
+
+    x, scale, w_scale = call.x, call.x_scale, getattr(call, f"{w_name}_scale")
+    if scale is None:
+        return
+    _check_weights_scale(op, f"{w_name}_scale", w_scale, getattr(call, w_name))
+    check_rank(op, "x_scale", scale, 2)
+    if block_scaled(w_scale):
+        sizes = (x.shape[0], -(-x.shape[1] // 128))
+        check_shape(op, "x_scale", scale, sizes, "[rows of x, columns / 128]")
+    else:
+        sizes = (1 if scale.shape[0] == 1 else x.shape[0], 1)
+        check_shape(op, "x_scale", scale, sizes, "[rows of x, 1] or [1, 1]")
+
+
+def _check_fused(call: Call) -> None:
+    for name in ("w_up", "w_down"):
+        scale = getattr(call, f"{name}_scale")
+        if scale is not None:
+            _check_weights_scale("fused_moe", f"{name}_scale", scale, getattr(call, name))
+
+
+def _check_up(call: Call) -> None:
+    if call.w_up.shape[1] % 2:
+        raise ValueError(
+            f"moe_up: `w_up` must have two halves of rows, got {list(call.w_up.shape)}"
+        )
+    _check_half_scales("moe_up", call, "w_up")
+
+
+def _check_down(call: Call) -> None:
+    _check_half_scales("moe_down", call, "w_down")
+
+
+def _scale(name: str) -> Tensor:
+    return Tensor(name, "*", "float32", optional=True)
+
+
+def _blocks(call: Call) -> int | None:
+    if not isinstance(call.block_size, int) or call.block_size < 1:
+        return None  # the check of block_size comes later
+    return -(-call.sorted_token_ids.shape[0] // call.block_size)  # type: ignore[no-any-return]
+
+
+_ROUTING = (
+    Tensor("sorted_token_ids", "slots", "int32"),
+    Tensor("expert_ids", "blocks", "int32", shape_text="[slots / block_size]"),
+    Tensor("num_tokens_post_padded", "1", "int32"),
+)
+_ACTIVATION = Str("activation", "silu", choices=ACTIVATIONS)
+
+# Roundings to bfloat16, 2**-9 each: between the halves, of each expert's output, of the sum. Sums
+# that cancel have an absolute error, of values of about 1. (Float32 sums of products lose less than
+# 2**-18 of their magnitudes, which are at most 30; float8 has no case.)
+FUSED_MOE = Spec(
+    "fused_moe",
+    Tensor("x", "T H", HALVES, strided=True, dtype_with=("w_up_scale", "bfloat16")),
+    Tensor(
+        "w_up",
+        "E 2I H",
+        "x",
+        strided=True,
+        dtype_with=("w_up_scale", FLOAT8),
+        shape_text="[E, 2 * I, H]",
+    ),
+    Tensor("w_down", "E H I", "x", strided=True, dtype_with=("w_down_scale", FLOAT8)),
+    Tensor("topk_weights", "T k", "float32"),
+    Tensor("topk_ids", "T k", INDICES),
+    _ACTIVATION,
+    Tensor("expert_map", "global_experts", "int32", optional=True),
+    _scale("w_up_scale"),
+    _scale("w_down_scale"),
+    results=[Tensor("out", "T H", "x", rtol=1.6e-2, atol=1.6e-2)],
+    dims={"2I": lambda call: 2 * call.w_down.shape[2] if call.w_down.dim() == 3 else None},
+    check=_check_fused,
+    together=("w_up_scale", "w_down_scale"),
+)
+
+MOE_UP = Spec(
+    "moe_up",
+    Tensor("x", "T H", HALVES, strided=True, dtype_with=("x_scale", FLOAT8)),
+    Tensor("w_up", "E 2I H", "x", strided=True, shape_text="[E, rows, columns of x]"),
+    *_ROUTING,
+    Int("top_k", at_least=1),
+    Int("block_size", at_least=1),
+    _ACTIVATION,
+    _scale("x_scale"),
+    _scale("w_up_scale"),
+    results=[
+        Tensor("out", "elements I", "x", dtype_with=("x_scale", "bfloat16"), rtol=8e-3, atol=4e-3)
+    ],
+    dims={
+        "blocks": _blocks,
+        "elements": lambda call: call.x.shape[0] * call.top_k,
+        "I": lambda call: call.w_up.shape[1] // 2,
+    },
+    check=_check_up,
+    together=("x_scale", "w_up_scale"),
+)
+
+MOE_DOWN = Spec(
+    "moe_down",
+    Tensor("x", "elements I", HALVES, strided=True, dtype_with=("x_scale", FLOAT8)),
+    Tensor("w_down", "E H I", "x", strided=True, shape_text="[E, rows, columns of x]"),
+    Tensor("topk_weights", "elements", "float32", shape_text="[T * k]"),
+    *_ROUTING,
+    Int("block_size", at_least=1),
+    _scale("x_scale"),
+    _scale("w_down_scale"),
+    results=[
+        Tensor("out", "elements H", "x", dtype_with=("x_scale", "bfloat16"), rtol=8e-3, atol=4e-3)
+    ],
+    dims={"blocks": _blocks},
+    check=_check_down,
+    together=("x_scale", "w_down_scale"),
+)
+
+
+def _check_offsets(call: Call) -> None:
+    if call.offsets.shape[0] < 1:
+        raise ValueError("grouped_gemm_backward: `offsets` must have at least 1 element, got 0")
+
+
+_OFFSETS = Tensor("offsets", "E+1", INDICES, shape_text="[E + 1]")
+_OFFSETS_DIM = {"E+1": lambda call: call.w.shape[0] + 1}
+
+GROUPED_GEMM = Spec(
+    "grouped_gemm",
+    Tensor("x", "M K", HALVES, strided=True),
+    Tensor("w", "E N K", "x", strided=True),
+    _OFFSETS,
+    results=[Tensor("out", "M N", "x", rtol=8e-3, atol=4e-3)],
+    dims=_OFFSETS_DIM,
+)
+
+# The gradient of x: grad[rows] @ w[e].
+GROUPED_GEMM_BACKWARD_X = Spec(
+    "grouped_gemm_backward_x",
+    Tensor("grad", "M N", HALVES, strided=True),
+    Tensor("w", "E N K", "grad", strided=True),
+    _OFFSETS,
+    results=[Tensor("grad_x", "M K", "grad")],
+    dims=_OFFSETS_DIM,
+    public="grouped_gemm_backward",
+)
+
+# The gradient of w: grad[rows].T @ x[rows].
+GROUPED_GEMM_BACKWARD_WEIGHT = Spec(
+    "grouped_gemm_backward_weight",
+    Tensor("grad", "M N", HALVES, strided=True),
+    Tensor("x", "M K", "grad", strided=True),
+    Tensor("offsets", "bounds", INDICES, shape_text="[E + 1]"),
+    results=[Tensor("grad_weight", "E N K", "grad")],
+    dims={"E": lambda call: call.offsets.shape[0] - 1},
+    check=_check_offsets,
+    public="grouped_gemm_backward",
+)
