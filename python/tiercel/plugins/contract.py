@@ -143,8 +143,10 @@ class Contract:
             )
             same = ("name", "strided", "optional", "written", "rtol", "atol", "of_sums")
             named = {name: getattr(each, name) for name in (*same, "comes_with")}
-            dtypes = (*each.allowed, *(each.dtype_with or ())[1:])
-            return TensorSpec(dims=dims, dtypes=dtypes, **named)
+            dtypes = list(each.allowed)
+            if each.dtype_with and each.dtype_with[0] in spec.names:
+                dtypes.append(each.dtype_with[1])
+            return TensorSpec(dims=dims, dtypes=tuple(dict.fromkeys(dtypes)), **named)
 
         def derive(sizes: dict[str, int], values: dict[str, Any]) -> dict[str, int]:
             call = declaration.Call(**values)
