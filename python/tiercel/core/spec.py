@@ -432,7 +432,8 @@ class Spec:
         )
 
         op, name = self.public, spec.name
-        dtypes = (self._instead(spec, self._dtype(each, call)) for each in self._allowed(spec, call))
+        allowed = self._allowed(spec, call)
+        dtypes = (self._instead(spec, self._dtype(dtype, call)) for dtype in allowed)
         check_dtype(op, name, tensor.dtype, tuple(dict.fromkeys(dtypes)))
         if spec.shape is not None:
             check_shape(op, name, tensor, spec.shape(call), spec.text(call))

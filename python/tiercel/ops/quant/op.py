@@ -98,30 +98,6 @@ _FP8_QUANTIZE_STATIC = Op(
 )
 
 
-def quantize_overlapped(
-    x: Tensor,
-    results: tuple[Tensor, Tensor],
-    granularity: str,
-    input_is_older: bool,
-    next_may_start: bool,
-    counters: Tensor | None = None,
-) -> None:
-    """Quantises per row or per group, overlapping its neighbours by programmatic dependent launch:
-    see fp8_quantize.h."""
-    number = _NUMBER[granularity]
-    _C.fp8_quantize_between(x, *results, counters, number, input_is_older, next_may_start)
-
-
-def empty_quantized(x: Tensor, granularity: str) -> tuple[Tensor, Tensor]:
-    """``q`` and ``scale`` for `quantize_overlapped`."""
-    return _FP8_QUANTIZE.empty(Call(x=x, granularity=granularity))  # type: ignore[return-value]
-
-
-def quantize_plan(x: Tensor, granularity: str) -> dict[str, Any]:
-    """The configuration that fp8_quantize launches."""
-    return _FP8_QUANTIZE.plan(Call(x=x, granularity=granularity))
-
-
 @_FP8_QUANTIZE.export
 def fp8_quantize(
     x: Tensor,
