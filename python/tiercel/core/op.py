@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -42,6 +42,7 @@ class Native:
         language: ``cuda`` or ``cute``.
         load: Loads the kernels on a CUDA device.
         contiguous: Tensors that `launch` would rearrange unless they are contiguous.
+        ranks: Tensors that `launch` would reshape unless they have that many dimensions.
         rearranged: Optional tensors that `launch` always rearranges.
         launch: (native function, call) -> its result, for arguments that have to be rearranged
             first; by default they are passed as they are.
@@ -60,6 +61,7 @@ class Native:
     language: str = "cuda"
     load: Callable[[int], None] | None = None
     contiguous: Sequence[str] = ()
+    ranks: Mapping[str, int] = field(default_factory=dict)
     rearranged: Sequence[str] = ()
     launch: Callable[[Callable[..., Any], Call], Any] | None = None
     direct: bool = True
@@ -389,7 +391,10 @@ class Op:
             tuple(slots),
             outputs,
             contiguous=tuple(place[name] for name in sm90.contiguous if name in place),
-            ranks=spec.ranks(place),
+            ranks=(
+                *spec.ranks(place),
+                *((place[name], rank) for name, rank in sm90.ranks.items()),
+            ),
             equals=spec.int_dims(place),
             returns=sm90.returns,
             absent=tuple(place[name] for name in sm90.rearranged if name in place),

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from tiercel.ops.attention.contract import ATTENTION, ATTENTION_VARLEN
-from tiercel.ops.linear.contract import LINEAR_ACT
 from tiercel.plugins.contracts import CONTRACTS
 
 __all__ = [
@@ -110,6 +109,7 @@ RMS_NORM, TOPK_SOFTMAX, SOFTMAX_ONLINE = (
 )
 
 REDUCE, COPY_TRANSPOSE = CONTRACTS["reduce"], CONTRACTS["copy_transpose"]
+LINEAR_ACT = CONTRACTS["linear_act"]
 
 FP8_QUANTIZE, NVFP4_DEQUANTIZE, NVFP4_QUANTIZE = (
     CONTRACTS[n] for n in ("fp8_quantize", "nvfp4_dequantize", "nvfp4_quantize")

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
-from tiercel.plugins.contract import Case, Contract, ScalarSpec, TensorSpec
+from tiercel.core.spec import Call
+from tiercel.ops.linear import spec
+from tiercel.plugins.contract import Case, Contract, TensorSpec
 
 
 def _case(rows: int, n: int, k: int, dtype: str, activation: str, values: str = "bias") -> Case:
@@ -52,72 +53,20 @@ def _maker(parts: int) -> Any:
     return make
 
 
-def _shaped(call: Any, x: Any, *rest: Any) -> Any:
-    (result,) = call(x.reshape(-1, x.shape[-1]), *rest)
-    return result.view(*x.shape[:-1], result.shape[1])
-
-
-def _variant(bias: bool, residual: bool, out: bool, sums: bool) -> Any:
-    def run(call: Any, x: Any, weight: Any, *rest: Any) -> Any:
-        values = list(rest)
-        b, added, target = (values.pop(0) if there else None for there in (bias, residual, out))
-        (activation,) = values
-        result = _shaped(call, x, weight, b, activation)
-        if added is not None:
-            result = result + added
-        if target is not None:
-            target.copy_(result)
-            return None
-        return (result, _shaped(call, x, weight, b, "none")) if sums else result
-
-    return run
-
-
-def _variants(op: str, residuals: bool, sums: bool) -> dict[str, Any]:
-    """By operator, as Linear names them."""
-    flags = (False, True)
-    found = {}
-    for bias, residual, mode in product(flags, flags[: 1 + residuals], ("", "_out", "_sums")):
-        if mode != "_sums" or sums:
-            name = op + "_no_bias" * (not bias) + "_residual" * residual + mode
-            found[name] = _variant(bias, residual, mode == "_out", mode == "_sums")
-    return found
-
-
-_16_BIT = ("bfloat16", "float16")
-
-LINEAR_ACT = Contract(
-    family="linear",
-    op="linear_act",
-    arguments=(
-        TensorSpec("x", ("M", "K"), _16_BIT, strided=True),
-        TensorSpec("weight", ("N", "K"), ("x",), strided=True),
-        TensorSpec("bias", ("N",), ("x",), strided=True, optional=True),
-        ScalarSpec("activation", "str"),
-    ),
-    # Two roundings to bfloat16, 2**-9 each, before and after the activation. Sums are of about 1,
-    # their products' magnitudes of at most 30: of those float32 sums lose less than 2**-18.
-    outputs=(TensorSpec("out", ("M", "N"), ("x",), rtol=8e-3, atol=4e-3),),
+LINEAR_ACT = Contract.of(
+    "linear",
+    spec.LINEAR_ACT.without("residual"),
     cases=_CASES,
     timing={
         "cpu": _case(64, 256, 256, "bfloat16", "gelu"),
         "cuda": _case(4096, 4096, 1024, "bfloat16", "gelu"),
     },
     make=_maker(1),
-    variants=_variants("linear_act", True, True),
 )
 
-GATED_LINEAR = Contract(
-    family="linear",
-    op="gated_linear",
-    arguments=(
-        TensorSpec("x", ("M", "K"), _16_BIT, strided=True),
-        TensorSpec("weight", ("2N", "K"), ("x",), strided=True),
-        TensorSpec("bias", ("2N",), ("x",), strided=True, optional=True),
-        ScalarSpec("activation", "str"),
-    ),
-    # Roundings to bfloat16, 2**-9 each: of both halves, of the activation, of the product.
-    outputs=(TensorSpec("out", ("M", "N"), ("x",), rtol=1.2e-2, atol=8e-3),),
+GATED_LINEAR = Contract.of(
+    "linear",
+    spec.GATED_LINEAR,
     cases=tuple(
         replace(case, options={"activation": "silu"})
         if case.options["activation"] in ("none", "relu")
@@ -130,7 +79,6 @@ GATED_LINEAR = Contract(
     },
     make=_maker(2),
     derive=lambda sizes, values: {"N": sizes["2N"] // 2},
-    variants=_variants("gated_linear", False, False),
 )
 
 
@@ -164,21 +112,6 @@ def _make_fp8(case: Case, device: str, seed: int) -> dict[str, Any]:
     }
 
 
-def _fp8_variant(bias: bool, out: bool) -> Any:
-    def run(call: Any, x: Any, weight: Any, x_scale: Any, weight_scale: Any, *rest: Any) -> Any:
-        values = list(rest)
-        b, target = (values.pop(0) if there else None for there in (bias, out))
-        scales = (x_scale.reshape(-1), weight_scale.reshape(-1))
-        (result,) = call(x.reshape(-1, x.shape[-1]), weight, *scales, b, *values)
-        result = result.view(*x.shape[:-1], result.shape[1])
-        if target is None:
-            return result
-        target.copy_(result)
-        return None
-
-    return run
-
-
 def _fp8_sums(arguments: dict[str, Any]) -> Any:
     """Each element's sum of its products' magnitudes."""
     rows, columns = (
@@ -198,23 +131,13 @@ _FP8_CASES = (
     _case(65, 128, 128, *_FP8, "none", "strided"),
 )
 
-FP8_LINEAR = Contract(
-    family="linear",
-    op="fp8_linear",
-    arguments=(
-        TensorSpec("x", ("M", "K"), _FP8, strided=True),
-        TensorSpec("weight", ("N", "K"), _FP8, strided=True),
-        TensorSpec("x_scale", ("M or 1",), ("float32",)),
-        TensorSpec("weight_scale", ("N or 1",), ("float32",)),
-        TensorSpec("bias", ("N",), ("bfloat16",), strided=True, optional=True),
-        ScalarSpec("activation", "str"),
-    ),
-    # One rounding to bfloat16; and the tensor cores' adders keep 13 bits behind the largest of 32
-    # products and the sum so far: in a model of them that costs 2**-16 of the products' magnitudes
-    # (root mean square), the worst of many sums 2**-12. An activation's slope is below 1.13.
-    outputs=(
-        TensorSpec("out", ("M", "N"), ("bfloat16",), rtol=8e-3, atol=1e-6, of_sums=1.13 * 2**-11),
-    ),
+FP8_LINEAR = Contract.of(
+    "linear",
+    spec.FP8_LINEAR,
+    replaced={
+        name: TensorSpec(name, (f"{rows} or 1",), ("float32",))
+        for name, rows in (("x_scale", "M"), ("weight_scale", "N"))
+    },
     sums=_fp8_sums,
     cases=_FP8_CASES,
     timing={
@@ -222,11 +145,30 @@ FP8_LINEAR = Contract(
         "cuda": _case(4096, 4096, 1024, *_FP8, "none"),
     },
     make=_make_fp8,
-    variants={
-        "fp8_linear" + "_no_bias" * (not bias) + "_out" * out: _fp8_variant(bias, out)
-        for bias, out in product((False, True), (False, True))
-    },
 )
+
+
+def call_backend(backend: Any, call: Call) -> Any:
+    """The result of a backend, which knows no residual."""
+    (result,) = LINEAR_ACT.run(backend, call)
+    return result if call.residual is None else result + call.residual
+
+
+def call_backend_twice(backend: Any, call: Call) -> Any:
+    """The result and the preactivation."""
+    plain = Call(**{**call.__dict__, "activation": "none", "residual": None})
+    return call_backend(backend, call), call_backend(backend, plain)
+
+
+def flat_scales(call: Call) -> Call:
+    """The call with scales of one dimension."""
+    scales = {name: getattr(call, name).reshape(-1) for name in ("x_scale", "weight_scale")}
+    return Call(**{**call.__dict__, **scales})
+
+
+def call_fp8_backend(backend: Any, call: Call) -> Any:
+    return FP8_LINEAR.run(backend, flat_scales(call))
+
 
 CONTRACTS = (LINEAR_ACT, GATED_LINEAR, FP8_LINEAR)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tiercel.ops.linear.op import check_activation, linear_act
+from tiercel.ops.linear.op import linear_act
+from tiercel.ops.linear.spec import LINEAR_ACT
 
 
 class LinearAct(torch.nn.Linear):
@@ -29,7 +30,7 @@ class LinearAct(torch.nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        check_activation(activation)
+        LINEAR_ACT.check_value("activation", activation)
         self.activation = activation
         self.backend = backend
 

@@ -6,17 +6,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tiercel.ops.linear.forms import Form, Linear
-from tiercel.ops.linear.reference import ACTIVATIONS, GATES
+from tiercel.core.op import composite
+from tiercel.ops.linear import spec
+from tiercel.ops.linear.kernels import GATED_LINEAR, LINEAR_ACT, LINEAR_ACT_PREACTIVATION
 
 __all__ = ["fused_mlp", "gated_linear", "linear_act"]
-
-_LINEAR = Linear("linear_act", 1, tuple(ACTIVATIONS))
-_GATED = Linear("gated_linear", 2, GATES)
-check_activation = _LINEAR.check_activation
-
-_PLAIN = _LINEAR.operators[Form()]
-_PLAIN_NO_BIAS = _LINEAR.operators[Form(bias=False)]
 
 
 def _wants_gradient(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -27,7 +21,7 @@ def _wants_gradient(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
-@_LINEAR.main.export
+@LINEAR_ACT.export
 def linear_act(
     x: Tensor,
     weight: Tensor,
@@ -74,29 +68,19 @@ def linear_act(
     Example:
         >>> hidden = tiercel.linear_act(x, up.weight, up.bias, activation="gelu")
     """
-    if residual is None and out is None:  # the usual call costs no more than this
-        if activation in ("none", "relu") or not _wants_gradient(x, weight, bias):
-            result: Tensor = (
-                _PLAIN_NO_BIAS.pick()(x, weight, activation, backend)
-                if bias is None
-                else _PLAIN.pick()(x, weight, bias, activation, backend)
-            )
-            return result
-    form = Form(
-        bias is not None,
-        residual is not None,
-        out is not None,
-        out is None and activation != "none" and _wants_gradient(x, weight, bias),
-    )
-    tensors = [t for t in (x, weight, bias, residual, out) if t is not None]
-    made = _LINEAR.operators[form].pick()(*tensors, activation, backend)
-    if form.out:
-        return tensors[-1]
-    result = made[0] if form.sums else made
+    arguments = (x, weight, bias, activation, residual, backend)
+    if out is not None:
+        return LINEAR_ACT.into(out, *arguments)  # type: ignore[no-any-return]
+    # Backward needs no preactivation here; ReLU's starts from the result, but a residual hides it.
+    derivable = activation == "none" or (activation == "relu" and residual is None)
+    if derivable or not _wants_gradient(x, weight, bias):
+        result: Tensor = LINEAR_ACT.pick()(*arguments)
+        return result
+    result, _ = LINEAR_ACT_PREACTIVATION(*arguments)
     return result
 
 
-@_GATED.main.export
+@GATED_LINEAR.export
 def gated_linear(
     x: Tensor,
     weight: Tensor,
@@ -141,14 +125,14 @@ def gated_linear(
     Example:
         >>> hidden = tiercel.gated_linear(x, torch.cat([gate.weight, up.weight]))
     """
-    if out is None and _wants_gradient(x, weight, bias):
-        _GATED.check_activation(activation)
-        both = linear_act(x, weight, bias, activation="none", backend=backend)
-        return _gate(both, activation, backend)
-    tensors = [t for t in (x, weight, bias, out) if t is not None]
-    op = _GATED.operators[Form(bias is not None, False, out is not None)]
-    result = op.pick()(*tensors, activation, backend)
-    return result if out is None else out
+    if out is not None:
+        return GATED_LINEAR.into(out, x, weight, bias, activation, backend)  # type: ignore[no-any-return]
+    if not _wants_gradient(x, weight, bias):
+        result: Tensor = GATED_LINEAR.pick()(x, weight, bias, activation, backend)
+        return result
+    spec.GATED_LINEAR.check_value("activation", activation)
+    both = linear_act(x, weight, bias, activation="none", backend=backend)
+    return _gate(both, activation, backend)
 
 
 def _gate(both: Tensor, activation: str, backend: str | None) -> Tensor:
@@ -160,6 +144,7 @@ def _gate(both: Tensor, activation: str, backend: str | None) -> Tensor:
     return gelu_and_mul(both, approximate=approximate, backend=backend)
 
 
+@composite(spec.FUSED_MLP)
 def fused_mlp(
     x: Tensor,
     up_weight: Tensor,

@@ -20,10 +20,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# Of a gated layer.
-GATES = ("silu", "gelu", "gelu_tanh")
-
-
 def linear_act(
     x: Tensor,
     weight: Tensor,

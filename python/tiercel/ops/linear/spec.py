@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The declarations of the linear layers."""
+
+from __future__ import annotations
+
+import math
+
+from tiercel.core.spec import HALVES, Bool, Call, Dim, Spec, Str, Tensor
+
+# The last one is not precompiled.
+ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh", "relu_squared")
+GATES = ("silu", "gelu", "gelu_tanh")
+_FP8_ACTIVATIONS = ("none", *GATES)
+
+_X = Tensor("x", "... K", HALVES, strided=True)
+_RESIDUAL = Tensor("residual", "... N", "x", strided=True, optional=True)
+
+# Two roundings to bfloat16, 2**-9 each, before and after the activation. Sums are of about 1, the
+# magnitudes of their products at most 30: float32 sums lose less than 2**-18 of those.
+LINEAR_ACT = Spec(
+    "linear_act",
+    _X,
+    Tensor("weight", "N K", "x", strided=True),
+    Tensor("bias", "N", "x", strided=True, optional=True),
+    Str("activation", "gelu", choices=ACTIVATIONS),
+    _RESIDUAL,
+    results=[Tensor("out", "... N", "x", rtol=8e-3, atol=4e-3)],
+)
+
+# Also returns x @ weight.T + bias, from which the backward of most activations starts.
+LINEAR_ACT_PREACTIVATION = LINEAR_ACT.changed(
+    name="linear_act_preactivation",
+    results=(*LINEAR_ACT.results, Tensor("preactivation", "... N", "x")),
+)
+
+
+def _check_halves(call: Call) -> None:
+    if call.weight.shape[0] % 2:
+        raise ValueError(
+            "gated_linear: `weight` must have an even number of rows [2N, K], got "
+            f"{list(call.weight.shape)}"
+        )
+
+
+# Both halves, the activation and the product are rounded to bfloat16, by 2**-9 each.
+GATED_LINEAR = Spec(
+    "gated_linear",
+    _X,
+    Tensor("weight", "2N K", "x", strided=True),
+    Tensor("bias", "2N", "x", strided=True, optional=True),
+    Str("activation", "silu", choices=GATES),
+    results=[Tensor("out", "... N", "x", rtol=1.2e-2, atol=8e-3)],
+    dims={"N": Dim("weight", 0, divisor=2)},
+    check=_check_halves,
+)
+
+
+def _check_scales(call: Call) -> None:
+    rows, columns = math.prod(call.x.shape[:-1]), call.weight.shape[0]
+    for name, count, letter in (("x_scale", rows, "M"), ("weight_scale", columns, "N")):
+        scale = getattr(call, name)
+        if scale.numel() not in (1, count):
+            raise ValueError(
+                f"fp8_linear: `{name}` must have 1 or {letter} = {count} elements, got shape "
+                f"{list(scale.shape)}"
+            )
+
+
+_FLOAT8 = "float8_e4m3fn"
+
+# One rounding to bfloat16; and the tensor cores' adders keep 13 bits behind the largest of 32
+# products and the sum so far: in a model of them that costs 2**-16 of the products' magnitudes
+# (root mean square), the worst of many sums 2**-12. An activation's slope is below 1.13.
+FP8_LINEAR = Spec(
+    "fp8_linear",
+    Tensor("x", "... K", _FLOAT8, strided=True),
+    Tensor("weight", "N K", _FLOAT8, strided=True),
+    Tensor("x_scale", "*", "float32", strided=True),
+    Tensor("weight_scale", "*", "float32", strided=True),
+    Tensor("bias", "N", "bfloat16", strided=True, optional=True),
+    Str("activation", "none", choices=_FP8_ACTIVATIONS),
+    results=[Tensor("out", "... N", "bfloat16", rtol=8e-3, atol=1e-6, of_sums=1.13 * 2**-11)],
+    check=_check_scales,
+)
+
+FUSED_MLP = Spec(
+    "fused_mlp",
+    _X,
+    Tensor("up_weight", "H2 K", "x", strided=True),
+    Tensor("down_weight", "N H", "x", strided=True),
+    Tensor("up_bias", "H2", "x", strided=True, optional=True),
+    Tensor("down_bias", "N", "x", strided=True, optional=True),
+    Str("activation", "silu", choices=ACTIVATIONS),
+    Bool("gated", True),
+    _RESIDUAL,
+    results=[Tensor("out", "... N", "x")],
+)
+
+_GRAD = Tensor("grad", "M N", HALVES, strided=True)
+
+# grad @ weight
+BACKWARD_X = Spec(
+    "linear_act_backward_x",
+    _GRAD,
+    Tensor("weight", "N K", "grad", strided=True),
+    results=[Tensor("grad_x", "M K", "grad")],
+    public="linear_act_backward",
+)
+
+# grad.T @ x
+BACKWARD_WEIGHT = Spec(
+    "linear_act_backward_weight",
+    _GRAD,
+    Tensor("x", "M K", "grad", strided=True),
+    results=[Tensor("grad_weight", "N K", "grad")],
+    public="linear_act_backward",
+)
