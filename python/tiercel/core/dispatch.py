@@ -78,7 +78,8 @@ class Eager:
         ranks: (place, rank) of tensors that have to have that many dimensions.
         equals: (place, dimension, place of an int argument) that have to be equal.
         returns: Whether the native function returns the results itself.
-        absent: Places of optional tensors with which a call goes to Python.
+        absent: Places of optional tensors with which a call goes on to `other`, or to Python.
+        other: Another native function, for calls whose layout this one does not take.
     """
 
     native: Callable[..., Any]
@@ -89,6 +90,11 @@ class Eager:
     equals: tuple[tuple[int, int, int], ...] = ()
     returns: bool = False
     absent: tuple[int, ...] = ()
+    other: Eager | None = None
+
+
+def _raise(error: Exception, *_: Any) -> Any:
+    raise error
 
 
 class Operator:
@@ -163,24 +169,7 @@ class Operator:
             if str(argument.type) in ("Tensor", "Optional[Tensor]")
         )
         self._mutated = tuple(i for i, a in enumerate(arguments) if a.is_write)
-        self.direct: Callable[..., Any] = _C.EagerCall(
-            count=len(arguments),
-            tensors=tuple(place for place, _, _ in self._tensors),
-            mutated=self._mutated,
-            ready=platform.ready,
-            run=sm90.run,
-            recover=self._recover,
-            fallback=self._call,
-            increment_version=torch._C._increment_version,
-            native=None if eager is None else eager.native,
-            slots=() if eager is None else eager.slots,
-            outputs=() if eager is None else eager.outputs,
-            contiguous=() if eager is None else eager.contiguous,
-            ranks=() if eager is None else eager.ranks,
-            equals=() if eager is None else eager.equals,
-            returns=eager is not None and eager.returns,
-            absent=() if eager is None else eager.absent,
-        )
+        self.direct = self._make_direct(sm90.run, eager)
         if indices is not None and index_checks.ENABLED:
             self.direct = self._call
             self._run = self._run_checked  # type: ignore[method-assign]
@@ -193,6 +182,38 @@ class Operator:
         library.impl(name, self._filled(self._run), "CompositeExplicitAutograd")
         library.impl(name, self._filled(self._run_autograd), "Autograd")
         torch.library.register_fake(f"tiercel::{name}", self._filled(checked_fake), lib=library)
+
+    def _make_direct(self, run: Callable[..., Any], eager: Eager | None) -> Callable[..., Any]:
+        if eager is not None and eager.other is not None:
+            # The outer call counts writes and recovers from errors.
+            run = self._eager_call(run, _raise, (), eager.other)
+        return self._eager_call(run, self._recover, self._mutated, eager)
+
+    def _eager_call(
+        self,
+        run: Callable[..., Any],
+        recover: Callable[..., Any],
+        mutated: tuple[int, ...],
+        eager: Eager | None,
+    ) -> Callable[..., Any]:
+        return _C.EagerCall(
+            count=len(self.argument_names),
+            tensors=tuple(place for place, _, _ in self._tensors),
+            mutated=mutated,
+            ready=platform.ready,
+            run=run,
+            recover=recover,
+            fallback=self._call,
+            increment_version=torch._C._increment_version,
+            native=None if eager is None else eager.native,
+            slots=() if eager is None else eager.slots,
+            outputs=() if eager is None else eager.outputs,
+            contiguous=() if eager is None else eager.contiguous,
+            ranks=() if eager is None else eager.ranks,
+            equals=() if eager is None else eager.equals,
+            returns=eager is not None and eager.returns,
+            absent=() if eager is None else eager.absent,
+        )
 
     def export(self, public: _Function) -> _Function:
         """Decorates the documented function, so that names lead from it to the operator."""

@@ -44,6 +44,7 @@ class Native:
         contiguous: Tensors that `launch` would rearrange unless they are contiguous.
         ranks: Tensors that `launch` would reshape unless they have that many dimensions.
         rearranged: Optional tensors that `launch` always rearranges.
+        other: Kernels that a call goes to without Python if these ones' rules above exclude it.
         launch: (native function, call) -> its result, for arguments that have to be rearranged
             first; by default they are passed as they are.
         direct: Whether a call may go to `run` without Python; no if `launch` always has to look.
@@ -63,6 +64,7 @@ class Native:
     contiguous: Sequence[str] = ()
     ranks: Mapping[str, int] = field(default_factory=dict)
     rearranged: Sequence[str] = ()
+    other: Native | None = None
     launch: Callable[[Callable[..., Any], Call], Any] | None = None
     direct: bool = True
     sample: Callable[[Call], dict[str, Any]] | None = None
@@ -278,7 +280,7 @@ class Op:
             variant_of=spec.public,
             describe=named(self.plan),
             load=None if into_out else sm90.load,
-            eager=self._eager(names) if isinstance(sm90, Native) and sm90.direct else None,
+            eager=self._eager(sm90, names) if isinstance(sm90, Native) and sm90.direct else None,
             indices=None if self._indices is None else named(self._indices),
             plugin=plugin,
         )
@@ -365,9 +367,8 @@ class Op:
         run, takes = self._sm90.functions(True)
         self._launch(run, call, takes)
 
-    def _eager(self, names: tuple[str, ...]) -> Eager | None:
-        sm90, spec = self._sm90, self.spec
-        assert isinstance(sm90, Native)
+    def _eager(self, sm90: Native, names: tuple[str, ...]) -> Eager | None:
+        spec = self.spec
         place = {name: i for i, name in enumerate(names)}
         into_out = len(names) > len(spec.names)
         run, takes = sm90.functions(into_out)
@@ -398,6 +399,7 @@ class Op:
             equals=spec.int_dims(place),
             returns=sm90.returns,
             absent=tuple(place[name] for name in sm90.rearranged if name in place),
+            other=None if sm90.other is None else self._eager(sm90.other, names),
         )
 
     def plan(self, call: Call) -> dict[str, Any]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -139,6 +140,17 @@ def _reference_with_preactivation(call: Call) -> tuple[Tensor, Tensor]:
 
 
 _INDEX = Lookup("activation", INDEX)
+_EXTRA = Native(
+    _C.linear_act_extra,
+    _C.linear_act_extra_plan,
+    ("x", "weight", "bias", "residual", "out", "preactivation", _INDEX),
+    _DESCRIPTION,
+    "cute",
+    contiguous=("residual",),
+    ranks={"x": 2},
+    launch=_launch_with_preactivation,
+    sample=two_rows,
+)
 
 LINEAR_ACT = Op(
     spec.LINEAR_ACT,
@@ -151,6 +163,7 @@ LINEAR_ACT = Op(
         load=_C.linear_act_load,
         ranks={"x": 2},
         rearranged=("residual",),
+        other=_EXTRA,
         launch=_launch,
         sample=two_rows,
     ),
@@ -162,16 +175,7 @@ LINEAR_ACT = Op(
 
 LINEAR_ACT_PREACTIVATION = Op(
     spec.LINEAR_ACT_PREACTIVATION,
-    sm90=Native(
-        _C.linear_act_extra,
-        _C.linear_act_extra_plan,
-        ("x", "weight", "bias", "residual", "out", "preactivation", _INDEX),
-        _DESCRIPTION,
-        "cute",
-        launch=_launch_with_preactivation,
-        direct=False,  # a call that wants a gradient goes through autograd
-        sample=two_rows,
-    ),
+    sm90=replace(_EXTRA, direct=False),  # where a gradient is wanted there is no direct call
     reference=_reference_with_preactivation,
     method=_METHOD,
     gradient=Gradient(backward.save, partial(backward.gradients, False)),
