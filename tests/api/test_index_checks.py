@@ -14,7 +14,7 @@ import torch
 
 import tiercel
 from tiercel import _C
-from tiercel._explain import reach
+from tiercel._explain import resolve_call
 from tiercel.core import dispatch as _op
 from tiercel.core import index_checks
 from tiercel.plugins.contract import TensorSpec
@@ -193,7 +193,7 @@ WRONG = [
 
 def operator_of(name, arguments):
     """The operator, of all with that name, that a call gets to, and its arguments."""
-    operator, values, _ = reach(_op.registry[name], **arguments)
+    operator, values, _ = resolve_call(_op.registry[name], **arguments)
     operator.check(*values)
     return operator, values
 

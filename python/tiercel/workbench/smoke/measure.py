@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import tiercel
-from tiercel._explain import reach
-from tiercel._op import registry
+from tiercel._explain import resolve_call
+from tiercel.core.dispatch import registry
 from tiercel.plugins.contract import Case, Contract
 from tiercel.workbench.smoke.failures import error_report, line_of, missing_package, some_values
 
@@ -51,7 +51,7 @@ def examine(
 def why_not(contract: Contract, backend: str, case: Case, device: str) -> str | None:
     """Why a backend does not take a case, if it does not."""
     arguments = contract.make(case, device, _SEED)
-    variant, values, _ = reach(registry[contract.op], **arguments, backend=backend)
+    variant, values, _ = resolve_call(registry[contract.op], **arguments, backend=backend)
     found = variant.backends[backend].why_not(*values)
     return None if found is None else found.text
 

@@ -49,7 +49,7 @@ class Result:
 
 def builtin(op: str | None) -> list[Target]:
     import tiercel.ops  # noqa: F401
-    from tiercel._op import registry
+    from tiercel.core.dispatch import registry
     from tiercel.plugins.contracts import CONTRACTS
 
     return [
