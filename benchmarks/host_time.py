@@ -56,7 +56,12 @@ def rows(op):
             ("out=", lambda: tiercel.topk_softmax(scores, 8, out=out)),
             ("allocating", lambda: tiercel.topk_softmax(scores, 8)),
             ("registered", lambda: registered.topk_softmax(scores, 8)),
-            ("registered, out", lambda: registered.topk_softmax_out(scores, weights, indices)),
+            (
+                "registered, out",
+                functools.partial(
+                    registered.topk_softmax.out, scores, 8, weights=weights, indices=indices
+                ),
+            ),
             ("torch.topk", lambda: torch.topk(scores, 8)),
         ]
     if op == "linear_act":

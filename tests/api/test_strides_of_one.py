@@ -10,7 +10,7 @@ import torch
 from support.dlpack_tensor import DTYPES, ExchangeTensor
 
 from tiercel import _C
-from tiercel._explain import reach
+from tiercel._explain import resolve_call
 from tiercel.core import dispatch as _op
 from tiercel.plugins.contracts import CONTRACTS
 
@@ -52,7 +52,7 @@ def variants(contract):
 def arguments_of(contract, case):
     """What the operator's plan gets; None where a size of 1 makes no sense."""
     with contextlib.suppress(Exception):
-        return reach(_op.registry[contract.op], **contract.make(case, "cpu", 0))[:2]
+        return resolve_call(_op.registry[contract.op], **contract.make(case, "cpu", 0))[:2]
 
 
 def restrided(value, stride):

@@ -28,13 +28,14 @@ def test_softmax(shape, dtype):
     keep = torch.rand(shape) < 0.8
     keep[:, 0] = True
     size = x.double().abs().max() + 12  # of a logarithm's terms
-    check("softmax_online_no_mask", x, -1, 1.5, None)
-    check("softmax_online", x, keep, -1, None, None)
-    check("softmax_online", x, grad, -1, 0.37, None)
-    check("log_softmax_no_mask", x, -1, None, None, scale=size)
-    y = sm90("softmax_online_no_mask")(x, -1, None, None)
-    check("softmax_online_no_mask_backward", grad, y, -1, None, None, scale=4 * y.double().abs())
-    check("softmax_online_backward", grad, y, keep, -1, 0.37, None, scale=4 * y.double().abs())
+    check("softmax_online", x, -1, 1.5, None, None)
+    check("softmax_online", x, -1, None, keep, None)
+    check("softmax_online", x, -1, 0.37, grad, None)
+    check("log_softmax", x, -1, None, None, None, scale=size)
+    y = sm90("softmax_online")(x, -1, None, None, None)
+    for options_ in ((-1, None, None), (-1, 0.37, keep)):
+        arguments = ("softmax_online_backward", grad, y, *options_, None)
+        check(*arguments, scale=4 * y.double().abs())
 
 
 @pytest.mark.parametrize(("multiprocessors", "share"), [(132, False), (60, True), (132, True)])
@@ -43,7 +44,7 @@ def test_softmax_of_a_cluster_of_16(multiprocessors, share):
     device does not show that it is one."""
     x = normal(9, 131_072, dtype=BF16)
     with options(multiprocessors=multiprocessors, share=share):
-        check("softmax_online_no_mask", x, -1, 1.5, None)
+        check("softmax_online", x, -1, 1.5, None, None)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -52,8 +53,8 @@ def test_softmax_of_special_values(columns, dtype):
     x = normal(7, columns, dtype=dtype)
     x[0, columns // 2], x[1, columns // 3], x[2] = NAN, INF, -INF
     x[3, columns // 2 :], x[4], x[5, 1:], x[6, -1] = -INF, 0, -100, 30_000
-    for log, name in enumerate(("softmax_online_no_mask", "log_softmax_no_mask")):
-        result = sm90(name)(x, -1, None, None).double()
+    for log, name in enumerate(("softmax_online", "log_softmax")):
+        result = sm90(name)(x, -1, None, None, None).double()
         exact = torch.log_softmax(x.double(), -1) if log else torch.softmax(x.double(), -1)
         for same in (torch.isnan, torch.isneginf):
             assert torch.equal(same(result), same(exact))
@@ -70,8 +71,8 @@ def test_softmax_of_huge_scores(columns, scale):
     most = torch.finfo(x.dtype).max
     x[0], x[1], x[2], x[3, 3:] = -most, most, -most / 2, -most
     x[4], x[5], x[6, ::5], x[7] = -1e9, 1e10 + 1e9 * torch.rand(columns), 3e8, 1e6
-    for name in ("softmax_online_no_mask", "log_softmax_no_mask"):
-        result = sm90(name)(x, -1, scale, None).double()
+    for name in ("softmax_online", "log_softmax"):
+        result = sm90(name)(x, -1, scale, None, None).double()
         function = torch.softmax if name[0] == "s" else torch.log_softmax
         exact = function(x.double() * (scale or 1.0), -1).to(x.dtype).double()
         near = (result - exact).abs() <= 2**-7 * exact.abs() + 1e-7
@@ -83,10 +84,11 @@ def test_softmax_of_huge_scores(columns, scale):
 def test_log_softmax_of_large_scores(columns, scale):
     """What is lost of them in an exponent's product shows in float16, where results are small."""
     arguments = (
-        "log_softmax_no_mask",
+        "log_softmax",
         (3e4 + 30 * torch.randn(3, columns)).half(),
         -1,
         scale,
+        None,
         None,
     )
     check(*arguments, scale=reference(*arguments).abs() + 0.01)  # 5e-6 more, for float32's sums
@@ -138,10 +140,11 @@ def test_activation(columns, dtype):
     grad = normal(3, columns, dtype=dtype)
     size = (x.double().abs() + 1) * (up.double().abs() + 1) * (grad.double().abs() + 1)
     for name, options_ in (("silu", ()), ("relu", ()), ("gelu", ("none",)), ("gelu", ("tanh",))):
-        check(name, x, *options_, None, scale=x.double().abs() + 0.01)
-        check(f"{name}_and_mul", x, up, *options_, None, scale=size)
-        check(f"{name}_and_mul_packed", torch.cat([x, up], 1), *options_, scale=size)
-        check(f"{name}_backward", grad, x, *options_, scale=2 * size)
+        check(name, x, *options_, None, None, scale=x.double().abs() + 0.01)
+        check(f"{name}_and_mul", x, up, *options_, None, None, scale=size)
+        both = torch.cat([x, up], 1)
+        check(f"{name}_and_mul", both, None, *options_, None, None, scale=size)
+        check(f"{name}_backward", grad, x, *options_, None, scale=2 * size)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, torch.int8, torch.int16, torch.bool])
@@ -220,7 +223,7 @@ def test_fp8_quantize_to_any_multiple_of_8_bytes(granularity, columns):
     x = normal(130, columns, dtype=BF16)
     exact, due = families["fp8_quantize"][0].backends["ref"].run(x, granularity, None)
     q, scale = torch.zeros(x.numel() + 8).to(FP8)[8:].view(x.shape), torch.empty_like(due)
-    sm90("fp8_quantize_out")(x, q, scale, granularity, None)
+    sm90("fp8_quantize.out")(x, granularity, q, scale, None)
     assert torch.equal(scale, due)
     assert torch.equal(q.view(torch.uint8), exact.view(torch.uint8))
 
@@ -230,11 +233,9 @@ def test_nvfp4(dtype):
     x = normal(5, 256, dtype=dtype) * 3
     x[1] = 0
     for factor in (None, torch.tensor([0.37])):
-        name = "nvfp4_quantize" + ("" if factor is None else "_scaled")
-        extra = () if factor is None else (factor,)
-        ref = {one.name: one.backends["ref"].run for one in families["nvfp4_quantize"]}
-        exact, scale = ref[name](x, *extra, None)
-        q, got = sm90(name)(x, *extra, None)
+        run = families["nvfp4_quantize"][0].backends["ref"].run
+        exact, scale = run(x, factor, None)
+        q, got = sm90("nvfp4_quantize")(x, factor, None)
         assert torch.equal(got.view(torch.uint8), scale.view(torch.uint8))
         assert torch.equal(q.view(torch.uint8), exact.view(torch.uint8))
 
@@ -338,8 +339,8 @@ def test_moe_sum(shape, dtype):
 def test_any_order_of_warps(seed):
     """Kernels that synchronise blocks and clusters, with warps in an order of the seed's."""
     with options(seed=seed):
-        check("softmax_online_no_mask", normal(1, 40001), -1, None, None)
+        check("softmax_online", normal(1, 40001), -1, None, None, None)
         check("reduce", normal(1, 70000), 1, "sum", False, None, None, scale=70000.0)
-        check("rms_norm_no_weight_no_bias_no_residual", normal(1, 20000), 1e-5, None, scale=8.0)
+        check("rms_norm", normal(1, 20000), None, None, 1e-5, None, scale=8.0)
         ids = torch.randint(0, 64, (300, 4), dtype=torch.int32)
         check("moe_align_block_size", ids, 16, 64, None, False, False, None)

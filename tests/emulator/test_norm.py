@@ -23,9 +23,9 @@ def test_norm(shape, dtype):
     x, residual = normal(*shape, dtype=dtype), normal(*shape, dtype=dtype)
     weight, bias = normal(shape[1], dtype=dtype), normal(shape[1], dtype=dtype)
     for name in ("rms_norm", "layer_norm"):
-        check(f"{name}_no_weight_no_bias_no_residual", x, 1e-5, None, scale=8.0)
+        check(name, x, None, None, 1e-5, None, scale=8.0)
         if shape[1] > 1:
-            check(name, x, weight, bias, residual, 1e-5, None, scale=24.0)
+            check(f"add_{name}", x, residual, weight, bias, 1e-5, None, scale=24.0)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -35,11 +35,11 @@ def test_norm_of_plain_calls(shape, dtype):
     rows, columns = shape
     x = normal(rows, columns // (2 if dtype == F32 and rows > 1000 else 1), dtype=dtype)
     weight, bias = normal(x.shape[1], dtype=dtype), normal(x.shape[1], dtype=dtype)
-    check("rms_norm_no_bias_no_residual", x, weight, 1e-5, None, scale=24.0)
-    check("layer_norm_no_bias_no_residual", x, weight, 1e-5, None, scale=24.0)
+    check("rms_norm", x, weight, None, 1e-5, None, scale=24.0)
+    check("layer_norm", x, weight, None, 1e-5, None, scale=24.0)
     if rows < 1000:
-        check("layer_norm_no_residual", x, weight, bias, 1e-5, None, scale=24.0)
-        check("layer_norm_no_weight_no_residual", x, bias, 1e-5, None, scale=24.0)
+        check("layer_norm", x, weight, bias, 1e-5, None, scale=24.0)
+        check("layer_norm", x, None, bias, 1e-5, None, scale=24.0)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
@@ -53,17 +53,17 @@ def test_norm_by_vectors_a_multiprocessor(columns, all_rows, dtype):
     with options(multiprocessors=2):
         for rows in all_rows:
             x, residual = normal(rows, columns, dtype=dtype), normal(rows, columns, dtype=dtype)
-            check("rms_norm_no_bias_no_residual", x, weight, 1e-5, None, scale=24.0)
-            check("layer_norm_no_residual", x, weight, bias, 1e-5, None, scale=24.0)
-            check("rms_norm_no_bias", x, weight, residual, 1e-5, None, scale=24.0)
+            check("rms_norm", x, weight, None, 1e-5, None, scale=24.0)
+            check("layer_norm", x, weight, bias, 1e-5, None, scale=24.0)
+            check("add_rms_norm", x, residual, weight, None, 1e-5, None, scale=24.0)
 
 
 @pytest.mark.parametrize("columns", [252, 508])
 def test_many_rows_of_float32_have_a_warp_each(columns):
     x, weight, bias = normal(60, columns), normal(columns), normal(columns)
     with options(multiprocessors=2):
-        check("rms_norm_no_bias_no_residual", x, weight, 1e-5, None, scale=24.0)
-        check("layer_norm_no_residual", x, weight, bias, 1e-5, None, scale=24.0)
+        check("rms_norm", x, weight, None, 1e-5, None, scale=24.0)
+        check("layer_norm", x, weight, bias, 1e-5, None, scale=24.0)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -73,9 +73,9 @@ def test_short_rows_two_at_a_time(columns, dtype):
     x, residual = normal(70, columns, dtype=dtype), normal(70, columns, dtype=dtype)
     weight, bias = normal(columns, dtype=dtype), normal(columns, dtype=dtype)
     for name in ("rms_norm", "layer_norm"):
-        check(name, x, weight, bias, residual, 1e-5, None, scale=24.0)
-    check("rms_norm_no_bias_no_residual", x, weight, 1e-5, None, scale=24.0)
-    check("layer_norm_no_residual", x, weight, bias, 1e-5, None, scale=24.0)
+        check(f"add_{name}", x, residual, weight, bias, 1e-5, None, scale=24.0)
+    check("rms_norm", x, weight, None, 1e-5, None, scale=24.0)
+    check("layer_norm", x, weight, bias, 1e-5, None, scale=24.0)
 
 
 @pytest.mark.parametrize("columns", [1000, 16_400, 33_000])
@@ -86,8 +86,8 @@ def test_layer_norm_far_from_zero(columns, dtype):
     x = normal(3, columns, dtype=dtype)
     x[1] += 1000.0 if dtype == F32 else 8.0
     x[2, ::8] = 100.0
-    result = sm90("layer_norm_no_weight_no_bias_no_residual")(x, 1e-5, None)
-    exact = reference("layer_norm_no_weight_no_bias_no_residual", x, 1e-5, None)
+    result = sm90("layer_norm")(x, None, None, 1e-5, None)
+    exact = reference("layer_norm", x, None, None, 1e-5, None)
     torch.testing.assert_close(
         result.double(), exact.double(), rtol=2 * torch.finfo(dtype).eps, atol=2e-4
     )
@@ -166,9 +166,7 @@ def test_sums_that_were_read_are_discarded(columns):
     weight, grad_x = normal(columns, dtype=BF16), torch.empty_like(x)
     sums = [torch.empty_like(weight) for _ in range(2)]
     arguments = (x, weight, grad, None, grad_x)
-    due = reference(
-        "layer_norm_backward_no_grad_residual", x, weight, grad, True, True, BF16, 1e-5, None
-    )
+    due = reference("layer_norm_backward", x, weight, grad, None, True, True, BF16, 1e-5, None)
     with options(multiprocessors=2):
         parts = kernels.layer_norm_backward_plan(*arguments, None, None, None, 1e-5)["parts"]
         room = torch.zeros(2 * parts * columns + 32 + 4)
@@ -186,9 +184,9 @@ def check_norm_backward(shape, dtype, *other_weight):
     weight = other_weight[0] if other_weight else normal(shape[1], dtype=dtype)
     wanted, parameter = weight is not None, dtype if weight is None else weight.dtype
     for name in ("rms_norm", "layer_norm"):
-        arguments = (x, weight, grad, wanted, name == "layer_norm", parameter, 1e-5, None)
-        result = sm90(f"{name}_backward_no_grad_residual")(*arguments)
-        exact = reference(f"{name}_backward_no_grad_residual", *arguments)
+        arguments = (x, weight, grad, None, wanted, name == "layer_norm", parameter, 1e-5, None)
+        result = sm90(f"{name}_backward")(*arguments)
+        exact = reference(f"{name}_backward", *arguments)
         assert all(one.isfinite().all() for one in result if one is not None)
         close(result[:1], exact[:1], scale=24.0)
         close(result[1:], exact[1:], scale=8.0 * shape[0] ** 0.5)
@@ -201,9 +199,9 @@ def test_layer_norm_backward_far_from_zero(columns):
     x, grad, weight = normal(3, columns), normal(3, columns), normal(columns)
     x += 1000.0
     x[:, 0] = torch.tensor([-1000.0, 0.0, 1.0e4])
-    arguments = (x, weight, grad, True, True, F32, 1e-5, None)
-    result = sm90("layer_norm_backward_no_grad_residual")(*arguments)
-    exact = reference("layer_norm_backward_no_grad_residual", *arguments)
+    arguments = (x, weight, grad, None, True, True, F32, 1e-5, None)
+    result = sm90("layer_norm_backward")(*arguments)
+    exact = reference("layer_norm_backward", *arguments)
     for one, due in zip(result, exact, strict=True):
         assert (one.double() - due).abs().max() <= 2e-4 * due.abs().max()
 
@@ -214,9 +212,9 @@ def test_norm_backward_of_one_column(dtype):
     x, grad = normal(131, 1, dtype=dtype), normal(131, 1, dtype=dtype)
     weight = normal(1, dtype=dtype)
     for name in ("rms_norm", "layer_norm"):
-        arguments = (x, weight, grad, True, name == "layer_norm", dtype, 1e-5, None)
-        result = sm90(f"{name}_backward_no_grad_residual")(*arguments)
-        exact = reference(f"{name}_backward_no_grad_residual", *arguments)
+        arguments = (x, weight, grad, None, True, name == "layer_norm", dtype, 1e-5, None)
+        result = sm90(f"{name}_backward")(*arguments)
+        exact = reference(f"{name}_backward", *arguments)
         square = x.double().square() if name == "rms_norm" else 0.0 * x.double()
         terms = (square + 1e-5).rsqrt() * (grad.double() * weight.double()).abs()
         allowed = RELATIVE[dtype] * exact[0].abs() + 1e-6 * terms + 2.0**-24

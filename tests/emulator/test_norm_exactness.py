@@ -37,14 +37,14 @@ def test_rows_of_one_value_give_the_bias(columns, dtype):
     x = x.to(dtype)[:, None].repeat(1, columns)
     weight, bias = normal(columns, dtype=dtype), normal(columns, dtype=dtype)
     for eps in (1e-5, 1e-6, 1e-12):
-        assert torch.equal(run("layer_norm_no_residual", x, weight, bias, eps, None), bias + 0 * x)
+        assert torch.equal(run("layer_norm", x, weight, bias, eps, None), bias + 0 * x)
     # Half of it from the residual; parameters of another type; without either.
     half = x / 2
-    result, total = run("layer_norm", half, weight, bias, half, 1e-6, None)
+    result, total = run("add_layer_norm", half, half, weight, bias, 1e-6, None)
     assert torch.equal(total, half + half) and torch.equal(result, bias + 0 * x)
-    wide = run("layer_norm_no_residual", x, weight.float(), bias.float(), 1e-6, None)
+    wide = run("layer_norm", x, weight.float(), bias.float(), 1e-6, None)
     assert torch.equal(wide, bias + 0 * x)
-    assert not run("layer_norm_no_weight_no_bias_no_residual", x, 1e-6, None).any()
+    assert not run("layer_norm", x, None, None, 1e-6, None).any()
 
 
 @pytest.mark.parametrize("rows", [70, 3000])
@@ -53,7 +53,7 @@ def test_many_short_rows_of_one_value(rows, dtype):
     for columns in (64, 256, 1000) if rows == 70 else (128,):
         x = torch.full((rows, columns), -59904.0, dtype=dtype)
         weight, bias = normal(columns, dtype=dtype), normal(columns, dtype=dtype)
-        result = sm90("layer_norm_no_residual")(x, weight, bias, 1e-6, None)
+        result = sm90("layer_norm")(x, weight, bias, 1e-6, None)
         assert torch.equal(result, bias.expand_as(x))
 
 
@@ -73,11 +73,11 @@ def test_mean_far_from_zero(dtype, ratio):
     for columns in COLUMNS[1:]:
         x = far(3, columns, dtype, ratio)
         weight, bias = normal(columns, dtype=dtype), normal(columns, dtype=dtype)
-        standard = reference("layer_norm_no_weight_no_bias_no_residual", x, 1e-9, None)
+        standard = reference("layer_norm", x, None, None, 1e-9, None)
         exact = weight.double() * standard + bias.double()
         size = weight.double().abs() * (1 + standard.abs())
         allowed = RELATIVE[dtype] * exact.abs() + 8e-6 * size
-        result = run("layer_norm_no_residual", x, weight, bias, 1e-9, None).double()
+        result = run("layer_norm", x, weight, bias, 1e-9, None).double()
         assert ((result - exact).abs() <= allowed).all(), (
             columns,
             ((result - exact).abs() / allowed).max(),
@@ -87,9 +87,9 @@ def test_mean_far_from_zero(dtype, ratio):
 def check_backward(x, grad, weight, eps):
     """Errors are a part of the terms that the gradients are sums of."""
     dtype = x.dtype
-    arguments = (x, weight, grad, True, True, dtype, eps, None)
-    result = run("layer_norm_backward_no_grad_residual", *arguments)
-    exact = reference("layer_norm_backward_no_grad_residual", *arguments)
+    arguments = (x, weight, grad, None, True, True, dtype, eps, None)
+    result = run("layer_norm_backward", *arguments)
+    exact = reference("layer_norm_backward", *arguments)
     wide, grads = x.double(), grad.double()
     centred = wide - wide.mean(-1, keepdim=True)
     rstd = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
@@ -119,7 +119,7 @@ def test_backward_of_rows_of_one_value(columns, dtype):
     x = torch.full((3, columns), -59904.0, dtype=dtype)
     grad = (normal(3, columns) * 2.0**-6).to(dtype)
     weight = normal(columns, dtype=dtype)
-    arguments = (x, weight, grad, True, True, dtype, 1e-6, None)
-    _, of_weight, _ = run("layer_norm_backward_no_grad_residual", *arguments)
+    arguments = (x, weight, grad, None, True, True, dtype, 1e-6, None)
+    _, of_weight, _ = run("layer_norm_backward", *arguments)
     assert not of_weight.any()
     check_backward(x, grad, weight, 1e-6)

@@ -253,7 +253,8 @@ def test_opcheck(rand):
     scores = rand(6, 16, dtype=torch.bfloat16).requires_grad_()
     torch.library.opcheck(torch.ops.tiercel.topk_softmax.default, (scores, 3))
     out = torch.empty(6, 3, device="cuda"), torch.empty(6, 3, dtype=torch.int32, device="cuda")
-    torch.library.opcheck(torch.ops.tiercel.topk_softmax_out.default, (scores.detach(), *out))
+    outs = dict(zip(("weights", "indices"), out, strict=True))
+    torch.library.opcheck(torch.ops.tiercel.topk_softmax.out, (scores.detach(), 3), outs)
 
 
 @pytest.mark.slow

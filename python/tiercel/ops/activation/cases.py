@@ -118,14 +118,15 @@ def _ours_backward(op: str, gated: bool, case: Any, inputs: Inputs, backend: str
     """The operator that the gradient calls; a user meets it only in ``backward()``."""
     import torch
 
-    packed = "_packed" if gated and inputs["up"] is None else ""
-    function = getattr(torch.ops.tiercel, f"{op}{packed}_backward")
-    tensors = [inputs[name] for name in ("grad", "x", "up") if inputs[name] is not None]
+    function = getattr(torch.ops.tiercel, f"{op}_backward")
+    tensors = [inputs[name] for name in ("grad", "x", *["up"] * gated)]
     chosen = tuple(options(case).values())
 
     def run() -> tuple[Any, ...]:
         result = function(*tensors, *chosen, backend)
-        return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+        if not gated:
+            return (result,)
+        return tuple(result) if inputs["up"] is not None else (result[0],)
 
     return Launch(run, strict=True, details={"kernel": f"{op}_backward"})
 

@@ -31,7 +31,8 @@ def _ours(case: Any, inputs: Inputs, backend: str) -> Launch:
     q, k, v = (inputs[name] for name in "qkv")
     results = tiercel.attention(q, k, v, causal=case["causal"], return_lse=True, backend=backend)
     function = torch.ops.tiercel.attention_backward
-    rest = (case["causal"], None, None, None, case["deterministic"], backend)
+    options = (case["causal"], None, None, None, case["deterministic"])
+    rest = (None, *options, backend)
     return Launch(
         lambda: function(inputs["grad"], q, k, v, *results, *rest),
         strict=True,

@@ -146,17 +146,13 @@ def _backward_ours(op: str, case: Any, inputs: Inputs, backend: str) -> Launch:
     import torch
 
     weight, bias, added = (inputs[name] for name in ("weight", "bias", "grad_residual"))
-    name = f"{op}_backward"
-    name += ("" if weight is not None else "_no_weight") + (
-        "" if added is not None else "_no_grad_residual"
-    )
-    function = getattr(torch.ops.tiercel, name)
-    tensors = [t for t in (inputs["x"], weight, added) if t is not None]
+    function = getattr(torch.ops.tiercel, f"{op}_backward")
+    tensors = (inputs["x"], weight, inputs["grad"], added)
     dtype = inputs["x"].dtype if bias is None else bias.dtype
     wanted = (weight is not None, bias is not None)
 
     def run() -> tuple[Any, ...]:
-        grads = function(*tensors, inputs["grad"], *wanted, dtype, EPS, backend)
+        grads = function(*tensors, *wanted, dtype, EPS, backend)
         return tuple(grad for grad in grads if grad.numel())
 
     return Launch(run, strict=True, details={"kernel": f"{op}_backward"})

@@ -110,9 +110,9 @@ def _ours_backward(op: str, case: Any, inputs: Inputs, backend: str) -> Launch:
     """The operator that the gradient calls; a user meets it only in ``backward()``."""
     import torch
 
-    function = getattr(torch.ops.tiercel, f"{op}_no_mask_backward")
+    function = getattr(torch.ops.tiercel, f"{op}_backward")
     y, grad = result_of(op, inputs), inputs["grad"]
-    run = partial(function, grad, y, -1, None, backend)
+    run = partial(function, grad, y, -1, None, None, backend)
     return Launch(lambda: (run(),), strict=True, details={"kernel": f"{op}_backward"})
 
 
