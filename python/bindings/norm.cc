@@ -189,7 +189,7 @@ PyObject* NormLoad(PyObject*, PyObject* device) { return Load(device, LoadNorm);
       TIERCEL_FAST(name "_backward", Backward<kind>,                                             \
                    name                                                                          \
                    "_backward(x, weight, grad, grad_residual, grad_x, grad_weight, "             \
-                   "grad_bias, workspace, eps, /)\n--\n\n"                                       \
+                   "grad_bias, workspace, eps, config=..., /)\n--\n\n"                           \
                    "Launches the kernels on the current stream; fills the gradients."),          \
       TIERCEL_FAST(name "_backward_plan", BackwardPlan<kind>,                                    \
                    name                                                                          \

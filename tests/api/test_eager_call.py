@@ -57,6 +57,7 @@ def made(native, slots, *, count, tensors=(0,), ready=(-1,), mutated=(), **optio
         ranks=options.get("ranks", ()),
         equals=options.get("equals", ()),
         returns=options.get("returns", False),
+        absent=options.get("absent", ()),
     )
 
 
@@ -110,6 +111,13 @@ def test_a_size_that_an_int_states():
     call = made(launch, (X,), count=4, tensors=(0, 2), mutated=(2,), equals=((2, 1, 1),))
     assert call(x, 2, out, None) is None and len(launch.calls) == 1
     assert call(x, 3, out, None)[0] == "run" and len(launch.calls) == 1
+
+
+def test_an_optional_tensor_that_python_rearranges():
+    launch, x = Launch(), torch.zeros(2)
+    call = made(launch, (X, ("argument", 1)), count=3, tensors=(0, 1), absent=(1,))
+    assert call(x, None, None) is None and launch.calls == [(x, None)]
+    assert call(x, x, None)[0] == "run" and len(launch.calls) == 1
 
 
 def test_written_arguments_get_a_new_version():
@@ -202,6 +210,7 @@ def test_an_error_of_the_launch_drops_the_outputs():
         ((X,), {"contiguous": (7,)}),
         ((X,), {"ranks": ((7, 1),)}),
         ((X,), {"equals": ((0, 1, 7),)}),
+        ((X,), {"absent": (7,)}),
     ],
 )
 def test_wrong_descriptions_are_refused(slots, options):

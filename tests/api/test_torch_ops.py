@@ -42,8 +42,13 @@ def test_minimal_call(op):
         calls.same([v for v in got if isinstance(v, torch.Tensor)], tensors)
 
 
-# What other operators are for: `<op>_out`, `<op>_lse`, `<op>_static` and the like.
-ELSEWHERE = {"out", "return_lse", "q_descale", "k_descale", "v_descale", "inplace"}
+# Arguments that choose another operator: `<op>.out`, `<op>_lse`, `<op>_`, `add_<op>`.
+ELSEWHERE = {"out", "return_lse", "inplace"}
+ELSEWHERE_OF = {
+    "fp8_quantize": {"scale"},
+    "layer_norm": {"residual"},
+    "rms_norm": {"residual"},
+}
 
 
 @pytest.mark.parametrize("op", calls.OPS)
@@ -51,10 +56,8 @@ def test_every_argument_is_in_a_schema(op):
     packet = getattr(torch.ops.tiercel, op)
     schemas = [getattr(packet, name)._schema for name in packet.overloads()]
     known = {argument.name for schema in schemas for argument in schema.arguments}
-    public = set(inspect.signature(calls.function(op)).parameters) - ELSEWHERE
-    if op == "fp8_quantize":
-        public.discard("scale")  # fp8_quantize_static
-    assert public <= known
+    public = set(inspect.signature(calls.function(op)).parameters)
+    assert public - ELSEWHERE - ELSEWHERE_OF.get(op, set()) <= known
 
 
 def test_optional_arguments_by_keyword():
@@ -65,7 +68,7 @@ def test_optional_arguments_by_keyword():
         calls.same(theirs(x), ours(x))
         calls.same(theirs(x, bias=weight), ours(x, bias=weight))
         calls.same(theirs(x, weight, eps=0.5), ours(x, weight, eps=0.5))
-        both = theirs(x, weight, residual=residual)
+        both = getattr(ops, f"add_{op}")(x, residual, weight)
         calls.same(both, ours(x, weight, residual=residual))
     scale = torch.tensor([0.5])
     assert ops.silu(x, scale=scale).dtype == torch.float8_e4m3fn

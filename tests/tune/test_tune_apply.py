@@ -12,10 +12,10 @@ import pytest
 from support import few_tokens
 from support.dlpack_tensor import ExchangeTensor
 
+import tiercel.ops.moe.tune as moe
 from tiercel import _C
 from tiercel.cli import main
 from tiercel.core import tuned
-from tiercel.ops.moe import tune as moe
 from tiercel.workbench.tune import ops
 
 GPU = "NVIDIA Test"

@@ -5,8 +5,8 @@ import pytest
 from support import few_tokens
 from support.dlpack_tensor import ExchangeTensor
 
+import tiercel.ops.moe.tune as moe
 from tiercel import _C
-from tiercel.ops.moe import tune as moe
 from tiercel.workbench.tune import hardware, ops
 from tiercel.workbench.tune.hardware import Needs, blocks_per_sm, why_not
 from tiercel.workbench.tune.problem import Problem, name_of

@@ -118,7 +118,7 @@ class Operator:
         eager: How to launch sm90 without Python; by default its ``run`` is called.
         indices: The allowed values of index tensors, for TIERCEL_CHECK=1; every operator with such
             an argument has it.
-        plugin: (plug-in's function, contract, arguments) -> outputs; by default the contract says.
+        plugin: (plug-in's function, contract, *arguments) -> outputs, for a registered backend.
     """
 
     def __init__(

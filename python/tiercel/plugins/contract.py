@@ -91,8 +91,6 @@ class Contract:
         sums: (arguments by name) -> the sum of the terms' magnitudes of each element of the outputs
             that have `of_sums`.
         derive: (dimensions, arguments by name) -> further dimensions, that outputs have.
-        variants: By name of a variant of the operator: a function of ``call``, which runs a
-            backend and checks its outputs, and of the variant's arguments without ``backend``.
         mutates: Arguments that the operator writes to; a backend itself returns new tensors.
         batched: Tensors whose batch dimensions are joined to one before a backend gets them.
         constants: Arguments that the operators lack, and what backends get there.
@@ -105,7 +103,6 @@ class Contract:
     cases: tuple[Case, ...]
     timing: Mapping[str, Case]
     make: Callable[[Case, str, int], dict[str, Any]]
-    variants: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     mutates: tuple[str, ...] = ()
     batched: tuple[str, ...] = ()
     constants: Mapping[str, Any] = field(default_factory=dict)

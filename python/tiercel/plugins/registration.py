@@ -203,10 +203,7 @@ def _runner(contract: Any, variant: Any, who: str, fn: Callable[..., Any]) -> Ca
         checked: tuple[Any, ...] = contract.check_outputs(who, values, fn(*values))
         return checked
 
-    if variant.plugin is not None:
-        return lambda *args: variant.plugin(call, contract, *args[:-1])  # without `backend`
-    run = contract.variants[variant.name]
-    return lambda *args: run(call, *args[:-1])
+    return lambda *args: variant.plugin(call, contract, *args[:-1])  # without `backend`
 
 
 def _why_not(language: str) -> Callable[..., Any]:

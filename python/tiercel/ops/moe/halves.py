@@ -28,7 +28,6 @@ def rows_scale(scale: Tensor | None, w_scale: Tensor | None) -> Tensor | None:
 
 def _half(declared: spec.Spec, reference: Callable[..., Tensor], w_name: str) -> Op:
     up, native = w_name == "w_up", getattr(_C, declared.name)
-    native_plan = getattr(_C, f"{declared.name}_plan")
     scales = ("x_scale", f"{w_name}_scale")
     sixteen_bit = declared.without(*scales).names
 
@@ -72,7 +71,9 @@ def _half(declared: spec.Spec, reference: Callable[..., Tensor], w_name: str) ->
         declared,
         sm90=Python(
             run,
-            lambda call: dict(native_plan(*arguments(call, call.x.new_empty))),
+            lambda call: dict(
+                getattr(_C, f"{declared.name}_plan")(*arguments(call, call.x.new_empty))
+            ),
             "a grouped product, rows gathered by the routing",
             language="cute",
             load=_C.moe_load,
