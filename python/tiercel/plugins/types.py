@@ -8,7 +8,6 @@ from typing import Annotated, Protocol
 import torch
 from torch import Tensor
 
-from tiercel.ops.attention.contract import ATTENTION, ATTENTION_VARLEN
 from tiercel.plugins.contracts import CONTRACTS
 
 __all__ = [
@@ -109,6 +108,7 @@ RMS_NORM, TOPK_SOFTMAX, SOFTMAX_ONLINE = (
 )
 
 REDUCE, COPY_TRANSPOSE = CONTRACTS["reduce"], CONTRACTS["copy_transpose"]
+ATTENTION, ATTENTION_VARLEN = CONTRACTS["attention"], CONTRACTS["attention_varlen"]
 LINEAR_ACT = CONTRACTS["linear_act"]
 
 FP8_QUANTIZE, NVFP4_DEQUANTIZE, NVFP4_QUANTIZE = (
