@@ -149,8 +149,8 @@ def test_most_experts_are_elsewhere(seed):
     w_up, _ = weights_of(draw, (here, 2 * inner, hidden), None)
     w_down, _ = weights_of(draw, (here, hidden, inner), None)
     x, weights = draw.normal(300, hidden), draw.uniform(300, 2)
-    options = ("silu", expert_map, None, None, None)
-    due = reference("fused_moe")(x, w_up, w_down, weights, ids, *options).float()
+    chosen = ("silu", expert_map, None, None, None)
+    due = reference("fused_moe")(x, w_up, w_down, weights, ids, *chosen).float()
     wide = (128, (256, 1), (256, 1))
     with options(multiprocessors=1 + seed % 4, seed=seed):
         got = moe.run(x, ((w_up, None), (w_down, None)), weights, ids, "silu", expert_map, wide)
