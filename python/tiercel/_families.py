@@ -18,7 +18,7 @@ from types import ModuleType
 _OPS = "tiercel.ops"
 _FOLDER = Path(__file__).with_name("ops")
 # Kinds that need no operator: importing them registers none.
-_PLAIN = ("cases", "contract", "peers", "reference", "spec", "tune")
+_PLAIN = ("cases", "contract", "peers", "reference", "spec", "tiling", "tune")
 _KINDS = (*_PLAIN, "module")
 
 
