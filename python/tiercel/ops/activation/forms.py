@@ -83,7 +83,16 @@ class Activation:
         tensors = (rows(call.x), None if up is None else rows(up), call.scale, call.out)
         return native(*tensors, self._number(call), self._gated)
 
+    def _refuse_float8(self, call: Call) -> None:
+        if call.scale is not None:
+            raise RuntimeError(
+                f"{self.name}: there is no derivative for a float8 result, but a tensor "
+                "requires grad"
+            )
+
     def _reference(self, call: Call) -> Tensor:
+        if torch.is_grad_enabled() and call.x.requires_grad:  # inside torch.func.grad
+            self._refuse_float8(call)
         inputs = (call.x, call.up) if self._gated else (call.x,)
         result: Tensor = getattr(ref, self.name)(*inputs, scale=call.scale, **self._options(call))
         return result
@@ -91,11 +100,7 @@ class Activation:
     # -- the gradient ------------------------------------------------------------------------------
 
     def _save(self, ctx: Any, call: Call, result: Tensor) -> None:
-        if call.scale is not None:
-            raise RuntimeError(
-                f"{self.name}: there is no derivative for a float8 result, but a tensor "
-                "requires grad"
-            )
+        self._refuse_float8(call)
         ctx.approximate, ctx.backend = getattr(call, "approximate", None), call.backend
         ctx.save_for_backward(call.x, getattr(call, "up", None))
 
