@@ -159,7 +159,7 @@ def _decode_case(
     **options: Any,
 ) -> Case:
     batch = len(_LENGTHS[lengths.removesuffix(" strided")])
-    sizes = {"B": batch, "Sq": queries, "H": heads[0], "Hk": heads[1], "D": d, "page": page}
+    sizes = {"B": batch, "Sq": queries, "H": heads[0], "Hk": heads[1], "D": d, "page_size": page}
     return Case(sizes, dtype, options, lengths)
 
 

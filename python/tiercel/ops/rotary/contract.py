@@ -21,7 +21,7 @@ def _case(
     positions: str = "int64",
     interleaved: bool = False,
 ) -> Case:
-    sizes = {"T": tokens, "H": heads, "G": kv_heads, "D": size, "R": rotated, "P": 64}
+    sizes = {"T": tokens, "H": heads, "Hk": kv_heads, "D": size, "R": rotated, "P": 64}
     return Case(sizes, positions, {"elements": elements, "interleaved": interleaved})
 
 
@@ -39,7 +39,9 @@ _CASES = (
 def _make(case: Case, device: str, seed: int) -> dict[str, Any]:
     import torch
 
-    tokens, heads, kv_heads, size, rotated, rows = (case.sizes[name] for name in "THGDRP")
+    tokens, heads, kv_heads, size, rotated, rows = (
+        case.sizes[name] for name in ("T", "H", "Hk", "D", "R", "P")
+    )
     # On the CPU and then moved: the same numbers on every device.
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, case.options["elements"])
