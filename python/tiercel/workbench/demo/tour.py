@@ -47,7 +47,7 @@ def tour(
     now: Callable[[], float] = time.monotonic,
 ) -> Iterator[Stop | str]:
     """A stop an operator; an operator's name alone where the time was up before it."""
-    import tiercel.ops  # noqa: F401
+    from tiercel.ops import _register  # noqa: F401
     from tiercel.plugins.contracts import CONTRACTS
 
     end = now() + seconds

@@ -48,8 +48,8 @@ class Result:
 
 
 def builtin(op: str | None) -> list[Target]:
-    import tiercel.ops  # noqa: F401
     from tiercel.core.dispatch import registry
+    from tiercel.ops import _register  # noqa: F401
     from tiercel.plugins.contracts import CONTRACTS
 
     return [

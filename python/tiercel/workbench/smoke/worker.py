@@ -24,9 +24,9 @@ from typing import Any
 def fork_on_request() -> int:
     """Imports, and says 0. For each line of standard input, the names of a worker's files, it says
     its process id, and at its end the exit code."""
-    import tiercel.ops
     import tiercel.plugins.contracts
     import tiercel.workbench.smoke.measure  # noqa: F401
+    from tiercel.ops import _register  # noqa: F401
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what anything prints is no answer
@@ -101,6 +101,6 @@ def _load(source: dict[str, str]) -> list[dict[str, str]]:
         name = source["entry_point"]
         points = [point for point in loading.entry_points() if point.name == name]
         return [p.as_dict() for point in points for p in loading.load_entry_point(point)]
-    import tiercel.ops  # noqa: F401
+    from tiercel.ops import _register  # noqa: F401
 
     return []
