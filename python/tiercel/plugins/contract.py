@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -192,7 +193,8 @@ class Contract:
                 own = len(argument.dims) - 1
                 if batch is None:
                     batch = value.shape[: value.dim() - own]
-                value = value.reshape(-1, *value.shape[value.dim() - own :])
+                own_shape = value.shape[value.dim() - own :]
+                value = value.reshape(math.prod(value.shape[: value.dim() - own]), *own_shape)
             values.append(value)
         due = [spec for spec in self.outputs if not spec.comes_with or spec.comes_with in call]
         return tuple(
