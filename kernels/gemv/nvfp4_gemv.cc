@@ -128,7 +128,7 @@ struct Choice {
   LaunchConfig config;
 };
 
-// As many warps as are resident at once, if there are enough rows or steps of K; two blocks per
+// All warps that can be resident at once, if there are enough rows or steps of K; two blocks per
 // multiprocessor. (Measured on an H200: more blocks decode b more often, fewer leave more idle.)
 void choose(Choice* choice, int64_t batches) {
   Nvfp4GemvArgs& args = choice->args;

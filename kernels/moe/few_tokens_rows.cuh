@@ -97,7 +97,7 @@ struct FewX {
   }
 };
 
-// The same for rows between the halves, as soon as they are stored; one row per warp.
+// Quantizes the rows between the halves, as soon as they are stored; one row per warp.
 template <FewScales kScales>
 __device__ __forceinline__ void take_inner(FewGrid& grid, unsigned valid, int rows, int columns,
                                            char* to, int to_row, float* scales, bool waits) {

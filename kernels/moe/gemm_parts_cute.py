@@ -65,5 +65,5 @@ def result_copies(dtype, y, layout, wg_thread):
 
 
 def result_piece(from_y, row, lane):
-    """Where a lane's 16 bytes of a row begin there: 8 lanes read a row's 128 bytes."""
+    """The offset of a lane's 16 bytes in a row: 8 lanes read a row's 128 bytes."""
     return from_y + (row * EPI + (lane % 8 ^ row % 8) * 8)

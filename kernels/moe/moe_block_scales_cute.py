@@ -22,7 +22,7 @@ from moe_variant_cute import SCALE_BLOCK
 
 
 def stage_scales(v, storage, index):
-    """Where a stage's scales begin."""
+    """The offset of a stage's scales."""
     first = v.words - v.stages * v.stage_scales
     return storage.words.data_ptr() + (first + index * v.stage_scales)
 

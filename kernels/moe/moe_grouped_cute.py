@@ -40,7 +40,7 @@ A warpgroup whose rows are all padding multiplies nothing. float8 rows and weigh
 which meet the sums before the activation (moe_scales_cute.py), or each step's products
 (moe_block_scales_cute.py).
 
-Where tiles of 128 rows are gathered, a step's products take about a thousand cycles, and the ring
+If tiles of 128 rows are gathered, a step's products take about a thousand cycles, and the ring
 has room for four steps. A loading warp has to need less per step, and its instructions wait for
 each other, some five cycles each. A warp that copied a fourth of the rows and the weights took 1330
 cycles, so that a step took 1550 (H200). So the weights have a warp of their own and the rows three,
@@ -295,7 +295,7 @@ class MoeGrouped:
 
     @cute.jit
     def weights_policy(self, p):
-        """Where experts have few rows, most weights are read once. They leave L2 first, before rows
+        """If experts have few rows, most weights are read once. They leave L2 first, before rows
         of x and the rows between `up` and `down`, which are read again."""
         policy = None  # for 16-bit tiles of 128 rows it was up to 1 % slower (H200)
         if const_expr(self.v.dtype.width == 8 or self.v.pingpong):

@@ -23,7 +23,7 @@ struct CubinKernel {
   uint32_t dynamic_smem;
   bool dependent;
   Kernel kernel;
-  // Where the family's struct of arguments has each parameter; null for a family without one.
+  // The offset of each parameter in the family's argument struct; null for a family without one.
   const uint16_t* members = nullptr;
   int member_count = 0;
 

@@ -162,8 +162,8 @@ Status prepare(const TensorView& x, const TensorView& out, int64_t tile_size,
                                  shape_text(x.shape, x.ndim));
   }
   if (chooses) {
-    // The same number of tiles, nearly equal in size: small tiles at the edges take as long as
-    // whole ones.
+    // Keeps the number of tiles and makes them nearly equal in size: small tiles at the edges take
+    // as long as whole ones.
     if (!kernel.whole) {
       args->tile_height =
           part_of(args->rows, down, copy_transpose_run(element, kernel.tile_rows) / element);

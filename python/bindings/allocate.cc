@@ -9,7 +9,7 @@
 namespace tiercel::python {
 namespace {
 
-// What tiercel.core.eager hands over once torch is there. Never freed: Python may be gone at exit.
+// Set by tiercel.core.eager once torch is imported. Never freed: Python may be gone at exit.
 struct Hooks {
   PyObject* empty;           // torch.empty
   PyObject* on_current_gpu;  // (sizes, strides, dtype) -> tensor on the current GPU; may be null

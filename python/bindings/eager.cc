@@ -59,7 +59,7 @@ class Getter {
   PyObject* self_ = nullptr;
 };
 
-// What tiercel.core.eager hands over once torch is there. Never freed: Python may be gone at exit.
+// Set by tiercel.core.eager once torch is imported. Never freed: Python may be gone at exit.
 struct Hooks {
   PyObject* exact_types[2];  // torch.Tensor and torch.nn.Parameter
   Getter transforms;         // whether a functorch transform is active

@@ -51,7 +51,7 @@ def modules(kind: str) -> list[ModuleType]:
 
 
 def _forget_packages() -> None:
-    """Where `tiercel.ops` was imported without its operators, its next import registers them."""
+    """Lets the next import of `tiercel.ops` register the operators, if this one did not."""
     package = sys.modules.get(_OPS)
     if package is not None and "__all__" not in vars(package):
         for name in [_OPS, *(f"{_OPS}.{family}" for family in names())]:
@@ -80,7 +80,7 @@ def defined(found: Iterable[ModuleType], public: Iterable[str]) -> dict[str, obj
 
 
 def only_plain_is_wanted() -> bool:
-    """Whether `tiercel.ops`, which is being imported, is so only for the sake of a module below it
+    """Returns True if `tiercel.ops` is being imported only as the parent of a module below it
     that needs no operator. The import system imports parents first: its frames say for what."""
     wanted, frame = _OPS, sys._getframe(1)
     while frame is not None:

@@ -201,9 +201,9 @@ def deploy(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("folder", ["~", "{home}", "{home}/work", "{home}/work/"])
+@pytest.mark.parametrize("folder", ["~", "{home}", "{home}/mine", "{home}/mine/"])
 def test_a_folder_of_the_user_s_is_refused(deploy, folder):
-    for place in (deploy.home, deploy.home / "work"):
+    for place in (deploy.home, deploy.home / "mine"):
         for name in ("tmp/thesis.tex", "out/private_key", "site/x"):
             path = place / name
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,7 @@ def coordinates(rows, columns, *outer):
 
 
 def copy_places(tma, smem, tile, places):
-    """Where copies of tiles begin: in shared memory, and in the map with these coordinates."""
+    """The start of a tile's copies: in shared memory, and in the map with these coordinates."""
     tiles = cute.zipped_divide(places, tile)
     one = cute.make_layout(1)
     return cpasync.tma_partition(tma, 0, one, cute.group_modes(smem, 0, 2), tiles)

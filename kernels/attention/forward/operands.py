@@ -38,7 +38,7 @@ class HalfOperands:
         self.variant = variant
         self.value_packed = variant.packed
 
-    # Where v lies.
+    # The shared memory of v.
 
     def value_tile(self):
         return self.variant.tile_n, self.variant.d

@@ -65,7 +65,7 @@ class Fp8Operands:
         # A block's columns in a row of transposed v: narrower swizzles are slow to copy.
         self.tile_columns = (variant.tile_n + 63) // 64 * 64
 
-    # Where v lies.
+    # The shared memory of v.
 
     def value_tile(self):
         return self.variant.d, self.tile_columns

@@ -73,7 +73,7 @@ class Native:
     takes_out: Sequence[Any] = ()
 
     def functions(self, into_out: bool) -> tuple[Callable[..., Any], Sequence[Any]]:
-        """What launches, and what it takes."""
+        """The native function for this operator, and its arguments."""
         if into_out and self.run_out is not None:
             return self.run_out, self.takes_out
         return self.run, self.takes
@@ -122,13 +122,7 @@ def _packed(results: Sequence[Any]) -> Any:
 
 
 def _unpacked(results: Any) -> tuple[Any, ...]:
-    return (
-        results
-        if isinstance(results, tuple)
-        else tuple(results)
-        if isinstance(results, list)
-        else (results,)
-    )
+    return tuple(results) if isinstance(results, (tuple, list)) else (results,)
 
 
 def _copy(source: Tensor, to: Tensor) -> None:

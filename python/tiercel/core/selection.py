@@ -70,7 +70,7 @@ def requested(op: str) -> str | None:
 
 
 def named_in(op: str) -> str:
-    """Where an operator's backend was named outside of the call, for messages."""
+    """The place outside of the call that named an operator's backend, for messages."""
     for choices, where in (
         (_context.get(), "use_backend"),
         (_process, "set_backend"),

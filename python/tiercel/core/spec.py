@@ -139,7 +139,7 @@ class Spec:
         return f"({', '.join([*self._schemas(), 'str? backend=None'])}) -> {results}"
 
     def out_schema(self) -> str:
-        """Of the overload ``out``, which writes the results where it is told."""
+        """The schema of the overload ``out``, which writes to given results."""
         outs = [
             f"Tensor({alias}!) {result.name}"
             for alias, result in zip("abcdefgh", self.results, strict=False)

@@ -24,14 +24,14 @@ _LARGEST_D = 128
 
 
 def _readable(tensor: Tensor) -> Tensor:
-    """As the copy engine takes it: a gradient may be one number for all places."""
+    """Makes strides that the copy engine takes: a gradient may be one expanded number."""
     *strides, last = tensor.stride()
     fits = last == 1 and all(step > 0 and step % 8 == 0 for step in strides)
     return tensor if fits and tensor.data_ptr() % 16 == 0 else tensor.contiguous()
 
 
 def _native(values: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """What the kernels take before and after the workspace."""
+    """The native arguments before and after the workspace."""
     grad, q, k, v, out, lse, grad_lse = values[:7]
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
@@ -81,7 +81,7 @@ BACKWARD = Op(
 
 
 def has_kernels(op: str, q: Tensor, backend: str | None) -> bool:
-    """Whether the precompiled kernels are what computes this, where strides allow."""
+    """Returns True if the precompiled kernels compute this, strides permitting."""
     asked = backend or selection.requested(op)
     if asked not in (None, "auto", "sm90") or not 8 <= q.shape[-1] <= _LARGEST_D:
         return False

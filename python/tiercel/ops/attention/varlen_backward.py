@@ -16,7 +16,7 @@ from tiercel.ops.attention.indices import packed_indices
 
 
 def _of_one(values: tuple[Any, ...], queries: slice, keys: slice) -> tuple[Any, ...]:
-    """What attention_backward takes for a sequence."""
+    """The arguments of attention_backward for one sequence."""
     grad, q, k, v, _, _, out, lse, grad_lse = values[:9]
     rows = ((grad, queries), (q, queries), (k, keys), (v, keys), (out, queries))
     gradients = zip(values[14:], (queries, keys, keys), strict=True)

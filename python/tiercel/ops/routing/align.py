@@ -94,7 +94,7 @@ def run_plain(declared: spec.Spec, function: Callable[..., Any], call: Call) -> 
 
 
 def run_plugin(declared: spec.Spec, function: Callable[..., Any], call: Call) -> tuple[Any, ...]:
-    """The same, by a plug-in, which takes the arguments by position."""
+    """Runs a plug-in, which takes the arguments by position."""
     return run_plain(declared, lambda **arguments: function(*arguments.values()), call)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmark knows of each operator; the lists ``BENCHES`` of the
+"""The benchmark of each operator: the lists ``BENCHES`` of the
 families' ``cases.py``."""
 
 from __future__ import annotations
