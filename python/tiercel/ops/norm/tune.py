@@ -87,7 +87,7 @@ def _invalid(problem: Problem, tokens: int) -> str | None:
 
 
 def _case(op: str, problem: Problem, tokens: int) -> Any:
-    from tiercel.bench.cases import Case
+    from tiercel.workbench.bench.cases import Case
 
     params = {"M": tokens, "N": problem["N"], "weight": "same"}
     params |= {"bias": op == "layer_norm", "residual": False}
@@ -100,7 +100,7 @@ def _launch(
     import torch
 
     from tiercel import _C
-    from tiercel.bench.ops.norm import EPS
+    from tiercel.ops.norm.cases import EPS
 
     plan, backward = getattr(_C, f"{op}_backward_plan"), getattr(_C, f"{op}_backward")
     more = () if candidate is None else (tuple(config(candidate).values()),)
