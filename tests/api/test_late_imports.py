@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every import inside the package finds its module and name, also one that only a GPU run reaches."""
+"""Every import in the package finds its module and name, also one that only a GPU reaches."""
 
 import ast
 import importlib

@@ -8,7 +8,7 @@ import types
 
 import pytest
 import torch
-from support.dlpack_tensor import DTYPES, ExchangeTensor
+from support.dlpack_tensor import as_cuda
 
 from tiercel import _C
 from tiercel._explain import resolve_call
@@ -21,16 +21,6 @@ pytestmark = pytest.mark.torch
 STRIDES = (2**40 + 1, 3, 0)
 # The first has scales on the CPU; the others took their plans from _C when they were made.
 _OTHERS = {"nvfp4_gemv", "attention", "attention_varlen"}
-
-
-def as_cuda(value):
-    if not isinstance(value, torch.Tensor):
-        return value
-    name = str(value.dtype).removeprefix("torch.")
-    assert name in DTYPES, name
-    # Aligned to 256 bytes, and apart where the tensors are apart.
-    address = max(value.data_ptr(), 1) * 256
-    return ExchangeTensor(*value.shape, dtype=name, strides=value.stride(), address=address)
 
 
 @pytest.fixture

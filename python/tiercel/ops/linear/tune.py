@@ -152,6 +152,7 @@ def _case(problem: Problem, tokens: int) -> Any:
     from tiercel.workbench.bench.cases import Case
 
     params = {"M": tokens, "N": problem["N"], "K": problem["K"], "act": "gelu", "bias": True}
+    params["residual"] = False
     return Case("linear", "linear_act", problem.dtype, params)
 
 
