@@ -80,20 +80,31 @@ def test_what_goes_wrong(monkeypatch):
         cute_kernel.variant("linear", "linear_cute", **LARGE)
 
 
-def test_the_template(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("op", "arguments", "block", "kinds"),
+    [
+        ("linear_act", lambda t: (t.bfloat16, "gelu"), 128, ["pointer"] * 4 + ["scalar"] * 8),
+        (
+            "rms_norm",
+            lambda t: ((t.bfloat16, t.float32, t.bfloat16),),
+            128,
+            ["pointer"] * 6 + ["float"] + ["scalar"] * 6,
+        ),
+        ("nvfp4_gemv", lambda t: (), 256, ["pointer"] * 5 + ["scalar"] * 12),
+    ],
+)
+def test_the_templates(monkeypatch, tmp_path, op, arguments, block, kinds):
     """What `tiercel new-kernel --language cute` writes compiles; its declaration fits."""
-    pytest.importorskip("torch")
+    torch = pytest.importorskip("torch")
     import tiercel.workbench.templates
 
     monkeypatch.chdir(tmp_path)  # the DSL leaves copies of its cubins
-    path = pathlib.Path(tiercel.workbench.templates.__file__).with_name("linear_act_cute.py")
-    spec = importlib.util.spec_from_file_location("template", path)
+    path = pathlib.Path(tiercel.workbench.templates.__file__).with_name(f"{op}_cute.py")
+    spec = importlib.util.spec_from_file_location(f"template_{op}", path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules["template"] = module
+    monkeypatch.setitem(sys.modules, f"template_{op}", module)
     spec.loader.exec_module(module)
-    import torch
 
-    for activation in ("none", "gelu"):
-        kernel = module.compiled(torch.bfloat16, activation)
-        assert kernel._about["block"] == [128, 1, 1]
-        assert [p["kind"] for p in kernel._about["parameters"]] == ["pointer"] * 4 + ["scalar"] * 8
+    kernel = module.compiled(*arguments(torch))
+    assert kernel._about["block"] == [block, 1, 1]
+    assert [p["kind"] for p in kernel._about["parameters"]] == kinds

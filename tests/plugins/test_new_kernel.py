@@ -2,6 +2,7 @@
 """``tiercel new-kernel``: what it writes is right at once."""
 
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -60,8 +61,13 @@ STARTED_FROM = ("rms_norm", "silu_and_mul", "softmax_online", "nvfp4_gemv", "att
 TEMPLATES = sorted(tuple(p.stem.rsplit("_", 1)) for p in _TEMPLATES.glob("[a-z]*_*.py"))
 
 
-@pytest.mark.parametrize("language", ["triton", "cuda"])
-@pytest.mark.parametrize("op", STARTED_FROM)
+@pytest.mark.parametrize(
+    ("op", "language"),
+    [
+        *itertools.product(STARTED_FROM, ("triton", "cuda")),
+        *itertools.product(("linear_act", "nvfp4_gemv", "rms_norm"), ("cute",)),
+    ],
+)
 def test_there_is_a_template(tmp_path, op, language):
     path = tmp_path / "k.py"
     words = ["new-kernel", "mine", "--op", op, "--language", language, "--out", str(path)]

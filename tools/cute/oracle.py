@@ -225,6 +225,8 @@ def check(function: Function, prefix: str, host: HostCode, kernels) -> tuple[lis
     layouts = {kernel.symbol: kernel.parameters for kernel in kernels}
     by_symbol = {kernel.symbol: kernel for kernel in kernels}
     pointers = {a.name: a for a in function.leaves if isinstance(a, Pointer)}
+    for floating in (a.name for a in function.leaves if getattr(a, "floating", False)):
+        return [], [f"{floating} is a float: the launchers of precompiled functions pass integers"]
     addresses = {name: (i + 1) << 32 for i, name in enumerate(pointers)}
     symbols, errors = [], []
     for scalars in function.problems:

@@ -62,7 +62,7 @@ class CuteKernel:
                 those that only the grid's expressions need.
 
         Raises:
-            TypeError: One is missing, or is neither a tensor nor an int where it has to be.
+            TypeError: One is missing, or is not a tensor, an int or a float where it has to be.
             ValueError: The copy engine cannot take a tensor, or devices differ.
             RuntimeError: The launch failed.
         """
@@ -82,13 +82,21 @@ class CuteKernel:
         value = values[name]
         if kind == "scalar":
             if not isinstance(value, int):
-                raise TypeError(f"{self.name}: `{name}` must be an int, got {type(value).__name__}")
+                raise TypeError(f"{self.name}: `{name}` must be an int, got {_type_of(value)}")
             return struct.pack("<i", value)
+        if kind == "float":
+            if not isinstance(value, (int, float)):
+                raise TypeError(f"{self.name}: `{name}` must be a float, got {_type_of(value)}")
+            return struct.pack("<f", value)
         if kind == "pointer":
             return bytes(8) if value is None else value
         swizzle = SWIZZLES.index(parameter["swizzle"])
         promotion = L2_PROMOTIONS.index(parameter["l2_promotion"])
         return value, tuple(boxes.get(name, parameter["box"])), swizzle, promotion
+
+
+def _type_of(value: object) -> str:
+    return type(value).__name__
 
 
 def cute(function: Any, *, key: Sequence[object] = (), arch: str = ARCH) -> CuteKernel:

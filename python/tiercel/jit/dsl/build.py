@@ -17,7 +17,9 @@ def compile_function(function: Any, arch: str, more_options: str = "") -> Any:
         if hasattr(argument, "dtype"):
             align = argument.align
             return make_ptr(argument.dtype, 0, cute.AddressSpace.gmem, assumed_align=align)
-        return None if argument is None else 1
+        if argument is None:
+            return None
+        return 1.0 if argument.floating else 1
 
     arguments = [example(argument) for argument in function.arguments]
     options = f"--gpu-arch {arch} --keep-cubin {more_options}".strip()

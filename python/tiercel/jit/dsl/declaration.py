@@ -27,9 +27,10 @@ class Pointer:
 
 @dataclasses.dataclass(frozen=True)
 class Scalar:
-    """A 32-bit integer host argument, and the kernel parameter of the same name."""
+    """A 32-bit host argument, and the kernel parameter of the same name."""
 
     name: str
+    floating: bool = False  # Float32, otherwise Int32; expressions may name integers only
 
 
 @dataclasses.dataclass(frozen=True)

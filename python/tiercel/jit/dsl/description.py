@@ -31,7 +31,7 @@ def describe(function: Any, image: bytes) -> dict[str, Any]:
     (kernel,) = fits
     parameters = [_parameter(one) for one in launch.parameters]
     for parameter, (_, size) in zip(parameters, kernel.parameters, strict=True):
-        if size != {"map": 128, "pointer": 8, "scalar": 4}[parameter["kind"]]:
+        if size != {"map": 128, "pointer": 8, "scalar": 4, "float": 4}[parameter["kind"]]:
             name = parameter["name"]
             raise ValueError(f"{function.name}: {name} is no {parameter['kind']}: {size} bytes")
     if kernel.threads not in (None, tuple(launch.block)):
@@ -60,8 +60,9 @@ def _parameter(parameter: Any) -> dict[str, Any]:
             "swizzle": parameter.swizzle,
             "l2_promotion": parameter.l2_promotion,
         }
-    kind = "pointer" if hasattr(parameter, "dtype") else "scalar"
-    return {"kind": kind, "name": parameter.name}
+    if hasattr(parameter, "dtype"):
+        return {"kind": "pointer", "name": parameter.name}
+    return {"kind": "float" if parameter.floating else "scalar", "name": parameter.name}
 
 
 def pack(about: dict[str, Any], image: bytes) -> bytes:
