@@ -73,24 +73,24 @@ Status check_permuted(const Argument& argument, int64_t rows, int64_t groups, in
       mismatch(argument, "begin at a multiple of 16 bytes", "an address that is off it"));
 }
 
-Status check(const Nvfp4GemvData& data) {
-  const Argument a{kOp, "a", data.a};
-  const Argument b{kOp, "b", data.b};
-  const Argument c{kOp, "c", data.c};
-  const Argument scale_a{kOp, "scale_a", data.scale_a};
-  const Argument scale_b{kOp, "scale_b", data.scale_b};
-  const Argument permuted_a{kOp, "scale_a_permuted", data.scale_a_permuted};
-  const Argument permuted_b{kOp, "scale_b_permuted", data.scale_b_permuted};
+Status check(const Nvfp4GemvCall& call) {
+  const Argument a{kOp, "a", *call.a};
+  const Argument b{kOp, "b", *call.b};
+  const Argument c{kOp, "c", *call.c};
+  const Argument scale_a{kOp, "scale_a", *call.scale_a};
+  const Argument scale_b{kOp, "scale_b", *call.scale_b};
+  const Argument permuted_a{kOp, "scale_a_permuted", *call.scale_a_permuted};
+  const Argument permuted_b{kOp, "scale_b_permuted", *call.scale_b_permuted};
   TIERCEL_RETURN_IF_ERROR(check_rank(a, 3));
-  const int64_t rows = data.a.shape[0];
-  const int64_t bytes = data.a.shape[1];
-  const int64_t batches = data.a.shape[2];
+  const int64_t rows = call.a->shape[0];
+  const int64_t bytes = call.a->shape[1];
+  const int64_t batches = call.a->shape[2];
   TIERCEL_RETURN_IF_ERROR(check_codes(a, rows, bytes, batches, "[m, k / 2, l]"));
   TIERCEL_RETURN_IF_ERROR(check_codes(b, 1, bytes, batches, "[1, k / 2, l]"));
   if (bytes % 8 != 0) {
     return Status::InvalidArgument(
         mismatch(a, "have a multiple of 16 values along K, 8 bytes",
-                 std::to_string(bytes) + " bytes (shape " + shape_text(data.a.shape, 3) + ")"));
+                 std::to_string(bytes) + " bytes (shape " + shape_text(call.a->shape, 3) + ")"));
   }
   const int64_t groups = bytes / 8;
   TIERCEL_RETURN_IF_ERROR(check_rank(c, 3));
@@ -117,7 +117,7 @@ Status check(const Nvfp4GemvData& data) {
   }
   if (rows > 0x7fffff00 || batches > 65535) {
     return Status::Unimplemented(std::string(kOp) + ": too large for one launch, got shape " +
-                                 shape_text(data.a.shape, 3));
+                                 shape_text(call.a->shape, 3));
   }
   TIERCEL_RETURN_IF_ERROR(check_code_strides(a));
   return check_code_strides(b);
@@ -151,41 +151,41 @@ void choose(Choice* choice, int64_t batches) {
   choice->config.dependent = true;
 }
 
-Status prepare(const Nvfp4GemvData& data, Choice* choice) {
-  TIERCEL_RETURN_IF_ERROR(check(data));
+Status prepare(const Nvfp4GemvCall& call, Choice* choice) {
+  TIERCEL_RETURN_IF_ERROR(check(call));
   Nvfp4GemvArgs& args = choice->args;
-  const int64_t rows = data.a.shape[0];
-  args.a = static_cast<const char*>(data.a.data);
-  args.a_row = data.a.strides[0];
-  args.a_batch = data.a.strides[2];
-  args.b = static_cast<const char*>(data.b.data);
-  args.b_batch = data.b.strides[2];
-  args.scale_a = static_cast<const char*>(data.scale_a_permuted.data);
-  args.scale_b = static_cast<const char*>(data.scale_b_permuted.data);
-  args.c = static_cast<uint16_t*>(data.c.data);
-  args.c_row = data.c.strides[0];
-  args.c_batch = data.c.strides[2];
+  const int64_t rows = call.a->shape[0];
+  args.a = static_cast<const char*>(call.a->data);
+  args.a_row = call.a->strides[0];
+  args.a_batch = call.a->strides[2];
+  args.b = static_cast<const char*>(call.b->data);
+  args.b_batch = call.b->strides[2];
+  args.scale_a = static_cast<const char*>(call.scale_a_permuted->data);
+  args.scale_b = static_cast<const char*>(call.scale_b_permuted->data);
+  args.c = static_cast<uint16_t*>(call.c->data);
+  args.c_row = call.c->strides[0];
+  args.c_batch = call.c->strides[2];
   args.rows = static_cast<int>(rows);
-  args.k = static_cast<int>(2 * data.a.shape[1]);
+  args.k = static_cast<int>(2 * call.a->shape[1]);
   args.scale_atoms = static_cast<int>(ceil_div(args.k, 64));
   args.scale_a_batch = int64_t{512} * args.scale_atoms * ceil_div(rows, 128);
   args.scale_b_batch = int64_t{512} * args.scale_atoms;
   // If the last atom has fewer than 32 rows, it has fewer quads.
   const int64_t rest = rows % 128;
   args.quads = static_cast<int>(rows / 128 * 32 + std::min<int64_t>(rest, 32));
-  choose(choice, data.a.shape[2]);
+  choose(choice, call.a->shape[2]);
   return Status();
 }
 
-bool is_empty(const Nvfp4GemvData& data) { return data.a.shape[0] * data.a.shape[2] == 0; }
+bool is_empty(const Nvfp4GemvCall& call) { return call.a->shape[0] * call.a->shape[2] == 0; }
 
 }  // namespace
 
-Status nvfp4_gemv_plan(const Nvfp4GemvData& data, Nvfp4GemvPlan* plan) {
+Status nvfp4_gemv_plan(const Nvfp4GemvCall& call, Nvfp4GemvPlan* plan) {
   Choice choice;
-  TIERCEL_RETURN_IF_ERROR(prepare(data, &choice));
+  TIERCEL_RETURN_IF_ERROR(prepare(call, &choice));
   *plan = {"none", 0, 0, 0, 0, 0};
-  if (is_empty(data)) return Status();
+  if (is_empty(call)) return Status();
   const LaunchConfig& config = choice.config;
   *plan = {nvfp4_gemv_kernel()->name(),
            static_cast<int>(config.block.x / 32 / choice.args.parts * 4),
@@ -196,12 +196,12 @@ Status nvfp4_gemv_plan(const Nvfp4GemvData& data, Nvfp4GemvPlan* plan) {
   return Status();
 }
 
-Status nvfp4_gemv(const Nvfp4GemvData& data, void* stream) {
+Status nvfp4_gemv(const Nvfp4GemvCall& call, void* stream) {
   Choice choice;
-  TIERCEL_RETURN_IF_ERROR(prepare(data, &choice));
-  if (is_empty(data)) return Status();
+  TIERCEL_RETURN_IF_ERROR(prepare(call, &choice));
+  if (is_empty(call)) return Status();
   void* pointers[] = {&choice.args};
-  return nvfp4_gemv_kernel()->launch(choice.config, data.a.device_index, stream, pointers);
+  return nvfp4_gemv_kernel()->launch(choice.config, call.a->device_index, stream, pointers);
 }
 
 Status nvfp4_gemv_load(int device) { return nvfp4_gemv_kernel()->load(device); }

@@ -298,11 +298,10 @@ Status prepare(const TensorView& x, const TensorView& weight, const TensorView& 
 
 }  // namespace
 
-Status nvfp4_linear_plan(const TensorView& x, const TensorView& weight, const TensorView& scale,
-                         const TensorView* global_scale, const TensorView& out,
-                         const Nvfp4LinearConfig* config, Nvfp4LinearPlan* plan) {
+Status nvfp4_linear_plan(const Nvfp4LinearCall& call, Nvfp4LinearPlan* plan) {
   Choice choice;
-  TIERCEL_RETURN_IF_ERROR(prepare(x, weight, scale, global_scale, out, config, &choice));
+  TIERCEL_RETURN_IF_ERROR(prepare(*call.x, *call.weight, *call.scale, call.global_scale, *call.out,
+                                  call.config ? &*call.config : nullptr, &choice));
   *plan = {"none", 0, 0, 0, 0, 0, 0, 0};
   if (choice.kernel == nullptr) return Status();
   const LaunchConfig& launch = choice.config;
@@ -318,15 +317,14 @@ Status nvfp4_linear_plan(const TensorView& x, const TensorView& weight, const Te
   return Status();
 }
 
-Status nvfp4_linear(const TensorView& x, const TensorView& weight, const TensorView& scale,
-                    const TensorView* global_scale, const TensorView& out,
-                    const Nvfp4LinearConfig* config, void* stream) {
+Status nvfp4_linear(const Nvfp4LinearCall& call, void* stream) {
   Choice choice;
-  TIERCEL_RETURN_IF_ERROR(prepare(x, weight, scale, global_scale, out, config, &choice));
+  TIERCEL_RETURN_IF_ERROR(prepare(*call.x, *call.weight, *call.scale, call.global_scale, *call.out,
+                                  call.config ? &*call.config : nullptr, &choice));
   if (choice.kernel == nullptr) return Status();
-  TIERCEL_RETURN_IF_ERROR(encode_map(weight, &choice.args));
+  TIERCEL_RETURN_IF_ERROR(encode_map(*call.weight, &choice.args));
   void* pointers[] = {&choice.args};
-  return choice.kernel->launch(choice.config, x.device_index, stream, pointers);
+  return choice.kernel->launch(choice.config, call.x->device_index, stream, pointers);
 }
 
 TunedTable<Nvfp4LinearConfig>& nvfp4_linear_tuned() {

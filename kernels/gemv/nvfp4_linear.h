@@ -3,6 +3,8 @@
 #ifndef KERNELS_GEMV_NVFP4_LINEAR_H_
 #define KERNELS_GEMV_NVFP4_LINEAR_H_
 
+#include <optional>
+
 #include "kernels/sm90/status.h"
 #include "kernels/sm90/tensor_view.h"
 #include "kernels/sm90/tuned.h"
@@ -29,6 +31,15 @@ struct Nvfp4LinearConfig {
   int stages;  // of a warp: 2
 };
 
+struct Nvfp4LinearCall {
+  const TensorView* x = nullptr;
+  const TensorView* weight = nullptr;
+  const TensorView* scale = nullptr;
+  const TensorView* global_scale = nullptr;  // or null
+  const TensorView* out = nullptr;
+  std::optional<Nvfp4LinearConfig> config;  // none: chosen
+};
+
 // x [T, K] bfloat16, T up to 16, rows at multiples of 16 bytes; weight [N, K / 2] pairs of e2m1;
 // scale [N, K / 16] e4m3; global_scale float32 with one element, or null for 1; out [T, N]
 // bfloat16, contiguous.
@@ -37,14 +48,10 @@ struct Nvfp4LinearConfig {
 // has the least expected time.
 
 // All checks and the choice of configuration; needs no GPU and no driver.
-Status nvfp4_linear_plan(const TensorView& x, const TensorView& weight, const TensorView& scale,
-                         const TensorView* global_scale, const TensorView& out,
-                         const Nvfp4LinearConfig* config, Nvfp4LinearPlan* plan);
+Status nvfp4_linear_plan(const Nvfp4LinearCall& call, Nvfp4LinearPlan* plan);
 
 // The same, then the launch.
-Status nvfp4_linear(const TensorView& x, const TensorView& weight, const TensorView& scale,
-                    const TensorView* global_scale, const TensorView& out,
-                    const Nvfp4LinearConfig* config, void* stream);
+Status nvfp4_linear(const Nvfp4LinearCall& call, void* stream);
 
 Status nvfp4_linear_load(int device);
 

@@ -200,7 +200,8 @@ Status launch(const LinearProblem& problem, const LinearActCall& call, const cha
   int multiprocessors = 0;
   TIERCEL_RETURN_IF_ERROR(multiprocessor_count(device, &multiprocessors));
   LinearActChoice choice;
-  TIERCEL_RETURN_IF_ERROR(decide(problem, device, multiprocessors, call.config, &choice));
+  TIERCEL_RETURN_IF_ERROR(
+      decide(problem, device, multiprocessors, call.config ? &*call.config : nullptr, &choice));
   const LinearActKernel& kernel = *choice.kernel;
   CUtensorMap x_map, w_map, y_map, sums_map;
   // A split-K kernel loads only the rows of its tile, because loading others costs time.
@@ -259,8 +260,8 @@ Status linear_act_plan(const LinearActCall& call, int multiprocessors, LinearAct
   *plan = kNothing;
   if (problem.m == 0) return Status();
   LinearActChoice choice;
-  TIERCEL_RETURN_IF_ERROR(
-      decide(problem, call.x->device_index, multiprocessors, call.config, &choice));
+  TIERCEL_RETURN_IF_ERROR(decide(problem, call.x->device_index, multiprocessors,
+                                 call.config ? &*call.config : nullptr, &choice));
   *plan = describe(choice);
   return Status();
 }

@@ -3,6 +3,8 @@
 #ifndef KERNELS_LINEAR_LINEAR_ACT_H_
 #define KERNELS_LINEAR_LINEAR_ACT_H_
 
+#include <optional>
+
 #include "kernels/sm90/status.h"
 #include "kernels/sm90/tensor_view.h"
 #include "kernels/sm90/tuned.h"
@@ -56,7 +58,7 @@ struct LinearActCall {
   bool gated = false;
   // What to launch, or null: what was tuned for the nearest M, else what has the least expected
   // time.
-  const LinearActConfig* config = nullptr;
+  std::optional<LinearActConfig> config;  // none: chosen
 };
 
 // All checks and the choice of kernel for a device with that many multiprocessors; needs no GPU and

@@ -153,9 +153,14 @@ Status check_out_scale(const char* op, bool up, const Argument& x, const MoeRout
                      "[rows of out, I / 128]");
 }
 
-Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScales& scales,
-               const MoeRouting& routing, const TensorView* weights, const MoeIds& ids,
-               const TensorView& out, MoeActivation activation, const MoeTile& tile, Call* call) {
+Status prepare(bool up, const MoeMlpCall& of, Call* call) {
+  const TensorView &x = *of.x, &w = *of.w, &out = *of.out;
+  const TensorView* weights = up ? nullptr : of.weights;
+  const MoeScales& scales = of.scales;
+  const MoeRouting& routing = of.routing;
+  const MoeIds& ids = of.ids;
+  const MoeActivation activation = up ? of.activation : MoeActivation::kSilu;
+  const MoeTile& tile = of.tile;
   const char* op = up ? "moe_up" : "moe_down";
   const Argument x_arg{op, "x", x};
   const Argument w_arg{op, up ? "w_up" : "w_down", w};
@@ -308,12 +313,10 @@ Status prepare(bool up, const TensorView& x, const TensorView& w, const MoeScale
   return check_tensor_map(kernel->maps[0], w, op, up ? "w_up" : "w_down");
 }
 
-Status launch(bool up, const TensorView& x, const TensorView& w, const MoeScales& scales,
-              const MoeRouting& routing, const TensorView* weights, const MoeIds& ids,
-              const TensorView& out, MoeActivation activation, const MoeTile& tile, void* stream) {
+Status launch(bool up, const MoeMlpCall& of, void* stream) {
+  const TensorView &x = *of.x, &w = *of.w;
   Call c;
-  TIERCEL_RETURN_IF_ERROR(
-      prepare(up, x, w, scales, routing, weights, ids, out, activation, tile, &c));
+  TIERCEL_RETURN_IF_ERROR(prepare(up, of, &c));
   if (c.kernel == nullptr) return Status();
   int multiprocessors = 0;
   TIERCEL_RETURN_IF_ERROR(multiprocessor_count(x.device_index, &multiprocessors));
@@ -326,15 +329,9 @@ Status launch(bool up, const TensorView& x, const TensorView& w, const MoeScales
   return c.kernel->launch(c.config(multiprocessors), x.device_index, stream, &c.arguments);
 }
 
-}  // namespace
-
-Status moe_mlp_plan(bool up, const TensorView& x, const TensorView& w, const MoeScales& scales,
-                    const MoeRouting& routing, const TensorView* weights, const MoeIds& ids,
-                    const TensorView& out, MoeActivation activation, const MoeTile& tile,
-                    int multiprocessors, MoeMlpPlan* plan) {
+Status plan_of(bool up, const MoeMlpCall& of, int multiprocessors, MoeMlpPlan* plan) {
   Call call;
-  TIERCEL_RETURN_IF_ERROR(
-      prepare(up, x, w, scales, routing, weights, ids, out, activation, tile, &call));
+  TIERCEL_RETURN_IF_ERROR(prepare(up, of, &call));
   *plan = {"none", 0, 0, 0, 0, 0, 0, 0};
   if (call.kernel == nullptr) return Status();
   const MoeMlpVariant& v = call.kernel->variant;
@@ -344,18 +341,19 @@ Status moe_mlp_plan(bool up, const TensorView& x, const TensorView& w, const Moe
   return Status();
 }
 
-Status moe_up(const TensorView& x, const TensorView& w, const MoeScales& scales,
-              const MoeRouting& routing, const MoeIds& ids, const TensorView& out,
-              MoeActivation activation, const MoeTile& tile, void* stream) {
-  return launch(true, x, w, scales, routing, nullptr, ids, out, activation, tile, stream);
+}  // namespace
+
+Status moe_up_plan(const MoeMlpCall& call, int multiprocessors, MoeMlpPlan* plan) {
+  return plan_of(true, call, multiprocessors, plan);
 }
 
-Status moe_down(const TensorView& x, const TensorView& w, const MoeScales& scales,
-                const MoeRouting& routing, const TensorView* weights, const MoeIds& ids,
-                const TensorView& out, const MoeTile& tile, void* stream) {
-  return launch(false, x, w, scales, routing, weights, ids, out, MoeActivation::kSilu, tile,
-                stream);
+Status moe_down_plan(const MoeMlpCall& call, int multiprocessors, MoeMlpPlan* plan) {
+  return plan_of(false, call, multiprocessors, plan);
 }
+
+Status moe_up(const MoeMlpCall& call, void* stream) { return launch(true, call, stream); }
+
+Status moe_down(const MoeMlpCall& call, void* stream) { return launch(false, call, stream); }
 
 Status moe_mlp_load(int device) { return KernelTable(moe_mlp_kernels).load_all(device); }
 

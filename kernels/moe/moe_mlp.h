@@ -40,10 +40,10 @@ struct MoeTile {
 // stores, and `down` begins with complete blocks while `up` still works on others. `down` has to be
 // the very next launch then: after another one it must get [1], or it waits for ever.
 struct MoeRouting {
-  const TensorView* sorted_token_ids;
-  const TensorView* expert_ids;
-  const TensorView* num_tokens_post_padded;
-  int64_t block_size;
+  const TensorView* sorted_token_ids = nullptr;
+  const TensorView* expert_ids = nullptr;
+  const TensorView* num_tokens_post_padded = nullptr;
+  int64_t block_size = 0;
 
   bool by_kernels() const { return sorted_token_ids == nullptr && expert_ids == nullptr; }
 };
@@ -60,8 +60,8 @@ inline constexpr int64_t kMoeRoutedIds = 1024, kMoeRoutedExperts = 512;
 // kernels route, was complete before the previous launch began, so that this one may read it before
 // the previous one has ended.
 struct MoeIds {
-  const TensorView* ids;  // [T, k] int32 or int64, contiguous; or null
-  int64_t experts;
+  const TensorView* ids = nullptr;  // [T, k] int32 or int64, contiguous; or null
+  int64_t experts = 0;
 };
 
 // Scales of float8 operands, float32 and contiguous; null for other dtypes. x: [rows of x] or [1],
@@ -69,9 +69,9 @@ struct MoeIds {
 // 128], w: [E, rows of w / 128, columns / 128]; then, in blocks of 128, `up` may store
 // float8_e4m3fn with out: [rows of out, I / 128], else null.
 struct MoeScales {
-  const TensorView* x;
-  const TensorView* w;
-  const TensorView* out;
+  const TensorView* x = nullptr;
+  const TensorView* w = nullptr;
+  const TensorView* out = nullptr;
 };
 
 // x [T, H], w [E, 2 * I, H], out [elements, I] with elements a multiple of T: element e of topk_ids
@@ -89,21 +89,26 @@ struct MoeScales {
 // that the routing leaves out are not written. The lists may hold anything: a value that is no
 // element counts as padding, one that is no expert as -1, and a number of slots as the nearest
 // possible one, in whole blocks.
+struct MoeMlpCall {
+  const TensorView* x = nullptr;
+  const TensorView* w = nullptr;
+  MoeRouting routing;
+  const TensorView* weights = nullptr;  // of `down`
+  const TensorView* out = nullptr;
+  MoeActivation activation = MoeActivation::kSilu;  // of `up`
+  MoeIds ids;
+  MoeScales scales;
+  MoeTile tile;
+};
 
 // All checks and the choice of kernel for a device with that many multiprocessors. Needs no GPU and
 // no driver.
-Status moe_mlp_plan(bool up, const TensorView& x, const TensorView& w, const MoeScales& scales,
-                    const MoeRouting& routing, const TensorView* weights, const MoeIds& ids,
-                    const TensorView& out, MoeActivation activation, const MoeTile& tile,
-                    int multiprocessors, MoeMlpPlan* plan);
+Status moe_up_plan(const MoeMlpCall& call, int multiprocessors, MoeMlpPlan* plan);
+Status moe_down_plan(const MoeMlpCall& call, int multiprocessors, MoeMlpPlan* plan);
 
 // Plans for the tensors' device and launches on `stream` (a CUstream).
-Status moe_up(const TensorView& x, const TensorView& w, const MoeScales& scales,
-              const MoeRouting& routing, const MoeIds& ids, const TensorView& out,
-              MoeActivation activation, const MoeTile& tile, void* stream);
-Status moe_down(const TensorView& x, const TensorView& w, const MoeScales& scales,
-                const MoeRouting& routing, const TensorView* weights, const MoeIds& ids,
-                const TensorView& out, const MoeTile& tile, void* stream);
+Status moe_up(const MoeMlpCall& call, void* stream);
+Status moe_down(const MoeMlpCall& call, void* stream);
 
 Status moe_mlp_load(int device);
 

@@ -23,14 +23,14 @@ enum class NormKind { kRms, kLayer };
 // x's dtype or float32, contiguous. Statistics and arithmetic are float32; x + residual is rounded
 // to x's dtype first, so that out is a function of residual_out.
 struct NormForward {
-  NormKind kind;
-  const TensorView* x;
-  const TensorView* weight;
-  const TensorView* bias;
-  const TensorView* residual;
-  const TensorView* out;
-  const TensorView* residual_out;
-  float eps;
+  NormKind kind = NormKind::kRms;
+  const TensorView* x = nullptr;
+  const TensorView* weight = nullptr;
+  const TensorView* bias = nullptr;
+  const TensorView* residual = nullptr;
+  const TensorView* out = nullptr;
+  const TensorView* residual_out = nullptr;
+  float eps = 0.0f;
 };
 
 // How norm_backward and norm_backward_short are launched.
@@ -52,16 +52,16 @@ struct NormBackwardConfig {
 // parameters' dtypes; they need a workspace [2, norm_backward_parts(), N] float32, whose contents
 // are undefined afterwards. The order of all sums is fixed.
 struct NormBackward {
-  NormKind kind;
-  const TensorView* x;
-  const TensorView* weight;
-  const TensorView* grad;
-  const TensorView* grad_residual;
-  const TensorView* grad_x;
-  const TensorView* grad_weight;
-  const TensorView* grad_bias;
-  const TensorView* workspace;
-  float eps;
+  NormKind kind = NormKind::kRms;
+  const TensorView* x = nullptr;
+  const TensorView* weight = nullptr;
+  const TensorView* grad = nullptr;
+  const TensorView* grad_residual = nullptr;
+  const TensorView* grad_x = nullptr;
+  const TensorView* grad_weight = nullptr;
+  const TensorView* grad_bias = nullptr;
+  const TensorView* workspace = nullptr;
+  float eps = 0.0f;
   std::optional<NormBackwardConfig> config;  // none: tuned, measured, or by the heuristic
 };
 

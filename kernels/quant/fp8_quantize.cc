@@ -203,11 +203,11 @@ Status launch(const Choice& choice, int device, void* stream) {
 
 }  // namespace
 
-Status fp8_quantize_plan(const TensorView& x, const TensorView& q, const TensorView& scale,
-                         const TensorView* partial, Fp8Granularity granularity,
-                         Fp8QuantizePlan* plan) {
+Status fp8_quantize_plan(const Fp8QuantizeCall& call, Fp8QuantizePlan* plan) {
+  const TensorView& scale = *call.scale;
   Choice choice;
-  TIERCEL_RETURN_IF_ERROR(choose(x, q, scale, partial, granularity, false, &choice));
+  TIERCEL_RETURN_IF_ERROR(
+      choose(*call.x, *call.q, scale, call.partial, call.granularity, false, &choice));
   *plan = {"none", 0, 0, 0, 0};
   if (scale.shape[0] * scale.shape[1] == 0) return Status();
   *plan = {choice.kernel->name(), choice.first != nullptr ? 2 : 1, choice.vectors,
@@ -215,19 +215,21 @@ Status fp8_quantize_plan(const TensorView& x, const TensorView& q, const TensorV
   return Status();
 }
 
-Status fp8_quantize(const TensorView& x, const TensorView& q, const TensorView& scale,
-                    const TensorView* partial, Fp8Granularity granularity, void* stream) {
+Status fp8_quantize(const Fp8QuantizeCall& call, void* stream) {
+  const TensorView& scale = *call.scale;
   Choice choice;
-  TIERCEL_RETURN_IF_ERROR(choose(x, q, scale, partial, granularity, false, &choice));
+  TIERCEL_RETURN_IF_ERROR(
+      choose(*call.x, *call.q, scale, call.partial, call.granularity, false, &choice));
   if (scale.shape[0] * scale.shape[1] == 0) return Status();  // of nothing there is no scale
-  return launch(choice, x.device_index, stream);
+  return launch(choice, call.x->device_index, stream);
 }
 
-Status fp8_quantize_between(const TensorView& x, const TensorView& q, const TensorView& scale,
-                            const TensorView* counters, Fp8Granularity granularity, bool x_is_older,
-                            bool starts_next, void* stream) {
+Status fp8_quantize_between(const Fp8QuantizeCall& call, void* stream) {
+  const TensorView& x = *call.x;
+  const TensorView* counters = call.counters;
   Choice choice;
-  TIERCEL_RETURN_IF_ERROR(choose(x, q, scale, nullptr, granularity, false, &choice));
+  TIERCEL_RETURN_IF_ERROR(
+      choose(x, *call.q, *call.scale, nullptr, call.granularity, false, &choice));
   if (counters != nullptr) {
     const Argument argument{kOp, "counters", *counters};
     TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {DType::kInt32}));
@@ -235,23 +237,23 @@ Status fp8_quantize_between(const TensorView& x, const TensorView& q, const Tens
     TIERCEL_RETURN_IF_ERROR(check_contiguous(argument));
     TIERCEL_RETURN_IF_ERROR(check_same_device(argument, {kOp, "x", x}));
     TIERCEL_RETURN_IF_ERROR(check_cuda(argument));
-    if (x_is_older) {
+    if (call.x_is_older) {
       return Status::InvalidArgument(std::string(kOp) + ": `counters` may be in use: x is older");
     }
     choice.args.counters = static_cast<int32_t*>(counters->data);
   }
   if (choice.args.rows == 0) return Status();
-  choice.args.waits_last = x_is_older;
-  choice.args.starts_next = starts_next;
+  choice.args.waits_last = call.x_is_older;
+  choice.args.starts_next = call.starts_next;
   return launch(choice, x.device_index, stream);
 }
 
-Status fp8_quantize_static(const TensorView& x, const TensorView& scale, const TensorView& q,
-                           void* stream) {
+Status fp8_quantize_static(const Fp8QuantizeCall& call, void* stream) {
   Choice choice;
-  TIERCEL_RETURN_IF_ERROR(choose(x, q, scale, nullptr, Fp8Granularity::kTensor, true, &choice));
+  TIERCEL_RETURN_IF_ERROR(
+      choose(*call.x, *call.q, *call.scale, nullptr, Fp8Granularity::kTensor, true, &choice));
   if (choice.args.rows * choice.args.columns == 0) return Status();
-  return launch(choice, x.device_index, stream);
+  return launch(choice, call.x->device_index, stream);
 }
 
 Status fp8_quantize_load(int device) {

@@ -122,25 +122,24 @@ Status load_all(const Kernel* (*find)(DType), int device) {
 
 }  // namespace
 
-Status nvfp4_quantize_plan(const TensorView& x, const TensorView* global_scale, const TensorView& q,
-                           const TensorView& scale, Nvfp4Plan* plan) {
-  return plan_of({"nvfp4_quantize", "x", x, q, scale, global_scale}, kQuantize, plan);
+Status nvfp4_quantize_plan(const Nvfp4Call& call, Nvfp4Plan* plan) {
+  return plan_of({"nvfp4_quantize", "x", *call.values, *call.q, *call.scale, call.global_scale},
+                 kQuantize, plan);
 }
 
-Status nvfp4_quantize(const TensorView& x, const TensorView* global_scale, const TensorView& q,
-                      const TensorView& scale, void* stream) {
-  return launch({"nvfp4_quantize", "x", x, q, scale, global_scale}, kQuantize, stream);
+Status nvfp4_quantize(const Nvfp4Call& call, void* stream) {
+  return launch({"nvfp4_quantize", "x", *call.values, *call.q, *call.scale, call.global_scale},
+                kQuantize, stream);
 }
 
-Status nvfp4_dequantize_plan(const TensorView& q, const TensorView& scale,
-                             const TensorView* global_scale, const TensorView& out,
-                             Nvfp4Plan* plan) {
-  return plan_of({"nvfp4_dequantize", "out", out, q, scale, global_scale}, kDequantize, plan);
+Status nvfp4_dequantize_plan(const Nvfp4Call& call, Nvfp4Plan* plan) {
+  return plan_of({"nvfp4_dequantize", "out", *call.values, *call.q, *call.scale, call.global_scale},
+                 kDequantize, plan);
 }
 
-Status nvfp4_dequantize(const TensorView& q, const TensorView& scale,
-                        const TensorView* global_scale, const TensorView& out, void* stream) {
-  return launch({"nvfp4_dequantize", "out", out, q, scale, global_scale}, kDequantize, stream);
+Status nvfp4_dequantize(const Nvfp4Call& call, void* stream) {
+  return launch({"nvfp4_dequantize", "out", *call.values, *call.q, *call.scale, call.global_scale},
+                kDequantize, stream);
 }
 
 Status nvfp4_quantize_load(int device) { return load_all(nvfp4_quantize_kernel, device); }

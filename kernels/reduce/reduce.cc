@@ -108,11 +108,10 @@ Status launch(const ReduceLaunch& step, int device, void* stream) {
 
 }  // namespace
 
-Status reduce_plan(const TensorView& x, const TensorView& out, int64_t dim, ReduceOp op,
-                   ReducePlan* plan) {
+Status reduce_plan(const ReduceCall& call, ReducePlan* plan) {
   ReduceArgs args{};
   ReduceChoice choice;
-  TIERCEL_RETURN_IF_ERROR(prepare(x, out, dim, op, &args, &choice));
+  TIERCEL_RETURN_IF_ERROR(prepare(*call.x, *call.out, call.dim, call.op, &args, &choice));
   *plan = {"none", "none", 0, 0, 0, 0, 0, 0};
   if (choice.first.kernel != nullptr) {
     const ReduceLaunch& first = choice.first;
@@ -128,11 +127,12 @@ Status reduce_plan(const TensorView& x, const TensorView& out, int64_t dim, Redu
   return Status();
 }
 
-Status reduce(const TensorView& x, const TensorView& out, const TensorView* workspace, int64_t dim,
-              ReduceOp op, void* stream, int64_t* needed) {
+Status reduce(const ReduceCall& call, void* stream, int64_t* needed) {
+  const TensorView& x = *call.x;
+  const TensorView* workspace = call.workspace;
   ReduceArgs args{};
   ReduceChoice choice;
-  TIERCEL_RETURN_IF_ERROR(prepare(x, out, dim, op, &args, &choice));
+  TIERCEL_RETURN_IF_ERROR(prepare(*call.x, *call.out, call.dim, call.op, &args, &choice));
   *needed = 0;
   if (choice.first.kernel == nullptr) return Status();
   if (choice.workspace > 0) {

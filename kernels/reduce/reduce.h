@@ -13,6 +13,14 @@ namespace tiercel {
 enum class ReduceOp { kSum, kMean, kMax };
 
 // What a call would launch.
+struct ReduceCall {
+  const TensorView* x = nullptr;
+  const TensorView* out = nullptr;
+  const TensorView* workspace = nullptr;  // or null
+  int64_t dim = 0;
+  ReduceOp op = ReduceOp::kSum;
+};
+
 struct ReducePlan {
   const char* kernel;  // "none" where there is no output
   const char* second;  // the kernel that combines partial results; "none" where one is enough
@@ -34,13 +42,11 @@ struct ReducePlan {
 
 // All checks and the choice of kernels; needs no GPU and no driver. The choice does not depend on
 // the device, and so neither does the order of a sum.
-Status reduce_plan(const TensorView& x, const TensorView& out, int64_t dim, ReduceOp op,
-                   ReducePlan* plan);
+Status reduce_plan(const ReduceCall& call, ReducePlan* plan);
 
 // The same, then the launch on `stream` (a CUstream) of the tensors' device. Where a workspace is
 // needed and `workspace` is null, nothing is launched and `*needed` says how many floats.
-Status reduce(const TensorView& x, const TensorView& out, const TensorView* workspace, int64_t dim,
-              ReduceOp op, void* stream, int64_t* needed);
+Status reduce(const ReduceCall& call, void* stream, int64_t* needed);
 
 }  // namespace tiercel
 

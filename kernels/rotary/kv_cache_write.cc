@@ -46,22 +46,22 @@ Status check_scale(const Argument& scale, const Argument& key, int64_t heads, bo
   return check_contiguous(scale);
 }
 
-Status check(const KvCacheTensors& t) {
-  const Argument key{kOp, "key", t.key}, value{kOp, "value", t.value};
-  const Argument key_cache{kOp, "key_cache", t.key_cache};
-  const Argument value_cache{kOp, "value_cache", t.value_cache};
-  const Argument slots{kOp, "slots", t.slots};
+Status check(const KvCacheCall& t) {
+  const Argument key{kOp, "key", *t.key}, value{kOp, "value", *t.value};
+  const Argument key_cache{kOp, "key_cache", *t.key_cache};
+  const Argument value_cache{kOp, "value_cache", *t.value_cache};
+  const Argument slots{kOp, "slots", *t.slots};
   TIERCEL_RETURN_IF_ERROR(check_rank(key, 3));
   TIERCEL_RETURN_IF_ERROR(check_dtype(key, {DType::kBFloat16, DType::kFloat16}));
-  TIERCEL_RETURN_IF_ERROR(check_dtype(value, {t.key.dtype}));
-  const int64_t tokens = t.key.shape[0], heads = t.key.shape[1], size = t.key.shape[2];
+  TIERCEL_RETURN_IF_ERROR(check_dtype(value, {t.key->dtype}));
+  const int64_t tokens = t.key->shape[0], heads = t.key->shape[1], size = t.key->shape[2];
   TIERCEL_RETURN_IF_ERROR(check_shape(value, {tokens, heads, size}, "[T, H, D]"));
   TIERCEL_RETURN_IF_ERROR(check_rank(key_cache, 4));
-  if (t.key_cache.dtype != DType::kFloat8E4M3) {
-    TIERCEL_RETURN_IF_ERROR(check_dtype(key_cache, {t.key.dtype, DType::kFloat8E4M3}));
+  if (t.key_cache->dtype != DType::kFloat8E4M3) {
+    TIERCEL_RETURN_IF_ERROR(check_dtype(key_cache, {t.key->dtype, DType::kFloat8E4M3}));
   }
-  TIERCEL_RETURN_IF_ERROR(check_dtype(value_cache, {t.key_cache.dtype}));
-  const int64_t blocks = t.key_cache.shape[0], places = t.key_cache.shape[1];
+  TIERCEL_RETURN_IF_ERROR(check_dtype(value_cache, {t.key_cache->dtype}));
+  const int64_t blocks = t.key_cache->shape[0], places = t.key_cache->shape[1];
   const char kShape[] = "[blocks, block size, H, D]";
   TIERCEL_RETURN_IF_ERROR(check_shape(key_cache, {blocks, places, heads, size}, kShape));
   TIERCEL_RETURN_IF_ERROR(check_shape(value_cache, {blocks, places, heads, size}, kShape));
@@ -76,7 +76,7 @@ Status check(const KvCacheTensors& t) {
   for (const Argument& inner : {key, value, key_cache, value_cache}) {
     TIERCEL_RETURN_IF_ERROR(check_inner(inner));
   }
-  const bool to_float8 = t.key_cache.dtype == DType::kFloat8E4M3;
+  const bool to_float8 = t.key_cache->dtype == DType::kFloat8E4M3;
   if (t.key_scale != nullptr) {
     TIERCEL_RETURN_IF_ERROR(check_scale({kOp, "key_scale", *t.key_scale}, key, heads, to_float8));
   }
@@ -122,23 +122,23 @@ Status choose(const KvCacheArgs& args, const TensorView& key, bool to_float8, in
   return Status();
 }
 
-Status prepare(const KvCacheTensors& t, KvCacheArgs* args, Choice* choice) {
+Status prepare(const KvCacheCall& t, KvCacheArgs* args, Choice* choice) {
   TIERCEL_RETURN_IF_ERROR(check(t));
-  const bool to_float8 = t.key_cache.dtype == DType::kFloat8E4M3;
-  args->key = heads_of(t.key);
-  args->value = heads_of(t.value);
-  args->key_cache = static_cast<char*>(t.key_cache.data);
-  args->value_cache = static_cast<char*>(t.value_cache.data);
-  set_strides(t.key_cache, args->key_strides);
-  set_strides(t.value_cache, args->value_strides);
-  args->slots = t.slots.data;
-  args->wide_slots = t.slots.dtype == DType::kInt64;
+  const bool to_float8 = t.key_cache->dtype == DType::kFloat8E4M3;
+  args->key = heads_of(*t.key);
+  args->value = heads_of(*t.value);
+  args->key_cache = static_cast<char*>(t.key_cache->data);
+  args->value_cache = static_cast<char*>(t.value_cache->data);
+  set_strides(*t.key_cache, args->key_strides);
+  set_strides(*t.value_cache, args->value_strides);
+  args->slots = t.slots->data;
+  args->wide_slots = t.slots->dtype == DType::kInt64;
   args->key_scale = set_scale(t.key_scale, &args->key_scale_per_head);
   args->value_scale = set_scale(t.value_scale, &args->value_scale_per_head);
-  args->tokens = t.key.shape[0];
-  args->block_size = static_cast<int>(t.key_cache.shape[1]);
+  args->tokens = t.key->shape[0];
+  args->block_size = static_cast<int>(t.key_cache->shape[1]);
 
-  const int64_t size = t.key.shape[2];
+  const int64_t size = t.key->shape[2];
   uint64_t in = static_cast<uint64_t>(size * 2), out = 0;
   for (const HeadsOfTokens& heads : {args->key, args->value}) {
     in |= reinterpret_cast<uintptr_t>(heads.data) | static_cast<uint64_t>(heads.token_stride) |
@@ -150,33 +150,33 @@ Status prepare(const KvCacheTensors& t, KvCacheArgs* args, Choice* choice) {
   const bool vectors = in % 16 == 0 && out % (to_float8 ? 8 : 16) == 0;
   const int elements = vectors ? 8 : 1;
   constexpr int64_t kMost = 0x7fffffff;  // the kernels count vectors and places in 32 bits
-  if (t.key.shape[1] * (size / elements) > kMost || t.key_cache.shape[1] > kMost) {
+  if (t.key->shape[1] * (size / elements) > kMost || t.key_cache->shape[1] > kMost) {
     return Status::Unimplemented(std::string(kOp) + ": too large for the kernels, got shape " +
-                                 shape_text(t.key_cache.shape, t.key_cache.ndim) +
+                                 shape_text(t.key_cache->shape, t.key_cache->ndim) +
                                  " of `key_cache`");
   }
   args->head_vectors = static_cast<int>(size / elements);
-  args->token_vectors = static_cast<int>(t.key.shape[1]) * args->head_vectors;
+  args->token_vectors = static_cast<int>(t.key->shape[1]) * args->head_vectors;
   if (args->tokens == 0 || args->token_vectors == 0) return Status();
-  if (t.key_cache.shape[0] == 0 || args->block_size == 0) return Status();
+  if (t.key_cache->shape[0] == 0 || args->block_size == 0) return Status();
   // More blocks than 64 bits count may come from a stride of 0.
   args->slot_count =
-      std::min(t.key_cache.shape[0], INT64_MAX / args->block_size) * args->block_size;
+      std::min(t.key_cache->shape[0], INT64_MAX / args->block_size) * args->block_size;
   args->block_shift = -1;
   for (int shift = 0; shift < 31; ++shift) {
     if (args->block_size == 1 << shift) args->block_shift = shift;
   }
-  TIERCEL_RETURN_IF_ERROR(choose(*args, t.key, to_float8, elements, choice));
+  TIERCEL_RETURN_IF_ERROR(choose(*args, *t.key, to_float8, elements, choice));
   args->prefetch_blocks = resident_blocks(choice->block) / 2;  // all are too many on an H200
   return Status();
 }
 
 }  // namespace
 
-Status kv_cache_plan(const KvCacheTensors& tensors, KvCachePlan* plan) {
+Status kv_cache_plan(const KvCacheCall& call, KvCachePlan* plan) {
   KvCacheArgs args{};
   Choice choice;
-  TIERCEL_RETURN_IF_ERROR(prepare(tensors, &args, &choice));
+  TIERCEL_RETURN_IF_ERROR(prepare(call, &args, &choice));
   *plan = {"none", 0, 0, 0};
   if (choice.kernel != nullptr) {
     *plan = {choice.kernel->kernel.name(), choice.kernel->elements * 2,
@@ -185,17 +185,17 @@ Status kv_cache_plan(const KvCacheTensors& tensors, KvCachePlan* plan) {
   return Status();
 }
 
-Status kv_cache_write(const KvCacheTensors& tensors, void* stream) {
+Status kv_cache_write(const KvCacheCall& call, void* stream) {
   KvCacheArgs args{};
   Choice choice;
-  TIERCEL_RETURN_IF_ERROR(prepare(tensors, &args, &choice));
+  TIERCEL_RETURN_IF_ERROR(prepare(call, &args, &choice));
   if (choice.kernel == nullptr) return Status();
   LaunchConfig config;
   config.grid = choice.grid;
   config.block = choice.block;
   config.dependent = true;
   void* pointers[] = {&args};
-  return choice.kernel->kernel.launch(config, tensors.key.device_index, stream, pointers);
+  return choice.kernel->kernel.launch(config, call.key->device_index, stream, pointers);
 }
 
 }  // namespace tiercel

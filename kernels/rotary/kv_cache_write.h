@@ -8,14 +8,15 @@
 
 namespace tiercel {
 
-struct KvCacheTensors {
-  const TensorView& key;          // [T, H, D] bfloat16 or float16, last dimension contiguous
-  const TensorView& value;        // the same
-  const TensorView& key_cache;    // [blocks, block size, H, D] of key's dtype or float8_e4m3fn
-  const TensorView& value_cache;  // the same
-  const TensorView& slots;        // [T] int32 or int64: block * block size + place
-  const TensorView* key_scale;    // float32, 1 or H elements, or null: 1
-  const TensorView* value_scale;
+struct KvCacheCall {
+  const TensorView* key = nullptr;    // [T, H, D] bfloat16 or float16, last dimension contiguous
+  const TensorView* value = nullptr;  // the same
+  const TensorView* key_cache =
+      nullptr;  // [blocks, block size, H, D] of key's dtype or float8_e4m3fn
+  const TensorView* value_cache = nullptr;  // the same
+  const TensorView* slots = nullptr;        // [T] int32 or int64: block * block size + place
+  const TensorView* key_scale = nullptr;    // float32, 1 or H elements, or null: 1
+  const TensorView* value_scale = nullptr;
 };
 
 struct KvCachePlan {
@@ -30,10 +31,10 @@ struct KvCachePlan {
 // tokens with the same slot any one may stay, or parts of several.
 
 // All checks and the choice of kernel; needs no GPU and no driver.
-Status kv_cache_plan(const KvCacheTensors& tensors, KvCachePlan* plan);
+Status kv_cache_plan(const KvCacheCall& call, KvCachePlan* plan);
 
 // The same, then the launch on `stream` (a CUstream) of the tensors' device.
-Status kv_cache_write(const KvCacheTensors& tensors, void* stream);
+Status kv_cache_write(const KvCacheCall& call, void* stream);
 
 }  // namespace tiercel
 

@@ -28,35 +28,35 @@ Status check_inner(const Argument& argument) {
                                         "strides " + shape_text(view.strides, view.ndim)));
 }
 
-Status check(const RotaryTensors& t) {
-  const Argument positions{kOp, "positions", t.positions}, q{kOp, "q", t.q}, k{kOp, "k", t.k};
-  const Argument cache{kOp, "cos_sin_cache", t.cache};
-  const Argument q_out{kOp, "q_out", t.q_out}, k_out{kOp, "k_out", t.k_out};
+Status check(const RotaryCall& t) {
+  const Argument positions{kOp, "positions", *t.positions}, q{kOp, "q", *t.q}, k{kOp, "k", *t.k};
+  const Argument cache{kOp, "cos_sin_cache", *t.cache};
+  const Argument q_out{kOp, "q_out", *t.q_out}, k_out{kOp, "k_out", *t.k_out};
   TIERCEL_RETURN_IF_ERROR(check_rank(positions, 1));
   TIERCEL_RETURN_IF_ERROR(check_dtype(positions, {DType::kInt32, DType::kInt64}));
   TIERCEL_RETURN_IF_ERROR(check_rank(q, 3));
   TIERCEL_RETURN_IF_ERROR(check_dtype(q, {DType::kFloat32, DType::kBFloat16, DType::kFloat16}));
   TIERCEL_RETURN_IF_ERROR(check_rank(k, 3));
-  TIERCEL_RETURN_IF_ERROR(check_dtype(k, {t.q.dtype}));
-  const int64_t tokens = t.positions.shape[0], size = t.q.shape[2];
-  TIERCEL_RETURN_IF_ERROR(check_shape(q, {tokens, t.q.shape[1], size}, "[T, H, D]"));
-  TIERCEL_RETURN_IF_ERROR(check_shape(k, {tokens, t.k.shape[1], size}, "[T, Hk, D]"));
+  TIERCEL_RETURN_IF_ERROR(check_dtype(k, {t.q->dtype}));
+  const int64_t tokens = t.positions->shape[0], size = t.q->shape[2];
+  TIERCEL_RETURN_IF_ERROR(check_shape(q, {tokens, t.q->shape[1], size}, "[T, H, D]"));
+  TIERCEL_RETURN_IF_ERROR(check_shape(k, {tokens, t.k->shape[1], size}, "[T, Hk, D]"));
   TIERCEL_RETURN_IF_ERROR(check_rank(cache, 2));
-  if (t.cache.dtype != DType::kFloat32) TIERCEL_RETURN_IF_ERROR(check_dtype(cache, {t.q.dtype}));
-  const int64_t rotated = t.cache.shape[1];
+  if (t.cache->dtype != DType::kFloat32) TIERCEL_RETURN_IF_ERROR(check_dtype(cache, {t.q->dtype}));
+  const int64_t rotated = t.cache->shape[1];
   if (rotated % 2 != 0 || rotated > size) {
     return Status::InvalidArgument(
         mismatch(cache, "have an even second dimension of at most D = " + std::to_string(size),
                  std::to_string(rotated)));
   }
-  if (t.cache.shape[0] == 0 && tokens != 0 && rotated != 0) {
+  if (t.cache->shape[0] == 0 && tokens != 0 && rotated != 0) {
     return Status::InvalidArgument(
-        mismatch(cache, "have at least one row", shape_text(t.cache.shape, 2)));
+        mismatch(cache, "have at least one row", shape_text(t.cache->shape, 2)));
   }
-  TIERCEL_RETURN_IF_ERROR(check_dtype(q_out, {t.q.dtype}));
-  TIERCEL_RETURN_IF_ERROR(check_shape(q_out, {tokens, t.q.shape[1], size}, "[T, H, D]"));
-  TIERCEL_RETURN_IF_ERROR(check_dtype(k_out, {t.q.dtype}));
-  TIERCEL_RETURN_IF_ERROR(check_shape(k_out, {tokens, t.k.shape[1], size}, "[T, Hk, D]"));
+  TIERCEL_RETURN_IF_ERROR(check_dtype(q_out, {t.q->dtype}));
+  TIERCEL_RETURN_IF_ERROR(check_shape(q_out, {tokens, t.q->shape[1], size}, "[T, H, D]"));
+  TIERCEL_RETURN_IF_ERROR(check_dtype(k_out, {t.q->dtype}));
+  TIERCEL_RETURN_IF_ERROR(check_shape(k_out, {tokens, t.k->shape[1], size}, "[T, Hk, D]"));
   TIERCEL_RETURN_IF_ERROR(check_cuda(q));
   for (const Argument& other : {positions, k, cache, q_out, k_out}) {
     TIERCEL_RETURN_IF_ERROR(check_same_device(other, q));
@@ -125,34 +125,35 @@ Status choose(const RotaryArgs& args, const TensorView& q, bool interleaved, int
   return Status();
 }
 
-Status prepare(const RotaryTensors& t, bool interleaved, RotaryArgs* args, Choice* choice) {
+Status prepare(const RotaryCall& t, RotaryArgs* args, Choice* choice) {
+  const bool interleaved = t.interleaved;
   TIERCEL_RETURN_IF_ERROR(check(t));
   constexpr int64_t kMost = 0x7fffffff;  // the kernels count heads, elements and rows in 32 bits
-  if (t.q.shape[2] > kMost || t.q.shape[1] > kMost || t.k.shape[1] > kMost - t.q.shape[1] ||
-      t.cache.shape[0] > kMost) {
+  if (t.q->shape[2] > kMost || t.q->shape[1] > kMost || t.k->shape[1] > kMost - t.q->shape[1] ||
+      t.cache->shape[0] > kMost) {
     return Status::Unimplemented(std::string(kOp) + ": too large for the kernels, got shapes " +
-                                 shape_text(t.q.shape, 3) + ", " + shape_text(t.k.shape, 3) +
-                                 " and " + shape_text(t.cache.shape, 2));
+                                 shape_text(t.q->shape, 3) + ", " + shape_text(t.k->shape, 3) +
+                                 " and " + shape_text(t.cache->shape, 2));
   }
-  const int element = static_cast<int>(dtype_bytes(t.q.dtype));
-  const int size = static_cast<int>(t.q.shape[2]);
-  args->q = heads_of(t.q);
-  args->k = heads_of(t.k);
-  args->q_out = heads_of(t.q_out);
-  args->k_out = heads_of(t.k_out);
-  args->positions = t.positions.data;
-  args->cache = static_cast<const char*>(t.cache.data);
-  args->tokens = t.positions.shape[0];
-  args->last_position = static_cast<uint32_t>(std::max<int64_t>(t.cache.shape[0] - 1, 0));
-  args->q_heads = static_cast<int>(t.q.shape[1]);
-  args->heads = static_cast<int>(t.q.shape[1] + t.k.shape[1]);
-  args->rotated = static_cast<int>(t.cache.shape[1]);
-  args->wide_positions = t.positions.dtype == DType::kInt64;
-  args->wide_cache = t.cache.dtype == DType::kFloat32;
+  const int element = static_cast<int>(dtype_bytes(t.q->dtype));
+  const int size = static_cast<int>(t.q->shape[2]);
+  args->q = heads_of(*t.q);
+  args->k = heads_of(*t.k);
+  args->q_out = heads_of(*t.q_out);
+  args->k_out = heads_of(*t.k_out);
+  args->positions = t.positions->data;
+  args->cache = static_cast<const char*>(t.cache->data);
+  args->tokens = t.positions->shape[0];
+  args->last_position = static_cast<uint32_t>(std::max<int64_t>(t.cache->shape[0] - 1, 0));
+  args->q_heads = static_cast<int>(t.q->shape[1]);
+  args->heads = static_cast<int>(t.q->shape[1] + t.k->shape[1]);
+  args->rotated = static_cast<int>(t.cache->shape[1]);
+  args->wide_positions = t.positions->dtype == DType::kInt64;
+  args->wide_cache = t.cache->dtype == DType::kFloat32;
   if (args->tokens == 0 || args->heads == 0 || size == 0) return Status();
 
   uint64_t bits = alignment_bits(args->q) | alignment_bits(args->q_out);
-  if (t.k.shape[1] > 0) bits |= alignment_bits(args->k) | alignment_bits(args->k_out);
+  if (t.k->shape[1] > 0) bits |= alignment_bits(args->k) | alignment_bits(args->k_out);
   bits |= reinterpret_cast<uintptr_t>(args->cache);
   const int per_vector = 16 / element;
   // Both halves of the pairs and the copied elements are whole vectors.
@@ -161,12 +162,12 @@ Status prepare(const RotaryTensors& t, bool interleaved, RotaryArgs* args, Choic
   const int vector = vectors ? per_vector : 1;
   const int parts = interleaved && vectors ? 1 : 2;  // vectors per place
   const bool same =
-      in_place(args->q, args->q_out) && (t.k.shape[1] == 0 || in_place(args->k, args->k_out));
+      in_place(args->q, args->q_out) && (t.k->shape[1] == 0 || in_place(args->k, args->k_out));
   args->turning = args->rotated / (parts * vector);
   args->rest = same ? 0 : (size - args->rotated) / vector;
   const int places = args->turning + (args->rest + parts - 1) / parts;
   if (places == 0) return Status();  // nothing turns and nothing moves
-  TIERCEL_RETURN_IF_ERROR(choose(*args, t.q, interleaved, vectors ? 16 : element, places, choice));
+  TIERCEL_RETURN_IF_ERROR(choose(*args, *t.q, interleaved, vectors ? 16 : element, places, choice));
   args->prefetch_blocks = resident_blocks(choice->block);
   if (choice->kernel->heads > 1) args->prefetch_blocks /= 2;  // all are too many on an H200
   return Status();
@@ -174,10 +175,10 @@ Status prepare(const RotaryTensors& t, bool interleaved, RotaryArgs* args, Choic
 
 }  // namespace
 
-Status rotary_plan(const RotaryTensors& tensors, bool interleaved, RotaryPlan* plan) {
+Status rotary_plan(const RotaryCall& call, RotaryPlan* plan) {
   RotaryArgs args{};
   Choice choice;
-  TIERCEL_RETURN_IF_ERROR(prepare(tensors, interleaved, &args, &choice));
+  TIERCEL_RETURN_IF_ERROR(prepare(call, &args, &choice));
   *plan = {"none", 0, 0, 0};
   if (choice.kernel != nullptr) {
     *plan = {choice.kernel->kernel.name(), choice.kernel->vector_bytes,
@@ -186,17 +187,17 @@ Status rotary_plan(const RotaryTensors& tensors, bool interleaved, RotaryPlan* p
   return Status();
 }
 
-Status rotary_embedding(const RotaryTensors& tensors, bool interleaved, void* stream) {
+Status rotary_embedding(const RotaryCall& call, void* stream) {
   RotaryArgs args{};
   Choice choice;
-  TIERCEL_RETURN_IF_ERROR(prepare(tensors, interleaved, &args, &choice));
+  TIERCEL_RETURN_IF_ERROR(prepare(call, &args, &choice));
   if (choice.kernel == nullptr) return Status();
   LaunchConfig config;
   config.grid = choice.grid;
   config.block = choice.block;
   config.dependent = true;
   void* pointers[] = {&args};
-  return choice.kernel->kernel.launch(config, tensors.q.device_index, stream, pointers);
+  return choice.kernel->kernel.launch(config, call.q->device_index, stream, pointers);
 }
 
 }  // namespace tiercel

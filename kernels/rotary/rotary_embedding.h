@@ -8,13 +8,16 @@
 
 namespace tiercel {
 
-struct RotaryTensors {
-  const TensorView& positions;  // [T] int32 or int64
-  const TensorView& q;          // [T, H, D] float32, bfloat16 or float16, last dimension contiguous
-  const TensorView& k;          // [T, Hk, D], the same; Hk may be 0
-  const TensorView& cache;      // [P, R] contiguous: cosines, then sines; float32 or q's dtype
-  const TensorView& q_out;      // as q; may be q itself
-  const TensorView& k_out;
+struct RotaryCall {
+  const TensorView* positions = nullptr;  // [T] int32 or int64
+  const TensorView* q =
+      nullptr;  // [T, H, D] float32, bfloat16 or float16, last dimension contiguous
+  const TensorView* k = nullptr;  // [T, Hk, D], the same; Hk may be 0
+  const TensorView* cache =
+      nullptr;  // [P, R] contiguous: cosines, then sines; float32 or q's dtype
+  const TensorView* q_out = nullptr;  // as q; may be q itself
+  const TensorView* k_out = nullptr;
+  bool interleaved = false;
 };
 
 // What a call would launch.
@@ -30,10 +33,10 @@ struct RotaryPlan {
 // A position that is no row of `cache` takes the nearest one.
 
 // All checks and the choice of kernel; needs no GPU and no driver.
-Status rotary_plan(const RotaryTensors& tensors, bool interleaved, RotaryPlan* plan);
+Status rotary_plan(const RotaryCall& call, RotaryPlan* plan);
 
 // The same, then the launch on `stream` (a CUstream) of the tensors' device.
-Status rotary_embedding(const RotaryTensors& tensors, bool interleaved, void* stream);
+Status rotary_embedding(const RotaryCall& call, void* stream);
 
 }  // namespace tiercel
 

@@ -118,17 +118,17 @@ Status moe_align_check(const char* op, const Argument& first, int64_t numel,
     return Status::Unimplemented(std::string(op) + ": at most " + text(kMoeAlignMaxExperts) +
                                  " experts are supported, got " + text(options.num_experts));
   }
-  const Argument sorted{op, "sorted_token_ids", outputs.sorted_token_ids};
-  const Argument experts{op, "expert_ids", outputs.expert_ids};
-  const Argument number{op, "num_tokens_post_padded", outputs.num_tokens_post_padded};
+  const Argument sorted{op, "sorted_token_ids", *outputs.sorted_token_ids};
+  const Argument experts{op, "expert_ids", *outputs.expert_ids};
+  const Argument number{op, "num_tokens_post_padded", *outputs.num_tokens_post_padded};
   TIERCEL_RETURN_IF_ERROR(check_rank(sorted, 1));
   if (options.block_size > INT32_MAX ||
       moe_align_slots(numel, options.num_experts, options.block_size) > INT32_MAX ||
-      outputs.sorted_token_ids.shape[0] > INT32_MAX) {
+      outputs.sorted_token_ids->shape[0] > INT32_MAX) {
     return too_many(op, std::max(moe_align_slots(numel, options.num_experts, options.block_size),
-                                 outputs.sorted_token_ids.shape[0]));
+                                 outputs.sorted_token_ids->shape[0]));
   }
-  const int64_t slots = outputs.sorted_token_ids.shape[0];
+  const int64_t slots = outputs.sorted_token_ids->shape[0];
   const int64_t needed = moe_align_slots(numel, options.num_experts, options.block_size);
   if (slots < needed) {
     return Status::InvalidArgument(
@@ -158,18 +158,18 @@ MoeAlignArgs moe_align_args(int64_t numel, const TensorView* expert_map,
                             const MoeAlignOutputs& outputs, const MoeAlignOptions& options) {
   MoeAlignArgs args{};
   args.expert_map = expert_map != nullptr ? static_cast<const int32_t*>(expert_map->data) : nullptr;
-  args.sorted_ids = static_cast<int32_t*>(outputs.sorted_token_ids.data);
-  args.expert_ids = static_cast<int32_t*>(outputs.expert_ids.data);
-  args.num_padded = static_cast<int32_t*>(outputs.num_tokens_post_padded.data);
+  args.sorted_ids = static_cast<int32_t*>(outputs.sorted_token_ids->data);
+  args.expert_ids = static_cast<int32_t*>(outputs.expert_ids->data);
+  args.num_padded = static_cast<int32_t*>(outputs.num_tokens_post_padded->data);
   args.numel = static_cast<uint32_t>(numel);
-  args.slots = static_cast<uint32_t>(outputs.sorted_token_ids.shape[0]);
-  args.blocks = static_cast<uint32_t>(outputs.expert_ids.shape[0]);
+  args.slots = static_cast<uint32_t>(outputs.sorted_token_ids->shape[0]);
+  args.blocks = static_cast<uint32_t>(outputs.expert_ids->shape[0]);
   args.block_size = static_cast<uint32_t>(options.block_size);
   args.block_shift = -1;
   if ((args.block_size & (args.block_size - 1)) == 0)
     args.block_shift = __builtin_ctz(args.block_size);
   args.experts = static_cast<int>(options.num_experts);
-  args.counters = static_cast<uint32_t>(outputs.num_tokens_post_padded.shape[0] - 1);
+  args.counters = static_cast<uint32_t>(outputs.num_tokens_post_padded->shape[0] - 1);
   args.slots_head = (16 - reinterpret_cast<uintptr_t>(args.sorted_ids) % 16) % 16 / 4;
   args.map_first = expert_map != nullptr && options.ignore_invalid;
   return args;
@@ -229,11 +229,10 @@ Status prepare(const TensorView& topk_ids, const TensorView* expert_map,
 
 }  // namespace
 
-Status moe_align_plan(const TensorView& topk_ids, const TensorView* expert_map,
-                      const MoeAlignOutputs& outputs, const TensorView* workspace,
-                      const MoeAlignOptions& options, MoeAlignPlan* plan) {
+Status moe_align_plan(const MoeAlignCall& of, MoeAlignPlan* plan) {
   Call call;
-  TIERCEL_RETURN_IF_ERROR(prepare(topk_ids, expert_map, outputs, workspace, options, &call));
+  TIERCEL_RETURN_IF_ERROR(
+      prepare(*of.topk_ids, of.expert_map, of.outputs, of.workspace, of.options, &call));
   *plan = {call.kernel->name(),
            call.items,
            call.config.cluster.x,
@@ -244,18 +243,18 @@ Status moe_align_plan(const TensorView& topk_ids, const TensorView* expert_map,
   return Status();
 }
 
-Status moe_align(const TensorView& topk_ids, const TensorView* expert_map,
-                 const MoeAlignOutputs& outputs, const TensorView* workspace,
-                 const MoeAlignOptions& options, void* stream) {
+Status moe_align(const MoeAlignCall& of, void* stream) {
   Call call;
-  TIERCEL_RETURN_IF_ERROR(prepare(topk_ids, expert_map, outputs, workspace, options, &call));
+  TIERCEL_RETURN_IF_ERROR(
+      prepare(*of.topk_ids, of.expert_map, of.outputs, of.workspace, of.options, &call));
   void* pointers[] = {&call.args};
   if (call.count != nullptr) {
     LaunchConfig config = call.config;
     config.dynamic_smem = 4 * (call.args.experts + 1);
-    TIERCEL_RETURN_IF_ERROR(call.count->launch(config, topk_ids.device_index, stream, pointers));
+    TIERCEL_RETURN_IF_ERROR(
+        call.count->launch(config, of.topk_ids->device_index, stream, pointers));
   }
-  return call.kernel->launch(call.config, topk_ids.device_index, stream, pointers);
+  return call.kernel->launch(call.config, of.topk_ids->device_index, stream, pointers);
 }
 
 }  // namespace tiercel

@@ -20,12 +20,21 @@ struct MoeAlignOptions {
 
 // The outputs, all int32 and contiguous.
 struct MoeAlignOutputs {
-  const TensorView& sorted_token_ids;        // [slots], at least moe_align_slots()
-  const TensorView& expert_ids;              // [slots / block_size, rounded up]
-  const TensorView& num_tokens_post_padded;  // [1], or [3 + blocks] with counters that become 0
+  const TensorView* sorted_token_ids = nullptr;  // [slots], at least moe_align_slots()
+  const TensorView* expert_ids = nullptr;        // [slots / block_size, rounded up]
+  const TensorView* num_tokens_post_padded =
+      nullptr;  // [1], or [3 + blocks] with counters that become 0
 };
 
 // What a call would launch.
+struct MoeAlignCall {
+  const TensorView* topk_ids = nullptr;
+  const TensorView* expert_map = nullptr;  // or null
+  MoeAlignOutputs outputs;
+  const TensorView* workspace = nullptr;  // or null
+  MoeAlignOptions options;
+};
+
 struct MoeAlignPlan {
   const char* kernel;
   unsigned items;    // ids a thread holds
@@ -50,14 +59,10 @@ int64_t moe_align_workspace(int64_t numel, int64_t num_experts);
 // out; else expert_ids are mapped.
 
 // All checks and the choice of kernel; needs no GPU and no driver.
-Status moe_align_plan(const TensorView& topk_ids, const TensorView* expert_map,
-                      const MoeAlignOutputs& outputs, const TensorView* workspace,
-                      const MoeAlignOptions& options, MoeAlignPlan* plan);
+Status moe_align_plan(const MoeAlignCall& call, MoeAlignPlan* plan);
 
 // The same, then the launch or launches on `stream` (a CUstream) of the tensors' device.
-Status moe_align(const TensorView& topk_ids, const TensorView* expert_map,
-                 const MoeAlignOutputs& outputs, const TensorView* workspace,
-                 const MoeAlignOptions& options, void* stream);
+Status moe_align(const MoeAlignCall& call, void* stream);
 
 }  // namespace tiercel
 

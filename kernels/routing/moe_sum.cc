@@ -95,10 +95,9 @@ bool empty(const Call& call) { return call.args.rows == 0 || call.args.columns =
 
 }  // namespace
 
-Status moe_sum_plan(const TensorView& x, const TensorView* weights, const TensorView& out,
-                    MoeSumPlan* plan) {
+Status moe_sum_plan(const MoeSumCall& of, MoeSumPlan* plan) {
   Call call;
-  TIERCEL_RETURN_IF_ERROR(prepare(x, weights, out, &call));
+  TIERCEL_RETURN_IF_ERROR(prepare(*of.x, of.weights, *of.out, &call));
   const LaunchConfig& config = call.config;
   *plan = {call.kernel->kernel.name(),
            call.kernel->vector_bytes,
@@ -110,13 +109,12 @@ Status moe_sum_plan(const TensorView& x, const TensorView* weights, const Tensor
   return Status();
 }
 
-Status moe_sum(const TensorView& x, const TensorView* weights, const TensorView& out,
-               void* stream) {
+Status moe_sum(const MoeSumCall& of, void* stream) {
   Call call;
-  TIERCEL_RETURN_IF_ERROR(prepare(x, weights, out, &call));
+  TIERCEL_RETURN_IF_ERROR(prepare(*of.x, of.weights, *of.out, &call));
   if (empty(call)) return Status();
   void* pointers[] = {&call.args};
-  return call.kernel->kernel.launch(call.config, x.device_index, stream, pointers);
+  return call.kernel->kernel.launch(call.config, of.x->device_index, stream, pointers);
 }
 
 }  // namespace tiercel

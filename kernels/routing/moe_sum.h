@@ -9,6 +9,12 @@
 namespace tiercel {
 
 // What a call would launch.
+struct MoeSumCall {
+  const TensorView* x = nullptr;
+  const TensorView* weights = nullptr;  // or null
+  const TensorView* out = nullptr;
+};
+
 struct MoeSumPlan {
   const char* kernel;  // "none" for an empty output
   int vector_bytes;
@@ -21,11 +27,10 @@ struct MoeSumPlan {
 // order, rounded once.
 
 // All checks and the choice of kernel; needs no GPU and no driver.
-Status moe_sum_plan(const TensorView& x, const TensorView* weights, const TensorView& out,
-                    MoeSumPlan* plan);
+Status moe_sum_plan(const MoeSumCall& call, MoeSumPlan* plan);
 
 // The same, then the launch on `stream` (a CUstream) of the tensors' device.
-Status moe_sum(const TensorView& x, const TensorView* weights, const TensorView& out, void* stream);
+Status moe_sum(const MoeSumCall& call, void* stream);
 
 }  // namespace tiercel
 

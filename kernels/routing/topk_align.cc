@@ -19,12 +19,13 @@ struct Call {
   LaunchConfig config;
 };
 
-Status prepare(const TensorView& scores, const TensorView& weights, const TensorView& indices,
-               const TensorView* expert_map, const MoeAlignOutputs& outputs,
-               const TopkSoftmaxOptions& topk, const MoeAlignOptions& align, Call* call) {
+Status prepare(const TopkAlignCall& of, Call* call) {
+  const TensorView& scores = *of.scores;
+  MoeAlignOptions align = of.align;
+  align.num_experts = scores.ndim == 2 ? scores.shape[1] : 1;
   TopkSoftmaxChoice unused;
   TIERCEL_RETURN_IF_ERROR(
-      topk_softmax_prepare(kOp, scores, weights, indices, topk, &call->topk, &unused));
+      topk_softmax_prepare(kOp, scores, *of.weights, *of.indices, of.topk, &call->topk, &unused));
   const int64_t rows = scores.shape[0], ids = rows * call->topk.k;
   if (rows > kTopkAlignMaxTokens) {
     return Status::Unimplemented(std::string(kOp) + ": one launch takes up to " +
@@ -32,8 +33,8 @@ Status prepare(const TensorView& scores, const TensorView& weights, const Tensor
                                  std::to_string(rows));
   }
   TIERCEL_RETURN_IF_ERROR(
-      moe_align_check(kOp, {kOp, "scores", scores}, ids, expert_map, outputs, align));
-  call->align = moe_align_args(ids, expert_map, outputs, align);
+      moe_align_check(kOp, {kOp, "scores", scores}, ids, of.expert_map, of.outputs, align));
+  call->align = moe_align_args(ids, of.expert_map, of.outputs, align);
   call->align.span = kTopkAlignRows * call->topk.k;
 
   call->kernel = KernelTable(topk_align_kernels).find([&](const TopkAlignKernel& kernel) {
@@ -52,26 +53,19 @@ Status prepare(const TensorView& scores, const TensorView& weights, const Tensor
 
 }  // namespace
 
-Status topk_align_plan(const TensorView& scores, const TensorView& weights,
-                       const TensorView& indices, const TensorView* expert_map,
-                       const MoeAlignOutputs& outputs, const TopkSoftmaxOptions& topk,
-                       const MoeAlignOptions& align, TopkAlignPlan* plan) {
+Status topk_align_plan(const TopkAlignCall& of, TopkAlignPlan* plan) {
   Call call;
-  TIERCEL_RETURN_IF_ERROR(
-      prepare(scores, weights, indices, expert_map, outputs, topk, align, &call));
+  TIERCEL_RETURN_IF_ERROR(prepare(of, &call));
   *plan = {call.kernel->kernel.name(), call.config.cluster.x, call.config.block.x,
            call.config.dynamic_smem};
   return Status();
 }
 
-Status topk_align(const TensorView& scores, const TensorView& weights, const TensorView& indices,
-                  const TensorView* expert_map, const MoeAlignOutputs& outputs,
-                  const TopkSoftmaxOptions& topk, const MoeAlignOptions& align, void* stream) {
+Status topk_align(const TopkAlignCall& of, void* stream) {
   Call call;
-  TIERCEL_RETURN_IF_ERROR(
-      prepare(scores, weights, indices, expert_map, outputs, topk, align, &call));
+  TIERCEL_RETURN_IF_ERROR(prepare(of, &call));
   void* pointers[] = {&call.topk, &call.align};
-  return call.kernel->kernel.launch(call.config, scores.device_index, stream, pointers);
+  return call.kernel->kernel.launch(call.config, of.scores->device_index, stream, pointers);
 }
 
 }  // namespace tiercel

@@ -14,6 +14,16 @@ namespace tiercel {
 inline constexpr int kTopkAlignMaxTokens = 128;
 
 // What a call would launch.
+struct TopkAlignCall {
+  const TensorView* scores = nullptr;
+  const TensorView* weights = nullptr;
+  const TensorView* indices = nullptr;
+  const TensorView* expert_map = nullptr;  // or null
+  MoeAlignOutputs outputs;
+  TopkSoftmaxOptions topk;
+  MoeAlignOptions align;  // num_experts: the scores' columns
+};
+
 struct TopkAlignPlan {
   const char* kernel;
   unsigned cluster;
@@ -25,15 +35,10 @@ struct TopkAlignPlan {
 // align.num_experts the number of scores of a row.
 
 // All checks and the choice of kernel; needs no GPU and no driver.
-Status topk_align_plan(const TensorView& scores, const TensorView& weights,
-                       const TensorView& indices, const TensorView* expert_map,
-                       const MoeAlignOutputs& outputs, const TopkSoftmaxOptions& topk,
-                       const MoeAlignOptions& align, TopkAlignPlan* plan);
+Status topk_align_plan(const TopkAlignCall& call, TopkAlignPlan* plan);
 
 // The same, then the launch on `stream` (a CUstream) of the tensors' device.
-Status topk_align(const TensorView& scores, const TensorView& weights, const TensorView& indices,
-                  const TensorView* expert_map, const MoeAlignOutputs& outputs,
-                  const TopkSoftmaxOptions& topk, const MoeAlignOptions& align, void* stream);
+Status topk_align(const TopkAlignCall& call, void* stream);
 
 }  // namespace tiercel
 

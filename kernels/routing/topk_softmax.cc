@@ -119,13 +119,11 @@ Status topk_softmax_launch(const TopkSoftmaxArgs& args, const TopkSoftmaxChoice&
   return choice.kernel->kernel.launch(config, device, stream, pointers);
 }
 
-Status topk_softmax_plan(const TensorView& scores, const TensorView& weights,
-                         const TensorView& indices, const TopkSoftmaxOptions& options,
-                         TopkSoftmaxPlan* plan) {
+Status topk_softmax_plan(const TopkSoftmaxCall& call, TopkSoftmaxPlan* plan) {
   TopkSoftmaxArgs args;
   TopkSoftmaxChoice choice;
-  TIERCEL_RETURN_IF_ERROR(
-      topk_softmax_prepare(kOp, scores, weights, indices, options, &args, &choice));
+  TIERCEL_RETURN_IF_ERROR(topk_softmax_prepare(kOp, *call.scores, *call.weights, *call.indices,
+                                               call.options, &args, &choice));
   *plan = {choice.kernel->kernel.name(),
            static_cast<int>(rows_per_block(choice)),
            choice.kernel->lanes_per_row,
@@ -136,14 +134,13 @@ Status topk_softmax_plan(const TensorView& scores, const TensorView& weights,
   return Status();
 }
 
-Status topk_softmax(const TensorView& scores, const TensorView& weights, const TensorView& indices,
-                    const TopkSoftmaxOptions& options, void* stream) {
+Status topk_softmax(const TopkSoftmaxCall& call, void* stream) {
   TopkSoftmaxArgs args;
   TopkSoftmaxChoice choice;
-  TIERCEL_RETURN_IF_ERROR(
-      topk_softmax_prepare(kOp, scores, weights, indices, options, &args, &choice));
+  TIERCEL_RETURN_IF_ERROR(topk_softmax_prepare(kOp, *call.scores, *call.weights, *call.indices,
+                                               call.options, &args, &choice));
   if (args.rows == 0) return Status();
-  return topk_softmax_launch(args, choice, scores.device_index, stream);
+  return topk_softmax_launch(args, choice, call.scores->device_index, stream);
 }
 
 }  // namespace tiercel

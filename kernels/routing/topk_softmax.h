@@ -17,6 +17,13 @@ struct TopkSoftmaxOptions {
 };
 
 // What a call would launch.
+struct TopkSoftmaxCall {
+  const TensorView* scores = nullptr;
+  const TensorView* weights = nullptr;
+  const TensorView* indices = nullptr;
+  TopkSoftmaxOptions options;
+};
+
 struct TopkSoftmaxPlan {
   const char* kernel;  // "none" for an empty batch
   int rows_per_block;
@@ -32,13 +39,10 @@ struct TopkSoftmaxPlan {
 // gets NaN weights. k is weights' second dimension.
 
 // All checks and the choice of kernel; needs no GPU and no driver.
-Status topk_softmax_plan(const TensorView& scores, const TensorView& weights,
-                         const TensorView& indices, const TopkSoftmaxOptions& options,
-                         TopkSoftmaxPlan* plan);
+Status topk_softmax_plan(const TopkSoftmaxCall& call, TopkSoftmaxPlan* plan);
 
 // The same, then the launch on `stream` (a CUstream) of the tensors' device.
-Status topk_softmax(const TensorView& scores, const TensorView& weights, const TensorView& indices,
-                    const TopkSoftmaxOptions& options, void* stream);
+Status topk_softmax(const TopkSoftmaxCall& call, void* stream);
 
 }  // namespace tiercel
 

@@ -182,11 +182,10 @@ Status prepare(const TensorView& x, const TensorView& out, int64_t tile_size,
 
 }  // namespace
 
-Status copy_transpose_plan(const TensorView& x, const TensorView& out, int64_t tile_size,
-                           CopyTransposePlan* plan) {
+Status copy_transpose_plan(const CopyTransposeCall& call, CopyTransposePlan* plan) {
   CopyTransposeArgs args{};
   Choice choice;
-  TIERCEL_RETURN_IF_ERROR(prepare(x, out, tile_size, &args, &choice));
+  TIERCEL_RETURN_IF_ERROR(prepare(*call.x, *call.out, call.tile_size, &args, &choice));
   *plan = {"none", 0, 0, 0, 0, 0};
   if (choice.kernel != nullptr) {
     const CopyTransposeKernel& kernel = *choice.kernel;
@@ -196,10 +195,10 @@ Status copy_transpose_plan(const TensorView& x, const TensorView& out, int64_t t
   return Status();
 }
 
-Status copy_transpose(const TensorView& x, const TensorView& out, int64_t tile_size, void* stream) {
+Status copy_transpose(const CopyTransposeCall& call, void* stream) {
   CopyTransposeArgs args{};
   Choice choice;
-  TIERCEL_RETURN_IF_ERROR(prepare(x, out, tile_size, &args, &choice));
+  TIERCEL_RETURN_IF_ERROR(prepare(*call.x, *call.out, call.tile_size, &args, &choice));
   if (choice.kernel == nullptr) return Status();
   LaunchConfig config;
   config.grid.x = choice.grid;
@@ -212,7 +211,7 @@ Status copy_transpose(const TensorView& x, const TensorView& out, int64_t tile_s
   }
   config.dependent = true;
   void* pointers[] = {&args};
-  return choice.kernel->kernel.launch(config, x.device_index, stream, pointers);
+  return choice.kernel->kernel.launch(config, call.x->device_index, stream, pointers);
 }
 
 }  // namespace tiercel

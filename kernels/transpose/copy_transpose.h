@@ -9,6 +9,12 @@
 namespace tiercel {
 
 // What a call would launch.
+struct CopyTransposeCall {
+  const TensorView* x = nullptr;
+  const TensorView* out = nullptr;
+  int64_t tile_size = 0;  // 0: chosen
+};
+
 struct CopyTransposePlan {
   const char* kernel;  // "none" where there is nothing to copy
   int tile_rows;
@@ -23,11 +29,10 @@ struct CopyTransposePlan {
 // threads turns: 32, 64 or 128; 0 chooses the tile.
 
 // All checks and the choice of kernel; needs no GPU and no driver.
-Status copy_transpose_plan(const TensorView& x, const TensorView& out, int64_t tile_size,
-                           CopyTransposePlan* plan);
+Status copy_transpose_plan(const CopyTransposeCall& call, CopyTransposePlan* plan);
 
 // The same, then the launch on `stream` (a CUstream) of the tensors' device.
-Status copy_transpose(const TensorView& x, const TensorView& out, int64_t tile_size, void* stream);
+Status copy_transpose(const CopyTransposeCall& call, void* stream);
 
 }  // namespace tiercel
 

@@ -2,6 +2,7 @@
 #include "python/bindings/allocate.h"
 
 #include "kernels/sm90/driver.h"
+#include "python/bindings/arguments.h"
 #include "python/bindings/call.h"
 #include "python/bindings/eager.h"
 #include "python/bindings/reference.h"
@@ -92,7 +93,7 @@ PyObject* Empty(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 PyObject* SetAllocationHooks(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  if (!Arguments("set_allocation_hooks", values, count).Expect(4)) return nullptr;
+  if (!ExpectCount("set_allocation_hooks", 4, count)) return nullptr;
   const bool fast = values[1] != Py_None && values[2] != Py_None;
   PyObject* keywords = Py_BuildValue("(ss)", "dtype", "device");
   PyObject* name_device = PyUnicode_InternFromString("device");

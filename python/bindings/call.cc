@@ -25,28 +25,6 @@ PyObject* Raise(const Status& status) {
   return nullptr;
 }
 
-bool Arguments::Expect(Py_ssize_t count) const {
-  if (count_ == count) return true;
-  PyErr_Format(PyExc_TypeError, "%s: expected %zd positional arguments, got %zd", op_, count,
-               count_);
-  return false;
-}
-
-bool Arguments::NextTensor(const char* name, PythonTensor* tensor) {
-  return tensor->Read(values_[next_++], op_, name);
-}
-
-bool Arguments::NextBool(const char* name, bool* value) {
-  PyObject* object = values_[next_++];
-  if (!PyBool_Check(object)) {
-    PyErr_Format(PyExc_TypeError, "%s: `%s` must be a bool, got %s", op_, name,
-                 Py_TYPE(object)->tp_name);
-    return false;
-  }
-  *value = object == Py_True;
-  return true;
-}
-
 PyObject* Load(PyObject* device, Status (*load)(int)) {
   const long index = PyLong_AsLong(device);
   if (index == -1 && PyErr_Occurred()) return nullptr;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the op bindings share: positional arguments in, a Status out as a Python exception.
+// Calls of host functions from Python: without the GIL, a Status becomes an exception.
 #ifndef PYTHON_BINDINGS_CALL_H_
 #define PYTHON_BINDINGS_CALL_H_
 
@@ -14,25 +14,6 @@ namespace tiercel::python {
 
 // Raises the exception that a failed status stands for; returns null, as a failing function does.
 PyObject* Raise(const Status& status);
-
-// The positional arguments of one METH_FASTCALL function, taken in order. Each `Next…` returns
-// false with a Python exception. (pybind11's own dispatch costs more than everything else before a
-// launch.)
-class Arguments {
- public:
-  Arguments(const char* op, PyObject* const* values, Py_ssize_t count)
-      : op_(op), values_(values), count_(count) {}
-
-  bool Expect(Py_ssize_t count) const;
-  bool NextTensor(const char* name, PythonTensor* tensor);
-  bool NextBool(const char* name, bool* value);
-
- private:
-  const char* op_;
-  PyObject* const* values_;
-  Py_ssize_t count_;
-  Py_ssize_t next_ = 0;
-};
 
 // Runs `work` without the GIL. No exception leaves it: the GIL would not be held again.
 template <typename Work>
@@ -57,14 +38,6 @@ PyObject* Launch(const PythonTensor& first, Launcher&& launcher) {
   const Status status = WithoutGil([&] { return launcher(stream); });
   if (!status.ok()) return Raise(status);
   Py_RETURN_NONE;
-}
-
-// A METH_FASTCALL function of a launch: `Call` parses the arguments and runs the launcher.
-template <typename Call>
-PyObject* Run(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  Call call;
-  if (!call.Parse(values, count)) return nullptr;
-  return Launch(call.First(), [&](void* stream) { return call.Run(stream); });
 }
 
 using FastCall = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);

@@ -6,27 +6,32 @@
 
 #include "kernels/attention/decode/kernels.h"
 #include "kernels/attention/merge/merge.h"
-#include "kernels/sm90/driver.h"
 #include "python/bindings/allocate.h"
-#include "python/bindings/call.h"
-#include "python/bindings/families.h"
-#include "python/bindings/numbers.h"
-#include "python/bindings/optional_tensor.h"
+#include "python/bindings/functions.h"
 #include "python/bindings/reference.h"
 #include "python/bindings/workspace.h"
 
 namespace tiercel::python {
 namespace {
 
-constexpr char kDecode[] = "decode_attention";
-constexpr char kMerge[] = "merge_attention_states";
+constexpr char kName[] = "decode_attention";
 
-// Of an H100 SXM or H200, for plans where there is no device to ask.
-constexpr int kMultiprocessors = 132;
+bool ReadSplit(PyObject* object, const char* op, const char* name, DecodeCall* call) {
+  int64_t split = 0;
+  if (!ReadValue(object, op, name, &split)) return false;
+  call->options.split = split < -1 || split > 1024 ? 1024 : static_cast<int>(split);
+  return true;
+}
 
-// None or (left, right).
-bool ReadWindow(PyObject* object, DecodeOptions* options) {
-  options->left = options->right = -1;
+bool ReadCausal(PyObject* object, const char* op, const char* name, DecodeCall* call) {
+  bool causal = false;
+  if (!ReadValue(object, op, name, &causal)) return false;
+  call->options.right = causal ? 0 : -1;
+  return true;
+}
+
+// None or (left, right); a causal call, of which `right` is 0 already, keeps that.
+bool ReadWindow(PyObject* object, const char* op, const char* name, DecodeCall* call) {
   if (object == Py_None) return true;
   const Reference limits(
       PySequence_Fast(object, "decode_attention: `window` must be None or (left, right)"));
@@ -35,111 +40,96 @@ bool ReadWindow(PyObject* object, DecodeOptions* options) {
     PyErr_SetString(PyExc_ValueError, "decode_attention: `window` must be None or (left, right)");
     return false;
   }
-  return ReadInteger(PySequence_Fast_GET_ITEM(limits.get(), 0), &options->left) &&
-         ReadInteger(PySequence_Fast_GET_ITEM(limits.get(), 1), &options->right);
+  int64_t right = 0;
+  if (!ReadValue(PySequence_Fast_GET_ITEM(limits.get(), 0), op, name, &call->options.left) ||
+      !ReadValue(PySequence_Fast_GET_ITEM(limits.get(), 1), op, name, &right)) {
+    return false;
+  }
+  if (call->options.right != 0) call->options.right = right;
+  return true;
 }
 
-constexpr int kInputs = 5;
+// None stands for the square root of 1 / D.
+bool ReadScale(PyObject* object, const char* op, const char* name, DecodeCall* call) {
+  if (object != Py_None) return ReadValue(object, op, name, &call->options.scale);
+  const TensorView& q = *call->tensors.q;
+  const int64_t d = q.ndim > 0 ? q.shape[q.ndim - 1] : 1;
+  call->options.scale = 1.0 / std::sqrt(static_cast<double>(std::max<int64_t>(d, 1)));
+  return true;
+}
 
-struct DecodeCall {
-  PythonTensor q, k_cache, v_cache, page_table, seqused_k, out;
-  OptionalTensor prefix, k_scale, v_scale, lse, workspace;
-  DecodeOptions options;
-
-  bool ReadInputs(PyObject* const* values) {
-    return q.Read(values[0], kDecode, "q") && k_cache.Read(values[1], kDecode, "k_cache") &&
-           v_cache.Read(values[2], kDecode, "v_cache") &&
-           page_table.Read(values[3], kDecode, "page_table") &&
-           seqused_k.Read(values[4], kDecode, "seqused_k");
-  }
-  bool ReadOptional(PyObject* const* values) {
-    return prefix.Read(values[0], kDecode, "prefix") &&
-           k_scale.Read(values[1], kDecode, "k_scale") &&
-           v_scale.Read(values[2], kDecode, "v_scale");
-  }
-
-  // (q, k_cache, v_cache, page_table, seqused_k, out; prefix, k_scale, v_scale, lse, workspace,
-  // each or None; left, right, scale, softcap, max_keys, split).
-  bool Parse(PyObject* const* values, Py_ssize_t count) {
-    int64_t split = 0;
-    if (!Arguments(kDecode, values, count).Expect(17) || !ReadInputs(values) ||
-        !out.Read(values[5], kDecode, "out") || !ReadOptional(values + 6) ||
-        !lse.Read(values[9], kDecode, "lse") || !workspace.Read(values[10], kDecode, "workspace") ||
-        !ReadInteger(values[11], &options.left) || !ReadInteger(values[12], &options.right) ||
-        !ReadFloat(values[13], &options.scale) || !ReadFloat(values[14], &options.softcap) ||
-        !ReadInteger(values[15], &options.max_keys) || !ReadInteger(values[16], &split)) {
-      return false;
-    }
-    options.split = split < -1 || split > 1024 ? 1024 : static_cast<int>(split);
-    return true;
-  }
-
-  // (causal, window, scale, softcap, max_seqused_k), as the public operators take them.
-  bool ReadOptions(PyObject* const* values) {
-    const int causal = PyObject_IsTrue(values[0]);
-    if (causal < 0 || !ReadWindow(values[1], &options)) return false;
-    if (causal == 1) options.right = 0;
-    const TensorView& view = q.view();
-    const int64_t d = view.ndim > 0 ? view.shape[view.ndim - 1] : 1;
-    options.scale = 1.0 / std::sqrt(static_cast<double>(std::max<int64_t>(d, 1)));
-    return (values[2] == Py_None || ReadFloat(values[2], &options.scale)) &&
-           (values[3] == Py_None || ReadFloat(values[3], &options.softcap)) &&
-           (values[4] == Py_None || ReadInteger(values[4], &options.max_keys));
-  }
-
-  DecodeTensors tensors() const {
-    return {q.view(),         k_cache.view(), v_cache.view(),  page_table.view(),
-            seqused_k.view(), out.view(),     prefix.view(),   k_scale.view(),
-            v_scale.view(),   lse.view(),     workspace.view()};
-  }
+constexpr Field<DecodeCall> kInputs[] = {
+    Tensor<&DecodeCall::tensors, &DecodeTensors::q>("q"),
+    Tensor<&DecodeCall::tensors, &DecodeTensors::k_cache>("k_cache"),
+    Tensor<&DecodeCall::tensors, &DecodeTensors::v_cache>("v_cache"),
+    Tensor<&DecodeCall::tensors, &DecodeTensors::page_table>("page_table"),
+    Tensor<&DecodeCall::tensors, &DecodeTensors::seqused_k>("seqused_k"),
+};
+constexpr Field<DecodeCall> kOut[] = {Tensor<&DecodeCall::tensors, &DecodeTensors::out>("out")};
+constexpr Field<DecodeCall> kLse[] = {Tensor<&DecodeCall::tensors, &DecodeTensors::lse>("lse")};
+constexpr Field<DecodeCall> kOptional[] = {
+    Optional<&DecodeCall::tensors, &DecodeTensors::prefix>("prefix"),
+    Optional<&DecodeCall::tensors, &DecodeTensors::k_scale>("k_scale"),
+    Optional<&DecodeCall::tensors, &DecodeTensors::v_scale>("v_scale"),
+};
+constexpr Field<DecodeCall> kOfLaunch[] = {
+    Optional<&DecodeCall::tensors, &DecodeTensors::lse>("lse"),
+    Optional<&DecodeCall::tensors, &DecodeTensors::workspace>("workspace"),
+    Value<&DecodeCall::options, &DecodeOptions::left>("left"),
+    Value<&DecodeCall::options, &DecodeOptions::right>("right"),
+    Value<&DecodeCall::options, &DecodeOptions::scale>("scale"),
+    Value<&DecodeCall::options, &DecodeOptions::softcap>("softcap"),
+    Value<&DecodeCall::options, &DecodeOptions::max_keys>("max_keys"),
+    Read("split", "int", ReadSplit),
+};
+// As users give them.
+constexpr Field<DecodeCall> kOfOperator[] = {
+    Read("causal", "bool", ReadCausal),
+    Read("window", "Sequence[int] | None", ReadWindow),
+    Read("scale", "float | None", ReadScale),
+    ValueOrNone<&DecodeCall::options, &DecodeOptions::softcap>("softcap"),
+    ValueOrNone<&DecodeCall::options, &DecodeOptions::max_keys>("max_seqused_k"),
 };
 
-// Zero when launched; otherwise the floats of workspace that it needs first.
-PyObject* Decode(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  DecodeCall call;
-  int64_t needed = 0;
-  if (!call.Parse(values, count)) return nullptr;
-  const Reference launched(Launch(call.q, [&](void* stream) {
-    return decode_attention(call.tensors(), call.options, stream, &needed);
-  }));
-  return launched ? PyLong_FromLongLong(needed) : nullptr;
-}
+constexpr auto kLaunchFields = Joined(kInputs, kOut, kOptional, kOfLaunch);
+constexpr auto kNewFields = Joined(kInputs, kOptional, kOfOperator);
+constexpr auto kOutFields = Joined(kInputs, kOut, kOptional, kOfOperator);
+constexpr auto kOutLseFields = Joined(kInputs, kOut, kLse, kOptional, kOfOperator);
+constexpr Parameters<DecodeCall> kLaunch{kName, kLaunchFields.fields};
+constexpr Parameters<DecodeCall> kNew{kName, kNewFields.fields};
+constexpr Parameters<DecodeCall> kGivenOut{kName, kOutFields.fields};
+constexpr Parameters<DecodeCall> kGivenOutLse{kName, kOutLseFields.fields};
 
-// A public operator as a whole: allocates what is not given, then launches. Its arguments are the
-// inputs; `out` and `lse`, if given; prefix and scales; options.
-template <bool kGiven, bool kLse>
-PyObject* DecodeOperator(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  constexpr int kOutputs = !kGiven ? 0 : kLse ? 2 : 1;
-  DecodeCall call;
-  PyObject* const* rest = values + kInputs + kOutputs;
-  if (!Arguments(kDecode, values, count).Expect(kInputs + kOutputs + 8) ||
-      !call.ReadInputs(values) || !call.ReadOptional(rest) || !call.ReadOptions(rest + 3)) {
-    return nullptr;
-  }
-  const TensorView& q = call.q.view();
+// A public operator as a whole: allocates what is not given, then launches.
+template <const auto& kParameters, bool kLse>
+PyObject* Operator(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  constexpr bool kGiven = kParameters.count != kNew.count;
+  Parsed<kParameters> parsed;
+  if (!parsed.Read(values, count)) return nullptr;
+  DecodeTensors& tensors = parsed.call.tensors;
+  const TensorView& q = *tensors.q;
   if (q.ndim != 4) {
-    PyErr_Format(PyExc_ValueError, "%s: `q` must have 4 dimensions, got %d", kDecode, q.ndim);
+    PyErr_Format(PyExc_ValueError, "%s: `q` must have 4 dimensions, got %d", kName, q.ndim);
     return nullptr;
   }
   Reference out, lse;
-  if (kGiven) {
-    out.Take(Py_NewRef(values[kInputs]));
-    if (kLse) lse.Take(Py_NewRef(values[kInputs + 1]));
-  } else {
+  PythonTensor out_tensor, lse_tensor;
+  if (!kGiven) {
     out.Take(NewTensor(values[0], {q.shape[0], q.shape[1], q.shape[2], q.shape[3]}));
-    if (kLse && out) lse.Take(NewFloat32(values[0], {q.shape[0], q.shape[2], q.shape[1]}));
-    if (!out || (kLse && !lse)) return nullptr;
+    if (!out || !out_tensor.Read(out.get(), kName, "out")) return nullptr;
+    tensors.out = &out_tensor.view();
   }
-  if (!call.out.Read(out.get(), kDecode, "out") ||
-      (kLse && !call.lse.Read(lse.get(), kDecode, "lse"))) {
-    return nullptr;
+  if (!kGiven && kLse) {
+    lse.Take(NewFloat32(values[0], {q.shape[0], q.shape[2], q.shape[1]}));
+    if (!lse || !lse_tensor.Read(lse.get(), kName, "lse")) return nullptr;
+    tensors.lse = &lse_tensor.view();
   }
   DecodeLaunch launch;
-  const Status status = launch.prepare(call.tensors(), call.options);
+  const Status status = launch.prepare(parsed.call);
   if (!status.ok()) return Raise(status);
   void* stream = nullptr;
   Workspace workspace;
-  if (!call.q.CurrentStream(&stream) ||
+  if (!parsed.of_stream().CurrentStream(&stream) ||
       (launch.workspace() > 0 &&
        !workspace.Get(values[0], q.device_index, stream, launch.workspace()))) {
     return nullptr;
@@ -150,121 +140,57 @@ PyObject* DecodeOperator(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return kLse ? PyTuple_Pack(2, out.get(), lse.get()) : out.Release();
 }
 
-PyObject* DecodePlanOf(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  DecodeCall call;
-  if (!call.Parse(values, count)) return nullptr;
-  int multiprocessors = 0;
-  if (call.q.view().device_type != DeviceType::kCUDA ||
-      !multiprocessor_count(call.q.view().device_index, &multiprocessors).ok()) {
-    multiprocessors = kMultiprocessors;
-  }
-  DecodePlan plan{};
-  const Status status = decode_attention_plan(call.tensors(), call.options, multiprocessors, &plan);
-  if (!status.ok()) return Raise(status);
-  return Py_BuildValue("{s:s, s:s, s:i, s:i, s:i, s:I, s:I, s:L}", "kernel", plan.kernel, "combine",
-                       plan.combine, "rows", plan.rows, "step", plan.step, "cluster", plan.cluster,
-                       "grid", plan.grid, "block", plan.block, "workspace",
-                       static_cast<long long>(plan.workspace));
+template <const auto& kParameters, bool kLse>
+constexpr Function OperatorOf(const char* name, const char* returns, const char* text) {
+  return {name, Operator<kParameters, kLse>, text, returns, Describe<kParameters>};
 }
 
-Status LoadDecode(int device) {
-  for (const auto table : {decode_kernels_bf16, decode_kernels_bf16_fp8, decode_kernels_fp16,
-                           decode_kernels_fp16_fp8}) {
-    int count = 0;
-    const DecodeKernel* kernels = table(&count);
-    for (int i = 0; i < count; ++i) TIERCEL_RETURN_IF_ERROR(kernels[i].kernel.load(device));
-  }
-  int count = 0;
-  const DecodeCombineKernel* kernels = decode_combine_kernels(&count);
-  for (int i = 0; i < count; ++i) TIERCEL_RETURN_IF_ERROR(kernels[i].kernel.load(device));
-  return Status();
-}
-
-PyObject* DecodeLoad(PyObject*, PyObject* device) { return Load(device, LoadDecode); }
-
-// (out_a, lse_a, out_b, lse_b, out, lse).
-struct MergeCall {
-  PythonTensor out_a, lse_a, out_b, lse_b, out, lse;
-
-  bool Parse(PyObject* const* values, Py_ssize_t count) {
-    Arguments arguments(kMerge, values, count);
-    return arguments.Expect(6) && arguments.NextTensor("out_a", &out_a) &&
-           arguments.NextTensor("lse_a", &lse_a) && arguments.NextTensor("out_b", &out_b) &&
-           arguments.NextTensor("lse_b", &lse_b) && arguments.NextTensor("out", &out) &&
-           arguments.NextTensor("lse", &lse);
-  }
-  MergeTensors tensors() const {
-    return {out_a.view(), lse_a.view(), out_b.view(), lse_b.view(), out.view(), lse.view()};
-  }
+constexpr PlanField<DecodePlan> kPlanFields[] = {
+    Entry<&DecodePlan::kernel>("kernel"),   Entry<&DecodePlan::combine>("combine"),
+    Entry<&DecodePlan::rows>("rows"),       Entry<&DecodePlan::step>("step"),
+    Entry<&DecodePlan::cluster>("cluster"), Entry<&DecodePlan::grid>("grid"),
+    Entry<&DecodePlan::block>("block"),     Entry<&DecodePlan::workspace>("workspace"),
 };
+constexpr PlanDict<DecodePlan> kPlan{"DecodePlan", kPlanFields};
 
-PyObject* Merge(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  MergeCall call;
-  if (!call.Parse(values, count)) return nullptr;
-  return Launch(call.out_a,
-                [&](void* stream) { return merge_attention_states(call.tensors(), stream); });
-}
-
-PyObject* MergePlanOf(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  MergeCall call;
-  if (!call.Parse(values, count)) return nullptr;
-  MergePlan plan{};
-  const Status status = merge_attention_states_plan(call.tensors(), &plan);
-  if (!status.ok()) return Raise(status);
-  return Py_BuildValue("{s:s, s:I, s:I}", "kernel", plan.kernel, "grid", plan.grid, "block",
-                       plan.block);
-}
-
-Status LoadMerge(int device) {
-  int count = 0;
-  const MergeKernel* kernels = merge_kernels(&count);
-  for (int i = 0; i < count; ++i) TIERCEL_RETURN_IF_ERROR(kernels[i].kernel.load(device));
-  return Status();
-}
-
-PyObject* MergeLoad(PyObject*, PyObject* device) { return Load(device, LoadMerge); }
-
-PyMethodDef functions[] = {
-    {"decode_attention", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(Decode)),
-     METH_FASTCALL,
-     "decode_attention(q, k_cache, v_cache, page_table, seqused_k, out, prefix, k_scale, v_scale, "
-     "lse, workspace, left, right, scale, softcap, max_keys, split, /)\n--\n\n"
-     "Launches the kernels on the current stream, fills `out` and, unless it is None, `lse`, and "
-     "returns 0. If it needs a workspace and got None, launches nothing and returns its length in "
-     "floats."},
-    {"decode_attention_plan",
-     reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(DecodePlanOf)), METH_FASTCALL,
-     "decode_attention_plan(q, k_cache, v_cache, page_table, seqused_k, out, prefix, k_scale, "
-     "v_scale, lse, workspace, left, right, scale, softcap, max_keys, split, /)\n--\n\n"
-     "Checks the arguments as a launch does and returns the configuration. Needs no GPU."},
-    {"decode_attention_new", AsMethod(DecodeOperator<false, false>), METH_FASTCALL,
-     "decode_attention_new(q, k_cache, v_cache, page_table, seqused_k, prefix, k_scale, v_scale, "
-     "causal, window, scale, softcap, max_seqused_k, /)\n--\n\n"
-     "The operator: allocates its result and what it needs, launches the kernels."},
-    {"decode_attention_new_lse", AsMethod(DecodeOperator<false, true>), METH_FASTCALL,
-     "decode_attention_new_lse(...)\n--\n\nThe same; returns (out, lse)."},
-    {"decode_attention_out", AsMethod(DecodeOperator<true, false>), METH_FASTCALL,
-     "decode_attention_out(...)\n--\n\nThe same; `out` is given after `seqused_k`."},
-    {"decode_attention_out_lse", AsMethod(DecodeOperator<true, true>), METH_FASTCALL,
-     "decode_attention_out_lse(...)\n--\n\nThe same; `out` and `lse` are given there."},
-    {"decode_attention_load", DecodeLoad, METH_O,
-     "decode_attention_load(device, /)\n--\n\nLoads the kernels on a CUDA device, by its index."},
-    {"merge_attention_states", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(Merge)),
-     METH_FASTCALL,
-     "merge_attention_states(out_a, lse_a, out_b, lse_b, out, lse, /)\n--\n\n"
-     "Launches the kernel on the current stream; fills `out` and `lse`."},
-    {"merge_attention_states_plan",
-     reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(MergePlanOf)), METH_FASTCALL,
-     "merge_attention_states_plan(out_a, lse_a, out_b, lse_b, out, lse, /)\n--\n\n"
-     "Checks the arguments as a launch does and returns the configuration. Needs no GPU."},
-    {"merge_attention_states_load", MergeLoad, METH_O,
-     "merge_attention_states_load(device, /)\n--\n\n"
-     "Loads the kernels on a CUDA device, by its index."},
-    {nullptr, nullptr, 0, nullptr},
+constexpr Field<MergeCall> kMergeFields[] = {
+    Tensor<&MergeCall::out_a>("out_a"), Tensor<&MergeCall::lse_a>("lse_a"),
+    Tensor<&MergeCall::out_b>("out_b"), Tensor<&MergeCall::lse_b>("lse_b"),
+    Tensor<&MergeCall::out>("out"),     Tensor<&MergeCall::lse>("lse"),
 };
+constexpr Parameters<MergeCall> kMerge{"merge_attention_states", kMergeFields};
+
+constexpr PlanField<MergePlan> kMergePlanFields[] = {
+    Entry<&MergePlan::kernel>("kernel"),
+    Entry<&MergePlan::grid>("grid"),
+    Entry<&MergePlan::block>("block"),
+};
+constexpr PlanDict<MergePlan> kMergePlan{"MergePlan", kMergePlanFields};
+
+constexpr Function kFunctions[] = {
+    LaunchOf<kLaunch, decode_attention>(
+        "decode_attention",
+        "Launches the kernels on the current stream, fills `out` and, unless it is None, `lse`, "
+        "and returns 0. If it needs a workspace and got None, launches nothing and returns its "
+        "length in floats."),
+    PlanOf<kLaunch, decode_attention_plan, kPlan>("decode_attention_plan"),
+    OperatorOf<kNew, false>(
+        "decode_attention_new", "Any",
+        "The operator: allocates its result and what it needs, launches the kernels."),
+    OperatorOf<kNew, true>("decode_attention_new_lse", "tuple[Any, Any]",
+                           "The operator; returns (out, lse)."),
+    OperatorOf<kGivenOut, false>("decode_attention_out", "None", "The operator; fills `out`."),
+    OperatorOf<kGivenOutLse, true>("decode_attention_out_lse", "None",
+                                   "The operator; fills `out` and `lse`."),
+    LoadOf<decode_kernels_bf16, decode_kernels_bf16_fp8, decode_kernels_fp16,
+           decode_kernels_fp16_fp8, decode_combine_kernels>("decode_attention_load"),
+    LaunchOf<kMerge, merge_attention_states>(
+        "merge_attention_states",
+        "Launches the kernel on the current stream; fills `out` and `lse`."),
+    PlanOf<kMerge, merge_attention_states_plan, kMergePlan>("merge_attention_states_plan"),
+    LoadOf<merge_kernels>("merge_attention_states_load"),
+};
+const Family kFamily(kFunctions);
 
 }  // namespace
-
-PyMethodDef* DecodeFunctions() { return functions; }
-
 }  // namespace tiercel::python

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "python/bindings/eager.h"
 
+#include "python/bindings/arguments.h"
 #include "python/bindings/call.h"
 
 namespace tiercel::python {
@@ -142,7 +143,7 @@ PyObject* RouteOf(PyObject*, PyObject* const* tensors, Py_ssize_t count) {
 
 // In the order of the fields of Hooks.
 PyObject* SetRouteHooks(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  if (!Arguments("set_route_hooks", values, count).Expect(8)) return nullptr;
+  if (!ExpectCount("set_route_hooks", 8, count)) return nullptr;
   TensorReader needs_grad, is_neg, device, dtype;
   PyObject* name_level = PyUnicode_InternFromString("_current_level");
   if (name_level == nullptr || !needs_grad.Find(values[0], "requires_grad") ||

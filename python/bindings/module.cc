@@ -8,7 +8,7 @@
 #include "python/bindings/eager.h"
 #include "python/bindings/eager_call.h"
 #include "python/bindings/exchange_cache.h"
-#include "python/bindings/families.h"
+#include "python/bindings/functions.h"
 #include "python/bindings/jit.h"
 
 namespace py = pybind11;
@@ -57,18 +57,10 @@ void AddType(py::module_& module, const char* name, PyObject* type) {
 }
 
 void AddAll(py::module_& module) {
-  using Functions = PyMethodDef* (*)();
-  static constexpr Functions kTables[] = {
-      AllocateFunctions,     EagerFunctions,     EagerCallFunctions,
-      ActivationFunctions,   AttentionFunctions, AttentionBackwardFunctions,
-      AttentionFp8Functions, DecodeFunctions,    GemvFunctions,
-      GroupedGemmFunctions,  LinearFunctions,    MoeFunctions,
-      NormFunctions,         QuantFunctions,     ReduceFunctions,
-      RotaryFunctions,       RoutingFunctions,   SoftmaxFunctions,
-      TransposeFunctions,    TunedFunctions};
-  for (const Functions functions : kTables) {
-    if (PyModule_AddFunctions(module.ptr(), functions()) != 0) throw py::error_already_set();
+  for (PyMethodDef* functions : {AllocateFunctions(), EagerFunctions(), EagerCallFunctions()}) {
+    if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
   }
+  if (AddFamilies(module.ptr()) != 0) throw py::error_already_set();
   AddType(module, "EagerCall", MakeEagerCallType());
   AddJit(module);
 }
@@ -90,6 +82,8 @@ PYBIND11_MODULE(_C, module) {
   module.def("device_capability", &tiercel::python::DeviceCapability, py::arg("device"),
              "The (major, minor) compute capability of a device.");
   module.def("_clear_exchange_cache", &tiercel::python::ClearExchangeCache);
+  module.def("_stub", &tiercel::python::StubOfFamilies,
+             "The declarations of the families' functions, for _C.pyi.");
   tiercel::python::AddAll(module);
 }
 #undef PyInit__C

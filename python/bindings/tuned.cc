@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "kernels/norm/norm_backward_config.h"
-#include "python/bindings/families.h"
+#include "python/bindings/functions.h"
 
 namespace tiercel::python {
 namespace {
@@ -25,7 +25,7 @@ PyObject* FusedMoeTuned(PyObject*, PyObject* const* values, Py_ssize_t count) {
 
 PyObject* FusedMoeConfig(PyObject*, PyObject* const* values, Py_ssize_t count) {
   constexpr const char* kName = "fused_moe_config";
-  if (!Arguments(kName, values, count).Expect(3)) return nullptr;
+  if (!ExpectCount(kName, 3, count)) return nullptr;
   const int device = static_cast<int>(PyLong_AsLong(values[0]));
   const long long tokens = PyLong_AsLongLong(values[2]);
   if (PyErr_Occurred()) return nullptr;
@@ -91,7 +91,7 @@ bool ReadRanges(PyObject* rows, NormKind kind, int element,
 
 PyObject* SetNormBackwardRanges(PyObject*, PyObject* const* values, Py_ssize_t count) {
   constexpr const char* kName = "norm_backward_ranges";
-  if (!Arguments(kName, values, count).Expect(4)) return nullptr;
+  if (!ExpectCount(kName, 4, count)) return nullptr;
   const long below = PyLong_AsLong(values[0]);
   NormBackwardRanges ranges;
   ranges.rows_per_multiprocessor = PyLong_AsLong(values[1]);
@@ -118,31 +118,29 @@ PyObject* SetNormBackwardRanges(PyObject*, PyObject* const* values, Py_ssize_t c
   Py_RETURN_NONE;
 }
 
-PyMethodDef functions[] = {
-    {"fused_moe_tuned", AsMethod(FusedMoeTuned), METH_FASTCALL,
-     "fused_moe_tuned(device, problems, /)\n--\n\n"
-     "Sets what was tuned: [(dtype, E, k, H, I, [(tokens, configuration)])]."},
-    {"fused_moe_config", AsMethod(FusedMoeConfig), METH_FASTCALL,
-     "fused_moe_config(device, problem, tokens, /)\n--\n\n"
-     "The configuration that was tuned for (dtype, E, k, H, I) and the nearest number of tokens, "
-     "or None."},
-    {"layer_norm_backward_tuned", AsMethod(NormBackwardTuned<NormKind::kLayer>), METH_FASTCALL,
-     "layer_norm_backward_tuned(device, problems, /)\n--\n\n"
-     "Sets what was tuned: [(dtype, N, [(rows, configuration)])]."},
-    {"rms_norm_backward_tuned", AsMethod(NormBackwardTuned<NormKind::kRms>), METH_FASTCALL,
-     "rms_norm_backward_tuned(device, problems, /)\n--\n\n"
-     "Sets what was tuned: [(dtype, N, [(rows, configuration)])]."},
-    {"norm_backward_ranges", AsMethod(SetNormBackwardRanges), METH_FASTCALL,
-     "norm_backward_ranges(memory_gbps_below, rows_per_multiprocessor, megabytes, tables, /)\n"
-     "--\n\n"
-     "Sets what was measured on devices whose memory is slower than that, or on all others for 0: "
-     "[(is layer_norm, dtype, ranges)]. None instead removes all."},
-    {nullptr, nullptr, 0, nullptr},
+constexpr char kSets[] = "Sets what was tuned: [(dtype, N, [(rows, configuration)])].";
+
+constexpr Function kFunctions[] = {
+    Other("fused_moe_tuned", FusedMoeTuned, kTunedArguments, "None",
+          "Sets what was tuned: [(dtype, E, k, H, I, [(tokens, configuration)])]."),
+    Other("fused_moe_config", FusedMoeConfig, "device: int, problem: tuple[Any, ...], tokens: int",
+          "tuple[int, int, int, int, int] | None",
+          "The configuration that was tuned for (dtype, E, k, H, I) and the nearest number of "
+          "tokens, or None."),
+    Other("layer_norm_backward_tuned", NormBackwardTuned<NormKind::kLayer>, kTunedArguments, "None",
+          kSets),
+    Other("rms_norm_backward_tuned", NormBackwardTuned<NormKind::kRms>, kTunedArguments, "None",
+          kSets),
+    Other("norm_backward_ranges", SetNormBackwardRanges,
+          "memory_gbps_below: int, rows_per_multiprocessor: int, megabytes: int, "
+          "tables: Sequence[tuple[bool, str, list[list[Any]]]] | None",
+          "None",
+          "Sets what was measured on devices whose memory is slower than that, or on all others "
+          "for 0: [(is layer_norm, dtype, ranges)]. None instead removes all."),
 };
+const Family kFamily(kFunctions);
 
 }  // namespace
-
-PyMethodDef* TunedFunctions() { return functions; }
 
 void Hint(const char* op, const TunedProblem& problem) {
   PyObject* tuned = PyImport_ImportModule("tiercel.core.tuned");

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "kernels/sm90/tuned.h"
+#include "python/bindings/arguments.h"
 #include "python/bindings/call.h"
 
 namespace tiercel::python {
@@ -89,11 +90,13 @@ inline bool ReadProblem(PyObject* items, Py_ssize_t count, const char* op, Tuned
   return true;
 }
 
+inline constexpr char kTunedArguments[] = "device: int, problems: _TunedProblems";
+
 // The function (device, [(dtype, size, ..., [(tokens, configuration)])]) that fills a table.
 template <typename Config, size_t kCount>
 PyObject* SetTuned(TunedTable<Config>& table, const char* op, PyObject* const* values,
                    Py_ssize_t count, Config (*make)(const std::array<int, kCount>&)) {
-  if (!Arguments(op, values, count).Expect(2)) return nullptr;
+  if (!ExpectCount(op, 2, count)) return nullptr;
   const long device = PyLong_AsLong(values[0]);
   if (device == -1 && PyErr_Occurred()) return nullptr;
   if (device < 0 || device > INT_MAX) {

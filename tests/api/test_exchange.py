@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How tensors cross into tiercel._C, with producers of our own."""
 
-import ast
 import ctypes
 import subprocess
-from pathlib import Path
 
 import pytest
 from support.dlpack_tensor import (
@@ -16,7 +14,6 @@ from support.dlpack_tensor import (
     make_capsule,
 )
 
-import tiercel
 from tiercel import _C
 
 _keep = []  # exchange tables must outlive the types that publish them
@@ -129,35 +126,3 @@ def test_the_stream_is_the_producers(run_python):
     tensors = ExchangeTensor(0, 8), ExchangeTensor(0, 2), ExchangeTensor(0, 2, dtype="int32")
     assert _C.topk_softmax(*tensors, True, False) is None  # empty: no launch
     assert asked_for_streams == [(2, 0)]
-
-
-def test_the_stub_has_every_function():
-    import ast
-    from pathlib import Path
-
-    import tiercel
-
-    stub = (Path(tiercel.__file__).parent / "_C.pyi").read_text()
-    kinds = (ast.FunctionDef, ast.ClassDef)
-    public = (n.name for n in ast.parse(stub).body if isinstance(n, kinds))
-    declared = {name for name in public if not (name[0] == "_" and name[1].isupper())}
-    present = {name for name in dir(_C) if callable(getattr(_C, name)) and name[:2] != "__"}
-    assert declared == present
-
-
-def test_the_stubs_arguments_are_those_of_the_functions():
-    def names(function):
-        of = function.args
-        return [one.arg for one in (*of.posonlyargs, *of.args, *of.kwonlyargs)]
-
-    stub = ast.parse((Path(tiercel.__file__).parent / "_C.pyi").read_text()).body
-    functions = [n for n in stub if isinstance(n, ast.FunctionDef) and not n.args.vararg]
-    declared = {n.name: names(n) for n in functions}
-    signatures = {name: getattr(_C, name).__text_signature__ for name in declared}
-    said = {
-        name: names(ast.parse(f"def {name}{text}: ...").body[0])
-        for name, text in signatures.items()
-        if text is not None and text != "(...)"
-    }
-    assert "fused_moe_few_tokens" in said
-    assert said == {name: declared[name] for name in said}

@@ -123,14 +123,13 @@ bool nothing(const AttentionProblem& problem) { return problem.empty() || proble
 
 }  // namespace
 
-Status attention_backward_plan(const AttentionBackwardCall& call, const AttentionOptions& options,
-                               bool deterministic, int multiprocessors,
+Status attention_backward_plan(const AttentionBackwardCall& call, int multiprocessors,
                                AttentionBackwardPlan* plan) {
   AttentionProblem problem;
-  TIERCEL_RETURN_IF_ERROR(check(call, options, &problem));
+  TIERCEL_RETURN_IF_ERROR(check(call, call.options, &problem));
   *plan = {"none", 0, 0, 0, false, 0, 0, 0, 0};
   if (nothing(problem)) return Status();
-  const Choice choice = choose(call.q->dtype, problem, deterministic, multiprocessors);
+  const Choice choice = choose(call.q->dtype, problem, call.deterministic, multiprocessors);
   const AttentionBackwardKernel& kernel = *choice.kernel;
   *plan = {kernel.kernel.name(), kernel.variant.tile_m, kAttentionBackwardKeys,
            choice.band,          choice.descending,     choice.grid,
@@ -138,16 +137,16 @@ Status attention_backward_plan(const AttentionBackwardCall& call, const Attentio
   return Status();
 }
 
-Status attention_backward(const AttentionBackwardCall& call, const AttentionOptions& options,
-                          bool deterministic, void* stream) {
+Status attention_backward(const AttentionBackwardCall& call, void* stream) {
+  const AttentionOptions& options = call.options;
   AttentionProblem problem;
-  TIERCEL_RETURN_IF_ERROR(check(call, options, &problem));
+  TIERCEL_RETURN_IF_ERROR(check(call, call.options, &problem));
   if (nothing(problem)) return Status();
   const TensorView& q = *call.q;
   const int device = q.device_index;
   int multiprocessors = 0;
   TIERCEL_RETURN_IF_ERROR(multiprocessor_count(device, &multiprocessors));
-  const Choice choice = choose(q.dtype, problem, deterministic, multiprocessors);
+  const Choice choice = choose(q.dtype, problem, call.deterministic, multiprocessors);
   const AttentionBackwardKernel& kernel = *choice.kernel;
   const Argument workspace{kOp, "workspace", *call.workspace};
   TIERCEL_RETURN_IF_ERROR(check_dtype(workspace, {DType::kFloat32}));
@@ -165,7 +164,7 @@ Status attention_backward(const AttentionBackwardCall& call, const AttentionOpti
   rows.stats = static_cast<float*>(call.workspace->data);
   rows.sums = rows.stats + choice.stats();
   rows.counter = reinterpret_cast<int32_t*>(rows.sums + choice.sums());
-  rows.turns = deterministic ? rows.counter + 1 : nullptr;
+  rows.turns = call.deterministic ? rows.counter + 1 : nullptr;
   rows.rows = problem.seq_q;
   rows.heads = static_cast<int>(problem.heads);
   rows.blocks = static_cast<int>(ceil_div(problem.seq_q, kernel.variant.tile_m));

@@ -11,17 +11,19 @@ namespace tiercel {
 // grad_lse, [B, H, Sq] float32 and contiguous, may be null. dq, dk and dv have the shapes of q, k
 // and v. The workspace is float32 and contiguous, of as many elements as the plan says.
 struct AttentionBackwardCall {
-  const TensorView* grad;
-  const TensorView* q;
-  const TensorView* k;
-  const TensorView* v;
-  const TensorView* out;
-  const TensorView* lse;
-  const TensorView* grad_lse;
-  const TensorView* dq;
-  const TensorView* dk;
-  const TensorView* dv;
-  const TensorView* workspace;  // the plan ignores it
+  const TensorView* grad = nullptr;
+  const TensorView* q = nullptr;
+  const TensorView* k = nullptr;
+  const TensorView* v = nullptr;
+  const TensorView* out = nullptr;
+  const TensorView* lse = nullptr;
+  const TensorView* grad_lse = nullptr;
+  const TensorView* dq = nullptr;
+  const TensorView* dk = nullptr;
+  const TensorView* dv = nullptr;
+  const TensorView* workspace = nullptr;  // the plan ignores it
+  AttentionOptions options;
+  bool deterministic = false;
 };
 
 // The middle one of a call's three launches.
@@ -39,12 +41,10 @@ struct AttentionBackwardPlan {
 
 // dk and dv are sums in a fixed order. dq is a sum of one part per tile of 128 keys, in the order
 // in which they finish, or in the order of the keys if `deterministic`.
-Status attention_backward_plan(const AttentionBackwardCall& call, const AttentionOptions& options,
-                               bool deterministic, int multiprocessors,
+Status attention_backward_plan(const AttentionBackwardCall& call, int multiprocessors,
                                AttentionBackwardPlan* plan);
 
-Status attention_backward(const AttentionBackwardCall& call, const AttentionOptions& options,
-                          bool deterministic, void* stream);
+Status attention_backward(const AttentionBackwardCall& call, void* stream);
 
 // Loads the kernels on a device.
 Status attention_backward_load(int device);

@@ -36,15 +36,16 @@ struct AttentionPlan {
 // it starts is empty. Rows of out that no sequence has are 0, and minus infinity in lse; so are
 // those that a sequence longer than max_q, rounded up to a tile, has beyond it.
 struct PackedAttention {
-  const TensorView* q;
-  const TensorView* k;
-  const TensorView* v;
-  const TensorView* out;
-  const TensorView* lse;
-  const TensorView* starts_q;
-  const TensorView* starts_k;
-  int64_t max_q;
-  int64_t max_k;
+  const TensorView* q = nullptr;
+  const TensorView* k = nullptr;
+  const TensorView* v = nullptr;
+  const TensorView* out = nullptr;
+  const TensorView* lse = nullptr;
+  const TensorView* starts_q = nullptr;
+  const TensorView* starts_k = nullptr;
+  int64_t max_q = 0;
+  int64_t max_k = 0;
+  AttentionOptions options;
 };
 
 }  // namespace tiercel

@@ -39,8 +39,7 @@ Status check_attention(const char* op, const TensorView& q, const TensorView& k,
                        const AttentionOptions& options, AttentionProblem* problem,
                        AttentionElements elements = AttentionElements::k16Bits);
 
-Status check_attention_varlen(const PackedAttention& call, const AttentionOptions& options,
-                              AttentionProblem* problem,
+Status check_attention_varlen(const PackedAttention& call, AttentionProblem* problem,
                               AttentionElements elements = AttentionElements::k16Bits);
 
 // dtypes, devices and heads, as both forms have them.

@@ -34,8 +34,8 @@ Status check_starts(const char* name, const TensorView& starts, int64_t batch,
 
 }  // namespace
 
-Status check_attention_varlen(const PackedAttention& call, const AttentionOptions& options,
-                              AttentionProblem* problem, AttentionElements elements) {
+Status check_attention_varlen(const PackedAttention& call, AttentionProblem* problem,
+                              AttentionElements elements) {
   const TensorView &q = *call.q, &k = *call.k, &v = *call.v, &out = *call.out;
   const Argument q_arg{kOp, "q", q};
   const Argument k_arg{kOp, "k", k};
@@ -79,7 +79,7 @@ Status check_attention_varlen(const PackedAttention& call, const AttentionOption
   // No sequence is longer than all of them, whatever max_q and max_k are.
   const int64_t seq_q = std::min(call.max_q, total_q), seq_k = std::min(call.max_k, total_k);
   TIERCEL_RETURN_IF_ERROR(
-      attention_problem(kOp, q, batch, seq_q, seq_k, kv_heads, options, true, problem));
+      attention_problem(kOp, q, batch, seq_q, seq_k, kv_heads, call.options, true, problem));
   if (problem->empty()) return Status();
   const TensorMapSpec any{
       3, {64, 1, 64}, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE};

@@ -71,15 +71,15 @@ Status check_lengths(const Argument& lengths, const Argument& q) {
 }
 
 Status check_cache(const DecodeTensors& t, const Argument& q) {
-  const Argument k{kOp, "k_cache", t.k_cache}, v{kOp, "v_cache", t.v_cache};
-  const Argument table{kOp, "page_table", t.page_table};
+  const Argument k{kOp, "k_cache", *t.k_cache}, v{kOp, "v_cache", *t.v_cache};
+  const Argument table{kOp, "page_table", *t.page_table};
   TIERCEL_RETURN_IF_ERROR(check_rank(k, 4));
-  if (t.k_cache.dtype != DType::kFloat8E4M3) {
-    TIERCEL_RETURN_IF_ERROR(check_dtype(k, {t.q.dtype, DType::kFloat8E4M3}));
+  if (t.k_cache->dtype != DType::kFloat8E4M3) {
+    TIERCEL_RETURN_IF_ERROR(check_dtype(k, {t.q->dtype, DType::kFloat8E4M3}));
   }
-  TIERCEL_RETURN_IF_ERROR(check_dtype(v, {t.k_cache.dtype}));
-  const int64_t pages = t.k_cache.shape[0], places = t.k_cache.shape[1];
-  const int64_t kv_heads = t.k_cache.shape[2], d = t.q.shape[3], heads = t.q.shape[2];
+  TIERCEL_RETURN_IF_ERROR(check_dtype(v, {t.k_cache->dtype}));
+  const int64_t pages = t.k_cache->shape[0], places = t.k_cache->shape[1];
+  const int64_t kv_heads = t.k_cache->shape[2], d = t.q->shape[3], heads = t.q->shape[2];
   const char kShape[] = "[pages, page size, Hk, D]";
   TIERCEL_RETURN_IF_ERROR(check_shape(k, {pages, places, kv_heads, d}, kShape));
   TIERCEL_RETURN_IF_ERROR(check_shape(v, {pages, places, kv_heads, d}, kShape));
@@ -91,28 +91,28 @@ Status check_cache(const DecodeTensors& t, const Argument& q) {
   TIERCEL_RETURN_IF_ERROR(check_dtype(table, {DType::kInt32}));
   TIERCEL_RETURN_IF_ERROR(check_rank(table, 2));
   TIERCEL_RETURN_IF_ERROR(
-      check_shape(table, {t.q.shape[0], t.page_table.shape[1]}, "[B, pages of a sequence]"));
+      check_shape(table, {t.q->shape[0], t.page_table->shape[1]}, "[B, pages of a sequence]"));
   for (const Argument* argument : {&k, &v, &table}) {
     TIERCEL_RETURN_IF_ERROR(check_same_device(*argument, q));
     TIERCEL_RETURN_IF_ERROR(check_cuda(*argument));
   }
-  return check_lengths({kOp, "seqused_k", t.seqused_k}, q);
+  return check_lengths({kOp, "seqused_k", *t.seqused_k}, q);
 }
 
 Status check(const DecodeTensors& t, const DecodeOptions& options) {
-  const Argument q{kOp, "q", t.q}, out{kOp, "out", t.out};
+  const Argument q{kOp, "q", *t.q}, out{kOp, "out", *t.out};
   TIERCEL_RETURN_IF_ERROR(check_rank(q, 4));
   TIERCEL_RETURN_IF_ERROR(check_dtype(q, {DType::kBFloat16, DType::kFloat16}));
   TIERCEL_RETURN_IF_ERROR(check_cuda(q));
   TIERCEL_RETURN_IF_ERROR(check_cache(t, q));
-  TIERCEL_RETURN_IF_ERROR(check_dtype(out, {t.q.dtype}));
-  TIERCEL_RETURN_IF_ERROR(
-      check_shape(out, {t.q.shape[0], t.q.shape[1], t.q.shape[2], t.q.shape[3]}, "[B, Sq, H, D]"));
+  TIERCEL_RETURN_IF_ERROR(check_dtype(out, {t.q->dtype}));
+  TIERCEL_RETURN_IF_ERROR(check_shape(
+      out, {t.q->shape[0], t.q->shape[1], t.q->shape[2], t.q->shape[3]}, "[B, Sq, H, D]"));
   TIERCEL_RETURN_IF_ERROR(check_same_device(out, q));
   TIERCEL_RETURN_IF_ERROR(check_cuda(out));
   if (t.prefix != nullptr) TIERCEL_RETURN_IF_ERROR(check_lengths({kOp, "prefix", *t.prefix}, q));
-  const bool float8 = t.k_cache.dtype == DType::kFloat8E4M3;
-  const int64_t kv_heads = t.k_cache.shape[2];
+  const bool float8 = t.k_cache->dtype == DType::kFloat8E4M3;
+  const int64_t kv_heads = t.k_cache->shape[2];
   if (t.k_scale != nullptr) {
     TIERCEL_RETURN_IF_ERROR(check_scale({kOp, "k_scale", *t.k_scale}, q, kv_heads, float8));
   }
@@ -123,7 +123,7 @@ Status check(const DecodeTensors& t, const DecodeOptions& options) {
     const Argument lse{kOp, "lse", *t.lse};
     TIERCEL_RETURN_IF_ERROR(check_dtype(lse, {DType::kFloat32}));
     TIERCEL_RETURN_IF_ERROR(
-        check_shape(lse, {t.q.shape[0], t.q.shape[2], t.q.shape[1]}, "[B, H, Sq]"));
+        check_shape(lse, {t.q->shape[0], t.q->shape[2], t.q->shape[1]}, "[B, H, Sq]"));
     TIERCEL_RETURN_IF_ERROR(check_same_device(lse, q));
     TIERCEL_RETURN_IF_ERROR(check_cuda(lse));
     TIERCEL_RETURN_IF_ERROR(check_contiguous(lse));
@@ -139,8 +139,8 @@ Status check(const DecodeTensors& t, const DecodeOptions& options) {
 
 // Checks that there is a kernel for valid arguments.
 Status check_supported(const DecodeTensors& t, const DecodeOptions& options) {
-  const int64_t d = t.q.shape[3], places = t.k_cache.shape[1];
-  const bool float8 = t.k_cache.dtype == DType::kFloat8E4M3;
+  const int64_t d = t.q->shape[3], places = t.k_cache->shape[1];
+  const bool float8 = t.k_cache->dtype == DType::kFloat8E4M3;
   const int64_t multiple = float8 ? 16 : 8;
   if (d < multiple || d > 256 || d % multiple != 0) {
     return unsupported("q",
@@ -158,15 +158,15 @@ Status check_supported(const DecodeTensors& t, const DecodeOptions& options) {
     return unsupported("k_cache", "have a page size that is a power of two",
                        std::to_string(places));
   }
-  const TensorView& table = t.page_table;
+  const TensorView& table = *t.page_table;
   if (table.shape[1] < 1 || table.shape[1] > kMostKeys / places) {
     return unsupported("page_table", "have room for 1 to 2^29 keys of a sequence",
                        "shape " + shape_text(table.shape, 2));
   }
-  if (t.k_cache.shape[0] < 1) return unsupported("k_cache", "have at least one page", "none");
+  if (t.k_cache->shape[0] < 1) return unsupported("k_cache", "have at least one page", "none");
   for (const Argument& argument :
-       {Argument{kOp, "page_table", table}, Argument{kOp, "seqused_k", t.seqused_k},
-        Argument{kOp, "prefix", t.prefix == nullptr ? t.seqused_k : *t.prefix}}) {
+       {Argument{kOp, "page_table", table}, Argument{kOp, "seqused_k", *t.seqused_k},
+        Argument{kOp, "prefix", t.prefix == nullptr ? *t.seqused_k : *t.prefix}}) {
     const TensorView& view = argument.view;
     const int last = view.ndim - 1;
     if (view.shape[last] > 1 && view.strides[last] > kMostBytes / 4) {
@@ -176,12 +176,12 @@ Status check_supported(const DecodeTensors& t, const DecodeOptions& options) {
     }
   }
   for (const Argument& argument :
-       {Argument{kOp, "q", t.q}, Argument{kOp, "k_cache", t.k_cache},
-        Argument{kOp, "v_cache", t.v_cache}, Argument{kOp, "out", t.out}}) {
+       {Argument{kOp, "q", *t.q}, Argument{kOp, "k_cache", *t.k_cache},
+        Argument{kOp, "v_cache", *t.v_cache}, Argument{kOp, "out", *t.out}}) {
     TIERCEL_RETURN_IF_ERROR(check_layout(argument));
   }
   for (const Argument& cache :
-       {Argument{kOp, "k_cache", t.k_cache}, Argument{kOp, "v_cache", t.v_cache}}) {
+       {Argument{kOp, "k_cache", *t.k_cache}, Argument{kOp, "v_cache", *t.v_cache}}) {
     for (int i = 0; i < 2; ++i) {
       const int64_t bytes = cache.view.strides[i] * dtype_bytes(cache.view.dtype);
       if (cache.view.shape[i] > 1 && bytes > kMostBytes) {
@@ -199,14 +199,14 @@ constexpr int kMostRows = 8;
 constexpr int64_t kMostParts = 40;
 
 const DecodeKernel* kernel_for(const DecodeTensors& t, int64_t rows, bool spread) {
-  const bool float8 = t.k_cache.dtype == DType::kFloat8E4M3;
-  const KernelTable kernels(t.q.dtype == DType::kBFloat16
+  const bool float8 = t.k_cache->dtype == DType::kFloat8E4M3;
+  const KernelTable kernels(t.q->dtype == DType::kBFloat16
                                 ? (float8 ? decode_kernels_bf16_fp8 : decode_kernels_bf16)
                                 : (float8 ? decode_kernels_fp16_fp8 : decode_kernels_fp16));
   const DecodeKernel* best = nullptr;
   for (const DecodeKernel& kernel : kernels) {
     if (kernel.spread != spread) continue;
-    if (kernel.any_d ? t.q.shape[3] > kernel.d : t.q.shape[3] != kernel.d) continue;
+    if (kernel.any_d ? t.q->shape[3] > kernel.d : t.q->shape[3] != kernel.d) continue;
     const bool wider = best != nullptr && best->d == kernel.d && best->any_d == kernel.any_d &&
                        kernel.tiles > best->tiles && rows > 8 * best->tiles;
     if (best == nullptr || wider) best = &kernel;
@@ -240,35 +240,35 @@ const float* set_scale(const TensorView* scale, bool* per_head) {
 }
 
 void set_args(const DecodeTensors& t, const DecodeOptions& options, DecodeArgs* args) {
-  const int64_t places = t.k_cache.shape[1];
-  args->q = static_cast<const char*>(t.q.data);
-  args->out = static_cast<char*>(t.out.data);
+  const int64_t places = t.k_cache->shape[1];
+  args->q = static_cast<const char*>(t.q->data);
+  args->out = static_cast<char*>(t.out->data);
   args->lse = t.lse == nullptr ? nullptr : static_cast<float*>(t.lse->data);
-  args->k = static_cast<const char*>(t.k_cache.data);
-  args->v = static_cast<const char*>(t.v_cache.data);
-  args->page_table = static_cast<const int32_t*>(t.page_table.data);
-  args->lengths = static_cast<const int32_t*>(t.seqused_k.data);
+  args->k = static_cast<const char*>(t.k_cache->data);
+  args->v = static_cast<const char*>(t.v_cache->data);
+  args->page_table = static_cast<const int32_t*>(t.page_table->data);
+  args->lengths = static_cast<const int32_t*>(t.seqused_k->data);
   args->prefixes = t.prefix == nullptr ? nullptr : static_cast<const int32_t*>(t.prefix->data);
   args->k_scale = set_scale(t.k_scale, &args->k_scale_per_head);
   args->v_scale = set_scale(t.v_scale, &args->v_scale_per_head);
-  set_strides(t.q, args->q_strides);
-  set_strides(t.out, args->out_strides);
-  args->k_strides = strides_of(t.k_cache);
-  args->v_strides = strides_of(t.v_cache);
-  args->table_stride = t.page_table.strides[0] * 4;
-  args->table_step = step_of(t.page_table);
-  args->length_step = step_of(t.seqused_k);
+  set_strides(*t.q, args->q_strides);
+  set_strides(*t.out, args->out_strides);
+  args->k_strides = strides_of(*t.k_cache);
+  args->v_strides = strides_of(*t.v_cache);
+  args->table_stride = t.page_table->strides[0] * 4;
+  args->table_step = step_of(*t.page_table);
+  args->length_step = step_of(*t.seqused_k);
   args->prefix_step = t.prefix == nullptr ? 0 : step_of(*t.prefix);
   // The table cannot name pages beyond 2^31.
-  args->last_page = static_cast<int>(std::min(t.k_cache.shape[0] - 1, kMostBytes));
-  args->batch = static_cast<int>(t.q.shape[0]);
-  args->queries = static_cast<int>(t.q.shape[1]);
-  args->heads = static_cast<int>(t.q.shape[2]);
-  args->kv_heads = static_cast<int>(t.k_cache.shape[2]);
+  args->last_page = static_cast<int>(std::min(t.k_cache->shape[0] - 1, kMostBytes));
+  args->batch = static_cast<int>(t.q->shape[0]);
+  args->queries = static_cast<int>(t.q->shape[1]);
+  args->heads = static_cast<int>(t.q->shape[2]);
+  args->kv_heads = static_cast<int>(t.k_cache->shape[2]);
   args->group = args->heads / args->kv_heads;
   args->rows = args->queries * args->group;
-  args->d = static_cast<int>(t.q.shape[3]);
-  args->capacity = static_cast<int>(t.page_table.shape[1] * places);
+  args->d = static_cast<int>(t.q->shape[3]);
+  args->capacity = static_cast<int>(t.page_table->shape[1] * places);
   while ((int64_t{1} << args->page_bits) < places) ++args->page_bits;
   const auto limit = [](int64_t keys) {
     return static_cast<int>(keys < 0 ? -1 : std::min(keys, kMostKeys));
@@ -284,11 +284,11 @@ void set_args(const DecodeTensors& t, const DecodeOptions& options, DecodeArgs* 
 Status prepare(const DecodeTensors& t, const DecodeOptions& options, int multiprocessors,
                DecodeArgs* args, DecodeChoice* choice) {
   TIERCEL_RETURN_IF_ERROR(check(t, options));
-  if (t.q.shape[0] * t.q.shape[1] * t.q.shape[2] * t.q.shape[3] == 0) return Status();
+  if (t.q->shape[0] * t.q->shape[1] * t.q->shape[2] * t.q->shape[3] == 0) return Status();
   TIERCEL_RETURN_IF_ERROR(check_supported(t, options));
   constexpr int64_t kMostTiles = int64_t{1} << 27;
-  if (t.q.shape[0] > kMostTiles / t.q.shape[1] / t.q.shape[2]) {
-    return unsupported("q", "have fewer than 2^27 rows", "shape " + shape_text(t.q.shape, 4));
+  if (t.q->shape[0] > kMostTiles / t.q->shape[1] / t.q->shape[2]) {
+    return unsupported("q", "have fewer than 2^27 rows", "shape " + shape_text(t.q->shape, 4));
   }
   set_args(t, options, args);
   const DecodeKernel &clustered = *kernel_for(t, args->rows, false),
@@ -296,7 +296,7 @@ Status prepare(const DecodeTensors& t, const DecodeOptions& options, int multipr
   args->row_blocks = (args->rows + 8 * spread.tiles - 1) / (8 * spread.tiles);
   args->sequence_tiles = args->kv_heads * args->row_blocks;
 
-  const int64_t element = dtype_bytes(t.k_cache.dtype), d = spread.d;
+  const int64_t element = dtype_bytes(t.k_cache->dtype), d = spread.d;
   const int64_t step = decode_step(static_cast<int>(d), static_cast<int>(element));
   int64_t keys = args->capacity;
   if (options.max_keys >= 0) keys = std::min(keys, options.max_keys);
@@ -347,18 +347,18 @@ Status check_workspace(const Argument& workspace, const Argument& q, int64_t nee
 
 }  // namespace
 
-Status decode_attention_plan(const DecodeTensors& tensors, const DecodeOptions& options,
-                             int multiprocessors, DecodePlan* plan) {
+Status decode_attention_plan(const DecodeCall& call, int multiprocessors, DecodePlan* plan) {
+  const DecodeTensors& tensors = call.tensors;
   DecodeArgs args{};
   DecodeChoice choice;
-  TIERCEL_RETURN_IF_ERROR(prepare(tensors, options, multiprocessors, &args, &choice));
+  TIERCEL_RETURN_IF_ERROR(prepare(tensors, call.options, multiprocessors, &args, &choice));
   *plan = {"none", "none", 0, 0, 0, 0, 0, 0};
   if (choice.kernel == nullptr) return Status();
   const DecodeKernel& kernel = *choice.kernel;
   *plan = {kernel.kernel.name(),
-           choice.combined > 0 ? combine_for(tensors.q.dtype).kernel.name() : "none",
+           choice.combined > 0 ? combine_for(tensors.q->dtype).kernel.name() : "none",
            choice.rows(),
-           decode_step(kernel.d, static_cast<int>(dtype_bytes(tensors.k_cache.dtype))),
+           decode_step(kernel.d, static_cast<int>(dtype_bytes(tensors.k_cache->dtype))),
            choice.split.cluster,
            static_cast<unsigned>(choice.split.grid),
            choice.threads(),
@@ -366,14 +366,15 @@ Status decode_attention_plan(const DecodeTensors& tensors, const DecodeOptions& 
   return Status();
 }
 
-Status DecodeLaunch::prepare(const DecodeTensors& tensors, const DecodeOptions& options) {
-  device_ = tensors.q.device_index;
-  dtype_ = tensors.q.dtype;
+Status DecodeLaunch::prepare(const DecodeCall& call) {
+  const TensorView& q = *call.tensors.q;
+  device_ = q.device_index;
+  dtype_ = q.dtype;
   int multiprocessors = 0;
-  if (tensors.q.device_type == DeviceType::kCUDA) {
+  if (q.device_type == DeviceType::kCUDA) {
     TIERCEL_RETURN_IF_ERROR(multiprocessor_count(device_, &multiprocessors));
   }
-  return tiercel::prepare(tensors, options, multiprocessors, &args_, &choice_);
+  return tiercel::prepare(call.tensors, call.options, multiprocessors, &args_, &choice_);
 }
 
 Status DecodeLaunch::run(float* workspace, void* stream) {
@@ -403,18 +404,18 @@ Status DecodeLaunch::run(float* workspace, void* stream) {
   return combine_for(dtype_).kernel.launch(config, device_, stream, combine_pointers);
 }
 
-Status decode_attention(const DecodeTensors& tensors, const DecodeOptions& options, void* stream,
-                        int64_t* needed) {
+Status decode_attention(const DecodeCall& call, void* stream, int64_t* needed) {
   *needed = 0;
   DecodeLaunch launch;
-  TIERCEL_RETURN_IF_ERROR(launch.prepare(tensors, options));
+  TIERCEL_RETURN_IF_ERROR(launch.prepare(call));
   if (launch.workspace() == 0) return launch.run(nullptr, stream);
-  if (tensors.workspace == nullptr) {
+  if (call.tensors.workspace == nullptr) {
     *needed = launch.workspace();
     return Status();
   }
-  const Argument workspace{kOp, "workspace", *tensors.workspace};
-  TIERCEL_RETURN_IF_ERROR(check_workspace(workspace, {kOp, "q", tensors.q}, launch.workspace()));
+  const Argument workspace{kOp, "workspace", *call.tensors.workspace};
+  TIERCEL_RETURN_IF_ERROR(
+      check_workspace(workspace, {kOp, "q", *call.tensors.q}, launch.workspace()));
   return launch.run(static_cast<float*>(workspace.view.data), stream);
 }
 

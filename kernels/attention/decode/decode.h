@@ -25,17 +25,17 @@ struct DecodeChoice {
 };
 
 struct DecodeTensors {
-  const TensorView& q;           // [B, Sq, H, D] bfloat16 or float16
-  const TensorView& k_cache;     // [pages, page size, Hk, D] of q's dtype or float8_e4m3fn
-  const TensorView& v_cache;     // the same
-  const TensorView& page_table;  // [B, pages of a sequence] int32, rows contiguous
-  const TensorView& seqused_k;   // [B] int32: keys of each sequence
-  const TensorView& out;         // as q
-  const TensorView* prefix;      // [B] int32, or null
-  const TensorView* k_scale;     // float32, 1 or Hk elements, float8 only, or null: 1
-  const TensorView* v_scale;
-  const TensorView* lse;        // [B, H, Sq] float32, or null
-  const TensorView* workspace;  // float32, or null where DecodePlan::workspace is 0
+  const TensorView* q = nullptr;        // [B, Sq, H, D] bfloat16 or float16
+  const TensorView* k_cache = nullptr;  // [pages, page size, Hk, D] of q's dtype or float8_e4m3fn
+  const TensorView* v_cache = nullptr;  // the same
+  const TensorView* page_table = nullptr;  // [B, pages of a sequence] int32, rows contiguous
+  const TensorView* seqused_k = nullptr;   // [B] int32: keys of each sequence
+  const TensorView* out = nullptr;         // as q
+  const TensorView* prefix = nullptr;      // [B] int32, or null
+  const TensorView* k_scale = nullptr;     // float32, 1 or Hk elements, float8 only, or null: 1
+  const TensorView* v_scale = nullptr;
+  const TensorView* lse = nullptr;        // [B, H, Sq] float32, or null
+  const TensorView* workspace = nullptr;  // float32, or null where DecodePlan::workspace is 0
 };
 
 // Query i of a sequence of n keys stands at key n - Sq + i and sees the keys from `left` before it
@@ -47,6 +47,11 @@ struct DecodeOptions {
   double softcap = 0.0;
   int64_t max_keys = -1;  // of any sequence, if known: chooses the split, nothing else
   int split = 0;          // 0: as decode_choose() says; -1: spread; 1, 2, 4, 8: blocks a tile
+};
+
+struct DecodeCall {
+  DecodeTensors tensors;
+  DecodeOptions options;
 };
 
 // The launches of a call.
@@ -63,14 +68,13 @@ struct DecodePlan {
 
 // All checks and the choice of kernel for a device with that many multiprocessors; needs no GPU and
 // no driver. Ignores the workspace.
-Status decode_attention_plan(const DecodeTensors& tensors, const DecodeOptions& options,
-                             int multiprocessors, DecodePlan* plan);
+Status decode_attention_plan(const DecodeCall& call, int multiprocessors, DecodePlan* plan);
 
 // A call that was checked and whose kernels were chosen.
 class DecodeLaunch {
  public:
   // For the tensors' device; launches nothing.
-  Status prepare(const DecodeTensors& tensors, const DecodeOptions& options);
+  Status prepare(const DecodeCall& call);
 
   // Floats that `run` needs, of any value; 0 where the call needs none. Another launch may use the
   // same ones after this one in the stream.
@@ -88,8 +92,7 @@ class DecodeLaunch {
 
 // Checks, chooses and launches with `tensors.workspace`. If that is needed and null, launches
 // nothing and sets `*needed` to the number of floats.
-Status decode_attention(const DecodeTensors& tensors, const DecodeOptions& options, void* stream,
-                        int64_t* needed);
+Status decode_attention(const DecodeCall& call, void* stream, int64_t* needed);
 
 }  // namespace tiercel
 

@@ -86,42 +86,39 @@ Status launch(const char* op, const AttentionProblem& problem, const AttentionOp
 
 }  // namespace
 
-Status attention_plan(const TensorView& q, const TensorView& k, const TensorView& v,
-                      const TensorView& out, const TensorView* lse, const AttentionOptions& options,
-                      int multiprocessors, AttentionPlan* plan) {
+Status attention_plan(const AttentionCall& call, int multiprocessors, AttentionPlan* plan) {
   AttentionProblem problem;
-  TIERCEL_RETURN_IF_ERROR(check_attention(kOp, q, k, v, out, lse, options, &problem));
-  *plan = plan_of(q.dtype, problem, multiprocessors);
-  return Status();
-}
-
-Status attention(const TensorView& q, const TensorView& k, const TensorView& v,
-                 const TensorView& out, const TensorView* lse, const AttentionOptions& options,
-                 void* stream) {
-  AttentionProblem problem;
-  TIERCEL_RETURN_IF_ERROR(check_attention(kOp, q, k, v, out, lse, options, &problem));
-  if (problem.empty()) return Status();
-  const AttentionByHead q_rows(q), k_rows(k), v_rows(v), out_rows(out);
-  return launch(kOp, problem, options, {q_rows.view, k_rows.view, v_rows.view, out_rows.view},
-                lse == nullptr ? nullptr : lse->data, /*packed=*/nullptr, stream);
-}
-
-Status attention_varlen_plan(const PackedAttention& call, const AttentionOptions& options,
-                             int multiprocessors, AttentionPlan* plan) {
-  AttentionProblem problem;
-  TIERCEL_RETURN_IF_ERROR(check_attention_varlen(call, options, &problem));
+  TIERCEL_RETURN_IF_ERROR(
+      check_attention(kOp, *call.q, *call.k, *call.v, *call.out, call.lse, call.options, &problem));
   *plan = plan_of(call.q->dtype, problem, multiprocessors);
   return Status();
 }
 
-Status attention_varlen(const PackedAttention& call, const AttentionOptions& options,
-                        void* stream) {
+Status attention(const AttentionCall& call, void* stream) {
   AttentionProblem problem;
-  TIERCEL_RETURN_IF_ERROR(check_attention_varlen(call, options, &problem));
+  TIERCEL_RETURN_IF_ERROR(
+      check_attention(kOp, *call.q, *call.k, *call.v, *call.out, call.lse, call.options, &problem));
+  if (problem.empty()) return Status();
+  const AttentionByHead q(*call.q), k(*call.k), v(*call.v), out(*call.out);
+  return launch(kOp, problem, call.options, {q.view, k.view, v.view, out.view},
+                call.lse == nullptr ? nullptr : call.lse->data, /*packed=*/nullptr, stream);
+}
+
+Status attention_varlen_plan(const PackedAttention& call, int multiprocessors,
+                             AttentionPlan* plan) {
+  AttentionProblem problem;
+  TIERCEL_RETURN_IF_ERROR(check_attention_varlen(call, &problem));
+  *plan = plan_of(call.q->dtype, problem, multiprocessors);
+  return Status();
+}
+
+Status attention_varlen(const PackedAttention& call, void* stream) {
+  AttentionProblem problem;
+  TIERCEL_RETURN_IF_ERROR(check_attention_varlen(call, &problem));
   if (problem.empty()) return Status();
   const AttentionPackedRows q(*call.q), k(*call.k), v(*call.v), out(*call.out);
   AttentionPackedArgs packed(call);
-  return launch(kVarlenOp, problem, options, {q.view, k.view, v.view, out.view},
+  return launch(kVarlenOp, problem, call.options, {q.view, k.view, v.view, out.view},
                 call.lse == nullptr ? nullptr : call.lse->data, &packed, stream);
 }
 

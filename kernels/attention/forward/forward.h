@@ -14,23 +14,26 @@ namespace tiercel {
 // key head h / (H / Hk). One dtype, bfloat16 or float16; any strides that are multiples of 16
 // bytes, the last dimension contiguous. lse, [B, H, Sq] float32 and contiguous, may be null: it
 // gets the natural logarithm of each row's sum, minus infinity for a row that sees no key.
+struct AttentionCall {
+  const TensorView* q = nullptr;
+  const TensorView* k = nullptr;
+  const TensorView* v = nullptr;
+  const TensorView* out = nullptr;
+  const TensorView* lse = nullptr;  // or null
+  AttentionOptions options;
+};
 
 // All checks and the choice of kernel for a device with that many multiprocessors; needs no GPU and
 // no driver.
-Status attention_plan(const TensorView& q, const TensorView& k, const TensorView& v,
-                      const TensorView& out, const TensorView* lse, const AttentionOptions& options,
-                      int multiprocessors, AttentionPlan* plan);
+Status attention_plan(const AttentionCall& call, int multiprocessors, AttentionPlan* plan);
 
 // Checks and chooses for the tensors' device, then launches on `stream` (a CUstream).
-Status attention(const TensorView& q, const TensorView& k, const TensorView& v,
-                 const TensorView& out, const TensorView* lse, const AttentionOptions& options,
-                 void* stream);
+Status attention(const AttentionCall& call, void* stream);
 
 // For sequences of several lengths behind each other.
-Status attention_varlen_plan(const PackedAttention& call, const AttentionOptions& options,
-                             int multiprocessors, AttentionPlan* plan);
+Status attention_varlen_plan(const PackedAttention& call, int multiprocessors, AttentionPlan* plan);
 
-Status attention_varlen(const PackedAttention& call, const AttentionOptions& options, void* stream);
+Status attention_varlen(const PackedAttention& call, void* stream);
 
 }  // namespace tiercel
 

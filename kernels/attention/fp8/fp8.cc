@@ -38,8 +38,8 @@ Status check_descale(const char* op, const char* name, const TensorView* scale, 
 }
 
 PackedAttention packed_of(const AttentionFp8Call& call) {
-  return {call.q,        call.k,        call.v,     call.out,  call.lse,
-          call.starts_q, call.starts_k, call.max_q, call.max_k};
+  return {call.q,        call.k,        call.v,     call.out,   call.lse,
+          call.starts_q, call.starts_k, call.max_q, call.max_k, call.options};
 }
 
 // An upper bound of the keys in the tiles of packed sequences.
@@ -47,16 +47,14 @@ int64_t packed_keys(const AttentionFp8Call& call) {
   return call.k->shape[0] + call.starts_k->shape[0] * kAttentionFp8Keys;
 }
 
-Status check(const AttentionFp8Call& call, const AttentionOptions& options,
-             AttentionProblem* problem) {
+Status check(const AttentionFp8Call& call, AttentionProblem* problem) {
   const TensorView& q = *call.q;
   const char* op = call.op();
   constexpr AttentionElements kElements = AttentionElements::kFp8;
-  TIERCEL_RETURN_IF_ERROR(
-      call.starts_q == nullptr
-          ? check_attention(op, q, *call.k, *call.v, *call.out, call.lse, options, problem,
-                            kElements)
-          : check_attention_varlen(packed_of(call), options, problem, kElements));
+  TIERCEL_RETURN_IF_ERROR(call.starts_q == nullptr
+                              ? check_attention(op, q, *call.k, *call.v, *call.out, call.lse,
+                                                call.options, problem, kElements)
+                              : check_attention_varlen(packed_of(call), problem, kElements));
   const int64_t batch = problem->batch, kv_heads = problem->kv_heads;
   TIERCEL_RETURN_IF_ERROR(check_descale(op, "q_descale", call.q_descale, q, batch, kv_heads));
   TIERCEL_RETURN_IF_ERROR(check_descale(op, "k_descale", call.k_descale, q, batch, kv_heads));
@@ -159,10 +157,10 @@ Status encode_maps(const AttentionFp8Call& call, const AttentionProblem& problem
 
 }  // namespace
 
-Status attention_fp8_plan(const AttentionFp8Call& call, const AttentionOptions& options,
-                          int multiprocessors, AttentionFp8Plan* plan) {
+Status attention_fp8_plan(const AttentionFp8Call& call, int multiprocessors,
+                          AttentionFp8Plan* plan) {
   AttentionProblem problem;
-  TIERCEL_RETURN_IF_ERROR(check(call, options, &problem));
+  TIERCEL_RETURN_IF_ERROR(check(call, &problem));
   *plan = {{"none", 0, 0, 0, 0, 0, 0}, 0};
   if (problem.empty()) return Status();
   const Choice choice = choose(call, problem, multiprocessors);
@@ -173,9 +171,10 @@ Status attention_fp8_plan(const AttentionFp8Call& call, const AttentionOptions& 
   return Status();
 }
 
-Status attention_fp8(const AttentionFp8Call& call, const AttentionOptions& options, void* stream) {
+Status attention_fp8(const AttentionFp8Call& call, void* stream) {
+  const AttentionOptions& options = call.options;
   AttentionProblem problem;
-  TIERCEL_RETURN_IF_ERROR(check(call, options, &problem));
+  TIERCEL_RETURN_IF_ERROR(check(call, &problem));
   if (problem.empty()) return Status();
   const TensorView &q = *call.q, &v = *call.v;
   const int device = q.device_index;

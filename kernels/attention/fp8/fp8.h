@@ -14,19 +14,20 @@ namespace tiercel {
 //
 // `starts` are those of attention_varlen: then q and out are [Tq, H, D], k and v [Tk, Hk, D].
 struct AttentionFp8Call {
-  const TensorView* q;
-  const TensorView* k;
-  const TensorView* v;
-  const TensorView* out;
-  const TensorView* lse;
-  const TensorView* q_descale;
-  const TensorView* k_descale;
-  const TensorView* v_descale;
-  const TensorView* workspace;  // the plan ignores it
+  const TensorView* q = nullptr;
+  const TensorView* k = nullptr;
+  const TensorView* v = nullptr;
+  const TensorView* out = nullptr;
+  const TensorView* lse = nullptr;
+  const TensorView* q_descale = nullptr;
+  const TensorView* k_descale = nullptr;
+  const TensorView* v_descale = nullptr;
+  const TensorView* workspace = nullptr;  // the plan ignores it
   const TensorView* starts_q = nullptr;
   const TensorView* starts_k = nullptr;
   int64_t max_q = 0;
   int64_t max_k = 0;
+  AttentionOptions options;
 
   const char* op() const { return starts_q == nullptr ? "attention" : "attention_varlen"; }
 };
@@ -37,10 +38,10 @@ struct AttentionFp8Plan {
   int64_t workspace;
 };
 
-Status attention_fp8_plan(const AttentionFp8Call& call, const AttentionOptions& options,
-                          int multiprocessors, AttentionFp8Plan* plan);
+Status attention_fp8_plan(const AttentionFp8Call& call, int multiprocessors,
+                          AttentionFp8Plan* plan);
 
-Status attention_fp8(const AttentionFp8Call& call, const AttentionOptions& options, void* stream);
+Status attention_fp8(const AttentionFp8Call& call, void* stream);
 
 // Loads the kernels on a device.
 Status attention_fp8_load(int device);

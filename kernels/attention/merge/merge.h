@@ -9,13 +9,14 @@
 
 namespace tiercel {
 
-struct MergeTensors {
-  const TensorView& out_a;  // [B, S, H, D] float32, bfloat16 or float16
-  const TensorView& lse_a;  // [B, H, S] float32: natural logarithms; minus infinity: no keys
-  const TensorView& out_b;
-  const TensorView& lse_b;
-  const TensorView& out;  // may be out_a or out_b
-  const TensorView& lse;
+struct MergeCall {
+  const TensorView* out_a = nullptr;  // [B, S, H, D] float32, bfloat16 or float16
+  // [B, H, S] float32: natural logarithms; minus infinity: no keys
+  const TensorView* lse_a = nullptr;
+  const TensorView* out_b = nullptr;
+  const TensorView* lse_b = nullptr;
+  const TensorView* out = nullptr;  // may be out_a or out_b
+  const TensorView* lse = nullptr;
 };
 
 // The launch of a call.
@@ -26,10 +27,10 @@ struct MergePlan {
 };
 
 // All checks and the choice of kernel; needs no GPU and no driver.
-Status merge_attention_states_plan(const MergeTensors& tensors, MergePlan* plan);
+Status merge_attention_states_plan(const MergeCall& call, MergePlan* plan);
 
 // Checks, then launches on `stream` (a CUstream) of the tensors' device.
-Status merge_attention_states(const MergeTensors& tensors, void* stream);
+Status merge_attention_states(const MergeCall& call, void* stream);
 
 // The launch configuration, for host and kernels.
 inline constexpr unsigned kMergeThreads = 256;
