@@ -144,7 +144,7 @@ class Op:
         out: Whether there is an overload that writes to given results.
         fake: (call) -> the results' metadata, where `Spec.empty` does not say it.
         plugin: (plug-in's function, call) -> the results, where more than the batch dimensions
-            differs for a plug-in. A gradient has no contract: a plug-in runs its reference.
+            differs for a plug-in.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class Op:
             call = with_dtypes(Call(**dict(zip(names, args, strict=False))))
             if self._plugin is not None:
                 made = _unpacked(self._plugin(function, call))
-            elif spec.name.endswith("_backward"):
+            elif spec.gradient_of:
                 return named(reference)(*args)
             else:
                 made = contract.run(function, call, spec.result_names)

@@ -50,6 +50,8 @@ class Spec:
         check: Raises for a relation between arguments that the data above cannot express; called
             after all other checks.
         public: The name of the public function, which error texts and backends go by.
+        gradient_of: The public function that this is the gradient of. It has no contract: a plug-in
+            runs its reference.
         out_text: The beginning of the error text for a wrong ``out=``.
     """
 
@@ -59,6 +61,7 @@ class Spec:
     dims: Mapping[str, Any]
     check: Callable[[Call], None] | None
     public: str
+    gradient_of: str
     out_text: str
     together: tuple[str, ...]
 
@@ -70,6 +73,7 @@ class Spec:
         dims: Mapping[str, Any] | None = None,
         check: Callable[[Call], None] | None = None,
         public: str = "",
+        gradient_of: str = "",
         out_text: str = "",
         together: tuple[str, ...] = (),
     ) -> None:
@@ -79,7 +83,8 @@ class Spec:
             "results": tuple(results),
             "dims": dims or {},
             "check": check,
-            "public": public or name,
+            "public": public or gradient_of or name,
+            "gradient_of": gradient_of,
             "out_text": out_text,
             "together": together,
         }.items():
@@ -89,8 +94,7 @@ class Spec:
 
     def changed(self, **fields: Any) -> Spec:
         """A copy with other fields."""
-        names = ("name", "arguments", "results", "dims", "check", "public", "out_text", "together")
-        values = {name: getattr(self, name) for name in names} | fields
+        values = self.__dict__ | fields
         return Spec(values.pop("name"), *values.pop("arguments"), **values)
 
     def without(self, *names: str, **fields: Any) -> Spec:

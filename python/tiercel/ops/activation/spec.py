@@ -80,7 +80,7 @@ def _gated_backward(name: str) -> Spec:
         *_options(name),
         results=[Tensor("x_grad", "... C", "x"), Tensor("up_grad", "*", "x")],
         check=check,
-        public=name,
+        gradient_of=name,
     )
 
 
@@ -91,7 +91,7 @@ def _plain_backward(name: str) -> Spec:
         Tensor("x", "...", "grad", strided=True),
         *_options(name),
         results=[Tensor("x_grad", "...", "x")],
-        public=name,
+        gradient_of=name,
     )
 
 

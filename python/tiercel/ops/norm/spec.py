@@ -50,7 +50,7 @@ def _backward(name: str) -> Spec:
             Tensor("grad_weight", "N", "weight"),
             Tensor("grad_bias", "N", "bias_dtype"),
         ],
-        public=name,
+        gradient_of=name,
     )
 
 

@@ -47,7 +47,7 @@ def _backward(name: str) -> Spec:
         *_OPTIONS,
         _mask("bool"),
         results=[Tensor("x_grad", "... N", "y")],
-        public=name,
+        gradient_of=name,
     )
 
 
