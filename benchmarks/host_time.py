@@ -68,7 +68,7 @@ def rows(op):
         x, w, b = normal(64, 128), normal(128, 128), normal(128)
         out = tiercel.linear_act(x, w, b)
         return [
-            ("C only", lambda: _C.linear_act(x, w, b, out, 3)),
+            ("C only", lambda: _C.linear_act(x, w, b, None, out, None, 3)),
             ("out=", lambda: tiercel.linear_act(x, w, b, out=out)),
             ("allocating", lambda: tiercel.linear_act(x, w, b)),
             ("registered", lambda: registered.linear_act(x, w, b)),

@@ -28,19 +28,13 @@ constexpr auto kOut = Tensor<&LinearActCall::y>("out");
 constexpr auto kActivation = Index<Activation::kGeluTanh, &LinearActCall::activation>("activation");
 
 constexpr Field<LinearActCall> kLinearFields[] = {
-    kX,   kWeight,     kBias,
-    kOut, kActivation, MayBeAbsent(Read("config", "tuple[int, ...]", ReadLinearConfig)),
-};
-constexpr Parameters<LinearActCall> kLinear{
-    kLinearName, kLinearFields, {}, nullptr, [] { HintOnce(linear_act_tuned(), kLinearName); }};
-
-constexpr Field<LinearActCall> kExtraFields[] = {
     kX,          kWeight,
     kBias,       Optional<&LinearActCall::residual>("residual"),
     kOut,        Optional<&LinearActCall::sums>("sums"),
-    kActivation,
+    kActivation, MayBeAbsent(Read("config", "tuple[int, ...]", ReadLinearConfig)),
 };
-constexpr Parameters<LinearActCall> kExtra{kLinearName, kExtraFields};
+constexpr Parameters<LinearActCall> kLinear{
+    kLinearName, kLinearFields, {}, nullptr, [] { HintOnce(linear_act_tuned(), kLinearName); }};
 
 constexpr LinearActCall Gated() {
   LinearActCall call;
@@ -99,12 +93,11 @@ constexpr char kFills[] =
     "Launches the kernel on the current stream; fills `out`. `activation` is its index.";
 
 constexpr Function kFunctions[] = {
-    LaunchOf<kLinear, linear_act>("linear_act", kFills),
+    LaunchOf<kLinear, linear_act>(
+        "linear_act",
+        "Launches the kernel on the current stream; fills `out`, and `sums` with the activation's "
+        "arguments. `activation` is its index."),
     PlanOf<kLinear, linear_act_plan, kPlan>("linear_act_plan"),
-    LaunchOf<kExtra, linear_act>(
-        "linear_act_extra",
-        "Adds `residual` to the result; fills `sums` with the activation's arguments."),
-    PlanOf<kExtra, linear_act_plan, kPlan>("linear_act_extra_plan"),
     LaunchOf<kGated, linear_act>("gated_linear", kFills),
     PlanOf<kGated, linear_act_plan, kPlan>("gated_linear_plan"),
     LaunchOf<kFp8, linear_act>("fp8_linear", kFills),

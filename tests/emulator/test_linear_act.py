@@ -27,7 +27,7 @@ def check(m, n, k, act="none", dtype=torch.bfloat16, bias=True, expected="", con
     x, w = rand(m, k), rand(n, k, scale=k**-0.5)
     b = rand(n) if bias else None
     y = torch.full((m, n), torch.nan, dtype=dtype)
-    arguments = (x, w, b, y, list(ACTIVATIONS).index(act))
+    arguments = (x, w, b, None, y, None, list(ACTIVATIONS).index(act))
     if config is not None:
         arguments += (config,)
     assert expected in kernels.linear_act_plan(*arguments)["kernel"]
@@ -108,12 +108,12 @@ def test_residual_and_sums(shape, act):
         x, w, b, y, residual = beside(*shape, dtype)
         sums = None if act == "none" else torch.full_like(y, torch.nan)
         index = list(ACTIVATIONS).index(act)
-        kernels.linear_act_extra(x, w, b, residual, y, sums, index)
+        kernels.linear_act(x, w, b, residual, y, sums, index)
         truth = x.double() @ w.double().T + b.double()
         assert_near(y, ACTIVATIONS[act](truth) + residual.double())
         if sums is not None:
             assert_near(sums, truth)
-            kernels.linear_act_extra(x, w, b, None, y, sums, index)
+            kernels.linear_act(x, w, b, None, y, sums, index)
             assert_near(y, ACTIVATIONS[act](truth))
 
 
@@ -125,7 +125,7 @@ def test_residual_and_sums(shape, act):
 def test_gated(shape, expected, act):
     dtype = torch.float16 if act == "gelu" else torch.bfloat16
     x, w, b, y, _ = beside(*shape, dtype, parts=2)
-    arguments = (x, w, b, y, list(ACTIVATIONS).index(act))
+    arguments = (x, w, b, None, y, None, list(ACTIVATIONS).index(act))
     assert expected in kernels.gated_linear_plan(*arguments)["kernel"]
     kernels.gated_linear(*arguments)
     gate, up = (x.double() @ w.double().T + b.double()).chunk(2, dim=1)
@@ -185,7 +185,8 @@ def test_activation_of_every_value(act, dtype):
     """As docs/kernels/linear_act.md promises: each sum is one value of the type."""
     x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).nan_to_num(0.0, 0.0, 0.0)
     x, y = x.view(8192, 8), torch.full((8192, 8), torch.nan, dtype=dtype)
-    kernels.linear_act(x, torch.eye(8, dtype=dtype), None, y, list(ACTIVATIONS).index(act))
+    index = list(ACTIVATIONS).index(act)
+    kernels.linear_act(x, torch.eye(8, dtype=dtype), None, None, y, None, index)
     truth = value(act, x)
     info = torch.finfo(dtype)
     allowed = info.eps / 2 * truth.abs().clamp_min(info.smallest_normal) + 2.6e-5 * truth.abs()

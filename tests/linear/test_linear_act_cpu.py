@@ -102,19 +102,13 @@ def test_only_the_gradients_that_are_asked_for():
 
 @pytest.mark.parametrize("with_out", [True, False])
 def test_eager_calls_reach_the_kernels_without_python(monkeypatch, with_out):
-    """A call with a residual has another native function than one without."""
     calls = []
     op = LINEAR_ACT.out if with_out else LINEAR_ACT.operator
-    plain = LINEAR_ACT._sm90
-    fakes = replace(
-        plain,
-        run=lambda *args: calls.append(("plain", args)),
-        other=replace(plain.other, run=lambda *args: calls.append(("extra", args))),
-    )
+    fake = replace(LINEAR_ACT._sm90, run=lambda *args: calls.append(("native", args)))
     monkeypatch.setattr(platform, "ready", {-1})
     direct = op._make_direct(
         lambda *args: calls.append(("python", args)),
-        LINEAR_ACT._eager(fakes, op.argument_names[:-1]),
+        LINEAR_ACT._eager(fake, op.argument_names[:-1]),
     )
     x, weight, bias = arguments()
     residual, out = make(5, 24), torch.empty(5, 24, dtype=x.dtype)
@@ -129,12 +123,11 @@ def test_eager_calls_reach_the_kernels_without_python(monkeypatch, with_out):
         assert not more
         return name, [out if result is not None and arg is result else arg for arg in args]
 
-    name, args = call(x, None)
-    assert name == "plain" and len(args) == 5
-    assert args[0] is x and args[2] is bias and args[3] is out and args[4] == 3
-    name, args = call(x, residual)
-    assert name == "extra" and len(args) == 7
-    assert args[3] is residual and args[4] is out and args[5] is None and args[6] == 3
+    for given in (None, residual):
+        name, args = call(x, given)
+        assert name == "native" and len(args) == 7
+        assert args[0] is x and args[2] is bias and args[3] is given
+        assert args[4] is out and args[5] is None and args[6] == 3
     assert call(x, residual.T.contiguous().T)[0] == "python"
     assert call(x[None], None)[0] == "python"
 

@@ -19,7 +19,9 @@ def plan(make, m, n, k, *, bias=True, activation=GELU, dtype="bfloat16", **x):
         make(m, k, dtype=dtype, **x),
         make(n, k, dtype=dtype),
         make(n, dtype=dtype) if bias else None,
+        None,
         make(m, n, dtype=dtype),
+        None,
         activation,
     )
 
@@ -97,7 +99,9 @@ def call(make, x=None, weight=None, bias=None, out=None, activation=GELU):
         make(4, 16, **bf16) if x is None else x,
         make(8, 16, **bf16) if weight is None else weight,
         make(8, **bf16) if bias is None else bias,
+        None,
         make(4, 8, **bf16) if out is None else out,
+        None,
         activation,
     )
 
@@ -174,7 +178,7 @@ def test_residual_and_sums_have_a_plan(m):
             out=(m, n),
             sums=(m, n),
         )
-        got = _C.linear_act_extra_plan(*given.values(), SILU)
+        got = _C.linear_act_plan(*given.values(), SILU)
         assert "split_k" in got["kernel"] or got["kernel"].startswith("linear_act_extra_bf16_silu")
         assert got["grid"] % got["cluster"] == 0
 
@@ -189,8 +193,8 @@ def test_residual_and_sums_have_a_plan(m):
 )
 def test_wrong_residual_or_sums(make, text, changes, activation):
     with pytest.raises(ValueError, match=f"^linear_act: {text}"):
-        _C.linear_act_extra_plan(*tensors(make, **changes).values(), activation)
-    assert _C.linear_act_extra_plan(*tensors(make, sums=None).values(), NONE)["grid"] > 0
+        _C.linear_act_plan(*tensors(make, **changes).values(), activation)
+    assert _C.linear_act_plan(*tensors(make, sums=None).values(), NONE)["grid"] > 0
 
 
 def gated(make, m=4, n=8, k=16, rows=None, activation=SILU, bias=None):

@@ -21,9 +21,9 @@ def multiply(folder, answer):
     for seed in range(4):
         y = torch.zeros(M, N).bfloat16()
         try:
-            assert kernels.linear_act_plan(x, w, None, y, 0)["kernel"] == KERNEL
+            assert kernels.linear_act_plan(x, w, None, None, y, None, 0)["kernel"] == KERNEL
             with options(seed=seed):
-                kernels.linear_act(x, w, None, y, 0)
+                kernels.linear_act(x, w, None, None, y, None, 0)
         except Exception as error:
             result = str(error)
             break

@@ -56,7 +56,7 @@ def plan(m, n=256, k=1024, device=0):
     def make(*shape):
         return ExchangeTensor(*shape, dtype="bfloat16", device=f"cuda:{device}")
 
-    return _C.linear_act_plan(make(m, k), make(n, k), None, make(m, n), 3)
+    return _C.linear_act_plan(make(m, k), make(n, k), None, None, make(m, n), None, 3)
 
 
 def test_a_file_says_where_it_is_from(results, tmp_path):
@@ -208,7 +208,7 @@ from tiercel.core import tuned
 def plan(n, k):
     def tensor(*shape):
         return make(*shape, dtype="bfloat16")
-    _C.linear_act_plan(tensor(4, k), tensor(n, k), None, tensor(4, n), 0)
+    _C.linear_act_plan(tensor(4, k), tensor(n, k), None, None, tensor(4, n), None, 0)
     _C.fused_moe_config(0, ("bfloat16", 6, 2, n, k), 4)
 
 plan(512, 64)           # nothing is said before a device's files were read
@@ -263,7 +263,9 @@ def launchable(op, dtype, sizes, tokens, fields):
         return ExchangeTensor(*shape, dtype=dtype)
 
     if op == "linear_act":
-        return _C.linear_act_plan(make(tokens, k), make(n, k), None, make(tokens, n), 3, fields)
+        return _C.linear_act_plan(
+            make(tokens, k), make(n, k), None, None, make(tokens, n), None, 3, fields
+        )
     x, out = (make(tokens, columns, dtype="bfloat16") for columns in (k, n))
     scale = make(n, k // 16, dtype="float8_e4m3fn")
     return _C.nvfp4_linear_plan(x, make(n, k // 2), scale, None, out, fields)

@@ -46,7 +46,7 @@ def linear_plan(m, candidate):
     x, w, b, y = (
         ExchangeTensor(*shape, dtype="bfloat16") for shape in ((m, k), (n, k), (n,), (m, n))
     )
-    return _C.linear_act_plan(x, w, b, y, 3, tuple(LINEAR.config(candidate).values()))
+    return _C.linear_act_plan(x, w, b, None, y, None, 3, tuple(LINEAR.config(candidate).values()))
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 64, 200, 1024, 8192])
@@ -180,7 +180,7 @@ def test_what_moe_runs_untuned_is_a_candidate(block, dtype):
 
 def test_bad_configurations_are_named():
     args = [ExchangeTensor(1, 64, dtype="bfloat16"), ExchangeTensor(8, 64, dtype="bfloat16"), None]
-    args += [ExchangeTensor(1, 8, dtype="bfloat16"), 0]
+    args += [None, ExchangeTensor(1, 8, dtype="bfloat16"), None, 0]
     with pytest.raises(NotImplementedError, match="tile 96x32.*no precompiled kernel has it"):
         _C.linear_act_plan(*args, (96, 32, 0, 1, 1, 0))
     with pytest.raises(NotImplementedError, match="split K by 2: K splits by 1 to 1"):

@@ -78,8 +78,7 @@ class Eager:
         ranks: (place, rank) of tensors that have to have that many dimensions.
         equals: (place, dimension, place of an int argument) that have to be equal.
         returns: Whether the native function returns the results itself.
-        absent: Places of optional tensors with which a call goes on to `other`, or to Python.
-        other: Another native function, for calls whose layout this one does not take.
+        absent: Places of optional tensors with which a call goes on to Python.
     """
 
     native: Callable[..., Any]
@@ -90,11 +89,6 @@ class Eager:
     equals: tuple[tuple[int, int, int], ...] = ()
     returns: bool = False
     absent: tuple[int, ...] = ()
-    other: Eager | None = None
-
-
-def _raise(error: Exception, *_: Any) -> Any:
-    raise error
 
 
 class Operator:
@@ -184,25 +178,13 @@ class Operator:
         torch.library.register_fake(f"tiercel::{name}", self._filled(checked_fake), lib=library)
 
     def _make_direct(self, run: Callable[..., Any], eager: Eager | None) -> Callable[..., Any]:
-        if eager is not None and eager.other is not None:
-            # The outer call counts writes and recovers from errors.
-            run = self._eager_call(run, _raise, (), eager.other)
-        return self._eager_call(run, self._recover, self._mutated, eager)
-
-    def _eager_call(
-        self,
-        run: Callable[..., Any],
-        recover: Callable[..., Any],
-        mutated: tuple[int, ...],
-        eager: Eager | None,
-    ) -> Callable[..., Any]:
         return _C.EagerCall(
             count=len(self.argument_names),
             tensors=tuple(place for place, _, _ in self._tensors),
-            mutated=mutated,
+            mutated=self._mutated,
             ready=platform.ready,
             run=run,
-            recover=recover,
+            recover=self._recover,
             fallback=self._call,
             increment_version=torch._C._increment_version,
             native=None if eager is None else eager.native,

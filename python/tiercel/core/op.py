@@ -44,7 +44,6 @@ class Native:
         contiguous: Tensors that `launch` would rearrange unless they are contiguous.
         ranks: Tensors that `launch` would reshape unless they have that many dimensions.
         rearranged: Optional tensors that `launch` always rearranges.
-        other: Kernels that a call goes to without Python if these ones' rules above exclude it.
         launch: (native function, call) -> its result, for arguments that have to be rearranged
             first; by default they are passed as they are.
         direct: Whether a call may go to `run` without Python; no if `launch` always has to look.
@@ -64,7 +63,6 @@ class Native:
     contiguous: Sequence[str] = ()
     ranks: Mapping[str, int] = field(default_factory=dict)
     rearranged: Sequence[str] = ()
-    other: Native | None = None
     launch: Callable[[Callable[..., Any], Call], Any] | None = None
     direct: bool = True
     sample: Callable[[Call], dict[str, Any]] | None = None
@@ -393,7 +391,6 @@ class Op:
             equals=spec.int_dims(place),
             returns=sm90.returns,
             absent=tuple(place[name] for name in sm90.rearranged if name in place),
-            other=None if sm90.other is None else self._eager(sm90.other, names),
         )
 
     def plan(self, call: Call) -> dict[str, Any]:

@@ -53,13 +53,9 @@ def _matrices(call: Call) -> Call:
 
 def _launch(native: Callable[..., Any], call: Call) -> Any:
     call = _matrices(call)
-    plans = native in (_C.linear_act_plan, _C.linear_act_extra_plan)
     if call.activation not in INDEX:
-        return _launch_compiled(call, plans)
-    if call.residual is None and "preactivation" not in call:
-        return LINEAR_ACT.launch(_C.linear_act_plan if plans else _C.linear_act, call)
-    extra = _C.linear_act_extra_plan if plans else _C.linear_act_extra
-    return LINEAR_ACT_PREACTIVATION.launch(extra, call)
+        return _launch_compiled(call, plans=native is _C.linear_act_plan)
+    return LINEAR_ACT.launch(native, call)
 
 
 def _launch_with_preactivation(native: Callable[..., Any], call: Call) -> Any:
@@ -82,12 +78,8 @@ def _launch_compiled(call: Call, plans: bool) -> Any:
     if missing is not None:
         raise NotImplementedError(f"linear_act: `activation` {call.activation!r}: {missing}")
     preactivation = getattr(call, "preactivation", None)
-    extra = residual is not None or preactivation is not None
-    plan = (
-        _C.linear_act_extra_plan(x, weight, bias, residual, out, preactivation, INDEX["silu"])
-        if extra
-        else _C.linear_act_plan(x, weight, bias, out, INDEX["silu"])
-    )
+    index = INDEX["silu"]
+    plan = _C.linear_act_plan(x, weight, bias, residual, out, preactivation, index)
     if plans:
         return plan | {"kernel": "compiled here (TIERCEL_JIT)"}
     if plan["kernel"] == "none":
@@ -101,7 +93,7 @@ def _launch_compiled(call: Call, plans: bool) -> Any:
         tile_n=plan["tile_n"],
         pingpong=plan["pingpong"],
         split_k=plan["rows"] > 0,
-        kind="extra" if extra else "plain",
+        kind="plain" if residual is None and preactivation is None else "extra",
     )
     kernel(
         # A split-K kernel loads only the rows of its tile.
@@ -140,33 +132,22 @@ def _reference_with_preactivation(call: Call) -> tuple[Tensor, Tensor]:
 
 
 _INDEX = Lookup("activation", INDEX)
-_EXTRA = Native(
-    _C.linear_act_extra,
-    _C.linear_act_extra_plan,
+_SM90 = Native(
+    _C.linear_act,
+    _C.linear_act_plan,
     ("x", "weight", "bias", "residual", "out", "preactivation", _INDEX),
     _DESCRIPTION,
     "cute",
+    load=_C.linear_act_load,
     contiguous=("residual",),
     ranks={"x": 2},
-    launch=_launch_with_preactivation,
+    launch=_launch,
     sample=two_rows,
 )
 
 LINEAR_ACT = Op(
     spec.LINEAR_ACT,
-    sm90=Native(
-        _C.linear_act,
-        _C.linear_act_plan,
-        ("x", "weight", "bias", "out", _INDEX),
-        _DESCRIPTION,
-        "cute",
-        load=_C.linear_act_load,
-        ranks={"x": 2},
-        rearranged=("residual",),
-        other=_EXTRA,
-        launch=_launch,
-        sample=two_rows,
-    ),
+    sm90=_SM90,
     reference=_reference,
     method=_METHOD,
     gradient=Gradient(backward.save, partial(backward.gradients, False)),
@@ -175,7 +156,8 @@ LINEAR_ACT = Op(
 
 LINEAR_ACT_PREACTIVATION = Op(
     spec.LINEAR_ACT_PREACTIVATION,
-    sm90=replace(_EXTRA, direct=False),  # where a gradient is wanted there is no direct call
+    # Where a gradient is wanted there is no direct call.
+    sm90=replace(_SM90, load=None, launch=_launch_with_preactivation, direct=False),
     reference=_reference_with_preactivation,
     method=_METHOD,
     gradient=Gradient(backward.save, partial(backward.gradients, False)),

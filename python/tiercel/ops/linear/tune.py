@@ -164,7 +164,9 @@ def _launch(problem: Problem, candidate: Candidate | None) -> Callable[[Any, Any
 
     if candidate is None or precompiled(candidate):
         more = () if candidate is None else (tuple(config(candidate).values()),)
-        return lambda i, out: _C.linear_act(i["x"], i["weight"], i["bias"], out, _GELU, *more)
+        return lambda i, out: _C.linear_act(
+            i["x"], i["weight"], i["bias"], None, out, None, _GELU, *more
+        )
     return _compiled_launch(problem, candidate)
 
 
