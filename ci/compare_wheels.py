@@ -13,6 +13,7 @@ import argparse
 import collections
 import json
 import pathlib
+import shutil
 import statistics
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import sysconfig
 import tempfile
 
 SIDES = ("old", "new")
+OPS = pathlib.Path(__file__).resolve().parents[1] / "python" / "tiercel" / "ops"
 
 
 def environment(folder: pathlib.Path, wheel: pathlib.Path) -> str:
@@ -68,8 +70,7 @@ def main() -> int:
     parser.add_argument("new", type=pathlib.Path)
     parser.add_argument("--family", action="append", help="only these families")
     parser.add_argument("--suite", default="full")
-    suites = pathlib.Path(__file__).resolve().parents[1] / "benchmarks" / "suites"
-    parser.add_argument("--suites", type=pathlib.Path, default=suites)
+    parser.add_argument("--suites", type=pathlib.Path, help="default: those of this checkout")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threshold", type=float, default=0.01)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out"))
@@ -80,6 +81,11 @@ def main() -> int:
         lambda: {side: [] for side in SIDES}
     )
     with tempfile.TemporaryDirectory() as scratch:
+        if args.suites is None:  # in one folder, where older wheels look for them
+            args.suites = pathlib.Path(scratch, "suites")
+            args.suites.mkdir()
+            for file in OPS.glob("*/suite.yaml"):
+                shutil.copy(file, args.suites / f"{file.parent.name}.yaml")
         pythons = {
             side: environment(pathlib.Path(scratch, side), getattr(args, side)) for side in SIDES
         }

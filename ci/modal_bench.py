@@ -26,7 +26,7 @@ class Problem(Exception):
 def options(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--suite", default="smoke", help="of benchmarks/suites (smoke)")
+    add("--suite", default="smoke", help="of python/tiercel/ops/*/suite.yaml (smoke)")
     add("--op", help="only this operator")
     add("--out", type=pathlib.Path, default="results.jsonl", help="the records (results.jsonl)")
     add("--wheel", type=pathlib.Path, default=ROOT / "dist", help="a wheel, or their folder (dist)")
@@ -74,13 +74,12 @@ def bench(modal, args: argparse.Namespace, wheel: pathlib.Path) -> int:
         modal.Image.debian_slim(python_version=PYTHON)
         .pip_install("torch>=2.9", "pyyaml", *args.packages)
         .add_local_file(str(wheel), f"{THERE}/{wheel.name}", copy=True)
-        .add_local_dir(str(ROOT / "benchmarks" / "suites"), f"{THERE}/suites", copy=True)
         .run_commands(f"python -m pip install --no-deps {THERE}/{wheel.name}")
     )
     app = modal.App.lookup("tiercel-bench", create_if_missing=True)
     sandbox = modal.Sandbox.create(app=app, image=image, gpu=args.gpu, timeout=args.minutes * 60)
     try:
-        words = ["--suites", f"{THERE}/suites", "--suite", args.suite, "--peers", args.peers]
+        words = ["--suite", args.suite, "--peers", args.peers]
         words += ["--out", f"{THERE}/results.jsonl"] + (["--op", args.op] if args.op else [])
         status = follow(sandbox, "python", "-m", "tiercel", "doctor")
         status = follow(sandbox, "python", "-m", "tiercel", "bench", *words)

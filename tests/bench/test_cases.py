@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tiercel.workbench.bench import BenchError, cases, ops
+from tiercel.workbench.bench import BenchError, cases, environment, ops
 
 OPS = ops.load()
 
@@ -18,8 +18,8 @@ def entry(**fields):
     return {"op": "topk_softmax", "T": 16, "E": 128, "k": 8} | fields
 
 
-def test_the_suites_are_valid(benchmarks):
-    data = cases.read(benchmarks / "suites")
+def test_the_suites_are_valid():
+    data = cases.read(environment.suites_path())
     smoke = cases.select(data, OPS, suite="smoke")
     full = cases.select(data, OPS, suite="full")
     assert {case.op for case in full} == OPS.keys()
@@ -34,10 +34,13 @@ def test_a_folder_is_read_as_one(tmp_path):
     (tmp_path / "b.yaml").write_text("suites: {s: [{op: y}]}")
     assert cases.read(tmp_path) == {"suites": {"s": [{"op": "x"}, {"op": "y"}], "t": []}}
     assert cases.read(tmp_path / "b.yaml") == {"suites": {"s": [{"op": "y"}]}}
+    (tmp_path / "norm").mkdir()
+    (tmp_path / "norm" / "suite.yaml").write_text("suites: {s: [{op: z}]}")
+    assert cases.read(tmp_path)["suites"]["s"] == [{"op": "x"}, {"op": "y"}, {"op": "z"}]
 
 
-def test_the_full_suite_has_the_rows_that_the_bars_name(benchmarks):
-    data = cases.read(benchmarks / "suites")
+def test_the_full_suite_has_the_rows_that_the_bars_name():
+    data = cases.read(environment.suites_path())
     full = cases.select(data, OPS, suite="full", op="topk_softmax")
     names = {(case.name, case.dtype) for case in full}
     for dtype in ("float32", "bfloat16", "float16"):
@@ -50,8 +53,8 @@ def test_the_full_suite_has_the_rows_that_the_bars_name(benchmarks):
     assert {min(case["T"] for case in full), max(case["T"] for case in full)} == {1, 65536}
 
 
-def test_the_full_suite_has_the_linear_layers_that_the_bars_name(benchmarks):
-    data = cases.read(benchmarks / "suites")
+def test_the_full_suite_has_the_linear_layers_that_the_bars_name():
+    data = cases.read(environment.suites_path())
     full = cases.select(data, OPS, suite="full", family="linear")
     names = {(case.name, case.dtype) for case in full}
     for rows in (1, 16, 128, 1024, 8192):
@@ -152,10 +155,10 @@ def test_an_unknown_suite_lists_the_others():
         cases.select({"suites": {"s": []}}, OPS, suite="huge")
 
 
-def test_without_pyyaml_the_message_says_what_to_install(monkeypatch, benchmarks):
+def test_without_pyyaml_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(BenchError, match=r"PyYAML.*pip install 'tiercel\[bench\]'"):
-        cases.read(benchmarks / "suites")
+        cases.read(environment.suites_path())
 
 
 @pytest.mark.parametrize("text", ["[1, 2", "suites: 3", "- a"])

@@ -145,9 +145,9 @@ def test_mistakes_end_in_one_line(bench, capsys, arguments, text):
     assert text in error and error.count("\n") == 1
 
 
-def test_without_a_gpu(capsys, benchmarks, monkeypatch):
+def test_without_a_gpu(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["bench", "--suites", str(benchmarks / "suites")]) == 2
+    assert main(["bench"]) == 2
     assert "sees no CUDA GPU" in capsys.readouterr().err
 
 
@@ -182,8 +182,8 @@ def environment_markers():
 
 def test_commit(tmp_path, monkeypatch):
     git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@example.org"]
-    (tmp_path / "benchmarks" / "suites").mkdir(parents=True)
-    (tmp_path / "benchmarks" / "suites" / "a.yaml").write_text("suites: {}\n")
+    (tmp_path / environment.SUITES).mkdir(parents=True)
+    (tmp_path / environment.SUITES / "a.yaml").write_text("suites: {}\n")
     (tmp_path / "sub").mkdir()
     monkeypatch.delenv("TIERCEL_COMMIT", raising=False)
     assert environment.checkout(tmp_path / "sub") == tmp_path.resolve()
@@ -193,7 +193,7 @@ def test_commit(tmp_path, monkeypatch):
     subprocess.run([*git, "commit", "-qm", "first"], check=True)
     head = environment.commit(tmp_path)
     assert len(head) == 40
-    (tmp_path / "benchmarks" / "suites" / "a.yaml").write_text("suites: {a: []}\n")
+    (tmp_path / environment.SUITES / "a.yaml").write_text("suites: {a: []}\n")
     assert environment.commit(tmp_path) == f"{head}-dirty"
     monkeypatch.setenv("TIERCEL_COMMIT", "named")
     assert environment.commit(tmp_path) == "named"
@@ -202,10 +202,10 @@ def test_commit(tmp_path, monkeypatch):
 def test_suites_path(tmp_path, monkeypatch):
     named = tmp_path / "mine.yaml"
     assert environment.suites_path(named) == named
-    (tmp_path / "benchmarks" / "suites").mkdir(parents=True)
-    (tmp_path / "benchmarks" / "suites" / "a.yaml").write_text("suites: {}\n")
-    monkeypatch.chdir(tmp_path / "benchmarks")
-    assert environment.suites_path() == tmp_path.resolve() / "benchmarks" / "suites"
+    (tmp_path / environment.SUITES).mkdir(parents=True)
+    (tmp_path / environment.SUITES / "a.yaml").write_text("suites: {}\n")
+    monkeypatch.chdir(tmp_path / "python")
+    assert environment.suites_path() == tmp_path.resolve() / environment.SUITES
 
 
 def test_plot_without_matplotlib(monkeypatch, record, tmp_path):

@@ -50,7 +50,7 @@ class Checkout:
             shutil.copy(path, root / "tools" / "pep517" / path.name)
         # The package's sources: what the wheel has and Bazel does not make.
         with zipfile.ZipFile(WHEEL) as archive:
-            made = ("_version.py", "_kernels.json", ".so", ".yaml")
+            made = ("_version.py", "_kernels.json", ".so")
             names = [n for n in archive.namelist() if n.startswith("tiercel/")]
             names = [n for n in names if not n.endswith(made) and "/jit/kernels/" not in n]
             archive.extractall(root / "python", names)
@@ -192,8 +192,8 @@ def test_editable(checkout: Checkout, venv: Venv) -> None:
     )
     assert kernels.returncode == 0 and b"registers" in kernels.stdout
     folder = "pathlib.Path(tiercel.__file__).parent"
-    assert ".yaml" in venv.run(
-        f"import pathlib, tiercel; print(*{folder}.glob('workbench/bench/suites/*'))"
+    assert "_cute.py" in venv.run(
+        f"import pathlib, tiercel; print(*{folder}.glob('jit/kernels/*/*'))"
     )
     # Again, as after a new kernel.
     assert venv.pip("install", "-e", ".", cwd=checkout.root).returncode == 0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``tiercel bench``: times operators and their peers side by side.
 
-What is measured is data: cases in ``benchmarks/suites/``, an operator's inputs, byte count,
-reference and tolerance in its family's ``cases.py``, another implementation in ``peers/<name>.py``.
+What is measured is data: cases in a family's ``suite.yaml``, an operator's inputs, byte count,
+reference and tolerance in its ``cases.py``, other implementations in its ``peers.py``.
 """
 
 

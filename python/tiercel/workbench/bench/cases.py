@@ -56,11 +56,11 @@ class Case:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A suites file, or all of a folder one after the other, as plain data."""
+    """A suites file, or those of a folder and its folders one after the other, as plain data."""
     if not path.is_dir():
         return _read_file(path)
     suites: dict[str, list[Any]] = {}
-    for file in sorted(path.glob("*.yaml")):
+    for file in sorted([*path.glob("*.yaml"), *path.glob("*/*.yaml")]):
         for suite, entries in _read_file(file)["suites"].items():
             suites.setdefault(suite, []).extend(entries or ())
     return {"suites": suites}

@@ -14,7 +14,7 @@ from typing import Any
 
 from tiercel.workbench.bench import BenchError
 
-SUITES = Path("benchmarks") / "suites"
+SUITES = Path("python") / "tiercel" / "ops"  # below it, suite.yaml of each family
 
 
 def checkout(start: Path | None = None) -> Path | None:
@@ -27,16 +27,11 @@ def checkout(start: Path | None = None) -> Path | None:
 
 
 def suites_path(named: Path | None = None) -> Path:
-    """The named one, else the checkout's, else the copy in the wheel."""
+    """The named one, else the checkout's, else the package's."""
     if named is not None:
         return named
     root = checkout()
-    candidates = [root / SUITES] if root else []
-    candidates.append(Path(__file__).with_name("suites"))
-    for path in candidates:
-        if path.is_dir():
-            return path
-    raise BenchError(f"found no {SUITES}: run in a checkout, or name one with --suites PATH")
+    return root / SUITES if root else Path(__file__).parents[2] / "ops"
 
 
 def commit(root: Path | None = None) -> str:
