@@ -53,6 +53,7 @@ class Spec:
         gradient_of: The public function that this is the gradient of. It has no contract: a plug-in
             runs its reference.
         out_text: The beginning of the error text for a wrong ``out=``.
+        limits: What the backend sm90 is limited to, in words, for README.md.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Spec:
     gradient_of: str
     out_text: str
     together: tuple[str, ...]
+    limits: str
 
     def __init__(
         self,
@@ -76,6 +78,7 @@ class Spec:
         gradient_of: str = "",
         out_text: str = "",
         together: tuple[str, ...] = (),
+        limits: str = "",
     ) -> None:
         for key, value in {
             "name": name,
@@ -87,6 +90,7 @@ class Spec:
             "gradient_of": gradient_of,
             "out_text": out_text,
             "together": together,
+            "limits": limits,
         }.items():
             object.__setattr__(self, key, value)
 

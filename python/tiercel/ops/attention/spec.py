@@ -106,6 +106,8 @@ ATTENTION, ATTENTION_LSE = _with_lse(
         *_DESCALES,
         results=_results("B Sq H D", "B H Sq"),
         check=_check_attention,
+        limits="head dimension a multiple of 8 up to 256 (float8: of 16 up to 128), "
+        "strides on 16 bytes",
     )
 )
 
@@ -122,6 +124,7 @@ ATTENTION_VARLEN, ATTENTION_VARLEN_LSE = _with_lse(
         *_DESCALES,
         results=_results("Tq H D", "H Tq"),
         check=_check_varlen,
+        limits="head dimension up to 128, no softcap",
     )
 )
 
@@ -177,6 +180,7 @@ DECODE_ATTENTION, DECODE_ATTENTION_LSE = _with_lse(
         Int("max_seqused_k", None, optional=True, varies=True),
         results=_results("B Sq H D", "B H Sq"),
         check=_check_decode,
+        limits="page sizes that are powers of two, head dimension a multiple of 8 up to 256",
     )
 )
 

@@ -65,6 +65,7 @@ NVFP4_GEMV = Spec(
     Tensor("c", "m 1 l", "float16", strided=True, written=True),
     dims={"k": lambda call: 2 * call.a.shape[1]},
     check=_check_gemv,
+    limits="k a multiple of 32, up to 131072",
 )
 
 
@@ -83,4 +84,5 @@ NVFP4_LINEAR = Spec(
     # Weights may be rounded to bfloat16 with their scale, the result is.
     results=[Tensor("out", "T N", "bfloat16", rtol=8e-3, atol=5e-2)],
     check=_check_linear,
+    limits="16 tokens, K a multiple of 64",
 )

@@ -25,6 +25,7 @@ LINEAR_ACT = Spec(
     Str("activation", "gelu", choices=ACTIVATIONS),
     _RESIDUAL,
     results=[Tensor("out", "... N", "x", rtol=8e-3, atol=4e-3)],
+    limits="N and K multiples of 8, rows on 16 bytes",
 )
 
 # Also returns x @ weight.T + bias, from which the backward of most activations starts.
@@ -52,6 +53,7 @@ GATED_LINEAR = Spec(
     results=[Tensor("out", "... N", "x", rtol=1.2e-2, atol=8e-3)],
     dims={"N": Dim("weight", 0, divisor=2)},
     check=_check_halves,
+    limits="as `linear_act`",
 )
 
 
@@ -81,6 +83,7 @@ FP8_LINEAR = Spec(
     Str("activation", "none", choices=_FP8_ACTIVATIONS),
     results=[Tensor("out", "... N", "bfloat16", rtol=8e-3, atol=1e-6, of_sums=1.13 * 2**-11)],
     check=_check_scales,
+    limits="K a multiple of 16, N of 8",
 )
 
 FUSED_MLP = Spec(
@@ -94,6 +97,7 @@ FUSED_MLP = Spec(
     Bool("gated", True),
     _RESIDUAL,
     results=[Tensor("out", "... N", "x")],
+    limits="as `linear_act`",
 )
 
 _GRAD = Tensor("grad", "M N", HALVES, strided=True)

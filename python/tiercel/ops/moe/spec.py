@@ -107,6 +107,7 @@ FUSED_MOE = Spec(
     dims={"2I": lambda call: 2 * call.w_down.shape[2] if call.w_down.dim() == 3 else None},
     check=_check_fused,
     together=("w_up_scale", "w_down_scale"),
+    limits="H and I multiples of 8 (float8: 16; with scales of blocks: 128), rows on 16 bytes",
 )
 
 MOE_UP = Spec(
@@ -129,6 +130,7 @@ MOE_UP = Spec(
     },
     check=_check_up,
     together=("x_scale", "w_up_scale"),
+    limits="as `fused_moe`",
 )
 
 MOE_DOWN = Spec(
@@ -146,6 +148,7 @@ MOE_DOWN = Spec(
     dims={"blocks": _blocks},
     check=_check_down,
     together=("x_scale", "w_down_scale"),
+    limits="as `fused_moe`",
 )
 
 
@@ -164,6 +167,7 @@ GROUPED_GEMM = Spec(
     _OFFSETS,
     results=[Tensor("out", "M N", "x", rtol=8e-3, atol=4e-3)],
     dims=_OFFSETS_DIM,
+    limits="512 groups; K and N multiples of 8, rows on 16 bytes",
 )
 
 # The gradient of x: grad[rows] @ w[e].

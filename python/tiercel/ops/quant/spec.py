@@ -43,6 +43,7 @@ FP8_QUANTIZE = Spec(
             shape_text=lambda call: _SCALE_TEXTS[call.granularity],
         ),
     ],
+    limits="K a multiple of 8, rows on 16 bytes",
 )
 FP8_QUANTIZE_STATIC = Spec(
     "fp8_quantize_static",
@@ -70,6 +71,7 @@ NVFP4_QUANTIZE = Spec(
         Tensor("scale", "T K/16", "float8_e4m3fn"),
     ],
     check=lambda call: _check_columns("nvfp4_quantize", "x", call.x, 16),
+    limits="rows on 16 bytes",
 )
 NVFP4_DEQUANTIZE = Spec(
     "nvfp4_dequantize",
@@ -81,4 +83,5 @@ NVFP4_DEQUANTIZE = Spec(
     results=[Tensor("out", "T K", "dtype", rtol=3e-7)],
     dims={"K": lambda call: 2 * call.q.shape[1]},
     check=lambda call: _check_columns("nvfp4_dequantize", "q", call.q, 8),
+    limits="rows on 16 bytes",
 )

@@ -54,5 +54,6 @@ REDUCE = Spec(
     _DTYPE,
     results=[_RESULT],
     check=_check,
+    limits="at most two dimensions after merging contiguous ones",
 )
-REDUCE_SUM = Spec("reduce_sum", _X, _DIM, _KEEPDIM, _DTYPE, results=[_RESULT])
+REDUCE_SUM = Spec("reduce_sum", _X, _DIM, _KEEPDIM, _DTYPE, results=[_RESULT], limits="as `reduce`")

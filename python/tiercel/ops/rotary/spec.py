@@ -35,6 +35,7 @@ ROTARY_EMBEDDING = Spec(
         Tensor("k_out", "T Hk D", "q", strided=True, rtol=4e-3, atol=1e-5),
     ],
     check=_check_rotary,
+    limits="contiguous last dimension",
 )
 
 ROTARY_IN_PLACE = ROTARY_EMBEDDING.changed(
@@ -76,4 +77,5 @@ KV_CACHE_WRITE = Spec(
     Tensor("key_scale", "*", "float32", optional=True),
     Tensor("value_scale", "*", "float32", optional=True),
     check=_check_scales,
+    limits="contiguous last dimension",
 )

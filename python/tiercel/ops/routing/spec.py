@@ -31,6 +31,7 @@ TOPK_SOFTMAX = Spec(
         Tensor("indices", "T k", "indices_dtype"),
     ],
     check=_check_topk,
+    limits="512 experts, k up to 16",
 )
 
 
@@ -106,6 +107,7 @@ MOE_ALIGN_BLOCK_SIZE = Spec(
     results=_LISTS,
     dims=_DIMS,
     check=lambda call: _check_slots("moe_align_block_size", call),
+    limits="512 experts",
 )
 
 _SCORES, _K, *_TOPK_OPTIONS = TOPK_SOFTMAX.arguments
@@ -122,6 +124,7 @@ TOPK_SOFTMAX_ALIGN = Spec(
     results=[*TOPK_SOFTMAX.results, *_LISTS],
     dims=_DIMS,
     check=_check_topk_align,
+    limits="512 experts, k up to 16",
 )
 
 MOE_SUM = Spec(
