@@ -59,10 +59,12 @@ def test_stubs_have_the_public_names() -> None:
     code = """
 import ast, pathlib, tiercel
 from tiercel._families import public_names
+from tiercel.plugins import type_names
 folder = pathlib.Path(tiercel.__file__).parent
 for package, names in ((".", tiercel.__all__), ("ops", public_names())):
     tree = ast.parse((folder / package / "__init__.pyi").read_text())
     listed = next(n.value for n in tree.body if isinstance(n, ast.Assign))
     print(ast.literal_eval(listed) == sorted(names))
+print((folder / "plugins" / "types.pyi").read_text() == type_names.source())
 """
-    assert run(code).split() == ["True", "True"]
+    assert run(code).split() == ["True"] * 3

@@ -13,6 +13,7 @@ import tiercel
 from tiercel import backends
 from tiercel.core import dispatch as _op
 from tiercel.plugins import types
+from tiercel.plugins.contract import TensorSpec
 from tiercel.plugins.contracts import CONTRACTS, contract_of
 
 pytestmark = pytest.mark.torch
@@ -353,28 +354,64 @@ def test_a_backend_of_linear_act():
         tiercel.linear_act(x, weight, backend="bad")
 
 
+# Other people's backends import these names.
+TYPE_NAMES = """
+    Activated Activation ActivationInput ActivationResult Attended Attention AttentionVarlen Bias
+    BlockExperts ChosenExperts CopyTranspose DownScale DownWeights ElementWeights ExpertMap
+    ExpertOutputs ExpertWeights Factor Features Fp4Codes Fp4Matrix Fp4Scales Fp4Vector Fp4Weight
+    Fp8Codes Fp8Quantize FusedMoe GateInput GatedActivation GatedGelu GatedResult Gelu Indices
+    InnerFeatures InnerResult Keys LinearAct LocalExperts LogSums Matrices MixedTokens
+    MoeAlignBlockSize MoeDown MoeSum MoeUp Norm NormBias NormWeight Normalised NumSlots
+    Nvfp4Dequantize Nvfp4Gemv Nvfp4Linear Nvfp4Quantize OuterResult PackedAttended PackedKeys
+    PackedLogSums PackedQueries PackedValues PermutedScales ProductColumn Queries RawScales Reduce
+    Reduced Residual ResidualSum Rows Scores ScoresMap Softmax SoftmaxMask SoftmaxResult
+    SoftmaxScores SortedTokens SummedOutputs TokenExperts TokenFeatures TokenWeights TopkSoftmax
+    TopkSoftmaxAlign Transposed Unreduced UpScale UpWeights Values Weight Weights
+"""
+SHARED_PROTOCOLS = {
+    "gelu_and_mul": "GatedGelu",
+    "layer_norm": "Norm",
+    "log_softmax": "Softmax",
+    "relu": "Activation",
+    "relu_and_mul": "GatedActivation",
+    "rms_norm": "Norm",
+    "silu": "Activation",
+    "silu_and_mul": "GatedActivation",
+    "softmax_online": "Softmax",
+}
+
+
 def test_typed_aliases():
+    assert set(TYPE_NAMES.split()) <= set(types.__all__)
     base, spec = typing.get_args(types.Weights)
     assert base is torch.Tensor and spec == contract_of("topk_softmax").spec("weights")
-    protocols = {
-        "fused_moe": types.FusedMoe,
-        "gelu": types.Gelu,
-        "gelu_and_mul": types.GatedGelu,
-        "linear_act": types.LinearAct,
-        "log_softmax": types.Softmax,
-        "moe_align_block_size": types.MoeAlignBlockSize,
-        "moe_down": types.MoeDown,
-        "moe_sum": types.MoeSum,
-        "moe_up": types.MoeUp,
-        "relu_and_mul": types.GatedActivation,
-        "silu": types.Activation,
-        "softmax_online": types.Softmax,
-        "topk_softmax": types.TopkSoftmax,
-        "topk_softmax_align": types.TopkSoftmaxAlign,
-    }
-    for op, protocol in protocols.items():
-        names = tuple(inspect.signature(protocol.__call__).parameters)[1:]
-        assert names == contract_of(op).names
+    base, spec = typing.get_args(types.Bias)
+    assert base == torch.Tensor | None and spec == contract_of("linear_act").spec("bias")
+
+
+@pytest.mark.parametrize("op", CONTRACTS)
+def test_the_protocol_of_an_op(op):
+    contract = contract_of(op)
+    protocol = getattr(types, SHARED_PROTOCOLS.get(op, op.title().replace("_", "")))
+    assert op in protocol.__doc__
+    assert tuple(inspect.signature(protocol.__call__).parameters)[1:] == contract.names
+    hints = typing.get_type_hints(protocol.__call__, include_extras=True)
+    result = hints.pop("return")
+    for argument in contract.arguments:
+        if isinstance(argument, TensorSpec):
+            base, spec = typing.get_args(hints.pop(argument.name))
+            assert base == (torch.Tensor | None if argument.optional else torch.Tensor)
+            assert (spec.name, spec.dims) == (argument.name, argument.dims)
+    plain = {int, bool, str, float, torch.dtype, type(None), tuple[int, int]}
+    for hint in hints.values():
+        assert {hint} <= plain or set(typing.get_args(hint)) <= plain
+    if op == "rms_norm":
+        assert result == types.Normalised | tuple[types.Normalised, types.ResidualSum]
+    elif len(contract.outputs) == 1:
+        assert typing.get_args(result)[1].name == contract.outputs[0].name
+    elif op != "layer_norm":
+        found = [typing.get_args(each)[1] for each in typing.get_args(result)]
+        assert [spec.name for spec in found] == [spec.name for spec in contract.outputs]
 
 
 @pytest.mark.parametrize("op", CONTRACTS)

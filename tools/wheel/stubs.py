@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the type stub of a package of tiercel whose names are found when it is imported.
+"""Writes the type stub of a package or module of tiercel that is filled when it is imported.
 
 python stubs.py SOURCE... OUT, where OUT ends in tiercel/__init__.pyi, tiercel/ops/__init__.pyi, ...
+or tiercel/plugins/types.pyi.
 """
 
 from __future__ import annotations
@@ -53,6 +54,11 @@ def main(*sources: str, out: str) -> None:
     init = next(s for s in sources if s.endswith("python/tiercel/__init__.py"))
     root = pathlib.Path(init).absolute().parent
     _package.__path__ = [str(root)]
+    if out.endswith("plugins/types.pyi"):
+        from tiercel.plugins import type_names
+
+        pathlib.Path(out).write_text(type_names.source())
+        return
     package = pathlib.Path(out).parent.name
     homes = _homes(root, package)
     lines = [f"from {home} import {name} as {name}" for name, home in sorted(homes.items())]

@@ -117,7 +117,7 @@ class Contract:
         spec: declaration.Spec,
         *,
         batch: str = "M",
-        replaced: Mapping[str, TensorSpec] | None = None,
+        replaced: Mapping[str, TensorSpec | ScalarSpec] | None = None,
         order: Sequence[str] = (),
         **more: Any,
     ) -> Contract:
@@ -127,15 +127,15 @@ class Contract:
             family: The kernel family.
             spec: The declaration, with all optional arguments of the public op.
             batch: The name of the joined batch dimensions.
-            replaced: Tensors that a backend gets or returns in another form than the op.
+            replaced: What a backend gets or returns in another form than the op.
             order: The order in which a backend gets its arguments; by default the operator's.
             **more: The fields of `Contract` that the declaration does not give, or others instead.
         """
         replaced = replaced or {}
 
         def tensor(each: declaration.Tensor) -> TensorSpec:
-            if each.name in replaced:
-                return replaced[each.name]
+            if isinstance(other := replaced.get(each.name), TensorSpec):
+                return other
             dims = tuple(
                 batch if word == "..." else word.replace("/", " / ") for word in each.dims.split()
             )
@@ -159,6 +159,8 @@ class Contract:
             each = spec.argument(name)
             if isinstance(each, declaration.Tensor):
                 return tensor(each)
+            if isinstance(other := replaced.get(name), ScalarSpec):
+                return other
             kind = {"int[]": "(int, int)"}.get(each.kind, each.kind)
             return ScalarSpec(each.name, kind + " | None" * each.optional)
 

@@ -78,3 +78,19 @@ def _contract(op: str) -> Contract:
 
 
 CONTRACTS = tuple(map(_contract, SPECS))
+
+# Names in tiercel.plugins.types.
+ALIASES = {
+    "ActivationInput": "silu.x",
+    "ActivationResult": "silu.out",
+    "GateInput": "silu_and_mul.x",
+    "Factor": "gelu_and_mul.up",
+    "GatedResult": "silu_and_mul.out",
+}
+PROTOCOLS = {
+    "silu": "Activation",
+    "relu": "Activation",
+    "silu_and_mul": "GatedActivation",
+    "relu_and_mul": "GatedActivation",
+    "gelu_and_mul": "GatedGelu",
+}

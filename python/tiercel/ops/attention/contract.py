@@ -268,3 +268,17 @@ MERGE_ATTENTION_STATES = Contract.of(
 )
 
 CONTRACTS = (ATTENTION, ATTENTION_VARLEN, DECODE_ATTENTION, MERGE_ATTENTION_STATES)
+
+# Names in tiercel.plugins.types.
+ALIASES = {
+    "Queries": "attention.q",
+    "Keys": "attention.k",
+    "Values": "attention.v",
+    "Attended": "attention.out",
+    "LogSums": "attention.lse",
+    "PackedQueries": "attention_varlen.q",
+    "PackedKeys": "attention_varlen.k",
+    "PackedValues": "attention_varlen.v",
+    "PackedAttended": "attention_varlen.out",
+    "PackedLogSums": "attention_varlen.lse",
+}

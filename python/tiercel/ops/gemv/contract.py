@@ -131,3 +131,13 @@ CONTRACTS = (
         make=_linear_make,
     ),
 )
+
+# Names in tiercel.plugins.types.
+ALIASES = {
+    "Fp4Matrix": "nvfp4_gemv.a",
+    "Fp4Vector": "nvfp4_gemv.b",
+    "RawScales": "nvfp4_gemv.scale_a",
+    "PermutedScales": "nvfp4_gemv.scale_a_permuted",
+    "ProductColumn": "nvfp4_gemv.c",
+    "Fp4Weight": "nvfp4_linear.weight",
+}

@@ -174,3 +174,11 @@ CONTRACTS = (LINEAR_ACT, GATED_LINEAR, FP8_LINEAR)
 
 # Made of other operators.
 WITHOUT_CONTRACT = ["fused_mlp"]
+
+# Names in tiercel.plugins.types.
+ALIASES = {
+    "Features": "linear_act.x",
+    "Weight": "linear_act.weight",
+    "Bias": "linear_act.bias",
+    "Activated": "linear_act.out",
+}

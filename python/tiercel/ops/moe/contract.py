@@ -176,3 +176,20 @@ GROUPED_GEMM = Contract.of(
 )
 
 CONTRACTS = (FUSED_MOE, GROUPED_GEMM, MOE_DOWN, MOE_UP)
+
+# Names in tiercel.plugins.types.
+ALIASES = {
+    "TokenFeatures": "fused_moe.x",
+    "UpWeights": "fused_moe.w_up",
+    "DownWeights": "fused_moe.w_down",
+    "TokenWeights": "fused_moe.topk_weights",
+    "TokenExperts": "fused_moe.topk_ids",
+    "LocalExperts": "fused_moe.expert_map",
+    "UpScale": "fused_moe.w_up_scale",
+    "DownScale": "fused_moe.w_down_scale",
+    "MixedTokens": "fused_moe.out",
+    "InnerFeatures": "moe_down.x",
+    "ElementWeights": "moe_down.topk_weights",
+    "InnerResult": "moe_up.out",
+    "OuterResult": "moe_down.out",
+}

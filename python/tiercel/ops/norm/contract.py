@@ -70,3 +70,14 @@ def _contract(spec: Spec) -> Contract:
 
 
 CONTRACTS = (_contract(RMS_NORM), _contract(LAYER_NORM))
+
+# Names in tiercel.plugins.types.
+ALIASES = {
+    "Rows": "rms_norm.x",
+    "NormWeight": "rms_norm.weight",
+    "NormBias": "rms_norm.bias",
+    "Residual": "rms_norm.residual",
+    "Normalised": "rms_norm.out",
+    "ResidualSum": "rms_norm.residual_out",
+}
+PROTOCOLS = {"rms_norm": "Norm", "layer_norm": "Norm"}

@@ -143,3 +143,10 @@ CONTRACTS = (
         derive=lambda sizes, values: {"K / 2": sizes["K"] // 2, "K / 16": sizes["K"] // 16},
     ),
 )
+
+# Names in tiercel.plugins.types.
+ALIASES = {
+    "Fp8Codes": "fp8_quantize.q",
+    "Fp4Codes": "nvfp4_quantize.q",
+    "Fp4Scales": "nvfp4_quantize.scale",
+}

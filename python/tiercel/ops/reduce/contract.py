@@ -8,7 +8,7 @@ from typing import Any
 
 from tiercel.core.spec import FLOATS, Call
 from tiercel.ops.reduce.spec import REDUCE, shape_left
-from tiercel.plugins.contract import Case, Contract, TensorSpec
+from tiercel.plugins.contract import Case, Contract, ScalarSpec, TensorSpec
 
 
 def _case(
@@ -71,6 +71,8 @@ CONTRACTS = (
         REDUCE,
         replaced={
             "x": TensorSpec("x", ("A", "N", "B"), FLOATS, strided=True),
+            "dim": ScalarSpec("dim", "int"),
+            "dtype": ScalarSpec("dtype", "dtype"),
             "out": TensorSpec("out", ("A", "B"), ("dtype",), rtol=4e-3, atol=1e-5),
         },
         cases=_CASES,
@@ -84,3 +86,6 @@ CONTRACTS = (
 
 # Made of other operators.
 WITHOUT_CONTRACT = ["reduce_sum"]
+
+# Names in tiercel.plugins.types.
+ALIASES = {"Unreduced": "reduce.x", "Reduced": "reduce.out"}

@@ -229,3 +229,19 @@ CONTRACTS = (
         make=_make_fused,
     ),
 )
+
+# Names in tiercel.plugins.types.
+ALIASES = {
+    "Scores": "topk_softmax.scores",
+    "Weights": "topk_softmax.weights",
+    "Indices": "topk_softmax.indices",
+    "ChosenExperts": "moe_align_block_size.topk_ids",
+    "ExpertMap": "moe_align_block_size.expert_map",
+    "ScoresMap": "topk_softmax_align.expert_map",
+    "SortedTokens": "moe_align_block_size.sorted_token_ids",
+    "BlockExperts": "moe_align_block_size.expert_ids",
+    "NumSlots": "moe_align_block_size.num_tokens_post_padded",
+    "ExpertOutputs": "moe_sum.x",
+    "ExpertWeights": "moe_sum.weights",
+    "SummedOutputs": "moe_sum.out",
+}

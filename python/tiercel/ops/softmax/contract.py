@@ -77,3 +77,11 @@ def _contract(spec: Spec) -> Contract:
 
 
 CONTRACTS = (_contract(SOFTMAX_ONLINE), _contract(LOG_SOFTMAX))
+
+# Names in tiercel.plugins.types.
+ALIASES = {
+    "SoftmaxScores": "softmax_online.x",
+    "SoftmaxMask": "softmax_online.mask",
+    "SoftmaxResult": "softmax_online.out",
+}
+PROTOCOLS = {"softmax_online": "Softmax", "log_softmax": "Softmax"}

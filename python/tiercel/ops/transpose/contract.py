@@ -58,3 +58,6 @@ CONTRACTS = (
         make=_make,
     ),
 )
+
+# Names in tiercel.plugins.types.
+ALIASES = {"Matrices": "copy_transpose.x", "Transposed": "copy_transpose.out"}
