@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/reduce/reduce.h"
-
 #include "kernels/reduce/reduce_kernels.h"
 #include "python/bindings/functions.h"
 

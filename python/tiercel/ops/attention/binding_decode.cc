@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kernels/attention/decode/decode.h"
-
 #include <algorithm>
 #include <cmath>
 
+#include "kernels/attention/decode/decode.h"
 #include "kernels/attention/decode/kernels.h"
 #include "kernels/attention/merge/merge.h"
 #include "python/bindings/allocate.h"

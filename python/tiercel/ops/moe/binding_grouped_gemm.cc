@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/moe/grouped_gemm.h"
-
 #include "python/bindings/functions.h"
 
 namespace tiercel::python {

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/softmax/softmax.h"
-
 #include "python/bindings/functions.h"
 
 namespace tiercel::python {

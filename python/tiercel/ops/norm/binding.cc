@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/norm/norm.h"
-
 #include "kernels/norm/norm_backward_config.h"
 #include "kernels/norm/norm_kernels.h"
 #include "python/bindings/functions.h"

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kernels/activation/activation.h"
-
 #include <string>
 
+#include "kernels/activation/activation.h"
 #include "python/bindings/functions.h"
 
 namespace tiercel::python {
