@@ -37,7 +37,11 @@ def estimate(measured: dict, counts: dict[str, dict[str, int]]) -> dict[str, flo
 
 def stale(measured: dict, counts: dict[str, dict[str, int]]) -> list[str]:
     """Families that were never measured, or have become far more since, or are gone."""
-    found = [f"{family} was never measured" for family in counts if family not in measured]
+    found = [
+        f"{family} was never measured"
+        for family, own in counts.items()
+        if family not in measured and any(count > FEW[what] for what, count in own.items())
+    ]
     found += [f"{family} is gone" for family in measured if family not in counts]
     for family in sorted(counts.keys() & measured.keys()):
         for what, count in counts[family].items():
@@ -86,7 +90,7 @@ def test_an_estimate() -> None:
 
 
 def test_what_is_stale() -> None:
-    assert stale(MEASURED, {"a": now(18), "b": now(30)}) == []
+    assert stale(MEASURED, {"a": now(18), "b": now(30), "new": now(1, 1000)}) == []
     assert stale(MEASURED, {"a": now(19), "b": now(5, 1 << 21), "new": now(1)}) == [
         "new was never measured",
         "a: kernels 19, measured with 10",
