@@ -22,10 +22,10 @@ all_pythons_transition = transition(
     outputs = [_PYTHON_VERSION],
 )
 
-# The Python that the rule's python_version attribute names.
+# The Python that the rule's python_version attribute names; without one, the Python is kept.
 one_python_transition = transition(
-    implementation = lambda settings, attr: {_PYTHON_VERSION: attr.python_version},
-    inputs = [],
+    implementation = lambda settings, attr: {_PYTHON_VERSION: attr.python_version or settings[_PYTHON_VERSION]},
+    inputs = [_PYTHON_VERSION],
     outputs = [_PYTHON_VERSION],
 )
 
