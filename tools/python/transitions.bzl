@@ -2,6 +2,7 @@
 """The transitions that make four wheels of one graph, and keep kernels out of them."""
 
 load("@python_versions//:versions.bzl", "DEFAULT_PYTHON_VERSION", "PYTHON_VERSIONS")
+load("@rules_cc//cc/common:cc_info.bzl", "CcInfo")
 
 _PYTHON_VERSION = "@rules_python//python/config_settings:python_version"
 
