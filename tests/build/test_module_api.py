@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stand-ins and our own Bazel files keep to the API of the real rules_cuda and rules_python."""
 
+import ast
 import json
 import pathlib
+import re
 import sys
 
 import pytest
@@ -15,7 +17,7 @@ import workspace
 sys.path.insert(0, str(workspace.root() / "tools" / "airgap"))
 
 import api_check
-from starlark_reader import Reader, parse
+from starlark_reader import Module, Reader, parse
 
 ROOT = workspace.root()
 MODULES = ROOT / "tools" / "airgap" / "modules"
@@ -51,6 +53,30 @@ def test_our_labels_are_described() -> None:
     for path in files:
         problems += api_check.label_problems((ROOT / path).read_text(), path, API)
     assert problems == []
+
+
+def not_loaded(module: Module) -> set[str]:
+    """Rules and providers of other modules that only older Bazels know without a load."""
+    names = {node.id for node in ast.walk(module.tree) if isinstance(node, ast.Name)}
+    gone = re.compile(
+        r"(cc|py|sh)_(binary|library|shared_library|test)|py_runtime|CcInfo|PyInfo|cc_common"
+    )
+    return {name for name in names - module.loads.keys() if gone.fullmatch(name)}
+
+
+def test_our_files_load_what_newer_bazels_lack() -> None:
+    reader = our_reader()
+    found = {path: not_loaded(reader.module(path)) for path in our_files(*BAZEL_FILES)}
+    assert {path: names for path, names in found.items() if names} == {}
+    assert not_loaded(parse('load(":a.bzl", "cc_test")\ncc_test()\nsh_test()', "BUILD")) == {
+        "sh_test"
+    }
+
+
+def test_our_files_name_no_canonical_repository() -> None:
+    """Bazel 7 writes them with ~, 8 with +."""
+    for path in our_files(*BAZEL_FILES, ".bazelrc", "*.sh", "bazelw"):
+        assert not re.search(r"_main[~+]|rules_\w+[~+]", (ROOT / path).read_text()), path
 
 
 def problems_of(text: str, path: str = "python/BUILD") -> str:

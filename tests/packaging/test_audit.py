@@ -86,6 +86,13 @@ def test_a_time(wheel: Wheel, policy: Policy) -> None:
     assert "two builds would differ" in said(checks.times, wheel, policy)
 
 
+def test_a_mode(wheel: Wheel, policy: Policy) -> None:
+    entry = next(e for e in wheel.entries if e.filename == "tiercel/__init__.py")
+    entry.external_attr = 0o100777 << 16
+    text = "tiercel/__init__.py has the mode 100777, expected 100644"
+    assert said(checks.modes, wheel, policy) == text
+
+
 @pytest.mark.parametrize(
     "path",
     ["tiercel.libs/libcudart-5f.so.13", "torch/lib/libc10.so", "tiercel/libcute.a", "setup.py"],

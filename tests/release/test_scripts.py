@@ -112,3 +112,15 @@ def test_bazelisk_is_held_to_the_version_that_is_asked_for() -> None:
     version = pathlib.Path(os.environ["BAZELVERSION"]).read_text().strip()
     assert re.search(r"^BAZELISK_VERIFY_SHA256=[0-9a-f]{64}$", text, re.M)
     assert f"Bazel {version} " in text, "another version has another hash"
+
+
+def test_the_cache_keeps_what_was_used(root: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    made = (root / "ci" / "trim_cache.sh").stat().st_mtime
+    for name, time in {"before": made - 9, "since": made + 9}.items():
+        (tmp_path / "cache" / "cas").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "cache" / "cas" / name).touch()
+        os.utime(tmp_path / "cache" / "cas" / name, (time, time))
+    result = call(root, "trim_cache.sh", TIERCEL_DISK_CACHE=str(tmp_path / "cache"))
+    assert result.returncode == 0, result.stderr
+    assert [path.name for path in (tmp_path / "cache" / "cas").iterdir()] == ["since"]
+    assert "TIERCEL_DISK_CACHE" in call(root, "trim_cache.sh").stderr

@@ -24,6 +24,7 @@ SCOPE = {
         "symbols": {
             "cuda/defs.bzl": ["cuda_library"],
             "cuda/extensions.bzl": ["toolchain"],
+            "cuda/repositories.bzl": ["cuda_toolkit"],
         },
         "packages": ["cuda"],
         # The repository that toolchain.toolkit(name = "cuda") makes, from its templates.

@@ -77,6 +77,14 @@ def times(wheel: Wheel, policy: Policy) -> Iterator[str]:
         yield f"has the times {sorted(found)[:3]} inside: two builds would differ"
 
 
+def modes(wheel: Wheel, policy: Policy) -> Iterator[str]:
+    for entry in wheel.entries:
+        path, mode = entry.filename, entry.external_attr >> 16
+        expected = 0o100755 if path.endswith(".so") else 0o100644
+        if mode != expected and not entry.is_dir():
+            yield f"{path} has the mode {mode:o}, expected {expected:o}"
+
+
 def contents(wheel: Wheel, policy: Policy) -> Iterator[str]:
     """Sources, data and the one module; so nothing of CUDA, PyTorch or a compiler is bundled."""
     endings = (".py", ".pyi", ".json", ".yaml", "/py.typed", *wheel.modules)
@@ -171,5 +179,16 @@ def twine(wheels: list[Wheel], policy: Policy) -> Iterator[str]:
         yield f"twine check --strict: {result.stdout.strip()} {result.stderr.strip()}"
 
 
-CHECKS = [tags, metadata, requirements, record, times, contents, licences, bill_of_materials, size]
+CHECKS = [
+    tags,
+    metadata,
+    requirements,
+    record,
+    times,
+    modes,
+    contents,
+    licences,
+    bill_of_materials,
+    size,
+]
 SET_CHECKS = [one_wheel_a_python, same_python_files, twine]

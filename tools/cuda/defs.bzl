@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How this repository compiles CUDA C++."""
 
-# Loading the toolkit's version makes sure that it is there before rules_cuda looks for it.
 load("@cuda_toolkit//:version.bzl", "CUDA_VERSION")
 load("@rules_cuda//cuda:defs.bzl", "cuda_library")
 load(":archs.bzl", "ARCHS")

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The PTX of a library's kernels, for the emulator: what nvcc makes on its way to machine code."""
 
-load("@bazel_tools//tools/cpp:toolchain_utils.bzl", "find_cpp_toolchain", "use_cpp_toolchain")
+load("@rules_cc//cc:find_cc_toolchain.bzl", "find_cc_toolchain", "use_cc_toolchain")
+load("@rules_cc//cc/common:cc_common.bzl", "cc_common")
+load("@rules_cc//cc/common:cc_info.bzl", "CcInfo")
 load("//tools/python:transitions.bzl", "ALLOWLIST", "any_python_transition")
 
 def _kernel_ptx_impl(ctx):
-    cc_toolchain = find_cpp_toolchain(ctx)
+    cc_toolchain = find_cc_toolchain(ctx)
     context = cc_common.merge_cc_infos(cc_infos = [dep[CcInfo] for dep in ctx.attr.deps]).compilation_context
     includes = depset(transitive = [context.includes, context.quote_includes, context.system_includes])
     nvcc = [file for file in ctx.files._compiler if file.path.endswith("/bin/nvcc")][0]
@@ -52,5 +54,5 @@ kernel_ptx = rule(
         "srcs": attr.label_list(allow_files = True),
         "_compiler": attr.label(default = "@cuda//:compiler_deps"),
     },
-    toolchains = use_cpp_toolchain(),
+    toolchains = use_cc_toolchain(),
 )

@@ -6,12 +6,6 @@ load(":python_packages.bzl", "fetch_wheels", "list_wheels", "unpack_wheels")
 _BUILD_FILE = """
 package(default_visibility = ["//visibility:public"])
 
-# The machine itself; registered so that this repository is fetched before toolchains are looked up.
-platform(
-    name = "platform",
-    parents = ["@platforms//host"],
-)
-
 filegroup(
     name = "binutils",
     srcs = ["toolkit/bin/cuobjdump", "toolkit/bin/nvdisasm"],

@@ -65,6 +65,7 @@ def _packages_impl(mctx):
         sha256 = "4e7b52f8b31f26d77ffb5c427c41e36223e81b047242ecfa8dc1d7f939734885",
         version = "1.22.1-9+deb12u9",
     )
+    return mctx.extension_metadata(reproducible = True)
 
 packages = module_extension(
     implementation = _packages_impl,

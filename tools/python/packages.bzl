@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locked Python packages, installed into one folder by pip."""
+"""Python packages, installed into one folder by pip."""
 
 load(":run.bzl", "TOOLCHAIN_TYPE", "python_runtime")
 load(":transitions.bzl", "ALLOWLIST", "one_python_transition")
@@ -12,8 +12,8 @@ shift 2
   --disable-pip-version-check --root-user-action=ignore --target "$folder" "$@"
 """
 
-# Large packages take twice as long to import from source, in every process of every test. By hash,
-# since links have other times. A few files are templates, or of a newer Python.
+# From source an import takes several times as long, in every process of every test. By hash, since
+# links have other times. A few files are templates, or of a newer Python.
 _COMPILE = """
 "$python" -m compileall -qq -s "$folder" --invalidation-mode unchecked-hash "$folder" || true
 """
@@ -23,8 +23,12 @@ def _installed_packages_impl(ctx):
     folder = ctx.actions.declare_directory(ctx.label.name)
     pip = [file for file in ctx.files._pip if file.basename.startswith("pip-")]
     args = ctx.actions.args()
-    args.add_all([python.path, folder.path])
-    args.add_all(ctx.files.wheels)
+
+    # pip writes down where the wheels and the interpreter are. Tests import what is compiled: the same
+    # bytes from each sandbox spare them another run.
+    here = "/proc/self/cwd/" if ctx.attr.compile else ""
+    args.add_all([python.path if python.path.startswith("/") else here + python.path, folder.path])
+    args.add_all(ctx.files.wheels, format_each = here + "%s")
     ctx.actions.run_shell(
         command = _INSTALL + (_COMPILE if ctx.attr.compile else ""),
         arguments = [args],
@@ -44,8 +48,8 @@ installed_packages = rule(
     implementation = _installed_packages_impl,
     cfg = one_python_transition,
     attrs = ALLOWLIST | {
-        "compile": attr.bool(doc = "Keep compiled modules beside them, for this Python."),
-        "python_version": attr.string(mandatory = True),
+        "compile": attr.bool(doc = "Compile the modules too, for this Python."),
+        "python_version": attr.string(doc = "The Python that they are for; by default the configured one."),
         "wheels": attr.label_list(
             mandatory = True,
             allow_files = [".whl"],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pytest on one Python, against the installed wheel where one is named."""
+"""pytest on one Python, against the installed wheel where the test is of it."""
 
 load("@python_versions//:versions.bzl", "DEFAULT_PYTHON_VERSION", "PYTHON_VERSIONS")
 load(":run.bzl", "TOOLCHAIN_TYPE", "python_runtime")
@@ -53,7 +53,10 @@ pytest_test = rule(
             mandatory = True,
             allow_files = [".py", ".ini"],
         ),
-        "wheel": attr.label(allow_files = [".whl"]),
+        "wheel": attr.label(
+            doc = "A wheel for the test itself to install, where packages are not enough.",
+            allow_files = [".whl"],
+        ),
         "_pip": attr.label(default = "@test_packages//:wheels"),
         "_runner": attr.label(
             default = ":run_pytest.py",
@@ -63,24 +66,29 @@ pytest_test = rule(
     toolchains = [TOOLCHAIN_TYPE],
 )
 
-def wheel_tests(name, srcs, torch = False, tags = [], **kwargs):
+def wheel_tests(name, srcs, torch = False, fresh_install = False, tags = [], **kwargs):
     """Tests of the installed wheel: one target for each Python, or one with PyTorch.
 
     Args:
       name: with torch the target's name; else a suite of NAME_cp310, NAME_cp311, ...
       srcs: test files; conftest.py and pytest.ini are added.
-      torch: install the locked PyTorch too, and run on the default Python only.
+      torch: add the locked PyTorch, and run on the default Python only.
+      fresh_install: install the wheel in each test, which may then write into it.
       tags: tags of the targets.
       **kwargs: as for pytest_test.
     """
     common = ["//tests:conftest.py", "//tests:pytest.ini"]
+    packages = ["//tools/python:test_site"]
+    if fresh_install:
+        kwargs["wheel"] = "//python:wheel"
+    else:
+        packages.append("//tools/python:wheel_site")
     if torch:
         pytest_test(
             name = name,
             srcs = srcs + common,
-            packages = ["//tools/python:test_site", "//tools/python:torch_site"],
+            packages = packages + ["//tools/python:torch_site"],
             tags = tags + ["torch"],
-            wheel = "//python:wheel",
             **kwargs
         )
         return
@@ -88,9 +96,9 @@ def wheel_tests(name, srcs, torch = False, tags = [], **kwargs):
         pytest_test(
             name = name + "_cp" + version.replace(".", ""),
             srcs = srcs + common,
+            packages = packages,
             python_version = version,
             tags = tags,
-            wheel = "//python:wheel",
             **kwargs
         )
     native.test_suite(

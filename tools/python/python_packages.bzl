@@ -49,6 +49,8 @@ def _python_packages_impl(rctx):
     rctx.file("BUILD.bazel", _BUILD_FILE)
 
 _BUILD_FILE = """
+load("@rules_cc//cc:cc_library.bzl", "cc_library")
+
 package(default_visibility = ["//visibility:public"])
 
 # The wheels as they came, for pip --no-index.

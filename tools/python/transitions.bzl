@@ -2,6 +2,7 @@
 """The transitions that make four wheels of one graph, and keep kernels out of them."""
 
 load("@python_versions//:versions.bzl", "DEFAULT_PYTHON_VERSION", "PYTHON_VERSIONS")
+load("@rules_cc//cc/common:cc_info.bzl", "CcInfo")
 
 _PYTHON_VERSION = "@rules_python//python/config_settings:python_version"
 
@@ -22,10 +23,10 @@ all_pythons_transition = transition(
     outputs = [_PYTHON_VERSION],
 )
 
-# The Python that the rule's python_version attribute names.
+# The Python that the rule's python_version attribute names; without one, the Python is kept.
 one_python_transition = transition(
-    implementation = lambda settings, attr: {_PYTHON_VERSION: attr.python_version},
-    inputs = [],
+    implementation = lambda settings, attr: {_PYTHON_VERSION: attr.python_version or settings[_PYTHON_VERSION]},
+    inputs = [_PYTHON_VERSION],
     outputs = [_PYTHON_VERSION],
 )
 

