@@ -198,19 +198,6 @@ def test_removed_prefix_is_made_again(machine):
 # --- errors ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("program", ["gcc", "g++"])
-def test_no_compiler(machine, program):
-    (machine.bin / program).unlink()
-    assert_error(machine.run("build"), f"{program} not found", f"apt-get install {program}")
-    assert not machine.log.exists()
-
-
-def test_no_compiler_after_set_up(machine):
-    machine.run("build")
-    (machine.bin / "g++").unlink()
-    assert_error(machine.run("build"), "g++ not found")
-
-
 @pytest.mark.parametrize("program", ["apt-get", "apt-cache", "dpkg-deb"])
 def test_no_debian(machine, program):
     (machine.bin / program).unlink()
@@ -310,9 +297,48 @@ def test_export_and_import_round_trip(machine):
     assert "already set up" in machine.run("--import-toolchain", str(source)).stderr
 
 
+def compiler_script(machine, root: Path, **environment) -> subprocess.CompletedProcess:
+    """What the repository rule runs."""
+    command = [fakes.PYTHON, "-B", machine.workspace / "tools" / "airgap" / "compiler.py", root]
+    environment = {**machine.environment, **environment}
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def test_an_imported_compiler_needs_no_mirror(machine):
+    source = exported(machine)
+    forget(machine)
+    machine.run("--import-toolchain", str(source))
+    result = compiler_script(machine, machine.folder / "root", FAKE_APT="offline")
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_a_compiler_that_cannot_be_had(machine):
+    result = compiler_script(machine, machine.folder / "root", FAKE_APT="offline")
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()[1:]
+    assert line.startswith("bazelw: error: pool/")
+    assert all(word in line for word in ("mirror.invalid", "deb.debian.org", "resolving"))
+    assert not list((machine.store / "fetched" / "compiler").iterdir())
+
+
+def test_a_compiler_package_is_held_to_the_pinned_hash(machine):
+    assert compiler_script(machine, machine.folder / "root").returncode == 0
+    (package,) = (machine.store / "fetched" / "compiler").iterdir()
+    whole = package.read_bytes()
+    package.write_bytes(whole[:-1])
+    assert compiler_script(machine, machine.folder / "again").returncode == 0
+    assert package.read_bytes() == whole  # fetched again
+    for deb in Path(machine.environment["FAKE_DEBS"]).iterdir():
+        deb.write_bytes(whole[:-1])
+    package.unlink()
+    result = compiler_script(machine, machine.folder / "third")
+    assert result.returncode == 1 and "another hash than the pinned one" in result.stderr
+
+
 def test_export_goes_by_the_folder_that_bazelw_is_called_in(machine):
     machine.run("build")
-    environment = f"env -i PATH={machine.bin} TIERCEL_CACHE={machine.cache}"
+    needed = ("PATH", "TIERCEL_CACHE", "FAKE_DEBS", "FAKE_LOG")
+    environment = " ".join(["env -i", *(f"{name}={machine.environment[name]}" for name in needed)])
     command = f"cd {machine.folder} && {environment} {machine.workspace}/bazelw"
     subprocess.run(["/bin/sh", "-c", f"{command} --export-toolchain here.tar"], check=True)
     assert (machine.folder / "here.tar").exists()
@@ -374,7 +400,7 @@ def _scrambled(**fields):
         (_scrambled(bazel=7.7), "its manifest is damaged"),
         (_scrambled(recipe={}), "exported for another set-up"),
         (_damage, "another hash"),
-        (_cut, "1 of its 3 files are missing"),
+        (_cut, "1 of its 4 files are missing"),
         (_escape, "outside of its folders"),
         (_extra, "does not name: more"),
         (_foreign, "exported for another set-up (bazel9-r9)"),

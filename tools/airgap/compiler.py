@@ -3,8 +3,8 @@
 
     compiler.py ROOT
 
-unpacks them into ROOT, for the repository rule in tools/cxx. What was fetched is kept beside Bazel's
-packages: all checkouts share it, and `--export-toolchain` takes it along. It needs no Debian.
+unpacks them into ROOT, for the repository rule in tools/cxx. What was fetched is kept beside
+Bazel's packages: all checkouts share it, and `--export-toolchain` takes it along. It needs no Debian.
 """
 
 import io
@@ -83,7 +83,7 @@ def _fetch_one(archives: list, path: str, digest: str, target: Path) -> None:
 
 
 def _download(address: str, digest: str, target: Path) -> str:
-    """Returns "" or what went wrong. apt knows the machine's proxies, certificates and passwords."""
+    """Returns "" or what went wrong. apt knows the machine's proxies and passwords."""
     helper = shutil.which("apt-helper", path=f"{os.environ.get('PATH')}:/usr/lib/apt")
     if helper:
         command = [helper, "-oAcquire::Retries=1", "-oAcquire::http::Timeout=20"]
