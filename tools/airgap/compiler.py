@@ -4,7 +4,8 @@
     compiler.py ROOT
 
 unpacks them into ROOT, for the repository rule in tools/cxx. What was fetched is kept beside
-Bazel's packages: all checkouts share it, and `--export-toolchain` takes it along. It needs no Debian.
+Bazel's packages: all checkouts share it, and `--export-toolchain` takes it along. No Debian is
+needed.
 """
 
 import io
