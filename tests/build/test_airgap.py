@@ -313,6 +313,17 @@ def test_children_can_be_interrupted():
     assert int(shown.split()[1], 16) == 0
 
 
+def test_linker_scripts_name_no_folder_of_the_machine():
+    script = (
+        b"/* GNU ld script\n   Use it. */\nOUTPUT_FORMAT(elf64-x86-64)\n"
+        b"GROUP ( /lib/x86_64-linux-gnu/libc.so.6 /usr/lib/x86_64-linux-gnu/libc_nonshared.a "
+        b" AS_NEEDED ( /lib64/ld-linux-x86-64.so.2 ) )\n"
+    )
+    line = compiler._searched_for(script).splitlines()[-1]
+    assert line == b"GROUP ( libc.so.6 libc_nonshared.a  AS_NEEDED ( ld-linux-x86-64.so.2 ) )"
+    assert compiler._searched_for(b"\x7fELF /lib/x") == b"\x7fELF /lib/x"
+
+
 def test_a_compiler_package_is_unpacked_inside_of_its_root(tmp_path):
     gcc = "usr/lib/gcc/x86_64-linux-gnu/12"
     contents = io.BytesIO()

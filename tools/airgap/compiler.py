@@ -112,8 +112,14 @@ def unpack(package: Path, root: Path) -> None:
                 up = "../" * name.count("/") if member.linkname.startswith("/") else ""
                 path.symlink_to(up + member.linkname.lstrip("/"))
             else:
-                path.write_bytes(tar.extractfile(member).read())
+                path.write_bytes(_searched_for(tar.extractfile(member).read()))
                 path.chmod(member.mode)
+
+
+def _searched_for(file: bytes) -> bytes:
+    """A linker script names libraries by absolute path, which can be the machine's own."""
+    is_script = file.startswith(b"/* GNU ld script")
+    return re.sub(rb" /(?:usr/)?lib(?:64|/x86_64-linux-gnu)/", b" ", file) if is_script else file
 
 
 def _contents(package: bytes) -> bytes:

@@ -20,5 +20,6 @@ case $name in
   cc1 | cc1plus | collect2) program=$gcc/$name ;;
   *) program=$root/usr/bin/x86_64-linux-gnu-$name ;;
 esac
-exec "$root/lib/x86_64-linux-gnu/ld-linux-x86-64.so.2" \
+export LC_ALL=C # else its libc would load the machine's character sets
+exec "$root/lib/x86_64-linux-gnu/ld-linux-x86-64.so.2" --inhibit-cache \
   --library-path "$root/lib/x86_64-linux-gnu:$root/usr/lib/x86_64-linux-gnu" "$program" "$@"
