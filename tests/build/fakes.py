@@ -252,3 +252,15 @@ def _deb(folder: Path, name: str, fill) -> None:
     subprocess.run(
         [*command, str(folder / "debs" / f"{name}_7_all.deb")], check=True, capture_output=True
     )
+
+
+def exported(machine) -> Path:
+    target = machine.folder / "toolchain.tar"
+    result = machine.run("--export-toolchain", str(target))
+    assert result.returncode == 0, result.stderr
+    return target
+
+
+def forget(machine) -> None:
+    shutil.rmtree(machine.cache)
+    machine.log.write_text("")

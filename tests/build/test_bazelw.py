@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import tempfile
 import time
 from pathlib import Path
 
@@ -17,29 +16,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).absolute().parent))
 import fakes
-
-
-@pytest.fixture(scope="session")
-def folder():
-    # Not pytest's own: bazelw refuses a cache below /tmp.
-    base = os.environ.get("TEST_TMPDIR") or "/var/tmp"
-    if os.path.realpath(base).startswith("/tmp"):
-        base = os.getcwd()
-    path = Path(tempfile.mkdtemp(prefix="bazelw-test-", dir=base))
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
-
-
-@pytest.fixture(scope="session")
-def kept(folder):
-    (folder / "kept").mkdir()
-    return fakes.make_kept(folder / "kept")
-
-
-@pytest.fixture
-def machine(folder, kept):
-    with tempfile.TemporaryDirectory(dir=folder) as own:
-        yield fakes.Machine(Path(own), kept)
+from fakes import exported, forget
 
 
 def errors_of(result) -> list:
@@ -261,13 +238,6 @@ def test_unknown_module(machine):
 # --- archive --------------------------------------------------------------------------------------
 
 
-def exported(machine) -> Path:
-    target = machine.folder / "toolchain.tar"
-    result = machine.run("--export-toolchain", str(target))
-    assert result.returncode == 0, result.stderr
-    return target
-
-
 def rewritten(machine, change) -> Path:
     """The exported file with each (name, bytes) passed through `change`."""
     target = machine.folder / "changed.tar"
@@ -277,11 +247,6 @@ def rewritten(machine, change) -> Path:
                 (machine.folder / "member").write_bytes(data)
                 new.add(machine.folder / "member", name)
     return target
-
-
-def forget(machine) -> None:
-    shutil.rmtree(machine.cache)
-    machine.log.write_text("")
 
 
 def test_export_and_import_round_trip(machine):
@@ -295,44 +260,6 @@ def test_export_and_import_round_trip(machine):
     assert result.returncode == 0, result.stderr
     assert machine.run("build").stdout == "fake bazel 7.7.1: build\n"
     assert "already set up" in machine.run("--import-toolchain", str(source)).stderr
-
-
-def compiler_script(machine, root: Path, **environment) -> subprocess.CompletedProcess:
-    """What the repository rule runs."""
-    command = [fakes.PYTHON, "-B", machine.workspace / "tools" / "airgap" / "compiler.py", root]
-    environment = {**machine.environment, **environment}
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
-
-
-def test_an_imported_compiler_needs_no_mirror(machine):
-    source = exported(machine)
-    forget(machine)
-    machine.run("--import-toolchain", str(source))
-    result = compiler_script(machine, machine.folder / "root", FAKE_APT="offline")
-    assert (result.returncode, result.stderr) == (0, "")
-
-
-def test_a_compiler_that_cannot_be_had(machine):
-    result = compiler_script(machine, machine.folder / "root", FAKE_APT="offline")
-    assert result.returncode == 1
-    (line,) = result.stderr.splitlines()[1:]
-    assert line.startswith("bazelw: error: pool/")
-    assert all(word in line for word in ("mirror.invalid", "deb.debian.org", "resolving"))
-    assert not list((machine.store / "fetched" / "compiler").iterdir())
-
-
-def test_a_compiler_package_is_held_to_the_pinned_hash(machine):
-    assert compiler_script(machine, machine.folder / "root").returncode == 0
-    (package,) = (machine.store / "fetched" / "compiler").iterdir()
-    whole = package.read_bytes()
-    package.write_bytes(whole[:-1])
-    assert compiler_script(machine, machine.folder / "again").returncode == 0
-    assert package.read_bytes() == whole  # fetched again
-    for deb in Path(machine.environment["FAKE_DEBS"]).iterdir():
-        deb.write_bytes(whole[:-1])
-    package.unlink()
-    result = compiler_script(machine, machine.folder / "third")
-    assert result.returncode == 1 and "another hash than the pinned one" in result.stderr
 
 
 def test_export_goes_by_the_folder_that_bazelw_is_called_in(machine):
