@@ -48,6 +48,16 @@ case " $* " in
 esac
 """
 
+APT_HELPER = """\
+#!/bin/bash
+echo "$@" >> "$FAKE_LOG"
+case "$FAKE_APT" in
+offline) echo "E: Failed to fetch: Temporary failure resolving 'x'" >&2; exit 100 ;;
+esac
+while [ "$1" != download-file ]; do shift; done
+cp "$FAKE_DEBS/${2##*/}" "$3"
+"""
+
 APT_CACHE = """\
 #!/bin/bash
 echo "bazel-bootstrap:"
@@ -121,6 +131,13 @@ class Machine:
         airgap.mkdir(parents=True)
         for path in (SOURCE / "tools" / "airgap").glob("*.py"):
             shutil.copy(path.resolve(), airgap)
+        # The compiler is any package.
+        package = next((self.folder / "kept" / "debs").glob("*.deb"))
+        lock = self.workspace / "tools" / "cxx" / "packages.lock"
+        lock.parent.mkdir()
+        lock.write_text(
+            f"# A line.\npool/{package.name} {hashlib.sha256(package.read_bytes()).hexdigest()}\n"
+        )
         # The hash that is pinned here is the fake wheel's.
         wheel = next((self.folder / "kept").glob("*.whl")).read_bytes()
         recipe = (airgap / "recipe.py").read_text()
@@ -149,10 +166,9 @@ class Machine:
         ):
             self.bin.joinpath(name).symlink_to(shutil.which(name))
         script(self.bin / "python3", f'#!/bin/sh\nexec {PYTHON} "$@"\n')
-        for name in ("gcc", "g++"):
-            script(self.bin / name, "#!/bin/sh\n")
         script(self.bin / "apt-get", APT_GET)
         script(self.bin / "apt-cache", APT_CACHE)
+        script(self.bin / "apt-helper", APT_HELPER)
         script(self.bin / "apt-config", "#!/bin/sh\necho 'Acquire::http::Proxy \"\";'\n")
         real = shutil.which("dpkg-deb") or "dpkg-deb"
         script(self.bin / "dpkg-deb", DPKG_DEB.format(real=real))
@@ -236,3 +252,15 @@ def _deb(folder: Path, name: str, fill) -> None:
     subprocess.run(
         [*command, str(folder / "debs" / f"{name}_7_all.deb")], check=True, capture_output=True
     )
+
+
+def exported(machine) -> Path:
+    target = machine.folder / "toolchain.tar"
+    result = machine.run("--export-toolchain", str(target))
+    assert result.returncode == 0, result.stderr
+    return target
+
+
+def forget(machine) -> None:
+    shutil.rmtree(machine.cache)
+    machine.log.write_text("")

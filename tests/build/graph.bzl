@@ -10,6 +10,7 @@ _ActionsInfo = provider(
 )
 
 _MNEMONICS = [
+    "CppCompile",
     "CppLink",
     "CudaCompile",
     "CuteCompile",
@@ -38,8 +39,9 @@ def _actions_aspect_impl(target, ctx):
             "outputs": [file.path for file in action.outputs.to_list()],
             "root": action.outputs.to_list()[0].root.path,
         }
-        if action.mnemonic == "CudaCompile":
+        if action.mnemonic.startswith("C"):
             facts["argv"] = action.argv
+        if action.mnemonic == "CudaCompile":
             facts["env"] = action.env
             facts["inputs"] = [file.path for file in action.inputs.to_list()]
         actions.append(json.encode(facts))

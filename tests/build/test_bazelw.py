@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import tempfile
 import time
 from pathlib import Path
 
@@ -17,29 +16,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).absolute().parent))
 import fakes
-
-
-@pytest.fixture(scope="session")
-def folder():
-    # Not pytest's own: bazelw refuses a cache below /tmp.
-    base = os.environ.get("TEST_TMPDIR") or "/var/tmp"
-    if os.path.realpath(base).startswith("/tmp"):
-        base = os.getcwd()
-    path = Path(tempfile.mkdtemp(prefix="bazelw-test-", dir=base))
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
-
-
-@pytest.fixture(scope="session")
-def kept(folder):
-    (folder / "kept").mkdir()
-    return fakes.make_kept(folder / "kept")
-
-
-@pytest.fixture
-def machine(folder, kept):
-    with tempfile.TemporaryDirectory(dir=folder) as own:
-        yield fakes.Machine(Path(own), kept)
+from fakes import exported, forget
 
 
 def errors_of(result) -> list:
@@ -198,19 +175,6 @@ def test_removed_prefix_is_made_again(machine):
 # --- errors ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("program", ["gcc", "g++"])
-def test_no_compiler(machine, program):
-    (machine.bin / program).unlink()
-    assert_error(machine.run("build"), f"{program} not found", f"apt-get install {program}")
-    assert not machine.log.exists()
-
-
-def test_no_compiler_after_set_up(machine):
-    machine.run("build")
-    (machine.bin / "g++").unlink()
-    assert_error(machine.run("build"), "g++ not found")
-
-
 @pytest.mark.parametrize("program", ["apt-get", "apt-cache", "dpkg-deb"])
 def test_no_debian(machine, program):
     (machine.bin / program).unlink()
@@ -274,13 +238,6 @@ def test_unknown_module(machine):
 # --- archive --------------------------------------------------------------------------------------
 
 
-def exported(machine) -> Path:
-    target = machine.folder / "toolchain.tar"
-    result = machine.run("--export-toolchain", str(target))
-    assert result.returncode == 0, result.stderr
-    return target
-
-
 def rewritten(machine, change) -> Path:
     """The exported file with each (name, bytes) passed through `change`."""
     target = machine.folder / "changed.tar"
@@ -290,11 +247,6 @@ def rewritten(machine, change) -> Path:
                 (machine.folder / "member").write_bytes(data)
                 new.add(machine.folder / "member", name)
     return target
-
-
-def forget(machine) -> None:
-    shutil.rmtree(machine.cache)
-    machine.log.write_text("")
 
 
 def test_export_and_import_round_trip(machine):
@@ -312,7 +264,8 @@ def test_export_and_import_round_trip(machine):
 
 def test_export_goes_by_the_folder_that_bazelw_is_called_in(machine):
     machine.run("build")
-    environment = f"env -i PATH={machine.bin} TIERCEL_CACHE={machine.cache}"
+    needed = ("PATH", "TIERCEL_CACHE", "FAKE_DEBS", "FAKE_LOG")
+    environment = " ".join(["env -i", *(f"{name}={machine.environment[name]}" for name in needed)])
     command = f"cd {machine.folder} && {environment} {machine.workspace}/bazelw"
     subprocess.run(["/bin/sh", "-c", f"{command} --export-toolchain here.tar"], check=True)
     assert (machine.folder / "here.tar").exists()
@@ -374,7 +327,7 @@ def _scrambled(**fields):
         (_scrambled(bazel=7.7), "its manifest is damaged"),
         (_scrambled(recipe={}), "exported for another set-up"),
         (_damage, "another hash"),
-        (_cut, "1 of its 3 files are missing"),
+        (_cut, "1 of its 4 files are missing"),
         (_escape, "outside of its folders"),
         (_extra, "does not name: more"),
         (_foreign, "exported for another set-up (bazel9-r9)"),

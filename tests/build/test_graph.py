@@ -17,7 +17,7 @@ ALL = [action for graph in GRAPHS.values() for action in graph]
 COMPILES = [action for action in ALL if action["mnemonic"] == "CudaCompile"]
 KERNEL_COMPILES = ("CudaCompile", "CuteCompile")
 
-# What a compile may name outside the build: the host compiler, and what it runs.
+# Outside of the build a compile may name the shell and its tools.
 HOST_FOLDERS = ("/usr/bin", "/bin", "/usr/local/bin")
 
 
@@ -72,6 +72,15 @@ def test_compiles_read_the_pinned_toolkit_only() -> None:
         foreign = [word for word in words if not word.startswith(HOST_FOLDERS)]
         assert not foreign, f"{action['label']} is told of {foreign}"
         assert "/usr/local/cuda" not in json.dumps(action)
+
+
+@pytest.mark.parametrize("mnemonic", ["CppCompile", "CppLink", "CudaCompile", "CuteCompile"])
+def test_the_pinned_gcc_compiles_and_links(mnemonic: str) -> None:
+    actions = [action for action in ALL if action["mnemonic"] == mnemonic]
+    assert actions
+    for action in actions:
+        gcc = {word for word in action["argv"] if word.endswith(("/gcc", "/g++", "/cc", "/c++"))}
+        assert len(gcc) == 1 and gcc.pop().endswith("cxx_toolchain/bin/gcc"), action["argv"]
 
 
 def test_compiles_do_not_depend_on_the_folder() -> None:

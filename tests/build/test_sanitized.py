@@ -32,7 +32,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     )
     folder = tmp_path_factory.mktemp("library")
     (folder / "it.cc").write_text(SOURCE)
-    command = ["g++", "-O2", "-fPIC", "-shared", *line.split(","), "-o", "it.so", "it.cc"]
+    gcc = os.path.abspath(os.environ["GCC"])
+    command = [gcc, "-O2", "-fPIC", "-shared", *line.split(","), "-o", "it.so", "it.cc", "-lstdc++"]
     subprocess.run(command, check=True, cwd=folder)
     return folder / "it.so"
 

@@ -7,6 +7,7 @@ import shutil
 import tarfile
 from pathlib import Path
 
+import compiler
 import debs
 import progress
 import recipe
@@ -14,13 +15,14 @@ import wheel
 from errors import SetupError
 
 _FORMAT = 1
+_FOLDERS = ("compiler", "debs", "wheel")
 
 
 def write_manifest(fetched: Path, facts: dict) -> None:
     """Records name, size and hash of every file; its presence says that the fetch is complete."""
     files = {}
-    for folder in ("debs", "wheel"):
-        for path in sorted((fetched / folder).iterdir()):
+    for folder in _FOLDERS:
+        for path in sorted((fetched / folder).glob("*")):
             files[f"{folder}/{path.name}"] = {
                 "size": path.stat().st_size,
                 "sha256": debs.sha256(path),
@@ -42,6 +44,9 @@ def export(fetched: Path, target: Path) -> None:
     manifest = read_manifest(fetched / "manifest.json")
     if not manifest:
         raise SetupError("there is no fetched toolchain to export: run a build first")
+    compiler.fetch(fetched / "compiler")
+    write_manifest(fetched, manifest)
+    manifest = read_manifest(fetched / "manifest.json")
     target = target.absolute()
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     bar = progress.Progress("exporting")
@@ -58,7 +63,7 @@ def export(fetched: Path, target: Path) -> None:
         bar.close()
         temporary.unlink(missing_ok=True)
     size = progress.megabytes(target.stat().st_size)
-    progress.say(f"exported Bazel {manifest['bazel']} to {target} ({size} MB)")
+    progress.say(f"exported Bazel {manifest['bazel']} and the C++ compiler to {target} ({size} MB)")
     progress.say(f"on the other machine: --toolchain-sha256 {debs.sha256(target)}")
 
 
@@ -122,7 +127,7 @@ def _manifest_of(tar: tarfile.TarFile, source: Path) -> dict:
         )
     for name in files:
         folder, _, base = name.partition("/")
-        if folder not in ("debs", "wheel") or not base or "/" in base or base.startswith("."):
+        if folder not in _FOLDERS or not base or "/" in base or base.startswith("."):
             raise SetupError(f"{source} names a file outside of its folders: {name}")
     return manifest
 

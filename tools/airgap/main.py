@@ -137,7 +137,6 @@ def run(arguments: list) -> int:
         if name == "registry":
             rcfile.remove(WORKSPACE)
             start(program, arguments)
-    preflight.check_compilers()
     version = set_up(store)
     rcfile.write(WORKSPACE, root, store, version, modules_dir)
     # Debian's Bazel calls itself a development version, which rule sets take for the newest.

@@ -19,7 +19,6 @@ _OTHER_WAYS = "install bazelisk, or set up by ./bazelw --import-toolchain FILE"
 def check(store, *, fetching: bool) -> None:
     """Raises SetupError at the first thing that is missing; `fetching` when mirrors are needed."""
     check_machine()
-    check_compilers()
     if fetching:
         check_debian()
         check_pip()
@@ -34,14 +33,6 @@ def check_machine() -> None:
             f"without a Bazel registry only Linux on x86_64 is supported, this is"
             f" {platform.system()} on {machine}: install bazelisk"
         )
-
-
-def check_compilers() -> None:
-    for program in ("gcc", "g++"):
-        if not shutil.which(program):
-            raise SetupError(
-                f"{program} not found: install the package {program} (apt-get install {program})"
-            )
 
 
 def os_release(path: str = "/etc/os-release") -> dict:

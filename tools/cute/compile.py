@@ -28,7 +28,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--arch", required=True)
     parser.add_argument("--main", required=True, help="the file that defines functions()")
     parser.add_argument("--path", action="append", default=[], help="folder with more sources")
-    parser.add_argument("--cc", required=True, help="a C compiler, to link the checks")
+    parser.add_argument("--cc", required=True, type=pathlib.Path, help="links the checks")
     parser.add_argument("--header", required=True, help="what the C++ source includes")
     parser.add_argument("--variant", required=True, help="the struct of a kernel's attributes")
     parser.add_argument("--arguments", default="", help="the struct of a launch's arguments")
@@ -77,7 +77,7 @@ def compile_all(functions, arch: str, cc: str, folder: pathlib.Path) -> list[Com
 
 def main() -> None:
     options = _options()
-    for name in ("source", "manifest", "cubins", "ptx"):
+    for name in ("cc", "source", "manifest", "cubins", "ptx"):
         setattr(options, name, getattr(options, name).absolute())
     os.environ["CUTE_DSL_ARCH"] = options.arch  # before the import: else another target is built
     os.environ.setdefault("HOME", tempfile.gettempdir())

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The repositories that package mirrors fill: locked Python packages, and what is made of them."""
 
+load("//tools/cxx:repository.bzl", "cxx_toolchain_repository")
 load(":buildifier.bzl", "buildifier_repository")
 load(":cuda_toolkit.bzl", "cuda_toolkit_repository")
 load(":debian.bzl", "debian_program")
@@ -35,6 +36,7 @@ def _packages_impl(mctx):
         lock = Label(_LOCK.format("cuda")),
         python_version = pythons.default,
     )
+    cxx_toolchain_repository(name = "cxx_toolchain")
     for name in ["build", "lint", "release", "release-test"]:
         python_packages(
             name = name.replace("-", "_") + "_packages",
