@@ -61,29 +61,6 @@ def test_the_operators_on_ref(options):
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def test_opcheck():
-    tensors = operator_arguments()
-    options = {"causal": True, "backend": "ref"}
-    torch.library.opcheck(torch.ops.tiercel.attention_backward.default, tensors, options)
-    more = (*tensors, torch.randn(2, 4, 9))
-    torch.library.opcheck(torch.ops.tiercel.attention_backward.default, more, options)
-
-
-@pytest.mark.parametrize(
-    ("place", "wrong", "text"),
-    [
-        (0, torch.zeros(2, 9, 4, 16), "`grad` must have dtype bfloat16"),
-        (4, torch.zeros(2, 9, 2, 16).bfloat16(), "`out` must have shape"),
-        (5, torch.zeros(2, 9, 4), "`lse` must have shape"),
-    ],
-)
-def test_bad_arguments(place, wrong, text):
-    tensors = list(operator_arguments())
-    tensors[place] = wrong
-    with pytest.raises((TypeError, ValueError), match=f"attention_backward: {text}"):
-        torch.ops.tiercel.attention_backward(*tensors, backend="ref")
-
-
 @pytest.fixture
 def as_if_there_were_kernels(monkeypatch):
     """The gradient takes the operator, which runs the reference: (with grad_lse, deterministic)."""

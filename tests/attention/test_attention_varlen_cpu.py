@@ -10,6 +10,7 @@ from tiercel.ops.attention import varlen_backward as backward
 from tiercel.ops.attention.reference import attention_backward, attention_varlen_backward
 
 pytestmark = pytest.mark.torch
+NONE = torch.zeros(0, dtype=torch.int32)
 
 
 @pytest.fixture(autouse=True)
@@ -71,11 +72,13 @@ def test_nothing():
 @pytest.mark.parametrize(
     ("error", "text", "changes"),
     [
-        (ValueError, "`q` must have 3 dimensions, got 4", {0: torch.zeros(1, 2, 4, 16).bfloat16()}),
-        (TypeError, "`v` must have dtype bfloat16, got float32", {2: torch.zeros(20, 2, 16)}),
-        (TypeError, "`cu_seqlens_q` must have dtype int32, got int64", {3: torch.zeros(4).long()}),
-        (ValueError, r"`cu_seqlens_k` must have shape \[B \+ 1\] = \[4\]", {4: starts(1)}),
         (ValueError, "`max_seqlen_q` and `max_seqlen_k` must be at least 0", {5: -1}),
+        (ValueError, "`cu_seqlens_q` must have at least one element", dict.fromkeys((3, 4), NONE)),
+        (
+            ValueError,
+            "`k` must have a number of heads that divides that of `q`, 4, got 3",
+            dict.fromkeys((1, 2), torch.zeros(20, 3, 16).bfloat16()),
+        ),
     ],
 )
 def test_bad_arguments(error, text, changes):
@@ -86,13 +89,6 @@ def test_bad_arguments(error, text, changes):
         tiercel.attention_varlen(*given)
     with pytest.raises(ValueError, match="^attention_varlen: `softcap` must be None or positive"):
         tiercel.attention_varlen(*arguments(), softcap=-1.0)
-
-
-def test_opcheck():
-    given = arguments(grad=True)
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    for op in (torch.ops.tiercel.attention_varlen, torch.ops.tiercel.attention_varlen_lse):
-        torch.library.opcheck(op.default, given, {"causal": True}, test_utils=checks)
 
 
 def backward_arguments(**options):
@@ -156,22 +152,6 @@ def test_a_launch_for_each_sequence(monkeypatch):
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def test_opcheck_of_the_backward():
-    tensors, grad_lse = backward_arguments(causal=True)
-    options = {"causal": True, "backend": "ref"}
-    operators_ = torch.ops.tiercel
-    torch.library.opcheck(operators_.attention_varlen_backward.default, tensors, options)
-    more = (*tensors, grad_lse)
-    torch.library.opcheck(operators_.attention_varlen_backward.default, more, options)
-
-
-def test_a_bad_argument_of_the_backward():
-    tensors, _ = backward_arguments()
-    wrong = (tensors[0].float(), *tensors[1:])
-    with pytest.raises(TypeError, match="attention_varlen_backward: `grad` must have dtype"):
-        torch.ops.tiercel.attention_varlen_backward(*wrong, backend="ref")
-
-
 def float8(*lengths):
     given = arguments(*lengths, dtype=torch.float32)
     return *(x.to(torch.float8_e4m3fn) for x in given[:3]), *given[3:]
@@ -198,7 +178,6 @@ def test_float8_is_attention_of_each_sequence():
 @pytest.mark.parametrize(
     ("error", "text", "changes"),
     [
-        (TypeError, "`k` must have dtype float8_e4m3fn, got bfloat16", {"k": torch.bfloat16}),
         (ValueError, r"`k_descale` must have shape \[B, Hk\] = \[3, 2\]", {"k_descale": 4}),
     ],
 )
@@ -215,16 +194,6 @@ def test_float8_bad_arguments(error, text, changes):
 def test_factors_are_of_float8():
     with pytest.raises(ValueError, match="^attention_varlen: `v_descale` must be None unless"):
         tiercel.attention_varlen(*arguments(), v_descale=torch.ones(1))
-
-
-def test_float8_compiles():
-    given = float8()
-    function = torch.compile(
-        lambda *x: tiercel.attention_varlen(*x, return_lse=True),
-        fullgraph=True,
-        backend="aot_eager",
-    )
-    torch.testing.assert_close(function(*given), tiercel.attention_varlen(*given, return_lse=True))
 
 
 def outside(make=arguments, **options):

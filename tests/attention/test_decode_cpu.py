@@ -122,26 +122,18 @@ def test_no_cache_at_all():
 @pytest.mark.parametrize(
     ("error", "text", "changes"),
     [
-        (TypeError, "`q` must have dtype bfloat16 or float16, got float32", {"q": torch.float32}),
-        (TypeError, "`v_cache` must have dtype bfloat16, got float16", {"v_cache": torch.float16}),
-        (TypeError, "`page_table` must have dtype int32, got int64", {"page_table": torch.int64}),
-        (TypeError, "`seqused_k` must have dtype int32", {"seqused_k": torch.int64}),
-        (ValueError, "`q` must have 4 dimensions, got 2", {"q": torch.zeros(3, 4).bfloat16()}),
         (
             ValueError,
-            r"`k_cache` must have shape \[pages, page size, Hk, D\]",
-            {"k_cache": torch.zeros(20, 4, 2, 8).bfloat16()},
+            "`k_cache` must have a number of heads that divides that of `q`, 4, got 3",
+            dict.fromkeys(("k_cache", "v_cache"), torch.zeros(20, 4, 3, 16).bfloat16()),
         ),
         (
             ValueError,
             "`k_scale` must be None for a cache that is not float8, got a tensor",
             {"k_scale": torch.ones(1)},
         ),
-        (TypeError, "`prefix` must have dtype int32", {"prefix": torch.zeros(3)}),
-        (ValueError, r"`out` must have shape \[B, Sq, H, D\]", {"out": torch.zeros(3).bfloat16()}),
         (ValueError, r"`window` must be None or \(left, right\), got 3", {"window": 3}),
         (ValueError, "`scale` must be None or positive and finite, got 0", {"scale": 0}),
-        (TypeError, "`causal` must be a bool, got int", {"causal": 1}),
         (ValueError, "`max_seqused_k` must be None or a whole number", {"max_seqused_k": -1}),
     ],
 )
@@ -152,29 +144,6 @@ def test_bad_arguments(error, text, changes):
         given[name] = given[name].to(value) if isinstance(value, torch.dtype) else value
     with pytest.raises(error, match=f"^decode_attention: {text}"):
         tiercel.decode_attention(**given)
-
-
-def test_opcheck():
-    inputs = make()
-    ops = torch.ops.tiercel
-    prefix = torch.tensor([1, 2, 3], dtype=torch.int32)
-    for options in ({}, {"prefix": prefix, "window": [3, 0], "softcap": 2.0, "scale": 0.3}):
-        torch.library.opcheck(ops.decode_attention.default, inputs, options)
-        torch.library.opcheck(ops.decode_attention_lse.default, inputs, options)
-    out, lse = torch.empty_like(inputs[0]), torch.empty(3, 4, 2)
-    torch.library.opcheck(ops.decode_attention.out, inputs, {"out": out})
-    torch.library.opcheck(ops.decode_attention_lse.out, inputs, {"out": out, "lse": lse})
-
-
-def test_compile():
-    inputs = make()
-    function = torch.compile(
-        lambda *x: tiercel.decode_attention(*x, window=(4, None), return_lse=True),
-        fullgraph=True,
-        backend="aot_eager",
-    )
-    expected = tiercel.decode_attention(*inputs, window=(4, None), return_lse=True)
-    torch.testing.assert_close(function(*inputs), expected)
 
 
 def states(keys=(7, 5), dtype=torch.bfloat16):
@@ -210,22 +179,3 @@ def test_states_without_keys_count_nothing():
     place = torch.empty_like(a[0]), torch.empty_like(a[1])
     assert tiercel.merge_attention_states(*a, *b, out=place)[0] is place[0]
     assert torch.equal(place[0], tiercel.merge_attention_states(*a, *b)[0])
-
-
-def test_bad_states():
-    (a, b), _ = states()
-    for error, text, given in (
-        (ValueError, r"`lse_b` must have shape \[B, H, S\]", (*a, b[0], b[1][:1])),
-        (TypeError, "`out_b` must have dtype bfloat16, got float32", (*a, b[0].float(), b[1])),
-    ):
-        with pytest.raises(error, match=f"^merge_attention_states: {text}"):
-            tiercel.merge_attention_states(*given)
-    with pytest.raises(TypeError, match=r"`out` must be a pair \(out, lse\), got Tensor"):
-        tiercel.merge_attention_states(*a, *b, out=a[0])
-
-
-def test_opcheck_of_merging():
-    (a, b), _ = states()
-    torch.library.opcheck(torch.ops.tiercel.merge_attention_states.default, (*a, *b))
-    places = {"out": torch.empty_like(a[0]), "lse": torch.empty_like(a[1])}
-    torch.library.opcheck(torch.ops.tiercel.merge_attention_states.out, (*a, *b), places)

@@ -29,6 +29,7 @@ OWN = {
     },
     "tests/toy": {
         "cpu.py": "test_toy_cpu.py",
+        "declarations.txt": "declarations.txt",
         "plan.py": "test_toy_plan.py",
         "tests.BUILD": "BUILD",
     },

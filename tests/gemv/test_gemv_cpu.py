@@ -122,17 +122,6 @@ def linear_with(**changes):
 
 
 BAD = [
-    (lambda: gemv_with(0, [1]), TypeError, "nvfp4_gemv: `a` must be a torch.Tensor, got list"),
-    (
-        lambda: gemv_with(0, torch.zeros(9, 32, 2)),
-        TypeError,
-        "nvfp4_gemv: `a` must have dtype float4_e2m1fn_x2, got float32",
-    ),
-    (
-        lambda: gemv_with(2, torch.zeros(9, 4, 2)),
-        TypeError,
-        "nvfp4_gemv: `scale_a` must have dtype float8_e4m3fn, got float32",
-    ),
     (
         lambda: gemv_with(4, torch.zeros(32, 4, 1, 4, 1, 2).to(torch.float8_e4m3fn)),
         ValueError,
@@ -140,14 +129,16 @@ BAD = [
         "[16, 4, 512, 1, 512, 512], got [32, 8, 8, 2, 2, 1]",
     ),
     (
-        lambda: gemv_with(6, torch.zeros(9, 2, dtype=torch.float16)),
+        lambda: gemv_with(5, torch.zeros(32, 4, 1, 4, 1, 2).to(torch.float8_e4m3fn)),
         ValueError,
-        "nvfp4_gemv: `c` must have shape [m, 1, l] = [9, 1, 2], got [9, 2]",
+        "nvfp4_gemv: `scale_b_permuted` must have the strides of the permuted layout, "
+        "[16, 4, 512, 1, 512, 512], got [32, 8, 8, 2, 2, 1]",
     ),
     (
-        lambda: linear_with(x=torch.ones(2, 64)),
-        TypeError,
-        "nvfp4_linear: `x` must have dtype bfloat16, got float32",
+        lambda: tiercel.nvfp4_gemv(*gemv_data(torch.Generator(), k=24)),
+        ValueError,
+        "nvfp4_gemv: `a` must have a multiple of 16 values along K, 8 bytes, got 12 bytes "
+        "(shape [9, 12, 2])",
     ),
     (
         lambda: linear_with(
@@ -158,16 +149,6 @@ BAD = [
         ValueError,
         "nvfp4_linear: `x` must have a multiple of 16 columns, got [2, 24]",
     ),
-    (
-        lambda: linear_with(global_scale=torch.ones(2)),
-        ValueError,
-        "nvfp4_linear: `global_scale` must have shape [1] = [1], got [2]",
-    ),
-    (
-        lambda: linear_with(out=torch.empty(2, 9, dtype=torch.bfloat16)),
-        ValueError,
-        "nvfp4_linear: `out` must have shape [T, N] = [2, 8], got [2, 9]",
-    ),
 ]
 
 
@@ -176,17 +157,6 @@ def test_bad_arguments_are_named(call, error, text):
     with pytest.raises(error) as info:
         call()
     assert str(info.value) == text
-
-
-def test_fake_tensors():
-    from torch._subclasses import FakeTensorMode
-
-    with FakeTensorMode():
-        x = torch.empty(3, 64, dtype=torch.bfloat16, device="cuda")
-        weight = torch.empty(8, 32, dtype=torch.uint8, device="cuda").view(torch.float4_e2m1fn_x2)
-        scale = torch.empty(8, 4, dtype=torch.float8_e4m3fn, device="cuda")
-        out = tiercel.nvfp4_linear(x, weight, scale)
-        assert (out.shape, out.dtype, out.device) == ((3, 8), torch.bfloat16, x.device)
 
 
 def test_registered_backends_write_c(generator):

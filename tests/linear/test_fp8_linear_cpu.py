@@ -67,31 +67,11 @@ def test_scales_of_any_shape():
 @pytest.mark.parametrize(
     ("error", "text", "changes"),
     [
-        (TypeError, "`x` must have dtype float8_e4m3fn, got float32", {"x": torch.ones(M, K)}),
-        (TypeError, "`weight` must have dtype float8_e4m3fn", {"weight": torch.ones(N, K)}),
-        (TypeError, "`x_scale` must have dtype float32", {"x_scale": torch.ones(1).half()}),
         (ValueError, r"`x_scale` must have 1 or M = 5 elements", {"x_scale": torch.ones(4)}),
         (ValueError, r"`weight_scale` must have 1 or N = 24", {"weight_scale": torch.ones(5)}),
-        (TypeError, "`bias` must have dtype bfloat16, got float32", {"bias": torch.ones(N)}),
-        (ValueError, r"`bias` must have shape \[N\] = \[24\]", {"bias": torch.ones(8).bfloat16()}),
-        (ValueError, r"`weight` must have shape \[N, K\]", {"weight": torch.ones(N, 8).to(FLOAT8)}),
-        (ValueError, "`activation` must be one of 'none', 'silu'", {"activation": "relu"}),
-        (ValueError, r"`out` must have shape", {"out": torch.ones(M, 8).bfloat16()}),
     ],
 )
 def test_bad_arguments(error, text, changes):
     names = ("x", "weight", "x_scale", "weight_scale", "bias")
     with pytest.raises(error, match=f"^fp8_linear: {text}"):
         tiercel.fp8_linear(**(dict(zip(names, layer(), strict=True)) | changes))
-
-
-@pytest.mark.parametrize("with_bias", [True, False])
-def test_registered(with_bias):
-    given, op = layer()[: 4 + with_bias], torch.ops.tiercel.fp8_linear
-    # Not test_schema: it compares the arguments, and torch has no product of float8 values.
-    rest = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(op.default, given, {"activation": "silu"}, test_utils=rest)
-    out = torch.empty(M, N, dtype=torch.bfloat16)
-    torch.library.opcheck(op.out, given, {"out": out}, test_utils=rest[:2])
-    compiled = torch.compile(tiercel.fp8_linear, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(*given), tiercel.fp8_linear(*given))

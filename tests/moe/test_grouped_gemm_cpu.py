@@ -35,31 +35,6 @@ def test_by_the_definition(offsets, dtype):
     torch.testing.assert_close(got.double(), due, rtol=8e-3, atol=1e-3)
 
 
-def test_opcheck():
-    x, w = data()
-    offsets = torch.tensor([0, 5, 9, 9, 20], dtype=torch.int32)
-    torch.library.opcheck(torch.ops.tiercel.grouped_gemm, (x, w, offsets))
-
-
-BAD = [
-    (0, lambda x: x.float(), TypeError, "`x` must have dtype bfloat16 or float16, got float32"),
-    (1, lambda w: w.half(), TypeError, "`w` must have dtype bfloat16, got float16"),
-    (1, lambda w: w[:, :, :8], ValueError, "`w` must have shape [E, N, K] = [4, 16, 24], got"),
-    (2, lambda o: o[:4], ValueError, "`offsets` must have shape [E + 1] = [5], got [4]"),
-    (2, lambda o: o.float(), TypeError, "`offsets` must have dtype int32 or int64, got float32"),
-    (2, lambda o: o.repeat(2)[::2], ValueError, "`offsets` must be contiguous, got strides [2]"),
-]
-
-
-@pytest.mark.parametrize(("place", "change", "error", "text"), BAD)
-def test_bad_arguments_are_named(place, change, error, text):
-    values = [*data(), torch.arange(0, 25, 5, dtype=torch.int32)]
-    values[place] = change(values[place])
-    with pytest.raises(error) as info:
-        tiercel.grouped_gemm(*values)
-    assert str(info.value).startswith(f"grouped_gemm: {text}")
-
-
 OFFSETS = ([0, 3, 3, 11, 20], [2, 2, 9, 10, 15], [0, 0, 0, 0, 0])
 
 
@@ -99,24 +74,8 @@ def test_gradients_can_be_differentiated_again():
 PAIRS = ((0, 5), (5, 9), (9, 9), (9, 20))
 
 
-def test_opcheck_of_gradients():
-    x, w = data()
-    offsets = torch.tensor([0, 5, 9, 9, 20], dtype=torch.int32)
-    grad = torch.randn(20, 16).bfloat16()
-    ops = torch.ops.tiercel
-    torch.library.opcheck(ops.grouped_gemm_backward_x, (grad, w, offsets))
-    torch.library.opcheck(ops.grouped_gemm_backward_weight, (grad, x, offsets))
-    needed = (x.requires_grad_(), w.requires_grad_(), offsets)
-    torch.library.opcheck(ops.grouped_gemm, needed)
-
-
-def test_bad_arguments_of_gradients_are_named():
-    x, w = data()
-    offsets, ops = torch.arange(0, 25, 5), torch.ops.tiercel
-    grad = torch.zeros(20, 16).bfloat16()
-    with pytest.raises(ValueError, match="grouped_gemm_backward: `w` must have shape"):
-        ops.grouped_gemm_backward_x(grad[:, :8], w, offsets)
-    with pytest.raises(ValueError, match="grouped_gemm_backward: `x` must have shape"):
-        ops.grouped_gemm_backward_weight(grad[:8], x, offsets)
+def test_a_gradient_without_offsets_is_refused():
+    x, _ = data()
+    grad, none = torch.zeros(20, 16).bfloat16(), torch.zeros(0, dtype=torch.int64)
     with pytest.raises(ValueError, match="`offsets` must have at least 1 element, got 0"):
-        ops.grouped_gemm_backward_weight(grad, x, offsets[:0])
+        torch.ops.tiercel.grouped_gemm_backward_weight(grad, x, none)

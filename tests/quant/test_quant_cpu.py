@@ -158,46 +158,10 @@ def test_out():
 
 ONE = torch.ones(1, 1)
 BAD = [
-    (lambda: tiercel.fp8_quantize([1.0]), TypeError, "`x` must be a torch.Tensor, got list"),
-    (
-        lambda: tiercel.fp8_quantize(torch.ones(4, 8).long()),
-        TypeError,
-        "`x` must have dtype float32, bfloat16 or float16, got int64",
-    ),
-    (
-        lambda: tiercel.fp8_quantize(torch.ones(8)),
-        ValueError,
-        "`x` must have 2 dimensions, got 1 (shape [8])",
-    ),
-    (
-        lambda: tiercel.fp8_quantize(torch.ones(4, 8), "column"),
-        ValueError,
-        "`granularity` must be one of 'tensor', 'row', '1x128', '128x128', got 'column'",
-    ),
     (
         lambda: tiercel.fp8_quantize(torch.ones(4, 8), "row", scale=ONE),
         ValueError,
         "a given `scale` needs granularity='tensor', got 'row'",
-    ),
-    (
-        lambda: tiercel.fp8_quantize(torch.ones(4, 8), "tensor", scale=torch.ones(1)),
-        ValueError,
-        "`scale` must have shape [1, 1] = [1, 1], got [1]",
-    ),
-    (
-        lambda: tiercel.fp8_quantize(torch.ones(4, 8), "tensor", scale=ONE.double()),
-        TypeError,
-        "`scale` must have dtype float32, got float64",
-    ),
-    (
-        lambda: tiercel.fp8_quantize(torch.ones(4, 8), out=(ONE,)),
-        TypeError,
-        "`out` must be a pair (q, scale), got 1 values",
-    ),
-    (
-        lambda: tiercel.fp8_quantize(torch.ones(4, 8), out=(torch.ones(4, 8), torch.ones(4, 1))),
-        TypeError,
-        "`q` must have dtype float8_e4m3fn, got float32",
     ),
     (
         lambda: tiercel.nvfp4_quantize(torch.ones(4, 24)),
@@ -205,21 +169,12 @@ BAD = [
         "`x` must have a multiple of 16 columns, got [4, 24]",
     ),
     (
-        lambda: tiercel.nvfp4_quantize(torch.ones(4, 32), global_scale=torch.ones(2)),
-        ValueError,
-        "`global_scale` must have shape [1] = [1], got [2]",
-    ),
-    (
-        lambda: tiercel.nvfp4_dequantize(torch.ones(4, 8), torch.ones(4, 1)),
-        TypeError,
-        "`q` must have dtype float4_e2m1fn_x2, got float32",
-    ),
-    (
         lambda: tiercel.nvfp4_dequantize(
-            *tiercel.nvfp4_quantize(torch.ones(4, 16)), dtype=torch.int8
+            torch.zeros(4, 12, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+            torch.ones(4, 1).to(torch.float8_e4m3fn),
         ),
-        TypeError,
-        "`dtype` must have dtype float32, bfloat16 or float16, got int8",
+        ValueError,
+        "`q` must have a multiple of 8 columns, got [4, 12]",
     ),
 ]
 
@@ -229,46 +184,3 @@ def test_bad_arguments_are_named(call, error, text):
     with pytest.raises(error) as info:
         call()
     assert str(info.value).partition(": ")[2] == text
-
-
-def test_there_is_no_derivative():
-    with pytest.raises(RuntimeError, match="there is no derivative"):
-        tiercel.fp8_quantize(torch.ones(4, 8, requires_grad=True))
-
-
-OPCHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-
-
-def test_opcheck():
-    """Without the schema test where there are 4-bit floats: it compares, which they cannot."""
-    x, given, ops = random(6, 128), torch.tensor([0.1]), torch.ops.tiercel
-    for granularity in GRANULARITIES:
-        torch.library.opcheck(ops.fp8_quantize.default, (x, granularity))
-    torch.library.opcheck(ops.fp8_quantize_static.default, (x, ONE))
-    for global_scale in (None, given):
-        call = (x, global_scale)
-        torch.library.opcheck(ops.nvfp4_quantize.default, call, test_utils=OPCHECKS[:2])
-
-
-def test_fake_tensors():
-    from torch._subclasses import FakeTensorMode
-
-    with FakeTensorMode():
-        x = torch.empty(5, 384, device="cuda", dtype=torch.bfloat16)
-        q, scale = tiercel.fp8_quantize(x, "1x128")
-        assert (q.shape, q.dtype, scale.shape) == ((5, 384), torch.float8_e4m3fn, (5, 3))
-        q, scale = tiercel.nvfp4_quantize(x)
-        assert (q.shape, scale.shape) == ((5, 192), (5, 24)) and q.device == x.device
-        assert tiercel.nvfp4_dequantize(q, scale).shape == (5, 384)
-
-
-def test_compile():
-    torch._dynamo.reset()
-
-    def model(x):
-        q, scale = tiercel.fp8_quantize(x * 2, "1x128")
-        return q.float() * scale.repeat_interleave(128, 1)
-
-    x = random(4, 256)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(x), model(x))

@@ -75,12 +75,12 @@ def test_gradients(interleaved):
 
 
 BAD = [
-    ({"positions": torch.zeros(5)}, TypeError, "`positions` must have dtype int32 or int64, got"),
-    ({"q": torch.zeros(4, 3, 8)}, ValueError, "`q` must have shape [T, H, D] = [5, 3, 8], got"),
-    ({"k": torch.zeros(5, 2, 6)}, ValueError, "`k` must have shape [T, Hk, D] = [5, 2, 8], got"),
     ({"cos_sin_cache": torch.zeros(9, 10)}, ValueError, "`cos_sin_cache` must have an even second"),
-    ({"interleaved": 1}, TypeError, "`interleaved` must be a bool, got int"),
-    ({"out": (torch.zeros(5, 3, 8),)}, TypeError, "`out` must be a pair (q_out, k_out), got 1"),
+    (
+        {"cos_sin_cache": torch.zeros(0, 8)},
+        ValueError,
+        "`cos_sin_cache` must have at least one row",
+    ),
     ({"inplace": True, "out": ()}, ValueError, "`inplace` and `out` exclude each other"),
 ]
 
@@ -92,18 +92,6 @@ def test_bad_arguments_are_named(changes, error, text):
     with pytest.raises(error) as info:
         tiercel.rotary_embedding(**given)
     assert str(info.value).startswith(f"rotary_embedding: {text}")
-
-
-def test_opcheck():
-    positions, q, k, cache, _ = make()
-    ops = torch.ops.tiercel
-    inputs = positions, q.requires_grad_(), k.requires_grad_(), cache
-    torch.library.opcheck(ops.rotary_embedding.default, inputs)
-    plain = positions, q.detach(), k.detach(), cache
-    out = torch.empty_like(q), torch.empty_like(k)
-    places = dict(zip(("q_out", "k_out"), out, strict=True))
-    torch.library.opcheck(ops.rotary_embedding.out, plain, places)
-    torch.library.opcheck(ops.rotary_embedding_.default, plain)
 
 
 def caches(dtype, blocks=4, places=4, heads=2, size=8):
@@ -140,8 +128,6 @@ def test_kv_cache_write(dtype, scales):
 def test_kv_cache_errors():
     key = torch.zeros(5, 2, 8).bfloat16()
     slots = torch.zeros(5, dtype=torch.int64)
-    with pytest.raises(TypeError, match="`key_cache` must have dtype bfloat16 or float8_e4m3fn"):
-        tiercel.kv_cache_write(key, key, *caches(torch.float16), slots)
     with pytest.raises(ValueError, match="`key_scale` must be None for a cache that is not float8"):
         tiercel.kv_cache_write(key, key, *caches(torch.bfloat16), slots, key_scale=torch.ones(1))
     with pytest.raises(ValueError, match="`value_scale` must have 1 element or H = 2, got 3"):

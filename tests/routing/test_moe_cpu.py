@@ -92,71 +92,14 @@ def test_align_out(extra):
 
 ALIGN_BAD = [
     (
-        {"topk_ids": torch.zeros(4, 2)},
-        TypeError,
-        "`topk_ids` must have dtype int32 or int64, got float32",
-    ),
-    (
-        {"topk_ids": torch.zeros(8, dtype=torch.int32)},
-        ValueError,
-        "`topk_ids` must have 2 dimensions, got 1 (shape [8])",
-    ),
-    (
-        {"topk_ids": torch.zeros(2, 4, dtype=torch.int32).t()},
-        ValueError,
-        "`topk_ids` must be contiguous, got strides [1, 4] for shape [4, 2]",
-    ),
-    ({"topk_ids": [[1]]}, TypeError, "`topk_ids` must be a torch.Tensor, got list"),
-    ({"block_size": 0}, ValueError, "`block_size` must be at least 1, got 0"),
-    ({"block_size": 2.0}, TypeError, "`block_size` must be an int, got float"),
-    ({"num_experts": 0}, ValueError, "`num_experts` must be at least 1, got 0"),
-    ({"num_experts": "8"}, TypeError, "`num_experts` must be an int, got str"),
-    ({"pad_sorted_ids": 1}, TypeError, "`pad_sorted_ids` must be a bool, got int"),
-    (
-        {"ignore_invalid_experts": None},
-        TypeError,
-        "`ignore_invalid_experts` must be a bool, got NoneType",
-    ),
-    (
-        {"expert_map": torch.zeros(8)},
-        TypeError,
-        "`expert_map` must have dtype int32, got float32",
-    ),
-    (
-        {"expert_map": torch.zeros(7, dtype=torch.int32)},
-        ValueError,
-        "`expert_map` must have shape [num_experts] = [8], got [7]",
-    ),
-    (
-        {"expert_map": torch.zeros(8, dtype=torch.int32, device="meta")},
-        ValueError,
-        "`expert_map` must be on the device of `topk_ids`, a CPU tensor, got a tensor on meta",
-    ),
-    (
         {"block_size": 2**30},
         ValueError,
         "more slots than int32 can number are needed, 8589934592",
     ),
     (
-        {"out": outputs()[:2]},
-        TypeError,
-        "`out` must be 3 tensors (sorted_token_ids, expert_ids, num_tokens_post_padded), "
-        "got 2 values",
-    ),
-    (
         {"out": outputs(extra=-1)},
         ValueError,
         "`sorted_token_ids` must have at least 32 elements, got 31",
-    ),
-    (
-        {"out": (*outputs()[:1], *outputs(extra=9)[1:])},
-        ValueError,
-        "`expert_ids` must have shape [ceil(sorted_token_ids / block_size)] = [8], got [11]",
-    ),
-    (
-        {"out": (outputs()[0].long(), *outputs()[1:])},
-        TypeError,
-        "`sorted_token_ids` must have dtype int32, got int64",
     ),
 ]
 
@@ -167,46 +110,6 @@ def test_bad_arguments_of_align_are_named(changes, error, text):
     with pytest.raises(error) as info:
         tiercel.moe_align_block_size(**arguments)
     assert str(info.value) == f"moe_align_block_size: {text}"
-
-
-@pytest.mark.parametrize("args", [(4, 8), (16, 8, every_second(8), True, True)])
-def test_opcheck_of_align(args):
-    ids = random_ids(6, 8, 2)
-    torch.library.opcheck(torch.ops.tiercel.moe_align_block_size.default, (ids, *args))
-    out = dict(zip(LISTS, outputs(6), strict=True))
-    torch.library.opcheck(torch.ops.tiercel.moe_align_block_size.out, (ids, 4, 8), out)
-
-
-def test_align_of_fake_tensors():
-    from torch._subclasses import FakeTensorMode
-
-    with FakeTensorMode():
-        ids = torch.empty(100, 8, dtype=torch.int32, device="cuda")
-        slots, blocks, number = tiercel.moe_align_block_size(ids, 64, 128)
-        assert [t.shape[0] for t in (slots, blocks, number)] == [8864, 139, 1]
-        assert slots.device == ids.device and slots.dtype == torch.int32
-        scores = torch.empty(5, 64, device="cuda")
-        found = tiercel.topk_softmax_align(scores, 4, 16, indices_dtype=torch.int64)
-        assert [t.shape for t in found] == [(5, 4), (5, 4), (320,), (20,), (1,)]
-        assert found[1].dtype == torch.int64
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_of_choosing_sorting_and_adding(dynamic):
-    def model(scores, x):
-        weights, ids, *blocks = tiercel.topk_softmax_align(scores * 2, 2, 4, renormalize=True)
-        again = tiercel.moe_align_block_size(ids, 4, scores.shape[1])
-        return weights, blocks, again, tiercel.moe_sum(x, weights)
-
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    for tokens in (4, 9):
-        scores = torch.randn(tokens, 8, requires_grad=True)
-        x = torch.randn(tokens, 2, 16, requires_grad=True)
-        got, expected = compiled(scores, x), model(scores, x)
-        torch.testing.assert_close(got, expected)
-        grads = [torch.autograd.grad(r[3].square().sum(), (scores, x)) for r in (got, expected)]
-        torch.testing.assert_close(*grads)
 
 
 # topk_softmax_align
@@ -237,12 +140,6 @@ def test_choosing_and_sorting_out():
     assert all(a is b for a, b in zip(result, out, strict=True))
     expected = tiercel.topk_softmax_align(scores, 2, 4)
     assert torch.equal(out[0], expected[0]) and torch.equal(out[2][:32], expected[2])
-    with pytest.raises(
-        ValueError, match=r"topk_softmax_align: `weights` must have shape \[T, k\] = \[4, 3"
-    ):
-        tiercel.topk_softmax_align(scores, 3, 4, out=out)
-    with pytest.raises(TypeError, match=r"`out` must be 5 tensors \(weights, indices, sorted_tok"):
-        tiercel.topk_softmax_align(scores, 2, 4, out=out[:4])
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
@@ -257,25 +154,15 @@ def test_gradients_of_choosing_and_sorting(renormalize):
     torch.testing.assert_close(*grads)
 
 
-def test_opcheck_of_choosing_and_sorting():
-    for scores in (torch.randn(6, 16), torch.randn(6, 16, requires_grad=True)):
-        torch.library.opcheck(torch.ops.tiercel.topk_softmax_align.default, (scores, 3, 8))
-    out = {"weights": torch.empty(4, 2), "indices": torch.empty(4, 2, dtype=torch.int32)}
-    out |= zip(LISTS, outputs(), strict=True)
-    arguments = (torch.randn(4, 8), 2, 4)
-    torch.library.opcheck(torch.ops.tiercel.topk_softmax_align.out, arguments, out)
+SHORT = (torch.empty(4, 2), torch.empty(4, 2, dtype=torch.int32), *outputs(extra=-1))
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
         ({"k": 17}, ValueError, "k must be between 1 and the number of experts, got k = 17 for 16"),
-        ({"k": 2.0}, TypeError, "`k` must be an int, got float"),
-        ({"scores": torch.zeros(16)}, ValueError, "`scores` must have 2 dimensions, got 1"),
-        ({"block_size": -1}, ValueError, "`block_size` must be at least 1, got -1"),
-        ({"renormalize": 0}, TypeError, "`renormalize` must be a bool, got int"),
-        ({"expert_map": torch.zeros(3, dtype=torch.int32)}, ValueError, "`expert_map` must have"),
-        ({"expert_map": [1]}, (TypeError, RuntimeError), "expert_map"),
+        ({"out": SHORT}, ValueError, "`sorted_token_ids` must have at least 32 elements, got 31"),
+        ({"block_size": 2**30}, ValueError, "more slots than int32 can number are needed"),
     ],
 )
 def test_bad_arguments_of_choosing_and_sorting_are_named(changes, error, text):
@@ -325,55 +212,3 @@ def test_gradients_of_sums(weighted):
         for function in (tiercel.moe_sum, tiercel.ref.moe_sum)
     ]
     torch.testing.assert_close(*results)
-
-
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_opcheck_of_sums(requires_grad):
-    x = torch.randn(3, 4, 8, requires_grad=requires_grad)
-    weights = torch.rand(3, 4, requires_grad=requires_grad)
-    torch.library.opcheck(torch.ops.tiercel.moe_sum.default, (x,))
-    torch.library.opcheck(torch.ops.tiercel.moe_sum.default, (x, weights))
-    out = {"out": torch.empty(3, 8)}
-    for plain in ((x.detach(),), (x.detach(), weights.detach())):
-        torch.library.opcheck(torch.ops.tiercel.moe_sum.out, plain, out)
-
-
-@pytest.mark.parametrize(
-    ("args", "error", "text"),
-    [
-        ((torch.zeros(2, 3),), ValueError, "`x` must have 3 dimensions, got 2 (shape [2, 3])"),
-        (
-            (torch.zeros(2, 3, 4, dtype=torch.int32),),
-            TypeError,
-            "`x` must have dtype float32, bfloat16 or float16, got int32",
-        ),
-        (
-            (torch.zeros(2, 3, 4), torch.zeros(2, 4)),
-            ValueError,
-            "`weights` must have shape [T, k] = [2, 3], got [2, 4]",
-        ),
-        (
-            (torch.zeros(2, 3, 4), torch.zeros(2, 3).half()),
-            TypeError,
-            "`weights` must have dtype float32, got float16",
-        ),
-        (
-            (torch.zeros(2, 3, 4), torch.zeros(3, 2).t()),
-            ValueError,
-            "`weights` must be contiguous, got strides [1, 2] for shape [2, 3]",
-        ),
-        (([1.0],), TypeError, "`x` must be a torch.Tensor, got list"),
-    ],
-)
-def test_bad_arguments_of_sums_are_named(args, error, text):
-    with pytest.raises(error) as info:
-        tiercel.moe_sum(*args)
-    assert str(info.value) == f"moe_sum: {text}"
-
-
-def test_bad_outputs_of_sums_are_named():
-    with pytest.raises(ValueError) as info:
-        tiercel.moe_sum(torch.zeros(2, 3, 4), out=torch.zeros(2, 5))
-    assert str(info.value) == "moe_sum: `out` must have shape [T, H] = [2, 4], got [2, 5]"
-    with pytest.raises(RuntimeError, match="moe_sum: there is no derivative for `out=`"):
-        tiercel.moe_sum(torch.zeros(2, 3, 4, requires_grad=True), out=torch.zeros(2, 4))

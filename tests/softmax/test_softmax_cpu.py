@@ -114,69 +114,19 @@ def test_set_backend():
 @pytest.mark.parametrize(
     ("error", "text", "arguments"),
     [
-        (
-            TypeError,
-            "`x` must have dtype float32, bfloat16 or float16",
-            {"x": torch.ones(2).double()},
-        ),
-        (ValueError, "`x` must have at least 1 dimension", {"x": torch.ones(())}),
         (ValueError, "`dim` must be from -2 to 1, got 2 for shape", {"dim": 2}),
-        (TypeError, "`scale` must be a float or None, got Tensor", {"scale": torch.ones(1)}),
-        (
-            TypeError,
-            "`mask` must have dtype bool or float32, got int32",
-            {"mask": torch.ones(16).int()},
-        ),
         (
             ValueError,
             r"`mask` must broadcast to the shape of `x`, \[5, 16\], got \[8\]",
             {"mask": torch.ones(8).bool()},
         ),
         (ValueError, r"`mask` must broadcast", {"mask": torch.ones(1, 5, 16).bool()}),
-        (ValueError, r"`out` must have shape \[\.\.\., N\] = \[5, 16\]", {"out": torch.ones(5, 8)}),
-        (TypeError, "`out` must have dtype float32", {"out": torch.ones(5, 16).half()}),
     ],
 )
 def test_bad_arguments(error, text, arguments):
     for op in OPS:
         with pytest.raises(error, match=f"^{op}: {text}"):
             getattr(tiercel, op)(**({"x": rand(5, 16)} | arguments))
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_opcheck(op):
-    ops, check = torch.ops.tiercel, torch.library.opcheck
-    x, grad = rand(4, 8, grad=True), rand(4, 8, seed=1)
-    keep = rand(4, 8, seed=2) > -1
-    operator = getattr(ops, op)
-    check(operator.default, (x,), {"mask": rand(8, seed=3, grad=True), "scale": 0.5})
-    for mask in (None, keep):
-        check(operator.default, (x, 0), {"mask": mask})
-        check(operator.out, (x.detach(),), {"mask": mask, "out": torch.empty(4, 8)})
-        check(getattr(ops, f"{op}_backward").default, (grad, x.detach()), {"mask": mask})
-
-
-def test_compile():
-    x = rand(4, 8, grad=True)
-    function = torch.compile(
-        lambda x: tiercel.softmax_online(x * 2, scale=0.5).square().sum(),
-        fullgraph=True,
-        backend="aot_eager",
-    )
-    function(x).backward()
-    got, x.grad = x.grad, None
-    tiercel.softmax_online(x * 2, scale=0.5).square().sum().backward()
-    torch.testing.assert_close(got, x.grad)
-
-
-def test_fake_tensors():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        x = torch.empty(7, 3, 16, dtype=torch.float16, device="cuda")
-        mask = torch.empty(3, 16, dtype=torch.bool, device="cuda")
-        result = tiercel.softmax_online(x, mask=mask)
-        assert result.shape == x.shape and result.dtype == torch.float16
 
 
 def test_module():

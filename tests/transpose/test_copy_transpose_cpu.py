@@ -49,40 +49,12 @@ def test_strided():
 
 
 BAD = [
-    ({"x": torch.zeros(3)}, ValueError, "`x` must have at least 2 dimensions, got 1"),
     (
-        {"x": torch.zeros(3, 4, dtype=torch.float64)},
-        TypeError,
-        "`x` must have dtype bfloat16, float16, float32, float8_e4m3fn, float8_e5m2, int8, uint8, "
-        "bool, int16 or int32, got float64",
-    ),
-    ({"x": [[1.0]]}, TypeError, "`x` must be a torch.Tensor, got list"),
-    (
-        {"x": torch.eye(4).to_sparse()},
-        TypeError,
-        "`x` must be a dense tensor, got layout torch.sparse_coo",
+        {"x": torch.zeros(1, 2, 3, 4)},
+        ValueError,
+        "`x` must have 2 or 3 dimensions, got 4 (shape [1, 2, 3, 4])",
     ),
     ({"tile_size": 16}, ValueError, "`tile_size` must be 32, 64 or 128, got 16"),
-    (
-        {"out": torch.zeros(4, 8)},
-        ValueError,
-        "`out` must have shape [..., N, M] = [8, 4], got [4, 8]",
-    ),
-    (
-        {"out": torch.zeros(8, 4, dtype=torch.float16)},
-        TypeError,
-        "`out` must have dtype float32, got float16",
-    ),
-    (
-        {"out": torch.zeros(4, 8).t()},
-        ValueError,
-        "`out` must be contiguous, got strides [1, 8] for shape [8, 4]",
-    ),
-    (
-        {"out": torch.zeros(8, 4, device="meta")},
-        ValueError,
-        "`out` must be on the device of `x`, a CPU tensor, got a tensor on meta",
-    ),
 ]
 
 
@@ -103,40 +75,6 @@ def test_gradient():
         assert torch.equal(grad, pull.transpose(-2, -1))
     with pytest.raises(RuntimeError, match="there is no derivative for `out=`"):
         tiercel.copy_transpose(x, out=torch.empty(2, 4, 3))
-
-
-@pytest.mark.parametrize("shape", [(5, 7), (2, 5, 7)])
-def test_opcheck(shape):
-    x = draw(*shape).requires_grad_()
-    torch.library.opcheck(torch.ops.tiercel.copy_transpose.default, (x,))
-    torch.library.opcheck(torch.ops.tiercel.copy_transpose.default, (x, 64))
-    out = torch.empty(*shape[:-2], 7, 5)
-    torch.library.opcheck(torch.ops.tiercel.copy_transpose.out, (x.detach(),), {"out": out})
-
-
-def test_fake_and_meta_tensors():
-    from torch._subclasses import FakeTensorMode
-
-    with FakeTensorMode():
-        got = tiercel.copy_transpose(torch.empty(2, 5, 16, device="cuda", dtype=torch.int8))
-        assert (got.shape, got.dtype, got.device.type) == ((2, 16, 5), torch.int8, "cuda")
-    assert tiercel.copy_transpose(torch.empty(5, 16, device="meta")).shape == (16, 5)
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile(dynamic):
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda x: tiercel.copy_transpose(x * 2) + 1,
-        backend="aot_eager",
-        fullgraph=True,
-        dynamic=dynamic,
-    )
-    for rows in (3, 6):
-        x = draw(rows, 4).requires_grad_()
-        got = compiled(x)
-        assert torch.equal(got, x.t() * 2 + 1)
-        assert torch.equal(torch.autograd.grad(got.sum(), x)[0], torch.full_like(x, 2))
 
 
 def test_transforms():

@@ -39,6 +39,10 @@ def family_tests(medium = [], exclude = []):
       medium: targets that take longer than half a minute on two slow cores.
       exclude: files whose targets the package declares itself.
     """
+    native.exports_files(
+        ["declarations.txt"],
+        visibility = ["//kernels:__pkg__"],
+    )
     gpu = {}
     for file in native.glob(["test_*.py"], exclude = exclude):
         name = file.removesuffix(".py")

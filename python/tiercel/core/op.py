@@ -129,6 +129,10 @@ def _copy(source: Tensor, to: Tensor) -> None:
     to.copy_(source)
 
 
+# Every op, by its operator's name.
+ops: dict[str, Op] = {}
+
+
 class Op:
     """An op. Calling it with the operator's arguments, ``backend`` last, is the fastest right way.
 
@@ -159,6 +163,7 @@ class Op:
         plugin: Callable[..., Any] | None = None,
     ) -> None:
         self.spec = spec
+        ops[spec.name] = self
         self._sm90 = sm90
         self._reference = reference
         self._fake = fake

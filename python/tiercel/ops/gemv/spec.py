@@ -63,7 +63,7 @@ NVFP4_GEMV = Spec(
     _permuted("scale_a_permuted", "a"),
     _permuted("scale_b_permuted", "b"),
     Tensor("c", "m 1 l", "float16", strided=True, written=True),
-    dims={"k": lambda call: 2 * call.a.shape[1]},
+    dims={"k": lambda call: 2 * call.a.shape[1] if call.a.dim() == 3 else None},
     check=_check_gemv,
     limits="k a multiple of 32, up to 131072",
 )
