@@ -25,12 +25,6 @@ from errors import SetupError, one_line
 
 LOCK = Path(__file__).resolve().parent.parent / "cxx" / "packages.lock"
 
-# The second keeps every file that Debian has ever published.
-_PUBLIC = (
-    "http://deb.debian.org/debian",
-    "https://snapshot.debian.org/archive/debian/20261101T000000Z",
-)
-
 _GCC = r"usr/lib/gcc/x86_64-linux-gnu/12"
 _KEPT = re.compile(
     r"lib(64)?/.*|usr/lib/x86_64-linux-gnu/[^/]+"
@@ -61,11 +55,14 @@ def fetch(folder: Path) -> list:
 
 
 def _archives() -> list:
+    """Addresses of archives of Debian: apt's on this machine, and the one that is named."""
+    named = [address for address in [os.environ.get("DEBIAN_MIRROR", "").rstrip("/")] if address]
     try:
-        configured = debs.mirrors()
-    except SetupError:
-        configured = []
-    return configured + [address for address in _PUBLIC if address not in configured]
+        return named + debs.mirrors()
+    except SetupError as error:
+        if named:
+            return named
+        raise SetupError(f"{error}; DEBIAN_MIRROR=ADDRESS names one, too") from None
 
 
 def _fetch_one(archives: list, path: str, digest: str, target: Path) -> None:
