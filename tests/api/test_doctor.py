@@ -3,7 +3,6 @@
 
 import json
 import sys
-from pathlib import Path
 
 from support import fake_driver
 
@@ -110,12 +109,6 @@ def test_log_of_a_file_and_of_stdin(run_python, run_command, tmp_path):
     assert missing.returncode == 2 and "cannot read" in missing.stderr
     pipe = f"{sys.executable} -m tiercel doctor --log - < {log}"
     assert "unsupported architecture" in run_command(["bash", "-c", pipe]).stdout
-
-
-def test_both_commands(run_command):
-    script = Path(sys.executable).parent / "tiercel"
-    for command in ([script], [sys.executable, "-m", "tiercel"]):
-        assert run_command([*command, "doctor"]).stdout.startswith("tiercel ")
 
 
 def test_unknown_command(run_command):

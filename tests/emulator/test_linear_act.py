@@ -125,7 +125,7 @@ def test_residual_and_sums(shape, act):
 def test_gated(shape, expected, act):
     dtype = torch.float16 if act == "gelu" else torch.bfloat16
     x, w, b, y, _ = beside(*shape, dtype, parts=2)
-    arguments = (x, w, b, None, y, None, list(ACTIVATIONS).index(act))
+    arguments = (x, w, b, y, list(ACTIVATIONS).index(act))
     assert expected in kernels.gated_linear_plan(*arguments)["kernel"]
     kernels.gated_linear(*arguments)
     gate, up = (x.double() @ w.double().T + b.double()).chunk(2, dim=1)

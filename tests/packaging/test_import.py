@@ -33,6 +33,13 @@ def test_import_is_of_the_installed_wheel() -> None:
     assert file.startswith(sysconfig.get_path("platlib"))
 
 
+def test_the_command() -> None:
+    script = os.path.join(sysconfig.get_path("scripts"), "tiercel")
+    for command in ([script], [sys.executable, "-I", "-m", "tiercel"]):
+        result = subprocess.run([*command, "doctor"], capture_output=True, env={}, text=True)
+        assert result.stdout.startswith("tiercel "), result.stderr
+
+
 def test_extension_module_loads() -> None:
     assert run("import tiercel._C as m; print(m.__name__)") == "tiercel._C"
     file = run("import tiercel._C as m; print(m.__file__)")

@@ -3,7 +3,7 @@
 
 Fails where the stub and the module differ in a name, or in the arguments of a function.
 
-usage: extension_stub.py MODULE.pyi EXTENSION OUT.pyi
+usage: extension_stub.py EXTENSION MODULE.pyi OUT.pyi
 """
 
 import ast
@@ -50,7 +50,7 @@ def differences(stub: str, module: ModuleType) -> list[str]:
     return found
 
 
-def main(by_hand: str, extension: str, out: str) -> int:
+def main(extension: str, by_hand: str, out: str) -> int:
     module = load(extension)
     stub = Path(by_hand).read_text() + "\n" + module._stub()
     found = differences(stub, module)
