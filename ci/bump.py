@@ -18,7 +18,7 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 VERSION = re.compile(r'^VERSION = "(?P<version>[^"]+)"$', re.MULTILINE)
-# What PEP 440 calls a final or a pre-release, in its normal form, with three numbers.
+# A final release or a pre-release of PEP 440, in its normal form, with three numbers.
 RELEASE = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)(?:(a|b|rc)(0|[1-9]\d*))?")
 HEADING = re.compile(r"^## \[(?P<version>[^\]]+)\](?: - (?P<date>\d{4}-\d\d-\d\d))?$", re.MULTILINE)
 UNRELEASED = "Unreleased"

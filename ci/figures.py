@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scripts that write figures into a page have in common."""
+"""Shared by the scripts that write figures into a page."""
 
 import os
 import pathlib

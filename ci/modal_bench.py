@@ -20,7 +20,7 @@ THERE = "/root"
 
 
 class Problem(Exception):
-    """What the user can put right."""
+    """An error that the user can put right."""
 
 
 def options(words: list[str] | None = None) -> argparse.Namespace:

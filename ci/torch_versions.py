@@ -71,7 +71,7 @@ def measure(version: str, wheel: pathlib.Path) -> dict:
 
 
 def number(one: dict) -> tuple[int, ...]:
-    """Of a version: 2.11.0+cu130 is (2, 11, 0)."""
+    """The numbers of a version: 2.11.0+cu130 is (2, 11, 0)."""
     return tuple(map(int, one["torch"].partition("+")[0].split(".")))
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What one graph for all Pythons saves: CPU seconds of cold builds, for docs/releasing.md.
+"""Measures what one graph for all Pythons saves: CPU seconds of cold builds, for docs/releasing.md.
 
     ci/wheels_cost.py [--write] [--pythons 3.10,3.11]
 

@@ -14,7 +14,7 @@ from tiercel.ops import _register as _register  # fills the registry
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call would run on; ``str()`` of it reads as one paragraph."""
+    """The backend that a call would run on; ``str()`` of it reads as one paragraph."""
 
     op: str
     backend: str

@@ -7,7 +7,7 @@ MINIMUM = (2, 9)
 
 
 def missing_torch() -> "str | None":
-    """What is wrong with the installed PyTorch, or None."""
+    """The problem with the installed PyTorch, or None."""
     need = f"tiercel needs PyTorch {MINIMUM[0]}.{MINIMUM[1]} or newer"
     try:
         import torch

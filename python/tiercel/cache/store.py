@@ -78,7 +78,7 @@ class Cache:
         return self._get(fields, build)[0]
 
     def read_or_build(self, fields: Mapping[str, Any], build: Callable[[Path], object]) -> bytes:
-        """As get_or_build, but the file's contents, whatever becomes of the entry."""
+        """Like get_or_build, but returns the file's contents, whatever becomes of the entry."""
         while True:
             path, size, sha256 = self._get(fields, build)
             with contextlib.suppress(FileNotFoundError):  # evicted in between

@@ -46,7 +46,7 @@ class Autograd:
 
 
 class ExplainRequest(str):
-    """As ``backend``, it stops a call where the operator is reached: for ``explain``."""
+    """Given as ``backend``, it stops a call where the operator is reached: for ``explain``."""
 
     def __new__(cls, asked: str | None) -> ExplainRequest:
         request = super().__new__(cls, "explain")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a call may skip torch's dispatcher."""
+"""Decides if a call may skip torch's dispatcher."""
 
 from __future__ import annotations
 

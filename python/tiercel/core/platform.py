@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the sm90 kernels run on a device, and the sentence that says why not."""
+"""Tells if the sm90 kernels run on a device, and says why not."""
 
 from __future__ import annotations
 

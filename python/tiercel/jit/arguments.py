@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel takes, from its mangled name; and Python values as its arguments' bytes."""
+"""A kernel's parameters, from its mangled name; and Python values as its arguments' bytes."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class KernelReport:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a compiler made of one file, for one architecture."""
+    """The result of compiling one file for one architecture."""
 
     image: bytes = field(repr=False)
     arch: str

@@ -27,7 +27,7 @@ _DSL = Path(__file__).parent / "dsl"
 
 
 def enabled() -> bool:
-    """Whether TIERCEL_JIT=1 allows operators to compile what is not precompiled."""
+    """True if TIERCEL_JIT=1 allows operators to compile kernels that the wheel lacks."""
     return os.environ.get("TIERCEL_JIT", "0").lower() not in ("", "0", "false", "no", "off")
 
 

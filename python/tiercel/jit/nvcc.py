@@ -26,7 +26,7 @@ _VARIABLES = (
 
 @dataclass(frozen=True)
 class Options:
-    """How to compile; `instances` are template instances that are to be compiled."""
+    """Compiler options; `instances` are the template instances to compile."""
 
     defines: tuple[str, ...] = ()
     include: tuple[str, ...] = ()

@@ -16,7 +16,7 @@ _SUFFIXES = (".cu", ".cuh", ".cc", ".cpp", ".cxx", ".c", ".h", ".hpp")
 
 @dataclass(frozen=True)
 class SourceFile:
-    """What is compiled: `path` is None for text that was given as such."""
+    """A source file; `path` is None for text that was given as such."""
 
     text: str
     path: Path | None

@@ -52,7 +52,7 @@ def _packaged_nvcc() -> str | None:
 
 
 def identity(nvcc: str) -> list[str]:
-    """What changes when the compiler does, without running it."""
+    """Facts that change when the compiler does, found without running it."""
     binary = Path(shutil.which(nvcc) or nvcc).resolve()
     found = []
     for path in _programs(binary):
@@ -73,7 +73,7 @@ def _programs(nvcc: Path) -> Iterator[Path]:
 
 
 def run(command: Sequence[str], hide: str = "") -> str:
-    """What a compiler printed; `hide` is a folder that messages leave out.
+    """The messages of a compiler; `hide` is a folder that messages leave out.
 
     Raises:
         CompileError: It failed.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator asks of every backend, as data. Needs no torch until it is used."""
+"""The requirements of an operator for every backend, as data. Needs no torch until it is used."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def load_entry_points(*names: str) -> list[str]:
 
 
 def entry_points() -> list[importlib.metadata.EntryPoint]:
-    """What is installed, by name; nothing is loaded."""
+    """The installed plug-ins, by name; nothing is loaded."""
     points = {(p.name, p.value): p for p in importlib.metadata.entry_points(group=GROUP)}
     return [points[key] for key in sorted(points)]
 

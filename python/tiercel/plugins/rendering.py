@@ -35,7 +35,7 @@ def {name}(
 {body}
 '''
 
-# Of arguments that the reference does not name.
+# Types of arguments that the reference does not name.
 _SCALARS = {"dtype": "torch.dtype"}
 
 
@@ -105,7 +105,7 @@ class _Module:
         return "\n".join(self._lines[first : node.end_lineno])
 
     def body(self, function: ast.FunctionDef) -> str:
-        """What a function does, without its docstring."""
+        """The body of a function, without its docstring."""
         has_text = ast.get_docstring(function) is not None and len(function.body) > 1
         before = function.body[0] if has_text else function.returns or function.args
         first = (before.end_lineno or 0) if has_text else function.body[0].lineno - 1
@@ -198,7 +198,7 @@ def _result(contract: Contract, function: ast.FunctionDef) -> str:
 def _need_imports(
     contract: Contract, function: ast.FunctionDef, imports: dict[str, ast.stmt]
 ) -> None:
-    """What annotations need that the reference does not import."""
+    """Imports that the annotations need and the reference lacks."""
     own = _arguments(function)
     lines = [_annotation(spec) for spec in contract.arguments if spec.name not in own]
     if any("Tensor" in line for line in lines):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a function's signature is the contract's, and how to call it."""
+"""Compares a function's signature with the contract's, and finds how to call it."""
 
 from __future__ import annotations
 

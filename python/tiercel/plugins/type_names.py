@@ -26,7 +26,7 @@ _SCALARS = {"dtype": "torch.dtype", "(int, int)": "tuple[int, int]"}
 
 
 def _named(attribute: str) -> dict[str, str]:
-    """What the families' ``contract.py`` list under a name."""
+    """The lists of that name in the families' ``contract.py``."""
     found: dict[str, str] = {}
     for module in _families.modules("contract"):
         found |= getattr(module, attribute, {})
@@ -65,7 +65,7 @@ def _scalar(spec: ScalarSpec) -> str:
 
 
 def _result(contract: Contract, aliases: _Aliases) -> str:
-    """What a backend returns; less where an output comes with an argument."""
+    """The results of a backend; fewer where an output comes with an argument."""
 
     def joined(outputs: list[TensorSpec]) -> str:
         names = [aliases.annotation(contract, spec) for spec in outputs]

@@ -23,7 +23,7 @@ def _function(op: str, case: Any) -> Callable[[Any], Any]:
 
 
 def forward(function: Callable[[Any], Any], gated: bool, x: Any, up: Any, scale: Any) -> Any:
-    """As written in models: the activation's result is rounded before the product."""
+    """The form that models have: the activation's result is rounded before the product."""
     import torch
 
     gate, factor = x.chunk(2, dim=-1) if gated and up is None else (x, up)
@@ -48,7 +48,7 @@ def _gradient_of(op: str, case: Any) -> Callable[[Any, Any], Any]:
 
 
 def _by_hand(op: str, case: Any, gated: bool) -> Callable[..., tuple[Any, ...]]:
-    """What autograd computes, without it: graphs and compilers take this."""
+    """The gradient without autograd, for graphs and compilers."""
     import torch
 
     function, gradient = _function(op, case), _gradient_of(op, case)

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 
 def silu_and_mul(x: Tensor, up: Tensor | None = None, *, scale: Tensor | None = None) -> Tensor:
-    """As :func:`tiercel.silu_and_mul`, on any device; float64 stays float64."""
+    """Reference of :func:`tiercel.silu_and_mul`, on any device; float64 stays float64."""
     return _gated(_silu, x, up, scale)
 
 
@@ -28,27 +28,27 @@ def gelu_and_mul(
     approximate: str = "none",
     scale: Tensor | None = None,
 ) -> Tensor:
-    """As :func:`tiercel.gelu_and_mul`, on any device; float64 stays float64."""
+    """Reference of :func:`tiercel.gelu_and_mul`, on any device; float64 stays float64."""
     return _gated(partial(_gelu, approximate=approximate), x, up, scale)
 
 
 def relu_and_mul(x: Tensor, up: Tensor | None = None, *, scale: Tensor | None = None) -> Tensor:
-    """As :func:`tiercel.relu_and_mul`, on any device; float64 stays float64."""
+    """Reference of :func:`tiercel.relu_and_mul`, on any device; float64 stays float64."""
     return _gated(functional.relu, x, up, scale)
 
 
 def silu(x: Tensor, *, scale: Tensor | None = None) -> Tensor:
-    """As :func:`tiercel.silu`, on any device; float64 stays float64."""
+    """Reference of :func:`tiercel.silu`, on any device; float64 stays float64."""
     return _rounded(_silu(_wide(x)), x.dtype, scale)
 
 
 def gelu(x: Tensor, *, approximate: str = "none", scale: Tensor | None = None) -> Tensor:
-    """As :func:`tiercel.gelu`, on any device; float64 stays float64."""
+    """Reference of :func:`tiercel.gelu`, on any device; float64 stays float64."""
     return _rounded(_gelu(_wide(x), approximate), x.dtype, scale)
 
 
 def relu(x: Tensor, *, scale: Tensor | None = None) -> Tensor:
-    """As :func:`tiercel.relu`, on any device; float64 stays float64."""
+    """Reference of :func:`tiercel.relu`, on any device; float64 stays float64."""
     return _rounded(functional.relu(_wide(x)), x.dtype, scale)
 
 

@@ -71,7 +71,7 @@ def _bytes(case: Any) -> int:
 
 
 def _flops(case: Any) -> int:
-    """Of the scores that the mask leaves; of a causal square, half, as is customary."""
+    """Operations for the scores that the mask leaves; half of a causal square, as is customary."""
     queries, keys = int(case["Sq"]), _keys(case)
     scores = queries * keys
     if case["causal"]:

@@ -106,8 +106,8 @@ def _reference(case: Any, inputs: Inputs) -> Any:
 
 
 def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error:
-    """As attention's. Over many keys results are small beside values of about 1, whose weights are
-    rounded: what counts is the error beside the root of the sum of the squared weights.
+    """The check of `attention`. Over many keys, results are small beside values of about 1 whose
+    weights are rounded: the error counts beside the root of the sum of the squared weights.
     """
     import torch
 

@@ -60,7 +60,7 @@ def _bytes(case: Any) -> int:
 
 
 def _flops(case: Any) -> int:
-    """Of a causal square, half, as is customary."""
+    """Operations; half of a causal square, as is customary."""
     scores = sum(n * n - (n * n // 2 if case["causal"] else 0) for n in lengths(case))
     return 4 * int(case["H"] * case["D"]) * scores
 
@@ -86,7 +86,7 @@ def _reference(case: Any, inputs: Inputs) -> Any:
 
 
 def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error:
-    """As attention's."""
+    """The check of `attention`."""
     import torch
 
     (result,) = outputs

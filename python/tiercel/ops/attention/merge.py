@@ -36,7 +36,7 @@ def merge_attention_states(
     out: tuple[Tensor, Tensor] | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What attention over two disjoint sets of keys gives together, from the results over each.
+    """Attention over the union of two disjoint sets of keys, from the results over each.
 
     For a prefix that sequences share, chunks of a long prompt, keys on several GPUs:
     ``out = (out_a exp(lse_a) + out_b exp(lse_b)) / (exp(lse_a) + exp(lse_b))`` and ``lse``, the

@@ -25,7 +25,7 @@ def attention(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """As :func:`tiercel.attention`, for any sizes, with all scores in memory."""
+    """Reference of :func:`tiercel.attention`, for any sizes, with all scores in memory."""
     descales = (q_descale, k_descale, v_descale)
     queries, keys, values = (
         x if scale is None else x * _by_query_head_scale(scale, q, k)
@@ -75,7 +75,7 @@ def attention_backward(
 
 
 def _by_query_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As [B, H, S, D], keys and values once for each head of queries, in float32 or float64."""
+    """To [B, H, S, D], keys and values once for each head of queries, in float32 or float64."""
     sum_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     queries, keys, values = (x.transpose(1, 2).to(sum_dtype) for x in (q, k, v))
     share = queries.shape[1] // max(keys.shape[1], 1)
@@ -83,7 +83,7 @@ def _by_query_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def _by_query_head_scale(scale: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Of one element, or of [Hk] or [B, Hk] as [B, H, 1, 1]."""
+    """A scale of one element, [Hk] or [B, Hk] in the shape [B, H, 1, 1]."""
     shared = q.shape[2] // max(k.shape[2], 1)
     if scale.numel() == 1:
         return scale.reshape(())
@@ -138,7 +138,7 @@ def attention_varlen(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """As :func:`tiercel.attention_varlen`: one sequence after the other; it waits for the GPU."""
+    """Reference of :func:`tiercel.attention_varlen`, sequence by sequence; waits for the GPU."""
     dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
     sum_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     out: list[Tensor] = []
@@ -179,7 +179,7 @@ def attention_varlen(
 
 
 def _entry(scale: Tensor | None, i: int) -> Tensor | None:
-    """Of [B, Hk], one entry's; others are of all entries."""
+    """The row of one entry if the scale is [B, Hk]; other scales are of all entries."""
     shared = scale is None or scale.ndim < 2 or scale.numel() == 1
     return scale if shared else scale[i : i + 1]
 
@@ -197,7 +197,7 @@ def attention_varlen_backward(
     grad_lse: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As attention_backward, one sequence after the other; it waits for the GPU."""
+    """attention_backward, one sequence after the other; it waits for the GPU."""
     found = tuple(torch.zeros_like(x) for x in (q, k, v))
     for queries, keys in sequences(cu_seqlens_q, cu_seqlens_k, len(q), len(k)):
         parts = attention_backward(
@@ -247,7 +247,7 @@ def decode_attention(
     max_seqused_k: int | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """As :func:`tiercel.decode_attention`, for any page size, with all scores in memory."""
+    """Reference of :func:`tiercel.decode_attention`, any page size, with all scores in memory."""
     sum_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     batch, queries, heads, d = q.shape
     pages, places, kv_heads, _ = k_cache.shape
@@ -296,7 +296,7 @@ def decode_attention(
 def merge_attention_states(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`tiercel.merge_attention_states`; float64 stays float64."""
+    """Reference of :func:`tiercel.merge_attention_states`; float64 stays float64."""
     sum_dtype = torch.float64 if out_a.dtype == torch.float64 else torch.float32
     lse = torch.logaddexp(lse_a, lse_b)
     merged = torch.zeros(out_a.shape, dtype=sum_dtype, device=out_a.device)

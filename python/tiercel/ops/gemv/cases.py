@@ -34,7 +34,7 @@ def _random_scales(generator: Any, *shape: int) -> Any:
 
 
 def values_of(q: Any, scale: Any, dtype: Any) -> Any:
-    """What [..., K / 2] codes and [..., K / 16] scales stand for."""
+    """The values of [..., K / 2] codes and [..., K / 16] scales."""
     from tiercel.ops.quant.reference import nvfp4_values
 
     values = nvfp4_values(q).unflatten(-1, (scale.shape[-1], 16))

@@ -18,7 +18,7 @@ def nvfp4_gemv(
     scale_b_permuted: Tensor,
     c: Tensor,
 ) -> Tensor:
-    """As :func:`tiercel.nvfp4_gemv`, for any k; by the scales on the CPU, not the permuted ones."""
+    """Reference of :func:`tiercel.nvfp4_gemv`, for any k; uses the scales on the CPU."""
     wide = torch.promote_types(c.dtype, torch.float32)
     # Values that depend on no order of summation; [l, m, k] and [l, 1, k].
     matrix = _scaled(a, scale_a, wide)
@@ -54,7 +54,7 @@ def permute_scales(scale: Tensor) -> Tensor:
 def nvfp4_linear(
     x: Tensor, weight: Tensor, scale: Tensor, *, global_scale: Tensor | None = None
 ) -> Tensor:
-    """As :func:`tiercel.nvfp4_linear`, for any number of tokens and any K."""
+    """Reference of :func:`tiercel.nvfp4_linear`, for any number of tokens and any K."""
     wide = torch.promote_types(x.dtype, torch.float32)
     values = nvfp4_values(weight).to(wide).unflatten(-1, (scale.shape[-1], 16))
     matrix = (values * scale.to(wide)[..., None]).flatten(-2)

@@ -52,8 +52,8 @@ def _work(problem: Problem, c: Candidate) -> int:
 
 
 def needs(problem: Problem, tokens: int, c: Candidate) -> Needs:
-    """Of a block that has the sums of one turn of its rows and x for one line of each part, or for
-    all of them; the launcher gives it more."""
+    """The needs of a block that has the sums of one turn of its rows, and x for one line of each
+    part or for all of them; the launcher gives it more."""
     warps = c["tiles"] * c["parts"]
     share = c["parts"] * c["cluster"]  # of K, together
     passes = -(-problem["K"] // (_LINE * share))

@@ -122,7 +122,7 @@ def _fp8_reference(case: Any, inputs: Inputs) -> tuple[Any, ...]:
 
 
 def _ours_backward(case: Any, inputs: Inputs, backend: str) -> Launch:
-    """What the gradient calls; a user meets it only in ``backward()``."""
+    """The products of the gradient; a user meets them only in ``backward()``."""
     from tiercel.ops.linear.backward import products
 
     def run() -> tuple[Any, ...]:

@@ -156,7 +156,7 @@ LINEAR_ACT = Op(
 
 LINEAR_ACT_PREACTIVATION = Op(
     spec.LINEAR_ACT_PREACTIVATION,
-    # Where a gradient is wanted there is no direct call.
+    # There is no direct call if a gradient is wanted.
     sm90=replace(_SM90, load=None, launch=_launch_with_preactivation, direct=False),
     reference=_reference_with_preactivation,
     method=_METHOD,

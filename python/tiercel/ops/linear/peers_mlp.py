@@ -33,7 +33,7 @@ def fused_mlp(x: Any, up: Any, down: Any, residual: Any, act: str, gated: bool) 
 def linear_act_backward(
     x: Any, weight: Any, sums: Any, grad: Any, act: str, bias: bool
 ) -> tuple[Any, ...]:
-    """What autograd of torch.nn.functional runs, with what its forward saves."""
+    """The operations of torch.nn.functional's autograd, from the tensors that its forward saves."""
     import torch
 
     aten = torch.ops.aten

@@ -28,7 +28,7 @@ def linear_act(
     activation: str = "gelu",
     residual: Tensor | None = None,
 ) -> Tensor:
-    """As :func:`tiercel.linear_act`, for any sizes; torch rounds between its steps."""
+    """Reference of :func:`tiercel.linear_act`, for any sizes; torch rounds between its steps."""
     result = ACTIVATIONS[activation](functional.linear(x, weight, bias))
     return result if residual is None else result + residual
 
@@ -36,7 +36,7 @@ def linear_act(
 def gated_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "silu"
 ) -> Tensor:
-    """As :func:`tiercel.gated_linear`, for any sizes; torch rounds between its steps."""
+    """Reference of :func:`tiercel.gated_linear`, for any sizes; torch rounds between its steps."""
     gate, up = functional.linear(x, weight, bias).chunk(2, dim=-1)
     return ACTIVATIONS[activation](gate) * up
 
@@ -50,7 +50,7 @@ def fp8_linear(
     *,
     activation: str = "none",
 ) -> Tensor:
-    """As :func:`tiercel.fp8_linear`, for any sizes; in float32, rounded once."""
+    """Reference of :func:`tiercel.fp8_linear`, for any sizes; in float32, rounded once."""
     sums = functional.linear(x.float(), weight.float())
     sums = sums * (x_scale.view(()) if x_scale.numel() == 1 else x_scale.reshape(*x.shape[:-1], 1))
     sums = sums * (weight_scale.view(()) if weight_scale.numel() == 1 else weight_scale.view(-1))
@@ -70,7 +70,7 @@ def fused_mlp(
     gated: bool = True,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """As :func:`tiercel.fused_mlp`."""
+    """Reference of :func:`tiercel.fused_mlp`."""
     first = gated_linear if gated else linear_act
     hidden = first(x, up_weight, up_bias, activation=activation)
     return linear_act(hidden, down_weight, down_bias, activation="none", residual=residual)

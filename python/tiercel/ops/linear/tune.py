@@ -191,7 +191,7 @@ def _compiled_launch(problem: Problem, c: Candidate) -> Callable[[Any, Any], Non
 
 
 def _place(problem: Problem, m: int, c: Candidate) -> dict[str, int]:
-    """As linear_act_choose.cc places the precompiled ones."""
+    """The launch shape; linear_act_choose.cc computes the same for precompiled kernels."""
     import torch
 
     columns = -(-problem["N"] // c["tile_n"])

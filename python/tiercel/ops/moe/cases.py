@@ -34,7 +34,7 @@ def _invalid(params: Mapping[str, Any]) -> str | None:
 
 
 def _ids(case: Any, device: str, seed: int) -> Any:
-    """As even as a good router's: each token's experts by random scores."""
+    """Routing as even as a good router's: each token's experts by random scores."""
     import torch
 
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -195,7 +195,7 @@ def _route(case: Any, inputs: Inputs) -> Inputs:
 
 
 def _rows(x: Any, case: Any) -> tuple[Any, Inputs]:
-    """As the half takes them: with float8 weights quantised, and their scales."""
+    """The arguments of the half: with float8 weights, quantised rows and their scales."""
     from tiercel.ops.quant.reference import fp8_quantize
 
     if case["weights"] == "same":

@@ -32,7 +32,7 @@ def _values(case: Case, device: str, seed: int) -> dict[str, Any]:
 
     sizes = case.sizes
     experts, hidden, inner = (sizes[name] for name in "EHI")
-    # Of one element a token where they are all that counts.
+    # One element a token where only the routing matters.
     tokens, k = sizes.get("T", sizes.get("elements", 0)), sizes.get("k", sizes.get("top_k", 1))
     # On the CPU and then moved: the same numbers on every device.
     generator = torch.Generator().manual_seed(seed)

@@ -77,8 +77,8 @@ def _product(
 
 
 def _deepgemm(case: Any, inputs: dict[str, Any]) -> Launch:
-    """Of rows that are gathered, padded and quantised already; nothing runs between the two, and
-    the second takes other rows, which are there before."""
+    """Products of rows that are gathered, padded and quantised already; nothing runs between the
+    two, and the second takes other rows, which are there before."""
     import torch
 
     if case.dtype != "bfloat16" or case["weights"] == "float8":

@@ -65,7 +65,7 @@ def fused_moe(
     w_up_scale: Tensor | None = None,
     w_down_scale: Tensor | None = None,
 ) -> Tensor:
-    """As :func:`tiercel.fused_moe`, for any sizes; float64 is computed in float64."""
+    """Reference of :func:`tiercel.fused_moe`, for any sizes; float64 is computed in float64."""
     tokens, k = topk_ids.shape
     ids = topk_ids.flatten().long()
     if expert_map is not None:
@@ -85,7 +85,7 @@ def fused_moe(
 
 
 def grouped_gemm(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
-    """As :func:`tiercel.grouped_gemm`, for any sizes; float64 is computed in float64."""
+    """Reference of :func:`tiercel.grouped_gemm`, for any sizes; float64 is computed in float64."""
     out = torch.zeros(x.shape[0], w.shape[1], dtype=x.dtype, device=x.device)
     bounds = offsets.clamp(0, x.shape[0]).tolist()
     for group, (first, end) in enumerate(itertools.pairwise(bounds)):
@@ -111,7 +111,7 @@ def grouped_gemm_backward_weight(grad: Tensor, x: Tensor, offsets: Tensor) -> Te
 def _blocks(
     routing: tuple[Tensor, Tensor, Tensor], block_size: int, elements: int, matrices: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Of each block in use that has an expert: that and its elements."""
+    """The expert and the elements of each block in use that has an expert."""
     sorted_ids, experts, used = routing
     slots = min(max(int(used), 0), sorted_ids.shape[0])
     for block, expert in enumerate(experts[: slots // block_size].tolist()):
@@ -142,7 +142,7 @@ def moe_up(
     x_scale: Tensor | None = None,
     w_up_scale: Tensor | None = None,
 ) -> Tensor:
-    """As :func:`tiercel.moe_up`, for any sizes."""
+    """Reference of :func:`tiercel.moe_up`, for any sizes."""
     rows, matrix, dtype = _half(x, w_up, x_scale, w_up_scale)
     elements = x.shape[0] * top_k
     out = torch.zeros(elements, w_up.shape[1] // 2, dtype=dtype, device=x.device)
@@ -164,7 +164,7 @@ def moe_down(
     x_scale: Tensor | None = None,
     w_down_scale: Tensor | None = None,
 ) -> Tensor:
-    """As :func:`tiercel.moe_down`, for any sizes."""
+    """Reference of :func:`tiercel.moe_down`, for any sizes."""
     rows, matrix, dtype = _half(x, w_down, x_scale, w_down_scale)
     out = torch.zeros(x.shape[0], w_down.shape[1], dtype=dtype, device=x.device)
     weights = _wide(topk_weights)

@@ -74,7 +74,7 @@ def routed_by_kernels(elements: int, experts: int, block: int, expert_map: Tenso
     return few and block == 64 and expert_map is None
 
 
-# Of an H100 SXM or H200.
+# The number on an H100 SXM or H200.
 _MULTIPROCESSORS = 132
 
 

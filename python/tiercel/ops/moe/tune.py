@@ -51,7 +51,7 @@ def half_needs(problem: Problem, c: Candidate, half: str) -> Needs:
     block, tile = c["block_size"], c[f"{half}_tile"]
     width = tile // 2 if half == "up" else tile
     pieces = 2 * (2 if width > _PIECE and block > 64 else 1)  # of the warpgroups that multiply
-    # Of rows, or of the next tiles and of scales.
+    # Stages of rows, or of the next tiles and of scales.
     float8 = problem.dtype == "float8_e4m3fn"
     of_rows, of_tiles = 1024 + 2 * 528 + 2 + 4 * float8, 12 + 2 * tile * float8
     lists = 4 * (of_rows if block == 64 else of_tiles)
@@ -63,7 +63,7 @@ def half_needs(problem: Problem, c: Candidate, half: str) -> Needs:
 
 
 def needs(problem: Problem, tokens: int, c: Candidate) -> Needs:
-    """Of the half that takes more."""
+    """The needs of the half that takes more."""
     if c["block_size"] == 0:
         return Needs(_FEW_THREADS, _FEW_SHARED, 96)
     return max((half_needs(problem, c, half) for half in ("up", "down")), key=lambda n: n.shared)

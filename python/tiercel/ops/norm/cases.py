@@ -79,7 +79,7 @@ def _normal(layer: bool, x: Any) -> Any:
 
 
 def _total(inputs: Inputs) -> Any:
-    """What is normalised: rounded as the operator rounds it."""
+    """The rows that are normalised, rounded as the operator rounds them."""
     x, residual = inputs["x"], inputs["residual"]
     return x if residual is None else x + residual
 

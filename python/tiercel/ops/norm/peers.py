@@ -87,7 +87,7 @@ def _backward_compiled(op: str, case: Any, inputs: Inputs) -> Launch:
 
 
 def _backward_torch(op: str, case: Any, inputs: Inputs) -> Launch:
-    """What autograd of torch.nn.functional runs, with what its forward saves."""
+    """The operations of torch.nn.functional's autograd, from the tensors that its forward saves."""
     import torch
 
     x, weight, bias, grad = (inputs[name] for name in ("x", "weight", "bias", "grad"))

@@ -15,7 +15,7 @@ def rms_norm(
     *,
     eps: float = 1e-6,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """As :func:`tiercel.rms_norm`, for any sizes; float64 gives float64."""
+    """Reference of :func:`tiercel.rms_norm`, for any sizes; float64 gives float64."""
     total = x if residual is None else x + residual
     wide = total if total.dtype == torch.float64 else total.float()
     result = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
@@ -35,7 +35,7 @@ def layer_norm(
     *,
     eps: float = 1e-5,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """As :func:`tiercel.layer_norm`, for any sizes; float64 gives float64."""
+    """Reference of :func:`tiercel.layer_norm`, for any sizes; float64 gives float64."""
     total = x if residual is None else x + residual
     wide = total if total.dtype == torch.float64 else total.float()
     centred = wide - wide.mean(dim=-1, keepdim=True)

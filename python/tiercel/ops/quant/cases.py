@@ -104,7 +104,7 @@ def _compare_bits(launch: Launch, pairs: Any) -> None:
 
 
 def _distance(values: Any, x: Any, relative: float, absolute: Any) -> Error:
-    """How far what was quantised stands for is from x."""
+    """The distance of the dequantised values from x."""
     import torch
 
     wide = x.double()

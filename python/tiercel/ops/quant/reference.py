@@ -39,7 +39,7 @@ def tile_of(x: Tensor, granularity: str) -> tuple[int, int]:
 
 
 def scale_shape(x: Tensor, granularity: str) -> tuple[int, int]:
-    """How many scales x [T, K] gets, down and across."""
+    """The numbers of scales of x [T, K], down and across."""
     rows, columns = GRANULARITIES[granularity]
     return (
         (x.shape[0] + rows - 1) // rows if rows else 1,
@@ -50,7 +50,7 @@ def scale_shape(x: Tensor, granularity: str) -> tuple[int, int]:
 def fp8_quantize(
     x: Tensor, granularity: str = "row", *, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`tiercel.fp8_quantize`, for x ``[T, K]`` of any sizes."""
+    """Reference of :func:`tiercel.fp8_quantize`, for x ``[T, K]`` of any sizes."""
     wide = x.float()
     tile = tile_of(x, granularity)
     down, across = scale_shape(x, granularity)
@@ -65,7 +65,7 @@ def fp8_quantize(
 
 
 def nvfp4_quantize(x: Tensor, *, global_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """As :func:`tiercel.nvfp4_quantize`."""
+    """Reference of :func:`tiercel.nvfp4_quantize`."""
     groups = x.float().unflatten(-1, (x.shape[-1] // 16, 16))
     wanted = _divide(groups.abs().amax(-1), E2M1_MAX)
     if global_scale is not None:
@@ -98,7 +98,7 @@ def nvfp4_dequantize(
     global_scale: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """As :func:`tiercel.nvfp4_dequantize`."""
+    """Reference of :func:`tiercel.nvfp4_dequantize`."""
     total = scale.float() if global_scale is None else scale.float() * global_scale.float()
     values = nvfp4_values(q).unflatten(-1, (scale.shape[-1], 16))
     return (values * total[..., None]).flatten(-2).to(dtype)

@@ -15,7 +15,7 @@ def reduce(
     keepdim: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """As :func:`tiercel.reduce`; float64 stays float64."""
+    """Reference of :func:`tiercel.reduce`; float64 stays float64."""
     wide = x if x.dtype == torch.float64 else x.float()
     dims = list(range(x.dim())) if dim is None else [dim]
     if op in ("max", "amax"):

@@ -15,7 +15,7 @@ def rotary_embedding(
     *,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`tiercel.rotary_embedding`; float64 stays float64."""
+    """Reference of :func:`tiercel.rotary_embedding`; float64 stays float64."""
     return (
         _turned(q, positions, cos_sin_cache, interleaved),
         _turned(k, positions, cos_sin_cache, interleaved),
@@ -50,7 +50,7 @@ def kv_cache_write(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`tiercel.kv_cache_write`."""
+    """Reference of :func:`tiercel.kv_cache_write`."""
     kept = (slots >= 0) & (slots < key_cache.shape[0] * key_cache.shape[1])
     blocks = torch.div(slots[kept].long(), key_cache.shape[1], rounding_mode="floor")
     places = slots[kept].long() % key_cache.shape[1]

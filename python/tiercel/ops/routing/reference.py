@@ -15,7 +15,7 @@ def topk_softmax(
     renormalize: bool = False,
     indices_dtype: torch.dtype = torch.int32,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`tiercel.topk_softmax`, for any sizes; float64 scores give float64 weights."""
+    """Reference of :func:`tiercel.topk_softmax`, any sizes; float64 scores give float64 weights."""
     order = _largest(scores.detach(), k)
     wide = scores if scores.dtype == torch.float64 else scores.float()
     if softmax_first:
@@ -44,7 +44,7 @@ def moe_align_block_size(
     pad_sorted_ids: bool = False,
     ignore_invalid_experts: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`tiercel.moe_align_block_size`, for any sizes."""
+    """Reference of :func:`tiercel.moe_align_block_size`, for any sizes."""
     experts = topk_ids.flatten().long()
     numel, device = experts.numel(), experts.device
     slots = numel + num_experts * (block_size - 1)
@@ -63,7 +63,7 @@ def moe_align_block_size(
     counts.scatter_add_(0, experts, torch.ones_like(experts))
     blocks = (counts[:num_experts] + block_size - 1) // block_size
     ends = torch.cumsum(blocks, 0)  # the first block behind each expert's
-    # What is left out goes to one more slot behind all others, which is cut off.
+    # Elements that are left out go to one more slot behind all others, which is cut off.
     begins = torch.cat([(ends - blocks) * block_size, torch.full((1,), slots, device=device)])
     by_expert = experts[order]
     rank = torch.arange(numel, device=device) - (torch.cumsum(counts, 0) - counts)[by_expert]
@@ -92,7 +92,7 @@ def topk_softmax_align(
     pad_sorted_ids: bool = False,
     ignore_invalid_experts: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As :func:`tiercel.topk_softmax_align`, for any sizes."""
+    """Reference of :func:`tiercel.topk_softmax_align`, for any sizes."""
     weights, indices = topk_softmax(
         scores,
         k,
@@ -112,7 +112,7 @@ def topk_softmax_align(
 
 
 def moe_sum(x: Tensor, weights: Tensor | None = None) -> Tensor:
-    """As :func:`tiercel.moe_sum`, for any sizes; float64 is summed in float64."""
+    """Reference of :func:`tiercel.moe_sum`, for any sizes; float64 is summed in float64."""
     wide = x if x.dtype == torch.float64 else x.float()
     if weights is not None:
         wide = wide * weights.to(wide.dtype)[:, :, None]

@@ -65,7 +65,7 @@ def _bytes(backward: bool, case: Any) -> int:
 
 
 def result_of(op: str, inputs: Inputs) -> Any:
-    """What the backward starts from: the result, rounded to the dtype."""
+    """The input of the backward: the result, rounded to the dtype."""
     import torch
 
     function = torch.softmax if op == "softmax_online" else torch.log_softmax

@@ -15,7 +15,7 @@ Inputs = dict[str, Any]
 
 
 def forward(log: bool, x: Any, scale: float | None, mask: Any) -> Any:
-    """As written in models; torch's softmax itself computes in float32."""
+    """The form that models have; torch's softmax itself computes in float32."""
     import torch
 
     if scale is not None:

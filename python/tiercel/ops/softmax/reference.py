@@ -10,14 +10,14 @@ from torch import Tensor
 def softmax_online(
     x: Tensor, dim: int = -1, *, scale: float | None = None, mask: Tensor | None = None
 ) -> Tensor:
-    """As :func:`tiercel.softmax_online`, on any device; float64 stays float64."""
+    """Reference of :func:`tiercel.softmax_online`, on any device; float64 stays float64."""
     return torch.softmax(_scores(x, scale, mask), dim).to(x.dtype)
 
 
 def log_softmax(
     x: Tensor, dim: int = -1, *, scale: float | None = None, mask: Tensor | None = None
 ) -> Tensor:
-    """As :func:`tiercel.log_softmax`, on any device; float64 stays float64."""
+    """Reference of :func:`tiercel.log_softmax`, on any device; float64 stays float64."""
     return torch.log_softmax(_scores(x, scale, mask), dim).to(x.dtype)
 
 

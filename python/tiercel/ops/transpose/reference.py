@@ -8,5 +8,5 @@ from torch import Tensor
 
 
 def copy_transpose(x: Tensor, *, tile_size: int | None = None) -> Tensor:
-    """As :func:`tiercel.copy_transpose`, for any dtype; `tile_size` means nothing here."""
+    """Reference of :func:`tiercel.copy_transpose`, for any dtype; `tile_size` is ignored."""
     return x.transpose(-2, -1).clone(memory_format=torch.contiguous_format)

@@ -21,7 +21,7 @@ DTYPES = {
     "nvfp4": "nvfp4",
     "int8": "int8",
 }
-# What an entry may hold beside the operator's own parameters.
+# An entry's keys other than the operator's own parameters.
 _OPTIONS = ("dtype", "host", "peers")
 
 

@@ -90,7 +90,7 @@ def bench(args: argparse.Namespace, clock: Clock | None = None) -> int:
             elapsed = time.monotonic() - started
             say(f"[{number}/{len(chosen)}, {elapsed:.0f} s] {case.op} {case.name} {case.dtype}")
             for result in run_case(op, case, impls, clock, settings, args.device):
-                # What a peer does not offer is no measurement; what we do not is a failure.
+                # A peer that does not offer an op is left out; an op that we lack is a failure.
                 if result.status == "unsupported" and not result.impl.ours:
                     continue
                 record = from_result(common, op, case, result, settings, measured)

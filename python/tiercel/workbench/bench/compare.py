@@ -32,7 +32,7 @@ class Comparison:
 
 
 def compare(old: Iterable[Record], new: Iterable[Record], threshold: float) -> Comparison:
-    """What both measured. Ours being slower by more than `threshold` (0.05: 5 %) is a regression.
+    """The cases that both runs measured. Ours slower by more than `threshold` is a regression.
 
     The peers' changes say how much of ours is the machine's; they never count as regressions.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where and of what a run was: checkout, commit, GPU, driver."""
+"""The environment of a run: checkout, commit, GPU, driver."""
 
 from __future__ import annotations
 

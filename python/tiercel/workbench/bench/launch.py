@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an implementation hands to the runner for one case."""
+"""The launches that an implementation hands to the runner for one case."""
 
 from __future__ import annotations
 

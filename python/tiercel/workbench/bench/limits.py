@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this GPU can do at best, measured in the run whose results are held against it."""
+"""The limits of this GPU, measured in the run whose results are held against it."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _MOST_TEXT = 4000
 
 
 def problems(record: Any) -> list[str]:
-    """What is wrong with a record; nothing if it follows the schema."""
+    """The faults of a record; empty if it follows the schema."""
     if not isinstance(record, dict):
         return ["is no JSON object"]
     found = [f"`{name}` is no text" for name in TEXT if not isinstance(record.get(name), str)]
@@ -177,12 +177,12 @@ def read_tree(folder: Path) -> list[Record]:
 
 
 def kind(record: Record) -> str:
-    """What a time is of. A peer's call that no graph holds stands beside ours that one does."""
+    """The kind of timing. A peer's call that no graph holds stands beside ours that one does."""
     return "host" if record["timing"] == "host" else "GPU"
 
 
 def latest(records: Iterable[Record]) -> list[Record]:
-    """Of each problem, the newest run that measured ours; a peer that it lacked, of its newest run.
+    """Each problem's newest run that measured ours; a peer that it lacked, of its newest run.
 
     Such a peer's record says so in `other_run`, and its ratio is that of the medians."""
     groups: dict[tuple[str, ...], dict[tuple[str, str], list[Record]]] = {}

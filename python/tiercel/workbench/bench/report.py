@@ -149,7 +149,7 @@ def _order(problem: table.Problem) -> tuple[Any, ...]:
     """dtype, then the case with its numbers as numbers."""
     words = [word for word in re.split(r"(\d+)", problem[1]) if word]
     numbered = [(0, int(word), "") if word.isdecimal() else (1, 0, word) for word in words]
-    # What comes last in a name (an option) varies slowest.
+    # The last part of a name (an option) varies slowest.
     return list(DTYPES).index(problem[2]), numbered[-1], numbered, problem
 
 

@@ -32,7 +32,7 @@ class Settings:
 
 @dataclass
 class Result:
-    """What became of one implementation in one case and timing."""
+    """The outcome of one implementation in one case and timing."""
 
     impl: Impl
     status: str  # ok, wrong, error, unsupported
@@ -60,7 +60,7 @@ class _Ready:
 
 
 def input_sets(bench: OpBench, case: Case) -> int:
-    """How many inputs to go round so that each is out of the L2 when its turn comes."""
+    """The number of inputs to rotate so that each has left L2 when its turn comes."""
     if bench.hot:
         return 1
     moved = bench.bytes_moved(case)

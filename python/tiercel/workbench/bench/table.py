@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run shows on the terminal."""
+"""The table that a run shows on the terminal."""
 
 from __future__ import annotations
 

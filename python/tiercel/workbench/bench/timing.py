@@ -54,7 +54,7 @@ class CudaClock:
         graph = all(launch.graph for launch in launches)
         runs = [launch.run for launch in launches]
         make = _GraphReplay if graph else _EventReplay
-        # What a check in float64 left in the allocator is out of a graph's reach.
+        # A graph cannot reuse the memory that a check in float64 left in the allocator.
         self._torch.cuda.empty_cache()
         pilot = make(self._torch, runs, self._pilot(runs))
         pilot.sample(2)
@@ -91,7 +91,7 @@ class CudaClock:
 
 
 def launches_for(ms: float, sets: int) -> int:
-    """How many launches of `ms` a sample holds: whole turns through the sets of inputs."""
+    """The launches of `ms` in a sample: whole turns through the sets of inputs."""
     wanted = math.ceil(_TARGET_MS / max(ms, 1e-6))
     least = min(math.ceil(_LONG_MS / max(ms, 1e-6)), _MIN_LAUNCHES)
     return _rounded(min(max(wanted, least), _MAX_LAUNCHES), sets)

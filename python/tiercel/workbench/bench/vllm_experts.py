@@ -218,7 +218,7 @@ def fused_experts(
             **(quantize.values(scale) if quantize is not None else {}),
             **config,
         }
-        # What is left is of other quantized weights and of biases.
+        # The other arguments are for other quantized weights and for biases.
         given = {name: values.get(name, 0) for name in kernel.arg_names}
         launch = {name: config[name] for name in ("num_warps", "num_stages")}
         grid = (triton.cdiv(limit, block) * triton.cdiv(w.shape[1], config["BLOCK_SIZE_N"]),)

@@ -26,7 +26,7 @@ def problem(path: Path) -> str | None:
 
 
 def draw(stops: Sequence[Stop], path: Path, title: str) -> bool:
-    """Whether there was a matplotlib to draw with."""
+    """True if there was a matplotlib to draw with."""
     try:
         import matplotlib
     except ModuleNotFoundError:

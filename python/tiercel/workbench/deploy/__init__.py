@@ -8,4 +8,4 @@ removes what it made.
 
 
 class DeployError(Exception):
-    """What the user can put right; the text says how."""
+    """An error that the user can put right; the text says how."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes over: the wheel that fits, the user's files, and the steps to run."""
+"""The files to send: the wheel that fits, the user's files, and the steps to run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tiercel.workbench.deploy import DeployError
 
 @dataclass(frozen=True)
 class Work:
-    """What to do there, after `tiercel doctor`."""
+    """The steps to run there, after `tiercel doctor`."""
 
     backends: Sequence[Path] = ()
     suites: Path | None = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``tiercel doctor`` looks at and what it says, each part on its own."""
+"""The facts that ``tiercel doctor`` collects and the checks on them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

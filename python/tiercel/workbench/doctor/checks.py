@@ -24,12 +24,12 @@ _COMPAT = (
 
 
 def runtime(facts: Facts) -> list[Check]:
-    """What the precompiled kernels need."""
+    """Checks of the needs of the precompiled kernels."""
     return [_python(facts), _wheel(facts), _torch(facts), _driver(facts), _gpu(facts), _run(facts)]
 
 
 def development(facts: Facts, tools: Facts) -> list[Check]:
-    """What compiling your own kernels needs, and what makes it fast."""
+    """Checks of the needs of compiling your own kernels, and of what makes it fast."""
     return [
         _nvcc(facts, tools),
         _compiler(tools),

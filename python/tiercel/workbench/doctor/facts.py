@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is installed here, as data: versions, driver, GPUs, and whether a kernel runs."""
+"""The installation, as data: versions, driver, GPUs, and whether a kernel runs."""
 
 import platform
 import sys

@@ -18,7 +18,7 @@ _LINE = 1 << 20  # of a longer line, the rest is left
 
 @dataclass(frozen=True)
 class Finding:
-    """What a line of a log means: the first such line, and how many there were."""
+    """The meaning of a line of a log: the first such line, and how many there were."""
 
     name: str
     level: str  # red: a failure, yellow: it only takes longer

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What compiles kernels here, as data: programs, memory, environment, caches."""
+"""The tools that compile kernels here, as data: programs, memory, environment, caches."""
 
 import importlib.metadata
 import os

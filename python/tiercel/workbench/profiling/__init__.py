@@ -3,4 +3,4 @@
 
 
 class ProfileError(Exception):
-    """What the user can put right; the text says how."""
+    """An error that the user can put right; the text says how."""

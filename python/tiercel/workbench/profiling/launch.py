@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tiercel.workbench.profiling import ProfileError, programs
 
-# What `extract` reads, and no more: a kernel is replayed about ten times for it, not forty.
+# No more metrics than `extract` reads: a kernel is replayed about ten times for it, not forty.
 SECTIONS = (
     "SpeedOfLight",
     "ComputeWorkloadAnalysis",

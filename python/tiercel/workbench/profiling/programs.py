@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the profilers are on this machine, or how to get them."""
+"""Finds the profilers on this machine, or says how to get them."""
 
 import os
 import shutil

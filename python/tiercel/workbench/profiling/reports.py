@@ -68,7 +68,7 @@ def _named(found: list[dict[str, Any]], kernel: "str | None") -> list[dict[str, 
 
 
 def _sum_of_nsys(path: Path) -> str:
-    """Of all kernels. It was renamed in 2023, and for an unknown name nsys does not fail."""
+    """The kernels' summary. It was renamed in 2023, and for an unknown name nsys does not fail."""
     words = [programs.find("nsys"), "stats", "--format", "csv", "--quiet", str(path), "--report"]
     try:
         return _said([*words, "cuda_gpu_kern_sum"])
@@ -85,7 +85,7 @@ def _said(command: list[str]) -> str:
 
 
 def from_ncu(text: str) -> list[dict[str, Any]]:
-    """Of `ncu --csv --page raw --print-units base`: names, then units, then a line a launch."""
+    """Reads `ncu --csv --page raw --print-units base`: names, then units, then a line a launch."""
     lines = text.splitlines()
     start = next((n for n, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:
@@ -178,7 +178,7 @@ def _by(
 
 
 def from_nsys(text: str) -> list[dict[str, Any]]:
-    """Of `nsys stats --report cuda_gpu_kern_sum --format csv`: kernels by share of time."""
+    """Reads `nsys stats --report cuda_gpu_kern_sum --format csv`: kernels by share of time."""
     lines = text.splitlines()
     start = next((n for n, line in enumerate(lines) if line.startswith("Time (%)")), None)
     if start is None:

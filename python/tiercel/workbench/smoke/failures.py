@@ -24,7 +24,7 @@ def line_of(error: BaseException) -> str:
 
 
 def missing_package(error: BaseException) -> str | None:
-    """How to install what the backend is written with, where the error says that it is missing."""
+    """How to install a package of the backend that the error says is missing."""
     if not isinstance(error, ModuleNotFoundError) or error.name not in _PACKAGES:
         return None
     name, mend = _PACKAGES[error.name]

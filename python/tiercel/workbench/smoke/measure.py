@@ -63,7 +63,7 @@ def try_case(
     device: str,
     source: dict[str, str] | None = None,
 ) -> Report:
-    """How much of one case is right: `share`, from 0 to 1."""
+    """The part of one case that is right: `share`, from 0 to 1."""
     arguments = contract.make(case, device, _SEED)
     tensors = {n: v for n, v in arguments.items() if isinstance(v, Tensor)}
     kept = {n: v.clone() for n, v in tensors.items() if n not in contract.written}

@@ -22,7 +22,7 @@ from typing import Any
 
 from tiercel.workbench.smoke.worker import end
 
-# How a process ended, too, is what a backend's row says.
+# A backend's row also says how its process ended.
 RIGHT, HANG, CRASH = "right", "hang", "crash"
 
 # Without the current folder on the path, where a file of the user's could hide a module; with the
@@ -36,7 +36,7 @@ _PACKAGES = Path(__file__).parents[3]
 
 @dataclass
 class End:
-    """How a process ended."""
+    """The end of a process."""
 
     status: str
     how: str
@@ -49,7 +49,7 @@ class End:
 
 
 def ask(request: dict[str, Any], timeout: float) -> tuple[list[dict[str, Any]], End]:
-    """What a worker reports, and how it ended."""
+    """The report of a worker, and how it ended."""
     with tempfile.TemporaryDirectory(prefix="tiercel-smoke-") as folder:
         files = {name: Path(folder, name) for name in ("request", "reports", "output")}
         files["request"].write_text(json.dumps(request))

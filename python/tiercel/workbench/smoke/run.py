@@ -9,7 +9,7 @@ from typing import Any
 
 from tiercel.workbench.smoke.processes import CRASH, HANG, RIGHT, ask
 
-# What else a backend's row says.
+# Other notes in a backend's row.
 WRONG, ERROR, SKIPPED = "wrong", "error", "skipped"
 
 
@@ -30,7 +30,7 @@ class Target:
 
 @dataclass
 class Result:
-    """What became of one; `share` is how much was right, from 0 to 1."""
+    """The outcome of one backend; `share` is the part that was right, from 0 to 1."""
 
     target: Target
     status: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run of ``tiercel smoke`` prints and saves."""
+"""The output of ``tiercel smoke``: tables and saved results."""
 
 from __future__ import annotations
 

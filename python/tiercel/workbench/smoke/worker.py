@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs in the process of one backend, and in the one that this is forked from.
+"""The process of one backend, and the one that it is forked from.
 
 A request is a JSON file: ``source`` (a path, an entry point or neither), and for a check ``op``,
 ``backend`` and ``device``; without these it only lists what the source registers. A file of reports

@@ -8,4 +8,4 @@ at last the fastest of each problem are timed once more, in turn. A journal make
 
 
 class TuneError(Exception):
-    """What a user did or has that keeps the tuner from running."""
+    """An error of the user's that keeps the tuner from running."""

@@ -87,7 +87,7 @@ def _round(us: float | None) -> float | None:
 
 
 def _before(path: Path, op: str) -> dict[str, Any]:
-    """What the file has, each entry with its source."""
+    """The entries of the file, each with its source."""
     try:
         if not path.exists():
             return {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where workers take items from and publish records: in memory, or in a store that many share."""
+"""The board of items and records that workers share: in memory, or in a store."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Board(Protocol):
         """An item's place that is now this worker's; None once all are done."""
 
     def holds(self, item: int) -> bool:
-        """Whether it still is: a worker that was taken for dead has lost it."""
+        """True if it still is: a worker that was taken for dead has lost it."""
 
     def finish(self, item: int) -> None: ...
     def find(self, key: str) -> Record | None: ...

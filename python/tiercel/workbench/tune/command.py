@@ -74,7 +74,7 @@ def tune(args: argparse.Namespace) -> int:
 
 
 def plan(tunable: Tunable, args: argparse.Namespace) -> tuple[list[Batch], int]:
-    """What to measure, in an order that is the same in every worker, and how much was pruned."""
+    """The trials, in an order that is the same in every worker, and how much was pruned."""
     problems = args.problem or tunable.problems
     tokens = sorted(set(args.num_tokens or tunable.tokens))
     work: list[Batch] = []
@@ -159,7 +159,7 @@ def _board(heart: Heart | None, prefix: str, names: Sequence[str]) -> Board:
 
 
 def _writes(heart: Heart, where: shared.Place) -> bool:
-    """Whether this worker writes the results: the lowest rank that lives."""
+    """True if this worker writes the results: the lowest rank that lives does."""
     while True:
         lower = [str(rank) for rank in range(where.rank)]
         if not any(heart.alive(worker) for worker in lower):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Hopper multiprocessor has, and whether a candidate fits: said before it is compiled."""
+"""The resources of a Hopper multiprocessor; a candidate that needs more is not compiled."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sweep has measured so far, a JSON line a trial: an interrupted one goes on from there."""
+"""The trials of a sweep so far, a JSON line each: an interrupted sweep goes on from there."""
 
 from __future__ import annotations
 

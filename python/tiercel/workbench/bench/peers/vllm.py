@@ -27,7 +27,7 @@ def _named() -> list[Path]:
 
 
 def folders() -> list[Path]:
-    """Where its libraries lie."""
+    """The folder of its libraries."""
     named = _named()
     if named:
         return list(dict.fromkeys(path if path.is_dir() else path.parent for path in named))
