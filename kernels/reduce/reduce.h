@@ -44,8 +44,9 @@ struct ReducePlan {
 // the device, and so neither does the order of a sum.
 Status reduce_plan(const ReduceCall& call, ReducePlan* plan);
 
-// The same, then the launch on `stream` (a CUstream) of the tensors' device. Where a workspace is
-// needed and `workspace` is null, nothing is launched and `*needed` says how many floats.
+// Checks and chooses likewise, then launches on `stream` (a CUstream) of the tensors' device. Where
+// a workspace is needed and `workspace` is null, nothing is launched and `*needed` says how many
+// floats.
 Status reduce(const ReduceCall& call, void* stream, int64_t* needed);
 
 }  // namespace tiercel

@@ -33,7 +33,7 @@ struct KvCachePlan {
 // All checks and the choice of kernel; needs no GPU and no driver.
 Status kv_cache_plan(const KvCacheCall& call, KvCachePlan* plan);
 
-// The same, then the launch on `stream` (a CUstream) of the tensors' device.
+// Checks and chooses likewise, then launches on `stream` (a CUstream) of the tensors' device.
 Status kv_cache_write(const KvCacheCall& call, void* stream);
 
 }  // namespace tiercel

@@ -35,7 +35,7 @@ struct RotaryPlan {
 // All checks and the choice of kernel; needs no GPU and no driver.
 Status rotary_plan(const RotaryCall& call, RotaryPlan* plan);
 
-// The same, then the launch on `stream` (a CUstream) of the tensors' device.
+// Checks and chooses likewise, then launches on `stream` (a CUstream) of the tensors' device.
 Status rotary_embedding(const RotaryCall& call, void* stream);
 
 }  // namespace tiercel

@@ -29,7 +29,7 @@ struct MoeSumPlan {
 // All checks and the choice of kernel; needs no GPU and no driver.
 Status moe_sum_plan(const MoeSumCall& call, MoeSumPlan* plan);
 
-// The same, then the launch on `stream` (a CUstream) of the tensors' device.
+// Checks and chooses likewise, then launches on `stream` (a CUstream) of the tensors' device.
 Status moe_sum(const MoeSumCall& call, void* stream);
 
 }  // namespace tiercel

@@ -37,7 +37,7 @@ struct TopkAlignPlan {
 // All checks and the choice of kernel; needs no GPU and no driver.
 Status topk_align_plan(const TopkAlignCall& call, TopkAlignPlan* plan);
 
-// The same, then the launch on `stream` (a CUstream) of the tensors' device.
+// Checks and chooses likewise, then launches on `stream` (a CUstream) of the tensors' device.
 Status topk_align(const TopkAlignCall& call, void* stream);
 
 }  // namespace tiercel

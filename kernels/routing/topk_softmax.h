@@ -41,7 +41,7 @@ struct TopkSoftmaxPlan {
 // All checks and the choice of kernel; needs no GPU and no driver.
 Status topk_softmax_plan(const TopkSoftmaxCall& call, TopkSoftmaxPlan* plan);
 
-// The same, then the launch on `stream` (a CUstream) of the tensors' device.
+// Checks and chooses likewise, then launches on `stream` (a CUstream) of the tensors' device.
 Status topk_softmax(const TopkSoftmaxCall& call, void* stream);
 
 }  // namespace tiercel

@@ -31,7 +31,7 @@ struct CopyTransposePlan {
 // All checks and the choice of kernel; needs no GPU and no driver.
 Status copy_transpose_plan(const CopyTransposeCall& call, CopyTransposePlan* plan);
 
-// The same, then the launch on `stream` (a CUstream) of the tensors' device.
+// Checks and chooses likewise, then launches on `stream` (a CUstream) of the tensors' device.
 Status copy_transpose(const CopyTransposeCall& call, void* stream);
 
 }  // namespace tiercel

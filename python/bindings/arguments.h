@@ -110,7 +110,7 @@ constexpr Field<ClassOf<kPath...>> Value(const char* name) {
   return field;
 }
 
-// The same, but None leaves what the call starts with.
+// A number or bool, or None, which leaves the call's default.
 template <auto... kPath>
 constexpr Field<ClassOf<kPath...>> ValueOrNone(const char* name) {
   using Call = ClassOf<kPath...>;
@@ -161,7 +161,7 @@ struct Fields {
   Field<Call> fields[kCount];
 };
 
-// The same arguments, one of them with another name.
+// A copy of the fields in which one has another name.
 template <typename Call, size_t kCount>
 constexpr Fields<Call, kCount> Renamed(const Field<Call> (&fields)[kCount], size_t index,
                                        const char* name) {

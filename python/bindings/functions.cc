@@ -5,12 +5,10 @@
 #include <vector>
 
 #include "kernels/sm90/driver.h"
+#include "kernels/sm90/math.h"
 
 namespace tiercel::python {
 namespace {
-
-// Of an H100 SXM or H200, for plans where there is no device to ask.
-constexpr int kMultiprocessors = 132;
 
 const Family* first_family = nullptr;
 
@@ -50,7 +48,7 @@ int MultiprocessorsOf(const TensorView& tensor) {
   int count = 0;
   const bool known = tensor.device_type == DeviceType::kCUDA &&
                      multiprocessor_count(tensor.device_index, &count).ok() && count > 0;
-  return known ? count : kMultiprocessors;
+  return known ? count : kDefaultMultiprocessors;
 }
 
 void DescribeArgument(std::string* text, const char* name, const char* type, bool may_be_absent) {

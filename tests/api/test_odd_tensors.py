@@ -102,7 +102,7 @@ def test_meta_tensors(op):
 
 @pytest.mark.parametrize("op", calls.OPS)
 def test_fake_tensors(op):
-    """As torch.compile makes them for a GPU that need not be there."""
+    """Fake CUDA tensors, which torch.compile makes on a machine without a GPU, too."""
     values = calls.arguments(op)
     expected = calls.tensors_of(calls.function(op)(**calls.copied(values)))
     with FakeTensorMode() as mode:

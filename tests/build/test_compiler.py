@@ -17,7 +17,7 @@ import compiler
 
 
 def compiler_script(machine, root: Path, **environment) -> subprocess.CompletedProcess:
-    """What the repository rule runs."""
+    """Runs the script of the repository rule."""
     command = [fakes.PYTHON, "-B", machine.workspace / "tools" / "airgap" / "compiler.py", root]
     environment = {**machine.environment, **environment}
     return subprocess.run(command, env=environment, capture_output=True, text=True)

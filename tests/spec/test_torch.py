@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What PyTorch asks of every operator, with each optional tensor and without it."""
+"""opcheck, torch.compile and gradients of every operator, with each optional tensor and without."""
 
 import pytest
 import torch
@@ -116,7 +116,7 @@ def test_gradients_of_one_graph(op):
 
 @pytest.mark.parametrize("op", calls.OPS)
 def test_no_derivative(op):
-    """Of what is written to a given result, nor of an op that declares none."""
+    """A call with ``out=`` has no gradient, and neither has an op that declares none."""
     values = declared.public_calls(op)[0]
     wanted = calls.float_arguments(op, values)
     if op in declared.COMPOSITE or not wanted:

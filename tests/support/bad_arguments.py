@@ -229,7 +229,7 @@ def derived(op: str, spec: Spec, values: dict[str, Any]) -> list[Bad]:
 
 
 def of_results(spec: Spec, values, results) -> list[Bad]:
-    """The same for the results to write to."""
+    """Bad values of ``out=``."""
     names = spec.result_names
     whole = {**values, **dict(zip(names, results, strict=True))}
     found = []
@@ -278,7 +278,7 @@ def public(op):
 
 
 def of_operator(name):
-    """The same of an operator, its arguments by place."""
+    """Bad calls of an operator, with its arguments by position."""
     operator = declared.OPERATORS[name]
 
     def function(backend, **values):

@@ -15,7 +15,7 @@ from tiercel.core import op as op_layer
 from tiercel.core.spec import Call
 from tiercel.ops.attention import forward
 
-# What becomes float8 where scales are given; they have one element, in moe a row for each expert.
+# Tensors that are float8 if scales are given; a scale has one element, in moe a row per expert.
 _FLOAT8 = {
     "attention": ("q", "k", "v"),
     "attention_varlen": ("q", "k", "v"),
@@ -70,7 +70,7 @@ def _with_scales(op, values, missing):
 
 
 def _made(spec, values, missing):
-    """The same call with optional tensors that no case of the contract has."""
+    """Adds the optional tensors to a call that no case of the contract has."""
     call = Call(**{**dict.fromkeys(spec.names), **values})
     known = spec.sizes(call)
     for tensor in (spec.argument(name) for name in missing):

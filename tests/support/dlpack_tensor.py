@@ -168,10 +168,11 @@ class _TorchDType:
 _torch_dtypes = {name: _TorchDType(name) for name in DTYPES}
 
 
-def as_cuda(value):
+def as_cuda(value, address=None):
     """A tensor described as one on the GPU; other values as they are."""
     if not hasattr(value, "data_ptr"):
         return value
     name = str(value.dtype).removeprefix("torch.")
-    address = max(value.data_ptr(), 1) * 256  # aligned, and apart where the tensors are apart
+    if address is None:
+        address = max(value.data_ptr(), 1) * 256  # aligned, and apart where the tensors are apart
     return ExchangeTensor(*value.shape, dtype=name, strides=value.stride(), address=address)

@@ -14,7 +14,7 @@ import sys
 import types
 
 import torch
-from support.dlpack_tensor import DTYPES, ExchangeTensor
+from support.dlpack_tensor import as_cuda
 
 driver = ctypes.CDLL(os.environ["TIERCEL_LIBCUDA"])
 driver.emulator_register.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_char_p)
@@ -44,22 +44,15 @@ def registered(*tensors):
             driver.emulator_unregister(tensor.data_ptr())
 
 
-def as_cuda(tensor):
-    """A CPU tensor as the launcher sees one of a GPU."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    assert dtype in DTYPES, dtype
-    return ExchangeTensor(
-        *tensor.shape, dtype=dtype, strides=tensor.stride(), address=tensor.data_ptr()
-    )
-
-
 def _on_emulator(function):
     def call(*arguments, **named):
         tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
         if not tensors:
             return function(*arguments, **named)
         with registered(*tensors):
-            return function(*(as_cuda(x) if isinstance(x, torch.Tensor) else x for x in arguments))
+            return function(
+                *(as_cuda(x, x.data_ptr()) if isinstance(x, torch.Tensor) else x for x in arguments)
+            )
 
     return call
 

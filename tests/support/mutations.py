@@ -143,7 +143,7 @@ class _Checks(ast.NodeVisitor):
 
 
 def of_relations(family):
-    """The same for each check in the `check=` functions, by the tests of the family."""
+    """Drops each check of the `check=` functions; the family's tests have to notice."""
     path = importlib.import_module(f"tiercel.ops.{family}.spec").__file__
     source = Path(path).read_text()
     checks = _Checks()

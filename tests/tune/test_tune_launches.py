@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `tiercel tune` launches is what the native functions take. Plans stand in for the launches,
-which need a GPU."""
+"""`tiercel tune` calls the native functions with arguments that they take. Plans stand in for the
+launches, which need a GPU."""
 
 import pytest
 from support.dlpack_tensor import as_cuda

@@ -97,7 +97,7 @@ def _download(address: str, digest: str, target: Path) -> str:
 
 
 def unpack(package: Path, root: Path) -> None:
-    """What compiling needs of a package. Links stay inside of `root`."""
+    """Unpacks the files of a package that compiling needs. Links stay inside of `root`."""
     with tarfile.open(fileobj=io.BytesIO(_contents(package.read_bytes()))) as tar:
         for member in tar:
             name = member.name.removeprefix("./")

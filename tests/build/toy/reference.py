@@ -7,5 +7,5 @@ from torch import Tensor
 
 
 def toy_shift(x: Tensor, amount: float = 1.0) -> Tensor:
-    """As :func:`tiercel.toy_shift`."""
+    """Reference of :func:`tiercel.toy_shift`."""
     return x + amount

@@ -24,7 +24,7 @@ struct ToyShiftPlan {
 // All checks and the launch's shape; needs no GPU and no driver.
 Status toy_shift_plan(const ToyShiftCall& call, ToyShiftPlan* plan);
 
-// The same, then the launch on `stream` (a CUstream) of the tensors' device.
+// Checks and chooses likewise, then launches on `stream` (a CUstream) of the tensors' device.
 Status toy_shift(const ToyShiftCall& call, void* stream);
 
 }  // namespace tiercel

@@ -81,7 +81,7 @@ constexpr Field<DecodeCall> kOfLaunch[] = {
     Value<&DecodeCall::options, &DecodeOptions::max_keys>("max_keys"),
     Read("split", "int", ReadSplit),
 };
-// As users give them.
+// The options of the public function.
 constexpr Field<DecodeCall> kOfOperator[] = {
     Read("causal", "bool", ReadCausal),
     Read("window", "Sequence[int] | None", ReadWindow),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``tiercel bench``: times operators and their peers side by side.
 
-What is measured is data: cases in a family's ``suite.yaml``, an operator's inputs, byte count,
-reference and tolerance in its ``cases.py``, other implementations in its ``peers.py``.
+A family's ``suite.yaml`` lists the cases, its ``cases.py`` has the inputs, byte counts, references
+and tolerances of the operators, its ``peers.py`` the other implementations.
 """
 
 
