@@ -6,6 +6,7 @@ import json
 import pathlib
 import re
 import sys
+from unittest import mock
 
 import pytest
 
@@ -159,3 +160,15 @@ def test_a_stand_in_beyond_the_api_is_found(
     assert old in text
     (tmp_path / path).write_text(text.replace(old, new))
     assert problem in " ".join(api_check.stand_in_problems(tmp_path, "rules_cuda", API))
+
+
+def test_cuda_without_a_path_is_an_empty_repository() -> None:
+    """An older output base asks for the @cuda that override_repo() replaces."""
+    source = (MODULES / "rules_cuda" / "cuda" / "repositories.bzl").read_text()
+    found = {"attr": mock.Mock(), "repository_rule": mock.Mock()}
+    exec(source, found)  # This file's Starlark is Python too.
+    rctx = mock.Mock()
+    rctx.attr.toolkit_path = ""
+    found["_cuda_toolkit_impl"](rctx)
+    rctx.file.assert_called_once_with("BUILD.bazel")
+    assert not rctx.symlink.called

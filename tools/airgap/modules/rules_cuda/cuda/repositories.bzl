@@ -18,6 +18,11 @@ cc_library(
 """
 
 def _cuda_toolkit_impl(rctx):
+    # Without a path, rules_cuda makes a repository without a toolkit where it finds none, and so
+    # does this one: an output base from before an override_repo() still asks for it by name.
+    if not rctx.attr.toolkit_path:
+        rctx.file("BUILD.bazel")
+        return
     toolkit = rctx.path(rctx.attr.toolkit_path)
     if not toolkit.get_child("bin/nvcc").exists:
         fail("no CUDA toolkit at {}".format(toolkit))
