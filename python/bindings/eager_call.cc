@@ -8,6 +8,8 @@
 //
 // Every other call goes on to a Python function that knows all cases: `fallback` if the route or
 // the backend differs, `run` if only the layout does.
+//
+// tiercel._C.EagerInto: the same call with the results to write to first, as `out=` gives them.
 #include "python/bindings/eager_call.h"
 
 #include <structmember.h>
@@ -27,6 +29,9 @@ constexpr Py_ssize_t kMaxOutputs = 5;
 constexpr Py_ssize_t kMaxSlots = 24;
 constexpr Py_ssize_t kMaxSizes = 4;
 constexpr Py_ssize_t kMaxRules = 8;
+
+// EagerCall's, for a type check.
+PyTypeObject* eager_call_type = nullptr;
 
 // Set by set_overriding: true if a backend was asked for outside of the call.
 bool overriding = false;
@@ -371,6 +376,58 @@ PyObject* Call(PyObject* object, PyObject* const* args, size_t flags, PyObject* 
   return outputs;
 }
 
+// outputs(*arguments): the outputs that a launch would fill, or None where only Python can make
+// them.
+PyObject* Outputs(PyObject* object, PyObject* const* args, Py_ssize_t count) {
+  const auto* self = reinterpret_cast<const EagerCall*>(object);
+  if (count != self->count || self->output_count == 0) Py_RETURN_NONE;
+  Route route;
+  Tensors tensors(self, args);
+  if (!tensors.FindRoute(&route)) return nullptr;
+  if (route != Route::kDirect) Py_RETURN_NONE;
+  PyObject* outputs = PyTuple_New(self->output_count);
+  for (Py_ssize_t i = 0; outputs != nullptr && i < self->output_count; ++i) {
+    PyObject* made = MakeOutput(self->outputs[i], args, tensors);
+    if (made == nullptr) {
+      Py_DECREF(outputs);
+      if (PyErr_Occurred()) return nullptr;
+      Py_RETURN_NONE;
+    }
+    PyTuple_SET_ITEM(outputs, i, made);
+  }
+  return outputs;
+}
+
+// An operator's call that writes to given results; lives as long as the process.
+struct EagerInto {
+  PyObject_HEAD vectorcallfunc vectorcall;
+  EagerCall* call;     // its arguments: the op's, the results, `backend`
+  Py_ssize_t results;  // how many there are
+  PyObject* fallback;  // (out, *arguments, backend) -> out: every other call
+};
+
+PyObject* CallInto(PyObject* object, PyObject* const* args, size_t flags, PyObject* names) {
+  const auto* self = reinterpret_cast<const EagerInto*>(object);
+  const Py_ssize_t count = self->call->count, given = count - self->results;  // with `backend`
+  PyObject* out = PyVectorcall_NARGS(flags) > 0 ? args[0] : nullptr;
+  const bool single = self->results == 1;
+  if (PyVectorcall_NARGS(flags) != given + 1 || names != nullptr ||
+      !(single || (PyTuple_CheckExact(out) && PyTuple_GET_SIZE(out) == self->results))) {
+    return PyObject_Vectorcall(self->fallback, args, flags, names);
+  }
+  std::array<PyObject*, kMaxArguments> all;
+  Py_ssize_t next = 0;
+  for (Py_ssize_t i = 1; i < given; ++i) all[next++] = args[i];
+  for (Py_ssize_t i = 0; i < self->results; ++i) {
+    all[next++] = single ? out : PyTuple_GET_ITEM(out, i);
+  }
+  all[next] = args[given];
+  PyObject* done = Call(reinterpret_cast<PyObject*>(self->call), all.data(), count, nullptr);
+  if (done == nullptr) return nullptr;
+  Py_DECREF(done);
+  return Py_NewRef(out);
+}
+
 bool Fail(const char* text) {
   PyErr_Format(PyExc_ValueError, "EagerCall: %s", text);
   return false;
@@ -550,12 +607,64 @@ PyType_Slot type_slots[] = {
     {Py_tp_new, reinterpret_cast<void*>(New)},
     {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
     {Py_tp_members, members},
+    {Py_tp_methods, methods},
     {Py_tp_doc, const_cast<char*>("An operator's eager call, see tiercel.core.op.")},
     {0, nullptr},
 };
 
 PyType_Spec type_spec = {"tiercel._C.EagerCall", sizeof(EagerCall), 0,
                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, type_slots};
+
+PyMemberDef into_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(EagerInto, vectorcall), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+PyType_Slot into_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(NewInto)},
+    {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+    {Py_tp_members, into_members},
+    {Py_tp_doc, const_cast<char*>("EagerInto(call, results, fallback, /)\n--\n\n"
+                                  "(out, *arguments) -> out, written by an EagerCall.")},
+    {0, nullptr},
+};
+
+PyType_Spec into_spec = {"tiercel._C.EagerInto", sizeof(EagerInto), 0,
+                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, into_slots};
+
+PyMethodDef methods[] = {
+    {"outputs", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(Outputs)), METH_FASTCALL,
+     "outputs(*arguments)\n--\n\nThe outputs that a launch would fill, or None where only Python "
+     "can make them."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyObject* NewInto(PyTypeObject* type, PyObject* positional, PyObject* keywords) {
+  static const char* names[] = {"", "", "", nullptr};
+  PyObject *call, *fallback;
+  Py_ssize_t results;
+  if (!PyArg_ParseTupleAndKeywords(positional, keywords, "OnO:EagerInto", const_cast<char**>(names),
+                                   &call, &results, &fallback)) {
+    return nullptr;
+  }
+  PyTypeObject* wanted = eager_call_type;
+  if (wanted == nullptr || Py_TYPE(call) != wanted) {
+    PyErr_SetString(PyExc_TypeError, "EagerInto: the call must be an EagerCall");
+    return nullptr;
+  }
+  auto* eager = reinterpret_cast<EagerCall*>(call);
+  if (results < 1 || results > eager->count - 2) {
+    Fail("wrong number of results");
+    return nullptr;
+  }
+  auto* self = reinterpret_cast<EagerInto*>(type->tp_alloc(type, 0));
+  if (self == nullptr) return nullptr;
+  self->vectorcall = CallInto;
+  self->call = reinterpret_cast<EagerCall*>(Py_NewRef(call));
+  self->results = results;
+  self->fallback = Py_NewRef(fallback);
+  return reinterpret_cast<PyObject*>(self);
+}
 
 PyMethodDef functions[] = {
     {"set_overriding", SetOverriding, METH_O,
@@ -565,7 +674,13 @@ PyMethodDef functions[] = {
 
 }  // namespace
 
-PyObject* MakeEagerCallType() { return PyType_FromSpec(&type_spec); }
+PyObject* MakeEagerCallType() {
+  PyObject* type = PyType_FromSpec(&type_spec);
+  eager_call_type = reinterpret_cast<PyTypeObject*>(Py_XNewRef(type));
+  return type;
+}
+
+PyObject* MakeEagerIntoType() { return PyType_FromSpec(&into_spec); }
 
 PyMethodDef* EagerCallFunctions() { return functions; }
 

@@ -10,6 +10,9 @@ namespace tiercel::python {
 // exception.
 PyObject* MakeEagerCallType();
 
+// The type tiercel._C.EagerInto, an EagerCall that writes to given results; made after EagerCall.
+PyObject* MakeEagerIntoType();
+
 // set_overriding, which tells all calls whether a backend was asked for outside of a call.
 PyMethodDef* EagerCallFunctions();
 

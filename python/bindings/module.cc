@@ -62,6 +62,7 @@ void AddAll(py::module_& module) {
   }
   if (AddFamilies(module.ptr()) != 0) throw py::error_already_set();
   AddType(module, "EagerCall", MakeEagerCallType());
+  AddType(module, "EagerInto", MakeEagerIntoType());
   AddJit(module);
 }
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -70,7 +71,7 @@ class Eager:
     """How `_C.EagerCall` launches sm90 without Python: see eager_call.cc.
 
     Args:
-        native: The function of `_C`.
+        native: The function of `_C`; None if Python launches, with outputs made in C.
         slots: What it takes, each as ("argument", place), ("output", place),
             ("lookup", (place, table)) or ("constant", value).
         outputs: The results to allocate, see `Spec.allocation`.
@@ -81,8 +82,8 @@ class Eager:
         absent: Places of optional tensors with which a call goes on to Python.
     """
 
-    native: Callable[..., Any]
-    slots: tuple[tuple[str, Any], ...]
+    native: Callable[..., Any] | None
+    slots: tuple[tuple[str, Any], ...] = ()
     outputs: tuple[Any, ...] = ()
     contiguous: tuple[int, ...] = ()
     ranks: tuple[tuple[int, int], ...] = ()
@@ -163,21 +164,31 @@ class Operator:
             if str(argument.type) in ("Tensor", "Optional[Tensor]")
         )
         self._mutated = tuple(i for i, a in enumerate(arguments) if a.is_write)
-        self.direct = self._make_direct(sm90.run, eager)
+        eager_call = functools.partial(self._eager_call, sm90.run, eager)
+        # From outside; from the dispatcher, which asks autograd first; and below autograd.
+        self.eager = eager_call(self._call)
+        self.direct: Callable[..., Any] = self.eager
+        from_dispatcher: Callable[..., Any] = eager_call(self._run_autograd)
+        self.below: Callable[..., Any] = eager_call(self._run)
         if indices is not None and index_checks.ENABLED:
-            self.direct = self._call
-            self._run = self._run_checked  # type: ignore[method-assign]
+            self.direct, from_dispatcher, self.below = (
+                self._call,
+                self._run_autograd,
+                self._run_checked,
+            )
         self._function = _make_function(self, autograd) if autograd is not None else None
 
         def checked_fake(*args: Any) -> Any:
             self.check(*args)
             return fake(*args)
 
-        library.impl(name, self._filled(self._run), "CompositeExplicitAutograd")
-        library.impl(name, self._filled(self._run_autograd), "Autograd")
+        library.impl(name, self._filled(self.below), "CompositeExplicitAutograd")
+        library.impl(name, self._filled(from_dispatcher), "Autograd")
         torch.library.register_fake(f"tiercel::{name}", self._filled(checked_fake), lib=library)
 
-    def _make_direct(self, run: Callable[..., Any], eager: Eager | None) -> Callable[..., Any]:
+    def _eager_call(
+        self, run: Callable[..., Any], eager: Eager | None, fallback: Callable[..., Any]
+    ) -> _C.EagerCall:
         return _C.EagerCall(
             count=len(self.argument_names),
             tensors=tuple(place for place, _, _ in self._tensors),
@@ -185,7 +196,7 @@ class Operator:
             ready=platform.ready,
             run=run,
             recover=self._recover,
-            fallback=self._call,
+            fallback=fallback,
             increment_version=torch._C._increment_version,
             native=None if eager is None else eager.native,
             slots=() if eager is None else eager.slots,
@@ -228,7 +239,7 @@ class Operator:
             raise CallIntercepted(self, (*args[:-1], args[-1].asked))
         how = route(*self._given(args))
         if how == DIRECT:
-            return self._run(*args)
+            return self.below(*args)
         if how == GRAD:
             return self._run_grad(True, args)
         if how == TRANSFORMED:
@@ -266,7 +277,7 @@ class Operator:
         return self.call_overload(*args)
 
     def _run(self, *args: Any) -> Any:
-        """Runs a backend on real tensors; the dispatcher calls it below autograd."""
+        """Runs a backend on real tensors, where `_C.EagerCall` does not launch."""
         name = args[-1]
         if name is None and selection.overriding:
             name = selection.requested(self.variant_of)
@@ -357,11 +368,11 @@ class Operator:
         return self._function.apply(direct, *args)
 
     def _run_autograd(self, *args: Any) -> Any:
-        """The dispatcher calls it first."""
+        """The dispatcher calls it first, unless `_C.EagerCall` can launch."""
         tensors = self._given(args)
         how = route(*tensors)
         if how == DIRECT:
-            return self._run(*args)
+            return self.below(*args)
         if how == GRAD or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
             return self._run_grad(how == GRAD, args)
         return self._below_autograd(args)
@@ -392,7 +403,7 @@ def _make_function(op: Operator, autograd: Autograd) -> Any:
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, direct: bool, *args: Any) -> Any:
-            outputs = op._run(*args) if direct else op._below_autograd(args)
+            outputs = op.below(*args) if direct else op._below_autograd(args)
             ctx.set_materialize_grads(False)
             autograd.save(ctx, args, outputs)
             return outputs

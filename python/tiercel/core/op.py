@@ -11,9 +11,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from tiercel import _C
 from tiercel.core import platform
 from tiercel.core.dispatch import Autograd, Backend, Eager, Operator, library
-from tiercel.core.eager import empty
+from tiercel.core.eager import empty, is_dynamo_compiling
 from tiercel.core.index_checks import Index
 from tiercel.core.platform import Reason
 from tiercel.core.spec import Call, Spec
@@ -176,12 +177,19 @@ class Op:
         if out and spec.results:
             names = (*spec.names, *spec.result_names)
             self.out = self._operator(names, ".out", spec.out_schema(), None)
+            self._into: Callable[..., Any] = self._into_in_python
+            if self.out.direct is self.out.eager:
+                self._into = _C.EagerInto(self.out.eager, len(spec.results), self._into_in_python)
 
     def __call__(self, *args: Any) -> Any:
         return self.operator.pick()(*args)
 
-    def into(self, out: Any, *args: Any) -> Any:
-        """The call that writes to `out`, a tensor or a tuple of them, and returns it."""
+    def into(self) -> Callable[..., Any]:
+        """The function (out, *arguments, backend) that writes to `out`, a tensor or a tuple of
+        them, and returns it."""
+        return self._into_in_python if is_dynamo_compiling() else self._into
+
+    def _into_in_python(self, out: Any, *args: Any) -> Any:
         assert self.out is not None
         outs = (out,)
         if len(self.spec.results) > 1:
@@ -266,7 +274,9 @@ class Op:
                 "sm90",
                 self._positional
                 if isinstance(sm90, Python) and sm90.positional
-                else named(self._run_out if into_out else self._run),
+                else named(self._run_out)
+                if into_out
+                else self._run,
                 sm90.description,
                 sm90.language,
                 why_not=named(self.why_not),
@@ -277,7 +287,7 @@ class Op:
             variant_of=spec.public,
             describe=named(self.plan),
             load=None if into_out else sm90.load,
-            eager=self._eager(sm90, names) if isinstance(sm90, Native) and sm90.direct else None,
+            eager=self._eager(sm90, names) if isinstance(sm90, Native) else None,
             indices=None if self._indices is None else named(self._indices),
             plugin=plugin,
         )
@@ -328,26 +338,27 @@ class Op:
 
     def empty(self, call: Call) -> tuple[Any, ...]:
         """New results."""
-        spec, known = self.spec, self.spec.sizes(call)
+        spec = self.spec
+        if any(r.any_shape and r.shape is None for r in spec.results):
+            assert self._fake is not None
+            return _unpacked(self._fake(call))
+        known = {} if all(r.shape is not None for r in spec.results) else spec.sizes(call)
         first = getattr(call, spec.arguments[0].name)
         return tuple(
             empty(first, tuple(spec.result_shape(r, call, known)), spec.result_dtype(r, call))
             for r in spec.results
         )
 
-    def _with_results(self, call: Call) -> tuple[Any, ...]:
-        """New results, which the call has from then on."""
-        made = self.empty(call)
-        call.__dict__.update(zip(self.spec.result_names, made, strict=True))
-        return made
-
-    def _run(self, call: Call) -> Any:
+    def _run(self, *args: Any) -> Any:
+        call = Call()
+        call.__dict__.update(zip(self.spec.names, args, strict=False))  # without the backend
         if isinstance(self._sm90, Python):
             return self._sm90.run(call)
         run, takes = self._sm90.functions(False)
         if self._sm90.returns:
             return self._launch(run, call, takes)
-        made = self._with_results(call)
+        made = self.operator.eager.outputs(*args) or self.empty(call)
+        call.__dict__.update(zip(self.spec.result_names, made, strict=True))
         self._launch(run, call, takes)
         return _packed(made)
 
@@ -372,6 +383,8 @@ class Op:
         outputs = () if into_out or sm90.returns else spec.allocation(place)
         if outputs is None:
             return None
+        if not sm90.direct:
+            return Eager(None, outputs=outputs)
         slots: list[tuple[str, Any]] = []
         for taken in takes:
             if isinstance(taken, Lookup):
@@ -404,7 +417,7 @@ class Op:
             return self._sm90.plan(call)
         call = Call(**call.__dict__)
         if any(result not in call for result in self.spec.result_names):
-            self._with_results(call)
+            call.__dict__.update(zip(self.spec.result_names, self.empty(call), strict=True))
         return dict(self._launch(self._sm90.plan, call, self._sm90.takes))
 
     def why_not(self, call: Call) -> Reason | None:

@@ -65,7 +65,7 @@ def silu_and_mul(
     """
     if out is None:
         return _SILU_AND_MUL.forward.pick()(x, up, scale, backend)  # type: ignore[no-any-return]
-    return _SILU_AND_MUL.forward.into(out, x, up, scale, backend)  # type: ignore[no-any-return]
+    return _SILU_AND_MUL.forward.into()(out, x, up, scale, backend)  # type: ignore[no-any-return]
 
 
 @_GELU_AND_MUL.forward.export
@@ -115,7 +115,7 @@ def gelu_and_mul(
     """
     if out is None:
         return _GELU_AND_MUL.forward.pick()(x, up, approximate, scale, backend)  # type: ignore[no-any-return]
-    return _GELU_AND_MUL.forward.into(out, x, up, approximate, scale, backend)  # type: ignore[no-any-return]
+    return _GELU_AND_MUL.forward.into()(out, x, up, approximate, scale, backend)  # type: ignore[no-any-return]
 
 
 @_RELU_AND_MUL.forward.export
@@ -161,7 +161,7 @@ def relu_and_mul(
     """
     if out is None:
         return _RELU_AND_MUL.forward.pick()(x, up, scale, backend)  # type: ignore[no-any-return]
-    return _RELU_AND_MUL.forward.into(out, x, up, scale, backend)  # type: ignore[no-any-return]
+    return _RELU_AND_MUL.forward.into()(out, x, up, scale, backend)  # type: ignore[no-any-return]
 
 
 @_PLAIN_SILU.forward.export
@@ -199,7 +199,7 @@ def silu(
     """
     if out is None:
         return _PLAIN_SILU.forward.pick()(x, scale, backend)  # type: ignore[no-any-return]
-    return _PLAIN_SILU.forward.into(out, x, scale, backend)  # type: ignore[no-any-return]
+    return _PLAIN_SILU.forward.into()(out, x, scale, backend)  # type: ignore[no-any-return]
 
 
 @_PLAIN_GELU.forward.export
@@ -240,7 +240,7 @@ def gelu(
     """
     if out is None:
         return _PLAIN_GELU.forward.pick()(x, approximate, scale, backend)  # type: ignore[no-any-return]
-    return _PLAIN_GELU.forward.into(out, x, approximate, scale, backend)  # type: ignore[no-any-return]
+    return _PLAIN_GELU.forward.into()(out, x, approximate, scale, backend)  # type: ignore[no-any-return]
 
 
 @_PLAIN_RELU.forward.export
@@ -278,4 +278,4 @@ def relu(
     """
     if out is None:
         return _PLAIN_RELU.forward.pick()(x, scale, backend)  # type: ignore[no-any-return]
-    return _PLAIN_RELU.forward.into(out, x, scale, backend)  # type: ignore[no-any-return]
+    return _PLAIN_RELU.forward.into()(out, x, scale, backend)  # type: ignore[no-any-return]

@@ -150,5 +150,5 @@ def decode_attention(
         op = _DECODE_LSE if return_lse else _DECODE
         return op.pick()(*given)  # type: ignore[no-any-return]
     if not return_lse:
-        return _DECODE.into(out, *given)  # type: ignore[no-any-return]
-    return _DECODE_LSE.into((out, new_lse(_DECODE, *given)), *given)  # type: ignore[no-any-return]
+        return _DECODE.into()(out, *given)  # type: ignore[no-any-return]
+    return _DECODE_LSE.into()((out, new_lse(_DECODE, *given)), *given)  # type: ignore[no-any-return]

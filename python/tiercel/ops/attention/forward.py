@@ -98,8 +98,8 @@ class Forward:
     def __call__(self, given: tuple[Any, ...], return_lse: bool, out: Tensor | None = None) -> Any:
         if out is not None:
             if not return_lse:
-                return self.plain.into(out, *given)
-            return self.lse.into((out, new_lse(self.plain, *given)), *given)
+                return self.plain.into()(out, *given)
+            return self.lse.into()((out, new_lse(self.plain, *given)), *given)
         # The backward needs the logarithms: kept from the forward, they cost nothing.
         kept = torch.is_grad_enabled() and any(
             getattr(x, "requires_grad", False) for x in given[:3]

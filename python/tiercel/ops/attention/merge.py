@@ -72,4 +72,4 @@ def merge_attention_states(
     if out is None:
         result: tuple[Tensor, Tensor] = _MERGE.pick()(out_a, lse_a, out_b, lse_b, backend)
         return result
-    return _MERGE.into(out, out_a, lse_a, out_b, lse_b, backend)  # type: ignore[no-any-return]
+    return _MERGE.into()(out, out_a, lse_a, out_b, lse_b, backend)  # type: ignore[no-any-return]

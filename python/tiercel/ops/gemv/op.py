@@ -143,6 +143,6 @@ def nvfp4_linear(
     """
     if out is None:
         return _NVFP4_LINEAR.pick()(x, weight, scale, global_scale, backend)  # type: ignore[no-any-return]
-    return _NVFP4_LINEAR.into(  # type: ignore[no-any-return]
+    return _NVFP4_LINEAR.into()(  # type: ignore[no-any-return]
         out, x, weight, scale, global_scale, backend
     )

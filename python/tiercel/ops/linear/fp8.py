@@ -109,4 +109,4 @@ def fp8_linear(
     if out is None:
         result: Tensor = _FP8_LINEAR.pick()(*arguments)
         return result
-    return _FP8_LINEAR.into(out, *arguments)  # type: ignore[no-any-return]
+    return _FP8_LINEAR.into()(out, *arguments)  # type: ignore[no-any-return]

@@ -70,7 +70,7 @@ def linear_act(
     """
     arguments = (x, weight, bias, activation, residual, backend)
     if out is not None:
-        return LINEAR_ACT.into(out, *arguments)  # type: ignore[no-any-return]
+        return LINEAR_ACT.into()(out, *arguments)  # type: ignore[no-any-return]
     # Backward needs no preactivation here; ReLU's starts from the result, but a residual hides it.
     derivable = activation == "none" or (activation == "relu" and residual is None)
     if derivable or not _wants_gradient(x, weight, bias):
@@ -126,7 +126,7 @@ def gated_linear(
         >>> hidden = tiercel.gated_linear(x, torch.cat([gate.weight, up.weight]))
     """
     if out is not None:
-        return GATED_LINEAR.into(out, x, weight, bias, activation, backend)  # type: ignore[no-any-return]
+        return GATED_LINEAR.into()(out, x, weight, bias, activation, backend)  # type: ignore[no-any-return]
     if not _wants_gradient(x, weight, bias):
         result: Tensor = GATED_LINEAR.pick()(x, weight, bias, activation, backend)
         return result

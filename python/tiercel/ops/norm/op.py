@@ -177,10 +177,10 @@ class _Norm:
         if residual is None:
             if out is None:
                 return self.plain.pick()(x, weight, bias, eps, backend)
-            return self.plain.into(out, x, weight, bias, eps, backend)
+            return self.plain.into()(out, x, weight, bias, eps, backend)
         if out is None:
             return self.added.pick()(x, residual, weight, bias, eps, backend)
-        return self.added.into(out, x, residual, weight, bias, eps, backend)
+        return self.added.into()(out, x, residual, weight, bias, eps, backend)
 
 
 def _empty_gradients(call: Call) -> tuple[Tensor, Tensor, Tensor]:

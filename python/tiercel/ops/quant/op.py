@@ -146,7 +146,7 @@ def fp8_quantize(
     if scale is None:
         if out is None:
             return _FP8_QUANTIZE(x, granularity, backend)  # type: ignore[no-any-return]
-        return _FP8_QUANTIZE.into(out, x, granularity, backend)  # type: ignore[no-any-return]
+        return _FP8_QUANTIZE.into()(out, x, granularity, backend)  # type: ignore[no-any-return]
     if out is not None:
         out = _FP8_QUANTIZE.checked_out(out)
     if granularity != "tensor":
@@ -157,7 +157,7 @@ def fp8_quantize(
         return _FP8_QUANTIZE_STATIC(x, scale, backend), scale
     if out[1] is not scale:
         raise ValueError("fp8_quantize: the second of `out` must be the given `scale` itself")
-    return _FP8_QUANTIZE_STATIC.into(out[0], x, scale, backend), scale
+    return _FP8_QUANTIZE_STATIC.into()(out[0], x, scale, backend), scale
 
 
 # ---------------------------------------------------------------------------------------- nvfp4
@@ -221,7 +221,7 @@ def nvfp4_quantize(
     """
     if out is None:
         return _NVFP4_QUANTIZE(x, global_scale, backend)  # type: ignore[no-any-return]
-    return _NVFP4_QUANTIZE.into(out, x, global_scale, backend)  # type: ignore[no-any-return]
+    return _NVFP4_QUANTIZE.into()(out, x, global_scale, backend)  # type: ignore[no-any-return]
 
 
 _NVFP4_DEQUANTIZE = Op(
@@ -283,6 +283,6 @@ def nvfp4_dequantize(
     """
     if out is None:
         return _NVFP4_DEQUANTIZE(q, scale, global_scale, dtype, backend)  # type: ignore[no-any-return]
-    return _NVFP4_DEQUANTIZE.into(  # type: ignore[no-any-return]
+    return _NVFP4_DEQUANTIZE.into()(  # type: ignore[no-any-return]
         out, q, scale, global_scale, dtype, backend
     )

@@ -147,7 +147,7 @@ def reduce(
     if out is None:
         result: Tensor = _REDUCE.pick()(x, dim, op, keepdim, dtype, backend)
         return result
-    return _REDUCE.into(out, x, dim, op, keepdim, dtype, backend)  # type: ignore[no-any-return]
+    return _REDUCE.into()(out, x, dim, op, keepdim, dtype, backend)  # type: ignore[no-any-return]
 
 
 @composite(REDUCE_SUM)

@@ -134,7 +134,7 @@ def rotary_embedding(
             positions, q, k, cos_sin_cache, interleaved, backend
         )
         return result
-    return _ROTARY.into(out, positions, q, k, cos_sin_cache, interleaved, backend)  # type: ignore[no-any-return]
+    return _ROTARY.into()(out, positions, q, k, cos_sin_cache, interleaved, backend)  # type: ignore[no-any-return]
 
 
 _KV_CACHE_WRITE = Op(

@@ -181,4 +181,4 @@ def moe_align_block_size(
     if out is None:
         result: _Lists = _ALIGN.pick()(topk_ids, block_size, num_experts, *options)
         return result
-    return _ALIGN.into(out, topk_ids, block_size, num_experts, *options)  # type: ignore[no-any-return]
+    return _ALIGN.into()(out, topk_ids, block_size, num_experts, *options)  # type: ignore[no-any-return]

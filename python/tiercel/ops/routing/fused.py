@@ -151,4 +151,4 @@ def topk_softmax_align(
     if out is None:
         result: _Five = _TOPK_SOFTMAX_ALIGN.pick()(*arguments)
         return result
-    return _TOPK_SOFTMAX_ALIGN.into(out, *arguments)  # type: ignore[no-any-return]
+    return _TOPK_SOFTMAX_ALIGN.into()(out, *arguments)  # type: ignore[no-any-return]

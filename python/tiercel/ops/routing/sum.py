@@ -94,4 +94,4 @@ def moe_sum(
     if out is None:
         result: Tensor = _SUM.pick()(x, weights, backend)
         return result
-    return _SUM.into(out, x, weights, backend)  # type: ignore[no-any-return]
+    return _SUM.into()(out, x, weights, backend)  # type: ignore[no-any-return]

@@ -117,4 +117,4 @@ def topk_softmax(
     if out is None:
         result: tuple[Tensor, Tensor] = _TOPK_SOFTMAX.pick()(scores, k, *options)
         return result
-    return _TOPK_SOFTMAX.into(out, scores, k, *options)  # type: ignore[no-any-return]
+    return _TOPK_SOFTMAX.into()(out, scores, k, *options)  # type: ignore[no-any-return]

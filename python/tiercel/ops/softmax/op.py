@@ -125,7 +125,7 @@ class _Softmax:
     ) -> Any:
         if out is None:
             return self.forward.pick()(x, dim, scale, mask, backend)
-        return self.forward.into(out, x, dim, scale, mask, backend)
+        return self.forward.into()(out, x, dim, scale, mask, backend)
 
 
 _SOFTMAX = _Softmax(spec.SOFTMAX_ONLINE, log=False)

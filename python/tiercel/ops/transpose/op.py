@@ -81,4 +81,4 @@ def copy_transpose(
     """
     if out is None:
         return _COPY_TRANSPOSE.pick()(x, tile_size, backend)  # type: ignore[no-any-return]
-    return _COPY_TRANSPOSE.into(out, x, tile_size, backend)  # type: ignore[no-any-return]
+    return _COPY_TRANSPOSE.into()(out, x, tile_size, backend)  # type: ignore[no-any-return]
