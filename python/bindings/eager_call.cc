@@ -603,6 +603,13 @@ PyMemberDef members[] = {
     {nullptr, 0, 0, 0, nullptr},
 };
 
+PyMethodDef methods[] = {
+    {"outputs", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(Outputs)), METH_FASTCALL,
+     "outputs(*arguments)\n--\n\nThe outputs that a launch would fill, or None where only Python "
+     "can make them."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
 PyType_Slot type_slots[] = {
     {Py_tp_new, reinterpret_cast<void*>(New)},
     {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
@@ -614,30 +621,6 @@ PyType_Slot type_slots[] = {
 
 PyType_Spec type_spec = {"tiercel._C.EagerCall", sizeof(EagerCall), 0,
                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, type_slots};
-
-PyMemberDef into_members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(EagerInto, vectorcall), READONLY, nullptr},
-    {nullptr, 0, 0, 0, nullptr},
-};
-
-PyType_Slot into_slots[] = {
-    {Py_tp_new, reinterpret_cast<void*>(NewInto)},
-    {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
-    {Py_tp_members, into_members},
-    {Py_tp_doc, const_cast<char*>("EagerInto(call, results, fallback, /)\n--\n\n"
-                                  "(out, *arguments) -> out, written by an EagerCall.")},
-    {0, nullptr},
-};
-
-PyType_Spec into_spec = {"tiercel._C.EagerInto", sizeof(EagerInto), 0,
-                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, into_slots};
-
-PyMethodDef methods[] = {
-    {"outputs", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(Outputs)), METH_FASTCALL,
-     "outputs(*arguments)\n--\n\nThe outputs that a launch would fill, or None where only Python "
-     "can make them."},
-    {nullptr, nullptr, 0, nullptr},
-};
 
 PyObject* NewInto(PyTypeObject* type, PyObject* positional, PyObject* keywords) {
   static const char* names[] = {"", "", "", nullptr};
@@ -665,6 +648,23 @@ PyObject* NewInto(PyTypeObject* type, PyObject* positional, PyObject* keywords) 
   self->fallback = Py_NewRef(fallback);
   return reinterpret_cast<PyObject*>(self);
 }
+
+PyMemberDef into_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(EagerInto, vectorcall), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+PyType_Slot into_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(NewInto)},
+    {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+    {Py_tp_members, into_members},
+    {Py_tp_doc, const_cast<char*>("EagerInto(call, results, fallback, /)\n--\n\n"
+                                  "(out, *arguments) -> out, written by an EagerCall.")},
+    {0, nullptr},
+};
+
+PyType_Spec into_spec = {"tiercel._C.EagerInto", sizeof(EagerInto), 0,
+                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, into_slots};
 
 PyMethodDef functions[] = {
     {"set_overriding", SetOverriding, METH_O,

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import tiercel
+from tiercel.core import selection
 
 pytestmark = [pytest.mark.torch, pytest.mark.gpu, pytest.mark.usefixtures("no_fallback")]
 
@@ -156,7 +157,7 @@ def test_strides(rand):
             tiercel.fp8_quantize(x, "row", backend="sm90")
         with pytest.warns(tiercel.FallbackWarning, match="multiples of 16 bytes"):
             tiercel.nvfp4_quantize(x)
-        tiercel.backends._warned.clear()
+        selection._warned.clear()
 
 
 @pytest.mark.sanitize
