@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,20 +73,20 @@ class Tensor:
     atol: float = 0.0
     of_sums: float = 0.0
 
-    @property
+    @cached_property
     def batched(self) -> bool:
         return self.dims.split()[:1] == ["..."]
 
-    @property
+    @cached_property
     def own_dims(self) -> tuple[str, ...]:
         """The dimensions without ``...``."""
         return tuple(word for word in self.dims.split() if word != "...")
 
-    @property
+    @cached_property
     def any_shape(self) -> bool:
         return self.dims == "*"
 
-    @property
+    @cached_property
     def allowed(self) -> tuple[str, ...]:
         return (self.dtypes,) if isinstance(self.dtypes, str) else self.dtypes
 

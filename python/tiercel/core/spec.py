@@ -22,7 +22,8 @@ alone is any shape, left to `check`. `Spec.dims` defines names that no argument 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 from tiercel.core.arguments import FLOATS as FLOATS
@@ -96,9 +97,9 @@ class Spec:
 
     # -- other specs -------------------------------------------------------------------------------
 
-    def changed(self, **fields: Any) -> Spec:
+    def changed(self, **others: Any) -> Spec:
         """A copy with other fields."""
-        values = self.__dict__ | fields
+        values = {field.name: getattr(self, field.name) for field in fields(self)} | others
         return Spec(values.pop("name"), *values.pop("arguments"), **values)
 
     def without(self, *names: str, **fields: Any) -> Spec:
@@ -115,19 +116,19 @@ class Spec:
 
     # -- names and schemas -------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(argument.name for argument in self.arguments)
 
-    @property
+    @cached_property
     def result_names(self) -> tuple[str, ...]:
         return tuple(result.name for result in self.results)
 
-    @property
+    @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(a for a in self.arguments if isinstance(a, Tensor))
 
-    @property
+    @cached_property
     def scalars(self) -> tuple[Scalar, ...]:
         return tuple(a for a in self.arguments if isinstance(a, Scalar))
 
