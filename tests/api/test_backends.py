@@ -12,6 +12,7 @@ import tiercel
 from tiercel.core import dispatch as _op
 from tiercel.core import eager, platform, selection
 from tiercel.core.dispatch import Backend
+from tiercel.core.op import ops
 
 pytestmark = pytest.mark.torch
 
@@ -38,9 +39,41 @@ def probe(monkeypatch):
 
 
 def _launches(monkeypatch, op, run):
-    monkeypatch.setattr(op.direct, "run", run)
-    monkeypatch.setattr(op.direct, "native", None)
+    for eager_call in op.eager_calls:
+        monkeypatch.setattr(eager_call, "run", run)
+        monkeypatch.setattr(eager_call, "native", None)
     monkeypatch.setitem(op.backends, "sm90", dataclasses.replace(op.backends["sm90"], run=run))
+
+
+def test_no_python_before_the_launch(monkeypatch):
+    """From `torch.ops`, with a gradient and with `out=`, too."""
+    launched = []
+    op = ops["rms_norm"]
+
+    def python(*args):
+        raise AssertionError("the generic path")
+
+    for operator in (op.operator, op.out):
+        for eager_call in operator.eager_calls:
+            monkeypatch.setattr(eager_call, "run", python)
+            monkeypatch.setattr(eager_call, "native", lambda *args: launched.append(args))
+        monkeypatch.setitem(
+            operator.backends, "sm90", dataclasses.replace(operator.backends["sm90"], run=python)
+        )
+    monkeypatch.setattr(op, "_into_in_python", python)
+    platform.ready.add(-1)
+    x = torch.randn(4, 8)
+    out = torch.empty_like(x)
+    try:
+        tiercel.rms_norm(x)
+        tiercel.rms_norm(x, out=out)
+        torch.ops.tiercel.rms_norm(x)
+        torch.ops.tiercel.rms_norm.out(x, out=out)
+        tiercel.rms_norm(x.clone().requires_grad_())
+        torch.ops.tiercel.rms_norm(x.clone().requires_grad_())
+    finally:
+        platform.ready.discard(-1)
+    assert len(launched) == 6
 
 
 @pytest.fixture

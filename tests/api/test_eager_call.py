@@ -216,3 +216,51 @@ def test_an_error_of_the_launch_drops_the_outputs():
 def test_wrong_descriptions_are_refused(slots, options):
     with pytest.raises(ValueError, match="^EagerCall: "):
         made(Launch(), slots, count=2, **options)
+
+
+def test_outputs_without_a_launch():
+    launch, x = Launch(), torch.zeros(3, 8)
+    call = made(launch, (X,), count=2, outputs=(LIKE_X, LIKE_X))
+    first, second = call.outputs(x, None)
+    assert first.shape == second.shape == x.shape and first is not second
+    assert launch.calls == []
+    assert call.outputs(x.requires_grad_(), None) is None
+    assert call.outputs(x) is None and call.outputs(torch.tensor(1.0), None) is None
+    assert made(launch, (X,), count=2).outputs(x, None) is None
+
+
+@pytest.mark.parametrize("results", [1, 2])
+def test_into_given_results(results):
+    """The results come first, and are returned."""
+    launch, x = Launch(), torch.zeros(3, 8)
+    places = tuple(range(1, 1 + results))
+    slots = (X, *(("argument", place) for place in places))
+    call = made(launch, slots, count=2 + results, tensors=(0, *places), mutated=places)
+    into = _C.EagerInto(call, results, fallback)
+    outs = tuple(torch.zeros(3, 8) for _ in places)
+    out = outs[0] if results == 1 else outs
+    assert into(out, x, None) is out and launch.calls == [(x, *outs)]
+    assert [t._version for t in outs] == [1] * results
+    # Python has the errors, and takes lists.
+    others = [(out,), (out, x), (out, x, None, None)]
+    others += [] if results == 1 else [(list(outs), x, None), (outs[0], x, None)]
+    for args in others:
+        assert into(*args)[0] == "fallback"
+    assert len(launch.calls) == 1
+    with pytest.raises(TypeError, match="must be an EagerCall"):
+        _C.EagerInto(launch, results, fallback)
+    with pytest.raises(ValueError, match="number of results"):
+        _C.EagerInto(call, 9, fallback)
+
+
+def test_a_failed_launch_into_given_results():
+    launch = Launch(RuntimeError("no"))
+    call = made(launch, (X,), count=3, tensors=(0, 1), mutated=(1,))
+    out = torch.zeros(2)
+    with pytest.raises(RuntimeError, match="no"):
+        _C.EagerInto(call, 1, fallback)(out, torch.zeros(2), None)
+    alive = weakref.ref(out)
+    launch.calls.clear()
+    del out
+    gc.collect()
+    assert alive() is None

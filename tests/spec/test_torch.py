@@ -6,6 +6,9 @@ import torch
 from support import contract_calls as calls
 from support import declared
 
+from tiercel.core.op import Native
+from tiercel.core.spec import Call
+
 pytestmark = [
     pytest.mark.torch,
     pytest.mark.filterwarnings("ignore::tiercel.backends.FallbackWarning"),
@@ -18,6 +21,12 @@ SCHEMA, AUTOGRAD, FAKE, DISPATCH = (
 )
 # Results are rounded to bfloat16, which a graph may do elsewhere.
 BOUND = {"rtol": 2**-6, "atol": 2**-5}
+
+NATIVE = sorted(
+    name
+    for name, op in declared.OPERATORS.items()
+    if op.spec.results and isinstance(op._sm90, Native)
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -135,3 +144,15 @@ def test_no_derivative(op):
             calls.function(op)(**call)
         with torch.no_grad():
             calls.function(op)(**call)
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_results_are_as_the_fake_says(name):
+    """What the kernels are given to fill, and what a graph expects of them."""
+    op = declared.OPERATORS[name]
+    for form in declared.each_form(name):
+        call = Call(**form)
+        due = calls.tensors_of(op._metadata(call))
+        made = op.operator.eager.outputs(*form.values(), None)
+        for results in filter(None, (op.empty(call), made)):
+            assert [(t.shape, t.dtype) for t in results] == [(t.shape, t.dtype) for t in due]

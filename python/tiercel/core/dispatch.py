@@ -166,16 +166,11 @@ class Operator:
         self._mutated = tuple(i for i, a in enumerate(arguments) if a.is_write)
         eager_call = functools.partial(self._eager_call, sm90.run, eager)
         # From outside; from the dispatcher, which asks autograd first; and below autograd.
-        self.eager = eager_call(self._call)
-        self.direct: Callable[..., Any] = self.eager
-        from_dispatcher: Callable[..., Any] = eager_call(self._run_autograd)
-        self.below: Callable[..., Any] = eager_call(self._run)
-        if indices is not None and index_checks.ENABLED:
-            self.direct, from_dispatcher, self.below = (
-                self._call,
-                self._run_autograd,
-                self._run_checked,
-            )
+        checked = indices is not None and index_checks.ENABLED
+        fallbacks = (self._call, self._run_autograd, self._run_checked if checked else self._run)
+        self.eager_calls = tuple(map(eager_call, fallbacks))
+        self.eager = self.eager_calls[0]
+        self.direct, from_dispatcher, self.below = fallbacks if checked else self.eager_calls
         self._function = _make_function(self, autograd) if autograd is not None else None
 
         def checked_fake(*args: Any) -> Any:
