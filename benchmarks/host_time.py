@@ -76,11 +76,26 @@ def rows(op):
         ]
     x, weight = normal(64, 128), normal(128)
     out = torch.empty_like(x)
+    if op == "training":
+        x.requires_grad_(), weight.requires_grad_()
+
+        def step(function, *args):
+            """Forward and backward."""
+            return lambda: torch.autograd.grad(function(*args), args, x.detach())
+
+        return [
+            ("rms_norm", step(tiercel.rms_norm, x, weight)),
+            ("silu_and_mul", step(tiercel.silu_and_mul, x, x)),
+            ("softmax_online", step(tiercel.softmax_online, x)),
+            ("torch rms_norm", step(lambda x, w: torch.rms_norm(x, (128,), w), x, weight)),
+        ]
     return [
         ("silu_and_mul(x, up, out=)", lambda: tiercel.silu_and_mul(x, x, out=out)),
         ("rms_norm(x, weight, out=)", lambda: tiercel.rms_norm(x, weight, out=out)),
         ("layer_norm(x, weight, out=)", lambda: tiercel.layer_norm(x, weight, out=out)),
         ("softmax_online(x, out=)", lambda: tiercel.softmax_online(x, out=out)),
+        ("reduce(x, 0)", lambda: tiercel.reduce(x, 0)),
+        ("fp8_quantize(x)", lambda: tiercel.fp8_quantize(x)),
     ]
 
 
@@ -109,7 +124,7 @@ def measure(fake_driver):
     from tiercel.workbench.bench.timing import CudaClock
 
     clock, found = CudaClock(), {}
-    groups = {op: rows(op) for op in ("topk_softmax", "linear_act", "others")}
+    groups = {op: rows(op) for op in ("topk_softmax", "linear_act", "others", "training")}
     if not fake_driver:
         groups["parts"] = parts()
     calls = {

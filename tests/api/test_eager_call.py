@@ -261,6 +261,7 @@ def test_a_failed_launch_into_given_results():
         _C.EagerInto(call, 1, fallback)(out, torch.zeros(2), None)
     alive = weakref.ref(out)
     launch.calls.clear()
+    launch.error.__traceback__ = None
     del out
     gc.collect()
     assert alive() is None
