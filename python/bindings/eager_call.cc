@@ -10,6 +10,8 @@
 // the backend differs, `run` if only the layout does.
 //
 // tiercel._C.EagerInto: the same call with the results to write to first, as `out=` gives them.
+// tiercel._C.EagerFilled: the same call as torch's dispatcher makes it, which leaves out trailing
+// default values and passes the results to write to by name.
 #include "python/bindings/eager_call.h"
 
 #include <structmember.h>
@@ -428,6 +430,36 @@ PyObject* CallInto(PyObject* object, PyObject* const* args, size_t flags, PyObje
   return Py_NewRef(out);
 }
 
+struct EagerFilled {
+  PyObject_HEAD vectorcallfunc vectorcall;
+  EagerCall* call;
+  PyObject* defaults;  // one for each argument, a tuple
+  PyObject* outs;      // names of the results to write to, a tuple
+  PyObject* fallback;  // (*arguments, **outs) -> outputs: every other call
+};
+
+PyObject* CallFilled(PyObject* object, PyObject* const* args, size_t flags, PyObject* names) {
+  const auto* self = reinterpret_cast<const EagerFilled*>(object);
+  const Py_ssize_t count = self->call->count, outs = PyTuple_GET_SIZE(self->outs);
+  const Py_ssize_t first = count - 1 - outs, given = PyVectorcall_NARGS(flags);
+  const Py_ssize_t named = names == nullptr ? 0 : PyTuple_GET_SIZE(names);
+  std::array<PyObject*, kMaxArguments> all{};
+  for (Py_ssize_t i = 0; i < first; ++i) {
+    all[i] = i < given ? args[i] : PyTuple_GET_ITEM(self->defaults, i);
+  }
+  all[count - 1] = given > first ? args[first] : PyTuple_GET_ITEM(self->defaults, count - 1);
+  bool known = given <= first + 1 && named == outs;
+  for (Py_ssize_t i = 0; known && i < outs; ++i) {
+    for (Py_ssize_t j = 0; j < named && all[first + i] == nullptr; ++j) {
+      PyObject *name = PyTuple_GET_ITEM(names, j), *out = PyTuple_GET_ITEM(self->outs, i);
+      if (name == out || PyUnicode_Compare(name, out) == 0) all[first + i] = args[given + j];
+    }
+    known = all[first + i] != nullptr;
+  }
+  if (!known) return PyObject_Vectorcall(self->fallback, args, flags, names);
+  return Call(reinterpret_cast<PyObject*>(self->call), all.data(), count, nullptr);
+}
+
 bool Fail(const char* text) {
   PyErr_Format(PyExc_ValueError, "EagerCall: %s", text);
   return false;
@@ -622,6 +654,12 @@ PyType_Slot type_slots[] = {
 PyType_Spec type_spec = {"tiercel._C.EagerCall", sizeof(EagerCall), 0,
                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, type_slots};
 
+bool IsEagerCall(PyObject* call) {
+  if (Py_TYPE(call) == eager_call_type) return true;
+  PyErr_SetString(PyExc_TypeError, "the call must be an EagerCall");
+  return false;
+}
+
 PyObject* NewInto(PyTypeObject* type, PyObject* positional, PyObject* keywords) {
   static const char* names[] = {"", "", "", nullptr};
   PyObject *call, *fallback;
@@ -630,11 +668,7 @@ PyObject* NewInto(PyTypeObject* type, PyObject* positional, PyObject* keywords) 
                                    &call, &results, &fallback)) {
     return nullptr;
   }
-  PyTypeObject* wanted = eager_call_type;
-  if (wanted == nullptr || Py_TYPE(call) != wanted) {
-    PyErr_SetString(PyExc_TypeError, "EagerInto: the call must be an EagerCall");
-    return nullptr;
-  }
+  if (!IsEagerCall(call)) return nullptr;
   auto* eager = reinterpret_cast<EagerCall*>(call);
   if (results < 1 || results > eager->count - 2) {
     Fail("wrong number of results");
@@ -666,6 +700,47 @@ PyType_Slot into_slots[] = {
 PyType_Spec into_spec = {"tiercel._C.EagerInto", sizeof(EagerInto), 0,
                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, into_slots};
 
+PyObject* NewFilled(PyTypeObject* type, PyObject* positional, PyObject* keywords) {
+  static const char* names[] = {"", "", "", "", nullptr};
+  PyObject *call, *defaults, *outs, *fallback;
+  if (!PyArg_ParseTupleAndKeywords(positional, keywords, "OO!O!O:EagerFilled",
+                                   const_cast<char**>(names), &call, &PyTuple_Type, &defaults,
+                                   &PyTuple_Type, &outs, &fallback)) {
+    return nullptr;
+  }
+  if (!IsEagerCall(call)) return nullptr;
+  auto* eager = reinterpret_cast<EagerCall*>(call);
+  if (PyTuple_GET_SIZE(defaults) != eager->count || PyTuple_GET_SIZE(outs) > eager->count - 2) {
+    Fail("wrong number of defaults or results");
+    return nullptr;
+  }
+  auto* self = reinterpret_cast<EagerFilled*>(type->tp_alloc(type, 0));
+  if (self == nullptr) return nullptr;
+  self->vectorcall = CallFilled;
+  self->call = reinterpret_cast<EagerCall*>(Py_NewRef(call));
+  self->defaults = Py_NewRef(defaults);
+  self->outs = Py_NewRef(outs);
+  self->fallback = Py_NewRef(fallback);
+  return reinterpret_cast<PyObject*>(self);
+}
+
+PyMemberDef filled_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(EagerFilled, vectorcall), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+PyType_Slot filled_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(NewFilled)},
+    {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+    {Py_tp_members, filled_members},
+    {Py_tp_doc, const_cast<char*>("EagerFilled(call, defaults, outs, fallback, /)\n--\n\n"
+                                  "(*arguments, **outs), from torch's dispatcher.")},
+    {0, nullptr},
+};
+
+PyType_Spec filled_spec = {"tiercel._C.EagerFilled", sizeof(EagerFilled), 0,
+                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, filled_slots};
+
 PyMethodDef functions[] = {
     {"set_overriding", SetOverriding, METH_O,
      "set_overriding(value, /)\n--\n\nWhether a backend was asked for outside of the call."},
@@ -681,6 +756,8 @@ PyObject* MakeEagerCallType() {
 }
 
 PyObject* MakeEagerIntoType() { return PyType_FromSpec(&into_spec); }
+
+PyObject* MakeEagerFilledType() { return PyType_FromSpec(&filled_spec); }
 
 PyMethodDef* EagerCallFunctions() { return functions; }
 

@@ -13,6 +13,9 @@ PyObject* MakeEagerCallType();
 // The type tiercel._C.EagerInto, an EagerCall that writes to given results; made after EagerCall.
 PyObject* MakeEagerIntoType();
 
+// The type tiercel._C.EagerFilled, an EagerCall as torch's dispatcher makes it; likewise.
+PyObject* MakeEagerFilledType();
+
 // set_overriding, which tells all calls whether a backend was asked for outside of a call.
 PyMethodDef* EagerCallFunctions();
 

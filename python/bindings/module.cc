@@ -63,6 +63,7 @@ void AddAll(py::module_& module) {
   if (AddFamilies(module.ptr()) != 0) throw py::error_already_set();
   AddType(module, "EagerCall", MakeEagerCallType());
   AddType(module, "EagerInto", MakeEagerIntoType());
+  AddType(module, "EagerFilled", MakeEagerFilledType());
   AddJit(module);
 }
 

@@ -265,3 +265,29 @@ def test_a_failed_launch_into_given_results():
     del out
     gc.collect()
     assert alive() is None
+
+
+def test_as_the_dispatcher_calls():
+    """Trailing default values are left out, and results come by name."""
+    launch, x, out = Launch(), torch.zeros(3, 8), torch.zeros(3, 8)
+    arguments = tuple(("argument", place) for place in range(4))
+    call = made(launch, arguments, count=5, tensors=(0, 3), mutated=(3,))
+
+    def in_python(*args, **named):
+        return ("left to Python", args, named)
+
+    filled = _C.EagerFilled(call, (None, 1, 2, None, None), ("out",), in_python)
+    for args in [(x,), (x, 1), (x, 1, 2), (x, 1, 2, None)]:
+        assert filled(*args, out=out) is None
+    assert launch.calls == [(x, 1, 2, out)] * 4
+    assert filled(x, 7, 8, "sm90", out=out) is None and launch.calls[-1] == (x, 7, 8, out)
+    # The backend goes on, too.
+    assert filled(x, 1, 2, "ref", out=out) == ("fallback", x, 1, 2, out, "ref")
+    assert len(launch.calls) == 5
+    for args, named in [((x,), {}), ((x,), {"other": out}), ((x, 1, 2, None, 3), {"out": out})]:
+        assert filled(*args, **named) == ("left to Python", args, named)
+    assert len(launch.calls) == 5
+    with pytest.raises(TypeError, match="must be an EagerCall"):
+        _C.EagerFilled(launch, (None,), (), fallback)
+    with pytest.raises(ValueError, match="number of defaults"):
+        _C.EagerFilled(call, (None,), ("out",), fallback)

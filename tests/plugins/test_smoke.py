@@ -277,7 +277,8 @@ def test_ours_on_a_gpu(tmp_path):
     command = [sys.executable, "-m", "tiercel", "smoke", "sm90"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=280)
     assert result.returncode == 0, result.stdout + result.stderr
-    rows = re.findall(r"sm90 +\w+ +100\.0 % +[\d.]+ .s +[\d.]+x$", result.stdout, re.M)
+    # A row may end with the cases that a kernel does not take.
+    rows = re.findall(r"sm90 +\w+ +100\.0 % +[\d.]+ .s +[\d.]+x", result.stdout)
     assert len(rows) == len(CONTRACTS)
 
 

@@ -379,6 +379,13 @@ class Operator:
     def _filled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function for the dispatcher, which leaves out trailing default values and passes the
         results to write to by name."""
+        filled = self._filled_in_python(function)
+        if isinstance(function, _C.EagerCall):
+            outs = self.argument_names[self._positional : -1]
+            return _C.EagerFilled(function, self._defaults, outs, filled)
+        return filled
+
+    def _filled_in_python(self, function: Callable[..., Any]) -> Callable[..., Any]:
         defaults, outs = self._defaults, self.argument_names[self._positional : -1]
         if not outs:
             return lambda *args: function(*args, *defaults[len(args) :])

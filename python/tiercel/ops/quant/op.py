@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from tiercel import _C
 from tiercel.core.eager import empty
-from tiercel.core.op import Lookup, Native, Op
+from tiercel.core.op import Native, Op
 from tiercel.core.spec import Call
 from tiercel.ops.quant import reference as ref
 from tiercel.ops.quant import spec
@@ -46,11 +45,25 @@ def _fp8_fake(call: Call) -> tuple[Tensor, Tensor]:
     return q, scale
 
 
-def _fp8_launch(native: Callable[..., Any], call: Call) -> Any:
-    partial = None
-    if call.granularity == "tensor":
-        partial = empty(call.x, (_PARTIALS,), torch.float32)
-    return native(call.x, call.q, call.scale, partial, _NUMBER.get(call.granularity, -1))
+# The scale of a whole tensor needs a workspace.
+def _partial(x: Tensor, granularity: str) -> Tensor | None:
+    return empty(x, (_PARTIALS,), torch.float32) if granularity == "tensor" else None
+
+
+# Positional, since a declaration's generic way to a launch takes longer than the launch.
+def _fp8_run(x: Tensor, granularity: str, q: Tensor | None, scale: Tensor | None) -> Any:
+    made = None
+    if q is None:
+        rows, columns = x.shape
+        q = empty(x, (rows, columns), torch.float8_e4m3fn)
+        scale = empty(x, spec.scale_shape(rows, columns, granularity), torch.float32)
+        made = q, scale
+    _C.fp8_quantize(x, q, scale, _partial(x, granularity), _NUMBER[granularity])
+    return made
+
+
+def _fp8_plan(x: Tensor, granularity: str, q: Tensor, scale: Tensor) -> dict[str, Any]:
+    return dict(_C.fp8_quantize_plan(x, q, scale, _partial(x, granularity), _NUMBER[granularity]))
 
 
 _FP8_DESCRIPTION = "one pass, values kept in registers while their scale is found"
@@ -59,16 +72,12 @@ _FP8_METHOD = "amax, reciprocal, clamp and cast"
 _FP8_QUANTIZE = Op(
     spec.FP8_QUANTIZE.without("scale"),
     sm90=Native(
-        _C.fp8_quantize,
-        _C.fp8_quantize_plan,
-        # The scale of a whole tensor needs a workspace.
-        (
-            *("x", "q", "scale", None),
-            Lookup("granularity", {n: i for n, i in _NUMBER.items() if n != "tensor"}),
-        ),
+        _fp8_run,
+        _fp8_plan,
+        ("x", "granularity", "q", "scale"),
         _FP8_DESCRIPTION,
         load=_C.fp8_quantize_load,
-        launch=_fp8_launch,
+        returns=True,
         sample=_two_rows,
     ),
     reference=lambda call: ref.fp8_quantize(call.x, call.granularity),

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from tiercel.core.spec import FLOATS, Call, DType, Spec, Str, Tensor
+from tiercel.core.spec import FLOATS, DType, Spec, Str, Tensor
 
 # Rows and columns that share a scale; 0: all of them.
 TILES = {"tensor": (0, 0), "row": (1, 0), "1x128": (1, 128), "128x128": (128, 128)}
@@ -15,10 +15,9 @@ _SCALE_TEXTS = {
 }
 
 
-def scale_shape(call: Call) -> tuple[int, int]:
+def scale_shape(rows: int, columns: int, granularity: str) -> tuple[int, int]:
     """The number of scales, down and across."""
-    down, across = TILES[call.granularity]
-    rows, columns = call.x.shape
+    down, across = TILES[granularity]
     return (
         (rows + down - 1) // down if down else 1,
         (columns + across - 1) // across if across else 1,
@@ -39,7 +38,7 @@ FP8_QUANTIZE = Spec(
         _Q,
         Tensor(
             *("scale", "*", "float32"),
-            shape=scale_shape,
+            shape=lambda call: scale_shape(*call.x.shape, call.granularity),
             shape_text=lambda call: _SCALE_TEXTS[call.granularity],
         ),
     ],

@@ -62,7 +62,7 @@ def over_the_middle(backend: Any, call: Call) -> Any:
         outer, length, inner = shape[:dim], shape[dim : dim + 1], shape[dim + 1 :]
     flat = call.x.reshape(math.prod(outer), math.prod(length), math.prod(inner))
     (result,) = backend(flat, 1, call.op, False, call.dtype or call.x.dtype)
-    return result.view(shape_left(call))
+    return result.view(shape_left(call.x, call.dim, call.keepdim))
 
 
 CONTRACTS = (

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,21 +21,38 @@ __all__ = ["reduce", "reduce_sum"]
 _NUMBER = {"sum": 0, "mean": 1, "max": 2, "amax": 2}  # ReduceOp in kernels/reduce/reduce.h
 
 
-def _launch(native: Callable[..., Any], call: Call) -> Any:
-    x, out, dim = call.x, call.out, call.dim
-    if out.shape != shape_left(call) or out.dtype not in (x.dtype, torch.float32):
-        REDUCE.validate(call)  # the native function counts elements only
+def _rows(x: Tensor, dim: int | None) -> tuple[Tensor, int]:
+    """What the kernels reduce: one dimension, counted from the front."""
     if dim is None:
-        x, dim = x.reshape(-1), 0
-    elif dim < 0:
-        dim += x.dim()
-    number = _NUMBER[call.op]
-    found = native(x, out, None, dim, number)
-    if isinstance(found, dict):
-        return found
-    if found:  # elements of a workspace, without which nothing was launched
-        native(x, out, empty(x, (found,), torch.float32), dim, number)
-    return None
+        return x.reshape(-1), 0
+    return x, dim + x.dim() if dim < 0 else dim
+
+
+# Positional, since a declaration's generic way to a launch takes longer than the launch.
+def _run(
+    x: Tensor, dim: int | None, op: str, keepdim: bool, dtype: Any, out: Tensor | None
+) -> Tensor | None:
+    shape, made = shape_left(x, dim, keepdim), None
+    if out is None:
+        out = made = empty(x, shape, dtype or x.dtype)
+    elif out.shape != shape or out.dtype not in (x.dtype, torch.float32):
+        # The native function counts elements only.
+        call = Call(x=x, dim=dim, op=op, keepdim=keepdim, dtype=dtype, out=out)
+        REDUCE.validate(call)
+    x, dim = _rows(x, dim)
+    number = _NUMBER[op]
+    # Elements of a workspace, without which nothing was launched.
+    needed = _C.reduce(x, out, None, dim, number)
+    if needed:
+        _C.reduce(x, out, empty(x, (needed,), torch.float32), dim, number)
+    return made
+
+
+def _plan(
+    x: Tensor, dim: int | None, op: str, keepdim: bool, dtype: Any, out: Tensor
+) -> dict[str, Any]:
+    x, dim = _rows(x, dim)
+    return dict(_C.reduce_plan(x, out, None, dim, _NUMBER[op]))
 
 
 def _reference(call: Call) -> Tensor:
@@ -80,13 +96,12 @@ def _gradients(ctx: Any, grad: Tensor | None) -> dict[str, Tensor | None]:
 _REDUCE = Op(
     REDUCE,
     sm90=Native(
-        _C.reduce,
-        _C.reduce_plan,
-        (),
+        _run,
+        _plan,
+        ("x", "dim", "op", "keepdim", "dtype", "out"),
         "one read, float32 sums in a fixed order",
         load=_C.reduce_load,
-        launch=_launch,
-        direct=False,
+        returns=True,
     ),
     reference=_reference,
     method="torch.sum, torch.mean and torch.amax in float32",

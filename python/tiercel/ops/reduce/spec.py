@@ -4,19 +4,24 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from tiercel.core.spec import FLOATS, Bool, Call, DType, Int, Spec, Str, Tensor
 
 MAXIMA = ("max", "amax")
 
 
-def shape_left(call: Call) -> tuple[int, ...]:
+def shape_left(x: Any, dim: int | None, keepdim: bool) -> tuple[int, ...]:
     """The shape of the result."""
-    sizes = tuple(call.x.shape)  # torch's own are slow to cut
-    if call.dim is None:
-        return (1,) * len(sizes) if call.keepdim else ()
-    dim = call.dim % len(sizes)
-    return (*sizes[:dim], *(1,) * call.keepdim, *sizes[dim + 1 :])
+    sizes = tuple(x.shape)  # torch's own are slow to cut
+    if dim is None:
+        return (1,) * len(sizes) if keepdim else ()
+    dim %= len(sizes)
+    return (*sizes[:dim], 1, *sizes[dim + 1 :]) if keepdim else sizes[:dim] + sizes[dim + 1 :]
+
+
+def _shape(call: Call) -> tuple[int, ...]:
+    return shape_left(call.x, call.dim, call.keepdim)
 
 
 def _check(call: Call) -> None:
@@ -25,7 +30,7 @@ def _check(call: Call) -> None:
         raise ValueError(f"reduce: `dim` must be from {-x.dim()} to {x.dim() - 1}, got {dim}")
     if call.op in MAXIMA:
         empty = x.numel() == 0 if dim is None else x.shape[dim] == 0
-        if empty and math.prod(shape_left(call)) > 0:
+        if empty and math.prod(_shape(call)) > 0:
             where = "" if dim is None else f" in dimension {dim % x.dim()}"
             raise ValueError(
                 f"reduce: `x` must not be empty{where} for a maximum, got shape {list(x.shape)}"
@@ -39,7 +44,7 @@ _DTYPE = DType("dtype", None, optional=True, choices=("x", "float32"))
 # The result's rounding, and float32 sums of positive numbers.
 _RESULT = Tensor(
     *("out", "*", ("dtype", "x")),
-    shape=shape_left,
+    shape=_shape,
     shape_text="what is left of `x`",
     rtol=4e-3,
     atol=1e-5,
