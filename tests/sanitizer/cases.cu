@@ -263,3 +263,29 @@ __global__ void __cluster_dims__(2, 1, 1) sums_through_one_warp(const float* in,
 
 template __global__ void sums_through_one_warp<true, 16>(const float*, float*);
 template __global__ void sums_through_one_warp<false, 16>(const float*, float*);
+
+// Two warps meet at the barrier of their cluster, and each reads what the other one wrote:
+// linear_act's blocks with split K. Where a cluster has one block, which the hardware says at run
+// time, ptxas waits with a barrier of the block. With kApart each warp has an instruction of its
+// own for it, as roles have in a kernel whose warps are specialised; synccheck reports that threads
+// diverge, although all of them arrive. Otherwise both warps run the same instruction.
+template <bool kApart>
+__global__ void cluster_barrier_in_roles(const float* in, float* out) {
+  __shared__ float values[64];
+  const int thread = threadIdx.x;
+  values[thread] = in[thread];
+  const auto meet = [] {
+    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+  };
+  if constexpr (!kApart) meet();
+  if (thread < 32) {
+    if constexpr (kApart) meet();
+    out[thread] = values[63 - thread];
+  } else {
+    if constexpr (kApart) meet();
+    out[thread] = values[63 - thread] + 1.0f;
+  }
+}
+
+template __global__ void cluster_barrier_in_roles<true>(const float*, float*);
+template __global__ void cluster_barrier_in_roles<false>(const float*, float*);

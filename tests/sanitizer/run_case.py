@@ -78,6 +78,12 @@ def one_warp(by_sending):
     assert torch.equal(out, (2 * values.sum()).expand(512)), "wrong sums"
 
 
+def cluster_barrier(apart):
+    values = torch.arange(64, dtype=torch.float32)
+    out = run_blocks(f"cluster_barrier_in_roles<{apart}>", 1, 64, values)
+    assert torch.equal(out, values.flip(0) + (values >= 32)), "wrong values"
+
+
 CASES = {
     "ring-by-engine": lambda: ring("true"),
     "ring-by-threads": lambda: ring("false"),
@@ -91,6 +97,8 @@ CASES = {
     "set-up-barrier-expect": lambda: expect("false"),
     "one-warp-sends": lambda: one_warp("true"),
     "one-warp-writes": lambda: one_warp("false"),
+    "cluster-barrier-in-roles": lambda: cluster_barrier("true"),
+    "cluster-barrier-of-all": lambda: cluster_barrier("false"),
 }
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.gpu]
 FINDINGS = {
     "racecheck": "Race reported",
     "initcheck": "Uninitialized",
+    "synccheck": "Barrier error",
 }
 PROGRAM = pathlib.Path(__file__).with_name("run_case.py")
 
@@ -51,6 +52,9 @@ def sanitizer():
         # barrier of the block orders before the next writes.
         ("racecheck", "one-warp-sends", True),
         ("racecheck", "one-warp-writes", True),
+        # A cluster of one block, whose barrier each role meets in its own branch.
+        ("synccheck", "cluster-barrier-in-roles", True),
+        ("synccheck", "cluster-barrier-of-all", False),
     ],
 )
 def test_case(sanitizer, tool, case, reported):
