@@ -62,8 +62,8 @@ def test_cross_entropy(case):
     got = got if isinstance(got, tuple) else (got, given[0])[: 1 + (form == "cross_entropy_")]
     for one, exact in zip(got, due, strict=False):
         torch.testing.assert_close(one, exact, rtol=2**-6, atol=1e-5, equal_nan=True)
-    due = reference("cross_entropy_mean_scale")(target, weight, ignored, None)
-    got, _ = run("cross_entropy_mean_scale", target, weight, ignored, None)
+    due = reference("cross_entropy_mean_scale")(logits, target, weight, ignored, None)
+    got, _ = run("cross_entropy_mean_scale", logits, target, weight, ignored, None)
     torch.testing.assert_close(got, due, rtol=1e-5, atol=0)
 
 

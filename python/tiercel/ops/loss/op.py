@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tiercel import _C
 from tiercel.core import platform
+from tiercel.core.dispatch import ExplainRequest
 from tiercel.core.eager import DIRECT, route
 from tiercel.core.index_checks import Index
 from tiercel.core.op import Gradient, Native, Op
@@ -25,40 +26,42 @@ _REDUCTIONS = ("none", "mean", "sum")
 _METHOD = "torch.log_softmax in float32"
 
 
-def _target_rule(target: Tensor, count: int | None, ignore_index: int) -> list[Index]:
-    if count is None:
-        return []
+def _target_rule(call: Call) -> list[Index]:
+    count, ignored = call.logits.shape[1], call.ignore_index
 
     def wrong(values: Tensor) -> Tensor:
-        return ((values < 0) | (values >= count)) & (values != ignore_index)
+        return ((values < 0) | (values >= count)) & (values != ignored)
 
-    due = f"hold classes from 0 to {count - 1}, or {ignore_index} for none"
-    return [Index("target", target, wrong, due)]
+    due = f"hold classes from 0 to {count - 1}, or {ignored} for none"
+    return [Index("target", call.target, wrong, due)]
 
 
 def _native(grad: str) -> Native:
     """The kernel that writes the gradient to the argument or result `grad`, if there is one."""
-    takes = ("logits", "target", "weight", "scale", "loss", grad)
+    takes = ("logits", "target", "weight", "scale", "loss", "grad")
     options = ("ignore_index", "label_smoothing", "z_loss", "softcap")
 
     def launch(native: Callable[..., Any], call: Call) -> Any:
         given = {name: getattr(call, name, None) for name in takes}
-        if grad != "logits":
-            given["logits"] = rows(call.logits)
+        given["logits"] = rows(call.logits)
+        if grad == "logits":
+            given["grad"] = given["logits"]
         if call.weight is not None:
             given["weight"] = call.weight.float()
         if call.scale is not None:
             given["scale"] = call.scale.contiguous()
-        tensors = (given[name] for name in takes)
-        return native(*tensors, *(getattr(call, name) for name in options))
+        result = native(*given.values(), *(getattr(call, name) for name in options))
+        if native is _C.cross_entropy and grad == "logits" and given["grad"] is not call.logits:
+            call.logits.copy_(given["grad"])
+        return result
 
     return Native(
         _C.cross_entropy,
         _C.cross_entropy_plan,
-        (*takes, *options),
+        (*takes[:-1], grad, *options),
         "a row in the shared memory of a cluster: one read, and one write of the gradient",
         load=_C.cross_entropy_load,
-        contiguous=() if grad == "logits" else ("logits",),
+        contiguous=("logits", "scale"),
         rearranged=("weight",),
         launch=launch,
     )
@@ -69,7 +72,7 @@ def _op(declared: Spec, grad: str, **more: Any) -> Op:
         declared,
         sm90=_native(grad),
         method=_METHOD,
-        indices=lambda call: _target_rule(call.target, call.logits.shape[1], call.ignore_index),
+        indices=_target_rule,
         **more,
     )
 
@@ -175,11 +178,13 @@ _MEAN = Op(
     ),
     reference=lambda call: ref.mean_scale(call.target, call.weight, call.ignore_index),
     method="torch.sum",
-    indices=lambda call: _target_rule(
-        call.target, None if call.weight is None else call.weight.shape[0], call.ignore_index
-    ),
+    indices=_target_rule,
     out=False,
 )
+
+
+def _constant(tensor: Tensor | None) -> Tensor | None:
+    return tensor.detach() if isinstance(tensor, Tensor) and tensor.requires_grad else tensor
 
 
 @_CROSS_ENTROPY.export
@@ -246,10 +251,10 @@ def cross_entropy(
         )
     if not isinstance(inplace, bool):
         raise TypeError(f"cross_entropy: `inplace` must be a bool, got {type(inplace).__name__}")
-    weight, scale = (None if t is None else t.detach() for t in (weight, scale))
-    op = _CROSS_ENTROPY
+    weight, scale = _constant(weight), _constant(scale)
+    op, plain = _CROSS_ENTROPY, logits
     if torch.is_grad_enabled() and isinstance(logits, Tensor) and logits.requires_grad:
-        op = _WITH_GRADIENT
+        op, plain = _WITH_GRADIENT, logits.detach()
         if inplace:
             if logits.is_leaf:
                 raise RuntimeError(
@@ -257,9 +262,13 @@ def cross_entropy(
                     "gradient cannot take the place of its values"
                 )
             op = _IN_PLACE
-    if reduction == "mean":
-        mean = _MEAN(target, weight, ignore_index, backend)
-        scale = mean if scale is None else mean * scale
+    # `explain` asks for the operator that makes the loss.
+    if reduction == "mean" and type(backend) is not ExplainRequest:
+        mean = _MEAN(plain, target, weight, ignore_index, backend)
+        if scale is None:
+            scale = mean
+        elif isinstance(scale, Tensor) and (scale.dtype, scale.device) == (mean.dtype, mean.device):
+            scale = mean * scale  # the operator refuses any other
     results = op(
         logits, target, weight, scale, ignore_index, label_smoothing, z_loss, softcap, backend
     )

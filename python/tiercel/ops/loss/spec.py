@@ -32,7 +32,7 @@ CROSS_ENTROPY = Spec(
     Tensor("logits", "T V", FLOATS, strided=True),
     Tensor("target", "T", INDICES, strided=True),
     Tensor("weight", "V", ("float32", "logits"), optional=True),
-    Tensor("scale", "*", "float32", optional=True),
+    Tensor("scale", "*", "float32", strided=True, optional=True),
     Int("ignore_index", -100),
     Float("label_smoothing", 0.0, at_least=0),
     Float("z_loss", 0.0, at_least=0),
@@ -57,10 +57,10 @@ IN_PLACE = CROSS_ENTROPY.changed(
 )
 
 # 1 / (the sum of the weights of the targets that count), which makes a mean of a sum.
+# Of the logits only the shape counts.
 MEAN = Spec(
     "cross_entropy_mean_scale",
-    Tensor("target", "T", INDICES, strided=True),
-    Tensor("weight", "V", ("float32", "bfloat16", "float16"), optional=True),
+    *CROSS_ENTROPY.tensors[:3],
     Int("ignore_index", -100),
     results=[Tensor("scale", "1", "float32")],
     gradient_of="cross_entropy",
