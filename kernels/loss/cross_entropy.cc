@@ -160,8 +160,7 @@ Status choose(const CrossEntropyCall& call, int64_t rows, CrossEntropyArgs* args
   }
   args->blocks = static_cast<uint32_t>(blocks);
   *kernel = KernelTable(cross_entropy_kernels).find([&](const CrossEntropyKernel& one) {
-    return one.dtype == call.logits->dtype && one.gradient == (call.grad != nullptr) &&
-           one.softcap == (call.options.softcap != 0.0f);
+    return one.dtype == call.logits->dtype && one.gradient == (call.grad != nullptr);
   });
   *plan = {(*kernel)->kernel.name(), static_cast<int>(blocks), static_cast<unsigned>(rows * blocks),
            kLossThreads, static_cast<unsigned>(part(blocks))};

@@ -38,19 +38,17 @@ __device__ __forceinline__ int64_t load_target(const CrossEntropyTargets& target
                      : *reinterpret_cast<const int32_t*>(at);
 }
 
-// Logits as the loss sees them.
-template <bool kSoftcap>
+// softcap * tanh(x / softcap), or x.
 struct Cap {
   float cap, inverse;
-  __device__ __forceinline__ explicit Cap(float softcap)
-      : cap(softcap), inverse(kSoftcap ? 1.0f / softcap : 0.0f) {}
-  __device__ __forceinline__ float operator()(float x) const {
-    return kSoftcap ? cap * tanhf(x * inverse) : x;
-  }
+  __device__ __forceinline__ explicit Cap(float softcap) : cap(softcap), inverse(1.0f / softcap) {}
+  __device__ __forceinline__ bool applies() const { return cap != 0.0f; }
+  __device__ __forceinline__ float of(float x) const { return cap * tanhf(x * inverse); }
+  __device__ __forceinline__ float operator()(float x) const { return applies() ? of(x) : x; }
   // The derivative, from the result.
   __device__ __forceinline__ float slope(float capped) const {
     const float share = capped * inverse;
-    return kSoftcap ? fmaf(-share, share, 1.0f) : 1.0f;
+    return fmaf(-share, share, 1.0f);
   }
 };
 
@@ -84,12 +82,31 @@ struct Part {
     const int from = (first + v) * kPerVector;
     return from >= shift && from + kPerVector <= end;
   }
+  // True if the row has this column.
+  __device__ __forceinline__ bool has(int column) const {
+    return static_cast<unsigned>(column) < static_cast<unsigned>(end - shift);
+  }
   // The first vector that is whole, and the one behind the last that is.
   __device__ __forceinline__ int whole_from() const { return count > 0 && !whole(0) ? 1 : 0; }
   __device__ __forceinline__ int whole_to() const {
     return count > 0 && !whole(count - 1) ? count - 1 : count;
   }
 };
+
+// Reads a vector of logits as the loss sees them, with -inf beside the row.
+template <typename Format>
+__device__ __forceinline__ void load_logits(const uint4* held, const Part<Format>& part, int v,
+                                            const Cap& cap,
+                                            float (&values)[Part<Format>::kPerVector]) {
+  uint32_t words[4];
+  load_vector(words, &held[v]);
+  unpack<Format>(words, values);
+  if (!cap.applies()) return;
+#pragma unroll
+  for (int k = 0; k < Part<Format>::kPerVector; ++k) {
+    values[k] = part.has(part.column(v) + k) ? cap.of(values[k]) : -kInfinity;
+  }
+}
 
 template <typename Format>
 __device__ __forceinline__ void store_elements(char* row, int column, int columns,
@@ -117,7 +134,7 @@ __device__ __forceinline__ void store_gradient(const CrossEntropyArgs& args, cha
   }
 }
 
-template <typename Format, bool kGradient, bool kSoftcap>
+template <typename Format, bool kGradient>
 __global__ void __launch_bounds__(kLossThreads, 3)
     cross_entropy(const __grid_constant__ CrossEntropyArgs args) {
   constexpr int kPerVector = Part<Format>::kPerVector;
@@ -147,6 +164,7 @@ __global__ void __launch_bounds__(kLossThreads, 3)
     if (leads) args.loss[row] = 0.0f * scale;
     if constexpr (kGradient) {
       const float zeros[kPerVector] = {};
+#pragma unroll 1
       for (int v = threadIdx.x; v < part.count; v += kLossThreads) {
         store_gradient<Format>(args, grad, part, v, zeros);
       }
@@ -159,6 +177,7 @@ __global__ void __launch_bounds__(kLossThreads, 3)
   const int chunk = (part.count + kLossChunks - 1) / kLossChunks;
   const int from = part.whole_from(), to = part.whole_to();
   if (threadIdx.x == 0) {
+#pragma unroll 1
     for (int i = 0; i < kLossChunks; ++i) {
       const int begin = max(i * chunk, from), end = min((i + 1) * chunk, to);
       if (begin >= end) continue;
@@ -180,7 +199,7 @@ __global__ void __launch_bounds__(kLossThreads, 3)
     }
   }
 
-  const Cap<kSoftcap> cap(args.softcap);
+  const Cap cap(args.softcap);
   const bool inside = static_cast<uint64_t>(target) < static_cast<uint64_t>(args.columns);
   float at_target = __int_as_float(0x7fc00000);
   float weight = 1.0f;
@@ -200,10 +219,12 @@ __global__ void __launch_bounds__(kLossThreads, 3)
   const bool smooths = args.smoothing != 0.0f;
   const float pivot = fabsf(at_target) < kInfinity ? at_target : 0.0f;
   float2 totals = make_float2(0.0f, 0.0f);
+#pragma unroll 1
   for (int i = 0; i < kLossChunks; ++i) {
     const int begin = i * chunk, end = min(begin + chunk, part.count);
     if (max(begin, from) < min(end, to)) mbarrier_wait(&arrived[i], 0);
     const float before = largest;
+#pragma unroll 2
     for (int v = begin + threadIdx.x; v < end; v += kLossThreads) {
       uint32_t words[4];
       float values[kPerVector];
@@ -216,21 +237,20 @@ __global__ void __launch_bounds__(kLossThreads, 3)
     }
     const float reference = largest == -kInfinity ? 0.0f : largest;
     sum *= exp_below(before, reference);
+#pragma unroll 1
     for (int v = begin + threadIdx.x; v < end; v += kLossThreads) {
-      uint32_t words[4];
       float values[kPerVector];
-      load_vector(words, &held[v]);
-      unpack<Format>(words, values);
+      load_logits(held, part, v, cap, values);
+#pragma unroll
+      for (float value : values) sum += exp_below(value, reference);
+      if (!smooths) continue;
 #pragma unroll
       for (int k = 0; k < kPerVector; ++k) {
-        const float value = cap(values[k]);
-        sum += exp_below(value, reference);
         const int column = part.column(v) + k;
-        if (smooths && static_cast<unsigned>(column) < static_cast<unsigned>(args.columns)) {
-          const float of_class = args.weight == nullptr ? 1.0f : args.weight[column];
-          totals.x += of_class;
-          totals.y = fmaf(of_class, value - pivot, totals.y);
-        }
+        if (!part.has(column)) continue;
+        const float of_class = args.weight == nullptr ? 1.0f : args.weight[column];
+        totals.x += of_class;
+        totals.y = fmaf(of_class, values[k] - pivot, totals.y);
       }
     }
   }
@@ -258,26 +278,32 @@ __global__ void __launch_bounds__(kLossThreads, 3)
     const float share = scale * (hit + each * totals.x + 2.0f * args.z_loss * lse) / all.y;
     const float less = scale * each;
     const int target_vector = inside ? (static_cast<int>(target) + part.shift) / kPerVector : -1;
+#pragma unroll 1
     for (int v = threadIdx.x; v < part.count; v += kLossThreads) {
-      uint32_t words[4];
-      float values[kPerVector];
-      load_vector(words, &held[v]);
-      unpack<Format>(words, values);
-      const bool has_target = part.first + v == target_vector;
+      float values[kPerVector], results[kPerVector];
+      load_logits(held, part, v, cap, values);
 #pragma unroll
       for (int k = 0; k < kPerVector; ++k) {
-        const int column = part.column(v) + k;
-        const float value = cap(values[k]);
-        float minus = less;
-        if (smooths && args.weight != nullptr) {
-          const bool has = static_cast<unsigned>(column) < static_cast<unsigned>(args.columns);
-          minus *= has ? args.weight[column] : 0.0f;
-        }
-        float result = fmaf(exp_below(value, all.x), share, -minus);
-        if (has_target && column == target) result -= scale * hit;
-        values[k] = result * cap.slope(value);
+        results[k] = fmaf(exp_below(values[k], all.x), share, -less);
       }
-      store_gradient<Format>(args, grad, part, v, values);
+      if (smooths && args.weight != nullptr) {
+#pragma unroll
+        for (int k = 0; k < kPerVector; ++k) {
+          const int column = part.column(v) + k;
+          if (part.has(column)) results[k] += less - less * args.weight[column];
+        }
+      }
+      if (part.first + v == target_vector) {
+#pragma unroll
+        for (int k = 0; k < kPerVector; ++k) {
+          if (part.column(v) + k == target) results[k] -= scale * hit;
+        }
+      }
+      if (cap.applies()) {
+#pragma unroll
+        for (int k = 0; k < kPerVector; ++k) results[k] *= cap.slope(values[k]);
+      }
+      store_gradient<Format>(args, grad, part, v, results);
     }
   }
 }
@@ -339,14 +365,11 @@ __global__ void __launch_bounds__(kLossThreads)
   }
 }
 
-#define TIERCEL_LOSS(type, gradient, softcap)                                       \
-  {DType::k##type, gradient, softcap,                                               \
-   Kernel("cross_entropy<" #type ", gradient=" #gradient ", softcap=" #softcap ">", \
-          reinterpret_cast<const void*>(cross_entropy<type, gradient, softcap>),    \
-          kLossLargestPart)}
-#define TIERCEL_TYPE(type)                                           \
-  TIERCEL_LOSS(type, false, false), TIERCEL_LOSS(type, true, false), \
-      TIERCEL_LOSS(type, false, true), TIERCEL_LOSS(type, true, true)
+#define TIERCEL_LOSS(type, gradient)                          \
+  {DType::k##type, gradient,                                  \
+   Kernel("cross_entropy<" #type ", gradient=" #gradient ">", \
+          reinterpret_cast<const void*>(cross_entropy<type, gradient>), kLossLargestPart)}
+#define TIERCEL_TYPE(type) TIERCEL_LOSS(type, false), TIERCEL_LOSS(type, true)
 #define TIERCEL_RESCALE(type)                                 \
   {DType::k##type, Kernel("cross_entropy_rescale<" #type ">", \
                           reinterpret_cast<const void*>(cross_entropy_rescale<type>))}

@@ -30,7 +30,7 @@ struct CrossEntropyArgs {
   int columns;
   float smoothing;
   float z_loss;
-  float softcap;
+  float softcap;    // 0: none
   uint32_t blocks;  // per row
   bool vectors;     // the rows of grad have the logits' offset from a multiple of 16 bytes
 };
@@ -55,7 +55,6 @@ struct CrossEntropyRescaleArgs {
 struct CrossEntropyKernel {
   DType dtype;
   bool gradient;
-  bool softcap;
   Kernel kernel;
 };
 
