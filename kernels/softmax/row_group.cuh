@@ -119,6 +119,17 @@ struct BlockGroup {
     return group_reduce<32>(value, op);
   }
 
+  // Two sums over all threads, likewise.
+  __device__ __forceinline__ float2 sums(float2 value, int slot) const {
+    const float2* all = exchange(
+        make_float2(lanes_reduce<32>(value.x, SumOf()), lanes_reduce<32>(value.y, SumOf())), slot);
+    value = make_float2(0.0f, 0.0f);
+    for (uint32_t warp = threadIdx.x % 32; warp < warps(); warp += 32) {
+      value = make_float2(value.x + all[warp].x, value.y + all[warp].y);
+    }
+    return make_float2(lanes_reduce<32>(value.x, SumOf()), lanes_reduce<32>(value.y, SumOf()));
+  }
+
  private:
   static constexpr int kSlots = 2;
   struct Shared {

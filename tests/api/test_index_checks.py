@@ -39,6 +39,10 @@ def rotary(**changes):
     return named | changes
 
 
+def losses(**changes):
+    return {"logits": torch.randn(3, 8), "target": torch.tensor([0, 7, -100])} | changes
+
+
 def cache_write(**changes):
     caches = {name: torch.zeros(2, 4, 1, 8, dtype=BF16) for name in ("key_cache", "value_cache")}
     new = {name: torch.randn(3, 1, 8).bfloat16() for name in ("key", "value")}
@@ -123,6 +127,14 @@ def decode(**changes):
 
 # Operator, arguments, the index tensor and what it holds, the error.
 WRONG = [
+    (
+        "cross_entropy",
+        losses,
+        "target",
+        torch.tensor([0, -100, 8]),
+        "hold classes from 0 to 7, or -100 for none, got 8 at [2]",
+    ),
+    ("cross_entropy", losses, "target", int32(0, -1, 2), "got -1 at [1]"),
     ("rotary_embedding", rotary, "positions", int32(0, 64, -1), "from 0 to 63, got 64 at [1]"),
     ("rotary_embedding", rotary, "positions", int32(3, 5, -1), "from 0 to 63, got -1 at [2]"),
     (

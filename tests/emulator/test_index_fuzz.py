@@ -14,6 +14,7 @@ pytestmark = pytest.mark.torch
 
 # Operators whose index tensors this file fuzzes: see tests/api/test_index_checks.py.
 FUZZED = (
+    "cross_entropy",
     "grouped_gemm",
     "kv_cache_write",
     "moe_align_block_size",
@@ -42,6 +43,28 @@ def test_kv_cache_write(case):
     _, given = run("kv_cache_write", key, value, *caches, slots, scale, scale, None)
     for got, exact in zip(given[2:4], due, strict=True):
         assert torch.equal(got.view(torch.uint8), exact.view(torch.uint8))
+
+
+@pytest.mark.parametrize("case", range(CASES))
+def test_cross_entropy(case):
+    draw = Draw(case)
+    rows, classes = draw.of(1, 6, 40), draw.of(1, 9, 64, 1001)
+    dtype = draw.of(torch.float32, torch.bfloat16, torch.float16)
+    target = torch.randint(classes, (rows,), generator=draw.generator)
+    target = draw.strays(target, classes, wide=draw.of(False, True))
+    weight, scale = (draw.of(None, draw.uniform(n) + 0.5) for n in (classes, rows))
+    ignored = draw.of(-100, -1, 0, int(target[0]))
+    form = draw.of("cross_entropy", "cross_entropy_with_gradient", "cross_entropy_")
+    logits = draw.normal(rows, classes, dtype=dtype)
+    options = (weight, scale, ignored, draw.of(0.0, 0.1), 0.0, None, None)
+    due = list(reference("cross_entropy_with_gradient")(logits, target, *options))
+    got, given = run(form, logits, target, *options)
+    got = got if isinstance(got, tuple) else (got, given[0])[: 1 + (form == "cross_entropy_")]
+    for one, exact in zip(got, due, strict=False):
+        torch.testing.assert_close(one, exact, rtol=2**-6, atol=1e-5, equal_nan=True)
+    due = reference("cross_entropy_mean_scale")(logits, target, weight, ignored, None)
+    got, _ = run("cross_entropy_mean_scale", logits, target, weight, ignored, None)
+    torch.testing.assert_close(got, due, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("case", range(CASES))

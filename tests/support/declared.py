@@ -148,10 +148,11 @@ def has_gradient(op):
 def _run(op, values, **options):
     """With a gradient, where there is one."""
     values = calls.copied(values)
-    if "inplace" not in options:
-        for name in calls.float_arguments(op, values):
-            with contextlib.suppress(RuntimeError):
-                values[name].requires_grad_()
+    for name in calls.float_arguments(op, values):
+        with contextlib.suppress(RuntimeError):
+            values[name].requires_grad_()
+            if "inplace" in options:  # no leaf is overwritten
+                values[name] = values[name].clone()
     results = calls.tensors_of(calls.function(op)(**values | options | {"backend": "ref"}))
     results = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
     if results:

@@ -1,0 +1,397 @@
+// SPDX-License-Identifier: Apache-2.0
+// The cross-entropy of rows of logits, and its gradient in the same pass.
+//
+//   lse  = log(sum(exp(x)))
+//   loss = (1 - s) w[t] (lse - x[t]) + s / V sum(w (lse - x)) + z lse^2
+//   grad = p ((1 - s) w[t] + s / V sum(w) + 2 z lse) - s / V w - [c = t] (1 - s) w[t]
+//   p    = exp(x - lse);  w = 1 without weights
+//
+// Bound by memory: reads a row once and, with a gradient, writes it once. A row of 128256 16-bit
+// logits takes 250 KiB, so a cluster of 1 to 8 blocks holds it in shared memory: each block copies
+// its part with the bulk copy engine in a few chunks, reduces each chunk as it arrives (the online
+// softmax), exchanges the maximum and the sum with the cluster's other blocks, and writes the
+// gradient from shared memory. Three blocks per multiprocessor hide each other's phases.
+//
+//   block 0   | copy chunks -> max, sum |  \                       / | gradient of its part |
+//   block 1   | copy chunks -> max, sum |   > exchange (max, sum) <  | gradient of its part |
+//   ...
+//
+// Vectors of 16 bytes are numbered from the multiple of 16 bytes at or before the row's start. The
+// first and the last one may hold elements of other rows: their elements are copied one by one, and
+// -inf stands for the others.
+#include <cstdint>
+
+#include "kernels/loss/cross_entropy_kernels.h"
+#include "kernels/sm90/exponential.cuh"
+#include "kernels/sm90/float_format.cuh"
+#include "kernels/sm90/grid_dependency.cuh"
+#include "kernels/sm90/mbarrier.cuh"
+#include "kernels/sm90/tma.cuh"
+#include "kernels/softmax/row_group.cuh"
+
+namespace tiercel {
+namespace {
+
+__device__ __forceinline__ int64_t load_target(const CrossEntropyTargets& target, int64_t row) {
+  const char* at = target.data + row * target.step;
+  return target.wide ? *reinterpret_cast<const int64_t*>(at)
+                     : *reinterpret_cast<const int32_t*>(at);
+}
+
+// softcap * tanh(x / softcap), or x.
+struct Cap {
+  float cap, inverse;
+  __device__ __forceinline__ explicit Cap(float softcap) : cap(softcap), inverse(1.0f / softcap) {}
+  __device__ __forceinline__ bool applies() const { return cap != 0.0f; }
+  __device__ __forceinline__ float of(float x) const { return cap * tanhf(x * inverse); }
+  __device__ __forceinline__ float operator()(float x) const { return applies() ? of(x) : x; }
+  // The derivative, from the result.
+  __device__ __forceinline__ float slope(float capped) const {
+    const float share = capped * inverse;
+    return fmaf(-share, share, 1.0f);
+  }
+};
+
+// exp(x - largest), 0 for both -inf.
+__device__ __forceinline__ float exp_below(float x, float largest) {
+  return exp2_approx((x - largest) * kLog2E);
+}
+
+// A block's vectors of its row.
+template <typename Format>
+struct Part {
+  static constexpr int kPerVector = kLossVectorBytes / Format::kBytes;
+
+  int shift;  // columns of other rows in the row's first vector
+  int end;    // of the row, counted from the first vector's start
+  int first;  // vector of this block
+  int count;
+
+  __device__ __forceinline__ Part(const CrossEntropyArgs& args, const char* row, uint32_t rank)
+      : shift(static_cast<int>(reinterpret_cast<uintptr_t>(row) % kLossVectorBytes) /
+              Format::kBytes),
+        end(shift + args.columns) {
+    const int all = (end + kPerVector - 1) / kPerVector;
+    const int each = (all + args.blocks - 1) / args.blocks;
+    first = min(static_cast<int>(rank) * each, all);
+    count = min(each, all - first);
+  }
+  // The column of a vector's first element; negative in a row's first vector.
+  __device__ __forceinline__ int column(int v) const { return (first + v) * kPerVector - shift; }
+  __device__ __forceinline__ bool whole(int v) const {
+    const int from = (first + v) * kPerVector;
+    return from >= shift && from + kPerVector <= end;
+  }
+  // True if the row has this column.
+  __device__ __forceinline__ bool has(int column) const {
+    return static_cast<unsigned>(column) < static_cast<unsigned>(end - shift);
+  }
+  // The first vector that is whole, and the one behind the last that is.
+  __device__ __forceinline__ int whole_from() const { return count > 0 && !whole(0) ? 1 : 0; }
+  __device__ __forceinline__ int whole_to() const {
+    return count > 0 && !whole(count - 1) ? count - 1 : count;
+  }
+};
+
+// Reads a vector of logits as the loss sees them, with -inf beside the row.
+template <typename Format>
+__device__ __forceinline__ void load_logits(const uint4* held, const Part<Format>& part, int v,
+                                            const Cap& cap,
+                                            float (&values)[Part<Format>::kPerVector]) {
+  uint32_t words[4];
+  load_vector(words, &held[v]);
+  unpack<Format>(words, values);
+  if (!cap.applies()) return;
+#pragma unroll
+  for (int k = 0; k < Part<Format>::kPerVector; ++k) {
+    values[k] = part.has(part.column(v) + k) ? cap.of(values[k]) : -kInfinity;
+  }
+}
+
+template <typename Format>
+__device__ __forceinline__ void store_elements(char* row, int column, int columns,
+                                               const float* values) {
+#pragma unroll
+  for (int i = 0; i < kLossVectorBytes / Format::kBytes; ++i) {
+    if (static_cast<unsigned>(column + i) < static_cast<unsigned>(columns)) {
+      reinterpret_cast<typename Format::Storage*>(row)[column + i] =
+          static_cast<typename Format::Storage>(Format::to_bits(values[i]));
+    }
+  }
+}
+
+// Writes a vector of the gradient.
+template <typename Format>
+__device__ __forceinline__ void store_gradient(const CrossEntropyArgs& args, char* row,
+                                               const Part<Format>& part, int v,
+                                               const float (&values)[Part<Format>::kPerVector]) {
+  if (args.vectors && part.whole(v)) {
+    uint32_t words[4];
+    pack<Format>(values, words);
+    store_vector(row + static_cast<int64_t>(part.column(v)) * Format::kBytes, words);
+  } else {
+    store_elements<Format>(row, part.column(v), args.columns, values);
+  }
+}
+
+template <typename Format, bool kGradient>
+__global__ void __launch_bounds__(kLossThreads, 3)
+    cross_entropy(const __grid_constant__ CrossEntropyArgs args) {
+  constexpr int kPerVector = Part<Format>::kPerVector;
+  extern __shared__ uint4 held[];
+  __shared__ uint64_t arrived[kLossChunks];
+
+  const BlockGroup group(args.blocks);
+  if (threadIdx.x == 0) {
+    for (uint64_t& barrier : arrived) mbarrier_init(&barrier, 1);
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  grid_dependency_wait();
+  grid_dependency_launch();
+
+  const int64_t row = group.row();
+  const char* x = args.x + row * args.x_stride;
+  char* grad = kGradient ? args.grad + row * args.grad_stride : nullptr;
+  const Part<Format> part(args, x, args.blocks > 1 ? cluster_rank() : 0);
+  const int64_t target = load_target(args.target, row);
+  const bool leads = group.rank() == 0;
+
+  const float scale = args.scale == nullptr ? 1.0f : args.scale[row * args.scale_step];
+
+  if (target == args.target.ignore_index) {
+    // The scale of a mean over no rows is infinite, and the mean NaN.
+    if (leads) args.loss[row] = 0.0f * scale;
+    if constexpr (kGradient) {
+      const float zeros[kPerVector] = {};
+#pragma unroll 1
+      for (int v = threadIdx.x; v < part.count; v += kLossThreads) {
+        store_gradient<Format>(args, grad, part, v, zeros);
+      }
+    }
+    group.meet();
+    return;
+  }
+
+  // Chunk i has the vectors from i * chunk on.
+  const int chunk = (part.count + kLossChunks - 1) / kLossChunks;
+  const int from = part.whole_from(), to = part.whole_to();
+  if (threadIdx.x == 0) {
+#pragma unroll 1
+    for (int i = 0; i < kLossChunks; ++i) {
+      const int begin = max(i * chunk, from), end = min((i + 1) * chunk, to);
+      if (begin >= end) continue;
+      const uint32_t bytes = (end - begin) * kLossVectorBytes;
+      mbarrier_expect(&arrived[i], bytes);
+      bulk_load(&held[begin], x + static_cast<int64_t>(part.column(begin)) * Format::kBytes, bytes,
+                &arrived[i]);
+    }
+  }
+  // The vectors at the row's ends, by one thread each.
+  const int edge = threadIdx.x == 0 ? 0 : part.count - 1;
+  if (threadIdx.x < 2 && part.count > 0 && !part.whole(edge) && (threadIdx.x == 0 || edge > 0)) {
+    auto* elements = reinterpret_cast<typename Format::Storage*>(&held[edge]);
+    for (int i = 0; i < kPerVector; ++i) {
+      const int column = part.column(edge) + i;
+      const bool has = static_cast<unsigned>(column) < static_cast<unsigned>(args.columns);
+      elements[i] = has ? reinterpret_cast<const typename Format::Storage*>(x)[column]
+                        : static_cast<typename Format::Storage>(Format::to_bits(-kInfinity));
+    }
+  }
+
+  const Cap cap(args.softcap);
+  const bool inside = static_cast<uint64_t>(target) < static_cast<uint64_t>(args.columns);
+  float at_target = __int_as_float(0x7fc00000);
+  float weight = 1.0f;
+  if (inside) {
+    at_target =
+        cap(Format::from_bits(reinterpret_cast<const typename Format::Storage*>(x)[target]));
+    if (args.weight != nullptr) weight = args.weight[target];
+  }
+  __syncthreads();
+
+  // The maximum begins with the target's logit, so that this thread has it before another block may
+  // write the gradient to its place.
+  float largest = fmaxf(-kInfinity, at_target);
+  float sum = 0.0f;
+  // With smoothing: the sums of the weights, and of the logits times them. These count from the
+  // target's logit, so that large ones do not cancel.
+  const bool smooths = args.smoothing != 0.0f;
+  const float pivot = fabsf(at_target) < kInfinity ? at_target : 0.0f;
+  float2 totals = make_float2(0.0f, 0.0f);
+#pragma unroll 1
+  for (int i = 0; i < kLossChunks; ++i) {
+    const int begin = i * chunk, end = min(begin + chunk, part.count);
+    if (max(begin, from) < min(end, to)) mbarrier_wait(&arrived[i], 0);
+    const float before = largest;
+#pragma unroll 2
+    for (int v = begin + threadIdx.x; v < end; v += kLossThreads) {
+      uint32_t words[4];
+      float values[kPerVector];
+      load_vector(words, &held[v]);
+      unpack<Format>(words, values);
+      float most = values[0];
+#pragma unroll
+      for (int k = 1; k < kPerVector; ++k) most = fmaxf(most, values[k]);
+      largest = fmaxf(largest, cap(most));
+    }
+    const float reference = largest == -kInfinity ? 0.0f : largest;
+    sum *= exp_below(before, reference);
+#pragma unroll 1
+    for (int v = begin + threadIdx.x; v < end; v += kLossThreads) {
+      float values[kPerVector];
+      load_logits(held, part, v, cap, values);
+#pragma unroll
+      for (float value : values) sum += exp_below(value, reference);
+      if (!smooths) continue;
+#pragma unroll
+      for (int k = 0; k < kPerVector; ++k) {
+        const int column = part.column(v) + k;
+        if (!part.has(column)) continue;
+        const float of_class = args.weight == nullptr ? 1.0f : args.weight[column];
+        totals.x += of_class;
+        totals.y = fmaf(of_class, values[k] - pivot, totals.y);
+      }
+    }
+  }
+
+  // Each warp's sum is relative to its own maximum.
+  const float of_warp = group_reduce<32>(largest, MaxOf());
+  const float own = largest == -kInfinity ? 0.0f : exp_below(largest, of_warp);
+  const float of_lanes = lanes_reduce<32>(largest == -kInfinity ? sum : sum * own, SumOf());
+  group.meet();
+  const float2 all = group.join(
+      of_warp, of_lanes, [](float a, float b) { return a == -kInfinity ? 0.0f : exp_below(a, b); });
+  const float log_sum = logf(all.y);
+  const float lse = all.x + log_sum;
+  if (smooths) totals = group.sums(totals, 1);
+
+  const float hit = inside ? (1.0f - args.smoothing) * weight : at_target;
+  const float each = args.smoothing / args.columns;
+  if (leads) {
+    // Differences before sums: the logits may be far from 0.
+    float loss = fmaf(hit, (all.x - at_target) + log_sum, args.z_loss * lse * lse);
+    if (smooths) loss += each * (totals.x * ((all.x - pivot) + log_sum) - totals.y);
+    args.loss[row] = scale * loss;
+  }
+  if constexpr (kGradient) {
+    const float share = scale * (hit + each * totals.x + 2.0f * args.z_loss * lse) / all.y;
+    const float less = scale * each;
+    const int target_vector = inside ? (static_cast<int>(target) + part.shift) / kPerVector : -1;
+#pragma unroll 1
+    for (int v = threadIdx.x; v < part.count; v += kLossThreads) {
+      float values[kPerVector], results[kPerVector];
+      load_logits(held, part, v, cap, values);
+#pragma unroll
+      for (int k = 0; k < kPerVector; ++k) {
+        results[k] = fmaf(exp_below(values[k], all.x), share, -less);
+      }
+      if (smooths && args.weight != nullptr) {
+#pragma unroll
+        for (int k = 0; k < kPerVector; ++k) {
+          const int column = part.column(v) + k;
+          if (part.has(column)) results[k] += less - less * args.weight[column];
+        }
+      }
+      if (part.first + v == target_vector) {
+#pragma unroll
+        for (int k = 0; k < kPerVector; ++k) {
+          if (part.column(v) + k == target) results[k] -= scale * hit;
+        }
+      }
+      if (cap.applies()) {
+#pragma unroll
+        for (int k = 0; k < kPerVector; ++k) results[k] *= cap.slope(values[k]);
+      }
+      store_gradient<Format>(args, grad, part, v, results);
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kLossScaleThreads, 1)
+    cross_entropy_scale(const __grid_constant__ CrossEntropyScaleArgs args) {
+  const BlockGroup group(1);
+  grid_dependency_wait();
+  grid_dependency_launch();
+  float sum = 0.0f;
+#pragma unroll 4
+  for (int64_t row = threadIdx.x; row < args.rows; row += kLossScaleThreads) {
+    const int64_t target = load_target(args.target, row);
+    if (target == args.target.ignore_index) continue;
+    const bool inside = static_cast<uint64_t>(target) < static_cast<uint64_t>(args.columns);
+    sum += args.weight == nullptr || !inside ? 1.0f : args.weight[target];
+  }
+  group.meet();
+  sum = group.reduce(sum, SumOf(), 0);
+  if (threadIdx.x == 0) *args.scale = 1.0f / sum;
+}
+
+template <typename Format>
+__global__ void __launch_bounds__(kLossThreads)
+    cross_entropy_rescale(const __grid_constant__ CrossEntropyRescaleArgs args) {
+  constexpr int kPerVector = kLossVectorBytes / Format::kBytes;
+  grid_dependency_wait();
+  grid_dependency_launch();
+  if (args.factor_step == 0 && *args.factor == 1.0f) return;
+  for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
+    const float factor = args.factor[row * args.factor_step];
+    if (factor == 1.0f) continue;
+    char* data = args.grad + row * args.row_stride;
+    auto* elements = reinterpret_cast<typename Format::Storage*>(data);
+    const auto rescale = [&](int i) {
+      elements[i] = static_cast<typename Format::Storage>(
+          Format::to_bits(Format::from_bits(elements[i]) * factor));
+    };
+    const int shift = static_cast<int>(-reinterpret_cast<uintptr_t>(data) % kLossVectorBytes);
+    const int head = min(shift / Format::kBytes, args.columns);
+    const int vectors = (args.columns - head) / kPerVector;
+    const int tail = head + vectors * kPerVector;
+    for (int v = threadIdx.x; v < vectors; v += kLossThreads) {
+      char* at = data + shift + static_cast<int64_t>(v) * kLossVectorBytes;
+      uint32_t words[4];
+      float values[kPerVector];
+      load_vector(words, at);
+      unpack<Format>(words, values);
+#pragma unroll
+      for (float& value : values) value *= factor;
+      pack<Format>(values, words);
+      store_vector(at, words);
+    }
+    // Fewer than a vector at either end.
+    const int ends = head + args.columns - tail;
+    if (static_cast<int>(threadIdx.x) < ends) {
+      rescale(static_cast<int>(threadIdx.x) < head ? threadIdx.x : tail + threadIdx.x - head);
+    }
+  }
+}
+
+#define TIERCEL_LOSS(type, gradient)                          \
+  {DType::k##type, gradient,                                  \
+   Kernel("cross_entropy<" #type ", gradient=" #gradient ">", \
+          reinterpret_cast<const void*>(cross_entropy<type, gradient>), kLossLargestPart)}
+#define TIERCEL_TYPE(type) TIERCEL_LOSS(type, false), TIERCEL_LOSS(type, true)
+#define TIERCEL_RESCALE(type)                                 \
+  {DType::k##type, Kernel("cross_entropy_rescale<" #type ">", \
+                          reinterpret_cast<const void*>(cross_entropy_rescale<type>))}
+
+const CrossEntropyKernel kKernels[] = {TIERCEL_TYPE(Float32), TIERCEL_TYPE(BFloat16),
+                                       TIERCEL_TYPE(Float16)};
+const CrossEntropyRescaleKernel kRescaleKernels[] = {
+    TIERCEL_RESCALE(Float32), TIERCEL_RESCALE(BFloat16), TIERCEL_RESCALE(Float16)};
+
+}  // namespace
+
+const Kernel kCrossEntropyScale("cross_entropy_scale",
+                                reinterpret_cast<const void*>(cross_entropy_scale));
+
+const CrossEntropyKernel* cross_entropy_kernels(int* count) {
+  *count = sizeof(kKernels) / sizeof(kKernels[0]);
+  return kKernels;
+}
+
+const CrossEntropyRescaleKernel* cross_entropy_rescale_kernels(int* count) {
+  *count = sizeof(kRescaleKernels) / sizeof(kRescaleKernels[0]);
+  return kRescaleKernels;
+}
+
+}  // namespace tiercel

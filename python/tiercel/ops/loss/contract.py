@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Smoke cases of cross_entropy, and the contract of its plug-ins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tiercel.ops.loss.spec import CROSS_ENTROPY
+from tiercel.plugins.contract import Case, Contract
+
+_OPTIONS = {"ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "softcap": None}
+
+
+def _case(rows: int, classes: int, dtype: str, values: str = "random", **options: Any) -> Case:
+    return Case({"T": rows, "V": classes}, dtype, _OPTIONS | options, values)
+
+
+_CASES = (
+    _case(4, 16, "float32"),
+    _case(33, 128, "bfloat16", "weighted"),
+    _case(7, 1000, "float16", label_smoothing=0.1),
+    _case(5, 4097, "float32", "weighted", label_smoothing=0.1, z_loss=1e-3),
+    _case(40, 264, "bfloat16", "scaled", softcap=30.0),
+    _case(3, 20000, "float16", z_loss=1e-4),
+    _case(2, 128256, "bfloat16", "ignored"),
+    _case(129, 1, "float32"),
+    _case(0, 64, "bfloat16"),
+    _case(40, 264, "bfloat16", "strided"),
+    _case(6, 40, "float32", "special", ignore_index=3),
+)
+
+
+def _make(case: Case, device: str, seed: int) -> dict[str, Any]:
+    import torch
+
+    rows, classes = case.sizes["T"], case.sizes["V"]
+    # On the CPU and then moved: the same numbers on every device.
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(rows, classes, generator=generator)
+    target = torch.randint(classes, (rows,), generator=generator)
+    weight = scale = None
+    if case.values == "weighted":
+        weight = (torch.rand(classes, generator=generator) + 0.5).to(device)
+    elif case.values == "scaled":
+        scale = torch.rand(rows, generator=generator).to(device)
+    elif case.values == "ignored":
+        target[0] = case.options["ignore_index"]
+    elif case.values == "special":
+        logits[0, 1], logits[1, 1], logits[2], logits[4, 2:] = torch.nan, torch.inf, -torch.inf, 90
+        target[3] = case.options["ignore_index"]
+    logits = logits.to(device=device, dtype=getattr(torch, case.dtype))
+    if case.values == "strided":
+        logits = torch.cat([logits, -logits], dim=1)[:, :classes]
+    given = {"logits": logits, "target": target.to(device), "weight": weight, "scale": scale}
+    return given | dict(case.options)
+
+
+CONTRACTS = (
+    Contract.of(
+        "loss",
+        CROSS_ENTROPY,
+        cases=_CASES,
+        timing={"cpu": _case(64, 4096, "bfloat16"), "cuda": _case(4096, 128256, "bfloat16")},
+        make=_make,
+    ),
+)
+
+# Names in tiercel.plugins.types.
+ALIASES = {
+    "Logits": "cross_entropy.logits",
+    "ClassWeights": "cross_entropy.weight",
+    "Losses": "cross_entropy.loss",
+}
