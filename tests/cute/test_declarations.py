@@ -131,14 +131,15 @@ def test_arguments_are_bound_by_name(compiled):
     """Host code fills a struct; each parameter is bound to the member of its name and size."""
     import compile as cute_compile
     import emit
+    import join
 
     function, kernels, _ = compiled
     item = cute_compile.Compiled(function, b"", "", kernels, [kernels[0].symbol])
-    source = emit.source([item], "header.h", "Variant", "table", "Arguments")
+    source = join.source(emit.pieces([item], "Arguments"), "header.h", "Variant", "table")
     (bound,) = re.findall(r"kMembers0_0\[\] = \{(.*)\};", source)
     members = re.findall(r"offsetof\(Arguments, (\w+)\)", bound)
     assert members[0].endswith("_map") and len(set(members)) == len(members)
     for member, (_, size) in zip(members, kernels[0].parameters, strict=True):
         assert f"static_assert(sizeof(Arguments::{member}) == {size});" in source
     assert f", kMembers0_0, {len(members)}}}" in source
-    assert "Members" not in emit.source([item], "header.h", "Variant", "table")
+    assert "Members" not in join.source(emit.pieces([item]), "header.h", "Variant", "table")

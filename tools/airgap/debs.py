@@ -43,14 +43,16 @@ def keyring() -> str:
 class Apt:
     """A private apt in `folder`, which is kept between runs so that a download goes on."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, packages=recipe.PACKAGES, left_out=recipe.LEFT_OUT):
         self.folder = folder
         self.archives = folder / "cache" / "archives"
+        self.packages = packages
+        self.left_out = left_out
 
     def prepare(self) -> None:
         for name in ("etc", "state/lists/partial", "cache/archives/partial", "cache/empty/partial"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
-        (self.folder / "status").write_text("".join(map(_installed, recipe.LEFT_OUT)))
+        (self.folder / "status").write_text("".join(map(_installed, self.left_out)))
         self._write_config()
 
     def _write_config(self) -> None:
@@ -101,7 +103,7 @@ class Apt:
         """[(file name, size)] of all packages that the resolver picked."""
         result = self.call(
             "install", "--yes", "--print-uris", "-q",
-            "-o", f"Dir::Cache::archives={self.folder}/cache/empty/", *recipe.PACKAGES,
+            "-o", f"Dir::Cache::archives={self.folder}/cache/empty/", *self.packages,
         )  # fmt: skip
         found = re.findall(r"^'[^']+' (\S+\.deb) (\d+) ", result.stdout, re.MULTILINE)
         if result.returncode != 0 or not found:
@@ -117,7 +119,7 @@ class Apt:
         bar = progress.Progress("fetching packages")
         with open(errors, "w") as log:
             child = proc.popen(
-                ["apt-get", "-q", "install", "--yes", "--download-only", *recipe.PACKAGES],
+                ["apt-get", "-q", "install", "--yes", "--download-only", *self.packages],
                 env=self._environment(),
                 stdout=log,
                 stderr=log,
@@ -210,7 +212,7 @@ def fetch(apt_folder: Path, target: Path) -> dict:
             if not recipe.version_fits(version):
                 rejected.append(f"{suite} has {version or 'none'}")
                 continue
-            _download(apt, target)
+            download(apt, target)
             return {"bazel": recipe.upstream_version(version), "suite": suite, "package": version}
     if rejected:
         raise SetupError(
@@ -227,7 +229,7 @@ def _unreachable(stderr: str) -> bool:
     return any(mark in stderr for mark in marks)
 
 
-def _download(apt: Apt, target: Path) -> None:
+def download(apt: Apt, target: Path) -> None:
     plan = apt.plan()
     try:
         apt.download(plan)

@@ -28,7 +28,7 @@ def sm90_cuda_library(name, srcs, hdrs = [], deps = [], copts = [], **kwargs):
         "-Xcudafe=--promote_warnings",
     ] + select({
         "//tools/cuda:with_device_debug": ["-G"],
-        "//conditions:default": ["-O3", "-Xptxas=-Werror"],
+        "//conditions:default": ["-Xptxas=-Werror"],
     }) + select({
         "//tools/cuda:with_lineinfo": ["-lineinfo"],
         "//conditions:default": [],

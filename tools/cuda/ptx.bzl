@@ -37,6 +37,7 @@ def _kernel_ptx_impl(ctx):
             outputs = [ptx],
             env = {"PATH": "/usr/local/bin:/usr/bin:/bin"},
             mnemonic = "CudaPtx",
+            toolchain = None,
             progress_message = "Compiling {} to PTX".format(source.path),
         )
     files = depset(outputs)

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles a family's CuTe DSL kernels ahead of time: no GPU, no driver.
 
-One process for the whole family: a process costs seconds before its first kernel. Writes the
-cubins, their PTX, a manifest and the C++ source that embeds the cubins, all of them a function of
-the sources.
+A process costs seconds before its first kernel, so each compiles many. It writes a folder: cubins,
+their PTX, and each function's pieces of the family's manifest and C++ source, which join.py puts
+together. All of them are a function of the sources.
 """
 
 import argparse
 import dataclasses
 import importlib
+import json
 import os
 import pathlib
 import sys
@@ -29,14 +30,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--main", required=True, help="the file that defines functions()")
     parser.add_argument("--path", action="append", default=[], help="folder with more sources")
     parser.add_argument("--cc", required=True, type=pathlib.Path, help="links the checks")
-    parser.add_argument("--header", required=True, help="what the C++ source includes")
-    parser.add_argument("--variant", required=True, help="the struct of a kernel's attributes")
     parser.add_argument("--arguments", default="", help="the struct of a launch's arguments")
-    parser.add_argument("--table", required=True, help="the function that returns the kernels")
-    parser.add_argument("--source", required=True, type=pathlib.Path)
-    parser.add_argument("--manifest", required=True, type=pathlib.Path)
-    parser.add_argument("--cubins", required=True, type=pathlib.Path, help="a folder")
-    parser.add_argument("--ptx", required=True, type=pathlib.Path, help="a folder")
+    parser.add_argument("--part", default="0/1", help="0/3: each third function, from the first")
+    parser.add_argument("--output", required=True, type=pathlib.Path, help="a folder")
     parser.add_argument("--only", default="", help="compile only names with this in them")
     return parser.parse_args()
 
@@ -77,7 +73,7 @@ def compile_all(functions, arch: str, cc: str, folder: pathlib.Path) -> list[Com
 
 def main() -> None:
     options = _options()
-    for name in ("cc", "source", "manifest", "cubins", "ptx"):
+    for name in ("cc", "output"):
         setattr(options, name, getattr(options, name).absolute())
     os.environ["CUTE_DSL_ARCH"] = options.arch  # before the import: else another target is built
     os.environ.setdefault("HOME", tempfile.gettempdir())
@@ -99,20 +95,23 @@ def main() -> None:
     names = [function.name for function in functions]
     if len(set(names)) != len(names):
         sys.exit("two functions have the same name")
+    part, parts = map(int, options.part.split("/"))
+    functions = functions[part::parts]
     compiled = compile_all(functions, options.arch, options.cc, pathlib.Path(folder.name))
 
-    versions = {
+    head = {
+        "schema": 1,
+        "arch": options.arch,
         "dsl": cutlass.__version__,
         "ptxas": f"{cutlass.CUDA_VERSION.major}.{cutlass.CUDA_VERSION.minor}",
     }
-    options.cubins.mkdir(parents=True, exist_ok=True)
-    options.ptx.mkdir(parents=True, exist_ok=True)
+    pieces = emit.pieces(compiled, options.arguments, part, parts)
+    for name in ("cubins", "ptx"):
+        (options.output / name).mkdir(parents=True, exist_ok=True)
     for item in compiled:
-        (options.cubins / f"{item.function.name}.cubin").write_bytes(item.image)
-        (options.ptx / f"{item.function.name}.ptx").write_text(item.ptx)
-    options.manifest.write_text(emit.manifest(compiled, options.arch, versions))
-    names = (options.header, options.variant, options.table, options.arguments)
-    options.source.write_text(emit.source(compiled, *names))
+        (options.output / "cubins" / f"{item.function.name}.cubin").write_bytes(item.image)
+        (options.output / "ptx" / f"{item.function.name}.ptx").write_text(item.ptx)
+    (options.output / "pieces.json").write_text(json.dumps({"head": head, "pieces": pieces}))
 
 
 if __name__ == "__main__":

@@ -10,23 +10,46 @@ load("//tools/python:transitions.bzl", "ALLOWLIST", "any_python_transition")
 def _compiled_kernels_impl(ctx):
     python = python_runtime(ctx)
     cc = find_cpp_toolchain(ctx)
+    folders = []
+    for part in range(ctx.attr.parts):
+        folder = ctx.actions.declare_directory("{}_part{}".format(ctx.label.name, part))
+        folders.append(folder)
+        args = ctx.actions.args()
+        args.add("-B")
+        args.add(ctx.file._compile)
+        args.add_all(ctx.files._packages, before_each = "--packages", expand_directories = False)
+        args.add("--arch", ctx.attr._arch[BuildSettingInfo].value)
+        args.add("--main", ctx.file.main)
+        args.add_all([f.dirname for f in ctx.files.srcs], before_each = "--path", uniquify = True)
+        args.add("--cc", cc.compiler_executable)
+        if ctx.attr.arguments:
+            args.add("--arguments", ctx.attr.arguments)
+        args.add("--part", "{}/{}".format(part, ctx.attr.parts))
+        args.add("--output", folder.path)
+        ctx.actions.run(
+            executable = python.path,
+            arguments = [args],
+            inputs = depset(
+                [ctx.file.main] + ctx.files.srcs + ctx.files._tools + ctx.files._packages,
+                transitive = [python.files, cc.all_files],
+            ),
+            outputs = [folder],
+            env = {"PATH": "/usr/bin:/bin"},
+            mnemonic = "CuteCompile",
+            progress_message = "Compiling CuTe DSL kernels %{label}",
+        )
+
     source = ctx.actions.declare_file(ctx.label.name + ".cc")
     manifest = ctx.actions.declare_file(ctx.label.name + ".json")
     cubins = ctx.actions.declare_directory(ctx.label.name + "_cubins")
     ptx = ctx.actions.declare_directory(ctx.label.name + "_ptx")
     args = ctx.actions.args()
     args.add("-B")
-    args.add(ctx.file._compile)
-    args.add_all(ctx.files._packages, before_each = "--packages", expand_directories = False)
-    args.add("--arch", ctx.attr._arch[BuildSettingInfo].value)
-    args.add("--main", ctx.file.main)
-    args.add_all([f.dirname for f in ctx.files.srcs], before_each = "--path", uniquify = True)
-    args.add("--cc", cc.compiler_executable)
+    args.add(ctx.file._join)
+    args.add_all(folders, before_each = "--part", expand_directories = False)
     args.add("--header", ctx.attr.header)
     args.add("--variant", ctx.attr.variant)
     args.add("--table", ctx.attr.table)
-    if ctx.attr.arguments:
-        args.add("--arguments", ctx.attr.arguments)
     args.add("--source", source)
     args.add("--manifest", manifest)
     args.add("--cubins", cubins.path)
@@ -34,14 +57,11 @@ def _compiled_kernels_impl(ctx):
     ctx.actions.run(
         executable = python.path,
         arguments = [args],
-        inputs = depset(
-            [ctx.file.main] + ctx.files.srcs + ctx.files._tools + ctx.files._packages,
-            transitive = [python.files, cc.all_files],
-        ),
+        inputs = depset(folders + [ctx.file._join], transitive = [python.files]),
         outputs = [source, manifest, cubins, ptx],
         env = {"PATH": "/usr/bin:/bin"},
-        mnemonic = "CuteCompile",
-        progress_message = "Compiling CuTe DSL kernels %{label}",
+        mnemonic = "CuteJoin",
+        progress_message = "Embedding CuTe DSL kernels %{label}",
     )
     return [
         DefaultInfo(files = depset([source])),
@@ -64,6 +84,7 @@ _compiled_kernels = rule(
             mandatory = True,
             allow_single_file = [".py"],
         ),
+        "parts": attr.int(mandatory = True),
         "srcs": attr.label_list(allow_files = [".py"]),
         "table": attr.string(mandatory = True),
         "variant": attr.string(mandatory = True),
@@ -72,14 +93,18 @@ _compiled_kernels = rule(
             default = "//tools/cute:compile.py",
             allow_single_file = True,
         ),
+        "_join": attr.label(
+            default = "//tools/cute:join.py",
+            allow_single_file = True,
+        ),
         "_packages": attr.label(default = "//tools/cute:site"),
         "_tools": attr.label(default = "//tools/cute:tools"),
     },
     toolchains = [TOOLCHAIN_TYPE] + use_cc_toolchain(),
 )
 
-def cute_kernels(name, main, header, variant, table, arguments = "", srcs = [], deps = [], **kwargs):
-    """A family's CuTe DSL kernels as a C++ library, compiled and checked in one action.
+def cute_kernels(name, main, header, variant, table, arguments = "", parts = 1, srcs = [], deps = [], **kwargs):
+    """A family's CuTe DSL kernels as a C++ library, compiled and checked.
 
     Args:
       name: the library; NAME_compiled has the manifest, the cubins and their PTX as output groups.
@@ -89,6 +114,7 @@ def cute_kernels(name, main, header, variant, table, arguments = "", srcs = [], 
       table: the generated function that returns all kernels.
       arguments: a struct with a member for each kernel parameter's name (a map's ends in _map), which
         CubinKernel::launch takes; without it the host code lists parameters in order.
+      parts: actions that share the compiling; each takes seconds before its first kernel.
       srcs: Python files that it imports, beside `main` or of another family.
       deps: C++ libraries with `header` and kernels/sm90.
       **kwargs: as for cc_library.
@@ -98,6 +124,7 @@ def cute_kernels(name, main, header, variant, table, arguments = "", srcs = [], 
         arguments = arguments,
         header = header,
         main = main,
+        parts = parts,
         srcs = srcs,
         table = table,
         variant = variant,

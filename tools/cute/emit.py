@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the C++ source that embeds a family's cubins, and their manifest."""
+"""Each function's part of the C++ source that embeds a family's cubins, and of their manifest."""
 
 import hashlib
-import json
 
 from declaration import L2_PROMOTIONS, SWIZZLES, Launch, Pointer, TensorMap
 
@@ -36,15 +35,14 @@ def _member(parameter) -> str:
     return f"{parameter.tensor}_map" if isinstance(parameter, TensorMap) else parameter.name
 
 
-def source(compiled, header: str, variant: str, table: str, arguments: str = "") -> str:
-    """The C++ source: images, parameter layouts and the table of kernels. With a struct of
-    `arguments`, each parameter is bound to the member of its name."""
-    images, layouts, rows, checks = [], [], [], {}
+def pieces(compiled, arguments: str = "", first: int = 0, step: int = 1) -> list[dict]:
+    """What each function adds to the source and to the manifest. They are the family's functions
+    `first`, `first + step` and so on. With a struct of `arguments`, each parameter is bound to the
+    member of its name."""
+    found = []
     for i, item in enumerate(compiled):
-        images.append(
-            f"alignas(64) const char kImage{i}[] =\n{_literal(item.image)};\n"
-            f"const Cubin kCubin{i}(kImage{i});\n"
-        )
+        i = first + i * step
+        layouts, rows, checks = [], [], []
         by_symbol = {kernel.symbol: kernel for kernel in item.kernels}
         for j, launch in enumerate(item.function.launches):
             symbol = item.symbols[j]
@@ -61,11 +59,11 @@ def source(compiled, header: str, variant: str, table: str, arguments: str = "")
                 offsets = ", ".join(f"offsetof({arguments}, {name})" for name in names)
                 layouts.append(f"const uint16_t kMembers{i}_{j}[] = {{{offsets}}};\n")
                 members = f", kMembers{i}_{j}, {len(names)}"
-                checks |= {
-                    f"static_assert(sizeof({arguments}::{name}) == {size});\n": None
+                checks += [
+                    f"static_assert(sizeof({arguments}::{name}) == {size});\n"
                     for name, (_, size) in zip(names, parameters, strict=True)
-                }
-                checks[f"static_assert({len(names)} <= kCubinKernelMaxParameters);\n"] = None
+                ]
+                checks.append(f"static_assert({len(names)} <= kCubinKernelMaxParameters);\n")
             block = launch.block[0] * launch.block[1] * launch.block[2]
             name, dependent = kernel_name(item.function, j), str(launch.dependent).lower()
             rows.append(
@@ -73,19 +71,21 @@ def source(compiled, header: str, variant: str, table: str, arguments: str = "")
                 f'{launch.smem}, {dependent}, Kernel("{name}", &kSymbol{i}_{j}, {launch.smem})'
                 f"{members}}},\n"
             )
-    return (
-        "// SPDX-License-Identifier: Apache-2.0\n"
-        "// Generated from the family's CuTe DSL kernels; do not edit.\n"
-        f'#include "{header}"\n\n#include <cstddef>\n\n'
-        "namespace tiercel {\nnamespace {\n\n"
-        + "".join(checks)
-        + "\n".join(images + layouts)
-        + f"\nconst CubinKernel<{variant}> kKernels[] = {{\n{''.join(rows)}}};\n\n"
-        "}  // namespace\n\n"
-        f"const CubinKernel<{variant}>* {table}(int* count) {{\n"
-        "  *count = sizeof(kKernels) / sizeof(kKernels[0]);\n"
-        "  return kKernels;\n}\n\n}  // namespace tiercel\n"
-    )
+        image = (
+            f"alignas(64) const char kImage{i}[] =\n{_literal(item.image)};\n"
+            f"const Cubin kCubin{i}(kImage{i});\n"
+        )
+        found.append(
+            {
+                "index": i,
+                "image": image,
+                "layouts": layouts,
+                "rows": rows,
+                "checks": checks,
+                "records": _records(item),
+            }
+        )
+    return found
 
 
 def _parameter_record(parameter, layout: tuple[int, int]) -> dict:
@@ -105,36 +105,34 @@ def _parameter_record(parameter, layout: tuple[int, int]) -> dict:
     return record | ({"alignment": parameter.align} if kind == "pointer" else {})
 
 
-def manifest(compiled, arch: str, versions: dict[str, str]) -> str:
-    """The manifest: what was declared and checked, by kernel."""
+def _records(item) -> list[dict]:
+    """A function's part of the manifest: what was declared and checked, by kernel."""
     records = []
-    for item in compiled:
-        by_symbol = {kernel.symbol: kernel for kernel in item.kernels}
-        for j, launch in enumerate(item.function.launches):
-            layout = by_symbol[item.symbols[j]].parameters
-            records.append(
-                {
-                    "name": kernel_name(item.function, j),
-                    "symbol": item.symbols[j],
-                    "cubin": f"{item.function.name}.cubin",
-                    "sha256": hashlib.sha256(item.image).hexdigest(),
-                    "bytes": len(item.image),
-                    "attributes": list(item.function.attributes),
-                    "dtypes": {
-                        argument.name: argument.dtype.__name__
-                        for argument in item.function.leaves
-                        if isinstance(argument, Pointer)
-                    },
-                    "grid": list(launch.grid),
-                    "block": list(launch.block),
-                    "cluster": list(launch.cluster),
-                    "dynamic_smem": launch.smem,
-                    "dependent": launch.dependent,
-                    "parameters": [
-                        _parameter_record(parameter, place)
-                        for parameter, place in zip(launch.parameters, layout, strict=True)
-                    ],
-                }
-            )
-    head = {"schema": 1, "arch": arch, **versions}
-    return json.dumps(head | {"kernels": records}, indent=1) + "\n"
+    by_symbol = {kernel.symbol: kernel for kernel in item.kernels}
+    for j, launch in enumerate(item.function.launches):
+        layout = by_symbol[item.symbols[j]].parameters
+        records.append(
+            {
+                "name": kernel_name(item.function, j),
+                "symbol": item.symbols[j],
+                "cubin": f"{item.function.name}.cubin",
+                "sha256": hashlib.sha256(item.image).hexdigest(),
+                "bytes": len(item.image),
+                "attributes": list(item.function.attributes),
+                "dtypes": {
+                    argument.name: argument.dtype.__name__
+                    for argument in item.function.leaves
+                    if isinstance(argument, Pointer)
+                },
+                "grid": list(launch.grid),
+                "block": list(launch.block),
+                "cluster": list(launch.cluster),
+                "dynamic_smem": launch.smem,
+                "dependent": launch.dependent,
+                "parameters": [
+                    _parameter_record(parameter, place)
+                    for parameter, place in zip(launch.parameters, layout, strict=True)
+                ],
+            }
+        )
+    return records

@@ -24,9 +24,9 @@ def _installed_packages_impl(ctx):
     pip = [file for file in ctx.files._pip if file.basename.startswith("pip-")]
     args = ctx.actions.args()
 
-    # pip writes down where the wheels and the interpreter are. Tests import what is compiled: the same
-    # bytes from each sandbox spare them another run.
-    here = "/proc/self/cwd/" if ctx.attr.compile else ""
+    # pip writes down where the wheels and the interpreter are: the same for each sandbox and machine, so
+    # that what reads the folder comes from a cache.
+    here = "/proc/self/cwd/"
     args.add_all([python.path if python.path.startswith("/") else here + python.path, folder.path])
     args.add_all(ctx.files.wheels, format_each = here + "%s")
     ctx.actions.run_shell(

@@ -10,6 +10,24 @@ def _gencode(spec):
     virtual, _, real = spec.partition(":")
     return "-gencode=arch={},code={}".format(virtual, real)
 
+# The real toolchain adds them. nvcc's -O is of host code alone.
+_ALWAYS = ["--expt-relaxed-constexpr", "--extended-lambda"]
+_OPTIMISED = ["-O2", "-DNDEBUG"]
+
+def _host_flags(features, cc_toolchain):
+    """The C++ toolchain's own options, for the host half, but the language: copts say it."""
+    variables = cc_common.create_compile_variables(
+        cc_toolchain = cc_toolchain,
+        feature_configuration = features,
+        user_compile_flags = [],
+    )
+    flags = cc_common.get_memory_inefficient_command_line(
+        action_name = ACTION_NAMES.cpp_compile,
+        feature_configuration = features,
+        variables = variables,
+    )
+    return [flag for flag in flags if flag != "-c" and not flag.startswith("-std=")]
+
 def _cuda_library_impl(ctx):
     cc_toolchain = find_cpp_toolchain(ctx)
     features = cc_common.configure_features(
@@ -45,11 +63,14 @@ def _cuda_library_impl(ctx):
         args.add_all([_gencode(spec) for spec in ctx.attr.archs])
         args.add_all(["-Xcompiler", "-fPIC"])
         if ctx.var["COMPILATION_MODE"] == "opt":
-            args.add("-DNDEBUG")
+            args.add_all(_OPTIMISED)
         args.add_all(["-I", "."])
         args.add_all(includes, before_each = "-I")
         args.add_all(ctx.attr.copts)
         args.add_all(ctx.attr.host_copts, before_each = "-Xcompiler")
+        args.add_all(_host_flags(features, cc_toolchain), before_each = "-Xcompiler")
+        args.add_all(_ALWAYS)
+        args.add(object, format = "--frandom-seed=%s")
         args.add("-c", source)
         args.add("-o", object)
         ctx.actions.run(

@@ -38,6 +38,8 @@ _python_repository = repository_rule(
 
 _HUB_LOADS = """
 load("@bazel_tools//tools/python:toolchain.bzl", "py_runtime_pair")
+
+package(default_visibility = ["//visibility:public"])
 """
 
 _HUB_TOOLCHAIN = """
@@ -60,7 +62,6 @@ alias(
     actual = select({{
 {branches}
     }}),
-    visibility = ["//visibility:public"],
 )
 """
 
