@@ -18,6 +18,7 @@ from tiercel.core.eager import empty, is_dynamo_compiling
 from tiercel.core.index_checks import Index
 from tiercel.core.platform import Reason
 from tiercel.core.spec import Call, Spec
+from tiercel.core.spec import Tensor as TensorArgument
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -297,14 +298,19 @@ class Op:
 
     def _autograd(self, gradient: Gradient) -> Autograd:
         names = self.spec.names
-        wanted = [(i, argument.name) for i, argument in enumerate(self.spec.arguments)]
-        tensors = {argument.name for argument in self.spec.tensors}
+        # The first argument of the autograd.Function says how to run.
+        tensors = [
+            (1 + place, argument.name)
+            for place, argument in enumerate(self.spec.arguments)
+            if isinstance(argument, TensorArgument)
+        ]
 
         def save(ctx: Any, args: tuple[Any, ...], outputs: Any) -> None:
-            call = Call(**dict(zip(names, args, strict=False)), backend=args[-1])
-            # The first one says how to run.
-            needs = ctx.needs_input_grad[1:]
-            ctx.wants = {name: needs[i] for i, name in wanted if name in tensors}
+            call = Call()
+            call.__dict__.update(zip(names, args, strict=False))
+            call.__dict__["backend"] = args[-1]
+            needs = ctx.needs_input_grad
+            ctx.wants = {name: needs[place] for place, name in tensors}
             gradient.save(ctx, call, outputs)
 
         def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tiercel import _C
+from tiercel.core.eager import empty
 from tiercel.core.op import Gradient, Lookup, Native, Op
 from tiercel.core.spec import Call
 from tiercel.ops._rows import rows
@@ -55,12 +56,11 @@ class Activation:
         self._backward = Op(
             spec.BACKWARD[name],
             sm90=Native(
-                _C.activation_backward,
+                self._run_backward,
                 lambda *args: {},  # it takes all
-                (),
+                spec.BACKWARD[name].names,
                 _DESCRIPTION,
-                launch=self._launch_backward,
-                direct=False,
+                returns=True,
             ),
             reference=self._reference_backward,
             method=_METHOD,
@@ -126,11 +126,23 @@ class Activation:
             return x_grad
         return x_grad, call.x.new_empty(0 if call.up is None else call.up.shape)
 
-    def _launch_backward(self, native: Callable[..., Any], call: Call) -> Any:
-        up = getattr(call, "up", None)
-        tensors = (rows(call.grad), rows(call.x), None if up is None else rows(up), call.x_grad)
-        up_grad = None if up is None else call.up_grad
-        return native(*tensors, up_grad, self._number(call), self._gated)
+    # Positional, since a declaration's generic way to a launch takes longer than the launch.
+    def _run_backward(self, grad: Tensor, x: Tensor, *rest: Any) -> Any:
+        up, *option = rest if self._gated else (None, *rest)
+        x_grad = empty(x, tuple(x.shape), x.dtype)
+        up_grad = None if up is None else empty(x, tuple(up.shape), x.dtype)
+        _C.activation_backward(
+            rows(grad),
+            rows(x),
+            None if up is None else rows(up),
+            x_grad,
+            up_grad,
+            self._functions.get(option[0] if option else None, -1),
+            self._gated,
+        )
+        if not self._gated:
+            return x_grad
+        return x_grad, empty(x, (0,), x.dtype) if up_grad is None else up_grad
 
     def _reference_backward(self, call: Call) -> Any:
         approximate = getattr(call, "approximate", None)

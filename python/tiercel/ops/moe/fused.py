@@ -17,12 +17,12 @@ from tiercel.ops.moe import reference as ref
 from tiercel.ops.moe import spec
 from tiercel.ops.moe.halves import ACTIVATION_INDEX, rows_scale
 from tiercel.ops.moe.tiling import SINGLE_LAUNCH, MoeTiles, choose, routed_by_kernels
-from tiercel.ops.quant import reference as quant
+from tiercel.ops.quant.spec import TILES
 from tiercel.ops.routing.align import align_for_products, empty_lists, fill_lists
 
 __all__ = ["fused_moe"]
 
-GRANULARITIES = tuple(quant.GRANULARITIES)
+GRANULARITIES = tuple(TILES)
 _E4M3 = torch.float8_e4m3fn
 
 Weights = tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]

@@ -7,12 +7,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tiercel.ops.quant.spec import TILES, scale_shape
+
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 SMALLEST_SCALE = 2.0**-126  # its reciprocal is still finite
-
-# Rows and columns that share a scale; 0: all of them.
-GRANULARITIES = {"tensor": (0, 0), "row": (1, 0), "1x128": (1, 128), "128x128": (128, 128)}
 
 # Halfway between two neighbouring e2m1 magnitudes, and whether that rounds up: to the even code.
 _HALFWAY = (
@@ -34,17 +33,8 @@ def _divide(x: Tensor, divisor: float) -> Tensor:
 
 def tile_of(x: Tensor, granularity: str) -> tuple[int, int]:
     """Rows and columns of x [T, K] that share a scale, at least 1."""
-    rows, columns = GRANULARITIES[granularity]
+    rows, columns = TILES[granularity]
     return rows or max(x.shape[0], 1), columns or max(x.shape[1], 1)
-
-
-def scale_shape(x: Tensor, granularity: str) -> tuple[int, int]:
-    """The numbers of scales of x [T, K], down and across."""
-    rows, columns = GRANULARITIES[granularity]
-    return (
-        (x.shape[0] + rows - 1) // rows if rows else 1,
-        (x.shape[1] + columns - 1) // columns if columns else 1,
-    )
 
 
 def fp8_quantize(
@@ -53,7 +43,7 @@ def fp8_quantize(
     """Reference of :func:`tiercel.fp8_quantize`, for x ``[T, K]`` of any sizes."""
     wide = x.float()
     tile = tile_of(x, granularity)
-    down, across = scale_shape(x, granularity)
+    down, across = scale_shape(*x.shape, granularity)
     if scale is None:
         padding = (0, across * tile[1] - x.shape[1], 0, down * tile[0] - x.shape[0])
         padded = torch.nn.functional.pad(wide.abs(), padding)
