@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))  # for `support`
 
-# Tests of what their Bazel targets bring: a variable that is set there, or a file of the checkout,
-# and the targets. Without it they are skipped; under Bazel (TEST_SRCDIR) never.
+# Tests of what their Bazel targets bring: a variable that is set there, a package, or a file of the
+# checkout, and the targets. Without it they are skipped; under Bazel (TEST_SRCDIR) never.
 NEEDS = {
     "build": ("$TEST_SRCDIR", "//tests/build/..."),
     "ci/test_gpu_script.py": ("$WHEEL", "//tests/ci:gpu_script_test"),
@@ -22,6 +23,7 @@ NEEDS = {
     "deploy/test_deploy.py": ("$WHEEL", "//tests/deploy:deploy_test"),
     "emulator": ("$TIERCEL_LIBCUDA", "//tests/emulator/..."),
     "emulator/tensor": ("$EMULATOR_PROBE", "//tests/emulator/tensor/..."),
+    "integrations": ("import transformers", "//tests/integrations/..."),
     "packaging": ("$TEST_SRCDIR", "//tests/packaging/..."),
     "release": ("$TEST_SRCDIR", "//tests/release/..."),
     "routing/test_sorting_networks.py": (
@@ -29,6 +31,13 @@ NEEDS = {
         "//tests/routing:test_sorting_networks",
     ),
 }
+
+
+def _is_there(thing):
+    if thing[0] == "$":
+        return thing[1:] in os.environ
+    package = thing.removeprefix("import ")
+    return bool(find_spec(package)) if package != thing else (ROOT / thing).exists()
 
 
 def _lacks(path):
@@ -39,8 +48,11 @@ def _lacks(path):
     for place in (inside, *inside.parents):
         if entry := NEEDS.get(place.as_posix()):
             thing, targets = entry
-            there = thing[1:] in os.environ if thing[0] == "$" else (ROOT / thing).exists()
-            return None if there else f"needs {thing} of its Bazel target: ./bazelw test {targets}"
+            return (
+                None
+                if _is_there(thing)
+                else f"needs {thing} of its Bazel target: ./bazelw test {targets}"
+            )
     return None
 
 

@@ -9,7 +9,7 @@ import tiercel
 
 ROOT = Path(tiercel.__file__).parent
 # A module imports only from its own layer and from those before it.
-LADDER = ("core", "cache", "jit", "plugins", "ops", "workbench", "cli")
+LADDER = ("core", "cache", "jit", "plugins", "ops", "integrations", "workbench", "cli")
 
 
 def modules():

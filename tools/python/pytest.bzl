@@ -66,7 +66,7 @@ pytest_test = rule(
     toolchains = [TOOLCHAIN_TYPE],
 )
 
-def wheel_tests(name, srcs, torch = False, fresh_install = False, tags = [], **kwargs):
+def wheel_tests(name, srcs, torch = False, fresh_install = False, more_packages = [], tags = [], **kwargs):
     """Tests of the installed wheel: one target for each Python, or one with PyTorch.
 
     Args:
@@ -74,6 +74,7 @@ def wheel_tests(name, srcs, torch = False, fresh_install = False, tags = [], **k
       srcs: test files; conftest.py and pytest.ini are added.
       torch: add the locked PyTorch, and run on the default Python only.
       fresh_install: install the wheel in each test, which may then write into it.
+      more_packages: installed packages that tests with PyTorch need too.
       tags: tags of the targets.
       **kwargs: as for pytest_test.
     """
@@ -87,7 +88,7 @@ def wheel_tests(name, srcs, torch = False, fresh_install = False, tags = [], **k
         pytest_test(
             name = name,
             srcs = srcs + common,
-            packages = packages + ["//tools/python:torch_site"],
+            packages = packages + ["//tools/python:torch_site"] + more_packages,
             tags = tags + ["torch"],
             **kwargs
         )

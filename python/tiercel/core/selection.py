@@ -117,16 +117,16 @@ def choose_for_block(op: str | None, name: str) -> Iterator[None]:
 _warned: set[str] = set()
 
 
-def fall_back(op: str, error: type[Exception], text: str) -> None:
-    """Warns, once a reason, that an operator runs on ref; raises under TIERCEL_STRICT=1."""
+def fall_back(op: str, error: type[Exception], text: str, stand_in: str = "ref") -> None:
+    """Warns, once a reason, that something slower runs; raises under TIERCEL_STRICT=1."""
     if os.environ.get("TIERCEL_STRICT", "0").lower() not in ("", "0", "false", "no", "off"):
-        raise error(f"{op}: {text} (TIERCEL_STRICT is set, so ref does not stand in)")
+        raise error(f"{op}: {text} (TIERCEL_STRICT is set, so {stand_in} does not stand in)")
     # Sizes in the sentence do not make it another reason.
     key = re.sub(r"\d+", "#", f"{op}: {text}")
     if key in _warned:
         return
     _warned.add(key)
-    message = f"{op} runs on the slower 'ref' backend: {text}"
+    message = f"{op} runs on the slower '{stand_in}' backend: {text}"
     logger.info(message)
     warnings.warn(message, FallbackWarning, stacklevel=callers_level())
 

@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face transformers: importing this makes ``attn_implementation="tiercel"`` known to it;
+`apply` replaces more of a loaded model."""
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from tiercel.integrations.transformers.attention import attention_forward
+from tiercel.integrations.transformers.masks import make_mask
+from tiercel.integrations.transformers.replace import Report as Report
+from tiercel.integrations.transformers.replace import apply as apply
+
+__all__ = ["Report", "apply"]
+
+AttentionInterface.register("tiercel", attention_forward)
+AttentionMaskInterface.register("tiercel", make_mask)

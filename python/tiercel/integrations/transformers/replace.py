@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replaces parts of a loaded Hugging Face model by Tiercel's ops, and back.
+
+A module's class or attribute names only suggest what it computes: its own forward is run on small
+tensors and compared before anything is replaced. Forwards are replaced per instance, so that other
+models of the same classes stay as they are.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import tiercel
+from tiercel.integrations.transformers.attention import ONE_SEQUENCE
+from tiercel.integrations.transformers.rotary import pairs_share_angles, rotary_forward
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+Forward = Callable[..., Any]
+
+
+@dataclasses.dataclass
+class Report:
+    """What `apply` did: module names by the op that they use now, and the reasons of others."""
+
+    replaced: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    kept: dict[str, str] = dataclasses.field(default_factory=dict)
+    _undo: list[Callable[[], object]] = dataclasses.field(default_factory=list, repr=False)
+
+    def undo(self) -> None:
+        """Makes the model as it was; the second time it does nothing."""
+        while self._undo:
+            self._undo.pop()()
+
+    def __str__(self) -> str:
+        lines = [f"{op}: {len(names)} modules" for op, names in self.replaced.items()]
+        reasons = collections.Counter(self.kept.values())
+        return "\n".join(lines + [f"kept: {n} modules: {why}" for why, n in reasons.items()])
+
+
+def apply(model: nn.Module) -> Report:
+    """Makes a loaded Hugging Face model use Tiercel's ops.
+
+    Replaces attention (``attn_implementation="tiercel"``), RMS norms, the activations of gated MLPs
+    and rotary embeddings, each only where the module gives the same results up to rounding.
+    Weights stay where they are, and gradients flow.
+
+    Returns:
+        What was replaced, what was not and why; its ``undo()`` makes the model as it was.
+
+    Example:
+        >>> report = tiercel.integrations.transformers.apply(model)
+        >>> print(report)
+    """
+    report = Report()
+    turns = pairs_share_angles(model.modules())
+    for name, module in model.named_modules():
+        for op, find in _KINDS:
+            found = find(module)
+            if op == "rotary_embedding" and found is not None and not turns:
+                found = "its rotary embedding gives the elements of a pair different angles"
+            if found is None:
+                continue
+            if isinstance(found, str):
+                report.kept[name] = f"{type(module).__name__}: {found}"
+            else:
+                module.forward = types.MethodType(found, module)
+                report._undo.append(lambda module=module: vars(module).pop("forward", None))
+                report.replaced.setdefault(op, []).append(name)
+            break
+    _use_attention(model, report)
+    return report
+
+
+def _use_attention(model: nn.Module, report: Report) -> None:
+    if not isinstance(model, PreTrainedModel):
+        report.kept[""] = "attention: the model is no PreTrainedModel"
+        return
+    configs = list({id(m.config): m.config for m in _submodels(model)}.values())
+    before = [(config, config._attn_implementation) for config in configs]
+    if all(was == "tiercel" for _, was in before):
+        return
+    model.set_attn_implementation("tiercel")
+
+    def undo() -> None:
+        for config, was in before:
+            config._attn_implementation_internal = was
+
+    report._undo.append(undo)
+    for name, submodel in model.named_modules():
+        if not isinstance(submodel, PreTrainedModel):
+            continue
+        if submodel.config._attn_implementation != "tiercel":
+            report.kept[name] = f"{type(submodel).__name__}: its attention cannot be set"
+        else:
+            report.replaced.setdefault("attention", []).append(name)
+            if (
+                _takes_position_ids(submodel)
+                and sum(map(_takes_position_ids, _submodels(submodel))) == 1
+            ):
+                handle = submodel.register_forward_pre_hook(_say_one_sequence, with_kwargs=True)
+                report._undo.append(handle.remove)
+
+
+def _submodels(model: nn.Module) -> Iterator[PreTrainedModel]:
+    return (m for m in model.modules() if isinstance(m, PreTrainedModel))
+
+
+def _takes_position_ids(model: PreTrainedModel) -> bool:
+    parameters = inspect.signature(type(model).forward).parameters
+    others = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return others and "position_ids" in parameters
+
+
+def _say_one_sequence(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Tells attention that no position ids pack several sequences, which a graph cannot see."""
+    if kwargs.get("position_ids") is None and len(args) < 2:
+        return args, {**kwargs, ONE_SEQUENCE: True}
+    return None
+
+
+# RMS norms.
+
+
+def _rms_norm(module: nn.Module) -> Forward | str | None:
+    """The forward of a norm over the last dimension, with a weight, 1 + weight or none."""
+    epsilons = [
+        value
+        for name in ("variance_epsilon", "eps", "epsilon")
+        if isinstance(value := getattr(module, name, None), float)
+    ]
+    if "Norm" not in type(module).__name__ and not epsilons:
+        return None
+    if not epsilons or isinstance(
+        module, (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
+    ):
+        return None
+    if why := _not_alone(module):
+        return why
+    parameters = dict(module.named_parameters())
+    weight = parameters.get("weight")
+    if set(parameters) - {"weight"} or (weight is not None and weight.ndim != 1):
+        return "it has other parameters than one weight"
+    if any(True for _ in module.buffers()) or any(True for _ in module.children()):
+        return "it has other parts than one weight"
+    eps, columns = epsilons[0], 24 if weight is None else weight.numel()
+    generator = torch.Generator().manual_seed(0)
+    x = (
+        torch.randn(3, 2, columns, generator=generator)
+        * torch.tensor([3.0, 1e-3, 1.0])[:, None, None]
+    )
+    given = None if weight is None else torch.rand(columns, generator=generator) + 0.5
+    try:
+        with torch.no_grad():
+            state = {} if given is None else {"weight": given}
+            expected = torch.func.functional_call(module, state, (x,))
+    except Exception as error:  # whatever a stranger's module raises
+        return f"its forward is not that of a norm ({type(error).__name__})"
+    for offset in (0.0,) if given is None else (0.0, 1.0):
+        scaled = None if given is None else given + offset
+        with tiercel.use_backend("ref"):
+            ours = tiercel.rms_norm(x, scaled, eps=eps)
+        if _equal(ours, expected):
+            return _norm_forward(eps, offset)
+    return "it computes something else than an RMS norm"
+
+
+def _norm_forward(eps: float, offset: float) -> Forward:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        weight = getattr(self, "weight", None)
+        if weight is not None and offset:
+            weight = weight.float() + offset
+        elif weight is not None and weight.dtype != x.dtype:
+            return type(self).forward(self, x)  # type: ignore[no-any-return]
+        if x.dtype not in _FLOATS:
+            return type(self).forward(self, x)  # type: ignore[no-any-return]
+        return tiercel.rms_norm(x, weight, eps=eps)  # type: ignore[no-any-return]
+
+    return forward
+
+
+# Gated MLPs.
+
+_ACTIVATIONS: tuple[tuple[str, Forward, Forward, dict[str, Any]], ...] = (
+    ("silu_and_mul", nn.functional.silu, tiercel.silu_and_mul, {}),
+    ("gelu_and_mul", nn.functional.gelu, tiercel.gelu_and_mul, {}),
+    (
+        "gelu_and_mul",
+        lambda x: nn.functional.gelu(x, approximate="tanh"),
+        tiercel.gelu_and_mul,
+        {"approximate": "tanh"},
+    ),
+    ("relu_and_mul", nn.functional.relu, tiercel.relu_and_mul, {}),
+)
+_APART = ("gate_proj", "up_proj", "down_proj")
+_JOINED = ("gate_up_proj", "down_proj")
+
+
+def _gated_mlp(module: nn.Module) -> Forward | str | None:
+    """The forward of ``down(act(gate(x)) * up(x))``, the two matrices apart or in one."""
+    children = dict(module.named_children())
+    names = next((n for n in (_APART, _JOINED) if set(n) <= set(children)), None)
+    if names is None:
+        return None
+    if why := _not_alone(module):
+        return why
+    others = set(children) - set(names)
+    act = next((a for n in ("act_fn", "activation_fn") if (a := getattr(module, n, None))), None)
+    if act is None or any(children[name] is not act for name in others):
+        return "it has other parts than projections and an activation"
+    x = torch.linspace(-6, 6, 97, dtype=torch.float64)
+    with torch.no_grad():
+        known = [
+            (op, more) for _, plain, op, more in _ACTIVATIONS if _equal(_try(act, x), plain(x))
+        ]
+    if not known:
+        return "its activation is not SiLU, GELU or ReLU"
+    op, more = known[0]
+    if not _is_gated(module, names, act):
+        return "it computes something else than a gated MLP"
+    return _mlp_forward(op, more, joined=names is _JOINED)
+
+
+def _is_gated(module: nn.Module, names: tuple[str, ...], act: Forward) -> bool:
+    """Runs the forward on a copy with small matrices."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(8, 8, generator=generator) for name in names}
+    if names is _JOINED:
+        weights["gate_up_proj"] = torch.randn(16, 8, generator=generator)
+    small = copy.copy(module)
+    small._modules = dict(module._modules)
+    for name, weight in weights.items():
+        linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+        linear.weight = nn.Parameter(weight)
+        small._modules[name] = linear
+    x = torch.randn(2, 3, 8, generator=generator)
+    with torch.no_grad():
+        if names is _JOINED:
+            gate, up = (x @ weights["gate_up_proj"].T).chunk(2, -1)
+        else:
+            gate, up = x @ weights["gate_proj"].T, x @ weights["up_proj"].T
+        expected = (act(gate) * up) @ weights["down_proj"].T
+        return _equal(_try(lambda x: type(module).forward(small, x), x), expected)
+
+
+def _mlp_forward(op: Forward, more: dict[str, Any], joined: bool) -> Forward:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        if joined:
+            gate, up = self.gate_up_proj(x), None  # type: ignore[operator]
+        else:
+            gate, up = self.gate_proj(x), self.up_proj(x)  # type: ignore[operator]
+        if gate.dtype not in _FLOATS or (up is not None and up.dtype != gate.dtype):
+            return type(self).forward(self, x)  # type: ignore[no-any-return]
+        return self.down_proj(op(gate, up, **more))  # type: ignore[no-any-return, operator]
+
+    return forward
+
+
+def _not_alone(module: nn.Module) -> str | None:
+    if "forward" in vars(module):
+        return "its forward is replaced already"
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    if sum(p.default is p.empty for p in parameters) != 2 or len(parameters) != 2:
+        return "its forward takes other arguments than one tensor"
+    return None
+
+
+def _try(function: Forward, x: Tensor) -> Any:
+    try:
+        return function(x)
+    except Exception:  # whatever a stranger's module raises
+        return None
+
+
+def _equal(found: Any, expected: Any) -> bool:
+    return (
+        isinstance(found, Tensor)
+        and isinstance(expected, Tensor)
+        and found.shape == expected.shape
+        and torch.allclose(found.to(expected.dtype), expected, rtol=1e-4, atol=1e-6)
+    )
+
+
+_KINDS: tuple[tuple[str, Callable[[nn.Module], Forward | str | None]], ...] = (
+    ("rms_norm", _rms_norm),
+    ("gated activation", _gated_mlp),
+    ("rotary_embedding", rotary_forward),
+)

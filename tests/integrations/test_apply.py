@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`apply`: what it replaces, by what a module computes; what it leaves; and `undo`."""
+
+import copy
+
+import pytest
+import torch
+from support.tiny_models import MODELS, make, tokens
+from torch import nn
+
+import tiercel.integrations.transformers as door
+
+pytestmark = pytest.mark.torch
+
+# op -> modules of two layers
+EXPECTED = {
+    "Llama": {"rms_norm": 5, "gated activation": 2, "rotary_embedding": 2},
+    "Qwen3": {"rms_norm": 9, "gated activation": 2, "rotary_embedding": 2},
+    "Qwen3Moe": {"rms_norm": 9, "rotary_embedding": 2},
+    "Mistral": {"rms_norm": 5, "gated activation": 2, "rotary_embedding": 2},
+    "Gemma2": {"rms_norm": 9, "gated activation": 2, "rotary_embedding": 2},
+    "Gemma3": {"rms_norm": 13, "gated activation": 2, "rotary_embedding": 2},
+    "GptOss": {"rms_norm": 5, "rotary_embedding": 2},
+    "Phi3": {"rms_norm": 5, "gated activation": 2, "rotary_embedding": 2},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_replaced_and_undone(name):
+    model, other = make(name), make(name)
+    with torch.no_grad():
+        before = model(tokens()).logits
+    report = door.apply(model)
+    found = {op: len(names) for op, names in report.replaced.items()}
+    assert found == {**EXPECTED[name], "attention": 2}
+    assert not report.kept
+    for op, count in found.items():
+        assert f"{op}: {count} modules" in str(report)
+    assert not any("forward" in vars(module) for module in other.modules())
+    assert other.config._attn_implementation == "eager"
+    with torch.no_grad():
+        after = model(tokens()).logits
+        assert not torch.equal(after, before)  # ours round less often
+        assert door.apply(model).replaced == {}
+        report.undo()
+        report.undo()
+        assert not any("forward" in vars(module) for module in model.modules())
+        assert not any(module._forward_pre_hooks for module in model.modules())
+        assert model.config._attn_implementation == "eager"
+        assert torch.equal(model(tokens()).logits, before)
+
+
+def test_a_copy_of_the_model_has_weights_of_its_own():
+    model = make("Llama")
+    door.apply(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        right = model(tokens()).logits
+        for weight in model.parameters():
+            weight.zero_()
+        assert torch.equal(twin(tokens()).logits, right)
+
+
+def norm(formula, eps=1e-5, **more):
+    class StrangeRMSNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.rand(16)), eps
+            for name, value in more.items():
+                setattr(self, name, value)
+
+        def forward(self, x):
+            return formula(self, x)
+
+    return StrangeRMSNorm()
+
+
+def normal(x, eps=1e-5):
+    return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
+
+
+STRANGE = [
+    (norm(lambda m, x: normal(x) * m.weight), None),
+    (norm(lambda m, x: normal(x) * (1 + m.weight)), None),
+    (norm(lambda m, x: normal(x) * (2 + m.weight)), "something else"),
+    (norm(lambda m, x: normal(x, 1e-6) * m.weight), "something else"),
+    (norm(lambda m, x: normal(x - x.mean(-1, keepdim=True)) * m.weight), "something else"),
+    (
+        norm(lambda m, x: normal(x) * m.weight + m.bias, bias=nn.Parameter(torch.ones(16))),
+        "one weight",
+    ),
+    (norm(lambda m, x: normal(x).missing), "not that of a norm"),
+    (nn.RMSNorm(16, eps=1e-5), None),
+]
+
+
+@pytest.mark.parametrize(("module", "why"), STRANGE)
+def test_norms_are_tried(module, why):
+    x = torch.randn(4, 16)
+    before = None if why and "not that" in why else module(x)
+    report = door.apply(nn.Sequential(module))
+    if why is None:
+        assert report.replaced["rms_norm"] == ["0"]
+    else:
+        assert why in report.kept["0"] and "rms_norm" not in report.replaced
+    if before is not None:
+        torch.testing.assert_close(module(x), before)
+
+
+def test_weights_of_another_dtype_keep_the_modules_own_result():
+    model = make("Llama").model.norm
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    model.weight.data = model.weight.data.float()
+    before = model(x)
+    report = door.apply(nn.Sequential(model))
+    assert report.replaced["rms_norm"]
+    assert before.dtype == torch.float32 and torch.equal(model(x), before)
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, formula, act=nn.functional.silu, bias=True):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(16, 24, bias), nn.Linear(16, 24, bias)
+        self.down_proj, self.act_fn, self.formula = nn.Linear(24, 16, bias), act, formula
+
+    def forward(self, x):
+        return self.formula(self, x)
+
+
+def usual(m, x):
+    return m.down_proj(m.act_fn(m.gate_proj(x)) * m.up_proj(x))
+
+
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [
+        (GatedMLP(usual), None),
+        (GatedMLP(usual, nn.functional.relu), None),
+        (GatedMLP(usual, nn.functional.gelu), None),
+        (GatedMLP(usual, lambda x: nn.functional.gelu(x, approximate="tanh")), None),
+        (GatedMLP(usual, torch.tanh), "activation"),
+        (GatedMLP(usual, lambda x: nn.functional.silu(1.702 * x)), "activation"),
+        (GatedMLP(lambda m, x: m.down_proj(m.act_fn(m.up_proj(x)) * m.gate_proj(x))), "something"),
+        (GatedMLP(lambda m, x: usual(m, x) + x), "something"),
+    ],
+)
+def test_gated_mlps_are_tried(module, why):
+    x = torch.randn(4, 16)
+    before = module(x)
+    report = door.apply(nn.Sequential(module))
+    assert ("gated activation" in report.replaced) == (why is None)
+    assert why is None or why in report.kept["0"]
+    torch.testing.assert_close(module(x), before)
+
+
+def test_a_forward_that_is_replaced_already_stays():
+    model = make("Llama")
+    mine = lambda x: x  # noqa: E731
+    model.model.norm.forward = mine
+    report = door.apply(model)
+    assert "replaced already" in report.kept["model.norm"]
+    report.undo()
+    assert model.model.norm.forward is mine

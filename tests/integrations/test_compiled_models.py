@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.compile of whole models on Tiercel, without a graph break."""
+
+import warnings
+
+import pytest
+import torch
+import transformers
+from support.tiny_models import distance, make, tokens
+
+import tiercel
+import tiercel.integrations.transformers as door
+
+pytestmark = pytest.mark.torch
+
+# On a CPU the graphs are what is tested, not the code made of them.
+PLACES = [("cpu", "aot_eager"), pytest.param(("cuda", "inductor"), marks=pytest.mark.gpu)]
+MASK = torch.ones(2, 20, dtype=torch.long)
+MASK[0, :5] = 0
+POSITIONS = torch.cat([torch.arange(7), torch.arange(13)])[None].expand(2, -1)
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+
+
+def compare(model, place, where=..., **given):
+    device, backend = place
+    ids = tokens(device=device)
+    given = {k: x.to(device) if isinstance(x, torch.Tensor) else x for k, x in given.items()}
+    with torch.no_grad():
+        right = model(ids, **given).logits
+        ours = torch.compile(model, backend=backend, fullgraph=True)(ids, **given).logits
+    assert distance(ours, right, where) < 2e-2  # rotary embedding is the model's in a graph
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])
+def test_prompts(name, place):
+    model = make(name, device=place[0])
+    door.apply(model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "attn_implementation", tiercel.FallbackWarning)
+        compare(model, place)
+        compare(model, place, use_cache=False)
+        compare(model, place, MASK.bool(), attention_mask=MASK, use_cache=False)
+
+
+def test_packed_sequences_of_a_graph():
+    """The graph does not know how many there are: sdpa, or the caller says where they begin."""
+    model = make("Llama")
+    door.apply(model)
+    given = {"position_ids": POSITIONS, "use_cache": False}
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with pytest.warns(tiercel.FallbackWarning, match="cu_seq_lens_q"):
+        ours = compiled(tokens(), **given).logits
+    assert distance(ours, model(tokens(), **given).logits) < 0.02
+    starts = torch.tensor([0, 7, 20, 27, 40], dtype=torch.int32)
+    described = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "attn_implementation", tiercel.FallbackWarning)
+        compare(model, PLACES[0], **given, **described, max_length_q=13, max_length_k=13)
+
+
+def test_a_padding_mask_with_holes_fails():
+    model = make("Llama", attention="tiercel")
+    holes = MASK.clone()
+    holes[0, 9] = 0
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="must have its ones side by side"):
+        compiled(tokens(), attention_mask=holes, use_cache=False)
+
+
+def test_gradients():
+    model = make("Llama")
+    door.apply(model)
+    found = []
+    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        model.zero_grad()
+        run(tokens(), labels=tokens(), use_cache=False).loss.backward()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert distance(found[1], found[0]) < 0.02
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("name", ["Llama", "GptOss"])
+def test_generate_with_a_static_cache(name, place):
+    """Masks are made outside of the compiled forward, which is compiled once."""
+    device, backend = place
+    model = make(name, attention="tiercel", device=device)
+    options = {
+        "attention_mask": MASK.to(device),
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "cache_implementation": "static",
+    }
+    right = model.generate(tokens(device=device), disable_compile=True, **options)
+    # A CPU's generate does not compile by itself.
+    model._valid_auto_compile_criteria = lambda *_, **__: True
+    mode = {"mode": "reduce-overhead"} if device == "cuda" else {"mode": None}
+    compiling = transformers.CompileConfig(backend=backend, fullgraph=True, **mode)
+    torch._dynamo.utils.counters.clear()
+    ours = model.generate(tokens(device=device), compile_config=compiling, **options)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs == (1 if name == "Llama" else 2)  # sliding caches have two ways to grow
+    if device == "cpu":
+        assert torch.equal(ours, right)
