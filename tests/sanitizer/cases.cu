@@ -264,28 +264,32 @@ __global__ void __cluster_dims__(2, 1, 1) sums_through_one_warp(const float* in,
 template __global__ void sums_through_one_warp<true, 16>(const float*, float*);
 template __global__ void sums_through_one_warp<false, 16>(const float*, float*);
 
-// Two warps meet at the barrier of their cluster, and each reads what the other one wrote:
-// linear_act's blocks with split K. Where a cluster has one block, which the hardware says at run
-// time, ptxas waits with a barrier of the block. With kApart each warp has an instruction of its
-// own for it, as roles have in a kernel whose warps are specialised; synccheck reports that threads
-// diverge, although all of them arrive. Otherwise both warps run the same instruction.
+// Roles of a block meet at the barrier of their cluster, and read what the others wrote: the blocks
+// of linear_act with split K. Where a cluster has one block, which only the hardware knows, ptxas
+// waits with a barrier of the block. With kApart each role has an instruction of its own for it;
+// synccheck reports that threads diverge, although all of them arrive. Otherwise all warps run the
+// same instruction.
 template <bool kApart>
-__global__ void cluster_barrier_in_roles(const float* in, float* out) {
-  __shared__ float values[64];
+__global__ void cluster_barrier_in_roles(const float* in, float* out, int steps) {
+  __shared__ float values[256];
   const int thread = threadIdx.x;
   values[thread] = in[thread];
+  __syncthreads();
+  float result = 0.0f;
   const auto meet = [] {
-    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::
+                     : "memory");
   };
-  if constexpr (!kApart) meet();
   if (thread < 32) {
+    for (int step = 0; step < steps; ++step) result += values[(thread + step) % 32];
     if constexpr (kApart) meet();
-    out[thread] = values[63 - thread];
   } else {
+    for (int step = 0; step < steps; ++step) result -= values[(3 * thread + step) % 256];
     if constexpr (kApart) meet();
-    out[thread] = values[63 - thread] + 1.0f;
   }
+  if constexpr (!kApart) meet();
+  out[thread] = result + values[255 - thread];
 }
 
-template __global__ void cluster_barrier_in_roles<true>(const float*, float*);
-template __global__ void cluster_barrier_in_roles<false>(const float*, float*);
+template __global__ void cluster_barrier_in_roles<true>(const float*, float*, int);
+template __global__ void cluster_barrier_in_roles<false>(const float*, float*, int);

@@ -79,9 +79,13 @@ def one_warp(by_sending):
 
 
 def cluster_barrier(apart):
-    values = torch.arange(64, dtype=torch.float32)
-    out = run_blocks(f"cluster_barrier_in_roles<{apart}>", 1, 64, values)
-    assert torch.equal(out, values.flip(0) + (values >= 32)), "wrong values"
+    steps, values = 5, torch.arange(256, dtype=torch.float32)
+    out = run_blocks(f"cluster_barrier_in_roles<{apart}>", 1, 256, values, steps)
+    threads, around = torch.arange(256)[:, None], torch.arange(steps)
+    first = values[(threads + around) % 32].sum(1)
+    others = -values[(3 * threads + around) % 256].sum(1)
+    expected = torch.where(threads[:, 0] < 32, first, others) + values.flip(0)
+    assert torch.equal(out, expected), "wrong sums"
 
 
 CASES = {

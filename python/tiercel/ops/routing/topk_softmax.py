@@ -113,8 +113,11 @@ def topk_softmax(
     Example:
         >>> weights, experts = tiercel.topk_softmax(router_logits, 8, renormalize=True)
     """
-    options = (softmax_first, renormalize, indices_dtype, backend)
     if out is None:
-        result: tuple[Tensor, Tensor] = _TOPK_SOFTMAX.pick()(scores, k, *options)
+        result: tuple[Tensor, Tensor] = _TOPK_SOFTMAX.pick()(
+            scores, k, softmax_first, renormalize, indices_dtype, backend
+        )
         return result
-    return _TOPK_SOFTMAX.into()(out, scores, k, *options)  # type: ignore[no-any-return]
+    return _TOPK_SOFTMAX.into()(  # type: ignore[no-any-return]
+        out, scores, k, softmax_first, renormalize, indices_dtype, backend
+    )
