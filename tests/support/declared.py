@@ -26,6 +26,9 @@ _FLOAT8 = {
 }
 
 
+# With some, a public function calls other operators.
+_OPTIONS = ({}, {"return_lse": False}, {"inplace": True}, {"reduction": "mean"})
+
 SPECS = {name: spec for specs in declarations.by_family().values() for name, spec in specs.items()}
 # Operators that are made of others check nothing themselves.
 COMPOSITE = tuple(sorted(set(calls.OPS) - set(op_layer.ops)))
@@ -167,7 +170,7 @@ def operator_calls():
     with recorder, mock.patch.object(forward, "has_kernels", return_value=True):
         for op in calls.OPS:
             for values in with_and_without(SPECS[op], public_calls(op)):
-                for option in ({}, {"return_lse": False}, {"inplace": True}):
+                for option in _OPTIONS:
                     if set(option) <= set(defaults(op)):
                         with contextlib.suppress(RuntimeError):  # there is no derivative
                             _run(op, values, **option)

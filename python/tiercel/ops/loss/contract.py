@@ -46,13 +46,15 @@ def _make(case: Case, device: str, seed: int) -> dict[str, Any]:
     elif case.values == "ignored":
         target[0] = case.options["ignore_index"]
     elif case.values == "special":
-        logits[0, 1], logits[1, 1], logits[2], logits[4, 2:] = torch.nan, torch.inf, -torch.inf, 90
-        target[3] = case.options["ignore_index"]
+        for row, (first, value) in enumerate([(1, torch.nan), (1, torch.inf), (0, -torch.inf)]):
+            logits[row : row + 1, first:] = value
+        target[3:4] = case.options["ignore_index"]
     logits = logits.to(device=device, dtype=getattr(torch, case.dtype))
     if case.values == "strided":
         logits = torch.cat([logits, -logits], dim=1)[:, :classes]
     given = {"logits": logits, "target": target.to(device), "weight": weight, "scale": scale}
-    return given | dict(case.options)
+    # A backend gives the losses of the rows.
+    return given | dict(case.options) | {"reduction": "none"}
 
 
 CONTRACTS = (
