@@ -17,6 +17,7 @@ RACE = "Race reported between {} access and {} access"
 WRITE_READ, READ_WRITE, WRITE_WRITE = (
     RACE.format(*kinds) for kinds in (("Write", "Read"), ("Read", "Write"), ("Write", "Write"))
 )
+UNINITIALIZED = "Uninitialized __global__ memory read of size 16 bytes"
 DIVERGENT = "Barrier error detected. Divergent thread(s) in block"
 
 
@@ -40,6 +41,8 @@ def test_each_has_a_case_that_is_reported(rule):
         ("racecheck", "linear_act_grad_x_fp16_64x64_split_k", WRITE_READ),
         ("racecheck", "reduce_rows_packed<BFloat16Format, SumOf>", WRITE_READ),
         ("racecheck", "attention_backward_fp16_d128_64x128", WRITE_READ),
+        ("synccheck", "linear_act_fp8_none_64x64_split_k", DIVERGENT),
+        ("initcheck", "attention_backward_prepare<Float16, 64>", UNINITIALIZED),
     ],
 )
 def test_what_is_excepted(tool, kernel, message):
@@ -57,9 +60,9 @@ def test_what_is_excepted(tool, kernel, message):
         ("racecheck", "norm_backward<Float32, 1, 4, 1, 1>", WRITE_READ),
         ("racecheck", "attention_bf16_d128_128x128", WRITE_READ),
         ("synccheck", "attention_backward_bf16_d128_64x128", DIVERGENT),
-        ("synccheck", "linear_act_fp8_none_64x64_split_k", DIVERGENT),
+        ("synccheck", "linear_act_fp8_none_64x64", DIVERGENT),
         ("memcheck", "linear_act_bf16_none_64x32_split_k", DIVERGENT),
-        ("initcheck", "softmax<0>", "Uninitialized __global__ memory read of size 16 bytes"),
+        ("initcheck", "softmax<0>", UNINITIALIZED),
         ("racecheck", "", WRITE_READ),
     ],
 )
