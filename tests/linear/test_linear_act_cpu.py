@@ -106,9 +106,10 @@ def test_eager_calls_reach_the_kernels_without_python(monkeypatch, with_out):
     op = LINEAR_ACT.out if with_out else LINEAR_ACT.operator
     fake = replace(LINEAR_ACT._sm90, run=lambda *args: calls.append(("native", args)))
     monkeypatch.setattr(platform, "ready", {-1})
-    direct = op._make_direct(
+    direct = op._eager_call(
         lambda *args: calls.append(("python", args)),
         LINEAR_ACT._eager(fake, op.argument_names[:-1]),
+        op._call,
     )
     x, weight, bias = arguments()
     residual, out = make(5, 24), torch.empty(5, 24, dtype=x.dtype)
