@@ -38,12 +38,21 @@ __device__ __forceinline__ int64_t load_target(const CrossEntropyTargets& target
                      : *reinterpret_cast<const int32_t*>(at);
 }
 
+// With an error of up to 3e-7, and up to 3e-6 of the result. tanhf takes twice the instructions.
+__device__ __forceinline__ float tanh_fast(float x) {
+  // 1 - 2 / (1 + exp(2 |x|)); near 0, where that cancels, the series.
+  const float far = 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(fabsf(x) * (2.0f * kLog2E)));
+  const float square = x * x;
+  const float series = fmaf(square, 2.0f / 15.0f, -1.0f / 3.0f) * square;
+  return fabsf(x) < 0.125f ? fmaf(series, x, x) : copysignf(far, x);
+}
+
 // softcap * tanh(x / softcap), or x.
 struct Cap {
   float cap, inverse;
   __device__ __forceinline__ explicit Cap(float softcap) : cap(softcap), inverse(1.0f / softcap) {}
   __device__ __forceinline__ bool applies() const { return cap != 0.0f; }
-  __device__ __forceinline__ float of(float x) const { return cap * tanhf(x * inverse); }
+  __device__ __forceinline__ float of(float x) const { return cap * tanh_fast(x * inverse); }
   __device__ __forceinline__ float operator()(float x) const { return applies() ? of(x) : x; }
   // The derivative, from the result.
   __device__ __forceinline__ float slope(float capped) const {
@@ -224,6 +233,7 @@ __global__ void __launch_bounds__(kLossThreads, 3)
     const int begin = i * chunk, end = min(begin + chunk, part.count);
     if (max(begin, from) < min(end, to)) mbarrier_wait(&arrived[i], 0);
     const float before = largest;
+    float raw = -kInfinity;
 #pragma unroll 2
     for (int v = begin + threadIdx.x; v < end; v += kLossThreads) {
       uint32_t words[4];
@@ -233,8 +243,9 @@ __global__ void __launch_bounds__(kLossThreads, 3)
       float most = values[0];
 #pragma unroll
       for (int k = 1; k < kPerVector; ++k) most = fmaxf(most, values[k]);
-      largest = fmaxf(largest, cap(most));
+      raw = fmaxf(raw, most);
     }
+    largest = fmaxf(largest, cap(raw));  // the cap keeps the order
     const float reference = largest == -kInfinity ? 0.0f : largest;
     sum *= exp_below(before, reference);
 #pragma unroll 1

@@ -98,6 +98,13 @@ def test_small_softcap(columns, dtype):
     check(logits, target, torch.rand(columns) + 0.5, None, 0.3, 0.1, 0.25)
 
 
+@pytest.mark.parametrize("columns", [1000, 5000])
+def test_large_softcap(columns):
+    """Logits far below it keep their digits."""
+    logits, target = problem(5, columns, F32, 9)
+    check(logits, target, None, None, 0.0, 0.0, 1e5)
+
+
 @pytest.mark.parametrize("options", [(), (None, None, 0.1)])
 def test_large_logits(options):
     """Differences come before sums, so that little cancels."""
