@@ -105,6 +105,24 @@ def test_large_softcap(columns):
     check(logits, target, None, None, 0.0, 0.0, 1e5)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("columns", [5, 64, 1021])
+def test_several_rows_of_warps_in_a_block(columns, dtype):
+    """The last block has fewer rows than warps."""
+    logits, target = problem(300, columns, dtype, 10)
+    target[::7] = IGNORED
+    loss, grad = torch.empty(300), torch.empty_like(logits)
+    plan = kernels.cross_entropy_plan(
+        logits, target, None, None, loss, grad, IGNORED, 0.0, 0.0, None
+    )
+    assert plan["grid"] == 100 and plan["block"] == 96
+    check(logits[:299], target[:299])
+    check(logits, target, grad=None)
+    due_loss, due = run(logits, target)
+    loss, grad = run(logits, target, grad=logits)
+    assert torch.equal(loss, due_loss) and torch.equal(grad, due)
+
+
 @pytest.mark.parametrize("options", [(), (None, None, 0.1)])
 def test_large_logits(options):
     """Differences come before sums, so that little cancels."""

@@ -83,9 +83,10 @@ def check(logits, target, weight=None, **options):
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("classes", [1, 2, 7, 8, 9, 100, 1000, 4096, 4099, 10_003])
+@pytest.mark.parametrize("classes", [1, 2, 7, 8, 9, 100, 1000, 2048, 4096, 4099, 10_003])
 def test_short_rows(classes, dtype):
-    for rows in (1, 5, 131):
+    """Of a warp up to 4 KiB, 1 to 8 in a block."""
+    for rows in (1, 5, 131, 401, 3001):
         logits, target = problem(rows, classes, dtype)
         target[rows // 2] = -100
         check(logits, target)
