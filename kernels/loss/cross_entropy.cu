@@ -45,7 +45,11 @@ __device__ __forceinline__ int64_t load_target(const CrossEntropyTargets& target
 // With an error of up to 3e-7, and up to 3e-6 of the result. tanhf takes twice the instructions.
 __device__ __forceinline__ float tanh_fast(float x) {
   // 1 - 2 / (1 + exp(2 |x|)); near 0, where that cancels, the series.
-  const float far = 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(fabsf(x) * (2.0f * kLog2E)));
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;"
+      : "=f"(inverse)
+      : "f"(1.0f + exp2_approx(fabsf(x) * (2.0f * kLog2E))));
+  const float far = fmaf(-2.0f, inverse, 1.0f);
   const float square = x * x;
   const float series = fmaf(square, 2.0f / 15.0f, -1.0f / 3.0f) * square;
   return fabsf(x) < 0.125f ? fmaf(series, x, x) : copysignf(far, x);
@@ -155,9 +159,12 @@ struct WarpRow : LaneGroup<32> {
     return all + threadIdx.x / 32 * args.warp_vectors;
   }
   __device__ __forceinline__ void copy(int, uint4* held, const char* x, int begin, int end) const {
-#pragma unroll 4
-    for (int v = begin + rank(); v < end; v += kThreads) {
-      async_copy_16(shared_address(&held[v]), x + (v - begin) * kLossVectorBytes, true);
+#pragma unroll
+    for (int i = 0; i < (kLossWarpRow / kLossVectorBytes + kThreads - 1) / kThreads; ++i) {
+      const int v = begin + rank() + i * kThreads;
+      if (v < end) {
+        async_copy_16(shared_address(&held[v]), x + (v - begin) * kLossVectorBytes, true);
+      }
     }
     async_copy_commit();
   }
@@ -202,8 +209,11 @@ __device__ __forceinline__ void load_logits(const uint4* held, const Part<Format
   unpack<Format>(words, values);
   if (!cap.applies()) return;
 #pragma unroll
+  for (float& value : values) value = cap.of(value);
+  if (part.whole(v)) return;
+#pragma unroll
   for (int k = 0; k < Part<Format>::kPerVector; ++k) {
-    values[k] = part.has(part.column(v) + k) ? cap.of(values[k]) : -kInfinity;
+    if (!part.has(part.column(v) + k)) values[k] = -kInfinity;
   }
 }
 
