@@ -133,9 +133,15 @@ Status check_options(const CrossEntropyOptions& options) {
   return Status();
 }
 
-// Chooses how many blocks share a row.
+const Kernel& of_dtype(const CrossEntropyFormatKernel* (*list)(int* count), DType dtype) {
+  return KernelTable(list)
+      .find([&](const CrossEntropyFormatKernel& one) { return one.dtype == dtype; })
+      ->kernel;
+}
+
+// Chooses a warp for a row, or how many blocks share it.
 Status choose(const CrossEntropyCall& call, int64_t rows, CrossEntropyArgs* args,
-              CrossEntropyPlan* plan, const CrossEntropyKernel** kernel) {
+              CrossEntropyPlan* plan, const Kernel** kernel) {
   *plan = {"none", 0, 0, 0, 0};
   if (rows == 0) return Status();
   const int64_t per_vector = kLossVectorBytes / dtype_bytes(call.logits->dtype);
@@ -159,16 +165,29 @@ Status choose(const CrossEntropyCall& call, int64_t rows, CrossEntropyArgs* args
                                  std::to_string(rows));
   }
   args->blocks = static_cast<uint32_t>(blocks);
-  *kernel = KernelTable(cross_entropy_kernels).find([&](const CrossEntropyKernel& one) {
-    return one.dtype == call.logits->dtype && one.gradient == (call.grad != nullptr);
-  });
-  *plan = {(*kernel)->kernel.name(), static_cast<int>(blocks), static_cast<unsigned>(rows * blocks),
-           kLossThreads, static_cast<unsigned>(part(blocks))};
+  args->rows = rows;
+  args->warp_vectors = static_cast<int>(part(1) / kLossVectorBytes);
+  const bool warp = part(1) <= kLossWarpRow;
+  if (warp) {
+    *kernel = &of_dtype(cross_entropy_short_kernels, call.logits->dtype);
+  } else {
+    const auto fits = [&](const CrossEntropyKernel& one) {
+      return one.dtype == call.logits->dtype && one.gradient == (call.grad != nullptr);
+    };
+    *kernel = &KernelTable(cross_entropy_kernels).find(fits)->kernel;
+  }
+  // A warp a row, and few rows on many multiprocessors.
+  const int64_t rows_per_block =
+      warp ? std::clamp<int64_t>(ceil_div(rows, kDefaultMultiprocessors), 1, kLossThreads / 32) : 1;
+  *plan = {(*kernel)->name(), static_cast<int>(blocks),
+           static_cast<unsigned>(ceil_div(rows, rows_per_block) * blocks),
+           static_cast<unsigned>(warp ? 32 * rows_per_block : kLossThreads),
+           static_cast<unsigned>(part(blocks) * rows_per_block)};
   return Status();
 }
 
 Status prepare(const CrossEntropyCall& call, CrossEntropyArgs* args, CrossEntropyPlan* plan,
-               const CrossEntropyKernel** kernel) {
+               const Kernel** kernel) {
   int64_t rows = 0;
   TIERCEL_RETURN_IF_ERROR(lay_out(call, args, &rows));
   TIERCEL_RETURN_IF_ERROR(check_options(call.options));
@@ -210,14 +229,14 @@ Status prepare_rescale(const CrossEntropyRescaleCall& call, CrossEntropyRescaleA
 
 Status cross_entropy_plan(const CrossEntropyCall& call, CrossEntropyPlan* plan) {
   CrossEntropyArgs args{};
-  const CrossEntropyKernel* kernel = nullptr;
+  const Kernel* kernel = nullptr;
   return prepare(call, &args, plan, &kernel);
 }
 
 Status cross_entropy(const CrossEntropyCall& call, void* stream) {
   CrossEntropyArgs args{};
   CrossEntropyPlan plan;
-  const CrossEntropyKernel* kernel = nullptr;
+  const Kernel* kernel = nullptr;
   TIERCEL_RETURN_IF_ERROR(prepare(call, &args, &plan, &kernel));
   if (kernel == nullptr) return Status();
   LaunchConfig config;
@@ -227,7 +246,7 @@ Status cross_entropy(const CrossEntropyCall& call, void* stream) {
   config.dynamic_smem = plan.dynamic_smem;
   config.dependent = true;
   void* arguments[] = {&args};
-  return kernel->kernel.launch(config, call.logits->device_index, stream, arguments);
+  return kernel->launch(config, call.logits->device_index, stream, arguments);
 }
 
 Status cross_entropy_mean_scale_plan(const CrossEntropyScaleCall& call, CrossEntropyPlan* plan) {
@@ -251,21 +270,19 @@ Status cross_entropy_rescale(const CrossEntropyRescaleCall& call, void* stream) 
   CrossEntropyRescaleArgs args{};
   TIERCEL_RETURN_IF_ERROR(prepare_rescale(call, &args));
   if (args.rows == 0 || args.columns == 0) return Status();
-  const CrossEntropyRescaleKernel* kernel =
-      KernelTable(cross_entropy_rescale_kernels).find([&](const CrossEntropyRescaleKernel& one) {
-        return one.dtype == call.grad->dtype;
-      });
   LaunchConfig config;
   config.grid.x =
       static_cast<uint32_t>(std::min<int64_t>(args.rows, int64_t{8} * kDefaultMultiprocessors));
   config.block.x = kLossThreads;
   config.dependent = true;
   void* arguments[] = {&args};
-  return kernel->kernel.launch(config, call.grad->device_index, stream, arguments);
+  return of_dtype(cross_entropy_rescale_kernels, call.grad->dtype)
+      .launch(config, call.grad->device_index, stream, arguments);
 }
 
 Status cross_entropy_load(int device) {
   TIERCEL_RETURN_IF_ERROR(KernelTable(cross_entropy_kernels).load_all(device));
+  TIERCEL_RETURN_IF_ERROR(KernelTable(cross_entropy_short_kernels).load_all(device));
   TIERCEL_RETURN_IF_ERROR(KernelTable(cross_entropy_rescale_kernels).load_all(device));
   return kCrossEntropyScale.load(device);
 }

@@ -16,12 +16,16 @@
 //   block 1   | copy chunks -> max, sum |   > exchange (max, sum) <  | gradient of its part |
 //   ...
 //
+// A row of up to 4 KiB belongs to a warp instead, which copies it with asynchronous loads and needs
+// no barrier: then the number of warps hides the phases.
+//
 // Vectors of 16 bytes are numbered from the multiple of 16 bytes at or before the row's start. The
 // first and the last one may hold elements of other rows: their elements are copied one by one, and
 // -inf stands for the others.
 #include <cstdint>
 
 #include "kernels/loss/cross_entropy_kernels.h"
+#include "kernels/sm90/async_copy.cuh"
 #include "kernels/sm90/exponential.cuh"
 #include "kernels/sm90/float_format.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
@@ -38,12 +42,25 @@ __device__ __forceinline__ int64_t load_target(const CrossEntropyTargets& target
                      : *reinterpret_cast<const int32_t*>(at);
 }
 
+// With an error of up to 3e-7, and up to 3e-6 of the result. tanhf takes twice the instructions.
+__device__ __forceinline__ float tanh_fast(float x) {
+  // 1 - 2 / (1 + exp(2 |x|)); near 0, where that cancels, the series.
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;"
+      : "=f"(inverse)
+      : "f"(1.0f + exp2_approx(fabsf(x) * (2.0f * kLog2E))));
+  const float far = fmaf(-2.0f, inverse, 1.0f);
+  const float square = x * x;
+  const float series = fmaf(square, 2.0f / 15.0f, -1.0f / 3.0f) * square;
+  return fabsf(x) < 0.125f ? fmaf(series, x, x) : copysignf(far, x);
+}
+
 // softcap * tanh(x / softcap), or x.
 struct Cap {
   float cap, inverse;
   __device__ __forceinline__ explicit Cap(float softcap) : cap(softcap), inverse(1.0f / softcap) {}
   __device__ __forceinline__ bool applies() const { return cap != 0.0f; }
-  __device__ __forceinline__ float of(float x) const { return cap * tanhf(x * inverse); }
+  __device__ __forceinline__ float of(float x) const { return cap * tanh_fast(x * inverse); }
   __device__ __forceinline__ float operator()(float x) const { return applies() ? of(x) : x; }
   // The derivative, from the result.
   __device__ __forceinline__ float slope(float capped) const {
@@ -93,6 +110,95 @@ struct Part {
   }
 };
 
+// A block, or the blocks of a cluster, that hold a row in shared memory.
+struct BlockRow : BlockGroup {
+  static constexpr int kThreads = kLossThreads;
+  static constexpr int kChunks = kLossChunks;
+  static constexpr bool kWarp = false;
+
+  __device__ __forceinline__ explicit BlockRow(const CrossEntropyArgs& args)
+      : BlockGroup(args.blocks) {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < kChunks; ++i) mbarrier_init(arrived(i), 1);
+      mbarrier_init_fence();
+    }
+    __syncthreads();
+  }
+  __device__ __forceinline__ uint4* memory(const CrossEntropyArgs&) const {
+    extern __shared__ uint4 all[];
+    return all;
+  }
+  // Begins to copy the vectors [begin, end) of chunk i.
+  __device__ __forceinline__ void copy(int i, uint4* held, const char* x, int begin,
+                                       int end) const {
+    if (threadIdx.x != 0) return;
+    const uint32_t bytes = (end - begin) * kLossVectorBytes;
+    mbarrier_expect(arrived(i), bytes);
+    bulk_load(&held[begin], x, bytes, arrived(i));
+  }
+  // Orders what threads wrote to shared memory themselves.
+  __device__ __forceinline__ void settle() const { __syncthreads(); }
+  __device__ __forceinline__ void wait(int i) const { mbarrier_wait(arrived(i), 0); }
+
+ private:
+  static __device__ __forceinline__ uint64_t* arrived(int i) {
+    __shared__ uint64_t barriers[kChunks];
+    return &barriers[i];
+  }
+};
+
+// A warp that holds a short row in its piece of the block's shared memory.
+struct WarpRow : LaneGroup<32> {
+  static constexpr int kThreads = 32;
+  static constexpr int kChunks = 1;
+  static constexpr bool kWarp = true;
+
+  __device__ __forceinline__ explicit WarpRow(const CrossEntropyArgs&) : LaneGroup<32>(1) {}
+  __device__ __forceinline__ uint4* memory(const CrossEntropyArgs& args) const {
+    extern __shared__ uint4 all[];
+    return all + threadIdx.x / 32 * args.warp_vectors;
+  }
+  __device__ __forceinline__ void copy(int, uint4* held, const char* x, int begin, int end) const {
+#pragma unroll
+    for (int i = 0; i < (kLossWarpRow / kLossVectorBytes + kThreads - 1) / kThreads; ++i) {
+      const int v = begin + rank() + i * kThreads;
+      if (v < end) {
+        async_copy_16(shared_address(&held[v]), x + (v - begin) * kLossVectorBytes, true);
+      }
+    }
+    async_copy_commit();
+  }
+  __device__ __forceinline__ void settle() const {
+    async_copy_wait<0>();
+    __syncwarp();
+  }
+  __device__ __forceinline__ void wait(int) const {}
+
+  template <typename Scale>
+  __device__ __forceinline__ float2 join(float largest, float sum, Scale) const {
+    return make_float2(largest, sum);
+  }
+  __device__ __forceinline__ float2 sums(float2 value, int) const {
+    return make_float2(lanes_reduce<32>(value.x, SumOf()), lanes_reduce<32>(value.y, SumOf()));
+  }
+};
+
+// The largest of a vector of logits.
+template <typename Format>
+__device__ __forceinline__ float largest_of(const uint32_t (&words)[4]) {
+  if constexpr (Format::kPerWord == 2) {
+    float pair[2];
+    Format::unpack(Format::max_pairs(Format::max_pairs(words[0], words[1]),
+                                     Format::max_pairs(words[2], words[3])),
+                   pair);
+    return fmaxf(pair[0], pair[1]);
+  } else {
+    float values[4];
+    unpack<Format>(words, values);
+    return fmaxf(fmaxf(values[0], values[1]), fmaxf(values[2], values[3]));
+  }
+}
+
 // Reads a vector of logits as the loss sees them, with -inf beside the row.
 template <typename Format>
 __device__ __forceinline__ void load_logits(const uint4* held, const Part<Format>& part, int v,
@@ -103,8 +209,11 @@ __device__ __forceinline__ void load_logits(const uint4* held, const Part<Format
   unpack<Format>(words, values);
   if (!cap.applies()) return;
 #pragma unroll
+  for (float& value : values) value = cap.of(value);
+  if (part.whole(v)) return;
+#pragma unroll
   for (int k = 0; k < Part<Format>::kPerVector; ++k) {
-    values[k] = part.has(part.column(v) + k) ? cap.of(values[k]) : -kInfinity;
+    if (!part.has(part.column(v) + k)) values[k] = -kInfinity;
   }
 }
 
@@ -134,62 +243,59 @@ __device__ __forceinline__ void store_gradient(const CrossEntropyArgs& args, cha
   }
 }
 
-template <typename Format, bool kGradient>
-__global__ void __launch_bounds__(kLossThreads, 3)
-    cross_entropy(const __grid_constant__ CrossEntropyArgs args) {
+template <typename Format, bool kGradient, typename Owner>
+__device__ __forceinline__ void cross_entropy_row(const CrossEntropyArgs& args) {
   constexpr int kPerVector = Part<Format>::kPerVector;
-  extern __shared__ uint4 held[];
-  __shared__ uint64_t arrived[kLossChunks];
-
-  const BlockGroup group(args.blocks);
-  if (threadIdx.x == 0) {
-    for (uint64_t& barrier : arrived) mbarrier_init(&barrier, 1);
-    mbarrier_init_fence();
-  }
-  __syncthreads();
+  constexpr int kThreads = Owner::kThreads;
+  const Owner owner(args);
+  uint4* held = owner.memory(args);
   grid_dependency_wait();
   grid_dependency_launch();
 
-  const int64_t row = group.row();
+  const int64_t row = owner.row();
+  if (Owner::kWarp && row >= args.rows) return;
   const char* x = args.x + row * args.x_stride;
   char* grad = kGradient ? args.grad + row * args.grad_stride : nullptr;
-  const Part<Format> part(args, x, args.blocks > 1 ? cluster_rank() : 0);
-  const int64_t target = load_target(args.target, row);
-  const bool leads = group.rank() == 0;
+  const Part<Format> part(args, x, owner.rank() / kThreads);
+  const int thread = owner.rank() % kThreads;
+  const bool leads = owner.rank() == 0;
 
+  // Chunk i has the vectors from i * chunk on.
+  const int chunk = (part.count + Owner::kChunks - 1) / Owner::kChunks;
+  const int from = part.whole_from(), to = part.whole_to();
+  const auto copy = [&] {
+#pragma unroll 1
+    for (int i = 0; i < Owner::kChunks; ++i) {
+      const int begin = max(i * chunk, from), end = min((i + 1) * chunk, to);
+      if (begin >= end) continue;
+      owner.copy(i, held, x + static_cast<int64_t>(part.column(begin)) * Format::kBytes, begin,
+                 end);
+    }
+  };
+  // A warp's row is short: it is cheaper to read it in vain than to wait for the target.
+  if constexpr (Owner::kWarp) copy();
+  const int64_t target = load_target(args.target, row);
   const float scale = args.scale == nullptr ? 1.0f : args.scale[row * args.scale_step];
 
   if (target == args.target.ignore_index) {
     // The scale of a mean over no rows is infinite, and the mean NaN.
     if (leads) args.loss[row] = 0.0f * scale;
-    if constexpr (kGradient) {
+    if (kGradient && args.grad != nullptr) {
       const float zeros[kPerVector] = {};
 #pragma unroll 1
-      for (int v = threadIdx.x; v < part.count; v += kLossThreads) {
+      for (int v = thread; v < part.count; v += kThreads) {
         store_gradient<Format>(args, grad, part, v, zeros);
       }
     }
-    group.meet();
+    if constexpr (Owner::kWarp) owner.settle();
+    owner.meet();
     return;
   }
 
-  // Chunk i has the vectors from i * chunk on.
-  const int chunk = (part.count + kLossChunks - 1) / kLossChunks;
-  const int from = part.whole_from(), to = part.whole_to();
-  if (threadIdx.x == 0) {
-#pragma unroll 1
-    for (int i = 0; i < kLossChunks; ++i) {
-      const int begin = max(i * chunk, from), end = min((i + 1) * chunk, to);
-      if (begin >= end) continue;
-      const uint32_t bytes = (end - begin) * kLossVectorBytes;
-      mbarrier_expect(&arrived[i], bytes);
-      bulk_load(&held[begin], x + static_cast<int64_t>(part.column(begin)) * Format::kBytes, bytes,
-                &arrived[i]);
-    }
-  }
+  if constexpr (!Owner::kWarp) copy();
   // The vectors at the row's ends, by one thread each.
-  const int edge = threadIdx.x == 0 ? 0 : part.count - 1;
-  if (threadIdx.x < 2 && part.count > 0 && !part.whole(edge) && (threadIdx.x == 0 || edge > 0)) {
+  const int edge = thread == 0 ? 0 : part.count - 1;
+  if (thread < 2 && part.count > 0 && !part.whole(edge) && (thread == 0 || edge > 0)) {
     auto* elements = reinterpret_cast<typename Format::Storage*>(&held[edge]);
     for (int i = 0; i < kPerVector; ++i) {
       const int column = part.column(edge) + i;
@@ -199,16 +305,21 @@ __global__ void __launch_bounds__(kLossThreads, 3)
     }
   }
 
+  const char* logits = x;
+  if constexpr (Owner::kWarp) {
+    owner.settle();
+    logits = reinterpret_cast<const char*>(held) + part.shift * Format::kBytes;
+  }
+
   const Cap cap(args.softcap);
   const bool inside = static_cast<uint64_t>(target) < static_cast<uint64_t>(args.columns);
   float at_target = __int_as_float(0x7fc00000);
   float weight = 1.0f;
   if (inside) {
-    at_target =
-        cap(Format::from_bits(reinterpret_cast<const typename Format::Storage*>(x)[target]));
+    at_target = cap(load_element<Format>(logits + target * Format::kBytes));
     if (args.weight != nullptr) weight = args.weight[target];
   }
-  __syncthreads();
+  if constexpr (!Owner::kWarp) owner.settle();
 
   // The maximum begins with the target's logit, so that this thread has it before another block may
   // write the gradient to its place.
@@ -220,25 +331,22 @@ __global__ void __launch_bounds__(kLossThreads, 3)
   const float pivot = fabsf(at_target) < kInfinity ? at_target : 0.0f;
   float2 totals = make_float2(0.0f, 0.0f);
 #pragma unroll 1
-  for (int i = 0; i < kLossChunks; ++i) {
+  for (int i = 0; i < Owner::kChunks; ++i) {
     const int begin = i * chunk, end = min(begin + chunk, part.count);
-    if (max(begin, from) < min(end, to)) mbarrier_wait(&arrived[i], 0);
+    if (max(begin, from) < min(end, to)) owner.wait(i);
     const float before = largest;
+    float raw = -kInfinity;
 #pragma unroll 2
-    for (int v = begin + threadIdx.x; v < end; v += kLossThreads) {
+    for (int v = begin + thread; v < end; v += kThreads) {
       uint32_t words[4];
-      float values[kPerVector];
       load_vector(words, &held[v]);
-      unpack<Format>(words, values);
-      float most = values[0];
-#pragma unroll
-      for (int k = 1; k < kPerVector; ++k) most = fmaxf(most, values[k]);
-      largest = fmaxf(largest, cap(most));
+      raw = fmaxf(raw, largest_of<Format>(words));
     }
+    largest = fmaxf(largest, cap(raw));  // the cap keeps the order
     const float reference = largest == -kInfinity ? 0.0f : largest;
     sum *= exp_below(before, reference);
 #pragma unroll 1
-    for (int v = begin + threadIdx.x; v < end; v += kLossThreads) {
+    for (int v = begin + thread; v < end; v += kThreads) {
       float values[kPerVector];
       load_logits(held, part, v, cap, values);
 #pragma unroll
@@ -259,12 +367,12 @@ __global__ void __launch_bounds__(kLossThreads, 3)
   const float of_warp = group_reduce<32>(largest, MaxOf());
   const float own = largest == -kInfinity ? 0.0f : exp_below(largest, of_warp);
   const float of_lanes = lanes_reduce<32>(largest == -kInfinity ? sum : sum * own, SumOf());
-  group.meet();
-  const float2 all = group.join(
+  owner.meet();
+  const float2 all = owner.join(
       of_warp, of_lanes, [](float a, float b) { return a == -kInfinity ? 0.0f : exp_below(a, b); });
   const float log_sum = logf(all.y);
   const float lse = all.x + log_sum;
-  if (smooths) totals = group.sums(totals, 1);
+  if (smooths) totals = owner.sums(totals, 1);
 
   const float hit = inside ? (1.0f - args.smoothing) * weight : at_target;
   const float each = args.smoothing / args.columns;
@@ -274,12 +382,12 @@ __global__ void __launch_bounds__(kLossThreads, 3)
     if (smooths) loss += each * (totals.x * ((all.x - pivot) + log_sum) - totals.y);
     args.loss[row] = scale * loss;
   }
-  if constexpr (kGradient) {
+  if (kGradient && args.grad != nullptr) {
     const float share = scale * (hit + each * totals.x + 2.0f * args.z_loss * lse) / all.y;
     const float less = scale * each;
     const int target_vector = inside ? (static_cast<int>(target) + part.shift) / kPerVector : -1;
 #pragma unroll 1
-    for (int v = threadIdx.x; v < part.count; v += kLossThreads) {
+    for (int v = thread; v < part.count; v += kThreads) {
       float values[kPerVector], results[kPerVector];
       load_logits(held, part, v, cap, values);
 #pragma unroll
@@ -306,6 +414,18 @@ __global__ void __launch_bounds__(kLossThreads, 3)
       store_gradient<Format>(args, grad, part, v, results);
     }
   }
+}
+
+template <typename Format, bool kGradient>
+__global__ void __launch_bounds__(kLossThreads, 3)
+    cross_entropy(const __grid_constant__ CrossEntropyArgs args) {
+  cross_entropy_row<Format, kGradient, BlockRow>(args);
+}
+
+template <typename Format>
+__global__ void __launch_bounds__(kLossThreads, 5)
+    cross_entropy_short(const __grid_constant__ CrossEntropyArgs args) {
+  cross_entropy_row<Format, true, WarpRow>(args);
 }
 
 __global__ void __launch_bounds__(kLossScaleThreads, 1)
@@ -370,13 +490,18 @@ __global__ void __launch_bounds__(kLossThreads)
    Kernel("cross_entropy<" #type ", gradient=" #gradient ">", \
           reinterpret_cast<const void*>(cross_entropy<type, gradient>), kLossLargestPart)}
 #define TIERCEL_TYPE(type) TIERCEL_LOSS(type, false), TIERCEL_LOSS(type, true)
+#define TIERCEL_SHORT(type)                                 \
+  {DType::k##type, Kernel("cross_entropy_short<" #type ">", \
+                          reinterpret_cast<const void*>(cross_entropy_short<type>))}
 #define TIERCEL_RESCALE(type)                                 \
   {DType::k##type, Kernel("cross_entropy_rescale<" #type ">", \
                           reinterpret_cast<const void*>(cross_entropy_rescale<type>))}
 
 const CrossEntropyKernel kKernels[] = {TIERCEL_TYPE(Float32), TIERCEL_TYPE(BFloat16),
                                        TIERCEL_TYPE(Float16)};
-const CrossEntropyRescaleKernel kRescaleKernels[] = {
+const CrossEntropyFormatKernel kShortKernels[] = {TIERCEL_SHORT(Float32), TIERCEL_SHORT(BFloat16),
+                                                  TIERCEL_SHORT(Float16)};
+const CrossEntropyFormatKernel kRescaleKernels[] = {
     TIERCEL_RESCALE(Float32), TIERCEL_RESCALE(BFloat16), TIERCEL_RESCALE(Float16)};
 
 }  // namespace
@@ -389,7 +514,12 @@ const CrossEntropyKernel* cross_entropy_kernels(int* count) {
   return kKernels;
 }
 
-const CrossEntropyRescaleKernel* cross_entropy_rescale_kernels(int* count) {
+const CrossEntropyFormatKernel* cross_entropy_short_kernels(int* count) {
+  *count = sizeof(kShortKernels) / sizeof(kShortKernels[0]);
+  return kShortKernels;
+}
+
+const CrossEntropyFormatKernel* cross_entropy_rescale_kernels(int* count) {
   *count = sizeof(kRescaleKernels) / sizeof(kRescaleKernels[0]);
   return kRescaleKernels;
 }

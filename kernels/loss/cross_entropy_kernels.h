@@ -32,7 +32,9 @@ struct CrossEntropyArgs {
   float z_loss;
   float softcap;    // 0: none
   uint32_t blocks;  // per row
-  bool vectors;     // the rows of grad have the logits' offset from a multiple of 16 bytes
+  int64_t rows;
+  int warp_vectors;  // of shared memory, where a warp has a row
+  bool vectors;      // the rows of grad have the logits' offset from a multiple of 16 bytes
 };
 
 struct CrossEntropyScaleArgs {
@@ -58,7 +60,7 @@ struct CrossEntropyKernel {
   Kernel kernel;
 };
 
-struct CrossEntropyRescaleKernel {
+struct CrossEntropyFormatKernel {
   DType dtype;
   Kernel kernel;
 };
@@ -71,9 +73,12 @@ inline constexpr int kLossChunks = 4;  // copies that a block waits for one by o
 // A block's part of a row, bytes: three blocks per multiprocessor, or one for the longest rows.
 inline constexpr int kLossPart = 71 << 10;
 inline constexpr int kLossLargestPart = 216 << 10;
+// The longest row of a warp, with the vector that it may begin in: 1024 or 2048 logits.
+inline constexpr int kLossWarpRow = (4 << 10) + kLossVectorBytes;
 
 const CrossEntropyKernel* cross_entropy_kernels(int* count);
-const CrossEntropyRescaleKernel* cross_entropy_rescale_kernels(int* count);
+const CrossEntropyFormatKernel* cross_entropy_short_kernels(int* count);
+const CrossEntropyFormatKernel* cross_entropy_rescale_kernels(int* count);
 extern const Kernel kCrossEntropyScale;
 
 }  // namespace tiercel

@@ -38,8 +38,14 @@ def test_every_size_has_a_plan_that_holds_it(dtype, columns):
         # A row may begin anywhere in its first vector of 16 bytes.
         vectors = -(-(columns * element + 16 - element) // 16)
         part = -(-vectors // got["blocks_per_row"]) * 16
-        assert got["dynamic_smem"] == part <= 216 << 10
         assert got["blocks_per_row"] in (1, 2, 4, 8)
+        if part <= 4112 and got["blocks_per_row"] == 1:  # a warp for a row
+            per_block = min(-(-rows // 132), 8)
+            assert got["dynamic_smem"] == part * per_block
+            assert got["grid"] == -(-rows // per_block) and got["block"] == 32 * per_block
+            assert got["kernel"].startswith("cross_entropy_short<")
+            continue
+        assert got["dynamic_smem"] == part <= 216 << 10
         assert got["grid"] == rows * got["blocks_per_row"] and got["block"] == 256
         if part > 71 << 10:
             assert got["blocks_per_row"] == 8
@@ -55,10 +61,26 @@ def test_few_rows_are_spread():
 
 def test_kernels(make):
     for dtype, name in zip(DTYPES, ("Float32", "BFloat16", "Float16"), strict=True):
-        for grad, given in (("true", {}), ("false", {"grad": None})):
+        for grad in ("true", "false"):
+            of_block = 2049 if dtype == "float32" else 4097
             for softcap in (None, 30.0):
-                kernel = plan(make, 4, 64, dtype, softcap=softcap, **given)["kernel"]
-                assert kernel == f"cross_entropy<{name}, gradient={grad}>"
+                for columns, kernel in (
+                    (64, f"cross_entropy_short<{name}>"),
+                    (of_block, f"cross_entropy<{name}, gradient={grad}>"),
+                ):
+                    given = make(4, columns, dtype=dtype) if grad == "true" else None
+                    got = plan(make, 4, columns, dtype, softcap=softcap, grad=given)
+                    assert got["kernel"] == kernel
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 1024), ("bfloat16", 2048)])
+def test_short_rows_have_a_warp(dtype, most):
+    for columns, name in ((most, "cross_entropy_short"), (most + 8, "cross_entropy")):
+        assert plan(ExchangeTensor, 9999, columns, dtype)["kernel"].split("<")[0] == name
+    got = [plan(ExchangeTensor, rows, most, dtype) for rows in (1, 132, 133, 65536)]
+    assert [(one["grid"], one["block"]) for one in got] == [
+        (1, 32), (132, 32), (67, 64), (8192, 256)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -73,7 +95,8 @@ def test_the_longest_rows(dtype):
 
 
 def test_many_rows(make):
-    assert plan(make, 2**31 - 1, 8)["grid"] == 2**31 - 1
+    assert plan(make, 2**31 - 1, 8)["grid"] == 2**28
+    assert plan(make, 2**31 - 1, 8192)["grid"] == 2**31 - 1
     with pytest.raises(NotImplementedError, match="too many rows for one launch, got 2147483648"):
         plan(make, 2**31, 8)
     assert plan(make, 2**24, 4096)["grid"] == 2**24  # 2**36 logits
