@@ -29,15 +29,11 @@ def theirs(op, values, call):
     return tuple(values.values()) if op in WRITING else result
 
 
-# What leaves a public function with nothing to do to the operator's result.
-WITHOUT_MORE = {"cross_entropy": {"reduction": "none"}}
-
-
 @pytest.mark.parametrize("op", calls.OPS)
 def test_minimal_call(op):
     values = calls.without_defaults(op, calls.arguments(op))
     operator = getattr(torch.ops.tiercel, op)
-    expected = ours(op, values, **WITHOUT_MORE.get(op, {}))
+    expected = ours(op, values, **calls.AS_OPERATOR.get(op, {}))
     tensors = [v for v in calls.tensors_of(expected) if isinstance(v, torch.Tensor)]
     torch._dynamo.reset()
     compiled = torch.compile(lambda *x: operator(*x), backend="aot_eager", fullgraph=True)
