@@ -423,12 +423,16 @@ def test_the_input_generator_gives_what_the_case_says(op):
     for case in (*contract.cases, contract.timing["cpu"]):
         arguments = contract.make(case, "cpu", 1)
         again = contract.make(case, "cpu", 1)
-        assert tuple(arguments) == contract.names
+        # Behind them: what makes a public function return what a backend gives.
+        assert tuple(arguments)[: len(contract.names)] == contract.names
         tensor = arguments[first.name]
         if not packed:
             assert str(tensor.dtype) == f"torch.{case.dtype}"
         if not packed:  # k comes from half as many bytes there
-            assert contract.sizes(list(arguments.values())).items() >= case.sizes.items()
+            assert (
+                contract.sizes(list(arguments.values())[: len(contract.names)]).items()
+                >= case.sizes.items()
+            )
         if packed or tensor.element_size() == 1:  # torch has no == for it
             tensor, same = tensor.view(torch.uint8), again[first.name].view(torch.uint8)
         else:

@@ -12,6 +12,7 @@ import argparse
 import ast
 import contextlib
 import dataclasses
+import functools
 import gc
 import importlib
 import io
@@ -64,6 +65,13 @@ def _of_scalar(scalar):
         yield "choices", {"choices": ()}
 
 
+def _forget_what_is_computed(objects):
+    for each in objects:
+        for name, value in vars(type(each)).items():
+            if isinstance(value, functools.cached_property):
+                vars(each).pop(name, None)
+
+
 @contextlib.contextmanager
 def _changed(objects, fields):
     """Other values in frozen objects for a while."""
@@ -71,12 +79,14 @@ def _changed(objects, fields):
     for each in objects:
         for name, value in fields.items():
             object.__setattr__(each, name, value)
+    _forget_what_is_computed(objects)
     try:
         yield
     finally:
         for each, old in zip(objects, before, strict=True):
             for name, value in old.items():
                 object.__setattr__(each, name, value)
+        _forget_what_is_computed(objects)
 
 
 def of_data(name):

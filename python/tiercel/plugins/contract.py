@@ -95,6 +95,8 @@ class Contract:
         mutates: Arguments that the operator writes to; a backend itself returns new tensors.
         batched: Tensors whose batch dimensions are joined to one before a backend gets them.
         constants: Arguments that the operators lack, and what backends get there.
+        reference: The function in the family's reference.py that does what a backend does; by
+            default it has the operator's name.
     """
 
     family: str
@@ -109,6 +111,7 @@ class Contract:
     constants: Mapping[str, Any] = field(default_factory=dict)
     sums: Callable[[dict[str, Any]], Any] | None = None
     derive: Callable[[dict[str, int], dict[str, Any]], dict[str, int]] = lambda sizes, values: {}
+    reference: str = ""
 
     @classmethod
     def of(

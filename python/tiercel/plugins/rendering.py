@@ -45,7 +45,7 @@ def render(contract: Contract, name: str) -> str:
     Raises:
         ValueError: The reference itself uses that name.
     """
-    module = _Module(contract.op, contract.family)
+    module = _Module(contract.reference or contract.op, contract.family)
     function = module.function
     used = module.reached(function)
     taken = {name for name, _ in used} | {"tiercel"} | _locals(function)

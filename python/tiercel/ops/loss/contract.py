@@ -64,6 +64,7 @@ CONTRACTS = (
         cases=_CASES,
         timing={"cpu": _case(64, 4096, "bfloat16"), "cuda": _case(4096, 128256, "bfloat16")},
         make=_make,
+        reference="losses",
     ),
 )
 
