@@ -33,8 +33,8 @@ if [[ ! -e $root/ready ]]; then
   python3 -B tools/airgap/debian_root.py "$root" trixie ca-certificates python3 python3-pip python3-venv
   touch "$root/ready"
 fi
-rm -rf "$root/work/dist"
-ci/copy.sh "$root/work/tiercel"
+rm -rf "$root/build/dist"
+ci/copy.sh "$root/build/tiercel"
 
 # inside COMMAND...: runs it in the root, with the machine's devices, Pythons and wheels folder.
 inside() {
@@ -62,7 +62,7 @@ inside() {
     cd "$root"
     pivot_root . old
     umount -l /old
-    cd /work/tiercel
+    cd /build/tiercel
     exec "$@"' bash "$root" "${bound[*]}" \
     env -i PATH="$path" HOME=/root LANG=C.UTF-8 "${settings[@]}" "$@"
 }
@@ -70,13 +70,13 @@ inside() {
 inside bash -euc '
   trap "./bazelw shutdown" EXIT
   ./bazelw build "$@" //python:wheels
-  ./bazelw run "$@" //python:dist -- /work/dist' bash "$@"
+  ./bazelw run "$@" //python:dist -- /build/dist' bash "$@"
 ./bazelw build //python:wheels
 ./bazelw run //python:dist -- "$folder/dist"
 (cd "$folder/dist" && sha256sum -- *.whl) | tee "$folder/here.sums"
-(cd "$root/work/dist" && sha256sum -- *.whl) >"$folder/root.sums"
+(cd "$root/build/dist" && sha256sum -- *.whl) >"$folder/root.sums"
 if ! cmp "$folder/here.sums" "$folder/root.sums"; then
-  echo "debian13: the wheels differ: see $folder/dist and $root/work/dist" >&2
+  echo "debian13: the wheels differ: see $folder/dist and $root/build/dist" >&2
   exit 1
 fi
 echo "debian13: the same bytes on both"

@@ -46,7 +46,7 @@ struct CrossEntropyCall {
 // All checks and the choice of a kernel; needs no GPU and no driver.
 Status cross_entropy_plan(const CrossEntropyCall& call, CrossEntropyPlan* plan);
 
-// The same, then the launch on `stream` (a CUstream) of the tensors' device.
+// Plans as cross_entropy_plan does, then launches on `stream`, a CUstream of the tensors' device.
 Status cross_entropy(const CrossEntropyCall& call, void* stream);
 
 // scale[0] = 1 / (the sum of the weights of the targets that are not ignored), by which a mean is

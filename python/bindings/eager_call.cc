@@ -32,7 +32,7 @@ constexpr Py_ssize_t kMaxSlots = 24;
 constexpr Py_ssize_t kMaxSizes = 4;
 constexpr Py_ssize_t kMaxRules = 8;
 
-// EagerCall's, for a type check.
+// The type of EagerCall, for IsEagerCall.
 PyTypeObject* eager_call_type = nullptr;
 
 // Set by set_overriding: true if a backend was asked for outside of the call.

@@ -8,7 +8,7 @@ from support.near import BF16, F16, F32, FLOATS
 from torch.nn import functional
 
 IGNORED = -100
-# Of a gradient: its rounding, and what float32 arithmetic loses.
+# Relative tolerance of a gradient: the rounding of its dtype, or of float32 arithmetic.
 STEP = {F32: 2e-5, BF16: 2**-8, F16: 2**-10}
 TINY = {F32: 1e-12, BF16: 1e-12, F16: 2**-24}
 # p - 1 of a target whose p is near 1: three roundings of p, as PyTorch has them.
@@ -92,7 +92,7 @@ def test_options(dtype):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("columns", [1, 3, 7, 100])
 def test_small_softcap(columns, dtype):
-    """What stands for the elements beside a row has no share in its sum."""
+    """Padding beside a row adds nothing to its sum."""
     logits, target = problem(5, columns, dtype, 8)
     check(logits, target, None, None, 0.0, 0.0, 0.25)
     check(logits, target, torch.rand(columns) + 0.5, None, 0.3, 0.1, 0.25)
@@ -153,7 +153,7 @@ def test_clusters(rows, columns, dtype, blocks):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_in_place_and_strided(dtype):
-    """What lies between the rows keeps its bits."""
+    """The kernel writes nothing between the rows."""
     for columns, gap, begin in ((1000, 0, 0), (1001, 3, 1), (777, 8, 5), (40_001, 1, 3)):
         flat = torch.randn(4 * (columns + gap) + begin, generator=torch.Generator().manual_seed(4))
         flat = flat.to(dtype)

@@ -83,7 +83,7 @@ def test_loss_and_gradient(reduction, dtype):
 
 
 def test_it_is_pytorchs_function():
-    """The same call, argument for argument."""
+    """PyTorch's arguments mean the same here."""
     logits, target, weight = problem()
     target[2] = 5
     for options in (

@@ -423,7 +423,7 @@ def test_the_input_generator_gives_what_the_case_says(op):
     for case in (*contract.cases, contract.timing["cpu"]):
         arguments = contract.make(case, "cpu", 1)
         again = contract.make(case, "cpu", 1)
-        # Behind them: what makes a public function return what a backend gives.
+        # Further arguments make the public function return the backend's result unchanged.
         assert tuple(arguments)[: len(contract.names)] == contract.names
         tensor = arguments[first.name]
         if not packed:

@@ -11,7 +11,7 @@ import tiercel.ops
 from tiercel.plugins.contracts import CONTRACTS
 
 OPS = tuple(tiercel.ops.__all__)
-# With these, a public function returns its operator's result as it is.
+# Arguments with which a public function returns its operator's result unchanged.
 AS_OPERATOR = {"cross_entropy": {"reduction": "none"}}
 
 # The dimensions that tokens are counted in, where that is not the first one of the first tensor.

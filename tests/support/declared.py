@@ -26,7 +26,7 @@ _FLOAT8 = {
 }
 
 
-# With some, a public function calls other operators.
+# Options with which a public function calls other operators.
 _OPTIONS = ({}, {"return_lse": False}, {"inplace": True}, {"reduction": "mean"})
 
 SPECS = {name: spec for specs in declarations.by_family().values() for name, spec in specs.items()}

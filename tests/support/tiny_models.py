@@ -53,7 +53,7 @@ def config(name, **changes):
 
 
 def make(name, dtype=torch.bfloat16, attention="eager", device="cpu", **changes):
-    """The same weights each time, none of them special (as norms' ones would be)."""
+    """A model with random weights from a fixed seed, the weights of norms included."""
     torch.manual_seed(0)
     settings = config(name, attn_implementation=attention, **changes)
     model = getattr(transformers, f"{name}ForCausalLM")(settings).eval()

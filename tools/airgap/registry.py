@@ -65,7 +65,7 @@ class Registry(http.server.ThreadingHTTPServer):
         exact = (self.sources / f"{module}-{version}").is_dir()
         folder = self.sources / (f"{module}-{version}" if exact else module)
         if not folder.is_dir() or (name and (self.sources / name).is_file()):
-            # Of an archive that is not there, Bazel reports this address, where it needs it.
+            # Bazel reports this address if it needs an archive that is missing.
             return json.dumps(source | {"url": f"{self.address}/archives/{name}"}).encode()
         digest = base64.b64encode(hashlib.sha256(_archive(folder)).digest()).decode()
         served = {

@@ -36,7 +36,7 @@ def _member(parameter) -> str:
 
 
 def pieces(compiled, arguments: str = "", first: int = 0, step: int = 1) -> list[dict]:
-    """What each function adds to the source and to the manifest. They are the family's functions
+    """Each function's part of the source and of the manifest. They are the family's functions
     `first`, `first + step` and so on. With a struct of `arguments`, each parameter is bound to the
     member of its name."""
     found = []

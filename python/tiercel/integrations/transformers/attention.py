@@ -34,7 +34,7 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """The attention interface: ``[B, H, S, D]`` to ``[B, S, H, D]``, and no weights.
 
-    What Tiercel lacks runs on the model's own sdpa or eager attention, with one warning a reason.
+    Unsupported calls run on the model's own sdpa or eager attention, with one warning per reason.
     """
     query, key, value = _under_autocast(query, key, value)
     mask = attention_mask
@@ -87,7 +87,7 @@ def _why_not(
     softcap: float | None,
     kwargs: dict[str, Any],
 ) -> str | None:
-    """What Tiercel lacks for this call, or None."""
+    """The reason why Tiercel does not support this call, or None."""
     d = query.shape[-1]
     if query.dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bfloat16 and float16, not {str(query.dtype).removeprefix('torch.')}"

@@ -30,7 +30,7 @@ Forward = Callable[..., Any]
 
 @dataclasses.dataclass
 class Report:
-    """What `apply` did: module names by the op that they use now, and the reasons of others."""
+    """The result of `apply`: `replaced` lists module names by op, `kept` gives reasons by name."""
 
     replaced: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     kept: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -55,7 +55,8 @@ def apply(model: nn.Module) -> Report:
     Weights stay where they are, and gradients flow.
 
     Returns:
-        What was replaced, what was not and why; its ``undo()`` makes the model as it was.
+        A report of the replaced modules and of the others, with reasons. Its ``undo()`` restores
+        the model.
 
     Example:
         >>> report = tiercel.integrations.transformers.apply(model)

@@ -108,7 +108,7 @@ def _turn(
     backend: str | None,
     layers_share: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Of `[B, H, S, D]`, with `[1 or B, S, R / 2]`, as transformers has them."""
+    """Rotates q and k `[B, H, S, D]` by angles `[1 or B, S, R / 2]`, the layout of transformers."""
     kept = getattr(layers_share, "_tiercel_rotary", None)
     batch, _, length, _ = q.shape
     if kept is None:

@@ -126,7 +126,7 @@ class Activation:
             return x_grad
         return x_grad, call.x.new_empty(0 if call.up is None else call.up.shape)
 
-    # Positional, since a declaration's generic way to a launch takes longer than the launch.
+    # Positional arguments: the generic path from a declaration takes longer than the launch.
     def _run_backward(self, grad: Tensor, x: Tensor, *rest: Any) -> Any:
         up, *option = rest if self._gated else (None, *rest)
         x_grad = empty(x, tuple(x.shape), x.dtype)

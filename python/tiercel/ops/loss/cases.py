@@ -50,7 +50,7 @@ def _bytes(gradient: bool, case: Any) -> int:
 
 
 def loss_and_gradient(function: Any, logits: Any) -> tuple[Any, Any]:
-    """As a training step has them; `function` gives the loss."""
+    """Runs forward and backward of `function`, which returns the loss, as a training step does."""
     import torch
 
     leaf = logits.detach().requires_grad_()

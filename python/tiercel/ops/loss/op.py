@@ -99,7 +99,7 @@ def _scaled(grad: Tensor, by: Tensor, backend: str | None, owned: bool) -> Tenso
         by = by[:1]
     kept = not owned and torch._C._autograd._get_current_graph_task_keep_graph()
     on_gpu = grad.get_device() in platform.ready and backend in (None, "auto", "sm90")
-    # Of strided logits in place, the gradient may have rows that the kernel does not take.
+    # The kernel needs contiguous rows; a gradient in place has the strides of the logits.
     if on_gpu and not kept and rows(grad) is grad and route(grad, by) == DIRECT:
         _C.cross_entropy_rescale(grad, by.contiguous())
         torch._C._increment_version([grad])

@@ -49,7 +49,7 @@ WITH_GRADIENT = CROSS_ENTROPY.changed(
     gradient_of="cross_entropy",
 )
 
-# The same, and the gradient overwrites the logits.
+# Cross-entropy whose gradient overwrites the logits.
 IN_PLACE = CROSS_ENTROPY.changed(
     name="cross_entropy_",
     arguments=(replace(CROSS_ENTROPY.tensors[0], written=True), *CROSS_ENTROPY.arguments[1:]),
@@ -57,7 +57,7 @@ IN_PLACE = CROSS_ENTROPY.changed(
 )
 
 # 1 / (the sum of the weights of the targets that count), which makes a mean of a sum.
-# Of the logits only the shape counts.
+# The kernel reads no logits; their shape gives the number of classes.
 MEAN = Spec(
     "cross_entropy_mean_scale",
     *CROSS_ENTROPY.tensors[:3],

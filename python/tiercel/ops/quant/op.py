@@ -50,7 +50,7 @@ def _partial(x: Tensor, granularity: str) -> Tensor | None:
     return empty(x, (_PARTIALS,), torch.float32) if granularity == "tensor" else None
 
 
-# Positional, since a declaration's generic way to a launch takes longer than the launch.
+# Positional arguments: the generic path from a declaration takes longer than the launch.
 def _fp8_run(x: Tensor, granularity: str, q: Tensor | None, scale: Tensor | None) -> Any:
     made = None
     if q is None:

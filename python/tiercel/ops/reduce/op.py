@@ -22,13 +22,13 @@ _NUMBER = {"sum": 0, "mean": 1, "max": 2, "amax": 2}  # ReduceOp in kernels/redu
 
 
 def _rows(x: Tensor, dim: int | None) -> tuple[Tensor, int]:
-    """What the kernels reduce: one dimension, counted from the front."""
+    """Returns the tensor and the dimension to reduce, counted from the front."""
     if dim is None:
         return x.reshape(-1), 0
     return x, dim + x.dim() if dim < 0 else dim
 
 
-# Positional, since a declaration's generic way to a launch takes longer than the launch.
+# Positional arguments: the generic path from a declaration takes longer than the launch.
 def _run(
     x: Tensor, dim: int | None, op: str, keepdim: bool, dtype: Any, out: Tensor | None
 ) -> Tensor | None:
