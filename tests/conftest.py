@@ -90,6 +90,20 @@ def _needs_gpu(request):
 
 
 @pytest.fixture(autouse=True)
+def _filled(request):
+    """Fills new tensors with NaN where tools/sanitizer/run.py asks for that."""
+    if not os.environ.get("TIERCEL_TEST_FILL") or not request.node.get_closest_marker("gpu"):
+        yield
+        return
+    import torch
+
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # which is what fills them
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(autouse=True)
 def _from_the_start():
     """Backends and warnings as in a new process."""
     yield

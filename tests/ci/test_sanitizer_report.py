@@ -184,6 +184,7 @@ def load(tmp_path):
         ({"kernel": "a("}, "`kernel` is no regular expression"),
         ({"why": "because"}, "no exception has why"),
         ({"ends_kernel": "yes"}, "`ends_kernel` is 'yes', not true or false"),
+        ({"leave_out": 1}, "`leave_out` is 1, not true or false"),
     ],
 )
 def test_an_exception_has_all_that_it_needs(load, change, says) -> None:
@@ -226,6 +227,7 @@ def test_an_exception_that_no_longer_occurs_is_reported(load) -> None:
     # Nothing is known where its tests were not run, or not to their end.
     assert not verdict.judge([outcome(tests=["norm/test_norm_gpu.py::test_a"])], rules).stale
     assert not verdict.judge([outcome(problem="not done after 9 s")], rules).stale
+    assert not verdict.judge([outcome()], load(RULE | {"leave_out": True})).stale
 
 
 def test_a_test_may_fail_only_where_an_excepted_finding_ends_its_kernel(load) -> None:

@@ -17,8 +17,8 @@ PROGRAM = r"""#!/usr/bin/env python3
 import os, pathlib, subprocess, sys
 words, options, filters = sys.argv[1:], {}, []
 while words[0].startswith("--"):
-    if words[0] == "--kernel-name":
-        filters.append(words[1])
+    if words[0].startswith("--kernel-name"):
+        filters.append(words[0].removeprefix("--kernel-name").lstrip("-") + words[1])
     options[words[0]] = words[1]
     words = words[2:]
 asked = pathlib.Path(options["--log-file"] + ".asked")
@@ -40,7 +40,7 @@ if not os.environ.get("CUT"):
 pathlib.Path(options["--log-file"]).write_text("".join(f"========= {line}\n" for line in lines))
 with open(os.environ["CALLS"], "a") as file:
     print(options["--tool"], os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING", "cached"),
-          *filters, file=file)
+          *filters, *["filled"] * ("TIERCEL_TEST_FILL" in os.environ), file=file)
 sys.exit(code)
 """
 CANARY = """import os, sys
@@ -133,6 +133,35 @@ def test_each_tool_as_it_has_to_be_called(run) -> None:
     assert [sum(c.startswith(t) for c in calls) for t in told] == [3, 4, 4, 3]
     assert "racecheck 2/2 tests-test_it-" in output
     assert output.splitlines()[-4:] == [f"{tool}: {told[tool]['line']}" for tool in told]
+
+
+def test_a_kernel_that_is_left_out(run) -> None:
+    rule = {
+        "tool": "synccheck",
+        "kernel": "attention_bf16_d(64|96)",
+        "message": "Barrier error.*",
+        "reason": "the tool's",
+        "shown_by": "a case",
+        "test": "test_it.py::test_clean",
+        "leave_out": True,
+    }
+    tools = ("--tools", "racecheck", "synccheck")
+    code, output, told, calls = run(*tools, rules=[rule], keyword="clean")
+    assert code == 0, output
+    without = "excluderegex=^((?:attention_bf16_d(64|96)))(_[0-9]+)?$"
+    assert {call.split()[0] for call in calls if without in call} == {"synccheck"}
+    assert told["synccheck"]["line"] == "30 tests, 0 errors, 1 excepted"
+    assert "excepted: left out: synccheck of attention_bf16_d(64|96)" in output
+
+
+def test_memory_is_filled_where_the_copy_engine_writes_results(run, tmp_path) -> None:
+    (tmp_path / "tests" / "attention").mkdir()
+    (tmp_path / "tests" / "attention" / "test_attention_gpu.py").write_text(
+        "def test_one(): pass\n"
+    )
+    code, output, _, calls = run(keyword="one or clean")
+    assert code == 0, output
+    assert [call for call in calls if "filled" in call] == ["initcheck 1 filled"]
 
 
 def test_findings_of_ours_fail_and_others_do_not(run) -> None:

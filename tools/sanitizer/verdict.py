@@ -66,6 +66,12 @@ def judge(outcomes: list[Outcome], rules: list[Rule]) -> Verdict:
                 errors.append(f"{tool}/{outcome.job.name}: {test} failed")
     for rule, count in seen.items():
         excepted.append(f"{count} times {rule} ({rule.reason})")
+    used = {outcome.job.tool for outcome in outcomes}
+    excepted += [
+        f"left out: {rule} ({rule.reason})"
+        for rule in rules
+        if rule.leave_out and rule.tool in used
+    ]
     ran = {tool: [] for tool in TOOLS}
     for outcome in outcomes:
         if not outcome.problem:
@@ -73,6 +79,8 @@ def judge(outcomes: list[Outcome], rules: list[Rule]) -> Verdict:
     stale = [
         str(rule)
         for rule in rules
-        if rule not in seen and any(re.search(rule.test, test) for test in ran[rule.tool])
+        if rule not in seen
+        and not rule.leave_out
+        and any(re.search(rule.test, test) for test in ran[rule.tool])
     ]
     return Verdict(errors, excepted, stale)
