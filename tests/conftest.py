@@ -97,6 +97,10 @@ def _filled(request):
         return
     import torch
 
+    import tiercel.ops  # noqa: F401  (sets the hooks, which the next line changes)
+    from tiercel import _C
+
+    _C.set_allocation_hooks(torch.empty, None, None, torch.float32)  # Inductor's does not fill
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)  # which is what fills them
     yield

@@ -42,6 +42,7 @@ def test_each_has_a_case_that_is_reported(rule):
         ("racecheck", "reduce_rows_packed<BFloat16Format, SumOf>", WRITE_READ),
         ("racecheck", "attention_backward_fp16_d128_64x128", WRITE_READ),
         ("synccheck", "linear_act_fp8_none_64x64_split_k", DIVERGENT),
+        ("synccheck", "gated_linear_fp16_silu_128x64_split_k", DIVERGENT),
         ("initcheck", "fp8_quantize_row<BFloat16Source, 1>", UNINITIALIZED),
     ],
 )
