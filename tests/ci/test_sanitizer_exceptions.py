@@ -39,6 +39,7 @@ def test_each_has_a_case_that_is_reported(rule):
     [
         ("racecheck", "linear_act_bf16_gelu_tanh_64x32_split_k", READ_WRITE),
         ("racecheck", "linear_act_grad_x_fp16_64x64_split_k", WRITE_READ),
+        ("racecheck", "gated_linear_fp16_gelu_tanh_64x64_split_k", READ_WRITE),
         ("racecheck", "reduce_rows_packed<BFloat16Format, SumOf>", WRITE_READ),
         ("racecheck", "attention_backward_fp16_d128_64x128", WRITE_READ),
         ("synccheck", "linear_act_fp8_none_64x64_split_k", DIVERGENT),
