@@ -25,10 +25,10 @@
 namespace tiercel::python {
 namespace {
 
-constexpr Py_ssize_t kMaxArguments = 24;
-constexpr Py_ssize_t kMaxTensors = 10;
+constexpr Py_ssize_t kMaxArguments = 32;
+constexpr Py_ssize_t kMaxTensors = 16;
 constexpr Py_ssize_t kMaxOutputs = 5;
-constexpr Py_ssize_t kMaxSlots = 24;
+constexpr Py_ssize_t kMaxSlots = 32;
 constexpr Py_ssize_t kMaxSizes = 4;
 constexpr Py_ssize_t kMaxRules = 8;
 
