@@ -227,11 +227,17 @@ def test_keys_beyond_what_the_host_knows():
         operator.check_indices(values)
 
 
+# Whole numbers that are no places: each is right.
+NO_PLACES = {("sample", name) for name in ("top_ks", "seeds", "offsets", "counts")}
+NO_PLACES |= {("sample", "prompt"), ("sample", "allowed")}
+
+
 def index_arguments():
-    """By the contracts: tensors of whole numbers that a backend gets."""
+    """By the contracts: tensors of whole numbers that a backend gets as places."""
     for op, contract in CONTRACTS.items():
         for spec in contract.arguments:
-            if isinstance(spec, TensorSpec) and set(spec.dtypes) <= {"int32", "int64"}:
+            whole = isinstance(spec, TensorSpec) and set(spec.dtypes) <= {"int32", "int64"}
+            if whole and (op, spec.name) not in NO_PLACES:
                 yield op, spec.name
 
 

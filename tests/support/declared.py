@@ -27,7 +27,13 @@ _FLOAT8 = {
 
 
 # Options with which a public function calls other operators.
-_OPTIONS = ({}, {"return_lse": False}, {"inplace": True}, {"reduction": "mean"})
+_OPTIONS = (
+    {},
+    {"return_lse": False},
+    {"return_logprobs": True},
+    {"inplace": True},
+    {"reduction": "mean"},
+)
 
 SPECS = {name: spec for specs in declarations.by_family().values() for name, spec in specs.items()}
 # Operators that are made of others check nothing themselves.

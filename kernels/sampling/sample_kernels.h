@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+// The interface of sampling's host and device code: the kernels' arguments and table.
+#ifndef KERNELS_SAMPLING_SAMPLE_KERNELS_H_
+#define KERNELS_SAMPLING_SAMPLE_KERNELS_H_
+
+#include <cstdint>
+
+#include "kernels/sm90/launch.h"
+#include "kernels/sm90/tensor_view.h"
+
+namespace tiercel {
+
+// A parameter with a value for each row, or with one for all.
+template <typename T>
+struct SampleParameter {
+  const T* of_rows;  // or null
+  T of_all;
+};
+
+struct SampleArgs {
+  const char* logits;
+  int64_t stride;  // bytes
+  int64_t rows;
+  int columns;
+  int segments;            // of a row
+  int segments_per_block;  // of the blocks that share a row
+  uint32_t blocks;         // per row
+  SampleParameter<float> temperature;
+  SampleParameter<int> top_k;
+  SampleParameter<float> top_p;
+  SampleParameter<float> min_p;
+  SampleParameter<int64_t> seed;
+  SampleParameter<int64_t> offset;
+  SampleParameter<float> repetition;
+  SampleParameter<float> presence;
+  SampleParameter<float> frequency;
+  const int* counts;        // [T, V] of the tokens in the output, or null
+  const uint32_t* prompt;   // [T, words] a bit for each token, or null
+  const uint32_t* allowed;  // likewise
+  int words;
+  void* tokens;
+  bool wide;        // tokens are int64, otherwise int32
+  float* logprobs;  // or null
+};
+
+struct SampleKernel {
+  DType dtype;
+  bool penalties;
+  Kernel kernel;
+};
+
+inline constexpr int kSampleThreads = 256;  // per block
+inline constexpr int kSampleBlocks = 8;     // at most, per row: the portable limit of clusters
+// Columns that a warp reads at once and adds up in a fixed order, whatever the number of blocks.
+inline constexpr int kSampleSegment = 1024;
+inline constexpr int kSampleBins = 512;
+// A block's part of a row, bytes: three blocks per multiprocessor, or one for the longest rows.
+inline constexpr int kSamplePart = 60 << 10;
+inline constexpr int kSampleLargestSmem = 216 << 10;
+// Bytes per segment beside its logits: its maximum and sum, and the mass of its kept tokens.
+inline constexpr int kSampleTableBytes = 16;
+inline constexpr int kSampleLogprobBytes = 8;  // and its sum at temperature 1
+
+const SampleKernel* sample_kernels(int* count);
+
+}  // namespace tiercel
+
+#endif  // KERNELS_SAMPLING_SAMPLE_KERNELS_H_

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling in plain PyTorch: float64 arithmetic on differences of logits in float32."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_LOW = 2**32 - 1
+_LEAST_SCALE, _MOST_SCALE = 1e-30, 1e30
+
+
+def philox(seed: Tensor, offset: Tensor, stream: Tensor) -> Tensor:
+    """64 random bits as int64: the first two words of Philox4x32-10."""
+    k0, k1 = seed & _LOW, seed >> 32 & _LOW
+    c0, c1 = offset & _LOW, offset >> 32 & _LOW
+    c2, c3 = stream & _LOW, stream >> 32 & _LOW
+    for _ in range(10):
+        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2  # int64 wraps around to the right bits
+        c0, c1 = (b >> 32 & _LOW) ^ c1 ^ k0, b & _LOW
+        c2, c3 = (a >> 32 & _LOW) ^ c3 ^ k1, a & _LOW
+        k0, k1 = k0 + 0x9E3779B9 & _LOW, k1 + 0xBB67AE85 & _LOW
+    return c1 << 32 | c0
+
+
+def uniform(seed: Tensor, offset: Tensor, stream: Tensor) -> Tensor:
+    """float64 in [0, 1)."""
+    bits = philox(seed, offset, stream)
+    return (bits >> 11 & (2**53 - 1)).double() * 2.0**-53
+
+
+def _bits(mask: Tensor, count: int) -> Tensor:
+    """A mask of int32 words as bools."""
+    places = torch.arange(32, dtype=torch.int32, device=mask.device)
+    return (mask[:, :, None] >> places & 1).flatten(1)[:, :count].bool()
+
+
+def penalised(
+    logits: Tensor,
+    counts: Tensor | None,
+    prompt: Tensor | None,
+    allowed: Tensor | None,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> Tensor:
+    """The logits after penalties and mask."""
+    x = logits if logits.dtype == torch.float64 else logits.float()
+    seen = torch.zeros_like(x, dtype=torch.bool)
+    if counts is not None:
+        seen = seen | (counts > 0)
+    if prompt is not None:
+        seen = seen | _bits(prompt, x.shape[1])
+    if counts is not None or prompt is not None:
+        factor = torch.where(x > 0, 1 / repetition[:, None], repetition[:, None])
+        x = torch.where(seen, x * factor.to(x.dtype), x)
+    if counts is not None:
+        less = x - frequency[:, None] * counts.to(x.dtype) - presence[:, None]
+        x = torch.where(counts > 0, less, x)
+    if allowed is not None:
+        x = torch.where(_bits(allowed, x.shape[1]), x, -math.inf)
+    return x
+
+
+def kept_weights(
+    x: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
+    """The weights, float64, of the tokens that the filters keep, and 0 of the others."""
+    largest = x.amax(-1, keepdim=True)
+    d = torch.where(x == largest, 0.0, largest - x)
+    scale = (math.log2(math.e) / temperature).clamp(_LEAST_SCALE, _MOST_SCALE)[:, None].double()
+    weights = torch.exp2(-d.double() * scale)
+    limited = min_p > 0
+    limit = -torch.log2(min_p.clamp(max=1.0))[:, None].double() / scale
+    weights = torch.where(limited[:, None] & (d.double() > limit), 0.0, weights)
+    # Weights of 2^-32 of the largest and less are none where a filter is on.
+    count = x.shape[1]
+    by_count = (top_k > 0) & (top_k < count)
+    by_mass = top_p < 1
+    filters = (limited | by_count | by_mass)[:, None]
+    weights = torch.where(filters & (d.double() * scale > 32), 0.0, weights)
+    if not bool((by_count | by_mass).any()):
+        return weights
+    ordered, order = d.sort(-1)
+    place = torch.where(by_count, top_k.long(), count)[:, None] - 1
+    bound = ordered.gather(1, place)
+    weights = torch.where(d <= bound, weights, 0.0)
+    running = weights.gather(1, order).cumsum(-1)
+    target = torch.where(by_mass, top_p.double().clamp(min=0.0), 1.0)[:, None] * running[:, -1:]
+    place = (running < target).sum(-1, keepdim=True).clamp(max=count - 1)
+    bound = torch.where(by_mass[:, None], ordered.gather(1, place), math.inf)
+    return torch.where(d <= bound, weights, 0.0)
+
+
+def sample(
+    logits: Tensor,
+    temperatures: Tensor | None = None,
+    top_ks: Tensor | None = None,
+    top_ps: Tensor | None = None,
+    min_ps: Tensor | None = None,
+    seeds: Tensor | None = None,
+    offsets: Tensor | None = None,
+    repetition_penalties: Tensor | None = None,
+    presence_penalties: Tensor | None = None,
+    frequency_penalties: Tensor | None = None,
+    counts: Tensor | None = None,
+    prompt: Tensor | None = None,
+    allowed: Tensor | None = None,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
+    offset: int = 0,
+    repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    indices_dtype: torch.dtype = torch.int32,
+    return_logprobs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Reference of :func:`tiercel.sample`, on any device."""
+    rows, count = logits.shape
+    device = logits.device
+
+    def of_rows(given: Tensor | None, number: float, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.full((rows,), number, dtype=dtype, device=device) if given is None else given
+
+    x = penalised(
+        logits,
+        counts,
+        prompt,
+        allowed,
+        of_rows(repetition_penalties, repetition_penalty),
+        of_rows(presence_penalties, presence_penalty),
+        of_rows(frequency_penalties, frequency_penalty),
+    )
+    temperatures = of_rows(temperatures, temperature)
+    greedy = ~(temperatures > 0)
+    weights = kept_weights(
+        x,
+        torch.where(greedy, 1.0, temperatures),
+        of_rows(top_ks, min(top_k, 2**31 - 1), torch.int32),
+        of_rows(top_ps, top_p),
+        of_rows(min_ps, min_p),
+    )
+    stream = torch.arange(rows, device=device)
+    u = uniform(
+        of_rows(seeds, seed, torch.int64),
+        of_rows(offsets, offset, torch.int64),
+        stream if seeds is None else torch.zeros_like(stream),
+    )
+    running = weights.cumsum(-1)
+    place = torch.arange(count, device=device)
+    beyond = (running > u[:, None] * running[:, -1:]) & (weights > 0)
+    largest = x.amax(-1, keepdim=True)
+    chosen = torch.where(greedy[:, None], x == largest, beyond)
+    tokens = torch.where(chosen, place, count).amin(-1)
+    valid = (largest[:, 0] > -math.inf) & (tokens < count)  # a NaN is not larger
+    results = torch.where(valid, tokens, -1).to(indices_dtype)
+    if not return_logprobs:
+        return results
+    inside = tokens.clamp(max=count - 1)[:, None]
+    logprobs = torch.log_softmax(x.double(), -1).gather(1, inside)[:, 0]
+    return results, torch.where(valid, logprobs, math.nan).float()

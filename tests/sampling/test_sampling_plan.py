@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""sample's checks and its choice of a launch: neither needs PyTorch or a GPU."""
+
+import pytest
+from support.dlpack_tensor import AttributeTensor, ExchangeTensor
+
+from tiercel import _C
+
+DTYPES = ["float32", "bfloat16", "float16"]
+OF_ROWS = ("temperatures", "top_ks", "top_ps", "min_ps", "seeds", "offsets")
+PENALTIES = ("repetition_penalties", "presence_penalties", "frequency_penalties")
+TABLES = ("counts", "prompt", "allowed")
+NUMBERS = (1.0, 0, 1.0, 0.0, 0, 0, 1.0, 0.0, 0.0)
+WHOLE = {"top_ks": "int32", "seeds": "int64", "offsets": "int64"}
+
+
+@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
+def make(request):
+    return request.param
+
+
+def plan(make, rows, columns, dtype="bfloat16", **given):
+    tensors = {"logits": make(rows, columns, dtype=dtype)}
+    tensors |= dict.fromkeys((*OF_ROWS, *PENALTIES, *TABLES))
+    tensors |= {"tokens": make(rows, dtype="int32"), "logprobs": None}
+    return _C.sample_plan(*(tensors | given).values(), *NUMBERS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 1024, 1025, 32_000, 50_257, 128_256, 151_936, 262_144])
+def test_every_size_has_a_plan_that_holds_it(dtype, columns):
+    segments = -(-columns // 1024)
+    for rows in (1, 8, 1000, 2**20):
+        for penalties in (False, True):
+            for logprobs in (False, True):
+                given = {}
+                if penalties:
+                    given["counts"] = ExchangeTensor(rows, columns, dtype="int32")
+                if logprobs:
+                    given["logprobs"] = ExchangeTensor(rows, dtype="float32")
+                got = plan(ExchangeTensor, rows, columns, dtype, **given)
+                held = 4 if penalties or dtype == "float32" else 2
+                part = -(-segments // got["blocks_per_row"]) * 1024 * held
+                assert got["dynamic_smem"] == part + segments * (24 if logprobs else 16)
+                assert got["dynamic_smem"] <= 216 << 10
+                assert got["grid"] == rows * got["blocks_per_row"] and got["block"] == 256
+                assert got["blocks_per_row"] == 8 or part <= 60 << 10
+                assert f"penalties={'true' if penalties else 'false'}" in got["kernel"]
+
+
+def test_few_rows_are_spread():
+    rows = (1, 49, 50, 99, 100, 198, 199)
+    got = [plan(ExchangeTensor, n, 65_536, "float16")["blocks_per_row"] for n in rows]
+    assert got == [8, 8, 4, 4, 4, 4, 4]
+    assert plan(ExchangeTensor, 1, 1000)["blocks_per_row"] == 1
+    assert plan(ExchangeTensor, 1, 32_000)["blocks_per_row"] == 4
+
+
+def test_no_rows():
+    assert plan(ExchangeTensor, 0, 1000)["kernel"] == "none"
+
+
+def test_limits(make):
+    assert plan(make, 1, 800_000)["blocks_per_row"] == 8
+    assert plan(make, 1, 409_600, "float32")["blocks_per_row"] == 8
+    for columns, dtype in ((900_000, "bfloat16"), (450_000, "float32")):
+        with pytest.raises(NotImplementedError, match="rows of up to"):
+            plan(make, 1, columns, dtype)
+    with pytest.raises(NotImplementedError, match="too many rows"):
+        plan(make, 2**28, 262_144)
+
+
+@pytest.mark.parametrize("name", [*OF_ROWS, *PENALTIES])
+def test_parameters_of_rows(make, name):
+    dtype = WHOLE.get(name, "float32")
+    plan(make, 5, 100, **{name: make(5, dtype=dtype)})
+    with pytest.raises(ValueError, match=rf"sample: `{name}` must have shape \[T\]"):
+        plan(make, 5, 100, **{name: make(6, dtype=dtype)})
+    with pytest.raises(TypeError, match=rf"sample: `{name}` must have dtype {dtype}"):
+        plan(make, 5, 100, **{name: make(5, dtype="float16")})
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables(make, name):
+    columns = 100 if name == "counts" else 4
+    plan(make, 5, 100, **{name: make(5, columns, dtype="int32")})
+    for shape in ((5, columns + 1), (4, columns), (5,)):
+        with pytest.raises(ValueError, match=rf"sample: `{name}` must have shape \[T, "):
+            plan(make, 5, 100, **{name: make(*shape, dtype="int32")})
+    with pytest.raises(TypeError, match=rf"sample: `{name}` must have dtype int32"):
+        plan(make, 5, 100, **{name: make(5, columns, dtype="int64")})
+
+
+def test_logits_and_results(make):
+    with pytest.raises(ValueError, match="`logits` must have at least 1 column"):
+        plan(make, 5, 0)
+    with pytest.raises(TypeError, match="`logits` must have dtype"):
+        plan(make, 5, 100, "int32")
+    with pytest.raises(TypeError, match="`tokens` must have dtype int32 or int64"):
+        plan(make, 5, 100, tokens=make(5, dtype="float32"))
+    with pytest.raises(ValueError, match=r"`tokens` must have shape \[T\]"):
+        plan(make, 5, 100, tokens=make(4, dtype="int64"))
+    with pytest.raises(ValueError, match=r"`logprobs` must have shape \[T\]"):
+        plan(make, 5, 100, logprobs=make(4, dtype="float32"))
