@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""sample in PyTorch, as models' own code has it, and in FlashInfer."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from tiercel.ops.sampling.cases import OPTIONS
+from tiercel.workbench.bench.launch import Launch
+
+Inputs = dict[str, Any]
+
+
+def _torch(case: Any, inputs: Inputs) -> Launch:
+    """A sort for the filters, then torch.multinomial."""
+    import torch
+
+    logits, options = inputs["logits"], OPTIONS[case["filter"]]
+
+    def run() -> tuple[Any]:
+        if case["filter"] == "greedy":
+            return (logits.argmax(-1),)
+        x = logits.float() / options.get("temperature", 1.0)
+        if case["filter"] != "plain":
+            x, order = x.sort(-1, descending=True)
+            if "top_k" in options:
+                x = x.masked_fill(x < x[:, options["top_k"] - 1, None], -torch.inf)
+            p = x.softmax(-1)
+            if "top_p" in options:
+                p = p.masked_fill(p.cumsum(-1) - p >= options["top_p"], 0.0)
+            return (order.gather(1, torch.multinomial(p, 1)),)
+        return (torch.multinomial(x.softmax(-1), 1),)
+
+    return Launch(run, slack=0.05)
+
+
+def _flashinfer(case: Any, inputs: Inputs) -> Launch:
+    import torch
+
+    sampling: Any = importlib.import_module("flashinfer.sampling")
+    logits, options = inputs["logits"], OPTIONS[case["filter"]]
+
+    def run() -> tuple[Any]:
+        if case["filter"] == "greedy":
+            return (logits.argmax(-1),)
+        x = logits.float()
+        if case["filter"] == "both":
+            return (sampling.top_k_top_p_sampling_from_logits(x, 50, 0.9),)
+        p = torch.softmax(x / options.get("temperature", 1.0), -1)
+        if case["filter"] == "top_k":
+            return (sampling.top_k_sampling_from_probs(p, options["top_k"]),)
+        if case["filter"] == "top_p":
+            return (sampling.top_p_sampling_from_probs(p, options["top_p"]),)
+        return (sampling.sampling_from_probs(p),)
+
+    return Launch(run, slack=0.05)
+
+
+ADAPTERS = {"flashinfer": {"sample": _flashinfer}, "torch": {"sample": _torch}}
