@@ -24,12 +24,12 @@ ALLOWED_LIBRARIES = {
 }
 
 # Paths of a build machine, which would also make the bytes depend on the folder.
-_BUILD_PATHS = rb"/home/|/root/|/Users/|/tmp/|/usr/local/cuda|execroot|bazel-out|_bazel_"
-PATHS_OF_A_BUILD = re.compile(rb"[\x21-\x7e]*(?:" + _BUILD_PATHS + rb"|linux-sandbox)[\x21-\x7e]*")
-# Source text may speak of /tmp/; of a person's folder or a build's it may not.
-PRIVATE_PATHS = re.compile(
-    rb"[\x21-\x7e]*(?:/home/\w|/root/|/Users/\w|execroot|_bazel_)[\x21-\x7e]*"
+PATHS_OF_A_BUILD = re.compile(
+    rb"/home/|/root/|/Users/|/tmp/|/usr/local/cuda|execroot|bazel-out|_bazel_|linux-sandbox"
 )
+# Source text may speak of /tmp/; of a person's folder or a build's it may not.
+PRIVATE_PATHS = re.compile(rb"/home/\w|/root/|/Users/\w|execroot|_bazel_")
+PRINTABLE = re.compile(rb"[\x21-\x7e]*")
 
 
 def libraries(wheel: Wheel, policy: Policy) -> Iterator[str]:
@@ -69,7 +69,7 @@ def build_paths(wheel: Wheel, policy: Policy) -> Iterator[str]:
     here = [path.encode() for path in here if len(path) > len("/root")]
     for path, data in wheel.members.items():
         pattern = PATHS_OF_A_BUILD if path.endswith(".so") else PRIVATE_PATHS
-        found = pattern.findall(data) + [own for own in here if own in data]
+        found = _around(pattern, data) + [own for own in here if own in data]
         if found:
             yield f"{path} tells of the build machine: {found[:3]}"
     for section in wheel.elf.iter_sections():
@@ -77,8 +77,20 @@ def build_paths(wheel: Wheel, policy: Policy) -> Iterator[str]:
             yield f"the module has the section {section.name}: it is not stripped"
     if policy.cuobjdump:
         for name, kernel in _kernels(wheel, policy.cuobjdump):
-            if found := PATHS_OF_A_BUILD.findall(kernel):
+            if found := _around(PATHS_OF_A_BUILD, kernel):
                 yield f"the kernels of {name} tell of the build machine: {found[:3]}"
+
+
+def _around(pattern: re.Pattern[bytes], data: bytes) -> list[bytes]:
+    """The printable text around each match, up to 200 bytes to each side.
+
+    A pattern that began with any text would begin again at each byte: ten seconds for a module.
+    """
+    found = []
+    for match in pattern.finditer(data):
+        before = PRINTABLE.match(data[max(0, match.start() - 200) : match.start()][::-1])[0][::-1]
+        found.append(before + PRINTABLE.match(data, match.start(), match.end() + 200)[0])
+    return found
 
 
 def _kernels(wheel: Wheel, cuobjdump: pathlib.Path) -> Iterator[tuple[str, bytes]]:
