@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from support.in_process import tiercel
 
 from tiercel.cli import main
 from tiercel.cli.new_kernel import _TEMPLATES
@@ -30,7 +31,7 @@ def smoked(tmp_path_factory):
     for op in CONTRACTS:
         words = ["new-kernel", f"my_{op}", "--op", op, "--language", "torch"]
         assert main([*words, "--out", str(folder / f"{op}.py")]) == 0
-    return folder, run("smoke", "--path", folder, "--device", "cpu", cwd=folder)
+    return folder, tiercel("smoke", "--path", folder, "--device", "cpu", cwd=folder)
 
 
 @pytest.mark.parametrize("op", CONTRACTS)
@@ -46,10 +47,10 @@ def test_torch_passes_smoke(smoked, op):
 @pytest.mark.parametrize("language", ["triton", "cuda"])
 def test_without_a_gpu_the_others_say_so(tmp_path, language):
     """With Triton installed it is skipped with a reason; without, that is the reason."""
-    result = run("new-kernel", "mine", "--language", language, "--out", "k.py", cwd=tmp_path)
+    result = tiercel("new-kernel", "mine", "--language", language, "--out", "k.py", cwd=tmp_path)
     assert result.stdout == "wrote k.py; check it with: tiercel smoke --path k.py\n"
     compile((tmp_path / "k.py").read_text(), "k.py", "exec")
-    result = run("smoke", "--path", "k.py", "--device", "cpu", cwd=tmp_path)
+    result = tiercel("smoke", "--path", "k.py", "--device", "cpu", cwd=tmp_path)
     text = f"a {language} kernel and needs CUDA tensors"
     missing = language == "triton" and "skipped: it needs Triton" in result.stdout
     assert text in result.stdout or missing, result.stdout

@@ -2,12 +2,14 @@
 """``tiercel smoke``: what each kind of backend gets, and that none stops the others."""
 
 import json
+import os
 import re
 import subprocess
 import sys
 import time
 
 import pytest
+from support.in_process import tiercel
 
 from tiercel.plugins.contracts import CONTRACTS
 from tiercel.workbench.smoke import processes, table
@@ -52,15 +54,8 @@ KERNELS = {
 }
 
 
-def smoke(*args, cwd, env=None):
-    return subprocess.run(
-        [sys.executable, "-m", "tiercel", "smoke", "--device", "cpu", *map(str, args)],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        timeout=600,
-        env=env,
-    )
+def smoke(*words, cwd):
+    return tiercel("smoke", "--device", "cpu", *words, cwd=cwd)
 
 
 @pytest.fixture(scope="module")
@@ -230,18 +225,22 @@ def test_everything_that_is_registered(tmp_path):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: others\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[tiercel.backends]\nothers = kernels_of_others\n")
-    import os
-
     paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    result = smoke(cwd=tmp_path, env=env)
+    result = subprocess.run(
+        [sys.executable, "-m", "tiercel", "smoke", "--device", "cpu"],
+        capture_output=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        text=True,
+        timeout=600,
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     text = result.stdout
     assert len(re.findall(r"ref +torch +100\.0 %", text)) == len(CONTRACTS)
     assert len(re.findall(r"sm90 +cu.. +skipped: .* need CUDA tensors", text)) == len(CONTRACTS)
     assert re.search(r"theirs +torch +100\.0 %", text)
     # On the CPU, sm90 has nothing to show; but it fails where it was named.
-    assert smoke("sm90", "--op", "reduce", cwd=tmp_path, env=env).returncode == 1
+    assert smoke("sm90", "--op", "reduce", cwd=tmp_path).returncode == 1
 
 
 def test_files_in_the_current_folder_hide_nothing(tmp_path):
