@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 
+from pip_folder import pip_folder
+
 VERSION = os.environ["VERSION"]
 HERE = pathlib.Path.cwd()
 WHEELS = [pathlib.Path(path).absolute() for path in sorted(os.environ.get("WHEELS", "").split())]
@@ -131,6 +133,7 @@ class Releaser:
             "BUILD_WORKSPACE_DIRECTORY": str(checkout.root),
             "HOME": str(home),
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path.endswith("_site")),
+            "TEST_WHEELS": str(pip_folder()),
             "TIERCEL_REPOSITORY": production,
             "TIERCEL_TEST_REPOSITORY": test,
         }

@@ -20,10 +20,13 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+sys.path.insert(0, str(pathlib.Path("tests/release").absolute()))
+
+from pip_folder import pip_folder
+
 HERE = pathlib.Path.cwd()
 TAG = "cp{}{}".format(*sys.version_info[:2])
 (WHEEL,) = [p for p in map(pathlib.Path, os.environ["WHEELS"].split()) if f"-{TAG}-" in p.name]
-PIP = next(path for path in os.environ["TEST_WHEELS"].split() if "/pip-" in path)
 PEP517 = [pathlib.Path(path) for path in os.environ["PEP517"].split()]
 TOP = ("pyproject.toml", "README.md", "LICENSE", "MODULE.bazel", "version.bzl")
 BAZELW = """#!/bin/sh
@@ -73,8 +76,10 @@ class Venv:
 
     @property
     def env(self) -> dict[str, str]:
-        env = {k: v for k, v in os.environ.items() if not k.startswith("PIP_")}
-        return env | {"PYTHONPATH": str(HERE / PIP), "PIP_CONFIG_FILE": os.devnull, "TERM": "xterm"}
+        ours = ("PIP_", "PYTHONDONTWRITEBYTECODE")
+        env = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
+        pip = str(pip_folder())
+        return env | {"PYTHONPATH": pip, "PIP_CONFIG_FILE": os.devnull, "TERM": "xterm"}
 
     def command(self, *words: object) -> list[str]:
         words = [self.python, "-m", "pip", *words, "--no-index", "--disable-pip-version-check"]
