@@ -17,11 +17,6 @@ from tiercel.ops.routing import spec
 __all__ = ["topk_softmax"]
 
 
-def _reference(call: Call) -> tuple[Tensor, Tensor]:
-    options = {name: getattr(call, name) for name in ("softmax_first", "renormalize")}
-    return ref.topk_softmax(call.scores, call.k, indices_dtype=call.indices_dtype, **options)
-
-
 def save(ctx: Any, call: Call, results: tuple[Tensor, ...]) -> None:
     weights, indices = results[:2]
     ctx.mark_non_differentiable(indices)
@@ -58,7 +53,7 @@ _TOPK_SOFTMAX = Op(
         load=_C.topk_softmax_load,
         sample=lambda call: {"scores": call.scores[:0]},  # no limit depends on the number of rows
     ),
-    reference=_reference,
+    reference=lambda call: ref.topk_softmax(**spec.TOPK_SOFTMAX.values(call)),
     method="torch.sort and torch.softmax",
     gradient=Gradient(save, gradients),
 )
