@@ -6,6 +6,7 @@
 INDEX_USER and INDEX_PASSWORD may upload.
 """
 
+import io
 import os
 import pathlib
 import socketserver
@@ -17,6 +18,20 @@ import pypiserver
 
 class _Server(socketserver.ThreadingMixIn, wsgiref.simple_server.WSGIServer):
     daemon_threads = True
+
+
+def _whole(app):
+    """pypiserver keeps what came of a file whose sender was killed; a public index refuses it."""
+
+    def answer(environ: dict, start_response):
+        size = int(environ.get("CONTENT_LENGTH") or 0)
+        body = environ["wsgi.input"].read(size)
+        if len(body) < size:
+            start_response("400 Bad Request", [])
+            return []
+        return app(environ | {"wsgi.input": io.BytesIO(body)}, start_response)
+
+    return answer
 
 
 def main() -> None:
@@ -36,7 +51,7 @@ def main() -> None:
         overwrite=False,
     )
     options = {"server_class": _Server, "handler_class": Handler}
-    with wsgiref.simple_server.make_server("127.0.0.1", 0, app, **options) as server:
+    with wsgiref.simple_server.make_server("127.0.0.1", 0, _whole(app), **options) as server:
         print(f"http://127.0.0.1:{server.server_port}/", flush=True)
         server.serve_forever()
 
