@@ -65,7 +65,9 @@ def main() -> int:
     print(f"check_cache: first {first}, {stored} files stored; the second checkout {again}")
     ran = [n for what, n in again.items() if what not in ("internal", "remote cache hit")]
     if sum(ran) or not again.get("remote cache hit") or not stored:
-        print("check_cache: error: the second checkout did not take all of the cache", file=sys.stderr)
+        print(
+            "check_cache: error: the second checkout did not take all of the cache", file=sys.stderr
+        )
         return 1
     return 0
 
