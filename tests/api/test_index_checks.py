@@ -43,6 +43,16 @@ def losses(**changes):
     return {"logits": torch.randn(3, 8), "target": torch.tensor([0, 7, -100])} | changes
 
 
+def linear_losses(**changes):
+    named = {"x": torch.randn(3, 4), "weight": torch.randn(8, 4)}
+    return named | {"target": torch.tensor([0, 7, -100])} | changes
+
+
+def linear_gradients(**changes):
+    """With a gradient wanted, another operator makes the loss."""
+    return linear_losses(x=torch.randn(3, 4, requires_grad=True), **changes)
+
+
 def cache_write(**changes):
     caches = {name: torch.zeros(2, 4, 1, 8, dtype=BF16) for name in ("key_cache", "value_cache")}
     new = {name: torch.randn(3, 1, 8).bfloat16() for name in ("key", "value")}
@@ -135,6 +145,8 @@ WRONG = [
         "hold classes from 0 to 7, or -100 for none, got 8 at [2]",
     ),
     ("cross_entropy", losses, "target", int32(0, -1, 2), "got -1 at [1]"),
+    ("linear_cross_entropy", linear_losses, "target", int32(0, -1, 8), "got -1 at [1]"),
+    ("linear_cross_entropy", linear_gradients, "target", int32(0, 2, 8), "got 8 at [2]"),
     ("rotary_embedding", rotary, "positions", int32(0, 64, -1), "from 0 to 63, got 64 at [1]"),
     ("rotary_embedding", rotary, "positions", int32(3, 5, -1), "from 0 to 63, got -1 at [2]"),
     (

@@ -17,6 +17,7 @@ FUZZED = (
     "cross_entropy",
     "grouped_gemm",
     "kv_cache_write",
+    "linear_cross_entropy",
     "moe_align_block_size",
     "rotary_embedding",
     "topk_softmax_align",
@@ -65,6 +66,40 @@ def test_cross_entropy(case):
     due = reference("cross_entropy_mean_scale")(logits, target, weight, ignored, None)
     got, _ = run("cross_entropy_mean_scale", logits, target, weight, ignored, None)
     torch.testing.assert_close(got, due, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("case", range(CASES))
+def test_linear_cross_entropy(case):
+    draw = Draw(case)
+    rows, hidden, classes = draw.of(1, 6, 40), draw.of(1, 24), draw.of(1, 9, 64, 1001)
+    dtype = draw.of(torch.float32, torch.bfloat16, torch.float16)
+    target = torch.randint(classes, (rows,), generator=draw.generator)
+    target = draw.strays(target, classes, wide=draw.of(False, True))
+    x, weight = draw.normal(rows, hidden, dtype=dtype), draw.normal(classes, hidden, dtype=dtype)
+    bias = draw.of(None, draw.normal(classes, dtype=dtype))
+    of_classes, scale = (draw.of(None, draw.uniform(n) + 0.5) for n in (classes, rows))
+    ignored = draw.of(-100, -1, 0, int(target[0]))
+    given = (
+        x,
+        weight,
+        target,
+        bias,
+        of_classes,
+        scale,
+        ignored,
+        draw.of(0.0, 0.1),
+        0.0,
+        None,
+        None,
+    )
+    got, _ = run("linear_cross_entropy", *given, None)
+    due = reference("linear_cross_entropy")(*given, None)
+    torch.testing.assert_close(got, due, rtol=2**-6, atol=2**-5, equal_nan=True)
+    given = (*given, draw.of(False, True), True, draw.of(False, True), True, None)
+    got, _ = run("linear_cross_entropy_with_gradient", *given)
+    due = reference("linear_cross_entropy_with_gradient")(*given)
+    for one, exact in zip(got, due, strict=True):
+        torch.testing.assert_close(one, exact, rtol=2**-5, atol=2**-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("case", range(CASES))

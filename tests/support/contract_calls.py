@@ -12,7 +12,10 @@ from tiercel.plugins.contracts import CONTRACTS
 
 OPS = tuple(tiercel.ops.__all__)
 # Arguments with which a public function returns its operator's result unchanged.
-AS_OPERATOR = {"cross_entropy": {"reduction": "none"}}
+AS_OPERATOR = {
+    "cross_entropy": {"reduction": "none"},
+    "linear_cross_entropy": {"reduction": "none"},
+}
 
 # The dimensions that tokens are counted in, where that is not the first one of the first tensor.
 _TOKENS = {

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Smoke cases of cross_entropy, and the contract of its plug-ins."""
+"""Smoke cases of the losses, and the contracts of their plug-ins."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tiercel.ops.loss.spec import CROSS_ENTROPY
+from tiercel.ops.loss.spec import CROSS_ENTROPY, LINEAR
 from tiercel.plugins.contract import Case, Contract
 
 _OPTIONS = {"ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "softcap": None}
@@ -57,6 +57,52 @@ def _make(case: Case, device: str, seed: int) -> dict[str, Any]:
     return given | dict(case.options) | {"reduction": "none"}
 
 
+def _linear(
+    rows: int, hidden: int, classes: int, dtype: str, values: str = "", **options: Any
+) -> Case:
+    sizes = {"T": rows, "H": hidden, "V": classes}
+    return Case(sizes, dtype, _OPTIONS | options, values or "random")
+
+
+_LINEAR_CASES = (
+    _linear(4, 8, 16, "float32"),
+    _linear(33, 64, 128, "bfloat16", "bias"),
+    _linear(7, 40, 1000, "float16", label_smoothing=0.1),
+    _linear(5, 16, 4097, "float32", "weighted", label_smoothing=0.1, z_loss=1e-3),
+    _linear(40, 48, 264, "bfloat16", "scaled", softcap=30.0),
+    _linear(300, 64, 2048, "bfloat16", "ignored"),
+    _linear(0, 16, 64, "bfloat16"),
+    _linear(40, 64, 264, "float16", "strided"),
+)
+
+
+def _make_linear(case: Case, device: str, seed: int) -> dict[str, Any]:
+    import torch
+
+    rows, hidden, classes = (case.sizes[name] for name in "THV")
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, hidden, generator=generator)
+    weight = torch.randn(classes, hidden, generator=generator) / hidden**0.5
+    given: dict[str, Any] = dict.fromkeys(("bias", "class_weight", "scale"))
+    target = torch.randint(classes, (rows,), generator=generator)
+    if case.values == "bias":
+        given["bias"] = torch.randn(classes, generator=generator)
+    elif case.values == "weighted":
+        given["class_weight"] = torch.rand(classes, generator=generator) + 0.5
+    elif case.values == "scaled":
+        given["scale"] = torch.rand(rows, generator=generator)
+    elif case.values == "ignored":
+        target[::2] = case.options["ignore_index"]
+    elif case.values == "strided":
+        x, weight = torch.cat([x, -x], dim=1)[:, :hidden], weight.t().contiguous().t()
+    dtype = getattr(torch, case.dtype)
+    given |= {"x": x.to(dtype), "weight": weight.to(dtype), "target": target}
+    if given["bias"] is not None:
+        given["bias"] = given["bias"].to(dtype)
+    given = {name: None if t is None else t.to(device) for name, t in given.items()}
+    return given | dict(case.options) | {"reduction": "none"}
+
+
 CONTRACTS = (
     Contract.of(
         "loss",
@@ -66,6 +112,18 @@ CONTRACTS = (
         make=_make,
         reference="losses",
     ),
+    Contract.of(
+        "loss",
+        LINEAR,
+        order=[name for name in LINEAR.names if name != "accum_dtype"],  # of gradients alone
+        cases=_LINEAR_CASES,
+        timing={
+            "cpu": _linear(64, 64, 4096, "bfloat16"),
+            "cuda": _linear(4096, 2048, 128256, "bfloat16"),
+        },
+        make=_make_linear,
+        reference="linear_losses",
+    ),
 )
 
 # Names in tiercel.plugins.types.
@@ -73,4 +131,6 @@ ALIASES = {
     "Logits": "cross_entropy.logits",
     "ClassWeights": "cross_entropy.weight",
     "Losses": "cross_entropy.loss",
+    "LossRows": "linear_cross_entropy.x",
+    "VocabularyWeight": "linear_cross_entropy.weight",
 }

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from tiercel.ops.loss.linear import linear_cross_entropy
 from tiercel.ops.loss.op import cross_entropy
 
 
@@ -56,15 +59,80 @@ class CrossEntropyLoss(torch.nn.Module):
         )
 
     def extra_repr(self) -> str:
-        given = {
-            "ignore_index": (self.ignore_index, -100),
-            "reduction": (self.reduction, "mean"),
-            "label_smoothing": (self.label_smoothing, 0.0),
-            "z_loss": (self.z_loss, 0.0),
-            "softcap": (self.softcap, None),
-            "inplace": (self.inplace, False),
-            "backend": (self.backend, None),
-        }
-        return ", ".join(
-            f"{name}={value!r}" for name, (value, usual) in given.items() if value != usual
+        return _options(self, **_USUAL, inplace=False, backend=None)
+
+
+class LinearCrossEntropy(torch.nn.Module):
+    """:func:`tiercel.linear_cross_entropy` as a module. The weight of the layer comes with each
+    call, for it is the language model's own; ``class_weight`` is a buffer.
+
+    Shape:
+        - Input: ``(T, H)``, the layer's weight ``(V, H)``, the targets ``(T)``.
+        - Output: a scalar, or ``(T)`` with ``reduction="none"``.
+    """
+
+    class_weight: Tensor | None
+
+    def __init__(
+        self,
+        class_weight: Tensor | None = None,
+        *,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        accum_dtype: torch.dtype | None = None,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.register_buffer("class_weight", class_weight)
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.label_smoothing = label_smoothing
+        self.z_loss = z_loss
+        self.softcap = softcap
+        self.accum_dtype = accum_dtype
+        self.backend = backend
+
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        scale: Tensor | None = None,
+    ) -> Tensor:
+        return linear_cross_entropy(
+            x,
+            weight,
+            target,
+            bias,
+            class_weight=self.class_weight,
+            scale=scale,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            softcap=self.softcap,
+            accum_dtype=self.accum_dtype,
+            backend=self.backend,
         )
+
+    def extra_repr(self) -> str:
+        return _options(self, **_USUAL, accum_dtype=None, backend=None)
+
+
+_USUAL = {
+    "ignore_index": -100,
+    "reduction": "mean",
+    "label_smoothing": 0.0,
+    "z_loss": 0.0,
+    "softcap": None,
+}
+
+
+def _options(module: torch.nn.Module, **usual: Any) -> str:
+    """The options that are not as usual."""
+    given = {name: getattr(module, name) for name in usual}
+    return ", ".join(f"{name}={value!r}" for name, value in given.items() if value != usual[name])

@@ -22,18 +22,19 @@ from tiercel.ops.loss import spec
 
 __all__ = ["cross_entropy"]
 
-_REDUCTIONS = ("none", "mean", "sum")
-_METHOD = "torch.log_softmax in float32"
+METHOD = "torch.log_softmax in float32"
 
 
-def _target_rule(call: Call) -> list[Index]:
-    count, ignored = call.logits.shape[1], call.ignore_index
-
+def target_rule(target: Tensor, count: int, ignored: int) -> list[Index]:
     def wrong(values: Tensor) -> Tensor:
         return ((values < 0) | (values >= count)) & (values != ignored)
 
     due = f"hold classes from 0 to {count - 1}, or {ignored} for none"
-    return [Index("target", call.target, wrong, due)]
+    return [Index("target", target, wrong, due)]
+
+
+def _target_rule(call: Call) -> list[Index]:
+    return target_rule(call.target, call.logits.shape[1], call.ignore_index)
 
 
 def _native(grad: str) -> Native:
@@ -71,7 +72,7 @@ def _op(declared: Spec, grad: str, **more: Any) -> Op:
     return Op(
         declared,
         sm90=_native(grad),
-        method=_METHOD,
+        method=METHOD,
         indices=_target_rule,
         **more,
     )
@@ -91,7 +92,7 @@ def _both_in_place(call: Call) -> Tensor:
     return loss
 
 
-def _scaled(grad: Tensor, by: Tensor, backend: str | None, owned: bool) -> Tensor:
+def scaled(grad: Tensor, by: Tensor, backend: str | None, owned: bool) -> Tensor:
     """The gradient of the rows' losses times the losses' gradients, in place where nobody reads it
     again. The kernel reads and writes nothing where these are 1, as they are in
     ``loss.backward()``."""
@@ -119,7 +120,7 @@ def _from_logits(ctx: Any, by: Tensor | None) -> dict[str, Tensor | None]:
         grad = ref.gradient(*ctx.saved_tensors, *ctx.options)
         return {"logits": (grad * by[:, None]).to(grad.dtype)}
     _, grad = _WITH_GRADIENT(*ctx.saved_tensors, *ctx.options, ctx.backend)
-    return {"logits": _scaled(grad, by, ctx.backend, owned=True)}
+    return {"logits": scaled(grad, by, ctx.backend, owned=True)}
 
 
 def _save_gradient(ctx: Any, call: Call, results: Any) -> None:
@@ -138,7 +139,7 @@ def _from_gradient(ctx: Any, by: Tensor | None, _: Any = None) -> dict[str, Tens
             "torch.ops.tiercel.cross_entropy has a second derivative"
         )
     (grad,) = ctx.saved_tensors
-    return {"logits": _scaled(grad, by, ctx.backend, owned=False)}
+    return {"logits": scaled(grad, by, ctx.backend, owned=False)}
 
 
 _CROSS_ENTROPY = _op(
@@ -184,7 +185,14 @@ _MEAN = Op(
 )
 
 
-def _constant(tensor: Tensor | None) -> Tensor | None:
+def check_reduction(op: str, reduction: str) -> None:
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(
+            f"{op}: `reduction` must be one of 'none', 'mean', 'sum', got {reduction!r}"
+        )
+
+
+def constant(tensor: Tensor | None) -> Tensor | None:
     return tensor.detach() if isinstance(tensor, Tensor) and tensor.requires_grad else tensor
 
 
@@ -246,13 +254,10 @@ def cross_entropy(
         >>> loss = tiercel.cross_entropy(head(hidden), labels, z_loss=1e-4, inplace=True)
         >>> loss.backward()
     """
-    if reduction not in _REDUCTIONS:
-        raise ValueError(
-            f"cross_entropy: `reduction` must be one of 'none', 'mean', 'sum', got {reduction!r}"
-        )
+    check_reduction("cross_entropy", reduction)
     if not isinstance(inplace, bool):
         raise TypeError(f"cross_entropy: `inplace` must be a bool, got {type(inplace).__name__}")
-    weight, scale = _constant(weight), _constant(scale)
+    weight, scale = constant(weight), constant(scale)
     op, plain = _CROSS_ENTROPY, logits
     if torch.is_grad_enabled() and isinstance(logits, Tensor) and logits.requires_grad:
         op, plain = _WITH_GRADIENT, logits.detach()

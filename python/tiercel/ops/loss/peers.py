@@ -31,7 +31,7 @@ def cross_entropy(logits: Any, target: Any, label_smoothing: float, softcap: Any
 _last: dict[Any, Callable[..., Any]] = {}  # one compilation for all inputs of a case
 
 
-def _compile(key: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(key: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     import torch
 
     if key not in _last:
@@ -41,8 +41,8 @@ def _compile(key: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     return _last[key]
 
 
-def _torch(gradient: bool, compiled: bool, case: Any, inputs: Inputs) -> Launch:
-    function = _compile(case.key, cross_entropy) if compiled else cross_entropy
+def _torch(gradient: bool, compile_it: bool, case: Any, inputs: Inputs) -> Launch:
+    function = compiled(case.key, cross_entropy) if compile_it else cross_entropy
 
     def loss(logits: Any) -> Any:
         return function(logits, inputs["target"], **options_of(case))

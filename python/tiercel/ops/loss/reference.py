@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cross-entropy and its gradient in plain PyTorch: float32 arithmetic, rounded at the end."""
+"""Cross-entropy, also of a linear layer's rows, and its gradient in plain PyTorch: float32
+arithmetic, rounded at the end."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,3 +123,38 @@ def cross_entropy(
     place, inside = _classes(target, weight.shape[0])
     of_target = torch.where(inside, _wide(weight)[place], 1.0)
     return total / torch.where(kept, of_target, 0.0).sum()
+
+
+def linear_losses(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    scale: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """The loss of each row of ``linear(x, weight, bias)``, ``[T]``; the logits are rounded to the
+    dtype of x."""
+    logits = torch.nn.functional.linear(x, weight, bias)
+    return losses(
+        logits, target, class_weight, scale, ignore_index, label_smoothing, z_loss, softcap
+    )
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """Reference of :func:`tiercel.linear_cross_entropy`, on any device, with the options of
+    `cross_entropy`; float64 stays float64. It holds all logits."""
+    logits = torch.nn.functional.linear(x, weight, bias)
+    return cross_entropy(logits, target, class_weight, **options)

@@ -1,31 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The declarations of cross_entropy."""
+"""The declarations of cross_entropy and linear_cross_entropy."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from tiercel.core.spec import FLOATS, INDICES, Call, Float, Int, Spec, Tensor
+from tiercel.core.spec import FLOATS, INDICES, Bool, Call, DType, Float, Int, Spec, Tensor
 
 
 def _check(call: Call) -> None:
-    logits, scale = call.logits, call.scale
-    if logits.shape[1] == 0:
+    if call.logits.shape[1] == 0:
         raise ValueError("cross_entropy: `logits` must have at least 1 column, got 0")
-    if scale is not None and tuple(scale.shape) not in ((1,), (logits.shape[0],)):
+    _check_options("cross_entropy", call.logits.shape[0], call)
+
+
+def _check_linear(call: Call) -> None:
+    if call.weight.shape[0] == 0:
+        raise ValueError("linear_cross_entropy: `weight` must have at least 1 row, got 0")
+    _check_options("linear_cross_entropy", call.x.shape[0], call)
+
+
+def _check_options(op: str, rows: int, call: Call) -> None:
+    scale = call.scale
+    if scale is not None and tuple(scale.shape) not in ((1,), (rows,)):
         raise ValueError(
-            f"cross_entropy: `scale` must have shape [1] or [T] = [{logits.shape[0]}], "
-            f"got {list(scale.shape)}"
+            f"{op}: `scale` must have shape [1] or [T] = [{rows}], got {list(scale.shape)}"
         )
     if call.label_smoothing > 1:
-        raise ValueError(
-            f"cross_entropy: `label_smoothing` must be from 0 to 1, got {call.label_smoothing}"
-        )
+        raise ValueError(f"{op}: `label_smoothing` must be from 0 to 1, got {call.label_smoothing}")
     if call.softcap is not None and not 0 < call.softcap < float("inf"):
-        raise ValueError(
-            f"cross_entropy: `softcap` must be a positive number or None, got {call.softcap}"
-        )
+        raise ValueError(f"{op}: `softcap` must be a positive number or None, got {call.softcap}")
 
+
+_OPTIONS = (
+    Int("ignore_index", -100),
+    Float("label_smoothing", 0.0, at_least=0),
+    Float("z_loss", 0.0, at_least=0),
+    Float("softcap", None, optional=True),
+)
 
 CROSS_ENTROPY = Spec(
     "cross_entropy",
@@ -33,10 +45,7 @@ CROSS_ENTROPY = Spec(
     Tensor("target", "T", INDICES, strided=True),
     Tensor("weight", "V", ("float32", "logits"), optional=True),
     Tensor("scale", "*", "float32", strided=True, optional=True),
-    Int("ignore_index", -100),
-    Float("label_smoothing", 0.0, at_least=0),
-    Float("z_loss", 0.0, at_least=0),
-    Float("softcap", None, optional=True),
+    *_OPTIONS,
     results=[Tensor("loss", "T", "float32", rtol=1e-5, atol=1e-5)],
     check=_check,
     limits="V up to 442365 (float32) or 884729",
@@ -64,4 +73,49 @@ MEAN = Spec(
     Int("ignore_index", -100),
     results=[Tensor("scale", "1", "float32")],
     gradient_of="cross_entropy",
+)
+
+# The logits are rounded to the dtype of x, and two products may round one of them differently: by
+# 2**-8 of its size in bfloat16.
+LINEAR = Spec(
+    "linear_cross_entropy",
+    Tensor("x", "T H", FLOATS, strided=True),
+    Tensor("weight", "V H", "x", strided=True),
+    Tensor("target", "T", INDICES, strided=True),
+    Tensor("bias", "V", "x", strided=True, optional=True),
+    Tensor("class_weight", "V", ("float32", "x"), optional=True),
+    Tensor("scale", "*", "float32", strided=True, optional=True),
+    *_OPTIONS,
+    DType("accum_dtype", None, optional=True, choices=("float32", "x")),
+    results=[Tensor("loss", "T", "float32", rtol=2**-8, atol=2**-5)],
+    check=_check_linear,
+    limits="as `cross_entropy`",
+)
+
+
+def _gradient(of: str) -> Tensor:
+    """The gradient of an argument; it has no elements where there is none to compute."""
+
+    def shape(call: Call) -> tuple[int, ...]:
+        argument = getattr(call, of)
+        return (
+            tuple(argument.shape) if getattr(call, f"for_{of}") and argument is not None else (0,)
+        )
+
+    return Tensor(f"grad_{of}", "*", "x", shape=shape)
+
+
+# The sum of the losses, divided by the sum of the targets' weights for a mean, and its gradients.
+LINEAR_WITH_GRADIENT = LINEAR.changed(
+    name="linear_cross_entropy_with_gradient",
+    arguments=(
+        *LINEAR.arguments,
+        Bool("mean", False),
+        *(Bool(f"for_{name}", True) for name in ("x", "weight", "bias")),
+    ),
+    results=[
+        Tensor("loss", "1", "float32"),
+        *(_gradient(name) for name in ("x", "weight", "bias")),
+    ],
+    gradient_of="linear_cross_entropy",
 )
