@@ -37,30 +37,33 @@ class _Chunks(NamedTuple):
     count: int
     stride: int  # of a chunk's logits
     wide: bool  # whether the weight's gradient is summed in float32
+    apart: bool  # whether the targets' part of it is, where the rest is not
+    memory: int  # bytes of temporary tensors
 
 
 def _chunks(call: Call, for_weight: bool) -> _Chunks:
     """As few chunks as the memory allows: each reads and writes the sums of the weight's gradient,
-    and rounds them unless they are float32."""
+    and rounds them unless they are float32. Float32 sums take the memory of the result, too, until
+    they are rounded to it."""
     (total, hidden), classes = call.x.shape, call.weight.shape[0]
     size = call.x.element_size()
     row_bytes = -(-classes * size // _ROW_BYTES) * _ROW_BYTES
-    memory, sums = max(classes * hidden * size, _LEAST_MEMORY), 4 * classes * hidden
+    memory, result = max(classes * hidden * size, _LEAST_MEMORY), classes * hidden * size
     most = memory // row_bytes
-    wide = for_weight and size == 2 and total > most
-    if wide and call.accum_dtype is None:
-        least = min(total, _LEAST_ROWS)
-        wide = (memory - sums) // row_bytes >= least
-        most = (memory - sums) // row_bytes if wide else most
-    elif call.accum_dtype != torch.float32:
-        wide = False
+    several = for_weight and size == 2 and total > most
+    wide = several and call.accum_dtype == torch.float32
+    if several and call.accum_dtype is None:
+        left = (memory - result) // row_bytes
+        wide = 2 * result <= memory and left >= min(total, _LEAST_ROWS)
+        most = left if wide else most
+    apart = several and not wide and call.accum_dtype is None
     if most >= _TILE:
         most -= most % _TILE
-    count = max(-(-total // max(most, 1)), 1)
+    most = max(most, 1)
+    count = max(-(-total // most), 1)
     even = -(-total // count)
-    return _Chunks(
-        min(-(-even // _TILE) * _TILE, max(most, 1), total), count, row_bytes // size, wide
-    )
+    rows = min(-(-even // _TILE) * _TILE, most, total)
+    return _Chunks(rows, count, row_bytes // size, wide, apart, memory)
 
 
 def _options(call: Call) -> tuple[Any, ...]:
@@ -137,16 +140,53 @@ def _with_gradient(call: Call, launch: _Launch, mean_scale: Callable[..., Tensor
         dtype = torch.float32 if chunks.wide else weight.dtype
         sums = make(weight.shape, dtype=dtype, device=weight.device)
     of_bias = x.new_zeros(weight.shape[0] if wants_bias else 0, dtype=torch.float32)
+    of_targets = x.new_empty(x.shape[:1] if chunks.apart else 0, dtype=torch.float32)
+    places = call.target.clamp(0, weight.shape[0] - 1).long() if chunks.apart else call.target
     for part in _parts(call, chunks, scale):
         own, grad = loss[part.at], part.logits
         launch(grad, part.target, call.class_weight, part.scale, own, grad, *_options(call))
         if call.for_x:
             torch.mm(grad, weight, out=grad_x[part.at])
-        if call.for_weight:
-            _add_product(sums, grad.t(), part.x, first=part.at.start == 0)
         if wants_bias:
             of_bias += grad.sum(0, dtype=torch.float32)
-    return loss.sum().view(1), grad_x, sums.to(weight.dtype), of_bias.to(weight.dtype)
+        if chunks.apart:
+            place = places[part.at, None]
+            of_targets[part.at] = grad.gather(1, place)[:, 0]
+            grad.scatter_(1, place, 0)
+        if call.for_weight:
+            _add_product(sums, grad.t(), part.x, first=part.at.start == 0)
+        del own, grad, part  # the logits' memory, which what follows needs
+    if chunks.apart:
+        _add_targets(sums, x, places, of_targets, chunks.memory)
+    return loss.sum(), grad_x, sums.to(weight.dtype), of_bias.to(weight.dtype)
+
+
+def _add_targets(sums: Tensor, x: Tensor, target: Tensor, by: Tensor, memory: int) -> None:
+    """Adds ``by[t] * x[t]`` to row target[t] of `sums`, in float32, rounded once for each row.
+
+    These are few numbers, and most of the gradient: the rounding of the others with each chunk
+    matters little. The sums of equal targets are in the order of the rows.
+    """
+    total = target.shape[0]
+    number = torch.arange(total, device=target.device)
+    target, order = target.sort(stable=True)
+    starts = torch.ones_like(target, dtype=torch.bool)
+    starts[1:] = target[1:] != target[:-1]
+    # Row i of what follows is of the i-th class that occurs; behind the last, of the first again.
+    begin = torch.searchsorted(starts.cumsum(0) - 1, number)
+    row = torch.where(begin < total, number, 0)
+    classes = target[begin.clamp(max=total - 1)][row]
+    by = by[order]
+    step = max(memory // (32 * total), 1)  # 20 bytes for each element, and room for alignment
+    for column in range(0, sums.shape[1], step):
+        part = sums[:, column : column + step]
+        wide = x[:, column : column + step].float()
+        own = torch.nn.functional.embedding_bag(
+            order, wide, begin, mode="sum", per_sample_weights=by
+        )
+        del wide
+        own = own[row].add_(part[classes])
+        part.index_copy_(0, classes, own.to(part.dtype))
 
 
 # The kernels.
@@ -185,7 +225,9 @@ def _sm90(gradient: bool) -> Python:
         target = call.target[: chunks.rows]
         own = (logits, target, None, None, loss, logits if gradient else None, *_options(call))
         plan = dict(_C.cross_entropy_plan(*own))
-        kept = "float32" if chunks.wide else str(call.weight.dtype).removeprefix("torch.")
+        kept = str(call.weight.dtype).removeprefix("torch.")
+        if chunks.wide or chunks.apart:
+            kept = "float32" if chunks.wide else f"{kept}, float32 at targets"
         sums = {"weight_gradient": kept} if gradient else {}
         return {"chunks": chunks.count, "chunk_rows": chunks.rows, **sums, **plan}
 
@@ -297,7 +339,7 @@ def _from_gradients(ctx: Any, by: Tensor | None, *_: Any) -> dict[str, Tensor | 
     for name, grad in zip(("x", "weight", "bias"), ctx.saved_tensors, strict=True):
         if ctx.wants[name]:
             matrix = grad if grad.dim() == 2 else grad[None]
-            found[name] = scaled(matrix, by, ctx.backend, owned=False).view(grad.shape)
+            found[name] = scaled(matrix, by.view(1), ctx.backend, owned=False).view(grad.shape)
     return found
 
 
@@ -376,10 +418,10 @@ def linear_cross_entropy(
         label_smoothing: From 0 to 1, as in PyTorch.
         z_loss: The factor of ``logsumexp(logits)**2``, which is added to each row's loss.
         softcap: ``softcap * tanh(logits / softcap)`` takes the logits' place, or None.
-        accum_dtype: The dtype in which chunks' gradients of a 16-bit ``weight`` are added: None for
-            float32 where the memory above suffices, else the weight's; ``torch.float32`` in any
-            case, which may take four bytes more for each element; or the weight's. It makes no
-            difference to one chunk.
+        accum_dtype: The dtype in which chunks' gradients of a 16-bit ``weight`` are added. None:
+            float32 where the memory above suffices, else the weight's but for the targets' part,
+            which is float32. ``torch.float32``: float32, with up to twice as much memory. It makes
+            no difference to one chunk.
         backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
 
     Returns:
@@ -416,4 +458,4 @@ def linear_cross_entropy(
         return total * ref.mean_scale(target, class_weight, ignore_index)[0]
     mean = reduction == "mean"
     total, *_ = _WITH_GRADIENT(*given, *options, mean, *wanted, backend)
-    return total[0] if x.shape[0] or not mean else total[0] * torch.nan
+    return total if x.shape[0] or not mean else total * torch.nan

@@ -114,7 +114,7 @@ LINEAR_WITH_GRADIENT = LINEAR.changed(
         *(Bool(f"for_{name}", True) for name in ("x", "weight", "bias")),
     ),
     results=[
-        Tensor("loss", "1", "float32"),
+        Tensor("loss", "", "float32"),
         *(_gradient(name) for name in ("x", "weight", "bias")),
     ],
     gradient_of="linear_cross_entropy",
