@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 import tiercel
 from tiercel.integrations.transformers.attention import ONE_SEQUENCE
+from tiercel.integrations.transformers.loss import use_linear_loss
 from tiercel.integrations.transformers.rotary import pairs_share_angles, rotary_forward
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -50,9 +51,10 @@ class Report:
 def apply(model: nn.Module) -> Report:
     """Makes a loaded Hugging Face model use Tiercel's ops.
 
-    Replaces attention (``attn_implementation="tiercel"``), RMS norms, the activations of gated MLPs
-    and rotary embeddings, each only where the module gives the same results up to rounding.
-    Weights stay where they are, and gradients flow.
+    Replaces attention (``attn_implementation="tiercel"``), RMS norms, the activations of gated
+    MLPs, rotary embeddings, and in training the loss of causal language models, each only where
+    the module gives the same results up to rounding. Weights stay where they are, and gradients
+    flow. A training step with labels makes no logits, and its output has none.
 
     Returns:
         A report of the replaced modules and of the others, with reasons. Its ``undo()`` restores
@@ -79,7 +81,21 @@ def apply(model: nn.Module) -> Report:
                 report.replaced.setdefault(op, []).append(name)
             break
     _use_attention(model, report)
+    _use_loss(model, report)
     return report
+
+
+def _use_loss(model: nn.Module, report: Report) -> None:
+    for name, submodel in model.named_modules():
+        if not isinstance(submodel, PreTrainedModel) or submodel.get_output_embeddings() is None:
+            continue
+        done = use_linear_loss(submodel)
+        if isinstance(done, str):
+            at = f"{name}.loss_function".removeprefix(".")
+            report.kept[at] = f"{type(submodel).__name__}: {done}"
+        else:
+            report._undo.append(done)
+            report.replaced.setdefault("linear_cross_entropy", []).append(name)
 
 
 def _use_attention(model: nn.Module, report: Report) -> None:

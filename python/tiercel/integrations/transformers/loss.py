@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss of a causal language model in training, without its logits.
+
+The model's own forward runs. Its output layer hands on the rows that it would multiply, and the
+loss function, which gets them as logits, asks the layer for their loss. Scaling logits is scaling
+rows; a softcap is taken out of the configuration meanwhile, and given to the loss.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+import tiercel
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_SOFTCAP = "final_logit_softcapping"
+# Of the output layer: a tuple of the softcap while it hands on its rows, else empty.
+_ACTIVE = "_tiercel_loss_of_rows"
+
+
+def use_linear_loss(model: PreTrainedModel) -> Callable[[], None] | str:
+    """Replaces the forwards of the model and its output layer, and its loss function.
+
+    Returns:
+        The function that makes the model as it was, or why it stays as it is.
+    """
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        return f"its output layer is {type(head).__name__}, no Linear"
+    if "forward" in vars(model) or "forward" in vars(head):
+        return "its forward is replaced already"
+    if hasattr(model, "_loss_function") or model.loss_function is not ForCausalLMLoss:
+        return "its loss is not that of a causal language model"
+    place = next((name for name, module in model._modules.items() if module is head), None)
+    if place is None or not _agrees(model, place):
+        return "it computes something else of its logits"
+    return _install(model, place)
+
+
+def _install(model: PreTrainedModel, place: str) -> Callable[[], None]:
+    """`place` is the name of the output layer."""
+    own, head = type(model).forward, model._modules[place]
+    names = tuple(inspect.signature(own).parameters)[1:]
+
+    # All that belongs to this model comes by `self`: a deep copy of the model has its own.
+    @functools.wraps(own)
+    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        return _forward(self, self._modules[place], dict(zip(names, args, strict=False)) | kwargs)
+
+    def loss_function(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Tensor:
+        return _loss(self._modules[place], *args, **kwargs)
+
+    model.forward = types.MethodType(forward, model)
+    model.loss_function = types.MethodType(loss_function, model)
+    head.forward = types.MethodType(_head_forward, head)
+    setattr(head, _ACTIVE, ())
+
+    def undo() -> None:
+        for module, name in (
+            (model, "forward"),
+            (model, "_loss_function"),
+            (head, "forward"),
+            (head, _ACTIVE),
+        ):
+            vars(module).pop(name, None)
+
+    return undo
+
+
+def _head_forward(
+    self: nn.Linear,
+    x: Tensor,
+    loss: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None,
+) -> Tensor:
+    if loss is not None:
+        return loss(x, self.weight, self.bias)
+    return x if getattr(self, _ACTIVE) else type(self).forward(self, x)
+
+
+def _forward(self: PreTrainedModel, head: Any, given: dict[str, Any]) -> Any:
+    own = type(self).forward
+    labelled = given.get("labels") is not None or given.get("shift_labels") is not None
+    if not (self.training and labelled and head.weight.dtype in _FLOATS):
+        return own(self, **given)
+    as_tuple = given.pop("return_dict", None) is False
+    cap = getattr(self.config, _SOFTCAP, None)
+    setattr(head, _ACTIVE, (cap,))
+    if cap is not None:
+        setattr(self.config, _SOFTCAP, None)
+    try:
+        outputs = own(self, **given, return_dict=True)
+    finally:
+        setattr(head, _ACTIVE, ())
+        if cap is not None:
+            setattr(self.config, _SOFTCAP, cap)
+    outputs = type(outputs)(**{name: v for name, v in outputs.items() if name != "logits"})
+    return outputs.to_tuple() if as_tuple else outputs
+
+
+def _loss(
+    head: Any,
+    logits: Tensor,
+    labels: Tensor | None,
+    vocab_size: int | None = None,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """transformers' loss of causal language models; of rows, where the output layer gave them."""
+    active = getattr(head, _ACTIVE)
+    if not active:
+        return ForCausalLMLoss(  # type: ignore[no-any-return]
+            logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
+        )
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    target = shift_labels.reshape(-1).to(logits.device)
+    scale = None
+    if num_items_in_batch is not None:
+        count = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=logits.device)
+        scale = count.reciprocal().view(1)
+
+    def loss(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return tiercel.linear_cross_entropy(  # type: ignore[no-any-return]
+            x if torch.is_autocast_enabled(x.device.type) else x.to(weight.dtype),
+            weight,
+            target,
+            bias,
+            scale=scale,
+            ignore_index=ignore_index,
+            reduction="mean" if scale is None else "sum",
+            softcap=active[0],
+        )
+
+    # By a call of the layer, whose hooks gather a weight that is sharded.
+    return head(logits.reshape(-1, logits.shape[-1]), loss=loss)  # type: ignore[no-any-return]
+
+
+class _Body(nn.Module):
+    """Stands for a model's layers."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return MoeModelOutputWithPast(last_hidden_state=self.hidden)
+
+
+_CLASSES = 16
+
+
+def _agrees(model: PreTrainedModel, place: str) -> bool:
+    """Runs the forward with a small output layer, and no other layers, in both ways."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 5, 8, generator=generator).requires_grad_()
+    weight = nn.Parameter(3 * torch.randn(_CLASSES, 8, generator=generator))
+    bias: Any = model._modules[place].bias
+    bias = None if bias is None else nn.Parameter(torch.randn(_CLASSES, generator=generator))
+    labels = torch.randint(_CLASSES, (2, 5), generator=generator)
+    labels[1, 2] = -100
+    leaves = [hidden, weight] if bias is None else [hidden, weight, bias]
+
+    def results(replaced: bool, **options: Any) -> list[Tensor]:
+        small, layer = copy.copy(model), nn.Linear(8, _CLASSES, device="meta")
+        layer.weight, layer.bias = weight, bias  # type: ignore[assignment]
+        layers = {model.base_model_prefix: _Body(hidden), place: layer}
+        small._modules = {**model._modules, **layers}
+        small.training, small.config = True, copy.copy(model.config)
+        small.config.vocab_size = small.vocab_size = _CLASSES
+        small.config.output_router_logits = False
+        if replaced:
+            _install(small, place)
+        with torch.enable_grad(), tiercel.use_backend("ref"):
+            outputs = small.forward(input_ids=labels, labels=labels, **options)
+            return [outputs.loss.detach(), *torch.autograd.grad(outputs.loss, leaves)]
+
+    try:
+        for options in ({}, {"num_items_in_batch": 7}):
+            for found, due in zip(results(True, **options), results(False, **options), strict=True):
+                torch.testing.assert_close(found, due, rtol=1e-4, atol=1e-5)
+    except Exception:  # whatever a stranger's forward raises
+        return False
+    return True
