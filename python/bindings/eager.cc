@@ -69,6 +69,7 @@ struct Hooks {
   Getter function_modes;     // how many are active
   Getter is_tracing;         // whether torch.jit.trace runs
   Getter is_grad_enabled;    // bool
+  Getter is_profiled;        // whether a profiler runs
   PyObject* name_level;      // "_current_level"
   TensorReader needs_grad;
   TensorReader is_neg;
@@ -143,7 +144,7 @@ PyObject* RouteOf(PyObject*, PyObject* const* tensors, Py_ssize_t count) {
 
 // In the order of the fields of Hooks.
 PyObject* SetRouteHooks(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  if (!ExpectCount("set_route_hooks", 8, count)) return nullptr;
+  if (!ExpectCount("set_route_hooks", 9, count)) return nullptr;
   TensorReader needs_grad, is_neg, device, dtype;
   PyObject* name_level = PyUnicode_InternFromString("_current_level");
   if (name_level == nullptr || !needs_grad.Find(values[0], "requires_grad") ||
@@ -159,6 +160,7 @@ PyObject* SetRouteHooks(PyObject*, PyObject* const* values, Py_ssize_t count) {
                     Getter(values[5]),
                     Getter(values[6]),
                     Getter(values[7]),
+                    Getter(values[8]),
                     name_level,
                     needs_grad,
                     is_neg,
@@ -172,7 +174,7 @@ PyMethodDef functions[] = {
      "route(*tensors)\n--\n\nHow to run an operator on these tensors, see tiercel.core.eager."},
     {"set_route_hooks", AsMethod(SetRouteHooks), METH_FASTCALL,
      "set_route_hooks(tensor, parameter, transforms, forward_ad, dispatch_modes, function_modes, "
-     "is_tracing, is_grad_enabled, /)\n--\n\nWhat of torch's `route` asks."},
+     "is_tracing, is_grad_enabled, is_profiled, /)\n--\n\nWhat of torch's `route` asks."},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -202,6 +204,8 @@ bool FindRoute(PyObject* const* tensors, Py_ssize_t count, TensorsOfCall* read, 
   *route = answer > 0 ? Route::kGrad : Route::kDirect;
   return answer >= 0;
 }
+
+int IsProfiled() { return Truth(hooks->is_profiled()); }
 
 PyObject* DeviceOf(PyObject* tensor) { return hooks->device.Read(tensor); }
 

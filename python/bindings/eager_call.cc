@@ -11,7 +11,9 @@
 //
 // tiercel._C.EagerInto: the same call with the results to write to first, as `out=` gives them.
 // tiercel._C.EagerFilled: the same call as torch's dispatcher makes it, which leaves out trailing
-// default values and passes the results to write to by name.
+// default values and passes the results to write to by name. It may also stand in for an operator
+// of torch.ops: a plain call then needs no dispatcher. Compiled graphs pass optional arguments by
+// name.
 #include "python/bindings/eager_call.h"
 
 #include <structmember.h>
@@ -351,11 +353,9 @@ PyObject* Launch(const EagerCall* self, PyObject* const* args, const Tensors& te
   return Pack(self, outputs.data());
 }
 
-PyObject* Call(PyObject* object, PyObject* const* args, size_t flags, PyObject* names) {
-  const auto* self = reinterpret_cast<const EagerCall*>(object);
-  if (PyVectorcall_NARGS(flags) != self->count || names != nullptr) {
-    return PyObject_Vectorcall(self->fallback, args, flags, names);
-  }
+// The call with all arguments, or what `elsewhere` returns where it is not the plain case.
+template <typename Elsewhere>
+PyObject* CallOr(const EagerCall* self, PyObject* const* args, Elsewhere&& elsewhere) {
   PyObject* outputs = nullptr;
   bool launched = false;
   {
@@ -364,7 +364,7 @@ PyObject* Call(PyObject* object, PyObject* const* args, size_t flags, PyObject* 
     if (!tensors.FindRoute(&route)) return nullptr;
     const int chosen = route == Route::kDirect ? TakesSm90(self, args, tensors) : 0;
     if (chosen < 0) return nullptr;
-    if (chosen == 0) return PyObject_Vectorcall(self->fallback, args, self->count, nullptr);
+    if (chosen == 0) return elsewhere();
     if (self->native != Py_None) {
       tensors.Use();
       outputs = Launch(self, args, tensors, &launched);
@@ -376,6 +376,13 @@ PyObject* Call(PyObject* object, PyObject* const* args, size_t flags, PyObject* 
   if (outputs == nullptr) return nullptr;
   if (PyTuple_GET_SIZE(self->mutated) > 0 && !CountAsWritten(self, args)) Py_CLEAR(outputs);
   return outputs;
+}
+
+PyObject* Call(PyObject* object, PyObject* const* args, size_t flags, PyObject* names) {
+  const auto* self = reinterpret_cast<const EagerCall*>(object);
+  const auto elsewhere = [&] { return PyObject_Vectorcall(self->fallback, args, flags, names); };
+  if (PyVectorcall_NARGS(flags) != self->count || names != nullptr) return elsewhere();
+  return CallOr(self, args, elsewhere);
 }
 
 // outputs(*arguments): the outputs that a launch would fill, or None where only Python can make
@@ -433,31 +440,66 @@ PyObject* CallInto(PyObject* object, PyObject* const* args, size_t flags, PyObje
 struct EagerFilled {
   PyObject_HEAD vectorcallfunc vectorcall;
   EagerCall* call;
-  PyObject* defaults;  // one for each argument, a tuple
-  PyObject* outs;      // names of the results to write to, a tuple
-  PyObject* fallback;  // (*arguments, **outs) -> outputs: every other call
+  PyObject* names;     // of all arguments, interned, a tuple
+  PyObject* defaults;  // one for each argument, a tuple; ... for those that a call has to give
+  Py_ssize_t outs;     // how many of them, before the last one, are never positional
+  PyObject* fallback;  // (*arguments, **named) -> outputs: every other call
+  bool stands_in;      // for `fallback`, an operator
 };
+
+// -1 for the name of no argument.
+Py_ssize_t PlaceOf(PyObject* name, PyObject* names) {
+  const Py_ssize_t count = PyTuple_GET_SIZE(names);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (PyTuple_GET_ITEM(names, i) == name) return i;
+  }
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (PyUnicode_Compare(PyTuple_GET_ITEM(names, i), name) == 0) return i;
+  }
+  return -1;
+}
+
+// False where the call does not fit.
+bool Fill(const EagerFilled* self, PyObject* const* args, Py_ssize_t given, PyObject* names,
+          PyObject** all) {
+  const Py_ssize_t count = self->call->count, first = count - 1 - self->outs;
+  if (given > first + 1) return false;
+  for (Py_ssize_t i = 0; i < given; ++i) all[i < first ? i : count - 1] = args[i];
+  const Py_ssize_t named = names == nullptr ? 0 : PyTuple_GET_SIZE(names);
+  for (Py_ssize_t i = 0; i < named; ++i) {
+    const Py_ssize_t place = PlaceOf(PyTuple_GET_ITEM(names, i), self->names);
+    if (place < 0 || all[place] != nullptr) return false;
+    all[place] = args[given + i];
+  }
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (all[i] == nullptr) all[i] = PyTuple_GET_ITEM(self->defaults, i);
+    if (all[i] == Py_Ellipsis) return false;
+  }
+  return true;
+}
 
 PyObject* CallFilled(PyObject* object, PyObject* const* args, size_t flags, PyObject* names) {
   const auto* self = reinterpret_cast<const EagerFilled*>(object);
-  const Py_ssize_t count = self->call->count, outs = PyTuple_GET_SIZE(self->outs);
-  const Py_ssize_t first = count - 1 - outs, given = PyVectorcall_NARGS(flags);
-  const Py_ssize_t named = names == nullptr ? 0 : PyTuple_GET_SIZE(names);
+  const auto elsewhere = [&] { return PyObject_Vectorcall(self->fallback, args, flags, names); };
   std::array<PyObject*, kMaxArguments> all{};
-  for (Py_ssize_t i = 0; i < first; ++i) {
-    all[i] = i < given ? args[i] : PyTuple_GET_ITEM(self->defaults, i);
+  if (!Fill(self, args, PyVectorcall_NARGS(flags), names, all.data())) return elsewhere();
+  if (!self->stands_in) {
+    return Call(reinterpret_cast<PyObject*>(self->call), all.data(), self->call->count, nullptr);
   }
-  all[count - 1] = given > first ? args[first] : PyTuple_GET_ITEM(self->defaults, count - 1);
-  bool known = given <= first + 1 && named == outs;
-  for (Py_ssize_t i = 0; known && i < outs; ++i) {
-    for (Py_ssize_t j = 0; j < named && all[first + i] == nullptr; ++j) {
-      PyObject *name = PyTuple_GET_ITEM(names, j), *out = PyTuple_GET_ITEM(self->outs, i);
-      if (name == out || PyUnicode_Compare(name, out) == 0) all[first + i] = args[given + j];
-    }
-    known = all[first + i] != nullptr;
-  }
-  if (!known) return PyObject_Vectorcall(self->fallback, args, flags, names);
-  return Call(reinterpret_cast<PyObject*>(self->call), all.data(), count, nullptr);
+  const int profiled = IsProfiled();
+  if (profiled != 0) return profiled < 0 ? nullptr : elsewhere();
+  return CallOr(self->call, all.data(), elsewhere);
+}
+
+// torch keeps operators in dicts by this hash.
+Py_hash_t HashFilled(PyObject* object) {
+  return PyObject_Hash(reinterpret_cast<const EagerFilled*>(object)->fallback);
+}
+
+PyObject* AttributeOfFilled(PyObject* object, PyObject* name) {
+  const auto* self = reinterpret_cast<const EagerFilled*>(object);
+  return self->stands_in ? PyObject_GetAttr(self->fallback, name)
+                         : PyObject_GenericGetAttr(object, name);
 }
 
 bool Fail(const char* text) {
@@ -701,26 +743,37 @@ PyType_Spec into_spec = {"tiercel._C.EagerInto", sizeof(EagerInto), 0,
                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, into_slots};
 
 PyObject* NewFilled(PyTypeObject* type, PyObject* positional, PyObject* keywords) {
-  static const char* names[] = {"", "", "", "", nullptr};
-  PyObject *call, *defaults, *outs, *fallback;
-  if (!PyArg_ParseTupleAndKeywords(positional, keywords, "OO!O!O:EagerFilled",
-                                   const_cast<char**>(names), &call, &PyTuple_Type, &defaults,
-                                   &PyTuple_Type, &outs, &fallback)) {
+  static const char* parameters[] = {"", "", "", "", "", "stands_in", nullptr};
+  PyObject *call, *names, *defaults, *fallback;
+  Py_ssize_t outs;
+  int stands_in = 0;
+  if (!PyArg_ParseTupleAndKeywords(positional, keywords, "OO!O!nO|$p:EagerFilled",
+                                   const_cast<char**>(parameters), &call, &PyTuple_Type, &names,
+                                   &PyTuple_Type, &defaults, &outs, &fallback, &stands_in)) {
     return nullptr;
   }
   if (!IsEagerCall(call)) return nullptr;
   auto* eager = reinterpret_cast<EagerCall*>(call);
-  if (PyTuple_GET_SIZE(defaults) != eager->count || PyTuple_GET_SIZE(outs) > eager->count - 2) {
-    Fail("wrong number of defaults or results");
+  if (PyTuple_GET_SIZE(names) != eager->count || PyTuple_GET_SIZE(defaults) != eager->count ||
+      outs < 0 || outs > eager->count - 2) {
+    Fail("wrong number of names, defaults or results");
     return nullptr;
+  }
+  for (Py_ssize_t i = 0; i < eager->count; ++i) {
+    if (!PyUnicode_CheckExact(PyTuple_GET_ITEM(names, i))) {
+      Fail("a name is no str");
+      return nullptr;
+    }
   }
   auto* self = reinterpret_cast<EagerFilled*>(type->tp_alloc(type, 0));
   if (self == nullptr) return nullptr;
   self->vectorcall = CallFilled;
   self->call = reinterpret_cast<EagerCall*>(Py_NewRef(call));
+  self->names = Py_NewRef(names);
   self->defaults = Py_NewRef(defaults);
-  self->outs = Py_NewRef(outs);
+  self->outs = outs;
   self->fallback = Py_NewRef(fallback);
+  self->stands_in = stands_in != 0;
   return reinterpret_cast<PyObject*>(self);
 }
 
@@ -733,8 +786,12 @@ PyType_Slot filled_slots[] = {
     {Py_tp_new, reinterpret_cast<void*>(NewFilled)},
     {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
     {Py_tp_members, filled_members},
-    {Py_tp_doc, const_cast<char*>("EagerFilled(call, defaults, outs, fallback, /)\n--\n\n"
-                                  "(*arguments, **outs), from torch's dispatcher.")},
+    {Py_tp_hash, reinterpret_cast<void*>(HashFilled)},
+    {Py_tp_getattro, reinterpret_cast<void*>(AttributeOfFilled)},
+    {Py_tp_doc,
+     const_cast<char*>("EagerFilled(call, names, defaults, outs, fallback, /, *, stands_in=False)"
+                       "\n--\n\n(*arguments, **outs), from torch's dispatcher; or "
+                       "in the place of an operator, which is `fallback` then.")},
     {0, nullptr},
 };
 

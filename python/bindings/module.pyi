@@ -25,6 +25,7 @@ def set_route_hooks(
     function_modes: Callable[[], int],
     is_tracing: Callable[[], bool],
     is_grad_enabled: Callable[[], bool],
+    is_profiled: Callable[[], bool],
     /,
 ) -> None: ...
 def set_allocation_hooks(
@@ -92,12 +93,15 @@ class EagerFilled:
     def __init__(
         self,
         call: EagerCall,
+        names: tuple[str, ...],
         defaults: tuple[Any, ...],
-        outs: tuple[str, ...],
+        outs: int,
         fallback: Callable[..., Any],
         /,
+        *,
+        stands_in: bool = False,
     ) -> None: ...
-    def __call__(self, *args: Any, **outs: Any) -> Any: ...
+    def __call__(self, *args: Any, **named: Any) -> Any: ...
 
 def set_overriding(value: bool, /) -> None: ...
 def _clear_exchange_cache() -> None: ...

@@ -76,6 +76,31 @@ def test_no_python_before_the_launch(monkeypatch):
     assert len(launched) == 6
 
 
+def test_torch_ops_and_compiled_graphs_skip_the_dispatcher(monkeypatch):
+    op, launched = ops["rms_norm"].operator, []
+
+    def dispatched(*args):
+        raise AssertionError("the dispatcher")
+
+    for eager_call in op.eager_calls:
+        monkeypatch.setattr(eager_call, "native", dispatched)
+    monkeypatch.setattr(op.eager, "native", lambda *args: launched.append(args))
+    x, operator = torch.randn(4, 8), torch.ops.tiercel.rms_norm
+    compiled = torch.compile(operator.default, backend="aot_eager", fullgraph=True)
+    compiled(x)
+    platform.ready.add(-1)
+    try:
+        assert [call(x).shape for call in (operator, operator.default, compiled)] == [x.shape] * 3
+        assert len(launched) == 3
+        operator.default(x, weight=None, bias=None, eps=1e-6, backend=None)  # as inductor does
+        assert len(launched) == 4
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            with pytest.raises(AssertionError, match="the dispatcher"):
+                operator.default(x)
+    finally:
+        platform.ready.discard(-1)
+
+
 @pytest.fixture
 def fast(monkeypatch):
     """The fast path on the CPU: a device that counts as ready, and a launch of our own."""

@@ -276,18 +276,59 @@ def test_as_the_dispatcher_calls():
     def in_python(*args, **named):
         return ("left to Python", args, named)
 
-    filled = _C.EagerFilled(call, (None, 1, 2, None, None), ("out",), in_python)
+    names, defaults = ("x", "a", "b", "out", "backend"), (..., 1, 2, ..., None)
+    filled = _C.EagerFilled(call, names, defaults, 1, in_python)
     for args in [(x,), (x, 1), (x, 1, 2), (x, 1, 2, None)]:
         assert filled(*args, out=out) is None
     assert launch.calls == [(x, 1, 2, out)] * 4
     assert filled(x, 7, 8, "sm90", out=out) is None and launch.calls[-1] == (x, 7, 8, out)
+    # Compiled graphs pass optional arguments by name, which need not be the very same str.
+    later = {"".join(["b", ""]): 9, "".join(["back", "end"]): None, "out": out}
+    assert filled(x, **later) is None and launch.calls[-1] == (x, 1, 9, out)
+    assert filled(a=3, x=x, out=out) is None and launch.calls[-1] == (x, 3, 2, out)
     # The backend goes on, too.
     assert filled(x, 1, 2, "ref", out=out) == ("fallback", x, 1, 2, out, "ref")
-    assert len(launch.calls) == 5
-    for args, named in [((x,), {}), ((x,), {"other": out}), ((x, 1, 2, None, 3), {"out": out})]:
+    assert len(launch.calls) == 7
+    for args, named in [
+        ((x,), {}),
+        ((), {"out": out}),
+        ((x,), {"out": out, "other": out}),
+        ((x, 1), {"a": 1, "out": out}),
+        ((x, 1, 2, None), {"backend": None, "out": out}),
+        ((x, 1, 2, None, 3), {"out": out}),
+    ]:
         assert filled(*args, **named) == ("left to Python", args, named)
-    assert len(launch.calls) == 5
+    assert len(launch.calls) == 7
     with pytest.raises(TypeError, match="must be an EagerCall"):
-        _C.EagerFilled(launch, (None,), (), fallback)
-    with pytest.raises(ValueError, match="number of defaults"):
-        _C.EagerFilled(call, (None,), ("out",), fallback)
+        _C.EagerFilled(launch, ("x",), (...,), 0, fallback)
+    for wrong in [(names[1:], defaults, 1), (names, defaults[1:], 1), (names, defaults, 4)]:
+        with pytest.raises(ValueError, match="number of names, defaults"):
+            _C.EagerFilled(call, *wrong, fallback)
+    with pytest.raises(ValueError, match="a name is no str"):
+        _C.EagerFilled(call, (*names[1:], 1), defaults, 1, fallback)
+
+
+def test_in_the_place_of_an_operator():
+    launch, x = Launch(), torch.zeros(3, 8)
+    call = made(launch, (X, ("argument", 1)), count=3)
+
+    def operator(*args, **named):
+        """The operator's."""
+        return ("dispatched", args, named)
+
+    names, defaults = ("x", "number", "backend"), (..., 1, None)
+    stand_in = _C.EagerFilled(call, names, defaults, 0, operator, stands_in=True)
+    assert stand_in(x) is None and stand_in(x, 2, "sm90") is None
+    assert stand_in(x, number=3, backend=None) is None
+    assert [args for _, *args in launch.calls] == [[1], [2], [3]]
+    # Every other call goes on as it came.
+    others = [((x,), {"other": 2}), ((x, 2, "ref"), {}), (([x], 2), {}), ((), {})]
+    with_grad = x.clone().requires_grad_()
+    for args, named in [*others, ((with_grad, 3), {})]:
+        assert stand_in(*args, **named) == ("dispatched", args, named)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert stand_in(x) == ("dispatched", (x,), {})
+    assert len(launch.calls) == 3
+    with torch.no_grad():
+        assert stand_in(with_grad) is None and len(launch.calls) == 4
+    assert hash(stand_in) == hash(operator) and stand_in.__doc__ == operator.__doc__

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -22,6 +23,9 @@ library = torch.library.Library("tiercel", "FRAGMENT")
 
 # The operators of public ops, by the op's name.
 registry: dict[str, Operator] = {}
+
+# Every operator by its name, overloads too.
+operators: dict[str, Operator] = {}
 
 # A public op's name -> its operators, which have the same backends.
 variants: dict[str, list[Operator]] = {}
@@ -153,9 +157,13 @@ class Operator:
         self._positional = sum(not argument.kwarg_only for argument in arguments) - 1
         backend = arguments.pop(self._positional)
         arguments.append(backend)
-        self.argument_names = tuple(argument.name for argument in arguments)
+        self.argument_names = tuple(sys.intern(argument.name) for argument in arguments)
+        # ... for an argument that a call has to give
         self._defaults = tuple(
-            (defaults or {}).get(argument.name, argument.default_value) for argument in arguments
+            (defaults or {}).get(
+                argument.name, argument.default_value if argument.has_default_value() else ...
+            )
+            for argument in arguments
         )
         # (place, name, whether it may be None) of every tensor argument
         self._tensors = tuple(
@@ -180,6 +188,19 @@ class Operator:
         library.impl(name, self._filled(self.below), "CompositeExplicitAutograd")
         library.impl(name, self._filled(from_dispatcher), "Autograd")
         torch.library.register_fake(f"tiercel::{name}", self._filled(checked_fake), lib=library)
+        operators[name] = self
+        self._stand_in(operators[packet])
+
+    def _stand_in(self, default: Operator) -> None:
+        """Puts `_C.EagerFilled` before the functions by which ``torch.ops`` calls the dispatcher:
+        eager calls and those of compiled graphs cost what a direct call does then."""
+        packet = getattr(torch.ops.tiercel, default.name)
+        for op, owner in ((self, self.overload), (default, packet)):
+            if isinstance(op.direct, _C.EagerCall):
+                dispatcher = owner._op
+                owner._op = op._filled_in_c(op.direct, dispatcher, stands_in=True)
+                if owner is packet:  # TorchScript asks for its name
+                    torch.jit._builtins._register_builtin(owner._op, f"tiercel::{default.name}")
 
     def _eager_call(
         self, run: Callable[..., Any], eager: Eager | None, fallback: Callable[..., Any]
@@ -381,9 +402,14 @@ class Operator:
         results to write to by name."""
         filled = self._filled_in_python(function)
         if isinstance(function, _C.EagerCall):
-            outs = self.argument_names[self._positional : -1]
-            return _C.EagerFilled(function, self._defaults, outs, filled)
+            return self._filled_in_c(function, filled)
         return filled
+
+    def _filled_in_c(
+        self, function: _C.EagerCall, fallback: Callable[..., Any], stands_in: bool = False
+    ) -> _C.EagerFilled:
+        names, outs = self.argument_names, len(self.argument_names) - 1 - self._positional
+        return _C.EagerFilled(function, names, self._defaults, outs, fallback, stands_in=stands_in)
 
     def _filled_in_python(self, function: Callable[..., Any]) -> Callable[..., Any]:
         defaults, outs = self._defaults, self.argument_names[self._positional : -1]

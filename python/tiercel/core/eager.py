@@ -23,6 +23,7 @@ _C.set_route_hooks(
     torch._C._len_torch_function_stack,
     torch._C._is_tracing,
     torch.is_grad_enabled,
+    torch._C._autograd._profiler_enabled,
 )
 route = _C.route
 
