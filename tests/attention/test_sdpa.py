@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tiercel.integrations.torch`: torch's flash attention on our kernels."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import tiercel
+from tiercel.integrations import torch as door
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore::tiercel.backends.FallbackWarning"),
+]
+needs_registry = pytest.mark.skipif(
+    not hasattr(torch.nn.attention, "register_flash_attention_impl"),
+    reason="this torch has no registry of flash attention implementations",
+)
+NAMES = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_backward",
+    "_flash_attention_forward",
+)
+
+
+def _right(q, k, v, causal=False, scale=None):
+    """``[..., S, D]`` in float64."""
+    q, k, v = (x.double() for x in (q, k, v))
+    return sdpa(q, k, v, is_causal=causal, scale=scale, enable_gqa=q.dim() == 4)
+
+
+def _close(got, right):
+    """In bfloat16; of a sum over many rows single elements may be further off."""
+    error = (got.double() - right.double()).norm() / right.double().norm()
+    assert got.shape == right.shape and error < 0.015, float(error)
+
+
+def _inputs(heads_first=True, d=16, heads=2, sq=5, sk=5, device="cpu", dtype=torch.bfloat16):
+    """q, k and v in both of the layouts that models have, as SDPA takes them."""
+    torch.manual_seed(0)
+    made = []
+    for h, s in ((2 * heads, sq), (heads, sk), (heads, sk)):
+        shape = (2, h, s, d) if heads_first else (2, s, h, d)
+        x = torch.randn(shape, dtype=dtype, device=device)
+        made.append(x if heads_first else x.transpose(1, 2))
+    return made
+
+
+@pytest.fixture
+def own(monkeypatch):
+    """The implementation for the CPU, where torch has none of its own, with stand-ins for that."""
+    calls = []
+    library = torch.library.Library("aten", "IMPL")
+
+    def stand_in(name):
+        def run(*args, **named):
+            calls.append((name, args, named))
+            tensors = [torch.empty_like(x) for x in args[:3]]
+            if name.endswith("backward"):
+                return tuple(torch.empty_like(x) for x in args[1:4])
+            more = (None, None, 1, 1) if name.startswith("_scaled") else ()
+            return (tensors[0], args[0].new_zeros(1), *more, *tensors)
+
+        return run
+
+    for name in NAMES:
+        library.impl(name, stand_in(name), "CPU")
+    monkeypatch.setattr(door.platform, "why_not", lambda device: None)
+    monkeypatch.setattr(door, "has_kernels", lambda op, q, backend: q.shape[-1] <= 128)
+    implementation = door._Implementation("CPU")
+    with tiercel.use_backend("ref"):
+        yield calls
+    implementation.remove()
+    calls.clear()
+    getattr(torch.ops.aten, NAMES[0])(*_inputs())
+    assert [call[0] for call in calls] == [NAMES[0]]  # undone
+    library._destroy()
+
+
+@needs_registry
+@pytest.mark.parametrize("heads_first", [True, False])
+@pytest.mark.parametrize(("causal", "scale"), [(False, None), (True, 0.3)])
+def test_sdpa(own, heads_first, causal, scale):
+    inputs = _inputs(heads_first)
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    forward = torch.ops.aten._scaled_dot_product_flash_attention
+    found = forward(*leaves, 0.0, causal, scale=scale)
+    again = [x.detach().double().requires_grad_() for x in inputs]
+    right = _right(*again, causal, scale)
+    _close(found[0], right)
+    # The strides that torch's fake kernels promise to compiled graphs.
+    assert found[0].stride() == torch.empty_like(inputs[0]).stride()
+    assert found[1].shape == inputs[0].shape[:3] and found[4:6] == (5, 5)
+    grad = torch.randn_like(found[0])
+    found[0].backward(grad)
+    right.backward(grad.double())
+    for got, leaf in zip(leaves, again, strict=True):
+        _close(got.grad, leaf.grad)
+    assert not own
+
+
+@needs_registry
+def test_gradients_have_the_strides_of_their_inputs(own):
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    for heads_first in (True, False):
+        inputs = _inputs(heads_first)
+        out, lse, *_, state, unused, _ = torch.ops.aten._scaled_dot_product_flash_attention(*inputs)
+        saved = (*inputs, out, lse, None, None, 5, 5, 0.0, False, state, unused)
+        for got, x in zip(backward(torch.ones_like(out), *saved), inputs, strict=True):
+            assert got.stride() == torch.empty_like(x).stride()
+
+
+@needs_registry
+@pytest.mark.parametrize(
+    ("inputs", "options"),
+    [
+        ({}, {"dropout_p": 0.5}),
+        ({}, {"return_debug_mask": True}),
+        ({"sk": 7}, {"is_causal": True}),
+        ({"d": 12}, {}),
+        ({"d": 264}, {}),
+        ({"sk": 0}, {}),
+        ({"dtype": torch.float32}, {}),
+    ],
+)
+def test_what_runs_on_torchs_own(own, inputs, options):
+    torch.ops.aten._scaled_dot_product_flash_attention(*_inputs(**inputs), **options)
+    assert [call[0] for call in own] == [NAMES[0]]
+    _, args, named = own[0]
+    given = dict(zip(("dropout_p", "is_causal", "return_debug_mask"), args[3:], strict=False))
+    assert {**given, **named}.items() >= options.items()
+
+
+@needs_registry
+def test_gradients_of_large_heads_are_torchs_own(own):
+    leaves = [x.requires_grad_() for x in _inputs(d=136)]
+    found = torch.ops.aten._scaled_dot_product_flash_attention(*leaves)
+    assert not own
+    found[0].sum().backward()
+    assert [call[0] for call in own] == [NAMES[1]]
+
+
+@needs_registry
+def test_packed(own):
+    starts = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(8, h, 16, dtype=torch.bfloat16) for h in (4, 2, 2))
+    forward = torch.ops.aten._flash_attention_forward
+    out, lse, *_ = forward(q, k, v, starts, starts, 5, 5, 0.0, True, False, scale=0.2)
+    for rows in (slice(0, 3), slice(3, 8)):
+        right = _right(*(x[None, rows].transpose(1, 2) for x in (q, k, v)), True, 0.2)
+        _close(out[rows], right[0].transpose(0, 1))
+    assert lse.shape == (4, 8) and not own
+    window = {"window_size_left": 0, "window_size_right": 0}
+    alone = forward(q, k, v, starts, starts, 5, 5, 0.0, False, False, **window)[0]
+    _close(alone, v.repeat_interleave(2, 1))
+    # A query that sees no key has an infinity, as torch's backward wants it.
+    keys = torch.tensor([0, 0, 0, 8], dtype=torch.int32)
+    lse = forward(q, k, v, starts, keys, 5, 8, 0.0, False, False)[1]
+    assert (lse[:, :3] == math.inf).all() and lse[:, 3:].isfinite().all() and not own
+    used = {"seqused_k": torch.tensor([3, 0, 5], dtype=torch.int32)}
+    forward(q, k, v, starts, starts, 5, 5, 0.0, True, False, **used)
+    forward(q, k, v, starts, starts, 5, 5, 0.1, True, False)
+    assert [call[0] for call in own] == [NAMES[2]] * 2
+    assert own[0][2]["seqused_k"] is used["seqused_k"]
+
+
+@needs_registry
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a PyTorch without CUDA")
+def test_without_cuda():
+    before = torch._C._get_sdp_priority_order()
+    with pytest.raises(RuntimeError, match="needs a PyTorch with CUDA"):
+        door.enable_sdpa()
+    assert torch.nn.attention.current_flash_attention_impl() is None
+    door.disable_sdpa()
+    assert torch._C._get_sdp_priority_order() == before
+
+
+def test_an_older_torch(monkeypatch):
+    for name in ("register_flash_attention_impl", "current_flash_attention_impl"):
+        monkeypatch.delattr(torch.nn.attention, name, raising=False)
+    with pytest.raises(RuntimeError, match=r"enable_sdpa needs PyTorch 2\.11 or newer"):
+        door.enable_sdpa()
+    door.disable_sdpa()
+
+
+@pytest.fixture
+def enabled():
+    before = torch._C._get_sdp_priority_order()
+    door.enable_sdpa()
+    door.enable_sdpa()
+    yield
+    door.disable_sdpa()
+    assert torch._C._get_sdp_priority_order() == before
+
+
+def _kernels(function):
+    """The names of the kernels that it launches."""
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        function()
+        torch.cuda.synchronize()
+    cuda = torch.autograd.DeviceType.CUDA
+    return {event.name for event in profile.events() if event.device_type == cuda}
+
+
+@needs_registry
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 128, 192])
+@pytest.mark.parametrize("heads_first", [True, False])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_sdpa_on_a_gpu(enabled, d, heads_first, compiled):
+    inputs = _inputs(heads_first, d=d, sq=300, sk=300, device="cuda")
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    torch._dynamo.reset()
+
+    def attend(q, k, v):
+        return sdpa(q, k, v, is_causal=True, enable_gqa=True)
+
+    run = torch.compile(attend, fullgraph=True) if compiled else attend
+    out = run(*leaves)
+    again = [x.detach().double().requires_grad_() for x in inputs]
+    right = _right(*again, causal=True)
+    _close(out, right)
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    right.backward(grad.double())
+    for got, leaf in zip(leaves, again, strict=True):
+        _close(got.grad, leaf.grad)
+    with torch.no_grad():
+        names = _kernels(lambda: run(*inputs))
+    assert not any("flash_fwd" in name or "cudnn" in name for name in names), names
+    door.disable_sdpa()
+    with torch.no_grad():
+        assert names.isdisjoint(_kernels(lambda: attend(*inputs)))
+    door.enable_sdpa()
+
+
+@needs_registry
+@pytest.mark.gpu
+def test_nested_tensors(enabled):
+    torch.manual_seed(0)
+    lengths, heads, d = (7, 200, 33), 4, 64
+
+    def nested():
+        rows = [
+            torch.randn(n, heads, d, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            for n in lengths
+        ]
+        return rows, torch.nested.as_nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
+
+    (qs, q), (ks, k), (vs, v) = nested(), nested(), nested()
+    out = sdpa(q, k, v, is_causal=True).transpose(1, 2)
+    total = out.values().float().square().sum()
+    grads = torch.autograd.grad(total, [*qs, *ks, *vs])
+    again = [[x.detach().double().requires_grad_() for x in xs] for xs in (qs, ks, vs)]
+    found = out.unbind()
+    sums = 0
+    for i in range(len(lengths)):
+        right = _right(*(xs[i][None].transpose(1, 2) for xs in again), causal=True)
+        right = right[0].transpose(0, 1)
+        _close(found[i], right)
+        sums = sums + right.square().sum()
+    rights = torch.autograd.grad(sums, [x for xs in again for x in xs])
+    for got, right in zip(grads, rights, strict=True):
+        _close(got, right)
+    with torch.no_grad():
+        names = _kernels(lambda: sdpa(q, k, v, is_causal=True))
+    assert not any("flash_fwd" in name for name in names), names
