@@ -38,9 +38,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     report.add_argument("--check", action="store_true", help="only say whether it is up to date")
     report.add_argument("--root", type=Path, metavar="FOLDER", help="the checkout")
     report.set_defaults(action="report")
+    _add_model(commands)
+
+
+def _add_model(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    text = "Times whole Hugging Face models with random weights, with and without Tiercel."
+    model = commands.add_parser("model", help=text, description=text)
+    add = model.add_argument
+    text = "such as Qwen3-8B, or a file like those of tiercel/workbench/models/configs"
+    add("names", nargs="*", metavar="NAME", help=text + " (Llama-3.2-1B Qwen3-8B)")
+    add("--layers", type=whole(1), metavar="N", help="only the first N layers (all)")
+    shapes = {
+        "prefill": (["1x128", "1x4096", "8x1024"], "prompts, batch x tokens"),
+        "decode": (["1x2048", "32x2048"], "decoding steps, batch x context"),
+        "train": (["1x4096"], "training steps, batch x tokens"),
+    }
+    for phase, (default, text) in shapes.items():
+        text += f" ({' '.join(default)})"
+        add(f"--{phase}", nargs="*", default=default, metavar="BxN", help=text)
+    text = "transformers, transformers.compiled, tiercel, tiercel.compiled, liger (all)"
+    add("--ways", default="all", metavar="all|A,B", help=text)
+    add("--steps", type=whole(1), default=20, help="steps to time (20)")
+    add("--out", type=Path, metavar="FILE", help="write the records here (JSON Lines)")
+    add("--device", default="cuda", help=argparse.SUPPRESS)
+    model.set_defaults(action="model")
 
 
 def run(args: argparse.Namespace) -> int:
-    from tiercel.workbench.bench import command  # only now: it is of no use to the other commands
+    # Only now: they are of no use to the other commands.
+    from tiercel.workbench.bench import command
 
-    return command.main(getattr(command, args.action), args)
+    if args.action != "model":
+        return command.main(getattr(command, args.action), args)
+    from tiercel.workbench.models import command as models
+
+    return command.main(models.model, args)

@@ -67,14 +67,14 @@ def bench(args: argparse.Namespace, clock: Clock | None = None) -> int:
     for name, reason in missing.items():
         say(f"peer {name} left out: {reason}")
 
-    with _sink(args.out) as sink:
+    with sink(args.out) as file:
         rows: list[Record] = []
 
         def keep(record: Record) -> None:
             rows.append(record)
-            if sink is not None:
-                sink.write(dump(record) + "\n")
-                sink.flush()
+            if file is not None:
+                file.write(dump(record) + "\n")
+                file.flush()
 
         if args.limits:
             for record in limits.measure(clock):
@@ -148,7 +148,7 @@ def repeat(args: argparse.Namespace) -> str:
 
 
 @contextlib.contextmanager
-def _sink(path: Path | None) -> Iterator[TextIO | None]:
+def sink(path: Path | None) -> Iterator[TextIO | None]:
     """Records are written as they come: an interrupted run leaves what it had."""
     if path is None:
         yield None

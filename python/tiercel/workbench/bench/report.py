@@ -5,7 +5,7 @@ beside its records, from committed results alone."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from tiercel.workbench.bench import BenchError, limits, records, table
 from tiercel.workbench.bench.cases import DTYPES
 from tiercel.workbench.bench.records import Record
 from tiercel.workbench.bench.stats import geometric_mean
+from tiercel.workbench.models import page as models
 
 BEGIN = "<!-- results: begin (written by `tiercel bench report`; do not edit) -->"
 END = "<!-- results: end -->"
@@ -25,7 +26,8 @@ OVERVIEW_HEAD = ("operator", "even or faster", "least", "geomean", "most")
 
 
 def update(folder: Path, *, check: bool) -> bool:
-    """Renders README.md and results/<gpu>/<family>.md; returns whether all were up to date."""
+    """Renders README.md, results/<gpu>/<family>.md and models/<gpu>.md; returns whether all were
+    up to date."""
     readme = folder / "README.md"
     try:
         text = readme.read_text(encoding="utf-8")
@@ -40,6 +42,7 @@ def update(folder: Path, *, check: bool) -> bool:
     overview, tables = render(records.read_tree(folder / "results"))
     pages = {readme: f"{before}{BEGIN}\n\n{overview}\n{END}{after}"}
     pages |= {folder / path: page for path, page in tables.items()}
+    pages |= models.pages(folder / "models")
     try:
         stale = {path: page for path, page in pages.items() if _read(path) != page}
         if not check:
@@ -89,7 +92,7 @@ def _overview(rows: list[Record], folder: str) -> str:
         "The fastest exact peer's time over ours, GPU time, over an operator's cases (above 1: "
         f"ours is faster; even means at least {BAR}):\n\n"
     )
-    return text + _markdown(OVERVIEW_HEAD, lines, numbers_from=1)
+    return text + table.markdown(OVERVIEW_HEAD, lines, numbers_from=1)
 
 
 def _family(title: str, rows: list[Record], found: list[Record]) -> str:
@@ -102,7 +105,7 @@ def _family(title: str, rows: list[Record], found: list[Record]) -> str:
 
 def _summary(rows: list[Record]) -> str:
     text = "Peer's time over ours (above 1: ours is faster), per operator, dtype and peer:\n\n"
-    return text + _markdown(table.SUMMARY_HEAD, table.summary_rows(rows), numbers_from=4)
+    return text + table.markdown(table.SUMMARY_HEAD, table.summary_rows(rows), numbers_from=4)
 
 
 def _op(op: str, host: bool, rows: list[Record]) -> str:
@@ -129,7 +132,7 @@ def _op(op: str, host: bool, rows: list[Record]) -> str:
     parts = {(r["impl"], r["part"]) for r in rows if "part" in r}
     note += "".join(f"; of {impl} only {part}" for impl, part in sorted(parts))
     note += ".\n\n"
-    return title + note + _markdown([*head, *peers], lines, numbers_from=2)
+    return title + note + table.markdown([*head, *peers], lines, numbers_from=2)
 
 
 def _peer(record: Record | None) -> str:
@@ -165,10 +168,4 @@ def _runs(shown: list[Record], found: list[Record]) -> str:
         facts = [first["date"][:10], first["commit"][:12], first["driver"], first["torch"]]
         lines.append([*facts, versions, measured, command])
     head = ["date", "commit", "driver", "torch", "peers", "limits", "command"]
-    return "## Runs\n\n" + _markdown(head, lines, numbers_from=len(head))
-
-
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]], numbers_from: int) -> str:
-    rule = ["---:" if i >= numbers_from else "---" for i in range(len(head))]
-    cells = ([cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows)
-    return "".join(f"| {' | '.join(row)} |\n" for row in (head, rule, *cells))
+    return "## Runs\n\n" + table.markdown(head, lines, numbers_from=len(head))

@@ -94,5 +94,11 @@ def as_text(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(head), line(["-" * width for width in widths]), *map(line, rows)])
 
 
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]], numbers_from: int) -> str:
+    rule = ["---:" if i >= numbers_from else "---" for i in range(len(head))]
+    cells = ([cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows)
+    return "".join(f"| {' | '.join(row)} |\n" for row in (head, rule, *cells))
+
+
 def _is_number(text: str) -> bool:
     return text.replace(".", "").rstrip("x%").isdigit()
