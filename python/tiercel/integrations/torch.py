@@ -12,6 +12,7 @@ from torch import Tensor
 
 import tiercel
 from tiercel.core import platform
+from tiercel.core.eager import empty
 from tiercel.ops.attention.backward import BACKWARD, has_kernels
 
 __all__ = ["disable_sdpa", "enable_sdpa"]
@@ -232,9 +233,8 @@ def _with_strides(x: Tensor, like: Tensor) -> Tensor:
 
 def _without_dropout(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The state of a random number generator, which nothing reads, and no mask."""
-    device = query.device
     return (
-        torch.empty(2, dtype=torch.uint64, device=device),
-        torch.empty((), dtype=torch.uint64, device=device),
-        torch.empty(0, dtype=query.dtype, device=device),
+        empty(query, (2,), torch.uint64),
+        empty(query, (), torch.uint64),
+        empty(query, (0,), query.dtype),
     )
