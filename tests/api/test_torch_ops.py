@@ -46,7 +46,7 @@ def test_minimal_call(op):
 ELSEWHERE = {"out", "return_lse", "inplace"}
 ELSEWHERE_OF = {
     "cross_entropy": {"reduction"},
-    "linear_cross_entropy": {"reduction"},
+    "linear_cross_entropy": {"reduction", "group"},
     "fp8_quantize": {"scale"},
     "layer_norm": {"residual"},
     "rms_norm": {"residual"},

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tiercel
 from tiercel.core.spec import Call
-from tiercel.ops.loss import linear
+from tiercel.ops.loss import chunks, linear
 
 pytestmark = pytest.mark.torch
 
@@ -32,10 +32,10 @@ def _on_ref():
 @pytest.fixture
 def many_chunks(monkeypatch):
     """Eight rows of logits at a time."""
-    monkeypatch.setattr(linear, "_ROW_BYTES", 8)
-    monkeypatch.setattr(linear, "_TILE", 4)
-    monkeypatch.setattr(linear, "_LEAST_ROWS", 1000)
-    monkeypatch.setattr(linear, "_LEAST_MEMORY", 1)
+    monkeypatch.setattr(chunks, "_ROW_BYTES", 8)
+    monkeypatch.setattr(chunks, "_TILE", 4)
+    monkeypatch.setattr(chunks, "_LEAST_ROWS", 1000)
+    monkeypatch.setattr(chunks, "_LEAST_MEMORY", 1)
 
 
 def problem(dtype=torch.float32, rows=ROWS, seed=0):
@@ -123,16 +123,16 @@ def test_dtypes(dtype, accum):
     assert [g.dtype for g in grads] == [dtype] * 3
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(loss.double(), due, rtol=4 * eps + 1e-5, atol=0)
-    chunks = linear._chunks(Call(x=x, weight=weight, accum_dtype=accum), True)
-    assert chunks.count == 4 and chunks.wide == (accum == torch.float32 and dtype != accum)
-    assert chunks.apart == (accum is None and dtype != torch.float32)
+    division = chunks.divide(Call(x=x, weight=weight, accum_dtype=accum), True)
+    assert division.count == 4 and division.wide == (accum == torch.float32 and dtype != accum)
+    assert division.apart == (accum is None and dtype != torch.float32)
     leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
     own = functional.cross_entropy(functional.linear(*leaves).float(), target)
     for grad, due_grad, of_torch in zip(
         grads, due_grads, torch.autograd.grad(own, leaves), strict=True
     ):
         error, theirs = ((g.double() - due_grad).norm() for g in (grad, of_torch))
-        rounded = 1.7 if accum == dtype else 1.15 if chunks.apart else 1.05
+        rounded = 1.7 if accum == dtype else 1.15 if division.apart else 1.05
         bound = rounded if grad.shape == weight.shape else 1.05
         assert error <= bound * theirs + 1e-6 * due_grad.norm()
 
@@ -163,7 +163,7 @@ def test_only_what_is_wanted(wanted):
     options |= dict(zip(("for_x", "for_weight", "for_bias"), wanted, strict=True)) | {"mean": True}
     call = Call(x=x, weight=weight, target=target, **options)
     with Watch() as watch:
-        linear._with_gradient(call, linear._fill, tiercel.ops.loss.reference.mean_scale)
+        chunks.with_gradient(call, linear._fill, tiercel.ops.loss.reference.mean_scale)
     assert any(s[1] == HIDDEN and s[0] != CLASSES for s in watch.products) == wanted[0]
     assert ((CLASSES, HIDDEN) in watch.products) == wanted[1]
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
@@ -184,7 +184,7 @@ def test_only_what_is_wanted(wanted):
 
 
 def test_it_never_holds_all_logits(monkeypatch):
-    monkeypatch.setattr(linear, "_LEAST_MEMORY", 130 * 1000 * 4)
+    monkeypatch.setattr(chunks, "_LEAST_MEMORY", 130 * 1000 * 4)
     options = {"bias": None, "class_weight": None, "scale": None, "ignore_index": -100}
     options |= {"label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "accum_dtype": None}
     call = Call(
@@ -192,9 +192,9 @@ def test_it_never_holds_all_logits(monkeypatch):
     )
     with_gradient = Call(**vars(call), mean=True, for_x=True, for_weight=True, for_bias=False)
     for run in (
-        lambda: linear._losses(call, linear._fill),
+        lambda: chunks.losses(call, linear._fill),
         lambda: linear._reference(call),
-        lambda: linear._with_gradient(
+        lambda: chunks.with_gradient(
             with_gradient, linear._fill, tiercel.ops.loss.reference.mean_scale
         ),
     ):
@@ -203,14 +203,14 @@ def test_it_never_holds_all_logits(monkeypatch):
         assert 100 * 1000 * 4 <= watch.most < 150 * 1000 * 4
 
 
-def chunks(rows, hidden, classes, dtype=torch.bfloat16, accum=None, for_weight=True):
+def divided(rows, hidden, classes, dtype=torch.bfloat16, accum=None, for_weight=True):
     with torch.device("meta"):
         call = Call(
             x=torch.empty(rows, hidden, dtype=dtype),
             weight=torch.empty(classes, hidden, dtype=dtype),
             accum_dtype=accum,
         )
-    return linear._chunks(call, for_weight)
+    return chunks.divide(call, for_weight)
 
 
 @pytest.mark.parametrize("accum", [None, torch.float32, torch.bfloat16])
@@ -218,7 +218,7 @@ def chunks(rows, hidden, classes, dtype=torch.bfloat16, accum=None, for_weight=T
 @pytest.mark.parametrize("classes", [1, 1000, 32000, 50257, 128256, 151936, 262144])
 def test_the_memory_of_chunks(classes, hidden, accum):
     for rows in (0, 1, 100, 2048, 4097, 8192, 16384, 100_003):
-        found = chunks(rows, hidden, classes, accum=accum)
+        found = divided(rows, hidden, classes, accum=accum)
         assert found.rows * found.count >= rows > found.rows * (found.count - 1) or rows == 0
         assert found.rows % 128 == 0 or found.rows == rows
         assert found.stride >= classes and found.stride * 2 % 128 == 0
@@ -232,15 +232,15 @@ def test_the_memory_of_chunks(classes, hidden, accum):
 
 
 def test_how_shapes_of_models_are_divided():
-    assert chunks(8192, 4096, 128256)[:2] == (4096, 2)
-    assert chunks(16384, 2048, 151936)[:2] == (2048, 8)
-    assert chunks(4096, 8192, 128256)[:2] == (4096, 1)
-    small = chunks(16384, 2048, 32000)
+    assert divided(8192, 4096, 128256)[:2] == (4096, 2)
+    assert divided(16384, 2048, 151936)[:2] == (2048, 8)
+    assert divided(4096, 8192, 128256)[:2] == (4096, 1)
+    small = divided(16384, 2048, 32000)
     assert small.wide and small.rows >= 1024
-    assert chunks(16384, 4096, 32000).wide and chunks(16384, 1024, 128256).wide
-    assert chunks(8192, 4096, 128256).apart and not chunks(4096, 8192, 128256).apart
-    assert not chunks(16384, 2048, 128256, torch.float32).wide
-    assert not chunks(16384, 2048, 32000, for_weight=False).wide
+    assert divided(16384, 4096, 32000).wide and divided(16384, 1024, 128256).wide
+    assert divided(8192, 4096, 128256).apart and not divided(4096, 8192, 128256).apart
+    assert not divided(16384, 2048, 128256, torch.float32).wide
+    assert not divided(16384, 2048, 32000, for_weight=False).wide
 
 
 def test_it_is_the_functions_of_pytorch():
@@ -330,7 +330,7 @@ def test_what_targets_add_is_rounded_once(memory):
         by = torch.randn(ROWS, generator=generator)
         sums = torch.randn(CLASSES, HIDDEN, generator=generator).bfloat16()
         due = sums.float().index_add(0, target, by[:, None] * x.float())
-        linear._add_targets(sums, x, target, by, memory)
+        chunks.add_targets(sums, x, target, by, memory)
         torch.testing.assert_close(sums.float(), due, rtol=2**-8, atol=1e-6)
 
 

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tiercel
 from tiercel.core.spec import Call
-from tiercel.ops.loss import linear
+from tiercel.ops.loss import chunks
 
 pytestmark = [pytest.mark.torch, pytest.mark.gpu, pytest.mark.usefixtures("no_fallback")]
 
@@ -32,7 +32,7 @@ def gradients(function, x, weight, target, bias, dtype=None, **options):
         for t in (x, weight, bias)
     ]
     loss = function(leaves[0], leaves[1], target, leaves[2], **options)
-    upstream = torch.linspace(2, 0.5, loss.numel(), device="cuda").to(loss.dtype).view(loss.shape)
+    upstream = torch.linspace(1, 0.5, loss.numel(), device="cuda").to(loss.dtype).view(loss.shape)
     grads = torch.autograd.grad(loss, [leaf for leaf in leaves if leaf is not None], upstream)
     return loss.detach(), grads
 
@@ -56,8 +56,8 @@ def distance(found, due):
 def few_rows(monkeypatch, rows, classes, size):
     """Chunks of that many rows, and no memory for float32 sums."""
     stride = -(-classes * size // 128) * 128
-    monkeypatch.setattr(linear, "_LEAST_MEMORY", rows * stride)
-    monkeypatch.setattr(linear, "_TILE", 1)
+    monkeypatch.setattr(chunks, "_LEAST_MEMORY", rows * stride)
+    monkeypatch.setattr(chunks, "_TILE", 1)
 
 
 def reductions(dtype):
@@ -96,7 +96,7 @@ def test_small(dtype, chunk, classes, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("chunk", [64, 200, 500])
+@pytest.mark.parametrize("chunk", [64, 200, 1000])
 @pytest.mark.parametrize("frequent", [False, True])
 def test_several_chunks_round_no_more_than_one(dtype, chunk, frequent, monkeypatch):
     """Without memory for float32 sums; targets of which most differ, or few are most."""
@@ -106,7 +106,7 @@ def test_several_chunks_round_no_more_than_one(dtype, chunk, frequent, monkeypat
         target = (target.double() / classes).pow(8).mul(classes).long().clamp(min=0)
     few_rows(monkeypatch, chunk, classes, 2)
     call = Call(x=x, weight=weight, accum_dtype=None)
-    assert linear._chunks(call, True).apart == (chunk < 500)
+    assert chunks.divide(call, True).apart == (chunk < 1000)
     _, due = gradients(exact, x, weight, target, None, torch.float64, reduction="sum")
     _, grads = gradients(tiercel.linear_cross_entropy, x, weight, target, None, reduction="sum")
     _, theirs = gradients(of_torch, x, weight, target, None, reduction="sum")
@@ -274,12 +274,32 @@ def test_it_does_not_wait():
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_group_of_one(reduction, tmp_path, monkeypatch):
+    """It reads the logits twice: once for the log-sum that ranks exchange."""
+    from torch import distributed as dist
+
+    x, weight, target, bias = problem(300, 64, 4099)
+    few_rows(monkeypatch, 128, 4099, 2)
+    options = {"reduction": reduction, "z_loss": 1e-3, "softcap": 5.0}
+    due_loss, due = gradients(tiercel.linear_cross_entropy, x, weight, target, bias, **options)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        options["group"] = dist.group.WORLD
+        loss, grads = gradients(tiercel.linear_cross_entropy, x, weight, target, bias, **options)
+    finally:
+        dist.destroy_process_group()
+    torch.testing.assert_close(loss, due_loss, rtol=1e-5, atol=1e-5)
+    for grad, due_grad in zip(grads, due, strict=True):
+        assert distance(grad, due_grad.double()) <= 2**-8
+
+
 def test_explain():
     x, weight, target, _ = problem(8192, 64, 128256)
     plan = tiercel.explain(tiercel.linear_cross_entropy, x, weight, target)
     assert "chunk" in str(plan)
     call = Call(x=x, weight=weight, accum_dtype=None)
-    assert linear._chunks(call, True).count == 5
+    assert chunks.divide(call, True).count == 5
 
 
 def test_too_many_classes():

@@ -142,7 +142,7 @@ def _from_gradient(ctx: Any, by: Tensor | None, _: Any = None) -> dict[str, Tens
     return {"logits": scaled(grad, by, ctx.backend, owned=False)}
 
 
-_CROSS_ENTROPY = _op(
+CROSS_ENTROPY = _op(
     spec.CROSS_ENTROPY,
     "grad",
     reference=lambda call: ref.losses(*_options(call)),
@@ -156,7 +156,7 @@ _WITH_GRADIENT = _op(
     gradient=Gradient(_save_gradient, _from_gradient),
     out=False,
 )
-_IN_PLACE = _op(
+IN_PLACE = _op(
     spec.IN_PLACE,
     "logits",
     reference=_both_in_place,
@@ -196,7 +196,7 @@ def constant(tensor: Tensor | None) -> Tensor | None:
     return tensor.detach() if isinstance(tensor, Tensor) and tensor.requires_grad else tensor
 
 
-@_CROSS_ENTROPY.export
+@CROSS_ENTROPY.export
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -258,7 +258,7 @@ def cross_entropy(
     if not isinstance(inplace, bool):
         raise TypeError(f"cross_entropy: `inplace` must be a bool, got {type(inplace).__name__}")
     weight, scale = constant(weight), constant(scale)
-    op, plain = _CROSS_ENTROPY, logits
+    op, plain = CROSS_ENTROPY, logits
     if torch.is_grad_enabled() and isinstance(logits, Tensor) and logits.requires_grad:
         op, plain = _WITH_GRADIENT, logits.detach()
         if inplace:
@@ -267,7 +267,7 @@ def cross_entropy(
                     "cross_entropy: `inplace` must be False for a leaf that requires grad: its "
                     "gradient cannot take the place of its values"
                 )
-            op = _IN_PLACE
+            op = IN_PLACE
     # `explain` asks for the operator that makes the loss.
     if reduction == "mean" and type(backend) is not ExplainRequest:
         mean = _MEAN(plain, target, weight, ignore_index, backend)
