@@ -26,6 +26,7 @@
 //
 // Nothing depends on how many blocks share a row, so a row's token does not depend on the batch.
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/sampling/philox.cuh"
 #include "kernels/sampling/sample_kernels.h"
@@ -50,6 +51,9 @@ constexpr int kBinBits = 9;
 static_assert(1 << kBinBits == kSampleBins);
 // Rows with as few candidates need no histograms.
 constexpr int kFew = 512;
+// A guess where top-p ends: one in so many of a thread's vectors, and the share it may be off by.
+constexpr int kSampled = 16;
+constexpr float kMargin = 0.03f;
 // Of a row with few segments, each has the maxima of that many groups of lanes.
 constexpr int kGroups = 4;
 constexpr int kGroupedSegments = 64;
@@ -184,12 +188,12 @@ struct Row {
     return d <= limit && fixed(d) <= bound.fixed && __float_as_uint(d) <= bound.bits;
   }
 
-  // Calls f(d) for the tokens of this block whose d is up to the limit.
-  template <typename Function>
+  // Calls f(d) for the tokens of this block whose d is up to the limit, or for one in kStep.
+  template <int kStep = 1, typename Function>
   __device__ __forceinline__ void each(Function f) const {
     const int vectors = (last - first) * (kSampleSegment / kPerVector<Format>);
 #pragma unroll 2
-    for (int v = threadIdx.x; v < vectors; v += kSampleThreads) {
+    for (int v = threadIdx.x; v < vectors; v += kSampleThreads * kStep) {
       uint32_t words[4];
       float values[kPerVector<Format>];
       load_vector(words, &held[v]);
@@ -202,69 +206,172 @@ struct Row {
     }
   }
 
+  // The sum of the values of all threads of the block.
+  __device__ __forceinline__ uint64_t block_sum(uint64_t value) const {
+    value = warp_sum(value);
+    __syncthreads();  // the last sum has been read
+    if (threadIdx.x % 32 == 0) shared.of_warps[threadIdx.x / 32] = value;
+    __syncthreads();
+    value = 0;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) value += shared.of_warps[warp];
+    return value;
+  }
+
+  // Sends the block's number of candidates, and the sum of its threads' values, to all blocks.
+  __device__ __forceinline__ void publish(uint64_t own) const {
+    own = block_sum(own);
+    if (threadIdx.x < args.blocks) {
+      const uint32_t rank = args.blocks > 1 ? cluster_rank() : 0;
+      store_remote(reinterpret_cast<float4*>(&shared.found[rank]), threadIdx.x,
+                   make_float4(__uint_as_float(shared.candidates), 0.0f,
+                               __uint_as_float(static_cast<uint32_t>(own)),
+                               __uint_as_float(static_cast<uint32_t>(own >> 32))));
+    }
+  }
+  // The sum over all blocks, after meet().
+  __device__ __forceinline__ uint64_t published() const {
+    uint64_t all = 0;
+#pragma unroll 1
+    for (uint32_t rank = 0; rank < args.blocks; ++rank) {
+      const uint4 found = shared.found[rank];
+      all += static_cast<uint64_t>(found.w) << 32 | found.z;
+    }
+    return all;
+  }
+
+  // True if no two numbers of the logits' format are within these points.
+  __device__ __forceinline__ bool has_one_value(uint32_t begin, uint32_t extent) const {
+    const float step = origin * (1.0f / (1 << kFixedBits));
+    const float near = largest - begin * step, far = near - (extent + 1) * step;
+    const float least = (near > 0.0f) == (far > 0.0f) ? fminf(fabsf(near), fabsf(far)) : 0.0f;
+    // Neighbours are at least this part of themselves apart.
+    constexpr float kApart = Format::kPerWord == 1              ? 1.0f / (1 << 24)
+                             : std::is_same_v<Format, BFloat16> ? 1.0f / (1 << 8)
+                                                                : 1.0f / (1 << 11);
+    return least * kApart > 2.0f * (extent + 3) * step;
+  }
+
+  // This thread's two bins, added up over the cluster, and their running sum, which begins with 0,
+  // over the block's bins. All blocks get the same. Returns the sum of all bins.
+  __device__ __forceinline__ uint64_t add_bins(bool by_mass, uint32_t (&tokens)[2],
+                                               uint64_t (&amounts)[2], uint64_t* start) const {
+    const uint32_t thread = threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) tokens[i] = 0, amounts[i] = 0;
+#pragma unroll 1
+    for (uint32_t rank = 0; rank < args.blocks; ++rank) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t bin = 2 * thread + i;
+        const uint32_t own = load_remote(&shared.counts[bin], rank);
+        tokens[i] += own;
+        if (by_mass) {
+          amounts[i] += static_cast<uint64_t>(load_remote(&shared.high[bin], rank)) << 32 |
+                        load_remote(&shared.low[bin], rank);
+        } else {
+          amounts[i] += own;
+        }
+      }
+    }
+    uint64_t running = warp_running_sum(amounts[0] + amounts[1]);
+    if (thread % 32 == 31) shared.of_warps[thread / 32] = running;
+    __syncthreads();
+    uint64_t all = 0;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) {
+      if (warp < thread / 32) running += shared.of_warps[warp];
+      all += shared.of_warps[warp];
+    }
+    *start = running - amounts[0] - amounts[1];
+    return all;
+  }
+
+  __device__ __forceinline__ void clear_bins() const {
+    for (int bin = threadIdx.x; bin < kSampleBins; bin += kSampleThreads) {
+      shared.counts[bin] = shared.low[bin] = shared.high[bin] = 0;
+    }
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ void add_to_bin(uint32_t bin, uint32_t mass) const {
+    const uint32_t old = atomicAdd(&shared.low[bin], mass);
+    if (old + mass < old) atomicAdd(&shared.high[bin], 1);
+  }
+
+  // Where the tokens with `share` of the weight probably end, by every 16th token: the first point
+  // and the extent, in fixed point, of a window around it.
+  __device__ __forceinline__ uint2 guess(float share) const {
+    constexpr int kShift = kFixedBits - kBinBits;
+    clear_bins();
+    each<kSampled>([&](float d) { add_to_bin(fixed(d) >> kShift, weight(d)); });
+    meet();
+    uint32_t tokens[2];
+    uint64_t amounts[2], start;
+    const uint64_t all = add_bins(true, tokens, amounts, &start);
+    const uint64_t from = part_of(share - kMargin, all);
+    const uint64_t to = part_of(fminf(share + kMargin, 0.99999994f), all);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint64_t end = start + amounts[i];
+      if (start < from && from <= end) shared.bin = 2 * threadIdx.x + i;
+      if (start < to && to <= end) shared.tokens = 2 * threadIdx.x + i;
+      start = end;
+    }
+    meet();
+    return make_uint2(shared.bin << kShift, ((shared.tokens - shared.bin + 1) << kShift) - 1);
+  }
+
   // The least bound at which the tokens within `bound` are `target` tokens, or have that weight. A
-  // target of 0 is `share` of their weight.
-  __device__ __forceinline__ Bound select(Bound bound, bool by_mass, uint64_t target,
-                                          float share) const {
+  // target of 0 is `share` of their weight. The search begins in a window of d in fixed point.
+  __device__ __forceinline__ Bound select(Bound bound, bool by_mass, uint64_t target, float share,
+                                          uint2 window) const {
     const uint32_t thread = threadIdx.x;
     bool in_bits = false;  // of d itself, among those with the same d in fixed point
-    uint32_t same = 0, lowest = 0, extent = (1u << kFixedBits) - 1;
-    int shift = kFixedBits - kBinBits;
+    uint32_t same = 0, lowest = window.x, extent = window.y;
+    uint32_t below = lowest;  // tokens below this point are added up, but have no bins
+    int shift = max(32 - __clz(extent) - kBinBits, 0);
     uint64_t before = 0;
-    for (bool begins = true;; begins = false) {
-      for (int bin = thread; bin < kSampleBins; bin += kSampleThreads) {
-        shared.counts[bin] = shared.low[bin] = shared.high[bin] = 0;
-      }
-      __syncthreads();
+    for (bool begins = true;;) {
+      clear_bins();
+      uint64_t own = 0;
       each([&](float d) {
         const uint32_t point = fixed(d), bits = __float_as_uint(d);
         if (point > bound.fixed || bits > bound.bits || (in_bits && point != same)) return;
+        if (point < below) {
+          own += weight(d);
+          return;
+        }
         const uint32_t place = (in_bits ? bits : point) - lowest;
         if (place > extent) return;
         const uint32_t bin = place >> shift;
         atomicAdd(&shared.counts[bin], 1);
-        if (by_mass) {
-          const uint32_t mass = weight(d);
-          const uint32_t old = atomicAdd(&shared.low[bin], mass);
-          if (old + mass < old) atomicAdd(&shared.high[bin], 1);
-        }
+        if (by_mass) add_to_bin(bin, weight(d));
       });
+      if (below > 0) publish(own);
       meet();
-      // Each thread has two bins.
-      uint32_t tokens[2] = {};
-      uint64_t amounts[2] = {};
-#pragma unroll 1
-      for (uint32_t rank = 0; rank < args.blocks; ++rank) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const uint32_t bin = 2 * thread + i;
-          const uint32_t own = load_remote(&shared.counts[bin], rank);
-          tokens[i] += own;
-          if (by_mass) {
-            amounts[i] += static_cast<uint64_t>(load_remote(&shared.high[bin], rank)) << 32 |
-                          load_remote(&shared.low[bin], rank);
-          } else {
-            amounts[i] += own;
-          }
-        }
+      if (below > 0) before = published();
+      uint32_t tokens[2];
+      uint64_t amounts[2], start;
+      const uint64_t all = add_bins(by_mass, tokens, amounts, &start);
+      if (below > 0 && (target <= before || target > before + all)) {
+        // The window was wrong: the search begins again with all.
+        below = lowest = 0, before = 0;
+        extent = (1u << kFixedBits) - 1;
+        shift = kFixedBits - kBinBits;
+        meet();
+        continue;
       }
-      uint64_t running = warp_running_sum(amounts[0] + amounts[1]);
-      if (thread % 32 == 31) shared.of_warps[thread / 32] = running;
-      __syncthreads();
-      uint64_t all = 0;
-#pragma unroll
-      for (int warp = 0; warp < kWarps; ++warp) {
-        if (warp < thread / 32) running += shared.of_warps[warp];
-        all += shared.of_warps[warp];
-      }
-      if (begins) {
+      if (below == 0 && begins) {
         if (target == 0) target = part_of(share, all);
         if (all < target) {
           meet();
           return bound;
         }
       }
-      const uint64_t start = before + running - amounts[0] - amounts[1];
+      below = 0;
+      begins = false;
+      start += before;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const uint64_t from = i == 0 ? start : start + amounts[0];
@@ -281,7 +388,7 @@ struct Row {
       const uint32_t end = begin + extent;
       before = shared.before;
       const bool whole = shared.tokens == 1 || (!by_mass && before + shared.amount == target) ||
-                         (in_bits && shift == 0);
+                         (in_bits ? shift == 0 : has_one_value(begin, extent));
       if (whole) {
         if (in_bits) {
           bound.fixed = min(bound.fixed, same);
@@ -376,18 +483,6 @@ struct Row {
     return segment * kSampleSegment + max(last_with, 0);
   }
 
-  // The sum of the values of all threads of the block.
-  __device__ __forceinline__ uint64_t block_sum(uint64_t value) const {
-    value = warp_sum(value);
-    __syncthreads();  // the last sum has been read
-    if (threadIdx.x % 32 == 0) shared.of_warps[threadIdx.x / 32] = value;
-    __syncthreads();
-    value = 0;
-#pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) value += shared.of_warps[warp];
-    return value;
-  }
-
   // Lists the tokens up to the limit, if they are few, in the first block; returns how many of the
   // row there are, and the sum of their weights.
   __device__ __forceinline__ uint32_t gather(uint64_t* mass) const {
@@ -406,33 +501,25 @@ struct Row {
       for (float x : values) most = fmaxf(most, x);
       if (!(distance(most) <= limit)) continue;
       if (*const_cast<volatile uint32_t*>(&shared.candidates) > kFew) break;
-#pragma unroll 1
+      uint32_t hits = 0;
+#pragma unroll
       for (int i = 0; i < kPerVector<Format>; ++i) {
-        const int column = (first * kSampleSegment + v * kPerVector<Format>)+i;
+        hits |= distance(values[i]) <= limit ? 1u << i : 0;
+      }
+      for (; hits != 0; hits &= hits - 1) {
+        const int column = first * kSampleSegment + v * kPerVector<Format> + __ffs(hits) - 1;
         const float d = distance(value_at(column));
-        if (!(d <= limit)) continue;
         const uint32_t place = atomicAdd(&shared.candidates, 1);
         if (place < kFew) shared.few[place] = {d, column};
         own += weight(d);
       }
     }
-    own = block_sum(own);
-    if (threadIdx.x < args.blocks) {
-      const float4 found = make_float4(__uint_as_float(shared.candidates), 0.0f,
-                                       __uint_as_float(static_cast<uint32_t>(own)),
-                                       __uint_as_float(static_cast<uint32_t>(own >> 32)));
-      store_remote(reinterpret_cast<float4*>(&shared.found[args.blocks > 1 ? cluster_rank() : 0]),
-                   threadIdx.x, found);
-    }
+    publish(own);
     meet();
     uint32_t all = 0;
-    *mass = 0;
 #pragma unroll 1
-    for (uint32_t rank = 0; rank < args.blocks; ++rank) {
-      const uint4 found = shared.found[rank];
-      all += min(found.x, kFew + 1);
-      *mass += static_cast<uint64_t>(found.w) << 32 | found.z;
-    }
+    for (uint32_t rank = 0; rank < args.blocks; ++rank) all += min(shared.found[rank].x, kFew + 1);
+    *mass = published();
     return all;
   }
 
@@ -454,45 +541,52 @@ struct Row {
   __device__ __forceinline__ void choose(int count, int top_k, float top_p, uint64_t whole,
                                          uint64_t random) const {
     constexpr int kOwn = kFew / kSampleThreads;
-    uint64_t kept = 0;
-#pragma unroll
-    for (int n = 0; n < kOwn; ++n) {
-      const int i = threadIdx.x + n * kSampleThreads;
-      if (i < count) shared.weights[i] = weight(shared.few[i].d);
+    const int thread = threadIdx.x;
+    // Neighbouring threads share a candidate where there are enough threads.
+    const int share = count <= kSampleThreads / 8   ? 8
+                      : count <= kSampleThreads / 4 ? 4
+                      : count <= kSampleThreads / 2 ? 2
+                                                    : 1;
+    const int part = thread % share;
+    const auto candidate = [&](int n) { return thread / share + n * kSampleThreads; };
+    for (int i = thread; i < count; i += kSampleThreads) {
+      shared.weights[i] = weight(shared.few[i].d);
     }
     __syncthreads();
     uint32_t own[kOwn] = {};
     uint64_t above[kOwn] = {};
+    uint64_t kept = 0;
 #pragma unroll
     for (int n = 0; n < kOwn; ++n) {
-      const int i = threadIdx.x + n * kSampleThreads;
-      if (i >= count) break;
-      const float d = shared.few[i].d;
+      const int i = candidate(n);
+      const float d = i < count ? shared.few[i].d : 0.0f;
       int larger = 0;
 #pragma unroll 4
-      for (int j = 0; j < count; ++j) {
+      for (int j = i < count ? part : count; j < count; j += share) {
         const bool is_larger = shared.few[j].d < d;
         larger += is_larger ? 1 : 0;
         above[n] += is_larger ? shared.weights[j] : 0;
       }
-      own[n] = top_k == 0 || larger < top_k ? shared.weights[i] : 0;
-      kept += own[n];
+      for (int offset = share / 2; offset > 0; offset /= 2) {
+        larger += __shfl_xor_sync(kFullWarp, larger, offset);
+        above[n] += __shfl_xor_sync(kFullWarp, above[n], offset);
+      }
+      if (i < count) own[n] = top_k == 0 || larger < top_k ? shared.weights[i] : 0;
+      kept += part == 0 ? own[n] : 0;
     }
-    kept = block_sum(kept);
     if (top_p < 1.0f) {
-      const uint64_t target = part_of(top_p, whole == 0 ? kept : whole);
+      const uint64_t target = part_of(top_p, whole == 0 ? block_sum(kept) : whole);
       kept = 0;
 #pragma unroll
       for (int n = 0; n < kOwn; ++n) {
         if (above[n] >= target) own[n] = 0;
-        kept += own[n];
+        kept += part == 0 ? own[n] : 0;
       }
-      kept = block_sum(kept);
     }
+    kept = block_sum(kept);  // all have read the weights
 #pragma unroll
     for (int n = 0; n < kOwn; ++n) {
-      const int i = threadIdx.x + n * kSampleThreads;
-      if (i < count) shared.weights[i] = own[n];
+      if (candidate(n) < count && part == 0) shared.weights[candidate(n)] = own[n];
     }
     __syncthreads();
     const uint64_t target = __umul64hi(random, kept);
@@ -500,13 +594,15 @@ struct Row {
     float d = 0.0f;
 #pragma unroll
     for (int n = 0; n < kOwn; ++n) {
-      const int i = threadIdx.x + n * kSampleThreads;
-      if (i >= count || own[n] == 0) continue;
-      const Candidate mine = shared.few[i];
+      const int i = candidate(n);
+      const Candidate mine = i < count ? shared.few[i] : Candidate{0.0f, -1};
       uint64_t before = 0;
 #pragma unroll 4
-      for (int j = 0; j < count; ++j) {
+      for (int j = i < count ? part : count; j < count; j += share) {
         before += shared.few[j].column < mine.column ? shared.weights[j] : 0;
+      }
+      for (int offset = share / 2; offset > 0; offset /= 2) {
+        before += __shfl_xor_sync(kFullWarp, before, offset);
       }
       if (before <= target && target - before < own[n]) column = mine.column, d = mine.d;
     }
@@ -602,11 +698,16 @@ struct Changes {
 };
 
 template <typename Format, bool kPenalties>
-__global__ void __launch_bounds__(kSampleThreads, kPenalties ? 2 : 3)
+constexpr int kBlocksPerSm = kPenalties || Format::kBytes == 4 ? 2 : 4;
+
+template <typename Format, bool kPenalties>
+__global__ void __launch_bounds__(kSampleThreads, (kBlocksPerSm<Format, kPenalties>))
     sample(const __grid_constant__ SampleArgs args) {
   using Held = std::conditional_t<kPenalties, Float32, Format>;
   constexpr int kColumns = kPerVector<Format>;  // of a vector
   constexpr int kVectors = kSampleSegment / 32 / kColumns;
+  // With penalties there are no registers for the next segment while one is added up.
+  constexpr bool kAhead = !kPenalties;
   extern __shared__ uint4 memory[];
   __shared__ Shared shared;
   if (args.blocks > 1) cluster_arrive_relaxed();
@@ -705,8 +806,7 @@ __global__ void __launch_bounds__(kSampleThreads, kPenalties ? 2 : 3)
 #pragma unroll
       for (float x : values[i]) most = max_or_nan(most, x);
     }
-    // With penalties there are no registers for the next segment yet.
-    if (!kPenalties && segment + kWarps < last) load(words, segment + kWarps);
+    if (kAhead && segment + kWarps < last) load(words, segment + kWarps);
     if (grouped && filters) {
       float group = most;
 #pragma unroll
@@ -739,7 +839,7 @@ __global__ void __launch_bounds__(kSampleThreads, kPenalties ? 2 : 3)
       store_remote(&row.segments[segment], lane, make_float2(most, sum));
       if (args.logprobs != nullptr) store_remote(&row.sums[segment], lane, plain);
     }
-    if (kPenalties && segment + kWarps < last) load(words, segment + kWarps);
+    if (!kAhead && segment + kWarps < last) load(words, segment + kWarps);
   }
   row.meet();
 
@@ -798,15 +898,19 @@ __global__ void __launch_bounds__(kSampleThreads, kPenalties ? 2 : 3)
     const float limit = row.limit;
     if (0 < least && least <= groups) {
       const auto top = [&](int g) { return grouped ? shared.tops[g] : row.segments[g].x; };
-      for (int g = threadIdx.x; g < groups; g += kSampleThreads) {
-        const float own = top(g);
+      // Two threads count for a group where there are enough threads.
+      const int share = groups <= kSampleThreads / 2 ? 2 : 1;
+      for (int begin = 0; begin < groups; begin += kSampleThreads / share) {
+        const int g = begin + threadIdx.x / share;
+        const float own = top(min(g, groups - 1));
         int above = 0;
 #pragma unroll 8
-        for (int other = 0; other < groups; ++other) {
+        for (int other = threadIdx.x % share; other < groups; other += share) {
           const float x = top(other);
           above += x > own || (x == own && other < g) ? 1 : 0;
         }
-        if (above == least - 1) shared.bound = row.distance(own);
+        if (share == 2) above += __shfl_xor_sync(kFullWarp, above, 1);
+        if (g < groups && above == least - 1) shared.bound = row.distance(own);
       }
       __syncthreads();
       row.limit = fminf(row.limit, shared.bound);
@@ -821,9 +925,11 @@ __global__ void __launch_bounds__(kSampleThreads, kPenalties ? 2 : 3)
     }
     if (!by_count) row.limit = limit;
     row.origin = __uint_as_float((__float_as_uint(row.limit) & 0x7f800000u) + 0x00800000u);
-    if (by_count) bound = row.select(bound, false, top_k, 0.0f);
+    uint2 window = make_uint2(0, (1u << kFixedBits) - 1);
+    if (by_count) bound = row.select(bound, false, top_k, 0.0f, window);
     if (by_mass) {
-      bound = row.select(bound, true, whole > 0 ? part_of(top_p, whole) : 0, top_p);
+      if (whole > 0) window = row.guess(top_p);
+      bound = row.select(bound, true, whole > 0 ? part_of(top_p, whole) : 0, top_p, window);
     }
 #pragma unroll 1
     for (int segment = first + warp; segment < last; segment += kWarps) {

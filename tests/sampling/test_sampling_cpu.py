@@ -117,6 +117,7 @@ def test_numbers_and_tensors_are_the_same():
     assert torch.equal(tiercel.sample(logits, counts=counts, seed=seeds, **tensors), due)
     assert torch.equal(tiercel.sample(logits, counts=counts, seeds=seeds, **named), due)
     assert torch.equal(ref.sample(logits, counts=counts, seeds=seeds, **given), due)
+    assert torch.equal(ref.sample(logits, counts=counts, seed=seeds, **tensors), due)
 
 
 def test_seeds():

@@ -108,15 +108,15 @@ def sample(
     counts: Tensor | None = None,
     prompt: Tensor | None = None,
     allowed: Tensor | None = None,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    seed: int = 0,
-    offset: int = 0,
-    repetition_penalty: float = 1.0,
-    presence_penalty: float = 0.0,
-    frequency_penalty: float = 0.0,
+    temperature: float | Tensor = 1.0,
+    top_k: int | Tensor = 0,
+    top_p: float | Tensor = 1.0,
+    min_p: float | Tensor = 0.0,
+    seed: int | Tensor = 0,
+    offset: int | Tensor = 0,
+    repetition_penalty: float | Tensor = 1.0,
+    presence_penalty: float | Tensor = 0.0,
+    frequency_penalty: float | Tensor = 0.0,
     indices_dtype: torch.dtype = torch.int32,
     return_logprobs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -124,8 +124,14 @@ def sample(
     rows, count = logits.shape
     device = logits.device
 
-    def of_rows(given: Tensor | None, number: float, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.full((rows,), number, dtype=dtype, device=device) if given is None else given
+    def of_rows(
+        given: Tensor | None, number: float | Tensor, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        if given is not None:
+            return given
+        if isinstance(number, Tensor):
+            return number
+        return torch.full((rows,), number, dtype=dtype, device=device)
 
     x = penalised(
         logits,
@@ -141,7 +147,7 @@ def sample(
     weights = kept_weights(
         x,
         torch.where(greedy, 1.0, temperatures),
-        of_rows(top_ks, min(top_k, 2**31 - 1), torch.int32),
+        of_rows(top_ks, top_k, torch.int64),
         of_rows(top_ps, top_p),
         of_rows(min_ps, min_p),
     )
@@ -149,7 +155,7 @@ def sample(
     u = uniform(
         of_rows(seeds, seed, torch.int64),
         of_rows(offsets, offset, torch.int64),
-        stream if seeds is None else torch.zeros_like(stream),
+        stream if seeds is None and not isinstance(seed, Tensor) else torch.zeros_like(stream),
     )
     running = weights.cumsum(-1)
     place = torch.arange(count, device=device)
