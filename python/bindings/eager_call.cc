@@ -32,7 +32,7 @@ constexpr Py_ssize_t kMaxTensors = 16;
 constexpr Py_ssize_t kMaxOutputs = 5;
 constexpr Py_ssize_t kMaxSlots = 32;
 constexpr Py_ssize_t kMaxSizes = 4;
-constexpr Py_ssize_t kMaxRules = 8;
+constexpr Py_ssize_t kMaxRules = 16;
 
 // The type of EagerCall, for IsEagerCall.
 PyTypeObject* eager_call_type = nullptr;
@@ -182,11 +182,16 @@ PyObject* Recover(const EagerCall* self, PyObject* const* args) {
 
 bool CountAsWritten(const EagerCall* self, PyObject* const* args) {
   const Py_ssize_t count = PyTuple_GET_SIZE(self->mutated);
-  PyObject* written = PyTuple_New(count);
-  if (written == nullptr) return false;
+  std::array<PyObject*, kMaxTensors> given;
+  Py_ssize_t given_count = 0;
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* tensor = args[PyLong_AsSsize_t(PyTuple_GET_ITEM(self->mutated, i))];
-    PyTuple_SET_ITEM(written, i, Py_NewRef(tensor));
+    if (tensor != Py_None) given[given_count++] = tensor;
+  }
+  PyObject* written = PyTuple_New(given_count);
+  if (written == nullptr) return false;
+  for (Py_ssize_t i = 0; i < given_count; ++i) {
+    PyTuple_SET_ITEM(written, i, Py_NewRef(given[i]));
   }
   PyObject* none = PyObject_CallOneArg(self->increment_version, written);
   Py_DECREF(written);

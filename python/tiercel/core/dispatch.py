@@ -285,7 +285,7 @@ class Operator:
         self.check_tensors(args)
         # torch negates what is read of such a view, but cannot do so with what is written to it.
         for i in self._mutated:
-            if args[i].is_neg():
+            if args[i] is not None and args[i].is_neg():
                 raise ValueError(
                     f"{self.variant_of}: `{self.argument_names[i]}` must hold its own values, got "
                     "a negated view (Tensor.resolve_neg() makes a copy)"
@@ -305,7 +305,7 @@ class Operator:
         else:
             outputs = self._run_resolved(name, args)
         if self._mutated:
-            torch._C._increment_version([args[i] for i in self._mutated])
+            torch._C._increment_version([args[i] for i in self._mutated if args[i] is not None])
         return outputs
 
     def check_indices(self, args: tuple[Any, ...]) -> None:
