@@ -7,65 +7,14 @@
 #include <cstdint>
 
 #include "kernels/rotary/element_formats.cuh"
+#include "kernels/rotary/float8_store.cuh"
 #include "kernels/rotary/integers.cuh"
 #include "kernels/rotary/rotary_kernels.h"
 #include "kernels/sm90/grid_dependency.cuh"
-#include "kernels/sm90/narrow_floats.cuh"
 #include "kernels/sm90/prefetch.h"
 
 namespace tiercel {
 namespace {
-
-// The divisor of values that become float8.
-struct Divisor {
-  float scale, inverse;
-  bool one;
-  bool plain;  // neither overflow nor underflow is possible, and the scale is not just below a
-               // power of two
-};
-
-__device__ __forceinline__ Divisor divisor_of(const float* scales, bool per_head, int head) {
-  if (scales == nullptr) return {1.0f, 1.0f, true, true};
-  const float scale = scales[per_head ? head : 0];
-  const bool plain =
-      scale >= 0x1p-60f && scale <= 0x1p60f && (__float_as_uint(scale) & 0x7fffffu) != 0x7fffffu;
-  return {scale, __frcp_rn(scale), false, plain};
-}
-
-// x / scale for a plain scale: x * (1 / scale) and one Newton step. Rounded to float8 it equals the
-// correctly rounded quotient, because no quotient of an x with at most 11 bits is close enough to a
-// boundary between two float8. (Tested: all bfloat16 and float16, 700 scales.)
-__device__ __forceinline__ float quotient(float x, const Divisor& divisor) {
-  const float near = x * divisor.inverse;
-  const float refined = fmaf(fmaf(-near, divisor.scale, x), divisor.inverse, near);
-  return copysignf(fabsf(near) < 512.0f ? refined : near,
-                   x);  // handles infinities; zeros keep their sign
-}
-
-template <typename Element, int kElements>
-__device__ __forceinline__ void store_float8(char* to, const Packed<Element, kElements>& x,
-                                             const Divisor& divisor) {
-  float quotients[kElements];
-#pragma unroll
-  for (int i = 0; i < kElements; ++i) quotients[i] = x[i];
-  if (!divisor.one) {
-    if (divisor.plain) {
-#pragma unroll
-      for (int i = 0; i < kElements; ++i) quotients[i] = quotient(x[i], divisor);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kElements; ++i) quotients[i] = __fdiv_rn(quotients[i], divisor.scale);
-    }
-  }
-  if constexpr (kElements == 1) {
-    *to = static_cast<char>(float2_to_e4m3x2(quotients[0], 0.0f));
-  } else {
-    uint32_t words[kElements / 4];
-#pragma unroll
-    for (int w = 0; w < kElements / 4; ++w) words[w] = float4_to_e4m3x4(quotients + w * 4);
-    store_vector(to, words);
-  }
-}
 
 // A block covers vectors x tokens, the grid tokens x vectors.
 template <typename Element, bool kToFloat8, int kElements>
@@ -113,8 +62,8 @@ __global__ void __launch_bounds__(kKvCacheThreads)
                    place * args.value_strides[1] + head * args.value_strides[2] +
                    vector * kOutBytes;
   if constexpr (kToFloat8) {
-    store_float8(key_to, key, of_key);
-    store_float8(value_to, value, of_value);
+    store_float8<kElements>(key_to, key, of_key);
+    store_float8<kElements>(value_to, value, of_value);
   } else {
     key.store(key_to);
     value.store(value_to);

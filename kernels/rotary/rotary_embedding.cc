@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <string>
 
+#include "kernels/rotary/kv_cache_prepare.h"
 #include "kernels/rotary/rotary_kernels.h"
 #include "kernels/sm90/checks.h"
 #include "kernels/sm90/kernel_table.h"
@@ -20,13 +21,6 @@ struct Choice {
   Dim3 grid;
   Dim3 block;
 };
-
-Status check_inner(const Argument& argument) {
-  const TensorView& view = argument.view;
-  if (view.shape[2] <= 1 || view.strides[2] == 1) return Status();
-  return Status::Unimplemented(mismatch(argument, "be contiguous in its last dimension",
-                                        "strides " + shape_text(view.strides, view.ndim)));
-}
 
 Status check(const RotaryCall& t) {
   const Argument positions{kOp, "positions", *t.positions}, q{kOp, "q", *t.q}, k{kOp, "k", *t.k};
@@ -66,10 +60,6 @@ Status check(const RotaryCall& t) {
   TIERCEL_RETURN_IF_ERROR(check_contiguous(cache));
   for (const Argument& heads : {q, k, q_out, k_out}) TIERCEL_RETURN_IF_ERROR(check_inner(heads));
   return Status();
-}
-
-HeadsOfTokens heads_of(const TensorView& view) {
-  return {static_cast<char*>(view.data), step_along(view, 0), step_along(view, 1)};
 }
 
 bool in_place(const HeadsOfTokens& a, const HeadsOfTokens& b) {

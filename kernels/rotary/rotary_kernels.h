@@ -84,6 +84,45 @@ inline constexpr int kKvCacheThreads = 128;  // at most
 
 const KvCacheKernel* kv_cache_kernels(int* count);
 
+struct QkNormRopeCacheArgs {
+  HeadsOfTokens q, q_out;
+  KvCacheArgs cache;  // with the keys and values
+  const void* positions;
+  const char* angles;    // rows of cosines, then sines
+  const char* q_weight;  // null: no norm
+  const char* k_weight;
+  const float* q_scale;  // null means 1
+  float eps;
+  float inverse_size;      // 1 / D
+  uint32_t last_position;  // of `angles`; positions beyond it and below 0 use the nearest row
+  int q_heads;
+  int kv_heads;
+  int heads;    // of q, k and v together
+  int rotated;  // elements per head
+  int turning;  // places per head that are rotated, which come first
+  int rest;     // vectors per head that are only copied
+  bool q_scale_per_head;
+  bool float8_q;
+  bool float8_cache;
+  bool wide_positions;  // int64
+  bool wide_angles;     // float32
+  bool wide_q_weight;
+  bool wide_k_weight;
+};
+
+struct QkNormRopeCacheKernel {
+  DType dtype;
+  bool interleaved;
+  bool float8;  // q_out, the cache, or both
+  int heads;    // per thread
+  Kernel kernel;
+};
+
+inline constexpr int kQkMostThreads = 256;
+inline constexpr int kQkMostHeads = 2;  // per thread
+
+const QkNormRopeCacheKernel* qk_norm_rope_cache_kernels(int* count);
+
 }  // namespace tiercel
 
 #endif  // KERNELS_ROTARY_ROTARY_KERNELS_H_

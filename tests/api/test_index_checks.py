@@ -89,6 +89,13 @@ def whole_moe_fp8(**changes):
     return named | changes
 
 
+def fused(**changes):
+    named = {name: torch.randn(3, 2, 16).bfloat16() for name in ("q", "k", "v", "q_out")}
+    named |= {n: torch.zeros(2, 4, 2, 16).bfloat16() for n in ("key_cache", "value_cache")}
+    named |= {"slots": int32(0, 1, 2), "positions": int32(0, 1, 2)}
+    return named | {"cos_sin_cache": torch.randn(64, 16)} | changes
+
+
 _LISTS = {
     "sorted_token_ids": int32(0, 1, 2, 3, 2, 4, 4, 4, 4),
     "expert_ids": int32(2, -1, -1),
@@ -157,6 +164,8 @@ WRONG = [
         f"from 0 to 7, or -1 for none, got {2**40} at [1]",
     ),
     ("kv_cache_write", cache_write, "slots", int32(-1, 7, -2), "got -2 at [2]"),
+    ("qk_norm_rope_cache", fused, "slots", int32(-1, 8, 0), "from 0 to 7, or -1 for none, got 8"),
+    ("qk_norm_rope_cache", fused, "positions", int32(64, 0, 1), "from 0 to 63, got 64 at [0]"),
     (
         "moe_align_block_size",
         align,

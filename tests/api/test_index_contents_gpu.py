@@ -62,6 +62,25 @@ def test_rotary_embedding_and_kv_cache_write(wide):
 
 
 @pytest.mark.sanitize
+@pytest.mark.parametrize("wide", [False, True])
+def test_qk_norm_rope_cache(wide):
+    q, k, angles = normal(64, 8, 128), normal(64, 2, 128), normal(40, 128, dtype=torch.float32)
+    positions = strays(torch.arange(64) % 40, 40, wide)
+    slots = strays(torch.randperm(80)[:64], 80, wide)
+    made = [between_others(torch.zeros_like(q))]
+    made += [between_others(normal(5, 16, 2, 128)) for _ in range(2)]
+    written = [tensor for tensor, _ in made]
+    due = [tensor.clone() for tensor in written]
+    weight = torch.rand(128, device="cuda")
+    rest = (slots, positions, angles, weight, weight)
+    ref.qk_norm_rope_cache(q, k, k, *due, *rest)
+    tiercel.qk_norm_rope_cache(q, k, k, *written, *rest)
+    for one, exact in zip(written, due, strict=True):
+        torch.testing.assert_close(one, exact)
+    assert all(kept() for _, kept in made)
+
+
+@pytest.mark.sanitize
 @pytest.mark.parametrize("ignore", [False, True])
 @pytest.mark.parametrize("tokens", [9, 300, 9000])
 def test_moe_align_block_size(tokens, ignore):

@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore::tiercel.backends.FallbackWarning"),
 ]
-WRITING = ("kv_cache_write", "nvfp4_gemv")
+WRITING = ("kv_cache_write", "nvfp4_gemv", "qk_norm_rope_cache")
 
 
 def close(got, expected):

@@ -22,7 +22,7 @@ pytestmark = [
 ]
 # What these are made of says which argument is wrong.
 OF_OTHERS = {"reduce_sum": "reduce", "fused_mlp": "(gated_linear|linear_act)"}
-WRITING = ("kv_cache_write", "nvfp4_gemv")
+WRITING = ("kv_cache_write", "nvfp4_gemv", "qk_norm_rope_cache")
 
 
 def sparse_coo(like):
@@ -154,6 +154,7 @@ BY_VALUES = {
     "moe_align_block_size",
     "moe_down",
     "moe_up",
+    "qk_norm_rope_cache",
     "topk_softmax_align",
 }
 

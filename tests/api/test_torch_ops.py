@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::tiercel.backends.FallbackWarning"),
 ]
 # They return nothing but what they have written to.
-WRITING = ("kv_cache_write", "nvfp4_gemv")
+WRITING = ("kv_cache_write", "nvfp4_gemv", "qk_norm_rope_cache")
 
 
 def ours(op, values, **more):

@@ -19,6 +19,7 @@ FUZZED = (
     "kv_cache_write",
     "linear_cross_entropy",
     "moe_align_block_size",
+    "qk_norm_rope_cache",
     "rotary_embedding",
     "topk_softmax_align",
 )
@@ -126,6 +127,44 @@ def test_rotary_embedding(case):
         got = given[5:7] if outputs else given[1:3]
     for one, exact in zip(got, due, strict=True):
         torch.testing.assert_close(one, exact, rtol=2**-7, atol=1e-2)
+
+
+@pytest.mark.parametrize("case", range(CASES))
+def test_qk_norm_rope_cache(case):
+    draw = Draw(case)
+    tokens, heads, others = draw.of(1, 5, 33), draw.of(1, 4), draw.of(1, 3)
+    blocks, places, rows = draw.of(2, 5), draw.of(1, 8, 12), draw.of(1, 7, 50)
+    size = draw.of(64, 80, 16)
+    turned = draw.of(16, size, 0)
+    dtype = draw.of(torch.bfloat16, torch.float16)
+    float8, wide = draw.of(False, True), draw.of(False, True)
+    order = torch.randperm(blocks * places, generator=draw.generator)[:tokens]
+    slots = torch.full((tokens,), -1)
+    slots[: len(order)] = order
+    slots = draw.strays(slots, blocks * places, wide)
+    positions = torch.randint(rows, (tokens,), generator=draw.generator)
+    positions = draw.strays(positions, rows, wide)
+    kind = torch.float8_e4m3fn if float8 else dtype
+    q = draw.normal(tokens, heads, size, dtype=dtype)
+    k, v = (draw.normal(tokens, others, size, dtype=dtype) for _ in range(2))
+    written = [draw.normal(*q.shape).to(kind)]
+    written += [draw.normal(blocks, places, others, size).to(kind) for _ in range(2)]
+    angles = draw.normal(rows, turned, dtype=draw.of(torch.float32, dtype))
+    weight = draw.of(None, draw.uniform(size) + 0.5)
+    scales = [draw.uniform(draw.of(1, n)) + 0.5 if float8 else None for n in (heads, others)]
+    options = (weight, weight, 1e-6, draw.of(False, True), scales[0], *scales[1:] * 2, None)
+    due = [tensor.clone() for tensor in written]
+    reference("qk_norm_rope_cache")(q, k, v, *due, slots, positions, angles, *options)
+    _, given = run("qk_norm_rope_cache", *(q, k, v, *written, slots, positions, angles, *options))
+    for got, exact in zip(given[3:6], due, strict=True):
+        rtol = 2**-3 if float8 else 2**-7
+        torch.testing.assert_close(got.float(), exact.float(), rtol=rtol, atol=1e-2)
+    # Lines of the cache that no slot names are as they were, bit for bit.
+    kept = torch.ones(blocks * places, dtype=torch.bool)
+    kept[slots[(slots >= 0) & (slots < blocks * places)].long()] = False
+    for got, before in zip(given[4:6], written[1:], strict=True):
+        bits = [t.view(torch.uint8).flatten(0, 1)[kept] for t in (got, before)]
+        assert torch.equal(*bits)
 
 
 @pytest.mark.parametrize("case", range(CASES))

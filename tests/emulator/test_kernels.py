@@ -293,6 +293,77 @@ def test_kv_cache_write_divides_as_the_reference_does(dtype):
         assert torch.equal(got.view(torch.uint8)[number], exact.view(torch.uint8)[number])
 
 
+def fused(tokens, heads, kv_heads, size, dtype, kind=None, cache_kind=None, strided=False):
+    """The tensors of qk_norm_rope_cache; `kind`: of q_out."""
+    packed = normal(tokens, heads + 2 * kv_heads, size, dtype=dtype)
+    q, k, v = packed.split([heads, kv_heads, kv_heads], dim=1)
+    if not strided:
+        q, k, v = (x.contiguous() for x in (q, k, v))
+    blocks = tokens // 8 + 1
+    caches = [torch.zeros(blocks, 16, kv_heads, size).to(cache_kind or dtype) for _ in range(2)]
+    slots = torch.randperm(blocks * 16)[:tokens].masked_fill(torch.rand(tokens) < 0.1, -1)
+    positions = torch.randint(50, (tokens,))
+    q_out = torch.zeros(tokens, heads, size).to(kind or dtype)
+    return q, k, v, q_out, *caches, slots, positions
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("kind", [None, FP8])
+@pytest.mark.parametrize("cache_kind", [None, FP8])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "size", "rotated"),
+    [
+        (3, 4, 2, 128, 128),
+        (5, 3, 1, 64, 32),
+        (2, 1, 2, 80, 16),
+        (2, 2, 1, 512, 0),
+        (9, 1, 1, 16, 16),
+    ],
+)
+def test_qk_norm_rope_cache(
+    tokens, heads, kv_heads, size, rotated, cache_kind, kind, interleaved, dtype
+):
+    tensors = fused(tokens, heads, kv_heads, size, dtype, kind, cache_kind, kind is None)
+    angles = normal(50, rotated, dtype=dtype if size == 64 else F32)
+    weights = (torch.rand(size) + 0.5, normal(size, dtype=dtype))
+    if tokens == 5:
+        weights = (None, weights[1])
+    scales = [
+        None if each is None else torch.rand(count) + 0.5
+        for each, count in ((kind, heads), (cache_kind, 1), (cache_kind, kv_heads))
+    ]
+    options = (angles, *weights, 1e-5, interleaved, *scales, None)
+    run = families["qk_norm_rope_cache"][0].backends["ref"].run
+    wide = [t.double() for t in tensors[:6]]
+    exact = [t.double() if isinstance(t, torch.Tensor) else t for t in options]
+    run(*wide, *tensors[6:], *exact)
+    sm90("qk_norm_rope_cache")(*tensors, *options)
+    slots = tensors[6]
+    for got, due, scale in zip(tensors[3:6], wide[3:], scales, strict=True):
+        narrow = got.dtype == FP8
+        if narrow and scale is not None:
+            due = due / scale.double().view(-1, 1)
+        half_unit = 2.0**-4 if narrow else torch.finfo(got.dtype).eps / 2
+        error = (got.double() - due).abs()
+        assert (error <= 1.02 * half_unit * due.abs() + (2.0**-10 if narrow else 2e-6)).all()
+    assert (tensors[4].flatten(0, 1)[slots[slots >= 0]].float() != 0).any() or (slots < 0).all()
+
+
+def test_qk_norm_rope_cache_of_many_tokens_in_place():
+    """Two heads a thread; rows that no block fills."""
+    with options(multiprocessors=1):
+        tensors = list(fused(70, 130, 2, 128, BF16))
+        due = [t.clone() for t in tensors]
+        tensors[3] = tensors[0]
+        angles = normal(50, 128, dtype=F32)
+        rest = (angles, torch.rand(128), torch.rand(128), 1e-6, False, None, None, None, None)
+        families["qk_norm_rope_cache"][0].backends["ref"].run(*due, *rest)
+        sm90("qk_norm_rope_cache")(*tensors, *rest)
+        for got, exact in zip(tensors[3:6], due[3:6], strict=True):
+            torch.testing.assert_close(got.float(), exact.float(), rtol=2**-7, atol=1e-2)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(
     ("shape", "k"), [((5, 64), 6), ((3, 128), 8), ((2, 256), 8), ((3, 7), 2), ((2, 512), 10)]

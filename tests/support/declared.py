@@ -20,6 +20,7 @@ _FLOAT8 = {
     "attention": ("q", "k", "v"),
     "attention_varlen": ("q", "k", "v"),
     "kv_cache_write": ("key_cache", "value_cache"),
+    "qk_norm_rope_cache": ("q_out", "key_cache", "value_cache"),
     "fused_moe": ("w_up", "w_down"),
     "moe_up": ("x", "w_up"),
     "moe_down": ("x", "w_down"),

@@ -78,15 +78,19 @@ def check_on_cpu(op: str, name: str, tensor: Tensor, first: Tensor) -> None:
 
 
 def check_cache_scale(
-    op: str, name: str, scale: Tensor | None, cache: Tensor, head: str, heads: int
+    op: str,
+    name: str,
+    scale: Tensor | None,
+    cache: Tensor,
+    head: str,
+    heads: int,
+    what: str = "a cache",
 ) -> None:
-    """Only a float8 cache has scales: one, or one a head."""
+    """Only a float8 tensor has scales: one, or one a head."""
     if scale is None:
         return
     if cache.dtype != torch.float8_e4m3fn:
-        raise ValueError(
-            f"{op}: `{name}` must be None for a cache that is not float8, got a tensor"
-        )
+        raise ValueError(f"{op}: `{name}` must be None for {what} that is not float8, got a tensor")
     if scale.numel() not in (1, heads):
         raise ValueError(
             f"{op}: `{name}` must have 1 element or {head} = {heads}, got {scale.numel()}"

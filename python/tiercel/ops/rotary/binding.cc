@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/rotary/kv_cache_write.h"
+#include "kernels/rotary/qk_norm_rope_cache.h"
 #include "kernels/rotary/rotary_embedding.h"
 #include "kernels/rotary/rotary_kernels.h"
 #include "python/bindings/functions.h"
@@ -45,6 +46,35 @@ constexpr PlanField<KvCachePlan> kKvCachePlanFields[] = {
 };
 constexpr PlanDict<KvCachePlan> kKvCachePlan{"KvCachePlan", kKvCachePlanFields};
 
+using Fused = QkNormRopeCacheCall;
+constexpr Field<Fused> kFusedFields[] = {
+    OfStream(Tensor<&Fused::q>("q")),
+    Tensor<&Fused::kv, &KvCacheCall::key>("k"),
+    Tensor<&Fused::kv, &KvCacheCall::value>("v"),
+    Tensor<&Fused::q_out>("q_out"),
+    Tensor<&Fused::kv, &KvCacheCall::key_cache>("key_cache"),
+    Tensor<&Fused::kv, &KvCacheCall::value_cache>("value_cache"),
+    Tensor<&Fused::kv, &KvCacheCall::slots>("slots"),
+    Tensor<&Fused::positions>("positions"),
+    Tensor<&Fused::angles>("cos_sin_cache"),
+    Optional<&Fused::q_weight>("q_weight"),
+    Optional<&Fused::k_weight>("k_weight"),
+    Value<&Fused::eps>("eps"),
+    Value<&Fused::interleaved>("interleaved"),
+    Optional<&Fused::q_scale>("q_scale"),
+    Optional<&Fused::kv, &KvCacheCall::key_scale>("key_scale"),
+    Optional<&Fused::kv, &KvCacheCall::value_scale>("value_scale"),
+};
+constexpr Parameters<Fused> kFused{"qk_norm_rope_cache", kFusedFields};
+
+constexpr PlanField<QkNormRopeCachePlan> kFusedPlanFields[] = {
+    Entry<&QkNormRopeCachePlan::kernel>("kernel"),
+    Entry<&QkNormRopeCachePlan::lanes>("lanes"),
+    Entry<&QkNormRopeCachePlan::grid>("grid"),
+    Entry<&QkNormRopeCachePlan::block>("block"),
+};
+constexpr PlanDict<QkNormRopeCachePlan> kFusedPlan{"QkNormRopeCachePlan", kFusedPlanFields};
+
 constexpr Function kFunctions[] = {
     LaunchOf<kRotary, rotary_embedding>(
         "rotary_embedding",
@@ -55,6 +85,11 @@ constexpr Function kFunctions[] = {
         "kv_cache_write", "Launches the kernel on the current stream; writes to both caches."),
     PlanOf<kKvCache, kv_cache_plan, kKvCachePlan>("kv_cache_write_plan"),
     LoadOf<kv_cache_kernels>("kv_cache_write_load"),
+    LaunchOf<kFused, qk_norm_rope_cache>(
+        "qk_norm_rope_cache",
+        "Launches the kernel on the current stream; fills `q_out`, writes to both caches."),
+    PlanOf<kFused, qk_norm_rope_cache_plan, kFusedPlan>("qk_norm_rope_cache_plan"),
+    LoadOf<qk_norm_rope_cache_kernels>("qk_norm_rope_cache_load"),
 };
 const Family kFamily(kFunctions);
 

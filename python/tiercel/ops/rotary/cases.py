@@ -144,6 +144,55 @@ def _check_kv(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Er
     return Error(rms=0.0, maximum=0.0)
 
 
+def _make_fused(case: Any, device: str, seed: int) -> Inputs:
+    rotary, kv = _make_rotary(case, device, seed), _make_kv(case, device, seed + 1)
+    q = rotary["q"]
+    return {
+        "q": q,
+        "k": rotary["k"],
+        "v": kv["value"],
+        "q_out": q.new_empty(q.shape, dtype=kv["key_cache"].dtype),
+        "key_cache": kv["key_cache"],
+        "value_cache": kv["value_cache"],
+        "slots": kv["slots"],
+        "positions": rotary["positions"],
+        "cos_sin_cache": rotary["cache"],
+        "q_weight": q.new_ones(case["D"]) * 1.5,
+        "k_weight": q.new_ones(case["D"]) * 0.5,
+    }
+
+
+def _bytes_fused(case: Any) -> int:
+    stored = case.dtype if case["cache"] == "same" else case["cache"]
+    tokens, heads, kv_heads, size, rotated = (case[name] for name in "THGDR")
+    elements = int(tokens * (heads + 2 * kv_heads) * size)
+    rest = int(tokens * (rotated * _ELEMENT[case.dtype] + 16))
+    return elements * (_ELEMENT[case.dtype] + _ELEMENT[stored]) + rest
+
+
+def _reference_fused(case: Any, inputs: Inputs) -> Any:
+    """The new lines of the caches, and the queries."""
+    from tiercel.ops.rotary.reference import qk_norm_rope_cache
+
+    wide = {n: x.double() if x.is_floating_point() else x for n, x in inputs.items()}
+    results = qk_norm_rope_cache(**wide, interleaved=case["style"] == "interleaved")
+    return results[0], *(cache.flatten(0, 1)[inputs["slots"]] for cache in results[1:])
+
+
+def _check_fused(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error:
+    """Others may round after each step: two more units of numbers of about 1."""
+    slots = inputs["slots"]
+    worst = 0.0
+    for number, (got, due) in enumerate(zip(outputs, expected, strict=True)):
+        lines = got.float() if number == 0 else got.float().flatten(0, 1)[slots]
+        unit = 2.0**-4 if got.element_size() == 1 else 2.0**-8
+        allowed = 1.1 * unit * due.abs() + 4 * 2.0**-8
+        worst = max(worst, float(((lines.double() - due).abs() / allowed).max()))
+    if not worst <= 1:
+        raise WrongResult(f"a result is off by {worst:.1f} times its tolerance")
+    return Error(rms=0.0, maximum=worst)
+
+
 BENCHES = [
     OpBench(
         family="rotary",
@@ -168,5 +217,17 @@ BENCHES = [
         bytes_moved=_bytes_kv,
         reference=_reference_kv,
         check=_check_kv,
+    ),
+    OpBench(
+        family="rotary",
+        op="qk_norm_rope_cache",
+        params={"T": None, "H": 32, "G": 8, "D": 128, "R": 128, "style": "neox", "cache": "same"},
+        invalid=lambda params: _invalid_rotary(params) or _invalid_kv(params),
+        make=_make_fused,
+        call=_call_rotary,
+        out=lambda case, inputs: None,
+        bytes_moved=_bytes_fused,
+        reference=_reference_fused,
+        check=_check_fused,
     ),
 ]

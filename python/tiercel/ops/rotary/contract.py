@@ -136,4 +136,84 @@ KV_CACHE_WRITE = Contract.of(
     mutates=("key_cache", "value_cache"),
 )
 
-CONTRACTS = (ROTARY_EMBEDDING, KV_CACHE_WRITE)
+
+def _fused_case(
+    tokens: int,
+    heads: tuple[int, int],
+    size: int,
+    rotated: int,
+    dtype: str,
+    values: str = "random",
+    **options: bool,
+) -> Case:
+    sizes = {"T": tokens, "H": heads[0], "Hk": heads[1], "D": size, "R": rotated, "P": 64}
+    sizes |= {"blocks": tokens // 8 + 1, "places": 16}
+    return Case(sizes, dtype, {"interleaved": False, "normed": True} | options, values)
+
+
+def _make_fused(case: Case, device: str, seed: int) -> dict[str, Any]:
+    import torch
+
+    sizes = case.sizes
+    size = sizes["D"]
+    kv = _make_kv(replace(case, sizes=sizes | {"H": sizes["Hk"]}), device, seed)
+    turned = replace(case, dtype="int64", options=case.options | {"elements": case.dtype})
+    rotary = _make(turned, device, seed)
+    q_weight, k_weight = (
+        torch.rand(size, generator=torch.Generator().manual_seed(seed)).to(device) + number
+        for number in (0.5, 1.0)
+    )
+    q = rotary["q"]
+    return {
+        "q": q,
+        "k": kv["key"],
+        "v": kv["value"],
+        "q_out": torch.zeros_like(q, memory_format=torch.contiguous_format),
+        "key_cache": kv["key_cache"],
+        "value_cache": kv["value_cache"],
+        "slots": kv["slots"],
+        "positions": rotary["positions"],
+        "cos_sin_cache": rotary["cos_sin_cache"],
+        "q_weight": q_weight if case.options["normed"] else None,
+        "k_weight": k_weight.to(q.dtype) if case.options["normed"] else None,
+        "eps": 1e-6,
+        "interleaved": case.options["interleaved"],
+        "q_scale": None,
+        "key_scale": None,
+        "value_scale": None,
+    }
+
+
+# The results' rounding to bfloat16, 2**-9.
+_FUSED_RESULTS = [
+    Tensor(f"new_{each.name}", each.dims, each.name, rtol=4e-3, atol=1e-5)
+    for each in spec.QK_NORM_ROPE_CACHE.tensors
+    if each.written
+]
+
+QK_NORM_ROPE_CACHE = Contract.of(
+    "rotary",
+    spec.QK_NORM_ROPE_CACHE.changed(
+        results=_FUSED_RESULTS,
+        arguments=tuple(
+            replace(each, written=False) if isinstance(each, Tensor) else each
+            for each in spec.QK_NORM_ROPE_CACHE.arguments
+        ),
+    ),
+    cases=(
+        _fused_case(1, (1, 1), 16, 16, "bfloat16"),
+        _fused_case(33, (8, 2), 128, 128, "bfloat16"),
+        _fused_case(20, (4, 3), 64, 32, "float16", "strided", interleaved=True),
+        _fused_case(17, (6, 2), 80, 16, "bfloat16", normed=False),
+        _fused_case(5, (2, 1), 20, 10, "float16"),
+        _fused_case(0, (4, 2), 64, 64, "bfloat16"),
+    ),
+    timing={
+        "cpu": _fused_case(64, (8, 2), 128, 128, "bfloat16"),
+        "cuda": _fused_case(4096, (32, 8), 128, 128, "bfloat16"),
+    },
+    make=_make_fused,
+    mutates=("q_out", "key_cache", "value_cache"),
+)
+
+CONTRACTS = (ROTARY_EMBEDDING, KV_CACHE_WRITE, QK_NORM_ROPE_CACHE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding, and new keys and values into a paged cache."""
+"""Rotary position embedding, and keys and values into a paged cache; apart and in one launch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from tiercel.core.spec import Call, Spec
 from tiercel.ops.rotary import reference as ref
 from tiercel.ops.rotary import spec
 
-__all__ = ["kv_cache_write", "rotary_embedding"]
+__all__ = ["kv_cache_write", "qk_norm_rope_cache", "rotary_embedding"]
 
 
 def _indices(call: Call) -> list[Index]:
     return [between("positions", call.positions, 0, call.cos_sin_cache.shape[0] - 1)]
+
+
+def _slots(call: Call) -> Index:
+    return places("slots", call.slots, math.prod(call.key_cache.shape[:2]))
 
 
 def _save(ctx: Any, call: Call, results: Any) -> None:
@@ -148,7 +152,7 @@ _KV_CACHE_WRITE = Op(
     ),
     reference=lambda call: ref.kv_cache_write(**spec.KV_CACHE_WRITE.values(call)),
     method="torch's indexed assignment",
-    indices=lambda call: [places("slots", call.slots, math.prod(call.key_cache.shape[:2]))],
+    indices=lambda call: [_slots(call)],
 )
 
 
@@ -201,3 +205,101 @@ def kv_cache_write(
         key, value, key_cache, value_cache, slots, key_scale, value_scale, backend
     )
     return key_cache, value_cache
+
+
+_QK_NORM_ROPE_CACHE = Op(
+    spec.QK_NORM_ROPE_CACHE,
+    sm90=Native(
+        _C.qk_norm_rope_cache,
+        _C.qk_norm_rope_cache_plan,
+        spec.QK_NORM_ROPE_CACHE.names,
+        "norms, rotation and cache in one launch, a head in a few lanes' registers",
+        load=_C.qk_norm_rope_cache_load,
+    ),
+    reference=lambda call: ref.qk_norm_rope_cache(**spec.QK_NORM_ROPE_CACHE.values(call)),
+    method="torch, one step after the other",
+    indices=lambda call: [_slots(call), *_indices(call)],
+)
+
+
+@_QK_NORM_ROPE_CACHE.export
+def qk_norm_rope_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_out: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    interleaved: bool = False,
+    q_scale: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All between the projection and attention of a decode step, in one launch.
+
+    Each head of queries and keys is divided by its root mean square where there is a weight, as by
+    :func:`tiercel.rms_norm`, and turned as by :func:`tiercel.rotary_embedding`. Queries go to
+    ``q_out``, keys and values to a paged cache as by :func:`tiercel.kv_cache_write`. Arithmetic is
+    float32 from the first step to the last, and results are rounded once.
+
+    There is no derivative: it is for inference. Works under torch.compile and in CUDA graphs; it
+    never synchronises.
+
+    Args:
+        q: ``[T, H, D]`` bfloat16 or float16. The precompiled kernels take D that is a multiple of 8
+            up to 512, and any strides that are multiples of 16 bytes with a contiguous last
+            dimension, such as the parts of one projection.
+        k: ``[T, Hk, D]``, the same.
+        v: The same.
+        q_out: ``[T, H, D]``, written to: of the dtype of ``q``, and ``q`` itself to work in place;
+            or float8_e4m3fn, for ``element / q_scale``.
+        key_cache: ``[blocks, block size, Hk, D]`` of the dtype of ``q`` or float8_e4m3fn, written
+            to; any strides with a contiguous last dimension.
+        value_cache: The same.
+        slots: ``[T]`` int32 or int64, contiguous: ``block * block_size + place`` for each token.
+            -1, and whatever else lies outside of the cache, is skipped, not so the token's query.
+        positions: ``[T]`` int32 or int64, contiguous: rows of ``cos_sin_cache``. Below 0 the first
+            row is taken, beyond the end the last one.
+        cos_sin_cache: ``[P, R]``, contiguous: R/2 cosines, then R/2 sines. float32 or the dtype of
+            ``q``; R is even and at most D, and P is 1 or more. The precompiled kernels take R that
+            is a multiple of 16.
+        q_weight: ``[D]``, contiguous, of the dtype of ``q`` or float32; None for no norm.
+        k_weight: The same, for keys.
+        eps: Added to the mean of the squares; not negative.
+        interleaved: Which elements make a pair: 2i and 2i + 1, not i and i + R/2.
+        q_scale: float32, one element or H of them; None is 1. For a float8 ``q_out`` only.
+        key_scale: float32, one element or Hk of them; None is 1. For a float8 cache only.
+        value_scale: The same.
+        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+
+    Returns:
+        ``(q_out, key_cache, value_cache)``, the arguments.
+
+    Raises:
+        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        ValueError: A shape, stride or device does not fit, ``eps`` is negative, or there is no such
+            backend.
+        NotImplementedError: ``backend="sm90"`` was asked for and it does not take this layout.
+        RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it; or a
+            gradient is wanted.
+
+    Example:
+        >>> q, k, v = qkv.view(tokens, 48, 128).split([32, 8, 8], dim=1)
+        >>> tiercel.qk_norm_rope_cache(
+        ...     *(q, k, v, q, key_cache, value_cache, slots, positions, cos_sin_cache),
+        ...     *(q_norm.weight, k_norm.weight),
+        ... )
+    """
+    _QK_NORM_ROPE_CACHE.pick()(
+        *(q, k, v, q_out, key_cache, value_cache, slots, positions, cos_sin_cache),
+        *(q_weight, k_weight, eps, interleaved, q_scale, key_scale, value_scale, backend),
+    )
+    return q_out, key_cache, value_cache

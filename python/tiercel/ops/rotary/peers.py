@@ -113,9 +113,40 @@ def _kv_flashinfer(case: Any, inputs: dict[str, Any]) -> Launch:
     return Launch(run)
 
 
+def fused(inputs: dict[str, Any], interleaved: bool) -> tuple[Any, Any, Any]:
+    """Norms, rotation and writes, in torch's operations."""
+    import torch
+
+    normed = [
+        torch.nn.functional.rms_norm(inputs[x], (inputs[x].shape[-1],), inputs[weight], 1e-6)
+        for x, weight in (("q", "q_weight"), ("k", "k_weight"))
+    ]
+    q, k = rotated(inputs["positions"], *normed, inputs["cos_sin_cache"], interleaved)
+    inputs["q_out"].copy_(q)
+    written(k, inputs["v"], inputs["key_cache"], inputs["value_cache"], inputs["slots"])
+    return inputs["q_out"], inputs["key_cache"], inputs["value_cache"]
+
+
+def _fused(case: Any, inputs: dict[str, Any]) -> Launch:
+    return Launch(run=lambda: fused(inputs, case["style"] == "interleaved"))
+
+
+def _fused_compiled(case: Any, inputs: dict[str, Any]) -> Launch:
+    compiled = _compile(case, fused)
+    return Launch(run=lambda: compiled(inputs, case["style"] == "interleaved"))
+
+
 ADAPTERS = {
     "flashinfer": {"kv_cache_write": _kv_flashinfer, "rotary_embedding": _rotary_flashinfer},
-    "torch": {"kv_cache_write": _kv, "rotary_embedding": _rotary},
-    "torch.compile": {"kv_cache_write": _kv_compiled, "rotary_embedding": _rotary_compiled},
+    "torch": {
+        "kv_cache_write": _kv,
+        "qk_norm_rope_cache": _fused,
+        "rotary_embedding": _rotary,
+    },
+    "torch.compile": {
+        "kv_cache_write": _kv_compiled,
+        "qk_norm_rope_cache": _fused_compiled,
+        "rotary_embedding": _rotary_compiled,
+    },
     "vllm": {"kv_cache_write": _kv_vllm},
 }

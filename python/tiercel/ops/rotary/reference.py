@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding and cache writes in plain PyTorch."""
+"""Rotary position embedding, cache writes and both with norms in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -55,13 +55,59 @@ def kv_cache_write(
     blocks = torch.div(slots[kept].long(), key_cache.shape[1], rounding_mode="floor")
     places = slots[kept].long() % key_cache.shape[1]
     for new, cache, scale in ((key, key_cache, key_scale), (value, value_cache, value_scale)):
-        rows = new[kept] if new.dtype == torch.float64 else new[kept].float()
+        rows = _narrowed(new[kept], cache.dtype, scale)
         if cache.dtype == torch.float8_e4m3fn:
-            if scale is not None:
-                rows = rows / scale.reshape(-1, 1)
-            rows = rows.clamp(-448.0, 448.0).to(cache.dtype)  # NaN stays
             # Not every device indexes float8: its bits are as good.
             cache.view(torch.uint8)[blocks, places] = rows.view(torch.uint8)
         else:
-            cache[blocks, places] = rows.to(cache.dtype)
+            cache[blocks, places] = rows
     return key_cache, value_cache
+
+
+def _narrowed(heads: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
+    """`heads` [T, H, D] in another dtype; to float8 divided by `scale`."""
+    if dtype != torch.float8_e4m3fn:
+        return heads.to(dtype)
+    wide = heads if heads.dtype == torch.float64 else heads.float()
+    if scale is not None:
+        wide = wide / scale.reshape(-1, 1)
+    return wide.clamp(-448.0, 448.0).to(dtype)  # NaN stays
+
+
+def qk_norm_rope_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_out: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    interleaved: bool = False,
+    q_scale: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Reference of :func:`tiercel.qk_norm_rope_cache`; float64 stays float64."""
+    turned_q, turned_k = (
+        _turned(_normed(x, weight, eps), positions, cos_sin_cache, interleaved)
+        for x, weight in ((q, q_weight), (k, k_weight))
+    )
+    q_out.copy_(_narrowed(turned_q, q_out.dtype, q_scale))
+    kv_cache_write(
+        *(turned_k, v, key_cache, value_cache, slots), key_scale=key_scale, value_scale=value_scale
+    )
+    return q_out, key_cache, value_cache
+
+
+def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """In float32, not rounded."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    if weight is None:
+        return wide
+    return wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps) * weight.to(wide)

@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The declarations of rotary_embedding and kv_cache_write."""
+"""The declarations of rotary_embedding, kv_cache_write and qk_norm_rope_cache."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
-from tiercel.core.spec import FLOATS, HALVES, INDICES, Bool, Call, Spec, Tensor
+from tiercel.core.spec import FLOATS, HALVES, INDICES, Bool, Call, Float, Spec, Tensor
 
 
-def _check_rotary(call: Call) -> None:
+def _check_rotary(op: str, call: Call) -> None:
     size, (rows, rotated) = call.q.shape[2], call.cos_sin_cache.shape
     if rotated % 2 != 0 or rotated > size:
         raise ValueError(
-            "rotary_embedding: `cos_sin_cache` must have an even second dimension of at most "
+            f"{op}: `cos_sin_cache` must have an even second dimension of at most "
             f"D = {size}, got {rotated}"
         )
     if rows == 0 and call.q.shape[0] != 0 and rotated != 0:
         raise ValueError(
-            "rotary_embedding: `cos_sin_cache` must have at least one row, "
+            f"{op}: `cos_sin_cache` must have at least one row, "
             f"got {list(call.cos_sin_cache.shape)}"
         )
 
@@ -34,7 +35,7 @@ ROTARY_EMBEDDING = Spec(
         Tensor("q_out", "T H D", "q", strided=True, rtol=4e-3, atol=1e-5),
         Tensor("k_out", "T Hk D", "q", strided=True, rtol=4e-3, atol=1e-5),
     ],
-    check=_check_rotary,
+    check=partial(_check_rotary, "rotary_embedding"),
     limits="contiguous last dimension",
 )
 
@@ -78,4 +79,56 @@ KV_CACHE_WRITE = Spec(
     Tensor("value_scale", "*", "float32", optional=True),
     check=_check_scales,
     limits="contiguous last dimension",
+)
+
+
+def _check_fused(call: Call) -> None:
+    from tiercel.core.checks import check_cache_scale
+
+    op = "qk_norm_rope_cache"
+    _check_rotary(op, call)
+    check_cache_scale(op, "q_scale", call.q_scale, call.q_out, "H", call.q.shape[1], "a `q_out`")
+    for name in ("key_scale", "value_scale"):
+        scale, heads = getattr(call, name), call.k.shape[1]
+        check_cache_scale(op, name, scale, call.key_cache, "Hk", heads)
+
+
+_FUSED_CACHE = "blocks places Hk D"
+_FUSED_CACHE_TEXT = "[blocks, block size, Hk, D]"
+_WEIGHT = ("q", "float32")
+
+QK_NORM_ROPE_CACHE = Spec(
+    "qk_norm_rope_cache",
+    Tensor("q", "T H D", HALVES, strided=True),
+    Tensor("k", "T Hk D", "q", strided=True),
+    Tensor("v", "T Hk D", "q", strided=True),
+    Tensor("q_out", "T H D", ("q", "float8_e4m3fn"), strided=True, written=True),
+    Tensor(
+        "key_cache",
+        _FUSED_CACHE,
+        ("q", "float8_e4m3fn"),
+        strided=True,
+        written=True,
+        shape_text=_FUSED_CACHE_TEXT,
+    ),
+    Tensor(
+        "value_cache",
+        _FUSED_CACHE,
+        "key_cache",
+        strided=True,
+        written=True,
+        shape_text=_FUSED_CACHE_TEXT,
+    ),
+    Tensor("slots", "T", INDICES),
+    Tensor("positions", "T", INDICES),
+    Tensor("cos_sin_cache", "P R", ("float32", "q")),
+    Tensor("q_weight", "D", _WEIGHT, optional=True),
+    Tensor("k_weight", "D", _WEIGHT, optional=True),
+    Float("eps", 1e-6, at_least=0),
+    Bool("interleaved", False),
+    Tensor("q_scale", "*", "float32", optional=True),
+    Tensor("key_scale", "*", "float32", optional=True),
+    Tensor("value_scale", "*", "float32", optional=True),
+    check=_check_fused,
+    limits="D a multiple of 8 up to 512, R of 16, all on 16 bytes",
 )
