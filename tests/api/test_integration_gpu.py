@@ -13,7 +13,13 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore::tiercel.backends.FallbackWarning"),
 ]
-WRITING = ("kv_cache_write", "nvfp4_gemv", "qk_norm_rope_cache")
+WRITING = (
+    "act_and_mul_quant",
+    "kv_cache_write",
+    "nvfp4_gemv",
+    "qk_norm_rope_cache",
+    "rms_norm_quant",
+)
 
 
 def close(got, expected):

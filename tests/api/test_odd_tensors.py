@@ -22,7 +22,13 @@ pytestmark = [
 ]
 # What these are made of says which argument is wrong.
 OF_OTHERS = {"reduce_sum": "reduce", "fused_mlp": "(gated_linear|linear_act)"}
-WRITING = ("kv_cache_write", "nvfp4_gemv", "qk_norm_rope_cache")
+WRITING = (
+    "act_and_mul_quant",
+    "kv_cache_write",
+    "nvfp4_gemv",
+    "qk_norm_rope_cache",
+    "rms_norm_quant",
+)
 
 
 def sparse_coo(like):

@@ -14,7 +14,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::tiercel.backends.FallbackWarning"),
 ]
 # They return nothing but what they have written to.
-WRITING = ("kv_cache_write", "nvfp4_gemv", "qk_norm_rope_cache")
+WRITING = (
+    "act_and_mul_quant",
+    "kv_cache_write",
+    "nvfp4_gemv",
+    "qk_norm_rope_cache",
+    "rms_norm_quant",
+)
 
 
 def ours(op, values, **more):

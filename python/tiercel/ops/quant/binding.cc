@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/quant/fp8_quantize.h"
+#include "kernels/quant/fused_quant.h"
 #include "kernels/quant/nvfp4.h"
 #include "python/bindings/functions.h"
 
@@ -41,6 +42,35 @@ constexpr PlanField<Fp8QuantizePlan> kFp8PlanFields[] = {
 };
 constexpr PlanDict<Fp8QuantizePlan> kFp8Plan{"Fp8QuantizePlan", kFp8PlanFields};
 
+constexpr Field<FusedQuantCall> kNormQuantFields[] = {
+    OfStream(Tensor<&FusedQuantCall::x>("x")),
+    Tensor<&FusedQuantCall::q>("q"),
+    Tensor<&FusedQuantCall::scale>("scale"),
+    Optional<&FusedQuantCall::weight>("weight"),
+    Index<Fp8Granularity::kGroup, &FusedQuantCall::granularity>("granularity"),
+    Value<&FusedQuantCall::eps>("eps"),
+    Optional<&FusedQuantCall::residual>("residual"),
+    Optional<&FusedQuantCall::normed>("normed"),
+};
+constexpr Parameters<FusedQuantCall> kNormQuant{"rms_norm_quant", kNormQuantFields};
+
+constexpr Field<FusedQuantCall> kGatedQuantFields[] = {
+    OfStream(Tensor<&FusedQuantCall::x>("x")),
+    Tensor<&FusedQuantCall::q>("q"),
+    Tensor<&FusedQuantCall::scale>("scale"),
+    Index<GatedFunction::kRelu, &FusedQuantCall::function>("activation"),
+    Index<Fp8Granularity::kGroup, &FusedQuantCall::granularity>("granularity"),
+};
+constexpr Parameters<FusedQuantCall> kGatedQuant{"act_and_mul_quant", kGatedQuantFields};
+
+constexpr PlanField<FusedQuantPlan> kFusedQuantPlanFields[] = {
+    Entry<&FusedQuantPlan::kernel>("kernel"),
+    Entry<&FusedQuantPlan::vectors>("vectors"),
+    Entry<&FusedQuantPlan::grid>("grid"),
+    Entry<&FusedQuantPlan::block>("block"),
+};
+constexpr PlanDict<FusedQuantPlan> kFusedQuantPlan{"FusedQuantPlan", kFusedQuantPlanFields};
+
 constexpr Field<Nvfp4Call> kQuantizeFields[] = {
     Tensor<&Nvfp4Call::values>("x"),
     Optional<&Nvfp4Call::global_scale>("global_scale"),
@@ -75,6 +105,11 @@ constexpr Function kFunctions[] = {
     LaunchOf<kFp8Static, fp8_quantize_static>("fp8_quantize_static",
                                               "Quantises with the given scale; fills `q`."),
     LoadOf<fp8_quantize_load>("fp8_quantize_load"),
+    LaunchOf<kNormQuant, rms_norm_quant>("rms_norm_quant", kFills),
+    PlanOf<kNormQuant, rms_norm_quant_plan, kFusedQuantPlan>("rms_norm_quant_plan"),
+    LaunchOf<kGatedQuant, act_and_mul_quant>("act_and_mul_quant", kFills),
+    PlanOf<kGatedQuant, act_and_mul_quant_plan, kFusedQuantPlan>("act_and_mul_quant_plan"),
+    LoadOf<fused_quant_load>("fused_quant_load"),
     LaunchOf<kQuantize, nvfp4_quantize>("nvfp4_quantize", kFills),
     PlanOf<kQuantize, nvfp4_quantize_plan, kNvfp4Plan>("nvfp4_quantize_plan"),
     LoadOf<nvfp4_quantize_load>("nvfp4_quantize_load"),

@@ -6,7 +6,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tiercel.ops.quant.spec import FP8_QUANTIZE, NVFP4_DEQUANTIZE, NVFP4_QUANTIZE, TILES
+from tiercel.core.spec import Spec, Tensor
+from tiercel.ops.quant.spec import (
+    ACT_AND_MUL_QUANT,
+    FP8_QUANTIZE,
+    NVFP4_DEQUANTIZE,
+    NVFP4_QUANTIZE,
+    RMS_NORM_QUANT,
+    TILES,
+    scale_shape,
+)
 from tiercel.plugins.contract import Case, Contract, TensorSpec
 
 
@@ -79,6 +88,117 @@ _FP8 = replace(
 )
 
 
+# ------------------------------------------------------------- norms and activations to fp8
+
+
+def _fused_case(
+    rows: int,
+    columns: int,
+    granularity: str,
+    dtype: str = "bfloat16",
+    values: str = "",
+    **more: str,
+) -> Case:
+    return Case({"T": rows, "N": columns}, dtype, {"granularity": granularity} | more, values)
+
+
+def _made(case: Case, columns: int, device: str, seed: int) -> dict[str, Any]:
+    """x, and the tensors that are written."""
+    import torch
+
+    rows, granularity = case.sizes["T"], case.options["granularity"]
+    shape = scale_shape(rows, case.sizes["N"], granularity)
+    return {
+        "x": _random(rows, columns, case.dtype, case.values, device, seed),
+        "q": torch.zeros(rows, case.sizes["N"], device=device).to(torch.float8_e4m3fn),
+        "scale": torch.full(shape, 0.05, device=device),
+    }
+
+
+def _norm_make(case: Case, device: str, seed: int) -> dict[str, Any]:
+    import torch
+
+    made = _made(case, case.sizes["N"], device, seed)
+    weight = torch.rand(case.sizes["N"], generator=torch.Generator().manual_seed(seed)) + 0.5
+    return made | {
+        "weight": None if case.values == "strided" else weight.to(device),
+        "granularity": case.options["granularity"],
+        "eps": 1e-6,
+        "residual": None,
+        "normed": None,
+    }
+
+
+def _gated_make(case: Case, device: str, seed: int) -> dict[str, Any]:
+    made = _made(case, 2 * case.sizes["N"], device, seed)
+    options = {name: case.options[name] for name in ("activation", "granularity")}
+    return made | options
+
+
+def _fused(spec: Spec, **more: Any) -> Contract:
+    """A backend returns new codes and scales, which the operator copies into those given."""
+    # A code next to it, and float32's sums.
+    codes = Tensor("new_q", "T N", "q", rtol=2**-3, atol=2**-9)
+    scales = Tensor("new_scale", "*", "scale", rtol=1e-5)
+    contract = Contract.of(
+        "quant",
+        spec.changed(
+            results=(codes, scales),
+            arguments=tuple(
+                replace(each, written=False) if isinstance(each, Tensor) else each
+                for each in spec.arguments
+            ),
+        ),
+        mutates=("q", "scale"),
+        derive=_fused_sizes,
+        **more,
+    )
+    return replace(
+        contract,
+        outputs=(
+            contract.outputs[0],
+            replace(contract.outputs[1], dims=("scale rows", "scale columns")),
+        ),
+    )
+
+
+def _fused_sizes(sizes: dict[str, int], values: dict[str, Any]) -> dict[str, int]:
+    down, across = scale_shape(*values["q"].shape, values["granularity"])
+    return {"scale rows": down, "scale columns": across, "N": values["q"].shape[1]}
+
+
+_RMS_NORM_QUANT = _fused(
+    RMS_NORM_QUANT,
+    cases=(
+        _fused_case(33, 256, "row"),
+        _fused_case(20, 4096, "1x128", "float16"),
+        _fused_case(17, 200, "1x128"),
+        _fused_case(9, 384, "tensor"),
+        _fused_case(20, 128, "row", values="strided"),
+        _fused_case(5, 36, "row"),
+        _fused_case(0, 64, "row"),
+    ),
+    timing={"cpu": _fused_case(64, 1024, "row"), "cuda": _fused_case(4096, 4096, "row")},
+    make=_norm_make,
+)
+_ACT_AND_MUL_QUANT = _fused(
+    ACT_AND_MUL_QUANT,
+    cases=(
+        _fused_case(33, 256, "row", activation="silu"),
+        _fused_case(20, 4096, "1x128", "float16", activation="gelu"),
+        _fused_case(17, 200, "1x128", activation="gelu_tanh"),
+        _fused_case(9, 384, "tensor", activation="relu"),
+        _fused_case(5, 36, "row", activation="silu"),
+        _fused_case(0, 64, "row", activation="silu"),
+    ),
+    timing={
+        "cpu": _fused_case(64, 1024, "row", activation="silu"),
+        "cuda": _fused_case(4096, 4096, "1x128", activation="silu"),
+    },
+    make=_gated_make,
+)
+
+
 # -------------------------------------------------------------------------------------- nvfp4
 
 
@@ -122,6 +242,8 @@ _NVFP4_TIMING = {"cpu": _nvfp4_case(256, 1024), "cuda": _nvfp4_case(8192, 4096)}
 
 CONTRACTS = (
     _FP8,
+    _RMS_NORM_QUANT,
+    _ACT_AND_MUL_QUANT,
     Contract.of(
         "quant",
         NVFP4_DEQUANTIZE,

@@ -54,6 +54,53 @@ def fp8_quantize(
     return scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
 
 
+def _quantized(values: Tensor, q: Tensor, scale: Tensor, granularity: str) -> None:
+    """Float32 or float64 values to `q` and `scale`, which is given with "tensor"."""
+    given = scale if granularity == "tensor" else None
+    codes, found = fp8_quantize(values, granularity, scale=given)
+    q.copy_(codes)
+    if given is None:
+        scale.copy_(found)
+
+
+def rms_norm_quant(
+    x: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    weight: Tensor | None = None,
+    *,
+    granularity: str = "row",
+    eps: float = 1e-6,
+    residual: Tensor | None = None,
+    normed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Reference of :func:`tiercel.rms_norm_quant`."""
+    if residual is not None:
+        x = x + residual
+        residual.copy_(x)
+    wide = x.float()
+    factor = torch.rsqrt(wide.square().mean(dim=1, keepdim=True) + eps)
+    values = (wide if weight is None else wide * weight.float()) * factor
+    if normed is not None:
+        normed.copy_(values)
+    _quantized(values, q, scale, granularity)
+    return q, scale
+
+
+def act_and_mul_quant(
+    x: Tensor, q: Tensor, scale: Tensor, *, activation: str = "silu", granularity: str = "row"
+) -> tuple[Tensor, Tensor]:
+    """Reference of :func:`tiercel.act_and_mul_quant`."""
+    gate, factor = x.float().chunk(2, dim=1)
+    if activation.startswith("gelu"):
+        approximate = "tanh" if activation == "gelu_tanh" else "none"
+        value = torch.nn.functional.gelu(gate, approximate=approximate)
+    else:
+        value = getattr(torch.nn.functional, activation)(gate)
+    _quantized(value * factor, q, scale, granularity)
+    return q, scale
+
+
 def nvfp4_quantize(x: Tensor, *, global_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Reference of :func:`tiercel.nvfp4_quantize`."""
     groups = x.float().unflatten(-1, (x.shape[-1] // 16, 16))

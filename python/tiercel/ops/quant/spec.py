@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from tiercel.core.spec import FLOATS, DType, Spec, Str, Tensor
+from tiercel.core.spec import FLOATS, HALVES, Call, Dim, DType, Float, Spec, Str, Tensor
 
 # Rows and columns that share a scale; 0: all of them.
 TILES = {"tensor": (0, 0), "row": (1, 0), "1x128": (1, 128), "128x128": (128, 128)}
@@ -50,6 +50,56 @@ FP8_QUANTIZE_STATIC = Spec(
     Tensor("scale", "1 1", "float32"),
     results=[_Q],
     public="fp8_quantize",
+)
+
+# "tensor": a given scale.
+FUSED_GRANULARITIES = ("tensor", "row", "1x128")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+_FUSED_Q = Tensor("q", "T N", "float8_e4m3fn", written=True)
+_FUSED_SCALE = Tensor("scale", "*", "float32", written=True)
+_GRANULARITY = Str("granularity", "row", choices=FUSED_GRANULARITIES)
+
+
+def _check_fused_scale(op: str, call: Call) -> None:
+    from tiercel.core.checks import check_shape
+
+    due = scale_shape(*call.q.shape, call.granularity)
+    text = _SCALE_TEXTS[call.granularity].replace("K", "N")
+    check_shape(op, "scale", call.scale, due, text)
+
+
+def _check_gated(call: Call) -> None:
+    if call.x.shape[1] % 2:
+        raise ValueError(
+            "act_and_mul_quant: `x` must have an even number of columns [T, 2N], "
+            f"got {list(call.x.shape)}"
+        )
+    _check_fused_scale("act_and_mul_quant", call)
+
+
+RMS_NORM_QUANT = Spec(
+    "rms_norm_quant",
+    Tensor("x", "T N", HALVES, strided=True),
+    _FUSED_Q,
+    _FUSED_SCALE,
+    Tensor("weight", "N", ("x", "float32"), optional=True),
+    _GRANULARITY,
+    Float("eps", 1e-6, at_least=0),
+    Tensor("residual", "T N", "x", strided=True, optional=True, written=True),
+    Tensor("normed", "T N", "x", optional=True, written=True),
+    check=lambda call: _check_fused_scale("rms_norm_quant", call),
+    limits="N a multiple of 8 up to 16384, rows on 16 bytes",
+)
+ACT_AND_MUL_QUANT = Spec(
+    "act_and_mul_quant",
+    Tensor("x", "T C", HALVES, strided=True),
+    _FUSED_Q,
+    _FUSED_SCALE,
+    Str("activation", "silu", choices=ACTIVATIONS),
+    _GRANULARITY,
+    dims={"N": Dim("x", 1, divisor=2)},
+    check=_check_gated,
+    limits="N a multiple of 8 up to 32768, rows on 16 bytes",
 )
 
 _GLOBAL_SCALE = Tensor("global_scale", "1", "float32", optional=True)
