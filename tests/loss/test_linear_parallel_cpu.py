@@ -94,7 +94,7 @@ def test_two_ranks(tmp_path):
     ranks = [
         subprocess.Popen(
             [*command, str(rank), str(tmp_path / "meeting")],
-            env=os.environ,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
             stderr=subprocess.PIPE,
             text=True,
         )
