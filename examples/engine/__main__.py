@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E402  (the clock starts before torch is imported)
+"""Serves random prompts and says how fast, or continues one prompt of a checkpoint.
+
+python examples/engine --config qwen3-8b [--layers N] [--sequences B] [--prompt P] [--new N]
+python examples/engine --checkpoint FOLDER --text "Once upon a time"   (needs transformers)
+"""
+
+import argparse
+import json
+import pathlib
+import time
+
+BEGAN = time.perf_counter()
+
+import torch
+from engine import Engine
+from model import Config, Model, random_weights
+from scheduler import Sampling
+
+_QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "rope_theta": 1e6, "head_dim": 128}
+CONFIGS = {
+    "qwen3-0.6b": _QWEN3
+    | {
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "intermediate_size": 3072,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": _QWEN3
+    | {
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 12288,
+    },
+    "qwen3-30b-a3b": _QWEN3
+    | {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "intermediate_size": 6144,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
+}
+
+
+def load(folder: pathlib.Path, device: str) -> tuple[Config, dict[str, torch.Tensor]]:
+    from safetensors.torch import load_file
+
+    config = Config.read(json.loads((folder / "config.json").read_text()))
+    weights: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        weights |= load_file(file, device=device)
+    return config, weights
+
+
+def measure(engine: Engine, args: argparse.Namespace) -> None:
+    """Serves prompts of random tokens; times are those of the host, which waits for each step."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = engine.model.config.vocab_size
+    for _ in range(args.sequences):
+        prompt = torch.randint(vocabulary, (args.prompt,), generator=generator).tolist()
+        engine.add(prompt, args.new, sampling=Sampling(args.temperature, top_p=args.top_p))
+    first, decoding = 0.0, []
+    began = time.perf_counter()
+    for drawn in engine.run():
+        now = time.perf_counter()
+        if not first:
+            first = now
+            print(f"first token {first - BEGAN:.2f} s after the start of the process")
+        if len(drawn) == args.sequences:
+            decoding.append(now - began)
+        began = now
+    if steady := sorted(decoding[1:]):
+        seconds = steady[len(steady) // 2]
+        speed = args.sequences / seconds
+        print(f"decoding, {args.sequences} sequences: {1e3 * seconds:.3f} ms, {speed:.0f} tokens/s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="engine", description=__doc__.splitlines()[0])
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--config", choices=CONFIGS, help="random weights of this size")
+    source.add_argument("--checkpoint", type=pathlib.Path, help="a folder of Hugging Face's")
+    parser.add_argument("--text", default="Once upon a time", help="for --checkpoint")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--sequences", type=int, default=1)
+    parser.add_argument("--prompt", type=int, default=2048, help="tokens of a prompt")
+    parser.add_argument("--new", type=int, default=64, help="new tokens of a sequence")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    if args.config:
+        config = Config.read(CONFIGS[args.config] | _layers(args))
+        weights = random_weights(config, args.device, torch.bfloat16)
+    else:
+        config, weights = load(args.checkpoint, args.device)
+    longest = args.prompt + args.new
+    with torch.inference_mode():
+        model = Model(config, weights)
+    engine = Engine(
+        model,
+        pages=args.sequences * -(-longest // 16) + 16,
+        most_sequences=args.sequences,
+        most_tokens=max(2048, args.sequences),
+        longest=longest,
+        graphs=not args.no_graphs,
+    )
+    if args.config:
+        measure(engine, args)
+        return
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
+    sampling = Sampling(args.temperature, top_p=args.top_p)
+    prompt = tokenizer(args.text).input_ids
+    sequence = engine.add(prompt, args.new, end=tokenizer.eos_token_id, sampling=sampling)
+    for _ in engine.run():
+        pass
+    print(tokenizer.decode(sequence.new))
+
+
+def _layers(args: argparse.Namespace) -> dict[str, int]:
+    return {} if args.layers is None else {"num_hidden_layers": args.layers}
+
+
+if __name__ == "__main__":
+    main()

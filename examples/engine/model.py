@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen3, dense and mixture of experts, on Tiercel's ops: seven or eight launches a layer."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tiercel
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The fields of a checkpoint's config.json that count here."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1e6
+    max_position_embeddings: int = 40960
+    tie_word_embeddings: bool = False
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = True
+
+    @classmethod
+    def read(cls, fields: dict[str, Any]) -> "Config":
+        """Of the contents of config.json, of any version of transformers.
+
+        Raises:
+            ValueError: The model is not a Qwen3, or has what this engine lacks.
+        """
+        kind = fields.get("model_type")
+        if kind not in ("qwen3", "qwen3_moe"):
+            raise ValueError(f"`model_type` must be qwen3 or qwen3_moe, got {kind!r}")
+        rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+        if rope.get("rope_type", "default") != "default":
+            raise ValueError(f"only default rotary embeddings are supported, got {rope}")
+        if fields.get("use_sliding_window") or fields.get("mlp_only_layers"):
+            raise ValueError("sliding windows and `mlp_only_layers` are not supported")
+        if fields.get("decoder_sparse_step", 1) != 1 or fields.get("attention_bias"):
+            raise ValueError("`decoder_sparse_step` and `attention_bias` are not supported")
+        names = {field.name for field in dataclasses.fields(cls)}
+        known = {name: fields[name] for name in names & fields.keys()}
+        return cls(**{"rope_theta": rope.get("rope_theta", 1e6), **known})
+
+
+@dataclasses.dataclass
+class Step:
+    """What a step works on; all are on the GPU but the last. B sequences, T new tokens."""
+
+    tokens: Tensor  # [T] int32
+    positions: Tensor  # [T] int32
+    slots: Tensor  # [T] int32: places in the cache, -1 for none
+    starts: Tensor  # [B + 1] int32: where sequences begin in `tokens`
+    lengths: Tensor  # [B] int32: keys per sequence, new ones included
+    page_table: Tensor  # [B, pages of a sequence] int32
+    last: Tensor  # [R] int32: the rows whose next token is wanted
+    most_new: int  # the most new tokens of a sequence, or more
+
+
+@dataclasses.dataclass
+class Layer:
+    input_norm: Tensor
+    qkv: Tensor  # queries', keys' and values' rows
+    q_norm: Tensor
+    k_norm: Tensor
+    output: Tensor
+    mlp_norm: Tensor
+    up: Tensor  # gate's rows, then up's; of each expert, if there are experts
+    down: Tensor
+    router: Tensor | None
+
+
+class Model:
+    """Weights, and what is computed of them."""
+
+    def __init__(self, config: Config, weights: dict[str, Tensor]) -> None:
+        self.config = config
+        take = weights.__getitem__
+        self.embeddings = take("model.embed_tokens.weight")
+        self.head = self.embeddings if config.tie_word_embeddings else take("lm_head.weight")
+        self.norm = take("model.norm.weight")
+        self.layers = [
+            self._layer(f"model.layers.{i}.", weights) for i in range(config.num_hidden_layers)
+        ]
+        self.rotations = rotations(config).to(self.embeddings.device)
+
+    def _layer(self, prefix: str, weights: dict[str, Tensor]) -> Layer:
+        def take(name: str) -> Tensor:
+            return weights[prefix + name]
+
+        def joined(names: Iterable[str]) -> Tensor:
+            return torch.cat([take(name) for name in names])
+
+        mlp: tuple[Tensor, Tensor, Tensor | None]
+        if not self.config.num_experts:
+            mlp = (
+                joined(f"mlp.{n}_proj.weight" for n in ("gate", "up")),
+                take("mlp.down_proj.weight"),
+                None,
+            )
+        elif prefix + "mlp.experts.gate_up_proj" in weights:  # as transformers 5 holds them
+            mlp = (
+                take("mlp.experts.gate_up_proj"),
+                take("mlp.experts.down_proj"),
+                take("mlp.gate.weight"),
+            )
+        else:  # as checkpoints hold them
+            experts = [f"mlp.experts.{e}." for e in range(self.config.num_experts)]
+            up = [joined(f"{e}{n}_proj.weight" for n in ("gate", "up")) for e in experts]
+            down = [take(f"{e}down_proj.weight") for e in experts]
+            mlp = torch.stack(up), torch.stack(down), take("mlp.gate.weight")
+        return Layer(
+            take("input_layernorm.weight"),
+            joined(f"self_attn.{n}_proj.weight" for n in "qkv"),
+            take("self_attn.q_norm.weight"),
+            take("self_attn.k_norm.weight"),
+            take("self_attn.o_proj.weight"),
+            take("post_attention_layernorm.weight"),
+            *mlp,
+        )
+
+    def __call__(self, step: Step, cache: Callable[[int], tuple[Tensor, Tensor]]) -> Tensor:
+        """Logits ``[R, vocabulary]``; the new tokens' keys and values go to the cache."""
+        config = self.config
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        stream = torch.nn.functional.embedding(step.tokens, self.embeddings)
+        for index, layer in enumerate(self.layers):
+            hidden = tiercel.rms_norm(stream, layer.input_norm, eps=config.rms_norm_eps)
+            qkv = tiercel.linear_act(hidden, layer.qkv, activation="none")
+            qkv = qkv.view(-1, heads + 2 * kv_heads, config.head_dim)
+            q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+            keys, values = cache(index)
+            tiercel.qk_norm_rope_cache(
+                *(q, k, v, q, keys, values, step.slots, step.positions, self.rotations),
+                *(layer.q_norm, layer.k_norm),
+                eps=config.rms_norm_eps,
+            )
+            attended = _attention(step, q, keys, values)
+            stream = tiercel.linear_act(
+                attended.flatten(1), layer.output, activation="none", residual=stream
+            )
+            hidden = tiercel.rms_norm(stream, layer.mlp_norm, eps=config.rms_norm_eps)
+            stream = self._mlp(layer, hidden, stream)
+        rows = stream.index_select(0, step.last)
+        hidden = tiercel.rms_norm(rows, self.norm, eps=config.rms_norm_eps)
+        return tiercel.linear_act(hidden, self.head, activation="none")
+
+    def _mlp(self, layer: Layer, hidden: Tensor, stream: Tensor) -> Tensor:
+        if layer.router is None:
+            return tiercel.fused_mlp(hidden, layer.up, layer.down, residual=stream)
+        scores = tiercel.linear_act(hidden, layer.router, activation="none")
+        weights, experts = tiercel.topk_softmax(
+            scores, self.config.num_experts_per_tok, renormalize=self.config.norm_topk_prob
+        )
+        return stream + tiercel.fused_moe(hidden, layer.up, layer.down, weights, experts)
+
+
+def _attention(step: Step, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Of new tokens, which the cache has already, over all of their sequences' tokens."""
+    if step.tokens.shape == step.lengths.shape and step.most_new == 1:
+        # A token of each sequence: this kernel shares the keys of one among several blocks.
+        attended = tiercel.decode_attention(
+            *(q[:, None], keys, values, step.page_table, step.lengths)
+        )
+        return attended[:, 0]
+    return tiercel.paged_attention(
+        *(q, keys, values, step.page_table, step.lengths, step.starts, step.most_new)
+    )
+
+
+def rotations(config: Config) -> Tensor:
+    """``[positions, head_dim]``: cosines, then sines, of each position's angles."""
+    half = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    angles = torch.arange(config.max_position_embeddings)[:, None] * config.rope_theta**-half
+    return torch.cat([angles.cos(), angles.sin()], dim=1).float()
+
+
+def random_weights(config: Config, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Weights of a trained model's size, for measurements."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        made = torch.empty(shape, device=device, dtype=dtype)
+        return made.normal_(0, 0.02, generator=generator)
+
+    hidden, size = config.hidden_size, config.head_dim
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    ones = torch.ones(max(hidden, size), device=device, dtype=dtype)
+    weights = {"model.embed_tokens.weight": random(config.vocab_size, hidden)}
+    weights["model.norm.weight"] = ones[:hidden]
+    if not config.tie_word_embeddings:
+        weights["lm_head.weight"] = random(config.vocab_size, hidden)
+    for i in range(config.num_hidden_layers):
+        layer = {
+            "input_layernorm.weight": ones[:hidden],
+            "post_attention_layernorm.weight": ones[:hidden],
+            "self_attn.q_norm.weight": ones[:size],
+            "self_attn.k_norm.weight": ones[:size],
+            "self_attn.q_proj.weight": random(heads * size, hidden),
+            "self_attn.k_proj.weight": random(kv_heads * size, hidden),
+            "self_attn.v_proj.weight": random(kv_heads * size, hidden),
+            "self_attn.o_proj.weight": random(hidden, heads * size),
+        }
+        if experts := config.num_experts:
+            inner = config.moe_intermediate_size
+            layer["mlp.gate.weight"] = random(experts, hidden)
+            layer["mlp.experts.gate_up_proj"] = random(experts, 2 * inner, hidden)
+            layer["mlp.experts.down_proj"] = random(experts, hidden, inner)
+        else:
+            inner = config.intermediate_size
+            layer["mlp.gate_proj.weight"] = random(inner, hidden)
+            layer["mlp.up_proj.weight"] = random(inner, hidden)
+            layer["mlp.down_proj.weight"] = random(hidden, inner)
+        weights |= {f"model.layers.{i}.{name}": tensor for name, tensor in layer.items()}
+    return weights
