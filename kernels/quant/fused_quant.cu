@@ -25,23 +25,34 @@ constexpr int kGroupLanes = 16;  // of a group of 128
 
 struct Norm {};
 
-// The sum and the maximum of the block's values, of whole warps.
-__device__ __forceinline__ void reduce_block(float* sum, uint32_t* largest, bool wants_largest) {
-  __shared__ uint2 scratch[32];
-  *sum = lanes_reduce<32>(*sum, Sum());
-  if (wants_largest) *largest = warp_max(*largest);
-  const int warps = blockDim.x / 32, lane = threadIdx.x % 32;
-  if (warps == 1) return;
-  if (lane == 0) scratch[threadIdx.x / 32] = make_uint2(__float_as_uint(*sum), *largest);
-  __syncthreads();
-  const uint2 part = lane < warps ? scratch[lane] : make_uint2(0, 0);
-  *sum = lanes_reduce<32>(__uint_as_float(part.x), Sum());
-  if (wants_largest) *largest = warp_max(part.y);
+// The larger magnitude in one instruction; a NaN stays one.
+__device__ __forceinline__ float larger(float so_far, float value) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(so_far), "f"(fabsf(value)));
+  return result;
 }
 
-__device__ __forceinline__ uint32_t magnitude(float value) {
-  return __float_as_uint(value) & 0x7fffffffu;
+// The block's sum and its largest of magnitudes, whose bits order like unsigned integers. The block
+// has whole warps.
+__device__ __forceinline__ void reduce_block(float* sum, float* largest, bool wants_largest) {
+  __shared__ uint2 scratch[32];
+  *sum = lanes_reduce<32>(*sum, Sum());
+  uint32_t bits = __float_as_uint(*largest);
+  if (wants_largest) bits = warp_max(bits);
+  const int warps = blockDim.x / 32, lane = threadIdx.x % 32;
+  if (warps > 1) {
+    if (lane == 0) scratch[threadIdx.x / 32] = make_uint2(__float_as_uint(*sum), bits);
+    __syncthreads();
+    const uint2 part = lane < warps ? scratch[lane] : make_uint2(0, 0);
+    *sum = lanes_reduce<32>(__uint_as_float(part.x), Sum());
+    if (wants_largest) bits = warp_max(part.y);
+  }
+  *largest = __uint_as_float(bits);
 }
+
+struct Larger {
+  __device__ __forceinline__ float operator()(float a, float b) const { return larger(a, b); }
+};
 
 // A block per row. `Producer` is Norm, or the function of a gated activation.
 template <typename Producer, typename Format, int kVectors>
@@ -67,7 +78,7 @@ __global__ void __launch_bounds__(kFusedQuantMostThreads)
   grid_dependency_launch();
 
   uint32_t words[kVectors][4] = {}, others[kVectors][4] = {};
-  uint32_t weights[kNorm ? kVectors : 1][8] = {};
+  uint32_t weights[kNorm ? kVectors : 1][4] = {};
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     const int index = v * blockDim.x + threadIdx.x;
@@ -75,21 +86,18 @@ __global__ void __launch_bounds__(kFusedQuantMostThreads)
     load_vector(words[v], x + index * 16);
     if (!kNorm) load_vector(others[v], factors + index * 16);
     if (residual != nullptr) load_vector(others[v], residual + index * 16);
-    if (kNorm && args.weight != nullptr) {  // before a store, behind which no load may move
-      const char* const weight = args.weight + index * (args.wide_weight ? 32 : 16);
-      load_vector(reinterpret_cast<uint32_t (&)[4]>(weights[v][0]), weight);
-      if (args.wide_weight) {
-        load_vector(reinterpret_cast<uint32_t (&)[4]>(weights[v][4]), weight + 16);
-      }
+    // Before a store, behind which no load may move; float32 would take too many registers.
+    if (kNorm && args.weight != nullptr && !args.wide_weight) {
+      load_vector(weights[v], args.weight + index * 16);
     }
   }
   float values[kVectors][kVector];
   float sum = 0.0f;
-  uint32_t largest[kVectors];  // of each vector
+  float largest[kVectors];  // of each vector
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     const int index = v * blockDim.x + threadIdx.x;
-    largest[v] = 0;
+    largest[v] = 0.0f;
     if constexpr (kNorm) {
       if (residual != nullptr) {
 #pragma unroll
@@ -101,10 +109,15 @@ __global__ void __launch_bounds__(kFusedQuantMostThreads)
       for (int i = 0; i < kVector; ++i) sum = fmaf(values[v][i], values[v][i], sum);
       if (args.weight != nullptr) {
         float each[kVector];
-        if (args.wide_weight) {
-          unpack<Float32>(weights[v], each);
+        if (!args.wide_weight) {
+          unpack<Format>(weights[v], each);
         } else {
-          unpack<Format>(reinterpret_cast<const uint32_t (&)[4]>(weights[v]), each);
+          uint32_t wide[kVector] = {};
+          if (index < args.vectors) {
+            load_vector(reinterpret_cast<uint32_t (&)[4]>(wide[0]), args.weight + index * 32);
+            load_vector(reinterpret_cast<uint32_t (&)[4]>(wide[4]), args.weight + index * 32 + 16);
+          }
+          unpack<Float32>(wide, each);
         }
 #pragma unroll
         for (int i = 0; i < kVector; ++i) values[v][i] *= each[i];
@@ -117,15 +130,15 @@ __global__ void __launch_bounds__(kFusedQuantMostThreads)
       for (int i = 0; i < kVector; ++i) values[v][i] = Producer::value(gates[i]) * ups[i];
     }
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) largest[v] = max(largest[v], magnitude(values[v][i]));
+    for (int i = 0; i < kVector; ++i) largest[v] = larger(largest[v], values[v][i]);
   }
 
-  uint32_t of_row = 0;
+  float of_row = 0.0f;
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    of_row = max(of_row, largest[v]);
+    of_row = larger(of_row, largest[v]);
     if (args.granularity == Fp8Granularity::kGroup) {
-      largest[v] = lanes_reduce<kGroupLanes>(largest[v], Max());
+      largest[v] = lanes_reduce<kGroupLanes>(largest[v], Larger());
     }
   }
   const bool by_row = args.granularity == Fp8Granularity::kRow;
@@ -134,7 +147,7 @@ __global__ void __launch_bounds__(kFusedQuantMostThreads)
   if constexpr (kNorm) factor = rsqrtf(fmaf(sum, args.inverse_columns, args.eps));
   float scale = 1.0f;
   if (by_row) {
-    scale = e4m3_scale(magnitude(__uint_as_float(of_row) * factor));
+    scale = e4m3_scale(__float_as_uint(fabsf(of_row * factor)));
     if (threadIdx.x == 0) args.scale[row] = scale;
   } else if (args.granularity == Fp8Granularity::kTensor) {
     scale = *args.scale;
@@ -145,22 +158,26 @@ __global__ void __launch_bounds__(kFusedQuantMostThreads)
     const int index = v * blockDim.x + threadIdx.x;
     if (index >= args.vectors) continue;
     const int64_t at = row * args.columns + int64_t{index} * kVector;
-    if constexpr (kNorm) {
+    if (kNorm && args.normed != nullptr) {
+      float exact[kVector];
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) values[v][i] *= factor;
-      if (args.normed != nullptr) {
-        uint32_t rounded[4];
-        pack<Format>(values[v], rounded);
-        store_vector(args.normed + at * 2, rounded);
-      }
+      for (int i = 0; i < kVector; ++i) exact[i] = values[v][i] * factor;
+      uint32_t rounded[4];
+      pack<Format>(exact, rounded);
+      store_vector(args.normed + at * 2, rounded);
     }
     if (args.granularity == Fp8Granularity::kGroup) {
-      scale = e4m3_scale(magnitude(__uint_as_float(largest[v]) * factor));
+      scale = e4m3_scale(__float_as_uint(fabsf(largest[v] * factor)));
       inverse = __frcp_rn(scale);
       if (index % kGroupLanes == 0) args.scale[row * args.groups + index / kGroupLanes] = scale;
     }
+    // One product in place of two, unless it overflows: in a row of zeros, say.
+    const float total = factor * inverse;
+    const bool fits = total < __int_as_float(0x7f800000);
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) values[v][i] *= inverse;
+    for (int i = 0; i < kVector; ++i) {
+      values[v][i] = fits ? values[v][i] * total : values[v][i] * factor * inverse;
+    }
     uint32_t codes[2];
     pack<Float8E4M3>(values[v], codes);
     store_vector(args.q + at, codes);

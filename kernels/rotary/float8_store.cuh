@@ -18,12 +18,15 @@ struct Divisor {
                // power of two
 };
 
-__device__ __forceinline__ Divisor divisor_of(const float* scales, bool per_head, int head) {
-  if (scales == nullptr) return {1.0f, 1.0f, true, true};
-  const float scale = scales[per_head ? head : 0];
+__device__ __forceinline__ Divisor divisor_by(float scale) {
   const bool plain =
       scale >= 0x1p-60f && scale <= 0x1p60f && (__float_as_uint(scale) & 0x7fffffu) != 0x7fffffu;
   return {scale, __frcp_rn(scale), false, plain};
+}
+
+__device__ __forceinline__ Divisor divisor_of(const float* scales, bool per_head, int head) {
+  if (scales == nullptr) return {1.0f, 1.0f, true, true};
+  return divisor_by(scales[per_head ? head : 0]);
 }
 
 // x / scale for a plain scale: x * (1 / scale) and one Newton step. Rounded to float8 it equals the

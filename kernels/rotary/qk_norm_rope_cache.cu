@@ -70,7 +70,7 @@ __device__ __forceinline__ void store_eight(char* to, const float (&values)[kVec
 // of two; a block has whole warps, all of which take part in the reductions. kFloat8: q_out, the
 // cache or both are float8; a kernel of its own, because a third of the code is for that.
 template <typename Element, bool kInterleaved, bool kFloat8, int kHeads>
-__global__ void __launch_bounds__(kQkMostThreads)
+__global__ void __launch_bounds__(kQkMostThreads, kHeads == 1 ? 4 : 1)
     qk_norm_rope_cache(const __grid_constant__ QkNormRopeCacheArgs args) {
   const KvCacheArgs& cache = args.cache;
   const int lane = threadIdx.x, copied = lane - args.turning;
@@ -137,6 +137,22 @@ __global__ void __launch_bounds__(kQkMostThreads)
   if constexpr (kHeads == 1) {
 #pragma unroll
     for (int p = 0; p < 2; ++p) load_weight(weights[p], first, p);
+  }
+  float scales[kHeads];  // of float8; loaded here, so that no store waits for them
+  if constexpr (kFloat8) {
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i) {
+      const int head = first + i * blockDim.y, kv_head = head - args.q_heads;
+      const int v_head = kv_head - args.kv_heads;
+      const float* const from = kv_head < 0  ? args.q_scale
+                                : v_head < 0 ? cache.key_scale
+                                             : cache.value_scale;
+      const bool per_head = kv_head < 0  ? args.q_scale_per_head
+                            : v_head < 0 ? cache.key_scale_per_head
+                                         : cache.value_scale_per_head;
+      const int number_of_head = kv_head < 0 ? head : v_head < 0 ? kv_head : v_head;
+      scales[i] = from != nullptr && head < args.heads ? from[per_head ? number_of_head : 0] : 1.0f;
+    }
   }
   Eight<Element> cosines = {}, sines = {};
   if (turns && there) {
@@ -214,7 +230,6 @@ __global__ void __launch_bounds__(kQkMostThreads)
     if (is_q) {
       to = args.q_out.data + token * args.q_out.token_stride + head * args.q_out.head_stride;
       float8 = kFloat8 && args.float8_q;
-      if (float8) divisor = divisor_of(args.q_scale, args.q_scale_per_head, head);
     } else {
       if (!kept) continue;
       const int number_of_head = is_value ? v_head : kv_head;
@@ -225,12 +240,8 @@ __global__ void __launch_bounds__(kQkMostThreads)
       to = (is_value ? cache.value_cache : cache.key_cache) + block * strides[0] +
            place * strides[1] + number_of_head * strides[2];
       float8 = kFloat8 && args.float8_cache;
-      if (float8) {
-        divisor = is_value
-                      ? divisor_of(cache.value_scale, cache.value_scale_per_head, number_of_head)
-                      : divisor_of(cache.key_scale, cache.key_scale_per_head, number_of_head);
-      }
     }
+    if (kFloat8) divisor = divisor_by(scales[i]);
     const int bytes = float8 ? 1 : Element::kBytes;
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
