@@ -1,0 +1,324 @@
+// SPDX-License-Identifier: Apache-2.0
+// A row of logits in the shared memory of a cluster, and the steps that all rows need.
+#ifndef KERNELS_SAMPLING_ROW_CUH_
+#define KERNELS_SAMPLING_ROW_CUH_
+
+#include <cstdint>
+
+#include "kernels/sampling/sample_kernels.h"
+#include "kernels/sm90/cluster.cuh"
+#include "kernels/sm90/exponential.cuh"
+#include "kernels/sm90/float_format.cuh"
+#include "kernels/sm90/reduce.cuh"
+#include "kernels/sm90/vector.cuh"
+
+namespace tiercel {
+
+inline constexpr int kWarps = kSampleThreads / 32;
+inline constexpr int kVectorBytes = 16;
+inline constexpr float kInfinity = __builtin_huge_valf();
+// Weights as whole numbers: of filtered rows, and of one segment of another row.
+inline constexpr float kUnit = 2147483648.0f;         // 2^31
+inline constexpr float kFineUnit = 1099511627776.0f;  // 2^40
+inline constexpr int kFixedBits = 23;                 // of d in fixed point
+inline constexpr int kBinBits = 9;
+static_assert(1 << kBinBits == kSampleBins);
+// Rows with as few candidates need no histograms.
+inline constexpr int kFew = 512;
+// A guess where top-p ends: one in so many of a thread's vectors, and the share it may be off by.
+inline constexpr int kSampled = 16;
+inline constexpr float kMargin = 0.03f;
+// Of a row with few segments, each has the maxima of that many groups of lanes.
+inline constexpr int kGroups = 4;
+inline constexpr int kGroupedSegments = 64;
+
+template <typename T>
+__device__ __forceinline__ T parameter(const SampleParameter<T>& parameter, int64_t row) {
+  return parameter.of_rows == nullptr ? parameter.of_all : parameter.of_rows[row];
+}
+
+// A NaN wins.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
+}
+
+// Of max_or_nan's results: NaN is the largest of the integers too.
+__device__ __forceinline__ float warp_largest(float value) {
+  const int bits = __float_as_int(value);
+  const int most = __reduce_max_sync(kFullWarp, bits ^ (bits >> 31 & 0x7fffffff));
+  return __int_as_float(most ^ (most >> 31 & 0x7fffffff));
+}
+
+__device__ __forceinline__ uint64_t warp_sum(uint64_t value) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    value += __shfl_xor_sync(kFullWarp, value, offset);
+  }
+  return value;
+}
+
+// The sum of the values of this lane and of those before it.
+__device__ __forceinline__ uint64_t warp_running_sum(uint64_t value) {
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const uint64_t below = __shfl_up_sync(kFullWarp, value, offset);
+    if (threadIdx.x % 32 >= offset) value += below;
+  }
+  return value;
+}
+
+// Reads 4 bytes of block `rank`'s shared memory, at the offset that `address` has in this block's.
+__device__ __forceinline__ uint32_t load_remote(const uint32_t* address, uint32_t rank) {
+  uint32_t value;
+  asm volatile(
+      "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %1, %2;"
+      " ld.shared::cluster.u32 %0, [remote]; }"
+      : "=r"(value)
+      : "r"(shared_address(address)), "r"(rank)
+      : "memory");
+  return value;
+}
+
+// ceil(share * whole), at least 1; share below 1.
+__device__ __forceinline__ uint64_t part_of(float share, uint64_t whole) {
+  const uint64_t fixed = __float2ull_rn(fmaxf(share, 0.0f) * 18446744073709551616.0f);
+  const uint64_t up = whole * fixed != 0 ? 1 : 0;
+  const uint64_t part = __umul64hi(whole, fixed) + up;
+  return part == 0 ? 1 : part;
+}
+
+// The tokens that are kept: those up to both.
+struct Bound {
+  uint32_t fixed;  // of d in fixed point
+  uint32_t bits;   // of d
+};
+
+struct Candidate {
+  float d;
+  int column;
+};
+
+struct Shared {
+  union {
+    uint32_t counts[kSampleBins];
+    uint32_t weights[kFew];  // of the candidates
+  };
+  union {
+    struct {
+      uint32_t low[kSampleBins];  // of the sums of weights
+      uint32_t high[kSampleBins];
+    };
+    Candidate few[kFew];
+  };
+  float tops[kGroupedSegments * kGroups];  // the largest of each group of lanes' logits
+  uint64_t of_warps[kWarps];
+  uint4 found[kSampleBlocks];  // each block's number of candidates, and the sum of their weights
+  uint64_t before, amount;     // of the bin that the target is in, and in it
+  uint32_t bin, tokens;
+  uint32_t candidates;  // of this block
+  float bound;
+};
+
+template <typename Format>
+inline constexpr int kPerVector = kVectorBytes / Format::kBytes;
+
+template <typename Format>
+struct Row {
+  const SampleArgs& args;
+  int64_t row;
+  int first, last;  // segments of this block
+  uint4* held;
+  float2* segments;  // maximum and sum of weights of each segment of the row
+  uint64_t* masses;  // of each segment
+  float* sums;       // of each segment at temperature 1
+  Shared& shared;
+  float scale;    // log2(e) / T
+  float largest;  // of the row
+  float limit;    // the largest d that counts
+  float origin;   // a power of two above it
+
+  __device__ __forceinline__ void meet() const {
+    if (args.blocks == 1) {
+      __syncthreads();
+    } else {
+      cluster_arrive();
+      cluster_wait();
+    }
+  }
+
+  __device__ __forceinline__ float distance(float x) const {
+    return x == largest ? 0.0f : largest - x;
+  }
+  __device__ __forceinline__ uint32_t fixed(float d) const {
+    const uint32_t value = __float_as_uint(d + origin) - __float_as_uint(origin);
+    return min(value, (1u << kFixedBits) - 1);
+  }
+  __device__ __forceinline__ uint32_t weight(float d) const {
+    return __float2uint_rn(exp2_approx(-d * scale) * kUnit);
+  }
+  __device__ __forceinline__ bool within(float d, const Bound& bound) const {
+    return d <= limit && fixed(d) <= bound.fixed && __float_as_uint(d) <= bound.bits;
+  }
+
+  // Calls f(d) for the tokens of this block whose d is up to the limit, or for one in kStep.
+  template <int kStep = 1, typename Function>
+  __device__ __forceinline__ void each(Function f) const {
+    const int vectors = (last - first) * (kSampleSegment / kPerVector<Format>);
+#pragma unroll 2
+    for (int v = threadIdx.x; v < vectors; v += kSampleThreads * kStep) {
+      uint32_t words[4];
+      float values[kPerVector<Format>];
+      load_vector(words, &held[v]);
+      unpack<Format>(words, values);
+#pragma unroll
+      for (float x : values) {
+        const float d = distance(x);
+        if (d <= limit) f(d);
+      }
+    }
+  }
+
+  // The sum of the values of all threads of the block.
+  __device__ __forceinline__ uint64_t block_sum(uint64_t value) const {
+    value = warp_sum(value);
+    __syncthreads();  // the last sum has been read
+    if (threadIdx.x % 32 == 0) shared.of_warps[threadIdx.x / 32] = value;
+    __syncthreads();
+    value = 0;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) value += shared.of_warps[warp];
+    return value;
+  }
+
+  // Sends the block's number of candidates, and the sum of its threads' values, to all blocks.
+  __device__ __forceinline__ void publish(uint64_t own) const {
+    own = block_sum(own);
+    if (threadIdx.x < args.blocks) {
+      const uint32_t rank = args.blocks > 1 ? cluster_rank() : 0;
+      store_remote(reinterpret_cast<float4*>(&shared.found[rank]), threadIdx.x,
+                   make_float4(__uint_as_float(shared.candidates), 0.0f,
+                               __uint_as_float(static_cast<uint32_t>(own)),
+                               __uint_as_float(static_cast<uint32_t>(own >> 32))));
+    }
+  }
+  // The sum over all blocks, after meet().
+  __device__ __forceinline__ uint64_t published() const {
+    uint64_t all = 0;
+#pragma unroll 1
+    for (uint32_t rank = 0; rank < args.blocks; ++rank) {
+      const uint4 found = shared.found[rank];
+      all += static_cast<uint64_t>(found.w) << 32 | found.z;
+    }
+    return all;
+  }
+
+  // The segment whose `amount` makes the running sum exceed `share` of 2^64 of them all, and what
+  // of it remains. For one warp.
+  template <typename Amount>
+  __device__ __forceinline__ int find_segment(uint64_t share, Amount amount,
+                                              uint64_t* remains) const {
+    const int lane = threadIdx.x % 32;
+    const int each = (args.segments + 31) / 32;
+    const int begin = min(lane * each, args.segments), end = min(begin + each, args.segments);
+    uint64_t own = 0;
+#pragma unroll 1
+    for (int s = begin; s < end; ++s) own += amount(s);
+    uint64_t running = warp_running_sum(own);
+    const uint64_t all = __shfl_sync(kFullWarp, running, 31);
+    const uint64_t target = __umul64hi(share, all);
+    const unsigned beyond = __ballot_sync(kFullWarp, running > target);
+    int found = 0;
+    uint64_t rest = target - (running - own);
+    if (lane == __ffs(beyond) - 1) {
+      for (found = begin; found < end - 1; ++found) {
+        const uint64_t of_segment = amount(found);
+        if (of_segment > rest) break;
+        rest -= of_segment;
+      }
+    }
+    const int from = __ffs(beyond) - 1;
+    *remains = __shfl_sync(kFullWarp, rest, from);
+    return __shfl_sync(kFullWarp, found, from);
+  }
+
+  // The first column of the segment at which the running sum of `amount(x)` exceeds `remains`, or
+  // the last with an amount. For one warp of the block that has the segment.
+  template <typename Amount>
+  __device__ __forceinline__ int find_column(int segment, uint64_t remains, Amount amount) const {
+    const int lane = threadIdx.x % 32;
+    int last_with = -1;
+#pragma unroll 1
+    for (int v = lane; v < kSampleSegment / kPerVector<Format>; v += 32) {
+      uint32_t words[4];
+      float values[kPerVector<Format>];
+      load_vector(words, &held[(segment - first) * (kSampleSegment / kPerVector<Format>)+v]);
+      unpack<Format>(words, values);
+      uint64_t own = 0;
+      int column = -1, last_own = -1;
+#pragma unroll
+      for (int i = 0; i < kPerVector<Format>; ++i) {
+        const uint64_t of_token = amount(values[i]);
+        own += of_token;
+        if (of_token != 0) last_own = v * kPerVector<Format> + i;
+      }
+      const uint64_t running = warp_running_sum(own);
+      const unsigned beyond = __ballot_sync(kFullWarp, running > remains);
+      last_with = max(last_with, __reduce_max_sync(kFullWarp, last_own));
+      if (beyond == 0) {
+        remains -= __shfl_sync(kFullWarp, running, 31);
+        continue;
+      }
+      uint64_t rest = remains - (running - own);
+#pragma unroll
+      for (int i = 0; i < kPerVector<Format>; ++i) {
+        const uint64_t of_token = amount(values[i]);
+        if (column < 0 && of_token > rest) column = v * kPerVector<Format> + i;
+        rest -= column < 0 ? of_token : 0;
+      }
+      column = __shfl_sync(kFullWarp, column, __ffs(beyond) - 1);
+      return segment * kSampleSegment + column;
+    }
+    return segment * kSampleSegment + max(last_with, 0);
+  }
+
+  __device__ __forceinline__ bool has(int segment) const {
+    return segment >= first && segment < last;
+  }
+
+  __device__ __forceinline__ float value_at(int column) const {
+    return load_element<Format>(reinterpret_cast<const char*>(held) +
+                                (column - first * kSampleSegment) * Format::kBytes);
+  }
+
+  // For one thread.
+  __device__ __forceinline__ void write(int64_t token, float logprob) const {
+    if (args.wide) {
+      static_cast<int64_t*>(args.tokens)[row] = token;
+    } else {
+      static_cast<int*>(args.tokens)[row] = static_cast<int>(token);
+    }
+    if (args.logprobs != nullptr) args.logprobs[row] = logprob;
+  }
+
+  // Writes the token whose logit is the largest plus `below`. For one warp.
+  __device__ __forceinline__ void write_token(int column, float below) const {
+    const int lane = threadIdx.x % 32;
+    float logprob = 0.0f;
+    if (args.logprobs != nullptr) {
+      float sum = 0.0f;
+#pragma unroll 1
+      for (int s = lane; s < args.segments; s += 32) {
+        const float m = segments[s].x;
+        sum += m == -kInfinity ? 0.0f : sums[s] * exp2_approx((m - largest) * kLog2E);
+      }
+      logprob = below - logf(lanes_reduce<32>(sum, Sum()));
+    }
+    if (lane == 0) write(column, logprob);
+  }
+};
+
+}  // namespace tiercel
+
+#endif  // KERNELS_SAMPLING_ROW_CUH_

@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: Apache-2.0
+// The threshold of top-k or top-p by histograms, for rows with many candidates.
+#ifndef KERNELS_SAMPLING_THRESHOLD_CUH_
+#define KERNELS_SAMPLING_THRESHOLD_CUH_
+
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/sampling/row.cuh"
+
+namespace tiercel {
+
+// True if no two numbers of the logits' format are within these points.
+template <typename Format>
+__device__ __forceinline__ bool has_one_value(const Row<Format>& row, uint32_t begin,
+                                              uint32_t extent) {
+  const float step = row.origin * (1.0f / (1 << kFixedBits));
+  const float near = row.largest - begin * step, far = near - (extent + 1) * step;
+  const float least = (near > 0.0f) == (far > 0.0f) ? fminf(fabsf(near), fabsf(far)) : 0.0f;
+  // Neighbours are at least this part of themselves apart.
+  constexpr float kApart = Format::kPerWord == 1              ? 1.0f / (1 << 24)
+                           : std::is_same_v<Format, BFloat16> ? 1.0f / (1 << 8)
+                                                              : 1.0f / (1 << 11);
+  return least * kApart > 2.0f * (extent + 3) * step;
+}
+
+// This thread's two bins, added up over the cluster, and their running sum, which begins with 0,
+// over the block's bins. All blocks get the same. Returns the sum of all bins.
+template <typename Format>
+__device__ __forceinline__ uint64_t add_bins(const Row<Format>& row, bool by_mass,
+                                             uint32_t (&tokens)[2], uint64_t (&amounts)[2],
+                                             uint64_t* start) {
+  const uint32_t thread = threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) tokens[i] = 0, amounts[i] = 0;
+#pragma unroll 1
+  for (uint32_t rank = 0; rank < row.args.blocks; ++rank) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t bin = 2 * thread + i;
+      const uint32_t own = load_remote(&row.shared.counts[bin], rank);
+      tokens[i] += own;
+      if (by_mass) {
+        amounts[i] += static_cast<uint64_t>(load_remote(&row.shared.high[bin], rank)) << 32 |
+                      load_remote(&row.shared.low[bin], rank);
+      } else {
+        amounts[i] += own;
+      }
+    }
+  }
+  uint64_t running = warp_running_sum(amounts[0] + amounts[1]);
+  if (thread % 32 == 31) row.shared.of_warps[thread / 32] = running;
+  __syncthreads();
+  uint64_t all = 0;
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) {
+    if (warp < thread / 32) running += row.shared.of_warps[warp];
+    all += row.shared.of_warps[warp];
+  }
+  *start = running - amounts[0] - amounts[1];
+  return all;
+}
+
+template <typename Format>
+__device__ __forceinline__ void clear_bins(const Row<Format>& row) {
+  for (int bin = threadIdx.x; bin < kSampleBins; bin += kSampleThreads) {
+    row.shared.counts[bin] = row.shared.low[bin] = row.shared.high[bin] = 0;
+  }
+  __syncthreads();
+}
+
+template <typename Format>
+__device__ __forceinline__ void add_to_bin(const Row<Format>& row, uint32_t bin, uint32_t mass) {
+  const uint32_t old = atomicAdd(&row.shared.low[bin], mass);
+  if (old + mass < old) atomicAdd(&row.shared.high[bin], 1);
+}
+
+// Where the tokens with `share` of the weight probably end, by every 16th token: the first point
+// and the extent, in fixed point, of a window around it.
+template <typename Format>
+__device__ __forceinline__ uint2 guess(const Row<Format>& row, float share) {
+  constexpr int kShift = kFixedBits - kBinBits;
+  clear_bins(row);
+  row.template each<kSampled>(
+      [&](float d) { add_to_bin(row, row.fixed(d) >> kShift, row.weight(d)); });
+  row.meet();
+  uint32_t tokens[2];
+  uint64_t amounts[2], start;
+  const uint64_t all = add_bins(row, true, tokens, amounts, &start);
+  const uint64_t from = part_of(share - kMargin, all);
+  const uint64_t to = part_of(fminf(share + kMargin, 0.99999994f), all);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint64_t end = start + amounts[i];
+    if (start < from && from <= end) row.shared.bin = 2 * threadIdx.x + i;
+    if (start < to && to <= end) row.shared.tokens = 2 * threadIdx.x + i;
+    start = end;
+  }
+  row.meet();
+  return make_uint2(row.shared.bin << kShift,
+                    ((row.shared.tokens - row.shared.bin + 1) << kShift) - 1);
+}
+
+// The least bound at which the tokens within `bound` are `target` tokens, or have that weight. A
+// target of 0 is `share` of their weight. The search begins in a window of d in fixed point.
+template <typename Format>
+__device__ __forceinline__ Bound select(const Row<Format>& row, Bound bound, bool by_mass,
+                                        uint64_t target, float share, uint2 window) {
+  const uint32_t thread = threadIdx.x;
+  bool in_bits = false;  // of d itself, among those with the same d in fixed point
+  uint32_t same = 0, lowest = window.x, extent = window.y;
+  uint32_t below = lowest;  // tokens below this point are added up, but have no bins
+  int shift = max(32 - __clz(extent) - kBinBits, 0);
+  uint64_t before = 0;
+  for (bool begins = true;;) {
+    clear_bins(row);
+    uint64_t own = 0;
+    row.each([&](float d) {
+      const uint32_t point = row.fixed(d), bits = __float_as_uint(d);
+      if (point > bound.fixed || bits > bound.bits || (in_bits && point != same)) return;
+      if (point < below) {
+        own += row.weight(d);
+        return;
+      }
+      const uint32_t place = (in_bits ? bits : point) - lowest;
+      if (place > extent) return;
+      const uint32_t bin = place >> shift;
+      atomicAdd(&row.shared.counts[bin], 1);
+      if (by_mass) add_to_bin(row, bin, row.weight(d));
+    });
+    if (below > 0) row.publish(own);
+    row.meet();
+    if (below > 0) before = row.published();
+    uint32_t tokens[2];
+    uint64_t amounts[2], start;
+    const uint64_t all = add_bins(row, by_mass, tokens, amounts, &start);
+    if (below > 0 && (target <= before || target > before + all)) {
+      // The window was wrong: the search begins again with all.
+      below = lowest = 0, before = 0;
+      extent = (1u << kFixedBits) - 1;
+      shift = kFixedBits - kBinBits;
+      row.meet();
+      continue;
+    }
+    if (below == 0 && begins) {
+      if (target == 0) target = part_of(share, all);
+      if (all < target) {
+        row.meet();
+        return bound;
+      }
+    }
+    below = 0;
+    begins = false;
+    start += before;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint64_t from = i == 0 ? start : start + amounts[0];
+      if (from < target && target <= from + amounts[i]) {
+        row.shared.bin = 2 * thread + i;
+        row.shared.before = from;
+        row.shared.amount = amounts[i];
+        row.shared.tokens = tokens[i];
+      }
+    }
+    row.meet();  // before the next histogram too
+    const uint32_t begin = lowest + (row.shared.bin << shift);
+    extent = (1u << shift) - 1;
+    const uint32_t end = begin + extent;
+    before = row.shared.before;
+    const bool whole = row.shared.tokens == 1 ||
+                       (!by_mass && before + row.shared.amount == target) ||
+                       (in_bits ? shift == 0 : has_one_value(row, begin, extent));
+    if (whole) {
+      if (in_bits) {
+        bound.fixed = min(bound.fixed, same);
+        bound.bits = min(bound.bits, end);
+      } else {
+        bound.fixed = min(bound.fixed, end);
+      }
+      return bound;
+    }
+    lowest = begin;
+    if (shift > 0) {
+      shift = max(shift - kBinBits, 0);
+    } else {
+      // All of a bin have the same d in fixed point, up to a rounding.
+      in_bits = true;
+      same = begin;
+      const float about = __uint_as_float(__float_as_uint(row.origin) + begin) - row.origin;
+      const float step = row.origin * (1.0f / (1 << kFixedBits));
+      lowest = __float_as_uint(fmaxf(about - step, 0.0f));
+      extent = __float_as_uint(about + step) - lowest;
+      shift = max(32 - __clz(extent) - kBinBits, 0);
+    }
+  }
+}
+
+}  // namespace tiercel
+
+#endif  // KERNELS_SAMPLING_THRESHOLD_CUH_
