@@ -17,7 +17,7 @@ __device__ __forceinline__ uint32_t gather(const Row<Format>& row, uint64_t* mas
   __syncthreads();
   const int vectors = (row.last - row.first) * (kSampleSegment / kPerVector<Format>);
   uint64_t own = 0;
-#pragma unroll 2
+#pragma unroll 1
   for (int v = threadIdx.x; v < vectors; v += kSampleThreads) {
     uint32_t words[4];
     float values[kPerVector<Format>];
@@ -70,77 +70,55 @@ __device__ __forceinline__ void send(const Row<Format>& row, uint32_t rank) {
 template <typename Format>
 __device__ __forceinline__ void choose(const Row<Format>& row, int count, int top_k, float top_p,
                                        uint64_t whole, uint64_t random) {
-  constexpr int kOwn = kFew / kSampleThreads;
   const int thread = threadIdx.x;
   // Neighbouring threads share a candidate where there are enough threads.
   const int share = count <= kSampleThreads / 8   ? 8
                     : count <= kSampleThreads / 4 ? 4
                     : count <= kSampleThreads / 2 ? 2
                                                   : 1;
-  const int part = thread % share;
-  const auto candidate = [&](int n) { return thread / share + n * kSampleThreads; };
-  for (int i = thread; i < count; i += kSampleThreads) {
-    row.shared.weights[i] = row.weight(row.shared.few[i].d);
-  }
+  const int i = thread / share, part = thread % share;
+  const int others = i < count ? count : 0;
+  if (thread < count) row.shared.weights[thread] = row.weight(row.shared.few[thread].d);
   __syncthreads();
-  uint32_t own[kOwn] = {};
-  uint64_t above[kOwn] = {};
-  uint64_t kept = 0;
-#pragma unroll
-  for (int n = 0; n < kOwn; ++n) {
-    const int i = candidate(n);
-    const float d = i < count ? row.shared.few[i].d : 0.0f;
-    int larger = 0;
+  const Candidate mine = i < count ? row.shared.few[i] : Candidate{0.0f, -1};
+  int larger = 0;
+  uint64_t above = 0;
 #pragma unroll 4
-    for (int j = i < count ? part : count; j < count; j += share) {
-      const bool is_larger = row.shared.few[j].d < d;
-      larger += is_larger ? 1 : 0;
-      above[n] += is_larger ? row.shared.weights[j] : 0;
-    }
-    for (int offset = share / 2; offset > 0; offset /= 2) {
-      larger += __shfl_xor_sync(kFullWarp, larger, offset);
-      above[n] += __shfl_xor_sync(kFullWarp, above[n], offset);
-    }
-    if (i < count) own[n] = top_k == 0 || larger < top_k ? row.shared.weights[i] : 0;
-    kept += part == 0 ? own[n] : 0;
+  for (int j = part; j < others; j += share) {
+    const bool is_larger = row.shared.few[j].d < mine.d;
+    larger += is_larger ? 1 : 0;
+    above += is_larger ? row.shared.weights[j] : 0;
   }
+#pragma unroll 1
+  for (int offset = share / 2; offset > 0; offset /= 2) {
+    larger += __shfl_xor_sync(kFullWarp, larger, offset);
+    above += __shfl_xor_sync(kFullWarp, above, offset);
+  }
+  uint32_t own = 0;
+  if (i < count && (top_k == 0 || larger < top_k)) own = row.shared.weights[i];
   if (top_p < 1.0f) {
-    const uint64_t target = part_of(top_p, whole == 0 ? row.block_sum(kept) : whole);
-    kept = 0;
-#pragma unroll
-    for (int n = 0; n < kOwn; ++n) {
-      if (above[n] >= target) own[n] = 0;
-      kept += part == 0 ? own[n] : 0;
-    }
+    if (whole == 0) whole = row.block_sum(part == 0 ? own : 0);
+    if (above >= part_of(top_p, whole)) own = 0;
   }
-  kept = row.block_sum(kept);  // all have read the weights
-#pragma unroll
-  for (int n = 0; n < kOwn; ++n) {
-    if (candidate(n) < count && part == 0) row.shared.weights[candidate(n)] = own[n];
-  }
+  const uint64_t kept = row.block_sum(part == 0 ? own : 0);  // all have read the weights
+  if (i < count && part == 0) row.shared.weights[i] = own;
   __syncthreads();
-  const uint64_t target = __umul64hi(random, kept);
-  int column = -1;
-  float d = 0.0f;
-#pragma unroll
-  for (int n = 0; n < kOwn; ++n) {
-    const int i = candidate(n);
-    const Candidate mine = i < count ? row.shared.few[i] : Candidate{0.0f, -1};
-    uint64_t before = 0;
+  uint64_t before = 0;
 #pragma unroll 4
-    for (int j = i < count ? part : count; j < count; j += share) {
-      before += row.shared.few[j].column < mine.column ? row.shared.weights[j] : 0;
-    }
-    for (int offset = share / 2; offset > 0; offset /= 2) {
-      before += __shfl_xor_sync(kFullWarp, before, offset);
-    }
-    if (before <= target && target - before < own[n]) column = mine.column, d = mine.d;
+  for (int j = part; j < others; j += share) {
+    before += row.shared.few[j].column < mine.column ? row.shared.weights[j] : 0;
   }
+#pragma unroll 1
+  for (int offset = share / 2; offset > 0; offset /= 2) {
+    before += __shfl_xor_sync(kFullWarp, before, offset);
+  }
+  const uint64_t target = __umul64hi(random, kept);
   // One warp has the token.
-  const unsigned chosen = __ballot_sync(kFullWarp, column >= 0);
+  const bool is_chosen = before <= target && target - before < own;
+  const unsigned chosen = __ballot_sync(kFullWarp, is_chosen);
   if (chosen == 0) return;
   const int lane = __ffs(chosen) - 1;
-  row.write_token(__shfl_sync(kFullWarp, column, lane), -__shfl_sync(kFullWarp, d, lane));
+  row.write_token(__shfl_sync(kFullWarp, mine.column, lane), -__shfl_sync(kFullWarp, mine.d, lane));
 }
 
 }  // namespace tiercel

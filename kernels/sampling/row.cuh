@@ -24,7 +24,8 @@ inline constexpr int kFixedBits = 23;                 // of d in fixed point
 inline constexpr int kBinBits = 9;
 static_assert(1 << kBinBits == kSampleBins);
 // Rows with as few candidates need no histograms.
-inline constexpr int kFew = 512;
+inline constexpr int kFew = 256;
+static_assert(kFew <= kSampleThreads);
 // A guess where top-p ends: one in so many of a thread's vectors, and the share it may be off by.
 inline constexpr int kSampled = 16;
 inline constexpr float kMargin = 0.03f;
@@ -165,13 +166,13 @@ struct Row {
   // Calls f(d) for the tokens of this block whose d is up to the limit, or for one in kStep.
   template <int kStep = 1, typename Function>
   __device__ __forceinline__ void each(Function f) const {
-    const int vectors = (last - first) * (kSampleSegment / kPerVector<Format>);
-#pragma unroll 2
-    for (int v = threadIdx.x; v < vectors; v += kSampleThreads * kStep) {
-      uint32_t words[4];
-      float values[kPerVector<Format>];
-      load_vector(words, &held[v]);
-      unpack<Format>(words, values);
+    // One word at a time: little code, which fits the instruction caches.
+    const auto* words = reinterpret_cast<const uint32_t*>(held);
+    const int count = (last - first) * (kSampleSegment / Format::kPerWord);
+#pragma unroll 1
+    for (int w = threadIdx.x; w < count; w += kSampleThreads * kStep) {
+      float values[Format::kPerWord];
+      Format::unpack(words[w], values);
 #pragma unroll
       for (float x : values) {
         const float d = distance(x);

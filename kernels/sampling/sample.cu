@@ -14,7 +14,7 @@
 //      memory, and finds each segment's maximum and, without filters, its sum of weights. All
 //      blocks receive all segments' pairs.
 //   2. With filters: the k-th largest of the segments' maxima bounds the k-th largest logit from
-//      below. If at most 512 tokens are above the bounds, they go to one block, whose threads
+//      below. If at most 256 tokens are above the bounds, they go to one block, whose threads
 //      compare all with all, which gives both thresholds and the token.
 //   3. Otherwise, with top-k or top-p, the threshold is found by histograms of d, of 512 bins each,
 //      that the cluster adds up: of d in fixed point, then in the bin that the threshold is in, and
@@ -45,7 +45,7 @@ namespace tiercel {
 namespace {
 
 template <typename Format, bool kPenalties>
-constexpr int kBlocksPerSm = kPenalties || Format::kBytes == 4 ? 2 : 4;
+constexpr int kBlocksPerSm = kPenalties || Format::kBytes == 4 ? 2 : 3;
 
 template <typename Format, bool kPenalties>
 __global__ void __launch_bounds__(kSampleThreads, (kBlocksPerSm<Format, kPenalties>))
@@ -102,24 +102,31 @@ __global__ void __launch_bounds__(kSampleThreads, (kBlocksPerSm<Format, kPenalti
   const char* logits = args.logits + place * args.stride;
   const bool aligned = reinterpret_cast<uintptr_t>(logits) % kVectorBytes == 0;
   const auto load = [&](uint32_t (&words)[kVectors][4], int segment) {
+    const int begin = segment * kSampleSegment;
+    const char* from = logits + static_cast<int64_t>(begin) * Format::kBytes;
+    if (aligned && begin + kSampleSegment <= args.columns) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        load_stream(words[i], from + (i * 32 + lane) * kVectorBytes);
+      }
+      return;
+    }
+    // One by one, by way of the segment's place in shared memory.
+    using Storage = typename Format::Storage;
+    char* place =
+        reinterpret_cast<char*>(memory) + (segment - first) * kSampleSegment * Held::kBytes;
+#pragma unroll 4
+    for (int i = lane; i < kSampleSegment; i += 32) {
+      reinterpret_cast<Storage*>(place)[i] =
+          begin + i < args.columns ? reinterpret_cast<const Storage*>(from)[i]
+                                   : static_cast<Storage>(Format::to_bits(-kInfinity));
+    }
+    __syncwarp();
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      const int column = segment * kSampleSegment + (i * 32 + lane) * kColumns;
-      const char* at = logits + static_cast<int64_t>(column) * Format::kBytes;
-      if (aligned && column + kColumns <= args.columns) {
-        load_stream(words[i], at);
-        continue;
-      }
-#pragma unroll
-      for (int w = 0; w < 4; ++w) words[i][w] = 0;
-#pragma unroll
-      for (int k = 0; k < kColumns; ++k) {
-        const uint32_t bits = column + k < args.columns
-                                  ? reinterpret_cast<const typename Format::Storage*>(at)[k]
-                                  : Format::to_bits(-kInfinity);
-        words[i][k / Format::kPerWord] |= bits << k % Format::kPerWord * (8 * Format::kBytes);
-      }
+      load_vector(words[i], place + (i * 32 + lane) * kVectorBytes);
     }
+    __syncwarp();
   };
 
   uint32_t words[kVectors][4];
@@ -199,20 +206,6 @@ __global__ void __launch_bounds__(kSampleThreads, (kBlocksPerSm<Format, kPenalti
     return;
   }
 
-  if (greedy) {
-    if (warp != 0) return;
-    int found = args.segments;
-    for (int s = lane; s < args.segments; s += 32) {
-      if (row.segments[s].x == largest) found = min(found, s);
-    }
-    found = __reduce_min_sync(kFullWarp, found);
-    if (!row.has(found)) return;
-    const int column = row.find_column(
-        found, 0, [&](float x) { return static_cast<uint64_t>(x == largest ? 1 : 0); });
-    row.write_token(column, 0.0f);
-    return;
-  }
-
   const bool own_seed = args.seed.of_rows != nullptr;
   const uint64_t random = philox(static_cast<uint64_t>(parameter(args.seed, place)),
                                  static_cast<uint64_t>(parameter(args.offset, place)),
@@ -228,7 +221,7 @@ __global__ void __launch_bounds__(kSampleThreads, (kBlocksPerSm<Format, kPenalti
   // 2^-32 and less are no weight.
   row.limit = 32.0f / row.scale;
   Bound bound{0xffffffffu, 0xffffffffu};
-  if (filters) {
+  if (filters && !greedy) {
     if (min_p > 0.0f) row.limit = fminf(row.limit, fmaxf(-log2f(min_p), 0.0f) / row.scale);
     uint64_t whole = 0;
     if (of_all && largest < kInfinity) {
@@ -241,7 +234,7 @@ __global__ void __launch_bounds__(kSampleThreads, (kBlocksPerSm<Format, kPenalti
     }
     // As many groups have a token at least as large as the k-th largest maximum.
     const int groups = grouped ? kGroups * args.segments : args.segments;
-    const int least = by_count ? top_k : whole > 0 ? min(groups * 3 / 4, 200) : 0;
+    const int least = by_count ? top_k : whole > 0 ? min(groups * 3 / 4, 100) : 0;
     const float limit = row.limit;
     if (0 < least && least <= groups) {
       const auto top = [&](int g) { return grouped ? shared.tops[g] : row.segments[g].x; };
@@ -251,7 +244,7 @@ __global__ void __launch_bounds__(kSampleThreads, (kBlocksPerSm<Format, kPenalti
         const int g = begin + threadIdx.x / share;
         const float own = top(min(g, groups - 1));
         int above = 0;
-#pragma unroll 8
+#pragma unroll 4
         for (int other = threadIdx.x % share; other < groups; other += share) {
           const float x = top(other);
           above += x > own || (x == own && other < g) ? 1 : 0;
@@ -274,22 +267,26 @@ __global__ void __launch_bounds__(kSampleThreads, (kBlocksPerSm<Format, kPenalti
     if (!by_count) row.limit = limit;
     row.origin = __uint_as_float((__float_as_uint(row.limit) & 0x7f800000u) + 0x00800000u);
     uint2 window = make_uint2(0, (1u << kFixedBits) - 1);
-    if (by_count) bound = select(row, bound, false, top_k, 0.0f, window);
-    if (by_mass) {
-      if (whole > 0) window = guess(row, top_p);
-      bound = select(row, bound, true, whole > 0 ? part_of(top_p, whole) : 0, top_p, window);
+    // First the one, then the other: the code is there once.
+#pragma unroll 1
+    for (int pass = by_count ? 0 : 1; pass < (by_mass ? 2 : 1); ++pass) {
+      uint64_t target = pass == 0 ? top_k : 0;
+      if (pass == 1 && whole > 0) {
+        window = guess(row, top_p);
+        target = part_of(top_p, whole);
+      }
+      bound = select(row, bound, pass == 1, target, top_p, window);
     }
 #pragma unroll 1
     for (int segment = first + warp; segment < last; segment += kWarps) {
       uint64_t mass = 0;
       if (row.distance(row.segments[segment].x) <= row.limit) {
-        const uint4* held = &row.held[(segment - first) * (kSampleSegment / kPerVector<Held>)];
+        constexpr int kWords = kSampleSegment / Held::kPerWord;
+        const auto* held = reinterpret_cast<const uint32_t*>(memory) + (segment - first) * kWords;
 #pragma unroll 2
-        for (int v = lane; v < kSampleSegment / kPerVector<Held>; v += 32) {
-          uint32_t some[4];
-          float values[kPerVector<Held>];
-          load_vector(some, &held[v]);
-          unpack<Held>(some, values);
+        for (int w = lane; w < kWords; w += 32) {
+          float values[Held::kPerWord];
+          Held::unpack(held[w], values);
 #pragma unroll
           for (float x : values) {
             const float d = row.distance(x);
@@ -308,24 +305,25 @@ __global__ void __launch_bounds__(kSampleThreads, (kBlocksPerSm<Format, kPenalti
   }
   if (warp != 0) return;
 
-  uint64_t remains;
-  int column;
-  if (filters) {
-    const int segment = row.find_segment(random, [&](int s) { return row.masses[s]; }, &remains);
-    if (!row.has(segment)) return;
-    column = row.find_column(segment, remains, [&](float x) {
-      const float d = row.distance(x);
-      return static_cast<uint64_t>(row.within(d, bound) ? row.weight(d) : 0);
-    });
+  uint64_t remains = 0;
+  int segment = args.segments;
+  if (greedy) {
+#pragma unroll 1
+    for (int s = lane; s < args.segments; s += 32) {
+      if (row.segments[s].x == largest) segment = min(segment, s);
+    }
+    segment = __reduce_min_sync(kFullWarp, segment);
   } else {
-    const int segment =
-        row.find_segment(random, [&](int s) { return weight_of(s, kFineUnit); }, &remains);
-    if (!row.has(segment)) return;
-    column = row.find_column(segment, remains, [&](float x) {
-      return static_cast<uint64_t>(
-          __float2ull_rn(exp2_approx((x - largest) * row.scale) * kFineUnit));
-    });
+    segment = row.find_segment(
+        random, [&](int s) { return filters ? row.masses[s] : weight_of(s, kFineUnit); }, &remains);
   }
+  if (!row.has(segment)) return;
+  const int column = row.find_column(segment, remains, [&](float x) {
+    const float d = row.distance(x);
+    if (greedy) return static_cast<uint64_t>(x == largest ? 1 : 0);
+    if (filters) return static_cast<uint64_t>(row.within(d, bound) ? row.weight(d) : 0);
+    return static_cast<uint64_t>(__float2ull_rn(exp2_approx(-d * row.scale) * kFineUnit));
+  });
   row.write_token(column, row.value_at(column) - largest);
 }
 
