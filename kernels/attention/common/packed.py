@@ -35,11 +35,11 @@ SIZES = Packed._fields[3:]
 
 def rows_between(starts, step, total, begin, end):
     """(first, end) of the rows from starts[begin] to starts[end]; empty if that is less."""
-    first = cutlass.min(cutlass.max(_load(starts, step, begin), 0), total)
-    return first, cutlass.max(cutlass.min(_load(starts, step, end), total), first)
+    first = cutlass.min(cutlass.max(load_at(starts, step, begin), 0), total)
+    return first, cutlass.max(cutlass.min(load_at(starts, step, end), total), first)
 
 
-def _load(starts, step, at):
+def load_at(starts, step, at):
     """starts[at]; `step` is in bytes, so that the address takes one instruction."""
     address = starts.toint() + Int64(at) * step
     return cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4).load()

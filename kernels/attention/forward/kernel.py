@@ -181,13 +181,14 @@ class AttentionForward:
             stream=stream,
         )
 
-    def maps(self, pointers, problem):
+    def map_kinds(self, problem):
+        """Of each map: operation, shared memory, tile, matrix of a head, heads, and if packed."""
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         q_layout, k_layout, v_layout, o_layout = self.smem_layouts()
         queries, keys = (problem.seq_q, self.d), (problem.seq_k, self.d)
         values = self.operands.value_matrix(problem.seq_k)
         heads, kv_heads = problem.heads, problem.kv_heads
-        kinds = (
+        return (
             (load, q_layout, (self.tile_m, self.d), queries, heads, self.packed),
             (load, k_layout, (self.tile_n, self.d), keys, kv_heads, self.packed),
             (
@@ -196,9 +197,11 @@ class AttentionForward:
             ),
             (store, o_layout, (ROWS, PIECE), queries, heads, self.packed),
         )
+
+    def maps(self, pointers, problem):
         atoms = []
         for pointer, (op, layout, tile, (rows, columns), count, packed) in zip(
-            pointers, kinds, strict=True
+            pointers, self.map_kinds(problem), strict=True
         ):
             # Here the first of a packed map's outermost dimensions has two elements;
             # AttentionPackedRows in problem.h has the real one.
@@ -225,7 +228,7 @@ class AttentionForward:
         problem: Problem,
         sizes,
     ):
-        packed = Packed(*starts, *sizes) if self.packed else None
+        packed = self.packed_rows(starts, sizes)
         thread = cute.arch.thread_idx()[0]
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_index == 0:
@@ -250,29 +253,37 @@ class AttentionForward:
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
-        q_tiles = cute.ceil_div(problem.seq_q, self.tile_m)
-        tiles = q_tiles * problem.heads * problem.batch
+        q_tiles, tiles = self.tiles(packed, problem)
         rounds = rounds_of_block(tiles, self.masked)
 
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(self.loader_registers)
-            if warp_index == 0:
-                self.load(
-                    *((tma_q, sq, q_ring), (tma_k, sk, k_ring), (tma_v, sv, v_ring)),
-                    *(packed, problem, q_tiles, rounds),
-                )
-            else:
-                if const_expr(self.packed):
-                    clear_rows_of_no_sequence(
-                        *(packed, lse, problem.batch, problem.heads, q_tiles * self.tile_m),
-                        *(self.operands.out_dtype, self.d // 8, thread),
-                    )
+            self.produce(
+                *((tma_q, sq, q_ring), (tma_k, sk, k_ring), (tma_v, sv, v_ring)),
+                *(packed, problem, q_tiles, rounds, lse, thread, warp_index),
+            )
         else:
             cute.arch.setmaxregister_increase(self.registers)
             self.multiply(
                 *((sq, q_ring), (sk, k_ring), (sv, v_ring), (tma_o, so)),
                 *(lse, packed, factors, problem, q_tiles, rounds, thread, warp_index),
             )
+
+    @cute.jit
+    def produce(self, q, k, v, packed, problem, q_tiles, rounds, lse, thread, warp_index):
+        """The warps that do not multiply."""
+        if warp_index == 0:
+            self.load(q, k, v, packed, problem, q_tiles, rounds)
+        else:
+            if const_expr(self.packed):
+                self.clear(packed, problem, lse, q_tiles * self.tile_m, thread)
+
+    @cute.jit
+    def clear(self, packed, problem, lse, planned, thread):
+        clear_rows_of_no_sequence(
+            *(packed, lse, problem.batch, problem.heads, planned),
+            *(self.operands.out_dtype, self.d // 8, thread),
+        )
 
     @cute.jit
     def load(self, q, k, v, packed, problem, q_tiles, rounds):
@@ -284,10 +295,10 @@ class AttentionForward:
         q_write = writer(self.variant.q_stages)
         k_write, v_write = writer(self.variant.stages), writer(self.variant.stages)
         for turn in cutlass.range(rounds, unroll=1):
-            row, head, entry = self.tile(turn, q_tiles, problem)
+            row, head, entry = self.tile(turn, q_tiles, packed, problem)
             kv_head = head // (heads // kv_heads)
             queries, keys, q_at, k_at, _ = self.sequence(packed, entry, problem)
-            low, last = self.key_blocks(row, queries, keys, problem)
+            low, last = self.key_blocks(row, queries, keys, packed, problem)
             hidden_q, hidden_k = self.hidden(queries), self.hidden(keys)
             q_places = sequence_coordinates(seq_q, self.d, heads, batch, hidden_q)
             to_q, from_q = copy_places(tma_q, sq, (self.tile_m, self.d), q_places)
@@ -370,16 +381,16 @@ class AttentionForward:
         q_read = reader(self.variant.q_stages)
         k_read, v_read = reader(self.variant.stages), reader(self.variant.stages)
         # A thread's first row in a tile, and its first column in a block of keys.
-        my_row = wg * ROWS + wg_thread // 32 * 16 + lane // 4
+        my_row = self.own_row(wg, wg_thread // 32 * 16, lane // 4, packed)
         my_column = lane % 4 * 2
         rows = (row_max, row_sum, rescale)
         if wg == warpgroups - 1:
             self.give_turn(0)
 
         # The first tile's first block of keys: scores and softmax alone.
-        row, head, entry = self.tile(Int32(0), q_tiles, problem)
+        row, head, entry = self.tile(Int32(0), q_tiles, packed, problem)
         queries, keys, q_at, _, start = self.sequence(packed, entry, problem)
-        low, last = self.key_blocks(row, queries, keys, problem)
+        low, last = self.key_blocks(row, queries, keys, packed, problem)
         scale_log2, slope, gain = self.operands.scales(factors, entry, head, problem)
         q_ring.consumer_wait(q_read)
         k_ring.consumer_wait(k_read)
@@ -392,19 +403,16 @@ class AttentionForward:
         if const_expr(capped):
             cap(s, slope)
         if self.needs_mask(last, keys):
-            own = row * self.tile_m + my_row + keys - queries
+            own = self.keys_of(self.row_of(row, my_row, packed), keys, queries)
             self.hide(s, (last - 1) * self.tile_n + my_column, own, keys, problem)
         self.operands.soften(s, rows, scale_log2, True, True)
         self.operands.to_operand(s, p)
         self.operands.count(s, rows, lse, True)
 
         for turn in cutlass.range(rounds, unroll=1):
-            at_row = row * self.tile_m + my_row
+            at_row = self.row_of(row, my_row, packed)
             offset = keys - queries
-            bottom, top = free_blocks(
-                row * self.tile_m + offset,
-                *(self.tile_m, self.tile_n, low, last, problem.left, problem.right, self.mask),
-            )
+            bottom, top = self.free_blocks(row, offset, low, last, packed, problem)
             # Blocks at the mask's upper edge, then free ones, then those at its lower edge.
             for part in cutlass.range_constexpr(3):
                 masked = part != 1
@@ -419,7 +427,7 @@ class AttentionForward:
                             cap(s, slope)
                         if const_expr(masked):
                             column = (end - 1 - step) * self.tile_n + my_column
-                            self.hide(s, column, at_row + offset, keys, problem)
+                            self.hide(s, column, self.moved(at_row, offset), keys, problem)
                         self.operands.absorb(
                             *(s, sums, p, rows, scale_log2, masked),
                             *(v_read, v_ring, lse, batch),
@@ -432,11 +440,13 @@ class AttentionForward:
             # This tile's last values, and the next tile's first scores. After the last tile those
             # are of arbitrary data, and are not used.
             more = turn + 1 < rounds
-            next_row, next_head, next_entry = self.tile(turn + 1, q_tiles, problem)
+            next_row, next_head, next_entry = self.tile(turn + 1, q_tiles, packed, problem)
             next_queries, next_keys, next_at, _, next_start = self.sequence(
                 packed, next_entry, problem
             )
-            next_low, next_last = self.key_blocks(next_row, next_queries, next_keys, problem)
+            next_low, next_last = self.key_blocks(
+                next_row, next_queries, next_keys, packed, problem
+            )
             next_scale, next_slope, next_gain = self.operands.scales(
                 factors, next_entry, next_head, problem
             )
@@ -445,22 +455,8 @@ class AttentionForward:
                 k_ring.consumer_wait(k_read)
             self.start(s, sums, p, rq, rk, rv, q_read, k_read, v_read, v_ring, wg)
 
-            for r in cutlass.range_constexpr(2):
-                total = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=4)
-                rescale[r] = inverse(total)
-                if const_expr(gain is not None):
-                    rescale[r] = rescale[r] * gain
-                row_sum[r] = total
-            if lse.toint() != 0:
-                if lane % 4 == 0:
-                    to_lse = lse + self.lse_place(packed, entry, head, heads, seq_q, start)
-                    for r in cutlass.range_constexpr(2):
-                        if at_row + 8 * r < queries:
-                            value = largest(row_max[r], self.operands.limited(scale_log2))
-                            value += cute.math.log2(row_sum[r])
-                            if const_expr(self.operands.lift != 0.0):
-                                value -= self.operands.lift
-                            (to_lse + (at_row + 8 * r)).store(value * _LN2)
+            place = (entry, head, heads, seq_q, start)
+            self.finish_rows(rows, scale_log2, gain, lse, packed, place, at_row, queries, lane)
 
             warpgroup.wait_group(1)
             if more:
@@ -469,7 +465,8 @@ class AttentionForward:
             if const_expr(capped):
                 cap(s, next_slope)
             if self.needs_mask(next_last, next_keys):
-                own = next_row * self.tile_m + my_row + next_keys - next_queries
+                next_at_row = self.row_of(next_row, my_row, packed)
+                own = self.keys_of(next_at_row, next_keys, next_queries)
                 column = (next_last - 1) * self.tile_n + my_column
                 self.hide(s, column, own, next_keys, problem)
             self.operands.soften(s, rows[:2] + (unused,), next_scale, True, True)
@@ -482,7 +479,7 @@ class AttentionForward:
             self.operands.normalize(sums, rescale, gain)
             values = cute.size(piece)
             o_stages = self.variant.o_stages
-            hidden_o = self.hidden(queries)
+            hidden_o = self.hidden_results(queries, row, wg, packed)
             o_places = sequence_coordinates(seq_q, self.d, heads, batch, hidden_o)
             from_so, to_o = copy_places(tma_o, so, (ROWS, PIECE), o_places)
             for chunk in cutlass.range_constexpr(self.d // PIECE):
@@ -500,7 +497,7 @@ class AttentionForward:
                     sync(_WARPGROUP + wg, WARPGROUP)
                     if warp_index % 4 == 0:
                         for i in cutlass.range_constexpr(o_stages):
-                            at, column = row * warpgroups + wg, chunk - stage + i
+                            at, column = self.result_tile(row, wg), chunk - stage + i
                             outer = outer_coordinates(q_at, self.packed)
                             cute.copy(
                                 tma_o,
@@ -515,6 +512,27 @@ class AttentionForward:
             queries, keys, q_at, start = next_queries, next_keys, next_at, next_start
         if warp_index % 4 == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def finish_rows(self, rows, scale, gain, lse, packed, place, at_row, queries, lane):
+        """The rows' factors of the result, and their logarithms."""
+        row_max, row_sum, rescale = rows
+        for r in cutlass.range_constexpr(2):
+            total = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=4)
+            rescale[r] = inverse(total)
+            if const_expr(gain is not None):
+                rescale[r] = rescale[r] * gain
+            row_sum[r] = total
+        if lse.toint() != 0:
+            if lane % 4 == 0:
+                to_lse = lse + self.lse_place(packed, *place)
+                for r in cutlass.range_constexpr(2):
+                    if at_row + 8 * r < queries:
+                        value = largest(row_max[r], self.operands.limited(scale))
+                        value += cute.math.log2(row_sum[r])
+                        if const_expr(self.operands.lift != 0.0):
+                            value -= self.operands.lift
+                        (to_lse + (at_row + 8 * r)).store(value * _LN2)
 
     # The products.
 
@@ -572,7 +590,15 @@ class AttentionForward:
 
     # Tiles, sequences and masks.
 
-    def tile(self, turn, q_tiles, problem):
+    def packed_rows(self, starts, sizes):
+        return Packed(*starts, *sizes) if self.packed else None
+
+    def tiles(self, packed, problem):
+        """The tiles of a head's longest sequence, and all of them."""
+        q_tiles = cute.ceil_div(problem.seq_q, self.tile_m)
+        return q_tiles, q_tiles * problem.heads * problem.batch
+
+    def tile(self, turn, q_tiles, packed, problem):
         """This block's tile in a round: row of tiles, head and batch entry."""
         at = place(turn, self.masked)
         return tile_position(
@@ -602,8 +628,35 @@ class AttentionForward:
             return cutlass.Int64(entry * heads + head) * seq_q
         return cutlass.Int64(head) * packed.total_q + start
 
+    # A thread's first row: in a tile, in a sequence, and the key that it stands at.
+
+    def own_row(self, wg, of_warp, of_lane, packed):
+        return wg * ROWS + of_warp + of_lane
+
+    def row_of(self, tile, row, packed):
+        return tile * self.tile_m + row
+
+    def keys_of(self, row, keys, queries):
+        return row + keys - queries
+
+    def moved(self, row, offset):
+        return row + offset
+
+    def hidden_results(self, queries, row, wg, packed):
+        """As `hidden`, of the result's map."""
+        return self.hidden(queries)
+
+    def result_tile(self, row, wg):
+        return row * self.variant.warpgroups + wg
+
+    def free_blocks(self, row, offset, low, last, packed, problem):
+        return free_blocks(
+            row * self.tile_m + offset,
+            *(self.tile_m, self.tile_n, low, last, problem.left, problem.right, self.mask),
+        )
+
     @cute.jit
-    def key_blocks(self, row, queries, keys, problem):
+    def key_blocks(self, row, queries, keys, packed, problem):
         """The blocks of keys that a tile needs: the first, and one more than the last."""
         own = row * self.tile_m + keys - queries
         low, last = key_blocks(
