@@ -142,6 +142,13 @@ def decode(**changes):
     return named | changes
 
 
+def paged(**changes):
+    named = decode()
+    del named["prefix"]
+    named["q"] = torch.randn(4, 2, 8).bfloat16()
+    return named | {"cu_seqlens_q": int32(0, 1, 4), "max_seqlen_q": 3} | changes
+
+
 # Operator, arguments, the index tensor and what it holds, the error.
 WRONG = [
     (
@@ -221,6 +228,15 @@ WRONG = [
     ("decode_attention", decode, "seqused_k", int32(5, 13), "from 0 to 12, got 13 at [1]"),
     ("decode_attention", decode, "seqused_k", int32(-5, 8), "from 0 to 12, got -5 at [0]"),
     ("decode_attention", decode, "prefix", int32(0, -3), "at least 0, got -3 at [1]"),
+    (
+        "paged_attention",
+        paged,
+        "page_table",
+        int32(5, 0, 99, 1, 6, 3).view(2, 3),
+        "pages from 0 to 5 for the keys before `seqused_k`, got 6 at [1, 1]",
+    ),
+    ("paged_attention", paged, "seqused_k", int32(5, 13), "from 0 to 12, got 13 at [1]"),
+    ("paged_attention", paged, "cu_seqlens_q", int32(0, 0, 4), "`max_seqlen_q` = 3 rows"),
 ]
 
 

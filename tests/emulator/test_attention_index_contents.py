@@ -21,7 +21,7 @@ from tiercel.ops.attention.reference import attention_varlen_backward as referen
 pytestmark = pytest.mark.torch
 
 # Operators whose index tensors this file fuzzes: see tests/api/test_index_checks.py.
-FUZZED = ("attention_varlen", "decode_attention")
+FUZZED = ("attention_varlen", "decode_attention", "paged_attention")
 
 CASES = int(os.environ.get("TIERCEL_FUZZ_CASES", "50"))
 FLOAT8 = torch.float8_e4m3fn
@@ -243,6 +243,49 @@ def test_decode_attention(seed):
     wide = [x.double() for x in (q, k, v)]
     options = {"window": window, "causal": causal, "prefix": prefix, "return_lse": True}
     truth, sums = tiercel.ref.decode_attention(*wide, table, lengths, **options)
+    unit = torch.finfo(dtype).eps / 2
+    assert ((out.double() - truth).abs() / (truth.abs() + 1)).max() <= 4 * unit
+    torch.testing.assert_close(lse.double(), sums, rtol=1e-5, atol=5e-5)
+
+
+@pytest.mark.parametrize("seed", range(CASES))
+def test_paged_attention(seed):
+    draw = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    dtype = draw.choice((torch.bfloat16, torch.float16))
+    batch, rows = draw.randint(1, 5), draw.randint(1, 150)
+    heads, kv_heads = draw.choice(((1, 1), (4, 1), (4, 2)))
+    d, page = draw.choice((64, 128, 96)), draw.choice((1, 4, 16, 64))
+    pages, columns = draw.randint(1, 9), draw.randint(1, max(1, 200 // page))
+    q = inside(torch.randn(rows, heads, d, generator=generator).to(dtype))
+    shape = (pages, page, kv_heads, d)
+    k, v = (inside(torch.randn(shape, generator=generator).to(dtype)) for _ in range(2))
+    room = columns * page
+
+    def any_of(honest, limit):
+        if draw.random() < 0.5:
+            return honest
+        return draw.choice((draw.randint(-2 * limit, 3 * limit), *EXTREMES, limit, limit + 1))
+
+    entries = [any_of(draw.randrange(pages), pages) for _ in range(batch * columns)]
+    table = integers(draw, entries).view(batch, columns)
+    lengths = integers(draw, [any_of(draw.randint(0, room), room) for _ in range(batch)])
+    values = starts(draw, batch, rows)
+    begins = integers(draw, values)
+    sinks = draw.choice((None, inside(torch.randn(heads, generator=generator))))
+    window = draw.choice((None, None, (10, 0), (40, 3)))
+    causal = draw.random() < 0.7
+    out = inside(torch.full_like(q, torch.nan))
+    lse = inside(torch.full((heads, rows), torch.nan))
+    given = (q, k, v, table, lengths, begins, sinks, out, lse)
+    with running(max_instructions=LIMIT):
+        kernels.paged_attention(*given, causal, window, None, None)
+    assert all(untouched(x) for x in given if x is not None)
+    if not do_not_decrease(values, rows):
+        return
+    wide = [x.double() for x in (q, k, v)]
+    options = {"window": window, "causal": causal, "sinks": sinks, "return_lse": True}
+    truth, sums = tiercel.ref.paged_attention(*wide, table, lengths, begins, rows, **options)
     unit = torch.finfo(dtype).eps / 2
     assert ((out.double() - truth).abs() / (truth.abs() + 1)).max() <= 4 * unit
     torch.testing.assert_close(lse.double(), sums, rtol=1e-5, atol=5e-5)

@@ -21,10 +21,11 @@ _POSITIVE = "must be None or positive and finite"
 _CLOSER = {
     **{
         (op, name): _POSITIVE
-        for op in ("attention", "attention_varlen", "decode_attention")
+        for op in ("attention", "attention_varlen", "decode_attention", "paged_attention")
         for name in ("scale", "softcap")
     },
     ("decode_attention", "max_seqused_k"): "must be None or a whole number",
+    ("paged_attention", "max_seqused_k"): "must be None or a whole number",
 }
 _WITH_SCALE = "a given `scale` needs granularity='tensor', got "
 

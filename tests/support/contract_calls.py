@@ -24,7 +24,7 @@ _TOKENS = {
     "nvfp4_gemv": ("l",),
 }
 # Contracts whose cases cannot be of any number of tokens: rows are repeated instead.
-_REPEATED = {"decode_attention", "kv_cache_write", "qk_norm_rope_cache"}
+_REPEATED = {"decode_attention", "kv_cache_write", "paged_attention", "qk_norm_rope_cache"}
 # Operators made of others: the one whose contract says what they take.
 _OF_OTHERS = {"reduce_sum": "reduce", "fused_mlp": "gated_linear"}
 

@@ -19,6 +19,7 @@ from tiercel.ops.attention import forward
 _FLOAT8 = {
     "attention": ("q", "k", "v"),
     "attention_varlen": ("q", "k", "v"),
+    "paged_attention": ("q", "k_cache", "v_cache"),
     "kv_cache_write": ("key_cache", "value_cache"),
     "qk_norm_rope_cache": ("q_out", "key_cache", "value_cache"),
     "fused_moe": ("w_up", "w_down"),

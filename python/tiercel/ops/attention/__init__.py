@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention: forward, backward, packed sequences, decoding from a cache, merging."""
+"""Attention: forward, backward, packed sequences, paged caches, merging."""

@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <algorithm>
-#include <cmath>
-
 #include "kernels/attention/decode/decode.h"
 #include "kernels/attention/decode/kernels.h"
 #include "kernels/attention/merge/merge.h"
 #include "python/bindings/allocate.h"
+#include "python/bindings/attention_options.h"
 #include "python/bindings/functions.h"
 #include "python/bindings/reference.h"
 #include "python/bindings/workspace.h"
@@ -22,40 +20,7 @@ bool ReadSplit(PyObject* object, const char* op, const char* name, DecodeCall* c
   return true;
 }
 
-bool ReadCausal(PyObject* object, const char* op, const char* name, DecodeCall* call) {
-  bool causal = false;
-  if (!ReadValue(object, op, name, &causal)) return false;
-  call->options.right = causal ? 0 : -1;
-  return true;
-}
-
-// None or (left, right); a causal call, of which `right` is 0 already, keeps that.
-bool ReadWindow(PyObject* object, const char* op, const char* name, DecodeCall* call) {
-  if (object == Py_None) return true;
-  const Reference limits(
-      PySequence_Fast(object, "decode_attention: `window` must be None or (left, right)"));
-  if (!limits) return false;
-  if (PySequence_Fast_GET_SIZE(limits.get()) != 2) {
-    PyErr_SetString(PyExc_ValueError, "decode_attention: `window` must be None or (left, right)");
-    return false;
-  }
-  int64_t right = 0;
-  if (!ReadValue(PySequence_Fast_GET_ITEM(limits.get(), 0), op, name, &call->options.left) ||
-      !ReadValue(PySequence_Fast_GET_ITEM(limits.get(), 1), op, name, &right)) {
-    return false;
-  }
-  if (call->options.right != 0) call->options.right = right;
-  return true;
-}
-
-// None stands for the square root of 1 / D.
-bool ReadScale(PyObject* object, const char* op, const char* name, DecodeCall* call) {
-  if (object != Py_None) return ReadValue(object, op, name, &call->options.scale);
-  const TensorView& q = *call->tensors.q;
-  const int64_t d = q.ndim > 0 ? q.shape[q.ndim - 1] : 1;
-  call->options.scale = 1.0 / std::sqrt(static_cast<double>(std::max<int64_t>(d, 1)));
-  return true;
-}
+const TensorView* QueriesOf(const DecodeCall& call) { return call.tensors.q; }
 
 constexpr Field<DecodeCall> kInputs[] = {
     Tensor<&DecodeCall::tensors, &DecodeTensors::q>("q"),
@@ -83,9 +48,9 @@ constexpr Field<DecodeCall> kOfLaunch[] = {
 };
 // The options of the public function.
 constexpr Field<DecodeCall> kOfOperator[] = {
-    Read("causal", "bool", ReadCausal),
-    Read("window", "Sequence[int] | None", ReadWindow),
-    Read("scale", "float | None", ReadScale),
+    Read("causal", "bool", ReadCausal<DecodeCall>),
+    Read("window", "Sequence[int] | None", ReadWindow<DecodeCall>),
+    Read("scale", "float | None", ReadScale<QueriesOf, DecodeCall>),
     ValueOrNone<&DecodeCall::options, &DecodeOptions::softcap>("softcap"),
     ValueOrNone<&DecodeCall::options, &DecodeOptions::max_keys>("max_seqused_k"),
 };

@@ -10,7 +10,7 @@ from tiercel.workbench.bench.launch import Launch, WrongResult
 from tiercel.workbench.bench.ops import Error, Inputs, OpBench
 
 _CACHES = {"same": 2, "float8_e4m3fn": 1}  # bytes an element
-_PAGES = (1, 16, 32, 64, 128, 256)
+PAGES = (1, 16, 32, 64, 128, 256)
 
 
 def lengths(case: Any) -> list[int]:
@@ -26,8 +26,8 @@ def _invalid(params: Mapping[str, Any]) -> str | None:
         return f"`cache` must be one of {', '.join(_CACHES)}"
     if not isinstance(params["ragged"], bool):
         return "`ragged` must be true or false"
-    if params["page"] not in _PAGES:
-        return f"`page` must be one of {', '.join(map(str, _PAGES))}"
+    if params["page"] not in PAGES:
+        return f"`page` must be one of {', '.join(map(str, PAGES))}"
     if not all(isinstance(params[n], int) and params[n] > 0 for n in ("B", "L", "Sq", "H", "Hk")):
         return "B, L, Sq, H and Hk must be positive whole numbers"
     if params["H"] % params["Hk"]:
@@ -76,7 +76,7 @@ def _flops(case: Any) -> int:
     return 4 * sum(lengths(case)) * int(case["Sq"] * case["H"] * case["D"])
 
 
-def _rows(cache: Any, head: int, places: Any) -> Any:
+def rows_of_head(cache: Any, head: int, places: Any) -> Any:
     """float64 rows of one head."""
     import torch
 
@@ -98,7 +98,7 @@ def _reference(case: Any, inputs: Inputs) -> Any:
         own = len(key) - queries + torch.arange(queries, device=q.device)[:, None]
         places = table[b].long()[key // page], key % page
         for head in sorted({0, q.shape[2] // 2, q.shape[2] - 1}):
-            keys, values = (_rows(cache, head // share, places) for cache in (k, v))
+            keys, values = (rows_of_head(cache, head // share, places) for cache in (k, v))
             scores = q[b, :, head].double() @ keys.T * q.shape[3] ** -0.5
             scores.masked_fill_(key > own, -torch.inf)
             found.append((b, head, scores.softmax(-1) @ values))

@@ -85,7 +85,7 @@ def _reference(case: Any, inputs: Inputs) -> Any:
     return found
 
 
-def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error:
+def check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error:
     """The check of `attention`."""
     import torch
 
@@ -122,6 +122,6 @@ BENCHES = [
         bytes_moved=_bytes,
         flops=_flops,
         reference=_reference,
-        check=_check,
+        check=check,
     )
 ]

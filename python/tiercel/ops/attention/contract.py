@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention: of many queries, of a few over paged keys, and two results merged."""
+"""Attention: of many queries, over paged keys, and two results merged."""
 
 from __future__ import annotations
 
@@ -228,6 +228,89 @@ DECODE_ATTENTION = Contract.of(
 )
 
 
+def _paged_case(
+    lengths: str,
+    heads: tuple[int, int],
+    d: int,
+    page: int,
+    dtype: str = "bfloat16",
+    **options: Any,
+) -> Case:
+    sizes = {"H": heads[0], "Hk": heads[1], "D": d, "page_size": page}
+    return Case(sizes, dtype, options, lengths)
+
+
+# New tokens and keys of each sequence.
+_NEW = {
+    "mixed": ((0, 7), (1, 77), (130, 300), (3, 3), (1, 0)),
+    "one": ((64, 513),),
+    "even": ((1, 256), (1, 256), (64, 256)),
+    "none": (),
+}
+
+
+def _make_paged(case: Case, device: str, seed: int) -> dict[str, Any]:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    strided = case.values.endswith(" strided")
+    lengths = _NEW[case.values.removesuffix(" strided")]
+    heads, kv_heads, d, page = case.sizes.values()
+    columns = -(-max((keys for _, keys in lengths), default=0) // page) + 1
+    pages = len(lengths) * columns + 1
+    dtype = getattr(torch, case.dtype)
+    starts = torch.tensor([0, *(new for new, _ in lengths)]).cumsum(0).int()
+    q = torch.randn(int(starts[-1]), heads, d, generator=generator).to(dtype)
+    stored = torch.randn(pages, 2, page, kv_heads, d, generator=generator)
+    options = dict(case.options)
+    cache = getattr(torch, options.pop("cache", case.dtype))
+    scales: dict[str, Any] = {"k_scale": None, "v_scale": None}
+    if cache != dtype:
+        scales = {name: (torch.rand(kv_heads, generator=generator) + 0.5) for name in scales}
+    sinks = torch.randn(heads, generator=generator) if options.pop("sinks", False) else None
+    left = options.pop("left", None)
+    table = torch.randperm(pages, generator=generator)[: len(lengths) * columns]
+    tensors = {
+        "q": torch.cat([q, -q], dim=1)[:, :heads] if strided else q,
+        "k_cache": stored[:, 0].to(cache),
+        "v_cache": stored[:, 1].to(cache),
+        "page_table": table.view(len(lengths), columns).int(),
+        "seqused_k": torch.tensor([keys for _, keys in lengths], dtype=torch.int32),
+        "cu_seqlens_q": starts,
+        "sinks": sinks,
+        **scales,
+    }
+    placed = {name: x if x is None else x.to(device) for name, x in tensors.items()}
+    if strided:
+        for name in ("page_table", "seqused_k", "cu_seqlens_q"):
+            placed[name] = _apart(placed[name])
+    longest = max((new for new, _ in lengths), default=0)
+    window = None if left is None else (left, -1)
+    rest = {"max_seqlen_q": longest, **_DECODE_REST, "window": window, **options}
+    return {**placed, **rest, "max_seqused_k": None, "return_lse": True}
+
+
+PAGED_ATTENTION = Contract.of(
+    "attention",
+    _with_both_results(spec.PAGED_ATTENTION_LSE).without("q_scale"),
+    constants=_CONSTANTS,
+    cases=(
+        _paged_case("one", (1, 1), 64, 16),
+        _paged_case("mixed", (8, 2), 128, 16),
+        _paged_case("mixed", (8, 2), 64, 1, "float16", sinks=True),
+        _paged_case("mixed", (4, 4), 128, 64, softcap=5.0),
+        _paged_case("mixed strided", (8, 1), 128, 16, left=30),
+        _paged_case("mixed", (8, 2), 128, 32, cache="float8_e4m3fn"),
+        _paged_case("none", (8, 2), 64, 16),
+    ),
+    timing={
+        "cpu": _paged_case("even", (8, 2), 64, 16),
+        "cuda": _paged_case("even", (32, 8), 128, 16),
+    },
+    make=_make_paged,
+)
+
+
 def _make_states(case: Case, device: str, seed: int) -> dict[str, Any]:
     import torch
 
@@ -267,7 +350,13 @@ MERGE_ATTENTION_STATES = Contract.of(
     make=_make_states,
 )
 
-CONTRACTS = (ATTENTION, ATTENTION_VARLEN, DECODE_ATTENTION, MERGE_ATTENTION_STATES)
+CONTRACTS = (
+    ATTENTION,
+    ATTENTION_VARLEN,
+    DECODE_ATTENTION,
+    PAGED_ATTENTION,
+    MERGE_ATTENTION_STATES,
+)
 
 # Names in tiercel.plugins.types.
 ALIASES = {

@@ -29,7 +29,7 @@ def packed_indices(call: Call) -> list[Index]:
 
 
 def paged_indices(call: Call) -> list[Index]:
-    """The rules for decode_attention; page entries count only for keys that exist."""
+    """The rules for a paged cache; page entries count only for keys that exist."""
     page_table, seqused_k, longest = call.page_table, call.seqused_k, call.max_seqused_k
     pages, size = call.k_cache.shape[:2]
     columns = page_table.shape[1]
@@ -45,6 +45,14 @@ def paged_indices(call: Call) -> list[Index]:
         most = between("seqused_k", seqused_k, 0, longest)._replace(due=due)
     due = f"hold pages from 0 to {pages - 1} for the keys before `seqused_k`"
     found = [most, Index("page_table", page_table, wrong, due)]
-    if call.prefix is not None:
+    if getattr(call, "prefix", None) is not None:
         found.append(Index("prefix", call.prefix, lambda n: n < 0, "hold numbers of at least 0"))
     return found
+
+
+def mixed_indices(call: Call) -> list[Index]:
+    """The rules for paged_attention."""
+    starts = bounds_of_sequences(
+        "cu_seqlens_q", call.cu_seqlens_q, call.q.shape[0], call.max_seqlen_q
+    )
+    return [*starts, *paged_indices(call)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in plain PyTorch: of many queries, of a few over paged keys, and two results merged."""
+"""Attention in plain PyTorch: of many queries, over paged keys, and two results merged."""
 
 from __future__ import annotations
 
@@ -291,6 +291,62 @@ def decode_attention(
     weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
     out = (weights @ values).transpose(1, 2).to(q.dtype).contiguous()
     return (out, scores.logsumexp(-1)) if return_lse else out
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seqused_k: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    *,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    causal: bool = True,
+    window: Sequence[int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    max_seqused_k: int | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Reference of :func:`tiercel.paged_attention`, sequence by sequence; waits for the GPU."""
+    dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
+    sum_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    pages, places, kv_heads, _ = k_cache.shape
+    out = q.new_zeros(q.shape, dtype=dtype)
+    lse = q.new_full((q.shape[1], len(q)), -torch.inf, dtype=sum_dtype)
+    capacity = page_table.shape[1] * places if pages else 0
+    for b, rows in enumerate(_slices(cu_seqlens_q.tolist(), len(q))):
+        length = min(max(int(seqused_k[b]), 0), capacity)
+        table = page_table[b, : -(-length // max(places, 1))].long()
+        # Contents are not trusted: an entry that is no page counts as the last one.
+        table = table.where((table >= 0) & (table < pages), pages - 1)
+
+        def stored(
+            cache: Tensor, factor: Tensor | None, table: Tensor = table, length: int = length
+        ) -> Tensor:
+            """[1, length, Hk, D]"""
+            found = cache[table].to(sum_dtype).reshape(-1, kv_heads, q.shape[2])[:length]
+            return (found if factor is None else found * factor.reshape(-1, 1))[None]
+
+        own = q[rows].to(sum_dtype)
+        queries, keys, values = _by_query_head(
+            (own if q_scale is None else own * q_scale)[None],
+            *(stored(*each) for each in ((k_cache, k_scale), (v_cache, v_scale))),
+        )
+        scores, _, _ = _scores(queries, keys, causal, window, scale, softcap)
+        sums = scores.logsumexp(-1)
+        if sinks is not None:
+            sums = torch.logaddexp(sums, sinks.to(sum_dtype)[:, None])
+        blind = (sums == -torch.inf)[..., None]  # rows that see no key
+        weights = torch.exp(scores - sums[..., None].masked_fill(blind, 0.0))
+        out[rows] = (weights @ values)[0].transpose(0, 1).to(dtype)
+        lse[:, rows] = sums[0].to(sum_dtype)
+    return (out, lse) if return_lse else out
 
 
 def merge_attention_states(

@@ -184,6 +184,51 @@ DECODE_ATTENTION, DECODE_ATTENTION_LSE = _with_lse(
     )
 )
 
+
+def _check_paged(call: Call) -> None:
+    from tiercel.core.checks import check_cache_scale, dtype_name
+
+    op, cache, starts = "paged_attention", call.k_cache, call.cu_seqlens_q.shape[0]
+    batch, heads = call.page_table.shape[0], call.q.shape[1]
+    _check_heads(op, "k_cache", heads, cache.shape[2])
+    if starts != batch + 1:
+        raise ValueError(
+            f"{op}: `cu_seqlens_q` must have shape [B + 1] = [{batch + 1}], got [{starts}]"
+        )
+    if call.max_seqlen_q < 0:
+        raise ValueError(f"{op}: `max_seqlen_q` must be at least 0, got {call.max_seqlen_q}")
+    for name in ("k_scale", "v_scale"):
+        check_cache_scale(op, name, getattr(call, name), cache, "Hk", cache.shape[2])
+    if call.q_scale is not None and dtype_name(call.q.dtype) != FLOAT8:
+        raise ValueError(
+            f"{op}: `q_scale` must be None unless `q` is {FLOAT8}, got a tensor and `q` of "
+            f"{dtype_name(call.q.dtype)}"
+        )
+
+
+PAGED_ATTENTION, PAGED_ATTENTION_LSE = _with_lse(
+    Spec(
+        "paged_attention",
+        Tensor("q", "Tq H D", (*HALVES, FLOAT8), strided=True),
+        Tensor("k_cache", _CACHE, ("q", FLOAT8), strided=True, shape_text=_CACHE_TEXT),
+        Tensor("v_cache", _CACHE, "k_cache", strided=True, shape_text=_CACHE_TEXT),
+        Tensor("page_table", "B pages_each", "int32", True, shape_text="[B, pages of a sequence]"),
+        Tensor("seqused_k", "B", "int32", strided=True),
+        Tensor("cu_seqlens_q", "B1", "int32", strided=True, shape_text="[B + 1]"),
+        Int("max_seqlen_q", varies=True),
+        Tensor("sinks", "H", "float32", optional=True),
+        Tensor("k_scale", "*", "float32", optional=True),
+        Tensor("v_scale", "*", "float32", optional=True),
+        Tensor("q_scale", "1", "float32", optional=True),
+        *_options(causal=True),
+        Int("max_seqused_k", None, optional=True, varies=True),
+        results=_results("Tq H D", "H Tq"),
+        check=_check_paged,
+        limits="16-bit caches, page sizes that are powers of two, head dimension a multiple of 8 "
+        "up to 256, up to 64 query heads a key head",
+    )
+)
+
 _STATE = "B S H D"
 _SUMS = "B H S"
 

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of attention over a paged cache that are compiled ahead of time."""
+
+import cutlass
+from declaration import Function, Launch, Pointer, Scalar, TensorMap
+
+from kernels.attention.common.layouts import PIECE, ROWS
+from kernels.attention.common.problem import MASKS, SCALARS
+from kernels.attention.forward.functions import variant_of
+from kernels.attention.forward.operands import HalfOperands
+from kernels.attention.paged.kernel import COPY_ROWS, POINTERS, SIZES, PagedAttention
+
+_DTYPES = {"bf16": (cutlass.BFloat16, "kBFloat16"), "fp16": (cutlass.Float16, "kFloat16")}
+
+# Head dimension, warpgroups, keys a block, stages of k and v, of q, and pieces of o.
+_TILES = (
+    (64, 2, 128, 3, 2, 1),
+    (128, 2, 128, 2, 2, 2),
+    (256, 2, 64, 2, 1, 1),
+)
+# A window without limits is no mask.
+_KINDS = (("causal", False), ("window", False), ("window", True))
+
+_ONE = 0x3F800000
+_FIXED = {"scale": _ONE, "slope": _ONE, "left": 5, "right": 0, "band": 1}
+_FIXED |= {name: 9 + i for i, name in enumerate(SIZES)}  # each a different number
+_CHECKED = (
+    dict(batch=2, seq_q=1000, seq_k=777, heads=8, kv_heads=2, **_FIXED, blocks=132),
+    dict(batch=1, seq_q=64, seq_k=128, heads=1, kv_heads=1, **_FIXED, blocks=1),
+)
+
+
+def function(dtype, tile, mask, capped):
+    element, enumerator = _DTYPES[dtype]
+    v = variant_of(tile, mask, capped, packed=True)
+    name = f"attention_paged_{dtype}_d{v.d}_{mask}" + ("_capped" if capped else "")
+    kernel = PagedAttention(name, HalfOperands(element, v), v)
+    pointers = tuple(Pointer(name, element) for name in "qkvo")
+    lse = Pointer("lse", cutlass.Float32, align=4)
+    starts = tuple(
+        Pointer(name, cutlass.Float32 if name == "sinks" else cutlass.Int32, align=4)
+        for name in POINTERS
+    )
+    sizes = tuple(map(Scalar, SIZES))
+
+    def tensor_map(name, heads, rows):
+        return TensorMap(name, ("batch", 2, heads, "seq_q", v.d), (1, 1, 1, rows, PIECE))
+
+    launch = Launch(
+        parameters=(
+            tensor_map("q", "heads", ROWS),
+            tensor_map("k", "kv_heads", COPY_ROWS),
+            tensor_map("v", "kv_heads", COPY_ROWS),
+            tensor_map("o", "heads", ROWS),
+            *(lse, *starts, pointers[3], *SCALARS, *sizes),
+        ),
+        grid=("blocks", 1, 1),
+        block=(kernel.threads, 1, 1),
+        smem=kernel.smem_bytes(),
+        dependent=True,
+    )
+    attributes = (
+        f"DType::{enumerator}",
+        *map(str, (v.d, v.tile_m, v.tile_n)),
+        f"AttentionMask::{MASKS[mask]}",
+        str(capped).lower(),
+    )
+    arguments = (*pointers, lse, None, starts, SCALARS, sizes, Scalar("blocks"))
+    return Function(name, kernel, arguments, (launch,), attributes, _CHECKED)
+
+
+def functions():
+    return [function(dtype, tile, *kind) for dtype in _DTYPES for tile in _TILES for kind in _KINDS]

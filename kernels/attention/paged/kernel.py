@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward kernel over a paged cache, for sequences with any number of new tokens.
+
+It multiplies as forward/kernel.py does. What differs:
+
+- The rows of a warpgroup are the query heads of one key head, times as many queries as fit into 64
+  rows: keys are read once for all of them. Row r is query r % queries of head r // queries.
+- Warps 0 to 3 copy keys page by page: each lane reads one entry of the page table, and a copy takes
+  64 columns of the rows of one page, or of a block of keys if that is less. A copy's map ends with
+  the sequence, so rows behind its last key arrive as zeros, whatever the page holds.
+- Tiles are numbered over all sequences: with T queries a tile, sequence b begins at
+  (starts[b] + b * (T - 1)) // T. So each gets at least the numbers that its queries need, and a
+  search over the starts finds a number's sequence: nothing is planned on the host.
+- A head's sink is one more score in the softmax's sum.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+
+from kernels.attention.common.layouts import (
+    PIECE,
+    ROWS,
+    outer_coordinates,
+    sequence_coordinates,
+    staged_layout,
+)
+from kernels.attention.common.packed import load_at, rows_between
+from kernels.attention.common.pipelines import writer
+from kernels.attention.common.softmax import hide_outside, inverse, largest
+from kernels.attention.common.tiles import free_blocks, key_blocks, place
+from kernels.attention.forward.kernel import AttentionForward
+
+_LOG2_E = 1.4426950408889634
+_LN2 = 0.6931471805599453
+
+# The fewest rows of a copy that shared memory's swizzle describes. The launch in C++ replaces the
+# boxes of all maps.
+COPY_ROWS = 8
+
+LOADERS = 4  # warps
+
+# Row numbers of no sequence; sums with lengths and windows fit 32 bits.
+_NO_ROW = 1 << 28
+_NO_TILE = 1 << 22
+
+
+class Paged(NamedTuple):
+    """The parameters beside the maps and the Problem; PagedArguments in kernels.h."""
+
+    starts_q: cute.Pointer
+    lengths: cute.Pointer
+    table: cute.Pointer
+    sinks: cute.Pointer  # or null
+    o: cute.Pointer
+    total_q: Int32  # rows of q
+    step_q: Int32  # from one of the starts to the next, in bytes
+    length_step: Int32
+    table_step: Int32
+    table_row: Int32  # from a sequence's pages to the next one's, in 4 bytes
+    row_step: Int32  # of o, in 16 bytes
+    head_step: Int32
+    columns: Int32  # of o
+    capacity: Int32  # keys that the page table has room for
+    page_bits: Int32  # log2 of a page's keys
+    page_rows: Int32  # rows of the maps from a page to the next
+    last_page: Int32
+    copy_rows: Int32
+    copies: Int32  # of a block of keys
+    group: Int32  # query heads of a key head
+    queries: Int32  # of a warpgroup
+    tiles: Int32  # of a key head
+    halvings: Int32  # of the batch, until one sequence is left
+
+
+POINTERS = Paged._fields[:4]
+SIZES = Paged._fields[5:]
+
+
+class PagedAttention(AttentionForward):
+    # Maps and shared memory.
+
+    def map_kinds(self, problem):
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        matrix, dtype = (problem.seq_q, self.d), self.operands.dtype
+        q_piece, k_piece = (staged_layout(dtype, rows, PIECE, 1) for rows in (ROWS, COPY_ROWS))
+        k_kind = (load, k_piece, (COPY_ROWS, PIECE), matrix, problem.kv_heads, True)
+        return (
+            (load, q_piece, (ROWS, PIECE), matrix, problem.heads, True),
+            k_kind,
+            k_kind,
+            (store, self.smem_layouts()[3], (ROWS, PIECE), matrix, problem.heads, True),
+        )
+
+    def packed_rows(self, starts, sizes):
+        return Paged(*starts, *sizes)
+
+    def piece(self, smem, rows, size, stage, row, column):
+        """Rows of shared memory from `row` on, in 64 columns; a stage has `size` rows."""
+        layout = staged_layout(self.operands.dtype, rows, PIECE, 1)
+        at = stage * (size * self.d) + column * (size * PIECE) + row * PIECE
+        start = (smem.iterator + at).align(128)
+        return cute.make_tensor(start, cute.slice_(layout.outer, (None, None, 0)))
+
+    def copy(self, tma, ring, state, piece, rows, hidden, outer, column):
+        """Starts a copy of 64 columns; `hidden` of the map's rows come before the first one."""
+        places = sequence_coordinates(rows, self.d, 1, 1, hidden)
+        tile = (cute.size(piece, mode=[0]), PIECE)
+        tiles = cute.zipped_divide(places, tile)
+        to, source = cpasync.tma_partition(
+            tma, 0, cute.make_layout(1), cute.group_modes(piece, 0, 2), tiles
+        )
+        barrier = ring.producer_get_barrier(state)
+        cute.copy(tma, source[None, (0, column, *outer)], to, tma_bar_ptr=barrier)
+
+    # Tiles, sequences and masks.
+
+    def tiles(self, paged, problem):
+        return paged.tiles, paged.tiles * problem.kv_heads
+
+    def tile_queries(self, paged):
+        return self.variant.warpgroups * paged.queries
+
+    def first_tile(self, paged, entry):
+        """The number of a sequence's first tile."""
+        start = load_at(paged.starts_q, paged.step_q, entry)
+        start = cutlass.min(cutlass.max(start, 0), paged.total_q)
+        queries = self.tile_queries(paged)
+        return (start + entry * (queries - 1)) // queries
+
+    @cute.jit
+    def tile(self, turn, q_tiles, paged, problem):
+        """This block's tile in a round: row of tiles, first query head and sequence. The last
+        tiles of the last sequences come first."""
+        at = place(turn, self.masked)
+        slot = at // problem.kv_heads
+        head = (at - slot * problem.kv_heads) * paged.group
+        slot = cutlass.max(q_tiles - 1 - slot, 0)
+        entry, end = Int32(0), problem.batch
+        for _ in cutlass.range(paged.halvings, unroll=1):
+            middle = (entry + end) // 2
+            if self.first_tile(paged, middle) <= slot:
+                entry = middle
+            else:
+                end = middle
+        row = slot - self.first_tile(paged, entry)
+        if row < 0:
+            row = Int32(_NO_TILE)
+        return row, head, entry
+
+    def sequence(self, paged, entry, problem):
+        first, end = rows_between(paged.starts_q, paged.step_q, paged.total_q, entry, entry + 1)
+        keys = load_at(paged.lengths, paged.length_step, entry)
+        keys = cutlass.min(cutlass.max(keys, 0), paged.capacity)
+        return end - first, keys, end, entry, first
+
+    def own_row(self, wg, of_warp, of_lane, paged):
+        """Of both rows of a thread: its query in a tile, and its head among the key head's."""
+        found, row = [], of_warp + of_lane
+        for at in (row, row + 8):
+            head = at // paged.queries
+            query = at - head * paged.queries + wg * paged.queries
+            last = paged.group - 1
+            found.append((query + _NO_ROW * cutlass.min(cutlass.max(head - last, 0), 1), head))
+        return found
+
+    def row_of(self, tile, own, paged):
+        first = tile * self.tile_queries(paged)
+        return [(first + query, head) for query, head in own]
+
+    def keys_of(self, rows, keys, queries):
+        return self.moved(rows, keys - queries)
+
+    def moved(self, rows, offset):
+        return [row + offset for row, _ in rows]
+
+    def hidden_results(self, queries, row, wg, paged):
+        first = (row * self.variant.warpgroups + wg) * paged.queries
+        return self.hidden(queries) + first
+
+    def result_tile(self, row, wg):
+        return 0
+
+    def free_blocks(self, row, offset, low, last, paged, problem):
+        queries = self.tile_queries(paged)
+        return free_blocks(
+            row * queries + offset,
+            *(queries, self.tile_n, low, last, problem.left, problem.right, self.mask),
+        )
+
+    @cute.jit
+    def key_blocks(self, row, queries, keys, paged, problem):
+        rows = self.tile_queries(paged)
+        low, last = key_blocks(
+            *(row * rows + keys - queries, rows, self.tile_n, keys),
+            *(problem.left, problem.right, self.mask),
+        )
+        # A tile without queries: one block, of which nothing is read.
+        last = cutlass.max(last, 1)
+        last = last if row * rows < queries else Int32(1)
+        return cutlass.min(low, last - 1), last
+
+    def hide(self, s, column, own, keys, problem):
+        begin, end = None, [cutlass.min(keys - column, x + problem.right + 1 - column) for x in own]
+        if self.mask == "window":
+            begin = [x - problem.left - column for x in own]
+        hide_outside(s, begin, end)
+
+    # The copies.
+
+    @cute.jit
+    def produce(self, q, k, v, paged, problem, q_tiles, rounds, lse, thread, warp_index):
+        """Four warps share the copies of keys and values, since copies of small pages are many: one
+        warp takes longer to start them than the others to multiply. The last of a block's copies
+        may start before the first warp announces their bytes: it also arrives then."""
+        tma_q, sq, q_ring = q
+        warpgroups = self.variant.warpgroups
+        q_write = writer(self.variant.q_stages)
+        k_write, v_write = writer(self.variant.stages), writer(self.variant.stages)
+        for turn in cutlass.range(rounds, unroll=1):
+            row, head, entry = self.tile(turn, q_tiles, paged, problem)
+            queries, keys, q_at, _, _ = self.sequence(paged, entry, problem)
+            low, last = self.key_blocks(row, queries, keys, paged, problem)
+            if row * self.tile_queries(paged) >= queries:
+                keys = Int32(0)
+            table = paged.table.toint() + Int64(entry) * paged.table_row * 4
+            of_keys = (paged, table, keys, head // paged.group, warp_index)
+            self.load_block(k, k_write, last - 1, *of_keys)
+            k_write.advance()
+            if warp_index == 0:
+                # Copies of queries may write less than a stage.
+                q_ring.sync_object_empty.wait(q_write.index, q_write.phase)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(
+                        q_ring.producer_get_barrier(q_write),
+                        2 * warpgroups * self.d * paged.queries * paged.group,
+                    )
+                for wg in cutlass.range_constexpr(warpgroups):
+                    hidden = self.hidden_results(queries, row, wg, paged)
+                    for column in cutlass.range_constexpr(self.d // PIECE):
+                        to = self.piece(sq, ROWS, self.tile_m, q_write.index, wg * ROWS, column)
+                        outer = (head, *outer_coordinates(q_at, True))
+                        self.copy(tma_q, q_ring, q_write, to, problem.seq_q, hidden, outer, column)
+            q_write.advance()
+            for step in cutlass.range(last - 1 - low, unroll=1):
+                block = last - 1 - step
+                self.load_block(k, k_write, block - 1, *of_keys)
+                k_write.advance()
+                self.load_block(v, v_write, block, *of_keys)
+                v_write.advance()
+            self.load_block(v, v_write, low, *of_keys)
+            v_write.advance()
+        if warp_index == 0:
+            v[2].producer_tail(v_write)
+        else:
+            self.clear(paged, problem, lse, Int32(_NO_ROW), thread)
+
+    @cute.jit
+    def load_block(self, to, state, block, paged, table, keys, head, warp_index):
+        """Waits for a stage and starts this warp's copies of a block of keys into it: 64 columns of
+        every page, or of each second or fourth one. Lanes read their entries of the page table
+        before the stage is free."""
+        tma, smem, ring = to
+        columns = self.d // PIECE
+        stride = LOADERS // columns  # of this warp's copies
+        column, own = warp_index % columns, warp_index // columns
+        lane, first = cute.arch.lane_idx(), block * self.tile_n
+        count = (paged.copies - own + stride - 1) // stride
+        rows = paged.copy_rows
+        place = self.page_place(paged, table, keys, first + (own + lane * stride) * rows)
+        if warp_index == 0:
+            ring.producer_acquire(state)
+        else:
+            ring.sync_object_empty.wait(state.index, state.phase)
+        for start in cutlass.range(0, count, 32, unroll=1):
+            if start > 0:
+                at = own + (start + lane) * stride
+                place = self.page_place(paged, table, keys, first + at * rows)
+            for i in cutlass.range(cutlass.min(count - start, 32), unroll=4):
+                row = (own + (start + i) * stride) * rows
+                seen = cutlass.min(cutlass.max(keys - first - row, 0), rows)
+                end = cute.arch.shuffle_sync(place, i) + seen
+                outer = (head, *outer_coordinates(end, True))
+                piece = self.piece(smem, COPY_ROWS, self.tile_n, state.index, row, column)
+                self.copy(tma, ring, state, piece, keys, self.hidden(seen), outer, column)
+
+    @cute.jit
+    def page_place(self, paged, table, keys, key):
+        """The maps' row of a key; 0 for one behind the last. An entry that is no page counts as the
+        last page, so no contents lead outside of the cache."""
+        row = Int32(0)
+        if key < keys:
+            address = table + Int64(key >> paged.page_bits) * paged.table_step
+            at = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4)
+            page = at.load()
+            if page < 0 or page > paged.last_page:
+                page = paged.last_page
+            row = page * paged.page_rows + (key & ((1 << paged.page_bits) - 1))
+        return row
+
+    # The results.
+
+    @cute.jit
+    def finish_rows(self, rows, scale, gain, lse, paged, place, at_row, queries, lane):
+        row_max, row_sum, rescale = rows
+        _, first_head, _, _, start = place
+        for r in cutlass.range_constexpr(2):
+            row, in_group = at_row[r]
+            head = first_head + cutlass.min(in_group, paged.group - 1)
+            total = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=4)
+            top = largest(row_max[r], self.operands.limited(scale))
+            factor = inverse(total)
+            if paged.sinks.toint() != 0:
+                sink = (paged.sinks + head).load() * _LOG2_E
+                above = cute.arch.fmax(top, sink)
+                shrink = cute.math.exp2(top - above, fastmath=True)
+                total = total * shrink + cute.math.exp2(sink - above, fastmath=True)
+                factor = inverse(total) * shrink
+                top = above
+            rescale[r] = factor
+            if lse.toint() != 0:
+                if lane % 4 == 0 and row < queries:
+                    to = lse + (Int64(head) * paged.total_q + start + row)
+                    to.store((top + cute.math.log2(total)) * _LN2)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of any number of queries a sequence over a paged cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tiercel import _C
+from tiercel.core.op import Native, Op
+from tiercel.core.spec import Spec
+from tiercel.ops.attention import reference as ref
+from tiercel.ops.attention import spec
+from tiercel.ops.attention.indices import mixed_indices
+from tiercel.ops.attention.options import Window, check_options, new_lse
+
+__all__ = ["paged_attention"]
+
+# The operator's arguments that the kernels' functions take.
+_TENSORS = ("q", "k_cache", "v_cache", "page_table", "seqused_k", "cu_seqlens_q", "sinks")
+
+
+def _operator(declared: Spec) -> Op:
+    results = declared.result_names
+    return Op(
+        declared,
+        sm90=Native(
+            _C.paged_attention,
+            _C.paged_attention_plan,
+            (*_TENSORS, "out", "lse", *spec.OPTIONS),
+            "as attention's; a copy per page, query heads of a key head in one tile",
+            language="cute",
+            load=_C.paged_attention_load,
+        ),
+        reference=lambda call: ref.paged_attention(
+            **declared.values(call), return_lse="lse" in results
+        ),
+        method="one sequence after the other, its keys gathered, all scores in memory, float32",
+        indices=mixed_indices,
+    )
+
+
+_PAGED = _operator(spec.PAGED_ATTENTION)
+_PAGED_LSE = _operator(spec.PAGED_ATTENTION_LSE)
+
+
+@_PAGED.export
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seqused_k: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    *,
+    causal: bool = True,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    max_seqused_k: int | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of the new tokens of each sequence over its keys and values in pages.
+
+    A call may hold sequences with no new token, with one (decoding), and with many (prefill, or a
+    chunk of it). Sequence b has the queries ``q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]`` and
+    ``seqused_k[b]`` keys, those of the queries included, which are in the cache already
+    (:func:`tiercel.kv_cache_write`): key j is at place ``j % page size`` of page
+    ``page_table[b, j // page size]``. The last query stands at the last key.
+
+    A query that sees no key gets 0, and minus infinity as its ``lse``, or its sink. So do rows of
+    ``q`` in no sequence, before the first one or after the last, with minus infinity always: a
+    batch may be padded to the size of a CUDA graph.
+
+    Scores, softmax and sums are float32; probabilities are rounded to 16 bits before they multiply
+    values, and the result is rounded once.
+
+    No gradient flows. Works under torch.compile and in CUDA graphs; it never synchronises and plans
+    nothing on the host: lengths and pages stay on the GPU, where a replay reads them again. No
+    contents of ``page_table``, ``seqused_k`` and ``cu_seqlens_q`` make a kernel read or write
+    outside of the tensors.
+
+    Args:
+        q: ``[Tq, H, D]``, bfloat16 or float16; ref takes float8_e4m3fn too. The precompiled kernels
+            take D that is a multiple of 8 up to 256, and are fastest with 64 and 128; any strides
+            that are multiples of 16 bytes with the last dimension contiguous, here and below.
+        k_cache: ``[pages, page size, Hk, D]`` of the dtype of ``q``; ref takes float8_e4m3fn too.
+            Hk divides H: query head h reads head h // (H // Hk). The precompiled kernels take page
+            sizes that are powers of two, 1 included, pages that are whole rows apart, and up to 64
+            query heads for each head.
+        v_cache: The same.
+        page_table: ``[B, pages of a sequence]`` int32, any strides. An entry that is no page of the
+            cache counts as its last page; those of keys from ``seqused_k`` on have no meaning.
+        seqused_k: ``[B]`` int32, any stride: the keys of each sequence; more than the table has
+            room for counts as that, less than 0 as 0.
+        cu_seqlens_q: ``[B + 1]`` int32, any stride: where sequences start in ``q``, and at last
+            where the last one ends. It must not decrease.
+        max_seqlen_q: The largest number of queries of a sequence, or more.
+        causal: Whether a query sees no key after its own.
+        window: ``(left, right)``: how many keys before and after its own a query sees; None or -1
+            is no limit.
+        scale: What scores are multiplied by, positive; ``D ** -0.5`` by default.
+        softcap: Scores s become ``softcap * tanh(s / softcap)``.
+        sinks: ``[H]`` float32: for each head one more score in the softmax's sum, which no value
+            belongs to, neither scaled nor capped; minus infinity is none.
+        k_scale: float32, one element or Hk of them: what stored keys are multiplied by; None is 1.
+            For a float8 cache only.
+        v_scale: The same for values.
+        q_scale: float32, one element: what float8 queries are multiplied by; None is 1.
+        max_seqused_k: An upper bound of ``seqused_k``, if the host knows one.
+        return_lse: Whether to return the natural logarithms of the rows' sums of exponentials too,
+            those of the sinks included.
+        out: ``[Tq, H, D]`` to write to, of the dtype and on the device of the result.
+        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+
+    Returns:
+        ``[Tq, H, D]``, the dtype of ``q``, or bfloat16 for float8; with ``return_lse`` a pair of it
+        and of ``[H, Tq]``, float32.
+
+    Raises:
+        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        ValueError: A shape, device or option does not fit, or there is no such backend.
+        NotImplementedError: ``backend="sm90"`` was asked for and it does not take this.
+        RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.
+
+    Example:
+        >>> out = tiercel.paged_attention(
+        ...     q, k_cache, v_cache, page_table, seqused_k, cu_seqlens_q, max_seqlen_q
+        ... )
+    """
+    limits = check_options("paged_attention", causal, window, scale, softcap)
+    if max_seqused_k is not None and (not isinstance(max_seqused_k, int) or max_seqused_k < 0):
+        raise ValueError(
+            "paged_attention: `max_seqused_k` must be None or a whole number, "
+            f"got {max_seqused_k!r}"
+        )
+    given: tuple[Any, ...] = (
+        *(q, k_cache, v_cache, page_table, seqused_k, cu_seqlens_q, max_seqlen_q),
+        *(sinks, k_scale, v_scale, q_scale, causal, limits, scale, softcap, max_seqused_k, backend),
+    )
+    if out is None:
+        op = _PAGED_LSE if return_lse else _PAGED
+        return op.pick()(*given)  # type: ignore[no-any-return]
+    if not return_lse:
+        return _PAGED.into()(out, *given)  # type: ignore[no-any-return]
+    return _PAGED_LSE.into()((out, new_lse(_PAGED, *given)), *given)  # type: ignore[no-any-return]

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of any number of queries a sequence over a paged cache."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from tiercel.ops.attention.cases_paged import lengths
+from tiercel.workbench.bench.launch import Launch, Unsupported
+from tiercel.workbench.bench.peers import fa3
+
+
+def _fa3(case: Any, inputs: dict[str, Any]) -> Launch:
+    import torch
+
+    out = torch.empty_like(inputs["q"])
+    given = {
+        "q": inputs["q"],
+        "k": inputs["k_cache"],
+        "v": inputs["v_cache"],
+        "out": out,
+        "cu_seqlens_q": inputs["cu_seqlens_q"],
+        "seqused_k": inputs["seqused_k"],
+        "max_seqlen_q": max(new for new, _ in lengths(case)),
+        "max_seqlen_k": max(keys for _, keys in lengths(case)),
+        "page_table": inputs["page_table"],
+        "softmax_scale": case["D"] ** -0.5,
+        "is_causal": True,
+    }
+    function, args = fa3.bind(given)
+
+    def run() -> tuple[Any, ...]:
+        function(*args)
+        return (out,)
+
+    return Launch(run)
+
+
+def _fa4(case: Any, inputs: dict[str, Any]) -> Launch:
+    function: Any = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
+    q, k, v, table, used, starts = inputs.values()
+    longest = max(new for new, _ in lengths(case))
+    options = {"cu_seqlens_q": starts, "max_seqlen_q": longest, "seqused_k": used}
+
+    def run() -> tuple[Any, ...]:
+        result = function(q, k, v, page_table=table, causal=True, **options)
+        return (result[0] if isinstance(result, tuple) else result,)
+
+    try:
+        run()
+    except Exception as error:  # its compiler raises what it likes
+        raise Unsupported(str(error).splitlines()[0] if str(error) else repr(error)) from error
+    return Launch(run)
+
+
+ADAPTERS = {
+    "fa3": {"paged_attention": _fa3},
+    "fa4": {"paged_attention": _fa4},
+}

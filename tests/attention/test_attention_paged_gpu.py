@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""paged_attention on an H100 or H200, against float64."""
+
+import pytest
+import torch
+from support.paged import assert_close, make, wide
+
+import tiercel
+
+pytestmark = [pytest.mark.torch, pytest.mark.gpu, pytest.mark.usefixtures("no_fallback")]
+
+MIXED = [(1, 777), (150, 210), (0, 40), (3, 3), (1, 1), (700, 1500), (0, 0), (1, 4097), (20, 148)]
+
+
+def draw(*args, **options):
+    return make(*args, device="cuda", **options)
+
+
+def check(given, **options):
+    result, lse = tiercel.paged_attention(*given, return_lse=True, **options)
+    truth = tiercel.ref.paged_attention(*wide(given), return_lse=True, **options)
+    assert_close(result, lse, *truth)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("page", [1, 16, 256])
+def test_small(d, page):
+    given = draw([(1, 77), (70, 140), (0, 9), (2, 2)], d=d, page=page, around=(3, 5))
+    check(given, sinks=torch.zeros(4, device="cuda"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("d", [40, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": False},
+        {"window": (100, 0)},
+        {"window": (40, 5), "causal": False},
+        {"softcap": 5.0},
+        {"scale": 0.3},
+    ],
+)
+def test_mixed(d, dtype, options):
+    check(draw(MIXED, (8, 2), d=d, dtype=dtype), **options)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("page", [1, 2, 8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_pages(page, layout, d):
+    check(draw(MIXED, (8, 2), page=page, layout=layout, d=d))
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (5, 1), (6, 2), (8, 1), (64, 1), (48, 1), (7, 7)])
+def test_groups(heads):
+    check(draw(MIXED, heads, around=(3, 5), d=128))
+
+
+@pytest.mark.parametrize("window", [(0, 0), (15, 0), (16, 0), (127, 128), (300, -1), (-1, 4)])
+def test_windows_at_the_edges_of_pages(window):
+    lengths = [(20, 300), (130, 256), (1, 16), (1, 17), (500, 1000)]
+    check(draw(lengths), window=window, causal=False)
+    check(draw(lengths), window=window)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_sinks(softcap):
+    sinks = torch.tensor([-torch.inf, 0.0, 5.0, 100.0], device="cuda")
+    check(draw(MIXED, d=128), sinks=sinks, softcap=softcap)
+
+
+@pytest.mark.parametrize("context", [0, 1, 127, 128, 5000])
+@pytest.mark.parametrize("new", [1, 2, 33, 128, 1000])
+def test_chunks_after_a_context(new, context):
+    check(draw([(new, context + new)] * 3, (32, 8), d=128))
+
+
+def test_rows_in_no_sequence():
+    given = draw([(5, 40), (0, 9), (1, 1)], around=(150, 7))
+    out, lse = tiercel.paged_attention(*given, return_lse=True)
+    assert (out[:150] == 0).all() and (lse[:, :150] == -torch.inf).all()
+    assert (out[156:] == 0).all() and (lse[:, 156:] == -torch.inf).all()
+    check(given)
+
+
+def test_a_batch_of_70_000_sequences():
+    lengths = [(i % 2, i % 3 + 1) for i in range(70_000)]
+    given = draw(lengths, (2, 2), page=1)
+    result, lse = tiercel.paged_attention(*given, return_lse=True)
+    q, k, v, table, seqused, _, _ = wide(given)
+    odd = (q[:, None], k, v, table[1::2], seqused[1::2])
+    truth, sums = tiercel.ref.decode_attention(*odd, return_lse=True)
+    assert_close(result, lse, truth[:, 0], sums[..., 0].T)
+
+
+def test_more_than_two_to_the_31_elements_of_cache():
+    q, k, v, table, *rest = draw([(100, 300), (1, 40)], (2, 1), d=128, page=16)
+    pages = 2**31 // (16 * 128) + 100
+    caches = []
+    for small in (k, v):
+        cache = torch.zeros(pages, 16, 1, 128, dtype=q.dtype, device="cuda")
+        cache[-len(small) :] = small
+        caches.append(cache)
+    used = (table >= 0) & (table < len(k))
+    check((q, *caches, torch.where(used, table + pages - len(k), table).int(), *rest))
+
+
+def test_a_graph_whose_sequences_change():
+    """As for a server: captured at the first call, and starts, lengths and pages are written
+    between replays."""
+    other = draw([(1, 50), (0, 0), (5, 9), (30, 300)], d=128, around=(0, 20))
+    given = draw([(20, 300), (1, 1), (0, 7), (10, 200)], d=128, around=(0, 25))
+    places = [x.clone() if isinstance(x, torch.Tensor) else x for x in given]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result, lse = tiercel.paged_attention(*places, return_lse=True)
+    for case in (given, other, given):
+        for place, x in zip(places[:6], case[:6], strict=True):
+            place[tuple(map(slice, x.shape))].copy_(x)
+        graph.replay()
+        truth = tiercel.ref.paged_attention(*wide(places), return_lse=True)
+        assert_close(result, lse, *truth)
+
+
+def test_two_streams():
+    cases = [draw([(200, 900), (1, 3000)], (8, 2), d=128, seed=seed) for seed in range(2)]
+    due = [tiercel.paged_attention(*case) for case in cases]
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    found = [[], []]
+    for _ in range(10):
+        for stream, case, results in zip(streams, cases, found, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(tiercel.paged_attention(*case))
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, y) for x, results in zip(due, found, strict=True) for y in results)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("contents", [-(2**31), -1, 2**29, 2**31 - 1])
+def test_any_contents(contents):
+    """Nothing beside the tensors is touched."""
+    q, k, v, table, lengths, starts, longest = draw([(20, 30), (3, 40)])
+    for x in (table, lengths, starts):
+        kept = x.clone()
+        x.fill_(contents)
+        tiercel.paged_attention(q, k, v, table, lengths, starts, longest)
+        x.copy_(kept)
+    torch.cuda.synchronize()
+    check((q, k, v, table, lengths, starts, longest))
+
+
+def test_strides():
+    q, k, v, table, lengths, starts, longest = draw(MIXED, (8, 2), d=64)
+    due = tiercel.paged_attention(q, k, v, table, lengths, starts, longest)
+    apart = [torch.stack([x, x * 0 - 7], dim=-1)[..., 0] for x in (table, lengths, starts)]
+    qkv = torch.cat([q, q], dim=1)[:, :8]
+    out = torch.empty(len(q), 16, 64, dtype=q.dtype, device="cuda")[:, ::2]
+    tiercel.paged_attention(qkv, k, v, *apart, longest, out=out)
+    assert torch.equal(out, due)

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""paged_attention's checks and its choice of kernel: neither needs PyTorch or a GPU."""
+
+import pytest
+from support.dlpack_tensor import AttributeTensor, ExchangeTensor
+
+from tiercel import _C
+
+MOST = 2**29 - 1  # rows
+
+
+@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
+def make(request):
+    return request.param
+
+
+def plan(
+    make,
+    rows=900,
+    heads=(8, 2),
+    d=64,
+    *,
+    batch=3,
+    cache=(50, 16),
+    columns=40,
+    dtype="bfloat16",
+    causal=True,
+    window=None,
+    scale=None,
+    softcap=None,
+    **given,
+):
+    def tensor(name, *shape, dtype=dtype):
+        return given.get(name) or make(*shape, dtype=dtype)
+
+    caches = [tensor(name, *cache, heads[1], d) for name in ("k_cache", "v_cache")]
+    return _C.paged_attention_plan(
+        tensor("q", rows, heads[0], d),
+        *caches,
+        tensor("page_table", batch, columns, dtype="int32"),
+        tensor("seqused_k", batch, dtype="int32"),
+        tensor("cu_seqlens_q", batch + 1, dtype="int32"),
+        given.get("sinks"),
+        tensor("out", rows, heads[0], d),
+        given.get("lse"),
+        *(causal, window, scale, softcap),
+    )
+
+
+@pytest.mark.parametrize(("d", "tile"), [(8, 64), (64, 64), (96, 128), (128, 128), (256, 256)])
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({}, "causal"),
+        ({"causal": False}, "window"),
+        ({"window": (7, 0)}, "window"),
+        ({"window": (-1, 3)}, "causal"),
+        ({"softcap": 5.0}, "window_capped"),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_kernel(make, d, tile, options, kind, dtype):
+    got = plan(make, d=d, dtype=dtype, **options)
+    short = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
+    assert got["kernel"] == f"attention_paged_{short}_d{tile}_{kind}"
+    assert got["tile_n"] == (64 if tile == 256 else 128)
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries"),
+    [((1, 1), 128), ((8, 2), 32), ((5, 1), 24), ((48, 1), 2), ((64, 1), 2), ((7, 7), 128)],
+)
+def test_queries_of_a_tile(make, heads, queries):
+    got = plan(make, heads=heads)
+    assert got["queries"] == queries
+    assert got["grid"] == min((900 + 3 * (queries - 1)) // queries * heads[1], 132)
+
+
+@pytest.mark.parametrize(("page", "rows"), [(1, 1), (16, 16), (64, 64), (128, 128), (256, 128)])
+def test_rows_of_a_copy(make, page, rows):
+    assert plan(make, cache=(50, page))["copy_rows"] == rows
+    assert plan(make, cache=(50, page), d=256)["copy_rows"] == min(rows, 64)
+
+
+def test_empty(make):
+    for given in ({"rows": 0}, {"batch": 0}, {"heads": (0, 2)}):
+        assert plan(make, **given)["kernel"] == "none"
+
+
+def far(*shape, strides, dtype="bfloat16"):
+    return ExchangeTensor(*shape, dtype=dtype, strides=strides)
+
+
+def test_pages_of_any_stride(make):
+    """Keys and values in turn, heads before places, pages apart; one page, one place."""
+    for strides in ((4096, 128, 64, 1), (4096, 64, 1024, 1), (128 * 1000, 128, 64, 1)):
+        k, v = (far(50, 16, 2, 64, strides=strides) for _ in range(2))
+        assert plan(ExchangeTensor, k_cache=k, v_cache=v) == plan(make)
+    assert plan(make, cache=(1, 16))["copy_rows"] == 16
+    assert plan(make, cache=(1, 1))["copy_rows"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [
+        ("`q` must have a head dimension that is a multiple of 8 up to 256", {"d": 264}),
+        ("`q` must have a head dimension that is a multiple of 8 up to 256", {"d": 20}),
+        ("`q` must be bfloat16 or float16", {"dtype": "float8_e4m3fn"}),
+        (
+            "`k_cache` must be bfloat16 or float16",
+            {"k_cache": far(50, 16, 2, 64, strides=(2048, 128, 64, 1), dtype="float8_e4m3fn")},
+        ),
+        ("`q` must have at most 64 heads for each of `k_cache`", {"heads": (65, 1)}),
+        ("`scale` must be positive", {"scale": 0.0}),
+        ("`softcap` must be None or positive", {"softcap": -1.0}),
+        ("`k_cache` must have a page size that is a power of two", {"cache": (50, 24)}),
+        ("`k_cache` must have at least one page", {"cache": (0, 16)}),
+        ("`page_table` must have room for 1 to 2\\^29 keys", {"columns": 0}),
+        ("`page_table` must have room for 1 to 2\\^29 keys", {"columns": 2**25 + 1}),
+        ("`q` must have fewer than 2\\^29 rows", {"rows": MOST + 1}),
+        ("`q` must have fewer than 2\\^22 tiles", {"rows": MOST, "batch": 2**21}),
+        ("`q` must have fewer than 2\\^22 tiles", {"batch": 2**62 - 1}),
+        (
+            "`page_table` must have elements that are less than 2 GiB apart",
+            {"page_table": far(3, 40, strides=(2**31, 1), dtype="int32")},
+        ),
+        (
+            "`cu_seqlens_q` must have elements that are less than 2 GiB apart",
+            {"cu_seqlens_q": far(4, strides=(2**29,), dtype="int32")},
+        ),
+        (
+            "`seqused_k` must have elements that are less than 2 GiB apart",
+            {"seqused_k": far(3, strides=(2**29,), dtype="int32")},
+        ),
+        (
+            "`k_cache` must have pages that are whole rows apart",
+            {"k_cache": far(50, 16, 2, 64, strides=(2056, 128, 64, 1))},
+        ),
+        (
+            "`k_cache` must have pages that span fewer than 2\\^31 rows",
+            {"k_cache": far(2**27, 16, 2, 64, strides=(2048, 128, 64, 1)), "cache": (2**27, 16)},
+        ),
+        (
+            "`v_cache` must have pages as many rows apart as `k_cache`",
+            {"v_cache": far(50, 16, 2, 64, strides=(4096, 128, 64, 1))},
+        ),
+        (
+            "`v_cache` must have row strides that are multiples of 16 bytes",
+            {"v_cache": far(50, 16, 2, 64, strides=(16 * 132, 132, 64, 1))},
+        ),
+        (
+            "`q` must be contiguous in its last dimension",
+            {"q": far(900, 8, 64, strides=(1024, 128, 2))},
+        ),
+        (
+            "`out` must have rows that are less than 32 GiB apart",
+            {"out": far(900, 8, 64, strides=(2**34 + 64, 64, 1))},
+        ),
+    ],
+)
+def test_what_there_is_no_kernel_for(text, given):
+    with pytest.raises(NotImplementedError, match=f"^paged_attention: {text}"):
+        plan(ExchangeTensor, **given)
+
+
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [
+        (
+            "`k_cache` must have a number of heads that divides that of `q`, 8, got 3",
+            {"heads": (8, 3)},
+        ),
+        ("`sinks` must", {"sinks": ExchangeTensor(7, dtype="float32")}),
+        ("`sinks` must", {"sinks": far(8, strides=(2,), dtype="float32")}),
+        ("`lse` must", {"lse": ExchangeTensor(8, 901, dtype="float32")}),
+        ("`seqused_k` must", {"seqused_k": ExchangeTensor(4, dtype="int32")}),
+        ("`page_table` must", {"page_table": ExchangeTensor(4, 40, dtype="int32")}),
+        ("`v_cache` must", {"v_cache": ExchangeTensor(51, 16, 2, 64, dtype="bfloat16")}),
+        ("`out` must", {"out": ExchangeTensor(901, 8, 64, dtype="bfloat16")}),
+    ],
+)
+def test_what_does_not_fit(text, given):
+    with pytest.raises(ValueError, match=f"^paged_attention: {text}"):
+        plan(ExchangeTensor, **given)
+
+
+def test_most_rows(make):
+    assert plan(make, rows=MOST, heads=(1, 1), d=8, batch=1)["grid"] == 132

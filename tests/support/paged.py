@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sequences with any number of new tokens over a paged cache, for tests of paged_attention."""
+
+import torch
+
+NO_PAGES = (-7, 1 << 30, -(2**31), 2**31 - 1)
+
+
+def make(
+    lengths,  # (new tokens, keys) of each sequence
+    heads=(4, 2),
+    d=64,
+    page=16,
+    dtype=torch.bfloat16,
+    layout="NHD",
+    around=(0, 0),  # rows of q in no sequence, before and after
+    device="cpu",
+    seed=7,
+):
+    """The arguments q to max_seqlen_q. Places behind a sequence's last key are NaN, and so is the
+    rest of the cache; entries of the page table that nobody uses are no pages; keys and values of
+    a page lie side by side."""
+    generator = torch.Generator(device).manual_seed(seed)
+    columns = max((-(-keys // page) for _, keys in lengths), default=0) + 1
+    pages = len(lengths) * columns + 3
+    order = (0, 1, 2, 3, 4) if layout == "NHD" else (0, 1, 3, 2, 4)
+    shape = [(pages, 2, page, heads[1], d)[i] for i in order]
+    stored = torch.full(shape, torch.nan, dtype=dtype, device=device).permute(order)
+    table = torch.randperm(pages, device=device, generator=generator)
+    table = table[: len(lengths) * columns].view(len(lengths), columns).int()
+    for row, (_, keys) in zip(table, lengths, strict=True):
+        used = -(-keys // page)
+        if keys:
+            drawn = (used * page, 2, heads[1], d)
+            values = torch.randn(drawn, device=device, generator=generator).to(dtype)
+            values[keys:] = torch.nan
+            stored[row[:used].long()] = values.unflatten(0, (used, page)).transpose(1, 2)
+        row[used:] = torch.tensor(NO_PAGES, device=device)[torch.arange(columns - used) % 4].int()
+    new = torch.tensor([0, *(n for n, _ in lengths)]).cumsum(0)
+    rows = int(new[-1]) + sum(around)
+    q = torch.randn(rows, heads[0], d, device=device, generator=generator).to(dtype)
+    q[: around[0]], q[rows - around[1] :] = torch.nan, torch.nan
+    starts = (new + around[0]).int().to(device)
+    seqused = torch.tensor([keys for _, keys in lengths], dtype=torch.int32, device=device)
+    longest = max((n for n, _ in lengths), default=0)
+    return q, stored[:, 0], stored[:, 1], table, seqused, starts, longest
+
+
+def wide(given):
+    """The same in float64."""
+    return [
+        x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in given
+    ]
+
+
+def assert_close(result, lse, truth, sums):
+    unit = torch.finfo(result.dtype).eps / 2
+    error = (result.double() - truth).abs()
+    assert not error.isnan().any()
+    assert error.numel() == 0 or error.max() <= 8 * unit, error.max().item() / unit
+    torch.testing.assert_close(lse.double(), sums.double(), rtol=1e-5, atol=2e-5)
