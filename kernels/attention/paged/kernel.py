@@ -81,6 +81,12 @@ SIZES = Paged._fields[5:]
 
 
 class PagedAttention(AttentionForward):
+    def __init__(self, name, operands, variant):
+        super().__init__(name, operands, variant)
+        if variant.d == PIECE:
+            # The copies of some masks need more, and these products less.
+            self.loader_registers, self.registers = 40, 232
+
     # Maps and shared memory.
 
     def map_kinds(self, problem):
