@@ -50,7 +50,9 @@ class Config:
             raise ValueError("`decoder_sparse_step` and `attention_bias` are not supported")
         names = {field.name for field in dataclasses.fields(cls)}
         known = {name: fields[name] for name in names & fields.keys()}
-        return cls(**{"rope_theta": rope.get("rope_theta", 1e6), **known})
+        experts = fields.get("num_local_experts", 0)  # transformers 5's name of it
+        theta = rope.get("rope_theta", 1e6)
+        return cls(**{"rope_theta": theta, "num_experts": experts, **known})
 
 
 @dataclasses.dataclass
