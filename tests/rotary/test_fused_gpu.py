@@ -153,6 +153,7 @@ def test_graph_replay(make):
     q, packed = given["q"], given["q"]._base
     weight = torch.randn(128 * 8, packed[0].numel(), device="cuda", dtype=torch.bfloat16)
     hidden = torch.randn(64, 128 * 8, device="cuda", dtype=torch.bfloat16)
+    torch.matmul(hidden, weight)  # cuBLAS's handle cannot be made during a capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         # Behind a product: the heads must not be read too early.

@@ -71,6 +71,10 @@ class _Implementation:
             warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
             for name, function in replaced.items():
                 self._library.impl(name, function, key, with_keyset=True)
+        if torch.cuda.is_available():
+            # The first choice sets torch's default order, over any that was set before it.
+            tiny = torch.empty(1, 1, 8, 64, dtype=torch.bfloat16, device="cuda")
+            torch._fused_sdp_choice(tiny, tiny, tiny)
         self._priority = torch._C._get_sdp_priority_order()
         others = [backend for backend in self._priority if backend != _FLASH]
         torch._C._set_sdp_priority_order([_FLASH, *others])
