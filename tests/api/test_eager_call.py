@@ -201,7 +201,7 @@ def test_an_error_of_the_launch_drops_the_outputs():
         ((("argument", 2),), {}),
         ((("output", 0),), {}),
         ((("lookup", (5, {})),), {}),
-        ((X,) * 25, {}),
+        ((X,) * 33, {}),
         ((X,), {"outputs": ((3, 0, 1, (), None),)}),
         ((X,), {"outputs": ((0, 0, 1, ((0, 0, 0, -1),), None),)}),
         ((X,), {"outputs": (LIKE_X,) * 6}),

@@ -160,6 +160,7 @@ BY_VALUES = {
     "moe_align_block_size",
     "moe_down",
     "moe_up",
+    "paged_attention",
     "qk_norm_rope_cache",
     "topk_softmax_align",
 }

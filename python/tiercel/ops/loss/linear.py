@@ -200,7 +200,9 @@ _WITH_GRADIENT = Op(
 def _under_autocast(x: Any, *others: Any) -> tuple[Any, ...]:
     """The tensors in the dtype of products under torch.autocast."""
     given = (x, *others)
-    if not isinstance(x, Tensor) or not torch.is_autocast_enabled(x.device.type):
+    if not isinstance(x, Tensor) or x.is_meta:  # there is no autocast for meta tensors
+        return given
+    if not torch.is_autocast_enabled(x.device.type):
         return given
     dtype = torch.get_autocast_dtype(x.device.type)
     return tuple(
