@@ -23,6 +23,7 @@ NEEDS = {
     "deploy/test_deploy.py": ("$WHEEL", "//tests/deploy:deploy_test"),
     "emulator": ("$TIERCEL_LIBCUDA", "//tests/emulator/..."),
     "emulator/tensor": ("$EMULATOR_PROBE", "//tests/emulator/tensor/..."),
+    "examples": ("import transformers", "//tests/examples/..."),
     "integrations": ("import transformers", "//tests/integrations/..."),
     "packaging": ("$TEST_SRCDIR", "//tests/packaging/..."),
     "release": ("$TEST_SRCDIR", "//tests/release/..."),

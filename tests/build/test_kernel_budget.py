@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cold build of all kernels stays within 8 CPU-minutes, as far as can be told without one.
+"""The cold build of all kernels stays within 10 CPU-minutes, as far as can be told without one.
 
 kernels/budget.json has what tools/cuda/kernel_times.py measured, for every family. What a family
 has got since is estimated: in proportion to its kernels or their code, whichever grew more.
@@ -51,8 +51,8 @@ def stale(measured: dict, counts: dict[str, dict[str, int]]) -> list[str]:
     return found
 
 
-def test_the_limit_is_eight_minutes() -> None:
-    assert BUDGET["limit_cpu_seconds"] == 480
+def test_the_limit_is_ten_minutes() -> None:
+    assert BUDGET["limit_cpu_seconds"] == 600
 
 
 def test_all_kernels_are_within_the_limit() -> None:
