@@ -69,7 +69,7 @@ def _make(case: Case, device: str, seed: int) -> dict[str, Any]:
     elif case.values == "masked":
         given["allowed"] = _words(rows, tokens, generator)
     elif case.values == "special":
-        logits[0, 3], logits[1], logits[2, 7] = torch.nan, -torch.inf, torch.inf
+        logits[0, 3], logits[1:2], logits[2:3, 7] = torch.nan, -torch.inf, torch.inf
     logits = logits.to(device=device, dtype=getattr(torch, case.dtype))
     if case.values == "strided":
         logits = torch.cat([logits, -logits], dim=1)[:, :tokens]
