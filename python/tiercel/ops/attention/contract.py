@@ -237,6 +237,7 @@ def _paged_case(
     **options: Any,
 ) -> Case:
     sizes = {"H": heads[0], "Hk": heads[1], "D": d, "page_size": page}
+    sizes["B"] = len(_NEW[lengths.removesuffix(" strided")])
     return Case(sizes, dtype, options, lengths)
 
 
@@ -255,7 +256,7 @@ def _make_paged(case: Case, device: str, seed: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     strided = case.values.endswith(" strided")
     lengths = _NEW[case.values.removesuffix(" strided")]
-    heads, kv_heads, d, page = case.sizes.values()
+    heads, kv_heads, d, page, _ = case.sizes.values()
     columns = -(-max((keys for _, keys in lengths), default=0) // page) + 1
     pages = len(lengths) * columns + 1
     dtype = getattr(torch, case.dtype)
@@ -287,7 +288,8 @@ def _make_paged(case: Case, device: str, seed: int) -> dict[str, Any]:
     longest = max((new for new, _ in lengths), default=0)
     window = None if left is None else (left, -1)
     rest = {"max_seqlen_q": longest, **_DECODE_REST, "window": window, **options}
-    return {**placed, **rest, "max_seqused_k": None, "return_lse": True}
+    given = {**placed, **rest, "max_seqused_k": None, "return_lse": True}
+    return {name: given[name] for name in PAGED_ATTENTION.names} | given
 
 
 PAGED_ATTENTION = Contract.of(

@@ -57,6 +57,9 @@ def _make(case: Case, device: str, seed: int) -> dict[str, Any]:
     return given | dict(case.options) | {"reduction": "none"}
 
 
+_LINEAR_NAMES = [name for name in LINEAR.names if name != "accum_dtype"]  # of gradients alone
+
+
 def _linear(
     rows: int, hidden: int, classes: int, dtype: str, values: str = "", **options: Any
 ) -> Case:
@@ -93,14 +96,16 @@ def _make_linear(case: Case, device: str, seed: int) -> dict[str, Any]:
         given["scale"] = torch.rand(rows, generator=generator)
     elif case.values == "ignored":
         target[::2] = case.options["ignore_index"]
-    elif case.values == "strided":
-        x, weight = torch.cat([x, -x], dim=1)[:, :hidden], weight.t().contiguous().t()
     dtype = getattr(torch, case.dtype)
+    if case.values == "strided":
+        weight = weight.t().contiguous().t()
+        x = torch.cat([x, -x], dim=1).to(dtype)[:, :hidden]
     given |= {"x": x.to(dtype), "weight": weight.to(dtype), "target": target}
     if given["bias"] is not None:
         given["bias"] = given["bias"].to(dtype)
     given = {name: None if t is None else t.to(device) for name, t in given.items()}
-    return given | dict(case.options) | {"reduction": "none"}
+    given |= case.options
+    return {name: given[name] for name in _LINEAR_NAMES} | {"reduction": "none"}
 
 
 CONTRACTS = (
@@ -115,7 +120,7 @@ CONTRACTS = (
     Contract.of(
         "loss",
         LINEAR,
-        order=[name for name in LINEAR.names if name != "accum_dtype"],  # of gradients alone
+        order=_LINEAR_NAMES,
         cases=_LINEAR_CASES,
         timing={
             "cpu": _linear(64, 64, 4096, "bfloat16"),

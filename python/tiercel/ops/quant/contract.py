@@ -188,6 +188,7 @@ _ACT_AND_MUL_QUANT = _fused(
         _fused_case(20, 4096, "1x128", "float16", activation="gelu"),
         _fused_case(17, 200, "1x128", activation="gelu_tanh"),
         _fused_case(9, 384, "tensor", activation="relu"),
+        _fused_case(20, 128, "row", values="strided", activation="silu"),
         _fused_case(5, 36, "row", activation="silu"),
         _fused_case(0, 64, "row", activation="silu"),
     ),

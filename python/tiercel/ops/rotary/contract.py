@@ -164,6 +164,8 @@ def _make_fused(case: Case, device: str, seed: int) -> dict[str, Any]:
         for number in (0.5, 1.0)
     )
     q = rotary["q"]
+    if case.values == "strided":
+        q = torch.cat([q, -q], dim=1)[:, : sizes["H"]]
     return {
         "q": q,
         "k": kv["key"],
