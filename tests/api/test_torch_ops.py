@@ -49,7 +49,7 @@ def test_minimal_call(op):
 
 
 # Arguments that choose another operator: `<op>.out`, `<op>_lse`, `<op>_`, `add_<op>`.
-ELSEWHERE = {"out", "return_lse", "inplace"}
+ELSEWHERE = {"out", "return_lse", "return_logprobs", "inplace"}
 ELSEWHERE_OF = {
     "cross_entropy": {"reduction"},
     "linear_cross_entropy": {"reduction", "group"},
