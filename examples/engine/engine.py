@@ -126,7 +126,7 @@ class Engine:
         self._graphs[count] = graph, buffer, tokens
 
     def _inputs(self, pieces: list[Piece], sequences: int) -> list[Tensor]:
-        """What a step needs, on the host: the parameters of draws, then the fields of `Step`.
+        """Makes a step's inputs on the host: the parameters of draws, then the fields of `Step`.
 
         Sequences behind the last piece have one token, which goes nowhere and sees nothing.
         """

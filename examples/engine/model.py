@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen3, dense and mixture of experts, on Tiercel's ops: seven or eight launches a layer."""
+"""Qwen3, dense and mixture of experts, on Tiercel's ops: eight calls of ours a dense layer."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -33,7 +33,7 @@ class Config:
 
     @classmethod
     def read(cls, fields: dict[str, Any]) -> "Config":
-        """Of the contents of config.json, of any version of transformers.
+        """Makes a configuration from the contents of config.json, of any version of transformers.
 
         Raises:
             ValueError: The model is not a Qwen3, or has what this engine lacks.
@@ -57,7 +57,7 @@ class Config:
 
 @dataclasses.dataclass
 class Step:
-    """What a step works on; all are on the GPU but the last. B sequences, T new tokens."""
+    """The inputs of a step: B sequences, T new tokens. All but the last are on the GPU."""
 
     tokens: Tensor  # [T] int32
     positions: Tensor  # [T] int32
@@ -168,7 +168,7 @@ class Model:
 
 
 def _attention(step: Step, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Of new tokens, which the cache has already, over all of their sequences' tokens."""
+    """Attention of new tokens over all tokens of their sequences; the cache has both."""
     if step.tokens.shape == step.lengths.shape and step.most_new == 1:
         # A token of each sequence: this kernel shares the keys of one among several blocks.
         attended = tiercel.decode_attention(

@@ -41,5 +41,5 @@ class Pages:
         owned.clear()
 
     def slot(self, owned: list[int], place: int) -> int:
-        """Where the cache has the token at a place of a sequence."""
+        """The cache's slot of the token at a place of a sequence."""
         return owned[place // self.page_size] * self.page_size + place % self.page_size

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens of which sequences the next step takes: continuous batching, chunked prefill."""
+"""Chooses the tokens of the next step: continuous batching, chunked prefill."""
 
 import collections
 import dataclasses

@@ -40,7 +40,7 @@ Status check_scale(const Argument& scale, int64_t rows, int64_t columns,
   return Status::InvalidArgument(std::string(scale.op) + ": there is no scale per 128x128 tile");
 }
 
-// What both ops have.
+// Shared by both ops.
 Status check(const char* op, const FusedQuantCall& t, int64_t halves, int64_t most) {
   const Argument x{op, "x", *t.x}, q{op, "q", *t.q}, scale{op, "scale", *t.scale};
   TIERCEL_RETURN_IF_ERROR(check_rank(x, 2));

@@ -29,7 +29,7 @@ static_assert(kFew <= kSampleThreads);
 // A guess where top-p ends: one in so many of a thread's vectors, and the share it may be off by.
 inline constexpr int kSampled = 16;
 inline constexpr float kMargin = 0.03f;
-// Of a row with few segments, each has the maxima of that many groups of lanes.
+// In a row with few segments, each segment has the maxima of that many groups of lanes.
 inline constexpr int kGroups = 4;
 inline constexpr int kGroupedSegments = 64;
 
@@ -45,7 +45,7 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
   return larger;
 }
 
-// Of max_or_nan's results: NaN is the largest of the integers too.
+// The warp's largest value: NaN, as max_or_nan makes it, is the largest of the integers too.
 __device__ __forceinline__ float warp_largest(float value) {
   const int bits = __float_as_int(value);
   const int most = __reduce_max_sync(kFullWarp, bits ^ (bits >> 31 & 0x7fffffff));

@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(kSampleThreads, (kBlocksPerSm<Format, kPenalti
       const float least = (1.0f - fmaxf(top_p, 0.0f)) / (2.0f * args.columns);
       row.limit = fminf(row.limit, -log2f(least) / row.scale);
     }
-    // As many groups have a token at least as large as the k-th largest maximum.
+    // k groups have a token at least as large as the k-th largest maximum of the groups.
     const int groups = grouped ? kGroups * args.segments : args.segments;
     const int least = by_count ? top_k : whole > 0 ? min(groups * 3 / 4, 100) : 0;
     const float limit = row.limit;

@@ -75,7 +75,7 @@ __device__ __forceinline__ void add_to_bin(const Row<Format>& row, uint32_t bin,
   if (old + mass < old) atomicAdd(&row.shared.high[bin], 1);
 }
 
-// Where the tokens with `share` of the weight probably end, by every 16th token: the first point
+// Estimates where the tokens with `share` of the weight end, by every 16th token: the first point
 // and the extent, in fixed point, of a window around it.
 template <typename Format>
 __device__ __forceinline__ uint2 guess(const Row<Format>& row, float share) {

@@ -24,7 +24,7 @@ bool ArePlainTensors(PyObject* const* tensors, Py_ssize_t count);
 // read. False with a Python exception. Wants the GIL.
 bool FindRoute(PyObject* const* tensors, Py_ssize_t count, TensorsOfCall* read, Route* route);
 
-// Whether torch's profiler runs, which sees what goes through the dispatcher: 1 for yes, 0 for no,
+// Tells if torch's profiler runs, which sees what goes through the dispatcher: 1 for yes, 0 for no,
 // -1 with a Python exception.
 int IsProfiled();
 

@@ -109,7 +109,7 @@ def test_more_than_two_to_the_31_elements_of_cache():
 
 
 def test_a_graph_whose_sequences_change():
-    """As for a server: captured at the first call, and starts, lengths and pages are written
+    """A server's graph: captured at the first call, and starts, lengths and pages are written
     between replays."""
     other = draw([(1, 50), (0, 0), (5, 9), (30, 300)], d=128, around=(0, 20))
     given = draw([(20, 300), (1, 1), (0, 7), (10, 200)], d=128, around=(0, 25))

@@ -23,7 +23,7 @@ def to_write(rows, columns, granularity):
 
 
 def assert_quantised(q, scale, values, granularity):
-    """As by fp8_quantize of the values, but for float32's last places."""
+    """The result is fp8_quantize's of the values, but for float32's last places."""
     given = scale.clone() if granularity == "tensor" else None
     codes, scales = tiercel.fp8_quantize(values, granularity, scale=given)
     torch.testing.assert_close(scale, scales, rtol=1e-6, atol=0)

@@ -47,7 +47,7 @@ def make(
 
 
 def wide(given):
-    """The same in float64."""
+    """The expected result in float64."""
     return [
         x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in given
     ]

@@ -53,7 +53,7 @@ def disable_sdpa() -> None:
 
 
 class _Implementation:
-    """What torch's registry keeps: our kernels in the place of torch's own for a dispatch key."""
+    """Puts our kernels in the place of torch's own for a dispatch key; torch keeps it."""
 
     def __init__(self, key: str = "CUDA") -> None:
         replaced = {

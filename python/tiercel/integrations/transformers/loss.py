@@ -25,7 +25,7 @@ import tiercel
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _SOFTCAP = "final_logit_softcapping"
-# Of the output layer: a tuple of the softcap while it hands on its rows, else empty.
+# The output layer has a tuple of the softcap here while it hands on its rows, else an empty one.
 _ACTIVE = "_tiercel_loss_of_rows"
 
 

@@ -31,9 +31,11 @@ class Chunks(NamedTuple):
 
 
 def divide(call: Call, for_weight: bool) -> Chunks:
-    """As few chunks as the memory allows: each reads and writes the sums of the weight's gradient,
-    and rounds them unless they are float32. Float32 sums take the memory of the result, too, until
-    they are rounded to it."""
+    """Divides the rows into as few chunks as the memory allows.
+
+    Each chunk reads and writes the sums of the weight's gradient, and rounds them unless they are
+    float32. Float32 sums take the memory of the result, too, until they are rounded to it.
+    """
     (total, hidden), classes = call.x.shape, call.weight.shape[0]
     size = call.x.element_size()
     row_bytes = -(-classes * size // _ROW_BYTES) * _ROW_BYTES

@@ -17,7 +17,7 @@ from tiercel.ops.loss.op import CROSS_ENTROPY, IN_PLACE
 
 
 class _Split(NamedTuple):
-    """What a chunk's losses need beside its logits."""
+    """The inputs of a chunk's losses beside its logits."""
 
     group: Any
     backend: str | None

@@ -53,6 +53,11 @@ _SAMPLE = _op(spec.SAMPLE, return_logprobs=False)
 _WITH_LOGPROBS = _op(spec.WITH_LOGPROBS, return_logprobs=True)
 
 
+def _either(rows: Any, given: Any, default: float) -> tuple[Any, Any]:
+    """A tensor of the rows' values and a number, of which the tensor goes first."""
+    return (given, default) if isinstance(given, Tensor) else (rows, given)
+
+
 @_SAMPLE.export
 def sample(
     logits: Tensor,
@@ -136,24 +141,17 @@ def sample(
         raise TypeError(
             f"sample: `return_logprobs` must be a bool, got {type(return_logprobs).__name__}"
         )
-    if isinstance(temperature, Tensor):
-        temperatures, temperature = temperature, 1.0
-    if isinstance(top_k, Tensor):
-        top_ks, top_k = top_k, 0
-    if isinstance(top_p, Tensor):
-        top_ps, top_p = top_p, 1.0
-    if isinstance(min_p, Tensor):
-        min_ps, min_p = min_p, 0.0
-    if isinstance(seed, Tensor):
-        seeds, seed = seed, 0
-    if isinstance(offset, Tensor):
-        offsets, offset = offset, 0
-    if isinstance(repetition_penalty, Tensor):
-        repetition_penalties, repetition_penalty = repetition_penalty, 1.0
-    if isinstance(presence_penalty, Tensor):
-        presence_penalties, presence_penalty = presence_penalty, 0.0
-    if isinstance(frequency_penalty, Tensor):
-        frequency_penalties, frequency_penalty = frequency_penalty, 0.0
+    temperatures, temperature = _either(temperatures, temperature, 1.0)
+    top_ks, top_k = _either(top_ks, top_k, 0)
+    top_ps, top_p = _either(top_ps, top_p, 1.0)
+    min_ps, min_p = _either(min_ps, min_p, 0.0)
+    seeds, seed = _either(seeds, seed, 0)
+    offsets, offset = _either(offsets, offset, 0)
+    repetition_penalties, repetition_penalty = _either(
+        repetition_penalties, repetition_penalty, 1.0
+    )
+    presence_penalties, presence_penalty = _either(presence_penalties, presence_penalty, 0.0)
+    frequency_penalties, frequency_penalty = _either(frequency_penalties, frequency_penalty, 0.0)
     op = _WITH_LOGPROBS if return_logprobs else _SAMPLE
     return op(  # type: ignore[no-any-return]
         logits,

@@ -118,7 +118,7 @@ def _call(contract: Contract, arguments: dict[str, Any], backend: str) -> tuple[
 def _expected(contract: Contract, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
     """By the reference, in float64."""
     wide = {n: v.double() if _is_wide(v) else v for n, v in arguments.items()}
-    # What the call has written is compared with what the reference writes.
+    # The call's written tensors are compared with those that the reference writes.
     wide |= {n: wide[n].clone() for n in contract.mutates if wide[n] is not None}
     result = getattr(tiercel.ref, contract.op)(**wide)
     return result if isinstance(result, tuple) else (result,)
