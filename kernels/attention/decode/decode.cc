@@ -239,7 +239,19 @@ const float* set_scale(const TensorView* scale, bool* per_head) {
   return static_cast<const float*>(scale->data);
 }
 
-void set_args(const DecodeTensors& t, const DecodeOptions& options, DecodeArgs* args) {
+void set_rows(const DecodeRows& rows, DecodeArgs* args) {
+  args->lse_strides[0] = int64_t{args->heads} * args->queries;
+  args->lse_strides[1] = args->queries;
+  if (rows.starts == nullptr) return;
+  args->starts = static_cast<const int32_t*>(rows.starts->data);
+  args->start_step = step_of(*rows.starts);
+  args->total = static_cast<int>(rows.total);
+  args->q_strides[0] = args->out_strides[0] = args->lse_strides[0] = 0;
+  args->lse_strides[1] = rows.total;
+}
+
+void set_args(const DecodeTensors& t, const DecodeOptions& options, const DecodeRows& rows,
+              DecodeArgs* args) {
   const int64_t places = t.k_cache->shape[1];
   args->q = static_cast<const char*>(t.q->data);
   args->out = static_cast<char*>(t.out->data);
@@ -251,6 +263,7 @@ void set_args(const DecodeTensors& t, const DecodeOptions& options, DecodeArgs* 
   args->prefixes = t.prefix == nullptr ? nullptr : static_cast<const int32_t*>(t.prefix->data);
   args->k_scale = set_scale(t.k_scale, &args->k_scale_per_head);
   args->v_scale = set_scale(t.v_scale, &args->v_scale_per_head);
+  args->sinks = t.sinks == nullptr ? nullptr : static_cast<const float*>(t.sinks->data);
   set_strides(*t.q, args->q_strides);
   set_strides(*t.out, args->out_strides);
   args->k_strides = strides_of(*t.k_cache);
@@ -267,6 +280,7 @@ void set_args(const DecodeTensors& t, const DecodeOptions& options, DecodeArgs* 
   args->kv_heads = static_cast<int>(t.k_cache->shape[2]);
   args->group = args->heads / args->kv_heads;
   args->rows = args->queries * args->group;
+  set_rows(rows, args);
   args->d = static_cast<int>(t.q->shape[3]);
   args->capacity = static_cast<int>(t.page_table->shape[1] * places);
   while ((int64_t{1} << args->page_bits) < places) ++args->page_bits;
@@ -281,8 +295,10 @@ void set_args(const DecodeTensors& t, const DecodeOptions& options, DecodeArgs* 
   args->cap_log2 = static_cast<float>(options.softcap * kLog2E);
 }
 
-Status prepare(const DecodeTensors& t, const DecodeOptions& options, int multiprocessors,
-               DecodeArgs* args, DecodeChoice* choice) {
+Status prepare(const DecodeCall& call, int multiprocessors, DecodeArgs* args,
+               DecodeChoice* choice) {
+  const DecodeTensors& t = call.tensors;
+  const DecodeOptions& options = call.options;
   TIERCEL_RETURN_IF_ERROR(check(t, options));
   if (t.q->shape[0] * t.q->shape[1] * t.q->shape[2] * t.q->shape[3] == 0) return Status();
   TIERCEL_RETURN_IF_ERROR(check_supported(t, options));
@@ -290,7 +306,7 @@ Status prepare(const DecodeTensors& t, const DecodeOptions& options, int multipr
   if (t.q->shape[0] > kMostTiles / t.q->shape[1] / t.q->shape[2]) {
     return unsupported("q", "have fewer than 2^27 rows", "shape " + shape_text(t.q->shape, 4));
   }
-  set_args(t, options, args);
+  set_args(t, options, call.rows, args);
   const DecodeKernel &clustered = *kernel_for(t, args->rows, false),
                      &spread = *kernel_for(t, args->rows, true);
   args->row_blocks = (args->rows + 8 * spread.tiles - 1) / (8 * spread.tiles);
@@ -351,7 +367,7 @@ Status decode_attention_plan(const DecodeCall& call, int multiprocessors, Decode
   const DecodeTensors& tensors = call.tensors;
   DecodeArgs args{};
   DecodeChoice choice;
-  TIERCEL_RETURN_IF_ERROR(prepare(tensors, call.options, multiprocessors, &args, &choice));
+  TIERCEL_RETURN_IF_ERROR(prepare(call, multiprocessors, &args, &choice));
   *plan = {"none", "none", 0, 0, 0, 0, 0, 0};
   if (choice.kernel == nullptr) return Status();
   const DecodeKernel& kernel = *choice.kernel;
@@ -374,7 +390,7 @@ Status DecodeLaunch::prepare(const DecodeCall& call) {
   if (q.device_type == DeviceType::kCUDA) {
     TIERCEL_RETURN_IF_ERROR(multiprocessor_count(device_, &multiprocessors));
   }
-  return tiercel::prepare(call.tensors, call.options, multiprocessors, &args_, &choice_);
+  return tiercel::prepare(call, multiprocessors, &args_, &choice_);
 }
 
 Status DecodeLaunch::run(float* workspace, void* stream) {

@@ -34,6 +34,7 @@ struct DecodeTensors {
   const TensorView* prefix = nullptr;      // [B] int32, or null
   const TensorView* k_scale = nullptr;     // float32, 1 or Hk elements, float8 only, or null: 1
   const TensorView* v_scale = nullptr;
+  const TensorView* sinks = nullptr;      // [H] float32: one more score of each row, or null
   const TensorView* lse = nullptr;        // [B, H, Sq] float32, or null
   const TensorView* workspace = nullptr;  // float32, or null where DecodePlan::workspace is 0
 };
@@ -49,9 +50,19 @@ struct DecodeOptions {
   int split = 0;          // 0: as decode_choose() says; -1: spread; 1, 2, 4, 8: blocks a tile
 };
 
+// Sequences of several numbers of queries, behind each other: q and out are then rows [Tq, H, D] in
+// the strides of the last three dimensions, and Sq is the most of a sequence; lse is [H, Tq].
+// Sequence b has the rows from starts[b] to starts[b + 1], of any contents: both are cut to Tq.
+// Rows of no sequence are 0, and minus infinity in lse.
+struct DecodeRows {
+  const TensorView* starts = nullptr;  // [B + 1] int32, or null: all have Sq queries
+  int64_t total = 0;                   // Tq
+};
+
 struct DecodeCall {
   DecodeTensors tensors;
   DecodeOptions options;
+  DecodeRows rows;
 };
 
 // The launches of a call.

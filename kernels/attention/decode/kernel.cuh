@@ -85,7 +85,8 @@ struct QueryLoader {
     return word / 32 / Shape::kFragments * 8 + word % 32 / 4;
   }
 
-  __device__ __forceinline__ void load(const DecodeArgs& args, const Tile& tile) {
+  __device__ __forceinline__ void load(const DecodeArgs& args, const Tile& tile,
+                                       const QueryRows& rows) {
     const int thread = this_thread();
 #pragma unroll
     for (int e = 0; e < kEach; ++e) {
@@ -94,10 +95,11 @@ struct QueryLoader {
       const int r = tile.row_block * Shape::kRows + row(word);
 #pragma unroll
       for (int i = 0; i < 4; ++i) words[e][i] = 0;
-      if (word < kWords && r < args.rows && d < args.d) {
-        load_vector(words[e],
-                    args.q + tile.b * args.q_strides[0] + r / args.group * args.q_strides[1] +
-                        (tile.head * args.group + r % args.group) * args.q_strides[2] + d * 2);
+      if (word < kWords && r < rows.count * args.group && d < args.d) {
+        load_vector(words[e], args.q + tile.b * args.q_strides[0] +
+                                  (rows.first + r / args.group) * args.q_strides[1] +
+                                  (tile.head * args.group + r % args.group) * args.q_strides[2] +
+                                  d * 2);
       }
     }
   }
@@ -160,7 +162,8 @@ struct QueryLoader {
 };
 
 template <typename Shape>
-__device__ __forceinline__ void set_rows(const DecodeArgs& args, const Tile& tile, int length,
+__device__ __forceinline__ void set_rows(const DecodeArgs& args, const Tile& tile,
+                                         const Sequence<Shape::kStep>& sequence,
                                          const DecodeShared<Shape>& shared, Rows<Shape>* rows) {
   const int t = this_thread() % 4;
   const float key_scale = scale_of(args.k_scale, args.k_scale_per_head, tile.head);
@@ -168,7 +171,7 @@ __device__ __forceinline__ void set_rows(const DecodeArgs& args, const Tile& til
   for (int r = 0; r < 2 * Shape::kTiles; ++r) {
     const int row = r / 2 * 8 + 2 * t + r % 2;
     const int query = min(tile.row_block * Shape::kRows + row, args.rows - 1) / args.group;
-    rows->own[r] = length - args.queries + query;
+    rows->own[r] = sequence.length - sequence.queries + query;
     rows->scale[r] = args.scale;
     if constexpr (Shape::kFloat8) {
       rows->scale[r] *= key_scale * QueryLoader<Shape>::unit(shared, row);
@@ -186,22 +189,19 @@ template <typename Shape>
 __device__ __forceinline__ void store_result(const DecodeArgs& args, const Tile& tile, int row,
                                              int d, const Sums& sums) {
   const int r = tile.row_block * Shape::kRows + row;
-  if (r >= args.rows || d >= args.d) return;
-  const int query = r / args.group, head = tile.head * args.group + r % args.group;
-  const float factor =
-      normalizer(sums.sum, scale_of(args.v_scale, args.v_scale_per_head, tile.head));
+  const QueryRows rows = query_rows(args, tile.b);
+  if (r >= rows.count * args.group || d >= args.d) return;
+  const int query = rows.first + r / args.group, head = tile.head * args.group + r % args.group;
+  const Total total = total_of(args, tile, head, sums.largest, sums.sum);
   float values[8];
   uint32_t words[4];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) values[i] = sums.out[i] * factor;
+  for (int i = 0; i < 8; ++i) values[i] = sums.out[i] * total.factor;
   pack<typename Shape::Format, 4>(values, words);
   store_vector(args.out + tile.b * args.out_strides[0] + query * args.out_strides[1] +
                    head * args.out_strides[2] + d * 2,
                words);
-  if (d == 0 && args.lse != nullptr) {
-    args.lse[(static_cast<int64_t>(tile.b) * args.heads + head) * args.queries + query] =
-        log_of_sum(sums.largest, sums.sum);
-  }
+  if (d == 0) store_log(args, tile, query, head, total);
 }
 
 // Writes the warps' results to shared memory. Ends with a barrier.
@@ -364,7 +364,8 @@ template <typename Shape>
 __device__ __forceinline__ void attend(const DecodeArgs& args, const Tile& tile,
                                        const Sequence<Shape::kStep>& sequence, const Steps& steps,
                                        QueryLoader<Shape>* queries, NextPages<Shape> next,
-                                       DecodeShared<Shape>* shared, WarpState<Shape>* state) {
+                                       bool clears, DecodeShared<Shape>* shared,
+                                       WarpState<Shape>* state) {
   constexpr int kStages = Shape::kStages;
   const int32_t* table = table_of(args, tile.b);
   const char* k = args.k + tile.head * args.k_strides.head;
@@ -386,9 +387,10 @@ __device__ __forceinline__ void attend(const DecodeArgs& args, const Tile& tile,
   };
 #pragma unroll
   for (int i = 0; i < kStages; ++i) load_pages(i, steps.first + (kStages + i) * steps.stride);
+  if (clears) clear_other_rows<Shape::kThreads>(args);  // while the copies are under way
   queries->store(shared);
   Rows<Shape> rows;
-  set_rows(args, tile, sequence.length, *shared, &rows);
+  set_rows(args, tile, sequence, *shared, &rows);
   state->clear();
   uint32_t stage = ring;
   for (int at = steps.first; at < steps.last; at += steps.stride) {
@@ -415,6 +417,7 @@ __global__ void __launch_bounds__(Shape::kThreads, kResidents)
   grid_dependency_wait();
   grid_dependency_launch();
 
+  bool others = args.starts != nullptr;  // to be cleared
   const uint32_t blocks = Shape::kSpread ? 1 : cluster_blocks();
   if (blocks > 1) cluster_arrive_relaxed();
   const int turn = (blocks > 1 ? cluster_rank() : 0) * Shape::kWarps + threadIdx.x / 32;
@@ -424,7 +427,10 @@ __global__ void __launch_bounds__(Shape::kThreads, kResidents)
     const bool clears = args.tiles != nullptr && !args.by_tile && second >= 0;
     if (threadIdx.x == 0 && clears) args.tiles[second].w = 0;
     start_share<Shape::kStep, Shape::kThreads>(args, shared.scratch, &cursor);
-    if (cursor.at >= cursor.end) return;
+    if (cursor.at >= cursor.end) {
+      if (others) clear_other_rows<Shape::kThreads>(args);
+      return;
+    }
   } else {
     const int index = blockIdx.x / blocks, heads = index / args.row_blocks;
     // Row blocks first: they read the same keys.
@@ -453,9 +459,13 @@ __global__ void __launch_bounds__(Shape::kThreads, kResidents)
         next.of[i].load(args, table, (steps.first + i * steps.stride) * Shape::kStep);
       }
     }
+    const int length = load_strided(args.lengths, args.length_step, tile.b);
+    const int prefix =
+        args.prefixes == nullptr ? 0 : load_strided(args.prefixes, args.prefix_step, tile.b);
+    const QueryRows rows = query_rows(args, tile.b);
     QueryLoader<Shape> queries;
-    queries.load(args, tile);
-    const Sequence<Shape::kStep> sequence(args, tile.b);
+    queries.load(args, tile, rows);
+    const Sequence<Shape::kStep> sequence(args, length, prefix, rows.count);
     steps.last = min(steps.last, sequence.steps);
     if (!ahead) {
 #pragma unroll
@@ -464,7 +474,8 @@ __global__ void __launch_bounds__(Shape::kThreads, kResidents)
       }
     }
     WarpState<Shape> state;
-    attend<Shape>(args, tile, sequence, steps, &queries, next, &shared, &state);
+    attend<Shape>(args, tile, sequence, steps, &queries, next, others, &shared, &state);
+    others = false;
     join_warps<Shape>(state, &shared);
     if (blocks > 1) cluster_wait();  // all blocks run, so their inboxes exist
     if constexpr (Shape::kSpread) {

@@ -41,7 +41,7 @@ struct DecodeStrides {
 struct DecodeArgs {
   const char* q;
   char* out;
-  float* lse;  // [B, H, Sq], or null
+  float* lse;  // or null
   const char* k;
   const char* v;
   // Contents are not trusted: each value is clamped to the cache and the table where it is read.
@@ -50,6 +50,8 @@ struct DecodeArgs {
   const int32_t* prefixes;  // or null
   const float* k_scale;     // or null: 1
   const float* v_scale;
+  const float* sinks;     // [heads] or null: one more score of each row
+  const int32_t* starts;  // or null; sequence b has the rows of q from starts[b] to starts[b + 1]
   // Partial results of tiles that blocks share, if steps are spread; a block has two places: for
   // the tile that it begins with, and for the one that it ends with.
   float* partial;        // [2 * blocks, rows of a tile, D of the kernel]
@@ -59,17 +61,20 @@ struct DecodeArgs {
   // first block, blocks (0: nothing). Indexed by tile or, if there are more tiles than that, by the
   // tile's second block.
   int4* tiles;
-  int64_t q_strides[3];  // bytes: sequence, query, head
+  int64_t q_strides[3];  // bytes: sequence (0 with `starts`), query, head
   int64_t out_strides[3];
+  int64_t lse_strides[2];  // elements: sequence (0 with `starts`), head
   DecodeStrides k_strides;
   DecodeStrides v_strides;
   int64_t table_stride;  // bytes: from a sequence to the next
   int32_t table_step;    // from a page to the next
   int32_t length_step;
   int32_t prefix_step;
+  int32_t start_step;
   int32_t last_page;  // of the cache: what an entry beyond it, or below 0, counts as
   int batch;
-  int queries;  // of a sequence
+  int total;    // rows of q, with `starts`
+  int queries;  // of a sequence; with `starts`, the most
   int heads;
   int kv_heads;
   int group;       // heads per key head

@@ -80,26 +80,52 @@ struct Part {
   }
 };
 
+// A finished row: its sum with the sink of its head, and the factor of its weighted values.
+struct Total {
+  float largest, sum, factor;
+};
+
+__device__ __forceinline__ Total total_of(const DecodeArgs& args, const Tile& tile, int head,
+                                          float largest, float sum) {
+  float factor = scale_of(args.v_scale, args.v_scale_per_head, tile.head);
+  if (args.sinks != nullptr) {
+    const float sink = args.sinks[head] * kLog2E, grown = fmaxf(largest, sink);
+    if (grown != -INFINITY) {
+      const float shrink = exp2_approx(largest - grown);
+      sum = sum * shrink + exp2_approx(sink - grown);
+      factor *= shrink;
+      largest = grown;
+    }
+  }
+  return {largest, sum, normalizer(sum, factor)};
+}
+
+__device__ __forceinline__ void store_log(const DecodeArgs& args, const Tile& tile, int row,
+                                          int head, const Total& total) {
+  if (args.lse == nullptr) return;
+  args.lse[tile.b * args.lse_strides[0] + head * args.lse_strides[1] + row] =
+      log_of_sum(total.largest, total.sum);
+}
+
 // Four dimensions from d on of a row of the tile's queries.
 template <typename Format>
 __device__ __forceinline__ void store_part(const DecodeArgs& args, const Tile& tile, int row, int d,
                                            const Part& part) {
+  const QueryRows rows = query_rows(args, tile.b);
   const int query = row / args.group, head = tile.head * args.group + row % args.group;
-  const float factor =
-      normalizer(part.sum, scale_of(args.v_scale, args.v_scale_per_head, tile.head));
+  if (query >= rows.count) return;
+  const Total total = total_of(args, tile, head, part.largest, part.sum);
   if (d < args.d) {
-    const float values[4] = {part.out.x * factor, part.out.y * factor, part.out.z * factor,
-                             part.out.w * factor};
+    const float values[4] = {part.out.x * total.factor, part.out.y * total.factor,
+                             part.out.z * total.factor, part.out.w * total.factor};
     uint32_t words[2];
     pack<Format, 2>(values, words);
-    store_vector(args.out + tile.b * args.out_strides[0] + query * args.out_strides[1] +
-                     head * args.out_strides[2] + d * 2,
+    store_vector(args.out + tile.b * args.out_strides[0] +
+                     (rows.first + query) * args.out_strides[1] + head * args.out_strides[2] +
+                     d * 2,
                  words);
   }
-  if (d == 0 && args.lse != nullptr) {
-    args.lse[(static_cast<int64_t>(tile.b) * args.heads + head) * args.queries + query] =
-        log_of_sum(part.largest, part.sum);
-  }
+  if (d == 0) store_log(args, tile, rows.first + query, head, total);
 }
 
 }  // namespace tiercel

@@ -6,20 +6,16 @@
 #include <cstdint>
 
 #include "kernels/attention/decode/kernels.h"
+#include "kernels/attention/decode/query_rows.cuh"
 #include "kernels/sm90/reduce.cuh"
 
 namespace tiercel {
-
-// Loads element `at` of integers that are `step` bytes apart.
-__device__ __forceinline__ int32_t load_strided(const int32_t* from, int32_t step, int at) {
-  return *reinterpret_cast<const int32_t*>(reinterpret_cast<const char*>(from) +
-                                           static_cast<int64_t>(step) * at);
-}
 
 // Steps without a visible key are skipped: those before the window and outside the prefix.
 template <int kStep>
 struct Sequence {
   int length;
+  int queries;
   int prefix;      // keys that every query sees
   int head_steps;  // those of the prefix that lie before the window
   int skipped;     // steps before the window
@@ -27,14 +23,17 @@ struct Sequence {
 
   __device__ __forceinline__ Sequence(const DecodeArgs& args, int b)
       : Sequence(args, load_strided(args.lengths, args.length_step, b),
-                 args.prefixes == nullptr ? 0 : load_strided(args.prefixes, args.prefix_step, b)) {}
+                 args.prefixes == nullptr ? 0 : load_strided(args.prefixes, args.prefix_step, b),
+                 query_rows(args, b).count) {}
 
-  __device__ __forceinline__ Sequence(const DecodeArgs& args, int given_length, int given_prefix) {
+  __device__ __forceinline__ Sequence(const DecodeArgs& args, int given_length, int given_prefix,
+                                      int given_queries) {
     length = min(max(given_length, 0), args.capacity);
+    queries = given_queries;
     prefix = min(given_prefix, length);
-    skipped = args.left < 0 ? 0 : max(length - args.queries - args.left, 0) / kStep;
+    skipped = args.left < 0 ? 0 : max(length - queries - args.left, 0) / kStep;
     head_steps = prefix > 0 ? min((prefix + kStep - 1) / kStep, skipped) : 0;
-    steps = (length + kStep - 1) / kStep - skipped + head_steps;
+    steps = queries == 0 ? 0 : (length + kStep - 1) / kStep - skipped + head_steps;
   }
 
   __device__ __forceinline__ int first_key(int step) const {
@@ -43,7 +42,7 @@ struct Sequence {
   // True if all keys of the step are in every query's window and before its end.
   __device__ __forceinline__ bool all_see(const DecodeArgs& args, int key) const {
     const int end = length - 1, last = key + kStep - 1;
-    return last <= end && (args.right < 0 || last <= end + 1 - args.queries + args.right) &&
+    return last <= end && (args.right < 0 || last <= end + 1 - queries + args.right) &&
            (args.left < 0 || key >= end - args.left);
   }
   // An empty sequence takes one step: its results have to be written.
