@@ -47,6 +47,52 @@ def test_mixed(d, dtype, options):
     check(draw(MIXED, (8, 2), d=d, dtype=dtype), **options)
 
 
+FEW = [(1, 777), (2, 210), (0, 40), (2, 2), (1, 1), (0, 0), (1, 4097), (2, 1), (1, 0)]
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_few_new_tokens(d, page):
+    sinks = torch.tensor([-torch.inf, 0.0, 5.0, 100.0, 1.0, -3.0, 2.0, 0.5], device="cuda")
+    given = draw(FEW, (8, 2), d=d, page=page, around=(3, 5))
+    check(given, sinks=sinks)
+    check(given, window=(100, 0), softcap=5.0)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 40, 300])
+@pytest.mark.parametrize("keys", [100, 3000, 20000])
+@pytest.mark.parametrize("new", [1, 8])
+def test_decoding(new, keys, batch):
+    lengths = [(new, max(keys * (i % 4 + 1) // 4, new)) for i in range(batch)]
+    check(draw(lengths, (4, 1), d=128, page=16, around=(2, 1)))
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_float8_cache(per_head):
+    q, k, v, *rest = draw(FEW, (8, 2), d=128, around=(0, 2))
+    given = (q, *(x.nan_to_num().to(torch.float8_e4m3fn) for x in (k, v)), *rest)
+    factors = torch.tensor([0.5, 1.5] if per_head else [0.5], device="cuda")
+    scales = {"k_scale": factors, "v_scale": factors}
+    out, lse = tiercel.paged_attention(*given, return_lse=True, **scales)
+    assert_close(out, lse, *tiercel.ref.paged_attention(*wide(given), return_lse=True, **scales))
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("options", [{}, {"window": (900, 3)}, {"softcap": 5.0}])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_keys_split_among_blocks(d, options):
+    lengths = [(70, 2300), (0, 3), (1, 1700), (33, 33), (2, 1)]
+    check(draw(lengths, (8, 2), d=d, around=(3, 2)), **options)
+    check(draw(lengths, (8, 2), d=d), sinks=torch.ones(8, device="cuda"), **options)
+
+
+@pytest.mark.parametrize("heads", [(64, 1), (48, 1), (32, 8)])
+@pytest.mark.parametrize("new", [1, 128])
+def test_one_long_sequence(new, heads):
+    check(draw([(new, 33_000)], heads, d=128, page=64))
+
+
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("page", [1, 2, 8, 16, 32, 64, 128, 256])
 @pytest.mark.parametrize("d", [64, 128, 256])

@@ -28,6 +28,8 @@ def plan(
     window=None,
     scale=None,
     softcap=None,
+    longest=900,
+    most=None,
     **given,
 ):
     def tensor(name, *shape, dtype=dtype):
@@ -41,9 +43,12 @@ def plan(
         tensor("seqused_k", batch, dtype="int32"),
         tensor("cu_seqlens_q", batch + 1, dtype="int32"),
         given.get("sinks"),
+        longest,
+        given.get("k_scale"),
+        given.get("v_scale"),
         tensor("out", rows, heads[0], d),
         given.get("lse"),
-        *(causal, window, scale, softcap),
+        *(causal, window, scale, softcap, most),
     )
 
 
@@ -107,8 +112,11 @@ def test_pages_of_any_stride(make):
         ("`q` must have a head dimension that is a multiple of 8 up to 256", {"d": 20}),
         ("`q` must be bfloat16 or float16", {"dtype": "float8_e4m3fn"}),
         (
-            "`k_cache` must be bfloat16 or float16",
-            {"k_cache": far(50, 16, 2, 64, strides=(2048, 128, 64, 1), dtype="float8_e4m3fn")},
+            "`k_cache` must be bfloat16 or float16 where a sequence may have many new tokens",
+            {
+                name: far(50, 16, 2, 64, strides=(2048, 128, 64, 1), dtype="float8_e4m3fn")
+                for name in ("k_cache", "v_cache")
+            },
         ),
         ("`q` must have at most 64 heads for each of `k_cache`", {"heads": (65, 1)}),
         ("`scale` must be positive", {"scale": 0.0}),
@@ -177,11 +185,61 @@ def test_what_there_is_no_kernel_for(text, given):
         ("`page_table` must", {"page_table": ExchangeTensor(4, 40, dtype="int32")}),
         ("`v_cache` must", {"v_cache": ExchangeTensor(51, 16, 2, 64, dtype="bfloat16")}),
         ("`out` must", {"out": ExchangeTensor(901, 8, 64, dtype="bfloat16")}),
+        ("`k_scale` must be None", {"k_scale": ExchangeTensor(2, dtype="float32")}),
     ],
 )
 def test_what_does_not_fit(text, given):
     with pytest.raises(ValueError, match=f"^paged_attention: {text}"):
         plan(ExchangeTensor, **given)
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "keys", "parts"),
+    [
+        (2048, (32, 8), 8192, 1),  # more tiles than multiprocessors
+        (128, (32, 8), 32768, 4),  # 4 tiles of 8 key heads
+        (512, (32, 8), 8192, 1),
+        (60, (64, 1), 65536, 4),
+        (300, (4, 4), 128, 1),  # too few keys
+    ],
+)
+def test_keys_are_split_where_tiles_are_few(make, rows, heads, keys, parts):
+    got = plan(make, rows, heads, 128, batch=1, columns=keys // 16)
+    assert got["parts"] == parts
+    assert got["combine"] == ("none" if parts == 1 else "paged_combine<BFloat16>")
+    assert got["workspace"] == (parts > 1) * parts * rows * heads[0] * (64 + 1)
+    assert got == plan(make, rows, heads, 128, batch=1, columns=2 * keys // 16, most=keys)
+
+
+@pytest.mark.parametrize(
+    ("heads", "longest", "d", "few"),
+    [
+        ((8, 2), 1, 128, True),
+        ((8, 2), 8, 128, True),
+        ((8, 2), 9, 128, False),
+        ((8, 2), 8, 256, False),
+        ((64, 1), 1, 128, False),
+        ((8, 2), 0, 128, False),
+    ],
+)
+def test_few_new_tokens_are_decoding(make, heads, longest, d, few):
+    got = plan(make, heads=heads, longest=longest, d=d)
+    assert got["kernel"].startswith("decode_attention<" if few else "attention_paged_")
+
+
+@pytest.mark.parametrize(("longest", "fits"), [(1, True), (16, True), (17, False)])
+def test_float8_caches_of_few_new_tokens(longest, fits):
+    caches = {
+        name: ExchangeTensor(50, 16, 2, 64, dtype="float8_e4m3fn")
+        for name in ("k_cache", "v_cache")
+    }
+    scales = {"k_scale": ExchangeTensor(2, dtype="float32")}
+    if fits:
+        got = plan(ExchangeTensor, longest=longest, **caches, **scales)
+        assert got["kernel"].startswith("decode_attention<BFloat16, float8=true")
+    else:
+        with pytest.raises(NotImplementedError, match="many new tokens"):
+            plan(ExchangeTensor, longest=longest, **caches)
 
 
 def test_most_rows(make):

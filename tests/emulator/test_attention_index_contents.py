@@ -277,10 +277,16 @@ def test_paged_attention(seed):
     causal = draw.random() < 0.7
     out = inside(torch.full_like(q, torch.nan))
     lse = inside(torch.full((heads, rows), torch.nan))
-    given = (q, k, v, table, lengths, begins, sinks, out, lse)
+    cut = [min(max(x, 0), rows) for x in values]
+    longest = max(1, *(end - first for first, end in itertools.pairwise(cut)))
+    longest = draw.choice((rows, longest))
+    given = (q, k, v, table, lengths, begins, sinks, longest, None, None, out, lse)
+    options = (causal, window, None, None, None)
+    floats = kernels.paged_attention_plan(*given, *options)["workspace"]
+    workspace = inside(torch.full((floats,), torch.nan)) if floats else None
     with running(max_instructions=LIMIT):
-        kernels.paged_attention(*given, causal, window, None, None)
-    assert all(untouched(x) for x in given if x is not None)
+        kernels.paged_attention(*given, *options, workspace)
+    assert all(untouched(x) for x in (*given, workspace) if isinstance(x, torch.Tensor))
     if not do_not_decrease(values, rows):
         return
     wide = [x.double() for x in (q, k, v)]

@@ -14,12 +14,21 @@ pytestmark = pytest.mark.torch
 MIXED = [(1, 77), (150, 210), (0, 40), (3, 3), (1, 1), (20, 148), (0, 0)]
 
 
-def run(given, sinks=None, causal=True, window=None, softcap=None):
-    q, k, v, table, seqused, starts, _ = given
+def arguments(given, sinks=None, causal=True, window=None, softcap=None, **scales):
+    """Of _C.paged_attention, but the workspace."""
+    *tensors, longest = given
+    q = given[0]
     out, lse = torch.full_like(q, torch.nan), torch.full((q.shape[1], len(q)), torch.nan)
-    options = (causal, window, None, softcap)
-    kernels.paged_attention(q, k, v, table, seqused, starts, sinks, out, lse, *options)
-    return out, lse
+    factors = (scales.get("k_scale"), scales.get("v_scale"))
+    options = (causal, window, None, softcap, None)
+    return (*tensors, sinks, longest, *factors, out, lse, *options)
+
+
+def run(given, sinks=None, **options):
+    values = arguments(given, sinks, **options)
+    floats = kernels.paged_attention_plan(*values)["workspace"]
+    kernels.paged_attention(*values, torch.full((floats,), torch.nan) if floats else None)
+    return values[10:12]
 
 
 def check(given, sinks=None, **options):
@@ -74,6 +83,56 @@ def test_rows_in_no_sequence():
 def test_no_sequence_at_all():
     out, lse = run(make([(0, 0)] * 3, around=(0, 4)))
     assert (out == 0).all() and (lse == -torch.inf).all()
+
+
+FEW = [(1, 77), (0, 40), (2, 2), (0, 0), (1, 1), (2, 130), (2, 1), (1, 0), (2, 0)]
+
+
+@pytest.mark.parametrize("options", [{}, {"window": (40, 5), "causal": False}, {"softcap": 5.0}])
+@pytest.mark.parametrize("d", [40, 64, 128, 256])
+def test_few_new_tokens(d, options):
+    given = make(FEW, (6, 2), d=d, around=(3, 5))
+    assert kernels.paged_attention_plan(*arguments(given))["kernel"].startswith("decode_attention<")
+    check(given, torch.tensor([-torch.inf, 0.0, 5.0, 100.0, 1.0, -3.0]), **options)
+    check(given, **options)
+
+
+def test_few_new_tokens_of_many_keys():
+    """Shared by blocks: by a cluster, or spread, with a second kernel or without."""
+    sinks = torch.ones(8)
+    check(make([(1, 900), (0, 300), (2, 1500)], (8, 4)), sinks)
+    check(make([(1, 20 * i) for i in range(40)], (8, 4), around=(1, 1)), sinks)
+    check(make([(2, 3000)], (8, 1), page=1), sinks)
+
+
+def test_more_new_tokens_than_said():
+    """Rows beyond are zeros, and nothing beside them is written."""
+    *given, _ = make([(4, 40), (1, 9)])
+    out, lse = run((*given, 1))
+    assert (out[1:4] == 0).all() and (lse[:, 1:4] == -torch.inf).all()
+    assert not out.isnan().any()
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_float8_cache(d):
+    q, k, v, *rest = make(FEW, (6, 2), d=d, around=(0, 2))
+    scales = {"k_scale": torch.tensor([0.5, 1.5]), "v_scale": torch.tensor([2.0])}
+    given = (q, *(x.nan_to_num().to(torch.float8_e4m3fn) for x in (k, v)), *rest)
+    out, lse = run(given, **scales)
+    truth = tiercel.ref.paged_attention(*wide(given), **scales, return_lse=True)
+    assert_close(out / 2, lse, truth[0] / 2, truth[1])
+
+
+LONG = [(70, 1300), (0, 3), (1, 700), (33, 33), (2, 1)]
+
+
+@pytest.mark.parametrize("d", [40, 64, 128, 256])
+@pytest.mark.parametrize("options", [{}, {"window": (600, 5), "causal": False}, {"softcap": 5.0}])
+def test_keys_split_among_blocks(d, options):
+    given = make(LONG, d=d, around=(3, 2))
+    assert kernels.paged_attention_plan(*arguments(given))["parts"] > 1
+    check(given, **options)
+    check(given, torch.tensor([-torch.inf, 0.0, 5.0, 100.0]), **options)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

@@ -37,8 +37,11 @@ def function(dtype, tile, mask, capped):
     kernel = PagedAttention(name, HalfOperands(element, v), v)
     pointers = tuple(Pointer(name, element) for name in "qkvo")
     lse = Pointer("lse", cutlass.Float32, align=4)
+    kinds = {"sinks": cutlass.Float32}
     starts = tuple(
-        Pointer(name, cutlass.Float32 if name == "sinks" else cutlass.Int32, align=4)
+        Pointer(name, element)
+        if name.endswith("_data")
+        else Pointer(name, kinds.get(name, cutlass.Int32), align=4)
         for name in POINTERS
     )
     sizes = tuple(map(Scalar, SIZES))

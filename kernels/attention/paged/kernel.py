@@ -7,11 +7,14 @@ It multiplies as forward/kernel.py does. What differs:
   rows: keys are read once for all of them. Row r is query r % queries of head r // queries.
 - Warps 0 to 3 copy keys page by page: each lane reads one entry of the page table, and a copy takes
   64 columns of the rows of one page, or of a block of keys if that is less. A copy's map ends with
-  the sequence, so rows behind its last key arrive as zeros, whatever the page holds.
+  the sequence, so rows behind its last key arrive as zeros, whatever the page holds. Rows of small
+  pages are copied 16 bytes a lane instead: the copy engine takes as long for one as for many.
 - Tiles are numbered over all sequences: with T queries a tile, sequence b begins at
   (starts[b] + b * (T - 1)) // T. So each gets at least the numbers that its queries need, and a
   search over the starts finds a number's sequence: nothing is planned on the host.
 - A head's sink is one more score in the softmax's sum.
+- A tile's keys may be split among blocks. Each part is a tile with heads of its own: part p of head
+  h writes head p * heads + h of a workspace, and combine.cu puts the parts together.
 """
 
 from typing import NamedTuple
@@ -47,6 +50,8 @@ LOADERS = 4  # warps
 _NO_ROW = 1 << 28
 _NO_TILE = 1 << 22
 
+_PART = 23  # a row of tiles has the number of its part of the keys from this bit on
+
 
 class Paged(NamedTuple):
     """The parameters beside the maps and the Problem; PagedArguments in kernels.h."""
@@ -55,6 +60,8 @@ class Paged(NamedTuple):
     lengths: cute.Pointer
     table: cute.Pointer
     sinks: cute.Pointer  # or null
+    k_data: cute.Pointer  # of the maps
+    v_data: cute.Pointer
     o: cute.Pointer
     total_q: Int32  # rows of q
     step_q: Int32  # from one of the starts to the next, in bytes
@@ -74,18 +81,22 @@ class Paged(NamedTuple):
     queries: Int32  # of a warpgroup
     tiles: Int32  # of a key head
     halvings: Int32  # of the batch, until one sequence is left
+    parts: Int32  # of a tile's keys
+    by_lanes: Int32  # whether lanes copy rows, not the copy engine
+    k_row: Int32  # bytes from a row of the maps to the next, and from a head to the next
+    v_row: Int32
+    k_head: Int32
+    v_head: Int32
 
 
-POINTERS = Paged._fields[:4]
-SIZES = Paged._fields[5:]
+POINTERS = Paged._fields[:6]
+SIZES = Paged._fields[7:]
 
 
 class PagedAttention(AttentionForward):
     def __init__(self, name, operands, variant):
         super().__init__(name, operands, variant)
-        if variant.d == PIECE:
-            # The copies of some masks need more, and these products less.
-            self.loader_registers, self.registers = 40, 232
+        self.loader_registers, self.registers = 40, 232  # two ways to copy need more
 
     # Maps and shared memory.
 
@@ -125,7 +136,7 @@ class PagedAttention(AttentionForward):
     # Tiles, sequences and masks.
 
     def tiles(self, paged, problem):
-        return paged.tiles, paged.tiles * problem.kv_heads
+        return paged.tiles, paged.tiles * problem.kv_heads * paged.parts
 
     def tile_queries(self, paged):
         return self.variant.warpgroups * paged.queries
@@ -139,11 +150,13 @@ class PagedAttention(AttentionForward):
 
     @cute.jit
     def tile(self, turn, q_tiles, paged, problem):
-        """This block's tile in a round: row of tiles, first query head and sequence. The last
-        tiles of the last sequences come first."""
+        """This block's tile in a round: row of tiles and part, first head of the result and
+        sequence. The last tiles of the last sequences come first."""
         at = place(turn, self.masked)
-        slot = at // problem.kv_heads
-        head = (at - slot * problem.kv_heads) * paged.group
+        whole = at // paged.parts
+        part = at - whole * paged.parts
+        slot = whole // problem.kv_heads
+        head = (whole - slot * problem.kv_heads) * paged.group + part * problem.heads
         slot = cutlass.max(q_tiles - 1 - slot, 0)
         entry, end = Int32(0), problem.batch
         for _ in cutlass.range(paged.halvings, unroll=1):
@@ -155,7 +168,11 @@ class PagedAttention(AttentionForward):
         row = slot - self.first_tile(paged, entry)
         if row < 0:
             row = Int32(_NO_TILE)
-        return row, head, entry
+        return row + (part << _PART), head, entry
+
+    def row_and_part(self, row):
+        part = row >> _PART
+        return row - (part << _PART), part
 
     def sequence(self, paged, entry, problem):
         first, end = rows_between(paged.starts_q, paged.step_q, paged.total_q, entry, entry + 1)
@@ -174,7 +191,7 @@ class PagedAttention(AttentionForward):
         return found
 
     def row_of(self, tile, own, paged):
-        first = tile * self.tile_queries(paged)
+        first = self.row_and_part(tile)[0] * self.tile_queries(paged)
         return [(first + query, head) for query, head in own]
 
     def keys_of(self, rows, keys, queries):
@@ -184,7 +201,7 @@ class PagedAttention(AttentionForward):
         return [row + offset for row, _ in rows]
 
     def hidden_results(self, queries, row, wg, paged):
-        first = (row * self.variant.warpgroups + wg) * paged.queries
+        first = (self.row_and_part(row)[0] * self.variant.warpgroups + wg) * paged.queries
         return self.hidden(queries) + first
 
     def result_tile(self, row, wg):
@@ -193,13 +210,15 @@ class PagedAttention(AttentionForward):
     def free_blocks(self, row, offset, low, last, paged, problem):
         queries = self.tile_queries(paged)
         return free_blocks(
-            row * queries + offset,
+            self.row_and_part(row)[0] * queries + offset,
             *(queries, self.tile_n, low, last, problem.left, problem.right, self.mask),
         )
 
     @cute.jit
     def key_blocks(self, row, queries, keys, paged, problem):
+        """Of this part: a tile's blocks, in `parts` even shares."""
         rows = self.tile_queries(paged)
+        row, part = self.row_and_part(row)
         low, last = key_blocks(
             *(row * rows + keys - queries, rows, self.tile_n, keys),
             *(problem.left, problem.right, self.mask),
@@ -207,7 +226,15 @@ class PagedAttention(AttentionForward):
         # A tile without queries: one block, of which nothing is read.
         last = cutlass.max(last, 1)
         last = last if row * rows < queries else Int32(1)
-        return cutlass.min(low, last - 1), last
+        low = cutlass.min(low, last - 1)
+        each = cute.ceil_div(last - low, paged.parts)
+        low += part * each
+        last = cutlass.min(low + each, last)
+        # An empty part: a block behind all keys, of which nothing is read.
+        if low >= last:
+            low = problem.seq_k // self.tile_n + 1
+            last = low + 1
+        return low, last
 
     def hide(self, s, column, own, keys, problem):
         begin, end = None, [cutlass.min(keys - column, x + problem.right + 1 - column) for x in own]
@@ -226,15 +253,20 @@ class PagedAttention(AttentionForward):
         warpgroups = self.variant.warpgroups
         q_write = writer(self.variant.q_stages)
         k_write, v_write = writer(self.variant.stages), writer(self.variant.stages)
+        k += (paged.k_data, paged.k_row, paged.k_head)
+        v += (paged.v_data, paged.v_row, paged.v_head)
+        pending = Int32(0)
         for turn in cutlass.range(rounds, unroll=1):
             row, head, entry = self.tile(turn, q_tiles, paged, problem)
             queries, keys, q_at, _, _ = self.sequence(paged, entry, problem)
             low, last = self.key_blocks(row, queries, keys, paged, problem)
-            if row * self.tile_queries(paged) >= queries:
+            at_row, part = self.row_and_part(row)
+            head -= part * problem.heads
+            if at_row * self.tile_queries(paged) >= queries:
                 keys = Int32(0)
             table = paged.table.toint() + Int64(entry) * paged.table_row * 4
             of_keys = (paged, table, keys, head // paged.group, warp_index)
-            self.load_block(k, k_write, last - 1, *of_keys)
+            pending = self.load_block(k, k_write, last - 1, pending, *of_keys)
             k_write.advance()
             if warp_index == 0:
                 # Copies of queries may write less than a stage.
@@ -253,23 +285,84 @@ class PagedAttention(AttentionForward):
             q_write.advance()
             for step in cutlass.range(last - 1 - low, unroll=1):
                 block = last - 1 - step
-                self.load_block(k, k_write, block - 1, *of_keys)
+                pending = self.load_block(k, k_write, block - 1, pending, *of_keys)
                 k_write.advance()
-                self.load_block(v, v_write, block, *of_keys)
+                pending = self.load_block(v, v_write, block, pending, *of_keys)
                 v_write.advance()
-            self.load_block(v, v_write, low, *of_keys)
+            pending = self.load_block(v, v_write, low, pending, *of_keys)
             v_write.advance()
+        if pending != 0:
+            cute.arch.inline_ptx("cp.async.wait_group 0;")
+            self.announce(pending)
         if warp_index == 0:
             v[2].producer_tail(v_write)
         else:
             self.clear(paged, problem, lse, Int32(_NO_ROW), thread)
 
     @cute.jit
-    def load_block(self, to, state, block, paged, table, keys, head, warp_index):
+    def load_block(self, to, state, block, pending, paged, table, keys, head, warp_index):
+        """Copies a block of keys or values; `pending` is the barrier of rows that lanes have not
+        announced yet, or 0, and so is the result."""
+        if paged.by_lanes != 0:
+            own = self.load_rows(to, state, block, paged, table, keys, head, warp_index)
+            if pending != 0:
+                cute.arch.inline_ptx("cp.async.wait_group 1;")
+                self.announce(pending)
+            pending = own
+        else:
+            self.load_pages(to, state, block, paged, table, keys, head, warp_index)
+        return pending
+
+    @cute.jit
+    def load_rows(self, to, state, block, paged, table, keys, head, warp_index):
+        """Waits for a stage and starts this warp's copies of a block's rows, 16 bytes a lane;
+        returns the stage's barrier."""
+        _, smem, ring, data, row_bytes, head_bytes = to
+        chunks, rows = self.d // 8, self.tile_n // LOADERS  # of a row; of this warp
+        lane, first = cute.arch.lane_idx(), block * self.tile_n + warp_index * rows
+        place = self.page_place(paged, table, keys, first + lane % rows)
+        column = lane % chunks
+        seen = keys - first if column * 8 < paged.columns else Int32(0)
+        source = data.toint() + Int64(head) * head_bytes + column * 16
+        at = state.index * (self.tile_n * self.d) + column // 8 * (self.tile_n * PIECE)
+        stage = Int32((smem.iterator + at).toint()) + warp_index * (rows * 2 * PIECE)
+        if warp_index == 0:
+            ring.producer_acquire(state)
+        else:
+            ring.sync_object_empty.wait(state.index, state.phase)
+        for i in cutlass.range(rows * chunks // 32, unroll=4):
+            row = i * (32 // chunks) + lane // chunks
+            cute.arch.inline_ptx(
+                "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
+                read_only_args=[
+                    stage + row * (2 * PIECE) + ((column ^ row) & 7) * 16,
+                    source + Int64(cute.arch.shuffle_sync(place, row)) * row_bytes,
+                    Int32(16) if row < seen else Int32(0),
+                ],
+            )
+        cute.arch.inline_ptx("cp.async.commit_group;")
+        return Int32(ring.producer_get_barrier(state).toint())
+
+    @cute.jit
+    def announce(self, barrier):
+        """This warp's rows of a stage have arrived: they become visible to the products, and count
+        as the bytes that a copy would bring."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            size = self.tile_n // LOADERS * self.d * 2
+            cute.arch.inline_ptx(
+                "fence.acq_rel.cta; "
+                f"mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [{{$r0}}], {size};",
+                read_only_args=[barrier],
+            )
+
+    @cute.jit
+    def load_pages(self, to, state, block, paged, table, keys, head, warp_index):
         """Waits for a stage and starts this warp's copies of a block of keys into it: 64 columns of
         every page, or of each second or fourth one. Lanes read their entries of the page table
         before the stage is free."""
-        tma, smem, ring = to
+        tma, smem, ring, _, _, _ = to
         columns = self.d // PIECE
         stride = LOADERS // columns  # of this warp's copies
         column, own = warp_index % columns, warp_index // columns

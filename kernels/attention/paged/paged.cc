@@ -6,9 +6,12 @@
 #include <string>
 
 #include "kernels/attention/common/problem.h"
-#include "kernels/attention/paged/kernels.h"
+#include "kernels/attention/paged/as_decode.h"
+#include "kernels/attention/paged/cache.h"
+#include "kernels/attention/paged/split.h"
 #include "kernels/sm90/checks.h"
 #include "kernels/sm90/driver.h"
+#include "kernels/sm90/kernel_table.h"
 #include "kernels/sm90/math.h"
 
 namespace tiercel {
@@ -22,12 +25,15 @@ constexpr int64_t kMostStep = 0x7fffffff;
 constexpr int64_t kMostTiles = int64_t{1} << 22;  // of a key head: kernel.py's _NO_TILE
 constexpr int64_t kRows = 64;                     // of a warpgroup
 constexpr int64_t kWarpgroups = 2;
-constexpr int64_t kVector = 8;  // elements of out in 16 bytes
+constexpr int64_t kMostRowsByLanes = 8;  // of a page: the copy engine is faster from 16 on
+constexpr int64_t kVector = 8;           // elements of out in 16 bytes
 constexpr int64_t kMaxHeadDimension = 256;
 
 Status unsupported(const Argument& argument, const std::string& expected, const std::string& got) {
   return Status::Unimplemented(mismatch(argument, expected + " for the precompiled kernels", got));
 }
+
+bool is_float8(const TensorView& view) { return view.dtype == DType::kFloat8E4M3; }
 
 Status check_integers(const Argument& argument, const Argument& q) {
   TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {DType::kInt32}));
@@ -35,18 +41,14 @@ Status check_integers(const Argument& argument, const Argument& q) {
   return check_cuda(argument);
 }
 
-// Kernels there are for 16 bits only.
 Status check_dtypes(const Argument& q, const Argument& k, const Argument& v, const Argument& out) {
   TIERCEL_RETURN_IF_ERROR(check_dtype(q, {DType::kBFloat16, DType::kFloat16, DType::kFloat8E4M3}));
-  for (const Argument* argument : {&q, &k}) {
-    if (argument->view.dtype == DType::kFloat8E4M3) {
-      return unsupported(*argument, "be bfloat16 or float16", "float8_e4m3fn");
-    }
+  if (q.view.dtype == DType::kFloat8E4M3) {
+    return unsupported(q, "be bfloat16 or float16", "float8_e4m3fn");
   }
-  for (const Argument* argument : {&k, &v, &out}) {
-    TIERCEL_RETURN_IF_ERROR(check_dtype(*argument, {q.view.dtype}));
-  }
-  return Status();
+  if (!is_float8(k.view)) TIERCEL_RETURN_IF_ERROR(check_dtype(k, {q.view.dtype}));
+  TIERCEL_RETURN_IF_ERROR(check_dtype(v, {k.view.dtype}));
+  return check_dtype(out, {q.view.dtype});
 }
 
 // Checks that arguments fit together.
@@ -96,39 +98,16 @@ Status check(const PagedAttentionCall& call) {
     TIERCEL_RETURN_IF_ERROR(check_cuda(sinks));
     TIERCEL_RETURN_IF_ERROR(check_contiguous(sinks));
   }
+  for (const TensorView* scale : {call.k_scale, call.v_scale}) {
+    if (scale != nullptr && !is_float8(k.view)) {
+      return Status::InvalidArgument(
+          mismatch({kOp, scale == call.k_scale ? "k_scale" : "v_scale", *scale},
+                   "be None for a cache that is not float8", "a tensor"));
+    }
+  }
   if (call.lse == nullptr) return Status();
   return check_attention_lse(kOp, *call.lse, *call.q, {heads, total}, "[H, Tq]");
 }
-
-// A cache as rows of its heads, one page after the other.
-struct Cache {
-  Cache(const TensorView& from, const char* name) : argument{kOp, name, from}, rows(from) {
-    // The stride of a single place or page is arbitrary.
-    const bool single = from.shape[1] == 1;
-    const int64_t step = single ? from.strides[0] : from.strides[1];
-    page_rows =
-        single || from.shape[0] == 1 ? from.shape[1] : from.strides[0] / std::max<int64_t>(step, 1);
-    whole = single || from.shape[0] == 1 || (step > 0 && from.strides[0] % step == 0);
-    shape[0] = (from.shape[0] - 1) * page_rows + from.shape[1];
-    shape[1] = from.shape[2];
-    shape[2] = from.shape[3];
-    strides[0] = shape[0] == 1 ? std::max<int64_t>(from.shape[2] * from.shape[3], kVector) : step;
-    strides[1] = from.strides[2];
-    strides[2] = from.strides[3];
-    rows.ndim = 3;
-    rows.shape = shape;
-    rows.strides = strides;
-  }
-  Cache(const Cache&) = delete;
-  Cache& operator=(const Cache&) = delete;
-
-  Argument argument;
-  bool whole;  // pages are whole rows apart
-  int64_t page_rows;
-  int64_t shape[3];
-  int64_t strides[3];
-  TensorView rows;
-};
 
 Status check_steps(const Argument& argument) {
   const TensorView& view = argument.view;
@@ -142,7 +121,7 @@ Status check_steps(const Argument& argument) {
   return Status();
 }
 
-Status check_cache(const Cache& cache, const TensorMapSpec& any) {
+Status check_cache(const PagedCache& cache, const TensorMapSpec& any) {
   const TensorView& view = cache.argument.view;
   const char* name = cache.argument.name;
   if (!cache.whole) {
@@ -157,13 +136,17 @@ Status check_cache(const Cache& cache, const TensorMapSpec& any) {
 }
 
 // Checks that there is a kernel for arguments that fit together and are not empty.
-Status check_supported(const PagedAttentionCall& call, const Cache& k, const Cache& v) {
+Status check_supported(const PagedAttentionCall& call, const PagedCache& k, const PagedCache& v) {
   const TensorView& q = *call.q;
   const AttentionOptions& options = call.options;
   const Argument q_arg{kOp, "q", q}, k_arg{kOp, "k_cache", *call.k_cache};
   const Argument table{kOp, "page_table", *call.page_table};
   const int64_t d = q.shape[2], places = call.k_cache->shape[1];
   const int64_t group = q.shape[1] / call.k_cache->shape[2];
+  if (is_float8(*call.k_cache)) {
+    return unsupported(k_arg, "be bfloat16 or float16 where a sequence may have many new tokens",
+                       "float8_e4m3fn");
+  }
   if (d < 8 || d > kMaxHeadDimension || d % 8 != 0) {
     return unsupported(q_arg, "have a head dimension that is a multiple of 8 up to 256",
                        std::to_string(d));
@@ -220,16 +203,29 @@ Status too_many(const TensorView& q) {
                      "shape " + shape_text(q.shape, 3));
 }
 
+bool is_empty(const PagedAttentionCall& call) {
+  return call.q->shape[0] == 0 || call.q->shape[1] == 0 || call.cu_seqlens_q->shape[0] == 1;
+}
+
 struct Choice {
   const AttentionPagedKernel* kernel = nullptr;  // null for an empty output
   int64_t group, queries, tiles, copy_rows;      // as in AttentionPagedArguments
+  int64_t parts = 1;
   unsigned blocks;
+
+  // Floats of the workspace: results of parts in 16 bits, then their logarithms.
+  int64_t partial(const TensorView& q) const {
+    return parts == 1 ? 0 : parts * q.shape[0] * q.shape[1] * q.shape[2] / 2;
+  }
+  int64_t workspace(const TensorView& q) const {
+    return parts == 1 ? 0 : partial(q) + parts * q.shape[0] * q.shape[1];
+  }
 };
 
-Status choose(const PagedAttentionCall& call, int multiprocessors, const Cache& k, const Cache& v,
-              Choice* choice) {
+Status choose(const PagedAttentionCall& call, int multiprocessors, const PagedCache& k,
+              const PagedCache& v, Choice* choice) {
   const TensorView& q = *call.q;
-  if (q.shape[0] == 0 || q.shape[1] == 0 || call.cu_seqlens_q->shape[0] == 1) return Status();
+  if (is_empty(call)) return Status();
   TIERCEL_RETURN_IF_ERROR(check_supported(call, k, v));
   const AttentionOptions& options = call.options;
   const bool capped = options.softcap != 0.0;
@@ -254,8 +250,16 @@ Status choose(const PagedAttentionCall& call, int multiprocessors, const Cache& 
   choice->tiles = (q.shape[0] + batch * (most - 1)) / most;
   choice->copy_rows = std::min<int64_t>(call.k_cache->shape[1], choice->kernel->variant.tile_n);
   if (choice->tiles > kMostTiles || choice->tiles > kMostStep / 2 / kv_heads) return too_many(q);
-  choice->blocks =
-      static_cast<unsigned>(std::min<int64_t>(choice->tiles * kv_heads, multiprocessors));
+  PagedLoad load;
+  load.tiles = choice->tiles * kv_heads;
+  load.keys = call.page_table->shape[1] * call.k_cache->shape[1];
+  if (call.max_keys >= 0) load.keys = std::min(load.keys, call.max_keys);
+  if (options.left >= 0) load.keys = std::min(load.keys, options.left + most);
+  load.tile_n = choice->kernel->variant.tile_n;
+  load.result_bytes = 2 * q.shape[0] * q.shape[1] * q.shape[2];
+  choice->parts = paged_parts(load, multiprocessors);
+  choice->blocks = static_cast<unsigned>(
+      std::min<int64_t>(choice->tiles * kv_heads * choice->parts, multiprocessors));
   return Status();
 }
 
@@ -267,8 +271,24 @@ int32_t step_of(const TensorView& view) {
 
 int32_t narrow(int64_t value) { return static_cast<int32_t>(value); }
 
-void set_arguments(const PagedAttentionCall& call, const Choice& choice, const Cache& k,
-                   AttentionPagedArguments* a) {
+void set_copies(const Choice& choice, const PagedCache& k, const PagedCache& v,
+                AttentionPagedArguments* a) {
+  a->k_data = k.rows.data;
+  a->v_data = v.rows.data;
+  bool near = true;
+  const auto bytes = [&](int64_t stride) {
+    near &= stride <= kMostStep / 2;
+    return narrow(stride * 2);
+  };
+  a->k_row = bytes(k.strides[0]);
+  a->v_row = bytes(v.strides[0]);
+  a->k_head = bytes(k.strides[1]);
+  a->v_head = bytes(v.strides[1]);
+  a->by_lanes = near && choice.copy_rows <= kMostRowsByLanes;
+}
+
+void set_arguments(const PagedAttentionCall& call, const Choice& choice, const PagedCache& k,
+                   const PagedCache& v, AttentionPagedArguments* a) {
   const TensorView &q = *call.q, &out = *call.out, &table = *call.page_table;
   const int64_t batch = table.shape[0], places = call.k_cache->shape[1];
   const auto [scale, slope] = attention_scales(call.options);
@@ -304,6 +324,39 @@ void set_arguments(const PagedAttentionCall& call, const Choice& choice, const C
   a->queries = narrow(choice.queries);
   a->tiles = narrow(choice.tiles);
   while ((int64_t{1} << a->halvings) < batch) ++a->halvings;
+  a->parts = narrow(choice.parts);
+  set_copies(choice, k, v, a);
+}
+
+void set_combine(const PagedAttentionCall& call, const AttentionPagedArguments& of_parts,
+                 PagedCombineArgs* a) {
+  const TensorView &q = *call.q, &out = *call.out;
+  a->starts = static_cast<const char*>(call.cu_seqlens_q->data);
+  a->sinks = static_cast<const float*>(of_parts.sinks);
+  a->out = static_cast<char*>(out.data);
+  a->lse = static_cast<float*>(of_parts.lse);
+  for (int i = 0; i < 2; ++i) a->out_strides[i] = out.strides[i] * 2;
+  a->row_vectors = narrow(q.shape[2] / kVector);
+  a->vectors = q.shape[0] * q.shape[1] * a->row_vectors;
+  a->total = of_parts.total_q;
+  a->heads = of_parts.heads;
+  a->parts = of_parts.parts;
+  a->batch = of_parts.batch;
+  a->step = of_parts.step_q;
+}
+
+Status encode_rows(const AttentionPagedKernel& kernel, int index, const TensorView& view,
+                   const char* name, int64_t heads, int64_t rows, CUtensorMap* map) {
+  TensorMapSpec spec = kernel.maps[index];
+  spec.box[2] = static_cast<uint32_t>(heads);
+  spec.box[3] = static_cast<uint32_t>(rows);
+  return encode_tensor_map(spec, AttentionPackedRows(view).view, kOp, name, map);
+}
+
+const PagedCombineKernel& combine_for(DType dtype) {
+  return *KernelTable(paged_combine_kernels).find([&](const auto& kernel) {
+    return kernel.dtype == dtype;
+  });
 }
 
 }  // namespace
@@ -311,58 +364,121 @@ void set_arguments(const PagedAttentionCall& call, const Choice& choice, const C
 Status paged_attention_plan(const PagedAttentionCall& call, int multiprocessors,
                             PagedAttentionPlan* plan) {
   TIERCEL_RETURN_IF_ERROR(check(call));
-  const Cache k(*call.k_cache, "k_cache"), v(*call.v_cache, "v_cache");
+  *plan = {"none", "none", 0, 0, 0, 0, 1, 0, 0, 0, 0};
+  if (is_empty(call)) return Status();
+  const AsDecode few(call);
+  if (few.fits()) {
+    DecodePlan of;
+    const Status status = decode_attention_plan(few.call(), multiprocessors, &of);
+    if (status.ok()) {
+      *plan = {of.kernel,   of.combine, of.rows, of.step,  static_cast<int>(call.max_q),
+               1,           of.cluster, of.grid, of.block, 0,
+               of.workspace};
+      return status;
+    }
+    if (status.code() != StatusCode::kUnimplemented) return status;
+  }
+  const PagedCache k(kOp, "k_cache", *call.k_cache), v(kOp, "v_cache", *call.v_cache);
   Choice choice;
   TIERCEL_RETURN_IF_ERROR(choose(call, multiprocessors, k, v, &choice));
-  *plan = {"none", 0, 0, 0, 0, 0, 0, 0};
-  if (choice.kernel == nullptr) return Status();
   const AttentionPagedKernel& kernel = *choice.kernel;
   *plan = {kernel.kernel.name(),
+           choice.parts > 1 ? combine_for(call.q->dtype).kernel.name() : "none",
            kernel.variant.tile_m,
            kernel.variant.tile_n,
            static_cast<int>(kWarpgroups * choice.queries),
            static_cast<int>(choice.copy_rows),
+           static_cast<int>(choice.parts),
            choice.blocks,
            kernel.block,
-           kernel.dynamic_smem};
+           kernel.dynamic_smem,
+           choice.workspace(*call.q)};
   return Status();
 }
 
-Status paged_attention(const PagedAttentionCall& call, void* stream) {
+Status PagedAttentionLaunch::prepare(const PagedAttentionCall& call) {
   TIERCEL_RETURN_IF_ERROR(check(call));
-  const Cache k(*call.k_cache, "k_cache"), v(*call.v_cache, "v_cache");
-  const int device = call.q->device_index;
+  if (is_empty(call)) return Status();
+  const AsDecode few(call);
+  if (few.fits()) {
+    const Status status = decode_.prepare(few.call());
+    decodes_ = status.ok();
+    if (decodes_ || status.code() != StatusCode::kUnimplemented) return status;
+  }
+  const TensorView &q = *call.q, &out = *call.out;
+  const PagedCache k(kOp, "k_cache", *call.k_cache), v(kOp, "v_cache", *call.v_cache);
+  device_ = q.device_index;
+  dtype_ = q.dtype;
   int multiprocessors = 0;
-  TIERCEL_RETURN_IF_ERROR(multiprocessor_count(device, &multiprocessors));
+  TIERCEL_RETURN_IF_ERROR(multiprocessor_count(device_, &multiprocessors));
   Choice choice;
   TIERCEL_RETURN_IF_ERROR(choose(call, multiprocessors, k, v, &choice));
-  if (choice.kernel == nullptr) return Status();
-  const AttentionPagedKernel& kernel = *choice.kernel;
+  kernel_ = choice.kernel;
+  blocks_ = choice.blocks;
+  AttentionPagedArguments& a = arguments_;
+  set_arguments(call, choice, k, v, &a);
+  TIERCEL_RETURN_IF_ERROR(encode_rows(*kernel_, 0, q, "q", choice.group, choice.queries, &a.q_map));
+  TIERCEL_RETURN_IF_ERROR(
+      encode_rows(*kernel_, 1, k.rows, "k_cache", 1, choice.copy_rows, &a.k_map));
+  TIERCEL_RETURN_IF_ERROR(
+      encode_rows(*kernel_, 2, v.rows, "v_cache", 1, choice.copy_rows, &a.v_map));
+  if (choice.parts == 1) {
+    return encode_rows(*kernel_, 3, out, "out", choice.group, choice.queries, &a.o_map);
+  }
+  combine_ = &combine_for(dtype_);
+  partial_ = choice.partial(q);
+  set_combine(call, a, &combined_);
+  a.sinks = nullptr;
+  return Status();
+}
 
-  AttentionPagedArguments arguments{};
-  set_arguments(call, choice, k, &arguments);
-  const AttentionPackedRows q_rows(*call.q), k_rows(k.rows), v_rows(v.rows), o_rows(*call.out);
-  const struct {
-    const TensorView& view;
-    const char* name;
-    int64_t heads, rows;  // of a copy
-    CUtensorMap* map;
-  } maps[] = {{q_rows.view, "q", choice.group, choice.queries, &arguments.q_map},
-              {k_rows.view, "k_cache", 1, choice.copy_rows, &arguments.k_map},
-              {v_rows.view, "v_cache", 1, choice.copy_rows, &arguments.v_map},
-              {o_rows.view, "out", choice.group, choice.queries, &arguments.o_map}};
-  for (int i = 0; i < 4; ++i) {
-    TensorMapSpec spec = kernel.maps[i];
-    spec.box[2] = static_cast<uint32_t>(maps[i].heads);
-    spec.box[3] = static_cast<uint32_t>(maps[i].rows);
-    TIERCEL_RETURN_IF_ERROR(encode_tensor_map(spec, maps[i].view, kOp, maps[i].name, maps[i].map));
+int64_t PagedAttentionLaunch::workspace() const {
+  if (decodes_) return decode_.workspace();
+  return combine_ == nullptr
+             ? 0
+             : partial_ + int64_t{combined_.parts} * combined_.heads * combined_.total;
+}
+
+Status PagedAttentionLaunch::run(float* workspace, void* stream) {
+  if (decodes_) return decode_.run(workspace, stream);
+  if (kernel_ == nullptr) return Status();
+  AttentionPagedArguments& a = arguments_;
+  if (combine_ != nullptr) {
+    // The parts' results as heads of one tensor.
+    const int64_t heads = int64_t{a.parts} * a.heads, d = int64_t{combined_.row_vectors} * kVector;
+    const int64_t shape[] = {a.total_q, heads, d}, strides[] = {heads * d, d, 1};
+    const TensorView view{workspace, dtype_, DeviceType::kCUDA, device_, 3, shape, strides};
+    TIERCEL_RETURN_IF_ERROR(
+        encode_rows(*kernel_, 3, view, "workspace", a.group, a.queries, &a.o_map));
+    combined_.partial = reinterpret_cast<const char*>(workspace);
+    combined_.partial_lse = workspace + partial_;
+    a.lse = workspace + partial_;
   }
   LaunchConfig config;
-  config.grid.x = choice.blocks;
-  config.block.x = kernel.block;
-  config.dynamic_smem = kernel.dynamic_smem;
-  config.dependent = kernel.dependent;
-  return kernel.launch(config, device, stream, &arguments);
+  config.grid.x = blocks_;
+  config.block.x = kernel_->block;
+  config.dynamic_smem = kernel_->dynamic_smem;
+  config.dependent = kernel_->dependent;
+  TIERCEL_RETURN_IF_ERROR(kernel_->launch(config, device_, stream, &a));
+  if (combine_ == nullptr) return Status();
+  LaunchConfig second;
+  second.grid.x = static_cast<unsigned>(ceil_div(combined_.vectors, int64_t{kPagedCombineThreads}));
+  second.block.x = kPagedCombineThreads;
+  second.dependent = true;
+  void* pointers[] = {&combined_};
+  return combine_->kernel.launch(second, device_, stream, pointers);
+}
+
+Status paged_attention_check_workspace(const PagedAttentionCall& call, int64_t needed) {
+  const Argument workspace{kOp, "workspace", *call.workspace};
+  TIERCEL_RETURN_IF_ERROR(check_dtype(workspace, {DType::kFloat32}));
+  TIERCEL_RETURN_IF_ERROR(check_rank(workspace, 1));
+  TIERCEL_RETURN_IF_ERROR(check_same_device(workspace, {kOp, "q", *call.q}));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(workspace));
+  TIERCEL_RETURN_IF_ERROR(check_contiguous(workspace));
+  if (workspace.view.shape[0] >= needed) return Status();
+  return Status::InvalidArgument(mismatch(workspace, "have " + std::to_string(needed) + " elements",
+                                          shape_text(workspace.view.shape, 1)));
 }
 
 }  // namespace tiercel

@@ -4,6 +4,9 @@
 #define KERNELS_ATTENTION_PAGED_PAGED_H_
 
 #include "kernels/attention/common/options.h"
+#include "kernels/attention/decode/decode.h"
+#include "kernels/attention/paged/combine.h"
+#include "kernels/attention/paged/kernels.h"
 
 namespace tiercel {
 
@@ -14,27 +17,35 @@ namespace tiercel {
 // has are 0, and minus infinity in lse.
 struct PagedAttentionCall {
   const TensorView* q = nullptr;             // [Tq, H, D] bfloat16 or float16
-  const TensorView* k_cache = nullptr;       // [pages, page size, Hk, D] of q's dtype
+  const TensorView* k_cache = nullptr;       // [pages, page size, Hk, D] of q's dtype or float8
   const TensorView* v_cache = nullptr;       // the same
   const TensorView* page_table = nullptr;    // [B, pages of a sequence] int32
   const TensorView* seqused_k = nullptr;     // [B] int32
   const TensorView* cu_seqlens_q = nullptr;  // [B + 1] int32
   const TensorView* sinks = nullptr;         // [H] float32, or null: a further score of each row
+  const TensorView* k_scale = nullptr;       // float32, 1 or Hk elements, float8 only, or null: 1
+  const TensorView* v_scale = nullptr;       // the same
   const TensorView* out = nullptr;           // as q
   const TensorView* lse = nullptr;           // [H, Tq] float32, or null
+  const TensorView* workspace = nullptr;     // float32, or null: the caller allocates it
   AttentionOptions options;
+  int64_t max_q = 0;      // the most queries of a sequence
+  int64_t max_keys = -1;  // of any sequence, if known: chooses how keys are split, nothing else
 };
 
-// The launch of a call.
+// The launches of a call.
 struct PagedAttentionPlan {
-  const char* kernel;  // "none" for an empty output
-  int tile_m;          // rows of a tile
-  int tile_n;          // keys per step
-  int queries;         // of a tile
-  int copy_rows;       // keys of a copy
+  const char* kernel;   // "none" for an empty output
+  const char* combine;  // a second kernel, or "none"
+  int tile_m;           // rows of a tile
+  int tile_n;           // keys per step
+  int queries;          // of a tile
+  int copy_rows;        // keys of a copy
+  int parts;            // of a tile's keys
   unsigned grid;
   unsigned block;
   unsigned dynamic_smem;
+  int64_t workspace;  // floats, of any initial value
 };
 
 // All checks and the choice of kernel for a device with that many multiprocessors; needs no GPU and
@@ -42,8 +53,35 @@ struct PagedAttentionPlan {
 Status paged_attention_plan(const PagedAttentionCall& call, int multiprocessors,
                             PagedAttentionPlan* plan);
 
-// Checks and chooses for the tensors' device, then launches on `stream` (a CUstream).
-Status paged_attention(const PagedAttentionCall& call, void* stream);
+// A call that was checked and whose kernels were chosen.
+class PagedAttentionLaunch {
+ public:
+  // For the tensors' device; launches nothing.
+  Status prepare(const PagedAttentionCall& call);
+
+  // Floats that `run` needs, of any value. Another launch may use the same ones after this one in
+  // the stream.
+  int64_t workspace() const;
+
+  // On `stream`, a CUstream; `workspace` starts at a multiple of 16 bytes.
+  Status run(float* workspace, void* stream);
+
+ private:
+  const AttentionPagedKernel* kernel_ =
+      nullptr;                                   // null for an empty output, and where decode_ runs
+  const PagedCombineKernel* combine_ = nullptr;  // null where keys are not split
+  bool decodes_ = false;
+  DecodeLaunch decode_;
+  AttentionPagedArguments arguments_{};
+  PagedCombineArgs combined_{};
+  int64_t partial_ = 0;  // floats
+  unsigned blocks_ = 0;
+  DType dtype_ = DType::kBFloat16;
+  int device_ = 0;
+};
+
+// Checks a given workspace of at least `needed` floats.
+Status paged_attention_check_workspace(const PagedAttentionCall& call, int64_t needed);
 
 }  // namespace tiercel
 

@@ -19,6 +19,7 @@ __all__ = ["paged_attention"]
 
 # The operator's arguments that the kernels' functions take.
 _TENSORS = ("q", "k_cache", "v_cache", "page_table", "seqused_k", "cu_seqlens_q", "sinks")
+_REST = ("max_seqlen_q", "k_scale", "v_scale", "out", "lse", *spec.OPTIONS, "max_seqused_k")
 
 
 def _operator(declared: Spec) -> Op:
@@ -28,8 +29,9 @@ def _operator(declared: Spec) -> Op:
         sm90=Native(
             _C.paged_attention,
             _C.paged_attention_plan,
-            (*_TENSORS, "out", "lse", *spec.OPTIONS),
-            "as attention's; a copy per page, query heads of a key head in one tile",
+            (*_TENSORS, *_REST),
+            "as attention's; a copy per page, query heads of a key head in one tile, keys split "
+            "among blocks; few new tokens: decode_attention's",
             language="cute",
             load=_C.paged_attention_load,
         ),
@@ -81,7 +83,7 @@ def paged_attention(
     batch may be padded to the size of a CUDA graph.
 
     Scores, softmax and sums are float32; probabilities are rounded to 16 bits before they multiply
-    values, and the result is rounded once.
+    values, and the result is rounded once, or once more where keys are split among blocks.
 
     No gradient flows. Works under torch.compile and in CUDA graphs; it never synchronises and plans
     nothing on the host: lengths and pages stay on the GPU, where a replay reads them again. No
@@ -92,10 +94,10 @@ def paged_attention(
         q: ``[Tq, H, D]``, bfloat16 or float16; ref takes float8_e4m3fn too. The precompiled kernels
             take D that is a multiple of 8 up to 256, and are fastest with 64 and 128; any strides
             that are multiples of 16 bytes with the last dimension contiguous, here and below.
-        k_cache: ``[pages, page size, Hk, D]`` of the dtype of ``q``; ref takes float8_e4m3fn too.
-            Hk divides H: query head h reads head h // (H // Hk). The precompiled kernels take page
-            sizes that are powers of two, 1 included, pages that are whole rows apart, and up to 64
-            query heads for each head.
+        k_cache: ``[pages, page size, Hk, D]`` of the dtype of ``q`` or float8_e4m3fn. Hk divides H:
+            query head h reads head h // (H // Hk). The precompiled kernels take page sizes that
+            are powers of two, 1 included, pages that are whole rows apart, up to 64 query heads
+            for each head, and float8 where ``max_seqlen_q * H // Hk`` is at most 64.
         v_cache: The same.
         page_table: ``[B, pages of a sequence]`` int32, any strides. An entry that is no page of the
             cache counts as its last page; those of keys from ``seqused_k`` on have no meaning.
@@ -103,7 +105,8 @@ def paged_attention(
             room for counts as that, less than 0 as 0.
         cu_seqlens_q: ``[B + 1]`` int32, any stride: where sequences start in ``q``, and at last
             where the last one ends. It must not decrease.
-        max_seqlen_q: The largest number of queries of a sequence, or more.
+        max_seqlen_q: The largest number of queries of a sequence, or more. It chooses the kernels;
+            of a sequence with more queries, some rows may be 0.
         causal: Whether a query sees no key after its own.
         window: ``(left, right)``: how many keys before and after its own a query sees; None or -1
             is no limit.
@@ -115,7 +118,8 @@ def paged_attention(
             For a float8 cache only.
         v_scale: The same for values.
         q_scale: float32, one element: what float8 queries are multiplied by; None is 1.
-        max_seqused_k: An upper bound of ``seqused_k``, if the host knows one.
+        max_seqused_k: An upper bound of ``seqused_k``, if the host knows one: it helps to choose
+            how keys are split among blocks, and changes nothing else.
         return_lse: Whether to return the natural logarithms of the rows' sums of exponentials too,
             those of the sinks included.
         out: ``[Tq, H, D]`` to write to, of the dtype and on the device of the result.
@@ -136,7 +140,9 @@ def paged_attention(
         ...     q, k_cache, v_cache, page_table, seqused_k, cu_seqlens_q, max_seqlen_q
         ... )
     """
-    limits = check_options("paged_attention", causal, window, scale, softcap)
+    limits = None
+    if window is not None or scale is not None or softcap is not None or type(causal) is not bool:
+        limits = check_options("paged_attention", causal, window, scale, softcap)
     if max_seqused_k is not None and (not isinstance(max_seqused_k, int) or max_seqused_k < 0):
         raise ValueError(
             "paged_attention: `max_seqused_k` must be None or a whole number, "

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// The second kernel of a call whose tiles' keys are split among blocks.
+#ifndef KERNELS_ATTENTION_PAGED_COMBINE_H_
+#define KERNELS_ATTENTION_PAGED_COMBINE_H_
+
+#include <cstdint>
+
+#include "kernels/sm90/launch.h"
+#include "kernels/sm90/tensor_view.h"
+
+namespace tiercel {
+
+inline constexpr int kPagedCombineThreads = 128;
+
+struct PagedCombineArgs {
+  const char* partial;       // [total, parts, heads, 8 * row_vectors], 16 bits
+  const float* partial_lse;  // [parts, heads, total]
+  const char* starts;        // of sequences, batch + 1 of them, of any contents
+  const float* sinks;        // [heads] or null
+  char* out;
+  float* lse;              // [heads, total] or null
+  int64_t out_strides[2];  // bytes: row, head
+  int64_t vectors;         // of the result, 16 bytes each
+  int32_t row_vectors;     // of a row of a head
+  int32_t total, heads, parts, batch;
+  int32_t step;  // from one of the starts to the next, in bytes
+};
+
+struct PagedCombineKernel {
+  DType dtype;
+  Kernel kernel;
+};
+
+const PagedCombineKernel* paged_combine_kernels(int* count);
+
+}  // namespace tiercel
+
+#endif  // KERNELS_ATTENTION_PAGED_COMBINE_H_

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/attention/paged/split.h"
+
+#include <algorithm>
+
+#include "kernels/sm90/math.h"
+
+namespace tiercel {
+namespace {
+
+// A model of the time, in steps of a block of threads; a step takes about 1.5 microseconds.
+constexpr double kTile = 1.0;            // before a tile's first step, and after the last
+constexpr double kCombine = 2.0;         // the second kernel
+constexpr double kBytesOfAStep = 6.0e6;  // of partial results, written and read
+constexpr double kWorthwhile = 0.95;     // of the time with fewer parts
+constexpr int64_t kLeastSteps = 2;       // of a part
+
+double time_of(const PagedLoad& load, int64_t steps, int64_t parts, int multiprocessors) {
+  const auto rounds = static_cast<double>(ceil_div(load.tiles * parts, int64_t{multiprocessors}));
+  const double time = rounds * (static_cast<double>(ceil_div(steps, parts)) + kTile);
+  if (parts == 1) return time;
+  return time + kCombine + 2.0 * static_cast<double>(load.result_bytes * parts) / kBytesOfAStep;
+}
+
+}  // namespace
+
+int64_t paged_parts(const PagedLoad& load, int multiprocessors) {
+  const int64_t steps = std::max<int64_t>(ceil_div(load.keys, load.tile_n), 1);
+  int64_t best = 1;
+  double least = time_of(load, steps, 1, multiprocessors);
+  const int64_t most = std::min(kPagedMostParts, steps / kLeastSteps);
+  for (int64_t parts = 2; parts <= most; ++parts) {
+    const double time = time_of(load, steps, parts, multiprocessors);
+    if (time < kWorthwhile * least) best = parts, least = time;
+  }
+  return best;
+}
+
+}  // namespace tiercel
