@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 
+import tiercel
 from tiercel.workbench.bench import peers
 from tiercel.workbench.bench.launch import Unsupported
 from tiercel.workbench.bench.peers import Missing, deepgemm, fa3, vllm
@@ -48,6 +49,7 @@ def test_those_that_are_not_here_say_why():
     assert cudnn is None or cudnn.endswith(f"of torch {torch.__version__}")
     assert versions == {
         "cublaslt": f"of torch {torch.__version__}",
+        "separate": tiercel.__version__,
         "torch": torch.__version__,
         "torch.compile": torch.__version__,
     }

@@ -54,7 +54,34 @@ def _fa4(case: Any, inputs: dict[str, Any]) -> Launch:
     return Launch(run)
 
 
+def _separate(case: Any, inputs: dict[str, Any]) -> Launch:
+    """decode_attention of the decoding sequences, and attention of the others, whose keys lie
+    contiguous."""
+    import tiercel
+
+    q, k, v, table, used, _ = inputs.values()
+    out, of_each, decoding = q.new_empty(q.shape), lengths(case), int(case["decoding"])
+    one, many = slice(0, decoding), slice(decoding, None)
+    new, keys = of_each[-1]
+
+    def rows(x: Any) -> Any:
+        return x[many].unflatten(0, (int(case["B"]), new))
+
+    gathered = [cache[table[many].long()].flatten(1, 2)[:, :keys].contiguous() for cache in (k, v)]
+
+    def run() -> tuple[Any, ...]:
+        if decoding:
+            given = (q[one, None], k, v, table[one], used[one])
+            tiercel.decode_attention(*given, out=out[one, None])
+        if decoding < len(of_each):
+            tiercel.attention(rows(q), *gathered, causal=True, out=rows(out))
+        return (out,)
+
+    return Launch(run)
+
+
 ADAPTERS = {
     "fa3": {"paged_attention": _fa3},
     "fa4": {"paged_attention": _fa4},
+    "separate": {"paged_attention": _separate},
 }
