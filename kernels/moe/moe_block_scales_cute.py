@@ -14,11 +14,11 @@ to be in flight for longer, and each step's fence waits for such loads.
 
 import cutlass
 import cutlass.cute as cute
+from block_scales_cute import SCALE_BLOCK, add_scaled, copy_scale, start_products
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from gemm_parts_cute import next_stage, release
 from moe_arguments_cute import address
-from moe_variant_cute import SCALE_BLOCK
 
 
 def stage_scales(v, storage, index):
@@ -52,15 +52,6 @@ def copy_step_scales(v, p, storage, index, thread, of_row, of_half):
     copy_scale(to_half, address(p.w_scale) + Int64(of_half) * 4, thread < 2)
 
 
-def copy_scale(to, source, real=None, size=4):
-    """To shared memory; a size of 0 writes zero."""
-    cute.arch.inline_ptx(
-        "cp.async.ca.shared.global [{$r0}], [{$r1}], 4, {$r2};",
-        read_only_args=[to, source, Int32(size)],
-        predicate=real,
-    )
-
-
 # -- multiplying -------------------------------------------------------------------------------
 
 
@@ -74,9 +65,9 @@ def multiply_steps(v, mmas, fragments, ring, stage, steps, row, row_scales):
     _wait(v, full, index, phase)
     upper, lower, first, second = _step_scales(v, storage, index, row)
     for step in cutlass.range(steps, unroll=1):
-        _multiply_half(mmas, accs, rx, rw, 0, index)
+        start_products(mmas, accs[0], rx, rw, index, 2 * index)
         if const_expr(not v.halves_in_turn):
-            _multiply_half(mmas, accs, rx, rw, 1, index)
+            start_products(mmas, accs[1], rx, rw, index, 2 * index + 1)
         if const_expr(v.halves_in_turn and not v.up):
             if step == steps // 2:  # the loads issued before the first step have arrived by now
                 _settle(row_scales)
@@ -85,9 +76,9 @@ def multiply_steps(v, mmas, fragments, ring, stage, steps, row, row_scales):
         if const_expr(not v.scale_a_half):
             by_second = by_first
         warpgroup.wait_group(0 if const_expr(v.halves_in_turn) else 1)
-        _scale_half(accs, sums, by_first, 0)
+        add_scaled(sums, 0, accs[0], by_first)
         if const_expr(v.halves_in_turn):
-            _multiply_half(mmas, accs, rx, rw, 1, index)
+            start_products(mmas, accs[1], rx, rw, index, 2 * index + 1)
         now = index
         index, phase = next_stage(v.stages, index, phase)
         if step + 1 < steps:
@@ -95,7 +86,7 @@ def multiply_steps(v, mmas, fragments, ring, stage, steps, row, row_scales):
             upper, lower, first, second = _step_scales(v, storage, index, row)
         warpgroup.wait_group(0)
         release(empty, now)
-        _scale_half(accs, sums, by_second, 1)
+        add_scaled(sums, cute.size(accs[1]), accs[1], by_second)
     return index, phase
 
 
@@ -119,20 +110,3 @@ def _step_scales(v, storage, index, row):
     halves = (at + v.tile_m).align(8)
     pair = cute.make_tensor(halves, cute.make_layout(2)).load()
     return (at + row).load(), (at + (row + 8)).load(), pair[0], pair[1]
-
-
-@cute.jit
-def _multiply_half(mmas, accs, rx, rw, half, index):
-    start, mma = mmas
-    warpgroup.fence()
-    for at_k in cutlass.range_constexpr(cute.size(rx, mode=[2])):
-        a, b = rx[None, None, at_k, index], rw[None, None, at_k, 2 * index + half]
-        cute.gemm(start if const_expr(at_k == 0) else mma, accs[half], a, b, accs[half])
-    warpgroup.commit_group()
-
-
-@cute.jit
-def _scale_half(accs, sums, by_row, half):
-    acc = accs[half]
-    for i in cutlass.range_constexpr(cute.size(acc)):
-        sums[half * cute.size(acc) + i] += acc[i] * by_row[i // 2 % 2]

@@ -9,6 +9,7 @@ that the results have the same bits, except for SiLU (moe_activations_cute.py).
 
 import cutlass
 import cutlass.cute as cute
+from block_scales_cute import SCALE_BLOCK
 from cutlass import Float32, Int32, Int64, const_expr
 from gemm_parts_cute import result_copies, result_piece
 from linear_layouts_cute import EPI, ROW, WARPGROUP
@@ -20,7 +21,7 @@ from moe_scales_cute import (
     read_column_scales,
     scales_of_columns,
 )
-from moe_variant_cute import CONSUMERS, SCALE_BLOCK, tile_layout
+from moe_variant_cute import CONSUMERS, tile_layout
 
 
 @cute.jit

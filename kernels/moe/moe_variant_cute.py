@@ -7,7 +7,6 @@ from cutlass import Int32
 from linear_layouts_cute import EPI, ROW, WARPGROUP, round_up, swizzled
 from moe_activations_cute import activation
 
-SCALE_BLOCK = 128
 CONSUMERS = 2  # warpgroups that multiply
 TURNS = 4  # tiles handed from the warp that takes them to the other warps, at most, in flight
 # The largest problem that thread blocks route by themselves (moe_routing_cute.py), as in moe_mlp.h.
