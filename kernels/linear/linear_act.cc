@@ -6,12 +6,14 @@
 #include "kernels/linear/linear_act_kernels.h"
 #include "kernels/sm90/checks.h"
 #include "kernels/sm90/driver.h"
+#include "kernels/sm90/math.h"
 
 namespace tiercel {
 namespace {
 
 // TMA moves 16 bytes at a time.
 constexpr int64_t kAlignedBytes = 16;
+constexpr int64_t kScaleBlock = 128;  // values of K, and rows of the weights, of one scale
 
 const char* op_of(const LinearActCall& call) {
   return call.gated ? "gated_linear" : call.x_scale != nullptr ? "fp8_linear" : "linear_act";
@@ -65,18 +67,54 @@ Status check_first(const Argument& argument, bool scaled = false) {
   return check_cuda(argument);
 }
 
-// Checks for one scale per tensor or per row.
+int64_t count(const TensorView& tensor) {
+  int64_t elements = 1;
+  for (int i = 0; i < tensor.ndim; ++i) elements *= tensor.shape[i];
+  return elements;
+}
+
+bool of_rows(const TensorView& scale, int64_t rows) {
+  return count(scale) == 1 || count(scale) == rows;
+}
+
+bool has_shape(const TensorView& tensor, int64_t rows, int64_t columns) {
+  return tensor.ndim == 2 && tensor.shape[0] == rows && tensor.shape[1] == columns;
+}
+
+// Whether the scales are of blocks. Those that could be of rows as well mean the same.
+bool of_blocks(const LinearActCall& call, int64_t m, int64_t n, int64_t k) {
+  if (call.x_scale == nullptr) return false;
+  const TensorView &x = *call.x_scale, &w = *call.w_scale;
+  const int64_t down = ceil_div(n, kScaleBlock), across = ceil_div(k, kScaleBlock);
+  return (has_shape(x, m, across) && !of_rows(x, m)) ||
+         (has_shape(w, down, across) && !of_rows(w, n));
+}
+
+// Checks for one scale per tensor or per row, in any shape.
 Status check_scale(const Argument& argument, int64_t rows, const char* letter, const Argument& x) {
   TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {DType::kFloat32}));
-  TIERCEL_RETURN_IF_ERROR(check_rank(argument, 1));
-  if (argument.view.shape[0] != 1 && argument.view.shape[0] != rows) {
+  if (!of_rows(argument.view, rows)) {
     return Status::InvalidArgument(mismatch(
         argument, std::string("have 1 or ") + letter + " = " + std::to_string(rows) + " elements",
-        std::to_string(argument.view.shape[0])));
+        std::to_string(count(argument.view))));
   }
   TIERCEL_RETURN_IF_ERROR(check_same_device(argument, x));
   TIERCEL_RETURN_IF_ERROR(check_cuda(argument));
   return check_contiguous(argument);
+}
+
+// Checks for one scale per block of 128 columns and one or 128 rows.
+Status check_block_scale(const Argument& argument, int64_t rows, int64_t columns, const char* why,
+                         const Argument& x) {
+  TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {DType::kFloat32}));
+  TIERCEL_RETURN_IF_ERROR(check_shape(argument, {rows, columns}, why));
+  TIERCEL_RETURN_IF_ERROR(check_same_device(argument, x));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(argument));
+  const int64_t* strides = argument.view.strides;
+  if (strides[0] >= 0 && strides[0] <= INT32_MAX && strides[1] >= 0 && strides[1] <= INT32_MAX) {
+    return Status();
+  }
+  return Status::Unimplemented(mismatch(argument, "have smaller strides", "larger ones"));
 }
 
 Status check(const LinearActCall& call, LinearProblem* problem) {
@@ -109,9 +147,19 @@ Status check(const LinearActCall& call, LinearProblem* problem) {
     const char* const shape = call.gated ? "[2N]" : "[N]";
     TIERCEL_RETURN_IF_ERROR(check_beside({op, "bias", *call.bias}, {n * parts}, shape, x, dtype));
   }
-  if (scaled) {
+  if (of_blocks(call, m, n, k)) {
+    problem->kind = LinearKind::kBlocks;
+    const Argument w_scale{op, "weight_scale", *call.w_scale};
+    const int64_t down = ceil_div(n, kScaleBlock), across = ceil_div(k, kScaleBlock);
+    TIERCEL_RETURN_IF_ERROR(
+        check_block_scale({op, "x_scale", *call.x_scale}, m, across, "[M, K / 128]", x));
+    TIERCEL_RETURN_IF_ERROR(check_block_scale(w_scale, down, across, "[N / 128, K / 128]", x));
+    TIERCEL_RETURN_IF_ERROR(check_contiguous(w_scale));
+  } else if (scaled) {
     TIERCEL_RETURN_IF_ERROR(check_scale({op, "x_scale", *call.x_scale}, m, "M", x));
     TIERCEL_RETURN_IF_ERROR(check_scale({op, "weight_scale", *call.w_scale}, n, "N", x));
+  }
+  if (scaled) {
     if (call.activation == Activation::kRelu) {
       return Status::Unimplemented(std::string(op) + ": activations are silu, gelu and gelu_tanh");
     }
@@ -187,9 +235,11 @@ LinearActPlan describe(const LinearActChoice& choice) {
 
 constexpr LinearActPlan kNothing{"none", 0, 0, false, 0, 0, 0, 0, 0, 0, 0};
 
-// The stride of the rows' scales.
-int32_t scale_step(const TensorView* scale) {
-  return scale != nullptr && scale->shape[0] > 1 ? 1 : 0;
+// From a row's scale to that of the next row, or of the next 128 rows.
+int32_t scale_step(const TensorView* scale, LinearKind kind) {
+  if (scale == nullptr) return 0;
+  if (kind == LinearKind::kBlocks) return static_cast<int32_t>(scale->strides[0]);
+  return count(*scale) > 1 ? 1 : 0;
 }
 
 const void* data(const TensorView* tensor) { return tensor == nullptr ? nullptr : tensor->data; }
@@ -219,8 +269,12 @@ Status launch(const LinearProblem& problem, const LinearActCall& call, const cha
   int32_t save = call.sums != nullptr;
   const void* x_scale = data(call.x_scale);
   const void* w_scale = data(call.w_scale);
-  int32_t x_step = scale_step(call.x_scale);
-  int32_t w_step = scale_step(call.w_scale);
+  int32_t x_step = scale_step(call.x_scale, problem.kind);
+  int32_t w_step = scale_step(call.w_scale, problem.kind);
+  // The last two are parameters of kernels with scales of blocks only.
+  int32_t across = 0;
+  if (problem.kind == LinearKind::kBlocks) across = static_cast<int32_t>(call.x_scale->strides[1]);
+  int32_t activation = static_cast<int32_t>(problem.activation);
 
   LaunchConfig config;
   config.grid.x = choice.blocks;
@@ -231,8 +285,8 @@ Status launch(const LinearProblem& problem, const LinearActCall& call, const cha
     const void* y = call.y->data;
     const void* sums = data(call.sums);
     config.cluster.x = static_cast<uint32_t>(choice.splits);
-    void* args[] = {&x_map, &w_map, &bias, &residual, &x_scale, &w_scale, &y,
-                    &sums,  &m,     &n,    &k,        &rows,    &x_step,  &w_step};
+    void* args[] = {&x_map, &w_map, &bias, &residual, &x_scale, &w_scale, &y,      &sums,
+                    &m,     &n,     &k,    &rows,     &x_step,  &w_step,  &across, &activation};
     return kernel.kernel.launch(config, device, stream, args);
   }
   TIERCEL_RETURN_IF_ERROR(encode_tensor_map(kernel.maps[2], *call.y, op, "out", &y_map));
@@ -241,8 +295,9 @@ Status launch(const LinearProblem& problem, const LinearActCall& call, const cha
   }
   config.cluster.x = static_cast<uint32_t>(kernel.variant.cluster);
   CUtensorMap* sums_argument = save != 0 ? &sums_map : &y_map;
-  void* args[] = {&x_map, &w_map, &y_map, sums_argument, &bias, &residual, &x_scale, &w_scale,
-                  &m,     &n,     &k,     &group,        &save, &x_step,   &w_step};
+  void* args[] = {&x_map,     &w_map, &y_map, sums_argument, &bias, &residual, &x_scale, &w_scale,
+                  &m,         &n,     &k,     &group,        &save, &x_step,   &w_step,  &across,
+                  &activation};
   return kernel.kernel.launch(config, device, stream, args);
 }
 

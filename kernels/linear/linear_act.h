@@ -44,7 +44,8 @@ struct LinearActConfig {
 // `gated`: w is [2N, K], N rows of the gate, then N of what it multiplies, bias is [2N], and y is
 // act(gate) * up; without residual and sums.
 // x and w may be float8_e4m3fn with float32 scales, one of all or one a row; K is a multiple of 16
-// then, y and bias are bfloat16, and there are neither gates nor residual nor sums.
+// then, y and bias are bfloat16, and there are neither gates nor residual nor sums. Or x_scale is
+// [M, ceil(K / 128)] with any strides and w_scale [ceil(N / 128), ceil(K / 128)].
 struct LinearActCall {
   const TensorView* x = nullptr;
   const TensorView* w = nullptr;

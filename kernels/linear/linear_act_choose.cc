@@ -133,7 +133,8 @@ double small_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
 bool serves(const LinearActVariant& v, const LinearProblem& p) {
   const bool kind = v.kind == p.kind ||
                     (p.kind == LinearKind::kExtra && v.kind == LinearKind::kPlain && v.split_k);
-  return kind && v.dtype == p.dtype && v.activation == p.activation;
+  const bool activation = v.kind == LinearKind::kBlocks || v.activation == p.activation;
+  return kind && v.dtype == p.dtype && activation;
 }
 
 }  // namespace

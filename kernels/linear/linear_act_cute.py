@@ -5,7 +5,8 @@ Its kinds: "extra" may add a residual[M, N] to that, and write what the activati
 sums) too, for the backward. "gated": w[2N, K] has N rows of the gate, then N of what it multiplies,
 and a tile as many of both: y = act(gate) * up. "grad_x" and "grad_weight" are the products of the
 backward, whose operands lie in memory the other way round: grad @ w and grad^T @ x. float8 operands
-have scales, of rows of x and of w, and a bfloat16 result.
+have scales, of rows of x and of w, and a bfloat16 result. "blocks": scales of blocks instead
+(linear_blocks_cute.py), and any activation.
 
 One warp of the first warpgroup loads tiles of x and w into a ring of shared memory stages; two
 warpgroups multiply. They either share a tile, a half of its rows each, or take turns with whole
@@ -20,6 +21,14 @@ import cutlass.utils.hopper_helpers as hopper
 from activations_cute import ACTIVATIONS
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from linear_blocks_cute import (
+    BlockScales,
+    activate,
+    load_tile_scales,
+    multiply_steps,
+    producer_group,
+    stage_words,
+)
 from linear_layouts_cute import (
     EPI,
     MAJORS,
@@ -57,8 +66,9 @@ class LinearAct:
         self.name = name
         self.dtype = dtype
         self.tile_k = ROW * 8 // dtype.width
-        self.scaled = dtype.width == 8
-        self.out_dtype = cutlass.BFloat16 if self.scaled else dtype
+        self.blocks = kind == "blocks"
+        self.scaled = dtype.width == 8 and not self.blocks
+        self.out_dtype = cutlass.BFloat16 if dtype.width == 8 else dtype
         self.act = ACTIVATIONS[act]
         self.tile_m, self.tile_n = tile_m, tile_n
         self.pingpong = pingpong
@@ -66,12 +76,17 @@ class LinearAct:
         self.stages = stages
         self.epi_stages = epi_stages
         self.majors = MAJORS.get(kind, ("k", "k"))
-        self.alone = kind in MAJORS  # a product of the backward has no bias
+        # A product of the backward has no bias; one with scales of blocks has no memory for a list.
+        self.lists_bias = not (kind in MAJORS or self.blocks)
         # Rows of w that lie together in a tile, and columns of the result that come of a tile.
         self.parts = 2 if kind == "gated" else 1
         self.width = tile_n // self.parts
         # Floats in shared memory of a tile's columns: biases, and scales.
         self.column_values = tile_n * (2 if self.scaled else 1)
+        self.values = CONSUMERS * self.column_values
+        if self.blocks:
+            self.values = stages * stage_words(tile_m)  # scales of the ring's stages
+        self.parts_of_x, self.parts_of_w = 1, max(1, tile_n // 128)  # with a scale of their own
         # Without an activation the result is its own sums.
         self.adds = kind == "extra"
         self.saves = self.adds and act != "none"
@@ -82,14 +97,14 @@ class LinearAct:
         assert self.parts == 1 or tile_n % WARPGROUP == 0, "its biases are loaded by all threads"
         assert pingpong or self.wg_rows == EPI, "a shared tile gives each warpgroup 64 rows"
 
-    def tiled_mma(self, warpgroups):
+    def tiled_mma(self, warpgroups, columns):
         return hopper.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
             *(OPERAND_MAJORS[major] for major in self.majors),
             Float32,
             (warpgroups, 1, 1),
-            (64, self.tile_n),
+            (64, columns),
         )
 
     def smem_layouts(self):
@@ -108,9 +123,7 @@ class LinearAct:
             x: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(x_layout)], 1024]
             w: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(w_layout)], 1024]
             y: cute.struct.Align[cute.struct.MemRange[self.out_dtype, cute.cosize(y_layout)], 1024]
-            bias: cute.struct.Align[
-                cute.struct.MemRange[Float32, CONSUMERS * self.column_values], 16
-            ]
+            bias: cute.struct.Align[cute.struct.MemRange[Float32, self.values], 16]
             barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages]
 
         return Storage
@@ -118,9 +131,7 @@ class LinearAct:
     def smem_bytes(self):
         """What the storage takes, as the launch asks for it."""
         ring = self.stages * ((self.tile_m + self.tile_n) * ROW + 16)
-        return round_up(
-            ring + CONSUMERS * (self.epi_stages * EPI * EPI * 2 + self.column_values * 4)
-        )
+        return round_up(ring + CONSUMERS * self.epi_stages * EPI * EPI * 2 + self.values * 4)
 
     @cute.jit
     def __call__(
@@ -140,9 +151,9 @@ class LinearAct:
         save: Int32,
         x_step: Int32,
         w_step: Int32,
-        blocks: Int32,
-        stream,
+        *more,
     ):
+        *of_blocks, blocks, stream = more
         n8 = cute.assume(n, divby=8)
         x_layout, w_layout, y_layout = self.smem_layouts()
         load = cpasync.CopyBulkTensorTileG2SOp()
@@ -168,6 +179,7 @@ class LinearAct:
         self.kernel(
             *(tma_x, tma_w, tma_y, tma_sums, bias, residual, x_scale, w_scale),
             *(m, n, k, group, save, x_step, w_step),
+            BlockScales(*of_blocks) if const_expr(self.blocks) else None,
         ).launch(
             grid=(blocks, 1, 1),
             block=(self.threads, 1, 1),
@@ -203,6 +215,7 @@ class LinearAct:
         save: Int32,  # the sums too
         x_step: Int32,  # of scales: 0 for one of all
         w_step: Int32,
+        of_blocks: BlockScales | None,
     ):
         x_layout, w_layout, y_layout = self.smem_layouts()
         thread = cute.arch.thread_idx()[0]
@@ -221,7 +234,7 @@ class LinearAct:
         ring = pipeline.PipelineTmaAsync.create(
             barrier_storage=storage.barriers.data_ptr(),
             num_stages=self.stages,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            producer_group=producer_group(self),
             consumer_group=pipeline.CooperativeGroup(
                 pipeline.Agent.Thread, 4 * self.sharing * self.cluster
             ),
@@ -280,16 +293,41 @@ class LinearAct:
                             )
                         state.advance()
                 ring.producer_tail(state)
+            if const_expr(self.blocks):
+                if warp_index == 1:
+                    state = pipeline.make_pipeline_state(
+                        pipeline.PipelineUserType.Producer, self.stages
+                    )
+                    for tile in cutlass.range(first, rows * columns, clusters, unroll=1):
+                        row, column = _tile_position(tile, rows, columns, group)
+                        row = row * self.cluster + rank
+                        state = load_tile_scales(
+                            *(self, ring, state, (0, k_tiles), storage.bias.data_ptr()),
+                            *((x_scale, w_scale, x_step, w_step), (m, n, of_blocks.across)),
+                            *(row * self.tile_m, column * self.tile_n),
+                        )
         else:
             cute.arch.setmaxregister_increase(240 if self.pingpong else 232)
             consumer = warpgroup_index - 1
             lane = thread % 32
             wg_thread = thread % WARPGROUP
-            mma = self.tiled_mma(self.sharing)
+            wide = self.tile_n // (self.parts_of_w if const_expr(self.blocks) else 1)
+            mma = self.tiled_mma(self.sharing, wide)
             part = mma.get_slice(0 if const_expr(self.pingpong) else consumer * WARPGROUP)
             rx = mma.make_fragment_A(part.partition_A(sx))
             rw = mma.make_fragment_B(part.partition_B(sw))
             acc = cute.make_rmem_tensor(mma.partition_shape_C((self.tile_m, self.tile_n)), Float32)
+            if const_expr(self.blocks):
+                halves = swizzled(
+                    self.dtype, wide, self.tile_k, self.stages * self.parts_of_w, self.majors[1]
+                )
+                halves = storage.w.get_tensor(halves.outer, swizzle=halves.inner)
+                rw = mma.make_fragment_B(part.partition_B(halves))
+                start = self.tiled_mma(self.sharing, wide)
+                start.set(warpgroup.Field.ACCUMULATE, False)
+                mma.set(warpgroup.Field.ACCUMULATE, True)
+                shape = mma.partition_shape_C((self.tile_m, wide))
+                products = cute.make_rmem_tensor(shape, Float32)
 
             # The output's way: registers, stmatrix, a 64x64 piece in shared memory, TMA store.
             epi_mma = hopper.make_trivial_tiled_mma(
@@ -351,7 +389,7 @@ class LinearAct:
             ):
                 row, column = _tile_position(tile, rows, columns, group)
                 row = row * self.cluster + rank
-                for i in cutlass.range_constexpr(0 if self.alone else loads):
+                for i in cutlass.range_constexpr(loads if self.lists_bias else 0):
                     in_tile = wg_thread + i * WARPGROUP
                     part_of_w = in_tile // self.width if const_expr(self.parts == 2) else 0
                     at = column * self.width + in_tile - part_of_w * self.width
@@ -366,39 +404,48 @@ class LinearAct:
 
                 if const_expr(self.pingpong):
                     _sync(_TURN + consumer, 2 * WARPGROUP)
-                release = read.clone()
-                warpgroup.fence()
-                ring.consumer_wait(read)
-                for block in cutlass.range_constexpr(ROW // 32):
-                    mma.set(warpgroup.Field.ACCUMULATE, block != 0)
-                    at = (None, None, block, read.index)
-                    cute.gemm(mma, acc, rx[at], rw[at], acc)
-                warpgroup.commit_group()
-                read.advance()
-                mma.set(warpgroup.Field.ACCUMULATE, True)
-                for _ in cutlass.range(k_tiles - 1, unroll=1):
+                if const_expr(self.blocks):
+                    acc.fill(0.0)
+                    my_row = consumer * EPI + wg_thread // 32 * 16 + lane // 4
+                    read = multiply_steps(
+                        *(self, ring, read, k_tiles, (start, mma), (products, products), acc),
+                        *((rx, rw), storage.bias.data_ptr(), my_row),
+                    )
+                else:
+                    release = read.clone()
+                    warpgroup.fence()
                     ring.consumer_wait(read)
                     for block in cutlass.range_constexpr(ROW // 32):
+                        mma.set(warpgroup.Field.ACCUMULATE, block != 0)
                         at = (None, None, block, read.index)
                         cute.gemm(mma, acc, rx[at], rw[at], acc)
                     warpgroup.commit_group()
-                    warpgroup.wait_group(1)
-                    ring.consumer_release(release)
-                    release.advance()
                     read.advance()
+                    mma.set(warpgroup.Field.ACCUMULATE, True)
+                    for _ in cutlass.range(k_tiles - 1, unroll=1):
+                        ring.consumer_wait(read)
+                        for block in cutlass.range_constexpr(ROW // 32):
+                            at = (None, None, block, read.index)
+                            cute.gemm(mma, acc, rx[at], rw[at], acc)
+                        warpgroup.commit_group()
+                        warpgroup.wait_group(1)
+                        ring.consumer_release(release)
+                        release.advance()
+                        read.advance()
                 if const_expr(self.pingpong):
                     _arrive(_TURN + 1 - consumer, 2 * WARPGROUP)
                     read.advance(k_tiles)
-                for i in cutlass.range_constexpr(0 if self.alone else loads):
+                for i in cutlass.range_constexpr(loads if self.lists_bias else 0):
                     in_tile = wg_thread + i * WARPGROUP
                     if const_expr(self.tile_n % WARPGROUP == 0) or in_tile < self.tile_n:
                         sbias[in_tile] = bias_values[i]
                         if const_expr(self.scaled):
                             sbias[in_tile + self.tile_n] = scale_values[i]
-                if const_expr(not self.alone):
+                if const_expr(self.lists_bias):
                     _sync(_WARPGROUP + consumer, WARPGROUP)
-                warpgroup.wait_group(0)
-                ring.consumer_release(release)
+                if const_expr(not self.blocks):
+                    warpgroup.wait_group(0)
+                    ring.consumer_release(release)
 
                 for half in cutlass.range_constexpr(self.wg_rows // EPI):
                     for chunk in cutlass.range_constexpr(self.width // EPI):
@@ -412,7 +459,7 @@ class LinearAct:
                                 self.load_piece(added, residual, place, wg_thread, m, n)
                         if const_expr(self.scaled):
                             row_scales = self.scales_of(place[0], x_scale, x_step, wg_thread, m)
-                        if const_expr(not self.alone):
+                        if const_expr(self.lists_bias):
                             for p in cutlass.range_constexpr(self.parts):
                                 for eight in cutlass.range_constexpr(EPI // 8):
                                     group_of_eight = (p * self.width + chunk * EPI) // 8 + eight
@@ -423,6 +470,9 @@ class LinearAct:
                                             scale = my_scales[None, group_of_eight].load()[v % 2]
                                             acc[i] *= row_scales[v // 2] * scale
                                         acc[i] += b[v % 2]
+                        if const_expr(self.blocks):
+                            add_bias(acc, first_value, bias, place[1] * EPI + lane % 4 * 2, n)
+                            activate(of_blocks.activation, acc, first_value, values)
                         if const_expr(self.saves):
                             if save != 0:
                                 for i in cutlass.range_constexpr(values):
@@ -475,6 +525,18 @@ class LinearAct:
                         two = cute.make_tensor((at + eight * 8).align(4), cute.make_layout(2))
                         values[eight * 4 + half * 2] = two[0]
                         values[eight * 4 + half * 2 + 1] = two[1]
+
+
+@cute.jit
+def add_bias(sums, first, bias, column, n):
+    """To this thread's part of a piece, whose first column is that one."""
+    if bias.toint() != 0:
+        for eight in cutlass.range_constexpr(EPI // 8):
+            if column + eight * 8 < n:
+                at = (bias + (column + eight * 8)).align(4)
+                two = cute.make_tensor(at, cute.make_layout(2)).load().to(Float32)
+                for v in cutlass.range_constexpr(4):
+                    sums[first + eight * 4 + v] += two[v % 2]
 
 
 def _sync(barrier, threads):

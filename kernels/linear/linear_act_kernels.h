@@ -9,7 +9,8 @@
 namespace tiercel {
 
 // The values of linear_act_cute.py. Split-K kernels support residual and sums without kExtra.
-enum class LinearKind { kPlain, kExtra, kGated, kGradX, kGradWeight };
+// kBlocks: float8 with scales of blocks; the activation is chosen at run time.
+enum class LinearKind { kPlain, kExtra, kGated, kGradX, kGradWeight, kBlocks };
 
 struct LinearActVariant {
   LinearKind kind;

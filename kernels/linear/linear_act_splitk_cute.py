@@ -6,7 +6,7 @@ add up, whose partial sums the others send to them: no workspace, no second kern
 warp loads, one warpgroup multiplies. A tile may have fewer rows than the multiplication takes, so
 that M divides evenly: what lies in the others spoils rows of the product that nobody reads.
 
-Kinds ("plain", "gated", "grad_x"), residual and sums are those of linear_act_cute.py.
+Kinds ("plain", "gated", "grad_x", "blocks"), residual and sums are those of linear_act_cute.py.
 """
 
 import cutlass
@@ -16,6 +16,14 @@ import cutlass.utils.hopper_helpers as hopper
 from activations_cute import ACTIVATIONS
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
+from linear_blocks_cute import (
+    BlockScales,
+    activate,
+    load_tile_scales,
+    multiply_steps,
+    producer_group,
+    stage_words,
+)
 from linear_layouts_cute import (
     MAJORS,
     OPERAND_MAJORS,
@@ -40,19 +48,32 @@ class LinearActSplitK:
         self.name = name
         self.dtype = dtype
         self.tile_k = ROW * 8 // dtype.width
-        self.scaled = dtype.width == 8
-        self.out_dtype = cutlass.BFloat16 if self.scaled else dtype
+        self.blocks = kind == "blocks"
+        self.scaled = dtype.width == 8 and not self.blocks
+        self.out_dtype = cutlass.BFloat16 if dtype.width == 8 else dtype
         self.act = ACTIVATIONS[act]
         self.tile_m, self.tile_n = tile_m, tile_n
         self.stages = stages
         self.majors = MAJORS.get(kind, ("k", "k"))
         self.parts = 2 if kind == "gated" else 1
         self.width = tile_n // self.parts
+        self.parts_of_x, self.parts_of_w = tile_m // 64, 1  # with a scale of their own
+        self.scale_words = stages * stage_words(tile_m) // 2 * self.blocks
         self.threads = 2 * WARPGROUP
         # How the threads add up a tile: vectors of a row side by side, rows below each other.
         self.vectors = self.width // VECTOR
         self.below = self.threads // self.vectors
         self.at_once = min(ROWS // self.parts, -(-tile_m // self.below))
+
+    def tiled_mma(self):
+        return hopper.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            *(OPERAND_MAJORS[major] for major in self.majors),
+            Float32,
+            (1, 1, 1),
+            (64, self.tile_n),
+        )
 
     def smem_layouts(self):
         return (
@@ -69,7 +90,8 @@ class LinearActSplitK:
             x: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(x_layout)], 1024]
             w: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(w_layout)], 1024]
             barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages]
-            received: cute.struct.MemRange[cutlass.Int64, 1]
+            # One barrier, and behind it the stages' scales.
+            received: cute.struct.MemRange[cutlass.Int64, 1 + self.scale_words]
 
         return Storage
 
@@ -79,7 +101,7 @@ class LinearActSplitK:
         # Of all rows, and of those that fill up the last block's share.
         sums = (self.tile_m + MOST_SPLITS - 1) * (self.tile_n + PAD)
         assert ring >= sums * 4, "no room for the partial sums"
-        return round_up(ring + self.stages * 16 + 8)
+        return round_up(ring + self.stages * 16 + 8 + self.scale_words * 8)
 
     @cute.jit
     def __call__(
@@ -99,9 +121,9 @@ class LinearActSplitK:
         x_step: Int32,
         w_step: Int32,
         splits: Int32,
-        blocks: Int32,
-        stream,
+        *more,
     ):
+        *of_blocks, blocks, stream = more
         x_layout, w_layout = self.smem_layouts()
         tma_x, _ = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileG2SOp(),
@@ -121,6 +143,7 @@ class LinearActSplitK:
         self.kernel(
             *(tma_x, tma_w, bias, residual, x_scale, w_scale, y, sums),
             *(m, n, k, rows, x_step, w_step),
+            BlockScales(*of_blocks) if const_expr(self.blocks) else None,
         ).launch(
             grid=(blocks, 1, 1),
             block=(self.threads, 1, 1),
@@ -147,6 +170,7 @@ class LinearActSplitK:
         rows: Int32,  # of a tile
         x_step: Int32,  # of scales: 0 for one of all
         w_step: Int32,
+        of_blocks: BlockScales | None,
     ):
         x_layout, w_layout = self.smem_layouts()
         thread = cute.arch.thread_idx()[0]
@@ -161,12 +185,13 @@ class LinearActSplitK:
         sx = storage.x.get_tensor(x_layout.outer, swizzle=x_layout.inner)
         sw = storage.w.get_tensor(w_layout.outer, swizzle=w_layout.inner)
         received = storage.received.data_ptr()
+        stage_scales = cute.recast_ptr(received + 1, dtype=Float32)
         if thread == 0:
             cute.arch.mbarrier_init(received, 5)  # warps: the loader and those that multiply
         ring = pipeline.PipelineTmaAsync.create(
             barrier_storage=storage.barriers.data_ptr(),
             num_stages=self.stages,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            producer_group=producer_group(self),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 4),
             tx_count=self.tile_n * ROW,  # w's; the loader adds x's
             cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
@@ -249,36 +274,46 @@ class LinearActSplitK:
         elif warp_index >= 4:
             if in_tile:
                 self.load_beside(*beside)
-            mma = hopper.make_trivial_tiled_mma(
-                self.dtype,
-                self.dtype,
-                OPERAND_MAJORS["k"],
-                OPERAND_MAJORS[self.majors[1]],
-                Float32,
-                (1, 1, 1),
-                (64, self.tile_n),
-            )
+            mma = self.tiled_mma()
             part = mma.get_slice(thread - WARPGROUP)
             rx = mma.make_fragment_A(part.partition_A(sx))
             rw = mma.make_fragment_B(part.partition_B(sw))
             acc = cute.make_rmem_tensor(mma.partition_shape_C((self.tile_m, self.tile_n)), Float32)
             acc.fill(0.0)
             mma.set(warpgroup.Field.ACCUMULATE, True)
-            read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-            release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-            warpgroup.fence()
-            for step in cutlass.range(first, last, unroll=1):
-                ring.consumer_wait(read)
-                for block in cutlass.range_constexpr(ROW // 32):
-                    at = (None, None, block, read.index)
-                    cute.gemm(mma, acc, rx[at], rw[at], acc)
-                warpgroup.commit_group()
-                warpgroup.wait_group(1)
-                if step > first:
-                    ring.consumer_release(release)
-                    release.advance()
-                read.advance()
-            warpgroup.wait_group(0)
+            if const_expr(self.blocks):
+                halves = swizzled(self.dtype, 64, self.tile_k, self.stages * self.parts_of_x)
+                halves = storage.x.get_tensor(halves.outer, swizzle=halves.inner)
+                rx = mma.make_fragment_A(part.partition_A(halves))
+                start = self.tiled_mma()
+                start.set(warpgroup.Field.ACCUMULATE, False)
+                shape = mma.partition_shape_C((64, self.tile_n))
+                products = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.parts_of_x)]
+                my_row = (warp_index - 4) * 16 + thread % 32 // 4
+                if last > first:
+                    read = pipeline.make_pipeline_state(
+                        pipeline.PipelineUserType.Consumer, self.stages
+                    )
+                    multiply_steps(
+                        *(self, ring, read, last - first, (start, mma)),
+                        *((products[0], products[-1]), acc, (rx, rw), stage_scales, my_row),
+                    )
+            else:
+                read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+                release = read.clone()
+                warpgroup.fence()
+                for step in cutlass.range(first, last, unroll=1):
+                    ring.consumer_wait(read)
+                    for block in cutlass.range_constexpr(ROW // 32):
+                        at = (None, None, block, read.index)
+                        cute.gemm(mma, acc, rx[at], rw[at], acc)
+                    warpgroup.commit_group()
+                    warpgroup.wait_group(1)
+                    if step > first:
+                        ring.consumer_release(release)
+                        release.advance()
+                    read.advance()
+                warpgroup.wait_group(0)
             # All blocks have begun, and are done with the memory where their sums arrive.
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
@@ -287,6 +322,16 @@ class LinearActSplitK:
                 *(partials, received, (warp_index - 4) * 16, thread % 32),
             )
         else:
+            if const_expr(self.blocks):
+                if warp_index == 1:
+                    write = pipeline.make_pipeline_state(
+                        pipeline.PipelineUserType.Producer, self.stages
+                    )
+                    load_tile_scales(
+                        *(self, ring, write, (first, last), stage_scales),
+                        *((x_scale, w_scale, x_step, w_step), (m, n, of_blocks.across)),
+                        *(row * rows, column * self.width),
+                    )
             if in_tile:
                 self.load_beside(*beside)
             cute.arch.cluster_arrive_relaxed()
@@ -337,6 +382,8 @@ class LinearActSplitK:
                             if const_expr(self.scaled):
                                 totals[v, p, u] *= of_row * scales[v, p]
                             totals[v, p, u] += biases[v, p].to(Float32)
+                    if const_expr(self.blocks):
+                        activate(of_blocks.activation, totals, u * VECTOR, VECTOR)
                     if top + u * self.below < my_rows:
                         if const_expr(self.parts == 1):
                             if sums.toint() != 0:

@@ -22,6 +22,7 @@ _KINDS = {
     "plain": "kPlain",
     "extra": "kExtra",
     "gated": "kGated",
+    "blocks": "kBlocks",
     "grad_x": "kGradX",
     "grad_weight": "kGradWeight",
 }
@@ -29,6 +30,7 @@ _PREFIXES = {
     "plain": "linear_act",
     "extra": "linear_act_extra",
     "gated": "gated_linear",
+    "blocks": "linear_act_blocks",
     "grad_x": "linear_act_grad_x",
     "grad_weight": "linear_act_grad_weight",
 }
@@ -62,16 +64,21 @@ _GRADIENTS = {
 
 _FP8_ACTIVATIONS = ("none", "silu", "gelu", "gelu_tanh")
 _FP8_LARGE = (_LARGE[2], _ALONE)
+_BLOCKS_LARGE = (_LARGE[0], (128, 128, False, 1, 6, 1))
 
+_OF_BLOCKS = ("across", "activation")
 _SCALARS = ("m", "n", "k", "group", "save", "x_step", "w_step", "rows", "splits", "blocks")
+_SCALARS += _OF_BLOCKS
 _PROBLEMS = tuple(
     dict(zip(_SCALARS, values, strict=True))
     for values in (
-        (1000, 768, 512, 8, 1, 1, 1, 64, 2, 64),
-        (129, 2056, 1040, 3, 1, 0, 1, 64, 4, 132),
-        (8, 8, 16, 1, 1, 1, 0, 8, 1, 2),
+        (1000, 768, 512, 8, 1, 1, 1, 64, 2, 64, 1, 2),
+        (129, 2056, 1040, 3, 1, 0, 1, 64, 4, 132, 5, 0),
+        (8, 8, 16, 1, 1, 1, 0, 8, 1, 2, 7, 4),
     )
 )
+# Kinds without an activation in their names: "blocks" has all of them.
+_WITHOUT = (*MAJORS, "blocks")
 
 
 def _rows_of_w(kind):
@@ -110,7 +117,7 @@ def _attributes(dtype, act, tile_m, tile_n, pingpong, cluster, stages, split_k, 
 
 def _large(dtype, act, tile_m, tile_n, pingpong, cluster, stages, epi_stages, kind="plain"):
     element = (_DTYPES | _FP8)[dtype][0]
-    name = f"{_PREFIXES[kind]}_{dtype}" + f"_{act}" * (kind not in MAJORS)
+    name = f"{_PREFIXES[kind]}_{dtype}" + f"_{act}" * (kind not in _WITHOUT)
     name += f"_{tile_m}x{tile_n}" + "_pingpong" * pingpong
     kernel = LinearAct(
         *(name, element, act, tile_m, tile_n, pingpong, cluster, stages, epi_stages),
@@ -120,7 +127,7 @@ def _large(dtype, act, tile_m, tile_n, pingpong, cluster, stages, epi_stages, ki
     y, sums = Pointer("y", kernel.out_dtype), Pointer("sums", kernel.out_dtype)
     beside = _beside(kernel, 2)
     names = ("m", "n", "k", "group", "save", "x_step", "w_step")
-    scalars = [Scalar(name) for name in names]
+    scalars = [Scalar(name) for name in names + _OF_BLOCKS * kernel.blocks]
     launch = Launch(
         parameters=(
             _operand(kernel, "x", "m", tile_m),
@@ -145,18 +152,20 @@ def _large(dtype, act, tile_m, tile_n, pingpong, cluster, stages, epi_stages, ki
 
 def _small(dtype, act, tile_m, tile_n, stages, kind="plain"):
     element = (_DTYPES | _FP8)[dtype][0]
-    name = f"{_PREFIXES[kind]}_{dtype}" + f"_{act}" * (kind not in MAJORS)
+    name = f"{_PREFIXES[kind]}_{dtype}" + f"_{act}" * (kind not in _WITHOUT)
     name += f"_{tile_m}x{tile_n}_split_k"
     kernel = LinearActSplitK(name, element, act, tile_m, tile_n, stages, kind)
     x, w = Pointer("x", element), Pointer("w", element)
     y, sums = (Pointer(name, kernel.out_dtype, align=8) for name in ("y", "sums"))
     beside = _beside(kernel, 8)
-    scalars = [Scalar(name) for name in ("m", "n", "k", "rows", "x_step", "w_step")]
+    names = ("m", "n", "k", "rows", "x_step", "w_step")
+    scalars = [Scalar(name) for name in names]
+    of_blocks = [Scalar(name) for name in _OF_BLOCKS * kernel.blocks]
     launch = Launch(
         parameters=(
             _operand(kernel, "x", "m", tile_m),
             _operand(kernel, "w", _rows_of_w(kind), kernel.width),
-            *(*beside, y, sums, *scalars),
+            *(*beside, y, sums, *scalars, *of_blocks),
         ),
         grid=("blocks", 1, 1),
         block=(kernel.threads, 1, 1),
@@ -165,7 +174,8 @@ def _small(dtype, act, tile_m, tile_n, stages, kind="plain"):
         dependent=True,
     )
     attributes = _attributes(dtype, act, tile_m, tile_n, False, 1, stages, True, kind)
-    arguments = (x, w, *beside, y, sums, *scalars, Scalar("splits"), Scalar("blocks"))
+    launched = (Scalar("splits"), *of_blocks, Scalar("blocks"))
+    arguments = (x, w, *beside, y, sums, *scalars, *launched)
     return Function(name, kernel, arguments, (launch,), attributes, _PROBLEMS)
 
 
@@ -194,4 +204,6 @@ def functions():
     for act in _FP8_ACTIVATIONS:
         built += [_large("fp8", act, *shape) for shape in _FP8_LARGE]
         built += [_small("fp8", act, *shape) for shape in _NARROW]
+    built += [_large("fp8", "none", *shape, kind="blocks") for shape in _BLOCKS_LARGE]
+    built += [_small("fp8", "none", *shape, kind="blocks") for shape in _NARROW]
     return built

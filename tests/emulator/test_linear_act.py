@@ -211,3 +211,56 @@ def test_float8_sums_that_cancel_with_an_adder_of_13_bits():
     )
     lost = ((y.double() - truth).abs() - 2**-8 * truth.abs()) / sizes
     assert 2**-15 < lost.max() <= 2**-12
+
+
+def block_scaled(m, n, k):
+    """x, weight, their scales and a bias, and x and weight in float64."""
+    generator = torch.Generator().manual_seed(m + n + k)
+    made, wide = [], []
+    for rows, down in ((m, 1), (n, 128)):
+        values = torch.randn(rows, k, generator=generator).to(torch.float8_e4m3fn)
+        scale = torch.rand(-(-rows // down), -(-k // 128), generator=generator) * k**-0.25
+        of_values = scale.double().repeat_interleave(down, 0).repeat_interleave(128, 1)
+        made.append((values, scale))
+        wide.append(values.double() * of_values[:rows, :k])
+    (x, x_scale), (w, w_scale) = made
+    return x, w, x_scale, w_scale, torch.randn(n, generator=generator).bfloat16(), *wide
+
+
+BLOCK_TILES = [(64, 64, True), (128, 64, True), (128, 128, False), (128, 256, False)]
+
+
+@pytest.mark.parametrize("tile", BLOCK_TILES, ids=lambda t: f"{t[0]}x{t[1]}")
+@pytest.mark.parametrize("act", ["none", "silu", "gelu", "gelu_tanh"])
+def test_scales_of_blocks(tile, act):
+    *shape, split_k = tile
+    for m, n, k, splits in ((5, 264, 656, 3), (300, 136, 272, 1), (1, 136, 16, 1)):
+        x, w, x_scale, w_scale, b, wide_x, wide_w = block_scaled(m, n, k)
+        y = torch.full((m, n), torch.nan, dtype=torch.bfloat16)
+        config = (*shape, False, split_k, splits if split_k else 1, 0)
+        arguments = (x, w, x_scale, w_scale, b, y, list(ACTIVATIONS).index(act), config)
+        assert f"blocks_fp8_{shape[0]}x{shape[1]}" in kernels.fp8_linear_plan(*arguments)["kernel"]
+        kernels.fp8_linear(*arguments)
+        truth = wide_x @ wide_w.T
+        assert_near(y, ACTIVATIONS[act](truth + b.double()))
+        # Scales of x by columns, no bias.
+        kernels.fp8_linear(x, w, x_scale.t().contiguous().t(), w_scale, None, y, 0, config)
+        assert_near(y, truth)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_any_order_of_warps_with_scales_of_blocks(seed):
+    with options(lazy=seed != 2, seed=seed):
+        for tile in BLOCK_TILES:
+            test_scales_of_blocks(tile, "silu")
+
+
+@pytest.mark.parametrize("tile", BLOCK_TILES, ids=lambda t: f"{t[0]}x{t[1]}")
+def test_zero_scales_and_nan(tile):
+    *shape, split_k = tile
+    x, w, x_scale, w_scale, b, _, _ = block_scaled(70, 264, 400)
+    x_scale[0], w_scale[1], x_scale[3, 3] = 0, 0, torch.nan  # a row, columns, the last 16 of K
+    y = torch.full((70, 264), 5.0, dtype=torch.bfloat16)
+    kernels.fp8_linear(x, w, x_scale, w_scale, b, y, 0, (*shape, False, split_k, 1, 0))
+    assert torch.equal(y[0], b) and torch.equal(y[69, 128:256], b[128:256])
+    assert y[3].isnan().all() and y.isnan().sum() == 264

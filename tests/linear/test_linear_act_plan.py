@@ -280,3 +280,41 @@ def test_wrong_float8_layers(make):
     ):
         with pytest.raises(error, match=f"^fp8_linear: {text}"):
             fp8(make, **changes)
+
+
+def blocks(make, m, n, k, **changes):
+    down, across = -(-n // 128), -(-k // 128)
+    scales = {
+        "x_scale": make(m, across, dtype="float32"),
+        "weight_scale": make(down, across, dtype="float32"),
+    }
+    return fp8(make, m, n, k, **(scales | changes))
+
+
+@pytest.mark.parametrize("m", SIZES)
+def test_scales_of_blocks_have_a_plan(m):
+    for n, k in ((8, 144), (136, 16), (1032, 208), (7168, 16384)):
+        got = blocks(ExchangeTensor, m, n, k)
+        assert got["kernel"].startswith("linear_act_blocks_fp8"), got
+        assert got["grid"] % got["cluster"] == 0 and got["splits"] <= -(-k // 128)
+        assert got["dynamic_smem"] <= 232448
+    # As scales of rows they mean the same.
+    assert blocks(ExchangeTensor, m, 128, 128)["kernel"].startswith("linear_act_fp8_silu")
+
+
+def test_wrong_scales_of_blocks(make):
+    f32 = {"dtype": "float32"}
+    rows = r"`x_scale` must have shape \[M, K / 128\] = \[4, 3\], got \[4, 1\]"
+    columns = r"`weight_scale` must have shape \[N / 128, K / 128\] = \[2, 3\], got \[136, 1\]"
+    for error, text, changes in (
+        (ValueError, rows, {"x_scale": make(4, 1, **f32)}),
+        (ValueError, columns, {"weight_scale": make(136, 1, **f32)}),
+        (ValueError, "`weight_scale` must be contig", {"weight_scale": make(2, 3, strides=(4, 1))}),
+        (TypeError, "`x_scale` must have dtype float32", {"x_scale": make(4, 3, dtype="bfloat16")}),
+    ):
+        with pytest.raises(error, match=f"^fp8_linear: {text}"):
+            blocks(make, 4, 136, 272, **changes)
+    assert blocks(make, 4, 136, 272, x_scale=make(4, 3, strides=(1, 4)))["grid"] >= 1
+    far = make(4, 3, strides=(1, 2**31))
+    with pytest.raises(NotImplementedError, match="`x_scale` must have smaller strides"):
+        blocks(make, 4, 136, 272, x_scale=far)

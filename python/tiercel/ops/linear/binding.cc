@@ -52,6 +52,7 @@ constexpr Field<LinearActCall> kFp8Fields[] = {
     kBias,
     kOut,
     kActivation,
+    MayBeAbsent(Read("config", "tuple[int, ...]", ReadLinearConfig)),
 };
 constexpr Parameters<LinearActCall> kFp8{"fp8_linear", kFp8Fields};
 

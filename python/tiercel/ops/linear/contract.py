@@ -161,13 +161,28 @@ def call_backend_twice(backend: Any, call: Call) -> Any:
 
 
 def flat_scales(call: Call) -> Call:
-    """The call with scales of one dimension."""
-    scales = {name: getattr(call, name).reshape(-1) for name in ("x_scale", "weight_scale")}
+    """The call with scales of rows in one dimension, those of blocks in two."""
+    names = ("x_scale", "weight_scale")
+    scales = {name: getattr(call, name) for name in names}
+    if spec.has_block_scales(call.x, call.weight, **scales):
+        x_scale, weight_scale = scales.values()
+        scales["x_scale"] = x_scale.reshape(-1, x_scale.shape[-1])
+        scales["weight_scale"] = weight_scale.contiguous()
+    else:
+        scales = {name: scale.reshape(-1).contiguous() for name, scale in scales.items()}
     return Call(**{**call.__dict__, **scales})
 
 
 def call_fp8_backend(backend: Any, call: Call) -> Any:
-    return FP8_LINEAR.run(backend, flat_scales(call))
+    """A plug-in knows no scales of blocks: with them the reference runs."""
+    from tiercel.ops.linear import reference
+
+    call = flat_scales(call)
+    if spec.has_block_scales(call.x, call.weight, call.x_scale, call.weight_scale):
+        values = spec.FP8_LINEAR.values(call)
+        activation = values.pop("activation")
+        return reference.fp8_linear(*values.values(), activation=activation)
+    return FP8_LINEAR.run(backend, call)
 
 
 CONTRACTS = (LINEAR_ACT, GATED_LINEAR, FP8_LINEAR)

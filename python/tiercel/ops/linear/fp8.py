@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tiercel import _C
@@ -15,6 +17,7 @@ from tiercel.ops.linear import reference as ref
 from tiercel.ops.linear.contract import call_fp8_backend, flat_scales
 from tiercel.ops.linear.kernels import INDEX, as_matrix, two_rows
 from tiercel.ops.linear.spec import FP8_LINEAR
+from tiercel.ops.quant.op import fp8_quantize
 
 __all__ = ["fp8_linear"]
 
@@ -26,7 +29,7 @@ def _launch(native: Callable[..., Any], call: Call) -> Any:
 
 
 def _two_rows(call: Call) -> dict[str, Any]:
-    x_scale = call.x_scale.reshape(-1)
+    x_scale = flat_scales(call).x_scale
     return {**two_rows(call), "x_scale": x_scale if x_scale.numel() == 1 else x_scale[:2]}
 
 
@@ -47,10 +50,11 @@ _FP8_LINEAR = Op(
         _C.fp8_linear,
         _C.fp8_linear_plan,
         (*FP8_LINEAR.names[:5], "out", Lookup("activation", INDEX)),
-        "TMA and wgmma, scales and activation in the epilogue",
+        "TMA and wgmma; scales of rows in the epilogue, of blocks after each 128 of K",
         "cute",
         load=_C.linear_act_load,
-        ranks={"x": 2, "x_scale": 1, "weight_scale": 1},
+        contiguous=("x_scale", "weight_scale"),
+        ranks={"x": 2},
         launch=_launch,
         sample=_two_rows,
     ),
@@ -60,11 +64,17 @@ _FP8_LINEAR = Op(
 )
 
 
+def _quantized(x: Tensor, backend: str | None) -> tuple[Tensor, Tensor]:
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    values, scale = fp8_quantize(rows, "1x128", backend=backend)
+    return values.view(x.shape), scale
+
+
 @_FP8_LINEAR.export
 def fp8_linear(
     x: Tensor,
     weight: Tensor,
-    x_scale: Tensor,
+    x_scale: Tensor | None,
     weight_scale: Tensor,
     bias: Tensor | None = None,
     *,
@@ -75,17 +85,22 @@ def fp8_linear(
     """A linear layer of float8 operands: ``act(x_scale * (x @ weight.T) * weight_scale + bias)``.
 
     Products are summed by the tensor cores, which keep some 13 bits behind the point of the sum:
-    about what rounding to bfloat16 costs is lost at K = 4096. Scales, bias and activation are
-    float32, and the result is rounded once. There is no gradient. Works under torch.compile and
-    torch.export, and in CUDA graphs; it never synchronises.
+    about what rounding to bfloat16 costs is lost at K = 4096. With scales of blocks that holds for
+    each 128 of K alone: their products are scaled and added to float32 sums. Scales, bias and
+    activation are float32, and the result is rounded once. There is no gradient. Works under
+    torch.compile and torch.export, and in CUDA graphs; it never synchronises.
 
     Args:
-        x: ``[..., K]``, float8_e4m3fn, as :func:`tiercel.fp8_quantize` makes it.
+        x: ``[..., K]``, float8_e4m3fn, as :func:`tiercel.fp8_quantize` makes it. Without
+            ``x_scale`` bfloat16 or float16, which that function quantises first ("1x128").
         weight: ``[N, K]``, float8_e4m3fn, on the device of ``x``. The precompiled kernels take K
             that is a multiple of 16 and N that is a multiple of 8; ref takes others.
         x_scale: float32: what the values of ``x`` are multiplied by, one number or one for each of
-            its rows, in any shape of so many elements.
-        weight_scale: The same for the rows of ``weight``.
+            its rows, in any shape of so many elements; or one for each 128 of a row,
+            ``[..., ceil(K / 128)]`` with any strides. None: ``x`` is to be quantised.
+        weight_scale: float32: one number or one for each row of ``weight``, in any shape; or one
+            for each 128x128 values, ``[ceil(N / 128), ceil(K / 128)]``, where ``x_scale`` has one
+            for each 128 of a row.
         bias: ``[N]``, bfloat16, or None.
         activation: ``"none"``, ``"silu"``, ``"gelu"`` (by the error function) or ``"gelu_tanh"``.
         out: ``[..., N]`` to write to, contiguous, bfloat16.
@@ -105,6 +120,8 @@ def fp8_linear(
         >>> x8, x_scale = tiercel.fp8_quantize(x, "row")
         >>> y = tiercel.fp8_linear(x8, w8, x_scale, w_scale)
     """
+    if x_scale is None and isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16):
+        x, x_scale = _quantized(x, backend)
     arguments = (x, weight, x_scale, weight_scale, bias, activation, backend)
     if out is None:
         result: Tensor = _FP8_LINEAR.pick()(*arguments)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tiercel.ops.linear.spec import SCALE_BLOCK, has_block_scales
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
     "relu": functional.relu,
@@ -51,12 +53,27 @@ def fp8_linear(
     activation: str = "none",
 ) -> Tensor:
     """Reference of :func:`tiercel.fp8_linear`, for any sizes; in float32, rounded once."""
-    sums = functional.linear(x.float(), weight.float())
-    sums = sums * (x_scale.view(()) if x_scale.numel() == 1 else x_scale.reshape(*x.shape[:-1], 1))
-    sums = sums * (weight_scale.view(()) if weight_scale.numel() == 1 else weight_scale.view(-1))
+    if has_block_scales(x, weight, x_scale, weight_scale):
+        sums = functional.linear(*dequantized(x, weight, x_scale, weight_scale))
+    else:
+        sums = functional.linear(x.float(), weight.float())
+        one = x_scale.numel() == 1
+        sums = sums * (x_scale.view(()) if one else x_scale.reshape(*x.shape[:-1], 1))
+        one = weight_scale.numel() == 1
+        sums = sums * (weight_scale.view(()) if one else weight_scale.view(-1))
     if bias is not None:
         sums = sums + bias.float()
     return ACTIVATIONS[activation](sums).to(torch.bfloat16)
+
+
+def dequantized(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Float32 operands from those with scales of 1x128 and 128x128 values."""
+    (n, k), block = weight.shape, SCALE_BLOCK
+    of_x = x_scale.repeat_interleave(block, -1)[..., :k].reshape(x.shape)
+    of_weight = weight_scale.repeat_interleave(block, 0).repeat_interleave(block, 1)[:n, :k]
+    return x.float() * of_x, weight.float() * of_weight
 
 
 def fused_mlp(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from tiercel.core.spec import HALVES, Bool, Call, Dim, Spec, Str, Tensor
 
@@ -57,8 +58,41 @@ GATED_LINEAR = Spec(
 )
 
 
+SCALE_BLOCK = 128
+
+
+def has_block_scales(x: Any, weight: Any, x_scale: Any, weight_scale: Any) -> bool:
+    """Whether scales are of 1x128 and 128x128 values. Those that could be of rows as well mean the
+    same."""
+    x_shapes, w_shape = _block_scale_shapes(x, weight)
+    rows, columns = math.prod(x.shape[:-1]), weight.shape[0]
+    if tuple(x_scale.shape) in x_shapes and x_scale.numel() not in (1, rows):
+        return True
+    return tuple(weight_scale.shape) == w_shape and weight_scale.numel() not in (1, columns)
+
+
+def _block_scale_shapes(x: Any, weight: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The shapes that `x_scale` and that `weight_scale` may have."""
+    down, across = ((size + SCALE_BLOCK - 1) // SCALE_BLOCK for size in weight.shape)
+    batch = tuple(x.shape[:-1])
+    return ((*batch, across), (math.prod(batch), across)), (down, across)
+
+
 def _check_scales(call: Call) -> None:
     rows, columns = math.prod(call.x.shape[:-1]), call.weight.shape[0]
+    if has_block_scales(call.x, call.weight, call.x_scale, call.weight_scale):
+        x_shapes, w_shape = _block_scale_shapes(call.x, call.weight)
+        for name, shapes, text in (
+            ("x_scale", x_shapes, "[M, K / 128]"),
+            ("weight_scale", (w_shape,), "[N / 128, K / 128]"),
+        ):
+            shape = tuple(getattr(call, name).shape)
+            if shape not in shapes:
+                raise ValueError(
+                    f"fp8_linear: `{name}` must have shape {text} = {list(shapes[-1])}, "
+                    f"got {list(shape)}"
+                )
+        return
     for name, count, letter in (("x_scale", rows, "M"), ("weight_scale", columns, "N")):
         scale = getattr(call, name)
         if scale.numel() not in (1, count):

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block scales in linear's kernels: a scale per 1x128 values of x and 128x128 of w.
+
+A stage of the ring has 128 values of K, so its products have one scale per row of x and 128 rows of
+w. They are computed without the sums so far, scaled and added to these in float32. That also keeps
+what the tensor cores' own sums lose: they have 13 bits, but only for 128 products.
+
+A tile of 256 columns has no registers for the products of both its halves: one is scaled before the
+other begins, while the other warpgroup multiplies. A tile of 128 rows that one warpgroup multiplies
+has halves of 64 rows: one is scaled while the other is multiplied.
+
+The scales of a stage lie beside it in shared memory: tile_m of rows, then those of w. One warp
+copies them. The multiplying warps read them one step ahead.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from activations_cute import ACTIVATIONS
+from block_scales_cute import SCALE_BLOCK, add_scaled, copy_scale, start_products
+from cutlass import Int32, Int64, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+LOADERS = 32  # threads that copy scales
+_OF_W = 4  # places for w's scales in a stage: up to two, and aligned
+# As linear_act.h counts them. Chosen at run time, so that one kernel serves all.
+_ACTIVATIONS = ((2, "silu"), (3, "gelu"), (4, "gelu_tanh"))
+
+
+class BlockScales(NamedTuple):
+    """The kernel's last parameters; x_step and w_step are from row to row of the scales."""
+
+    across: Int32  # from the scale of 128 values of x to that of the next ones
+    activation: Int32
+
+
+def stage_words(tile_m):
+    """Floats beside a stage."""
+    return tile_m + _OF_W
+
+
+@cute.jit
+def load_tile_scales(kernel, ring, state, steps, scales, p, sizes, first_row, first_column):
+    """A warp: the scales of each of a tile's steps. Rows beyond the last one have its scales."""
+    x_scale, w_scale, x_step, w_step = p
+    m, n, across = sizes
+    lane = cute.arch.lane_idx()
+    of_x = cute.make_rmem_tensor(kernel.tile_m // 32, Int64)
+    for i in cutlass.range_constexpr(kernel.tile_m // 32):
+        row = cutlass.min(first_row + lane + i * 32, m - 1)
+        of_x[i] = x_scale.toint() + Int64(row) * x_step * 4
+    row_of_w = cutlass.min(first_column // SCALE_BLOCK + lane, (n - 1) // SCALE_BLOCK)
+    of_w = w_scale.toint() + Int64(row_of_w) * w_step * 4
+    for step in cutlass.range(steps[0], steps[1], unroll=1):
+        ring.sync_object_empty.wait(state.index, state.phase)
+        to = (scales + state.index * stage_words(kernel.tile_m)).toint() + lane * 4
+        for i in cutlass.range_constexpr(kernel.tile_m // 32):
+            copy_scale(to + i * 128, of_x[i] + Int64(step) * across * 4)
+        is_one = lane < kernel.parts_of_w
+        copy_scale(to + kernel.tile_m * 4, of_w + Int64(step) * 4, is_one)
+        cute.arch.cp_async_mbarrier_arrive_noinc(ring.producer_get_barrier(state))
+        state.advance()
+    return state
+
+
+@cute.jit
+def multiply_steps(kernel, ring, read, steps, mmas, accs, sums, operands, scales, row):
+    """A tile's steps, at least one; returns the stage behind them. `row`: this lane's first. A step
+    waits for the next one's data, and reads its scales, while its own products are computed."""
+    rx, rw = operands
+    x_parts, w_parts = kernel.parts_of_x, kernel.parts_of_w
+    in_turn = w_parts == 2
+    parts = x_parts * w_parts
+    ring.consumer_wait(read)
+    upper, lower, next_upper, next_lower = _step_scales(kernel, scales, read.index, row)
+    for step in cutlass.range(steps, unroll=1):
+        index = read.index
+        start_products(mmas, accs[0], rx, rw, x_parts * index, w_parts * index)
+        if const_expr(x_parts == 2):
+            start_products(mmas, accs[1], rx, rw, 2 * index + 1, index)
+        by_first, by_last = (upper, lower), (next_upper, next_lower)
+        if const_expr(parts == 2):
+            warpgroup.wait_group(0 if const_expr(in_turn) else 1)
+            add_scaled(sums, 0, accs[0], by_first)
+        if const_expr(in_turn):
+            start_products(mmas, accs[1], rx, rw, index, 2 * index + 1)
+        done = read.clone()
+        read.advance()
+        if step + 1 < steps:
+            ring.consumer_wait(read)
+            upper, lower, next_upper, next_lower = _step_scales(kernel, scales, read.index, row)
+        warpgroup.wait_group(0)
+        ring.consumer_release(done)
+        add_scaled(sums, (parts - 1) * cute.size(accs[1]), accs[1], by_last)
+    return read
+
+
+@cute.jit
+def _step_scales(kernel, scales, index, row):
+    """The factors of this lane's upper and lower row of sums, in the tile's first and last part."""
+    at = scales + index * stage_words(kernel.tile_m)
+    of_w = at + kernel.tile_m
+    first, upper, lower = of_w.load(), (at + row).load(), (at + (row + 8)).load()
+    last, next_upper, next_lower = first, upper, lower
+    if const_expr(kernel.parts_of_w == 2):
+        last = (of_w + 1).load()
+    if const_expr(kernel.parts_of_x == 2):
+        next_upper, next_lower = (at + (row + 64)).load(), (at + (row + 72)).load()
+    return upper * first, lower * first, next_upper * last, next_lower * last
+
+
+def activate(activation, values, first, count):
+    """Applies the activation of that number to `count` values from `first` on."""
+    for number, name in _ACTIVATIONS:
+        _apply(activation == number, ACTIVATIONS[name], values, first, count)
+
+
+@cute.jit
+def _apply(chosen, function, values, first, count):
+    if chosen:
+        for i in cutlass.range_constexpr(count):
+            values[first + i] = function(values[first + i])
+
+
+def producer_group(kernel):
+    """Arrivals that fill a stage: the copy engine's, and the threads' that copy scales."""
+    return pipeline.CooperativeGroup(pipeline.Agent.Thread, 1 + LOADERS * kernel.blocks)
