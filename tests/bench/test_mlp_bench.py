@@ -26,6 +26,7 @@ OTHERS = [
     ("linear_act_backward", {"act": "none", "bias": False}),
     ("linear_act_backward", {"act": "silu"}),
     ("fp8_linear", {"act": "gelu", "bias": True}),
+    ("fp8_linear", {"act": "silu", "blocks": True, "N": 136, "K": 384}),
 ]
 
 

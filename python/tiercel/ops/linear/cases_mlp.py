@@ -92,21 +92,53 @@ def _backward_reference(case: Any, inputs: Inputs) -> tuple[Any, ...]:
 FP8_ACTIVATIONS = ("none", *GATES)
 
 
+_FP8_MAX, SCALE_BLOCK = 448, 128
+
+
 def _make_fp8(case: Any, device: str, seed: int) -> Inputs:
     import torch
 
     random, m, n, k = _random(case, device, seed), *(case[name] for name in "MNK")
 
-    def quantized(rows: int, factor: float) -> tuple[Any, Any]:
+    def quantized(rows: int, factor: float, down: int) -> tuple[Any, Any]:
         values = random(rows, k).float()
-        scale = values.abs().amax(1, keepdim=True) / 448
-        return (values / scale).to(torch.float8_e4m3fn), scale * factor
+        if case["blocks"]:
+            groups = values.abs().unflatten(1, (-1, SCALE_BLOCK)).amax(2)
+            padded = torch.nn.functional.pad(groups, (0, 0, 0, -rows % down))
+            scale = padded.unflatten(0, (-1, down)).amax(1) / _FP8_MAX
+        else:
+            scale = values.abs().amax(1, keepdim=True) / _FP8_MAX
+        values /= _of_values(scale, rows, k, down)
+        return values.clamp_(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn), scale * factor
 
-    x, x_scale = quantized(m, 1.0)
-    weight, weight_scale = quantized(n, k**-0.5)
+    x, x_scale = quantized(m, 1.0, 1)
+    weight, weight_scale = quantized(n, k**-0.5, SCALE_BLOCK)
     bias = random(n) if case["bias"] else None
     scales = {"x_scale": x_scale, "weight_scale": weight_scale}
     return {"x": x, "weight": weight, **scales, "bias": bias}
+
+
+def _of_values(scale: Any, rows: int, columns: int, down: int) -> Any:
+    """Scales as [rows, columns], or of rows as they are."""
+    if scale.shape[1] == 1 and scale.shape[0] == rows:
+        return scale
+    return scale.repeat_interleave(down, 0)[:rows].repeat_interleave(SCALE_BLOCK, 1)[:, :columns]
+
+
+def _fp8_invalid(params: Mapping[str, Any]) -> str | None:
+    if not isinstance(params["blocks"], bool):
+        return "`blocks` must be true or false"
+    why = _sizes(params, FP8_ACTIVATIONS)
+    if why is None and params["blocks"] and params["K"] % SCALE_BLOCK:
+        return "K must be a multiple of 128 with scales of blocks"
+    return why
+
+
+def _fp8_bytes(case: Any) -> int:
+    scales = [("M", 4), ("N", 4)]
+    if case["blocks"]:
+        scales = [("MK", 4 / SCALE_BLOCK), ("NK", 4 / SCALE_BLOCK**2)]
+    return round(_elements(case, ("MK", 1), ("NK", 1), ("MN", 2), *scales))
 
 
 def _call_fp8(case: Any, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -114,8 +146,11 @@ def _call_fp8(case: Any, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any
 
 
 def _fp8_reference(case: Any, inputs: Inputs) -> tuple[Any, ...]:
-    x = inputs["x"].double() * inputs["x_scale"]
-    sums = x @ (inputs["weight"].double() * inputs["weight_scale"]).T
+    x, weight = (
+        inputs[name].double() * _of_values(inputs[f"{name}_scale"], *inputs[name].shape, down)
+        for name, down in (("x", 1), ("weight", SCALE_BLOCK))
+    )
+    sums = x @ weight.T
     if inputs["bias"] is not None:
         sums += inputs["bias"].double()
     return (activate(case["act"], sums),)
@@ -161,11 +196,11 @@ def _check(inputs: Inputs, expected: tuple[Any, ...], outputs: Any, launch: Laun
     return worst
 
 
-def _elements(case: Any, *parts: tuple[str, int]) -> int:
+def _elements(case: Any, *parts: tuple[str, float]) -> Any:
     """Products of sizes, each so many times."""
-    total = 0
+    total: Any = 0
     for names, times in parts:
-        product = times
+        product: Any = times
         for name in names:
             product *= case[name]
         total += product
@@ -242,12 +277,19 @@ BENCHES = [
     OpBench(
         family="linear",
         op="fp8_linear",
-        params={"M": None, "N": None, "K": None, "act": "none", "bias": False},
-        invalid=lambda params: _sizes(params, FP8_ACTIVATIONS),
+        params={
+            "M": None,
+            "N": None,
+            "K": None,
+            "act": "none",
+            "bias": False,
+            "blocks": False,
+        },
+        invalid=_fp8_invalid,
         make=_make_fp8,
         call=_call_fp8,
         out=lambda case, i: i["x_scale"].new_empty(case["M"], case["N"]).bfloat16(),
-        bytes_moved=lambda c: _elements(c, ("MK", 1), ("NK", 1), ("MN", 2), ("M", 4), ("N", 4)),
+        bytes_moved=_fp8_bytes,
         flops=lambda case: 2 * _elements(case, ("MNK", 1)),
         reference=_fp8_reference,
         check=_check,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tiercel.ops.linear.cases import activate
-from tiercel.workbench.bench.launch import Launch
+from tiercel.workbench.bench.launch import Launch, Unsupported
 
 Inputs = dict[str, Any]
 
@@ -54,9 +54,40 @@ def fp8_linear(
     """With sums as the tensor cores have them, as ours."""
     import torch
 
+    if x_scale.shape[1] > 1:
+        return _fp8_blocks(x, weight, x_scale, weight_scale, bias, act)
     options: dict[str, Any] = {"bias": bias, "out_dtype": torch.bfloat16, "use_fast_accum": True}
     sums = torch._scaled_mm(x, weight.t(), x_scale, weight_scale.t(), **options)
     return (activate(act, sums),)
+
+
+def _fp8_blocks(
+    x: Any, weight: Any, x_scale: Any, weight_scale: Any, bias: Any, act: str
+) -> tuple[Any, ...]:
+    """Its scales have to lie the other way round in memory (see _torch_fp8)."""
+    import torch
+    from torch.nn import functional
+
+    kinds: Any = functional.ScalingType
+    scales = (x_scale, kinds.BlockWise1x128, weight_scale.t(), kinds.BlockWise128x128)
+    sums = functional.scaled_mm(x, weight.t(), *scales, bias=bias, output_dtype=torch.bfloat16)
+    return (activate(act, sums),)
+
+
+def _torch_fp8(case: Any, inputs: Inputs) -> Launch:
+    """Blocks: scales of x by columns, those of the weight padded to a multiple of 4 along K."""
+    import torch
+
+    if case["blocks"]:
+        if case["M"] % 4:
+            raise Unsupported("it takes M that is a multiple of 4 with scales of blocks")
+        of_weight = inputs["weight_scale"]
+        inputs = {
+            **inputs,
+            "x_scale": inputs["x_scale"].t().contiguous().t(),
+            "weight_scale": torch.nn.functional.pad(of_weight, (0, -of_weight.shape[1] % 4)),
+        }
+    return _torch("fp8_linear")(case, inputs)
 
 
 def _arguments(op: str, case: Any, inputs: Inputs) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -105,6 +136,6 @@ def _compiled(op: str) -> Callable[[Any, Inputs], Launch]:
 
 _OPS = ("gated_linear", "fused_mlp", "linear_act_backward", "fp8_linear")
 ADAPTERS = {
-    "torch": {op: _torch(op) for op in _OPS},
+    "torch": {**{op: _torch(op) for op in _OPS}, "fp8_linear": _torch_fp8},
     "torch.compile": {op: _compiled(op) for op in _OPS},
 }
