@@ -32,6 +32,12 @@ constexpr double kNextBlock = 2.0;  // until a block that waited for another's e
 constexpr double kFewBlocks = 0.95;  // rate with fewer than three blocks per two multiprocessors
 constexpr double kManyRows = 1.2;    // per row of split-K tiles beyond the fourth
 constexpr double kWide = 0.93;       // rate with clusters of more than two
+// Scales of blocks: both warpgroups scale at times, and one that has a tile to itself waits for
+// each step's products.
+constexpr double kScaledTile = 1.25;
+constexpr double kScaledWideTile = 1.05;  // of 256 columns
+constexpr double kScaledCycles = 256.0;   // of a split-K kernel's step,
+constexpr double kScaledRow = 2.72;       // and per row of its tile
 
 constexpr int64_t kBand = 2048;  // rows of x that stay in L2 together
 constexpr int kMaxSplits = 8;    // the largest portable cluster
@@ -67,7 +73,10 @@ double large_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
   const double rounds = static_cast<double>(ceil_div(tiles, clusters));
   // A row of shared memory takes equally long for any contents.
   const double depth = static_cast<double>(k_tiles_of(p) * kRowBytes / 2);
-  const double tile = 2.0 * v.tile_m * v.tile_n * depth * multiprocessors / kFlops;
+  const double scaling = p.kind != LinearKind::kBlocks ? 1.0
+                         : v.tile_n > 128              ? kScaledWideTile
+                                                       : kScaledTile;
+  const double tile = scaling * 2.0 * v.tile_m * v.tile_n * depth * multiprocessors / kFlops;
   const double missing = 1.0 - static_cast<double>(std::min<int64_t>(m, v.tile_m)) / v.tile_m;
   const double epilogue = kEpilogue * v.tile_m * v.tile_n / (128.0 * 256.0);
   const double compute =
@@ -95,6 +104,7 @@ double small_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
   // Shared memory delivers 128 bytes per cycle to the tensor cores and receives the loads.
   const double step_cycles =
       v.tile_m + v.tile_n * v.tile_m / 64.0 + static_cast<double>(rows) + v.tile_n;
+  const double scaled_cycles = kScaledCycles + kScaledRow * v.tile_m;
   double best = std::numeric_limits<double>::infinity();
   // These tiles are faster if one row of them fills the GPU; otherwise others mostly are.
   const double only_one_row = v.tile_n > 64 && v.tile_n % 64 != 0 && row_tiles > 1 ? 1.45 : 1.0;
@@ -110,7 +120,10 @@ double small_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
     const double stream = dram_time(p) / rate + again;
     const double block_load = steps * kRowBytes * v.tile_n / kSmBytes;
     const double busiest = std::ceil(blocks / sm_count);
-    const double multiply = busiest * steps * step_cycles / kCycles;
+    double multiply = busiest * steps * step_cycles / kCycles;
+    if (p.kind == LinearKind::kBlocks) {
+      multiply = std::max(multiply, std::ceil(busiest / per_sm) * steps * scaled_cycles / kCycles);
+    }
     const double wait = (waves - 1.0) * kNextBlock / per_sm +
                         (waves > 1.0 ? block_load * (waves - blocks / slots) : 0.0);
     const double rows_cost = kManyRows * std::max(0.0, static_cast<double>(row_tiles) - 4.0);

@@ -302,6 +302,22 @@ def test_scales_of_blocks_have_a_plan(m):
     assert blocks(ExchangeTensor, m, 128, 128)["kernel"].startswith("linear_act_fp8_silu")
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "k", "kernel", "splits"),
+    [
+        (1, 4096, 12288, "64x64_split_k", 3),
+        (16, 7168, 16384, "64x64_split_k", 2),
+        (128, 7168, 16384, "128x64_split_k", 1),
+        (256, 7168, 16384, "128x128", 1),
+        (4096, 2112, 7168, "128x128", 1),
+        (4096, 24576, 4096, "128x256", 1),
+    ],
+)
+def test_choices_for_scales_of_blocks_that_were_measured(m, n, k, kernel, splits):
+    got = blocks(ExchangeTensor, m, n, k)
+    assert got["kernel"] == "linear_act_blocks_fp8_" + kernel and got["splits"] == splits
+
+
 def test_wrong_scales_of_blocks(make):
     f32 = {"dtype": "float32"}
     rows = r"`x_scale` must have shape \[M, K / 128\] = \[4, 3\], got \[4, 1\]"
