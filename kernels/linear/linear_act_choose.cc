@@ -32,6 +32,8 @@ constexpr double kNextBlock = 2.0;  // until a block that waited for another's e
 constexpr double kFewBlocks = 0.95;  // rate with fewer than three blocks per two multiprocessors
 constexpr double kManyRows = 1.2;    // per row of split-K tiles beyond the fourth
 constexpr double kWide = 0.93;       // rate with clusters of more than two
+constexpr double kTwoRows = 1.1;     // time with two rows of tiles that are no multiple of 64 wide,
+constexpr double kMoreRows = 1.45;   // and with more, or more than a round
 // Scales of blocks: both warpgroups scale at times, and one that has a tile to itself waits for
 // each step's products.
 constexpr double kScaledTile = 1.25;
@@ -106,8 +108,9 @@ double small_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
       v.tile_m + v.tile_n * v.tile_m / 64.0 + static_cast<double>(rows) + v.tile_n;
   const double scaled_cycles = kScaledCycles + kScaledRow * v.tile_m;
   double best = std::numeric_limits<double>::infinity();
-  // These tiles are faster if one row of them fills the GPU; otherwise others mostly are.
-  const double only_one_row = v.tile_n > 64 && v.tile_n % 64 != 0 && row_tiles > 1 ? 1.45 : 1.0;
+  // These tiles are faster if one row of them fills the GPU, or two in one round; otherwise others
+  // mostly are.
+  const bool uneven = v.tile_n > 64 && v.tile_n % 64 != 0 && row_tiles > 1;
   for (int splits = 1; splits <= kMaxSplits && splits <= k_tiles; ++splits) {
     const double blocks = static_cast<double>(tiles * splits);
     const double steps = static_cast<double>(ceil_div(k_tiles, splits));
@@ -129,6 +132,8 @@ double small_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
     const double rows_cost = kManyRows * std::max(0.0, static_cast<double>(row_tiles) - 4.0);
     const double adding =
         rows_cost + (splits - 1) * (kSplit + kSplitRows * static_cast<double>(rows) / 64.0);
+    const bool two_rows = row_tiles == 2 && blocks <= sm_count && splits == 1;
+    const double only_one_row = !uneven ? 1.0 : two_rows ? kTwoRows : kMoreRows;
     const double time =
         (kSmallLaunch + adding + std::max({stream, busiest * block_load, multiply}) + wait) *
         only_one_row;

@@ -65,6 +65,7 @@ def test_kernels_are_the_ones_asked_for(dtype, activation):
         (16, 14336, 4096, "64x112_split_k"),
         (77, 11008, 4096, "128x96_split_k"),
         (128, 4096, 14336, "128x64_split_k"),
+        (256, 5120, 5120, "128x96_split_k"),
         (300, 3072, 768, "128x96_split_k"),
         (1001, 1000, 1032, "128x128_pingpong"),
         (768, 4096, 4096, "128x192"),
