@@ -7,6 +7,7 @@ python examples/engine --checkpoint FOLDER --text "Once upon a time"   (needs tr
 """
 
 import argparse
+import collections
 import json
 import pathlib
 import time
@@ -15,8 +16,8 @@ BEGAN = time.perf_counter()
 
 import torch
 from engine import Engine
+from memory import Sampling
 from model import Config, Model, random_weights
-from scheduler import Sampling
 
 _QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "rope_theta": 1e6, "head_dim": 128}
 CONFIGS = {
@@ -83,6 +84,47 @@ def measure(engine: Engine, args: argparse.Namespace) -> None:
         seconds = steady[len(steady) // 2]
         speed = args.sequences / seconds
         print(f"decoding, {args.sequences} sequences: {1e3 * seconds:.3f} ms, {speed:.0f} tokens/s")
+        if engine.device.type == "cuda":
+            floor = read_bytes(engine, args.sequences, args.prompt + args.new // 2) / bandwidth()
+            print(f"the floor, each byte read once: {1e3 * floor:.3f} ms, {floor / seconds:.0%}")
+
+
+def profile(engine: Engine, rows: int) -> None:
+    """Prints the kernels of a decoding step, as the last one left the engine."""
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as found:
+        for _ in range(2):  # the first has the profiler's own work in it
+            torch.cuda.synchronize()
+            engine.decode(rows)
+        torch.cuda.synchronize()
+    on_gpu = [e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    on_gpu.sort(key=lambda event: event.time_range.start)
+    times = collections.defaultdict(list)
+    for event in on_gpu[len(on_gpu) // 2 :]:
+        times[event.name[:70]].append(event.time_range.elapsed_us())
+    print(f"{sum(map(len, times.values()))} launches a step")
+    for name, each in sorted(times.items(), key=lambda item: -sum(item[1])):
+        print(f"{len(each):5} x {sum(each) / len(each):8.2f} us  {name}")
+
+
+def read_bytes(engine: Engine, sequences: int, context: int) -> float:
+    """The bytes of weights, keys and values that a decoding step has to read."""
+    model, config = engine.model, engine.model.config
+    cache = engine.pages.memory
+    total = model.head.nbytes + sequences * context * cache.nbytes / cache[0, 0, ..., 0, 0].numel()
+    # Of the experts, as many as random choices of each sequence name.
+    unused = (1 - config.num_experts_per_tok / max(1, config.num_experts)) ** sequences
+    for layer in model.layers:
+        for name, weight in vars(layer).items():
+            share = 1 - unused if config.num_experts and name in ("up", "down") else 1
+            total += share * weight.nbytes if weight is not None else 0
+    return total
+
+
+def bandwidth() -> float:
+    """The memory's, in bytes a second, as its clock and width say."""
+    properties = torch.cuda.get_device_properties(0)
+    return 2e3 * properties.memory_clock_rate * properties.memory_bus_width / 8
 
 
 def main() -> None:
@@ -98,6 +140,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="list a decoding step's kernels")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     if args.config:
@@ -118,6 +161,8 @@ def main() -> None:
     )
     if args.config:
         measure(engine, args)
+        if args.profile:
+            profile(engine, args.sequences)
         return
     from transformers import AutoTokenizer
 

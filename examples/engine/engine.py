@@ -1,18 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop: takes a step of all sequences that run, and hands out the tokens."""
+"""The loop: launches steps of all sequences that run, and reads their tokens one step late."""
 
+import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import torch
+from memory import GREEDY, Pages, Rows, Sampling, sendable
 from model import Model, Step
-from pages import Pages
-from scheduler import GREEDY, Piece, Sampling, Scheduler, Sequence
+from scheduler import Piece, Scheduler, Sequence
 from torch import Tensor
 
 import tiercel
 
-# Numbers of sequences that have a CUDA graph; a smaller batch is padded to the next.
+# Numbers of rows that have a CUDA graph; a step of fewer replays the next.
 GRAPHS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+# The inputs of a step that has tokens of prompts: of tokens, of pieces, of drawn tokens, and of
+# the tokens that only the GPU knows.
+INPUTS = ("tokens", "positions", "slots", "starts", "lengths", "rows", "last", "drawn")
+INPUTS += ("on_gpu", "on_gpu_rows")
+
+
+@dataclasses.dataclass
+class Flight:
+    """A step that the GPU has, and where its tokens arrive on the host."""
+
+    sequences: list[Sequence]
+    places: list[int]  # of their tokens
+    tokens: Tensor
+    arrived: torch.cuda.Event | None
+
+    def wait(self) -> list[int]:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        tokens = self.tokens.tolist()
+        return [tokens[place] for place in self.places]
 
 
 class Engine:
@@ -52,13 +75,13 @@ class Engine:
         heads, size = config.num_key_value_heads, config.head_dim
         where = {"dtype": weight.dtype, "device": self.device}
         self.pages = Pages(config.num_hidden_layers, pages, page_size, heads, size, **where)
-        self.scheduler = Scheduler(self.pages, most_sequences, most_tokens)
+        self.rows = Rows(most_sequences, -(-longest // page_size), page_size, self.device)
+        self.scheduler = Scheduler(self.pages, self.rows, most_sequences, most_tokens)
         self.longest = longest
-        self._columns = -(-longest // page_size)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self._flying: Flight | None = None
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         if graphs and self.device.type == "cuda":
-            for count in (c for c in GRAPHS if c <= most_sequences):
-                self._capture(count)
+            self._capture(sorted({min(rows, most_sequences) for rows in GRAPHS}))
 
     def add(
         self,
@@ -84,100 +107,125 @@ class Engine:
         return sequence
 
     def run(self) -> Iterator[list[Sequence]]:
-        """Steps until nothing is left to do; yields the sequences that got a token."""
-        while pieces := self.scheduler.next_step():
-            drawn = [piece.sequence for piece in pieces if piece.gives_token]
-            self.scheduler.finish(pieces, self.step(pieces))
-            yield drawn
+        """Steps until nothing is left to do; yields the sequences that got a token.
+
+        The GPU has the next step before the host waits for the tokens of the one before.
+        """
+        while (pieces := self.scheduler.next_step()) or self._flying:
+            before, self._flying = self._flying, self.launch(pieces) if pieces else None
+            if before:
+                yield self.scheduler.finished(before.sequences, before.wait())
 
     @torch.inference_mode()
-    def step(self, pieces: list[Piece]) -> list[int]:
-        """Computes the pieces: the next token of each that gives one."""
-        if all(piece.count == 1 and piece.gives_token for piece in pieces):
-            for count, (graph, buffer, tokens) in self._graphs.items():
-                if count >= len(pieces):
-                    self._move(self._inputs(pieces, count), buffer)
-                    graph.replay()
-                    return tokens[: len(pieces)].tolist()
-        inputs = self._move(self._inputs(pieces, len(pieces)))
-        return self._compute(inputs, max(piece.count for piece in pieces)).tolist()
+    def launch(self, pieces: list[Piece]) -> Flight:
+        """Launches a step, and the copy of its tokens to the host."""
+        self.rows.send()
+        sequences = [piece.sequence for piece in pieces if piece.gives_token]
+        if all(piece.sequence.decoding for piece in pieces):
+            places = [sequence.row for sequence in sequences if sequence.row is not None]
+            tokens = self.decode(max(places) + 1)
+        else:
+            places = list(range(len(sequences)))
+            tokens = self._mixed(pieces)
+        tokens = tokens.to("cpu", non_blocking=True, copy=True)
+        arrived = None
+        if self.device.type == "cuda":
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self.scheduler.started(pieces)
+        return Flight(sequences, places, tokens, arrived)
 
-    def _compute(self, inputs: list[Tensor], most_new: int) -> Tensor:
-        seeds, offsets, temperatures, top_ks, top_ps, *rest = inputs
-        logits = self.model(Step(*rest, most_new), self.pages.layer)
+    @torch.inference_mode()
+    def decode(self, rows: int) -> Tensor:
+        """A token of each of the first rows; all of its inputs are on the GPU."""
+        for captured, graph in self._graphs.items():
+            if captured >= rows:
+                graph.replay()
+                return self.rows.tokens[:rows]
+        return self._decode_rows(rows)
+
+    def _decode_rows(self, rows: int) -> Tensor:
+        state, settings = self.rows, self.rows.settings
+        tokens, positions, lengths = (
+            x[:rows] for x in (state.tokens, state.positions, state.lengths)
+        )
+        active, bases, table = (
+            x[:rows] for x in (settings.active, settings.bases, settings.page_table)
+        )
+        # Rows that nobody has see no key and write none, wherever they stand.
+        torch.addcmul(active, positions, active, out=lengths)
+        step = Step(tokens, positions, positions + bases, lengths, table)
+        tokens.copy_(self._draw(step, slice(rows), positions))
+        positions.add_(active)
+        return tokens
+
+    def _draw(self, step: Step, rows: slice | Tensor, last: Tensor) -> Tensor:
+        """Computes a step and draws the tokens of rows behind the positions `last`."""
+        settings = self.rows.settings
         return tiercel.sample(
-            logits,
-            temperature=temperatures,
-            top_k=top_ks,
-            top_p=top_ps,
-            seed=seeds,
-            offset=offsets,
+            self.model(step, self.pages.layer),
+            temperature=settings.temperatures[rows],
+            top_k=settings.top_ks[rows],
+            top_p=settings.top_ps[rows],
+            seed=settings.seeds[rows],
+            offset=last,
         )
 
-    def _capture(self, count: int) -> None:
-        """Records a decoding step of so many sequences."""
-        buffer = self._pack(self._inputs([], count)).to(self.device)
-        inputs = self._move(self._inputs([], count), buffer)
+    def _capture(self, sizes: list[int]) -> None:
+        """Records decoding steps, all in the same memory, since only one runs at a time."""
+        self.rows.send()
+        pool = torch.cuda.graph_pool_handle()
         with torch.inference_mode():
-            self._compute(inputs, 1)  # loads the kernels
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                tokens = self._compute(inputs, 1)
-        self._graphs[count] = graph, buffer, tokens
+            for rows in sizes:
+                self._decode_rows(rows)  # loads the kernels
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool):
+                    self._decode_rows(rows)
+                self._graphs[rows] = graph
 
-    def _inputs(self, pieces: list[Piece], sequences: int) -> list[Tensor]:
-        """Makes a step's inputs on the host: the parameters of draws, then the fields of `Step`.
+    def _mixed(self, pieces: list[Piece]) -> Tensor:
+        """A step that has tokens of prompts."""
+        state, given = self.rows, self._inputs(pieces)
+        tokens, last, drawn = given["tokens"], given["last"], given["drawn"]
+        tokens[given["on_gpu"]] = state.tokens[given["on_gpu_rows"]].long()
+        step = Step(
+            tokens,
+            given["positions"],
+            given["slots"],
+            given["lengths"].int(),
+            state.settings.page_table[given["rows"]],
+            given["starts"].int(),
+            last,
+            max(piece.count for piece in pieces),
+        )
+        positions = step.positions[last]
+        new = self._draw(step, drawn, positions)
+        state.tokens[drawn], state.positions[drawn] = new, positions + 1
+        return new
 
-        Sequences behind the last piece have one token, which goes nowhere and sees nothing.
-        """
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        starts = [0]
-        last: list[int] = []
-        table = torch.zeros(sequences, self._columns, dtype=torch.int32)
-        for row, piece in enumerate(pieces):
-            sequence = piece.sequence
-            places = range(sequence.cached, sequence.cached + piece.count)
-            tokens += map(sequence.token, places)
-            positions += places
-            slots += (self.pages.slot(sequence.pages, place) for place in places)
-            starts.append(len(tokens))
-            table[row, : len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32)
+    def _inputs(self, pieces: list[Piece]) -> dict[str, Tensor]:
+        """Makes the inputs of a step that has tokens of prompts, by one copy to the GPU."""
+        parts: dict[str, list[int]] = {name: [] for name in INPUTS}
+        tokens, last = parts["tokens"], parts["last"]
+        parts["starts"].append(0)
+        for piece in pieces:
+            sequence, end = piece.sequence, piece.sequence.cached + piece.count
+            if sequence.decoding:
+                parts["on_gpu"].append(len(tokens))
+                parts["on_gpu_rows"].append(sequence.row)
+                tokens.append(0)
+            else:
+                tokens += (sequence.prompt + sequence.new)[sequence.cached : end]
+            places = range(sequence.cached, end)
+            parts["positions"] += places
+            parts["slots"] += (self.pages.slot(sequence.pages, place) for place in places)
+            parts["starts"].append(len(tokens))
+            parts["lengths"].append(end)
+            parts["rows"].append(sequence.row)
             if piece.gives_token:
                 last.append(len(tokens) - 1)
-        padding = sequences - len(pieces)
-        for _ in range(padding):
-            last.append(len(tokens))
-            tokens.append(0)
-            positions.append(0)
-            slots.append(-1)
-            starts.append(len(tokens))
-        lengths = [piece.sequence.cached + piece.count for piece in pieces] + [0] * padding
-        draws = [piece.sequence for piece in pieces if piece.gives_token]
-        settings = [sequence.sampling for sequence in draws] + [GREEDY] * padding
-        ints, floats = torch.int32, torch.float32
-        return [
-            torch.tensor([s.seed for s in settings], dtype=torch.int64),
-            torch.tensor([d.length for d in draws] + [0] * padding, dtype=torch.int64),
-            torch.tensor([s.temperature for s in settings], dtype=floats),
-            torch.tensor([s.top_k for s in settings], dtype=ints),
-            torch.tensor([s.top_p for s in settings], dtype=floats),
-            *(
-                torch.tensor(part, dtype=ints)
-                for part in (tokens, positions, slots, starts, lengths)
-            ),
-            table,
-            torch.tensor(last, dtype=ints),
-        ]
-
-    @staticmethod
-    def _pack(tensors: list[Tensor]) -> Tensor:
-        return torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors])
-
-    def _move(self, tensors: list[Tensor], buffer: Tensor | None = None) -> list[Tensor]:
-        """The tensors on the GPU, by one copy; a graph's inputs always go to its own buffer."""
-        packed = self._pack(tensors)
-        buffer = packed.to(self.device) if buffer is None else buffer.copy_(packed)
-        parts = buffer.split([tensor.nbytes for tensor in tensors])
-        return [part.view(t.dtype).view(t.shape) for part, t in zip(parts, tensors, strict=True)]
+                parts["drawn"].append(sequence.row)
+        packed = torch.tensor(list(itertools.chain(*parts.values())))
+        packed = sendable(packed, self.device).to(self.device, non_blocking=True)
+        split = packed.split([len(part) for part in parts.values()])
+        return dict(zip(parts, split, strict=True))

@@ -59,14 +59,14 @@ class Config:
 class Step:
     """The inputs of a step: B sequences, T new tokens. All but the last are on the GPU."""
 
-    tokens: Tensor  # [T] int32
-    positions: Tensor  # [T] int32
-    slots: Tensor  # [T] int32: places in the cache, -1 for none
-    starts: Tensor  # [B + 1] int32: where sequences begin in `tokens`
+    tokens: Tensor  # [T] int32 or int64
+    positions: Tensor  # [T] int64
+    slots: Tensor  # [T] int64: places in the cache, negative for none
     lengths: Tensor  # [B] int32: keys per sequence, new ones included
     page_table: Tensor  # [B, pages of a sequence] int32
-    last: Tensor  # [R] int32: the rows whose next token is wanted
-    most_new: int  # the most new tokens of a sequence, or more
+    starts: Tensor | None = None  # [B + 1] int32: where sequences begin; None: a token of each
+    last: Tensor | None = None  # [R] int64: the rows whose next token is wanted; None: all
+    most_new: int = 1  # the most new tokens of a sequence, or more
 
 
 @dataclasses.dataclass
@@ -136,8 +136,9 @@ class Model:
         config = self.config
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         stream = torch.nn.functional.embedding(step.tokens, self.embeddings)
+        more: Tensor | None = None  # to add to the stream
         for index, layer in enumerate(self.layers):
-            hidden = tiercel.rms_norm(stream, layer.input_norm, eps=config.rms_norm_eps)
+            hidden, stream = self._normed(stream, more, layer.input_norm)
             qkv = tiercel.linear_act(hidden, layer.qkv, activation="none")
             qkv = qkv.view(-1, heads + 2 * kv_heads, config.head_dim)
             q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
@@ -151,26 +152,36 @@ class Model:
             stream = tiercel.linear_act(
                 attended.flatten(1), layer.output, activation="none", residual=stream
             )
-            hidden = tiercel.rms_norm(stream, layer.mlp_norm, eps=config.rms_norm_eps)
-            stream = self._mlp(layer, hidden, stream)
-        rows = stream.index_select(0, step.last)
-        hidden = tiercel.rms_norm(rows, self.norm, eps=config.rms_norm_eps)
+            hidden, stream = self._normed(stream, None, layer.mlp_norm)
+            if layer.router is None:
+                stream = tiercel.fused_mlp(hidden, layer.up, layer.down, residual=stream)
+            else:
+                more = self._experts(layer, layer.router, hidden)
+        if step.last is not None:
+            stream = stream[step.last]
+            more = None if more is None else more[step.last]
+        hidden, _ = self._normed(stream, more, self.norm)
         return tiercel.linear_act(hidden, self.head, activation="none")
 
-    def _mlp(self, layer: Layer, hidden: Tensor, stream: Tensor) -> Tensor:
-        if layer.router is None:
-            return tiercel.fused_mlp(hidden, layer.up, layer.down, residual=stream)
-        scores = tiercel.linear_act(hidden, layer.router, activation="none")
+    def _normed(self, stream: Tensor, more: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of the stream plus what is to be added, and their sum."""
+        eps = self.config.rms_norm_eps
+        if more is None:
+            return tiercel.rms_norm(stream, weight, eps=eps), stream
+        return tiercel.rms_norm(stream, weight, residual=more, eps=eps)
+
+    def _experts(self, layer: Layer, router: Tensor, hidden: Tensor) -> Tensor:
+        scores = tiercel.linear_act(hidden, router, activation="none")
         weights, experts = tiercel.topk_softmax(
             scores, self.config.num_experts_per_tok, renormalize=self.config.norm_topk_prob
         )
-        return stream + tiercel.fused_moe(hidden, layer.up, layer.down, weights, experts)
+        return tiercel.fused_moe(hidden, layer.up, layer.down, weights, experts)
 
 
 def _attention(step: Step, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Attention of new tokens over all tokens of their sequences; the cache has both."""
-    if step.tokens.shape == step.lengths.shape and step.most_new == 1:
-        # A token of each sequence: this kernel shares the keys of one among several blocks.
+    if step.starts is None:
+        # This kernel shares the keys of a sequence among several blocks.
         attended = tiercel.decode_attention(
             *(q[:, None], keys, values, step.page_table, step.lengths)
         )

@@ -1,26 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the tokens of the next step: continuous batching, chunked prefill."""
+"""Chooses the tokens of the next step: continuous batching, chunked prefill.
+
+It plans a step before the tokens of the one before are known: how many there are is enough.
+"""
 
 import collections
 import dataclasses
 
-from pages import Pages
+from memory import GREEDY, Pages, Rows, Sampling
 
 
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """How a sequence's tokens are drawn, as ``tiercel.sample`` takes it."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-
-GREEDY = Sampling()
-
-
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Sequence:
     """A prompt and the tokens that follow."""
 
@@ -28,17 +18,16 @@ class Sequence:
     most_new: int
     end: int | None = None
     sampling: Sampling = GREEDY
-    new: list[int] = dataclasses.field(default_factory=list)
+    new: list[int] = dataclasses.field(default_factory=list)  # those that the host has read
+    drawn: int = 0  # new tokens, those included that only the GPU knows yet
     pages: list[int] = dataclasses.field(default_factory=list)
     cached: int = 0  # tokens whose keys and values are in the cache
-
-    def token(self, place: int) -> int:
-        prompt = len(self.prompt)
-        return self.prompt[place] if place < prompt else self.new[place - prompt]
+    row: int | None = None  # while it runs
+    decoding: bool = False  # its row has its last token
 
     @property
     def length(self) -> int:
-        return len(self.prompt) + len(self.new)
+        return len(self.prompt) + self.drawn
 
     @property
     def done(self) -> bool:
@@ -60,8 +49,8 @@ class Piece:
 class Scheduler:
     """Decoding sequences go first, a token each; prompts fill the rest of a step in chunks."""
 
-    def __init__(self, pages: Pages, most_sequences: int, most_tokens: int) -> None:
-        self._pages = pages
+    def __init__(self, pages: Pages, rows: Rows, most_sequences: int, most_tokens: int) -> None:
+        self._pages, self._rows = pages, rows
         self._most_sequences, self._most_tokens = most_sequences, most_tokens
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.running: list[Sequence] = []
@@ -71,7 +60,7 @@ class Scheduler:
         pieces: list[Piece] = []
         left = self._most_tokens
         for sequence in list(self.running):
-            if sequence not in self.running:
+            if sequence.row is None:
                 continue  # it gave its pages to an older one
             count = min(sequence.length - sequence.cached, left)
             if count == 0 or not self._make_room(sequence, count):
@@ -81,32 +70,64 @@ class Scheduler:
         while self.waiting and left and len(self.running) < self._most_sequences:
             sequence = self.waiting[0]
             count = min(sequence.length, left)
-            if not self._pages.extend(sequence.pages, count):
+            if (
+                len(sequence.new) < sequence.drawn
+                or self._pages.missing([], count) > self._pages.free
+            ):
                 break
             self.running.append(self.waiting.popleft())
+            sequence.row = self._rows.take(sequence.sampling)
+            self._extend(sequence, count)
             pieces.append(Piece(sequence, count))
             left -= count
         return pieces
 
+    def _extend(self, sequence: Sequence, tokens: int) -> bool:
+        before = len(sequence.pages)
+        enough = self._pages.extend(sequence.pages, tokens)
+        assert sequence.row is not None
+        self._rows.add_pages(sequence.row, sequence.pages, before)
+        return enough
+
     def _make_room(self, sequence: Sequence, count: int) -> bool:
         """Takes pages, if need be those of the youngest sequences, which start over later."""
-        while not self._pages.extend(sequence.pages, sequence.cached + count):
-            youngest = self.running.pop()
-            self._pages.release(youngest.pages)
-            youngest.cached = 0
+        while not self._extend(sequence, sequence.cached + count):
+            youngest = self.running[-1]
+            self._stop(youngest)
             self.waiting.appendleft(youngest)
             if youngest is sequence:
                 return False
         return True
 
-    def finish(self, pieces: list[Piece], tokens: list[int]) -> None:
-        """Takes a step's results in: a token for each piece that gives one."""
-        drawn = iter(tokens)
+    def _stop(self, sequence: Sequence) -> None:
+        """Takes everything from a running sequence; steps in flight still read and write it."""
+        assert sequence.row is not None
+        self.running.remove(sequence)
+        self._pages.release(sequence.pages)
+        self._rows.release(sequence.row)
+        sequence.row, sequence.cached, sequence.decoding = None, 0, False
+
+    def started(self, pieces: list[Piece]) -> None:
+        """Takes note that the GPU has the step: others may have what its last tokens free."""
         for piece in pieces:
             sequence, gives = piece.sequence, piece.gives_token
             sequence.cached += piece.count
             if gives:
-                sequence.new.append(next(drawn))
-                if sequence.done:
-                    self._pages.release(sequence.pages)
-                    self.running.remove(sequence)
+                sequence.drawn += 1
+                sequence.decoding = True
+                if sequence.drawn == sequence.most_new:
+                    self._stop(sequence)
+
+    def finished(self, sequences: list[Sequence], tokens: list[int]) -> list[Sequence]:
+        """Takes in the tokens of a step; returns the sequences that got one.
+
+        A sequence that ended a step before, when the next one was on its way, gets none.
+        """
+        going = [(s, token) for s, token in zip(sequences, tokens, strict=True) if not s.done]
+        for sequence, token in going:
+            sequence.new.append(token)
+            if sequence.done and sequence.row is not None:
+                self._stop(sequence)
+            elif sequence.done and sequence in self.waiting:
+                self.waiting.remove(sequence)
+        return [sequence for sequence, _ in going]

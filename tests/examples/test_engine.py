@@ -11,9 +11,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).absolute().parents[2] / "examples" / "engine"))
 
 from engine import Engine
+from memory import GREEDY, Pages, Rows, Sampling
 from model import Config, Model, random_weights
-from pages import Pages
-from scheduler import GREEDY, Sampling, Scheduler, Sequence
+from scheduler import Scheduler, Sequence
 from support.tiny_models import make
 
 pytestmark = pytest.mark.torch
@@ -38,6 +38,14 @@ def serve(engine, new=12, sampling=GREEDY):
     for _ in engine.run():
         pass
     return sequences
+
+
+def serve_alone(prompt, new):
+    engine = engine_of(make("Qwen3"))
+    sequence = engine.add(prompt, new)
+    for _ in engine.run():
+        pass
+    return sequence.new
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -100,32 +108,79 @@ def test_an_end_token_ends_a_sequence_and_frees_its_pages():
     assert engine.pages.free == 24 and not engine.scheduler.running
 
 
+def scheduler_of(pages, page_size, most_sequences, most_tokens):
+    pages = Pages(1, pages, page_size, 1, 8)
+    rows = Rows(most_sequences, 16, page_size, torch.device("cpu"))
+    return Scheduler(pages, rows, most_sequences, most_tokens), pages, rows
+
+
+def run_step(scheduler):
+    """(pieces, the sequences that draw a token); the token is read at once."""
+    pieces = scheduler.next_step()
+    drawn = [piece.sequence for piece in pieces if piece.gives_token]
+    scheduler.started(pieces)
+    scheduler.finished(drawn, [1] * len(drawn))
+    return pieces
+
+
 def test_decoding_goes_first_and_prompts_come_in_chunks():
-    pages = Pages(1, 8, 16, 1, 8)
-    scheduler = Scheduler(pages, most_sequences=3, most_tokens=20)
+    scheduler, *_ = scheduler_of(8, 16, most_sequences=3, most_tokens=20)
     scheduler.waiting += [Sequence([0] * length, 4) for length in (10, 30, 7)]
-    counts = []
-    for _ in range(4):
-        pieces = scheduler.next_step()
-        counts.append([piece.count for piece in pieces])
-        scheduler.finish(pieces, [1] * sum(piece.gives_token for piece in pieces))
+    counts = [[piece.count for piece in run_step(scheduler)] for _ in range(4)]
     assert counts == [[10, 10], [1, 19], [1, 1, 7], [1, 1, 1]]
 
 
 def test_the_youngest_sequence_gives_its_pages():
-    pages = Pages(1, 4, 4, 1, 8)
-    scheduler = Scheduler(pages, most_sequences=2, most_tokens=16)
+    scheduler, pages, rows = scheduler_of(4, 4, most_sequences=2, most_tokens=16)
     old, young = Sequence([0] * 8, 8), Sequence([0] * 8, 8)
     scheduler.waiting += [old, young]
-    scheduler.finish(scheduler.next_step(), [1, 1])
-    pieces = scheduler.next_step()
+    run_step(scheduler)
+    pieces = run_step(scheduler)
     assert [piece.sequence for piece in pieces] == [old]
     assert list(scheduler.waiting) == [young] and young.cached == 0 and not young.pages
-    scheduler.finish(pieces, [1])
     for _ in range(20):
-        pieces = scheduler.next_step()
-        scheduler.finish(pieces, [1] * sum(piece.gives_token for piece in pieces))
+        run_step(scheduler)
     assert old.done and young.done and pages.free == 4
+    rows.send()
+    assert rows.settings.active.sum() == 0
+
+
+def test_a_sequence_that_gave_its_pages_waits_for_its_token():
+    scheduler, *_ = scheduler_of(4, 4, most_sequences=2, most_tokens=16)
+    old, young = Sequence([0] * 8, 8), Sequence([0] * 7, 8)
+    scheduler.waiting += [old, young]
+    scheduler.started(first := scheduler.next_step())
+    scheduler.started(second := scheduler.next_step())  # both have a token that nobody read
+    assert [piece.sequence for piece in second] == [old] and young.drawn == 1
+    assert [piece.sequence for piece in first] == [old, young]
+    scheduler._stop(old)
+    assert not scheduler.next_step(), "the token of `young` is not known yet"
+    scheduler.finished([old, young], [1, 2])
+    (again,) = scheduler.next_step()
+    assert (again.sequence, again.count, again.gives_token) == (young, 8, True)
+
+
+def test_an_end_that_is_read_late():
+    scheduler, pages, rows = scheduler_of(8, 4, most_sequences=2, most_tokens=16)
+    sequence = Sequence([0] * 4, 8, end=7)
+    scheduler.waiting.append(sequence)
+    for _ in range(2):
+        scheduler.started(scheduler.next_step())
+    assert sequence.drawn == 2 and not sequence.new
+    assert scheduler.finished([sequence], [7]) == [sequence]
+    assert sequence.done and not scheduler.running and pages.free == 8
+    assert not scheduler.finished([sequence], [3]) and sequence.new == [7]
+    assert rows.take(GREEDY) == 0
+
+
+def test_a_step_is_launched_before_the_last_one_s_tokens_are_read():
+    engine = engine_of(make("Qwen3"))
+    sequence = engine.add([5, 6, 7], 4)
+    assert next(engine.run()) == [sequence]
+    assert (len(sequence.new), sequence.drawn) == (1, 2)
+    steps = [len(sequence.new) for _ in engine.run()]  # goes on where the other stopped
+    assert steps == [2, 3, 4]
+    assert sequence.new == serve_alone([5, 6, 7], 4)
 
 
 def test_what_it_refuses():
