@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face transformers: importing this makes ``attn_implementation="tiercel"`` known to it;
-`apply` replaces more of a loaded model."""
+"""Hugging Face transformers: importing this makes ``attn_implementation="tiercel"`` and
+``experts_implementation="tiercel"`` known to it; `apply` replaces more of a loaded model."""
 
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.moe import ExpertsInterface
 
 from tiercel.integrations.transformers.attention import attention_forward
+from tiercel.integrations.transformers.experts import experts_forward
 from tiercel.integrations.transformers.masks import make_mask
 from tiercel.integrations.transformers.replace import Report as Report
 from tiercel.integrations.transformers.replace import apply as apply
@@ -13,3 +15,4 @@ __all__ = ["Report", "apply"]
 
 AttentionInterface.register("tiercel", attention_forward)
 AttentionMaskInterface.register("tiercel", make_mask)
+ExpertsInterface.register("tiercel", experts_forward)

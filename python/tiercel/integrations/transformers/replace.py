@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 import tiercel
 from tiercel.integrations.transformers.attention import ONE_SEQUENCE
+from tiercel.integrations.transformers.experts import is_experts, why_not
 from tiercel.integrations.transformers.loss import use_linear_loss
 from tiercel.integrations.transformers.rotary import pairs_share_angles, rotary_forward
 
@@ -51,7 +52,8 @@ class Report:
 def apply(model: nn.Module) -> Report:
     """Makes a loaded Hugging Face model use Tiercel's ops.
 
-    Replaces attention (``attn_implementation="tiercel"``), RMS norms, the activations of gated
+    Replaces attention (``attn_implementation="tiercel"``), experts
+    (``experts_implementation="tiercel"``, in inference), RMS norms, the activations of gated
     MLPs, rotary embeddings, and in training the loss of causal language models, each only where
     the module gives the same results up to rounding. Weights stay where they are, and gradients
     flow. A training step with labels makes no logits, and its output has none.
@@ -81,6 +83,7 @@ def apply(model: nn.Module) -> Report:
                 report.replaced.setdefault(op, []).append(name)
             break
     _use_attention(model, report)
+    _use_experts(model, report)
     _use_loss(model, report)
     return report
 
@@ -126,6 +129,27 @@ def _use_attention(model: nn.Module, report: Report) -> None:
             ):
                 handle = submodel.register_forward_pre_hook(_say_one_sequence, with_kwargs=True)
                 report._undo.append(handle.remove)
+
+
+def _use_experts(model: nn.Module, report: Report) -> None:
+    """Sets the experts' implementation where that of one module at least changes."""
+    if not isinstance(model, PreTrainedModel):
+        return
+    reasons = {name: why_not(m) for name, m in model.named_modules() if is_experts(m)}
+    ours = [name for name, why in reasons.items() if why is None]
+    report.kept.update({name: why for name, why in reasons.items() if why is not None})
+    configs = list({id(m.config): m.config for m in _submodels(model)}.values())
+    before = [(config, config._experts_implementation) for config in configs]
+    if not ours or all(was == "tiercel" for _, was in before):
+        return
+    model.set_experts_implementation("tiercel")
+
+    def undo() -> None:
+        for config, was in before:
+            config._experts_implementation_internal = was
+
+    report._undo.append(undo)
+    report.replaced["fused_moe"] = ours
 
 
 def _submodels(model: nn.Module) -> Iterator[PreTrainedModel]:
