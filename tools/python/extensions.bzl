@@ -37,7 +37,7 @@ def _packages_impl(mctx):
         python_version = pythons.default,
     )
     cxx_toolchain_repository(name = "cxx_toolchain")
-    for name in ["build", "lint", "release", "release-test", "transformers"]:
+    for name in ["build", "lint", "release", "release-test", "transformers", "kernels"]:
         python_packages(
             name = name.replace("-", "_") + "_packages",
             extract = name == "build",  # for pybind11's headers
