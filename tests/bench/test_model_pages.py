@@ -29,6 +29,7 @@ def test_a_page(record):
         record("tiercel.compiled", 99.0),
         record("tiercel.compiled", 1.0, rel_err=0.0123, **newer),
         record("transformers", 2.0, **newer),
+        record("engine", 4.0, host_ms=None, rel_err=None, **newer),
         record("liger", status="failed", reason="no such model", **newer),
         record(
             "transformers", 3000.0, phase="decode", case="32x2048", peak_mib=None, launches=None
@@ -38,6 +39,7 @@ def test_a_page(record):
     text = page.render("NVIDIA H200", records)
     assert text.startswith("# Models, NVIDIA H200\n") and text.count("## M, 4 layers") == 1
     assert "| tiercel.compiled | 1 | 2.00 | 128000 | 0.50 | 7 | 100 | 1.2 | 1.2e-02 |" in text
+    assert "| engine | 4 | 0.50 | 32000 | - | 7 | 100 | 1.2 | - |" in text
     assert "| liger | failed | - | - | - | - | - | - | - |" in text
     assert "- M, prefill 1x128, liger: no such model\n" in text and "99" not in text
     assert "| transformers | 3000 | 1.00 | 43 | 0.50 | - | - | 1.2 | 0.0e+00 |" in text

@@ -3,6 +3,7 @@
 
 import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ pytestmark = [
     pytest.mark.torch,
     pytest.mark.filterwarnings("ignore::tiercel.backends.FallbackWarning"),
 ]
+ENGINE = Path(__file__).absolute().parents[2] / "examples" / "engine"
 TINY = {
     "class": "Llama",
     "layers": 2,
@@ -34,6 +36,7 @@ def bench(monkeypatch, tmp_path):
     """bench(*words) -> (exit status, records)."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setenv("TIERCEL_COMMIT", "abc")
+    monkeypatch.chdir(tmp_path)
     model, out = tmp_path / "Tiny.json", tmp_path / "records.jsonl"
     model.write_text(json.dumps(TINY))
 
@@ -83,6 +86,24 @@ def test_liger_that_is_not_installed_is_left_out(bench, capsys):
     code, records = bench("--prefill", "1x8", "--decode", "--train", "--ways", "liger")
     assert code == 0 and not records
     assert "liger left out: it is not installed" in capsys.readouterr().out
+
+
+def test_the_engine(bench, capsys):
+    qwen = {**TINY, "class": "Qwen3"}
+    shapes = ("--prefill", "2x8", "--decode", "2x8", "--train", "2x4", "--ways", "engine")
+    code, records = bench(*shapes)
+    assert code == 0 and not records and "engine left out: --engine" in capsys.readouterr().out
+    Path("Qwen.json").write_text(json.dumps(qwen))
+    code, records = bench("Qwen.json", *shapes, "--engine", str(ENGINE))
+    assert code == 0
+    assert [(r["phase"], r["status"]) for r in records if r["model"] == "Qwen"] == [
+        ("prefill", "ok"),
+        ("decode", "ok"),
+    ]
+    for record in records:
+        assert page.problem(record) is None
+    (reason,) = {r["reason"] for r in records if r["model"] == "Tiny"}
+    assert "`model_type` must be qwen3" in reason
 
 
 @pytest.mark.parametrize("name", run.names())

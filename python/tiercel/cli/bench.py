@@ -56,8 +56,9 @@ def _add_model(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     for phase, (default, text) in shapes.items():
         text += f" ({' '.join(default)})"
         add(f"--{phase}", nargs="*", default=default, metavar="BxN", help=text)
-    text = "transformers, transformers.compiled, tiercel, tiercel.compiled, liger (all)"
+    text = "transformers, transformers.compiled, tiercel, tiercel.compiled, engine, liger (all)"
     add("--ways", default="all", metavar="all|A,B", help=text)
+    add("--engine", metavar="FOLDER", help="examples/engine of a checkout, for the way engine")
     add("--steps", type=whole(1), default=20, help="steps to time (20)")
     add("--out", type=Path, metavar="FILE", help="write the records here (JSON Lines)")
     add("--device", default="cuda", help=argparse.SUPPRESS)

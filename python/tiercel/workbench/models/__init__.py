@@ -8,4 +8,4 @@ process, one after the other.
 PHASES = ("prefill", "decode", "train")
 
 # In the order in which they run: liger changes transformers itself, which nothing undoes.
-WAYS = ("transformers", "transformers.compiled", "tiercel", "tiercel.compiled", "liger")
+WAYS = ("transformers", "transformers.compiled", "tiercel", "tiercel.compiled", "engine", "liger")

@@ -18,7 +18,7 @@ def model(args: argparse.Namespace) -> int:
         environment.check_gpu()
     chosen = [run.read_sizes(name) for name in args.names or ("Llama-3.2-1B", "Qwen3-8B")]
     cases = [_case(phase, text) for phase in PHASES for text in getattr(args, phase)]
-    ways = _ways(args.ways)
+    ways = _ways(args.ways, args.engine)
     common = environment.describe() | {"transformers": run.import_transformers().__version__}
     common["command"] = repeat(args)
     say(f"{common['gpu']}, torch {common['torch']}, transformers {common['transformers']}")
@@ -27,7 +27,8 @@ def model(args: argparse.Namespace) -> int:
         for sizes in chosen:
             layers = min(args.layers or sizes.layers, sizes.layers)
             found: dict[str, list[page.Record]] = {}
-            for record in run.measure(sizes, layers, cases, ways, args.steps, args.device):
+            given = (cases, ways, args.steps, args.device, args.engine)
+            for record in run.measure(sizes, layers, *given):
                 record = common | record
                 found.setdefault(f"{record['phase']} {record['case']}", []).append(record)
                 if file is not None:
@@ -44,7 +45,7 @@ def model(args: argparse.Namespace) -> int:
     return int(failed > 0)
 
 
-def _ways(text: str) -> list[str]:
+def _ways(text: str, engine: str | None) -> list[str]:
     if text == "all":
         wanted = list(WAYS)
     else:
@@ -55,6 +56,9 @@ def _ways(text: str) -> list[str]:
     for way in [way for way in wanted if run.version(way) is None]:
         say(f"{way} left out: it is not installed")
         wanted.remove(way)
+    if "engine" in wanted and engine is None:
+        say("engine left out: --engine FOLDER says where it is, examples/engine of a checkout")
+        wanted.remove("engine")
     return wanted
 
 
@@ -72,4 +76,6 @@ def repeat(args: argparse.Namespace) -> str:
         words += ["--layers", str(args.layers)]
     for phase in PHASES:
         words += [f"--{phase}", *getattr(args, phase)]
+    if args.engine:
+        words += ["--engine", "examples/engine"]
     return " ".join([*words, "--ways", args.ways, "--steps", str(args.steps)])

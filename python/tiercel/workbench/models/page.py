@@ -28,6 +28,8 @@ random, in bfloat16.
 - **ms**: the median of single steps between two events. **speed**: to the uncompiled model, which
   uses SDPA where transformers does. **host ms**: how long the CPU is busy. **MiB**: peak memory.
   **first call**: with compilation.
+- **engine** is `examples/engine`, on the host's clock: a prompt until its first token is read, and
+  the time between two tokens of all sequences, cache and sampling included.
 - **error**: the distance of the logits, or of the loss, from the uncompiled model's.
 """
 
@@ -65,7 +67,8 @@ def problem(record: Any) -> str | None:
         return None if isinstance(record.get("reason"), str) else "`reason` is no text"
     for name in (*_NUMBERS, "rel_err"):
         value: Any = record.get(name)
-        optional = value is None and name in ("peak_mib", "launches")
+        perhaps = ("peak_mib", "launches")
+        optional = value is None and (name in perhaps or record["way"] == "engine")
         if not optional and not (type(value) in (int, float) and 0 <= value < 1e15):
             return f"`{name}` is no number"
     return None if record["ms_median"] > 0 else "`ms_median` is not positive"
@@ -82,17 +85,21 @@ def _row(record: Record, base: float | None) -> tuple[str, ...]:
     way = record["way"]
     if record["status"] != "ok":
         return (way, "failed", *["-"] * (len(HEAD) - 2))
-    ms, peak, launches = (record[name] for name in ("ms_median", "peak_mib", "launches"))
+    ms = record["ms_median"]
+
+    def shown(name: str, form: str) -> str:
+        return "-" if record[name] is None else f"{record[name]:{form}}"
+
     return (
         way,
         f"{ms:.3g}" if ms < 100 else f"{ms:.0f}",
         "-" if base is None else f"{base / ms:.2f}",
-        f"{record['tokens_per_s']:.0f}",
-        f"{record['host_ms']:.2f}",
-        "-" if launches is None else str(launches),
-        "-" if peak is None else f"{peak:.0f}",
-        f"{record['first_call_s']:.1f}",
-        f"{record['rel_err']:.1e}",
+        shown("tokens_per_s", ".0f"),
+        shown("host_ms", ".2f"),
+        shown("launches", "d"),
+        shown("peak_mib", ".0f"),
+        shown("first_call_s", ".1f"),
+        shown("rel_err", ".1e"),
     )
 
 

@@ -22,6 +22,7 @@ from tiercel._terminal import line
 from tiercel.workbench.bench import BenchError
 from tiercel.workbench.bench.records import rounded
 from tiercel.workbench.bench.runner import first_line
+from tiercel.workbench.models import engine
 
 CONFIGS = Path(__file__).parent / "configs"
 _SPARE = 512  # places of a cache behind the context, for the steps that are timed
@@ -182,7 +183,7 @@ def _apply_liger(model: Any) -> None:
 def version(way: str) -> str | None:
     """The version of what makes a way what it is; None if that is not installed."""
     package = way.partition(".")[0]
-    if package == "tiercel":
+    if package in ("tiercel", "engine"):
         return tiercel.__version__
     try:
         return importlib.metadata.version({"liger": "liger-kernel"}.get(package, package))
@@ -233,33 +234,47 @@ class Timer:
             "ms_min": min(samples),
             "host_ms": host,
             "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if self._gpu else None,
-            "launches": _launches(function) if self._gpu else None,
+            "launches": self.launches(function),
             "first_call_s": first_call,
         }
 
-
-def _launches(function: Callable[[], Any]) -> int:
-    """The kernels, copies and fills of a step on the GPU."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        function()
-        torch.cuda.synchronize()
-    on_gpu = (e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA)
-    return sum(event.name not in _OF_THE_PROFILER for event in on_gpu)
+    def launches(self, function: Callable[[], Any]) -> int | None:
+        """The kernels, copies and fills of a step on the GPU."""
+        if not self._gpu:
+            return None
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            function()
+            torch.cuda.synchronize()
+        on_gpu = (e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA)
+        return sum(event.name not in _OF_THE_PROFILER for event in on_gpu)
 
 
 def measure(
-    sizes: Sizes, layers: int, cases: Sequence[Case], ways: Sequence[str], steps: int, device: str
+    sizes: Sizes,
+    layers: int,
+    cases: Sequence[Case],
+    ways: Sequence[str],
+    steps: int,
+    device: str,
+    engine_folder: str | None = None,
 ) -> Iterator[dict[str, Any]]:
     """A record for each case and way, without what the records of a run share."""
     model, timer = build(sizes, layers, device), Timer(device)
     right: dict[Case, Tensor] = {}
     for way in ways:
         for case in cases:
+            if way == "engine" and case.phase == "train":
+                continue
             record = {"model": sizes.name, "layers": layers, "phase": case.phase}
             record |= {"case": case.name, "way": way, "version": version(way)}
             try:
-                record |= _measure(model, timer, case, way, right, steps, device)
+                if way == "engine":
+                    found = engine.measure(engine_folder, model, case, steps, timer.launches)
+                else:
+                    found = _measure(model, timer, case, way, right, steps, device)
+                record |= {"status": "ok", **found}
+                record["tokens_per_s"] = case.new_tokens / found["ms_median"] * 1e3
             except Exception as error:  # the other ways are still measured
                 record |= {"status": "failed", "reason": first_line(error)[:500]}
             model.zero_grad(set_to_none=True)
@@ -284,6 +299,4 @@ def _measure(
             found = timer.measure(call, steps)
             got = call().float().clone()
     known = right.setdefault(case, got)
-    found["rel_err"] = float((got - known).norm() / known.norm())
-    found["tokens_per_s"] = case.new_tokens / found["ms_median"] * 1e3
-    return {"status": "ok", **found}
+    return {**found, "rel_err": float((got - known).norm() / known.norm())}
