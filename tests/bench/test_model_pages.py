@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pages of whole models come from their records and from nothing else."""
 
+import re
+import xml.etree.ElementTree
+
 import pytest
 
 from tiercel.cli import main
 from tiercel.workbench.bench import BenchError, report
 from tiercel.workbench.bench.records import dump
-from tiercel.workbench.models import WAYS, page
+from tiercel.workbench.models import WAYS, page, plot
 
 
 @pytest.fixture
@@ -76,6 +79,15 @@ def test_faults(record, fields, fault):
     assert page.problem([]) == "is no JSON object"
 
 
+def test_a_picture(record):
+    records = [record(), record("tiercel", 1.25), record("engine", status="failed", reason="none")]
+    text = plot.draw([("M <b>", records), ("no base", [record("tiercel")])])
+    xml.etree.ElementTree.fromstring(text)
+    assert "M &lt;b&gt;" in text and "no base" not in text and "engine" not in text
+    whole, part = (float(x) for x in re.findall(r'rect x="250" .* width="([0-9.]+)"', text)[::-1])
+    assert whole / part == pytest.approx(1.6, rel=1e-3) and ">1.60</text>" in text
+
+
 def test_the_report_writes_and_checks_them(record, tmp_path):
     (tmp_path / "README.md").write_text(f"{report.BEGIN}\n{report.END}\n")
     (tmp_path / "models").mkdir()
@@ -85,6 +97,7 @@ def test_the_report_writes_and_checks_them(record, tmp_path):
     report.update(tmp_path, check=False)
     assert report.update(tmp_path, check=True)
     assert "## M, 4 layers" in records.with_suffix(".md").read_text()
+    assert "M, 4 layers, prefill 1x128" in records.with_suffix(".svg").read_text()
     records.write_text(dump(record(ms=5.0)) + "\n")
     assert not report.update(tmp_path, check=True)
     records.write_text("{}\n")

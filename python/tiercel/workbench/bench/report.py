@@ -26,8 +26,8 @@ OVERVIEW_HEAD = ("operator", "even or faster", "least", "geomean", "most")
 
 
 def update(folder: Path, *, check: bool) -> bool:
-    """Renders README.md, results/<gpu>/<family>.md and models/<gpu>.md; returns whether all were
-    up to date."""
+    """Renders README.md, results/<gpu>/<family>.md and models/<gpu>.md, .svg; returns whether
+    all were up to date."""
     readme = folder / "README.md"
     try:
         text = readme.read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ from typing import Any
 from tiercel._terminal import plain
 from tiercel.workbench.bench import BenchError
 from tiercel.workbench.bench.table import markdown
-from tiercel.workbench.models import PHASES, WAYS
+from tiercel.workbench.models import PHASES, WAYS, plot
 
 Record = dict[str, Any]
 
@@ -116,8 +116,8 @@ def latest(records: Iterable[Record]) -> dict[tuple[Any, ...], list[Record]]:
 def render(gpu: str, records: Sequence[Record]) -> str:
     """The page of one GPU."""
     shown = latest(records)
-    parts = [f"# Models, {gpu}\n", _NOTE]
-    order = sorted(shown, key=lambda key: (key[0], key[1], PHASES.index(key[2]), _size(key[3])))
+    parts = [f"# Models, {gpu}\n", _NOTE, f"![speeds]({gpu.replace(' ', '_')}.svg)\n"]
+    order = _order(shown)
     title = None
     for key in order:
         model, layers, phase, case = key
@@ -139,15 +139,26 @@ def render(gpu: str, records: Sequence[Record]) -> str:
     return "\n".join(parts)
 
 
+def _order(cases: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    return sorted(cases, key=lambda key: (key[0], key[1], PHASES.index(key[2]), _size(key[3])))
+
+
+def _picture(records: Sequence[Record]) -> str:
+    shown = latest(records)
+    named = ((f"{key[0]}, {key[1]} layers, {key[2]} {key[3]}", key) for key in _order(shown))
+    return plot.draw((title, shown[key]) for title, key in named)
+
+
 def _size(case: str) -> tuple[int, ...]:
     return tuple(map(int, case.split("x")))
 
 
 def pages(folder: Path) -> dict[Path, str]:
-    """The pages beside the records of a folder."""
+    """The pages and pictures beside the records of a folder."""
     found = {}
     for path in sorted(folder.glob("*.jsonl")):
         records = read(path)
         if records:
             found[path.with_suffix(".md")] = render(records[0]["gpu"], records)
+            found[path.with_suffix(".svg")] = _picture(records)
     return found
