@@ -16,6 +16,7 @@ from tiercel.integrations.transformers.masks import Mask
 
 # A keyword that `apply` adds to a forward without position ids.
 ONE_SEQUENCE = "tiercel_one_sequence"
+DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 _SEQUENCES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -89,7 +90,7 @@ def _why_not(
 ) -> str | None:
     """The reason why Tiercel does not support this call, or None."""
     d = query.shape[-1]
-    if query.dtype not in (torch.bfloat16, torch.float16):
+    if query.dtype not in DTYPES:
         return f"it takes bfloat16 and float16, not {str(query.dtype).removeprefix('torch.')}"
     if not query.dtype == key.dtype == value.dtype:
         return "query, key and value have several dtypes"
