@@ -112,6 +112,7 @@ __device__ __forceinline__ Bound select(const Row<Format>& row, Bound bound, boo
   uint32_t below = lowest;  // tokens below this point are added up, but have no bins
   int shift = max(32 - __clz(extent) - kBinBits, 0);
   uint64_t before = 0;
+  bool partial = extent < (1u << kFixedBits) - 1;
   for (bool begins = true;;) {
     clear_bins(row);
     uint64_t own = 0;
@@ -134,15 +135,16 @@ __device__ __forceinline__ Bound select(const Row<Format>& row, Bound bound, boo
     uint32_t tokens[2];
     uint64_t amounts[2], start;
     const uint64_t all = add_bins(row, by_mass, tokens, amounts, &start);
-    if (below > 0 && (target <= before || target > before + all)) {
+    if (partial && (target <= before || target > before + all)) {
       // The window was wrong: the search begins again with all.
       below = lowest = 0, before = 0;
+      partial = false;
       extent = (1u << kFixedBits) - 1;
       shift = kFixedBits - kBinBits;
       row.meet();
       continue;
     }
-    if (below == 0 && begins) {
+    if (!partial && begins) {
       if (target == 0) target = part_of(share, all);
       if (all < target) {
         row.meet();
@@ -150,7 +152,7 @@ __device__ __forceinline__ Bound select(const Row<Format>& row, Bound bound, boo
       }
     }
     below = 0;
-    begins = false;
+    begins = partial = false;
     start += before;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

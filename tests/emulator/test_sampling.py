@@ -69,6 +69,13 @@ def test_filters(columns, dtype):
         check(logits, seed=seed, **given)
 
 
+def test_top_p_that_ends_among_the_largest():
+    """The estimate by every 16th token may end before the threshold."""
+    logits = problem(40, 3001, BF16, 9)
+    for top_p in (0.8, 0.85, 0.9, 0.95):
+        check(logits, top_p=top_p, seed=2)
+
+
 @pytest.mark.parametrize(
     ("rows", "columns", "dtype", "blocks"),
     [(1, 32_000, F32, 4), (1, 128_256, BF16, 8), (2, 262_144, BF16, 8), (1, 151_936, F32, 8)],

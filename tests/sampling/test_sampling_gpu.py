@@ -70,6 +70,15 @@ def test_vocabularies(rows, columns, dtype):
         check(logits, strays=rows // 100, seed=seed, **given)
 
 
+@pytest.mark.parametrize("columns", [3001, 32_000, 128_256])
+@pytest.mark.parametrize("factor", [3.0, 5.0])
+def test_top_p_that_ends_among_the_largest(factor, columns):
+    """The estimate by every 16th token may end before the threshold."""
+    logits = problem(500, columns, torch.bfloat16, 9, factor)
+    for top_p in (0.8, 0.85, 0.9, 0.95):
+        check(logits, strays=5, top_p=top_p, seed=2)
+
+
 @pytest.mark.parametrize("factor", [0.0, 0.01, 1.0, 30.0])
 def test_flat_and_steep_logits(factor):
     for dtype in (torch.float32, torch.bfloat16):
