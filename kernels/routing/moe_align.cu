@@ -136,9 +136,9 @@ __global__ void __launch_bounds__(kMoeAlignMaxThreads, 1)
   if (blockIdx.x == 0) store_number(args, all_blocks);
 }
 
-// 7 bits: up to 128 experts; 9 bits: up to 512.
+// 7 bits: up to 128 experts; 9 bits: up to 512; 10 bits: up to 1024. One id per thread: any number.
 #define TIERCEL_SMALL(items, cluster, bits)                                          \
-  {items, cluster, 1 << bits,                                                        \
+  {items, cluster, items == 1 ? kMoeAlignMaxExperts : 1 << bits,                     \
    Kernel("moe_align_small<items=" #items ", cluster=" #cluster ", bits=" #bits ">", \
           reinterpret_cast<const void*>(moe_align_small<items, cluster, bits>),      \
           kMoeAlignMaxSharedBytes)}
@@ -149,11 +149,12 @@ __global__ void __launch_bounds__(kMoeAlignMaxThreads, 1)
           kMoeAlignMaxSharedBytes)}
 
 const MoeAlignKernel kSmall[] = {TIERCEL_SMALL(1, false, 9), TIERCEL_SMALL(2, true, 7),
-                                 TIERCEL_SMALL(2, true, 9),  TIERCEL_SMALL(4, true, 7),
-                                 TIERCEL_SMALL(4, true, 9),  TIERCEL_SMALL(8, true, 7),
-                                 TIERCEL_SMALL(8, true, 9)};
+                                 TIERCEL_SMALL(2, true, 9),  TIERCEL_SMALL(2, true, 10),
+                                 TIERCEL_SMALL(4, true, 7),  TIERCEL_SMALL(4, true, 9),
+                                 TIERCEL_SMALL(4, true, 10), TIERCEL_SMALL(8, true, 7),
+                                 TIERCEL_SMALL(8, true, 9),  TIERCEL_SMALL(8, true, 10)};
 const Kernel kCount("moe_align_count", reinterpret_cast<const void*>(moe_align_count), 0);
-const MoeAlignKernel kStore[] = {TIERCEL_STORE(7), TIERCEL_STORE(9)};
+const MoeAlignKernel kStore[] = {TIERCEL_STORE(7), TIERCEL_STORE(9), TIERCEL_STORE(10)};
 
 }  // namespace
 

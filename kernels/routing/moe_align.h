@@ -10,7 +10,7 @@
 
 namespace tiercel {
 
-inline constexpr int kMoeAlignMaxExperts = 512;
+inline constexpr int kMoeAlignMaxExperts = 1024;
 
 struct MoeAlignOptions {
   int64_t block_size = 0;

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "kernels/routing/topk_align_kernels.h"
+#include "kernels/routing/topk_route.h"
 #include "kernels/sm90/checks.h"
 #include "kernels/sm90/kernel_table.h"
 
@@ -51,9 +52,17 @@ Status prepare(const TopkAlignCall& of, Call* call) {
   return Status();
 }
 
+TopkRouteAlignCall as_route(const TopkAlignCall& call) {
+  TopkRouteAlignCall route{call.scores,     nullptr,      call.weights, call.indices,
+                           call.expert_map, call.outputs, {},           call.align};
+  route.options.softmax = call.topk;
+  return route;
+}
+
 }  // namespace
 
 Status topk_align_plan(const TopkAlignCall& of, TopkAlignPlan* plan) {
+  if (topk_is_large(*of.scores, *of.weights)) return topk_route_align_plan(as_route(of), plan);
   Call call;
   TIERCEL_RETURN_IF_ERROR(prepare(of, &call));
   *plan = {call.kernel->kernel.name(), call.config.cluster.x, call.config.block.x,
@@ -62,6 +71,7 @@ Status topk_align_plan(const TopkAlignCall& of, TopkAlignPlan* plan) {
 }
 
 Status topk_align(const TopkAlignCall& of, void* stream) {
+  if (topk_is_large(*of.scores, *of.weights)) return topk_route_align(as_route(of), stream);
   Call call;
   TIERCEL_RETURN_IF_ERROR(prepare(of, &call));
   void* pointers[] = {&call.topk, &call.align};

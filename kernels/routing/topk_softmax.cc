@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "kernels/routing/topk_route_kernels.h"
 #include "kernels/routing/topk_softmax_kernels.h"
 #include "kernels/sm90/checks.h"
 #include "kernels/sm90/kernel_table.h"
@@ -12,46 +13,6 @@ namespace tiercel {
 namespace {
 
 constexpr char kOp[] = "topk_softmax";
-
-Status check(const char* op, const TensorView& scores, const TensorView& weights,
-             const TensorView& indices) {
-  const Argument scores_arg{op, "scores", scores};
-  const Argument weights_arg{op, "weights", weights};
-  const Argument indices_arg{op, "indices", indices};
-  TIERCEL_RETURN_IF_ERROR(check_rank(scores_arg, 2));
-  TIERCEL_RETURN_IF_ERROR(check_rank(weights_arg, 2));
-  TIERCEL_RETURN_IF_ERROR(
-      check_dtype(scores_arg, {DType::kFloat32, DType::kBFloat16, DType::kFloat16}));
-  TIERCEL_RETURN_IF_ERROR(check_dtype(weights_arg, {DType::kFloat32}));
-  TIERCEL_RETURN_IF_ERROR(check_dtype(indices_arg, {DType::kInt32, DType::kInt64}));
-
-  const int64_t rows = scores.shape[0];
-  const int64_t experts = scores.shape[1];
-  const int64_t k = weights.shape[1];
-  if (k < 1 || k > experts) {
-    return Status::InvalidArgument(
-        std::string(op) + ": k must be between 1 and the number of experts, got k = " +
-        std::to_string(k) + " for " + std::to_string(experts) + " experts");
-  }
-  if (experts > kTopkSoftmaxMaxExperts) {
-    return Status::Unimplemented(std::string(op) + ": at most " +
-                                 std::to_string(kTopkSoftmaxMaxExperts) +
-                                 " experts are supported, got " + std::to_string(experts));
-  }
-  if (k > kTopkSoftmaxMaxK) {
-    return Status::Unimplemented(std::string(op) + ": k is supported up to " +
-                                 std::to_string(kTopkSoftmaxMaxK) + ", got " + std::to_string(k));
-  }
-  TIERCEL_RETURN_IF_ERROR(check_shape(weights_arg, {rows, k}, "[T, k]"));
-  TIERCEL_RETURN_IF_ERROR(check_shape(indices_arg, {rows, k}, "[T, k]"));
-  TIERCEL_RETURN_IF_ERROR(check_cuda(scores_arg));
-  TIERCEL_RETURN_IF_ERROR(check_same_device(weights_arg, scores_arg));
-  TIERCEL_RETURN_IF_ERROR(check_same_device(indices_arg, scores_arg));
-  TIERCEL_RETURN_IF_ERROR(check_cuda(weights_arg));
-  TIERCEL_RETURN_IF_ERROR(check_cuda(indices_arg));
-  TIERCEL_RETURN_IF_ERROR(check_contiguous(weights_arg));
-  return check_contiguous(indices_arg);
-}
 
 TopkSoftmaxChoice choose(DType dtype, int64_t rows, int experts, int k) {
   for (const TopkSoftmaxKernel& kernel : KernelTable(topk_softmax_kernels)) {
@@ -78,12 +39,66 @@ bool launches_early(DType dtype, int64_t grid, const TopkSoftmaxChoice& choice) 
   return grid <= 264 && dtype != DType::kFloat32 && choice.kernel->max_experts <= 128;
 }
 
+TopkRouteCall as_route(const TopkSoftmaxCall& call) {
+  TopkRouteCall route{call.scores, nullptr, call.weights, call.indices, {}};
+  route.options.softmax = call.options;
+  return route;
+}
+
 }  // namespace
+
+Status topk_check(const char* op, const TensorView& scores, const TensorView& weights,
+                  const TensorView& indices, const TopkLimits& limits) {
+  const Argument scores_arg{op, "scores", scores};
+  const Argument weights_arg{op, "weights", weights};
+  const Argument indices_arg{op, "indices", indices};
+  TIERCEL_RETURN_IF_ERROR(check_rank(scores_arg, 2));
+  TIERCEL_RETURN_IF_ERROR(check_rank(weights_arg, 2));
+  TIERCEL_RETURN_IF_ERROR(
+      check_dtype(scores_arg, {DType::kFloat32, DType::kBFloat16, DType::kFloat16}));
+  TIERCEL_RETURN_IF_ERROR(check_dtype(weights_arg, {DType::kFloat32}));
+  TIERCEL_RETURN_IF_ERROR(check_dtype(indices_arg, {DType::kInt32, DType::kInt64}));
+
+  const int64_t rows = scores.shape[0];
+  const int64_t experts = scores.shape[1];
+  const int64_t columns = weights.shape[1], k = columns - limits.shared;
+  if (k < 1 || k > experts) {
+    return Status::InvalidArgument(
+        std::string(op) + ": k must be between 1 and the number of experts, got k = " +
+        std::to_string(k) + " for " + std::to_string(experts) + " experts");
+  }
+  if (experts > limits.experts) {
+    return Status::Unimplemented(std::string(op) + ": at most " + std::to_string(limits.experts) +
+                                 " experts are supported, got " + std::to_string(experts));
+  }
+  if (columns > limits.k) {
+    const char* what = limits.shared == 0 ? ": k is supported up to "
+                                          : ": k and `n_shared` are supported up to together ";
+    return Status::Unimplemented(std::string(op) + what + std::to_string(limits.k) + ", got " +
+                                 std::to_string(columns));
+  }
+  const char* shape = limits.shared == 0 ? "[T, k]" : "[T, k + n_shared]";
+  TIERCEL_RETURN_IF_ERROR(check_shape(weights_arg, {rows, columns}, shape));
+  TIERCEL_RETURN_IF_ERROR(check_shape(indices_arg, {rows, columns}, shape));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(scores_arg));
+  TIERCEL_RETURN_IF_ERROR(check_same_device(weights_arg, scores_arg));
+  TIERCEL_RETURN_IF_ERROR(check_same_device(indices_arg, scores_arg));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(weights_arg));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(indices_arg));
+  TIERCEL_RETURN_IF_ERROR(check_contiguous(weights_arg));
+  return check_contiguous(indices_arg);
+}
+
+bool topk_is_large(const TensorView& scores, const TensorView& weights) {
+  return scores.ndim == 2 && weights.ndim == 2 &&
+         (scores.shape[1] > kTopkSoftmaxMaxExperts || weights.shape[1] > kTopkSoftmaxMaxK);
+}
 
 Status topk_softmax_prepare(const char* op, const TensorView& scores, const TensorView& weights,
                             const TensorView& indices, const TopkSoftmaxOptions& options,
                             TopkSoftmaxArgs* args, TopkSoftmaxChoice* choice) {
-  TIERCEL_RETURN_IF_ERROR(check(op, scores, weights, indices));
+  TIERCEL_RETURN_IF_ERROR(
+      topk_check(op, scores, weights, indices, {kTopkSoftmaxMaxExperts, kTopkSoftmaxMaxK, 0}));
   const int64_t element = dtype_bytes(scores.dtype);
   args->scores = scores.data;
   args->row_stride = scores.strides[0] * element;
@@ -120,6 +135,9 @@ Status topk_softmax_launch(const TopkSoftmaxArgs& args, const TopkSoftmaxChoice&
 }
 
 Status topk_softmax_plan(const TopkSoftmaxCall& call, TopkSoftmaxPlan* plan) {
+  if (topk_is_large(*call.scores, *call.weights)) {
+    return topk_route_plan(as_route(call), plan);
+  }
   TopkSoftmaxArgs args;
   TopkSoftmaxChoice choice;
   TIERCEL_RETURN_IF_ERROR(topk_softmax_prepare(kOp, *call.scores, *call.weights, *call.indices,
@@ -135,6 +153,7 @@ Status topk_softmax_plan(const TopkSoftmaxCall& call, TopkSoftmaxPlan* plan) {
 }
 
 Status topk_softmax(const TopkSoftmaxCall& call, void* stream) {
+  if (topk_is_large(*call.scores, *call.weights)) return topk_route(as_route(call), stream);
   TopkSoftmaxArgs args;
   TopkSoftmaxChoice choice;
   TIERCEL_RETURN_IF_ERROR(topk_softmax_prepare(kOp, *call.scores, *call.weights, *call.indices,

@@ -41,6 +41,20 @@ inline constexpr unsigned kTopkSoftmaxThreads = 128;  // at most, per block
 // All kernels, by dtype and preference; the first that covers a call is used.
 const TopkSoftmaxKernel* topk_softmax_kernels(int* count);
 
+// What the kernels take, and the columns of the results behind the k selected ones.
+struct TopkLimits {
+  int experts;
+  int k;
+  int64_t shared;
+};
+
+// The checks that all forms have in common, with errors in the name of `op`.
+Status topk_check(const char* op, const TensorView& scores, const TensorView& weights,
+                  const TensorView& indices, const TopkLimits& limits);
+
+// True for a call that only the kernels of topk_route take.
+bool topk_is_large(const TensorView& scores, const TensorView& weights);
+
 // A kernel and its launch shape.
 struct TopkSoftmaxChoice {
   const TopkSoftmaxKernel* kernel;

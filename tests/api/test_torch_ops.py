@@ -50,8 +50,11 @@ def test_minimal_call(op):
 
 # Arguments that choose another operator: `<op>.out`, `<op>_lse`, `<op>_`, `add_<op>`.
 ELSEWHERE = {"out", "return_lse", "return_logprobs", "inplace"}
+ROUTING = {"scoring", "correction_bias", "n_group", "topk_group", "scaling_factor", "n_shared"}
 ELSEWHERE_OF = {
     "cross_entropy": {"reduction"},
+    "topk_softmax": ROUTING,
+    "topk_softmax_align": ROUTING,
     "linear_cross_entropy": {"reduction", "group"},
     "fp8_quantize": {"scale"},
     "layer_norm": {"residual"},

@@ -35,7 +35,7 @@ def align(make, tokens, k, experts, block_size, /, **changes):
     return _C.moe_align_block_size_plan(*(values | changes).values())
 
 
-@pytest.mark.parametrize("experts", [1, 8, 60, 64, 128, 256, 257, 512])
+@pytest.mark.parametrize("experts", [1, 8, 60, 64, 128, 256, 257, 512, 1024])
 @pytest.mark.parametrize("block_size", [1, 16, 48, 128, 256])
 def test_every_size_has_a_plan(experts, block_size):
     k = min(8, experts)
@@ -95,9 +95,9 @@ ALIGN_BAD = {
         "`num_experts` must be at least 1, got 0",
     ),
     "too many experts": (
-        lambda make: {"num_experts": 513},
+        lambda make: {"num_experts": 1025},
         NotImplementedError,
-        "at most 512 experts are supported, got 513",
+        "at most 1024 experts are supported, got 1025",
     ),
     "too few slots": (
         lambda make: {"sorted_token_ids": make(127, dtype="int32")},

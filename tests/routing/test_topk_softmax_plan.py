@@ -147,19 +147,19 @@ BAD = {
         ValueError,
         "topk_softmax: k must be between 1 and the number of experts, got k = 2 for 0 experts",
     ),
-    "E > 512": (
-        lambda make: {"scores": make(4, 513)},
+    "E > 1024": (
+        lambda make: {"scores": make(4, 1025)},
         NotImplementedError,
-        "topk_softmax: at most 512 experts are supported, got 513",
+        "topk_softmax: at most 1024 experts are supported, got 1025",
     ),
-    "k > 16": (
+    "k > 32": (
         lambda make: {
             "scores": make(4, 64),
-            "weights": make(4, 17),
-            "indices": make(4, 17, dtype="int32"),
+            "weights": make(4, 33),
+            "indices": make(4, 33, dtype="int32"),
         },
         NotImplementedError,
-        "topk_softmax: k is supported up to 16, got 17",
+        "topk_softmax: k is supported up to 32, got 33",
     ),
     "CPU": (
         lambda make: {"scores": make(4, 8, device="cpu")},

@@ -35,6 +35,7 @@ _OPTIONS = (
     {"return_logprobs": True},
     {"inplace": True},
     {"reduction": "mean"},
+    {"scaling_factor": 2.0},
 )
 
 SPECS = {name: spec for specs in declarations.by_family().values() for name, spec in specs.items()}

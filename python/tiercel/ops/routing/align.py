@@ -148,7 +148,7 @@ def moe_align_block_size(
         topk_ids: ``[T, k]``, int32 or int64, contiguous: experts that were chosen, as from
             :func:`tiercel.topk_softmax`. Ids outside of 0 to ``num_experts - 1`` are left out.
         block_size: Slots of one block, such as 16 to 256.
-        num_experts: How many experts there are; the precompiled kernels take up to 512.
+        num_experts: How many experts there are; the precompiled kernels take up to 1024.
         expert_map: ``[num_experts]`` int32, for expert parallelism: an expert's number on this
             device, or -1 where it is on another one. Any other number is handed on, and with
             ``ignore_invalid_experts`` counts as -1.

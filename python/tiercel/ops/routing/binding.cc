@@ -5,6 +5,8 @@
 #include "kernels/routing/moe_sum_kernels.h"
 #include "kernels/routing/topk_align.h"
 #include "kernels/routing/topk_align_kernels.h"
+#include "kernels/routing/topk_route.h"
+#include "kernels/routing/topk_route_kernels.h"
 #include "kernels/routing/topk_softmax.h"
 #include "kernels/routing/topk_softmax_kernels.h"
 #include "python/bindings/functions.h"
@@ -107,6 +109,50 @@ constexpr PlanField<TopkAlignPlan> kTopkAlignPlanFields[] = {
 };
 constexpr PlanDict<TopkAlignPlan> kTopkAlignPlan{"TopkAlignPlan", kTopkAlignPlanFields};
 
+constexpr Field<TopkRouteCall> kTopkRouteFields[] = {
+    Tensor<&TopkRouteCall::scores>("scores"),
+    Optional<&TopkRouteCall::bias>("correction_bias"),
+    Tensor<&TopkRouteCall::weights>("weights"),
+    Tensor<&TopkRouteCall::indices>("indices"),
+    Value<&TopkRouteCall::options, &TopkRouteOptions::softmax, &TopkSoftmaxOptions::softmax_first>(
+        "softmax_first"),
+    Value<&TopkRouteCall::options, &TopkRouteOptions::softmax, &TopkSoftmaxOptions::renormalize>(
+        "renormalize"),
+    Index<TopkScoring::kSqrtSoftplus, &TopkRouteCall::options, &TopkRouteOptions::scoring>(
+        "scoring"),
+    Value<&TopkRouteCall::options, &TopkRouteOptions::groups>("n_group"),
+    Value<&TopkRouteCall::options, &TopkRouteOptions::kept_groups>("topk_group"),
+    Value<&TopkRouteCall::options, &TopkRouteOptions::scaling>("scaling_factor"),
+    Value<&TopkRouteCall::options, &TopkRouteOptions::shared>("n_shared"),
+};
+constexpr Parameters<TopkRouteCall> kTopkRoute{"topk_softmax", kTopkRouteFields};
+
+constexpr Field<TopkRouteAlignCall> kTopkRouteAlignFields[] = {
+    Tensor<&TopkRouteAlignCall::scores>("scores"),
+    Optional<&TopkRouteAlignCall::bias>("correction_bias"),
+    Tensor<&TopkRouteAlignCall::weights>("weights"),
+    Tensor<&TopkRouteAlignCall::indices>("indices"),
+    Optional<&TopkRouteAlignCall::expert_map>("expert_map"),
+    Tensor<&TopkRouteAlignCall::outputs, &MoeAlignOutputs::sorted_token_ids>("sorted_token_ids"),
+    Tensor<&TopkRouteAlignCall::outputs, &MoeAlignOutputs::expert_ids>("expert_ids"),
+    OfStream(Tensor<&TopkRouteAlignCall::outputs, &MoeAlignOutputs::num_tokens_post_padded>(
+        "num_tokens_post_padded")),
+    Value<&TopkRouteAlignCall::align, &MoeAlignOptions::block_size>("block_size"),
+    Value<&TopkRouteAlignCall::options, &TopkRouteOptions::softmax,
+          &TopkSoftmaxOptions::softmax_first>("softmax_first"),
+    Value<&TopkRouteAlignCall::options, &TopkRouteOptions::softmax,
+          &TopkSoftmaxOptions::renormalize>("renormalize"),
+    Value<&TopkRouteAlignCall::align, &MoeAlignOptions::ignore_invalid>("ignore_invalid_experts"),
+    Index<TopkScoring::kSqrtSoftplus, &TopkRouteAlignCall::options, &TopkRouteOptions::scoring>(
+        "scoring"),
+    Value<&TopkRouteAlignCall::options, &TopkRouteOptions::groups>("n_group"),
+    Value<&TopkRouteAlignCall::options, &TopkRouteOptions::kept_groups>("topk_group"),
+    Value<&TopkRouteAlignCall::options, &TopkRouteOptions::scaling>("scaling_factor"),
+    Value<&TopkRouteAlignCall::options, &TopkRouteOptions::shared>("n_shared"),
+};
+constexpr Parameters<TopkRouteAlignCall> kTopkRouteAlign{"topk_softmax_align",
+                                                         kTopkRouteAlignFields};
+
 constexpr char kFills[] = "Launches the kernel on the current stream; fills the outputs.";
 
 constexpr Function kFunctions[] = {
@@ -128,6 +174,11 @@ constexpr Function kFunctions[] = {
     LaunchOf<kTopkAlign, topk_align>("topk_softmax_align", kFills),
     PlanOf<kTopkAlign, topk_align_plan, kTopkAlignPlan>("topk_softmax_align_plan"),
     LoadOf<topk_align_kernels>("topk_softmax_align_load"),
+    LaunchOf<kTopkRoute, topk_route>("topk_route", kFills),
+    PlanOf<kTopkRoute, topk_route_plan, kTopkSoftmaxPlan>("topk_route_plan"),
+    LoadOf<topk_route_kernels>("topk_route_load"),
+    LaunchOf<kTopkRouteAlign, topk_route_align>("topk_route_align", kFills),
+    PlanOf<kTopkRouteAlign, topk_route_align_plan, kTopkAlignPlan>("topk_route_align_plan"),
 };
 const Family kFamily(kFunctions);
 

@@ -22,6 +22,10 @@ OPTIONS = {
 def _invalid(params: Mapping[str, Any]) -> str | None:
     if params["weights"] not in OPTIONS:
         return f"`weights` must be one of {', '.join(OPTIONS)}"
+    if params.get("sigmoid") and params.get("sqrtsoftplus"):
+        return "scores are of one kind"
+    if params.get("grouped") and not (params.get("sigmoid") or params.get("sqrtsoftplus")):
+        return "groups are for the other kinds of scores"
     sizes = [params[name] for name in "TEk"]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         return "T, E and k must be positive whole numbers"
@@ -33,11 +37,36 @@ def _make(case: Any, device: str, seed: int) -> Inputs:
 
     generator = torch.Generator(device=device).manual_seed(seed)
     scores = torch.randn(case["T"], case["E"], device=device, generator=generator)
-    return {"scores": scores.to(getattr(torch, case.dtype))}
+    inputs = {"scores": scores.to(getattr(torch, case.dtype))}
+    if scoring_of(case) != "softmax":
+        bias = torch.randn(case["E"], device=device, generator=generator)
+        inputs["correction_bias"] = 0.1 * bias
+    return inputs
+
+
+def scoring_of(case: Any) -> str:
+    for name in ("sigmoid", "sqrtsoftplus"):
+        if case.params.get(name):
+            return name
+    return "softmax"
+
+
+def options_of(case: Any, inputs: Inputs) -> dict[str, Any]:
+    """Other scores than softmax come with a bias, as in DeepSeek's models."""
+    if scoring_of(case) == "softmax":
+        return dict(OPTIONS[case["weights"]])
+    return {
+        "renormalize": True,
+        "scoring": scoring_of(case),
+        "correction_bias": inputs["correction_bias"],
+        "n_group": 8 if case.params.get("grouped") else 1,
+        "topk_group": 4 if case.params.get("grouped") else 1,
+        "scaling_factor": 2.5,
+    }
 
 
 def _call(case: Any, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (inputs["scores"], case["k"]), dict(OPTIONS[case["weights"]])
+    return (inputs["scores"], case["k"]), options_of(case, inputs)
 
 
 def _out(case: Any, inputs: Inputs) -> tuple[Any, Any]:
@@ -57,13 +86,31 @@ def _reference(case: Any, inputs: Inputs) -> dict[str, Any]:
     import torch
 
     scores = inputs["scores"].double()
+    if scoring_of(case) != "softmax":
+        return _route_reference(case, inputs)
     values, indices = scores.sort(dim=-1, descending=True, stable=True)
     values, indices = values[:, : case["k"]], indices[:, : case["k"]]
     if case["weights"] == "all":
         weights = torch.softmax(scores, dim=-1).gather(-1, indices)
     else:
         weights = torch.softmax(values, dim=-1)
-    return {"values": values, "indices": indices, "weights": weights}
+    return {"by": scores, "values": values, "indices": indices, "weights": weights}
+
+
+def _route_reference(case: Any, inputs: Inputs) -> dict[str, Any]:
+    """The choice by float32 scores, as it is defined, and weights in float64."""
+    import torch
+
+    from tiercel.ops.routing.plain_route import activated
+    from tiercel.ops.routing.reference import topk_softmax
+
+    options = options_of(case, inputs)
+    _, indices = topk_softmax(inputs["scores"], case["k"], indices_dtype=torch.int64, **options)
+    by = activated(inputs["scores"].float(), options["scoring"]) + inputs["correction_bias"]
+    due = activated(inputs["scores"].double().gather(-1, indices), options["scoring"])
+    weights = options["scaling_factor"] * due / due.sum(-1, keepdim=True)
+    by = by.double()
+    return {"by": by, "values": by.gather(-1, indices), "indices": indices, "weights": weights}
 
 
 def _check(inputs: Inputs, expected: dict[str, Any], outputs: Any, launch: Launch) -> Error:
@@ -87,7 +134,7 @@ def _check(inputs: Inputs, expected: dict[str, Any], outputs: Any, launch: Launc
     off = (indices != expected["indices"]).any(dim=-1)
     if launch.strict and bool(off.any()):
         raise WrongResult(f"{int(off.sum())} of {shape[0]} rows have other indices")
-    scores = inputs["scores"].double()
+    scores = expected["by"]
     largest = float(scores.abs().max())
     gaps = (expected["values"] - scores.gather(-1, indices)).abs()
     if float(gaps.max()) > launch.slack * largest:
@@ -118,7 +165,15 @@ BENCHES = [
     OpBench(
         family="routing",
         op="topk_softmax",
-        params={"T": None, "E": None, "k": None, "weights": "renorm"},
+        params={
+            "T": None,
+            "E": None,
+            "k": None,
+            "weights": "renorm",
+            "sigmoid": False,
+            "sqrtsoftplus": False,
+            "grouped": False,
+        },
         invalid=_invalid,
         make=_make,
         call=_call,

@@ -103,8 +103,7 @@ _ALIGN = OpBench(
 
 
 def _fused_call(case: Any, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    options = dict(routing.OPTIONS[case["weights"]])
-    return (inputs["scores"], case["k"], case["bs"]), options
+    return (inputs["scores"], case["k"], case["bs"]), routing.options_of(case, inputs)
 
 
 def _fused_out(case: Any, inputs: Inputs) -> Any:
@@ -126,7 +125,7 @@ def _fused_check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) ->
 _FUSED = OpBench(
     family="routing",
     op="topk_softmax_align",
-    params={"T": None, "E": None, "k": None, "bs": None, "weights": "renorm"},
+    params=routing.BENCHES[0].params | {"bs": None},
     invalid=lambda params: _positive(params, ("bs",)) or routing.BENCHES[0].invalid(params),
     make=routing.BENCHES[0].make,
     call=_fused_call,

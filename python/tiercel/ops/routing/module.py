@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -8,7 +10,8 @@ from tiercel.ops.routing.topk_softmax import topk_softmax
 
 
 class TopkSoftmax(torch.nn.Module):
-    """:func:`tiercel.topk_softmax` as a module; it has no parameters.
+    """:func:`tiercel.topk_softmax` as a module; it has no parameters. `others` are its other
+    options, except ``correction_bias``, which is an argument of the call.
 
     Shape:
         - Input: ``(*, E)``.
@@ -23,6 +26,7 @@ class TopkSoftmax(torch.nn.Module):
         renormalize: bool = False,
         indices_dtype: torch.dtype = torch.int32,
         backend: str | None = None,
+        **others: Any,
     ) -> None:
         super().__init__()
         self.k = k
@@ -30,8 +34,11 @@ class TopkSoftmax(torch.nn.Module):
         self.renormalize = renormalize
         self.indices_dtype = indices_dtype
         self.backend = backend
+        self.others = others
 
-    def forward(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, scores: Tensor, correction_bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         # Not reshape(-1, E), which refuses E = 0; a scalar is the op's to refuse.
         rows = scores.flatten(0, -2) if scores.dim() > 1 else scores
         weights, indices = topk_softmax(
@@ -41,8 +48,10 @@ class TopkSoftmax(torch.nn.Module):
             renormalize=self.renormalize,
             indices_dtype=self.indices_dtype,
             backend=self.backend,
+            correction_bias=correction_bias,
+            **self.others,
         )
-        shape = (*scores.shape[:-1], self.k)
+        shape = (*scores.shape[:-1], weights.shape[-1])
         return weights.view(shape), indices.view(shape)
 
     def extra_repr(self) -> str:
@@ -50,4 +59,5 @@ class TopkSoftmax(torch.nn.Module):
             f"k={self.k}, softmax_first={self.softmax_first}, renormalize={self.renormalize}, "
             f"indices_dtype={self.indices_dtype}"
         )
+        options += "".join(f", {name}={value!r}" for name, value in self.others.items())
         return options if self.backend is None else f"{options}, backend={self.backend!r}"

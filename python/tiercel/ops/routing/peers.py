@@ -7,6 +7,7 @@ import importlib
 import math
 from typing import Any
 
+from tiercel.ops.routing.cases import options_of, scoring_of
 from tiercel.workbench.bench.launch import Launch, Unsupported
 
 
@@ -22,7 +23,46 @@ def topk_softmax(scores: Any, k: int, weights: str) -> tuple[Any, Any]:
     return torch.softmax(values, dim=-1, dtype=torch.float32), indices
 
 
-def _topk_torch(case: Any, inputs: dict[str, Any]) -> Launch:
+def topk_route(scores: Any, k: int, options: dict[str, Any]) -> tuple[Any, Any]:
+    """As in the models' own code."""
+    import torch
+
+    values = scores.float()
+    if options["scoring"] == "sigmoid":
+        values = values.sigmoid()
+    else:
+        values = torch.nn.functional.softplus(values).sqrt()
+    by = values + options["correction_bias"]
+    if options["n_group"] > 1:
+        groups = by.view(len(by), options["n_group"], -1)
+        best = groups.topk(2, dim=-1).values.sum(-1).topk(options["topk_group"], dim=-1).indices
+        kept = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, True)
+        by = groups.masked_fill(~kept[..., None], -torch.inf).flatten(1)
+    indices = by.topk(k, dim=-1).indices
+    weights = values.gather(1, indices)
+    weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * options["scaling_factor"]
+    return weights, indices
+
+
+def _route_launch(case: Any, inputs: dict[str, Any], compiled: bool) -> Launch:
+    import torch
+
+    options = options_of(case, inputs)
+    function = topk_route
+    if compiled:
+        torch._dynamo.reset()
+        function = torch.compile(topk_route, dynamic=False, fullgraph=True)
+    return Launch(lambda: function(inputs["scores"], case["k"], options), slack=2.0**-20)
+
+
+def softmax_only(case: Any) -> None:
+    if scoring_of(case) != "softmax":
+        raise Unsupported("it has the softmax only")
+
+
+def topk_torch(case: Any, inputs: dict[str, Any]) -> Launch:
+    if scoring_of(case) != "softmax":
+        return _route_launch(case, inputs, compiled=False)
     scores, k, weights = inputs["scores"], case["k"], case["weights"]
     return Launch(run=lambda: topk_softmax(scores, k, weights))
 
@@ -30,6 +70,8 @@ def _topk_torch(case: Any, inputs: dict[str, Any]) -> Launch:
 def _topk_compiled(case: Any, inputs: dict[str, Any]) -> Launch:
     import torch
 
+    if scoring_of(case) != "softmax":
+        return _route_launch(case, inputs, compiled=True)
     torch._dynamo.reset()  # every case is a new shape: without this the compile limit is soon met
     compiled = torch.compile(topk_softmax, dynamic=False, fullgraph=True)
     scores, k, weights = inputs["scores"], case["k"], case["weights"]
@@ -39,6 +81,7 @@ def _topk_compiled(case: Any, inputs: dict[str, Any]) -> Launch:
 def topk_quack(case: Any, inputs: dict[str, Any]) -> Launch:
     import torch
 
+    softmax_only(case)
     topk: Any = importlib.import_module("quack.topk")
     experts, k = case["E"], case["k"]
     if case["weights"] == "all":
@@ -64,6 +107,7 @@ def topk_quack(case: Any, inputs: dict[str, Any]) -> Launch:
 def topk_vllm(case: Any, inputs: dict[str, Any]) -> Launch:
     import torch
 
+    softmax_only(case)
     scores, shape = inputs["scores"], (case["T"], case["k"])
     weights = torch.empty(shape, dtype=torch.float32, device=scores.device)
     indices = torch.empty(shape, dtype=torch.int32, device=scores.device)
@@ -83,7 +127,7 @@ def topk_vllm(case: Any, inputs: dict[str, Any]) -> Launch:
 
 ADAPTERS = {
     "quack": {"topk_softmax": topk_quack},
-    "torch": {"topk_softmax": _topk_torch},
+    "torch": {"topk_softmax": topk_torch},
     "torch.compile": {"topk_softmax": _topk_compiled},
     "vllm": {"topk_softmax": topk_vllm},
 }

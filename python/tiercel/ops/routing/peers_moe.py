@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tiercel.ops.routing.cases_moe import empty
-from tiercel.ops.routing.peers import topk_quack, topk_vllm
+from tiercel.ops.routing.peers import topk_quack, topk_torch, topk_vllm
 from tiercel.workbench.bench.launch import Launch, Unsupported
 
 
@@ -59,6 +59,21 @@ def _fused_quack(case: Any, inputs: dict[str, Any]) -> Launch:
     return _both(topk_quack(case, inputs), case)
 
 
+def _fused_torch(case: Any, inputs: dict[str, Any]) -> Launch:
+    """The models' own code for the choice, then the reference's sorting."""
+    from tiercel import ref
+
+    topk = topk_torch(case, inputs)
+
+    def run() -> tuple[Any, ...]:
+        weights, indices = topk.run()
+        indices = indices.int()
+        lists = ref.moe_align_block_size(indices, case["bs"], case["E"])
+        return weights, indices, *lists
+
+    return Launch(run, slack=topk.slack)
+
+
 def _sum_vllm(case: Any, inputs: dict[str, Any]) -> Launch:
     import torch
 
@@ -107,7 +122,11 @@ def _sum_compiled(case: Any, inputs: dict[str, Any]) -> Launch:
 
 ADAPTERS = {
     "quack": {"topk_softmax_align": _fused_quack},
-    "torch": {"moe_align_block_size": _align_torch, "moe_sum": _sum_torch},
+    "torch": {
+        "moe_align_block_size": _align_torch,
+        "moe_sum": _sum_torch,
+        "topk_softmax_align": _fused_torch,
+    },
     "torch.compile": {"moe_sum": _sum_compiled},
     "vllm": {
         "moe_align_block_size": _align_vllm,

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from tiercel.ops.routing.plain_route import largest_of, topk_route
 
 
 def topk_softmax(
@@ -14,9 +18,14 @@ def topk_softmax(
     softmax_first: bool = True,
     renormalize: bool = False,
     indices_dtype: torch.dtype = torch.int32,
+    **others: Any,
 ) -> tuple[Tensor, Tensor]:
     """Reference of :func:`tiercel.topk_softmax`, any sizes; float64 scores give float64 weights."""
-    order = _largest(scores.detach(), k)
+    if others:
+        options = {"softmax_first": softmax_first, "renormalize": renormalize} | others
+        columns = k + options.get("n_shared", 0)
+        return topk_route(scores, columns, indices_dtype=indices_dtype, **options)
+    order = largest_of(scores.detach(), k)
     wide = scores if scores.dtype == torch.float64 else scores.float()
     if softmax_first:
         weights = torch.softmax(wide, dim=-1).gather(-1, order)
@@ -25,14 +34,6 @@ def topk_softmax(
     else:
         weights = torch.softmax(wide.gather(-1, order), dim=-1)
     return weights, order.to(indices_dtype)
-
-
-def _largest(scores: Tensor, k: int) -> Tensor:
-    """The k largest of each row, descending: NaN first, ties by lowest index."""
-    # A radix sort sees bits: give every NaN, and both zeros, one pattern each.
-    keys = torch.where(scores == 0, torch.zeros_like(scores), scores)
-    keys = torch.where(scores.isnan(), torch.full_like(scores, torch.nan), keys)
-    return keys.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
 
 
 def moe_align_block_size(
@@ -91,6 +92,7 @@ def topk_softmax_align(
     indices_dtype: torch.dtype = torch.int32,
     pad_sorted_ids: bool = False,
     ignore_invalid_experts: bool = False,
+    **others: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Reference of :func:`tiercel.topk_softmax_align`, for any sizes."""
     weights, indices = topk_softmax(
@@ -99,11 +101,12 @@ def topk_softmax_align(
         softmax_first=softmax_first,
         renormalize=renormalize,
         indices_dtype=indices_dtype,
+        **others,
     )
     aligned = moe_align_block_size(
         indices,
         block_size,
-        scores.shape[1],
+        scores.shape[1] + others.get("n_shared", 0),
         expert_map,
         pad_sorted_ids=pad_sorted_ids,
         ignore_invalid_experts=ignore_invalid_experts,

@@ -3,7 +3,18 @@
 
 from __future__ import annotations
 
-from tiercel.core.spec import FLOATS, INDICES, Bool, Call, DType, Int, Spec, Tensor
+from tiercel.core.spec import (
+    FLOATS,
+    INDICES,
+    Bool,
+    Call,
+    DType,
+    Float,
+    Int,
+    Spec,
+    Str,
+    Tensor,
+)
 
 
 def check_k(op: str, k: int, experts: int) -> None:
@@ -31,7 +42,63 @@ TOPK_SOFTMAX = Spec(
         Tensor("indices", "T k", "indices_dtype"),
     ],
     check=_check_topk,
-    limits="512 experts, k up to 16",
+    limits="1024 experts, k up to 32",
+)
+
+SCORING = ("softmax", "sigmoid", "sqrtsoftplus")
+
+
+def _check_route(op: str, call: Call) -> None:
+    experts, k = call.scores.shape[1], call.columns - call.n_shared
+    check_k(op, k, experts)
+    if call.scoring != "softmax" and not call.softmax_first:
+        raise ValueError(f"{op}: `softmax_first` must be True with `scoring` {call.scoring!r}")
+    if experts % call.n_group != 0:
+        raise ValueError(
+            f"{op}: `n_group` must divide the number of experts, got {call.n_group} "
+            f"for {experts} experts"
+        )
+    if call.topk_group > call.n_group:
+        raise ValueError(
+            f"{op}: `topk_group` must be between 1 and `n_group`, got {call.topk_group} "
+            f"of {call.n_group}"
+        )
+    within = experts // call.n_group * call.topk_group
+    if k > within:
+        raise ValueError(
+            f"{op}: k must be at most the experts of `topk_group` groups, got k = {k} "
+            f"for {within} experts"
+        )
+
+
+# topk_softmax with all that only some models need. `columns` are k and the shared experts.
+TOPK_ROUTE = Spec(
+    "topk_route",
+    Tensor("scores", "T E", FLOATS, strided=True),
+    Int("columns"),
+    Bool("softmax_first", True),
+    Bool("renormalize", False),
+    DType("indices_dtype", "int32", choices=INDICES),
+    Tensor("correction_bias", "E", "float32", optional=True),
+    Str("scoring", "softmax", choices=SCORING),
+    Int("n_group", 1, at_least=1),
+    Int("topk_group", 1, at_least=1),
+    Float("scaling_factor", 1.0),
+    Int("n_shared", 0, at_least=0),
+    results=[
+        Tensor(
+            "weights",
+            "T columns",
+            "float32",
+            shape_text="[T, k + n_shared]",
+            # Softmax, as above; the others with a few roundings more.
+            rtol=1e-5,
+            atol=1e-6,
+        ),
+        Tensor("indices", "T columns", "indices_dtype", shape_text="[T, k + n_shared]"),
+    ],
+    check=lambda call: _check_route("topk_softmax", call),
+    gradient_of="topk_softmax",
 )
 
 
@@ -53,6 +120,9 @@ def _needed_slots(call: Call) -> int:
     """`pad_sorted_ids` does not count where the lists are given."""
     if "topk_ids" in call:
         elements, experts = call.topk_ids.shape[0] * call.topk_ids.shape[1], call.num_experts
+    elif "columns" in call:
+        elements = call.scores.shape[0] * call.columns
+        experts = call.scores.shape[1] + call.n_shared
     else:
         elements, experts = call.scores.shape[0] * call.k, call.scores.shape[1]
     pad = call.pad_sorted_ids and "sorted_token_ids" not in call
@@ -107,7 +177,7 @@ MOE_ALIGN_BLOCK_SIZE = Spec(
     results=_LISTS,
     dims=_DIMS,
     check=lambda call: _check_slots("moe_align_block_size", call),
-    limits="512 experts",
+    limits="1024 experts",
 )
 
 _SCORES, _K, *_TOPK_OPTIONS = TOPK_SOFTMAX.arguments
@@ -124,7 +194,36 @@ TOPK_SOFTMAX_ALIGN = Spec(
     results=[*TOPK_SOFTMAX.results, *_LISTS],
     dims=_DIMS,
     check=_check_topk_align,
-    limits="512 experts, k up to 16",
+    limits="1024 experts, k up to 32",
+)
+
+
+def _all_experts(call: Call) -> int | None:
+    if not hasattr(call.n_shared, "__index__") or call.n_shared < 0:
+        return None  # its own check comes later
+    return call.scores.shape[1] + call.n_shared  # type: ignore[no-any-return]
+
+
+def _check_route_align(call: Call) -> None:
+    _check_route("topk_softmax_align", call)
+    _check_slots("topk_softmax_align", call)
+
+
+_SCORES, _COLUMNS, *_ROUTE_OPTIONS = TOPK_ROUTE.arguments
+
+TOPK_ROUTE_ALIGN = Spec(
+    "topk_route_align",
+    _SCORES,
+    _COLUMNS,
+    Int("block_size", at_least=1),
+    Tensor("expert_map", "experts", "int32", optional=True, shape_text="[num_experts]"),
+    *_ROUTE_OPTIONS,
+    Bool("pad_sorted_ids", False),
+    Bool("ignore_invalid_experts", False),
+    results=[*TOPK_ROUTE.results, *_LISTS],
+    dims=_DIMS | {"experts": _all_experts},
+    check=_check_route_align,
+    gradient_of="topk_softmax_align",
 )
 
 MOE_SUM = Spec(
