@@ -67,9 +67,9 @@ __device__ __forceinline__ void send(const Row<Format>& row, uint32_t rank) {
 
 // The first block chooses among `count` candidates: top_k and top_p 0 and 1 are none, and `whole`
 // is what top_p is a share of, 0 for what top_k keeps.
-template <typename Format>
+template <bool kVerify, typename Format>
 __device__ __forceinline__ void choose(const Row<Format>& row, int count, int top_k, float top_p,
-                                       uint64_t whole, uint64_t random) {
+                                       uint64_t whole, uint64_t random, Kept* found) {
   const int thread = threadIdx.x;
   // Neighbouring threads share a candidate where there are enough threads.
   const int share = count <= kSampleThreads / 8   ? 8
@@ -111,6 +111,15 @@ __device__ __forceinline__ void choose(const Row<Format>& row, int count, int to
 #pragma unroll 1
   for (int offset = share / 2; offset > 0; offset /= 2) {
     before += __shfl_xor_sync(kFullWarp, before, offset);
+  }
+  if constexpr (kVerify) {
+    if (thread == 0) row.shared.bin = 0;
+    __syncthreads();
+    if (own != 0) atomicMax(&row.shared.bin, __float_as_uint(mine.d));
+    __syncthreads();
+    if (thread == 0) {
+      *found = {row.largest, row.scale, row.limit, 0.0f, 0xffffffffu, row.shared.bin, kept, kUnit};
+    }
   }
   const uint64_t target = __umul64hi(random, kept);
   // One warp has the token.

@@ -22,15 +22,22 @@ Status check_rest(const Argument& argument, const Argument& logits) {
   return check_cuda(argument);
 }
 
-// A value for each row, or the number for all.
+// What a call's parameters belong to.
+struct Owners {
+  int64_t count;
+  const char* shape;
+};
+
+// A value for each owner, or the number for all.
 template <typename T>
 Status lay_out_parameter(const char* name, const TensorView* view, DType dtype, T of_all,
-                         const Argument& logits, SampleParameter<T>* parameter) {
+                         const Argument& logits, const Owners& owners,
+                         SampleParameter<T>* parameter) {
   *parameter = {nullptr, of_all};
   if (view == nullptr) return Status();
-  const Argument argument{kOp, name, *view};
+  const Argument argument{logits.op, name, *view};
   TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {dtype}));
-  TIERCEL_RETURN_IF_ERROR(check_shape(argument, {logits.view.shape[0]}, "[T]"));
+  TIERCEL_RETURN_IF_ERROR(check_shape(argument, {owners.count}, owners.shape));
   TIERCEL_RETURN_IF_ERROR(check_rest(argument, logits));
   parameter->of_rows = static_cast<const T*>(view->data);
   return Status();
@@ -49,23 +56,24 @@ Status lay_out_matrix(const char* name, const TensorView* view, int64_t columns,
   return Status();
 }
 
-Status lay_out_numbers(const SampleCall& call, const Argument& logits, SampleArgs* args) {
+Status lay_out_numbers(const SampleCall& call, const Argument& logits, const Owners& owners,
+                       SampleArgs* args) {
   const SampleNumbers& numbers = call.numbers;
   const auto of_float = [&](const char* name, const TensorView* view, float of_all,
                             SampleParameter<float>* parameter) {
-    return lay_out_parameter(name, view, DType::kFloat32, of_all, logits, parameter);
+    return lay_out_parameter(name, view, DType::kFloat32, of_all, logits, owners, parameter);
   };
   TIERCEL_RETURN_IF_ERROR(
       of_float("temperatures", call.temperatures, numbers.temperature, &args->temperature));
   const int top_k = static_cast<int>(std::clamp<int64_t>(numbers.top_k, 0, INT32_MAX));
   TIERCEL_RETURN_IF_ERROR(
-      lay_out_parameter("top_ks", call.top_ks, DType::kInt32, top_k, logits, &args->top_k));
+      lay_out_parameter("top_ks", call.top_ks, DType::kInt32, top_k, logits, owners, &args->top_k));
   TIERCEL_RETURN_IF_ERROR(of_float("top_ps", call.top_ps, numbers.top_p, &args->top_p));
   TIERCEL_RETURN_IF_ERROR(of_float("min_ps", call.min_ps, numbers.min_p, &args->min_p));
-  TIERCEL_RETURN_IF_ERROR(
-      lay_out_parameter("seeds", call.seeds, DType::kInt64, numbers.seed, logits, &args->seed));
+  TIERCEL_RETURN_IF_ERROR(lay_out_parameter("seeds", call.seeds, DType::kInt64, numbers.seed,
+                                            logits, owners, &args->seed));
   TIERCEL_RETURN_IF_ERROR(lay_out_parameter("offsets", call.offsets, DType::kInt64, numbers.offset,
-                                            logits, &args->offset));
+                                            logits, owners, &args->offset));
   TIERCEL_RETURN_IF_ERROR(of_float("repetition_penalties", call.repetition_penalties,
                                    numbers.repetition, &args->repetition));
   TIERCEL_RETURN_IF_ERROR(
@@ -74,12 +82,12 @@ Status lay_out_numbers(const SampleCall& call, const Argument& logits, SampleArg
                   &args->frequency);
 }
 
-Status lay_out(const SampleCall& call, SampleArgs* args) {
-  const Argument logits{kOp, "logits", *call.logits};
+Status lay_out_logits(const SampleCall& call, const Argument& logits, int rank,
+                      const Owners& owners, SampleArgs* args) {
   TIERCEL_RETURN_IF_ERROR(
       check_dtype(logits, {DType::kFloat32, DType::kBFloat16, DType::kFloat16}));
-  TIERCEL_RETURN_IF_ERROR(check_rank(logits, 2));
-  if (call.logits->shape[1] == 0) {
+  TIERCEL_RETURN_IF_ERROR(check_rank(logits, rank));
+  if (call.logits->shape[rank - 1] == 0) {
     return Status::InvalidArgument(mismatch(logits, "have at least 1 column", "0"));
   }
   TIERCEL_RETURN_IF_ERROR(check_cuda(logits));
@@ -87,8 +95,9 @@ Status lay_out(const SampleCall& call, SampleArgs* args) {
   TIERCEL_RETURN_IF_ERROR(join_rows(logits, &matrix));
   const int64_t most = INT32_MAX / 8;
   if (matrix.columns > most) {
-    return Status::Unimplemented(std::string(kOp) + ": rows of up to " + std::to_string(most) +
-                                 " logits are supported, got " + std::to_string(matrix.columns));
+    return Status::Unimplemented(std::string(logits.op) + ": rows of up to " +
+                                 std::to_string(most) + " logits are supported, got " +
+                                 std::to_string(matrix.columns));
   }
   args->logits = static_cast<const char*>(call.logits->data);
   args->rows = matrix.rows;
@@ -97,7 +106,13 @@ Status lay_out(const SampleCall& call, SampleArgs* args) {
   args->segments = static_cast<int>(ceil_div(matrix.columns, kSampleSegment));
   args->words = static_cast<int>(ceil_div(matrix.columns, kBitsPerWord));
 
-  TIERCEL_RETURN_IF_ERROR(lay_out_numbers(call, logits, args));
+  return lay_out_numbers(call, logits, owners, args);
+}
+
+Status lay_out(const SampleCall& call, SampleArgs* args) {
+  const Argument logits{kOp, "logits", *call.logits};
+  const Owners owners{call.logits->ndim > 0 ? call.logits->shape[0] : 0, "[T]"};
+  TIERCEL_RETURN_IF_ERROR(lay_out_logits(call, logits, 2, owners, args));
   TIERCEL_RETURN_IF_ERROR(
       lay_out_matrix("counts", call.counts, args->columns, "[T, V]", logits, &args->counts));
   constexpr const char* kMask = "[T, ceil(V / 32)]";
@@ -108,25 +123,22 @@ Status lay_out(const SampleCall& call, SampleArgs* args) {
 
   const Argument tokens{kOp, "tokens", *call.tokens};
   TIERCEL_RETURN_IF_ERROR(check_dtype(tokens, {DType::kInt32, DType::kInt64}));
-  TIERCEL_RETURN_IF_ERROR(check_shape(tokens, {matrix.rows}, "[T]"));
+  TIERCEL_RETURN_IF_ERROR(check_shape(tokens, {args->rows}, "[T]"));
   TIERCEL_RETURN_IF_ERROR(check_rest(tokens, logits));
   args->tokens = call.tokens->data;
   args->wide = call.tokens->dtype == DType::kInt64;
   if (call.logprobs == nullptr) return Status();
   const Argument logprobs{kOp, "logprobs", *call.logprobs};
   TIERCEL_RETURN_IF_ERROR(check_dtype(logprobs, {DType::kFloat32}));
-  TIERCEL_RETURN_IF_ERROR(check_shape(logprobs, {matrix.rows}, "[T]"));
+  TIERCEL_RETURN_IF_ERROR(check_shape(logprobs, {args->rows}, "[T]"));
   TIERCEL_RETURN_IF_ERROR(check_rest(logprobs, logits));
   args->logprobs = static_cast<float*>(call.logprobs->data);
   return Status();
 }
 
 // Chooses how many blocks share a row.
-Status prepare(const SampleCall& call, SampleArgs* args, SamplePlan* plan, const Kernel** kernel) {
-  *plan = {"none", 0, 0, 0, 0};
-  TIERCEL_RETURN_IF_ERROR(lay_out(call, args));
-  if (args->rows == 0) return Status();
-  const bool penalties = args->counts != nullptr || args->prompt != nullptr;
+Status spread(const char* op, const SampleCall& call, bool penalties, SampleArgs* args,
+              SamplePlan* plan) {
   const int64_t held = penalties ? dtype_bytes(DType::kFloat32) : dtype_bytes(call.logits->dtype);
   const int64_t tables = kSampleTableBytes + (args->logprobs == nullptr ? 0 : kSampleLogprobBytes);
   const auto each = [&](int64_t blocks) { return ceil_div(args->segments, blocks); };
@@ -142,24 +154,44 @@ Status prepare(const SampleCall& call, SampleArgs* args, SamplePlan* plan, const
   if (smem > kSampleLargestSmem) {
     const int64_t per_segment = kSampleSegment * held / kSampleBlocks + tables;
     const int64_t most = (kSampleLargestSmem - kSampleSegment * held) / per_segment;
-    return Status::Unimplemented(std::string(kOp) + ": rows of up to " +
+    return Status::Unimplemented(std::string(op) + ": rows of up to " +
                                  std::to_string(most * kSampleSegment) +
                                  " logits are supported, got " + std::to_string(args->columns));
   }
   if (args->rows * blocks > INT32_MAX) {
-    return Status::Unimplemented(std::string(kOp) + ": too many rows for one launch, got " +
+    return Status::Unimplemented(std::string(op) + ": too many rows for one launch, got " +
                                  std::to_string(args->rows));
   }
   args->blocks = static_cast<uint32_t>(blocks);
   args->segments_per_block = static_cast<int>(each(blocks));
+  *plan = {"", static_cast<int>(blocks), static_cast<unsigned>(args->rows * blocks), kSampleThreads,
+           static_cast<unsigned>(smem)};
+  return Status();
+}
+
+Status prepare(const SampleCall& call, SampleArgs* args, SamplePlan* plan, const Kernel** kernel) {
+  *plan = {"none", 0, 0, 0, 0};
+  TIERCEL_RETURN_IF_ERROR(lay_out(call, args));
+  if (args->rows == 0) return Status();
+  const bool penalties = args->counts != nullptr || args->prompt != nullptr;
+  TIERCEL_RETURN_IF_ERROR(spread(kOp, call, penalties, args, plan));
   *kernel = &KernelTable(sample_kernels)
                  .find([&](const SampleKernel& one) {
                    return one.dtype == call.logits->dtype && one.penalties == penalties;
                  })
                  ->kernel;
-  *plan = {(*kernel)->name(), static_cast<int>(blocks), static_cast<unsigned>(args->rows * blocks),
-           kSampleThreads, static_cast<unsigned>(smem)};
+  plan->kernel = (*kernel)->name();
   return Status();
+}
+
+LaunchConfig config_of(const SamplePlan& plan) {
+  LaunchConfig config;
+  config.grid.x = plan.grid;
+  config.block.x = plan.block;
+  config.cluster.x = static_cast<uint32_t>(plan.blocks_per_row);
+  config.dynamic_smem = plan.dynamic_smem;
+  config.dependent = true;
+  return config;
 }
 
 }  // namespace
@@ -176,16 +208,121 @@ Status sample(const SampleCall& call, void* stream) {
   const Kernel* kernel = nullptr;
   TIERCEL_RETURN_IF_ERROR(prepare(call, &args, &plan, &kernel));
   if (kernel == nullptr) return Status();
-  LaunchConfig config;
-  config.grid.x = plan.grid;
-  config.block.x = plan.block;
-  config.cluster.x = args.blocks;
-  config.dynamic_smem = plan.dynamic_smem;
-  config.dependent = true;
   void* arguments[] = {&args};
-  return kernel->launch(config, call.logits->device_index, stream, arguments);
+  return kernel->launch(config_of(plan), call.logits->device_index, stream, arguments);
 }
 
 Status sample_load(int device) { return KernelTable(sample_kernels).load_all(device); }
+
+namespace {
+
+constexpr const char* kVerifyOp = "verify_draft";
+
+struct Verification {
+  VerifyArgs draw{};
+  VerifyDraftArgs compare{};
+  SamplePlan plan{"none", 0, 0, 0, 0};
+};
+
+Status prepare(const VerifyDraftCall& call, Verification* made) {
+  const SampleCall& sample = call.sample;
+  const Argument logits{kVerifyOp, "logits", *sample.logits};
+  const Argument draft{kVerifyOp, "draft_tokens", *call.draft};
+  TIERCEL_RETURN_IF_ERROR(check_dtype(draft, {DType::kInt32, DType::kInt64}));
+  TIERCEL_RETURN_IF_ERROR(check_rank(draft, 2));
+  const int64_t sequences = call.draft->shape[0], count = call.draft->shape[1];
+  VerifyArgs& args = made->draw;
+  TIERCEL_RETURN_IF_ERROR(
+      lay_out_logits(sample, logits, 3, {sequences, "[B]"}, static_cast<SampleArgs*>(&args)));
+  TIERCEL_RETURN_IF_ERROR(
+      check_shape(logits, {sequences, count + 1, sample.logits->shape[2]}, "[B, S + 1, V]"));
+  TIERCEL_RETURN_IF_ERROR(check_rest(draft, logits));
+  VerifyDraftArgs& compare = made->compare;
+  if (call.probs != nullptr) {
+    const Argument probs{kVerifyOp, "draft_probs", *call.probs};
+    TIERCEL_RETURN_IF_ERROR(check_dtype(probs, {DType::kFloat32}));
+    TIERCEL_RETURN_IF_ERROR(check_shape(probs, {sequences, count, args.columns}, "[B, S, V]"));
+    TIERCEL_RETURN_IF_ERROR(check_rest(probs, logits));
+    compare.probs = static_cast<const float*>(call.probs->data);
+  }
+  const Argument tokens{kVerifyOp, "tokens", *call.tokens};
+  TIERCEL_RETURN_IF_ERROR(check_dtype(tokens, {call.draft->dtype}));
+  TIERCEL_RETURN_IF_ERROR(check_shape(tokens, {sequences, count + 1}, "[B, S + 1]"));
+  TIERCEL_RETURN_IF_ERROR(check_rest(tokens, logits));
+  const Argument accepted{kVerifyOp, "accepted", *call.accepted};
+  TIERCEL_RETURN_IF_ERROR(check_dtype(accepted, {DType::kInt32}));
+  TIERCEL_RETURN_IF_ERROR(check_shape(accepted, {sequences}, "[B]"));
+  TIERCEL_RETURN_IF_ERROR(check_rest(accepted, logits));
+  const int64_t rows = args.rows;
+  Kept* kept = nullptr;
+  if (call.workspace != nullptr) {
+    const Argument space{kVerifyOp, "workspace", *call.workspace};
+    TIERCEL_RETURN_IF_ERROR(check_dtype(space, {DType::kInt64}));
+    TIERCEL_RETURN_IF_ERROR(check_shape(space, {verify_draft_workspace(rows)}, "[words]"));
+    TIERCEL_RETURN_IF_ERROR(check_rest(space, logits));
+    kept = static_cast<Kept*>(call.workspace->data);
+  }
+  if (rows == 0) return Status();
+  TIERCEL_RETURN_IF_ERROR(spread(kVerifyOp, sample, false, &args, &made->plan));
+  args.positions = static_cast<int>(count + 1);
+  args.kept = kept;
+  args.tokens = kept == nullptr ? nullptr : kept + rows;
+  compare.logits = args.logits;
+  compare.stride = args.stride;
+  compare.columns = args.columns;
+  compare.positions = args.positions;
+  compare.kept = kept;
+  compare.drawn = static_cast<const int*>(args.tokens);
+  compare.draft = call.draft->data;
+  compare.seed = args.seed;
+  compare.offset = args.offset;
+  compare.tokens = call.tokens->data;
+  compare.accepted = static_cast<int*>(call.accepted->data);
+  compare.wide = call.draft->dtype == DType::kInt64;
+  return Status();
+}
+
+const Kernel& find(DType dtype, bool draws) {
+  return KernelTable(verify_kernels)
+      .find([&](const VerifyKernel& one) { return one.dtype == dtype && one.draws == draws; })
+      ->kernel;
+}
+
+}  // namespace
+
+// What is kept of each row, and then the rows' tokens.
+int64_t verify_draft_workspace(int64_t rows) {
+  static_assert(sizeof(Kept) % sizeof(int64_t) == 0);
+  return rows * static_cast<int64_t>(sizeof(Kept) / sizeof(int64_t)) + ceil_div(rows, 2);
+}
+
+Status verify_draft_plan(const VerifyDraftCall& call, SamplePlan* plan) {
+  Verification made;
+  TIERCEL_RETURN_IF_ERROR(prepare(call, &made));
+  *plan = made.plan;
+  if (plan->grid != 0) plan->kernel = find(call.sample.logits->dtype, true).name();
+  return Status();
+}
+
+Status verify_draft(const VerifyDraftCall& call, void* stream) {
+  if (call.workspace == nullptr) {
+    return Status::InvalidArgument(std::string(kVerifyOp) + ": `workspace` must be given");
+  }
+  Verification made;
+  TIERCEL_RETURN_IF_ERROR(prepare(call, &made));
+  if (made.plan.grid == 0) return Status();
+  const DType dtype = call.sample.logits->dtype;
+  const int device = call.sample.logits->device_index;
+  void* draw[] = {&made.draw};
+  TIERCEL_RETURN_IF_ERROR(find(dtype, true).launch(config_of(made.plan), device, stream, draw));
+  LaunchConfig config;
+  config.grid.x = static_cast<uint32_t>(call.draft->shape[0]);
+  config.block.x = kVerifyThreads;
+  config.dependent = true;
+  void* compare[] = {&made.compare};
+  return find(dtype, false).launch(config, device, stream, compare);
+}
+
+Status verify_draft_load(int device) { return KernelTable(verify_kernels).load_all(device); }
 
 }  // namespace tiercel

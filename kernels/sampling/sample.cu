@@ -47,9 +47,11 @@ namespace {
 template <typename Format, bool kPenalties>
 constexpr int kBlocksPerSm = kPenalties || Format::kBytes == 4 ? 2 : 3;
 
-template <typename Format, bool kPenalties>
-__global__ void __launch_bounds__(kSampleThreads, (kBlocksPerSm<Format, kPenalties>))
-    sample(const __grid_constant__ SampleArgs args) {
+// With kVerify, what is kept of each row is written too, and rows share their sequence's
+// parameters.
+template <typename Format, bool kPenalties, bool kVerify>
+__device__ __forceinline__ void draw(
+    const std::conditional_t<kVerify, VerifyArgs, SampleArgs>& args) {
   using Held = std::conditional_t<kPenalties, Float32, Format>;
   constexpr int kColumns = kPerVector<Format>;  // of a vector
   constexpr int kVectors = kSampleSegment / 32 / kColumns;
@@ -62,14 +64,19 @@ __global__ void __launch_bounds__(kSampleThreads, (kBlocksPerSm<Format, kPenalti
   grid_dependency_launch();
 
   const uint32_t rank = args.blocks > 1 ? cluster_rank() : 0;
-  const int64_t place = blockIdx.x / args.blocks;
+  const int64_t row_place = blockIdx.x / args.blocks;
+  int64_t place = row_place, position = 0;
+  if constexpr (kVerify) {
+    place = row_place / args.positions;
+    position = row_place - place * args.positions;
+  }
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int first = min(static_cast<int>(rank) * args.segments_per_block, args.segments);
   const int last = min(first + args.segments_per_block, args.segments);
   char* tables =
       reinterpret_cast<char*>(memory) + args.segments_per_block * kSampleSegment * Held::kBytes;
   Row<Held> row{args,
-                place,
+                row_place,
                 first,
                 last,
                 memory,
@@ -99,7 +106,7 @@ __global__ void __launch_bounds__(kSampleThreads, (kBlocksPerSm<Format, kPenalti
   changes.load<kPenalties>(args, place);
   const bool changed = kPenalties || args.allowed != nullptr;
 
-  const char* logits = args.logits + place * args.stride;
+  const char* logits = args.logits + row_place * args.stride;
   const bool aligned = reinterpret_cast<uintptr_t>(logits) % kVectorBytes == 0;
   const auto load = [&](uint32_t (&words)[kVectors][4], int segment) {
     const int begin = segment * kSampleSegment;
@@ -113,18 +120,18 @@ __global__ void __launch_bounds__(kSampleThreads, (kBlocksPerSm<Format, kPenalti
     }
     // One by one, by way of the segment's place in shared memory.
     using Storage = typename Format::Storage;
-    char* place =
+    char* part =
         reinterpret_cast<char*>(memory) + (segment - first) * kSampleSegment * Held::kBytes;
 #pragma unroll 4
     for (int i = lane; i < kSampleSegment; i += 32) {
-      reinterpret_cast<Storage*>(place)[i] =
-          begin + i < args.columns ? reinterpret_cast<const Storage*>(from)[i]
-                                   : static_cast<Storage>(Format::to_bits(-kInfinity));
+      reinterpret_cast<Storage*>(part)[i] = begin + i < args.columns
+                                                ? reinterpret_cast<const Storage*>(from)[i]
+                                                : static_cast<Storage>(Format::to_bits(-kInfinity));
     }
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      load_vector(words[i], place + (i * 32 + lane) * kVectorBytes);
+      load_vector(words[i], part + (i * 32 + lane) * kVectorBytes);
     }
     __syncwarp();
   };
@@ -202,13 +209,16 @@ __global__ void __launch_bounds__(kSampleThreads, (kBlocksPerSm<Format, kPenalti
   for (int s = lane; s < args.segments; s += 32) largest = max_or_nan(largest, row.segments[s].x);
   row.largest = largest = warp_largest(largest);
   if (largest != largest || largest == -kInfinity) {
-    if (rank == 0 && threadIdx.x == 0) row.write(-1, __int_as_float(0x7fc00000));
+    if (rank == 0 && threadIdx.x == 0) {
+      row.write(-1, __int_as_float(0x7fc00000));
+      if constexpr (kVerify) args.kept[row_place] = {};
+    }
     return;
   }
 
   const bool own_seed = args.seed.of_rows != nullptr;
   const uint64_t random = philox(static_cast<uint64_t>(parameter(args.seed, place)),
-                                 static_cast<uint64_t>(parameter(args.offset, place)),
+                                 static_cast<uint64_t>(parameter(args.offset, place) + position),
                                  static_cast<uint64_t>(own_seed ? 0 : place));
   filters |= largest == kInfinity;  // only these tokens have weight
   // A segment's weight in units of 1 / `unit`.
@@ -260,8 +270,12 @@ __global__ void __launch_bounds__(kSampleThreads, (kBlocksPerSm<Format, kPenalti
     const bool enough = whole == 0 || row.limit == limit || mass >= part_of(top_p, whole);
     if (count <= kFew && enough) {
       send(row, rank);
-      if (rank == 0)
-        choose(row, count, by_count ? top_k : 0, by_mass ? top_p : 1.0f, whole, random);
+      if (rank == 0) {
+        Kept* kept = nullptr;
+        if constexpr (kVerify) kept = &args.kept[row_place];
+        choose<kVerify>(row, count, by_count ? top_k : 0, by_mass ? top_p : 1.0f, whole, random,
+                        kept);
+      }
       return;
     }
     if (!by_count) row.limit = limit;
@@ -305,6 +319,26 @@ __global__ void __launch_bounds__(kSampleThreads, (kBlocksPerSm<Format, kPenalti
   }
   if (warp != 0) return;
 
+  if constexpr (kVerify) {
+    uint64_t all = 0;
+    if (!greedy) {
+#pragma unroll 1
+      for (int s = lane; s < args.segments; s += 32) {
+        all += filters ? row.masses[s] : weight_of(s, kFineUnit);
+      }
+      all = warp_sum(all);
+    }
+    if (rank == 0 && lane == 0) {
+      args.kept[row_place] = {largest,
+                              row.scale,
+                              filters ? row.limit : kInfinity,
+                              filters ? row.origin : 0.0f,
+                              bound.fixed,
+                              bound.bits,
+                              all,
+                              filters ? kUnit : kFineUnit};
+    }
+  }
   uint64_t remains = 0;
   int segment = args.segments;
   if (greedy) {
@@ -327,6 +361,18 @@ __global__ void __launch_bounds__(kSampleThreads, (kBlocksPerSm<Format, kPenalti
   row.write_token(column, row.value_at(column) - largest);
 }
 
+template <typename Format, bool kPenalties>
+__global__ void __launch_bounds__(kSampleThreads, (kBlocksPerSm<Format, kPenalties>))
+    sample(const __grid_constant__ SampleArgs args) {
+  draw<Format, kPenalties, false>(args);
+}
+
+template <typename Format>
+__global__ void __launch_bounds__(kSampleThreads, (kBlocksPerSm<Format, false>))
+    sample_positions(const __grid_constant__ VerifyArgs args) {
+  draw<Format, false, true>(args);
+}
+
 #define TIERCEL_SAMPLE(type, penalties)                  \
   {DType::k##type, penalties,                            \
    Kernel("sample<" #type ", penalties=" #penalties ">", \
@@ -336,7 +382,146 @@ __global__ void __launch_bounds__(kSampleThreads, (kBlocksPerSm<Format, kPenalti
 const SampleKernel kKernels[] = {TIERCEL_TYPE(Float32), TIERCEL_TYPE(BFloat16),
                                  TIERCEL_TYPE(Float16)};
 
+// The probability of a logit.
+__device__ __forceinline__ float probability(const Kept& kept, float inverse, float x) {
+  const float d = x == kept.largest ? 0.0f : kept.largest - x;
+  uint32_t fixed = __float_as_uint(d + kept.origin) - __float_as_uint(kept.origin);
+  fixed = kept.origin == 0.0f ? 0 : min(fixed, (1u << kFixedBits) - 1);
+  const bool within = d <= kept.limit && fixed <= kept.fixed && __float_as_uint(d) <= kept.bits;
+  return within ? exp2_approx(-d * kept.scale) * inverse : 0.0f;
+}
+
+// One block per sequence: accepts draft tokens up to the first rejection, and there draws from what
+// the target's probabilities have above the draft's.
+template <typename Format>
+__global__ void __launch_bounds__(kVerifyThreads)
+    verify_draft(const __grid_constant__ VerifyDraftArgs args) {
+  __shared__ uint64_t sums[kVerifySegments];
+  __shared__ int rejected;
+  grid_dependency_wait();
+  grid_dependency_launch();
+  const int64_t sequence = blockIdx.x, first_row = sequence * args.positions;
+  const int count = args.positions - 1, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const uint64_t seed = parameter(args.seed, sequence);
+  const uint64_t offset = parameter(args.offset, sequence);
+  const uint64_t stream = args.seed.of_rows != nullptr ? 0 : sequence;
+  constexpr uint64_t kToAccept = uint64_t{1} << 62, kToReplace = uint64_t{1} << 63;
+  const auto draft = [&](int i) {
+    return args.wide ? static_cast<const int64_t*>(args.draft)[sequence * count + i]
+                     : int64_t{static_cast<const int*>(args.draft)[sequence * count + i]};
+  };
+  const auto logit = [&](int i, int64_t column) {
+    return load_element<Format>(args.logits + (first_row + i) * args.stride +
+                                column * Format::kBytes);
+  };
+  const auto inverse_of = [](const Kept& kept) {
+    return static_cast<float>(kept.unit / static_cast<double>(kept.all));
+  };
+
+  if (threadIdx.x == 0) rejected = count;
+  __syncthreads();
+  for (int i = threadIdx.x; i < count; i += kVerifyThreads) {
+    const Kept kept = args.kept[first_row + i];
+    const int64_t token = draft(i);
+    bool accept;
+    if (args.probs == nullptr || kept.all == 0) {
+      accept = token >= 0 && token == args.drawn[first_row + i];
+    } else {
+      accept = token >= 0 && token < args.columns;
+      if (accept) {
+        const float p = probability(kept, inverse_of(kept), logit(i, token));
+        const double q = args.probs[(sequence * count + i) * args.columns + token];
+        const double u = (philox(seed, offset + i, stream ^ kToAccept) >> 11) * 0x1p-53;
+        accept = u * q < p;
+      }
+    }
+    if (!accept) atomicMin(&rejected, i);
+  }
+  __syncthreads();
+  const int last = rejected;
+  const auto store = [&](int i, int64_t token) {
+    const int64_t place = first_row + i;
+    if (args.wide) {
+      static_cast<int64_t*>(args.tokens)[place] = token;
+    } else {
+      static_cast<int*>(args.tokens)[place] = static_cast<int>(token);
+    }
+  };
+  for (int i = threadIdx.x; i <= count; i += kVerifyThreads) {
+    if (i != last) store(i, i < last ? draft(i) : -1);
+  }
+  if (threadIdx.x == 0) args.accepted[sequence] = last;
+  const int drawn = args.drawn[first_row + last];
+  const Kept kept = args.kept[first_row + last];
+  if (last == count || args.probs == nullptr || kept.all == 0) {
+    if (threadIdx.x == 0) store(last, drawn);
+    return;
+  }
+
+  const float inverse = inverse_of(kept);
+  const float* probs = args.probs + (sequence * count + last) * args.columns;
+  const auto excess = [&](int column) {
+    if (column >= args.columns) return uint64_t{0};
+    const float more = probability(kept, inverse, logit(last, column)) - probs[column];
+    return static_cast<uint64_t>(__float2ull_rn(fmaxf(more, 0.0f) * 0x1p50f));
+  };
+  const int segments = (args.columns + kSampleSegment - 1) / kSampleSegment;
+  for (int segment = warp; segment < segments; segment += kVerifyThreads / 32) {
+    uint64_t sum = 0;
+#pragma unroll 8
+    for (int i = lane; i < kSampleSegment; i += 32) sum += excess(segment * kSampleSegment + i);
+    sum = warp_sum(sum);
+    if (lane == 0) sums[segment] = sum;
+  }
+  __syncthreads();
+  if (warp != 0) return;
+  // The first column at which the running sum exceeds the target; first its segment.
+  const auto find = [&](uint64_t* target, int end, auto amount) {
+    for (int begin = 0; begin < end; begin += 32) {
+      const uint64_t own = begin + lane < end ? amount(begin + lane) : 0;
+      const uint64_t running = warp_running_sum(own);
+      const unsigned beyond = __ballot_sync(kFullWarp, running > *target);
+      if (beyond != 0) {
+        const int found = __ffs(beyond) - 1;
+        *target -= __shfl_sync(kFullWarp, running - own, found);
+        return begin + found;
+      }
+      *target -= __shfl_sync(kFullWarp, running, 31);
+    }
+    return -1;
+  };
+  uint64_t all = 0;
+  for (int s = lane; s < segments; s += 32) all += sums[s];
+  all = warp_sum(all);
+  uint64_t target = __umul64hi(philox(seed, offset + last, stream ^ kToReplace), all);
+  const int segment = find(&target, segments, [&](int s) { return sums[s]; });
+  int token = drawn;  // rounding has left nothing
+  if (segment >= 0) {
+    token = segment * kSampleSegment + find(&target, kSampleSegment, [&](int i) {
+              return excess(segment * kSampleSegment + i);
+            });
+  }
+  if (lane == 0) store(last, token);
+}
+
+#define TIERCEL_VERIFY(type)                                                                    \
+  {DType::k##type, true,                                                                        \
+   Kernel("sample_positions<" #type ">", reinterpret_cast<const void*>(sample_positions<type>), \
+          kSampleLargestSmem)},                                                                 \
+  {                                                                                             \
+    DType::k##type, false,                                                                      \
+        Kernel("verify_draft<" #type ">", reinterpret_cast<const void*>(verify_draft<type>))    \
+  }
+
+const VerifyKernel kVerifyKernels[] = {TIERCEL_VERIFY(Float32), TIERCEL_VERIFY(BFloat16),
+                                       TIERCEL_VERIFY(Float16)};
+
 }  // namespace
+
+const VerifyKernel* verify_kernels(int* count) {
+  *count = sizeof(kVerifyKernels) / sizeof(kVerifyKernels[0]);
+  return kVerifyKernels;
+}
 
 const SampleKernel* sample_kernels(int* count) {
   *count = sizeof(kKernels) / sizeof(kKernels[0]);

@@ -54,6 +54,24 @@ struct SampleCall {
   SampleNumbers numbers;
 };
 
+// Draft tokens against the logits of their positions and one more, B * (S + 1) rows. `logits` and
+// the parameters are those of sample(), with B for T. draft [B, S] int32 or int64; probs [B, S, V]
+// float32 or null for a draft without chance; tokens [B, S + 1], accepted [B] int32; workspace
+// int64 [verify_draft_workspace()].
+struct VerifyDraftCall {
+  SampleCall sample;
+  const TensorView* draft = nullptr;
+  const TensorView* probs = nullptr;
+  const TensorView* tokens = nullptr;
+  const TensorView* accepted = nullptr;
+  const TensorView* workspace = nullptr;
+};
+
+int64_t verify_draft_workspace(int64_t rows);
+Status verify_draft_plan(const VerifyDraftCall& call, SamplePlan* plan);
+Status verify_draft(const VerifyDraftCall& call, void* stream);
+Status verify_draft_load(int device);
+
 // All checks and the choice of a kernel; needs no GPU and no driver.
 Status sample_plan(const SampleCall& call, SamplePlan* plan);
 

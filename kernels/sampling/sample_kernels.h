@@ -43,6 +43,44 @@ struct SampleArgs {
   float* logprobs;  // or null
 };
 
+// What may be drawn from a row: a token with distance d to the largest logit has the weight
+// 2^(-d scale) unit, if d is up to the limit and both bounds.
+struct Kept {
+  float largest, scale, limit;
+  float origin;  // of the fixed point of `fixed`
+  uint32_t fixed, bits;
+  uint64_t all;  // the sum of the weights; 0: greedy
+  float unit;
+};
+
+// Rows of a sequence's positions, which share parameters; their offsets count up.
+struct VerifyArgs : SampleArgs {
+  int positions;
+  Kept* kept;  // [T]
+};
+
+struct VerifyDraftArgs {
+  const char* logits;
+  int64_t stride;  // bytes
+  int columns;
+  int positions;       // the draft's and one more
+  const Kept* kept;    // [B * positions]
+  const int* drawn;    // likewise, tokens of the rows
+  const void* draft;   // [B, positions - 1]
+  const float* probs;  // [B, positions - 1, columns] or null
+  SampleParameter<int64_t> seed;
+  SampleParameter<int64_t> offset;
+  void* tokens;  // [B, positions]
+  int* accepted;
+  bool wide;  // draft and tokens are int64, otherwise int32
+};
+
+struct VerifyKernel {
+  DType dtype;
+  bool draws;  // the tokens of the rows; otherwise compares
+  Kernel kernel;
+};
+
 struct SampleKernel {
   DType dtype;
   bool penalties;
@@ -61,7 +99,11 @@ inline constexpr int kSampleLargestSmem = 216 << 10;
 inline constexpr int kSampleTableBytes = 16;
 inline constexpr int kSampleLogprobBytes = 8;  // and its sum at temperature 1
 
+inline constexpr int kVerifyThreads = 512;
+inline constexpr int kVerifySegments = 1024;  // at most, of a row
+
 const SampleKernel* sample_kernels(int* count);
+const VerifyKernel* verify_kernels(int* count);
 
 }  // namespace tiercel
 

@@ -42,11 +42,58 @@ constexpr PlanField<SamplePlan> kPlanFields[] = {
 };
 constexpr PlanDict<SamplePlan> kPlan{"SamplePlan", kPlanFields};
 
+template <auto kMember>
+constexpr auto Sampled(const char* name) {
+  return Optional<&VerifyDraftCall::sample, kMember>(name);
+}
+template <auto kMember>
+constexpr auto Number(const char* name) {
+  return Value<&VerifyDraftCall::sample, &SampleCall::numbers, kMember>(name);
+}
+constexpr Field<VerifyDraftCall> kVerifyFields[] = {
+    Tensor<&VerifyDraftCall::draft>("draft_tokens"),
+    OfStream(Tensor<&VerifyDraftCall::sample, &SampleCall::logits>("logits")),
+    Optional<&VerifyDraftCall::probs>("draft_probs"),
+    Sampled<&SampleCall::temperatures>("temperatures"),
+    Sampled<&SampleCall::top_ks>("top_ks"),
+    Sampled<&SampleCall::top_ps>("top_ps"),
+    Sampled<&SampleCall::min_ps>("min_ps"),
+    Sampled<&SampleCall::seeds>("seeds"),
+    Sampled<&SampleCall::offsets>("offsets"),
+    Tensor<&VerifyDraftCall::tokens>("tokens"),
+    Tensor<&VerifyDraftCall::accepted>("accepted"),
+    Optional<&VerifyDraftCall::workspace>("workspace"),
+    Number<&SampleNumbers::temperature>("temperature"),
+    Number<&SampleNumbers::top_k>("top_k"),
+    Number<&SampleNumbers::top_p>("top_p"),
+    Number<&SampleNumbers::min_p>("min_p"),
+    Number<&SampleNumbers::seed>("seed"),
+    Number<&SampleNumbers::offset>("offset"),
+};
+constexpr Parameters<VerifyDraftCall> kVerify{"verify_draft", kVerifyFields};
+
+struct WorkspaceCall {
+  int64_t rows = 0;
+};
+constexpr Field<WorkspaceCall> kWorkspaceFields[] = {Value<&WorkspaceCall::rows>("rows")};
+constexpr Parameters<WorkspaceCall> kWorkspace{"verify_draft", kWorkspaceFields};
+
+PyObject* WorkspaceElements(const WorkspaceCall& call) {
+  return PyLong_FromLongLong(verify_draft_workspace(call.rows));
+}
+
 constexpr Function kFunctions[] = {
     LaunchOf<kSample, sample>(
         "sample", "Launches the kernel on the current stream; fills `tokens` and `logprobs`."),
     PlanOf<kSample, sample_plan, kPlan>("sample_plan"),
     LoadOf<sample_load>("sample_load"),
+    LaunchOf<kVerify, verify_draft>(
+        "verify_draft",
+        "Launches the kernels on the current stream; fills `tokens` and `accepted`."),
+    PlanOf<kVerify, verify_draft_plan, kPlan>("verify_draft_plan"),
+    FunctionOf<kWorkspace, WorkspaceElements>(
+        "verify_draft_workspace", "int", "The int64 elements of workspace for that many rows."),
+    LoadOf<verify_draft_load>("verify_draft_load"),
 };
 const Family kFamily(kFunctions);
 

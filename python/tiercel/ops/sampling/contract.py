@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiercel.ops.sampling.spec import SAMPLE
+from tiercel.ops.sampling.spec import SAMPLE, VERIFY_DRAFT
 from tiercel.plugins.contract import Case, Contract
 
 _OPTIONS = {scalar.name: scalar.default for scalar in SAMPLE.scalars}
@@ -79,6 +79,64 @@ def _make(case: Case, device: str, seed: int) -> dict[str, Any]:
     return given | {"logits": logits} | options
 
 
+# verify_draft
+
+_VERIFY_OPTIONS = {scalar.name: scalar.default for scalar in VERIFY_DRAFT.scalars}
+
+
+def _verify_case(
+    sequences: int, count: int, tokens: int, dtype: str, values: str = "random", **options: Any
+) -> Case:
+    sizes = {"B": sequences, "S": count, "P": count + 1, "V": tokens}
+    index = options.pop("index", "int32")
+    return Case(sizes, index, _VERIFY_OPTIONS | options, f"{dtype} {values}")
+
+
+# The dtype is that of the tokens. `values`: the dtype of the logits, and certain = no probabilities
+# of the draft.
+_VERIFY_CASES = (
+    _verify_case(3, 4, 100, "float32"),
+    _verify_case(5, 3, 1000, "bfloat16", "certain", top_k=9, index="int64"),
+    _verify_case(4, 2, 264, "float16", "rows"),
+    _verify_case(2, 1, 128256, "bfloat16", top_p=0.9, seed=7),
+    _verify_case(7, 5, 33, "float32", "certain", temperature=0.0),
+    _verify_case(0, 3, 64, "bfloat16"),
+    _verify_case(6, 2, 264, "bfloat16", "strided", min_p=0.05),
+)
+
+
+def _make_verify(case: Case, device: str, seed: int) -> dict[str, Any]:
+    import torch
+
+    sequences, count, tokens = (case.sizes[name] for name in "BSV")
+    dtype, values = case.values.split()
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(sequences, count + 1, tokens, generator=generator)
+    noise = torch.randn(sequences, count, tokens, generator=generator)
+    probs = torch.softmax(logits[:, :count] + noise, -1)
+    draft = torch.zeros(sequences, count, dtype=torch.int64)
+    if draft.numel():
+        flat = torch.multinomial(probs.flatten(0, 1), 1, generator=generator)
+        draft = flat.view(sequences, count)
+    given: dict[str, Any] = {tensor.name: None for tensor in VERIFY_DRAFT.tensors}
+    if values == "rows":
+        given |= {
+            "temperatures": 2 * torch.rand(sequences, generator=generator),
+            "top_ks": torch.arange(sequences, dtype=torch.int32) * 5,
+            "top_ps": 0.5 + torch.rand(sequences, generator=generator),
+            "min_ps": 0.1 * torch.rand(sequences, generator=generator),
+            "seeds": torch.arange(sequences),
+            "offsets": torch.arange(sequences) * 100,
+        }
+    given["draft_tokens"] = draft.to(getattr(torch, case.dtype))
+    given["draft_probs"] = None if values == "certain" else probs
+    given = {name: None if value is None else value.to(device) for name, value in given.items()}
+    logits = logits.to(device=device, dtype=getattr(torch, dtype))
+    if values == "strided":
+        logits = torch.cat([logits, -logits], dim=-1)[..., :tokens]
+    return given | {"logits": logits} | dict(case.options)
+
+
 CONTRACTS = (
     Contract.of(
         "sampling",
@@ -91,7 +149,24 @@ CONTRACTS = (
         make=_make,
         reference="sample",
     ),
+    Contract.of(
+        "sampling",
+        VERIFY_DRAFT,
+        cases=_VERIFY_CASES,
+        timing={
+            "cpu": _verify_case(4, 3, 1024, "float32"),
+            "cuda": _verify_case(64, 4, 128256, "bfloat16", top_p=0.9),
+        },
+        make=_make_verify,
+    ),
 )
 
 # Names in tiercel.plugins.types.
-ALIASES = {"Tokens": "sample.tokens"}
+ALIASES = {
+    "Tokens": "sample.tokens",
+    "DraftTokens": "verify_draft.draft_tokens",
+    "PositionLogits": "verify_draft.logits",
+    "DraftProbabilities": "verify_draft.draft_probs",
+    "VerifiedTokens": "verify_draft.tokens",
+    "NumAccepted": "verify_draft.accepted",
+}

@@ -15,8 +15,10 @@ from tiercel.core.spec import Call, Spec
 from tiercel.ops._rows import rows
 from tiercel.ops.sampling import reference as ref
 from tiercel.ops.sampling import spec
+from tiercel.ops.sampling.parameters import either as _either
+from tiercel.ops.sampling.verify import verify_draft
 
-__all__ = ["sample"]
+__all__ = ["sample", "verify_draft"]
 
 _NAMES = spec.SAMPLE.names[:-1]  # indices_dtype is the tokens' own
 _TENSORS = len(spec.SAMPLE.tensors)
@@ -51,11 +53,6 @@ def _op(declared: Spec, return_logprobs: bool) -> Op:
 
 _SAMPLE = _op(spec.SAMPLE, return_logprobs=False)
 _WITH_LOGPROBS = _op(spec.WITH_LOGPROBS, return_logprobs=True)
-
-
-def _either(rows: Any, given: Any, default: float) -> tuple[Any, Any]:
-    """A tensor of the rows' values and a number, of which the tensor goes first."""
-    return (given, default) if isinstance(given, Tensor) else (rows, given)
 
 
 @_SAMPLE.export

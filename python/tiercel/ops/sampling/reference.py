@@ -94,6 +94,24 @@ def kept_weights(
     return torch.where(d <= bound, weights, 0.0)
 
 
+def _drawn(x: Tensor, filters: tuple[Tensor, ...], u: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens, -1 where there is none, and the probabilities they were drawn from, 0 of greedy
+    rows."""
+    temperatures, *others = filters
+    greedy = ~(temperatures > 0)
+    weights = kept_weights(x, torch.where(greedy, 1.0, temperatures), *others)
+    running = weights.cumsum(-1)
+    place = torch.arange(x.shape[1], device=x.device)
+    beyond = (running > u[:, None] * running[:, -1:]) & (weights > 0)
+    largest = x.amax(-1, keepdim=True)
+    chosen = torch.where(greedy[:, None], x == largest, beyond)
+    tokens = torch.where(chosen, place, x.shape[1]).amin(-1)
+    valid = (largest[:, 0] > -math.inf) & (tokens < x.shape[1])  # a NaN is not larger
+    probabilities = weights / running[:, -1:]
+    probabilities = torch.where((valid & ~greedy)[:, None], probabilities, 0.0)
+    return torch.where(valid, tokens, -1), probabilities
+
+
 def sample(
     logits: Tensor,
     temperatures: Tensor | None = None,
@@ -121,8 +139,7 @@ def sample(
     return_logprobs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Reference of :func:`tiercel.sample`, on any device."""
-    rows, count = logits.shape
-    device = logits.device
+    rows, device = len(logits), logits.device
 
     def of_rows(
         given: Tensor | None, number: float | Tensor, dtype: torch.dtype = torch.float32
@@ -142,11 +159,8 @@ def sample(
         of_rows(presence_penalties, presence_penalty),
         of_rows(frequency_penalties, frequency_penalty),
     )
-    temperatures = of_rows(temperatures, temperature)
-    greedy = ~(temperatures > 0)
-    weights = kept_weights(
-        x,
-        torch.where(greedy, 1.0, temperatures),
+    filters = (
+        of_rows(temperatures, temperature),
         of_rows(top_ks, top_k, torch.int64),
         of_rows(top_ps, top_p),
         of_rows(min_ps, min_p),
@@ -157,16 +171,82 @@ def sample(
         of_rows(offsets, offset, torch.int64),
         stream if seeds is None and not isinstance(seed, Tensor) else torch.zeros_like(stream),
     )
-    running = weights.cumsum(-1)
-    place = torch.arange(count, device=device)
-    beyond = (running > u[:, None] * running[:, -1:]) & (weights > 0)
-    largest = x.amax(-1, keepdim=True)
-    chosen = torch.where(greedy[:, None], x == largest, beyond)
-    tokens = torch.where(chosen, place, count).amin(-1)
-    valid = (largest[:, 0] > -math.inf) & (tokens < count)  # a NaN is not larger
-    results = torch.where(valid, tokens, -1).to(indices_dtype)
+    tokens, _ = _drawn(x, filters, u)
+    results = tokens.to(indices_dtype)
     if not return_logprobs:
         return results
-    inside = tokens.clamp(max=count - 1)[:, None]
-    logprobs = torch.log_softmax(x.double(), -1).gather(1, inside)[:, 0]
-    return results, torch.where(valid, logprobs, math.nan).float()
+    logprobs = torch.log_softmax(x.double(), -1).gather(1, tokens.clamp(min=0)[:, None])[:, 0]
+    return results, torch.where(tokens >= 0, logprobs, math.nan).float()
+
+
+_TO_ACCEPT, _TO_REPLACE = 2**62, -(2**63)
+
+
+def verify_draft(
+    draft_tokens: Tensor,
+    logits: Tensor,
+    draft_probs: Tensor | None = None,
+    temperatures: Tensor | None = None,
+    top_ks: Tensor | None = None,
+    top_ps: Tensor | None = None,
+    min_ps: Tensor | None = None,
+    seeds: Tensor | None = None,
+    offsets: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    top_k: int | Tensor = 0,
+    top_p: float | Tensor = 1.0,
+    min_p: float | Tensor = 0.0,
+    seed: int | Tensor = 0,
+    offset: int | Tensor = 0,
+) -> tuple[Tensor, Tensor]:
+    """Reference of :func:`tiercel.verify_draft`, on any device."""
+    sequences, positions, count = logits.shape
+    device = logits.device
+
+    def each(
+        given: Tensor | None, number: float | Tensor, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """A value for each position."""
+        if given is None:
+            given = number if isinstance(number, Tensor) else None
+        if given is None:
+            given = torch.full((sequences,), number, dtype=dtype, device=device)
+        return given.repeat_interleave(positions)
+
+    filters = (
+        each(temperatures, temperature),
+        each(top_ks, top_k, torch.int64),
+        each(top_ps, top_p),
+        each(min_ps, min_p),
+    )
+    of_sequences = seeds is not None or isinstance(seed, Tensor)
+    place = torch.arange(sequences * positions, device=device)
+    stream = torch.zeros_like(place) if of_sequences else place // positions
+    key = each(seeds, seed, torch.int64)
+    counter = each(offsets, offset, torch.int64) + place % positions
+    x = logits.reshape(sequences * positions, count)
+    x = x if x.dtype == torch.float64 else x.float()
+    drawn, p = _drawn(x, filters, uniform(key, counter, stream))
+    drawn, p = drawn.view(sequences, positions), p.view(sequences, positions, count)
+    draft = draft_tokens.long()
+    accept = (draft >= 0) & (draft == drawn[:, :-1])
+    new = drawn
+    if draft_probs is not None:
+        inside = (draft >= 0) & (draft < count)
+        at = draft.clamp(0, count - 1)[..., None]
+        u = uniform(key, counter, stream ^ _TO_ACCEPT).view(sequences, positions)[:, :-1]
+        q = draft_probs.double()
+        taken = inside & (u * q.gather(-1, at)[..., 0] < p[:, :-1].gather(-1, at)[..., 0])
+        by_chance = p[:, :-1].sum(-1) > 0
+        accept = torch.where(by_chance, taken, accept)
+        running = (p[:, :-1] - q).clamp(min=0).cumsum(-1)
+        v = uniform(key, counter, stream ^ _TO_REPLACE).view(sequences, positions)[:, :-1, None]
+        other = (running <= v * running[..., -1:]).sum(-1)
+        use = by_chance & (running[..., -1] > 0)
+        new = torch.cat([torch.where(use, other, drawn[:, :-1]), drawn[:, -1:]], 1)
+    accepted = accept.int().cumprod(-1).sum(-1)
+    i = torch.arange(positions, device=device)
+    draft = torch.cat([draft, draft.new_zeros(sequences, 1)], 1)
+    tokens = torch.where(i < accepted[:, None], draft, -1)
+    tokens = torch.where(i == accepted[:, None], new, tokens)
+    return tokens.to(draft_tokens.dtype), accepted.int()

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tiercel.core.spec import FLOATS, INDICES, Call, DType, Float, Int, Spec, Tensor
 
 
@@ -53,6 +55,36 @@ SAMPLE = Spec(
     dims={"words": _words},
     check=_check,
     limits="V up to 409600 (float32 or penalties) or 800000",
+)
+
+
+def _check_positions(call: Call) -> None:
+    from tiercel.core.checks import check_shape
+
+    sequences, count = call.draft_tokens.shape
+    due = (sequences, count + 1, call.logits.shape[2])
+    check_shape("verify_draft", "logits", call.logits, due, "[B, S + 1, V]")
+    if call.logits.shape[2] == 0:
+        raise ValueError("verify_draft: `logits` must have at least 1 column, got 0")
+
+
+def _of_sequence(name: str) -> Tensor:
+    return replace(SAMPLE.argument(name), dims="B")  # type: ignore[type-var, return-value]
+
+
+VERIFY_DRAFT = Spec(
+    "verify_draft",
+    Tensor("draft_tokens", "B S", INDICES),
+    Tensor("logits", "B P V", FLOATS, strided=True, shape_text="[B, S + 1, V]"),
+    Tensor("draft_probs", "B S V", "float32", optional=True),
+    *map(_of_sequence, ("temperatures", "top_ks", "top_ps", "min_ps", "seeds", "offsets")),
+    *map(SAMPLE.argument, ("temperature", "top_k", "top_p", "min_p", "seed", "offset")),
+    results=[
+        Tensor("tokens", "B P", "draft_tokens", shape_text="[B, S + 1]"),
+        Tensor("accepted", "B", "int32"),
+    ],
+    check=_check_positions,
+    limits="V up to 409600 (float32) or 800000",
 )
 
 WITH_LOGPROBS = SAMPLE.changed(
