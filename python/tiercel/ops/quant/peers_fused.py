@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms and gated activations with 8-bit results: in PyTorch, and in vLLM's operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tiercel.workbench.bench.launch import Launch, Unsupported
+from tiercel.workbench.bench.peers.vllm import operator
+
+Inputs = dict[str, Any]
+
+
+def _norm_torch(compiled: bool) -> Any:
+    def prepare(case: Any, inputs: Inputs) -> Launch:
+        from tiercel.ops.quant.reference import rms_norm_quant
+
+        return _launch(compiled, case, rms_norm_quant, inputs)
+
+    return prepare
+
+
+def _activation_torch(compiled: bool) -> Any:
+    def prepare(case: Any, inputs: Inputs) -> Launch:
+        from tiercel.ops.quant.reference import act_and_mul_quant
+
+        return _launch(compiled, case, act_and_mul_quant, inputs)
+
+    return prepare
+
+
+def _launch(compiled: bool, case: Any, function: Any, inputs: Inputs) -> Launch:
+    import torch
+
+    if compiled:
+        torch._dynamo.reset()
+        function = torch.compile(function, dynamic=False, fullgraph=True)
+    return Launch(lambda: function(**inputs, granularity=case["scales"]))
+
+
+def _norm_vllm(case: Any, inputs: Inputs) -> Launch:
+    x, q, scale, weight, residual = inputs.values()
+    if case["scales"] == "row":
+        function = operator("_C", "rms_norm_dynamic_per_token_quant")
+        arguments = (q, x, weight, scale, 1e-6, None, residual)
+    elif case["scales"] == "tensor":
+        given = scale.view(1)
+        if residual is None:
+            function = operator("_C", "rms_norm_static_fp8_quant")
+            arguments = (q, x, weight, given, 1e-6)
+        else:
+            function = operator("_C", "fused_add_rms_norm_static_fp8_quant")
+            arguments = (q, x, residual, weight, given, 1e-6)
+    else:
+        function = operator("_C", "rms_norm_per_block_quant")
+        arguments = (q, x, weight, scale, 1e-6, None, residual, 128, False)
+    if len(arguments) > len(function.default._schema.arguments):
+        raise Unsupported("its operator takes other arguments")
+
+    def run() -> tuple[Any, Any]:
+        function(*arguments)
+        return q, scale
+
+    return Launch(run)
+
+
+def _activation_vllm(case: Any, inputs: Inputs) -> Launch:
+    x, q, scale = inputs.values()
+    if case["scales"] != "tensor":
+        raise Unsupported("it takes a given scale only")
+    function, given = operator("_C", "silu_and_mul_quant"), scale.view(1)
+
+    def run() -> tuple[Any, Any]:
+        function(q, x, given)
+        return q, scale
+
+    return Launch(run)
+
+
+ADAPTERS = {
+    "torch": {"act_and_mul_quant": _activation_torch(False), "rms_norm_quant": _norm_torch(False)},
+    "torch.compile": {
+        "act_and_mul_quant": _activation_torch(True),
+        "rms_norm_quant": _norm_torch(True),
+    },
+    "vllm": {"act_and_mul_quant": _activation_vllm, "rms_norm_quant": _norm_vllm},
+}
