@@ -12,6 +12,7 @@ from tiercel._version import __version__ as __version__
 
 # Beside the operators. Public name -> the module that defines it.
 _LAZY = {
+    "NUMERICS": "tiercel.core.numerics",
     "FallbackWarning": "tiercel.backends",
     "explain": "tiercel._explain",
     "load": "tiercel._load",

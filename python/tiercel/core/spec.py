@@ -35,6 +35,7 @@ from tiercel.core.arguments import DType as DType
 from tiercel.core.arguments import Float as Float
 from tiercel.core.arguments import Int as Int
 from tiercel.core.arguments import Str as Str
+from tiercel.core.numerics import Numerics as Numerics
 
 
 @dataclass(frozen=True, init=False)
@@ -55,6 +56,7 @@ class Spec:
             runs its reference.
         out_text: The beginning of the error text for a wrong ``out=``.
         limits: What the backend sm90 is limited to, in words, for README.md.
+        numerics: What is promised of its numbers; every public op says it.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Spec:
     out_text: str
     together: tuple[str, ...]
     limits: str
+    numerics: Numerics | None
 
     def __init__(
         self,
@@ -80,6 +83,7 @@ class Spec:
         out_text: str = "",
         together: tuple[str, ...] = (),
         limits: str = "",
+        numerics: Numerics | None = None,
     ) -> None:
         for key, value in {
             "name": name,
@@ -92,6 +96,7 @@ class Spec:
             "out_text": out_text,
             "together": together,
             "limits": limits,
+            "numerics": numerics,
         }.items():
             object.__setattr__(self, key, value)
 

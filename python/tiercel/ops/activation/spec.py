@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from tiercel.core.spec import FLOATS, Call, Dim, Scalar, Spec, Str, Tensor
+from tiercel.core.spec import FLOATS, Call, Dim, Numerics, Scalar, Spec, Str, Tensor
 
 GATED = ("silu_and_mul", "gelu_and_mul", "relu_and_mul")
 PLAIN = ("silu", "gelu", "relu")
@@ -46,7 +46,14 @@ def _gated(name: str) -> Spec:
         _check_scale(name, call)
 
     arguments = (_X, _UP, *_options(name), _SCALE)
-    return Spec(name, *arguments, results=[_result("... N")], dims=_COLUMNS, check=check)
+    return Spec(
+        name,
+        *arguments,
+        results=[_result("... N")],
+        dims=_COLUMNS,
+        check=check,
+        numerics=Numerics(4e-6, of="argument"),
+    )
 
 
 def _plain(name: str) -> Spec:
@@ -57,6 +64,7 @@ def _plain(name: str) -> Spec:
         _SCALE,
         results=[_result("...")],
         check=lambda call: _check_scale(name, call),
+        numerics=Numerics(4e-6, of="argument"),
     )
 
 

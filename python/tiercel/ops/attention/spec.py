@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from tiercel.core.spec import FLOATS, HALVES, Bool, Call, Float, Int, Scalar, Spec, Tensor
+from tiercel.core.spec import FLOATS, HALVES, Bool, Call, Float, Int, Numerics, Scalar, Spec, Tensor
 
 FLOAT8 = "float8_e4m3fn"
 DESCALES = ("q_descale", "k_descale", "v_descale")
@@ -108,6 +108,11 @@ ATTENTION, ATTENTION_LSE = _with_lse(
         check=_check_attention,
         limits="head dimension a multiple of 8 up to 256 (float8: of 16 up to 128), "
         "strides on 16 bytes",
+        numerics=Numerics(
+            2**-8,
+            of="terms",
+            sums="float32: keys in order, by tiles; probabilities rounded to the dtype of v",
+        ),
     )
 )
 
@@ -125,6 +130,11 @@ ATTENTION_VARLEN, ATTENTION_VARLEN_LSE = _with_lse(
         results=_results("Tq H D", "H Tq"),
         check=_check_varlen,
         limits="head dimension up to 128, no softcap",
+        numerics=Numerics(
+            2**-8,
+            of="terms",
+            sums="float32: keys in order, by tiles; probabilities rounded to the dtype of v",
+        ),
     )
 )
 
@@ -181,6 +191,14 @@ DECODE_ATTENTION, DECODE_ATTENTION_LSE = _with_lse(
         results=_results("B Sq H D", "B H Sq"),
         check=_check_decode,
         limits="page sizes that are powers of two, head dimension a multiple of 8 up to 256",
+        numerics=Numerics(
+            2**-8,
+            of="terms",
+            sums="float32: keys in order, by tiles and splits; probabilities rounded "
+            "to the dtype of v",
+            batch_invariant=False,
+            varies="the splits of the keys, which are chosen by the batch",
+        ),
     )
 )
 
@@ -226,6 +244,14 @@ PAGED_ATTENTION, PAGED_ATTENTION_LSE = _with_lse(
         check=_check_paged,
         limits="float8 caches with few new tokens only, page sizes that are powers of two, head "
         "dimension a multiple of 8 up to 256, up to 64 query heads a key head",
+        numerics=Numerics(
+            2**-8,
+            of="terms",
+            sums="float32: keys in order, by tiles and splits; probabilities rounded "
+            "to the dtype of v",
+            batch_invariant=False,
+            varies="the tiles and splits of the keys, which are chosen by the batch",
+        ),
     )
 )
 
@@ -243,4 +269,5 @@ MERGE_ATTENTION_STATES = Spec(
         Tensor("out", _STATE, "out_a", strided=True, rtol=4e-3, atol=1e-5),
         Tensor("lse", _SUMS, "float32", rtol=1e-5, atol=1e-5),
     ],
+    numerics=Numerics(4e-6, of="terms"),
 )

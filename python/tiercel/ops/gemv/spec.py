@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tiercel.core.spec import Call, Spec, Tensor
+from tiercel.core.spec import Call, Numerics, Spec, Tensor
 
 _CODES, _SCALES = "float4_e2m1fn_x2", "float8_e4m3fn"
 
@@ -66,6 +66,13 @@ NVFP4_GEMV = Spec(
     dims={"k": lambda call: 2 * call.a.shape[1] if call.a.dim() == 3 else None},
     check=_check_gemv,
     limits="k a multiple of 32, up to 131072",
+    numerics=Numerics(
+        4e-6,
+        of="terms",
+        sums="float32: lanes, then warps",
+        batch_invariant=False,
+        varies="the tuned shape, which is chosen by the sizes",
+    ),
 )
 
 
@@ -85,4 +92,11 @@ NVFP4_LINEAR = Spec(
     results=[Tensor("out", "T N", "bfloat16", rtol=8e-3, atol=5e-2)],
     check=_check_linear,
     limits="16 tokens, K a multiple of 64",
+    numerics=Numerics(
+        2**-8,
+        of="terms",
+        sums="float32; weights times their scale in bfloat16",
+        batch_invariant=False,
+        varies="the tuned shape, which is chosen by the number of tokens",
+    ),
 )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tiercel.core.spec import HALVES, Bool, Call, Dim, Spec, Str, Tensor
+from tiercel.core.spec import HALVES, Bool, Call, Dim, Numerics, Spec, Str, Tensor
 
 # The last one is not precompiled.
 ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh", "relu_squared")
@@ -27,6 +27,13 @@ LINEAR_ACT = Spec(
     _RESIDUAL,
     results=[Tensor("out", "... N", "x", rtol=8e-3, atol=4e-3)],
     limits="N and K multiples of 8, rows on 16 bytes",
+    numerics=Numerics(
+        2**-13,
+        of="terms",
+        sums="`K` in order, in float32 on tensor cores",
+        batch_invariant=False,
+        varies="the tiles, and splits of K, that are chosen by the number of rows",
+    ),
 )
 
 # Also returns x @ weight.T + bias, from which the backward of most activations starts.
@@ -55,6 +62,13 @@ GATED_LINEAR = Spec(
     dims={"N": Dim("weight", 0, divisor=2)},
     check=_check_halves,
     limits="as `linear_act`",
+    numerics=Numerics(
+        2**-13,
+        of="terms",
+        sums="`K` in order, in float32 on tensor cores",
+        batch_invariant=False,
+        varies="the tiles, and splits of K, that are chosen by the number of rows",
+    ),
 )
 
 
@@ -118,6 +132,13 @@ FP8_LINEAR = Spec(
     results=[Tensor("out", "... N", "bfloat16", rtol=8e-3, atol=1e-6, of_sums=1.13 * 2**-11)],
     check=_check_scales,
     limits="K a multiple of 16, N of 8",
+    numerics=Numerics(
+        1.13 * 2**-11,
+        of="terms",
+        sums="K in order on tensor cores, with 13 bits behind the sum's point",
+        batch_invariant=False,
+        varies="the tiles, and splits of K, that are chosen by the number of rows",
+    ),
 )
 
 FUSED_MLP = Spec(
@@ -132,6 +153,13 @@ FUSED_MLP = Spec(
     _RESIDUAL,
     results=[Tensor("out", "... N", "x")],
     limits="as `linear_act`",
+    numerics=Numerics(
+        2**-8,
+        of="terms",
+        sums="two products; what is between them is rounded to the dtype",
+        batch_invariant=False,
+        varies="the tiles, and splits of K, that are chosen by the number of rows",
+    ),
 )
 
 _GRAD = Tensor("grad", "M N", HALVES, strided=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tiercel.core.spec import FLOATS, INDICES, Bool, Call, DType, Float, Int, Spec, Tensor
+from tiercel.core.spec import FLOATS, INDICES, Bool, Call, DType, Float, Int, Numerics, Spec, Tensor
 
 
 def _check(call: Call) -> None:
@@ -49,6 +49,13 @@ CROSS_ENTROPY = Spec(
     results=[Tensor("loss", "T", "float32", rtol=1e-5, atol=1e-5)],
     check=_check,
     limits="V up to 442365 (float32) or 884729",
+    numerics=Numerics(
+        4e-6,
+        of="terms",
+        sums="float32: lanes, then warps and blocks",
+        batch_invariant=False,
+        varies="how many blocks share a row, which is chosen by the number of rows",
+    ),
 )
 
 # The loss and its gradient in one pass.
@@ -90,6 +97,13 @@ LINEAR = Spec(
     results=[Tensor("loss", "T", "float32", rtol=2**-8, atol=2**-5)],
     check=_check_linear,
     limits="as `cross_entropy`",
+    numerics=Numerics(
+        2**-8,
+        of="terms",
+        sums="logits rounded to the dtype, then as `cross_entropy`",
+        batch_invariant=False,
+        varies="the chunks of rows, and what `linear_act` depends on",
+    ),
 )
 
 

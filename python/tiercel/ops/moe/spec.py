@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiercel.core.spec import HALVES, INDICES, Call, Int, Spec, Str, Tensor
+from tiercel.core.spec import HALVES, INDICES, Call, Int, Numerics, Spec, Str, Tensor
 
 FLOAT8 = "float8_e4m3fn"
 # In the order of MoeActivation in moe_mlp.h.
@@ -108,6 +108,14 @@ FUSED_MOE = Spec(
     check=_check_fused,
     together=("w_up_scale", "w_down_scale"),
     limits="H and I multiples of 8 (float8: 16; with scales of blocks: 128), rows on 16 bytes",
+    numerics=Numerics(
+        2**-8,
+        of="terms",
+        sums="two products and the sum over a token's experts in order; what is "
+        "between them is rounded",
+        batch_invariant=False,
+        varies="the tiles, which are chosen by the number of tokens",
+    ),
 )
 
 MOE_UP = Spec(
@@ -131,6 +139,13 @@ MOE_UP = Spec(
     check=_check_up,
     together=("x_scale", "w_up_scale"),
     limits="as `fused_moe`",
+    numerics=Numerics(
+        2**-13,
+        of="terms",
+        sums="K in order, in float32 on tensor cores",
+        batch_invariant=False,
+        varies="the tiles, which are chosen by the number of tokens",
+    ),
 )
 
 MOE_DOWN = Spec(
@@ -149,6 +164,13 @@ MOE_DOWN = Spec(
     check=_check_down,
     together=("x_scale", "w_down_scale"),
     limits="as `fused_moe`",
+    numerics=Numerics(
+        2**-13,
+        of="terms",
+        sums="K in order, in float32 on tensor cores",
+        batch_invariant=False,
+        varies="the tiles, which are chosen by the number of tokens",
+    ),
 )
 
 
@@ -168,6 +190,13 @@ GROUPED_GEMM = Spec(
     results=[Tensor("out", "M N", "x", rtol=8e-3, atol=4e-3)],
     dims=_OFFSETS_DIM,
     limits="512 groups; K and N multiples of 8, rows on 16 bytes",
+    numerics=Numerics(
+        2**-13,
+        of="terms",
+        sums="K in order, in float32 on tensor cores",
+        batch_invariant=False,
+        varies="the tiles, which are chosen by the shape",
+    ),
 )
 
 # The gradient of x: grad[rows] @ w[e].

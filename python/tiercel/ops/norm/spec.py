@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiercel.core.spec import FLOATS, Bool, DType, Float, Spec, Tensor
+from tiercel.core.spec import FLOATS, Bool, DType, Float, Numerics, Spec, Tensor
 
 _PARAMETER = ("x", "float32")
 
@@ -26,6 +26,13 @@ def _norm(name: str, eps: float) -> Spec:
         check=lambda call: _check_columns(name, call.x),
         out_text="with `residual`, ",
         limits="rows up to 131072",
+        numerics=Numerics(
+            4e-6,
+            of="terms",
+            sums="float32: lanes, then warps and blocks; with a residual, of the rounded sum",
+            batch_invariant=False,
+            varies="how many threads and blocks share a row, which is chosen by the number of rows",
+        ),
     )
 
 

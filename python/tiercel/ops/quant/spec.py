@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from tiercel.core.spec import FLOATS, HALVES, Call, Dim, DType, Float, Spec, Str, Tensor
+from tiercel.core.spec import FLOATS, HALVES, Call, Dim, DType, Float, Numerics, Spec, Str, Tensor
 
 # Rows and columns that share a scale; 0: all of them.
 TILES = {"tensor": (0, 0), "row": (1, 0), "1x128": (1, 128), "128x128": (128, 128)}
@@ -43,6 +43,7 @@ FP8_QUANTIZE = Spec(
         ),
     ],
     limits="K a multiple of 8, rows on 16 bytes",
+    numerics=Numerics(0),
 )
 FP8_QUANTIZE_STATIC = Spec(
     "fp8_quantize_static",
@@ -89,6 +90,9 @@ RMS_NORM_QUANT = Spec(
     Tensor("normed", "T N", "x", optional=True, written=True),
     check=lambda call: _check_fused_scale("rms_norm_quant", call),
     limits="N a multiple of 8 up to 16384, rows on 16 bytes",
+    numerics=Numerics(
+        4e-6, of="result", sums="float32: lanes, then warps; with a residual, of the rounded sum"
+    ),
 )
 ACT_AND_MUL_QUANT = Spec(
     "act_and_mul_quant",
@@ -100,6 +104,7 @@ ACT_AND_MUL_QUANT = Spec(
     dims={"N": Dim("x", 1, divisor=2)},
     check=_check_gated,
     limits="N a multiple of 8 up to 32768, rows on 16 bytes",
+    numerics=Numerics(2**-16, of="result"),
 )
 
 _GLOBAL_SCALE = Tensor("global_scale", "1", "float32", optional=True)
@@ -121,6 +126,7 @@ NVFP4_QUANTIZE = Spec(
     ],
     check=lambda call: _check_columns("nvfp4_quantize", "x", call.x, 16),
     limits="rows on 16 bytes",
+    numerics=Numerics(0),
 )
 NVFP4_DEQUANTIZE = Spec(
     "nvfp4_dequantize",
@@ -133,4 +139,5 @@ NVFP4_DEQUANTIZE = Spec(
     dims={"K": lambda call: 2 * call.q.shape[1] if call.q.dim() == 2 else None},
     check=lambda call: _check_columns("nvfp4_dequantize", "q", call.q, 8),
     limits="rows on 16 bytes",
+    numerics=Numerics(3e-7),
 )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tiercel.core.spec import FLOATS, Bool, Call, DType, Int, Spec, Str, Tensor
+from tiercel.core.spec import FLOATS, Bool, Call, DType, Int, Numerics, Spec, Str, Tensor
 
 MAXIMA = ("max", "amax")
 
@@ -60,5 +60,23 @@ REDUCE = Spec(
     results=[_RESULT],
     check=_check,
     limits="at most two dimensions after merging contiguous ones",
+    numerics=Numerics(
+        4e-6,
+        of="terms",
+        sums="float32: lanes, then warps and blocks; maxima are exact",
+        batch_invariant=False,
+        varies="how many threads and blocks share a row, which is chosen by the shape",
+    ),
 )
-REDUCE_SUM = Spec("reduce_sum", _X, _DIM, _KEEPDIM, _DTYPE, results=[_RESULT], limits="as `reduce`")
+REDUCE_SUM = Spec(
+    "reduce_sum",
+    _X,
+    _DIM,
+    _KEEPDIM,
+    _DTYPE,
+    results=[_RESULT],
+    limits="as `reduce`",
+    numerics=Numerics(
+        4e-6, of="terms", sums="as `reduce`", batch_invariant=False, varies="as `reduce`"
+    ),
+)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from tiercel.core.spec import FLOATS, HALVES, INDICES, Bool, Call, Float, Spec, Tensor
+from tiercel.core.spec import FLOATS, HALVES, INDICES, Bool, Call, Float, Numerics, Spec, Tensor
 
 
 def _check_rotary(op: str, call: Call) -> None:
@@ -37,6 +37,7 @@ ROTARY_EMBEDDING = Spec(
     ],
     check=partial(_check_rotary, "rotary_embedding"),
     limits="contiguous last dimension",
+    numerics=Numerics(4e-6, of="terms"),
 )
 
 ROTARY_IN_PLACE = ROTARY_EMBEDDING.changed(
@@ -79,6 +80,7 @@ KV_CACHE_WRITE = Spec(
     Tensor("value_scale", "*", "float32", optional=True),
     check=_check_scales,
     limits="contiguous last dimension",
+    numerics=Numerics(0),
 )
 
 
@@ -131,4 +133,5 @@ QK_NORM_ROPE_CACHE = Spec(
     Tensor("value_scale", "*", "float32", optional=True),
     check=_check_fused,
     limits="D a multiple of 8 up to 512, R of 16, all on 16 bytes",
+    numerics=Numerics(4e-6, of="terms", sums="float32: over a head, lanes in a fixed order"),
 )

@@ -11,6 +11,7 @@ from tiercel.core.spec import (
     DType,
     Float,
     Int,
+    Numerics,
     Spec,
     Str,
     Tensor,
@@ -43,6 +44,14 @@ TOPK_SOFTMAX = Spec(
     ],
     check=_check_topk,
     limits="1024 experts, k up to 32",
+    numerics=Numerics(
+        4e-6,
+        of="result",
+        sums="float32, over the selected or the row; the selection is exact",
+        batch_invariant=False,
+        varies="weights: the kernel, which is chosen by the number of rows; "
+        "indices, and all with other scores, a bias or groups, do not",
+    ),
 )
 
 SCORING = ("softmax", "sigmoid", "sqrtsoftplus")
@@ -178,6 +187,7 @@ MOE_ALIGN_BLOCK_SIZE = Spec(
     dims=_DIMS,
     check=lambda call: _check_slots("moe_align_block_size", call),
     limits="1024 experts",
+    numerics=Numerics(0),
 )
 
 _SCORES, _K, *_TOPK_OPTIONS = TOPK_SOFTMAX.arguments
@@ -195,6 +205,13 @@ TOPK_SOFTMAX_ALIGN = Spec(
     dims=_DIMS,
     check=_check_topk_align,
     limits="1024 experts, k up to 32",
+    numerics=Numerics(
+        4e-6,
+        of="result",
+        sums="as `topk_softmax`",
+        batch_invariant=False,
+        varies="weights: as `topk_softmax`",
+    ),
 )
 
 
@@ -232,4 +249,5 @@ MOE_SUM = Spec(
     Tensor("weights", "T k", "float32", optional=True),
     # One rounding to bfloat16, 2**-9; sums that cancel have an absolute error.
     results=[Tensor("out", "T H", "x", rtol=4e-3, atol=1e-5)],
+    numerics=Numerics(4e-6, of="terms", sums="float32: a token's experts in order"),
 )

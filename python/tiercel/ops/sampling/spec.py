@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tiercel.core.spec import FLOATS, INDICES, Call, DType, Float, Int, Spec, Tensor
+from tiercel.core.spec import FLOATS, INDICES, Call, DType, Float, Int, Numerics, Spec, Tensor
 
 
 def _check(call: Call) -> None:
@@ -55,6 +55,11 @@ SAMPLE = Spec(
     dims={"words": _words},
     check=_check,
     limits="V up to 409600 (float32 or penalties) or 800000",
+    numerics=Numerics(
+        4e-6,
+        of="argument",
+        sums="float32 in segments of 1024 columns, or whole numbers; log- probabilities",
+    ),
 )
 
 
@@ -85,6 +90,7 @@ VERIFY_DRAFT = Spec(
     ],
     check=_check_positions,
     limits="V up to 409600 (float32) or 800000",
+    numerics=Numerics(0),
 )
 
 WITH_LOGPROBS = SAMPLE.changed(

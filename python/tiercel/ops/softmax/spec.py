@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from tiercel.core.spec import FLOATS, Call, Float, Int, Spec, Tensor
+from tiercel.core.spec import FLOATS, Call, Float, Int, Numerics, Spec, Tensor
 
 _OPTIONS = (Int("dim", -1), Float("scale", None, optional=True))
 
@@ -37,6 +37,13 @@ def _spec(name: str, atol: float) -> Spec:
         results=[Tensor("out", "... N", "x", rtol=8e-3, atol=atol)],
         check=check,
         limits="last dimension only",
+        numerics=Numerics(
+            4e-6,
+            of="argument",
+            sums="float32: lanes, then warps and blocks",
+            batch_invariant=False,
+            varies="how many threads and blocks share a row, which is chosen by the number of rows",
+        ),
     )
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from tiercel.core.spec import Call, Int, Spec, Tensor
+from tiercel.core.spec import Call, Int, Numerics, Spec, Tensor
 
 _DTYPES = (
     *("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2"),
@@ -29,4 +29,5 @@ COPY_TRANSPOSE = Spec(
     Int("tile_size", None, optional=True),
     results=[Tensor("out", "... N M", "x")],
     check=_check,
+    numerics=Numerics(0),
 )

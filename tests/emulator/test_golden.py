@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bits of results, by op: a change of any needs a new tiercel.NUMERICS (docs/numerics.md)."""
+
+import contextlib
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from support.emulator import sm90  # before tiercel
+
+from tiercel.core.numerics import NUMERICS
+from tiercel.core.op import ops
+from tiercel.plugins.contracts import CONTRACTS
+
+GOLDEN = Path(__file__).with_name("golden.json")
+WRITE = os.environ.get("TIERCEL_WRITE_GOLDEN")
+# Elements of the arguments, at most: what the emulator does in a moment.
+MOST = 300_000
+CASES = 3  # of an op
+# Of these there are none, and why.
+WITHOUT = {
+    "decode_attention": "its splits are looked up by a function that takes torch's tensors",
+    "fused_moe": "made of moe_up and moe_down",
+    "linear_cross_entropy": "made of linear_act and cross_entropy",
+    "moe_down": "the contract's cases are large",
+    "moe_up": "the contract's cases are large",
+    "nvfp4_gemv": "scales on the CPU",
+    "paged_attention": "as decode_attention, whose kernels it takes for few new tokens",
+}
+
+
+def elements(arguments):
+    return sum(x.numel() for x in arguments.values() if isinstance(x, torch.Tensor))
+
+
+def argument(spec, name, given):
+    """What the contract gives, or what is absent or the default."""
+    if name in given:
+        return given[name]
+    scalar = spec.argument(name)
+    default = getattr(scalar, "default", None)
+    return getattr(torch, default) if getattr(scalar, "kind", "") == "dtype" else default
+
+
+def checksum(op, arguments):
+    spec = ops[op].spec
+    values = [argument(spec, name, arguments) for name in spec.names]
+    results = sm90(op)(*values, None)
+    written = [values[spec.names.index(t.name)] for t in spec.tensors if t.written]
+    digest = hashlib.sha256()
+    for result in (*(results if isinstance(results, tuple) else (results,)), *written):
+        if isinstance(result, torch.Tensor):
+            digest.update(f"{tuple(result.shape)} {result.dtype}".encode())
+            digest.update(result.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def computed(op):
+    """Of the contract's first small cases that the kernels take."""
+    found = {}
+    for case in CONTRACTS[op].cases:
+        if len(found) == CASES or 0 in case.sizes.values():
+            continue
+        arguments = CONTRACTS[op].make(case, "cpu", 0)
+        if elements(arguments) <= MOST:
+            with contextlib.suppress(NotImplementedError):
+                found[f"{case}"] = checksum(op, arguments)
+    return found
+
+
+OPS = sorted(CONTRACTS.keys() & ops.keys() - WITHOUT.keys())
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_bits(op):
+    golden = json.loads(GOLDEN.read_text())
+    assert golden["numerics"] == NUMERICS, "a new version has new checksums: docs/numerics.md"
+    assert computed(op) == golden["checksums"][op], (
+        f"the bits of {op} changed: raise tiercel.NUMERICS and write new checksums, see "
+        "docs/numerics.md"
+    )
+
+
+def test_every_op_has_checksums():
+    golden = json.loads(GOLDEN.read_text())["checksums"]
+    assert sorted(golden) == OPS
+    assert all(golden.values())
+
+
+@pytest.mark.skipif(WRITE is None, reason="only to write the checksums")
+def test_write():
+    path = Path(WRITE)
+    before = json.loads(path.read_text()) if path.exists() else {"numerics": 0, "checksums": {}}
+    after = {op: computed(op) for op in OPS}
+    if before["numerics"] == NUMERICS:
+        for op, sums in before["checksums"].items():
+            same = after.get(op, sums)
+            assert all(same.get(name, value) == value for name, value in sums.items()), op
+    path.write_text(json.dumps({"numerics": NUMERICS, "checksums": after}, indent=1) + "\n")
