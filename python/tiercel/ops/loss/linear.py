@@ -12,6 +12,7 @@ from tiercel import _C
 from tiercel.core.index_checks import Index
 from tiercel.core.op import Gradient, Op, Python
 from tiercel.core.spec import Call
+from tiercel.ops._autocast import under_autocast
 from tiercel.ops._rows import rows
 from tiercel.ops.loss import reference as ref
 from tiercel.ops.loss import spec
@@ -197,19 +198,6 @@ _WITH_GRADIENT = Op(
 )
 
 
-def _under_autocast(x: Any, *others: Any) -> tuple[Any, ...]:
-    """The tensors in the dtype of products under torch.autocast."""
-    given = (x, *others)
-    if not isinstance(x, Tensor) or x.is_meta:  # there is no autocast for meta tensors
-        return given
-    if not torch.is_autocast_enabled(x.device.type):
-        return given
-    dtype = torch.get_autocast_dtype(x.device.type)
-    return tuple(
-        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for t in given
-    )
-
-
 @_LOSSES.export
 def linear_cross_entropy(
     x: Tensor,
@@ -281,7 +269,7 @@ def linear_cross_entropy(
         >>> loss.backward()
     """
     check_reduction("linear_cross_entropy", reduction)
-    x, weight, bias = _under_autocast(x, weight, bias)
+    x, weight, bias = under_autocast(x, weight, bias)
     class_weight, scale = constant(class_weight), constant(scale)
     if group is not None:
         from tiercel.ops.loss.parallel import split_linear_cross_entropy
