@@ -156,3 +156,20 @@ def test_most_experts_are_elsewhere(seed):
         got = moe.run(x, ((w_up, None), (w_down, None)), weights, ids, "silu", expert_map, wide)
     error = (got.float() - due).square().mean().sqrt()
     assert error <= 2**-7 * due.square().mean().sqrt()
+
+
+@pytest.mark.parametrize("case", range(CASES))
+def test_the_gradients_of_fused_moe(case):
+    """Places and offsets that a forward never makes; what comes out is not told."""
+    draw = Draw(case)
+    tokens, k, experts = draw.of(1, 9, 70), draw.of(1, 2), draw.of(1, 3)
+    hidden, inner, rows = 72, 40, tokens * k
+    ids = torch.randint(experts, (tokens, k), generator=draw.generator, dtype=torch.int32)
+    places = draw.strays(torch.randperm(rows, generator=draw.generator), rows, wide=False)
+    offsets = draw.strays(torch.linspace(0, rows, experts + 1).int(), rows, wide=False)
+    x, grad, pre = draw.normal(tokens, hidden), draw.normal(tokens, hidden), draw.normal(rows, 80)
+    w_up, w_down = draw.normal(experts, 2 * inner, hidden), draw.normal(experts, hidden, inner)
+    tensors = (x, grad, w_up, w_down, draw.uniform(tokens, k), ids)
+    saved = (pre, places.view(tokens, k), offsets)
+    found, _ = run("fused_moe_backward", *tensors, *saved, "silu", None, *[True] * 4, None)
+    assert [tuple(t.shape) for t in found] == [tuple(t.shape) for t in (x, w_up, w_down, ids)]

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from tiercel import _C
 from tiercel.core.eager import empty
-from tiercel.core.index_checks import Index, places
-from tiercel.core.op import Op, Python
+from tiercel.core.op import Gradient, Op, Python
 from tiercel.core.spec import Call
+from tiercel.ops._autocast import under_autocast
 from tiercel.ops.moe import reference as ref
 from tiercel.ops.moe import spec
 from tiercel.ops.moe.halves import ACTIVATION_INDEX, rows_scale
 from tiercel.ops.moe.tiling import SINGLE_LAUNCH, MoeTiles, choose, routed_by_kernels
+from tiercel.ops.moe.training import WITH_GRADIENT, gradients, indices, save
 from tiercel.ops.quant.spec import TILES
 from tiercel.ops.routing.align import align_for_products, empty_lists, fill_lists
 
@@ -241,15 +242,16 @@ def _run(
     return run(x, weights, topk_weights, topk_ids, activation, expert_map)
 
 
-def _indices(call: Call) -> list[Index]:
-    experts = call.w_up.shape[0]
-    global_experts = experts if call.expert_map is None else call.expert_map.shape[0]
-    return [
-        places("topk_ids", call.topk_ids, global_experts),
-        places("expert_map", call.expert_map, experts),
-    ]
+def _save(ctx: Any, call: Call, out: Tensor) -> None:
+    if call.w_up_scale is not None:
+        raise RuntimeError(
+            "fused_moe: there is no derivative with float8 weights, but a tensor requires grad"
+        )
+    save(ctx, call)
 
 
+# The gradient of this operator makes the first product again. Where a gradient is wanted,
+# `fused_moe` calls WITH_GRADIENT, which keeps it.
 _FUSED_MOE = Op(
     spec.FUSED_MOE,
     sm90=Python(
@@ -262,9 +264,14 @@ _FUSED_MOE = Op(
     ),
     reference=lambda call: ref.fused_moe(**call.__dict__),
     method="a loop over experts",
-    indices=_indices,
+    gradient=Gradient(_save, gradients),
+    indices=indices,
     out=False,
 )
+
+
+def _wants(tensor: Any) -> bool:
+    return bool(getattr(tensor, "requires_grad", False))
 
 
 @_FUSED_MOE.export
@@ -289,8 +296,11 @@ def fused_moe(
     quantised to float8 as :func:`tiercel.fp8_quantize` does, with a scale a row, or of 128
     values where the weights have scales of blocks.
 
-    There is no derivative; :func:`tiercel.ref.fused_moe` has one. Works under torch.compile and
-    torch.export, and in CUDA graphs; it never synchronises.
+    Differentiable in ``x``, ``w_up``, ``w_down`` and ``topk_weights``, without float8. What the
+    backward needs of the forward is kept: the inputs and the first product, ``[T * k, 2 * I]``,
+    which then is rounded to the dtype of ``x``, too. Works under torch.compile, torch.export,
+    torch.autocast and activation checkpointing, and in CUDA graphs; it never synchronises, and its
+    gradients are the same bits every time.
 
     Args:
         x: ``[T, H]`` bfloat16 or float16; bfloat16 with float8 weights. The precompiled kernels
@@ -329,6 +339,18 @@ def fused_moe(
         >>> weights, experts = tiercel.topk_softmax(router(x), 8, renormalize=True)
         >>> y = tiercel.fused_moe(x, w_up, w_down, weights, experts)
     """
-    options = (activation, expert_map, w_up_scale, w_down_scale, backend)
-    result: Tensor = _FUSED_MOE.pick()(x, w_up, w_down, topk_weights, topk_ids, *options)
+    if w_up_scale is None:
+        x, w_up, w_down = under_autocast(x, w_up, w_down)
+    given = (x, w_up, w_down, topk_weights, topk_ids, activation, expert_map)
+    result: Tensor
+    if (
+        torch.is_grad_enabled()
+        and w_up_scale is None
+        and w_down_scale is None
+        and (_wants(x) or _wants(w_up) or _wants(w_down) or _wants(topk_weights))
+        and not torch._C._are_functorch_transforms_active()
+    ):
+        result, *_ = WITH_GRADIENT.pick()(*given, backend)
+        return result
+    result = _FUSED_MOE.pick()(*given, w_up_scale, w_down_scale, backend)
     return result

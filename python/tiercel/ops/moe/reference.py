@@ -67,10 +67,7 @@ def fused_moe(
 ) -> Tensor:
     """Reference of :func:`tiercel.fused_moe`, for any sizes; float64 is computed in float64."""
     tokens, k = topk_ids.shape
-    ids = topk_ids.flatten().long()
-    if expert_map is not None:
-        real = (ids >= 0) & (ids < expert_map.shape[0])
-        ids = torch.where(real, expert_map.long()[ids.clamp(0, expert_map.shape[0] - 1)], -1)
+    ids = _local_ids(topk_ids, w_up.shape[0], expert_map)
     out = torch.zeros(tokens * k, x.shape[1], dtype=_wide(x).dtype, device=x.device)
     weights = topk_weights.flatten().to(out.dtype)
     for expert in range(w_up.shape[0]):
@@ -106,6 +103,121 @@ def grouped_gemm_backward_weight(grad: Tensor, x: Tensor, offsets: Tensor) -> Te
     for group, (first, end) in enumerate(itertools.pairwise(bounds)):
         out[group] = (_wide(grad[first:end]).T @ _wide(x[first:end])).to(x.dtype)
     return out
+
+
+def _local_ids(topk_ids: Tensor, experts: int, expert_map: Tensor | None) -> Tensor:
+    """The place of each id's expert in the weights; `experts` for an id without one."""
+    ids = topk_ids.flatten().long()
+    if expert_map is not None:
+        real = (ids >= 0) & (ids < expert_map.shape[0])
+        ids = torch.where(real, expert_map.long()[ids.clamp(0, expert_map.shape[0] - 1)], -1)
+    return torch.where((ids >= 0) & (ids < experts), ids, experts)
+
+
+def _places(topk_ids: Tensor, experts: int, expert_map: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The row of each id in the order of the experts, -1 for one that is no expert's, and where
+    experts' rows begin."""
+    ids = _local_ids(topk_ids, experts, expert_map)
+    rows = torch.empty_like(ids)
+    rows[ids.argsort(stable=True)] = torch.arange(ids.shape[0], device=ids.device)
+    ends = ids.bincount(minlength=experts + 1)[:experts].cumsum(0)
+    places = torch.where(ids < experts, rows, -1).view(topk_ids.shape)
+    return places.int(), torch.cat([ends.new_zeros(1), ends]).int()
+
+
+def _to_rows(x: Tensor, places: Tensor) -> Tensor:
+    """Tokens' rows in the order of the experts; zeros behind them."""
+    out = torch.zeros(places.numel(), x.shape[1], dtype=x.dtype, device=x.device)
+    token, at = (places >= 0).nonzero(as_tuple=True)
+    out[places[token, at].long()] = x[token]
+    return out
+
+
+def _from_rows(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+    """The sum of each token's rows by their weights."""
+    tokens, k = places.shape
+    taken = _wide(rows)[places.clamp(min=0).flatten().long()].view(tokens, k, rows.shape[1])
+    taken = torch.where((places >= 0)[..., None], taken, 0.0)
+    if weights is not None:
+        taken = taken * weights.to(taken.dtype)[..., None]
+    return taken.sum(1).to(rows.dtype)
+
+
+def fused_moe_with_gradient(
+    x: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    activation: str = "silu",
+    expert_map: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`tiercel.fused_moe` where a gradient is wanted, and what its backward needs."""
+    places, offsets = _places(topk_ids, w_up.shape[0], expert_map)
+    pre = grouped_gemm(_to_rows(x, places), w_up, offsets)
+    inner = _activate(_wide(pre), activation).to(x.dtype)
+    outer = grouped_gemm(inner, w_down, offsets)
+    return _from_rows(outer, places, topk_weights), pre, places, offsets
+
+
+def _slopes(pre: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns f(a), its derivative and c(b) of act(a, b) = f(a) * c(b); that of c is 1."""
+    a, b = pre.chunk(2, dim=-1)
+    if activation == "relu":
+        return a.relu(), (a > 0).to(a.dtype), b
+    if activation == "silu":
+        s = a.sigmoid()
+        return a * s, s * (1 + a * (1 - s)), b
+    cdf = 0.5 * (1 + torch.erf(a * 0.5**0.5))
+    bell = torch.exp(-0.5 * a * a) * (0.5 / torch.pi) ** 0.5
+    return a * cdf, cdf + a * bell, b + 1 if activation == "gelu_residual" else b
+
+
+def fused_moe_backward(
+    x: Tensor,
+    grad: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    pre: Tensor | None = None,
+    places: Tensor | None = None,
+    offsets: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    expert_map: Tensor | None = None,
+    for_x: bool = True,
+    for_w_up: bool = True,
+    for_w_down: bool = True,
+    for_topk_weights: bool = True,
+) -> tuple[Tensor, ...]:
+    """The gradients of :func:`tiercel.fused_moe`; without elements where none is wanted."""
+    if pre is None or places is None or offsets is None:
+        places, offsets = _places(topk_ids, w_up.shape[0], expert_map)
+        pre = grouped_gemm(_to_rows(x, places), w_up, offsets)
+    none = x.new_empty(0)
+    results = dict.fromkeys(("x", "w_up", "w_down"), none)
+    results["topk_weights"] = none.to(topk_weights.dtype)
+    value, slope, factor = _slopes(_wide(pre), activation)
+    rows = _to_rows(grad, places)
+    weights = _to_rows(topk_weights.reshape(-1, 1), places.view(-1, 1)).to(value.dtype)
+    inner = value * factor
+    of_inner = _wide(grouped_gemm_backward_x(rows, w_down, offsets))
+    if for_w_down:
+        weighted = (inner * weights).to(x.dtype)
+        results["w_down"] = grouped_gemm_backward_weight(rows, weighted, offsets)
+    if for_topk_weights:
+        dots = (of_inner * inner).sum(1, keepdim=True)
+        of_weights = _from_rows(dots, places.view(-1, 1), None)
+        results["topk_weights"] = of_weights.view(places.shape).to(topk_weights.dtype)
+    of_inner = of_inner * weights
+    of_pre = torch.cat([of_inner * factor * slope, of_inner * value], dim=1).to(x.dtype)
+    if for_w_up:
+        results["w_up"] = grouped_gemm_backward_weight(of_pre, _to_rows(x, places), offsets)
+    if for_x:
+        results["x"] = _from_rows(grouped_gemm_backward_x(of_pre, w_up, offsets), places, None)
+    return tuple(results.values())
 
 
 def _blocks(

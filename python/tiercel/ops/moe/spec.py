@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from tiercel.core.spec import HALVES, INDICES, Call, Int, Numerics, Spec, Str, Tensor
+from tiercel.core.spec import HALVES, INDICES, Bool, Call, Int, Numerics, Spec, Str, Tensor
 
 FLOAT8 = "float8_e4m3fn"
 # In the order of MoeActivation in moe_mlp.h.
@@ -116,6 +117,61 @@ FUSED_MOE = Spec(
         batch_invariant=False,
         varies="the tiles, which are chosen by the number of tokens",
     ),
+)
+
+# fused_moe where a gradient is wanted, with what the backward needs: the first product's rows, in
+# the order of their experts; the row of each id, -1 for one that is no expert's; and where experts'
+# rows begin.
+_ELEMENTS = {
+    "elements": lambda call: call.topk_ids.shape[0] * call.topk_ids.shape[1],
+    "E+1": lambda call: call.w_down.shape[0] + 1,
+}
+_SAVED = (
+    Tensor("pre", "elements 2I", "x", shape_text="[T * k, 2 * I]"),
+    Tensor("places", "T k", "int32"),
+    Tensor("offsets", "E+1", "int32", shape_text="[E + 1]"),
+)
+FUSED_MOE_WITH_GRADIENT = FUSED_MOE.without("w_up_scale", "w_down_scale").changed(
+    name="fused_moe_with_gradient",
+    results=[*FUSED_MOE.results, *_SAVED],
+    dims={**FUSED_MOE.dims, **_ELEMENTS},
+    check=None,
+    together=(),
+    gradient_of="fused_moe",
+)
+
+GRADIENTS = ("x", "w_up", "w_down", "topk_weights")
+
+
+def _gradient(of: str) -> Tensor:
+    """The gradient of an argument; it has no elements where none is wanted."""
+
+    def shape(call: Call) -> tuple[int, ...]:
+        return tuple(getattr(call, of).shape) if getattr(call, f"for_{of}") else (0,)
+
+    dtype = "float32" if of == "topk_weights" else "x"
+    return Tensor(f"grad_{of}", "*", dtype, shape=shape)
+
+
+_X, _W_UP, _W_DOWN, _WEIGHTS, _IDS, _, _MAP = FUSED_MOE_WITH_GRADIENT.arguments
+
+# Its gradients. What the forward saved is made again if it is not given.
+FUSED_MOE_BACKWARD = FUSED_MOE_WITH_GRADIENT.changed(
+    name="fused_moe_backward",
+    arguments=(
+        _X,
+        Tensor("grad", "T H", "x", strided=True),
+        _W_UP,
+        _W_DOWN,
+        _WEIGHTS,
+        _IDS,
+        *(replace(tensor, optional=True) for tensor in _SAVED),
+        _ACTIVATION,
+        _MAP,
+        *(Bool(f"for_{name}", True) for name in GRADIENTS),
+    ),
+    results=[_gradient(name) for name in GRADIENTS],
+    together=("pre", "places", "offsets"),
 )
 
 MOE_UP = Spec(
