@@ -63,6 +63,27 @@ def test_torch_s_grouped_products_are_the_same(op):
     BENCHES[op].check(inputs, expected, launch.run(), launch)
 
 
+TRAINING = {"T": 40, "E": 4, "k": 2, "H": 64, "I": 48, "act": "silu"}
+
+
+def test_gradients_agree_with_float64():
+    _, inputs, expected, launch = solved("fused_moe_with_gradient", TRAINING)
+    bench, outputs = BENCHES["fused_moe_with_gradient"], launch.run()
+    assert 1e-4 < bench.check(inputs, expected, outputs, launch).rms < 8e-3
+    for spoiled in range(5):
+        wrong = list(outputs)
+        wrong[spoiled] = wrong[spoiled] * 1.1
+        with pytest.raises(WrongResult):
+            bench.check(inputs, expected, wrong, launch)
+
+
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped product")
+def test_torch_s_gradients_are_the_same():
+    case, inputs, expected, _ = solved("fused_moe_with_gradient", TRAINING)
+    launch = adapters.load()["torch"]["fused_moe_with_gradient"](case, inputs)
+    BENCHES["fused_moe_with_gradient"].check(inputs, expected, launch.run(), launch)
+
+
 def test_deepgemm_gets_rows_by_their_group(monkeypatch):
     """Groups of whole blocks of 128 rows, and the number of its group for each row."""
 

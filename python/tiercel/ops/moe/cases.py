@@ -16,7 +16,7 @@ _WEIGHTS = ("same", "float8", "float8_blocks")
 _PARAMS = {"T": None, "E": None, "k": None, "H": None, "I": None}
 
 
-def _invalid(params: Mapping[str, Any]) -> str | None:
+def invalid(params: Mapping[str, Any]) -> str | None:
     from tiercel.ops.moe.spec import ACTIVATIONS
 
     sizes = [params[name] for name in (*_PARAMS, *(["bs"] if "bs" in params else []))]
@@ -48,7 +48,7 @@ def active(case: Any) -> float:
     return float(experts * (1 - (1 - k / experts) ** tokens))
 
 
-def _make(case: Any, device: str, seed: int) -> Inputs:
+def make(case: Any, device: str, seed: int) -> Inputs:
     import torch
 
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -169,8 +169,8 @@ _FUSED = OpBench(
     family="moe",
     op="fused_moe",
     params=_PARAMS | {"act": "silu", "weights": "same"},
-    invalid=_invalid,
-    make=_make,
+    invalid=invalid,
+    make=make,
     call=lambda case, inputs: (
         tuple(inputs.values())[:5],
         {"activation": case["act"], **_scales(inputs)},
@@ -205,7 +205,7 @@ def _rows(x: Any, case: Any) -> tuple[Any, Inputs]:
 
 
 def _make_up(case: Any, device: str, seed: int) -> Inputs:
-    inputs = _make(case, device, seed)
+    inputs = make(case, device, seed)
     x, scales = _rows(inputs["x"], case)
     if scales:
         scales["w_up_scale"] = inputs["w_up_scale"]
@@ -215,7 +215,7 @@ def _make_up(case: Any, device: str, seed: int) -> Inputs:
 def _make_down(case: Any, device: str, seed: int) -> Inputs:
     import torch
 
-    inputs = _make(case, device, seed)
+    inputs = make(case, device, seed)
     generator = torch.Generator(device=device).manual_seed(seed + 1000)
     x = torch.randn(case["T"] * case["k"], case["I"], device=device, generator=generator)
     x, scales = _rows(x.to(inputs["x"].dtype), case)
@@ -260,7 +260,7 @@ _UP = OpBench(
     family="moe",
     op="moe_up",
     params=_HALF,
-    invalid=_invalid,
+    invalid=invalid,
     make=_make_up,
     call=lambda case, inputs: _half_call(case, inputs, case["k"], case["bs"]),
     out=lambda case, inputs: None,
@@ -273,7 +273,7 @@ _DOWN = OpBench(
     family="moe",
     op="moe_down",
     params=_HALF,
-    invalid=_invalid,
+    invalid=invalid,
     make=_make_down,
     call=lambda case, inputs: _half_call(case, inputs, case["bs"]),
     out=lambda case, inputs: None,

@@ -9,7 +9,7 @@ from typing import Any
 from tiercel.workbench.bench.launch import Launch, Unsupported
 
 
-def _activation(case: Any) -> Callable[[Any], Any]:
+def activation(case: Any) -> Callable[[Any], Any]:
     from torch.nn import functional
 
     if case["act"] == "gelu_residual":
@@ -31,7 +31,7 @@ def _torch(case: Any, inputs: dict[str, Any]) -> Launch:
     if grouped is None or case.dtype != "bfloat16" or case["weights"] != "same":
         raise Unsupported("torch's grouped product is for bfloat16")
     x, w_up, w_down, weights, ids = inputs.values()
-    activate, k = _activation(case), case["k"]
+    activate, k = activation(case), case["k"]
     up, down = w_up.transpose(1, 2), w_down.transpose(1, 2)
 
     def run() -> tuple[Any, ...]:
