@@ -449,3 +449,49 @@ def test_module():
     half = torch.tensor([0.5])
     due = tiercel.linear_cross_entropy(x, weight, target, reduction="sum", label_smoothing=0.1)
     torch.testing.assert_close(sums(x, weight, target, scale=half), due / 2)
+
+
+WITH_GRAD_DTYPE = pytest.mark.skipif(
+    not hasattr(torch.Tensor, "grad_dtype"), reason="this PyTorch has no grad_dtype"
+)
+
+
+def wide_gradient(reduction, dtype, times=1, **options):
+    """weight.grad where PyTorch is told that it is float32, and the same where it is not."""
+    found = []
+    for wide in (True, False):
+        x, weight, target, bias = problem(dtype)
+        weight.requires_grad_()
+        if wide:
+            weight.grad_dtype = torch.float32
+        for _ in range(times):
+            loss = tiercel.linear_cross_entropy(
+                x, weight, target, bias, reduction=reduction, **options
+            )
+            (loss.sum() * 0.5).backward()
+        found.append(weight.grad)
+    return found
+
+
+@WITH_GRAD_DTYPE
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_weight_s_gradient_in_float32(reduction, dtype):
+    wide, usual = wide_gradient(reduction, dtype)
+    assert wide.dtype == torch.float32 and usual.dtype == dtype
+    assert not torch.equal(wide, wide.to(dtype).float())
+    torch.testing.assert_close(wide.to(dtype), usual, rtol=2**-6, atol=2**-9)
+
+
+@WITH_GRAD_DTYPE
+def test_chunks_of_a_gradient_in_float32(many_chunks):
+    """Sums in float32 are rounded once where they become 16 bits, and never where they stay."""
+    wide, usual = wide_gradient("sum", torch.bfloat16, accum_dtype=torch.float32)
+    assert wide.dtype == torch.float32 and torch.equal(wide.bfloat16(), usual)
+
+
+@WITH_GRAD_DTYPE
+def test_gradients_of_several_backwards_add_up_in_float32():
+    once, _ = wide_gradient("mean", torch.bfloat16)
+    often, _ = wide_gradient("mean", torch.bfloat16, times=5)
+    torch.testing.assert_close(often, 5 * once, rtol=1e-6, atol=1e-9)

@@ -311,3 +311,21 @@ def test_too_many_classes():
     x, weight, target, _ = problem(4, 8, 900_000)
     with pytest.raises(NotImplementedError, match="rows of up to"):
         tiercel.linear_cross_entropy(x, weight, target, backend="sm90")
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="needs grad_dtype")
+@pytest.mark.parametrize("chunk", [None, 256])
+def test_a_weight_s_gradient_in_float32(chunk, monkeypatch):
+    if chunk is not None:
+        few_rows(monkeypatch, chunk, 5000, 2)
+    x, weight, target, _ = problem(1000, 256, 5000)
+    _, (_, usual) = gradients(
+        tiercel.linear_cross_entropy, x, weight, target, None, accum_dtype=torch.float32
+    )
+    weight = weight.requires_grad_()
+    weight.grad_dtype = torch.float32
+    for times in (1, 2):
+        tiercel.linear_cross_entropy(x, weight, target).backward()
+        assert weight.grad.dtype == torch.float32
+        assert distance(weight.grad / times, usual) < 2**-8
+    assert not torch.equal(weight.grad, weight.grad.bfloat16().float())

@@ -34,15 +34,17 @@ def divide(call: Call, for_weight: bool) -> Chunks:
     """Divides the rows into as few chunks as the memory allows.
 
     Each chunk reads and writes the sums of the weight's gradient, and rounds them unless they are
-    float32. Float32 sums take the memory of the result, too, until they are rounded to it.
+    float32. Float32 sums take the memory of the result, too, until they are rounded to it, unless
+    they are the result.
     """
     (total, hidden), classes = call.x.shape, call.weight.shape[0]
     size = call.x.element_size()
     row_bytes = -(-classes * size // _ROW_BYTES) * _ROW_BYTES
     memory, result = max(classes * hidden * size, _LEAST_MEMORY), classes * hidden * size
     most = memory // row_bytes
-    several = for_weight and size == 2 and total > most
-    wide = several and call.accum_dtype == torch.float32
+    kept = for_weight and size == 2 and getattr(call, "weight_grad_dtype", None) is not None
+    several = for_weight and size == 2 and total > most and not kept
+    wide = kept or (several and call.accum_dtype == torch.float32)
     if several and call.accum_dtype is None:
         left = (memory - result) // row_bytes
         wide = 2 * result <= memory and left >= min(total, _LEAST_ROWS)
@@ -151,7 +153,9 @@ def with_gradient(call: Call, launch: Launch, mean_scale: Callable[..., Tensor])
         del own, grad, part  # the logits' memory, which what follows needs
     if chunks.apart:
         add_targets(sums, x, places, of_targets, chunks.memory)
-    return loss.sum(), grad_x, sums.to(weight.dtype), of_bias.to(weight.dtype)
+    if getattr(call, "weight_grad_dtype", None) is None:
+        sums = sums.to(weight.dtype)
+    return loss.sum(), grad_x, sums, of_bias.to(weight.dtype)
 
 
 def add_targets(sums: Tensor, x: Tensor, target: Tensor, by: Tensor, memory: int) -> None:

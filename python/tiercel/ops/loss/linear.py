@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tiercel import _C
+from tiercel.core.eager import is_dynamo_compiling
 from tiercel.core.index_checks import Index
 from tiercel.core.op import Gradient, Op, Python
 from tiercel.core.spec import Call
@@ -120,8 +121,17 @@ def _target_rule(call: Call) -> list[Index]:
 _TENSORS = ("x", "weight", "target", "bias", "class_weight", "scale")
 
 
+def _grad_dtype(weight: Any) -> torch.dtype | None:
+    """float32 where that is what ``weight.grad`` of a 16-bit leaf is to be, else None."""
+    if is_dynamo_compiling() or not isinstance(weight, Tensor) or weight.dtype == torch.float32:
+        return None
+    wanted = weight.requires_grad and weight.is_leaf and getattr(weight, "grad_dtype", None)
+    return torch.float32 if wanted == torch.float32 else None
+
+
 def _save_arguments(ctx: Any, call: Call, loss: Tensor) -> None:
     ctx.options, ctx.backend = (*options_of(call), call.accum_dtype), call.backend
+    ctx.weight_grad_dtype = _grad_dtype(call.weight)
     ctx.save_for_backward(*(getattr(call, name) for name in _TENSORS))
 
 
@@ -151,6 +161,7 @@ def _from_arguments(ctx: Any, by: Tensor | None) -> dict[str, Tensor | None]:
         *ctx.options,
         False,
         *wanted.values(),
+        ctx.weight_grad_dtype,
         ctx.backend,
     )
     return {name: grad if wanted[name] else None for name, grad in zip(wanted, grads, strict=True)}
@@ -225,6 +236,10 @@ def linear_cross_entropy(
     1. Temporary tensors take at most as much memory as the weight's gradient, or 512 MiB where that
     is smaller. The products are cuBLAS's. Works under torch.compile, torch.autocast and activation
     checkpointing, and in CUDA graphs; it never synchronises.
+
+    Outside of compiled graphs, a 16-bit leaf ``weight`` with ``weight.grad_dtype = torch.float32``,
+    where PyTorch has that, gets its gradient as the float32 sums, never rounded: for gradients that
+    add up over several backwards.
 
     Args:
         x: ``[T, H]``; float32, bfloat16 or float16.
@@ -306,5 +321,5 @@ def linear_cross_entropy(
             return total
         return total * ref.mean_scale(target, class_weight, ignore_index)[0]
     mean = reduction == "mean"
-    total, *_ = _WITH_GRADIENT(*given, *options, mean, *wanted, backend)
+    total, *_ = _WITH_GRADIENT(*given, *options, mean, *wanted, _grad_dtype(weight), backend)
     return total if x.shape[0] or not mean else total * torch.nan

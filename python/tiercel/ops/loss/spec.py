@@ -116,7 +116,9 @@ def _gradient(of: str) -> Tensor:
             tuple(argument.shape) if getattr(call, f"for_{of}") and argument is not None else (0,)
         )
 
-    return Tensor(f"grad_{of}", "*", "x", shape=shape)
+    # PyTorch can be told that `weight.grad` is float32.
+    instead = ("weight_grad_dtype", "float32") if of == "weight" else None
+    return Tensor(f"grad_{of}", "*", "x", shape=shape, dtype_with=instead)
 
 
 # The sum of the losses, divided by the sum of the targets' weights for a mean, and its gradients.
@@ -126,6 +128,7 @@ LINEAR_WITH_GRADIENT = LINEAR.changed(
         *LINEAR.arguments,
         Bool("mean", False),
         *(Bool(f"for_{name}", True) for name in ("x", "weight", "bias")),
+        DType("weight_grad_dtype", None, optional=True, choices=("float32",)),
     ),
     results=[
         Tensor("loss", "", "float32"),
