@@ -25,24 +25,22 @@ def experts_forward(
 ) -> Tensor:
     """The experts interface: ``[T, H]`` to ``[T, H]``, both layers of each token's experts.
 
-    Where a gradient is needed, transformers' grouped_mm computes; other unsupported calls run
-    there too, with one warning per reason.
+    Unsupported calls run on transformers' grouped_mm, with one warning per reason.
     """
     up, down = getattr(self, "gate_up_proj", None), self.down_proj
-    needs_gradient = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (hidden_states, up, down, top_k_weights)
-    )
     why = why_not(self)
-    dtype = hidden_states.dtype
-    if why is None and (dtype not in _DTYPES or not dtype == up.dtype == down.dtype):  # type: ignore[union-attr]
-        why = f"it takes bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
-    if why is None and not needs_gradient:
+    dtypes = {hidden_states.dtype, down.dtype}
+    if torch.is_autocast_enabled(hidden_states.device.type):  # fused_moe casts its tensors itself
+        dtypes = {torch.get_autocast_dtype(hidden_states.device.type)}
+    if why is None and (len(dtypes) > 1 or not dtypes.issubset(_DTYPES)):
+        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        why = f"it takes bfloat16 and float16, not {names}"
+    if why is None:
         return tiercel.fused_moe(  # type: ignore[no-any-return]
             *(hidden_states, up, down, top_k_weights.float(), top_k_index),
             activation=_activation(self),
         )
-    if why is not None:
-        _warn(why)
+    _warn(why)
     return grouped_mm_experts_forward(  # type: ignore[no-any-return]
         self, hidden_states, top_k_index, top_k_weights
     )

@@ -53,7 +53,7 @@ def apply(model: nn.Module) -> Report:
     """Makes a loaded Hugging Face model use Tiercel's ops.
 
     Replaces attention (``attn_implementation="tiercel"``), experts
-    (``experts_implementation="tiercel"``, in inference), RMS norms, the activations of gated
+    (``experts_implementation="tiercel"``), RMS norms, the activations of gated
     MLPs, rotary embeddings, and in training the loss of causal language models, each only where
     the module gives the same results up to rounding. Weights stay where they are, and gradients
     flow. A training step with labels makes no logits, and its output has none.
