@@ -25,6 +25,7 @@ OF_OTHERS = {"reduce_sum": "reduce", "fused_mlp": "(gated_linear|linear_act)"}
 WRITING = (
     "act_and_mul_quant",
     "kv_cache_write",
+    "mla_cache_write",
     "nvfp4_gemv",
     "qk_norm_rope_cache",
     "rms_norm_quant",
@@ -157,6 +158,7 @@ BY_VALUES = {
     "fused_moe",
     "grouped_gemm",
     "kv_cache_write",
+    "mla_cache_write",
     "moe_align_block_size",
     "moe_down",
     "moe_up",

@@ -17,6 +17,7 @@ pytestmark = [
 WRITING = (
     "act_and_mul_quant",
     "kv_cache_write",
+    "mla_cache_write",
     "nvfp4_gemv",
     "qk_norm_rope_cache",
     "rms_norm_quant",

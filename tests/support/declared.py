@@ -21,6 +21,8 @@ _FLOAT8 = {
     "attention_varlen": ("q", "k", "v"),
     "paged_attention": ("q", "k_cache", "v_cache"),
     "kv_cache_write": ("key_cache", "value_cache"),
+    "mla_cache_write": ("kv_cache",),
+    "mla_decode": ("kv_cache",),
     "qk_norm_rope_cache": ("q_out", "key_cache", "value_cache"),
     "fused_moe": ("w_up", "w_down"),
     "moe_up": ("x", "w_up"),

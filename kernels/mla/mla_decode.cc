@@ -1,0 +1,376 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/mla/mla_decode.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "kernels/sm90/checks.h"
+#include "kernels/sm90/driver.h"
+#include "kernels/sm90/kernel_table.h"
+#include "kernels/sm90/math.h"
+#include "kernels/sm90/tensor_map.h"
+
+namespace tiercel {
+namespace {
+
+constexpr char kOp[] = "mla_decode";
+constexpr double kLog2E = 1.4426950408889634;
+constexpr int64_t kMostKeys = int64_t{1} << 29;   // of a sequence
+constexpr int64_t kMostSteps = int64_t{1} << 30;  // of all sequences
+constexpr int64_t kMostRows = 65535;              // of a sequence: queries times heads
+constexpr int64_t kMost = 0x7fffffff;
+constexpr int kFewParts = 8;  // of a sequence
+
+Status unsupported(const Argument& argument, const std::string& expected, const std::string& got) {
+  return Status::Unimplemented(mismatch(argument, expected + " for the precompiled kernels", got));
+}
+
+Status check_lengths(const Argument& argument, const Argument& q) {
+  TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {DType::kInt32}));
+  TIERCEL_RETURN_IF_ERROR(check_same_device(argument, q));
+  return check_cuda(argument);
+}
+
+// Bytes of a cache's row.
+int64_t row_of(const MlaDecodeCall& call) {
+  return call.kv_cache->dtype == DType::kUInt8 ? 656 : call.q->shape[3];
+}
+
+// Checks that arguments fit together.
+Status check(const MlaDecodeCall& call) {
+  const Argument q{kOp, "q", *call.q}, cache{kOp, "kv_cache", *call.kv_cache};
+  const Argument table{kOp, "page_table", *call.page_table};
+  const Argument lengths{kOp, "seqused_k", *call.seqused_k}, out{kOp, "out", *call.out};
+  TIERCEL_RETURN_IF_ERROR(check_rank(q, 4));
+  TIERCEL_RETURN_IF_ERROR(check_dtype(q, {DType::kBFloat16, DType::kFloat16}));
+  TIERCEL_RETURN_IF_ERROR(check_rank(cache, 3));
+  if (cache.view.dtype != q.view.dtype) {
+    TIERCEL_RETURN_IF_ERROR(check_dtype(cache, {q.view.dtype, DType::kFloat8E4M3, DType::kUInt8}));
+  }
+  const int64_t* shape = q.view.shape;
+  TIERCEL_RETURN_IF_ERROR(check_shape(
+      cache, {cache.view.shape[0], cache.view.shape[1], row_of(call)}, "[pages, page size, D]"));
+  TIERCEL_RETURN_IF_ERROR(check_rank(table, 2));
+  TIERCEL_RETURN_IF_ERROR(
+      check_shape(table, {shape[0], table.view.shape[1]}, "[B, pages of a sequence]"));
+  TIERCEL_RETURN_IF_ERROR(check_shape(lengths, {shape[0]}, "[B]"));
+  TIERCEL_RETURN_IF_ERROR(check_lengths(table, q));
+  TIERCEL_RETURN_IF_ERROR(check_lengths(lengths, q));
+  TIERCEL_RETURN_IF_ERROR(check_dtype(out, {q.view.dtype}));
+  TIERCEL_RETURN_IF_ERROR(
+      check_shape(out, {shape[0], shape[1], shape[2], call.d_v}, "[B, Sq, H, d_v]"));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(q));
+  for (const Argument* argument : {&cache, &out}) {
+    TIERCEL_RETURN_IF_ERROR(check_same_device(*argument, q));
+    TIERCEL_RETURN_IF_ERROR(check_cuda(*argument));
+  }
+  if (call.kv_scale != nullptr) {
+    const Argument scale{kOp, "kv_scale", *call.kv_scale};
+    if (cache.view.dtype != DType::kFloat8E4M3) {
+      return Status::InvalidArgument(
+          mismatch(scale, "be None for a cache that is not float8_e4m3fn", "a tensor"));
+    }
+    TIERCEL_RETURN_IF_ERROR(check_dtype(scale, {DType::kFloat32}));
+    TIERCEL_RETURN_IF_ERROR(check_shape(scale, {1}, "[1]"));
+    TIERCEL_RETURN_IF_ERROR(check_same_device(scale, q));
+    TIERCEL_RETURN_IF_ERROR(check_cuda(scale));
+  }
+  if (call.lse == nullptr) return Status();
+  const Argument lse{kOp, "lse", *call.lse};
+  TIERCEL_RETURN_IF_ERROR(check_dtype(lse, {DType::kFloat32}));
+  TIERCEL_RETURN_IF_ERROR(check_shape(lse, {shape[0], shape[2], shape[1]}, "[B, H, Sq]"));
+  TIERCEL_RETURN_IF_ERROR(check_same_device(lse, q));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(lse));
+  return check_contiguous(lse);
+}
+
+// Alignment for copies of `bytes`.
+Status check_layout(const Argument& argument, int64_t bytes) {
+  const TensorView& view = argument.view;
+  const int last = view.ndim - 1;
+  bool aligned = reinterpret_cast<uintptr_t>(view.data) % bytes == 0;
+  for (int i = 0; i < last; ++i) {
+    if (view.shape[i] > 1) aligned &= view.strides[i] * dtype_bytes(view.dtype) % bytes == 0;
+  }
+  if (aligned && view.strides[last] == 1) return Status();
+  return unsupported(
+      argument,
+      "have contiguous rows that start at multiples of " + std::to_string(bytes) + " bytes",
+      "strides " + shape_text(view.strides, view.ndim));
+}
+
+// The steps of 32-bit indices.
+Status check_steps(const Argument& argument) {
+  const TensorView& view = argument.view;
+  const int last = view.ndim - 1;
+  if (view.shape[last] <= 1 || std::abs(view.strides[last]) <= kMost / 4) return Status();
+  return unsupported(argument, "have elements that are less than 2 GiB apart",
+                     "strides " + shape_text(view.strides, view.ndim));
+}
+
+// The cache as rows, one page after the other.
+struct Rows {
+  explicit Rows(const TensorView& from) : view(from) {
+    // The stride of a single place or page is arbitrary.
+    const bool single = from.shape[1] == 1;
+    const int64_t step = single ? from.strides[0] : from.strides[1];
+    const bool one = single || from.shape[0] == 1;
+    page_rows = one ? from.shape[1] : from.strides[0] / std::max<int64_t>(step, 1);
+    whole = one || (step > 0 && from.strides[0] % step == 0);
+    shape[0] = (from.shape[0] - 1) * page_rows + from.shape[1];
+    shape[1] = from.shape[2];
+    strides[0] = shape[0] == 1 ? from.shape[2] : step;
+    strides[1] = from.strides[2];
+    view.ndim = 2;
+    view.shape = shape;
+    view.strides = strides;
+  }
+  Rows(const Rows&) = delete;
+  Rows& operator=(const Rows&) = delete;
+
+  bool whole;  // pages are whole rows apart
+  int64_t page_rows;
+  int64_t shape[2];
+  int64_t strides[2];
+  TensorView view;
+};
+
+TensorMapSpec map_of(int64_t copy_rows) {
+  return {2,
+          {static_cast<uint32_t>(copy_rows), 64},
+          CU_TENSOR_MAP_SWIZZLE_128B,
+          CU_TENSOR_MAP_L2_PROMOTION_L2_128B};
+}
+
+MlaLayout layout_of(const MlaDecodeCall& call) {
+  switch (call.kv_cache->dtype) {
+    case DType::kFloat8E4M3:
+      return MlaLayout::kFloat8;
+    case DType::kUInt8:
+      return MlaLayout::kPacked;
+    default:
+      return MlaLayout::kSame;
+  }
+}
+
+const Kernel* decode_kernel(DType dtype, MlaLayout layout) {
+  const auto* found = KernelTable(mla_decode_kernels).find([&](const auto& kernel) {
+    return kernel.dtype == dtype && kernel.layout == layout;
+  });
+  return found == nullptr ? nullptr : &found->kernel;
+}
+
+const Kernel& combine_kernel(DType dtype) {
+  return KernelTable(mla_combine_kernels)
+      .find([&](const auto& kernel) { return kernel.dtype == dtype; })
+      ->kernel;
+}
+
+// Checks that there is a kernel for arguments that fit together and are not empty.
+Status check_supported(const MlaDecodeCall& call, const Rows& rows) {
+  const Argument q{kOp, "q", *call.q}, cache{kOp, "kv_cache", *call.kv_cache};
+  const Argument table{kOp, "page_table", *call.page_table};
+  const int64_t* shape = q.view.shape;
+  if (shape[3] != kMlaKey) {
+    return unsupported(q, "have 576 columns", std::to_string(shape[3]));
+  }
+  if (call.d_v != kMlaLatent) {
+    return Status::Unimplemented(std::string(kOp) +
+                                 ": `d_v` must be 512 for the precompiled kernels, got " +
+                                 std::to_string(call.d_v));
+  }
+  if (decode_kernel(q.view.dtype, layout_of(call)) == nullptr) {
+    return unsupported(q, "be bfloat16 for a cache of uint8", "float16");
+  }
+  if (!(call.scale > 0.0) || !std::isfinite(call.scale)) {
+    return Status::Unimplemented(std::string(kOp) +
+                                 ": `scale` must be positive for the precompiled kernels, got " +
+                                 std::to_string(call.scale));
+  }
+  const int64_t pages = cache.view.shape[0], places = cache.view.shape[1];
+  if (places < 1 || (places & (places - 1)) != 0) {
+    return unsupported(cache, "have a page size that is a power of two", std::to_string(places));
+  }
+  if (pages < 1) return unsupported(cache, "have at least one page", "none");
+  const bool same = layout_of(call) == MlaLayout::kSame;
+  if (same && !rows.whole) {
+    return unsupported(cache, "have pages that are whole rows apart",
+                       "strides " + shape_text(cache.view.strides, 3));
+  }
+  if (same && rows.shape[0] >= kMost) {
+    return unsupported(cache, "have pages that span fewer than 2^31 rows",
+                       "strides " + shape_text(cache.view.strides, 3));
+  }
+  if (table.view.shape[1] < 1 || table.view.shape[1] > kMostKeys / places) {
+    return unsupported(table, "have room for 1 to 2^29 keys of a sequence",
+                       "shape " + shape_text(table.view.shape, 2));
+  }
+  if (shape[0] > kMostSteps / ceil_div(table.view.shape[1] * places, kMlaStep)) {
+    return unsupported(table, "have room for fewer than 2^36 keys",
+                       "shape " + shape_text(table.view.shape, 2));
+  }
+  if (shape[1] > kMostRows || shape[2] > kMostRows / shape[1]) {
+    return unsupported(q, "have at most 65535 rows of a sequence", "shape " + shape_text(shape, 4));
+  }
+  TIERCEL_RETURN_IF_ERROR(check_steps(table));
+  TIERCEL_RETURN_IF_ERROR(check_steps({kOp, "seqused_k", *call.seqused_k}));
+  TIERCEL_RETURN_IF_ERROR(check_layout(q, 16));
+  TIERCEL_RETURN_IF_ERROR(check_layout({kOp, "out", *call.out}, 8));
+  if (!same) return check_layout(cache, 16);
+  return check_tensor_map(map_of(1), rows.view, kOp, "kv_cache");
+}
+
+void set_strides(const TensorView& view, int64_t (&strides)[3]) {
+  for (int i = 0; i < 3; ++i) strides[i] = view.strides[i] * dtype_bytes(view.dtype);
+}
+
+// The stride of an int32 tensor's last dimension, in bytes.
+int32_t step_of(const TensorView& view) {
+  const int last = view.ndim - 1;
+  return view.shape[last] > 1 ? static_cast<int32_t>(view.strides[last] * 4) : 0;
+}
+
+void set_args(const MlaDecodeCall& call, const Rows& rows, MlaDecodeArgs* args) {
+  const int64_t places = call.kv_cache->shape[1];
+  args->q = static_cast<const char*>(call.q->data);
+  args->out = static_cast<char*>(call.out->data);
+  args->lse = call.lse == nullptr ? nullptr : static_cast<float*>(call.lse->data);
+  args->page_table = static_cast<const int32_t*>(call.page_table->data);
+  args->lengths = static_cast<const int32_t*>(call.seqused_k->data);
+  set_strides(*call.q, args->q_strides);
+  set_strides(*call.out, args->out_strides);
+  args->table_stride = call.page_table->strides[0] * 4;
+  args->table_step = step_of(*call.page_table);
+  args->length_step = step_of(*call.seqused_k);
+  args->last_page = static_cast<int>(std::min(call.kv_cache->shape[0] - 1, kMost));
+  args->cache = static_cast<const char*>(call.kv_cache->data);
+  args->kv_scale =
+      call.kv_scale == nullptr ? nullptr : static_cast<const float*>(call.kv_scale->data);
+  args->page_stride = call.kv_cache->strides[0] * dtype_bytes(call.kv_cache->dtype);
+  args->place_stride = call.kv_cache->strides[1] * dtype_bytes(call.kv_cache->dtype);
+  args->batch = static_cast<int>(call.q->shape[0]);
+  args->queries = static_cast<int>(call.q->shape[1]);
+  args->heads = static_cast<int>(call.q->shape[2]);
+  args->rows = args->queries * args->heads;
+  args->row_blocks = static_cast<int>(ceil_div(args->rows, kMlaRows));
+  args->part_rows = std::min(args->rows, kMlaRows);
+  args->capacity = static_cast<int>(call.page_table->shape[1] * places);
+  while ((int64_t{1} << args->page_bits) < places) ++args->page_bits;
+  args->page_rows = static_cast<int>(rows.page_rows);
+  args->copy_rows = static_cast<int>(std::min<int64_t>(places, kMlaStep));
+  args->scale = static_cast<float>(call.scale * kLog2E);
+}
+
+// Floats of the parts, and of their sums.
+int64_t lines(const MlaDecodeArgs& args) {
+  return int64_t{2} * args.lanes * args.row_blocks * args.part_rows;
+}
+
+// That lanes may share.
+int64_t sequences(const MlaDecodeArgs& args) {
+  return args.by_sequence ? args.batch : args.lanes - 1;
+}
+
+Status prepare(const MlaDecodeCall& call, int multiprocessors, const Rows& rows,
+               MlaDecodeArgs* args, MlaDecodePlan* plan) {
+  *plan = {"none", "none", 0, 0, 0, 0, 0, 0, 0, 0};
+  if (call.q->shape[0] * call.q->shape[1] * call.q->shape[2] == 0) return Status();
+  TIERCEL_RETURN_IF_ERROR(check_supported(call, rows));
+  set_args(call, rows, args);
+  // Lanes fill the device; each has a step at least.
+  const int64_t steps = ceil_div(args->capacity, kMlaStep);
+  args->lanes = static_cast<int>(
+      std::clamp<int64_t>(multiprocessors / args->row_blocks, 1, args->batch * steps));
+  const DType dtype = call.q->dtype;
+  const bool combined = args->lanes > 1 && steps > 1;
+  args->by_sequence = args->batch < args->lanes;
+  // A sequence has about lanes / batch parts.
+  args->row_groups = args->lanes >= kFewParts * args->batch ? kMlaCombineGroups : 1;
+  *plan = {decode_kernel(dtype, layout_of(call))->name(),
+           combined ? combine_kernel(dtype).name() : "none",
+           kMlaRows,
+           kMlaStep,
+           args->copy_rows,
+           args->lanes,
+           static_cast<unsigned>(args->lanes) * static_cast<unsigned>(args->row_blocks),
+           kMlaThreads,
+           kMlaShared,
+           combined ? lines(*args) * (kMlaLatent + 2) + 4 * sequences(*args) : 0};
+  return Status();
+}
+
+Status check_workspace(const Argument& workspace, const Argument& q, int64_t needed) {
+  TIERCEL_RETURN_IF_ERROR(check_dtype(workspace, {DType::kFloat32}));
+  TIERCEL_RETURN_IF_ERROR(check_rank(workspace, 1));
+  TIERCEL_RETURN_IF_ERROR(check_same_device(workspace, q));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(workspace));
+  TIERCEL_RETURN_IF_ERROR(check_contiguous(workspace));
+  if (workspace.view.shape[0] >= needed) return Status();
+  return Status::InvalidArgument(mismatch(workspace, "have " + std::to_string(needed) + " elements",
+                                          shape_text(workspace.view.shape, 1)));
+}
+
+}  // namespace
+
+Status mla_decode_plan(const MlaDecodeCall& call, int multiprocessors, MlaDecodePlan* plan) {
+  TIERCEL_RETURN_IF_ERROR(check(call));
+  MlaDecodeArgs args{};
+  return prepare(call, multiprocessors, Rows(*call.kv_cache), &args, plan);
+}
+
+Status MlaDecodeLaunch::prepare(const MlaDecodeCall& call) {
+  TIERCEL_RETURN_IF_ERROR(check(call));
+  dtype_ = call.q->dtype;
+  device_ = call.q->device_index;
+  int multiprocessors = 0;
+  if (call.q->device_type == DeviceType::kCUDA) {
+    TIERCEL_RETURN_IF_ERROR(multiprocessor_count(device_, &multiprocessors));
+  }
+  const Rows rows(*call.kv_cache);
+  TIERCEL_RETURN_IF_ERROR(tiercel::prepare(call, multiprocessors, rows, &args_, &plan_));
+  if (plan_.grid == 0) return Status();
+  kernel_ = decode_kernel(dtype_, layout_of(call));
+  if (layout_of(call) != MlaLayout::kSame) return Status();
+  return encode_tensor_map(map_of(args_.copy_rows), rows.view, kOp, "kv_cache", &map_);
+}
+
+Status MlaDecodeLaunch::run(float* workspace, void* stream) {
+  if (plan_.grid == 0) return Status();
+  const bool combined = plan_.workspace > 0;
+  if (combined) {
+    args_.partial = workspace;
+    float* const sums = workspace + lines(args_) * kMlaLatent;
+    args_.partial_sums = reinterpret_cast<float2*>(sums);
+    args_.shared = reinterpret_cast<int4*>(sums + 2 * lines(args_));
+  }
+  LaunchConfig config;
+  config.grid.x = plan_.grid;
+  config.block.x = plan_.block;
+  config.dynamic_smem = plan_.dynamic_smem;
+  config.dependent = true;
+  void* pointers[] = {&args_, &map_};
+  TIERCEL_RETURN_IF_ERROR(kernel_->launch(config, device_, stream, pointers));
+  if (!combined) return Status();
+  config.grid.x = static_cast<unsigned>(sequences(args_));
+  config.grid.y = static_cast<unsigned>(ceil_div(args_.rows * args_.row_groups, kMlaCombineGroups));
+  config.block.x = kMlaCombineGroups * kMlaLatent / 4;
+  config.dynamic_smem = 0;
+  return combine_kernel(dtype_).launch(config, device_, stream, pointers);
+}
+
+Status mla_decode(const MlaDecodeCall& call, void* stream, int64_t* needed) {
+  *needed = 0;
+  MlaDecodeLaunch launch;
+  TIERCEL_RETURN_IF_ERROR(launch.prepare(call));
+  if (launch.workspace() == 0) return launch.run(nullptr, stream);
+  if (call.workspace == nullptr) {
+    *needed = launch.workspace();
+    return Status();
+  }
+  const Argument workspace{kOp, "workspace", *call.workspace};
+  TIERCEL_RETURN_IF_ERROR(check_workspace(workspace, {kOp, "q", *call.q}, launch.workspace()));
+  return launch.run(static_cast<float*>(workspace.view.data), stream);
+}
+
+}  // namespace tiercel

@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/mla/mla_cache_write.h"
+#include "kernels/mla/mla_decode.h"
+#include "kernels/mla/mla_kernels.h"
+#include "python/bindings/functions.h"
+#include "python/bindings/workspace.h"
+
+namespace tiercel::python {
+namespace {
+
+constexpr char kName[] = "mla_decode";
+
+constexpr Field<MlaDecodeCall> kInputs[] = {
+    Tensor<&MlaDecodeCall::q>("q"),
+    Tensor<&MlaDecodeCall::kv_cache>("kv_cache"),
+    Tensor<&MlaDecodeCall::page_table>("page_table"),
+    Tensor<&MlaDecodeCall::seqused_k>("seqused_k"),
+    Optional<&MlaDecodeCall::kv_scale>("kv_scale"),
+    Tensor<&MlaDecodeCall::out>("out"),
+    Optional<&MlaDecodeCall::lse>("lse"),
+    Value<&MlaDecodeCall::scale>("scale"),
+    Value<&MlaDecodeCall::d_v>("d_v"),
+};
+constexpr Field<MlaDecodeCall> kWorkspace[] = {
+    Optional<&MlaDecodeCall::workspace>("workspace"),
+};
+constexpr auto kLaunchFields = Joined(kInputs, kWorkspace);
+constexpr Parameters<MlaDecodeCall> kRun{kName, kInputs};
+constexpr Parameters<MlaDecodeCall> kLaunch{kName, kLaunchFields.fields};
+
+// The operator: gets the workspace itself.
+PyObject* Run(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Parsed<kRun> parsed;
+  if (!parsed.Read(values, count)) return nullptr;
+  MlaDecodeLaunch launch;
+  const Status status = launch.prepare(parsed.call);
+  if (!status.ok()) return Raise(status);
+  void* stream = nullptr;
+  Workspace workspace;
+  if (!parsed.of_stream().CurrentStream(&stream) ||
+      (launch.workspace() > 0 &&
+       !workspace.Get(values[0], parsed.call.q->device_index, stream, launch.workspace()))) {
+    return nullptr;
+  }
+  const Status launched = WithoutGil([&] { return launch.run(workspace.data(), stream); });
+  if (!launched.ok()) return Raise(launched);
+  Py_RETURN_NONE;
+}
+
+constexpr PlanField<MlaDecodePlan> kPlanFields[] = {
+    Entry<&MlaDecodePlan::kernel>("kernel"),
+    Entry<&MlaDecodePlan::combine>("combine"),
+    Entry<&MlaDecodePlan::rows>("rows"),
+    Entry<&MlaDecodePlan::step>("step"),
+    Entry<&MlaDecodePlan::copy_rows>("copy_rows"),
+    Entry<&MlaDecodePlan::lanes>("lanes"),
+    Entry<&MlaDecodePlan::grid>("grid"),
+    Entry<&MlaDecodePlan::block>("block"),
+    Entry<&MlaDecodePlan::dynamic_smem>("dynamic_smem"),
+    Entry<&MlaDecodePlan::workspace>("workspace"),
+};
+constexpr PlanDict<MlaDecodePlan> kPlan{"MlaDecodePlan", kPlanFields};
+
+constexpr Field<MlaCacheCall> kCacheFields[] = {
+    Tensor<&MlaCacheCall::latent>("latent"),       Tensor<&MlaCacheCall::rotary>("rotary"),
+    Tensor<&MlaCacheCall::kv_cache>("kv_cache"),   Tensor<&MlaCacheCall::slots>("slots"),
+    Optional<&MlaCacheCall::kv_scale>("kv_scale"),
+};
+constexpr Parameters<MlaCacheCall> kCache{"mla_cache_write", kCacheFields};
+
+constexpr PlanField<MlaCachePlan> kCachePlanFields[] = {
+    Entry<&MlaCachePlan::kernel>("kernel"),
+    Entry<&MlaCachePlan::grid>("grid"),
+    Entry<&MlaCachePlan::block>("block"),
+};
+constexpr PlanDict<MlaCachePlan> kCachePlan{"MlaCachePlan", kCachePlanFields};
+
+constexpr Function kFunctions[] = {
+    LaunchOf<kLaunch, mla_decode>(
+        "mla_decode",
+        "Launches the kernels on the current stream, fills `out` and, unless it is None, `lse`, "
+        "and returns 0. If it needs a workspace and got None, launches nothing and returns its "
+        "length in floats."),
+    {"mla_decode_run", Run,
+     "The operator: gets the workspace that it needs, fills `out` and `lse`.", "None",
+     Describe<kRun>},
+    PlanOf<kRun, mla_decode_plan, kPlan>("mla_decode_plan"),
+    LoadOf<mla_decode_kernels, mla_combine_kernels>("mla_decode_load"),
+    LaunchOf<kCache, mla_cache_write>("mla_cache_write",
+                                      "Launches the kernel on the current stream; fills rows of "
+                                      "`kv_cache`."),
+    PlanOf<kCache, mla_cache_write_plan, kCachePlan>("mla_cache_write_plan"),
+    LoadOf<mla_cache_kernels>("mla_cache_write_load"),
+};
+const Family kFamily(kFunctions);
+
+}  // namespace
+}  // namespace tiercel::python

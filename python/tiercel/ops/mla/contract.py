@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Latent attention over a paged cache, and writes into it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tiercel.core.spec import Bool, Tensor
+from tiercel.ops.mla import spec
+from tiercel.plugins.contract import Case, Contract
+
+_LENGTHS = {"one": (1,), "ragged": (70, 0, 3, 1, 200), "even": (256,) * 8, "none": ()}
+_SCALE = 192**-0.5
+_COLUMNS = spec.LATENT + spec.ROTARY
+
+
+def _case(
+    lengths: str, queries: int, heads: int, page: int, dtype: str = "bfloat16", **options: Any
+) -> Case:
+    batch = len(_LENGTHS[lengths.removesuffix(" strided")])
+    sizes = {"B": batch, "Sq": queries, "H": heads, "page_size": page}
+    return Case(sizes, dtype, {"cache": "same"} | options, lengths)
+
+
+def rows(drawn: Any, cache: str, dtype: Any) -> tuple[Any, Any]:
+    """Drawn rows, ``[..., 576]``, in a cache's layout, and their scale."""
+    import torch
+
+    from tiercel.ops.mla.reference import mla_cache_write
+
+    if cache == "same":
+        return drawn.to(dtype), None
+    packed = cache == "uint8"
+    scale = None if packed else torch.tensor([0.5], device=drawn.device)
+    width = spec.PACKED if packed else _COLUMNS
+    stored = torch.zeros(*drawn.shape[:-1], width, dtype=getattr(torch, cache), device=drawn.device)
+    flat = drawn.bfloat16().view(-1, _COLUMNS)
+    slots = torch.arange(len(flat), device=drawn.device)
+    parts = flat.split((spec.LATENT, spec.ROTARY), 1)
+    return mla_cache_write(*parts, stored, slots, kv_scale=scale), scale
+
+
+def _make_decode(case: Case, device: str, seed: int) -> dict[str, Any]:
+    import torch
+
+    # On the CPU and then moved: the same numbers on every device.
+    generator = torch.Generator().manual_seed(seed)
+    lengths = _LENGTHS[case.values.removesuffix(" strided")]
+    strided = case.values.endswith(" strided")
+    batch, queries, heads, page = case.sizes.values()
+    columns = -(-max(lengths, default=0) // page) + 1
+    pages = batch * columns + 1
+    dtype = getattr(torch, case.dtype)
+    q = torch.randn(batch, queries, heads, _COLUMNS, generator=generator).to(dtype)
+    drawn = torch.randn(pages, page, _COLUMNS, generator=generator)
+    cache, scale = rows(drawn, case.options["cache"], dtype)
+    table = torch.randperm(pages, generator=generator)[: batch * columns]
+    tensors = {
+        "q": torch.cat([q, -q], dim=1)[:, :queries] if strided else q,
+        "kv_cache": cache,
+        "page_table": table.view(batch, columns).int(),
+        "seqused_k": torch.tensor(lengths, dtype=torch.int32),
+        "kv_scale": scale,
+    }
+    placed = {name: x if x is None else x.to(device) for name, x in tensors.items()}
+    if strided:
+        for name in ("page_table", "seqused_k"):
+            placed[name] = torch.stack([placed[name]] * 2, -1)[..., 0]
+    given = {**placed, "scale": _SCALE, "d_v": spec.LATENT, "return_lse": True}
+    return {name: given[name] for name in _BOTH.names}
+
+
+# Backends always return both results.
+_BOTH = spec.MLA_DECODE_LSE.changed(
+    name="mla_decode", arguments=(*spec.MLA_DECODE_LSE.arguments, Bool("return_lse"))
+)
+
+MLA_DECODE = Contract.of(
+    "mla",
+    _BOTH,
+    constants={"return_lse": True},
+    cases=(
+        _case("one", 1, 1, 16),
+        _case("ragged", 1, 16, 64),
+        _case("ragged", 3, 8, 1, "float16"),
+        _case("ragged", 2, 40, 128),
+        _case("ragged strided", 2, 16, 32),
+        _case("ragged", 1, 16, 64, cache="float8_e4m3fn"),
+        _case("ragged", 1, 16, 64, cache="uint8"),
+        _case("none", 1, 16, 64),
+    ),
+    timing={
+        "cpu": _case("even", 1, 16, 64),
+        "cuda": _case("even", 1, 128, 64),
+    },
+    make=_make_decode,
+)
+
+
+def _write_case(
+    tokens: int, blocks: int, places: int, dtype: str, cache: str = "same", values: str = "random"
+) -> Case:
+    sizes = {"T": tokens, "blocks": blocks, "places": places}
+    return Case(sizes, dtype, {"cache": cache}, values)
+
+
+def _make_write(case: Case, device: str, seed: int) -> dict[str, Any]:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    tokens, blocks, places = case.sizes.values()
+    dtype, cache = getattr(torch, case.dtype), case.options["cache"]
+    drawn = torch.randn(tokens, _COLUMNS, generator=generator).to(dtype)
+    latent, rotary = drawn.split((spec.LATENT, spec.ROTARY), 1)
+    if case.values != "strided":
+        latent, rotary = latent.contiguous(), rotary.contiguous()
+    stored, scale = rows(torch.randn(blocks, places, _COLUMNS, generator=generator), cache, dtype)
+    slots = torch.randperm(blocks * places, generator=generator)[:tokens]
+    slots = torch.where(torch.rand(tokens, generator=generator) < 0.1, -1, slots)
+    given = {
+        "latent": latent,
+        "rotary": rotary,
+        "kv_cache": stored,
+        "slots": slots,
+        "kv_scale": scale,
+    }
+    return {name: x if x is None else x.to(device) for name, x in given.items()}
+
+
+# A backend returns a new cache, which the operator copies into the one that it writes to.
+MLA_CACHE_WRITE = Contract.of(
+    "mla",
+    spec.MLA_CACHE_WRITE.changed(
+        results=[Tensor("new_kv_cache", "blocks places W", "kv_cache")],
+        arguments=tuple(replace(each, written=False) for each in spec.MLA_CACHE_WRITE.tensors),
+    ),
+    cases=(
+        _write_case(1, 2, 4, "bfloat16"),
+        _write_case(33, 5, 16, "bfloat16"),
+        _write_case(33, 40, 1, "float16"),
+        _write_case(20, 2, 16, "bfloat16", values="strided"),
+        _write_case(20, 2, 16, "float16", "float8_e4m3fn"),
+        _write_case(20, 2, 16, "bfloat16", "uint8"),
+        _write_case(0, 2, 16, "bfloat16"),
+    ),
+    timing={
+        "cpu": _write_case(64, 8, 64, "bfloat16"),
+        "cuda": _write_case(4096, 128, 64, "bfloat16"),
+    },
+    make=_make_write,
+    mutates=("kv_cache",),
+)
+
+CONTRACTS = (MLA_DECODE, MLA_CACHE_WRITE)

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Latent attention in FlashMLA and FlashInfer."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from tiercel.ops.mla.cases import SCALE, lengths
+from tiercel.ops.mla.spec import LATENT, ROTARY
+from tiercel.workbench.bench.launch import Launch, Unsupported
+
+Inputs = dict[str, Any]
+_WORKSPACE = 256 << 20  # bytes, what FlashInfer's documentation asks for
+
+
+def _flash_mla(case: Any, inputs: Inputs) -> Launch:
+    """Its first call plans its split on the GPU, as engines do once for all layers of a model."""
+    if case["page"] != 64:
+        raise Unsupported("it takes pages of 64 keys")
+    module: Any = importlib.import_module("flash_mla")
+    q, cache, table, used = inputs.values()
+    plan, _ = module.get_mla_metadata()
+    options = {"softmax_scale": SCALE, "causal": True, "use_legacy": True}
+
+    def run() -> tuple[Any, ...]:
+        out, _ = module.flash_mla_with_kvcache(
+            q, cache[:, :, None], table, used, LATENT, plan, **options
+        )
+        return (out,)
+
+    try:
+        run()
+    except RuntimeError as error:
+        raise Unsupported(str(error).splitlines()[0]) from error
+    return Launch(run)
+
+
+def _flashinfer(case: Any, inputs: Inputs) -> Launch:
+    import torch
+
+    mla: Any = importlib.import_module("flashinfer.mla")
+    q, cache, table, _ = inputs.values()
+    batch, queries, heads, _ = q.shape
+    page, used = case["page"], lengths(case)
+    counts = [-(-length // page) for length in used]
+    indices = torch.cat([row[:count] for row, count in zip(table.cpu(), counts, strict=True)])
+    workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=q.device)
+    wrapper = mla.BatchMLAPagedAttentionWrapper(workspace)
+    wrapper.plan(
+        torch.arange(batch + 1, dtype=torch.int32) * queries,
+        torch.tensor([0, *counts]).cumsum(0).int(),
+        indices.int().to(q.device),
+        torch.tensor(used, dtype=torch.int32),
+        heads,
+        LATENT,
+        ROTARY,
+        page,
+        queries > 1,
+        SCALE,
+        q.dtype,
+        cache.dtype,
+    )
+    rows = q.view(batch * queries, heads, -1)
+    parts = (*rows.split((LATENT, ROTARY), -1), *cache.split((LATENT, ROTARY), -1))
+    out = q.new_empty(batch * queries, heads, LATENT)
+
+    def run() -> tuple[Any, ...]:
+        wrapper.run(*parts, out=out)
+        return (out.view(batch, queries, heads, LATENT),)
+
+    return Launch(run)
+
+
+def _torch_write(case: Any, inputs: Inputs) -> Launch:
+    """One launch each for the row, the float8 row and the assignment."""
+    import torch
+
+    latent, rotary, cache, slots = inputs.values()
+    if case["cache"] == "uint8":
+        raise Unsupported("only layouts of one dtype")
+    blocks, places = slots // cache.shape[1], slots % cache.shape[1]
+
+    def run() -> tuple[Any, ...]:
+        rows = torch.cat([latent, rotary], 1).to(cache.dtype)
+        if cache.element_size() == 1:
+            cache.view(torch.uint8)[blocks, places] = rows.view(torch.uint8)
+        else:
+            cache[blocks, places] = rows
+        return (cache,)
+
+    return Launch(run)
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "flash_mla": {"mla_decode": _flash_mla},
+    "flashinfer": {"mla_decode": _flashinfer},
+    "torch": {"mla_cache_write": _torch_write},
+}

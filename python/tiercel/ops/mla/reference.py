@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Latent attention and its cache in plain PyTorch, float32 arithmetic; float64 stays float64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tiercel.ops.mla.spec import GROUP, LATENT
+
+_SCALES = LATENT + LATENT // GROUP * 4  # where those of a packed row end
+_LEAST = 2.0**-126
+
+
+def rows_of(kv_cache: Tensor, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The rows of a cache, ``[pages, page size, D]``."""
+    if kv_cache.dtype == torch.uint8:
+        stored = kv_cache.contiguous()
+        latents = stored[..., :LATENT].view(torch.float8_e4m3fn).to(dtype)
+        scales = stored[..., LATENT:_SCALES].contiguous().view(torch.float32).to(dtype)
+        rotary = stored[..., _SCALES:].contiguous().view(torch.bfloat16).to(dtype)
+        return torch.cat([latents * scales.repeat_interleave(GROUP, -1), rotary], -1)
+    rows = kv_cache.to(dtype)
+    return rows if kv_scale is None else rows * kv_scale.to(dtype)
+
+
+def mla_decode(
+    q: Tensor,
+    kv_cache: Tensor,
+    page_table: Tensor,
+    seqused_k: Tensor,
+    *,
+    scale: float,
+    kv_scale: Tensor | None = None,
+    d_v: int = LATENT,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Reference of :func:`tiercel.mla_decode`, any sizes, with all scores in memory."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    batch, queries, _, columns = q.shape
+    pages, places, _ = kv_cache.shape
+    table = page_table.long() if pages else page_table[:, :0].long()
+    key = torch.arange(table.shape[1] * places, device=q.device)
+    length = seqused_k.long().clamp(0, len(key))[:, None]
+    # Contents are not trusted: an entry that is no page counts as the last one.
+    table = table.where((table >= 0) & (table < pages), pages - 1)
+    keys = rows_of(kv_cache, kv_scale, dtype)[table].reshape(batch, len(key), columns)
+    keys = keys.masked_fill((key >= length)[..., None], 0.0)
+
+    scores = torch.einsum("bqhd,bkd->bhqk", q.to(dtype), keys) * scale
+    # The last query stands at the last key.
+    own = length - queries + torch.arange(queries, device=q.device)
+    seen = (key <= own[..., None])[:, None]
+    scores = scores.masked_fill(~seen, -torch.inf)
+    blind = ~seen.any(-1, keepdim=True)  # a row that sees no key is 0
+    weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+    out = torch.einsum("bhqk,bkd->bqhd", weights, keys[..., :d_v]).to(q.dtype).contiguous()
+    return (out, scores.logsumexp(-1)) if return_lse else out
+
+
+def mla_cache_write(
+    latent: Tensor,
+    rotary: Tensor,
+    kv_cache: Tensor,
+    slots: Tensor,
+    *,
+    kv_scale: Tensor | None = None,
+) -> Tensor:
+    """Reference of :func:`tiercel.mla_cache_write`."""
+    blocks, places, _ = kv_cache.shape
+    real = (slots >= 0) & (slots < blocks * places)
+    slot = slots[real].long()
+    rows = _row(latent[real], rotary[real], kv_cache.dtype, kv_scale)
+    place = slot // max(places, 1), slot % max(places, 1)
+    # Not every device indexes float8: its bits are as good.
+    if rows.element_size() == 1:
+        kv_cache.view(torch.uint8)[place] = rows.view(torch.uint8)
+    else:
+        kv_cache[place] = rows
+    return kv_cache
+
+
+def _row(latent: Tensor, rotary: Tensor, dtype: torch.dtype, kv_scale: Tensor | None) -> Tensor:
+    """Rows of a cache of that dtype."""
+    if dtype == torch.uint8:
+        groups = latent.float().unflatten(1, (-1, GROUP))
+        scales = (groups.abs().amax(-1, keepdim=True) / 448.0).clamp_min(_LEAST)
+        parts = (_narrowed((groups / scales).flatten(1)), scales[..., 0], rotary.bfloat16())
+        return torch.cat([part.contiguous().view(torch.uint8) for part in parts], 1)
+    row = torch.cat([latent, rotary], 1)
+    if dtype != torch.float8_e4m3fn:
+        return row.to(dtype)
+    wide = row.float()
+    return _narrowed(wide if kv_scale is None else wide / kv_scale)
+
+
+def _narrowed(x: Tensor) -> Tensor:
+    return x.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)  # NaN stays

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The declarations of mla_decode and mla_cache_write."""
+
+from __future__ import annotations
+
+from tiercel.core.spec import HALVES, INDICES, Call, Float, Int, Spec, Tensor
+
+FLOAT8 = "float8_e4m3fn"
+LATENT, ROTARY, GROUP = 512, 64, 128
+PACKED = LATENT + LATENT // GROUP * 4 + ROTARY * 2  # bytes of a row with scales of its own
+
+
+def _check_row(op: str, call: Call, columns: int) -> None:
+    """The cache's rows have that many columns, or are packed."""
+    from tiercel.core.checks import dtype_name
+
+    dtype, found = dtype_name(call.kv_cache.dtype), call.kv_cache.shape[2]
+    expected = PACKED if dtype == "uint8" else columns
+    if found != expected:
+        raise ValueError(
+            f"{op}: `kv_cache` of {dtype} must have {expected} in its last dimension, got {found}"
+        )
+    if call.kv_scale is not None and dtype != FLOAT8:
+        raise ValueError(
+            f"{op}: `kv_scale` must be None for a cache that is not {FLOAT8}, got a tensor"
+        )
+
+
+def _check_decode(call: Call) -> None:
+    op, columns = "mla_decode", call.q.shape[3]
+    _check_row(op, call, columns)
+    packed = call.kv_cache.shape[2] == PACKED and columns != PACKED
+    if packed and columns != LATENT + ROTARY:
+        raise ValueError(f"{op}: `q` must have 576 columns for a cache of uint8, got {columns}")
+    if not 0 < call.scale < float("inf"):
+        raise ValueError(f"{op}: `scale` must be positive and finite, got {call.scale}")
+    if not 0 < call.d_v <= columns:
+        raise ValueError(f"{op}: `d_v` must be from 1 to the columns of `q`, got {call.d_v}")
+
+
+_CACHE_TYPES = (FLOAT8, "uint8")
+
+MLA_DECODE_LSE = Spec(
+    "mla_decode_lse",
+    Tensor("q", "B Sq H D", HALVES, strided=True),
+    Tensor(
+        "kv_cache",
+        "pages page_size W",
+        ("q", *_CACHE_TYPES),
+        strided=True,
+        shape_text="[pages, page size, D]",
+    ),
+    Tensor("page_table", "B pages_each", "int32", True, shape_text="[B, pages of a sequence]"),
+    Tensor("seqused_k", "B", "int32", strided=True),
+    Float("scale"),
+    Tensor("kv_scale", "1", "float32", optional=True),
+    Int("d_v", LATENT),
+    # Probabilities and results are rounded to bfloat16, 2**-9 each; values are about 1.
+    results=[
+        Tensor("out", "B Sq H d_v", "q", strided=True, rtol=1e-2, atol=1e-2),
+        Tensor("lse", "B H Sq", "float32", rtol=1e-4, atol=1e-4),
+    ],
+    dims={"d_v": lambda call: call.d_v},
+    check=_check_decode,
+    public="mla_decode",
+    limits="576 columns, d_v 512, page sizes that are powers of two, rows on 16 bytes",
+)
+
+MLA_DECODE = MLA_DECODE_LSE.changed(name="mla_decode", results=MLA_DECODE_LSE.results[:1])
+
+
+def _check_write(call: Call) -> None:
+    from tiercel.core.checks import dtype_name
+
+    op, columns, rotary = "mla_cache_write", call.latent.shape[1], call.rotary.shape[1]
+    _check_row(op, call, columns + rotary)
+    if dtype_name(call.kv_cache.dtype) != "uint8":
+        return
+    if (columns, rotary) != (LATENT, ROTARY):
+        raise ValueError(
+            f"{op}: `latent` and `rotary` must have 512 and 64 columns for a cache of uint8, "
+            f"got {columns} and {rotary}"
+        )
+    if dtype_name(call.latent.dtype) != "bfloat16":
+        raise TypeError(
+            f"{op}: `latent` must have dtype bfloat16 for a cache of uint8, "
+            f"got {dtype_name(call.latent.dtype)}"
+        )
+
+
+MLA_CACHE_WRITE = Spec(
+    "mla_cache_write",
+    Tensor("latent", "T L", HALVES, strided=True),
+    Tensor("rotary", "T R", "latent", strided=True),
+    Tensor(
+        "kv_cache",
+        "blocks places W",
+        ("latent", *_CACHE_TYPES),
+        strided=True,
+        written=True,
+        shape_text="[blocks, block size, D]",
+    ),
+    Tensor("slots", "T", INDICES),
+    Tensor("kv_scale", "1", "float32", optional=True),
+    check=_check_write,
+    limits="512 and 64 columns, rows on 16 bytes",
+)

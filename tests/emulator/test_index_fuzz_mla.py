@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever index tensors hold, latent attention and its cache stay inside of their tensors."""
+
+import pytest
+import torch
+from support.emulator import kernels, options
+from support.index_fuzz import CASES, Draw, embedded, margins_kept, reference, run
+from support.mla import SCALE, VALUES, assert_right, make, results
+
+pytestmark = pytest.mark.torch
+
+# Operators whose index tensors this file fuzzes: see tests/api/test_index_checks.py.
+FUZZED = ("mla_cache_write", "mla_decode")
+
+
+@pytest.mark.parametrize("case", range(CASES))
+def test_mla_decode(case):
+    draw = Draw(case)
+    lengths = [draw.of(0, 1, 40, 64, 130) for _ in range(draw.of(1, 4))]
+    queries, heads, page = draw.of(1, 3), draw.of(2, 16), draw.of(1, 16, 64, 128)
+    q, cache, table, used = make(lengths, queries, heads, page, seed=case)
+    cache = cache.nan_to_num(1.0)  # any page may be read
+    table = draw.strays(table, len(cache), wide=False)
+    used = draw.strays(used, table.shape[1] * page, wide=False)
+    given = [embedded(x) for x in (q, cache, table, used)]
+    out, lse = (embedded(x) for x in results(q))
+    rest = (None, out, lse, SCALE, VALUES)
+    # No length makes a launch longer than the table does.
+    with margins_kept(), options(multiprocessors=draw.of(1, 4), max_instructions=40_000_000):
+        needed = kernels.mla_decode(*given, *rest, None)
+        if needed:
+            assert kernels.mla_decode(*given, *rest, embedded(torch.full((needed,), 7.0))) == 0
+    assert_right(given, out, lse)
+
+
+@pytest.mark.parametrize("case", range(CASES))
+def test_mla_cache_write(case):
+    draw = Draw(case)
+    tokens, blocks, places = draw.of(1, 5, 33), draw.of(2, 5), draw.of(1, 8, 12)
+    kind = draw.of(torch.bfloat16, torch.float8_e4m3fn, torch.uint8)
+    order = torch.randperm(blocks * places, generator=draw.generator)[:tokens]
+    slots = torch.full((tokens,), -1)
+    slots[: len(order)] = order
+    slots = draw.strays(slots, blocks * places, wide=draw.of(False, True))
+    cache = torch.zeros(blocks, places, 656 if kind == torch.uint8 else 576, dtype=kind)
+    latent, rotary = draw.normal(tokens, 512), draw.normal(tokens, 64)
+    scale = draw.uniform(1) + 0.5 if kind == torch.float8_e4m3fn else None
+    due = cache.clone()
+    reference("mla_cache_write")(latent, rotary, due, slots, scale, None)
+    _, given = run("mla_cache_write", latent, rotary, cache, slots, scale, None)
+    assert torch.equal(given[2].view(torch.uint8), due.view(torch.uint8))

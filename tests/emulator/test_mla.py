@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""mla_decode and mla_cache_write on the emulator, against float64."""
+
+import pytest
+import torch
+from support.emulator import kernels
+from support.emulator import options as running
+from support.mla import SCALE, VALUES, assert_right, make, narrowed, results
+
+from tiercel import ref
+
+BF16, F16 = torch.bfloat16, torch.float16
+RAGGED = [130, 0, 1, 64, 65]
+
+
+def run(inputs, scale=SCALE, out=None, workspace=None, kv_scale=None):
+    new, lse = results(inputs[0])
+    out = new if out is None else out
+    given = (*inputs, kv_scale, out, lse, scale, VALUES)
+    needed = kernels.mla_decode(*given, None)
+    if needed:
+        workspace = torch.full((needed,), torch.nan) if workspace is None else workspace
+        assert kernels.mla_decode(*given, workspace) == 0
+    return out, lse
+
+
+def check(inputs, scale=SCALE, multiprocessors=0, **more):
+    with running(multiprocessors=multiprocessors, **more):
+        out, lse = run(inputs, scale)
+    assert_right(inputs, out, lse, scale)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("multiprocessors", [1, 2, 3, 132])
+def test_ragged(dtype, multiprocessors):
+    check(make(RAGGED, dtype=dtype), multiprocessors=multiprocessors)
+
+
+@pytest.mark.parametrize("page", [1, 2, 16, 32, 64, 128, 256])
+def test_pages(page):
+    check(make([70, 3, 128], heads=8, page=page), multiprocessors=2)
+
+
+@pytest.mark.parametrize(
+    ("queries", "heads"), [(1, 1), (1, 8), (1, 64), (1, 65), (1, 128), (2, 16), (8, 8), (3, 40)]
+)
+def test_rows(queries, heads):
+    """Part of a block, a whole one, several; the last query stands at the last key."""
+    check(make([100, 2, 0, 64], queries, heads), multiprocessors=4)
+
+
+FLOAT8 = [(BF16, torch.float8_e4m3fn), (F16, torch.float8_e4m3fn), (BF16, torch.uint8)]
+
+
+@pytest.mark.parametrize(("dtype", "kind"), FLOAT8)
+@pytest.mark.parametrize(
+    ("page", "multiprocessors", "queries"), [(64, 1, 1), (64, 3, 1), (1, 2, 2), (16, 132, 1)]
+)
+def test_float8(dtype, kind, page, multiprocessors, queries):
+    """Packed rows are rounded to bfloat16 once more, behind their scales."""
+    inputs, kv_scale = narrowed(make(RAGGED, queries, 8, page, dtype), kind)
+    with running(multiprocessors=multiprocessors):
+        out, lse = run(inputs, kv_scale=kv_scale)
+    more = {} if kv_scale is None else {"kv_scale": kv_scale}
+    if kind == torch.uint8:
+        error = out.double() - ref.mla_decode(inputs[0].double(), *inputs[1:], scale=SCALE)
+        assert not error.isnan().any() and error.abs().max() <= 0.05
+        return
+    assert_right(inputs, out, lse, **more)
+
+
+def test_more_queries_than_keys():
+    check(make([3, 7, 8], 8, 4))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_any_order_of_warps(seed):
+    check(make([200, 1, 70], 2, 16), multiprocessors=3, lazy=seed != 2, seed=seed)
+
+
+def test_many_sequences():
+    check(make([i * 7 % 90 for i in range(70)], heads=2, page=16), multiprocessors=5)
+
+
+def test_no_sequence_and_no_key():
+    out, lse = run(make([], 1, 16))
+    assert out.numel() == 0 and lse.numel() == 0
+    out, lse = run(make([0, 0, 0]))
+    assert not out.any() and (lse == -torch.inf).all()
+
+
+def test_strides():
+    q, cache, table, lengths = make([100, 70], 2, 16, page=32)
+    wide = torch.cat([q, q], 3)[..., 576:]
+    cache = torch.cat([cache, cache], 2)[..., 576:]
+    apart = torch.stack([table] * 3, -1)[..., 1], torch.stack([lengths] * 2, -1)[..., 1]
+    inputs = (wide, cache, *apart)
+    out = torch.full((2, 2, 16, 1024), torch.nan, dtype=BF16)
+    _, lse = run(inputs, out=out[..., 256:768])
+    assert_right(inputs, out[..., 256:768], lse)
+    assert out[..., :256].isnan().all() and out[..., 768:].isnan().all()
+
+
+@pytest.mark.parametrize("value", [100.0, -100.0])
+def test_equal_scores_however_large(value):
+    inputs = make([130], heads=4)
+    inputs[0].fill_(64.0), inputs[1].fill_(value)
+    check(inputs, 1.0, multiprocessors=2)
+
+
+def test_nan_in_a_query_stays_in_its_row():
+    inputs = make([100, 70], heads=4)
+    inputs[0][1, 0, 2, 5] = torch.nan
+    with running(multiprocessors=2):
+        out, lse = run(inputs)
+    assert out[1, 0, 2].isnan().all() and lse[1, 2, 0].isnan()
+    out[1, 0, 2], lse[1, 2, 0], inputs[0][1, 0, 2, 5] = 0.0, 0.0, 0.0
+    assert not out.isnan().any() and not lse.isnan().any()
+
+
+def test_a_workspace_serves_again():
+    inputs = make([200, 90], heads=4)
+    with running(multiprocessors=3):
+        workspace = torch.full((1 << 20,), torch.nan)
+        first = run(inputs, workspace=workspace)
+        again = run(inputs, workspace=workspace)
+    assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+
+
+def rows(tokens, dtype, generator):
+    latent = torch.randn(tokens, 512, generator=generator).to(dtype)
+    latent[:, 128:256] *= torch.exp(torch.arange(tokens) - 9.0)[:, None]
+    latent[0, 256:384] = 0.0
+    return latent, torch.randn(tokens, 64, generator=generator).to(dtype)
+
+
+LAYOUTS = [
+    (BF16, BF16),
+    (F16, F16),
+    (BF16, torch.float8_e4m3fn),
+    (F16, torch.float8_e4m3fn),
+    (BF16, torch.uint8),
+]
+
+
+@pytest.mark.parametrize(("dtype", "cache_dtype"), LAYOUTS)
+@pytest.mark.parametrize("slots_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_cache_write(dtype, cache_dtype, slots_dtype, scaled):
+    """The bytes of the reference, and no other byte."""
+    generator = torch.Generator().manual_seed(3)
+    latent, rotary = rows(21, dtype, generator)
+    width = 656 if cache_dtype == torch.uint8 else 576
+    bits = torch.randint(256, (5, 16, width * cache_dtype.itemsize), generator=generator)
+    cache = bits.to(torch.uint8).view(cache_dtype)
+    slots = torch.randperm(80, generator=generator)[:21].to(slots_dtype)
+    slots[3], slots[4], slots[5] = -1, 80, torch.iinfo(slots_dtype).min
+    scale = torch.tensor([0.37]) if scaled and cache_dtype == torch.float8_e4m3fn else None
+    due = cache.clone()
+    ref.mla_cache_write(latent, rotary, due, slots, kv_scale=scale)
+    kernels.mla_cache_write(latent, rotary, cache, slots, scale)
+    assert torch.equal(cache.view(torch.uint8), due.view(torch.uint8))
+
+
+@pytest.mark.parametrize("cache_dtype", [BF16, torch.float8_e4m3fn, torch.uint8])
+def test_cache_write_of_strides_and_special_values(cache_dtype):
+    generator = torch.Generator().manual_seed(4)
+    joined = torch.randn(9, 640, generator=generator).to(BF16)
+    joined[0, 3], joined[1, 200], joined[2, 570], joined[3, 7] = torch.nan, 6e4, -1e30, 3e38
+    width = 656 if cache_dtype == torch.uint8 else 576
+    wide = torch.zeros(3, 8, 2 * width, dtype=cache_dtype)
+    due = wide.clone()
+    slots = torch.arange(9)
+    parts = joined[:, :512], joined[:, 512:576]
+    ref.mla_cache_write(*parts, due[..., :width], slots)
+    kernels.mla_cache_write(*parts, wide[..., :width], slots, None)
+
+    if cache_dtype != torch.uint8:  # a NaN has several bit patterns
+        assert torch.equal(wide.float().isnan(), due.float().isnan())
+        assert torch.equal(wide.float().nan_to_num(7.0), due.float().nan_to_num(7.0))
+        return
+    rest = slice(1, None)
+    assert torch.equal(wide[:, rest], due[:, rest])
+    assert wide[0, 0, 3].view(torch.float8_e4m3fn).float().isnan()
