@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from tiercel.core.spec import HALVES, INDICES, Call, Float, Int, Spec, Tensor
+from tiercel.core.spec import HALVES, INDICES, Call, Float, Int, Numerics, Spec, Tensor
 
 FLOAT8 = "float8_e4m3fn"
 LATENT, ROTARY, GROUP = 512, 64, 128
@@ -64,6 +64,14 @@ MLA_DECODE_LSE = Spec(
     check=_check_decode,
     public="mla_decode",
     limits="576 columns, d_v 512, page sizes that are powers of two, rows on 16 bytes",
+    numerics=Numerics(
+        2**-8,
+        of="terms",
+        sums="float32: keys in order, by tiles and splits; probabilities rounded to bfloat16 or "
+        "float16",
+        batch_invariant=False,
+        varies="the splits of the keys, which are chosen by the batch",
+    ),
 )
 
 MLA_DECODE = MLA_DECODE_LSE.changed(name="mla_decode", results=MLA_DECODE_LSE.results[:1])
@@ -104,4 +112,5 @@ MLA_CACHE_WRITE = Spec(
     Tensor("kv_scale", "1", "float32", optional=True),
     check=_check_write,
     limits="512 and 64 columns, rows on 16 bytes",
+    numerics=Numerics(2**-23, of="argument"),
 )
