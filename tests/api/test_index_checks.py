@@ -150,7 +150,22 @@ def paged(**changes):
 
 
 # Operator, arguments, the index tensor and what it holds, the error.
+def packed(**changes):
+    named = {"x": torch.randn(5, 8), "weight": torch.randn(8, 4), "cu_seqlens": int32(0, 2, 5)}
+    return named | changes
+
+
+def updated(**changes):
+    states = {"states": torch.zeros(4, 3, 8), "state_indices": int32(3, -1)}
+    rows = {"x": torch.randn(1, 5, 8), "out": torch.zeros(1, 5, 8)}
+    return packed() | states | rows | changes
+
+
 WRONG = [
+    ("causal_conv1d", packed, "cu_seqlens", int32(0, 2, 6), "from 0 to 5, got 6 at [2]"),
+    ("causal_conv1d", packed, "cu_seqlens", int32(3, 2, 5), "that do not decrease, got 2 at [1]"),
+    ("causal_conv1d_update", updated, "cu_seqlens", int32(0, 2, 6), "from 0 to 5, got 6 at [2]"),
+    ("causal_conv1d_update", updated, "state_indices", int32(4, 0), "or -1 for none, got 4 at [0]"),
     (
         "cross_entropy",
         losses,

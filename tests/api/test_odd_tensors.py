@@ -24,6 +24,7 @@ pytestmark = [
 OF_OTHERS = {"reduce_sum": "reduce", "fused_mlp": "(gated_linear|linear_act)"}
 WRITING = (
     "act_and_mul_quant",
+    "causal_conv1d_update",
     "kv_cache_write",
     "mla_cache_write",
     "nvfp4_gemv",
@@ -155,6 +156,7 @@ def test_quantised_tensors_are_refused(op):
 # Their work is divided by values of a tensor, which torch.vmap cannot see.
 BY_VALUES = {
     "attention_varlen",
+    "causal_conv1d_update",
     "fused_moe",
     "grouped_gemm",
     "kv_cache_write",

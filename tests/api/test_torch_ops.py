@@ -16,6 +16,7 @@ pytestmark = [
 # They return nothing but what they have written to.
 WRITING = (
     "act_and_mul_quant",
+    "causal_conv1d_update",
     "kv_cache_write",
     "mla_cache_write",
     "nvfp4_gemv",

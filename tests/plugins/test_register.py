@@ -393,7 +393,8 @@ def test_typed_aliases():
 @pytest.mark.parametrize("op", CONTRACTS)
 def test_the_protocol_of_an_op(op):
     contract = contract_of(op)
-    protocol = getattr(types, SHARED_PROTOCOLS.get(op, op.title().replace("_", "")))
+    own = "".join(word.capitalize() for word in op.split("_"))
+    protocol = getattr(types, SHARED_PROTOCOLS.get(op, own))
     assert op in protocol.__doc__
     assert tuple(inspect.signature(protocol.__call__).parameters)[1:] == contract.names
     hints = typing.get_type_hints(protocol.__call__, include_extras=True)

@@ -195,7 +195,7 @@ def _scalar(op: str, spec: Spec, scalar: Scalar) -> Iterator[Bad]:
     if scalar.choices and scalar.kind == "str":
         known = [re.escape(repr(choice)) for choice in scalar.choices]
         text = f"one of {', '.join(known)}" if len(known) > 2 else " or ".join(known)
-        for value in ("x", "", None, 1):
+        for value in ("x", "", 1, *(() if scalar.optional else (None,))):
             yield bad(value, ValueError, f"must be {text}")
 
 

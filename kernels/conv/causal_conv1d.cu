@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+// The convolution: a thread has four channels and some consecutive rows, of which it reads each
+// once and those before its first once more.
+#include <cstdint>
+
+#include "kernels/conv/causal_conv1d_kernels.h"
+#include "kernels/conv/rows.cuh"
+#include "kernels/sm90/grid_dependency.cuh"
+
+namespace tiercel {
+namespace {
+
+constexpr int kChannels = kConvChannels;
+
+// A thread's inputs of the rows before.
+template <int kWords>
+using Window = uint32_t[kConvWidth - 1][kWords];
+
+// The state of a sequence, or none.
+__device__ __forceinline__ char* state_of(const ConvArgs& args, const ConvSequence& sequence,
+                                          int64_t offset) {
+  if (args.states == nullptr) return nullptr;
+  const int64_t slot =
+      args.state_indices == nullptr ? sequence.index : args.state_indices[sequence.index];
+  if (slot < 0 || slot >= args.slots) return nullptr;
+  return args.states + slot * args.slot_stride + offset;
+}
+
+// The inputs before `row`: those of the sequence, before it those of its state.
+template <int kWords>
+__device__ __forceinline__ void load_window(const ConvArgs& args, const ConvSequence& sequence,
+                                            const char* state, int64_t row, int64_t offset,
+                                            int64_t state_stride, Window<kWords>& before) {
+#pragma unroll
+  for (int j = 1; j < kConvWidth; ++j) {
+    clear(before[j - 1]);
+    if (j >= args.width) continue;
+    const int64_t missing = sequence.begin - (row - j);  // rows before the sequence
+    if (missing <= 0) {
+      load_vector(before[j - 1], args.x + (row - j) * args.x_stride + offset);
+    } else if (state != nullptr) {
+      load_vector(before[j - 1], state + (args.width - 1 - missing) * state_stride);
+    }
+  }
+}
+
+// Replaces a state by the sequence's last inputs; `before` is what it was.
+template <int kWords>
+__device__ __forceinline__ void store_state(const ConvArgs& args, const ConvSequence& sequence,
+                                            const Window<kWords>& before, int64_t offset,
+                                            char* state, int64_t state_stride) {
+  const int64_t length = sequence.end - sequence.begin;
+#pragma unroll
+  for (int j = 1; j < kConvWidth; ++j) {  // the j-th from the end
+    if (j >= args.width) continue;
+    uint32_t words[kWords];
+    if (j <= length) {
+      load_vector(words, args.x + (sequence.end - j) * args.x_stride + offset);
+    } else {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        words[w] = 0;
+#pragma unroll
+        for (int i = 0; i < kConvWidth - 1; ++i) {
+          if (i + 1 == j - length) words[w] = before[i][w];
+        }
+      }
+    }
+    store_vector(state + (args.width - 1 - j) * state_stride, words);
+  }
+}
+
+// Moves a bound between threads behind a sequence's first inputs: the thread that has its first row
+// has all that see the state, which that thread replaces.
+__device__ __forceinline__ int64_t behind_state(const ConvArgs& args, int64_t row) {
+  if (args.states == nullptr || row == 0 || row >= args.sequences.rows) return row;
+  const ConvSequence sequence = find_sequence(args.sequences, row);
+  if (sequence.index < 0 || row == sequence.begin) return row;
+  return max(row, min(sequence.begin + args.width - 1, sequence.end));
+}
+
+template <typename Format>
+__global__ void __launch_bounds__(kConvThreads, 3)
+    causal_conv1d(const __grid_constant__ ConvArgs args) {
+  constexpr int kWords = kChannels * Format::kBytes / 4;
+  constexpr int kAhead = 16 / Format::kBytes;  // rows that a thread has in flight
+  const int vectors = args.columns / kChannels;
+  const int64_t place = static_cast<int64_t>(blockIdx.x) * kConvThreads + threadIdx.x;
+  const int64_t part = place / vectors;
+  const int column = static_cast<int>(place - part * vectors) * kChannels;
+  const int64_t offset = static_cast<int64_t>(column) * Format::kBytes;
+  const int64_t state_stride = static_cast<int64_t>(args.columns) * Format::kBytes;
+  int64_t row = part * args.rows_per_thread;
+  int64_t last = min(row + args.rows_per_thread, args.sequences.rows);
+  grid_dependency_wait();
+  grid_dependency_launch();
+  row = behind_state(args, row);
+  last = behind_state(args, last);
+  if (row >= last) return;
+  ConvFilter<Format, kChannels> filter;
+  filter.load(args.weight, args.bias, column, args.width, args.vectors);
+  while (row < last) {
+    const ConvSequence sequence = find_sequence(args.sequences, row);
+    const int64_t stop = min(last, sequence.end);
+    char* out = args.out + row * args.out_stride + offset;
+    if (sequence.index < 0) {
+      uint32_t none[kWords];
+      clear(none);
+      for (; row < stop; ++row, out += args.out_stride) store_vector(out, none);
+      continue;
+    }
+    char* kept = state_of(args, sequence, offset);
+    const bool counts = args.has_state == nullptr || args.has_state[sequence.index];
+    Window<kWords> before;
+    load_window(args, sequence, counts ? kept : nullptr, row, offset, state_stride, before);
+    // Only this thread reads the channels' state at the first row, and it is done.
+    if (kept != nullptr && row == sequence.begin) {
+      store_state(args, sequence, before, offset, kept, state_stride);
+    }
+    const char* x = args.x + row * args.x_stride + offset;
+    for (; row < stop; row += kAhead) {
+      uint32_t ahead[kAhead][kWords];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (row + i < stop) load_vector(ahead[i], x + i * args.x_stride);
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (row + i >= stop) break;
+        float sum[kChannels];
+        filter.apply(ahead[i], before, args.width, sum);
+        if (args.silu) {
+#pragma unroll
+          for (float& value : sum) value *= sigmoid(value);
+        }
+        uint32_t words[kWords];
+        pack<Format>(sum, words);
+        store_vector(out + i * args.out_stride, words);
+        shift_window(before, ahead[i]);
+      }
+      x += kAhead * args.x_stride;
+      out += kAhead * args.out_stride;
+    }
+    row = stop;
+  }
+}
+
+#define TIERCEL_CONV(type) \
+  {DType::k##type,         \
+   Kernel("causal_conv1d<" #type ">", reinterpret_cast<const void*>(causal_conv1d<type>))}
+
+const ConvKernel kKernels[] = {TIERCEL_CONV(Float32), TIERCEL_CONV(BFloat16),
+                               TIERCEL_CONV(Float16)};
+
+}  // namespace
+
+const ConvKernel* causal_conv1d_kernels(int* count) {
+  *count = sizeof(kKernels) / sizeof(kKernels[0]);
+  return kKernels;
+}
+
+}  // namespace tiercel
