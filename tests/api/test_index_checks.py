@@ -161,11 +161,35 @@ def updated(**changes):
     return packed() | states | rows | changes
 
 
+def prompt(**changes):
+    shape = (1, 5, 2)
+    named = {name: torch.randn(*shape, 8).bfloat16() for name in "qkv"}
+    named |= {"g": -torch.rand(shape), "beta": torch.rand(shape)}
+    return named | {"cu_seqlens": int32(0, 2, 5)} | changes
+
+
+def step(**changes):
+    named = {name: torch.randn(3, 2, 2, 8).bfloat16() for name in "qkv"}
+    named |= {"g": -torch.rand(3, 2, 2), "beta": torch.rand(3, 2, 2)}
+    named |= {"states": torch.zeros(6, 2, 8, 8), "out": torch.zeros_like(named["v"])}
+    named |= {"state_indices": int32(0, 1, 2, -1, 4, 5).view(3, 2)}
+    return named | {"accepted": int32(0, 1, 2)} | changes
+
+
 WRONG = [
     ("causal_conv1d", packed, "cu_seqlens", int32(0, 2, 6), "from 0 to 5, got 6 at [2]"),
     ("causal_conv1d", packed, "cu_seqlens", int32(3, 2, 5), "that do not decrease, got 2 at [1]"),
     ("causal_conv1d_update", updated, "cu_seqlens", int32(0, 2, 6), "from 0 to 5, got 6 at [2]"),
     ("causal_conv1d_update", updated, "state_indices", int32(4, 0), "or -1 for none, got 4 at [0]"),
+    ("gated_delta_rule", prompt, "cu_seqlens", int32(-1, 2, 5), "from 0 to 5, got -1 at [0]"),
+    ("gated_delta_rule_decode", step, "accepted", int32(1, 3, 0), "from 0 to 2, got 3 at [1]"),
+    (
+        "gated_delta_rule_decode",
+        step,
+        "state_indices",
+        int32(0, 1, 2, 3, 6, 5).view(3, 2),
+        "from 0 to 5, or -1 for none, got 6 at [2, 0]",
+    ),
     (
         "cross_entropy",
         losses,

@@ -25,6 +25,7 @@ OF_OTHERS = {"reduce_sum": "reduce", "fused_mlp": "(gated_linear|linear_act)"}
 WRITING = (
     "act_and_mul_quant",
     "causal_conv1d_update",
+    "gated_delta_rule_decode",
     "kv_cache_write",
     "mla_cache_write",
     "nvfp4_gemv",
@@ -158,6 +159,7 @@ BY_VALUES = {
     "attention_varlen",
     "causal_conv1d_update",
     "fused_moe",
+    "gated_delta_rule_decode",
     "grouped_gemm",
     "kv_cache_write",
     "mla_cache_write",

@@ -17,6 +17,7 @@ pytestmark = [
 WRITING = (
     "act_and_mul_quant",
     "causal_conv1d_update",
+    "gated_delta_rule_decode",
     "kv_cache_write",
     "mla_cache_write",
     "nvfp4_gemv",
@@ -59,6 +60,7 @@ ELSEWHERE_OF = {
     "topk_softmax_align": ROUTING,
     "linear_cross_entropy": {"reduction", "group"},
     "fp8_quantize": {"scale"},
+    "gated_delta_rule": {"output_final_state"},
     "layer_norm": {"residual"},
     "rms_norm": {"residual"},
 }

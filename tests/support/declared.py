@@ -35,6 +35,7 @@ _OPTIONS = (
     {},
     {"return_lse": False},
     {"return_logprobs": True},
+    {"output_final_state": True},
     {"inplace": True},
     {"reduction": "mean"},
     {"scaling_factor": 2.0},

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sequences in chunks of 64 tokens, and tiles of 16-bit floats in shared memory.
+#ifndef KERNELS_DELTA_CHUNKS_CUH_
+#define KERNELS_DELTA_CHUNKS_CUH_
+
+#include <cstdint>
+
+#include "kernels/delta/delta_kernels.h"
+#include "kernels/sm90/async_copy.cuh"
+#include "kernels/sm90/warp_matrix.cuh"
+
+namespace tiercel {
+
+inline constexpr int kDeltaPad =
+    16;  // bytes between rows of a tile, so that eight rows meet no bank twice
+
+struct DeltaSequence {
+  int64_t begin;
+  int64_t end;    // not below begin
+  int64_t place;  // of the first chunk in the workspace
+};
+
+__device__ __forceinline__ int64_t delta_start(const DeltaRuleArgs& args, int index) {
+  if (args.starts == nullptr) return index * args.length;
+  const int64_t start = args.starts[index * args.start_step];
+  return start < 0 ? 0 : start > args.tokens ? args.tokens : start;
+}
+
+__device__ __forceinline__ int64_t delta_place(int64_t begin, int index) {
+  return begin / kDeltaChunk + index;
+}
+
+__device__ __forceinline__ DeltaSequence delta_sequence(const DeltaRuleArgs& args, int index) {
+  const int64_t begin = delta_start(args, index), end = delta_start(args, index + 1);
+  return {begin, end < begin ? begin : end, delta_place(begin, index)};
+}
+
+// The sequence that has a place, if one has; otherwise any.
+__device__ __forceinline__ int delta_owner(const DeltaRuleArgs& args, int64_t place) {
+  int low = 0, high = args.count;
+  while (high - low > 1) {
+    const int middle = low + (high - low) / 2;
+    if (delta_place(delta_start(args, middle), middle) <= place) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+__device__ __forceinline__ const char* delta_row(const DeltaRuleArgs& args, const DeltaHeads& heads,
+                                                 int64_t token, int head) {
+  const int64_t batch = args.starts == nullptr ? token / args.length : 0;
+  const int64_t inside = args.starts == nullptr ? token - batch * args.length : token;
+  return heads.data + batch * heads.batch + inside * heads.token + head * heads.head;
+}
+
+// Copies rows of kBytes from global memory, a distance apart, into a tile; rows from `rows` on are
+// zeros.
+template <int kBytes>
+__device__ __forceinline__ void copy_rows(uint32_t tile, const char* from, int64_t stride, int rows,
+                                          int thread, int threads) {
+  constexpr int kVectors = kBytes / 16;
+  for (int i = thread; i < kDeltaChunk * kVectors; i += threads) {
+    const int row = i / kVectors, vector = i % kVectors;
+    async_copy_16(tile + row * (kBytes + kDeltaPad) + vector * 16,
+                  from + (row < rows ? row : 0) * stride + vector * 16, row < rows);
+  }
+}
+
+// The address that a lane passes for a block of 16 rows and 16 columns of a tile. Words 0 to 3 are
+// the upper left, upper right, lower left and lower right quarter.
+__device__ __forceinline__ uint32_t block_by_rows(uint32_t tile, int pitch, int row, int column) {
+  const int lane = threadIdx.x % 32;
+  return tile + (row + lane % 8 + lane / 16 * 8) * pitch + (column + lane / 8 % 2 * 8) * 2;
+}
+
+// Words 0 to 3 are the upper left, lower left, upper right and lower right quarter.
+__device__ __forceinline__ uint32_t block_by_columns(uint32_t tile, int pitch, int row,
+                                                     int column) {
+  const int lane = threadIdx.x % 32;
+  return tile + (row + lane % 16) * pitch + (column + lane / 16 * 8) * 2;
+}
+
+__device__ __forceinline__ uint32_t pack_pair(float a, float b) {
+  const float pair[2] = {a, b};
+  return BFloat16::pack(pair);
+}
+
+}  // namespace tiercel
+
+#endif  // KERNELS_DELTA_CHUNKS_CUH_

@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/delta/delta_decode.h"
+#include "kernels/delta/delta_kernels.h"
+#include "kernels/delta/delta_rule.h"
+#include "python/bindings/functions.h"
+
+namespace tiercel::python {
+namespace {
+
+using Decode = DeltaDecodeCall;
+constexpr Field<Decode> kDecodeFields[] = {
+    Tensor<&Decode::q>("q"),
+    Tensor<&Decode::k>("k"),
+    Tensor<&Decode::v>("v"),
+    Tensor<&Decode::g>("g"),
+    Tensor<&Decode::beta>("beta"),
+    Tensor<&Decode::states>("states"),
+    Tensor<&Decode::out>("out"),
+    Optional<&Decode::state_indices>("state_indices"),
+    Optional<&Decode::accepted>("accepted"),
+    ValueOrNone<&Decode::scale>("scale"),
+    Value<&Decode::qk_l2norm>("qk_l2norm"),
+};
+constexpr Parameters<Decode> kDecode{"gated_delta_rule_decode", kDecodeFields};
+
+constexpr PlanField<DeltaDecodePlan> kDecodePlanFields[] = {
+    Entry<&DeltaDecodePlan::kernel>("kernel"),
+    Entry<&DeltaDecodePlan::grid>("grid"),
+    Entry<&DeltaDecodePlan::block>("block"),
+};
+constexpr PlanDict<DeltaDecodePlan> kDecodePlan{"DeltaDecodePlan", kDecodePlanFields};
+
+using Rule = DeltaRuleCall;
+constexpr Field<Rule> kRuleFields[] = {
+    Tensor<&Rule::q>("q"),
+    Tensor<&Rule::k>("k"),
+    Tensor<&Rule::v>("v"),
+    Tensor<&Rule::g>("g"),
+    Tensor<&Rule::beta>("beta"),
+    Optional<&Rule::initial_state>("initial_state"),
+    Optional<&Rule::cu_seqlens>("cu_seqlens"),
+    Tensor<&Rule::out>("out"),
+    Optional<&Rule::final_state>("final_state"),
+    Optional<&Rule::workspace>("workspace"),
+    ValueOrNone<&Rule::scale>("scale"),
+    Value<&Rule::qk_l2norm>("qk_l2norm"),
+};
+constexpr Parameters<Rule> kRule{"gated_delta_rule", kRuleFields};
+
+Status CheckWorkspace(const Rule& call) {
+  if (call.workspace != nullptr) return Status();
+  return Status::TypeError("gated_delta_rule: `workspace` must be a tensor, got None");
+}
+
+constexpr PlanField<DeltaRulePlan> kRulePlanFields[] = {
+    Entry<&DeltaRulePlan::chunks>("chunks"),
+    Entry<&DeltaRulePlan::kernel>("kernel"),
+    Entry<&DeltaRulePlan::warps>("warps"),
+    Entry<&DeltaRulePlan::chunk_grid>("chunk_grid"),
+    Entry<&DeltaRulePlan::grid>("grid"),
+    Entry<&DeltaRulePlan::dynamic_smem>("dynamic_smem"),
+    Entry<&DeltaRulePlan::workspace>("workspace"),
+};
+constexpr PlanDict<DeltaRulePlan> kRulePlan{"DeltaRulePlan", kRulePlanFields};
+
+constexpr Function kFunctions[] = {
+    LaunchOf<kDecode, delta_decode>(
+        "gated_delta_rule_decode",
+        "Launches the kernel on the current stream; fills `out` and replaces `states`."),
+    PlanOf<kDecode, delta_decode_plan, kDecodePlan>("gated_delta_rule_decode_plan"),
+    LoadOf<delta_decode_kernels>("gated_delta_rule_decode_load"),
+    LaunchOf<kRule, delta_rule, CheckWorkspace>(
+        "gated_delta_rule",
+        "Launches both kernels on the current stream; fills `out` and `final_state`."),
+    PlanOf<kRule, delta_rule_plan, kRulePlan>("gated_delta_rule_plan", kPlanWithoutWorkspace),
+    LoadOf<delta_chunks_kernels, delta_rule_kernels>("gated_delta_rule_load"),
+};
+const Family kFamily(kFunctions);
+
+}  // namespace
+}  // namespace tiercel::python

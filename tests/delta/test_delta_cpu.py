@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gated delta rule with PyTorch and without a GPU: reference, public functions."""
+
+import pytest
+import torch
+
+import tiercel
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(autouse=True)
+def _on_ref():
+    with tiercel.use_backend("ref"):
+        yield
+
+
+def problem(batch=2, tokens=5, heads=(1, 2), sizes=(8, 4), channels=False):
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    q, k = (random(batch, tokens, heads[0], sizes[0]).bfloat16() for _ in range(2))
+    v = random(batch, tokens, heads[1], sizes[1]).bfloat16()
+    g = -random(*v.shape[:3], *([sizes[0]] if channels else [])).abs()
+    return q, k, v, g, random(*v.shape[:3]).sigmoid()
+
+
+def recurrence(q, k, v, g, beta, state, scale):
+    """One head of one sequence, by matrices."""
+    out = torch.zeros(v.shape, dtype=torch.float64)
+    for t in range(len(v)):
+        state = state * g[t].double().exp().reshape(-1, 1)
+        key = k[t].double()
+        erase = torch.eye(len(key)).double() - beta[t].double() * torch.outer(key, key)
+        state = erase @ state + beta[t].double() * torch.outer(key, v[t].double())
+        out[t] = scale * q[t].double() @ state
+    return out, state
+
+
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("l2norm", [False, True])
+def test_it_is_the_recurrence(l2norm, channels):
+    q, k, v, g, beta = problem(channels=channels)
+    initial = torch.randn(2, 2, 8, 4)
+    out, state = tiercel.gated_delta_rule(
+        *(q, k, v, g, beta),
+        initial_state=initial,
+        output_final_state=True,
+        qk_l2norm=l2norm,
+    )
+    assert out.dtype == torch.bfloat16 and state.dtype == torch.float32
+    if l2norm:
+        q, k = (torch.nn.functional.normalize(t.double(), dim=-1, eps=1e-3) for t in (q, k))
+    for b in range(2):
+        for h in range(2):
+            given = (q[b, :, 0], k[b, :, 0], v[b, :, h], g[b, :, h], beta[b, :, h])
+            due, last = recurrence(*given, initial[b, h].double(), 8**-0.5)
+            torch.testing.assert_close(out[b, :, h].double(), due, rtol=1e-2, atol=1e-2)
+            torch.testing.assert_close(state[b, h].double(), last, rtol=1e-4, atol=1e-5)
+
+
+def test_packed_sequences_are_apart():
+    given = problem(1, 12)
+    starts = torch.tensor([1, 4, 4, 9], dtype=torch.int32)
+    out, state = tiercel.gated_delta_rule(*given, cu_seqlens=starts, output_final_state=True)
+    assert not out[:, :1].any() and not out[:, 9:].any() and not state[1].any()
+    for i, (begin, end) in enumerate(((1, 4), (4, 4), (4, 9))):
+        part = [t[:, begin:end] for t in given]
+        alone, last = tiercel.gated_delta_rule(*part, output_final_state=True)
+        assert torch.equal(out[:, begin:end], alone) and torch.equal(state[i : i + 1], last)
+
+
+@pytest.mark.parametrize("channels", [False, True])
+def test_steps_go_on_where_a_prompt_ends(channels):
+    given = problem(2, 6, channels=channels)
+    due, last = tiercel.gated_delta_rule(*given, output_final_state=True, scale=0.3)
+    first = [t[:, :3] for t in given]
+    out, state = tiercel.gated_delta_rule(*first, output_final_state=True, scale=0.3)
+    pool, slots = torch.zeros(5, 2, 8, 4), torch.tensor([4, 1], dtype=torch.int32)
+    pool[slots.long()] = state
+    rest, made = [t[:, 3:] for t in given], torch.empty(2, 3, 2, 4).bfloat16()
+    got = tiercel.gated_delta_rule_decode(*rest, pool, made, slots, scale=0.3)
+    assert got[0] is pool and got[1] is made
+    torch.testing.assert_close(torch.cat([out, made], 1), due)
+    torch.testing.assert_close(pool[slots.long()], last)
+    assert not pool[[0, 2, 3]].any()
+
+
+def test_states_of_each_token_to_roll_back_to():
+    given, pool = problem(2, 3), torch.randn(6, 2, 8, 4)
+    slots = torch.tensor([[0, 2, 4], [5, 3, -1]], dtype=torch.int32)
+    accepted = torch.tensor([2, 9], dtype=torch.int32)
+    first, out = pool.clone(), torch.empty_like(given[2])
+    tiercel.gated_delta_rule_decode(*given, pool, out, slots, accepted=accepted)
+    zero = torch.zeros(2, 8, 4)
+    state, alone = torch.stack([first[2], zero]), torch.empty(2, 1, 2, 4).bfloat16()
+    for token in range(3):
+        part = [t[:, token : token + 1] for t in given]
+        tiercel.gated_delta_rule_decode(*part, state, alone)
+        torch.testing.assert_close(out[:, token], alone[:, 0])
+        for b in range(2):
+            if slots[b, token] >= 0:
+                torch.testing.assert_close(pool[slots[b, token]], state[b])
+    assert torch.equal(pool[1], first[1])
+
+
+def test_bad_arguments():
+    q, k, v, g, beta = problem()
+    states, out = torch.zeros(3, 2, 8, 4), torch.empty_like(v)
+    with pytest.raises(ValueError, match="`v` must have a number of heads that is a multiple"):
+        tiercel.gated_delta_rule(q.repeat(1, 1, 3, 1), k.repeat(1, 1, 3, 1), v, g, beta)
+    with pytest.raises(ValueError, match="`g` must have shape"):
+        tiercel.gated_delta_rule(q, k, v, g[:, :3], beta)
+    with pytest.raises(ValueError, match="`q` must have a batch of 1 with `cu_seqlens`"):
+        tiercel.gated_delta_rule(q, k, v, g, beta, cu_seqlens=torch.zeros(3).int())
+    with pytest.raises(ValueError, match="`cu_seqlens` must have at least one element"):
+        tiercel.gated_delta_rule(*problem(1), cu_seqlens=torch.zeros(0).int())
+    with pytest.raises(TypeError, match="`output_final_state` must be a bool, got int"):
+        tiercel.gated_delta_rule(q, k, v, g, beta, output_final_state=1)
+    for shape in ((3,), (2, 2), (2, 5, 1)):
+        with pytest.raises(ValueError, match="`state_indices` must have shape"):
+            tiercel.gated_delta_rule_decode(
+                *(q, k, v, g, beta), states, out, torch.zeros(*shape).int()
+            )
+
+
+def test_gradients_are_refused():
+    q, *rest = problem()
+    with pytest.raises(RuntimeError, match="gated_delta_rule"):
+        tiercel.gated_delta_rule(q.requires_grad_(), *rest).sum().backward()

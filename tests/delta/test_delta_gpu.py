@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gated delta rule on an H100 or H200, against the float64 recurrence."""
+
+import pytest
+import torch
+
+import tiercel
+from tiercel import ref
+
+pytestmark = [pytest.mark.torch, pytest.mark.gpu, pytest.mark.usefixtures("no_fallback")]
+
+
+def problem(
+    batch, tokens, heads, sizes, dtype=torch.bfloat16, channels=False, unit=True, seed=0, gate=2.0
+):
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(*shape, device="cuda", generator=generator)
+
+    q, k = (random(batch, tokens, heads[0], sizes[0]) for _ in range(2))
+    k = torch.nn.functional.normalize(k, dim=-1) if unit else k
+    v = random(batch, tokens, heads[1], sizes[1])
+    g = random(*v.shape[:3], *([sizes[0]] if channels else []))
+    g = torch.nn.functional.logsigmoid(g + gate)
+    return q.to(dtype), k.to(dtype), v.to(dtype), g, random(*v.shape[:3]).sigmoid()
+
+
+def close(got, due, of_size):
+    """Errors as parts of the results' size: each is a sum over many roundings."""
+    got, due = got.double(), due.double()
+    assert torch.isfinite(got).all()
+    assert (got - due).norm() < of_size * due.norm()
+    assert (got - due).abs().max() < 4 * of_size * due.abs().max()
+
+
+def decode(inputs, states, indices=None, accepted=None, l2norm=True):
+    due, due_pool = torch.empty_like(inputs[2]).double(), states.clone()
+    rest = (indices, accepted, None, l2norm)
+    ref.gated_delta_rule_decode(*(t.double() for t in inputs), due_pool, due, *rest)
+    got = torch.empty_like(inputs[2])
+    tiercel.gated_delta_rule_decode(
+        *inputs, states, got, indices, accepted=accepted, qk_l2norm=l2norm
+    )
+    close(got, due, 2**-8)
+    close(states, due_pool, 2**-9 if states.dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", [(64, 32), (128, 128)])
+def test_decode(sizes, dtype, state, channels):
+    inputs = problem(3, 1, (1, 2), sizes, dtype, channels)
+    states = torch.randn(5, 2, *sizes, device="cuda").to(state)
+    decode(inputs, states, torch.tensor([4, -1, 2], device="cuda", dtype=torch.int32))
+    inputs = problem(2, 3, (1, 2), sizes, dtype, channels, seed=1)
+    slots = torch.tensor([[4, 1, 0], [3, 5, 2]], device="cuda", dtype=torch.int32)
+    decode(inputs, states, slots, torch.tensor([1, 3], device="cuda", dtype=torch.int32), False)
+
+
+@pytest.mark.parametrize("batch", [1, 7, 64, 200])
+@pytest.mark.parametrize("heads", [(16, 32), (2, 8)])
+def test_steps_of_models(heads, batch):
+    states = torch.randn(batch + 5, heads[1], 128, 128, device="cuda")
+    indices = torch.randperm(batch + 5, device="cuda")[:batch].int()
+    for seed in range(3):
+        decode(problem(batch, 1, heads, (128, 128), seed=seed), states, indices)
+
+
+def prompt(inputs, initial=None, starts=None, l2norm=True, of_size=2**-7):
+    options = {"initial_state": initial, "cu_seqlens": starts, "qk_l2norm": l2norm}
+    out, state = tiercel.gated_delta_rule(*inputs, output_final_state=True, **options)
+    assert torch.equal(tiercel.gated_delta_rule(*inputs, **options), out)
+    due, due_state = ref.gated_delta_rule(
+        *(t.double() for t in inputs), initial, starts, None, l2norm, output_final_state=True
+    )
+    close(out, due, of_size)
+    close(state, due_state, of_size)
+    return out, state
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("tokens", [1, 64, 150])
+@pytest.mark.parametrize("sizes", [(64, 32), (128, 128)])
+def test_prompts(sizes, tokens):
+    initial = torch.randn(2, 4, *sizes, device="cuda")
+    prompt(problem(2, tokens, (2, 4), sizes), initial)
+    prompt(problem(2, tokens, (2, 4), sizes, seed=1), l2norm=False)
+
+
+@pytest.mark.sanitize
+def test_packed():
+    starts = torch.tensor([3, 3, 70, 134, 135, 300], device="cuda", dtype=torch.int32)
+    initial = torch.randn(5, 2, 64, 32, device="cuda")
+    out, state = prompt(problem(1, 310, (1, 2), (64, 32)), initial, starts)
+    assert not out[:, :3].any() and not out[:, 300:].any()
+    assert torch.equal(state[0], initial[0])
+
+
+@pytest.mark.parametrize(("batch", "heads"), [(1, (16, 32)), (1, (2, 8)), (8, (16, 32))])
+def test_heads_of_models(batch, heads):
+    prompt(problem(batch, 1000, heads, (128, 128)))
+
+
+def test_65536_tokens():
+    """Errors do not grow with the length, for states that decay and such that hardly do."""
+    for gate in (2.0, 8.0):
+        prompt(problem(1, 65536, (1, 2), (128, 32), gate=gate))
+
+
+@pytest.mark.parametrize("gate", [-300.0, -20.0, -3.0, 20.0])
+def test_decay(gate):
+    prompt(problem(1, 500, (1, 2), (128, 128), gate=gate), torch.randn(1, 2, 128, 128).cuda())
+    *rest, g, beta = problem(1, 500, (1, 2), (128, 128))
+    g[:, 40], g[:, 41:60] = -float("inf"), -50.0
+    prompt((*rest, g, torch.ones_like(beta)), torch.randn(1, 2, 128, 128).cuda())
+
+
+def test_prompts_in_parts_and_steps_are_the_whole():
+    inputs = problem(2, 300, (2, 4), (128, 128))
+    out, state = prompt(inputs)
+    parts, carried = [], None
+    for begin, end in ((0, 128), (128, 250), (250, 290)):
+        part = [t[:, begin:end].contiguous() for t in inputs]
+        made, carried = tiercel.gated_delta_rule(
+            *part, initial_state=carried, output_final_state=True, qk_l2norm=True
+        )
+        parts.append(made)
+    for token in range(290, 300):
+        part = [t[:, token : token + 1].contiguous() for t in inputs]
+        parts.append(torch.empty_like(part[2]))
+        tiercel.gated_delta_rule_decode(*part, carried, parts[-1], qk_l2norm=True)
+    close(torch.cat(parts, dim=1), out, 2**-6)
+    close(carried, state, 2**-6)
+
+
+def test_graph_in_the_first_call():
+    inputs = problem(1, 200, (2, 4), (64, 64))
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.graph(graph, stream=stream):
+        out = tiercel.gated_delta_rule(*inputs, qk_l2norm=True)
+    for seed in range(3):
+        for tensor, other in zip(inputs, problem(1, 200, (2, 4), (64, 64), seed=seed), strict=True):
+            tensor.copy_(other)
+        graph.replay()
+        assert torch.equal(out, tiercel.gated_delta_rule(*inputs, qk_l2norm=True))
+
+
+def test_gradients_are_refused():
+    q, k, v, g, beta = problem(1, 10, (1, 1), (64, 32))
+    with pytest.raises(RuntimeError):
+        tiercel.gated_delta_rule(q.requires_grad_(), k, v, g, beta).sum().backward()
