@@ -215,15 +215,15 @@ TOPK_SOFTMAX_ALIGN = Spec(
 )
 
 
-def _all_experts(call: Call) -> int | None:
-    if not hasattr(call.n_shared, "__index__") or call.n_shared < 0:
-        return None  # its own check comes later
-    return call.scores.shape[1] + call.n_shared  # type: ignore[no-any-return]
-
-
 def _check_route_align(call: Call) -> None:
-    _check_route("topk_softmax_align", call)
-    _check_slots("topk_softmax_align", call)
+    from tiercel.core.checks import check_shape
+
+    op = "topk_softmax_align"
+    _check_route(op, call)
+    if call.expert_map is not None:
+        experts = call.scores.shape[1] + call.n_shared
+        check_shape(op, "expert_map", call.expert_map, (experts,), "[num_experts]")
+    _check_slots(op, call)
 
 
 _SCORES, _COLUMNS, *_ROUTE_OPTIONS = TOPK_ROUTE.arguments
@@ -233,12 +233,12 @@ TOPK_ROUTE_ALIGN = Spec(
     _SCORES,
     _COLUMNS,
     Int("block_size", at_least=1),
-    Tensor("expert_map", "experts", "int32", optional=True, shape_text="[num_experts]"),
+    Tensor("expert_map", "*", "int32", optional=True),
     *_ROUTE_OPTIONS,
     Bool("pad_sorted_ids", False),
     Bool("ignore_invalid_experts", False),
     results=[*TOPK_ROUTE.results, *_LISTS],
-    dims=_DIMS | {"experts": _all_experts},
+    dims=_DIMS,
     check=_check_route_align,
     gradient_of="topk_softmax_align",
 )
