@@ -25,6 +25,8 @@ WITHOUT = {
     "decode_attention": "its splits are looked up by a function that takes torch's tensors",
     "fused_moe": "made of moe_up and moe_down",
     "linear_cross_entropy": "made of linear_act and cross_entropy",
+    "mla_cache_write": "none yet",
+    "mla_decode": "none yet",
     "moe_down": "the contract's cases are large",
     "moe_up": "the contract's cases are large",
     "nvfp4_gemv": "scales on the CPU",
