@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tiercel.core.spec import FLOATS, Call, Spec, Str, Tensor
+from tiercel.core.spec import FLOATS, Call, Numerics, Spec, Str, Tensor
 
 WIDTHS = (2, 3, 4)
 
@@ -68,6 +68,7 @@ CAUSAL_CONV1D = Spec(
     results=[Tensor("out", "... T D", "x", strided=True, **_OUT)],
     check=_check,
     limits="D a multiple of 4",
+    numerics=Numerics(4e-6, of="terms", sums="float32: taps in order"),
 )
 
 CAUSAL_CONV1D_UPDATE = Spec(
@@ -84,6 +85,7 @@ CAUSAL_CONV1D_UPDATE = Spec(
     dims={"N": _sequences, "W1": _inputs},
     check=_check_update,
     limits="D a multiple of 4, contiguous states",
+    numerics=Numerics(4e-6, of="terms", sums="float32: taps in order"),
 )
 
 # A thread's four channels, and enough of them for the GPU, each with at least 16 rows.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiercel.core.spec import HALVES, Bool, Call, Float, Spec, Tensor
+from tiercel.core.spec import HALVES, Bool, Call, Float, Numerics, Spec, Tensor
 
 
 def _check_heads(op: str, call: Call) -> None:
@@ -55,6 +55,9 @@ GATED_DELTA_RULE_DECODE = Spec(
     *_OPTIONS,
     check=_check_decode,
     limits="K 64 or 128, V a multiple of 32, heads on 16 bytes",
+    numerics=Numerics(
+        4e-6, of="terms", sums="float32: over K, lanes in a fixed order; tokens in order"
+    ),
 )
 
 
@@ -99,4 +102,10 @@ GATED_DELTA_RULE = WITH_STATE.changed(
     gradient_of="",
     results=[_OUT],
     limits="bfloat16, a gate per head, K 64 or 128, V a multiple of 16, heads on 16 bytes",
+    numerics=Numerics(
+        2**-6,
+        of="terms",
+        sums="float32: chunks of 64 tokens in order; operands of products, the state among them, "
+        "rounded to bfloat16",
+    ),
 )
