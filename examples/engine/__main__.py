@@ -112,7 +112,7 @@ def read_bytes(engine: Engine, sequences: int, context: int) -> float:
     model, config = engine.model, engine.model.config
     cache = engine.pages.memory
     total = model.head.nbytes + sequences * context * cache.nbytes / cache[0, 0, ..., 0, 0].numel()
-    # Of the experts, as many as random choices of each sequence name.
+    # Counts as many experts as random choices of each sequence name.
     unused = (1 - config.num_experts_per_tok / max(1, config.num_experts)) ** sequences
     for layer in model.layers:
         for name, weight in vars(layer).items():

@@ -29,7 +29,7 @@ class Pages:
         return len(self._free)
 
     def missing(self, owned: list[int], tokens: int) -> int:
-        """How many pages a sequence of so many tokens lacks."""
+        """The number of pages that a sequence of so many tokens lacks."""
         return max(0, -(-tokens // self.page_size) - len(owned))
 
     def extend(self, owned: list[int], tokens: int) -> bool:
@@ -51,7 +51,7 @@ class Pages:
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How a sequence's tokens are drawn, as ``tiercel.sample`` takes it."""
+    """A sequence's sampling parameters, in the form that ``tiercel.sample`` takes."""
 
     temperature: float = 0.0
     top_k: int = 0

@@ -27,7 +27,7 @@ struct DeltaTensors {
   const TensorView* out;
 };
 
-// Of the device of `like`.
+// Checks that the argument is on the device of `like`.
 Status delta_check_place(const Argument& argument, const Argument& like);
 
 // Checks shapes, dtypes and layouts of these tensors and fills `sizes` and q, k, v and out of the

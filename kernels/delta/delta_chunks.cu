@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a chunk needs of its own queries, keys and gates before a state goes through it: for each
+// Prepares what a chunk needs of its queries, keys and gates before a state goes through it: for each
 // head of values the inverse of I + A, where A[i][j] = beta[i] (k[i] . k[j]) decay(j to i) below
 // the diagonal, times beta by columns; and scale (q[i] . k[j]) decay(j to i) up to the diagonal. A
 // block has a chunk and a head of keys.
@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(kDeltaChunkThreads, 3)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int at = column + 2 * i;
-          // What lies above the diagonal in a half is zero, and between the halves not read.
+          // Above the diagonal a half is zero; between the halves nothing is read.
           const float2 pair = *reinterpret_cast<const float2*>(&matrix[row * kPitch + at]);
           words[i] = pack_pair(pair.x * numbers.beta[at], pair.y * numbers.beta[at + 1]);
         }

@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(kDeltaDecodeThreads, 4)
     float result[kColumns], change[kColumns];
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      // Of the new value, what the state does not say yet; times the norm of the key to come.
+      // The part of the new value that the state lacks; the key's norm is a factor that follows.
       change[c] = norm_k * beta * fmaf(-norm_k, seen[c], v[c]);
       result[c] = args.scale * norm_q * fmaf(numbers.x, change[c], asked[c]);
     }

@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(32 * kDeltaMostWarps + kDeltaLoaders, 1)
       }
     }
 
-    // What each token writes, once those before it in the chunk have written.
+    // The value that each token writes, after those before it in the chunk have written.
     uint32_t written[kPairs][4], decayed[kPairs][4];
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair) {

@@ -81,7 +81,7 @@ bool has_shape(const TensorView& tensor, int64_t rows, int64_t columns) {
   return tensor.ndim == 2 && tensor.shape[0] == rows && tensor.shape[1] == columns;
 }
 
-// Whether the scales are of blocks. Those that could be of rows as well mean the same.
+// True if the scales are of blocks. Scales that fit rows as well mean the same.
 bool of_blocks(const LinearActCall& call, int64_t m, int64_t n, int64_t k) {
   if (call.x_scale == nullptr) return false;
   const TensorView &x = *call.x_scale, &w = *call.w_scale;

@@ -228,7 +228,7 @@ __device__ __forceinline__ int finish_row_routed(const TopkRouteArgs& args, int6
       }
     });
     largest = score_of_order(warp_max(most));
-    // As whole numbers, so that the order of additions does not matter.
+    // Adds whole numbers, so that the order of additions does not matter.
     uint64_t all = 0;
     scores.each_chunk([&](int chunk, const float (&x)[kRouteChunk]) {
 #pragma unroll

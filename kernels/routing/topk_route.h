@@ -48,7 +48,7 @@ struct TopkRouteAlignCall {
   MoeAlignOptions align;  // num_experts is not read
 };
 
-// As their counterparts in topk_softmax.h and topk_align.h.
+// Their parameters are those of topk_softmax.h and topk_align.h.
 Status topk_route_plan(const TopkRouteCall& call, TopkSoftmaxPlan* plan);
 Status topk_route(const TopkRouteCall& call, void* stream);
 Status topk_route_align_plan(const TopkRouteAlignCall& call, TopkAlignPlan* plan);

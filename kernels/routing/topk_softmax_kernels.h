@@ -41,7 +41,7 @@ inline constexpr unsigned kTopkSoftmaxThreads = 128;  // at most, per block
 // All kernels, by dtype and preference; the first that covers a call is used.
 const TopkSoftmaxKernel* topk_softmax_kernels(int* count);
 
-// What the kernels take, and the columns of the results behind the k selected ones.
+// The kernels' parameters, and the columns of the results behind the k selected ones.
 struct TopkLimits {
   int experts;
   int k;

@@ -22,7 +22,7 @@ Status check_rest(const Argument& argument, const Argument& logits) {
   return check_cuda(argument);
 }
 
-// What a call's parameters belong to.
+// The rows that a call's parameters belong to.
 struct Owners {
   int64_t count;
   const char* shape;
@@ -290,7 +290,7 @@ const Kernel& find(DType dtype, bool draws) {
 
 }  // namespace
 
-// What is kept of each row, and then the rows' tokens.
+// The values kept of each row, and then the rows' tokens.
 int64_t verify_draft_workspace(int64_t rows) {
   static_assert(sizeof(Kept) % sizeof(int64_t) == 0);
   return rows * static_cast<int64_t>(sizeof(Kept) / sizeof(int64_t)) + ceil_div(rows, 2);

@@ -43,7 +43,7 @@ struct SampleArgs {
   float* logprobs;  // or null
 };
 
-// What may be drawn from a row: a token with distance d to the largest logit has the weight
+// The tokens that may be drawn from a row: one with distance d to the largest logit has the weight
 // 2^(-d scale) unit, if d is up to the limit and both bounds.
 struct Kept {
   float largest, scale, limit;

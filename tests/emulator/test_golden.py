@@ -20,7 +20,7 @@ WRITE = os.environ.get("TIERCEL_WRITE_GOLDEN")
 # Elements of the arguments, at most: what the emulator does in a moment.
 MOST = 300_000
 CASES = 3  # of an op
-# Of these there are none, and why.
+# Ops without checksums, and the reasons.
 WITHOUT = {
     "causal_conv1d": "none yet",
     "causal_conv1d_update": "none yet",

@@ -299,7 +299,7 @@ def test_scales_of_blocks_have_a_plan(m):
         assert got["kernel"].startswith("linear_act_blocks_fp8"), got
         assert got["grid"] % got["cluster"] == 0 and got["splits"] <= -(-k // 128)
         assert got["dynamic_smem"] <= 232448
-    # As scales of rows they mean the same.
+    # Read as scales of rows, they mean the same.
     assert blocks(ExchangeTensor, m, 128, 128)["kernel"].startswith("linear_act_fp8_silu")
 
 

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kPagedCombineThreads)
                    ? nullptr
                    : args.lse + static_cast<int64_t>(head) * args.total + row;
   if (row < start_at(args, 0) || row >= start_at(args, args.batch)) {
-    // Of no sequence: the first kernel has stored zeros.
+    // The row is in no sequence: the first kernel has stored zeros.
     if (lse != nullptr) *lse = -INFINITY;
     return;
   }

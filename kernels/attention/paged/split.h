@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How many blocks of threads share a tile's keys.
+// The number of blocks of threads that share a tile's keys.
 #ifndef KERNELS_ATTENTION_PAGED_SPLIT_H_
 #define KERNELS_ATTENTION_PAGED_SPLIT_H_
 

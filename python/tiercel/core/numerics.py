@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is promised of an op's numbers, as data. Needs no torch."""
+"""Promises about the numbers of an op's results, as data. Needs no torch."""
 
 from __future__ import annotations
 

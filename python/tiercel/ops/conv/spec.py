@@ -39,14 +39,14 @@ def _check(call: Call) -> None:
 
 
 def _sequences(call: Call) -> Any:
-    """How many sequences an update has."""
+    """The number of sequences of an update."""
     if call.cu_seqlens is None:
         return call.x.shape[0]
     return call.cu_seqlens.shape[0] - 1 if call.cu_seqlens.dim() == 1 else None
 
 
 def _inputs(call: Call) -> Any:
-    """How many inputs a state has."""
+    """The number of inputs in a state."""
     return call.weight.shape[1] - 1 if call.weight.dim() == 2 else None
 
 

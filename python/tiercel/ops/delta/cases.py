@@ -58,7 +58,7 @@ def _bytes(case: Any) -> int:
 
 
 def _flops(case: Any) -> int:
-    """Of chunks of 64: three products with the state, and half of four of 64 x 64."""
+    """Operations in chunks of 64: three products with the state, and half of four of 64 x 64."""
     of_token = 2 * (3 * _SIZE * _SIZE + 4 * _CHUNK * _SIZE // 2)
     return int(case["B"] * case["T"] * case["Hv"] * of_token)
 

@@ -62,7 +62,7 @@ GATED_DELTA_RULE_DECODE = Spec(
 
 
 def _sequences(call: Call) -> Any:
-    """How many sequences a prompt has."""
+    """The number of sequences of a prompt."""
     if call.cu_seqlens is None:
         return call.q.shape[0]
     return call.cu_seqlens.shape[0] - 1 if call.cu_seqlens.dim() == 1 else None

@@ -76,7 +76,7 @@ SCALE_BLOCK = 128
 
 
 def has_block_scales(x: Any, weight: Any, x_scale: Any, weight_scale: Any) -> bool:
-    """Whether scales are of 1x128 and 128x128 values. Those that could be of rows as well mean the
+    """True if scales are of 1x128 and 128x128 values. Those that could be of rows as well mean the
     same."""
     x_shapes, w_shape = _block_scale_shapes(x, weight)
     rows, columns = math.prod(x.shape[:-1]), weight.shape[0]

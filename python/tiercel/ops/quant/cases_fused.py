@@ -95,7 +95,7 @@ def _activated(case: Any, inputs: Inputs) -> Any:
 
 
 def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error:
-    """As for fp8_quantize."""
+    """The same bytes as for fp8_quantize."""
     q, scale = outputs
     if q.shape != inputs["q"].shape:
         raise WrongResult(f"shape {tuple(q.shape)}")

@@ -24,7 +24,7 @@ def topk_softmax(scores: Any, k: int, weights: str) -> tuple[Any, Any]:
 
 
 def topk_route(scores: Any, k: int, options: dict[str, Any]) -> tuple[Any, Any]:
-    """As in the models' own code."""
+    """The formula of the models' own code."""
     import torch
 
     values = scores.float()

@@ -87,7 +87,7 @@ _TOPK_SOFTMAX = Op(
     gradient=Gradient(save, gradients),
 )
 
-# Of scoring, n_group, topk_group, scaling_factor and n_shared.
+# The defaults of scoring, n_group, topk_group, scaling_factor and n_shared.
 DEFAULTS = ("softmax", 1, 1, 1.0, 0)
 
 
