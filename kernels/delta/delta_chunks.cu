@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Prepares what a chunk needs of its queries, keys and gates before a state goes through it: for each
-// head of values the inverse of I + A, where A[i][j] = beta[i] (k[i] . k[j]) decay(j to i) below
-// the diagonal, times beta by columns; and scale (q[i] . k[j]) decay(j to i) up to the diagonal. A
-// block has a chunk and a head of keys.
+// Prepares what a chunk needs of its queries, keys and gates before a state goes through it: for
+// each head of values the inverse of I + A, where A[i][j] = beta[i] (k[i] . k[j]) decay(j to i)
+// below the diagonal, times beta by columns; and scale (q[i] . k[j]) decay(j to i) up to the
+// diagonal. A block has a chunk and a head of keys.
 #include <cstdint>
 
 #include "kernels/delta/chunks.cuh"
