@@ -359,6 +359,16 @@ __device__ __forceinline__ void list_shared(const MlaDecodeArgs& args, Share sha
   args.shared[lane - 1] = found;
 }
 
+// Registers of a thread of the two multiplying warpgroups, and of the loading one. Together they may
+// have what the block was launched with, 168 a thread: with more, setmaxnreg waits forever.
+template <MlaLayout kLayout>
+struct Registers {
+  static constexpr bool kSame = kLayout == MlaLayout::kSame, kPacked = kLayout == MlaLayout::kPacked;
+  static constexpr int kMultiply = kSame ? 216 : kPacked ? 200 : 208;
+  static constexpr int kLoad = kSame ? 72 : kPacked ? 104 : 88;
+  static_assert(2 * kMultiply + kLoad <= 3 * (65536 / kMlaThreads / 8 * 8));
+};
+
 template <typename Format, bool kBFloat16, MlaLayout kLayout>
 __global__ void __launch_bounds__(kMlaThreads, 1)
     mla_decode(const __grid_constant__ MlaDecodeArgs args,
@@ -383,7 +393,7 @@ __global__ void __launch_bounds__(kMlaThreads, 1)
   Share share{};
   const bool any = share.begin(args, lane);
   if (group == 2) {
-    set_registers<kFloat8 ? 96 : 64, false>();
+    set_registers<Registers<kLayout>::kLoad, false>();
     if (!any) return;
     const int warp = threadIdx.x % 128 / 32;
     if constexpr (kFloat8) {
@@ -394,7 +404,7 @@ __global__ void __launch_bounds__(kMlaThreads, 1)
       load_keys(args, &map, share, memory, warp, shared);
     }
   } else {
-    set_registers<kFloat8 ? 208 : 224, true>();
+    set_registers<Registers<kLayout>::kMultiply, true>();
     if (args.shared != nullptr && row_block == 0 && threadIdx.x == 0) {
       list_shared(args, share, any, lane);
     }

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tiercel.workbench.bench.launch import Launch, WrongResult
+from tiercel.workbench.bench.launch import Launch, WrongResult, in_place
 from tiercel.workbench.bench.ops import Error, Inputs, OpBench
 
 _ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -115,10 +115,10 @@ def _ours_decode(case: Any, inputs: Inputs, backend: str) -> Launch:
         return (tiercel.gated_delta_rule_decode(*given, **options, backend=backend)[1],)
 
     expected = _reference_decode(case, inputs)
-    return Launch(
+    return in_place(
         run,
-        check=lambda outputs: _check(inputs, expected, outputs, Launch(run)),
         reset=lambda: inputs["states"].copy_(inputs["first"]),
+        check=lambda outputs: _check(inputs, expected, outputs, Launch(run)),
     )
 
 

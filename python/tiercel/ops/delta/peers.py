@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiercel.workbench.bench.launch import Launch
+from tiercel.workbench.bench.launch import Launch, in_place
 
 _last: dict[Any, Any] = {}  # one compilation for all inputs of a case
 
@@ -36,10 +36,10 @@ def _launch(inputs: dict[str, Any], function: Any) -> Launch:
         return (function(*given, states, places),)
 
     expected = cases._reference_decode(None, inputs)
-    return Launch(
+    return in_place(
         run,
-        check=lambda outputs: cases._check(inputs, expected, outputs, Launch(run)),
         reset=lambda: states.copy_(first),
+        check=lambda outputs: cases._check(inputs, expected, outputs, Launch(run)),
     )
 
 

@@ -84,7 +84,9 @@ def _row(latent: Tensor, rotary: Tensor, dtype: torch.dtype, kv_scale: Tensor | 
     """Rows of a cache of that dtype."""
     if dtype == torch.uint8:
         groups = latent.float().unflatten(1, (-1, GROUP))
-        scales = (groups.abs().amax(-1, keepdim=True) / 448.0).clamp_min(_LEAST)
+        largest = groups.abs().amax(-1, keepdim=True)
+        # On a GPU, PyTorch multiplies by the reciprocal of a number, but divides by a tensor.
+        scales = (largest / torch.full_like(largest, 448.0)).clamp_min(_LEAST)
         parts = (_narrowed((groups / scales).flatten(1)), scales[..., 0], rotary.bfloat16())
         return torch.cat([part.contiguous().view(torch.uint8) for part in parts], 1)
     row = torch.cat([latent, rotary], 1)
