@@ -58,7 +58,7 @@ def _reference(case: Any, inputs: Inputs) -> Any:
 
 
 def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error:
-    """Results are about 2, and others may round the sum before the activation."""
+    """The sum's terms are up to 8, and others may round it before the activation."""
     import torch
 
     got, due = outputs[0], expected[0]
@@ -66,7 +66,7 @@ def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error
         raise WrongResult(f"shape {tuple(got.shape)}, {got.dtype}")
     errors = (got.double() - due).abs()
     unit = torch.finfo(got.dtype).eps
-    if not bool((errors <= 2 * unit * (due.abs() + 2)).all()):
+    if not bool((errors <= 2 * unit * (due.abs() + 8)).all()):
         raise WrongResult(f"a result is off by {float(errors.max()):.2g}")
     rms = errors.square().mean().sqrt() / due.square().mean().sqrt()
     return Error(rms=float(rms), maximum=float(errors.max() / due.abs().max()))
