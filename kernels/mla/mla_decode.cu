@@ -359,11 +359,12 @@ __device__ __forceinline__ void list_shared(const MlaDecodeArgs& args, Share sha
   args.shared[lane - 1] = found;
 }
 
-// Registers of a thread of the two multiplying warpgroups, and of the loading one. Together they may
-// have what the block was launched with, 168 a thread: with more, setmaxnreg waits forever.
+// Registers of a thread of the two multiplying warpgroups, and of the loading one. Together they
+// may have what the block was launched with, 168 a thread: with more, setmaxnreg waits forever.
 template <MlaLayout kLayout>
 struct Registers {
-  static constexpr bool kSame = kLayout == MlaLayout::kSame, kPacked = kLayout == MlaLayout::kPacked;
+  static constexpr bool kSame = kLayout == MlaLayout::kSame,
+                        kPacked = kLayout == MlaLayout::kPacked;
   static constexpr int kMultiply = kSame ? 216 : kPacked ? 200 : 208;
   static constexpr int kLoad = kSame ? 72 : kPacked ? 104 : 88;
   static_assert(2 * kMultiply + kLoad <= 3 * (65536 / kMlaThreads / 8 * 8));
