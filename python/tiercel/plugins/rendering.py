@@ -84,6 +84,7 @@ class _Module:
             return
         if not isinstance(found, ast.FunctionDef):
             raise ValueError(f"tiercel/ops/{family}/reference.py does not define {op}")
+        found.decorator_list.clear()  # what it adds, a backend is never asked for
         self.function = found
 
     def reached(self, start: ast.stmt) -> list[tuple[str, ast.stmt]]:

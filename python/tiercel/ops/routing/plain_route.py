@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,3 +124,18 @@ def topk_route(
     shared = torch.arange(n_shared, device=order.device) + scores.shape[1]
     indices = torch.cat([order, shared.expand(len(order), -1)], dim=-1)
     return weights, indices.to(indices_dtype)
+
+
+_Form = Callable[..., tuple[Tensor, Tensor]]
+
+
+def with_routes(plain: _Form) -> _Form:
+    """Adds the options of :func:`topk_route` to the plain form, which does not know them."""
+
+    @functools.wraps(plain)
+    def run(scores: Tensor, k: int, **options: Any) -> tuple[Tensor, Tensor]:
+        if options.keys() <= {"softmax_first", "renormalize", "indices_dtype"}:
+            return plain(scores, k, **options)
+        return topk_route(scores, k + options.get("n_shared", 0), **options)
+
+    return run

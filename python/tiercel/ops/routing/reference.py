@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercel.ops.routing.plain_route import largest_of, topk_route
+from tiercel.ops.routing.plain_route import largest_of, with_routes
 
 
+@with_routes
 def topk_softmax(
     scores: Tensor,
     k: int,
@@ -18,13 +19,8 @@ def topk_softmax(
     softmax_first: bool = True,
     renormalize: bool = False,
     indices_dtype: torch.dtype = torch.int32,
-    **others: Any,
 ) -> tuple[Tensor, Tensor]:
     """Reference of :func:`tiercel.topk_softmax`, any sizes; float64 scores give float64 weights."""
-    if others:
-        options = {"softmax_first": softmax_first, "renormalize": renormalize} | others
-        columns = k + options.get("n_shared", 0)
-        return topk_route(scores, columns, indices_dtype=indices_dtype, **options)
     order = largest_of(scores.detach(), k)
     wide = scores if scores.dtype == torch.float64 else scores.float()
     if softmax_first:
