@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from tiercel.ops.routing.reference import largest_of, moe_align_block_size
 
 
 def exp_of_negative(x: Tensor) -> Tensor:
@@ -58,14 +58,6 @@ def _softmax(x: Tensor) -> Tensor:
     whole = (terms.double() * 2.0**40).round().nan_to_num().long().sum(-1, keepdim=True)
     total = whole.float() * 2.0**-40
     return terms / torch.where(largest.abs() < math.inf, total, math.nan)
-
-
-def largest_of(values: Tensor, k: int) -> Tensor:
-    """The places of the k largest of each row, descending: NaN first, ties by lowest index."""
-    # A radix sort sees bits: give every NaN, and both zeros, one pattern each.
-    keys = torch.where(values == 0, torch.zeros_like(values), values)
-    keys = torch.where(values.isnan(), torch.full_like(values, torch.nan), keys)
-    return keys.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
 
 
 def _chosen(
@@ -126,16 +118,29 @@ def topk_route(
     return weights, indices.to(indices_dtype)
 
 
-_Form = Callable[..., tuple[Tensor, Tensor]]
+def topk_softmax(scores: Tensor, k: int, **options: Any) -> tuple[Tensor, Tensor]:
+    """:func:`topk_route` of k selected columns, as :func:`tiercel.topk_softmax` counts them."""
+    return topk_route(scores, k + options.get("n_shared", 0), **options)
 
 
-def with_routes(plain: _Form) -> _Form:
-    """Adds the options of :func:`topk_route` to the plain form, which does not know them."""
-
-    @functools.wraps(plain)
-    def run(scores: Tensor, k: int, **options: Any) -> tuple[Tensor, Tensor]:
-        if options.keys() <= {"softmax_first", "renormalize", "indices_dtype"}:
-            return plain(scores, k, **options)
-        return topk_route(scores, k + options.get("n_shared", 0), **options)
-
-    return run
+def topk_softmax_align(
+    scores: Tensor,
+    k: int,
+    block_size: int,
+    expert_map: Tensor | None = None,
+    *,
+    pad_sorted_ids: bool = False,
+    ignore_invalid_experts: bool = False,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    """:func:`tiercel.topk_softmax_align` in all its forms."""
+    weights, indices = topk_softmax(scores, k, **options)
+    aligned = moe_align_block_size(
+        indices,
+        block_size,
+        scores.shape[1] + options.get("n_shared", 0),
+        expert_map,
+        pad_sorted_ids=pad_sorted_ids,
+        ignore_invalid_experts=ignore_invalid_experts,
+    )
+    return weights, indices, *aligned

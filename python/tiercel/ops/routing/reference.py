@@ -3,15 +3,32 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tiercel.ops.routing.plain_route import largest_of, with_routes
+_Form = Callable[..., tuple[Tensor, ...]]
 
 
-@with_routes
+def _with_routes(plain: _Form) -> _Form:
+    """Adds the options of plain_route.py's function of that name, which the plain form lacks."""
+    known = inspect.signature(plain).parameters.keys()
+
+    @functools.wraps(plain)
+    def run(*args: Any, **options: Any) -> tuple[Tensor, ...]:
+        from tiercel.ops.routing import plain_route
+
+        whole: _Form = getattr(plain_route, plain.__name__)
+        return (plain if options.keys() <= known else whole)(*args, **options)
+
+    return run
+
+
+@_with_routes
 def topk_softmax(
     scores: Tensor,
     k: int,
@@ -30,6 +47,14 @@ def topk_softmax(
     else:
         weights = torch.softmax(wide.gather(-1, order), dim=-1)
     return weights, order.to(indices_dtype)
+
+
+def largest_of(values: Tensor, k: int) -> Tensor:
+    """The places of the k largest of each row, descending: NaN first, ties by lowest index."""
+    # A radix sort sees bits: give every NaN, and both zeros, one pattern each.
+    keys = torch.where(values == 0, torch.zeros_like(values), values)
+    keys = torch.where(values.isnan(), torch.full_like(values, torch.nan), keys)
+    return keys.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
 
 
 def moe_align_block_size(
@@ -77,6 +102,7 @@ def moe_align_block_size(
     return sorted_ids[:slots].clone(), expert_ids, (ends[-1:] * block_size).int()
 
 
+@_with_routes
 def topk_softmax_align(
     scores: Tensor,
     k: int,
@@ -88,7 +114,6 @@ def topk_softmax_align(
     indices_dtype: torch.dtype = torch.int32,
     pad_sorted_ids: bool = False,
     ignore_invalid_experts: bool = False,
-    **others: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Reference of :func:`tiercel.topk_softmax_align`, for any sizes."""
     weights, indices = topk_softmax(
@@ -97,12 +122,11 @@ def topk_softmax_align(
         softmax_first=softmax_first,
         renormalize=renormalize,
         indices_dtype=indices_dtype,
-        **others,
     )
     aligned = moe_align_block_size(
         indices,
         block_size,
-        scores.shape[1] + others.get("n_shared", 0),
+        scores.shape[1],
         expert_map,
         pad_sorted_ids=pad_sorted_ids,
         ignore_invalid_experts=ignore_invalid_experts,
