@@ -64,7 +64,8 @@ def test_the_full_suite_has_the_linear_layers_that_the_bars_name():
         for act in ("silu", "relu", "gelu"):
             assert (f"M{rows} N14336 K4096 {act} bias", "bfloat16") in names
     assert {case.dtype for case in full} == {"bfloat16", "float16"}
-    assert any(case.host for case in full) and len(full) <= 80  # four minutes
+    # Four minutes, of which scales of blocks take one.
+    assert any(case.host for case in full) and len(full) <= 110
     assert {peer for case in full for peer in case.peers} == {"quack.tuned", "torch.compile"}
 
 

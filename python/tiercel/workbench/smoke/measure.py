@@ -67,6 +67,7 @@ def try_case(
     arguments = contract.make(case, device, _SEED)
     tensors = {n: v for n, v in arguments.items() if isinstance(v, Tensor)}
     kept = {n: v.clone() for n, v in tensors.items() if n not in contract.written}
+    given = {n: v.clone() for n, v in tensors.items() if n in contract.mutates}
     try:
         outputs = _call(contract, arguments, backend)
         _synchronize(device)
@@ -84,7 +85,7 @@ def try_case(
         bits = _BITS.get(before.dtype, before.dtype)
         if not torch.equal(arguments[name].view(bits), before.view(bits)):
             return {"status": "wrong", "share": 0.0, "reason": f"it changed `{name}`"}
-    expected = _expected(contract, arguments)
+    expected = _expected(contract, arguments | given)
     share, reason, values = compare(contract, arguments, expected, outputs)
     if reason is None:
         return {"status": "right", "share": share, "reason": None}
