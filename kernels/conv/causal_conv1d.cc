@@ -206,8 +206,11 @@ Status prepare_update(const ConvUpdateCall& call, ConvArgs* args, ConvPlan* plan
   TIERCEL_RETURN_IF_ERROR(check_rest(states, x));
   const int64_t bytes = dtype_bytes(states.view.dtype);
   const int64_t* strides = states.view.strides;
+  // The stride of a dimension of size 1 means nothing.
+  const int64_t slot = states.view.shape[0] > 1 ? strides[0] : 0;
   if (args->columns != 0 &&
-      (strides[2] != 1 || strides[1] != args->columns || strides[0] % kConvChannels != 0 ||
+      (strides[2] != 1 || (args->width > 2 && strides[1] != args->columns) ||
+       slot % kConvChannels != 0 ||
        reinterpret_cast<uintptr_t>(states.view.data) % (kConvChannels * bytes))) {
     return Status::Unimplemented(std::string(kOp) +
                                  ": each of `states` must be contiguous and lie on " +
@@ -215,7 +218,7 @@ Status prepare_update(const ConvUpdateCall& call, ConvArgs* args, ConvPlan* plan
   }
   args->states = static_cast<char*>(states.view.data);
   args->slots = states.view.shape[0];
-  args->slot_stride = strides[0] * bytes;
+  args->slot_stride = slot * bytes;
   const int64_t sequences = args->sequences.count;
   if (call.state_indices != nullptr) {
     const Argument indices{kOp, "state_indices", *call.state_indices};

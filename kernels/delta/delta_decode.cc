@@ -24,15 +24,17 @@ Status lay_out_states(const DeltaDecodeCall& call, const DeltaSizes& sizes, cons
   TIERCEL_RETURN_IF_ERROR(delta_check_place(states, q));
   const int64_t bytes = dtype_bytes(view.dtype);
   const int64_t* strides = view.strides;
+  // The stride of a dimension of size 1 means nothing.
+  const int64_t slot = view.shape[0] > 1 ? strides[0] : 0;
   if (strides[3] != 1 || strides[2] != sizes.value_size ||
-      strides[1] != sizes.key_size * sizes.value_size || strides[0] * bytes % 16 != 0 ||
-      reinterpret_cast<uintptr_t>(view.data) % 16 != 0) {
+      (sizes.v_heads > 1 && strides[1] != sizes.key_size * sizes.value_size) ||
+      slot * bytes % 16 != 0 || reinterpret_cast<uintptr_t>(view.data) % 16 != 0) {
     return Status::Unimplemented(std::string(kOp) +
                                  ": each of `states` must be contiguous and lie on 16 bytes");
   }
   args->states = static_cast<char*>(view.data);
   args->slots = view.shape[0];
-  args->slot_stride = strides[0] * bytes;
+  args->slot_stride = slot * bytes;
   args->columns = 1;
   if (call.state_indices == nullptr) return Status();
   const Argument indices{kOp, "state_indices", *call.state_indices};
