@@ -149,6 +149,18 @@ def paged(**changes):
     return named | {"cu_seqlens_q": int32(0, 1, 4), "max_seqlen_q": 3} | changes
 
 
+def latents(**changes):
+    named = {"q": torch.randn(2, 1, 2, 16).bfloat16(), "seqused_k": int32(5, 12), "scale": 1.0}
+    named |= {"kv_cache": torch.randn(6, 4, 16).bfloat16(), "d_v": 8}
+    return named | {"page_table": int32(5, 0, 99, 1, 2, 3).view(2, 3)} | changes
+
+
+def latent_rows(**changes):
+    named = {"latent": torch.randn(3, 8).bfloat16(), "rotary": torch.randn(3, 8).bfloat16()}
+    named |= {"kv_cache": torch.zeros(2, 4, 16).bfloat16()}
+    return named | {"slots": torch.tensor([0, -1, 7])} | changes
+
+
 # Operator, arguments, the index tensor and what it holds, the error.
 def packed(**changes):
     named = {"x": torch.randn(5, 8), "weight": torch.randn(8, 4), "cu_seqlens": int32(0, 2, 5)}
@@ -177,6 +189,9 @@ def step(**changes):
 
 
 WRONG = [
+    ("mla_decode", latents, "page_table", int32(5, 0, 99, 1, 6, 3).view(2, 3), "got 6 at [1, 1]"),
+    ("mla_decode", latents, "seqused_k", int32(5, 13), "from 0 to 12, got 13 at [1]"),
+    ("mla_cache_write", latent_rows, "slots", torch.tensor([0, -1, 8]), "got 8 at [2]"),
     ("causal_conv1d", packed, "cu_seqlens", int32(0, 2, 6), "from 0 to 5, got 6 at [2]"),
     ("causal_conv1d", packed, "cu_seqlens", int32(3, 2, 5), "that do not decrease, got 2 at [1]"),
     ("causal_conv1d_update", updated, "cu_seqlens", int32(0, 2, 6), "from 0 to 5, got 6 at [2]"),
@@ -306,6 +321,8 @@ def test_keys_beyond_what_the_host_knows():
 # Whole numbers that are no places: each is right.
 NO_PLACES = {("sample", name) for name in ("top_ks", "seeds", "offsets", "counts")}
 NO_PLACES |= {("sample", "prompt"), ("sample", "allowed")}
+# A draft that is no token of the vocabulary is not accepted.
+NO_PLACES |= {("verify_draft", name) for name in ("draft_tokens", "top_ks", "seeds", "offsets")}
 
 
 def index_arguments():
