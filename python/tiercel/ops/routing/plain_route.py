@@ -118,12 +118,12 @@ def topk_route(
     return weights, indices.to(indices_dtype)
 
 
-def topk_softmax(scores: Tensor, k: int, **options: Any) -> tuple[Tensor, Tensor]:
+def whole_topk_softmax(scores: Tensor, k: int, **options: Any) -> tuple[Tensor, Tensor]:
     """:func:`topk_route` of k selected columns, as :func:`tiercel.topk_softmax` counts them."""
     return topk_route(scores, k + options.get("n_shared", 0), **options)
 
 
-def topk_softmax_align(
+def whole_topk_softmax_align(
     scores: Tensor,
     k: int,
     block_size: int,
@@ -134,7 +134,7 @@ def topk_softmax_align(
     **options: Any,
 ) -> tuple[Tensor, ...]:
     """:func:`tiercel.topk_softmax_align` in all its forms."""
-    weights, indices = topk_softmax(scores, k, **options)
+    weights, indices = whole_topk_softmax(scores, k, **options)
     aligned = moe_align_block_size(
         indices,
         block_size,

@@ -15,14 +15,14 @@ _Form = Callable[..., tuple[Tensor, ...]]
 
 
 def _with_routes(plain: _Form) -> _Form:
-    """Adds the options of plain_route.py's function of that name, which the plain form lacks."""
+    """Adds the options of `whole_...` in plain_route.py, which the plain form lacks."""
     known = inspect.signature(plain).parameters.keys()
 
     @functools.wraps(plain)
     def run(*args: Any, **options: Any) -> tuple[Tensor, ...]:
         from tiercel.ops.routing import plain_route
 
-        whole: _Form = getattr(plain_route, plain.__name__)
+        whole: _Form = getattr(plain_route, f"whole_{plain.__name__}")
         return (plain if options.keys() <= known else whole)(*args, **options)
 
     return run
