@@ -10,7 +10,7 @@
 
 namespace tiercel {
 
-// Which rows are a sequence: those between two starts, or `length` each.
+// The sequences: the rows between two starts, or `length` rows each.
 struct ConvSequences {
   const int* starts;   // [count + 1], or null
   int64_t start_step;  // elements

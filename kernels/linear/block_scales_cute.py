@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels of float8 operands with a scale per 1x128 and 128x128 values share: the scales' way
+"""Shared by kernels of float8 operands with a scale per 1x128 and 128x128 values: the scales' way
 to shared memory, and products that are scaled into a second set of float32 sums."""
 
 import cutlass

@@ -25,7 +25,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 LOADERS = 32  # threads that copy scales
 _OF_W = 4  # places for w's scales in a stage: up to two, and aligned
-# As linear_act.h counts them. Chosen at run time, so that one kernel serves all.
+# Numbers of linear_act.h, chosen at run time, so that one kernel serves all activations.
 _ACTIVATIONS = ((2, "silu"), (3, "gelu"), (4, "gelu_tanh"))
 
 

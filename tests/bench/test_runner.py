@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tiercel.workbench.bench.launch import Unsupported, WrongResult
+from tiercel.workbench.bench.launch import Unsupported, WrongResult, in_place
 from tiercel.workbench.bench.ops import Error
 from tiercel.workbench.bench.runner import Settings, input_sets, run_case
 
@@ -166,3 +166,28 @@ def test_a_gradient_may_be_the_first_operator_that_is_asked_for():
         "assert torch.ops.tiercel.rms_norm_backward\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.torch
+def test_a_replay_of_calls_in_place():
+    """Its results are those of the same calls, one by one; the first is the reference's."""
+    import torch
+
+    state, out = torch.zeros(1), torch.zeros(1)
+
+    def run():
+        out.copy_(state.add_(1))
+        return (out,)
+
+    def check(outputs):
+        assert outputs[0] == 1
+        return Error(0.0, 0.0)
+
+    launch = in_place(run, state.zero_, check)
+    launch.reset()
+    for _ in range(7):
+        launch.run()
+    assert launch.check((out,)) == Error(0.0, 0.0)
+    out.fill_(0.5)
+    with pytest.raises(WrongResult, match="not those of the same calls"):
+        launch.check((out,))

@@ -15,7 +15,7 @@ MIXED = [(1, 77), (150, 210), (0, 40), (3, 3), (1, 1), (20, 148), (0, 0)]
 
 
 def arguments(given, sinks=None, causal=True, window=None, softcap=None, **scales):
-    """Of _C.paged_attention, but the workspace."""
+    """The arguments of _C.paged_attention, but the workspace."""
     *tensors, longest = given
     q = given[0]
     out, lse = torch.full_like(q, torch.nan), torch.full((q.shape[1], len(q)), torch.nan)

@@ -55,7 +55,7 @@ def test_packed(lengths, first):
 
 
 def test_taps_do_not_see_beyond_their_width():
-    """What a filter does not see may be anything."""
+    """Inputs that a filter does not see may be anything."""
     x = normal(1, 30, 8, dtype=BF16)
     weight = normal(8, 2, dtype=BF16, seed=1)
     x[0, 5] = float("nan")

@@ -165,7 +165,7 @@ def test_no_tokens():
 
 
 def test_strided_heads():
-    """As parts of one projection."""
+    """Queries, keys and values are parts of one projection."""
     whole = torch.randn(2, 80, 4 * 64 + 2 * 32, generator=torch.Generator().manual_seed(0)).to(BF16)
     q, k, v = whole.split([128, 128, 64], dim=-1)
     q, k = (t.unflatten(-1, (2, 64)) for t in (q, k))

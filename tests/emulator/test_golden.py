@@ -50,7 +50,7 @@ def elements(arguments):
 
 
 def argument(spec, name, given):
-    """What the contract gives, or what is absent or the default."""
+    """The contract's value; None if it is absent, or the default."""
     if name in given:
         return given[name]
     scalar = spec.argument(name)
@@ -72,7 +72,7 @@ def checksum(op, arguments):
 
 
 def computed(op):
-    """Of the contract's first small cases that the kernels take."""
+    """Checksums of the contract's first small cases that the kernels take."""
     found = {}
     for case in CONTRACTS[op].cases:
         if len(found) == CASES or 0 in case.sizes.values():

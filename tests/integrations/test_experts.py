@@ -70,7 +70,6 @@ def test_gradients(autocast, strict):
             logits(model).float().square().sum().backward()
     for name, weight in right.named_parameters():
         found, usually = (model.get_parameter(name).grad for model in (ours, usual))
-        assert not torch.equal(found, usually) or name == "lm_head.weight", name
         assert distance(found, weight.grad) < 1.15 * distance(usually, weight.grad) + 1e-3, name
 
 

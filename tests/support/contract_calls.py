@@ -24,7 +24,14 @@ _TOKENS = {
     "nvfp4_gemv": ("l",),
 }
 # Contracts whose cases cannot be of any number of tokens: rows are repeated instead.
-_REPEATED = {"decode_attention", "kv_cache_write", "paged_attention", "qk_norm_rope_cache"}
+_REPEATED = {
+    "decode_attention",
+    "kv_cache_write",
+    "mla_cache_write",
+    "mla_decode",
+    "paged_attention",
+    "qk_norm_rope_cache",
+}
 # Operators made of others: the one whose contract says what they take.
 _OF_OTHERS = {"reduce_sum": "reduce", "fused_mlp": "gated_linear"}
 
@@ -64,6 +71,8 @@ def arguments(op, tokens=None, *, case=None, device="cpu"):
     """The public function's arguments by name; of `tokens` tokens, or of the case's own."""
     case = case or cases(op)[0]
     dims = _TOKENS.get(op) or tensor_specs(op)[0].dims[:1]
+    if case.values == "packed":  # sequences one after the other, in a batch of 1
+        dims = ("T",)
     if tokens is not None and op not in _REPEATED:
         case = dataclasses.replace(case, sizes={**case.sizes, **dict.fromkeys(dims, tokens)})
         if op == "attention_varlen":

@@ -30,7 +30,7 @@ def assert_right(result, scores, k, softmax_first=True, renormalize=False):
 
 
 def scored(scores, scoring):
-    """What becomes of scores, in float64."""
+    """The function of scores, in float64."""
     wide = scores.double()
     if scoring == "softmax":
         return torch.softmax(wide, -1)

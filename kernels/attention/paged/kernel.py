@@ -216,7 +216,7 @@ class PagedAttention(AttentionForward):
 
     @cute.jit
     def key_blocks(self, row, queries, keys, paged, problem):
-        """Of this part: a tile's blocks, in `parts` even shares."""
+        """This part's blocks of keys: the tile's, divided into `parts` even shares."""
         rows = self.tile_queries(paged)
         row, part = self.row_and_part(row)
         low, last = key_blocks(

@@ -16,7 +16,7 @@ def _wide(x: Tensor) -> Tensor:
 def _bounds(
     rows: int, length: int, starts: Tensor | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Where sequences begin and end."""
+    """The first row of each sequence, and the row behind its last."""
     if starts is None:
         count = rows // length if length else 0
         begins = torch.arange(count, device=device) * length

@@ -169,7 +169,7 @@ def topk_softmax(
         renormalize: Divide the selected weights by their sum (without ``softmax_first`` it is 1
             already).
         indices_dtype: ``torch.int32`` or ``torch.int64``.
-        scoring: What becomes of scores: ``"softmax"``; ``"sigmoid"``; ``"sqrtsoftplus"``, the root
+        scoring: The function of a score: ``"softmax"``; ``"sigmoid"``; ``"sqrtsoftplus"``, the root
             of ``log(1 + exp(x))``. With the latter two the weights are the selected scores, and
             ``renormalize`` divides them by their sum plus 1e-20.
         correction_bias: ``[E]`` float32 or None: is added for the selection, not to the weights. No

@@ -66,8 +66,7 @@ def try_case(
     """The part of one case that is right: `share`, from 0 to 1."""
     arguments = contract.make(case, device, _SEED)
     tensors = {n: v for n, v in arguments.items() if isinstance(v, Tensor)}
-    kept = {n: v.clone() for n, v in tensors.items() if n not in contract.written}
-    given = {n: v.clone() for n, v in tensors.items() if n in contract.mutates}
+    given = {n: v.clone() for n, v in tensors.items()}
     try:
         outputs = _call(contract, arguments, backend)
         _synchronize(device)
@@ -79,13 +78,13 @@ def try_case(
             return {"status": "skipped", "share": 0.0, "reason": missing}
         found = error_report(error, source or {})
         return {"status": "error", "share": 0.0, "reason": line_of(error), **found}
-    for name, before in kept.items():
-        if name in contract.mutates:
+    for name, before in given.items():
+        if name in contract.mutates or name in contract.written:
             continue
         bits = _BITS.get(before.dtype, before.dtype)
         if not torch.equal(arguments[name].view(bits), before.view(bits)):
             return {"status": "wrong", "share": 0.0, "reason": f"it changed `{name}`"}
-    expected = _expected(contract, arguments | given)
+    expected = _expected(contract, arguments | given)  # a call may have written to its arguments
     share, reason, values = compare(contract, arguments, expected, outputs)
     if reason is None:
         return {"status": "right", "share": share, "reason": None}
@@ -119,8 +118,6 @@ def _call(contract: Contract, arguments: dict[str, Any], backend: str) -> tuple[
 def _expected(contract: Contract, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
     """By the reference, in float64."""
     wide = {n: v.double() if _is_wide(v) else v for n, v in arguments.items()}
-    # The call's written tensors are compared with those that the reference writes.
-    wide |= {n: wide[n].clone() for n in contract.mutates if wide[n] is not None}
     result = getattr(tiercel.ref, contract.op)(**wide)
     return result if isinstance(result, tuple) else (result,)
 
