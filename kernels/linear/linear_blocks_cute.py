@@ -92,6 +92,7 @@ def multiply_steps(kernel, ring, read, steps, mmas, accs, sums, operands, scales
             ring.consumer_wait(read)
             upper, lower, next_upper, next_lower = _step_scales(kernel, scales, read.index, row)
         warpgroup.wait_group(0)
+        cute.arch.sync_warp()  # all lanes have read the scales; one lane arrives for its warp
         ring.consumer_release(done)
         add_scaled(sums, (parts - 1) * cute.size(accs[1]), accs[1], by_last)
     return read

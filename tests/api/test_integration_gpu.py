@@ -13,13 +13,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore::tiercel.backends.FallbackWarning"),
 ]
-WRITING = (
-    "act_and_mul_quant",
-    "kv_cache_write",
-    "nvfp4_gemv",
-    "qk_norm_rope_cache",
-    "rms_norm_quant",
-)
 
 
 def close(got, expected):
@@ -39,7 +32,7 @@ def test_inference_mode(op):
         close(calls.function(op)(**calls.copied(values)), expected)
         inside = calls.copied(values)
         close(calls.function(op)(**inside), expected)
-    if op not in WRITING:  # torch lets nobody write to such tensors outside of the mode
+    if op not in calls.WRITING:  # torch lets nobody write to such tensors outside of the mode
         close(calls.function(op)(**inside), expected)
 
 
@@ -56,7 +49,7 @@ def test_the_minimal_call_of_torch_ops(op):
     ours, theirs = calls.copied(values), calls.copied(values)
     expected = calls.function(op)(*ours.values(), **calls.AS_OPERATOR.get(op, {}))
     got = getattr(torch.ops.tiercel, op)(*theirs.values())
-    if op in WRITING:
+    if op in calls.WRITING:
         got, expected = (
             [v for v in by_name.values() if isinstance(v, torch.Tensor)]
             for by_name in (theirs, ours)

@@ -13,29 +13,18 @@ pytestmark = [
     pytest.mark.torch,
     pytest.mark.filterwarnings("ignore::tiercel.backends.FallbackWarning"),
 ]
-# They return nothing but what they have written to.
-WRITING = (
-    "act_and_mul_quant",
-    "causal_conv1d_update",
-    "gated_delta_rule_decode",
-    "kv_cache_write",
-    "mla_cache_write",
-    "nvfp4_gemv",
-    "qk_norm_rope_cache",
-    "rms_norm_quant",
-)
 
 
 def ours(op, values, **more):
     values = calls.copied(values)
     result = calls.function(op)(*values.values(), **more)
-    return tuple(values.values()) if op in WRITING else result
+    return tuple(values.values()) if op in calls.WRITING else result
 
 
 def theirs(op, values, call):
     values = calls.copied(values)
     result = call(*values.values())
-    return tuple(values.values()) if op in WRITING else result
+    return tuple(values.values()) if op in calls.WRITING else result
 
 
 @pytest.mark.parametrize("op", calls.OPS)

@@ -117,11 +117,11 @@ def test_a_million_tokens(experts, k):
 
 
 def test_too_many_experts_fall_back():
-    ids = ids_of(30, 600, 4)
-    with pytest.raises(NotImplementedError, match="at most 512 experts are supported, got 600"):
-        tiercel.moe_align_block_size(ids, 16, 600, backend="sm90")
-    with pytest.warns(tiercel.FallbackWarning, match="at most 512 experts"):
-        assert_equal(tiercel.moe_align_block_size(ids, 16, 600), by_sorting(ids, 16, 600))
+    ids = ids_of(30, 1100, 4)
+    with pytest.raises(NotImplementedError, match="at most 1024 experts are supported, got 1100"):
+        tiercel.moe_align_block_size(ids, 16, 1100, backend="sm90")
+    with pytest.warns(tiercel.FallbackWarning, match="at most 1024 experts"):
+        assert_equal(tiercel.moe_align_block_size(ids, 16, 1100), by_sorting(ids, 16, 1100))
 
 
 @pytest.mark.parametrize("tokens", [7, 128, 1024, 8192, 40_000])

@@ -11,6 +11,8 @@ import tiercel.ops
 from tiercel.plugins.contracts import CONTRACTS
 
 OPS = tuple(tiercel.ops.__all__)
+# Operators that return nothing but what they have written to.
+WRITING = tuple(op for op in OPS if not getattr(torch.ops.tiercel, op).default._schema.returns)
 # Arguments with which a public function returns its operator's result unchanged.
 AS_OPERATOR = {
     "cross_entropy": {"reduction": "none"},

@@ -28,14 +28,16 @@ def make(
     stored = torch.full(shape, torch.nan, dtype=dtype, device=device).permute(order)
     table = torch.randperm(pages, device=device, generator=generator)
     table = table[: len(lengths) * columns].view(len(lengths), columns).int()
-    for row, (_, keys) in zip(table, lengths, strict=True):
-        used = -(-keys // page)
+    pages_of = torch.tensor([-(-keys // page) for _, keys in lengths], dtype=torch.int32)
+    behind = (torch.arange(columns) - pages_of[:, None]).to(device)
+    no_pages = torch.tensor(NO_PAGES, dtype=torch.int32, device=device)
+    table = torch.where(behind < 0, table, no_pages[behind % 4])
+    for row, (_, keys), used in zip(table, lengths, pages_of.tolist(), strict=True):
         if keys:
             drawn = (used * page, 2, heads[1], d)
             values = torch.randn(drawn, device=device, generator=generator).to(dtype)
             values[keys:] = torch.nan
             stored[row[:used].long()] = values.unflatten(0, (used, page)).transpose(1, 2)
-        row[used:] = torch.tensor(NO_PAGES, device=device)[torch.arange(columns - used) % 4].int()
     new = torch.tensor([0, *(n for n, _ in lengths)]).cumsum(0)
     rows = int(new[-1]) + sum(around)
     q = torch.randn(rows, heads[0], d, device=device, generator=generator).to(dtype)
