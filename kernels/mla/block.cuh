@@ -13,7 +13,16 @@ namespace tiercel {
 inline constexpr int kConsumers = 256;
 inline constexpr int kHalfBlocks = 4;  // blocks of 64 columns of a warpgroup's values
 
-enum NamedBarrier { kProbabilities = 1, kTaken, kQueries, kFirstTail, kSecondTail, kKeyRows };
+enum NamedBarrier {
+  kEvenShares = 1,
+  kOddShares,
+  kTaken,
+  kQueries,
+  kFirstTail,
+  kSecondTail,
+  kKeyRows,
+  kEnds,
+};
 
 template <int kThreads>
 __device__ __forceinline__ void named_sync(int barrier) {

@@ -60,7 +60,6 @@ __device__ __forceinline__ void load_float8_keys(const MlaDecodeArgs& args, Shar
   constexpr int kRotaryRows = 128 / kRotaryLanes;
   constexpr int kRotaryLoads = kMlaStep / kRotaryRows;
   constexpr int kRotaryAt = kPacked ? kMlaPacked - kMlaRotary * 2 : kMlaLatent;
-  const int thread = threadIdx.x % 128;
   int64_t* const rows = reinterpret_cast<int64_t*>(pointer + kMlaKeyRows);
   Ring ring;
   do {
@@ -70,6 +69,8 @@ __device__ __forceinline__ void load_float8_keys(const MlaDecodeArgs& args, Shar
       const uint32_t tile = memory.keys(stage);
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
+        int thread = threadIdx.x % 128;
+        asm volatile("" : "+r"(thread));  // so that no addresses are kept from half to half
         const int lane = thread % kRowLanes, column = half * 256 + lane * 16;
         uint32_t words[kLoads][4];
         float scales[kLoads];

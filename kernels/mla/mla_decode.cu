@@ -3,15 +3,22 @@
 // their last 64 columns, values.
 //
 // A block has 64 rows, queries times heads of one sequence, and goes through the keys in steps of
-// 64. Of its three warpgroups
-//   the first multiplies queries and keys (64 x 64, along 576), makes probabilities of the scores,
-//     and multiplies these by the first 256 columns of the values;
-//   the second multiplies the same probabilities by the other 256 columns;
-//   the third loads: one warp what the first warpgroup frees, one what the second does. Float8 goes
-//     through its registers and becomes 16 bits there.
+// 64. Of its three warpgroups the first two take turns: the first has the even steps, the second
+// the odd ones. The owner of a step multiplies queries and keys (64 x 64, along 576), makes
+// probabilities of the scores and gives them to the other. Both then multiply them by values, the
+// first by columns 0 to 255, the second by columns 256 to 511. So one multiplies while the other
+// makes probabilities. The third loads: one warp what the first warpgroup frees, one what the
+// second does. Float8 goes through its registers and becomes 16 bits there.
+//
+// A warpgroup's sums are relative to the largest score that it has seen or been told of, row by
+// row. Probabilities come with the score that they are relative to; whichever of the two is the
+// smaller is scaled. So neither waits for the other's scores before it makes probabilities. The
+// method is FlashMLA's "seesaw", but for that.
+//
 // A step's rows are loaded once, 72 KiB, and both products read them from shared memory: values are
 // the same tile, turned by wgmma. Two steps are in flight. The fragments of probabilities are those
-// of scores, so that a thread of the second warpgroup takes over what its counterpart has.
+// of scores, so that a thread takes over what its counterpart of the other warpgroup has. Those of
+// even steps have a place of their own, those of odd ones lie where the step's rotary columns were.
 //
 // Blocks share all sequences' steps evenly, as lengths on the GPU say (share.cuh); mla_combine puts
 // sequences together that several lanes have.
@@ -170,10 +177,25 @@ __device__ __forceinline__ void multiply_keys(float (&s)[32], const Memory& memo
   wgmma_settle(s);
 }
 
-// The largest score so far and the sum of a row's exponentials, of which a thread has a part.
+// The score that a row's sums are relative to, the largest so far, and the sum of its exponentials,
+// of which a thread has a part.
 struct RowState {
   float largest = -INFINITY;
   float sum = 0.0f;
+
+  // The sums become relative to `score` if that is larger; returns the factor of those before.
+  __device__ __forceinline__ float grow(float score) {
+    const float grown = fmaxf(largest, score);
+    const float factor = exp2_approx(largest - finite(grown));
+    largest = grown;
+    sum *= factor;
+    return factor;
+  }
+
+  // The factor of probabilities that are relative to `score`, which is not larger.
+  __device__ __forceinline__ float factor_of(float score) const {
+    return exp2_approx(score - finite(largest));
+  }
 
   // Makes probabilities of the row's raw scores, those at 4j + kAt and 4j + kAt + 1; returns the
   // factor of what was summed before.
@@ -183,21 +205,22 @@ struct RowState {
 #pragma unroll
     for (int j = 0; j < 8; ++j) most = fmaxf(most, fmaxf(s[4 * j + kAt], s[4 * j + kAt + 1]));
     most = lanes_reduce<4>(most, [](float a, float b) { return fmaxf(a, b); });
-    const float grown = fmaxf(largest, most * scale);
-    const float reference = grown == -INFINITY ? 0.0f : grown;
-    const float factor = exp2_approx(largest - reference);
-    largest = grown;
-    float added = 0.0f;
+    const float factor = grow(most * scale), reference = finite(largest);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
 #pragma unroll
       for (int i = kAt; i < kAt + 2; ++i) {
         s[4 * j + i] = exp2_approx(fmaf(s[4 * j + i], scale, -reference));
-        added += s[4 * j + i];
+        sum += s[4 * j + i];
       }
     }
-    sum = sum * factor + added;
     return factor;
+  }
+
+ private:
+  // A row that has seen no key has no score; anything finite makes its exponentials 0.
+  static __device__ __forceinline__ float finite(float score) {
+    return score == -INFINITY ? 0.0f : score;
   }
 };
 
@@ -213,27 +236,75 @@ __device__ __forceinline__ void mask_scores(float (&s)[32], int first, int end, 
   }
 }
 
-// The factor of a row's sum of weighted values; 0 for a row that sees no key.
-__device__ __forceinline__ float row_factor(float sum, bool whole, float value_scale) {
-  if (!whole) return value_scale;
-  return sum == 0.0f ? 0.0f : value_scale / sum;
+__device__ __forceinline__ float value_scale_of(const MlaDecodeArgs& args) {
+  return args.kv_scale == nullptr ? 1.0f : *args.kv_scale;
 }
 
-// The first warpgroup: scores, probabilities, the first half of the values.
-template <typename Format, bool kBFloat16>
-__device__ __forceinline__ void first_group(const MlaDecodeArgs& args, Share share, int lane,
-                                            int row_block, const Memory& memory,
-                                            unsigned char* pointer) {
-  const int thread = threadIdx.x % 128;
-  const float value_scale = args.kv_scale == nullptr ? 1.0f : *args.kv_scale;
-  const float scale = args.scale * value_scale;
-  uint4* const fragments = reinterpret_cast<uint4*>(pointer + kMlaShares);
-  float2* const factors = reinterpret_cast<float2*>(pointer + kMlaFactors);
-  const Place place;
-  float o[128], s[32];
-  Ring ring;
+// The factor of a row's sum of weighted values; 0 for a row that sees no key.
+__device__ __forceinline__ float row_factor(const MlaDecodeArgs& args, float sum, bool whole) {
+  if (!whole) return value_scale_of(args);
+  return sum == 0.0f ? 0.0f : value_scale_of(args) / sum;
+}
+
+// A step's probabilities as fragments of wgmma's first operand. Words of a row's lower half are
+// odd.
+struct Shares {
+  uint32_t words[4][4];
+
+  template <typename Format>
+  __device__ __forceinline__ void pack(const float (&s)[32]) {
 #pragma unroll
-  for (int i = 0; i < 32; ++i) s[i] = 0.0f;
+    for (int i = 0; i < 16; ++i) words[i / 4][i % 4] = Format::pack(s + 2 * i);
+  }
+
+  __device__ __forceinline__ void write(uint4* to) const {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      to[k * 128] = make_uint4(words[k][0], words[k][1], words[k][2], words[k][3]);
+    }
+  }
+
+  __device__ __forceinline__ void read(const uint4* from) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const uint4 four = from[k * 128];
+      words[k][0] = four.x, words[k][1] = four.y, words[k][2] = four.z, words[k][3] = four.w;
+    }
+  }
+
+  template <typename Format>
+  __device__ __forceinline__ void scale(float2 factors) {
+    if (__all_sync(kFullWarp, factors.x == 1.0f && factors.y == 1.0f)) return;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      float pair[2];
+      Format::unpack(words[i / 4][i % 4], pair);
+      const float factor = i % 2 ? factors.y : factors.x;
+      pair[0] *= factor, pair[1] *= factor;
+      words[i / 4][i % 4] = Format::pack(pair);
+    }
+  }
+};
+
+// One of the two multiplying warpgroups.
+template <typename Format, bool kBFloat16, int kGroup>
+__device__ __forceinline__ void multiply_group(const MlaDecodeArgs& args, Share share, int lane,
+                                               int row_block, const Memory& memory,
+                                               unsigned char* pointer) {
+  constexpr int kOther = 1 - kGroup, kTail = kGroup == 0 ? kFirstTail : kSecondTail;
+  const int thread = threadIdx.x % 128;
+  const float scale = args.scale * value_scale_of(args);
+  const Place place;
+  // Where a warpgroup leaves the probabilities of its steps, and the scores they are relative to.
+  const auto shares_of = [&](int group) {
+    return reinterpret_cast<uint4*>(pointer + (group == 0 ? kMlaShares : kMlaOddShares)) + thread;
+  };
+  const auto scores_of = [&](int group) {
+    return reinterpret_cast<float*>(pointer + kMlaScores) + group * kMlaRows + place.row;
+  };
+  float o[128];
+  Ring ring;
+  if (kGroup == 1) named_arrive<kConsumers>(kTaken);
   do {
     load_queries(args, share.b, row_block, memory);
 #pragma unroll
@@ -242,49 +313,67 @@ __device__ __forceinline__ void first_group(const MlaDecodeArgs& args, Share sha
     // Query i sees the keys before length - queries + i + 1.
     const int seen = share.length - args.queries + 1, at = row_block * kMlaRows;
     const int all_see = seen + at / args.heads;
-    const int end = seen + (at + place.row) / args.heads;
-    const int other_end = seen + (at + place.row + 8) / args.heads;
     for (int step = share.first; step < share.last; ++step, ++ring.count) {
-      const int key = step * kMlaStep;
-      multiply_keys<kBFloat16>(s, memory, ring);
-      if (key + kMlaStep > all_see) {
-        mask_scores(s, key + place.column, min(end, share.length), min(other_end, share.length));
+      const int key = step * kMlaStep, stage = ring.stage();
+      Shares shares;
+      if (stage == kGroup) {
+        float s[32] = {};  // in this scope, so that it has no registers in the other
+        multiply_keys<kBFloat16>(s, memory, ring);
+        if (key + kMlaStep > all_see) {
+          const int end = seen + (at + place.row) / args.heads;
+          const int other_end = seen + (at + place.row + 8) / args.heads;
+          mask_scores(s, key + place.column, min(end, share.length), min(other_end, share.length));
+        }
+        const float2 factors = {upper.add<0>(s, scale), lower.add<2>(s, scale)};
+        shares.pack<Format>(s);
+        // Until then the place has the last even step's probabilities, or the rotary columns.
+        if (kGroup == 0) {
+          named_sync<kConsumers>(kTaken);
+        } else {
+          named_sync<128>(kSecondTail);
+        }
+        shares.write(shares_of(kGroup));
+        if (thread % 4 == 0) {
+          scores_of(kGroup)[0] = upper.largest;
+          scores_of(kGroup)[8] = lower.largest;
+        }
+        if (kGroup == 1) proxy_fence();  // TMA writes there next
+        named_arrive<kConsumers>(kEvenShares + kGroup);
+        scale_rows(o, factors);
+      } else {
+        named_sync<kConsumers>(kEvenShares + kOther);
+        const float2 scores = {scores_of(kOther)[0], scores_of(kOther)[8]};
+        shares.read(shares_of(kOther));
+        if (kGroup == 1) named_arrive<kConsumers>(kTaken);
+        scale_rows(o, {upper.grow(scores.x), lower.grow(scores.y)});
+        shares.scale<Format>({upper.factor_of(scores.x), lower.factor_of(scores.y)});
+        mbarrier_wait(memory.full(kGroup, stage), ring.parity());
       }
-      const float2 factor = {upper.add<0>(s, scale), lower.add<2>(s, scale)};
-      uint32_t p[4][4];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) p[k][i] = Format::pack(s + 8 * k + 2 * i);
-      }
-      named_sync<kConsumers>(kTaken);
-      factors[thread] = factor;
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        fragments[k * 128 + thread] = make_uint4(p[k][0], p[k][1], p[k][2], p[k][3]);
-      }
-      named_arrive<kConsumers>(kProbabilities);
-      const uint32_t values = memory.keys(ring.stage());
-      if (key + kMlaStep > share.length) clear_tail(values, share.length - key, kFirstTail);
-      scale_rows(o, factor);
-      multiply_values<kBFloat16>(o, p, values);
-      release(memory.empty(0, ring.stage()));
+      const uint32_t values = memory.keys(stage) + kGroup * kHalfBlocks * kMlaBlock;
+      if (key + kMlaStep > share.length) clear_tail(values, share.length - key, kTail);
+      multiply_values<kBFloat16>(o, shares.words, values);
+      release(memory.empty(kGroup, stage));
     }
+    // Each has summed the exponentials of its own steps.
     upper.sum = lanes_reduce<4>(upper.sum, Sum());
     lower.sum = lanes_reduce<4>(lower.sum, Sum());
+    float4* const ends = reinterpret_cast<float4*>(pointer + kMlaShares) + thread;
+    named_sync<kConsumers>(kEnds);
+    ends[kGroup * 128] = make_float4(upper.largest, lower.largest, upper.sum, lower.sum);
+    named_sync<kConsumers>(kEnds);
+    const float4 other = ends[kOther * 128];
+    float2 factors = {upper.grow(other.x), lower.grow(other.y)};
+    upper.sum += other.z * upper.factor_of(other.x);
+    lower.sum += other.w * lower.factor_of(other.y);
     // Parts stay sums; mla_combine divides.
-    const bool whole = !share.shared();
-    const float2 inverse = {row_factor(upper.sum, whole, value_scale),
-                            row_factor(lower.sum, whole, value_scale)};
-    named_sync<kConsumers>(kTaken);
-    factors[thread] = inverse;
-    named_arrive<kConsumers>(kProbabilities);
-    store_rows<Format>(args, share, lane, row_block, 0, o, inverse);
+    factors.x *= row_factor(args, upper.sum, !share.shared());
+    factors.y *= row_factor(args, lower.sum, !share.shared());
+    store_rows<Format>(args, share, lane, row_block, kGroup, o, factors);
 #pragma unroll
     for (int second = 0; second < 2; ++second) {
       const int row = place.row + 8 * second;
       const RowState& state = second ? lower : upper;
-      if (thread % 4 != 0 || at + row >= args.rows) continue;
+      if (kGroup == 1 || thread % 4 != 0 || at + row >= args.rows) continue;
       if (share.shared()) {
         args.partial_sums[part_line(args, lane, share.first == 0, row_block) + row] =
             make_float2(state.largest, state.sum);
@@ -294,48 +383,7 @@ __device__ __forceinline__ void first_group(const MlaDecodeArgs& args, Share sha
     }
     __syncwarp();
   } while (share.next(args));
-  named_sync<kConsumers>(kTaken);
-}
-
-// The second warpgroup: the other half of the values.
-template <typename Format, bool kBFloat16>
-__device__ __forceinline__ void second_group(const MlaDecodeArgs& args, Share share, int lane,
-                                             int row_block, const Memory& memory,
-                                             const unsigned char* pointer) {
-  const int thread = threadIdx.x % 128;
-  const uint4* const fragments = reinterpret_cast<const uint4*>(pointer + kMlaShares);
-  const float2* const factors = reinterpret_cast<const float2*>(pointer + kMlaFactors);
-  float o[128];
-  Ring ring;
-  named_arrive<kConsumers>(kTaken);
-  do {
-    load_queries(args, share.b, row_block, memory);
-#pragma unroll
-    for (int i = 0; i < 128; ++i) o[i] = 0.0f;
-    for (int step = share.first; step < share.last; ++step, ++ring.count) {
-      const int key = step * kMlaStep, stage = ring.stage();
-      named_sync<kConsumers>(kProbabilities);
-      const float2 factor = factors[thread];
-      uint32_t p[4][4];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const uint4 words = fragments[k * 128 + thread];
-        p[k][0] = words.x, p[k][1] = words.y, p[k][2] = words.z, p[k][3] = words.w;
-      }
-      named_arrive<kConsumers>(kTaken);
-      mbarrier_wait(memory.full(1, stage), ring.parity());
-      const uint32_t values = memory.keys(stage) + kHalfBlocks * kMlaBlock;
-      if (key + kMlaStep > share.length) clear_tail(values, share.length - key, kSecondTail);
-      scale_rows(o, factor);
-      multiply_values<kBFloat16>(o, p, values);
-      release(memory.empty(1, stage));
-    }
-    named_sync<kConsumers>(kProbabilities);
-    const float2 inverse = factors[thread];
-    named_arrive<kConsumers>(kTaken);
-    store_rows<Format>(args, share, lane, row_block, 1, o, inverse);
-    __syncwarp();
-  } while (share.next(args));
+  if (kGroup == 0) named_sync<kConsumers>(kTaken);
 }
 
 // Tells mla_combine of the sequences that lanes share. There is an entry for each sequence or,
@@ -363,10 +411,9 @@ __device__ __forceinline__ void list_shared(const MlaDecodeArgs& args, Share sha
 // may have what the block was launched with, 168 a thread: with more, setmaxnreg waits forever.
 template <MlaLayout kLayout>
 struct Registers {
-  static constexpr bool kSame = kLayout == MlaLayout::kSame,
-                        kPacked = kLayout == MlaLayout::kPacked;
-  static constexpr int kMultiply = kSame ? 216 : kPacked ? 200 : 208;
-  static constexpr int kLoad = kSame ? 72 : kPacked ? 104 : 88;
+  static constexpr bool kSame = kLayout == MlaLayout::kSame;
+  static constexpr int kMultiply = kSame ? 216 : 200;
+  static constexpr int kLoad = kSame ? 72 : 104;
   static_assert(2 * kMultiply + kLoad <= 3 * (65536 / kMlaThreads / 8 * 8));
 };
 
@@ -391,11 +438,11 @@ __global__ void __launch_bounds__(kMlaThreads, 1)
   grid_dependency_wait();
   grid_dependency_launch();
   const int lane = blockIdx.x / args.row_blocks, row_block = blockIdx.x % args.row_blocks;
+  // Each role finds its share by itself, so that no registers are kept for it across the roles.
   Share share{};
-  const bool any = share.begin(args, lane);
   if (group == 2) {
     set_registers<Registers<kLayout>::kLoad, false>();
-    if (!any) return;
+    if (!share.begin(args, lane)) return;
     const int warp = threadIdx.x % 128 / 32;
     if constexpr (kFloat8) {
       load_float8_keys<Format, kLayout == MlaLayout::kPacked>(args, share, memory, shared);
@@ -404,18 +451,19 @@ __global__ void __launch_bounds__(kMlaThreads, 1)
     } else if (warp < 2) {
       load_keys(args, &map, share, memory, warp, shared);
     }
-  } else {
+  } else if (group == 0) {
     set_registers<Registers<kLayout>::kMultiply, true>();
+    const bool any = share.begin(args, lane);
     if (args.shared != nullptr && row_block == 0 && threadIdx.x == 0) {
       list_shared(args, share, any, lane);
     }
     __syncwarp();
     if (!any) return;
-    if (group == 0) {
-      first_group<Format, kBFloat16>(args, share, lane, row_block, memory, shared);
-    } else {
-      second_group<Format, kBFloat16>(args, share, lane, row_block, memory, shared);
-    }
+    multiply_group<Format, kBFloat16, 0>(args, share, lane, row_block, memory, shared);
+  } else {
+    set_registers<Registers<kLayout>::kMultiply, true>();
+    if (!share.begin(args, lane)) return;
+    multiply_group<Format, kBFloat16, 1>(args, share, lane, row_block, memory, shared);
   }
 }
 
