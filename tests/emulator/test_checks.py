@@ -92,6 +92,50 @@ def test_deadlock_says_who_waits_where(tmp_path):
     assert "warp 1" not in text
 
 
+def warpgroups(*counts):
+    """Each warpgroup asks for its number of registers; the kernel is of that many warpgroups."""
+    text = "mov.u32 %r1, %tid.x; shr.u32 %r1, %r1, 7;\n"
+    for i, (operation, count) in enumerate(counts):
+        text += f"setp.ne.u32 %p1, %r1, {i}; @%p1 bra NEXT{i};\n"
+        text += f"setmaxnreg.{operation}.sync.aligned.u32 {count};\nNEXT{i}:\n"
+    return text
+
+
+THREE = ".reqntid 384, 1, 1 .minnctapersm 1"  # ptxas gives each thread 168
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_warpgroups_share_the_registers_of_the_launch(tmp_path, seed):
+    """One more than what the third gives back to two is waited for on the GPU for ever."""
+    options(seed=seed)
+    fits = warpgroups(("inc", 216), ("inc", 216), ("dec", 72))
+    kernel(tmp_path, fits, directives=THREE)(zeros(1), block=384)
+    launch = kernel(tmp_path, fits.replace("72", "80"), directives=THREE)
+    text = fails(launch, zeros(1), block=384, match="is deadlocked: setmaxnreg waits for 48 more")
+    assert "starts with 168 for each of its 12 warps" in text
+    assert "setmaxnreg.inc.sync.aligned.u32 216" in text
+
+
+@pytest.mark.parametrize(
+    ("directives", "most"),
+    [(".maxntid 256", 256), (".maxntid 256 .minnctapersm 2", 128), (".maxnreg 96", 96)],
+)
+def test_registers_of_a_launch(tmp_path, directives, most):
+    launch = kernel(tmp_path, warpgroups(("dec", most)), directives=directives)
+    launch(zeros(1), block=128)
+    for wrong, match in ((most - 8, "to fewer"), (most + 8, "waits for 8 more")):
+        if wrong <= 256:
+            launch = kernel(tmp_path, warpgroups(("inc", wrong)), directives=directives)
+            fails(launch, zeros(1), block=128, match=match)
+    if most < 256:
+        launch = kernel(tmp_path, warpgroups(("dec", most + 8)), directives=directives)
+        fails(launch, zeros(1), block=128, match=f"setmaxnreg.dec from {most} registers to more")
+
+
+def test_registers_of_a_launch_must_be_known(tmp_path):
+    fails(kernel(tmp_path, warpgroups(("dec", 24))), zeros(1), match="ptxas ignores it")
+
+
 def test_endless_loop(tmp_path):
     launch = kernel(tmp_path, "AGAIN: add.u32 %r1, %r1, 1; bra AGAIN;")
     options(max_instructions=50_000)

@@ -46,10 +46,10 @@ def _check(result):
         raise EmulatorError(text.value.decode())
 
 
-def kernel(folder, body, registers="", parameters=1):
+def kernel(folder, body, registers="", parameters=1, directives=""):
     """Loads a kernel of that body, whose parameters are pointers; returns a function that launches
     it on tensors. %p, %r, %rd, %f, %fd and %h are declared, twenty of each; %rd0 to %rdN hold the
-    parameters."""
+    parameters. `directives` are the kernel's own: .reqntid and the like."""
     global _made
     _made += 1
     name = f"kernel_{_made}"
@@ -58,7 +58,7 @@ def kernel(folder, body, registers="", parameters=1):
     (folder / f"{name}.ptx").write_text(
         f".version 9.0\n.target sm_90a\n.address_size 64\n"
         f".extern .shared .align 16 .b8 dynamic[];\n"
-        f".visible .entry {name}({listed}) {{\n"
+        f".visible .entry {name}({listed}) {directives} {{\n"
         f".reg .pred %p<20>; .reg .b32 %r<20>; .reg .b64 %rd<20>; .reg .f32 %f<20>;\n"
         f".reg .f64 %fd<20>; .reg .b16 %h<20>; {registers}\n{loads}\n{body}\nret;\n}}\n"
     )

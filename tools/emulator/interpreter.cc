@@ -267,8 +267,28 @@ class ClustersRun {
   }
 
   [[noreturn]] void deadlock() const {
-    throw EmulatorError("kernel " + launch_.kernel->name + " is deadlocked; its warps wait at" +
-                        places());
+    throw EmulatorError("kernel " + launch_.kernel->name + " is deadlocked" + short_of_registers() +
+                        "; its warps wait at" + places());
+  }
+
+  bool waits_for_registers(const Group& group) const {
+    const std::vector<PtxInstruction>& body = launch_.kernel->ptx->body;
+    return group.pc < body.size() && body[group.pc].opcode == "setmaxnreg";
+  }
+
+  std::string short_of_registers() const {
+    const Kernel& kernel = *launch_.kernel;
+    for (const Warp* warp : order_) {
+      for (const Group& group : warp->groups) {
+        if (group.mask == 0 || !waits_for_registers(group)) continue;
+        const int64_t wanted = kernel.code[group.pc].imm - warp->machine_registers;
+        return ": setmaxnreg waits for " + std::to_string(wanted) + " more registers a thread, " +
+               std::to_string(warp->cta->free_registers) + " are free, and a block starts with " +
+               std::to_string(kernel.launch_registers) + " for each of its " +
+               std::to_string(warp->cta->warps.size()) + " warps";
+      }
+    }
+    return "";
   }
 
   Launch& launch_;
@@ -281,6 +301,7 @@ void start_warp(const Launch& launch, Cta& cta, uint32_t index, Warp& warp) {
   const uint64_t threads = launch.block.count() - uint64_t{index} * kLanes;
   warp.cta = &cta;
   warp.index = index;
+  warp.machine_registers = kernel.launch_registers;
   warp.alive = threads >= kLanes ? kAllLanes : (1u << threads) - 1;
   warp.groups.assign(1, Group{0, warp.alive, false, 0});
   warp.registers.resize(kernel.register_bytes / 8 + 1);
@@ -315,6 +336,7 @@ void start_cluster(Launch& launch, uint64_t number, Cluster& cluster) {
     cta.cluster = &cluster;
     cta.rank = rank;
     cta.exited = false;
+    cta.free_registers = 0;
     cta.index = {first.x + rank % launch.cluster.x,
                  first.y + rank / launch.cluster.x % launch.cluster.y,
                  first.z + rank / launch.cluster.x / launch.cluster.y};

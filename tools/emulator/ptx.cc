@@ -479,6 +479,8 @@ std::unique_ptr<PtxFunction> PtxModule::parse(const std::string& entry) const {
   while (in.peek() != '{') {  // .maxntid 256, 1, 1 and the like
     const std::string word = in.word();
     if (word.empty() && !in.take(',')) in.fail("unknown text");
+    if (word == ".minnctapersm") made->min_blocks = std::stoull(in.word());
+    if (word == ".maxnreg") made->max_registers = std::stoull(in.word());
     if (word != ".maxntid" && word != ".reqntid") continue;
     made->max_threads = 1;
     do {

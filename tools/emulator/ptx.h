@@ -66,7 +66,9 @@ inline constexpr uint64_t kParamStart = 0x210;
 struct PtxFunction {
   std::string name;
   int line = 0;
-  uint64_t max_threads = 0;  // of a block; 0: not said
+  uint64_t max_threads = 0;    // of a block; 0: not said
+  uint64_t min_blocks = 1;     // .minnctapersm
+  uint64_t max_registers = 0;  // .maxnreg; 0: not said
   std::vector<PtxVariable> parameters;
   std::vector<PtxVariable> variables;  // .shared and .local of this function
   std::vector<PtxRegister> registers;

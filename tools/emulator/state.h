@@ -31,7 +31,8 @@ struct Kernel {
   std::map<std::string, Operand> specials;  // special registers that the code reads
   std::map<std::string, uint64_t> shared_offsets, local_offsets;
   uint32_t static_shared = 0, dynamic_shared_align = 16;
-  uint32_t local_bytes = 0;  // of a thread
+  uint32_t local_bytes = 0;       // of a thread
+  uint32_t launch_registers = 0;  // of a thread, where setmaxnreg changes them; else 0
   uint32_t parameter_bytes = 0;
   std::map<std::string, uint64_t>* globals = nullptr;  // addresses of the module's variables
   std::vector<std::shared_ptr<const void>> kept;       // what Instruction::imm points to
@@ -107,7 +108,8 @@ struct Warp {
 
   uint8_t* base[2] = {nullptr, nullptr};  // registers, constants
   Cta* cta = nullptr;
-  uint32_t index = 0;  // in the block
+  uint32_t index = 0;              // in the block
+  uint32_t machine_registers = 0;  // of a thread, as setmaxnreg left them
   Mask alive = 0;
   Mask active = 0;  // of the group that runs now
   uint32_t pc = 0;  // of the instruction that runs now
@@ -133,6 +135,7 @@ struct Cta {
   std::vector<uint8_t> shared;  // addresses begin at kSharedStart
   std::vector<Warp> warps;
   CtaBarrier barriers[16];
+  uint32_t free_registers = 0;  // that warps gave back, counted for one thread of a warp
   std::shared_ptr<void> tensor_state;
 };
 

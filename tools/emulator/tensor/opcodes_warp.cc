@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // elect.sync, and instructions that only tell the machine something.
+#include <algorithm>
 #include <string>
 
 #include "tools/emulator/tensor/tensor_state.h"
@@ -40,15 +41,56 @@ void decode_griddepcontrol(Decode& d, Instruction& out) {
 }
 const Opcode griddepcontrol_opcode("griddepcontrol", decode_griddepcontrol);
 
+// What ptxas gives a thread of a kernel with setmaxnreg: all that the blocks of a multiprocessor
+// may have, in eights. Without a number of threads, or .maxnreg, it ignores setmaxnreg.
+uint32_t launch_registers(const PtxFunction& kernel) {
+  constexpr uint64_t kOfMultiprocessor = 65536, kMost = 256;
+  uint64_t count = kernel.max_registers;
+  if (count == 0 && kernel.max_threads != 0)
+    count = kOfMultiprocessor / (kernel.max_threads * kernel.min_blocks);
+  return static_cast<uint32_t>(std::min(count, kMost) / 8 * 8);
+}
+
+// imm: the number asked for. Warps share what the block was launched with.
+Step run_setmaxnreg_dec(Warp& warp, const Instruction& in, Mask mask) {
+  if (!warp.together(kAllLanes, mask)) return Step::kBlocked;
+  const auto count = static_cast<uint32_t>(in.imm);
+  if (count > warp.machine_registers)
+    throw EmulatorError("setmaxnreg.dec from " + std::to_string(warp.machine_registers) +
+                        " registers to more");
+  warp.cta->free_registers += warp.machine_registers - count;
+  warp.machine_registers = count;
+  return Step::kNext;
+}
+
+Step run_setmaxnreg_inc(Warp& warp, const Instruction& in, Mask mask) {
+  if (!warp.together(kAllLanes, mask)) return Step::kBlocked;
+  const auto count = static_cast<uint32_t>(in.imm);
+  if (count < warp.machine_registers)
+    throw EmulatorError("setmaxnreg.inc from " + std::to_string(warp.machine_registers) +
+                        " registers to fewer");
+  const uint32_t wanted = count - warp.machine_registers;
+  if (wanted > warp.cta->free_registers) return Step::kBlocked;
+  warp.cta->free_registers -= wanted;
+  warp.machine_registers = count;
+  return Step::kNext;
+}
+
 void decode_setmaxnreg(Decode& d, Instruction& out) {
-  if (d.take_one_of({"inc", "dec"}).empty()) d.fail("an operation is missing");
+  const std::string operation = d.take_one_of({"inc", "dec"});
+  if (operation.empty()) d.fail("an operation is missing");
   d.take("sync");
   d.take("aligned");
   d.type({t::u32});
   const int64_t count = d.immediate(0);
   if (count < 24 || count > 256 || count % 8 != 0)
     d.fail("the number of registers is expected to be a multiple of 8 from 24 to 256");
-  out.run = run_nothing;
+  Kernel& kernel = d.kernel();
+  kernel.launch_registers = launch_registers(*kernel.ptx);
+  if (kernel.launch_registers == 0)
+    d.fail("ptxas ignores it in a kernel with neither .maxntid, .reqntid nor .maxnreg");
+  out.imm = count;
+  out.run = operation == "inc" ? run_setmaxnreg_inc : run_setmaxnreg_dec;
 }
 const Opcode setmaxnreg_opcode("setmaxnreg", decode_setmaxnreg);
 
