@@ -2,7 +2,9 @@
 """A nightly, whole: the real gh talks to a local stand-in of the part of GitHub's API it needs."""
 
 import json
+import os
 import pathlib
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -266,3 +268,31 @@ def test_what_is_refused(checkout: Checkout, github: GitHub, nightly: Nightly) -
     code, text = nightly.run("--date", "20260101", GH_TOKEN="wrong")
     assert code == 1 and "gh release view: " in text and "wrong" not in text
     assert github.state["releases"] == []
+
+
+def test_the_toolchain_joins_its_release(github: GitHub, tmp_path: pathlib.Path) -> None:
+    root = tmp_path / "checkout"  # gh looks for its socket beside it
+    (root / "ci").mkdir(parents=True)
+    for name in ("toolchain.sh", "usage.sh"):
+        shutil.copy(pathlib.Path("ci") / name, root / "ci" / name)
+    bazelw = root / "bazelw"
+    bazelw.write_text('#!/bin/sh\necho "$TIERCEL_BAZEL_MODE $1" >called\necho Bazel >"$2"\n')
+    bazelw.chmod(0o755)
+
+    def call(*words: str) -> subprocess.CompletedProcess:
+        command = ["bash", root / "ci" / "toolchain.sh", *words]
+        env = os.environ | github.env
+        return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
+
+    assert call("out").returncode == 0
+    assert (root / "called").read_text() == "airgap --export-toolchain\n"
+    (root / "out" / "toolchain.tar").write_text("Bazel, damaged\n")
+    assert call("--attach", VERSION, "out").returncode == 1
+    assert github.state["releases"] == []
+    assert call("out").returncode == 0
+    for _ in range(2):  # the second finds the release, and replaces what it has
+        result = call("--attach", VERSION, "out")
+        assert result.returncode == 0, result.stderr
+        assert github.release["tag_name"] == f"v{VERSION}" and not github.release["prerelease"]
+        assert github.files["toolchain.tar"] == b"Bazel\n"
+        assert github.files["toolchain.tar.sha256"].endswith(b"  toolchain.tar\n")

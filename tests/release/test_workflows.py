@@ -23,7 +23,12 @@ MAY_WRITE = {
 MAY_READ = {("nightly", "publish"): {"actions"}, ("release", "gpu"): {"actions", "contents"}}
 PUBLISH = "pypa/gh-action-pypi-publish"
 # What such a job may call: git, gh and Python alone.
-WITHOUT_BAZEL = {"nightly.sh --publish", "release.sh --only tag", "gpu_run.sh"}
+WITHOUT_BAZEL = {
+    "nightly.sh --publish",
+    "release.sh --only tag",
+    "gpu_run.sh",
+    "toolchain.sh --attach",
+}
 
 
 @pytest.fixture(params=FILES, ids=lambda path: path.stem)
@@ -133,6 +138,17 @@ def test_what_is_uploaded_has_attestations() -> None:
         "publish": "install",
         "tag": "publish",
     }
+
+
+def test_a_release_has_the_toolchain_that_built_it() -> None:
+    release = YAML(typ="safe").load(next(p for p in FILES if p.stem == "release").read_text())
+    build, tag = (
+        [s.get("run", "") for s in release["jobs"][job]["steps"]] for job in ("build", "tag")
+    )
+    assert build.index("ci/toolchain.sh out/toolchain") > build.index("ci/build.sh --release dist")
+    commands = [word for word in tag if word]
+    assert commands[-1] == 'ci/toolchain.sh --attach "$VERSION" out/toolchain'
+    assert "--only tag" in commands[-2]
 
 
 def test_releases_and_nightlies_build_without_a_registry(workflow: dict, path) -> None:
