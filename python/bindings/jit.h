@@ -2,12 +2,14 @@
 #ifndef PYTHON_BINDINGS_JIT_H_
 #define PYTHON_BINDINGS_JIT_H_
 
-#include <pybind11/pybind11.h>
+#include <Python.h>
 
 namespace tiercel::python {
 
-// Adds the type JitKernel, a kernel that was compiled on this machine.
-void AddJit(pybind11::module_& module);
+// The type JitKernel, a kernel that was compiled on this machine; null with an exception set.
+PyObject* MakeJitKernelType();
+
+PyMethodDef* JitFunctions();
 
 }  // namespace tiercel::python
 

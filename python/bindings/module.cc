@@ -17,37 +17,49 @@ namespace tiercel::python {
 namespace {
 
 // Opening the driver is the first thing that asks for a GPU, so it happens here and not on import.
-py::dict DriverInfo() {
-  Status status;
+PyObject* DriverInfo(PyObject*, PyObject*) {
   int version = 0;
-  {
-    const py::gil_scoped_release others_run;  // to start the driver may take seconds
-    status = driver_status();
+  const Status status = WithoutGil([&] {  // to start the driver may take seconds
+    const Status found = driver_status();
     version = driver_version();
-  }
-  py::dict info;
-  info["ok"] = status.ok();
-  info["version"] = version;
-  info["message"] = status.ok() ? std::string() : status.message();
-  return info;
+    return found;
+  });
+  return Py_BuildValue("{sNsiss}", "ok", PyBool_FromLong(status.ok()), "version", version,
+                       "message", status.message().c_str());
 }
 
-py::tuple DeviceCapability(int device) {
-  int major = 0, minor = 0;
-  Status status;
-  {
-    const py::gil_scoped_release others_run;
-    status = device_capability(device, &major, &minor);
+PyObject* DeviceCapability(PyObject*, PyObject* args, PyObject* keywords) {
+  static const char* const kNames[] = {"device", nullptr};
+  int device = 0, major = 0, minor = 0;
+  if (!PyArg_ParseTupleAndKeywords(args, keywords, "i", const_cast<char**>(kNames), &device)) {
+    return nullptr;
   }
-  if (!status.ok()) {
-    Raise(status);
-    throw py::error_already_set();
-  }
-  return py::make_tuple(major, minor);
+  const Status status = WithoutGil([&] { return device_capability(device, &major, &minor); });
+  return status.ok() ? Py_BuildValue("(ii)", major, minor) : Raise(status);
 }
 
 // Types, hooks and caches are the process's, so one interpreter alone may have them.
 bool IsMainInterpreter() { return PyInterpreterState_Get() == PyInterpreterState_Main(); }
+
+PyObject* ClearCache(PyObject*, PyObject*) {
+  ClearExchangeCache();
+  Py_RETURN_NONE;
+}
+
+PyObject* Stub(PyObject*, PyObject*) { return PyUnicode_FromString(StubOfFamilies().c_str()); }
+
+PyMethodDef functions[] = {
+    {"driver_info", DriverInfo, METH_NOARGS,
+     "driver_info()\n--\n\nOpens the NVIDIA driver and says whether it will do, its CUDA version "
+     "and why not."},
+    {"device_capability",
+     reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(DeviceCapability)),
+     METH_VARARGS | METH_KEYWORDS,
+     "device_capability(device)\n--\n\nThe (major, minor) compute capability of a device."},
+    {"_clear_exchange_cache", ClearCache, METH_NOARGS, nullptr},
+    {"_stub", Stub, METH_NOARGS, "The declarations of the families' functions, for _C.pyi."},
+    {nullptr, nullptr, 0, nullptr},
+};
 
 constexpr char kOtherInterpreter[] = "tiercel._C does not support loading in subinterpreters";
 
@@ -57,14 +69,15 @@ void AddType(py::module_& module, const char* name, PyObject* type) {
 }
 
 void AddAll(py::module_& module) {
-  for (PyMethodDef* functions : {AllocateFunctions(), EagerFunctions(), EagerCallFunctions()}) {
-    if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
+  for (PyMethodDef* all :
+       {functions, AllocateFunctions(), EagerFunctions(), EagerCallFunctions(), JitFunctions()}) {
+    if (PyModule_AddFunctions(module.ptr(), all) != 0) throw py::error_already_set();
   }
   if (AddFamilies(module.ptr()) != 0) throw py::error_already_set();
   AddType(module, "EagerCall", MakeEagerCallType());
   AddType(module, "EagerInto", MakeEagerIntoType());
   AddType(module, "EagerFilled", MakeEagerFilledType());
-  AddJit(module);
+  AddType(module, "JitKernel", MakeJitKernelType());
 }
 
 }  // namespace
@@ -79,13 +92,6 @@ PYBIND11_MODULE(_C, module) {
     throw py::import_error(tiercel::python::kOtherInterpreter);
   }
   module.doc() = "Launchers of tiercel's precompiled kernels; private, see tiercel.ops.";
-  module.def("driver_info", &tiercel::python::DriverInfo,
-             "Opens the NVIDIA driver and says whether it will do, its CUDA version and why not.");
-  module.def("device_capability", &tiercel::python::DeviceCapability, py::arg("device"),
-             "The (major, minor) compute capability of a device.");
-  module.def("_clear_exchange_cache", &tiercel::python::ClearExchangeCache);
-  module.def("_stub", &tiercel::python::StubOfFamilies,
-             "The declarations of the families' functions, for _C.pyi.");
   tiercel::python::AddAll(module);
 }
 #undef PyInit__C
