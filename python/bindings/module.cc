@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // tiercel._C: the kernels' launchers as Python functions. It includes and links nothing of torch's.
-#include <pybind11/pybind11.h>
+#include <Python.h>
 
 #include "kernels/sm90/driver.h"
 #include "python/bindings/allocate.h"
@@ -10,8 +10,7 @@
 #include "python/bindings/exchange_cache.h"
 #include "python/bindings/functions.h"
 #include "python/bindings/jit.h"
-
-namespace py = pybind11;
+#include "python/bindings/reference.h"
 
 namespace tiercel::python {
 namespace {
@@ -56,48 +55,80 @@ PyMethodDef functions[] = {
      reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(DeviceCapability)),
      METH_VARARGS | METH_KEYWORDS,
      "device_capability(device)\n--\n\nThe (major, minor) compute capability of a device."},
-    {"_clear_exchange_cache", ClearCache, METH_NOARGS, nullptr},
-    {"_stub", Stub, METH_NOARGS, "The declarations of the families' functions, for _C.pyi."},
+    {"_clear_exchange_cache", ClearCache, METH_NOARGS, "_clear_exchange_cache()\n--\n\n"},
+    {"_stub", Stub, METH_NOARGS,
+     "_stub()\n--\n\nThe declarations of the families' functions, for _C.pyi."},
     {nullptr, nullptr, 0, nullptr},
 };
 
 constexpr char kOtherInterpreter[] = "tiercel._C does not support loading in subinterpreters";
 
-void AddType(py::module_& module, const char* name, PyObject* type) {
-  if (type == nullptr) throw py::error_already_set();
-  module.add_object(name, py::reinterpret_steal<py::object>(type));
+bool AddType(PyObject* module, const char* name, PyObject* made) {
+  const Reference type(made);
+  return type && PyModule_AddObjectRef(module, name, type.get()) == 0;
 }
 
-void AddAll(py::module_& module) {
+bool AddAll(PyObject* module) {
   for (PyMethodDef* all :
        {functions, AllocateFunctions(), EagerFunctions(), EagerCallFunctions(), JitFunctions()}) {
-    if (PyModule_AddFunctions(module.ptr(), all) != 0) throw py::error_already_set();
+    if (PyModule_AddFunctions(module, all) != 0) return false;
   }
-  if (AddFamilies(module.ptr()) != 0) throw py::error_already_set();
-  AddType(module, "EagerCall", MakeEagerCallType());
-  AddType(module, "EagerInto", MakeEagerIntoType());
-  AddType(module, "EagerFilled", MakeEagerFilledType());
-  AddType(module, "JitKernel", MakeJitKernelType());
+  return AddFamilies(module) == 0 && AddType(module, "EagerCall", MakeEagerCallType()) &&
+         AddType(module, "EagerInto", MakeEagerIntoType()) &&
+         AddType(module, "EagerFilled", MakeEagerFilledType()) &&
+         AddType(module, "JitKernel", MakeJitKernelType());
 }
+
+// The module, once it is whole. There is one in a process: who imports it again, by whichever name
+// or loader, gets the same.
+PyObject* whole = nullptr;
+
+PyObject* Create(PyObject* spec, PyModuleDef*) {
+  if (whole != nullptr && IsMainInterpreter()) return Py_NewRef(whole);
+  const Reference name(PyObject_GetAttrString(spec, "name"));
+  return name ? PyModule_NewObject(name.get()) : nullptr;
+}
+
+int Execute(PyObject* module) {
+  // Python 3.13 calls PyInit__C in the main interpreter, whichever imports.
+  if (!IsMainInterpreter()) {
+    PyErr_SetString(PyExc_ImportError, kOtherInterpreter);
+    return -1;
+  }
+  if (module == whole) return 0;
+  if (!AddAll(module)) return -1;
+  whole = Py_NewRef(module);
+  return 0;
+}
+
+PyModuleDef_Slot slots[] = {
+    {Py_mod_create, reinterpret_cast<void*>(Create)},
+    {Py_mod_exec, reinterpret_cast<void*>(Execute)},
+#ifdef Py_mod_multiple_interpreters
+    {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
+#endif
+    {0, nullptr},
+};
+
+PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    "_C",
+    "Launchers of tiercel's precompiled kernels; private, see tiercel.ops.",
+    0,
+    nullptr,
+    slots,
+    nullptr,
+    nullptr,
+    nullptr,
+};
 
 }  // namespace
 }  // namespace tiercel::python
 
-// pybind11's own initialisation would wait for ever in a subinterpreter of Python 3.10 or 3.11, so
-// it is a function that PyInit__C calls.
-#define PyInit__C InitModule
-PYBIND11_MODULE(_C, module) {
-  // Python 3.13 calls PyInit__C in the main interpreter, whichever imports.
-  if (!tiercel::python::IsMainInterpreter()) {
-    throw py::import_error(tiercel::python::kOtherInterpreter);
+PyMODINIT_FUNC PyInit__C() {
+  if (tiercel::python::IsMainInterpreter()) {
+    return PyModuleDef_Init(&tiercel::python::definition);
   }
-  module.doc() = "Launchers of tiercel's precompiled kernels; private, see tiercel.ops.";
-  tiercel::python::AddAll(module);
-}
-#undef PyInit__C
-
-extern "C" PYBIND11_EXPORT PyObject* PyInit__C() {
-  if (tiercel::python::IsMainInterpreter()) return InitModule();
   PyErr_SetString(PyExc_ImportError, tiercel::python::kOtherInterpreter);
   return nullptr;
 }
