@@ -3,10 +3,14 @@
 """Where the host time of one eager call goes, on this machine's GPU, for an installed Tiercel.
 
 python benchmarks/host_time.py [--out FILE]
+python benchmarks/host_time.py --ops [NAME ...]
 
 Each row is a median over samples of 400 calls, in rounds through all rows; the GPU's queue never
 fills. "no launch" is the same call with a driver whose cuLaunchKernelEx does nothing: what is left
 is ours.
+
+--ops: one allocating call of each public op, or of those named, for each kind of case that its
+contract has, slowest first. A GPU that has more to do than the host shows in such a row.
 """
 
 import argparse
@@ -141,13 +145,39 @@ def measure(fake_driver):
     return {what: statistics.median(taken) * 1e3 for what, taken in found.items()}
 
 
+def measure_ops(names):
+    """Microseconds of (op, options) for the contracts' cases that run on sm90."""
+    import tiercel
+    from tiercel.plugins.contracts import CONTRACTS
+    from tiercel.workbench.bench.timing import CudaClock
+
+    clock, found = CudaClock(), {}
+    for op in names or sorted(set(tiercel.ops.__all__) & CONTRACTS.keys()):
+        function = getattr(tiercel, op)
+        for case in CONTRACTS[op].cases:
+            kind = (op, case.dtype, case.values, *(f"{n}={v}" for n, v in case.options.items()))
+            if kind in found or 0 in case.sizes.values():
+                continue
+            made = CONTRACTS[op].make(case, "cuda", 0)
+            if tiercel.explain(op, **made).backend == "sm90":
+                call = functools.partial(function, **made)
+                clock.host(call, 1)
+                found[kind] = statistics.median(clock.host(call, 5)) * 1e3
+    return found
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, help="write JSON there")
+    parser.add_argument("--ops", nargs="*", metavar="NAME", help="one call of each op")
     parser.add_argument("--measure", choices=("real", "fake"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
         print(json.dumps(measure(args.measure == "fake")))
+        return 0
+    if args.ops is not None:
+        for kind, value in sorted(measure_ops(args.ops).items(), key=lambda item: -item[1]):
+            print(f"{value:8.2f}  {' '.join(filter(None, map(str, kind)))}")
         return 0
     command = [sys.executable, __file__, "--measure"]
     with tempfile.TemporaryDirectory() as folder:

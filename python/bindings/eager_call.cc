@@ -62,6 +62,8 @@ struct Output {
   Py_ssize_t dtype_place;
   PyObject* other_dtype;  // if argument `other_place` is given; null: never
   Py_ssize_t other_place;
+  PyObject* unwanted;  // a dtype that `instead` takes the place of; null: none
+  PyObject* instead;
   bool batched;  // begins with all dimensions of `like` but the last `dropped`
   Py_ssize_t dropped;
   Py_ssize_t count;
@@ -294,6 +296,10 @@ PyObject* MakeOutput(const Output& output, PyObject* const* args, const Tensors&
     dtype = tensors.view(output.dtype_place) ? DTypeObjectOf(dtype) : Py_NewRef(dtype);
   } else {
     Py_INCREF(dtype);
+  }
+  if (dtype != nullptr && dtype == output.unwanted) {  // dtypes are singletons
+    Py_DECREF(dtype);
+    dtype = Py_NewRef(output.instead);
   }
   PyObject* made = dtype == nullptr ? nullptr : NewTensor(args[output.like], sizes, dtype);
   Py_XDECREF(dtype);
@@ -556,13 +562,19 @@ bool ReadSlot(EagerCall* self, PyObject* item) {
 }
 
 // (like, dtype or its argument's place, dropped or None, ((place, dim, divisor, unless), ...),
-// (place, dtype if that argument is given) or None)
+// (place, dtype if that argument is given) or None[, (dtype, what takes its place) or None])
 bool ReadOutput(EagerCall* self, PyObject* item) {
   Output& output = self->outputs[self->output_count++];
   PyObject *dtype = nullptr, *dropped = nullptr, *sizes = nullptr, *other = nullptr;
-  if (!PyArg_ParseTuple(item, "nOOO!O", &output.like, &dtype, &dropped, &PyTuple_Type, &sizes,
-                        &other)) {
+  PyObject* replaced = Py_None;
+  if (!PyArg_ParseTuple(item, "nOOO!O|O", &output.like, &dtype, &dropped, &PyTuple_Type, &sizes,
+                        &other, &replaced)) {
     return false;
+  }
+  if (replaced != Py_None) {
+    if (!PyArg_ParseTuple(replaced, "OO", &output.unwanted, &output.instead)) return false;
+    Py_INCREF(output.unwanted);
+    Py_INCREF(output.instead);
   }
   if (other != Py_None) {
     if (!PyArg_ParseTuple(other, "nO", &output.other_place, &output.other_dtype)) return false;

@@ -106,6 +106,14 @@ def test_a_size_and_a_dtype_that_depend_on_a_given_argument():
     assert call(x, None, x, None).dtype == torch.float16
 
 
+def test_a_dtype_that_another_takes_the_place_of():
+    output = (0, 0, 1, ((0, -1, 1, -1),), None, (torch.float8_e4m3fn, torch.bfloat16))
+    call = made(Launch(), (X, ("output", 0)), count=2, outputs=(output,))
+    x = torch.zeros(2, 6)
+    assert call(x, None).dtype == torch.float32
+    assert call(x.to(torch.float8_e4m3fn), None).dtype == torch.bfloat16
+
+
 def test_a_size_that_an_int_states():
     launch, x, out = Launch(), torch.zeros(3, 8), torch.zeros(3, 2)
     call = made(launch, (X,), count=4, tensors=(0, 2), mutated=(2,), equals=((2, 1, 1),))

@@ -399,7 +399,7 @@ class Spec:
         first = self.arguments[0]
         assert isinstance(first, Tensor)
         for result in self.results:
-            if result.any_shape or result.dtype_instead is not None:
+            if result.any_shape:
                 return None
             sizes = []
             for name in result.own_dims:
@@ -412,8 +412,11 @@ class Spec:
             other = None
             if result.dtype_with is not None:
                 other = (place[result.dtype_with[0]], getattr(torch, result.dtype_with[1]))
+            instead = None
+            if result.dtype_instead is not None:
+                instead = tuple(getattr(torch, name) for name in result.dtype_instead)
             dropped = len(first.own_dims) if result.batched else None
-            made.append((place[first.name], dtype, dropped, tuple(sizes), other))
+            made.append((place[first.name], dtype, dropped, tuple(sizes), other, instead))
         return tuple(made)
 
     def _native_size(self, name: str, place: Mapping[str, int]) -> tuple[int, int, int, int] | None:

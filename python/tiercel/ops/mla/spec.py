@@ -60,7 +60,6 @@ MLA_DECODE_LSE = Spec(
         Tensor("out", "B Sq H d_v", "q", strided=True, rtol=1e-2, atol=1e-2),
         Tensor("lse", "B H Sq", "float32", rtol=1e-4, atol=1e-4),
     ],
-    dims={"d_v": lambda call: call.d_v},
     check=_check_decode,
     public="mla_decode",
     limits="576 columns, d_v 512, page sizes that are powers of two, rows on 16 bytes",

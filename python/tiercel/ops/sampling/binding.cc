@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/sampling/sample.h"
 #include "python/bindings/functions.h"
+#include "python/bindings/workspace.h"
 
 namespace tiercel::python {
 namespace {
@@ -82,14 +83,40 @@ PyObject* WorkspaceElements(const WorkspaceCall& call) {
   return PyLong_FromLongLong(verify_draft_workspace(call.rows));
 }
 
+PyObject* VerifyDraft(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Parsed<kVerify> parsed;
+  if (!parsed.Read(values, count)) return nullptr;
+  VerifyDraftCall call = parsed.call;
+  void* stream = nullptr;
+  if (!parsed.of_stream().CurrentStream(&stream)) return nullptr;
+  Workspace allocated;
+  const TensorView &draft = *call.draft, &tokens = *call.tokens;
+  const int64_t elements =
+      tokens.ndim == 2 ? verify_draft_workspace(tokens.shape[0] * tokens.shape[1]) : 0;
+  const int64_t stride = 1;
+  TensorView space{nullptr,   DType::kInt64, draft.device_type, draft.device_index, 1,
+                   &elements, &stride};
+  if (call.workspace == nullptr) {
+    if (elements > 0 && !allocated.Get(values[0], draft.device_index, stream, 2 * elements)) {
+      return nullptr;
+    }
+    space.data = allocated.data();
+    call.workspace = &space;
+  }
+  const Status launched = WithoutGil([&] { return verify_draft(call, stream); });
+  if (!launched.ok()) return Raise(launched);
+  Py_RETURN_NONE;
+}
+
 constexpr Function kFunctions[] = {
     LaunchOf<kSample, sample>(
         "sample", "Launches the kernel on the current stream; fills `tokens` and `logprobs`."),
     PlanOf<kSample, sample_plan, kPlan>("sample_plan"),
     LoadOf<sample_load>("sample_load"),
-    LaunchOf<kVerify, verify_draft>(
-        "verify_draft",
-        "Launches the kernels on the current stream; fills `tokens` and `accepted`."),
+    {"verify_draft", VerifyDraft,
+     "Launches the kernels on the current stream; fills `tokens` and `accepted`. Allocates the "
+     "workspace, unless it is given.",
+     "None", Describe<kVerify>},
     PlanOf<kVerify, verify_draft_plan, kPlan>("verify_draft_plan"),
     FunctionOf<kWorkspace, WorkspaceElements>(
         "verify_draft_workspace", "int", "The int64 elements of workspace for that many rows."),

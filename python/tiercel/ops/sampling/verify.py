@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tiercel import _C
-from tiercel.core.eager import empty
-from tiercel.core.op import Op, Python
+from tiercel.core.op import Native, Op
 from tiercel.core.spec import Call
 from tiercel.ops._rows import rows
 from tiercel.ops.sampling import reference as ref
@@ -21,41 +20,25 @@ __all__ = ["verify_draft"]
 
 _NAMES = spec.VERIFY_DRAFT.names
 _TENSORS = len(spec.VERIFY_DRAFT.tensors)
+# None: the workspace, which a launch allocates
+_TAKES = (*_NAMES[:_TENSORS], *spec.VERIFY_DRAFT.result_names, None, *_NAMES[_TENSORS:])
 
 
-def _arguments(call: Call, workspace: Tensor | None) -> list[Any]:
-    values = [getattr(call, name) for name in _NAMES]
-    values[1] = rows(call.logits)
-    results = (call.tokens, call.accepted, workspace)
-    return [*values[:_TENSORS], *results, *values[_TENSORS:]]
-
-
-def _with_results(call: Call) -> Call:
-    if "tokens" in call:
-        return call
-    draft = call.draft_tokens
-    sequences, count = draft.shape
-    made = Call(**call.__dict__)
-    made.tokens = empty(draft, (sequences, count + 1), draft.dtype)
-    made.accepted = empty(draft, (sequences,), torch.int32)
-    return made
-
-
-def _run(call: Call) -> Any:
-    made = _with_results(call)
-    sequences, positions = made.tokens.shape
-    size = _C.verify_draft_workspace(sequences * positions)
-    _C.verify_draft(*_arguments(made, empty(made.tokens, (size,), torch.int64)))
-    return None if made is call else (made.tokens, made.accepted)
+def _launch(native: Callable[..., Any], call: Call) -> Any:
+    given = Call(**{**call.__dict__, "logits": rows(call.logits)})
+    return _VERIFY_DRAFT.launch(native, given)
 
 
 _VERIFY_DRAFT = Op(
     spec.VERIFY_DRAFT,
-    sm90=Python(
-        _run,
-        lambda call: dict(_C.verify_draft_plan(*_arguments(_with_results(call), None))),
+    sm90=Native(
+        _C.verify_draft,
+        _C.verify_draft_plan,
+        _TAKES,
         "sample for all positions, then a block a sequence",
         load=_C.verify_draft_load,
+        contiguous=("logits",),
+        launch=_launch,
     ),
     reference=lambda call: ref.verify_draft(**spec.VERIFY_DRAFT.values(call)),
     method="torch.sort and torch.cumsum in float64",
