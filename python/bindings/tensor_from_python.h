@@ -61,7 +61,7 @@ class TensorsOfCall {
   const PythonTensor* Find(PyObject* object) const;
 
  private:
-  static constexpr Py_ssize_t kMost = 10;
+  static constexpr Py_ssize_t kMost = 16;  // as many as an EagerCall has
 
   Py_ssize_t count_ = 0;
   PyObject* const* objects_ = nullptr;

@@ -114,6 +114,14 @@ def test_a_dtype_that_another_takes_the_place_of():
     assert call(x.to(torch.float8_e4m3fn), None).dtype == torch.bfloat16
 
 
+def test_as_many_tensors_as_a_call_may_have():
+    launch, tensors = Launch(), [torch.zeros(2) for _ in range(16)]
+    slots = tuple(("argument", place) for place in range(16))
+    call = made(launch, slots, count=17, tensors=tuple(range(16)), contiguous=tuple(range(16)))
+    assert call(*tensors, None) is None
+    assert all(got is due for got, due in zip(launch.calls[0], tensors, strict=True))
+
+
 def test_a_size_that_an_int_states():
     launch, x, out = Launch(), torch.zeros(3, 8), torch.zeros(3, 2)
     call = made(launch, (X,), count=4, tensors=(0, 2), mutated=(2,), equals=((2, 1, 1),))
