@@ -6,6 +6,7 @@
 
 #include "kernels/gemv/nvfp4_gemv_kernels.h"
 #include "kernels/sm90/checks.h"
+#include "kernels/sm90/invariant.h"
 #include "kernels/sm90/math.h"
 
 namespace tiercel {
@@ -133,7 +134,7 @@ struct Choice {
 void choose(Choice* choice, int64_t batches) {
   Nvfp4GemvArgs& args = choice->args;
   const int64_t steps = ceil_div(args.k, kGemvStep);
-  const int64_t quads = args.quads * batches;
+  const int64_t quads = args.quads * (batch_invariant() ? 1 : batches);
   const int64_t most =
       std::min(steps, kDefaultMultiprocessors * kWarps / std::max<int64_t>(quads, 1));
   int parts = 1;

@@ -9,6 +9,7 @@
 
 #include "kernels/gemv/nvfp4_linear_kernels.h"
 #include "kernels/sm90/checks.h"
+#include "kernels/sm90/invariant.h"
 #include "kernels/sm90/math.h"
 #include "kernels/sm90/tensor_map.h"
 
@@ -264,6 +265,16 @@ Status configure(const Nvfp4LinearConfig& config, Choice* choice) {
   return Status();
 }
 
+// As for the most tokens, whatever their number: one kernel, one order of sums.
+Status configure_invariant(const Nvfp4LinearConfig* config, Choice* choice) {
+  Nvfp4LinearArgs& args = choice->args;
+  const int tokens = args.tokens;
+  if (tokens <= kLinearMaxTokens) args.tokens = kLinearMaxTokens;
+  const Status status = configure(config != nullptr ? *config : choose_once(args), choice);
+  args.tokens = tokens;
+  return status;
+}
+
 // The tensor map of the weights. If K is 0, nothing is loaded.
 Status encode_map(const TensorView& weight, Nvfp4LinearArgs* args) {
   if (args->k == 0) return Status();
@@ -288,6 +299,7 @@ Status prepare(const TensorView& x, const TensorView& weight, const TensorView& 
   args.features = static_cast<int>(weight.shape[0]);
   args.k = static_cast<int>(x.shape[1]);
   if (args.tokens == 0 || args.features == 0) return Status();
+  if (batch_invariant()) return configure_invariant(config, choice);
   if (config != nullptr) return configure(*config, choice);
   const TunedProblem problem{x.device_index, weight.dtype, {args.features, args.k}};
   const Nvfp4LinearConfig* tuned = nvfp4_linear_tuned().find(problem, args.tokens);

@@ -6,6 +6,7 @@
 #include "kernels/linear/linear_act_kernels.h"
 #include "kernels/sm90/checks.h"
 #include "kernels/sm90/driver.h"
+#include "kernels/sm90/invariant.h"
 #include "kernels/sm90/math.h"
 
 namespace tiercel {
@@ -205,7 +206,9 @@ Status check(const LinearGradientCall& call, LinearProblem* problem) {
 Status decide(const LinearProblem& problem, int device, int multiprocessors,
               const LinearActConfig* config, LinearActChoice* choice) {
   if (config != nullptr) return linear_act_configure(*config, problem, multiprocessors, choice);
-  if (problem.kind == LinearKind::kPlain || problem.kind == LinearKind::kExtra) {
+  // In the batch-invariant mode K is not split, which tuned configurations may do.
+  if (!batch_invariant() &&
+      (problem.kind == LinearKind::kPlain || problem.kind == LinearKind::kExtra)) {
     const LinearActConfig* tuned =
         linear_act_tuned().find({device, problem.dtype, {problem.n, problem.k}}, problem.m);
     // Tuned for another M or kind, it may not suit this one.

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "kernels/linear/linear_act_kernels.h"
+#include "kernels/sm90/invariant.h"
 #include "kernels/sm90/kernel_table.h"
 #include "kernels/sm90/math.h"
 
@@ -111,7 +112,9 @@ double small_estimate(const LinearActKernel& kernel, const LinearProblem& p, int
   // These tiles are faster if one row of them fills the GPU, or two in one round; otherwise others
   // mostly are.
   const bool uneven = v.tile_n > 64 && v.tile_n % 64 != 0 && row_tiles > 1;
-  for (int splits = 1; splits <= kMaxSplits && splits <= k_tiles; ++splits) {
+  // Products of one split add up K in order, whatever the tile: see docs/numerics.md.
+  const int64_t most = batch_invariant() ? 1 : std::min<int64_t>(kMaxSplits, k_tiles);
+  for (int splits = 1; splits <= most; ++splits) {
     const double blocks = static_cast<double>(tiles * splits);
     const double steps = static_cast<double>(ceil_div(k_tiles, splits));
     const double slots = per_sm * sm_count * kPlaceable[splits];
@@ -155,6 +158,12 @@ bool serves(const LinearActVariant& v, const LinearProblem& p) {
   return kind && v.dtype == p.dtype && activation;
 }
 
+// Measured: float8 products of tiles of 64 columns and of more have other bits, which 16 bits do
+// not depend on. The split-K kernels have 64, and suit few rows.
+bool may_choose(const LinearActVariant& v, const LinearProblem& p) {
+  return serves(v, p) && (v.split_k || v.dtype != DType::kFloat8E4M3 || !batch_invariant());
+}
+
 }  // namespace
 
 double linear_act_estimate(const LinearActKernel& kernel, const LinearProblem& problem,
@@ -195,7 +204,7 @@ LinearActChoice linear_act_choose(const LinearProblem& problem, int multiprocess
   LinearActChoice best{nullptr, 1, 0, 1, 0};
   double best_time = std::numeric_limits<double>::infinity();
   for (const LinearActKernel& kernel : KernelTable(linear_act_kernels)) {
-    if (!serves(kernel.variant, problem)) continue;
+    if (!may_choose(kernel.variant, problem)) continue;
     LinearActChoice choice;
     const double time = linear_act_estimate(kernel, problem, multiprocessors, &choice);
     if (time < best_time) {

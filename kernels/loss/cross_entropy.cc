@@ -7,6 +7,7 @@
 
 #include "kernels/loss/cross_entropy_kernels.h"
 #include "kernels/sm90/checks.h"
+#include "kernels/sm90/invariant.h"
 #include "kernels/sm90/kernel_table.h"
 #include "kernels/sm90/math.h"
 #include "kernels/sm90/row_matrix.h"
@@ -149,7 +150,7 @@ Status choose(const CrossEntropyCall& call, int64_t rows, CrossEntropyArgs* args
   const auto part = [&](int64_t blocks) { return ceil_div(vectors, blocks) * kLossVectorBytes; };
   int64_t blocks = 1;
   while (blocks < kLossBlocks && part(blocks) > kLossPart) blocks *= 2;
-  while (blocks < kLossBlocks && 2 * rows * blocks <= kDefaultMultiprocessors &&
+  while (blocks < kLossBlocks && 2 * rows_to_choose_by(rows) * blocks <= kDefaultMultiprocessors &&
          part(2 * blocks) >= kLeastPart) {
     blocks *= 2;
   }

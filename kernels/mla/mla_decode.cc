@@ -7,6 +7,7 @@
 
 #include "kernels/sm90/checks.h"
 #include "kernels/sm90/driver.h"
+#include "kernels/sm90/invariant.h"
 #include "kernels/sm90/kernel_table.h"
 #include "kernels/sm90/math.h"
 #include "kernels/sm90/tensor_map.h"
@@ -20,7 +21,8 @@ constexpr int64_t kMostKeys = int64_t{1} << 29;   // of a sequence
 constexpr int64_t kMostSteps = int64_t{1} << 30;  // of all sequences
 constexpr int64_t kMostRows = 65535;              // of a sequence: queries times heads
 constexpr int64_t kMost = 0x7fffffff;
-constexpr int kFewParts = 8;  // of a sequence
+constexpr int kFewParts = 8;                      // of a sequence
+constexpr int64_t kMostLanes = int64_t{1} << 26;  // with row blocks, so that steps fit 32 bits
 
 Status unsupported(const Argument& argument, const std::string& expected, const std::string& got) {
   return Status::Unimplemented(mismatch(argument, expected + " for the precompiled kernels", got));
@@ -264,7 +266,8 @@ void set_args(const MlaDecodeCall& call, const Rows& rows, MlaDecodeArgs* args) 
 
 // Floats of the parts, and of their sums.
 int64_t lines(const MlaDecodeArgs& args) {
-  return int64_t{2} * args.lanes * args.row_blocks * args.part_rows;
+  const int64_t places = args.part_steps > 0 ? 1 : 2;
+  return places * args.lanes * args.row_blocks * args.part_rows;
 }
 
 // That lanes may share.
@@ -278,15 +281,28 @@ Status prepare(const MlaDecodeCall& call, int multiprocessors, const Rows& rows,
   if (call.q->shape[0] * call.q->shape[1] * call.q->shape[2] == 0) return Status();
   TIERCEL_RETURN_IF_ERROR(check_supported(call, rows));
   set_args(call, rows, args);
-  // Lanes fill the device; each has a step at least.
   const int64_t steps = ceil_div(args->capacity, kMlaStep);
-  args->lanes = static_cast<int>(
-      std::clamp<int64_t>(multiprocessors / args->row_blocks, 1, args->batch * steps));
+  if (batch_invariant()) {
+    const int64_t lanes = args->batch * ceil_div(steps, int64_t{kMlaInvariantPart});
+    if (lanes * args->row_blocks > kMostLanes) {
+      return unsupported({kOp, "page_table", *call.page_table},
+                         "have room for fewer keys in the batch-invariant mode",
+                         "shape " + shape_text(call.page_table->shape, 2));
+    }
+    args->lanes = static_cast<int>(lanes);
+    args->part_steps = kMlaInvariantPart;
+  } else {
+    // Lanes fill the device; each has a step at least.
+    args->lanes = static_cast<int>(
+        std::clamp<int64_t>(multiprocessors / args->row_blocks, 1, args->batch * steps));
+  }
   const DType dtype = call.q->dtype;
-  const bool combined = args->lanes > 1 && steps > 1;
-  args->by_sequence = args->batch < args->lanes;
+  const bool combined =
+      args->part_steps > 0 ? steps > args->part_steps : args->lanes > 1 && steps > 1;
+  args->by_sequence = args->part_steps > 0 || args->batch < args->lanes;
   // A sequence has about lanes / batch parts.
-  args->row_groups = args->lanes >= kFewParts * args->batch ? kMlaCombineGroups : 1;
+  const bool many = args->part_steps > 0 || args->lanes >= kFewParts * args->batch;
+  args->row_groups = many ? kMlaCombineGroups : 1;
   *plan = {decode_kernel(dtype, layout_of(call))->name(),
            combined ? combine_kernel(dtype).name() : "none",
            kMlaRows,

@@ -21,6 +21,8 @@ inline constexpr int kMlaStep = 64;  // keys
 inline constexpr int kMlaStages = 2;
 inline constexpr int kMlaThreads = 384;      // two warpgroups that multiply, one that loads
 inline constexpr int kMlaCombineGroups = 4;  // of a block of mla_combine, 128 threads each
+// Steps of a part of a sequence in the batch-invariant mode.
+inline constexpr int kMlaInvariantPart = 16;
 inline constexpr int kMlaLeastBox = 8;  // keys of a copy by TMA; pages of fewer are copied by row
 
 // Shared memory of a block, in bytes: queries, steps of keys, probabilities of an even step (those
@@ -53,7 +55,7 @@ struct MlaDecodeArgs {
   int64_t page_stride;    // bytes, of it
   int64_t place_stride;
   // Lanes leave here their rows of 512 floats of sequences that they share. A lane has two places,
-  // for the sequence that it begins with, and for the one that it ends with.
+  // for the sequence that it begins with, and for the one that it ends with; one with `part_steps`.
   float* partial;        // [2 * lanes, row_blocks, part_rows, 512]
   float2* partial_sums;  // [2 * lanes, row_blocks, part_rows]: largest score, sum
   int4* shared;          // sequence, its first lane, lanes (0: nothing): see list_shared
@@ -70,6 +72,7 @@ struct MlaDecodeArgs {
   int row_blocks;
   int part_rows;  // of 64, those that there are
   int lanes;
+  int part_steps;    // 0, or lanes have a part of one sequence each, of that many steps
   int capacity;      // keys of a sequence that the page table has room for
   int page_bits;     // log2 of a page's keys
   int page_rows;     // from a page to the next, in rows of the tensor map

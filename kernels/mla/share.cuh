@@ -25,7 +25,8 @@ __device__ __forceinline__ int steps_of(int length) {
 }
 
 // The steps of all sequences, one after the other, are dealt to lanes in equal runs. So a sequence
-// is in one lane, or in several that follow each other.
+// is in one lane, or in several that follow each other. In the batch-invariant mode each sequence
+// has as many lanes as the longest may need, and begins with the first of its own.
 struct Share {
   int each;    // steps of a lane
   int end;     // of the lane, among all steps
@@ -37,6 +38,7 @@ struct Share {
 
   // Whole warps call it. False if the lane has no steps.
   __device__ __forceinline__ bool begin(const MlaDecodeArgs& args, int lane) {
+    if (args.part_steps > 0) return begin_part(args, lane);
     const int thread = threadIdx.x % 32;
     int total = 0;
     for (int at = thread; at < args.batch; at += 32) total += steps_of(length_of(args, at));
@@ -84,6 +86,19 @@ struct Share {
   __device__ __forceinline__ int lane_of(int step) const { return (origin + step) / each; }
 
  private:
+  __device__ __forceinline__ bool begin_part(const MlaDecodeArgs& args, int lane) {
+    const int parts = args.lanes / args.batch, from = lane % parts * args.part_steps;
+    each = args.part_steps;
+    b = lane / parts;
+    origin = b * parts * each;
+    end = origin + from + each;
+    enter(args);
+    if (from >= steps) return false;
+    first = from;
+    end = min(end, origin + steps);
+    return true;
+  }
+
   __device__ __forceinline__ void enter(const MlaDecodeArgs& args) {
     length = length_of(args, b);
     steps = steps_of(length);
@@ -96,8 +111,8 @@ struct Share {
 // sequence's first step.
 __device__ __forceinline__ int64_t part_line(const MlaDecodeArgs& args, int lane, bool begins,
                                              int row_block) {
-  return (int64_t{2} * lane + begins) * args.row_blocks * args.part_rows +
-         static_cast<int64_t>(row_block) * args.part_rows;
+  const int64_t place = args.part_steps > 0 ? lane : int64_t{2} * lane + begins;
+  return (place * args.row_blocks + row_block) * args.part_rows;
 }
 
 // The natural logarithm of a row's sum, whose terms are relative to 2 to the power of `largest`.

@@ -5,6 +5,7 @@
 
 #include "kernels/norm/norm_backward_config.h"
 #include "kernels/norm/norm_threads.h"
+#include "kernels/sm90/invariant.h"
 
 namespace tiercel {
 namespace {
@@ -90,9 +91,10 @@ struct PlainConfig {
 // 384 to 8192 columns; they follow no simple rule. Prefetching more rows competes with the previous
 // grid's reads.
 PlainConfig plain_config(const NormProblem& problem, int64_t vectors) {
-  const int64_t share = problem.rows * vectors / std::max(1, problem.multiprocessors);
+  const int64_t rows = rows_to_choose_by(problem.rows);
+  const int64_t share = rows * vectors / std::max(1, problem.multiprocessors);
   const bool layer = problem.kind == NormKind::kLayer, residual = problem.streams == 2;
-  const bool warp = vectors <= 128 && problem.rows > problem.multiprocessors;
+  const bool warp = vectors <= 128 && rows > problem.multiprocessors;
   const PlainConfig warps{true, vectors <= 64 ? 2 : 4, 1024};
   if (dtype_bytes(problem.dtype) == 4) {  // not measured: prefetch as in choose_norm_forward()
     return {true, warps.vectors, problem.rows > int64_t{64} * problem.multiprocessors ? 768 : 1024};
@@ -143,7 +145,8 @@ NormChoice<NormForwardKernel> choose_forward(const NormProblem& problem) {
   const int elements = problem.aligned16 ? static_cast<int>(16 / dtype_bytes(problem.dtype)) : 1;
   const int64_t vectors = ceil_div(problem.columns, elements);
   // Few enough for one thread per vector: latency counts, not bytes.
-  const bool small = problem.rows * vectors <= problem.multiprocessors * int64_t{1536};
+  const int64_t rows = rows_to_choose_by(problem.rows);
+  const bool small = rows * vectors <= problem.multiprocessors * int64_t{1536};
   if (is_plain(problem, vectors, small)) return choose_plain(problem, vectors);
   if (!(vectors > 128 || (problem.aligned16 && small && vectors > 32))) {
     return choose_short(problem, vectors);

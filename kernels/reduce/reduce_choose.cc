@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <string>
 
+#include "kernels/sm90/invariant.h"
 #include "kernels/sm90/kernel_table.h"
 #include "kernels/sm90/math.h"
 
@@ -14,6 +15,7 @@ namespace {
 
 constexpr int64_t kMostBlocks = 0x7fffffff;
 constexpr int64_t kLongestPart = int64_t{1} << 30;  // elements; positions in a part are 32-bit
+constexpr int64_t kInvariantPart = 1024;            // of a column, in the batch-invariant mode
 
 using Kind = ReduceKernel::Kind;
 
@@ -82,15 +84,16 @@ void choose_short_rows(DType dtype, bool max, int64_t row_bytes, ReduceLaunch* l
         ceil_div(outputs, reduce_packed_rows(static_cast<int>(row_bytes))), kMostBlocks + 1));
     return;
   }
+  const int64_t likely = rows_to_choose_by(outputs);
   int lanes = 32, rows = 1;
   Kind kind = aligned ? Kind::rows_aligned : Kind::rows;
-  if (aligned && row_bytes <= 128 && outputs * 8 <= kDefaultMultiprocessors * 2048) {
+  if (aligned && row_bytes <= 128 && likely * 8 <= kDefaultMultiprocessors * 2048) {
     lanes = 8;  // a thread per vector: latency counts
   } else if (aligned && row_bytes <= 512) {
     kind = Kind::rows_turned;
     lanes = row_bytes <= 64 ? 4 : row_bytes <= 128 ? 8 : row_bytes <= 256 ? 16 : 32;
     rows = 8;
-  } else if (aligned && row_bytes <= 1024 && outputs >= kDefaultMultiprocessors * 16) {
+  } else if (aligned && row_bytes <= 1024 && likely >= kDefaultMultiprocessors * 16) {
     rows = 2;
   } else if (!aligned && row_bytes <= 256) {
     lanes = row_bytes <= 16 ? 1 : 8;
@@ -121,8 +124,9 @@ void choose_long_rows(DType dtype, bool max, int64_t row_bytes, ReduceLaunch* la
   const int64_t outputs = args.outer * args.inner;
   const int64_t element = dtype_bytes(dtype);
   const bool aligned = is_aligned(args, element);
+  const int64_t likely = rows_to_choose_by(outputs);
   int64_t parts = 1;
-  if (outputs < kRoomFor / 2) parts = std::min(kRoomFor / outputs, row_bytes / 8192);
+  if (likely < kRoomFor / 2) parts = std::min(kRoomFor / likely, row_bytes / 8192);
   bool cluster = false;
   if (parts > 1) {
     // The blocks of a cluster start and end together, which costs less than a second launch if they
@@ -130,7 +134,7 @@ void choose_long_rows(DType dtype, bool max, int64_t row_bytes, ReduceLaunch* la
     cluster = parts < kReduceMaxCluster || row_bytes <= 128 * 1024;
     if (cluster) {
       parts = parts >= 8 ? 8 : parts >= 4 ? 4 : 2;
-    } else if (outputs * 16 >= 128 && (row_bytes <= 1 << 20 || parts < 16)) {
+    } else if (likely * 16 >= 128 && (row_bytes <= 1 << 20 || parts < 16)) {
       parts = 16;
     }
   }
@@ -151,7 +155,7 @@ void choose_shifted_columns(DType dtype, bool max, ReduceLaunch* launch) {
   launch->block = launch->kernel->block;
   const int64_t strips = args.outer * ceil_div(args.inner, reduce_shifted_width(32, element));
   int64_t parts = 1;
-  if (strips < kDefaultMultiprocessors * 2) {
+  if (strips < kDefaultMultiprocessors * 2 && !batch_invariant()) {
     // A multiple of the rows that a block's threads read at once.
     constexpr int64_t kTurn = 32;
     const int64_t wanted = ceil_div(kDefaultMultiprocessors * 5 / 2, strips);
@@ -171,7 +175,11 @@ void choose_columns(DType dtype, bool max, int vector_bytes, bool may_split, Red
   int lanes = 8;
   unsigned block = 256;
   int64_t parts = 1;
-  if (vector_bytes != 16) {
+  if (batch_invariant()) {
+    // By the column's length alone; the second kernel's vectors would depend on the others.
+    lanes = vector_bytes == 16 ? 8 : 32;
+    if (vector_bytes == 16) parts = std::min(args.length / kInvariantPart, int64_t{128});
+  } else if (vector_bytes != 16) {
     lanes = 32;
     if (strips(32) < kDefaultMultiprocessors * 2) {
       parts = std::min(ceil_div(kDefaultMultiprocessors * 8, strips(32)), args.length / 64);

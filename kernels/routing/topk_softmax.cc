@@ -6,6 +6,7 @@
 #include "kernels/routing/topk_route_kernels.h"
 #include "kernels/routing/topk_softmax_kernels.h"
 #include "kernels/sm90/checks.h"
+#include "kernels/sm90/invariant.h"
 #include "kernels/sm90/kernel_table.h"
 #include "kernels/sm90/math.h"
 
@@ -91,7 +92,8 @@ Status topk_check(const char* op, const TensorView& scores, const TensorView& we
 
 bool topk_is_large(const TensorView& scores, const TensorView& weights) {
   return scores.ndim == 2 && weights.ndim == 2 &&
-         (scores.shape[1] > kTopkSoftmaxMaxExperts || weights.shape[1] > kTopkSoftmaxMaxK);
+         (batch_invariant() || scores.shape[1] > kTopkSoftmaxMaxExperts ||
+          weights.shape[1] > kTopkSoftmaxMaxK);
 }
 
 Status topk_softmax_prepare(const char* op, const TensorView& scores, const TensorView& weights,

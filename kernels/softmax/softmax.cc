@@ -8,6 +8,7 @@
 
 #include "kernels/sm90/checks.h"
 #include "kernels/sm90/driver.h"
+#include "kernels/sm90/invariant.h"
 #include "kernels/sm90/kernel_table.h"
 #include "kernels/sm90/math.h"
 #include "kernels/sm90/prefetch.h"
@@ -151,6 +152,10 @@ struct Choice {
 // Up to this many vectors, latency counts, not bytes in flight: 1024 per multiprocessor.
 constexpr int64_t kFewVectors = kDefaultMultiprocessors * 1024;
 
+// The rows that the batch-invariant mode chooses by: longer rows than 2000 columns of 16 bits then
+// have the threads that suit many rows.
+constexpr int64_t kInvariantRows = 512;
+
 // The vectors per thread if whole blocks share a row (measured on an H200): few for low latency,
 // many so that few threads have many bytes in flight.
 int vectors_a_thread(bool backward, bool few, int64_t vectors) {
@@ -204,7 +209,7 @@ bool fit_blocks(const SoftmaxKernel& kernel, bool few, int64_t vectors, int64_t 
 // Chooses the threads that share a row. `vectors`: per row, one more if a row may begin within one.
 Choice choose(DType dtype, bool backward, bool masked, bool aligned, int64_t vectors,
               const SoftmaxArgs& args) {
-  const bool few = args.rows * vectors <= kFewVectors;
+  const bool few = rows_to_choose_by(args.rows, kInvariantRows) * vectors <= kFewVectors;
   // An added mask's loads wait for each other; fewer per thread, if the block stays small.
   const bool adds =
       args.mask.kind == SoftmaxMask::kAdd || args.mask.kind == SoftmaxMask::kAddFloat32;

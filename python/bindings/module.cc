@@ -9,6 +9,7 @@
 #include "python/bindings/eager_call.h"
 #include "python/bindings/exchange_cache.h"
 #include "python/bindings/functions.h"
+#include "python/bindings/invariant.h"
 #include "python/bindings/jit.h"
 #include "python/bindings/reference.h"
 
@@ -69,8 +70,8 @@ bool AddType(PyObject* module, const char* name, PyObject* made) {
 }
 
 bool AddAll(PyObject* module) {
-  for (PyMethodDef* all :
-       {functions, AllocateFunctions(), EagerFunctions(), EagerCallFunctions(), JitFunctions()}) {
+  for (PyMethodDef* all : {functions, AllocateFunctions(), EagerFunctions(), EagerCallFunctions(),
+                           InvariantFunctions(), JitFunctions()}) {
     if (PyModule_AddFunctions(module, all) != 0) return false;
   }
   return AddFamilies(module) == 0 && AddType(module, "EagerCall", MakeEagerCallType()) &&

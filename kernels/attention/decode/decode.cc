@@ -9,6 +9,7 @@
 #include "kernels/attention/decode/kernels.h"
 #include "kernels/sm90/checks.h"
 #include "kernels/sm90/driver.h"
+#include "kernels/sm90/invariant.h"
 #include "kernels/sm90/kernel_table.h"
 #include "kernels/sm90/math.h"
 
@@ -198,6 +199,9 @@ Status check_supported(const DecodeTensors& t, const DecodeOptions& options) {
 constexpr int kMostRows = 8;
 constexpr int64_t kMostParts = 40;
 
+// Blocks that share a tile in the batch-invariant mode.
+constexpr int kInvariantCluster = 4;
+
 const DecodeKernel* kernel_for(const DecodeTensors& t, int64_t rows, bool spread) {
   const bool float8 = t.k_cache->dtype == DType::kFloat8E4M3;
   const KernelTable kernels(t.q->dtype == DType::kBFloat16
@@ -329,7 +333,9 @@ Status prepare(const DecodeCall& call, int multiprocessors, DecodeArgs* args,
   load.spread_blocks = blocks / args->columns * args->columns;
   load.warps = clustered.warps;
   load.spread_warps = spread.warps;
-  choice->split = decode_choose(load, options.split);
+  // Blocks that share a tile take its steps in turn: the order depends on the sequence alone.
+  const int split = options.split == 0 && batch_invariant() ? kInvariantCluster : options.split;
+  choice->split = decode_choose(load, split);
   choice->kernel = choice->split.cluster == 0 ? &spread : &clustered;
   if (choice->split.cluster > 0) return Status();
   if (choice->rows() > kMostRows || choice->split.grid > kMostParts * load.tiles) {

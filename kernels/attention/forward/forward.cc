@@ -6,6 +6,7 @@
 #include "kernels/attention/common/problem.h"
 #include "kernels/attention/forward/kernels.h"
 #include "kernels/sm90/driver.h"
+#include "kernels/sm90/invariant.h"
 #include "kernels/sm90/math.h"
 
 namespace tiercel {
@@ -19,7 +20,9 @@ constexpr int64_t kShort = 1024;
 
 bool better(const AttentionVariant& a, const AttentionVariant& b, const AttentionProblem& problem) {
   if (a.d != b.d) return a.d < b.d;
-  const bool small = problem.mask != AttentionMask::kNone && problem.seq_q <= kShort;
+  // All chunks of a sequence take the same tiles in the batch-invariant mode.
+  const bool small =
+      problem.mask != AttentionMask::kNone && problem.seq_q <= kShort && !batch_invariant();
   return small ? a.tile_m < b.tile_m : a.tile_m > b.tile_m;
 }
 

@@ -8,6 +8,7 @@
 #include "kernels/attention/fp8/kernels.h"
 #include "kernels/sm90/checks.h"
 #include "kernels/sm90/driver.h"
+#include "kernels/sm90/invariant.h"
 #include "kernels/sm90/kernel_table.h"
 #include "kernels/sm90/math.h"
 
@@ -93,7 +94,7 @@ constexpr int64_t kShort = 1024;
 
 bool better(const AttentionFp8Variant& a, const AttentionFp8Variant& b, int64_t seq_q) {
   if (a.max_d != b.max_d) return a.max_d < b.max_d;
-  return seq_q <= kShort ? a.tile_m < b.tile_m : a.tile_m > b.tile_m;
+  return seq_q <= kShort && !batch_invariant() ? a.tile_m < b.tile_m : a.tile_m > b.tile_m;
 }
 
 Choice choose(const AttentionFp8Call& call, const AttentionProblem& problem, int multiprocessors) {

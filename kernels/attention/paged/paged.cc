@@ -11,6 +11,7 @@
 #include "kernels/attention/paged/split.h"
 #include "kernels/sm90/checks.h"
 #include "kernels/sm90/driver.h"
+#include "kernels/sm90/invariant.h"
 #include "kernels/sm90/kernel_table.h"
 #include "kernels/sm90/math.h"
 
@@ -207,6 +208,13 @@ bool is_empty(const PagedAttentionCall& call) {
   return call.q->shape[0] == 0 || call.q->shape[1] == 0 || call.cu_seqlens_q->shape[0] == 1;
 }
 
+// True if few new tokens go to decode_attention's kernels. In the batch-invariant mode chunks of
+// any size go to the same kernels: to decode_attention's where the cache is float8, which others do
+// not take.
+bool decodes(const PagedAttentionCall& call) {
+  return !batch_invariant() || is_float8(*call.k_cache);
+}
+
 struct Choice {
   const AttentionPagedKernel* kernel = nullptr;  // null for an empty output
   int64_t group, queries, tiles, copy_rows;      // as in AttentionPagedArguments
@@ -257,7 +265,7 @@ Status choose(const PagedAttentionCall& call, int multiprocessors, const PagedCa
   if (options.left >= 0) load.keys = std::min(load.keys, options.left + most);
   load.tile_n = choice->kernel->variant.tile_n;
   load.result_bytes = 2 * q.shape[0] * q.shape[1] * q.shape[2];
-  choice->parts = paged_parts(load, multiprocessors);
+  choice->parts = batch_invariant() ? 1 : paged_parts(load, multiprocessors);
   choice->blocks = static_cast<unsigned>(
       std::min<int64_t>(choice->tiles * kv_heads * choice->parts, multiprocessors));
   return Status();
@@ -367,7 +375,7 @@ Status paged_attention_plan(const PagedAttentionCall& call, int multiprocessors,
   *plan = {"none", "none", 0, 0, 0, 0, 1, 0, 0, 0, 0};
   if (is_empty(call)) return Status();
   const AsDecode few(call);
-  if (few.fits()) {
+  if (few.fits() && decodes(call)) {
     DecodePlan of;
     const Status status = decode_attention_plan(few.call(), multiprocessors, &of);
     if (status.ok()) {
@@ -400,7 +408,7 @@ Status PagedAttentionLaunch::prepare(const PagedAttentionCall& call) {
   TIERCEL_RETURN_IF_ERROR(check(call));
   if (is_empty(call)) return Status();
   const AsDecode few(call);
-  if (few.fits()) {
+  if (few.fits() && decodes(call)) {
     const Status status = decode_.prepare(few.call());
     decodes_ = status.ok();
     if (decodes_ || status.code() != StatusCode::kUnimplemented) return status;
