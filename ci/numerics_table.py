@@ -43,7 +43,9 @@ def table() -> str:
             raise SystemExit(f"{SCRIPT}: {op} lacks `numerics` in its declaration")
         page = pages[op].removeprefix("docs/")
         deterministic = "yes" if numerics.deterministic else "no"
-        invariant = "yes" if numerics.batch_invariant else f"no: {numerics.varies}"
+        invariant = (
+            "yes" if numerics.batch_invariant else f"in the mode; otherwise no: {numerics.varies}"
+        )
         sums = numerics.sums or "-"
         lines.append(
             f"| [`{op}`]({page}) | {error(numerics)} | {sums} | {deterministic} | {invariant} |"

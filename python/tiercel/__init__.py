@@ -14,9 +14,12 @@ from tiercel._version import __version__ as __version__
 _LAZY = {
     "NUMERICS": "tiercel.core.numerics",
     "FallbackWarning": "tiercel.backends",
+    "batch_invariant": "tiercel.core.invariance",
     "explain": "tiercel._explain",
+    "is_batch_invariant": "tiercel.core.invariance",
     "load": "tiercel._load",
     "set_backend": "tiercel.backends",
+    "set_batch_invariant": "tiercel.core.invariance",
     "use_backend": "tiercel.backends",
 }
 _SUBMODULES = ("backends", "jit", "nn", "ops", "ref")

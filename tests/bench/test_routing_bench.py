@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+import tiercel
 from tiercel.workbench.bench import adapters, ops, ours, peers
 from tiercel.workbench.bench.cases import Case
 from tiercel.workbench.bench.launch import Launch, Unsupported, WrongResult
@@ -52,6 +53,21 @@ def test_ours_is_an_error_where_it_would_be_ref():
     assert (impl.name, impl.ours) == ("tiercel", True)
     with pytest.raises(RuntimeError, match="'sm90' was asked for, but"):
         impl.prepare(problem, BENCH.make(problem, "cpu", 0))
+
+
+def test_the_batch_invariant_mode_is_one_of_ours():
+    seen = []
+
+    def made(case, inputs, backend):
+        seen.append((backend, tiercel.is_batch_invariant()))
+        return Launch(lambda: (tiercel.is_batch_invariant(),), tiercel.is_batch_invariant)
+
+    impls = ours.impls(dataclasses.replace(BENCH, ours=made), ["sm90", "invariant"])
+    assert [impl.name for impl in impls] == ["tiercel", "tiercel:invariant"]
+    plain, invariant = (impl.prepare(case(), {}) for impl in impls)
+    assert seen == [("sm90", False), ("sm90", True)]
+    assert (plain.run(), plain.host()) == ((False,), False)
+    assert (invariant.run(), invariant.host()) == ((True,), True)
 
 
 def test_the_same_seed_gives_the_same_scores_and_another_does_not():

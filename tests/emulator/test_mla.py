@@ -7,6 +7,7 @@ from support.emulator import kernels
 from support.emulator import options as running
 from support.mla import SCALE, VALUES, assert_right, make, narrowed, results
 
+import tiercel
 from tiercel import ref
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -80,6 +81,16 @@ def test_any_order_of_warps(seed):
 
 def test_many_sequences():
     check(make([i * 7 % 90 for i in range(70)], heads=2, page=16), multiprocessors=5)
+
+
+def test_parts_of_a_fixed_size():
+    """The batch-invariant mode: parts of 1024 keys. A sequence alone has the same bits."""
+    inputs = q, cache, table, lengths = make([1100, 1, 0, 1024], 2, 3)
+    with tiercel.batch_invariant():
+        out, lse = run(inputs)
+        alone = run((q[:1], cache, table[:1], lengths[:1]))
+    assert_right(inputs, out, lse)
+    assert torch.equal(alone[0][0], out[0]) and torch.equal(alone[1][0], lse[0])
 
 
 def test_no_sequence_and_no_key():

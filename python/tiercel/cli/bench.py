@@ -16,7 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--family", help="only this family's operators")
     add("--op", action="append", help="only this operator; may be repeated")
     add("--list", action="store_true", help="only list the cases; needs no GPU")
-    add("--backend", nargs="+", default=["sm90"], metavar="B", help="ours to measure (sm90)")
+    text = "ours to measure (sm90); `invariant` is sm90 in the batch-invariant mode"
+    add("--backend", nargs="+", default=["sm90"], metavar="B", help=text)
     text = "a file that registers backends, for --backend; may be repeated"
     add("--path", action="append", default=[], type=Path, metavar="FILE", help=text)
     add("--peers", default="all", metavar="all|none|A,B", help="others to measure (all)")

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from tiercel import _C
-from tiercel.core import index_checks, platform, selection
+from tiercel.core import index_checks, invariance, platform, selection
 from tiercel.core.checks import check_dense
 from tiercel.core.eager import DIRECT, GRAD, TRANSFORMED, is_dynamo_compiling, route
 from tiercel.core.platform import Reason
@@ -232,7 +232,10 @@ class Operator:
 
     def pick(self) -> Callable[..., Any]:
         """The function that a call goes to; calling it costs less than calling the operator."""
-        return self.call_overload if is_dynamo_compiling() else self.direct
+        if not is_dynamo_compiling():
+            return self.direct
+        bool(invariance.watched)  # for its guard
+        return self.call_overload
 
     def __call__(self, *args: Any) -> Any:
         return self.pick()(*args)

@@ -22,8 +22,8 @@ class Numerics:
         deterministic: The same arguments give the same bits, in every run and on every device of a
             kind.
         batch_invariant: The bits of a row, token or sequence depend on it and its own length only,
-            not on what else is in the call.
-        varies: What they depend on otherwise, or which results are meant.
+            not on what else is in the call. In the mode of that name they always do.
+        varies: What they depend on outside of the mode, or which results are meant.
     """
 
     error: float

@@ -15,6 +15,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator
 
+from tiercel.core.invariance import is_batch_invariant
 from tiercel.core.log import logger
 
 
@@ -118,7 +119,10 @@ _warned: set[str] = set()
 
 
 def fall_back(op: str, error: type[Exception], text: str, stand_in: str = "ref") -> None:
-    """Warns, once a reason, that something slower runs; raises under TIERCEL_STRICT=1."""
+    """Warns, once a reason, that something slower runs; raises in the batch-invariant mode, and
+    under TIERCEL_STRICT=1."""
+    if is_batch_invariant():
+        raise error(f"{op}: {text} (in the batch-invariant mode {stand_in} does not stand in)")
     if os.environ.get("TIERCEL_STRICT", "0").lower() not in ("", "0", "false", "no", "off"):
         raise error(f"{op}: {text} (TIERCEL_STRICT is set, so {stand_in} does not stand in)")
     # Sizes in the sentence do not make it another reason.

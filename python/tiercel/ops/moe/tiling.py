@@ -137,6 +137,8 @@ def choose(
     """`allow_single_launch`: SINGLE_LAUNCH is a choice."""
     tokens, k = topk_ids.shape
     experts, hidden, inner = w_down.shape
+    # The tiles' sums have one order; the single launch has another.
+    allow_single_launch = allow_single_launch and not _C.batch_invariant()
     float8 = w_down.element_size() == 1
     if expert_map is not None:  # how many tokens come to these experts is another question
         return MoeTiles(block_size(tokens * k, experts), None, None)

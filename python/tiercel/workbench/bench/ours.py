@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tiercel.workbench.bench.launch import Impl, Launch
@@ -11,7 +12,8 @@ from tiercel.workbench.bench.ops import OpBench
 
 
 def impls(bench: OpBench, backends: Sequence[str]) -> list[Impl]:
-    """``tiercel`` is the sm90 backend; the others are ``tiercel:NAME``."""
+    """``tiercel`` is the sm90 backend; the others are ``tiercel:NAME``. Of these,
+    ``invariant`` is sm90 in the batch-invariant mode."""
     import tiercel
     from tiercel.ops import _register  # noqa: F401  (a gradient's operator may be asked for first)
 
@@ -22,9 +24,31 @@ def impls(bench: OpBench, backends: Sequence[str]) -> list[Impl]:
     ]
 
 
+def _in_the_mode(prepare: Callable[..., Launch]) -> Callable[..., Launch]:
+    """What `prepare` makes, launched and captured in the batch-invariant mode."""
+    import tiercel
+
+    def within(call: Callable[[], Any]) -> Callable[[], Any]:
+        def called() -> Any:
+            with tiercel.batch_invariant():
+                return call()
+
+        return called
+
+    def prepared(case: Any, inputs: dict[str, Any]) -> Launch:
+        launch = within(lambda: prepare(case, inputs))()
+        host = launch.host and within(launch.host)
+        changed: Launch = dataclasses.replace(launch, run=within(launch.run), host=host)
+        return changed
+
+    return prepared
+
+
 def _preparer(bench: OpBench, backend: str) -> Any:
     import tiercel
 
+    if backend == "invariant":
+        return _in_the_mode(_preparer(bench, "sm90"))
     if bench.ours is not None:
         made = bench.ours
         return lambda case, inputs: made(case, inputs, backend)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The batch-invariant mode: a row's bits are the same in any company, for every operator."""
+
+import pytest
+import torch
+from support import contract_calls as calls
+from support.batch_sequences import CASES
+
+import tiercel
+
+pytestmark = [pytest.mark.gpu, pytest.mark.torch]
+
+SIZES = (1, 2, 5, 16, 17, 64, 100, 129, 300, 600, 1300, 2500)
+
+
+def bits(tensor):
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(whole[tensor.element_size()])
+
+
+def companies(count, row):
+    """Rows of a call, and where in it the fixed one is."""
+    generator = torch.Generator().manual_seed(row)
+    for size in (*(s for s in SIZES if s < count), count):
+        others = torch.randperm(count, generator=generator)
+        others = others[others != row][: size - 1]
+        at = int(torch.randint(size, (), generator=generator))
+        yield torch.cat([others[:at], torch.tensor([row]), others[at:]]), at
+
+
+def padded(a, b):
+    """Results of sequences are as long as the call's longest; zeros stand behind the others."""
+    if a.shape == b.shape:
+        return a, b
+    if a.shape[0] < b.shape[0]:
+        b, a = padded(b, a)
+        return a, b
+    more = a.shape[0] - b.shape[0]
+    return a, torch.cat([b, b.new_zeros(more, *b.shape[1:])])
+
+
+def check(case, row, count):
+    alone = case.run(torch.tensor([row], device="cuda"))
+    for rows, at in companies(count, row):
+        together = case.run(rows.cuda())
+        for place, (one, many) in enumerate(zip(alone, together, strict=True)):
+            expected, got = padded(bits(one)[0], bits(many)[at])
+            wrong = int((expected != got).sum())
+            assert wrong == 0, f"result {place}, {len(rows)} rows: {wrong} of {got.numel()} differ"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rows_bits_do_not_depend_on_the_batch(name):
+    make = CASES[name][1]
+    with tiercel.batch_invariant():
+        case = make("cuda")
+        for row in (case.count // 3, case.count - 1):
+            check(case, row, case.count)
+
+
+def test_every_operator_has_a_case():
+    assert {op for op, _ in CASES.values()} == set(calls.OPS)
