@@ -96,6 +96,14 @@ def test_large_head_dimensions_have_no_kernel(make, d):
         plan(make, (2, 300, 8, d))
 
 
+def test_values_of_another_head_dimension_have_no_kernel(make):
+    names = {"v": (2, 300, 8, 64), "grad": (2, 300, 8, 64), "out": (2, 300, 8, 64)}
+    given = {name: make(*shape, dtype="bfloat16") for name, shape in names.items()}
+    due = "`v` must have the head dimension of `q`, 128, for the precompiled kernels, got 64"
+    with pytest.raises(NotImplementedError, match=f"^attention_backward: {due}"):
+        plan(make, dv=make(2, 300, 8, 64, dtype="bfloat16"), **given)
+
+
 def test_a_workspace_is_asked_for(make):
     tensors = arguments(make)
     with pytest.raises(TypeError, match="`workspace` must be a tensor, got None"):

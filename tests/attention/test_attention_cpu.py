@@ -90,6 +90,36 @@ def test_out():
     assert same is out and torch.equal(lse, sums)
 
 
+@pytest.mark.parametrize("d_v", [8, 24])
+def test_values_of_another_head_dimension(d_v):
+    q, k, _ = arguments(dtype=torch.float64, grad=True)
+    v = make(9, 2, d_v, dtype=torch.float64, seed=3, grad=True)
+    for options, mask in (({}, {}), ({"causal": True}, {"is_causal": True})):
+        due = sdpa(q, k, v, **mask)
+        grad = make(9, 4, d_v, dtype=torch.float64, seed=4)
+        torch.testing.assert_close(tiercel.ref.attention(q, k, v, **options), due)
+        expected = torch.autograd.grad(due, (q, k, v), grad)
+        halves = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)]
+        result, lse = tiercel.attention(*halves, return_lse=True, **options)
+        assert result.shape == (2, 9, 4, d_v) and lse.shape == (2, 4, 9)
+        torch.testing.assert_close(result.double(), due, rtol=2e-2, atol=2e-2)
+        plain, out = [x.detach() for x in halves], torch.empty_like(result)
+        tiercel.attention(*plain, out=out, **options)
+        assert torch.equal(out, result)
+        found = torch.autograd.grad(result, halves, grad.bfloat16())
+        for one, truth in zip(found, expected, strict=True):
+            assert (one.double() - truth).norm() / truth.norm() < 2e-2
+    with pytest.raises(ValueError, match=r"`out` must have shape \[B, Sq, H, Dv\]"):
+        tiercel.attention(*plain, out=torch.empty_like(plain[0]))
+
+
+def test_compiled_values_of_another_head_dimension():
+    q, k, _ = arguments()
+    v = make(9, 2, 24, seed=3)
+    compiled = torch.compile(lambda *x: tiercel.attention(*x, causal=True), fullgraph=True)
+    assert torch.equal(compiled(q, k, v), tiercel.attention(q, k, v, causal=True))
+
+
 def test_nothing_to_see():
     q, k, v = arguments(5, 0)
     result, lse = tiercel.attention(q, k, v, return_lse=True)

@@ -98,6 +98,12 @@ def test_what_there_is_no_kernel_for(make, text, shape):
         plan(make, shape)
 
 
+def test_values_of_another_head_dimension_have_no_kernel(make):
+    v, out = (make(2, 300, 8, 64, dtype=dtype) for dtype in (FLOAT8, "bfloat16"))
+    with pytest.raises(NotImplementedError, match="`v` must have the head dimension of `q`, 128"):
+        plan(make, v=v, out=out)
+
+
 def test_what_the_copy_engine_cannot_do(make):
     tensor = make(2, 300, 8, 128, dtype=FLOAT8, address=ADDRESS + 8)
     with pytest.raises(NotImplementedError, match="`v` must start at a multiple of 16 bytes"):

@@ -15,12 +15,12 @@ DTYPES = [torch.bfloat16, torch.float16]
 def make():
     generator = torch.Generator("cuda").manual_seed(7)
 
-    def draw(batch, seq_q, seq_k, heads, kv_heads, d, dtype=torch.bfloat16):
-        def rand(length, count):
+    def draw(batch, seq_q, seq_k, heads, kv_heads, d, dtype=torch.bfloat16, d_v=None):
+        def rand(length, count, d=d):
             shape = (batch, length, count, d)
             return torch.randn(shape, device="cuda", generator=generator).to(dtype)
 
-        return rand(seq_q, heads), rand(seq_k, kv_heads), rand(seq_k, kv_heads)
+        return rand(seq_q, heads), rand(seq_k, kv_heads), rand(seq_k, kv_heads, d_v or d)
 
     return draw
 
@@ -113,6 +113,55 @@ def test_softcap(make, d, dtype, options):
 def test_head_dimensions(make, d, causal):
     check(make(2, 300, 300, 4, 2, d), causal=causal)
     check(make(1, 1000, 1111, 2, 2, d, torch.float16), causal=causal)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("options", [{}, {"causal": True}])
+def test_small_values_of_another_head_dimension(make, options):
+    check(make(2, 300, 300, 4, 2, 192, d_v=128), **options)
+
+
+@pytest.mark.parametrize(("d", "d_v"), [(192, 128), (136, 40), (128, 192), (64, 128), (256, 64)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window": (100, 5)}, {"causal": True, "softcap": 30.0}]
+)
+def test_values_of_another_head_dimension(make, d, d_v, dtype, options):
+    check(make(2, 300, 400, 4, 2, d, dtype, d_v), **options)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seq_q", [1, 64, 127, 129, 512, 1000])
+@pytest.mark.parametrize("seq_k", [1, 127, 128, 300, 1024, 2047])
+def test_ragged_narrow_values(make, causal, seq_q, seq_k):
+    check(make(2, seq_q, seq_k, 4, 2, 192, d_v=128), causal=causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_many_tiles_of_narrow_values(make, causal):
+    check(make(2, 1500, 1500, 32, 8, 192, d_v=128), causal=causal)
+
+
+def test_strides_of_narrow_values(make):
+    """Keys and values beside each other, as a projection of a latent has them."""
+    q, both, _ = make(2, 300, 300, 4, 4, 320)
+    check((q[..., :192], both[..., :192], both[..., 192:]), causal=True)
+    out = q.new_full((2, 300, 4, 320), torch.nan)
+    tiercel.attention(q[..., :192], both[..., :192], both[..., 192:], out=out[..., 64:192])
+    assert out[..., :64].isnan().all() and out[..., 192:].isnan().all()
+    assert out[..., 64:192].isfinite().all()
+
+
+@pytest.mark.parametrize("d_v", [128, 64])
+def test_gradients_of_narrow_values(make, d_v):
+    tensors = [x.requires_grad_() for x in make(2, 256, 256, 4, 4, 192, d_v=d_v)]
+    grad = torch.randn_like(tensors[2])
+    tiercel.attention(*tensors, causal=True).backward(grad)
+    doubles = [x.detach().double().requires_grad_() for x in tensors]
+    tiercel.ref.attention(*doubles, causal=True).backward(grad.double())
+    for tensor, double in zip(tensors, doubles, strict=True):
+        error = (tensor.grad.double() - double.grad).norm() / double.grad.norm()
+        assert error < 1e-2
 
 
 @pytest.mark.parametrize("d", [64, 128])

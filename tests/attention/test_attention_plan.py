@@ -25,10 +25,13 @@ def plan(
     softcap=0.0,
     dtype="bfloat16",
     lse=None,
+    d_v=None,
     **given,
 ):
     batch, _, _, d = shape
-    shapes = {"q": shape, "k": (batch, *keys, d), "v": (batch, *keys, d), "out": shape}
+    d_v = d_v or d
+    results, values = (*shape[:3], d_v), (batch, *keys, d_v)
+    shapes = {"q": shape, "k": (batch, *keys, d), "v": values, "out": results}
     tensors = [given.get(name) or make(*shape, dtype=dtype) for name, shape in shapes.items()]
     return _C.attention_plan(*tensors, lse, left, right, scale, softcap)
 
@@ -51,6 +54,28 @@ def test_every_head_dimension_and_mask_has_a_kernel(d, right, left):
                 tiles = -(-seq // got["tile_m"]) * 8
                 assert got["grid"] == min(tiles, 132)
                 assert 1 <= got["band"] <= 8
+
+
+@pytest.mark.parametrize(
+    ("d", "d_v", "dtype", "options", "kernel"),
+    [
+        (192, 128, "bfloat16", {}, "bf16_d192v128_128x128"),
+        (192, 128, "bfloat16", {"right": 0}, "bf16_d192v128_128x128_causal"),
+        (136, 8, "bfloat16", {"right": 0}, "bf16_d192v128_128x128_causal"),
+        (192, 128, "bfloat16", {"left": 9}, "bf16_d192_128x96_window"),
+        (192, 128, "bfloat16", {"softcap": 5.0}, "bf16_d192_128x96_window_capped"),
+        (192, 128, "float16", {"right": 0}, "fp16_d192_128x96_causal"),
+        (192, 136, "bfloat16", {}, "bf16_d192_128x96"),
+        (200, 128, "bfloat16", {}, "bf16_d256_128x64"),
+        (128, 192, "bfloat16", {}, "bf16_d192_128x96"),
+        (64, 128, "bfloat16", {"right": 0}, "bf16_d96_128x128_causal"),
+        (64, 8, "bfloat16", {}, "bf16_d64_192x128"),
+    ],
+)
+def test_values_of_another_head_dimension(d, d_v, dtype, options, kernel):
+    got = plan(ExchangeTensor, (2, 300, 8, d), (300, 8), d_v=d_v, dtype=dtype, **options)
+    assert got["kernel"] == f"attention_{kernel}"
+    assert got["dynamic_smem"] <= 232448
 
 
 @pytest.mark.parametrize(
@@ -103,14 +128,14 @@ def test_empty_outputs_launch_nothing(make):
         (ValueError, "`q` must have 4 dimensions, got 3", "q", (2, 300, 8), "bfloat16"),
         (
             ValueError,
-            r"`v` must have shape \[B, Sk, Hk, D\] = \[2, 300, 8, 128\], got \[2, 301, 8, 128\]",
+            r"`v` must have shape \[B, Sk, Hk, Dv\] = \[2, 300, 8, 128\], got \[2, 301, 8, 128\]",
             "v",
             (2, 301, 8, 128),
             "bfloat16",
         ),
         (
             ValueError,
-            r"`out` must have shape \[B, Sq, H, D\] = \[2, 300, 8, 128\]",
+            r"`out` must have shape \[B, Sq, H, Dv\] = \[2, 300, 8, 128\]",
             "out",
             (2, 300, 4, 128),
             "bfloat16",
@@ -140,6 +165,8 @@ def test_wrong_heads_and_lse(make):
             {"shape": (2, 300, 8, 60)},
         ),
         ("`q` must have a head dimension .* got 264", {"shape": (2, 300, 8, 264)}),
+        ("`v` must have a head dimension .* up to 256 .* got 60", {"d_v": 60}),
+        ("`v` must have a head dimension .* got 264", {"d_v": 264}),
         ("`scale` must be positive", {"scale": -1.0}),
         ("`softcap` must be None or positive", {"softcap": -1.0}),
         ("`k` must have at least one key", {"keys": (0, 8)}),

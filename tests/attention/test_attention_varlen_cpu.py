@@ -49,6 +49,21 @@ def test_is_attention_of_each_sequence(options):
         assert torch.equal(result[queries], due[0]) and torch.equal(lse[:, queries], sums[0])
 
 
+def test_values_of_another_head_dimension():
+    q, k, v, *rest = arguments(grad=True)
+    wide = torch.cat([v, 2 * v], -1).detach().requires_grad_()
+    result, lse = tiercel.attention_varlen(q, k, wide, *rest, causal=True, return_lse=True)
+    due, sums = tiercel.attention_varlen(q, k, v, *rest, causal=True, return_lse=True)
+    assert torch.equal(lse, sums)
+    torch.testing.assert_close(result, torch.cat([due, 2 * due], -1))
+    found = torch.autograd.grad(result.sum(), (q, k, wide))
+    expected = torch.autograd.grad(3 * due.sum(), (q, k, v))
+    torch.testing.assert_close(found[2][..., :16] * 3, expected[2], rtol=2e-2, atol=2e-2)
+    for one, truth in zip(found, expected, strict=False):
+        if one.shape == truth.shape:
+            torch.testing.assert_close(one, truth, rtol=3e-2, atol=3e-2)
+
+
 def test_gradients():
     q, k, v, *rest = arguments(grad=True)
     tiercel.attention_varlen(q, k, v, *rest, causal=True).sum().backward()

@@ -13,12 +13,13 @@ pytestmark = [pytest.mark.torch, pytest.mark.gpu, pytest.mark.usefixtures("no_fa
 def make():
     generator = torch.Generator("cuda").manual_seed(7)
 
-    def draw(queries, keys, heads, d, dtype=torch.bfloat16):
-        def rand(rows, count):
+    def draw(queries, keys, heads, d, dtype=torch.bfloat16, d_v=None):
+        def rand(rows, count, d=d):
             drawn = torch.randn(rows, count, d, device="cuda", generator=generator)
             return drawn.to(dtype)
 
-        tensors = [rand(sum(queries), heads[0]), *(rand(sum(keys), heads[1]) for _ in range(2))]
+        tensors = [rand(sum(queries), heads[0]), rand(sum(keys), heads[1])]
+        tensors.append(rand(sum(keys), heads[1], d_v or d))
         of_each = [torch.tensor([0, *x], device="cuda").cumsum(0).int() for x in (queries, keys)]
         return *tensors, *of_each, max(queries), max(keys)
 
@@ -158,6 +159,12 @@ def test_graph(make):
         result = tiercel.attention_varlen(*given, causal=True)
     graph.replay()
     assert torch.equal(result, tiercel.attention_varlen(*given, causal=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 5)}])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_lengths_of_narrow_values(make, options, lengths):
+    check(make(*lengths, (4, 2), 192, d_v=128), **options)
 
 
 def check_gradients(given, return_lse=False, **options):

@@ -14,15 +14,31 @@ def make(request):
     return request.param
 
 
-def plan(make, rows=(900, 1000), heads=(8, 2), d=64, *, batch=3, longest=(500, 400), **given):
-    shapes = {"q": (rows[0], heads[0], d)} | dict.fromkeys("kv", (rows[1], heads[1], d))
-    tensors = [given.get(name) or make(*shape, dtype="bfloat16") for name, shape in shapes.items()]
+def plan(
+    make,
+    rows=(900, 1000),
+    heads=(8, 2),
+    d=64,
+    *,
+    batch=3,
+    longest=(500, 400),
+    d_v=None,
+    dtype="bfloat16",
+    **given,
+):
+    d_v = d_v or d
+    shapes = {
+        "q": (rows[0], heads[0], d),
+        "k": (rows[1], heads[1], d),
+        "v": (rows[1], heads[1], d_v),
+    }
+    tensors = [given.get(name) or make(*shape, dtype=dtype) for name, shape in shapes.items()]
     starts = [
         given.get(name) or make(batch + 1, dtype="int32")
         for name in ("cu_seqlens_q", "cu_seqlens_k")
     ]
-    out = given.get("out") or make(*shapes["q"], dtype="bfloat16")
-    options = (-1, given.get("right", -1), 0.1, 0.0)
+    out = given.get("out") or make(rows[0], heads[0], d_v, dtype=dtype)
+    options = (given.get("left", -1), given.get("right", -1), 0.1, 0.0)
     return _C.attention_varlen_plan(*tensors, *starts, out, None, *longest, *options)
 
 
@@ -32,6 +48,31 @@ def test_tiles_of_the_longest_sequence(make, d, right):
     got = plan(make, d=d, right=right, heads=(2, 2))
     assert got["kernel"].startswith(f"attention_bf16_d{64 if d <= 64 else 128}_128x128")
     assert got["grid"] == 4 * 2 * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "ending"),
+    [({}, ""), ({"right": 0}, "_causal"), ({"left": 5, "right": 0}, "_window")],
+)
+def test_keys_of_192_columns(make, options, ending):
+    kernel = plan(make, d=192, d_v=128, **options)["kernel"]
+    assert kernel == f"attention_bf16_d192v128_128x128{ending}_packed"
+    assert plan(make, d=128, d_v=64)["kernel"] == "attention_bf16_d128_128x128_packed"
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("q", {"d": 192}),
+        ("q", {"d": 200, "d_v": 128}),
+        ("q", {"d": 192, "d_v": 128, "dtype": "float16"}),
+        ("v", {"d": 128, "d_v": 192}),
+    ],
+)
+def test_columns_that_there_is_no_kernel_for(make, name, given):
+    due = f"^attention_varlen: `{name}` must have a head dimension .* up to 128"
+    with pytest.raises(NotImplementedError, match=due):
+        plan(make, **given)
 
 
 def test_longest_is_at_most_all_rows(make):

@@ -33,11 +33,11 @@ def draw(dtype, *shapes):
     return [torch.randn(*shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def check(batch, seq_q, seq_k, heads, d, dtype=torch.bfloat16, expected="", **options):
-    q_shape = (batch, seq_q, heads[0], d)
-    k_shape = (batch, seq_k, heads[1], d)
-    q, k, v = draw(dtype, q_shape, k_shape, k_shape)
-    out = torch.full_like(q, torch.nan)
+def check(batch, seq_q, seq_k, heads, d, dtype=torch.bfloat16, expected="", d_v=None, **options):
+    d_v = d_v or d
+    keys = (batch, seq_k, heads[1])
+    q, k, v = draw(dtype, (batch, seq_q, heads[0], d), (*keys, d), (*keys, d_v))
+    out = q.new_full((batch, seq_q, heads[0], d_v), torch.nan)
     lse = torch.full((batch, heads[0], seq_q), torch.nan)
     softcap = options.get("softcap", 0.0)
     arguments = (q, k, v, out, lse, *limits(options), d**-0.5, softcap)
@@ -65,6 +65,43 @@ def test_attention(d, dtype, options):
 )
 def test_shapes(sizes, options):
     check(*sizes, 64, **options)
+
+
+VALUES = [
+    (192, 128, "_d192v128_"),
+    (136, 40, "_d192v128_"),
+    (128, 192, "_d192_"),
+    (64, 128, "_d96_"),
+]
+
+
+@pytest.mark.parametrize(("d", "d_v", "expected"), VALUES)
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((1, 150, 210, (2, 1)), {}),
+        ((2, 300, 300, (2, 2)), {"causal": True}),
+        ((1, 130, 520, (1, 1)), {"causal": True}),
+        ((1, 140, 5, (2, 1)), {"causal": True}),
+    ],
+)
+def test_values_of_another_head_dimension(sizes, options, d, d_v, expected):
+    check(*sizes, d, d_v=d_v, expected=expected, **options)
+
+
+@pytest.mark.parametrize("options", [{"window": (40, 5)}, {"softcap": 20.0, "causal": True}])
+def test_windows_of_narrow_values(options):
+    """The kernels whose values have as many columns as the keys: the further ones are zeros."""
+    check(1, 150, 210, (2, 1), 192, d_v=128, expected="_d192_", **options)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seq_k", [300, 60])
+def test_narrow_values_in_any_order_of_warps(seed, seq_k):
+    """A block has many tiles, so that it fills q's stages again; some have one block of keys."""
+    with running(lazy=seed != 2, seed=seed, multiprocessors=2):
+        check(1, 300, seq_k, (3, 1), 192, d_v=128, causal=True)
+        check_varlen([300, 5, 140], [300, 64, 20], (2, 1), 192, d_v=128, causal=seed == 0)
 
 
 def test_three_warpgroups():
@@ -146,12 +183,12 @@ def test_blocks_of_equal_scores(key):
     torch.testing.assert_close(out.float(), torch.full((1, 64, 1, 128), 0.5), atol=2e-3, rtol=0)
 
 
-def check_varlen(queries, keys, heads, d, dtype=torch.bfloat16, longest=None, **options):
-    k_shape = (sum(keys), heads[1], d)
-    q, k, v = draw(dtype, (sum(queries), heads[0], d), k_shape, k_shape)
+def check_varlen(queries, keys, heads, d, dtype=torch.bfloat16, longest=None, d_v=None, **options):
+    d_v, rows = d_v or d, (sum(keys), heads[1])
+    q, k, v = draw(dtype, (sum(queries), heads[0], d), (*rows, d), (*rows, d_v))
     starts = [torch.tensor([0, *x]).cumsum(0).int() for x in (queries, keys)]
     longest = longest or (max(queries), max(keys))
-    out = torch.full_like(q, torch.nan)
+    out = q.new_full((*q.shape[:-1], d_v), torch.nan)
     lse = torch.full((heads[0], len(q)), torch.nan)
     arguments = (q, k, v, *starts, out, lse, *longest, *limits(options), d**-0.5, 0.0)
     kernels.attention_varlen(*arguments)
@@ -174,6 +211,12 @@ LENGTHS = [
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_varlen(d, options, lengths):
     check_varlen(*lengths, (2, 1), d, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 5)}])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_varlen_of_narrow_values(options, lengths):
+    check_varlen(*lengths, (2, 1), 192, d_v=128, **options)
 
 
 def test_varlen_float16_and_a_longest_that_is_more():

@@ -68,7 +68,7 @@ def own(monkeypatch):
     for name in NAMES:
         library.impl(name, stand_in(name), "CPU")
     monkeypatch.setattr(door.platform, "why_not", lambda device: None)
-    monkeypatch.setattr(door, "has_kernels", lambda op, q, backend: q.shape[-1] <= 128)
+    monkeypatch.setattr(door, "has_kernels", lambda op, q, v, backend: q.shape[-1] <= 128)
     implementation = door._Implementation("CPU")
     with tiercel.use_backend("ref"):
         yield calls

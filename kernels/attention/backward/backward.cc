@@ -38,6 +38,7 @@ Status check(const AttentionBackwardCall& call, const AttentionOptions& options,
   const TensorView& q = *call.q;
   TIERCEL_RETURN_IF_ERROR(
       check_attention(kOp, q, *call.k, *call.v, *call.out, call.lse, options, problem));
+  TIERCEL_RETURN_IF_ERROR(check_attention_same_d(kOp, *call.v, *problem));
   if (call.grad_lse != nullptr) {
     const Argument argument{kOp, "grad_lse", *call.grad_lse};
     TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {DType::kFloat32}));

@@ -30,11 +30,12 @@ struct AttentionPlan {
   unsigned dynamic_smem;
 };
 
-// Sequences of several lengths, behind each other: q and out are [Tq, H, D], k and v [Tk, Hk, D],
-// lse, [H, Tq], may be null. Sequence i has the rows from starts[i] to starts[i + 1] of int32
-// [B + 1], of any stride and contents: both are cut to the tensor, and a sequence that ends before
-// it starts is empty. Rows of out that no sequence has are 0, and minus infinity in lse; so are
-// those that a sequence longer than max_q, rounded up to a tile, has beyond it.
+// Sequences of several lengths, behind each other: q is [Tq, H, D], k [Tk, Hk, D], v [Tk, Hk, Dv]
+// and out [Tq, H, Dv]; lse, [H, Tq], may be null. Sequence i has the rows from starts[i] to
+// starts[i + 1] of int32 [B + 1], of any stride and contents: both are cut to the tensor, and a
+// sequence that ends before it starts is empty. Rows of out that no sequence has are 0, and minus
+// infinity in lse; so are those that a sequence longer than max_q, rounded up to a tile, has beyond
+// it.
 struct PackedAttention {
   const TensorView* q = nullptr;
   const TensorView* k = nullptr;

@@ -21,6 +21,9 @@ constexpr int64_t kUnlimited = int64_t{1} << 29;
 
 constexpr int64_t kMaxHeadDimension = 256;
 constexpr int64_t kMaxPackedHeadDimension = 128;
+constexpr int64_t kMaxPackedKeyDimension = 192;  // of bfloat16, with values of up to 128
+
+bool fits(int64_t d, int64_t max_d) { return d >= 8 && d <= max_d && d % 8 == 0; }
 
 Status unsupported(const char* op, const char* name, const std::string& expected,
                    const std::string& got) {
@@ -49,7 +52,8 @@ int attention_band(const AttentionProblem& problem, int64_t q_tiles, int64_t blo
   const int64_t rounds = 2 * blocks;
   const int64_t even = rounds / std::gcd(q_tiles, rounds);  // they fill whole rounds
   const int64_t queries_per_key = problem.heads / problem.kv_heads;
-  const int64_t head_bytes = 2 * element_bytes * problem.seq_k * problem.d / queries_per_key;
+  const int64_t row_bytes = element_bytes * (problem.d + problem.d_v);
+  const int64_t head_bytes = problem.seq_k * row_bytes / queries_per_key;
   const bool short_heads = q_tiles <= kFewTiles && pairs * head_bytes > kSharedBytes;
   const bool mixed = short_heads && even < pairs && even * head_bytes <= kSharedBytes;
   return static_cast<int>(mixed ? even : pairs);
@@ -105,9 +109,9 @@ Status check_attention_lse(const char* op, const TensorView& lse, const TensorVi
   return check_contiguous(argument);
 }
 
-Status attention_problem(const char* op, const TensorView& q, int64_t batch, int64_t seq_q,
-                         int64_t seq_k, int64_t kv_heads, const AttentionOptions& options,
-                         bool packed, AttentionProblem* problem) {
+Status attention_problem(const char* op, const TensorView& q, const TensorView& v, int64_t batch,
+                         int64_t seq_q, int64_t seq_k, int64_t kv_heads,
+                         const AttentionOptions& options, bool packed, AttentionProblem* problem) {
   if (!(options.scale > 0.0) || !std::isfinite(options.scale)) {
     return unsupported(op, "scale", "be positive", std::to_string(options.scale));
   }
@@ -117,22 +121,27 @@ Status attention_problem(const char* op, const TensorView& q, int64_t batch, int
   if (packed && options.softcap != 0.0) {
     return unsupported(op, "softcap", "be None", std::to_string(options.softcap));
   }
-  const int64_t heads = q.shape[q.ndim - 2], d = q.shape[q.ndim - 1];
+  const int64_t heads = q.shape[q.ndim - 2], d = q.shape[q.ndim - 1], d_v = v.shape[v.ndim - 1];
   *problem = {batch,
               seq_q,
               seq_k,
               heads,
               kv_heads,
               d,
+              d_v,
               mask_of(options),
               options.softcap != 0.0,
               options.right >= 0 && (options.left < 0 || options.left >= seq_k),
               packed};
   const int64_t max_d = packed ? kMaxPackedHeadDimension : kMaxHeadDimension;
-  if (d < 8 || d > max_d || d % 8 != 0) {
+  const bool wide_keys = packed && q.dtype == DType::kBFloat16 && fits(d, kMaxPackedKeyDimension) &&
+                         d_v <= kMaxPackedHeadDimension;
+  const bool wrong_keys = !wide_keys && !fits(d, max_d);
+  if (wrong_keys || !fits(d_v, max_d)) {
     return unsupported(
-        op, "q", "have a head dimension that is a multiple of 8 up to " + std::to_string(max_d),
-        std::to_string(d));
+        op, wrong_keys ? "q" : "v",
+        "have a head dimension that is a multiple of 8 up to " + std::to_string(max_d),
+        std::to_string(wrong_keys ? d : d_v));
   }
   if (problem->empty()) return Status();
   if (seq_k == 0) return unsupported(op, "k", "have at least one key", "none");
@@ -150,6 +159,13 @@ Status attention_problem(const char* op, const TensorView& q, int64_t batch, int
   return Status();
 }
 
+Status check_attention_same_d(const char* op, const TensorView& v,
+                              const AttentionProblem& problem) {
+  if (problem.d_v == problem.d) return Status();
+  return unsupported(op, "v", "have the head dimension of `q`, " + std::to_string(problem.d) + ",",
+                     std::to_string(problem.d_v));
+}
+
 Status check_attention(const char* op, const TensorView& q, const TensorView& k,
                        const TensorView& v, const TensorView& out, const TensorView* lse,
                        const AttentionOptions& options, AttentionProblem* problem,
@@ -165,17 +181,17 @@ Status check_attention(const char* op, const TensorView& q, const TensorView& k,
   TIERCEL_RETURN_IF_ERROR(fp8 ? check_dtype(q_arg, {DType::kFloat8E4M3})
                               : check_dtype(q_arg, {DType::kBFloat16, DType::kFloat16}));
   const int64_t batch = q.shape[0], seq_q = q.shape[1], heads = q.shape[2], d = q.shape[3];
-  const int64_t seq_k = k.shape[1], kv_heads = k.shape[2];
+  const int64_t seq_k = k.shape[1], kv_heads = k.shape[2], d_v = v.shape[3];
   TIERCEL_RETURN_IF_ERROR(check_shape(k_arg, {batch, seq_k, kv_heads, d}, "[B, Sk, Hk, D]"));
-  TIERCEL_RETURN_IF_ERROR(check_shape(v_arg, {batch, seq_k, kv_heads, d}, "[B, Sk, Hk, D]"));
-  TIERCEL_RETURN_IF_ERROR(check_shape(out_arg, {batch, seq_q, heads, d}, "[B, Sq, H, D]"));
+  TIERCEL_RETURN_IF_ERROR(check_shape(v_arg, {batch, seq_k, kv_heads, d_v}, "[B, Sk, Hk, Dv]"));
+  TIERCEL_RETURN_IF_ERROR(check_shape(out_arg, {batch, seq_q, heads, d_v}, "[B, Sq, H, Dv]"));
   TIERCEL_RETURN_IF_ERROR(
       check_attention_tensors(op, q, k, v, out, heads, kv_heads, fp8 ? DType::kBFloat16 : q.dtype));
   if (lse != nullptr) {
     TIERCEL_RETURN_IF_ERROR(check_attention_lse(op, *lse, q, {batch, heads, seq_q}, "[B, H, Sq]"));
   }
   TIERCEL_RETURN_IF_ERROR(
-      attention_problem(op, q, batch, seq_q, seq_k, kv_heads, options, false, problem));
+      attention_problem(op, q, v, batch, seq_q, seq_k, kv_heads, options, false, problem));
   if (problem->empty()) return Status();
   const TensorMapSpec any{
       4, {1, 64, 1, 64}, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE};

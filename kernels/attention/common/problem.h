@@ -11,7 +11,8 @@
 namespace tiercel {
 
 struct AttentionProblem {
-  int64_t batch, seq_q, seq_k, heads, kv_heads, d;  // lengths are the longest sequence's
+  int64_t batch, seq_q, seq_k, heads, kv_heads;  // lengths are the longest sequence's
+  int64_t d, d_v;                                // columns of q and k, and of v and out
   AttentionMask mask;
   bool capped;
   bool growing;  // later queries see more keys
@@ -21,9 +22,12 @@ struct AttentionProblem {
 };
 
 // The problem of these options, whose lengths and head dimensions there is a kernel for.
-Status attention_problem(const char* op, const TensorView& q, int64_t batch, int64_t seq_q,
-                         int64_t seq_k, int64_t kv_heads, const AttentionOptions& options,
-                         bool packed, AttentionProblem* problem);
+Status attention_problem(const char* op, const TensorView& q, const TensorView& v, int64_t batch,
+                         int64_t seq_q, int64_t seq_k, int64_t kv_heads,
+                         const AttentionOptions& options, bool packed, AttentionProblem* problem);
+
+// An error unless v has q's head dimension: FP8's kernels and the backward's know no other.
+Status check_attention_same_d(const char* op, const TensorView& v, const AttentionProblem& problem);
 
 // The number of heads whose tiles are mixed, for a problem whose later queries see more keys;
 // elements of k and v have `element_bytes`.

@@ -48,10 +48,10 @@ Status check_attention_varlen(const PackedAttention& call, AttentionProblem* pro
   TIERCEL_RETURN_IF_ERROR(fp8 ? check_dtype(q_arg, {DType::kFloat8E4M3})
                               : check_dtype(q_arg, {DType::kBFloat16, DType::kFloat16}));
   const int64_t total_q = q.shape[0], heads = q.shape[1], d = q.shape[2];
-  const int64_t total_k = k.shape[0], kv_heads = k.shape[1];
+  const int64_t total_k = k.shape[0], kv_heads = k.shape[1], d_v = v.shape[2];
   TIERCEL_RETURN_IF_ERROR(check_shape(k_arg, {total_k, kv_heads, d}, "[Tk, Hk, D]"));
-  TIERCEL_RETURN_IF_ERROR(check_shape(v_arg, {total_k, kv_heads, d}, "[Tk, Hk, D]"));
-  TIERCEL_RETURN_IF_ERROR(check_shape(out_arg, {total_q, heads, d}, "[Tq, H, D]"));
+  TIERCEL_RETURN_IF_ERROR(check_shape(v_arg, {total_k, kv_heads, d_v}, "[Tk, Hk, Dv]"));
+  TIERCEL_RETURN_IF_ERROR(check_shape(out_arg, {total_q, heads, d_v}, "[Tq, H, Dv]"));
   TIERCEL_RETURN_IF_ERROR(check_attention_tensors(kOp, q, k, v, out, heads, kv_heads,
                                                   fp8 ? DType::kBFloat16 : q.dtype));
   const Argument starts_arg{kOp, "cu_seqlens_q", *call.starts_q};
@@ -79,7 +79,7 @@ Status check_attention_varlen(const PackedAttention& call, AttentionProblem* pro
   // No sequence is longer than all of them, whatever max_q and max_k are.
   const int64_t seq_q = std::min(call.max_q, total_q), seq_k = std::min(call.max_k, total_k);
   TIERCEL_RETURN_IF_ERROR(
-      attention_problem(kOp, q, batch, seq_q, seq_k, kv_heads, call.options, true, problem));
+      attention_problem(kOp, q, v, batch, seq_q, seq_k, kv_heads, call.options, true, problem));
   if (problem->empty()) return Status();
   const TensorMapSpec any{
       3, {64, 1, 64}, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE};

@@ -19,7 +19,8 @@ constexpr char kVarlenOp[] = "attention_varlen";
 constexpr int64_t kShort = 1024;
 
 bool better(const AttentionVariant& a, const AttentionVariant& b, const AttentionProblem& problem) {
-  if (a.d != b.d) return a.d < b.d;
+  const int columns_a = a.d + a.d_v, columns_b = b.d + b.d_v;  // that a score is multiplied with
+  if (columns_a != columns_b) return columns_a < columns_b;
   // All chunks of a sequence take the same tiles in the batch-invariant mode.
   const bool small =
       problem.mask != AttentionMask::kNone && problem.seq_q <= kShort && !batch_invariant();
@@ -40,7 +41,7 @@ Choice choose(DType dtype, const AttentionProblem& problem, int multiprocessors)
     const AttentionVariant& variant = kernels[i].variant;
     if (variant.dtype != dtype || variant.mask != problem.mask ||
         variant.capped != problem.capped || variant.packed != problem.packed ||
-        variant.d < problem.d) {
+        variant.d < problem.d || variant.d_v < problem.d_v) {
       continue;
     }
     if (choice.kernel == nullptr || better(variant, choice.kernel->variant, problem)) {

@@ -10,10 +10,11 @@ namespace tiercel {
 // out = softmax(mask(cap(scale * q k^T))) v with float32 scores and sums, where
 // cap(s) = softcap * tanh(s / softcap) unless softcap is 0.
 //
-// q and out are [B, Sq, H, D]; k and v are [B, Sk, Hk, D], where Hk divides H: query head h reads
-// key head h / (H / Hk). One dtype, bfloat16 or float16; any strides that are multiples of 16
-// bytes, the last dimension contiguous. lse, [B, H, Sq] float32 and contiguous, may be null: it
-// gets the natural logarithm of each row's sum, minus infinity for a row that sees no key.
+// q is [B, Sq, H, D], out [B, Sq, H, Dv], k [B, Sk, Hk, D] and v [B, Sk, Hk, Dv], where Hk divides
+// H: query head h reads key head h / (H / Hk). One dtype, bfloat16 or float16; any strides that are
+// multiples of 16 bytes, the last dimension contiguous. lse, [B, H, Sq] float32 and contiguous, may
+// be null: it gets the natural logarithm of each row's sum, minus infinity for a row that sees no
+// key.
 struct AttentionCall {
   const TensorView* q = nullptr;
   const TensorView* k = nullptr;

@@ -25,14 +25,21 @@ _TILES = (
 _PACKED_TILES = (_TILES[1], _TILES[3])
 _NOT = ((64, 2, "none"),)  # where another tile is always better
 
+# Keys of 192 columns, values of 128 (latent attention's prefill). Other values of another size than
+# the keys, masks of these and float16 take a tile above, whose further columns are zeros.
+_NARROW_VALUES = 128
+_NARROW_TILE = (192, 2, 128, 2, 2, 1)
 
-def variant_of(tile, mask, capped, packed):
+
+def variant_of(tile, mask, capped, packed, d_v=None):
     columns, *sizes = tile
-    return Variant((columns + PIECE - 1) // PIECE * PIECE, columns, *sizes, mask, capped, packed)
+    d = (columns + PIECE - 1) // PIECE * PIECE
+    return Variant(d, columns, d_v or d, *sizes, mask, capped, packed)
 
 
 def name_of(prefix, variant):
-    name = f"attention_{prefix}_d{variant.columns}_{variant.tile_m}x{variant.tile_n}"
+    columns = f"d{variant.columns}" + (f"v{variant.d_v}" if variant.d_v < variant.d else "")
+    name = f"attention_{prefix}_{columns}_{variant.tile_m}x{variant.tile_n}"
     name += f"_{variant.mask}" if variant.masked else ""
     return name + ("_capped" if variant.capped else "") + ("_packed" if variant.packed else "")
 
@@ -51,17 +58,17 @@ def declare(kernel, attributes, factors=None, value_map=None):
     outer = ("batch", 2) if v.packed else ("batch",)
     swizzle = swizzle_bytes(v.d * operands.dtype.width // 8)
 
-    def tensor_map(name, heads, rows, tile_rows, row_bytes, width):
+    def tensor_map(name, heads, rows, tile_rows, row_bytes, width, columns=v.d):
         box = (*(1,) * (len(outer) + 1), tile_rows, row_bytes * 8 // width)
-        return TensorMap(name, (*outer, heads, rows, v.d), box, f"{row_bytes}B")
+        return TensorMap(name, (*outer, heads, rows, columns), box, f"{row_bytes}B")
 
     width = operands.dtype.width
     launch = Launch(
         parameters=(
-            tensor_map("q", "heads", "seq_q", v.tile_m, swizzle, width),
+            tensor_map("q", "heads", "seq_q", v.q_rows, swizzle, width),
             tensor_map("k", "kv_heads", "seq_k", v.tile_n, swizzle, width),
-            value_map or tensor_map("v", "kv_heads", "seq_k", v.tile_n, swizzle, width),
-            tensor_map("o", "heads", "seq_q", ROWS, 2 * PIECE, 16),
+            value_map or tensor_map("v", "kv_heads", "seq_k", v.tile_n, swizzle, width, v.d_v),
+            tensor_map("o", "heads", "seq_q", ROWS, 2 * PIECE, 16, v.d_v),
             *((lse,) if factors is None else (lse, factors)),
             *((*starts, o) if v.packed else ()),
             *(*SCALARS, *(sizes or ())),
@@ -80,11 +87,12 @@ def declare(kernel, attributes, factors=None, value_map=None):
     return Function(kernel.name, kernel, arguments, (launch,), attributes, CHECKED)
 
 
-def function(dtype, tile, mask, capped=False, packed=False):
+def function(dtype, tile, mask, capped=False, packed=False, d_v=None):
     element, enumerator = _DTYPES[dtype]
-    v = variant_of(tile, mask, capped, packed)
+    v = variant_of(tile, mask, capped, packed, d_v)
     kernel = AttentionForward(name_of(dtype, v), HalfOperands(element, v), v)
-    attributes = (f"DType::{enumerator}", str(v.columns), str(v.tile_m), str(v.tile_n))
+    sizes = (v.columns, v.d_v, v.tile_m, v.tile_n)
+    attributes = (f"DType::{enumerator}", *map(str, sizes))
     return declare(kernel, attributes)
 
 
@@ -103,5 +111,11 @@ def functions():
         for dtype in _DTYPES
         for tile in _PACKED_TILES
         for mask in MASKS
+    ]
+    built += [
+        function("bf16", _NARROW_TILE, mask, packed=packed, d_v=_NARROW_VALUES)
+        for packed in (False, True)
+        for mask in MASKS
+        if packed or mask != "window"
     ]
     return built

@@ -21,13 +21,15 @@ result goes out through shared memory, in 64x64 pieces, while the next tile is l
 when a softmax waits. HalfOperands is for 16 bits, Fp8Operands in fp8/operands.py for e4m3.
 
 Floor of 16-bit operands: 2 * D multiply-adds per score, of 2048 per cycle and multiprocessor: 16
-scores per cycle at D = 64, as many as there are exponentials, and 8 at D = 128.
+scores per cycle at D = 64, as many as there are exponentials, and 8 at D = 128. Keys of 192 columns
+with values of 128 are 320 multiply-adds: 6.4 scores per cycle.
 """
 
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
+import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
@@ -76,8 +78,9 @@ _LN2 = 0.6931471805599453
 class Variant(NamedTuple):
     """The tiles of a compiled kernel, and the options it is compiled for."""
 
-    d: int  # columns of tiles
+    d: int  # columns of tiles of q and k
     columns: int  # of q and k that are multiplied: the rest are zeros
+    d_v: int  # columns of tiles of v, and of the result
     warpgroups: int
     tile_n: int  # keys per block
     stages: int  # of k and v
@@ -95,6 +98,16 @@ class Variant(NamedTuple):
     def masked(self):
         return self.mask != "none"
 
+    @property
+    def q_parts(self):
+        """Stages that a tile of q takes. With room for one tile only, each warpgroup has a stage
+        of its own: the next tile's rows come while the other warpgroup still multiplies."""
+        return self.warpgroups if self.d_v < self.d else 1
+
+    @property
+    def q_rows(self):
+        return self.tile_m // self.q_parts
+
 
 class AttentionForward:
     def __init__(self, name, operands, variant):
@@ -103,6 +116,7 @@ class AttentionForward:
         self.variant = variant
         self.mask, self.masked, self.packed = variant.mask, variant.masked, variant.packed
         self.d, self.tile_m, self.tile_n = variant.d, variant.tile_m, variant.tile_n
+        self.d_v = variant.d_v
         self.threads = (1 + variant.warpgroups) * WARPGROUP
         registers = {2: (24, 240), 3: (32, 160)}
         self.loader_registers, self.registers = registers[variant.warpgroups]
@@ -113,7 +127,7 @@ class AttentionForward:
         """Staged layouts of q, k and v, and o's pieces."""
         v, operands = self.variant, self.operands
         return (
-            staged_layout(operands.dtype, v.tile_m, v.d, v.q_stages),
+            staged_layout(operands.dtype, v.q_rows, v.d, v.q_stages),
             staged_layout(operands.dtype, v.tile_n, v.d, v.stages),
             operands.value_layout(),
             staged_layout(operands.out_dtype, ROWS, PIECE, v.warpgroups * v.o_stages),
@@ -143,7 +157,7 @@ class AttentionForward:
     def smem_bytes(self):
         """The size of the storage, for the launch."""
         v, element = self.variant, self.operands.dtype.width // 8
-        tiles = element * v.d * (v.q_stages * v.tile_m + v.stages * v.tile_n)
+        tiles = element * v.d * (v.q_stages * v.q_rows + v.stages * v.tile_n)
         tiles += (element * self.value_size() + 1023) // 1024 * 1024
         tiles += 2 * PIECE * v.o_stages * v.tile_m
         return (tiles + 16 * (v.q_stages + 2 * v.stages) + 1023) // 1024 * 1024
@@ -165,9 +179,9 @@ class AttentionForward:
         blocks: Int32,
         stream,
     ):
-        """q, k, v and o are [batch, heads, rows, d] here, without gaps, or with one more dimension
-        if packed: the launch in C++ replaces the maps. `factors` are FP8's, `starts` and `sizes`
-        those of packed sequences; each is None otherwise."""
+        """q and k are [batch, heads, rows, d] here and v and o [batch, heads, rows, d_v], without
+        gaps, or with one more dimension if packed: the launch in C++ replaces the maps. `factors`
+        are FP8's, `starts` and `sizes` those of packed sequences; each is None otherwise."""
         problem = Problem(*problem)  # the DSL's host functions take plain tuples
         maps = self.maps((q, k, v, o), problem)
         if const_expr(self.packed):
@@ -186,16 +200,16 @@ class AttentionForward:
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         q_layout, k_layout, v_layout, o_layout = self.smem_layouts()
         queries, keys = (problem.seq_q, self.d), (problem.seq_k, self.d)
-        values = self.operands.value_matrix(problem.seq_k)
+        values, results = self.operands.value_matrix(problem.seq_k), (problem.seq_q, self.d_v)
         heads, kv_heads = problem.heads, problem.kv_heads
         return (
-            (load, q_layout, (self.tile_m, self.d), queries, heads, self.packed),
+            (load, q_layout, (self.variant.q_rows, self.d), queries, heads, self.packed),
             (load, k_layout, (self.tile_n, self.d), keys, kv_heads, self.packed),
             (
                 *(load, v_layout, self.operands.value_tile(), values, kv_heads),
                 self.operands.value_packed,
             ),
-            (store, o_layout, (ROWS, PIECE), queries, heads, self.packed),
+            (store, o_layout, (ROWS, PIECE), results, heads, self.packed),
         )
 
     def maps(self, pointers, problem):
@@ -245,7 +259,8 @@ class AttentionForward:
         ]
         warps, element = 4 * v.warpgroups, self.operands.dtype.width // 8
         values, columns = self.operands.value_tile()
-        q_ring = ring(storage.q_barriers, v.q_stages, warps, self.tile_m * self.d * element)
+        q_bytes = v.q_rows * self.d * element
+        q_ring = ring(storage.q_barriers, v.q_stages, warps // v.q_parts, q_bytes)
         k_ring = ring(storage.k_barriers, v.stages, warps, self.tile_n * self.d * element)
         v_ring = ring(storage.v_barriers, v.stages, warps, values * columns * element)
         self.operands.prepare(storage, self.threads)
@@ -282,7 +297,7 @@ class AttentionForward:
     def clear(self, packed, problem, lse, planned, thread):
         clear_rows_of_no_sequence(
             *(packed, lse, problem.batch, problem.heads, planned),
-            *(self.operands.out_dtype, self.d // 8, thread),
+            *(self.operands.out_dtype, self.d_v // 8, thread),
         )
 
     @cute.jit
@@ -292,7 +307,7 @@ class AttentionForward:
         tma_k, sk, k_ring = k
         tma_v, sv, v_ring = v
         batch, seq_q, seq_k, heads, kv_heads = problem[:5]
-        q_write = writer(self.variant.q_stages)
+        q_write, q_parts = writer(self.variant.q_stages), self.variant.q_parts
         k_write, v_write = writer(self.variant.stages), writer(self.variant.stages)
         for turn in cutlass.range(rounds, unroll=1):
             row, head, entry = self.tile(turn, q_tiles, packed, problem)
@@ -301,7 +316,7 @@ class AttentionForward:
             low, last = self.key_blocks(row, queries, keys, packed, problem)
             hidden_q, hidden_k = self.hidden(queries), self.hidden(keys)
             q_places = sequence_coordinates(seq_q, self.d, heads, batch, hidden_q)
-            to_q, from_q = copy_places(tma_q, sq, (self.tile_m, self.d), q_places)
+            to_q, from_q = copy_places(tma_q, sq, (self.variant.q_rows, self.d), q_places)
             k_places = sequence_coordinates(seq_k, self.d, kv_heads, batch, hidden_k)
             to_k, from_k = copy_places(tma_k, sk, (self.tile_n, self.d), k_places)
             v_places = self.operands.value_coordinates(seq_k, kv_heads, batch, hidden_k)
@@ -313,9 +328,11 @@ class AttentionForward:
             k_ring.producer_acquire(k_write)
             fetch(k_ring, k_write, tma_k, from_k, (last - 1, 0, *k_outer), to_k)
             k_write.advance()
-            q_ring.producer_acquire(q_write)
-            fetch(q_ring, q_write, tma_q, from_q, (row, 0, *q_outer), to_q)
-            q_write.advance()
+            for part in cutlass.range_constexpr(q_parts):
+                q_ring.producer_acquire(q_write)
+                at = row * q_parts + part
+                fetch(q_ring, q_write, tma_q, from_q, (at, 0, *q_outer), to_q)
+                q_write.advance()
             for step in cutlass.range(last - 1 - low, unroll=1):
                 block = last - 1 - step
                 k_ring.producer_acquire(k_write)
@@ -347,14 +364,16 @@ class AttentionForward:
         lane = thread % 32
         wg_thread = thread % WARPGROUP
         mma_qk, mma_pv = self.mma_qk(), self.mma_pv()
-        qk_part = mma_qk.get_slice(wg * WARPGROUP)
+        qk_part = mma_qk.get_slice(self.qk_thread(wg))
         pv_part = mma_pv.get_slice(wg * WARPGROUP)
         rq = mma_qk.make_fragment_A(qk_part.partition_A(sq))
         rk = mma_qk.make_fragment_B(qk_part.partition_B(sk))
         rv = mma_pv.make_fragment_B(pv_part.partition_B(self.operands.value_operand(sv)))
-        s = cute.make_rmem_tensor(mma_qk.partition_shape_C((self.tile_m, self.tile_n)), Float32)
+        s = cute.make_rmem_tensor(
+            mma_qk.partition_shape_C((self.variant.q_rows, self.tile_n)), Float32
+        )
         sums = self.operands.make_sums(
-            mma_pv.partition_shape_C((self.tile_m, self.d + self.operands.counted))
+            mma_pv.partition_shape_C((self.tile_m, self.d_v + self.operands.counted))
         )
         p = mma_pv.make_fragment_A(mma_pv.partition_shape_A((self.tile_m, self.tile_n)))
         row_max = cute.make_rmem_tensor(2, Float32)
@@ -378,7 +397,7 @@ class AttentionForward:
         to_so = r2s.get_slice(wg_thread).partition_D(so)
         piece = cute.make_rmem_tensor(to_so.shape[:3], self.operands.out_dtype)
 
-        q_read = reader(self.variant.q_stages)
+        q_read, q_parts = self.q_reader(wg), self.variant.q_parts
         k_read, v_read = reader(self.variant.stages), reader(self.variant.stages)
         # A thread's first row in a tile, and its first column in a block of keys.
         my_row = self.own_row(wg, wg_thread // 32 * 16, lane // 4, packed)
@@ -423,6 +442,9 @@ class AttentionForward:
                         self.start(s, sums, p, rq, rk, rv, q_read, k_read, v_read, v_ring, wg)
                         warpgroup.wait_group(1)
                         k_ring.consumer_release(k_read)
+                        if const_expr(q_parts > 1):
+                            if end - 1 - step == low:
+                                q_ring.consumer_release(q_read)
                         if const_expr(capped):
                             cap(s, slope)
                         if const_expr(masked):
@@ -434,8 +456,13 @@ class AttentionForward:
                         )
                         k_read.advance()
                         v_read.advance()
-            q_ring.consumer_release(q_read)
-            q_read.advance()
+            if const_expr(q_parts == 1):
+                q_ring.consumer_release(q_read)
+            else:
+                if last - 1 == low:
+                    q_ring.consumer_release(q_read)
+            for _ in cutlass.range_constexpr(q_parts):
+                q_read.advance()
 
             # This tile's last values, and the next tile's first scores. After the last tile those
             # are of arbitrary data, and are not used.
@@ -480,9 +507,9 @@ class AttentionForward:
             values = cute.size(piece)
             o_stages = self.variant.o_stages
             hidden_o = self.hidden_results(queries, row, wg, packed)
-            o_places = sequence_coordinates(seq_q, self.d, heads, batch, hidden_o)
+            o_places = sequence_coordinates(seq_q, self.d_v, heads, batch, hidden_o)
             from_so, to_o = copy_places(tma_o, so, (ROWS, PIECE), o_places)
-            for chunk in cutlass.range_constexpr(self.d // PIECE):
+            for chunk in cutlass.range_constexpr(self.d_v // PIECE):
                 stage = chunk % o_stages
                 if const_expr(stage == 0):
                     if warp_index % 4 == 0:
@@ -543,9 +570,19 @@ class AttentionForward:
             warpgroup.OperandMajorMode.K,
             warpgroup.OperandMajorMode.K,
             Float32,
-            (self.variant.warpgroups, 1, 1),
+            (self.variant.warpgroups // self.variant.q_parts, 1, 1),
             (64, self.tile_n),
         )
+
+    def qk_thread(self, wg):
+        """A warpgroup's first thread among those that multiply one stage of q."""
+        return wg * WARPGROUP if self.variant.q_parts == 1 else 0
+
+    def q_reader(self, wg):
+        stages = self.variant.q_stages
+        if self.variant.q_parts == 1:
+            return reader(stages)
+        return pipeline.PipelineState(stages, Int32(0), wg, Int32(0))
 
     def mma_pv(self):
         return hopper.make_trivial_tiled_mma(
@@ -555,7 +592,7 @@ class AttentionForward:
             self.operands.value_major,
             Float32,
             (self.variant.warpgroups, 1, 1),
-            (64, self.d + self.operands.counted),
+            (64, self.d_v + self.operands.counted),
             a_source=warpgroup.OperandSource.RMEM,
         )
 

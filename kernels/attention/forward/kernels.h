@@ -11,7 +11,8 @@ namespace tiercel {
 
 struct AttentionVariant {
   DType dtype;
-  int d;  // of the tiles; smaller head dimensions are filled up with zeros
+  int d;    // columns of q and k; smaller head dimensions are filled up with zeros
+  int d_v;  // and of v
   int tile_m;
   int tile_n;
   AttentionMask mask;

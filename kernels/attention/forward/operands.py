@@ -41,17 +41,17 @@ class HalfOperands:
     # The shared memory of v.
 
     def value_tile(self):
-        return self.variant.tile_n, self.variant.d
+        return self.variant.tile_n, self.variant.d_v
 
     def value_layout(self):
         return staged_layout(self.dtype, *self.value_tile(), self.variant.stages)
 
     def value_matrix(self, keys):
         """The shape of one head's values in the map."""
-        return keys, self.variant.d
+        return keys, self.variant.d_v
 
     def value_coordinates(self, seq_k, heads, batch, hidden):
-        return sequence_coordinates(seq_k, self.variant.d, heads, batch, hidden)
+        return sequence_coordinates(seq_k, self.variant.d_v, heads, batch, hidden)
 
     def value_start(self, entry, keys, k_at, batch):
         """A sequence's place in the map, for `value_place`."""

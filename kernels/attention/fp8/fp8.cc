@@ -56,6 +56,7 @@ Status check(const AttentionFp8Call& call, AttentionProblem* problem) {
                               ? check_attention(op, q, *call.k, *call.v, *call.out, call.lse,
                                                 call.options, problem, kElements)
                               : check_attention_varlen(packed_of(call), problem, kElements));
+  TIERCEL_RETURN_IF_ERROR(check_attention_same_d(op, *call.v, *problem));
   const int64_t batch = problem->batch, kv_heads = problem->kv_heads;
   TIERCEL_RETURN_IF_ERROR(check_descale(op, "q_descale", call.q_descale, q, batch, kv_heads));
   TIERCEL_RETURN_IF_ERROR(check_descale(op, "k_descale", call.k_descale, q, batch, kv_heads));

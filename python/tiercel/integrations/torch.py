@@ -142,7 +142,7 @@ class _Implementation:
             or cum_seq_q is not None
             or (is_causal and not square)
             or not _takes(*inputs, 128)
-            or not has_kernels("attention", query, None)
+            or not has_kernels("attention", query, value, None)
         ):
             saved = (out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal)
             return self._own["_scaled_dot_product_flash_attention_backward"].call_boxed(

@@ -71,10 +71,11 @@ def attention(
     (an error of 2 to 3 % of a typical value, which averages out over keys); sums are float32. There
     are no gradients then.
 
-    Differentiable in ``q``, ``k`` and ``v``. The backward has kernels of its own up to D = 128,
-    and is torch's above. Those sum the gradients of ``k`` and ``v`` in a fixed order; that of ``q``
-    only under ``torch.use_deterministic_algorithms(True)``, which makes blocks wait for each other.
-    Works under torch.compile and torch.export, and in CUDA graphs; it never synchronises.
+    Differentiable in ``q``, ``k`` and ``v``. The backward has kernels of its own up to D = 128
+    with Dv = D, and is torch's otherwise. Those sum the gradients of ``k`` and ``v`` in a fixed
+    order; that of ``q`` only under ``torch.use_deterministic_algorithms(True)``, which makes blocks
+    wait for each other. Works under torch.compile and torch.export, and in CUDA graphs; it never
+    synchronises.
 
     The method is FlashAttention's (Dao et al. 2022, Shah et al. 2024): an online softmax over
     blocks of keys.
@@ -85,7 +86,8 @@ def attention(
             are multiples of 16 bytes with the last dimension contiguous; ref takes others.
         k: ``[B, Sk, Hk, D]``, the dtype and device of ``q``. Hk divides H: query head h reads head
             h // (H // Hk).
-        v: The shape, dtype and device of ``k``.
+        v: ``[B, Sk, Hk, Dv]``, the dtype and device of ``k``. The kernels take Dv like D; of
+            float8_e4m3fn it must be D.
         causal: Whether a query sees no key after its own.
         window: ``(left, right)``: how many keys before and after its own a query sees; None or -1
             is no limit.
@@ -97,12 +99,12 @@ def attention(
             None is 1.
         k_descale: The same for ``k``.
         v_descale: The same for ``v``.
-        out: ``[B, Sq, H, D]`` to write to, of the result's dtype and on the device of ``q``. Then
+        out: ``[B, Sq, H, Dv]`` to write to, of the result's dtype and on the device of ``q``. Then
             no gradient flows.
         backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
 
     Returns:
-        ``[B, Sq, H, D]``, the dtype of ``q``, or bfloat16 for float8_e4m3fn; with ``return_lse`` a
+        ``[B, Sq, H, Dv]``, the dtype of ``q``, or bfloat16 for float8_e4m3fn; with ``return_lse`` a
         pair of it and of ``[B, H, Sq]``, float32.
 
     Raises:

@@ -80,12 +80,12 @@ BACKWARD = Op(
 )
 
 
-def has_kernels(op: str, q: Tensor, backend: str | None) -> bool:
+def has_kernels(op: str, q: Tensor, v: Tensor, backend: str | None) -> bool:
     """Returns True if the precompiled kernels compute this, strides permitting."""
-    asked = backend or selection.requested(op)
-    if asked not in (None, "auto", "sm90") or not 8 <= q.shape[-1] <= _LARGEST_D:
+    asked, d = backend or selection.requested(op), q.shape[-1]
+    if asked not in (None, "auto", "sm90") or not 8 <= d <= _LARGEST_D or v.shape[-1] != d:
         return False
-    return q.shape[-1] % 8 == 0 and platform.why_not(q.device) is None
+    return d % 8 == 0 and platform.why_not(q.device) is None
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:

@@ -22,8 +22,10 @@ def _case(
     dtype: str = "bfloat16",
     causal: bool = False,
     values: str = "random",
+    d_v: int | None = None,
 ) -> Case:
     sizes = {"B": batch, "Sq": queries, "Sk": keys, "H": heads[0], "Hk": heads[1], "D": d}
+    sizes["Dv"] = d_v or d
     return Case(sizes, dtype, {"causal": causal, **_REST}, values)
 
 
@@ -35,6 +37,7 @@ _CASES = (
     _case(3, 1, 77, (2, 1), 128, "float16"),
     _case(0, 16, 16, (2, 2), 64),
     _case(2, 130, 130, (2, 2), 64, "bfloat16", True, "strided"),
+    _case(2, 200, 200, (4, 2), 192, "bfloat16", True, d_v=128),
 )
 
 
@@ -55,14 +58,14 @@ def _make(case: Case, device: str, seed: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, case.dtype)
 
-    def random(length: str, heads: str) -> Any:
-        shape = [case.sizes[name] for name in ("B", length, heads, "D")]
+    def random(length: str, heads: str, d: str = "D") -> Any:
+        shape = [case.sizes[name] for name in ("B", length, heads, d)]
         drawn = torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
         if case.values != "strided":
             return drawn
         return torch.cat([drawn, -drawn], dim=2)[:, :, : shape[2]]
 
-    tensors = {"q": random("Sq", "H"), "k": random("Sk", "Hk"), "v": random("Sk", "Hk")}
+    tensors = {"q": random("Sq", "H"), "k": random("Sk", "Hk"), "v": random("Sk", "Hk", "Dv")}
     return {**tensors, **case.options}
 
 
@@ -94,8 +97,10 @@ def _varlen_case(
     dtype: str = "bfloat16",
     causal: bool = False,
     strided: bool = False,
+    d_v: int | None = None,
 ) -> Case:
     sizes = {"Tq": sum(queries), "Tk": sum(keys), "H": heads[0], "Hk": heads[1], "D": d}
+    sizes["Dv"] = d_v or d
     lengths = f"{' '.join(map(str, queries))} of {' '.join(map(str, keys))}"
     lengths += " strided" if strided else ""
     options = {"causal": causal, **_REST}
@@ -108,6 +113,7 @@ _VARLEN_CASES = (
     _varlen_case((20,), (33,), (2, 1), 64),
     _varlen_case((0, 0), (5, 3), (2, 2), 64),
     _varlen_case((70, 200), (70, 200), (2, 2), 64, "bfloat16", True, True),
+    _varlen_case((70, 200), (70, 200), (2, 2), 192, "bfloat16", True, d_v=128),
 )
 
 
@@ -117,13 +123,13 @@ def _make_varlen(case: Case, device: str, seed: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, case.dtype)
 
-    def random(length: str, heads: str) -> Any:
-        shape = [case.sizes[name] for name in (length, heads, "D")]
+    def random(length: str, heads: str, d: str = "D") -> Any:
+        shape = [case.sizes[name] for name in (length, heads, d)]
         drawn = torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
         return torch.cat([drawn, -drawn], dim=1)[:, : shape[1]] if strided else drawn
 
     strided = case.values.endswith(" strided")
-    made = {"q": random("Tq", "H"), "k": random("Tk", "Hk"), "v": random("Tk", "Hk")}
+    made = {"q": random("Tq", "H"), "k": random("Tk", "Hk"), "v": random("Tk", "Hk", "Dv")}
     spoken = case.values.removesuffix(" strided")
     lengths = [[int(n) for n in part.split()] for part in spoken.split(" of ")]
     for name, of_one in zip("qk", lengths, strict=True):

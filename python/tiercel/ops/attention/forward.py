@@ -120,7 +120,8 @@ class Forward:
         out, lse, with_lse = rest[n + 7 :]
         float8, given = q.dtype == _FLOAT8, out is not None
         if not given:
-            out = q.new_empty(q.shape, dtype=torch.bfloat16 if float8 else q.dtype)
+            shape = (*q.shape[:-1], v.shape[-1])
+            out = q.new_empty(shape, dtype=torch.bfloat16 if float8 else q.dtype)
             lse = empty_lse(q) if with_lse else None
         if self._sees_nothing(k, starts):
             self._check((q, k, v, *rest[: n + 7]), out, lse)
@@ -177,7 +178,7 @@ class Forward:
         saved = ctx.saved_tensors  # once: checkpoints hand them out a single time
         count = 5 if self._starts else 3
         inputs, results = saved[:count], saved[count:]
-        if has_kernels(self._name, inputs[0], ctx.backend):
+        if has_kernels(self._name, inputs[0], inputs[2], ctx.backend):
             if not results:
                 results = self.with_lse(inputs, *ctx.longest, *ctx.options, ctx.backend)
             order = torch.are_deterministic_algorithms_enabled()

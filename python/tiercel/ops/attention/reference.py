@@ -147,7 +147,7 @@ def attention_varlen(
 
     def skip_to(row: int) -> None:
         """Rows in no sequence."""
-        out.append(q.new_zeros(row - done, *q.shape[1:], dtype=dtype))
+        out.append(q.new_zeros(row - done, q.shape[1], v.shape[2], dtype=dtype))
         sums.append(q.new_full((q.shape[1], row - done), -torch.inf, dtype=sum_dtype))
 
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}

@@ -101,12 +101,12 @@ ATTENTION, ATTENTION_LSE = _with_lse(
         "attention",
         Tensor("q", "B Sq H D", (*HALVES, FLOAT8), strided=True),
         Tensor("k", "B Sk Hk D", "q", strided=True),
-        Tensor("v", "B Sk Hk D", "q", strided=True),
+        Tensor("v", "B Sk Hk Dv", "q", strided=True),
         *_options(),
         *_DESCALES,
-        results=_results("B Sq H D", "B H Sq"),
+        results=_results("B Sq H Dv", "B H Sq"),
         check=_check_attention,
-        limits="head dimension a multiple of 8 up to 256 (float8: of 16 up to 128), "
+        limits="head dimensions that are multiples of 8 up to 256 (float8: one, of 16 up to 128), "
         "strides on 16 bytes",
         numerics=Numerics(
             2**-8,
@@ -121,15 +121,15 @@ ATTENTION_VARLEN, ATTENTION_VARLEN_LSE = _with_lse(
         "attention_varlen",
         Tensor("q", "Tq H D", (*HALVES, FLOAT8), strided=True),
         Tensor("k", "Tk Hk D", "q", strided=True),
-        Tensor("v", "Tk Hk D", "q", strided=True),
+        Tensor("v", "Tk Hk Dv", "q", strided=True),
         *_STARTS,
         Int("max_seqlen_q", varies=True),
         Int("max_seqlen_k", varies=True),
         *_options(),
         *_DESCALES,
-        results=_results("Tq H D", "H Tq"),
+        results=_results("Tq H Dv", "H Tq"),
         check=_check_varlen,
-        limits="head dimension up to 128, no softcap",
+        limits="head dimensions up to 128 (bfloat16: up to 192 of keys), no softcap",
         numerics=Numerics(
             2**-8,
             of="terms",
@@ -141,19 +141,20 @@ ATTENTION_VARLEN, ATTENTION_VARLEN_LSE = _with_lse(
 
 def _backward(name: str, queries: str, keys: str, sums: str, starts: tuple[Tensor, ...]) -> Spec:
     """The gradients of q, k and v, of which `deterministic` fixes the order of q's sums."""
+    results, values = f"{queries}v", f"{keys}v"  # their head dimension is Dv
     return Spec(
         name,
-        Tensor("grad", queries, "q", strided=True),
+        Tensor("grad", results, "q", strided=True),
         Tensor("q", queries, HALVES, strided=True),
         Tensor("k", keys, "q", strided=True),
-        Tensor("v", keys, "q", strided=True),
+        Tensor("v", values, "q", strided=True),
         *starts,
-        Tensor("out", queries, "q", strided=True),
+        Tensor("out", results, "q", strided=True),
         Tensor("lse", sums, "float32", strided=bool(starts)),
         Tensor("grad_lse", sums, "float32", strided=True, optional=True),
         *_options(),
         Bool("deterministic", False),
-        results=[Tensor("dq", queries, "q"), Tensor("dk", keys, "q"), Tensor("dv", keys, "q")],
+        results=[Tensor("dq", queries, "q"), Tensor("dk", keys, "q"), Tensor("dv", values, "q")],
     )
 
 

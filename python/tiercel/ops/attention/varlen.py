@@ -105,14 +105,16 @@ def attention_varlen(
     gradients.
 
     Differentiable in ``q``, ``k`` and ``v``: the backward launches :func:`tiercel.attention`'s
-    kernels for one sequence after the other, for which it waits for the GPU, and above D = 128 has
-    all scores of a sequence in memory. The forward never synchronises.
+    kernels for one sequence after the other, for which it waits for the GPU, and above D = 128 or
+    with another Dv has all scores of a sequence in memory. The forward never synchronises.
 
     Args:
         q: ``[Tq, H, D]``, bfloat16, float16 or float8_e4m3fn. The precompiled kernels take D up to
-            128 that is a multiple of 8 (float8_e4m3fn: of 16), and no softcap; ref takes others.
+            128 (bfloat16: 192) that is a multiple of 8 (float8_e4m3fn: of 16), and no softcap; ref
+            takes others.
         k: ``[Tk, Hk, D]``, the dtype and device of ``q``; Hk divides H.
-        v: The shape, dtype and device of ``k``.
+        v: ``[Tk, Hk, Dv]``, the dtype and device of ``k``. The kernels take Dv up to 128 that is a
+            multiple of 8; of float8_e4m3fn it must be D.
         cu_seqlens_q: ``[B + 1]`` int32, any stride: where sequences start, and at last where the
             last one ends. It stays on the GPU and must not decrease.
         cu_seqlens_k: ``[B + 1]`` int32, the same for keys.
@@ -132,7 +134,7 @@ def attention_varlen(
         backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
 
     Returns:
-        ``[Tq, H, D]``, the dtype of ``q``, or bfloat16 for float8_e4m3fn; with ``return_lse`` a
+        ``[Tq, H, Dv]``, the dtype of ``q``, or bfloat16 for float8_e4m3fn; with ``return_lse`` a
         pair of it and of ``[H, Tq]``, float32.
 
     Raises:
