@@ -20,13 +20,18 @@ def _kv_heads(case: Any) -> int:
     return int(case["Hk"] or case["H"])
 
 
+def _columns(case: Any) -> tuple[int, int]:
+    """The head dimensions of keys and of values."""
+    return int(case["D"]), int(case["Dv"] or case["D"])
+
+
 def _invalid(params: Mapping[str, Any]) -> str | None:
     if not isinstance(params["causal"], bool):
         return "`causal` must be true or false"
     if not all(isinstance(params[n], int) and params[n] > 0 for n in ("B", "Sq", "H", "D")):
         return "B, Sq, H and D must be positive whole numbers"
-    if not all(isinstance(params[n], int) and params[n] >= 0 for n in ("Sk", "Hk")):
-        return "Sk and Hk must be whole numbers"
+    if not all(isinstance(params[n], int) and params[n] >= 0 for n in ("Sk", "Hk", "Dv")):
+        return "Sk, Hk and Dv must be whole numbers"
     if params["Hk"] and params["H"] % params["Hk"]:
         return "Hk must divide H"
     return None
@@ -38,13 +43,13 @@ def _make(case: Any, device: str, seed: int) -> Inputs:
     generator = torch.Generator(device=device).manual_seed(seed)
     dtype = getattr(torch, case.dtype)
 
-    def random(length: int, heads: int) -> Any:
-        shape = (case["B"], length, heads, case["D"])
+    def random(length: int, heads: int, d: int) -> Any:
+        shape = (case["B"], length, heads, d)
         return torch.randn(shape, device=device, generator=generator).to(dtype)
 
-    keys, kv_heads = _keys(case), _kv_heads(case)
-    q = random(case["Sq"], case["H"])
-    inputs = {"q": q, "k": random(keys, kv_heads), "v": random(keys, kv_heads)}
+    keys, kv_heads, (d, d_v) = _keys(case), _kv_heads(case), _columns(case)
+    q = random(case["Sq"], case["H"], d)
+    inputs = {"q": q, "k": random(keys, kv_heads, d), "v": random(keys, kv_heads, d_v)}
     if case.dtype == _FLOAT8:
         inputs["one"] = torch.ones(case["B"], kv_heads, device=device)
     return inputs
@@ -60,14 +65,17 @@ def _call(case: Any, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _out(case: Any, inputs: Inputs) -> Any:
     import torch
 
-    q = inputs["q"]
-    return q.new_empty(q.shape, dtype=torch.bfloat16 if case.dtype == _FLOAT8 else q.dtype)
+    q, v = inputs["q"], inputs["v"]
+    shape = (*q.shape[:-1], v.shape[-1])
+    return q.new_empty(shape, dtype=torch.bfloat16 if case.dtype == _FLOAT8 else q.dtype)
 
 
 def _bytes(case: Any) -> int:
     element = 1 if case.dtype == _FLOAT8 else 2
-    queries, keys = case["Sq"] * case["H"], _keys(case) * _kv_heads(case)
-    return int(case["B"] * case["D"] * (element * (queries + 2 * keys) + 2 * queries))
+    queries, keys = int(case["Sq"] * case["H"]), _keys(case) * _kv_heads(case)
+    d, d_v = _columns(case)
+    read = d * queries + (d + d_v) * keys
+    return int(case["B"]) * (element * read + 2 * d_v * queries)
 
 
 def _flops(case: Any) -> int:
@@ -76,7 +84,7 @@ def _flops(case: Any) -> int:
     scores = queries * keys
     if case["causal"]:
         scores -= queries * min(queries, keys) // 2
-    return 4 * int(case["B"] * case["H"] * case["D"]) * scores
+    return 2 * int(case["B"] * case["H"]) * sum(_columns(case)) * scores
 
 
 def _reference(case: Any, inputs: Inputs) -> Any:
@@ -112,7 +120,8 @@ def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error
     (result,) = outputs
     float8 = "one" in inputs
     dtype = torch.bfloat16 if float8 else inputs["q"].dtype
-    if result.shape != inputs["q"].shape or result.dtype != dtype:
+    shape = (*inputs["q"].shape[:-1], inputs["v"].shape[-1])
+    if result.shape != shape or result.dtype != dtype:
         raise WrongResult(f"shape {tuple(result.shape)}, {result.dtype}")
     unit = torch.finfo(inputs["q"].dtype).eps / 2
     of_largest, of_rms = (4.0, 0.8) if float8 else (6.0, 2.5)
@@ -139,11 +148,13 @@ def _torch_sdpa(case: Any, inputs: Inputs) -> Callable[[], Any]:
     return lambda: functional.scaled_dot_product_attention(q, k, v, **options)
 
 
+_PARAMS = {"B": None, "Sq": None, "Sk": 0, "H": None, "Hk": 0, "D": None, "Dv": 0}
+
 BENCHES = [
     OpBench(
         family="attention",
         op="attention",
-        params={"B": None, "Sq": None, "Sk": 0, "H": None, "Hk": 0, "D": None, "causal": False},
+        params=_PARAMS | {"causal": False},
         invalid=_invalid,
         make=_make,
         call=_call,

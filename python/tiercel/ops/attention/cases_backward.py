@@ -17,8 +17,9 @@ def _make(case: Any, device: str, seed: int) -> Inputs:
 
     inputs = _FORWARD.make(case, device, seed)
     generator = torch.Generator(device=device).manual_seed(seed + 1)
-    q = inputs["q"]
-    grad = torch.randn(q.shape, device=device, generator=generator).to(q.dtype)
+    q, v = inputs["q"], inputs["v"]
+    shape = (*q.shape[:-1], v.shape[-1])
+    grad = torch.randn(shape, device=device, generator=generator).to(q.dtype)
     return {**inputs, "grad": grad}
 
 

@@ -17,11 +17,18 @@ def lengths(case: Any) -> list[int]:
     return [max(int(case["L"]) * (i % 4 + 1) // 4, 1) for i in range(int(case["B"]))]
 
 
+def _columns(case: Any) -> tuple[int, int]:
+    """The head dimensions of keys and of values."""
+    return int(case["D"]), int(case["Dv"] or case["D"])
+
+
 def _invalid(params: Mapping[str, Any]) -> str | None:
     if not isinstance(params["causal"], bool):
         return "`causal` must be true or false"
     if not all(isinstance(params[n], int) and params[n] > 0 for n in ("B", "L", "H", "Hk", "D")):
         return "B, L, H, Hk and D must be positive whole numbers"
+    if not isinstance(params["Dv"], int) or params["Dv"] < 0:
+        return "Dv must be a whole number"
     if params["H"] % params["Hk"]:
         return "Hk must divide H"
     return None
@@ -33,12 +40,13 @@ def _make(case: Any, device: str, seed: int) -> Inputs:
     generator = torch.Generator(device=device).manual_seed(seed)
     starts = torch.tensor([0, *lengths(case)]).cumsum(0).int().to(device)
 
-    def random(heads: int) -> Any:
-        shape = (sum(lengths(case)), heads, case["D"])
+    def random(heads: int, d: int) -> Any:
+        shape = (sum(lengths(case)), heads, d)
         drawn = torch.randn(shape, device=device, generator=generator)
         return drawn.to(getattr(torch, case.dtype))
 
-    q, k, v = random(case["H"]), random(case["Hk"]), random(case["Hk"])
+    d, d_v = _columns(case)
+    q, k, v = random(case["H"], d), random(case["Hk"], d), random(case["Hk"], d_v)
     inputs = {"q": q, "k": k, "v": v, "cu_seqlens_q": starts, "cu_seqlens_k": starts.clone()}
     if case.dtype == FLOAT8:
         one = torch.ones(case["B"], case["Hk"], device=device)
@@ -54,15 +62,15 @@ def _call(case: Any, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _bytes(case: Any) -> int:
-    element = 1 if case.dtype == FLOAT8 else 2
-    rows = element * (case["H"] + 2 * case["Hk"]) + 2 * case["H"]
-    return sum(lengths(case)) * int(case["D"] * rows)
+    element, (d, d_v) = 1 if case.dtype == FLOAT8 else 2, _columns(case)
+    row = element * (d * case["H"] + (d + d_v) * case["Hk"]) + 2 * d_v * case["H"]
+    return sum(lengths(case)) * int(row)
 
 
 def _flops(case: Any) -> int:
     """Operations; half of a causal square, as is customary."""
     scores = sum(n * n - (n * n // 2 if case["causal"] else 0) for n in lengths(case))
-    return 4 * int(case["H"] * case["D"]) * scores
+    return 2 * int(case["H"]) * sum(_columns(case)) * scores
 
 
 def _reference(case: Any, inputs: Inputs) -> Any:
@@ -92,7 +100,8 @@ def check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error:
     (result,) = outputs
     float8 = "q_descale" in inputs
     dtype = torch.bfloat16 if float8 else inputs["q"].dtype
-    if result.shape != inputs["q"].shape or result.dtype != dtype:
+    shape = (*inputs["q"].shape[:-1], inputs["v"].shape[-1])
+    if result.shape != shape or result.dtype != dtype:
         raise WrongResult(f"shape {tuple(result.shape)}, {result.dtype}")
     unit = torch.finfo(inputs["q"].dtype).eps / 2
     of_largest, of_rms = (4.0, 0.8) if float8 else (6.0, 2.5)
@@ -114,7 +123,7 @@ BENCHES = [
     OpBench(
         family="attention",
         op="attention_varlen",
-        params={"B": None, "L": None, "H": 32, "Hk": 8, "D": 128, "causal": True},
+        params={"B": None, "L": None, "H": 32, "Hk": 8, "D": 128, "Dv": 0, "causal": True},
         invalid=_invalid,
         make=_make,
         call=_call,

@@ -53,7 +53,7 @@ def _fa3(case: Any, inputs: dict[str, Any]) -> Launch:
     keys = inputs["k"].shape[1]
     counts = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
     float8 = case.dtype == _FLOAT8
-    out = q.new_empty(q.shape, dtype=torch.bfloat16 if float8 else q.dtype)
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=torch.bfloat16 if float8 else q.dtype)
     given = {
         "q": q,
         "k": k,
@@ -72,7 +72,7 @@ def _fa3(case: Any, inputs: dict[str, Any]) -> Launch:
 
     def run() -> tuple[Any, ...]:
         function(*args)
-        return (out.view(inputs["q"].shape),)
+        return (out.view(*inputs["q"].shape[:-1], -1),)
 
     return Launch(run)
 
