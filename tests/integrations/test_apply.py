@@ -22,6 +22,7 @@ EXPECTED = {
     "Gemma3": {"rms_norm": 13, "gated activation": 2, "rotary_embedding": 2},
     "GptOss": {"rms_norm": 5, "rotary_embedding": 2},
     "Phi3": {"rms_norm": 5, "gated activation": 2, "rotary_embedding": 2},
+    "DeepseekV3": {"rms_norm": 9, "gated activation": 2, "rotary_embedding": 2, "fused_moe": 1},
 }
 
 

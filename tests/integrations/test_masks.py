@@ -245,7 +245,7 @@ def test_no_mask_is_as_in_sdpa():
     [
         ({"dtype": torch.float32}, "not float32"),
         ({"dim": 12}, "a head dimension of 12"),
-        ({"v_dim": 8}, "different head dimensions"),
+        ({"v_dim": 12}, "a head dimension of 12"),
         ({"dropout": 0.5}, "dropout"),
         ({"position_bias": torch.zeros(1, H, 5, 5, dtype=torch.bfloat16)}, "`position_bias`"),
         ({"mask": torch.ones(B, 1, 5, 5, dtype=torch.bool)}, "a mask of all scores"),

@@ -44,6 +44,22 @@ MODELS = {
         **_EXPERTS,
     },
     "Phi3": {},
+    "DeepseekV3": {
+        "num_key_value_heads": 4,
+        "head_dim": 8,  # of the rotation
+        "kv_lora_rank": 32,
+        "q_lora_rank": 48,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        **_EXPERTS,
+    },
 }
 
 

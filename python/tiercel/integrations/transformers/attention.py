@@ -89,15 +89,16 @@ def _why_not(
     kwargs: dict[str, Any],
 ) -> str | None:
     """The reason why Tiercel does not support this call, or None."""
-    d = query.shape[-1]
+    d, d_v = query.shape[-1], value.shape[-1]
     if query.dtype not in DTYPES:
         return f"it takes bfloat16 and float16, not {str(query.dtype).removeprefix('torch.')}"
     if not query.dtype == key.dtype == value.dtype:
         return "query, key and value have several dtypes"
-    if not d == key.shape[-1] == value.shape[-1]:
-        return "keys and values have different head dimensions"
-    if d % 8 or d > 256:
-        return f"a head dimension of {d}, which is no multiple of 8 up to 256"
+    if d != key.shape[-1]:
+        return "queries and keys have different head dimensions"
+    for size in (d, d_v):
+        if size % 8 or not 8 <= size <= 256:
+            return f"a head dimension of {size}, which is no multiple of 8 up to 256"
     if dropout:
         return "dropout of attention weights"
     for name in ("output_attentions", "position_bias", "head_mask"):
@@ -108,6 +109,8 @@ def _why_not(
     if mask.places is not None:
         if mask.places.shape[1] != key.shape[2]:
             return "a mask for another number of keys"
+        if d_v > d:
+            return "a cache whose values have a larger head dimension than its keys"
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             return "gradients through attention over a cache"
         return None
@@ -116,8 +119,8 @@ def _why_not(
     ):
         return "a mask for another number of keys"
     if mask.sequences is not None or _given_sequences(kwargs, mask, query):
-        if d > 128:
-            return f"packed sequences with a head dimension of {d}, above 128"
+        if max(d, d_v) > 128 and not _wide_keys(query.dtype, d, d_v):
+            return f"packed sequences with a head dimension of {max(d, d_v)}, above 128"
         return None if softcap is None else "packed sequences with softcap"
     if mask.perhaps_packed and not kwargs.get(ONE_SEQUENCE):
         return (
@@ -126,6 +129,11 @@ def _why_not(
             "tiercel.integrations.transformers.apply(model) and pass no position ids"
         )
     return None
+
+
+def _wide_keys(dtype: torch.dtype, d: int, d_v: int) -> bool:
+    """True if packed sequences may have these head dimensions, though keys have more than 128."""
+    return dtype == torch.bfloat16 and d <= 192 and d_v <= 128
 
 
 def _given_sequences(kwargs: dict[str, Any], mask: Mask, query: Tensor) -> bool:
@@ -153,7 +161,8 @@ def _attend(
         k, v = k[:, : mask.keys], v[:, : mask.keys]
     options["causal"] = mask.causal
     if mask.sequences is not None or _given_sequences(kwargs, mask, query):
-        return _with_sinks(_packed(q, k, v, mask, options, kwargs), sinks).view(q.shape)
+        flat = _with_sinks(_packed(q, k, v, mask, options, kwargs), sinks)
+        return flat.view(*q.shape[:-1], v.shape[-1])
     if mask.starts is None:
         return _with_sinks(tiercel.attention(q, k, v, **options), sinks)
     # Each row's padding goes to its end, where no token sees it.
@@ -200,6 +209,11 @@ def _decode(q: Tensor, key: Tensor, value: Tensor, mask: Mask, options: dict[str
     """Attention over a cache `[B, Hk, L, D]`, of which each key is a page."""
     batch, heads, length, d = key.shape
     assert mask.places is not None and mask.used is not None
+    if value.shape[-1] < d:
+        wide = torch.nn.functional.pad(value, (0, d - value.shape[-1]))
+        found = _decode(q, key, wide, mask, options)
+        narrow = slice(value.shape[-1])
+        return (found[0][..., narrow], found[1]) if options["return_lse"] else found[..., narrow]
     table = mask.places
     if batch == 1:
         caches = [x[0].transpose(0, 1)[:, None] for x in (key, value)]
