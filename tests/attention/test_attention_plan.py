@@ -109,6 +109,15 @@ def test_which_heads_are_mixed():
     assert plan(ExchangeTensor, (32, 512, 16, 128), (512, 16), left=64, **causal)["band"] == 1
 
 
+def test_fewer_heads_at_a_time_where_there_are_many_keys():
+    """All of these keys and values together would come from memory once for each tile."""
+    for shape, band in (((1, 16384, 128, 192), 11), ((1, 8192, 128, 192), 12)):
+        assert plan(ExchangeTensor, shape, (shape[1], 128), d_v=128, right=0)["band"] == band
+    assert plan(ExchangeTensor, (1, 65536, 16, 128), (65536, 16), right=0)["band"] == 16
+    assert plan(ExchangeTensor, (1, 16384, 128, 128), (16384, 8), right=0)["band"] == 128
+    assert plan(ExchangeTensor, (4, 4096, 16, 192), (4096, 16), d_v=128, right=0)["band"] == 64
+
+
 def test_empty_outputs_launch_nothing(make):
     for q in ((0, 5, 2, 64), (2, 0, 2, 64), (2, 5, 0, 64)):
         keys = (7, 0 if q[2] == 0 else 2)
