@@ -30,6 +30,23 @@ __device__ __forceinline__ const int64_t* find_rows(const MlaDecodeArgs& args, c
   return rows;
 }
 
+// A step's rows of mla_decode: those behind the sequence's end are not real.
+struct PagedRows {
+  const int64_t* own;
+  int keys;
+
+  __device__ __forceinline__ bool real(int row) const { return row < keys; }
+  __device__ __forceinline__ void note(const Memory&, unsigned char*, int) const {}
+};
+
+struct PagedRowsFinder {
+  __device__ __forceinline__ PagedRows find(const MlaDecodeArgs& args, const Share& share, int step,
+                                            int64_t* rows) const {
+    const int keys = min(share.length - step * kMlaStep, kMlaStep);
+    return {find_rows(args, share, step, rows), keys};
+  }
+};
+
 // One warp loads its half of all steps.
 __device__ __forceinline__ void load_keys(const MlaDecodeArgs& args, const CUtensorMap* map,
                                           Share share, const Memory& memory, int half,

@@ -49,8 +49,8 @@ __device__ __forceinline__ void store_chunks(uint32_t tile, int row, int chunk,
 }
 
 // The third warpgroup loads, in halves as the other two multiply them.
-template <typename Format, bool kPacked>
-__device__ __forceinline__ void load_float8_keys(const MlaDecodeArgs& args, Share share,
+template <typename Format, bool kPacked, typename Finder, typename Steps>
+__device__ __forceinline__ void load_float8_keys(const MlaDecodeArgs& args, Steps share,
                                                  const Memory& memory, unsigned char* pointer) {
   constexpr int kRowLanes = 16;             // of a half row of latents, 16 float8 each
   constexpr int kRows = 128 / kRowLanes;    // at once
@@ -61,11 +61,12 @@ __device__ __forceinline__ void load_float8_keys(const MlaDecodeArgs& args, Shar
   constexpr int kRotaryLoads = kMlaStep / kRotaryRows;
   constexpr int kRotaryAt = kPacked ? kMlaPacked - kMlaRotary * 2 : kMlaLatent;
   int64_t* const rows = reinterpret_cast<int64_t*>(pointer + kMlaKeyRows);
+  Finder finder;
   Ring ring;
   do {
     for (int step = share.first; step < share.last; ++step, ++ring.count) {
-      const int stage = ring.stage(), keys = min(share.length - step * kMlaStep, kMlaStep);
-      const int64_t* const own = find_rows(args, share, step, rows + stage * kMlaStep);
+      const int stage = ring.stage();
+      const auto found = finder.find(args, share, step, rows + stage * kMlaStep);
       const uint32_t tile = memory.keys(stage);
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
@@ -79,14 +80,15 @@ __device__ __forceinline__ void load_float8_keys(const MlaDecodeArgs& args, Shar
           const int row = thread / kRowLanes + i * kRows;
           words[i][0] = words[i][1] = words[i][2] = words[i][3] = 0;
           scales[i] = 0.0f;
-          if (row >= keys) continue;  // zeros behind the sequence's end
-          const char* from = args.cache + own[row];
+          if (!found.real(row)) continue;  // zeros
+          const char* from = args.cache + found.own[row];
           load_vector(words[i], from + column);
           if (kPacked) {
             scales[i] = *reinterpret_cast<const float*>(from + kMlaLatent + column / kMlaGroup * 4);
           }
         }
         mbarrier_wait(memory.empty(half, stage), ring.parity() ^ 1);
+        if (half == 0) found.note(memory, pointer, stage);
         const auto store = [&](int i) {
           uint32_t wide[2][4];
           widen<Format, kPacked>(words[i], scales[i], wide);
@@ -100,8 +102,9 @@ __device__ __forceinline__ void load_float8_keys(const MlaDecodeArgs& args, Shar
         for (int i = 0; i < kRotaryLoads; ++i) {
           const int row = thread / kRotaryLanes + i * kRotaryRows;
           turned[i][0] = turned[i][1] = turned[i][2] = turned[i][3] = 0;
-          if (half == 1 || row >= keys) continue;
-          load_vector(turned[i], args.cache + own[row] + kRotaryAt + thread % kRotaryLanes * 16);
+          if (half == 1 || !found.real(row)) continue;
+          load_vector(turned[i],
+                      args.cache + found.own[row] + kRotaryAt + thread % kRotaryLanes * 16);
         }
 #pragma unroll
         for (int i = kLoads / 2; i < kLoads; ++i) store(i);

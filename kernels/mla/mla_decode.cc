@@ -5,6 +5,7 @@
 #include <cmath>
 #include <string>
 
+#include "kernels/mla/mla_host.h"
 #include "kernels/sm90/checks.h"
 #include "kernels/sm90/driver.h"
 #include "kernels/sm90/invariant.h"
@@ -16,17 +17,10 @@ namespace tiercel {
 namespace {
 
 constexpr char kOp[] = "mla_decode";
-constexpr double kLog2E = 1.4426950408889634;
 constexpr int64_t kMostKeys = int64_t{1} << 29;   // of a sequence
 constexpr int64_t kMostSteps = int64_t{1} << 30;  // of all sequences
 constexpr int64_t kMostRows = 65535;              // of a sequence: queries times heads
-constexpr int64_t kMost = 0x7fffffff;
-constexpr int kFewParts = 8;                      // of a sequence
 constexpr int64_t kMostLanes = int64_t{1} << 26;  // with row blocks, so that steps fit 32 bits
-
-Status unsupported(const Argument& argument, const std::string& expected, const std::string& got) {
-  return Status::Unimplemented(mismatch(argument, expected + " for the precompiled kernels", got));
-}
 
 Status check_lengths(const Argument& argument, const Argument& q) {
   TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {DType::kInt32}));
@@ -67,17 +61,7 @@ Status check(const MlaDecodeCall& call) {
     TIERCEL_RETURN_IF_ERROR(check_same_device(*argument, q));
     TIERCEL_RETURN_IF_ERROR(check_cuda(*argument));
   }
-  if (call.kv_scale != nullptr) {
-    const Argument scale{kOp, "kv_scale", *call.kv_scale};
-    if (cache.view.dtype != DType::kFloat8E4M3) {
-      return Status::InvalidArgument(
-          mismatch(scale, "be None for a cache that is not float8_e4m3fn", "a tensor"));
-    }
-    TIERCEL_RETURN_IF_ERROR(check_dtype(scale, {DType::kFloat32}));
-    TIERCEL_RETURN_IF_ERROR(check_shape(scale, {1}, "[1]"));
-    TIERCEL_RETURN_IF_ERROR(check_same_device(scale, q));
-    TIERCEL_RETURN_IF_ERROR(check_cuda(scale));
-  }
+  TIERCEL_RETURN_IF_ERROR(check_kv_scale(q, cache, call.kv_scale));
   if (call.lse == nullptr) return Status();
   const Argument lse{kOp, "lse", *call.lse};
   TIERCEL_RETURN_IF_ERROR(check_dtype(lse, {DType::kFloat32}));
@@ -85,30 +69,6 @@ Status check(const MlaDecodeCall& call) {
   TIERCEL_RETURN_IF_ERROR(check_same_device(lse, q));
   TIERCEL_RETURN_IF_ERROR(check_cuda(lse));
   return check_contiguous(lse);
-}
-
-// Alignment for copies of `bytes`.
-Status check_layout(const Argument& argument, int64_t bytes) {
-  const TensorView& view = argument.view;
-  const int last = view.ndim - 1;
-  bool aligned = reinterpret_cast<uintptr_t>(view.data) % bytes == 0;
-  for (int i = 0; i < last; ++i) {
-    if (view.shape[i] > 1) aligned &= view.strides[i] * dtype_bytes(view.dtype) % bytes == 0;
-  }
-  if (aligned && view.strides[last] == 1) return Status();
-  return unsupported(
-      argument,
-      "have contiguous rows that start at multiples of " + std::to_string(bytes) + " bytes",
-      "strides " + shape_text(view.strides, view.ndim));
-}
-
-// The steps of 32-bit indices.
-Status check_steps(const Argument& argument) {
-  const TensorView& view = argument.view;
-  const int last = view.ndim - 1;
-  if (view.shape[last] <= 1 || std::abs(view.strides[last]) <= kMost / 4) return Status();
-  return unsupported(argument, "have elements that are less than 2 GiB apart",
-                     "strides " + shape_text(view.strides, view.ndim));
 }
 
 // The cache as rows, one page after the other.
@@ -145,28 +105,11 @@ TensorMapSpec map_of(int64_t copy_rows) {
           CU_TENSOR_MAP_L2_PROMOTION_L2_128B};
 }
 
-MlaLayout layout_of(const MlaDecodeCall& call) {
-  switch (call.kv_cache->dtype) {
-    case DType::kFloat8E4M3:
-      return MlaLayout::kFloat8;
-    case DType::kUInt8:
-      return MlaLayout::kPacked;
-    default:
-      return MlaLayout::kSame;
-  }
-}
-
 const Kernel* decode_kernel(DType dtype, MlaLayout layout) {
   const auto* found = KernelTable(mla_decode_kernels).find([&](const auto& kernel) {
     return kernel.dtype == dtype && kernel.layout == layout;
   });
   return found == nullptr ? nullptr : &found->kernel;
-}
-
-const Kernel& combine_kernel(DType dtype) {
-  return KernelTable(mla_combine_kernels)
-      .find([&](const auto& kernel) { return kernel.dtype == dtype; })
-      ->kernel;
 }
 
 // Checks that there is a kernel for arguments that fit together and are not empty.
@@ -182,7 +125,7 @@ Status check_supported(const MlaDecodeCall& call, const Rows& rows) {
                                  ": `d_v` must be 512 for the precompiled kernels, got " +
                                  std::to_string(call.d_v));
   }
-  if (decode_kernel(q.view.dtype, layout_of(call)) == nullptr) {
+  if (decode_kernel(q.view.dtype, layout_of(*call.kv_cache)) == nullptr) {
     return unsupported(q, "be bfloat16 for a cache of uint8", "float16");
   }
   if (!(call.scale > 0.0) || !std::isfinite(call.scale)) {
@@ -195,7 +138,7 @@ Status check_supported(const MlaDecodeCall& call, const Rows& rows) {
     return unsupported(cache, "have a page size that is a power of two", std::to_string(places));
   }
   if (pages < 1) return unsupported(cache, "have at least one page", "none");
-  const bool same = layout_of(call) == MlaLayout::kSame;
+  const bool same = layout_of(*call.kv_cache) == MlaLayout::kSame;
   if (same && !rows.whole) {
     return unsupported(cache, "have pages that are whole rows apart",
                        "strides " + shape_text(cache.view.strides, 3));
@@ -221,16 +164,6 @@ Status check_supported(const MlaDecodeCall& call, const Rows& rows) {
   TIERCEL_RETURN_IF_ERROR(check_layout({kOp, "out", *call.out}, 8));
   if (!same) return check_layout(cache, 16);
   return check_tensor_map(map_of(1), rows.view, kOp, "kv_cache");
-}
-
-void set_strides(const TensorView& view, int64_t (&strides)[3]) {
-  for (int i = 0; i < 3; ++i) strides[i] = view.strides[i] * dtype_bytes(view.dtype);
-}
-
-// The stride of an int32 tensor's last dimension, in bytes.
-int32_t step_of(const TensorView& view) {
-  const int last = view.ndim - 1;
-  return view.shape[last] > 1 ? static_cast<int32_t>(view.strides[last] * 4) : 0;
 }
 
 void set_args(const MlaDecodeCall& call, const Rows& rows, MlaDecodeArgs* args) {
@@ -264,17 +197,6 @@ void set_args(const MlaDecodeCall& call, const Rows& rows, MlaDecodeArgs* args) 
   args->scale = static_cast<float>(call.scale * kLog2E);
 }
 
-// Floats of the parts, and of their sums.
-int64_t lines(const MlaDecodeArgs& args) {
-  const int64_t places = args.part_steps > 0 ? 1 : 2;
-  return places * args.lanes * args.row_blocks * args.part_rows;
-}
-
-// That lanes may share.
-int64_t sequences(const MlaDecodeArgs& args) {
-  return args.by_sequence ? args.batch : args.lanes - 1;
-}
-
 Status prepare(const MlaDecodeCall& call, int multiprocessors, const Rows& rows,
                MlaDecodeArgs* args, MlaDecodePlan* plan) {
   *plan = {"none", "none", 0, 0, 0, 0, 0, 0, 0, 0};
@@ -282,6 +204,7 @@ Status prepare(const MlaDecodeCall& call, int multiprocessors, const Rows& rows,
   TIERCEL_RETURN_IF_ERROR(check_supported(call, rows));
   set_args(call, rows, args);
   const int64_t steps = ceil_div(args->capacity, kMlaStep);
+  bool split = steps > 1;
   if (batch_invariant()) {
     const int64_t lanes = args->batch * ceil_div(steps, int64_t{kMlaInvariantPart});
     if (lanes * args->row_blocks > kMostLanes) {
@@ -291,40 +214,13 @@ Status prepare(const MlaDecodeCall& call, int multiprocessors, const Rows& rows,
     }
     args->lanes = static_cast<int>(lanes);
     args->part_steps = kMlaInvariantPart;
+    split = steps > args->part_steps;
   } else {
-    // Lanes fill the device; each has a step at least.
-    args->lanes = static_cast<int>(
-        std::clamp<int64_t>(multiprocessors / args->row_blocks, 1, args->batch * steps));
+    args->lanes = lanes_of(*args, multiprocessors, args->batch * steps);
   }
-  const DType dtype = call.q->dtype;
-  const bool combined =
-      args->part_steps > 0 ? steps > args->part_steps : args->lanes > 1 && steps > 1;
-  args->by_sequence = args->part_steps > 0 || args->batch < args->lanes;
-  // A sequence has about lanes / batch parts.
-  const bool many = args->part_steps > 0 || args->lanes >= kFewParts * args->batch;
-  args->row_groups = many ? kMlaCombineGroups : 1;
-  *plan = {decode_kernel(dtype, layout_of(call))->name(),
-           combined ? combine_kernel(dtype).name() : "none",
-           kMlaRows,
-           kMlaStep,
-           args->copy_rows,
-           args->lanes,
-           static_cast<unsigned>(args->lanes) * static_cast<unsigned>(args->row_blocks),
-           kMlaThreads,
-           kMlaShared,
-           combined ? lines(*args) * (kMlaLatent + 2) + 4 * sequences(*args) : 0};
+  plan_shares(split, *decode_kernel(call.q->dtype, layout_of(*call.kv_cache)), call.q->dtype,
+              kMlaShared, args, plan);
   return Status();
-}
-
-Status check_workspace(const Argument& workspace, const Argument& q, int64_t needed) {
-  TIERCEL_RETURN_IF_ERROR(check_dtype(workspace, {DType::kFloat32}));
-  TIERCEL_RETURN_IF_ERROR(check_rank(workspace, 1));
-  TIERCEL_RETURN_IF_ERROR(check_same_device(workspace, q));
-  TIERCEL_RETURN_IF_ERROR(check_cuda(workspace));
-  TIERCEL_RETURN_IF_ERROR(check_contiguous(workspace));
-  if (workspace.view.shape[0] >= needed) return Status();
-  return Status::InvalidArgument(mismatch(workspace, "have " + std::to_string(needed) + " elements",
-                                          shape_text(workspace.view.shape, 1)));
 }
 
 }  // namespace
@@ -346,47 +242,19 @@ Status MlaDecodeLaunch::prepare(const MlaDecodeCall& call) {
   const Rows rows(*call.kv_cache);
   TIERCEL_RETURN_IF_ERROR(tiercel::prepare(call, multiprocessors, rows, &args_, &plan_));
   if (plan_.grid == 0) return Status();
-  kernel_ = decode_kernel(dtype_, layout_of(call));
-  if (layout_of(call) != MlaLayout::kSame) return Status();
+  kernel_ = decode_kernel(dtype_, layout_of(*call.kv_cache));
+  if (layout_of(*call.kv_cache) != MlaLayout::kSame) return Status();
   return encode_tensor_map(map_of(args_.copy_rows), rows.view, kOp, "kv_cache", &map_);
 }
 
 Status MlaDecodeLaunch::run(float* workspace, void* stream) {
   if (plan_.grid == 0) return Status();
-  const bool combined = plan_.workspace > 0;
-  if (combined) {
-    args_.partial = workspace;
-    float* const sums = workspace + lines(args_) * kMlaLatent;
-    args_.partial_sums = reinterpret_cast<float2*>(sums);
-    args_.shared = reinterpret_cast<int4*>(sums + 2 * lines(args_));
-  }
-  LaunchConfig config;
-  config.grid.x = plan_.grid;
-  config.block.x = plan_.block;
-  config.dynamic_smem = plan_.dynamic_smem;
-  config.dependent = true;
   void* pointers[] = {&args_, &map_};
-  TIERCEL_RETURN_IF_ERROR(kernel_->launch(config, device_, stream, pointers));
-  if (!combined) return Status();
-  config.grid.x = static_cast<unsigned>(sequences(args_));
-  config.grid.y = static_cast<unsigned>(ceil_div(args_.rows * args_.row_groups, kMlaCombineGroups));
-  config.block.x = kMlaCombineGroups * kMlaLatent / 4;
-  config.dynamic_smem = 0;
-  return combine_kernel(dtype_).launch(config, device_, stream, pointers);
+  return launch_and_combine(*kernel_, dtype_, plan_, &args_, pointers, device_, workspace, stream);
 }
 
 Status mla_decode(const MlaDecodeCall& call, void* stream, int64_t* needed) {
-  *needed = 0;
-  MlaDecodeLaunch launch;
-  TIERCEL_RETURN_IF_ERROR(launch.prepare(call));
-  if (launch.workspace() == 0) return launch.run(nullptr, stream);
-  if (call.workspace == nullptr) {
-    *needed = launch.workspace();
-    return Status();
-  }
-  const Argument workspace{kOp, "workspace", *call.workspace};
-  TIERCEL_RETURN_IF_ERROR(check_workspace(workspace, {kOp, "q", *call.q}, launch.workspace()));
-  return launch.run(static_cast<float*>(workspace.view.data), stream);
+  return run_with_workspace<MlaDecodeLaunch>(kOp, call, stream, needed);
 }
 
 }  // namespace tiercel

@@ -41,6 +41,14 @@ inline constexpr int kMlaKeyRows = kMlaBarriers + 4 * kMlaStages * 8;
 inline constexpr uint32_t kMlaShared = kMlaKeyRows + kMlaStages * kMlaStep * 8;
 static_assert(kMlaShared <= 227 << 10);
 
+// mla_sparse's: instead of the scores, factors and largest scores of a step's rows; behind the
+// rest, two parts of the rows' sums, and which keys of a stage count.
+inline constexpr int kSparseExchange = kMlaScores;
+inline constexpr int kSparseSums = kMlaShared;
+inline constexpr int kSparseValid = kSparseSums + 2 * kMlaRows * 4;
+inline constexpr uint32_t kSparseShared = kSparseValid + kMlaStages * 8;
+static_assert(kSparseExchange + kMlaRows * 8 <= kMlaBarriers && kSparseShared <= 227 << 10);
+
 // A lane of `row_blocks` blocks goes through an equal share of all sequences' steps; each of its
 // blocks has 64 rows.
 struct MlaDecodeArgs {
@@ -123,6 +131,7 @@ struct MlaCacheKernel {
 };
 
 const MlaDecodeKernel* mla_decode_kernels(int* count);
+const MlaDecodeKernel* mla_sparse_kernels(int* count);
 const MlaCombineKernel* mla_combine_kernels(int* count);
 const MlaCacheKernel* mla_cache_kernels(int* count);
 

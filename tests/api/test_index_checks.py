@@ -161,6 +161,22 @@ def latent_rows(**changes):
     return named | {"slots": torch.tensor([0, -1, 7])} | changes
 
 
+def listed(**changes):
+    named = {"q": torch.randn(2, 2, 16).bfloat16(), "scale": 1.0, "d_v": 8}
+    named |= {"kv_cache": torch.randn(6, 4, 16).bfloat16()}
+    return named | {"indices": int32(0, -1, 7, 23).view(2, 2)} | changes
+
+
+def indexed(**changes):
+    named = {"q": torch.randn(2, 2, 16).to(FP8), "k": torch.randn(8, 16).to(FP8)}
+    named |= {"k_scale": torch.ones(8), "weights": torch.ones(2, 2)}
+    return named | {"starts": int32(0, 8), "ends": int32(8, 0)} | changes
+
+
+def scored(**changes):
+    return {"logits": torch.randn(2, 8), "k": 3, "lengths": int32(0, 8)} | changes
+
+
 # Operator, arguments, the index tensor and what it holds, the error.
 def packed(**changes):
     named = {"x": torch.randn(5, 8), "weight": torch.randn(8, 4), "cu_seqlens": int32(0, 2, 5)}
@@ -192,6 +208,16 @@ WRONG = [
     ("mla_decode", latents, "page_table", int32(5, 0, 99, 1, 6, 3).view(2, 3), "got 6 at [1, 1]"),
     ("mla_decode", latents, "seqused_k", int32(5, 13), "from 0 to 12, got 13 at [1]"),
     ("mla_cache_write", latent_rows, "slots", torch.tensor([0, -1, 8]), "got 8 at [2]"),
+    (
+        "mla_sparse_attention",
+        listed,
+        "indices",
+        int32(0, -1, 7, 24).view(2, 2),
+        "from 0 to 23, or -1 for none, got 24 at [1, 1]",
+    ),
+    ("indexer_logits", indexed, "starts", int32(0, -1), "from 0 to 8, got -1 at [1]"),
+    ("indexer_logits", indexed, "ends", int32(9, 0), "from 0 to 8, got 9 at [0]"),
+    ("top_k_indices", scored, "lengths", int32(0, 9), "from 0 to 8, got 9 at [1]"),
     ("causal_conv1d", packed, "cu_seqlens", int32(0, 2, 6), "from 0 to 5, got 6 at [2]"),
     ("causal_conv1d", packed, "cu_seqlens", int32(3, 2, 5), "that do not decrease, got 2 at [1]"),
     ("causal_conv1d_update", updated, "cu_seqlens", int32(0, 2, 6), "from 0 to 5, got 6 at [2]"),

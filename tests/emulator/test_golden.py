@@ -29,12 +29,15 @@ WITHOUT = {
     "fused_moe": "made of moe_up and moe_down",
     "gated_delta_rule": "none yet",
     "gated_delta_rule_decode": "none yet",
+    "indexer_logits": "none yet",
     "linear_cross_entropy": "made of linear_act and cross_entropy",
     "mla_cache_write": "none yet",
     "mla_decode": "none yet",
+    "mla_sparse_attention": "none yet",
     "moe_down": "the contract's cases are large",
     "moe_up": "the contract's cases are large",
     "nvfp4_gemv": "scales on the CPU",
+    "top_k_indices": "compared with its reference, bit by bit, where it is tested",
     "paged_attention": "as decode_attention, whose kernels it takes for few new tokens",
 }
 

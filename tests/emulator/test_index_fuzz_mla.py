@@ -5,12 +5,29 @@ import pytest
 import torch
 from support.emulator import kernels, options
 from support.index_fuzz import CASES, Draw, embedded, margins_kept, reference, run
-from support.mla import SCALE, VALUES, assert_right, make, results
+from support.mla import (
+    SCALE,
+    VALUES,
+    assert_logits,
+    assert_right,
+    assert_sparse,
+    make,
+    make_indexer,
+    make_sparse,
+    results,
+    sparse_results,
+)
 
 pytestmark = pytest.mark.torch
 
 # Operators whose index tensors this file fuzzes: see tests/api/test_index_checks.py.
-FUZZED = ("mla_cache_write", "mla_decode")
+FUZZED = (
+    "indexer_logits",
+    "mla_cache_write",
+    "mla_decode",
+    "mla_sparse_attention",
+    "top_k_indices",
+)
 
 
 @pytest.mark.parametrize("case", range(CASES))
@@ -31,6 +48,46 @@ def test_mla_decode(case):
         if needed:
             assert kernels.mla_decode(*given, *rest, embedded(torch.full((needed,), 7.0))) == 0
     assert_right(given, out, lse)
+
+
+@pytest.mark.parametrize("case", range(CASES))
+def test_mla_sparse_attention(case):
+    draw = Draw(case)
+    queries, entries, heads = draw.of(1, 3), draw.of(1, 64, 140), draw.of(2, 16)
+    q, cache, indices = make_sparse(queries, entries, heads, page=draw.of(1, 16, 64), seed=case)
+    indices = draw.strays(indices, cache.shape[0] * cache.shape[1], wide=False)
+    given = [embedded(x) for x in (q, cache.nan_to_num(1.0), indices)]
+    out, lse = (embedded(x) for x in sparse_results(q))
+    rest = (None, out, lse, SCALE, VALUES)
+    with margins_kept(), options(multiprocessors=draw.of(1, 4), max_instructions=40_000_000):
+        needed = kernels.mla_sparse_attention(*given, *rest, None)
+        if needed:
+            workspace = embedded(torch.full((needed,), 7.0))
+            assert kernels.mla_sparse_attention(*given, *rest, workspace) == 0
+    assert_sparse(given, out, lse)
+
+
+@pytest.mark.parametrize("case", range(CASES))
+def test_top_k_indices(case):
+    draw = Draw(case)
+    rows, columns, k = draw.of(1, 5), draw.of(1, 40, 5000), draw.of(1, 33)
+    lengths = draw.strays(torch.full((rows,), columns // 2), columns, wide=False).int()
+    run("top_k_indices", draw.normal(rows, columns).float(), k, lengths, None)
+
+
+@pytest.mark.parametrize("case", range(CASES))
+def test_indexer_logits(case):
+    draw = Draw(case)
+    q, k, k_scale, weights, _, _ = make_indexer(draw.of(1, 5), draw.of(1, 100, 600), seed=case)
+    bounds = [
+        draw.strays(torch.full((len(q),), len(k) * i // 2), len(k), wide=False).int()
+        for i in (0, 2)
+    ]
+    given = [embedded(x) for x in (q, k, k_scale, weights, *bounds)]
+    out = embedded(torch.full((len(q), len(k)), torch.nan))
+    with margins_kept(), options(multiprocessors=draw.of(1, 4), max_instructions=40_000_000):
+        kernels.indexer_logits(*given, out)
+    assert_logits(given, out)
 
 
 @pytest.mark.parametrize("case", range(CASES))

@@ -23,6 +23,7 @@ _FLOAT8 = {
     "kv_cache_write": ("key_cache", "value_cache"),
     "mla_cache_write": ("kv_cache",),
     "mla_decode": ("kv_cache",),
+    "mla_sparse_attention": ("kv_cache",),
     "qk_norm_rope_cache": ("q_out", "key_cache", "value_cache"),
     "fused_moe": ("w_up", "w_down"),
     "moe_up": ("x", "w_up"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences over a paged cache of latents, for tests of mla_decode."""
+"""Sequences over a paged cache of latents, for tests of mla_decode and mla_sparse_attention."""
 
 import torch
 
@@ -42,13 +42,20 @@ def narrowed(inputs, kind, factor=0.5):
     """A cache of float8, or of 656 bytes a row, instead, and its scale; rows behind a
     sequence's last key stay NaN."""
     q, cache, table, lengths = inputs
+    stored, scale = narrowed_rows(cache, kind, factor)
+    return (q, stored, table, lengths), scale
+
+
+def narrowed_rows(cache, kind, factor=0.5):
     rows = cache.view(-1, COLUMNS)
     packed = kind == torch.uint8
-    scale = None if packed else torch.tensor([factor], device=q.device)
-    stored = torch.zeros(*cache.shape[:2], 656 if packed else COLUMNS, dtype=kind, device=q.device)
-    slots = torch.arange(len(rows), device=q.device)
+    scale = None if packed else torch.tensor([factor], device=cache.device)
+    stored = torch.zeros(
+        *cache.shape[:2], 656 if packed else COLUMNS, dtype=kind, device=cache.device
+    )
+    slots = torch.arange(len(rows), device=cache.device)
     parts = rows.bfloat16().split((VALUES, COLUMNS - VALUES), 1)
-    return (q, ref.mla_cache_write(*parts, stored, slots, kv_scale=scale), table, lengths), scale
+    return ref.mla_cache_write(*parts, stored, slots, kv_scale=scale), scale
 
 
 def results(q):
@@ -57,10 +64,50 @@ def results(q):
     return out, q.new_full((batch, heads, queries), torch.nan, dtype=torch.float32)
 
 
+def make_sparse(
+    queries, entries, heads=16, rows=200, page=64, dtype=torch.bfloat16, device="cpu", seed=7
+):
+    """q, kv_cache and indices, of which some are none: -1, and others outside of the cache. Rows
+    that no entry names are NaN."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def drawn(*shape):
+        return torch.randn(shape, device=device, generator=generator)
+
+    pages = -(-rows // page)
+    indices = torch.randint(pages * page, (queries, entries), device=device, generator=generator)
+    stray = torch.tensor([-1, -1, -1, pages * page, *NO_PAGES], device=device)
+    kind = torch.randint(60, (queries, entries), device=device, generator=generator)
+    cache = drawn(pages * page, COLUMNS).to(dtype)
+    used = torch.zeros(pages * page, dtype=torch.bool, device=device)
+    indices = torch.where(kind < 8, stray[kind.clamp_max(7)], indices)
+    used[indices[kind >= 8]] = True
+    cache[~used] = torch.nan
+    q = drawn(queries, heads, COLUMNS).to(dtype)
+    return q, cache.view(pages, page, COLUMNS), indices.int()
+
+
+def sparse_results(q):
+    return q.new_full((*q.shape[:2], VALUES), torch.nan), q.new_full(
+        q.shape[:2], torch.nan, dtype=torch.float32
+    )
+
+
+def assert_sparse(inputs, out, lse, scale=SCALE, units=6, **options):
+    wide = [x.double() if x.dtype == out.dtype else x for x in inputs]
+    assert_near(
+        ref.mla_sparse_attention(*wide, scale=scale, return_lse=True, **options), out, lse, units
+    )
+
+
 def assert_right(inputs, out, lse, scale=SCALE, units=6, **options):
-    """Probabilities and results are rounded once each; values are about 1."""
     wide = [x.double() if x.is_floating_point() else x for x in inputs]
-    truth, sums = ref.mla_decode(*wide, scale=scale, return_lse=True, **options)
+    assert_near(ref.mla_decode(*wide, scale=scale, return_lse=True, **options), out, lse, units)
+
+
+def assert_near(expected, out, lse, units):
+    """Probabilities and results are rounded once each; values are about 1."""
+    truth, sums = expected
     unit = torch.finfo(out.dtype).eps / 2
     error = (out.double() - truth).abs()
     assert not error.isnan().any()
@@ -68,3 +115,26 @@ def assert_right(inputs, out, lse, scale=SCALE, units=6, **options):
         worst = (error / (truth.abs() + 1.0)).max() / unit
         assert worst <= units, worst.item()
     torch.testing.assert_close(lse.double(), sums.double(), rtol=1e-5, atol=5e-5)
+
+
+def make_indexer(tokens, keys, heads=64, device="cpu", seed=7):
+    """q, k, k_scale, weights, and no bounds."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def drawn(*shape):
+        return torch.randn(shape, device=device, generator=generator)
+
+    q, k = (drawn(*shape).to(torch.float8_e4m3fn) for shape in ((tokens, heads, 128), (keys, 128)))
+    return q, k, drawn(keys).abs() * 0.1, drawn(tokens, heads) * 0.1, None, None
+
+
+def assert_logits(inputs, logits, units=2.0**-11):
+    """The tensor cores keep about 13 bits of a sum of products of float8."""
+    q, k, k_scale, weights, starts, ends = inputs
+    truth = ref.indexer_logits(q, k, k_scale, weights.double(), starts, ends)
+    terms = ref.indexer_logits(q, k, k_scale, weights.double().abs())
+    assert torch.equal(logits == -torch.inf, truth == -torch.inf)
+    seen = truth != -torch.inf
+    error = ((logits.double() - truth).abs() / (terms + terms.mean() + 1e-9))[seen]
+    assert not error.isnan().any()
+    assert error.numel() == 0 or error.max() <= units

@@ -152,4 +152,147 @@ MLA_CACHE_WRITE = Contract.of(
     mutates=("kv_cache",),
 )
 
-CONTRACTS = (MLA_DECODE, MLA_CACHE_WRITE)
+
+def _sparse_case(
+    queries: int, heads: int, entries: int, page: int, cache: str = "same", values: str = "random"
+) -> Case:
+    sizes = {"T": queries, "H": heads, "k": entries, "page_size": page}
+    return Case(sizes, "bfloat16", {"cache": cache}, values)
+
+
+def _make_sparse(case: Case, device: str, seed: int) -> dict[str, Any]:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    queries, heads, entries, page = case.sizes.values()
+    pages = 200 // page + 1
+    dtype, strided = getattr(torch, case.dtype), case.values == "strided"
+    q = torch.randn(queries, heads, _COLUMNS, generator=generator).to(dtype)
+    drawn = torch.randn(pages, page, _COLUMNS, generator=generator)
+    cache, scale = rows(drawn, case.options["cache"], dtype)
+    # One of ten or so is none.
+    indices = torch.randint(-20, pages * page, (queries, entries), generator=generator)
+    tensors = {
+        "q": torch.cat([q, -q], dim=1)[:, :heads] if strided else q,
+        "kv_cache": cache,
+        "indices": indices.clamp_min(-1).int(),
+        "kv_scale": scale,
+    }
+    placed = {name: x if x is None else x.to(device) for name, x in tensors.items()}
+    if strided:
+        placed["indices"] = torch.stack([placed["indices"]] * 2, -1)[..., 0]
+    given = {**placed, "scale": _SCALE, "d_v": spec.LATENT, "return_lse": True}
+    return {name: given[name] for name in _SPARSE_BOTH.names}
+
+
+_SPARSE_BOTH = spec.MLA_SPARSE_LSE.changed(
+    name="mla_sparse_attention",
+    arguments=(*spec.MLA_SPARSE_LSE.arguments, Bool("return_lse")),
+)
+
+MLA_SPARSE = Contract.of(
+    "mla",
+    _SPARSE_BOTH,
+    constants={"return_lse": True},
+    cases=(
+        _sparse_case(1, 16, 130, 64),
+        _sparse_case(3, 72, 300, 1),
+        _sparse_case(3, 8, 64, 16, values="strided"),
+        _sparse_case(2, 16, 100, 64, "float8_e4m3fn"),
+        _sparse_case(2, 16, 100, 64, "uint8"),
+        _sparse_case(2, 16, 0, 64),
+        _sparse_case(0, 16, 64, 64),
+    ),
+    timing={
+        "cpu": _sparse_case(2, 16, 128, 64),
+        "cuda": _sparse_case(128, 128, 2048, 64),
+    },
+    make=_make_sparse,
+)
+
+
+def _top_k_case(tokens: int, columns: int, k: int, values: str = "random") -> Case:
+    return Case({"T": tokens, "N": columns, "k": k}, "float32", {}, values)
+
+
+def _make_top_k(case: Case, device: str, seed: int) -> dict[str, Any]:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    tokens, columns, k = case.sizes.values()
+    logits = torch.randn(tokens, columns, generator=generator)
+    if case.values == "ties":
+        logits = logits.mul(2).round()
+    lengths = None
+    if case.values == "ragged":
+        lengths = torch.randint(columns + 1, (tokens,), generator=generator).int().to(device)
+    logits = logits.to(device)
+    if case.values == "strided":
+        logits = torch.cat([logits, logits], 1)[:, 1 : columns + 1]
+    return {"logits": logits, "k": k, "lengths": lengths}
+
+
+TOP_K_INDICES = Contract.of(
+    "mla",
+    spec.TOP_K_INDICES,
+    cases=(
+        _top_k_case(1, 1, 1),
+        _top_k_case(3, 1000, 64),
+        _top_k_case(2, 9000, 2048, "ties"),
+        _top_k_case(5, 300, 256, "ragged"),
+        _top_k_case(3, 500, 20, "strided"),
+        _top_k_case(2, 10, 16),
+        _top_k_case(0, 10, 4),
+    ),
+    timing={
+        "cpu": _top_k_case(4, 4096, 64),
+        "cuda": _top_k_case(64, 65536, 2048),
+    },
+    make=_make_top_k,
+)
+
+
+def _indexer_case(tokens: int, heads: int, keys: int, values: str = "random") -> Case:
+    return Case({"T": tokens, "H": heads, "K": keys}, "float8_e4m3fn", {}, values)
+
+
+def _make_indexer(case: Case, device: str, seed: int) -> dict[str, Any]:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    tokens, heads, keys = case.sizes.values()
+    bounded, strided = case.values == "bounded", case.values == "strided"
+    k = torch.randn(keys, 256, generator=generator).to(torch.float8_e4m3fn)[:, :128]
+    ends = torch.randint(keys + 1, (tokens,), generator=generator).int()
+    given = {
+        "q": torch.randn(tokens, heads, 128, generator=generator).to(torch.float8_e4m3fn),
+        "k": k if strided else k.contiguous(),
+        "k_scale": torch.rand(keys, generator=generator) * 0.05,
+        "weights": torch.randn(tokens, heads, generator=generator) * 0.1,
+        "starts": ends // 3 if bounded else None,
+        "ends": ends if bounded else None,
+    }
+    placed = {name: x if x is None else x.to(device) for name, x in given.items()}
+    if strided:
+        placed["k"] = placed["k"].repeat(1, 2)[:, :128]
+    return placed
+
+
+INDEXER_LOGITS = Contract.of(
+    "mla",
+    spec.INDEXER_LOGITS,
+    cases=(
+        _indexer_case(1, 64, 100),
+        _indexer_case(9, 32, 300),
+        _indexer_case(6, 64, 700, "bounded"),
+        _indexer_case(3, 64, 64, "strided"),
+        _indexer_case(0, 64, 100),
+    ),
+    timing={
+        "cpu": _indexer_case(2, 32, 256),
+        "cuda": _indexer_case(1024, 64, 32768),
+    },
+    make=_make_indexer,
+)
+
+CONTRACTS = (MLA_DECODE, MLA_SPARSE, MLA_CACHE_WRITE, INDEXER_LOGITS, TOP_K_INDICES)

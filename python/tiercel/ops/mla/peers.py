@@ -36,6 +36,54 @@ def _flash_mla(case: Any, inputs: Inputs) -> Launch:
     return Launch(run)
 
 
+def _flash_mla_sparse(case: Any, inputs: Inputs) -> Launch:
+    """Its prefill for rows of 16 bits, which does not split lists; its decode for the others."""
+    module: Any = importlib.import_module("flash_mla")
+    q, cache, indices = inputs.values()
+
+    def prefill() -> tuple[Any, ...]:
+        rows = cache.view(-1, 1, cache.shape[2])
+        return (module.flash_mla_sparse_fwd(q, rows, indices[:, None], SCALE)[0],)
+
+    if case["cache"] != "uint8":
+        return Launch(prefill)
+    plan, _ = module.get_mla_metadata()
+    stored = cache.view(cache.shape[0], cache.shape[1], 1, cache.shape[2])
+
+    def decode() -> tuple[Any, ...]:
+        out, _ = module.flash_mla_with_kvcache(
+            q[:, None],
+            stored,
+            None,
+            None,
+            LATENT,
+            plan,
+            softmax_scale=SCALE,
+            is_fp8_kvcache=True,
+            indices=indices[:, None],
+        )
+        return (out[:, 0],)
+
+    return Launch(decode)
+
+
+def _deepgemm(case: Any, inputs: Inputs) -> Launch:
+    import torch
+
+    from tiercel.workbench.bench.peers import deepgemm
+
+    module: Any = deepgemm.module()
+    q, k, k_scale, weights = inputs.values()
+    starts = torch.zeros(len(q), dtype=torch.int32, device=q.device)
+    ends = torch.full_like(starts, len(k))
+    return Launch(lambda: (module.fp8_mqa_logits(q, (k, k_scale), weights, starts, ends),))
+
+
+def _torch_top_k(case: Any, inputs: Inputs) -> Launch:
+    logits = inputs["logits"]
+    return Launch(lambda: (logits.topk(case["k"], dim=1, sorted=False).indices,))
+
+
 def _flashinfer(case: Any, inputs: Inputs) -> Launch:
     import torch
 
@@ -93,7 +141,8 @@ def _torch_write(case: Any, inputs: Inputs) -> Launch:
 
 
 ADAPTERS: dict[str, dict[str, Any]] = {
-    "flash_mla": {"mla_decode": _flash_mla},
+    "deepgemm": {"indexer_logits": _deepgemm},
+    "flash_mla": {"mla_decode": _flash_mla, "mla_sparse_attention": _flash_mla_sparse},
     "flashinfer": {"mla_decode": _flashinfer},
-    "torch": {"mla_cache_write": _torch_write},
+    "torch": {"mla_cache_write": _torch_write, "top_k_indices": _torch_top_k},
 }

@@ -58,6 +58,69 @@ def mla_decode(
     return (out, scores.logsumexp(-1)) if return_lse else out
 
 
+def mla_sparse_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    indices: Tensor,
+    *,
+    scale: float,
+    kv_scale: Tensor | None = None,
+    d_v: int = LATENT,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Reference of :func:`tiercel.mla_sparse_attention`, any sizes, with all keys gathered."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    rows = rows_of(kv_cache, kv_scale, dtype).flatten(0, 1)
+    real = (indices >= 0) & (indices < len(rows))
+    if len(rows) == 0:
+        rows = rows.new_zeros(1, rows.shape[1])
+    keys = rows[indices.long().where(real, 0)].masked_fill(~real[..., None], 0.0)
+    seen = real[:, None]
+    scores = torch.einsum("thd,tkd->thk", q.to(dtype), keys) * scale
+    scores = scores.masked_fill(~seen, -torch.inf)
+    blind = ~seen.any(-1, keepdim=True)  # a query without keys is 0
+    weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+    out = torch.einsum("thk,tkd->thd", weights, keys[..., :d_v]).to(q.dtype).contiguous()
+    return (out, scores.logsumexp(-1)) if return_lse else out
+
+
+def indexer_logits(
+    q: Tensor,
+    k: Tensor,
+    k_scale: Tensor,
+    weights: Tensor,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
+) -> Tensor:
+    """Reference of :func:`tiercel.indexer_logits`, a head at a time."""
+    dtype = torch.float64 if weights.dtype == torch.float64 else torch.float32
+    keys = k.to(dtype).T
+    logits = weights.new_zeros(len(q), len(k), dtype=dtype)
+    for head in range(q.shape[1]):
+        logits += (q[:, head].to(dtype) @ keys).relu() * weights[:, head, None].to(dtype)
+    logits *= k_scale.to(dtype)
+    key = torch.arange(len(k), device=q.device)
+    if starts is not None:
+        logits = logits.masked_fill(key < starts[:, None], -torch.inf)
+    if ends is not None:
+        logits = logits.masked_fill(key >= ends[:, None], -torch.inf)
+    return logits
+
+
+def top_k_indices(logits: Tensor, k: int = 2048, lengths: Tensor | None = None) -> Tensor:
+    """Reference of :func:`tiercel.top_k_indices`."""
+    columns = logits.shape[1]
+    if lengths is not None:
+        column = torch.arange(columns, device=logits.device)
+        logits = logits.masked_fill(column >= lengths.long()[:, None], -torch.inf)
+    largest, order = logits.sort(dim=1, descending=True, stable=True)
+    # What is none goes behind all others.
+    order = order.masked_fill(largest == -torch.inf, columns)[:, :k].sort(dim=1).values
+    indices = order.new_full((len(logits), k), -1)
+    indices[:, : order.shape[1]] = order.masked_fill(order == columns, -1)
+    return indices.int()
+
+
 def mla_cache_write(
     latent: Tensor,
     rotary: Tensor,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The declarations of mla_decode and mla_cache_write."""
+"""The declarations of the ops of latent attention."""
 
 from __future__ import annotations
 
@@ -27,7 +27,15 @@ def _check_row(op: str, call: Call, columns: int) -> None:
 
 
 def _check_decode(call: Call) -> None:
-    op, columns = "mla_decode", call.q.shape[3]
+    _check_absorbed("mla_decode", call)
+
+
+def _check_sparse(call: Call) -> None:
+    _check_absorbed("mla_sparse_attention", call)
+
+
+def _check_absorbed(op: str, call: Call) -> None:
+    columns = call.q.shape[-1]
     _check_row(op, call, columns)
     packed = call.kv_cache.shape[2] == PACKED and columns != PACKED
     if packed and columns != LATENT + ROTARY:
@@ -74,6 +82,69 @@ MLA_DECODE_LSE = Spec(
 )
 
 MLA_DECODE = MLA_DECODE_LSE.changed(name="mla_decode", results=MLA_DECODE_LSE.results[:1])
+
+MLA_SPARSE_LSE = Spec(
+    "mla_sparse_attention_lse",
+    Tensor("q", "T H D", "bfloat16", strided=True),
+    MLA_DECODE_LSE.tensors[1],
+    Tensor("indices", "T k", "int32", strided=True),
+    Float("scale"),
+    Tensor("kv_scale", "1", "float32", optional=True),
+    Int("d_v", LATENT),
+    results=[
+        Tensor("out", "T H d_v", "q", strided=True, rtol=1e-2, atol=1e-2),
+        Tensor("lse", "T H", "float32", rtol=1e-4, atol=1e-4),
+    ],
+    dims={"d_v": lambda call: call.d_v},
+    check=_check_sparse,
+    public="mla_sparse_attention",
+    limits="576 columns, d_v 512, page sizes that are powers of two, rows on 16 bytes",
+    numerics=Numerics(
+        2**-8,
+        of="terms",
+        sums="float32: entries in order, by tiles and splits; probabilities rounded to bfloat16",
+        batch_invariant=False,
+        varies="the splits of the entries, which are chosen by the batch",
+    ),
+)
+
+MLA_SPARSE = MLA_SPARSE_LSE.changed(name="mla_sparse_attention", results=MLA_SPARSE_LSE.results[:1])
+
+
+INDEXER_LOGITS = Spec(
+    "indexer_logits",
+    Tensor("q", "T H D", FLOAT8),
+    Tensor("k", "K D", FLOAT8, strided=True),
+    Tensor("k_scale", "K", "float32"),
+    Tensor("weights", "T H", "float32", strided=True),
+    Tensor("starts", "T", "int32", optional=True, strided=True),
+    Tensor("ends", "T", "int32", optional=True, strided=True),
+    # The tensor cores keep about 13 bits of a sum of products of float8.
+    results=[Tensor("logits", "T K", "float32", rtol=2e-3, atol=2e-3)],
+    limits="32 or 64 heads of 128 columns, rows of k on 16 bytes",
+    numerics=Numerics(
+        2**-12,
+        of="terms",
+        sums="products as the tensor cores sum float8; heads in float32, in a fixed order",
+    ),
+)
+
+
+def _check_top_k(call: Call) -> None:
+    if call.k < 1:
+        raise ValueError(f"top_k_indices: `k` must be at least 1, got {call.k}")
+
+
+TOP_K_INDICES = Spec(
+    "top_k_indices",
+    Tensor("logits", "T N", "float32", strided=True),
+    Int("k", 2048),
+    Tensor("lengths", "T", "int32", optional=True, strided=True),
+    results=[Tensor("indices", "T k", "int32")],
+    check=_check_top_k,
+    limits="contiguous rows",
+    numerics=Numerics(0.0, of="result", sums="none: the selection is exact"),
+)
 
 
 def _check_write(call: Call) -> None:

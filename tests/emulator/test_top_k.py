@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""top_k_indices on the emulator: exactly the reference's."""
+
+import pytest
+import torch
+from support.emulator import kernels
+from support.emulator import options as running
+
+from tiercel import ref
+
+pytestmark = pytest.mark.torch
+
+
+def check(logits, k, lengths=None, multiprocessors=0, **more):
+    out = torch.full((len(logits), k), -7, dtype=torch.int32)
+    with running(multiprocessors=multiprocessors, **more):
+        kernels.top_k_indices(logits, lengths, out)
+    assert torch.equal(out, ref.top_k_indices(logits, k, lengths))
+
+
+def draw(rows, columns, seed=3):
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("columns", [1, 5, 31, 512, 1000, 5000])
+@pytest.mark.parametrize("k", [1, 40, 600])
+def test_sizes(columns, k):
+    check(draw(2, columns), k)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 3, 16, 132])
+def test_clusters(multiprocessors):
+    check(draw(2, 9001), 700, multiprocessors=multiprocessors)
+
+
+def test_parts_that_are_not_kept():
+    check(draw(1, 190_001), 100)
+
+
+@pytest.mark.parametrize("steps", [0.0, 1.0, 4.0])
+def test_ties(steps):
+    logits = draw(2, 9000).mul(steps).round()
+    for k in (1, 100, 8999):
+        check(logits, k)
+
+
+def test_digits():
+    """Keys that differ in the last bits alone, and in each digit."""
+    bits = torch.arange(6000, dtype=torch.int32)[torch.randperm(6000)]
+    near = (bits + 0x3F800000).view(torch.float32)
+    far = (bits * 178_000).view(torch.float32).nan_to_num(1.0)
+    logits = torch.stack([near, -near, far, -far])
+    for k in (1, 33, 2048):
+        check(logits, k)
+
+
+def test_values_that_are_no_numbers():
+    logits = draw(4, 700)
+    logits[0, 5:200] = -torch.inf
+    logits[1] = -torch.inf
+    logits[2, 100:300] = torch.nan
+    logits[3, :50], logits[3, 50:90] = torch.inf, -torch.nan
+    logits[3, 90:300:2], logits[3, 91:300:2] = 0.0, -0.0
+    for k in (1, 100, 250, 600, 800):
+        check(logits, k)
+
+
+def test_lengths():
+    lengths = torch.tensor([0, 1, 63, 700, 4000, 5000, 9999, -4], dtype=torch.int32)
+    check(draw(8, 5000), 64, lengths)
+    check(draw(8, 5000), 64, torch.stack([lengths] * 2, 1)[:, 0], multiprocessors=8)
+
+
+def test_rows_anywhere():
+    wide = draw(3, 2100)
+    check(wide[:, 3:1500], 50)
+    check(wide[:, 4:1500], 50)
+    check(wide[:1].expand(3, -1), 50)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_any_order_of_warps(seed):
+    check(draw(1, 20_000).mul(8).round(), 900, lazy=True, seed=seed)
