@@ -35,18 +35,48 @@ __device__ __forceinline__ DeltaSequence delta_sequence(const DeltaRuleArgs& arg
   return {begin, end < begin ? begin : end, delta_place(begin, index)};
 }
 
-// The sequence that has a place, if one has; otherwise any.
+// The slot of a sequence's first segment.
+__device__ __forceinline__ int64_t delta_slot(const DeltaRuleArgs& args, int64_t begin, int index) {
+  if (args.segment_chunks == 0) return index;
+  return delta_place(begin, index) / args.segment_chunks + index;
+}
+
+// The sequence that has a place or, if kSlots, the slot of a segment, if one has; otherwise any.
+template <bool kSlots = false>
 __device__ __forceinline__ int delta_owner(const DeltaRuleArgs& args, int64_t place) {
   int low = 0, high = args.count;
   while (high - low > 1) {
     const int middle = low + (high - low) / 2;
-    if (delta_place(delta_start(args, middle), middle) <= place) {
+    const int64_t begin = delta_start(args, middle);
+    if ((kSlots ? delta_slot(args, begin, middle) : delta_place(begin, middle)) <= place) {
       low = middle;
     } else {
       high = middle;
     }
   }
   return low;
+}
+
+__device__ __forceinline__ int64_t delta_chunk_count(const DeltaSequence& sequence) {
+  return (sequence.end - sequence.begin + kDeltaChunk - 1) / kDeltaChunk;
+}
+
+struct DeltaSegment {
+  int index;            // of the sequence
+  int64_t first, last;  // chunks of the sequence
+  int64_t all;          // chunks of the sequence
+  bool real;            // there is such a segment; an empty sequence has one
+};
+
+__device__ __forceinline__ DeltaSegment delta_segment(const DeltaRuleArgs& args, int64_t slot) {
+  const int index = delta_owner<true>(args, slot);
+  const DeltaSequence sequence = delta_sequence(args, index);
+  const int64_t all = delta_chunk_count(sequence);
+  if (args.segment_chunks == 0) return {index, 0, all, all, true};
+  const int64_t number = slot - delta_slot(args, sequence.begin, index);
+  const int64_t first = number * args.segment_chunks;
+  return {index, first, min(all, first + args.segment_chunks), all,
+          number == 0 || (number > 0 && first < all)};
 }
 
 __device__ __forceinline__ const char* delta_row(const DeltaRuleArgs& args, const DeltaHeads& heads,
@@ -83,9 +113,10 @@ __device__ __forceinline__ uint32_t block_by_columns(uint32_t tile, int pitch, i
   return tile + (row + lane % 16) * pitch + (column + lane / 16 * 8) * 2;
 }
 
+template <typename Format>
 __device__ __forceinline__ uint32_t pack_pair(float a, float b) {
   const float pair[2] = {a, b};
-  return BFloat16::pack(pair);
+  return Format::pack(pair);
 }
 
 }  // namespace tiercel

@@ -54,11 +54,15 @@ const DeltaDecodeKernel* delta_decode_kernels(int* count);
 
 // Prompts, in chunks. Tokens between two starts are a sequence, or `length` each. Chunk c of
 // sequence b has the place begin / 64 + b + c in the workspace, which holds for each head of values
-// two matrices [64, 64] of bfloat16 (the solved one, and the queries' with the keys) and a
-// DeltaFactors.
+// two matrices [64, 64] of 16-bit elements (the solved one, and the queries' with the keys) and
+// kDeltaFactors numbers; with a gate per channel also three tiles [64, K]: keys and queries that
+// multiply the state, and keys that are added to it.
+//
+// Few long sequences are divided into segments of `segment_chunks` chunks; 0: each is one. Segment
+// s of sequence b has the slot (place of its first chunk) / segment_chunks + b + s.
 struct DeltaRuleArgs {
   DeltaHeads q, k, v, out;
-  const float* g;    // [tokens, Hv]
+  const float* g;    // [tokens, Hv] or [tokens, Hv, K]
   const char* beta;  // [tokens, Hv]
   bool beta_float;
   const int* starts;   // [count + 1] or null
@@ -66,8 +70,12 @@ struct DeltaRuleArgs {
   int count;
   int64_t length;
   int64_t tokens;  // of all sequences
+  int64_t segment_chunks;
   char* matrices;
   float* factors;
+  char* tiles;
+  float* transitions;     // [slots, Hv, K, V + K]: what a segment adds, and what it multiplies by
+  float* segment_states;  // [slots, Hv, K, V]: what segments begin with
   const float* initial_state;  // [count, Hv, K, V] or null
   float* final_state;          // likewise
   int k_heads;
@@ -77,19 +85,29 @@ struct DeltaRuleArgs {
   bool l2norm;
 };
 
+// The kernels of a call, in this order.
+enum class DeltaPart { kChunks, kTransitions, kScan, kRule };
+
 struct DeltaRuleKernel {
-  int key_size;
+  DeltaPart part;
+  int key_size;  // 0: any, as are the dtype and the gates
+  DType dtype;
+  bool channels;
   Kernel kernel;
 };
 
 inline constexpr int kDeltaChunk = 64;
 inline constexpr int kDeltaMatrixBytes = kDeltaChunk * kDeltaChunk * 2;
 // Per token: what its row of K S, of Q S and its key are multiplied by; and the decay of the chunk.
+// With a gate per channel: the chunk's decay of each.
 inline constexpr int kDeltaFactors = 3 * kDeltaChunk + 4;
 inline constexpr int kDeltaChunkThreads = 128;
-inline constexpr int kDeltaWarpColumns = 16;  // of a state, per warp
-inline constexpr int kDeltaMostWarps = 4;
-inline constexpr int kDeltaLoaders = 128;  // threads of a block beside those warps
+inline constexpr int kDeltaSlice = 64;     // columns of a state, per warpgroup
+inline constexpr int kDeltaGroups = 2;     // warpgroups of a block that multiply, at most
+inline constexpr int kDeltaLoaders = 128;  // threads of a block beside those
+inline constexpr int kDeltaScanThreads = 256;
+inline constexpr int kDeltaScanColumns = 8;  // of a state, per block
+inline constexpr int kDeltaScanSize = 128;   // of keys; segments are for these only
 
 // Shared memory of a block, bytes.
 constexpr int delta_chunks_smem(int key_size) {
@@ -97,14 +115,50 @@ constexpr int delta_chunks_smem(int key_size) {
   return 2 * kDeltaChunk * (2 * key_size + 16) + kDeltaChunk * (kDeltaChunk + 4) * 4 +
          kDeltaChunk / 2 * (kDeltaChunk / 2 + 4) * 4 + 5 * kDeltaChunk * 4;
 }
-constexpr int delta_rule_stage(int key_size, int warps) {
-  return 2 * kDeltaChunk * (2 * key_size + 16) + 2 * kDeltaChunk * (2 * kDeltaChunk + 16) +
-         kDeltaChunk * (2 * kDeltaWarpColumns * warps + 16) + kDeltaFactors * 4;
+constexpr int delta_channels_smem(int key_size) {
+  // Beside that, the sums of the gates.
+  return delta_chunks_smem(key_size) + kDeltaChunk * (key_size + 4) * 4;
 }
-inline constexpr int kDeltaStages = 2;
+constexpr int delta_rule_stages(bool channels) { return channels ? 2 : 3; }
+constexpr int delta_rule_stage(int key_size, bool channels, int groups) {
+  // Tiles of keys and queries, both matrices, factors, and a tile of values for each group.
+  return (channels ? 3 : 2) * kDeltaChunk * 2 * key_size + 2 * kDeltaMatrixBytes + 1024 +
+         groups * kDeltaChunk * kDeltaSlice * 2;
+}
+constexpr int delta_rule_smem(int key_size, bool channels, int groups) {
+  return delta_rule_stages(channels) * (delta_rule_stage(key_size, channels, groups) + 16);
+}
 
 const DeltaRuleKernel* delta_chunks_kernels(int* count);
+const DeltaRuleKernel* delta_channels_kernels(int* count);
 const DeltaRuleKernel* delta_rule_kernels(int* count);
+
+// The gated norm of the output.
+struct GatedNormArgs {
+  const char* x;
+  const char* gate;
+  const char* weight;  // float32, or as x
+  char* out;
+  int64_t x_stride;  // bytes
+  int64_t gate_stride;
+  int64_t rows;
+  int columns;
+  int lanes;  // of a row, a power of two
+  bool weight_float;
+  float eps;
+};
+
+struct GatedNormKernel {
+  DType dtype;
+  int vectors;  // of 8 elements, of a lane
+  Kernel kernel;
+};
+
+inline constexpr int kGatedNormThreads = 256;
+inline constexpr int kGatedNormVectors = 4;
+inline constexpr int64_t kGatedNormMost = 32 * 8 * kGatedNormVectors;  // columns
+
+const GatedNormKernel* gated_norm_kernels(int* count);
 
 }  // namespace tiercel
 

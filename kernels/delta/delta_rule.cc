@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/delta/delta_rule.h"
 
+#include <algorithm>
 #include <string>
 
 #include "kernels/delta/delta_checks.h"
@@ -12,9 +13,20 @@ namespace {
 
 constexpr const char* kOp = "gated_delta_rule";
 
-struct Kernels {
-  const Kernel* chunks = nullptr;
-  const Kernel* rule = nullptr;
+// The launches of a call, in order; null: none.
+struct Launches {
+  const Kernel* kernels[4] = {};
+  LaunchConfig configs[4] = {};
+
+  void set(DeltaPart part, const Kernel& kernel, int64_t grid, int64_t heads, int threads,
+           int smem) {
+    const int at = static_cast<int>(part);
+    kernels[at] = &kernel;
+    configs[at].dependent = true;
+    configs[at].grid = {static_cast<uint32_t>(grid), static_cast<uint32_t>(heads), 1};
+    configs[at].block.x = static_cast<uint32_t>(threads);
+    configs[at].dynamic_smem = static_cast<uint32_t>(smem);
+  }
 };
 
 Status check_state(const char* name, const TensorView* view, int64_t count, const DeltaSizes& sizes,
@@ -32,9 +44,12 @@ Status check_numbers(const DeltaRuleCall& call, const DeltaSizes& sizes, const A
   const Argument g{kOp, "g", *call.g};
   TIERCEL_RETURN_IF_ERROR(check_dtype(g, {DType::kFloat32}));
   if (call.g->ndim == 4) {
-    return Status::Unimplemented(std::string(kOp) + ": a gate for each channel is not supported");
+    TIERCEL_RETURN_IF_ERROR(check_shape(
+        g, {sizes.batch, sizes.tokens, sizes.v_heads, sizes.key_size}, "[B, T, Hv, K]"));
+  } else {
+    TIERCEL_RETURN_IF_ERROR(
+        check_shape(g, {sizes.batch, sizes.tokens, sizes.v_heads}, "[B, T, Hv]"));
   }
-  TIERCEL_RETURN_IF_ERROR(check_shape(g, {sizes.batch, sizes.tokens, sizes.v_heads}, "[B, T, Hv]"));
   TIERCEL_RETURN_IF_ERROR(check_contiguous(g));
   return delta_check_place(g, q);
 }
@@ -67,22 +82,36 @@ Status lay_out_sequences(const DeltaRuleCall& call, const DeltaSizes& sizes, con
   return Status();
 }
 
-// The fewest warps a block, and so the most blocks, that still run all at once.
-int choose_warps(const DeltaSizes& sizes, int64_t count) {
-  const auto fits = [&](int warps) { return sizes.value_size % (kDeltaWarpColumns * warps) == 0; };
-  int chosen = 1;
-  for (int warps = 1; warps <= kDeltaMostWarps; warps *= 2) {
-    if (!fits(warps)) break;
-    chosen = warps;
-    const int64_t blocks = count * sizes.v_heads * sizes.value_size / (kDeltaWarpColumns * warps);
-    if (warps > 1 && blocks <= kDefaultMultiprocessors) break;
+// The kernel of a part of the call, or null.
+const Kernel* find_kernel(DeltaPart part, int64_t key_size, DType dtype, bool channels) {
+  const auto fits = [&](const DeltaRuleKernel& one) {
+    return one.part == part &&
+           (one.key_size == 0 ||
+            (one.key_size == key_size && one.dtype == dtype && one.channels == channels));
+  };
+  for (auto* list : {delta_chunks_kernels, delta_channels_kernels, delta_rule_kernels}) {
+    const DeltaRuleKernel* found = KernelTable(list).find(fits);
+    if (found != nullptr) return &found->kernel;
   }
-  return chosen;
+  return nullptr;
+}
+
+constexpr int64_t kLeastSegments = 3;  // below, a second pass costs more than it spares
+constexpr int64_t kLeastChunks = 8;    // of a segment
+
+// The length of segments in chunks, if all sequences together leave most multiprocessors idle.
+int64_t choose_segments(const DeltaSizes& sizes, int64_t count, int64_t places) {
+  const int64_t chunks = places - count;
+  if (count == 0 || chunks < kLeastSegments * kLeastChunks * count) return 0;
+  const int64_t blocks = sizes.v_heads * ceil_div(sizes.value_size, kDeltaSlice);
+  const int64_t segments = kDefaultMultiprocessors / blocks;
+  if (sizes.key_size != kDeltaScanSize || segments < kLeastSegments * count) return 0;
+  return std::max(kLeastChunks, ceil_div(chunks, segments));
 }
 
 Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* plan,
-               Kernels* kernels) {
-  *plan = {"none", "none", 0, 0, 0, 0, 0};
+               Launches* launches) {
+  *plan = {"none", "none", 0, 0, 0, 0, 0, 0};
   DeltaSizes sizes;
   TIERCEL_RETURN_IF_ERROR(delta_lay_out(kOp, {call.q, call.k, call.v, call.beta, call.out},
                                         {DType::kBFloat16, DType::kFloat16}, &sizes, &args->q,
@@ -92,21 +121,17 @@ Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* pl
   TIERCEL_RETURN_IF_ERROR(lay_out_sequences(call, sizes, q, args));
   TIERCEL_RETURN_IF_ERROR(check_state("initial_state", call.initial_state, args->count, sizes, q));
   TIERCEL_RETURN_IF_ERROR(check_state("final_state", call.final_state, args->count, sizes, q));
-  if (call.q->dtype != DType::kBFloat16) {
-    return Status::Unimplemented(std::string(kOp) + ": only bfloat16 is supported");
-  }
-  const auto of_size = [&](const DeltaRuleKernel* (*list)(int*)) {
-    const DeltaRuleKernel* found = KernelTable(list).find(
-        [&](const DeltaRuleKernel& one) { return one.key_size == sizes.key_size; });
-    return found == nullptr ? nullptr : &found->kernel;
+  const bool channels = call.g->ndim == 4;
+  const auto part = [&](DeltaPart one) {
+    return find_kernel(one, sizes.key_size, call.q->dtype, channels);
   };
-  const Kernel* chunks = of_size(delta_chunks_kernels);
+  const Kernel* chunks = part(DeltaPart::kChunks);
   if (chunks == nullptr) {
     return Status::Unimplemented(std::string(kOp) +
                                  ": keys of 64 or 128 elements are supported, got " +
                                  std::to_string(sizes.key_size));
   }
-  if (sizes.value_size % kDeltaWarpColumns != 0) {
+  if (sizes.value_size % 16 != 0) {
     return Status::Unimplemented(std::string(kOp) +
                                  ": values of a multiple of 16 elements are supported, got " +
                                  std::to_string(sizes.value_size));
@@ -124,23 +149,50 @@ Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* pl
   args->v_heads = static_cast<int>(sizes.v_heads);
   args->value_size = static_cast<int>(sizes.value_size);
   if (sizes.v_heads == 0 || sizes.value_size == 0) return Status();
+  const int key_size = static_cast<int>(sizes.key_size);
   const int64_t places = args->tokens == 0 ? 0 : ceil_div(args->tokens, kDeltaChunk) + args->count;
-  const int warps = choose_warps(sizes, args->count);
-  plan->grid = args->count * sizes.v_heads * (sizes.value_size / (kDeltaWarpColumns * warps));
+  const int64_t slices = ceil_div(sizes.value_size, kDeltaSlice);
+  const int groups =
+      slices > 1 && args->count * sizes.v_heads * slices > kDefaultMultiprocessors ? 2 : 1;
+  args->segment_chunks = choose_segments(sizes, args->count, places);
+  const int64_t slots =
+      args->segment_chunks == 0 ? args->count : places / args->segment_chunks + args->count;
+  plan->grid = slots * sizes.v_heads * ceil_div(slices, groups);
   plan->chunk_grid = places;
-  if (plan->grid > INT32_MAX || places > INT32_MAX || sizes.k_heads > 65535) {
+  plan->groups = groups;
+  plan->segment_chunks = args->segment_chunks;
+  plan->dynamic_smem = static_cast<unsigned>(delta_rule_smem(key_size, channels, groups));
+  const int64_t scan_grid = args->count * sizes.v_heads * (sizes.value_size / kDeltaScanColumns);
+  if (std::max(plan->grid, scan_grid) > INT32_MAX || places > INT32_MAX || sizes.v_heads > 65535) {
     return Status::Unimplemented(std::string(kOp) + ": too many tokens or heads for one launch");
   }
-  const int64_t matrices = places * sizes.v_heads * 2 * kDeltaMatrixBytes;
-  plan->workspace = matrices / 4 + places * sizes.v_heads * kDeltaFactors;
-  plan->warps = warps;
-  plan->dynamic_smem = static_cast<unsigned>(
-      kDeltaStages * delta_rule_stage(static_cast<int>(sizes.key_size), warps));
-  if (places > 0) kernels->chunks = chunks, plan->chunks = chunks->name();
-  if (plan->grid > 0 && (places > 0 || args->final_state != nullptr)) {
-    kernels->rule = of_size(delta_rule_kernels);
-    plan->kernel = kernels->rule->name();
+  if (places > 0) {
+    launches->set(DeltaPart::kChunks, *chunks, places, channels ? sizes.v_heads : sizes.k_heads,
+                  kDeltaChunkThreads,
+                  channels ? delta_channels_smem(key_size) : delta_chunks_smem(key_size));
+    plan->chunks = chunks->name();
   }
+  if (plan->grid > 0 && (places > 0 || args->final_state != nullptr)) {
+    const auto threads = [](int of) { return of * 128 + kDeltaLoaders; };
+    if (args->segment_chunks > 0) {
+      const int64_t parts = ceil_div(slices + key_size / kDeltaSlice, kDeltaGroups);
+      launches->set(DeltaPart::kTransitions, *part(DeltaPart::kTransitions),
+                    slots * sizes.v_heads * parts, 1, threads(kDeltaGroups),
+                    delta_rule_smem(key_size, channels, kDeltaGroups));
+      launches->set(DeltaPart::kScan, *part(DeltaPart::kScan), scan_grid, 1, kDeltaScanThreads, 0);
+    }
+    launches->set(DeltaPart::kRule, *part(DeltaPart::kRule), plan->grid, 1, threads(groups),
+                  static_cast<int>(plan->dynamic_smem));
+    plan->kernel = launches->kernels[static_cast<int>(DeltaPart::kRule)]->name();
+  }
+  // Parts of the workspace, in elements of four bytes.
+  const int64_t pairs = places * sizes.v_heads;
+  const int64_t matrices = pairs * 2 * kDeltaMatrixBytes / 4;
+  const int64_t factors = pairs * kDeltaFactors;
+  const int64_t tiles = channels ? pairs * 3 * kDeltaChunk * key_size / 2 : 0;
+  const int64_t states = args->segment_chunks > 0 ? slots * sizes.v_heads * key_size : 0;
+  const int64_t transitions = states * (sizes.value_size + key_size);
+  plan->workspace = matrices + factors + tiles + transitions + states * sizes.value_size;
   if (call.workspace == nullptr) return Status();
   const Argument workspace{kOp, "workspace", *call.workspace};
   TIERCEL_RETURN_IF_ERROR(check_dtype(workspace, {DType::kFloat32}));
@@ -152,8 +204,12 @@ Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* pl
   }
   TIERCEL_RETURN_IF_ERROR(check_contiguous(workspace));
   TIERCEL_RETURN_IF_ERROR(delta_check_place(workspace, q));
-  args->matrices = static_cast<char*>(workspace.view.data);
-  args->factors = reinterpret_cast<float*>(args->matrices + matrices);
+  auto* const begin = static_cast<float*>(workspace.view.data);
+  args->matrices = reinterpret_cast<char*>(begin);
+  args->factors = begin + matrices;
+  args->tiles = reinterpret_cast<char*>(args->factors + factors);
+  args->transitions = args->factors + factors + tiles;
+  args->segment_states = args->transitions + transitions;
   return Status();
 }
 
@@ -161,31 +217,22 @@ Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* pl
 
 Status delta_rule_plan(const DeltaRuleCall& call, DeltaRulePlan* plan) {
   DeltaRuleArgs args{};
-  Kernels kernels;
-  return prepare(call, &args, plan, &kernels);
+  Launches launches;
+  return prepare(call, &args, plan, &launches);
 }
 
 Status delta_rule(const DeltaRuleCall& call, void* stream) {
   DeltaRuleArgs args{};
   DeltaRulePlan plan;
-  Kernels kernels;
-  TIERCEL_RETURN_IF_ERROR(prepare(call, &args, &plan, &kernels));
+  Launches launches;
+  TIERCEL_RETURN_IF_ERROR(prepare(call, &args, &plan, &launches));
   void* arguments[] = {&args};
-  LaunchConfig config;
-  config.dependent = true;
-  if (kernels.chunks != nullptr) {
-    config.grid = {static_cast<uint32_t>(plan.chunk_grid), static_cast<uint32_t>(args.k_heads), 1};
-    config.block.x = kDeltaChunkThreads;
-    config.dynamic_smem =
-        static_cast<uint32_t>(delta_chunks_smem(static_cast<int>(call.q->shape[3])));
+  for (int i = 0; i < 4; ++i) {
+    if (launches.kernels[i] == nullptr) continue;
     TIERCEL_RETURN_IF_ERROR(
-        kernels.chunks->launch(config, call.q->device_index, stream, arguments));
+        launches.kernels[i]->launch(launches.configs[i], call.q->device_index, stream, arguments));
   }
-  if (kernels.rule == nullptr) return Status();
-  config.grid = {static_cast<uint32_t>(plan.grid), 1, 1};
-  config.block.x = static_cast<uint32_t>(plan.warps) * 32 + kDeltaLoaders;
-  config.dynamic_smem = plan.dynamic_smem;
-  return kernels.rule->launch(config, call.q->device_index, stream, arguments);
+  return Status();
 }
 
 }  // namespace tiercel

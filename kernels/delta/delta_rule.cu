@@ -1,34 +1,80 @@
 // SPDX-License-Identifier: Apache-2.0
-// A state goes through the chunks of a sequence. A warp has 16 columns of a head's state in
-// registers, transposed: [16, K]. All products keep that form, so that the result of one is the
-// operand of the next where it is, and a warp waits for no other but for the tiles.
+// A state goes through the chunks of a sequence, or of a segment. A warpgroup has 64 columns of a
+// head's state in registers, transposed: [64, K]. All products keep that form, so that the result
+// of one is the left operand of the next where it is. One more warpgroup loads.
+//
+// With kTransition the kernel computes what a segment does to any state: from zeros, what it adds;
+// and from the identity, without values, what it multiplies by.
 #include <cstdint>
 
 #include "kernels/delta/chunks.cuh"
+#include "kernels/delta/products.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
+#include "kernels/sm90/mbarrier.cuh"
+#include "kernels/sm90/reduce.cuh"
 
 namespace tiercel {
 namespace {
 
 constexpr int kTokens = kDeltaChunk;
-constexpr int kPairs = kTokens / 16;  // of tiles of eight tokens
-constexpr int kMatrixPitch = kTokens * 2 + kDeltaPad;
+constexpr int kPairs = kTokens / 16;   // of tiles of eight tokens
+constexpr int kBlock = kTokens * 128;  // bytes of 64 columns of a tile
+constexpr int kGroup = 128;            // threads
+constexpr int kThreads = kDeltaGroups * kGroup + kDeltaLoaders;
 constexpr int kFactorVectors = kDeltaFactors / 4;
 
-template <int kKeySize>
-struct Stage {
-  static constexpr int kPitch = kKeySize * 2 + kDeltaPad;
-  uint32_t q, k, solved, scores, v, factors;
+// Registers of a thread that multiplies, and of one that loads. Together they may have what the
+// block was launched with, 168 a thread: with more, setmaxnreg waits forever.
+constexpr int kMultiply = 224, kLoad = 56;
+static_assert(kDeltaGroups * kMultiply + kLoad <= (kDeltaGroups + 1) * (65536 / kThreads / 8 * 8));
+static_assert(kMultiply + kLoad <= 2 * (65536 / kThreads / 8 * 8));
 
-  __device__ __forceinline__ Stage(uint32_t begin, int value_pitch) {
-    q = begin;
-    k = q + kTokens * kPitch;
-    solved = k + kTokens * kPitch;
-    scores = solved + kTokens * kMatrixPitch;
-    v = scores + kTokens * kMatrixPitch;
-    factors = v + kTokens * value_pitch;
+template <int kKeySize, bool kChannels>
+struct Memory {
+  static constexpr int kTile = kTokens * kKeySize * 2;
+  static constexpr int kStages = delta_rule_stages(kChannels);
+  static constexpr int kShared = delta_rule_stage(kKeySize, kChannels, 0);  // of all groups
+  uint32_t base;
+  int groups;
+
+  struct Stage {
+    uint32_t k, q, added, solved, scores, factors, v;
+  };
+
+  __device__ __forceinline__ int stage_bytes() const { return kShared + groups * kBlock; }
+  __device__ __forceinline__ Stage stage(int64_t count) const {
+    Stage stage;
+    stage.k = base + static_cast<int>(count % kStages) * stage_bytes();
+    stage.q = stage.k + kTile;
+    stage.added = kChannels ? stage.q + kTile : stage.k;
+    stage.solved = stage.q + (kChannels ? 2 : 1) * kTile;
+    stage.scores = stage.solved + kDeltaMatrixBytes;
+    stage.factors = stage.scores + kDeltaMatrixBytes;
+    stage.v = stage.factors + 1024;
+    return stage;
   }
+  __device__ __forceinline__ uint32_t full(int64_t count) const {
+    return base + kStages * stage_bytes() + static_cast<int>(count % kStages) * 16;
+  }
+  __device__ __forceinline__ uint32_t empty(int64_t count) const { return full(count) + 8; }
+  static __device__ __forceinline__ uint32_t parity(int64_t count) { return count / kStages & 1; }
 };
+
+template <int kRegisters, bool kMore>
+__device__ __forceinline__ void set_registers() {
+  if constexpr (kMore) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+  } else {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+  }
+}
+
+__device__ __forceinline__ void arrive_warp(uint32_t barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+  }
+}
 
 __device__ __forceinline__ float2 load_two(uint32_t place) {
   float2 pair;
@@ -36,246 +82,443 @@ __device__ __forceinline__ float2 load_two(uint32_t place) {
   return pair;
 }
 
-// The number of a thread among those that load.
-__device__ __forceinline__ int loader_thread() {
-  return static_cast<int>(threadIdx.x) - static_cast<int>(blockDim.x) + kDeltaLoaders;
-}
+// What a block works on.
+struct Work {
+  DeltaSequence sequence;
+  DeltaSegment segment;
+  int64_t slot;
+  int head;
+  int slice;  // the block's first
+};
 
-// Rows of a triangular matrix, up to the end of the block of 16 that has the diagonal.
-__device__ __forceinline__ void copy_triangle(uint32_t tile, const char* from) {
-  for (int i = loader_thread(); i < kTokens * 8; i += kDeltaLoaders) {
-    const int row = i / 8, vector = i % 8;
-    if (vector > row / 16 * 2 + 1) continue;
-    async_copy_16(tile + row * kMatrixPitch + vector * 16, from + i * 16, true);
+// Copies rows of kVectors times 16 bytes into a tile in wgmma's layout, by the threads that load.
+// Rows from `rows` on and vectors from `vectors` on are zeros, and above the blocks of 16 x 16 on
+// the diagonal of a triangular matrix.
+template <int kVectors, bool kTriangle = false>
+__device__ __forceinline__ void copy_tile(uint32_t tile, const char* from, int64_t stride, int rows,
+                                          int vectors) {
+  constexpr int kStep = kDeltaLoaders / kVectors;
+  const int thread = threadIdx.x % kDeltaLoaders;
+  const int vector = thread % kVectors, first = thread / kVectors;
+  uint32_t to = tile + vector / 8 * kBlock + first * 128 + (vector % 8 ^ first % 8) * 16;
+  const char* at = from + first * stride + vector * 16;
+#pragma unroll
+  for (int row = first; row < kTokens; row += kStep) {
+    const bool real = row < rows && vector < vectors && (!kTriangle || vector < row / 16 * 2 + 2);
+    async_copy_16(to, real ? at : from, real);
+    to += kStep * 128, at += kStep * stride;
   }
 }
 
-template <int kKeySize>
-__device__ __forceinline__ void copy_stage(const DeltaRuleArgs& args, const Stage<kKeySize>& stage,
-                                           const DeltaSequence& sequence, int64_t chunk, int head,
-                                           int column, int value_pitch) {
-  const int64_t first = sequence.begin + chunk * kTokens;
-  const int rows = static_cast<int>(min(int64_t{kTokens}, sequence.end - first));
-  const int key_head = head / (args.v_heads / args.k_heads);
-  copy_rows<kKeySize * 2>(stage.k, delta_row(args, args.k, first, key_head), args.k.token, rows,
-                          loader_thread(), kDeltaLoaders);
-  const int vectors = (value_pitch - kDeltaPad) / 16;
-  const char* v = delta_row(args, args.v, first, head) + column * 2;
-  for (int i = loader_thread(); i < kTokens * vectors; i += kDeltaLoaders) {
-    const int row = i / vectors, vector = i % vectors;
-    async_copy_16(stage.v + row * value_pitch + vector * 16,
-                  v + (row < rows ? row : 0) * args.v.token + vector * 16, row < rows);
+template <int kKeySize, bool kChannels, bool kTransition>
+__device__ __forceinline__ void copy_stage(const DeltaRuleArgs& args,
+                                           const typename Memory<kKeySize, kChannels>::Stage& stage,
+                                           const Work& work, int64_t chunk, int groups) {
+  constexpr int kVectors = kKeySize / 8;
+  constexpr int kTile = Memory<kKeySize, kChannels>::kTile;
+  const int64_t first = work.sequence.begin + chunk * kTokens;
+  const int rows = static_cast<int>(min(int64_t{kTokens}, work.sequence.end - first));
+  const int64_t place = (work.sequence.place + chunk) * args.v_heads + work.head;
+  const char* const matrices = args.matrices + place * 2 * kDeltaMatrixBytes;
+  if constexpr (kChannels) {
+    const char* const tiles = args.tiles + place * 3 * kTile;
+    copy_tile<kVectors>(stage.k, tiles, kKeySize * 2, kTokens, kVectors);
+    if (!kTransition) {
+      copy_tile<kVectors>(stage.q, tiles + kTile, kKeySize * 2, kTokens, kVectors);
+    }
+    copy_tile<kVectors>(stage.added, tiles + 2 * kTile, kKeySize * 2, kTokens, kVectors);
+  } else {
+    const int key_head = work.head / (args.v_heads / args.k_heads);
+    copy_tile<kVectors>(stage.k, delta_row(args, args.k, first, key_head), args.k.token, rows,
+                        kVectors);
+    if (!kTransition) {
+      copy_tile<kVectors>(stage.q, delta_row(args, args.q, first, key_head), args.q.token, rows,
+                          kVectors);
+    }
   }
-  copy_rows<kKeySize * 2>(stage.q, delta_row(args, args.q, first, key_head), args.q.token, rows,
-                          loader_thread(), kDeltaLoaders);
-  const int64_t place = (sequence.place + chunk) * args.v_heads + head;
-  const char* matrices = args.matrices + place * 2 * kDeltaMatrixBytes;
-  copy_triangle(stage.solved, matrices);
-  copy_triangle(stage.scores, matrices + kDeltaMatrixBytes);
-  const float* factors = args.factors + place * kDeltaFactors;
-  for (int i = loader_thread(); i < kFactorVectors; i += kDeltaLoaders) {
-    async_copy_16(stage.factors + i * 16, factors + 4 * i, true);
+  const char* const v = delta_row(args, args.v, first, work.head);
+  for (int group = 0; group < groups; ++group) {
+    const int column = (work.slice + group) * kDeltaSlice;
+    const bool real = column < args.value_size;
+    copy_tile<8>(stage.v + group * kBlock, real ? v + column * 2 : v, args.v.token, real ? rows : 0,
+                 (args.value_size - column) / 8);
+  }
+  copy_tile<8, true>(stage.solved, matrices, 128, kTokens, 8);
+  if (!kTransition) copy_tile<8, true>(stage.scores, matrices + kDeltaMatrixBytes, 128, kTokens, 8);
+  const float* const factors = args.factors + place * kDeltaFactors;
+  const int thread = threadIdx.x % kDeltaLoaders;
+  if (thread < kFactorVectors)
+    async_copy_16(stage.factors + thread * 16, factors + 4 * thread, true);
+}
+
+template <int kKeySize, bool kChannels, bool kTransition>
+__device__ __forceinline__ void load_chunks(const DeltaRuleArgs& args,
+                                            const Memory<kKeySize, kChannels>& memory,
+                                            const Work& work) {
+  constexpr int kStages = Memory<kKeySize, kChannels>::kStages;
+  const int64_t chunks = work.segment.last - work.segment.first;
+  const auto publish = [&](int64_t count) {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    arrive_warp(memory.full(count));
+  };
+#pragma unroll 1
+  for (int64_t count = 0; count < chunks; ++count) {
+    if (count >= kStages) mbarrier_wait(memory.empty(count), memory.parity(count - kStages));
+    copy_stage<kKeySize, kChannels, kTransition>(args, memory.stage(count), work,
+                                                 work.segment.first + count, memory.groups);
+    async_copy_commit();
+    if (count == 0) continue;
+    async_copy_wait<1>();
+    publish(count - 1);
+  }
+  if (chunks == 0) return;
+  async_copy_wait<0>();
+  publish(chunks - 1);
+}
+
+// The thread's columns of the state, and where it stands in them. Element 4 n + e of a state is
+// column across + e / 2 * 8 of the warp's, and row 8 n + along + e % 2.
+struct Place {
+  int warp, across, along;
+
+  __device__ __forceinline__ Place() {
+    const int thread = threadIdx.x % kGroup;
+    warp = thread / 32, across = thread % 32 / 4, along = thread % 4 * 2;
+  }
+  __device__ __forceinline__ int column(int e) const { return warp * 16 + across + e / 2 * 8; }
+  __device__ __forceinline__ int row(int tile, int e) const { return tile * 8 + along + e % 2; }
+};
+
+// Results of a chunk: rows of tokens, from the transposed.
+template <typename Format>
+__device__ __forceinline__ void store_results(char* to, int64_t stride, int rows,
+                                              const float (&out)[2 * kPairs * 4]) {
+  const int across = threadIdx.x % 32 / 4;
+#pragma unroll
+  for (int tile = 0; tile < 2 * kPairs; ++tile) {
+    const int token = tile * 8 + across;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t word =
+          warp_transpose(pack_pair<Format>(out[4 * tile + 2 * i], out[4 * tile + 2 * i + 1]));
+      if (token < rows) *reinterpret_cast<uint32_t*>(to + token * stride + i * 16) = word;
+    }
   }
 }
 
-template <int kKeySize>
-__global__ void __launch_bounds__(32 * kDeltaMostWarps + kDeltaLoaders, 1)
-    gated_delta_rule(const __grid_constant__ DeltaRuleArgs args) {
+template <typename Format, int kKeySize, bool kChannels, bool kTransition>
+__device__ __forceinline__ void go_through(const DeltaRuleArgs& args,
+                                           const Memory<kKeySize, kChannels>& memory,
+                                           const Work& work, int group) {
   constexpr int kTiles = kKeySize / 8;
   constexpr int kDepths = kKeySize / 16;
-  extern __shared__ __align__(16) char shared[];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int across = lane / 4, along = lane % 4 * 2;  // of a fragment: its row and first column
-  const int warps = (static_cast<int>(blockDim.x) - kDeltaLoaders) / 32;  // that compute
-  const int width = warps * kDeltaWarpColumns;
-  const int value_pitch = width * 2 + kDeltaPad;
-  const int slices = args.value_size / width;
-  const int column = static_cast<int>(blockIdx.x % slices) * width;
-  const int head = blockIdx.x / slices % args.v_heads;
-  const int index = blockIdx.x / slices / args.v_heads;
-  const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const int stage_bytes = delta_rule_stage(kKeySize, warps);
-  grid_dependency_wait();
-  grid_dependency_launch();
+  const Place place;
+  const int value_slices = (args.value_size + kDeltaSlice - 1) / kDeltaSlice;
+  const int slice = work.slice + group;
+  const bool identity = kTransition && slice >= value_slices;
+  const int column = slice * kDeltaSlice;
+  // Sizes of values are multiples of 16, so that a warp has all of its columns or none.
+  const bool real = identity ? slice < value_slices + kKeySize / kDeltaSlice
+                             : column + place.warp * 16 < args.value_size;
 
-  const DeltaSequence sequence = delta_sequence(args, index);
-  const int64_t chunks = (sequence.end - sequence.begin + kTokens - 1) / kTokens;
-  const auto stage_of = [&](int64_t chunk) {
-    return Stage<kKeySize>(base + static_cast<int>(chunk % kDeltaStages) * stage_bytes,
-                           value_pitch);
-  };
-  if (warp >= warps) {
-    // Chunk c is here, and nobody reads chunk c - 1 any more, once all have met for the c-th time.
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-      copy_stage(args, stage_of(chunk), sequence, chunk, head, column, value_pitch);
-      async_copy_commit();
-      async_copy_wait<0>();
-      __syncthreads();
+  float state[4 * kTiles];
+  {
+    const float* from = nullptr;
+    const int64_t size = static_cast<int64_t>(kKeySize) * args.value_size;
+    if (!kTransition) {
+      from = work.segment.first > 0 ? args.segment_states + work.slot * args.v_heads * size
+             : args.initial_state == nullptr
+                 ? nullptr
+                 : args.initial_state + int64_t{work.segment.index} * args.v_heads * size;
     }
-    return;
-  }
-
-  // Element e of tile n: row across + e / 2 * 8, a column of the state, and of the keys 8 n + along
-  // + e % 2.
-  float state[kTiles][4];
-  const int64_t of_head = (static_cast<int64_t>(index) * args.v_heads + head) * kKeySize;
-  const auto place_in_state = [&](int tile, int e) {
-    return (of_head + tile * 8 + along + e % 2) * args.value_size + column +
-           warp * kDeltaWarpColumns + across + e / 2 * 8;
-  };
 #pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      state[tile][e] =
-          args.initial_state == nullptr ? 0.0f : args.initial_state[place_in_state(tile, e)];
+    for (int i = 0; i < 4 * kTiles; ++i) {
+      const int row = place.row(i / 4, i % 4), at = column + place.column(i % 4);
+      state[i] = from != nullptr && real
+                     ? from[work.head * size + int64_t{row} * args.value_size + at]
+                     : 0.0f;
+      if (identity && row == at - value_slices * kDeltaSlice) state[i] = 1.0f;
     }
   }
+  uint32_t rounded[kDepths][4];
+  const auto round_state = [&] {
+#pragma unroll
+    for (int i = 0; i < 4 * kDepths; ++i) {
+      rounded[i / 4][i % 4] = pack_pair<Format>(state[2 * i], state[2 * i + 1]);
+    }
+  };
+  round_state();
 
+  float found[2 * kPairs * 4], out[2 * kPairs * 4];
+#pragma unroll
+  for (int i = 0; i < 2 * kPairs * 4; ++i) found[i] = out[i] = 0.0f;
+  const int64_t chunks = work.segment.last - work.segment.first;
 #pragma unroll 1
-  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-    const Stage<kKeySize> stage = stage_of(chunk);
-    __syncthreads();
+  for (int64_t count = 0; count < chunks; ++count) {
+    const auto stage = memory.stage(count);
+    mbarrier_wait(memory.full(count), memory.parity(count));
 
-    uint32_t rounded[kDepths][4];
+    // The state's products with keys and queries.
+    wgmma_settle(found);
+    wgmma_settle(out);
+    wgmma_fence();
 #pragma unroll
     for (int depth = 0; depth < kDepths; ++depth) {
-      const float (&low)[4] = state[2 * depth];
-      const float (&high)[4] = state[2 * depth + 1];
-      rounded[depth][0] = pack_pair(low[0], low[1]);
-      rounded[depth][1] = pack_pair(low[2], low[3]);
-      rounded[depth][2] = pack_pair(high[0], high[1]);
-      rounded[depth][3] = pack_pair(high[2], high[3]);
+      multiply_rows<Format>(found, rounded[depth],
+                            rows_descriptor(stage.k + depth / 4 * kBlock + depth % 4 * 32),
+                            depth > 0);
     }
-
-    // The state's products with keys and queries, and the values less what the keys find.
-    float out[2 * kPairs][4];
-    uint32_t news[kPairs][4];
-#pragma unroll
-    for (int pair = 0; pair < kPairs; ++pair) {
-      float found[2][4] = {};
-      float (&first)[4] = out[2 * pair];
-      float (&second)[4] = out[2 * pair + 1];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) first[e] = second[e] = 0.0f;
+    wgmma_commit();
+    if constexpr (!kTransition) {
 #pragma unroll
       for (int depth = 0; depth < kDepths; ++depth) {
-        const uint32_t (&a)[4] = rounded[depth];
-        uint32_t b[4], c[4];
-        load_matrices<false>(b, block_by_rows(stage.k, stage.kPitch, pair * 16, depth * 16));
-        load_matrices<false>(c, block_by_rows(stage.q, stage.kPitch, pair * 16, depth * 16));
-        warp_multiply_add<BFloat16>(found[0], a[0], a[1], a[2], a[3], b[0], b[1]);
-        warp_multiply_add<BFloat16>(found[1], a[0], a[1], a[2], a[3], b[2], b[3]);
-        warp_multiply_add<BFloat16>(first, a[0], a[1], a[2], a[3], c[0], c[1]);
-        warp_multiply_add<BFloat16>(second, a[0], a[1], a[2], a[3], c[2], c[3]);
+        multiply_rows<Format>(out, rounded[depth],
+                              rows_descriptor(stage.q + depth / 4 * kBlock + depth % 4 * 32),
+                              depth > 0);
       }
-      uint32_t values[4];
-      load_matrices<true>(values,
-                          block_by_rows(stage.v, value_pitch, pair * 16, warp * kDeltaWarpColumns));
+      wgmma_commit();
+    }
+
+    // The values less what the keys find.
+    uint32_t values[kPairs][4];
 #pragma unroll
-      for (int tile = 0; tile < 2; ++tile) {
-        const int token = (pair * 2 + tile) * 8 + along;
-        const float2 of_k = load_two(stage.factors + token * 4);
-        const float2 of_q = load_two(stage.factors + (kTokens + token) * 4);
+    for (int pair = 0; pair < kPairs; ++pair) {
+      const int lane = threadIdx.x % 32, vector = place.warp * 2 + lane / 8 % 2;
+      const int token = pair * 16 + lane % 8 + lane / 16 * 8;
+      load_matrices<true>(values[pair],
+                          stage.v + group * kBlock + token * 128 + (vector ^ lane % 8) * 16);
+    }
+    wgmma_wait<kTransition ? 0 : 1>();
+    wgmma_settle(found);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          float value[2];
-          BFloat16::unpack(values[2 * tile + i], value);
-          news[pair][2 * tile + i] = pack_pair(fmaf(-of_k.x, found[tile][2 * i], value[0]),
-                                               fmaf(-of_k.y, found[tile][2 * i + 1], value[1]));
-          out[2 * pair + tile][2 * i] *= of_q.x;
-          out[2 * pair + tile][2 * i + 1] *= of_q.y;
-        }
+    for (int tile = 0; tile < 2 * kPairs; ++tile) {
+      float2 of_k = {1.0f, 1.0f};
+      if (!kChannels) of_k = load_two(stage.factors + (tile * 8 + place.along) * 4);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint32_t& word = values[tile / 2][tile % 2 * 2 + i];
+        float value[2];
+        Format::unpack(word, value);
+        word = pack_pair<Format>(fmaf(-of_k.x, found[4 * tile + 2 * i], value[0]),
+                                 fmaf(-of_k.y, found[4 * tile + 2 * i + 1], value[1]));
       }
     }
 
     // The value that each token writes, after those before it in the chunk have written.
-    uint32_t written[kPairs][4], decayed[kPairs][4];
+    wgmma_settle(found);
+    wgmma_fence();
 #pragma unroll
-    for (int pair = 0; pair < kPairs; ++pair) {
-      float sums[2][4] = {};
+    for (int depth = 0; depth < kPairs; ++depth) {
+      multiply_rows<Format>(found, values[depth], rows_descriptor(stage.solved + depth * 32),
+                            depth > 0);
+    }
+    wgmma_commit();
+    // Earlier, between the first two products, the compiler would wait for both.
+    if constexpr (kChannels) {
 #pragma unroll
-      for (int depth = 0; depth <= pair; ++depth) {
-        const uint32_t (&a)[4] = news[depth];
-        uint32_t b[4];
-        load_matrices<false>(b, block_by_rows(stage.solved, kMatrixPitch, pair * 16, depth * 16));
-        warp_multiply_add<BFloat16>(sums[0], a[0], a[1], a[2], a[3], b[0], b[1]);
-        warp_multiply_add<BFloat16>(sums[1], a[0], a[1], a[2], a[3], b[2], b[3]);
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const float2 decay = load_two(stage.factors + (tile * 8 + place.along) * 4);
+        state[4 * tile] *= decay.x, state[4 * tile + 1] *= decay.y;
+        state[4 * tile + 2] *= decay.x, state[4 * tile + 3] *= decay.y;
       }
+    } else {
+      const float decay = load_two(stage.factors + 3 * kTokens * 4).x;
 #pragma unroll
-      for (int tile = 0; tile < 2; ++tile) {
-        const int token = (pair * 2 + tile) * 8 + along;
-        const float2 rest = load_two(stage.factors + (2 * kTokens + token) * 4);
+      for (int i = 0; i < 4 * kTiles; ++i) state[i] *= decay;
+    }
+    if constexpr (!kTransition) {
+      wgmma_wait<1>();
+      wgmma_settle(out);
+      if constexpr (!kChannels) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float a = sums[tile][2 * i], b = sums[tile][2 * i + 1];
-          written[pair][2 * tile + i] = pack_pair(a, b);
-          decayed[pair][2 * tile + i] = pack_pair(a * rest.x, b * rest.y);
+        for (int tile = 0; tile < 2 * kPairs; ++tile) {
+          const float2 of_q = load_two(stage.factors + (kTokens + tile * 8 + place.along) * 4);
+          out[4 * tile] *= of_q.x, out[4 * tile + 1] *= of_q.y;
+          out[4 * tile + 2] *= of_q.x, out[4 * tile + 3] *= of_q.y;
         }
       }
     }
+    wgmma_wait<0>();
+    wgmma_settle(found);
+    uint32_t written[kPairs][4], decayed[kPairs][4];
+#pragma unroll
+    for (int tile = 0; tile < 2 * kPairs; ++tile) {
+      float2 rest = {1.0f, 1.0f};
+      if (!kChannels) rest = load_two(stage.factors + (2 * kTokens + tile * 8 + place.along) * 4);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float a = found[4 * tile + 2 * i], b = found[4 * tile + 2 * i + 1];
+        written[tile / 2][tile % 2 * 2 + i] = pack_pair<Format>(a, b);
+        decayed[tile / 2][tile % 2 * 2 + i] = pack_pair<Format>(a * rest.x, b * rest.y);
+      }
+    }
 
-    const float decay = load_two(stage.factors + 3 * kTokens * 4).x;
+    // Results are stored while the state changes.
+    wgmma_settle(state);
+    wgmma_settle(out);
+    wgmma_fence();
+    if constexpr (!kTransition) {
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) state[tile][e] *= decay;
+      for (int depth = 0; depth < kPairs; ++depth) {
+        multiply_rows<Format>(out, written[depth], rows_descriptor(stage.scores + depth * 32),
+                              true);
+      }
+      wgmma_commit();
     }
 #pragma unroll
     for (int depth = 0; depth < kPairs; ++depth) {
-      const uint32_t (&a)[4] = decayed[depth];
-#pragma unroll
-      for (int pair = 0; pair < kDepths; ++pair) {
-        uint32_t b[4];
-        load_matrices<true>(b, block_by_columns(stage.k, stage.kPitch, depth * 16, pair * 16));
-        warp_multiply_add<BFloat16>(state[2 * pair], a[0], a[1], a[2], a[3], b[0], b[1]);
-        warp_multiply_add<BFloat16>(state[2 * pair + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
-      }
+      multiply_turned<Format>(state, decayed[depth],
+                              turned_descriptor(stage.added + depth * 16 * 128, kBlock));
     }
-
-    const int64_t begin = sequence.begin + chunk * kTokens;
-    const int rows = static_cast<int>(min(int64_t{kTokens}, sequence.end - begin));
-    char* const results = const_cast<char*>(delta_row(args, args.out, begin, head)) +
-                          (column + warp * kDeltaWarpColumns + along) * 2;
-#pragma unroll
-    for (int pair = 0; pair < kPairs; ++pair) {
-#pragma unroll
-      for (int depth = 0; depth <= pair; ++depth) {
-        const uint32_t (&a)[4] = written[depth];
-        uint32_t b[4];
-        load_matrices<false>(b, block_by_rows(stage.scores, kMatrixPitch, pair * 16, depth * 16));
-        warp_multiply_add<BFloat16>(out[2 * pair], a[0], a[1], a[2], a[3], b[0], b[1]);
-        warp_multiply_add<BFloat16>(out[2 * pair + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
-      }
-#pragma unroll
-      for (int tile = 0; tile < 2; ++tile) {
-        const float (&sums)[4] = out[2 * pair + tile];
-        const int token = (2 * pair + tile) * 8 + across;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const uint32_t word = warp_transpose(pack_pair(sums[2 * i], sums[2 * i + 1]));
-          if (token < rows) {
-            *reinterpret_cast<uint32_t*>(results + token * args.out.token + i * 16) = word;
-          }
-        }
-      }
+    wgmma_commit();
+    if constexpr (!kTransition) {
+      wgmma_wait<1>();
+      wgmma_settle(out);
+      const int64_t begin = work.sequence.begin + (work.segment.first + count) * kTokens;
+      const int rows =
+          real ? static_cast<int>(min(int64_t{kTokens}, work.sequence.end - begin)) : 0;
+      char* const to = const_cast<char*>(delta_row(args, args.out, begin, work.head)) +
+                       (column + place.warp * 16 + place.along) * 2;
+      store_results<Format>(to, args.out.token, rows, out);
     }
+    wgmma_wait<0>();
+    wgmma_settle(state);
+    arrive_warp(memory.empty(count));
+    round_state();
   }
 
-  if (args.final_state == nullptr) return;
+  float* kept = args.final_state;
+  int64_t owner = work.segment.index;
+  int pitch = args.value_size;
+  if constexpr (kTransition) {
+    kept = args.transitions, owner = work.slot, pitch = args.value_size + kKeySize;
+  }
+  if (kept == nullptr || !real || (!kTransition && work.segment.last != work.segment.all)) return;
+  const int first = identity ? column - value_slices * kDeltaSlice + args.value_size : column;
+  kept += (owner * args.v_heads + work.head) * kKeySize * pitch + first;
 #pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) args.final_state[place_in_state(tile, e)] = state[tile][e];
+  for (int i = 0; i < 4 * kTiles; ++i) {
+    kept[int64_t{place.row(i / 4, i % 4)} * pitch + place.column(i % 4)] = state[i];
   }
 }
 
-#define TIERCEL_RULE(size)                                                                        \
-  {size,                                                                                          \
-   Kernel("gated_delta_rule<K=" #size ">", reinterpret_cast<const void*>(gated_delta_rule<size>), \
-          kDeltaStages * delta_rule_stage(size, kDeltaMostWarps))}
+template <typename Format, int kKeySize, bool kChannels, bool kTransition>
+__global__ void __launch_bounds__(kThreads, 1)
+    gated_delta_rule(const __grid_constant__ DeltaRuleArgs args) {
+  extern __shared__ __align__(1024) char shared[];
+  const int groups = static_cast<int>(blockDim.x - kDeltaLoaders) / kGroup;
+  const int group = __shfl_sync(kFullWarp, threadIdx.x / kGroup, 0);
+  const Memory<kKeySize, kChannels> memory{shared_address(shared), groups};
+  if (threadIdx.x == 0) {
+    auto* const barriers = reinterpret_cast<uint64_t*>(shared + memory.full(0) - memory.base);
+    for (int i = 0; i < memory.kStages; ++i) {
+      mbarrier_init(barriers + 2 * i, kDeltaLoaders / 32);
+      mbarrier_init(barriers + 2 * i + 1, groups * kGroup / 32);
+    }
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  grid_dependency_wait();
+  grid_dependency_launch();
 
-const DeltaRuleKernel kKernels[] = {TIERCEL_RULE(64), TIERCEL_RULE(128)};
+  Work work;
+  const int value_slices = (args.value_size + kDeltaSlice - 1) / kDeltaSlice;
+  const int slices = value_slices + (kTransition ? kKeySize / kDeltaSlice : 0);
+  const int parts = (slices + groups - 1) / groups;
+  work.slice = static_cast<int>(blockIdx.x) % parts * groups;
+  work.head = static_cast<int>(blockIdx.x) / parts % args.v_heads;
+  work.slot = static_cast<int>(blockIdx.x) / parts / args.v_heads;
+  work.segment = delta_segment(args, work.slot);
+  work.sequence = delta_sequence(args, work.segment.index);
+  // Nothing begins with what the last segment leaves.
+  const bool needed = work.segment.real && (!kTransition || work.segment.last != work.segment.all);
+  if (group == groups) {
+    set_registers<kLoad, false>();
+    if (needed) load_chunks<kKeySize, kChannels, kTransition>(args, memory, work);
+  } else {
+    set_registers<kMultiply, true>();
+    if (needed) {
+      go_through<Format, kKeySize, kChannels, kTransition>(args, memory, work, group);
+    }
+  }
+}
+
+// The state that each segment begins with. A block has some columns of a head's state; a thread
+// half of them in a row.
+__global__ void __launch_bounds__(kDeltaScanThreads)
+    gated_delta_rule_scan(const __grid_constant__ DeltaRuleArgs args) {
+  constexpr int kRows = kDeltaScanSize, kColumns = kDeltaScanColumns / 2;
+  static_assert(kDeltaScanThreads == 2 * kRows && kColumns == 4);
+  __shared__ float4 states[2][kRows][2];
+  const int row = threadIdx.x / 2, half = threadIdx.x % 2;
+  const int parts = args.value_size / kDeltaScanColumns;
+  const int part = static_cast<int>(blockIdx.x) % parts;
+  const int head = static_cast<int>(blockIdx.x) / parts % args.v_heads;
+  const int index = static_cast<int>(blockIdx.x) / parts / args.v_heads;
+  const int column = part * kDeltaScanColumns + half * kColumns;
+  grid_dependency_wait();
+  grid_dependency_launch();
+  const DeltaSequence sequence = delta_sequence(args, index);
+  const int64_t chunks = delta_chunk_count(sequence);
+  const int64_t slot = delta_slot(args, sequence.begin, index);
+  const int64_t size = int64_t{kRows} * args.value_size;
+  const int64_t pitch = args.value_size + kRows;
+  float4 state = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  const int64_t at = int64_t{row} * args.value_size + column;
+  if (args.initial_state != nullptr) {
+    const float* from = args.initial_state + (int64_t{index} * args.v_heads + head) * size + at;
+    state = make_float4(from[0], from[1], from[2], from[3]);
+  }
+#pragma unroll 1
+  for (int64_t number = 0; (number + 1) * args.segment_chunks < chunks; ++number) {
+    float4(&before)[kRows][2] = states[number % 2];
+    before[row][half] = state;
+    const int64_t owner = (slot + number) * args.v_heads + head;
+    const float* const added = args.transitions + (owner * kRows + row) * pitch + column;
+    const float* const factors = args.transitions + (owner * kRows + row) * pitch + args.value_size;
+    __syncthreads();
+    state = make_float4(added[0], added[1], added[2], added[3]);
+#pragma unroll 8
+    for (int i = 0; i < kRows; i += 4) {
+      uint32_t words[4];
+      load_vector(words, factors + i);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float factor = __uint_as_float(words[j]);
+        const float4 other = before[i + j][half];
+        state.x = fmaf(factor, other.x, state.x), state.y = fmaf(factor, other.y, state.y);
+        state.z = fmaf(factor, other.z, state.z), state.w = fmaf(factor, other.w, state.w);
+      }
+    }
+    float* const to = args.segment_states + ((slot + number + 1) * args.v_heads + head) * size + at;
+    *reinterpret_cast<float4*>(to) = state;
+  }
+}
+
+#define TIERCEL_RULE(dtype, size, channels, transition)                                       \
+  {transition ? DeltaPart::kTransitions : DeltaPart::kRule, size, DType::k##dtype, channels,  \
+   Kernel((transition) ? "gated_delta_rule_transitions<" #dtype ", K=" #size                  \
+                         ", channels=" #channels ">"                                          \
+                       : "gated_delta_rule<" #dtype ", K=" #size ", channels=" #channels ">", \
+          reinterpret_cast<const void*>(gated_delta_rule<dtype, size, channels, transition>), \
+          delta_rule_smem(size, channels, kDeltaGroups))}
+
+const DeltaRuleKernel kKernels[] = {
+    TIERCEL_RULE(BFloat16, 64, false, false),
+    TIERCEL_RULE(BFloat16, 64, true, false),
+    TIERCEL_RULE(BFloat16, 128, false, false),
+    TIERCEL_RULE(BFloat16, 128, true, false),
+    TIERCEL_RULE(BFloat16, 128, false, true),
+    TIERCEL_RULE(BFloat16, 128, true, true),
+    TIERCEL_RULE(Float16, 64, false, false),
+    TIERCEL_RULE(Float16, 64, true, false),
+    TIERCEL_RULE(Float16, 128, false, false),
+    TIERCEL_RULE(Float16, 128, true, false),
+    TIERCEL_RULE(Float16, 128, false, true),
+    TIERCEL_RULE(Float16, 128, true, true),
+    {DeltaPart::kScan, 0, DType::kFloat32, false,
+     Kernel("gated_delta_rule_scan", reinterpret_cast<const void*>(gated_delta_rule_scan), 0)},
+};
 
 }  // namespace
 

@@ -13,20 +13,21 @@ namespace tiercel {
 
 // The launches of a call.
 struct DeltaRulePlan {
-  const char* chunks;  // the first kernel, "none" if there is nothing to do
-  const char* kernel;  // the second
-  int warps;           // of its blocks
+  const char* chunks;      // the first kernel, "none" if there is nothing to do
+  const char* kernel;      // the last
+  int groups;              // warpgroups that multiply, of its blocks
+  int64_t segment_chunks;  // chunks of a segment; 0: sequences are not divided
   int64_t chunk_grid;
   int64_t grid;
   unsigned dynamic_smem;
   int64_t workspace;  // float32 elements
 };
 
-// q, k [B, T, Hk, K] and v, out [B, T, Hv, V] bfloat16, contiguous heads on 16 bytes, Hv a multiple
-// of Hk; g [B, T, Hv] float32; beta [B, T, Hv] float32 or bfloat16, both contiguous. With
-// cu_seqlens [N + 1] int32, B is 1 and tokens between two starts are a sequence; others get 0.
-// initial_state and final_state [N or B, Hv, K, V] float32, or null. workspace: float32, as long as
-// the plan says.
+// q, k [B, T, Hk, K] and v, out [B, T, Hv, V] 16-bit, contiguous heads on 16 bytes, Hv a multiple
+// of Hk; g [B, T, Hv] or [B, T, Hv, K] float32; beta [B, T, Hv] float32 or bfloat16, both
+// contiguous. With cu_seqlens [N + 1] int32, B is 1 and tokens between two starts are a sequence;
+// others get 0. initial_state and final_state [N or B, Hv, K, V] float32, or null. workspace:
+// float32, as long as the plan says.
 struct DeltaRuleCall {
   const TensorView* q = nullptr;
   const TensorView* k = nullptr;

@@ -130,3 +130,31 @@ def test_gradients_are_refused():
     q, *rest = problem()
     with pytest.raises(RuntimeError, match="gated_delta_rule"):
         tiercel.gated_delta_rule(q.requires_grad_(), *rest).sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gated_norm(dtype):
+    generator = torch.Generator().manual_seed(0)
+    x, gate = (torch.randn(3, 4, 16, generator=generator).to(dtype) for _ in range(2))
+    weight = torch.randn(16, generator=generator)
+    wide = x.double()
+    due = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+    due = due * gate.double() / (1 + (-gate.double()).exp())
+    got = tiercel.gated_rms_norm(x, gate, weight)
+    torch.testing.assert_close(got.double(), due, rtol=1e-2, atol=1e-5)
+    made = torch.empty_like(x)
+    assert tiercel.gated_rms_norm(x, gate, weight, out=made) is made and torch.equal(made, got)
+
+
+def test_gradients_of_the_gated_norm():
+    generator = torch.Generator().manual_seed(0)
+    x, gate, grad = (torch.randn(5, 3, 8, generator=generator).half() for _ in range(3))
+    weight = torch.randn(8, generator=generator)
+    inputs = [t.requires_grad_() for t in (x, gate, weight)]
+    tiercel.gated_rms_norm(*inputs).backward(grad)
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    normed = wide[0] * torch.rsqrt(wide[0].square().mean(-1, keepdim=True) + 1e-6)
+    (normed * wide[2] * torch.nn.functional.silu(wide[1])).backward(grad.double())
+    for given, due in zip(inputs, wide, strict=True):
+        assert given.grad.dtype == given.dtype
+        torch.testing.assert_close(given.grad.double(), due.grad, rtol=2e-3, atol=2e-3)

@@ -69,7 +69,8 @@ def test_steps_of_models(heads, batch):
         decode(problem(batch, 1, heads, (128, 128), seed=seed), states, indices)
 
 
-def prompt(inputs, initial=None, starts=None, l2norm=True, of_size=2**-7):
+def prompt(inputs, initial=None, starts=None, l2norm=True):
+    of_size = 2**-7 if inputs[0].dtype == torch.bfloat16 else 2**-9
     options = {"initial_state": initial, "cu_seqlens": starts, "qk_l2norm": l2norm}
     out, state = tiercel.gated_delta_rule(*inputs, output_final_state=True, **options)
     assert torch.equal(tiercel.gated_delta_rule(*inputs, **options), out)
@@ -82,38 +83,61 @@ def prompt(inputs, initial=None, starts=None, l2norm=True, of_size=2**-7):
 
 
 @pytest.mark.sanitize
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [1, 64, 150])
 @pytest.mark.parametrize("sizes", [(64, 32), (128, 128)])
-def test_prompts(sizes, tokens):
+def test_prompts(sizes, tokens, dtype, channels):
     initial = torch.randn(2, 4, *sizes, device="cuda")
-    prompt(problem(2, tokens, (2, 4), sizes), initial)
-    prompt(problem(2, tokens, (2, 4), sizes, seed=1), l2norm=False)
+    prompt(problem(2, tokens, (2, 4), sizes, dtype, channels), initial)
+    prompt(problem(2, tokens, (2, 4), sizes, dtype, channels, seed=1), l2norm=False)
 
 
 @pytest.mark.sanitize
-def test_packed():
+@pytest.mark.parametrize("channels", [False, True])
+def test_packed(channels):
     starts = torch.tensor([3, 3, 70, 134, 135, 300], device="cuda", dtype=torch.int32)
     initial = torch.randn(5, 2, 64, 32, device="cuda")
-    out, state = prompt(problem(1, 310, (1, 2), (64, 32)), initial, starts)
+    inputs = problem(1, 310, (1, 2), (64, 32), channels=channels)
+    out, state = prompt(inputs, initial, starts)
     assert not out[:, :3].any() and not out[:, 300:].any()
     assert torch.equal(state[0], initial[0])
 
 
+@pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize(("batch", "heads"), [(1, (16, 32)), (1, (2, 8)), (8, (16, 32))])
-def test_heads_of_models(batch, heads):
-    prompt(problem(batch, 1000, heads, (128, 128)))
+def test_heads_of_models(batch, heads, channels):
+    prompt(problem(batch, 1000, heads, (128, 128), channels=channels))
 
 
-def test_65536_tokens():
+@pytest.mark.sanitize
+@pytest.mark.parametrize("channels", [False, True])
+def test_long_sequences_are_divided(channels):
+    prompt(
+        problem(1, 1600, (1, 1), (128, 128), channels=channels, gate=5.0),
+        torch.randn(1, 1, 128, 128).cuda(),
+    )
+    starts = torch.tensor([3, 3, 1100, 1101, 2400], device="cuda", dtype=torch.int32)
+    inputs = problem(1, 24 * 64 * 4 + 5, (1, 1), (128, 32), channels=channels, gate=5.0)
+    prompt(inputs, torch.randn(4, 1, 128, 32).cuda(), starts)
+
+
+@pytest.mark.parametrize("heads", [(1, 2), (16, 32)])
+def test_65536_tokens(heads):
     """Errors do not grow with the length, for states that decay and such that hardly do."""
-    inputs = (problem(1, 65536, (1, 2), (128, 32), gate=gate) for gate in (2.0, 8.0))
+    sizes = (1, 65536 // heads[0], heads, (128, 32))
+    inputs = (problem(*sizes, gate=gate) for gate in (2.0, 8.0))
     prompt([torch.cat(tensors) for tensors in zip(*inputs, strict=True)])
 
 
+@pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("gate", [-300.0, -20.0, -3.0, 20.0])
-def test_decay(gate):
-    prompt(problem(1, 500, (1, 2), (128, 128), gate=gate), torch.randn(1, 2, 128, 128).cuda())
-    *rest, g, beta = problem(1, 500, (1, 2), (128, 128))
+def test_decay(gate, channels):
+    more = {"channels": channels}
+    prompt(
+        problem(1, 500, (1, 2), (128, 128), gate=gate, **more), torch.randn(1, 2, 128, 128).cuda()
+    )
+    *rest, g, beta = problem(1, 500, (1, 2), (128, 128), **more)
     g[:, 40], g[:, 41:60] = -float("inf"), -50.0
     prompt((*rest, g, torch.ones_like(beta)), torch.randn(1, 2, 128, 128).cuda())
 
@@ -153,3 +177,21 @@ def test_gradients_are_refused():
     q, k, v, g, beta = problem(1, 10, (1, 1), (64, 32))
     with pytest.raises(RuntimeError):
         tiercel.gated_delta_rule(q.requires_grad_(), k, v, g, beta).sum().backward()
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [24, 128, 1024])
+def test_gated_norm(size, dtype):
+    generator = torch.Generator("cuda").manual_seed(size)
+    for rows in (1, 77, 5000):
+        x, gate = (
+            torch.randn(rows, 2 * size, device="cuda", generator=generator).to(dtype)[:, :size]
+            for _ in range(2)
+        )
+        weight = torch.randn(size, device="cuda", generator=generator)
+        for given in (weight, weight.to(dtype)):
+            got = tiercel.gated_rms_norm(x, gate, given)
+            due = ref.gated_rms_norm(x.double(), gate.double(), given.double())
+            step = 2**-8 if dtype == torch.bfloat16 else 2**-10
+            torch.testing.assert_close(got.double(), due, rtol=step, atol=1e-5)

@@ -63,24 +63,50 @@ def test_nothing_to_do():
     assert got["chunks"] == "none" and got["kernel"] != "none"
 
 
-def test_a_slice_is_as_narrow_as_leaves_all_blocks_resident():
-    def warps(batch, heads, size=128):
+def test_two_slices_share_a_block_where_there_are_many():
+    def groups(batch, heads, size=128):
         got = prompt(ExchangeTensor, batch, heads=(heads, heads), sizes=(128, size))
-        assert got["grid"] == batch * heads * size // (16 * got["warps"])
-        return got["warps"]
+        assert got["grid"] == batch * heads * -(-size // (64 * got["groups"]))
+        return got["groups"]
 
-    assert [warps(1, heads) for heads in (1, 32, 33, 34, 66, 67, 128)] == [2, 2, 2, 4, 4, 4, 4]
-    assert warps(8, 32) == 4
-    assert warps(1, 1, 16) == 1 and warps(100, 8, 48) == 1 and warps(100, 8, 32) == 2
+    assert [groups(1, heads) for heads in (1, 66, 67, 128)] == [1, 1, 2, 2]
+    assert groups(8, 32) == 2 and groups(100, 8, 48) == 1 and groups(100, 8, 80) == 2
 
 
-def test_workspace():
+def test_few_long_sequences_are_divided():
+    def chunks(batch, tokens, heads, sizes=(128, 128), **given):
+        heads = (heads, heads)
+        got = prompt(ExchangeTensor, batch, tokens, heads=heads, sizes=sizes, **given)
+        found = got["segment_chunks"]
+        if found:
+            places = -(-batch * tokens // 64) + batch
+            slots = places // found + batch
+            assert got["grid"] == slots * heads[1] * -(-sizes[1] // 64)
+        return found
+
+    assert [chunks(1, 32768, heads) for heads in (8, 16, 22, 23, 64)] == [64, 128, 171, 0, 0]
+    assert chunks(2, 32768, 8) == 128 and chunks(4, 8192, 8) == 0
+    assert chunks(1, 1536, 1) == 8 and chunks(1, 1472, 1) == 0
+    assert chunks(1, 32768, 8, (64, 128)) == 0
+    assert chunks(1, 32768, 8, cu_seqlens=ExchangeTensor(2, dtype="int32")) == 64
+    assert chunks(1, 32768, 8, cu_seqlens=ExchangeTensor(5, dtype="int32")) == 0
+    assert chunks(1, 32768, 8, cu_seqlens=ExchangeTensor(1, dtype="int32")) == 0
+
+
+def test_workspace(make):
     for batch, tokens in ((1, 1), (2, 64), (3, 100)):
         places = -(-batch * tokens // 64) + batch
         got = prompt(ExchangeTensor, batch, tokens)
         assert got["chunk_grid"] == places
         assert got["workspace"] == places * 4 * (2 * 64 * 64 // 2 + 196)
+    for channels in (False, True):
+        more = {"g": make(1, 64, 4, 128, dtype="float32")} if channels else {}
+        got = prompt(make, 1, 64, **more)
+        assert got["workspace"] == 2 * 4 * (2 * 64 * 64 // 2 + 196 + channels * 3 * 64 * 128 // 2)
         assert got["dynamic_smem"] <= 227 << 10
+        assert got["chunks"].startswith(
+            "gated_delta_rule_channels<" if channels else "gated_delta_rule_chunks<"
+        )
 
 
 def test_what_the_kernels_do_not_take(make):
@@ -91,10 +117,12 @@ def test_what_the_kernels_do_not_take(make):
             call(make, sizes=(64, 40))
         with pytest.raises(TypeError, match="`q` must have dtype bfloat16 or float16"):
             call(make, dtype="float32")
-    with pytest.raises(NotImplementedError, match="only bfloat16"):
-        prompt(make, dtype="float16")
-    with pytest.raises(NotImplementedError, match="a gate for each channel"):
-        prompt(make, g=make(3, 100, 4, 128, dtype="float32"))
+    for dtype in ("bfloat16", "float16"):
+        assert dtype[0] == prompt(make, dtype=dtype)["kernel"].split("<")[1][0].lower()
+        got = prompt(make, g=make(3, 100, 4, 128, dtype="float32"), dtype=dtype)
+        assert "channels=true" in got["kernel"]
+    with pytest.raises(ValueError, match=r"`g` must have shape \[B, T, Hv, K\]"):
+        prompt(make, g=make(3, 100, 4, 64, dtype="float32"))
     decode(make, g=make(3, 1, 4, 128, dtype="float32"))
 
 
@@ -162,3 +190,38 @@ def test_sequences_and_their_states(make):
     out = make(1, 1, 1, 32, dtype="bfloat16")
     with pytest.raises(TypeError, match="`workspace` must be a tensor, got None"):
         _C.gated_delta_rule(*tensors, None, None, out, None, None, None, False)
+
+
+def norm(make, rows=5, columns=128, dtype="bfloat16", **given):
+    tensors = {
+        "x": make(rows, columns, dtype=dtype),
+        "gate": make(rows, columns, dtype=dtype),
+        "weight": make(columns, dtype="float32"),
+        "out": make(rows, columns, dtype=dtype),
+    }
+    return _C.gated_rms_norm_plan(*(tensors | given).values(), 1e-6)
+
+
+def test_lanes_of_a_norm(make):
+    lanes = {8: 1, 24: 4, 64: 8, 128: 16, 256: 32, 264: 16, 512: 16, 520: 32, 1024: 32}
+    for columns, due in lanes.items():
+        got = norm(make, 1000, columns)
+        assert got["lanes"] == due and got["grid"] == -(-1000 // (256 // due))
+        assert f"vectors={1 if columns <= 256 else 4}" in got["kernel"]
+    assert norm(make, 0)["kernel"] == norm(make, 5, 0)["kernel"] == "none"
+
+
+def test_what_a_norm_does_not_take(make):
+    for columns in (20, 1032):
+        with pytest.raises(NotImplementedError, match="rows of a multiple of 8 elements"):
+            norm(make, columns=columns)
+    with pytest.raises(TypeError, match="`x` must have dtype bfloat16 or float16"):
+        norm(make, dtype="float32")
+    with pytest.raises(TypeError, match="`gate` must have dtype bfloat16"):
+        norm(make, gate=make(5, 128, dtype="float16"))
+    with pytest.raises(TypeError, match="`weight` must have dtype"):
+        norm(make, weight=make(128, dtype="float16"))
+    for name, shape in (("gate", (5, 64)), ("out", (4, 128)), ("weight", (64,))):
+        dtype = "float32" if name == "weight" else "bfloat16"
+        with pytest.raises(ValueError, match=f"`{name}` must have shape"):
+            norm(make, **{name: make(*shape, dtype=dtype)})

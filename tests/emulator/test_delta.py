@@ -97,7 +97,8 @@ def test_states_that_are_not_used_may_hold_anything():
     assert not out.isnan().any() and pool.isnan().flatten(1).all(1).tolist() == [1, 1, 0, 1]
 
 
-def prompt(inputs, initial=None, starts=None, scale=None, l2norm=True, of_size=2**-7):
+def prompt(inputs, initial=None, starts=None, scale=None, l2norm=True):
+    of_size = 2**-7 if inputs[0].dtype == BF16 else 2**-9
     given = (initial, starts, scale, l2norm)
     out, state = sm90("gated_delta_rule_with_state")(*inputs, *given, None)
     alone = sm90("gated_delta_rule")(*inputs, *given, None)
@@ -112,18 +113,48 @@ def prompt(inputs, initial=None, starts=None, scale=None, l2norm=True, of_size=2
     return out, state
 
 
+@pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("tokens", [1, 16, 63, 64, 65, 200])
 @pytest.mark.parametrize("sizes", [(64, 16), (128, 32)])
-def test_prompts(sizes, tokens):
-    prompt(problem(2, tokens, (1, 2), sizes))
+def test_prompts(sizes, tokens, channels):
+    prompt(problem(1, tokens, (1, 2), sizes, channels=channels))
     initial = torch.randn(1, 2, *sizes, generator=torch.Generator().manual_seed(1))
-    inputs = problem(1, tokens, (2, 2), sizes, seed=1)
+    inputs = problem(1, tokens, (2, 2), sizes, channels=channels, seed=1)
     prompt(inputs, initial, scale=0.3, l2norm=False)
 
 
-@pytest.mark.parametrize("size", [32, 64, 128])
-def test_warps_of_a_block(size):
-    prompt(problem(1, 70, (1, 3), (64, size)))
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("sizes", [(64, 16), (128, 32)])
+def test_float16_prompts(sizes, channels):
+    initial = torch.randn(2, 2, *sizes, generator=torch.Generator().manual_seed(1))
+    prompt(problem(2, 130, (1, 2), sizes, F16, channels), initial)
+
+
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("size", [48, 64, 80, 128])
+def test_slices_of_a_state(size, channels):
+    """Of 64 columns, the last of which may have fewer; many share a block by two."""
+    prompt(problem(1, 70, (1, 2), (64, size), channels=channels))
+    if size == 80:
+        prompt(problem(4, 3, (17, 17), (64, size), channels=channels))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("channels", [False, True])
+def test_long_sequences_are_divided(channels, dtype):
+    """With few heads; states that stay and such that are lost."""
+    initial = torch.randn(1, 1, 128, 16, generator=torch.Generator().manual_seed(1))
+    for gate in (6.0, 0.0):
+        prompt(problem(1, 1537, (1, 1), (128, 16), dtype, channels, gate=gate), initial)
+
+
+def test_packed_sequences_are_divided():
+    starts = torch.tensor([3, 3, 1100, 1101, 2400], dtype=torch.int32)
+    initial = torch.randn(4, 1, 128, 16, generator=torch.Generator().manual_seed(1))
+    inputs = problem(1, 24 * 64 * 4 + 5, (1, 1), (128, 16), gate=5.0)
+    out, state = prompt(inputs, initial, starts)
+    assert torch.equal(state[0], initial[0])
+    assert not out[:, :3].any() and not out[:, 2400:].any()
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -134,22 +165,25 @@ def test_beta(dtype):
     prompt((*rest, torch.ones_like(beta).to(dtype)))
 
 
+@pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("gate", [-300.0, -20.0, -3.0, 20.0])
-def test_decay(gate):
+def test_decay(gate, channels):
     """From states that are lost at once to such that stay."""
-    prompt(problem(1, 150, (1, 2), (64, 16), gate=gate), torch.randn(1, 2, 64, 16))
-    *rest, g, beta = problem(1, 150, (1, 2), (64, 16))
+    more = {"channels": channels}
+    prompt(problem(1, 150, (1, 2), (64, 16), gate=gate, **more), torch.randn(1, 2, 64, 16))
+    *rest, g, beta = problem(1, 150, (1, 2), (64, 16), **more)
     g[:, 40] = -float("inf")
     g[:, 41:60] = -50.0
     prompt((*rest, g, beta), torch.randn(1, 2, 64, 16))
 
 
+@pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("lengths", [(5, 0, 64, 130, 1), (0, 0), (200,), (64, 64, 64), (63, 1, 65)])
-def test_packed(lengths):
+def test_packed(lengths, channels):
     starts = torch.tensor([3, *lengths]).cumsum(0).to(torch.int32)
     total, count = int(starts[-1]) + 70, len(lengths)
     initial = torch.randn(count, 2, 64, 16, generator=torch.Generator().manual_seed(1))
-    out, state = prompt(problem(1, total, (1, 2), (64, 16)), initial, starts)
+    out, state = prompt(problem(1, total, (1, 2), (64, 16), channels=channels), initial, starts)
     assert not out[:, :3].any() and not out[:, int(starts[-1]) :].any()
     for i, length in enumerate(lengths):
         if length == 0:
@@ -187,5 +221,48 @@ def test_any_contents_of_index_tensors(case):
     rows = draw.of(1, 70, 150)
     right = torch.linspace(0, rows, count + 1).long()
     starts = draw.strays(right, rows + 1, wide=False).int()
-    inputs = problem(1, rows, (1, 2), (64, 16), seed=case)
-    run("gated_delta_rule_with_state", *inputs, None, starts, None, True, None)
+    for channels in (False, True):
+        inputs = problem(1, rows, (1, 2), (64, 16), channels=channels, seed=case)
+        run("gated_delta_rule_with_state", *inputs, None, starts, None, True, None)
+
+
+def gated_norm(x, gate, weight, eps=1e-6):
+    got = sm90("gated_rms_norm")(x, gate, weight, eps, None)
+    due = ref.gated_rms_norm(x.double(), gate.double(), weight.double(), eps)
+    step = 2**-8 if x.dtype == BF16 else 2**-11
+    torch.testing.assert_close(got.double(), due, rtol=step, atol=1e-5)
+    assert got.dtype == x.dtype and got.shape == x.shape
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("size", [8, 24, 64, 128, 256, 264, 1024])
+def test_gated_norm(size, dtype):
+    generator = torch.Generator().manual_seed(size)
+    x, gate = (torch.randn(33, size, generator=generator).to(dtype) for _ in range(2))
+    weight = torch.randn(size, generator=generator)
+    gated_norm(x, gate, weight)
+    gated_norm(x[:1], gate[:1], weight.to(dtype), eps=0.1)
+
+
+def test_gated_norm_of_strided_rows():
+    whole = torch.randn(3, 5, 4 * 64, generator=torch.Generator().manual_seed(0)).to(BF16)
+    x, _, gate, _ = whole.split(64, dim=-1)
+    gated_norm(x, gate, torch.ones(64))
+    gated_norm(
+        whole.unflatten(-1, (4, 64))[:, :, 1:3],
+        whole.unflatten(-1, (4, 64))[:, :, :2],
+        torch.ones(64),
+    )
+
+
+def test_gated_norm_of_special_values():
+    """Gates beyond any exponent open or shut; rows of zeros stay zeros."""
+    x = torch.ones(4, 64, dtype=BF16)
+    x[3] = 0
+    gate = torch.tensor([-3e38, -90.0, 90.0, 5.0]).to(BF16)[:, None].expand(4, 64).contiguous()
+    got = sm90("gated_rms_norm")(x, gate, torch.ones(64), 1e-6, None)
+    assert not got[0].any() and got[1].abs().max() < 1e-30 and not got[3].any()
+    assert (got[2] == 90).all()
+    x[1, 5] = float("nan")
+    got = sm90("gated_rms_norm")(x, gate, torch.ones(64), 1e-6, None)
+    assert got[1].isnan().all() and not got[0].isnan().any()

@@ -29,6 +29,7 @@ WITHOUT = {
     "fused_moe": "made of moe_up and moe_down",
     "gated_delta_rule": "none yet",
     "gated_delta_rule_decode": "none yet",
+    "gated_rms_norm": "none yet",
     "indexer_logits": "none yet",
     "linear_cross_entropy": "made of linear_act and cross_entropy",
     "mla_cache_write": "none yet",

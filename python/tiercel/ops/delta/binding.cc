@@ -2,6 +2,7 @@
 #include "kernels/delta/delta_decode.h"
 #include "kernels/delta/delta_kernels.h"
 #include "kernels/delta/delta_rule.h"
+#include "kernels/delta/gated_norm.h"
 #include "python/bindings/functions.h"
 
 namespace tiercel::python {
@@ -55,13 +56,28 @@ Status CheckWorkspace(const Rule& call) {
 constexpr PlanField<DeltaRulePlan> kRulePlanFields[] = {
     Entry<&DeltaRulePlan::chunks>("chunks"),
     Entry<&DeltaRulePlan::kernel>("kernel"),
-    Entry<&DeltaRulePlan::warps>("warps"),
+    Entry<&DeltaRulePlan::groups>("groups"),
+    Entry<&DeltaRulePlan::segment_chunks>("segment_chunks"),
     Entry<&DeltaRulePlan::chunk_grid>("chunk_grid"),
     Entry<&DeltaRulePlan::grid>("grid"),
     Entry<&DeltaRulePlan::dynamic_smem>("dynamic_smem"),
     Entry<&DeltaRulePlan::workspace>("workspace"),
 };
 constexpr PlanDict<DeltaRulePlan> kRulePlan{"DeltaRulePlan", kRulePlanFields};
+
+constexpr Field<GatedNormCall> kNormFields[] = {
+    Tensor<&GatedNormCall::x>("x"),           Tensor<&GatedNormCall::gate>("gate"),
+    Tensor<&GatedNormCall::weight>("weight"), Tensor<&GatedNormCall::out>("out"),
+    Value<&GatedNormCall::eps>("eps"),
+};
+constexpr Parameters<GatedNormCall> kNorm{"gated_rms_norm", kNormFields};
+
+constexpr PlanField<GatedNormPlan> kNormPlanFields[] = {
+    Entry<&GatedNormPlan::kernel>("kernel"),
+    Entry<&GatedNormPlan::lanes>("lanes"),
+    Entry<&GatedNormPlan::grid>("grid"),
+};
+constexpr PlanDict<GatedNormPlan> kNormPlan{"GatedNormPlan", kNormPlanFields};
 
 constexpr Function kFunctions[] = {
     LaunchOf<kDecode, delta_decode>(
@@ -71,9 +87,14 @@ constexpr Function kFunctions[] = {
     LoadOf<delta_decode_kernels>("gated_delta_rule_decode_load"),
     LaunchOf<kRule, delta_rule, CheckWorkspace>(
         "gated_delta_rule",
-        "Launches both kernels on the current stream; fills `out` and `final_state`."),
+        "Launches the kernels on the current stream; fills `out` and `final_state`."),
     PlanOf<kRule, delta_rule_plan, kRulePlan>("gated_delta_rule_plan", kPlanWithoutWorkspace),
-    LoadOf<delta_chunks_kernels, delta_rule_kernels>("gated_delta_rule_load"),
+    LoadOf<delta_chunks_kernels, delta_channels_kernels, delta_rule_kernels>(
+        "gated_delta_rule_load"),
+    LaunchOf<kNorm, gated_norm>("gated_rms_norm",
+                                "Launches the kernel on the current stream; fills `out`."),
+    PlanOf<kNorm, gated_norm_plan, kNormPlan>("gated_rms_norm_plan"),
+    LoadOf<gated_norm_kernels>("gated_rms_norm_load"),
 };
 const Family kFamily(kFunctions);
 

@@ -44,7 +44,7 @@ def _inputs(case: Any, device: str, seed: int, tokens: int, channels: bool) -> I
 
 
 def _make(case: Any, device: str, seed: int) -> Inputs:
-    return _inputs(case, device, seed, case["T"], False)
+    return _inputs(case, device, seed, case["T"], case["gate"] == "channel")
 
 
 def _call(case: Any, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -53,8 +53,9 @@ def _call(case: Any, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _bytes(case: Any) -> int:
     """q, k, v and out, g and beta."""
-    heads = (2 * case["Hk"] + 2 * case["Hv"]) * _SIZE * _ELEMENT[case.dtype] + 8 * case["Hv"]
-    return int(case["B"] * case["T"] * heads)
+    heads = (2 * case["Hk"] + 2 * case["Hv"]) * _SIZE * _ELEMENT[case.dtype] + 4 * case["Hv"]
+    gates = 4 * case["Hv"] * (_SIZE if case["gate"] == "channel" else 1)
+    return int(case["B"] * case["T"] * (heads + gates))
 
 
 def _flops(case: Any) -> int:
@@ -140,7 +141,7 @@ BENCHES = [
     OpBench(
         family="delta",
         op="gated_delta_rule",
-        params={"B": 1, "T": None, "Hk": None, "Hv": None},
+        params={"B": 1, "T": None, "Hk": None, "Hv": None, "gate": "head"},
         invalid=_invalid,
         make=_make,
         call=_call,

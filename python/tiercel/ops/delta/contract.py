@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from tiercel.core.spec import Tensor
-from tiercel.ops.delta.spec import GATED_DELTA_RULE, GATED_DELTA_RULE_DECODE
+from tiercel.ops.delta.spec import GATED_DELTA_RULE, GATED_DELTA_RULE_DECODE, GATED_RMS_NORM
 from tiercel.plugins.contract import Case, Contract
 
 
@@ -80,6 +80,7 @@ RULE = Contract.of(
         _case(2, 70, (1, 1), (128, 32), "bfloat16", "state"),
         _case(1, 40, (2, 4), (64, 32), "bfloat16", "strided"),
         _case(1, 20, (1, 2), (64, 32), "float16"),
+        _case(1, 90, (1, 2), (64, 32), "bfloat16", "channels"),
         _case(0, 8, (1, 2), (64, 32)),
     ),
     timing={
@@ -147,4 +148,41 @@ DECODE = Contract.of(
     mutates=("states", "out"),
 )
 
-CONTRACTS = (RULE, DECODE)
+
+def _make_norm(case: Case, device: str, seed: int) -> dict[str, Any]:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    rows, size = case.sizes["rows"], case.sizes["N"]
+    dtype = getattr(torch, case.dtype)
+    x, gate = (torch.randn(rows, size, generator=generator).to(dtype) for _ in range(2))
+    if case.values == "strided":
+        x, gate = torch.cat([x, gate], dim=1).split(size, dim=1)
+    weight = torch.randn(size, generator=generator).to(getattr(torch, case.options["weight"]))
+    tensors = {"x": x, "gate": gate, "weight": weight}
+    return {name: tensor.to(device) for name, tensor in tensors.items()} | {"eps": 1e-6}
+
+
+def _case_norm(
+    rows: int, size: int, dtype: str = "bfloat16", values: str = "random", weight: str = "float32"
+) -> Case:
+    return Case({"rows": rows, "N": size}, dtype, {"weight": weight}, values)
+
+
+NORM = Contract.of(
+    "delta",
+    GATED_RMS_NORM,
+    cases=(
+        _case_norm(5, 128),
+        _case_norm(3, 64, weight="bfloat16"),
+        _case_norm(7, 256, "float16"),
+        _case_norm(2, 520),
+        _case_norm(4, 128, values="strided"),
+        _case_norm(3, 20),
+        _case_norm(0, 128),
+    ),
+    timing={"cpu": _case_norm(64, 128), "cuda": _case_norm(262144, 128)},
+    make=_make_norm,
+)
+
+CONTRACTS = (RULE, DECODE, NORM)

@@ -184,19 +184,20 @@ def gated_delta_rule(
     """Linear attention by the gated delta rule over prompts.
 
     The recurrence of :func:`tiercel.gated_delta_rule_decode`, for all tokens of each sequence, in
-    chunks of 64 tokens on tensor cores. States are float32; their copies that enter products, what
-    tokens write and the matrices of a chunk are rounded to bfloat16.
+    chunks of 64 tokens on tensor cores. Few long sequences are divided over the GPU. States are
+    float32; their copies that enter products, what tokens write and the matrices of a chunk are
+    rounded to the dtype of ``q``. With float16, no element of a state may exceed 65504.
 
     There is no derivative yet. Works under torch.compile and in CUDA graphs; it never synchronises.
 
     Args:
-        q: ``[B, T, Hk, K]``, bfloat16 or float16. The precompiled kernels take bfloat16, K of 64 or
-            128, and strides of 16 bytes with a contiguous last dimension.
+        q: ``[B, T, Hk, K]``, bfloat16 or float16. The precompiled kernels take K of 64 or 128, and
+            strides of 16 bytes with a contiguous last dimension.
         k: The same.
         v: ``[B, T, Hv, V]``, the same; Hv is a multiple of Hk, and head i has the keys of head
             ``i // (Hv // Hk)``. The precompiled kernels take V that is a multiple of 16.
-        g: ``[B, T, Hv]`` or ``[B, T, Hv, K]`` float32: logarithms of the decays. The precompiled
-            kernels take the first; below -100 they count as -100.
+        g: ``[B, T, Hv]`` or ``[B, T, Hv, K]`` float32: logarithms of the decays. In the precompiled
+            kernels they count as -100 below that.
         beta: ``[B, T, Hv]``, float32 or the dtype of ``q``.
         scale: What queries are multiplied by; None: ``K ** -0.5``.
         initial_state: ``[N, Hv, K, V]`` float32, contiguous: what each sequence begins with; None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of the gated delta rule in PyTorch: eager and compiled."""
+"""The gated delta rule in flash-linear-attention; a step of it in PyTorch, eager and compiled."""
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from tiercel.workbench.bench.launch import Launch, in_place
@@ -57,7 +58,22 @@ def _compiled(case: Any, inputs: dict[str, Any]) -> Launch:
     return _launch(inputs, _last[case.key])
 
 
+def _fla(case: Any, inputs: dict[str, Any]) -> Launch:
+    """Its first call compiles and tunes."""
+    if case["gate"] == "channel":
+        function = importlib.import_module("fla.ops.kda").chunk_kda
+    else:
+        function = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+
+    def run() -> tuple[Any]:
+        return (function(*inputs.values(), use_qk_l2norm_in_kernel=True)[0],)
+
+    run()
+    return Launch(run)
+
+
 ADAPTERS = {
+    "fla": {"gated_delta_rule": _fla},
     "torch": {"gated_delta_rule_decode": _eager},
     "torch.compile": {"gated_delta_rule_decode": _compiled},
 }

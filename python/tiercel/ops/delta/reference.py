@@ -124,3 +124,10 @@ def gated_delta_rule_decode(
         kept = valid[:, 0]
         states[chosen[kept, 0]] = state[kept].to(states.dtype)
     return states, out
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """Reference of :func:`tiercel.gated_rms_norm`, on any device."""
+    wide, opened = x.double(), torch.nn.functional.silu(gate.double())
+    factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * factor * weight.double() * opened).to(x.dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The declarations of gated_delta_rule and gated_delta_rule_decode."""
+"""The declarations of gated_delta_rule, gated_delta_rule_decode and gated_rms_norm."""
 
 from __future__ import annotations
 
@@ -101,11 +101,25 @@ GATED_DELTA_RULE = WITH_STATE.changed(
     public="gated_delta_rule",
     gradient_of="",
     results=[_OUT],
-    limits="bfloat16, a gate per head, K 64 or 128, V a multiple of 16, heads on 16 bytes",
+    limits="K 64 or 128, V a multiple of 16, heads on 16 bytes",
     numerics=Numerics(
         2**-6,
         of="terms",
         sums="float32: chunks of 64 tokens in order; operands of products, the state among them, "
-        "rounded to bfloat16",
+        "rounded to the dtype of `q`; of few long sequences the states of segments first",
+        batch_invariant=False,
+        varies="whether a sequence is divided into segments, and how long they are",
     ),
+)
+
+GATED_RMS_NORM = Spec(
+    "gated_rms_norm",
+    Tensor("x", "... N", HALVES, strided=True),
+    Tensor("gate", "... N", "x", strided=True),
+    Tensor("weight", "N", ("x", "float32")),
+    Float("eps", 1e-6, at_least=0),
+    # Rounded once, by 2**-9 for bfloat16.
+    results=[Tensor("out", "... N", "x", rtol=8e-3, atol=1e-5)],
+    limits="rows of a multiple of 8 elements up to 1024",
+    numerics=Numerics(4e-6, of="terms", sums="float32: a lane's elements, then lanes"),
 )

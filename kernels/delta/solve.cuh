@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0
+// Parts of preparing a chunk that kernels for a gate per head and per channel
+// share. A block has kDeltaChunkThreads threads.
+#ifndef KERNELS_DELTA_SOLVE_CUH_
+#define KERNELS_DELTA_SOLVE_CUH_
+
+#include <cstdint>
+
+#include "kernels/delta/chunks.cuh"
+#include "kernels/sm90/exponential.cuh"
+#include "kernels/sm90/reduce.cuh"
+
+namespace tiercel {
+
+inline constexpr int kDeltaHalf = kDeltaChunk / 2;
+inline constexpr int kDeltaBlock = kDeltaHalf / 2;
+inline constexpr int kDeltaPitch = kDeltaChunk + 4;     // floats between rows of the matrix
+inline constexpr int kDeltaHalfPitch = kDeltaHalf + 4;  // and of a half
+inline constexpr float kDeltaLeastGate =
+    -100.0f;  // no decay is stronger; sums' differences stay numbers
+
+// Inverts the unit lower triangular matrix whose part below the diagonal is
+// given, 16x16, in place: a lane has a column, as has the lane 16 further.
+__device__ __forceinline__ void invert_block(float* matrix) {
+  const int lane = threadIdx.x % kDeltaBlock;
+  float column[kDeltaBlock];
+#pragma unroll
+  for (int i = 0; i < kDeltaBlock; ++i) {
+    float sums[4] = {i == lane ? 1.0f : 0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int j = 0; j < i; j += 4) {
+      const float4 row = *reinterpret_cast<const float4*>(&matrix[i * kDeltaPitch + j]);
+      sums[0] = fmaf(-row.x, column[j], sums[0]);
+      if (j + 1 < i) sums[1] = fmaf(-row.y, column[j + 1], sums[1]);
+      if (j + 2 < i) sums[2] = fmaf(-row.z, column[j + 2], sums[2]);
+      if (j + 3 < i) sums[3] = fmaf(-row.w, column[j + 3], sums[3]);
+    }
+    column[i] = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < kDeltaBlock; ++i) matrix[i * kDeltaPitch + lane] = column[i];
+}
+
+// c = sign a b, square, by 4 threads a row.
+template <int kSize, int kPitchA, int kPitchB, int kPitchC>
+__device__ __forceinline__ void multiply_blocks(const float* a, const float* b, float* c,
+                                                float sign) {
+  constexpr int kColumns = kSize / 4;
+  const int row = threadIdx.x / 4 % kSize, column = threadIdx.x % 4 * kColumns;
+  float sums[kColumns] = {};
+#pragma unroll 8
+  for (int j = 0; j < kSize; ++j) {
+    const float left = a[row * kPitchA + j];
+#pragma unroll
+    for (int i = 0; i < kColumns; i += 4) {
+      const float4 right = *reinterpret_cast<const float4*>(&b[j * kPitchB + column + i]);
+      sums[i] = fmaf(left, right.x, sums[i]), sums[i + 1] = fmaf(left, right.y, sums[i + 1]);
+      sums[i + 2] = fmaf(left, right.z, sums[i + 2]);
+      sums[i + 3] = fmaf(left, right.w, sums[i + 3]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) c[row * kPitchC + column + i] = sign * sums[i];
+}
+
+// Of a lower triangular matrix whose diagonal blocks are inverted, the block
+// below becomes that of the inverse. Each of the matrix's threads takes part;
+// `between` has room for a block.
+template <int kSize>
+__device__ __forceinline__ void invert_below(float* matrix, float* between) {
+  float* const lower = matrix + kSize * kDeltaPitch;
+  multiply_blocks<kSize, kDeltaPitch, kDeltaPitch, kDeltaHalfPitch>(lower, matrix, between, 1.0f);
+  __syncthreads();
+  multiply_blocks<kSize, kDeltaPitch, kDeltaHalfPitch, kDeltaPitch>(lower + kSize, between, lower,
+                                                                    -1.0f);
+  __syncthreads();
+}
+
+// The inverse of I plus the matrix, times beta by columns, to a matrix of
+// 16-bit elements; blocks of 16 x 16 above the diagonal are left out. Ends with
+// all threads past their reads.
+template <typename Format>
+__device__ __forceinline__ void solve_chunk(float* matrix, float* half, const float* beta,
+                                            char* solved) {
+  const int warp = threadIdx.x / 32, pair = threadIdx.x / 64;
+  float* const block = matrix + warp * kDeltaBlock * (kDeltaPitch + 1);
+  invert_block(block);
+  if (warp % 2 == 0) {  // what is right of it in a half
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = lane / kDeltaBlock; i < kDeltaBlock; i += 2) {
+      block[i * kDeltaPitch + kDeltaBlock + lane % kDeltaBlock] = 0.0f;
+    }
+  }
+  __syncthreads();
+  invert_below<kDeltaBlock>(matrix + pair * kDeltaHalf * (kDeltaPitch + 1),
+                            half + pair * kDeltaBlock * kDeltaHalfPitch);
+  invert_below<kDeltaHalf>(matrix, half);
+  const int row = threadIdx.x / 2;
+#pragma unroll 1
+  for (int column = threadIdx.x % 2 * 8; column < (row / 16 + 1) * 16; column += 16) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = column + 2 * i;
+      // Above the diagonal a half is zero; right of the halves nothing is read.
+      const float2 pair = *reinterpret_cast<const float2*>(&matrix[row * kDeltaPitch + at]);
+      words[i] = pack_pair<Format>(pair.x * beta[at], pair.y * beta[at + 1]);
+    }
+    store_vector(solved + (row * kDeltaChunk + column) * 2, words);
+  }
+  __syncthreads();
+}
+
+// The norms of two threads' row of a tile; 0 for a row of zeros' product with
+// anything.
+template <typename Format, int kKeySize>
+__device__ __forceinline__ float row_norm(const char* tile) {
+  const int row = threadIdx.x / 2;
+  const char* at = tile + row * (kKeySize * 2 + kDeltaPad) + threadIdx.x % 2 * kKeySize;
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kKeySize / 16; ++i) {
+    uint32_t words[4];
+    float values[8];
+    load_vector(words, at + i * 16);
+    unpack<Format>(words, values);
+#pragma unroll
+    for (float value : values) sum = fmaf(value, value, sum);
+  }
+  sum += __shfl_xor_sync(kFullWarp, sum, 1);
+  return rsqrtf(sum + kDeltaNormEps);
+}
+
+// The beta of a token and head; tokens behind the end have no effect.
+template <typename Format>
+__device__ __forceinline__ float load_beta(const DeltaRuleArgs& args, int64_t place, bool real) {
+  if (!real) return 0.0f;
+  return args.beta_float ? load_element<Float32>(args.beta + place * 4)
+                         : load_element<Format>(args.beta + place * 2);
+}
+
+// The chunk of a block; without rows if there is none.
+struct DeltaChunk {
+  int64_t first;  // token
+  int rows;
+};
+
+__device__ __forceinline__ DeltaChunk delta_chunk(const DeltaRuleArgs& args, int64_t place) {
+  if (args.count == 0) return {0, 0};
+  const DeltaSequence sequence = delta_sequence(args, delta_owner(args, place));
+  const int64_t chunk = place - sequence.place;
+  const int64_t first = sequence.begin + chunk * kDeltaChunk;
+  if (chunk < 0 || first >= sequence.end) return {0, 0};
+  return {first, static_cast<int>(min(int64_t{kDeltaChunk}, sequence.end - first))};
+}
+
+// Zeros for tokens of no sequence, in some heads.
+__device__ __forceinline__ void clear_strays(const DeltaRuleArgs& args, int first_head, int heads) {
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kDeltaChunk;
+  const int64_t begin = delta_start(args, 0), end = delta_start(args, args.count);
+  const int64_t last = min(first + kDeltaChunk, args.tokens);
+  if (first >= begin && last <= end) return;
+  const int vectors = args.value_size / 8;
+  const uint32_t none[4] = {0, 0, 0, 0};
+  for (int64_t token = first; token < last; ++token) {
+    if (token >= begin && token < end) continue;
+    for (int i = threadIdx.x; i < heads * vectors; i += kDeltaChunkThreads) {
+      char* to = args.out.data + token * args.out.token +
+                 (first_head + i / vectors) * args.out.head + i % vectors * 16;
+      store_vector(to, none);
+    }
+  }
+}
+
+}  // namespace tiercel
+
+#endif  // KERNELS_DELTA_SOLVE_CUH_
