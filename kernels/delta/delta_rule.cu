@@ -69,11 +69,9 @@ __device__ __forceinline__ void set_registers() {
   }
 }
 
-__device__ __forceinline__ void arrive_warp(uint32_t barrier) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-  }
+// By every thread, for what it has itself written or read.
+__device__ __forceinline__ void arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ float2 load_two(uint32_t place) {
@@ -159,7 +157,7 @@ __device__ __forceinline__ void load_chunks(const DeltaRuleArgs& args,
   const int64_t chunks = work.segment.last - work.segment.first;
   const auto publish = [&](int64_t count) {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    arrive_warp(memory.full(count));
+    arrive(memory.full(count));
   };
 #pragma unroll 1
   for (int64_t count = 0; count < chunks; ++count) {
@@ -383,7 +381,7 @@ __device__ __forceinline__ void go_through(const DeltaRuleArgs& args,
     }
     wgmma_wait<0>();
     wgmma_settle(state);
-    arrive_warp(memory.empty(count));
+    arrive(memory.empty(count));
     round_state();
   }
 
@@ -412,8 +410,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     auto* const barriers = reinterpret_cast<uint64_t*>(shared + memory.full(0) - memory.base);
     for (int i = 0; i < memory.kStages; ++i) {
-      mbarrier_init(barriers + 2 * i, kDeltaLoaders / 32);
-      mbarrier_init(barriers + 2 * i + 1, groups * kGroup / 32);
+      mbarrier_init(barriers + 2 * i, kDeltaLoaders);
+      mbarrier_init(barriers + 2 * i + 1, groups * kGroup);
     }
     mbarrier_init_fence();
   }
