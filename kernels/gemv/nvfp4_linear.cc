@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kernels/gemv/nvfp4_linear.h"
-
+// How nvfp4_linear's kernels, for up to 16 tokens, are launched.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -8,89 +7,12 @@
 #include <string>
 
 #include "kernels/gemv/nvfp4_linear_kernels.h"
-#include "kernels/sm90/checks.h"
+#include "kernels/gemv/w4_linear.h"
 #include "kernels/sm90/invariant.h"
 #include "kernels/sm90/math.h"
-#include "kernels/sm90/tensor_map.h"
 
 namespace tiercel {
 namespace {
-
-constexpr char kOp[] = "nvfp4_linear";
-// Checks for contiguous rows at multiples of `bytes`.
-Status check_rows(const Argument& argument, int64_t bytes) {
-  const TensorView& view = argument.view;
-  const int64_t stride = view.strides[0] * dtype_bytes(view.dtype);
-  const bool empty = view.shape[0] * view.shape[1] == 0;
-  const bool fits = (view.shape[1] == 1 || view.strides[1] == 1) &&
-                    (view.shape[0] == 1 || stride % bytes == 0) &&
-                    reinterpret_cast<uintptr_t>(view.data) % bytes == 0;
-  if (empty || fits) return Status();
-  return Status::Unimplemented(mismatch(
-      argument,
-      "have rows of neighbouring elements at multiples of " + std::to_string(bytes) + " bytes",
-      "strides " + shape_text(view.strides, view.ndim)));
-}
-
-Status check(const TensorView& x, const TensorView& weight, const TensorView& scale,
-             const TensorView* global_scale, const TensorView& out) {
-  const Argument x_arg{kOp, "x", x};
-  const Argument weight_arg{kOp, "weight", weight};
-  const Argument scale_arg{kOp, "scale", scale};
-  const Argument out_arg{kOp, "out", out};
-  for (const Argument* argument : {&x_arg, &weight_arg, &scale_arg, &out_arg}) {
-    TIERCEL_RETURN_IF_ERROR(check_rank(*argument, 2));
-  }
-  TIERCEL_RETURN_IF_ERROR(check_dtype(x_arg, {DType::kBFloat16}));
-  TIERCEL_RETURN_IF_ERROR(check_dtype(weight_arg, {DType::kFloat4E2M1x2}));
-  TIERCEL_RETURN_IF_ERROR(check_dtype(scale_arg, {DType::kFloat8E4M3}));
-  TIERCEL_RETURN_IF_ERROR(check_dtype(out_arg, {DType::kBFloat16}));
-  const int64_t tokens = x.shape[0];
-  const int64_t k = x.shape[1];
-  const int64_t features = weight.shape[0];
-  if (k % 16 != 0) {
-    return Status::InvalidArgument(
-        mismatch(x_arg, "have a multiple of 16 columns", shape_text(x.shape, 2)));
-  }
-  TIERCEL_RETURN_IF_ERROR(check_shape(weight_arg, {features, k / 2}, "[N, K / 2]"));
-  TIERCEL_RETURN_IF_ERROR(check_shape(scale_arg, {features, k / 16}, "[N, K / 16]"));
-  TIERCEL_RETURN_IF_ERROR(check_shape(out_arg, {tokens, features}, "[T, N]"));
-  TIERCEL_RETURN_IF_ERROR(check_cuda(x_arg));
-  for (const Argument* argument : {&weight_arg, &scale_arg, &out_arg}) {
-    TIERCEL_RETURN_IF_ERROR(check_same_device(*argument, x_arg));
-    TIERCEL_RETURN_IF_ERROR(check_cuda(*argument));
-  }
-  if (global_scale != nullptr) {
-    const Argument global{kOp, "global_scale", *global_scale};
-    TIERCEL_RETURN_IF_ERROR(check_dtype(global, {DType::kFloat32}));
-    TIERCEL_RETURN_IF_ERROR(check_shape(global, {1}, "[1]"));
-    TIERCEL_RETURN_IF_ERROR(check_same_device(global, x_arg));
-    TIERCEL_RETURN_IF_ERROR(check_cuda(global));
-  }
-  if (tokens > kLinearMaxTokens) {
-    return Status::Unimplemented(std::string(kOp) + ": at most " +
-                                 std::to_string(kLinearMaxTokens) + " tokens are supported, got " +
-                                 std::to_string(tokens));
-  }
-  if (k % 64 != 0) {
-    return Status::Unimplemented(std::string(kOp) + ": K must be a multiple of 64, got " +
-                                 std::to_string(k));
-  }
-  if (features > 0x7fffff00 || k > 0x3fffffff) {
-    return Status::Unimplemented(std::string(kOp) + ": too large for one launch, got weight " +
-                                 shape_text(weight.shape, 2));
-  }
-  TIERCEL_RETURN_IF_ERROR(check_rows(x_arg, 16));
-  TIERCEL_RETURN_IF_ERROR(check_rows(weight_arg, 16));
-  TIERCEL_RETURN_IF_ERROR(check_rows(scale_arg, 4));
-  return check_contiguous(out_arg);
-}
-
-struct Choice {
-  Nvfp4LinearArgs args{};
-  const Kernel* kernel = nullptr;
-  LaunchConfig config;
-};
 
 // Blocks that run at once, one per multiprocessor, in clusters of this size.
 int places(int cluster) {
@@ -111,7 +33,7 @@ struct Fit {
 const char* fit(const Nvfp4LinearArgs& args, const Nvfp4LinearConfig& config, Fit* fit) {
   const int64_t lines = std::max<int64_t>(1, ceil_div(args.k, kLinearLine));
   const int warps = config.tiles * config.parts;
-  const int most_warps = linear_max_threads(args.tokens) / 32;
+  const int most_warps = linear_max_threads(args.scales.format, args.tokens) / 32;
   if (warps > most_warps) return "its block has too many threads";
   if (config.parts * config.cluster >= lines + config.cluster) return "it splits K too often";
   const int64_t passes = ceil_div(lines, config.parts * config.cluster);  // in all sections
@@ -216,6 +138,7 @@ Nvfp4LinearConfig choose(const Nvfp4LinearArgs& args) {
 // longer than a launch.
 Nvfp4LinearConfig choose_once(const Nvfp4LinearArgs& args) {
   struct Known {
+    W4Format format;
     int tokens, features, k;
     Nvfp4LinearConfig config;
   };
@@ -223,24 +146,26 @@ Nvfp4LinearConfig choose_once(const Nvfp4LinearArgs& args) {
   const uint32_t hash = static_cast<uint32_t>(args.features) * 0x9e3779b1u +
                         static_cast<uint32_t>(args.k) * 0x85ebca6bu;
   Known& entry = known[(hash >> 26) ^ static_cast<uint32_t>(args.tokens)];
-  if (entry.tokens != args.tokens || entry.features != args.features || entry.k != args.k) {
-    entry = {args.tokens, args.features, args.k, choose(args)};
+  if (entry.format != args.scales.format || entry.tokens != args.tokens ||
+      entry.features != args.features || entry.k != args.k) {
+    entry = {args.scales.format, args.tokens, args.features, args.k, choose(args)};
   }
   return entry.config;
 }
 
-Status configure(const Nvfp4LinearConfig& config, Choice* choice) {
+Status configure(const char* op, const Nvfp4LinearConfig& config, FewLaunch* choice) {
   Nvfp4LinearArgs& args = choice->args;
   Fit place{};
   const bool sizes = config.cluster >= 1 && config.cluster <= 8 &&
                      (config.cluster & (config.cluster - 1)) == 0 && config.tiles >= 1 &&
                      config.tiles <= 32 && config.parts >= 1 && config.parts <= 32;
-  choice->kernel = sizes ? nvfp4_linear_kernel(args.tokens, config.stages) : nullptr;
+  choice->kernel =
+      sizes ? nvfp4_linear_kernel(args.scales.format, args.tokens, config.stages) : nullptr;
   const char* problem =
       choice->kernel == nullptr ? "there is no such kernel" : fit(args, config, &place);
   if (problem != nullptr) {
     return Status::Unimplemented(
-        std::string(kOp) + ": the configuration cluster " + std::to_string(config.cluster) +
+        std::string(op) + ": the configuration cluster " + std::to_string(config.cluster) +
         ", tiles " + std::to_string(config.tiles) + ", parts " + std::to_string(config.parts) +
         ", stages " + std::to_string(config.stages) + " cannot run: " + problem);
   }
@@ -266,77 +191,28 @@ Status configure(const Nvfp4LinearConfig& config, Choice* choice) {
 }
 
 // As for the most tokens, whatever their number: one kernel, one order of sums.
-Status configure_invariant(const Nvfp4LinearConfig* config, Choice* choice) {
-  Nvfp4LinearArgs& args = choice->args;
+Status configure_invariant(const char* op, const Nvfp4LinearConfig* config, FewLaunch* launch) {
+  Nvfp4LinearArgs& args = launch->args;
   const int tokens = args.tokens;
-  if (tokens <= kLinearMaxTokens) args.tokens = kLinearMaxTokens;
-  const Status status = configure(config != nullptr ? *config : choose_once(args), choice);
+  args.tokens = kLinearMaxTokens;
+  const Status status = configure(op, config != nullptr ? *config : choose_once(args), launch);
   args.tokens = tokens;
   return status;
 }
 
-// The tensor map of the weights. If K is 0, nothing is loaded.
-Status encode_map(const TensorView& weight, Nvfp4LinearArgs* args) {
-  if (args->k == 0) return Status();
-  constexpr CUtensorMapL2promotion kLines = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
-  const TensorMapSpec weights{2, {16, 128}, CU_TENSOR_MAP_SWIZZLE_128B, kLines};
-  return encode_tensor_map(weights, weight, kOp, "weight", &args->weight_map);
-}
-
-Status prepare(const TensorView& x, const TensorView& weight, const TensorView& scale,
-               const TensorView* global_scale, const TensorView& out,
-               const Nvfp4LinearConfig* config, Choice* choice) {
-  TIERCEL_RETURN_IF_ERROR(check(x, weight, scale, global_scale, out));
-  Nvfp4LinearArgs& args = choice->args;
-  args.x = static_cast<const char*>(x.data);
-  args.x_row = x.strides[0] * 2;
-  args.scale = static_cast<const char*>(scale.data);
-  args.scale_row = scale.strides[0];
-  args.global_scale =
-      global_scale != nullptr ? static_cast<const float*>(global_scale->data) : nullptr;
-  args.out = static_cast<uint16_t*>(out.data);
-  args.tokens = static_cast<int>(x.shape[0]);
-  args.features = static_cast<int>(weight.shape[0]);
-  args.k = static_cast<int>(x.shape[1]);
-  if (args.tokens == 0 || args.features == 0) return Status();
-  if (batch_invariant()) return configure_invariant(config, choice);
-  if (config != nullptr) return configure(*config, choice);
-  const TunedProblem problem{x.device_index, weight.dtype, {args.features, args.k}};
-  const Nvfp4LinearConfig* tuned = nvfp4_linear_tuned().find(problem, args.tokens);
-  // A configuration tuned for another number of tokens may not fit.
-  if (tuned != nullptr && configure(*tuned, choice).ok()) return Status();
-  return configure(choose_once(args), choice);
-}
-
 }  // namespace
 
-Status nvfp4_linear_plan(const Nvfp4LinearCall& call, Nvfp4LinearPlan* plan) {
-  Choice choice;
-  TIERCEL_RETURN_IF_ERROR(prepare(*call.x, *call.weight, *call.scale, call.global_scale, *call.out,
-                                  call.config ? &*call.config : nullptr, &choice));
-  *plan = {"none", 0, 0, 0, 0, 0, 0, 0};
-  if (choice.kernel == nullptr) return Status();
-  const LaunchConfig& launch = choice.config;
-  const Nvfp4LinearArgs& args = choice.args;
-  *plan = {choice.kernel->name(),
-           static_cast<int>(launch.cluster.x),
-           args.parts,
-           args.passes * args.sections,
-           args.turns * args.tiles * 16,
-           launch.grid.x,
-           launch.block.x * launch.block.y * launch.block.z,
-           launch.dynamic_smem};
-  return Status();
-}
-
-Status nvfp4_linear(const Nvfp4LinearCall& call, void* stream) {
-  Choice choice;
-  TIERCEL_RETURN_IF_ERROR(prepare(*call.x, *call.weight, *call.scale, call.global_scale, *call.out,
-                                  call.config ? &*call.config : nullptr, &choice));
-  if (choice.kernel == nullptr) return Status();
-  TIERCEL_RETURN_IF_ERROR(encode_map(*call.weight, &choice.args));
-  void* pointers[] = {&choice.args};
-  return choice.kernel->launch(choice.config, call.x->device_index, stream, pointers);
+Status nvfp4_linear_configure(const char* op, const TunedProblem& problem,
+                              const Nvfp4LinearConfig* config, FewLaunch* launch) {
+  const Nvfp4LinearArgs& args = launch->args;
+  if (batch_invariant()) return configure_invariant(op, config, launch);
+  if (config != nullptr) return configure(op, *config, launch);
+  const bool table = args.scales.format == W4Format::kNvfp4;
+  const Nvfp4LinearConfig* tuned =
+      table ? nvfp4_linear_tuned().find(problem, args.tokens) : nullptr;
+  // A configuration tuned for another number of tokens may not fit.
+  if (tuned != nullptr && configure(op, *tuned, launch).ok()) return Status();
+  return configure(op, choose_once(args), launch);
 }
 
 TunedTable<Nvfp4LinearConfig>& nvfp4_linear_tuned() {
@@ -345,11 +221,6 @@ TunedTable<Nvfp4LinearConfig>& nvfp4_linear_tuned() {
   return *table;
 }
 
-Status nvfp4_linear_load(int device) {
-  for (int tokens : {1, 8, 16}) {
-    TIERCEL_RETURN_IF_ERROR(nvfp4_linear_kernel(tokens, 2)->load(device));
-  }
-  return Status();
-}
+Status nvfp4_linear_load(int device) { return w4_linear_load(W4Format::kNvfp4, device); }
 
 }  // namespace tiercel

@@ -25,8 +25,10 @@
 
 #include "kernels/gemv/nvfp4_linear_kernels.h"
 #include "kernels/gemv/nvfp4_linear_x.cuh"
-#include "kernels/gemv/nvfp4_weights.cuh"
+#include "kernels/gemv/w4_epilogue.cuh"
+#include "kernels/gemv/w4_few_weights.cuh"
 #include "kernels/sm90/cluster.cuh"
+#include "kernels/sm90/float_format.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/prefetch.h"
 #include "kernels/sm90/tma.cuh"
@@ -105,6 +107,7 @@ __device__ __forceinline__ bool elect_one() {
 // Fills a warp's stages along K, then turn by turn. TMA writes, and counts, zeros behind the last
 // row or the end of K. Scales are loaded into the registers of the threads that use them, four for
 // each of their two rows.
+template <W4Format kFormat>
 struct Filler {
   const Nvfp4LinearArgs& args;
   char* weights;
@@ -115,6 +118,7 @@ struct Filler {
   unsigned k;
   int column, last_column;
   const char* scale[2];
+  const char* zero[2];
 
   __device__ __forceinline__ bool more() const { return turn < last; }
 
@@ -124,16 +128,21 @@ struct Filler {
     box_load(weights + stage * kLineBytes, &args.weight_map, k / 2, row, filled + stage);
   }
 
-  __device__ __forceinline__ void read(uint32_t (&scales)[2]) const {
-    scales[0] = *reinterpret_cast<const uint32_t*>(scale[0] + column);
-    scales[1] = *reinterpret_cast<const uint32_t*>(scale[1] + column);
+  __device__ __forceinline__ void read(LineScales<kFormat> (&scales)[2]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      scales[half].read(args.scales, scale[half], zero[half], column);
+    }
   }
 
   // A prefetch to L2 is only a hint, so the previous grid may still write.
   __device__ __forceinline__ void prefetch_scales() const {
     if (lane % 4 != 0) return;
-    prefetch_l2(scale[0] + column);
-    prefetch_l2(scale[1] + column);
+    const int at = kFormat == W4Format::kNvfp4   ? column
+                   : kFormat == W4Format::kMxfp4 ? column / 2
+                                                 : (column >> (args.scales.group_shift - 4)) * 2;
+    prefetch_l2(scale[0] + at);
+    prefetch_l2(scale[1] + at);
   }
 
   // Also prefetches the first line of weights.
@@ -165,17 +174,26 @@ struct Filler {
     row = (turn * args.tiles + tile) * 16;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      scale[half] = args.scale + min(row + half * 8 + lane / 4, args.features - 1) * args.scale_row;
+      const int mine = min(row + half * 8 + lane / 4, args.features - 1);
+      scale[half] = args.scales.scale + mine * args.scales.scale_row;
+      if (kFormat == W4Format::kInt4) zero[half] = args.scales.zero + mine * args.scales.zero_row;
     }
   }
 };
 
-template <int kTiles, bool kSingle>
-__global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
+// The power of two that decoding, and scales, leave out.
+template <bool kSingle>
+__device__ constexpr float decoded_factor(W4Format format) {
+  if (format == W4Format::kInt4) return 1.0f;
+  return kSingle ? 0x1p14f : format == W4Format::kNvfp4 ? 0x1p7f : 0x1p64f;
+}
+
+template <W4Format kFormat, int kTiles, bool kSingle>
+__global__ void __launch_bounds__(linear_max_threads(kFormat, kSingle ? 1 : kTiles * 8))
     nvfp4_linear(const __grid_constant__ Nvfp4LinearArgs args) {
   extern __shared__ __align__(1024) char shared[];
-  constexpr float kFactor = kSingle ? 0x1p14f : 0x1p7f;  // that decoding leaves out
-  constexpr int kSums = kSingle ? 16 : kTiles * 128;     // per warp, for 16 rows
+  constexpr bool kWholes = kFormat == W4Format::kInt4;
+  constexpr int kSums = kSingle ? 16 : kTiles * 128;  // per warp, for 16 rows
   constexpr int kLineOfX = kSingle ? 512 : kTiles * kLinearTileBytes;
   // Prefetch two lines only for 2-8 tokens: one token is bound by memory, more by the MMAs.
   constexpr bool kTwo = !kSingle && kTiles == 1;
@@ -212,23 +230,24 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
   if (blocks > 1) cluster_arrive_relaxed();
 
   char* const my_weights = shared + warp * 2 * kLineBytes;
-  Filler filler{args,
-                my_weights,
-                filled,
-                lane,
-                tile,
-                first_line + part,
-                first_turn,
-                first_turn,
-                min(first_turn + args.group, last_turn),
-                args.passes > 0 ? last_turn : first_turn,  // K may be 0
-                0,
-                0,
-                0,
-                0,
-                0,
-                args.k / 16 - 4,
-                {}};
+  Filler<kFormat> filler{args,
+                         my_weights,
+                         filled,
+                         lane,
+                         tile,
+                         first_line + part,
+                         first_turn,
+                         first_turn,
+                         min(first_turn + args.group, last_turn),
+                         args.passes > 0 ? last_turn : first_turn,  // K may be 0
+                         0,
+                         0,
+                         0,
+                         0,
+                         0,
+                         args.k / 16 - 4,
+                         {},
+                         {}};
   filler.start();
   if (args.passes > 0) {
     if (args.prefetch_weights) filler.prefetch();
@@ -241,7 +260,7 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
   }
   grid_dependency_wait();
   grid_dependency_launch();
-  uint32_t scales[2] = {};
+  LineScales<kFormat> scales[2];
   const bool any = filler.more();
   if (any) {
     filler.copy(0);
@@ -313,7 +332,7 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
         for (int pass = 0; pass < args.passes; ++pass) {
           mbarrier_wait(filled + stage, parity);
           __syncwarp();
-          const uint32_t bits[2] = {scales[0], scales[1]};
+          const LineScales<kFormat> line[2] = {scales[0], scales[1]};
           // These scales are for the next pass. Whether only that waits for them is up to the
           // compiler's scoreboards; a wait in this pass costs a sixth of the time.
           if (filler.more()) {
@@ -327,6 +346,7 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
 #pragma unroll
           for (int unit = 0; unit < 2; ++unit) {
             uint4 words[2];
+            uint32_t offsets[2] = {};
             uint32_t factors[2][2];
             uint4 single_x[2];
             if constexpr (kSingle) {
@@ -340,7 +360,8 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
             for (int half = 0; half < 2; ++half) {
               words[half] =
                   *reinterpret_cast<const uint4*>(from + (piece ^ unit * 16) + half * 1024);
-              if (!kSingle) spread_scales(factors[half], unit == 0 ? bits[half] : bits[half] >> 16);
+              if (!kSingle) line[half].pairs(factors[half], unit);
+              if (kWholes) offsets[half] = line[half].template offset<!kSingle>(args.scales, unit);
             }
 #pragma unroll
             for (int w = 0; w < 4; ++w) {
@@ -349,10 +370,8 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
               for (int half = 0; half < 2; ++half) {
                 const uint4& q = words[half];
                 const uint32_t word = w == 0 ? q.x : w == 1 ? q.y : w == 2 ? q.z : q.w;
-                if (kSingle) {
-                  decode(a[half], word);
-                } else {
-                  decode_wide(a[half], word);
+                decode_word<kFormat, !kSingle>(a[half], word, offsets[half]);
+                if (!kSingle) {
 #pragma unroll
                   for (int i = 0; i < 4; ++i) {
                     a[half][i] = multiply_pairs(a[half][i], factors[half][w / 2]);
@@ -373,7 +392,7 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
             if (kSingle) {
 #pragma unroll
               for (int half = 0; half < 2; ++half) {
-                const float2 scale = wide_scales(unit == 0 ? bits[half] : bits[half] >> 16);
+                const float2 scale = line[half].wide(unit);
                 of_line[half] = fmaf(products[0][half * 2], scale.x, of_line[half]);
                 of_line[half] = fmaf(products[kSingle][half * 2 + 1], scale.y, of_line[half]);
               }
@@ -428,11 +447,14 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
     } else {
       __syncthreads();
     }
-    const float factor = (args.global_scale != nullptr ? *args.global_scale : 1.0f) * kFactor;
+    const float* const global = args.epilogue.global_scale;
+    const float factor = (global != nullptr ? *global : 1.0f) * decoded_factor<kSingle>(kFormat);
     const auto write = [&](int feature, int token, float sum) {
       if (feature >= args.features || token >= args.tokens) return;
+      const float bias = bias_of<BFloat16>(args.epilogue, feature, args.features);
+      const float value = activated(args.epilogue.activation, fmaf(sum, factor, bias));
       uint16_t bits;
-      asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(sum * factor));
+      asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
       args.out[static_cast<int64_t>(token) * args.features + feature] = bits;
     };
     // Each iteration handles 16 rows and one tile of tokens.
@@ -472,24 +494,31 @@ __global__ void __launch_bounds__(linear_max_threads(kSingle ? 1 : kTiles * 8))
 }
 
 struct Entry {
+  W4Format format;
   int tokens;
   Kernel kernel;
 };
 
-#define TIERCEL_KERNEL(tokens, tiles, single)         \
-  {tokens, Kernel("nvfp4_linear<tokens=" #tokens ">", \
-                  reinterpret_cast<const void*>(nvfp4_linear<tiles, single>), kLinearMaxShared)}
+#define TIERCEL_KERNEL(format, name, tokens, tiles, single) \
+  {format, tokens,                                          \
+   Kernel(name "<tokens=" #tokens ">",                      \
+          reinterpret_cast<const void*>(nvfp4_linear<format, tiles, single>), kLinearMaxShared)}
+
+#define TIERCEL_FORMAT(format, name)                                                   \
+  TIERCEL_KERNEL(format, name, 1, 1, true), TIERCEL_KERNEL(format, name, 8, 1, false), \
+      TIERCEL_KERNEL(format, name, 16, 2, false)
 
 // By number of tokens.
-const Entry kKernels[] = {TIERCEL_KERNEL(1, 1, true), TIERCEL_KERNEL(8, 1, false),
-                          TIERCEL_KERNEL(16, 2, false)};
+const Entry kKernels[] = {TIERCEL_FORMAT(W4Format::kNvfp4, "nvfp4_linear"),
+                          TIERCEL_FORMAT(W4Format::kMxfp4, "mxfp4_linear"),
+                          TIERCEL_FORMAT(W4Format::kInt4, "int4_linear")};
 
 }  // namespace
 
-const Kernel* nvfp4_linear_kernel(int tokens, int stages) {
+const Kernel* nvfp4_linear_kernel(W4Format format, int tokens, int stages) {
   if (stages != 2) return nullptr;
   for (const Entry& entry : kKernels) {
-    if (entry.tokens >= tokens) return &entry.kernel;
+    if (entry.format == format && entry.tokens >= tokens) return &entry.kernel;
   }
   return nullptr;
 }

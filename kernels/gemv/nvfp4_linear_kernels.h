@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "kernels/gemv/w4_format.h"
+#include "kernels/gemv/w4_linear.h"
 #include "kernels/sm90/launch.h"
 
 namespace tiercel {
@@ -15,10 +17,9 @@ struct Nvfp4LinearArgs {
   CUtensorMap weight_map;  // boxes of 16 rows and 128 bytes
   const char* x;
   int64_t x_row;  // bytes from one token to the next
-  const char* scale;
-  int64_t scale_row;
-  const float* global_scale;  // or null: 1
-  uint16_t* out;              // contiguous
+  W4Scales scales;
+  W4Epilogue epilogue;
+  uint16_t* out;  // contiguous
   int tokens;
   int features;  // rows of the weight
   int k;
@@ -36,7 +37,10 @@ inline constexpr int kLinearMaxTokens = 16;
 inline constexpr int kLinearMaxShared = 226 * 1024;  // of 227 KiB
 
 // Warps per block: the most that leave each thread the registers that the kernel needs.
-constexpr int linear_max_threads(int tokens) { return tokens == 1 ? 640 : tokens <= 8 ? 896 : 768; }
+constexpr int linear_max_threads(W4Format format, int tokens) {
+  if (tokens == 1 || (format == W4Format::kInt4 && tokens > 8)) return 640;
+  return tokens <= 8 ? 896 : 768;
+}
 
 inline constexpr int kLinearLine = 256;  // values of K, 128 bytes of weights
 // Layout of x in shared memory: the values of 8 tokens that a warp reads at once, padded so that
@@ -57,8 +61,20 @@ inline constexpr int kLinearStageBytes = 16 * (kLinearLine / 2 + 1);
 // Shared memory for a warp's sums of 16 rows, for that many tokens.
 constexpr int linear_sum_bytes(int tokens) { return tokens == 1 ? 64 : tokens <= 8 ? 512 : 1024; }
 
+// A launch for few tokens. The caller fills the arguments that no configuration changes.
+struct FewLaunch {
+  Nvfp4LinearArgs args{};
+  const Kernel* kernel = nullptr;
+  LaunchConfig config;
+};
+
+// With `config`; or, if that is null, with what was tuned for the problem, else with what has the
+// least expected time.
+Status nvfp4_linear_configure(const char* op, const TunedProblem& problem,
+                              const Nvfp4LinearConfig* config, FewLaunch* launch);
+
 // The kernel for up to `tokens` tokens with `stages` stages per warp, or null.
-const Kernel* nvfp4_linear_kernel(int tokens, int stages);
+const Kernel* nvfp4_linear_kernel(W4Format format, int tokens, int stages);
 
 }  // namespace tiercel
 

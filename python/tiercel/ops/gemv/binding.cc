@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/gemv/nvfp4_gemv.h"
-#include "kernels/gemv/nvfp4_linear.h"
+#include "kernels/gemv/w4_linear.h"
 #include "python/bindings/functions.h"
 #include "python/bindings/tuned.h"
 
@@ -34,37 +34,73 @@ Nvfp4LinearConfig LinearConfigOf(const LinearFields& fields) {
   return {fields[0], fields[1], fields[2], fields[3]};
 }
 
-bool ReadLinearConfig(PyObject* object, const char* op, const char*, Nvfp4LinearCall* call) {
+bool ReadLinearConfig(PyObject* object, const char* op, const char*, W4LinearCall* call) {
   LinearFields fields;
   if (!ReadConfig(object, op, &fields)) return false;
   call->config = LinearConfigOf(fields);
   return true;
 }
 
+constexpr auto kX = Tensor<&W4LinearCall::x>("x");
+constexpr auto kWeight = Tensor<&W4LinearCall::weight>("weight");
+constexpr auto kScale = Tensor<&W4LinearCall::scale>("scale");
+constexpr auto kGlobalScale = Optional<&W4LinearCall::global_scale>("global_scale");
+constexpr auto kLinearOut = OfStream(Tensor<&W4LinearCall::out>("out"));
+
 constexpr char kLinearName[] = "nvfp4_linear";
 
-constexpr Field<Nvfp4LinearCall> kLinearFields[] = {
-    Tensor<&Nvfp4LinearCall::x>("x"),
-    Tensor<&Nvfp4LinearCall::weight>("weight"),
-    Tensor<&Nvfp4LinearCall::scale>("scale"),
-    Optional<&Nvfp4LinearCall::global_scale>("global_scale"),
-    OfStream(Tensor<&Nvfp4LinearCall::out>("out")),
-    MayBeAbsent(Read("config", "tuple[int, ...]", ReadLinearConfig)),
+constexpr W4LinearCall OfNvfp4() {
+  W4LinearCall call;
+  call.op = kLinearName;
+  return call;
+}
+constexpr Field<W4LinearCall> kLinearFields[] = {
+    kX,           kWeight,    kScale,
+    kGlobalScale, kLinearOut, MayBeAbsent(Read("config", "tuple[int, ...]", ReadLinearConfig)),
 };
-constexpr Parameters<Nvfp4LinearCall> kLinear{
-    kLinearName, kLinearFields, {}, nullptr, [] { HintOnce(nvfp4_linear_tuned(), kLinearName); }};
+constexpr Parameters<W4LinearCall> kLinear{kLinearName, kLinearFields, OfNvfp4(), nullptr,
+                                           [] { HintOnce(nvfp4_linear_tuned(), kLinearName); }};
 
-constexpr PlanField<Nvfp4LinearPlan> kLinearPlanFields[] = {
-    Entry<&Nvfp4LinearPlan::kernel>("kernel"),
-    Entry<&Nvfp4LinearPlan::cluster>("cluster"),
-    Entry<&Nvfp4LinearPlan::parts>("parts"),
-    Entry<&Nvfp4LinearPlan::passes>("passes"),
-    Entry<&Nvfp4LinearPlan::rows>("rows"),
-    Entry<&Nvfp4LinearPlan::grid>("grid"),
-    Entry<&Nvfp4LinearPlan::block>("block"),
-    Entry<&Nvfp4LinearPlan::dynamic_smem>("dynamic_smem"),
+bool ReadTiles(PyObject* object, const char* op, const char*, W4LinearCall* call) {
+  std::array<int, 3> fields;
+  if (!ReadConfig(object, op, &fields)) return false;
+  call->tiles = {fields[0], fields[1], fields[2]};
+  return true;
+}
+
+constexpr Field<W4LinearCall> kW4Fields[] = {
+    kX,
+    kWeight,
+    kScale,
+    Optional<&W4LinearCall::zero_point>("zero_point"),
+    kGlobalScale,
+    Optional<&W4LinearCall::bias>("bias"),
+    kLinearOut,
+    Index<W4Format::kInt4, &W4LinearCall::format>("format"),
+    Index<W4Activation::kReluSquared, &W4LinearCall::activation>("activation"),
+    MayBeAbsent(Read("tiles", "tuple[int, ...]", ReadTiles)),
 };
-constexpr PlanDict<Nvfp4LinearPlan> kLinearPlan{"Nvfp4LinearPlan", kLinearPlanFields};
+constexpr Parameters<W4LinearCall> kW4{"w4_linear", kW4Fields};
+
+constexpr PlanField<W4LinearPlan> kLinearPlanFields[] = {
+    Entry<&W4LinearPlan::kernel>("kernel"),
+    Entry<&W4LinearPlan::cluster>("cluster"),
+    Entry<&W4LinearPlan::parts>("parts"),
+    Entry<&W4LinearPlan::passes>("passes"),
+    Entry<&W4LinearPlan::rows>("rows"),
+    Entry<&W4LinearPlan::tokens>("tokens"),
+    Entry<&W4LinearPlan::grid>("grid"),
+    Entry<&W4LinearPlan::block>("block"),
+    Entry<&W4LinearPlan::dynamic_smem>("dynamic_smem"),
+};
+constexpr PlanDict<W4LinearPlan> kLinearPlan{"W4LinearPlan", kLinearPlanFields};
+
+Status W4Load(int device) {
+  for (W4Format format : {W4Format::kNvfp4, W4Format::kMxfp4, W4Format::kInt4}) {
+    TIERCEL_RETURN_IF_ERROR(w4_linear_load(format, device));
+  }
+  return Status();
+}
 
 PyObject* LinearTuned(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return SetTuned(nvfp4_linear_tuned(), "nvfp4_linear_tuned", values, count, LinearConfigOf);
@@ -75,10 +111,14 @@ constexpr Function kFunctions[] = {
                                 "Launches the kernel on the current stream; fills `c`."),
     PlanOf<kGemv, nvfp4_gemv_plan, kGemvPlan>("nvfp4_gemv_plan"),
     LoadOf<nvfp4_gemv_load>("nvfp4_gemv_load"),
-    LaunchOf<kLinear, nvfp4_linear>("nvfp4_linear",
-                                    "Launches the kernel on the current stream; fills `out`."),
-    PlanOf<kLinear, nvfp4_linear_plan, kLinearPlan>("nvfp4_linear_plan"),
+    LaunchOf<kLinear, w4_linear>("nvfp4_linear",
+                                 "Launches the kernel on the current stream; fills `out`."),
+    PlanOf<kLinear, w4_linear_plan, kLinearPlan>("nvfp4_linear_plan"),
     LoadOf<nvfp4_linear_load>("nvfp4_linear_load"),
+    LaunchOf<kW4, w4_linear>("w4_linear",
+                             "Launches the kernel on the current stream; fills `out`."),
+    PlanOf<kW4, w4_linear_plan, kLinearPlan>("w4_linear_plan"),
+    LoadOf<W4Load>("w4_linear_load"),
     Other("nvfp4_linear_tuned", LinearTuned, kTunedArguments, "None",
           "Sets what was tuned: [(dtype, N, K, [(tokens, configuration)])]."),
 };

@@ -159,7 +159,78 @@ def _check_linear(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -
     return _check_product(result, expected, 1.05 if launch.strict else 4.0)
 
 
+# ----------------------------------------------------------------------------------------- w4
+
+_GROUPS = {"nvfp4": 16, "mxfp4": 32, "int4": 128}
+
+
+def _invalid_w4(params: Mapping[str, Any]) -> str | None:
+    if params["format"] not in _GROUPS:
+        return f"format must be one of {', '.join(_GROUPS)}"
+    return _invalid("TNK", 128 if params["format"] == "int4" else 64)(params)  # type: ignore[no-any-return]
+
+
+def _make_w4(case: Any, device: str, seed: int) -> Inputs:
+    import torch
+
+    generator = torch.Generator(device=device).manual_seed(seed)
+    n, k, kind = case["N"], case["K"], case["format"]
+    shape = n, k // _GROUPS[kind]
+    options = {"device": device, "generator": generator}
+    if kind == "nvfp4":
+        scale = _random_scales(generator, *shape)
+    elif kind == "mxfp4":
+        scale = torch.randint(121, 129, shape, dtype=torch.uint8, **options)
+    else:
+        scale = (torch.rand(shape, **options) / 4 + 0.05).to(torch.bfloat16)
+    return {
+        "x": torch.randn(case["T"], k, **options).to(torch.bfloat16),
+        "weight": torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, **options),
+        "scale": scale,
+    }
+
+
+def _w4_bytes(case: Any) -> int:
+    group = _GROUPS[case["format"]]
+    scales = case["K"] // group * (2 if case["format"] == "int4" else 1)
+    return int(case["N"] * (case["K"] // 2 + scales) + 2 * case["T"] * (case["K"] + case["N"]))
+
+
+def _w4_reference(case: Any, inputs: Inputs) -> Any:
+    import torch
+
+    from tiercel.ops.gemv.reference import w4_values
+
+    x = inputs["x"].double()
+    parts = [
+        x @ w4_values(w, s, case["format"]).double().T
+        for w, s in zip(inputs["weight"].split(2048), inputs["scale"].split(2048), strict=True)
+    ]
+    return torch.cat(parts, dim=1)
+
+
+def _check_w4(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error:
+    """Weights of int4 are rounded to bfloat16, each once; others may round partial sums too."""
+    (result,) = outputs
+    if result.shape != expected.shape:
+        raise WrongResult(f"shape {tuple(result.shape)}")
+    return _check_product(result, expected, 2.0 if launch.strict else 4.0)
+
+
 BENCHES = [
+    OpBench(
+        family="gemv",
+        op="w4_linear",
+        params={"T": None, "N": None, "K": None, "format": "mxfp4"},
+        invalid=_invalid_w4,
+        make=_make_w4,
+        call=lambda case, inputs: (tuple(inputs.values()), {"format": case["format"]}),
+        out=lambda case, inputs: inputs["x"].new_empty(case["T"], case["N"]),
+        bytes_moved=_w4_bytes,
+        flops=lambda case: 2 * int(case["T"] * case["N"] * case["K"]),
+        reference=_w4_reference,
+        check=_check_w4,
+    ),
     OpBench(
         family="gemv",
         op="nvfp4_gemv",

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Smoke cases of nvfp4_gemv and nvfp4_linear, and the contracts of their plug-ins."""
+"""Smoke cases of products with 4-bit matrices, and the contracts of their plug-ins."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from tiercel.ops.gemv.spec import NVFP4_GEMV, NVFP4_LINEAR
+from tiercel.ops.gemv.spec import NVFP4_GEMV, NVFP4_LINEAR, W4_LINEAR
 from tiercel.plugins.contract import Case, Contract, TensorSpec
 
 
@@ -113,6 +113,59 @@ def _linear_make(case: Case, device: str, seed: int) -> dict[str, Any]:
     }
 
 
+def _w4_case(tokens: int, features: int, k: int, kind: str, values: str = "random") -> Case:
+    activation = "silu" if values == "bias" else "none"
+    options = {"format": kind, "activation": activation}
+    dtype = "float16" if values == "float16" else "bfloat16"
+    return Case({"T": tokens, "N": features, "K": k}, dtype, options, values)
+
+
+def _w4_make(case: Case, device: str, seed: int) -> dict[str, Any]:
+    import torch
+
+    tokens, features, k = (case.sizes[name] for name in "TNK")
+    generator = torch.Generator().manual_seed(seed)
+    dtype, kind = getattr(torch, case.dtype), case.options["format"]
+
+    def normal(*shape: int) -> Any:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    group = {"nvfp4": 16, "mxfp4": 32, "int4": 128 if k % 128 == 0 else 64}[kind]
+    shape = features, k // group
+    zeros = None
+    if kind == "mxfp4":
+        scale = torch.randint(121, 129, shape, dtype=torch.uint8, generator=generator)
+    elif kind == "nvfp4":
+        scale = (torch.rand(shape, generator=generator) + 0.05).to(torch.float8_e4m3fn)
+    else:
+        scale = (torch.rand(shape, generator=generator) / 4 + 0.05).to(dtype)
+        if case.values == "zero points":
+            zeros = torch.randint(0, 16, shape, generator=generator).to(dtype).to(device)
+    codes = torch.randint(0, 256, (features, k // 2), dtype=torch.uint8, generator=generator)
+    strided, with_bias = case.values == "strided", case.values == "bias"
+    return {
+        "x": (normal(tokens, 2 * k)[:, :k] if strided else normal(tokens, k)).to(device),
+        "weight": codes.to(device),
+        "scale": scale.to(device),
+        "format": kind,
+        "zero_point": zeros,
+        "global_scale": torch.full((1,), 0.3, device=device) if with_bias else None,
+        "bias": normal(features).to(device) if with_bias else None,
+        "activation": case.options["activation"],
+    }
+
+
+def _w4_sums(values: dict[str, Any]) -> Any:
+    """The sums of the terms' magnitudes."""
+    from tiercel.ops.gemv.reference import w4_values
+
+    weights = w4_values(values["weight"], values["scale"], values["format"], values["zero_point"])
+    sums = values["x"].float().abs() @ weights.abs().mT
+    if values["global_scale"] is not None:
+        sums = sums * values["global_scale"]
+    return sums if values["bias"] is None else sums + values["bias"].float().abs()
+
+
 CONTRACTS = (
     _GEMV,
     Contract.of(
@@ -129,6 +182,26 @@ CONTRACTS = (
         ),
         timing={"cpu": _linear_case(4, 256, 256), "cuda": _linear_case(4, 7168, 16384)},
         make=_linear_make,
+    ),
+    Contract.of(
+        "gemv",
+        W4_LINEAR,
+        cases=(
+            _w4_case(1, 64, 64, "mxfp4"),
+            _w4_case(7, 100, 192, "int4", "zero points"),
+            _w4_case(16, 136, 256, "nvfp4", "bias"),
+            _w4_case(33, 72, 320, "mxfp4", "bias"),
+            _w4_case(130, 264, 512, "int4"),
+            _w4_case(5, 64, 128, "int4", "strided"),
+            _w4_case(40, 128, 128, "nvfp4", "float16"),
+            _w4_case(0, 64, 64, "mxfp4"),
+        ),
+        timing={
+            "cpu": _w4_case(4, 256, 256, "mxfp4"),
+            "cuda": _w4_case(64, 7168, 16384, "mxfp4"),
+        },
+        make=_w4_make,
+        sums=_w4_sums,
     ),
 )
 

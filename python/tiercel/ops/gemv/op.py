@@ -6,11 +6,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from tiercel import _C
-from tiercel.core.op import Native, Op
+from tiercel.core.op import Lookup, Native, Op
 from tiercel.ops.gemv import reference as ref
-from tiercel.ops.gemv.spec import NVFP4_GEMV, NVFP4_LINEAR
+from tiercel.ops.gemv.spec import ACTIVATIONS, FORMATS, NVFP4_GEMV, NVFP4_LINEAR, W4_LINEAR
 
-__all__ = ["nvfp4_gemv", "nvfp4_linear"]
+__all__ = ["nvfp4_gemv", "nvfp4_linear", "w4_linear"]
 
 _METHOD = "a look-up, the scales and torch.matmul in float32"
 
@@ -109,7 +109,9 @@ def nvfp4_linear(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """A linear layer with NVFP4 weights for a few tokens: ``x @ dequantised(weight).T``.
+    """A linear layer with NVFP4 weights: ``x @ dequantised(weight).T``.
+
+    :func:`tiercel.w4_linear` has it with other formats, a bias and an activation.
 
     Weights times scales are exact, as are products with ``x`` (of a single token, within 2**31 of
     the largest magnitude of 256 neighbours; what is smaller still loses its last bits); sums are
@@ -119,8 +121,8 @@ def nvfp4_linear(
     never synchronises.
 
     Args:
-        x: ``[T, K]`` bfloat16. The precompiled kernels take T up to 16, K that is a multiple of 64
-            and rows at any distance that is a multiple of 16 bytes; ref takes others.
+        x: ``[T, K]`` bfloat16. The precompiled kernels take K that is a multiple of 64 and rows at
+            any distance that is a multiple of 16 bytes; ref takes others.
         weight: ``[N, K / 2]`` float4_e2m1fn_x2, two values a byte, the first in its low half, as
             from :func:`tiercel.nvfp4_quantize`; on the device of ``x``.
         scale: ``[N, K / 16]`` float8_e4m3fn, one of 16 values.
@@ -145,4 +147,103 @@ def nvfp4_linear(
         return _NVFP4_LINEAR.pick()(x, weight, scale, global_scale, backend)  # type: ignore[no-any-return]
     return _NVFP4_LINEAR.into()(  # type: ignore[no-any-return]
         out, x, weight, scale, global_scale, backend
+    )
+
+
+_W4_LINEAR = Op(
+    W4_LINEAR,
+    sm90=Native(
+        _C.w4_linear,
+        _C.w4_linear_plan,
+        (
+            *("x", "weight", "scale", "zero_point", "global_scale", "bias", "out"),
+            Lookup("format", {name: i for i, name in enumerate(FORMATS)}),
+            Lookup("activation", {name: i for i, name in enumerate(ACTIVATIONS)}),
+        ),
+        "tensor cores on weights decoded in registers, K split over a cluster",
+        load=_C.w4_linear_load,
+    ),
+    reference=lambda call: ref.w4_linear(
+        call.x,
+        call.weight,
+        call.scale,
+        format=call.format,
+        zero_point=call.zero_point,
+        global_scale=call.global_scale,
+        bias=call.bias,
+        activation=call.activation,
+    ),
+    method=_METHOD,
+)
+
+
+@_W4_LINEAR.export
+def w4_linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    *,
+    format: str = "mxfp4",  # noqa: A002
+    zero_point: Tensor | None = None,
+    global_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """A linear layer with 4-bit weights: ``act(x @ dequantised(weight).T + bias)``.
+
+    Weights are as MXFP4 and NVFP4 checkpoints have them, two values a byte, the first in its low
+    half; :func:`tiercel.ref.gemv.pack_w4` makes this of the layouts of other checkpoints. A
+    weight's value is its 4-bit number times its group's scale, and times ``global_scale``:
+
+    ========  =======================  ====================================================
+    format    number                   scale
+    ========  =======================  ====================================================
+    mxfp4     e2m1                     ``[N, K / 32]`` uint8: 2 to the power of it less 127
+    nvfp4     e2m1                     ``[N, K / 16]`` float8_e4m3fn
+    int4      0 to 15 less zero point  ``[N, K / group]`` of x's dtype, groups of 32, 64, 128
+    ========  =======================  ====================================================
+
+    Values of mxfp4 (scales of 2**-62 to 2**65) and of nvfp4 are exact; those of int4 are rounded to
+    the dtype of ``x``, except for a single token of bfloat16. Sums are float32, and the result is
+    rounded once.
+
+    There is no derivative. Works under torch.compile and torch.export, and in CUDA graphs; it
+    never synchronises.
+
+    Args:
+        x: ``[T, K]`` bfloat16 or float16. The precompiled kernels take K that is a multiple of 64
+            and rows at any distance that is a multiple of 16 bytes, and MXFP4 with bfloat16 only;
+            ref takes others.
+        weight: ``[N, K / 2]`` uint8 or float4_e2m1fn_x2, on the device of ``x``.
+        scale: The scales of groups along K, see above.
+        format: ``"mxfp4"``, ``"nvfp4"`` or ``"int4"``.
+        zero_point: Of int4: as ``scale``, whole numbers from 0 to 15; None is 8.
+        global_scale: ``[1]`` float32; None is 1.
+        bias: ``[N]`` of x's dtype, contiguous, or None.
+        activation: ``"none"``, ``"relu"``, ``"silu"``, ``"gelu"``, ``"gelu_tanh"`` or
+            ``"relu_squared"``.
+        out: ``[T, N]`` of x's dtype to write to, contiguous.
+        backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
+
+    Returns:
+        ``[T, N]`` of x's dtype.
+
+    Raises:
+        TypeError: A dtype is not one of the above, or an argument is no tensor.
+        ValueError: A shape, stride or device does not fit, or there is no such format, activation
+            or backend.
+        NotImplementedError: ``backend="sm90"`` was asked for and it does not take this size.
+        RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.
+
+    Example:
+        >>> y = tiercel.w4_linear(x, blocks.flatten(-2), scales, bias=bias)  # gpt-oss's
+    """
+    if out is None:
+        return _W4_LINEAR.pick()(  # type: ignore[no-any-return]
+            x, weight, scale, format, zero_point, global_scale, bias, activation, backend
+        )
+    return _W4_LINEAR.into()(  # type: ignore[no-any-return]
+        out, x, weight, scale, format, zero_point, global_scale, bias, activation, backend
     )

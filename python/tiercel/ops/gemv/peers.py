@@ -23,6 +23,16 @@ def _torch_linear(case: Any, inputs: dict[str, Any]) -> Launch:
     return Launch(run=lambda: (torch.nn.functional.linear(x, weight),))
 
 
+def _torch_w4(case: Any, inputs: dict[str, Any]) -> Launch:
+    import torch
+
+    from tiercel.ops.gemv.reference import w4_values
+
+    weight = w4_values(inputs["weight"], inputs["scale"], case["format"]).to(torch.bfloat16)
+    x = inputs["x"]
+    return Launch(run=lambda: (torch.nn.functional.linear(x, weight),))
+
+
 def _batches(inputs: dict[str, Any]) -> tuple[Any, Any]:
     """The matrices [l, m, k] and vectors [l, 1, k] as bfloat16."""
     import torch
@@ -147,6 +157,6 @@ def _vllm_gemv(case: Any, inputs: dict[str, Any]) -> Launch:
 
 
 ADAPTERS = {
-    "torch": {"nvfp4_gemv": _torch_gemv, "nvfp4_linear": _torch_linear},
+    "torch": {"nvfp4_gemv": _torch_gemv, "nvfp4_linear": _torch_linear, "w4_linear": _torch_w4},
     "vllm": {"nvfp4_gemv": _vllm_gemv, "nvfp4_linear": _vllm_linear},
 }

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from tiercel.ops.gemv.packing import pack_w4 as pack_w4
 from tiercel.ops.quant.reference import nvfp4_values
 
 
@@ -62,3 +64,53 @@ def nvfp4_linear(
     if global_scale is not None:
         product = product * global_scale
     return product.to(x.dtype)
+
+
+def w4_linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    *,
+    format: str = "mxfp4",  # noqa: A002
+    zero_point: Tensor | None = None,
+    global_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str = "none",
+) -> Tensor:
+    """Reference of :func:`tiercel.w4_linear`, for any K; in float32, rounded once."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    result = x.to(wide) @ w4_values(weight, scale, format, zero_point).to(wide).mT
+    if global_scale is not None:
+        result = result * global_scale
+    if bias is not None:
+        result = result + bias
+    if activation == "gelu_tanh":
+        result = functional.gelu(result, approximate="tanh")
+    elif activation == "relu_squared":
+        result = functional.relu(result).square()
+    elif activation != "none":
+        result = getattr(functional, activation)(result)
+    return result.to(x.dtype)
+
+
+def w4_values(weight: Tensor, scale: Tensor, kind: str, zero_point: Tensor | None = None) -> Tensor:
+    """The values that 4-bit weights stand for, in float32."""
+    if kind == "int4":
+        packed = weight.view(torch.uint8)
+        codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).float()
+        factors = scale.float()
+    else:
+        codes = nvfp4_values(weight.view(torch.float4_e2m1fn_x2)).float()
+        factors = scale.float() if kind == "nvfp4" else _powers(scale)
+    if not codes.numel():
+        return codes
+    groups = codes.unflatten(-1, (scale.shape[-1], -1))
+    if kind == "int4":
+        groups = groups - (8 if zero_point is None else zero_point.float()[..., None])
+    return (groups * factors[..., None]).flatten(-2)
+
+
+def _powers(exponents: Tensor) -> Tensor:
+    """2 to the power of UE8M0's numbers less 127; 255 is NaN."""
+    powers = torch.exp2(exponents.double() - 127).float()
+    return powers.masked_fill(exponents == 255, torch.nan)

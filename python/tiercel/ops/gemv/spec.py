@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The declarations of nvfp4_gemv and nvfp4_linear."""
+"""The declarations of nvfp4_gemv, nvfp4_linear and w4_linear."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from tiercel.core.spec import Call, Numerics, Spec, Tensor
+from tiercel.core.spec import HALVES, Call, Numerics, Spec, Str, Tensor
 
 _CODES, _SCALES = "float4_e2m1fn_x2", "float8_e4m3fn"
 
@@ -91,12 +91,77 @@ NVFP4_LINEAR = Spec(
     # Weights may be rounded to bfloat16 with their scale, the result is.
     results=[Tensor("out", "T N", "bfloat16", rtol=8e-3, atol=5e-2)],
     check=_check_linear,
-    limits="16 tokens, K a multiple of 64",
+    limits="K a multiple of 64",
     numerics=Numerics(
         2**-8,
         of="terms",
         sums="float32; weights times their scale in bfloat16",
         batch_invariant=False,
         varies="the tuned shape, which is chosen by the number of tokens",
+    ),
+)
+
+
+# In the order of the C++ enumerations.
+FORMATS = ("nvfp4", "mxfp4", "int4")
+ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh", "relu_squared")
+GROUPS = (32, 64, 128)  # of int4
+
+
+def _check_w4(call: Call) -> None:
+    features, k = call.weight.shape[0], call.x.shape[1]
+    group = 16 if call.format == "nvfp4" else 32
+    if k % group:
+        raise ValueError(
+            f"w4_linear: `x` must have a multiple of {group} columns, got {list(call.x.shape)}"
+        )
+    got = list(call.scale.shape)
+    scale = call.scale
+    dtype = str(scale.dtype).removeprefix("torch.")
+    x_dtype = str(call.x.dtype).removeprefix("torch.")
+    due = {"nvfp4": _SCALES, "mxfp4": "uint8", "int4": x_dtype}[call.format]
+    if dtype != due:
+        raise TypeError(f"w4_linear: `scale` must have dtype {due}, got {dtype}")
+    if call.format != "int4":
+        if got != [features, k // group]:
+            raise ValueError(
+                f"w4_linear: `scale` must have shape [N, K / {group}] = "
+                f"{[features, k // group]}, got {got}"
+            )
+        if call.zero_point is not None:
+            raise ValueError("w4_linear: `zero_point` is for int4 only")
+        return
+    if len(got) != 2 or got[0] != features or k not in [g * got[1] for g in GROUPS]:
+        raise ValueError(
+            "w4_linear: `scale` must have shape [N, K / group] with a group of 32, 64 or 128, "
+            f"got {got}"
+        )
+    if call.zero_point is not None and list(call.zero_point.shape) != got:
+        raise ValueError(
+            f"w4_linear: `zero_point` must have shape as `scale` = {got}, "
+            f"got {list(call.zero_point.shape)}"
+        )
+
+
+W4_LINEAR = Spec(
+    "w4_linear",
+    Tensor("x", "T K", HALVES, strided=True),
+    Tensor("weight", "N K/2", ("uint8", _CODES), strided=True),
+    Tensor("scale", "*", ("uint8", _SCALES, *HALVES), strided=True),
+    Str("format", "mxfp4", choices=FORMATS),
+    Tensor("zero_point", "*", "x", strided=True, optional=True),
+    Tensor("global_scale", "1", "float32", strided=True, optional=True),
+    Tensor("bias", "N", "x", optional=True),
+    Str("activation", "none", choices=ACTIVATIONS),
+    # int4's values times their scale are rounded to x's dtype, and the result is.
+    results=[Tensor("out", "T N", "x", rtol=8e-3, atol=1e-3, of_sums=2**-9)],
+    check=_check_w4,
+    limits="K a multiple of 64; MXFP4 with bfloat16",
+    numerics=Numerics(
+        2**-9,
+        of="terms",
+        sums="float32; int4's weights times their scale in the dtype of `x`",
+        batch_invariant=False,
+        varies="the kernel, and the split of K, which are chosen by the number of tokens",
     ),
 )

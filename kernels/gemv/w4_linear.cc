@@ -1,0 +1,360 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/gemv/w4_linear.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <string>
+
+#include "kernels/gemv/nvfp4_linear_kernels.h"
+#include "kernels/gemv/w4_tiles_kernels.h"
+#include "kernels/sm90/checks.h"
+#include "kernels/sm90/invariant.h"
+#include "kernels/sm90/kernel_table.h"
+#include "kernels/sm90/math.h"
+#include "kernels/sm90/tensor_map.h"
+
+namespace tiercel {
+namespace {
+
+// Checks for contiguous rows at multiples of `bytes`.
+Status check_rows(const Argument& argument, int64_t bytes) {
+  const TensorView& view = argument.view;
+  const int64_t stride = view.strides[0] * dtype_bytes(view.dtype);
+  const bool empty = view.shape[0] * view.shape[1] == 0;
+  const bool fits = (view.shape[1] == 1 || view.strides[1] == 1) &&
+                    (view.shape[0] == 1 || stride % bytes == 0) &&
+                    reinterpret_cast<uintptr_t>(view.data) % bytes == 0;
+  if (empty || fits) return Status();
+  return Status::Unimplemented(mismatch(
+      argument,
+      "have rows of neighbouring elements at multiples of " + std::to_string(bytes) + " bytes",
+      "strides " + shape_text(view.strides, view.ndim)));
+}
+
+// The group that a scale of int4 has, by its shape, or 0.
+int64_t int4_group(int64_t k, int64_t groups) {
+  for (int64_t group : {32, 64, 128}) {
+    if (groups * group == k) return group;
+  }
+  return 0;
+}
+
+Status check_scale(const W4LinearCall& call, int64_t features, int64_t k, W4Scales* scales) {
+  const Argument scale{call.op, "scale", *call.scale};
+  TIERCEL_RETURN_IF_ERROR(check_rank(scale, 2));
+  scales->format = call.format;
+  scales->scale = static_cast<const char*>(call.scale->data);
+  scales->scale_row = call.scale->strides[0] * dtype_bytes(call.scale->dtype);
+  switch (call.format) {
+    case W4Format::kNvfp4:
+      scales->group_shift = 4;
+      TIERCEL_RETURN_IF_ERROR(check_dtype(scale, {DType::kFloat8E4M3}));
+      return check_shape(scale, {features, k / 16}, "[N, K / 16]");
+    case W4Format::kMxfp4:
+      scales->group_shift = 5;
+      TIERCEL_RETURN_IF_ERROR(check_dtype(scale, {DType::kUInt8}));
+      return check_shape(scale, {features, k / 32}, "[N, K / 32]");
+    case W4Format::kInt4:
+      break;
+  }
+  TIERCEL_RETURN_IF_ERROR(check_dtype(scale, {call.x->dtype}));
+  const int64_t group = int4_group(k, call.scale->shape[1]);
+  if (group == 0 || call.scale->shape[0] != features) {
+    return Status::InvalidArgument(
+        mismatch(scale, "have shape [N, K / group] with a group of 32, 64 or 128",
+                 shape_text(call.scale->shape, 2)));
+  }
+  scales->group_shift = group == 32 ? 5 : group == 64 ? 6 : 7;
+  return Status();
+}
+
+Status check_zero_point(const W4LinearCall& call, W4Scales* scales) {
+  if (call.zero_point == nullptr) return Status();
+  const Argument zero{call.op, "zero_point", *call.zero_point};
+  if (call.format != W4Format::kInt4) {
+    return Status::InvalidArgument(std::string(call.op) + ": `zero_point` is for int4 only");
+  }
+  TIERCEL_RETURN_IF_ERROR(check_dtype(zero, {call.x->dtype}));
+  TIERCEL_RETURN_IF_ERROR(
+      check_shape(zero, {call.scale->shape[0], call.scale->shape[1]}, "as `scale`"));
+  scales->zero = static_cast<const char*>(call.zero_point->data);
+  scales->zero_row = call.zero_point->strides[0] * 2;
+  return check_rows(zero, 2);
+}
+
+struct Problem {
+  int64_t tokens, features, k;
+  W4Scales scales{};
+  W4Epilogue epilogue{};
+};
+
+Status check(const W4LinearCall& call, Problem* problem) {
+  const Argument x{call.op, "x", *call.x};
+  const Argument weight{call.op, "weight", *call.weight};
+  const Argument scale{call.op, "scale", *call.scale};
+  const Argument out{call.op, "out", *call.out};
+  for (const Argument* argument : {&x, &weight, &scale, &out}) {
+    TIERCEL_RETURN_IF_ERROR(check_rank(*argument, 2));
+  }
+  const bool nvfp4_only = call.op != std::string("w4_linear");
+  if (nvfp4_only) {
+    TIERCEL_RETURN_IF_ERROR(check_dtype(x, {DType::kBFloat16}));
+    TIERCEL_RETURN_IF_ERROR(check_dtype(weight, {DType::kFloat4E2M1x2}));
+  } else {
+    TIERCEL_RETURN_IF_ERROR(check_dtype(x, {DType::kBFloat16, DType::kFloat16}));
+    TIERCEL_RETURN_IF_ERROR(check_dtype(weight, {DType::kUInt8, DType::kFloat4E2M1x2}));
+  }
+  const int64_t tokens = problem->tokens = call.x->shape[0];
+  const int64_t k = problem->k = call.x->shape[1];
+  const int64_t features = problem->features = call.weight->shape[0];
+  const int group = call.format == W4Format::kNvfp4 ? 16 : 32;
+  if (k % group != 0) {
+    return Status::InvalidArgument(
+        mismatch(x, "have a multiple of " + std::to_string(group) + " columns",
+                 shape_text(call.x->shape, 2)));
+  }
+  TIERCEL_RETURN_IF_ERROR(check_shape(weight, {features, k / 2}, "[N, K / 2]"));
+  TIERCEL_RETURN_IF_ERROR(check_scale(call, features, k, &problem->scales));
+  TIERCEL_RETURN_IF_ERROR(check_dtype(out, {call.x->dtype}));
+  TIERCEL_RETURN_IF_ERROR(check_shape(out, {tokens, features}, "[T, N]"));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(x));
+  for (const Argument* argument : {&weight, &scale, &out}) {
+    TIERCEL_RETURN_IF_ERROR(check_same_device(*argument, x));
+    TIERCEL_RETURN_IF_ERROR(check_cuda(*argument));
+  }
+  TIERCEL_RETURN_IF_ERROR(check_zero_point(call, &problem->scales));
+  if (call.global_scale != nullptr) {
+    const Argument global{call.op, "global_scale", *call.global_scale};
+    TIERCEL_RETURN_IF_ERROR(check_dtype(global, {DType::kFloat32}));
+    TIERCEL_RETURN_IF_ERROR(check_shape(global, {1}, "[1]"));
+    problem->epilogue.global_scale = static_cast<const float*>(call.global_scale->data);
+  }
+  if (call.bias != nullptr) {
+    const Argument bias{call.op, "bias", *call.bias};
+    TIERCEL_RETURN_IF_ERROR(check_dtype(bias, {call.x->dtype}));
+    TIERCEL_RETURN_IF_ERROR(check_shape(bias, {features}, "[N]"));
+    TIERCEL_RETURN_IF_ERROR(check_contiguous(bias));
+    problem->epilogue.bias = static_cast<const uint16_t*>(call.bias->data);
+  }
+  const Argument others[] = {
+      {call.op, "zero_point", call.zero_point != nullptr ? *call.zero_point : *call.x},
+      {call.op, "global_scale", call.global_scale != nullptr ? *call.global_scale : *call.x},
+      {call.op, "bias", call.bias != nullptr ? *call.bias : *call.x}};
+  for (const Argument& other : others) {
+    TIERCEL_RETURN_IF_ERROR(check_same_device(other, x));
+    TIERCEL_RETURN_IF_ERROR(check_cuda(other));
+  }
+  problem->epilogue.activation = call.activation;
+  if (k % 64 != 0) {
+    return Status::Unimplemented(std::string(call.op) + ": K must be a multiple of 64, got " +
+                                 std::to_string(k));
+  }
+  if (features > 0x7fffff00 || k > 0x3fffffff || tokens > 0x7fffff00) {
+    return Status::Unimplemented(std::string(call.op) + ": too large for one launch, got weight " +
+                                 shape_text(call.weight->shape, 2));
+  }
+  if (call.format == W4Format::kMxfp4 && call.x->dtype == DType::kFloat16) {
+    return Status::Unimplemented(std::string(call.op) +
+                                 ": MXFP4's scales need the range of bfloat16, got float16");
+  }
+  TIERCEL_RETURN_IF_ERROR(check_rows(x, 16));
+  TIERCEL_RETURN_IF_ERROR(check_rows(weight, 16));
+  TIERCEL_RETURN_IF_ERROR(check_rows(scale, call.format == W4Format::kNvfp4 ? 4 : 2));
+  return check_contiguous(out);
+}
+
+// Blocks of clusters of this size that run at once, with one on a multiprocessor.
+int places(int cluster) {
+  return cluster <= 2 ? kDefaultMultiprocessors : cluster == 4 ? 120 : 112;
+}
+
+struct TilesLaunch {
+  W4TilesArgs args{};
+  const W4TilesKernel* tiles = nullptr;
+  LaunchConfig config;
+};
+
+// Estimated clock cycles. The numbers are those of the instructions, and of memory.
+double estimate(const W4TilesKernel& tiles, int64_t blocks, int64_t steps, int cluster) {
+  const double matrices = tiles.rows / 64.0;
+  const double tensor = matrices * 8 * tiles.tokens / 2 / 0.8;
+  const double decode = matrices * 330;
+  const double memory = tiles.rows * 72 / 15.0 + tiles.tokens * 256 / 40.0;
+  const int64_t at_once = static_cast<int64_t>(places(cluster)) * tiles.together;
+  const int64_t waves = ceil_div(blocks, at_once);
+  const double resident =
+      static_cast<double>(std::min<int64_t>(tiles.together, ceil_div(blocks, places(cluster))));
+  const double step = std::max({resident * tensor, resident * decode, resident * memory, 900.0});
+  const double ends = 3000 + tiles.tokens * 8 + (cluster > 1 ? 1500 + tiles.tokens * 10 : 0);
+  return static_cast<double>(waves) * (static_cast<double>(ceil_div(steps, cluster)) * step + ends);
+}
+
+Status choose_tiles(const W4LinearCall& call, const Problem& problem, TilesLaunch* launch) {
+  W4TilesArgs& args = launch->args;
+  args.steps = static_cast<int>(ceil_div(problem.k, kW4Step));
+  double least = std::numeric_limits<double>::infinity();
+  int64_t grid = 0;
+  int cluster = 1;
+  for (const W4TilesKernel& one : KernelTable(w4_tiles_kernels)) {
+    if (one.floats != (call.format != W4Format::kInt4)) continue;
+    if (one.bfloat16 != (call.x->dtype == DType::kBFloat16)) continue;
+    const int64_t tiles =
+        ceil_div(problem.tokens, one.tokens) * ceil_div(problem.features, one.rows);
+    for (int split : {1, 2, 4, 8}) {
+      const bool given = call.tiles.has_value();
+      if (given && (call.tiles->tokens != one.tokens || call.tiles->rows != one.rows ||
+                    call.tiles->cluster != split)) {
+        continue;
+      }
+      if (!given && split > std::max(1, args.steps)) continue;
+      const double time = estimate(one, tiles * split, args.steps, split);
+      if (time >= least) continue;
+      least = time;
+      launch->tiles = &one;
+      grid = tiles * split;
+      cluster = split;
+    }
+  }
+  if (launch->tiles == nullptr || grid > 0x7fffffff) {
+    return Status::Unimplemented(std::string(call.op) + ": there is no such kernel");
+  }
+  const W4TilesKernel& chosen = *launch->tiles;
+  args.scales = problem.scales;
+  args.epilogue = problem.epilogue;
+  args.out = static_cast<uint16_t*>(call.out->data);
+  args.tokens = static_cast<int>(problem.tokens);
+  args.features = static_cast<int>(problem.features);
+  args.k = static_cast<int>(problem.k);
+  args.token_tiles = static_cast<int>(ceil_div(problem.tokens, chosen.tokens));
+  launch->config.grid.x = static_cast<uint32_t>(grid);
+  launch->config.block.x = static_cast<uint32_t>(w4_threads(chosen.together));
+  launch->config.cluster.x = static_cast<uint32_t>(cluster);
+  launch->config.dependent = true;
+  launch->config.dynamic_smem = static_cast<uint32_t>(
+      std::max(chosen.stages * w4_stage_bytes(chosen.tokens, chosen.rows),
+               w4_result_bytes(chosen.tokens, chosen.rows,
+                               cluster > 1 || call.activation != W4Activation::kNone)));
+  return Status();
+}
+
+Status encode_tiles(const W4LinearCall& call, TilesLaunch* launch) {
+  if (launch->args.k == 0) return Status();
+  constexpr CUtensorMapL2promotion kLines = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+  const auto rows = static_cast<uint32_t>(launch->tiles->rows);
+  const auto tokens = static_cast<uint32_t>(launch->tiles->tokens);
+  TIERCEL_RETURN_IF_ERROR(
+      encode_tensor_map({2, {rows, kW4Step / 2}, CU_TENSOR_MAP_SWIZZLE_64B, kLines}, *call.weight,
+                        call.op, "weight", &launch->args.weight_map));
+  return encode_tensor_map({2, {tokens, kW4Step / 2}, CU_TENSOR_MAP_SWIZZLE_128B, kLines}, *call.x,
+                           call.op, "x", &launch->args.x_map);
+}
+
+Status choose_few(const W4LinearCall& call, const Problem& problem, FewLaunch* launch) {
+  Nvfp4LinearArgs& args = launch->args;
+  args.x = static_cast<const char*>(call.x->data);
+  args.x_row = call.x->strides[0] * 2;
+  args.scales = problem.scales;
+  args.epilogue = problem.epilogue;
+  args.out = static_cast<uint16_t*>(call.out->data);
+  args.tokens = static_cast<int>(problem.tokens);
+  args.features = static_cast<int>(problem.features);
+  args.k = static_cast<int>(problem.k);
+  return nvfp4_linear_configure(
+      call.op, {call.x->device_index, DType::kFloat4E2M1x2, {args.features, args.k}},
+      call.config ? &*call.config : nullptr, launch);
+}
+
+// The tensor map of the weights. If K is 0, nothing is loaded.
+Status encode_few(const W4LinearCall& call, FewLaunch* launch) {
+  if (launch->args.k == 0) return Status();
+  constexpr CUtensorMapL2promotion kLines = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+  return encode_tensor_map({2, {16, 128}, CU_TENSOR_MAP_SWIZZLE_128B, kLines}, *call.weight,
+                           call.op, "weight", &launch->args.weight_map);
+}
+
+// One of both, or neither for an empty result.
+struct Launch {
+  FewLaunch few;
+  TilesLaunch tiles;
+};
+
+Status prepare(const W4LinearCall& call, Launch* launch) {
+  Problem problem;
+  TIERCEL_RETURN_IF_ERROR(check(call, &problem));
+  if (problem.tokens == 0 || problem.features == 0) return Status();
+  const bool few = problem.tokens <= kLinearMaxTokens && call.x->dtype == DType::kBFloat16;
+  if (few && !call.tiles) return choose_few(call, problem, &launch->few);
+  // Sums of the tiles' kernels are in another order.
+  if (batch_invariant()) {
+    return Status::Unimplemented(mismatch(
+        {call.op, "x", *call.x},
+        "be bfloat16 and have at most 16 rows in the batch-invariant mode",
+        std::string(dtype_name(call.x->dtype)) + " of shape " + shape_text(call.x->shape, 2)));
+  }
+  return choose_tiles(call, problem, &launch->tiles);
+}
+
+}  // namespace
+
+Status w4_linear_plan(const W4LinearCall& call, W4LinearPlan* plan) {
+  Launch launch;
+  TIERCEL_RETURN_IF_ERROR(prepare(call, &launch));
+  *plan = {"none", 0, 0, 0, 0, 0, 0, 0, 0};
+  if (launch.tiles.tiles != nullptr) {
+    const W4TilesKernel& chosen = *launch.tiles.tiles;
+    const LaunchConfig& config = launch.tiles.config;
+    const auto cluster = static_cast<int>(config.cluster.x);
+    *plan = {chosen.kernel.name(),
+             cluster,
+             1,
+             static_cast<int>(ceil_div(launch.tiles.args.steps, cluster)),
+             chosen.rows,
+             chosen.tokens,
+             config.grid.x,
+             config.block.x,
+             config.dynamic_smem};
+  } else if (launch.few.kernel != nullptr) {
+    const LaunchConfig& config = launch.few.config;
+    const Nvfp4LinearArgs& args = launch.few.args;
+    *plan = {launch.few.kernel->name(),
+             static_cast<int>(config.cluster.x),
+             args.parts,
+             args.passes * args.sections,
+             args.turns * args.tiles * 16,
+             args.tokens,
+             config.grid.x,
+             config.block.x * config.block.y * config.block.z,
+             config.dynamic_smem};
+  }
+  return Status();
+}
+
+Status w4_linear(const W4LinearCall& call, void* stream) {
+  Launch launch;
+  TIERCEL_RETURN_IF_ERROR(prepare(call, &launch));
+  if (launch.tiles.tiles != nullptr) {
+    TIERCEL_RETURN_IF_ERROR(encode_tiles(call, &launch.tiles));
+    void* pointers[] = {&launch.tiles.args};
+    return launch.tiles.tiles->kernel.launch(launch.tiles.config, call.x->device_index, stream,
+                                             pointers);
+  }
+  if (launch.few.kernel == nullptr) return Status();
+  TIERCEL_RETURN_IF_ERROR(encode_few(call, &launch.few));
+  void* pointers[] = {&launch.few.args};
+  return launch.few.kernel->launch(launch.few.config, call.x->device_index, stream, pointers);
+}
+
+Status w4_linear_load(W4Format format, int device) {
+  for (int tokens : {1, 8, 16}) {
+    TIERCEL_RETURN_IF_ERROR(nvfp4_linear_kernel(format, tokens, 2)->load(device));
+  }
+  for (const W4TilesKernel& one : KernelTable(w4_tiles_kernels)) {
+    if (one.floats == (format != W4Format::kInt4)) {
+      TIERCEL_RETURN_IF_ERROR(one.kernel.load(device));
+    }
+  }
+  return Status();
+}
+
+}  // namespace tiercel

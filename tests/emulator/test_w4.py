@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""w4_linear (wgmma with weights in registers, TMA, clusters) on the emulator, against float64."""
+
+import pytest
+import torch
+from support.emulator import kernels, options
+from support.w4_weights import FORMATS, activated, draw
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(5)
+
+
+def check(tokens, features, k, layout, dtype=torch.bfloat16, activation=0, tiles=(), **more):
+    weights = draw(layout, features, k, dtype, "cpu")
+    x = torch.randn(tokens, k).to(dtype)
+    global_scale = torch.tensor([0.3]) if more.get("scaled") else None
+    bias = torch.randn(features).to(dtype) if more.get("bias") else None
+    out = torch.full((tokens, features), torch.nan, dtype=dtype)
+    kernels.w4_linear(
+        x,
+        weights.packed,
+        weights.scale,
+        weights.zero_point,
+        global_scale,
+        bias,
+        out,
+        FORMATS.index(weights.format),
+        activation,
+        *tiles,
+    )
+    due = x.double() @ weights.values.T
+    magnitudes = x.double().abs() @ weights.values.abs().T
+    if global_scale is not None:
+        due, magnitudes = due * global_scale.double(), magnitudes * global_scale.double()
+    if bias is not None:
+        due = due + bias.double()
+    due = activated(activation, due)
+    # Weights times scales of int4 are rounded, and the result is.
+    unit = torch.finfo(dtype).eps / 2
+    lost = unit / 4 if weights.format == "int4" else 2.0**-18
+    error = (out.double() - due).abs()
+    assert (error <= 1.1 * unit * due.abs() + lost * magnitudes + 2.0**-20).all(), error.max()
+
+
+LAYOUTS = ["nvfp4", "mxfp4", "int4-32", "int4-64", "int4-128", "int4-128-zero"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("tokens", "features", "k"), [(1, 40, 384), (5, 72, 512), (16, 40, 384)])
+def test_few_tokens(tokens, features, k, layout):
+    check(tokens, features, k, layout, bias=True, activation=2)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tokens", [17, 40])
+def test_tiles(tokens, layout):
+    check(tokens, 136, 384, layout, scaled=True)
+
+
+@pytest.mark.parametrize("layout", ["nvfp4", "int4-64"])
+@pytest.mark.parametrize(
+    "tiles", [(32, 128, 1), (64, 128, 2), (128, 128, 4), (256, 128, 1), (128, 256, 2)]
+)
+def test_every_kernel(layout, tiles):
+    check(tiles[0] + 3, 200, 576, layout, tiles=(tiles,), bias=True, activation=1)
+
+
+@pytest.mark.parametrize("layout", ["nvfp4", "int4-32-zero"])
+def test_float16(layout):
+    check(3, 72, 320, layout, dtype=torch.float16, bias=True)
+
+
+def test_in_any_order():
+    for seed in (1, 2):
+        with options(seed=seed):
+            check(40, 130, 1408, "mxfp4", tiles=((64, 128, 4),), activation=3)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random 4-bit weights for tests of w4_linear, with the values that they stand for."""
+
+from dataclasses import dataclass
+
+import torch
+
+FORMATS = ("nvfp4", "mxfp4", "int4")
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@dataclass
+class Weights:
+    format: str
+    packed: torch.Tensor
+    scale: torch.Tensor
+    zero_point: torch.Tensor | None
+    values: torch.Tensor  # float64
+
+
+def nibbles(packed):
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def draw(layout, features, k, dtype, device):
+    """Weights of a layout like "nvfp4" or "int4-128-zero"; numbers come from torch's seed."""
+    kind, *rest = layout.split("-")
+    group = int(rest[0]) if rest else {"nvfp4": 16, "mxfp4": 32}[kind]
+    packed = torch.randint(0, 256, (features, k // 2), dtype=torch.uint8, device=device)
+    shape = features, k // group
+    zero_point = None
+    if kind == "int4":
+        scale = (torch.rand(shape, device=device) * 0.1 + 0.01).to(dtype)
+        if rest[1:]:
+            zero_point = torch.randint(0, 16, shape, device=device).to(dtype)
+        offsets = torch.tensor(8.0) if zero_point is None else zero_point.double()
+        offsets = offsets.to(device).expand(shape).repeat_interleave(group, -1)
+        codes = nibbles(packed).double() - offsets
+        wide = scale.double()
+    else:
+        signs = torch.cat((torch.tensor(E2M1), -torch.tensor(E2M1))).double().to(device)
+        codes = signs[nibbles(packed).long()]
+        if kind == "nvfp4":
+            scale = (torch.rand(shape, device=device) + 0.05).to(torch.float8_e4m3fn)
+            wide = scale.double()
+        else:
+            scale = torch.randint(115, 131, shape, dtype=torch.uint8, device=device)
+            wide = (scale.double() - 127).exp2()
+    values = codes * wide.repeat_interleave(group, -1)
+    return Weights(kind, packed, scale, zero_point, values)
+
+
+def activated(activation, x):
+    """By its index in tiercel's list of activations."""
+    functional = torch.nn.functional
+    return (
+        lambda: x,
+        lambda: functional.relu(x),
+        lambda: functional.silu(x),
+        lambda: functional.gelu(x),
+        lambda: functional.gelu(x, approximate="tanh"),
+        lambda: functional.relu(x).square(),
+    )[activation]()
