@@ -5,12 +5,12 @@
 // Weights are the A operand of wgmma, in registers: a thread decodes them there, so that they cost
 // neither shared memory nor a second pass. Rows of the weight are therefore the product's rows, and
 // tokens its columns.
-//  - A block has 128 or 256 rows of the weight and up to 256 tokens. One warp loads both by TMA
+//  - A block has 128 rows of the weight and up to 256 tokens. One warp loads both by TMA
 //  into
-//    a ring of stages of 128 values of K; two warpgroups decode and multiply, each 64 or 128 rows.
+//    a ring of stages of 128 values of K; two warpgroups decode and multiply, each 64 rows.
 //  - A thread needs one byte of every four of its row. It reads all of them, 16 bytes at a time
 //    (threads that share a row read the same address), and picks its bytes: ten instructions for
-//    four weights. The next 16 of K are decoded while the tensor cores multiply the last.
+//    four weights. The next 32 of K are decoded while the tensor cores multiply the last.
 //  - Where there are fewer tiles than multiprocessors, the blocks of a cluster split K. Each leaves
 //    its sums in its shared memory and adds up those of every block for its share of the tokens, in
 //    the order of K.
@@ -178,32 +178,24 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
       }
     }
   };
-  uint4 words[kMatrices][2];
-  uint32_t a[2][kMatrices][4];
-  // The `sixteen`th 16 values of K of a stage, to the buffer of its parity.
-  const auto decode_next = [&](int stage, int sixteen) {
-    if (sixteen % 2 == 0) {
-      const char* const weights = shared + stage * Shape::kStageBytes + Shape::kXBytes;
-#pragma unroll
-      for (int m = 0; m < kMatrices; ++m) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          words[m][half] = *reinterpret_cast<const uint4*>(
-              weights + (my_row + m * 64 + half * 8) * kRowBytes + (sixteen / 2 ^ swizzle) * 16);
-        }
-      }
-    }
+  uint32_t a[2][2][kMatrices][4];
+  // The `chunk`th 32 values of K of a stage, to the buffer of its parity.
+  const auto decode_chunk = [&](int stage, int chunk) {
+    const char* const weights = shared + stage * Shape::kStageBytes + Shape::kXBytes;
 #pragma unroll
     for (int m = 0; m < kMatrices; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint4& v = words[m][half];
-        const bool even = sixteen % 2 == 0;
-        uint32_t pairs[2];
-        decode_bytes<kFloats, kBFloat16>(pairs, even ? v.x : v.z, even ? v.y : v.w, choice);
-        scale_pairs<kFloats, kBFloat16>(pairs, scales[m][half], sixteen);
-        a[sixteen % 2][m][half] = pairs[0];
-        a[sixteen % 2][m][half + 2] = pairs[1];
+        const uint4 v = *reinterpret_cast<const uint4*>(
+            weights + (my_row + m * 64 + half * 8) * kRowBytes + (chunk ^ swizzle) * 16);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          uint32_t pairs[2];
+          decode_bytes<kFloats, kBFloat16>(pairs, i == 0 ? v.x : v.z, i == 0 ? v.y : v.w, choice);
+          scale_pairs<kFloats, kBFloat16>(pairs, scales[m][half], chunk * 2 + i);
+          a[chunk % 2][i][m][half] = pairs[0];
+          a[chunk % 2][i][m][half + 2] = pairs[1];
+        }
       }
     }
   };
@@ -214,7 +206,7 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
     unpack_bits();
     load_bits(min(first + 1, last - 1));
     mbarrier_wait(filled, 0);
-    decode_next(0, 0);
+    decode_chunk(0, 0);
   }
   for (int step = first; step < last; ++step) {
     const uint32_t x = base + stage * Shape::kStageBytes;
@@ -223,21 +215,24 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
     const int next_stage = !more ? stage : stage + 1 == kStages ? 0 : stage + 1;
     const uint32_t next_parity = parity ^ (more && next_stage == 0);
 #pragma unroll
-    for (int sixteen = 0; sixteen < 8; ++sixteen) {
-      const uint64_t b =
-          rows_descriptor(x + sixteen / 4 * (Shape::kXBytes / 2) + sixteen % 4 * 32);
+    for (int chunk = 0; chunk < 4; ++chunk) {
       wgmma_fence();
 #pragma unroll
-      for (int m = 0; m < kMatrices; ++m) {
-        multiply_rows<kBFloat16, kTokens>(sums[m], a[sixteen % 2][m], b);
+      for (int i = 0; i < 2; ++i) {
+        const uint64_t b =
+            rows_descriptor(x + chunk / 2 * (Shape::kXBytes / 2) + (chunk % 2 * 2 + i) * 32);
+#pragma unroll
+        for (int m = 0; m < kMatrices; ++m) {
+          multiply_rows<kBFloat16, kTokens>(sums[m], a[chunk % 2][i][m], b);
+        }
       }
       wgmma_commit();
-      if (sixteen == 7) {
+      if (chunk == 3) {
         unpack_bits();
         mbarrier_wait(filled + next_stage, next_parity);
       }
       wgmma_wait<1>();
-      decode_next(sixteen < 7 ? stage : next_stage, (sixteen + 1) % 8);
+      decode_chunk(chunk < 3 ? stage : next_stage, (chunk + 1) % 4);
     }
     load_bits(min(step + 2, last - 1));
     // The compiler runs products one by one if some are in flight at the loop's end.
@@ -357,9 +352,7 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
 const W4TilesKernel kKernels[] = {TIERCEL_TILES_OF(true, true, "e2m1, bfloat16"),
                                   TIERCEL_TILES_OF(false, true, "int4, bfloat16"),
                                   TIERCEL_TILES_OF(true, false, "e2m1, float16"),
-                                  TIERCEL_TILES_OF(false, false, "int4, float16"),
-                                  TIERCEL_TILES(true, true, 128, 256, 4, 1, "e2m1, bfloat16"),
-                                  TIERCEL_TILES(false, true, 128, 256, 4, 1, "int4, bfloat16")};
+                                  TIERCEL_TILES_OF(false, false, "int4, float16")};
 
 }  // namespace
 

@@ -65,12 +65,17 @@ __device__ __forceinline__ void decode_bytes(uint32_t (&pairs)[2], uint32_t firs
   const uint32_t bytes = __byte_perm(first, second, choice);
   if constexpr (kFloats) {
     // Each half: the first word's value, then the second's, in the upper byte.
-    constexpr int kShift = kBFloat16 ? 6 : 3;
-    constexpr uint32_t kBits = kBFloat16 ? 0x81c081c0u : 0x8e008e00u;
     const uint32_t both = select_bits(bytes, bytes << 12, 0xf0000f00u);
-    const uint32_t placed = select_bits(both, both >> kShift, 0x88008800u);
-    pairs[0] = placed << 4 & kBits;
-    pairs[1] = placed & kBits;
+    if constexpr (kBFloat16) {
+      constexpr uint32_t kBits = 0x81c081c0u;
+      const uint32_t placed = select_bits(both, both >> 6, 0x88008800u);
+      pairs[0] = placed << 4 & kBits;
+      pairs[1] = placed & kBits;
+    } else {
+      constexpr uint32_t kSigns = 0x80008000u, kBits = 0x8e008e00u;
+      pairs[0] = select_bits(both << 4, both << 1, kSigns) & kBits;
+      pairs[1] = select_bits(both, both >> 3, kSigns) & kBits;
+    }
   } else {
     const uint32_t both = select_bits(bytes, bytes >> 12, 0x00f0000fu);
     pairs[0] = (both & 0x000f000fu) | kWhole<kBFloat16>;

@@ -66,8 +66,8 @@ def test_float16(make):
 
 
 def test_given_kernels(make):
-    got = w4(make, INT4, tiles=((128, 256, 4),))
-    assert (got["tokens"], got["rows"], got["cluster"]) == (128, 256, 4)
+    got = w4(make, INT4, tiles=((128, 128, 4),))
+    assert (got["tokens"], got["rows"], got["cluster"]) == (128, 128, 4)
     with pytest.raises(NotImplementedError, match="there is no such kernel"):
         w4(make, INT4, tiles=((96, 128, 1),))
 
