@@ -62,9 +62,7 @@ def test_tiles(tokens, layout):
 
 
 @pytest.mark.parametrize("layout", ["nvfp4", "int4-64"])
-@pytest.mark.parametrize(
-    "tiles", [(32, 128, 1), (64, 128, 2), (128, 128, 4), (256, 128, 1)]
-)
+@pytest.mark.parametrize("tiles", [(32, 128, 1), (64, 128, 2), (128, 128, 4), (256, 128, 1)])
 def test_every_kernel(layout, tiles):
     check(tiles[0] + 3, 200, 576, layout, tiles=(tiles,), bias=True, activation=1)
 
