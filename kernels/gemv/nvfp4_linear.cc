@@ -14,11 +14,6 @@
 namespace tiercel {
 namespace {
 
-// Blocks that run at once, one per multiprocessor, in clusters of this size.
-int places(int cluster) {
-  return cluster <= 2 ? kDefaultMultiprocessors : cluster == 4 ? 120 : 112;
-}
-
 // The launch of a configuration, or why it has none.
 struct Fit {
   int sections;
@@ -46,7 +41,7 @@ const char* fit(const Nvfp4LinearArgs& args, const Nvfp4LinearConfig& config, Fi
   for (fit->together = most_warps / warps; fit->together > 0; --fit->together) {
     const int64_t room =
         std::min(kLinearMaxShared, 228 * 1024 / fit->together - 2048) - queues - of_strip - zeros;
-    const int64_t clusters = places(config.cluster) * fit->together / config.cluster;
+    const int64_t clusters = cluster_places(config.cluster) * fit->together / config.cluster;
     fit->turns = static_cast<int>(ceil_div(fit->all_turns, clusters));
     // Shared memory per turn: every warp's sums in the block that owns their rows, and in this
     // block between sections. The fewest sections that leave room for a turn.
@@ -91,7 +86,7 @@ double estimate(const Nvfp4LinearArgs& args, const Nvfp4LinearConfig& config, co
   const int warps = config.tiles * config.parts;
   const int64_t grid = ceil_div(fit.all_turns, fit.turns) * config.cluster;
   const int64_t warps_at_once =
-      warps * std::min<int64_t>(fit.together, ceil_div(grid, places(config.cluster)));
+      warps * std::min<int64_t>(fit.together, ceil_div(grid, cluster_places(config.cluster)));
   const double groups = static_cast<double>(ceil_div(fit.turns, fit.group));
   const double loads = fit.sections == 1 ? 1.0 : fit.sections * groups;
   // Four schedulers share the warps; the one with most of them finishes last.

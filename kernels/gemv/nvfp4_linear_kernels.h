@@ -10,6 +10,7 @@
 #include "kernels/gemv/w4_format.h"
 #include "kernels/gemv/w4_linear.h"
 #include "kernels/sm90/launch.h"
+#include "kernels/sm90/math.h"
 
 namespace tiercel {
 
@@ -60,6 +61,11 @@ inline constexpr int kLinearStageBytes = 16 * (kLinearLine / 2 + 1);
 
 // Shared memory for a warp's sums of 16 rows, for that many tokens.
 constexpr int linear_sum_bytes(int tokens) { return tokens == 1 ? 64 : tokens <= 8 ? 512 : 1024; }
+
+// Blocks that run at once, one per multiprocessor, in clusters of this size.
+constexpr int cluster_places(int cluster) {
+  return cluster <= 2 ? kDefaultMultiprocessors : cluster == 4 ? 120 : 112;
+}
 
 // A launch for few tokens. The caller fills the arguments that no configuration changes.
 struct FewLaunch {

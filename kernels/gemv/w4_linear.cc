@@ -164,11 +164,6 @@ Status check(const W4LinearCall& call, Problem* problem) {
   return check_contiguous(out);
 }
 
-// Blocks of clusters of this size that run at once, with one on a multiprocessor.
-int places(int cluster) {
-  return cluster <= 2 ? kDefaultMultiprocessors : cluster == 4 ? 120 : 112;
-}
-
 struct TilesLaunch {
   W4TilesArgs args{};
   const W4TilesKernel* tiles = nullptr;
@@ -180,10 +175,10 @@ struct TilesLaunch {
 double estimate(const W4TilesKernel& tiles, int64_t blocks, int64_t steps, int cluster) {
   const double alone = tiles.tokens <= 64 ? 2700 : tiles.tokens == 128 ? 2050 : 2850;
   const double both = tiles.tokens <= 32 ? 3150 : 3500;
-  const int64_t room = places(cluster);
+  const int64_t room = cluster_places(cluster);
   const int64_t waves = ceil_div(blocks, room * tiles.together);
   const double step = blocks > room && tiles.together == 2 ? both : alone;
-  const double ends = 3000 + tiles.tokens * 8 + (cluster > 1 ? 1000 * cluster : 0);
+  const double ends = 3000 + tiles.tokens * (cluster > 1 ? 78 : 8);  // split K is added up
   return static_cast<double>(waves) * (static_cast<double>(ceil_div(steps, cluster)) * step + ends);
 }
 

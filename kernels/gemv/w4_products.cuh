@@ -8,15 +8,6 @@
 
 namespace tiercel {
 
-#define TIERCEL_W4_WGMMA_16(type)                                                        \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32." type "." type               \
-               " {"                                                                      \
-               "%0, %1, %2, %3, %4, %5, %6, %7"                                          \
-               "}, {%8, %9, %10, %11}, %12, 1, 1, 1, 0;"                                 \
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), \
-                 "+f"(d[6]), "+f"(d[7])                                                  \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-
 #define TIERCEL_W4_WGMMA_32(type)                                                          \
   asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type                 \
                " {"                                                                        \
@@ -101,13 +92,7 @@ namespace tiercel {
 template <bool kBFloat16, int kColumns>
 __device__ __forceinline__ void multiply_rows(float (&d)[kColumns / 2], const uint32_t (&a)[4],
                                               uint64_t b) {
-  if constexpr (kColumns == 16) {
-    if constexpr (kBFloat16) {
-      TIERCEL_W4_WGMMA_16("bf16");
-    } else {
-      TIERCEL_W4_WGMMA_16("f16");
-    }
-  } else if constexpr (kColumns == 32) {
+  if constexpr (kColumns == 32) {
     if constexpr (kBFloat16) {
       TIERCEL_W4_WGMMA_32("bf16");
     } else {
@@ -132,11 +117,10 @@ __device__ __forceinline__ void multiply_rows(float (&d)[kColumns / 2], const ui
       TIERCEL_W4_WGMMA_256("f16");
     }
   } else {
-    static_assert(kColumns == 16, "no such product");
+    static_assert(kColumns == 32, "no such product");
   }
 }
 
-#undef TIERCEL_W4_WGMMA_16
 #undef TIERCEL_W4_WGMMA_32
 #undef TIERCEL_W4_WGMMA_64
 #undef TIERCEL_W4_WGMMA_128
