@@ -5,6 +5,7 @@
 #include <string>
 
 #include "kernels/delta/delta_checks.h"
+#include "kernels/sm90/invariant.h"
 #include "kernels/sm90/kernel_table.h"
 #include "kernels/sm90/math.h"
 
@@ -99,8 +100,10 @@ const Kernel* find_kernel(DeltaPart part, int64_t key_size, DType dtype, bool ch
 constexpr int64_t kLeastSegments = 3;  // below, a second pass costs more than it spares
 constexpr int64_t kLeastChunks = 8;    // of a segment
 
-// The length of segments in chunks, if all sequences together leave most multiprocessors idle.
+// The length of segments in chunks, if all sequences together leave most multiprocessors idle; 0
+// for whole sequences, as always in the batch-invariant mode.
 int64_t choose_segments(const DeltaSizes& sizes, int64_t count, int64_t places) {
+  if (batch_invariant()) return 0;
   const int64_t chunks = places - count;
   if (count == 0 || chunks < kLeastSegments * kLeastChunks * count) return 0;
   const int64_t blocks = sizes.v_heads * ceil_div(sizes.value_size, kDeltaSlice);

@@ -95,7 +95,6 @@ MLA_SPARSE_LSE = Spec(
         Tensor("out", "T H d_v", "q", strided=True, rtol=1e-2, atol=1e-2),
         Tensor("lse", "T H", "float32", rtol=1e-4, atol=1e-4),
     ],
-    dims={"d_v": lambda call: call.d_v},
     check=_check_sparse,
     public="mla_sparse_attention",
     limits="576 columns, d_v 512, page sizes that are powers of two, rows on 16 bytes",
