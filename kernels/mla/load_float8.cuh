@@ -70,8 +70,7 @@ __device__ __forceinline__ void load_float8_keys(const MlaDecodeArgs& args, Step
       const uint32_t tile = memory.keys(stage);
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
-        int thread = threadIdx.x % 128;
-        asm volatile("" : "+r"(thread));  // so that no addresses are kept from half to half
+        const int thread = opaque(threadIdx.x % 128);
         const int lane = thread % kRowLanes, column = half * 256 + lane * 16;
         uint32_t words[kLoads][4];
         float scales[kLoads];

@@ -64,20 +64,26 @@ __device__ __forceinline__ void mask_scores(float (&s)[32], int first, int end, 
 }
 
 // One of the two multiplying warpgroups.
-template <typename Format, bool kBFloat16, int kGroup>
+template <typename Format, bool kBFloat16, MlaLayout kLayout, int kGroup>
 __device__ __forceinline__ void multiply_group(const MlaDecodeArgs& args, Share share, int lane,
                                                int row_block, const Memory& memory,
                                                unsigned char* pointer) {
   constexpr int kOther = 1 - kGroup, kTail = kGroup == 0 ? kFirstTail : kSecondTail;
+  // The second warpgroup multiplies an even step's values while it has its own scores made, and
+  // makes probabilities of these meanwhile. Float8 leaves no registers for that.
+  constexpr bool kBetween = kGroup == 1 && kLayout == MlaLayout::kSame;
   const int thread = threadIdx.x % 128;
-  const float scale = args.scale * value_scale_of(args);
-  const Place place;
+  const float scale = args.scale * value_scale_of<kLayout>(args);
   // Where a warpgroup leaves the probabilities of its steps, and the scores they are relative to.
   const auto shares_of = [&](int group) {
-    return reinterpret_cast<uint4*>(pointer + (group == 0 ? kMlaShares : kMlaOddShares)) + thread;
+    return reinterpret_cast<uint4*>(pointer + (group == 0 ? kMlaShares : kMlaOddShares)) +
+           opaque(threadIdx.x % 128);
   };
   const auto scores_of = [&](int group) {
-    return reinterpret_cast<float*>(pointer + kMlaScores) + group * kMlaRows + place.row;
+    return reinterpret_cast<float*>(pointer + kMlaScores) + group * kMlaRows + Place().row;
+  };
+  const auto values_of = [&](int stage) {
+    return memory.keys(stage) + kGroup * kHalfBlocks * kMlaBlock;
   };
   float o[128];
   Ring ring;
@@ -88,47 +94,73 @@ __device__ __forceinline__ void multiply_group(const MlaDecodeArgs& args, Share 
     for (int i = 0; i < 128; ++i) o[i] = 0.0f;
     RowState upper, lower;
     // Query i sees the keys before length - queries + i + 1.
-    const int seen = share.length - args.queries + 1, at = row_block * kMlaRows;
-    const int all_see = seen + at / args.heads;
+    const int at = row_block * kMlaRows;
+    const int all_see = share.length - args.queries + 1 + at / args.heads;
+    // Takes over the probabilities of the other warpgroup's last step.
+    const auto take = [&](Shares& shares) {
+      named_sync<kConsumers>(kEvenShares + kOther);
+      const float2 scores = {scores_of(kOther)[0], scores_of(kOther)[8]};
+      shares.read(shares_of(kOther));
+      if (kGroup == 1) named_arrive<kConsumers>(kTaken);
+      scale_rows(o, {upper.grow(scores.x), lower.grow(scores.y)});
+      shares.scale<Format>({upper.factor_of(scores.x), lower.factor_of(scores.y)});
+    };
     for (int step = share.first; step < share.last; ++step, ++ring.count) {
       const int key = step * kMlaStep, stage = ring.stage();
       Shares shares;
-      if (stage == kGroup) {
-        float s[32] = {};  // in this scope, so that it has no registers in the other
-        multiply_keys<kBFloat16>(s, memory, ring);
-        if (key + kMlaStep > all_see) {
-          const int end = seen + (at + place.row) / args.heads;
-          const int other_end = seen + (at + place.row + 8) / args.heads;
-          mask_scores(s, key + place.column, min(end, share.length), min(other_end, share.length));
-        }
-        const float2 factors = {upper.add<0>(s, scale), lower.add<2>(s, scale)};
-        shares.pack<Format>(s);
-        // Until then the place has the last even step's probabilities, or the rotary columns.
-        if (kGroup == 0) {
-          named_sync<kConsumers>(kTaken);
-        } else {
-          named_sync<128>(kSecondTail);
-        }
-        shares.write(shares_of(kGroup));
-        if (thread % 4 == 0) {
-          scores_of(kGroup)[0] = upper.largest;
-          scores_of(kGroup)[8] = lower.largest;
-        }
-        if (kGroup == 1) proxy_fence();  // TMA writes there next
-        named_arrive<kConsumers>(kEvenShares + kGroup);
-        scale_rows(o, factors);
-      } else {
-        named_sync<kConsumers>(kEvenShares + kOther);
-        const float2 scores = {scores_of(kOther)[0], scores_of(kOther)[8]};
-        shares.read(shares_of(kOther));
-        if (kGroup == 1) named_arrive<kConsumers>(kTaken);
-        scale_rows(o, {upper.grow(scores.x), lower.grow(scores.y)});
-        shares.scale<Format>({upper.factor_of(scores.x), lower.factor_of(scores.y)});
+      if (stage == kOther) {
+        if (kBetween && step + 1 < share.last) continue;  // between the next step's products
+        take(shares);
         mbarrier_wait(memory.full(kGroup, stage), ring.parity());
+      } else {
+        float s[32] = {};  // in this scope, so that it has no registers in the other
+        float2 factors;
+        // Makes probabilities of the scores, and gives them to the other warpgroup.
+        const auto give = [&] {
+          wgmma_settle(s);
+          if (key + kMlaStep > all_see) {
+            const Place place;
+            const int seen = share.length - args.queries + 1;
+            const int end = seen + (at + place.row) / args.heads;
+            const int other_end = seen + (at + place.row + 8) / args.heads;
+            mask_scores(s, key + place.column, min(end, share.length),
+                        min(other_end, share.length));
+          }
+          factors = {upper.add<0>(s, scale), lower.add<2>(s, scale)};
+          shares.pack<Format>(s);
+          // Until then the place has the last even step's probabilities, or the rotary columns.
+          if (kGroup == 0) {
+            named_sync<kConsumers>(kTaken);
+          } else {
+            named_sync<128>(kSecondTail);
+          }
+          shares.write(shares_of(kGroup));
+          if (thread % 4 == 0) {
+            scores_of(kGroup)[0] = upper.largest;
+            scores_of(kGroup)[8] = lower.largest;
+          }
+          if (kGroup == 1) proxy_fence();  // TMA writes there next
+          named_arrive<kConsumers>(kEvenShares + kGroup);
+        };
+        start_keys<kBFloat16>(s, memory, ring);
+        if (kBetween && step > share.first) {
+          Shares taken;
+          take(taken);
+          mbarrier_wait(memory.full(kGroup, kOther), Ring{ring.count - 1}.parity());
+          start_values<kBFloat16>(o, taken.words, values_of(kOther));
+          wgmma_wait<1>();
+          give();
+          wgmma_wait<0>();
+          wgmma_settle(o);
+          release(memory.empty(kGroup, kOther));
+        } else {
+          wgmma_wait<0>();
+          give();
+        }
+        scale_rows(o, factors);
       }
-      const uint32_t values = memory.keys(stage) + kGroup * kHalfBlocks * kMlaBlock;
-      if (key + kMlaStep > share.length) clear_tail(values, share.length - key, kTail);
-      multiply_values<kBFloat16>(o, shares.words, values);
+      if (key + kMlaStep > share.length) clear_tail(values_of(stage), share.length - key, kTail);
+      multiply_values<kBFloat16>(o, shares.words, values_of(stage));
       release(memory.empty(kGroup, stage));
     }
     // Each has summed the exponentials of its own steps.
@@ -142,9 +174,10 @@ __device__ __forceinline__ void multiply_group(const MlaDecodeArgs& args, Share 
     float2 factors = {upper.grow(other.x), lower.grow(other.y)};
     upper.sum += other.z * upper.factor_of(other.x);
     lower.sum += other.w * lower.factor_of(other.y);
+    const Place place;
     // Parts stay sums; mla_combine divides.
-    factors.x *= row_factor(args, upper.sum, !share.shared());
-    factors.y *= row_factor(args, lower.sum, !share.shared());
+    factors.x *= row_factor<kLayout>(args, upper.sum, !share.shared());
+    factors.y *= row_factor<kLayout>(args, lower.sum, !share.shared());
     store_rows<Format>(args, share, lane, row_block, kGroup, o, factors);
 #pragma unroll
     for (int second = 0; second < 2; ++second) {
@@ -206,11 +239,11 @@ __global__ void __launch_bounds__(kMlaThreads, 1)
     }
     __syncwarp();
     if (!any) return;
-    multiply_group<Format, kBFloat16, 0>(args, share, lane, row_block, memory, shared);
+    multiply_group<Format, kBFloat16, kLayout, 0>(args, share, lane, row_block, memory, shared);
   } else {
     set_registers<Registers<kLayout>::kMultiply, true>();
     if (!share.begin(args, lane)) return;
-    multiply_group<Format, kBFloat16, 1>(args, share, lane, row_block, memory, shared);
+    multiply_group<Format, kBFloat16, kLayout, 1>(args, share, lane, row_block, memory, shared);
   }
 }
 

@@ -61,33 +61,33 @@ struct Rows {
 };
 
 // One of the two multiplying warpgroups.
-template <typename Format, bool kBFloat16, int kGroup>
+template <typename Format, bool kBFloat16, MlaLayout kLayout, int kGroup>
 __device__ __forceinline__ void multiply_group(const MlaDecodeArgs& args, SparseShare share,
                                                int lane, int row_block, const Memory& memory,
                                                unsigned char* pointer) {
   constexpr int kReady = kGroup == 0 ? kFirstReady : kSecondReady;
   constexpr int kOthersReady = kGroup == 0 ? kSecondReady : kFirstReady;
   const int thread = threadIdx.x % 128;
-  const float scale = args.scale * value_scale_of(args);
-  uint4* const fragments = reinterpret_cast<uint4*>(pointer + kMlaShares);
+  const float scale = args.scale * value_scale_of<kLayout>(args);
+  const auto fragments = [&] {
+    return reinterpret_cast<uint4*>(pointer + kMlaShares) + opaque(threadIdx.x % 128);
+  };
   float2* const exchange = reinterpret_cast<float2*>(pointer + kSparseExchange);
   float* const sums = reinterpret_cast<float*>(pointer + kSparseSums);
-  const Place place;
   const uint32_t offset = kGroup * kHalfBlocks * kMlaBlock;  // of the own half of values
   float o[128], s[32];
   uint32_t p[4][4];
   Rows state;
   Ring ring;
-#pragma unroll
-  for (int i = 0; i < 32; ++i) s[i] = 0.0f;
 
   // Starts the product of the other warpgroup's step, which `of` stands at.
   const auto follow = [&](const Ring& of) {
     named_sync<kConsumers>(kOthersReady);
-    const float2 factor = state.follow(exchange, place.row);
+    const float2 factor = state.follow(exchange, Place().row);
+    const uint4* const from = fragments();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const uint4 words = fragments[k * 128 + thread];
+      const uint4 words = from[k * 128];
       p[k][0] = words.x, p[k][1] = words.y, p[k][2] = words.z, p[k][3] = words.w;
     }
     scale_rows(o, factor);
@@ -102,18 +102,20 @@ __device__ __forceinline__ void multiply_group(const MlaDecodeArgs& args, Sparse
   };
   // Makes probabilities of the scores.
   const auto soften = [&] {
-    mask_invalid(s, pointer, kGroup, place.column);
+    mask_invalid(s, pointer, kGroup, Place().column);
     return make_float2(state.upper.add<0>(s, scale), state.lower.add<2>(s, scale));
   };
   const auto publish = [&](float2 factor) {
+    uint4* const to = fragments();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) p[k][i] = Format::pack(s + 8 * k + 2 * i);
-      fragments[k * 128 + thread] = make_uint4(p[k][0], p[k][1], p[k][2], p[k][3]);
+      to[k * 128] = make_uint4(p[k][0], p[k][1], p[k][2], p[k][3]);
     }
     __syncwarp();
     if (thread % 4 == 0) {
+      const Place place;
       exchange[place.row] = make_float2(factor.x, state.upper.largest);
       exchange[place.row + 8] = make_float2(factor.y, state.lower.largest);
     }
@@ -128,6 +130,8 @@ __device__ __forceinline__ void multiply_group(const MlaDecodeArgs& args, Sparse
     for (int step = share.first; step < share.last; step += 2, ring.count += 2) {
       Ring second = ring;
       ++second.count;
+#pragma unroll
+      for (int i = 0; i < 32; ++i) s[i] = 0.0f;  // so that they have no registers between steps
       if constexpr (kGroup == 0) {
         multiply_keys<kBFloat16>(s, memory, ring);
         const float2 factor = soften();
@@ -148,6 +152,7 @@ __device__ __forceinline__ void multiply_group(const MlaDecodeArgs& args, Sparse
         finish(second);
       }
     }
+    const Place place;
     float upper = lanes_reduce<4>(state.upper.sum, Sum());
     float lower = lanes_reduce<4>(state.lower.sum, Sum());
     if (thread % 4 == 0) {
@@ -160,7 +165,8 @@ __device__ __forceinline__ void multiply_group(const MlaDecodeArgs& args, Sparse
     lower = sums[place.row + 8] + sums[kMlaRows + place.row + 8];
     // Parts stay sums; mla_combine divides.
     const bool whole = !share.shared();
-    const float2 inverse = {row_factor(args, upper, whole), row_factor(args, lower, whole)};
+    const float2 inverse = {row_factor<kLayout>(args, upper, whole),
+                            row_factor<kLayout>(args, lower, whole)};
     store_rows<Format>(args, share, lane, row_block, kGroup, o, inverse);
     if constexpr (kGroup == 0) {
 #pragma unroll
@@ -181,12 +187,10 @@ __device__ __forceinline__ void multiply_group(const MlaDecodeArgs& args, Sparse
   } while (share.next(args));
 }
 
-// Registers of a thread, as mla_decode's. With float8, products need some more here.
-template <MlaLayout kLayout>
+// Registers of a thread, as mla_decode's.
 struct SparseRegisters {
-  static constexpr bool kSame = kLayout == MlaLayout::kSame;
-  static constexpr int kMultiply = kSame ? 216 : 208;
-  static constexpr int kLoad = kSame ? 72 : 88;
+  static constexpr int kMultiply = 216;
+  static constexpr int kLoad = 72;
   static_assert(2 * kMultiply + kLoad <= 3 * (65536 / kMlaThreads / 8 * 8));
 };
 
@@ -208,29 +212,30 @@ __global__ void __launch_bounds__(kMlaThreads, 1)
   grid_dependency_wait();
   grid_dependency_launch();
   const int lane = blockIdx.x / args.row_blocks, row_block = blockIdx.x % args.row_blocks;
+  // Each role finds its share by itself, as mla_decode's do.
   SparseShare share{};
-  const bool any = share.begin(args, lane);
   if (group == 2) {
-    set_registers<SparseRegisters<kLayout>::kLoad, false>();
-    if (!any) return;
+    set_registers<SparseRegisters::kLoad, false>();
+    if (!share.begin(args, lane)) return;
     if constexpr (kFloat8) {
       load_float8_keys<Format, kLayout == MlaLayout::kPacked, SlotRowsFinder>(args, share, memory,
                                                                               shared);
     } else {
       load_sparse_keys(args, share, memory, shared);
     }
-  } else {
-    set_registers<SparseRegisters<kLayout>::kMultiply, true>();
+  } else if (group == 0) {
+    set_registers<SparseRegisters::kMultiply, true>();
+    const bool any = share.begin(args, lane);
     if (args.shared != nullptr && row_block == 0 && threadIdx.x == 0) {
       list_shared(args, share, any, lane);
     }
     __syncwarp();
     if (!any) return;
-    if (group == 0) {
-      multiply_group<Format, kBFloat16, 0>(args, share, lane, row_block, memory, shared);
-    } else {
-      multiply_group<Format, kBFloat16, 1>(args, share, lane, row_block, memory, shared);
-    }
+    multiply_group<Format, kBFloat16, kLayout, 0>(args, share, lane, row_block, memory, shared);
+  } else {
+    set_registers<SparseRegisters::kMultiply, true>();
+    if (!share.begin(args, lane)) return;
+    multiply_group<Format, kBFloat16, kLayout, 1>(args, share, lane, row_block, memory, shared);
   }
 }
 

@@ -83,7 +83,7 @@ struct Place {
   int column;
 
   __device__ __forceinline__ Place() {
-    const int thread = threadIdx.x % 128;
+    const int thread = opaque(threadIdx.x % 128);
     row = thread / 32 * 16 + thread % 32 / 4;
     column = thread % 4 * 2;
   }
@@ -120,10 +120,9 @@ __device__ __forceinline__ void store_rows(const MlaDecodeArgs& args, const Step
   }
 }
 
-// Scores of a step, 64 x 64, along all columns.
+// Starts the scores of a step, 64 x 64, along all columns.
 template <bool kBFloat16>
-__device__ __forceinline__ void multiply_keys(float (&s)[32], const Memory& memory,
-                                              const Ring& ring) {
+__device__ __forceinline__ void start_keys(float (&s)[32], const Memory& memory, const Ring& ring) {
   const int stage = ring.stage();
   const auto multiply = [&](int block, bool add) {
 #pragma unroll
@@ -144,6 +143,13 @@ __device__ __forceinline__ void multiply_keys(float (&s)[32], const Memory& memo
 #pragma unroll
   for (int block = kHalfBlocks; block < 2 * kHalfBlocks; ++block) multiply(block, true);
   wgmma_commit();
+}
+
+// Returns when a step's scores are done.
+template <bool kBFloat16>
+__device__ __forceinline__ void multiply_keys(float (&s)[32], const Memory& memory,
+                                              const Ring& ring) {
+  start_keys<kBFloat16>(s, memory, ring);
   wgmma_wait<0>();
   wgmma_settle(s);
 }
@@ -195,14 +201,18 @@ struct RowState {
   }
 };
 
+// Float8 rows alone have a scale for all of them.
+template <MlaLayout kLayout>
 __device__ __forceinline__ float value_scale_of(const MlaDecodeArgs& args) {
-  return args.kv_scale == nullptr ? 1.0f : *args.kv_scale;
+  if (kLayout != MlaLayout::kFloat8 || args.kv_scale == nullptr) return 1.0f;
+  return *args.kv_scale;
 }
 
 // The factor of a row's sum of weighted values; 0 for a row that sees no key.
+template <MlaLayout kLayout>
 __device__ __forceinline__ float row_factor(const MlaDecodeArgs& args, float sum, bool whole) {
-  if (!whole) return value_scale_of(args);
-  return sum == 0.0f ? 0.0f : value_scale_of(args) / sum;
+  if (!whole) return value_scale_of<kLayout>(args);
+  return sum == 0.0f ? 0.0f : value_scale_of<kLayout>(args) / sum;
 }
 
 // A step's probabilities as fragments of wgmma's first operand. Words of a row's lower half are
