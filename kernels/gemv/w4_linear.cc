@@ -280,8 +280,7 @@ Status prepare(const W4LinearCall& call, Launch* launch) {
   // Sums of the tiles' kernels are in another order.
   if (batch_invariant()) {
     return Status::Unimplemented(mismatch(
-        {call.op, "x", *call.x},
-        "be bfloat16 and have at most 16 rows in the batch-invariant mode",
+        {call.op, "x", *call.x}, "be bfloat16 and have at most 16 rows in the batch-invariant mode",
         std::string(dtype_name(call.x->dtype)) + " of shape " + shape_text(call.x->shape, 2)));
   }
   return choose_tiles(call, problem, &launch->tiles);

@@ -236,6 +236,18 @@ def nvfp4_linear(source, n, k):
     return Rows(16, lambda rows: (tiercel.nvfp4_linear(x[rows], weight, scale),))
 
 
+@case("w4_linear")
+@case("w4_linear", "bias", bias=True, activation="silu")
+def w4_linear(source, bias=False, **options):
+    """Of up to 16 rows; with more, the mode has no kernel."""
+    n, k = 1024, 2048
+    x, weight = source.normal(16, k), source.whole(256, n, k // 2, dtype=torch.uint8)
+    scale = source.whole(4, n, k // 32, dtype=torch.uint8) + 125
+    given = (weight, scale)
+    options["bias"] = source.normal(n) if bias else None
+    return Rows(16, lambda rows: (tiercel.w4_linear(x[rows], *given, **options),))
+
+
 @case("nvfp4_gemv")
 def nvfp4_gemv(source):
     m, k, batches = 512, 4096, 40

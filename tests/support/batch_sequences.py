@@ -136,6 +136,33 @@ def mla_decode(source, heads, queries=1, cache=None):
     return Rows(len(lengths), run)
 
 
+@case("mla_sparse_attention", heads=16)
+@case("mla_sparse_attention", "128", heads=128)
+def mla_sparse_attention(source, heads):
+    stored, q = source.normal(40, 64, 576), source.normal(300, heads, 576)
+    indices = source.whole(40 * 64 + 50, 300, 600) - 50
+
+    def run(rows):
+        given = (q[rows], stored, indices[rows], 576**-0.5)
+        return tiercel.mla_sparse_attention(*given, return_lse=True)
+
+    return Rows(300, run)
+
+
+@case("indexer_logits")
+def indexer_logits(source):
+    q, k = (source.normal(*shape, 128).to(torch.float8_e4m3fn) for shape in ((300, 64), (1000,)))
+    scale = source.normal(1000, dtype=torch.float32).abs()
+    weights = source.normal(300, 64, dtype=torch.float32)
+    return Rows(300, lambda rows: (tiercel.indexer_logits(q[rows], k, scale, weights[rows]),))
+
+
+@case("top_k_indices")
+def top_k_indices(source):
+    logits = source.normal(300, 5000, dtype=torch.float32)
+    return Rows(300, lambda rows: (tiercel.top_k_indices(logits[rows], 512),))
+
+
 # Sequences with a state.
 
 
@@ -186,3 +213,9 @@ def gated_delta_rule_decode(source):
         return out, own
 
     return Rows(count, run)
+
+
+@case("gated_rms_norm")
+def gated_rms_norm(source):
+    x, gate, weight = source.normal(3000, 128), source.normal(3000, 128), source.normal(128)
+    return Rows(3000, lambda rows: (tiercel.gated_rms_norm(x[rows], gate[rows], weight),))

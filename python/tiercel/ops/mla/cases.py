@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tiercel.ops.mla.cases_sparse import SPARSE_BENCHES
 from tiercel.ops.mla.errors import judged
 from tiercel.ops.mla.spec import LATENT, PACKED, ROTARY
 from tiercel.workbench.bench.launch import Launch, WrongResult
@@ -149,7 +148,6 @@ def _check_write(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) ->
 
 
 BENCHES = [
-    *SPARSE_BENCHES,
     OpBench(
         family="mla",
         op="mla_decode",

@@ -152,7 +152,7 @@ def _invalid_indexer(params: Mapping[str, Any]) -> str | None:
     return None if whole else "T, K and H must be positive whole numbers"
 
 
-SPARSE_BENCHES = [
+BENCHES = [
     OpBench(
         family="mla",
         op="indexer_logits",
