@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tiercel.ops.mla.errors import judged
+from tiercel.ops.mla.cases import judged
 from tiercel.ops.mla.spec import LATENT, PACKED, ROTARY
 from tiercel.workbench.bench.launch import Launch, WrongResult
 from tiercel.workbench.bench.ops import Error, Inputs, OpBench
