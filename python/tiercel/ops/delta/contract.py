@@ -153,7 +153,7 @@ def _make_norm(case: Case, device: str, seed: int) -> dict[str, Any]:
     import torch
 
     generator = torch.Generator().manual_seed(seed)
-    rows, size = case.sizes["rows"], case.sizes["N"]
+    rows, size = case.sizes["M"], case.sizes["N"]
     dtype = getattr(torch, case.dtype)
     x, gate = (torch.randn(rows, size, generator=generator).to(dtype) for _ in range(2))
     if case.values == "strided":
@@ -166,7 +166,7 @@ def _make_norm(case: Case, device: str, seed: int) -> dict[str, Any]:
 def _case_norm(
     rows: int, size: int, dtype: str = "bfloat16", values: str = "random", weight: str = "float32"
 ) -> Case:
-    return Case({"rows": rows, "N": size}, dtype, {"weight": weight}, values)
+    return Case({"M": rows, "N": size}, dtype, {"weight": weight}, values)
 
 
 NORM = Contract.of(
