@@ -6,12 +6,14 @@
 // With kTransition the kernel computes what a segment does to any state: from zeros, what it adds;
 // and from the identity, without values, what it multiplies by.
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/delta/chunks.cuh"
-#include "kernels/delta/products.cuh"
+#include "kernels/sm90/float_format.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/mbarrier.cuh"
 #include "kernels/sm90/reduce.cuh"
+#include "kernels/sm90/wgmma.cuh"
 
 namespace tiercel {
 namespace {
@@ -80,7 +82,7 @@ __device__ __forceinline__ float2 load_two(uint32_t place) {
   return pair;
 }
 
-// What a block works on.
+// The slice, segment and sequence of a block.
 struct Work {
   DeltaSequence sequence;
   DeltaSegment segment;
@@ -208,6 +210,7 @@ template <typename Format, int kKeySize, bool kChannels, bool kTransition>
 __device__ __forceinline__ void go_through(const DeltaRuleArgs& args,
                                            const Memory<kKeySize, kChannels>& memory,
                                            const Work& work, int group) {
+  constexpr bool kBFloat16 = std::is_same_v<Format, BFloat16>;
   constexpr int kTiles = kKeySize / 8;
   constexpr int kDepths = kKeySize / 16;
   const Place place;
@@ -262,17 +265,17 @@ __device__ __forceinline__ void go_through(const DeltaRuleArgs& args,
     wgmma_fence();
 #pragma unroll
     for (int depth = 0; depth < kDepths; ++depth) {
-      multiply_rows<Format>(found, rounded[depth],
-                            rows_descriptor(stage.k + depth / 4 * kBlock + depth % 4 * 32),
-                            depth > 0);
+      wgmma_from_registers<kBFloat16, false>(
+          found, rounded[depth], rows_descriptor(stage.k + depth / 4 * kBlock + depth % 4 * 32),
+          depth > 0);
     }
     wgmma_commit();
     if constexpr (!kTransition) {
 #pragma unroll
       for (int depth = 0; depth < kDepths; ++depth) {
-        multiply_rows<Format>(out, rounded[depth],
-                              rows_descriptor(stage.q + depth / 4 * kBlock + depth % 4 * 32),
-                              depth > 0);
+        wgmma_from_registers<kBFloat16, false>(
+            out, rounded[depth], rows_descriptor(stage.q + depth / 4 * kBlock + depth % 4 * 32),
+            depth > 0);
       }
       wgmma_commit();
     }
@@ -307,8 +310,8 @@ __device__ __forceinline__ void go_through(const DeltaRuleArgs& args,
     wgmma_fence();
 #pragma unroll
     for (int depth = 0; depth < kPairs; ++depth) {
-      multiply_rows<Format>(found, values[depth], rows_descriptor(stage.solved + depth * 32),
-                            depth > 0);
+      wgmma_from_registers<kBFloat16, false>(found, values[depth],
+                                             rows_descriptor(stage.solved + depth * 32), depth > 0);
     }
     wgmma_commit();
     // Earlier, between the first two products, the compiler would wait for both.
@@ -358,15 +361,15 @@ __device__ __forceinline__ void go_through(const DeltaRuleArgs& args,
     if constexpr (!kTransition) {
 #pragma unroll
       for (int depth = 0; depth < kPairs; ++depth) {
-        multiply_rows<Format>(out, written[depth], rows_descriptor(stage.scores + depth * 32),
-                              true);
+        wgmma_from_registers<kBFloat16, false>(out, written[depth],
+                                               rows_descriptor(stage.scores + depth * 32), true);
       }
       wgmma_commit();
     }
 #pragma unroll
     for (int depth = 0; depth < kPairs; ++depth) {
-      multiply_turned<Format>(state, decayed[depth],
-                              turned_descriptor(stage.added + depth * 16 * 128, kBlock));
+      wgmma_from_registers<kBFloat16, true>(
+          state, decayed[depth], turned_descriptor(stage.added + depth * 16 * 128, kBlock), true);
     }
     wgmma_commit();
     if constexpr (!kTransition) {

@@ -95,8 +95,8 @@ __device__ __forceinline__ void multiply_blocks(const float* a, const float* b, 
   }
 }
 
-// Of a lower triangular matrix whose diagonal blocks are inverted, the block
-// below becomes that of the inverse. Each of the matrix's threads takes part;
+// Makes the block below the diagonal that of the inverse, in a lower triangular
+// matrix whose diagonal blocks are inverted. Each of the matrix's threads takes part;
 // `between` has room for a block.
 template <int kSize>
 __device__ __forceinline__ void invert_below(float* matrix, float* between) {

@@ -185,7 +185,7 @@ Status configure(const char* op, const Nvfp4LinearConfig& config, FewLaunch* cho
   return Status();
 }
 
-// As for the most tokens, whatever their number: one kernel, one order of sums.
+// Configures for the most tokens, whatever their number: one kernel, one order of sums.
 Status configure_invariant(const char* op, const Nvfp4LinearConfig* config, FewLaunch* launch) {
   Nvfp4LinearArgs& args = launch->args;
   const int tokens = args.tokens;

@@ -34,7 +34,7 @@ struct LineScales {
     }
   }
 
-  // Of the unit's first and second 16 values, as float32.
+  // The scales of the unit's first and second 16 values, as float32.
   __device__ __forceinline__ float2 wide(int unit) const {
     if constexpr (kFormat == W4Format::kNvfp4) {
       return wide_scales(unit == 0 ? scale : scale >> 16);
@@ -50,7 +50,7 @@ struct LineScales {
     }
   }
 
-  // The same as pairs of bfloat16, times what the weights' bits lack.
+  // These scales as pairs of bfloat16, times the power of 2 that the weights' bits lack.
   __device__ __forceinline__ void pairs(uint32_t (&factors)[2], int unit) const {
     if constexpr (kFormat == W4Format::kNvfp4) {
       spread_scales(factors, unit == 0 ? scale : scale >> 16);
@@ -61,7 +61,7 @@ struct LineScales {
     }
   }
 
-  // What to add to a unit's whole numbers: their zero point and kWhole, negated.
+  // The addend of a unit's whole numbers: their zero point and kWhole, negated.
   template <bool kBFloat16>
   __device__ __forceinline__ uint32_t offset(const W4Scales& all, int unit) const {
     if (all.zero == nullptr) return kMinusEight<kBFloat16>;

@@ -20,7 +20,6 @@
 #include <type_traits>
 
 #include "kernels/gemv/w4_epilogue.cuh"
-#include "kernels/gemv/w4_products.cuh"
 #include "kernels/gemv/w4_tiles_kernels.h"
 #include "kernels/gemv/w4_weights.cuh"
 #include "kernels/sm90/cluster.cuh"
@@ -223,7 +222,7 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
             rows_descriptor(x + chunk / 2 * (Shape::kXBytes / 2) + (chunk % 2 * 2 + i) * 32);
 #pragma unroll
         for (int m = 0; m < kMatrices; ++m) {
-          multiply_rows<kBFloat16, kTokens>(sums[m], a[chunk % 2][i][m], b);
+          wgmma_from_registers<kBFloat16, false>(sums[m], a[chunk % 2][i][m], b, true);
         }
       }
       wgmma_commit();
@@ -248,7 +247,7 @@ __global__ void __launch_bounds__(w4_threads(kTogether), kTogether)
   consumers_sync();  // every stage was read
   const bool plain = blocks == 1 && args.epilogue.activation == W4Activation::kNone;
   char* const results = shared + (plain ? 0 : kRows * kTokens * 4);
-  // Of 16 tokens: matrices of 8 rows and 8 tokens.
+  // Stores 16 tokens: matrices of 8 rows and 8 tokens.
   const auto store = [&](int pair, int row, const float* v) {
     const uint32_t words[4] = {Format::pack(v), Format::pack(v + 2), Format::pack(v + 4),
                                Format::pack(v + 6)};

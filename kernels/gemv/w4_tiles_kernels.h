@@ -45,7 +45,7 @@ constexpr int w4_stage_bytes(int tokens, int rows) {
   return rows * (kW4Step / 2) + tokens * (kW4Step * 2);
 }
 
-// What the sums of the blocks of a cluster and the result need, in place of the stages.
+// Bytes for the sums of the blocks of a cluster and for the result, in place of the stages.
 constexpr int w4_result_bytes(int tokens, int rows, bool split) {
   return rows * tokens * (split ? 4 : 0) + tokens * (rows * 2 + 16);
 }

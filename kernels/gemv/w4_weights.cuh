@@ -40,7 +40,7 @@ inline constexpr uint32_t kWhole = kBFloat16 ? 0x43004300u : 0x64006400u;
 template <bool kBFloat16>
 inline constexpr uint32_t kMinusWhole = kWhole<kBFloat16> | 0x80008000u;
 
-// The same less 8, the zero point of weights without others.
+// That number less 8, the zero point of weights without others.
 template <bool kBFloat16>
 inline constexpr uint32_t kMinusEight = kBFloat16 ? 0xc308c308u : 0xe408e408u;
 
@@ -98,7 +98,7 @@ struct StepScales {
   uint32_t zero[kFloats ? 1 : 2];
 };
 
-// The same as read from memory.
+// A step's scales and zero points as read from memory.
 template <bool kFloats>
 struct StepBits {
   uint32_t scale[2];
@@ -121,8 +121,8 @@ __device__ __forceinline__ uint32_t load_half_word(const char* from) {
   return *reinterpret_cast<const uint16_t*>(from);
 }
 
-// Of the row at `scale` and `zero`, from value k of K on. What lies behind the last value of K is
-// replaced by a scale before it; its products are with zeros.
+// Reads them for the row at `scale` and `zero`, from value k of K on. What lies behind the last
+// value of K is replaced by a scale before it; its products are with zeros.
 template <bool kFloats>
 __device__ __forceinline__ void load_scales(StepBits<kFloats>& bits, const W4Scales& scales,
                                             const char* scale, const char* zero, int k,

@@ -14,14 +14,13 @@ inline constexpr int kConsumers = 256;
 inline constexpr int kHalfBlocks = 4;  // blocks of 64 columns of a warpgroup's values
 
 enum NamedBarrier {
-  kEvenShares = 1,
-  kOddShares,
+  kProbabilities = 1,
   kTaken,
   kQueries,
   kFirstTail,
   kSecondTail,
   kKeyRows,
-  kEnds,
+  kFirstFree,
 };
 
 template <int kThreads>

@@ -12,7 +12,6 @@
 
 #include "kernels/mla/block.cuh"
 #include "kernels/mla/indexer_kernels.h"
-#include "kernels/mla/wgmma_float8.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/mbarrier.cuh"
 #include "kernels/sm90/reduce.cuh"

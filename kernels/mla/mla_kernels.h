@@ -25,25 +25,23 @@ inline constexpr int kMlaCombineGroups = 4;  // of a block of mla_combine, 128 t
 inline constexpr int kMlaInvariantPart = 16;
 inline constexpr int kMlaLeastBox = 8;  // keys of a copy by TMA; pages of fewer are copied by row
 
-// Shared memory of a block, in bytes: queries, steps of keys, probabilities of an even step (those
-// of an odd one lie in its rotary columns), the scores that both are relative to, barriers, where
-// keys are in the cache. A block of 64 columns lies behind the other, each as TMA's
+// Shared memory of a block, in bytes: queries, steps of keys, probabilities, factors of rows,
+// barriers, where keys are in the cache. A block of 64 columns lies behind the other, each as TMA's
 // 128-byte swizzle has it.
 inline constexpr int kMlaColumns = 128;  // bytes of a row of 64 columns
 inline constexpr int kMlaBlock = kMlaStep * kMlaColumns;
 inline constexpr int kMlaBlocks = kMlaKey / 64;
 inline constexpr int kMlaTile = kMlaBlocks * kMlaBlock;
 inline constexpr int kMlaShares = (1 + kMlaStages) * kMlaTile;
-inline constexpr int kMlaOddShares = kMlaShares - kMlaBlock;
-inline constexpr int kMlaScores = kMlaShares + kMlaRows * kMlaStep * 2;
-inline constexpr int kMlaBarriers = kMlaScores + 2 * kMlaRows * 4;
+inline constexpr int kMlaFactors = kMlaShares + kMlaRows * kMlaStep * 2;
+inline constexpr int kMlaBarriers = kMlaFactors + 128 * 8;
 inline constexpr int kMlaKeyRows = kMlaBarriers + 4 * kMlaStages * 8;
 inline constexpr uint32_t kMlaShared = kMlaKeyRows + kMlaStages * kMlaStep * 8;
 static_assert(kMlaShared <= 227 << 10);
 
-// mla_sparse's: instead of the scores, factors and largest scores of a step's rows; behind the
-// rest, two parts of the rows' sums, and which keys of a stage count.
-inline constexpr int kSparseExchange = kMlaScores;
+// mla_sparse's: instead of mla_decode's factors, factors and largest scores of a step's rows;
+// behind the rest, two parts of the rows' sums, and which keys of a stage count.
+inline constexpr int kSparseExchange = kMlaFactors;
 inline constexpr int kSparseSums = kMlaShared;
 inline constexpr int kSparseValid = kSparseSums + 2 * kMlaRows * 4;
 inline constexpr uint32_t kSparseShared = kSparseValid + kMlaStages * 8;

@@ -32,7 +32,7 @@ namespace tiercel {
 namespace {
 
 // Barriers of the probabilities of a pair's first and second step, and of the sums.
-enum SparseBarrier { kFirstReady = kEnds + 1, kSecondReady, kSums };
+enum SparseBarrier { kFirstReady = kFirstFree, kSecondReady, kSums };
 
 // Scores of keys that are none become minus infinity.
 __device__ __forceinline__ void mask_invalid(float (&s)[32], const unsigned char* pointer,
@@ -47,7 +47,7 @@ __device__ __forceinline__ void mask_invalid(float (&s)[32], const unsigned char
   }
 }
 
-// What a thread has of its two rows.
+// A thread's part of its two rows.
 struct Rows {
   RowState upper, lower;
 

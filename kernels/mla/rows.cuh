@@ -53,8 +53,8 @@ __device__ __forceinline__ void start_values(float (&o)[128], const uint32_t (&p
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kMlaStep / 16; ++k) {
-    wgmma_turned_256<kBFloat16>(o, p[k],
-                                turned_descriptor(values + k * 16 * kMlaColumns, kMlaBlock));
+    wgmma_from_registers<kBFloat16, true>(
+        o, p[k], turned_descriptor(values + k * 16 * kMlaColumns, kMlaBlock), true);
   }
   wgmma_commit();
 }
@@ -120,9 +120,10 @@ __device__ __forceinline__ void store_rows(const MlaDecodeArgs& args, const Step
   }
 }
 
-// Starts the scores of a step, 64 x 64, along all columns.
+// Scores of a step, 64 x 64, along all columns.
 template <bool kBFloat16>
-__device__ __forceinline__ void start_keys(float (&s)[32], const Memory& memory, const Ring& ring) {
+__device__ __forceinline__ void multiply_keys(float (&s)[32], const Memory& memory,
+                                              const Ring& ring) {
   const int stage = ring.stage();
   const auto multiply = [&](int block, bool add) {
 #pragma unroll
@@ -143,13 +144,6 @@ __device__ __forceinline__ void start_keys(float (&s)[32], const Memory& memory,
 #pragma unroll
   for (int block = kHalfBlocks; block < 2 * kHalfBlocks; ++block) multiply(block, true);
   wgmma_commit();
-}
-
-// Returns when a step's scores are done.
-template <bool kBFloat16>
-__device__ __forceinline__ void multiply_keys(float (&s)[32], const Memory& memory,
-                                              const Ring& ring) {
-  start_keys<kBFloat16>(s, memory, ring);
   wgmma_wait<0>();
   wgmma_settle(s);
 }
@@ -160,20 +154,6 @@ struct RowState {
   float largest = -INFINITY;
   float sum = 0.0f;
 
-  // The sums become relative to `score` if that is larger; returns the factor of those before.
-  __device__ __forceinline__ float grow(float score) {
-    const float grown = fmaxf(largest, score);
-    const float factor = exp2_approx(largest - finite(grown));
-    largest = grown;
-    sum *= factor;
-    return factor;
-  }
-
-  // The factor of probabilities that are relative to `score`, which is not larger.
-  __device__ __forceinline__ float factor_of(float score) const {
-    return exp2_approx(score - finite(largest));
-  }
-
   // Makes probabilities of the row's raw scores, those at 4j + kAt and 4j + kAt + 1; returns the
   // factor of what was summed before.
   template <int kAt>
@@ -182,7 +162,12 @@ struct RowState {
 #pragma unroll
     for (int j = 0; j < 8; ++j) most = fmaxf(most, fmaxf(s[4 * j + kAt], s[4 * j + kAt + 1]));
     most = lanes_reduce<4>(most, [](float a, float b) { return fmaxf(a, b); });
-    const float factor = grow(most * scale), reference = finite(largest);
+    const float grown = fmaxf(largest, most * scale);
+    // A row that has seen no key has no score; anything finite makes its exponentials 0.
+    const float reference = grown == -INFINITY ? 0.0f : grown;
+    const float factor = exp2_approx(largest - reference);
+    largest = grown;
+    sum *= factor;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
 #pragma unroll
@@ -192,12 +177,6 @@ struct RowState {
       }
     }
     return factor;
-  }
-
- private:
-  // A row that has seen no key has no score; anything finite makes its exponentials 0.
-  static __device__ __forceinline__ float finite(float score) {
-    return score == -INFINITY ? 0.0f : score;
   }
 };
 
@@ -215,8 +194,7 @@ __device__ __forceinline__ float row_factor(const MlaDecodeArgs& args, float sum
   return sum == 0.0f ? 0.0f : value_scale_of<kLayout>(args) / sum;
 }
 
-// A step's probabilities as fragments of wgmma's first operand. Words of a row's lower half are
-// odd.
+// A step's probabilities as fragments of wgmma's first operand.
 struct Shares {
   uint32_t words[4][4];
 
@@ -238,19 +216,6 @@ struct Shares {
     for (int k = 0; k < 4; ++k) {
       const uint4 four = from[k * 128];
       words[k][0] = four.x, words[k][1] = four.y, words[k][2] = four.z, words[k][3] = four.w;
-    }
-  }
-
-  template <typename Format>
-  __device__ __forceinline__ void scale(float2 factors) {
-    if (__all_sync(kFullWarp, factors.x == 1.0f && factors.y == 1.0f)) return;
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      float pair[2];
-      Format::unpack(words[i / 4][i % 4], pair);
-      const float factor = i % 2 ? factors.y : factors.x;
-      pair[0] *= factor, pair[1] *= factor;
-      words[i / 4][i % 4] = Format::pack(pair);
     }
   }
 };

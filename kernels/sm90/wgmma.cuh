@@ -42,81 +42,105 @@ __device__ __forceinline__ void wgmma_settle(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-#define TIERCEL_WGMMA_64(type)                                                                     \
-  asm volatile(                                                                                    \
-      "{ .reg .pred add; setp.ne.b32 add, %34, 0;\n"                                               \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type                                  \
-      " {"                                                                                         \
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                     \
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"             \
-      "}, %32, %33, add, 1, 1, 0, 0; }"                                                            \
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),        \
-        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),    \
-        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), \
-        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), \
-        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])                                         \
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)))
-
-#define TIERCEL_WGMMA_256(type)                                                                    \
-  asm volatile(                                                                                    \
-      "{ .reg .pred add; setp.ne.b32 add, %133, 0;\n"                                              \
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type                                 \
-      " {"                                                                                         \
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                     \
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "           \
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "           \
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "           \
-      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "           \
-      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "           \
-      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, "     \
-      "%111, "                                                                                     \
-      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, " \
-      "%127"                                                                                       \
-      "}, {%128, %129, %130, %131}, %132, add, 1, 1, 1; }"                                         \
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),        \
-        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),    \
-        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), \
-        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), \
-        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), \
-        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), \
-        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), \
-        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), \
-        "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), \
-        "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), \
-        "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), \
-        "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), \
-        "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]), "+f"(d[97]), \
-        "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),          \
-        "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]),        \
-        "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]),        \
-        "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]),        \
-        "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])         \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1))
+// A thread's sums, as text and as operands: a product in PTX names each of them.
+#define TIERCEL_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define TIERCEL_NAMES_32 \
+  TIERCEL_NAMES_16       \
+  ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define TIERCEL_NAMES_64                                                             \
+  TIERCEL_NAMES_32                                                                   \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
+  ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define TIERCEL_NAMES_128                                                                        \
+  TIERCEL_NAMES_64                                                                               \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"             \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"             \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+  ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, " \
+  "%127"
+#define TIERCEL_SUMS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define TIERCEL_SUMS_AT(i) \
+  TIERCEL_SUMS_4(i), TIERCEL_SUMS_4(i + 4), TIERCEL_SUMS_4(i + 8), TIERCEL_SUMS_4(i + 12)
+#define TIERCEL_SUMS_16 TIERCEL_SUMS_AT(0)
+#define TIERCEL_SUMS_32 TIERCEL_SUMS_16, TIERCEL_SUMS_AT(16)
+#define TIERCEL_SUMS_64 TIERCEL_SUMS_32, TIERCEL_SUMS_AT(32), TIERCEL_SUMS_AT(48)
+#define TIERCEL_SUMS_128                                                          \
+  TIERCEL_SUMS_64, TIERCEL_SUMS_AT(64), TIERCEL_SUMS_AT(80), TIERCEL_SUMS_AT(96), \
+      TIERCEL_SUMS_AT(112)
 
 // d = a b + (add ? d : 0): 64 x 64 of descriptors along 16 columns.
 template <bool kBFloat16>
 __device__ __forceinline__ void wgmma_64(float (&d)[32], uint64_t a, uint64_t b, bool add) {
+#define TIERCEL_WGMMA(type)                                                             \
+  asm volatile(                                                                         \
+      "{ .reg .pred add; setp.ne.b32 add, %34, 0;\n"                                    \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" TIERCEL_NAMES_32 \
+      "}, %32, %33, add, 1, 1, 0, 0; }"                                                 \
+      : TIERCEL_SUMS_32                                                                 \
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)))
   if constexpr (kBFloat16) {
-    TIERCEL_WGMMA_64("bf16");
+    TIERCEL_WGMMA("bf16");
   } else {
-    TIERCEL_WGMMA_64("f16");
+    TIERCEL_WGMMA("f16");
   }
+#undef TIERCEL_WGMMA
 }
 
-// d += a b: 64 x 256, a in registers, b turned.
-template <bool kBFloat16>
-__device__ __forceinline__ void wgmma_turned_256(float (&d)[128], const uint32_t (&a)[4],
-                                                 uint64_t b) {
-  if constexpr (kBFloat16) {
-    TIERCEL_WGMMA_256("bf16");
-  } else {
-    TIERCEL_WGMMA_256("f16");
-  }
+// d = a b + (add ? d : 0): 64 x 256 of e4m3 descriptors along 32 columns.
+__device__ __forceinline__ void wgmma_float8_256(float (&d)[128], uint64_t a, uint64_t b,
+                                                 bool add) {
+  asm volatile(
+      "{ .reg .pred add; setp.ne.b32 add, %130, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 {" TIERCEL_NAMES_128
+      "}, %128, %129, add, 1, 1; }"
+      : TIERCEL_SUMS_128
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
 
-#undef TIERCEL_WGMMA_64
-#undef TIERCEL_WGMMA_256
+// d = a b + (add ? d : 0), along 16 of the sum: 64 rows of a in registers. The results' columns are
+// rows of the tile at b or, turned, its columns.
+template <bool kBFloat16, bool kTurned, int kCount>
+__device__ __forceinline__ void wgmma_from_registers(float (&d)[kCount], const uint32_t (&a)[4],
+                                                     uint64_t b, bool add) {
+  static_assert(kCount == 16 || kCount == 32 || kCount == 64 || kCount == 128);
+#define TIERCEL_WGMMA(type, columns, count, a0, a1, a2, a3, at_b, at_add, turned)                \
+  asm volatile("{ .reg .pred add; setp.ne.b32 add, %" #at_add                                    \
+               ", 0;\n"                                                                          \
+               "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type             \
+               " {" TIERCEL_NAMES_##count "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #at_b \
+                                          ", add, 1, 1, %" #turned "; }"                         \
+               : TIERCEL_SUMS_##count                                                            \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)), \
+                 "n"(static_cast<int>(kTurned)))
+#define TIERCEL_WGMMA_OF(type)                                        \
+  if constexpr (kCount == 16) {                                       \
+    TIERCEL_WGMMA(type, 32, 16, 16, 17, 18, 19, 20, 21, 22);          \
+  } else if constexpr (kCount == 32) {                                \
+    TIERCEL_WGMMA(type, 64, 32, 32, 33, 34, 35, 36, 37, 38);          \
+  } else if constexpr (kCount == 64) {                                \
+    TIERCEL_WGMMA(type, 128, 64, 64, 65, 66, 67, 68, 69, 70);         \
+  } else {                                                            \
+    TIERCEL_WGMMA(type, 256, 128, 128, 129, 130, 131, 132, 133, 134); \
+  }
+  if constexpr (kBFloat16) {
+    TIERCEL_WGMMA_OF("bf16")
+  } else {
+    TIERCEL_WGMMA_OF("f16")
+  }
+#undef TIERCEL_WGMMA_OF
+#undef TIERCEL_WGMMA
+}
+
+#undef TIERCEL_NAMES_16
+#undef TIERCEL_NAMES_32
+#undef TIERCEL_NAMES_64
+#undef TIERCEL_NAMES_128
+#undef TIERCEL_SUMS_4
+#undef TIERCEL_SUMS_AT
+#undef TIERCEL_SUMS_16
+#undef TIERCEL_SUMS_32
+#undef TIERCEL_SUMS_64
+#undef TIERCEL_SUMS_128
 
 }  // namespace tiercel
 

@@ -43,7 +43,7 @@ struct Loaded {
         kernel(name.c_str(), &cubin_symbol, max_dynamic_smem) {}
 };
 
-// What `work` returns; an exception of C++ becomes one of Python.
+// Returns the result of `work`; an exception of C++ becomes one of Python.
 template <typename Work>
 auto Guarded(Work&& work) -> decltype(work()) {
   try {

@@ -52,7 +52,7 @@ class Layer:
 
 
 class Place:
-    """Where a step's tokens are in their sequences and in the cache."""
+    """The places of a step's tokens in their sequences and in the cache."""
 
 
 class Model:

@@ -133,7 +133,7 @@ def test_float16_prompts(sizes, channels):
 @pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("size", [48, 64, 80, 128])
 def test_slices_of_a_state(size, channels):
-    """Of 64 columns, the last of which may have fewer; many share a block by two."""
+    """Slices have 64 columns, the last may have fewer; of many, two share a block."""
     prompt(problem(1, 70, (1, 2), (64, size), channels=channels))
     if size == 80:
         prompt(problem(4, 3, (17, 17), (64, size), channels=channels))

@@ -39,7 +39,6 @@ WITHOUT = {
     "moe_up": "the contract's cases are large",
     "nvfp4_gemv": "scales on the CPU",
     "top_k_indices": "compared with its reference, bit by bit, where it is tested",
-    "verify_draft": "its launch allocates; test_verify_draft.py compares its tokens",
     "paged_attention": "as decode_attention, whose kernels it takes for few new tokens",
 }
 

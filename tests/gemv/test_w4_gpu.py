@@ -20,7 +20,7 @@ def _seed():
 
 
 def truth(x, weights, global_scale=None, bias=None, activation="none"):
-    """What is due, and the magnitudes of its terms."""
+    """The due result, and the magnitudes of its terms."""
     factor = 1.0 if global_scale is None else global_scale.double()
     due = (x.double() @ weights.values.T) * factor
     magnitudes = (x.double().abs() @ weights.values.abs().T) * factor

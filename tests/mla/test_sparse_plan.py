@@ -101,7 +101,7 @@ def top_k_plan(rows, columns, k=2048, make=ExchangeTensor, **given):
 
 
 def test_blocks_of_a_row():
-    """As many as keep the row; few rows take more."""
+    """A cluster has as many blocks as keep the row; few rows take more."""
     assert top_k_plan(4096, 20000)["cluster"] == 1
     assert top_k_plan(4096, 65536)["cluster"] == 4
     assert top_k_plan(4096, 131072)["cluster"] == 8

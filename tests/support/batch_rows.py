@@ -239,7 +239,7 @@ def nvfp4_linear(source, n, k):
 @case("w4_linear")
 @case("w4_linear", "bias", bias=True, activation="silu")
 def w4_linear(source, bias=False, **options):
-    """Of up to 16 rows; with more, the mode has no kernel."""
+    """Up to 16 rows: with more, the mode has no kernel."""
     n, k = 1024, 2048
     x, weight = source.normal(16, k), source.whole(256, n, k // 2, dtype=torch.uint8)
     scale = source.whole(4, n, k // 32, dtype=torch.uint8) + 125

@@ -44,7 +44,7 @@ AttentionMask mask_of(const AttentionOptions& options) {
 constexpr int64_t kSharedBytes = int64_t{40} << 20;
 constexpr int64_t kFewTiles = 16;  // of one head
 
-// Of more heads, with long sequences and more keys and values in all, mixing all of them leaves
+// With more heads, long sequences and more keys and values in all, mixing all of them leaves
 // each tile alone with its keys, and memory is the limit. Fewer heads at a time, each with several
 // tiles that read the same keys, are faster: of 128 heads by a tenth to a quarter on an H200.
 constexpr int64_t kManyHeads = 64;

@@ -41,8 +41,9 @@ void decode_griddepcontrol(Decode& d, Instruction& out) {
 }
 const Opcode griddepcontrol_opcode("griddepcontrol", decode_griddepcontrol);
 
-// What ptxas gives a thread of a kernel with setmaxnreg: all that the blocks of a multiprocessor
-// may have, in eights. Without a number of threads, or .maxnreg, it ignores setmaxnreg.
+// Registers that ptxas gives a thread of a kernel with setmaxnreg: all that the blocks of a
+// multiprocessor may have, in eights. Without a number of threads, or .maxnreg, it ignores
+// setmaxnreg.
 uint32_t launch_registers(const PtxFunction& kernel) {
   constexpr uint64_t kOfMultiprocessor = 65536, kMost = 256;
   uint64_t count = kernel.max_registers;

@@ -10,7 +10,7 @@ from torch import Tensor
 
 LAYOUTS = ("gpt_oss", "modelopt", "compressed_tensors", "gptq", "awq")
 
-# Where AWQ keeps each of eight neighbouring columns in a word.
+# The place in a word of each of eight neighbouring columns, in AWQ.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
@@ -34,7 +34,7 @@ def pack_w4(
 ) -> W4Weight:
     """Weights of a checkpoint as :func:`tiercel.w4_linear` takes them, on their device.
 
-    What lies in memory as it is needed is only viewed: gpt_oss, modelopt and, without its zero
+    Layouts that need no change are only viewed: gpt_oss, modelopt and, without its zero
     points, compressed_tensors. Weights of gptq with an order of K (``desc_act``) are not supported.
 
     ==================  =====================  ==================  ===================

@@ -114,7 +114,7 @@ def top_k_indices(logits: Tensor, k: int = 2048, lengths: Tensor | None = None) 
         column = torch.arange(columns, device=logits.device)
         logits = logits.masked_fill(column >= lengths.long()[:, None], -torch.inf)
     largest, order = logits.sort(dim=1, descending=True, stable=True)
-    # What is none goes behind all others.
+    # Candidates that are none go behind all others.
     order = order.masked_fill(largest == -torch.inf, columns)[:, :k].sort(dim=1).values
     indices = order.new_full((len(logits), k), -1)
     indices[:, : order.shape[1]] = order.masked_fill(order == columns, -1)

@@ -25,7 +25,7 @@ def impls(bench: OpBench, backends: Sequence[str]) -> list[Impl]:
 
 
 def _in_the_mode(prepare: Callable[..., Launch]) -> Callable[..., Launch]:
-    """What `prepare` makes, launched and captured in the batch-invariant mode."""
+    """The launch that `prepare` makes, launched and captured in the batch-invariant mode."""
     import tiercel
 
     def within(call: Callable[[], Any]) -> Callable[[], Any]:
