@@ -35,8 +35,9 @@ class batch_invariant:  # noqa: N801 (used as a function)
     In the mode the bits of a row's result depend on that row's inputs and its own length: not on
     what else is in the batch, on how a prefill was cut into chunks, or on the size of a CUDA graph.
     The kernels then choose tiles and splits by the sizes of weights, heads and rows alone, which
-    costs time: docs/numerics.md says what holds for each operator, and what it costs. A call that
-    the kernels do not take raises, as ref makes no such promise; ``backend="ref"`` still runs it.
+    costs time. A call that the kernels do not take raises, as ref makes no such promise;
+    ``backend="ref"`` still runs it. What holds for each operator, and what it costs:
+    https://github.com/tiercel/tiercel/blob/main/docs/numerics.md.
 
     The mode is read when an operator runs, or when a CUDA graph is captured. Other threads have
     that of `set_batch_invariant`, among them the one in which torch runs a backward.
