@@ -33,7 +33,8 @@ def plan(
     results, values = (*shape[:3], d_v), (batch, *keys, d_v)
     shapes = {"q": shape, "k": (batch, *keys, d), "v": values, "out": results}
     tensors = [given.get(name) or make(*shape, dtype=dtype) for name, shape in shapes.items()]
-    return _C.attention_plan(*tensors, lse, left, right, scale, softcap)
+    sinks = [given["sinks"]] if "sinks" in given else []
+    return _C.attention_plan(*tensors, lse, left, right, scale, softcap, *sinks)
 
 
 @pytest.mark.parametrize("d", [8, 40, 64, 72, 96, 128, 136, 192, 200, 256])
@@ -164,6 +165,21 @@ def test_wrong_heads_and_lse(make):
     assert plan(make, lse=lse)["grid"] > 0
     with pytest.raises(ValueError, match=r"`lse` must have shape \[B, H, Sq\] = \[2, 8, 300\]"):
         plan(make, lse=make(2, 300, 8, dtype="float32"))
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "shape", "more"),
+    [
+        (TypeError, "`sinks` must have dtype float32, got bfloat16", (8,), {"dtype": "bfloat16"}),
+        (ValueError, r"`sinks` must have shape \[H\] = \[8\], got \[9\]", (9,), {}),
+        (ValueError, r"`sinks` must have shape \[H\]", (1, 8), {}),
+        (ValueError, "`sinks` must be contiguous", (8,), {"strides": (2,)}),
+    ],
+)
+def test_sinks(make, error, text, shape, more):
+    assert plan(make, sinks=make(8, dtype="float32")) == plan(make, sinks=None) == plan(make)
+    with pytest.raises(error, match=f"^attention: {text}"):
+        plan(make, sinks=make(*shape, **{"dtype": "float32", **more}))
 
 
 @pytest.mark.parametrize(

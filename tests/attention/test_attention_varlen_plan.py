@@ -38,8 +38,9 @@ def plan(
         for name in ("cu_seqlens_q", "cu_seqlens_k")
     ]
     out = given.get("out") or make(rows[0], heads[0], d_v, dtype=dtype)
-    options = (given.get("left", -1), given.get("right", -1), 0.1, 0.0)
-    return _C.attention_varlen_plan(*tensors, *starts, out, None, *longest, *options)
+    options = (given.get("left", -1), given.get("right", -1), 0.1, given.get("softcap", 0.0))
+    sinks = [given["sinks"]] if "sinks" in given else []
+    return _C.attention_varlen_plan(*tensors, *starts, out, None, *longest, *options, *sinks)
 
 
 @pytest.mark.parametrize("d", [8, 40, 64, 72, 128])
@@ -61,18 +62,48 @@ def test_keys_of_192_columns(make, options, ending):
 
 
 @pytest.mark.parametrize(
-    ("name", "given"),
+    "columns",
     [
-        ("q", {"d": 192}),
-        ("q", {"d": 200, "d_v": 128}),
-        ("q", {"d": 192, "d_v": 128, "dtype": "float16"}),
-        ("v", {"d": 128, "d_v": 192}),
+        {"d": 136},
+        {"d": 200, "d_v": 128},
+        {"d": 192, "d_v": 128, "dtype": "float16"},
+        {"d": 128, "d_v": 192},
+        {"d": 256},
     ],
 )
-def test_columns_that_there_is_no_kernel_for(make, name, given):
-    due = f"^attention_varlen: `{name}` must have a head dimension .* up to 128"
+@pytest.mark.parametrize(("left", "right"), [(-1, -1), (-1, 0), (5, 0), (-1, 3)])
+def test_one_kernel_for_all_masks_of_wide_heads(make, columns, left, right):
+    name = f"attention_{'fp16' if 'dtype' in columns else 'bf16'}_d256_128x64_window"
+    got = plan(make, **columns, left=left, right=right)
+    assert got["kernel"] == f"{name}_packed" and got["dynamic_smem"] <= 232448
+    assert (got["band"] > 1) == ((left, right) == (-1, 0))
+    if "dtype" not in columns:
+        capped = plan(make, **columns, left=left, right=right, softcap=5.0)["kernel"]
+        assert capped == f"{name}_capped_packed"
+
+
+@pytest.mark.parametrize("d", [8, 64, 96, 128])
+def test_one_kernel_with_a_cap(make, d):
+    for options in ({}, {"right": 0}, {"left": 5, "right": 0}):
+        kernel = plan(make, d=d, softcap=5.0, **options)["kernel"]
+        assert kernel == "attention_bf16_d256_128x64_window_capped_packed"
+    with pytest.raises(NotImplementedError, match="`softcap` must be None unless tensors are bf"):
+        plan(make, d=d, softcap=5.0, dtype="float16")
+
+
+@pytest.mark.parametrize(("name", "d", "d_v"), [("q", 264, 8), ("q", 60, 64), ("v", 64, 264)])
+def test_columns_that_there_is_no_kernel_for(make, name, d, d_v):
+    due = f"^attention_varlen: `{name}` must have a head dimension .* multiple of 8 up to 256"
     with pytest.raises(NotImplementedError, match=due):
-        plan(make, **given)
+        plan(make, d=d, d_v=d_v)
+
+
+def test_sinks(make):
+    assert plan(make, sinks=make(8, dtype="float32")) == plan(make, sinks=None) == plan(make)
+    with pytest.raises(
+        ValueError, match=r"^attention_varlen: `sinks` must have shape \[H\] = \[8\]"
+    ):
+        plan(make, sinks=make(2, dtype="float32"))
 
 
 def test_longest_is_at_most_all_rows(make):

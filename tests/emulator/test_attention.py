@@ -190,8 +190,8 @@ def check_varlen(queries, keys, heads, d, dtype=torch.bfloat16, longest=None, d_
     longest = longest or (max(queries), max(keys))
     out = q.new_full((*q.shape[:-1], d_v), torch.nan)
     lse = torch.full((heads[0], len(q)), torch.nan)
-    arguments = (q, k, v, *starts, out, lse, *longest, *limits(options), d**-0.5, 0.0)
-    kernels.attention_varlen(*arguments)
+    rest = (*longest, *limits(options), d**-0.5, options.get("softcap", 0.0))
+    kernels.attention_varlen(q, k, v, *starts, out, lse, *rest)
     doubles = [x.double() for x in (q, k, v)]
     truth = tiercel.ref.attention_varlen(*doubles, *starts, *longest, return_lse=True, **options)
     compare(out, lse, *truth)
@@ -217,6 +217,25 @@ def test_varlen(d, options, lengths):
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_varlen_of_narrow_values(options, lengths):
     check_varlen(*lengths, (2, 1), 192, d_v=128, **options)
+
+
+@pytest.mark.parametrize(("d", "d_v"), [(256, 256), (136, 200), (64, 256), (200, 40)])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 5)}])
+@pytest.mark.parametrize("lengths", LENGTHS[:4])
+def test_varlen_of_wide_heads(lengths, options, d, d_v):
+    check_varlen(*lengths, (2, 1), d, d_v=d_v, **options)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 5)}])
+def test_varlen_with_a_cap(options, d):
+    check_varlen(*LENGTHS[2], (2, 1), d, softcap=2.0, **options)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_wide_heads_in_any_order_of_warps(seed):
+    with running(lazy=seed != 2, seed=seed, multiprocessors=2):
+        check_varlen([300, 5, 140], [300, 64, 20], (2, 1), 256, torch.float16, causal=True)
 
 
 def test_varlen_float16_and_a_longest_that_is_more():

@@ -75,12 +75,12 @@ def do_not_decrease(values, rows):
 class Packed:
     """A call of attention_varlen."""
 
-    def __init__(self, seed, dtype):
+    def __init__(self, seed, dtype, sizes=(64, 64, 128), sinks=False):
         self.draw = draw = random.Random(seed)
         generator = torch.Generator().manual_seed(seed)
         self.rows = queries, keys = draw.randint(1, 220), draw.randint(1, 300)
         self.heads, self.kv_heads = draw.choice(((1, 1), (2, 1), (3, 3)))
-        self.d = draw.choice((64, 64, 128) if dtype == FLOAT8 else (40, 64, 128))
+        self.d = draw.choice(sizes)
         self.sequences = draw.randint(1, 5)
 
         def rand(rows, heads):
@@ -101,16 +101,19 @@ class Packed:
         self.lse = None
         if draw.random() < 0.7:
             self.lse = inside(torch.full((self.heads, queries), torch.nan))
+        self.sinks = None
+        if sinks and draw.random() < 0.5:
+            self.sinks = inside(torch.randn(self.heads, generator=generator))
 
     def truth(self, *inputs):
         wide = [x.double() for x in inputs or self.inputs]
-        options = {**self.mask, "return_lse": True}
+        options = {**self.mask, "sinks": self.sinks, "return_lse": True}
         return tiercel.ref.attention_varlen(*wide, *self.starts, *self.longest, **options)
 
     def check(self, close, by_key_order=False):
         """`close(result, truth)` of those rows that are specified; of rows after the longest
         sequence's, either they are as for no sequence."""
-        tensors = (*self.inputs, *self.starts, self.out, self.lse)
+        tensors = (*self.inputs, *self.starts, self.out, self.lse, self.sinks)
         assert all(untouched(x) for x in tensors if x is not None)
         if not do_not_decrease(self.values[0], self.rows[0]):
             return
@@ -135,15 +138,17 @@ class Packed:
             found[first:last] = False
             late = slice(min(first + self.longest[0], last), last)
             found[late] = (self.out[late] == 0).flatten(1).all(1)
+            if self.lse is not None:
+                found[late] &= (self.lse[:, late] == -torch.inf).all(0)
         return found
 
 
 @pytest.mark.parametrize("seed", range(CASES))
 def test_attention_varlen(seed):
-    call = Packed(seed, torch.bfloat16)
+    call = Packed(seed, torch.bfloat16, (40, 64, 128, 256), sinks=True)
     arguments = (*call.inputs, *call.starts, call.out, call.lse, *call.longest, *call.limits)
     with running(max_instructions=LIMIT):
-        kernels.attention_varlen(*arguments, call.d**-0.5, 0.0)
+        kernels.attention_varlen(*arguments, call.d**-0.5, 0.0, call.sinks)
 
     def close(result, truth, rows):
         error = (result.double() - truth).abs()[rows]
@@ -174,7 +179,7 @@ def test_attention_varlen_of_float8(seed):
 
 @pytest.mark.parametrize("seed", range(CASES))
 def test_attention_varlen_backward(seed):
-    call = Packed(seed, torch.bfloat16)
+    call = Packed(seed, torch.bfloat16, (40, 64, 128))
     out, lse = call.truth()
     out, lse = out.bfloat16(), lse.float()
     generator = torch.Generator().manual_seed(seed)

@@ -14,7 +14,7 @@ from transformers import masking_utils as masks
 import tiercel
 import tiercel.integrations.transformers
 from tiercel.core import selection
-from tiercel.integrations.transformers.attention import attention_forward
+from tiercel.integrations.transformers.attention import _why_not, attention_forward
 from tiercel.integrations.transformers.masks import Mask
 
 pytestmark = pytest.mark.torch
@@ -189,6 +189,68 @@ def test_softcap_and_sinks(create, past, device):
             kind = "dynamic" if past else None
             compare(create, device, length=length, kind=kind, past=past, options=options, **NO_SKIP)
     compare(create, device, pad="left", options={"s_aux": sinks}, **NO_SKIP)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("create", [CAUSAL, SLIDING])
+@pytest.mark.parametrize("options", [{"softcap": 2.0}, {"s_aux": 1.0}])
+def test_softcap_and_sinks_of_packed_sequences(create, options, device):
+    if "s_aux" in options:
+        options = {"s_aux": torch.linspace(-1, 2, H, dtype=torch.bfloat16, device=device)}
+    compare(create, device, positions=PACKED.expand(B, -1), options=options, **NO_SKIP)
+
+
+def test_softcap_of_packed_sequences_in_float16_is_the_models_own():
+    q, k = (torch.zeros(1, heads, 13, D, dtype=torch.float16) for heads in (H, HK))
+    mask = Mask({}, causal=True, sequences=torch.tensor([0, 4, 13], dtype=torch.int32), longest=9)
+    for softcap, dtype, falls_back in (
+        (2.0, torch.float16, True),
+        (2.0, torch.bfloat16, False),
+        (None, torch.float16, False),
+    ):
+        why = _why_not(q.to(dtype), *[k.to(dtype)] * 2, mask, 0.0, softcap, {})
+        assert (why is not None and "softcap" in why) == falls_back
+
+
+@pytest.mark.parametrize("positions", [None, PACKED.expand(B, -1)])
+@pytest.mark.parametrize("create", [CAUSAL, SLIDING])
+def test_gradients_of_sinks(monkeypatch, create, positions):
+    """Prompts with sinks are one call of the op, through which their gradients flow."""
+    name = "attention" if positions is None else "attention_varlen"
+    op, given = getattr(tiercel, name), []
+
+    def spy(*args, **options):
+        given.append(options["sinks"].dtype)
+        return op(*args, **options)
+
+    monkeypatch.setattr(tiercel, name, spy)
+    generator = torch.Generator().manual_seed(4)
+    q, k, v, grad = (
+        torch.randn(B, heads, 13, D, generator=generator).bfloat16() for heads in (H, HK, HK, H)
+    )
+    sinks = torch.linspace(-1, 2, H, dtype=torch.bfloat16)
+    made = [
+        create(
+            config=settings(attention),
+            inputs_embeds=torch.empty(B, 13, 8, dtype=torch.bfloat16),
+            attention_mask=None,
+            past_key_values=None,
+            position_ids=positions,
+            **skip,
+        )
+        for attention, skip in (("tiercel", {}), ("sdpa", NO_SKIP))
+    ]
+    module = types.SimpleNamespace(is_causal=True, num_key_value_groups=H // HK)
+    leaves = [x.requires_grad_() for x in (q, k, v, sinks)]
+    out, _ = attention_forward(module, *leaves[:3], made[0], s_aux=sinks)
+    found = torch.autograd.grad(out, leaves, grad.transpose(1, 2))
+    assert given == [torch.float32]
+    doubles = [x.detach().double().requires_grad_() for x in leaves]
+    right = expected(*doubles[:3], made[1], None, doubles[3])
+    truth = torch.autograd.grad(right, doubles, grad.transpose(1, 2).double())
+    for one, other in zip(found, truth, strict=True):
+        assert one.dtype == torch.bfloat16
+        assert (one.double() - other).norm() < 2e-2 * other.norm()
 
 
 def test_chunks_and_blocks_go_to_sdpa():

@@ -47,6 +47,7 @@ struct PackedAttention {
   int64_t max_q = 0;
   int64_t max_k = 0;
   AttentionOptions options;
+  const TensorView* sinks = nullptr;  // or null; those of attention
 };
 
 }  // namespace tiercel

@@ -20,10 +20,8 @@ constexpr double kLog2E = 1.4426950408889634;
 constexpr int64_t kUnlimited = int64_t{1} << 29;
 
 constexpr int64_t kMaxHeadDimension = 256;
-constexpr int64_t kMaxPackedHeadDimension = 128;
-constexpr int64_t kMaxPackedKeyDimension = 192;  // of bfloat16, with values of up to 128
 
-bool fits(int64_t d, int64_t max_d) { return d >= 8 && d <= max_d && d % 8 == 0; }
+bool fits(int64_t d) { return d >= 8 && d <= kMaxHeadDimension && d % 8 == 0; }
 
 Status unsupported(const char* op, const char* name, const std::string& expected,
                    const std::string& got) {
@@ -139,8 +137,9 @@ Status attention_problem(const char* op, const TensorView& q, const TensorView& 
   if (!(options.softcap >= 0.0) || !std::isfinite(options.softcap)) {
     return unsupported(op, "softcap", "be None or positive", std::to_string(options.softcap));
   }
-  if (packed && options.softcap != 0.0) {
-    return unsupported(op, "softcap", "be None", std::to_string(options.softcap));
+  if (packed && q.dtype != DType::kBFloat16 && options.softcap != 0.0) {
+    return unsupported(op, "softcap", "be None unless tensors are bfloat16",
+                       std::to_string(options.softcap));
   }
   const int64_t heads = q.shape[q.ndim - 2], d = q.shape[q.ndim - 1], d_v = v.shape[v.ndim - 1];
   *problem = {batch,
@@ -154,15 +153,11 @@ Status attention_problem(const char* op, const TensorView& q, const TensorView& 
               options.softcap != 0.0,
               options.right >= 0 && (options.left < 0 || options.left >= seq_k),
               packed};
-  const int64_t max_d = packed ? kMaxPackedHeadDimension : kMaxHeadDimension;
-  const bool wide_keys = packed && q.dtype == DType::kBFloat16 && fits(d, kMaxPackedKeyDimension) &&
-                         d_v <= kMaxPackedHeadDimension;
-  const bool wrong_keys = !wide_keys && !fits(d, max_d);
-  if (wrong_keys || !fits(d_v, max_d)) {
+  if (!fits(d) || !fits(d_v)) {
     return unsupported(
-        op, wrong_keys ? "q" : "v",
-        "have a head dimension that is a multiple of 8 up to " + std::to_string(max_d),
-        std::to_string(wrong_keys ? d : d_v));
+        op, fits(d) ? "v" : "q",
+        "have a head dimension that is a multiple of 8 up to " + std::to_string(kMaxHeadDimension),
+        std::to_string(fits(d) ? d_v : d));
   }
   if (problem->empty()) return Status();
   if (seq_k == 0) return unsupported(op, "k", "have at least one key", "none");
@@ -178,6 +173,16 @@ Status attention_problem(const char* op, const TensorView& q, const TensorView& 
                        "shape " + shape_text(q.shape, q.ndim));
   }
   return Status();
+}
+
+Status check_attention_sinks(const char* op, const char* name, const TensorView& sinks,
+                             int64_t heads, const TensorView& q) {
+  const Argument argument{op, name, sinks};
+  TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {DType::kFloat32}));
+  TIERCEL_RETURN_IF_ERROR(check_shape(argument, {heads}, "[H]"));
+  TIERCEL_RETURN_IF_ERROR(check_same_device(argument, Argument{op, "q", q}));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(argument));
+  return check_contiguous(argument);
 }
 
 Status check_attention_same_d(const char* op, const TensorView& v,
@@ -238,12 +243,12 @@ AttentionArgs::AttentionArgs(const AttentionProblem& problem, const AttentionOpt
   std::copy(std::begin(scalars), std::end(scalars), scalars_);
 }
 
-void** AttentionArgs::list(CUtensorMap (&maps)[4], void** lse, float** factors,
+void** AttentionArgs::list(CUtensorMap (&maps)[4], void** lse, void* more,
                            AttentionPackedArgs* packed) {
   void** next = list_;
   for (CUtensorMap& map : maps) *next++ = &map;
   *next++ = lse;
-  if (factors != nullptr) *next++ = factors;
+  *next++ = more;
   if (packed != nullptr) {
     for (void** pointer : {&packed->starts_q, &packed->starts_k, &packed->out}) *next++ = pointer;
   }

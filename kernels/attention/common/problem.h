@@ -29,6 +29,10 @@ Status attention_problem(const char* op, const TensorView& q, const TensorView& 
 // An error unless v has q's head dimension: FP8's kernels and the backward's know no other.
 Status check_attention_same_d(const char* op, const TensorView& v, const AttentionProblem& problem);
 
+// A check of sinks or their gradient: [H], float32 and contiguous, on q's device.
+Status check_attention_sinks(const char* op, const char* name, const TensorView& sinks,
+                             int64_t heads, const TensorView& q);
+
 // The number of heads whose tiles are mixed, for a problem whose later queries see more keys;
 // elements of k and v have `element_bytes`.
 int attention_band(const AttentionProblem& problem, int64_t q_tiles, int64_t blocks,
@@ -130,9 +134,9 @@ class AttentionArgs {
  public:
   AttentionArgs(const AttentionProblem& problem, const AttentionOptions& options, int band);
 
-  // The argument list of a launch, which points to all of these. `factors` is null unless the
-  // kernel has them, `packed` unless the problem is packed.
-  void** list(CUtensorMap (&maps)[4], void** lse, float** factors, AttentionPackedArgs* packed);
+  // The argument list of a launch, which points to all of these. `more` points to the sinks, or to
+  // FP8's factors; `packed` is null unless the problem is packed.
+  void** list(CUtensorMap (&maps)[4], void** lse, void* more, AttentionPackedArgs* packed);
 
  private:
   int32_t scalars_[10];

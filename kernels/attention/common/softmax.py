@@ -11,6 +11,7 @@ from cutlass import Float32, Int32, const_expr
 
 _LOG2_E = 1.4426950408889634
 _LOWEST = -(2.0**80)  # in place of minus infinity, where no key of a row is seen
+_LARGEST = 3.4028234663852886e38  # a sink beyond it, after scaling, would give NaN
 
 
 @cute.jit
@@ -199,6 +200,17 @@ def cap(s, slope):
     for i in range(cute.size(s)):
         power = cute.math.exp2(s[i] * slope * (2.0 * _LOG2_E), fastmath=True)
         s[i] = 1.0 - 2.0 * cute.arch.rcp_approx(power + 1.0)
+
+
+@cute.jit
+def join_sink(top, total, sink):
+    """(top, total, shrink): a row's largest score, times log2 e, and its sum, both with the sink as
+    one more score; `shrink` is the factor of the row's values."""
+    scaled = sink * _LOG2_E
+    scaled = Float32(_LARGEST) if scaled > _LARGEST else scaled
+    above = cute.arch.fmax(top, scaled)
+    shrink = cute.math.exp2(top - above, fastmath=True)
+    return above, total * shrink + cute.math.exp2(scaled - above, fastmath=True), shrink
 
 
 @cute.jit

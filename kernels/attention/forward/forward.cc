@@ -33,21 +33,26 @@ struct Choice {
   unsigned blocks;
 };
 
-Choice choose(DType dtype, const AttentionProblem& problem, int multiprocessors) {
+// Null if none has this mask for the problem's columns.
+const AttentionKernel* find(DType dtype, const AttentionProblem& problem, AttentionMask mask) {
   int count = 0;
   const AttentionKernel* kernels = attention_kernels(&count);
-  Choice choice{nullptr, 1, 0};
+  const AttentionKernel* found = nullptr;
   for (int i = 0; i < count; ++i) {
     const AttentionVariant& variant = kernels[i].variant;
-    if (variant.dtype != dtype || variant.mask != problem.mask ||
-        variant.capped != problem.capped || variant.packed != problem.packed ||
-        variant.d < problem.d || variant.d_v < problem.d_v) {
+    if (variant.dtype != dtype || variant.mask != mask || variant.capped != problem.capped ||
+        variant.packed != problem.packed || variant.d < problem.d || variant.d_v < problem.d_v) {
       continue;
     }
-    if (choice.kernel == nullptr || better(variant, choice.kernel->variant, problem)) {
-      choice.kernel = &kernels[i];
-    }
+    if (found == nullptr || better(variant, found->variant, problem)) found = &kernels[i];
   }
+  return found;
+}
+
+Choice choose(DType dtype, const AttentionProblem& problem, int multiprocessors) {
+  Choice choice{find(dtype, problem, problem.mask), 1, 0};
+  // A window without limits is any mask.
+  if (choice.kernel == nullptr) choice.kernel = find(dtype, problem, AttentionMask::kWindow);
   const int64_t pairs = problem.batch * problem.heads;
   const int64_t q_tiles = ceil_div(problem.seq_q, choice.kernel->variant.tile_m);
   if (problem.growing) choice.band = attention_band(problem, q_tiles, multiprocessors, 2);
@@ -66,7 +71,8 @@ AttentionPlan plan_of(DType dtype, const AttentionProblem& problem, int multipro
 
 // Views are [batch, heads, rows, d], as the maps see them; `packed` is null unless the problem is.
 Status launch(const char* op, const AttentionProblem& problem, const AttentionOptions& options,
-              const TensorView (&views)[4], void* lse, AttentionPackedArgs* packed, void* stream) {
+              const TensorView (&views)[4], void* lse, void* sinks, AttentionPackedArgs* packed,
+              void* stream) {
   const TensorView& q = views[0];
   int multiprocessors = 0;
   TIERCEL_RETURN_IF_ERROR(multiprocessor_count(q.device_index, &multiprocessors));
@@ -85,45 +91,58 @@ Status launch(const char* op, const AttentionProblem& problem, const AttentionOp
   config.dependent = kernel.dependent;
   AttentionArgs args(problem, options, choice.band);
   return kernel.kernel.launch(config, q.device_index, stream,
-                              args.list(maps, &lse, /*factors=*/nullptr, packed));
+                              args.list(maps, &lse, &sinks, packed));
 }
+
+Status check(const AttentionCall& call, AttentionProblem* problem) {
+  TIERCEL_RETURN_IF_ERROR(
+      check_attention(kOp, *call.q, *call.k, *call.v, *call.out, call.lse, call.options, problem));
+  if (call.sinks == nullptr) return Status();
+  return check_attention_sinks(kOp, "sinks", *call.sinks, problem->heads, *call.q);
+}
+
+Status check(const PackedAttention& call, AttentionProblem* problem) {
+  TIERCEL_RETURN_IF_ERROR(check_attention_varlen(call, problem));
+  if (call.sinks == nullptr) return Status();
+  return check_attention_sinks(kVarlenOp, "sinks", *call.sinks, problem->heads, *call.q);
+}
+
+void* data_of(const TensorView* tensor) { return tensor == nullptr ? nullptr : tensor->data; }
 
 }  // namespace
 
 Status attention_plan(const AttentionCall& call, int multiprocessors, AttentionPlan* plan) {
   AttentionProblem problem;
-  TIERCEL_RETURN_IF_ERROR(
-      check_attention(kOp, *call.q, *call.k, *call.v, *call.out, call.lse, call.options, &problem));
+  TIERCEL_RETURN_IF_ERROR(check(call, &problem));
   *plan = plan_of(call.q->dtype, problem, multiprocessors);
   return Status();
 }
 
 Status attention(const AttentionCall& call, void* stream) {
   AttentionProblem problem;
-  TIERCEL_RETURN_IF_ERROR(
-      check_attention(kOp, *call.q, *call.k, *call.v, *call.out, call.lse, call.options, &problem));
+  TIERCEL_RETURN_IF_ERROR(check(call, &problem));
   if (problem.empty()) return Status();
   const AttentionByHead q(*call.q), k(*call.k), v(*call.v), out(*call.out);
-  return launch(kOp, problem, call.options, {q.view, k.view, v.view, out.view},
-                call.lse == nullptr ? nullptr : call.lse->data, /*packed=*/nullptr, stream);
+  return launch(kOp, problem, call.options, {q.view, k.view, v.view, out.view}, data_of(call.lse),
+                data_of(call.sinks), /*packed=*/nullptr, stream);
 }
 
 Status attention_varlen_plan(const PackedAttention& call, int multiprocessors,
                              AttentionPlan* plan) {
   AttentionProblem problem;
-  TIERCEL_RETURN_IF_ERROR(check_attention_varlen(call, &problem));
+  TIERCEL_RETURN_IF_ERROR(check(call, &problem));
   *plan = plan_of(call.q->dtype, problem, multiprocessors);
   return Status();
 }
 
 Status attention_varlen(const PackedAttention& call, void* stream) {
   AttentionProblem problem;
-  TIERCEL_RETURN_IF_ERROR(check_attention_varlen(call, &problem));
+  TIERCEL_RETURN_IF_ERROR(check(call, &problem));
   if (problem.empty()) return Status();
   const AttentionPackedRows q(*call.q), k(*call.k), v(*call.v), out(*call.out);
   AttentionPackedArgs packed(call);
   return launch(kVarlenOp, problem, call.options, {q.view, k.view, v.view, out.view},
-                call.lse == nullptr ? nullptr : call.lse->data, &packed, stream);
+                data_of(call.lse), data_of(call.sinks), &packed, stream);
 }
 
 }  // namespace tiercel

@@ -14,7 +14,7 @@ namespace tiercel {
 // H: query head h reads key head h / (H / Hk). One dtype, bfloat16 or float16; any strides that are
 // multiples of 16 bytes, the last dimension contiguous. lse, [B, H, Sq] float32 and contiguous, may
 // be null: it gets the natural logarithm of each row's sum, minus infinity for a row that sees no
-// key.
+// key. sinks, [H] float32 and contiguous, may be null: a row's sum gets exp(sinks[h]) in addition.
 struct AttentionCall {
   const TensorView* q = nullptr;
   const TensorView* k = nullptr;
@@ -22,6 +22,7 @@ struct AttentionCall {
   const TensorView* out = nullptr;
   const TensorView* lse = nullptr;  // or null
   AttentionOptions options;
+  const TensorView* sinks = nullptr;  // or null
 };
 
 // All checks and the choice of kernel for a device with that many multiprocessors; needs no GPU and

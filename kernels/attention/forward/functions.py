@@ -23,6 +23,8 @@ _TILES = (
     (256, 2, 64, 2, 1, 1),
 )
 _PACKED_TILES = (_TILES[1], _TILES[3])
+# Wider heads, and in bfloat16 a cap: compiled for a window only, which serves all masks.
+_PACKED_WINDOWS = (("bf16", False), ("fp16", False), ("bf16", True))  # capped or not
 _NOT = ((64, 2, "none"),)  # where another tile is always better
 
 # Keys of 192 columns, values of 128 (latent attention's prefill). Other values of another size than
@@ -45,12 +47,14 @@ def name_of(prefix, variant):
 
 
 def declare(kernel, attributes, factors=None, value_map=None):
-    """The declaration of a kernel. FP8's has `factors`, and a map of transposed values."""
+    """The declaration of a kernel. FP8's has `factors`, and a map of transposed values; others have
+    sinks."""
     operands, v = kernel.operands, kernel.variant
     q, k, v_, o = (
         Pointer(name, operands.out_dtype if name == "o" else operands.dtype) for name in "qkvo"
     )
     lse = Pointer("lse", cutlass.Float32, align=4)
+    sinks = Pointer("sinks", cutlass.Float32, align=4) if factors is None else None
     starts = [Pointer(name, cutlass.Int32, align=4) for name in ("starts_q", "starts_k")]
     sizes = tuple(map(Scalar, SIZES))
     starts, sizes = (tuple(starts), sizes) if v.packed else (None, None)
@@ -69,7 +73,7 @@ def declare(kernel, attributes, factors=None, value_map=None):
             tensor_map("k", "kv_heads", "seq_k", v.tile_n, swizzle, width),
             value_map or tensor_map("v", "kv_heads", "seq_k", v.tile_n, swizzle, width, v.d_v),
             tensor_map("o", "heads", "seq_q", ROWS, 2 * PIECE, 16, v.d_v),
-            *((lse,) if factors is None else (lse, factors)),
+            *(lse, sinks or factors),
             *((*starts, o) if v.packed else ()),
             *(*SCALARS, *(sizes or ())),
         ),
@@ -83,7 +87,7 @@ def declare(kernel, attributes, factors=None, value_map=None):
         str(v.capped).lower(),
         str(v.packed).lower(),
     )
-    arguments = (q, k, v_, o, lse, factors, starts, SCALARS, sizes, Scalar("blocks"))
+    arguments = (q, k, v_, o, lse, sinks, factors, starts, SCALARS, sizes, Scalar("blocks"))
     return Function(kernel.name, kernel, arguments, (launch,), attributes, CHECKED)
 
 
@@ -111,6 +115,10 @@ def functions():
         for dtype in _DTYPES
         for tile in _PACKED_TILES
         for mask in MASKS
+    ]
+    built += [
+        function(dtype, _TILES[-1], "window", capped, packed=True)
+        for dtype, capped in _PACKED_WINDOWS
     ]
     built += [
         function("bf16", _NARROW_TILE, mask, packed=packed, d_v=_NARROW_VALUES)

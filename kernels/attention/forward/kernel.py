@@ -55,7 +55,7 @@ from kernels.attention.common.pipelines import (
     writer,
 )
 from kernels.attention.common.problem import Problem
-from kernels.attention.common.softmax import cap, hide_outside, inverse, largest
+from kernels.attention.common.softmax import cap, hide_outside, inverse, join_sink, largest
 from kernels.attention.common.tiles import (
     free_blocks,
     key_blocks,
@@ -172,6 +172,7 @@ class AttentionForward:
         v: cute.Pointer,
         o: cute.Pointer,
         lse: cute.Pointer,
+        sinks,
         factors,
         starts,
         problem,
@@ -180,14 +181,15 @@ class AttentionForward:
         stream,
     ):
         """q and k are [batch, heads, rows, d] here and v and o [batch, heads, rows, d_v], without
-        gaps, or with one more dimension if packed: the launch in C++ replaces the maps. `factors`
-        are FP8's, `starts` and `sizes` those of packed sequences; each is None otherwise."""
+        gaps, or with one more dimension if packed: the launch in C++ replaces the maps. `sinks`
+        are those of 16 bits, a null pointer if a call has none; `factors` are FP8's, `starts` and
+        `sizes` those of packed sequences. Each is None otherwise."""
         problem = Problem(*problem)  # the DSL's host functions take plain tuples
         maps = self.maps((q, k, v, o), problem)
         if const_expr(self.packed):
             starts = (*starts, o)
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(*maps, lse, factors, starts, problem, sizes).launch(
+        self.kernel(*maps, lse, sinks, factors, starts, problem, sizes).launch(
             grid=(blocks, 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=1,
@@ -237,6 +239,7 @@ class AttentionForward:
         tma_v: cute.CopyAtom,
         tma_o: cute.CopyAtom,
         lse: cute.Pointer,
+        sinks,
         factors,
         starts,
         problem: Problem,
@@ -281,7 +284,7 @@ class AttentionForward:
             cute.arch.setmaxregister_increase(self.registers)
             self.multiply(
                 *((sq, q_ring), (sk, k_ring), (sv, v_ring), (tma_o, so)),
-                *(lse, packed, factors, problem, q_tiles, rounds, thread, warp_index),
+                *(lse, sinks, packed, factors, problem, q_tiles, rounds, thread, warp_index),
             )
 
     @cute.jit
@@ -350,7 +353,7 @@ class AttentionForward:
 
     @cute.jit
     def multiply(
-        self, q, k, v, o, lse, packed, factors, problem, q_tiles, rounds, thread, warp_index
+        self, q, k, v, o, lse, sinks, packed, factors, problem, q_tiles, rounds, thread, warp_index
     ):
         """A warpgroup: 64 rows of each tile."""
         sq, q_ring = q
@@ -483,7 +486,9 @@ class AttentionForward:
             self.start(s, sums, p, rq, rk, rv, q_read, k_read, v_read, v_ring, wg)
 
             place = (entry, head, heads, seq_q, start)
-            self.finish_rows(rows, scale_log2, gain, lse, packed, place, at_row, queries, lane)
+            self.finish_rows(
+                *(rows, scale_log2, gain, lse, sinks, packed, place, at_row, queries, lane)
+            )
 
             warpgroup.wait_group(1)
             if more:
@@ -541,7 +546,7 @@ class AttentionForward:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def finish_rows(self, rows, scale, gain, lse, packed, place, at_row, queries, lane):
+    def finish_rows(self, rows, scale, gain, lse, sinks, packed, place, at_row, queries, lane):
         """The rows' factors of the result, and their logarithms."""
         row_max, row_sum, rescale = rows
         for r in cutlass.range_constexpr(2):
@@ -550,6 +555,15 @@ class AttentionForward:
             if const_expr(gain is not None):
                 rescale[r] = rescale[r] * gain
             row_sum[r] = total
+        if const_expr(sinks is not None):
+            if sinks.toint() != 0:
+                sink = (sinks + place[1]).load()
+                for r in cutlass.range_constexpr(2):
+                    top = largest(row_max[r], self.operands.limited(scale))
+                    top, total, shrink = join_sink(top, row_sum[r], sink)
+                    rescale[r] = inverse(total) * shrink
+                    # The logarithm, which rounding alone would leave below the sink.
+                    row_max[r] = cute.arch.fmax((top + cute.math.log2(total)) * _LN2, sink)
         if lse.toint() != 0:
             if lane % 4 == 0:
                 to_lse = lse + self.lse_place(packed, *place)
@@ -559,7 +573,10 @@ class AttentionForward:
                         value += cute.math.log2(row_sum[r])
                         if const_expr(self.operands.lift != 0.0):
                             value -= self.operands.lift
-                        (to_lse + (at_row + 8 * r)).store(value * _LN2)
+                        value *= _LN2
+                        if const_expr(sinks is not None):
+                            value = row_max[r] if sinks.toint() != 0 else value
+                        (to_lse + (at_row + 8 * r)).store(value)
 
     # The products.
 

@@ -68,7 +68,7 @@ def function(dtype, tile, mask, capped):
         f"AttentionMask::{MASKS[mask]}",
         str(capped).lower(),
     )
-    arguments = (*pointers, lse, None, starts, SCALARS, sizes, Scalar("blocks"))
+    arguments = (*pointers, lse, None, None, starts, SCALARS, sizes, Scalar("blocks"))
     return Function(name, kernel, arguments, (launch,), attributes, _CHECKED)
 
 

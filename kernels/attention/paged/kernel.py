@@ -33,11 +33,10 @@ from kernels.attention.common.layouts import (
 )
 from kernels.attention.common.packed import load_at, rows_between
 from kernels.attention.common.pipelines import writer
-from kernels.attention.common.softmax import hide_outside, inverse, largest
+from kernels.attention.common.softmax import hide_outside, inverse, join_sink, largest
 from kernels.attention.common.tiles import free_blocks, key_blocks, place
 from kernels.attention.forward.kernel import AttentionForward
 
-_LOG2_E = 1.4426950408889634
 _LN2 = 0.6931471805599453
 
 # The fewest rows of a copy that shared memory's swizzle describes. The launch in C++ replaces the
@@ -403,7 +402,7 @@ class PagedAttention(AttentionForward):
     # The results.
 
     @cute.jit
-    def finish_rows(self, rows, scale, gain, lse, paged, place, at_row, queries, lane):
+    def finish_rows(self, rows, scale, gain, lse, _, paged, place, at_row, queries, lane):
         row_max, row_sum, rescale = rows
         _, first_head, _, _, start = place
         for r in cutlass.range_constexpr(2):
@@ -413,12 +412,8 @@ class PagedAttention(AttentionForward):
             top = largest(row_max[r], self.operands.limited(scale))
             factor = inverse(total)
             if paged.sinks.toint() != 0:
-                sink = (paged.sinks + head).load() * _LOG2_E
-                above = cute.arch.fmax(top, sink)
-                shrink = cute.math.exp2(top - above, fastmath=True)
-                total = total * shrink + cute.math.exp2(sink - above, fastmath=True)
+                top, total, shrink = join_sink(top, total, (paged.sinks + head).load())
                 factor = inverse(total) * shrink
-                top = above
             rescale[r] = factor
             if lse.toint() != 0:
                 if lane % 4 == 0 and row < queries:

@@ -92,12 +92,7 @@ Status check(const PagedAttentionCall& call) {
     TIERCEL_RETURN_IF_ERROR(check_cuda(*argument));
   }
   if (call.sinks != nullptr) {
-    const Argument sinks{kOp, "sinks", *call.sinks};
-    TIERCEL_RETURN_IF_ERROR(check_dtype(sinks, {DType::kFloat32}));
-    TIERCEL_RETURN_IF_ERROR(check_shape(sinks, {heads}, "[H]"));
-    TIERCEL_RETURN_IF_ERROR(check_same_device(sinks, q));
-    TIERCEL_RETURN_IF_ERROR(check_cuda(sinks));
-    TIERCEL_RETURN_IF_ERROR(check_contiguous(sinks));
+    TIERCEL_RETURN_IF_ERROR(check_attention_sinks(kOp, "sinks", *call.sinks, heads, q.view));
   }
   for (const TensorView* scale : {call.k_scale, call.v_scale}) {
     if (scale != nullptr && !is_float8(k.view)) {

@@ -119,9 +119,9 @@ def _why_not(
     ):
         return "a mask for another number of keys"
     if mask.sequences is not None or _given_sequences(kwargs, mask, query):
-        if max(d, d_v) > 128 and not _wide_keys(query.dtype, d, d_v):
-            return f"packed sequences with a head dimension of {max(d, d_v)}, above 128"
-        return None if softcap is None else "packed sequences with softcap"
+        if softcap is None or query.dtype == torch.bfloat16:
+            return None
+        return "packed sequences with softcap that are not bfloat16"
     if mask.perhaps_packed and not kwargs.get(ONE_SEQUENCE):
         return (
             "position ids may pack sequences, which a compiled graph cannot know: pass "
@@ -129,11 +129,6 @@ def _why_not(
             "tiercel.integrations.transformers.apply(model) and pass no position ids"
         )
     return None
-
-
-def _wide_keys(dtype: torch.dtype, d: int, d_v: int) -> bool:
-    """True if packed sequences may have these head dimensions, though keys have more than 128."""
-    return dtype == torch.bfloat16 and d <= 192 and d_v <= 128
 
 
 def _given_sequences(kwargs: dict[str, Any], mask: Mask, query: Tensor) -> bool:
@@ -153,22 +148,23 @@ def _attend(
     kwargs: dict[str, Any],
 ) -> Tensor:
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "window": mask.window}
-    options["return_lse"] = sinks is not None
     q, k, v = (_readable(x).transpose(1, 2) for x in (query, key, value))
     if mask.places is not None:
+        options["return_lse"] = sinks is not None
         return _with_sinks(_decode(q, key, value, mask, options), sinks)
+    options["sinks"] = None if sinks is None else sinks.float()
     if mask.keys is not None and mask.keys != k.shape[1]:
         k, v = k[:, : mask.keys], v[:, : mask.keys]
     options["causal"] = mask.causal
     if mask.sequences is not None or _given_sequences(kwargs, mask, query):
-        flat = _with_sinks(_packed(q, k, v, mask, options, kwargs), sinks)
+        flat = _packed(q, k, v, mask, options, kwargs)
         return flat.view(*q.shape[:-1], v.shape[-1])
     if mask.starts is None:
-        return _with_sinks(tiercel.attention(q, k, v, **options), sinks)
+        return tiercel.attention(q, k, v, **options)  # type: ignore[return-value]
     # Each row's padding goes to its end, where no token sees it.
     at = torch.arange(q.shape[1], device=q.device)
     q, k, v = (_rows(x, at + mask.starts[:, None]) for x in (q, k, v))
-    out = _with_sinks(tiercel.attention(q, k, v, **options), sinks)
+    out = tiercel.attention(q, k, v, **options)
     return _rows(out, at - mask.starts[:, None])
 
 

@@ -51,6 +51,7 @@ def attention(
     window: Window | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
@@ -64,18 +65,19 @@ def attention(
     multiply ``v``, and the result is rounded once.
 
     Masks are aligned with the last query and the last key, as in FlashAttention: query i stands at
-    key i + Sk - Sq. A query that sees no key gets 0, and minus infinity as its ``lse``.
+    key i + Sk - Sq. A query that sees no key gets 0, and minus infinity as its ``lse``, or its
+    sink.
 
     float8_e4m3fn tensors are multiplied by ``q_descale``, ``k_descale`` and ``v_descale``, and the
     result is bfloat16. Their probabilities are rounded to float8_e4m3fn, at 256 times their size
     (an error of 2 to 3 % of a typical value, which averages out over keys); sums are float32. There
     are no gradients then.
 
-    Differentiable in ``q``, ``k`` and ``v``. The backward has kernels of its own up to D = 128
-    with Dv = D, and is torch's otherwise. Those sum the gradients of ``k`` and ``v`` in a fixed
-    order; that of ``q`` only under ``torch.use_deterministic_algorithms(True)``, which makes blocks
-    wait for each other. Works under torch.compile and torch.export, and in CUDA graphs; it never
-    synchronises.
+    Differentiable in ``q``, ``k``, ``v`` and ``sinks``. The backward has kernels of its own up to
+    D = 128 with Dv = D, and is torch's otherwise. Those sum the gradients of ``k``, ``v`` and
+    ``sinks`` in a fixed order; that of ``q`` only under
+    ``torch.use_deterministic_algorithms(True)``, which makes blocks wait for each other. Works
+    under torch.compile and torch.export, and in CUDA graphs; it never synchronises.
 
     The method is FlashAttention's (Dao et al. 2022, Shah et al. 2024): an online softmax over
     blocks of keys.
@@ -93,7 +95,11 @@ def attention(
             is no limit.
         scale: What scores are multiplied by, positive; ``D ** -0.5`` by default.
         softcap: Scores s become ``softcap * tanh(s / softcap)``.
-        return_lse: Whether to return the natural logarithms of the rows' sums of exponentials too.
+        sinks: ``[H]`` float32: for each head one more score in the softmax's sum, which no value
+            belongs to, neither scaled nor capped; minus infinity is none. For 16 bits; ref takes
+            them with float8_e4m3fn too.
+        return_lse: Whether to return the natural logarithms of the rows' sums of exponentials too,
+            those of the sinks included.
         q_descale: For float8_e4m3fn only: float32, what ``q`` is multiplied by, one element or one
             a head of keys, ``[Hk]`` or ``[B, Hk]``, which its heads of queries share. Positive;
             None is 1.
@@ -117,5 +123,8 @@ def attention(
         >>> out = tiercel.attention(q, k, v, causal=True)
     """
     limits = check_options("attention", causal, window, scale, softcap)
-    given = (q, k, v, causal, limits, scale, softcap, q_descale, k_descale, v_descale, backend)
+    given = (
+        *(q, k, v, causal, limits, scale, softcap),
+        *(q_descale, k_descale, v_descale, sinks, backend),
+    )
     return _ATTENTION(given, return_lse, out)  # type: ignore[no-any-return]

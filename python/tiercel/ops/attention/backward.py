@@ -97,19 +97,24 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -
 
 
 def from_torch(
-    inputs: tuple[Tensor, ...], grads: tuple[Tensor | None, ...], options: tuple[Any, ...]
+    inputs: tuple[Tensor, ...],
+    sinks: Tensor | None,
+    grads: tuple[Tensor | None, ...],
+    options: tuple[Any, ...],
 ) -> tuple[Tensor | None, ...]:
     """torch's: its flash kernels where they know the mask, else from all scores."""
     causal, window, scale, softcap = options
     q, k, _ = inputs
     wanted = [(grad, i) for i, grad in enumerate(grads) if grad is not None]
-    known = window is None and softcap is None and (not causal or q.shape[1] == k.shape[1])
+    known = window is softcap is sinks is None and (not causal or q.shape[1] == k.shape[1])
     with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in inputs]
+        leaves = [x.detach().requires_grad_() for x in (*inputs, sinks) if x is not None]
         if known and grads[1:] in ((), (None,)) and 0 not in q.shape and 0 not in k.shape:
             results: Any = (_flash(*leaves, causal, scale),)
         else:
             named = dict(zip(spec.OPTIONS, options, strict=True))
-            results = ref.attention(*leaves, **named, return_lse=True)
+            if sinks is not None:
+                named["sinks"] = leaves[3]
+            results = ref.attention(*leaves[:3], **named, return_lse=True)
         outputs = [results[i] for _, i in wanted]
         return torch.autograd.grad(outputs, leaves, [g for g, _ in wanted], allow_unused=True)

@@ -16,6 +16,7 @@ constexpr Field<AttentionCall> kFields[] = {
     Value<&AttentionCall::options, &AttentionOptions::right>("right"),
     Value<&AttentionCall::options, &AttentionOptions::scale>("scale"),
     Value<&AttentionCall::options, &AttentionOptions::softcap>("softcap"),
+    MayBeAbsent(Optional<&AttentionCall::sinks>("sinks")),
 };
 constexpr Parameters<AttentionCall> kAttention{"attention", kFields};
 
@@ -33,6 +34,7 @@ constexpr Field<PackedAttention> kPackedFields[] = {
     Value<&PackedAttention::options, &AttentionOptions::right>("right"),
     Value<&PackedAttention::options, &AttentionOptions::scale>("scale"),
     Value<&PackedAttention::options, &AttentionOptions::softcap>("softcap"),
+    MayBeAbsent(Optional<&PackedAttention::sinks>("sinks")),
 };
 constexpr Parameters<PackedAttention> kPacked{"attention_varlen", kPackedFields};
 

@@ -23,10 +23,11 @@ def _case(
     causal: bool = False,
     values: str = "random",
     d_v: int | None = None,
+    **more: Any,
 ) -> Case:
     sizes = {"B": batch, "Sq": queries, "Sk": keys, "H": heads[0], "Hk": heads[1], "D": d}
     sizes["Dv"] = d_v or d
-    return Case(sizes, dtype, {"causal": causal, **_REST}, values)
+    return Case(sizes, dtype, {"causal": causal, **_REST, **more}, values)
 
 
 _CASES = (
@@ -38,6 +39,7 @@ _CASES = (
     _case(0, 16, 16, (2, 2), 64),
     _case(2, 130, 130, (2, 2), 64, "bfloat16", True, "strided"),
     _case(2, 200, 200, (4, 2), 192, "bfloat16", True, d_v=128),
+    _case(2, 70, 140, (4, 2), 64, "bfloat16", True, sinks=True),
 )
 
 
@@ -66,7 +68,15 @@ def _make(case: Case, device: str, seed: int) -> dict[str, Any]:
         return torch.cat([drawn, -drawn], dim=2)[:, :, : shape[2]]
 
     tensors = {"q": random("Sq", "H"), "k": random("Sk", "Hk"), "v": random("Sk", "Hk", "Dv")}
-    return {**tensors, **case.options}
+    return {**tensors, **case.options, "sinks": _sinks(case, device, generator)}
+
+
+def _sinks(case: Case, device: str, generator: Any) -> Any:
+    import torch
+
+    if not case.options.get("sinks"):
+        return None
+    return torch.randn(case.sizes["H"], generator=generator).to(device)
 
 
 def _apart(integers: Any) -> Any:
@@ -98,12 +108,13 @@ def _varlen_case(
     causal: bool = False,
     strided: bool = False,
     d_v: int | None = None,
+    **more: Any,
 ) -> Case:
     sizes = {"Tq": sum(queries), "Tk": sum(keys), "H": heads[0], "Hk": heads[1], "D": d}
     sizes["Dv"] = d_v or d
     lengths = f"{' '.join(map(str, queries))} of {' '.join(map(str, keys))}"
     lengths += " strided" if strided else ""
-    options = {"causal": causal, **_REST}
+    options = {"causal": causal, **_REST, **more}
     return Case(sizes | {"B1": len(queries) + 1}, dtype, options, lengths)
 
 
@@ -114,6 +125,7 @@ _VARLEN_CASES = (
     _varlen_case((0, 0), (5, 3), (2, 2), 64),
     _varlen_case((70, 200), (70, 200), (2, 2), 64, "bfloat16", True, True),
     _varlen_case((70, 200), (70, 200), (2, 2), 192, "bfloat16", True, d_v=128),
+    _varlen_case((70, 0, 100), (140, 5, 100), (4, 2), 64, "bfloat16", True, sinks=True),
 )
 
 
@@ -136,7 +148,8 @@ def _make_varlen(case: Case, device: str, seed: int) -> dict[str, Any]:
         starts = torch.tensor([0, *of_one]).cumsum(0).to(device=device, dtype=torch.int32)
         made[f"cu_seqlens_{name}"] = _apart(starts) if strided else starts
     longest = {"max_seqlen_q": max(lengths[0]), "max_seqlen_k": max(lengths[1])}
-    return {**made, **longest, **case.options}
+    sinks = _sinks(case, device, generator)
+    return {**made, **longest, **case.options, "sinks": sinks}
 
 
 ATTENTION_VARLEN = Contract.of(
@@ -373,6 +386,7 @@ ALIASES = {
     "Values": "attention.v",
     "Attended": "attention.out",
     "LogSums": "attention.lse",
+    "Sinks": "attention.sinks",
     "PackedQueries": "attention_varlen.q",
     "PackedKeys": "attention_varlen.k",
     "PackedValues": "attention_varlen.v",

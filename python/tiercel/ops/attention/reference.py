@@ -24,6 +24,7 @@ def attention(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Reference of :func:`tiercel.attention`, for any sizes, with all scores in memory."""
     descales = (q_descale, k_descale, v_descale)
@@ -32,12 +33,22 @@ def attention(
         for x, scale in zip(_by_query_head(q, k, v), descales, strict=True)
     )
     scores, hidden, _ = _scores(queries, keys, causal, window, scale, softcap)
+    keys_seen = scores.shape[-1]
+    if sinks is not None:  # a last key whose value is 0
+        sink = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink], -1)
     # A row that sees no key is 0, and its gradient too.
     blind = hidden.all(-1, keepdim=True)
-    weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+    weights = scores.masked_fill(blind, 0.0).softmax(-1)[..., :keys_seen].masked_fill(blind, 0.0)
     dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
     out = (weights @ values).transpose(1, 2).to(dtype).contiguous()
     return (out, scores.logsumexp(-1)) if return_lse else out
+
+
+def sinks_backward(delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The gradient of [H] sinks; `delta` and `lse` are [B, H, S]."""
+    share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
+    return -(share * delta).masked_fill(lse == -torch.inf, 0.0).sum((0, 2)).to(sinks.dtype)
 
 
 def attention_backward(
@@ -137,6 +148,7 @@ def attention_varlen(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Reference of :func:`tiercel.attention_varlen`, sequence by sequence; waits for the GPU."""
     dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
@@ -166,6 +178,7 @@ def attention_varlen(
             window=window,
             scale=scale,
             softcap=softcap,
+            sinks=sinks,
             return_lse=True,
             **own,
         )

@@ -91,6 +91,8 @@ def _check_varlen(call: Call) -> None:
     _check_descales(op, call, starts - 1, kv_heads)
 
 
+# One more score of each head in the softmax's sum.
+_SINKS = Tensor("sinks", "H", "float32", optional=True)
 _DESCALES = tuple(Tensor(name, "*", "float32", strided=True, optional=True) for name in DESCALES)
 _STARTS = tuple(
     Tensor(f"cu_seqlens_{name}", "B1", "int32", strided=True, shape_text="[B + 1]") for name in "qk"
@@ -104,10 +106,11 @@ ATTENTION, ATTENTION_LSE = _with_lse(
         Tensor("v", "B Sk Hk Dv", "q", strided=True),
         *_options(),
         *_DESCALES,
+        _SINKS,
         results=_results("B Sq H Dv", "B H Sq"),
         check=_check_attention,
-        limits="head dimensions that are multiples of 8 up to 256 (float8: one, of 16 up to 128), "
-        "strides on 16 bytes",
+        limits="head dimensions that are multiples of 8 up to 256 (float8: one, of 16 up to 128, "
+        "no sinks), strides on 16 bytes",
         numerics=Numerics(
             2**-8,
             of="terms",
@@ -127,9 +130,11 @@ ATTENTION_VARLEN, ATTENTION_VARLEN_LSE = _with_lse(
         Int("max_seqlen_k", varies=True),
         *_options(),
         *_DESCALES,
+        _SINKS,
         results=_results("Tq H Dv", "H Tq"),
         check=_check_varlen,
-        limits="head dimensions up to 128 (bfloat16: up to 192 of keys), no softcap",
+        limits="head dimensions that are multiples of 8 up to 256 (float8: one, of 16 up to 128, "
+        "no sinks), softcap of bfloat16 only",
         numerics=Numerics(
             2**-8,
             of="terms",
@@ -161,6 +166,15 @@ def _backward(name: str, queries: str, keys: str, sums: str, starts: tuple[Tenso
 ATTENTION_BACKWARD = _backward("attention_backward", "B Sq H D", "B Sk Hk D", "B H Sq", ())
 ATTENTION_VARLEN_BACKWARD = _backward(
     "attention_varlen_backward", "Tq H D", "Tk Hk D", "H Tq", _STARTS
+)
+ATTENTION_SINKS_BACKWARD = Spec(
+    "attention_sinks_backward",
+    Tensor("grad", "B S H D", HALVES, strided=True),
+    Tensor("out", "B S H D", "grad", strided=True),
+    Tensor("lse", "B H S", "float32", strided=True),
+    Tensor("grad_lse", "B H S", "float32", strided=True, optional=True),
+    Tensor("sinks", "H", "float32"),
+    results=[Tensor("dsinks", "H", "float32")],
 )
 
 
@@ -235,7 +249,7 @@ PAGED_ATTENTION, PAGED_ATTENTION_LSE = _with_lse(
         Tensor("seqused_k", "B", "int32", strided=True),
         Tensor("cu_seqlens_q", "B1", "int32", strided=True, shape_text="[B + 1]"),
         Int("max_seqlen_q", varies=True),
-        Tensor("sinks", "H", "float32", optional=True),
+        _SINKS,
         Tensor("k_scale", "*", "float32", optional=True),
         Tensor("v_scale", "*", "float32", optional=True),
         Tensor("q_scale", "1", "float32", optional=True),

@@ -21,21 +21,26 @@ __all__ = ["attention_varlen"]
 
 
 def _from_scores(
-    inputs: tuple[Tensor, ...], grads: tuple[Tensor | None, ...], rest: tuple[Any, ...]
+    inputs: tuple[Tensor, ...],
+    sinks: Tensor | None,
+    grads: tuple[Tensor | None, ...],
+    rest: tuple[Any, ...],
 ) -> tuple[Tensor | None, ...]:
     """The gradients from all scores of a sequence at a time."""
     if route(*inputs) == DISPATCH:
         # A graph cannot hold a loop over sequences, whose starts it does not know: by operators.
-        results = _VARLEN.with_lse(inputs, *rest, "ref")
-        return _VARLEN.differentiate(inputs, results, grads, rest[2:], False, "ref")
+        results = _VARLEN.with_lse(inputs, *rest, "ref", sinks)
+        return _VARLEN.differentiate(inputs, results, grads, rest[2:], False, "ref", sinks)
     wanted = [(grad, i) for i, grad in enumerate(grads) if grad is not None]
-    leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+    leaves = [x.detach().requires_grad_() for x in (*inputs[:3], sinks) if x is not None]
     with torch.enable_grad():
-        options = dict(zip(spec.OPTIONS, rest[2:], strict=True))
-        results = ref.attention_varlen(*leaves, *inputs[3:], *rest[:2], **options, return_lse=True)
+        options = dict(zip(spec.OPTIONS, rest[2:], strict=True)) | {"return_lse": True}
+        if sinks is not None:
+            options["sinks"] = leaves[3]
+        results = ref.attention_varlen(*leaves[:3], *inputs[3:], *rest[:2], **options)
         outputs = [results[i] for _, i in wanted]
         if not outputs[0].requires_grad:  # no sequence has a row
-            return tuple(torch.zeros_like(x) for x in inputs[:3])
+            return tuple(torch.zeros_like(x) for x in leaves)
         return torch.autograd.grad(outputs, leaves, [g for g, _ in wanted], materialize_grads=True)
 
 
@@ -83,6 +88,7 @@ def attention_varlen(
     window: Window | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
@@ -94,7 +100,7 @@ def attention_varlen(
     Sequence i has the queries ``q[cu_seqlens_q[i]:cu_seqlens_q[i + 1]]``, and keys and values
     likewise; masks are aligned with its last query and its last key. Rows of ``q`` in no sequence,
     before the first one or after the last, are like queries that see no key: their results and
-    gradients are 0, and minus infinity as logarithms.
+    gradients are 0, and minus infinity as logarithms, with sinks too.
 
     No contents of ``cu_seqlens_q`` and ``cu_seqlens_k`` make a kernel read or write outside of the
     tensors: starts below 0 count as 0 and those beyond the last row as its end, and a sequence that
@@ -104,17 +110,18 @@ def attention_varlen(
     float8_e4m3fn tensors are as for :func:`tiercel.attention`, with bfloat16 results and without
     gradients.
 
-    Differentiable in ``q``, ``k`` and ``v``: the backward launches :func:`tiercel.attention`'s
-    kernels for one sequence after the other, for which it waits for the GPU, and above D = 128 or
-    with another Dv has all scores of a sequence in memory. The forward never synchronises.
+    Differentiable in ``q``, ``k``, ``v`` and ``sinks``: the backward launches
+    :func:`tiercel.attention`'s kernels for one sequence after the other, for which it waits for the
+    GPU, and above D = 128 or with another Dv has all scores of a sequence in memory. The forward
+    never synchronises.
 
     Args:
         q: ``[Tq, H, D]``, bfloat16, float16 or float8_e4m3fn. The precompiled kernels take D up to
-            128 (bfloat16: 192) that is a multiple of 8 (float8_e4m3fn: of 16), and no softcap; ref
-            takes others.
+            256 that is a multiple of 8 (float8_e4m3fn: up to 128, of 16, and no sinks), and softcap
+            of bfloat16; ref takes others.
         k: ``[Tk, Hk, D]``, the dtype and device of ``q``; Hk divides H.
-        v: ``[Tk, Hk, Dv]``, the dtype and device of ``k``. The kernels take Dv up to 128 that is a
-            multiple of 8; of float8_e4m3fn it must be D.
+        v: ``[Tk, Hk, Dv]``, the dtype and device of ``k``. The kernels take Dv like D; of
+            float8_e4m3fn it must be D.
         cu_seqlens_q: ``[B + 1]`` int32, any stride: where sequences start, and at last where the
             last one ends. It stays on the GPU and must not decrease.
         cu_seqlens_k: ``[B + 1]`` int32, the same for keys.
@@ -126,6 +133,7 @@ def attention_varlen(
         window: ``(left, right)``.
         scale: What scores are multiplied by.
         softcap: Scores s become ``softcap * tanh(s / softcap)``.
+        sinks: ``[H]`` float32: one more score of each head in the softmax's sum.
         return_lse: Whether to return the logarithms of the rows' sums too.
         q_descale: For float8_e4m3fn only: float32, what ``q`` is multiplied by, one element or one
             a head of keys, ``[Hk]`` or ``[B, Hk]``; None is 1.
@@ -146,6 +154,6 @@ def attention_varlen(
     limits = check_options("attention_varlen", causal, window, scale, softcap)
     given = (
         *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
-        *(causal, limits, scale, softcap, q_descale, k_descale, v_descale, backend),
+        *(causal, limits, scale, softcap, q_descale, k_descale, v_descale, sinks, backend),
     )
     return _VARLEN(given, return_lse)  # type: ignore[no-any-return]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 import tiercel
-from tiercel.plugins.types import Attended, Keys, LogSums, Queries, Values
+from tiercel.plugins.types import Attended, Keys, LogSums, Queries, Sinks, Values
 
 CODE = r"""
 #include <cuda_bf16.h>
@@ -20,9 +20,10 @@ constexpr int kMost = 256 / 32;  // of depth, for each lane
 
 // One warp a query of one head: key after key, with a running maximum and sum.
 template <typename T>
-__global__ void attention(const T* q, const T* k, const T* v, T* out, float* lse, int queries,
-                          int keys, int heads, int shared, int depth, float scale, float softcap,
-                          int left, int right, long q_batch, long q_row, long q_head, long q_step,
+__global__ void attention(const T* q, const T* k, const T* v, T* out, float* lse,
+                          const float* sinks, int queries, int keys, int heads, int shared,
+                          int depth, float scale, float softcap, int left, int right,
+                          long q_batch, long q_row, long q_head, long q_step,
                           long k_batch, long k_row, long k_head, long k_step, long v_batch,
                           long v_row, long v_head, long v_step) {
   const int query = blockIdx.x * blockDim.y + threadIdx.y, lane = threadIdx.x;
@@ -64,6 +65,16 @@ __global__ void attention(const T* q, const T* k, const T* v, T* out, float* lse
     }
   }
 
+  if (sinks != nullptr) {  // one more score, which no value belongs to
+    const float before = largest;
+    largest = fmaxf(before, sinks[head]);
+    const float base = largest == -CUDART_INF_F ? 0.0f : largest;
+    const float shrink = expf(before - base);
+    total = total * shrink + expf(sinks[head] - base);
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) sums[i] *= shrink;
+  }
+
   // A query that sees no key: 0, and the logarithm of nothing.
   const bool blind = total == 0.0f;
   out += ((batch * queries + query) * heads + head) * depth;
@@ -100,6 +111,7 @@ def new_kernel(
     window: tuple[int, int] | None,  # keys before and after a query's own; -1 is no limit
     scale: float | None,
     softcap: float | None,
+    sinks: Sinks,  # [H] float32, one more score of each head in the softmax's sum, or None
     return_lse: bool,  # always true
 ) -> tuple[Attended, LogSums]:  # [B, Sq, H, D], the dtype of q, and [B, H, Sq] float32
     batches, queries, heads, depth = q.shape
@@ -118,6 +130,7 @@ def new_kernel(
         v,
         out,
         lse,
+        sinks,
         queries,
         k.shape[1],
         heads,

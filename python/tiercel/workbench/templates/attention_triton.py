@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 import tiercel
-from tiercel.plugins.types import Attended, Keys, LogSums, Queries, Values
+from tiercel.plugins.types import Attended, Keys, LogSums, Queries, Sinks, Values
 
 
 @triton.jit
@@ -21,6 +21,7 @@ def new_kernel_kernel(
     v,
     out,
     lse,
+    sinks,
     queries,
     keys,
     heads,
@@ -42,6 +43,7 @@ def new_kernel_kernel(
     v_row,
     v_head,
     v_step,
+    has_sinks: tl.constexpr,
     has_softcap: tl.constexpr,
     has_left: tl.constexpr,
     has_right: tl.constexpr,
@@ -91,6 +93,15 @@ def new_kernel_kernel(
         v_tile = tl.load(v + n[:, None] * v_row + d[None, :] * v_step, mask=there, other=0.0)
         sums = sums * shrink[:, None] + tl.dot(weights.to(v_tile.dtype), v_tile)
 
+    if has_sinks:  # one more score, which no value belongs to
+        sink = tl.load(sinks + head)
+        before = largest
+        largest = tl.maximum(before, sink)
+        base = tl.where(largest == -float("inf"), 0.0, largest)
+        shrink = tl.exp(before - base)
+        total = total * shrink + tl.exp(sink - base)
+        sums = sums * shrink[:, None]
+
     # A query that sees no key: 0, and the logarithm of nothing.
     blind = total == 0.0
     result = sums / tl.where(blind, 1.0, total)[:, None]
@@ -115,6 +126,7 @@ def new_kernel(
     window: tuple[int, int] | None,  # keys before and after a query's own; -1 is no limit
     scale: float | None,
     softcap: float | None,
+    sinks: Sinks,  # [H] float32, one more score of each head in the softmax's sum, or None
     return_lse: bool,  # always true
 ) -> tuple[Attended, LogSums]:  # [B, Sq, H, D], the dtype of q, and [B, H, Sq] float32
     batches, queries, heads, depth = q.shape
@@ -132,6 +144,7 @@ def new_kernel(
         v,
         out,
         lse,
+        lse if sinks is None else sinks,
         queries,
         keys,
         heads,
@@ -144,6 +157,7 @@ def new_kernel(
         *q.stride(),
         *k.stride(),
         *v.stride(),
+        has_sinks=sinks is not None,
         has_softcap=softcap is not None,
         has_left=left >= 0,
         has_right=right >= 0,
