@@ -15,7 +15,7 @@ namespace {
 
 constexpr char kOp[] = "attention_sinks_backward";
 constexpr int64_t kMaxHeadDimension = 256;
-constexpr int64_t kRowsOfPart = 512;  // at least, before there are more parts
+constexpr int64_t kRowsOfPart = 512;            // at least, before there are more parts
 constexpr int64_t kMaxRows = int64_t{1} << 30;  // row numbers and a round fit 32 bits
 
 Status check(const AttentionSinksCall& call) {
@@ -67,13 +67,12 @@ Status prepare(const AttentionSinksCall& call, AttentionSinksArgs* args) {
   const int64_t heads = grad.shape[2], d = grad.shape[3];
   const Argument grad_arg{kOp, "grad", grad};
   if (d < 8 || d > kMaxHeadDimension || d % 8 != 0) {
-    return Status::Unimplemented(
-        mismatch(grad_arg, "have a head dimension that is a multiple of 8 up to 256",
-                 std::to_string(d)));
+    return Status::Unimplemented(mismatch(
+        grad_arg, "have a head dimension that is a multiple of 8 up to 256", std::to_string(d)));
   }
   const int64_t count = grad.shape[0] * grad.shape[1];
-  args->parts = static_cast<int>(
-      std::clamp<int64_t>(ceil_div(count, kRowsOfPart), 1, kAttentionSinksParts));
+  args->parts =
+      static_cast<int>(std::clamp<int64_t>(ceil_div(count, kRowsOfPart), 1, kAttentionSinksParts));
   if (count >= kMaxRows || heads > 0x7fffffff / args->parts) {
     return Status::Unimplemented(
         mismatch(grad_arg, "have fewer than 2^30 rows of a head, and fewer than 2^25 heads",

@@ -9,8 +9,8 @@
 
 namespace tiercel {
 
-// dsinks[h] is minus the sum over all rows of exp(sinks[h] - lse) * (rowsum(grad * out) - grad_lse),
-// without rows whose lse is minus infinity.
+// dsinks[h] is minus the sum over all rows of exp(sinks[h] - lse) * (rowsum(grad * out) -
+// grad_lse), without rows whose lse is minus infinity.
 //
 // grad and out are [B, S, H, D], bfloat16 or float16, any strides that are multiples of 16 bytes,
 // the last dimension contiguous; lse and grad_lse [B, H, S], sinks and dsinks [H], float32 and

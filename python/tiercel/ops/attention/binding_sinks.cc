@@ -22,8 +22,8 @@ Status CheckWorkspace(const AttentionSinksCall& call) {
 }
 
 constexpr PlanField<AttentionSinksPlan> kPlanFields[] = {
-    Entry<&AttentionSinksPlan::kernel>("kernel"), Entry<&AttentionSinksPlan::parts>("parts"),
-    Entry<&AttentionSinksPlan::grid>("grid"),     Entry<&AttentionSinksPlan::block>("block"),
+    Entry<&AttentionSinksPlan::kernel>("kernel"),       Entry<&AttentionSinksPlan::parts>("parts"),
+    Entry<&AttentionSinksPlan::grid>("grid"),           Entry<&AttentionSinksPlan::block>("block"),
     Entry<&AttentionSinksPlan::workspace>("workspace"),
 };
 constexpr PlanDict<AttentionSinksPlan> kPlan{"AttentionSinksPlan", kPlanFields};
