@@ -109,7 +109,7 @@ def test_compile_and_explain():
 
 
 def test_a_registered_backend_does_not_take_it():
-    def mine(q, k, v, causal, window, scale, softcap, return_lse):
+    def mine(q, k, v, causal, window, scale, softcap, sinks, return_lse):
         raise AssertionError
 
     tiercel.backends.register(op="attention", name="mine", fn=mine, language="torch")

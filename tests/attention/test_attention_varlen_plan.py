@@ -76,7 +76,7 @@ def test_one_kernel_for_all_masks_of_wide_heads(make, columns, left, right):
     name = f"attention_{'fp16' if 'dtype' in columns else 'bf16'}_d256_128x64_window"
     got = plan(make, **columns, left=left, right=right)
     assert got["kernel"] == f"{name}_packed" and got["dynamic_smem"] <= 232448
-    assert (got["band"] > 1) == ((left, right) == (-1, 0))
+    assert (got["band"] > 1) == (left < 0 <= right)  # later queries see more keys
     if "dtype" not in columns:
         capped = plan(make, **columns, left=left, right=right, softcap=5.0)["kernel"]
         assert capped == f"{name}_capped_packed"
