@@ -312,7 +312,13 @@ def test_contracts_are_those_of_the_operators():
     # A gradient with backends of its own has no contract: its operator is nobody's to call.
     gradients = {
         f"{name}_backward"
-        for name in ("attention", "attention_varlen", "grouped_gemm", "linear_act")
+        for name in (
+            "attention",
+            "attention_sinks",
+            "attention_varlen",
+            "grouped_gemm",
+            "linear_act",
+        )
     }
     assert set(CONTRACTS) == set(_op.registry) == set(_op.variants) - gradients
     for op, contract in CONTRACTS.items():

@@ -68,7 +68,8 @@ def _make(case: Case, device: str, seed: int) -> dict[str, Any]:
         return torch.cat([drawn, -drawn], dim=2)[:, :, : shape[2]]
 
     tensors = {"q": random("Sq", "H"), "k": random("Sk", "Hk"), "v": random("Sk", "Hk", "Dv")}
-    return {**tensors, **case.options, "sinks": _sinks(case, device, generator)}
+    given = {**tensors, **case.options, "sinks": _sinks(case, device, generator)}
+    return {name: given[name] for name in ATTENTION.names}
 
 
 def _sinks(case: Case, device: str, generator: Any) -> Any:
@@ -149,7 +150,8 @@ def _make_varlen(case: Case, device: str, seed: int) -> dict[str, Any]:
         made[f"cu_seqlens_{name}"] = _apart(starts) if strided else starts
     longest = {"max_seqlen_q": max(lengths[0]), "max_seqlen_k": max(lengths[1])}
     sinks = _sinks(case, device, generator)
-    return {**made, **longest, **case.options, "sinks": sinks}
+    given = {**made, **longest, **case.options, "sinks": sinks}
+    return {name: given[name] for name in ATTENTION_VARLEN.names}
 
 
 ATTENTION_VARLEN = Contract.of(
