@@ -196,7 +196,11 @@ def test_gradients_of_packed(own, causal, window):
 @needs_registry
 def test_gradients_of_packed_that_run_on_torchs_own(own):
     starts = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
-    for d, dropout, kind in ((136, 0.0, torch.int32), (16, 0.5, torch.int32), (16, 0.0, torch.int64)):
+    for d, dropout, kind in (
+        (136, 0.0, torch.int32),
+        (16, 0.5, torch.int32),
+        (16, 0.0, torch.int64),
+    ):
         q = torch.randn(8, 2, d, dtype=torch.bfloat16)
         lse, state = torch.zeros(2, 8), torch.zeros(2, dtype=torch.uint64)
         call = (q, lse, starts.to(kind), starts.to(kind), 5, 5, dropout, True, state, state)

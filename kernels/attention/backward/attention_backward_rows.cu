@@ -152,7 +152,10 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 #define TIERCEL_KERNELS(dtype, d, packed)                                               \
-  {DType::k##dtype, d, kRows<d>, packed,                                                \
+  {DType::k##dtype,                                                                     \
+   d,                                                                                   \
+   kRows<d>,                                                                            \
+   packed,                                                                              \
    Kernel("attention_backward_prepare<" #dtype ", " #d ", " #packed ">",                \
           reinterpret_cast<const void*>(attention_backward_prepare<dtype, d, packed>)), \
    Kernel("attention_backward_finish<" #dtype ", " #d ", " #packed ">",                 \

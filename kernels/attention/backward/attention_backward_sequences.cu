@@ -2,9 +2,9 @@
 // The lists of packed sequences' tiles of keys and blocks of queries, for attention's backward.
 //
 // A thread takes a sequence, of up to 1024 at a time: starts are cut to the tensor and to the
-// largest one before them, whatever cu_seqlens holds, so that sequences follow each other; sums over
-// the sequences before it say where its part of the lists begins. A warp then writes a sequence's
-// parts. Both are short: 8 bytes per 64 or 128 queries, 32 per 128 keys.
+// largest one before them, whatever cu_seqlens holds, so that sequences follow each other; sums
+// over the sequences before it say where its part of the lists begins. A warp then writes a
+// sequence's parts. Both are short: 8 bytes per 64 or 128 queries, 32 per 128 keys.
 #include "kernels/attention/backward/kernels.h"
 #include "kernels/sm90/grid_dependency.cuh"
 

@@ -19,11 +19,11 @@ namespace {
 constexpr char kOp[] = "attention_backward";
 constexpr char kVarlenOp[] = "attention_varlen_backward";
 constexpr int64_t kMaxHeadDimension = 128;
-constexpr int64_t kL2Bytes = 32 << 20;  // of 50 MB, for the tiles in flight
+constexpr int64_t kL2Bytes = 32 << 20;       // of 50 MB, for the tiles in flight
 constexpr int64_t kMost = int64_t{1} << 30;  // blocks, tiles and sequences have 32-bit numbers
 
-// The sizes of a call. Packed sequences are one entry, with two more sequences: the rows that are in
-// none (kernels.h).
+// The sizes of a call. Packed sequences are one entry, with two more sequences: the rows that are
+// in none (kernels.h).
 struct Sizes {
   AttentionProblem problem;
   bool packed = false;
@@ -102,8 +102,8 @@ Status check_rest(const char* op, const AttentionBackwardCall& call, const Sizes
 
 Status check(const AttentionBackwardCall& call, Sizes* sizes) {
   AttentionProblem& problem = sizes->problem;
-  TIERCEL_RETURN_IF_ERROR(check_attention(kOp, *call.q, *call.k, *call.v, *call.out, call.lse,
-                                          call.options, &problem));
+  TIERCEL_RETURN_IF_ERROR(
+      check_attention(kOp, *call.q, *call.k, *call.v, *call.out, call.lse, call.options, &problem));
   TIERCEL_RETURN_IF_ERROR(check_attention_same_d(kOp, *call.v, problem));
   TIERCEL_RETURN_IF_ERROR(
       check_grad_lse(kOp, call, {problem.batch, problem.heads, problem.seq_q}, "[B, H, Sq]"));
@@ -120,8 +120,7 @@ Status check_varlen(const AttentionBackwardCall& call, Sizes* sizes) {
   packed.lse = call.lse;
   packed.starts_q = call.starts_q;
   packed.starts_k = call.starts_k;
-  TIERCEL_RETURN_IF_ERROR(
-      check_attention_packed(kVarlenOp, packed, AttentionElements::k16Bits));
+  TIERCEL_RETURN_IF_ERROR(check_attention_packed(kVarlenOp, packed, AttentionElements::k16Bits));
   AttentionProblem& problem = sizes->problem;
   sizes->packed = true;
   sizes->sequences = call.starts_q->shape[0] - 1;
@@ -148,8 +147,8 @@ Status check_varlen(const AttentionBackwardCall& call, Sizes* sizes) {
 struct Choice {
   const AttentionBackwardKernel* kernel = nullptr;
   const AttentionBackwardRowsKernel* rows = nullptr;
-  int64_t head_blocks = 0;  // of queries, of a head; of packed sequences the most there may be
-  int64_t blocks = 0;       // of all heads
+  int64_t head_blocks = 0;   // of queries, of a head; of packed sequences the most there may be
+  int64_t blocks = 0;        // of all heads
   int64_t listed_tiles = 0;  // of keys, of packed sequences: the most there may be
   int band = 1;
   bool descending = false;
@@ -323,8 +322,8 @@ Status launch(const char* op, const AttentionBackwardCall& call, const Sizes& si
     sequences_config.block.x = kAttentionBackwardSequencesThreads;
     sequences_config.dependent = true;
     void* sequences_args[] = {&sequences};
-    TIERCEL_RETURN_IF_ERROR(attention_backward_sequences_kernel().launch(
-        sequences_config, device, stream, sequences_args));
+    TIERCEL_RETURN_IF_ERROR(attention_backward_sequences_kernel().launch(sequences_config, device,
+                                                                         stream, sequences_args));
   }
   TIERCEL_RETURN_IF_ERROR(choice.rows->prepare.launch(rows_config, device, stream, rows_args));
   TIERCEL_RETURN_IF_ERROR(kernel.kernel.launch(config, device, stream, args));

@@ -9,8 +9,8 @@ namespace tiercel {
 
 // Tensors as those of attention, or with both starts as those of attention_varlen. grad is out's
 // gradient; out and lse are what attention gave, and grad_lse, of lse's shape, float32 and
-// contiguous, may be null. dq, dk and dv have the shapes of q, k and v. The workspace is float32 and
-// contiguous, of as many elements as the plan says.
+// contiguous, may be null. dq, dk and dv have the shapes of q, k and v. The workspace is float32
+// and contiguous, of as many elements as the plan says.
 struct AttentionBackwardCall {
   const TensorView* grad = nullptr;
   const TensorView* q = nullptr;

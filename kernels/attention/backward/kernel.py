@@ -223,7 +223,6 @@ class AttentionBackward:
         sizes,
     ):
         packed = Packed(*lists, *sizes) if self.packed else None
-        batch, seq_q, seq_k, heads, kv_heads = problem[:5]
         thread = cute.arch.thread_idx()[0]
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_index == 0:
@@ -432,7 +431,7 @@ class AttentionBackward:
             for shared in cutlass.range(shared_by, unroll=1):
                 head = kv_head * shared_by + shared
                 pair = self.first_block(entry * heads + head, q_blocks, at)
-                stats_row = stats.toint() + pair * (self.stats_bytes)
+                stats_row = stats.toint() + pair * self.stats_bytes
                 for block in cutlass.range(first, end, unroll=1):
                     queries_at = (block, 0, head, *q_outer)
                     q_ring.producer_acquire(q_write)
@@ -527,6 +526,7 @@ class AttentionBackward:
         return [self.way_out(wg, out_address, maps, places) for wg in range(WARPGROUPS)]
 
     def way_out(self, wg, out_address, maps, places):
+        """Of one warpgroup's part."""
         layout = self.out_layout()
         address = out_address + wg * self.part_bytes
         start = cute.make_ptr(self.dtype, address, cute.AddressSpace.smem, assumed_align=1024)

@@ -85,9 +85,9 @@ struct AttentionBackwardRowsArgs {
   const float* lse;
   const float* grad_lse;  // or null
   float* stats;
-  float* sums;       // of dq
-  int32_t* turns;    // or null
-  int32_t* counter;  // of tiles taken
+  float* sums;                         // of dq
+  int32_t* turns;                      // or null
+  int32_t* counter;                    // of tiles taken
   const AttentionBackwardBlock* list;  // null unless packed
   int64_t rows;                        // of an entry
   int heads;

@@ -52,8 +52,8 @@ Status check_attention_packed(const char* op, const PackedAttention& call,
   TIERCEL_RETURN_IF_ERROR(check_shape(k_arg, {total_k, kv_heads, d}, "[Tk, Hk, D]"));
   TIERCEL_RETURN_IF_ERROR(check_shape(v_arg, {total_k, kv_heads, d_v}, "[Tk, Hk, Dv]"));
   TIERCEL_RETURN_IF_ERROR(check_shape(out_arg, {total_q, heads, d_v}, "[Tq, H, Dv]"));
-  TIERCEL_RETURN_IF_ERROR(check_attention_tensors(op, q, k, v, out, heads, kv_heads,
-                                                  fp8 ? DType::kBFloat16 : q.dtype));
+  TIERCEL_RETURN_IF_ERROR(
+      check_attention_tensors(op, q, k, v, out, heads, kv_heads, fp8 ? DType::kBFloat16 : q.dtype));
   const Argument starts_arg{op, "cu_seqlens_q", *call.starts_q};
   TIERCEL_RETURN_IF_ERROR(check_rank(starts_arg, 1));
   const int64_t batch = call.starts_q->shape[0] - 1;
