@@ -415,7 +415,9 @@ __global__ void __launch_bounds__(kThreads, 1)
           const float below = at + j == token ? 0.0f : decay * solved[tile][e];
           m[j] = scores[tile][e] * decay * args.scale;
           n[j] = -numbers.beta[token] * below;
-          const float both = fmaf(m[j], qk[tile][e], n[j] * kk[tile][e]);
+          // The diagonal has no gate.
+          const float both =
+              at + j == token ? 0.0f : fmaf(m[j], qk[tile][e], n[j] * kk[tile][e]);
           of_gate[i] += both;
           columns[j] += both;
           of_beta[i] = fmaf(-below, kk[tile][e], of_beta[i]);

@@ -54,7 +54,7 @@ def autograd(grad, inputs, grad_final, initial, starts, scale, l2norm):
 
 def backward(inputs, grad_final=None, initial=None, starts=None, scale=None, l2norm=True):
     """Errors are parts of the gradients' own sizes: sums over many roundings, each 2^-9 for
-    bfloat16."""
+    bfloat16. In those of gates products of whole states nearly cancel."""
     grad, *given = inputs
     got = sm90("gated_delta_rule_backward")(
         *(grad, *given, grad_final, initial, starts, scale, l2norm, None)
@@ -63,12 +63,15 @@ def backward(inputs, grad_final=None, initial=None, starts=None, scale=None, l2n
     due = autograd(grad, given, grad_final, initial, ends, scale, l2norm)
     of_size = 2**-7 if grad.dtype == BF16 else 2**-9
     for name, a, b in zip(NAMES, got, due, strict=False):
-        assert torch.isfinite(a).all(), name
-        size = b.norm().clamp(min=1e-9)
+        assert torch.isfinite(a).all() and a.shape == b.shape, name
+        if not b.numel():
+            continue
+        size = b.norm().clamp(min=1e-20)
         error = float((a.double() - b).norm() / size)
-        assert error < of_size, (name, error)
-        worst = float((a.double() - b).abs().max() / b.abs().max().clamp(min=1e-9))
-        assert worst < 4 * of_size, (name, worst)
+        due_error = of_size * (2.5 if name == "g" else 1.0)
+        assert error < due_error, (name, error)
+        worst = float((a.double() - b).abs().max() / b.abs().max().clamp(min=1e-20))
+        assert worst < 4 * due_error, (name, worst)
     return got
 
 
