@@ -44,9 +44,7 @@ struct Memory : DeltaRing<kDeltaBackStages, delta_back_stage(kKeySize, 0)> {
     __device__ __forceinline__ float2 factor(int row, int token) const {
       return load_two(factors + (row * kTokens + token) * 4);
     }
-    __device__ __forceinline__ float decay() const {
-      return load_two(factors + 3 * kTokens * 4).x;
-    }
+    __device__ __forceinline__ float decay() const { return load_two(factors + 3 * kTokens * 4).x; }
     __device__ __forceinline__ float2 beta(int token) const {
       return load_two(factors + (kDeltaFactors + token) * 4);
     }
@@ -87,7 +85,8 @@ struct Work {
     return (sequence.place + chunk) * args.v_heads + head;
   }
   __device__ __forceinline__ int rows(int chunk) const {
-    return static_cast<int>(min(int64_t{kTokens}, sequence.end - sequence.begin - int64_t{chunk} * kTokens));
+    return static_cast<int>(
+        min(int64_t{kTokens}, sequence.end - sequence.begin - int64_t{chunk} * kTokens));
   }
 };
 
@@ -142,9 +141,8 @@ struct State {
 #pragma unroll
     for (int i = 0; i < 4 * kTiles; ++i) {
       const int64_t row = thread.row(i / 4, i % 4);
-      values[i] = from != nullptr && real
-                      ? from[row * value_size + column + thread.column(i % 4)]
-                      : 0.0f;
+      values[i] =
+          from != nullptr && real ? from[row * value_size + column + thread.column(i % 4)] : 0.0f;
     }
     round();
   }
@@ -186,9 +184,8 @@ __device__ __forceinline__ void multiply(float (&sums)[kCount], const uint32_t (
   constexpr bool kBFloat16 = std::is_same_v<Format, BFloat16>;
 #pragma unroll
   for (int depth = 0; depth < kDepths; ++depth) {
-    const uint64_t tile = kTurned
-                              ? turned_descriptor(b + depth * 16 * 128, kBlock)
-                              : rows_descriptor(b + depth / 4 * kBlock + depth % 4 * 32);
+    const uint64_t tile = kTurned ? turned_descriptor(b + depth * 16 * 128, kBlock)
+                                  : rows_descriptor(b + depth / 4 * kBlock + depth % 4 * 32);
     wgmma_from_registers<kBFloat16, kTurned>(sums, a[depth], tile, add || depth > 0);
   }
   wgmma_commit();
@@ -348,9 +345,10 @@ __device__ __forceinline__ void go_back(const DeltaBackArgs& args, const Memory<
     multiply<Format, true>(state.values, of_keys, stage.k, true);
     store_rows(args.grad_rest + place * kTokens * row_bytes + first_column * 2, row_bytes,
                state.real ? kTokens : 0, [&](int i) { return of_rest[i / 4][i % 4]; });
-    char* const to = const_cast<char*>(delta_row(
-                         args, args.dv, work.sequence.begin + int64_t{chunk} * kTokens, work.head)) +
-                     first_column * 2;
+    char* const to =
+        const_cast<char*>(
+            delta_row(args, args.dv, work.sequence.begin + int64_t{chunk} * kTokens, work.head)) +
+        first_column * 2;
     store_rows(to, args.dv.token, state.real ? work.rows(chunk) : 0,
                [&](int i) { return of_values[i / 4][i % 4]; });
     wgmma_wait<0>();

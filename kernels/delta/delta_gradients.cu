@@ -24,14 +24,14 @@ namespace {
 
 constexpr int kTokens = kDeltaChunk;
 constexpr int kThreads = kDeltaGradientThreads;
-constexpr int kSlice = kDeltaSlice;                    // columns of values at a time
-constexpr int kValuePitch = kSlice * 2 + kDeltaPad;    // bytes
-constexpr int kValueTile = kTokens * kValuePitch;      // likewise
-constexpr int kMatrixTiles = kTokens / 2 / 8;          // of a warp: half of 64 columns
+constexpr int kSlice = kDeltaSlice;                  // columns of values at a time
+constexpr int kValuePitch = kSlice * 2 + kDeltaPad;  // bytes
+constexpr int kValueTile = kTokens * kValuePitch;    // likewise
+constexpr int kMatrixTiles = kTokens / 2 / 8;        // of a warp: half of 64 columns
 
 // Numbers of tokens, and sums of parts of their rows.
 struct Numbers {
-  float gate[kTokens];     // sums of the gates' logarithms, base 2
+  float gate[kTokens];  // sums of the gates' logarithms, base 2
   float beta[kTokens];
   float norm_q[kTokens];
   float norm_k[kTokens];
@@ -83,9 +83,8 @@ __device__ __forceinline__ void copy_stage(const DeltaBackArgs& args,
   const int64_t states = (place * args.value_size + column) * kKeySize * 2;
 #pragma unroll 1
   for (int i = 0; i < 3; ++i) {
-    const char* const from =
-        i == 0 ? delta_row(args, args.grad, chunk.first, head) + column * 2
-               : (i == 1 ? args.written : args.grad_rest) + values;
+    const char* const from = i == 0 ? delta_row(args, args.grad, chunk.first, head) + column * 2
+                                    : (i == 1 ? args.written : args.grad_rest) + values;
     copy_rows<kSlice * 2>(shared_address(stage.grad) + i * kValueTile, from,
                           i == 0 ? args.grad.token : row_bytes, i == 0 ? chunk.rows : kTokens,
                           threadIdx.x, kThreads, vectors);
@@ -253,7 +252,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll 1
     for (int i = 0; i < 3; ++i) {
       const bool of_v = i == 2;
-      clear_strays<kThreads>(args, i == 0 ? args.dq : of_v ? args.dv : args.dk,
+      clear_strays<kThreads>(args,
+                             i == 0 ? args.dq
+                             : of_v ? args.dv
+                                    : args.dk,
                              of_v ? key_head * group : key_head, of_v ? group : 1,
                              of_v ? args.value_size : kKeySize);
     }
@@ -416,8 +418,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           m[j] = scores[tile][e] * decay * args.scale;
           n[j] = -numbers.beta[token] * below;
           // The diagonal has no gate.
-          const float both =
-              at + j == token ? 0.0f : fmaf(m[j], qk[tile][e], n[j] * kk[tile][e]);
+          const float both = at + j == token ? 0.0f : fmaf(m[j], qk[tile][e], n[j] * kk[tile][e]);
           of_gate[i] += both;
           columns[j] += both;
           of_beta[i] = fmaf(-below, kk[tile][e], of_beta[i]);
@@ -475,15 +476,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int part = 0; part < 2; ++part) {
     auto& grad = part == 0 ? dq : dk;
     const char* const tile_at = part == 0 ? memory.q() : memory.k();
-    float(&halves)[2][kTokens] = part == 0 ? numbers.of_gate : numbers.of_state;
+    float (&halves)[2][kTokens] = part == 0 ? numbers.of_gate : numbers.of_state;
     if (args.l2norm) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         float dot = 0.0f;
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
-          const float2 own = load_pair<Format>(tile_at, kPitch, own_row + 8 * i,
-                                               key + tile * 8 + along);
+          const float2 own =
+              load_pair<Format>(tile_at, kPitch, own_row + 8 * i, key + tile * 8 + along);
           dot = fmaf(own.x, grad[tile][2 * i], fmaf(own.y, grad[tile][2 * i + 1], dot));
         }
         dot = lanes_reduce<4>(dot, Sum());

@@ -90,12 +90,12 @@ struct DeltaRuleArgs {
 // before it and their gradients after it, transposed [V, K]; and [64, V]: the values less what the
 // keys find, what tokens write, and the gradient of the former times the betas.
 struct DeltaBackArgs : DeltaRuleArgs {
-  DeltaHeads grad;           // of the results
-  const float* grad_final;   // of the final states, [count, Hv, K, V], or null
-  DeltaHeads dq, dk, dv;     // contiguous
-  float* dg;                 // [tokens, Hv]
-  char* dbeta;               // likewise, as beta
-  float* grad_initial;       // [count, Hv, K, V] or null
+  DeltaHeads grad;          // of the results
+  const float* grad_final;  // of the final states, [count, Hv, K, V], or null
+  DeltaHeads dq, dk, dv;    // contiguous
+  float* dg;                // [tokens, Hv]
+  char* dbeta;              // likewise, as beta
+  float* grad_initial;      // [count, Hv, K, V] or null
   char* states;
   char* grad_states;
   char* rest;
@@ -147,7 +147,6 @@ constexpr int delta_rule_stage(int key_size, bool channels, int groups) {
 constexpr int delta_rule_smem(int key_size, bool channels, int groups) {
   return delta_rule_stages(channels) * (delta_rule_stage(key_size, channels, groups) + 16);
 }
-
 
 // A stage of the passes for gradients has tiles of keys and queries, both matrices, and factors.
 inline constexpr int kDeltaBackFactorBytes = 2048;

@@ -265,9 +265,8 @@ __device__ __forceinline__ void go_through(const DeltaRuleArgs& args,
           real ? static_cast<int>(min(int64_t{kTokens}, work.sequence.end - begin)) : 0;
       char* const to = const_cast<char*>(delta_row(args, args.out, begin, work.head)) +
                        (column + place.warp * 16 + place.along) * 2;
-      store_rows(to, args.out.token, rows, [&](int i) {
-        return pack_pair<Format>(out[2 * i], out[2 * i + 1]);
-      });
+      store_rows(to, args.out.token, rows,
+                 [&](int i) { return pack_pair<Format>(out[2 * i], out[2 * i + 1]); });
     }
     wgmma_wait<0>();
     wgmma_settle(state);

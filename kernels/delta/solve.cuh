@@ -234,8 +234,8 @@ __device__ __forceinline__ void clear_strays(const DeltaRuleArgs& args, const De
   for (int64_t token = first; token < last; ++token) {
     if (token >= begin && token < end) continue;
     for (int i = threadIdx.x; i < heads * vectors; i += kThreads) {
-      char* to = of.data + token * of.token + (first_head + i / vectors) * of.head +
-                 i % vectors * 16;
+      char* to =
+          of.data + token * of.token + (first_head + i / vectors) * of.head + i % vectors * 16;
       store_vector(to, none);
     }
   }

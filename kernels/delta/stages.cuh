@@ -14,9 +14,9 @@
 
 namespace tiercel {
 
-inline constexpr int kDeltaPairs = kDeltaChunk / 16;         // of tiles of eight tokens
+inline constexpr int kDeltaPairs = kDeltaChunk / 16;        // of tiles of eight tokens
 inline constexpr int kDeltaBlockBytes = kDeltaChunk * 128;  // of 64 columns of a tile
-inline constexpr int kDeltaGroup = 128;                      // threads
+inline constexpr int kDeltaGroup = 128;                     // threads
 inline constexpr int kDeltaRuleThreads = kDeltaGroups * kDeltaGroup + kDeltaLoaders;
 
 // Whether threads that multiply and those that load can have so many registers: together not more

@@ -370,7 +370,7 @@ def test_each_index_tensor_has_a_rule_and_its_error_is_tested():
 
 
 def test_gradients_have_rules():
-    for name in ("grouped_gemm_backward", "attention_varlen_backward", "gated_delta_rule_backward"):
+    for name in ("grouped_gemm_backward", "attention_varlen_backward"):
         for operator in _op.variants[name]:
             assert operator.indices is not None, operator.name
 

@@ -172,7 +172,7 @@ def test_gradients(l2norm, channels):
 def test_gradients_of_packed_sequences_and_of_one_result():
     starts = torch.tensor([1, 4, 4, 9], dtype=torch.int32)
     inputs = [t.requires_grad_() for t in problem(1, 12)]
-    out, state = tiercel.gated_delta_rule(*inputs, cu_seqlens=starts, output_final_state=True)
+    _, state = tiercel.gated_delta_rule(*inputs, cu_seqlens=starts, output_final_state=True)
     state.sum().backward()
     assert not inputs[0].grad.any() and inputs[2].grad[:, 1:9].any()
     for each in inputs:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients of the gated delta rule, run by the emulator, against float64 autograd."""
 
+import itertools
+
 import pytest
 import torch
 from support.emulator import sm90
@@ -37,7 +39,7 @@ def autograd(grad, inputs, grad_final, initial, starts, scale, l2norm):
     tensors = ref._inputs(*given, scale, l2norm)
     ends = [(i, i + 1, slice(None)) for i in range(len(grad))]
     if starts is not None:
-        ends = [(0, 1, slice(a, b)) for a, b in zip(starts[:-1], starts[1:], strict=True)]
+        ends = [(0, 1, slice(a, b)) for a, b in itertools.pairwise(starts)]
     total = 0.0
     for i, (begin, end, part) in enumerate(ends):
         shape = (1, grad.shape[2], inputs[0].shape[3], grad.shape[3])
@@ -187,9 +189,7 @@ def test_reference():
         given = [t.double() for t in given]
         starts, initial = torch.tensor([1, 4, 4, 8]), states(3, 2, 64, 16).double()
         last = states(3, 2, 64, 16, seed=8).double()
-        got = ref.gated_delta_rule_backward(
-            grad.double(), *given, last, initial, starts, 0.5, True
-        )
+        got = ref.gated_delta_rule_backward(grad.double(), *given, last, initial, starts, 0.5, True)
         due = autograd(grad, given, last, initial, starts.tolist(), 0.5, True)
         for a, b in zip(got, due, strict=True):
             torch.testing.assert_close(a, b)

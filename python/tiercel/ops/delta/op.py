@@ -252,10 +252,10 @@ def gated_delta_rule(
     float32; their copies that enter products, what tokens write and the matrices of a chunk are
     rounded to the dtype of ``q``. With float16, no element of a state may exceed 65504.
 
-    Differentiable in ``q``, ``k``, ``v``, ``g``, ``beta`` and ``initial_state``, through results and
-    final states; gradients are reproducible. States are computed again for them, and the kernels
-    take a gate per head; with K of 64 or a gate per channel, gradients are those of ``ref``. Works
-    under torch.compile and in CUDA graphs; it never synchronises.
+    Differentiable in ``q``, ``k``, ``v``, ``g``, ``beta`` and ``initial_state``, through results
+    and final states; gradients are reproducible. States are computed again for them, and the
+    kernels take a gate per head: with one per channel, gradients are those of ``ref``. Works under
+    torch.compile and in CUDA graphs; it never synchronises.
 
     Args:
         q: ``[B, T, Hk, K]``, bfloat16 or float16. The precompiled kernels take K of 64 or 128, and

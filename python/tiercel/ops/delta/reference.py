@@ -128,9 +128,7 @@ def _run_back(
     return after, [torch.zeros_like(t) for t in (q, q, v, q, beta)]
 
 
-def _of_inputs(
-    given: Tensor, of_wide: Tensor, scale: float, qk_l2norm: bool
-) -> Tensor:
+def _of_inputs(given: Tensor, of_wide: Tensor, scale: float, qk_l2norm: bool) -> Tensor:
     """The gradient of q or k, given that of what its heads of values have."""
     batch, tokens, heads, size = given.shape
     grad = of_wide.view(batch, tokens, heads, -1, size).sum(3) * scale if heads else of_wide
@@ -159,9 +157,7 @@ def gated_delta_rule_backward(
     tensors = _inputs(q, k, v, g, beta, scale, qk_l2norm)
     tokens, size = v.shape[1], q.shape[3]
     count = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    zeros = torch.zeros(
-        (count, v.shape[2], size, v.shape[3]), dtype=torch.float64, device=v.device
-    )
+    zeros = torch.zeros((count, v.shape[2], size, v.shape[3]), dtype=torch.float64, device=v.device)
     state = zeros if initial_state is None else initial_state.double()
     after = zeros.clone() if grad_final is None else grad_final.double().clone()
     if cu_seqlens is None:
