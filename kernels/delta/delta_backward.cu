@@ -405,9 +405,7 @@ __global__ void __launch_bounds__(kDeltaRuleThreads, 1)
           delta_back_smem(size, kDeltaGroups))}
 
 const DeltaRuleKernel kKernels[] = {
-    TIERCEL_PASSES(BFloat16, 64),
     TIERCEL_PASSES(BFloat16, 128),
-    TIERCEL_PASSES(Float16, 64),
     TIERCEL_PASSES(Float16, 128),
 };
 

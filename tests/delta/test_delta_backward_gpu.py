@@ -63,7 +63,7 @@ def check(grad, inputs, initial=None, grad_final=None, starts=None):
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [1, 64, 150])
-@pytest.mark.parametrize("sizes", [(64, 32), (128, 128)])
+@pytest.mark.parametrize("sizes", [(128, 32), (128, 128)])
 def test_gradients(sizes, tokens, dtype):
     initial, grad_final = states(2, 4, *sizes), states(2, 4, *sizes, seed=8)
     check(*problem(2, tokens, (2, 4), sizes, dtype), initial, grad_final)
@@ -74,8 +74,8 @@ def test_gradients(sizes, tokens, dtype):
 @pytest.mark.sanitize
 def test_packed():
     starts = torch.tensor([3, 3, 70, 134, 135, 300], device="cuda", dtype=torch.int32)
-    grad, inputs = problem(1, 310, (1, 2), (64, 32))
-    initial, grad_final = states(5, 2, 64, 32), states(5, 2, 64, 32, seed=8)
+    grad, inputs = problem(1, 310, (1, 2), (128, 32))
+    initial, grad_final = states(5, 2, 128, 32), states(5, 2, 128, 32, seed=8)
     got = check(grad, inputs, initial, grad_final, starts)
     for each in got[:5]:
         assert not each[:, :3].any() and not each[:, 300:].any()

@@ -86,7 +86,7 @@ def test_lengths(tokens):
     backward(inputs, grad_final, initial, scale=0.3, l2norm=False)
 
 
-@pytest.mark.parametrize("sizes", [(64, 16), (64, 80), (128, 128), (128, 144)])
+@pytest.mark.parametrize("sizes", [(128, 16), (128, 80), (128, 128), (128, 144)])
 def test_sizes(sizes):
     """Slices of the values have 64 columns, the last may have fewer; of many, two share a block."""
     heads = (1, 2) if sizes[1] <= 80 else (1, 1)
@@ -96,21 +96,20 @@ def test_sizes(sizes):
         backward(problem(4, 3, (9, 9), sizes), states(4, 9, *sizes))
 
 
-@pytest.mark.parametrize("size", [64, 128])
-def test_float16(size):
-    inputs = problem(2, 100, (1, 2), (size, 32), F16)
-    backward(inputs, states(2, 2, size, 32), states(2, 2, size, 32, seed=8))
+def test_float16():
+    inputs = problem(2, 100, (1, 2), (128, 32), F16)
+    backward(inputs, states(2, 2, 128, 32), states(2, 2, 128, 32, seed=8))
 
 
 @pytest.mark.parametrize("heads", [(1, 4), (2, 4), (3, 3)])
 def test_heads_that_share_keys(heads):
-    backward(problem(1, 80, heads, (64, 32)))
+    backward(problem(1, 80, heads, (128, 32)))
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_beta(dtype):
     """Betas of 0 have a gradient, though their tokens write nothing."""
-    *rest, beta = problem(1, 100, (1, 2), (64, 16))
+    *rest, beta = problem(1, 100, (1, 2), (128, 16))
     beta[:, ::3] = 0.0
     assert backward((*rest, beta.to(dtype)))[4].dtype == dtype
     backward((*rest, torch.ones_like(beta).to(dtype)))
@@ -119,8 +118,8 @@ def test_beta(dtype):
 @pytest.mark.parametrize("gate", [-300.0, -20.0, -3.0, 20.0])
 def test_decay(gate):
     """From states that are lost at once to such that stay."""
-    more = states(1, 2, 64, 16), states(1, 2, 64, 16, seed=8)
-    grad, q, k, v, g, beta = problem(1, 150, (1, 2), (64, 16), gate=gate)
+    more = states(1, 2, 128, 16), states(1, 2, 128, 16, seed=8)
+    grad, q, k, v, g, beta = problem(1, 150, (1, 2), (128, 16), gate=gate)
     backward((grad, q, k, v, g, beta), *more)
     g[:, 40] = -float("inf")
     g[:, 41:60] = -50.0
@@ -131,8 +130,8 @@ def test_decay(gate):
 def test_packed(lengths):
     starts = torch.tensor([3, *lengths]).cumsum(0).to(torch.int32)
     begin, end, count = 3, int(starts[-1]), len(lengths)
-    initial, grad_final = states(count, 2, 64, 16), states(count, 2, 64, 16, seed=8)
-    got = backward(problem(1, end + 70, (1, 2), (64, 16)), grad_final, initial, starts)
+    initial, grad_final = states(count, 2, 128, 16), states(count, 2, 128, 16, seed=8)
+    got = backward(problem(1, end + 70, (1, 2), (128, 16)), grad_final, initial, starts)
     for each in got[:5]:
         assert not each[:, :begin].any() and not each[:, end:].any()
     for i, length in enumerate(lengths):
@@ -141,18 +140,18 @@ def test_packed(lengths):
 
 
 def test_no_tokens():
-    initial, grad_final = states(2, 2, 64, 16), states(2, 2, 64, 16, seed=8)
-    got = backward(problem(2, 0, (1, 2), (64, 16)), grad_final, initial)
+    initial, grad_final = states(2, 2, 128, 16), states(2, 2, 128, 16, seed=8)
+    got = backward(problem(2, 0, (1, 2), (128, 16)), grad_final, initial)
     assert torch.equal(got[5], grad_final)
-    assert not backward(problem(2, 0, (1, 2), (64, 16)), None, initial)[5].any()
-    backward(problem(0, 5, (1, 2), (64, 16)))
-    backward(problem(1, 70, (1, 2), (64, 16)), starts=torch.tensor([0], dtype=torch.int32))
+    assert not backward(problem(2, 0, (1, 2), (128, 16)), None, initial)[5].any()
+    backward(problem(0, 5, (1, 2), (128, 16)))
+    backward(problem(1, 70, (1, 2), (128, 16)), starts=torch.tensor([0], dtype=torch.int32))
 
 
 def test_rows_of_zeros_and_of_any_length():
     """With their lengths divided out, queries and keys of zeros have gradients that are numbers."""
     for dtype in (BF16, F16):
-        grad, q, k, *rest = problem(1, 70, (1, 2), (64, 16), dtype)
+        grad, q, k, *rest = problem(1, 70, (1, 2), (128, 16), dtype)
         q[:, 3:5], k[:, 4:6] = 0.0, 0.0
         got = sm90("gated_delta_rule_backward")(
             *(grad, q, k, *rest, None, None, None, None, True, None)
@@ -164,17 +163,17 @@ def test_rows_of_zeros_and_of_any_length():
 
 def test_strided_inputs():
     """Queries, keys and values are parts of one projection; the gradient is one of a sum."""
-    whole = states(2, 80, 4 * 64 + 2 * 32).to(BF16)
-    q, k, v = whole.split([128, 128, 64], dim=-1)
-    q, k = (t.unflatten(-1, (2, 64)) for t in (q, k))
-    grad, *_, g, beta = problem(2, 80, (2, 2), (64, 32))
+    whole = states(2, 80, 4 * 128 + 2 * 32).to(BF16)
+    q, k, v = whole.split([256, 256, 64], dim=-1)
+    q, k = (t.unflatten(-1, (2, 128)) for t in (q, k))
+    grad, *_, g, beta = problem(2, 80, (2, 2), (128, 32))
     given = (q, k, v.unflatten(-1, (2, 32)), g, beta)
     backward((grad, *given))
     backward((torch.ones((), dtype=BF16).expand(grad.shape), *given))
 
 
 def test_reproducible():
-    inputs = problem(1, 200, (1, 3), (64, 32))
+    inputs = problem(1, 200, (1, 3), (128, 32))
     first = backward(inputs)
     for each, other in zip(first, backward(inputs), strict=True):
         assert torch.equal(each, other)
@@ -183,12 +182,12 @@ def test_reproducible():
 def test_reference():
     """The formulas of ref are autograd's."""
     for channels in (False, True):
-        grad, *given = problem(1, 9, (1, 2), (64, 16))
+        grad, *given = problem(1, 9, (1, 2), (128, 16))
         if channels:
-            given[3] = given[3][..., None] * torch.linspace(0.5, 2.0, 64)
+            given[3] = given[3][..., None] * torch.linspace(0.5, 2.0, 128)
         given = [t.double() for t in given]
-        starts, initial = torch.tensor([1, 4, 4, 8]), states(3, 2, 64, 16).double()
-        last = states(3, 2, 64, 16, seed=8).double()
+        starts, initial = torch.tensor([1, 4, 4, 8]), states(3, 2, 128, 16).double()
+        last = states(3, 2, 128, 16, seed=8).double()
         got = ref.gated_delta_rule_backward(grad.double(), *given, last, initial, starts, 0.5, True)
         due = autograd(grad, given, last, initial, starts.tolist(), 0.5, True)
         for a, b in zip(got, due, strict=True):
@@ -202,6 +201,6 @@ def test_any_contents_of_starts(case):
     rows, count = draw.of(1, 70, 150), draw.of(1, 3)
     right = torch.linspace(0, rows, count + 1).long()
     starts = draw.strays(right, rows + 1, wide=False).int()
-    inputs = problem(1, rows, (1, 2), (64, 16), seed=case)
-    initial = states(count, 2, 64, 16)
+    inputs = problem(1, rows, (1, 2), (128, 16), seed=case)
+    initial = states(count, 2, 128, 16)
     run("gated_delta_rule_backward", *inputs, None, initial, starts, None, True, None)

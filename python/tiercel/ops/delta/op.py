@@ -197,7 +197,8 @@ def _gradients(
         grad = torch.zeros_like(given[2], memory_format=torch.contiguous_format)
     if grad_final is not None:
         grad_final = grad_final.contiguous()
-    options = (ctx.scale, ctx.qk_l2norm, ctx.backend)
+    has_kernels = given[0].shape[-1] == 128 and given[3].dim() == 3
+    options = (ctx.scale, ctx.qk_l2norm, ctx.backend if has_kernels else "ref")
     found = _BACKWARD(grad, *given, grad_final, initial, starts, *options)
     wanted = zip((*_INPUTS, "initial_state"), found, strict=True)
     return {name: each for name, each in wanted if ctx.wants[name]}
@@ -254,8 +255,9 @@ def gated_delta_rule(
 
     Differentiable in ``q``, ``k``, ``v``, ``g``, ``beta`` and ``initial_state``, through results
     and final states; gradients are reproducible. States are computed again for them, and the
-    kernels take a gate per head: with one per channel, gradients are those of ``ref``. Works under
-    torch.compile and in CUDA graphs; it never synchronises.
+    kernels take K of 128 and a gate per head: gradients of others are those of ``ref``. Works under
+    torch.compile and in CUDA graphs; it never synchronises, but for gradients of ``ref`` with
+    ``cu_seqlens``.
 
     Args:
         q: ``[B, T, Hk, K]``, bfloat16 or float16. The precompiled kernels take K of 64 or 128, and
