@@ -197,8 +197,7 @@ def _gradients(
         grad = torch.zeros_like(given[2], memory_format=torch.contiguous_format)
     if grad_final is not None:
         grad_final = grad_final.contiguous()
-    has_kernels = given[0].shape[-1] == 128 and given[3].dim() == 3
-    options = (ctx.scale, ctx.qk_l2norm, ctx.backend if has_kernels else "ref")
+    options = (ctx.scale, ctx.qk_l2norm, ctx.backend)
     found = _BACKWARD(grad, *given, grad_final, initial, starts, *options)
     wanted = zip((*_INPUTS, "initial_state"), found, strict=True)
     return {name: each for name, each in wanted if ctx.wants[name]}
@@ -254,8 +253,8 @@ def gated_delta_rule(
     rounded to the dtype of ``q``. With float16, no element of a state may exceed 65504.
 
     Differentiable in ``q``, ``k``, ``v``, ``g``, ``beta`` and ``initial_state``, through results
-    and final states; gradients are reproducible. States are computed again for them, and the
-    kernels take K of 128 and a gate per head: gradients of others are those of ``ref``. Works under
+    and final states; gradients are reproducible. States are computed again for them. The kernels
+    take K of 128 and a gate per head; for others ``ref`` stands in, with a warning. Works under
     torch.compile and in CUDA graphs; it never synchronises, but for gradients of ``ref`` with
     ``cu_seqlens``.
 
