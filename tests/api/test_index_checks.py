@@ -89,6 +89,21 @@ def whole_moe_fp8(**changes):
     return named | changes
 
 
+def four_bit_moe(**changes):
+    named = {
+        "x": torch.randn(2, 64).bfloat16(),
+        "w_up": torch.zeros(3, 64, 32, dtype=torch.uint8),
+        "w_up_scale": torch.full((3, 64, 2), 127, dtype=torch.uint8),
+        "w_down": torch.zeros(3, 64, 16, dtype=torch.uint8),
+        "w_down_scale": torch.full((3, 64, 1), 127, dtype=torch.uint8),
+        "down_bias": torch.ones(3, 64).bfloat16(),
+        "topk_weights": torch.rand(2, 2),
+        "topk_ids": torch.tensor([[0, 4], [1, -1]]),
+        "expert_map": int32(0, 1, -1, -1, 2),
+    }
+    return named | changes
+
+
 def fused(**changes):
     named = {name: torch.randn(3, 2, 16).bfloat16() for name in ("q", "k", "v", "q_out")}
     named |= {n: torch.zeros(2, 4, 2, 16).bfloat16() for n in ("key_cache", "value_cache")}
@@ -272,6 +287,8 @@ WRONG = [
     ("fused_moe", whole_moe, "expert_map", int32(0, 1, 2, 3, -1), "from 0 to 2, or -1"),
     ("fused_moe", whole_moe_fp8, "expert_map", int32(0, 1, 2, 3, -1), "got 3 at [3]"),
     ("fused_moe", whole_moe_fp8, "topk_ids", torch.full((2, 2), -7), "got -7 at [0, 0]"),
+    ("w4_moe", four_bit_moe, "topk_ids", torch.full((2, 2), -7), "got -7 at [0, 0]"),
+    ("w4_moe", four_bit_moe, "expert_map", int32(0, 1, 2, 3, -1), "got 3 at [3]"),
     ("moe_up", up, "expert_ids", int32(3, 0, 0), "from 0 to 2, or -1 for none, got 3 at [0]"),
     ("moe_up", up, "sorted_token_ids", int32(0, 5, 2, 3, 4, 4, 4, 4, 4), "from 0 to 4, got 5"),
     ("moe_up", up_fp8, "expert_ids", int32(-2, 0, 0), "got -2 at [0]"),
@@ -467,6 +484,7 @@ def test_contents_that_are_no_places_on_ref():
     tiercel.kv_cache_write(**written)
     assert not written["key_cache"].any() and not written["value_cache"].any()
     assert not tiercel.fused_moe(**whole_moe(expert_map=int32(3, 9, -5, 3, 3))).any()
+    assert not tiercel.w4_moe(**four_bit_moe(expert_map=int32(3, 9, -5, 3, 3))).any()
     assert not tiercel.moe_up(**up(expert_ids=int32(3, -2, 0))).any()
     assert not tiercel.moe_up(**up(num_tokens_post_padded=int32(-64))).any()
     every = up(num_tokens_post_padded=int32(2**31 - 1))
