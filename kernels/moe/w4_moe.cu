@@ -70,7 +70,9 @@ __device__ __forceinline__ void tile_prefetch(const CUtensorMap* map, int byte, 
 
 template <int kTokens, int kRows>
 struct Tile {
-  static constexpr bool kTurns = kRows == 64;  // warpgroups take the steps of K in turn
+  // Warpgroups take the steps of K in turn. The number of stages is even then, so that each stage
+  // is of one warpgroup, which sees all of its phases.
+  static constexpr bool kTurns = kRows == 64;
   static constexpr int kXBytes = kTokens * kW4MoeStep * 2;
   static constexpr int kWeightBytes = kRows * kRowBytes;
   static constexpr int kStageBytes = w4_moe_stage_bytes(kTokens, kRows);
@@ -229,6 +231,7 @@ __global__ void __launch_bounds__(w4_moe_threads(kRows), kTogether)
     w4_moe(const __grid_constant__ W4MoeArgs args) {
   using Shape = Tile<kTokens, kRows>;
   using Format = std::conditional_t<kBFloat16, BFloat16, Float16>;
+  static_assert(!Shape::kTurns || kStages % 2 == 0);
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64_t filled[kStages], freed[kStages];
   __shared__ int elements[kTokens];
@@ -427,7 +430,7 @@ __global__ void __launch_bounds__(w4_moe_threads(kRows), kTogether)
           stages * w4_moe_stage_bytes(tokens, rows))}
 
 #define TIERCEL_W4_MOE_OF(floats, bfloat16, name)            \
-  TIERCEL_W4_MOE(floats, bfloat16, 32, 64, 5, 3, name),      \
+  TIERCEL_W4_MOE(floats, bfloat16, 32, 64, 4, 3, name),      \
       TIERCEL_W4_MOE(floats, bfloat16, 128, 128, 5, 1, name)
 
 const W4MoeKernel kKernels[] = {TIERCEL_W4_MOE_OF(true, true, "e2m1, bfloat16"),
