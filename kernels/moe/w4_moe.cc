@@ -30,8 +30,8 @@ struct Launch {
     LaunchConfig config;
     config.grid.x = static_cast<uint32_t>(blocks * args.row_tiles);
     config.block.x = static_cast<uint32_t>(w4_moe_threads(kernel->rows));
-    config.dynamic_smem = static_cast<uint32_t>(
-        kernel->stages * w4_moe_stage_bytes(kernel->tokens, kernel->rows));
+    config.dynamic_smem =
+        static_cast<uint32_t>(kernel->stages * w4_moe_stage_bytes(kernel->tokens, kernel->rows));
     config.dependent = true;
     return config;
   }
@@ -83,8 +83,7 @@ Status check_weight_scale(const char* op, const W4MoeCall& call, const Argument&
   }
   const Argument zero{op, "zero_point", *call.zero_point};
   TIERCEL_RETURN_IF_ERROR(check_dtype(zero, {x.view.dtype}));
-  TIERCEL_RETURN_IF_ERROR(
-      check_shape(zero, {experts, rows, call.scale->shape[2]}, "as `scale`"));
+  TIERCEL_RETURN_IF_ERROR(check_shape(zero, {experts, rows, call.scale->shape[2]}, "as `scale`"));
   TIERCEL_RETURN_IF_ERROR(check_beside_contiguous(zero, x));
   scales->zero = static_cast<const char*>(call.zero_point->data);
   scales->zero_row = scales->scale_row;
@@ -146,12 +145,12 @@ Status prepare(bool down, const W4MoeCall& call, Launch* launch) {
   const int64_t experts = weight.shape[0], rows = weight.shape[1];
   const bool gated = !down && call.activation != W4MoeActivation::kReluSquared;
   const int64_t features = gated ? rows / 2 : rows;
-  TIERCEL_RETURN_IF_ERROR(check_shape(x_arg, {down ? elements : ids.shape[0], k},
-                                      down ? "[T * k, K]" : "[T, K]"));
+  TIERCEL_RETURN_IF_ERROR(
+      check_shape(x_arg, {down ? elements : ids.shape[0], k}, down ? "[T * k, K]" : "[T, K]"));
   if (k % 64 != 0 || rows % (gated ? 128 : 64) != 0) {
-    return Status::Unimplemented(
-        mismatch(weight_arg, "have multiples of 64 features and of 64 values a row",
-                 shape_text(weight.shape, 3) + " of bytes"));
+    return Status::Unimplemented(mismatch(weight_arg,
+                                          "have multiples of 64 features and of 64 values a row",
+                                          shape_text(weight.shape, 3) + " of bytes"));
   }
   TIERCEL_RETURN_IF_ERROR(check_shape(weight_arg, {experts, rows, k / 2}, "[E, N, K / 2]"));
   TIERCEL_RETURN_IF_ERROR(check_shape(out_arg, {elements, features}, "[T * k, features]"));
@@ -160,8 +159,7 @@ Status prepare(bool down, const W4MoeCall& call, Launch* launch) {
   TIERCEL_RETURN_IF_ERROR(check_beside_contiguous(ids_arg, x_arg));
   TIERCEL_RETURN_IF_ERROR(check_beside_contiguous(out_arg, x_arg));
   W4MoeArgs& args = launch->args;
-  TIERCEL_RETURN_IF_ERROR(
-      check_weight_scale(op, call, x_arg, experts, rows, k, &args.scales));
+  TIERCEL_RETURN_IF_ERROR(check_weight_scale(op, call, x_arg, experts, rows, k, &args.scales));
   if (call.global_scale != nullptr) {
     const Argument global{op, "global_scale", *call.global_scale};
     TIERCEL_RETURN_IF_ERROR(check_dtype(global, {DType::kFloat32}));
@@ -190,8 +188,7 @@ Status prepare(bool down, const W4MoeCall& call, Launch* launch) {
   TIERCEL_RETURN_IF_ERROR(check_rows(out_arg));
   if (elements == 0 || features == 0 || launch->blocks == 0) return Status();
   if (experts == 0 || k == 0) {
-    return Status::Unimplemented(
-        mismatch(weight_arg, "not be empty", shape_text(weight.shape, 3)));
+    return Status::Unimplemented(mismatch(weight_arg, "not be empty", shape_text(weight.shape, 3)));
   }
   const bool floats = call.format != W4Format::kInt4, bfloat16 = x.dtype == DType::kBFloat16;
   launch->kernel = KernelTable(w4_moe_kernels).find([&](const W4MoeKernel& one) {
@@ -204,8 +201,7 @@ Status prepare(bool down, const W4MoeCall& call, Launch* launch) {
   if (std::max({launch->blocks * tiles, launch->blocks * tokens, 2 * elements, experts * 2 * rows,
                 k}) > std::numeric_limits<int32_t>::max()) {
     return Status::Unimplemented(std::string(op) + ": too large for one launch, got " +
-                                 shape_text(out.shape, 2) + " from " +
-                                 shape_text(weight.shape, 3));
+                                 shape_text(out.shape, 2) + " from " + shape_text(weight.shape, 3));
   }
   args.x = static_cast<const char*>(x.data);
   args.x_row = (x.shape[0] > 1 ? x.strides[0] : k) * 2;  // a single row's stride is arbitrary
@@ -255,9 +251,12 @@ Status plan_of(bool down, const W4MoeCall& call, W4MoePlan* plan) {
   *plan = {"none", 0, 0, 0, 0, 0, 0};
   if (launch.kernel == nullptr) return Status();
   const LaunchConfig config = launch.config();
-  *plan = {launch.kernel->kernel.name(), launch.kernel->tokens,
-           launch.kernel->rows,          static_cast<int>(launch.blocks),
-           config.grid.x,                config.block.x,
+  *plan = {launch.kernel->kernel.name(),
+           launch.kernel->tokens,
+           launch.kernel->rows,
+           static_cast<int>(launch.blocks),
+           config.grid.x,
+           config.block.x,
            config.dynamic_smem};
   return Status();
 }
@@ -271,10 +270,12 @@ Status run(bool down, const W4MoeCall& call, void* stream) {
   groups.shape = launch.map_shape;
   groups.strides = launch.map_strides;
   const auto box_groups = static_cast<uint32_t>(launch.kernel->rows / 16);
-  TIERCEL_RETURN_IF_ERROR(encode_tensor_map(
-      {kTensorMapMaxRank, {1, box_groups, 2, 8, kW4MoeStep / 2}, CU_TENSOR_MAP_SWIZZLE_64B,
-       CU_TENSOR_MAP_L2_PROMOTION_L2_128B},
-      groups, name_of(down), "weight", &launch.args.weight_map));
+  TIERCEL_RETURN_IF_ERROR(encode_tensor_map({kTensorMapMaxRank,
+                                             {1, box_groups, 2, 8, kW4MoeStep / 2},
+                                             CU_TENSOR_MAP_SWIZZLE_64B,
+                                             CU_TENSOR_MAP_L2_PROMOTION_L2_128B},
+                                            groups, name_of(down), "weight",
+                                            &launch.args.weight_map));
   void* pointers[] = {&launch.args};
   return launch.kernel->kernel.launch(launch.config(), call.x->device_index, stream, pointers);
 }

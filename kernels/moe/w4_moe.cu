@@ -6,7 +6,7 @@
 //  - A thread block multiplies one block of the routing, of one expert, with a tile of the expert's
 //    rows. Two warpgroups decode and multiply; further warps, a thread for each row of the tile,
 //    fill a ring of stages of 128 values of K: one box of weights by TMA, rows of x gathered by
-//    cp.async, and a row's scales, loaded four steps ahead and stored in the form in which they
+//    cp.async, and a row's scales, loaded two steps ahead and stored in the form in which they
 //    are multiplied.
 //  - The box takes the tile's rows in groups of 16: 8 rows, then 8 others. Gated, these are the
 //    gates of 8 features and what they are for, wherever the checkpoint has them, so that both
@@ -35,7 +35,7 @@ namespace tiercel {
 namespace {
 
 constexpr int kRowBytes = kW4MoeStep / 2;  // of a row of the weight in a stage
-constexpr int kAhead = 4;                  // steps whose scales are in flight
+constexpr int kAhead = 2;                  // steps whose scales are in flight
 
 __device__ __forceinline__ void consumers_sync() {
   asm volatile("bar.sync 1, %0;" ::"n"(kW4MoeConsumers) : "memory");
@@ -113,9 +113,9 @@ __device__ __forceinline__ int weight_row(const W4MoeArgs& args, int group, int 
 }
 
 template <bool kFloats, bool kBFloat16, int kTokens, int kRows, int kStages>
-__device__ __forceinline__ void load_stages(const W4MoeArgs& args, char* shared,
-                                            const int* elements, uint64_t* filled, uint64_t* freed,
-                                            int expert, int group) {
+__device__ __forceinline__ void load_stages(const W4MoeArgs& args, char* shared, const int* sources,
+                                            uint64_t* filled, uint64_t* freed, int expert,
+                                            int group) {
   using Shape = Tile<kTokens, kRows>;
   constexpr int kAtOnce = kRows / 16;  // rows of x: 16 threads each
   const int thread = threadIdx.x - kW4MoeConsumers;
@@ -143,7 +143,7 @@ __device__ __forceinline__ void load_stages(const W4MoeArgs& args, char* shared,
   int passes = 0;
 #pragma unroll
   for (int i = 0; i < kTokens / kAtOnce; ++i) {
-    if (elements[token + i * kAtOnce] >= 0) passes = i + 1;
+    if (sources[token + i * kAtOnce] >= 0) passes = i + 1;
   }
   const uint32_t x_place = shared_address(shared) + chunk / 8 * (Shape::kXBytes / 2) + token * 128;
   const char* const x = args.x + chunk * 16;
@@ -167,12 +167,12 @@ __device__ __forceinline__ void load_stages(const W4MoeArgs& args, char* shared,
 #pragma unroll 1
       for (int pass = 0; pass < passes; ++pass) {
         const int at = pass * kAtOnce;
-        const int element = elements[token + at];
-        if (element < 0) continue;
-        const char* from = x + element / args.divide * args.x_row + step * (kW4MoeStep * 2);
-        async_copy_16(x_place + stage * Shape::kStageBytes + at * 128 +
-                          (chunk % 8 ^ (token + at) % 8) * 16,
-                      real ? from : args.x, real);
+        const int source = sources[token + at];
+        if (source < 0) continue;
+        const char* from = x + source * args.x_row + step * (kW4MoeStep * 2);
+        async_copy_16(
+            x_place + stage * Shape::kStageBytes + at * 128 + (chunk % 8 ^ (token + at) % 8) * 16,
+            real ? from : args.x, real);
       }
       StepScales<kFloats> scales;
       unpack_scales<kFloats, kBFloat16>(scales, ahead[i], args.scales);
@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(w4_moe_threads(kRows), kTogether)
   static_assert(!Shape::kTurns || kStages % 2 == 0);
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64_t filled[kStages], freed[kStages];
-  __shared__ int elements[kTokens];
+  __shared__ int elements[kTokens], sources[kTokens];  // rows of out and of x, or -1
   const int block = blockIdx.x / args.row_tiles, tile = blockIdx.x % args.row_tiles;
   const int group = tile * (kRows / 16);
   const int tile_features = args.gated ? kRows / 2 : kRows;
@@ -251,14 +251,18 @@ __global__ void __launch_bounds__(w4_moe_threads(kRows), kTogether)
     grid_dependency_launch();
   }
   const int expert = expert_of<kTokens>(args, block);
-  if (threadIdx.x < kTokens) elements[threadIdx.x] = element_at<kTokens>(args, block, threadIdx.x);
+  if (threadIdx.x < kTokens) {
+    const int element = element_at<kTokens>(args, block, threadIdx.x);
+    elements[threadIdx.x] = element;
+    sources[threadIdx.x] = element < 0 ? -1 : element / args.divide;
+  }
   __syncthreads();
   // Uniform to the compiler.
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (warp >= kW4MoeConsumers / 32) {
     if (expert >= 0) {
-      load_stages<kFloats, kBFloat16, kTokens, kRows, kStages>(args, shared, elements, filled,
-                                                               freed, expert, group);
+      load_stages<kFloats, kBFloat16, kTokens, kRows, kStages>(args, shared, sources, filled, freed,
+                                                               expert, group);
     } else if (args.down) {
       grid_dependency_wait();
     }
@@ -310,8 +314,8 @@ __global__ void __launch_bounds__(w4_moe_threads(kRows), kTogether)
   const uint32_t swizzle = lane / 8;  // of chunks of 16 bytes, by rows of 64
   StepScales<kFloats> scales[2];
   const auto read_scales = [&](int stage) {
-    const uint4* const from = reinterpret_cast<const uint4*>(
-        shared + stage * Shape::kStageBytes + Shape::kXBytes + Shape::kWeightBytes);
+    const uint4* const from = reinterpret_cast<const uint4*>(shared + stage * Shape::kStageBytes +
+                                                             Shape::kXBytes + Shape::kWeightBytes);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint4 words = from[my_row + half * 8];
@@ -419,18 +423,18 @@ __global__ void __launch_bounds__(w4_moe_threads(kRows), kTogether)
   store(results);
 }
 
-#define TIERCEL_W4_MOE(floats, bfloat16, tokens, rows, stages, together, name)                  \
-  {tokens,                                                                                      \
-   rows,                                                                                        \
-   floats,                                                                                      \
-   bfloat16,                                                                                    \
-   stages,                                                                                      \
-   Kernel("w4_moe<" name ", tokens=" #tokens ">",                                               \
+#define TIERCEL_W4_MOE(floats, bfloat16, tokens, rows, stages, together, name)                     \
+  {tokens,                                                                                         \
+   rows,                                                                                           \
+   floats,                                                                                         \
+   bfloat16,                                                                                       \
+   stages,                                                                                         \
+   Kernel("w4_moe<" name ", tokens=" #tokens ">",                                                  \
           reinterpret_cast<const void*>(w4_moe<floats, bfloat16, tokens, rows, stages, together>), \
           stages * w4_moe_stage_bytes(tokens, rows))}
 
-#define TIERCEL_W4_MOE_OF(floats, bfloat16, name)            \
-  TIERCEL_W4_MOE(floats, bfloat16, 32, 64, 4, 3, name),      \
+#define TIERCEL_W4_MOE_OF(floats, bfloat16, name)       \
+  TIERCEL_W4_MOE(floats, bfloat16, 32, 64, 4, 3, name), \
       TIERCEL_W4_MOE(floats, bfloat16, 128, 128, 5, 1, name)
 
 const W4MoeKernel kKernels[] = {TIERCEL_W4_MOE_OF(true, true, "e2m1, bfloat16"),

@@ -164,6 +164,9 @@ def test_bad_arguments_are_named(wrong, error, text):
 
 def test_bad_widths_are_named():
     with pytest.raises(ValueError, match=r"w4_moe: `x` must have a multiple of 32 values a row"):
-        call(x=torch.zeros(2, 48).bfloat16(), w_up=torch.zeros(2, 128, 24, dtype=torch.uint8),
-             w_down=torch.zeros(2, 48, 32, dtype=torch.uint8),
-             down_bias=torch.zeros(2, 48).bfloat16())
+        call(
+            x=torch.zeros(2, 48).bfloat16(),
+            w_up=torch.zeros(2, 128, 24, dtype=torch.uint8),
+            w_down=torch.zeros(2, 48, 32, dtype=torch.uint8),
+            down_bias=torch.zeros(2, 48).bfloat16(),
+        )
