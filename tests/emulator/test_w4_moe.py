@@ -7,7 +7,7 @@ from support.emulator import kernels, options, sm90
 from support.w4_weights import FORMATS, Experts, gate, halves
 
 from tiercel import ref
-from tiercel.ops.moe.spec_w4 import ACTIVATIONS
+from tiercel.ops.moe.spec import W4_ACTIVATIONS as ACTIVATIONS
 
 pytestmark = pytest.mark.torch
 

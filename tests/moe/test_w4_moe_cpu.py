@@ -6,7 +6,7 @@ import torch
 from support.w4_weights import Experts, draw, gate
 
 import tiercel
-from tiercel.ops.moe.spec_w4 import ACTIVATIONS
+from tiercel.ops.moe.spec import W4_ACTIVATIONS as ACTIVATIONS
 
 pytestmark = pytest.mark.torch
 
@@ -41,8 +41,8 @@ def arguments(up, down, x, k=2):
 @pytest.mark.parametrize("layout", ["mxfp4", "nvfp4", "int4-32-zero"])
 def test_the_reference(layout, activation, interleaved):
     rows = 64 if activation == "relu_squared" else 128
-    up = Experts(layout, 3, rows, 128, torch.bfloat16, "cpu")
-    down = Experts(layout, 3, 128, 64, torch.bfloat16, "cpu")
+    up = Experts(layout, 3, rows, 128, torch.bfloat16, "cpu", rounded=False)
+    down = Experts(layout, 3, 128, 64, torch.bfloat16, "cpu", rounded=False)
     named = arguments(up, down, torch.randn(7, 128).bfloat16())
     options = {"activation": activation, "alpha": 1.702, "limit": 1.0, "interleaved": interleaved}
     got = tiercel.w4_moe(**named, **options)

@@ -6,7 +6,7 @@ import torch
 from support.w4_weights import Experts, gate
 
 import tiercel
-from tiercel.ops.moe.spec_w4 import ACTIVATIONS
+from tiercel.ops.moe.spec import W4_ACTIVATIONS as ACTIVATIONS
 
 pytestmark = [pytest.mark.torch, pytest.mark.gpu, pytest.mark.usefixtures("no_fallback")]
 

@@ -66,7 +66,8 @@ def activated(activation, x):
 class Experts:
     """Weights [E, N, K / 2] with a bias and a global scale each."""
 
-    def __init__(self, layout, experts, features, k, dtype, device):
+    def __init__(self, layout, experts, features, k, dtype, device, rounded=True):
+        """`rounded`: int4's values are, to the dtype, as the kernels do."""
         drawn = draw(layout, experts * features, k, dtype, device)
 
         def of_experts(tensor):
@@ -75,7 +76,7 @@ class Experts:
         self.format = drawn.format
         self.packed, self.scale = of_experts(drawn.packed), of_experts(drawn.scale)
         self.zero_point, self.values = of_experts(drawn.zero_point), of_experts(drawn.values)
-        if drawn.format == "int4":  # kernels round these to the dtype
+        if drawn.format == "int4" and rounded:
             self.values = self.values.to(dtype).double()
         self.bias = torch.randn(experts, features, device=device).to(dtype)
         # Sums of about 1, with which gates differ.

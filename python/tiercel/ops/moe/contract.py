@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 from tiercel.ops.moe import spec
-from tiercel.ops.moe.spec_w4 import W4_MOE as _W4_MOE
 from tiercel.plugins.contract import Case, Contract
 
 
@@ -243,7 +242,7 @@ def _make_w4(case: Case, device: str, seed: int) -> dict[str, Any]:
 
 W4_MOE = Contract.of(
     "moe",
-    _W4_MOE,
+    spec.W4_MOE,
     cases=(
         _w4(1, 4, 2, 128, 64),
         _w4(5, 4, 2, 192, 128, act="silu_residual", values="gpt_oss"),

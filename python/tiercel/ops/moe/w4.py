@@ -13,14 +13,14 @@ from tiercel.core.op import Op, Python
 from tiercel.core.spec import Call
 from tiercel.ops.gemv.spec import FORMATS
 from tiercel.ops.moe import reference as ref
-from tiercel.ops.moe.spec_w4 import ACTIVATIONS, W4_MOE
+from tiercel.ops.moe.spec import W4_ACTIVATIONS, W4_MOE
 from tiercel.ops.moe.training import indices
 from tiercel.ops.routing.align import empty_lists, fill_lists
 
 __all__ = ["w4_moe"]
 
 _FORMAT_INDEX = {name: index for index, name in enumerate(FORMATS)}
-_ACTIVATION_INDEX = {name: index for index, name in enumerate(ACTIVATIONS)}
+_ACTIVATION_INDEX = {name: index for index, name in enumerate(W4_ACTIVATIONS)}
 
 _DIRECT_IDS = 16  # kDirectIds of w4_moe.cc: without a routing, each id is a block
 
