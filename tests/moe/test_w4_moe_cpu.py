@@ -117,6 +117,12 @@ def call(layout="mxfp4", **changes):
     return tiercel.w4_moe(**arguments(up, down, torch.zeros(2, 64).bfloat16()) | changes)
 
 
+def test_experts_elsewhere_add_nothing():
+    x = torch.ones(2, 64).bfloat16()
+    assert call(x=x, expert_map=torch.tensor([1, 0], dtype=torch.int32)).all(dim=1).any()
+    assert not call(x=x, expert_map=torch.tensor([2, -7], dtype=torch.int32)).any()
+
+
 BYTES = torch.zeros(2, 128, 3, dtype=torch.uint8)
 HALVES = BYTES.bfloat16()
 BAD = [
