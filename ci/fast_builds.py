@@ -28,7 +28,7 @@ SCRIPT = "ci/fast_builds.py"
 SOURCE = "kernels/transpose/copy_transpose.cu"
 TESTS = (
     "//tests/transpose:test_copy_transpose_cpu",
-    "//tests/transpose:test_copy_transpose_plan_cp311",
+    "//tests/transpose:test_host_cp313",
 )
 MANY = ("90", "90a", "100", "120")
 

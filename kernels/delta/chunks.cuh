@@ -86,16 +86,17 @@ __device__ __forceinline__ const char* delta_row(const DeltaRuleArgs& args, cons
   return heads.data + batch * heads.batch + inside * heads.token + head * heads.head;
 }
 
-// Copies rows of kBytes from global memory, a distance apart, into a tile; rows from `rows` on are
-// zeros.
+// Copies rows of kBytes from global memory, a distance apart, into a tile; rows from `rows` on, and
+// vectors of 16 bytes from `vectors` on, are zeros.
 template <int kBytes>
 __device__ __forceinline__ void copy_rows(uint32_t tile, const char* from, int64_t stride, int rows,
-                                          int thread, int threads) {
+                                          int thread, int threads, int vectors = kBytes / 16) {
   constexpr int kVectors = kBytes / 16;
   for (int i = thread; i < kDeltaChunk * kVectors; i += threads) {
     const int row = i / kVectors, vector = i % kVectors;
+    const bool real = row < rows && vector < vectors;
     async_copy_16(tile + row * (kBytes + kDeltaPad) + vector * 16,
-                  from + (row < rows ? row : 0) * stride + vector * 16, row < rows);
+                  from + (row < rows ? row : 0) * stride + vector * 16, real);
   }
 }
 

@@ -179,7 +179,9 @@ __global__ void __launch_bounds__(kDeltaChunkThreads, 2)
   const int head = blockIdx.y;
   grid_dependency_wait();
   grid_dependency_launch();
-  if (args.starts != nullptr) clear_strays(args, head, 1);
+  if (args.starts != nullptr) {
+    clear_strays<kDeltaChunkThreads>(args, args.out, head, 1, args.value_size);
+  }
   const DeltaChunk chunk = delta_chunk(args, blockIdx.x);
   if (chunk.rows == 0) return;
   const int key_head = head / (args.v_heads / args.k_heads);
@@ -195,8 +197,8 @@ __global__ void __launch_bounds__(kDeltaChunkThreads, 2)
   }
   async_copy_wait<0>();
   __syncthreads();
-  const float norm_q = args.l2norm ? row_norm<Format, kKeySize>(q_tile) : 1.0f;
-  const float norm_k = args.l2norm ? row_norm<Format, kKeySize>(k_tile) : 1.0f;
+  const float norm_q = args.l2norm ? row_norm<Format, kKeySize>(q_tile, threadIdx.x) : 1.0f;
+  const float norm_k = args.l2norm ? row_norm<Format, kKeySize>(k_tile, threadIdx.x) : 1.0f;
   if (thread % 2 == 0) {
     numbers.norm_q[thread / 2] = norm_q * args.scale;
     numbers.norm_k[thread / 2] = norm_k;

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <string>
 
+#include "kernels/sm90/kernel_table.h"
+
 namespace tiercel {
 namespace {
 
@@ -37,7 +39,8 @@ Status delta_lay_out(const char* op, const DeltaTensors& tensors,
                      std::initializer_list<DType> dtypes, DeltaSizes* sizes, DeltaHeads* q,
                      DeltaHeads* k, DeltaHeads* v, DeltaHeads* out) {
   const Argument of_q{op, "q", *tensors.q}, of_k{op, "k", *tensors.k}, of_v{op, "v", *tensors.v};
-  const Argument of_beta{op, "beta", *tensors.beta}, of_out{op, "out", *tensors.out};
+  const Argument of_beta{op, "beta", *tensors.beta};
+  const Argument of_out{op, tensors.out_name, *tensors.out};
   TIERCEL_RETURN_IF_ERROR(check_dtype(of_q, dtypes));
   TIERCEL_RETURN_IF_ERROR(check_rank(of_q, 4));
   const int64_t* shape = of_q.view.shape;
@@ -69,6 +72,87 @@ Status delta_lay_out(const char* op, const DeltaTensors& tensors,
   TIERCEL_RETURN_IF_ERROR(lay_out_heads(of_out, of_q, out));
   *sizes = {shape[0], shape[1], shape[2], v_heads, shape[3], value_size};
   return Status();
+}
+
+Status delta_check_gates(const char* op, const TensorView& view, const DeltaSizes& sizes,
+                         const Argument& q) {
+  const Argument g{op, "g", view};
+  TIERCEL_RETURN_IF_ERROR(check_dtype(g, {DType::kFloat32}));
+  if (view.ndim == 4) {
+    TIERCEL_RETURN_IF_ERROR(check_shape(
+        g, {sizes.batch, sizes.tokens, sizes.v_heads, sizes.key_size}, "[B, T, Hv, K]"));
+  } else {
+    TIERCEL_RETURN_IF_ERROR(
+        check_shape(g, {sizes.batch, sizes.tokens, sizes.v_heads}, "[B, T, Hv]"));
+  }
+  TIERCEL_RETURN_IF_ERROR(check_contiguous(g));
+  return delta_check_place(g, q);
+}
+
+Status delta_check_state(const char* op, const char* name, const TensorView* view, int64_t count,
+                         const DeltaSizes& sizes, const Argument& q) {
+  if (view == nullptr) return Status();
+  const Argument state{op, name, *view};
+  TIERCEL_RETURN_IF_ERROR(check_dtype(state, {DType::kFloat32}));
+  TIERCEL_RETURN_IF_ERROR(check_shape(
+      state, {count, sizes.v_heads, sizes.key_size, sizes.value_size}, "[N, Hv, K, V]"));
+  TIERCEL_RETURN_IF_ERROR(check_contiguous(state));
+  return delta_check_place(state, q);
+}
+
+Status delta_lay_out_sequences(const char* op, const TensorView* cu_seqlens,
+                               const DeltaSizes& sizes, const Argument& q, DeltaRuleArgs* args) {
+  int64_t count = sizes.batch;
+  args->length = sizes.tokens;
+  args->tokens = sizes.batch * sizes.tokens;
+  if (cu_seqlens != nullptr) {
+    const Argument starts{op, "cu_seqlens", *cu_seqlens};
+    TIERCEL_RETURN_IF_ERROR(check_dtype(starts, {DType::kInt32}));
+    TIERCEL_RETURN_IF_ERROR(check_rank(starts, 1));
+    if (starts.view.shape[0] == 0) {
+      return Status::InvalidArgument(mismatch(starts, "have at least one element", "none"));
+    }
+    if (sizes.batch != 1) {
+      return Status::InvalidArgument(
+          mismatch(q, "have a batch of 1 with `cu_seqlens`", std::to_string(sizes.batch)));
+    }
+    TIERCEL_RETURN_IF_ERROR(delta_check_place(starts, q));
+    count = starts.view.shape[0] - 1;
+    args->starts = static_cast<const int*>(starts.view.data);
+    args->start_step = starts.view.strides[0];
+  }
+  if (args->tokens > INT32_MAX || count > INT32_MAX) {
+    return Status::Unimplemented(std::string(op) + ": too many tokens or sequences");
+  }
+  args->count = static_cast<int>(count);
+  return Status();
+}
+
+Status delta_check_workspace(const char* op, const TensorView& view, int64_t size,
+                             const Argument& q) {
+  const Argument workspace{op, "workspace", view};
+  TIERCEL_RETURN_IF_ERROR(check_dtype(workspace, {DType::kFloat32}));
+  TIERCEL_RETURN_IF_ERROR(check_rank(workspace, 1));
+  if (view.shape[0] < size) {
+    return Status::InvalidArgument(mismatch(workspace, "have " + std::to_string(size) + " elements",
+                                            std::to_string(view.shape[0])));
+  }
+  TIERCEL_RETURN_IF_ERROR(check_contiguous(workspace));
+  return delta_check_place(workspace, q);
+}
+
+const Kernel* delta_find_kernel(DeltaPart part, int64_t key_size, DType dtype, bool channels) {
+  const auto fits = [&](const DeltaRuleKernel& one) {
+    return one.part == part &&
+           (one.key_size == 0 ||
+            (one.key_size == key_size && one.dtype == dtype && one.channels == channels));
+  };
+  for (auto* list : {delta_chunks_kernels, delta_channels_kernels, delta_rule_kernels,
+                     delta_back_kernels, delta_gradients_kernels}) {
+    const DeltaRuleKernel* found = KernelTable(list).find(fits);
+    if (found != nullptr) return &found->kernel;
+  }
+  return nullptr;
 }
 
 float delta_scale(float given, int64_t key_size) {

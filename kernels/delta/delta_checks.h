@@ -25,6 +25,7 @@ struct DeltaTensors {
   const TensorView* v;
   const TensorView* beta;
   const TensorView* out;
+  const char* out_name = "out";
 };
 
 // Checks that the argument is on the device of `like`.
@@ -35,6 +36,22 @@ Status delta_check_place(const Argument& argument, const Argument& like);
 Status delta_lay_out(const char* op, const DeltaTensors& tensors,
                      std::initializer_list<DType> dtypes, DeltaSizes* sizes, DeltaHeads* q,
                      DeltaHeads* k, DeltaHeads* v, DeltaHeads* out);
+
+// Of prompts: checks the gates, [B, T, Hv] or [B, T, Hv, K]; states [N, Hv, K, V], or null; and
+// `cu_seqlens`, or null, which with the sizes make the sequences of the kernels' arguments.
+Status delta_check_gates(const char* op, const TensorView& g, const DeltaSizes& sizes,
+                         const Argument& q);
+Status delta_check_state(const char* op, const char* name, const TensorView* view, int64_t count,
+                         const DeltaSizes& sizes, const Argument& q);
+Status delta_lay_out_sequences(const char* op, const TensorView* cu_seqlens,
+                               const DeltaSizes& sizes, const Argument& q, DeltaRuleArgs* args);
+
+// Checks that a workspace has `size` elements of float32.
+Status delta_check_workspace(const char* op, const TensorView& view, int64_t size,
+                             const Argument& q);
+
+// The kernel of a part of a prompt's call, or null.
+const Kernel* delta_find_kernel(DeltaPart part, int64_t key_size, DType dtype, bool channels);
 
 // The factor of the queries: a given number, or NaN for the usual one.
 float delta_scale(float given, int64_t key_size);

@@ -24,39 +24,8 @@ struct Numbers {
   float norm_k[kTokens];
 };
 
-// Gates and betas of a head; tokens behind the end have no effect.
-template <typename Format>
-__device__ __forceinline__ void load_numbers(const DeltaRuleArgs& args, int64_t first, int rows,
-                                             int head, Numbers& numbers) {
-  const int thread = threadIdx.x;
-  if (thread >= kTokens && thread < 2 * kTokens) {
-    const int token = thread - kTokens;
-    const int64_t place = (first + token) * args.v_heads + head;
-    numbers.beta[token] = load_beta<Format>(args, place, token < rows);
-  } else if (thread < 32) {
-    float gates[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int token = 2 * thread + i;
-      gates[i] = 0.0f;
-      if (token < rows) {
-        const float gate = args.g[(first + token) * args.v_heads + head];
-        gates[i] = kLog2E * (gate < kDeltaLeastGate ? kDeltaLeastGate : gate);
-      }
-    }
-    float sum = gates[0] + gates[1];
-    const float own = sum;
-#pragma unroll
-    for (int lanes = 1; lanes < 32; lanes *= 2) {
-      const float other = __shfl_up_sync(kFullWarp, sum, lanes);
-      if (thread >= lanes) sum += other;
-    }
-    numbers.gate[2 * thread] = sum - own + gates[0];
-    numbers.gate[2 * thread + 1] = sum;
-  }
-}
-
-template <typename Format, int kKeySize>
+// With kBackward for gradients: the inverse is left without the betas, which go to the factors.
+template <typename Format, int kKeySize, bool kBackward>
 __global__ void __launch_bounds__(kDeltaChunkThreads, 3)
     gated_delta_rule_chunks(const __grid_constant__ DeltaRuleArgs args) {
   constexpr int kTilePitch = kKeySize * 2 + kDeltaPad;
@@ -72,7 +41,9 @@ __global__ void __launch_bounds__(kDeltaChunkThreads, 3)
   grid_dependency_wait();
   grid_dependency_launch();
   const int group = args.v_heads / args.k_heads;
-  if (args.starts != nullptr) clear_strays(args, key_head * group, group);
+  if (!kBackward && args.starts != nullptr) {
+    clear_strays<kDeltaChunkThreads>(args, args.out, key_head * group, group, args.value_size);
+  }
   const auto [first, rows] = delta_chunk(args, blockIdx.x);
   if (rows == 0) return;
 
@@ -86,8 +57,8 @@ __global__ void __launch_bounds__(kDeltaChunkThreads, 3)
   async_copy_wait<0>();
   __syncthreads();
 
-  const float norm_q = args.l2norm ? row_norm<Format, kKeySize>(q_tile) : 1.0f;
-  const float norm_k = args.l2norm ? row_norm<Format, kKeySize>(k_tile) : 1.0f;
+  const float norm_q = args.l2norm ? row_norm<Format, kKeySize>(q_tile, threadIdx.x) : 1.0f;
+  const float norm_k = args.l2norm ? row_norm<Format, kKeySize>(k_tile, threadIdx.x) : 1.0f;
   if (threadIdx.x % 2 == 0) {
     numbers.norm_q[threadIdx.x / 2] = norm_q * args.scale;
     numbers.norm_k[threadIdx.x / 2] = norm_k;
@@ -122,7 +93,7 @@ __global__ void __launch_bounds__(kDeltaChunkThreads, 3)
     const int64_t place = static_cast<int64_t>(blockIdx.x) * args.v_heads + head;
     char* const solved = args.matrices + place * 2 * kDeltaMatrixBytes;
     char* const scores = solved + kDeltaMatrixBytes;
-    load_numbers<Format>(args, first, rows, head, numbers);
+    load_numbers<Format>(args, first, rows, head, numbers.gate, numbers.beta);
     __syncthreads();
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
@@ -148,9 +119,9 @@ __global__ void __launch_bounds__(kDeltaChunkThreads, 3)
       }
     }
     __syncthreads();
-    solve_chunk<Format>(matrix, half, numbers.beta, solved);
+    solve_chunk<Format, !kBackward>(matrix, half, numbers.beta, solved);
     if (threadIdx.x < kTokens) {
-      float* const factors = args.factors + place * kDeltaFactors;
+      float* const factors = args.factors + place * (kBackward ? kDeltaBackFactors : kDeltaFactors);
       const int token = threadIdx.x;
       const float gate = numbers.gate[token], last = numbers.gate[kTokens - 1];
       const float decay = exp2_approx(gate);
@@ -158,22 +129,23 @@ __global__ void __launch_bounds__(kDeltaChunkThreads, 3)
       factors[kTokens + token] = decay * numbers.norm_q[token];
       factors[2 * kTokens + token] = exp2_approx(last - gate) * numbers.norm_k[token];
       if (token < 4) factors[3 * kTokens + token] = exp2_approx(last);
+      if (kBackward) factors[kDeltaFactors + token] = numbers.beta[token];
     }
     __syncthreads();
   }
 }
 
-#define TIERCEL_CHUNKS(dtype, size)                                            \
-  {DeltaPart::kChunks, size, DType::k##dtype, false,                           \
-   Kernel("gated_delta_rule_chunks<" #dtype ", K=" #size ">",                  \
-          reinterpret_cast<const void*>(gated_delta_rule_chunks<dtype, size>), \
+#define TIERCEL_CHUNKS(dtype, size, backward)                                            \
+  {backward ? DeltaPart::kBackChunks : DeltaPart::kChunks, size, DType::k##dtype, false, \
+   Kernel((backward) ? "gated_delta_rule_chunks<" #dtype ", K=" #size ", backward>"      \
+                     : "gated_delta_rule_chunks<" #dtype ", K=" #size ">",               \
+          reinterpret_cast<const void*>(gated_delta_rule_chunks<dtype, size, backward>), \
           delta_chunks_smem(size))}
 
 const DeltaRuleKernel kKernels[] = {
-    TIERCEL_CHUNKS(BFloat16, 64),
-    TIERCEL_CHUNKS(BFloat16, 128),
-    TIERCEL_CHUNKS(Float16, 64),
-    TIERCEL_CHUNKS(Float16, 128),
+    TIERCEL_CHUNKS(BFloat16, 64, false), TIERCEL_CHUNKS(BFloat16, 128, false),
+    TIERCEL_CHUNKS(Float16, 64, false),  TIERCEL_CHUNKS(Float16, 128, false),
+    TIERCEL_CHUNKS(BFloat16, 128, true), TIERCEL_CHUNKS(Float16, 128, true),
 };
 
 }  // namespace

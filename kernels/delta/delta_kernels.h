@@ -85,8 +85,26 @@ struct DeltaRuleArgs {
   bool l2norm;
 };
 
-// The kernels of a call, in this order.
-enum class DeltaPart { kChunks, kTransitions, kScan, kRule };
+// Gradients. The workspace has the matrices, of which the first is the inverse of I + A without the
+// betas, and kDeltaBackFactors numbers; and of each chunk and head, of 16-bit elements: the states
+// before it and their gradients after it, transposed [V, K]; and [64, V]: the values less what the
+// keys find, what tokens write, and the gradient of the former times the betas.
+struct DeltaBackArgs : DeltaRuleArgs {
+  DeltaHeads grad;          // of the results
+  const float* grad_final;  // of the final states, [count, Hv, K, V], or null
+  DeltaHeads dq, dk, dv;    // contiguous
+  float* dg;                // [tokens, Hv]
+  char* dbeta;              // likewise, as beta
+  float* grad_initial;      // [count, Hv, K, V] or null
+  char* states;
+  char* grad_states;
+  char* rest;
+  char* written;
+  char* grad_rest;
+};
+
+// The kernels of a call, in this order; and those of its gradients.
+enum class DeltaPart { kChunks, kTransitions, kScan, kRule, kBackChunks, kBackPasses, kGradients };
 
 struct DeltaRuleKernel {
   DeltaPart part;
@@ -99,8 +117,9 @@ struct DeltaRuleKernel {
 inline constexpr int kDeltaChunk = 64;
 inline constexpr int kDeltaMatrixBytes = kDeltaChunk * kDeltaChunk * 2;
 // Per token: what its row of K S, of Q S and its key are multiplied by; and the decay of the chunk.
-// With a gate per channel: the chunk's decay of each.
+// With a gate per channel: the chunk's decay of each. For gradients also each token's beta.
 inline constexpr int kDeltaFactors = 3 * kDeltaChunk + 4;
+inline constexpr int kDeltaBackFactors = kDeltaFactors + kDeltaChunk;
 inline constexpr int kDeltaChunkThreads = 128;
 inline constexpr int kDeltaSlice = 64;     // columns of a state, per warpgroup
 inline constexpr int kDeltaGroups = 2;     // warpgroups of a block that multiply, at most
@@ -129,9 +148,31 @@ constexpr int delta_rule_smem(int key_size, bool channels, int groups) {
   return delta_rule_stages(channels) * (delta_rule_stage(key_size, channels, groups) + 16);
 }
 
+// A stage of the passes for gradients has tiles of keys and queries, both matrices, and factors.
+inline constexpr int kDeltaBackFactorBytes = 2048;
+inline constexpr int kDeltaBackStages = 3;
+constexpr int delta_back_stage(int key_size, int groups) {
+  return 2 * kDeltaChunk * 2 * key_size + 2 * kDeltaMatrixBytes + kDeltaBackFactorBytes +
+         groups * kDeltaChunk * kDeltaSlice * 2;
+}
+constexpr int delta_back_smem(int key_size, int groups) {
+  return kDeltaBackStages * (delta_back_stage(key_size, groups) + 16);
+}
+
+inline constexpr int kDeltaGradientThreads = 256;
+inline constexpr int kDeltaGradientNumbers = 16 * kDeltaChunk;  // floats
+constexpr int delta_gradients_smem(int key_size) {
+  // q and k; twice, of 64 columns of v, three tiles of tokens and two of states; two matrices; all
+  // with rows of 16 bytes more.
+  const int keys = kDeltaChunk * (2 * key_size + 16), values = kDeltaChunk * (2 * kDeltaSlice + 16);
+  return 2 * keys + 2 * (3 * values + 2 * keys) + 2 * values + kDeltaGradientNumbers * 4;
+}
+
 const DeltaRuleKernel* delta_chunks_kernels(int* count);
 const DeltaRuleKernel* delta_channels_kernels(int* count);
 const DeltaRuleKernel* delta_rule_kernels(int* count);
+const DeltaRuleKernel* delta_back_kernels(int* count);
+const DeltaRuleKernel* delta_gradients_kernels(int* count);
 
 // The gated norm of the output.
 struct GatedNormArgs {

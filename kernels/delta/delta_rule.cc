@@ -6,7 +6,6 @@
 
 #include "kernels/delta/delta_checks.h"
 #include "kernels/sm90/invariant.h"
-#include "kernels/sm90/kernel_table.h"
 #include "kernels/sm90/math.h"
 
 namespace tiercel {
@@ -29,73 +28,6 @@ struct Launches {
     configs[at].dynamic_smem = static_cast<uint32_t>(smem);
   }
 };
-
-Status check_state(const char* name, const TensorView* view, int64_t count, const DeltaSizes& sizes,
-                   const Argument& q) {
-  if (view == nullptr) return Status();
-  const Argument state{kOp, name, *view};
-  TIERCEL_RETURN_IF_ERROR(check_dtype(state, {DType::kFloat32}));
-  TIERCEL_RETURN_IF_ERROR(check_shape(
-      state, {count, sizes.v_heads, sizes.key_size, sizes.value_size}, "[N, Hv, K, V]"));
-  TIERCEL_RETURN_IF_ERROR(check_contiguous(state));
-  return delta_check_place(state, q);
-}
-
-Status check_numbers(const DeltaRuleCall& call, const DeltaSizes& sizes, const Argument& q) {
-  const Argument g{kOp, "g", *call.g};
-  TIERCEL_RETURN_IF_ERROR(check_dtype(g, {DType::kFloat32}));
-  if (call.g->ndim == 4) {
-    TIERCEL_RETURN_IF_ERROR(check_shape(
-        g, {sizes.batch, sizes.tokens, sizes.v_heads, sizes.key_size}, "[B, T, Hv, K]"));
-  } else {
-    TIERCEL_RETURN_IF_ERROR(
-        check_shape(g, {sizes.batch, sizes.tokens, sizes.v_heads}, "[B, T, Hv]"));
-  }
-  TIERCEL_RETURN_IF_ERROR(check_contiguous(g));
-  return delta_check_place(g, q);
-}
-
-Status lay_out_sequences(const DeltaRuleCall& call, const DeltaSizes& sizes, const Argument& q,
-                         DeltaRuleArgs* args) {
-  int64_t count = sizes.batch;
-  args->length = sizes.tokens;
-  args->tokens = sizes.batch * sizes.tokens;
-  if (call.cu_seqlens != nullptr) {
-    const Argument starts{kOp, "cu_seqlens", *call.cu_seqlens};
-    TIERCEL_RETURN_IF_ERROR(check_dtype(starts, {DType::kInt32}));
-    TIERCEL_RETURN_IF_ERROR(check_rank(starts, 1));
-    if (starts.view.shape[0] == 0) {
-      return Status::InvalidArgument(mismatch(starts, "have at least one element", "none"));
-    }
-    if (sizes.batch != 1) {
-      return Status::InvalidArgument(
-          mismatch(q, "have a batch of 1 with `cu_seqlens`", std::to_string(sizes.batch)));
-    }
-    TIERCEL_RETURN_IF_ERROR(delta_check_place(starts, q));
-    count = starts.view.shape[0] - 1;
-    args->starts = static_cast<const int*>(starts.view.data);
-    args->start_step = starts.view.strides[0];
-  }
-  if (args->tokens > INT32_MAX || count > INT32_MAX) {
-    return Status::Unimplemented(std::string(kOp) + ": too many tokens or sequences");
-  }
-  args->count = static_cast<int>(count);
-  return Status();
-}
-
-// The kernel of a part of the call, or null.
-const Kernel* find_kernel(DeltaPart part, int64_t key_size, DType dtype, bool channels) {
-  const auto fits = [&](const DeltaRuleKernel& one) {
-    return one.part == part &&
-           (one.key_size == 0 ||
-            (one.key_size == key_size && one.dtype == dtype && one.channels == channels));
-  };
-  for (auto* list : {delta_chunks_kernels, delta_channels_kernels, delta_rule_kernels}) {
-    const DeltaRuleKernel* found = KernelTable(list).find(fits);
-    if (found != nullptr) return &found->kernel;
-  }
-  return nullptr;
-}
 
 constexpr int64_t kLeastSegments = 3;  // below, a second pass costs more than it spares
 constexpr int64_t kLeastChunks = 8;    // of a segment
@@ -120,13 +52,15 @@ Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* pl
                                         {DType::kBFloat16, DType::kFloat16}, &sizes, &args->q,
                                         &args->k, &args->v, &args->out));
   const Argument q{kOp, "q", *call.q};
-  TIERCEL_RETURN_IF_ERROR(check_numbers(call, sizes, q));
-  TIERCEL_RETURN_IF_ERROR(lay_out_sequences(call, sizes, q, args));
-  TIERCEL_RETURN_IF_ERROR(check_state("initial_state", call.initial_state, args->count, sizes, q));
-  TIERCEL_RETURN_IF_ERROR(check_state("final_state", call.final_state, args->count, sizes, q));
+  TIERCEL_RETURN_IF_ERROR(delta_check_gates(kOp, *call.g, sizes, q));
+  TIERCEL_RETURN_IF_ERROR(delta_lay_out_sequences(kOp, call.cu_seqlens, sizes, q, args));
+  TIERCEL_RETURN_IF_ERROR(
+      delta_check_state(kOp, "initial_state", call.initial_state, args->count, sizes, q));
+  TIERCEL_RETURN_IF_ERROR(
+      delta_check_state(kOp, "final_state", call.final_state, args->count, sizes, q));
   const bool channels = call.g->ndim == 4;
   const auto part = [&](DeltaPart one) {
-    return find_kernel(one, sizes.key_size, call.q->dtype, channels);
+    return delta_find_kernel(one, sizes.key_size, call.q->dtype, channels);
   };
   const Kernel* chunks = part(DeltaPart::kChunks);
   if (chunks == nullptr) {
@@ -197,17 +131,8 @@ Status prepare(const DeltaRuleCall& call, DeltaRuleArgs* args, DeltaRulePlan* pl
   const int64_t transitions = states * (sizes.value_size + key_size);
   plan->workspace = matrices + factors + tiles + transitions + states * sizes.value_size;
   if (call.workspace == nullptr) return Status();
-  const Argument workspace{kOp, "workspace", *call.workspace};
-  TIERCEL_RETURN_IF_ERROR(check_dtype(workspace, {DType::kFloat32}));
-  TIERCEL_RETURN_IF_ERROR(check_rank(workspace, 1));
-  if (workspace.view.shape[0] < plan->workspace) {
-    return Status::InvalidArgument(mismatch(workspace,
-                                            "have " + std::to_string(plan->workspace) + " elements",
-                                            std::to_string(workspace.view.shape[0])));
-  }
-  TIERCEL_RETURN_IF_ERROR(check_contiguous(workspace));
-  TIERCEL_RETURN_IF_ERROR(delta_check_place(workspace, q));
-  auto* const begin = static_cast<float*>(workspace.view.data);
+  TIERCEL_RETURN_IF_ERROR(delta_check_workspace(kOp, *call.workspace, plan->workspace, q));
+  auto* const begin = static_cast<float*>(call.workspace->data);
   args->matrices = reinterpret_cast<char*>(begin);
   args->factors = begin + matrices;
   args->tiles = reinterpret_cast<char*>(args->factors + factors);

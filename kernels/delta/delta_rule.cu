@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "kernels/delta/chunks.cuh"
+#include "kernels/delta/stages.cuh"
 #include "kernels/sm90/float_format.cuh"
 #include "kernels/sm90/grid_dependency.cuh"
 #include "kernels/sm90/mbarrier.cuh"
@@ -19,34 +20,23 @@ namespace tiercel {
 namespace {
 
 constexpr int kTokens = kDeltaChunk;
-constexpr int kPairs = kTokens / 16;   // of tiles of eight tokens
-constexpr int kBlock = kTokens * 128;  // bytes of 64 columns of a tile
-constexpr int kGroup = 128;            // threads
-constexpr int kThreads = kDeltaGroups * kGroup + kDeltaLoaders;
+constexpr int kPairs = kDeltaPairs;
+constexpr int kBlock = kDeltaBlockBytes;
 constexpr int kFactorVectors = kDeltaFactors / 4;
-
-// Registers of a thread that multiplies, and of one that loads. Together they may have what the
-// block was launched with, 168 a thread: with more, setmaxnreg waits forever.
-constexpr int kMultiply = 224, kLoad = 56;
-static_assert(kDeltaGroups * kMultiply + kLoad <= (kDeltaGroups + 1) * (65536 / kThreads / 8 * 8));
-static_assert(kMultiply + kLoad <= 2 * (65536 / kThreads / 8 * 8));
+constexpr int kMultiply = 224, kLoad = 56;  // registers of a thread
+static_assert(delta_registers_fit(kMultiply, kLoad));
 
 template <int kKeySize, bool kChannels>
-struct Memory {
+struct Memory : DeltaRing<delta_rule_stages(kChannels), delta_rule_stage(kKeySize, kChannels, 0)> {
   static constexpr int kTile = kTokens * kKeySize * 2;
-  static constexpr int kStages = delta_rule_stages(kChannels);
-  static constexpr int kShared = delta_rule_stage(kKeySize, kChannels, 0);  // of all groups
-  uint32_t base;
-  int groups;
 
   struct Stage {
     uint32_t k, q, added, solved, scores, factors, v;
   };
 
-  __device__ __forceinline__ int stage_bytes() const { return kShared + groups * kBlock; }
   __device__ __forceinline__ Stage stage(int64_t count) const {
     Stage stage;
-    stage.k = base + static_cast<int>(count % kStages) * stage_bytes();
+    stage.k = this->at(count);
     stage.q = stage.k + kTile;
     stage.added = kChannels ? stage.q + kTile : stage.k;
     stage.solved = stage.q + (kChannels ? 2 : 1) * kTile;
@@ -55,32 +45,7 @@ struct Memory {
     stage.v = stage.factors + 1024;
     return stage;
   }
-  __device__ __forceinline__ uint32_t full(int64_t count) const {
-    return base + kStages * stage_bytes() + static_cast<int>(count % kStages) * 16;
-  }
-  __device__ __forceinline__ uint32_t empty(int64_t count) const { return full(count) + 8; }
-  static __device__ __forceinline__ uint32_t parity(int64_t count) { return count / kStages & 1; }
 };
-
-template <int kRegisters, bool kMore>
-__device__ __forceinline__ void set_registers() {
-  if constexpr (kMore) {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-  } else {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-  }
-}
-
-// By every thread, for what it has itself written or read.
-__device__ __forceinline__ void arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ float2 load_two(uint32_t place) {
-  float2 pair;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(place));
-  return pair;
-}
 
 // The slice, segment and sequence of a block.
 struct Work {
@@ -90,25 +55,6 @@ struct Work {
   int head;
   int slice;  // the block's first
 };
-
-// Copies rows of kVectors times 16 bytes into a tile in wgmma's layout, by the threads that load.
-// Rows from `rows` on and vectors from `vectors` on are zeros, and above the blocks of 16 x 16 on
-// the diagonal of a triangular matrix.
-template <int kVectors, bool kTriangle = false>
-__device__ __forceinline__ void copy_tile(uint32_t tile, const char* from, int64_t stride, int rows,
-                                          int vectors) {
-  constexpr int kStep = kDeltaLoaders / kVectors;
-  const int thread = threadIdx.x % kDeltaLoaders;
-  const int vector = thread % kVectors, first = thread / kVectors;
-  uint32_t to = tile + vector / 8 * kBlock + first * 128 + (vector % 8 ^ first % 8) * 16;
-  const char* at = from + first * stride + vector * 16;
-#pragma unroll
-  for (int row = first; row < kTokens; row += kStep) {
-    const bool real = row < rows && vector < vectors && (!kTriangle || vector < row / 16 * 2 + 2);
-    async_copy_16(to, real ? at : from, real);
-    to += kStep * 128, at += kStep * stride;
-  }
-}
 
 template <int kKeySize, bool kChannels, bool kTransition>
 __device__ __forceinline__ void copy_stage(const DeltaRuleArgs& args,
@@ -151,61 +97,6 @@ __device__ __forceinline__ void copy_stage(const DeltaRuleArgs& args,
     async_copy_16(stage.factors + thread * 16, factors + 4 * thread, true);
 }
 
-template <int kKeySize, bool kChannels, bool kTransition>
-__device__ __forceinline__ void load_chunks(const DeltaRuleArgs& args,
-                                            const Memory<kKeySize, kChannels>& memory,
-                                            const Work& work) {
-  constexpr int kStages = Memory<kKeySize, kChannels>::kStages;
-  const int64_t chunks = work.segment.last - work.segment.first;
-  const auto publish = [&](int64_t count) {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    arrive(memory.full(count));
-  };
-#pragma unroll 1
-  for (int64_t count = 0; count < chunks; ++count) {
-    if (count >= kStages) mbarrier_wait(memory.empty(count), memory.parity(count - kStages));
-    copy_stage<kKeySize, kChannels, kTransition>(args, memory.stage(count), work,
-                                                 work.segment.first + count, memory.groups);
-    async_copy_commit();
-    if (count == 0) continue;
-    async_copy_wait<1>();
-    publish(count - 1);
-  }
-  if (chunks == 0) return;
-  async_copy_wait<0>();
-  publish(chunks - 1);
-}
-
-// The thread's columns of the state, and where it stands in them. Element 4 n + e of a state is
-// column across + e / 2 * 8 of the warp's, and row 8 n + along + e % 2.
-struct Place {
-  int warp, across, along;
-
-  __device__ __forceinline__ Place() {
-    const int thread = threadIdx.x % kGroup;
-    warp = thread / 32, across = thread % 32 / 4, along = thread % 4 * 2;
-  }
-  __device__ __forceinline__ int column(int e) const { return warp * 16 + across + e / 2 * 8; }
-  __device__ __forceinline__ int row(int tile, int e) const { return tile * 8 + along + e % 2; }
-};
-
-// Results of a chunk: rows of tokens, from the transposed.
-template <typename Format>
-__device__ __forceinline__ void store_results(char* to, int64_t stride, int rows,
-                                              const float (&out)[2 * kPairs * 4]) {
-  const int across = threadIdx.x % 32 / 4;
-#pragma unroll
-  for (int tile = 0; tile < 2 * kPairs; ++tile) {
-    const int token = tile * 8 + across;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t word =
-          warp_transpose(pack_pair<Format>(out[4 * tile + 2 * i], out[4 * tile + 2 * i + 1]));
-      if (token < rows) *reinterpret_cast<uint32_t*>(to + token * stride + i * 16) = word;
-    }
-  }
-}
-
 template <typename Format, int kKeySize, bool kChannels, bool kTransition>
 __device__ __forceinline__ void go_through(const DeltaRuleArgs& args,
                                            const Memory<kKeySize, kChannels>& memory,
@@ -213,7 +104,7 @@ __device__ __forceinline__ void go_through(const DeltaRuleArgs& args,
   constexpr bool kBFloat16 = std::is_same_v<Format, BFloat16>;
   constexpr int kTiles = kKeySize / 8;
   constexpr int kDepths = kKeySize / 16;
-  const Place place;
+  const DeltaThread place;
   const int value_slices = (args.value_size + kDeltaSlice - 1) / kDeltaSlice;
   const int slice = work.slice + group;
   const bool identity = kTransition && slice >= value_slices;
@@ -282,13 +173,7 @@ __device__ __forceinline__ void go_through(const DeltaRuleArgs& args,
 
     // The values less what the keys find.
     uint32_t values[kPairs][4];
-#pragma unroll
-    for (int pair = 0; pair < kPairs; ++pair) {
-      const int lane = threadIdx.x % 32, vector = place.warp * 2 + lane / 8 % 2;
-      const int token = pair * 16 + lane % 8 + lane / 16 * 8;
-      load_matrices<true>(values[pair],
-                          stage.v + group * kBlock + token * 128 + (vector ^ lane % 8) * 16);
-    }
+    load_values(values, stage.v + group * kBlock, place.warp);
     wgmma_wait<kTransition ? 0 : 1>();
     wgmma_settle(found);
 #pragma unroll
@@ -380,7 +265,8 @@ __device__ __forceinline__ void go_through(const DeltaRuleArgs& args,
           real ? static_cast<int>(min(int64_t{kTokens}, work.sequence.end - begin)) : 0;
       char* const to = const_cast<char*>(delta_row(args, args.out, begin, work.head)) +
                        (column + place.warp * 16 + place.along) * 2;
-      store_results<Format>(to, args.out.token, rows, out);
+      store_rows(to, args.out.token, rows,
+                 [&](int i) { return pack_pair<Format>(out[2 * i], out[2 * i + 1]); });
     }
     wgmma_wait<0>();
     wgmma_settle(state);
@@ -404,21 +290,12 @@ __device__ __forceinline__ void go_through(const DeltaRuleArgs& args,
 }
 
 template <typename Format, int kKeySize, bool kChannels, bool kTransition>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kDeltaRuleThreads, 1)
     gated_delta_rule(const __grid_constant__ DeltaRuleArgs args) {
   extern __shared__ __align__(1024) char shared[];
-  const int groups = static_cast<int>(blockDim.x - kDeltaLoaders) / kGroup;
-  const int group = __shfl_sync(kFullWarp, threadIdx.x / kGroup, 0);
-  const Memory<kKeySize, kChannels> memory{shared_address(shared), groups};
-  if (threadIdx.x == 0) {
-    auto* const barriers = reinterpret_cast<uint64_t*>(shared + memory.full(0) - memory.base);
-    for (int i = 0; i < memory.kStages; ++i) {
-      mbarrier_init(barriers + 2 * i, kDeltaLoaders);
-      mbarrier_init(barriers + 2 * i + 1, groups * kGroup);
-    }
-    mbarrier_init_fence();
-  }
-  __syncthreads();
+  Memory<kKeySize, kChannels> memory;
+  const int group = memory.set_up(shared);
+  const int groups = memory.groups;
   grid_dependency_wait();
   grid_dependency_launch();
 
@@ -435,7 +312,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   const bool needed = work.segment.real && (!kTransition || work.segment.last != work.segment.all);
   if (group == groups) {
     set_registers<kLoad, false>();
-    if (needed) load_chunks<kKeySize, kChannels, kTransition>(args, memory, work);
+    if (!needed) return;
+    load_stages(memory, work.segment.last - work.segment.first, [&](int64_t count) {
+      copy_stage<kKeySize, kChannels, kTransition>(args, memory.stage(count), work,
+                                                   work.segment.first + count, groups);
+    });
   } else {
     set_registers<kMultiply, true>();
     if (needed) {

@@ -108,10 +108,10 @@ __device__ __forceinline__ void invert_below(float* matrix, float* between) {
   __syncthreads();
 }
 
-// The inverse of I plus the matrix, times beta by columns, to a matrix of
-// 16-bit elements; blocks of 16 x 16 above the diagonal are left out. Ends with
-// all threads past their reads.
-template <typename Format>
+// The inverse of I plus the matrix, if kScaled times beta by columns, to a
+// matrix of 16-bit elements; blocks of 16 x 16 above the diagonal are left out.
+// Ends with all threads past their reads.
+template <typename Format, bool kScaled = true>
 __device__ __forceinline__ void solve_chunk(float* matrix, float* half, const float* beta,
                                             char* solved) {
   const int warp = threadIdx.x / 32, pair = threadIdx.x / 64;
@@ -137,7 +137,8 @@ __device__ __forceinline__ void solve_chunk(float* matrix, float* half, const fl
       const int at = column + 2 * i;
       // Above the diagonal a half is zero; right of the halves nothing is read.
       const float2 pair = *reinterpret_cast<const float2*>(&matrix[row * kDeltaPitch + at]);
-      words[i] = pack_pair<Format>(pair.x * beta[at], pair.y * beta[at + 1]);
+      words[i] = kScaled ? pack_pair<Format>(pair.x * beta[at], pair.y * beta[at + 1])
+                         : pack_pair<Format>(pair.x, pair.y);
     }
     store_vector(solved + (row * kDeltaChunk + column) * 2, words);
   }
@@ -145,11 +146,11 @@ __device__ __forceinline__ void solve_chunk(float* matrix, float* half, const fl
 }
 
 // The norms of two threads' row of a tile; 0 for a row of zeros' product with
-// anything.
+// anything. `thread` is below kDeltaChunkThreads.
 template <typename Format, int kKeySize>
-__device__ __forceinline__ float row_norm(const char* tile) {
-  const int row = threadIdx.x / 2;
-  const char* at = tile + row * (kKeySize * 2 + kDeltaPad) + threadIdx.x % 2 * kKeySize;
+__device__ __forceinline__ float row_norm(const char* tile, int thread) {
+  const int row = thread / 2;
+  const char* at = tile + row * (kKeySize * 2 + kDeltaPad) + thread % 2 * kKeySize;
   float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < kKeySize / 16; ++i) {
@@ -172,6 +173,39 @@ __device__ __forceinline__ float load_beta(const DeltaRuleArgs& args, int64_t pl
                          : load_element<Format>(args.beta + place * 2);
 }
 
+// Sums of a head's gates, base 2, and its betas, by four warps; tokens behind
+// the end have no effect.
+template <typename Format>
+__device__ __forceinline__ void load_numbers(const DeltaRuleArgs& args, int64_t first, int rows,
+                                             int head, float* sums, float* beta) {
+  const int thread = threadIdx.x;
+  if (thread >= kDeltaChunk && thread < 2 * kDeltaChunk) {
+    const int token = thread - kDeltaChunk;
+    const int64_t place = (first + token) * args.v_heads + head;
+    beta[token] = load_beta<Format>(args, place, token < rows);
+  } else if (thread < 32) {
+    float gates[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int token = 2 * thread + i;
+      gates[i] = 0.0f;
+      if (token < rows) {
+        const float gate = args.g[(first + token) * args.v_heads + head];
+        gates[i] = kLog2E * (gate < kDeltaLeastGate ? kDeltaLeastGate : gate);
+      }
+    }
+    float sum = gates[0] + gates[1];
+    const float own = sum;
+#pragma unroll
+    for (int lanes = 1; lanes < 32; lanes *= 2) {
+      const float other = __shfl_up_sync(kFullWarp, sum, lanes);
+      if (thread >= lanes) sum += other;
+    }
+    sums[2 * thread] = sum - own + gates[0];
+    sums[2 * thread + 1] = sum;
+  }
+}
+
 // The chunk of a block; without rows if there is none.
 struct DeltaChunk {
   int64_t first;  // token
@@ -187,19 +221,21 @@ __device__ __forceinline__ DeltaChunk delta_chunk(const DeltaRuleArgs& args, int
   return {first, static_cast<int>(min(int64_t{kDeltaChunk}, sequence.end - first))};
 }
 
-// Zeros for tokens of no sequence, in some heads.
-__device__ __forceinline__ void clear_strays(const DeltaRuleArgs& args, int first_head, int heads) {
+// Zeros for a block's tokens of no sequence, in some heads of `size` elements.
+template <int kThreads>
+__device__ __forceinline__ void clear_strays(const DeltaRuleArgs& args, const DeltaHeads& of,
+                                             int first_head, int heads, int size) {
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kDeltaChunk;
   const int64_t begin = delta_start(args, 0), end = delta_start(args, args.count);
   const int64_t last = min(first + kDeltaChunk, args.tokens);
   if (first >= begin && last <= end) return;
-  const int vectors = args.value_size / 8;
+  const int vectors = size / 8;
   const uint32_t none[4] = {0, 0, 0, 0};
   for (int64_t token = first; token < last; ++token) {
     if (token >= begin && token < end) continue;
-    for (int i = threadIdx.x; i < heads * vectors; i += kDeltaChunkThreads) {
-      char* to = args.out.data + token * args.out.token +
-                 (first_head + i / vectors) * args.out.head + i % vectors * 16;
+    for (int i = threadIdx.x; i < heads * vectors; i += kThreads) {
+      char* to =
+          of.data + token * of.token + (first_head + i / vectors) * of.head + i % vectors * 16;
       store_vector(to, none);
     }
   }

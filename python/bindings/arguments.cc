@@ -5,12 +5,13 @@ namespace tiercel::python {
 namespace {
 
 bool WrongType(PyObject* object, const char* op, const char* name, const char* wanted) {
-  PyErr_Format(PyExc_TypeError, "%s: `%s` must be %s, got %s", op, name, wanted,
-               Py_TYPE(object)->tp_name);
+  PyErr_Format(PyExc_TypeError, "%s: `%s` must be %s, got %s", op, name, wanted, ClassName(object));
   return false;
 }
 
 }  // namespace
+
+const char* ClassName(PyObject* object) { return Py_TYPE(object)->tp_name; }
 
 bool ReadValue(PyObject* object, const char* op, const char* name, bool* value) {
   if (!PyBool_Check(object)) return WrongType(object, op, name, "a bool");

@@ -27,6 +27,9 @@ bool ReadValue(PyObject* object, const char* op, const char* name, float* value)
 // An enumerator by its index, up to `last`.
 bool ReadIndex(PyObject* object, const char* op, const char* name, int last, int* index);
 
+// The name of the object's class, for messages.
+const char* ClassName(PyObject* object);
+
 // Raises unless a call has `expected` arguments.
 bool ExpectCount(const char* op, Py_ssize_t expected, Py_ssize_t count);
 

@@ -29,16 +29,16 @@ template <typename Call>
 bool ReadWindow(PyObject* object, const char* op, const char* name, Call* call) {
   if (object == Py_None) return true;
   const bool sequence = PySequence_Check(object) != 0;
-  const Reference limits(sequence ? PySequence_Fast(object, "") : nullptr);
+  const Reference limits(sequence ? PySequence_Tuple(object) : nullptr);
   if (sequence && !limits) return false;
-  if (!sequence || PySequence_Fast_GET_SIZE(limits.get()) != 2) {
+  if (!sequence || PyTuple_Size(limits.get()) != 2) {
     PyErr_Format(sequence ? PyExc_ValueError : PyExc_TypeError,
                  "%s: `window` must be None or (left, right)", op);
     return false;
   }
   int64_t right = 0;
-  if (!ReadValue(PySequence_Fast_GET_ITEM(limits.get(), 0), op, name, &call->options.left) ||
-      !ReadValue(PySequence_Fast_GET_ITEM(limits.get(), 1), op, name, &right)) {
+  if (!ReadValue(PyTuple_GetItem(limits.get(), 0), op, name, &call->options.left) ||
+      !ReadValue(PyTuple_GetItem(limits.get(), 1), op, name, &right)) {
     return false;
   }
   if (call->options.right != 0) call->options.right = right;

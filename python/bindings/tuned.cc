@@ -30,12 +30,11 @@ PyObject* FusedMoeConfig(PyObject*, PyObject* const* values, Py_ssize_t count) {
   const long long tokens = PyLong_AsLongLong(values[2]);
   if (PyErr_Occurred()) return nullptr;
   if (!PyTuple_Check(values[1])) {
-    PyErr_Format(PyExc_TypeError, "%s: expected a tuple, got %s", kName,
-                 Py_TYPE(values[1])->tp_name);
+    PyErr_Format(PyExc_TypeError, "%s: expected a tuple, got %s", kName, ClassName(values[1]));
     return nullptr;
   }
   TunedProblem problem{device, DType::kUnknown, {}};
-  if (!ReadProblem(values[1], PyTuple_GET_SIZE(values[1]), kName, &problem)) return nullptr;
+  if (!ReadProblem(values[1], PyTuple_Size(values[1]), kName, &problem)) return nullptr;
   const MoeConfig* config = fused_moe_tuned().find(problem, tokens);
   HintOnce(fused_moe_tuned(), "fused_moe");
   if (config == nullptr) Py_RETURN_NONE;
@@ -51,13 +50,13 @@ PyObject* NormBackwardTuned(PyObject*, PyObject* const* values, Py_ssize_t count
 
 // Reads the first `count` numbers of a row: a list of whole numbers and bools, then anything.
 bool ReadRow(PyObject* row, int* fields, Py_ssize_t count) {
-  if (!PyList_Check(row) || PyList_GET_SIZE(row) < count) {
+  if (!PyList_Check(row) || PyList_Size(row) < count) {
     PyErr_Format(PyExc_TypeError, "norm_backward_ranges: a range must be a list of %zd numbers",
                  count);
     return false;
   }
   for (Py_ssize_t i = 0; i < count; ++i) {
-    const long field = PyLong_AsLong(PyList_GET_ITEM(row, i));
+    const long field = PyLong_AsLong(PyList_GetItem(row, i));
     if (field == -1 && PyErr_Occurred()) return false;
     if (field < 0 || field > 1 << 30) {
       PyErr_Format(PyExc_ValueError, "norm_backward_ranges: a number is out of range: %ld", field);
@@ -75,9 +74,9 @@ bool ReadRanges(PyObject* rows, NormKind kind, int element,
     PyErr_Format(PyExc_TypeError, "norm_backward_ranges: expected a list of ranges");
     return false;
   }
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(rows); ++i) {
+  for (Py_ssize_t i = 0; i < PyList_Size(rows); ++i) {
     int f[kFields];
-    if (!ReadRow(PyList_GET_ITEM(rows, i), f, kFields)) return false;
+    if (!ReadRow(PyList_GetItem(rows, i), f, kFields)) return false;
     const NormBackwardConfig config{f[5],  f[6],       f[7],       f[8], f[9],
                                     f[10], f[11] != 0, f[12] != 0, f[13]};
     const int max_megabytes = f[3] > 0 ? f[3] : INT_MAX;  // 0: no limit

@@ -15,19 +15,20 @@
 #include "kernels/sm90/tuned.h"
 #include "python/bindings/arguments.h"
 #include "python/bindings/call.h"
+#include "python/bindings/reference.h"
 
 namespace tiercel::python {
 
 // Reads a configuration: a tuple of whole numbers and bools, in the order of its fields.
 template <size_t kCount>
 bool ReadConfig(PyObject* value, const char* op, std::array<int, kCount>* fields) {
-  if (!PyTuple_Check(value) || PyTuple_GET_SIZE(value) != static_cast<Py_ssize_t>(kCount)) {
+  if (!PyTuple_Check(value) || PyTuple_Size(value) != static_cast<Py_ssize_t>(kCount)) {
     PyErr_Format(PyExc_TypeError, "%s: a configuration must be a tuple of %d whole numbers", op,
                  static_cast<int>(kCount));
     return false;
   }
   for (size_t i = 0; i < kCount; ++i) {
-    const long field = PyLong_AsLong(PyTuple_GET_ITEM(value, static_cast<Py_ssize_t>(i)));
+    const long field = PyLong_AsLong(PyTuple_GetItem(value, static_cast<Py_ssize_t>(i)));
     if (field == -1 && PyErr_Occurred()) return false;
     if (field < 0 || field > INT32_MAX) {
       PyErr_Format(PyExc_ValueError, "%s: a configuration's fields are small and not negative", op);
@@ -58,13 +59,15 @@ inline DType DTypeNamed(const char* name) {
 template <typename Take>
 bool EachTuple(PyObject* items, const char* op, Take&& take) {
   if (!PyList_Check(items) && !PyTuple_Check(items)) {
-    PyErr_Format(PyExc_TypeError, "%s: expected a list, got %s", op, Py_TYPE(items)->tp_name);
+    PyErr_Format(PyExc_TypeError, "%s: expected a list, got %s", op, ClassName(items));
     return false;
   }
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items); ++i) {
-    PyObject* item = PySequence_Fast_GET_ITEM(items, i);
+  const Reference all(PySequence_Tuple(items));
+  if (!all) return false;
+  for (Py_ssize_t i = 0; i < PyTuple_Size(all.get()); ++i) {
+    PyObject* item = PyTuple_GetItem(all.get(), i);
     if (!PyTuple_Check(item)) {
-      PyErr_Format(PyExc_TypeError, "%s: expected a tuple, got %s", op, Py_TYPE(item)->tp_name);
+      PyErr_Format(PyExc_TypeError, "%s: expected a tuple, got %s", op, ClassName(item));
       return false;
     }
     if (!take(item)) return false;
@@ -78,12 +81,12 @@ inline bool ReadProblem(PyObject* items, Py_ssize_t count, const char* op, Tuned
     PyErr_Format(PyExc_TypeError, "%s: expected a dtype and one to four sizes", op);
     return false;
   }
-  const char* dtype = PyUnicode_AsUTF8(PyTuple_GET_ITEM(items, 0));
+  const char* dtype = PyUnicode_AsUTF8AndSize(PyTuple_GetItem(items, 0), nullptr);
   if (dtype == nullptr) return false;
   problem->dtype = DTypeNamed(dtype);
   if (problem->dtype == DType::kUnknown) return false;
   for (Py_ssize_t i = 1; i < count; ++i) {
-    const long long size = PyLong_AsLongLong(PyTuple_GET_ITEM(items, i));
+    const long long size = PyLong_AsLongLong(PyTuple_GetItem(items, i));
     if (size == -1 && PyErr_Occurred()) return false;
     problem->sizes[i - 1] = size;
   }
@@ -105,12 +108,12 @@ PyObject* SetTuned(TunedTable<Config>& table, const char* op, PyObject* const* v
   }
   typename TunedTable<Config>::Problems all;
   const bool read = EachTuple(values[1], op, [&](PyObject* problem) {
-    const Py_ssize_t last = PyTuple_GET_SIZE(problem) - 1;
+    const Py_ssize_t last = PyTuple_Size(problem) - 1;
     TunedProblem key{static_cast<int>(device), DType::kUnknown, {}};
     if (!ReadProblem(problem, last, op, &key)) return false;
     auto& configs = all[key];
     configs.clear();
-    return EachTuple(PyTuple_GET_ITEM(problem, last), op, [&](PyObject* entry) {
+    return EachTuple(PyTuple_GetItem(problem, last), op, [&](PyObject* entry) {
       long long tokens = 0;
       PyObject* config = nullptr;
       std::array<int, kCount> fields;

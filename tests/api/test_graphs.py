@@ -123,7 +123,8 @@ def _exported(op, case):
 )
 def test_export_of_1_to_4096_tokens(op, case):
     program, chosen = _exported(op, case)
-    for tokens in (1, 33, 260 if "attention" not in op else 70):
+    slow = "attention" in op or op in ("gated_delta_rule", "sample", "verify_draft")  # on a CPU
+    for tokens in (1, 33, 70 if slow else 260):
         values = calls.arguments(op, tokens, case=case)
         expected = calls.function(op)(**calls.copied(values))
         calls.same(program(*chosen(calls.copied(values))), expected)

@@ -89,6 +89,12 @@ def whole_moe_fp8(**changes):
     return named | changes
 
 
+def four_bit_moe(**changes):
+    widths = {"w_up": 32, "w_up_scale": 2, "w_down": 16, "w_down_scale": 1}
+    named = {n: torch.full((3, 64, w), 0x77, dtype=torch.uint8) for n, w in widths.items()}
+    return whole_moe(x=torch.randn(2, 64).bfloat16(), **named, **changes)
+
+
 def fused(**changes):
     named = {name: torch.randn(3, 2, 16).bfloat16() for name in ("q", "k", "v", "q_out")}
     named |= {n: torch.zeros(2, 4, 2, 16).bfloat16() for n in ("key_cache", "value_cache")}
@@ -272,6 +278,8 @@ WRONG = [
     ("fused_moe", whole_moe, "expert_map", int32(0, 1, 2, 3, -1), "from 0 to 2, or -1"),
     ("fused_moe", whole_moe_fp8, "expert_map", int32(0, 1, 2, 3, -1), "got 3 at [3]"),
     ("fused_moe", whole_moe_fp8, "topk_ids", torch.full((2, 2), -7), "got -7 at [0, 0]"),
+    ("w4_moe", four_bit_moe, "topk_ids", torch.full((2, 2), -7), "got -7 at [0, 0]"),
+    ("w4_moe", four_bit_moe, "expert_map", int32(0, 1, 2, 3, -1), "got 3 at [3]"),
     ("moe_up", up, "expert_ids", int32(3, 0, 0), "from 0 to 2, or -1 for none, got 3 at [0]"),
     ("moe_up", up, "sorted_token_ids", int32(0, 5, 2, 3, 4, 4, 4, 4, 4), "from 0 to 4, got 5"),
     ("moe_up", up_fp8, "expert_ids", int32(-2, 0, 0), "got -2 at [0]"),

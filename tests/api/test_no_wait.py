@@ -9,9 +9,6 @@ from support.every_op import calls, has_gradient, public_ops
 
 pytestmark = pytest.mark.torch
 
-# Backwards that wait, and why. Each has to: with its reason gone, its line here goes too.
-WAITS = {"attention_varlen": "its backward reads the lengths of the sequences"}
-
 WARM_UP = 3
 SLEEP_SECONDS = 0.2
 
@@ -21,7 +18,6 @@ def test_every_public_operator_has_calls() -> None:
     assert {"attention", "fused_mlp", "kv_cache_write", "rms_norm", "silu"} <= set(names)
     for name in names:
         assert next(calls(name, "cpu", "ref"), None), f"{name} has no call to try"
-    assert set(WAITS) <= set(names)
 
 
 @pytest.mark.parametrize("name", public_ops())
@@ -101,7 +97,4 @@ def test_a_backward_returns_at_once(name: str, waits, no_fallback) -> None:
             if waits(backward):
                 waited.append(call.title)
     assert tried, f"no case of {name} has a gradient"
-    if name in WAITS:
-        assert waited, f"{name} no longer waits, though {WAITS[name]}: take it out of WAITS"
-    else:
-        assert not waited, f"the backward waited for the GPU: {waited}"
+    assert not waited, f"the backward waited for the GPU: {waited}"

@@ -159,6 +159,7 @@ BY_VALUES = {
     "paged_attention",
     "qk_norm_rope_cache",
     "topk_softmax_align",
+    "w4_moe",
 }
 
 

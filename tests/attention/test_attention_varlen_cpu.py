@@ -6,8 +6,7 @@ import torch
 
 import tiercel
 from tiercel.ops.attention import forward
-from tiercel.ops.attention import varlen_backward as backward
-from tiercel.ops.attention.reference import attention_backward, attention_varlen_backward
+from tiercel.ops.attention.reference import attention_varlen_backward
 
 pytestmark = pytest.mark.torch
 NONE = torch.zeros(0, dtype=torch.int32)
@@ -147,24 +146,6 @@ def test_gradients_through_the_operators(monkeypatch, return_lse):
     for tensor, double in zip((q, k, v), doubles, strict=True):
         error = (tensor.grad.double() - double.grad).norm() / double.grad.norm()
         assert error < 0.01
-
-
-def test_a_launch_for_each_sequence(monkeypatch):
-    """The kernels' way, with the reference in their place."""
-
-    def launch(*values):
-        assert all(x.is_contiguous() for x in values[5:7] if x is not None)
-        found = attention_backward(*values[:6], grad_lse=values[6], causal=values[7])
-        for place, gradient in zip(values[12:], found, strict=True):
-            place.copy_(gradient)
-
-    monkeypatch.setattr(backward, "launch", launch)
-    tensors, grad_lse = backward_arguments(causal=True)
-    options = (True, None, None, None, False)
-    found = [torch.empty_like(x) for x in tensors[1:4]]
-    backward._launch(*tensors, grad_lse, *options, *found)
-    expected = attention_varlen_backward(*tensors, grad_lse=grad_lse, causal=True)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def float8(*lengths):

@@ -42,6 +42,8 @@ def test_each_has_a_case_that_is_reported(rule):
         ("racecheck", "gated_linear_fp16_gelu_tanh_64x64_split_k", READ_WRITE),
         ("racecheck", "reduce_rows_packed<BFloat16Format, SumOf>", WRITE_READ),
         ("racecheck", "attention_backward_fp16_d128_64x128", WRITE_READ),
+        ("racecheck", "mla_decode<BFloat16, Same>", READ_WRITE),
+        ("racecheck", "mla_sparse<Float16, Float8>", WRITE_READ),
         ("synccheck", "linear_act_fp8_none_64x64_split_k", DIVERGENT),
         ("synccheck", "gated_linear_fp16_silu_128x64_split_k", DIVERGENT),
         ("initcheck", "fp8_quantize_row<BFloat16Source, 1>", UNINITIALIZED),
@@ -56,6 +58,7 @@ def test_what_is_excepted(tool, kernel, message):
     [
         ("racecheck", "linear_act_bf16_none_64x32_split_k", WRITE_WRITE),
         ("racecheck", "linear_act_bf16_none_128x64", READ_WRITE),
+        ("racecheck", "mla_decode<BFloat16, Same>", WRITE_WRITE),
         ("racecheck", "fused_moe_few_tokens<0>", READ_WRITE),
         ("racecheck", "reduce_rows_packed<BFloat16Format, SumOf>", READ_WRITE),
         ("racecheck", "reduce_rows_aligned<BFloat16Format, SumOf, 32, 1, 1>", WRITE_READ),

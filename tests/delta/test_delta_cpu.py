@@ -126,10 +126,61 @@ def test_bad_arguments():
             )
 
 
-def test_gradients_are_refused():
-    q, *rest = problem()
+def test_gradients_of_steps_are_refused():
+    q, *rest = problem(2, 1)
+    states, out = torch.zeros(2, 2, 8, 4), torch.empty_like(rest[1])
     with pytest.raises(RuntimeError, match="gated_delta_rule"):
-        tiercel.gated_delta_rule(q.requires_grad_(), *rest).sum().backward()
+        tiercel.gated_delta_rule_decode(q.requires_grad_(), *rest, states, out)
+
+
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("l2norm", [False, True])
+def test_gradients(l2norm, channels):
+    """Those of the recurrence by matrices, in float64."""
+    inputs = [t.requires_grad_() for t in problem(channels=channels)]
+    initial = torch.randn(2, 2, 8, 4).requires_grad_()
+    generator = torch.Generator().manual_seed(1)
+    grad = torch.randn(2, 5, 2, 4, generator=generator).bfloat16()
+    grad_state = torch.randn(2, 2, 8, 4, generator=generator)
+    out, state = tiercel.gated_delta_rule(
+        *inputs, initial_state=initial, output_final_state=True, qk_l2norm=l2norm
+    )
+    torch.autograd.backward([out, state], [grad, grad_state])
+    wide = [t.detach().double().requires_grad_() for t in (*inputs, initial)]
+    q, k, v, g, beta, first = wide
+    if l2norm:
+        q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
+    total = 0.0
+    for b in range(2):
+        for h in range(2):
+            state, results = first[b, h], []
+            for t in range(5):
+                state = state * g[b, t, h].exp().reshape(-1, 1)
+                key = k[b, t, 0]
+                change = beta[b, t, h] * (v[b, t, h] - key @ state)
+                state = state + torch.outer(key, change)
+                results.append(8**-0.5 * q[b, t, 0] @ state)
+            total = total + (torch.stack(results) * grad[b, :, h].double()).sum()
+            total = total + (state * grad_state[b, h].double()).sum()
+    total.backward()
+    for given, due in zip((*inputs, initial), wide, strict=True):
+        assert given.grad.dtype == given.dtype
+        step = 1e-2 if given.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(given.grad.double(), due.grad, rtol=step, atol=step)
+
+
+def test_gradients_of_packed_sequences_and_of_one_result():
+    starts = torch.tensor([1, 4, 4, 9], dtype=torch.int32)
+    inputs = [t.requires_grad_() for t in problem(1, 12)]
+    _, state = tiercel.gated_delta_rule(*inputs, cu_seqlens=starts, output_final_state=True)
+    state.sum().backward()
+    assert not inputs[0].grad.any() and inputs[2].grad[:, 1:9].any()
+    for each in inputs:
+        assert not each.grad[:, :1].any() and not each.grad[:, 9:].any()
+    alone = [t.detach()[:, 4:9].requires_grad_() for t in inputs]
+    tiercel.gated_delta_rule(*alone, output_final_state=True)[1].sum().backward()
+    for each, other in zip(inputs, alone, strict=True):
+        torch.testing.assert_close(each.grad[:, 4:9], other.grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

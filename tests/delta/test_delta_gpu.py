@@ -173,12 +173,6 @@ def test_graph_in_the_first_call():
         assert torch.equal(out, tiercel.gated_delta_rule(*inputs, qk_l2norm=True))
 
 
-def test_gradients_are_refused():
-    q, k, v, g, beta = problem(1, 10, (1, 1), (64, 32))
-    with pytest.raises(RuntimeError):
-        tiercel.gated_delta_rule(q.requires_grad_(), k, v, g, beta).sum().backward()
-
-
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [24, 128, 1024])

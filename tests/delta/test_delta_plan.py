@@ -45,6 +45,16 @@ def prompt(make, batch=3, tokens=100, heads=(2, 4), sizes=(128, 128), dtype="bfl
     return _C.gated_delta_rule_plan(*(tensors | given).values(), None, True)
 
 
+def backward(make, batch=3, tokens=100, heads=(2, 4), sizes=(128, 128), dtype="bfloat16", **given):
+    tensors = inputs(make, batch, tokens, heads, sizes, dtype)
+    tensors = {"grad": make(batch, tokens, heads[1], sizes[1], dtype=dtype)} | tensors
+    tensors |= dict.fromkeys(("grad_final", "initial_state", "cu_seqlens"))
+    made = inputs(make, batch, tokens, heads, sizes, dtype)
+    tensors |= {f"d{name}": tensor for name, tensor in made.items()}
+    tensors |= {"grad_initial": None, "workspace": None}
+    return _C.gated_delta_rule_backward_plan(*(tensors | given).values(), None, True)
+
+
 @pytest.mark.parametrize("sizes", [(64, 32), (128, 128), (128, 256)])
 def test_decode(sizes):
     got = decode(ExchangeTensor, sizes=sizes)
@@ -109,7 +119,67 @@ def test_workspace(make):
         )
 
 
+def test_backward(make):
+    got = backward(make)
+    assert got["chunks"] == "gated_delta_rule_chunks<BFloat16, K=128, backward>"
+    assert got["passes"] == "gated_delta_rule_passes<BFloat16, K=128>"
+    assert got["gradients"] == "gated_delta_rule_gradients<BFloat16, K=128>"
+    assert got["chunk_grid"] == -(-300 // 64) + 3
+    # Forward and back, by sequences, heads and slices, of which two share a block where many are.
+    assert (got["groups"], got["pass_grid"]) == (1, 2 * 3 * 4 * 2)
+    got = backward(make, batch=17)
+    assert (got["groups"], got["pass_grid"]) == (2, 2 * 17 * 4)
+    for sizes in ((128, 16), (128, 144)):
+        got = backward(make, 1, 64, sizes=sizes)
+        states, values = sizes[0] * sizes[1], 64 * sizes[1]
+        assert got["workspace"] == 2 * 4 * (64 * 64 + 260 + states + 3 * values // 2)
+
+
+def test_backward_of_nothing(make):
+    for given in ({"batch": 0}, {"tokens": 0}, {"heads": (0, 0)}):
+        got = backward(make, **given)
+        assert got["chunks"] == got["passes"] == got["gradients"] == "none"
+    state = make(3, 4, 128, 128, dtype="float32")
+    got = backward(make, tokens=0, grad_initial=state)
+    assert got["chunks"] == got["gradients"] == "none" and got["passes"] != "none"
+    with pytest.raises(NotImplementedError, match="`v` is empty and `q` is not"):
+        backward(make, heads=(2, 0))
+
+
+def test_gradients(make):
+    shapes = {
+        "dq": (3, 100, 2, 128),
+        "dk": (3, 100, 2, 128),
+        "dv": (3, 100, 4, 128),
+        "dg": (3, 100, 4),
+        "dbeta": (3, 100, 4),
+    }
+    for name, shape in shapes.items():
+        dtype = "bfloat16" if len(shape) == 4 else "float32"
+        with pytest.raises(ValueError, match=f"`{name}` must have shape"):
+            backward(make, **{name: make(3, 99, *shape[2:], dtype=dtype)})
+        with pytest.raises(TypeError, match=f"`{name}` must have dtype {dtype}"):
+            backward(make, **{name: make(*shape, dtype="float16")})
+    halves = {name: make(3, 100, 4, dtype="bfloat16") for name in ("beta", "dbeta")}
+    backward(make, **halves)
+    for name in ("grad_final", "initial_state", "grad_initial"):
+        backward(make, **{name: make(3, 4, 128, 128, dtype="float32")})
+        with pytest.raises(ValueError, match=rf"`{name}` must have shape \[N, Hv, K, V\]"):
+            backward(make, **{name: make(3, 4, 128, 64, dtype="float32")})
+    with pytest.raises(ValueError, match=r"`grad` must have shape \[B, T, Hv, V\]"):
+        backward(make, grad=make(3, 100, 4, 64, dtype="bfloat16"))
+    with pytest.raises(ValueError, match="`workspace` must have .* elements, got 5"):
+        backward(make, workspace=make(5, dtype="float32"))
+    gates = {name: make(3, 100, 4, 128, dtype="float32") for name in ("g", "dg")}
+    with pytest.raises(NotImplementedError, match="`g` of a gate per head"):
+        backward(make, **gates)
+
+
 def test_what_the_kernels_do_not_take(make):
+    with pytest.raises(NotImplementedError, match="keys of 128 elements"):
+        backward(make, sizes=(64, 128))
+    with pytest.raises(NotImplementedError, match="values of a multiple of 16"):
+        backward(make, sizes=(128, 40))
     for call in (decode, prompt):
         with pytest.raises(NotImplementedError, match="keys of 64 or 128 elements"):
             call(make, sizes=(96, 128))

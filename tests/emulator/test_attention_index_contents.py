@@ -185,12 +185,17 @@ def test_attention_varlen_backward(seed):
     generator = torch.Generator().manual_seed(seed)
     grad = inside(torch.randn(out.shape, generator=generator).bfloat16())
     window = call.mask.get("window")
-    options = (call.mask.get("causal", False), window and list(window), None, None, False)
+    in_order = call.draw.random() < 0.5
+    options = (call.mask.get("causal", False), window and list(window), None, None, in_order)
     with running(max_instructions=LIMIT):
         found = sm90("attention_varlen_backward")(
             grad, *call.inputs, *call.starts, inside(out), inside(lse), None, *options, None
         )
     assert all(untouched(x) for x in (grad, *call.inputs, *call.starts))
+    # Rows before the first start and after the largest one are in no sequence.
+    for gradient, values in zip(found, (call.values[0], *call.values[1:] * 2), strict=True):
+        cut = [min(max(value, 0), len(gradient)) for value in values]
+        assert (gradient[: cut[0]] == 0).all() and (gradient[max(cut) :] == 0).all()
     pairs = zip(call.values, call.rows, strict=True)
     if not all(do_not_decrease(values, rows) for values, rows in pairs):
         return

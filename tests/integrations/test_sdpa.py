@@ -22,6 +22,7 @@ NAMES = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_backward",
     "_flash_attention_forward",
+    "_flash_attention_backward",
 )
 
 
@@ -168,6 +169,48 @@ def test_packed(own):
 
 
 @needs_registry
+@pytest.mark.parametrize("window", [None, (2, 0)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_of_packed(own, causal, window):
+    """As torch's formula of the gradient calls it, with an infinity where no key is seen."""
+    starts = [torch.tensor(x, dtype=torch.int32) for x in ((0, 3, 3, 8), (0, 0, 2, 8))]
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(8, h, 16, dtype=torch.bfloat16) for h in (4, 2, 2, 4))
+    left, right = window or (None, None)
+    windows = {"window_size_left": left, "window_size_right": right}
+    call = (*starts, 5, 6, 0.0, causal)
+    ops = torch.ops.aten
+    out, lse, state, unused, _ = ops._flash_attention_forward(
+        q, k, v, *call, False, scale=0.2, **windows
+    )
+    saved = (out, lse, *call, state, unused)
+    found = ops._flash_attention_backward(grad, q, k, v, *saved, scale=0.2, **windows)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    options = {"causal": causal, "window": window, "scale": 0.2}
+    right = tiercel.ref.attention_varlen(*leaves, *starts, 5, 6, **options)
+    for got, truth in zip(found, torch.autograd.grad(right, leaves, grad.double()), strict=True):
+        _close(got, truth)
+    assert not own
+
+
+@needs_registry
+def test_gradients_of_packed_that_run_on_torchs_own(own):
+    starts = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
+    for d, dropout, kind in (
+        (136, 0.0, torch.int32),
+        (16, 0.5, torch.int32),
+        (16, 0.0, torch.int64),
+    ):
+        q = torch.randn(8, 2, d, dtype=torch.bfloat16)
+        lse, state = torch.zeros(2, 8), torch.zeros(2, dtype=torch.uint64)
+        call = (q, lse, starts.to(kind), starts.to(kind), 5, 5, dropout, True, state, state)
+        own.clear()
+        torch.ops.aten._flash_attention_backward(q, q, q, q, *call, window_size_left=3)
+        assert [call[0] for call in own] == [NAMES[3]]
+        assert own[0][2]["window_size_left"] == 3
+
+
+@needs_registry
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for a PyTorch without CUDA")
 def test_without_cuda():
     before = torch._C._get_sdp_priority_order()
@@ -208,7 +251,7 @@ def _is_torchs_own(function):
     cuda = torch.autograd.DeviceType.CUDA
     names = {event.name for event in profile.events() if event.device_type == cuda}
     assert names
-    return any("flash_fwd" in name or "cudnn" in name for name in names)
+    return any(own in name for own in ("flash_fwd", "flash_bwd", "cudnn") for name in names)
 
 
 @needs_registry
@@ -271,3 +314,8 @@ def test_nested_tensors(enabled):
         _close(got, right)
     with torch.no_grad():
         assert not _is_torchs_own(lambda: sdpa(q, k, v, is_causal=True))
+
+    def step():
+        sdpa(q, k, v, is_causal=True).transpose(1, 2).values().float().square().sum().backward()
+
+    assert not _is_torchs_own(step)

@@ -69,8 +69,10 @@ __device__ void send(float* place, int block, float value, uint64_t* barrier) {
 // reads before its __syncwarp, that before its arrival, those of all warps before the producer's
 // wait, and that before the copy is issued. With kByEngine false warp 0 writes by itself, in the
 // same order; racecheck reports both, but not values_by_an_elected_lane<false, false>, in which
-// each lane arrives for itself.
-template <bool kByEngine, int kSteps>
+// each lane arrives for itself. With kThroughOther warp 1's reads are ordered as those of
+// mla_decode's first warpgroup: bar.arrive after them, bar.sync of warp 2, which then releases the
+// stage for both.
+template <bool kByEngine, bool kThroughOther, int kSteps>
 __global__ void sums_through_a_ring(const float* in, float* out) {
   __shared__ alignas(128) float stage[kStages][kFloats];
   __shared__ alignas(8) uint64_t full[kStages], empty[kStages];
@@ -78,7 +80,7 @@ __global__ void sums_through_a_ring(const float* in, float* out) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       set_up(&full[i], 1);
-      set_up(&empty[i], kReaders);
+      set_up(&empty[i], kThroughOther ? 1 : kReaders);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -101,6 +103,13 @@ __global__ void sums_through_a_ring(const float* in, float* out) {
     } else {
       wait(&full[at], round % 2);
       sum += stage[at][lane];
+      if constexpr (kThroughOther) {
+        if (warp == 1) {
+          asm volatile("bar.arrive %0, 64;" ::"r"(1 + at) : "memory");
+          continue;
+        }
+        asm volatile("bar.sync %0, 64;" ::"r"(1 + at) : "memory");
+      }
       __syncwarp();
       if (lane == 0) arrive(&empty[at]);
     }
@@ -108,8 +117,10 @@ __global__ void sums_through_a_ring(const float* in, float* out) {
   if (warp != 0) out[threadIdx.x - 32] = sum;
 }
 
-template __global__ void sums_through_a_ring<true, 64>(const float*, float*);
-template __global__ void sums_through_a_ring<false, 64>(const float*, float*);
+template __global__ void sums_through_a_ring<true, false, 64>(const float*, float*);
+template __global__ void sums_through_a_ring<false, false, 64>(const float*, float*);
+template __global__ void sums_through_a_ring<true, true, 64>(const float*, float*);
+template __global__ void sums_through_a_ring<false, true, 64>(const float*, float*);
 
 // 32 floats from shared memory to where a tensor map says, as attention's forward stores its
 // result. The map was written by the host.

@@ -32,8 +32,8 @@ def tensor_map(tensor):
     return torch.frombuffer(bytearray(ctypes.string_at(start, 128)), dtype=torch.uint8).cuda()
 
 
-def ring(by_engine):
-    kernel = tiercel.jit.cuda(SOURCE, f"sums_through_a_ring<{by_engine}, {STEPS}>")
+def ring(by_engine, through_other="false"):
+    kernel = tiercel.jit.cuda(SOURCE, f"sums_through_a_ring<{by_engine}, {through_other}, {STEPS}>")
     rows = torch.arange(STEPS * FLOATS, dtype=torch.float32).view(STEPS, FLOATS).cuda()
     out = torch.zeros(2, FLOATS, device="cuda")
     kernel(1, 96, rows, out)
@@ -94,6 +94,8 @@ def cluster_barrier(apart):
 CASES = {
     "ring-by-engine": lambda: ring("true"),
     "ring-by-threads": lambda: ring("false"),
+    "ring-by-engine-for-another": lambda: ring("true", "true"),
+    "ring-by-threads-for-another": lambda: ring("false", "true"),
     "store-by-engine": lambda: store("true"),
     "store-by-threads": lambda: store("false"),
     "rows-of-nobody": lambda: store("false", FLOATS),

@@ -39,6 +39,9 @@ def sanitizer():
         # One lane arrives for its warp; the ring is filled by cp.async.bulk or by stores.
         ("racecheck", "ring-by-engine", True),
         ("racecheck", "ring-by-threads", True),
+        # A warp that reads and tells another one, which arrives for both.
+        ("racecheck", "ring-by-engine-for-another", True),
+        ("racecheck", "ring-by-threads-for-another", True),
         # Global memory written by cp.async.bulk.tensor, read by a later kernel.
         ("initcheck", "store-by-engine", True),
         ("initcheck", "store-by-threads", False),

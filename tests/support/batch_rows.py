@@ -309,6 +309,20 @@ def _quantized_experts(w, tiles):
     return q.view(w.shape), scale.reshape(shape).contiguous()
 
 
+@case("w4_moe")
+def w4_moe(source):
+    x, weights, ids, up, down = _routed(source)
+    halves = []
+    for experts, rows, columns in (up.shape, down.shape):
+        codes = source.whole(256, experts, rows, columns // 2, dtype=torch.uint8)
+        halves += [codes, source.whole(4, experts, rows, columns // 32, dtype=torch.uint8) + 121]
+
+    def run(rows):
+        return (tiercel.w4_moe(x[rows], *halves, weights[rows], ids[rows]),)
+
+    return Rows(len(x), run)
+
+
 @case("moe_up")
 @case("moe_up", "128", block=128)
 def moe_up(source, block=64):

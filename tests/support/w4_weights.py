@@ -61,3 +61,56 @@ def activated(activation, x):
         lambda: functional.gelu(x, approximate="tanh"),
         lambda: functional.relu(x).square(),
     )[activation]()
+
+
+class Experts:
+    """Weights [E, N, K / 2] with a bias and a global scale each."""
+
+    def __init__(self, layout, experts, features, k, dtype, device, rounded=True):
+        """`rounded`: int4's values are, to the dtype, as the kernels do."""
+        drawn = draw(layout, experts * features, k, dtype, device)
+
+        def of_experts(tensor):
+            return None if tensor is None else tensor.view(experts, features, -1)
+
+        self.format = drawn.format
+        self.packed, self.scale = of_experts(drawn.packed), of_experts(drawn.scale)
+        self.zero_point, self.values = of_experts(drawn.zero_point), of_experts(drawn.values)
+        if drawn.format == "int4" and rounded:
+            self.values = self.values.to(dtype).double()
+        self.bias = torch.randn(experts, features, device=device).to(dtype)
+        # Sums of about 1, with which gates differ.
+        self.factor = (0.5 + torch.rand(experts, device=device)) / self.values.std().item()
+        self.factor = (self.factor * k**-0.5).float()
+
+    @property
+    def native(self):
+        """In the order of the native functions."""
+        return self.packed, self.scale, self.zero_point, self.factor, self.bias
+
+    def product(self, rows, expert):
+        """The due sums, and the magnitudes of their terms, in float64."""
+        factor, bias = self.factor[expert].double(), self.bias[expert].double()
+        values = self.values[expert]
+        sums = rows.double() @ values.T * factor + bias
+        return sums, rows.double().abs() @ values.abs().T * factor + bias.abs()
+
+
+def halves(sums, interleaved):
+    """The gates, and what they are for."""
+    return (sums[..., 0::2], sums[..., 1::2]) if interleaved else sums.chunk(2, dim=-1)
+
+
+def gate(sums, activation, interleaved, alpha, limit):
+    """The activations of w4_moe in float64."""
+    functional = torch.nn.functional
+    if activation == "relu_squared":
+        return functional.relu(sums).square()
+    a, b = halves(sums, interleaved)
+    if limit > 0:
+        a, b = a.clamp(max=limit), b.clamp(-limit, limit)
+    if activation == "silu":
+        return a * torch.sigmoid(alpha * a) * b
+    if activation == "silu_residual":
+        return a * torch.sigmoid(alpha * a) * (b + 1)
+    return getattr(functional, activation)(a) * b

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of a family of ops, by the endings of their file names, and tests that need a GPU."""
 
-load(":pytest.bzl", "wheel_tests")
+load(":pytest.bzl", "OLDEST_AND_NEWEST", "wheel_tests")
 
 def gpu_test(name, srcs, size = "large", **kwargs):
     """The tests marked `gpu`. A machine runs one at a time: .bazelrc, ci/test_gpus.sh.
@@ -30,10 +30,11 @@ def gpu_test(name, srcs, size = "large", **kwargs):
 
 # buildifier: disable=unnamed-macro
 def family_tests(medium = [], exclude = []):
-    """One target for each test_*.py of the package, with its name.
+    """Targets of the package's test_*.py.
 
-    test_X_cpu.py runs with PyTorch; test_X_gpu.py needs a GPU, and test_X_gpu_*.py join its target;
-    any other file tests host code without PyTorch, on every Python, and gets the package's *.json.
+    test_X_cpu.py runs with PyTorch; test_X_gpu.py needs a GPU, and test_X_gpu_*.py join its target.
+    The other files test host code without PyTorch and are one target, test_host, with the package's
+    *.json. That code is compiled once for all Pythons.
 
     Args:
       medium: targets that take longer than half a minute on two slow cores.
@@ -43,7 +44,7 @@ def family_tests(medium = [], exclude = []):
         ["declarations.txt"],
         visibility = ["//kernels:__pkg__"],
     )
-    gpu = {}
+    gpu, host = {}, []
     for file in native.glob(["test_*.py"], exclude = exclude):
         name = file.removesuffix(".py")
         size = "medium" if name in medium else "small"
@@ -53,7 +54,14 @@ def family_tests(medium = [], exclude = []):
         elif name.endswith("_cpu"):
             wheel_tests(name = name, size = size, srcs = srcs, torch = True)
         else:
-            data = native.glob(["*.json"], allow_empty = True)
-            wheel_tests(name = name, size = size, srcs = srcs, data = data)
+            host.append(file)
+    if host:
+        wheel_tests(
+            name = "test_host",
+            size = "medium",
+            srcs = host + ["//tests:support"],
+            data = native.glob(["*.json"], allow_empty = True),
+            pythons = OLDEST_AND_NEWEST,
+        )
     for name, files in gpu.items():
         gpu_test(name = name, srcs = files + ["//tests:support"])

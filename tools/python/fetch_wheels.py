@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fetch the wheels of a lock file with pip, a few at a time, every one checked by its hash.
+"""Fetch the wheels of a lock file with pip, every one checked by its hash.
 
     fetch_wheels.py LOCK FOLDER PYTHON_VERSION
 
 pip's own configuration says where packages come from. Fetches that break are tried again; what is
-already in FOLDER is kept. Prints one line a package, and one line on failure.
+already in FOLDER is kept. Prints the progress, and one line on failure.
 """
 
 import concurrent.futures
@@ -14,6 +14,7 @@ import sys
 import tempfile
 
 PARALLEL = 4
+MOST = 8  # packages of one pip, whose start costs more than most downloads
 NEWEST_GLIBC = 34  # manylinux_2_34; pip matches a platform exactly, so all older ones are named
 
 
@@ -29,10 +30,10 @@ def platform_options(version: str) -> list[str]:
     return options
 
 
-def fetch(requirement: str, folder: pathlib.Path, version: str) -> str:
-    """Fetches one requirement; returns "" or what went wrong."""
+def fetch(requirements: list[str], folder: pathlib.Path, version: str) -> str:
+    """Fetches some requirements; returns "" or what went wrong."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as lock:
-        lock.write(requirement + "\n")
+        lock.write("\n".join(requirements) + "\n")
         lock.flush()
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes"]
         command += ["--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
@@ -49,14 +50,17 @@ def main() -> int:
     lock, folder, version = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]
     lines = [line for line in lock.read_text().splitlines() if line and not line.startswith("#")]
     folder.mkdir(parents=True, exist_ok=True)
-    failed = []
+    size = min(MOST, -(-len(lines) // PARALLEL))
+    batches = [lines[at : at + size] for at in range(0, len(lines), size)]
+    there, failed = 0, []
     with concurrent.futures.ThreadPoolExecutor(PARALLEL) as pool:
-        jobs = {pool.submit(fetch, line, folder, version): line.split()[0] for line in lines}
-        for done, job in enumerate(concurrent.futures.as_completed(jobs), 1):
-            error = job.result()
-            print(f"{lock.stem}: {done} of {len(jobs)}: {jobs[job]}", file=sys.stderr, flush=True)
-            if error:
-                failed.append(f"pip could not fetch {jobs[job]}: {error}")
+        jobs = {pool.submit(fetch, batch, folder, version): batch for batch in batches}
+        for job in concurrent.futures.as_completed(jobs):
+            names = " ".join(line.split()[0] for line in jobs[job])
+            there += len(jobs[job])
+            print(f"{lock.stem}: {there} of {len(lines)}: {names}", file=sys.stderr, flush=True)
+            if job.result():
+                failed.append(f"pip could not fetch {names}: {job.result()}")
                 pool.shutdown(cancel_futures=True)
                 break
     if failed:

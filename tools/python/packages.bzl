@@ -12,6 +12,11 @@ shift 2
   --disable-pip-version-check --root-user-action=ignore --target "$folder" "$@"
 """
 
+# Every file that stays costs a link in each test's sandbox.
+_LEAVE_OUT = """
+(cd "$folder" && rm -rf {})
+"""
+
 # From source an import takes several times as long, in every process of every test. By hash, since
 # links have other times. A few files are templates, or of a newer Python.
 _COMPILE = """
@@ -30,7 +35,11 @@ def _installed_packages_impl(ctx):
     args.add_all([python.path if python.path.startswith("/") else here + python.path, folder.path])
     args.add_all(ctx.files.wheels, format_each = here + "%s")
     ctx.actions.run_shell(
-        command = _INSTALL + (_COMPILE if ctx.attr.compile else ""),
+        command = "".join([
+            _INSTALL,
+            _LEAVE_OUT.format(" ".join(ctx.attr.leave_out)) if ctx.attr.leave_out else "",
+            _COMPILE if ctx.attr.compile else "",
+        ]),
         arguments = [args],
         inputs = depset(pip + ctx.files.wheels, transitive = [python.files]),
         outputs = [folder],
@@ -49,6 +58,7 @@ installed_packages = rule(
     cfg = one_python_transition,
     attrs = ALLOWLIST | {
         "compile": attr.bool(doc = "Compile the modules too, for this Python."),
+        "leave_out": attr.string_list(doc = "Shell patterns of files and folders that nothing uses."),
         "python_version": attr.string(doc = "The Python that they are for; by default the configured one."),
         "wheels": attr.label_list(
             mandatory = True,

@@ -5,6 +5,12 @@ load("@python_versions//:versions.bzl", "DEFAULT_PYTHON_VERSION", "PYTHON_VERSIO
 load(":run.bzl", "TOOLCHAIN_TYPE", "python_runtime")
 load(":transitions.bzl", "ALLOWLIST", "one_python_transition")
 
+# For tests of what all Pythons share.
+OLDEST_AND_NEWEST = [
+    PYTHON_VERSIONS[0],
+    PYTHON_VERSIONS[-1],
+]
+
 def _pytest_test_impl(ctx):
     python = python_runtime(ctx)
     arguments = [python.short_path, ctx.file._runner.short_path]
@@ -66,13 +72,22 @@ pytest_test = rule(
     toolchains = [TOOLCHAIN_TYPE],
 )
 
-def wheel_tests(name, srcs, torch = False, fresh_install = False, more_packages = [], tags = [], **kwargs):
+def wheel_tests(
+        name,
+        srcs,
+        torch = False,
+        pythons = PYTHON_VERSIONS,
+        fresh_install = False,
+        more_packages = [],
+        tags = [],
+        **kwargs):
     """Tests of the installed wheel: one target for each Python, or one with PyTorch.
 
     Args:
       name: with torch the target's name; else a suite of NAME_cp310, NAME_cp311, ...
       srcs: test files; conftest.py and pytest.ini are added.
       torch: add the locked PyTorch, and run on the default Python only.
+      pythons: the Pythons, without torch.
       fresh_install: install the wheel in each test, which may then write into it.
       more_packages: installed packages that tests with PyTorch need too.
       tags: tags of the targets.
@@ -93,7 +108,7 @@ def wheel_tests(name, srcs, torch = False, fresh_install = False, more_packages 
             **kwargs
         )
         return
-    for version in PYTHON_VERSIONS:
+    for version in pythons:
         pytest_test(
             name = name + "_cp" + version.replace(".", ""),
             srcs = srcs + common,
@@ -104,5 +119,5 @@ def wheel_tests(name, srcs, torch = False, fresh_install = False, more_packages 
         )
     native.test_suite(
         name = name,
-        tests = [":" + name + "_cp" + version.replace(".", "") for version in PYTHON_VERSIONS],
+        tests = [":" + name + "_cp" + version.replace(".", "") for version in pythons],
     )

@@ -23,18 +23,27 @@ constexpr int kThreads = kAttentionBackwardThreads;
 struct Place {
   int64_t pair;  // batch entry and head
   int64_t row;   // the block's first
+  int64_t end;   // of the rows
   int64_t entry;
   int head;
 };
 
-template <int kD>
-__device__ __forceinline__ Place place_of(const AttentionBackwardRowsArgs& args) {
-  Place place;
+// Returns false for a block without rows.
+template <int kD, bool kPacked>
+__device__ __forceinline__ bool find_place(const AttentionBackwardRowsArgs& args, Place& place) {
   place.pair = blockIdx.x / args.blocks;
-  place.row = static_cast<int64_t>(blockIdx.x % args.blocks) * kRows<kD>;
+  if constexpr (kPacked) {
+    const AttentionBackwardBlock block = args.list[blockIdx.x % args.blocks];
+    if (block.row >= block.end) return false;
+    place.row = block.row;
+    place.end = block.end;
+  } else {
+    place.row = static_cast<int64_t>(blockIdx.x % args.blocks) * kRows<kD>;
+    place.end = args.rows;
+  }
   place.entry = place.pair / args.heads;
   place.head = static_cast<int>(place.pair % args.heads);
-  return place;
+  return true;
 }
 
 __device__ __forceinline__ char* row_of(const AttentionRows& rows, const Place& place,
@@ -46,19 +55,20 @@ __device__ __forceinline__ char* row_of(const AttentionRows& rows, const Place& 
 
 // delta = rowsum(grad * out) - grad_lse, and logarithms of sums to the base 2; infinite where no
 // query is or it sees no key, so that its probabilities are 0. Clears the sums of dq.
-template <typename Format, int kD>
+template <typename Format, int kD, bool kPacked>
 __global__ void __launch_bounds__(kThreads)
     attention_backward_prepare(const __grid_constant__ AttentionBackwardRowsArgs args) {
   grid_dependency_wait();
   grid_dependency_launch();
   constexpr int kLanes = kD / 8;  // a row, 16 bytes each
-  const Place place = place_of<kD>(args);
+  Place place;
+  if (!find_place<kD, kPacked>(args, place)) return;
   float* stats = args.stats + static_cast<int64_t>(blockIdx.x) * 2 * kRows<kD>;
   const int lane = threadIdx.x % kLanes;
 #pragma unroll
   for (int first = 0; first < kRows<kD>; first += kThreads / kLanes) {
     const int row = first + threadIdx.x / kLanes;
-    const bool there = place.row + row < args.rows;
+    const bool there = place.row + row < place.end;
     float sum = 0.0f;
     if (there && lane * 8 < args.d) {
       uint32_t out[4], grad[4];
@@ -97,7 +107,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // The sums of dq are in the order of two warpgroups' accumulators: each has 64 rows and all columns
 // or, if there are 64 rows, all rows and half of the columns.
-template <typename Format, int kD>
+template <typename Format, int kD, bool kPacked>
 __global__ void __launch_bounds__(kThreads)
     attention_backward_finish(const __grid_constant__ AttentionBackwardRowsArgs args) {
   grid_dependency_wait();
@@ -105,7 +115,8 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kPairs = kD / 2;
   constexpr int kStride = kPairs + 4;  // neighbouring rows in other banks
   __shared__ alignas(16) uint32_t tile[kRows<kD> * kStride];
-  const Place place = place_of<kD>(args);
+  Place place;
+  if (!find_place<kD, kPacked>(args, place)) return;
   const float* sums = args.sums + static_cast<int64_t>(blockIdx.x) * kRows<kD> * kD;
   const int half = threadIdx.x / 128, thread = threadIdx.x % 128;
   constexpr bool kByRows = kRows<kD> == 128;
@@ -132,7 +143,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int first = 0; first < kRows<kD>; first += kThreads / kLanes) {
     const int r = first + threadIdx.x / kLanes;
-    if (place.row + r < args.rows && lane * 8 < args.d) {
+    if (place.row + r < place.end && lane * 8 < args.d) {
       uint32_t piece[4];
       load_vector(piece, tile + r * kStride + lane * 4);
       store_vector(row_of(args.dq, place, r) + lane * 16, piece);
@@ -140,16 +151,21 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-#define TIERCEL_KERNELS(dtype, d)                                               \
-  {DType::k##dtype, d, kRows<d>,                                                \
-   Kernel("attention_backward_prepare<" #dtype ", " #d ">",                     \
-          reinterpret_cast<const void*>(attention_backward_prepare<dtype, d>)), \
-   Kernel("attention_backward_finish<" #dtype ", " #d ">",                      \
-          reinterpret_cast<const void*>(attention_backward_finish<dtype, d>))}
+#define TIERCEL_KERNELS(dtype, d, packed)                                               \
+  {DType::k##dtype,                                                                     \
+   d,                                                                                   \
+   kRows<d>,                                                                            \
+   packed,                                                                              \
+   Kernel("attention_backward_prepare<" #dtype ", " #d ", " #packed ">",                \
+          reinterpret_cast<const void*>(attention_backward_prepare<dtype, d, packed>)), \
+   Kernel("attention_backward_finish<" #dtype ", " #d ", " #packed ">",                 \
+          reinterpret_cast<const void*>(attention_backward_finish<dtype, d, packed>))}
 
 const AttentionBackwardRowsKernel kKernels[] = {
-    TIERCEL_KERNELS(BFloat16, 64), TIERCEL_KERNELS(BFloat16, 128), TIERCEL_KERNELS(Float16, 64),
-    TIERCEL_KERNELS(Float16, 128)};
+    TIERCEL_KERNELS(BFloat16, 64, false), TIERCEL_KERNELS(BFloat16, 128, false),
+    TIERCEL_KERNELS(Float16, 64, false),  TIERCEL_KERNELS(Float16, 128, false),
+    TIERCEL_KERNELS(BFloat16, 64, true),  TIERCEL_KERNELS(BFloat16, 128, true),
+    TIERCEL_KERNELS(Float16, 64, true),   TIERCEL_KERNELS(Float16, 128, true)};
 
 }  // namespace
 

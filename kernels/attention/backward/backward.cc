@@ -2,6 +2,8 @@
 #include "kernels/attention/backward/backward.h"
 
 #include <algorithm>
+#include <initializer_list>
+#include <iterator>
 #include <string>
 
 #include "kernels/attention/backward/kernels.h"
@@ -15,68 +17,139 @@ namespace tiercel {
 namespace {
 
 constexpr char kOp[] = "attention_backward";
+constexpr char kVarlenOp[] = "attention_varlen_backward";
 constexpr int64_t kMaxHeadDimension = 128;
-constexpr int64_t kL2Bytes = 32 << 20;  // of 50 MB, for the tiles in flight
+constexpr int64_t kL2Bytes = 32 << 20;       // of 50 MB, for the tiles in flight
+constexpr int64_t kMost = int64_t{1} << 30;  // blocks, tiles and sequences have 32-bit numbers
 
-Status check_gradient(const char* name, const TensorView& gradient, const TensorView& like,
-                      const TensorView& q, bool empty, const char* why) {
-  const Argument argument{kOp, name, gradient};
-  TIERCEL_RETURN_IF_ERROR(check_rank(argument, 4));
+// The sizes of a call. Packed sequences are one entry, with two more sequences: the rows that are
+// in none (kernels.h).
+struct Sizes {
+  AttentionProblem problem;
+  bool packed = false;
+  int64_t sequences = 0;  // of packed ones
+
+  bool nothing() const { return problem.empty() || problem.seq_k == 0; }
+  // The most tiles of `size` rows that the rows of an entry's sequences may have.
+  int64_t tiles(int64_t rows, int64_t size) const {
+    return packed ? rows / size + std::min(sequences + 2, rows) : ceil_div(rows, size);
+  }
+};
+
+// `gradient` has q's dtype and the shape of `like`.
+Status check_gradient(const char* op, const char* name, const TensorView& gradient,
+                      const TensorView& like, const TensorView& q, bool empty, const char* why) {
+  const Argument argument{op, name, gradient};
+  TIERCEL_RETURN_IF_ERROR(check_rank(argument, like.ndim));
   TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {q.dtype}));
-  TIERCEL_RETURN_IF_ERROR(
-      check_shape(argument, {like.shape[0], like.shape[1], like.shape[2], like.shape[3]}, why));
-  TIERCEL_RETURN_IF_ERROR(check_same_device(argument, Argument{kOp, "q", q}));
+  if (like.ndim == 3) {
+    TIERCEL_RETURN_IF_ERROR(
+        check_shape(argument, {like.shape[0], like.shape[1], like.shape[2]}, why));
+  } else {
+    TIERCEL_RETURN_IF_ERROR(
+        check_shape(argument, {like.shape[0], like.shape[1], like.shape[2], like.shape[3]}, why));
+  }
+  TIERCEL_RETURN_IF_ERROR(check_same_device(argument, Argument{op, "q", q}));
   TIERCEL_RETURN_IF_ERROR(check_cuda(argument));
   if (empty) return Status();
+  if (like.ndim == 3) {
+    const TensorMapSpec any{
+        3, {64, 1, 64}, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE};
+    return check_tensor_map(any, gradient, op, name);
+  }
   const TensorMapSpec any{
       4, {1, 64, 1, 64}, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE};
-  return check_tensor_map(any, gradient, kOp, name);
+  return check_tensor_map(any, gradient, op, name);
 }
 
-Status check(const AttentionBackwardCall& call, const AttentionOptions& options,
-             AttentionProblem* problem) {
-  const TensorView& q = *call.q;
-  TIERCEL_RETURN_IF_ERROR(
-      check_attention(kOp, q, *call.k, *call.v, *call.out, call.lse, options, problem));
-  TIERCEL_RETURN_IF_ERROR(check_attention_same_d(kOp, *call.v, *problem));
-  if (call.grad_lse != nullptr) {
-    const Argument argument{kOp, "grad_lse", *call.grad_lse};
-    TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {DType::kFloat32}));
-    TIERCEL_RETURN_IF_ERROR(
-        check_shape(argument, {problem->batch, problem->heads, problem->seq_q}, "[B, H, Sq]"));
-    TIERCEL_RETURN_IF_ERROR(check_same_device(argument, Argument{kOp, "q", q}));
-    TIERCEL_RETURN_IF_ERROR(check_cuda(argument));
-    TIERCEL_RETURN_IF_ERROR(check_contiguous(argument));
-  }
-  TIERCEL_RETURN_IF_ERROR(
-      check_gradient("grad", *call.grad, q, q, problem->empty(), "[B, Sq, H, D]"));
-  TIERCEL_RETURN_IF_ERROR(check_gradient("dq", *call.dq, q, q, problem->empty(), "[B, Sq, H, D]"));
-  TIERCEL_RETURN_IF_ERROR(
-      check_gradient("dk", *call.dk, *call.k, q, problem->empty(), "[B, Sk, Hk, D]"));
-  TIERCEL_RETURN_IF_ERROR(
-      check_gradient("dv", *call.dv, *call.k, q, problem->empty(), "[B, Sk, Hk, D]"));
-  if (problem->d > kMaxHeadDimension) {
+Status check_grad_lse(const char* op, const AttentionBackwardCall& call,
+                      std::initializer_list<int64_t> shape, const char* why) {
+  if (call.grad_lse == nullptr) return Status();
+  const Argument argument{op, "grad_lse", *call.grad_lse};
+  TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {DType::kFloat32}));
+  TIERCEL_RETURN_IF_ERROR(check_shape(argument, shape, why));
+  TIERCEL_RETURN_IF_ERROR(check_same_device(argument, Argument{op, "q", *call.q}));
+  TIERCEL_RETURN_IF_ERROR(check_cuda(argument));
+  return check_contiguous(argument);
+}
+
+// What both forms check behind their own tensors; `queries` and `keys` are shapes in messages.
+Status check_rest(const char* op, const AttentionBackwardCall& call, const Sizes& sizes,
+                  const char* queries, const char* keys) {
+  const TensorView &q = *call.q, &k = *call.k;
+  const AttentionProblem& problem = sizes.problem;
+  const bool empty = problem.empty();
+  TIERCEL_RETURN_IF_ERROR(check_gradient(op, "grad", *call.grad, q, q, empty, queries));
+  TIERCEL_RETURN_IF_ERROR(check_gradient(op, "dq", *call.dq, q, q, empty, queries));
+  TIERCEL_RETURN_IF_ERROR(check_gradient(op, "dk", *call.dk, k, q, empty, keys));
+  TIERCEL_RETURN_IF_ERROR(check_gradient(op, "dv", *call.dv, k, q, empty, keys));
+  if (problem.d > kMaxHeadDimension) {
     return Status::Unimplemented(
-        mismatch(Argument{kOp, "q", q},
+        mismatch(Argument{op, "q", q},
                  "have a head dimension that is a multiple of 8 up to 128 for the precompiled "
                  "kernels",
-                 std::to_string(problem->d)));
+                 std::to_string(problem.d)));
   }
-  // Blocks of queries and tiles of keys have 32-bit numbers.
-  const int64_t pairs = std::max<int64_t>(problem->batch * problem->heads, 1);
-  const int64_t longest = std::max(problem->seq_q, problem->seq_k);
-  if (ceil_div(longest, 64) > (int64_t{1} << 30) / pairs) {
-    return Status::Unimplemented(mismatch(Argument{kOp, "q", q},
+  const int64_t pairs = std::max<int64_t>(problem.batch * problem.heads, 1);
+  const int64_t longest = std::max(problem.seq_q, problem.seq_k);
+  if (sizes.tiles(longest, 64) > kMost / pairs) {
+    return Status::Unimplemented(mismatch(Argument{op, "q", q},
                                           "have fewer than 2^30 blocks of 64 queries or keys",
                                           "shape " + shape_text(q.shape, q.ndim)));
   }
   return Status();
 }
 
+Status check(const AttentionBackwardCall& call, Sizes* sizes) {
+  AttentionProblem& problem = sizes->problem;
+  TIERCEL_RETURN_IF_ERROR(
+      check_attention(kOp, *call.q, *call.k, *call.v, *call.out, call.lse, call.options, &problem));
+  TIERCEL_RETURN_IF_ERROR(check_attention_same_d(kOp, *call.v, problem));
+  TIERCEL_RETURN_IF_ERROR(
+      check_grad_lse(kOp, call, {problem.batch, problem.heads, problem.seq_q}, "[B, H, Sq]"));
+  return check_rest(kOp, call, *sizes, "[B, Sq, H, D]", "[B, Sk, Hk, D]");
+}
+
+Status check_varlen(const AttentionBackwardCall& call, Sizes* sizes) {
+  const TensorView &q = *call.q, &k = *call.k;
+  PackedAttention packed;
+  packed.q = call.q;
+  packed.k = call.k;
+  packed.v = call.v;
+  packed.out = call.out;
+  packed.lse = call.lse;
+  packed.starts_q = call.starts_q;
+  packed.starts_k = call.starts_k;
+  TIERCEL_RETURN_IF_ERROR(check_attention_packed(kVarlenOp, packed, AttentionElements::k16Bits));
+  AttentionProblem& problem = sizes->problem;
+  sizes->packed = true;
+  sizes->sequences = call.starts_q->shape[0] - 1;
+  if (sizes->sequences >= kMost) {
+    return Status::Unimplemented(mismatch(Argument{kVarlenOp, "cu_seqlens_q", *call.starts_q},
+                                          "have fewer than 2^30 elements for the precompiled "
+                                          "kernels",
+                                          std::to_string(call.starts_q->shape[0])));
+  }
+  // As one entry of all rows; the lists of tiles and blocks tell where its sequences are.
+  TIERCEL_RETURN_IF_ERROR(attention_problem(kVarlenOp, q, *call.v, 1, q.shape[0], k.shape[0],
+                                            k.shape[1], call.options, false, &problem));
+  // The order of a sequence's tiles must not depend on how many rows the others have.
+  problem.growing = call.options.right >= 0 && call.options.left < 0;
+  TIERCEL_RETURN_IF_ERROR(check_attention_same_d(kVarlenOp, *call.v, problem));
+  if (!problem.empty()) {
+    TIERCEL_RETURN_IF_ERROR(check_attention_packed_maps(kVarlenOp, packed));
+  }
+  TIERCEL_RETURN_IF_ERROR(
+      check_grad_lse(kVarlenOp, call, {problem.heads, problem.seq_q}, "[H, Tq]"));
+  return check_rest(kVarlenOp, call, *sizes, "[Tq, H, D]", "[Tk, Hk, D]");
+}
+
 struct Choice {
   const AttentionBackwardKernel* kernel = nullptr;
   const AttentionBackwardRowsKernel* rows = nullptr;
-  int64_t blocks = 0;  // of queries, of all heads
+  int64_t head_blocks = 0;   // of queries, of a head; of packed sequences the most there may be
+  int64_t blocks = 0;        // of all heads
+  int64_t listed_tiles = 0;  // of keys, of packed sequences: the most there may be
   int band = 1;
   bool descending = false;
   unsigned grid = 0;
@@ -84,75 +157,86 @@ struct Choice {
   int64_t rows_of_blocks() const { return blocks * kernel->variant.tile_m; }
   int64_t stats() const { return rows_of_blocks() * 2; }
   int64_t sums() const { return rows_of_blocks() * kernel->variant.tile_d; }
-  int64_t workspace() const { return stats() + sums() + blocks + 1; }  // a turn each, a counter
+  // The lists of packed sequences, in elements of 4 bytes.
+  int64_t tiles() const { return listed_tiles * int64_t{sizeof(AttentionBackwardTile) / 4}; }
+  int64_t list() const {
+    if (!kernel->variant.packed) return 0;
+    return head_blocks * int64_t{sizeof(AttentionBackwardBlock) / 4};
+  }
+  int64_t tile_count() const { return kernel->variant.packed ? 4 : 0; }  // one, and a gap
+  // Each block has a turn; tiles have a counter.
+  int64_t workspace() const {
+    return stats() + sums() + tiles() + tile_count() + list() + 1 + blocks;
+  }
 };
 
-Choice choose(DType dtype, const AttentionProblem& problem, bool deterministic,
-              int multiprocessors) {
+Choice choose(DType dtype, const Sizes& sizes, bool deterministic, int multiprocessors) {
+  const AttentionProblem& problem = sizes.problem;
   Choice choice;
   for (const AttentionBackwardKernel& kernel : KernelTable(attention_backward_kernels)) {
     const AttentionBackwardVariant& variant = kernel.variant;
-    if (variant.dtype == dtype && variant.capped == problem.capped && variant.max_d >= problem.d &&
+    if (variant.dtype == dtype && variant.capped == problem.capped &&
+        variant.packed == sizes.packed && variant.max_d >= problem.d &&
         (choice.kernel == nullptr || variant.max_d < choice.kernel->variant.max_d)) {
       choice.kernel = &kernel;
     }
   }
   const AttentionBackwardVariant& variant = choice.kernel->variant;
   choice.rows = KernelTable(attention_backward_rows_kernels).find([&](const auto& rows) {
-    return rows.dtype == dtype && rows.tile_d == variant.tile_d && rows.tile_m == variant.tile_m;
+    return rows.dtype == dtype && rows.tile_d == variant.tile_d && rows.tile_m == variant.tile_m &&
+           rows.packed == sizes.packed;
   });
-  choice.blocks = problem.batch * problem.heads * ceil_div(problem.seq_q, variant.tile_m);
+  choice.head_blocks = sizes.tiles(problem.seq_q, variant.tile_m);
+  choice.blocks = problem.batch * problem.heads * choice.head_blocks;
   const int64_t pairs = problem.batch * problem.kv_heads;
-  const int64_t tiles = pairs * ceil_div(problem.seq_k, kAttentionBackwardKeys);
-  choice.grid = static_cast<unsigned>(std::min<int64_t>(tiles, multiprocessors));
+  const int64_t head_tiles = sizes.tiles(problem.seq_k, kAttentionBackwardKeys);
+  if (sizes.packed) choice.listed_tiles = head_tiles;
+  choice.grid = static_cast<unsigned>(std::min<int64_t>(pairs * head_tiles, multiprocessors));
   // Under a causal mask, tiles of early keys have the most queries: they come first, for as many
   // heads as the L2 cache holds q, its gradient and dq's sums of. If dq's order is fixed, late keys
   // come first: their sums are ready when early ones need them.
   if (problem.growing) {
-    const int64_t head = problem.seq_q * variant.tile_d * 8 * (problem.heads / problem.kv_heads);
-    choice.band = static_cast<int>(std::clamp<int64_t>(kL2Bytes / head, 1, pairs));
+    const int64_t rows = problem.seq_q / std::max<int64_t>(sizes.sequences, 1);  // on average
+    const int64_t head = std::max<int64_t>(rows, 1) * variant.tile_d * 8;
+    const int64_t band = kL2Bytes / (head * (problem.heads / problem.kv_heads));
+    choice.band = static_cast<int>(std::clamp<int64_t>(band, 1, pairs));
   }
   choice.descending = problem.growing && deterministic;
   return choice;
 }
 
 AttentionRows rows_of(const TensorView& view) {
-  return {static_cast<char*>(view.data), view.strides[0], view.strides[1], view.strides[2]};
+  const int64_t* step = view.strides + view.ndim - 3;  // of rows
+  return {static_cast<char*>(view.data), view.ndim == 4 ? view.strides[0] : 0, step[0], step[1]};
 }
 
-bool nothing(const AttentionProblem& problem) { return problem.empty() || problem.seq_k == 0; }
-
-}  // namespace
-
-Status attention_backward_plan(const AttentionBackwardCall& call, int multiprocessors,
-                               AttentionBackwardPlan* plan) {
-  AttentionProblem problem;
-  TIERCEL_RETURN_IF_ERROR(check(call, call.options, &problem));
-  *plan = {"none", 0, 0, 0, false, 0, 0, 0, 0};
-  if (nothing(problem)) return Status();
-  const Choice choice = choose(call.q->dtype, problem, call.deterministic, multiprocessors);
+AttentionBackwardPlan plan_of(const AttentionBackwardCall& call, const Sizes& sizes,
+                              int multiprocessors) {
+  if (sizes.nothing()) return {"none", 0, 0, 0, false, 0, 0, 0, 0};
+  const Choice choice = choose(call.q->dtype, sizes, call.deterministic, multiprocessors);
   const AttentionBackwardKernel& kernel = *choice.kernel;
-  *plan = {kernel.kernel.name(), kernel.variant.tile_m, kAttentionBackwardKeys,
-           choice.band,          choice.descending,     choice.grid,
-           kernel.block,         kernel.dynamic_smem,   choice.workspace()};
-  return Status();
+  return {kernel.kernel.name(), kernel.variant.tile_m, kAttentionBackwardKeys,
+          choice.band,          choice.descending,     choice.grid,
+          kernel.block,         kernel.dynamic_smem,   choice.workspace()};
 }
 
-Status attention_backward(const AttentionBackwardCall& call, void* stream) {
+// The views of q, k, v, grad, dk and dv as their maps have them.
+using Views = const TensorView (&)[6];
+
+Status launch(const char* op, const AttentionBackwardCall& call, const Sizes& sizes, Views views,
+              void* stream) {
   const AttentionOptions& options = call.options;
-  AttentionProblem problem;
-  TIERCEL_RETURN_IF_ERROR(check(call, call.options, &problem));
-  if (nothing(problem)) return Status();
+  const AttentionProblem& problem = sizes.problem;
   const TensorView& q = *call.q;
   const int device = q.device_index;
   int multiprocessors = 0;
   TIERCEL_RETURN_IF_ERROR(multiprocessor_count(device, &multiprocessors));
-  const Choice choice = choose(q.dtype, problem, call.deterministic, multiprocessors);
+  const Choice choice = choose(q.dtype, sizes, call.deterministic, multiprocessors);
   const AttentionBackwardKernel& kernel = *choice.kernel;
-  const Argument workspace{kOp, "workspace", *call.workspace};
+  const Argument workspace{op, "workspace", *call.workspace};
   TIERCEL_RETURN_IF_ERROR(check_dtype(workspace, {DType::kFloat32}));
   TIERCEL_RETURN_IF_ERROR(check_shape(workspace, {choice.workspace()}, "what the plan says"));
-  TIERCEL_RETURN_IF_ERROR(check_same_device(workspace, Argument{kOp, "q", q}));
+  TIERCEL_RETURN_IF_ERROR(check_same_device(workspace, Argument{op, "q", q}));
   TIERCEL_RETURN_IF_ERROR(check_cuda(workspace));
   TIERCEL_RETURN_IF_ERROR(check_contiguous(workspace));
 
@@ -164,11 +248,16 @@ Status attention_backward(const AttentionBackwardCall& call, void* stream) {
   rows.grad_lse = call.grad_lse == nullptr ? nullptr : static_cast<float*>(call.grad_lse->data);
   rows.stats = static_cast<float*>(call.workspace->data);
   rows.sums = rows.stats + choice.stats();
-  rows.counter = reinterpret_cast<int32_t*>(rows.sums + choice.sums());
+  float* next = rows.sums + choice.sums();
+  auto* tiles = reinterpret_cast<AttentionBackwardTile*>(next);
+  auto* tile_count = reinterpret_cast<int32_t*>(next += choice.tiles());
+  auto* list = reinterpret_cast<AttentionBackwardBlock*>(next += choice.tile_count());
+  rows.counter = reinterpret_cast<int32_t*>(next += choice.list());
   rows.turns = call.deterministic ? rows.counter + 1 : nullptr;
+  rows.list = sizes.packed ? list : nullptr;
   rows.rows = problem.seq_q;
   rows.heads = static_cast<int>(problem.heads);
-  rows.blocks = static_cast<int>(ceil_div(problem.seq_q, kernel.variant.tile_m));
+  rows.blocks = static_cast<int>(choice.head_blocks);
   rows.d = static_cast<int>(problem.d);
   rows.scale = static_cast<float>(options.scale);
   LaunchConfig rows_config;
@@ -178,35 +267,104 @@ Status attention_backward(const AttentionBackwardCall& call, void* stream) {
   void* rows_args[] = {&rows};
 
   constexpr const char* kNames[] = {"q", "k", "v", "grad", "dk", "dv"};
-  const TensorView* tensors[] = {call.q, call.k, call.v, call.grad, call.dk, call.dv};
   CUtensorMap maps[6];
   for (int i = 0; i < 6; ++i) {
-    TIERCEL_RETURN_IF_ERROR(encode_tensor_map(kernel.maps[i], AttentionByHead(*tensors[i]).view,
-                                              kOp, kNames[i], &maps[i]));
+    TIERCEL_RETURN_IF_ERROR(encode_tensor_map(kernel.maps[i], views[i], op, kNames[i], &maps[i]));
   }
-  int32_t batch = static_cast<int32_t>(problem.batch);
-  int32_t seq_q = static_cast<int32_t>(problem.seq_q);
-  int32_t seq_k = static_cast<int32_t>(problem.seq_k);
-  int32_t heads = static_cast<int32_t>(problem.heads);
-  int32_t kv_heads = static_cast<int32_t>(problem.kv_heads);
-  auto [scale, slope] = attention_scales(options);
-  int32_t gain = attention_float_bits(options.scale);
-  int32_t left = attention_limit(options.left);
-  int32_t right = attention_limit(options.right);
-  int32_t band = choice.band;
-  int32_t descending = choice.descending;
-  void* args[] = {&maps[0],    &maps[1],   &maps[2],    &maps[3],      &maps[4], &maps[5],
-                  &rows.stats, &rows.sums, &rows.turns, &rows.counter, &batch,   &seq_q,
-                  &seq_k,      &heads,     &kv_heads,   &scale,        &slope,   &gain,
-                  &left,       &right,     &band,       &descending};
+  const auto [scale, slope] = attention_scales(options);
+  int32_t scalars[] = {static_cast<int32_t>(problem.batch),
+                       static_cast<int32_t>(problem.seq_q),
+                       static_cast<int32_t>(problem.seq_k),
+                       static_cast<int32_t>(problem.heads),
+                       static_cast<int32_t>(problem.kv_heads),
+                       scale,
+                       slope,
+                       attention_float_bits(options.scale),
+                       attention_limit(options.left),
+                       attention_limit(options.right),
+                       choice.band,
+                       choice.descending,
+                       rows.blocks};
+  void* args[6 + 4 + 2 + std::size(scalars)];
+  void** argument = args;
+  for (CUtensorMap& map : maps) *argument++ = &map;
+  for (void* pointer : {static_cast<void*>(&rows.stats), static_cast<void*>(&rows.sums),
+                        static_cast<void*>(&rows.turns), static_cast<void*>(&rows.counter)}) {
+    *argument++ = pointer;
+  }
+  if (sizes.packed) {
+    *argument++ = &tiles;
+    *argument++ = &tile_count;
+  }
+  for (int32_t& scalar : scalars) *argument++ = &scalar;  // the last one if packed only
   LaunchConfig config;
   config.grid.x = choice.grid;
   config.block.x = kernel.block;
   config.dynamic_smem = kernel.dynamic_smem;
   config.dependent = kernel.dependent;
+
+  if (sizes.packed) {
+    AttentionBackwardSequencesArgs sequences{};
+    sequences.starts_q = static_cast<const int32_t*>(call.starts_q->data);
+    sequences.starts_k = static_cast<const int32_t*>(call.starts_k->data);
+    sequences.step_q = call.starts_q->strides[0];
+    sequences.step_k = call.starts_k->strides[0];
+    sequences.batch = static_cast<int32_t>(sizes.sequences);
+    sequences.rows_q = scalars[1];
+    sequences.rows_k = scalars[2];
+    sequences.tile_m = kernel.variant.tile_m;
+    sequences.descending = choice.descending;
+    sequences.room = rows.blocks;
+    sequences.tiles = tiles;
+    sequences.blocks = list;
+    sequences.tile_count = tile_count;
+    LaunchConfig sequences_config;
+    sequences_config.block.x = kAttentionBackwardSequencesThreads;
+    sequences_config.dependent = true;
+    void* sequences_args[] = {&sequences};
+    TIERCEL_RETURN_IF_ERROR(attention_backward_sequences_kernel().launch(sequences_config, device,
+                                                                         stream, sequences_args));
+  }
   TIERCEL_RETURN_IF_ERROR(choice.rows->prepare.launch(rows_config, device, stream, rows_args));
   TIERCEL_RETURN_IF_ERROR(kernel.kernel.launch(config, device, stream, args));
   return choice.rows->finish.launch(rows_config, device, stream, rows_args);
+}
+
+}  // namespace
+
+Status attention_backward_plan(const AttentionBackwardCall& call, int multiprocessors,
+                               AttentionBackwardPlan* plan) {
+  Sizes sizes;
+  TIERCEL_RETURN_IF_ERROR(check(call, &sizes));
+  *plan = plan_of(call, sizes, multiprocessors);
+  return Status();
+}
+
+Status attention_backward(const AttentionBackwardCall& call, void* stream) {
+  Sizes sizes;
+  TIERCEL_RETURN_IF_ERROR(check(call, &sizes));
+  if (sizes.nothing()) return Status();
+  const AttentionByHead q(*call.q), k(*call.k), v(*call.v), grad(*call.grad), dk(*call.dk),
+      dv(*call.dv);
+  return launch(kOp, call, sizes, {q.view, k.view, v.view, grad.view, dk.view, dv.view}, stream);
+}
+
+Status attention_varlen_backward_plan(const AttentionBackwardCall& call, int multiprocessors,
+                                      AttentionBackwardPlan* plan) {
+  Sizes sizes;
+  TIERCEL_RETURN_IF_ERROR(check_varlen(call, &sizes));
+  *plan = plan_of(call, sizes, multiprocessors);
+  return Status();
+}
+
+Status attention_varlen_backward(const AttentionBackwardCall& call, void* stream) {
+  Sizes sizes;
+  TIERCEL_RETURN_IF_ERROR(check_varlen(call, &sizes));
+  if (sizes.nothing()) return Status();
+  const AttentionPackedRows q(*call.q), k(*call.k), v(*call.v), grad(*call.grad), dk(*call.dk),
+      dv(*call.dv);
+  return launch(kVarlenOp, call, sizes, {q.view, k.view, v.view, grad.view, dk.view, dv.view},
+                stream);
 }
 
 Status attention_backward_load(int device) {
@@ -215,7 +373,7 @@ Status attention_backward_load(int device) {
     TIERCEL_RETURN_IF_ERROR(rows.prepare.load(device));
     TIERCEL_RETURN_IF_ERROR(rows.finish.load(device));
   }
-  return Status();
+  return attention_backward_sequences_kernel().load(device);
 }
 
 }  // namespace tiercel

@@ -6,6 +6,7 @@ from declaration import Function, Launch, Pointer, Scalar, TensorMap
 
 from kernels.attention.backward.kernel import TILE_N, AttentionBackward
 from kernels.attention.backward.problem import BackwardProblem
+from kernels.attention.backward.sequences import POINTERS, SIZES
 from kernels.attention.common.layouts import PIECE, ROWS
 
 _DTYPES = {"bf16": (cutlass.BFloat16, "kBFloat16"), "fp16": (cutlass.Float16, "kFloat16")}
@@ -14,8 +15,11 @@ _DTYPES = {"bf16": (cutlass.BFloat16, "kBFloat16"), "fp16": (cutlass.Float16, "k
 # dimension have fewer.
 _TILES = ((64, 128), (96, 64), (128, 64))
 
+# Of packed sequences; softcap takes the last one for any head dimension.
+_PACKED_TILES = (_TILES[0], _TILES[2])
+
 _ONE = 0x3F800000
-_REST = {"scale": _ONE, "slope": _ONE, "gain": _ONE, "left": 5, "right": 0}
+_REST = {"scale": _ONE, "slope": _ONE, "gain": _ONE, "left": 5, "right": 0, "room": 9}
 
 
 def _problem(band, descending, blocks, **sizes):
@@ -29,29 +33,35 @@ _PROBLEMS = (
 )
 
 
-def function(dtype, tile, capped=False):
+def function(dtype, tile, capped=False, packed=False):
     element = _DTYPES[dtype][0]
     columns, tile_m = tile
     d = (columns + PIECE - 1) // PIECE * PIECE
-    name = f"attention_backward_{dtype}_d{columns}_{tile_m}x{TILE_N}" + (
-        "_capped" if capped else ""
-    )
-    kernel = AttentionBackward(name, element, d, tile_m, capped, columns)
+    name = f"attention_backward_{dtype}_d{columns}_{tile_m}x{TILE_N}"
+    name += ("_capped" if capped else "") + ("_packed" if packed else "")
+    kernel = AttentionBackward(name, element, d, tile_m, capped, columns, packed)
     tensors = {name: Pointer(name, element) for name in ("q", "k", "v", "do", "dk", "dv")}
     floats = [Pointer(name, cutlass.Float32) for name in ("stats", "dq")]
     pointers = [*floats, *(Pointer(name, cutlass.Int32, align=4) for name in ("turns", "counter"))]
     scalars = BackwardProblem(*map(Scalar, BackwardProblem._fields))
-    q_shape, k_shape = ("batch", "heads", "seq_q", d), ("batch", "kv_heads", "seq_k", d)
+    outer = ("batch", 2) if packed else ("batch",)
+    lists = tuple(Pointer(name, cutlass.Int32) for name in POINTERS) if packed else None
+    sizes = tuple(map(Scalar, SIZES)) if packed else None
+
+    def tensor_map(name, heads, rows, tile_rows):
+        box = (*(1,) * (len(outer) + 1), tile_rows, PIECE)
+        return TensorMap(name, (*outer, heads, rows, d), box)
+
     launch = Launch(
         parameters=(
-            TensorMap("q", q_shape, (1, 1, tile_m, PIECE)),
-            TensorMap("k", k_shape, (1, 1, TILE_N, PIECE)),
-            TensorMap("v", k_shape, (1, 1, TILE_N, PIECE)),
-            TensorMap("do", q_shape, (1, 1, tile_m, PIECE)),
-            TensorMap("dk", k_shape, (1, 1, ROWS, PIECE)),
-            TensorMap("dv", k_shape, (1, 1, ROWS, PIECE)),
-            *pointers,
-            *scalars,
+            tensor_map("q", "heads", "seq_q", tile_m),
+            tensor_map("k", "kv_heads", "seq_k", TILE_N),
+            tensor_map("v", "kv_heads", "seq_k", TILE_N),
+            tensor_map("do", "heads", "seq_q", tile_m),
+            tensor_map("dk", "kv_heads", "seq_k", ROWS),
+            tensor_map("dv", "kv_heads", "seq_k", ROWS),
+            *(*pointers, *(lists or ())),
+            *(*scalars, *(sizes or ())),
         ),
         grid=("blocks", 1, 1),
         block=(kernel.threads, 1, 1),
@@ -64,15 +74,23 @@ def function(dtype, tile, capped=False):
         str(d),
         str(tile_m),
         str(capped).lower(),
+        str(packed).lower(),
     )
-    arguments = (*tensors.values(), *pointers, scalars, Scalar("blocks"))
+    arguments = (*tensors.values(), *pointers, lists, scalars, sizes, Scalar("blocks"))
     return Function(name, kernel, arguments, (launch,), attributes, _PROBLEMS)
 
 
 def functions():
-    return [
+    built = [
         function(dtype, tile, capped)
         for dtype in _DTYPES
         for tile in _TILES
         for capped in (False, True)
+    ]
+    return built + [
+        function(dtype, tile, capped, packed=True)
+        for dtype in _DTYPES
+        for tile in _PACKED_TILES
+        for capped in (False, True)
+        if not capped or tile == _PACKED_TILES[-1]
     ]

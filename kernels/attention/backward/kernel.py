@@ -47,14 +47,17 @@ from kernels.attention.backward.registers import (
     store_transposed,
     transposed_place,
 )
-from kernels.attention.backward.tile_queue import QUEUE, hand_out, receive, set_up_queue, take
+from kernels.attention.backward.sequences import DETAILS, Packed, Tile, tile_at
+from kernels.attention.backward.tile_queue import hand_out, queue_words, receive, set_up_queue, take
 from kernels.attention.backward.tiles import needs_mask, query_blocks, tile_position, turn_of
 from kernels.attention.common.layouts import (
+    PACKED_ROWS,
     PIECE,
     ROWS,
     WARPGROUP,
-    coordinates,
     copy_places,
+    outer_coordinates,
+    sequence_coordinates,
     staged_layout,
     transposed,
 )
@@ -82,15 +85,17 @@ _OUT_THREADS = WARPGROUP + 32
 
 class AttentionBackward:
     """`capped`: scores go through tanh; `columns`: those of q and k that are multiplied, the rest
-    are zeros."""
+    are zeros; `packed`: sequences of several lengths behind each other (sequences.py)."""
 
-    def __init__(self, name, dtype, d, tile_m, capped=False, columns=None):
+    def __init__(self, name, dtype, d, tile_m, capped=False, columns=None, packed=False):
         self.name = name
         self.dtype = dtype
         self.d = d
         self.columns = columns or d
         self.tile_m = tile_m
         self.capped = capped
+        self.packed = packed
+        self.queue_words = queue_words(DETAILS if packed else 0)
         self.threads = (1 + WARPGROUPS) * WARPGROUP
         self.stats_bytes = 2 * 4 * tile_m
         # A warpgroup's part of dq in float32, then its rows of dv and of dk.
@@ -135,7 +140,7 @@ class AttentionBackward:
             do_barriers: cute.struct.MemRange[cutlass.Int64, 2 * STAGES]
             k_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             v_barriers: cute.struct.MemRange[cutlass.Int64, 2]
-            queue: cute.struct.MemRange[cutlass.Int64, QUEUE]
+            queue: cute.struct.MemRange[cutlass.Int64, self.queue_words]
 
         return Storage
 
@@ -143,7 +148,7 @@ class AttentionBackward:
         """The size of the storage, for the launch."""
         tiles = 4 * self.d * (STAGES * self.tile_m + TILE_N) + 2 * STAGES * self.tile_m * TILE_N
         rest = WARPGROUPS * self.part_bytes + STAGES * self.stats_bytes
-        barriers = 8 * (4 * STAGES + 4 + QUEUE)
+        barriers = 8 * (4 * STAGES + 4 + self.queue_words)
         return (tiles + rest + barriers + 1023) // 1024 * 1024
 
     # The host function and the kernel.
@@ -161,10 +166,13 @@ class AttentionBackward:
         dq: cute.Pointer,
         turns: cute.Pointer,
         counter: cute.Pointer,
+        lists,
         problem,
+        sizes,
         blocks: Int32,
         stream,
     ):
+        """`lists` and `sizes` are Packed's pointers and numbers, None unless packed."""
         problem = BackwardProblem(*problem)  # the DSL's host functions take plain tuples
         batch, seq_q, seq_k, heads, kv_heads = problem[:5]
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -172,6 +180,9 @@ class AttentionBackward:
         def atom(op, pointer, rows, count, layout, tile):
             shape = (rows, self.d, count, batch)
             stride = (self.d, 1, rows * self.d, count * rows * self.d)
+            if const_expr(self.packed):  # AttentionPackedRows in problem.h has the real map
+                shape = (*shape[:3], 2, batch)
+                stride = (*stride, 2 * stride[3])
             tensor = cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))
             one_stage = cute.slice_(layout, (None, None, 0))
             return cpasync.make_tiled_tma_atom(op, tensor, one_stage, tile)[0]
@@ -185,7 +196,7 @@ class AttentionBackward:
             atom(load, do, seq_q, heads, self.do_layout(), q_tile),
             atom(store, dk, seq_k, kv_heads, self.out_layout(), (ROWS, PIECE)),
             atom(store, dv, seq_k, kv_heads, self.out_layout(), (ROWS, PIECE)),
-            *(stats, dq, turns, counter, problem),
+            *(stats, dq, turns, counter, lists, problem, sizes),
         ).launch(
             grid=(blocks, 1, 1),
             block=(self.threads, 1, 1),
@@ -207,9 +218,11 @@ class AttentionBackward:
         dq: cute.Pointer,
         turns: cute.Pointer,
         counter: cute.Pointer,
+        lists,
         problem: BackwardProblem,
+        sizes,
     ):
-        batch, seq_q, seq_k, heads, kv_heads = problem[:5]
+        packed = Packed(*lists, *sizes) if self.packed else None
         thread = cute.arch.thread_idx()[0]
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_index == 0:
@@ -239,12 +252,7 @@ class AttentionBackward:
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
-        offset = seq_k - seq_q
-        q_blocks, k_tiles = cute.ceil_div(seq_q, self.tile_m), cute.ceil_div(seq_k, TILE_N)
-        shared_by = heads // kv_heads
-        order = (k_tiles, kv_heads, batch, problem.band, problem.descending)
-        sight = (self.tile_m, seq_q, offset, problem.left, problem.right)
-        tiles = k_tiles * kv_heads * batch
+        order, tiles, sight, q_blocks, shared_by = self.tiling(packed, problem)
         stats_address = storage.stats.data_ptr().toint()
         out_address = storage.out.data_ptr().toint()
 
@@ -254,13 +262,12 @@ class AttentionBackward:
                 self.load(
                     *((tma_q, sq, q_ring), (tma_do, sdo, do_ring)),
                     *((tma_k, sk, k_ring), (tma_v, sv, v_ring), stats, stats_address),
-                    *(queue, counter.toint(), tiles, order, sight),
-                    *((batch, seq_q, seq_k, heads, kv_heads), q_blocks),
+                    *(queue, counter.toint(), tiles, order, sight, problem, q_blocks, packed),
                 )
             if warp_index == 1:
                 self.take_out(
                     *(tma_dk, tma_dv, dq, turns, out_address),
-                    *(queue, order, sight, (batch, seq_k, heads, kv_heads), q_blocks),
+                    *(queue, order, sight, problem, q_blocks),
                 )
         else:
             cute.arch.setmaxregister_increase(self.registers)
@@ -299,12 +306,12 @@ class AttentionBackward:
             scale_log2, slope_float = problem.scale.bitcast(Float32), problem.slope.bitcast(Float32)
             columns, depth = self.columns // 16, self.tile_m // 16
 
-            turn = Int32(1)
-            tile = receive(queue, Int32(0))
+            turn, details = Int32(1), self.details()
+            tile = receive(queue, Int32(0), details)
             while tile >= 0:
-                column, _, _ = tile_position(tile, *order)
+                (column, _, _), keys, _, seen = self.tile(tile, details, order, sight, problem)
                 key = column * TILE_N
-                first, end = query_blocks(key, TILE_N, *sight)
+                first, end = query_blocks(key, TILE_N, *seen)
                 steps = (end - first) * shared_by
                 block = first
                 dk.fill(0.0)
@@ -329,10 +336,10 @@ class AttentionBackward:
                     if const_expr(self.capped):
                         cap(s, slope_float)
                     if needs_mask(
-                        *(key, TILE_N, query, self.tile_m, seq_k),
-                        *sight[2:],
+                        *(key, TILE_N, query, self.tile_m, keys),
+                        *seen[2:],
                     ):
-                        self.hide(s, key, query, seq_k, *sight[2:])
+                        self.hide(s, key, query, keys, *seen[2:])
                     lse = my_stats + stage * self.stats_bytes
                     if const_expr(self.capped):
                         capped_probabilities(s, p, lse, scale_log2, self.dtype)
@@ -376,7 +383,7 @@ class AttentionBackward:
                     store_rows((dv, dk)[which], factor, my_out, own, self.dtype)
                     cute.arch.fence_proxy("async.shared", space="cta")
                     arrive(_FULL + wg, _OUT_THREADS)
-                tile = receive(queue, turn)
+                tile = receive(queue, turn, details)
                 turn += 1
 
     @cute.jit
@@ -393,46 +400,45 @@ class AttentionBackward:
         tiles,
         order,
         sight,
-        sizes,
+        problem,
         q_blocks,
+        packed,
     ):
         """Warp 0: k and v once per tile, if any query sees them; q, do and the rows' sums once per
         head and block."""
-        batch, seq_q, seq_k, heads, kv_heads = sizes
-        tma_q, sq, q_ring = q
-        tma_do, sdo, do_ring = do
-        tma_k, sk, k_ring = k
-        tma_v, sv, v_ring = v
-        q_tile, kv_tile = (self.tile_m, self.d), (TILE_N, self.d)
-        q_places = coordinates(seq_q, self.d, heads, batch)
-        k_places = coordinates(seq_k, self.d, kv_heads, batch)
-        to_q, from_q = copy_places(tma_q, sq, q_tile, q_places)
-        to_do, from_do = copy_places(tma_do, sdo, q_tile, q_places)
-        to_k, from_k = copy_places(tma_k, sk, kv_tile, k_places)
-        to_v, from_v = copy_places(tma_v, sv, kv_tile, k_places)
+        tma_q, _, q_ring = q
+        tma_do, _, do_ring = do
+        tma_k, _, k_ring = k
+        tma_v, _, v_ring = v
+        heads, kv_heads = problem.heads, problem.kv_heads
+        parts = (q, do, k, v)
+        fixed = self.unless_packed(self.ways_in, parts, problem)
         q_write = writer(STAGES)
         do_write = writer(STAGES)
         kv_write = writer(1)
         shared_by = heads // kv_heads
         turn, tile = Int32(0), take(counter)
         while tile < tiles:
-            hand_out(queue, turn, tile)
+            details = self.look_up(tile, order, packed)
+            hand_out(queue, turn, tile, details[:DETAILS])
             turn += 1
-            column, kv_head, entry = tile_position(tile, *order)
-            first, end = query_blocks(column * TILE_N, TILE_N, *sight)
-            keys_at = (column, 0, kv_head, entry)
+            (column, kv_head, entry), _, at, seen = self.tile(tile, details, order, sight, problem)
+            first, end = query_blocks(column * TILE_N, TILE_N, *seen)
+            ways = self.of_sequence(fixed, self.ways_in, parts, problem, at)
+            (to_q, from_q), (to_do, from_do), (to_k, from_k), (to_v, from_v) = ways
+            q_outer, k_outer = self.outer(entry, at)
+            keys_at = (column, 0, kv_head, *k_outer)
             for shared in cutlass.range(shared_by, unroll=1):
                 head = kv_head * shared_by + shared
-                stats_row = stats.toint() + Int64(entry * heads + head) * q_blocks * (
-                    self.stats_bytes
-                )
+                pair = self.first_block(entry * heads + head, q_blocks, at)
+                stats_row = stats.toint() + pair * self.stats_bytes
                 for block in cutlass.range(first, end, unroll=1):
-                    at = (block, 0, head, entry)
+                    queries_at = (block, 0, head, *q_outer)
                     q_ring.producer_acquire(q_write)
-                    fetch(q_ring, q_write, tma_q, from_q, at, to_q)
+                    fetch(q_ring, q_write, tma_q, from_q, queries_at, to_q)
                     q_write.advance()
                     do_ring.producer_acquire(do_write)
-                    fetch(do_ring, do_write, tma_do, from_do, at, to_do)
+                    fetch(do_ring, do_write, tma_do, from_do, queries_at, to_do)
                     with cute.arch.elect_one():
                         _load_bytes(
                             stats_address + do_write.index * self.stats_bytes,
@@ -449,35 +455,37 @@ class AttentionBackward:
                         fetch(k_ring, kv_write, tma_k, from_k, keys_at, to_k)
                         kv_write.advance()
             tile = take(counter)
-        hand_out(queue, turn, Int32(-1))
+        hand_out(queue, turn, Int32(-1), (Int32(0),) * (DETAILS if self.packed else 0))
         k_ring.producer_tail(kv_write)
 
     @cute.jit
     def take_out(
-        self, tma_dk, tma_dv, dq, turns, out_address, queue, order, sight, sizes, q_blocks
+        self, tma_dk, tma_dv, dq, turns, out_address, queue, order, sight, problem, q_blocks
     ):
         """Warp 1: adds dq to the workspace, in the tiles' order if there are turns, and stores dv
         and dk."""
-        batch, seq_k, heads, kv_heads = sizes
+        heads, kv_heads = problem.heads, problem.kv_heads
         lane = cute.arch.lane_idx()
-        places = coordinates(seq_k, self.d, kv_heads, batch)
-        ways = [self.way_out(wg, out_address, (tma_dv, tma_dk), places) for wg in range(WARPGROUPS)]
+        maps = (tma_dv, tma_dk)
+        fixed = self.unless_packed(self.ways_out, out_address, maps, problem)
         shared_by = heads // kv_heads
         dq_bytes = self.tile_m * self.d * 4
-        turn = Int32(1)
-        tile = receive(queue, Int32(0))
+        turn, details = Int32(1), self.details()
+        tile = receive(queue, Int32(0), details)
         while tile >= 0:
-            column, kv_head, entry = tile_position(tile, *order)
-            first, end = query_blocks(column * TILE_N, TILE_N, *sight)
+            (column, kv_head, entry), _, at, seen = self.tile(tile, details, order, sight, problem)
+            first, end = query_blocks(column * TILE_N, TILE_N, *seen)
+            ways = self.of_sequence(fixed, self.ways_out, out_address, maps, problem, at)
+            _, k_outer = self.outer(entry, at)
             for shared in cutlass.range(shared_by, unroll=1):
-                pair = Int64(entry * heads + kv_head * shared_by + shared) * q_blocks
+                pair = self.first_block(entry * heads + kv_head * shared_by + shared, q_blocks, at)
                 for block in cutlass.range(first, end, unroll=1):
                     self.make_room()
                     flag = turns.toint() + (pair + block) * 4
                     if turns.toint() != 0:
                         mine_is = turn_of(
-                            *(column, TILE_N, order[0], block * self.tile_m, self.tile_m),
-                            *(*sight[2:], order[4]),
+                            *(column, TILE_N, self.k_tiles(order, at)),
+                            *(block * self.tile_m, self.tile_m, *seen[2:], problem.descending),
                         )
                         if lane == 0:
                             _wait_for(flag, mine_is)
@@ -503,15 +511,22 @@ class AttentionBackward:
                     sync(_FULL + wg, _OUT_THREADS)
                     from_so, to_gk = ways[wg][which]
                     for piece in cutlass.range_constexpr(self.d // PIECE):
-                        at = (column * WARPGROUPS + wg, piece, kv_head, entry)
-                        cute.copy((tma_dv, tma_dk)[which], from_so[None, piece], to_gk[None, at])
+                        to = (column * WARPGROUPS + wg, piece, kv_head, *k_outer)
+                        cute.copy(maps[which], from_so[None, piece], to_gk[None, to])
                     cute.arch.cp_async_bulk_commit_group()
-            tile = receive(queue, turn)
+            tile = receive(queue, turn, details)
             turn += 1
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
+    def ways_out(self, out_address, maps, problem, at):
+        """As `ways_in`, of dv and of dk from each warpgroup's part; `at` is None unless packed."""
+        hidden = None if at is None else PACKED_ROWS - at.seq_k
+        sizes = (problem.seq_k, self.d, problem.kv_heads, problem.batch)
+        places = sequence_coordinates(*sizes, hidden)
+        return [self.way_out(wg, out_address, maps, places) for wg in range(WARPGROUPS)]
+
     def way_out(self, wg, out_address, maps, places):
-        """The two ends of the copies from a warpgroup's part, for dv and for dk."""
+        """Of one warpgroup's part."""
         layout = self.out_layout()
         address = out_address + wg * self.part_bytes
         start = cute.make_ptr(self.dtype, address, cute.AddressSpace.smem, assumed_align=1024)
@@ -523,6 +538,81 @@ class AttentionBackward:
         for wg in range(WARPGROUPS):
             cute.arch.cp_async_bulk_wait_group(WARPGROUPS - 1 - wg, read=True)
             arrive(_EMPTY + wg, _OUT_THREADS)
+
+    # Tiles, and their sequences. `at` is a packed sequence's Tile.
+
+    def tiling(self, packed, problem):
+        """The order of the tiles and their number, which queries see keys, the blocks of queries
+        of a head in the workspace, and the heads of queries that share keys."""
+        batch, seq_q, seq_k, heads, kv_heads = problem[:5]
+        if self.packed:
+            # The list has each sequence's tiles in their order already.
+            order = (packed.count.load(), kv_heads, Int32(1), problem.band, Int32(0))
+            return order, order[0] * kv_heads, None, packed.room, heads // kv_heads
+        offset = seq_k - seq_q
+        q_blocks, k_tiles = cute.ceil_div(seq_q, self.tile_m), cute.ceil_div(seq_k, TILE_N)
+        shared_by = heads // kv_heads
+        order = (k_tiles, kv_heads, batch, problem.band, problem.descending)
+        sight = (self.tile_m, seq_q, offset, problem.left, problem.right)
+        return order, k_tiles * kv_heads * batch, sight, q_blocks, shared_by
+
+    def details(self):
+        """Registers for what the queue hands out beside a tile."""
+        return cute.make_rmem_tensor(DETAILS, Int32) if self.packed else None
+
+    def look_up(self, tile, order, packed):
+        """What is handed out beside a tile, and what only warp 0 needs."""
+        return tile_at(packed, tile_position(tile, *order)[0]) if self.packed else ()
+
+    def tile(self, tile, details, order, sight, problem):
+        """A tile's (column, head of keys, batch entry), the sequence's number of keys, its Tile,
+        and which queries see keys."""
+        place = tile_position(tile, *order)
+        if not self.packed:
+            return place, problem.seq_k, None, sight
+        at = Tile(*details) if isinstance(details, tuple) else self.from_registers(details)
+        offset = at.seq_k - at.seq_q
+        seen = (self.tile_m, at.seq_q, offset, problem.left, problem.right)
+        return (at.column, place[1], Int32(0)), at.seq_k, at, seen
+
+    def from_registers(self, details):
+        return Tile(*(details[i] for i in range(DETAILS)), None)
+
+    def k_tiles(self, order, at):
+        return order[0] if at is None else cute.ceil_div(at.seq_k, TILE_N)
+
+    def first_block(self, pair, q_blocks, at):
+        """The place of a head's first block in the workspace."""
+        first = Int64(pair) * q_blocks
+        return first if at is None else first + at.first_block
+
+    def outer(self, entry, at):
+        """The coordinates of a sequence in the maps of q and of k."""
+        if at is None:
+            return (entry,), (entry,)
+        return outer_coordinates(at.q_end, True), outer_coordinates(at.k_end, True)
+
+    def unless_packed(self, ways, *arguments):
+        """The ends of all tiles' copies, if no sequence has its own."""
+        return None if self.packed else ways(*arguments, None)
+
+    def of_sequence(self, fixed, ways, *arguments):
+        return ways(*arguments) if self.packed else fixed
+
+    def ways_in(self, parts, problem, at):
+        """The two ends of the copies of q, do, k and v; of one sequence's unless `at` is None."""
+        batch, seq_q, seq_k, heads, kv_heads = problem[:5]
+        hidden_q = hidden_k = None
+        if at is not None:
+            hidden_q, hidden_k = PACKED_ROWS - at.seq_q, PACKED_ROWS - at.seq_k
+        q_places = sequence_coordinates(seq_q, self.d, heads, batch, hidden_q)
+        k_places = sequence_coordinates(seq_k, self.d, kv_heads, batch, hidden_k)
+        q_tile, kv_tile = (self.tile_m, self.d), (TILE_N, self.d)
+        ends = (q_tile, q_places), (q_tile, q_places), (kv_tile, k_places), (kv_tile, k_places)
+        return [
+            copy_places(tma, smem, tile, places)
+            for (tma, smem, _), (tile, places) in zip(parts, ends, strict=True)
+        ]
 
     # The products.
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The backward's kernels: those that functions.py declares, and the ones that run before and after
-// them, attention_backward_rows.cu's.
+// them, attention_backward_rows.cu's and attention_backward_sequences.cu's.
 #ifndef KERNELS_ATTENTION_BACKWARD_KERNELS_H_
 #define KERNELS_ATTENTION_BACKWARD_KERNELS_H_
 
@@ -17,6 +17,7 @@ struct AttentionBackwardVariant {
   int tile_d;  // of the tiles: the rest is zeros
   int tile_m;
   bool capped;
+  bool packed;
 };
 
 using AttentionBackwardKernel = CubinKernel<AttentionBackwardVariant>;
@@ -26,6 +27,48 @@ const CubinKernel<AttentionBackwardVariant>* attention_backward_kernels(int* cou
 inline constexpr int kAttentionBackwardThreads = 256;  // of a block before or after it
 inline constexpr int kAttentionBackwardKeys = 128;     // of a tile
 
+// Packed sequences are those of cu_seqlens, and two more: the rows before the first start and those
+// after the last one, of q and of k, which do not see each other. So each row is in one sequence.
+// All heads share the lists of tiles and of blocks; their numbers are inside of the tensors.
+
+// 128 keys of a sequence, for Tile in sequences.py.
+struct alignas(16) AttentionBackwardTile {
+  int32_t column;  // of the sequence's tiles
+  int32_t seq_k;
+  int32_t seq_q;        // 0 for rows of no sequence
+  int32_t k_end;        // the row of k after the sequence's last one
+  int32_t first_block;  // of the sequence's queries
+  int32_t q_end;
+  int32_t unused[2];
+};
+
+// Up to tile_m queries of a sequence.
+struct AttentionBackwardBlock {
+  int32_t row;
+  int32_t end;  // of the sequence; no more than `row` if there is no such block
+};
+
+struct AttentionBackwardSequencesArgs {
+  const int32_t* starts_q;
+  const int32_t* starts_k;
+  int64_t step_q;  // from one of the starts to the next
+  int64_t step_k;
+  int32_t batch;
+  int32_t rows_q;
+  int32_t rows_k;
+  int32_t tile_m;
+  bool descending;  // a sequence's late keys come first
+  int32_t room;     // blocks that the list has
+  AttentionBackwardTile* tiles;
+  AttentionBackwardBlock* blocks;
+  int32_t* tile_count;
+};
+
+// Writes the lists, in one block of threads.
+const Kernel& attention_backward_sequences_kernel();
+
+inline constexpr int kAttentionBackwardSequencesThreads = 1024;
+
 // [batch, rows, heads, columns], strides in elements.
 struct AttentionRows {
   char* data;
@@ -34,7 +77,7 @@ struct AttentionRows {
 
 // Block (entry * heads + head) * blocks + i has tile_m queries. Of the workspace it has: the
 // logarithms of its rows' sums, to the base 2, then their deltas; dq as it lies in the middle
-// kernel's registers; one turn.
+// kernel's registers; one turn. Packed sequences are one entry, whose block i the list describes.
 struct AttentionBackwardRowsArgs {
   AttentionRows out;
   AttentionRows grad;
@@ -42,12 +85,13 @@ struct AttentionBackwardRowsArgs {
   const float* lse;
   const float* grad_lse;  // or null
   float* stats;
-  float* sums;       // of dq
-  int32_t* turns;    // or null
-  int32_t* counter;  // of tiles taken
-  int64_t rows;      // of a sequence
+  float* sums;                         // of dq
+  int32_t* turns;                      // or null
+  int32_t* counter;                    // of tiles taken
+  const AttentionBackwardBlock* list;  // null unless packed
+  int64_t rows;                        // of an entry
   int heads;
-  int blocks;  // of a sequence
+  int blocks;  // of a head
   int d;
   float scale;
 };
@@ -56,6 +100,7 @@ struct AttentionBackwardRowsKernel {
   DType dtype;
   int tile_d;
   int tile_m;
+  bool packed;
   Kernel prepare;
   Kernel finish;
 };

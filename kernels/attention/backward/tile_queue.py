@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tile comes next: warp 0 takes it from a counter, and hands it to the block's other warps
 through a queue of two slots: barriers for full, barriers for empty, tiles. Tile -1 ends the block.
+A tile of packed sequences has `details` beside it: 32-bit numbers of its sequence.
 
 Tiles differ in length under a mask; taken one after another, blocks end together. A tile that waits
 for earlier ones (a fixed order of dq) waits for what a running block has taken.
@@ -11,8 +12,17 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 _SLOTS = 2
-QUEUE = 3 * _SLOTS  # 64-bit words
 _READERS = 9  # warps: eight that multiply, and the one that stores
+
+
+def queue_words(details):
+    """The queue's 64-bit words."""
+    return _SLOTS * (2 + _words(details))
+
+
+def _words(details):
+    """Of a slot: the tile and its details."""
+    return (2 + details) // 2
 
 
 @cute.jit
@@ -24,33 +34,53 @@ def set_up_queue(queue):
 
 
 @cute.jit
-def hand_out(queue, turn, tile):
+def hand_out(queue, turn, tile, details):
     """Warp 0 hands out the block's tile of this turn."""
     slot = turn % _SLOTS
     cute.arch.mbarrier_wait(queue + _SLOTS + slot, (turn // _SLOTS + 1) % 2)
     with cute.arch.elect_one():
-        cute.arch.inline_ptx(
-            "st.shared.s32 [{$r0}], {$r1};",
-            read_only_args=[(queue + 2 * _SLOTS + slot).toint(), tile],
-        )
+        _store(_place(queue, slot, len(details)), (tile, *details))
         cute.arch.mbarrier_arrive(queue + slot)
 
 
 @cute.jit
-def receive(queue, turn):
-    """Each other warp takes the tile of this turn."""
+def receive(queue, turn, details):
+    """Each other warp takes the tile of this turn; registers `details` get the numbers beside it,
+    unless they are None."""
     slot = turn % _SLOTS
     cute.arch.mbarrier_wait(queue + slot, turn // _SLOTS % 2)
-    tile = cute.arch.inline_ptx(
-        "ld.shared.s32 {$w0}, [{$r0}];",
-        write_only_types=[Int32],
-        read_only_args=[(queue + 2 * _SLOTS + slot).toint()],
-    )
-    tile = cute.arch.make_warp_uniform(tile)
+    tile = _load(queue, slot, details)
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(queue + _SLOTS + slot)
     return tile
+
+
+def _place(queue, slot, details):
+    words = _words(details)
+    return (queue + 2 * _SLOTS + (slot if words == 1 else slot * words)).toint()
+
+
+def _store(place, values):
+    for i, value in enumerate(values):
+        at = f"{{$r0}} + {4 * i}" if i else "{$r0}"
+        cute.arch.inline_ptx(f"st.shared.s32 [{at}], {{$r1}};", read_only_args=[place, value])
+
+
+def _load(queue, slot, details):
+    """The slot's tile; its details go to registers."""
+    count = 0 if details is None else cute.size(details)
+    place = _place(queue, slot, count)
+    values = []
+    for i in range(1 + count):
+        at = f"{{$r0}} + {4 * i}" if i else "{$r0}"
+        value = cute.arch.inline_ptx(
+            f"ld.shared.s32 {{$w0}}, [{at}];", write_only_types=[Int32], read_only_args=[place]
+        )
+        values.append(cute.arch.make_warp_uniform(value))
+    for i in range(count):
+        details[i] = values[1 + i]
+    return values[0]
 
 
 @cute.jit

@@ -50,6 +50,12 @@ Status check_attention(const char* op, const TensorView& q, const TensorView& k,
 Status check_attention_varlen(const PackedAttention& call, AttentionProblem* problem,
                               AttentionElements elements = AttentionElements::k16Bits);
 
+// Its parts that do not look at max_q, max_k and options: dtypes, shapes and devices, and of a
+// problem that is not empty the strides of q, k, v and out.
+Status check_attention_packed(const char* op, const PackedAttention& call,
+                              AttentionElements elements);
+Status check_attention_packed_maps(const char* op, const PackedAttention& call);
+
 // dtypes, devices and heads, as both forms have them.
 Status check_attention_tensors(const char* op, const TensorView& q, const TensorView& k,
                                const TensorView& v, const TensorView& out, int64_t heads,

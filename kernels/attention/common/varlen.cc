@@ -20,12 +20,12 @@ Status unsupported(const Argument& argument, const std::string& expected, const 
   return Status::Unimplemented(mismatch(argument, expected + " for the precompiled kernels", got));
 }
 
-Status check_starts(const char* name, const TensorView& starts, int64_t batch,
+Status check_starts(const char* op, const char* name, const TensorView& starts, int64_t batch,
                     const TensorView& q) {
-  const Argument argument{kOp, name, starts};
+  const Argument argument{op, name, starts};
   TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {DType::kInt32}));
   TIERCEL_RETURN_IF_ERROR(check_shape(argument, {batch + 1}, "[B + 1]"));
-  TIERCEL_RETURN_IF_ERROR(check_same_device(argument, Argument{kOp, "q", q}));
+  TIERCEL_RETURN_IF_ERROR(check_same_device(argument, Argument{op, "q", q}));
   TIERCEL_RETURN_IF_ERROR(check_cuda(argument));
   if (batch == 0 || starts.strides[0] <= kMaxStep / 4) return Status();
   return unsupported(argument, "have elements that are less than 2 GiB apart",
@@ -34,13 +34,13 @@ Status check_starts(const char* name, const TensorView& starts, int64_t batch,
 
 }  // namespace
 
-Status check_attention_varlen(const PackedAttention& call, AttentionProblem* problem,
+Status check_attention_packed(const char* op, const PackedAttention& call,
                               AttentionElements elements) {
   const TensorView &q = *call.q, &k = *call.k, &v = *call.v, &out = *call.out;
-  const Argument q_arg{kOp, "q", q};
-  const Argument k_arg{kOp, "k", k};
-  const Argument v_arg{kOp, "v", v};
-  const Argument out_arg{kOp, "out", out};
+  const Argument q_arg{op, "q", q};
+  const Argument k_arg{op, "k", k};
+  const Argument v_arg{op, "v", v};
+  const Argument out_arg{op, "out", out};
   for (const Argument* argument : {&q_arg, &k_arg, &v_arg, &out_arg}) {
     TIERCEL_RETURN_IF_ERROR(check_rank(*argument, 3));
   }
@@ -52,23 +52,18 @@ Status check_attention_varlen(const PackedAttention& call, AttentionProblem* pro
   TIERCEL_RETURN_IF_ERROR(check_shape(k_arg, {total_k, kv_heads, d}, "[Tk, Hk, D]"));
   TIERCEL_RETURN_IF_ERROR(check_shape(v_arg, {total_k, kv_heads, d_v}, "[Tk, Hk, Dv]"));
   TIERCEL_RETURN_IF_ERROR(check_shape(out_arg, {total_q, heads, d_v}, "[Tq, H, Dv]"));
-  TIERCEL_RETURN_IF_ERROR(check_attention_tensors(kOp, q, k, v, out, heads, kv_heads,
-                                                  fp8 ? DType::kBFloat16 : q.dtype));
-  const Argument starts_arg{kOp, "cu_seqlens_q", *call.starts_q};
+  TIERCEL_RETURN_IF_ERROR(
+      check_attention_tensors(op, q, k, v, out, heads, kv_heads, fp8 ? DType::kBFloat16 : q.dtype));
+  const Argument starts_arg{op, "cu_seqlens_q", *call.starts_q};
   TIERCEL_RETURN_IF_ERROR(check_rank(starts_arg, 1));
   const int64_t batch = call.starts_q->shape[0] - 1;
   if (batch < 0) {
     return Status::InvalidArgument(mismatch(starts_arg, "have at least one element", "none"));
   }
-  TIERCEL_RETURN_IF_ERROR(check_starts("cu_seqlens_q", *call.starts_q, batch, q));
-  TIERCEL_RETURN_IF_ERROR(check_starts("cu_seqlens_k", *call.starts_k, batch, q));
+  TIERCEL_RETURN_IF_ERROR(check_starts(op, "cu_seqlens_q", *call.starts_q, batch, q));
+  TIERCEL_RETURN_IF_ERROR(check_starts(op, "cu_seqlens_k", *call.starts_k, batch, q));
   if (call.lse != nullptr) {
-    TIERCEL_RETURN_IF_ERROR(check_attention_lse(kOp, *call.lse, q, {heads, total_q}, "[H, Tq]"));
-  }
-  if (call.max_q < 0 || call.max_k < 0) {
-    return Status::InvalidArgument(
-        std::string(kOp) + ": `max_seqlen_q` and `max_seqlen_k` must be at least 0, got " +
-        std::to_string(call.max_q) + " and " + std::to_string(call.max_k));
+    TIERCEL_RETURN_IF_ERROR(check_attention_lse(op, *call.lse, q, {heads, total_q}, "[H, Tq]"));
   }
   for (const Argument* argument : {&q_arg, &k_arg}) {
     if (argument->view.shape[0] >= kMaxRows) {
@@ -76,20 +71,37 @@ Status check_attention_varlen(const PackedAttention& call, AttentionProblem* pro
                          "shape " + shape_text(argument->view.shape, 3));
     }
   }
-  // No sequence is longer than all of them, whatever max_q and max_k are.
-  const int64_t seq_q = std::min(call.max_q, total_q), seq_k = std::min(call.max_k, total_k);
-  TIERCEL_RETURN_IF_ERROR(
-      attention_problem(kOp, q, v, batch, seq_q, seq_k, kv_heads, call.options, true, problem));
-  if (problem->empty()) return Status();
+  return Status();
+}
+
+Status check_attention_packed_maps(const char* op, const PackedAttention& call) {
   const TensorMapSpec any{
       3, {64, 1, 64}, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE};
-  TIERCEL_RETURN_IF_ERROR(check_tensor_map(any, q, kOp, "q"));
-  TIERCEL_RETURN_IF_ERROR(check_tensor_map(any, k, kOp, "k"));
-  TIERCEL_RETURN_IF_ERROR(check_tensor_map(any, v, kOp, "v"));
-  TIERCEL_RETURN_IF_ERROR(check_tensor_map(any, out, kOp, "out"));
+  TIERCEL_RETURN_IF_ERROR(check_tensor_map(any, *call.q, op, "q"));
+  TIERCEL_RETURN_IF_ERROR(check_tensor_map(any, *call.k, op, "k"));
+  TIERCEL_RETURN_IF_ERROR(check_tensor_map(any, *call.v, op, "v"));
+  return check_tensor_map(any, *call.out, op, "out");
+}
+
+Status check_attention_varlen(const PackedAttention& call, AttentionProblem* problem,
+                              AttentionElements elements) {
+  TIERCEL_RETURN_IF_ERROR(check_attention_packed(kOp, call, elements));
+  const TensorView &q = *call.q, &k = *call.k, &out = *call.out;
+  if (call.max_q < 0 || call.max_k < 0) {
+    return Status::InvalidArgument(
+        std::string(kOp) + ": `max_seqlen_q` and `max_seqlen_k` must be at least 0, got " +
+        std::to_string(call.max_q) + " and " + std::to_string(call.max_k));
+  }
+  // No sequence is longer than all of them, whatever max_q and max_k are.
+  const int64_t seq_q = std::min(call.max_q, q.shape[0]), seq_k = std::min(call.max_k, k.shape[0]);
+  const int64_t batch = call.starts_q->shape[0] - 1;
+  TIERCEL_RETURN_IF_ERROR(attention_problem(kOp, q, *call.v, batch, seq_q, seq_k, k.shape[1],
+                                            call.options, true, problem));
+  if (problem->empty()) return Status();
+  TIERCEL_RETURN_IF_ERROR(check_attention_packed_maps(kOp, call));
   for (int i = 0; i < 2; ++i) {
     if (out.shape[i] > 1 && out.strides[i] / kVector > kMaxStep) {
-      return unsupported(out_arg, "have rows that are less than 32 GiB apart",
+      return unsupported(Argument{kOp, "out", out}, "have rows that are less than 32 GiB apart",
                          "strides " + shape_text(out.strides, 3));
     }
   }

@@ -14,6 +14,7 @@ import tiercel
 from tiercel.core import platform
 from tiercel.core.eager import empty
 from tiercel.ops.attention.backward import BACKWARD, has_kernels
+from tiercel.ops.attention.varlen_backward import BACKWARD as PACKED_BACKWARD
 
 __all__ = ["disable_sdpa", "enable_sdpa"]
 
@@ -28,7 +29,7 @@ def enable_sdpa() -> None:
     backends. Models need no change, nor do compiled graphs. Jagged nested tensors run on
     :func:`tiercel.attention_varlen`. Calls that we do not support run on torch's own kernels:
     dropout, head dimensions above 256 (nested: above 128), tensors without elements, devices other
-    than an H100 or H200, gradients of nested tensors and of head dimensions above 128.
+    than an H100 or H200, gradients of head dimensions above 128.
 
     Raises:
         RuntimeError: This torch has no registry of flash attention implementations, or no CUDA.
@@ -60,6 +61,7 @@ class _Implementation:
             "_scaled_dot_product_flash_attention": self._forward,
             "_scaled_dot_product_flash_attention_backward": self._backward,
             "_flash_attention_forward": self._forward_of_packed,
+            "_flash_attention_backward": self._backward_of_packed,
         }
         own = torch.library.get_kernel
         try:
@@ -177,10 +179,10 @@ class _Implementation:
         window_size_right: int | None = None,
         **more: Any,
     ) -> Any:
-        packed = (x is not None and x.dtype == torch.int32 for x in (cum_seq_q, cum_seq_k))
+        packed = _are_starts(cum_seq_q, cum_seq_k)
         plain = dropout_p == 0 and not return_debug_mask
         known = all(option is None for option in more.values())
-        if not (all(packed) and plain and known and _takes(query, key, value, 128)):
+        if not (packed and plain and known and _takes(query, key, value, 128)):
             windows = {
                 "window_size_left": window_size_left,
                 "window_size_right": window_size_right,
@@ -190,18 +192,58 @@ class _Implementation:
                 keys, query, key, value, cum_seq_q, cum_seq_k, *options, scale=scale, **windows,
                 **more,
             )  # fmt: skip
-        window = None
-        if window_size_left is not None or window_size_right is not None:
-            window = (window_size_left, window_size_right)
+        window = _window(window_size_left, window_size_right)
         assert cum_seq_q is not None and cum_seq_k is not None
         with torch.no_grad():
             out, lse = tiercel.attention_varlen(
                 *map(_readable, (query, key, value)), cum_seq_q, cum_seq_k, max_q, max_k,
                 causal=is_causal, window=window, scale=scale, return_lse=True,
             )  # fmt: skip
-        # Torch's backward wants infinity for a row that sees no key.
+        # Torch's own backward wants infinity for a row that sees no key; ours takes it, too.
         torch.nan_to_num_(lse, math.nan, math.inf, math.inf)
         return _with_strides(out, query), lse, *_without_dropout(query)
+
+    def _backward_of_packed(
+        self,
+        keys: Any,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        cum_seq_q: Tensor | None,
+        cum_seq_k: Tensor | None,
+        max_q: int,
+        max_k: int,
+        dropout_p: float,
+        is_causal: bool,
+        *rest: Any,
+        scale: float | None = None,
+        window_size_left: int | None = None,
+        window_size_right: int | None = None,
+    ) -> Any:
+        inputs = query, key, value
+        packed = _are_starts(cum_seq_q, cum_seq_k)
+        takes = _takes(*inputs, 128) and has_kernels("attention_varlen", query, value, None)
+        if not (packed and dropout_p == 0 and takes):
+            windows = {
+                "window_size_left": window_size_left,
+                "window_size_right": window_size_right,
+            }
+            saved = (out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal)
+            return self._own["_flash_attention_backward"].call_boxed(
+                keys, grad_out, *inputs, *saved, *rest, scale=scale, **windows
+            )
+        grad, q, k, v, kept = map(_readable, (grad_out, *inputs, out))
+        window = _window(window_size_left, window_size_right)
+        order = torch.are_deterministic_algorithms_enabled()
+        with torch.no_grad():
+            found = PACKED_BACKWARD(
+                grad, q, k, v, cum_seq_q, cum_seq_k, kept, logsumexp, None,
+                is_causal, window, scale, None, order, None,
+            )  # fmt: skip
+        return tuple(_with_strides(x, of) for x, of in zip(found, inputs, strict=True))
 
 
 def _takes(query: Tensor, key: Tensor, value: Tensor, most: int) -> bool:
@@ -217,6 +259,17 @@ def _takes(query: Tensor, key: Tensor, value: Tensor, most: int) -> bool:
         and 0 not in key.shape
         and platform.why_not(query.device) is None
     )
+
+
+def _are_starts(*tensors: Tensor | None) -> bool:
+    """True if they say where packed sequences begin, as our kernels read it."""
+    return all(x is not None and x.dtype == torch.int32 for x in tensors)
+
+
+def _window(left: int | None, right: int | None) -> list[int] | None:
+    """As our operators take it: -1 is no limit."""
+    limits = [-1 if limit is None else limit for limit in (left, right)]
+    return None if limits == [-1, -1] else limits
 
 
 def _is_readable(x: Tensor) -> bool:

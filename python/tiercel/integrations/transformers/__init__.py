@@ -8,10 +8,11 @@ from transformers.integrations.moe import ExpertsInterface
 from tiercel.integrations.transformers.attention import attention_forward
 from tiercel.integrations.transformers.experts import experts_forward
 from tiercel.integrations.transformers.masks import make_mask
+from tiercel.integrations.transformers.mxfp4 import use_mxfp4_experts as use_mxfp4_experts
 from tiercel.integrations.transformers.replace import Report as Report
 from tiercel.integrations.transformers.replace import apply as apply
 
-__all__ = ["Report", "apply"]
+__all__ = ["Report", "apply", "use_mxfp4_experts"]
 
 AttentionInterface.register("tiercel", attention_forward)
 AttentionMaskInterface.register("tiercel", make_mask)

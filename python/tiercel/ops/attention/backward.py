@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,9 +20,6 @@ from tiercel.ops.attention.options import native_options
 
 _LARGEST_D = 128
 
-# The operator's arguments and results, `values` below, are (grad, q, k, v, out, lse, grad_lse),
-# four options, whether dq is summed in a fixed order, and (dq, dk, dv).
-
 
 def _readable(tensor: Tensor) -> Tensor:
     """Makes strides that the copy engine takes: a gradient may be one expanded number."""
@@ -30,32 +28,43 @@ def _readable(tensor: Tensor) -> Tensor:
     return tensor if fits and tensor.data_ptr() % 16 == 0 else tensor.contiguous()
 
 
-def _native(values: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The native arguments before and after the workspace."""
-    grad, q, k, v, out, lse, grad_lse = values[:7]
-    if grad_lse is not None:
-        grad_lse = grad_lse.contiguous()
-    tensors = (_readable(grad), q, k, v, out, lse, grad_lse, *values[12:])
-    return tensors, (*native_options(q, *values[7:11]), values[11])
+@dataclass(frozen=True)
+class Launch:
+    """The kernels of attention's or attention_varlen's gradients.
 
+    The operator's arguments and results, `values` below, are (grad, q, k, v), `starts` tensors,
+    (out, lse, grad_lse), four options, whether dq is summed in a fixed order, and (dq, dk, dv).
+    """
 
-def plan(*values: Any) -> dict[str, Any]:
-    if 0 in values[1].shape or 0 in values[2].shape:
-        return {}
-    tensors, options = _native(values)
-    return dict(_C.attention_backward_plan(*tensors, None, *options))
+    function: Callable[..., Any]
+    plan_of: Callable[..., Any]
+    starts: int = 0
 
+    def _native(self, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """The native arguments before and after the workspace."""
+        n = self.starts
+        grad, q, k, v, *starts = values[: 4 + n]
+        out, *sums = values[4 + n : 7 + n]
+        sums = [None if x is None else x.contiguous() for x in sums]
+        tensors = (_readable(grad), q, k, v, *starts, out, *sums, *values[12 + n :])
+        return tensors, (*native_options(q, *values[7 + n : 11 + n]), values[11 + n])
 
-def launch(*values: Any) -> None:
-    q, k = values[1:3]
-    if 0 in q.shape or 0 in k.shape:
-        for gradient in values[12:]:
-            gradient.zero_()
-        return
-    tensors, options = _native(values)
-    size = _C.attention_backward_plan(*tensors, None, *options)["workspace"]
-    workspace = torch.empty(size, dtype=torch.float32, device=q.device)
-    _C.attention_backward(*tensors, workspace, *options)
+    def plan(self, *values: Any) -> dict[str, Any]:
+        if 0 in values[1].shape or 0 in values[2].shape:
+            return {}
+        tensors, options = self._native(values)
+        return dict(self.plan_of(*tensors, None, *options))
+
+    def __call__(self, *values: Any) -> None:
+        q, k = values[1:3]
+        if 0 in q.shape or 0 in k.shape:
+            for gradient in values[-3:]:
+                gradient.zero_()
+            return
+        tensors, options = self._native(values)
+        size = self.plan_of(*tensors, None, *options)["workspace"]
+        workspace = torch.empty(size, dtype=torch.float32, device=q.device)
+        self.function(*tensors, workspace, *options)
 
 
 def by_reference(declared: Spec, reference: Callable[..., Any]) -> Callable[[Call], Any]:
@@ -64,11 +73,13 @@ def by_reference(declared: Spec, reference: Callable[..., Any]) -> Callable[[Cal
     return lambda call: reference(**{name: getattr(call, name) for name in names})
 
 
+_LAUNCH = Launch(_C.attention_backward, _C.attention_backward_plan)
+
 BACKWARD = Op(
     spec.ATTENTION_BACKWARD,
     sm90=Native(
-        launch,
-        plan,
+        _LAUNCH,
+        _LAUNCH.plan,
         (*spec.ATTENTION_BACKWARD.names, *spec.ATTENTION_BACKWARD.result_names),
         "TMA, wgmma, persistent blocks; dq added up by the copy engine",
         language="cute",

@@ -52,30 +52,35 @@ def _flops(case: Any) -> int:
     return _FORWARD.flops(case) // 2 * 5
 
 
-def _reference(case: Any, inputs: Inputs) -> Any:
-    """float64, of the last entry's last head of keys and the heads of queries that read it."""
+def truths(case: Any, inputs: Inputs, where: tuple[Any, ...], share: int) -> Any:
+    """float64, of the part `where` of the tensors as a batch: of the last head of keys and of the
+    heads of queries that read it."""
     from tiercel.ops.attention.reference import attention, attention_backward
 
-    share = inputs["q"].shape[2] // inputs["k"].shape[2]
-    tensors = [inputs[name][-1:, :, -share:].double() for name in ("grad", "q")]
-    grad, q = tensors
-    k, v = (inputs[name][-1:, :, -1:].double() for name in "kv")
+    grad, q = (inputs[name][(*where, slice(-share, None))].double() for name in ("grad", "q"))
+    k, v = (inputs[name][(*where, slice(-1, None))].double() for name in "kv")
     causal = case["causal"]
     results = attention(q, k, v, causal=causal, return_lse=True)
-    return share, attention_backward(grad, q, k, v, *results, causal=causal)
+    return where, share, attention_backward(grad, q, k, v, *results, causal=causal)
 
 
-def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error:
+def _reference(case: Any, inputs: Inputs) -> Any:
+    """Of the last entry."""
+    entry = (slice(-1, None), slice(None))
+    return truths(case, inputs, entry, inputs["q"].shape[2] // inputs["k"].shape[2])
+
+
+def check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error:
     """p, ds and each gradient are rounded to the dtype, and so is the result that delta is of."""
     import torch
 
-    share, truths = expected
+    where, share, due = expected
     unit = torch.finfo(inputs["q"].dtype).eps / 2
     worst = Error(rms=0.0, maximum=0.0)
-    for name, result, truth in zip("qkv", outputs, truths, strict=True):
+    for name, result, truth in zip("qkv", outputs, due, strict=True):
         if result.shape != inputs[name].shape or result.dtype != inputs[name].dtype:
             raise WrongResult(f"d{name}: shape {tuple(result.shape)}, {result.dtype}")
-        part = result[-1:, :, -(share if name == "q" else 1) :].double()
+        part = result[(*where, slice(-(share if name == "q" else 1), None))].double()
         error = (part - truth).abs()
         if not bool(error.isfinite().all()):
             raise WrongResult(f"d{name} is not finite")
@@ -99,7 +104,7 @@ BENCHES = [
         bytes_moved=_bytes,
         flops=_flops,
         reference=_reference,
-        check=_check,
+        check=check,
         ours=_ours,
     )
 ]

@@ -10,7 +10,7 @@ from typing import Any
 from tiercel.workbench.bench.launch import Launch, Unsupported
 
 
-def _timed(inputs: dict[str, Any], forward: Callable[..., Any]) -> Launch:
+def timed(inputs: dict[str, Any], forward: Callable[..., Any]) -> Launch:
     """Through autograd, whose host time long backwards hide."""
     import torch
 
@@ -42,7 +42,7 @@ def _sdpa(case: Any, inputs: dict[str, Any], backend: str) -> Launch:
             out = functional.scaled_dot_product_attention(*heads_first, **options)
         return out.transpose(1, 2)
 
-    return _timed(inputs, forward)
+    return timed(inputs, forward)
 
 
 def _torch(case: Any, inputs: dict[str, Any]) -> Launch:
@@ -62,7 +62,7 @@ def _flash(module: str) -> Callable[[Any, dict[str, Any]], Launch]:
             result = function(q, k, v, **options)
             return result[0] if isinstance(result, tuple) else result
 
-        return _timed(inputs, forward)
+        return timed(inputs, forward)
 
     return prepare
 

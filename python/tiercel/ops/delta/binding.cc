@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "kernels/delta/delta_backward.h"
 #include "kernels/delta/delta_decode.h"
 #include "kernels/delta/delta_kernels.h"
 #include "kernels/delta/delta_rule.h"
@@ -65,6 +66,42 @@ constexpr PlanField<DeltaRulePlan> kRulePlanFields[] = {
 };
 constexpr PlanDict<DeltaRulePlan> kRulePlan{"DeltaRulePlan", kRulePlanFields};
 
+using Backward = DeltaBackwardCall;
+constexpr Field<Backward> kBackwardFields[] = {
+    Tensor<&Backward::rule, &Rule::out>("grad"),
+    Tensor<&Backward::rule, &Rule::q>("q"),
+    Tensor<&Backward::rule, &Rule::k>("k"),
+    Tensor<&Backward::rule, &Rule::v>("v"),
+    Tensor<&Backward::rule, &Rule::g>("g"),
+    Tensor<&Backward::rule, &Rule::beta>("beta"),
+    Optional<&Backward::rule, &Rule::final_state>("grad_final"),
+    Optional<&Backward::rule, &Rule::initial_state>("initial_state"),
+    Optional<&Backward::rule, &Rule::cu_seqlens>("cu_seqlens"),
+    Tensor<&Backward::dq>("dq"),
+    Tensor<&Backward::dk>("dk"),
+    Tensor<&Backward::dv>("dv"),
+    Tensor<&Backward::dg>("dg"),
+    Tensor<&Backward::dbeta>("dbeta"),
+    Optional<&Backward::grad_initial>("grad_initial"),
+    Optional<&Backward::rule, &Rule::workspace>("workspace"),
+    ValueOrNone<&Backward::rule, &Rule::scale>("scale"),
+    Value<&Backward::rule, &Rule::qk_l2norm>("qk_l2norm"),
+};
+constexpr Parameters<Backward> kBackward{"gated_delta_rule_backward", kBackwardFields};
+
+Status CheckBackwardWorkspace(const Backward& call) { return CheckWorkspace(call.rule); }
+
+constexpr PlanField<DeltaBackwardPlan> kBackwardPlanFields[] = {
+    Entry<&DeltaBackwardPlan::chunks>("chunks"),
+    Entry<&DeltaBackwardPlan::passes>("passes"),
+    Entry<&DeltaBackwardPlan::gradients>("gradients"),
+    Entry<&DeltaBackwardPlan::groups>("groups"),
+    Entry<&DeltaBackwardPlan::chunk_grid>("chunk_grid"),
+    Entry<&DeltaBackwardPlan::pass_grid>("pass_grid"),
+    Entry<&DeltaBackwardPlan::workspace>("workspace"),
+};
+constexpr PlanDict<DeltaBackwardPlan> kBackwardPlan{"DeltaBackwardPlan", kBackwardPlanFields};
+
 constexpr Field<GatedNormCall> kNormFields[] = {
     Tensor<&GatedNormCall::x>("x"),           Tensor<&GatedNormCall::gate>("gate"),
     Tensor<&GatedNormCall::weight>("weight"), Tensor<&GatedNormCall::out>("out"),
@@ -91,6 +128,13 @@ constexpr Function kFunctions[] = {
     PlanOf<kRule, delta_rule_plan, kRulePlan>("gated_delta_rule_plan", kPlanWithoutWorkspace),
     LoadOf<delta_chunks_kernels, delta_channels_kernels, delta_rule_kernels>(
         "gated_delta_rule_load"),
+    LaunchOf<kBackward, delta_backward, CheckBackwardWorkspace>(
+        "gated_delta_rule_backward",
+        "Launches the kernels on the current stream; fills the gradients."),
+    PlanOf<kBackward, delta_backward_plan, kBackwardPlan>("gated_delta_rule_backward_plan",
+                                                          kPlanWithoutWorkspace),
+    LoadOf<delta_chunks_kernels, delta_back_kernels, delta_gradients_kernels>(
+        "gated_delta_rule_backward_load"),
     LaunchOf<kNorm, gated_norm>("gated_rms_norm",
                                 "Launches the kernel on the current stream; fills `out`."),
     PlanOf<kNorm, gated_norm_plan, kNormPlan>("gated_rms_norm_plan"),

@@ -76,7 +76,7 @@ RULE = Contract.of(
         _case(1, 1, (1, 1), (64, 16)),
         _case(2, 65, (1, 2), (64, 32)),
         _case(1, 130, (2, 2), (128, 64), qk_l2norm=False),
-        _case(1, 200, (1, 2), (64, 32), "bfloat16", "packed"),
+        _case(1, 200, (1, 2), (128, 32), "bfloat16", "packed"),
         _case(2, 70, (1, 1), (128, 32), "bfloat16", "state"),
         _case(1, 40, (2, 4), (64, 32), "bfloat16", "strided"),
         _case(1, 20, (1, 2), (64, 32), "float16"),

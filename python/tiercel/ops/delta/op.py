@@ -12,7 +12,7 @@ from torch import Tensor
 from tiercel import _C
 from tiercel.core.eager import empty
 from tiercel.core.index_checks import Index, ascending, between, places
-from tiercel.core.op import Native, Op
+from tiercel.core.op import Gradient, Native, Op
 from tiercel.core.spec import Call, Spec
 from tiercel.ops.delta import reference as ref
 from tiercel.ops.delta import spec
@@ -140,6 +140,69 @@ def _indices(call: Call) -> list[Index]:
     return [between("cu_seqlens", starts, 0, last), ascending("cu_seqlens", starts)]
 
 
+_RESULTS = spec.GATED_DELTA_RULE_BACKWARD.result_names
+
+
+def _launch_backward(native: Callable[..., Any], call: Call) -> Any:
+    given = {name: getattr(call, name) for name in ("grad", *_INPUTS)}
+    given |= {name: given[name].contiguous() for name in ("grad", "g", "beta")}
+    results = [getattr(call, name) for name in _RESULTS]
+    if call.initial_state is None:
+        results[-1] = None
+    states = (call.grad_final, call.initial_state, call.cu_seqlens)
+    before = (*given.values(), *states, *results)
+    plan = _C.gated_delta_rule_backward_plan(*before, None, call.scale, call.qk_l2norm)
+    if native is _C.gated_delta_rule_backward_plan:
+        return plan
+    workspace = empty(call.q, (plan["workspace"],), torch.float32)
+    return native(*before, workspace, call.scale, call.qk_l2norm)
+
+
+_BACKWARD = Op(
+    spec.GATED_DELTA_RULE_BACKWARD,
+    sm90=Native(
+        _C.gated_delta_rule_backward,
+        _C.gated_delta_rule_backward_plan,
+        (
+            *("grad", *_INPUTS, "grad_final", "initial_state", "cu_seqlens", *_RESULTS, None),
+            *("scale", "qk_l2norm"),
+        ),
+        "chunks of 64 tokens: states before them and gradients behind them, then all else at once",
+        load=_C.gated_delta_rule_backward_load,
+        launch=_launch_backward,
+        direct=False,
+    ),
+    reference=lambda call: ref.gated_delta_rule_backward(
+        **spec.GATED_DELTA_RULE_BACKWARD.values(call)
+    ),
+    method="torch, a token after the other and back, in float64",
+    indices=_indices,
+    out=False,
+)
+
+
+def _save(ctx: Any, call: Call, results: Any) -> None:
+    ctx.scale, ctx.qk_l2norm, ctx.backend = call.scale, call.qk_l2norm, call.backend
+    given = (getattr(call, name) for name in _INPUTS)
+    ctx.save_for_backward(*given, call.initial_state, call.cu_seqlens)
+
+
+def _gradients(
+    ctx: Any, grad: Tensor | None, grad_final: Tensor | None = None
+) -> dict[str, Tensor | None]:
+    if grad is None and grad_final is None:
+        return {}
+    *given, initial, starts = ctx.saved_tensors
+    if grad is None:
+        grad = torch.zeros_like(given[2], memory_format=torch.contiguous_format)
+    if grad_final is not None:
+        grad_final = grad_final.contiguous()
+    options = (ctx.scale, ctx.qk_l2norm, ctx.backend)
+    found = _BACKWARD(grad, *given, grad_final, initial, starts, *options)
+    wanted = zip((*_INPUTS, "initial_state"), found, strict=True)
+    return {name: each for name, each in wanted if ctx.wants[name]}
+
+
 def _op(declared: Spec, with_state: bool) -> Op:
     takes = (*_INPUTS, "initial_state", "cu_seqlens", "out", "final_state", None)
     return Op(
@@ -157,6 +220,7 @@ def _op(declared: Spec, with_state: bool) -> Op:
             **declared.values(call), output_final_state=with_state
         ),
         method="torch, a token after the other, in float64",
+        gradient=Gradient(_save, _gradients),
         indices=_indices,
         out=False,
     )
@@ -188,7 +252,11 @@ def gated_delta_rule(
     float32; their copies that enter products, what tokens write and the matrices of a chunk are
     rounded to the dtype of ``q``. With float16, no element of a state may exceed 65504.
 
-    There is no derivative yet. Works under torch.compile and in CUDA graphs; it never synchronises.
+    Differentiable in ``q``, ``k``, ``v``, ``g``, ``beta`` and ``initial_state``, through results
+    and final states; gradients are reproducible. States are computed again for them. The kernels
+    take K of 128 and a gate per head; for others ``ref`` stands in, with a warning. Works under
+    torch.compile and in CUDA graphs; it never synchronises, but for gradients of ``ref`` with
+    ``cu_seqlens``.
 
     Args:
         q: ``[B, T, Hk, K]``, bfloat16 or float16. The precompiled kernels take K of 64 or 128, and
@@ -217,8 +285,7 @@ def gated_delta_rule(
         TypeError: A dtype or type is not one of the above.
         ValueError: A shape, stride or device does not fit, or there is no such backend.
         NotImplementedError: ``backend="sm90"`` was asked for and it does not take this.
-        RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it; or a
-            gradient is wanted.
+        RuntimeError: ``backend="sm90"`` was asked for and the driver or GPU cannot run it.
 
     Example:
         >>> out, state = tiercel.gated_delta_rule(q, k, v, g, beta, output_final_state=True)

@@ -83,6 +83,107 @@ def gated_delta_rule(
     return (made, state.float()) if output_final_state else made
 
 
+def _step_back(
+    after: Tensor,
+    before: Tensor,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+) -> tuple[Tensor, ...]:
+    """A token's gradients, of the state before it first, given that of the state after it."""
+    decayed = before * decay[..., None]
+    rest = v - torch.einsum("bhk,bhkv->bhv", k, decayed)
+    change = rest * beta[..., None]
+    of_q = torch.einsum("bhkv,bhv->bhk", decayed + k[..., None] * change[..., None, :], grad)
+    after = after + q[..., None] * grad[..., None, :]
+    of_change = torch.einsum("bhk,bhkv->bhv", k, after)
+    of_rest = of_change * beta[..., None]
+    of_k = torch.einsum("bhkv,bhv->bhk", after, change)
+    of_k = of_k - torch.einsum("bhkv,bhv->bhk", decayed, of_rest)
+    of_decayed = after - k[..., None] * of_rest[..., None, :]
+    of_gates = (of_decayed * decayed).sum(-1)
+    of_beta = (of_change * rest).sum(-1)
+    return of_decayed * decay[..., None], of_q, of_k, of_rest, of_gates, of_beta
+
+
+def _run_back(
+    state: Tensor, after: Tensor, grad: Tensor, tensors: tuple[Tensor, ...]
+) -> tuple[Tensor, list[Tensor]]:
+    """Goes through the tokens of [B, T, ...] and back: the gradients of the states before them, and
+    of q, k, v, gates by channels and beta."""
+    states = [state]
+    for token in range(grad.shape[1]):
+        states.append(_step(states[-1], *(t[:, token] for t in tensors))[0])
+    found = []
+    for token in reversed(range(grad.shape[1])):
+        inputs = (t[:, token] for t in tensors)
+        after, *others = _step_back(after, states[token], grad[:, token], *inputs)
+        found.append(others)
+    if found:
+        return after, [torch.stack(each[::-1], 1) for each in zip(*found, strict=True)]
+    q, _, v, _, beta = tensors
+    return after, [torch.zeros_like(t) for t in (q, q, v, q, beta)]
+
+
+def _of_inputs(given: Tensor, of_wide: Tensor, scale: float, qk_l2norm: bool) -> Tensor:
+    """The gradient of q or k, given that of what its heads of values have."""
+    batch, tokens, heads, size = given.shape
+    grad = of_wide.view(batch, tokens, heads, -1, size).sum(3) * scale if heads else of_wide
+    if qk_l2norm:
+        wide = given.double()
+        factor = torch.rsqrt(wide.square().sum(-1, keepdim=True) + _NORM_EPS)
+        unit = wide * factor
+        grad = factor * (grad - unit * (unit * grad).sum(-1, keepdim=True))
+    return grad.to(given.dtype)
+
+
+def gated_delta_rule_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    grad_final: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    qk_l2norm: bool = False,
+) -> tuple[Tensor, ...]:
+    """The gradients of q, k, v, g, beta and the initial states; of none it is empty."""
+    tensors = _inputs(q, k, v, g, beta, scale, qk_l2norm)
+    tokens, size = v.shape[1], q.shape[3]
+    count = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    zeros = torch.zeros((count, v.shape[2], size, v.shape[3]), dtype=torch.float64, device=v.device)
+    state = zeros if initial_state is None else initial_state.double()
+    after = zeros.clone() if grad_final is None else grad_final.double().clone()
+    if cu_seqlens is None:
+        after, found = _run_back(state, after, grad.double(), tensors)
+    else:
+        found = [torch.zeros_like(tensors[i]) for i in (0, 1, 2, 0, 4)]
+        starts = cu_seqlens.clamp(0, tokens).tolist()
+        for i, begin in enumerate(starts[:-1]):
+            part, own = slice(begin, max(starts[i + 1], begin)), slice(i, i + 1)
+            after[own], parts = _run_back(
+                state[own], after[own], grad[:, part].double(), tuple(t[:, part] for t in tensors)
+            )
+            for whole, each in zip(found, parts, strict=True):
+                whole[:, part] = each
+    of_q, of_k, of_v, of_gates, of_beta = found
+    factor = size**-0.5 if scale is None else scale
+    return (
+        _of_inputs(q, of_q, factor, qk_l2norm),
+        _of_inputs(k, of_k, 1.0, qk_l2norm),
+        of_v.to(v.dtype),
+        (of_gates.sum(-1) if g.dim() == 3 else of_gates).to(g.dtype),
+        of_beta.to(beta.dtype),
+        after.new_zeros(0).float() if initial_state is None else after.to(initial_state.dtype),
+    )
+
+
 def gated_delta_rule_decode(
     q: Tensor,
     k: Tensor,

@@ -112,6 +112,34 @@ GATED_DELTA_RULE = WITH_STATE.changed(
     ),
 )
 
+GATED_DELTA_RULE_BACKWARD = Spec(
+    "gated_delta_rule_backward",
+    Tensor("grad", "B T Hv V", "q", strided=True),
+    *_INPUTS,
+    Tensor("grad_final", "N Hv K V", "float32", optional=True),
+    *WITH_STATE.tensors[len(_INPUTS) :],
+    *_OPTIONS,
+    results=[
+        Tensor("dq", "B T Hk K", "q"),
+        Tensor("dk", "B T Hk K", "q"),
+        Tensor("dv", "B T Hv V", "q"),
+        Tensor("dg", "*", "float32", shape=lambda call: tuple(call.g.shape)),
+        Tensor("dbeta", "B T Hv", "beta"),
+        # Empty without initial states.
+        Tensor(
+            "grad_initial",
+            "*",
+            "float32",
+            shape=lambda call: (
+                (0,) if call.initial_state is None else tuple(call.initial_state.shape)
+            ),
+        ),
+    ],
+    dims={"N": _sequences},
+    check=_check,
+    gradient_of="gated_delta_rule",
+)
+
 GATED_RMS_NORM = Spec(
     "gated_rms_norm",
     Tensor("x", "... N", HALVES, strided=True),

@@ -175,7 +175,90 @@ GROUPED_GEMM = Contract.of(
     make=_make_groups,
 )
 
-CONTRACTS = (FUSED_MOE, GROUPED_GEMM, MOE_DOWN, MOE_UP)
+
+def _w4(*sizes: int, format: str = "mxfp4", act: str = "silu", values: str = "random") -> Case:  # noqa: A002
+    dtype = "float16" if values == "float16" else "bfloat16"
+    return _case("T E k H I", sizes, dtype, values, format=format, activation=act)
+
+
+def _make_w4(case: Case, device: str, seed: int) -> dict[str, Any]:
+    import torch
+
+    sizes, kind = case.sizes, case.options["format"]
+    generator = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, case.dtype)
+    experts, hidden, inner = (sizes[name] for name in "EHI")
+    gpt_oss = case.values == "gpt_oss"
+
+    def uniform(*shape: int) -> Any:
+        return torch.rand(*shape, generator=generator)
+
+    def half(name: str, rows: int, columns: int) -> dict[str, Any]:
+        group = {"nvfp4": 16, "mxfp4": 32, "int4": 64}[kind]
+        shape = (experts, rows, columns // group)
+        codes = torch.randint(0, 256, (experts, rows, columns // 2), generator=generator)
+        zeros = None
+        if kind == "mxfp4":
+            scale = torch.randint(122, 126, shape, generator=generator).to(torch.uint8)
+        elif kind == "nvfp4":
+            scale = (uniform(*shape) / 4 + 0.05).to(torch.float8_e4m3fn)
+        else:
+            scale = (uniform(*shape) / 8 + 0.02).to(dtype)
+            if case.values == "zero points":
+                zeros = torch.randint(4, 12, shape, generator=generator).to(dtype).to(device)
+        bias = torch.randn(experts, rows, generator=generator).to(dtype).to(device)
+        factors = torch.full((experts,), columns**-0.5, device=device)
+        return {
+            f"w_{name}": codes.to(torch.uint8).to(device),
+            f"w_{name}_scale": scale.to(device),
+            f"{name}_bias": bias if gpt_oss else None,
+            f"{name}_zero_point": zeros,
+            f"{name}_global_scale": factors,
+        }
+
+    expert_map = None
+    everywhere = experts
+    if case.values == "elsewhere":
+        everywhere = 2 * experts
+        places = torch.arange(everywhere, dtype=torch.int32)
+        expert_map = torch.where(places % 2 == 0, places // 2, -1).int().to(device)
+    x = torch.randn(sizes["T"], 2 * hidden, generator=generator).to(dtype)
+    ids = uniform(sizes["T"], everywhere).topk(sizes["k"]).indices.int()
+    rows = inner if case.options["activation"] == "relu_squared" else 2 * inner
+    x = x[:, :hidden] if case.values == "strided" else x[:, :hidden].contiguous()
+    return {
+        "x": x.to(device),
+        **half("up", rows, hidden),
+        **half("down", hidden, inner),
+        "topk_weights": (uniform(sizes["T"], sizes["k"]) / sizes["k"]).to(device),
+        "topk_ids": ids.to(device),
+        **case.options,
+        "alpha": 1.702 if gpt_oss else 1.0,
+        "limit": 7.0 if gpt_oss else 0.0,
+        "interleaved": gpt_oss,
+        "expert_map": expert_map,
+    }
+
+
+W4_MOE = Contract.of(
+    "moe",
+    spec.W4_MOE,
+    cases=(
+        _w4(1, 4, 2, 128, 64),
+        _w4(5, 4, 2, 192, 128, act="silu_residual", values="gpt_oss"),
+        _w4(20, 3, 2, 128, 192, format="nvfp4", act="gelu"),
+        _w4(130, 2, 1, 64, 128, format="int4", act="relu", values="zero points"),
+        _w4(9, 4, 2, 128, 64, format="nvfp4", act="relu_squared"),
+        _w4(9, 2, 2, 128, 64, values="elsewhere"),
+        _w4(9, 4, 2, 128, 64, values="strided"),
+        _w4(9, 4, 2, 128, 128, format="int4", values="float16"),
+        _w4(0, 4, 2, 128, 64),
+    ),
+    timing={"cpu": _w4(4, 4, 2, 128, 128), "cuda": _w4(16, 32, 4, 2880, 2880)},
+    make=_make_w4,
+)
+
+CONTRACTS = (FUSED_MOE, GROUPED_GEMM, MOE_DOWN, MOE_UP, W4_MOE)
 
 # Names in tiercel.plugins.types.
 ALIASES = {

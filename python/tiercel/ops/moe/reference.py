@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tiercel.ops.gemv.reference import w4_values
+from tiercel.ops.moe.packing import pack_w4_experts as pack_w4_experts
 from tiercel.ops.quant.reference import fp8_quantize
 
 
@@ -284,3 +286,68 @@ def moe_down(
     for expert, ids in _blocks(routing, block_size, x.shape[0], w_down.shape[0]):
         out[ids] = (rows[ids] @ matrix(expert).T * weights[ids, None]).to(dtype)
     return out
+
+
+def _w4_activate(
+    sums: Tensor, activation: str, alpha: float, limit: float, interleaved: bool
+) -> Tensor:
+    """What is between the halves."""
+    if activation == "relu_squared":
+        return functional.relu(sums).square()
+    a, b = (sums[..., 0::2], sums[..., 1::2]) if interleaved else sums.chunk(2, dim=-1)
+    if limit:
+        a, b = a.clamp(max=limit), b.clamp(-limit, limit)
+    if activation in ("silu", "silu_residual"):
+        gate = a * torch.sigmoid(alpha * a)
+        return gate * (b + 1 if activation == "silu_residual" else b)
+    result: Tensor = getattr(functional, activation)(a) * b
+    return result
+
+
+def w4_moe(
+    x: Tensor,
+    w_up: Tensor,
+    w_up_scale: Tensor,
+    w_down: Tensor,
+    w_down_scale: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    format: str = "mxfp4",  # noqa: A002
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+    alpha: float = 1.0,
+    limit: float = 0.0,
+    interleaved: bool = False,
+    expert_map: Tensor | None = None,
+    up_zero_point: Tensor | None = None,
+    down_zero_point: Tensor | None = None,
+    up_global_scale: Tensor | None = None,
+    down_global_scale: Tensor | None = None,
+) -> Tensor:
+    """Reference of :func:`tiercel.w4_moe`, for any sizes; float64 is computed in float64."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    tokens, k = topk_ids.shape
+    ids = _local_ids(topk_ids, w_down.shape[0], expert_map)
+    out = torch.zeros(tokens * k, x.shape[1], dtype=wide, device=x.device)
+
+    def product(rows: Tensor, expert: int, *given: Tensor | None) -> Tensor:
+        weight, scale, zeros, factors, bias = (None if t is None else t[expert] for t in given)
+        assert weight is not None and scale is not None
+        result = rows.to(wide) @ w4_values(weight, scale, format, zeros).to(wide).mT
+        if factors is not None:
+            result = result * factors
+        return result if bias is None else result + bias
+
+    up = (w_up, w_up_scale, up_zero_point, up_global_scale, up_bias)
+    down = (w_down, w_down_scale, down_zero_point, down_global_scale, down_bias)
+    for expert in range(w_down.shape[0]):
+        mine = torch.nonzero(ids == expert).flatten()
+        if mine.numel() == 0:
+            continue
+        sums = product(x[mine // k], expert, *up)
+        inner = _w4_activate(sums, activation, alpha, limit, interleaved).to(x.dtype)
+        outer = product(inner, expert, *down)
+        out = out.index_add(0, mine, outer * topk_weights.flatten()[mine, None].to(wide))
+    return out.view(tokens, k, x.shape[1]).sum(dim=1).to(x.dtype)

@@ -1,0 +1,419 @@
+// SPDX-License-Identifier: Apache-2.0
+// Two passes over the chunks of a sequence, for gradients: forward for the states before each
+// chunk, and back for the gradients of the states after it. They do not wait for each other: every
+// second block goes back. Both have a state, or its gradient, in registers as gated_delta_rule has.
+//
+// With T = (I + A)^-1, G the sums of the gates, P the queries' products with the keys, a chunk's
+// forward is (see delta_chunks.cu)
+//   W = V - exp(G) K S,  U = T beta W,  S = exp(G[63]) S + (exp(G[63] - G) K)^T U
+// and its gradients, for those of results dO and of the state after it dS,
+//   dU = P^T dO + exp(G[63] - G) K dS,  Y = T^T dU,  dV = beta Y,
+//   dS = exp(G[63]) dS + (exp(G) Q)^T dO - (exp(G) K)^T beta Y.
+// delta_gradients.cu makes the other gradients of S, dS, W, U and Y. The formulas are those of Yang
+// et al. (2024), arXiv:2412.06464, differentiated; chunk_gated_delta_rule_bwd of
+// flash-linear-attention divides the work likewise.
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/delta/chunks.cuh"
+#include "kernels/delta/stages.cuh"
+#include "kernels/sm90/float_format.cuh"
+#include "kernels/sm90/grid_dependency.cuh"
+#include "kernels/sm90/mbarrier.cuh"
+#include "kernels/sm90/reduce.cuh"
+#include "kernels/sm90/wgmma.cuh"
+
+namespace tiercel {
+namespace {
+
+constexpr int kTokens = kDeltaChunk;
+constexpr int kPairs = kDeltaPairs;
+constexpr int kBlock = kDeltaBlockBytes;
+constexpr int kFactorVectors = kDeltaBackFactors / 4;
+constexpr int kMultiply = 216, kLoad = 72;  // registers of a thread
+static_assert(delta_registers_fit(kMultiply, kLoad));
+
+template <int kKeySize>
+struct Memory : DeltaRing<kDeltaBackStages, delta_back_stage(kKeySize, 0)> {
+  static constexpr int kTile = kTokens * kKeySize * 2;
+
+  struct Stage {
+    uint32_t k, q, solved, scores, factors, values;
+
+    // Two tokens' factors, of row 0: K S, 1: Q S, 2: the keys that are added.
+    __device__ __forceinline__ float2 factor(int row, int token) const {
+      return load_two(factors + (row * kTokens + token) * 4);
+    }
+    __device__ __forceinline__ float decay() const { return load_two(factors + 3 * kTokens * 4).x; }
+    __device__ __forceinline__ float2 beta(int token) const {
+      return load_two(factors + (kDeltaFactors + token) * 4);
+    }
+  };
+
+  __device__ __forceinline__ Stage stage(int64_t count) const {
+    Stage stage;
+    stage.k = this->at(count);
+    stage.q = stage.k + kTile;
+    stage.solved = stage.q + kTile;
+    stage.scores = stage.solved + kDeltaMatrixBytes;
+    stage.factors = stage.scores + kDeltaMatrixBytes;
+    stage.values = stage.factors + kDeltaBackFactorBytes;
+    return stage;
+  }
+};
+
+// The sequence, head and first slice of a block.
+struct Work {
+  DeltaSequence sequence;
+  int index;
+  int chunks;
+  int head;
+  int slice;
+
+  __device__ __forceinline__ Work(const DeltaBackArgs& args, int groups) {
+    const int slices = (args.value_size + kDeltaSlice - 1) / kDeltaSlice;
+    const int parts = (slices + groups - 1) / groups;
+    const int number = static_cast<int>(blockIdx.x) / 2;
+    slice = number % parts * groups;
+    head = number / parts % args.v_heads;
+    index = number / parts / args.v_heads;
+    sequence = delta_sequence(args, index);
+    chunks = static_cast<int>(delta_chunk_count(sequence));
+  }
+  // The chunk's and head's place in the workspace.
+  __device__ __forceinline__ int64_t place(const DeltaBackArgs& args, int chunk) const {
+    return (sequence.place + chunk) * args.v_heads + head;
+  }
+  __device__ __forceinline__ int rows(int chunk) const {
+    return static_cast<int>(
+        min(int64_t{kTokens}, sequence.end - sequence.begin - int64_t{chunk} * kTokens));
+  }
+};
+
+// The keys, the inverse, the factors and the values; or, back, queries, scores and the gradients of
+// results too.
+template <int kKeySize, bool kBack>
+__device__ __forceinline__ void copy_stage(const DeltaBackArgs& args,
+                                           const typename Memory<kKeySize>::Stage& stage,
+                                           const Work& work, int chunk, int groups) {
+  constexpr int kVectors = kKeySize / 8;
+  const int64_t first = work.sequence.begin + int64_t{chunk} * kTokens;
+  const int rows = work.rows(chunk);
+  const int64_t place = work.place(args, chunk);
+  const char* const matrices = args.matrices + place * 2 * kDeltaMatrixBytes;
+  const int key_head = work.head / (args.v_heads / args.k_heads);
+  copy_tile<kVectors>(stage.k, delta_row(args, args.k, first, key_head), args.k.token, rows,
+                      kVectors);
+  if (kBack) {
+    copy_tile<kVectors>(stage.q, delta_row(args, args.q, first, key_head), args.q.token, rows,
+                        kVectors);
+  }
+  const DeltaHeads& source = kBack ? args.grad : args.v;
+  const char* const values = delta_row(args, source, first, work.head);
+  for (int group = 0; group < groups; ++group) {
+    const int column = (work.slice + group) * kDeltaSlice;
+    const bool real = column < args.value_size;
+    copy_tile<8>(stage.values + group * kBlock, real ? values + column * 2 : values, source.token,
+                 real ? rows : 0, (args.value_size - column) / 8);
+  }
+  copy_tile<8, true>(stage.solved, matrices, 128, kTokens, 8);
+  if (kBack) copy_tile<8, true>(stage.scores, matrices + kDeltaMatrixBytes, 128, kTokens, 8);
+  const float* const factors = args.factors + place * kDeltaBackFactors;
+  const int thread = threadIdx.x % kDeltaLoaders;
+  if (thread < kFactorVectors) {
+    async_copy_16(stage.factors + thread * 16, factors + 4 * thread, true);
+  }
+}
+
+// A warpgroup's 64 columns of a state or of its gradient, of which a thread has some elements.
+template <typename Format, int kKeySize>
+struct State {
+  static constexpr int kTiles = kKeySize / 8;
+  static constexpr int kDepths = kKeySize / 16;
+  DeltaThread thread;
+  int column;  // the warpgroup's first
+  bool real;   // the warp has columns: sizes of values are multiples of 16
+  float values[4 * kTiles];
+  uint32_t rounded[kDepths][4];
+
+  // `from` [K, V], or zeros.
+  __device__ __forceinline__ void load(const float* from, int value_size) {
+#pragma unroll
+    for (int i = 0; i < 4 * kTiles; ++i) {
+      const int64_t row = thread.row(i / 4, i % 4);
+      values[i] =
+          from != nullptr && real ? from[row * value_size + column + thread.column(i % 4)] : 0.0f;
+    }
+    round();
+  }
+  __device__ __forceinline__ void store(float* to, int value_size) const {
+    if (!real) return;
+#pragma unroll
+    for (int i = 0; i < 4 * kTiles; ++i) {
+      const int64_t row = thread.row(i / 4, i % 4);
+      to[row * value_size + column + thread.column(i % 4)] = values[i];
+    }
+  }
+  __device__ __forceinline__ void round() {
+#pragma unroll
+    for (int i = 0; i < 4 * kDepths; ++i) {
+      rounded[i / 4][i % 4] = pack_pair<Format>(values[2 * i], values[2 * i + 1]);
+    }
+  }
+  // The rounded elements, to [V, K].
+  __device__ __forceinline__ void store_rounded(char* to) const {
+    if (!real) return;
+    to += (column + thread.column(0)) * kKeySize * 2 + thread.along * 2;
+#pragma unroll
+    for (int i = 0; i < 4 * kDepths; ++i) {
+      *reinterpret_cast<uint32_t*>(to + i % 2 * 8 * kKeySize * 2 + i / 2 * 16) =
+          rounded[i / 4][i % 4];
+    }
+  }
+  __device__ __forceinline__ void decay(float factor) {
+#pragma unroll
+    for (int i = 0; i < 4 * kTiles; ++i) values[i] *= factor;
+  }
+};
+
+// Products of a warpgroup: sums = (add ? sums : 0) + a times the tile at b, of which rows lie along
+// the sum over keys, or over tokens; if kTurned, its columns are those of the result.
+template <typename Format, bool kTurned, int kDepths, int kCount>
+__device__ __forceinline__ void multiply(float (&sums)[kCount], const uint32_t (&a)[kDepths][4],
+                                         uint32_t b, bool add) {
+  constexpr bool kBFloat16 = std::is_same_v<Format, BFloat16>;
+#pragma unroll
+  for (int depth = 0; depth < kDepths; ++depth) {
+    const uint64_t tile = kTurned ? turned_descriptor(b + depth * 16 * 128, kBlock)
+                                  : rows_descriptor(b + depth / 4 * kBlock + depth % 4 * 32);
+    wgmma_from_registers<kBFloat16, kTurned>(sums, a[depth], tile, add || depth > 0);
+  }
+  wgmma_commit();
+}
+
+template <typename Format, int kKeySize>
+__device__ __forceinline__ void go_forward(const DeltaBackArgs& args,
+                                           const Memory<kKeySize>& memory, const Work& work,
+                                           State<Format, kKeySize>& state, int group) {
+  const int64_t size = int64_t{kKeySize} * args.value_size;
+  state.load(args.initial_state == nullptr
+                 ? nullptr
+                 : args.initial_state + (int64_t{work.index} * args.v_heads + work.head) * size,
+             args.value_size);
+  const int row_bytes = args.value_size * 2;
+  const int first_column = state.column + state.thread.warp * 16 + state.thread.along;
+  const int kept = state.real ? kTokens : 0;  // rows
+  float sums[2 * kPairs * 4];
+#pragma unroll
+  for (int i = 0; i < 2 * kPairs * 4; ++i) sums[i] = 0.0f;
+#pragma unroll 1
+  for (int count = 0; count < work.chunks; ++count) {
+    const auto stage = memory.stage(count);
+    const int64_t place = work.place(args, count);
+    mbarrier_wait(memory.full(count), memory.parity(count));
+    wgmma_settle(sums);
+    wgmma_fence();
+    multiply<Format, false>(sums, state.rounded, stage.k, false);
+    uint32_t values[kPairs][4], scaled[kPairs][4];
+    load_values(values, stage.values + group * kBlock, state.thread.warp);
+    state.store_rounded(args.states + place * size * 2);
+    wgmma_wait<0>();
+    wgmma_settle(sums);
+
+    // The values less what the keys find, and times beta.
+#pragma unroll
+    for (int tile = 0; tile < 2 * kPairs; ++tile) {
+      const int token = tile * 8 + state.thread.along;
+      const float2 of_k = stage.factor(0, token), beta = stage.beta(token);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint32_t& word = values[tile / 2][tile % 2 * 2 + i];
+        float value[2];
+        Format::unpack(word, value);
+        value[0] = fmaf(-of_k.x, sums[4 * tile + 2 * i], value[0]);
+        value[1] = fmaf(-of_k.y, sums[4 * tile + 2 * i + 1], value[1]);
+        word = Format::pack(value);
+        scaled[tile / 2][tile % 2 * 2 + i] =
+            pack_pair<Format>(beta.x * value[0], beta.y * value[1]);
+      }
+    }
+    wgmma_settle(sums);
+    wgmma_fence();
+    multiply<Format, false>(sums, scaled, stage.solved, false);
+    store_rows(args.rest + place * kTokens * row_bytes + first_column * 2, row_bytes, kept,
+               [&](int i) { return values[i / 4][i % 4]; });
+    state.decay(stage.decay());
+    wgmma_wait<0>();
+    wgmma_settle(sums);
+
+    // What tokens write.
+    uint32_t written[kPairs][4], decayed[kPairs][4];
+#pragma unroll
+    for (int tile = 0; tile < 2 * kPairs; ++tile) {
+      const float2 rest = stage.factor(2, tile * 8 + state.thread.along);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float a = sums[4 * tile + 2 * i], b = sums[4 * tile + 2 * i + 1];
+        written[tile / 2][tile % 2 * 2 + i] = pack_pair<Format>(a, b);
+        decayed[tile / 2][tile % 2 * 2 + i] = pack_pair<Format>(a * rest.x, b * rest.y);
+      }
+    }
+    wgmma_settle(state.values);
+    wgmma_fence();
+    multiply<Format, true>(state.values, decayed, stage.k, true);
+    store_rows(args.written + place * kTokens * row_bytes + first_column * 2, row_bytes, kept,
+               [&](int i) { return written[i / 4][i % 4]; });
+    wgmma_wait<0>();
+    wgmma_settle(state.values);
+    arrive(memory.empty(count));
+    state.round();
+  }
+}
+
+template <typename Format, int kKeySize>
+__device__ __forceinline__ void go_back(const DeltaBackArgs& args, const Memory<kKeySize>& memory,
+                                        const Work& work, State<Format, kKeySize>& state,
+                                        int group) {
+  const int64_t size = int64_t{kKeySize} * args.value_size;
+  const int64_t owner = (int64_t{work.index} * args.v_heads + work.head) * size;
+  state.load(args.grad_final == nullptr ? nullptr : args.grad_final + owner, args.value_size);
+  const int row_bytes = args.value_size * 2;
+  const int first_column = state.column + state.thread.warp * 16 + state.thread.along;
+  float sums[2 * kPairs * 4], scored[2 * kPairs * 4];
+#pragma unroll
+  for (int i = 0; i < 2 * kPairs * 4; ++i) sums[i] = scored[i] = 0.0f;
+#pragma unroll 1
+  for (int count = 0; count < work.chunks; ++count) {
+    const auto stage = memory.stage(count);
+    const int chunk = work.chunks - 1 - count;
+    const int64_t place = work.place(args, chunk);
+    mbarrier_wait(memory.full(count), memory.parity(count));
+    uint32_t grad[kPairs][4];
+    load_values(grad, stage.values + group * kBlock, state.thread.warp);
+    wgmma_settle(sums);
+    wgmma_settle(scored);
+    wgmma_fence();
+    multiply<Format, false>(sums, state.rounded, stage.k, false);
+    multiply<Format, true>(scored, grad, stage.scores, false);
+    state.store_rounded(args.grad_states + place * size * 2);
+    wgmma_wait<0>();
+    wgmma_settle(sums);
+    wgmma_settle(scored);
+
+    // Gradients of what tokens write; and the results' gradients as they enter the state's.
+    uint32_t of_written[kPairs][4];
+#pragma unroll
+    for (int tile = 0; tile < 2 * kPairs; ++tile) {
+      const int token = tile * 8 + state.thread.along;
+      const float2 rest = stage.factor(2, token), of_q = stage.factor(1, token);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int at = 4 * tile + 2 * i;
+        of_written[tile / 2][tile % 2 * 2 + i] = pack_pair<Format>(
+            fmaf(rest.x, sums[at], scored[at]), fmaf(rest.y, sums[at + 1], scored[at + 1]));
+        uint32_t& word = grad[tile / 2][tile % 2 * 2 + i];
+        float value[2];
+        Format::unpack(word, value);
+        word = pack_pair<Format>(of_q.x * value[0], of_q.y * value[1]);
+      }
+    }
+    state.decay(stage.decay());
+    wgmma_settle(sums);
+    wgmma_settle(state.values);
+    wgmma_fence();
+    multiply<Format, true>(sums, of_written, stage.solved, false);
+    multiply<Format, true>(state.values, grad, stage.q, true);
+    wgmma_wait<1>();
+    wgmma_settle(sums);
+
+    // Gradients of the values less what the keys find.
+    uint32_t of_rest[kPairs][4], of_values[kPairs][4], of_keys[kPairs][4];
+#pragma unroll
+    for (int tile = 0; tile < 2 * kPairs; ++tile) {
+      const int token = tile * 8 + state.thread.along;
+      const float2 of_k = stage.factor(0, token), beta = stage.beta(token);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float a = sums[4 * tile + 2 * i], b = sums[4 * tile + 2 * i + 1];
+        const float of_a = beta.x * a, of_b = beta.y * b;
+        of_rest[tile / 2][tile % 2 * 2 + i] = pack_pair<Format>(a, b);
+        of_values[tile / 2][tile % 2 * 2 + i] = pack_pair<Format>(of_a, of_b);
+        of_keys[tile / 2][tile % 2 * 2 + i] = pack_pair<Format>(-of_k.x * of_a, -of_k.y * of_b);
+      }
+    }
+    wgmma_fence();
+    multiply<Format, true>(state.values, of_keys, stage.k, true);
+    store_rows(args.grad_rest + place * kTokens * row_bytes + first_column * 2, row_bytes,
+               state.real ? kTokens : 0, [&](int i) { return of_rest[i / 4][i % 4]; });
+    char* const to =
+        const_cast<char*>(
+            delta_row(args, args.dv, work.sequence.begin + int64_t{chunk} * kTokens, work.head)) +
+        first_column * 2;
+    store_rows(to, args.dv.token, state.real ? work.rows(chunk) : 0,
+               [&](int i) { return of_values[i / 4][i % 4]; });
+    wgmma_wait<0>();
+    wgmma_settle(state.values);
+    arrive(memory.empty(count));
+    state.round();
+  }
+  if (args.grad_initial != nullptr) state.store(args.grad_initial + owner, args.value_size);
+}
+
+template <typename Format, int kKeySize>
+__global__ void __launch_bounds__(kDeltaRuleThreads, 1)
+    gated_delta_rule_passes(const __grid_constant__ DeltaBackArgs args) {
+  extern __shared__ __align__(1024) char shared[];
+  Memory<kKeySize> memory;
+  const int group = memory.set_up(shared);
+  const int groups = memory.groups;
+  grid_dependency_wait();
+  grid_dependency_launch();
+
+  // Roles have few registers in common, or some would be spilled: each finds its work itself.
+  const bool back = blockIdx.x % 2 == 0;
+  if (group == groups) {
+    set_registers<kLoad, false>();
+    const Work work(args, groups);
+    if (back) {
+      load_stages(memory, work.chunks, [&](int count) {
+        copy_stage<kKeySize, true>(args, memory.stage(count), work, work.chunks - 1 - count,
+                                   groups);
+      });
+    } else {
+      load_stages(memory, work.chunks, [&](int count) {
+        copy_stage<kKeySize, false>(args, memory.stage(count), work, count, groups);
+      });
+    }
+  } else {
+    set_registers<kMultiply, true>();
+    const Work work(args, groups);
+    State<Format, kKeySize> state;
+    state.column = (work.slice + group) * kDeltaSlice;
+    state.real = state.column + state.thread.warp * 16 < args.value_size;
+    if (back) {
+      go_back<Format, kKeySize>(args, memory, work, state, group);
+    } else {
+      go_forward<Format, kKeySize>(args, memory, work, state, group);
+    }
+  }
+}
+
+#define TIERCEL_PASSES(dtype, size)                                            \
+  {DeltaPart::kBackPasses, size, DType::k##dtype, false,                       \
+   Kernel("gated_delta_rule_passes<" #dtype ", K=" #size ">",                  \
+          reinterpret_cast<const void*>(gated_delta_rule_passes<dtype, size>), \
+          delta_back_smem(size, kDeltaGroups))}
+
+const DeltaRuleKernel kKernels[] = {
+    TIERCEL_PASSES(BFloat16, 128),
+    TIERCEL_PASSES(Float16, 128),
+};
+
+}  // namespace
+
+const DeltaRuleKernel* delta_back_kernels(int* count) {
+  *count = sizeof(kKernels) / sizeof(kKernels[0]);
+  return kKernels;
+}
+
+}  // namespace tiercel

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+// The interface of w4_moe's host and device code.
+#ifndef KERNELS_MOE_W4_MOE_KERNELS_H_
+#define KERNELS_MOE_W4_MOE_KERNELS_H_
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "kernels/gemv/w4_format.h"
+#include "kernels/moe/w4_moe.h"
+#include "kernels/sm90/launch.h"
+
+namespace tiercel {
+
+inline constexpr int kW4MoeStep = 128;       // values of K, a stage
+inline constexpr int kW4MoeConsumers = 256;  // threads that multiply
+
+// The 16 rows of a group of the weight are those at
+//   group * rows.group + half * rows.half + i * rows.next,  half < 2, i < 8.
+// Gated, half 0 has the gates of 8 features and half 1 what they are for.
+struct W4MoeRows {
+  int group, half, next;
+};
+
+struct W4MoeArgs {
+  CUtensorMap weight_map;     // [E, groups, 2, 8, K / 2]; boxes of 64 bytes of a tile's rows
+  W4Scales scales;            // [E * weight_rows, K / group]
+  const float* global_scale;  // [E], or null
+  const uint16_t* bias;       // [E, weight_rows], or null
+  const char* x;
+  int64_t x_row;  // bytes
+  uint16_t* out;  // [elements, features], contiguous
+  // The lists of the routing; or null: block b is element b, at the expert of its id.
+  const int32_t* slots;
+  const int32_t* expert_ids;
+  const int32_t* used;
+  const void* ids;  // [elements]
+  bool wide_ids;    // int64
+  int bound;        // ids from 0 to it, exclusive, are in a block
+  int slot_count;
+  int elements;
+  int divide;  // element e reads row e / divide of x
+  int experts;
+  int weight_rows;  // an expert
+  W4MoeRows rows;
+  int features;
+  int k;
+  int steps;
+  int row_tiles;
+  W4MoeActivation activation;
+  float alpha, limit;
+  bool gated;
+  bool down;  // rows without an expert are zeros, and the routing is older than the last launch
+};
+
+struct W4MoeKernel {
+  int tokens;  // of a block of the routing
+  int rows;    // of the weight, a tile
+  bool floats;
+  bool bfloat16;
+  int stages;
+  Kernel kernel;
+};
+
+constexpr int w4_moe_threads(int rows) { return kW4MoeConsumers + rows; }
+
+// x, weights, and 16 bytes of scales a row.
+constexpr int w4_moe_stage_bytes(int tokens, int rows) {
+  return tokens * (kW4MoeStep * 2) + rows * (kW4MoeStep / 2 + 16);
+}
+
+const W4MoeKernel* w4_moe_kernels(int* count);
+
+}  // namespace tiercel
+
+#endif  // KERNELS_MOE_W4_MOE_KERNELS_H_

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""w4_moe: experts with 4-bit weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tiercel.ops.moe import cases
+from tiercel.workbench.bench.launch import Launch, WrongResult
+from tiercel.workbench.bench.ops import Error, Inputs, OpBench
+
+_GROUPS = {"nvfp4": 16, "mxfp4": 32, "int4": 128}
+_GPT_OSS = {"activation": "silu_residual", "alpha": 1.702, "limit": 7.0, "interleaved": True}
+
+
+def _invalid(params: Mapping[str, Any]) -> str | None:
+    if params["format"] not in _GROUPS:
+        return f"format must be one of {', '.join(_GROUPS)}"
+    unit = 128 if params["format"] == "int4" else 64
+    if params["H"] % unit or params["I"] % unit:
+        return f"H and I must be multiples of {unit}"
+    sizes = {name: value for name, value in params.items() if name != "format"}
+    return cases.invalid(sizes)
+
+
+def _make(case: Any, device: str, seed: int) -> Inputs:
+    import torch
+
+    generator = torch.Generator(device=device).manual_seed(seed)
+    options = {"device": device, "generator": generator}
+    experts, hidden, inner = case["E"], case["H"], case["I"]
+    dtype = getattr(torch, case.dtype)
+
+    def half(rows: int, columns: int) -> tuple[Any, ...]:
+        shape = (experts, rows, columns // _GROUPS[case["format"]])
+        codes = torch.randint(0, 256, (experts, rows, columns // 2), dtype=torch.uint8, **options)
+        if case["format"] == "mxfp4":
+            scale = torch.randint(121, 124, shape, dtype=torch.uint8, **options)
+        elif case["format"] == "nvfp4":
+            scale = (torch.rand(shape, **options) / 32 + 0.02).to(torch.float8_e4m3fn)
+        else:
+            scale = (torch.rand(shape, **options) / 64 + 0.01).to(dtype)
+        return codes, scale, torch.randn(experts, rows, **options).to(dtype)
+
+    w_up, up_scale, up_bias = half(2 * inner, hidden)
+    w_down, down_scale, down_bias = half(hidden, inner)
+    weights = torch.rand(case["T"], case["k"], **options)
+    scores = torch.rand(case["T"], experts, **options)
+    return {
+        "x": torch.randn(case["T"], hidden, **options).to(dtype),
+        "w_up": w_up,
+        "w_up_scale": up_scale,
+        "w_down": w_down,
+        "w_down_scale": down_scale,
+        "topk_weights": weights / weights.sum(dim=1, keepdim=True),
+        "topk_ids": scores.topk(case["k"]).indices.int(),
+        "up_bias": up_bias,
+        "down_bias": down_bias,
+    }
+
+
+def _bytes(case: Any) -> int:
+    """The active experts' weights and scales; activations are little beside them."""
+    group = _GROUPS[case["format"]]
+    of_value = 0.5 + (2 if case["format"] == "int4" else 1) / group
+    matrices = 3 * case["I"] * case["H"] * of_value
+    return int(cases.active(case) * matrices + 4 * case["T"] * case["H"])
+
+
+def _reference(case: Any, inputs: Inputs) -> Any:
+    from tiercel.ops.moe import reference as ref
+
+    wide = dict(inputs)
+    wide["x"] = inputs["x"].double()
+    return ref.w4_moe(**wide, format=case["format"], **_GPT_OSS)
+
+
+def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error:
+    """In units of the dtype's rounding: one of int4's weights, one between the halves, one of each
+    expert's output, one of the sum."""
+    import torch
+
+    (result,) = outputs
+    if result.shape != expected.shape or result.dtype != inputs["x"].dtype:
+        raise WrongResult(f"shape {tuple(result.shape)}, {result.dtype}")
+    errors = (result.double() - expected).abs()
+    if not bool(torch.isfinite(errors).all()):
+        raise WrongResult("a result is not finite")
+    unit = torch.finfo(result.dtype).eps / 2
+    scale = expected.square().mean().sqrt()
+    worst = float((errors / (unit * (expected.abs() + 6 * scale))).max())
+    if worst > 1.5:
+        raise WrongResult(f"a result is off by {worst:.1f} times its tolerance")
+    rms = float(errors.square().mean().sqrt() / scale)
+    if rms > 2 * unit:
+        raise WrongResult(f"RMS error {rms:.1e}, tolerance {2 * unit:.1e}")
+    return Error(rms=rms, maximum=float(errors.max() / expected.abs().max()))
+
+
+BENCHES = [
+    OpBench(
+        family="moe",
+        op="w4_moe",
+        params={"T": None, "E": None, "k": None, "H": None, "I": None, "format": "mxfp4"},
+        invalid=_invalid,
+        make=_make,
+        call=lambda case, inputs: (
+            tuple(inputs.values())[:7],
+            {
+                "format": case["format"],
+                "up_bias": inputs["up_bias"],
+                "down_bias": inputs["down_bias"],
+                **_GPT_OSS,
+            },
+        ),
+        out=lambda case, inputs: None,
+        bytes_moved=_bytes,
+        flops=lambda case: 6 * int(case["T"] * case["k"] * case["H"] * case["I"]),
+        reference=_reference,
+        check=_check,
+    ),
+]

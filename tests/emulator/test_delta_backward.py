@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of the gated delta rule, run by the emulator, against float64 autograd."""
+
+import itertools
+
+import pytest
+import torch
+from support.emulator import sm90
+from support.index_fuzz import Draw, run
+from support.near import BF16, F16, F32
+
+from tiercel.ops.delta import reference as ref
+
+NAMES = ("q", "k", "v", "g", "beta", "initial_state")
+
+
+def problem(batch, tokens, heads, sizes, dtype=BF16, unit=True, seed=0, gate=2.0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    q, k = (random(batch, tokens, heads[0], sizes[0]) for _ in range(2))
+    k = torch.nn.functional.normalize(k, dim=-1) if unit else k
+    v, grad = (random(batch, tokens, heads[1], sizes[1]).to(dtype) for _ in range(2))
+    g = torch.nn.functional.logsigmoid(random(*v.shape[:3]) + gate)
+    beta = random(*v.shape[:3]).sigmoid()
+    return grad, q.to(dtype), k.to(dtype), v, g, beta
+
+
+def states(*shape, seed=9):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def autograd(grad, inputs, grad_final, initial, starts, scale, l2norm):
+    """Of the float64 recurrence."""
+    given = [t.double().requires_grad_() for t in inputs]
+    first = None if initial is None else initial.double().requires_grad_()
+    tensors = ref._inputs(*given, scale, l2norm)
+    ends = [(i, i + 1, slice(None)) for i in range(len(grad))]
+    if starts is not None:
+        ends = [(0, 1, slice(a, b)) for a, b in itertools.pairwise(starts)]
+    total = 0.0
+    for i, (begin, end, part) in enumerate(ends):
+        shape = (1, grad.shape[2], inputs[0].shape[3], grad.shape[3])
+        state = torch.zeros(shape).double() if first is None else first[i : i + 1]
+        state, out = ref._run(state, tuple(t[begin:end, part] for t in tensors))
+        total = total + (out * grad[begin:end, part].double()).sum()
+        if grad_final is not None:
+            total = total + (state * grad_final[i].double()).sum()
+    leaves = [*given, *([] if first is None else [first])]
+    if not isinstance(total, torch.Tensor) or not total.requires_grad:
+        return [torch.zeros_like(t) for t in leaves]
+    return torch.autograd.grad(total, leaves, materialize_grads=True)
+
+
+def backward(inputs, grad_final=None, initial=None, starts=None, scale=None, l2norm=True):
+    """Errors are parts of the gradients' own sizes: sums over many roundings, each 2^-9 for
+    bfloat16. In those of gates products of whole states nearly cancel."""
+    grad, *given = inputs
+    got = sm90("gated_delta_rule_backward")(
+        *(grad, *given, grad_final, initial, starts, scale, l2norm, None)
+    )
+    ends = None if starts is None else starts.tolist()
+    due = autograd(grad, given, grad_final, initial, ends, scale, l2norm)
+    of_size = 2**-7 if grad.dtype == BF16 else 2**-9
+    for name, a, b in zip(NAMES, got, due, strict=False):
+        assert torch.isfinite(a).all() and a.shape == b.shape, name
+        if not b.numel():
+            continue
+        size = b.norm().clamp(min=1e-20)
+        error = float((a.double() - b).norm() / size)
+        due_error = of_size * (2.5 if name == "g" else 1.0)
+        assert error < due_error, (name, error)
+        worst = float((a.double() - b).abs().max() / b.abs().max().clamp(min=1e-20))
+        assert worst < 4 * due_error, (name, worst)
+    return got
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 150])
+def test_lengths(tokens):
+    batch = 4 if tokens == 1 else 1  # a gradient that is one product may be near zero
+    backward(problem(batch, tokens, (1, 2), (128, 32)))
+    initial, grad_final = states(batch, 2, 128, 32), states(batch, 2, 128, 32, seed=8)
+    inputs = problem(batch, tokens, (2, 2), (128, 32), seed=1)
+    backward(inputs, grad_final, initial, scale=0.3, l2norm=False)
+
+
+@pytest.mark.parametrize("sizes", [(128, 16), (128, 80), (128, 128), (128, 144)])
+def test_sizes(sizes):
+    """Slices of the values have 64 columns, the last may have fewer; of many, two share a block."""
+    heads = (1, 2) if sizes[1] <= 80 else (1, 1)
+    inputs = problem(1, 70, heads, sizes)
+    backward(inputs, states(1, heads[1], *sizes), states(1, heads[1], *sizes, seed=8))
+    if sizes[1] == 80:
+        backward(problem(4, 3, (9, 9), sizes), states(4, 9, *sizes))
+
+
+def test_float16():
+    inputs = problem(2, 100, (1, 2), (128, 32), F16)
+    backward(inputs, states(2, 2, 128, 32), states(2, 2, 128, 32, seed=8))
+
+
+@pytest.mark.parametrize("heads", [(1, 4), (2, 4), (3, 3)])
+def test_heads_that_share_keys(heads):
+    backward(problem(1, 80, heads, (128, 32)))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_beta(dtype):
+    """Betas of 0 have a gradient, though their tokens write nothing."""
+    *rest, beta = problem(1, 100, (1, 2), (128, 16))
+    beta[:, ::3] = 0.0
+    assert backward((*rest, beta.to(dtype)))[4].dtype == dtype
+    backward((*rest, torch.ones_like(beta).to(dtype)))
+
+
+@pytest.mark.parametrize("gate", [-300.0, -20.0, -3.0, 20.0])
+def test_decay(gate):
+    """From states that are lost at once to such that stay."""
+    more = states(1, 2, 128, 16), states(1, 2, 128, 16, seed=8)
+    grad, q, k, v, g, beta = problem(1, 150, (1, 2), (128, 16), gate=gate)
+    backward((grad, q, k, v, g, beta), *more)
+    g[:, 40] = -float("inf")
+    g[:, 41:60] = -50.0
+    backward((grad, q, k, v, g, beta), *more)
+
+
+@pytest.mark.parametrize("lengths", [(5, 0, 64, 130, 1), (0, 0), (200,), (63, 1, 65)])
+def test_packed(lengths):
+    starts = torch.tensor([3, *lengths]).cumsum(0).to(torch.int32)
+    begin, end, count = 3, int(starts[-1]), len(lengths)
+    initial, grad_final = states(count, 2, 128, 16), states(count, 2, 128, 16, seed=8)
+    got = backward(problem(1, end + 70, (1, 2), (128, 16)), grad_final, initial, starts)
+    for each in got[:5]:
+        assert not each[:, :begin].any() and not each[:, end:].any()
+    for i, length in enumerate(lengths):
+        if length == 0:
+            assert torch.equal(got[5][i], grad_final[i])
+
+
+def test_no_tokens():
+    initial, grad_final = states(2, 2, 128, 16), states(2, 2, 128, 16, seed=8)
+    got = backward(problem(2, 0, (1, 2), (128, 16)), grad_final, initial)
+    assert torch.equal(got[5], grad_final)
+    assert not backward(problem(2, 0, (1, 2), (128, 16)), None, initial)[5].any()
+    backward(problem(0, 5, (1, 2), (128, 16)))
+    backward(problem(1, 70, (1, 2), (128, 16)), starts=torch.tensor([0], dtype=torch.int32))
+
+
+def test_rows_of_zeros_and_of_any_length():
+    """With their lengths divided out, queries and keys of zeros have gradients that are numbers."""
+    for dtype in (BF16, F16):
+        grad, q, k, *rest = problem(1, 70, (1, 2), (128, 16), dtype)
+        q[:, 3:5], k[:, 4:6] = 0.0, 0.0
+        got = sm90("gated_delta_rule_backward")(
+            *(grad, q, k, *rest, None, None, None, None, True, None)
+        )
+        assert all(torch.isfinite(each).all() for each in got)
+        scaled = q * 64, k / 64
+        backward((grad, *scaled, *rest))
+
+
+def test_strided_inputs():
+    """Queries, keys and values are parts of one projection; the gradient is one of a sum."""
+    whole = states(2, 80, 4 * 128 + 2 * 32).to(BF16)
+    q, k, v = whole.split([256, 256, 64], dim=-1)
+    q, k = (t.unflatten(-1, (2, 128)) for t in (q, k))
+    grad, *_, g, beta = problem(2, 80, (2, 2), (128, 32))
+    given = (q, k, v.unflatten(-1, (2, 32)), g, beta)
+    backward((grad, *given))
+    backward((torch.ones((), dtype=BF16).expand(grad.shape), *given))
+
+
+def test_reproducible():
+    inputs = problem(1, 200, (1, 3), (128, 32))
+    first = backward(inputs)
+    for each, other in zip(first, backward(inputs), strict=True):
+        assert torch.equal(each, other)
+
+
+def test_reference():
+    """The formulas of ref are autograd's."""
+    for channels in (False, True):
+        grad, *given = problem(1, 9, (1, 2), (128, 16))
+        if channels:
+            given[3] = given[3][..., None] * torch.linspace(0.5, 2.0, 128)
+        given = [t.double() for t in given]
+        starts, initial = torch.tensor([1, 4, 4, 8]), states(3, 2, 128, 16).double()
+        last = states(3, 2, 128, 16, seed=8).double()
+        got = ref.gated_delta_rule_backward(grad.double(), *given, last, initial, starts, 0.5, True)
+        due = autograd(grad, given, last, initial, starts.tolist(), 0.5, True)
+        for a, b in zip(got, due, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("case", range(6))
+def test_any_contents_of_starts(case):
+    """Kernels stay inside of the tensors, whatever starts hold."""
+    draw = Draw(case)
+    rows, count = draw.of(1, 70, 150), draw.of(1, 3)
+    right = torch.linspace(0, rows, count + 1).long()
+    starts = draw.strays(right, rows + 1, wide=False).int()
+    inputs = problem(1, rows, (1, 2), (128, 16), seed=case)
+    initial = states(count, 2, 128, 16)
+    run("gated_delta_rule_backward", *inputs, None, initial, starts, None, True, None)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launcher of w4_moe: it needs neither PyTorch nor a GPU."""
+
+import pytest
+from support.dlpack_tensor import AttributeTensor, ExchangeTensor
+
+from tiercel import _C
+
+NVFP4, MXFP4, INT4 = range(3)
+SILU, RELU_SQUARED = 0, 4
+
+
+@pytest.fixture(params=[ExchangeTensor, AttributeTensor])
+def make(request):
+    return request.param
+
+
+def plan(make, half="up", kind=MXFP4, tokens=64, block=32, activation=SILU, **changes):
+    """Of gpt-oss-20b's shapes."""
+    experts, k, hidden, inner = 32, 4, 2880, 2880
+    dtype = changes.pop("dtype", "bfloat16")
+    up = half == "up"
+    rows, columns = (2 * inner, hidden) if up else (hidden, inner)
+    if activation == RELU_SQUARED:
+        rows = inner
+    scale = {
+        NVFP4: lambda: make(experts, rows, columns // 16, dtype="float8_e4m3fn"),
+        MXFP4: lambda: make(experts, rows, columns // 32, dtype="uint8"),
+        INT4: lambda: make(experts, rows, columns // 64, dtype=dtype),
+    }[kind]()
+    elements = tokens * k
+    slots = elements + experts * (block - 1)
+    lists = [None] * 3
+    if block:
+        lists = [make(slots, dtype="int32"), make(-(-slots // block), dtype="int32")]
+        lists.append(make(1, dtype="int32"))
+    arguments = {
+        "x": make(tokens if up else elements, columns, dtype=dtype),
+        "weight": make(experts, rows, columns // 2, dtype="uint8"),
+        "scale": scale,
+        "zero_point": None,
+        "global_scale": None,
+        "bias": None,
+        "ids": make(tokens, k, dtype="int64"),
+        "sorted_token_ids": lists[0],
+        "expert_ids": lists[1],
+        "num_tokens_post_padded": lists[2],
+        "out": make(elements, inner if up else hidden, dtype=dtype),
+    } | changes
+    rest = (block, experts, kind, *([activation, False, 1.0, 0.0] if up else []))
+    return getattr(_C, f"w4_moe_{half}_plan")(*arguments.values(), *rest)
+
+
+@pytest.mark.parametrize("kind", [NVFP4, MXFP4, INT4])
+@pytest.mark.parametrize("half", ["up", "down"])
+def test_shapes(half, kind):
+    rows = 5760 if half == "up" else 2880
+    for tokens, block in ((1, 0), (4, 0), (64, 32), (4096, 128)):
+        got = plan(ExchangeTensor, half, kind, tokens, block)
+        tile = 128 if block == 128 else 64
+        blocks = -(-(tokens * 4 + 32 * (block - 1)) // block) if block else tokens * 4
+        assert got["kernel"].startswith("w4_moe<int4" if kind == INT4 else "w4_moe<e2m1")
+        assert (got["rows"], got["blocks"]) == (tile, blocks)
+        assert got["grid"] == blocks * -(-rows // tile)
+        assert got["dynamic_smem"] <= 226 * 1024 and got["block"] == 256 + tile
+
+
+def test_three_blocks_of_few_tokens_fit(make):
+    assert 3 * (plan(make, tokens=1, block=0)["dynamic_smem"] + 2048) <= 228 * 1024
+
+
+def test_without_a_gate(make):
+    assert plan(make, activation=RELU_SQUARED)["grid"] == plan(make, "down")["grid"]
+
+
+def test_float16(make):
+    for kind in (NVFP4, INT4):
+        assert "float16" in plan(make, "up", kind, dtype="float16")["kernel"]
+    with pytest.raises(NotImplementedError, match="MXFP4's scales need the range of bfloat16"):
+        plan(make, dtype="float16")
+
+
+def test_empty(make):
+    assert plan(make, tokens=0)["kernel"] == "none"
+
+
+def vector(*shape, dtype="bfloat16"):
+    return lambda make: make(*shape, dtype=dtype)
+
+
+BAD = [
+    ({"x": vector(64, 2816)}, ValueError, "`weight` must have shape [E, N, K / 2]"),
+    ({"weight": vector(32, 5760, 1440)}, TypeError, "`weight` must have dtype uint8"),
+    ({"out": vector(256, 2816)}, ValueError, "`out` must have shape [T * k, features]"),
+    ({"out": vector(256, 2880, dtype="float16")}, TypeError, "`out` must have dtype bfloat16"),
+    ({"scale": vector(32, 5760, 90)}, TypeError, "`scale` must have dtype uint8"),
+    (
+        {"scale": vector(32, 5760, 91, dtype="uint8")},
+        ValueError,
+        "`scale` must have shape [E, N, K / 32]",
+    ),
+    ({"zero_point": vector(32, 5760, 90)}, ValueError, "`zero_point` is for int4 only"),
+    ({"global_scale": vector(32)}, TypeError, "`global_scale` must have dtype float32"),
+    ({"global_scale": vector(1, dtype="float32")}, ValueError, "`global_scale` must have shape"),
+    ({"bias": vector(32, 2880)}, ValueError, "`bias` must have shape [E, N]"),
+    ({"ids": vector(64, 4)}, TypeError, "`ids` must have dtype int32 or int64"),
+    ({"expert_ids": lambda make: None}, ValueError, "must be all tensors or all None"),
+    ({"expert_ids": vector(3, dtype="int32")}, ValueError, "`expert_ids` must have shape"),
+    ({"num_tokens_post_padded": vector(2, dtype="int32")}, ValueError, "must have shape [1]"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "text"), BAD)
+def test_bad_arguments_are_named(make, changes, error, text):
+    with pytest.raises(error) as info:
+        plan(make, **{name: value(make) for name, value in changes.items()})
+    assert str(info.value).startswith("w4_moe_up: ") and text in str(info.value)
+
+
+def test_what_the_kernels_do_not_take(make):
+    with pytest.raises(NotImplementedError, match="`block_size` must be 32 or 128"):
+        plan(make, block=64)
+    with pytest.raises(NotImplementedError, match="without a routing there are up to 16 ids"):
+        plan(make, tokens=5, block=0)
+    narrow = {"x": make(64, 2848, dtype="bfloat16")}
+    with pytest.raises(NotImplementedError, match="multiples of 64 features and of 64 values"):
+        plan(make, **narrow)
