@@ -111,9 +111,9 @@ def attention_varlen(
     gradients.
 
     Differentiable in ``q``, ``k``, ``v`` and ``sinks``: up to D = 128 with Dv = D the backward has
-    kernels of its own, in an order that :func:`tiercel.attention` says; otherwise it has all scores of a
-    sequence in memory, and waits for the GPU to know its length. The kernels never do, forward or
-    backward: a CUDA graph may hold both, and is right for other sequences in the same tensors.
+    kernels of its own, in an order that :func:`tiercel.attention` says; otherwise it has all scores
+    of a sequence in memory, and waits for the GPU to know its length. The kernels never do, forward
+    or backward: a CUDA graph may hold both, and is right for other sequences in the same tensors.
 
     Args:
         q: ``[Tq, H, D]``, bfloat16, float16 or float8_e4m3fn. The precompiled kernels take D up to
