@@ -109,7 +109,38 @@ Status lay_out_logits(const SampleCall& call, const Argument& logits, int rank,
   return lay_out_numbers(call, logits, owners, args);
 }
 
-Status lay_out(const SampleCall& call, SampleArgs* args) {
+// The results of the k tokens with the largest logits; `args` has the row's already.
+Status lay_out_top(const SampleCall& call, const Argument& logits, TopLogprobsArgs* args) {
+  args->k = 0;
+  if (call.top_tokens == nullptr && call.top_logprobs == nullptr) return Status();
+  if (call.top_tokens == nullptr || call.top_logprobs == nullptr) {
+    return Status::InvalidArgument(
+        "sample: `top_tokens` and `top_logprobs` must be given together");
+  }
+  const Argument tokens{kOp, "top_tokens", *call.top_tokens};
+  TIERCEL_RETURN_IF_ERROR(check_dtype(tokens, {call.tokens->dtype}));
+  TIERCEL_RETURN_IF_ERROR(check_rank(tokens, 2));
+  const int64_t k = call.top_tokens->shape[1];
+  if (k < 1) {
+    return Status::InvalidArgument(mismatch(tokens, "have at least 1 column", std::to_string(k)));
+  }
+  if (k > kTopLogprobs) {
+    return Status::Unimplemented("sample: up to " + std::to_string(kTopLogprobs) +
+                                 " top log-probabilities are supported, got " + std::to_string(k));
+  }
+  TIERCEL_RETURN_IF_ERROR(check_shape(tokens, {args->rows, k}, "[T, k]"));
+  TIERCEL_RETURN_IF_ERROR(check_rest(tokens, logits));
+  const Argument logprobs{kOp, "top_logprobs", *call.top_logprobs};
+  TIERCEL_RETURN_IF_ERROR(check_dtype(logprobs, {DType::kFloat32}));
+  TIERCEL_RETURN_IF_ERROR(check_shape(logprobs, {args->rows, k}, "[T, k]"));
+  TIERCEL_RETURN_IF_ERROR(check_rest(logprobs, logits));
+  args->k = static_cast<int>(k);
+  args->top_tokens = call.top_tokens->data;
+  args->top_logprobs = static_cast<float*>(call.top_logprobs->data);
+  return Status();
+}
+
+Status lay_out(const SampleCall& call, TopLogprobsArgs* args) {
   const Argument logits{kOp, "logits", *call.logits};
   const Owners owners{call.logits->ndim > 0 ? call.logits->shape[0] : 0, "[T]"};
   TIERCEL_RETURN_IF_ERROR(lay_out_logits(call, logits, 2, owners, args));
@@ -127,13 +158,14 @@ Status lay_out(const SampleCall& call, SampleArgs* args) {
   TIERCEL_RETURN_IF_ERROR(check_rest(tokens, logits));
   args->tokens = call.tokens->data;
   args->wide = call.tokens->dtype == DType::kInt64;
-  if (call.logprobs == nullptr) return Status();
-  const Argument logprobs{kOp, "logprobs", *call.logprobs};
-  TIERCEL_RETURN_IF_ERROR(check_dtype(logprobs, {DType::kFloat32}));
-  TIERCEL_RETURN_IF_ERROR(check_shape(logprobs, {args->rows}, "[T]"));
-  TIERCEL_RETURN_IF_ERROR(check_rest(logprobs, logits));
-  args->logprobs = static_cast<float*>(call.logprobs->data);
-  return Status();
+  if (call.logprobs != nullptr) {
+    const Argument logprobs{kOp, "logprobs", *call.logprobs};
+    TIERCEL_RETURN_IF_ERROR(check_dtype(logprobs, {DType::kFloat32}));
+    TIERCEL_RETURN_IF_ERROR(check_shape(logprobs, {args->rows}, "[T]"));
+    TIERCEL_RETURN_IF_ERROR(check_rest(logprobs, logits));
+    args->logprobs = static_cast<float*>(call.logprobs->data);
+  }
+  return lay_out_top(call, logits, args);
 }
 
 // Chooses how many blocks share a row.
@@ -169,7 +201,8 @@ Status spread(const char* op, const SampleCall& call, bool penalties, SampleArgs
   return Status();
 }
 
-Status prepare(const SampleCall& call, SampleArgs* args, SamplePlan* plan, const Kernel** kernel) {
+Status prepare(const SampleCall& call, TopLogprobsArgs* args, SamplePlan* plan,
+               const Kernel** kernel) {
   *plan = {"none", 0, 0, 0, 0};
   TIERCEL_RETURN_IF_ERROR(lay_out(call, args));
   if (args->rows == 0) return Status();
@@ -197,22 +230,34 @@ LaunchConfig config_of(const SamplePlan& plan) {
 }  // namespace
 
 Status sample_plan(const SampleCall& call, SamplePlan* plan) {
-  SampleArgs args{};
+  TopLogprobsArgs args{};
   const Kernel* kernel = nullptr;
   return prepare(call, &args, plan, &kernel);
 }
 
 Status sample(const SampleCall& call, void* stream) {
-  SampleArgs args{};
+  TopLogprobsArgs args{};
   SamplePlan plan;
   const Kernel* kernel = nullptr;
   TIERCEL_RETURN_IF_ERROR(prepare(call, &args, &plan, &kernel));
   if (kernel == nullptr) return Status();
-  void* arguments[] = {&args};
-  return kernel->launch(config_of(plan), call.logits->device_index, stream, arguments);
+  const int device = call.logits->device_index;
+  SampleArgs draw = args;
+  void* arguments[] = {&draw};
+  TIERCEL_RETURN_IF_ERROR(kernel->launch(config_of(plan), device, stream, arguments));
+  if (args.k == 0) return Status();
+  LaunchConfig config = config_of(plan);
+  config.dynamic_smem = static_cast<unsigned>(args.segments * 2 * sizeof(float));
+  void* top[] = {&args};
+  return KernelTable(top_logprobs_kernels)
+      .find([&](const TopLogprobsKernel& one) { return one.dtype == call.logits->dtype; })
+      ->kernel.launch(config, device, stream, top);
 }
 
-Status sample_load(int device) { return KernelTable(sample_kernels).load_all(device); }
+Status sample_load(int device) {
+  TIERCEL_RETURN_IF_ERROR(KernelTable(sample_kernels).load_all(device));
+  return KernelTable(top_logprobs_kernels).load_all(device);
+}
 
 namespace {
 

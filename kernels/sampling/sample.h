@@ -34,7 +34,8 @@ struct SampleNumbers {
 
 // logits [T, V] float32, bfloat16 or float16, contiguous rows; tokens [T] int32 or int64; logprobs
 // [T] float32 or null. Any content of the other tensors is valid. A row that holds NaN, or nothing
-// but -inf, gets token -1 and the log-probability NaN.
+// but -inf, gets token -1 and the log-probability NaN. top_tokens [T, k] with the dtype of tokens
+// and top_logprobs [T, k] float32, or both null: the k largest logits' after penalties and mask.
 struct SampleCall {
   const TensorView* logits = nullptr;
   const TensorView* temperatures = nullptr;  // [T] float32, like all whose type is not given
@@ -51,6 +52,8 @@ struct SampleCall {
   const TensorView* allowed = nullptr;  // likewise
   const TensorView* tokens = nullptr;
   const TensorView* logprobs = nullptr;
+  const TensorView* top_tokens = nullptr;
+  const TensorView* top_logprobs = nullptr;
   SampleNumbers numbers;
 };
 

@@ -43,6 +43,13 @@ struct SampleArgs {
   float* logprobs;  // or null
 };
 
+// The k tokens of each row with the largest logits; `wide` holds for them too.
+struct TopLogprobsArgs : SampleArgs {
+  int k;
+  void* top_tokens;     // [T, k]
+  float* top_logprobs;  // [T, k]
+};
+
 // The tokens that may be drawn from a row: one with distance d to the largest logit has the weight
 // 2^(-d scale) unit, if d is up to the limit and both bounds.
 struct Kept {
@@ -87,6 +94,11 @@ struct SampleKernel {
   Kernel kernel;
 };
 
+struct TopLogprobsKernel {
+  DType dtype;
+  Kernel kernel;
+};
+
 inline constexpr int kSampleThreads = 256;  // per block
 inline constexpr int kSampleBlocks = 8;     // at most, per row: the portable limit of clusters
 // Columns that a warp reads at once and adds up in a fixed order, whatever the number of blocks.
@@ -99,11 +111,16 @@ inline constexpr int kSampleLargestSmem = 216 << 10;
 inline constexpr int kSampleTableBytes = 16;
 inline constexpr int kSampleLogprobBytes = 8;  // and its sum at temperature 1
 
+inline constexpr int kTopLogprobs = 32;  // at most, of a row
+// Dynamic, at most: a pair of floats for each segment of the longest row.
+inline constexpr int kTopLogprobsSmem = 8 << 10;
+
 inline constexpr int kVerifyThreads = 512;
 inline constexpr int kVerifySegments = 1024;  // at most, of a row
 
 const SampleKernel* sample_kernels(int* count);
 const VerifyKernel* verify_kernels(int* count);
+const TopLogprobsKernel* top_logprobs_kernels(int* count);
 
 }  // namespace tiercel
 

@@ -421,6 +421,14 @@ def sample(source):
     return Rows(300, run)
 
 
+@case("sample", "top-logprobs")
+def sample_top_logprobs(source):
+    logits, seeds = source.normal(300, 32000), source.whole(1 << 30, 300, dtype=torch.int64)
+    return Rows(
+        300, lambda rows: tiercel.sample(logits[rows], seeds=seeds[rows], top_logprobs=20)
+    )
+
+
 @case("verify_draft")
 def verify_draft(source):
     logits = source.normal(100, 4, 8000)

@@ -7,6 +7,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 _LOW = 2**32 - 1
 _LEAST_SCALE, _MOST_SCALE = 1e-30, 1e30
@@ -112,6 +113,19 @@ def _drawn(x: Tensor, filters: tuple[Tensor, ...], u: Tensor) -> tuple[Tensor, T
     return torch.where(valid, tokens, -1), probabilities
 
 
+def _top_logprobs(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k tokens with the largest logits, ties by lowest index, and their log-probabilities."""
+    order = (x + 0.0).sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    logits = x.gather(1, order)
+    logprobs = torch.log_softmax(x.double(), -1).gather(1, order)
+    tokens = torch.where(logits > -math.inf, order, -1)
+    logprobs = torch.where(logits > -math.inf, logprobs, -math.inf)
+    valid = (x.amax(-1, keepdim=True) > -math.inf).expand(-1, k)
+    rest = (0, k - order.shape[1])
+    tokens, logprobs = pad(tokens, rest, value=-1), pad(logprobs, rest, value=-math.inf)
+    return torch.where(valid, tokens, -1), torch.where(valid, logprobs, math.nan).float()
+
+
 def sample(
     logits: Tensor,
     temperatures: Tensor | None = None,
@@ -136,8 +150,9 @@ def sample(
     presence_penalty: float | Tensor = 0.0,
     frequency_penalty: float | Tensor = 0.0,
     indices_dtype: torch.dtype = torch.int32,
+    top_logprobs: int = 0,
     return_logprobs: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Reference of :func:`tiercel.sample`, on any device."""
     rows, device = len(logits), logits.device
 
@@ -173,10 +188,14 @@ def sample(
     )
     tokens, _ = _drawn(x, filters, u)
     results = tokens.to(indices_dtype)
-    if not return_logprobs:
+    if not (return_logprobs or top_logprobs):
         return results
     logprobs = torch.log_softmax(x.double(), -1).gather(1, tokens.clamp(min=0)[:, None])[:, 0]
-    return results, torch.where(tokens >= 0, logprobs, math.nan).float()
+    logprobs = torch.where(tokens >= 0, logprobs, math.nan).float()
+    if not top_logprobs:
+        return results, logprobs
+    best, of_best = _top_logprobs(x, top_logprobs)
+    return results, logprobs, best.to(indices_dtype), of_best
 
 
 _TO_ACCEPT, _TO_REPLACE = 2**62, -(2**63)
