@@ -70,8 +70,8 @@ __device__ __forceinline__ uint64_t warp_running_sum(uint64_t value) {
   return value;
 }
 
-// The row's sum of exponentials relative to its largest logit, from the pairs of its segments: their
-// maximum, and their sum relative to that. For one warp.
+// The row's sum of exponentials relative to its largest logit, from the pairs of its segments:
+// their maximum, and their sum relative to that. For one warp.
 template <typename Pair>
 __device__ __forceinline__ float plain_sum(int segments, float largest, Pair pair) {
   float sum = 0.0f;

@@ -124,9 +124,8 @@ __global__ void __launch_bounds__(kSampleThreads, 4)
         for (int j = 0; j < kColumns; ++j) {
           const int place = (i * 32 + lane) * kColumns + j;
           reinterpret_cast<Storage*>(vector(i))[j] =
-              begin + place < args.columns
-                  ? reinterpret_cast<const Storage*>(from)[place]
-                  : static_cast<Storage>(Format::to_bits(-kInfinity));
+              begin + place < args.columns ? reinterpret_cast<const Storage*>(from)[place]
+                                           : static_cast<Storage>(Format::to_bits(-kInfinity));
         }
       }
     }
@@ -208,7 +207,8 @@ __global__ void __launch_bounds__(kSampleThreads, 4)
 #pragma unroll 1
   for (int s = lane; s < args.segments; s += 32) largest = max_or_nan(largest, segments[s].x);
   largest = warp_largest(largest);
-  const float logarithm = logf(plain_sum(args.segments, largest, [&](int s) { return segments[s]; }));
+  const float logarithm =
+      logf(plain_sum(args.segments, largest, [&](int s) { return segments[s]; }));
   if (warp >= static_cast<int>(args.blocks) || lane >= k) return;
   const uint64_t key = of_blocks[threadIdx.x];
   const int place = rank_of(of_blocks, static_cast<int>(args.blocks), k, threadIdx.x);
@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(kSampleThreads, 4)
   args.top_logprobs[row * k + place] = logprob;
 }
 
-#define TIERCEL_TOP(type)                         \
+#define TIERCEL_TOP(type)                            \
   {DType::k##type, Kernel("top_logprobs<" #type ">", \
                           reinterpret_cast<const void*>(top_logprobs<type>), kTopLogprobsSmem)}
 

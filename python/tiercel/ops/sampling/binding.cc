@@ -112,7 +112,8 @@ PyObject* VerifyDraft(PyObject*, PyObject* const* values, Py_ssize_t count) {
 
 constexpr Function kFunctions[] = {
     LaunchOf<kSample, sample>(
-        "sample", "Launches the kernels on the current stream; fills `tokens`, and what else is given."),
+        "sample",
+        "Launches the kernels on the current stream; fills `tokens`, and what else is given."),
     PlanOf<kSample, sample_plan, kPlan>("sample_plan"),
     LoadOf<sample_load>("sample_load"),
     {"verify_draft", VerifyDraft,

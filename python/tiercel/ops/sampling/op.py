@@ -44,9 +44,7 @@ def _op(declared: Spec, return_logprobs: bool) -> Op:
             contiguous=("logits",),
             launch=_launch,
         ),
-        reference=lambda call: ref.sample(
-            **declared.values(call), return_logprobs=return_logprobs
-        ),
+        reference=lambda call: ref.sample(**declared.values(call), return_logprobs=return_logprobs),
         method="torch.sort and torch.cumsum in float64",
         out=not return_logprobs,
     )
@@ -159,9 +157,7 @@ def sample(
     presence_penalties, presence_penalty = _either(presence_penalties, presence_penalty, 0.0)
     frequency_penalties, frequency_penalty = _either(frequency_penalties, frequency_penalty, 0.0)
     if not isinstance(top_logprobs, int) or isinstance(top_logprobs, bool):
-        raise TypeError(
-            f"sample: `top_logprobs` must be an int, got {type(top_logprobs).__name__}"
-        )
+        raise TypeError(f"sample: `top_logprobs` must be an int, got {type(top_logprobs).__name__}")
     op = _WITH_LOGPROBS if return_logprobs else _SAMPLE
     more: tuple[Any, ...] = (indices_dtype, backend)
     if top_logprobs != 0:
