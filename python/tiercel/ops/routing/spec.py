@@ -116,7 +116,8 @@ def _check_hash(op: str, call: Call) -> None:
 
     k = call.columns - call.n_shared
     check_k(op, k, call.scores.shape[1])
-    check_shape(op, "expert_table", call.expert_table, (-1, k), "[tokens, k]")
+    table = call.expert_table
+    check_shape(op, "expert_table", table, (table.shape[0], k), "[tokens, k]")
     if call.scoring != "softmax" and not call.softmax_first:
         raise ValueError(f"{op}: `softmax_first` must be True with `scoring` {call.scoring!r}")
 
