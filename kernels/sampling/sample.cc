@@ -265,9 +265,32 @@ constexpr const char* kVerifyOp = "verify_draft";
 
 struct Verification {
   VerifyArgs draw{};
-  VerifyDraftArgs compare{};
+  VerifyTreeArgs compare{};  // parents are null for a chain
   SamplePlan plan{"none", 0, 0, 0, 0};
 };
+
+Status lay_out_tree(const VerifyDraftCall& call, const Argument& logits, int64_t sequences,
+                    int64_t count, VerifyTreeArgs* args) {
+  if (call.parents == nullptr && call.path == nullptr) return Status();
+  if (call.parents == nullptr || call.path == nullptr) {
+    return Status::InvalidArgument("verify_draft: `parents` and `path` must be given together");
+  }
+  const Argument parents{kVerifyOp, "parents", *call.parents};
+  const Argument path{kVerifyOp, "path", *call.path};
+  for (const Argument& argument : {parents, path}) {
+    TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {DType::kInt32}));
+    TIERCEL_RETURN_IF_ERROR(check_shape(argument, {sequences, count}, "[B, S]"));
+    TIERCEL_RETURN_IF_ERROR(check_rest(argument, logits));
+  }
+  if (count > kTreeNodes) {
+    return Status::Unimplemented("verify_draft: trees of up to " + std::to_string(kTreeNodes) +
+                                 " nodes are supported, got " + std::to_string(count));
+  }
+  args->parents = static_cast<const int*>(call.parents->data);
+  args->path = static_cast<int*>(call.path->data);
+  args->dtype = call.sample.logits->dtype;
+  return Status();
+}
 
 Status prepare(const VerifyDraftCall& call, Verification* made) {
   const SampleCall& sample = call.sample;
@@ -282,7 +305,8 @@ Status prepare(const VerifyDraftCall& call, Verification* made) {
   TIERCEL_RETURN_IF_ERROR(
       check_shape(logits, {sequences, count + 1, sample.logits->shape[2]}, "[B, S + 1, V]"));
   TIERCEL_RETURN_IF_ERROR(check_rest(draft, logits));
-  VerifyDraftArgs& compare = made->compare;
+  VerifyTreeArgs& compare = made->compare;
+  TIERCEL_RETURN_IF_ERROR(lay_out_tree(call, logits, sequences, count, &compare));
   if (call.probs != nullptr) {
     const Argument probs{kVerifyOp, "draft_probs", *call.probs};
     TIERCEL_RETURN_IF_ERROR(check_dtype(probs, {DType::kFloat32}));
@@ -364,10 +388,18 @@ Status verify_draft(const VerifyDraftCall& call, void* stream) {
   config.grid.x = static_cast<uint32_t>(call.draft->shape[0]);
   config.block.x = kVerifyThreads;
   config.dependent = true;
-  void* compare[] = {&made.compare};
+  if (made.compare.parents != nullptr) {
+    void* walk[] = {&made.compare};
+    return KernelTable(verify_tree_kernels).begin()->kernel.launch(config, device, stream, walk);
+  }
+  VerifyDraftArgs chain = made.compare;
+  void* compare[] = {&chain};
   return find(dtype, false).launch(config, device, stream, compare);
 }
 
-Status verify_draft_load(int device) { return KernelTable(verify_kernels).load_all(device); }
+Status verify_draft_load(int device) {
+  TIERCEL_RETURN_IF_ERROR(KernelTable(verify_tree_kernels).load_all(device));
+  return KernelTable(verify_kernels).load_all(device);
+}
 
 }  // namespace tiercel

@@ -60,7 +60,9 @@ struct SampleCall {
 // Draft tokens against the logits of their positions and one more, B * (S + 1) rows. `logits` and
 // the parameters are those of sample(), with B for T. draft [B, S] int32 or int64; probs [B, S, V]
 // float32 or null for a draft without chance; tokens [B, S + 1], accepted [B] int32; workspace
-// int64 [verify_draft_workspace()].
+// int64 [verify_draft_workspace()]. With parents [B, S] and path [B, S], both int32, the draft is a
+// tree of up to 64 nodes: a node's parent is an earlier node or -1, the root, and others are never
+// reached. path gets the accepted nodes, and -1 behind them.
 struct VerifyDraftCall {
   SampleCall sample;
   const TensorView* draft = nullptr;
@@ -68,6 +70,8 @@ struct VerifyDraftCall {
   const TensorView* tokens = nullptr;
   const TensorView* accepted = nullptr;
   const TensorView* workspace = nullptr;
+  const TensorView* parents = nullptr;
+  const TensorView* path = nullptr;
 };
 
 int64_t verify_draft_workspace(int64_t rows);

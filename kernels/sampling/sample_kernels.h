@@ -82,6 +82,17 @@ struct VerifyDraftArgs {
   bool wide;  // draft and tokens are int64, otherwise int32
 };
 
+// Nodes in place of a chain: node i has row i + 1 of the positions, behind row 0 of the root.
+struct VerifyTreeArgs : VerifyDraftArgs {
+  const int* parents;  // [B, positions - 1]; -1 for the root
+  int* path;           // [B, positions - 1]
+  DType dtype;         // of the logits
+};
+
+struct VerifyTreeKernel {
+  Kernel kernel;
+};
+
 struct VerifyKernel {
   DType dtype;
   bool draws;  // the tokens of the rows; otherwise compares
@@ -117,9 +128,11 @@ inline constexpr int kTopLogprobsSmem = 8 << 10;
 
 inline constexpr int kVerifyThreads = 512;
 inline constexpr int kVerifySegments = 1024;  // at most, of a row
+inline constexpr int kTreeNodes = 64;         // at most
 
 const SampleKernel* sample_kernels(int* count);
 const VerifyKernel* verify_kernels(int* count);
+const VerifyTreeKernel* verify_tree_kernels(int* count);
 const TopLogprobsKernel* top_logprobs_kernels(int* count);
 
 }  // namespace tiercel

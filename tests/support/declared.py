@@ -41,6 +41,7 @@ _OPTIONS = (
         "token_ids": lambda values: torch.arange(len(values["scores"])),
         "expert_table": lambda values: torch.zeros(3, values["k"], dtype=torch.int32),
     },
+    {"parents": lambda values: torch.full_like(values["draft_tokens"], -1, dtype=torch.int32)},
     {"output_final_state": True},
     {"inplace": True},
     {"reduction": "mean"},

@@ -72,6 +72,8 @@ constexpr Field<VerifyDraftCall> kVerifyFields[] = {
     Number<&SampleNumbers::min_p>("min_p"),
     Number<&SampleNumbers::seed>("seed"),
     Number<&SampleNumbers::offset>("offset"),
+    Optional<&VerifyDraftCall::parents>("parents"),
+    Optional<&VerifyDraftCall::path>("path"),
 };
 constexpr Parameters<VerifyDraftCall> kVerify{"verify_draft", kVerifyFields};
 
@@ -117,7 +119,8 @@ constexpr Function kFunctions[] = {
     PlanOf<kSample, sample_plan, kPlan>("sample_plan"),
     LoadOf<sample_load>("sample_load"),
     {"verify_draft", VerifyDraft,
-     "Launches the kernels on the current stream; fills `tokens` and `accepted`. Allocates the "
+     "Launches the kernels on the current stream; fills `tokens`, `accepted` and `path`. Allocates "
+     "the "
      "workspace, unless it is given.",
      "None", Describe<kVerify>},
     PlanOf<kVerify, verify_draft_plan, kPlan>("verify_draft_plan"),

@@ -93,6 +93,18 @@ VERIFY_DRAFT = Spec(
     numerics=Numerics(0),
 )
 
+# A tree instead of a chain.
+VERIFY_TREE = VERIFY_DRAFT.changed(
+    name="verify_tree",
+    arguments=(
+        *VERIFY_DRAFT.arguments[:2],
+        Tensor("parents", "B S", "int32"),
+        *VERIFY_DRAFT.arguments[2:],
+    ),
+    results=[*VERIFY_DRAFT.results, Tensor("path", "B S", "int32")],
+    gradient_of="verify_draft",
+)
+
 WITH_LOGPROBS = SAMPLE.changed(
     name="sample_with_logprobs",
     results=[*SAMPLE.results, Tensor("logprobs", "T", "float32", rtol=1e-5, atol=1e-5)],
