@@ -91,6 +91,35 @@ Status lay_out(const char* op, const TensorView& scores, const TensorView* bias,
   return Status();
 }
 
+// The experts of tokens, in place of a selection.
+Status lay_out_table(const char* op, const TensorView& scores, const TensorView* token_ids,
+                     const TensorView* table, HashRouteArgs* args) {
+  if (token_ids == nullptr || table == nullptr) {
+    return wrong(op, "`token_ids` and `expert_table` must be given together");
+  }
+  const Argument ids{op, "token_ids", *token_ids};
+  const Argument experts{op, "expert_table", *table};
+  TIERCEL_RETURN_IF_ERROR(check_dtype(ids, {DType::kInt32, DType::kInt64}));
+  TIERCEL_RETURN_IF_ERROR(check_shape(ids, {args->rows}, "[T]"));
+  TIERCEL_RETURN_IF_ERROR(check_dtype(experts, {DType::kInt32}));
+  TIERCEL_RETURN_IF_ERROR(check_rank(experts, 2));
+  TIERCEL_RETURN_IF_ERROR(check_shape(experts, {table->shape[0], args->k}, "[tokens, k]"));
+  for (const Argument& argument : {ids, experts}) {
+    TIERCEL_RETURN_IF_ERROR(check_same_device(argument, {op, "scores", scores}));
+    TIERCEL_RETURN_IF_ERROR(check_cuda(argument));
+    TIERCEL_RETURN_IF_ERROR(check_contiguous(argument));
+  }
+  if (args->bias != nullptr || args->kept_groups != args->groups) {
+    return wrong(op, "`correction_bias` and `topk_group` must not be given with `expert_table`");
+  }
+  args->token_ids = token_ids->data;
+  args->int64_tokens = token_ids->dtype == DType::kInt64;
+  args->table = static_cast<const int32_t*>(table->data);
+  args->tokens = table->shape[0];
+  args->dtype = scores.dtype;
+  return Status();
+}
+
 Status prepare(const char* op, const TensorView& scores, const TensorView* bias,
                const TensorView& weights, const TensorView& indices,
                const TopkRouteOptions& options, TopkRouteArgs* args, int* per_lane) {
@@ -125,8 +154,14 @@ const Kernel& find(DType dtype, int per_lane, bool aligned) {
       ->kernel;
 }
 
+const Kernel& find_hashed(bool aligned) {
+  return KernelTable(hash_route_kernels)
+      .find([&](const HashRouteKernel& kernel) { return kernel.aligned == aligned; })
+      ->kernel;
+}
+
 struct Call {
-  TopkRouteArgs topk;
+  HashRouteArgs topk{};  // kernels that select read its first part
   MoeAlignArgs align;
   const Kernel* kernel = nullptr;
   LaunchConfig config;
@@ -143,6 +178,11 @@ Status prepare_alone(const TopkRouteCall& of, Call* call) {
   }
   call->topk.early_launch = grid <= 512;
   call->kernel = &find(of.scores->dtype, per_lane, false);
+  if (of.token_ids != nullptr || of.expert_table != nullptr) {
+    TIERCEL_RETURN_IF_ERROR(
+        lay_out_table(kOp, *of.scores, of.token_ids, of.expert_table, &call->topk));
+    call->kernel = &find_hashed(false);
+  }
   call->config.grid.x = static_cast<uint32_t>(grid);
   call->config.block.x = kTopkRouteThreads;
   call->config.dependent = true;
@@ -166,6 +206,11 @@ Status prepare_aligned(const TopkRouteAlignCall& of, Call* call) {
   call->align = moe_align_args(rows * columns, of.expert_map, of.outputs, align);
   call->align.span = static_cast<uint32_t>(kTopkAlignRows * columns);
   call->kernel = &find(of.scores->dtype, per_lane, true);
+  if (of.token_ids != nullptr || of.expert_table != nullptr) {
+    TIERCEL_RETURN_IF_ERROR(
+        lay_out_table(kAlignOp, *of.scores, of.token_ids, of.expert_table, &call->topk));
+    call->kernel = &find_hashed(true);
+  }
   unsigned cluster = 1;
   while (cluster * kTopkAlignRows < rows) cluster *= 2;
   call->config.grid.x = cluster;

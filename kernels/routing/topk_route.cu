@@ -12,7 +12,6 @@
 // then by instructions: 8192 rows are 10 us on 132 multiprocessors.
 #include <cstdint>
 
-#include "kernels/routing/moe_align.cuh"
 #include "kernels/routing/topk_route.cuh"
 #include "kernels/routing/topk_route_kernels.h"
 #include "kernels/sm90/grid_dependency.cuh"
@@ -30,34 +29,12 @@ __global__ void __launch_bounds__(kTopkRouteThreads)
   if (row < args.rows) finish_row_routed<Keys, kPerLane>(args, row);
 }
 
-// The first warps route a row each; all take part in the alignment, with a thread per expert.
 template <typename Keys, int kPerLane>
 __global__ void __launch_bounds__(kTopkRouteAlignThreads, 1)
     topk_route_align(const __grid_constant__ TopkRouteArgs topk,
                      const __grid_constant__ MoeAlignArgs align) {
-  extern __shared__ uint32_t words[];
-  cluster_arrive_relaxed();
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const AlignShared shared = cut_shared(words, align.experts, kTopkAlignRows, cluster_blocks());
-  if (warp < kTopkAlignRows) clear_counts(shared, align.experts);
-  grid_dependency_wait();
-  grid_dependency_launch();
-
-  fill_outputs(align, cluster_rank(), cluster_blocks());
-  const int columns = topk.k + topk.shared;
-  const uint32_t first_row = cluster_rank() * kTopkAlignRows;
-  const int64_t row = first_row + warp;
-  if (warp < kTopkAlignRows && row < topk.rows) {
-    const int index = finish_row_routed<Keys, kPerLane>(topk, row);
-    if (lane < columns) shared.sorted[warp * columns + lane] = index;
-  }
-  __syncthreads();
-  const uint32_t first_id = first_row * columns;
-  const uint32_t ids = first_id < align.numel ? min(align.span, align.numel - first_id) : 0;
-  uint32_t expert[1] = {static_cast<uint32_t>(align.experts)};
-  if (threadIdx.x < ids) expert[0] = shared.sorted[threadIdx.x];
-  to_local_experts(align, expert);
-  align_block<10, true>(align, shared, expert, first_id, (ids + 31) / 32);
+  route_and_align(topk, align,
+                  [&](int64_t row) { return finish_row_routed<Keys, kPerLane>(topk, row); });
 }
 
 #define TIERCEL_ROUTE(keys, dtype, per_lane)                                    \

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "kernels/routing/moe_align.cuh"
 #include "kernels/routing/score_keys.cuh"
 #include "kernels/routing/topk_route_kernels.h"
 #include "kernels/sm90/grid_dependency.cuh"
@@ -322,6 +323,36 @@ __device__ __forceinline__ int finish_row_routed(const TopkRouteArgs& args, int6
     }
   }
   return chosen;
+}
+
+// The first warps route a row each by finish_row(row); all take part in the alignment, with a
+// thread per expert.
+template <typename FinishRow>
+__device__ __forceinline__ void route_and_align(const TopkRouteArgs& topk,
+                                                const MoeAlignArgs& align, FinishRow finish_row) {
+  extern __shared__ uint32_t words[];
+  cluster_arrive_relaxed();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const AlignShared shared = cut_shared(words, align.experts, kTopkAlignRows, cluster_blocks());
+  if (warp < kTopkAlignRows) clear_counts(shared, align.experts);
+  grid_dependency_wait();
+  grid_dependency_launch();
+
+  fill_outputs(align, cluster_rank(), cluster_blocks());
+  const int columns = topk.k + topk.shared;
+  const uint32_t first_row = cluster_rank() * kTopkAlignRows;
+  const int64_t row = first_row + warp;
+  if (warp < kTopkAlignRows && row < topk.rows) {
+    const int index = finish_row(row);
+    if (lane < columns) shared.sorted[warp * columns + lane] = index;
+  }
+  __syncthreads();
+  const uint32_t first_id = first_row * columns;
+  const uint32_t ids = first_id < align.numel ? min(align.span, align.numel - first_id) : 0;
+  uint32_t expert[1] = {static_cast<uint32_t>(align.experts)};
+  if (threadIdx.x < ids) expert[0] = shared.sorted[threadIdx.x];
+  to_local_experts(align, expert);
+  align_block<10, true>(align, shared, expert, first_id, (ids + 31) / 32);
 }
 
 }  // namespace tiercel

@@ -28,13 +28,17 @@ struct TopkRouteOptions {
 };
 
 // `bias` [E] float32 or null is added to the scores for the choice of groups and experts. weights
-// and indices are [T, k + shared].
+// and indices are [T, k + shared]. With `token_ids` [T] int32 or int64 and `expert_table` [tokens,
+// k] int32, a row's experts are those of its token in the table, without bias and groups. A token
+// that the table lacks, or a number in it that is no expert, gives index -1 and weight 0.
 struct TopkRouteCall {
   const TensorView* scores = nullptr;
   const TensorView* bias = nullptr;
   const TensorView* weights = nullptr;
   const TensorView* indices = nullptr;
   TopkRouteOptions options;
+  const TensorView* token_ids = nullptr;     // or null
+  const TensorView* expert_table = nullptr;  // with token_ids
 };
 
 struct TopkRouteAlignCall {
@@ -45,7 +49,9 @@ struct TopkRouteAlignCall {
   const TensorView* expert_map = nullptr;  // or null
   MoeAlignOutputs outputs;
   TopkRouteOptions options;
-  MoeAlignOptions align;  // num_experts is not read
+  MoeAlignOptions align;                     // num_experts is not read
+  const TensorView* token_ids = nullptr;     // or null
+  const TensorView* expert_table = nullptr;  // with token_ids
 };
 
 // Their parameters are those of topk_softmax.h and topk_align.h.

@@ -38,6 +38,20 @@ struct TopkRouteArgs {
   bool early_launch;  // as in TopkSoftmaxArgs
 };
 
+// Experts by token, without a selection: bias, groups and what follows from them are not read.
+struct HashRouteArgs : TopkRouteArgs {
+  const void* token_ids;
+  const int32_t* table;  // [tokens, k]
+  int64_t tokens;        // of the table
+  DType dtype;           // of the scores
+  bool int64_tokens;
+};
+
+struct HashRouteKernel {
+  bool aligned;  // with the alignment
+  Kernel kernel;
+};
+
 struct TopkRouteKernel {
   DType dtype;
   int per_lane;
@@ -52,6 +66,7 @@ inline constexpr uint32_t kTopkRouteAlignSharedBytes = 128 * 1024;
 
 // By dtype and size; the first that covers a call is used.
 const TopkRouteKernel* topk_route_kernels(int* count);
+const HashRouteKernel* hash_route_kernels(int* count);
 
 }  // namespace tiercel
 

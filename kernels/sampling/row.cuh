@@ -70,6 +70,20 @@ __device__ __forceinline__ uint64_t warp_running_sum(uint64_t value) {
   return value;
 }
 
+// The row's sum of exponentials relative to its largest logit, from the pairs of its segments:
+// their maximum, and their sum relative to that. For one warp.
+template <typename Pair>
+__device__ __forceinline__ float plain_sum(int segments, float largest, Pair pair) {
+  float sum = 0.0f;
+#pragma unroll 1
+  for (int s = threadIdx.x % 32; s < segments; s += 32) {
+    const float2 of_segment = pair(s);
+    const float m = of_segment.x;
+    sum += m == -kInfinity ? 0.0f : of_segment.y * exp2_approx((m - largest) * kLog2E);
+  }
+  return lanes_reduce<32>(sum, Sum());
+}
+
 // Reads 4 bytes of block `rank`'s shared memory, at the offset that `address` has in this block's.
 __device__ __forceinline__ uint32_t load_remote(const uint32_t* address, uint32_t rank) {
   uint32_t value;
@@ -308,13 +322,8 @@ struct Row {
     const int lane = threadIdx.x % 32;
     float logprob = 0.0f;
     if (args.logprobs != nullptr) {
-      float sum = 0.0f;
-#pragma unroll 1
-      for (int s = lane; s < args.segments; s += 32) {
-        const float m = segments[s].x;
-        sum += m == -kInfinity ? 0.0f : sums[s] * exp2_approx((m - largest) * kLog2E);
-      }
-      logprob = below - logf(lanes_reduce<32>(sum, Sum()));
+      const auto pair = [&](int s) { return make_float2(segments[s].x, sums[s]); };
+      logprob = below - logf(plain_sum(args.segments, largest, pair));
     }
     if (lane == 0) write(column, logprob);
   }

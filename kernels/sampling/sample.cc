@@ -109,7 +109,38 @@ Status lay_out_logits(const SampleCall& call, const Argument& logits, int rank,
   return lay_out_numbers(call, logits, owners, args);
 }
 
-Status lay_out(const SampleCall& call, SampleArgs* args) {
+// The results of the k tokens with the largest logits; `args` has the row's already.
+Status lay_out_top(const SampleCall& call, const Argument& logits, TopLogprobsArgs* args) {
+  args->k = 0;
+  if (call.top_tokens == nullptr && call.top_logprobs == nullptr) return Status();
+  if (call.top_tokens == nullptr || call.top_logprobs == nullptr) {
+    return Status::InvalidArgument(
+        "sample: `top_tokens` and `top_logprobs` must be given together");
+  }
+  const Argument tokens{kOp, "top_tokens", *call.top_tokens};
+  TIERCEL_RETURN_IF_ERROR(check_dtype(tokens, {call.tokens->dtype}));
+  TIERCEL_RETURN_IF_ERROR(check_rank(tokens, 2));
+  const int64_t k = call.top_tokens->shape[1];
+  if (k < 1) {
+    return Status::InvalidArgument(mismatch(tokens, "have at least 1 column", std::to_string(k)));
+  }
+  if (k > kTopLogprobs) {
+    return Status::Unimplemented("sample: up to " + std::to_string(kTopLogprobs) +
+                                 " top log-probabilities are supported, got " + std::to_string(k));
+  }
+  TIERCEL_RETURN_IF_ERROR(check_shape(tokens, {args->rows, k}, "[T, k]"));
+  TIERCEL_RETURN_IF_ERROR(check_rest(tokens, logits));
+  const Argument logprobs{kOp, "top_logprobs", *call.top_logprobs};
+  TIERCEL_RETURN_IF_ERROR(check_dtype(logprobs, {DType::kFloat32}));
+  TIERCEL_RETURN_IF_ERROR(check_shape(logprobs, {args->rows, k}, "[T, k]"));
+  TIERCEL_RETURN_IF_ERROR(check_rest(logprobs, logits));
+  args->k = static_cast<int>(k);
+  args->top_tokens = call.top_tokens->data;
+  args->top_logprobs = static_cast<float*>(call.top_logprobs->data);
+  return Status();
+}
+
+Status lay_out(const SampleCall& call, TopLogprobsArgs* args) {
   const Argument logits{kOp, "logits", *call.logits};
   const Owners owners{call.logits->ndim > 0 ? call.logits->shape[0] : 0, "[T]"};
   TIERCEL_RETURN_IF_ERROR(lay_out_logits(call, logits, 2, owners, args));
@@ -127,13 +158,14 @@ Status lay_out(const SampleCall& call, SampleArgs* args) {
   TIERCEL_RETURN_IF_ERROR(check_rest(tokens, logits));
   args->tokens = call.tokens->data;
   args->wide = call.tokens->dtype == DType::kInt64;
-  if (call.logprobs == nullptr) return Status();
-  const Argument logprobs{kOp, "logprobs", *call.logprobs};
-  TIERCEL_RETURN_IF_ERROR(check_dtype(logprobs, {DType::kFloat32}));
-  TIERCEL_RETURN_IF_ERROR(check_shape(logprobs, {args->rows}, "[T]"));
-  TIERCEL_RETURN_IF_ERROR(check_rest(logprobs, logits));
-  args->logprobs = static_cast<float*>(call.logprobs->data);
-  return Status();
+  if (call.logprobs != nullptr) {
+    const Argument logprobs{kOp, "logprobs", *call.logprobs};
+    TIERCEL_RETURN_IF_ERROR(check_dtype(logprobs, {DType::kFloat32}));
+    TIERCEL_RETURN_IF_ERROR(check_shape(logprobs, {args->rows}, "[T]"));
+    TIERCEL_RETURN_IF_ERROR(check_rest(logprobs, logits));
+    args->logprobs = static_cast<float*>(call.logprobs->data);
+  }
+  return lay_out_top(call, logits, args);
 }
 
 // Chooses how many blocks share a row.
@@ -169,7 +201,8 @@ Status spread(const char* op, const SampleCall& call, bool penalties, SampleArgs
   return Status();
 }
 
-Status prepare(const SampleCall& call, SampleArgs* args, SamplePlan* plan, const Kernel** kernel) {
+Status prepare(const SampleCall& call, TopLogprobsArgs* args, SamplePlan* plan,
+               const Kernel** kernel) {
   *plan = {"none", 0, 0, 0, 0};
   TIERCEL_RETURN_IF_ERROR(lay_out(call, args));
   if (args->rows == 0) return Status();
@@ -197,22 +230,34 @@ LaunchConfig config_of(const SamplePlan& plan) {
 }  // namespace
 
 Status sample_plan(const SampleCall& call, SamplePlan* plan) {
-  SampleArgs args{};
+  TopLogprobsArgs args{};
   const Kernel* kernel = nullptr;
   return prepare(call, &args, plan, &kernel);
 }
 
 Status sample(const SampleCall& call, void* stream) {
-  SampleArgs args{};
+  TopLogprobsArgs args{};
   SamplePlan plan;
   const Kernel* kernel = nullptr;
   TIERCEL_RETURN_IF_ERROR(prepare(call, &args, &plan, &kernel));
   if (kernel == nullptr) return Status();
-  void* arguments[] = {&args};
-  return kernel->launch(config_of(plan), call.logits->device_index, stream, arguments);
+  const int device = call.logits->device_index;
+  SampleArgs draw = args;
+  void* arguments[] = {&draw};
+  TIERCEL_RETURN_IF_ERROR(kernel->launch(config_of(plan), device, stream, arguments));
+  if (args.k == 0) return Status();
+  LaunchConfig config = config_of(plan);
+  config.dynamic_smem = static_cast<unsigned>(args.segments * 2 * sizeof(float));
+  void* top[] = {&args};
+  return KernelTable(top_logprobs_kernels)
+      .find([&](const TopLogprobsKernel& one) { return one.dtype == call.logits->dtype; })
+      ->kernel.launch(config, device, stream, top);
 }
 
-Status sample_load(int device) { return KernelTable(sample_kernels).load_all(device); }
+Status sample_load(int device) {
+  TIERCEL_RETURN_IF_ERROR(KernelTable(sample_kernels).load_all(device));
+  return KernelTable(top_logprobs_kernels).load_all(device);
+}
 
 namespace {
 
@@ -220,9 +265,32 @@ constexpr const char* kVerifyOp = "verify_draft";
 
 struct Verification {
   VerifyArgs draw{};
-  VerifyDraftArgs compare{};
+  VerifyTreeArgs compare{};  // parents are null for a chain
   SamplePlan plan{"none", 0, 0, 0, 0};
 };
+
+Status lay_out_tree(const VerifyDraftCall& call, const Argument& logits, int64_t sequences,
+                    int64_t count, VerifyTreeArgs* args) {
+  if (call.parents == nullptr && call.path == nullptr) return Status();
+  if (call.parents == nullptr || call.path == nullptr) {
+    return Status::InvalidArgument("verify_draft: `parents` and `path` must be given together");
+  }
+  const Argument parents{kVerifyOp, "parents", *call.parents};
+  const Argument path{kVerifyOp, "path", *call.path};
+  for (const Argument& argument : {parents, path}) {
+    TIERCEL_RETURN_IF_ERROR(check_dtype(argument, {DType::kInt32}));
+    TIERCEL_RETURN_IF_ERROR(check_shape(argument, {sequences, count}, "[B, S]"));
+    TIERCEL_RETURN_IF_ERROR(check_rest(argument, logits));
+  }
+  if (count > kTreeNodes) {
+    return Status::Unimplemented("verify_draft: trees of up to " + std::to_string(kTreeNodes) +
+                                 " nodes are supported, got " + std::to_string(count));
+  }
+  args->parents = static_cast<const int*>(call.parents->data);
+  args->path = static_cast<int*>(call.path->data);
+  args->dtype = call.sample.logits->dtype;
+  return Status();
+}
 
 Status prepare(const VerifyDraftCall& call, Verification* made) {
   const SampleCall& sample = call.sample;
@@ -237,7 +305,8 @@ Status prepare(const VerifyDraftCall& call, Verification* made) {
   TIERCEL_RETURN_IF_ERROR(
       check_shape(logits, {sequences, count + 1, sample.logits->shape[2]}, "[B, S + 1, V]"));
   TIERCEL_RETURN_IF_ERROR(check_rest(draft, logits));
-  VerifyDraftArgs& compare = made->compare;
+  VerifyTreeArgs& compare = made->compare;
+  TIERCEL_RETURN_IF_ERROR(lay_out_tree(call, logits, sequences, count, &compare));
   if (call.probs != nullptr) {
     const Argument probs{kVerifyOp, "draft_probs", *call.probs};
     TIERCEL_RETURN_IF_ERROR(check_dtype(probs, {DType::kFloat32}));
@@ -319,10 +388,18 @@ Status verify_draft(const VerifyDraftCall& call, void* stream) {
   config.grid.x = static_cast<uint32_t>(call.draft->shape[0]);
   config.block.x = kVerifyThreads;
   config.dependent = true;
-  void* compare[] = {&made.compare};
+  if (made.compare.parents != nullptr) {
+    void* walk[] = {&made.compare};
+    return KernelTable(verify_tree_kernels).begin()->kernel.launch(config, device, stream, walk);
+  }
+  VerifyDraftArgs chain = made.compare;
+  void* compare[] = {&chain};
   return find(dtype, false).launch(config, device, stream, compare);
 }
 
-Status verify_draft_load(int device) { return KernelTable(verify_kernels).load_all(device); }
+Status verify_draft_load(int device) {
+  TIERCEL_RETURN_IF_ERROR(KernelTable(verify_tree_kernels).load_all(device));
+  return KernelTable(verify_kernels).load_all(device);
+}
 
 }  // namespace tiercel

@@ -30,6 +30,7 @@
 
 #include "kernels/sampling/candidates.cuh"
 #include "kernels/sampling/changes.cuh"
+#include "kernels/sampling/kept.cuh"
 #include "kernels/sampling/philox.cuh"
 #include "kernels/sampling/row.cuh"
 #include "kernels/sampling/sample_kernels.h"
@@ -381,15 +382,6 @@ __global__ void __launch_bounds__(kSampleThreads, (kBlocksPerSm<Format, false>))
 
 const SampleKernel kKernels[] = {TIERCEL_TYPE(Float32), TIERCEL_TYPE(BFloat16),
                                  TIERCEL_TYPE(Float16)};
-
-// The probability of a logit.
-__device__ __forceinline__ float probability(const Kept& kept, float inverse, float x) {
-  const float d = x == kept.largest ? 0.0f : kept.largest - x;
-  uint32_t fixed = __float_as_uint(d + kept.origin) - __float_as_uint(kept.origin);
-  fixed = kept.origin == 0.0f ? 0 : min(fixed, (1u << kFixedBits) - 1);
-  const bool within = d <= kept.limit && fixed <= kept.fixed && __float_as_uint(d) <= kept.bits;
-  return within ? exp2_approx(-d * kept.scale) * inverse : 0.0f;
-}
 
 // One block per sequence: accepts draft tokens up to the first rejection, and there draws from what
 // the target's probabilities have above the draft's.

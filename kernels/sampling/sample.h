@@ -34,7 +34,8 @@ struct SampleNumbers {
 
 // logits [T, V] float32, bfloat16 or float16, contiguous rows; tokens [T] int32 or int64; logprobs
 // [T] float32 or null. Any content of the other tensors is valid. A row that holds NaN, or nothing
-// but -inf, gets token -1 and the log-probability NaN.
+// but -inf, gets token -1 and the log-probability NaN. top_tokens [T, k] with the dtype of tokens
+// and top_logprobs [T, k] float32, or both null: the k largest logits' after penalties and mask.
 struct SampleCall {
   const TensorView* logits = nullptr;
   const TensorView* temperatures = nullptr;  // [T] float32, like all whose type is not given
@@ -51,13 +52,17 @@ struct SampleCall {
   const TensorView* allowed = nullptr;  // likewise
   const TensorView* tokens = nullptr;
   const TensorView* logprobs = nullptr;
+  const TensorView* top_tokens = nullptr;
+  const TensorView* top_logprobs = nullptr;
   SampleNumbers numbers;
 };
 
 // Draft tokens against the logits of their positions and one more, B * (S + 1) rows. `logits` and
 // the parameters are those of sample(), with B for T. draft [B, S] int32 or int64; probs [B, S, V]
 // float32 or null for a draft without chance; tokens [B, S + 1], accepted [B] int32; workspace
-// int64 [verify_draft_workspace()].
+// int64 [verify_draft_workspace()]. With parents [B, S] and path [B, S], both int32, the draft is a
+// tree of up to 64 nodes: a node's parent is an earlier node or -1, the root, and others are never
+// reached. path gets the accepted nodes, and -1 behind them.
 struct VerifyDraftCall {
   SampleCall sample;
   const TensorView* draft = nullptr;
@@ -65,6 +70,8 @@ struct VerifyDraftCall {
   const TensorView* tokens = nullptr;
   const TensorView* accepted = nullptr;
   const TensorView* workspace = nullptr;
+  const TensorView* parents = nullptr;
+  const TensorView* path = nullptr;
 };
 
 int64_t verify_draft_workspace(int64_t rows);

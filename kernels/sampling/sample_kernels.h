@@ -43,6 +43,13 @@ struct SampleArgs {
   float* logprobs;  // or null
 };
 
+// The k tokens of each row with the largest logits; `wide` holds for them too.
+struct TopLogprobsArgs : SampleArgs {
+  int k;
+  void* top_tokens;     // [T, k]
+  float* top_logprobs;  // [T, k]
+};
+
 // The tokens that may be drawn from a row: one with distance d to the largest logit has the weight
 // 2^(-d scale) unit, if d is up to the limit and both bounds.
 struct Kept {
@@ -75,6 +82,17 @@ struct VerifyDraftArgs {
   bool wide;  // draft and tokens are int64, otherwise int32
 };
 
+// Nodes in place of a chain: node i has row i + 1 of the positions, behind row 0 of the root.
+struct VerifyTreeArgs : VerifyDraftArgs {
+  const int* parents;  // [B, positions - 1]; -1 for the root
+  int* path;           // [B, positions - 1]
+  DType dtype;         // of the logits
+};
+
+struct VerifyTreeKernel {
+  Kernel kernel;
+};
+
 struct VerifyKernel {
   DType dtype;
   bool draws;  // the tokens of the rows; otherwise compares
@@ -84,6 +102,11 @@ struct VerifyKernel {
 struct SampleKernel {
   DType dtype;
   bool penalties;
+  Kernel kernel;
+};
+
+struct TopLogprobsKernel {
+  DType dtype;
   Kernel kernel;
 };
 
@@ -99,11 +122,18 @@ inline constexpr int kSampleLargestSmem = 216 << 10;
 inline constexpr int kSampleTableBytes = 16;
 inline constexpr int kSampleLogprobBytes = 8;  // and its sum at temperature 1
 
+inline constexpr int kTopLogprobs = 32;  // at most, of a row
+// Dynamic, at most: a pair of floats for each segment of the longest row.
+inline constexpr int kTopLogprobsSmem = 8 << 10;
+
 inline constexpr int kVerifyThreads = 512;
 inline constexpr int kVerifySegments = 1024;  // at most, of a row
+inline constexpr int kTreeNodes = 64;         // at most
 
 const SampleKernel* sample_kernels(int* count);
 const VerifyKernel* verify_kernels(int* count);
+const VerifyTreeKernel* verify_tree_kernels(int* count);
+const TopLogprobsKernel* top_logprobs_kernels(int* count);
 
 }  // namespace tiercel
 

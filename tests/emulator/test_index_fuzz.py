@@ -211,6 +211,33 @@ def test_topk_softmax_align(case):
         assert torch.equal(one, exact)
 
 
+@pytest.mark.parametrize("case", range(CASES))
+def test_experts_of_a_table(case):
+    """topk_softmax with `expert_table`, alone and with the alignment."""
+    draw = Draw(case)
+    rows, experts, tokens = draw.of(1, 9, 40), draw.of(8, 64), draw.of(1, 7, 300)
+    k, n_shared = draw.of(1, 6), draw.of(0, 2)
+    ids = torch.randint(tokens, (rows,), generator=draw.generator)
+    ids = draw.strays(ids, tokens, wide=draw.of(False, True))
+    table = torch.randint(experts, (tokens, k), generator=draw.generator)
+    table = draw.strays(table, experts, wide=False)
+    scores = draw.normal(rows, experts, dtype=draw.of(torch.float32, torch.bfloat16))
+    softmax = (True, draw.of(False, True), draw.of(torch.int32, torch.int64))
+    scoring = draw.of("softmax", "sigmoid", "sqrtsoftplus")
+    first = (scores, ids, table, k + n_shared)
+    options = (*softmax, scoring, 1.5, n_shared)
+    rest = (draw.of(False, True), draw.of(False, True), None)
+    for name, args in (
+        ("hash_route", (*first, *options, None)),
+        ("hash_route_align", (*first, 16, None, *options, *rest)),
+    ):
+        due = reference(name)(*args)
+        got, _ = run(name, *args)
+        torch.testing.assert_close(got[0], due[0], rtol=5e-6, atol=1e-7)
+        for one, exact in zip(got[1:], due[1:], strict=True):
+            assert torch.equal(one, exact)
+
+
 def covered(offsets, rows):
     """How many groups each row is in, those before the first one and behind the last one too."""
     bounds = [0, *offsets.clamp(0, rows).tolist(), rows]

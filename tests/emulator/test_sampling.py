@@ -28,7 +28,7 @@ FILTERS = [
 def arguments(logits, tokens, logprobs, given):
     tensors = [given.get(tensor.name) for tensor in SAMPLE.tensors[1:]]
     numbers = [given.get(name, number) for name, number in NUMBERS.items()]
-    return (logits, *tensors, tokens, logprobs, *numbers)
+    return (logits, *tensors, tokens, logprobs, None, None, *numbers)
 
 
 def run(logits, dtype=torch.int32, with_logprobs=True, **given):

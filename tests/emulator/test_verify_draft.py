@@ -28,7 +28,8 @@ def run(draft, logits, probs=None, **given):
     size = kernels.verify_draft_workspace(sequences * positions)
     workspace = torch.empty(size, dtype=torch.int64)
     tensors = (draft, logits, probs, *map(given.get, PARAMETERS), tokens, accepted, workspace)
-    kernels.verify_draft(*tensors, *(given.get(name, n) for name, n in NUMBERS.items()))
+    numbers = (given.get(name, n) for name, n in NUMBERS.items())
+    kernels.verify_draft(*tensors, *numbers, None, None)
     return tokens, accepted
 
 

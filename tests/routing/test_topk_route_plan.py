@@ -9,11 +9,13 @@ from tiercel import _C
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def plan(rows, experts, k, bias=None, groups=(1, 1), shared=0, scoring=1, **scores):
+def plan(
+    rows, experts, k, bias=None, groups=(1, 1), shared=0, scoring=1, table=(None, None), **scores
+):
     results = (ExchangeTensor(rows, k + shared), ExchangeTensor(rows, k + shared, dtype="int32"))
     softmax, options = (True, False), (scoring, *groups, 1.0, shared)
     return _C.topk_route_plan(
-        ExchangeTensor(rows, experts, **scores), bias, *results, *softmax, *options
+        ExchangeTensor(rows, experts, **scores), bias, *results, *softmax, *options, *table
     )
 
 
@@ -85,3 +87,24 @@ def test_large_calls_of_topk_softmax():
         indices = ExchangeTensor(5, k, dtype="int32")
         got = _C.topk_softmax_plan(scores, weights, indices, True, False)
         assert got["kernel"].startswith("topk_route<Float32")
+
+
+@pytest.mark.parametrize("dtype", SIZES)
+def test_experts_of_a_table(dtype):
+    ids, table = ExchangeTensor(9, dtype="int64"), ExchangeTensor(50, 6, dtype="int32")
+    got = plan(9, 256, 6, shared=1, table=(ids, table), dtype=dtype)
+    assert got["kernel"] == "hash_route" and got["grid"] == 3 and got["block"] == 128
+    assert plan(0, 256, 6, table=(ExchangeTensor(0, dtype="int32"), table))["kernel"] == "none"
+    for wrong in ((ids, None), (None, table)):
+        with pytest.raises(ValueError, match="`token_ids` and `expert_table` must be given tog"):
+            plan(9, 256, 6, table=wrong)
+    with pytest.raises(ValueError, match=r"`token_ids` must have shape \[T\]"):
+        plan(8, 256, 6, table=(ids, table))
+    with pytest.raises(TypeError, match="`token_ids` must have dtype int32 or int64"):
+        plan(9, 256, 6, table=(ExchangeTensor(9), table))
+    with pytest.raises(ValueError, match=r"`expert_table` must have shape \[tokens, k\]"):
+        plan(9, 256, 5, table=(ids, table))
+    with pytest.raises(TypeError, match="`expert_table` must have dtype int32"):
+        plan(9, 256, 6, table=(ids, ExchangeTensor(50, 6, dtype="int64")))
+    with pytest.raises(ValueError, match="`correction_bias` and `topk_group` must not be given"):
+        plan(9, 256, 6, bias=ExchangeTensor(256), table=(ids, table))

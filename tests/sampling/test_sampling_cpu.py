@@ -149,8 +149,34 @@ def test_logprobs_are_those_before_temperature_and_filters():
     torch.testing.assert_close(logprobs, numbers(math.log(0.4)))
 
 
+def test_top_logprobs():
+    logits = numbers(*FOUR, *FOUR, math.log(0.4), -math.inf, math.nan, -math.inf).view(3, 4)
+    logits[1] = numbers(-math.inf, 0.0, -0.0, -math.inf)
+    for index in (torch.int32, torch.int64):
+        tokens, logprobs, best, of_best = tiercel.sample(
+            logits, temperature=0.0, top_logprobs=3, indices_dtype=index
+        )
+        assert tokens.dtype == best.dtype == index and tokens.tolist() == [1, 1, -1]
+        assert best.tolist() == [[1, 3, 0], [1, 2, -1], [-1, -1, -1]]
+        torch.testing.assert_close(of_best[0], numbers(0.4, 0.3, 0.2).log())
+        assert of_best[1].tolist()[2] == -math.inf and of_best[2].isnan().all()
+        assert torch.equal(logprobs[:2], of_best[:2, 0])
+    # More than there are tokens; the list has nothing of temperature and filters.
+    given = {"temperature": 0.3, "top_k": 1, "top_logprobs": 40}
+    _, _, best, of_best = tiercel.sample(logits[:1], **given)
+    assert best.tolist() == [[1, 3, 0, 2] + [-1] * 36]
+    torch.testing.assert_close(of_best[0, :4], numbers(0.4, 0.3, 0.2, 0.1).log())
+
+
 def test_bad_arguments():
     logits = torch.randn(3, 8)
+    for value, error, text in (
+        (True, TypeError, "must be an int, got bool"),
+        (2.0, TypeError, "must be an int, got float"),
+        (-1, ValueError, "must be at least 1, got -1"),
+    ):
+        with pytest.raises(error, match=f"sample: `top_logprobs` {text}"):
+            tiercel.sample(logits, top_logprobs=value)
     with pytest.raises(TypeError, match="`return_logprobs` must be a bool, got int"):
         tiercel.sample(logits, return_logprobs=1)
     with pytest.raises(ValueError, match="`logits` must have at least 1 column, got 0"):
@@ -166,3 +192,8 @@ def test_into_a_graph():
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     logits, seeds = torch.randn(5, 64), torch.arange(5)
     assert torch.equal(compiled(logits, torch.ones(5), seeds), step(logits, torch.ones(5), seeds))
+    compiled = torch.compile(
+        lambda x: tiercel.sample(x, top_logprobs=4), fullgraph=True, backend="aot_eager"
+    )
+    due = tiercel.sample(logits, top_logprobs=4)
+    assert all(map(torch.equal, compiled(logits), due)) and due[2].shape == (5, 4)

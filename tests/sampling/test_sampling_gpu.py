@@ -240,3 +240,37 @@ def test_reproducible():
         first = tiercel.sample(logits, seed=1, **given)
         for _ in range(3):
             assert torch.equal(tiercel.sample(logits, seed=1, **given), first)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 1000, 5003, 40_000])
+def test_top_logprobs(columns, dtype):
+    """Exact tokens, and beside them the bits of the same call without them."""
+    logits = problem(6, columns, dtype, 6)
+    counts = torch.randint(-1, 4, (6, columns), device="cuda", dtype=torch.int32)
+    changes = {"counts": counts, "prompt": masked(6, columns), "allowed": masked(6, columns, 1)}
+    changes |= {"repetition_penalty": 1.3, "presence_penalty": 0.2}
+    for k, given in ((1, {"temperature": 0.0}), (20, {"top_p": 0.9}), (32, changes)):
+        tokens, logprobs, best, of_best = tiercel.sample(logits, top_logprobs=k, **given)
+        alone = tiercel.sample(logits, return_logprobs=True, **given)
+        for one, other in zip(alone, (tokens, logprobs), strict=True):
+            assert torch.equal(one.view(torch.int32), other.view(torch.int32))
+        _, _, due, of_due = ref.sample(logits, top_logprobs=k, **given)
+        assert torch.equal(best, due)
+        torch.testing.assert_close(of_best, of_due, rtol=1e-5, atol=1e-5, equal_nan=True)
+        found = (best == tokens[:, None]) & (tokens >= 0)[:, None]
+        assert torch.equal(of_best[found], logprobs[found.any(-1)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 128_256), (200, 128_256), (40, 262_144)])
+def test_top_logprobs_of_vocabularies(rows, columns, dtype):
+    logits = problem(rows, columns, dtype)
+    logits[0] = logits[0].round()  # ties
+    _, _, best, of_best = tiercel.sample(logits, top_logprobs=20)
+    _, _, due, of_due = ref.sample(logits, top_logprobs=20)
+    assert torch.equal(best, due)
+    torch.testing.assert_close(of_best, of_due, rtol=1e-5, atol=1e-5)
+    one = tiercel.sample(logits[-1:], top_logprobs=20)
+    assert torch.equal(one[2][0], best[-1]) and torch.equal(one[3][0], of_best[-1])

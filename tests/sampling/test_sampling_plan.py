@@ -23,6 +23,7 @@ def plan(make, rows, columns, dtype="bfloat16", **given):
     tensors = {"logits": make(rows, columns, dtype=dtype)}
     tensors |= dict.fromkeys((*OF_ROWS, *PENALTIES, *TABLES))
     tensors |= {"tokens": make(rows, dtype="int32"), "logprobs": None}
+    tensors |= {"top_tokens": None, "top_logprobs": None}
     return _C.sample_plan(*(tensors | given).values(), *NUMBERS)
 
 
@@ -102,3 +103,25 @@ def test_logits_and_results(make):
         plan(make, 5, 100, tokens=make(4, dtype="int64"))
     with pytest.raises(ValueError, match=r"`logprobs` must have shape \[T\]"):
         plan(make, 5, 100, logprobs=make(4, dtype="float32"))
+
+
+def test_top_logprobs(make):
+    def of(k, rows=5, dtype="int32", **given):
+        tensors = {"top_tokens": make(rows, k, dtype=dtype), "top_logprobs": make(rows, k)}
+        return plan(make, 5, 100, **(tensors | given))
+
+    assert of(32)["kernel"] == plan(make, 5, 100)["kernel"]
+    with pytest.raises(NotImplementedError, match="up to 32 top log-probabilities .* got 33"):
+        of(33)
+    with pytest.raises(ValueError, match="`top_tokens` must have at least 1 column, got 0"):
+        of(0)
+    with pytest.raises(ValueError, match=r"`top_tokens` must have shape \[T, k\]"):
+        of(3, rows=4)
+    with pytest.raises(TypeError, match="`top_tokens` must have dtype int32"):
+        of(3, dtype="int64")
+    with pytest.raises(TypeError, match="`top_logprobs` must have dtype float32"):
+        of(3, top_logprobs=make(5, 3, dtype="float16"))
+    with pytest.raises(ValueError, match=r"`top_logprobs` must have shape \[T, k\]"):
+        of(3, top_logprobs=make(5, 4))
+    with pytest.raises(ValueError, match="`top_tokens` and `top_logprobs` must be given together"):
+        of(3, top_logprobs=None)

@@ -3,9 +3,10 @@
 
 import pytest
 import torch
-from support.draft import assert_lossless
+from support.draft import assert_lossless, assert_tree_lossless
 
 import tiercel
+from tiercel.core.dispatch import variants
 
 pytestmark = pytest.mark.torch
 
@@ -20,6 +21,64 @@ def _on_ref():
 @pytest.mark.parametrize("given", [{}, {"temperature": 0.6}, {"top_k": 4}, {"top_p": 0.7}])
 def test_the_distribution_is_the_targets(given, certain):
     assert_lossless(20_000, certain=certain, **given)
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+@pytest.mark.parametrize("given", [{}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.8}])
+def test_the_distribution_of_trees_is_the_targets(given, replacement):
+    assert_tree_lossless(20_000, replacement=replacement, **given)
+    assert_tree_lossless(20_000, certain=True, replacement=replacement, **given)
+
+
+def test_trees():
+    logits = torch.eye(6)[[1, 3, 2, 5, 4]].repeat(4, 1, 1)  # greedy tokens behind root and nodes
+    draft = torch.tensor([[0, 1, 2, 3]] * 3 + [[1, 3, 3, 5]], dtype=torch.int32)
+    parents = torch.tensor([[-1, -1, 1, 0], [-1, 0, 0, 1], [-1, -1, 3, 1], [-1, 0, 1, -2]])
+    tokens, accepted, path = tiercel.verify_draft(
+        draft, logits, parents=parents.int(), temperature=0.0
+    )
+    assert accepted.tolist() == [2, 0, 1, 2] and path.dtype == torch.int32
+    assert tokens.tolist() == [
+        [1, 2, 5, -1, -1],
+        [1] + [-1] * 4,
+        [1, 2] + [-1] * 3,
+        [1, 3, 2, -1, -1],
+    ]
+    assert path.tolist() == [[1, 2, -1, -1], [-1] * 4, [1, -1, -1, -1], [0, 1, -1, -1]]
+    out = torch.empty_like(tokens), torch.empty_like(accepted), torch.empty_like(path)
+    options = {"parents": parents.int(), "temperature": 0.0, "out": out}
+    assert tiercel.verify_draft(draft, logits, **options)[2] is out[2]
+    assert torch.equal(out[0], tokens)
+
+
+def test_a_chain_as_a_tree():
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(40, 4, 12, generator=generator)
+    probs = torch.softmax(logits[:, :3] + torch.randn(40, 3, 12, generator=generator), -1)
+    draft = torch.multinomial(probs.flatten(0, 1), 1, generator=generator).view(40, 3)
+    parents = torch.arange(-1, 2, dtype=torch.int32).expand(40, -1).contiguous()
+    for q in (probs, None):
+        chain = tiercel.verify_draft(draft, logits, q, seed=3, top_p=0.9)
+        tree = tiercel.verify_draft(draft, logits, q, seed=3, top_p=0.9, parents=parents)
+        assert all(map(torch.equal, chain, tree))
+        due = torch.where(torch.arange(3) < chain[1][:, None], torch.arange(3), -1)
+        assert torch.equal(tree[2].long(), due)
+
+
+def test_wrong_parents_are_named():
+    """TIERCEL_CHECK=1."""
+    (operator,) = (one for one in variants["verify_draft"] if one.name == "verify_tree")
+    draft, logits = torch.zeros(2, 3, dtype=torch.int32), torch.randn(2, 4, 8)
+    numbers = (*[None] * 7, 1.0, 0, 1.0, 0.0, 0, 0, None)
+    right = torch.tensor([[-1, 0, 1], [-1, -1, 0]], dtype=torch.int32)
+    operator.check_indices((draft, logits, right, *numbers))
+    for place, value in (((0, 1), 1), ((1, 2), -2), ((1, 0), 0)):
+        wrong = right.clone()
+        wrong[place] = value
+        with pytest.raises(ValueError) as error:
+            operator.check_indices((draft, logits, wrong, *numbers))
+        text = f"hold -1 or the number of an earlier node, got {value} at {list(place)}"
+        assert str(error.value) == f"verify_draft: `parents` must {text}"
 
 
 def test_greedy():
@@ -81,6 +140,10 @@ def test_bad_arguments():
         tiercel.verify_draft(draft.float(), logits)
     with pytest.raises(ValueError, match="`logits` must have at least 1 column, got 0"):
         tiercel.verify_draft(draft, logits[..., :0])
+    with pytest.raises(ValueError, match=r"`parents` must have shape \[B, S\]"):
+        tiercel.verify_draft(draft, logits, parents=draft[:, :1])
+    with pytest.raises(TypeError, match="`parents` must have dtype int32"):
+        tiercel.verify_draft(draft, logits, parents=draft.long())
 
 
 def test_into_a_graph():

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from support.draft import assert_lossless
+from support.draft import assert_lossless, assert_tree_lossless
 
 import tiercel
 from tiercel import ref
@@ -110,3 +110,56 @@ def test_graph():
         due = tiercel.verify_draft(draft, logits, probs, **given)
         assert all(map(torch.equal, results, due))
         offset += 4
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+@pytest.mark.parametrize("given", [{}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.8}])
+def test_the_distribution_of_trees_is_the_targets(given, replacement):
+    for dtype in DTYPES:
+        options = {"replacement": replacement, "device": "cuda", "dtype": dtype}
+        assert_tree_lossless(100_000, **options, **given)
+        assert_tree_lossless(100_000, certain=True, **options, **given)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [7, 5003])
+def test_trees_against_the_reference(columns, dtype):
+    """Any parents, those that are none too; the same in any company."""
+    for nodes in (1, 13, 64):
+        draft, logits, probs = problem(9, nodes, columns, dtype, nodes)
+        parents = (
+            torch.rand(9, nodes, device="cuda") * torch.arange(1, nodes + 1).cuda()
+        ).int() - 1
+        parents[0] = torch.arange(nodes) - 1
+        parents[1, nodes // 2 :] = torch.tensor(2**31 - 1)
+        seeds = torch.arange(9, device="cuda")
+        for given in FILTERS[:3]:
+            for q in (probs, None):
+                options = {"seeds": seeds, "parents": parents, **given}
+                got = tiercel.verify_draft(draft, logits, q, **options)
+                due = tiercel.verify_draft(draft, logits, q, backend="ref", **options)
+                assert all(map(torch.equal, got, due))
+                chain = tiercel.verify_draft(draft, logits, q, seeds=seeds, **given)
+                assert torch.equal(chain[0][0], got[0][0])
+                options |= {"seeds": seeds[4:5], "parents": parents[4:5]}
+                alone = tiercel.verify_draft(
+                    draft[4:5], logits[4:5], None if q is None else q[4:5], **options
+                )
+                for one, all_ in zip(alone, got, strict=True):
+                    assert torch.equal(one[0], all_[4])
+
+
+def test_graph_of_trees():
+    draft, logits, probs = problem(8, 6, 32_000, torch.bfloat16)
+    parents = torch.tensor([[-1, -1, 0, 0, 1, 2]] * 8, dtype=torch.int32, device="cuda")
+    offset = torch.zeros(8, device="cuda", dtype=torch.int64)
+    given = {"seed": torch.arange(8, device="cuda"), "offset": offset, "parents": parents}
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = tiercel.verify_draft(draft, logits, probs, **given)
+    for _ in range(3):
+        graph.replay()
+        due = tiercel.verify_draft(draft, logits, probs, **given)
+        assert all(map(torch.equal, results, due))
+        offset += 7

@@ -380,6 +380,16 @@ def topk_softmax(source, experts, k, dtype=torch.bfloat16, **options):
     return Rows(3000, lambda rows: tiercel.topk_softmax(scores[rows], k, **options))
 
 
+@case("topk_softmax", "hashed")
+def topk_softmax_hashed(source):
+    scores, table = source.normal(3000, 256), source.whole(256, 1000, 6)
+    ids = source.whole(1000, 3000)
+    options = {"expert_table": table, "scoring": "sqrtsoftplus", "renormalize": True}
+    return Rows(
+        3000, lambda rows: tiercel.topk_softmax(scores[rows], 6, token_ids=ids[rows], **options)
+    )
+
+
 @case("topk_softmax_align", experts=64)
 @case("topk_softmax_align", "256", experts=256)
 def topk_softmax_align(source, experts):
@@ -433,6 +443,12 @@ def sample(source):
         return tiercel.sample(logits[rows], top_p=0.9, seeds=seeds[rows], return_logprobs=True)
 
     return Rows(300, run)
+
+
+@case("sample", "top-logprobs")
+def sample_top_logprobs(source):
+    logits, seeds = source.normal(300, 32000), source.whole(1 << 30, 300, dtype=torch.int64)
+    return Rows(300, lambda rows: tiercel.sample(logits[rows], seeds=seeds[rows], top_logprobs=20))
 
 
 @case("verify_draft")

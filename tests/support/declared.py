@@ -31,11 +31,17 @@ _FLOAT8 = {
 }
 
 
-# Options with which a public function calls other operators.
+# Options with which a public function calls other operators; a function makes one of the arguments.
 _OPTIONS = (
     {},
     {"return_lse": False},
     {"return_logprobs": True},
+    {"top_logprobs": 3},
+    {
+        "token_ids": lambda values: torch.arange(len(values["scores"])),
+        "expert_table": lambda values: torch.zeros(3, values["k"], dtype=torch.int32),
+    },
+    {"parents": lambda values: torch.full_like(values["draft_tokens"], -1, dtype=torch.int32)},
     {"output_final_state": True},
     {"inplace": True},
     {"reduction": "mean"},
@@ -185,6 +191,7 @@ def operator_calls():
             for values in with_and_without(SPECS[op], public_calls(op)):
                 for option in _OPTIONS:
                     if set(option) <= set(defaults(op)):
+                        option = {n: o(values) if callable(o) else o for n, o in option.items()}
                         with contextlib.suppress(RuntimeError):  # there is no derivative
                             _run(op, values, **option)
                         _without_grad(op, values, **option)

@@ -124,6 +124,8 @@ constexpr Field<TopkRouteCall> kTopkRouteFields[] = {
     Value<&TopkRouteCall::options, &TopkRouteOptions::kept_groups>("topk_group"),
     Value<&TopkRouteCall::options, &TopkRouteOptions::scaling>("scaling_factor"),
     Value<&TopkRouteCall::options, &TopkRouteOptions::shared>("n_shared"),
+    Optional<&TopkRouteCall::token_ids>("token_ids"),
+    Optional<&TopkRouteCall::expert_table>("expert_table"),
 };
 constexpr Parameters<TopkRouteCall> kTopkRoute{"topk_softmax", kTopkRouteFields};
 
@@ -149,6 +151,8 @@ constexpr Field<TopkRouteAlignCall> kTopkRouteAlignFields[] = {
     Value<&TopkRouteAlignCall::options, &TopkRouteOptions::kept_groups>("topk_group"),
     Value<&TopkRouteAlignCall::options, &TopkRouteOptions::scaling>("scaling_factor"),
     Value<&TopkRouteAlignCall::options, &TopkRouteOptions::shared>("n_shared"),
+    Optional<&TopkRouteAlignCall::token_ids>("token_ids"),
+    Optional<&TopkRouteAlignCall::expert_table>("expert_table"),
 };
 constexpr Parameters<TopkRouteAlignCall> kTopkRouteAlign{"topk_softmax_align",
                                                          kTopkRouteAlignFields};
@@ -176,7 +180,7 @@ constexpr Function kFunctions[] = {
     LoadOf<topk_align_kernels>("topk_softmax_align_load"),
     LaunchOf<kTopkRoute, topk_route>("topk_route", kFills),
     PlanOf<kTopkRoute, topk_route_plan, kTopkSoftmaxPlan>("topk_route_plan"),
-    LoadOf<topk_route_kernels>("topk_route_load"),
+    LoadOf<topk_route_kernels, hash_route_kernels>("topk_route_load"),
     LaunchOf<kTopkRouteAlign, topk_route_align>("topk_route_align", kFills),
     PlanOf<kTopkRouteAlign, topk_route_align_plan, kTopkAlignPlan>("topk_route_align_plan"),
 };

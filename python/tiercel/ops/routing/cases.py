@@ -12,6 +12,7 @@ from tiercel.workbench.bench.ops import Error, Inputs, OpBench
 _ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
 # `weights` of a case: all = softmax over all scores; renorm = that, divided by the selected sum;
 # after = softmax of the selected scores (equal to renorm, by another option).
+_TOKENS = 129280  # DeepSeek-V4's vocabulary
 OPTIONS = {
     "all": {"softmax_first": True, "renormalize": False},
     "renorm": {"softmax_first": True, "renormalize": True},
@@ -24,6 +25,8 @@ def _invalid(params: Mapping[str, Any]) -> str | None:
         return f"`weights` must be one of {', '.join(OPTIONS)}"
     if params.get("sigmoid") and params.get("sqrtsoftplus"):
         return "scores are of one kind"
+    if params.get("hashed") and not params.get("sqrtsoftplus"):
+        return "experts by token come with the scores of DeepSeek-V4, sqrtsoftplus"
     if params.get("grouped") and not (params.get("sigmoid") or params.get("sqrtsoftplus")):
         return "groups are for the other kinds of scores"
     sizes = [params[name] for name in "TEk"]
@@ -38,7 +41,13 @@ def _make(case: Any, device: str, seed: int) -> Inputs:
     generator = torch.Generator(device=device).manual_seed(seed)
     scores = torch.randn(case["T"], case["E"], device=device, generator=generator)
     inputs = {"scores": scores.to(getattr(torch, case.dtype))}
-    if scoring_of(case) != "softmax":
+    if case.params.get("hashed"):
+        shape = (_TOKENS, case["E"])
+        order = torch.rand(shape, device=device, generator=generator).argsort(-1)
+        inputs["expert_table"] = order[:, : case["k"]].int()
+        count = (case["T"],)
+        inputs["token_ids"] = torch.randint(_TOKENS, count, device=device, generator=generator)
+    elif scoring_of(case) != "softmax":
         bias = torch.randn(case["E"], device=device, generator=generator)
         inputs["correction_bias"] = 0.1 * bias
     return inputs
@@ -52,7 +61,10 @@ def scoring_of(case: Any) -> str:
 
 
 def options_of(case: Any, inputs: Inputs) -> dict[str, Any]:
-    """Other scores than softmax come with a bias, as in DeepSeek's models."""
+    """Other scores than softmax come with a bias, as in DeepSeek's models, or with a table."""
+    if case.params.get("hashed"):
+        table = {name: inputs[name] for name in ("token_ids", "expert_table")}
+        return {"renormalize": True, "scoring": scoring_of(case), "scaling_factor": 1.5} | table
     if scoring_of(case) == "softmax":
         return dict(OPTIONS[case["weights"]])
     return {
@@ -79,6 +91,8 @@ def _out(case: Any, inputs: Inputs) -> tuple[Any, Any]:
 
 def _bytes(case: Any) -> int:
     scores = case["T"] * case["E"] * _ELEMENT[case.dtype]
+    if case.params.get("hashed"):  # of the chosen, beside the token and its experts
+        scores = case["T"] * (8 + case["k"] * (4 + _ELEMENT[case.dtype]))
     return int(scores + case["T"] * case["k"] * (4 + 4))
 
 
@@ -106,7 +120,7 @@ def _route_reference(case: Any, inputs: Inputs) -> dict[str, Any]:
 
     options = options_of(case, inputs)
     _, indices = topk_softmax(inputs["scores"], case["k"], indices_dtype=torch.int64, **options)
-    by = activated(inputs["scores"].float(), options["scoring"]) + inputs["correction_bias"]
+    by = activated(inputs["scores"].float(), options["scoring"]) + inputs.get("correction_bias", 0)
     due = activated(inputs["scores"].double().gather(-1, indices), options["scoring"])
     weights = options["scaling_factor"] * due / due.sum(-1, keepdim=True)
     by = by.double()
@@ -173,6 +187,7 @@ BENCHES = [
             "sigmoid": False,
             "sqrtsoftplus": False,
             "grouped": False,
+            "hashed": False,
         },
         invalid=_invalid,
         make=_make,

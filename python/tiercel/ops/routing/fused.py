@@ -15,7 +15,16 @@ from tiercel.core.spec import Call
 from tiercel.ops.routing import reference as ref
 from tiercel.ops.routing import spec
 from tiercel.ops.routing.align import empty_lists, fill_lists, map_index, run_plain, run_plugin
-from tiercel.ops.routing.topk_softmax import DEFAULTS, SCORING, columns_of, gradients, save
+from tiercel.ops.routing.topk_softmax import (
+    DEFAULTS,
+    SCORING,
+    check_hash,
+    columns_of,
+    gradients,
+    no_rows,
+    save,
+    table_indices,
+)
 
 __all__ = ["topk_softmax_align"]
 
@@ -125,6 +134,7 @@ def _run_route(
     pad_sorted_ids: bool,
     ignore_invalid_experts: bool,
     *out: Tensor,
+    table: tuple[Tensor | None, Tensor | None] = (None, None),
     aligned: Any = _C.topk_route_align,
 ) -> Any:
     results = out or _empty(
@@ -134,7 +144,8 @@ def _run_route(
     if out and weights.shape[1] != columns:  # the kernels take k from there
         raise ValueError("`weights` must have k + n_shared columns")
     softmax = (softmax_first, renormalize)
-    options = (SCORING.get(scoring, -1), n_group, topk_group, scaling_factor, n_shared)
+    groups = (n_group, topk_group)
+    options = (SCORING.get(scoring, -1), *groups, scaling_factor, n_shared, *table)
     if scores.shape[0] > _MOST_TOKENS:
         _C.topk_route(scores, correction_bias, weights, indices, *softmax, *options)
         rest = (block_size, scores.shape[1] + n_shared, expert_map, ignore_invalid_experts)
@@ -169,6 +180,57 @@ _ROUTE_ALIGN = Op(
 )
 
 
+def _run_hash(
+    scores: Tensor,
+    token_ids: Tensor,
+    expert_table: Tensor,
+    columns: int,
+    block_size: int,
+    expert_map: Tensor | None,
+    softmax_first: bool,
+    renormalize: bool,
+    indices_dtype: torch.dtype,
+    scoring: str,
+    scaling_factor: float,
+    n_shared: int,
+    pad_sorted_ids: bool,
+    ignore_invalid_experts: bool,
+    *out: Tensor,
+    aligned: Any = _C.topk_route_align,
+) -> Any:
+    first = (scores, columns, block_size, expert_map, softmax_first, renormalize, indices_dtype)
+    rest = (pad_sorted_ids, ignore_invalid_experts, *out)
+    route = (None, scoring, 1, 1, scaling_factor, n_shared)
+    return _run_route(*first, *route, *rest, table=(token_ids, expert_table), aligned=aligned)
+
+
+def _plan_hash(call: Call) -> dict[str, Any]:
+    if call.scores.shape[0] > _MOST_TOKENS:
+        return {"kernel": "hash_route, then moe_align_block_size", "launches": 2}
+    arguments = spec.HASH_ROUTE_ALIGN.values(call).values()
+    return dict(_run_hash(*arguments, aligned=_C.topk_route_align_plan))
+
+
+_HASH_ALIGN = Op(
+    spec.HASH_ROUTE_ALIGN,
+    sm90=Python(
+        _run_hash,
+        _plan_hash,
+        "a warp a row, then a cluster sorts; one launch up to 128 tokens",
+        load=_C.topk_route_load,
+        sample=no_rows,
+        positional=True,
+    ),
+    reference=lambda call: run_plain(spec.HASH_ROUTE_ALIGN, _plain_route, call),
+    method="torch.gather and a stable torch.sort",
+    gradient=Gradient(_save, gradients),
+    indices=lambda call: [
+        map_index(call.expert_map, call.scores.shape[1] + call.n_shared),
+        *table_indices(call),
+    ],
+)
+
+
 @_TOPK_SOFTMAX_ALIGN.export
 def topk_softmax_align(
     scores: Tensor,
@@ -187,6 +249,8 @@ def topk_softmax_align(
     topk_group: int = 1,
     scaling_factor: float = 1.0,
     n_shared: int = 0,
+    token_ids: Tensor | None = None,
+    expert_table: Tensor | None = None,
     out: _Five | None = None,
     backend: str | None = None,
 ) -> _Five:
@@ -212,12 +276,14 @@ def topk_softmax_align(
         indices_dtype: ``torch.int32`` or ``torch.int64``.
         pad_sorted_ids: As for :func:`tiercel.moe_align_block_size`.
         ignore_invalid_experts: The same.
-        scoring: As for :func:`tiercel.topk_softmax`, like the next five.
+        scoring: As for :func:`tiercel.topk_softmax`, like the next seven.
         correction_bias: The same.
         n_group: The same.
         topk_group: The same.
         scaling_factor: The same.
         n_shared: The same.
+        token_ids: The same.
+        expert_table: The same. What is no expert is in no list.
         out: All five results, to write to; as for the two functions.
         backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
 
@@ -237,6 +303,15 @@ def topk_softmax_align(
     """
     route = (scoring, n_group, topk_group, scaling_factor, n_shared)
     softmax = (softmax_first, renormalize, indices_dtype)
+    if token_ids is not None or expert_table is not None:
+        groups = (n_group, topk_group)
+        check_hash("topk_softmax_align", token_ids, expert_table, correction_bias, groups)
+        columns = columns_of("topk_softmax_align", k, n_shared)
+        first = (scores, token_ids, expert_table, columns, block_size, expert_map, *softmax)
+        last = (scaling_factor, n_shared, pad_sorted_ids, ignore_invalid_experts, backend)
+        if out is None:
+            return _HASH_ALIGN.pick()(*first, scoring, *last)  # type: ignore[no-any-return]
+        return _HASH_ALIGN.into()(out, *first, scoring, *last)  # type: ignore[no-any-return]
     if correction_bias is not None or route != DEFAULTS:
         columns = columns_of("topk_softmax_align", k, n_shared)
         rest = (correction_bias, *route, pad_sorted_ids, ignore_invalid_experts, backend)

@@ -32,16 +32,24 @@ def topk_route(scores: Any, k: int, options: dict[str, Any]) -> tuple[Any, Any]:
         values = values.sigmoid()
     else:
         values = torch.nn.functional.softplus(values).sqrt()
-    by = values + options["correction_bias"]
+    if "expert_table" in options:
+        indices = options["expert_table"].long()[options["token_ids"]]
+    else:
+        indices = _selected(values + options["correction_bias"], k, options)
+    weights = values.gather(1, indices)
+    weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * options["scaling_factor"]
+    return weights, indices
+
+
+def _selected(by: Any, k: int, options: dict[str, Any]) -> Any:
+    import torch
+
     if options["n_group"] > 1:
         groups = by.view(len(by), options["n_group"], -1)
         best = groups.topk(2, dim=-1).values.sum(-1).topk(options["topk_group"], dim=-1).indices
         kept = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, True)
         by = groups.masked_fill(~kept[..., None], -torch.inf).flatten(1)
-    indices = by.topk(k, dim=-1).indices
-    weights = values.gather(1, indices)
-    weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * options["scaling_factor"]
-    return weights, indices
+    return by.topk(k, dim=-1).indices
 
 
 def _route_launch(case: Any, inputs: dict[str, Any], compiled: bool) -> Launch:

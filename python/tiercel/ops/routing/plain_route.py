@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routing with other scores, a bias, groups and shared experts, in plain PyTorch."""
+"""Routing with other scores, a bias, groups, shared experts or a table, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -80,6 +80,13 @@ def _chosen(
     return places.gather(-1, largest_of(by.gather(-1, places), k))
 
 
+def _looked_up(tokens: Tensor, table: Tensor) -> Tensor:
+    """The table's rows of tokens, -1 where it has none."""
+    none = table.new_full((1, table.shape[1]), -1)
+    known = (tokens >= 0) & (tokens < len(table))
+    return torch.cat([table, none])[torch.where(known, tokens, len(table))]
+
+
 def topk_route(
     scores: Tensor,
     columns: int,
@@ -93,25 +100,41 @@ def topk_route(
     topk_group: int = 1,
     scaling_factor: float = 1.0,
     n_shared: int = 0,
+    token_ids: Tensor | None = None,
+    expert_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`tiercel.topk_softmax` in all its forms; float64 scores give float64 weights."""
     wide = scores if scores.dtype == torch.float64 else scores.float()
     bias = None if correction_bias is None else correction_bias.to(wide.dtype)
     k = columns - n_shared
-    order = _chosen(wide.detach(), k, scoring, bias, n_group, topk_group)
+    real = None  # which of the table's numbers are experts
+    if expert_table is None or token_ids is None:
+        order = _chosen(wide.detach(), k, scoring, bias, n_group, topk_group)
+    else:
+        found = _looked_up(token_ids.long(), expert_table.long())
+        real = (found >= 0) & (found < scores.shape[1])
+        order = torch.where(real, found, 0)
     if scoring == "softmax":
         if softmax_first and not renormalize:
             weights = torch.softmax(wide, dim=-1).gather(-1, order)
         else:
-            weights = torch.softmax(wide.gather(-1, order), dim=-1)
+            chosen = wide.gather(-1, order)
+            if real is not None:  # without an expert, numbers whose softmax is one
+                none = torch.where(real.any(-1, keepdim=True), -math.inf, 0.0).to(wide.dtype)
+                chosen = torch.where(real, chosen, none)
+            weights = torch.softmax(chosen, dim=-1)
     else:
         chosen = wide.gather(-1, order)
         if scoring == "sigmoid":
             weights = torch.sigmoid(chosen)
         else:
             weights = torch.logaddexp(chosen, torch.zeros_like(chosen)).sqrt()
+        if real is not None:
+            weights = torch.where(real, weights, 0.0)
         if renormalize:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    if real is not None:
+        weights, order = torch.where(real, weights, 0.0), torch.where(real, order, -1)
     weights = pad(weights * scaling_factor, (0, n_shared), value=1.0)
     shared = torch.arange(n_shared, device=order.device) + scores.shape[1]
     indices = torch.cat([order, shared.expand(len(order), -1)], dim=-1)

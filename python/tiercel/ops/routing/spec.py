@@ -111,6 +111,35 @@ TOPK_ROUTE = Spec(
 )
 
 
+def _check_hash(op: str, call: Call) -> None:
+    from tiercel.core.checks import check_shape
+
+    k = call.columns - call.n_shared
+    check_k(op, k, call.scores.shape[1])
+    table = call.expert_table
+    check_shape(op, "expert_table", table, (table.shape[0], k), "[tokens, k]")
+    if call.scoring != "softmax" and not call.softmax_first:
+        raise ValueError(f"{op}: `softmax_first` must be True with `scoring` {call.scoring!r}")
+
+
+# topk_softmax with the experts of a table.
+HASH_ROUTE = Spec(
+    "hash_route",
+    Tensor("scores", "T E", FLOATS, strided=True),
+    Tensor("token_ids", "T", INDICES),
+    Tensor("expert_table", "tokens selected", "int32", shape_text="[tokens, k]"),
+    Int("columns"),
+    *(
+        TOPK_ROUTE.argument(name)
+        for name in ("softmax_first", "renormalize", "indices_dtype", "scoring", "scaling_factor")
+    ),
+    TOPK_ROUTE.argument("n_shared"),
+    results=TOPK_ROUTE.results,
+    check=lambda call: _check_hash("topk_softmax", call),
+    gradient_of="topk_softmax",
+)
+
+
 def slots_for(elements: int, experts: int, block_size: int, whole_blocks: bool = False) -> int:
     """The slots that suffice for any distribution of `elements` ids over the experts' blocks."""
     slots = elements + experts * (block_size - 1)
@@ -216,10 +245,19 @@ TOPK_SOFTMAX_ALIGN = Spec(
 
 
 def _check_route_align(call: Call) -> None:
+    _check_route("topk_softmax_align", call)
+    _check_lists(call)
+
+
+def _check_hash_align(call: Call) -> None:
+    _check_hash("topk_softmax_align", call)
+    _check_lists(call)
+
+
+def _check_lists(call: Call) -> None:
     from tiercel.core.checks import check_shape
 
     op = "topk_softmax_align"
-    _check_route(op, call)
     if call.expert_map is not None:
         experts = call.scores.shape[1] + call.n_shared
         check_shape(op, "expert_map", call.expert_map, (experts,), "[num_experts]")
@@ -240,6 +278,25 @@ TOPK_ROUTE_ALIGN = Spec(
     results=[*TOPK_ROUTE.results, *_LISTS],
     dims=_DIMS,
     check=_check_route_align,
+    gradient_of="topk_softmax_align",
+)
+
+_SCORES, _TOKENS, _TABLE, _COLUMNS, *_HASH_OPTIONS = HASH_ROUTE.arguments
+
+HASH_ROUTE_ALIGN = Spec(
+    "hash_route_align",
+    _SCORES,
+    _TOKENS,
+    _TABLE,
+    _COLUMNS,
+    Int("block_size", at_least=1),
+    Tensor("expert_map", "*", "int32", optional=True),
+    *_HASH_OPTIONS,
+    Bool("pad_sorted_ids", False),
+    Bool("ignore_invalid_experts", False),
+    results=[*HASH_ROUTE.results, *_LISTS],
+    dims=_DIMS,
+    check=_check_hash_align,
     gradient_of="topk_softmax_align",
 )
 

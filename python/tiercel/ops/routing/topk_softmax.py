@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tiercel import _C
+from tiercel.core.index_checks import Index, between
 from tiercel.core.op import Gradient, Lookup, Native, Op
 from tiercel.core.spec import Call
 from tiercel.ops.routing import plain_route, spec
@@ -26,6 +27,7 @@ def save(ctx: Any, call: Call, results: tuple[Tensor, ...]) -> None:
     ctx.scaling = getattr(call, "scaling_factor", 1.0)
     ctx.n_shared = getattr(call, "n_shared", 0)
     ctx.renormalize = call.renormalize
+    ctx.looked_up = getattr(call, "expert_table", None) is not None
     ctx.scores_dtype = call.scores.dtype
     ctx.experts = call.scores.shape[1]
     with_scores = ctx.full_softmax or ctx.scoring != "softmax"
@@ -40,8 +42,11 @@ def gradients(ctx: Any, grad: Tensor | None, *_: Any) -> dict[str, Tensor | None
     if ctx.n_shared:
         selected = weights.shape[1] - ctx.n_shared
         grad, weights, indices = (x[:, :selected] for x in (grad, weights, indices))
+    real = indices >= 0 if ctx.looked_up else None
+    if real is not None:
+        grad, indices = torch.where(real, grad, 0.0), indices.clamp(min=0)
     if ctx.scoring != "softmax":
-        return {"scores": _scattered(ctx, grad, scores, indices)}
+        return {"scores": _scattered(ctx, grad, scores, indices, real)}
     # d softmax: p * (g - sum(g * p)); scores that were not selected have g = 0.
     inner = (grad * weights).sum(dim=-1, keepdim=True)
     if ctx.full_softmax:
@@ -51,11 +56,15 @@ def gradients(ctx: Any, grad: Tensor | None, *_: Any) -> dict[str, Tensor | None
         if ctx.scaling != 1.0:
             inner = inner / ctx.scaling
         empty = grad.new_zeros(grad.shape[0], ctx.experts)
-        result = empty.scatter(-1, indices, (grad - inner) * weights)
+        # A table may have an expert twice.
+        add = empty.scatter if real is None else empty.scatter_add
+        result = add(-1, indices, (grad - inner) * weights)
     return {"scores": result.to(ctx.scores_dtype)}
 
 
-def _scattered(ctx: Any, grad: Tensor, scores: Tensor, indices: Tensor) -> Tensor:
+def _scattered(
+    ctx: Any, grad: Tensor, scores: Tensor, indices: Tensor, real: Tensor | None
+) -> Tensor:
     """The gradient of scores that are functions of one logit each."""
     x = scores.float().gather(-1, indices)
     slope = torch.sigmoid(x)
@@ -64,12 +73,15 @@ def _scattered(ctx: Any, grad: Tensor, scores: Tensor, indices: Tensor) -> Tenso
     else:
         value = torch.logaddexp(x, torch.zeros_like(x)).sqrt()
         slope = slope / (2.0 * value)
+    if real is not None:
+        value, slope = torch.where(real, value, 0.0), torch.where(real, slope, 0.0)
     grad = grad * ctx.scaling
     if ctx.renormalize:
         total = value.sum(dim=-1, keepdim=True) + 1e-20
         grad = (grad - (grad * value).sum(dim=-1, keepdim=True) / total) / total
     empty = grad.new_zeros(grad.shape[0], ctx.experts)
-    return empty.scatter(-1, indices, grad * slope).to(ctx.scores_dtype)
+    add = empty.scatter if real is None else empty.scatter_add
+    return add(-1, indices, grad * slope).to(ctx.scores_dtype)
 
 
 _TOPK_SOFTMAX = Op(
@@ -97,6 +109,38 @@ def columns_of(op: str, k: int, n_shared: int) -> int:
     return k + n_shared
 
 
+def no_rows(call: Call) -> dict[str, Any]:
+    """No limit depends on the number of rows."""
+    return {"scores": call.scores[:0], "token_ids": call.token_ids[:0]}
+
+
+def table_indices(call: Call) -> list[Index]:
+    tokens, experts = call.expert_table.shape[0], call.scores.shape[1]
+    return [
+        between("token_ids", call.token_ids, 0, tokens - 1),
+        between("expert_table", call.expert_table, 0, experts - 1),
+    ]
+
+
+def check_hash(
+    op: str,
+    token_ids: Tensor | None,
+    expert_table: Tensor | None,
+    bias: Tensor | None,
+    groups: tuple[int, int],
+) -> None:
+    """A table comes with tokens, and without what is for a selection."""
+    if token_ids is None or expert_table is None:
+        absent, given = "token_ids", "expert_table"
+        if token_ids is not None:
+            absent, given = given, absent
+        raise ValueError(f"{op}: `{absent}` must be given where `{given}` is, got None")
+    if bias is not None:
+        raise ValueError(f"{op}: `correction_bias` must be None with `expert_table`")
+    if groups != (1, 1):
+        raise ValueError(f"{op}: `n_group` and `topk_group` must be 1 with `expert_table`")
+
+
 SCORING = {name: place for place, name in enumerate(spec.SCORING)}
 
 _ROUTE = Op(
@@ -116,6 +160,8 @@ _ROUTE = Op(
             "topk_group",
             "scaling_factor",
             "n_shared",
+            None,
+            None,
         ),
         "a warp a row, selection in registers",
         load=_C.topk_route_load,
@@ -124,6 +170,36 @@ _ROUTE = Op(
     reference=lambda call: plain_route.topk_route(**spec.TOPK_ROUTE.values(call)),
     method="torch.sort on scores, and on groups of them",
     gradient=Gradient(save, gradients),
+)
+
+_HASH_ROUTE = Op(
+    spec.HASH_ROUTE,
+    sm90=Native(
+        _C.topk_route,
+        _C.topk_route_plan,
+        (
+            "scores",
+            None,
+            "weights",
+            "indices",
+            "softmax_first",
+            "renormalize",
+            Lookup("scoring", SCORING),
+            1,
+            1,
+            "scaling_factor",
+            "n_shared",
+            "token_ids",
+            "expert_table",
+        ),
+        "a warp a row, a lane an expert",
+        load=_C.topk_route_load,
+        sample=no_rows,
+    ),
+    reference=lambda call: plain_route.topk_route(**spec.HASH_ROUTE.values(call)),
+    method="torch.gather",
+    gradient=Gradient(save, gradients),
+    indices=table_indices,
 )
 
 
@@ -141,6 +217,8 @@ def topk_softmax(
     topk_group: int = 1,
     scaling_factor: float = 1.0,
     n_shared: int = 0,
+    token_ids: Tensor | None = None,
+    expert_table: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -156,6 +234,11 @@ def topk_softmax(
     With ``scoring``, ``correction_bias`` and groups it is the router of DeepSeek-V2, V3 and V4, GLM
     and Kimi. Where there is a bias, the selection is by ``score + correction_bias`` in float32,
     rounded in the same way by all backends, so that it is the same everywhere.
+
+    With ``expert_table`` there is no selection: the experts of row t are
+    ``expert_table[token_ids[t]]``, in that order, and the weights are made of their scores as
+    otherwise. This is the hash routing of DeepSeek-V4's first layers: ``Gate`` in the models'
+    ``inference/model.py`` (``tid2eid``), ``DeepseekV4HashRouter`` in transformers.
 
     Differentiable in ``scores``. Works under torch.compile and torch.export, and in CUDA graphs;
     it never synchronises.
@@ -180,6 +263,11 @@ def topk_softmax(
         scaling_factor: Multiplies the weights, last.
         n_shared: Shared experts, E to E + n - 1, which every row gets behind the selected ones,
             with weight 1 whatever ``scaling_factor`` is.
+        token_ids: ``[T]`` int32 or int64: each row's token, with ``expert_table``.
+        expert_table: ``[tokens, k]`` int32: each token's experts; not with ``correction_bias`` and
+            groups. A number that is no expert gives index -1 and weight 0 and has no part in sums;
+            a token that the table lacks gives a row of these. ``TIERCEL_CHECK=1`` makes both an
+            error.
         out: ``(weights, indices)`` to write to: contiguous, of the shapes and dtypes below, on
             the device of ``scores``. Then ``indices_dtype`` does not count and no gradient flows.
         backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
@@ -198,6 +286,15 @@ def topk_softmax(
         >>> weights, experts = tiercel.topk_softmax(router_logits, 8, renormalize=True)
     """
     options = (scoring, n_group, topk_group, scaling_factor, n_shared)
+    if token_ids is not None or expert_table is not None:
+        groups = (n_group, topk_group)
+        check_hash("topk_softmax", token_ids, expert_table, correction_bias, groups)
+        columns = columns_of("topk_softmax", k, n_shared)
+        softmax = (softmax_first, renormalize, indices_dtype)
+        tail = (columns, *softmax, scoring, scaling_factor, n_shared, backend)
+        if out is not None:
+            return _HASH_ROUTE.into()(out, scores, token_ids, expert_table, *tail)  # type: ignore[no-any-return]
+        return _HASH_ROUTE.pick()(scores, token_ids, expert_table, *tail)  # type: ignore[no-any-return]
     if correction_bias is not None or options != DEFAULTS:
         columns = columns_of("topk_softmax", k, n_shared)
         first = (scores, columns, softmax_first, renormalize, indices_dtype)

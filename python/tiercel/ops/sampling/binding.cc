@@ -22,6 +22,8 @@ constexpr Field<SampleCall> kFields[] = {
     Optional<&SampleCall::allowed>("allowed"),
     Tensor<&SampleCall::tokens>("tokens"),
     Optional<&SampleCall::logprobs>("logprobs"),
+    Optional<&SampleCall::top_tokens>("top_tokens"),
+    Optional<&SampleCall::top_logprobs>("top_logprobs"),
     Value<&SampleCall::numbers, &SampleNumbers::temperature>("temperature"),
     Value<&SampleCall::numbers, &SampleNumbers::top_k>("top_k"),
     Value<&SampleCall::numbers, &SampleNumbers::top_p>("top_p"),
@@ -70,6 +72,8 @@ constexpr Field<VerifyDraftCall> kVerifyFields[] = {
     Number<&SampleNumbers::min_p>("min_p"),
     Number<&SampleNumbers::seed>("seed"),
     Number<&SampleNumbers::offset>("offset"),
+    Optional<&VerifyDraftCall::parents>("parents"),
+    Optional<&VerifyDraftCall::path>("path"),
 };
 constexpr Parameters<VerifyDraftCall> kVerify{"verify_draft", kVerifyFields};
 
@@ -110,11 +114,13 @@ PyObject* VerifyDraft(PyObject*, PyObject* const* values, Py_ssize_t count) {
 
 constexpr Function kFunctions[] = {
     LaunchOf<kSample, sample>(
-        "sample", "Launches the kernel on the current stream; fills `tokens` and `logprobs`."),
+        "sample",
+        "Launches the kernels on the current stream; fills `tokens`, and what else is given."),
     PlanOf<kSample, sample_plan, kPlan>("sample_plan"),
     LoadOf<sample_load>("sample_load"),
     {"verify_draft", VerifyDraft,
-     "Launches the kernels on the current stream; fills `tokens` and `accepted`. Allocates the "
+     "Launches the kernels on the current stream; fills `tokens`, `accepted` and `path`. Allocates "
+     "the "
      "workspace, unless it is given.",
      "None", Describe<kVerify>},
     PlanOf<kVerify, verify_draft_plan, kPlan>("verify_draft_plan"),

@@ -24,6 +24,8 @@ def _invalid(params: Mapping[str, Any]) -> str | None:
         return "T and V must be positive whole numbers"
     if params["filter"] not in OPTIONS:
         return f"`filter` must be one of {', '.join(OPTIONS)}"
+    if not (isinstance(params["top"], int) and 0 <= params["top"] <= 32):
+        return "`top` must be a whole number up to 32"
     return None if params["spread"] > 0 else "`spread` must be a positive number"
 
 
@@ -36,11 +38,15 @@ def _make(case: Any, device: str, seed: int) -> Inputs:
 
 
 def _call(case: Any, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (inputs["logits"],), dict(OPTIONS[case["filter"]])
+    options = dict(OPTIONS[case["filter"]])
+    if case["top"]:
+        options["top_logprobs"] = case["top"]
+    return (inputs["logits"],), options
 
 
 def _bytes(case: Any) -> int:
-    return int(case["T"] * (case["V"] * _ELEMENT[case.dtype] + 4))
+    """The logits and results; those of the best tokens need no second read."""
+    return int(case["T"] * (case["V"] * _ELEMENT[case.dtype] + 4 + 8 * case["top"]))
 
 
 def _reference(case: Any, inputs: Inputs) -> Any:
@@ -64,11 +70,18 @@ def _reference(case: Any, inputs: Inputs) -> Any:
 def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error:
     """The token is one that may be drawn. `slack` is the share of rows that may err: methods that
     compare rounded probabilities keep a token more or less."""
+    import torch
+
     tokens = outputs[0].view(-1).long()
     if tokens.shape != expected.shape[:1]:
         raise WrongResult(f"shape {tuple(tokens.shape)}")
     if not bool(((tokens >= 0) & (tokens < expected.shape[1])).all()):
         raise WrongResult("that is no token")
+    if len(outputs) == 4:
+        best = outputs[2].long()
+        due = inputs["logits"].float().topk(best.shape[1]).values
+        if not torch.equal(inputs["logits"].float().gather(1, best), due):
+            raise WrongResult("the best tokens are others")
     differing = int((~expected.gather(1, tokens[:, None])).sum())
     if differing > launch.slack * len(tokens):
         raise WrongResult(f"{differing} tokens cannot be drawn")
@@ -79,7 +92,7 @@ BENCHES = [
     OpBench(
         family="sampling",
         op="sample",
-        params={"T": None, "V": None, "filter": "both", "spread": 3},
+        params={"T": None, "V": None, "filter": "both", "spread": 3, "top": 0},
         invalid=_invalid,
         make=_make,
         call=_call,

@@ -21,6 +21,8 @@ OPTIONS = {
 def _invalid(params: Mapping[str, Any]) -> str | None:
     if not all(isinstance(params[name], int) and params[name] > 0 for name in "BSV"):
         return "B, S and V must be positive whole numbers"
+    if not (isinstance(params["branches"], int) and params["branches"] >= 0):
+        return "`branches` must be a whole number"
     if params["filter"] not in OPTIONS:
         return f"`filter` must be one of {', '.join(OPTIONS)}"
     return None
@@ -34,17 +36,26 @@ def _make(case: Any, device: str, seed: int) -> Inputs:
     shape = (sequences, count + 1, tokens)
     logits = 3 * torch.randn(shape, device=device, generator=generator)
     noise = torch.randn(sequences, count, tokens, device=device, generator=generator)
-    probs = torch.softmax(logits[:, :count] + 0.5 * noise, -1)
+    of_parents = logits[:, :count]
+    parents = None
+    if case["branches"]:
+        node = torch.arange(count, device=device)
+        parents = torch.div(node, case["branches"], rounding_mode="floor") - 1
+        of_parents = logits[:, parents + 1]
+        parents = parents.int().expand(sequences, -1).contiguous()
+    probs = torch.softmax(of_parents + 0.5 * noise, -1)
     draft = torch.multinomial(probs.flatten(0, 1), 1, generator=generator).view(sequences, count)
     return {
         "draft_tokens": draft.int(),
         "logits": logits.to(getattr(torch, case.dtype)),
         "draft_probs": None if case["certain"] else probs,
+        "parents": parents,
     }
 
 
 def _call(case: Any, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return tuple(inputs.values()), dict(OPTIONS[case["filter"]])
+    *tensors, parents = inputs.values()
+    return tuple(tensors), OPTIONS[case["filter"]] | {"parents": parents}
 
 
 def _bytes(case: Any) -> int:
@@ -77,8 +88,12 @@ def _check(inputs: Inputs, expected: Any, outputs: Any, launch: Launch) -> Error
     share that may err."""
     import torch
 
-    tokens, accepted = (x.long() for x in outputs)
+    tokens, accepted, *path = (x.long() for x in outputs)
     draft = inputs["draft_tokens"].long()
+    if path:  # the draft along it, and the rows of the nodes and the root
+        draft = draft.gather(1, path[0].clamp(min=0))
+        row = torch.cat([torch.zeros_like(path[0][:, :1]), path[0] + 1], 1)
+        expected = expected.gather(1, row[..., None].expand(-1, -1, expected.shape[2]))
     sequences, count = draft.shape
     if tokens.shape != (sequences, count + 1) or accepted.shape != (sequences,):
         raise WrongResult(f"shapes {tuple(tokens.shape)}, {tuple(accepted.shape)}")
@@ -101,7 +116,14 @@ BENCHES = [
     OpBench(
         family="sampling",
         op="verify_draft",
-        params={"B": None, "S": None, "V": None, "filter": "plain", "certain": False},
+        params={
+            "B": None,
+            "S": None,
+            "V": None,
+            "filter": "plain",
+            "certain": False,
+            "branches": 0,
+        },
         invalid=_invalid,
         make=_make,
         call=_call,

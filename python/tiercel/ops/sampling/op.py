@@ -22,7 +22,8 @@ __all__ = ["sample", "verify_draft"]
 
 _NAMES = spec.SAMPLE.names[:-1]  # indices_dtype is the tokens' own
 _TENSORS = len(spec.SAMPLE.tensors)
-_TAKES = (*_NAMES[:_TENSORS], "tokens", "logprobs", *_NAMES[_TENSORS:])
+_RESULTS = spec.WITH_TOP_LOGPROBS.result_names
+_TAKES = (*_NAMES[:_TENSORS], *_RESULTS, *_NAMES[_TENSORS:])
 
 
 def _launch(native: Callable[..., Any], call: Call) -> Any:
@@ -43,9 +44,7 @@ def _op(declared: Spec, return_logprobs: bool) -> Op:
             contiguous=("logits",),
             launch=_launch,
         ),
-        reference=lambda call: ref.sample(
-            **spec.SAMPLE.values(call), return_logprobs=return_logprobs
-        ),
+        reference=lambda call: ref.sample(**declared.values(call), return_logprobs=return_logprobs),
         method="torch.sort and torch.cumsum in float64",
         out=not return_logprobs,
     )
@@ -53,6 +52,7 @@ def _op(declared: Spec, return_logprobs: bool) -> Op:
 
 _SAMPLE = _op(spec.SAMPLE, return_logprobs=False)
 _WITH_LOGPROBS = _op(spec.WITH_LOGPROBS, return_logprobs=True)
+_WITH_TOP_LOGPROBS = _op(spec.WITH_TOP_LOGPROBS, return_logprobs=True)
 
 
 @_SAMPLE.export
@@ -82,8 +82,9 @@ def sample(
     allowed: Tensor | None = None,
     indices_dtype: torch.dtype = torch.int32,
     return_logprobs: bool = False,
+    top_logprobs: int = 0,
     backend: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Draws a token from each row of logits, in one launch that reads them once, without a sort.
 
     Penalties and mask first, then ``softmax(logits / temperature)``, of which min-p, top-k and
@@ -119,11 +120,17 @@ def sample(
         indices_dtype: Of the tokens: ``torch.int32`` or ``torch.int64``.
         return_logprobs: Also return the tokens' log-probabilities: of the softmax of the logits
             after penalties and mask, at temperature 1 and before the filters.
+        top_logprobs: Also return that many tokens of each row, those with the largest logits after
+            penalties and mask, and their log-probabilities, of the same softmax: descending, ties
+            by lowest index. The kernels take up to 32, in a second launch that reads the logits
+            again. 0: none.
         backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
 
     Returns:
         The tokens ``[T]``, and with ``return_logprobs`` their log-probabilities, float32. A row
-        that holds NaN, or nothing but -inf, has token -1 and NaN.
+        that holds NaN, or nothing but -inf, has token -1 and NaN. With ``top_logprobs=k`` these
+        two and the best tokens ``[T, k]`` and their log-probabilities ``[T, k]``; behind the last
+        token with a logit above -inf come -1 and -inf.
 
     Raises:
         TypeError: A dtype or type is not one of the above.
@@ -149,7 +156,12 @@ def sample(
     )
     presence_penalties, presence_penalty = _either(presence_penalties, presence_penalty, 0.0)
     frequency_penalties, frequency_penalty = _either(frequency_penalties, frequency_penalty, 0.0)
+    if not isinstance(top_logprobs, int) or isinstance(top_logprobs, bool):
+        raise TypeError(f"sample: `top_logprobs` must be an int, got {type(top_logprobs).__name__}")
     op = _WITH_LOGPROBS if return_logprobs else _SAMPLE
+    more: tuple[Any, ...] = (indices_dtype, backend)
+    if top_logprobs != 0:
+        op, more = _WITH_TOP_LOGPROBS, (indices_dtype, top_logprobs, backend)
     return op(  # type: ignore[no-any-return]
         logits,
         temperatures,
@@ -173,6 +185,5 @@ def sample(
         repetition_penalty,
         presence_penalty,
         frequency_penalty,
-        indices_dtype,
-        backend,
+        *more,
     )

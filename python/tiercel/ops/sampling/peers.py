@@ -7,7 +7,7 @@ import importlib
 from typing import Any
 
 from tiercel.ops.sampling.cases import OPTIONS
-from tiercel.workbench.bench.launch import Launch
+from tiercel.workbench.bench.launch import Launch, Unsupported
 
 Inputs = dict[str, Any]
 
@@ -18,9 +18,17 @@ def _torch(case: Any, inputs: Inputs) -> Launch:
 
     logits, options = inputs["logits"], OPTIONS[case["filter"]]
 
-    def run() -> tuple[Any]:
+    def run() -> tuple[Any, ...]:
+        token = draw()
+        if not case["top"]:
+            return (token,)
+        logprobs = logits.float().log_softmax(-1)
+        best = logprobs.topk(case["top"])
+        return token, logprobs.gather(1, token.view(-1, 1)), best.indices, best.values
+
+    def draw() -> Any:
         if case["filter"] == "greedy":
-            return (logits.argmax(-1),)
+            return logits.argmax(-1)
         x = logits.float() / options.get("temperature", 1.0)
         if case["filter"] != "plain":
             x, order = x.sort(-1, descending=True)
@@ -29,8 +37,8 @@ def _torch(case: Any, inputs: Inputs) -> Launch:
             p = x.softmax(-1)
             if "top_p" in options:
                 p = p.masked_fill(p.cumsum(-1) - p >= options["top_p"], 0.0)
-            return (order.gather(1, torch.multinomial(p, 1)),)
-        return (torch.multinomial(x.softmax(-1), 1),)
+            return order.gather(1, torch.multinomial(p, 1))
+        return torch.multinomial(x.softmax(-1), 1)
 
     return Launch(run, slack=0.05)
 
@@ -38,6 +46,8 @@ def _torch(case: Any, inputs: Inputs) -> Launch:
 def _flashinfer(case: Any, inputs: Inputs) -> Launch:
     import torch
 
+    if case["top"]:
+        raise Unsupported("its samplers return tokens alone")
     sampling: Any = importlib.import_module("flashinfer.sampling")
     logits, options = inputs["logits"], OPTIONS[case["filter"]]
 

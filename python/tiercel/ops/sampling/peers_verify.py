@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from tiercel.ops.sampling.cases_verify import OPTIONS
-from tiercel.workbench.bench.launch import Launch
+from tiercel.workbench.bench.launch import Launch, Unsupported
 
 Inputs = dict[str, Any]
 
@@ -31,7 +31,9 @@ def _torch(case: Any, inputs: Inputs) -> Launch:
     """Acceptance by random numbers, and torch.multinomial of what is left."""
     import torch
 
-    draft, logits, probs = inputs.values()
+    draft, logits, probs, parents = inputs.values()
+    if parents is not None:
+        raise Unsupported("it is written for chains")
     sequences, count = draft.shape
     place = torch.arange(count + 1, device=draft.device)
     rows = torch.arange(sequences, device=draft.device)

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 _LOW = 2**32 - 1
 _LEAST_SCALE, _MOST_SCALE = 1e-30, 1e30
@@ -112,6 +114,19 @@ def _drawn(x: Tensor, filters: tuple[Tensor, ...], u: Tensor) -> tuple[Tensor, T
     return torch.where(valid, tokens, -1), probabilities
 
 
+def _top_logprobs(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k tokens with the largest logits, ties by lowest index, and their log-probabilities."""
+    order = (x + 0.0).sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    logits = x.gather(1, order)
+    logprobs = torch.log_softmax(x.double(), -1).gather(1, order)
+    tokens = torch.where(logits > -math.inf, order, -1)
+    logprobs = torch.where(logits > -math.inf, logprobs, -math.inf)
+    valid = (x.amax(-1, keepdim=True) > -math.inf).expand(-1, k)
+    rest = (0, k - order.shape[1])
+    tokens, logprobs = pad(tokens, rest, value=-1), pad(logprobs, rest, value=-math.inf)
+    return torch.where(valid, tokens, -1), torch.where(valid, logprobs, math.nan).float()
+
+
 def sample(
     logits: Tensor,
     temperatures: Tensor | None = None,
@@ -136,8 +151,9 @@ def sample(
     presence_penalty: float | Tensor = 0.0,
     frequency_penalty: float | Tensor = 0.0,
     indices_dtype: torch.dtype = torch.int32,
+    top_logprobs: int = 0,
     return_logprobs: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Reference of :func:`tiercel.sample`, on any device."""
     rows, device = len(logits), logits.device
 
@@ -173,13 +189,51 @@ def sample(
     )
     tokens, _ = _drawn(x, filters, u)
     results = tokens.to(indices_dtype)
-    if not return_logprobs:
+    if not (return_logprobs or top_logprobs):
         return results
     logprobs = torch.log_softmax(x.double(), -1).gather(1, tokens.clamp(min=0)[:, None])[:, 0]
-    return results, torch.where(tokens >= 0, logprobs, math.nan).float()
+    logprobs = torch.where(tokens >= 0, logprobs, math.nan).float()
+    if not top_logprobs:
+        return results, logprobs
+    best, of_best = _top_logprobs(x, top_logprobs)
+    return results, logprobs, best.to(indices_dtype), of_best
 
 
 _TO_ACCEPT, _TO_REPLACE = 2**62, -(2**63)
+
+
+def _positions(
+    logits: Tensor, *given: tuple[Tensor | None, float | Tensor]
+) -> tuple[Tensor, Tensor, Callable[[int], Tensor]]:
+    """The tokens drawn at each sequence's positions, the probabilities they were drawn from, and
+    a function of other random numbers. `given`: parameters as tensors of the sequences or
+    numbers."""
+    sequences, positions, count = logits.shape
+    device = logits.device
+
+    def each(parameter: tuple[Tensor | None, float | Tensor], dtype: torch.dtype) -> Tensor:
+        """A value for each position."""
+        rows, number = parameter
+        if rows is None and isinstance(number, Tensor):
+            rows = number
+        if rows is None:
+            rows = torch.full((sequences,), number, dtype=dtype, device=device)
+        return rows.repeat_interleave(positions)
+
+    kinds = (torch.float32, torch.int64, torch.float32, torch.float32, torch.int64, torch.int64)
+    *filters, key, counter = map(each, given, kinds)
+    of_sequences = any(isinstance(seed, Tensor) for seed in given[4])
+    place = torch.arange(sequences * positions, device=device)
+    stream = torch.zeros_like(place) if of_sequences else place // positions
+    counter = counter + place % positions
+    x = logits.reshape(sequences * positions, count)
+    x = x if x.dtype == torch.float64 else x.float()
+    drawn, p = _drawn(x, tuple(filters), uniform(key, counter, stream))
+
+    def uniforms(other: int) -> Tensor:
+        return uniform(key, counter, stream ^ other).view(sequences, positions)
+
+    return drawn.view(sequences, positions), p.view(sequences, positions, count), uniforms
 
 
 def verify_draft(
@@ -202,45 +256,28 @@ def verify_draft(
     """Reference of :func:`tiercel.verify_draft`, on any device."""
     sequences, positions, count = logits.shape
     device = logits.device
-
-    def each(
-        given: Tensor | None, number: float | Tensor, dtype: torch.dtype = torch.float32
-    ) -> Tensor:
-        """A value for each position."""
-        if given is None:
-            given = number if isinstance(number, Tensor) else None
-        if given is None:
-            given = torch.full((sequences,), number, dtype=dtype, device=device)
-        return given.repeat_interleave(positions)
-
-    filters = (
-        each(temperatures, temperature),
-        each(top_ks, top_k, torch.int64),
-        each(top_ps, top_p),
-        each(min_ps, min_p),
+    drawn, p, uniforms = _positions(
+        logits,
+        (temperatures, temperature),
+        (top_ks, top_k),
+        (top_ps, top_p),
+        (min_ps, min_p),
+        (seeds, seed),
+        (offsets, offset),
     )
-    of_sequences = seeds is not None or isinstance(seed, Tensor)
-    place = torch.arange(sequences * positions, device=device)
-    stream = torch.zeros_like(place) if of_sequences else place // positions
-    key = each(seeds, seed, torch.int64)
-    counter = each(offsets, offset, torch.int64) + place % positions
-    x = logits.reshape(sequences * positions, count)
-    x = x if x.dtype == torch.float64 else x.float()
-    drawn, p = _drawn(x, filters, uniform(key, counter, stream))
-    drawn, p = drawn.view(sequences, positions), p.view(sequences, positions, count)
     draft = draft_tokens.long()
     accept = (draft >= 0) & (draft == drawn[:, :-1])
     new = drawn
     if draft_probs is not None:
         inside = (draft >= 0) & (draft < count)
         at = draft.clamp(0, count - 1)[..., None]
-        u = uniform(key, counter, stream ^ _TO_ACCEPT).view(sequences, positions)[:, :-1]
+        u = uniforms(_TO_ACCEPT)[:, :-1]
         q = draft_probs.double()
         taken = inside & (u * q.gather(-1, at)[..., 0] < p[:, :-1].gather(-1, at)[..., 0])
         by_chance = p[:, :-1].sum(-1) > 0
         accept = torch.where(by_chance, taken, accept)
         running = (p[:, :-1] - q).clamp(min=0).cumsum(-1)
-        v = uniform(key, counter, stream ^ _TO_REPLACE).view(sequences, positions)[:, :-1, None]
+        v = uniforms(_TO_REPLACE)[:, :-1, None]
         other = (running <= v * running[..., -1:]).sum(-1)
         use = by_chance & (running[..., -1] > 0)
         new = torch.cat([torch.where(use, other, drawn[:, :-1]), drawn[:, -1:]], 1)
@@ -250,3 +287,75 @@ def verify_draft(
     tokens = torch.where(i < accepted[:, None], draft, -1)
     tokens = torch.where(i == accepted[:, None], new, tokens)
     return tokens.to(draft_tokens.dtype), accepted.int()
+
+
+def verify_tree(
+    draft_tokens: Tensor,
+    logits: Tensor,
+    parents: Tensor,
+    draft_probs: Tensor | None = None,
+    temperatures: Tensor | None = None,
+    top_ks: Tensor | None = None,
+    top_ps: Tensor | None = None,
+    min_ps: Tensor | None = None,
+    seeds: Tensor | None = None,
+    offsets: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    top_k: int | Tensor = 0,
+    top_p: float | Tensor = 1.0,
+    min_p: float | Tensor = 0.0,
+    seed: int | Tensor = 0,
+    offset: int | Tensor = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Reference of :func:`tiercel.verify_draft` with `parents`, on any device."""
+    drawn, p, uniforms = _positions(
+        logits,
+        (temperatures, temperature),
+        (top_ks, top_k),
+        (top_ps, top_p),
+        (min_ps, min_p),
+        (seeds, seed),
+        (offsets, offset),
+    )
+    sequences, nodes = draft_tokens.shape
+    count, device = logits.shape[2], logits.device
+    every = torch.arange(sequences, device=device)
+    to_accept, to_replace = uniforms(_TO_ACCEPT), uniforms(_TO_REPLACE)
+    at = torch.zeros_like(every)  # the row of the node that each path has come to
+    depth = torch.zeros_like(every)
+    left = p[:, 0]  # what the rejected children leave
+    rejected = torch.zeros_like(every, dtype=torch.bool)
+    tokens = torch.full((sequences, nodes + 1), -1, dtype=torch.int64, device=device)
+    path = torch.full((sequences, nodes + 1), -1, dtype=torch.int64, device=device)
+    for node in range(nodes):
+        token = draft_tokens[:, node].long()
+        chance = p[every, at].sum(-1) > 0
+        accept = (token >= 0) & (token == drawn[every, at])
+        if draft_probs is None:
+            chance = torch.zeros_like(chance)
+        else:
+            q = draft_probs[:, node].double()
+            place = token.clamp(0, count - 1)
+            inside = (token >= 0) & (token < count)
+            u = to_accept[:, node]
+            taken = inside & (u * q[every, place] < left[every, place])
+            accept = torch.where(chance, taken, accept)
+            rest = (left - q).clamp(min=0)
+            mass = rest.sum(-1, keepdim=True)
+            rest = torch.where(mass > 0, rest / mass, 0.0)
+        child = parents[:, node] == at - 1
+        accept, reject = child & accept, child & ~accept & chance
+        if draft_probs is not None:
+            left = torch.where(reject[:, None], rest, left)
+        tokens[every, depth] = torch.where(accept, token, tokens[every, depth])
+        path[every, depth] = torch.where(accept, node, path[every, depth])
+        rejected = torch.where(accept, False, rejected | reject)
+        depth = depth + accept.long()
+        at = torch.where(accept, node + 1, at)
+        left = torch.where(accept[:, None], p[:, node + 1], left)
+    running = left.cumsum(-1)
+    v = to_replace[every, at][:, None]
+    other = (running <= v * running[:, -1:]).sum(-1)
+    use = rejected & (running[:, -1] > 0)
+    tokens[every, depth] = torch.where(use, other, drawn[every, at])
+    return tokens.to(draft_tokens.dtype), depth.int(), path[:, :nodes].int().contiguous()

@@ -93,8 +93,31 @@ VERIFY_DRAFT = Spec(
     numerics=Numerics(0),
 )
 
+# A tree instead of a chain.
+VERIFY_TREE = VERIFY_DRAFT.changed(
+    name="verify_tree",
+    arguments=(
+        *VERIFY_DRAFT.arguments[:2],
+        Tensor("parents", "B S", "int32"),
+        *VERIFY_DRAFT.arguments[2:],
+    ),
+    results=[*VERIFY_DRAFT.results, Tensor("path", "B S", "int32")],
+    gradient_of="verify_draft",
+)
+
 WITH_LOGPROBS = SAMPLE.changed(
     name="sample_with_logprobs",
     results=[*SAMPLE.results, Tensor("logprobs", "T", "float32", rtol=1e-5, atol=1e-5)],
     gradient_of="sample",
+)
+
+# The tokens with the largest logits too; a row with fewer tokens has -1 and -inf behind them.
+WITH_TOP_LOGPROBS = WITH_LOGPROBS.changed(
+    name="sample_with_top_logprobs",
+    arguments=(*SAMPLE.arguments, Int("top_logprobs", 1, at_least=1)),
+    results=[
+        *WITH_LOGPROBS.results,
+        Tensor("best_tokens", "T top_logprobs", "indices_dtype"),
+        Tensor("best_logprobs", "T top_logprobs", "float32", rtol=1e-5, atol=1e-5),
+    ],
 )

@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tiercel import _C
+from tiercel.core.index_checks import Index
 from tiercel.core.op import Native, Op
 from tiercel.core.spec import Call
 from tiercel.ops._rows import rows
@@ -25,8 +27,8 @@ _TAKES = (*_NAMES[:_TENSORS], *spec.VERIFY_DRAFT.result_names, None, *_NAMES[_TE
 
 
 def _launch(native: Callable[..., Any], call: Call) -> Any:
-    given = Call(**{**call.__dict__, "logits": rows(call.logits)})
-    return _VERIFY_DRAFT.launch(native, given)
+    op = _VERIFY_TREE if "parents" in call else _VERIFY_DRAFT
+    return op.launch(native, Call(**{**call.__dict__, "logits": rows(call.logits)}))
 
 
 _VERIFY_DRAFT = Op(
@@ -34,7 +36,7 @@ _VERIFY_DRAFT = Op(
     sm90=Native(
         _C.verify_draft,
         _C.verify_draft_plan,
-        _TAKES,
+        (*_TAKES, None, None),
         "sample for all positions, then a block a sequence",
         load=_C.verify_draft_load,
         contiguous=("logits",),
@@ -42,6 +44,33 @@ _VERIFY_DRAFT = Op(
     ),
     reference=lambda call: ref.verify_draft(**spec.VERIFY_DRAFT.values(call)),
     method="torch.sort and torch.cumsum in float64",
+)
+
+
+def _parents(call: Call) -> list[Index]:
+    count = call.parents.shape[1]
+
+    def wrong(parents: Tensor) -> Tensor:
+        nodes = torch.arange(count, device=parents.device)
+        return (parents < -1) | (parents >= nodes)
+
+    return [Index("parents", call.parents, wrong, "hold -1 or the number of an earlier node")]
+
+
+_VERIFY_TREE = Op(
+    spec.VERIFY_TREE,
+    sm90=Native(
+        _C.verify_draft,
+        _C.verify_draft_plan,
+        (*_TAKES, "parents", "path"),
+        "sample for all nodes, then a block a sequence",
+        load=_C.verify_draft_load,
+        contiguous=("logits",),
+        launch=_launch,
+    ),
+    reference=lambda call: ref.verify_tree(**spec.VERIFY_TREE.values(call)),
+    method="torch.sort and torch.cumsum in float64",
+    indices=_parents,
 )
 
 
@@ -63,11 +92,12 @@ def verify_draft(
     min_ps: Tensor | None = None,
     seeds: Tensor | None = None,
     offsets: Tensor | None = None,
-    out: tuple[Tensor, Tensor] | None = None,
+    parents: Tensor | None = None,
+    out: tuple[Tensor, ...] | None = None,
     backend: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Speculative decoding: accepts or replaces a chain of draft tokens, without changing the
-    distribution of the target model.
+) -> tuple[Tensor, ...]:
+    """Speculative decoding: accepts or replaces a chain or tree of draft tokens, without changing
+    the distribution of the target model.
 
     Rejection sampling (Leviathan et al., 2023, arXiv:2211.17192): draft token ``i`` is accepted
     with probability ``min(1, p / q)``, where ``p`` is its probability for the target, with
@@ -79,6 +109,11 @@ def verify_draft(
     or from n-grams. Then a token is drawn for each position with the seed and ``offset + i``, and
     drafts are accepted as long as they are the tokens drawn: the result has the tokens that
     :func:`tiercel.sample` would give one by one, with the same seed and offsets.
+
+    With ``parents`` the draft is a tree, as in SpecInfer (Miao et al., 2024, arXiv:2305.09781).
+    From the root on, a node's children are tried in order, the first against ``p``; where one is
+    rejected, the next is tried against ``max(p - q, 0)``, renormalised, and so on. The first that
+    is accepted is the next node; if there is none, the new token is drawn from what is left.
 
     Works under torch.compile and torch.export, and in CUDA graphs; it never synchronises.
 
@@ -96,13 +131,20 @@ def verify_draft(
         min_p: The same.
         seed: The same; a number is one for all sequences, which then also differ by their place.
         offset: The same, of the first position; position ``i`` takes ``offset + i``.
-        out: ``(tokens, accepted)`` to write to.
+        parents: ``[B, S]`` int32: each node's parent, an earlier node, or -1 for the root, which is
+            what stands before the draft; or None for a chain. Then ``logits[:, 0]`` is the root's
+            and ``logits[:, i + 1]`` that of node i, with ``offset + i + 1``; ``draft_probs[:, i]``
+            is what node i was drawn from, given the siblings before it. A node with another number
+            is never reached, and ``TIERCEL_CHECK=1`` makes it an error. The kernels take up to 64
+            nodes.
+        out: ``(tokens, accepted)``, with ``parents`` ``(tokens, accepted, path)``, to write to.
         backend: ``"sm90"``, ``"ref"`` or None for what applies, see :mod:`tiercel.backends`.
 
     Returns:
         ``tokens`` ``[B, S + 1]`` with the dtype of ``draft_tokens``: the accepted ones, then one
         that is new, then -1; and ``accepted`` ``[B]`` int32, how many of the draft are. The new
-        token is -1 where the position's logits hold NaN, or nothing but -inf.
+        token is -1 where the position's logits hold NaN, or nothing but -inf. With ``parents`` also
+        ``path`` ``[B, S]`` int32: the accepted nodes, then -1.
 
     Raises:
         TypeError: A dtype or type is not one of the above.
@@ -122,6 +164,11 @@ def verify_draft(
     tensors = (draft_tokens, logits, draft_probs)
     of_rows = (temperatures, top_ks, top_ps, min_ps, seeds, offsets)
     numbers = (temperature, top_k, top_p, min_p, seed, offset)
+    if parents is not None:
+        nodes = (draft_tokens, logits, parents, draft_probs, *of_rows, *numbers, backend)
+        if out is None:
+            return _VERIFY_TREE(*nodes)  # type: ignore[no-any-return]
+        return _VERIFY_TREE.into()(out, *nodes)  # type: ignore[no-any-return]
     arguments = (*tensors, *of_rows, *numbers, backend)
     if out is None:
         return _VERIFY_DRAFT(*arguments)  # type: ignore[no-any-return]
