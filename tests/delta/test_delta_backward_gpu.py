@@ -6,7 +6,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import tiercel
-from tiercel import ref
+from tiercel.ops.delta import reference as ref
 
 pytestmark = [pytest.mark.torch, pytest.mark.gpu, pytest.mark.usefixtures("no_fallback")]
 

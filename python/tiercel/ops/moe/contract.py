@@ -226,7 +226,7 @@ def _make_w4(case: Case, device: str, seed: int) -> dict[str, Any]:
     ids = uniform(sizes["T"], everywhere).topk(sizes["k"]).indices.int()
     rows = inner if case.options["activation"] == "relu_squared" else 2 * inner
     x = x[:, :hidden] if case.values == "strided" else x[:, :hidden].contiguous()
-    return {
+    given = {
         "x": x.to(device),
         **half("up", rows, hidden),
         **half("down", hidden, inner),
@@ -238,6 +238,7 @@ def _make_w4(case: Case, device: str, seed: int) -> dict[str, Any]:
         "interleaved": gpt_oss,
         "expert_map": expert_map,
     }
+    return {name: given[name] for name in spec.W4_MOE.names}
 
 
 W4_MOE = Contract.of(
@@ -256,6 +257,7 @@ W4_MOE = Contract.of(
     ),
     timing={"cpu": _w4(4, 4, 2, 128, 128), "cuda": _w4(16, 32, 4, 2880, 2880)},
     make=_make_w4,
+    derive=lambda sizes, values: {"I": 2 * values["w_down"].shape[-1]},
 )
 
 CONTRACTS = (FUSED_MOE, GROUPED_GEMM, MOE_DOWN, MOE_UP, W4_MOE)
