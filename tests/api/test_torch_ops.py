@@ -43,6 +43,7 @@ def test_minimal_call(op):
 # Arguments that choose another operator: `<op>.out`, `<op>_lse`, `<op>_`, `add_<op>`.
 ELSEWHERE = {"out", "return_lse", "return_logprobs", "inplace"}
 ROUTING = {"scoring", "correction_bias", "n_group", "topk_group", "scaling_factor", "n_shared"}
+ROUTING |= {"token_ids", "expert_table"}
 ELSEWHERE_OF = {
     "cross_entropy": {"reduction"},
     "topk_softmax": ROUTING,
@@ -52,6 +53,8 @@ ELSEWHERE_OF = {
     "gated_delta_rule": {"output_final_state"},
     "layer_norm": {"residual"},
     "rms_norm": {"residual"},
+    "sample": {"top_logprobs"},
+    "verify_draft": {"parents"},
 }
 
 
