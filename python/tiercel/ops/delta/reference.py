@@ -131,7 +131,8 @@ def _run_back(
 def _of_inputs(given: Tensor, of_wide: Tensor, scale: float, qk_l2norm: bool) -> Tensor:
     """The gradient of q or k, given that of what its heads of values have."""
     batch, tokens, heads, size = given.shape
-    grad = of_wide.view(batch, tokens, heads, -1, size).sum(3) * scale if heads else of_wide
+    share = of_wide.shape[2] // max(heads, 1)
+    grad = of_wide.view(batch, tokens, heads, share, size).sum(3) * scale
     if qk_l2norm:
         wide = given.double()
         factor = torch.rsqrt(wide.square().sum(-1, keepdim=True) + _NORM_EPS)
